@@ -1,0 +1,37 @@
+# Two commands on a fresh clone: `make demo` and `make test`. Both make the environment first, when it is not there.
+PY := .venv/bin/python
+BOOT := $(shell command -v python3 || command -v python3.11 || command -v python3.12 || command -v python3.13)
+WORKERS ?= 2
+
+.PHONY: help env demo test gpu lint readme clean
+
+help:
+	@echo "make demo    environment, then: sparsek doctor, sparsek demo (advise on real weights, a picture)"
+	@echo "make test    environment, then every check that needs no GPU"
+	@echo "make gpu     environment, then the tests that need an NVIDIA GPU"
+	@echo "make lint    ruff, format, types and floors only"
+	@echo "make readme  the tables in README.md and docs/, from benchmarks/results/"
+	@echo "make env     .venv and .venv-triton-next only"
+
+env:
+	@test -n "$(BOOT)" || { echo "no python3 on the PATH; install Python 3.10 to 3.13"; exit 1; }
+	@$(BOOT) scripts/env.py
+
+demo: env
+	@.venv/bin/sparsek doctor
+	@.venv/bin/sparsek demo
+
+test: env
+	@$(PY) -m pytest -m "not gpu" -n $(WORKERS) --dist loadgroup
+
+gpu: env
+	@$(PY) -m pytest -m gpu
+
+lint: env
+	@$(PY) -m pytest -q tests/house/test_lint.py tests/house/test_floors.py
+
+readme: env
+	@.venv/bin/sparsek report --write
+
+clean:
+	rm -rf .venv .venv-triton-next build dist
