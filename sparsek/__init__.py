@@ -1,0 +1,29 @@
+"""SparseK: block-sparse matrix products for NVIDIA Hopper, with the same API on a CPU.
+
+Importing this touches no CUDA and loads no kernel.
+"""
+
+from sparsek.core.errors import InvalidFile, InvalidInput, SparseKError, Unsupported
+from sparsek.formats.bsr import BSR
+from sparsek.formats.io import load, save
+from sparsek.formats.pattern import BlockPattern
+from sparsek.formats.random import random_bsr
+from sparsek.ops.spmm import plan_spmm, spmm
+from sparsek.plan.select import Plan
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BSR",
+    "BlockPattern",
+    "InvalidFile",
+    "InvalidInput",
+    "Plan",
+    "SparseKError",
+    "Unsupported",
+    "load",
+    "plan_spmm",
+    "random_bsr",
+    "save",
+    "spmm",
+]

@@ -1,0 +1,117 @@
+"""Timing: interleaved rounds, so that every competitor sees the same clocks, power and neighbours.
+
+A card that is warm runs slower than a cold one (cuBLAS bf16 on an H200: 780 TFLOPS, then 690), so times of
+two programs compare only when they were taken in turns, after the card has settled.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+# torch.cuda._sleep counts SM clock cycles; an H200 boosts to 1.98 GHz.
+CYCLES_PER_SECOND = 1.98e9
+
+
+@dataclass(frozen=True)
+class Times:
+    """Milliseconds per call over interleaved rounds."""
+
+    median: float
+    min: float
+    max: float
+    rounds: int
+
+    @staticmethod
+    def of(samples: list[float]) -> "Times":
+        return Times(statistics.median(samples), min(samples), max(samples), len(samples))
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """How one competitor is timed: calls per sample, and the host's seconds to queue one call."""
+
+    call: Callable[[], object]
+    repeats: int
+    host_seconds: float
+
+
+def time_rounds(
+    calls: Mapping[str, Callable[[], object]],
+    *,
+    device: torch.device,
+    rounds: int = 5,
+    warmup: int = 2,
+    inner_ms: float = 20.0,
+    settle_ms: float = 300.0,
+    on_round: Callable[[int], None] | None = None,
+) -> dict[str, Times]:
+    """Times every call in turns: `rounds` rounds, in each one batch of every call.
+
+    A batch repeats the call until it lasts about `inner_ms`, and counts as one sample: its mean time per
+    call. Each round starts with another competitor, so that nobody always follows the same neighbour. On a
+    GPU, rounds that count for nothing run first until `settle_ms` have passed. CUDA events on a GPU, the
+    performance counter on a CPU. `on_round(i)` is called after round i.
+    """
+    measure = _batch_cuda if device.type == "cuda" else _batch_cpu
+    batches: dict[str, _Batch] = {}
+    for name, call in calls.items():
+        for _ in range(warmup):
+            call()
+        host = host_seconds(call, device, calls=3) if device.type == "cuda" else 0.0
+        once = measure(_Batch(call, 1, host), device)
+        batches[name] = _Batch(call, max(1, min(200, round(inner_ms / max(once, 1e-3)))), host)
+    settled = time.perf_counter() + settle_ms / 1e3
+    while device.type == "cuda" and batches and time.perf_counter() < settled:
+        for batch in batches.values():
+            measure(batch, device)
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    names = list(calls)
+    for index in range(rounds):
+        first = index % max(1, len(names))
+        for name in names[first:] + names[:first]:
+            samples[name].append(measure(batches[name], device))
+        if on_round is not None:
+            on_round(index)
+    return {name: Times.of(values) for name, values in samples.items()}
+
+
+def host_seconds(call: Callable[[], object], device: torch.device, *, calls: int) -> float:
+    """Seconds the host is busy with one call, mean over `calls`; on a GPU the work itself runs later."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    begin = time.perf_counter()
+    for _ in range(calls):
+        call()
+    spent = (time.perf_counter() - begin) / calls
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return spent
+
+
+def _batch_cuda(batch: _Batch, device: torch.device) -> float:
+    start = torch.cuda.Event(enable_timing=True)
+    stop = torch.cuda.Event(enable_timing=True)
+    with torch.cuda.device(device):
+        # The GPU sleeps while the host queues the batch, so launch gaps stay out of the time of short
+        # kernels.
+        wait = 1e-4 + 1.5 * batch.host_seconds * batch.repeats
+        torch.cuda._sleep(int(min(wait, 0.05) * CYCLES_PER_SECOND))
+        # One untimed call after the sleep: the first kernel after an idle gap sees higher clocks and a cold
+        # TLB.
+        batch.call()
+        start.record()
+        for _ in range(batch.repeats):
+            batch.call()
+        stop.record()
+        stop.synchronize()
+    return start.elapsed_time(stop) / batch.repeats
+
+
+def _batch_cpu(batch: _Batch, device: torch.device) -> float:
+    begin = time.perf_counter()
+    for _ in range(batch.repeats):
+        batch.call()
+    return (time.perf_counter() - begin) * 1e3 / batch.repeats

@@ -1,0 +1,95 @@
+"""Facts about the device a problem runs on. The only module that asks torch.cuda about hardware.
+
+Rates are measured, not from datasheets: NVIDIA H200 SXM, 2026-10/11, torch 2.11+cu130; see docs/lab-notes.md.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from types import MappingProxyType
+
+import torch
+
+from sparsek.core.errors import InvalidInput
+
+
+@dataclass(frozen=True)
+class Card:
+    """One kind of device. Bandwidths in bytes per second, rates in 1e12 FLOP per second, memory in bytes."""
+
+    name: str
+    capability: tuple[int, int]
+    sm_count: int
+    smem_bytes: int
+    l2_bytes: int
+    bandwidth: float
+    fabric: float
+    tflops: Mapping[str, float] = field(hash=False)
+    launch_seconds: float = 4e-6
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.name == "cpu"
+
+
+# bandwidth: device-to-device copy, read + written. fabric: L2 to shared memory, from the 128x128 ping-pong
+# prototype (600 TFLOPS at 64 FLOP per byte). tflops: cuBLAS 8192^3 once power limits bite.
+H200 = Card(
+    name="NVIDIA H200",
+    capability=(9, 0),
+    sm_count=132,
+    smem_bytes=232448,
+    l2_bytes=60 << 20,
+    bandwidth=4.28e12,
+    fabric=9.4e12,
+    tflops=MappingProxyType({"bf16": 690.0, "fp16": 680.0, "tf32": 350.0, "fp32": 50.0, "fp64": 60.0}),
+)
+# Two laptop cores with AVX2: orders of magnitude only, used to rank the CPU kernels against each other.
+CPU = Card(
+    name="cpu",
+    capability=(0, 0),
+    sm_count=1,
+    smem_bytes=0,
+    l2_bytes=1 << 20,
+    bandwidth=2e10,
+    fabric=2e10,
+    tflops=MappingProxyType({"bf16": 0.05, "fp16": 0.05, "tf32": 0.1, "fp32": 0.1, "fp64": 0.05}),
+    launch_seconds=2e-5,
+)
+CARDS: Mapping[str, Card] = MappingProxyType({"h200": H200, "cpu": CPU})
+
+
+def card_named(name: str) -> Card:
+    """The card of a short name ("h200"). Raises InvalidInput for a name without measured facts."""
+    key = name.lower()
+    if key not in CARDS:
+        raise InvalidInput(f"no measured facts for a card named {name!r}; known: {', '.join(CARDS)}")
+    return CARDS[key]
+
+
+def card_of(device: torch.device) -> Card:
+    """The card behind a torch device. Cards without measured facts get the H200's, scaled by SM count."""
+    if device.type == "cpu":
+        return CPU
+    if device.type != "cuda":
+        raise InvalidInput(f"device {device} is not supported; use a CUDA device or the CPU")
+    return _cuda_card(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@cache
+def _cuda_card(index: int) -> Card:
+    facts = torch.cuda.get_device_properties(index)
+    if facts.name == H200.name:
+        return H200
+    share = facts.multi_processor_count / H200.sm_count
+    return replace(
+        H200,
+        name=facts.name,
+        capability=(facts.major, facts.minor),
+        sm_count=facts.multi_processor_count,
+        smem_bytes=getattr(facts, "shared_memory_per_block_optin", 101376),
+        l2_bytes=facts.L2_cache_size,
+        bandwidth=H200.bandwidth * share,
+        fabric=H200.fabric * share,
+        tflops=MappingProxyType({name: rate * share for name, rate in H200.tflops.items()}),
+    )

@@ -1,0 +1,34 @@
+"""The dtypes that SparseK knows, and their short names."""
+
+import torch
+
+from sparsek.core.errors import InvalidInput
+
+NAMES: dict[torch.dtype, str] = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.float64: "fp64",
+}
+FLOATS = tuple(NAMES)
+LOW = (torch.bfloat16, torch.float16)
+
+
+def name(dtype: torch.dtype) -> str:
+    """Short name of a dtype: "bf16", "fp16", "fp32" or "fp64". Raises InvalidInput for any other dtype."""
+    if dtype not in NAMES:
+        raise InvalidInput(f"dtype {dtype} is not supported; use one of {', '.join(map(str, FLOATS))}")
+    return NAMES[dtype]
+
+
+def parse(text: str) -> torch.dtype:
+    """The dtype of a short name ("bf16") or of torch's own name ("bfloat16")."""
+    for dtype, short in NAMES.items():
+        if text in (short, str(dtype), str(dtype).removeprefix("torch.")):
+            return dtype
+    raise InvalidInput(f"unknown dtype {text!r}; use one of {', '.join(NAMES.values())}")
+
+
+def itemsize(dtype_name: str) -> int:
+    """Bytes of one element of a dtype given by its short name."""
+    return parse(dtype_name).itemsize
