@@ -1,0 +1,332 @@
+"""A block-sparse matrix: a pattern and the values of its blocks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils import _pytree
+
+from sparsek.core import dtypes
+from sparsek.core.errors import InvalidInput
+from sparsek.formats.pattern import BlockPattern, as_device
+
+if TYPE_CHECKING:
+    from scipy import sparse
+
+ALIGNMENT = 16
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class BSR:
+    """An M x K matrix whose stored blocks are dense and whose other elements are zero.
+
+    `values` is [nnzb, bm, bk] in bf16, fp16, fp32 or fp64: contiguous, 16-byte aligned, on the pattern's
+    device; block p of the pattern is values[p]. Where a side is not a multiple of the block, the values
+    outside the matrix are zero.
+
+    `order` is None, except in a transposed view as `.T` makes it: there block p is values[order[p]]
+    transposed, and `values` is [nnzb, bk, bm]. A view shares the values of the matrix it was taken from.
+
+    Construction raises InvalidInput for values that do not fit the pattern. It syncs only if a side is ragged
+    (to see that the padding is zero) or if `order` was not taken from the pattern.
+    """
+
+    pattern: BlockPattern
+    values: Tensor
+    order: Tensor | None = None
+
+    _matmul: ClassVar[Callable[[Any, Any], Any] | None] = None
+    __array_ufunc__ = None  # numpy arrays then leave `array @ BSR` to __rmatmul__
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.pattern, BlockPattern):
+            raise InvalidInput(f"pattern must be a BlockPattern, got {type(self.pattern).__name__}")
+        _check_order(self)
+        _check_values(self)
+        outside = padding_nonzeros(self)
+        if outside:
+            raise InvalidInput(
+                f"{outside} values in the padding of a {self.shape[0]}x{self.shape[1]} matrix in blocks of "
+                f"{self.block[0]}x{self.block[1]} are not zero; values outside the matrix must be 0"
+            )
+
+    @classmethod
+    def unchecked(cls, pattern: BlockPattern, values: Tensor, order: Tensor | None = None) -> BSR:
+        """A BSR from parts that are known to fit: no check, no sync."""
+        made = object.__new__(cls)
+        for name, part in (("pattern", pattern), ("values", values), ("order", order)):
+            object.__setattr__(made, name, part)
+        return made
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """True (M, K)."""
+        return self.pattern.shape
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """(bm, bk)."""
+        return self.pattern.block
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Block rows and block columns (Mb, Kb)."""
+        return self.pattern.grid
+
+    @property
+    def nnzb(self) -> int:
+        """Number of stored blocks."""
+        return self.pattern.nnzb
+
+    @property
+    def density(self) -> float:
+        """Stored blocks over all blocks."""
+        return self.pattern.density
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.values.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.values.device
+
+    @property
+    def T(self) -> BSR:  # noqa: N802
+        """The transposed matrix, by index only: values stay in place. `.T.T` has this pattern again."""
+        flipped, perm = self.pattern.transposed
+        return BSR.unchecked(flipped, self.values, perm if self.order is None else None)
+
+    def to(self, device: str | int | torch.device | None = None, dtype: torch.dtype | None = None) -> BSR:
+        """This matrix on `device` and in `dtype`; this very object if nothing changes. Differentiable."""
+        if isinstance(device, torch.dtype):
+            raise InvalidInput(f"the first argument of .to is the device; write .to(dtype={device})")
+        target = self.device if device is None else as_device(device)
+        wanted = self.dtype if dtype is None else dtype
+        dtypes.name(wanted)
+        if (target, wanted) == (self.device, self.dtype):
+            return self
+        if self.order is not None:
+            return self.T.to(target, wanted).T
+        return BSR.unchecked(self.pattern.to(target), self.values.to(target, wanted))
+
+    def logical_values(self) -> Tensor:
+        """The blocks in the pattern's order, [nnzb, bm, bk]: `values`, or a copy for a transposed view."""
+        if self.order is None:
+            return self.values
+        return self.values.index_select(0, self.order).mT.contiguous()
+
+    def to_dense(self) -> Tensor:
+        """The dense [M, K] matrix, contiguous. Differentiable in the values."""
+        from sparsek.formats import convert
+
+        return convert.to_dense(self)
+
+    def to_torch(self) -> Tensor:
+        """The same matrix as torch.sparse_bsr; see `convert.to_torch`."""
+        from sparsek.formats import convert
+
+        return convert.to_torch(self)
+
+    def to_scipy(self) -> sparse.bsr_array:
+        """The same matrix as scipy.sparse.bsr_array on the host; see `convert.to_scipy`."""
+        from sparsek.formats import convert
+
+        return convert.to_scipy(self)
+
+    @classmethod
+    def from_dense(
+        cls,
+        w: Tensor,
+        block: int | tuple[int, int],
+        *,
+        mask: Tensor | None = None,
+        threshold: float | None = None,
+        keep: float | None = None,
+        scope: str = "global",
+    ) -> BSR:
+        """Blocks of a dense [M, K] matrix, by `mask`, `threshold` or `keep`; see `convert.from_dense`."""
+        from sparsek.formats import convert
+
+        return convert.from_dense(w, block, mask=mask, threshold=threshold, keep=keep, scope=scope)
+
+    @classmethod
+    def from_torch(cls, matrix: Tensor) -> BSR:
+        """From a torch.sparse_bsr tensor; see `convert.from_torch`."""
+        from sparsek.formats import convert
+
+        return convert.from_torch(matrix)
+
+    @classmethod
+    def from_scipy(cls, matrix: Any, block: int | tuple[int, int] | None = None) -> BSR:
+        """From any SciPy sparse matrix; see `convert.from_scipy`."""
+        from sparsek.formats import convert
+
+        return convert.from_scipy(matrix, block)
+
+    @classmethod
+    def from_coo_blocks(cls, rows: Tensor, cols: Tensor, blocks: Tensor, shape: tuple[int, int]) -> BSR:
+        """From blocks [n, bm, bk] at block coordinates, in any order; see `convert.from_coo_blocks`."""
+        from sparsek.formats import convert
+
+        return convert.from_coo_blocks(rows, cols, blocks, shape)
+
+    def spy(self, path: str | os.PathLike[str] | None = None, max_pixels: int = 1024) -> str:
+        """A text picture of the stored blocks; see `sparsek.formats.spy`."""
+        from sparsek.formats import spy
+
+        return spy.spy(self, path, max_pixels)
+
+    @classmethod
+    def register_matmul(cls, multiply: Callable[[Any, Any], Any]) -> None:
+        """Makes `A @ B` call `multiply(A, B)`. The operations, which stand above formats, call this once."""
+        cls._matmul = staticmethod(multiply)
+
+    def __matmul__(self, other: Any) -> Any:
+        if BSR._matmul is None:
+            raise InvalidInput("A @ B needs the operations; import sparsek")
+        return BSR._matmul(self, other)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """Lets torch.matmul(A, B) and, inside torch.compile, A @ B arrive here; other torch functions refuse a BSR.
+
+        Dynamo (torch 2.13) hands over both A @ B and B @ A as matmul(B, A). Shapes tell which one was meant, unless
+        both fit; then this raises and asks for sparsek.spmm(A, B).
+        """
+        if func.__name__ not in ("matmul", "__matmul__", "__rmatmul__"):
+            return NotImplemented
+        first, second = args
+        if isinstance(first, BSR):
+            return first.__matmul__(second)
+        if torch.compiler.is_compiling() and second.shape[1] == first.shape[-2]:
+            if second.shape[0] == first.shape[-1]:
+                raise InvalidInput(
+                    "torch.compile does not tell A @ B from B @ A here; write sparsek.spmm(A, B)"
+                )
+            return second.__matmul__(first)
+        return second.__rmatmul__(first)
+
+    def __rmatmul__(self, other: Any) -> NoReturn:
+        raise InvalidInput("dense @ BSR is not there yet; use (A.T @ B.T).T")
+
+    def __repr__(self) -> str:
+        rows, columns = self.shape
+        if not isinstance(self.values, Tensor):
+            return f"BSR({rows}x{columns}, block {self.block[0]}x{self.block[1]}, values not concrete)"
+        size = f"{self.values.numel() * self.values.element_size() / 1e6:.3g} MB"
+        kind = "" if self.order is None else ", transposed view"
+        return (
+            f"BSR({rows}x{columns} {dtypes.name(self.dtype)}, block {self.block[0]}x{self.block[1]}, "
+            f"{self.pattern.summary}, {size}, {self.device}{kind})"
+        )
+
+    def __copy__(self) -> BSR:
+        return BSR.unchecked(self.pattern, self.values, self.order)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BSR:
+        """Copies the values and shares the pattern, which nobody writes to."""
+        from copy import deepcopy
+
+        return BSR.unchecked(self.pattern, deepcopy(self.values, memo), self.order)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise InvalidInput(
+            "a BSR is not pickled (torch.save pickles too); use sparsek.save(A, 'file.safetensors')"
+        )
+
+
+def padding_nonzeros(a: BSR) -> int:
+    """How many values outside the true shape are not zero; NaN counts. Syncs only if a side is ragged."""
+    if not a.pattern.is_ragged:
+        return 0
+    base = a if a.order is None else a.T
+    at, outside = _padding(base.pattern)
+    edge = base.values.detach().index_select(0, at)
+    return int(torch.count_nonzero(edge.masked_fill(~outside, 0)))
+
+
+def zero_padding(pattern: BlockPattern, values: Tensor) -> Tensor:
+    """Writes 0, in place, into values [nnzb, bm, bk] outside the true shape. Returns the same tensor."""
+    if pattern.is_ragged:
+        at, outside = _padding(pattern)
+        values[at] = values.index_select(0, at).masked_fill(outside, 0)
+    return values
+
+
+def _padding(pattern: BlockPattern) -> tuple[Tensor, Tensor]:
+    """Positions [e] of the stored blocks that reach over an edge, and bool [e, bm, bk]: what lies outside."""
+    indptr, indices = pattern.host
+    (rows, columns), (bm, bk), (last_row, last_column) = pattern.shape, pattern.block, _last(pattern.grid)
+    in_last_row = np.arange(indices.size) >= indptr[last_row]
+    in_last_column = indices == last_column
+    at = np.flatnonzero((in_last_row & bool(rows % bm)) | (in_last_column & bool(columns % bk)))
+    below = (np.arange(bm) >= rows - last_row * bm)[None, :, None] & in_last_row[at, None, None]
+    beside = (np.arange(bk) >= columns - last_column * bk)[None, None, :] & in_last_column[at, None, None]
+    return torch.tensor(at, device=pattern.device), torch.tensor(below | beside, device=pattern.device)
+
+
+def _last(grid: tuple[int, int]) -> tuple[int, int]:
+    return max(grid[0] - 1, 0), max(grid[1] - 1, 0)
+
+
+def _check_values(a: BSR) -> None:
+    values, pattern = a.values, a.pattern
+    if not isinstance(values, Tensor):
+        raise InvalidInput(f"values must be a torch.Tensor, got {type(values).__name__}")
+    dtypes.name(values.dtype)
+    wanted = (pattern.nnzb, *(pattern.block if a.order is None else pattern.block[::-1]))
+    if tuple(values.shape) != wanted:
+        raise InvalidInput(f"values have shape {tuple(values.shape)}; the pattern needs {wanted}")
+    if values.device != pattern.device:
+        raise InvalidInput(
+            f"values are on {values.device} and the pattern on {pattern.device}; put both on one device"
+        )
+    if values.layout != torch.strided or not values.is_contiguous():
+        raise InvalidInput("values must be a dense contiguous tensor; call .contiguous()")
+    if values.data_ptr() % ALIGNMENT:
+        raise InvalidInput(
+            f"values start {values.data_ptr() % ALIGNMENT} bytes past a multiple of {ALIGNMENT} bytes, "
+            "as a storage offset can make them; call .clone()"
+        )
+
+
+def _check_order(a: BSR) -> None:
+    """The order of a view is decided by its pattern: it undoes the pattern's own transposition."""
+    if a.order is None:
+        return
+    right = a.pattern.T.transposed[1]
+    if a.order is right:
+        return
+    if not isinstance(a.order, Tensor) or a.order.dtype != torch.int32 or a.order.device != right.device:
+        raise InvalidInput(f"order must be an int32 tensor on {right.device}; transposed views come from .T")
+    if not torch.equal(a.order, right):
+        raise InvalidInput(
+            "order is not the one of this pattern's transposition; transposed views come from .T"
+        )
+
+
+def _flatten(a: BSR) -> tuple[list[Any], Any]:
+    parts = [a.pattern, a.values]
+    return (parts, False) if a.order is None else ([*parts, a.order], True)
+
+
+def _flatten_with_keys(a: BSR) -> tuple[list[tuple[Any, Any]], Any]:
+    parts, is_view = _flatten(a)
+    keys = [_pytree.GetAttrKey(name) for name in ("pattern", "values", "order")]
+    return list(zip(keys, parts, strict=False)), is_view
+
+
+def _unflatten(parts: Any, is_view: Any) -> BSR:
+    return BSR.unchecked(*parts)
+
+
+_pytree.register_pytree_node(
+    BSR, _flatten, _unflatten, serialized_type_name="sparsek.BSR", flatten_with_keys_fn=_flatten_with_keys
+)

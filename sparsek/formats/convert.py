@@ -1,0 +1,341 @@
+"""From and to dense matrices, torch.sparse_bsr, SciPy and lists of blocks.
+
+Everything but `from_dense` costs time and memory in proportion to what is stored (`to_dense`: to its result).
+Blocks are moved as 16-byte words where no gradient is asked for: torch's gather and scatter work element by
+element, and one wide element moves eight bf16 at the price of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from sparsek.core import dtypes
+from sparsek.core.errors import InvalidInput
+from sparsek.formats.bsr import ALIGNMENT, BSR, zero_padding
+from sparsek.formats.pattern import INT32_MAX, BlockPattern, HostPattern, block_sides, matrix_sides
+
+if TYPE_CHECKING:
+    from scipy import sparse
+
+SCOPES = ("global", "row")
+WORD = torch.complex128
+
+
+def from_dense(
+    w: Tensor,
+    block: int | tuple[int, int],
+    *,
+    mask: Tensor | None = None,
+    threshold: float | None = None,
+    keep: float | None = None,
+    scope: str = "global",
+) -> BSR:
+    """The chosen blocks of a dense matrix w [M, K], in any float dtype and with any strides.
+
+    At most one rule chooses; without one, blocks with any nonzero (or NaN) are stored.
+    - `mask`: bool [Mb, Kb] of blocks, or [M, K] of elements: a block is stored if any of its elements is
+      true, and its elements outside the mask become 0.
+    - `threshold`: blocks whose Frobenius norm is greater.
+    - `keep`: the fraction of blocks to store, at least one if it is over 0: those of largest Frobenius norm,
+      ties by position, over the whole matrix (`scope="global"`) or in each block row (`scope="row"`).
+
+    Norms are summed in float32, in float64 for float64 input. Works on w's device with one sync: one pass
+    over w for the norms, one gather of what is stored. If a side is ragged, w is padded first: one more pass,
+    and a copy. Differentiable in w. Raises InvalidInput for two rules at once, and for NaN or Inf in w under
+    `threshold` or `keep`.
+    """
+    block = block_sides(block)
+    if not isinstance(w, Tensor) or w.layout != torch.strided or w.ndim != 2:
+        raise InvalidInput(f"w must be a dense 2-D tensor, got {_describe(w)}")
+    dtypes.name(w.dtype)
+    shape = matrix_sides(tuple(w.shape), block)
+    _check_rule(mask, threshold, keep, scope)
+    tiles = _tiles(w, block)
+    if mask is not None:
+        return _masked(tiles, shape, block, mask)
+    if threshold is not None:
+        stored, count = _choose(tiles.detach(), lambda norms: norms > threshold)
+    elif keep is not None:
+        stored, count = _choose(tiles.detach(), lambda norms: _largest(norms, keep, scope))
+    else:
+        stored = _norms(tiles.detach(), order=1) != 0
+        count = int(stored.sum())
+    pattern = _pattern_of(stored, count, shape, block)
+    return BSR.unchecked(pattern, _gather(tiles, pattern))
+
+
+def to_dense(a: BSR) -> Tensor:
+    """The dense matrix [M, K], contiguous, in a's dtype and on its device. No sync. Differentiable."""
+    values = a.logical_values()
+    out = torch.zeros(a.pattern.padded_shape, dtype=a.dtype, device=a.device)
+    target = _tiles(out, a.block)
+    if _has_words(values) and _has_words(target):
+        target, values = target.view(WORD), values.view(WORD)
+    target[a.pattern.block_rows, :, a.pattern.indices] = values
+    return out[: a.shape[0], : a.shape[1]].contiguous()
+
+
+def from_torch(matrix: Tensor) -> BSR:
+    """From a torch.sparse_bsr tensor [M, K] with blocks that are multiples of 16. One sync.
+
+    Indices become int32; the values are shared unless they are not contiguous or not 16-byte aligned.
+    """
+    if not isinstance(matrix, Tensor) or matrix.layout != torch.sparse_bsr:
+        raise InvalidInput(f"expected a torch.sparse_bsr tensor, got {_describe(matrix)}; use .to_sparse_bsr")
+    values = matrix.values().contiguous()
+    if matrix.ndim != 2 or values.ndim != 3:
+        raise InvalidInput(f"expected a 2-D matrix without dense dimensions, got shape {tuple(matrix.shape)}")
+    if values.data_ptr() % ALIGNMENT:
+        values = values.clone()
+    indptr, indices = (_narrow(part) for part in (matrix.crow_indices(), matrix.col_indices()))
+    block = (values.shape[1], values.shape[2])
+    return BSR(BlockPattern((matrix.shape[0], matrix.shape[1]), block, indptr, indices), values)
+
+
+def to_torch(a: BSR) -> Tensor:
+    """The same matrix as torch.sparse_bsr; shares int32 indices and values (those of a `.T` view are copied).
+
+    Raises InvalidInput for ragged sides, which torch.sparse_bsr cannot have.
+    """
+    _refuse_ragged(a, "torch.sparse_bsr")
+    pattern = a.pattern
+    return torch.sparse_bsr_tensor(
+        pattern.indptr, pattern.indices, a.logical_values(), size=a.shape, check_invariants=False
+    )
+
+
+def from_scipy(matrix: Any, block: int | tuple[int, int] | None = None) -> BSR:
+    """From a SciPy sparse matrix or array in any format, float32 or float64, to a BSR on the CPU.
+
+    `block` may be left out for SciPy's own BSR, whose blocks are then taken over. Repeated entries are added
+    up, as SciPy means them. The matrix is left as it is; nothing is shared.
+    """
+    is_sparse = all(hasattr(matrix, name) for name in ("format", "tocoo", "shape", "dtype"))
+    if not is_sparse or len(matrix.shape) != 2:
+        raise InvalidInput(f"expected a 2-D SciPy sparse matrix, got {_describe(matrix)}")
+    if matrix.dtype not in (np.float32, np.float64):
+        raise InvalidInput(f"SciPy matrix has dtype {matrix.dtype}; call .astype('float32') or 'float64'")
+    own = tuple(matrix.blocksize) if matrix.format == "bsr" else None
+    if block is None and own is None:
+        raise InvalidInput(f"a SciPy {matrix.format} matrix has no blocks of its own; pass block=(bm, bk)")
+    wanted = block_sides(own if block is None else block)
+    shape = matrix_sides(tuple(matrix.shape), wanted)
+    try:
+        matrix = matrix.copy()
+        if hasattr(matrix, "check_format"):
+            matrix.check_format(full_check=True)
+        matrix = matrix if own == wanted else matrix.tocoo()
+        matrix.sum_duplicates()
+    except (ValueError, IndexError) as error:
+        raise InvalidInput(f"SciPy finds its {matrix.format} matrix invalid: {error}") from error
+    if own != wanted:
+        return _from_elements(matrix, shape, wanted)
+    indptr, indices = (torch.tensor(part.astype(np.int32)) for part in (matrix.indptr, matrix.indices))
+    return BSR(BlockPattern(shape, wanted, indptr, indices), torch.tensor(matrix.data))
+
+
+def to_scipy(a: BSR) -> sparse.bsr_array:
+    """The same matrix as scipy.sparse.bsr_array on the host. Nothing is shared.
+
+    SciPy has no bf16 and no sparse fp16: both become float32, exactly. Raises InvalidInput without SciPy, and
+    for ragged sides, which SciPy's BSR cannot have.
+    """
+    try:
+        from scipy import sparse
+    except ModuleNotFoundError as error:
+        raise InvalidInput("to_scipy needs SciPy; install sparsek[scipy]") from error
+    _refuse_ragged(a, "scipy.sparse.bsr_array")
+    values = a.logical_values().detach()
+    values = values.float() if values.dtype in dtypes.LOW else values
+    parts = (values.cpu().numpy(), a.pattern.host.indices, a.pattern.host.indptr)
+    return sparse.bsr_array(parts, shape=a.shape, copy=True)
+
+
+def from_coo_blocks(rows: Tensor, cols: Tensor, blocks: Tensor, shape: tuple[int, int]) -> BSR:
+    """From blocks [n, bm, bk] at block coordinates rows [n], cols [n] (int32 or int64), in any order.
+
+    `shape` is the true (M, K); values outside it become 0. The blocks are copied, on their device; one sync.
+    Differentiable in the blocks. Raises InvalidInput for coordinates outside the matrix or given twice.
+    """
+    if not isinstance(blocks, Tensor) or blocks.layout != torch.strided or blocks.ndim != 3:
+        raise InvalidInput(f"blocks must be a dense tensor [n, bm, bk], got {_describe(blocks)}")
+    dtypes.name(blocks.dtype)
+    block = block_sides(tuple(blocks.shape[1:]))
+    shape = matrix_sides(shape, block)
+    for name, part in (("rows", rows), ("cols", cols)):
+        if not isinstance(part, Tensor) or part.dtype not in (torch.int32, torch.int64) or part.ndim != 1:
+            raise InvalidInput(f"{name} must be a 1-D int32 or int64 tensor, got {_describe(part)}")
+        if part.shape[0] != blocks.shape[0] or part.device != blocks.device:
+            raise InvalidInput(
+                f"{name} has {part.shape[0]} entries on {part.device}; "
+                f"blocks has {blocks.shape[0]} on {blocks.device}"
+            )
+    at = torch.stack((rows.long(), cols.long())).cpu().numpy()
+    grid = (-(-shape[0] // block[0]), -(-shape[1] // block[1]))
+    host, order = _sorted_cells(at[0], at[1], grid)
+    pattern = BlockPattern.from_host(shape, block, host, blocks.device)
+    values = blocks.index_select(0, torch.tensor(order, device=blocks.device))
+    return BSR.unchecked(pattern, zero_padding(pattern, values))
+
+
+def _sorted_cells(
+    rows: np.ndarray, cols: np.ndarray, grid: tuple[int, int]
+) -> tuple[HostPattern, np.ndarray]:
+    """The pattern of block coordinates in any order, and the order that sorts them."""
+    for name, part, limit in (("rows", rows, grid[0]), ("cols", cols, grid[1])):
+        outside = np.flatnonzero((part < 0) | (part >= limit))
+        if outside.size:
+            at = outside[0]
+            raise InvalidInput(f"{name}[{at}] is {part[at]}; the grid has {grid[0]} x {grid[1]} blocks")
+    order = np.lexsort((cols, rows))
+    rows, cols = rows[order], cols[order]
+    twice = np.flatnonzero((rows[1:] == rows[:-1]) & (cols[1:] == cols[:-1]))
+    if twice.size:
+        first, second = sorted(order[twice[0] : twice[0] + 2])
+        raise InvalidInput(
+            f"block ({rows[twice[0]]}, {cols[twice[0]]}) is given twice, at {first} and {second}; add them up"
+        )
+    return HostPattern(_indptr(rows, grid[0]), cols.astype(np.int32)), order
+
+
+def _from_elements(coo: Any, shape: tuple[int, int], block: tuple[int, int]) -> BSR:
+    """Blocks that hold the entries of a SciPy COO matrix without repeats."""
+    rows, cols = coo.row.astype(np.int64), coo.col.astype(np.int64)
+    columns = -(-shape[1] // block[1])
+    cells, owner = np.unique(rows // block[0] * columns + cols // block[1], return_inverse=True)
+    values = np.zeros((cells.size, *block), dtype=coo.dtype)
+    values[owner, rows % block[0], cols % block[1]] = coo.data
+    indptr = _indptr(cells // max(columns, 1), -(-shape[0] // block[0]))
+    host = HostPattern(indptr, (cells % max(columns, 1)).astype(np.int32))
+    return BSR.unchecked(
+        BlockPattern.from_host(shape, block, host, torch.device("cpu")), torch.tensor(values)
+    )
+
+
+def _indptr(rows: np.ndarray, count: int) -> np.ndarray:
+    """Row pointers int32 [count + 1] of sorted block rows."""
+    return np.searchsorted(rows, np.arange(count + 1)).astype(np.int32)
+
+
+def _check_rule(mask: Any, threshold: Any, keep: Any, scope: str) -> None:
+    rules = {"mask": mask, "threshold": threshold, "keep": keep}
+    given = [name for name, rule in rules.items() if rule is not None]
+    if len(given) > 1:
+        raise InvalidInput(f"{' and '.join(given)} are given; give one of mask, threshold and keep")
+    if scope not in SCOPES:
+        raise InvalidInput(f"scope is {scope!r}; use one of {', '.join(SCOPES)}")
+    if scope != "global" and keep is None:
+        raise InvalidInput(f"scope={scope!r} belongs to keep, which is not given")
+    if keep is not None and not 0 <= keep <= 1:
+        raise InvalidInput(f"keep is {keep}; it must be a fraction from 0 to 1")
+    if threshold is not None and not threshold >= 0:
+        raise InvalidInput(f"threshold is {threshold}; it must be 0 or greater")
+
+
+def _masked(tiles: Tensor, shape: tuple[int, int], block: tuple[int, int], mask: Tensor) -> BSR:
+    grid = (tiles.shape[0], tiles.shape[2])
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or tuple(mask.shape) not in (grid, shape):
+        raise InvalidInput(
+            f"mask must be bool, of blocks {grid} or of elements {shape}; got {_describe(mask)}"
+        )
+    if mask.device != tiles.device:
+        raise InvalidInput(f"mask is on {mask.device} and w on {tiles.device}; put both on one device")
+    if tuple(mask.shape) == grid:
+        pattern = _pattern_of(mask, int(mask.sum()), shape, block)
+        return BSR.unchecked(pattern, _gather(tiles, pattern))
+    inside = _tiles(mask, block)
+    stored = inside.any(dim=3).any(dim=1)
+    pattern = _pattern_of(stored, int(stored.sum()), shape, block)
+    outside = _gather(inside, pattern).logical_not_()
+    return BSR.unchecked(pattern, _gather(tiles, pattern).masked_fill_(outside, 0))
+
+
+def _choose(tiles: Tensor, rule: Callable[[Tensor], Tensor]) -> tuple[Tensor, int]:
+    """The blocks [Mb, Kb] that `rule` picks by norm, and how many. Refuses NaN and Inf in the same sync."""
+    norms = _norms(tiles)
+    stored = rule(norms)
+    count, broken = torch.stack((stored.sum(), (~norms.isfinite()).sum())).tolist()
+    if not broken:
+        return stored, count
+    strange = int((~tiles.isfinite()).sum())
+    if strange:
+        raise InvalidInput(f"w has {strange} elements that are NaN or Inf; norms cannot rank its blocks")
+    stored = rule(_norms(tiles.double()))
+    return stored, int(stored.sum())
+
+
+def _norms(tiles: Tensor, order: float = 2) -> Tensor:
+    """Norms of the blocks [Mb, Kb]: first along their rows, which are contiguous, then over the rows."""
+    dtype = torch.promote_types(tiles.dtype, torch.float32)
+    by_row = torch.linalg.vector_norm(tiles, ord=order, dim=3, dtype=dtype)
+    return torch.linalg.vector_norm(by_row, ord=order, dim=1)
+
+
+def _largest(norms: Tensor, keep: float, scope: str) -> Tensor:
+    groups = norms if scope == "row" else norms.reshape(1, -1)
+    cells = groups.shape[1]
+    count = max(1, round(keep * cells)) if keep > 0 else 0
+    largest = torch.sort(groups, dim=1, descending=True, stable=True).indices[:, :count]
+    return torch.zeros_like(groups, dtype=torch.bool).scatter_(1, largest, True).view(norms.shape)
+
+
+def _pattern_of(stored: Tensor, count: int, shape: tuple[int, int], block: tuple[int, int]) -> BlockPattern:
+    """The pattern of `count` true cells of a bool [Mb, Kb]. No sync."""
+    rows, columns = stored.shape
+    indptr = torch.zeros(rows + 1, dtype=torch.int32, device=stored.device)
+    indptr[1:] = stored.sum(1).cumsum(0)
+    cells = torch.nonzero_static(stored.reshape(-1), size=count).reshape(-1)
+    indices = cells.remainder(max(columns, 1)).to(torch.int32)
+    return BlockPattern.unchecked(shape, block, indptr, indices)
+
+
+def _tiles(dense: Tensor, block: tuple[int, int]) -> Tensor:
+    """A view [Mb, bm, Kb, bk] of a dense matrix; of a copy padded with zeros if a side is ragged."""
+    below, beside = (-side % step for side, step in zip(dense.shape, block, strict=True))
+    if below or beside:
+        dense = functional.pad(dense, (0, beside, 0, below))
+    return dense.view(dense.shape[0] // block[0], block[0], dense.shape[1] // block[1], block[1])
+
+
+def _gather(tiles: Tensor, pattern: BlockPattern) -> Tensor:
+    """The stored blocks [nnzb, bm, bk] of a matrix seen as tiles, contiguous."""
+    rows, columns = pattern.block_rows, pattern.indices
+    if _has_words(tiles):
+        return tiles.view(WORD)[rows, :, columns].contiguous().view(tiles.dtype)
+    return tiles[rows, :, columns].contiguous()
+
+
+def _has_words(blocks: Tensor) -> bool:
+    """True if rows of blocks are whole 16-byte words at 16-byte addresses, outside autograd and tracing."""
+    if torch.compiler.is_compiling() or (blocks.requires_grad and torch.is_grad_enabled()):
+        return False
+    if blocks.numel() == 0:
+        return False
+    steps = (blocks.storage_offset(), *blocks.stride()[:-1])
+    in_bytes = (blocks.data_ptr(), *(step * blocks.element_size() for step in steps))
+    return blocks.stride(-1) == 1 and all(address % ALIGNMENT == 0 for address in in_bytes)
+
+
+def _narrow(part: Tensor) -> Tensor:
+    """int32 indices; what does not fit becomes the limit, which no pattern accepts."""
+    return part.clamp(-1, INT32_MAX).to(torch.int32).contiguous()
+
+
+def _refuse_ragged(a: BSR, what: str) -> None:
+    if a.pattern.is_ragged:
+        raise InvalidInput(
+            f"{what} needs sides that are multiples of the block {a.block[0]}x{a.block[1]}, not "
+            f"{a.shape[0]}x{a.shape[1]}; use .to_dense(), or build the matrix {a.pattern.padded_shape}"
+        )
+
+
+def _describe(thing: Any) -> str:
+    if not isinstance(thing, Tensor):
+        return type(thing).__name__
+    return f"{thing.dtype} {tuple(thing.shape)}, layout {thing.layout}"
