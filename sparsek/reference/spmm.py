@@ -1,0 +1,66 @@
+"""C = A @ B for a BSR matrix A and a dense B: the specification that every kernel is held to."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from sparsek.core import dtypes
+from sparsek.core.errors import InvalidInput
+from sparsek.formats.bsr import BSR
+from sparsek.formats.pattern import BlockPattern
+
+
+def spmm(a: BSR, b: Tensor) -> Tensor:
+    """C[..., i, :] = sum over the stored blocks (i, j) of A[i, j] @ B[..., j, :].
+
+    `a` is [M, K], `b` is [..., K, N] with any strides, in a's dtype and on its device; C is [..., M, N] in that
+    dtype, contiguous. Sums in float64 for float64 inputs, otherwise in float32 (where torch's own TF32 switch is
+    obeyed). Differentiable in a.values and b. Raises InvalidInput for shapes, dtypes or devices that do not fit.
+
+    Only stored blocks are touched: NaN in rows of B that meet no stored block never reaches C, and rows of C
+    without blocks are 0. Step s adds the s-th block of every block row that has one. A row occurs once in a step,
+    so no two additions meet and the bits repeat.
+    """
+    _check(a, b)
+    (m, k), (rows, columns), (bm, bk) = a.shape, a.grid, a.block
+    batch, n = b.shape[:-2], b.shape[-1]
+    wide = batch.numel() * n
+    sum_dtype = torch.promote_types(b.dtype, torch.float32)
+
+    flat = b.movedim(-2, 0).reshape(k, wide)
+    tiles = functional.pad(flat, (0, 0, 0, columns * bk - k)).view(columns, bk, wide)
+    by_step, lengths = a.pattern.derived("reference.spmm", lambda: _steps(a.pattern))
+    pieces = (a.logical_values(), a.pattern.block_rows, a.pattern.indices)
+    steps = zip(*(piece.index_select(0, by_step).split(lengths) for piece in pieces), strict=True)
+
+    out = torch.zeros(rows, bm, wide, dtype=sum_dtype, device=b.device)
+    for values, row, column in steps:
+        met = tiles.index_select(0, column)
+        out.index_add_(0, row, torch.bmm(values.to(sum_dtype), met.to(sum_dtype)))
+    product = out.view(rows * bm, wide)[:m].view(m, *batch, n)
+    return product.movedim(0, -2).to(b.dtype).contiguous()
+
+
+def _steps(pattern: BlockPattern) -> tuple[Tensor, list[int]]:
+    """The blocks ordered by their place in their row, and how many have each place. At least one step, if empty."""
+    indptr = pattern.host.indptr
+    place = np.arange(pattern.nnzb) - np.repeat(indptr[:-1], np.diff(indptr))
+    by_step = torch.tensor(np.argsort(place, kind="stable"), device=pattern.device)
+    return by_step, np.bincount(place, minlength=1).tolist()
+
+
+def _check(a: BSR, b: Tensor) -> None:
+    if not isinstance(a, BSR) or not isinstance(b, Tensor):
+        raise InvalidInput(
+            f"spmm needs a BSR and a torch.Tensor, got {type(a).__name__} and {type(b).__name__}"
+        )
+    dtypes.name(b.dtype)
+    if b.ndim < 2 or b.shape[-2] != a.shape[1]:
+        raise InvalidInput(
+            f"b has shape {tuple(b.shape)}; A is {a.shape[0]}x{a.shape[1]} and needs [..., K, N]"
+        )
+    if b.dtype != a.dtype or b.device != a.device:
+        raise InvalidInput(f"A is {a.dtype} on {a.device} and b {b.dtype} on {b.device}; they must agree")

@@ -1,0 +1,79 @@
+"""How wrong a result may be: twice as wrong as the dense product in the same precision, and no more.
+
+Errors are relative, in the Frobenius norm, against the product in float64.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sparsek.core.errors import InvalidInput
+from sparsek.formats.bsr import BSR
+from sparsek.reference.spmm import spmm
+
+FACTOR = 2.0
+FLOOR = 1e-12
+
+
+@dataclass(frozen=True)
+class Gate:
+    """The error of a result, what it may be, and whether it holds."""
+
+    error: float
+    budget: float
+    passed: bool
+
+
+def error(out: Tensor, exact64: Tensor) -> float:
+    """||out - exact64|| / ||exact64||; 0 for 0/0, and inf for NaN, Inf or anything over zero.
+
+    Both have one shape and device; `exact64` is float64. Raises InvalidInput if the shapes differ.
+    """
+    if out.shape != exact64.shape:
+        raise InvalidInput(f"out has shape {tuple(out.shape)}; the exact result has {tuple(exact64.shape)}")
+    wrong = float(torch.linalg.vector_norm(out.detach().double() - exact64.detach()))
+    scale = float(torch.linalg.vector_norm(exact64.detach()))
+    if wrong == 0:
+        return 0.0
+    return wrong / scale if scale > 0 and math.isfinite(wrong / scale) else math.inf
+
+
+def budget(a_dense: Tensor, b: Tensor, exact64: Tensor, *, tf32: bool = False) -> float:
+    """Twice the error of torch.matmul in the inputs' own dtype, on their device; 1e-12 at least.
+
+    float32 is multiplied without TF32 unless `tf32` is set. `b` is [..., K, N].
+    """
+    with _tf32(tf32), torch.no_grad():
+        dense = torch.matmul(a_dense, b)
+    return max(FLOOR, FACTOR * error(dense, exact64))
+
+
+def check_spmm(a: BSR, b: Tensor, out: Tensor, *, tf32: bool = False) -> Gate:
+    """Judges out [..., M, N] as the product of `a` and b [..., K, N] against the reference in float64.
+
+    Rows of b that meet no stored block may hold anything, NaN too: they are no part of the product.
+    """
+    touched = torch.zeros(a.grid[1], dtype=torch.bool, device=a.device)
+    touched[a.pattern.indices] = True
+    in_rows = touched.repeat_interleave(a.block[1])[: a.shape[1], None]
+    with torch.no_grad():
+        exact = spmm(a.to(dtype=torch.float64), b.double())
+        allowed = budget(a.to_dense(), b.masked_fill(~in_rows, 0), exact, tf32=tf32)
+        found = error(out, exact)
+    return Gate(found, allowed, math.isfinite(found) and found <= allowed)
+
+
+@contextmanager
+def _tf32(allow: bool) -> Iterator[None]:
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = allow
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before

@@ -1,0 +1,11 @@
+"""Outputs that show whatever a kernel forgets to write."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def poisoned(shape: Sequence[int], dtype: torch.dtype, device: str | torch.device = "cpu") -> Tensor:
+    """A tensor full of NaN."""
+    return torch.full(tuple(shape), torch.nan, dtype=dtype, device=device)
