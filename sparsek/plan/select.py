@@ -1,0 +1,141 @@
+"""Which kernel, and why: every kernel of the table is asked, the fastest by prediction is chosen, nothing is timed."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from sparsek.core import dtypes
+from sparsek.core.errors import InvalidInput, Unsupported
+from sparsek.formats.bsr import BSR
+from sparsek.plan.kernel import SpmmKernel
+from sparsek.plan.problem import SpmmProblem
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """What one kernel answered: a config with its predicted seconds, or the reasons why it cannot run."""
+
+    name: str
+    config: Any = None
+    seconds: float = float("inf")
+    why_not: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """A kernel and a config for one problem, with what had to be made ready once. Call it: `plan(A, B, out=None)`.
+
+    `seconds` is the predicted time of a call on `problem.card`, `bound_seconds` the roofline below which no kernel
+    can fall: useful FLOPs over the measured dense rate, or compulsory bytes over the measured copy bandwidth.
+    """
+
+    problem: SpmmProblem
+    kernel: str
+    config: Any
+    seconds: float
+    bound_seconds: float
+    candidates: tuple[Candidate, ...]
+    implementation: SpmmKernel = field(repr=False)
+    work: Any = field(default=None, repr=False)
+    ready: bool = True
+
+    def __call__(self, a: BSR, b: Tensor, out: Tensor | None = None) -> Tensor:
+        """C = A @ B for operands of the planned shapes; `out` [..., M, N] is fully overwritten. No host sync."""
+        p = self.problem
+        if not self.ready:
+            raise InvalidInput(
+                f"this plan is a prediction for {p.card.name}; plan with operands on that card to run it"
+            )
+        if a.shape != (p.m, p.k) or tuple(b.shape[-2:]) != (p.k, p.n) or dtypes.name(b.dtype) != p.dtype:
+            raise InvalidInput(
+                f"this plan multiplies {p.dtype} [{p.m}, {p.k}] @ [..., {p.k}, {p.n}]; got {list(a.shape)} @ "
+                f"{list(b.shape)} in {b.dtype}"
+            )
+        if out is None:
+            out = b.new_empty((*b.shape[:-2], p.m, p.n))
+        if out.numel():
+            self.implementation.launch(self.config, self.work, a, b, out)
+        return out
+
+    @property
+    def losers(self) -> tuple[Candidate, ...]:
+        """Every kernel that was not chosen."""
+        return tuple(c for c in self.candidates if c.name != self.kernel)
+
+    def explain(self) -> str:
+        """The choice in words: problem, kernel, config, prediction against the roofline, and why the others lost."""
+        p = self.problem
+        batch = f"{p.batch} x " if p.batch != 1 else ""
+        flops = p.useful_flops / (p.card.tflops[_rate_name(p)] * 1e12)
+        moved = p.compulsory_bytes / p.card.bandwidth
+        limit = "arithmetic" if flops >= moved else "memory"
+        lines = [
+            (
+                f"C = A @ B   A [{p.m}, {p.k}] {p.dtype}, {p.nnzb} blocks of {p.block[0]}x{p.block[1]} "
+                f"({100 * p.density:.3g} % stored), B {batch}[{p.k}, {p.n}] {p.b_layout}-major, on {p.card.name}"
+            ),
+            f"  kernel     {self.kernel}: {self.config}",
+            (
+                f"  predicted  {_us(self.seconds)}, {_tflops(p.useful_flops, self.seconds)} useful, "
+                f"{_tflops(p.dense_flops, self.seconds)} dense-equivalent"
+            ),
+            (
+                f"  roofline   {_us(self.bound_seconds)}, bound by {limit}: {p.useful_flops / 1e9:.4g} GFLOP in "
+                f"{_us(flops)}, {p.compulsory_bytes / 1e6:.4g} MB in {_us(moved)}"
+            ),
+        ]
+        imbalance = getattr(self.work, "imbalance", None)
+        if imbalance is not None:
+            lines.append(f"  schedule   fullest CTA has {imbalance:.2f} times the mean work")
+        for c in self.losers:
+            why = (
+                "; ".join(c.why_not)
+                if c.why_not
+                else f"{_us(c.seconds)}, {c.seconds / self.seconds:.2f}x the time"
+            )
+            lines.append(f"  not        {c.name}: {why}")
+        return "\n".join(lines)
+
+
+def bound_seconds(p: SpmmProblem) -> float:
+    """The roofline on `p.card`: the larger of arithmetic and memory time, each at its measured rate."""
+    return max(p.useful_flops / (p.card.tflops[_rate_name(p)] * 1e12), p.compulsory_bytes / p.card.bandwidth)
+
+
+def select(
+    p: SpmmProblem, kernels: Iterable[SpmmKernel], *, only: str | None = None, config: Any = None
+) -> tuple[SpmmKernel, Any, tuple[Candidate, ...]]:
+    """The kernel to use, its config, and what every kernel answered.
+
+    Without `only`, the smallest prediction wins and the table's order breaks ties. With `only`, that kernel runs
+    or Unsupported says why not. Raises Unsupported with every reason of every kernel if none can run.
+    """
+    by_name = {kernel.name: kernel for kernel in kernels}
+    candidates = []
+    for name, kernel in by_name.items():
+        why_not = tuple(kernel.why_not(p))
+        if why_not:
+            candidates.append(Candidate(name, why_not=why_not))
+            continue
+        chosen = config if config is not None and name == only else kernel.default(p)
+        candidates.append(Candidate(name, chosen, kernel.seconds(p, chosen)))
+    able = [c for c in candidates if not c.why_not and only in (None, c.name)]
+    if not able:
+        what = f"no kernel can multiply this on {p.card.name}" if only is None else f"{only} cannot run this"
+        raise Unsupported(what, {c.name: c.why_not for c in candidates if only in (None, c.name)})
+    best = min(able, key=lambda c: c.seconds)
+    return by_name[best.name], best.config, tuple(candidates)
+
+
+def _rate_name(p: SpmmProblem) -> str:
+    return "tf32" if p.dtype == "fp32" and p.tf32 else p.dtype
+
+
+def _us(seconds: float) -> str:
+    return f"{seconds * 1e6:.1f} us" if seconds < 1e-3 else f"{seconds * 1e3:.2f} ms"
+
+
+def _tflops(flops: float, seconds: float) -> str:
+    return f"{flops / seconds / 1e12:.3g} TFLOPS"
