@@ -1,0 +1,26 @@
+"""The kernels, in order of preference: one line each. A module loads on first use, so importing this costs nothing."""
+
+from importlib import import_module
+from typing import Any
+
+from sparsek.core.errors import InvalidInput
+
+KERNELS: tuple[tuple[str, str], ...] = (
+    ("spmm", "hopper.spmm"),
+    ("spmm", "portable.spmm"),
+    ("spmm", "vendor.dense"),
+    ("spmm", "cpu.spmm"),
+    ("spmm", "reference.spmm"),
+)
+
+
+def load(name: str) -> Any:
+    """The kernel called `name` ("hopper.spmm"). Raises InvalidInput for a name that is not in the table."""
+    if name not in (known for _, known in KERNELS):
+        raise InvalidInput(f"no kernel is called {name!r}; known: {', '.join(known for _, known in KERNELS)}")
+    return import_module(f"sparsek.kernels.{name}").KERNEL
+
+
+def names_for(op: str) -> tuple[str, ...]:
+    """Names of the kernels of one operation, in order of preference."""
+    return tuple(name for kind, name in KERNELS if kind == op)

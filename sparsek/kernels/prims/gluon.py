@@ -1,0 +1,79 @@
+"""The one place that knows how Gluon's names differ between Triton releases, and how to describe a tensor to TMA.
+
+Triton 3.6 and 3.7 call the bulk tensor copies `async_copy_global_to_shared` and `async_copy_shared_to_global`;
+3.8 and later call them `async_load` and `async_store`. The arguments are the same.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+tma_store_wait = tma.store_wait
+
+GLUON_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+
+
+@cache
+def shared_layout(box: tuple[int, int], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    """The layout a box has in shared memory: the widest swizzle that fits its rows."""
+    return gl.NVMMASharedLayout.get_default_for(list(box), GLUON_DTYPES[dtype])
+
+
+class Described(NamedTuple):
+    """What a launch reads of a TensorDescriptor, without the 2 us its checks take; callers have checked."""
+
+    base: Tensor
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, int]
+    padding: str = "zero"
+
+
+def describe(tensor: Tensor, box: tuple[int, int]) -> Described:
+    """TMA description of a row-major matrix, read or written one `box` at a time; outside it TMA reads zeros."""
+    return Described(tensor, tensor.shape, tensor.stride(), box)
+
+
+# (kernel, device, constants and dtype) -> compiled kernel. A launch through triton's JIT spends 20 us on finding it.
+_COMPILED: dict[tuple[Any, ...], Any] = {}
+_DIRECT = triton.__version__.startswith("3.6.")
+
+
+def launch_on(
+    device: torch.device,
+    kernel: Any,
+    ctas: int,
+    args: Sequence[Any],
+    options: Mapping[str, int] | None = None,
+) -> None:
+    """Runs a Gluon kernel of 4-warp groups on `device`'s current stream. `args` may hold Described matrices; the last
+    is the constant config. Under Triton 3.6 a kernel that ran before is launched directly, later ones through the JIT.
+    """
+    if device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            launch_on(device, kernel, ctas, args, options)
+        return
+    key = (kernel, device.index, args[-1], args[0].base.dtype)
+    compiled = _COMPILED.get(key)
+    if compiled is not None:
+        compiled[(ctas, 1, 1)](*args)
+        return
+    full = [_full(arg) if isinstance(arg, Described) else arg for arg in args]
+    compiled = kernel[(ctas,)](*full, num_warps=4, **(options or {}))
+    if _DIRECT:
+        _COMPILED[key] = compiled
+
+
+def _full(d: Described) -> TensorDescriptor:
+    return TensorDescriptor(
+        d.base, list(d.shape), list(d.strides), list(d.box), shared_layout(d.box, d.base.dtype)
+    )

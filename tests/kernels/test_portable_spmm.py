@@ -1,0 +1,189 @@
+"""portable.spmm without a GPU: arithmetic in Triton's interpreter, code by compiling for real cards."""
+
+import math
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sparsek.core.device import CPU, H200
+from sparsek.plan.problem import SpmmProblem
+
+triton = pytest.importorskip("triton")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from sparsek.kernels.portable import spmm as portable  # noqa: E402
+
+A100 = replace(H200, name="NVIDIA A100", capability=(8, 0), sm_count=108, smem_bytes=166912)
+RTX4090 = replace(H200, name="NVIDIA RTX 4090", capability=(8, 9), sm_count=128, smem_bytes=101376)
+CARDS = {"sm_90": H200, "sm_80": A100, "sm_89": RTX4090}
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+TRITON_NAMES = {"bf16": "*bf16", "fp16": "*fp16", "fp32": "*fp32"}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def problem(card, block, n=8192, dtype="bf16", m=8192, k=8192, **more):
+    cells = -(-m // block[0]) * -(-k // block[1])
+    row = max(1, -(-k // block[1]) // 8)
+    return SpmmProblem(m, k, n, block, max(1, cells // 8), dtype, card, row_max=row, **more)
+
+
+def compiled(p, c, tmp_path):
+    """The kernel as `launch` specialises it for contiguous, 16-byte aligned tensors, and its stack bytes."""
+    b = torch.empty((1, p.k, p.n), dtype=DTYPES[p.dtype], device="meta")
+    if p.b_layout == "col":
+        b = torch.empty((1, p.n, p.k), dtype=DTYPES[p.dtype], device="meta").mT
+    out = torch.empty((1, p.m, p.n), dtype=DTYPES[p.dtype], device="meta")
+    values = torch.empty((p.nnzb, *p.block), dtype=DTYPES[p.dtype], device="meta")
+    a = SimpleNamespace(
+        block=p.block, shape=(p.m, p.k), values=values, order=values if p.transposed else None
+    )
+    consts = dict(portable._constants(c, a, b, out, p.tf32))  # pyright: ignore[reportArgumentType]
+    consts |= {"sc_n": 1, "sb_k" if p.b_layout == "col" else "sb_n": 1}
+    pointers = {"values", "b", "c", "indices", "order", "rows"}
+    names = list(portable._spmm.arg_names)
+    types = {}
+    for name in names:
+        if name in consts:
+            types[name] = "constexpr"
+        elif name in pointers:
+            types[name] = TRITON_NAMES[p.dtype] if name in ("values", "b", "c") else "*i32"
+        else:
+            types[name] = "i32"
+    source = ASTSource(
+        portable._spmm,
+        types,
+        {(names.index(name),): value for name, value in consts.items()},
+        {(names.index(name),): [["tt.divisibility", 16]] for name in pointers},
+    )
+    target = GPUTarget("cuda", 10 * p.card.capability[0] + p.card.capability[1], 32)
+    options = {"num_warps": c.num_warps, "num_stages": c.num_stages}
+    kernel = triton.compile(source, target=target, options=options)
+    cubin = tmp_path / "kernel.cubin"
+    cubin.write_bytes(kernel.asm["cubin"])
+    usage = subprocess.run(
+        [CUOBJDUMP, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True
+    )
+    stack = re.search(r"STACK:(\d+)", usage.stdout)
+    assert stack, usage.stdout
+    return kernel, int(stack[1])
+
+
+def check_code(p, c, tmp_path):
+    kernel, stack = compiled(p, c, tmp_path)
+    what = f"{p.block} n={p.n} {p.dtype} {c}"
+    stage = c.tile_k * (c.tile_m + c.tile_n) * (4 if p.dtype == "fp32" else 2)
+    assert stack == 0, f"{what} spills {stack} bytes"
+    assert kernel.metadata.shared <= p.card.smem_bytes, what
+    ptx = kernel.asm["ptx"]
+    assert "cp.async.cg.shared.global" in ptx, f"{what}: 16-byte asynchronous copies are missing"
+    if p.card.capability[0] == 9 and p.dtype != "fp32" and (c.swap or c.tile_m >= 64):
+        assert "wgmma.mma_async" in ptx, what
+        assert "wgmma.wait_group.sync.aligned 1" in ptx, f"{what}: no wgmma stays in flight"
+        assert kernel.metadata.shared >= c.num_stages * stage, f"{what}: fewer buffers than stages"
+    elif p.dtype != "fp32" or p.tf32:
+        assert "mma" in ptx, what
+        assert kernel.metadata.shared >= (c.num_stages - 1) * stage, f"{what}: fewer buffers than stages"
+
+
+def test_the_arithmetic_holds_in_the_interpreter():
+    script = Path(__file__).with_name("portable_spmm_interpreted.py")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(script)],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("block", [(128, 128), (64, 64), (32, 32), (16, 16), (512, 112), (48, 96)], ids=str)
+@pytest.mark.parametrize("card", CARDS)
+def test_every_config_compiles_without_spills_into_shared_memory(card, block, tmp_path):
+    p = problem(CARDS[card], block)
+    configs = list(portable.KERNEL.configs(p))
+    assert len(configs) >= 3
+    for c in configs:
+        check_code(p, c, tmp_path)
+
+
+@pytest.mark.parametrize("card", ["sm_90", "sm_80"])
+def test_every_narrow_config_compiles_without_spills(card, tmp_path):
+    for block, n in (((128, 128), 16), ((64, 64), 64), ((16, 16), 16)):
+        p = problem(CARDS[card], block, n=n)
+        for c in portable.KERNEL.configs(p):
+            check_code(p, c, tmp_path)
+
+
+@pytest.mark.parametrize("tf32", [False, True], ids=["ieee", "tf32"])
+@pytest.mark.parametrize("card", CARDS)
+def test_every_fp32_config_compiles_without_spills(card, tf32, tmp_path):
+    for block in ((128, 128), (16, 16)):
+        p = problem(CARDS[card], block, dtype="fp32", tf32=tf32)
+        for c in portable.KERNEL.configs(p):
+            check_code(p, c, tmp_path)
+
+
+@pytest.mark.parametrize("block", [(128, 128), (64, 64), (32, 32), (16, 16), (512, 112)], ids=str)
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"transposed": True},
+        {"b_layout": "col"},
+        {"n": 8200},
+        {"k": 8200, "m": 8200, "n": 8200, "dtype": "fp16"},
+    ],
+    ids=["view", "col", "ragged_n", "ragged_all"],
+)
+def test_views_and_ragged_sides_keep_wide_copies_and_full_pipelines(block, change, tmp_path):
+    p = problem(H200, block, **change)
+    check_code(p, portable.KERNEL.default(p), tmp_path)
+
+
+def test_reasons_name_what_is_wrong():
+    kernel = portable.KERNEL
+    assert kernel.why_not(problem(H200, (128, 128))) == []
+    assert "8.0 or newer" in kernel.why_not(problem(replace(H200, capability=(7, 5)), (64, 64)))[0]
+    assert "fp64" in kernel.why_not(problem(H200, (64, 64), dtype="fp64"))[0]
+    assert "TRITON_INTERPRET=1" in kernel.why_not(problem(CPU, (64, 64), on_cpu=True))[0]
+
+
+def test_the_default_is_the_first_config_unless_tiles_are_fewer_than_sms():
+    p = problem(H200, (128, 128))
+    assert portable.KERNEL.default(p) == next(iter(portable.KERNEL.configs(p)))
+    small = problem(H200, (128, 128), m=1024, n=512)
+    c = portable.KERNEL.default(small)
+    assert math.prod(portable._tiles(small, c)) >= 64
+    assert c.tile_m * c.tile_n < 128 * 256
+
+
+def test_tile_heights_waste_few_rows():
+    heights = {bm: portable._tile_m(bm) for bm in (16, 32, 48, 64, 96, 112, 128, 256, 512)}
+    assert heights == {16: 16, 32: 32, 48: 64, 64: 64, 96: 128, 112: 128, 128: 128, 256: 128, 512: 128}
+
+
+def test_predictions_grow_with_work_and_never_beat_the_bandwidth():
+    kernel = portable.KERNEL
+    for block in ((128, 128), (64, 64), (16, 16)):
+        p = problem(H200, block)
+        c = kernel.default(p)
+        seconds = kernel.seconds(p, c)
+        assert kernel.seconds(replace(p, nnzb=2 * p.nnzb, row_max=2 * p.row_max), c) > 1.5 * seconds
+        assert seconds > p.compulsory_bytes / H200.bandwidth
+    big = kernel.seconds(problem(H200, (128, 128)), kernel.default(problem(H200, (128, 128))))
+    assert 2 * 8192**3 / 8 / big == pytest.approx(350e12, rel=0.1)
+
+
+def test_config_sides_that_are_no_power_of_two_are_refused():
+    with pytest.raises(ValueError, match="tile_k of portable"):
+        portable.Config(64, 64, 48, 4, 3)

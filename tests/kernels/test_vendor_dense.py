@@ -1,0 +1,172 @@
+"""vendor.dense: right within the budget, follows the values, and says when a dense product would be wrong."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from sparsek.formats.bsr import BSR
+from sparsek.formats.random import random_bsr
+from sparsek.kernels import load
+from sparsek.testing.budget import check_spmm
+from sparsek.testing.cases import SPMM_CASES, Case
+from sparsek.testing.poison import poisoned
+from tests.kernels.planned import multiply, problem
+
+KERNEL = load("vendor.dense")
+FLOATS = [torch.bfloat16, torch.float32, torch.float64]
+
+
+@pytest.fixture
+def matrix() -> BSR:
+    return random_bsr(128, 96, (32, 32), 0.7, dtype=torch.float32, device="cpu", seed=3)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("case", SPMM_CASES, ids=str)
+def test_every_case_is_within_budget_in_every_dtype(case: Case, dtype: torch.dtype) -> None:
+    a, b = case.make(dtype=dtype)
+    gate = check_spmm(a, b, multiply(KERNEL, a, b))
+    assert gate.passed, gate
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("case", SPMM_CASES, ids=str)
+def test_every_case_is_within_budget_on_the_gpu(case: Case, dtype: torch.dtype) -> None:
+    a, b = case.make("cuda", dtype)
+    gate = check_spmm(a, b, multiply(KERNEL, a, b))
+    assert gate.passed, gate
+
+
+def test_transposed_views_batches_and_column_major_b_are_within_budget(matrix: BSR) -> None:
+    for a in (matrix, matrix.T):
+        rows = a.shape[1]
+        for b in (
+            torch.randn(2, 3, rows, 8),
+            torch.randn(8, rows).mT,
+            torch.randn(5, rows, 8).expand(5, rows, 8),
+        ):
+            gate = check_spmm(a, b, multiply(KERNEL, a, b))
+            assert gate.passed, gate
+
+
+def _twice(a: BSR, change) -> "tuple[torch.Tensor, torch.Tensor, BSR]":
+    """Prepares for `a`, calls once, changes, and calls again for what `change` returned."""
+    b = torch.randn(a.shape[1], 16)
+    p = problem(a, b)
+    c = KERNEL.default(p)
+    work = KERNEL.prepare(p, c, a)
+    out = poisoned((a.shape[0], 16), torch.float32)
+    KERNEL.launch(c, work, a, b, out)
+    where = work.dense.data_ptr()
+    changed = change(a)
+    out = poisoned((a.shape[0], 16), torch.float32)
+    KERNEL.launch(c, work, changed, b, out)
+    assert work.dense.data_ptr() == where
+    return b, out, changed
+
+
+def test_the_copy_follows_values_written_in_place(matrix: BSR) -> None:
+    def change(a: BSR) -> BSR:
+        a.values.mul_(-2)
+        return a
+
+    b, out, changed = _twice(matrix, change)
+    assert check_spmm(changed, b, out).passed
+
+
+def test_the_copy_follows_one_written_block(matrix: BSR) -> None:
+    def change(a: BSR) -> BSR:
+        a.values[2, 5, 7] += 100
+        return a
+
+    b, out, changed = _twice(matrix, change)
+    assert check_spmm(changed, b, out).passed
+
+
+def test_the_copy_follows_a_step_of_training(matrix: BSR) -> None:
+    def change(a: BSR) -> BSR:
+        with torch.no_grad():
+            a.values.add_(torch.ones_like(a.values), alpha=-0.5)
+        return a
+
+    matrix.values.requires_grad_()
+    b, out, changed = _twice(matrix, change)
+    assert check_spmm(changed, b, out).passed
+
+
+def test_the_copy_follows_other_values_of_the_same_pattern(matrix: BSR) -> None:
+    b, out, changed = _twice(matrix, lambda a: BSR(a.pattern, torch.randn_like(a.values)))
+    assert check_spmm(changed, b, out).passed
+
+
+def test_memory_that_is_handed_to_new_values_is_not_taken_for_the_old_ones() -> None:
+    pattern = random_bsr(128, 96, (32, 32), 0.7, dtype=torch.float32, device="cpu", seed=3).pattern
+    b = torch.randn(96, 16)
+    first = BSR(pattern, torch.randn(pattern.nnzb, 32, 32))
+    p = problem(first, b)
+    work = KERNEL.prepare(p, KERNEL.default(p), first)
+    del first
+    for _ in range(8):
+        a = BSR(pattern, torch.randn(pattern.nnzb, 32, 32))
+        out = poisoned((128, 16), torch.float32)
+        KERNEL.launch(KERNEL.default(p), work, a, b, out)
+        assert check_spmm(a, b, out).passed
+
+
+def test_the_copy_follows_values_made_in_inference_mode() -> None:
+    with torch.inference_mode():
+        a = random_bsr(64, 64, (32, 32), 1.0, dtype=torch.float32, device="cpu", seed=3)
+        b, out, changed = _twice(a, lambda a: BSR.unchecked(a.pattern, a.values.mul_(3)))
+        assert check_spmm(changed, b, out).passed
+
+
+def test_unchanged_values_are_copied_once(matrix: BSR, monkeypatch: pytest.MonkeyPatch) -> None:
+    b = torch.randn(96, 16)
+    p = problem(matrix, b)
+    c = KERNEL.default(p)
+    work = KERNEL.prepare(p, c, matrix)
+    monkeypatch.setattr(BSR, "logical_values", lambda self: pytest.fail("copied again"))
+    KERNEL.launch(c, work, matrix, b, torch.empty(128, 16))
+
+
+def test_an_empty_block_column_is_refused_because_nan_would_leak() -> None:
+    a = BSR.from_coo_blocks(torch.tensor([0, 1]), torch.tensor([0, 0]), torch.ones(2, 16, 16), (32, 32))
+    reasons = KERNEL.why_not(problem(a, torch.randn(32, 4)))
+    assert reasons == [
+        "a block column of A is empty: NaN or Inf in rows of B that no stored block touches would reach C"
+    ]
+
+
+def test_a_dense_copy_beyond_the_memory_is_refused(matrix: BSR) -> None:
+    p = replace(problem(matrix, torch.randn(96, 16)), m=2**20, k=2**20)
+    (reason,) = KERNEL.why_not(p)
+    assert reason.startswith("the dense copy of A takes 4096.0 GiB")
+
+
+def test_it_runs_everything_else(matrix: BSR) -> None:
+    assert KERNEL.why_not(problem(matrix, torch.randn(96, 16))) == []
+
+
+def test_the_prediction_does_not_depend_on_the_blocks(matrix: BSR) -> None:
+    p = problem(matrix, torch.randn(96, 16))
+    c = KERNEL.default(p)
+    assert KERNEL.seconds(p, c) == KERNEL.seconds(replace(p, nnzb=1), c)
+
+
+@pytest.mark.gpu
+def test_the_call_can_be_captured_in_a_cuda_graph() -> None:
+    a = random_bsr(512, 512, (64, 64), 0.5, dtype=torch.bfloat16, device="cuda", seed=3)
+    b = torch.randn(512, 128, device="cuda", dtype=torch.bfloat16)
+    p = problem(a, b)
+    c = KERNEL.default(p)
+    work = KERNEL.prepare(p, c, a)
+    out = poisoned((512, 128), torch.bfloat16, "cuda")
+    KERNEL.launch(c, work, a, b, out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        KERNEL.launch(c, work, a, b, out)
+    out.fill_(torch.nan)
+    graph.replay()
+    assert check_spmm(a, b, out).passed
