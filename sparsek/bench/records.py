@@ -1,0 +1,304 @@
+"""Records: one JSON object per measured (case, kernel), appended as lines, and the only source of published
+numbers.
+
+A record says what was measured, on what, next to whom, and which source produced it:
+{op, case{}, kernel, config, ms{median,min,max,rounds}, tflops{useful,dense_equivalent}, gbps,
+ roofline{bound_ms,fraction}, gate{error,budget,passed}, peers{name:{ms{},tflops}}, ratio{peer: rate over its
+ rate}, env{gpu,driver,power_limit_w,torch,triton,cuda}, source_hash, date}.
+`op` "spmm" times the device; "spmm_host" times the host side of one eager call, and has null tflops, gbps,
+roofline.
+"""
+
+import ast
+import datetime
+import hashlib
+import json
+import math
+import os
+import shutil
+import subprocess
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, is_dataclass
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import sparsek
+from sparsek.bench.cases import Case
+from sparsek.core.clock import Times
+from sparsek.core.device import card_of
+from sparsek.core.errors import InvalidFile, InvalidInput, SparseKError
+
+Record = dict[str, Any]
+FIELDS = (
+    "op",
+    "case",
+    "kernel",
+    "config",
+    "ms",
+    "tflops",
+    "gbps",
+    "roofline",
+    "gate",
+    "peers",
+    "ratio",
+    "env",
+    "source_hash",
+    "date",
+)
+CASE_FIELDS = ("m", "k", "n", "block", "density", "pattern", "dtype")
+ENV_FIELDS = ("gpu", "driver", "power_limit_w", "torch", "triton", "cuda")
+OPS = ("spmm", "spmm_host")
+HOST_OPS = ("spmm_host",)
+
+
+def faults(record: Any) -> list[str]:
+    """Everything that keeps an object from being a record; [] means it is one."""
+    if not isinstance(record, dict):
+        return [f"a record is a JSON object, got {type(record).__name__}"]
+    found = [f"field {name} is missing" for name in FIELDS if name not in record]
+    found += [f"field {name} is not part of a record" for name in record if name not in FIELDS]
+    if found:
+        return found
+    if record["op"] not in OPS:
+        found.append(f"op {record['op']!r} is not one of {', '.join(OPS)}")
+    for name in ("case", "ms", "gate", "peers", "ratio", "env"):
+        if not isinstance(record[name], dict):
+            found.append(f"{name} is not an object")
+    if found:
+        return found
+    host = record["op"] in HOST_OPS
+    found += _wrong_keys("case", record["case"], CASE_FIELDS)
+    if not found:
+        try:
+            Case.from_record(record["case"])
+        except (SparseKError, TypeError, ValueError, IndexError) as error:
+            found.append(f"case: {error}")
+    found += _times_faults("ms", record["ms"])
+    found += _numbers("tflops", record["tflops"], ("useful", "dense_equivalent"), may_be_null=host)
+    found += _numbers("roofline", record["roofline"], ("bound_ms", "fraction"), may_be_null=host)
+    if not (_is_number(record["gbps"]) or (host and record["gbps"] is None)):
+        found.append("gbps is not a number")
+    found += _wrong_keys("gate", record["gate"], ("error", "budget", "passed"))
+    if record["gate"].get("passed") is not True:
+        found.append("gate.passed is not true: a time without a passed gate is not a record")
+    for name, peer in record["peers"].items():
+        found += _wrong_keys(f"peers.{name}", peer, ("ms", "tflops"))
+        found += _times_faults(f"peers.{name}.ms", peer.get("ms") if isinstance(peer, dict) else None)
+        if name not in record["ratio"]:
+            found.append(f"ratio.{name} is missing")
+    for name, value in record["ratio"].items():
+        if name not in record["peers"]:
+            found.append(f"ratio.{name} has no peer of that name")
+        if not _is_number(value):
+            found.append(f"ratio.{name} is not a number")
+    found += _wrong_keys("env", record["env"], ENV_FIELDS)
+    for name in ("kernel", "source_hash", "date"):
+        if not isinstance(record[name], str) or not record[name]:
+            found.append(f"{name} is not a non-empty string")
+    if not found:
+        try:
+            datetime.datetime.fromisoformat(record["date"])
+        except ValueError:
+            found.append(f"date {record['date']!r} is not an ISO date")
+    return found
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _wrong_keys(where: str, value: Any, keys: tuple[str, ...]) -> list[str]:
+    if not isinstance(value, dict):
+        return [f"{where} is not an object"]
+    if set(value) == set(keys):
+        return []
+    return [f"{where} has the fields {sorted(value)}, expected {sorted(keys)}"]
+
+
+def _numbers(where: str, value: Any, keys: tuple[str, ...], *, may_be_null: bool) -> list[str]:
+    if value is None and may_be_null:
+        return []
+    wrong = _wrong_keys(where, value, keys)
+    if wrong or value is None:
+        return wrong
+    return [f"{where}.{key} is not a number" for key in keys if not _is_number(value[key])]
+
+
+def _times_faults(where: str, value: Any) -> list[str]:
+    wrong = _numbers(where, value, ("median", "min", "max", "rounds"), may_be_null=False)
+    if wrong or value is None:
+        return wrong
+    if not 0 < value["min"] <= value["median"] <= value["max"]:
+        return [f"{where} does not hold 0 < min <= median <= max"]
+    return [] if value["rounds"] >= 1 else [f"{where}.rounds is not positive"]
+
+
+def append(path: Path, records: Iterable[Record]) -> None:
+    """Appends records to a JSON-lines file, made if needed. Raises InvalidInput for a malformed one."""
+    lines = []
+    for record in records:
+        wrong = faults(record)
+        if wrong:
+            raise InvalidInput(f"not a record: {'; '.join(wrong)}")
+        lines.append(json.dumps(record, sort_keys=False, allow_nan=False) + "\n")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write("".join(lines))
+
+
+def read(path: Path) -> list[Record]:
+    """Records of one .jsonl file, or of every one under a folder, in file order. Raises InvalidFile with
+    file:line.
+    """
+    files = sorted(path.rglob("*.jsonl")) if path.is_dir() else [path]
+    found: list[Record] = []
+    for file in files:
+        try:
+            lines = file.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise InvalidFile(f"{file}: cannot be read: {error}") from None
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise InvalidFile(f"{file}:{number}: not JSON: {error}") from None
+            wrong = faults(record)
+            if wrong:
+                raise InvalidFile(f"{file}:{number}: {'; '.join(wrong)}")
+            found.append(record)
+    return found
+
+
+def newest(records: Iterable[Record]) -> list[Record]:
+    """The newest record of every (op, case, kernel, card), in order of first appearance."""
+    best: dict[tuple[Any, ...], Record] = {}
+    for record in records:
+        key = (record["op"], Case.from_record(record["case"]), record["kernel"], record["env"]["gpu"])
+        if key not in best or _when(record) >= _when(best[key]):
+            best[key] = record
+    return list(best.values())
+
+
+def _when(record: Record) -> datetime.datetime:
+    moment = datetime.datetime.fromisoformat(record["date"])
+    return moment if moment.tzinfo else moment.replace(tzinfo=datetime.timezone.utc)
+
+
+def now() -> str:
+    """The time of a record: UTC, to the second."""
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+
+
+def times_of(times: Times) -> dict[str, float | int]:
+    """The `ms` object of a record, rounded to nanoseconds."""
+    return {
+        "median": round(times.median, 6),
+        "min": round(times.min, 6),
+        "max": round(times.max, 6),
+        "rounds": times.rounds,
+    }
+
+
+def config_of(config: Any) -> dict[str, Any]:
+    """A kernel's frozen config as a JSON object, with anything that JSON lacks as text."""
+    if not is_dataclass(config) or isinstance(config, type):
+        return {} if config is None else {"config": str(config)}
+    return json.loads(json.dumps(asdict(config), default=str))
+
+
+def source_files(kernel: str) -> list[Path]:
+    """The kernel's own file and the files of sparsek.kernels that it imports, directly or through them."""
+    root = Path(sparsek.__file__).parent
+    first = root / "kernels" / (kernel.replace(".", "/") + ".py")
+    if not first.is_file():
+        raise InvalidInput(f"no source file {first} for a kernel called {kernel!r}")
+    found: list[Path] = []
+    waiting = [first]
+    while waiting:
+        file = waiting.pop()
+        if file in found:
+            continue
+        found.append(file)
+        for module in _imports(file.read_text(encoding="utf-8")):
+            target = root.parent / (module.replace(".", "/") + ".py")
+            if module.startswith("sparsek.kernels.") and target.is_file():
+                waiting.append(target)
+    return [found[0], *sorted(found[1:])]
+
+
+def _imports(source: str) -> list[str]:
+    """Dotted names that a source file imports; `from a import b` gives both a and a.b."""
+    names: list[str] = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.append(node.module)
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+    return names
+
+
+def source_hash(kernel: str) -> str:
+    """16 hex digits of the SHA-256 over the kernel's source files, in a fixed order, with their names."""
+    digest = hashlib.sha256()
+    for file in source_files(kernel):
+        digest.update(file.name.encode() + b"\0" + file.read_bytes().replace(b"\r\n", b"\n") + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def is_fresh(record: Mapping[str, Any]) -> bool:
+    """Whether the kernel's source is still the one that was measured."""
+    try:
+        return record["source_hash"] == source_hash(record["kernel"])
+    except InvalidInput:
+        return False
+
+
+def version_of(package: str) -> str | None:
+    """The installed version of a distribution, or None."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """The `env` object of a record. On a CPU, driver, power limit and CUDA are null."""
+    on_gpu = device.type == "cuda"
+    driver, power = smi_facts(device.index or 0) if on_gpu else (None, None)
+    return {
+        "gpu": card_of(device).name,
+        "driver": driver,
+        "power_limit_w": power,
+        "torch": torch.__version__,
+        "triton": version_of("triton"),
+        "cuda": torch.version.cuda if on_gpu else None,
+    }
+
+
+@cache
+def smi_facts(index: int) -> tuple[str | None, float | None]:
+    """Driver version and power limit in watts, as nvidia-smi tells them; None for what it does not."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None, None
+    visible = [part.strip() for part in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if part.strip()]
+    identity = visible[index] if index < len(visible) else str(index)
+    question = ["--query-gpu=driver_version,power.limit", "--format=csv,noheader,nounits", f"--id={identity}"]
+    try:
+        answer = subprocess.run(
+            [program, *question], capture_output=True, text=True, timeout=20, check=True
+        ).stdout
+        driver, power = (part.strip() for part in answer.splitlines()[0].split(","))
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+        return None, None
+    try:
+        return driver, float(power)
+    except ValueError:
+        return driver, None

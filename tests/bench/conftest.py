@@ -1,0 +1,50 @@
+"""A well-formed record to start from."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from sparsek.bench import records
+from sparsek.bench.cases import Case
+
+GOOD_CASE = Case(8192, 8192, 8192, (128, 128), 0.125)
+
+
+def _record(case: Case = GOOD_CASE, kernel: str = "cpu.spmm", **changes: Any) -> records.Record:
+    """A record of the given case and kernel whose source is today's, with fields replaced by `changes`."""
+    record: records.Record = {
+        "op": "spmm",
+        "case": case.as_record(),
+        "kernel": kernel,
+        "config": {"tile": 128},
+        "ms": {"median": 0.2, "min": 0.19, "max": 0.25, "rounds": 7},
+        "tflops": {"useful": 687.0, "dense_equivalent": 5496.0},
+        "gbps": 1500.0,
+        "roofline": {"bound_ms": 0.199, "fraction": 0.995},
+        "gate": {"error": 0.001, "budget": 0.004, "passed": True},
+        "peers": {"cublas": {"ms": {"median": 1.6, "min": 1.5, "max": 1.7, "rounds": 7}, "tflops": 687.0}},
+        "ratio": {"cublas": 1.0},
+        "env": {
+            "gpu": "NVIDIA H200",
+            "driver": "580.1",
+            "power_limit_w": 700.0,
+            "torch": "2.11.0",
+            "triton": "3.6.0",
+            "cuda": "13.0",
+        },
+        "source_hash": records.source_hash(kernel),
+        "date": "2026-11-20T10:00:00+00:00",
+    }
+    return record | changes
+
+
+@pytest.fixture
+def make_record() -> Callable[..., records.Record]:
+    """Makes a good record of a case and a kernel, with fields replaced by keyword."""
+    return _record
+
+
+@pytest.fixture
+def record() -> records.Record:
+    return _record()

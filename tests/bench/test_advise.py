@@ -1,0 +1,160 @@
+"""Which matrices are looked at, how they are grouped, and what is said of them."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from sparsek.bench import advise
+from sparsek.bench.advise import Advice, Group, Pruned, Question, Times
+from sparsek.core.errors import InvalidInput
+from sparsek.formats.bsr import BSR
+from sparsek.formats.weights import WeightFile, open_weights
+from sparsek.testing.budget import Gate
+
+PREDICT = Question(block=(32, 32), keep=0.25, tokens=256, device="h200")
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> WeightFile:
+    draw = np.random.default_rng(0)
+    names = {"layer.0.w": (128, 96), "layer.1.w": (128, 96), "head": (64, 64), "tiny": (8, 64), "bias": (64,)}
+    arrays = {name: draw.standard_normal(shape).astype(np.float32) for name, shape in names.items()}
+    path = tmp_path / "model.npz"
+    np.savez(path, **arrays)
+    return open_weights(path)
+
+
+def test_all_matrices_of_at_least_one_block_are_chosen(weights: WeightFile) -> None:
+    assert advise.choose(weights, [], (32, 32)) == ["layer.0.w", "layer.1.w", "head"]
+    assert advise.choose(weights, [], (16, 64)) == ["layer.0.w", "layer.1.w", "head"]
+
+
+def test_names_and_wildcards_choose(weights: WeightFile) -> None:
+    assert advise.choose(weights, ["tiny", "layer.*"], (32, 32)) == ["tiny", "layer.0.w", "layer.1.w"]
+
+
+def test_a_missing_name_lists_near_ones(weights: WeightFile) -> None:
+    with pytest.raises(InvalidInput, match=r"layer\.0\.w"):
+        advise.choose(weights, ["layer.0.weight"], (32, 32))
+
+
+def test_matrices_all_smaller_than_a_block_are_an_error(weights: WeightFile) -> None:
+    with pytest.raises(InvalidInput, match="at least 512x512"):
+        advise.choose(weights, [], (512, 512))
+
+
+def test_few_matrices_stand_alone() -> None:
+    groups = advise.grouped([("a.0", (64, 64)), ("a.1", (64, 64))])
+    assert [group.label for group in groups] == ["a.0", "a.1"]
+
+
+def test_many_matrices_are_grouped_by_name_and_shape() -> None:
+    listed = [(f"layer.{i}.{part}", (64, 64)) for i in range(12) for part in ("q", "k")] + [
+        ("head", (64, 128))
+    ]
+    groups = advise.grouped(listed)
+    assert [group.label for group in groups] == ["layer.*.q (12)", "layer.*.k (12)", "head"]
+    assert sorted(name for group in groups for name in group.names) == sorted(name for name, _ in listed)
+
+
+def test_very_many_names_are_grouped_by_shape() -> None:
+    listed = [(chr(97 + i) * 3, (64, 64) if i % 2 else (32, 64)) for i in range(26)]
+    assert [(group.label, len(group.names)) for group in advise.grouped(listed)] == [
+        ("* (13)", 13),
+        ("* (13)", 13),
+    ]
+
+
+def test_a_pruned_matrix_keeps_its_largest_blocks_and_passes_the_check(weights: WeightFile) -> None:
+    weight = weights.read("layer.0.w")
+    pruned = advise.prune("layer.0.w", weight, PREDICT)
+    assert pruned.matrix.nnzb == 3
+    norms = weight.view(4, 32, 3, 32).transpose(1, 2).flatten(2).norm(dim=2).flatten()
+    assert pruned.kept_norm == pytest.approx(float(norms.sort().values[-3:].norm() / norms.norm()), rel=0.01)
+    assert pruned.gate.passed
+
+
+def test_weights_with_nan_are_named(weights: WeightFile) -> None:
+    weight = weights.read("head").clone()
+    weight[3, 3] = float("nan")
+    with pytest.raises(InvalidInput, match=r"^head: "):
+        advise.prune("head", weight, PREDICT)
+
+
+def test_every_matrix_of_a_group_is_read_and_checked(weights: WeightFile) -> None:
+    group = Group("layer.*.w (2)", ("layer.0.w", "layer.1.w"), (128, 96))
+    steps: list[str] = []
+    advice = advise.advise(group, weights.read, PREDICT, steps.append)
+    assert steps == ["layer.0.w", "layer.1.w"]
+    assert advice.times.predicted
+    assert advice.wrong == ()
+    assert 0 < advice.worst_error <= 1
+    assert advice.kept_norm[0] < advice.kept_norm[1]
+
+
+def test_sparse_wins_below_the_break_even_density_and_loses_above() -> None:
+    shape, cpu = (4096, 4096), torch.device("cpu")
+    question = Question((128, 128), 0.125, 4096, "h200")
+    dense = advise.predicted_dense(question, shape, "h200")
+    even = advise._BreakEven(shape, (128, 128), 4096, torch.bfloat16, cpu, "h200")
+    density = even.density(dense)
+    assert 0 < density <= 1
+    assert even.seconds(max(1, int(density * 1024))) <= dense
+    if density < 0.98:
+        assert even.seconds(int((density + 0.02) * 1024)) > dense
+    assert even.density(0.0) == 0
+    assert even.density(1.0) == 1
+
+
+def test_planning_matrices_spread_their_blocks_evenly() -> None:
+    a = advise.uniform_blocks((100, 200), (32, 32), 9, torch.float32, torch.device("cpu"))
+    assert a.nnzb == 9
+    lengths = a.pattern.row_lengths.tolist()
+    assert sum(lengths) == 9
+    assert max(lengths) - min(lengths) <= 1
+
+
+@pytest.mark.parametrize(
+    ("dense", "even", "wrong", "verdict"),
+    [
+        (2.0, 0.9, (), "sparse pays"),
+        (1.0, 0.2, (), "no gain"),
+        (0.5, 0.0625, (), "prune to 6.2 %"),
+        (0.5, 0.0, (), "stay dense"),
+        (9.0, 0.9, ("w: error 1.0",), "wrong result"),
+    ],
+)
+def test_the_verdict_is_in_words(dense: float, even: float, wrong: tuple[str, ...], verdict: str) -> None:
+    matrix = BSR.from_dense(torch.ones(16, 16), (16, 16))
+    first = Pruned("w", matrix, 1.0, Gate(0.0, 1.0, True), 8)
+    times = Times(dense, 1.0, "hopper.spmm", even, True)
+    advice = Advice(Group("w", ("w",), (64, 64)), 64, (1.0, 1.0), times, wrong, 0.5, first)
+    assert advice.verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"tokens": 0}, "tokens"),
+        ({"keep": 0.0}, "keep"),
+        ({"scope": "column"}, "scope"),
+        ({"dtype": "int8"}, "dtype"),
+    ],
+)
+def test_a_question_without_sense_is_refused(change: dict, said: str) -> None:
+    with pytest.raises(InvalidInput, match=said):
+        Question(**change)
+
+
+def test_a_card_without_facts_is_refused_by_name() -> None:
+    with pytest.raises(InvalidInput, match="'b200'; known: h200"):
+        Question(device="b200")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
+def test_without_a_gpu_the_default_is_predictions_for_the_h200() -> None:
+    assert Question().predicted_for == "h200"
+    with pytest.raises(InvalidInput, match="there is no GPU"):
+        Question(device="cuda")

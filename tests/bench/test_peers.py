@@ -1,0 +1,182 @@
+"""Peers: their arithmetic, their limits, and the tuning of torch.sparse."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from sparsek.bench import cusparse, peers
+from sparsek.bench.cases import Case
+from sparsek.bench.peer import Operands, UnavailableError, rotating, useful_flops
+from sparsek.bench.peers import PEERS, as_torch_bsr, meta_space, peers_named
+from sparsek.core.clock import Times
+from sparsek.core.errors import InvalidInput
+from sparsek.formats.bsr import BSR
+
+CPU = torch.device("cpu")
+CUDA = torch.device("cuda")
+SMALL = Case(64, 96, 32, (32, 32), 0.5, dtype="fp32")
+BY_NAME = {peer.name: peer for peer in PEERS}
+
+
+def operands(case: Case, count: int = 2) -> list[Operands]:
+    """Operand sets whose outputs hold NaN."""
+    sets = []
+    for seed in range(count):
+        a, b = case.make(CPU, seed)
+        sets.append(Operands(a, b, torch.full((case.m, case.n), float("nan"), dtype=b.dtype)))
+    return sets
+
+
+def ignore(text: str) -> None:
+    """Hears progress and says nothing."""
+
+
+def test_the_torch_matrix_is_the_same_matrix() -> None:
+    a, _ = SMALL.make(CPU)
+    assert torch.equal(as_torch_bsr(a).to_dense(), a.to_dense())
+    assert torch.equal(as_torch_bsr(a.T).to_dense(), a.to_dense().T)
+
+
+def test_torch_sparse_multiplies_every_set_and_counts_useful_flops() -> None:
+    sets = operands(SMALL)
+    ready = BY_NAME["torch_sparse"].ready(SMALL, sets, ignore)
+    for call, one in zip(ready.calls, sets, strict=True):
+        torch.testing.assert_close(call(), one.a.to_dense() @ one.b)
+    assert ready.flops == useful_flops(sets[0].a, 32) == 2 * sets[0].a.nnzb * 32 * 32 * 32
+
+
+def test_the_dense_peer_multiplies_other_full_data_and_counts_all_flops() -> None:
+    sets = operands(SMALL)
+    ready = BY_NAME["torch_dense"].ready(SMALL, sets, ignore)
+    assert len(ready.calls) == len(sets)
+    assert ready.flops == 2 * 64 * 96 * 32
+    for call, one in zip(ready.calls, sets, strict=True):
+        call()
+        assert torch.isfinite(one.out).all()
+        assert 0.5 < float(one.out.std()) < 2
+        assert not torch.allclose(one.out, one.a.to_dense() @ one.b)
+
+
+@pytest.mark.parametrize(
+    ("name", "case", "device", "said"),
+    [
+        ("cublas", SMALL, CPU, "runs on cuda"),
+        ("torch_dense", SMALL, CUDA, "runs on cpu"),
+        ("torch_sparse", Case(65, 96, 32, (32, 32), 0.5), CPU, "multiples of the block 32"),
+        ("torch_sparse", Case(96, 96, 32, (48, 96), 0.5), CUDA, "powers of 2, not 48x96"),
+        ("torch_sparse", Case(64, 64, 24, (32, 32), 0.5), CUDA, "multiple of 16, not 24"),
+        ("cusparse", SMALL, CPU, "needs an NVIDIA GPU"),
+        ("cusparse", Case(64, 64, 32, (32, 64), 0.5), CUDA, "square, not 32x64"),
+        ("cusparse", Case(64, 64, 32, (32, 32), 0.5, dtype="fp64"), CUDA, "not set up here for fp64"),
+    ],
+)
+def test_a_peer_that_cannot_run_says_why(name: str, case: Case, device: torch.device, said: str) -> None:
+    assert said in "; ".join(BY_NAME[name].why_not(case, device))
+
+
+def test_every_peer_but_the_dense_of_the_cpu_takes_the_main_case() -> None:
+    main = Case(8192, 8192, 8192, (128, 128), 0.125)
+    able = [peer.name for peer in peers_named(None, CUDA) if not peer.why_not(main, CUDA)]
+    assert able == ["cublas", "torch_sparse", "cusparse"]
+    assert [peer.name for peer in peers_named(None, CPU)] == ["torch_dense", "torch_sparse", "cusparse"]
+
+
+def test_an_unknown_peer_names_the_known_ones() -> None:
+    with pytest.raises(InvalidInput, match="'mkl'; known: cublas"):
+        peers_named(["mkl"], CPU)
+
+
+@pytest.mark.parametrize("layout", ["rows", "blocks"])
+def test_blocked_ell_holds_the_same_matrix(layout: str) -> None:
+    a, _ = Case(96, 160, 8, (32, 32), 0.4, "powerlaw", "fp32").make(CPU, seed=1)
+    columns, values = cusparse.blocked_ell(a.pattern.indptr, a.pattern.indices, a.values, layout)
+    width = columns.shape[1]
+    assert width == int(a.pattern.row_lengths.max())
+    if layout == "rows":
+        values = values.view(3, 32, width, 32).transpose(1, 2)
+    dense = torch.zeros(3, 5, 32, 32)
+    for row in range(3):
+        for slot in range(width):
+            column = int(columns[row, slot])
+            if column >= 0:
+                dense[row, column] = values[row, slot]
+            else:
+                assert not values[row, slot].any()
+    assert torch.equal(dense.transpose(1, 2).reshape(96, 160), a.to_dense())
+
+
+@pytest.mark.parametrize("n", [16, 48, 8192, 8208])
+def test_tuned_column_tiles_divide_n_and_are_powers_of_two(n: int) -> None:
+    for split in meta_space(Case(64, 64, n, (64, 64), 1.0))["SPLIT_N"]:
+        assert n % split == 0
+        assert n // split in (16, 32, 64, 128, 256)
+
+
+@pytest.fixture
+def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, int]]:
+    """Tunes with made-up times: `cost(meta)` in ms, `right(meta)` whether the product is."""
+
+    def tune(
+        cost: Callable[[dict[str, int]], float], right: Callable[[dict[str, int]], bool]
+    ) -> dict[str, int]:
+        chosen: list[dict[str, int]] = []
+
+        def addmm_call(w: Any, one: Operands, meta: dict[str, int]) -> Callable[[], object]:
+            chosen.append(meta)
+            return lambda: one.out.copy_(
+                one.a.to_dense() @ one.b if right(meta) else torch.zeros_like(one.out)
+            )
+
+        def time_rounds(calls: Any, **options: Any) -> dict[str, Times]:
+            return {"one": Times(cost(chosen[-1]), 1.0, 1.0, 1)}
+
+        monkeypatch.setattr(peers, "_addmm_call", addmm_call)
+        monkeypatch.setattr(peers, "time_rounds", time_rounds)
+        sets = operands(SMALL)
+        return peers.TorchSparse().tuned(SMALL, [as_torch_bsr(one.a) for one in sets], sets, ignore)
+
+    return tune
+
+
+def _cost(meta: dict[str, int]) -> float:
+    """Best at 5 stages, 8 warps, group 8."""
+    return 1 + abs(meta["num_stages"] - 5) + abs(meta["num_warps"] - 8) + abs(meta["GROUP_SIZE_ROW"] - 8)
+
+
+def test_tuning_finds_the_fastest_parameters(pretend: Callable[..., dict[str, int]]) -> None:
+    best = pretend(_cost, lambda meta: True)
+    assert (best["num_stages"], best["num_warps"], best["GROUP_SIZE_ROW"]) == (5, 8, 8)
+
+
+def test_tuning_passes_over_a_faster_but_wrong_choice(pretend: Callable[..., dict[str, int]]) -> None:
+    best = pretend(_cost, lambda meta: meta["num_stages"] < 5)
+    assert best["num_stages"] in (4, 3)
+
+
+def test_tuning_passes_over_what_does_not_compile(pretend: Callable[..., dict[str, int]]) -> None:
+    def cost(meta: dict[str, int]) -> float:
+        if meta["num_stages"] > 2:
+            raise RuntimeError("out of resource: shared memory")
+        return _cost(meta)
+
+    assert pretend(cost, lambda meta: True)["num_stages"] == 2
+
+
+def test_tuning_that_finds_nothing_right_gives_no_time(pretend: Callable[..., dict[str, int]]) -> None:
+    with pytest.raises(UnavailableError, match=r"none of .* ran and was right"):
+        pretend(_cost, lambda meta: False)
+
+
+def test_rotation_runs_each_call_in_turn() -> None:
+    seen: list[int] = []
+    call = rotating([lambda i=i: seen.append(i) for i in range(3)])
+    for _ in range(6):
+        call()
+    assert sorted(seen[:3]) == sorted(seen[3:]) == [0, 1, 2]
+
+
+def test_useful_flops_count_stored_blocks_only() -> None:
+    a = BSR.from_dense(torch.eye(64), (16, 16))
+    assert useful_flops(a, 10) == 2 * 4 * 16 * 16 * 10

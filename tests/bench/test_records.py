@@ -1,0 +1,156 @@
+"""The schema of records, their file, and the hash that ties them to a source."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sparsek.bench import records
+from sparsek.bench.cases import Case
+from sparsek.core.errors import InvalidFile, InvalidInput
+
+
+def test_a_good_record_has_no_faults(record: records.Record) -> None:
+    assert records.faults(record) == []
+
+
+@pytest.mark.parametrize("name", records.FIELDS)
+def test_a_missing_field_is_named(record: records.Record, name: str) -> None:
+    del record[name]
+    assert records.faults(record) == [f"field {name} is missing"]
+
+
+def test_an_unknown_field_is_named(record: records.Record) -> None:
+    assert records.faults(record | {"note": "x"}) == ["field note is not part of a record"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("op", "gemm", "op 'gemm' is not one of spmm"),
+        ("gate", {"error": 1.0, "budget": 0.5, "passed": False}, "gate.passed is not true"),
+        ("gate", {"passed": True}, "gate has the fields ['passed']"),
+        ("ms", {"median": 1.0, "min": 2.0, "max": 3.0, "rounds": 5}, "0 < min <= median <= max"),
+        ("ms", {"median": 2.0, "min": 1.0, "max": 3.0, "rounds": 0}, "ms.rounds is not positive"),
+        ("ms", {"median": float("nan"), "min": 1.0, "max": 3.0, "rounds": 5}, "ms.median is not a number"),
+        ("tflops", None, "tflops is not an object"),
+        ("gbps", "fast", "gbps is not a number"),
+        ("ratio", {}, "ratio.cublas is missing"),
+        ("ratio", {"cublas": 1.0, "fa4": 2.0}, "ratio.fa4 has no peer"),
+        ("case", {"m": 1}, "case has the fields ['m']"),
+        ("env", {"gpu": "H200"}, "env has the fields ['gpu']"),
+        ("peers", [], "peers is not an object"),
+        ("source_hash", "", "source_hash is not a non-empty string"),
+        ("date", "yesterday", "date 'yesterday' is not an ISO date"),
+    ],
+)
+def test_a_wrong_field_is_said(record: records.Record, field: str, value: Any, said: str) -> None:
+    assert said in "; ".join(records.faults(record | {field: value}))
+
+
+def test_a_case_that_cannot_be_is_a_fault(record: records.Record) -> None:
+    record["case"] = record["case"] | {"block": [24, 16]}
+    assert "multiples of 16" in records.faults(record)[0]
+
+
+def test_only_host_records_have_null_rates(record: records.Record) -> None:
+    nulls = {"tflops": None, "gbps": None, "roofline": None}
+    assert records.faults(record | nulls)
+    assert records.faults(record | nulls | {"op": "spmm_host"}) == []
+
+
+@pytest.mark.parametrize("thing", [None, [], 3, "text"])
+def test_what_is_no_object_is_no_record(thing: Any) -> None:
+    assert "a record is a JSON object" in records.faults(thing)[0]
+
+
+def test_records_come_back_from_the_file_and_later_ones_are_appended(
+    tmp_path: Path, record: records.Record
+) -> None:
+    path = tmp_path / "h200" / "spmm.jsonl"
+    records.append(path, [record])
+    records.append(path, [record | {"gbps": 2.0}, record | {"gbps": 3.0}])
+    assert [one["gbps"] for one in records.read(path)] == [1500.0, 2.0, 3.0]
+    assert records.read(tmp_path) == records.read(path)
+
+
+def test_a_malformed_record_is_not_appended(tmp_path: Path, record: records.Record) -> None:
+    path = tmp_path / "spmm.jsonl"
+    with pytest.raises(InvalidInput, match="not a record: gbps"):
+        records.append(path, [record, record | {"gbps": None}])
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("line", ["{", '{"op": "spmm"}', "[]", "NaN"])
+def test_a_bad_line_is_named_by_file_and_number(tmp_path: Path, record: records.Record, line: str) -> None:
+    path = tmp_path / "spmm.jsonl"
+    path.write_text(json.dumps(record) + "\n\n" + line + "\n")
+    with pytest.raises(InvalidFile, match=r"spmm\.jsonl:3: "):
+        records.read(path)
+
+
+def test_the_newest_record_of_each_case_kernel_and_card_counts(record: records.Record) -> None:
+    old = record | {"date": "2026-11-19T10:00:00+00:00", "gbps": 1.0}
+    other_card = old | {"env": record["env"] | {"gpu": "NVIDIA H100"}}
+    other_kernel = old | {"kernel": "vendor.dense"}
+    other_case = old | {"case": Case(64, 64, 64, (16, 16), 0.5).as_record()}
+    kept = records.newest([record, old, other_card, other_kernel, other_case])
+    assert kept == [record, other_card, other_kernel, other_case]
+
+
+def test_dates_of_other_time_zones_compare_as_moments(record: records.Record) -> None:
+    earlier = record | {"date": "2026-11-20T11:30:00+02:00"}
+    assert records.newest([record, earlier]) == [record]
+
+
+@pytest.fixture
+def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A small package: kernel toy.spmm imports prims.tiles, which imports prims.masks; prims.other is not used."""
+    root = tmp_path / "sparsek"
+    files = {
+        "kernels/toy/spmm.py": "from sparsek.kernels.prims import tiles\nimport sparsek.core.device\n",
+        "kernels/prims/tiles.py": "import sparsek.kernels.prims.masks\n",
+        "kernels/prims/masks.py": "X = 1\n",
+        "kernels/prims/other.py": "X = 1\n",
+        "core/device.py": "X = 1\n",
+    }
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    monkeypatch.setattr(records, "sparsek", SimpleNamespace(__file__=str(root / "__init__.py")))
+    return root
+
+
+@pytest.mark.parametrize(
+    ("name", "counts"),
+    [
+        ("kernels/toy/spmm.py", True),
+        ("kernels/prims/tiles.py", True),
+        ("kernels/prims/masks.py", True),
+        ("kernels/prims/other.py", False),
+        ("core/device.py", False),
+    ],
+)
+def test_the_hash_follows_the_kernel_and_the_prims_it_imports(tree: Path, name: str, counts: bool) -> None:
+    before = records.source_hash("toy.spmm")
+    path = tree / name
+    path.write_text(path.read_text() + "Y = 2\n")
+    assert (records.source_hash("toy.spmm") != before) is counts
+
+
+def test_the_hash_does_not_depend_on_line_endings(tree: Path) -> None:
+    before = records.source_hash("toy.spmm")
+    path = tree / "kernels/prims/masks.py"
+    path.write_bytes(path.read_bytes().replace(b"\n", b"\r\n"))
+    assert records.source_hash("toy.spmm") == before
+
+
+def test_a_record_is_fresh_until_its_source_changes(record: records.Record, tree: Path) -> None:
+    made = record | {"kernel": "toy.spmm", "source_hash": records.source_hash("toy.spmm")}
+    assert records.is_fresh(made)
+    (tree / "kernels/prims/masks.py").write_text("X = 2\n")
+    assert not records.is_fresh(made)
+    assert not records.is_fresh(made | {"kernel": "gone.spmm"})

@@ -1,0 +1,102 @@
+"""The run: data, gate, rounds, records."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from sparsek.bench import records, run
+from sparsek.bench.cases import Case
+from sparsek.bench.peers import peers_named
+from sparsek.core.device import CPU as CPU_CARD
+from sparsek.core.device import H200
+
+CPU = torch.device("cpu")
+SMALL = Case(64, 96, 32, (32, 32), 0.5, dtype="fp32")
+
+
+def test_a_run_gives_well_formed_records_with_peers_of_the_same_rounds() -> None:
+    heard: list[str] = []
+    peers = peers_named(["torch_dense", "torch_sparse", "cusparse"], CPU)
+    outcome = run.run_case(
+        SMALL, kernels=["cpu.spmm"], peers=peers, rounds=3, device=CPU, report=heard.append
+    )
+    (record,) = outcome.records
+    assert records.faults(record) == []
+    assert list(record) == list(records.FIELDS)
+    assert record["case"] == SMALL.as_record()
+    assert record["kernel"] == "cpu.spmm"
+    assert set(record["peers"]) == {"torch_dense", "torch_sparse"}
+    assert record["ms"]["rounds"] == record["peers"]["torch_sparse"]["ms"]["rounds"] == 3
+    for name, peer in record["peers"].items():
+        assert record["ratio"][name] == pytest.approx(record["tflops"]["useful"] / peer["tflops"], rel=0.02)
+    assert outcome.unavailable == {"cusparse": ["cuSPARSE needs an NVIDIA GPU"]}
+    assert heard[-1] == "round 3 of 3"
+
+
+def test_useful_and_dense_equivalent_rates_differ_by_the_density() -> None:
+    (record,) = run.run_case(SMALL, kernels=["cpu.spmm"], rounds=2, device=CPU).records
+    stored = SMALL.make(CPU)[0].density
+    rates = record["tflops"]
+    assert rates["useful"] / rates["dense_equivalent"] == pytest.approx(stored, rel=0.02)
+
+
+def test_an_unsupported_kernel_is_listed_with_its_reasons() -> None:
+    outcome = run.run_case(SMALL, kernels=["hopper.spmm", "cpu.spmm"], rounds=1, device=CPU)
+    assert [record["kernel"] for record in outcome.records] == ["cpu.spmm"]
+    assert list(outcome.unavailable) == ["hopper.spmm"]
+    assert outcome.unavailable["hopper.spmm"]
+
+
+def test_auto_and_the_kernel_it_chooses_give_one_record() -> None:
+    chosen = run.run_case(SMALL, rounds=1, device=CPU).records[0]["kernel"]
+    assert len(run.run_case(SMALL, kernels=["auto", chosen], rounds=1, device=CPU).records) == 1
+
+
+def test_a_wrong_kernel_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = run.plan_spmm
+
+    class Wrong:
+        def __init__(self, plan: Any) -> None:
+            self.kernel = plan.kernel
+
+        def __call__(self, a: Any, b: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+            return out.zero_()
+
+    monkeypatch.setattr(run, "plan_spmm", lambda a, b, kernel=None: Wrong(real(a, b, kernel=kernel)))
+    monkeypatch.setattr(run, "time_rounds", lambda *args, **options: pytest.fail("timed a wrong kernel"))
+    with pytest.raises(run.GateError, match="exceeds the budget"):
+        run.run_case(SMALL, kernels=["cpu.spmm"], rounds=1, device=CPU)
+
+
+def test_operand_sets_share_the_pattern_and_no_memory() -> None:
+    sets = run.make_sets(SMALL, CPU)
+    assert len(sets) >= 2
+    assert len({id(one.a.pattern) for one in sets}) == 1
+    for pick in (lambda one: one.a.values, lambda one: one.b, lambda one: one.out):
+        assert len({pick(one).data_ptr() for one in sets}) == len(sets)
+    assert not torch.equal(sets[0].b, sets[1].b)
+    assert not torch.equal(sets[0].a.values, sets[1].a.values)
+
+
+def test_operand_sets_of_a_ragged_case_keep_zeros_in_the_padding() -> None:
+    for one in run.make_sets(Case(70, 90, 8, (32, 32), 0.5, dtype="fp32"), CPU):
+        padded = one.a.logical_values()[one.a.pattern.block_rows == 2]
+        assert not padded[:, 70 - 64 :].any()
+
+
+def test_operand_sets_exceed_the_cache_several_times_or_are_two() -> None:
+    a, b = SMALL.make(CPU)
+    footprint = a.values.numel() * 4 + (96 + 64) * 32 * 4
+    count = run.set_count(CPU_CARD, a, b)
+    assert count == run.MAX_SETS or count * footprint >= run.CACHE_MULTIPLE * CPU_CARD.l2_bytes
+    large = Case(2048, 2048, 2048, (128, 128), 1.0, dtype="fp32")
+    assert run.set_count(CPU_CARD, *large.make(CPU)) == 2
+    assert run.set_count(H200, a, b) == run.MAX_SETS
+
+
+def test_host_time_gives_a_record_without_rates() -> None:
+    (record,) = run.run_host(SMALL, kernels=["cpu.spmm"], device=CPU, rounds=2, calls=3).records
+    assert records.faults(record) == []
+    assert record["op"] == "spmm_host"
+    assert record["tflops"] is None
