@@ -200,17 +200,19 @@ class BSR:
         Dynamo (torch 2.13) hands over both A @ B and B @ A as matmul(B, A). Shapes tell which one was meant, unless
         both fit; then this raises and asks for sparsek.spmm(A, B).
         """
-        if func.__name__ not in ("matmul", "__matmul__", "__rmatmul__"):
+        if kwargs or len(args) != 2 or func.__name__ not in ("matmul", "__matmul__", "__rmatmul__"):
             return NotImplemented
         first, second = args
         if isinstance(first, BSR):
             return first.__matmul__(second)
-        if torch.compiler.is_compiling() and second.shape[1] == first.shape[-2]:
-            if second.shape[0] == first.shape[-1]:
+        if torch.compiler.is_compiling():
+            after = first.shape[-1] == second.shape[0]
+            if after and first.ndim > 1 and first.shape[-2] == second.shape[1]:
                 raise InvalidInput(
                     "torch.compile does not tell A @ B from B @ A here; write sparsek.spmm(A, B)"
                 )
-            return second.__matmul__(first)
+            if not after:
+                return second.__matmul__(first)
         return second.__rmatmul__(first)
 
     def __rmatmul__(self, other: Any) -> NoReturn:

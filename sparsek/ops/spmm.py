@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import weakref
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -14,7 +15,8 @@ from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.formats.bsr import BSR
 from sparsek.formats.pattern import BlockPattern
-from sparsek.plan import schedule
+from sparsek.plan import operands, schedule
+from sparsek.plan.kernel import MissingKernel
 from sparsek.plan.problem import SpmmProblem
 from sparsek.plan.select import Plan, bound_seconds, select
 
@@ -47,18 +49,17 @@ def spmm(
         return torch.ops.sparsek.spmm(
             A.values, pattern.indptr, pattern.indices, A.order, B, list(A.shape), list(A.block), kernel
         )
-    _check_operands(A, B)
-    if torch.is_grad_enabled() and (A.values.requires_grad or B.requires_grad):
-        raise InvalidInput(
-            "spmm has no gradient yet; call it under torch.no_grad(), or use sparsek.reference.spmm.spmm, which has one"
-        )
+    if plan is not None:
+        if not isinstance(plan, Plan):
+            raise InvalidInput(f"plan must come from plan_spmm, got {type(plan).__name__}")
+        if kernel not in (None, plan.kernel):
+            raise InvalidInput(f"kernel={kernel!r} contradicts plan, which uses {plan.kernel}")
+        return plan(A, B, out)
+    operands.check_operands(A, B)
+    operands.check_no_gradient(A, B)
     if out is not None:
-        _check_out(A, B, out)
-    if plan is None:
-        plan = _cached_plan(A, B, out, kernel)
-    elif kernel is not None and kernel != plan.kernel:
-        raise InvalidInput(f"kernel={kernel!r} contradicts plan, which uses {plan.kernel}")
-    return plan(A, B, out)
+        operands.check_out(A, B, out)
+    return _cached_plan(A, B, out, kernel).run(A, B, out)
 
 
 def plan_spmm(
@@ -75,21 +76,34 @@ def plan_spmm(
     present or not; such a plan predicts and explains but cannot be called.
     Costs: schedules are made on the host and copied to A's device once.
     """
-    _check_operands(A, B)
+    operands.check_operands(A, B)
     if config is not None and kernel is None:
         raise InvalidInput("config= belongs to one kernel; name it with kernel=")
-    p = _problem(A, B, None, device)
+    p = _problem(A, B, None, None if device is None else str(device))
     return _make_plan(A, p, kernel, config, ready=device is None)
 
 
 def _make_plan(a: BSR, p: SpmmProblem, kernel: str | None, config: Any, ready: bool) -> Plan:
     if kernel is not None:
-        kernels.load(kernel)
-    table = [kernels.load(name) for name in kernels.names_for("spmm")]
+        _load(kernel)
+    table = [_load(name) for name in kernels.names_for("spmm")]
     chosen, config, candidates = select(p, table, only=kernel, config=config)
     work = chosen.prepare(p, config, a) if ready else None
     seconds = next(c.seconds for c in candidates if c.name == chosen.name)
-    return Plan(p, chosen.name, config, seconds, bound_seconds(p), candidates, chosen, work, ready)
+    pattern = weakref.ref(a.pattern)
+    return Plan(p, chosen.name, config, seconds, bound_seconds(p), candidates, chosen, pattern, work, ready)
+
+
+def _load(name: str) -> Any:
+    try:
+        return kernels.load(name)
+    except ImportError as error:
+        return MissingKernel(name, str(error))
+
+
+def _tf32(b: Tensor) -> bool:
+    """Whether torch may multiply these as TF32. Older settings show here too, and newer ones break reading those."""
+    return b.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 def _cached_plan(a: BSR, b: Tensor, out: Tensor | None, kernel: str | None) -> Plan:
@@ -102,7 +116,7 @@ def _cached_plan(a: BSR, b: Tensor, out: Tensor | None, kernel: str | None) -> P
         b.dtype,
         b.data_ptr() % 16,
         None if out is None else (out.stride(), out.data_ptr() % 16),
-        torch.backends.cuda.matmul.allow_tf32,
+        _tf32(b),
     )
     return a.pattern.derived(key, lambda: _make_plan(a, _problem(a, b, out, None), kernel, None, ready=True))
 
@@ -117,14 +131,6 @@ def _problem(a: BSR, b: Tensor, out: Tensor | None, card_name: str | None) -> Sp
     if a.block[0] <= 64 and a.order is None:
         factors = [r for r in (2, 4, 8) if r * a.block[0] <= 128 and a.block[0] & (a.block[0] - 1) == 0]
         merged = tuple((r, schedule.merged_steps(pattern, r)) for r in factors)
-    itemsize = b.element_size()
-    layout = _layout(b)
-    lead = b.stride(-2) if layout == "row" else b.stride(-1)
-    strides = [lead, *b.stride()[:-2], *((n,) if out is None else out.stride()[:-1])]
-    starts = [b.data_ptr(), 0 if out is None else out.data_ptr()]
-    batch = 1
-    for side in b.shape[:-2]:
-        batch *= side
     return SpmmProblem(
         m=m,
         k=k,
@@ -133,11 +139,11 @@ def _problem(a: BSR, b: Tensor, out: Tensor | None, card_name: str | None) -> Sp
         nnzb=a.nnzb,
         dtype=dtypes.name(a.dtype),
         card=card,
-        batch=batch,
-        b_layout=layout,
-        aligned=all(s * itemsize % 16 == 0 for s in strides) and all(s % 16 == 0 for s in starts),
+        batch=b.shape[:-2].numel(),
+        b_layout=operands.layout(b),
+        aligned=operands.aligned(b, out),
         transposed=a.order is not None,
-        tf32=torch.backends.cuda.matmul.allow_tf32,
+        tf32=_tf32(b),
         on_cpu=card.is_cpu,
         row_max=int(lengths.max()) if len(lengths) else 0,
         touches_all_columns=pattern.derived("touches_all", lambda: _touches_all(pattern)),
@@ -151,66 +157,8 @@ def _touches_all(pattern: BlockPattern) -> bool:
     return bool(touched.all())
 
 
-def _layout(b: Tensor) -> str:
-    """ "row" for contiguous rows, "col" for the transpose view of such a matrix, "strided" for anything else."""
-    k, n = b.shape[-2:]
-    if (b.stride(-1) == 1 or n == 1) and b.stride(-2) >= n:
-        return "row"
-    if (b.stride(-2) == 1 or k == 1) and b.stride(-1) >= k:
-        return "col"
-    return "strided"
-
-
-def _check_operands(a: Any, b: Any) -> None:
-    if not isinstance(a, BSR):
-        raise InvalidInput(f"A must be a BSR, got {type(a).__name__}; make one with BSR.from_dense")
-    if not isinstance(b, Tensor) or b.layout != torch.strided:
-        raise InvalidInput(f"B must be a dense torch.Tensor, got {type(b).__name__}")
-    if b.dim() < 2:
-        raise InvalidInput(
-            f"B must be [K, N] or [..., K, N], got {b.dim()}-D; for a vector use B.unsqueeze(-1)"
-        )
-    if b.shape[-2] != a.shape[1]:
-        raise InvalidInput(f"A is {list(a.shape)} and B {list(b.shape)}: B needs {a.shape[1]} rows")
-    if b.dtype != a.dtype:
-        raise InvalidInput(f"A is {a.dtype} and B {b.dtype}; cast one of them, SparseK does not")
-    if b.device != a.device:
-        raise InvalidInput(f"A is on {a.device} and B on {b.device}; move one of them, SparseK does not")
-
-
-def _check_out(a: BSR, b: Tensor, out: Tensor) -> None:
-    wanted = (*b.shape[:-2], a.shape[0], b.shape[-1])
-    if (
-        not isinstance(out, Tensor)
-        or tuple(out.shape) != wanted
-        or out.dtype != b.dtype
-        or out.device != b.device
-    ):
-        raise InvalidInput(f"out must be {b.dtype} {list(wanted)} on {b.device}, got {_describe(out)}")
-    if out.numel() and (out.stride(-1) != 1 or out.stride(-2) < out.shape[-1]):
-        raise InvalidInput(f"out must have contiguous rows that do not overlap, got strides {out.stride()}")
-    for name, other in (("B", b), ("A's values", a.values)):
-        if _overlap(out, other):
-            raise InvalidInput(f"out shares memory with {name}; C would be read while it is written")
-
-
-def _overlap(x: Tensor, y: Tensor) -> bool:
-    if x.numel() == 0 or y.numel() == 0:
-        return False
-    (x0, x1), (y0, y1) = _span(x), _span(y)
-    return x0 < y1 and y0 < x1
-
-
-def _span(x: Tensor) -> tuple[int, int]:
-    reach = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-    return x.data_ptr(), x.data_ptr() + (reach + 1) * x.element_size()
-
-
-def _describe(x: Any) -> str:
-    return f"{x.dtype} {list(x.shape)} on {x.device}" if isinstance(x, Tensor) else type(x).__name__
-
-
-# Patterns that came through the compiled op, kept as long as their indptr lives, so that plans are made once.
+# Patterns that came through the compiled op, so that plans are made once. An entry lives as long as its indptr: the
+# pattern holds another tensor object on the same memory.
 _PATTERNS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
@@ -226,8 +174,9 @@ def _spmm_op(
     kernel: str | None,
 ) -> Tensor:
     pattern = _PATTERNS.get(indptr)
-    if pattern is None or pattern.indices.data_ptr() != indices.data_ptr():
-        pattern = BlockPattern.unchecked((shape[0], shape[1]), (block[0], block[1]), indptr, indices)
+    wanted = (indices.data_ptr(), (shape[0], shape[1]), (block[0], block[1]))
+    if pattern is None or (pattern.indices.data_ptr(), pattern.shape, pattern.block) != wanted:
+        pattern = BlockPattern.unchecked(*wanted[1:], indptr.detach(), indices.detach())
         _PATTERNS[indptr] = pattern
     with torch.no_grad():
         return spmm(BSR.unchecked(pattern, values, order), b, kernel=kernel)
@@ -247,4 +196,9 @@ def _(
     return b.new_empty((*b.shape[:-2], shape[0], b.shape[-1]))
 
 
+def _refuse_gradient(ctx: Any, grad: Tensor) -> NoReturn:
+    raise InvalidInput(operands.NO_GRADIENT)
+
+
+_spmm_op.register_autograd(_refuse_gradient)
 BSR.register_matmul(spmm)

@@ -1,6 +1,7 @@
 """What the planner knows of a kernel: a name and six answers. Kernels implement it; ops join the two."""
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -37,3 +38,14 @@ class SpmmKernel(Protocol):
     def launch(self, c: Any, work: Any, a: BSR, b: Tensor, out: Tensor) -> None:
         """Runs. `out` [..., M, N] is preallocated and fully overwritten."""
         ...
+
+
+@dataclass(frozen=True)
+class MissingKernel:
+    """Stands in for a kernel whose module does not import, as on machines that Triton does not come to."""
+
+    name: str
+    error: str
+
+    def why_not(self, p: SpmmProblem) -> list[str]:
+        return [f"does not import here: {self.error}"]

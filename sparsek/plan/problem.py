@@ -11,10 +11,11 @@ class SpmmProblem:
     """C [batch, m, n] = A [m, k] @ B [batch, k, n] with A in BSR.
 
     `block` is (bm, bk) of A, `nnzb` its stored blocks. `row_max` is the largest number of stored blocks in a block row.
-    `b_layout` is "row" for row-major B and "col" for the transpose view of a row-major [n, k]. `aligned` says that
-    pointers and leading strides of B and C are multiples of 16 bytes. `transposed` says that A is a `.T` view.
-    `touches_all_columns` says that every block column of A has a block. `merged` holds (R, steps) for factors R > 1:
-    what is left to do when R block rows share a tile is the distinct block columns of each R rows, summed.
+    `b_layout` is "row" for row-major B, "col" for the transpose view of a row-major [n, k], "strided" for any other.
+    `aligned` says that pointers and leading strides of B and C are multiples of 16 bytes.
+    `transposed` says that A is a `.T` view. `touches_all_columns` says that every block column of A has a block.
+    `merged` holds (R, steps) for factors R > 1: what is left to do when R block rows share a tile is the distinct
+    block columns of each R rows, summed over groups of R block rows.
     """
 
     m: int

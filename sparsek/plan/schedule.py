@@ -28,7 +28,10 @@ class Walk(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """Tiles of every CTA: CTA p does tiles[starts[p]:starts[p+1]], each (first step, end step, row, column)."""
+    """Tiles of every CTA: CTA p does tiles[starts[p]:starts[p+1]], each (first step, end step, row, column).
+
+    The list ends with one spare tile, so that a kernel may read ahead.
+    """
 
     tiles: NDArray[np.int32]
     starts: NDArray[np.int32]

@@ -1,6 +1,6 @@
 """Which kernel, and why: every kernel of the table is asked, the fastest by prediction is chosen, nothing is timed."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,6 +9,8 @@ from torch import Tensor
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput, Unsupported
 from sparsek.formats.bsr import BSR
+from sparsek.formats.pattern import BlockPattern
+from sparsek.plan import operands
 from sparsek.plan.kernel import SpmmKernel
 from sparsek.plan.problem import SpmmProblem
 
@@ -29,6 +31,7 @@ class Plan:
 
     `seconds` is the predicted time of a call on `problem.card`, `bound_seconds` the roofline below which no kernel
     can fall: useful FLOPs over the measured dense rate, or compulsory bytes over the measured copy bandwidth.
+    `pattern` is a weak reference: a pattern keeps its plans.
     """
 
     problem: SpmmProblem
@@ -38,26 +41,53 @@ class Plan:
     bound_seconds: float
     candidates: tuple[Candidate, ...]
     implementation: SpmmKernel = field(repr=False)
+    pattern: Callable[[], BlockPattern | None] = field(repr=False)
     work: Any = field(default=None, repr=False)
     ready: bool = True
 
     def __call__(self, a: BSR, b: Tensor, out: Tensor | None = None) -> Tensor:
-        """C = A @ B for operands of the planned shapes; `out` [..., M, N] is fully overwritten. No host sync."""
+        """C = A @ B for A of the planned pattern and B as planned; `out` [..., M, N] is overwritten. No host sync.
+
+        Raises InvalidInput for other operands. Values may change between calls, the pattern may not.
+        """
         p = self.problem
         if not self.ready:
             raise InvalidInput(
                 f"this plan is a prediction for {p.card.name}; plan with operands on that card to run it"
             )
-        if a.shape != (p.m, p.k) or tuple(b.shape[-2:]) != (p.k, p.n) or dtypes.name(b.dtype) != p.dtype:
-            raise InvalidInput(
-                f"this plan multiplies {p.dtype} [{p.m}, {p.k}] @ [..., {p.k}, {p.n}]; got {list(a.shape)} @ "
-                f"{list(b.shape)} in {b.dtype}"
-            )
+        operands.check_operands(a, b)
+        operands.check_no_gradient(a, b)
+        if out is not None:
+            operands.check_out(a, b, out)
+        self._check_planned(a, b, out)
+        return self.run(a, b, out)
+
+    def run(self, a: BSR, b: Tensor, out: Tensor | None = None) -> Tensor:
+        """The call without its checks, for operands that are known to fit."""
+        p = self.problem
         if out is None:
             out = b.new_empty((*b.shape[:-2], p.m, p.n))
         if out.numel():
             self.implementation.launch(self.config, self.work, a, b, out)
         return out
+
+    def _check_planned(self, a: BSR, b: Tensor, out: Tensor | None) -> None:
+        p = self.problem
+        if self.pattern() is not a.pattern or p.transposed != (a.order is not None):
+            raise InvalidInput(
+                "this plan was made for another pattern of blocks; call plan_spmm(A, B) for this A, or spmm(A, B)"
+            )
+        batch, layout = b.shape[:-2].numel(), operands.layout(b)
+        if (batch, b.shape[-1], layout, dtypes.name(b.dtype)) != (p.batch, p.n, p.b_layout, p.dtype):
+            raise InvalidInput(
+                f"this plan multiplies {p.dtype} B of {p.batch} x [{p.k}, {p.n}], {p.b_layout}-major; got {b.dtype} "
+                f"{list(b.shape)}, {layout}-major"
+            )
+        if p.aligned and not operands.aligned(b, out):
+            raise InvalidInput(
+                "this plan needs pointers and leading strides of B and out that are multiples of 16 bytes; "
+                "spmm(A, B) takes any"
+            )
 
     @property
     def losers(self) -> tuple[Candidate, ...]:
@@ -119,12 +149,21 @@ def select(
         if why_not:
             candidates.append(Candidate(name, why_not=why_not))
             continue
-        chosen = config if config is not None and name == only else kernel.default(p)
+        chosen = kernel.default(p)
+        if config is not None and name == only:
+            if config != chosen and config not in kernel.configs(p):
+                raise InvalidInput(
+                    f"{config!r} is no config of {name} for this problem; its default is {chosen!r}"
+                )
+            chosen = config
         candidates.append(Candidate(name, chosen, kernel.seconds(p, chosen)))
     able = [c for c in candidates if not c.why_not and only in (None, c.name)]
     if not able:
+        others = ", ".join(c.name for c in candidates if not c.why_not)
         what = f"no kernel can multiply this on {p.card.name}" if only is None else f"{only} cannot run this"
-        raise Unsupported(what, {c.name: c.why_not for c in candidates if only in (None, c.name)})
+        raise Unsupported(
+            f"{what}; {others} can" if others else what, {c.name: c.why_not for c in candidates if c.why_not}
+        )
     best = min(able, key=lambda c: c.seconds)
     return by_name[best.name], best.config, tuple(candidates)
 

@@ -1,0 +1,266 @@
+"""The choice of a kernel, what the planner says about it, and what a plan refuses."""
+
+import re
+from collections.abc import Iterable
+from dataclasses import FrozenInstanceError, dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+import sparsek as sk
+from sparsek.core.device import CPU, H200
+from sparsek.core.errors import InvalidInput, Unsupported
+from sparsek.formats import BSR, random_bsr
+from sparsek.kernels.cpu.spmm import CpuConfig
+from sparsek.plan.problem import SpmmProblem
+from sparsek.plan.select import Plan, bound_seconds, select
+
+BF16 = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A config of a stub."""
+
+    width: int = 8
+
+
+@dataclass
+class Stub:
+    """A kernel that answers what it is told."""
+
+    name: str
+    time: float = 1.0
+    why: tuple[str, ...] = ()
+
+    def why_not(self, p: SpmmProblem) -> list[str]:
+        return list(self.why)
+
+    def default(self, p: SpmmProblem) -> Choice:
+        return Choice()
+
+    def configs(self, p: SpmmProblem) -> Iterable[Choice]:
+        return [Choice(8), Choice(16)]
+
+    def seconds(self, p: SpmmProblem, c: Choice) -> float:
+        return self.time / c.width * 8
+
+    def prepare(self, p: SpmmProblem, c: Choice, a: BSR) -> None:
+        raise AssertionError("select prepares nothing")
+
+    def launch(self, c: Choice, work: Any, a: BSR, b: torch.Tensor, out: torch.Tensor) -> None:
+        out.fill_(c.width)
+
+
+SQUARE = SpmmProblem(8192, 8192, 8192, (128, 128), 512, "bf16", H200, row_max=8)
+
+
+def stubbed(p: SpmmProblem, table: Iterable[Stub], **more: Any) -> Plan:
+    chosen, config, candidates = select(p, table, **more)
+    seconds = next(c.seconds for c in candidates if c.name == chosen.name)
+    return Plan(
+        p, chosen.name, config, seconds, bound_seconds(p), candidates, chosen, lambda: None, ready=False
+    )
+
+
+def test_the_smallest_prediction_wins():
+    chosen, config, _ = select(SQUARE, [Stub("slow", 3.0), Stub("fast", 1.0), Stub("middle", 2.0)])
+    assert (chosen.name, config) == ("fast", Choice(8))
+
+
+def test_the_order_of_the_table_breaks_ties():
+    for names in (("one", "two"), ("two", "one")):
+        assert select(SQUARE, [Stub("slow", 2.0), *map(Stub, names)])[0].name == names[0]
+
+
+def test_a_kernel_that_cannot_run_is_passed_over_however_fast():
+    plan = stubbed(SQUARE, [Stub("fast", 0.1, ("not here",)), Stub("slow", 2.0)])
+    assert plan.kernel == "slow"
+    assert [(c.name, c.why_not) for c in plan.losers] == [("fast", ("not here",))]
+
+
+def test_a_named_kernel_is_taken_though_others_are_faster():
+    assert select(SQUARE, [Stub("fast", 0.1), Stub("slow", 2.0)], only="slow")[0].name == "slow"
+
+
+def test_a_named_kernel_never_falls_back_and_says_every_reason():
+    table = [Stub("able"), Stub("unable", 0.1, ("too wide", "too old")), Stub("other", why=("too new",))]
+    with pytest.raises(Unsupported) as caught:
+        select(SQUARE, table, only="unable")
+    assert caught.value.reasons == {"unable": ["too wide", "too old"], "other": ["too new"]}
+    assert str(caught.value).splitlines() == [
+        "unable cannot run this; able can",
+        "  unable: too wide; too old",
+        "  other: too new",
+    ]
+
+
+def test_if_no_kernel_can_run_every_reason_of_every_kernel_is_told():
+    table = [Stub("one", why=("too wide",)), Stub("two", why=("too old", "too new"))]
+    with pytest.raises(Unsupported) as caught:
+        select(SQUARE, table)
+    assert caught.value.reasons == {"one": ["too wide"], "two": ["too old", "too new"]}
+    assert str(caught.value).splitlines() == [
+        "no kernel can multiply this on NVIDIA H200",
+        "  one: too wide",
+        "  two: too old; too new",
+    ]
+
+
+def test_a_config_goes_to_the_named_kernel_and_is_predicted_with():
+    plan = stubbed(SQUARE, [Stub("one", 2.0), Stub("two", 2.0)], only="two", config=Choice(16))
+    assert (plan.kernel, plan.config, plan.seconds) == ("two", Choice(16), 1.0)
+
+
+@pytest.mark.parametrize("config", [Choice(32), CpuConfig(), "wide"], ids=str)
+def test_a_config_that_the_kernel_does_not_have_is_refused(config: Any):
+    with pytest.raises(
+        InvalidInput, match=r"is no config of one for this problem; its default is Choice\(width=8\)"
+    ):
+        select(SQUARE, [Stub("one")], only="one", config=config)
+
+
+def test_explain_tells_choice_roofline_and_why_the_others_lost():
+    table = [Stub("fast", 250e-6), Stub("slow", 1.5e-3), Stub("elsewhere", why=("needs sm_100", "needs fp4"))]
+    assert stubbed(SQUARE, table).explain().splitlines() == [
+        (
+            "C = A @ B   A [8192, 8192] bf16, 512 blocks of 128x128 (12.5 % stored), B [8192, 8192] row-major, "
+            "on NVIDIA H200"
+        ),
+        "  kernel     fast: Choice(width=8)",
+        "  predicted  250.0 us, 550 TFLOPS useful, 4.4e+03 TFLOPS dense-equivalent",
+        "  roofline   199.2 us, bound by arithmetic: 137.4 GFLOP in 199.2 us, 285.2 MB in 66.6 us",
+        "  not        slow: 1.50 ms, 6.00x the time",
+        "  not        elsewhere: needs sm_100; needs fp4",
+    ]
+
+
+def test_explain_of_the_real_table_planned_for_an_h200():
+    a = random_bsr(4096, 4096, 128, 0.25, dtype=BF16, seed=0)
+    plan = sk.plan_spmm(a, torch.empty(2, 4096, 16, dtype=BF16), device="h200")
+    first, kernel, predicted, roofline, *losers = plan.explain().splitlines()
+    assert first == (
+        "C = A @ B   A [4096, 4096] bf16, 256 blocks of 128x128 (25 % stored), B 2 x [4096, 16] row-major, "
+        "on NVIDIA H200"
+    )
+    assert kernel == f"  kernel     {plan.kernel}: {plan.config}"
+    assert re.fullmatch(
+        r"  predicted  [\d.]+ us, [\d.]+ TFLOPS useful, [\d.e+]+ TFLOPS dense-equivalent", predicted
+    )
+    assert roofline == ("  roofline   2.1 us, bound by memory: 0.2684 GFLOP in 0.4 us, 8.914 MB in 2.1 us")
+    told = [re.fullmatch(r"  not        ([a-z.]+): (.+)", line) for line in losers]
+    names = [match[1] for match in told if match]
+    assert sorted([*names, plan.kernel]) == sorted(
+        ["hopper.spmm", "portable.spmm", "vendor.dense", "cpu.spmm", "reference.spmm"]
+    )
+    assert "  not        cpu.spmm: runs on CPU tensors only" in losers
+    assert all(match and re.search(r"x the time$|only$", match[2]) for match in told)
+
+
+def test_the_roofline_of_arithmetic_is_useful_flops_over_the_dense_rate():
+    flops = 2 * 512 * 128 * 128 * 8192
+    assert SQUARE.useful_flops == flops
+    assert SQUARE.dense_flops == 2 * 8192**3 == 8 * flops
+    assert bound_seconds(SQUARE) == pytest.approx(flops / 690e12)
+    assert bound_seconds(replace(SQUARE, batch=3)) == pytest.approx(3 * flops / 690e12)
+
+
+def test_the_roofline_of_memory_is_every_byte_once_over_the_copy_bandwidth():
+    p = SpmmProblem(16384, 16384, 16, (64, 64), 16384, "bf16", H200)
+    moved = 16384 * 64 * 64 * 2 + 16 * 2 * 16384 * 2 + 4 * (16384 + 256 + 1)
+    assert p.compulsory_bytes == moved
+    assert bound_seconds(p) == pytest.approx(moved / 4.28e12)
+
+
+def test_float32_is_held_to_the_tf32_rate_only_where_tf32_is_allowed():
+    p = replace(SQUARE, dtype="fp32")
+    assert bound_seconds(p) == pytest.approx(p.useful_flops / 50e12)
+    assert bound_seconds(replace(p, tf32=True)) == pytest.approx(p.useful_flops / 350e12)
+
+
+def test_ragged_sides_count_whole_blocks_in_the_grid_and_true_sides_in_b_and_c():
+    p = SpmmProblem(100, 70, 10, (64, 32), 3, "fp32", CPU)
+    assert p.grid == (2, 3)
+    assert p.density == 0.5
+    assert p.compulsory_bytes == 3 * 64 * 32 * 4 + 10 * 170 * 4 + 4 * (3 + 3)
+
+
+def operands(n: int = 40) -> tuple[BSR, torch.Tensor]:
+    return random_bsr(128, 96, 32, 0.5, seed=0), torch.randn(96, n)
+
+
+def test_a_prediction_refuses_to_be_called_and_says_what_would_be_right():
+    a, b = operands()
+    plan = sk.plan_spmm(a.to(dtype=BF16), b.to(BF16), device="h200")
+    assert not plan.ready
+    with pytest.raises(InvalidInput, match=r"prediction for NVIDIA H200; plan with operands on that card"):
+        plan(a.to(dtype=BF16), b.to(BF16))
+    with pytest.raises(InvalidInput, match="prediction for NVIDIA H200"):
+        sk.spmm(a.to(dtype=BF16), b.to(BF16), plan=plan)
+
+
+def test_a_plan_multiplies_new_values_of_its_pattern():
+    a, b = operands()
+    plan = sk.plan_spmm(a, b)
+    other = BSR(a.pattern, torch.randn_like(a.values))
+    b2 = torch.randn_like(b)
+    torch.testing.assert_close(plan(other, b2), other.to_dense() @ b2)
+
+
+def test_a_plan_is_frozen():
+    plan = sk.plan_spmm(*operands())
+    with pytest.raises(FrozenInstanceError):
+        plan.kernel = "other"  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize(
+    ("other", "text"),
+    [
+        (lambda a, b: (random_bsr(128, 96, 32, 0.5, seed=1), b), "another pattern of blocks; call plan_spmm"),
+        (lambda a, b: (BSR(a.pattern.T, a.values).T, b), "another pattern of blocks"),
+        (lambda a, b: (a.T, torch.randn(128, 40)), "another pattern of blocks"),
+        (lambda a, b: (a, b[:, :39]), r"fp32 B of 1 x \[96, 40\], row-major; got torch.float32 \[96, 39\]"),
+        (lambda a, b: (a, b[None].expand(2, 96, 40)), r"fp32 B of 1 x .* got torch.float32 \[2, 96, 40\]"),
+        (lambda a, b: (a, torch.randn(40, 96).T), "row-major; got .* col-major"),
+        (lambda a, b: (a, torch.randn(96, 80)[:, ::2]), "row-major; got .* strided-major"),
+        (lambda a, b: (a.to(dtype=BF16), b.to(BF16)), "multiplies fp32 B .* got torch.bfloat16"),
+        (lambda a, b: (a, torch.randn(96 * 40 + 1)[1:].view(96, 40)), "multiples of 16 bytes"),
+        (lambda a, b: (a, torch.randn(96, 43)[:, :40]), "multiples of 16 bytes"),
+        (lambda a, b: (a, b[:95]), "B needs 96 rows"),
+        (lambda a, b: (a.to_dense(), b), "A must be a BSR, got Tensor"),
+    ],
+    ids=[
+        "pattern",
+        "view",
+        "transpose",
+        "n",
+        "batch",
+        "col",
+        "strided",
+        "dtype",
+        "start",
+        "lead",
+        "k",
+        "dense",
+    ],
+)
+def test_a_plan_refuses_other_operands(other: Any, text: str):
+    a, b = operands()
+    plan = sk.plan_spmm(a, b)
+    assert plan.problem.aligned
+    with pytest.raises(InvalidInput, match=text):
+        plan(*other(a, b))
+
+
+def test_a_plan_refuses_an_out_that_does_not_fit():
+    a, b = operands()
+    plan = sk.plan_spmm(a, b)
+    with pytest.raises(
+        InvalidInput, match=r"out must be torch.float32 \[128, 40\] on cpu, got .* \[128, 39\]"
+    ):
+        plan(a, b, torch.empty(128, 39))
+    with pytest.raises(InvalidInput, match="out overlaps the memory of A's values"):
+        plan(a, b, a.values.view(-1)[: 128 * 40].view(128, 40))
+    with pytest.raises(InvalidInput, match="multiples of 16 bytes"):
+        plan(a, b, torch.empty(128, 43)[:, :40])
