@@ -1,28 +1,34 @@
-"""vendor.dense: A is written out dense once per plan, then torch.matmul (cuBLAS on a GPU).
+"""vendor.dense: A is written out dense once, then torch.matmul (cuBLAS on a GPU).
 
 It is there so that the planner can say "dense wins here" honestly.
 
-The dense copy holds [Mb*bm, Kb*bk] values. It is renewed, into the same memory, when the values have changed:
-another tensor, or an in-place write that torch counts (`Tensor._version`). Writes that torch does not count
-(through `.data`, or from another program) need a new plan. Values made in inference mode carry no count and are
-copied on every call.
+The dense copy holds [Mb*bm, Kb*bk] values. All plans for one tensor of values share it, and it goes when they go. It is
+renewed, into the same memory, when the values have changed: another tensor, or an in-place write that torch counts
+(`Tensor._version`). Writes that torch does not count (through `.data`, or from another program) need a new tensor.
+Values made in inference mode carry no count and are copied on every call; so are all values in a CUDA graph, whose
+replays must see what the values hold then.
+
+float32 is multiplied as torch's own TF32 setting says at the time of the call.
 
 A stored zero and a missing block are the same to a dense product: a NaN in a row of B reaches every row of C.
 Problems with block columns that nothing is stored in are therefore refused.
 """
 
 import os
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from sparsek.core import dtypes
 from sparsek.formats.bsr import BSR
 from sparsek.plan.problem import SpmmProblem
 
 GPU_LIMIT = 64 << 30
+_COPIES: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -36,20 +42,25 @@ class DenseConfig:
 class DenseCopy:
     """The dense copy of one A, and which state of which values it shows."""
 
-    def __init__(self, p: SpmmProblem, a: BSR) -> None:
+    def __init__(self, a: BSR) -> None:
         (bm, bk), (mb, kb) = a.block, a.grid
+        self.pattern = weakref.ref(a.pattern)
         self.rows = a.pattern.block_rows.to(torch.int64)
         self.columns = a.pattern.indices.to(torch.int64)
         self.cells = a.values.new_zeros(mb, bm, kb, bk)
         self.dense = self.cells.view(mb * bm, kb * bk)[: a.shape[0], : a.shape[1]]
-        self.precision = ("high" if p.tf32 else "highest") if p.dtype == "fp32" and not p.on_cpu else None
         self.source: Tensor | None = None
         self.version = -1
         self.follow(a)
 
+    def shows(self, a: BSR) -> bool:
+        """Whether this is a copy for `a`'s pattern."""
+        return self.pattern() is a.pattern
+
     def follow(self, a: BSR) -> None:
         """Copies the values again if they are not the ones that were copied last."""
-        counted = not a.values.is_inference()
+        captured = a.values.is_cuda and torch.cuda.is_current_stream_capturing()
+        counted = not (captured or a.values.is_inference())
         known = self.source is not None and self.source.data_ptr() == a.values.data_ptr()
         if counted and known and self.version == a.values._version:
             return
@@ -90,23 +101,17 @@ class VendorDense:
 
     def prepare(self, p: SpmmProblem, c: DenseConfig, a: BSR) -> DenseCopy:
         with torch.no_grad():
-            return DenseCopy(p, a)
+            copy = _COPIES.get(a.values)
+            if copy is None or not copy.shows(a):
+                copy = _COPIES[a.values] = DenseCopy(a)
+            return copy
 
     def launch(self, c: DenseConfig, work: DenseCopy, a: BSR, b: Tensor, out: Tensor) -> None:
         with torch.no_grad():
             work.follow(a)
             if out.numel() == 0:
                 return
-            left = work.dense.expand(*b.shape[:-2], *work.dense.shape)
-            before = torch.get_float32_matmul_precision() if work.precision else None
-            if before in (None, work.precision):
-                torch.matmul(left, b, out=out)
-                return
-            torch.set_float32_matmul_precision(work.precision or "highest")
-            try:
-                torch.matmul(left, b, out=out)
-            finally:
-                torch.set_float32_matmul_precision(before)
+            torch.matmul(work.dense.expand(*b.shape[:-2], *work.dense.shape), b, out=out)
 
 
 def _dense_bytes(p: SpmmProblem) -> int:
