@@ -85,7 +85,7 @@ def check_code(p, c, tmp_path):
     assert kernel.metadata.shared <= p.card.smem_bytes, what
     ptx = kernel.asm["ptx"]
     assert "cp.async.cg.shared.global" in ptx, f"{what}: 16-byte asynchronous copies are missing"
-    if p.card.capability[0] == 9 and p.dtype != "fp32" and (c.swap or c.tile_m >= 64):
+    if p.card.capability[0] == 9 and p.dtype != "fp32" and c.tile_m >= 64:
         assert "wgmma.mma_async" in ptx, what
         assert "wgmma.wait_group.sync.aligned 1" in ptx, f"{what}: no wgmma stays in flight"
         assert kernel.metadata.shared >= c.num_stages * stage, f"{what}: fewer buffers than stages"
@@ -164,7 +164,7 @@ def test_the_default_is_the_first_config_unless_tiles_are_fewer_than_sms():
     small = problem(H200, (128, 128), m=1024, n=512)
     c = portable.KERNEL.default(small)
     assert math.prod(portable._tiles(small, c)) >= 64
-    assert c.tile_m * c.tile_n < 128 * 256
+    assert c.tile_m * c.tile_n < 128 * 128
 
 
 def test_tile_heights_waste_few_rows():
@@ -181,7 +181,7 @@ def test_predictions_grow_with_work_and_never_beat_the_bandwidth():
         assert kernel.seconds(replace(p, nnzb=2 * p.nnzb, row_max=2 * p.row_max), c) > 1.5 * seconds
         assert seconds > p.compulsory_bytes / H200.bandwidth
     big = kernel.seconds(problem(H200, (128, 128)), kernel.default(problem(H200, (128, 128))))
-    assert 2 * 8192**3 / 8 / big == pytest.approx(350e12, rel=0.1)
+    assert 2 * 8192**3 / 8 / big == pytest.approx(498e12, rel=0.1)
 
 
 def test_config_sides_that_are_no_power_of_two_are_refused():

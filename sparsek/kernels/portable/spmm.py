@@ -13,8 +13,10 @@ straddles two, and the index is a vector along tile_k: blocks 16 wide still fill
 than tile_m are walked by several programs that share the list. What lies outside the row's blocks is masked,
 never read: NaN in rows of B that no block names cannot reach C. Each element is one sum in fixed order.
 
-With `swap` the tensor cores compute C^T = B^T A^T: wgmma wants 64 or more on its first side, and tile_n has
-that where blocks have 16 or 32 rows. On sm_90 every 16-bit loop keeps num_stages buffers.
+H200, 8192^3 bf16, 12.5 % stored, 2026-11-20, the first config of each table: blocks of 128 276 us (498 TFLOPS
+useful), of 64 318 us, of 32 545 us, of 16 975 us. Tiles lower than 64 leave wgmma for mma.sync; computing
+C^T = B^T A^T, which wgmma takes, was 1 % slower for 32 and 4 % for 16. Writing C past the caches, as these runs
+did, made 128x256 tiles 2 % slower.
 """
 
 import math
@@ -41,7 +43,6 @@ class Config:
     """tile_m x tile_n of C per program, tile_k of the joined K axis per step; all powers of two, 16 or more.
 
     `group`: column tiles walked side by side down all the rows before the next ones, for L2.
-    `swap`: compute the transposed product. `stream`: write C past the caches.
     """
 
     tile_m: int
@@ -50,8 +51,6 @@ class Config:
     num_warps: int
     num_stages: int
     group: int = 2
-    swap: bool = False
-    stream: bool = True
 
     def __post_init__(self) -> None:
         for name in ("tile_m", "tile_n", "tile_k"):
@@ -132,8 +131,8 @@ def _spmm(
     m, n, k, row_blocks, column_tiles, batch_tiles,
     sb_batch, sb_k, sb_n, sc_batch, sc_m, sc_n,
     BM: tl.constexpr, BK: tl.constexpr, TM: tl.constexpr, TN: tl.constexpr, TK: tl.constexpr,
-    SPAN: tl.constexpr, GROUP: tl.constexpr, SWAP: tl.constexpr, STREAM: tl.constexpr, VIEW: tl.constexpr,
-    WIDE: tl.constexpr, RAGGED_K: tl.constexpr, RAGGED_N: tl.constexpr, PRECISION: tl.constexpr,
+    SPAN: tl.constexpr, GROUP: tl.constexpr, VIEW: tl.constexpr, WIDE: tl.constexpr,
+    RAGGED_K: tl.constexpr, RAGGED_N: tl.constexpr, PRECISION: tl.constexpr,
     UNIT_K: tl.constexpr, UNIT_N: tl.constexpr, UNIT_BK: tl.constexpr, UNIT_BN: tl.constexpr,
     UNIT_C: tl.constexpr,
 ):  # fmt: skip
@@ -172,7 +171,7 @@ def _spmm(
     col_off = _at(col, WIDE) * sb_n
     b += batch * sb_batch
 
-    acc = tl.zeros((TN, TM) if SWAP else (TM, TN), dtype=tl.float32)
+    acc = tl.zeros((TM, TN), dtype=tl.float32)
     steps = tl.cdiv(length * BK, TK)
     column, place = _find(indices, order, start, length, 0, BK, TK, SPAN, VIEW)
     for step in range(steps):
@@ -204,21 +203,13 @@ def _spmm(
         b_tile = tl.load(b_ptr, mask=b_live, other=0.0)
         # Read one step ahead: an index loaded in the step that uses it would halve the pipeliner's buffers.
         column, place = _find(indices, order, start, length, step + 1, BK, TK, SPAN, VIEW)
-        if SWAP:
-            acc = tl.dot(tl.trans(b_tile), tl.trans(a_tile), acc, input_precision=PRECISION)
-        else:
-            acc = tl.dot(a_tile, b_tile, acc, input_precision=PRECISION)
+        acc = tl.dot(a_tile, b_tile, acc, input_precision=PRECISION)
 
-    if SWAP:
-        acc = tl.trans(acc)
     at_m = row * BM + i
     c += batch * sc_batch + (row * BM).to(tl.int64) * sc_m
     c_ptr = c + ((_at(i, WIDE) * sc_m)[:, None] + (_at(col, WIDE) * sc_n)[None, :])
     c_live = ((i < BM) & (at_m < m))[:, None] & (col < n)[None, :]
-    if STREAM:
-        tl.store(c_ptr, acc.to(c.dtype.element_ty), mask=c_live, cache_modifier=".cs")
-    else:
-        tl.store(c_ptr, acc.to(c.dtype.element_ty), mask=c_live)
+    tl.store(c_ptr, acc.to(c.dtype.element_ty), mask=c_live)
 
 
 def _folded(b: Tensor, out: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -259,7 +250,7 @@ def _constants(c: Config, a: BSR, b: Tensor, out: Tensor, tf32: bool) -> dict[st
     b_by_rows = b.stride(2) == 1
     return {
         "BM": bm, "BK": bk, "TM": c.tile_m, "TN": c.tile_n, "TK": c.tile_k,
-        "SPAN": _span(bk, c.tile_k), "GROUP": c.group, "SWAP": c.swap, "STREAM": c.stream,
+        "SPAN": _span(bk, c.tile_k), "GROUP": c.group,
         "VIEW": a.order is not None, "WIDE": max(extent(b), extent(out), a.values.numel()) > SIZE_LIMIT,
         "RAGGED_K": a.shape[1] % bk != 0, "RAGGED_N": b.shape[2] % c.tile_n != 0,
         "UNIT_K": unit(a.shape[1]), "UNIT_N": unit(b.shape[2]),
@@ -274,26 +265,15 @@ def _tiles(p: SpmmProblem, c: Config) -> tuple[int, int]:
     return p.grid[0] * -(-p.block[0] // c.tile_m), -(-p.n // c.tile_n) * p.batch
 
 
-# Tables by tile_m, best guess first: tile_m, tile_n, tile_k, warps, stages, group.
-# A tile of 128x256 brings 85 FLOP per byte into shared memory, 64x256 51, 32x256 29, 16x256 15.
+# Tables by tile_m, fastest first: tile_m, tile_n, tile_k, warps, stages, group. HOPPER's order is measured.
 # fmt: off
 HOPPER: dict[int, tuple[Config, ...]] = {
-    128: (
-        Config(128, 256, 64, 8, 4), Config(128, 256, 64, 8, 3), Config(128, 256, 64, 8, 4, group=4),
-        Config(128, 256, 64, 8, 4, group=1), Config(128, 256, 64, 8, 4, stream=False),
-        Config(128, 128, 64, 4, 3, 4), Config(128, 128, 64, 8, 3, 4), Config(128, 128, 64, 8, 6)),
-    64: (
-        Config(64, 256, 32, 4, 5), Config(64, 256, 64, 4, 4), Config(64, 256, 64, 8, 4),
-        Config(64, 256, 64, 8, 5), Config(64, 128, 64, 4, 4, 4), Config(64, 128, 64, 4, 3, 4),
-        Config(64, 256, 128, 8, 2), Config(64, 256, 32, 4, 5, group=4)),
-    32: (
-        Config(32, 256, 64, 4, 3, swap=True), Config(32, 128, 64, 4, 4, 4, swap=True),
-        Config(32, 256, 64, 8, 3, swap=True), Config(32, 256, 32, 4, 5, swap=True), Config(32, 256, 64, 4, 3),
-        Config(32, 256, 64, 8, 3), Config(32, 128, 64, 4, 4, 4), Config(32, 128, 128, 4, 3, swap=True)),
-    16: (
-        Config(16, 256, 64, 4, 3, swap=True), Config(16, 128, 64, 4, 4, 4, swap=True),
-        Config(16, 256, 64, 8, 3, swap=True), Config(16, 256, 32, 4, 5, swap=True), Config(16, 256, 64, 4, 3),
-        Config(16, 256, 64, 8, 3), Config(16, 128, 64, 4, 4, 4), Config(16, 128, 128, 4, 3, swap=True)),
+    128: (Config(128, 128, 64, 4, 3, 4), Config(128, 256, 64, 8, 4), Config(128, 128, 64, 8, 3, 4),
+          Config(128, 256, 64, 8, 3)),
+    64: (Config(64, 256, 32, 4, 5), Config(64, 256, 32, 4, 5, 4), Config(64, 256, 64, 4, 4),
+         Config(64, 128, 64, 4, 3, 4)),
+    32: (Config(32, 256, 64, 4, 3), Config(32, 256, 64, 8, 3), Config(32, 128, 64, 4, 4, 4)),
+    16: (Config(16, 256, 64, 4, 3), Config(16, 256, 64, 8, 3), Config(16, 128, 64, 4, 4, 4)),
 }
 AMPERE: dict[int, tuple[Config, ...]] = {
     128: (Config(128, 128, 32, 4, 4, 4), Config(128, 128, 64, 8, 3, 4), Config(128, 256, 32, 8, 3)),
@@ -368,7 +348,7 @@ class PortableSpmm:
         seen = set()
         for c in _table(p):
             tile_n = widest if p.n <= 64 else min(c.tile_n, widest)
-            c = replace(c, tile_n=tile_n, tile_k=min(c.tile_k, deepest), swap=c.swap and tile_n >= 64)
+            c = replace(c, tile_n=tile_n, tile_k=min(c.tile_k, deepest))
             stage = c.tile_k * (c.tile_m + c.tile_n) * dtypes.itemsize(p.dtype)
             if not p.on_cpu and c.num_stages * stage > room:
                 c = replace(c, num_stages=max(1, room // stage))
@@ -378,19 +358,22 @@ class PortableSpmm:
 
     def seconds(self, p: SpmmProblem, c: Config) -> float:
         """Launch + the longest of: arithmetic at a rate for each tile_m (masked rows and columns count, so do idle
-        SMs), the longest block row on one SM, compulsory bytes at 80 % of copy bandwidth."""
+        SMs) and 1.5 us for each wave of tiles to begin and end; the longest block row on one SM; compulsory bytes
+        at 80 % of copy bandwidth. Rates fit the H200's times of 2026-11-20 above."""
         down, along = _tiles(p, c)
         if p.on_cpu:  # the interpreter: about a millisecond for each program and step
             return 1e-3 * along * (down + p.nnzb * p.block[0] * p.block[1] / (c.tile_m * c.tile_k))
         if p.dtype == "fp32":
             rate = p.card.tflops["tf32"] * 0.25 if p.tf32 else p.card.tflops["fp32"] * 0.5
         else:
-            rate = {128: 350.0, 64: 280.0, 32: 130.0}.get(c.tile_m, 60.0) * p.card.tflops[p.dtype] / 690.0
+            rate = {128: 614.0, 64: 517.0, 32: 308.0}.get(c.tile_m, 175.0) * p.card.tflops[p.dtype] / 690.0
         rate *= 1e12 * min(1.0, c.tile_n / 64)
-        step = 2.0 * -(-p.block[0] // c.tile_m) * c.tile_m * p.block[1] * c.tile_n
-        busy = max(1.0, min(p.card.sm_count, down * along))
-        arithmetic = step * p.nnzb * along / (rate * busy / p.card.sm_count)
-        longest = step / -(-p.block[0] // c.tile_m) * p.row_max / (rate / p.card.sm_count)
+        tile = 2.0 * c.tile_m * p.block[1] * c.tile_n
+        slices = -(-p.block[0] // c.tile_m)
+        busy = max(1, min(p.card.sm_count, down * along)) / p.card.sm_count
+        waves = 1.5e-6 * -(-down * along // p.card.sm_count)
+        arithmetic = waves + tile * slices * p.nnzb * along / (rate * busy)
+        longest = 1.5e-6 + tile * p.row_max / (rate / p.card.sm_count)
         return p.card.launch_seconds + max(arithmetic, longest, p.compulsory_bytes / (0.8 * p.card.bandwidth))
 
     def prepare(self, p: SpmmProblem, c: Config, a: BSR) -> Work:
