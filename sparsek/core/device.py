@@ -32,8 +32,8 @@ class Card:
         return self.name == "cpu"
 
 
-# bandwidth: device-to-device copy, read + written. fabric: L2 to shared memory, from the 128x128 ping-pong
-# prototype (600 TFLOPS at 64 FLOP per byte). tflops: cuBLAS 8192^3 once power limits bite.
+# bandwidth: device-to-device copy, read + written. fabric: L2 to shared memory, fitted to hopper.spmm on blocks of
+# 16 to 128 (2026-11-20). tflops: cuBLAS 8192^3 once power limits bite.
 H200 = Card(
     name="NVIDIA H200",
     capability=(9, 0),
@@ -41,7 +41,7 @@ H200 = Card(
     smem_bytes=232448,
     l2_bytes=60 << 20,
     bandwidth=4.28e12,
-    fabric=9.4e12,
+    fabric=10.8e12,
     tflops=MappingProxyType({"bf16": 690.0, "fp16": 680.0, "tf32": 350.0, "fp32": 50.0, "fp64": 60.0}),
 )
 # Two laptop cores with AVX2: orders of magnitude only, used to rank the CPU kernels against each other.
