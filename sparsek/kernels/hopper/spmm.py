@@ -22,7 +22,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from itertools import product
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -38,7 +40,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from sparsek.formats.bsr import BSR
-from sparsek.kernels.prims.gluon import describe, launch_on, tma_load, tma_store, tma_store_wait
+from sparsek.kernels.prims.gluon import (
+    Described,
+    describe,
+    launch_on,
+    reinterpret,
+    tma_load,
+    tma_store,
+    tma_store_wait,
+)
 from sparsek.plan.problem import SpmmProblem
 from sparsek.plan.schedule import Schedule, balance, walk
 
@@ -123,6 +133,11 @@ class Config:
     __repr__ = __str__
 
 
+# Triton keeps compiled kernels by the text of device functions and constants. What Config computes from its fields is
+# in neither, so this file's own text is a constant too.
+SOURCE = sha256(Path(__file__).read_bytes()).hexdigest()[:16]
+
+
 @gluon.jit
 def load(
     T: gl.constexpr, a_desc, b_desc, tiles, starts, cols, blocks, no_col, no_block, a_s, b_s, full, empty
@@ -204,9 +219,8 @@ def multiply(T: gl.constexpr, WG: gl.constexpr, c_desc, tiles, starts, a_s, b_s,
     BOXES: gl.constexpr = min(64, T.height - 64 * (WG % T.wg_m)) // T.c_box * (T.cols // T.panel)
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, T.cols, 16])
     stage = c_s.index(WG)
-    staged = stage._reinterpret(
-        c_desc.dtype, [64 // T.c_box * (T.cols // T.panel), T.c_box, T.panel], c_desc.layout
-    )
+    boxes: gl.constexpr = [64 // T.c_box * (T.cols // T.panel), T.c_box, T.panel]
+    staged = reinterpret(stage, c_desc.dtype, boxes, c_desc.layout)
     first = gl.load(starts + gl.program_id(0))
     last = gl.load(starts + gl.program_id(0) + 1)
     slot = 0
@@ -269,11 +283,23 @@ def multiply(T: gl.constexpr, WG: gl.constexpr, c_desc, tiles, starts, a_s, b_s,
 
 
 @gluon.jit(do_not_specialize=["no_col", "no_block"])
-def spmm_kernel(a_desc, b_desc, c_desc, tiles, starts, cols, blocks, no_col, no_block, T: gl.constexpr):
+def spmm_kernel(
+    a_desc,
+    b_desc,
+    c_desc,
+    tiles,
+    starts,
+    cols,
+    blocks,
+    no_col,
+    no_block,
+    T: gl.constexpr,
+    SOURCE: gl.constexpr,
+):
     """Tile t of the schedule is tiles[4t : 4t+4] = first step, end step, row of C, column of C.
 
     CTA p does tiles starts[p] to starts[p+1]. Step s multiplies stored blocks blocks[s*merge : (s+1)*merge] with
-    block column cols[s]. `no_col` and `no_block` lie outside B and A.
+    block column cols[s]. `no_col` and `no_block` lie outside B and A. SOURCE is there for Triton's cache alone.
     """
     DTYPE: gl.constexpr = a_desc.dtype
     PARTS: gl.constexpr = T.stages * T.pieces
@@ -282,7 +308,7 @@ def spmm_kernel(a_desc, b_desc, c_desc, tiles, starts, cols, blocks, no_col, no_
     A_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([T.rows, T.width], DTYPE)
     C_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, T.cols], DTYPE)
     a_s = gl.allocate_shared_memory(DTYPE, [PARTS, T.rows, T.width], A_LAYOUT)
-    a_boxes = a_s._reinterpret(DTYPE, [PARTS * (T.rows // T.a_box), T.a_box, T.width], a_desc.layout)
+    a_boxes = reinterpret(a_s, DTYPE, [PARTS * (T.rows // T.a_box), T.a_box, T.width], a_desc.layout)
     b_s = gl.allocate_shared_memory(DTYPE, [PARTS * T.wg_n] + b_desc.block_type.shape, b_desc.layout)
     c_s = gl.allocate_shared_memory(DTYPE, [GROUPS, 64, T.cols], C_LAYOUT)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -315,7 +341,7 @@ def spmm_kernel(a_desc, b_desc, c_desc, tiles, starts, cols, blocks, no_col, no_
                 ),
             ],
             [1],
-            [24],
+            [56],
         )
     else:
         gl.warp_specialize(
@@ -342,7 +368,7 @@ def spmm_kernel(a_desc, b_desc, c_desc, tiles, starts, cols, blocks, no_col, no_
                 ),
             ],
             [4, 1],
-            [224, 40],
+            [216, 56],
         )
 
 
@@ -372,8 +398,14 @@ class HopperSpmm:
             reasons.append("A is a transposed view; its blocks would be read the wrong way round")
         if not p.aligned:
             reasons.append("TMA needs pointers and leading strides of B and C that are multiples of 16 bytes")
-        if p.nnzb * p.block[0] >= 2**31 or p.k >= 2**31 - 512:
-            reasons.append("TMA coordinates are 32 bits: stored blocks x block rows must stay below 2^31")
+        if p.b_layout == "strided":
+            reasons.append(
+                "TMA reads a row-major B or its transpose view; this B has gaps between its elements"
+            )
+        if max(p.nnzb * p.block[0], p.m, p.k, p.n) > 2**31 - 1024:
+            reasons.append(
+                "TMA coordinates are 32 bits: M, K and N must stay 1024 below 2^31, and so must all stored blocks' rows"
+            )
         return reasons
 
     def default(self, p: SpmmProblem) -> Config:
@@ -387,25 +419,32 @@ class HopperSpmm:
             shapes = [(2, 1), (1, 1)] if bm > 64 else [(1, 1)]
         else:
             shapes = [(2, 1), (1, 2)] if bm > 64 else [(1, 2)]
-        merges = [(1, 1), *((m, s) for m, s in p.merged if m * bm <= 128)]
-        for merge, _ in merges:
+        merges = [1, *(merge for merge, _ in p.merged if merge * bm <= 128)]
+        found: dict[Config, None] = {}
+        for merge in merges:
             for wg_m, wg_n in [(2, 1)] if merge * bm == 128 else shapes:
                 for cols, depth in product((16, 32, 64, 128, 256), (64, 32)):
-                    wasteful = cols > 16 and cols * wg_n >= 2 * p.n
+                    too_wide = cols > 16 and cols * wg_n >= 2 * p.n
+                    too_narrow = p.n > 64 and cols < 64
                     too_deep = cols * wg_n * depth > 16384
                     too_shallow = p.n <= 64 and depth < 64
-                    if wasteful or too_deep or too_shallow or (wg_m * wg_n == 1 and cols > 64):
+                    two_ctas = wg_m * wg_n == 1 and cols > 64
+                    if too_wide or too_narrow or too_deep or too_shallow or two_ctas:
                         continue
                     narrow = min(width, depth)
-                    c = Config(p.block, wg_m, wg_n, cols, narrow, depth // narrow, 3, merge, b_col)
-                    yield _deepen(c, p.card.smem_bytes)
+                    # The producer keeps an index of every A box of a stage in registers; more than 8 would spill.
+                    pieces = min(depth // narrow, 8 // merge)
+                    c = Config(p.block, wg_m, wg_n, cols, narrow, pieces, 3, merge, b_col)
+                    found[_deepen(c, p.card.smem_bytes)] = None
+        return list(found)
 
     def seconds(self, p: SpmmProblem, c: Config) -> float:
         """Tiles of the fullest SM, each the larger of multiplying and loading (a smooth maximum), plus its fixed part.
 
         Constants are measured on an H200 (2026-11-20): 2048 multiply-adds per cycle at 1.6 GHz, L2 to shared memory
-        at `card.fabric`, 30 ns for every further A box of a step; 0.7 us per tile to begin and end with stages 64 deep,
-        0.5 us with stages 32 deep, which in turn cost 2 % of every step.
+        at `card.fabric`, 30 ns for every further A box of a step; 1.1 us for a tile of 128x256 or as
+        large to begin, end and store with stages 64 deep, 0.9 us with stages 32 deep, which add 2 % to every step. With
+        uneven rows CTAs leave step, and large tiles lose 25 % (Zipf 1.2 rows).
         """
         if p.nnzb == 0 or p.n == 0:
             return p.card.launch_seconds
@@ -423,8 +462,12 @@ class HopperSpmm:
         step = (mma**4 + fetch**4) ** 0.25 * (1.02 if shallow else 1.0) + 3e-8 * (c.merge - 1)
         mean = steps * slices / units
         longest = max(mean, min(p.row_max, p.grid[1]))
-        rounds = -(-tiles // sms) if p.row_max <= 1.25 * mean else max(tiles / sms, longest / mean)
-        busy = rounds * (mean * step + (0.5e-6 if shallow else 0.7e-6))
+        area = c.rows * c.block_cols / 32768
+        tile = mean * step + (0.9e-6 if shallow else 1.1e-6) * max(0.25, area)
+        if longest <= 1.25 * mean:
+            busy = -(-tiles // sms) * tile
+        else:
+            busy = max(tiles / sms, longest / mean) * tile * (1 + 0.25 * area**2)
         traffic = p.compulsory_bytes / (0.92 * p.card.bandwidth)
         return max(busy, traffic) + p.card.launch_seconds
 
@@ -443,13 +486,14 @@ class HopperSpmm:
         if a.nnzb == 0:
             out.zero_()
             return
-        a_desc = describe(a.values.view(-1, a.block[1]), (c.a_box, c.width))
+        bm, bk = c.block
+        a_desc = Described(a.values, (a.nnzb * bm, bk), (bk, 1), (c.a_box, c.width))
+        b_box = (c.cols, c.width) if c.b_col else (c.width, c.cols)
+        lists = (work.tiles, work.starts, work.cols, work.blocks, a.grid[1], a.nnzb, c, SOURCE)
         options = {"maxnreg": 128} if c.ctas_per_sm == 2 else {}
-        for b_one, c_one in zip(_matrices(b), _matrices(out), strict=True):
-            b_desc = describe(b_one.mT, (c.cols, c.width)) if c.b_col else describe(b_one, (c.width, c.cols))
-            c_desc = describe(c_one, (c.c_box, c.panel))
-            tensors = (a_desc, b_desc, c_desc, work.tiles, work.starts, work.cols, work.blocks)
-            launch_on(out.device, spmm_kernel, work.ctas, (*tensors, a.grid[1], a.nnzb, c), options)
+        for b_one, c_one in zip(_matrices(b.mT if c.b_col else b), _matrices(out), strict=True):
+            args = (a_desc, describe(b_one, b_box), describe(c_one, (c.c_box, c.panel)), *lists)
+            launch_on(out.device, spmm_kernel, work.ctas, args, options)
 
 
 def _deepen(c: Config, smem: int) -> Config:

@@ -1,7 +1,8 @@
 """The one place that knows how Gluon's names differ between Triton releases, and how to describe a tensor to TMA.
 
 Triton 3.6 and 3.7 call the bulk tensor copies `async_copy_global_to_shared` and `async_copy_shared_to_global`;
-3.8 and later call them `async_load` and `async_store`. The arguments are the same.
+3.8 and later call them `async_load` and `async_store`. The arguments are the same. A shared memory descriptor is
+seen with another shape through `_reinterpret` in the older ones and through `reinterpret` in the newer.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,12 +13,21 @@ import torch
 import triton
 from torch import Tensor
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 tma_store_wait = tma.store_wait
+
+
+@builtin
+def reinterpret(memory: Any, dtype: Any, shape: Any, layout: Any, _semantic: Any = None) -> Any:
+    """Device code: the same bytes of shared memory as `dtype` of another shape and layout."""
+    seen_as = getattr(memory, "reinterpret", None) or memory._reinterpret
+    return seen_as(dtype, shape, layout, _semantic=_semantic)
+
 
 GLUON_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
@@ -39,8 +49,11 @@ class Described(NamedTuple):
 
 
 def describe(tensor: Tensor, box: tuple[int, int]) -> Described:
-    """TMA description of a row-major matrix, read or written one `box` at a time; outside it TMA reads zeros."""
-    return Described(tensor, tensor.shape, tensor.stride(), box)
+    """TMA description of a row-major matrix, read or written one `box` at a time; outside it TMA reads zeros.
+
+    A matrix of one column may have any last stride.
+    """
+    return Described(tensor, tensor.shape, (tensor.stride(0), 1), box)
 
 
 # (kernel, device, constants and dtype) -> compiled kernel. A launch through triton's JIT spends 20 us on finding it.
@@ -55,14 +68,16 @@ def launch_on(
     args: Sequence[Any],
     options: Mapping[str, int] | None = None,
 ) -> None:
-    """Runs a Gluon kernel of 4-warp groups on `device`'s current stream. `args` may hold Described matrices; the last
-    is the constant config. Under Triton 3.6 a kernel that ran before is launched directly, later ones through the JIT.
+    """Runs a Gluon kernel of 4-warp groups on `device`'s current stream.
+
+    `args` may hold Described matrices; the last two are its constants: a config, and a text that changes with the
+    source. Under Triton 3.6 a kernel that ran before is launched directly, under others always through the JIT.
     """
     if device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
             launch_on(device, kernel, ctas, args, options)
         return
-    key = (kernel, device.index, args[-1], args[0].base.dtype)
+    key = (kernel, device.index, args[-2], args[0].base.dtype)
     compiled = _COMPILED.get(key)
     if compiled is not None:
         compiled[(ctas, 1, 1)](*args)

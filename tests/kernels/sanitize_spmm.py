@@ -1,0 +1,59 @@
+"""A few small products by hopper.spmm and portable.spmm, for `compute-sanitizer --tool memcheck|racecheck`.
+
+Together they use both shapes of warpgroups, the 1x1 one, merged rows, overlapping slices, several pieces in a stage,
+column-major B, ragged sides, empty rows, and rings that wrap. Outputs and inputs have no room to spare.
+"""
+
+import torch
+
+from sparsek import kernels
+from sparsek.formats.random import random_bsr
+from sparsek.ops.spmm import _problem
+from sparsek.testing.budget import check_spmm
+from sparsek.testing.poison import poisoned
+
+# m, k, n, block, density, B's layout
+CASES = (
+    (256, 384, 264, (128, 128), 0.5, "row"),
+    (256, 384, 264, (128, 128), 0.5, "col"),
+    (300, 320, 128, (64, 64), 0.5, "row"),
+    (128, 128, 136, (16, 16), 0.4, "row"),
+    (192, 288, 64, (48, 96), 0.5, "row"),
+    (160, 160, 72, (80, 80), 0.7, "row"),
+    (100, 120, 16, (32, 32), 0.3, "row"),
+    (512, 224, 16, (512, 112), 1.0, "col"),
+)
+
+
+def main() -> None:
+    for m, k, n, block, density, layout in CASES:
+        a = random_bsr(
+            m, k, block, density, pattern="powerlaw", dtype=torch.bfloat16, device="cuda", seed=m + n
+        )
+        b = torch.randn(k, n, device="cuda").bfloat16()
+        if layout == "col":
+            b = b.mT.contiguous().mT
+        for name in ("hopper.spmm", "portable.spmm"):
+            kernel = kernels.load(name)
+            out = poisoned((m, n), b.dtype, "cuda")
+            p = _problem(a, b, out, None)
+            chosen = [kernel.default(p)]
+            if name == "hopper.spmm":
+                # With several merged rows and with none; the tallest and the widest tile of each.
+                every = list(kernel.configs(p))
+                chosen += [
+                    max((c for c in every if c.merge == r), key=lambda c: c.block_cols)
+                    for r in {c.merge for c in every}
+                ]
+            for c in dict.fromkeys(chosen):
+                out.fill_(float("nan"))
+                kernel.launch(c, kernel.prepare(p, c, a), a, b, out)
+                torch.cuda.synchronize()
+                gate = check_spmm(a, b, out)
+                assert gate.passed, (name, c, gate)
+                print(name, c)
+    print("every product is within its budget")
+
+
+if __name__ == "__main__":
+    main()
