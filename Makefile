@@ -25,7 +25,7 @@ test: env
 	@$(PY) -m pytest -m "not gpu" -n $(WORKERS) --dist loadgroup
 
 gpu: env
-	@$(PY) -m pytest -m gpu
+	@PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(PY) -m pytest -p xdist -n auto -m gpu
 
 lint: env
 	@$(PY) -m pytest -q tests/house/test_lint.py tests/house/test_floors.py

@@ -1,5 +1,9 @@
 """What every test may use: the `gpu` marker's skip, a `device` fixture, and hypothesis without deadlines."""
 
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+
 import pytest
 import torch
 from hypothesis import settings
@@ -21,3 +25,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def device(request: pytest.FixtureRequest) -> str:
     """Each device that the test is to run on."""
     return request.param
+
+
+@pytest.fixture
+def no_sync() -> Callable[[], AbstractContextManager[None]]:
+    """`with no_sync():` fails where its body waits for the device."""
+
+    @contextmanager
+    def refuse() -> Iterator[None]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # torch calls this mode a prototype
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    return refuse

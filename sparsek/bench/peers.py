@@ -49,10 +49,14 @@ class DenseMatmul:
 @dataclass(frozen=True)
 class TorchSparse:
     """torch.sparse BSR @ dense. On a GPU its Triton kernel, with the parameters tuned here: torch 2.13 ships
-    a table for the A100 only, and runs every other card with num_stages=1."""
+    a table for the A100 only, and runs every other card with num_stages=1.
+
+    `stages_only` leaves the other three parameters as torch sets them where its table has no entry.
+    """
 
     name: str = "torch_sparse"
-    title: str = "torch.sparse BSR, tuned"
+    title: str = "torch.sparse BSR, all parameters tuned"
+    stages_only: bool = False
 
     def why_not(self, case: Case, device: torch.device) -> list[str]:
         reasons = []
@@ -60,7 +64,7 @@ class TorchSparse:
         if case.m % bm or case.k % bk:
             reasons.append(f"torch.sparse BSR needs sides that are multiples of the block {case.block_name}")
         if device.type != "cuda":
-            return reasons
+            return [*reasons, "there is nothing to tune on a CPU"] if self.stages_only else reasons
         if bm & (bm - 1) or bk & (bk - 1):
             reasons.append(f"its kernel needs block sides that are powers of 2, not {case.block_name}")
         if case.n % 16:
@@ -106,7 +110,7 @@ class TorchSparse:
                     tried(f"torch.sparse {meta}: {timed[key]:.3f} ms")
             return timed[key]
 
-        _descend(meta_space(case), milliseconds)
+        _descend(stage_space(case) if self.stages_only else meta_space(case), milliseconds)
         for key, value in sorted(timed.items(), key=lambda item: item[1]):
             if math.isinf(value):
                 break
@@ -151,6 +155,12 @@ def meta_space(case: Case) -> dict[str, tuple[int, ...]]:
         "num_stages": (3, 1, 2, 4, 5, 6),
         "num_warps": (4, 8, 2) if min(case.block) < 64 else (8, 4),
     }
+
+
+def stage_space(case: Case) -> dict[str, tuple[int, ...]]:
+    """num_stages alone; the others as torch's `bsr_dense_addmm_meta` sets them for a card it does not know."""
+    split = max(case.n // case.block[0], 1)
+    return {"SPLIT_N": (split,), "GROUP_SIZE_ROW": (4,), "num_stages": (1, 2, 3, 4, 5, 6), "num_warps": (4,)}
 
 
 def _descend(space: dict[str, tuple[int, ...]], cost: Callable[[dict[str, int]], float]) -> None:
@@ -218,6 +228,7 @@ PEERS: tuple[Peer, ...] = (
     DenseMatmul("cublas", "cuBLAS dense", "cuda"),
     DenseMatmul("torch_dense", "dense torch.matmul", "cpu"),
     TorchSparse(),
+    TorchSparse("torch_sparse_stages", "torch.sparse BSR, num_stages tuned", stages_only=True),
     CuSparse(),
 )
 
@@ -225,9 +236,8 @@ PEERS: tuple[Peer, ...] = (
 def peers_named(names: Iterable[str] | None, device: torch.device) -> tuple[Peer, ...]:
     """The named peers in the table's order; None: those meant for the device. InvalidInput for others."""
     if names is None:
-        return tuple(
-            peer for peer in PEERS if peer.name != ("torch_dense" if device.type == "cuda" else "cublas")
-        )
+        elsewhere = ("torch_dense",) if device.type == "cuda" else ("cublas", "torch_sparse_stages")
+        return tuple(peer for peer in PEERS if peer.name not in elsewhere)
     wanted = list(names)
     for name in wanted:
         if name not in (peer.name for peer in PEERS):

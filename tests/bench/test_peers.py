@@ -9,7 +9,7 @@ import torch
 from sparsek.bench import cusparse, peers
 from sparsek.bench.cases import Case
 from sparsek.bench.peer import Operands, UnavailableError, rotating, useful_flops
-from sparsek.bench.peers import PEERS, as_torch_bsr, meta_space, peers_named
+from sparsek.bench.peers import PEERS, as_torch_bsr, meta_space, peers_named, stage_space
 from sparsek.core.clock import Times
 from sparsek.core.errors import InvalidInput
 from sparsek.formats.bsr import BSR
@@ -79,8 +79,14 @@ def test_a_peer_that_cannot_run_says_why(name: str, case: Case, device: torch.de
 def test_every_peer_but_the_dense_of_the_cpu_takes_the_main_case() -> None:
     main = Case(8192, 8192, 8192, (128, 128), 0.125)
     able = [peer.name for peer in peers_named(None, CUDA) if not peer.why_not(main, CUDA)]
-    assert able == ["cublas", "torch_sparse", "cusparse"]
+    assert able == ["cublas", "torch_sparse", "torch_sparse_stages", "cusparse"]
     assert [peer.name for peer in peers_named(None, CPU)] == ["torch_dense", "torch_sparse", "cusparse"]
+
+
+def test_the_stages_only_search_varies_num_stages_alone() -> None:
+    space = stage_space(Case(8192, 8192, 8192, (128, 128), 0.125))
+    assert space["SPLIT_N"] == (64,)
+    assert [name for name, values in space.items() if len(values) > 1] == ["num_stages"]
 
 
 def test_an_unknown_peer_names_the_known_ones() -> None:

@@ -335,13 +335,10 @@ def test_from_coo_blocks_says_what_is_wrong():
 
 
 @pytest.mark.gpu
-def test_to_dense_does_not_sync():
+def test_to_dense_does_not_sync(no_sync):
     a = random_bsr(256, 256, 64, 0.5, device="cuda")
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_sync():
         dense = a.T.to_dense()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(dense.T, a.to_dense())
 
 

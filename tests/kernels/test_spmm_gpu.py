@@ -8,7 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from itertools import product
@@ -123,6 +123,9 @@ def multiply_case(item: tuple[str, int, str, str]) -> None:
     judge = Judge(a, b)
     target = room(case.m, case.n, b.dtype)
     p = _problem(a, b, target.out, None)
+    if name == "hopper.spmm" and case.n % 8:
+        assert any("multiple of 8" in reason for reason in kernel.why_not(p))
+        return
     assert kernel.why_not(p) == []
     for c in configs(kernel, p):
         target.whole.fill_(float("nan"))
@@ -333,7 +336,7 @@ def test_out_is_reused_without_a_trace_of_what_it_held(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if n != "cpu.spmm"])
-def test_a_planned_call_never_waits_for_the_device(name: str) -> None:
+def test_a_planned_call_never_waits_for_the_device(name: str, no_sync: Callable[[], Any]) -> None:
     a, b = random_bsr(256, 256, (64, 64), 1.0, dtype=HALF, device="cuda", seed=1), randn(256, 64)
     out = poisoned((256, 64), HALF, "cuda")
     plan = sk.plan_spmm(a, b, kernel=name)
@@ -346,12 +349,9 @@ def test_a_planned_call_never_waits_for_the_device(name: str) -> None:
     for call in calls:
         call()
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_sync():
         for call in calls:
             call()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert check_spmm(a, b, out).passed
 
 
@@ -406,26 +406,42 @@ def test_torch_compile_sees_one_node(name: "str | None") -> None:
         assert check_spmm(a, x, step(x)).passed, f"seed {seed}"
 
 
-SANITIZED = ("memcheck", "racecheck")
-
-
-@pytest.mark.parametrize("tool", SANITIZED)
-def test_compute_sanitizer_finds_nothing(tool: str) -> None:
+def sanitized(tool: str, script: str, *args: str) -> "subprocess.CompletedProcess[str]":
+    """`script` of this folder, run under compute-sanitizer's `tool`."""
     sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     if not Path(sanitizer).exists():
         pytest.skip("compute-sanitizer is neither on the PATH nor in /usr/local/cuda/bin")
-    script = str(Path(__file__).with_name("sanitize_spmm.py"))
-    options = ["--tool", tool, "--error-exitcode", "86", "--kernel-name", "kernel_substring=spmm"]
-    done = subprocess.run(
-        [sanitizer, *options, sys.executable, script],
+    options = ["--tool", tool, "--error-exitcode", "86", "--kernel-name", "kernel_substring=_kernel"]
+    return subprocess.run(
+        [sanitizer, *options, sys.executable, str(Path(__file__).with_name(script)), *args],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(ROOT), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
         capture_output=True,
         text=True,
         timeout=400,
     )
+
+
+@pytest.mark.parametrize(
+    ("tool", "clean", "args"),
+    [
+        ("memcheck", "ERROR SUMMARY: 0 errors", ("hopper.spmm",)),
+        ("memcheck", "ERROR SUMMARY: 0 errors", ("portable.spmm",)),
+        ("racecheck", "RACECHECK SUMMARY: 0 hazards displayed", ("portable.spmm", "lowest")),
+    ],
+)
+def test_compute_sanitizer_finds_nothing(tool: str, clean: str, args: tuple[str, ...]) -> None:
+    """racecheck (CUDA 13.0) itself dies in kernels with wgmma, so it sees low blocks only."""
+    done = sanitized(tool, "sanitize_spmm.py", *args)
     said = done.stdout[-8000:] + done.stderr[-4000:]
     assert done.returncode == 0, said
     assert "every product is within its budget" in done.stdout, said
-    clean = "ERROR SUMMARY: 0 errors" if tool == "memcheck" else "RACECHECK SUMMARY: 0 hazards displayed"
     assert clean in said, said
+
+
+def test_racecheck_cannot_judge_warp_specialized_kernels_yet() -> None:
+    """Once the control is clean, hopper.spmm belongs into the racecheck above."""
+    done = sanitized("racecheck", "racecheck_control.py")
+    said = done.stdout + done.stderr
+    assert "RACECHECK SUMMARY" in said, said
+    assert "RACECHECK SUMMARY: 0 hazards displayed" not in said, said

@@ -398,6 +398,8 @@ class HopperSpmm:
             reasons.append("A is a transposed view; its blocks would be read the wrong way round")
         if not p.aligned:
             reasons.append("TMA needs pointers and leading strides of B and C that are multiples of 16 bytes")
+        if p.n % 8:
+            reasons.append(f"TMA writes whole 16 bytes, so N must be a multiple of 8, not {p.n}")
         if p.b_layout == "strided":
             reasons.append(
                 "TMA reads a row-major B or its transpose view; this B has gaps between its elements"
