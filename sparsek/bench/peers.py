@@ -91,7 +91,7 @@ class TorchSparse:
     def tuned(
         self, case: Case, matrices: Sequence[Tensor], sets: Sequence[Operands], tried: Callable[[str], None]
     ) -> dict[str, int]:
-        """The fastest correct parameters that coordinate descent over all four finds, by timing."""
+        """The fastest correct parameters that coordinate descent finds, by timing: num_stages first, then all four."""
         device = sets[0].b.device
         timed: dict[tuple[tuple[str, int], ...], float] = {}
 
@@ -110,7 +110,9 @@ class TorchSparse:
                     tried(f"torch.sparse {meta}: {timed[key]:.3f} ms")
             return timed[key]
 
-        _descend(stage_space(case) if self.stages_only else meta_space(case), milliseconds)
+        best = _descend(stage_space(case), milliseconds, {})
+        if not self.stages_only:
+            _descend(meta_space(case), milliseconds, best)
         for key, value in sorted(timed.items(), key=lambda item: item[1]):
             if math.isinf(value):
                 break
@@ -143,8 +145,7 @@ def _addmm_call(w: Tensor, one: Operands, meta: dict[str, int]) -> Callable[[], 
 
 
 def meta_space(case: Case) -> dict[str, tuple[int, ...]]:
-    """The values tried for each parameter of torch.sparse's kernel; the first of each is where the search
-    begins.
+    """The values tried for each parameter of torch.sparse's kernel.
 
     SPLIT_N cuts N into that many column tiles, whose width must be a power of 2 of at least 16.
     """
@@ -163,18 +164,21 @@ def stage_space(case: Case) -> dict[str, tuple[int, ...]]:
     return {"SPLIT_N": (split,), "GROUP_SIZE_ROW": (4,), "num_stages": (1, 2, 3, 4, 5, 6), "num_warps": (4,)}
 
 
-def _descend(space: dict[str, tuple[int, ...]], cost: Callable[[dict[str, int]], float]) -> None:
-    """Coordinate descent: each parameter in turn takes its best value, until a whole sweep changes nothing.
+def _descend(
+    space: dict[str, tuple[int, ...]], cost: Callable[[dict[str, int]], float], start: dict[str, int]
+) -> dict[str, int]:
+    """Coordinate descent from `start`: each parameter in turn takes its best value, until a sweep changes nothing.
 
-    `cost` keeps what it has seen; the caller picks from that.
+    Parameters that `start` leaves out begin with their first value. `cost` keeps what it has seen.
     """
-    best = {name: values[0] for name, values in space.items()}
+    best = {name: start.get(name, values[0]) for name, values in space.items()}
     for _ in range(4):
         before = dict(best)
         for name, values in space.items():
-            best[name] = min(values, key=lambda value: cost({**best, name: value}))
+            best[name] = min((*values, best[name]), key=lambda value: cost({**best, name: value}))
         if best == before:
             break
+    return best
 
 
 def _first_line(error: BaseException) -> str:

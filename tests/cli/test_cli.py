@@ -139,7 +139,7 @@ def test_advise_names_a_corrupt_file(run, tmp_path: Path) -> None:
 def test_advise_without_the_file_is_a_usage_error(run, tmp_path: Path) -> None:
     result = run("advise", tmp_path / "none.npz")
     assert result.exit_code == 2
-    assert "does not exist" in " ".join(result.stderr.split())
+    assert "does not exist" in " ".join(result.stderr.replace("│", " ").split())
 
 
 def test_doctor_shows_versions_and_every_kernel_and_checks_the_arithmetic(run) -> None:
