@@ -193,7 +193,8 @@ def test_all_the_planners_configs_have_texts_of_their_own() -> None:
         ({"nnzb": 2**31 // 64}, "32 bits"),
         ({"m": 2**31 - 1}, "32 bits"),
         ({"k": 2**31 - 1}, "32 bits"),
-        ({"n": 2**31 - 1}, "32 bits"),
+        ({"n": 2**31 - 8}, "32 bits"),
+        ({"n": 7}, "multiple of 8"),
     ],
 )
 def test_a_reason_names_what_is_in_the_way(change: dict[str, object], reason: str) -> None:
