@@ -16,6 +16,7 @@ from sparsek.core.errors import SparseKError
 # Okabe and Ito's colours, told apart by readers who do not see red and green.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
 DENSE_COLOUR = "#444444"
+LONGEST_BAR = 4.0
 
 
 class MissingMatplotlibError(SparseKError):
@@ -76,9 +77,9 @@ def _rates(plt: Any, rows: Sequence[Record], path: Path) -> Path:
             title = f"{PEER_TITLES[name]} dense, all FLOPs"
             axes.annotate(
                 title,
-                (1, statistics.median(rates)),
+                (0.01, statistics.median(rates)),
                 xycoords=("axes fraction", "data"),
-                ha="right",
+                ha="left",
                 va="bottom",
             )
     axes.set_xscale("log", base=2)
@@ -121,17 +122,19 @@ def _ratios(plt: Any, rows: Sequence[Record], path: Path) -> Path:
     for index, name in enumerate(peers):
         places = [place + index * height for place, record in enumerate(rows) if name in record["ratio"]]
         values = [record["ratio"][name] for record in rows if name in record["ratio"]]
+        shown = [min(value, LONGEST_BAR) for value in values]
+        labels = [f"{value:.2f}" + (" →" if value > LONGEST_BAR else "") for value in values]
         bars = axes.barh(
-            places, values, height=height * 0.9, color=COLOURS[index], label=f"over {PEER_TITLES[name]}"
+            places, shown, height=height * 0.9, color=COLOURS[index], label=f"over {PEER_TITLES[name]}"
         )
-        axes.bar_label(bars, fmt="%.2f", padding=2, fontsize=7)
+        axes.bar_label(bars, labels, padding=2, fontsize=7)
     names = [f"{Case.from_record(record['case']).name}\n{record['kernel']}" for record in rows]
     axes.set_yticks([place + 0.4 - height / 2 for place in range(len(rows))], names, fontsize=7)
-    axes.invert_yaxis()
+    axes.set_ylim(len(rows), -0.3)
     axes.axvline(1, color=DENSE_COLOUR, linewidth=1)
     axes.set_xlabel("useful rate over the peer's rate in the same rounds")
     axes.set_title(f"BSR x dense, {rows[0]['env']['gpu']}")
-    axes.legend(fontsize=8, frameon=False)
+    axes.legend(fontsize=8, frameon=False, loc="lower right")
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)
     plt.close(figure)

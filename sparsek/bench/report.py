@@ -25,7 +25,15 @@ PEER_TITLES = {
     "cusparse": "cuSPARSE",
     "torch_dense": "torch dense",
 }
-HEADINGS = ("case", "kernel", "ms (min to max)", "useful TFLOPS", "GB/s", "of the roofline")
+HEADINGS = (
+    "case",
+    "kernel",
+    "ms (min to max)",
+    "speedup over dense",
+    "useful TFLOPS",
+    "GB/s",
+    "of the roofline",
+)
 
 
 def ordered(found: Iterable[Record]) -> list[Record]:
@@ -70,12 +78,21 @@ def _mark(record: Record) -> str:
     return "" if records.is_fresh(record) else f" ({EARLIER})"
 
 
+def _speedup(record: Record) -> str:
+    """Time of the dense product over the kernel's, from the same rounds."""
+    for name in ("cublas", "torch_dense"):
+        if name in record["peers"]:
+            return f"{record['peers'][name]['ms']['median'] / record['ms']['median']:.2f}x"
+    return ""
+
+
 def _cells(record: Record, peers: Sequence[str]) -> list[str]:
     ms = record["ms"]
     shown = [
         Case.from_record(record["case"]).name,
         f"{record['kernel']}{_mark(record)}",
         f"{ms['median']:.3f} ({ms['min']:.3f} to {ms['max']:.3f})",
+        _speedup(record),
         f"{record['tflops']['useful']:.0f}"
         if record["tflops"]["useful"] >= 10
         else f"{record['tflops']['useful']:.2g}",

@@ -17,12 +17,12 @@ PAGE = "# Title\n\n<!-- records:spmm -->\nold\n<!-- /records -->\n\nafter\n"
 
 def test_a_row_shows_case_kernel_time_rates_and_ratio(make_record: Make) -> None:
     lines = report.markdown([make_record()]).splitlines()
-    assert (
-        lines[0]
-        == "| case | kernel | ms (min to max) | useful TFLOPS | GB/s | of the roofline | over cuBLAS |"
+    assert lines[0] == (
+        "| case | kernel | ms (min to max) | speedup over dense | useful TFLOPS | GB/s | of the roofline "
+        "| over cuBLAS |"
     )
     assert lines[2] == (
-        "| 8192³ block 128 12.5 % bf16 | cpu.spmm | 0.200 (0.190 to 0.250) | 687 | 1500 | 100 % | 1.00 |"
+        "| 8192³ block 128 12.5 % bf16 | cpu.spmm | 0.200 (0.190 to 0.250) | 8.00x | 687 | 1500 | 100 % | 1.00 |"
     )
     assert lines[-1].startswith("NVIDIA H200, 700 W, driver 580.1, torch 2.11.0, triton 3.6.0; 2026-11-20;")
 
