@@ -15,17 +15,22 @@ from sparsek.core.errors import InvalidInput
 
 @dataclass(frozen=True)
 class Card:
-    """One kind of device. Bandwidths in bytes per second, rates in 1e12 FLOP per second, memory in bytes."""
+    """One kind of device. Bandwidths in bytes per second, rates in 1e12 FLOP per second, memory in bytes.
+
+    `measured` is False where the rates are the H200's, scaled by the number of SMs: a guess.
+    """
 
     name: str
     capability: tuple[int, int]
     sm_count: int
     smem_bytes: int
     l2_bytes: int
+    memory_bytes: int
     bandwidth: float
     fabric: float
     tflops: Mapping[str, float] = field(hash=False)
     launch_seconds: float = 4e-6
+    measured: bool = True
 
     @property
     def is_cpu(self) -> bool:
@@ -40,21 +45,24 @@ H200 = Card(
     sm_count=132,
     smem_bytes=232448,
     l2_bytes=60 << 20,
+    memory_bytes=139 << 30,
     bandwidth=4.28e12,
     fabric=10.8e12,
     tflops=MappingProxyType({"bf16": 690.0, "fp16": 680.0, "tf32": 350.0, "fp32": 50.0, "fp64": 60.0}),
 )
-# Two laptop cores with AVX2: orders of magnitude only, used to rank the CPU kernels against each other.
+# Two laptop cores: orders of magnitude only, used to rank the CPU kernels against each other.
 CPU = Card(
     name="cpu",
     capability=(0, 0),
     sm_count=1,
     smem_bytes=0,
     l2_bytes=1 << 20,
+    memory_bytes=8 << 30,
     bandwidth=2e10,
     fabric=2e10,
     tflops=MappingProxyType({"bf16": 0.05, "fp16": 0.05, "tf32": 0.1, "fp32": 0.1, "fp64": 0.05}),
     launch_seconds=2e-5,
+    measured=False,
 )
 CARDS: Mapping[str, Card] = MappingProxyType({"h200": H200, "cpu": CPU})
 
@@ -89,7 +97,9 @@ def _cuda_card(index: int) -> Card:
         sm_count=facts.multi_processor_count,
         smem_bytes=getattr(facts, "shared_memory_per_block_optin", 101376),
         l2_bytes=facts.L2_cache_size,
+        memory_bytes=facts.total_memory,
         bandwidth=H200.bandwidth * share,
         fabric=H200.fabric * share,
         tflops=MappingProxyType({name: rate * share for name, rate in H200.tflops.items()}),
+        measured=False,
     )

@@ -1,5 +1,7 @@
 """The dtypes that SparseK knows, and their short names."""
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 
 from sparsek.core.errors import InvalidInput
@@ -32,3 +34,13 @@ def parse(text: str) -> torch.dtype:
 def itemsize(dtype_name: str) -> int:
     """Bytes of one element of a dtype given by its short name."""
     return parse(dtype_name).itemsize
+
+
+def as_given(device: torch.device) -> AbstractContextManager[object]:
+    """A context in which torch.autocast, if it is on, does not touch the operands' dtypes."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return _AS_IS
+
+
+_AS_IS = nullcontext()

@@ -16,6 +16,7 @@ from sparsek.core.errors import InvalidInput
 from sparsek.formats.bsr import BSR
 from sparsek.formats.pattern import BlockPattern
 from sparsek.plan import operands, schedule
+from sparsek.plan.cache import PlanCache
 from sparsek.plan.kernel import MissingKernel
 from sparsek.plan.problem import SpmmProblem
 from sparsek.plan.select import Plan, bound_seconds, select
@@ -38,8 +39,10 @@ def spmm(
     plan: from `plan_spmm`; without it one is made and kept with A's pattern.
     kernel: a name of the kernels' table ("hopper.spmm"): that kernel runs or `Unsupported` says why not.
 
-    Only stored blocks are multiplied: rows of B under block columns without any block never reach C, NaN or not.
-    The same plan gives the same bits. Once planned, a call neither syncs nor allocates more than C.
+    Rows of B under block columns without any block never reach C, NaN or not. A NaN under a stored block reaches the
+    rows of that block, and where the plan merges block rows or the kernel is vendor.dense, other rows of its tile too.
+    The same plan gives the same bits. Once planned, a call on a GPU neither syncs nor allocates more than C.
+    torch.autocast does not touch the operands.
     Raises InvalidInput for operands that do not fit and Unsupported with every reason if no kernel can run.
     """
     if torch.compiler.is_compiling():
@@ -108,7 +111,6 @@ def _tf32(b: Tensor) -> bool:
 
 def _cached_plan(a: BSR, b: Tensor, out: Tensor | None, kernel: str | None) -> Plan:
     key = (
-        "spmm",
         kernel,
         a.order is None,
         b.shape,
@@ -118,7 +120,9 @@ def _cached_plan(a: BSR, b: Tensor, out: Tensor | None, kernel: str | None) -> P
         None if out is None else (out.stride(), out.data_ptr() % 16),
         _tf32(b),
     )
-    return a.pattern.derived(key, lambda: _make_plan(a, _problem(a, b, out, None), kernel, None, ready=True))
+    plans = a.pattern.derived("plans", PlanCache)
+    captured = b.is_cuda and torch.cuda.is_current_stream_capturing()
+    return plans.get(key, lambda: _make_plan(a, _problem(a, b, out, None), kernel, None, True), pin=captured)
 
 
 def _problem(a: BSR, b: Tensor, out: Tensor | None, card_name: str | None) -> SpmmProblem:

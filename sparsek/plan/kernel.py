@@ -11,7 +11,10 @@ from sparsek.plan.problem import SpmmProblem
 
 
 class SpmmKernel(Protocol):
-    """One implementation of C = A @ B for a BSR A."""
+    """One implementation of C = A @ B for a BSR A.
+
+    A kernel with an attribute `only_by_name`, a reason, is never chosen unless `kernel=` names it.
+    """
 
     name: str
 

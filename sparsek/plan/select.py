@@ -17,12 +17,16 @@ from sparsek.plan.problem import SpmmProblem
 
 @dataclass(frozen=True)
 class Candidate:
-    """What one kernel answered: a config with its predicted seconds, or the reasons why it cannot run."""
+    """What one kernel answered: a config with its predicted seconds, or the reasons why it cannot run.
+
+    `only_by_name` is the reason why an automatic choice passes it over, if there is one.
+    """
 
     name: str
     config: Any = None
     seconds: float = float("inf")
     why_not: tuple[str, ...] = ()
+    only_by_name: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,7 +72,8 @@ class Plan:
         if out is None:
             out = b.new_empty((*b.shape[:-2], p.m, p.n))
         if out.numel():
-            self.implementation.launch(self.config, self.work, a, b, out)
+            with dtypes.as_given(b.device):
+                self.implementation.launch(self.config, self.work, a, b, out)
         return out
 
     def _check_planned(self, a: BSR, b: Tensor, out: Tensor | None) -> None:
@@ -116,6 +121,10 @@ class Plan:
                 f"{_us(flops)}, {p.compulsory_bytes / 1e6:.4g} MB in {_us(moved)}"
             ),
         ]
+        if not p.card.measured:
+            lines.append(
+                "  rates      guessed for this card, not measured: expect the order of kernels, not the times"
+            )
         imbalance = getattr(self.work, "imbalance", None)
         if imbalance is not None:
             lines.append(f"  schedule   fullest CTA has {imbalance:.2f} times the mean work")
@@ -125,7 +134,8 @@ class Plan:
                 if c.why_not
                 else f"{_us(c.seconds)}, {c.seconds / self.seconds:.2f}x the time"
             )
-            lines.append(f"  not        {c.name}: {why}")
+            aside = f"; only by name: {c.only_by_name}" if c.only_by_name and not c.why_not else ""
+            lines.append(f"  not        {c.name}: {why}{aside}")
         return "\n".join(lines)
 
 
@@ -139,8 +149,9 @@ def select(
 ) -> tuple[SpmmKernel, Any, tuple[Candidate, ...]]:
     """The kernel to use, its config, and what every kernel answered.
 
-    Without `only`, the smallest prediction wins and the table's order breaks ties. With `only`, that kernel runs
-    or Unsupported says why not. Raises Unsupported with every reason of every kernel if none can run.
+    Without `only`, the smallest prediction wins among kernels that may be chosen unasked, and the table's order breaks
+    ties. With `only`, that kernel runs or Unsupported says why not. Raises Unsupported with every reason of every
+    kernel if none can run.
     """
     by_name = {kernel.name: kernel for kernel in kernels}
     candidates = []
@@ -156,8 +167,11 @@ def select(
                     f"{config!r} is no config of {name} for this problem; its default is {chosen!r}"
                 )
             chosen = config
-        candidates.append(Candidate(name, chosen, kernel.seconds(p, chosen)))
-    able = [c for c in candidates if not c.why_not and only in (None, c.name)]
+        aside = getattr(kernel, "only_by_name", "")
+        candidates.append(Candidate(name, chosen, kernel.seconds(p, chosen), only_by_name=aside))
+    able = [
+        c for c in candidates if not c.why_not and (c.name == only or (only is None and not c.only_by_name))
+    ]
     if not able:
         others = ", ".join(c.name for c in candidates if not c.why_not)
         what = f"no kernel can multiply this on {p.card.name}" if only is None else f"{only} cannot run this"

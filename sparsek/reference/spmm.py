@@ -25,6 +25,11 @@ def spmm(a: BSR, b: Tensor) -> Tensor:
     so no two additions meet and the bits repeat.
     """
     _check(a, b)
+    with dtypes.as_given(b.device):
+        return _product(a, b)
+
+
+def _product(a: BSR, b: Tensor) -> Tensor:
     (m, k), (rows, columns), (bm, bk) = a.shape, a.grid, a.block
     batch, n = b.shape[:-2], b.shape[-1]
     wide = batch.numel() * n

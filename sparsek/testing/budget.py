@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.formats.bsr import BSR
 from sparsek.reference.spmm import spmm
@@ -49,7 +50,7 @@ def budget(a_dense: Tensor, b: Tensor, exact64: Tensor, *, tf32: bool = False) -
 
     float32 is multiplied without TF32 unless `tf32` is set. `b` is [..., K, N].
     """
-    with _tf32(tf32), torch.no_grad():
+    with _tf32(tf32), torch.no_grad(), dtypes.as_given(b.device):
         dense = torch.matmul(a_dense, b)
     return max(FLOOR, FACTOR * error(dense, exact64))
 
@@ -71,9 +72,14 @@ def check_spmm(a: BSR, b: Tensor, out: Tensor, *, tf32: bool = False) -> Gate:
 
 @contextmanager
 def _tf32(allow: bool) -> Iterator[None]:
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = allow
+    # The older switch, allow_tf32, raises once the newer one has been used.
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    if (before == "tf32") == allow:
+        yield
+        return
+    matmul.fp32_precision = "tf32" if allow else "ieee"
     try:
         yield
     finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
+        matmul.fp32_precision = before

@@ -406,12 +406,12 @@ def test_torch_compile_sees_one_node(name: "str | None") -> None:
         assert check_spmm(a, x, step(x)).passed, f"seed {seed}"
 
 
-def sanitized(tool: str, script: str, *args: str) -> "subprocess.CompletedProcess[str]":
-    """`script` of this folder, run under compute-sanitizer's `tool`."""
+def sanitized(tool: str, kernel: str, script: str, *args: str) -> "subprocess.CompletedProcess[str]":
+    """`script` of this folder under compute-sanitizer's `tool`, which looks at kernels with `kernel` in their name."""
     sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     if not Path(sanitizer).exists():
         pytest.skip("compute-sanitizer is neither on the PATH nor in /usr/local/cuda/bin")
-    options = ["--tool", tool, "--error-exitcode", "86", "--kernel-name", "kernel_substring=_kernel"]
+    options = ["--tool", tool, "--error-exitcode", "86", "--kernel-name", f"kernel_substring={kernel}"]
     return subprocess.run(
         [sanitizer, *options, sys.executable, str(Path(__file__).with_name(script)), *args],
         cwd=ROOT,
@@ -424,7 +424,7 @@ def sanitized(tool: str, script: str, *args: str) -> "subprocess.CompletedProces
 
 @pytest.mark.parametrize("kernel", FAST)
 def test_memcheck_finds_nothing(kernel: str) -> None:
-    done = sanitized("memcheck", "sanitize_spmm.py", kernel)
+    done = sanitized("memcheck", "spmm", "sanitize_spmm.py", kernel)
     said = done.stdout[-8000:] + done.stderr[-4000:]
     assert done.returncode == 0, said
     assert "every product is within its budget" in done.stdout, said
@@ -436,7 +436,7 @@ def test_racecheck_cannot_judge_these_kernels_yet() -> None:
 
     Once the control is clean, both kernels belong into racecheck, as they are in memcheck above.
     """
-    done = sanitized("racecheck", "racecheck_control.py")
+    done = sanitized("racecheck", "control_kernel", "racecheck_control.py")
     said = done.stdout + done.stderr
     assert "RACECHECK SUMMARY" in said, said
     assert "RACECHECK SUMMARY: 0 hazards displayed" not in said, said

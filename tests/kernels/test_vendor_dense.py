@@ -1,13 +1,19 @@
 """vendor.dense: right within the budget, follows the values, and says when a dense product would be wrong."""
 
+import gc
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 import torch
 
+import sparsek as sk
 from sparsek.formats.bsr import BSR
 from sparsek.formats.random import random_bsr
 from sparsek.kernels import load
+from sparsek.kernels.vendor.dense import _COPIES, dense_copy
+from sparsek.reference.spmm import spmm as reference
 from sparsek.testing.budget import check_spmm
 from sparsek.testing.cases import SPMM_CASES, Case
 from sparsek.testing.poison import poisoned
@@ -59,12 +65,43 @@ def _twice(a: BSR, change) -> "tuple[torch.Tensor, torch.Tensor, BSR]":
     work = KERNEL.prepare(p, c, a)
     out = poisoned((a.shape[0], 16), torch.float32)
     KERNEL.launch(c, work, a, b, out)
-    where = work.dense.data_ptr()
     changed = change(a)
     out = poisoned((a.shape[0], 16), torch.float32)
     KERNEL.launch(c, work, changed, b, out)
-    assert work.dense.data_ptr() == where
     return b, out, changed
+
+
+def test_all_plans_share_one_copy_which_goes_with_the_values(matrix: BSR) -> None:
+    where = dense_copy(matrix).data_ptr()
+    for n in (8, 16, 24):
+        sk.spmm(matrix, torch.randn(96, n), kernel="vendor.dense")
+    assert dense_copy(matrix).data_ptr() == where
+    other = BSR(matrix.pattern, torch.randn_like(matrix.values))
+    assert dense_copy(other).data_ptr() != where
+    gone = weakref.ref(_COPIES[other.values][0])
+    del other
+    gc.collect()
+    assert gone() is None
+
+
+def test_threads_on_one_pattern_do_not_mix_their_values(matrix: BSR) -> None:
+    matrices = [BSR(matrix.pattern, torch.randn_like(matrix.values)) for _ in range(4)]
+    b = torch.randn(96, 16)
+    right = [reference(a, b) for a in matrices]
+
+    def work(index: int) -> float:
+        out = [sk.spmm(matrices[index], b, kernel="vendor.dense") for _ in range(50)]
+        return max(float((one - right[index]).abs().max()) for one in out)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert max(pool.map(work, range(4))) < 1e-4
+
+
+def test_nothing_is_densified_unasked() -> None:
+    a = random_bsr(512, 512, (64, 64), 1.0, dtype=torch.float32, device="cpu", seed=3)
+    plan = sk.plan_spmm(a, torch.randn(512, 512))
+    assert plan.kernel != "vendor.dense"
+    assert "only by name: it keeps a dense copy of A" in plan.explain()
 
 
 def test_the_copy_follows_values_written_in_place(matrix: BSR) -> None:

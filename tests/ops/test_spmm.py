@@ -18,6 +18,7 @@ import sparsek as sk
 from sparsek.core.errors import InvalidInput, Unsupported
 from sparsek.formats import BSR, BlockPattern, random_bsr
 from sparsek.ops import spmm as ops
+from sparsek.plan.cache import LIMIT, PlanCache
 from sparsek.testing.budget import check_spmm
 from sparsek.testing.poison import poisoned
 
@@ -188,7 +189,7 @@ def test_misaligned_b_is_planned_for_another_kernel(name: str):
     a, whole = pair(1024, 96, 40, (128, 32))
     assert sk.plan_spmm(a, whole, kernel="hopper.spmm", device="h200").seconds > 0
     plan = sk.plan_spmm(a, LAYOUTS[name](whole), device="h200")
-    assert plan.kernel in ("portable.spmm", "vendor.dense")
+    assert plan.kernel == "portable.spmm"
     assert re.search(r"not +hopper.spmm: .*TMA", plan.explain())
 
 
@@ -241,6 +242,31 @@ def test_another_shape_layout_alignment_out_or_kernel_makes_another_plan(plans_m
         for count, call in enumerate(calls, start=1):
             call()
             assert len(plans_made) == (count if round_ == 0 else len(calls))
+
+
+def test_a_pattern_keeps_no_more_plans_than_the_limit():
+    a = pair(64, 64, 8, (32, 32), torch.float32)[0]
+    for n in range(1, LIMIT + 20):
+        sk.spmm(a, torch.randn(64, n))
+    assert len(a.pattern.derived("plans", PlanCache)) == LIMIT
+
+
+def test_a_plan_in_a_captured_graph_stays_however_many_follow():
+    cache: Any = PlanCache()
+    kept, made = object(), object()
+    assert cache.get("graph", lambda: kept, pin=True) is kept
+    for key in range(2 * LIMIT):
+        cache.get(key, lambda: made, pin=False)
+    assert cache.get("graph", pytest.fail, pin=False) is kept
+
+
+def test_autocast_does_not_touch_the_operands():
+    a, b = pair(128, 96, 40, (32, 32), torch.float32)
+    alone = a @ b
+    with torch.autocast("cpu", torch.bfloat16):
+        for kernel in (None, "cpu.spmm", "reference.spmm", "vendor.dense"):
+            check(a, b, sk.spmm(a, b, kernel=kernel))
+        assert torch.equal(a @ b, alone)
 
 
 def test_a_pattern_that_is_let_go_takes_its_plans_along():

@@ -1,20 +1,19 @@
-"""vendor.dense: A is written out dense once, then torch.matmul (cuBLAS on a GPU).
+"""vendor.dense: A written out dense, then torch.matmul (cuBLAS on a GPU). Only by name: nothing is densified unasked.
 
-It is there so that the planner can say "dense wins here" honestly.
+It is in the table so that a plan can say "dense would win here" honestly.
 
-The dense copy holds [Mb*bm, Kb*bk] values. All plans for one tensor of values share it, and it goes when they go. It is
-renewed, into the same memory, when the values have changed: another tensor, or an in-place write that torch counts
-(`Tensor._version`). Writes that torch does not count (through `.data`, or from another program) need a new tensor.
-Values made in inference mode carry no count and are copied on every call; so are all values in a CUDA graph, whose
-replays must see what the values hold then.
-
-float32 is multiplied as torch's own TF32 setting says at the time of the call.
+The dense copy holds [Mb*bm, Kb*bk] values. All plans share it, one for every tensor of values and CUDA stream, and it
+goes when the values go. It is renewed, into the same memory, when torch has counted a write to the values
+(`Tensor._version`); writes through `.data` are not counted, and values made in inference mode carry no count and are
+copied on every call. In a CUDA graph they are copied too, so that replays see what the values hold then.
 
 A stored zero and a missing block are the same to a dense product: a NaN in a row of B reaches every row of C.
-Problems with block columns that nothing is stored in are therefore refused.
+Problems with block columns that nothing is stored in are therefore refused. float32 is multiplied as torch's own TF32
+setting says at the time of the call.
 """
 
 import os
+import threading
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -27,8 +26,10 @@ from sparsek.core import dtypes
 from sparsek.formats.bsr import BSR
 from sparsek.plan.problem import SpmmProblem
 
-GPU_LIMIT = 64 << 30
+# values -> {CUDA stream: dense copy}. A copy is written and read in the order of its stream; the lock keeps threads on
+# one stream, or on the CPU, from coming between a copy and its product.
 _COPIES: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_LOCK = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class DenseConfig:
 
 
 class DenseCopy:
-    """The dense copy of one A, and which state of which values it shows."""
+    """The dense copy of one A, and which state of its values it shows."""
 
     def __init__(self, a: BSR) -> None:
         (bm, bk), (mb, kb) = a.block, a.grid
@@ -49,31 +50,36 @@ class DenseCopy:
         self.columns = a.pattern.indices.to(torch.int64)
         self.cells = a.values.new_zeros(mb, bm, kb, bk)
         self.dense = self.cells.view(mb * bm, kb * bk)[: a.shape[0], : a.shape[1]]
-        self.source: Tensor | None = None
         self.version = -1
-        self.follow(a)
-
-    def shows(self, a: BSR) -> bool:
-        """Whether this is a copy for `a`'s pattern."""
-        return self.pattern() is a.pattern
 
     def follow(self, a: BSR) -> None:
-        """Copies the values again if they are not the ones that were copied last."""
-        captured = a.values.is_cuda and torch.cuda.is_current_stream_capturing()
-        counted = not (captured or a.values.is_inference())
-        known = self.source is not None and self.source.data_ptr() == a.values.data_ptr()
-        if counted and known and self.version == a.values._version:
+        """Copies the values unless they are known to be as they were copied last."""
+        counted = not a.values.is_inference()
+        if counted and self.version == a.values._version:
             return
         self.cells.permute(0, 2, 1, 3)[self.rows, self.columns] = a.logical_values().detach()
-        # Holding the tensor keeps its memory from being handed to other values that would look like it.
-        self.source = a.values.detach()
         self.version = a.values._version if counted else -1
+
+
+def dense_copy(a: BSR) -> Tensor:
+    """A as a dense matrix that shows its present values, valid until the next call on this stream."""
+    if a.values.is_cuda and torch.cuda.is_current_stream_capturing():
+        copy = DenseCopy(a)  # lives in the graph's own memory, so it is not kept here
+    else:
+        stream = torch.cuda.current_stream(a.device).cuda_stream if a.values.is_cuda else 0
+        copies = _COPIES.setdefault(a.values, {})
+        copy = copies.get(stream)
+        if copy is None or copy.pattern() is not a.pattern:
+            copy = copies[stream] = DenseCopy(a)
+    copy.follow(a)
+    return copy.dense
 
 
 class VendorDense:
     """Dense matmul. Any device; blocks outside the pattern are zeros."""
 
     name = "vendor.dense"
+    only_by_name = "it keeps a dense copy of A"
 
     def why_not(self, p: SpmmProblem) -> list[str]:
         reasons = []
@@ -99,19 +105,16 @@ class VendorDense:
         moved = (p.m * p.k + p.batch * p.n * (p.k + p.m)) * dtypes.itemsize(p.dtype)
         return max(p.dense_flops / rate, moved / p.card.bandwidth) + p.card.launch_seconds
 
-    def prepare(self, p: SpmmProblem, c: DenseConfig, a: BSR) -> DenseCopy:
-        with torch.no_grad():
-            copy = _COPIES.get(a.values)
-            if copy is None or not copy.shows(a):
-                copy = _COPIES[a.values] = DenseCopy(a)
-            return copy
+    def prepare(self, p: SpmmProblem, c: DenseConfig, a: BSR) -> None:
+        with torch.no_grad(), _LOCK:
+            dense_copy(a)
 
-    def launch(self, c: DenseConfig, work: DenseCopy, a: BSR, b: Tensor, out: Tensor) -> None:
-        with torch.no_grad():
-            work.follow(a)
-            if out.numel() == 0:
-                return
-            torch.matmul(work.dense.expand(*b.shape[:-2], *work.dense.shape), b, out=out)
+    def launch(self, c: DenseConfig, work: None, a: BSR, b: Tensor, out: Tensor) -> None:
+        if out.numel() == 0:
+            return
+        with torch.no_grad(), _LOCK:
+            dense = dense_copy(a)
+            torch.matmul(dense.expand(*b.shape[:-2], *dense.shape), b, out=out)
 
 
 def _dense_bytes(p: SpmmProblem) -> int:
@@ -120,10 +123,14 @@ def _dense_bytes(p: SpmmProblem) -> int:
 
 
 def _limit_bytes(p: SpmmProblem) -> int:
-    """Half of the memory of this machine for CPU tensors; on a GPU what leaves an H200 room for A, B and C."""
-    if p.on_cpu:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-    return GPU_LIMIT
+    """Half of the memory of the card, or of this machine for CPU tensors."""
+    if p.card.is_cpu:
+        return (
+            os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+            if hasattr(os, "sysconf")
+            else 4 << 30
+        )
+    return p.card.memory_bytes // 2
 
 
 KERNEL = VendorDense()
