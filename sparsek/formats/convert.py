@@ -7,6 +7,7 @@ element, and one wide element moves eight bf16 at the price of one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,17 @@ from torch.nn import functional
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.formats.bsr import ALIGNMENT, BSR, zero_padding
-from sparsek.formats.pattern import INT32_MAX, BlockPattern, HostPattern, block_sides, matrix_sides
+from sparsek.formats.pattern import (
+    BLOCK_MAX,
+    INT32_MAX,
+    BlockPattern,
+    HostPattern,
+    as_number,
+    block_sides,
+    grid_of,
+    matrix_sides,
+    one_of,
+)
 
 if TYPE_CHECKING:
     from scipy import sparse
@@ -46,9 +57,10 @@ def from_dense(
       ties by position, over the whole matrix (`scope="global"`) or in each block row (`scope="row"`).
 
     Norms are summed in float32, in float64 for float64 input. Works on w's device with one sync: one pass
-    over w for the norms, one gather of what is stored. If a side is ragged, w is padded first: one more pass,
-    and a copy. Differentiable in w. Raises InvalidInput for two rules at once, and for NaN or Inf in w under
-    `threshold` or `keep`.
+    over w for the norms, one gather of what is stored. Where squares overflow, or the choice falls among
+    blocks so small that squares underflow, w is read again, block row by block row, and every block scaled.
+    If a side is ragged, w is padded first: one more pass, and a copy. Differentiable in w. Raises
+    InvalidInput for two rules at once, and for NaN or Inf in w under `threshold` or `keep`.
     """
     block = block_sides(block)
     if not isinstance(w, Tensor) or w.layout != torch.strided or w.ndim != 2:
@@ -60,9 +72,11 @@ def from_dense(
     if mask is not None:
         return _masked(tiles, shape, block, mask)
     if threshold is not None:
-        stored, count = _choose(tiles.detach(), lambda norms: norms > threshold)
+        least = as_number(threshold, "threshold")
+        stored, count = _choose(tiles.detach(), lambda norms: norms > least)
     elif keep is not None:
-        stored, count = _choose(tiles.detach(), lambda norms: _largest(norms, keep, scope))
+        share = as_number(keep, "keep", 1)
+        stored, count = _choose(tiles.detach(), lambda norms: _largest(norms, share, scope))
     else:
         stored = _norms(tiles.detach(), order=1) != 0
         count = int(stored.sum())
@@ -177,8 +191,7 @@ def from_coo_blocks(rows: Tensor, cols: Tensor, blocks: Tensor, shape: tuple[int
                 f"blocks has {blocks.shape[0]} on {blocks.device}"
             )
     at = torch.stack((rows.long(), cols.long())).cpu().numpy()
-    grid = (-(-shape[0] // block[0]), -(-shape[1] // block[1]))
-    host, order = _sorted_cells(at[0], at[1], grid)
+    host, order = _sorted_cells(at[0], at[1], grid_of(shape, block))
     pattern = BlockPattern.from_host(shape, block, host, blocks.device)
     values = blocks.index_select(0, torch.tensor(order, device=blocks.device))
     return BSR.unchecked(pattern, zero_padding(pattern, values))
@@ -207,11 +220,11 @@ def _sorted_cells(
 def _from_elements(coo: Any, shape: tuple[int, int], block: tuple[int, int]) -> BSR:
     """Blocks that hold the entries of a SciPy COO matrix without repeats."""
     rows, cols = coo.row.astype(np.int64), coo.col.astype(np.int64)
-    columns = -(-shape[1] // block[1])
+    block_rows, columns = grid_of(shape, block)
     cells, owner = np.unique(rows // block[0] * columns + cols // block[1], return_inverse=True)
     values = np.zeros((cells.size, *block), dtype=coo.dtype)
     values[owner, rows % block[0], cols % block[1]] = coo.data
-    indptr = _indptr(cells // max(columns, 1), -(-shape[0] // block[0]))
+    indptr = _indptr(cells // max(columns, 1), block_rows)
     host = HostPattern(indptr, (cells % max(columns, 1)).astype(np.int32))
     return BSR.unchecked(
         BlockPattern.from_host(shape, block, host, torch.device("cpu")), torch.tensor(values)
@@ -228,14 +241,8 @@ def _check_rule(mask: Any, threshold: Any, keep: Any, scope: str) -> None:
     given = [name for name, rule in rules.items() if rule is not None]
     if len(given) > 1:
         raise InvalidInput(f"{' and '.join(given)} are given; give one of mask, threshold and keep")
-    if scope not in SCOPES:
-        raise InvalidInput(f"scope is {scope!r}; use one of {', '.join(SCOPES)}")
-    if scope != "global" and keep is None:
+    if one_of(scope, "scope", SCOPES) != "global" and keep is None:
         raise InvalidInput(f"scope={scope!r} belongs to keep, which is not given")
-    if keep is not None and not 0 <= keep <= 1:
-        raise InvalidInput(f"keep is {keep}; it must be a fraction from 0 to 1")
-    if threshold is not None and not threshold >= 0:
-        raise InvalidInput(f"threshold is {threshold}; it must be 0 or greater")
 
 
 def _masked(tiles: Tensor, shape: tuple[int, int], block: tuple[int, int], mask: Tensor) -> BSR:
@@ -257,17 +264,40 @@ def _masked(tiles: Tensor, shape: tuple[int, int], block: tuple[int, int], mask:
 
 
 def _choose(tiles: Tensor, rule: Callable[[Tensor], Tensor]) -> tuple[Tensor, int]:
-    """The blocks [Mb, Kb] that `rule` picks by norm, and how many. Refuses NaN and Inf in the same sync."""
+    """The blocks [Mb, Kb] that `rule` picks by norm, and how many. Refuses NaN and Inf. One sync, mostly.
+
+    A square that underflows is off by less than the smallest normal number. BLOCK_MAX^2 of them are within
+    the rounding of a norm from `sure` on; a smaller norm may be far off. All of those are raised to `sure`,
+    which no norm above them notices; if `rule` picks none of them even so, what they are does not matter.
+    """
     norms = _norms(tiles)
-    stored = rule(norms)
-    count, broken = torch.stack((stored.sum(), (~norms.isfinite()).sum())).tolist()
-    if not broken:
+    limits = torch.finfo(norms.dtype)
+    sure = BLOCK_MAX * math.sqrt(limits.tiny / limits.eps)
+    stored = rule(norms.clamp(min=sure))
+    unsure = ~norms.isfinite() | (stored & (norms < sure))
+    count, again = torch.stack((stored.sum(), unsure.sum())).tolist()
+    if not again:
         return stored, count
-    strange = int((~tiles.isfinite()).sum())
-    if strange:
+    norms = _scaled_norms(tiles)
+    if norms.isnan().any():
+        strange = int((~tiles.isfinite()).sum())
         raise InvalidInput(f"w has {strange} elements that are NaN or Inf; norms cannot rank its blocks")
-    stored = rule(_norms(tiles.double()))
+    stored = rule(norms)
     return stored, int(stored.sum())
+
+
+def _scaled_norms(tiles: Tensor) -> Tensor:
+    """Norms of the blocks, float64 [Mb, Kb]: each block is divided by its largest magnitude first.
+
+    So no square overflows, and none that counts underflows. NaN for a block with NaN or Inf. One block row at
+    a time: a scaled copy of all of them would be large.
+    """
+    rows = []
+    for row in tiles.split(1):
+        largest = _norms(row, order=math.inf)
+        scale = largest.masked_fill(largest == 0, 1)
+        rows.append(largest.double() * _norms(row / scale[:, None, :, None]).double())
+    return torch.cat(rows)
 
 
 def _norms(tiles: Tensor, order: float = 2) -> Tensor:

@@ -6,10 +6,12 @@ positions `indptr[i]` to `indptr[i + 1] - 1`, and `indices` holds their block co
 
 from __future__ import annotations
 
+import math
 import operator
 import os
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -90,7 +92,7 @@ class BlockPattern:
     @property
     def grid(self) -> tuple[int, int]:
         """Block rows and block columns (Mb, Kb)."""
-        return -(-self.shape[0] // self.block[0]), -(-self.shape[1] // self.block[1])
+        return grid_of(self.shape, self.block)
 
     @property
     def padded_shape(self) -> tuple[int, int]:
@@ -221,6 +223,30 @@ def matrix_sides(shape: Any, block: tuple[int, int]) -> tuple[int, int]:
                 f"shape {sides[0]}x{sides[1]}: {name} in whole blocks must fit int32 ({INT32_MAX})"
             )
     return sides
+
+
+def grid_of(shape: tuple[int, int], block: tuple[int, int]) -> tuple[int, int]:
+    """Block rows and block columns (Mb, Kb): sides in blocks, rounded up."""
+    return -(-shape[0] // block[0]), -(-shape[1] // block[1])
+
+
+def as_number(value: Any, name: str, most: float = math.inf) -> float:
+    """A float from 0 to `most`. InvalidInput for anything else: text, NaN, a tensor, a bool."""
+    try:
+        found = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
+    except OverflowError:
+        found = math.nan
+    if 0 <= found <= most:
+        return found
+    right = "0 or greater" if most == math.inf else f"from 0 to {most:g}"
+    raise InvalidInput(f"{name} is {value!r}; it must be a number {right}")
+
+
+def one_of(value: Any, name: str, choices: Collection[str]) -> str:
+    """`value`, if it is one of the texts to choose from. InvalidInput that lists them otherwise."""
+    if isinstance(value, str) and value in choices:
+        return value
+    raise InvalidInput(f"{name} is {value!r}; use one of {', '.join(choices)}")
 
 
 def as_device(device: Any) -> torch.device:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,9 +13,19 @@ import torch
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.formats.bsr import BSR, zero_padding
-from sparsek.formats.pattern import BlockPattern, HostPattern, as_device, block_sides, matrix_sides
+from sparsek.formats.pattern import (
+    BlockPattern,
+    HostPattern,
+    as_device,
+    as_number,
+    block_sides,
+    grid_of,
+    matrix_sides,
+    one_of,
+)
 
 ZIPF = 1.2
+SEEDS = 2**64  # torch takes seeds below this
 
 
 def random_bsr(
@@ -38,24 +50,33 @@ def random_bsr(
 
     Values are N(0, 1) / sqrt(stored elements per row), so that the product with an N(0, 1) matrix has unit
     scale. The pattern depends on the seed alone; the values also on the kind of device. Raises InvalidInput
-    for sizes, a density, a pattern or a dtype that do not exist.
+    for sizes, a density, a pattern, a dtype, a device or a seed (0 to 2^64 - 1) that do not exist.
     """
     block = block_sides(block)
     shape = matrix_sides((m, k), block)
     target = as_device(device)
     dtypes.name(dtype)
-    if not 0 <= density <= 1:
-        raise InvalidInput(f"density is {density}; it must be from 0 to 1")
-    if pattern not in PATTERNS:
-        raise InvalidInput(f"pattern is {pattern!r}; use one of {', '.join(PATTERNS)}")
-    rows, columns = -(-shape[0] // block[0]), -(-shape[1] // block[1])
+    density, seed = as_number(density, "density", 1), _as_seed(seed)
+    draw_pattern = PATTERNS[one_of(pattern, "pattern", PATTERNS)]
+    rows, columns = grid_of(shape, block)
     each = min(columns, max(1, round(density * columns))) if density > 0 else 0
-    host = PATTERNS[pattern](np.random.default_rng(seed), (rows, columns), each)
+    host = draw_pattern(np.random.default_rng(seed), (rows, columns), each)
     made = BlockPattern.from_host(shape, block, host, target)
     draw = torch.Generator(target).manual_seed(seed)
     values = torch.randn((made.nnzb, *block), generator=draw, dtype=dtype, device=target)
     values /= math.sqrt(max(1, each * block[1]))
     return BSR.unchecked(made, zero_padding(made, values))
+
+
+def _as_seed(seed: Any) -> int:
+    """What both numpy and torch take; bool is no seed."""
+    try:
+        found = -1 if isinstance(seed, bool) else operator.index(seed)
+    except TypeError:
+        found = -1
+    if not 0 <= found < SEEDS:
+        raise InvalidInput(f"seed is {seed!r}; it must be an int from 0 to 2^64 - 1")
+    return found
 
 
 def _uniform(rng: np.random.Generator, grid: tuple[int, int], each: int) -> HostPattern:

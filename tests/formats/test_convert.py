@@ -11,7 +11,7 @@ from scipy import sparse
 
 from sparsek.core.dtypes import FLOATS
 from sparsek.core.errors import InvalidInput
-from sparsek.formats import BSR, BlockPattern, random_bsr
+from sparsek.formats import BSR, BlockPattern, convert, random_bsr
 
 BLOCKS = ((16, 16), (32, 16), (48, 96))
 
@@ -130,10 +130,59 @@ def test_a_mask_of_elements_zeroes_what_is_outside_it(shape: tuple[int, int], de
     assert torch.equal(a.to_dense().cpu(), w.where(mask, torch.zeros(())))
 
 
-def test_norms_beyond_float32_still_rank():
-    w = torch.full((32, 16), 1e38)
-    w[16:] = 2e38
-    assert BSR.from_dense(w, 16, keep=0.5).pattern.block_rows.tolist() == [1]
+def of_blocks(*sizes: float, dtype: torch.dtype = torch.float32, device: str = "cpu") -> torch.Tensor:
+    """One 16x16 block below the other, every element of each as large as given."""
+    return torch.tensor(sizes, dtype=dtype, device=device).repeat_interleave(16)[:, None].repeat(1, 16)
+
+
+def rows_kept(w: torch.Tensor, **rule: object) -> list[int]:
+    return BSR.from_dense(w, 16, **rule).pattern.block_rows.tolist()  # type: ignore[arg-type]
+
+
+# Sizes whose squares leave the range in which norms are summed: too small, or also too large.
+BEYOND = [
+    (torch.float16, (0, 6e-8, 6e4)),
+    (torch.bfloat16, (0, 1e-39, 1e-25, 1e-24, 1)),
+    (torch.bfloat16, (0, 1e-39, 1e-25, 1, 1e38, 2e38)),
+    (torch.float32, (0, 3e-45, 1e-25, 1e-24, 1e-12, 1)),
+    (torch.float32, (0, 3e-45, 1e-25, 1, 1e38, 2e38)),
+    (torch.float64, (0, 1e-323, 1e-200, 1e-199, 1e-25, 1)),
+    (torch.float64, (0, 1e-323, 1e-200, 1, 1e200, 2e200)),
+]
+
+
+@pytest.mark.parametrize(("dtype", "sizes"), BEYOND)
+def test_blocks_of_any_magnitude_are_told_from_zero_and_ranked(
+    dtype: torch.dtype, sizes: tuple[float, ...], device: str
+):
+    order = torch.randperm(len(sizes), generator=torch.Generator().manual_seed(1)).tolist()
+    w = of_blocks(*(sizes[i] for i in order), dtype=dtype, device=device)
+    assert rows_kept(w, threshold=0) == [at for at, i in enumerate(order) if i > 0]
+    for count in range(1, len(sizes) + 1):
+        largest = [at for at, i in enumerate(order) if i >= len(sizes) - count]
+        assert rows_kept(w, keep=count / len(sizes)) == largest
+        assert (
+            BSR.from_dense(w.T, 16, keep=count / len(sizes), scope="row").pattern.indices.tolist() == largest
+        )
+    for i in range(1, len(sizes)):
+        between = 16 * max(sizes[i - 1], sizes[i] / 4)
+        assert rows_kept(w, threshold=between) == [at for at, j in enumerate(order) if j >= i]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("shape", [(64, 64), (50, 41)])
+def test_one_tiny_element_outranks_every_block_of_zeros(dtype: torch.dtype, shape: tuple[int, int]):
+    w = torch.zeros(shape, dtype=dtype)
+    w[40, 40] = {torch.float16: 6e-8, torch.float64: 1e-200}.get(dtype, 1e-24)
+    for rule in ({"keep": 1 / 16}, {"threshold": 0}):
+        assert BSR.from_dense(w, 16, **rule).to_dense().equal(w)  # type: ignore[arg-type]
+
+
+def test_blocks_of_zeros_that_are_not_picked_cost_no_second_look(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delattr(convert, "_scaled_norms")
+    w = of_blocks(1, 0, 2, 1e-30, 3)
+    assert rows_kept(w, keep=0.6) == rows_kept(w, threshold=1e-3) == [0, 2, 4]
+    assert BSR.from_dense(w.T, 16, keep=0.6, scope="row").nnzb == 3
 
 
 def test_without_a_rule_the_tiniest_number_and_nan_are_stored():
@@ -142,8 +191,8 @@ def test_without_a_rule_the_tiniest_number_and_nan_are_stored():
     assert BSR.from_dense(w, 16).pattern.block_rows.tolist() == [0, 2]
 
 
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-@pytest.mark.parametrize("rule", [{"keep": 0.5}, {"threshold": 1.0}])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("rule", [{"keep": 0.5}, {"keep": 0}, {"threshold": 1.0}, {"threshold": 0}])
 def test_norms_of_nan_and_inf_are_refused(bad: float, rule: dict[str, float]):
     w = normal(50, 50)
     w[49, 49] = w[3, 3] = bad
@@ -185,8 +234,15 @@ def test_from_dense_is_differentiable():
         (torch.ones(4, 4), {"keep": 0.5, "threshold": 1}, "threshold and keep are given"),
         (torch.ones(4, 4), {"keep": 1.5}, "keep is 1.5"),
         (torch.ones(4, 4), {"keep": float("nan")}, "keep is nan"),
-        (torch.ones(4, 4), {"threshold": -1}, "threshold is -1"),
-        (torch.ones(4, 4), {"keep": 0.5, "scope": "column"}, "scope is 'column'"),
+        (torch.ones(4, 4), {"keep": "0.1"}, "keep is '0.1'; it must be a number from 0 to 1"),
+        (torch.ones(4, 4), {"keep": True}, "keep is True; it must be a number"),
+        (torch.ones(4, 4), {"keep": [0.1]}, r"keep is \[0.1\]; it must be a number"),
+        (torch.ones(4, 4), {"threshold": -1}, "threshold is -1; it must be a number 0 or greater"),
+        (torch.ones(4, 4), {"threshold": "1"}, "threshold is '1'; it must be a number 0 or greater"),
+        (torch.ones(4, 4), {"threshold": 10**400}, "threshold is 1000"),
+        (torch.ones(4, 4), {"threshold": torch.ones(2)}, r"threshold is tensor"),
+        (torch.ones(4, 4), {"keep": 0.5, "scope": "column"}, "scope is 'column'; use one of global, row"),
+        (torch.ones(4, 4), {"keep": 0.5, "scope": np.array(["row", "row"])}, "use one of global, row"),
         (torch.ones(4, 4), {"scope": "row"}, "belongs to keep"),
         (torch.ones(4, 4), {"mask": torch.ones(4, 4)}, "mask must be bool"),
         (

@@ -38,6 +38,11 @@ def test_the_seed_decides(pattern: str):
     assert first.pattern.same_as(other.pattern) == (pattern == "banded")
 
 
+@pytest.mark.parametrize("seed", [0, np.int64(7), 2**64 - 1])
+def test_any_int_that_torch_takes_is_a_seed(seed: int):
+    assert random_bsr(64, 64, 16, 0.5, seed=seed).nnzb == 8
+
+
 @pytest.mark.gpu
 def test_the_pattern_does_not_depend_on_the_device():
     here, there = (random_bsr(256, 256, 16, 0.3, device=device) for device in ("cpu", "cuda"))
@@ -84,7 +89,15 @@ def test_products_have_unit_scale(density: float):
     [
         ({"density": 1.1}, "density is 1.1"),
         ({"density": float("nan")}, "density is nan"),
+        ({"density": "0.5"}, "density is '0.5'; it must be a number from 0 to 1"),
+        ({"density": None}, "density is None"),
         ({"pattern": "star"}, "use one of uniform, banded, powerlaw"),
+        ({"pattern": ["a"]}, r"pattern is \['a'\]; use one of uniform, banded, powerlaw"),
+        ({"seed": -1}, "seed is -1; it must be an int from 0 to"),
+        ({"seed": 1.5}, "seed is 1.5; it must be an int"),
+        ({"seed": "1"}, "seed is '1'; it must be an int"),
+        ({"seed": None}, "seed is None; it must be an int"),
+        ({"seed": 2**64}, "seed is 18446744073709551616"),
         ({"dtype": torch.int8}, "dtype torch.int8 is not supported"),
         ({"device": "meta"}, "device meta is not supported"),
         ({"m": -16}, "M is negative"),

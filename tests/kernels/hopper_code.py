@@ -87,6 +87,14 @@ def compiled(c: Config, dtype: str) -> Code:
     )
 
 
+def named(c: Config, dtype: str) -> Code:
+    """`compiled`, whose errors name the config: a script compiles many."""
+    try:
+        return compiled(c, dtype)
+    except Exception as error:
+        raise RuntimeError(f"{c} in {dtype} does not compile") from error
+
+
 def config_from(fields: dict[str, Any]) -> Config:
     """The inverse of dataclasses.asdict, after a way through JSON."""
     bm, bk = fields["block"]
@@ -100,4 +108,4 @@ def fields_of(c: Config) -> dict[str, Any]:
 
 if __name__ == "__main__":
     wanted = json.load(sys.stdin)
-    print(json.dumps([compiled(config_from(fields), dtype)._asdict() for dtype, fields in wanted]))
+    print(json.dumps([named(config_from(fields), dtype)._asdict() for dtype, fields in wanted]))
