@@ -14,14 +14,15 @@ from typing import Any
 import torch
 
 from sparsek.bench.cases import random_dense
+from sparsek.bench.memory import gigabytes, out_of_memory
 from sparsek.bench.peer import rotating
 from sparsek.core import dtypes
 from sparsek.core.clock import time_rounds
 from sparsek.core.device import CARDS, card_named
-from sparsek.core.errors import InvalidInput, Unsupported
+from sparsek.core.errors import InvalidFile, InvalidInput, SparseKError, Unsupported
 from sparsek.formats.bsr import BSR
 from sparsek.formats.pattern import BlockPattern, as_device, block_sides
-from sparsek.formats.weights import WeightFile
+from sparsek.formats.weights import WeightFile, available_memory
 from sparsek.kernels import names_for
 from sparsek.ops.spmm import plan_spmm, spmm
 from sparsek.testing.budget import Gate, check_spmm
@@ -29,8 +30,14 @@ from sparsek.testing.budget import Gate, check_spmm
 # Longer lists of matrices are shown one row per group of like names and shapes, and then per shape.
 LIST_ALL = 12
 LIST_GROUPS = 24
-# FLOPs of the dense product that the check does on a CPU in float64: a fraction of a second.
-CHECK_FLOPS = 5e8
+# FLOPs of the dense product that the check does in float64, by kind of device: a fraction of a second. And the most
+# tokens that it takes, whatever their number in the question.
+CHECK_FLOPS = {"cpu": 5e8, "cuda": 1e13}
+CHECK_TOKENS = 2**16
+MAX_TOKENS = 2**31 - 1024  # as hopper.spmm
+TIMED_INPUTS = 4
+# Predictions read the shapes of operands and no value: these take no memory.
+META = torch.device("meta")
 # Kernels that are no sparse product: dense on purpose, or there to specify.
 NOT_SPARSE = ("vendor.dense", "reference.spmm")
 
@@ -49,8 +56,8 @@ class Question:
     scope: str = "global"
 
     def __post_init__(self) -> None:
-        if self.tokens < 1:
-            raise InvalidInput(f"tokens must be at least 1, got {self.tokens}")
+        if not 1 <= self.tokens <= MAX_TOKENS:
+            raise InvalidInput(f"tokens must be from 1 to {MAX_TOKENS}, got {self.tokens}")
         if not 0.0 < self.keep <= 1.0:
             raise InvalidInput(f"keep is a fraction of blocks in (0, 1], got {self.keep}")
         if self.scope not in ("global", "row"):
@@ -118,8 +125,28 @@ class Times:
 
 
 @dataclass(frozen=True)
+class Failure:
+    """A matrix that nothing can be said of, and why."""
+
+    name: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.name!r}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class NoAdvice:
+    """A group all of whose matrices failed."""
+
+    group: Group
+    failures: tuple[Failure, ...]
+    verdict: str = "failed"
+
+
+@dataclass(frozen=True)
 class Advice:
-    """The answer for one group: times of its first matrix, kept norms and checks of all of them."""
+    """The answer for one group: times of its first matrix that did not fail, kept norms and checks of all of them."""
 
     group: Group
     cells: int
@@ -128,10 +155,22 @@ class Advice:
     wrong: tuple[str, ...]
     worst_error: float  # of the error budget, over all matrices of the group
     first: Pruned
+    failures: tuple[Failure, ...] = ()
+
+    @property
+    def checked(self) -> int:
+        """How many matrices of the group were multiplied and checked."""
+        return len(self.group.names) - len(self.failures)
 
     @property
     def verdict(self) -> str:
         """What to do, in words."""
+        if not self.failures:
+            return self._of_the_others
+        return f"{self._of_the_others}, {len(self.failures)} of {len(self.group.names)} failed"
+
+    @property
+    def _of_the_others(self) -> str:
         if self.wrong:
             return "wrong result"
         speedup, even = self.times.speedup, self.times.break_even
@@ -196,56 +235,96 @@ def grouped(shapes: Iterable[tuple[str, tuple[int, int]]]) -> list[Group]:
 def prune(name: str, weight: torch.Tensor, question: Question) -> Pruned:
     """Prunes W [out, in] by Frobenius norm, multiplies it with random tokens, and checks the product.
 
-    On a CPU the check takes as few tokens as keep its float64 product short.
+    The check takes as few tokens as keep its float64 product short. Raises InvalidFile for NaN or Inf in W, and
+    InvalidInput for values that the dtype of the question cannot hold.
     """
     device, dtype = question.run_on, dtypes.parse(question.dtype)
     dense = weight.to(device=device, dtype=dtype)
-    try:
-        matrix = BSR.from_dense(dense, question.block, keep=question.keep, scope=question.scope)
-    except InvalidInput as error:
-        raise InvalidInput(f"{name}: {error}") from None
-    whole = float(dense.float().norm())
-    kept = float(matrix.values.float().norm()) / whole if whole else 1.0
-    tokens = question.tokens
-    if device.type == "cpu":
-        tokens = max(8, min(tokens, int(CHECK_FLOPS / (2.0 * max(1, weight.numel())))))
+    broken = int((~dense.isfinite()).sum())
+    if broken:
+        raise _not_finite(weight, broken, question.dtype)
+    matrix = BSR.from_dense(dense, question.block, keep=question.keep, scope=question.scope)
+    whole = _norm(dense)
+    kept = _norm(matrix.values) / whole if whole else 1.0
+    cheap = max(8, int(CHECK_FLOPS[device.type] / (2.0 * max(1, weight.numel()))))
+    tokens = min(question.tokens, cheap, CHECK_TOKENS)
     x = random_dense(tokens, weight.shape[1], dtype, device, seed=0)
     return Pruned(name, matrix, kept, check_spmm(matrix, x.T, spmm(matrix, x.T)), tokens)
 
 
+def _not_finite(weight: torch.Tensor, broken: int, dtype: str) -> SparseKError:
+    own = int((~weight.isfinite()).sum())
+    if own:
+        return InvalidFile(f"{own} of its elements are NaN or Inf in the file")
+    largest = torch.finfo(dtypes.parse(dtype)).max
+    cast = f"the cast from {dtypes.name(weight.dtype)} to {dtype}"
+    return InvalidInput(f"{broken} of its elements overflow in {cast}, which ends at {largest:.5g}")
+
+
+def _norm(values: torch.Tensor) -> float:
+    return float(torch.linalg.vector_norm(values, dtype=torch.float64))
+
+
 def advise(
     group: Group, read: Callable[[str], torch.Tensor], question: Question, step: Callable[[str], None]
-) -> Advice:
-    """Prunes and checks every matrix of the group, times its first, calls `step(name)` after each."""
-    weight = read(group.names[0])
-    first = prune(group.names[0], weight, question)
-    times = timed(first.matrix, weight, question)
-    step(first.name)
-    checks = [(first.name, first.kept_norm, first.gate)]
-    for name in group.names[1:]:
-        pruned = prune(name, read(name), question)
-        checks.append((name, pruned.kept_norm, pruned.gate))
+) -> Advice | NoAdvice:
+    """Prunes and checks every matrix of the group, times the first, calls `step(name)` after each.
+
+    A matrix that cannot be read, pruned, multiplied or held in memory becomes a failure, and the others go on.
+    """
+    times: Times | None = None
+    first: Pruned | None = None
+    checks: list[tuple[str, float, Gate]] = []
+    failures: list[Failure] = []
+    for name in group.names:
+        try:
+            weight = read(name)
+            pruned = prune(name, weight, question)
+            if first is None:
+                times, first = timed(pruned.matrix, weight, question), pruned
+        except (SparseKError, MemoryError, RuntimeError) as error:
+            reason = str(error) if isinstance(error, SparseKError) else out_of_memory(error)
+            if reason is None:
+                raise
+            failures.append(Failure(name, reason))
+        else:
+            checks.append((name, pruned.kept_norm, pruned.gate))
         step(name)
+    if first is None or times is None:
+        return NoAdvice(group, tuple(failures))
     norms = [kept for _, kept, _ in checks]
     wrong = tuple(
-        f"{name}: error {got.error:.2e}, budget {got.budget:.2e}" for name, _, got in checks if not got.passed
+        f"{name!r}: error {got.error:.2e}, budget {got.budget:.2e}"
+        for name, _, got in checks
+        if not got.passed
     )
     cells = first.matrix.grid[0] * first.matrix.grid[1]
     worst = max(got.error / got.budget for _, _, got in checks)
-    return Advice(group, cells, (min(norms), max(norms)), times, wrong, worst, first)
+    kept_norm = (min(norms), max(norms))
+    return Advice(group, cells, kept_norm, times, wrong, worst, first, tuple(failures))
 
 
 def timed(a: BSR, weight: torch.Tensor, question: Question) -> Times:
-    """Dense and sparse seconds of `tokens` tokens: measured if there is a device for it, else predicted."""
+    """Dense and sparse seconds of `tokens` tokens: measured if there is a device for it, else predicted.
+
+    Raises InvalidInput for more tokens than the memory of a CPU can hold.
+    """
     card = question.predicted_for
-    x = torch.empty(question.tokens, a.shape[1], dtype=a.dtype, device=a.device)
-    plan = best_sparse(a, x.T, card)
-    even = _BreakEven(a.shape, a.block, question.tokens, a.dtype, a.device, card)
     if card is not None:
         dense = predicted_dense(question, a.shape, card)
+        shapes = BSR.unchecked(a.pattern, torch.empty_like(a.values, device=META), a.order)
+        plan = best_sparse(shapes, _tokens(question.tokens, a.shape[1], a.dtype, META), card)
+        even = _BreakEven(a.shape, a.block, question.tokens, a.dtype, META, card)
         return Times(dense, plan.seconds, plan.kernel, even.density(dense), True)
+    if a.device.type == "cpu":
+        _refuse_beyond_memory(a, question.tokens)
+    plan = best_sparse(a, _tokens(question.tokens, a.shape[1], a.dtype, a.device), card)
+    even = _BreakEven(a.shape, a.block, question.tokens, a.dtype, a.device, card)
     dense_weight = weight.to(device=a.device, dtype=a.dtype)
-    inputs = [random_dense(question.tokens, a.shape[1], a.dtype, a.device, seed=index) for index in range(4)]
+    inputs = [
+        random_dense(question.tokens, a.shape[1], a.dtype, a.device, seed=index)
+        for index in range(TIMED_INPUTS)
+    ]
     measured = time_rounds(
         {
             "dense": rotating([lambda x=x: torch.nn.functional.linear(x, dense_weight) for x in inputs]),
@@ -257,6 +336,21 @@ def timed(a: BSR, weight: torch.Tensor, question: Question) -> Times:
     dense, sparse = measured["dense"].median / 1e3, measured["sparse"].median / 1e3
     # The planner's curve over density, scaled so that it passes through the measured point.
     return Times(dense, sparse, plan.kernel, even.density(dense * plan.seconds / sparse), False)
+
+
+def _tokens(count: int, width: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """x.T [width, count] for planning, unwritten: the transpose view of row-major x."""
+    return torch.empty(count, width, dtype=dtype, device=device).T
+
+
+def _refuse_beyond_memory(a: BSR, tokens: int) -> None:
+    """Linux lends memory that it does not have, and kills who uses it: so this is asked before."""
+    takes = tokens * (TIMED_INPUTS * a.shape[1] + a.shape[0]) * a.dtype.itemsize
+    free = available_memory()
+    if free is not None and takes > free:
+        raise InvalidInput(
+            f"timing {tokens} tokens takes {gigabytes(takes)}, {gigabytes(free)} are free; use fewer tokens"
+        )
 
 
 def best_sparse(a: BSR, b: torch.Tensor, card: str | None) -> Any:
@@ -280,9 +374,9 @@ def predicted_dense(question: Question, shape: tuple[int, int], card: str) -> fl
     """
     cells = -(-shape[0] // question.block[0]) * -(-shape[1] // question.block[1])
     dtype = dtypes.parse(question.dtype)
-    full = uniform_blocks(shape, question.block, cells, dtype, torch.device("cpu"))
-    x = torch.empty(question.tokens, shape[1], dtype=dtype)
-    return plan_spmm(full, x.T, kernel="vendor.dense", device=card).seconds
+    full = uniform_blocks(shape, question.block, cells, dtype, META)
+    x = _tokens(question.tokens, shape[1], dtype, META)
+    return plan_spmm(full, x, kernel="vendor.dense", device=card).seconds
 
 
 @dataclass(frozen=True)
@@ -313,19 +407,23 @@ class _BreakEven:
     @lru_cache(maxsize=4096)  # noqa: B019 (the key is a frozen value; like matrices of a model share it)
     def seconds(self, nnzb: int) -> float:
         a = uniform_blocks(self.shape, self.block, nnzb, self.dtype, self.device)
-        x = torch.empty(self.tokens, self.shape[1], dtype=self.dtype, device=self.device)
-        return best_sparse(a, x.T, self.card).seconds
+        x = _tokens(self.tokens, self.shape[1], self.dtype, self.device)
+        return best_sparse(a, x, self.card).seconds
 
 
 def uniform_blocks(
     shape: tuple[int, int], block: tuple[int, int], nnzb: int, dtype: torch.dtype, device: torch.device
 ) -> BSR:
-    """A matrix with `nnzb` blocks spread evenly over the rows, values unwritten: for planning only."""
+    """A matrix with `nnzb` blocks spread evenly over the rows, values unwritten: for planning only.
+
+    On the meta device its values take no memory, and its pattern lies on the CPU, where plans read it.
+    """
     rows, cols = -(-shape[0] // block[0]), -(-shape[1] // block[1])
     starts = torch.arange(rows + 1, dtype=torch.int64) * nnzb // max(1, rows)
     lengths = starts[1:] - starts[:-1]
     generator = torch.Generator().manual_seed(0)
     ranks = torch.rand(rows, cols, generator=generator).argsort(dim=1).argsort(dim=1)
     indices = (ranks < lengths[:, None]).nonzero()[:, 1]
-    pattern = BlockPattern(shape, block, starts.int().to(device), indices.int().to(device))
+    at = torch.device("cpu") if device == META else device
+    pattern = BlockPattern(shape, block, starts.int().to(at), indices.int().to(at))
     return BSR.unchecked(pattern, torch.empty(nnzb, *block, dtype=dtype, device=device))

@@ -10,9 +10,8 @@ import torch
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.formats.bsr import BSR
-from sparsek.formats.random import random_bsr
-
-PATTERNS = ("uniform", "banded", "powerlaw")
+from sparsek.formats.pattern import block_sides
+from sparsek.formats.random import PATTERNS, random_bsr
 
 
 @dataclass(frozen=True)
@@ -31,9 +30,7 @@ class Case:
         for side in ("m", "k", "n"):
             if getattr(self, side) < 1:
                 raise InvalidInput(f"a benchmark case needs {side} >= 1, got {getattr(self, side)}")
-        for side in self.block:
-            if side < 16 or side > 512 or side % 16:
-                raise InvalidInput(f"block sides are multiples of 16 from 16 to 512, got {self.block_name}")
+        block_sides(self.block)
         if not 0.0 < self.density <= 1.0:
             raise InvalidInput(f"density is a fraction in (0, 1], got {self.density}")
         if self.pattern not in PATTERNS:

@@ -5,6 +5,8 @@ same number of blocks; shorter rows are filled with column index -1.
 """
 
 import ctypes
+import weakref
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,13 +67,21 @@ def blocked_ell(indptr: Tensor, indices: Tensor, values: Tensor, layout: str) ->
 
 @dataclass
 class Call:
-    """One prepared product; calling it queues it on torch's current stream. Keeps its buffers alive."""
+    """One prepared product; calling it queues it on torch's current stream. Keeps its buffers alive.
+
+    `made` destroys its handle and descriptors: when this object goes, but not at the end of the process, where the
+    driver may be gone before.
+    """
 
     library: ctypes.CDLL
     handle: ctypes.c_void_p
     arguments: tuple[Any, ...]
     width: int
     kept: tuple[Any, ...] = field(repr=False)
+    made: ExitStack = field(repr=False)
+
+    def __post_init__(self) -> None:
+        weakref.finalize(self, self.made.close).atexit = False
 
     def __call__(self) -> None:
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
@@ -89,29 +99,8 @@ def prepare(library: ctypes.CDLL, one: Operands, layout: str, dtype: str) -> Cal
     width = int(columns.shape[1])
     i64, pointer, byref = ctypes.c_int64, ctypes.c_void_p, ctypes.byref
     handle, a, b, c = pointer(), pointer(), pointer(), pointer()
-    checked("cusparseCreate", library.cusparseCreate(byref(handle)))
-    checked(
-        "cusparseCreateBlockedEll",
-        library.cusparseCreateBlockedEll(
-            byref(a), i64(m), i64(k), i64(size), i64(width * size),
-            pointer(columns.data_ptr()), pointer(values.data_ptr()), INDEX_32I, INDEX_BASE_ZERO, kind,
-        ),
-    )  # fmt: skip
-    for matrix, tensor, rows in ((b, one.b, k), (c, one.out, m)):
-        checked(
-            "cusparseCreateDnMat",
-            library.cusparseCreateDnMat(
-                byref(matrix),
-                i64(rows),
-                i64(n),
-                i64(tensor.stride(0)),
-                pointer(tensor.data_ptr()),
-                kind,
-                ORDER_ROW,
-            ),
-        )
-    alpha, beta = ctypes.c_float(1.0), ctypes.c_float(0.0)
-    head = (
+    alpha, beta, needed = ctypes.c_float(1.0), ctypes.c_float(0.0), ctypes.c_size_t()
+    product = (
         NON_TRANSPOSE,
         NON_TRANSPOSE,
         byref(alpha),
@@ -122,8 +111,28 @@ def prepare(library: ctypes.CDLL, one: Operands, layout: str, dtype: str) -> Cal
         CUDA_R_32F,
         SPMM_BLOCKED_ELL_ALG1,
     )
-    needed = ctypes.c_size_t()
-    checked("cusparseSpMM_bufferSize", library.cusparseSpMM_bufferSize(handle, *head, byref(needed)))
-    workspace = torch.empty(max(16, needed.value), dtype=torch.uint8, device=one.b.device)
-    kept = (columns, values, workspace, alpha, beta, one)
-    return Call(library, handle, (*head, pointer(workspace.data_ptr())), width, kept)
+    with ExitStack() as made:
+        checked("cusparseCreate", library.cusparseCreate(byref(handle)))
+        made.callback(library.cusparseDestroy, handle)
+        checked(
+            "cusparseCreateBlockedEll",
+            library.cusparseCreateBlockedEll(
+                byref(a), i64(m), i64(k), i64(size), i64(width * size),
+                pointer(columns.data_ptr()), pointer(values.data_ptr()), INDEX_32I, INDEX_BASE_ZERO, kind,
+            ),
+        )  # fmt: skip
+        made.callback(library.cusparseDestroySpMat, a)
+        for matrix, tensor, rows in ((b, one.b, k), (c, one.out, m)):
+            checked(
+                "cusparseCreateDnMat",
+                library.cusparseCreateDnMat(
+                    byref(matrix), i64(rows), i64(n), i64(tensor.stride(0)),
+                    pointer(tensor.data_ptr()), kind, ORDER_ROW,
+                ),
+            )  # fmt: skip
+            made.callback(library.cusparseDestroyDnMat, matrix)
+        checked("cusparseSpMM_bufferSize", library.cusparseSpMM_bufferSize(handle, *product, byref(needed)))
+        workspace = torch.empty(max(16, needed.value), dtype=torch.uint8, device=one.b.device)
+        kept = (columns, values, workspace, alpha, beta, one)
+        arguments = (*product, pointer(workspace.data_ptr()))
+        return Call(library, handle, arguments, width, kept, made.pop_all())

@@ -27,11 +27,14 @@ class Operands:
 
 @dataclass(frozen=True)
 class Ready:
-    """A peer that is set up: one call per operand set, the FLOPs its rate counts, its chosen settings."""
+    """A peer that is set up: one call per operand set, and its chosen settings.
+
+    `dense`: its rate counts all FLOPs of the dense product, not those of the stored blocks alone.
+    """
 
     calls: tuple[Callable[[], object], ...]
-    flops: float
     note: str = ""
+    dense: bool = False
 
 
 class UnavailableError(SparseKError):
@@ -54,11 +57,6 @@ class Peer(Protocol):
     def ready(self, case: Case, sets: Sequence[Operands], tried: Callable[[str], None]) -> Ready:
         """Sets up and tunes; `tried(text)` reports progress. Raises UnavailableError with the reason."""
         ...
-
-
-def useful_flops(a: BSR, n: int) -> float:
-    """2 FLOP for every element of every stored block and column of B."""
-    return 2.0 * a.nnzb * a.block[0] * a.block[1] * n
 
 
 def rotating(calls: Sequence[Callable[[], object]]) -> Callable[[], object]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sparsek.bench import cusparse
 from sparsek.bench.cases import Case, random_dense
-from sparsek.bench.peer import Operands, Peer, Ready, UnavailableError, rotating, useful_flops
+from sparsek.bench.peer import Operands, Peer, Ready, UnavailableError, rotating
 from sparsek.core.clock import time_rounds
 from sparsek.core.errors import InvalidInput
 from sparsek.formats.bsr import BSR
@@ -43,7 +43,7 @@ class DenseMatmul:
             dense = random_dense(case.m, case.k, one.b.dtype, one.b.device, seed=1000 + index)
             dense.mul_(1 / math.sqrt(case.k))
             calls.append(lambda w=dense, one=one: torch.matmul(w, one.b, out=one.out))
-        return Ready(tuple(calls), case.dense_flops)
+        return Ready(tuple(calls), dense=True)
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,9 @@ class TorchSparse:
         return reasons
 
     def ready(self, case: Case, sets: Sequence[Operands], tried: Callable[[str], None]) -> Ready:
-        matrices = [as_torch_bsr(one.a) for one in sets]
-        flops = useful_flops(sets[0].a, case.n)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # torch calls its BSR support beta on first use
+            matrices = [one.a.to_torch() for one in sets]
         if sets[0].b.device.type != "cuda":
             try:
                 _gated(sets[0].a, sets[0].b, matrices[0] @ sets[0].b, "torch.sparse BSR on this CPU")
@@ -81,12 +82,10 @@ class TorchSparse:
                 raise UnavailableError(
                     f"torch.sparse BSR refuses {case.dtype} on this CPU: {_first_line(error)}"
                 ) from None
-            return Ready(
-                tuple(lambda w=w, one=one: w @ one.b for w, one in zip(matrices, sets, strict=True)), flops
-            )
+            return Ready(tuple(lambda w=w, one=one: w @ one.b for w, one in zip(matrices, sets, strict=True)))
         meta = self.tuned(case, matrices, sets, tried)
         calls = tuple(_addmm_call(w, one, meta) for w, one in zip(matrices, sets, strict=True))
-        return Ready(calls, flops, ", ".join(f"{key}={value}" for key, value in meta.items()))
+        return Ready(calls, ", ".join(f"{key}={value}" for key, value in meta.items()))
 
     def tuned(
         self, case: Case, matrices: Sequence[Tensor], sets: Sequence[Operands], tried: Callable[[str], None]
@@ -124,16 +123,6 @@ class TorchSparse:
                 return meta
         raise UnavailableError(
             f"none of {len(timed)} parameter sets of torch.sparse's kernel ran and was right"
-        )
-
-
-def as_torch_bsr(a: BSR) -> Tensor:
-    """The same blocks as a torch.sparse_bsr tensor, values shared. Sides must be multiples of the block."""
-    pattern = a.pattern
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # torch calls its BSR support beta on first use
-        return torch.sparse_bsr_tensor(
-            pattern.indptr, pattern.indices, a.logical_values(), size=a.shape, check_invariants=False
         )
 
 
@@ -224,7 +213,7 @@ class CuSparse:
                 continue
             others = [cusparse.prepare(library, one, layout, case.dtype) for one in sets[1:]]
             note = f"Blocked-ELL stored by {layout}, {first.width} blocks in every row"
-            return Ready((first, *others), useful_flops(sets[0].a, case.n), note)
+            return Ready((first, *others), note)
         raise UnavailableError("; ".join(failures))
 
 

@@ -10,7 +10,7 @@ import torch
 
 from sparsek.bench import records
 from sparsek.bench.cases import Case, random_dense
-from sparsek.bench.peer import Operands, Peer, Ready, UnavailableError, rotating, useful_flops
+from sparsek.bench.peer import Operands, Peer, Ready, UnavailableError, rotating
 from sparsek.core.clock import Times, host_seconds, time_rounds
 from sparsek.core.device import Card, card_of
 from sparsek.core.errors import SparseKError, Unsupported
@@ -115,9 +115,9 @@ def run_case(
         heat=heat,
         on_round=lambda index: report(f"round {index + 1} of {rounds}"),
     )
-    peer_times = {name: (times[f"peer {name}"], peer.flops) for name, peer in ready.items()}
+    peer_times = {name: (times[f"peer {name}"], peer.dense) for name, peer in ready.items()}
     made_records = tuple(
-        _record(case, plans[name][0], sets[0], times[f"kernel {name}"], gates[name], peer_times, device)
+        _record(case, plans[name][0], times[f"kernel {name}"], gates[name], peer_times, device)
         for name in plans
     )
     return Outcome(case, made_records, unavailable, notes)
@@ -130,7 +130,7 @@ def _plan_call(plan: Any, one: Operands) -> Callable[[], object]:
 def _passed(case: Case, name: str, plan: Any, one: Operands) -> Gate:
     one.out.copy_(poisoned(tuple(one.out.shape), one.out.dtype, one.out.device))
     plan(one.a, one.b, out=one.out)
-    got = check_spmm(one.a, one.b, one.out)
+    got = check_spmm(one.a, one.b, one.out, tf32=plan.problem.tf32)
     if not got.passed:
         raise GateError(f"{name} on {case.name}: error {got.error:.3e} exceeds the budget {got.budget:.3e}")
     return got
@@ -161,16 +161,18 @@ def _ready_peers(
 def _record(
     case: Case,
     plan: Any,
-    one: Operands,
     times: Times,
     passed: Gate,
-    peers: dict[str, tuple[Times, float]],
+    peers: dict[str, tuple[Times, bool]],
     device: torch.device,
 ) -> records.Record:
     seconds = times.median / 1e3
-    useful = useful_flops(one.a, case.n) / seconds / 1e12
+    useful = plan.problem.useful_flops / seconds / 1e12
     # A peer's rate counts its own FLOPs: useful ones for sparse peers, all of them for dense ones.
-    rates = {name: flops / (peer.median / 1e3) / 1e12 for name, (peer, flops) in peers.items()}
+    rates = {
+        name: (case.dense_flops if dense else plan.problem.useful_flops) / (peer.median / 1e3) / 1e12
+        for name, (peer, dense) in peers.items()
+    }
     made = _facts("spmm", case, plan, times, passed, device) | {
         "tflops": {
             "useful": round(useful, 6),

@@ -6,11 +6,11 @@ from typing import Annotated, Any, TypeVar
 
 import torch
 import typer
-from rich.markup import escape
 from rich.table import Table
 
 from sparsek.bench import charts, records
-from sparsek.bench.cases import PATTERNS, Case, Entry, parse_block, product, suite
+from sparsek.bench.cases import Case, Entry, parse_block, product, suite
+from sparsek.bench.memory import out_of_memory
 from sparsek.bench.peer import Peer
 from sparsek.bench.peers import PEERS, peers_named
 from sparsek.bench.report import PEER_TITLES
@@ -19,8 +19,10 @@ from sparsek.cli.output import Commands, complain, console, progress
 from sparsek.cli.output import table as new_table
 from sparsek.core.errors import InvalidInput
 from sparsek.formats.pattern import as_device
+from sparsek.formats.random import PATTERNS
 
 Value = TypeVar("Value")
+OF_ONE_CASE = ("m", "k", "n", "block", "density", "pattern", "dtype", "kernel", "host")
 app = typer.Typer(
     cls=Commands, help="Measure, with a correctness gate before any time.", no_args_is_help=True
 )
@@ -33,6 +35,7 @@ def bench() -> None:
 
 @app.command("spmm")
 def spmm(
+    context: typer.Context,
     m: Annotated[str, typer.Option(help="Rows of A; comma lists give every combination.")] = "8192",
     k: Annotated[str, typer.Option(help="Columns of A.")] = "8192",
     n: Annotated[str, typer.Option(help="Columns of B.")] = "8192",
@@ -62,9 +65,7 @@ def spmm(
 ) -> None:
     """BSR x dense against its peers: N(0, 1) data, rotating buffers, interleaved rounds, median, spread."""
     where = as_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if where.type == "cuda" and not torch.cuda.is_available():
-        raise InvalidInput(f"there is no GPU for --device {device}; leave it out, or use cpu")
-    kernels = tuple(part.strip() for part in kernel.split(","))
+    _refuse_contradictions(_given(context))
     if named is not None:
         entries = _numbered(suite(named), only)
     else:
@@ -77,8 +78,9 @@ def spmm(
             _listed("pattern", pattern, str),
             _listed("dtype", dtype, str),
         )
-        entries = tuple(Entry(case, kernels, host) for case in cases)
-    chosen = () if peers == "none" else peers_named(None if peers == "all" else peers.split(","), where)
+        entries = tuple(Entry(case, tuple(_listed("kernel", kernel, str)), host) for case in cases)
+    names = {"all": None, "none": []}.get(peers.strip(), _listed("peers", peers, str))
+    chosen = peers_named(names, where)
     outcomes, failed = _run(entries, chosen, rounds, where, out)
     found = [record for outcome in outcomes for record in outcome.records]
     screen = console()
@@ -92,6 +94,23 @@ def spmm(
             screen.print(f"drew {path}", soft_wrap=True)
     if failed or not found:
         raise typer.Exit(1)
+
+
+def _given(context: typer.Context) -> set[str]:
+    """The parameters that were written on the command line."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    return {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
+
+
+def _refuse_contradictions(given: set[str]) -> None:
+    """InvalidInput for options that would be ignored next to the others."""
+    extra = ", ".join(f"--{name}" for name in OF_ONE_CASE if name in given)
+    if "named" in given and extra:
+        raise InvalidInput(
+            f"--suite brings its own cases and kernels; leave out {extra}, or leave out --suite"
+        )
+    if "only" in given and "named" not in given:
+        raise InvalidInput("--only picks entries of a suite; name one with --suite")
 
 
 def _listed(name: str, text: str, parse: Callable[[str], Value]) -> list[Value]:
@@ -135,8 +154,11 @@ def _run(
                         device=device,
                         report=lambda text, name=name: say(f"{name}: {text}"),
                     )
-            except (GateError, torch.OutOfMemoryError) as error:
-                complain(f"{name}: {error}")
+            except (GateError, MemoryError, RuntimeError) as error:
+                why = str(error) if isinstance(error, GateError) else out_of_memory(error)
+                if why is None:
+                    raise
+                complain(f"{name}: {why}")
                 failed = True
             else:
                 outcomes.append(outcome)
@@ -183,4 +205,4 @@ def _print_notes(outcomes: Sequence[Outcome]) -> None:
             lines.setdefault(f"{name} not measured: {'; '.join(reasons)}", []).append(outcome.case.name)
     for line, cases in lines.items():
         where = "every case" if len(cases) == len(outcomes) else ", ".join(cases)
-        console().print(escape(f"{line} ({where})"), soft_wrap=True, style="dim")
+        console().print(f"{line} ({where})", soft_wrap=True, style="dim")

@@ -5,6 +5,7 @@ import platform
 import torch
 import typer
 from rich.table import Table
+from rich.text import Text
 
 import sparsek as sk
 from sparsek.bench.cases import Case
@@ -28,7 +29,7 @@ def doctor() -> None:
     table, wrong = _kernels(device)
     out.print(table)
     if wrong:
-        out.print(f"[bold red]wrong results from {', '.join(wrong)}[/]")
+        out.print(f"wrong results from {', '.join(wrong)}", style="bold red")
         raise typer.Exit(1)
     out.print(
         f"self check: {CHECKED.name} on {device.type}, every kernel that runs here is within its error budget"
@@ -75,7 +76,7 @@ def _kernels(device: torch.device) -> tuple[Table, list[str]]:
                 table.add_row(name, "no", "; ".join(error.reasons.get(name, [str(error)])))
             else:
                 share = f"error {got.error:.1e} of {got.budget:.1e} allowed"
-                table.add_row(name, "[green]runs[/]" if got.passed else "[bold red]wrong[/]", share)
+                table.add_row(name, Text("runs", "green") if got.passed else Text("wrong", "bold red"), share)
                 if not got.passed:
                     wrong.append(name)
             advance()

@@ -1,14 +1,17 @@
-"""How the commands talk: one console, one progress bar, one red line for an error."""
+"""How the commands talk: one console, one progress bar, one red line for an error.
+
+Names of matrices, kernels and files come from outside. So no text is read as markup, and no control character of it
+reaches the terminal: both hold for whatever `console()` prints. Style goes by `style=` and by `Text`.
+"""
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import typer
-from rich.console import Console
-from rich.markup import escape
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -17,9 +20,12 @@ from rich.progress import (
     TextColumn,
     TimeElapsedColumn,
 )
+from rich.segment import Segment
 from rich.table import Table
+from rich.text import Text
 from typer.core import TyperGroup
 
+from sparsek.bench.memory import out_of_memory
 from sparsek.core.errors import SparseKError
 
 EXIT_ERROR = 2
@@ -28,7 +34,7 @@ TICK_SECONDS = 5.0
 
 
 class Commands(TyperGroup):
-    """A group of commands whose SparseK and file errors become one red line and exit code 2, without a traceback."""
+    """A group of commands. SparseK's and file errors, and missing memory, become one red line and exit code 2."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -36,6 +42,31 @@ class Commands(TyperGroup):
         except (SparseKError, OSError) as error:
             complain(str(error))
             raise typer.Exit(EXIT_ERROR) from None
+        except (MemoryError, RuntimeError) as error:
+            missing = out_of_memory(error)
+            if missing is None:
+                raise
+            complain(missing)
+            raise typer.Exit(EXIT_ERROR) from None
+
+
+def plain(text: str) -> str:
+    """`text` without what a terminal could obey: everything that is not printable, but for newlines."""
+    if text.isprintable():
+        return text
+    return "".join(letter for letter in text if letter.isprintable() or letter == "\n")
+
+
+class _Screen(Console):
+    """A console that prints text as it is, without markup, emoji codes and control characters."""
+
+    def __init__(self, *, stderr: bool) -> None:
+        super().__init__(stderr=stderr, highlight=False, markup=False, emoji=False)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """The segments of any renderable; rich's own control segments pass."""
+        for part in super().render(renderable, options):
+            yield part if part.control else Segment(plain(part.text), part.style)
 
 
 def console(stderr: bool = False) -> Console:
@@ -43,7 +74,7 @@ def console(stderr: bool = False) -> Console:
 
     Text that goes to a file or a pipe is 120 columns wide, unless COLUMNS says otherwise.
     """
-    made = Console(stderr=stderr, highlight=False)
+    made = _Screen(stderr=stderr)
     if not made.is_terminal and "COLUMNS" not in os.environ:
         made.width = PIPE_WIDTH
     return made
@@ -56,7 +87,7 @@ def table(title: str) -> Table:
 
 def complain(text: str) -> None:
     """Prints an error in red on standard error."""
-    console(stderr=True).print(f"[bold red]error:[/] [red]{escape(text)}[/]", soft_wrap=True)
+    console(stderr=True).print(Text("error:", "bold"), text, style="red", soft_wrap=True)
 
 
 @contextmanager
@@ -96,7 +127,7 @@ class _Ticker:
         self.text = text
         if time.monotonic() - self.last > TICK_SECONDS:
             self.last = time.monotonic()
-            self.screen.print(f"{self.done}/{self.total} {self.text}", markup=False, soft_wrap=True)
+            self.screen.print(f"{self.done}/{self.total} {self.text}", soft_wrap=True)
 
     def advance(self) -> None:
         self.done += 1

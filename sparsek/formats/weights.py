@@ -2,7 +2,7 @@
 
 `open_weights(path)` lists what a file holds without reading it; `.read(name)` gives one matrix as a dense CPU
 tensor in the dtype of the file. No pickle is ever read. Sizes that a file declares are held against its
-length, and against `MAX_ELEMENTS`, before memory is taken for them.
+length, against `MAX_ELEMENTS` and against the memory that is free, before any is taken for them.
 """
 
 import ast
@@ -92,7 +92,8 @@ class WeightFile(ABC):
         """The matrix `name` as a dense contiguous CPU tensor [M, K] in the file's dtype, zeros filled in.
 
         Raises InvalidInput for a name that is not there (it lists near ones) or is no 2-D float matrix,
-        InvalidFile for bytes that are not what the header says and for more than 2^31 elements.
+        InvalidFile for bytes that are not what the header says, for more than 2^31 elements, and for more bytes
+        than the machine has free.
         """
         entry = self.entries.get(name)
         if entry is None:
@@ -103,6 +104,12 @@ class WeightFile(ABC):
         if max(*entry.shape, math.prod(entry.shape)) > MAX_ELEMENTS:
             raise self._fault(
                 f"{name!r} of shape {list(entry.shape)} is over the limit of {MAX_ELEMENTS} elements"
+            )
+        takes, free = math.prod(entry.shape) * dtypes.itemsize(entry.dtype), available_memory()
+        if free is not None and takes > free:
+            raise self._fault(
+                f"{name!r} of shape {list(entry.shape)} takes {takes / 1e9:.3g} GB as a dense matrix; "
+                f"{free / 1e9:.3g} GB of memory are free"
             )
         matrix = self._matrix(entry)
         if tuple(matrix.shape) != entry.shape:
@@ -290,8 +297,9 @@ class MtxHeader(NamedTuple):
             mirrored = -value[half] if self.symmetry == "skew-symmetric" else value[half]
             i, j = np.concatenate([i, j[half]]), np.concatenate([j, i[half]])
             value = np.concatenate([value, mirrored])
-        flat = np.bincount(i * columns + j, value, minlength=rows * columns)
-        return flat.astype(np.float64, copy=False).reshape(rows, columns)  # bincount of nothing is int64
+        dense = np.zeros((rows, columns))  # pages without an entry are never touched
+        np.add.at(dense.reshape(-1), i * columns + j, value)
+        return dense
 
 
 class NpyHeader(NamedTuple):
@@ -449,6 +457,17 @@ def _scipy(module: str, path: Path) -> Any:
 def _open_npz(path: Path) -> WeightFile:
     is_sparse = {"format", "shape", "data"} <= set(_npz_headers(path))
     return ScipyNpz(path) if is_sparse else Npz(path)
+
+
+def available_memory() -> int | None:
+    """Bytes of memory that are free, all that the machine has where the system (macOS) does not say what is free, or
+    None (Windows)."""
+    try:
+        about = Path("/proc/meminfo").read_text(encoding="ascii")
+    except OSError:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else None
+    found = re.search(r"^MemAvailable: *(\d+) kB", about, re.MULTILINE)
+    return int(found[1]) * 1024 if found else None
 
 
 READERS: dict[str, Callable[[Path], WeightFile]] = {

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from sparsek.bench import advise
-from sparsek.bench.advise import Advice, Group, Pruned, Question, Times
-from sparsek.core.errors import InvalidInput
+from sparsek.bench.advise import Advice, Group, NoAdvice, Pruned, Question, Times
+from sparsek.core.errors import InvalidFile, InvalidInput
 from sparsek.formats.bsr import BSR
 from sparsek.formats.weights import WeightFile, open_weights
 from sparsek.testing.budget import Gate
@@ -76,17 +76,64 @@ def test_a_pruned_matrix_keeps_its_largest_blocks_and_passes_the_check(weights: 
     assert pruned.gate.passed
 
 
-def test_weights_with_nan_are_named(weights: WeightFile) -> None:
-    weight = weights.read("head").clone()
-    weight[3, 3] = float("nan")
-    with pytest.raises(InvalidInput, match=r"^head: "):
+def test_nan_in_the_file_and_overflow_in_the_cast_are_told_apart(weights: WeightFile) -> None:
+    weight = weights.read("head").double()
+    weight[3, 3] = 1e300
+    with pytest.raises(InvalidInput, match="1 of its elements overflow in the cast from fp64 to bf16"):
         advise.prune("head", weight, PREDICT)
+    weight[3, 3] = float("nan")
+    with pytest.raises(InvalidFile, match="1 of its elements are NaN or Inf in the file"):
+        advise.prune("head", weight, PREDICT)
+
+
+def test_the_kept_norm_of_large_weights_is_a_fraction() -> None:
+    pruned = advise.prune("w", torch.full((64, 64), 1e30), PREDICT)
+    assert pruned.kept_norm == pytest.approx(0.5)
+
+
+def test_a_matrix_that_fails_leaves_the_others_of_its_group(weights: WeightFile) -> None:
+    def read(name: str) -> torch.Tensor:
+        if name == "broken":
+            raise MemoryError("Unable to allocate 9 GiB")
+        return weights.read(name)
+
+    steps: list[str] = []
+    group = Group("* (3)", ("broken", "layer.0.w", "layer.1.w"), (128, 96))
+    advice = advise.advise(group, read, PREDICT, steps.append)
+    assert isinstance(advice, Advice)
+    assert steps == list(group.names)
+    assert advice.first.name == "layer.0.w"
+    assert advice.checked == 2
+    assert [str(failure) for failure in advice.failures] == [
+        "'broken': out of memory: Unable to allocate 9 GiB"
+    ]
+    assert advice.verdict.endswith(", 1 of 3 failed")
+    hopeless = advise.advise(Group("broken", ("broken",), (128, 96)), read, PREDICT, steps.append)
+    assert isinstance(hopeless, NoAdvice)
+    assert hopeless.verdict == "failed"
+
+
+def test_a_defect_is_no_failure_of_a_matrix() -> None:
+    def read(name: str) -> torch.Tensor:
+        raise RuntimeError("a defect")
+
+    with pytest.raises(RuntimeError, match="a defect"):
+        advise.advise(Group("w", ("w",), (64, 64)), read, PREDICT, lambda name: None)
+
+
+def test_predictions_without_memory_are_those_with_it(weights: WeightFile) -> None:
+    weight = weights.read("layer.0.w")
+    a = advise.prune("layer.0.w", weight, PREDICT).matrix
+    x = torch.empty(PREDICT.tokens, a.shape[1], dtype=a.dtype)
+    times = advise.timed(a, weight, PREDICT)
+    assert times.sparse == advise.best_sparse(a, x.T, "h200").seconds
 
 
 def test_every_matrix_of_a_group_is_read_and_checked(weights: WeightFile) -> None:
     group = Group("layer.*.w (2)", ("layer.0.w", "layer.1.w"), (128, 96))
     steps: list[str] = []
     advice = advise.advise(group, weights.read, PREDICT, steps.append)
+    assert isinstance(advice, Advice)
     assert steps == ["layer.0.w", "layer.1.w"]
     assert advice.times.predicted
     assert advice.wrong == ()
@@ -95,10 +142,10 @@ def test_every_matrix_of_a_group_is_read_and_checked(weights: WeightFile) -> Non
 
 
 def test_sparse_wins_below_the_break_even_density_and_loses_above() -> None:
-    shape, cpu = (4096, 4096), torch.device("cpu")
+    shape = (4096, 4096)
     question = Question((128, 128), 0.125, 4096, "h200")
     dense = advise.predicted_dense(question, shape, "h200")
-    even = advise._BreakEven(shape, (128, 128), 4096, torch.bfloat16, cpu, "h200")
+    even = advise._BreakEven(shape, (128, 128), 4096, torch.bfloat16, advise.META, "h200")
     density = even.density(dense)
     assert 0 < density <= 1
     assert even.seconds(max(1, int(density * 1024))) <= dense
@@ -138,6 +185,7 @@ def test_the_verdict_is_in_words(dense: float, even: float, wrong: tuple[str, ..
     ("change", "said"),
     [
         ({"tokens": 0}, "tokens"),
+        ({"tokens": 10**11}, "tokens must be from 1 to 2147482624"),
         ({"keep": 0.0}, "keep"),
         ({"scope": "column"}, "scope"),
         ({"dtype": "int8"}, "dtype"),

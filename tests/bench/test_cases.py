@@ -78,7 +78,7 @@ def test_other_blocks_are_refused(text: str) -> None:
     ("change", "said"),
     [
         ({"m": 0}, "needs m >= 1"),
-        ({"block": (24, 16)}, "multiples of 16"),
+        ({"block": (24, 16)}, "multiples of 16 from 16 to 512"),
         ({"density": 0.0}, r"fraction in \(0, 1\]"),
         ({"pattern": "stripes"}, "not one of"),
         ({"dtype": "fp8"}, "unknown dtype"),

@@ -1,5 +1,7 @@
 """Peers: their arithmetic, their limits, and the tuning of torch.sparse."""
 
+import ctypes
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -8,11 +10,10 @@ import torch
 
 from sparsek.bench import cusparse, peers
 from sparsek.bench.cases import Case
-from sparsek.bench.peer import Operands, UnavailableError, rotating, useful_flops
-from sparsek.bench.peers import PEERS, as_torch_bsr, meta_space, peers_named, stage_space
+from sparsek.bench.peer import Operands, UnavailableError, rotating
+from sparsek.bench.peers import PEERS, meta_space, peers_named, stage_space
 from sparsek.core.clock import Times
 from sparsek.core.errors import InvalidInput
-from sparsek.formats.bsr import BSR
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda")
@@ -33,25 +34,19 @@ def ignore(text: str) -> None:
     """Hears progress and says nothing."""
 
 
-def test_the_torch_matrix_is_the_same_matrix() -> None:
-    a, _ = SMALL.make(CPU)
-    assert torch.equal(as_torch_bsr(a).to_dense(), a.to_dense())
-    assert torch.equal(as_torch_bsr(a.T).to_dense(), a.to_dense().T)
-
-
 def test_torch_sparse_multiplies_every_set_and_counts_useful_flops() -> None:
     sets = operands(SMALL)
     ready = BY_NAME["torch_sparse"].ready(SMALL, sets, ignore)
     for call, one in zip(ready.calls, sets, strict=True):
         torch.testing.assert_close(call(), one.a.to_dense() @ one.b)
-    assert ready.flops == useful_flops(sets[0].a, 32) == 2 * sets[0].a.nnzb * 32 * 32 * 32
+    assert not ready.dense
 
 
 def test_the_dense_peer_multiplies_other_full_data_and_counts_all_flops() -> None:
     sets = operands(SMALL)
     ready = BY_NAME["torch_dense"].ready(SMALL, sets, ignore)
     assert len(ready.calls) == len(sets)
-    assert ready.flops == 2 * 64 * 96 * 32
+    assert ready.dense
     for call, one in zip(ready.calls, sets, strict=True):
         call()
         assert torch.isfinite(one.out).all()
@@ -141,7 +136,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, int]]:
         monkeypatch.setattr(peers, "_addmm_call", addmm_call)
         monkeypatch.setattr(peers, "time_rounds", time_rounds)
         sets = operands(SMALL)
-        return peers.TorchSparse().tuned(SMALL, [as_torch_bsr(one.a) for one in sets], sets, ignore)
+        return peers.TorchSparse().tuned(SMALL, [one.a.to_torch() for one in sets], sets, ignore)
 
     return tune
 
@@ -183,6 +178,45 @@ def test_rotation_runs_each_call_in_turn() -> None:
     assert sorted(seen[:3]) == sorted(seen[3:]) == [0, 1, 2]
 
 
-def test_useful_flops_count_stored_blocks_only() -> None:
-    a = BSR.from_dense(torch.eye(64), (16, 16))
-    assert useful_flops(a, 10) == 2 * 4 * 16 * 16 * 10
+class PretendCuSparse:
+    """Counts what is made and destroyed; the call named `broken` fails."""
+
+    def __init__(self, broken: str = "") -> None:
+        self.broken = broken
+        self.alive: dict[int, str] = {}
+        self.made = 0
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        def call(first: Any, *others: Any) -> int:
+            if name == self.broken:
+                return 1
+            if name.startswith("cusparseCreate"):
+                self.made += 1
+                first._obj.value = self.made
+                self.alive[self.made] = name.removeprefix("cusparseCreate").replace("BlockedEll", "SpMat")
+            elif name.startswith("cusparseDestroy"):
+                assert self.alive.pop(first.value) == name.removeprefix("cusparseDestroy")
+            return 0
+
+        return call
+
+
+def test_a_product_of_cusparse_destroys_what_it_made() -> None:
+    library: Any = PretendCuSparse()
+    call = cusparse.prepare(library, operands(SMALL)[0], "rows", "fp32")
+    assert list(library.alive.values()) == ["", "SpMat", "DnMat", "DnMat"]
+    assert isinstance(call.handle, ctypes.c_void_p)
+    del call
+    gc.collect()
+    assert library.alive == {}
+
+
+@pytest.mark.parametrize(
+    "broken", ["cusparseCreateBlockedEll", "cusparseCreateDnMat", "cusparseSpMM_bufferSize"]
+)
+def test_a_product_of_cusparse_that_cannot_be_set_up_leaves_nothing_behind(broken: str) -> None:
+    library: Any = PretendCuSparse(broken)
+    with pytest.raises(UnavailableError, match=broken):
+        cusparse.prepare(library, operands(SMALL)[0], "rows", "fp32")
+    assert library.made
+    assert library.alive == {}

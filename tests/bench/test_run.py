@@ -38,6 +38,8 @@ def test_useful_and_dense_equivalent_rates_differ_by_the_density() -> None:
     (record,) = run.run_case(SMALL, kernels=["cpu.spmm"], rounds=2, device=CPU).records
     stored = SMALL.make(CPU)[0].density
     rates = record["tflops"]
+    flops = 2 * SMALL.make(CPU)[0].nnzb * 32 * 32 * 32
+    assert rates["useful"] == pytest.approx(flops / record["ms"]["median"] / 1e9, rel=0.02)
     assert rates["useful"] / rates["dense_equivalent"] == pytest.approx(stored, rel=0.02)
 
 
@@ -58,7 +60,7 @@ def test_a_wrong_kernel_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
     class Wrong:
         def __init__(self, plan: Any) -> None:
-            self.kernel = plan.kernel
+            self.kernel, self.problem = plan.kernel, plan.problem
 
         def __call__(self, a: Any, b: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
             return out.zero_()
@@ -67,6 +69,25 @@ def test_a_wrong_kernel_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "time_rounds", lambda *args, **options: pytest.fail("timed a wrong kernel"))
     with pytest.raises(run.GateError, match="exceeds the budget"):
         run.run_case(SMALL, kernels=["cpu.spmm"], rounds=1, device=CPU)
+
+
+@pytest.mark.parametrize("tf32", [False, True])
+def test_the_gate_allows_tf32_where_the_problem_does(monkeypatch: pytest.MonkeyPatch, tf32: bool) -> None:
+    seen: list[bool] = []
+    real = run.check_spmm
+
+    def check(a: Any, b: torch.Tensor, out: torch.Tensor, *, tf32: bool = False) -> Any:
+        seen.append(tf32)
+        return real(a, b, out)
+
+    monkeypatch.setattr(run, "check_spmm", check)
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = tf32
+    try:
+        run.run_case(SMALL, kernels=["cpu.spmm"], rounds=1, device=CPU)
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+    assert seen == [tf32]
 
 
 def test_operand_sets_share_the_pattern_and_no_memory() -> None:

@@ -1,18 +1,24 @@
 """The command line: what it prints, how it fails, what it writes. Fixed width, and only fields that stay the same."""
 
+import io
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from rich.console import ColorSystem
+from rich.text import Text
 from safetensors.torch import save_file
 from typer.testing import CliRunner, Result
 
 from sparsek.bench import records
+from sparsek.bench.cases import Case
 from sparsek.cli.__main__ import app
-from sparsek.cli.output import duration
+from sparsek.cli.output import console, duration
+from sparsek.cli.output import table as new_table
 
 SMALL = ["--m", "64", "--k", "96", "--n", "32", "--block", "32", "--density", "0.5", "--dtype", "fp32"]
 QUICK = [*SMALL, "--kernel", "cpu.spmm", "--rounds", "2", "--device", "cpu"]
@@ -127,6 +133,143 @@ def test_advise_answers_bad_input_with_one_line_and_exit_code_2(run, model: Path
     assert said in line
 
 
+HOSTILE = ("w[/b]", "w[bold red]", ":smile:", "e\x1b[31ms\x07\x9b1m", "a$b$", "c\\")
+
+
+@pytest.fixture
+def hostile(tmp_path: Path) -> Path:
+    draw = torch.Generator().manual_seed(0)
+    path = tmp_path / "m[bold].safetensors"
+    save_file({name: torch.randn(64, 64, generator=draw) for name in HOSTILE}, path)
+    return path
+
+
+def test_names_of_a_file_are_shown_as_they_are_without_control_characters(run, hostile: Path) -> None:
+    result = run("advise", hostile, "--block", "16", "--tokens", "8", "--device", "h200")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("m[bold].safetensors, 8 tokens")
+    shown = {line.split()[0] for line in result.stdout.splitlines() if " 64x64 " in line}
+    assert shown == {"w[/b]", "w[bold", ":smile:", "e[31ms1m", "a$b$", "c\\"}
+    assert all(letter.isprintable() or letter == "\n" for letter in result.output)
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_picture_takes_any_name(run, hostile: Path, tmp_path: Path, name: str) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "p.png"
+    arguments = ["--block", "16", "--tokens", "8", "--device", "h200", "--picture", picture]
+    chosen = name.replace("[", "[[]")
+    assert run("advise", hostile, "--tensor", chosen, *arguments).exit_code == 0
+    assert picture.is_file()
+
+
+def test_an_error_shows_what_it_quotes_as_it_is(run, hostile: Path) -> None:
+    result = run("advise", hostile, "--tensor", "[/red]\x1b[2J:smile:")
+    assert result.exit_code == 2
+    assert "[/red]" in result.stderr
+    assert ":smile:" in result.stderr
+    assert "\x1b" not in result.stderr
+
+
+def test_a_terminal_gets_colours_and_no_control_character_of_a_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("NO_COLOR", "TERM", "COLUMNS"):
+        monkeypatch.delenv(name, raising=False)
+    screen = console()
+    screen.file, screen._force_terminal, screen._color_system = io.StringIO(), True, ColorSystem.STANDARD
+    table = new_table("t\x1b[2Jitle")
+    table.add_column("c\x1b[2J")
+    table.add_row(Text("g\x1b[2Jreen", "green"))
+    screen.print(table)
+    screen.print("n\x1b[2Jote", style="red")
+    text = screen.file.getvalue()
+    assert "\x1b[2J" not in text
+    assert "\x1b[32mg[2Jreen" in text
+    assert "\x1b[31mn[2Jote" in text
+
+
+def test_a_bad_matrix_fails_alone(run, tmp_path: Path) -> None:
+    draw = torch.Generator().manual_seed(0)
+    tensors = {name: torch.randn(64, 64, generator=draw) for name in ("bad", "big", "good")}
+    tensors["bad"][3, 3] = float("nan")
+    tensors["big"][1, 1] = 1e6
+    save_file(tensors, tmp_path / "m.safetensors")
+    small = ["--block", "16", "--tokens", "8", "--device", "h200", "--dtype", "fp16"]
+    result = run("advise", tmp_path / "m.safetensors", *small)
+    assert result.exit_code == 0, result.output
+    lines = masked(result.stdout)
+    assert "bad 64x64 failed" in lines
+    assert "big 64x64 failed" in lines
+    assert any(line.startswith("good 64x64 2 of 16") for line in lines)
+    assert "1 of 1 products within the error budget" in " ".join(lines)
+    assert result.stderr.splitlines()[-2:] == [
+        "error: 'bad': 1 of its elements are NaN or Inf in the file",
+        "error: 'big': 1 of its elements overflow in the cast from fp32 to fp16, which ends at 65504",
+    ]
+    result = run("advise", tmp_path / "m.safetensors", "--tensor", "b*", *small)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+
+
+@pytest.mark.parametrize(("scope", "stored"), [("global", "2 of 16"), ("row", "4 of 16")])
+def test_the_scope_of_pruning_can_be_chosen(run, model: Path, scope: str, stored: str) -> None:
+    small = ["--tensor", "head.weight", "--block", "16", "--tokens", "8", "--device", "h200"]
+    result = run("advise", model, *small, "--scope", scope)
+    assert result.exit_code == 0, result.output
+    assert f"head.weight 64x64 {stored} " in "\n".join(masked(result.stdout))
+
+
+def test_two_billion_tokens_are_planned_and_not_allocated(run, model: Path) -> None:
+    result = run("advise", model, "--block", "32", "--tokens", 2 * 10**9, "--device", "h200")
+    assert result.exit_code == 0, result.output
+    tokens = re.search(r"with (\d+) (?:to (\d+) )?tokens", result.output)
+    assert tokens is not None
+    assert all(int(count) <= 65536 for count in tokens.groups() if count)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "device", "said"),
+    [(10**11, "h200", "tokens must be from 1 to"), (2 * 10**9, "cpu", "use fewer tokens")],
+)
+def test_tokens_beyond_the_limits_are_refused(run, model: Path, tokens: int, device: str, said: str) -> None:
+    arguments = ["--tensor", "layer.0.weight", "--block", "32", "--tokens", tokens, "--device", device]
+    result = run("advise", model, *arguments)
+    assert result.exit_code == 2
+    assert said in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError("Unable to allocate 11.9 GiB"),
+        RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory: you tried to "
+            "allocate 99000000000 bytes. Error code 12 (Cannot allocate memory)"
+        ),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total of 1 GiB."),
+    ],
+)
+def test_missing_memory_is_one_line(
+    run, model: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail(path: Path) -> None:
+        raise error
+
+    monkeypatch.setattr("sparsek.cli.advise.open_weights", fail)
+    result = run("advise", model)
+    assert result.exit_code == 2
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: out of memory")
+
+
+def test_a_defect_keeps_its_traceback(run, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(path: Path) -> None:
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr("sparsek.cli.advise.open_weights", fail)
+    assert str(run("advise", model).exception) == "a defect"
+
+
 def test_advise_names_a_corrupt_file(run, tmp_path: Path) -> None:
     path = tmp_path / "bad.safetensors"
     path.write_bytes(b"\xff" * 64)
@@ -159,7 +302,7 @@ def test_doctor_shows_versions_and_every_kernel_and_checks_the_arithmetic(run) -
 
 def test_bench_prints_a_table_and_appends_records(run, tmp_path: Path) -> None:
     out = tmp_path / "cpu" / "spmm.jsonl"
-    arguments = [*QUICK, "--peers", "torch_dense,torch_sparse", "--out", out]
+    arguments = [*QUICK, "--peers", "torch_dense, torch_sparse", "--out", out]
     result = run("bench", "spmm", *arguments)
     assert result.exit_code == 0, result.output
     assert "BSR x dense on cpu" in result.output
@@ -200,9 +343,9 @@ def test_bench_with_no_kernel_that_runs_exits_1_and_says_why(run) -> None:
         (["--m", "64,a"], "--m '64,a'"),
         (["--kernel", "fast"], "no kernel is called 'fast'"),
         (["--peers", "mkl"], "no peer is called 'mkl'"),
-        (["--suite", "issue9"], "no suite is called 'issue9'"),
-        (["--suite", "issue2", "--only", "99"], "the suite has entries 1 to"),
         (["--pattern", "stripes"], "pattern 'stripes'"),
+        (["--device", "cuda:99"], "device cuda:99 is not here"),
+        (["--only", "1"], "--only picks entries of a suite"),
     ],
 )
 def test_bench_answers_bad_input_with_one_line_and_exit_code_2(run, arguments, said) -> None:
@@ -210,6 +353,33 @@ def test_bench_answers_bad_input_with_one_line_and_exit_code_2(run, arguments, s
     assert result.exit_code == 2
     assert said in result.stderr
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--suite", "issue9"], "no suite is called 'issue9'"),
+        (["--suite", "issue2", "--only", "99"], "the suite has entries 1 to"),
+        (["--suite", "issue2", *SMALL], "leave out --m, --k, --n, --block, --density, --dtype, or"),
+        (["--suite", "issue2", "--pattern", "uniform"], "leave out --pattern, or"),
+        (["--suite", "issue2", "--kernel", "auto"], "leave out --kernel, or"),
+        (["--suite", "issue2", "--host"], "leave out --host, or"),
+    ],
+)
+def test_bench_of_a_suite_refuses_what_it_would_ignore(run, arguments, said) -> None:
+    result = run("bench", "spmm", "--device", "cpu", *arguments)
+    assert result.exit_code == 2
+    assert said in result.stderr
+
+
+def test_bench_goes_on_after_a_case_that_memory_cannot_hold(run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(case: Case, **options: Any) -> Any:
+        raise MemoryError(f"Unable to allocate {case.m}")
+
+    monkeypatch.setattr("sparsek.cli.bench.run_case", fail)
+    result = run("bench", "spmm", *QUICK, "--m", "64,128", "--peers", "none")
+    assert result.exit_code == 1
+    assert re.findall(r"Unable to allocate (\d+)", result.stderr) == ["64", "128"]
 
 
 def test_report_prints_writes_and_checks(run, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import io as bytesio
+import os
 import reprlib
 import struct
 import sys
@@ -210,6 +211,43 @@ def test_matrix_market_is_read_as_scipy_reads_it(tmp_path, symmetry, layout):
     expected = by_scipy if layout == "array" else by_scipy.toarray()
     assert np.array_equal(only(tmp_path / "w.mtx").numpy(), expected)
     assert np.array_equal(expected, matrix)
+
+
+def test_repeated_coordinates_are_added_up(tmp_path):
+    text = "coordinate real general\n2 3 4\n1 2 0.5\n2 3 1\n1 2 0.25\n1 2 -1\n"
+    (tmp_path / "w.mtx").write_text("%%MatrixMarket matrix " + text)
+    assert only(tmp_path / "w.mtx").tolist() == [[0, -0.25, 0], [0, 0, 1]]
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads what Linux says of this process")
+def test_a_dense_matrix_of_one_entry_takes_no_memory_until_it_is_read(tmp_path):
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    (tmp_path / "w.mtx").write_text("%%MatrixMarket matrix coordinate real general\n12000 12000 1\n9 9 1\n")
+    before = resident()
+    matrix = only(tmp_path / "w.mtx")
+    assert resident() - before < 200e6 < matrix.nbytes
+    assert matrix[8, 8] == 1
+
+
+@pytest.mark.parametrize("kind", ["mtx", "npz"])
+def test_a_dense_matrix_beyond_the_memory_is_refused(tmp_path, monkeypatch, kind):
+    path = tmp_path / f"w.{kind}"
+    if kind == "mtx":
+        path.write_text("%%MatrixMarket matrix coordinate real general\n40000 40000 1\n1 1 1\n")
+    else:
+        scipy_sparse.save_npz(path, scipy_sparse.coo_array(([1.0], ([0], [0])), shape=(40000, 40000)))
+    monkeypatch.setattr(weights, "available_memory", lambda: 10**10)
+    with pytest.raises(InvalidFile, match=r"takes 12\.8 GB as a dense matrix; 10 GB of memory are free"):
+        only(path)
+
+
+def test_free_memory_is_known_and_less_than_all_of_it():
+    free = weights.available_memory()
+    if hasattr(os, "sysconf"):
+        assert free is not None
+        assert 0 < free <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def test_a_complex_matrix_is_not_choosable(tmp_path):

@@ -17,6 +17,7 @@ import threading
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,7 +68,7 @@ def dense_copy(a: BSR) -> Tensor:
         copy = DenseCopy(a)  # lives in the graph's own memory, so it is not kept here
     else:
         stream = torch.cuda.current_stream(a.device).cuda_stream if a.values.is_cuda else 0
-        copies = _COPIES.setdefault(a.values, {})
+        copies: Any = _COPIES.setdefault(a.values, {})
         copy = copies.get(stream)
         if copy is None or copy.pattern() is not a.pattern:
             copy = copies[stream] = DenseCopy(a)

@@ -1,0 +1,26 @@
+"""Running out of memory: NumPy and torch say it in different ways."""
+
+import re
+
+import torch
+
+# torch raises a plain RuntimeError when the CPU has no more memory: on Linux, and on Windows or macOS.
+TORCH_CPU = re.compile(
+    r"DefaultCPUAllocator: (?:can't allocate memory|not enough memory).*?(\d+) bytes", re.S
+)
+
+
+def out_of_memory(error: BaseException) -> str | None:
+    """One line that says how much memory was missing where, or None if `error` says something else."""
+    text = str(error).strip()
+    if isinstance(error, torch.OutOfMemoryError):
+        return "out of memory on the GPU: " + text.split(". GPU ")[0].splitlines()[0]
+    if isinstance(error, MemoryError):
+        return f"out of memory: {text.splitlines()[0]}" if text else "out of memory"
+    found = TORCH_CPU.search(text) if isinstance(error, RuntimeError) else None
+    return f"out of memory: tried to allocate {gigabytes(int(found[1]))}" if found else None
+
+
+def gigabytes(count: float) -> str:
+    """12.8e9 -> "12.8 GB"."""
+    return f"{count / 1e9:.3g} GB" if count < 1e12 else f"{count / 1e9:,.0f} GB"
