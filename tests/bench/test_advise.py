@@ -135,24 +135,59 @@ def test_every_matrix_of_a_group_is_read_and_checked(weights: WeightFile) -> Non
     advice = advise.advise(group, weights.read, PREDICT, steps.append)
     assert isinstance(advice, Advice)
     assert steps == ["layer.0.w", "layer.1.w"]
-    assert advice.times.predicted
+    assert len(advice.times) == 2
+    assert all(times.predicted for times in advice.times)
     assert advice.wrong == ()
     assert 0 < advice.worst_error <= 1
     assert advice.kept_norm[0] < advice.kept_norm[1]
 
 
-def test_sparse_wins_below_the_break_even_density_and_loses_above() -> None:
-    shape = (4096, 4096)
-    question = Question((128, 128), 0.125, 4096, "h200")
-    dense = advise.predicted_dense(question, shape, "h200")
-    even = advise._BreakEven(shape, (128, 128), 4096, torch.bfloat16, advise.META, "h200")
-    density = even.density(dense)
-    assert 0 < density <= 1
-    assert even.seconds(max(1, int(density * 1024))) <= dense
-    if density < 0.98:
-        assert even.seconds(int((density + 0.02) * 1024)) > dense
-    assert even.density(0.0) == 0
-    assert even.density(1.0) == 1
+@pytest.mark.parametrize("scope", ["global", "row"])
+def test_the_curve_prunes_by_the_rule_of_the_question(scope: str) -> None:
+    weight = torch.randn(200, 170, generator=torch.Generator().manual_seed(0)).bfloat16()
+    for keep in (0.01, 0.25, 0.6, 1.0):
+        question = Question((32, 32), keep, 256, "h200", scope=scope)
+        curve, matrix = advise.Curve.of(weight, question), advise.prune("w", weight, question).matrix
+        assert curve.pattern(max(1, round(keep * curve.steps))).same_as(matrix.pattern)
+
+
+def uneven(side: int = 4096) -> torch.Tensor:
+    """A weight whose large blocks all stand in its first rows."""
+    weight = torch.randn(side, side, generator=torch.Generator().manual_seed(0))
+    return weight * torch.linspace(8, 1, side)[:, None]
+
+
+@pytest.mark.parametrize("keep", [0.02, 0.3, 0.9])
+def test_sparse_wins_up_to_the_break_even_density_and_loses_above(keep: float) -> None:
+    question = Question((128, 128), keep, 4096, "h200")
+    weight = uneven().bfloat16()
+    curve, matrix = advise.Curve.of(weight, question), BSR.from_dense(weight, (128, 128), keep=keep)
+    own = curve.plan(matrix.pattern).seconds
+    dense = advise.predicted_dense(question, (4096, 4096), "h200")
+    even = curve.break_even(matrix.nnzb, own, dense)
+    assert (even >= matrix.density) == (own <= dense)
+    if 0 < even < 1:
+        assert curve.plan(curve.pattern(round(even * 1024))).seconds <= dense
+        assert curve.plan(curve.pattern(round(even * 1024) + 10)).seconds > dense
+    assert curve.break_even(matrix.nnzb, own, 0.0) == 0
+    assert curve.break_even(matrix.nnzb, own, 1.0) == 1
+
+
+def test_embeddings_are_look_ups_unless_they_were_wanted() -> None:
+    listed = [("word_Embeddings.weight", (64, 64)), ("head", (64, 64))]
+    assert [group.lookup for group in advise.grouped(listed)] == [True, False]
+    assert [group.lookup for group in advise.grouped(listed, wanted=True)] == [False, False]
+    many = [(f"{chr(97 + i) * 3}{'embed' * (i % 2)}", (64, 64)) for i in range(26)]
+    assert [(group.lookup, len(group.names)) for group in advise.grouped(many)] == [(False, 13), (True, 13)]
+
+
+@pytest.mark.parametrize(
+    ("dense", "sparse", "needs"),
+    [(1e-3, 5e-4, False), (2e-5, 1e-5, True), (5e-5, 2e-5, False), (1e-5, 2e-5, False)],
+)
+def test_products_shorter_than_an_eager_call_gain_only_in_a_cuda_graph(dense, sparse, needs) -> None:
+    assert Times(dense, sparse, "hopper.spmm", 0.5, True, advise.EAGER_CALL).needs_graph == needs
+    assert not Times(dense, sparse, "cpu.spmm", 0.5, True).needs_graph
 
 
 def test_planning_matrices_spread_their_blocks_evenly() -> None:
@@ -163,22 +198,53 @@ def test_planning_matrices_spread_their_blocks_evenly() -> None:
     assert max(lengths) - min(lengths) <= 1
 
 
+def advice_of(times: list[Times], wrong: tuple[str, ...] = (), lookup: bool = False) -> Advice:
+    matrix = BSR.from_dense(torch.ones(64, 64), (16, 16), keep=0.5)
+    first = Pruned("w", matrix, 1.0, Gate(0.0, 1.0, True), 8)
+    group = Group("w", ("w",) * len(times), (64, 64), lookup)
+    return Advice(group, 16, (1.0, 1.0), tuple(times), wrong, 0.5, first)
+
+
 @pytest.mark.parametrize(
-    ("dense", "even", "wrong", "verdict"),
+    ("dense", "even", "wrong", "lookup", "verdict"),
     [
-        (2.0, 0.9, (), "sparse pays"),
-        (1.0, 0.2, (), "no gain"),
-        (0.5, 0.0625, (), "prune to 6.2 %"),
-        (0.5, 0.0, (), "stay dense"),
-        (9.0, 0.9, ("w: error 1.0",), "wrong result"),
+        ([2.0], [0.9], (), False, "faster"),
+        ([2.0], [0.9], (), True, "look-up, not a product"),
+        ([2.0, 1.0], [0.9, 0.5], (), False, "1 of 2 faster"),
+        ([1.0], [0.2], (), False, "no gain"),
+        ([1.0, 0.5], [0.2, 0.2], (), False, "no gain"),
+        ([0.5], [0.25], (), False, "prune to 25 %"),
+        ([0.5, 0.4], [0.25, 0.125], (), False, "prune to 12.5 %"),
+        ([0.5], [0.5], (), False, "stay dense"),
+        ([0.5], [0.0], (), False, "stay dense"),
+        ([9.0], [0.9], ("w: error 1.0",), False, "wrong result"),
     ],
 )
-def test_the_verdict_is_in_words(dense: float, even: float, wrong: tuple[str, ...], verdict: str) -> None:
-    matrix = BSR.from_dense(torch.ones(16, 16), (16, 16))
-    first = Pruned("w", matrix, 1.0, Gate(0.0, 1.0, True), 8)
-    times = Times(dense, 1.0, "hopper.spmm", even, True)
-    advice = Advice(Group("w", ("w",), (64, 64)), 64, (1.0, 1.0), times, wrong, 0.5, first)
-    assert advice.verdict == verdict
+def test_the_verdict_is_in_words(dense, even, wrong, lookup, verdict) -> None:
+    times = [Times(a, 1.0, "hopper.spmm", b, True) for a, b in zip(dense, even, strict=True)]
+    assert advice_of(times, wrong, lookup).verdict == verdict
+
+
+def test_the_verdict_names_the_cuda_graph() -> None:
+    times = Times(2e-5, 1e-5, "hopper.spmm", 0.9, True, advise.EAGER_CALL)
+    assert advice_of([times]).verdict == "faster in a CUDA graph"
+
+
+@pytest.mark.parametrize(
+    ("array", "said"),
+    [
+        (np.zeros((64, 64), np.int32), r"'w' \(int32 of shape \[64, 64\]\)"),
+        (np.zeros(64, np.float32), r"'w' \(fp32 of shape \[64\]\)"),
+        (np.zeros((2, 64, 64)), r"'w' \(fp64 of shape \[2, 64, 64\]\)"),
+        (np.array([[None]]), r"'w' \(pickled Python objects of shape \[1, 1\], which are never read\)"),
+    ],
+)
+@pytest.mark.parametrize("suffix", [".npy", ".npz"])
+def test_a_file_without_a_float_matrix_is_told_by_what_is_in_it(tmp_path: Path, array, said, suffix) -> None:
+    path = tmp_path / f"w{suffix}"
+    _ = np.save(path, array) if suffix == ".npy" else np.savez(path, w=array)
+    with pytest.raises(InvalidInput, match="no 2-D float matrix is in it; found " + said):
+        advise.choose(open_weights(path), [], (32, 32))
 
 
 @pytest.mark.parametrize(

