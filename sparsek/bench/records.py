@@ -14,7 +14,6 @@ import datetime
 import hashlib
 import json
 import math
-import os
 import shutil
 import subprocess
 from collections.abc import Iterable, Mapping
@@ -28,6 +27,7 @@ import torch
 
 import sparsek
 from sparsek.bench.cases import Case
+from sparsek.core import env
 from sparsek.core.clock import Times
 from sparsek.core.device import card_of
 from sparsek.core.errors import InvalidFile, InvalidInput, SparseKError
@@ -288,7 +288,7 @@ def smi_facts(index: int) -> tuple[str | None, float | None]:
     program = shutil.which("nvidia-smi")
     if program is None:
         return None, None
-    visible = [part.strip() for part in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if part.strip()]
+    visible = env.visible_gpus()
     identity = visible[index] if index < len(visible) else str(index)
     question = ["--query-gpu=driver_version,power.limit", "--format=csv,noheader,nounits", f"--id={identity}"]
     try:

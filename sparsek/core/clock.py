@@ -53,7 +53,7 @@ def time_rounds(
     """Times every call in turns: `rounds` rounds, in each one batch of every call.
 
     A batch repeats the call until it lasts about `inner_ms`, and counts as one sample: its mean time per
-    call. Each round starts with another competitor, so that nobody always follows the same neighbour.
+    call. Each round starts with another competitor, so that nobody is always first.
 
     On a GPU, rounds that count for nothing run first until `settle_ms` have passed, and two untimed batches of the
     call named `heat` run before every sample: otherwise a competitor that draws little power cools the card for the

@@ -1,6 +1,6 @@
 """Facts about the device a problem runs on. The only module that asks torch.cuda about hardware.
 
-Rates are measured, not from datasheets: NVIDIA H200 SXM, 2026-10/11, torch 2.11+cu130; see docs/lab-notes.md.
+The H200's bandwidth and its bf16 and fp16 rates are measured (docs/lab-notes.md); `Card.measured` says which rates are.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,8 @@ from sparsek.core.errors import InvalidInput
 class Card:
     """One kind of device. Bandwidths in bytes per second, rates in 1e12 FLOP per second, memory in bytes.
 
-    `measured` is False where the rates are the H200's, scaled by the number of SMs: a guess.
+    `measured` names the dtypes whose rates were measured on the card. The others are guesses: for cards other than the
+    H200 its rates, scaled by the number of SMs.
     """
 
     name: str
@@ -30,7 +31,7 @@ class Card:
     fabric: float
     tflops: Mapping[str, float] = field(hash=False)
     launch_seconds: float = 4e-6
-    measured: bool = True
+    measured: frozenset[str] = frozenset()
 
     @property
     def is_cpu(self) -> bool:
@@ -49,6 +50,7 @@ H200 = Card(
     bandwidth=4.28e12,
     fabric=10.8e12,
     tflops=MappingProxyType({"bf16": 690.0, "fp16": 680.0, "tf32": 350.0, "fp32": 50.0, "fp64": 60.0}),
+    measured=frozenset(("bf16", "fp16")),
 )
 # Two laptop cores: orders of magnitude only, used to rank the CPU kernels against each other.
 CPU = Card(
@@ -62,7 +64,6 @@ CPU = Card(
     fabric=2e10,
     tflops=MappingProxyType({"bf16": 0.05, "fp16": 0.05, "tf32": 0.1, "fp32": 0.1, "fp64": 0.05}),
     launch_seconds=2e-5,
-    measured=False,
 )
 CARDS: Mapping[str, Card] = MappingProxyType({"h200": H200, "cpu": CPU})
 
@@ -101,5 +102,5 @@ def _cuda_card(index: int) -> Card:
         bandwidth=H200.bandwidth * share,
         fabric=H200.fabric * share,
         tflops=MappingProxyType({name: rate * share for name, rate in H200.tflops.items()}),
-        measured=False,
+        measured=frozenset(),
     )

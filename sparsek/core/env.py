@@ -4,8 +4,13 @@ import os
 
 
 def bench_records_dir() -> str:
-    """SPARSEK_RECORDS: folder for benchmark records; default benchmarks/results/<card> in the working folder."""
+    """SPARSEK_RECORDS: folder for benchmark records; default benchmarks/results in the working folder."""
     return os.environ.get("SPARSEK_RECORDS", "benchmarks/results")
+
+
+def visible_gpus() -> list[str]:
+    """CUDA_VISIBLE_DEVICES: the GPUs that torch sees, in its order, as nvidia-smi names them; [] for all."""
+    return [part.strip() for part in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if part.strip()]
 
 
 def interpreting() -> bool:

@@ -40,9 +40,9 @@ def spmm(
     kernel: a name of the kernels' table ("hopper.spmm"): that kernel runs or `Unsupported` says why not.
 
     Rows of B under block columns without any block never reach C, NaN or not. A NaN under a stored block reaches the
-    rows of that block, and where the plan merges block rows or the kernel is vendor.dense, other rows of its tile too.
-    The same plan gives the same bits. Once planned, a call on a GPU neither syncs nor allocates more than C.
-    torch.autocast does not touch the operands.
+    rows of that block; where the plan merges block rows also the rows merged with them; with vendor.dense all rows.
+    The same plan gives the same bits. Once planned, hopper.spmm and portable.spmm neither sync nor allocate more
+    than C. torch.autocast does not touch the operands.
     Raises InvalidInput for operands that do not fit and Unsupported with every reason if no kernel can run.
     """
     if torch.compiler.is_compiling():
@@ -148,7 +148,6 @@ def _problem(a: BSR, b: Tensor, out: Tensor | None, card_name: str | None) -> Sp
         aligned=operands.aligned(b, out),
         transposed=a.order is not None,
         tf32=_tf32(b),
-        on_cpu=card.is_cpu,
         row_max=int(lengths.max()) if len(lengths) else 0,
         touches_all_columns=pattern.derived("touches_all", lambda: _touches_all(pattern)),
         merged=merged,

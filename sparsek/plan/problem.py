@@ -30,10 +30,13 @@ class SpmmProblem:
     aligned: bool = True
     transposed: bool = False
     tf32: bool = False
-    on_cpu: bool = False
     row_max: int = 0
     touches_all_columns: bool = True
     merged: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.card.is_cpu
 
     @property
     def grid(self) -> tuple[int, int]:

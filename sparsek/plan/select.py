@@ -34,7 +34,7 @@ class Plan:
     """A kernel and a config for one problem, with what had to be made ready once. Call it: `plan(A, B, out=None)`.
 
     `seconds` is the predicted time of a call on `problem.card`, `bound_seconds` the roofline below which no kernel
-    can fall: useful FLOPs over the measured dense rate, or compulsory bytes over the measured copy bandwidth.
+    can fall: useful FLOPs over the card's dense rate, or compulsory bytes over its copy bandwidth.
     `pattern` is a weak reference: a pattern keeps its plans.
     """
 
@@ -121,9 +121,9 @@ class Plan:
                 f"{_us(flops)}, {p.compulsory_bytes / 1e6:.4g} MB in {_us(moved)}"
             ),
         ]
-        if not p.card.measured:
+        if _rate_name(p) not in p.card.measured:
             lines.append(
-                "  rates      guessed for this card, not measured: expect the order of kernels, not the times"
+                "  rates      guessed for this card and dtype, not measured: expect the order of kernels, not the times"
             )
         imbalance = getattr(self.work, "imbalance", None)
         if imbalance is not None:
@@ -140,7 +140,7 @@ class Plan:
 
 
 def bound_seconds(p: SpmmProblem) -> float:
-    """The roofline on `p.card`: the larger of arithmetic and memory time, each at its measured rate."""
+    """The roofline on `p.card`: the larger of arithmetic and memory time, each at the card's rate."""
     return max(p.useful_flops / (p.card.tflops[_rate_name(p)] * 1e12), p.compulsory_bytes / p.card.bandwidth)
 
 

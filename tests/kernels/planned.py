@@ -26,7 +26,6 @@ def problem(a: BSR, b: Tensor) -> SpmmProblem:
         batch=b.shape[:-2].numel(),
         b_layout="row" if b.stride(-1) == 1 else "col",
         transposed=a.order is not None,
-        on_cpu=b.device.type == "cpu",
         row_max=longest,
         touches_all_columns=touched == a.grid[1],
     )

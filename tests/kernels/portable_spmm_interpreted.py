@@ -30,7 +30,6 @@ def problem(a, b, tf32=False):
         dtype=dtypes.name(b.dtype),
         card=CPU,
         batch=b.shape[:-2].numel(),
-        on_cpu=True,
         tf32=tf32,
         row_max=int(lengths.max(initial=0)),
     )

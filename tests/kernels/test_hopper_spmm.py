@@ -175,7 +175,7 @@ def test_all_the_planners_configs_have_texts_of_their_own() -> None:
             {"card": replace(H200, name="NVIDIA B200", capability=(10, 0))},
             "needs a Hopper card .* NVIDIA B200",
         ),
-        ({"card": CPU, "on_cpu": True}, "needs a Hopper card .* cpu"),
+        ({"card": CPU}, "needs a Hopper card .* cpu"),
         ({"dtype": "fp32"}, "multiplies bf16 and fp16, not fp32"),
         ({"dtype": "fp64"}, "multiplies bf16 and fp16, not fp64"),
         ({"transposed": True}, "transposed view"),

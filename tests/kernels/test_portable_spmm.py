@@ -155,7 +155,7 @@ def test_reasons_name_what_is_wrong():
     assert kernel.why_not(problem(H200, (128, 128))) == []
     assert "8.0 or newer" in kernel.why_not(problem(replace(H200, capability=(7, 5)), (64, 64)))[0]
     assert "fp64" in kernel.why_not(problem(H200, (64, 64), dtype="fp64"))[0]
-    assert "TRITON_INTERPRET=1" in kernel.why_not(problem(CPU, (64, 64), on_cpu=True))[0]
+    assert "TRITON_INTERPRET=1" in kernel.why_not(problem(CPU, (64, 64)))[0]
 
 
 def test_the_default_is_the_first_config_unless_tiles_are_fewer_than_sms():

@@ -38,8 +38,6 @@ def test_it_is_predicted_slower_than_the_cpu_kernel(n: int, block: int) -> None:
     side = 2048
     blocks = (side // block) ** 2 // 8
     card = card_named("cpu")
-    p = SpmmProblem(
-        side, side, n, (block, block), blocks, "fp32", card, on_cpu=True, row_max=side // block // 8
-    )
+    p = SpmmProblem(side, side, n, (block, block), blocks, "fp32", card, row_max=side // block // 8)
     fast = load("cpu.spmm")
     assert KERNEL.seconds(p, KERNEL.default(p)) > fast.seconds(p, fast.default(p)) > 0
