@@ -1,9 +1,11 @@
-"""Saving and loading: one or several matrices in one .safetensors file.
+"""Saving and loading: one or several matrices and block masks in one .safetensors file.
 
-A matrix `w` is three tensors: `w.indptr` int32 [Mb+1], `w.indices` int32 [nnzb], `w.values` [nnzb, bm, bk].
-The metadata in the header holds what tensors cannot: `sparsek`, a JSON text with the version and for every
-matrix its kind, shape, block, dtype and the CRC-32 of its bytes; and `sparsek.crc32`, the CRC-32 of that
-text. So damage anywhere is found on load. Any safetensors reader can open such a file.
+A matrix `w` is three tensors: `w.indptr` int32 [Mb+1], `w.indices` int32 [nnzb], `w.values` [nnzb, bm, bk]. A block
+mask `m` is those that it consists of, all int32: `m.full_starts`, `m.full_counts`, `m.full_indices`, the same three of
+`partial`, and of `m.lo`, `m.hi`, `m.rules`, `m.bits` those that it has.
+The metadata in the header holds what tensors cannot: `sparsek`, a JSON text with the version and for every object its
+kind, sizes and the CRC-32 of its bytes; and `sparsek.crc32`, the CRC-32 of that text. So damage anywhere is found on
+load. Any safetensors reader can open such a file.
 """
 
 import json
@@ -15,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, BinaryIO, overload
+from typing import Any, BinaryIO, TypeAlias
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -23,70 +25,54 @@ from torch import Tensor
 
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidFile, InvalidInput
+from sparsek.formats.block_mask import BlockMask
 from sparsek.formats.bsr import BSR
-from sparsek.formats.pattern import BlockPattern
+from sparsek.formats.io_kinds import TAGS, Kind, Record, kind_of_object, kind_of_record
 
 VERSION = 1
-SINGLE = "matrix"
-TAGS = {"fp64": "F64", "fp32": "F32", "fp16": "F16", "bf16": "BF16"}
-FIELDS = {"kind", "shape", "block", "dtype", "transposed", "crc32"}
-PARTS = ("indptr", "indices", "values")
+SINGLE = "matrix"  # the name of an object that was saved alone, a mask too: the format is older than masks
 HEADER_LIMIT = 100_000_000  # the limit of the safetensors format
 ALIGNMENT = 64
 
 StrPath = str | os.PathLike[str]
+Saved: TypeAlias = BSR | BlockMask
 
 
-def save(obj: BSR | Mapping[str, BSR], path: StrPath) -> None:
-    """Write a BSR, or a dict of them by name, to `path` in the safetensors format.
+def save(obj: Saved | Mapping[str, Saved], path: StrPath) -> None:
+    """Write a BSR or a BlockMask, or a dict of them by name, to `path` in the safetensors format.
 
     The file appears whole or not at all: it is written beside `path`, flushed to disk and renamed over it.
-    A matrix on a GPU is copied to the host first. A `.T` view is written as the matrix that it views, with a
-    flag: no value is moved, and `load` gives the view back. Raises InvalidInput for anything else than a BSR
-    or a dict of them by name.
+    What is on a GPU is copied to the host first. A `.T` view is written as the matrix that it views, with a
+    flag: no value is moved, and `load` gives the view back. Raises InvalidInput for anything else than these.
     """
-    single = isinstance(obj, BSR)
-    matrices = _checked({SINGLE: obj} if single else obj)
+    single = isinstance(obj, Saved)
     tensors: dict[str, Tensor] = {}
-    records: dict[str, dict[str, Any]] = {}
-    for name, matrix in matrices.items():
-        base = matrix if matrix.order is None else matrix.T
-        parts = {
-            "indptr": base.pattern.indptr.cpu(),
-            "indices": base.pattern.indices.cpu(),
-            "values": base.values.detach().cpu(),
-        }
-        records[name] = {
-            "kind": "bsr",
-            "shape": list(base.shape),
-            "block": list(base.block),
-            "dtype": dtypes.name(base.dtype),
-            "transposed": base is not matrix,
-            "crc32": _crc32(parts),
-        }
+    records: dict[str, Record] = {}
+    for name, (each, kind) in _checked({SINGLE: obj} if single else obj).items():
+        record, parts = kind.taken_apart(each)
+        records[name] = {"kind": kind.name, **record, "crc32": _crc32(parts)}
         tensors |= {f"{name}.{part}": tensor for part, tensor in parts.items()}
     about = json.dumps({"version": VERSION, "single": single, "matrices": records})
     with _replacing(path) as file:
         _write(file, tensors, {"sparsek": about, "sparsek.crc32": str(zlib.crc32(about.encode()))})
 
 
-@overload
-def load(path: StrPath, name: str, device: torch.device | str = "cpu") -> BSR: ...
-@overload
-def load(path: StrPath, name: None = None, device: torch.device | str = "cpu") -> BSR | dict[str, BSR]: ...
-def load(path: StrPath, name: str | None = None, device: torch.device | str = "cpu") -> BSR | dict[str, BSR]:
-    """Read what `save` wrote: a BSR or a dict of them, as it was; with `name`, that one matrix of the dict.
+def load(path: StrPath, name: str | None = None, device: torch.device | str = "cpu") -> Any:
+    """Read what `save` wrote: a BSR, a BlockMask or a dict of them, as it was; with `name`, that one of the dict.
 
     Everything read is checked. Raises InvalidFile, which names the file and the fault, for a file that is
     damaged, hostile or not SparseK's; InvalidInput, which lists near matches, for a name that is not there.
     """
     with opened(path) as file:
-        single, records = _about(path, file.metadata())
-        _check_tensors(path, file.keys(), records)
+        single, records, kinds = _about(path, file.metadata())
+        expected = {f"{each}.{part}" for each, kind in kinds.items() for part in kind.parts(records[each])}
+        _check_tensors(path, set(file.keys()), expected)
         if name is not None and name not in records:
             raise unknown_name(path, name, records)
         chosen = records if name is None else {name: records[name]}
-        loaded = {each: _read(path, file, each, record).to(device) for each, record in chosen.items()}
+        loaded = {
+            each: _read(path, file, each, kinds[each], record).to(device) for each, record in chosen.items()
+        }
     if single:
         name = SINGLE
     return loaded if name is None else loaded[name]
@@ -133,23 +119,27 @@ def unknown_name(path: StrPath, name: str, names: Mapping[str, Any]) -> InvalidI
     return InvalidInput(f"{path}: no matrix named {name!r}; {hint}")
 
 
-def _checked(matrices: Any) -> dict[str, BSR]:
-    if not isinstance(matrices, Mapping):
-        raise InvalidInput(f"save takes a BSR or a dict of them by name, not {type(matrices).__name__}")
-    for name, matrix in matrices.items():
+def _checked(objects: Any) -> dict[str, tuple[Saved, Kind]]:
+    if not isinstance(objects, Mapping):
+        found = type(objects).__name__
+        raise InvalidInput(f"save takes a BSR, a BlockMask or a dict of them by name, not {found}")
+    checked: dict[str, tuple[Saved, Kind]] = {}
+    for name, each in objects.items():
         if not isinstance(name, str) or not name:
-            raise InvalidInput(f"the name of a matrix must be a text that is not empty, not {name!r}")
+            raise InvalidInput(f"the name of a matrix or mask must be a text that is not empty, not {name!r}")
         if not name.isprintable():
             raise InvalidInput(f"the name {name!r} holds characters that cannot be printed")
-        if not isinstance(matrix, BSR):
-            raise InvalidInput(f"{name!r} is {type(matrix).__name__}; save takes BSR matrices")
-    return dict(matrices)
+        kind = kind_of_object(each)
+        if kind is None:
+            raise InvalidInput(f"{name!r} is {type(each).__name__}; save takes BSR matrices and block masks")
+        checked[name] = each, kind
+    return checked
 
 
 def _crc32(parts: Mapping[str, Tensor]) -> int:
     checksum = 0
-    for part in PARTS:
-        checksum = zlib.crc32(_bytes(parts[part]), checksum)
+    for tensor in parts.values():
+        checksum = zlib.crc32(_bytes(tensor), checksum)
     return checksum
 
 
@@ -168,7 +158,11 @@ def _write(file: BinaryIO, tensors: Mapping[str, Tensor], metadata: Mapping[str,
         tensor = tensors[name]
         tag = "I32" if tensor.dtype is torch.int32 else TAGS[dtypes.name(tensor.dtype)]
         start, end = end, end + tensor.nbytes
-        header[name] = {"dtype": tag, "shape": list(tensor.shape), "data_offsets": [start, end]}
+        header[name] = {
+            "dtype": tag,
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % ALIGNMENT)
     if len(text) > HEADER_LIMIT:
@@ -193,8 +187,10 @@ def _replacing(path: StrPath) -> Iterator[BinaryIO]:
         beside.unlink(missing_ok=True)
 
 
-def _about(path: StrPath, metadata: Mapping[str, str] | None) -> tuple[bool, dict[str, dict[str, Any]]]:
-    """(was a single matrix saved, record by name) of a file's metadata."""
+def _about(
+    path: StrPath, metadata: Mapping[str, str] | None
+) -> tuple[bool, dict[str, Record], dict[str, Kind]]:
+    """(was a single object saved, record by name, kind by name) of a file's metadata."""
     if not metadata or "sparsek" not in metadata or "sparsek.crc32" not in metadata:
         raise InvalidFile(f"{path}: not saved by SparseK: its metadata has no 'sparsek' and 'sparsek.crc32'")
     text = metadata["sparsek"]
@@ -210,10 +206,9 @@ def _about(path: StrPath, metadata: Mapping[str, str] | None) -> tuple[bool, dic
     if type(single) is not bool or not isinstance(records, dict) or len(about) != 3:
         raise InvalidFile(f"{path}: its metadata must be an object of version, single and matrices")
     if single and list(records) != [SINGLE]:
-        raise InvalidFile(f"{path}: it says that it holds a single matrix, but names {len(records)}")
-    for name, record in records.items():
-        _check_record(f"{path}: {name!r}", record)
-    return single, records
+        raise InvalidFile(f"{path}: it says that it holds a single object, but names {len(records)}")
+    kinds = {name: kind_of_record(f"{path}: {name!r}", record) for name, record in records.items()}
+    return single, records, kinds
 
 
 def _unique(path: StrPath, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -224,44 +219,25 @@ def _unique(path: StrPath, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return out
 
 
-def _check_record(where: str, record: Any) -> None:
-    if not isinstance(record, dict) or set(record) != FIELDS:
-        raise InvalidFile(f"{where}: its record must be an object of {', '.join(sorted(FIELDS))}")
-    if record["kind"] != "bsr":
-        raise InvalidFile(f"{where}: of unknown kind {reprlib.repr(record['kind'])}; known: 'bsr'")
-    for field in ("shape", "block"):
-        pair = record[field]
-        if not isinstance(pair, list) or len(pair) != 2 or any(type(side) is not int for side in pair):
-            raise InvalidFile(f"{where}: {field} must be two integers, not {reprlib.repr(pair)}")
-    if not isinstance(record["dtype"], str) or record["dtype"] not in TAGS:
-        word = reprlib.repr(record["dtype"])
-        raise InvalidFile(f"{where}: dtype must be one of {', '.join(TAGS)}, not {word}")
-    if type(record["transposed"]) is not bool or type(record["crc32"]) is not int:
-        raise InvalidFile(f"{where}: transposed must be true or false, and crc32 an integer")
-
-
-def _check_tensors(path: StrPath, found: list[str], records: Mapping[str, Any]) -> None:
-    expected = {f"{name}.{part}" for name in records for part in PARTS}
-    for fault, names in (("lacks", expected - set(found)), ("also has", set(found) - expected)):
+def _check_tensors(path: StrPath, found: set[str], expected: set[str]) -> None:
+    for fault, names in (("lacks", expected - found), ("also has", found - expected)):
         if names:
             raise InvalidFile(f"{path}: {fault} {len(names)} tensors: {', '.join(sorted(names))[:200]}")
 
 
-def _read(path: StrPath, file: Any, name: str, record: Mapping[str, Any]) -> BSR:
-    """The matrix of one record, on the CPU, in memory of its own: the file may change or vanish later."""
-    tags = {"indptr": "I32", "indices": "I32", "values": TAGS[record["dtype"]]}
-    ranks = {"indptr": 1, "indices": 1, "values": 3}
-    parts: dict[str, Tensor] = {}
-    for part in PARTS:
+def _read(path: StrPath, file: Any, name: str, kind: Kind, record: Record) -> Any:
+    """The object of one record, on the CPU, in memory of its own: the file may change or vanish later."""
+    tensors: dict[str, Tensor] = {}
+    for part, (tag, rank) in kind.parts(record).items():
         view = file.get_slice(f"{name}.{part}")
-        tag, shape = view.get_dtype(), view.get_shape()
-        if tag != tags[part] or len(shape) != ranks[part]:
-            must = f"{tags[part]} of {ranks[part]} dimensions"
-            raise InvalidFile(f"{path}: '{name}.{part}' is {tag} of {len(shape)} dimensions; must be {must}")
-        parts[part] = file.get_tensor(f"{name}.{part}").clone()
-    if _crc32(parts) != record["crc32"]:
+        found, shape = view.get_dtype(), view.get_shape()
+        if found != tag or len(shape) != rank:
+            must = f"{tag} of {rank} dimensions"
+            raise InvalidFile(
+                f"{path}: '{name}.{part}' is {found} of {len(shape)} dimensions; must be {must}"
+            )
+        tensors[part] = file.get_tensor(f"{name}.{part}").clone()
+    if _crc32(tensors) != record["crc32"]:
         raise InvalidFile(f"{path}: {name!r} is damaged: its checksum does not match")
-    (m, k), (bm, bk) = record["shape"], record["block"]
     with faults(f"{path}: {name!r}", InvalidInput):
-        matrix = BSR(BlockPattern((m, k), (bm, bk), parts["indptr"], parts["indices"]), parts["values"])
-    return matrix.T if record["transposed"] else matrix
+        return kind.made(record, tensors)

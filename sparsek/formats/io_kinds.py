@@ -1,0 +1,184 @@
+"""What `save` can write and `load` can read: each kind of object as a record, which is JSON, and named tensors.
+
+A record read from a file is hostile until its kind has checked it. The names of a kind's tensors hold no dot.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from sparsek.core import dtypes
+from sparsek.core.errors import InvalidFile, InvalidInput
+from sparsek.formats.block_mask import LISTS, BlockMask
+from sparsek.formats.bsr import BSR
+from sparsek.formats.mask_parts import BlockLists
+from sparsek.formats.pattern import BlockPattern
+
+Record = dict[str, Any]
+Tensors = dict[str, Tensor]
+
+TAGS = {"fp64": "F64", "fp32": "F32", "fp16": "F16", "bf16": "BF16"}
+RULE_RANKS = {"lo": 2, "hi": 2, "rules": 1, "bits": 3}  # of the tensors that a block mask may have or not
+
+
+class Part(NamedTuple):
+    """What a file must hold under a tensor's name: a dtype by the tag of the safetensors format, and its dimensions."""
+
+    tag: str
+    rank: int
+
+
+class Kind(Protocol):
+    """How objects of one class are written and read. `fields` are those of a record, beside its kind and checksum."""
+
+    name: str
+    of: type
+    fields: frozenset[str]
+
+    def taken_apart(self, obj: Any) -> tuple[Record, Tensors]:
+        """The record and the tensors of an object: on the CPU and contiguous, in the order of its checksum."""
+        ...
+
+    def check(self, where: str, record: Record) -> None:
+        """Raises InvalidFile if a field of a record is of the wrong sort."""
+        ...
+
+    def parts(self, record: Record) -> dict[str, Part]:
+        """The tensors that a record needs, in the order of its checksum."""
+        ...
+
+    def made(self, record: Record, tensors: Tensors) -> Any:
+        """The object. Its own constructor checks what it is made from, and raises InvalidInput."""
+        ...
+
+
+class BsrKind:
+    name = "bsr"
+    of = BSR
+    fields = frozenset({"shape", "block", "dtype", "transposed"})
+
+    def taken_apart(self, obj: BSR) -> tuple[Record, Tensors]:
+        base = obj if obj.order is None else obj.T
+        record = {
+            "shape": list(base.shape),
+            "block": list(base.block),
+            "dtype": dtypes.name(base.dtype),
+            "transposed": base is not obj,
+        }
+        parts = {
+            "indptr": base.pattern.indptr,
+            "indices": base.pattern.indices,
+            "values": base.values.detach(),
+        }
+        return record, {part: tensor.cpu() for part, tensor in parts.items()}
+
+    def check(self, where: str, record: Record) -> None:
+        _check_pairs(where, record, "shape", "block")
+        if not isinstance(record["dtype"], str) or record["dtype"] not in TAGS:
+            word = reprlib.repr(record["dtype"])
+            raise InvalidFile(f"{where}: dtype must be one of {', '.join(TAGS)}, not {word}")
+        _check_types(where, record, bool, "transposed")
+
+    def parts(self, record: Record) -> dict[str, Part]:
+        values = Part(TAGS[record["dtype"]], 3)
+        return {"indptr": Part("I32", 1), "indices": Part("I32", 1), "values": values}
+
+    def made(self, record: Record, tensors: Tensors) -> BSR:
+        (m, k), (bm, bk) = record["shape"], record["block"]
+        pattern = BlockPattern((m, k), (bm, bk), tensors["indptr"], tensors["indices"])
+        matrix = BSR(pattern, tensors["values"])
+        return matrix.T if record["transposed"] else matrix
+
+
+class BlockMaskKind:
+    name = "block_mask"
+    of = BlockMask
+    fields = frozenset({"lengths", "block", "batch", "heads", "pure", "label", "rule"})
+
+    def taken_apart(self, obj: BlockMask) -> tuple[Record, Tensors]:
+        obj.verify(wait=True)
+        if not obj.label.isprintable():
+            raise InvalidInput(f"the label {obj.label!r} holds characters that cannot be printed")
+        rule = [name for name in RULE_RANKS if getattr(obj, name) is not None]
+        record = {
+            "lengths": [obj.q_len, obj.kv_len],
+            "block": list(obj.block),
+            "batch": obj.batch,
+            "heads": obj.heads,
+            "pure": obj.pure,
+            "label": obj.label,
+            "rule": rule,
+        }
+        parts = {
+            f"{name}_{part}": tensor
+            for name in LISTS
+            for part, tensor in getattr(obj, name)._asdict().items()
+        }
+        parts |= {name: getattr(obj, name) for name in rule}
+        return record, {part: tensor.cpu().contiguous() for part, tensor in parts.items()}
+
+    def check(self, where: str, record: Record) -> None:
+        _check_pairs(where, record, "lengths", "block")
+        _check_types(where, record, int, "batch", "heads")
+        _check_types(where, record, bool, "pure")
+        _check_types(where, record, str, "label")
+        if not record["label"].isprintable():
+            raise InvalidFile(f"{where}: its label holds characters that cannot be printed")
+        rule = record["rule"]
+        if not isinstance(rule, list) or rule != [name for name in RULE_RANKS if name in rule]:
+            raise InvalidFile(
+                f"{where}: rule must list some of {', '.join(RULE_RANKS)}, not {reprlib.repr(rule)}"
+            )
+
+    def parts(self, record: Record) -> dict[str, Part]:
+        lists = {f"{name}_{part}": Part("I32", 1) for name in LISTS for part in BlockLists._fields}
+        return lists | {name: Part("I32", RULE_RANKS[name]) for name in record["rule"]}
+
+    def made(self, record: Record, tensors: Tensors) -> BlockMask:
+        fields: dict[str, Any] = {name: record[name] for name in ("batch", "heads", "pure", "label")}
+        for name in LISTS:
+            fields[name] = BlockLists(*(tensors[f"{name}_{part}"] for part in BlockLists._fields))
+        fields |= {name: tensors[name] for name in record["rule"]}
+        (q_len, kv_len), (bq, bk) = record["lengths"], record["block"]
+        return BlockMask(q_len=q_len, kv_len=kv_len, block=(bq, bk), **fields)
+
+
+KINDS: tuple[Kind, ...] = (BsrKind(), BlockMaskKind())
+
+
+def kind_of_object(obj: Any) -> Kind | None:
+    """The kind of an object; None for one that `save` cannot write."""
+    return next((kind for kind in KINDS if isinstance(obj, kind.of)), None)
+
+
+def kind_of_record(where: str, record: Any) -> Kind:
+    """The kind of a record from a file, with the fields of that kind, checked. Raises InvalidFile."""
+    if not isinstance(record, dict) or not isinstance(record.get("kind"), str):
+        raise InvalidFile(f"{where}: its record must be an object with a kind")
+    kind = next((kind for kind in KINDS if kind.name == record["kind"]), None)
+    if kind is None:
+        known = ", ".join(repr(kind.name) for kind in KINDS)
+        raise InvalidFile(f"{where}: of unknown kind {reprlib.repr(record['kind'])}; known: {known}")
+    wanted = kind.fields | {"kind", "crc32"}
+    if set(record) != wanted:
+        raise InvalidFile(f"{where}: its record must be an object of {', '.join(sorted(wanted))}")
+    _check_types(where, record, int, "crc32")
+    kind.check(where, record)
+    return kind
+
+
+def _check_pairs(where: str, record: Record, *names: str) -> None:
+    for name in names:
+        pair = record[name]
+        if not isinstance(pair, list) or len(pair) != 2 or any(type(side) is not int for side in pair):
+            raise InvalidFile(f"{where}: {name} must be two integers, not {reprlib.repr(pair)}")
+
+
+def _check_types(where: str, record: Record, wanted: type, *names: str) -> None:
+    words = {bool: "true or false", int: "an integer", str: "a text"}
+    for name in names:
+        if type(record[name]) is not wanted:
+            raise InvalidFile(f"{where}: {name} must be {words[wanted]}, not {reprlib.repr(record[name])}")

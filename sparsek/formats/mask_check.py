@@ -1,0 +1,241 @@
+"""What BlockMask's constructor looks for. Every fault is an InvalidInput that says where it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparsek.core.errors import InvalidInput
+from sparsek.formats.block_mask import BY_INTERVAL, WORD, BlockMask
+from sparsek.formats.mask_parts import HostLists, HostMask, Sizes
+from sparsek.formats.mask_rows import as_count, exact_sizes, mask_block, mask_length
+from sparsek.formats.pattern import INT32_MAX
+
+
+def plain(mask: BlockMask) -> dict[str, Any]:
+    """Lengths, block, batch and heads as plain ints."""
+    block = mask_block(mask.block)
+    return {
+        "block": block,
+        "q_len": mask_length(mask.q_len, "q_len", block[0]),
+        "kv_len": mask_length(mask.kv_len, "kv_len", block[1]),
+        "batch": as_count(mask.batch, "batch", 1),
+        "heads": as_count(mask.heads, "heads", 1),
+    }
+
+
+def check(mask: BlockMask) -> Sizes:
+    """Checks the tensors of a mask whose other fields are checked. Waits for the device once. The true sizes."""
+    _check_tensors(mask)
+    host = mask.host
+    _check_rows(mask, "full", host.full)
+    _check_rows(mask, "partial", host.partial)
+    _check_apart(mask, host)
+    _check_rules(mask, host)
+    if mask.pure:
+        _check_pure(mask, host)
+    return exact_sizes(host.full.counts, host.partial.counts)
+
+
+def _check_tensors(mask: BlockMask) -> None:
+    """Everything that can be seen without reading."""
+    (bq, bk), groups = mask.block, mask.batch * mask.heads
+    both = f"{groups} x {mask.q_len}" if groups == 1 else f"1 x {mask.q_len} or {groups} x {mask.q_len}"
+    for kind, lists in (("full", mask.full), ("partial", mask.partial)):
+        for name, part in zip(lists._fields, lists, strict=True):
+            _check_tensor(f"{kind}.{name}", part, 1, mask.device)
+            if name != "indices" and part.numel() != mask.rows:
+                raise InvalidInput(
+                    f"{kind}.{name} has {part.numel()} entries; batch {mask.batch} x heads {mask.heads} x "
+                    f"{mask.grid[0]} query tiles are {mask.rows} rows"
+                )
+    if (mask.lo is None) != (mask.hi is None):
+        raise InvalidInput("lo or hi is missing; give both or none")
+    for name, part in (("lo", mask.lo), ("hi", mask.hi)):
+        if part is not None:
+            _check_tensor(name, part, 2, mask.device)
+            if part.shape[0] not in (1, groups) or part.shape[1] != mask.q_len:
+                raise InvalidInput(f"{name} is {list(part.shape)}; it must be {both} (batch * heads, q_len)")
+    if mask.lo is not None and mask.hi is not None and mask.lo.shape != mask.hi.shape:
+        raise InvalidInput(f"lo is {list(mask.lo.shape)} and hi is {list(mask.hi.shape)}; they must be alike")
+    if mask.rules is not None:
+        _check_tensor("rules", mask.rules, 1, mask.device)
+        if mask.rules.shape != mask.partial.indices.shape:
+            raise InvalidInput(
+                f"rules has {mask.rules.numel()} entries and partial.indices {mask.partial.indices.numel()}; "
+                "they are parallel"
+            )
+    if mask.bits is not None:
+        _check_tensor("bits", mask.bits, 3, mask.device)
+        if tuple(mask.bits.shape[1:]) != (bq, bk // WORD):
+            raise InvalidInput(
+                f"bits is {list(mask.bits.shape)}; blocks of {bq} x {bk} need [n, {bq}, {bk // WORD}]"
+            )
+
+
+def _check_tensor(name: str, part: Any, dimensions: int, device: torch.device) -> None:
+    if not isinstance(part, Tensor):
+        raise InvalidInput(f"{name} must be a torch.Tensor, got {type(part).__name__}")
+    if part.dtype != torch.int32 or part.layout != torch.strided or part.ndim != dimensions:
+        raise InvalidInput(
+            f"{name} is {part.dtype}, {part.ndim}-D, layout {part.layout}; "
+            f"it must be torch.int32, {dimensions}-D, dense"
+        )
+    if not part.is_contiguous():
+        raise InvalidInput(f"{name} must be contiguous, got stride {part.stride()}; call .contiguous()")
+    if part.device.type not in ("cpu", "cuda") or part.device != device:
+        raise InvalidInput(
+            f"{name} is on {part.device} and full.starts on {device}; use one device, CUDA or the CPU"
+        )
+
+
+def _check_rows(mask: BlockMask, kind: str, lists: HostLists) -> None:
+    """Rows lie in the list, and their columns in the mask, ascending."""
+    starts, ends = lists.starts.astype(np.int64), lists.starts.astype(np.int64) + lists.counts
+    columns = mask.grid[1]
+    outside = np.flatnonzero(
+        (lists.counts < 0) | ((lists.counts > 0) & ((starts < 0) | (ends > lists.indices.size)))
+    )
+    if outside.size:
+        row = int(outside[0])
+        raise InvalidInput(
+            f"{kind} blocks of {_where(mask, row)} are entries {starts[row]} to {ends[row]} (start and count "
+            f"{lists.counts[row]}); {kind}.indices has {lists.indices.size}"
+        )
+    held = np.flatnonzero(lists.counts)
+    stuck = np.cumsum(np.diff(lists.indices, prepend=INT32_MAX) <= 0)
+    unsorted = held[stuck[ends[held] - 1] > stuck[starts[held]]]
+    if unsorted.size:
+        row = int(unsorted[0])
+        raise InvalidInput(
+            f"{kind} blocks of {_where(mask, row)} are {_some(lists.indices[starts[row] : ends[row]])}; "
+            "they must ascend and not repeat"
+        )
+    least, most = lists.indices[starts[held]], lists.indices[ends[held] - 1]
+    wrong = held[(least < 0) | (most >= columns)]
+    if wrong.size:
+        row = int(wrong[0])
+        raise InvalidInput(
+            f"{kind} blocks of {_where(mask, row)} are {_some(lists.indices[starts[row] : ends[row]])}; "
+            f"key blocks are 0 to {columns - 1}"
+        )
+    if kind == "full" and mask.kv_len % mask.block[1]:
+        beyond = held[most == columns - 1]
+        if beyond.size:
+            raise InvalidInput(
+                f"full blocks of {_where(mask, int(beyond[0]))} reach beyond kv_len {mask.kv_len}; the last block of "
+                f"{mask.block[1]} keys is cut and must be partial"
+            )
+
+
+def _check_apart(mask: BlockMask, host: HostMask) -> None:
+    """No block is full and partial at once: each partial one is looked for among the full ones of its row."""
+    row, entry = partial_entries(host)
+    column = host.partial.indices[entry]
+    low, high = (
+        host.full.starts[row].astype(np.int64),
+        (host.full.starts + host.full.counts)[row].astype(np.int64),
+    )
+    end = high
+    for _ in range(int(host.full.counts.max(initial=0)).bit_length()):
+        middle = (low + high) // 2
+        less = (low < high) & (_at(host.full.indices, middle) < column)
+        low, high = np.where(less, middle + 1, low), np.where(less, high, np.minimum(high, middle))
+    twice = np.flatnonzero((low < end) & (_at(host.full.indices, low) == column))
+    if twice.size:
+        at = twice[0]
+        raise InvalidInput(
+            f"key block {column[at]} is full and partial in {_where(mask, int(row[at]))}; it must be one of them"
+        )
+
+
+def _at(indices: np.ndarray, position: np.ndarray) -> np.ndarray:
+    """Entries, anything where the position is beyond the last."""
+    return indices[np.minimum(position, indices.size - 1)] if indices.size else np.zeros_like(position)
+
+
+def partial_entries(host: HostMask) -> tuple[np.ndarray, np.ndarray]:
+    """Row and position in partial.indices of every stored partial block, int64."""
+    counts = host.partial.counts.astype(np.int64)
+    row = np.repeat(np.arange(counts.size), counts)
+    before = np.cumsum(counts) - counts
+    return row, host.partial.starts[row] + np.arange(row.size) - before[row]
+
+
+def _check_rules(mask: BlockMask, host: HostMask) -> None:
+    """Rules exist where they point, and admit no key that is not there."""
+    row, entry = partial_entries(host)
+    rules = np.full(entry.shape, BY_INTERVAL) if host.rules is None else host.rules[entry]
+    known = 0 if host.bits is None else host.bits.shape[0]
+    wrong = np.flatnonzero((rules < BY_INTERVAL) | (rules >= known))
+    if wrong.size:
+        at = wrong[0]
+        raise InvalidInput(
+            f"rules[{entry[at]}], {_where(mask, int(row[at]))}, is {rules[at]}; {BY_INTERVAL} means by interval, and "
+            f"bits has {known} entries"
+        )
+    if host.lo is None or host.hi is None:
+        by_interval = np.flatnonzero(rules == BY_INTERVAL)
+        if by_interval.size:
+            raise InvalidInput(
+                f"a partial block of {_where(mask, int(row[by_interval[0]]))} is by interval; the mask has no lo and hi"
+            )
+    else:
+        for name, part, least, most in (
+            ("lo", host.lo, 0, INT32_MAX),
+            ("hi", host.hi, -INT32_MAX, mask.kv_len),
+        ):
+            far = np.argwhere((part < least) | (part > most))
+            if far.size:
+                at = tuple(far[0].tolist())
+                raise InvalidInput(
+                    f"{name}[{at[0]}, {at[1]}] is {part[at]}; keys are 0 to kv_len = {mask.kv_len}"
+                )
+    spare = mask.grid[1] * mask.block[1] - mask.kv_len
+    last = np.flatnonzero((rules >= 0) & (host.partial.indices[entry] == mask.grid[1] - 1))
+    if host.bits is not None and spare and last.size:
+        used, first = np.unique(rules[last], return_index=True)
+        seen = np.unpackbits(host.bits[used].astype("<i4").view(np.uint8), axis=-1, bitorder="little")
+        beyond = np.flatnonzero(seen[:, :, mask.block[1] - spare :].any((1, 2)))
+        if beyond.size:
+            where = _where(mask, int(row[last[first[beyond[0]]]]))
+            raise InvalidInput(f"bits[{used[beyond[0]]}], {where}, admits keys beyond kv_len {mask.kv_len}")
+
+
+def _check_pure(mask: BlockMask, host: HostMask) -> None:
+    """Everything by interval, and full blocks inside the interval of each of their queries."""
+    if host.rules is not None and (host.rules[partial_entries(host)[1]] != BY_INTERVAL).any():
+        raise InvalidInput("the mask is said to be pure and has rules that are bits")
+    held = np.flatnonzero(host.full.counts)
+    if host.lo is None or host.hi is None or not held.size:
+        return
+    (bq, bk), tiles = mask.block, mask.grid[0]
+    edges = np.arange(tiles) * bq
+    lo, hi = np.maximum.reduceat(host.lo, edges, axis=1), np.minimum.reduceat(host.hi, edges, axis=1)
+    group = held // tiles if lo.shape[0] > 1 else np.zeros_like(held)
+    first = host.full.indices[host.full.starts[held]]
+    last = host.full.indices[host.full.starts[held] + host.full.counts[held] - 1]
+    beyond = held[(first * bk < lo[group, held % tiles]) | ((last + 1) * bk > hi[group, held % tiles])]
+    if beyond.size:
+        raise InvalidInput(
+            f"the mask is said to be pure, and full blocks of {_where(mask, int(beyond[0]))} lie outside lo and hi"
+        )
+
+
+def _where(mask: BlockMask, row: int) -> str:
+    """A row in words."""
+    tiles = mask.grid[0]
+    place = f"query tile {row % tiles}"
+    if mask.heads > 1:
+        place += f" of head {row // tiles % mask.heads}"
+    if mask.batch > 1:
+        place += f" of batch item {row // tiles // mask.heads}"
+    return place
+
+
+def _some(values: np.ndarray) -> str:
+    """The first few."""
+    return ", ".join(map(str, values[:8].tolist())) + (", ..." if values.size > 8 else "")

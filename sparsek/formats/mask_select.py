@@ -1,0 +1,293 @@
+"""Masks whose blocks the caller chose: the best of a score, or lists. What is on a GPU is read and checked there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparsek.core.errors import InvalidInput
+from sparsek.formats.block_mask import BlockMask
+from sparsek.formats.mask_build import every_key, up_to_itself, visible
+from sparsek.formats.mask_parts import BlockLists, Sizes
+from sparsek.formats.mask_rows import Place, as_count, check_stored, exact_sizes, upload
+from sparsek.formats.pattern import INT32_MAX, BlockPattern, as_device
+
+
+class Fault:
+    """What the device was asked to look for: `at` is int64, negative if it was not found. Nothing waits for a GPU."""
+
+    def __init__(self, at: Tensor, explain: Callable[[int], str]) -> None:
+        self.explain, self.arrived = explain, None
+        self.at = at
+        if at.device.type == "cuda":
+            self.at = torch.empty((), dtype=torch.int64, device="cpu", pin_memory=True)
+            self.at.copy_(at, non_blocking=True)
+            self.arrived = torch.cuda.Event()
+            self.arrived.record(torch.cuda.current_stream(at.device))
+
+    def check(self, wait: bool) -> None:
+        """Raises InvalidInput if it was found. Unless `wait`, says nothing while that is not known."""
+        if self.arrived is not None:
+            if torch.cuda.is_current_stream_capturing():  # asking would end the capture of a CUDA graph
+                return
+            if wait:
+                self.arrived.synchronize()
+            elif not self.arrived.query():
+                return
+            self.arrived = None
+        at = int(self.at)
+        if at >= 0:
+            raise InvalidInput(self.explain(at))
+
+
+def _first(found: Tensor) -> Tensor:
+    """The flat position of the first True, int64; -1 if there is none."""
+    if not found.numel():
+        return found.new_full((), -1, dtype=torch.int64)
+    flat = found.flatten()
+    return torch.where(flat.any(), flat.to(torch.uint8).argmax(), -1)
+
+
+def _with_faults(mask: BlockMask, faults: list[Fault]) -> BlockMask:
+    """The mask, which will tell of its faults. On the CPU they are raised here."""
+    if mask.device.type == "cpu":
+        for fault in faults:
+            fault.check(wait=True)
+    else:
+        mask._memo["faults"] = tuple(faults)
+    return mask
+
+
+@torch.inference_mode(False)
+def topk(scores: Any, k: Any, causal: bool, always: Any, seq_len: int | None, **frame: Any) -> BlockMask:
+    """See BlockMask.topk. Rows have room for k entries; partial blocks end a row, so both lists share its entries."""
+    scores, place = _as_scores(scores, seq_len, frame)
+    (batch, heads), columns = scores.shape[:2], place.grid[1]
+    k = min(as_count(k, "k", 1), columns)
+    edge, end = visible(place, causal)
+    edges, ends = upload((edge[:, None], end[:, None]), place.device)
+    column = torch.arange(columns, dtype=torch.int32, device=place.device)
+    there = column < ends
+    nan, shape = scores.isnan() & there, tuple(scores.shape)
+    faults = [Fault(_first(nan), lambda at: f"scores{_index(at, shape)} is NaN; -inf means never")]
+    ranked = scores.masked_fill(nan | ~there, -torch.inf)
+    kept = _as_always(always, place, causal, shape, k)
+    if kept is not None:
+        kept = kept & there
+        rows_kept = tuple(kept.shape[:-1])
+        faults.append(Fault(_first(kept.sum(-1) > k), lambda at: _too_many(at, rows_kept, k)))
+        ranked = ranked.clamp_(max=torch.finfo(scores.dtype).max).masked_fill_(kept, torch.inf)
+    best, chosen = torch.topk(ranked, k, dim=-1, sorted=False)
+    chosen = torch.where(best > -torch.inf, chosen, columns).to(torch.int32).sort(-1).values
+    whole = (chosen < edges).sum(-1, dtype=torch.int32).flatten()
+    stored = (chosen < columns).sum(-1, dtype=torch.int32).flatten()
+    rows, indices = whole.numel(), chosen.flatten()
+    check_stored(rows * k)
+    starts = torch.arange(rows, dtype=torch.int32, device=place.device) * k
+    lo, hi = (up_to_itself(place) if causal else every_key(place)) or (None, None)
+    if place.device.type == "cpu":
+        sizes = exact_sizes(whole.numpy(), (stored - whole).numpy())
+    else:
+        most, most_partial, groups = np.minimum(k, end), np.minimum(k, end - edge), batch * heads
+        sizes = Sizes(
+            groups * int(most.sum()), groups * int(most_partial.sum()), int(most.max(initial=0)), exact=False
+        )
+    mask = BlockMask.unchecked(
+        q_len=place.q_len, kv_len=place.kv_len, block=place.block, batch=batch, heads=heads,
+        full=BlockLists(starts, whole, indices), partial=BlockLists(starts + whole, stored - whole, indices),
+        lo=lo, hi=hi, sizes=sizes, pure=True, label=f"topk({k}{', causal' if causal else ''})",
+    )  # fmt: skip
+    return _with_faults(mask, faults)
+
+
+def _as_scores(scores: Any, seq_len: int | None, frame: dict[str, Any]) -> tuple[Tensor, Place]:
+    """Scores [batch, heads, Mb, Nb] that no gradient follows, and the place they are for."""
+    if not isinstance(scores, Tensor) or not scores.is_floating_point() or scores.ndim not in (2, 4):
+        found = (
+            f"{scores.dtype} {list(scores.shape)}" if isinstance(scores, Tensor) else type(scores).__name__
+        )
+        raise InvalidInput(
+            f"scores are {found}; they must be a floating-point tensor [batch, heads, Mb, Nb] or [Mb, Nb]"
+        )
+    device = frame.get("device")
+    if device is not None and as_device(device) != scores.device:
+        raise InvalidInput(
+            f"scores are on {scores.device} and device is {device}; masks are made where the scores are"
+        )
+    place = Place.of(seq_len, **{**frame, "device": scores.device})
+    scores = scores.detach().view(1, 1, *scores.shape) if scores.ndim == 2 else scores.detach()
+    if tuple(scores.shape[2:]) != place.grid or 0 in scores.shape[:2]:
+        raise InvalidInput(
+            f"scores are {list(scores.shape)}; {place.q_len} queries in tiles of {place.block[0]} and {place.kv_len} "
+            f"keys in blocks of {place.block[1]} need [batch, heads, {place.grid[0]}, {place.grid[1]}]"
+        )
+    return scores, place
+
+
+def _as_always(always: Any, place: Place, causal: bool, shape: tuple[int, ...], k: int) -> Tensor | None:
+    """Which blocks are always kept, bool, of a shape that the scores' can take."""
+    if always is None:
+        return None
+    if isinstance(always, (tuple, list)):
+        return _near_blocks(always, place, causal, k)
+    if not isinstance(always, Tensor) or always.dtype != torch.bool:
+        found = always.dtype if isinstance(always, Tensor) else type(always).__name__
+        raise InvalidInput(f"always is {found}; it must be a bool tensor or two ints (sinks, local)")
+    if always.device != place.device:
+        raise InvalidInput(
+            f"always is on {always.device} and the scores are on {place.device}; use one device"
+        )
+    wide = (1,) * (4 - always.ndim) + tuple(always.shape)
+    if (
+        always.ndim < 2
+        or len(wide) > 4
+        or wide[2:] != shape[2:]
+        or any(a not in (1, b) for a, b in zip(wide, shape, strict=True))
+    ):
+        raise InvalidInput(
+            f"always is {list(always.shape)}; scores of {list(shape)} need {list(shape[2:])} or {list(shape[1:])}"
+        )
+    return always.view(wide)
+
+
+def _near_blocks(always: Any, place: Place, causal: bool, k: int) -> Tensor:
+    """The first `sinks` blocks and the `local` ones up to the tile's own (not causal: also after it), bool [Mb, Nb]."""
+    if len(always) != 2:
+        raise InvalidInput(
+            f"always has {len(always)} entries; it must be a bool tensor or two ints (sinks, local)"
+        )
+    sinks, local = (min(as_count(each, f"always[{at}]"), place.reach) for at, each in enumerate(always))
+    end, bk = visible(place, causal)[1], place.block[1]
+    left = np.clip(place.first // bk - local + 1, 0, end)
+    right = np.clip(place.last // bk + (1 if causal else local), left, end) if local else left
+    held = np.minimum(sinks, end) + np.maximum(right - np.maximum(left, np.minimum(sinks, end)), 0)
+    if (held > k).any():
+        at = int(held.argmax())
+        raise InvalidInput(f"always keeps {held[at]} blocks in query tile {at}; they count among the k = {k}")
+    lefts, rights = upload((left[:, None], right[:, None]), place.device)
+    column = torch.arange(place.grid[1], dtype=torch.int32, device=place.device)
+    return (column < sinks) | ((lefts <= column) & (column < rights))
+
+
+def _too_many(at: int, shape: tuple[int, ...], k: int) -> str:
+    return f"always{_index(at, shape)} keeps more than k = {k} blocks; they count among the k"
+
+
+def _index(at: int, shape: tuple[int, ...]) -> str:
+    return f"[{', '.join(str(each) for each in np.unravel_index(at, shape))}]"
+
+
+@torch.inference_mode(False)
+def from_blocks(
+    indptr: Any, indices: Any, lengths: tuple[Any, Any], block: Any, shared: tuple[Any, Any], device: Any
+) -> BlockMask:
+    """See BlockMask.from_blocks. A block that reaches beyond kv_len ends its row, so both lists share the entries."""
+    indptr, indices = _as_list(indptr, "indptr"), _as_list(indices, "indices")
+    here = indptr.device
+    if indices.device != here:
+        raise InvalidInput(f"indptr is on {here} and indices on {indices.device}; use one device")
+    on_gpu = here.type == "cuda"
+    if on_gpu and device is not None and as_device(device) != here:
+        raise InvalidInput(f"indptr is on {here} and device is {device}; lists on a GPU make masks there")
+    place = Place.of(q_len=lengths[0], kv_len=lengths[1], block=block, device=here if on_gpu else device)
+    batch, heads = (as_count(each, name, 1) for each, name in zip(shared, ("batch", "heads"), strict=True))
+    (tiles, columns), rows = place.grid, batch * heads * place.grid[0]
+    if indptr.numel() != rows + 1:
+        raise InvalidInput(
+            f"indptr has {indptr.numel()} entries; batch {batch} x heads {heads} x {tiles} query tiles are {rows} rows "
+            f"and need {rows + 1}"
+        )
+    if indices.numel() > rows * columns:
+        raise InvalidInput(
+            f"indices has {indices.numel()} entries; {rows} rows of {columns} blocks hold no more"
+        )
+    check_stored(indices.numel())
+    faults = []
+    if on_gpu:
+        wrong = _wrong(indptr, indices, columns)
+        faults = [
+            Fault(torch.where(wrong, 0, -1), lambda _: _explained(indptr.cpu(), indices.cpu(), place, rows))
+        ]
+        parts = list(_split(torch.where(wrong, 0, indptr), torch.where(wrong, 0, indices), place))
+        most = indices.numel()
+        sizes = Sizes(
+            most, min(most, rows) if place.kv_len % place.block[1] else 0, min(most, columns), exact=False
+        )
+    else:
+        _check_lists(indptr, indices, place, rows)
+        arrays = [part.numpy() for part in _split(indptr, indices, place)]
+        sizes = exact_sizes(arrays[1], arrays[3])
+        parts = upload(arrays, place.device)
+    starts, whole, cut_starts, cut, columns_of = parts
+    lo, hi = every_key(place) or (None, None)
+    mask = BlockMask.unchecked(
+        q_len=place.q_len, kv_len=place.kv_len, block=place.block, batch=batch, heads=heads,
+        full=BlockLists(starts, whole, columns_of), partial=BlockLists(cut_starts, cut, columns_of),
+        lo=lo, hi=hi, sizes=sizes, pure=True, label="blocks",
+    )  # fmt: skip
+    return _with_faults(mask, faults)
+
+
+def _as_list(values: Any, name: str) -> Tensor:
+    """A 1-D tensor of ints, where it is."""
+    try:
+        made = (
+            values
+            if isinstance(values, Tensor)
+            else torch.from_numpy(np.array(values, dtype=_int_type(values)))
+        )
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InvalidInput(f"{name} is no row of ints: {error}") from error
+    if made.ndim != 1 or made.dtype not in (torch.int32, torch.int64):
+        raise InvalidInput(
+            f"{name} is {made.dtype} {list(made.shape)}; it must be int32 or int64 and have one dimension"
+        )
+    return made.detach().contiguous()
+
+
+def _int_type(values: Any) -> Any:
+    """An empty list has no ints that numpy could see."""
+    return None if np.size(values) else np.int64
+
+
+def _split(indptr: Tensor, indices: Tensor, place: Place) -> tuple[Tensor, ...]:
+    """int32: starts and counts of the full blocks, of the partial ones (a row has one or none), and the indices."""
+    indptr, indices = indptr.to(torch.int32), indices.to(torch.int32)
+    starts, ends = indptr[:-1].contiguous(), indptr[1:]
+    cut = torch.zeros_like(starts)
+    if place.kv_len % place.block[1] and indices.numel():
+        last = indices[(ends - 1).clamp(min=0)]
+        cut = ((ends > starts) & (last == place.grid[1] - 1)).to(torch.int32)
+    return starts, ends - starts - cut, ends - cut, cut, indices
+
+
+def _wrong(indptr: Tensor, indices: Tensor, columns: int) -> Tensor:
+    """Whether lists on the device are not what BlockPattern asks for. No sync; nothing is read out of bounds."""
+    stored = indices.numel()
+    wrong = (indptr[0] != 0) | (indptr[-1] != stored) | (indptr.diff() < 0).any()
+    row_starts = torch.zeros(stored + 1, dtype=torch.bool, device=indptr.device)
+    row_starts[indptr.clamp(0, stored).long()] = True
+    stuck = (indices.diff() <= 0) & ~row_starts[1:-1]
+    return wrong | ((indices < 0) | (indices >= columns)).any() | stuck.any()
+
+
+def _check_lists(indptr: Tensor, indices: Tensor, place: Place, rows: int) -> None:
+    """Raises what BlockPattern would say of the lists on the host."""
+    for name, part in (("indptr", indptr), ("indices", indices)):
+        far = torch.nonzero(part.abs() > INT32_MAX)
+        if far.numel():
+            raise InvalidInput(f"{name}[{int(far[0])}] is {int(part[far[0]])}; it must fit int32")
+    shape = (rows * place.block[0], place.kv_len)
+    BlockPattern(shape, place.block, indptr.to(torch.int32), indices.to(torch.int32))
+
+
+def _explained(indptr: Tensor, indices: Tensor, place: Place, rows: int) -> str:
+    try:
+        _check_lists(indptr, indices, place, rows)
+    except InvalidInput as error:
+        return str(error)
+    return "the lists were wrong when the mask was made, and have been written to since"
