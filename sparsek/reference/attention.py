@@ -1,0 +1,137 @@
+"""out = softmax(scale * Q K^T) V over the pairs a BlockMask admits: the specification that every kernel is held to."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sparsek.core import dtypes
+from sparsek.core.errors import InvalidInput
+from sparsek.formats.block_mask import BlockMask
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, *, scale: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """(out, lse): out[b, h, i] = sum_j exp(s_ij - lse[b, h, i]) v[b, h', j] and lse[b, h, i] = log sum_j exp(s_ij).
+
+    s_ij = scale * <q[b, h, i], k[b, h', j]>; j runs over the keys that `mask` lets query i of head h see, and
+    h' = h // (Hq / Hkv) is the head of k and v that serves head h. `scale` is D**-0.5 unless given.
+
+    q is [B, Hq, S, D], k [B, Hkv, T, D], v [B, Hkv, T, Dv], of one dtype, on the mask's device, with any strides.
+    out is [B, Hq, S, Dv] in their dtype. Sums and lse [B, Hq, S] are float32, or float64 for float64 inputs.
+    Differentiable in q, k and v. Raises InvalidInput for shapes, dtypes or devices that do not fit.
+
+    A query that sees no key gets out = 0 and lse = -inf, and passes no gradient. A key or value that no query of a
+    tile (mask.block[0] queries of one head) sees never reaches that tile, whatever it holds; what some query of the
+    tile sees must be finite.
+    """
+    check(q, k, v, mask)
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
+    tile = mask.block[0]
+    with dtypes.as_given(q.device):
+        tiles = [
+            attend(
+                q[:, :, first : first + tile], k, v, seen_by(mask, first, first + tile, q.shape[1]), factor
+            )
+            for first in range(0, max(1, q.shape[2]), tile)
+        ]
+    out, lse = zip(*tiles, strict=True)
+    return torch.cat(out, 2), torch.cat(lse, 2)
+
+
+def seen_by(mask: BlockMask, first: int, last: int, q_heads: int) -> Tensor:
+    """Which keys queries first to last see: bool [mask.batch, q_heads, n, kv_len]. The range may end beyond q_len."""
+    seen = mask.dense_rows(first, min(last, mask.q_len))
+    return seen.repeat_interleave(q_heads // mask.heads, 1)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Attention of one tile of queries q [B, Hq, n, D] to the keys that `seen`, bool [B or 1, Hq, n, T], admits."""
+    sum_dtype = torch.promote_types(q.dtype, torch.float32)
+    k, v = met(k, seen).to(sum_dtype), met(v, seen).to(sum_dtype)
+    scores = (q.to(sum_dtype) @ k.mT * scale).masked_fill(~seen, -torch.inf)
+    empty = ~seen.any(-1, keepdim=True)
+    weights = scores.masked_fill(empty, 0).softmax(-1).masked_fill(empty, 0)
+    return (weights @ v).to(q.dtype), scores.logsumexp(-1)
+
+
+def met(x: Tensor, seen: Tensor) -> Tensor:
+    """k or v [B, Hkv, T, E] for every query head: [B, Hq, T, E], 0 where no query of the tile sees the key."""
+    per_query_head = x.repeat_interleave(seen.shape[1] // x.shape[1], 1)
+    return per_query_head.masked_fill(~seen.any(-2).unsqueeze(-1), 0)
+
+
+def merge(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
+    """(o, lse) of attention to two disjoint sets of keys, from the results for each: o [..., Dv] and lse [...].
+
+    lse = log(exp(lse1) + exp(lse2)) and o = exp(lse1 - lse) o1 + exp(lse2 - lse) o2, summed in float32, or float64 if
+    o or lse is; o has o1's dtype, lse the dtype of lse1. A part with lse = -inf counts for nothing, whatever its o
+    holds; where both are -inf, o is 0 and lse -inf. Differentiable. Swapping the parts gives the same bits.
+    Raises InvalidInput for shapes, dtypes or devices that do not fit.
+    """
+    _check_parts(o1, lse1, o2, lse2)
+    sum_dtype = torch.promote_types(o1.dtype, lse1.dtype)
+    lse = torch.stack((lse1, lse2)).to(sum_dtype)
+    nothing = lse == -torch.inf
+    neither = nothing.all(0)
+    lse = lse.masked_fill(neither, 0)
+    first, second = (
+        o.to(sum_dtype).masked_fill(gone.unsqueeze(-1), 0) * weight.unsqueeze(-1)
+        for o, gone, weight in zip((o1, o2), nothing, lse.softmax(0), strict=True)
+    )
+    return (first + second).to(o1.dtype), lse.logsumexp(0).masked_fill(neither, -torch.inf).to(lse1.dtype)
+
+
+def check(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> None:
+    """InvalidInput unless q, k, v and the mask fit together, as `attention` says."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor) or x.ndim != 4:
+            raise InvalidInput(f"{name} must be a tensor [batch, heads, length, dim], got {_describe(x)}")
+    if not isinstance(mask, BlockMask):
+        raise InvalidInput(f"mask must be a BlockMask, got {type(mask).__name__}")
+    dtypes.name(q.dtype)
+    if {k.dtype, v.dtype} != {q.dtype} or {k.device, v.device, mask.device} != {q.device}:
+        raise InvalidInput(
+            f"q is {q.dtype} on {q.device}, k {k.dtype} on {k.device}, v {v.dtype} on {v.device} and the mask on "
+            f"{mask.device}; they must agree"
+        )
+    batch, q_heads, q_len, dim = q.shape
+    kv_heads, kv_len = k.shape[1:3]
+    if k.shape != (batch, kv_heads, kv_len, dim) or v.shape[:3] != k.shape[:3]:
+        raise InvalidInput(
+            f"q is {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)}; "
+            "k must be [B, Hkv, T, D] and v [B, Hkv, T, Dv] for q [B, Hq, S, D]"
+        )
+    if not kv_heads or not q_heads or q_heads % kv_heads:
+        raise InvalidInput(
+            f"{kv_heads} heads of k and v cannot serve {q_heads} heads of q; they must divide them"
+        )
+    if (mask.q_len, mask.kv_len) != (q_len, kv_len):
+        raise InvalidInput(
+            f"the mask is for {mask.q_len} queries and {mask.kv_len} keys, got {q_len} queries and {kv_len} keys"
+        )
+    if mask.batch not in (1, batch) or mask.heads not in (1, kv_heads, q_heads):
+        raise InvalidInput(
+            f"the mask has batch {mask.batch} and {mask.heads} heads; batch must be 1 or {batch}, "
+            f"heads 1, {kv_heads} or {q_heads}"
+        )
+
+
+def _check_parts(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> None:
+    parts = {"o1": o1, "lse1": lse1, "o2": o2, "lse2": lse2}
+    for name, x in parts.items():
+        if not isinstance(x, Tensor):
+            raise InvalidInput(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+    dtypes.name(o1.dtype)
+    kinds = {(x.dtype, x.device) for x in (o1, o2)}, {(x.dtype, x.device) for x in (lse1, lse2)}
+    fits = o1.ndim > 0 and o1.shape == o2.shape and lse1.shape == lse2.shape == o1.shape[:-1]
+    if not fits or any(len(kind) > 1 for kind in kinds) or o1.device != lse1.device:
+        found = ", ".join(f"{name} {_describe(x)}" for name, x in parts.items())
+        raise InvalidInput(f"merge needs o [..., Dv] and lse [...] of one kind each, got {found}")
+    if lse1.dtype not in (torch.float32, torch.float64):
+        raise InvalidInput(f"lse must be float32 or float64, got {lse1.dtype}")
+
+
+def _describe(x: object) -> str:
+    return f"{x.dtype} {list(x.shape)} on {x.device}" if isinstance(x, Tensor) else type(x).__name__

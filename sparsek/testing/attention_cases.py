@@ -1,0 +1,231 @@
+"""Cases that every kernel of attention must get right: small, and awkward in every way that is allowed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from sparsek.core import dtypes
+from sparsek.formats.block_mask import BlockMask
+
+Lengths = tuple[int, int]
+Block = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class AttentionCase:
+    """q [batch, q_heads, S, dim] and N(0, 1) keys and values of `heads` = (q_heads, kv_heads), dims (dim, v_dim).
+
+    `mask(device)` builds the mask, whose lengths are the case's. `note` says what is special. `bshd`: q, k and v are
+    views of [B, S, H, D] tensors.
+    """
+
+    note: str
+    mask: Callable[[str], BlockMask]
+    heads: tuple[int, int] = (2, 2)
+    dims: tuple[int, int] = (64, 64)
+    batch: int = 1
+    dtype: str = "fp16"
+    bshd: bool = False
+
+    def __str__(self) -> str:
+        (hq, hkv), (d, dv) = self.heads, self.dims
+        return f"{self.note.replace(' ', '_')}-b{self.batch}-h{hq}:{hkv}-d{d}:{dv}-{self.dtype}"
+
+    def make(
+        self, device: str = "cpu", dtype: torch.dtype | None = None, seed: int = 0
+    ) -> tuple[Tensor, Tensor, Tensor, BlockMask]:
+        """q, k, v and the mask on `device`, in the case's dtype unless another is given."""
+        mask = self.mask(device)
+        kind = dtypes.parse(self.dtype) if dtype is None else dtype
+        draw = torch.Generator(device).manual_seed(seed)
+
+        def normal(heads: int, length: int, dim: int) -> Tensor:
+            shape = (self.batch, length, heads, dim) if self.bshd else (self.batch, heads, length, dim)
+            x = torch.randn(shape, generator=draw, dtype=torch.float32, device=device).to(kind)
+            return x.transpose(1, 2) if self.bshd else x
+
+        (hq, hkv), (d, dv) = self.heads, self.dims
+        return normal(hq, mask.q_len, d), normal(hkv, mask.kv_len, d), normal(hkv, mask.kv_len, dv), mask
+
+
+def random_bits(
+    device: str,
+    lengths: Lengths,
+    block: Block,
+    *,
+    heads: int = 1,
+    batch: int = 1,
+    density: float = 0.3,
+    seed: int = 0,
+) -> BlockMask:
+    """A mask without structure: some blocks absent, some whole, the others with random elements, as bits.
+
+    The last rows of each tile of even number see nothing.
+    """
+    draw = torch.Generator().manual_seed(seed)
+    (s, t), (bq, bk) = lengths, block
+    shape = (batch, heads, -(-s // bq), -(-t // bk))
+    kind = torch.rand(shape, generator=draw)
+    elements = torch.rand((batch, heads, s, t), generator=draw) < 0.5
+    over_elements = kind.repeat_interleave(bq, 2)[:, :, :s].repeat_interleave(bk, 3)[..., :t]
+    seen = torch.where(over_elements < density / 2, elements, over_elements < density)
+    query = torch.arange(s)
+    seen[:, :, (query % bq >= bq - 5) & (query // bq % 2 == 0)] = False
+    return BlockMask.from_dense(seen.to(device), block)
+
+
+def _top_blocks(device: str, lengths: Lengths, block: Block, k: int, **rest: object) -> BlockMask:
+    """k blocks per query tile by random scores, different for each of 2 batch items and 2 heads."""
+    (s, t), (bq, bk) = lengths, block
+    scores = torch.rand(2, 2, -(-s // bq), -(-t // bk), generator=torch.Generator().manual_seed(1))
+    return BlockMask.topk(scores.to(device), k, q_len=s, kv_len=t, block=block, **rest)  # type: ignore[arg-type]
+
+
+def _some_blocks(device: str, lengths: Lengths, block: Block) -> BlockMask:
+    """Query tile i visits the key blocks of multiples of i + 1 above 0: tile 0 most of them, some tiles none."""
+    mb, nb = -(-lengths[0] // block[0]), -(-lengths[1] // block[1])
+    rows = [range(i + 1, nb, i + 1) for i in range(mb)]
+    return _listed(device, rows, lengths, block)
+
+
+def _one_long_row(device: str, blocks: int) -> BlockMask:
+    """The second of four tiles visits all blocks, the others one each."""
+    rows = [range(1), range(blocks), range(2, 3), range(blocks - 1, blocks)]
+    return _listed(device, rows, (4 * 64, blocks * 64), (64, 64))
+
+
+def _listed(device: str, rows: Sequence[Sequence[int]], lengths: Lengths, block: Block) -> BlockMask:
+    ends = list(accumulate(map(len, rows), initial=0))
+    columns = [j for row in rows for j in row]
+    indptr, indices = (torch.tensor(x, dtype=torch.int32, device=device) for x in (ends, columns))
+    return BlockMask.from_blocks(indptr, indices, *lengths, block)
+
+
+SMALL, LARGE, TALL, WIDE = (64, 64), (128, 128), (128, 64), (64, 128)
+
+ATTENTION_CASES: tuple[AttentionCase, ...] = (
+    AttentionCase("all blocks", lambda device: BlockMask.full(256, device=device)),
+    AttentionCase(
+        "all blocks ragged", lambda device: BlockMask.full(q_len=200, kv_len=333, block=SMALL, device=device)
+    ),
+    AttentionCase("causal", lambda device: BlockMask.causal(384, device=device), dims=(128, 128)),
+    AttentionCase("causal bf16", lambda device: BlockMask.causal(384, device=device), dtype="bf16"),
+    AttentionCase("causal bshd", lambda device: BlockMask.causal(256, device=device), batch=2, bshd=True),
+    AttentionCase("causal tall blocks", lambda device: BlockMask.causal(300, block=TALL, device=device)),
+    AttentionCase("causal wide blocks", lambda device: BlockMask.causal(300, block=WIDE, device=device)),
+    AttentionCase("causal gqa", lambda device: BlockMask.causal(320, block=SMALL, device=device), (6, 2)),
+    AttentionCase("causal mqa", lambda device: BlockMask.causal(200, device=device), (4, 1), batch=2),
+    AttentionCase(
+        "chunked prefill", lambda device: BlockMask.causal(q_len=100, kv_len=400, block=SMALL, device=device)
+    ),
+    AttentionCase(
+        "more queries than keys, the first see none",
+        lambda device: BlockMask.causal(q_len=400, kv_len=150, block=SMALL, device=device),
+    ),
+    AttentionCase("one query", lambda device: BlockMask.causal(q_len=1, kv_len=300, device=device)),
+    AttentionCase("one key", lambda device: BlockMask.full(q_len=130, kv_len=1, device=device)),
+    AttentionCase(
+        "window", lambda device: BlockMask.sliding_window(512, 100, block=SMALL, device=device), (4, 2)
+    ),
+    AttentionCase(
+        "window both ways", lambda device: BlockMask.sliding_window(300, 70, causal=False, device=device)
+    ),
+    AttentionCase(
+        "window of one", lambda device: BlockMask.sliding_window(200, 1, block=SMALL, device=device)
+    ),
+    AttentionCase(
+        "window and sinks",
+        lambda device: BlockMask.sliding_window(500, 130, sinks=4, block=SMALL, device=device),
+        dims=(128, 64),
+    ),
+    AttentionCase("strided", lambda device: BlockMask.strided(640, 256, 128, block=SMALL, device=device)),
+    AttentionCase("dilated", lambda device: BlockMask.dilated(512, 128, 2, block=SMALL, device=device)),
+    AttentionCase(
+        "bigbird", lambda device: BlockMask.bigbird(640, 128, 64, 2, seed=3, block=SMALL, device=device)
+    ),
+    AttentionCase(
+        "documents", lambda device: BlockMask.block_diagonal([1, 70, 128, 201], block=SMALL, device=device)
+    ),
+    AttentionCase(
+        "documents both ways",
+        lambda device: BlockMask.block_diagonal([130, 126], causal=False, device=device),
+    ),
+    AttentionCase(
+        "documents per item",
+        lambda device: BlockMask.block_diagonal([[200, 56], [3, 253]], block=SMALL, device=device),
+        batch=2,
+    ),
+    AttentionCase(
+        "top k per item and head", lambda device: _top_blocks(device, (384, 384), SMALL, 3), batch=2
+    ),
+    AttentionCase(
+        "top k causal",
+        lambda device: _top_blocks(device, (512, 512), LARGE, 2, causal=True, always=(1, 1)),
+        batch=2,
+        dims=(128, 128),
+    ),
+    AttentionCase(
+        "top k per head of keys",
+        lambda device: _top_blocks(device, (256, 256), SMALL, 2),
+        heads=(8, 2),
+        batch=2,
+        dims=(32, 96),
+    ),
+    AttentionCase("blocks by list", lambda device: _some_blocks(device, (500, 450), SMALL)),
+    AttentionCase("blocks by list, large", lambda device: _some_blocks(device, (384, 500), LARGE)),
+    AttentionCase("one long row", lambda device: _one_long_row(device, 40), heads=(4, 2)),
+    AttentionCase("bits", lambda device: random_bits(device, (256, 256), SMALL)),
+    AttentionCase(
+        "bits ragged", lambda device: random_bits(device, (210, 333), TALL, density=0.8), dims=(96, 192)
+    ),
+    AttentionCase(
+        "bits per item and query head",
+        lambda device: random_bits(device, (200, 130), WIDE, heads=4, batch=2),
+        heads=(4, 2),
+        batch=2,
+    ),
+    AttentionCase(
+        "bits large", lambda device: random_bits(device, (300, 300), LARGE, density=0.9), dtype="bf16"
+    ),
+    AttentionCase(
+        "window and bits",
+        lambda device: (
+            BlockMask.sliding_window(256, 100, block=SMALL, device=device)
+            & random_bits(device, (256, 256), SMALL, density=1.5)
+        ),
+    ),
+    AttentionCase(
+        "window or bits",
+        lambda device: (
+            BlockMask.sliding_window(256, 60, block=SMALL, device=device)
+            | random_bits(device, (256, 256), SMALL, density=0.4)
+        ),
+    ),
+    AttentionCase(
+        "a mask for each head",
+        lambda device: BlockMask.per_head(
+            [
+                BlockMask.causal(256, block=SMALL, device=device),
+                BlockMask.sliding_window(256, 64, block=SMALL, device=device),
+                BlockMask.full(256, block=SMALL, device=device),
+                BlockMask.bigbird(256, 64, 64, 1, block=SMALL, device=device),
+            ]
+        ),
+        heads=(4, 2),
+    ),
+    AttentionCase(
+        "no blocks", lambda device: random_bits(device, (200, 200), LARGE, density=0.0), dims=(64, 32)
+    ),
+    AttentionCase("dim 32", lambda device: BlockMask.causal(256, device=device), dims=(32, 32)),
+    AttentionCase("dim 96", lambda device: BlockMask.causal(256, device=device), dims=(96, 96)),
+    AttentionCase("dim 192 128", lambda device: BlockMask.causal(256, device=device), dims=(192, 128)),
+    AttentionCase("dim 256", lambda device: BlockMask.causal(256, device=device), dims=(256, 256)),
+    AttentionCase(
+        "fp32", lambda device: BlockMask.sliding_window(300, 90, block=SMALL, device=device), dtype="fp32"
+    ),
+)
