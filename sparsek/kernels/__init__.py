@@ -11,6 +11,10 @@ KERNELS: tuple[tuple[str, str], ...] = (
     ("spmm", "vendor.dense"),
     ("spmm", "cpu.spmm"),
     ("spmm", "reference.spmm"),
+    ("attention", "hopper.attention_fwd"),
+    ("attention", "portable.attention_fwd"),
+    ("attention", "cpu.attention"),
+    ("attention", "reference.attention"),
 )
 
 

@@ -9,17 +9,16 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from sparsek import kernels
 from sparsek.core import device as devices
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.formats.bsr import BSR
 from sparsek.formats.pattern import BlockPattern
+from sparsek.ops.planning import choose
 from sparsek.plan import operands, schedule
 from sparsek.plan.cache import PlanCache
-from sparsek.plan.kernel import MissingKernel
 from sparsek.plan.problem import SpmmProblem
-from sparsek.plan.select import Plan, bound_seconds, select
+from sparsek.plan.spmm import SpmmPlan
 
 
 def spmm(
@@ -27,7 +26,7 @@ def spmm(
     B: Tensor,
     *,
     out: Tensor | None = None,
-    plan: Plan | None = None,
+    plan: SpmmPlan | None = None,
     kernel: str | None = None,
 ) -> Tensor:
     """C = A @ B: block-sparse times dense, accumulated in float32 (float64 for float64).
@@ -53,7 +52,7 @@ def spmm(
             A.values, pattern.indptr, pattern.indices, A.order, B, list(A.shape), list(A.block), kernel
         )
     if plan is not None:
-        if not isinstance(plan, Plan):
+        if not isinstance(plan, SpmmPlan):
             raise InvalidInput(f"plan must come from plan_spmm, got {type(plan).__name__}")
         if kernel not in (None, plan.kernel):
             raise InvalidInput(f"kernel={kernel!r} contradicts plan, which uses {plan.kernel}")
@@ -72,7 +71,7 @@ def plan_spmm(
     kernel: str | None = None,
     config: Any = None,
     device: str | None = None,
-) -> Plan:
+) -> SpmmPlan:
     """The plan that `spmm(A, B)` would use: frozen, callable, and able to explain itself.
 
     kernel, config: use this kernel, with this config of its own. device: a card's name ("h200"): plan for that card,
@@ -86,22 +85,10 @@ def plan_spmm(
     return _make_plan(A, p, kernel, config, ready=device is None)
 
 
-def _make_plan(a: BSR, p: SpmmProblem, kernel: str | None, config: Any, ready: bool) -> Plan:
-    if kernel is not None:
-        _load(kernel)
-    table = [_load(name) for name in kernels.names_for("spmm")]
-    chosen, config, candidates = select(p, table, only=kernel, config=config)
-    work = chosen.prepare(p, config, a) if ready else None
-    seconds = next(c.seconds for c in candidates if c.name == chosen.name)
-    pattern = weakref.ref(a.pattern)
-    return Plan(p, chosen.name, config, seconds, bound_seconds(p), candidates, chosen, pattern, work, ready)
-
-
-def _load(name: str) -> Any:
-    try:
-        return kernels.load(name)
-    except ImportError as error:
-        return MissingKernel(name, str(error))
+def _make_plan(a: BSR, p: SpmmProblem, kernel: str | None, config: Any, ready: bool) -> SpmmPlan:
+    choice = choose(p, kernel, config)
+    work = choice.kernel.prepare(p, choice.config, a) if ready else None
+    return SpmmPlan(p, choice, work, ready, weakref.ref(a.pattern))
 
 
 def _tf32(b: Tensor) -> bool:
@@ -109,7 +96,7 @@ def _tf32(b: Tensor) -> bool:
     return b.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
-def _cached_plan(a: BSR, b: Tensor, out: Tensor | None, kernel: str | None) -> Plan:
+def _cached_plan(a: BSR, b: Tensor, out: Tensor | None, kernel: str | None) -> SpmmPlan:
     key = (
         kernel,
         a.order is None,
@@ -122,7 +109,7 @@ def _cached_plan(a: BSR, b: Tensor, out: Tensor | None, kernel: str | None) -> P
     )
     plans = a.pattern.derived("plans", PlanCache)
     captured = b.is_cuda and torch.cuda.is_current_stream_capturing()
-    return plans.get(key, lambda: _make_plan(a, _problem(a, b, out, None), kernel, None, True), pin=captured)
+    return plans.get(key, lambda: _make_plan(a, _problem(a, b, out, None), kernel, None, True), captured)
 
 
 def _problem(a: BSR, b: Tensor, out: Tensor | None, card_name: str | None) -> SpmmProblem:

@@ -1,38 +1,46 @@
-"""What the planner knows of a kernel: a name and six answers. Kernels implement it; ops join the two."""
+"""What the planner knows of a kernel: a name and a few answers. Kernels implement it; ops join the two."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
+from sparsek.formats.block_mask import BlockMask
 from sparsek.formats.bsr import BSR
-from sparsek.plan.problem import SpmmProblem
+from sparsek.plan.problem import AttentionProblem, Problem, SpmmProblem
+
+P = TypeVar("P", contravariant=True)
 
 
-class SpmmKernel(Protocol):
-    """One implementation of C = A @ B for a BSR A.
+class Kernel(Protocol[P]):
+    """One implementation of one operation, as far as the choice of a kernel goes.
 
-    A kernel with an attribute `only_by_name`, a reason, is never chosen unless `kernel=` names it.
+    A kernel with an attribute `only_by_name`, a reason, is never chosen unless `kernel=` names it. A kernel may have a
+    method `notes(p, c) -> list[str]`: what else `explain()` should say of that choice, one line each.
     """
 
     name: str
 
-    def why_not(self, p: SpmmProblem) -> list[str]:
+    def why_not(self, p: P) -> list[str]:
         """Every reason why this kernel cannot run `p`, readable; [] means it can."""
         ...
 
-    def default(self, p: SpmmProblem) -> Any:
+    def default(self, p: P) -> Any:
         """The config this kernel would use: deterministic, no timing. A frozen dataclass."""
         ...
 
-    def configs(self, p: SpmmProblem) -> Iterable[Any]:
+    def configs(self, p: P) -> Iterable[Any]:
         """Every legal config, for the tuner."""
         ...
 
-    def seconds(self, p: SpmmProblem, c: Any) -> float:
+    def seconds(self, p: P, c: Any) -> float:
         """Predicted time of one call on `p.card`."""
         ...
+
+
+class SpmmKernel(Kernel[SpmmProblem], Protocol):
+    """One implementation of C = A @ B for a BSR A."""
 
     def prepare(self, p: SpmmProblem, c: Any, a: BSR) -> Any:
         """Work that is done once per plan: schedules, a dense copy. Kept by the plan, handed back to `launch`."""
@@ -43,6 +51,37 @@ class SpmmKernel(Protocol):
         ...
 
 
+class AttentionKernel(Kernel[AttentionProblem], Protocol):
+    """One implementation of attention over the blocks of a mask."""
+
+    def prepare(self, p: AttentionProblem, c: Any, mask: BlockMask) -> Any:
+        """Work that is done once per mask and plan, on the mask's device, without a host sync.
+
+        If the work has an attribute `imbalance`, a number or a function without arguments (which may sync), it is the
+        work of the fullest CTA over the mean.
+        """
+        ...
+
+    def launch(
+        self,
+        c: Any,
+        work: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: BlockMask,
+        scale: float,
+        out: Tensor,
+        lse: Tensor | None,
+    ) -> None:
+        """Runs. `out` [B, Hq, S, Dv] and `lse` [B, Hq, S] are preallocated and fully overwritten.
+
+        `out` lies in memory as [B, Hq, S, Dv] or as [B, S, Hq, Dv], without gaps; `lse` is contiguous. No side of
+        either and not T is 0. `scale` is positive and multiplies q k^T, base e.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class MissingKernel:
     """Stands in for a kernel whose module does not import, as on machines that Triton does not come to."""
@@ -50,5 +89,5 @@ class MissingKernel:
     name: str
     error: str
 
-    def why_not(self, p: SpmmProblem) -> list[str]:
+    def why_not(self, p: Problem) -> list[str]:
         return [f"does not import here: {self.error}"]

@@ -1,9 +1,40 @@
 """One call, described without tensors, so that it can be planned anywhere and compared by value."""
 
 from dataclasses import dataclass
+from typing import ClassVar, Protocol
 
 from sparsek.core import dtypes
 from sparsek.core.device import Card
+
+
+class Problem(Protocol):
+    """What the planner reads of any operation's problem. Problems are frozen and hashable."""
+
+    op: ClassVar[str]
+    """The operation's name in the kernels' table."""
+
+    @property
+    def card(self) -> Card: ...
+
+    @property
+    def rate_name(self) -> str:
+        """Under which name the card lists the rate of this arithmetic."""
+        ...
+
+    @property
+    def useful_flops(self) -> float:
+        """FLOP of what is stored."""
+        ...
+
+    @property
+    def dense_flops(self) -> float:
+        """FLOP if everything were stored."""
+        ...
+
+    @property
+    def compulsory_bytes(self) -> float:
+        """What any kernel has to read and write."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -17,6 +48,8 @@ class SpmmProblem:
     `merged` holds (R, steps) for factors R > 1: what is left to do when R block rows share a tile is the distinct
     block columns of each R rows, summed over groups of R block rows.
     """
+
+    op: ClassVar[str] = "spmm"
 
     m: int
     k: int
@@ -37,6 +70,10 @@ class SpmmProblem:
     @property
     def on_cpu(self) -> bool:
         return self.card.is_cpu
+
+    @property
+    def rate_name(self) -> str:
+        return "tf32" if self.dtype == "fp32" and self.tf32 else self.dtype
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -64,3 +101,98 @@ class SpmmProblem:
         values = self.nnzb * self.block[0] * self.block[1] * size
         dense = self.batch * self.n * (self.k + self.m) * size
         return float(values + dense + 4 * (self.nnzb + self.grid[0] + 1))
+
+
+@dataclass(frozen=True)
+class AttentionProblem:
+    """out [batch, q_heads, q_len, v_dim] of q [batch, q_heads, q_len, dim] over kv_heads heads of kv_len keys.
+
+    `block` is (bq, bk) of the mask. `mask_batch` is 1 or batch; `mask_heads` is 1, kv_heads or q_heads.
+    `stored` and `partial` count blocks over all rows of the mask, `longest` those of its longest row: upper bounds
+    unless `exact`. `by_interval` and `by_bits` say which rules its partial blocks may have.
+    `unit_stride` says that the last dims of q, k and v are contiguous, `aligned` that further their pointers and all
+    other strides are multiples of 16 bytes. `lse` says that the logarithms of the rows' sums are wanted.
+    """
+
+    op: ClassVar[str] = "attention"
+
+    batch: int
+    q_heads: int
+    kv_heads: int
+    q_len: int
+    kv_len: int
+    dim: int
+    v_dim: int
+    dtype: str
+    card: Card
+    block: tuple[int, int]
+    mask_batch: int
+    mask_heads: int
+    stored: int
+    partial: int
+    longest: int
+    exact: bool = True
+    by_interval: bool = False
+    by_bits: bool = False
+    aligned: bool = True
+    unit_stride: bool = True
+    lse: bool = False
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.card.is_cpu
+
+    @property
+    def rate_name(self) -> str:
+        return self.dtype
+
+    @property
+    def group(self) -> int:
+        """Query heads to a head of keys."""
+        return self.q_heads // self.kv_heads
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Query tiles and key blocks of one head."""
+        return -(-self.q_len // self.block[0]), -(-self.kv_len // self.block[1])
+
+    @property
+    def cells(self) -> int:
+        """Blocks of the mask, stored or not."""
+        return self.mask_batch * self.mask_heads * self.grid[0] * self.grid[1]
+
+    @property
+    def visited(self) -> int:
+        """Stored blocks, counted for every batch item and query head."""
+        return self.stored * (self.batch // self.mask_batch) * (self.q_heads // self.mask_heads)
+
+    @property
+    def density(self) -> float:
+        return self.stored / self.cells if self.cells else 0.0
+
+    @property
+    def dense(self) -> bool:
+        """Every block is stored, and none has a rule."""
+        return self.exact and self.stored == self.cells and not self.partial
+
+    @property
+    def useful_flops(self) -> float:
+        """2 FLOP for every pair in a visited block and every column of K and V; blocks count with their mean size."""
+        return self.density * self.dense_flops
+
+    @property
+    def dense_flops(self) -> float:
+        return 2.0 * self.batch * self.q_heads * self.q_len * self.kv_len * (self.dim + self.v_dim)
+
+    @property
+    def compulsory_bytes(self) -> float:
+        """q and the visited keys and values read once, out (and lse) written once, an index for each stored block.
+
+        A head of keys is read no further than its visited blocks could reach.
+        """
+        queries = self.batch * self.q_heads * self.q_len
+        heads = self.batch * self.kv_heads
+        keys = min(heads * self.kv_len, self.visited * self.block[1])
+        size = dtypes.itemsize(self.dtype)
+        tensors = (queries + keys) * (self.dim + self.v_dim) * size
+        return float(tensors + 4 * self.stored + (4 * queries if self.lse else 0))

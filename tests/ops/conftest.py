@@ -4,19 +4,23 @@ from typing import Any
 
 import pytest
 
-from sparsek.ops import spmm as ops
+from sparsek.ops import attention as attention_ops
+from sparsek.ops import spmm as spmm_ops
 
 
 @pytest.fixture
 def plans_made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the kernels for which spmm has made a plan, one for each plan."""
+    """Names of the kernels for which spmm or attention has made a plan, one for each plan."""
     made: list[str] = []
-    real = ops._make_plan
+    for ops in (spmm_ops, attention_ops):
+        monkeypatch.setattr(ops, "_make_plan", _counted(ops._make_plan, made))
+    return made
 
+
+def _counted(real: Any, made: list[str]) -> Any:
     def counted(*args: Any, **more: Any) -> Any:
         plan = real(*args, **more)
         made.append(plan.kernel)
         return plan
 
-    monkeypatch.setattr(ops, "_make_plan", counted)
-    return made
+    return counted

@@ -12,7 +12,7 @@ from sparsek.bench.cases import Case
 from sparsek.core import dtypes
 from sparsek.formats import BSR, random_bsr
 from sparsek.ops.spmm import plan_spmm
-from sparsek.plan.select import Plan
+from sparsek.plan.plan import Plan
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "results" / "h200"
 RECORDS = [record for record in records.newest(records.read(FOLDER)) if record["op"] == "spmm"]

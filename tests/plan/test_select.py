@@ -13,8 +13,10 @@ from sparsek.core.device import CPU, H200
 from sparsek.core.errors import InvalidInput, Unsupported
 from sparsek.formats import BSR, random_bsr
 from sparsek.kernels.cpu.spmm import CpuConfig
+from sparsek.plan.plan import Plan, bound_seconds
 from sparsek.plan.problem import SpmmProblem
-from sparsek.plan.select import Plan, bound_seconds, select
+from sparsek.plan.select import select
+from sparsek.plan.spmm import SpmmPlan
 
 BF16 = torch.bfloat16
 
@@ -57,11 +59,7 @@ SQUARE = SpmmProblem(8192, 8192, 8192, (128, 128), 512, "bf16", H200, row_max=8)
 
 
 def stubbed(p: SpmmProblem, table: Iterable[Stub], **more: Any) -> Plan:
-    chosen, config, candidates = select(p, table, **more)
-    seconds = next(c.seconds for c in candidates if c.name == chosen.name)
-    return Plan(
-        p, chosen.name, config, seconds, bound_seconds(p), candidates, chosen, lambda: None, ready=False
-    )
+    return SpmmPlan(p, select(p, table, **more), ready=False, pattern=lambda: None)
 
 
 def test_the_smallest_prediction_wins():
@@ -102,7 +100,7 @@ def test_if_no_kernel_can_run_every_reason_of_every_kernel_is_told():
         select(SQUARE, table)
     assert caught.value.reasons == {"one": ["too wide"], "two": ["too old", "too new"]}
     assert str(caught.value).splitlines() == [
-        "no kernel can multiply this on NVIDIA H200",
+        "no kernel can run this spmm on NVIDIA H200",
         "  one: too wide",
         "  two: too old; too new",
     ]

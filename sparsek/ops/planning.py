@@ -1,0 +1,36 @@
+"""Joins planner and kernels: asks every kernel of an operation's table, and remembers the answer for a problem."""
+
+from functools import lru_cache
+from typing import Any
+
+from sparsek import kernels
+from sparsek.core.errors import InvalidInput
+from sparsek.plan.kernel import MissingKernel
+from sparsek.plan.problem import Problem
+from sparsek.plan.select import Choice, select
+
+# A choice costs the host some 100 us. It depends on the problem alone, so the masks and patterns that pose the same
+# problem share it.
+REMEMBERED = 1024
+
+
+def choose(p: Problem, only: str | None = None, config: Any = None) -> Choice:
+    """The kernel and config for `p`. Raises InvalidInput for a name or config that is not there, and Unsupported."""
+    return _decided(p, only) if config is None else _decide(p, only, config)
+
+
+def _decide(p: Problem, only: str | None, config: Any = None) -> Choice:
+    names = kernels.names_for(p.op)
+    if only is not None and only not in names:
+        raise InvalidInput(f"no kernel of {p.op} is called {only!r}; known: {', '.join(names)}")
+    return select(p, [_load(name) for name in names], only=only, config=config)
+
+
+_decided = lru_cache(REMEMBERED)(_decide)
+
+
+def _load(name: str) -> Any:
+    try:
+        return kernels.load(name)
+    except ImportError as error:
+        return MissingKernel(name, str(error))

@@ -1,0 +1,152 @@
+"""The plan of attention over the blocks of a mask."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsek.core import dtypes
+from sparsek.core.errors import InvalidInput
+from sparsek.formats.block_mask import BlockMask
+from sparsek.plan import attention_operands as operands
+from sparsek.plan.plan import Plan
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionPlan(Plan):
+    """How to run attention over one mask for one shape of q, k and v. Call it: `plan(q, k, v, mask)`.
+
+    `problem` is an AttentionProblem. `mask` is a weak reference: a mask keeps its plans. A plan that was made without
+    a mask is `unmasked` and keeps the mask of every block. `made` is where on which stream the work became ready.
+    """
+
+    mask: Callable[[], BlockMask | None] = field(default=lambda: None, repr=False)
+    label: str = ""
+    unmasked: bool = False
+    made: tuple[torch.cuda.Stream, torch.cuda.Event] | None = field(default=None, repr=False)
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None = None, *, scale: float | None = None
+    ) -> Any:
+        """out, or (out, lse) if planned with return_lse; as `sk.attention`. No host sync.
+
+        Raises InvalidInput for operands of other shapes, dtypes or alignment, and for another mask.
+        """
+        self.refuse_unless_ready()
+        operands.check_tensors(q, k, v)
+        operands.check_no_gradient(q, k, v)
+        planned = self.mask()
+        found = planned if mask is None and self.unmasked else mask
+        if found is None or found is not planned:
+            raise InvalidInput(
+                "this plan was made for another mask; call plan_attention(q, k, v, mask) for this one, "
+                "or attention(q, k, v, mask)"
+            )
+        operands.check_mask(q, k, found)
+        self._check_planned(q, k, v)
+        out, lse = self.run(q, k, v, found, operands.checked_scale(scale, q.shape[3]))
+        return out if lse is None else (out, lse)
+
+    def run(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float
+    ) -> tuple[Tensor, Tensor | None]:
+        """The call without its checks, for operands that are known to fit. lse is None unless it was planned."""
+        out = operands.empty_out(q, v.shape[3])
+        lse = q.new_empty(q.shape[:3], dtype=operands.lse_dtype(q.dtype)) if self.problem.lse else None
+        if out.numel() == 0:
+            return out, lse
+        if mask.kv_len == 0:
+            return out.zero_(), None if lse is None else lse.fill_(-torch.inf)
+        if self.made is not None and not operands.captured(q):
+            self._wait_for_work(*self.made)
+        kernel, config, _ = self.choice
+        with dtypes.as_given(q.device):
+            kernel.launch(config, self.work, q, k, v, mask, scale, out, lse)
+        return out, lse
+
+    @staticmethod
+    def _wait_for_work(stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
+        """Another stream waits for the work. A captured one may not, and need not: torch.cuda.graph syncs first."""
+        current = torch.cuda.current_stream(stream.device)
+        if current != stream:
+            current.wait_event(event)
+
+    def _check_planned(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        p = self.problem
+        planned = (p.batch, p.q_heads, p.q_len, p.dim), (p.batch, p.kv_heads, p.kv_len, p.v_dim)
+        if (tuple(q.shape), tuple(v.shape)) != planned or dtypes.name(q.dtype) != p.dtype:
+            raise InvalidInput(
+                f"this plan takes {p.dtype} q {list(planned[0])} and v {list(planned[1])}; "
+                f"got {q.dtype} {list(q.shape)} and {list(v.shape)}"
+            )
+        layout = operands.layout(q, k, v)
+        if p.unit_stride and not layout.unit_stride:
+            raise InvalidInput(
+                "this plan needs last dims of q, k and v that are contiguous; attention(q, k, v, mask) takes any"
+            )
+        if p.aligned and not layout.aligned:
+            raise InvalidInput(
+                "this plan needs pointers and strides of q, k and v that are multiples of 16 bytes; "
+                "attention(q, k, v, mask) takes any"
+            )
+
+    def headline(self) -> list[str]:
+        p = self.problem
+        shared = f", {p.group} heads of q to a head of k" if p.group > 1 else ""
+        shapes = (
+            f"q {[p.batch, p.q_heads, p.q_len, p.dim]} {p.dtype}, k {[p.batch, p.kv_heads, p.kv_len, p.dim]}, "
+            f"v {[p.batch, p.kv_heads, p.kv_len, p.v_dim]}{shared}, on {p.card.name}"
+        )
+        return [f"attention   {shapes}", f"  mask       {self._mask_line()}"]
+
+    def _mask_line(self) -> str:
+        p = self.problem
+        most = "" if p.exact else "at most "
+        rules = [name for name, there in (("interval", p.by_interval), ("bits", p.by_bits)) if there]
+        by = f" by {' or '.join(rules)}" if p.partial and rules else ""
+        counts = (
+            f"{most}{p.stored} of {p.cells} blocks of {p.block[0]}x{p.block[1]} stored ({100 * p.density:.3g} %), "
+            f"{most}{p.partial} partial{by}, {self._sharing()}"
+        )
+        dense = "; dense: every block is stored" if p.exact and p.stored == p.cells else ""
+        return f"{self.label}: {counts}{dense}" if self.label else f"{counts}{dense}"
+
+    def _sharing(self) -> str:
+        p = self.problem
+        heads = {1: "one list for all heads", p.q_heads: "a list per head of q"}.get(
+            p.mask_heads, "a list per head of k"
+        )
+        return f"{heads}, per batch item" if p.mask_batch > 1 else heads
+
+    def details(self) -> list[str]:
+        p, mask = self.problem, self.mask()
+        size = dtypes.itemsize(p.dtype)
+        rows, keys = p.batch * p.q_heads * p.q_len, p.batch * p.kv_heads * p.kv_len
+        beyond = [] if mask is None else [f"mask {_megabytes(mask.nbytes)}"]
+        if self.ready:
+            beyond.append(f"plan {_megabytes(sum(x.nbytes for x in _tensors(self.work)))}")
+        more = f" beyond {', '.join(beyond)}" if beyond else ""
+        line = f"  memory     q, k, v and out {_megabytes((rows + keys) * (p.dim + p.v_dim) * size)}{more}"
+        return [line, *super().details()]
+
+
+def _tensors(work: Any) -> Iterator[Tensor]:
+    """Every tensor in prepared work: dataclasses, tuples, lists and dicts of them."""
+    if isinstance(work, Tensor):
+        yield work
+    elif is_dataclass(work):
+        for each in fields(work):
+            yield from _tensors(getattr(work, each.name))
+    elif isinstance(work, (tuple, list)):
+        for each in work:
+            yield from _tensors(each)
+    elif isinstance(work, dict):
+        yield from _tensors(list(work.values()))
+
+
+def _megabytes(count: int) -> str:
+    return f"{count / 1e6:.4g} MB"

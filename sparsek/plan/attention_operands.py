@@ -1,0 +1,140 @@
+"""What can be said of q, k, v and a mask without reading them: do they fit together, and how do they lie."""
+
+import math
+from numbers import Real
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sparsek.core import dtypes
+from sparsek.core.errors import InvalidInput
+from sparsek.formats.block_mask import BlockMask
+
+NO_GRADIENT = (
+    "attention has no gradient yet; call it under torch.no_grad(), "
+    "or use sparsek.reference.attention.attention, which has one"
+)
+DIMS = {"q": "[B, Hq, S, D]", "k": "[B, Hkv, T, D]", "v": "[B, Hkv, T, Dv]"}
+
+
+def check_tensors(q: Any, k: Any, v: Any) -> None:
+    """InvalidInput unless q, k and v are dense, of one dtype, on one device, and fit together."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise InvalidInput(f"{name} must be a dense torch.Tensor {DIMS[name]}, got {type(x).__name__}")
+        if x.layout != torch.strided:
+            raise InvalidInput(
+                f"{name} must be a dense torch.Tensor, got layout {x.layout}; call .to_dense()"
+            )
+        if x.dim() != 4:
+            raise InvalidInput(f"{name} must be {DIMS[name]}, got {x.dim()}-D {list(x.shape)}")
+        if x.dtype != q.dtype:
+            raise InvalidInput(f"q is {q.dtype} and {name} {x.dtype}; cast one of them, SparseK does not")
+        if x.device != q.device:
+            raise InvalidInput(
+                f"q is on {q.device} and {name} on {x.device}; move one of them, SparseK does not"
+            )
+        if x.is_neg():
+            raise InvalidInput(
+                f"{name} is a lazily negated view, whose memory has the other sign; call .resolve_neg()"
+            )
+    dtypes.name(q.dtype)
+    _check_shapes(q.shape, k.shape, v.shape)
+
+
+def _check_shapes(q: torch.Size, k: torch.Size, v: torch.Size) -> None:
+    if not q[0] == k[0] == v[0]:
+        raise InvalidInput(f"q, k and v have {q[0]}, {k[0]} and {v[0]} batch items; they must have as many")
+    if k[1] != v[1]:
+        raise InvalidInput(f"k has {k[1]} heads and v {v[1]}; they must have as many")
+    if q[1] == 0 or k[1] == 0 or q[1] % k[1]:
+        raise InvalidInput(
+            f"q has {q[1]} heads and k {k[1]}; q needs a positive multiple of the heads of k, "
+            "each of which serves as many heads of q"
+        )
+    if k[2] != v[2]:
+        raise InvalidInput(f"k has {k[2]} keys and v {v[2]} values; every key needs one value")
+    if q[3] != k[3] or q[3] == 0:
+        raise InvalidInput(f"q has head dim {q[3]} and k {k[3]}; they must agree and be at least 1")
+    if v[3] == 0:
+        raise InvalidInput("v has head dim 0; it must be at least 1")
+
+
+def check_mask(q: Tensor, k: Tensor, mask: Any, *, here: bool = True) -> None:
+    """InvalidInput unless `mask` is a BlockMask for q and k, of which the device has found no fault so far.
+
+    `here`: it must be on their device too. Otherwise the call is only predicted.
+    """
+    if not isinstance(mask, BlockMask):
+        raise InvalidInput(
+            f"mask must be a BlockMask or None, got {type(mask).__name__}; BlockMask.from_dense takes a bool tensor"
+        )
+    if (mask.q_len, mask.kv_len) != (q.shape[2], k.shape[2]):
+        raise InvalidInput(
+            f"mask is for {mask.q_len} queries and {mask.kv_len} keys; q has {q.shape[2]} and k {k.shape[2]}. "
+            f"Build it with q_len={q.shape[2]}, kv_len={k.shape[2]}"
+        )
+    if mask.batch not in (1, q.shape[0]):
+        raise InvalidInput(f"mask has {mask.batch} batch items and q {q.shape[0]}; mask needs 1 or as many")
+    if mask.heads not in (1, k.shape[1], q.shape[1]):
+        raise InvalidInput(
+            f"mask has {mask.heads} heads; it needs 1 for all, {k.shape[1]} as k, or {q.shape[1]} as q"
+        )
+    if here and mask.device != q.device:
+        raise InvalidInput(f"mask is on {mask.device} and q on {q.device}; call mask.to({str(q.device)!r})")
+    if not captured(q):
+        mask.verify()
+
+
+def check_no_gradient(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """InvalidInput where autograd would expect a gradient."""
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        raise InvalidInput(NO_GRADIENT)
+
+
+def checked_scale(scale: Any, dim: int) -> float:
+    """The softmax scale as a float: D**-0.5 for None. InvalidInput unless it is finite and positive."""
+    if scale is None:
+        return dim**-0.5
+    number = float(scale) if isinstance(scale, Real) and not isinstance(scale, bool) else math.nan
+    if not (0 < number < math.inf):
+        raise InvalidInput(
+            f"scale is {scale!r}; it must be a finite number above 0 (negate q for a negative one)"
+        )
+    return number
+
+
+class Layout(NamedTuple):
+    """How q, k and v lie in memory: `unit_stride` if last dims are contiguous, `aligned` if their pointers and all
+    other strides are also multiples of 16 bytes.
+    """
+
+    unit_stride: bool
+    aligned: bool
+
+
+def layout(q: Tensor, k: Tensor, v: Tensor) -> Layout:
+    (q0, q1, q2, q3), (k0, k1, k2, k3), (v0, v1, v2, v3) = q.stride(), k.stride(), v.stride()
+    unit_stride = q3 == k3 == v3 == 1
+    strides = q0 | q1 | q2 | k0 | k1 | k2 | v0 | v1 | v2
+    starts = q.data_ptr() | k.data_ptr() | v.data_ptr()
+    return Layout(unit_stride, unit_stride and (strides * q.element_size() | starts) % 16 == 0)
+
+
+def captured(x: Tensor) -> bool:
+    """Whether what is done with `x` now goes into a CUDA graph."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def empty_out(q: Tensor, v_dim: int) -> Tensor:
+    """An uninitialised out [B, Hq, S, Dv] without gaps: in memory [B, S, Hq, Dv] if q lies so, else as its shape."""
+    batch, heads, length, _ = q.shape
+    if heads > 1 and length > 1 and q.stride(1) < q.stride(2):
+        return q.new_empty((batch, length, heads, v_dim)).transpose(1, 2)
+    return q.new_empty((batch, heads, length, v_dim))
+
+
+def lse_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float32, and float64 for float64 inputs."""
+    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -1,0 +1,160 @@
+"""Which query tiles there are, what each visits, who takes them when: made on the mask's device, without a host sync.
+
+Tiles go longest first to CTAs in turns, back and forth, so that every CTA has about as much to do. A tile far longer
+than the others is cut into parts, which a merge puts together again in a fixed order. What depends on the mask's lists
+stays on the device; the host knows bounds (`BlockMask.sizes`), which are all it needs to reserve memory.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sparsek.formats.block_mask import BlockMask
+from sparsek.plan.problem import AttentionProblem
+
+# Fields of a record: first query, batch item, first head, first partial entry (-1: none) and partial blocks,
+# first full entry and full blocks, slot of the part (-1: the tile is whole).
+FIELDS = 8
+SHORTEST_PART = 8
+NO_SLOT = -1
+
+
+class Shape(NamedTuple):
+    """A tile: `positions` query positions of `pack` heads; and how many CTAs take tiles."""
+
+    positions: int
+    pack: int
+    ctas: int
+
+
+class Schedule(NamedTuple):
+    """`tiles` int32 [capacity, FIELDS], of which count[0] are there, CTA p takes p, p + ctas, ...
+
+    `merges` int32 [capacity, 5]: first slot, slots, batch item, first head, first query of every tile that was cut;
+    0 slots where there is none. `slots` is how many slots parts may need.
+    """
+
+    tiles: Tensor
+    count: Tensor
+    ctas: int
+    merges: Tensor | None = None
+    slots: int = 0
+
+    def imbalance(self) -> float:
+        """Blocks of the fullest CTA over the mean. Syncs."""
+        tiles = self.tiles[: int(self.count)]
+        cost = (tiles[:, 4] + tiles[:, 6]).double() + 1.0
+        load = torch.zeros(self.ctas, dtype=torch.float64, device=cost.device)
+        load.index_add_(0, torch.arange(len(cost), device=cost.device) % self.ctas, cost)
+        return float(load.max() / load.mean()) if len(cost) else 1.0
+
+
+def tiles_of(p: AttentionProblem, shape: Shape) -> int:
+    """Query tiles, whole ones."""
+    return p.batch * (p.q_heads // shape.pack) * -(-p.q_len // shape.positions)
+
+
+def part_blocks(p: AttentionProblem, shape: Shape) -> int:
+    """Blocks of the longest part: what a longer tile is cut into. At least the longest tile where nothing is cut.
+
+    With fewer tiles than half the CTAs, tiles are cut until every CTA has a part. Otherwise those are cut that are
+    more than twice as long as the mean: half of a causal mask's tiles are longer than the mean, none twice as long.
+    """
+    tiles = tiles_of(p, shape)
+    if not tiles or not p.longest:
+        return max(1, p.longest)
+    if 2 * tiles <= shape.ctas:
+        return max(SHORTEST_PART, -(-p.longest // (shape.ctas // tiles)))
+    mean = p.stored / (p.mask_batch * p.mask_heads * p.grid[0])
+    return max(SHORTEST_PART, round(2 * mean) + 1)
+
+
+def is_cut(p: AttentionProblem, shape: Shape) -> bool:
+    return p.longest > part_blocks(p, shape)
+
+
+def schedule(p: AttentionProblem, mask: BlockMask, shape: Shape) -> Schedule:
+    """The tiles of `mask` for `p`, in the order in which CTAs take them. No sync."""
+    where, lists = _tiles(p, mask, shape)
+    whole = torch.full_like(where[:, :1], NO_SLOT)
+    if not is_cut(p, shape):
+        records = torch.cat((where, lists, whole), 1)
+        count = torch.full((1,), len(records), dtype=torch.int32, device=mask.device)
+        return Schedule(_dealt(records, lists[:, 1] + lists[:, 3], shape.ctas), count, shape.ctas)
+    return _cut(p, where, lists, shape)
+
+
+def _tiles(p: AttentionProblem, mask: BlockMask, shape: Shape) -> tuple[Tensor, Tensor]:
+    """Position, batch item and first head of every tile [tiles, 3], and starts and counts of its lists [tiles, 4]."""
+    device, rows = mask.device, mask.grid[0]
+
+    def upto(n: int) -> Tensor:
+        return torch.arange(n, dtype=torch.int32, device=device)
+
+    pos = upto(-(-p.q_len // shape.positions)) * shape.positions
+    head = upto(p.q_heads // shape.pack) * shape.pack
+    item = upto(p.batch)
+    mask_head = head // (p.q_heads // mask.heads) if mask.heads > 1 else head * 0
+    mask_item = item if mask.batch > 1 else item * 0
+    of_head = (mask_item[:, None] * mask.heads + mask_head) * rows
+    row = (of_head[:, :, None] + pos // mask.block[0]).flatten()
+    partial, full = mask.partial, mask.full
+    lists = torch.stack((partial.starts, partial.counts, full.starts, full.counts), 1)[row]
+    where = torch.stack(torch.broadcast_tensors(pos, item[:, None, None], head[:, None]), -1)
+    return where.reshape(-1, 3), lists
+
+
+def _dealt(records: Tensor, blocks: Tensor, ctas: int) -> Tensor:
+    """Records longest first, every second round of CTAs in reverse. Those of -1 blocks are not there and come last.
+
+    A record of no blocks becomes one of a partial block without an entry. A round that is not full stays as it is.
+    """
+    empty = blocks == 0
+    records[:, 3] = records[:, 3].masked_fill(empty, -1)
+    records[:, 4] = records[:, 4].masked_fill(empty, 1)
+    order = torch.argsort(blocks, descending=True, stable=True)
+    rounds = len(order) // ctas
+    if rounds > 1:
+        number = torch.arange(rounds, device=order.device)
+        turn = (number % 2 == 1) & (number < (blocks >= 0).sum() // ctas)
+        head = order[: rounds * ctas].view(rounds, ctas)
+        order = torch.cat((torch.where(turn[:, None], head.flip(1), head).flatten(), order[rounds * ctas :]))
+    return records[order]
+
+
+def _cut(p: AttentionProblem, where: Tensor, lists: Tensor, shape: Shape) -> Schedule:
+    """The same with long tiles in parts. A tile of n blocks in k parts: part i has blocks n i / k to n (i + 1) / k."""
+    longest = part_blocks(p, shape)
+    partial, n = lists[:, 1].long(), (lists[:, 1] + lists[:, 3]).long()
+    parts = torch.clamp((n + longest - 1) // longest, min=1)
+    last = torch.cumsum(parts, 0)
+    heads_per_list = (p.batch // p.mask_batch) * (p.q_heads // p.mask_heads)
+    blocks = p.stored * heads_per_list * -(-p.block[0] // shape.positions) // shape.pack
+    extra = blocks // longest
+    capacity = len(n) + extra
+    item = torch.arange(capacity, device=n.device)
+    tile = torch.searchsorted(last, item, right=True).clamp(max=len(n) - 1)
+    k = parts[tile]
+    i = item - (last[tile] - k)
+    there = item < last[-1]
+    begin, end = n[tile] * i // k, n[tile] * (i + 1) // k
+    p_begin, p_end = torch.minimum(begin, partial[tile]), torch.minimum(end, partial[tile])
+    f_begin, f_end = begin - p_begin, end - p_end
+    in_slots = torch.where(parts > 1, parts, 0)
+    first_slot = torch.cumsum(in_slots, 0) - in_slots
+    slot = torch.where(k > 1, first_slot[tile] + i, NO_SLOT)
+    starts = lists[:, 0::2].long()[tile]
+    fields = (starts[:, 0] + p_begin, p_end - p_begin, starts[:, 1] + f_begin, f_end - f_begin, slot)
+    records = torch.cat((where[tile], torch.stack(fields, 1).int()), 1)
+    tiles = _dealt(records, torch.where(there, end - begin, -1), shape.ctas)
+    cut = parts > 1
+    merges = torch.zeros(extra + 1, 5, dtype=torch.int32, device=n.device)
+    row = torch.where(
+        cut, torch.cumsum(cut, 0) - 1, extra
+    )  # whole tiles all go to the last row, which is dropped
+    entry = torch.stack((first_slot, parts, where[:, 1], where[:, 2], where[:, 0]), 1).int()
+    merges.index_copy_(0, row, entry)
+    return Schedule(tiles, last[-1:].int(), shape.ctas, merges[:-1], 2 * extra)

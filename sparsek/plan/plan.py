@@ -1,0 +1,128 @@
+"""A decision that is ready to run: kernel, config and prepared work for one problem. It explains itself."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from sparsek.core.errors import InvalidInput
+from sparsek.plan.problem import Problem
+from sparsek.plan.select import Candidate, Choice
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """A kernel and a config for one problem, with what had to be made ready once. Each operation's plan is callable.
+
+    A plan that is not `ready` was made for a card that is named, not there: it predicts and explains.
+    """
+
+    problem: Any
+    choice: Choice = field(repr=False)
+    work: Any = field(default=None, repr=False)
+    ready: bool = True
+
+    @property
+    def kernel(self) -> str:
+        """The kernel's name."""
+        return self.choice.kernel.name
+
+    @property
+    def config(self) -> Any:
+        return self.choice.config
+
+    @property
+    def implementation(self) -> Any:
+        """The kernel itself."""
+        return self.choice.kernel
+
+    @property
+    def candidates(self) -> tuple[Candidate, ...]:
+        return self.choice.candidates
+
+    @property
+    def seconds(self) -> float:
+        """The predicted time of a call on `problem.card`."""
+        return self.choice.seconds
+
+    @property
+    def bound_seconds(self) -> float:
+        """The roofline below which no kernel can fall."""
+        return bound_seconds(self.problem)
+
+    @property
+    def losers(self) -> tuple[Candidate, ...]:
+        """Every kernel that was not chosen."""
+        return tuple(c for c in self.candidates if c.name != self.kernel)
+
+    def explain(self) -> str:
+        """The choice in words: problem, kernel, config, prediction against the roofline, and why the others lost."""
+        p = self.problem
+        flops, moved = arithmetic_seconds(p), memory_seconds(p)
+        limit = "arithmetic" if flops >= moved else "memory"
+        lines = [
+            *self.headline(),
+            f"  kernel     {self.kernel}: {self.config}",
+            (
+                f"  predicted  {_us(self.seconds)}, {_tflops(p.useful_flops, self.seconds)} useful, "
+                f"{_tflops(p.dense_flops, self.seconds)} dense-equivalent"
+            ),
+            (
+                f"  roofline   {_us(self.bound_seconds)}, bound by {limit}: {p.useful_flops / 1e9:.4g} GFLOP in "
+                f"{_us(flops)}, {p.compulsory_bytes / 1e6:.4g} MB in {_us(moved)}"
+            ),
+        ]
+        if p.rate_name not in p.card.measured:
+            lines.append(
+                "  rates      guessed for this card and dtype, not measured: expect the order of kernels, not the times"
+            )
+        imbalance = getattr(self.work, "imbalance", None)
+        if imbalance is not None:
+            ratio = imbalance() if callable(imbalance) else imbalance
+            lines.append(f"  schedule   fullest CTA has {ratio:.2f} times the mean work")
+        lines.extend(self.details())
+        lines.extend(f"  not        {c.name}: {self._why(c)}" for c in self.losers)
+        return "\n".join(lines)
+
+    def headline(self) -> list[str]:
+        """The problem in words: the first lines of `explain()`."""
+        raise NotImplementedError
+
+    def details(self) -> list[str]:
+        """Lines of `explain()` between the schedule and the kernels that lost."""
+        notes = getattr(self.implementation, "notes", None)
+        return [f"  note       {line}" for line in notes(self.problem, self.config)] if notes else []
+
+    def refuse_unless_ready(self) -> None:
+        """InvalidInput for a plan that only predicts."""
+        if not self.ready:
+            raise InvalidInput(
+                f"this plan is a prediction for {self.problem.card.name}; plan with operands on that card to run it"
+            )
+
+    def _why(self, c: Candidate) -> str:
+        if c.why_not:
+            return "; ".join(c.why_not)
+        aside = f"; only by name: {c.only_by_name}" if c.only_by_name else ""
+        return f"{_us(c.seconds)}, {c.seconds / self.seconds:.2f}x the time{aside}"
+
+
+def bound_seconds(p: Problem) -> float:
+    """The roofline on `p.card`: the larger of arithmetic and memory time, each at the card's rate."""
+    return max(arithmetic_seconds(p), memory_seconds(p))
+
+
+def arithmetic_seconds(p: Problem) -> float:
+    """Useful FLOPs over the card's dense rate."""
+    return p.useful_flops / (p.card.tflops[p.rate_name] * 1e12)
+
+
+def memory_seconds(p: Problem) -> float:
+    """Compulsory bytes over the card's copy bandwidth."""
+    return p.compulsory_bytes / p.card.bandwidth
+
+
+def _us(seconds: float) -> str:
+    return f"{seconds * 1e6:.1f} us" if seconds < 1e-3 else f"{seconds * 1e3:.2f} ms"
+
+
+def _tflops(flops: float, seconds: float) -> str:
+    return f"{flops / seconds / 1e12:.3g} TFLOPS"

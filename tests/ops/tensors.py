@@ -1,0 +1,45 @@
+"""q, k and v for a mask, and what is expected of their attention."""
+
+import torch
+from torch import Tensor
+
+from sparsek.formats.block_mask import BlockMask
+from sparsek.testing.attention_budget import check_attention
+
+Qkv = tuple[Tensor, Tensor, Tensor]
+
+
+def qkv(
+    q_len: int = 192,
+    kv_len: int | None = None,
+    heads: tuple[int, int] = (4, 2),
+    dims: tuple[int, int] = (32, 64),
+    batch: int = 2,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> Qkv:
+    """N(0, 1) tensors q [batch, heads[0], q_len, dims[0]], k and v [batch, heads[1], kv_len, dims[0] or dims[1]]."""
+    draw = torch.Generator(device).manual_seed(0)
+    kv_len = q_len if kv_len is None else kv_len
+    shapes = (
+        (batch, heads[0], q_len, dims[0]),
+        (batch, heads[1], kv_len, dims[0]),
+        (batch, heads[1], kv_len, dims[1]),
+    )
+    q, k, v = (torch.randn(shape, generator=draw, device=device).to(dtype) for shape in shapes)
+    return q, k, v
+
+
+def window(length: int = 192, width: int = 70, device: str = "cpu") -> BlockMask:
+    """A causal window, in blocks of 64."""
+    return BlockMask.sliding_window(length, width, block=64, device=device)
+
+
+def check(
+    tensors: Qkv, mask: BlockMask, out: Tensor, lse: Tensor | None = None, scale: float | None = None
+) -> None:
+    q, k, v = tensors
+    assert out.dtype == q.dtype
+    assert lse is None or lse.dtype == (torch.float64 if q.dtype == torch.float64 else torch.float32)
+    gate = check_attention(q, k, v, mask, out, lse, scale=scale)
+    assert gate.passed, f"{mask} of q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: {gate}"

@@ -1,0 +1,251 @@
+"""attention: what it computes eagerly, how its result lies in memory, and which plans it makes."""
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import sparsek as sk
+from sparsek.core.errors import Unsupported
+from sparsek.ops import attention as ops
+from sparsek.plan import cache
+from tests.ops.tensors import check, qkv, window
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+def test_it_attends_over_the_blocks_of_a_mask(dtype: torch.dtype, device: str):
+    tensors, mask = qkv(dtype=dtype, dims=(64, 64), device=device), window(device=device)
+    out, lse = sk.attention(*tensors, mask, return_lse=True)
+    check(tensors, mask, out, lse)
+    assert torch.equal(sk.attention(*tensors, mask), out)
+
+
+def test_without_a_mask_every_query_sees_every_key(device: str):
+    tensors = q, k, v = qkv(100, 150, dims=(64, 64), dtype=torch.float16, device=device)
+    check(tensors, sk.BlockMask.full(q_len=100, kv_len=150, device=device), sk.attention(q, k, v))
+
+
+@pytest.mark.parametrize("scale", [0.02, 1, 3.0])
+def test_the_scale_multiplies_the_scores(scale: float):
+    tensors, mask = qkv(), window()
+    out, lse = sk.attention(*tensors, mask, scale=scale, return_lse=True)
+    check(tensors, mask, out, lse, scale)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4])
+def test_a_mask_may_be_for_all_heads_for_each_of_k_or_for_each_of_q(heads: int):
+    tensors = qkv(heads=(4, 2))
+    mask = sk.BlockMask.per_head([window(width=30 * (head + 1)) for head in range(heads)])
+    check(tensors, mask, *sk.attention(*tensors, mask, return_lse=True))
+
+
+def test_queries_that_see_no_key_give_0_and_minus_infinity():
+    q, k, v = qkv(192, 64)
+    out, lse = sk.attention(q, k, v, sk.BlockMask.causal(q_len=192, kv_len=64, block=64), return_lse=True)
+    assert not out[:, :, :128].any()
+    assert (lse[:, :, :128] == -torch.inf).all()
+    assert lse[:, :, 128:].isfinite().all()
+
+
+@pytest.mark.parametrize(("batch", "q_len", "kv_len"), [(0, 64, 64), (2, 0, 64), (2, 64, 0), (2, 0, 0)])
+def test_without_queries_keys_or_batch_items_there_is_nothing_to_compute(batch: int, q_len: int, kv_len: int):
+    q, k, v = qkv(q_len, kv_len, batch=batch)
+    out, lse = sk.attention(q, k, v, return_lse=True)
+    assert out.shape == (batch, 4, q_len, 64)
+    assert not out.any()
+    assert (lse == -torch.inf).all()
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "bhsd": lambda x: x,
+    "bshd": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "sbhd": lambda x: x.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3),
+    "slice of packed heads": lambda x: torch.cat((x, x, x), 1)[:, x.shape[1] : 2 * x.shape[1]],
+    "odd rows": lambda x: torch.cat((x, x[..., :1]), 3)[..., :-1],
+    "odd start": lambda x: torch.cat((x.flatten()[:1], x.flatten()))[1:].view(x.shape),
+    "dims by rows": lambda x: x.mT.contiguous().mT,
+    "one head for all": lambda x: x[:, :1].expand(x.shape),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_q_k_and_v_may_lie_in_memory_as_they_like(name: str, device: str):
+    q, k, v = qkv(dtype=torch.float16, dims=(64, 64), device=device)
+    tensors = LAYOUTS[name](q), LAYOUTS[name](k), LAYOUTS[name](v)
+    mask = window(device=device)
+    check(tensors, mask, *sk.attention(*tensors, mask, return_lse=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "order"), [("bhsd", (0, 1, 2, 3)), ("bshd", (0, 2, 1, 3)), ("sbhd", (0, 2, 1, 3))]
+)
+def test_out_lies_in_memory_as_q_does_and_has_no_gaps(name: str, order: tuple[int, ...]):
+    q, k, v = qkv(dims=(32, 48))
+    out, lse = sk.attention(LAYOUTS[name](q), k, v, window(), return_lse=True)
+    assert out.shape == (2, 4, 192, 48)
+    assert out.permute(order).is_contiguous()
+    assert lse.is_contiguous()
+
+
+def test_a_single_head_or_query_gives_a_contiguous_out():
+    for q_len, heads in ((1, (4, 2)), (64, (1, 1))):
+        q, k, v = qkv(q_len, 64, heads)
+        assert sk.attention(LAYOUTS["bshd"](q), k, v).is_contiguous()
+
+
+def test_a_plan_gives_what_attention_gives(device: str):
+    tensors, mask = qkv(dims=(64, 64), dtype=torch.float16, device=device), window(device=device)
+    out, lse = sk.attention(*tensors, mask, return_lse=True)
+    plan = sk.plan_attention(*tensors, mask)
+    assert torch.equal(plan(*tensors, mask), out)
+    assert torch.equal(sk.attention(*tensors, mask, plan=plan, kernel=plan.kernel), out)
+    with_lse = sk.plan_attention(*tensors, mask, return_lse=True)
+    for got in (with_lse(*tensors, mask), sk.attention(*tensors, mask, return_lse=True, plan=with_lse)):
+        assert torch.equal(got[0], out)
+        assert torch.equal(got[1], lse)
+    sharper = plan(*tensors, mask, scale=1.0)
+    assert torch.equal(sharper, sk.attention(*tensors, mask, scale=1.0))
+
+
+def test_a_plan_without_a_mask_is_called_without_one_however_many_others_follow():
+    tensors = qkv(64)
+    plan = sk.plan_attention(*tensors)
+    for length in range(1, 40):
+        sk.attention(*qkv(length, batch=1))
+    assert torch.equal(plan(*tensors), sk.attention(*tensors))
+
+
+@pytest.mark.parametrize("kernel", ["cpu.attention", "reference.attention"])
+def test_a_named_kernel_runs(kernel: str):
+    tensors, mask = qkv(), window()
+    assert sk.plan_attention(*tensors, mask, kernel=kernel).kernel == kernel
+    check(tensors, mask, *sk.attention(*tensors, mask, kernel=kernel, return_lse=True))
+
+
+def test_a_named_kernel_that_cannot_run_says_why_and_which_can():
+    with pytest.raises(
+        Unsupported, match=r"portable.attention_fwd cannot run this; .*cpu.attention, reference.attention can"
+    ) as caught:
+        sk.attention(*qkv(), window(), kernel="portable.attention_fwd")
+    assert caught.value.reasons["portable.attention_fwd"]
+
+
+def test_a_second_call_makes_no_new_plan(plans_made: list[str]):
+    (q, k, v), mask = qkv(), window()
+    sk.attention(q, k, v, mask)
+    sk.attention(q + 1, k.clone(), v.clone(), mask, scale=0.5)
+    assert len(plans_made) == 1
+
+
+def test_without_a_mask_plans_are_kept_too(plans_made: list[str]):
+    ops._every_block.cache_clear()
+    for _ in range(3):
+        sk.attention(*qkv(77))
+    assert len(plans_made) == 1
+
+
+def test_another_shape_alignment_lse_mask_or_kernel_makes_another_plan(plans_made: list[str]):
+    q, k, v = qkv()
+    mask, other = window(), window(width=9)
+    calls: list[Callable[[], Any]] = [
+        lambda: sk.attention(q, k, v, mask),
+        lambda: sk.attention(q[:1], k[:1], v[:1], mask),
+        lambda: sk.attention(q[:, :2], k, v, mask),
+        lambda: sk.attention(q, k[:, :1], v[:, :1], mask),
+        lambda: sk.attention(q[..., :16], k[..., :16], v, mask),
+        lambda: sk.attention(q, k, v[..., :16], mask),
+        lambda: sk.attention(q.double(), k.double(), v.double(), mask),
+        lambda: sk.attention(LAYOUTS["odd start"](q), k, v, mask),
+        lambda: sk.attention(LAYOUTS["dims by rows"](q), k, v, mask),
+        lambda: sk.attention(q, k, v, mask, return_lse=True),
+        lambda: sk.attention(q, k, v, mask, kernel="reference.attention"),
+        lambda: sk.attention(q, k, v, other),
+    ]
+    for round_ in range(2):
+        for count, call in enumerate(calls, start=1):
+            call()
+            assert len(plans_made) == (count if round_ == 0 else len(calls))
+
+
+def test_layouts_that_are_aligned_alike_share_a_plan(plans_made: list[str]):
+    (q, k, v), mask = qkv(), window()
+    for name in ("bhsd", "bshd", "sbhd", "slice of packed heads"):
+        sk.attention(LAYOUTS[name](q), LAYOUTS[name](k), LAYOUTS[name](v), mask)
+    assert len(plans_made) == 1
+
+
+def test_a_mask_keeps_no_more_plans_than_the_limit(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(cache, "LIMIT", 5)
+    mask = window(64, 8)
+    for batch in range(1, 9):
+        sk.attention(*qkv(64, heads=(1, 1), dims=(1, 1), batch=batch), mask)
+    assert len(mask.derived("plans", cache.PlanCache)) == 5
+
+
+def test_a_new_mask_that_poses_a_known_problem_asks_no_kernel_again(monkeypatch: pytest.MonkeyPatch):
+    tensors = qkv()
+    first = sk.plan_attention(*tensors, window())
+    kernel = type(first.implementation)
+    monkeypatch.setattr(kernel, "why_not", lambda self, p: pytest.fail("asked again"))
+    again = sk.plan_attention(*tensors, window())
+    assert again.choice is first.choice
+    mask = window()
+    check(tensors, mask, sk.attention(*tensors, mask))
+
+
+def test_a_mask_that_is_let_go_takes_its_plans_along():
+    tensors, mask = qkv(), window()
+    plan = sk.plan_attention(*tensors, mask)
+    sk.attention(*tensors, mask)
+    gone = weakref.ref(mask)
+    gc.collect()
+    gc.disable()
+    try:
+        del mask
+        assert gone() is None, "a plan keeps no mask alive, not even in a cycle"
+    finally:
+        gc.enable()
+    assert plan.mask() is None
+    assert "mask 0" not in plan.explain()
+
+
+def test_autocast_does_not_touch_the_operands():
+    tensors, mask = qkv(), window()
+    alone = sk.attention(*tensors, mask)
+    with torch.autocast("cpu", torch.bfloat16):
+        for kernel in (None, "cpu.attention", "reference.attention"):
+            check(tensors, mask, sk.attention(*tensors, mask, kernel=kernel))
+        assert torch.equal(sk.attention(*tensors, mask), alone)
+
+
+def test_work_made_in_inference_mode_serves_outside_of_it():
+    tensors, mask = qkv(), window()
+    with torch.inference_mode():
+        inside = sk.attention(*tensors, mask)
+    assert torch.equal(sk.attention(*tensors, mask), inside)
+
+
+def test_the_same_plan_gives_the_same_bits():
+    tensors, mask = qkv(), window()
+    outs = [sk.attention(*tensors, mask, return_lse=True) for _ in range(3)]
+    assert all(torch.equal(a, b) for again in outs for a, b in zip(again, outs[0], strict=True))
+
+
+def test_merged_parts_are_attention_over_all_keys():
+    """Queries 0 to 129 stand at keys 62 to 191. The last 128 keys are behind some of them."""
+    q, k, v = qkv(130, 192)
+    whole = sk.BlockMask.causal(q_len=130, kv_len=192, block=64)
+    early = sk.BlockMask.causal(q_len=130, kv_len=64, block=64, q_offset=62)
+    late = sk.BlockMask.causal(q_len=130, kv_len=128, block=64, q_offset=-2)
+    out, lse = sk.attention(q, k, v, whole, return_lse=True)
+    first = sk.attention(q, k[:, :, :64], v[:, :, :64], early, return_lse=True)
+    second = sk.attention(q, k[:, :, 64:], v[:, :, 64:], late, return_lse=True)
+    assert (second[1] == -torch.inf).any()
+    for parts in ((*first, *second), (*second, *first)):
+        merged, total = sk.merge(*parts)
+        torch.testing.assert_close(merged, out)
+        torch.testing.assert_close(total, lse)

@@ -1,0 +1,194 @@
+"""attention: what it refuses, and in which words."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import sparsek as sk
+from sparsek.core.errors import InvalidInput
+from tests.ops.tensors import qkv, window
+
+
+def test_gradients_are_refused_with_a_hint():
+    tensors, mask = qkv(), window()
+    hint = r"no gradient yet; call it under torch.no_grad\(\), or use sparsek.reference.attention.attention"
+    plan = sk.plan_attention(*tensors, mask)
+    for place in range(3):
+        q, k, v = (x.clone().requires_grad_(at == place) for at, x in enumerate(tensors))
+        for call in (sk.attention, plan):
+            with pytest.raises(InvalidInput, match=hint):
+                call(q, k, v, mask)
+        with torch.no_grad():
+            assert torch.equal(sk.attention(q, k, v, mask), plan(*tensors, mask))
+        assert sk.plan_attention(q, k, v, mask, device="h200").seconds > 0
+
+
+def change(place: int, make: Callable[[Tensor], Any]) -> Callable[..., Any]:
+    """A call with q, k or v replaced by what `make` makes of it."""
+
+    def call(*tensors: Tensor) -> Any:
+        q, k, v = (make(x) if at == place else x for at, x in enumerate(tensors))
+        return sk.attention(q, k, v, window())
+
+    return call
+
+
+def planned_by(plan: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return sk.attention(q, k, v, plan=plan)
+
+
+Q, K, V = 0, 1, 2
+# Calls of q [2, 4, 192, 32], k [2, 2, 192, 32] and v [2, 2, 192, 64].
+BAD_OPERANDS: dict[str, tuple[Callable[..., Any], str]] = {
+    "q numpy": (
+        change(Q, np.asarray),
+        r"q must be a dense torch.Tensor \[B, Hq, S, D\], got ndarray",
+    ),
+    "k none": (change(K, lambda k: None), r"k must be a dense torch.Tensor \[B, Hkv, T, D\], got NoneType"),
+    "v sparse": (change(V, lambda v: v.to_sparse()), r"v must be .* got layout torch.sparse_coo; .*to_dense"),
+    "q 3-D": (change(Q, lambda q: q[0]), r"q must be \[B, Hq, S, D\], got 3-D \[4, 192, 32\]"),
+    "v 5-D": (change(V, lambda v: v[None]), r"v must be \[B, Hkv, T, Dv\], got 5-D"),
+    "dtypes": (change(K, lambda k: k.double()), "q is torch.float32 and k torch.float64; cast one of them"),
+    "ints": (lambda q, k, v: sk.attention(q.int(), k.int(), v.int()), "dtype torch.int32 is not supported"),
+    "devices": (change(V, lambda v: v.to("meta")), "q is on cpu and v on meta; move one of them"),
+    "negated": (change(Q, torch._neg_view), r"q is a lazily negated view.*call .resolve_neg\(\)"),
+    "batch": (change(Q, lambda q: q[:1]), "q, k and v have 1, 2 and 2 batch items; they must have as many"),
+    "heads of v": (change(V, lambda v: v[:, :1]), "k has 2 heads and v 1; they must have as many"),
+    "heads": (change(Q, lambda q: q[:, :3]), "q has 3 heads and k 2; q needs a positive multiple"),
+    "fewer heads": (change(Q, lambda q: q[:, :1]), "q has 1 heads and k 2; q needs a positive multiple"),
+    "no heads": (change(Q, lambda q: q[:, :0]), "q has 0 heads and k 2; q needs a positive multiple"),
+    "values": (change(V, lambda v: v[:, :, :100]), "k has 192 keys and v 100 values; every key needs one"),
+    "dims": (change(K, lambda k: k[..., :16]), "q has head dim 32 and k 16; they must agree"),
+    "no dim": (lambda q, k, v: sk.attention(q[..., :0], k[..., :0], v), "q has head dim 0 and k 0"),
+    "no dim of v": (change(V, lambda v: v[..., :0]), "v has head dim 0; it must be at least 1"),
+    "mask dense": (
+        lambda q, k, v: sk.attention(q, k, v, torch.ones(192, 192, dtype=torch.bool)),  # type: ignore[call-overload]
+        "mask must be a BlockMask or None, got Tensor; BlockMask.from_dense takes a bool tensor",
+    ),
+    "queries of mask": (
+        lambda q, k, v: sk.attention(q[:, :, :100], k, v, window()),
+        "mask is for 192 queries and 192 keys; q has 100 and k 192. Build it with q_len=100, kv_len=192",
+    ),
+    "keys of mask": (
+        lambda q, k, v: sk.attention(q, k[:, :, :100], v[:, :, :100], window()),
+        "mask is for 192 queries and 192 keys; q has 192 and k 100",
+    ),
+    "heads of mask": (
+        lambda q, k, v: sk.attention(q, k, v, sk.BlockMask.per_head([window()] * 3)),
+        "mask has 3 heads; it needs 1 for all, 2 as k, or 4 as q",
+    ),
+    "batch of mask": (
+        lambda q, k, v: sk.attention(q, k, v, sk.BlockMask.per_batch([window()] * 3)),
+        "mask has 3 batch items and q 2; mask needs 1 or as many",
+    ),
+    "device of mask": (
+        lambda q, k, v: sk.attention(q.to("meta"), k.to("meta"), v.to("meta"), window()),
+        r"mask is on cpu and q on meta; call mask.to\('meta'\)",
+    ),
+    "kernel": (
+        lambda q, k, v: sk.attention(q, k, v, kernel="hopper.spmm"),
+        "no kernel of attention is called 'hopper.spmm'; known: hopper.attention_fwd, portable.attention_fwd, ",
+    ),
+    "kernel and plan": (
+        lambda q, k, v: sk.attention(
+            q, k, v, plan=sk.plan_attention(q, k, v, kernel="cpu.attention"), kernel="hopper.attention_fwd"
+        ),
+        "kernel='hopper.attention_fwd' contradicts plan, which uses cpu.attention",
+    ),
+    "lse and plan": (
+        lambda q, k, v: sk.attention(q, k, v, plan=sk.plan_attention(q, k, v), return_lse=True),
+        "return_lse=True contradicts plan, made with return_lse=False",
+    ),
+    "plan": (lambda *tensors: planned_by("fast", *tensors), "plan must come from plan_attention, got str"),
+    "plan of spmm": (
+        lambda *tensors: planned_by(
+            sk.plan_spmm(sk.random_bsr(64, 64, 32, 0.5), torch.ones(64, 1)), *tensors
+        ),
+        "plan must come from plan_attention, got SpmmPlan",
+    ),
+    "config": (
+        lambda q, k, v: sk.plan_attention(q, k, v, config=3),
+        "config= belongs to one kernel; name it with kernel=",
+    ),
+    "config of another": (
+        lambda q, k, v: sk.plan_attention(q, k, v, kernel="cpu.attention", config=3),
+        "3 is no config of cpu.attention for this problem; its default is ",
+    ),
+    "card": (
+        lambda q, k, v: sk.plan_attention(q, k, v, device="b200"),
+        "no measured facts for a card named 'b200'; known: h200, cpu",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_OPERANDS)
+def test_bad_operands_are_told_what_where_and_what_would_be_right(name: str):
+    call, text = BAD_OPERANDS[name]
+    with pytest.raises(InvalidInput, match=text):
+        call(*qkv())
+
+
+@pytest.mark.parametrize("scale", [math.inf, math.nan, 0, -1.0, True, "1", torch.tensor(1.0)], ids=repr)
+def test_a_scale_that_is_no_finite_number_above_0_is_refused(scale: Any):
+    tensors, mask = qkv(), window()
+    for call in (sk.attention, sk.plan_attention(*tensors, mask)):
+        with pytest.raises(InvalidInput, match="it must be a finite number above 0"):
+            call(*tensors, mask, scale=scale)
+
+
+def test_a_nan_score_is_told_where_its_mask_is_used():
+    scores = torch.ones(1, 1, 3, 3)
+    scores[0, 0, 1, 1] = torch.nan
+    with pytest.raises(InvalidInput, match="NaN"):
+        sk.attention(*qkv(), sk.BlockMask.topk(scores, 2, seq_len=192, block=64))
+
+
+def test_a_prediction_refuses_to_be_called_and_says_what_would_be_right():
+    tensors, mask = qkv(dtype=torch.bfloat16), window()
+    plan = sk.plan_attention(*tensors, mask, device="h200")
+    assert not plan.ready
+    for call in (plan, lambda *all_: sk.attention(*all_, plan=plan)):
+        with pytest.raises(InvalidInput, match="prediction for NVIDIA H200; plan with operands on that card"):
+            call(*tensors, mask)
+
+
+PLANNED: dict[str, tuple[Callable[..., tuple[Any, ...]], str]] = {
+    "mask": (lambda q, k, v, m: (q, k, v, window()), "another mask; call plan_attention"),
+    "no mask": (lambda q, k, v, m: (q, k, v), "another mask; call plan_attention"),
+    "batch": (
+        lambda q, k, v, m: (q[:1], k[:1], v[:1], m),
+        r"takes fp32 q \[2, 4, 192, 32\] and v \[2, 2, 192, 64\]; got torch.float32 \[1, 4, 192, 32\]",
+    ),
+    "heads": (lambda q, k, v, m: (q[:, :2], k, v, m), r"takes fp32 q .* got torch.float32 \[2, 2, 192, 32\]"),
+    "dim of v": (lambda q, k, v, m: (q, k, v[..., :32], m), r"got .* and \[2, 2, 192, 32\]"),
+    "dtype": (lambda q, k, v, m: (q.half(), k.half(), v.half(), m), "takes fp32 q .* got torch.float16"),
+    "rows": (
+        lambda q, k, v, m: (q.mT.contiguous().mT, k, v, m),
+        "last dims of q, k and v that are contiguous",
+    ),
+    "alignment": (
+        lambda q, k, v, m: (torch.cat((q, q[..., :1]), 3)[..., :-1], k, v, m),
+        "pointers and strides of q, k and v that are multiples of 16 bytes",
+    ),
+    "operands": (lambda q, k, v, m: (q, k, None, m), "v must be a dense torch.Tensor"),
+}
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_a_plan_refuses_other_operands(name: str):
+    tensors, mask = qkv(), window()
+    plan = sk.plan_attention(*tensors, mask)
+    change, text = PLANNED[name]
+    with pytest.raises(InvalidInput, match=text):
+        plan(*change(*tensors, mask))
+
+
+def test_a_plan_for_operands_that_are_not_aligned_takes_any():
+    (q, k, v), mask = qkv(), window()
+    plan = sk.plan_attention(q.mT.contiguous().mT, k, v, mask)
+    assert torch.equal(plan(q, k, v, mask), sk.attention(q, k, v, mask))

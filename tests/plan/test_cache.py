@@ -1,0 +1,40 @@
+"""How long plans are kept."""
+
+from typing import Any
+
+import pytest
+
+from sparsek.plan.cache import LIMIT, PlanCache
+
+
+def filled(cache: Any, count: int) -> None:
+    for key in range(count):
+        cache.get(key, object, captured=False)
+
+
+def test_the_least_recently_used_plan_is_dropped_first():
+    cache: Any = PlanCache()
+    old = cache.get("old", object, captured=False)
+    filled(cache, LIMIT - 1)
+    assert cache.get("old", pytest.fail, captured=False) is old
+    cache.get("one more", object, captured=False)
+    assert len(cache) == LIMIT
+    assert cache.get("old", pytest.fail, captured=False) is old
+    made = object()
+    assert cache.get(0, lambda: made, captured=False) is made
+
+
+def test_a_plan_in_a_captured_graph_stays_however_many_follow():
+    cache: Any = PlanCache()
+    kept = cache.get("graph", object, captured=False)
+    assert cache.get("graph", pytest.fail, captured=True) is kept
+    filled(cache, 2 * LIMIT)
+    assert cache.get("graph", pytest.fail, captured=False) is kept
+
+
+def test_a_plan_that_is_made_while_a_graph_is_captured_is_not_kept():
+    cache: Any = PlanCache()
+    inside, outside = object(), object()
+    assert cache.get("graph", lambda: inside, captured=True) is inside
+    assert cache.get("graph", lambda: outside, captured=False) is outside
+    assert len(cache) == 1
