@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from sparsek.bench.cases import random_dense
+from sparsek.bench.case import random_dense
 from sparsek.bench.memory import gigabytes, out_of_memory
 from sparsek.bench.peer import rotating
 from sparsek.core import dtypes
@@ -276,7 +276,7 @@ def prune(name: str, weight: torch.Tensor, question: Question) -> Pruned:
     kept = _norm(matrix.values) / whole if whole else 1.0
     cheap = max(8, int(CHECK_FLOPS[device.type] / (2.0 * max(1, weight.numel()))))
     tokens = min(question.tokens, cheap, CHECK_TOKENS)
-    x = random_dense(tokens, weight.shape[1], dtype, device, seed=0)
+    x = random_dense(tokens, weight.shape[1], dtype=dtype, device=device, seed=0)
     return Pruned(name, matrix, kept, check_spmm(matrix, x.T, spmm(matrix, x.T)), tokens)
 
 
@@ -351,7 +351,7 @@ def timed(a: BSR, weight: torch.Tensor, question: Question) -> Times:
         _refuse_beyond_memory(a, question.tokens)
     plan = curve.plan(a.pattern)
     inputs = [
-        random_dense(question.tokens, a.shape[1], a.dtype, a.device, seed=index)
+        random_dense(question.tokens, a.shape[1], dtype=a.dtype, device=a.device, seed=index)
         for index in range(TIMED_INPUTS)
     ]
     measured = time_rounds(

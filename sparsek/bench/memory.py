@@ -1,6 +1,7 @@
-"""Running out of memory: NumPy and torch say it in different ways."""
+"""How much memory a call takes, and running out of it: NumPy and torch say that in different ways."""
 
 import re
+from collections.abc import Callable
 
 import torch
 
@@ -19,6 +20,18 @@ def out_of_memory(error: BaseException) -> str | None:
         return f"out of memory: {text.splitlines()[0]}" if text else "out of memory"
     found = TORCH_CPU.search(text) if isinstance(error, RuntimeError) else None
     return f"out of memory: tried to allocate {gigabytes(int(found[1]))}" if found else None
+
+
+def peak_bytes(call: Callable[[], object], device: torch.device) -> int | None:
+    """The most memory that torch held at once during one call, beyond what it held before; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    call()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
 
 
 def gigabytes(count: float) -> str:

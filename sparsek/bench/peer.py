@@ -4,37 +4,25 @@ A peer that cannot run says why. A sparse peer's result passes the same gate as 
 time.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
-from sparsek.bench.cases import Case
-from sparsek.core.errors import SparseKError
-from sparsek.formats.bsr import BSR
-
-
-@dataclass(frozen=True)
-class Operands:
-    """One of the rotating sets of a case: its own values of A, B and output, and the shared pattern."""
-
-    a: BSR
-    b: Tensor
-    out: Tensor
+from sparsek.core.errors import InvalidInput, SparseKError
 
 
 @dataclass(frozen=True)
 class Ready:
     """A peer that is set up: one call per operand set, and its chosen settings.
 
-    `dense`: its rate counts all FLOPs of the dense product, not those of the stored blocks alone.
+    `flops`: what one call computes, where that is more than the stored elements: all of them for a dense peer.
     """
 
     calls: tuple[Callable[[], object], ...]
     note: str = ""
-    dense: bool = False
+    flops: float | None = None
 
 
 class UnavailableError(SparseKError):
@@ -42,7 +30,7 @@ class UnavailableError(SparseKError):
 
 
 class Peer(Protocol):
-    """`name` is the key in records, `title` what people read."""
+    """`name` is the key in records, `title` what people read. `device` is "cuda", "cpu", or "" for both."""
 
     @property
     def name(self) -> str: ...
@@ -50,13 +38,41 @@ class Peer(Protocol):
     @property
     def title(self) -> str: ...
 
-    def why_not(self, case: Case, device: torch.device) -> list[str]:
+    @property
+    def device(self) -> str: ...
+
+    def why_not(self, case: Any, device: torch.device) -> list[str]:
         """Every reason why this peer cannot run the case; [] means it can be tried."""
         ...
 
-    def ready(self, case: Case, sets: Sequence[Operands], tried: Callable[[str], None]) -> Ready:
+    def ready(self, case: Any, sets: Sequence[Any], tried: Callable[[str], None]) -> Ready:
         """Sets up and tunes; `tried(text)` reports progress. Raises UnavailableError with the reason."""
         ...
+
+
+def peers_named(table: Iterable[Peer], names: Iterable[str] | None, device: torch.device) -> tuple[Peer, ...]:
+    """The named peers in the table's order; None: those meant for the device. InvalidInput for others."""
+    known = tuple(table)
+    if names is None:
+        return tuple(peer for peer in known if peer.device in ("", device.type))
+    wanted = list(names)
+    for name in wanted:
+        if name not in (peer.name for peer in known):
+            raise InvalidInput(f"no peer is called {name!r}; known: {', '.join(peer.name for peer in known)}")
+    return tuple(peer for peer in known if peer.name in wanted)
+
+
+def elsewhere(peer: Peer, device: torch.device) -> list[str]:
+    """The reason why a peer for one kind of device does not run on another; [] if it does."""
+    return (
+        [] if peer.device in ("", device.type) else [f"runs on {peer.device}, the case is on {device.type}"]
+    )
+
+
+def first_line(error: BaseException) -> str:
+    """The first 160 characters of what an error says, or its class."""
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0][:160]
 
 
 def rotating(calls: Sequence[Callable[[], object]]) -> Callable[[], object]:

@@ -5,8 +5,12 @@ A record says what was measured, on what, next to whom, and which source produce
 {op, case{}, kernel, config, ms{median,min,max,rounds}, tflops{useful,dense_equivalent}, gbps,
  roofline{bound_ms,fraction}, gate{error,budget,passed}, peers{name:{ms{},tflops}}, ratio{peer: rate over its
  rate}, env{gpu,driver,power_limit_w,torch,triton,cuda}, source_hash, date}.
-`op` "spmm" times the device; "spmm_host" times the host side of one eager call, and has null tflops, gbps,
-roofline.
+Records of attention, and their peers, also have `memory`: the largest allocation of one call beyond q, k, v and the
+output, over the bytes of these; null on a CPU.
+
+`op` says what `ms` is, and OPS what its records hold. "spmm", "attention": one call on the device. "spmm_host",
+"attention_host": the host side of one eager call. "attention_new_mask": mask build, plan and kernel of one call, host
+included. "mask_build": one mask, host included. Where nothing is rated, tflops, gbps and roofline are null.
 """
 
 import ast
@@ -17,16 +21,18 @@ import math
 import shutil
 import subprocess
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict, fields, is_dataclass
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 import sparsek
-from sparsek.bench.cases import Case
+from sparsek.bench.attention import AttentionCase
+from sparsek.bench.case import Case
+from sparsek.bench.spmm import SpmmCase
 from sparsek.core import env
 from sparsek.core.clock import Times
 from sparsek.core.device import card_of
@@ -49,45 +55,72 @@ FIELDS = (
     "source_hash",
     "date",
 )
-CASE_FIELDS = ("m", "k", "n", "block", "density", "pattern", "dtype")
 ENV_FIELDS = ("gpu", "driver", "power_limit_w", "torch", "triton", "cuda")
-OPS = ("spmm", "spmm_host")
-HOST_OPS = ("spmm_host",)
+
+
+class Kind(NamedTuple):
+    """What the records of one `op` hold: their class of case, and which fields beside the common ones."""
+
+    case: type[SpmmCase] | type[AttentionCase]
+    rated: bool = True
+    memory: bool = False
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        return (*FIELDS, "memory") if self.memory else FIELDS
+
+    @property
+    def peer_fields(self) -> tuple[str, ...]:
+        return ("ms", "tflops", "memory") if self.memory else ("ms", "tflops")
+
+
+OPS: Mapping[str, Kind] = {
+    "spmm": Kind(SpmmCase),
+    "spmm_host": Kind(SpmmCase, rated=False),
+    "attention": Kind(AttentionCase, memory=True),
+    "attention_host": Kind(AttentionCase, rated=False),
+    "attention_new_mask": Kind(AttentionCase),
+    "mask_build": Kind(AttentionCase, rated=False),
+}
 
 
 def faults(record: Any) -> list[str]:
     """Everything that keeps an object from being a record; [] means it is one."""
     if not isinstance(record, dict):
         return [f"a record is a JSON object, got {type(record).__name__}"]
-    found = [f"field {name} is missing" for name in FIELDS if name not in record]
-    found += [f"field {name} is not part of a record" for name in record if name not in FIELDS]
+    op = record.get("op", "spmm")
+    if not isinstance(op, str) or op not in OPS:
+        return [f"op {op!r} is not one of {', '.join(OPS)}"]
+    kind = OPS[op]
+    found = [f"field {name} is missing" for name in kind.fields if name not in record]
+    found += [f"field {name} is not part of a record" for name in record if name not in kind.fields]
     if found:
         return found
-    if record["op"] not in OPS:
-        found.append(f"op {record['op']!r} is not one of {', '.join(OPS)}")
     for name in ("case", "ms", "gate", "peers", "ratio", "env"):
         if not isinstance(record[name], dict):
             found.append(f"{name} is not an object")
     if found:
         return found
-    host = record["op"] in HOST_OPS
-    found += _wrong_keys("case", record["case"], CASE_FIELDS)
+    found += _wrong_keys("case", record["case"], tuple(field.name for field in fields(kind.case)))
     if not found:
         try:
-            Case.from_record(record["case"])
+            case_of(record)
         except (SparseKError, TypeError, ValueError, IndexError) as error:
             found.append(f"case: {error}")
     found += _times_faults("ms", record["ms"])
-    found += _numbers("tflops", record["tflops"], ("useful", "dense_equivalent"), may_be_null=host)
-    found += _numbers("roofline", record["roofline"], ("bound_ms", "fraction"), may_be_null=host)
-    if not (_is_number(record["gbps"]) or (host and record["gbps"] is None)):
+    found += _numbers("tflops", record["tflops"], ("useful", "dense_equivalent"), may_be_null=not kind.rated)
+    found += _numbers("roofline", record["roofline"], ("bound_ms", "fraction"), may_be_null=not kind.rated)
+    if not (_is_number(record["gbps"]) or (not kind.rated and record["gbps"] is None)):
         found.append("gbps is not a number")
+    found += _memory_faults("memory", record)
     found += _wrong_keys("gate", record["gate"], ("error", "budget", "passed"))
     if record["gate"].get("passed") is not True:
         found.append("gate.passed is not true: a time without a passed gate is not a record")
     for name, peer in record["peers"].items():
-        found += _wrong_keys(f"peers.{name}", peer, ("ms", "tflops"))
-        found += _times_faults(f"peers.{name}.ms", peer.get("ms") if isinstance(peer, dict) else None)
+        found += _wrong_keys(f"peers.{name}", peer, kind.peer_fields)
+        if isinstance(peer, dict):
+            found += _times_faults(f"peers.{name}.ms", peer.get("ms"))
+            found += _memory_faults(f"peers.{name}.memory", peer)
         if name not in record["ratio"]:
             found.append(f"ratio.{name} is missing")
     for name, value in record["ratio"].items():
@@ -137,6 +170,16 @@ def _times_faults(where: str, value: Any) -> list[str]:
     return [] if value["rounds"] >= 1 else [f"{where}.rounds is not positive"]
 
 
+def _memory_faults(where: str, value: Mapping[str, Any]) -> list[str]:
+    memory = value.get("memory")
+    return [] if memory is None or _is_number(memory) else [f"{where} is neither a number nor null"]
+
+
+def case_of(record: Mapping[str, Any]) -> Case:
+    """The case of a well-formed record."""
+    return OPS[record["op"]].case.from_record(record["case"])
+
+
 def append(path: Path, records: Iterable[Record]) -> None:
     """Appends records to a JSON-lines file, made if needed. Raises InvalidInput for a malformed one."""
     lines = []
@@ -179,7 +222,7 @@ def newest(records: Iterable[Record]) -> list[Record]:
     """The newest record of every (op, case, kernel, card), in order of first appearance."""
     best: dict[tuple[Any, ...], Record] = {}
     for record in records:
-        key = (record["op"], Case.from_record(record["case"]), record["kernel"], record["env"]["gpu"])
+        key = (record["op"], case_of(record), record["kernel"], record["env"]["gpu"])
         if key not in best or _when(record) >= _when(best[key]):
             best[key] = record
     return list(best.values())
@@ -213,11 +256,15 @@ def config_of(config: Any) -> dict[str, Any]:
 
 
 def source_files(kernel: str) -> list[Path]:
-    """The kernel's own file and the files of sparsek.kernels that it imports, directly or through them."""
+    """The kernel's own file and the files of sparsek.kernels that it imports, directly or through them.
+
+    "hopper.spmm" lies in sparsek/kernels; "formats.mask_build", which is measured too, in sparsek.
+    """
     root = Path(sparsek.__file__).parent
-    first = root / "kernels" / (kernel.replace(".", "/") + ".py")
-    if not first.is_file():
-        raise InvalidInput(f"no source file {first} for a kernel called {kernel!r}")
+    name = kernel.replace(".", "/") + ".py"
+    first = next((file for file in (root / "kernels" / name, root / name) if file.is_file()), None)
+    if first is None:
+        raise InvalidInput(f"no source file {root / 'kernels' / name} for a kernel called {kernel!r}")
     found: list[Path] = []
     waiting = [first]
     while waiting:

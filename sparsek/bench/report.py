@@ -1,8 +1,8 @@
 """Tables and charts, made from records and from nothing else.
 
-The table stands between `<!-- records:spmm -->` and `<!-- /records -->` in README.md and docs/spmm.md;
-`sparsek report --write` puts it there, and a test compares it with the records. A row whose kernel has
-changed since is marked.
+The table of an operation stands between `<!-- records:spmm -->` and `<!-- /records -->` in README.md and in the page of
+the operation, docs/spmm.md; `sparsek report --write` puts it there, and a test compares it with the records. A row
+whose kernel has changed since is marked.
 """
 
 from collections.abc import Iterable, Sequence
@@ -10,99 +10,74 @@ from pathlib import Path
 from typing import Any
 
 from sparsek.bench import records
-from sparsek.bench.cases import ISSUE2, Case
+from sparsek.bench.case import Case
 from sparsek.bench.records import Record
+from sparsek.bench.tables import TABLES, Column, Table, below, table_of
 from sparsek.core.errors import InvalidFile
 
 BEGIN = "<!-- records:{op} -->"
 END = "<!-- /records -->"
-EARLIER = "earlier version"
-PAGES = ("README.md", "docs/spmm.md")
-PEER_TITLES = {
-    "cublas": "cuBLAS",
-    "torch_sparse": "torch.sparse",
-    "torch_sparse_stages": "torch.sparse, stages",
-    "cusparse": "cuSPARSE",
-    "torch_dense": "torch dense",
-}
-HEADINGS = (
-    "case",
-    "kernel",
-    "ms (min to max)",
-    "speedup over dense",
-    "useful TFLOPS",
-    "GB/s",
-    "of the roofline",
-)
+# Which operation's table stands on which page.
+PAGES = tuple((page, op) for op in TABLES for page in ("README.md", f"docs/{op}.md"))
 
 
-def ordered(found: Iterable[Record]) -> list[Record]:
-    """Newest record per (case, kernel): the suite's cases in its order, then the others by size."""
-    place = {entry.case: index for index, entry in enumerate(ISSUE2)}
+def ordered(found: Iterable[Record], table: Table) -> list[Record]:
+    """Newest record per (case, kernel) of one operation: its suite's cases in their order, then the others by size."""
+    place: dict[Case, int] = {}
+    for index, entry in enumerate(table.suite):
+        place.setdefault(entry.case, index)
 
     def key(record: Record) -> tuple[Any, ...]:
-        case = Case.from_record(record["case"])
-        rest = (case.m * case.k * case.n, case.block, -case.density, case.pattern, case.dtype)
-        return record["op"], place.get(case, len(place)), rest, record["env"]["gpu"], record["kernel"]
+        case = records.case_of(record)
+        where = place.get(case, len(place))
+        return record["op"], where, case.order, record["env"]["gpu"], record["kernel"]
 
-    return sorted(records.newest(found), key=key)
+    return sorted(records.newest(record for record in found if table_of(record) is table), key=key)
 
 
-def markdown(found: Sequence[Record]) -> str:
-    """The table as Markdown, without the markers. Says so when there are no records."""
-    rows = ordered(found)
-    device_rows = [record for record in rows if record["op"] not in records.HOST_OPS]
+def measured(found: Iterable[Record]) -> list[str]:
+    """The operations that have records, all of them if none has."""
+    there = {table_of(record).op for record in found}
+    return [op for op in TABLES if op in there or not there]
+
+
+def measured_peers(rows: Sequence[Record], table: Table) -> list[str]:
+    """The peers that any of the rows has, in the table's order."""
+    return [name for name in table.peers if any(name in record["ratio"] for record in rows)]
+
+
+def markdown(found: Sequence[Record], op: str) -> str:
+    """The table of an operation as Markdown, without the markers. Says so when there are no records."""
+    table = TABLES[op]
+    rows = ordered(found, table)
+    device_rows = [record for record in rows if record["op"] == op]
     if not device_rows:
-        return "No records yet: run `sparsek bench spmm --suite issue2` on an H200."
-    peers = [name for name in PEER_TITLES if any(name in record["ratio"] for record in device_rows)]
-    headings = [*HEADINGS, *(f"over {PEER_TITLES[name]}" for name in peers)]
-    lines = [_line(headings), _line(["---", "---", *["---:"] * (len(headings) - 2)])]
-    lines += [_line(_cells(record, peers)) for record in device_rows]
+        return f"No records yet: run `sparsek bench {op} --suite {table.suite_name}` on an H200."
+    columns = [*table.columns, *(_ratio(name, table) for name in measured_peers(device_rows, table))]
+    lines = [
+        _line(column.heading for column in columns),
+        _line(["---", "---", *["---:"] * (len(columns) - 2)]),
+    ]
+    lines += [_line(column.cell(record) for column in columns) for record in device_rows]
     for record in rows:
-        if record["op"] == "spmm_host":
-            ms = record["ms"]
-            where = Case.from_record(record["case"]).name + _mark(record)
-            lines += [
-                "",
-                f"Host time of an eager call with a cached plan: {ms['median'] * 1e3:.1f} us ({where}).",
-            ]
-    lines += ["", caption(device_rows)]
+        if record["op"] != op:
+            lines += ["", below(record)]
+    lines += ["", caption(device_rows, table)]
     return "\n".join(lines)
+
+
+def _ratio(name: str, table: Table) -> Column:
+    def cell(record: Record) -> str:
+        return f"{record['ratio'][name]:.2f}" if name in record["ratio"] else ""
+
+    return Column(f"over {table.peers[name]}", cell)
 
 
 def _line(cells: Iterable[str]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def _mark(record: Record) -> str:
-    return "" if records.is_fresh(record) else f" ({EARLIER})"
-
-
-def _speedup(record: Record) -> str:
-    """Time of the dense product over the kernel's, from the same rounds."""
-    for name in ("cublas", "torch_dense"):
-        if name in record["peers"]:
-            return f"{record['peers'][name]['ms']['median'] / record['ms']['median']:.2f}x"
-    return ""
-
-
-def _cells(record: Record, peers: Sequence[str]) -> list[str]:
-    ms = record["ms"]
-    shown = [
-        Case.from_record(record["case"]).name,
-        f"{record['kernel']}{_mark(record)}",
-        f"{ms['median']:.3f} ({ms['min']:.3f} to {ms['max']:.3f})",
-        _speedup(record),
-        f"{record['tflops']['useful']:.0f}"
-        if record["tflops"]["useful"] >= 10
-        else f"{record['tflops']['useful']:.2g}",
-        f"{record['gbps']:.0f}",
-        f"{record['roofline']['fraction'] * 100:.0f} %",
-    ]
-    return shown + [f"{record['ratio'][name]:.2f}" if name in record["ratio"] else "" for name in peers]
-
-
-def caption(rows: Sequence[Record]) -> str:
+def caption(rows: Sequence[Record], table: Table) -> str:
     """What the numbers were taken on, and what a ratio means."""
     settings = sorted({_setting(record) for record in rows})
     dates = sorted(record["date"][:10] for record in rows)
@@ -110,9 +85,7 @@ def caption(rows: Sequence[Record]) -> str:
     rounds = sorted({record["ms"]["rounds"] for record in rows})
     return (
         f"{'; '.join(settings)}; {span}; median of {' or '.join(map(str, rounds))} interleaved rounds. "
-        "Useful TFLOPS count stored blocks only. A ratio is this library's useful rate over the peer's rate in "
-        "the same rounds: useful FLOPs for sparse peers, dense FLOPs on dense random data for dense ones. "
-        "torch.sparse runs with the best of all four parameters of its kernel, 'stages' with its own but num_stages."
+        f"{table.note}"
     )
 
 
@@ -139,36 +112,31 @@ def section(page: str, op: str, path: str = "page") -> tuple[int, int]:
     return start, stop
 
 
-def replaced(page: str, table: str, op: str = "spmm", path: str = "page") -> str:
-    """`page` with `table` between the markers."""
+def replaced(page: str, table: str, op: str, path: str = "page") -> str:
+    """`page` with `table` between the markers of the operation."""
     start, stop = section(page, op, path)
     return f"{page[:start]}\n{table}\n{page[stop:]}"
 
 
-def write(root: Path, found: Sequence[Record], pages: Iterable[str] = PAGES) -> list[Path]:
-    """Puts the table into every page under `root`; returns those that changed."""
-    table = markdown(found)
-    changed = []
-    for name in pages:
-        path = root / name
-        try:
-            before = path.read_text(encoding="utf-8")
-        except OSError as error:
-            raise InvalidFile(f"{path}: cannot be read: {error.strerror}") from None
-        after = replaced(before, table, path=str(path))
-        if after != before:
-            path.write_text(after, encoding="utf-8")
-            changed.append(path)
-    return changed
+def write(root: Path, found: Sequence[Record], pages: Iterable[tuple[str, str]] = PAGES) -> list[Path]:
+    """Puts each operation's table into its pages under `root`; returns those that changed."""
+    pages = list(pages)
+    before = {name: _text(root / name) for name, _ in pages}
+    after = dict(before)
+    for name, op in pages:
+        after[name] = replaced(after[name], markdown(found, op), op, str(root / name))
+    changed = [name for name in after if after[name] != before[name]]
+    for name in changed:
+        (root / name).write_text(after[name], encoding="utf-8")
+    return [root / name for name in changed]
 
 
-def stale(root: Path, found: Sequence[Record], pages: Iterable[str] = PAGES) -> list[str]:
+def stale(root: Path, found: Sequence[Record], pages: Iterable[tuple[str, str]] = PAGES) -> list[str]:
     """What differs between the pages and the records, one line each; [] means they agree."""
-    table = markdown(found)
     wrong = []
-    for name in pages:
-        page = (root / name).read_text(encoding="utf-8")
-        start, stop = section(page, "spmm", name)
+    for name, op in pages:
+        page, table = _text(root / name), markdown(found, op)
+        start, stop = section(page, op, name)
         shown = page[start:stop].strip()
         if shown != table:
             old, new = shown.splitlines(), table.splitlines()
@@ -176,6 +144,13 @@ def stale(root: Path, found: Sequence[Record], pages: Iterable[str] = PAGES) -> 
                 (line for line in new if line not in old), f"{len(old)} lines instead of {len(new)}"
             )
             wrong.append(
-                f"{name}: table differs from the records, run `make readme`; first difference: {differing}"
+                f"{name}: table of {op} differs from the records, run `make readme`; first difference: {differing}"
             )
     return wrong
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise InvalidFile(f"{path}: cannot be read: {error.strerror}") from None

@@ -1,20 +1,25 @@
-"""`sparsek bench spmm`: gate, interleaved rounds, records."""
+"""`sparsek bench spmm`, `sparsek bench attention`: gate, interleaved rounds, records."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import torch
 import typer
-from rich.table import Table
+from rich.table import Table as Screen
 
-from sparsek.bench import charts, records
-from sparsek.bench.cases import Case, Entry, parse_block, product, suite
+from sparsek.bench import attention as attention_cases
+from sparsek.bench import attention_peers, charts, records, spmm_peers
+from sparsek.bench import spmm as spmm_cases
+from sparsek.bench.attention import parse_lengths, parse_pair
+from sparsek.bench.attention_masks import KINDS
+from sparsek.bench.case import Case, Entry, parse_block, suite_named
+from sparsek.bench.measure import measure
 from sparsek.bench.memory import out_of_memory
-from sparsek.bench.peer import Peer
-from sparsek.bench.peers import PEERS, peers_named
-from sparsek.bench.report import PEER_TITLES
-from sparsek.bench.run import GateError, Outcome, run_case, run_host
+from sparsek.bench.peer import Peer, peers_named
+from sparsek.bench.report import measured_peers
+from sparsek.bench.run import GateError, Outcome
+from sparsek.bench.tables import TABLES, case_name
 from sparsek.cli.output import Commands, complain, console, progress
 from sparsek.cli.output import table as new_table
 from sparsek.core.errors import InvalidInput
@@ -22,10 +27,36 @@ from sparsek.formats.pattern import as_device
 from sparsek.formats.random import PATTERNS
 
 Value = TypeVar("Value")
-OF_ONE_CASE = ("m", "k", "n", "block", "density", "pattern", "dtype", "kernel", "host")
 app = typer.Typer(
     cls=Commands, help="Measure, with a correctness gate before any time.", no_args_is_help=True
 )
+
+Kernels = Annotated[str, typer.Option("--kernel", help="Kernels by name; auto is the planner's choice.")]
+Dtypes = Annotated[str, typer.Option("--dtype", help="bf16, fp16, fp32, fp64.")]
+Host = Annotated[bool, typer.Option("--host", help="Time the host side of an eager call instead.")]
+Rounds = Annotated[int, typer.Option(min=1, help="Interleaved rounds; records want five or more.")]
+Only = Annotated[str | None, typer.Option(help="Of a suite, the entries with these numbers (from 1): 1,3,5.")]
+Device = Annotated[str | None, typer.Option(help="cuda or cpu; default: the GPU if there is one.")]
+Out = Annotated[Path | None, typer.Option(help="Append the records to this .jsonl file.")]
+Plot = Annotated[Path | None, typer.Option(help="Draw charts of what was measured into this folder.")]
+
+
+def _suite_option(suites: Mapping[str, object]) -> Any:
+    return typer.Option("--suite", help=f"A named suite instead of sizes: {', '.join(suites)}.")
+
+
+def _peers_option(table: Sequence[Peer]) -> Any:
+    return typer.Option(help=f"all, none, or some of {', '.join(peer.name for peer in table)}.")
+
+
+class Asked(NamedTuple):
+    """What every kind of benchmark is told beside its cases."""
+
+    peers: tuple[Peer, ...]
+    rounds: int
+    device: torch.device
+    out: Path | None
+    plot: Path | None
 
 
 @app.callback()
@@ -42,34 +73,21 @@ def spmm(
     block: Annotated[str, typer.Option(help="Blocks: 128,64,512x112.")] = "128",
     density: Annotated[str, typer.Option(help="Fraction of blocks that are stored.")] = "0.125",
     pattern: Annotated[str, typer.Option(help=f"{', '.join(PATTERNS)}.")] = "uniform",
-    dtype: Annotated[str, typer.Option(help="bf16, fp16, fp32, fp64.")] = "bf16",
-    kernel: Annotated[str, typer.Option(help="Kernels by name; auto is the planner's choice.")] = "auto",
-    peers: Annotated[
-        str, typer.Option(help=f"all, none, or some of {', '.join(peer.name for peer in PEERS)}.")
-    ] = "all",
-    rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds; records want five or more.")] = 7,
-    named: Annotated[
-        str | None, typer.Option("--suite", help="A named suite instead of sizes: issue2, ragged.")
-    ] = None,
-    only: Annotated[
-        str | None, typer.Option(help="Of a suite, the entries with these numbers (from 1): 1,3,5.")
-    ] = None,
-    host: Annotated[
-        bool, typer.Option("--host", help="Time the host side of an eager call instead.")
-    ] = False,
-    device: Annotated[str | None, typer.Option(help="cuda or cpu; default: the GPU if there is one.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Append the records to this .jsonl file.")] = None,
-    plot: Annotated[
-        Path | None, typer.Option(help="Draw charts of what was measured into this folder.")
-    ] = None,
+    dtype: Dtypes = "bf16",
+    kernel: Kernels = "auto",
+    peers: Annotated[str, _peers_option(spmm_peers.PEERS)] = "all",
+    rounds: Rounds = 7,
+    named: Annotated[str | None, _suite_option(spmm_cases.SUITES)] = None,
+    only: Only = None,
+    host: Host = False,
+    device: Device = None,
+    out: Out = None,
+    plot: Plot = None,
 ) -> None:
     """BSR x dense against its peers: N(0, 1) data, rotating buffers, interleaved rounds, median, spread."""
-    where = as_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    _refuse_contradictions(_given(context))
-    if named is not None:
-        entries = _numbered(suite(named), only)
-    else:
-        cases = product(
+
+    def cases() -> Sequence[Case]:
+        return spmm_cases.product(
             _listed("m", m, int),
             _listed("k", k, int),
             _listed("n", n, int),
@@ -78,22 +96,62 @@ def spmm(
             _listed("pattern", pattern, str),
             _listed("dtype", dtype, str),
         )
-        entries = tuple(Entry(case, tuple(_listed("kernel", kernel, str)), host) for case in cases)
-    names = {"all": None, "none": []}.get(peers.strip(), _listed("peers", peers, str))
-    chosen = peers_named(names, where)
-    outcomes, failed = _run(entries, chosen, rounds, where, out)
-    found = [record for outcome in outcomes for record in outcome.records]
-    screen = console()
-    if found:
-        screen.print(_table(found))
-    _print_notes(outcomes)
-    if out is not None:
-        screen.print(f"{len(found)} records appended to {out}", soft_wrap=True)
-    if plot is not None:
-        for path in charts.draw(found, plot):
-            screen.print(f"drew {path}", soft_wrap=True)
-    if failed or not found:
-        raise typer.Exit(1)
+
+    of_one_case = ("m", "k", "n", "block", "density", "pattern", "dtype", "kernel", "host")
+    _refuse_contradictions(_given(context), of_one_case)
+    where = _device(device)
+    entries = _entries(spmm_cases.SUITES, named, only, cases, kernel, "spmm_host" if host else "spmm")
+    _bench("spmm", entries, Asked(_peers(spmm_peers.PEERS, peers, where), rounds, where, out, plot))
+
+
+@app.command("attention")
+def attention(
+    context: typer.Context,
+    seq: Annotated[
+        str, typer.Option(help="Queries and keys: 8K,32768, or 1Kx8K; comma lists give every combination.")
+    ] = "8K",
+    mask: Annotated[
+        str,
+        typer.Option(help=f"Masks, with numbers for the letters: {', '.join(kind.form for kind in KINDS)}."),
+    ] = "blocks:0.125",
+    block: Annotated[str, typer.Option(help="Blocks of the masks: 128,64,64x128.")] = "128",
+    heads: Annotated[str, typer.Option(help="Heads of queries, or of queries and keys: 16,32:4.")] = "16",
+    dim: Annotated[str, typer.Option(help="Head sizes, or those of keys and values: 64,192:128.")] = "128",
+    batch: Annotated[str, typer.Option(help="Batch sizes.")] = "1",
+    dtype: Dtypes = "bf16",
+    kernel: Kernels = "auto",
+    peers: Annotated[str, _peers_option(attention_peers.PEERS)] = "all",
+    rounds: Rounds = 7,
+    named: Annotated[str | None, _suite_option(attention_cases.SUITES)] = None,
+    only: Only = None,
+    host: Host = False,
+    device: Device = None,
+    out: Out = None,
+    plot: Plot = None,
+) -> None:
+    """Attention over the blocks of a mask against its peers: N(0, 1) data, rotating buffers, interleaved rounds."""
+
+    def cases() -> Sequence[Case]:
+        return attention_cases.product(
+            _listed("batch", batch, int),
+            _listed("heads", heads, parse_pair),
+            _listed("seq", seq, parse_lengths),
+            _listed("dim", dim, parse_pair),
+            _listed("mask", mask, str),
+            _listed("block", block, parse_block),
+            _listed("dtype", dtype, str),
+        )
+
+    of_one_case = ("seq", "mask", "block", "heads", "dim", "batch", "dtype", "kernel", "host")
+    _refuse_contradictions(_given(context), of_one_case)
+    where = _device(device)
+    op = "attention_host" if host else "attention"
+    entries = _entries(attention_cases.SUITES, named, only, cases, kernel, op)
+    _bench("attention", entries, Asked(_peers(attention_peers.PEERS, peers, where), rounds, where, out, plot))
+
+
+def _device(name: str | None) -> torch.device:
+    return as_device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def _given(context: typer.Context) -> set[str]:
@@ -102,15 +160,34 @@ def _given(context: typer.Context) -> set[str]:
     return {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
 
 
-def _refuse_contradictions(given: set[str]) -> None:
+def _refuse_contradictions(given: set[str], of_one_case: Sequence[str]) -> None:
     """InvalidInput for options that would be ignored next to the others."""
-    extra = ", ".join(f"--{name}" for name in OF_ONE_CASE if name in given)
+    extra = ", ".join(f"--{name}" for name in of_one_case if name in given)
     if "named" in given and extra:
         raise InvalidInput(
             f"--suite brings its own cases and kernels; leave out {extra}, or leave out --suite"
         )
     if "only" in given and "named" not in given:
         raise InvalidInput("--only picks entries of a suite; name one with --suite")
+
+
+def _entries(
+    suites: Mapping[str, tuple[Entry, ...]],
+    named: str | None,
+    only: str | None,
+    cases: Callable[[], Sequence[Case]],
+    kernel: str,
+    op: str,
+) -> tuple[Entry, ...]:
+    """The entries of a suite, or one for each case."""
+    if named is not None:
+        return _numbered(suite_named(suites, named), only)
+    return tuple(Entry(case, tuple(_listed("kernel", kernel, str)), op) for case in cases())
+
+
+def _peers(table: Sequence[Peer], peers: str, device: torch.device) -> tuple[Peer, ...]:
+    names = {"all": None, "none": []}.get(peers.strip(), _listed("peers", peers, str))
+    return peers_named(table, names, device)
 
 
 def _listed(name: str, text: str, parse: Callable[[str], Value]) -> list[Value]:
@@ -132,9 +209,24 @@ def _numbered(entries: Sequence[Entry], only: str | None) -> tuple[Entry, ...]:
     return tuple(entries[number - 1] for number in numbers)
 
 
-def _run(
-    entries: Sequence[Entry], peers: Sequence[Peer], rounds: int, device: torch.device, out: Path | None
-) -> tuple[list[Outcome], bool]:
+def _bench(op: str, entries: Sequence[Entry], asked: Asked) -> None:
+    """Measures, prints what was found, and writes what was asked for. Exits 1 if a case failed or none was measured."""
+    outcomes, failed = _run(entries, asked)
+    found = [record for outcome in outcomes for record in outcome.records]
+    screen = console()
+    if found:
+        screen.print(_table(op, found))
+    _print_notes(outcomes)
+    if asked.out is not None:
+        screen.print(f"{len(found)} records appended to {asked.out}", soft_wrap=True)
+    if asked.plot is not None:
+        for path in charts.draw(found, asked.plot):
+            screen.print(f"drew {path}", soft_wrap=True)
+    if failed or not found:
+        raise typer.Exit(1)
+
+
+def _run(entries: Sequence[Entry], asked: Asked) -> tuple[list[Outcome], bool]:
     """Every entry in turn; records are on disk as soon as a case is done. The flag: one failed."""
     outcomes: list[Outcome] = []
     failed = False
@@ -142,18 +234,13 @@ def _run(
         for entry in entries:
             name = entry.case.name
             try:
-                if entry.host:
-                    say(f"{name}: host time")
-                    outcome = run_host(entry.case, kernels=entry.kernels, device=device, rounds=rounds)
-                else:
-                    outcome = run_case(
-                        entry.case,
-                        kernels=entry.kernels,
-                        peers=peers,
-                        rounds=rounds,
-                        device=device,
-                        report=lambda text, name=name: say(f"{name}: {text}"),
-                    )
+                outcome = measure(
+                    entry,
+                    peers=asked.peers,
+                    rounds=asked.rounds,
+                    device=asked.device,
+                    report=lambda text, name=name: say(f"{name}: {text}"),
+                )
             except (GateError, MemoryError, RuntimeError) as error:
                 why = str(error) if isinstance(error, GateError) else out_of_memory(error)
                 if why is None:
@@ -162,18 +249,19 @@ def _run(
                 failed = True
             else:
                 outcomes.append(outcome)
-                if out is not None:
-                    records.append(out, outcome.records)
+                if asked.out is not None:
+                    records.append(asked.out, outcome.records)
             advance()
     return outcomes, failed
 
 
-def _table(found: Sequence[records.Record]) -> Table:
-    names = [name for name in PEER_TITLES if any(name in record["ratio"] for record in found)]
-    table = new_table(f"BSR x dense on {found[0]['env']['gpu']}")
+def _table(op: str, found: Sequence[records.Record]) -> Screen:
+    of = TABLES[op]
+    names = measured_peers(found, of)
+    table = new_table(f"{of.title} on {found[0]['env']['gpu']}")
     table.add_column("case", no_wrap=True)
     table.add_column("kernel", no_wrap=True)
-    peers = (f"over {PEER_TITLES[name]}".replace(".", " ") for name in names)
+    peers = (f"over {of.peers[name]}".replace(".", " ") for name in names)
     for title in ("ms", "min", "max", "useful TFLOPS", "GB/s", "of roof", *peers):
         table.add_column(title, justify="right")
     for record in found:
@@ -183,10 +271,10 @@ def _table(found: Sequence[records.Record]) -> Table:
 
 def _row(record: records.Record, names: Sequence[str]) -> list[str]:
     ms: dict[str, Any] = record["ms"]
-    first = [Case.from_record(record["case"]).name, record["kernel"], f"{ms['median']:.4g}"]
+    first = [case_name(record), record["kernel"], f"{ms['median']:.4g}"]
     first += [f"{ms['min']:.4g}", f"{ms['max']:.4g}"]
-    if record["op"] in records.HOST_OPS:
-        return [*first, "host", "", "", *("" for _ in names)]
+    if record["tflops"] is None:
+        return [*first, "build" if record["op"] == "mask_build" else "host", "", "", *("" for _ in names)]
     rates = [
         f"{record['tflops']['useful']:.3g}",
         f"{record['gbps']:.4g}",

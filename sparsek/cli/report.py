@@ -17,16 +17,14 @@ def report(
         Path | None,
         typer.Option("--records", help="A .jsonl file or a folder of them; default SPARSEK_RECORDS."),
     ] = None,
-    write: Annotated[
-        bool, typer.Option("--write", help="Put the table into README.md and docs/spmm.md.")
-    ] = False,
+    write: Annotated[bool, typer.Option("--write", help="Put the tables into README.md and docs/.")] = False,
     check: Annotated[
         bool, typer.Option("--check", help="Exit 1 if the pages differ from the records.")
     ] = False,
     root: Annotated[Path, typer.Option(help="The checkout that holds the pages.")] = Path(),
     plot: Annotated[Path | None, typer.Option(help="Draw the charts into this folder.")] = None,
 ) -> None:
-    """Prints the table of the newest records, and writes or checks the pages that show it."""
+    """Prints the tables of the newest records, and writes or checks the pages that show them."""
     source = folder or Path(env.bench_records_dir())
     found = records.read(source) if source.exists() or folder else []
     out = console()
@@ -44,7 +42,8 @@ def report(
             f"wrote {', '.join(map(str, changed))}" if changed else "pages already agree with the records"
         )
     else:
-        out.print(Markdown(reporting.markdown(found)))
+        for op in reporting.measured(found):
+            out.print(Markdown(reporting.markdown(found, op)))
     if plot is not None:
         for path in charts.draw(found, plot):
             out.print(f"drew {path}")

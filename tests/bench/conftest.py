@@ -6,15 +6,21 @@ from typing import Any
 import pytest
 
 from sparsek.bench import records
-from sparsek.bench.cases import Case
+from sparsek.bench.attention import AttentionCase
+from sparsek.bench.case import Case
+from sparsek.bench.spmm import SpmmCase
 
-GOOD_CASE = Case(8192, 8192, 8192, (128, 128), 0.125)
+GOOD_CASE = SpmmCase(8192, 8192, 8192, (128, 128), 0.125)
+WINDOW_CASE = AttentionCase(1, 16, 16, 32768, 32768, 128, 128, "window:2048")
 
 
-def _record(case: Case = GOOD_CASE, kernel: str = "cpu.spmm", **changes: Any) -> records.Record:
+def _record(case: Case = GOOD_CASE, kernel: str = "", **changes: Any) -> records.Record:
     """A record of the given case and kernel whose source is today's, with fields replaced by `changes`."""
+    kernel = kernel or f"cpu.{case.op}"
+    dense, extra = ("cublas", {}) if case.op == "spmm" else ("cudnn", {"memory": 0.01})
+    peer = {"ms": {"median": 1.6, "min": 1.5, "max": 1.7, "rounds": 7}, "tflops": 687.0}
     record: records.Record = {
-        "op": "spmm",
+        "op": case.op,
         "case": case.as_record(),
         "kernel": kernel,
         "config": {"tile": 128},
@@ -23,8 +29,8 @@ def _record(case: Case = GOOD_CASE, kernel: str = "cpu.spmm", **changes: Any) ->
         "gbps": 1500.0,
         "roofline": {"bound_ms": 0.199, "fraction": 0.995},
         "gate": {"error": 0.001, "budget": 0.004, "passed": True},
-        "peers": {"cublas": {"ms": {"median": 1.6, "min": 1.5, "max": 1.7, "rounds": 7}, "tflops": 687.0}},
-        "ratio": {"cublas": 1.0},
+        "peers": {dense: peer | extra},
+        "ratio": {dense: 1.0},
         "env": {
             "gpu": "NVIDIA H200",
             "driver": "580.1",
@@ -36,7 +42,7 @@ def _record(case: Case = GOOD_CASE, kernel: str = "cpu.spmm", **changes: Any) ->
         "source_hash": records.source_hash(kernel),
         "date": "2026-11-20T10:00:00+00:00",
     }
-    return record | changes
+    return record | extra | changes
 
 
 @pytest.fixture
@@ -48,3 +54,8 @@ def make_record() -> Callable[..., records.Record]:
 @pytest.fixture
 def record() -> records.Record:
     return _record()
+
+
+@pytest.fixture
+def attention_record() -> records.Record:
+    return _record(WINDOW_CASE)

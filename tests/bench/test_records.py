@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sparsek.bench import records
-from sparsek.bench.cases import Case
+from sparsek.bench.spmm import SpmmCase
 from sparsek.core.errors import InvalidFile, InvalidInput
 
 
@@ -55,6 +55,43 @@ def test_a_case_that_cannot_be_is_a_fault(record: records.Record) -> None:
     assert "multiples of 16" in records.faults(record)[0]
 
 
+def test_every_op_says_what_its_records_hold(attention_record: records.Record) -> None:
+    assert records.faults(attention_record) == []
+    assert records.faults(attention_record | {"memory": None}) == []
+    assert records.faults({**attention_record, "op": "spmm"})[0] == "field memory is not part of a record"
+    del attention_record["memory"]
+    assert records.faults(attention_record) == ["field memory is missing"]
+    assert "peers.cudnn has the fields" in records.faults(attention_record | {"op": "attention_new_mask"})[0]
+    alone = {"op": "attention_new_mask", "peers": {}, "ratio": {}}
+    assert records.faults(attention_record | alone) == []
+    unrated = {"tflops": None, "gbps": None, "roofline": None}
+    assert records.faults(attention_record | alone | unrated)
+    for op in ("mask_build", "attention_host"):
+        assert records.faults(attention_record | alone | unrated | {"op": op}) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"memory": "much"}, "memory is neither a number nor null"),
+        ({"peers": {"cudnn": {"ms": {}, "tflops": 1.0, "memory": "much"}}}, "peers.cudnn.memory is neither"),
+        ({"case": {"mask": "full"}}, "case has the fields ['mask']"),
+    ],
+)
+def test_a_wrong_field_of_attention_is_said(attention_record: records.Record, change: Any, said: str) -> None:
+    assert said in "; ".join(records.faults(attention_record | change))
+
+
+def test_a_mask_that_is_not_known_is_a_fault(attention_record: records.Record) -> None:
+    attention_record["case"] = attention_record["case"] | {"mask": "diagonal"}
+    assert "no mask is written 'diagonal'" in records.faults(attention_record)[0]
+
+
+@pytest.mark.parametrize("op", ["attention2", None, [], 3])
+def test_an_op_that_is_not_known_is_the_only_fault(record: records.Record, op: Any) -> None:
+    assert records.faults(record | {"op": op}) == [f"op {op!r} is not one of {', '.join(records.OPS)}"]
+
+
 def test_only_host_records_have_null_rates(record: records.Record) -> None:
     nulls = {"tflops": None, "gbps": None, "roofline": None}
     assert records.faults(record | nulls)
@@ -95,7 +132,7 @@ def test_the_newest_record_of_each_case_kernel_and_card_counts(record: records.R
     old = record | {"date": "2026-11-19T10:00:00+00:00", "gbps": 1.0}
     other_card = old | {"env": record["env"] | {"gpu": "NVIDIA H100"}}
     other_kernel = old | {"kernel": "vendor.dense"}
-    other_case = old | {"case": Case(64, 64, 64, (16, 16), 0.5).as_record()}
+    other_case = old | {"case": SpmmCase(64, 64, 64, (16, 16), 0.5).as_record()}
     kept = records.newest([record, old, other_card, other_kernel, other_case])
     assert kept == [record, other_card, other_kernel, other_case]
 
@@ -114,6 +151,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "kernels/prims/tiles.py": "import sparsek.kernels.prims.masks\n",
         "kernels/prims/masks.py": "X = 1\n",
         "kernels/prims/other.py": "X = 1\n",
+        "formats/mask_build.py": "X = 1\n",
         "core/device.py": "X = 1\n",
     }
     for name, text in files.items():
@@ -154,3 +192,9 @@ def test_a_record_is_fresh_until_its_source_changes(record: records.Record, tree
     (tree / "kernels/prims/masks.py").write_text("X = 2\n")
     assert not records.is_fresh(made)
     assert not records.is_fresh(made | {"kernel": "gone.spmm"})
+
+
+def test_a_source_outside_the_kernels_is_found_too(tree: Path) -> None:
+    assert [path.name for path in records.source_files("formats.mask_build")] == ["mask_build.py"]
+    with pytest.raises(InvalidInput, match=r"no source file .*formats"):
+        records.source_files("formats.mask_gone")

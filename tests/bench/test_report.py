@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 
 from sparsek.bench import charts, report
-from sparsek.bench.cases import Case
+from sparsek.bench.attention import AttentionCase
 from sparsek.bench.records import Record
+from sparsek.bench.spmm import SpmmCase
+from sparsek.bench.tables import ATTENTION, SPMM
 from sparsek.core.errors import InvalidFile
 
 Make = Callable[..., Record]
@@ -16,7 +18,7 @@ PAGE = "# Title\n\n<!-- records:spmm -->\nold\n<!-- /records -->\n\nafter\n"
 
 
 def test_a_row_shows_case_kernel_time_rates_and_ratio(make_record: Make) -> None:
-    lines = report.markdown([make_record()]).splitlines()
+    lines = report.markdown([make_record()], "spmm").splitlines()
     assert lines[0] == (
         "| case | kernel | ms (min to max) | speedup over dense | useful TFLOPS | GB/s | of the roofline "
         "| over cuBLAS |"
@@ -28,22 +30,22 @@ def test_a_row_shows_case_kernel_time_rates_and_ratio(make_record: Make) -> None
 
 
 def test_a_row_of_another_source_is_marked_earlier_version(make_record: Make) -> None:
-    table = report.markdown([make_record(source_hash="0" * 16)])
+    table = report.markdown([make_record(source_hash="0" * 16)], "spmm")
     assert "| cpu.spmm (earlier version) |" in table
-    assert "earlier version" not in report.markdown([make_record()])
+    assert "earlier version" not in report.markdown([make_record()], "spmm")
 
 
 def test_rows_follow_the_suite_and_only_the_newest_counts(make_record: Make) -> None:
-    half = make_record(Case(8192, 8192, 8192, (128, 128), 0.5))
+    half = make_record(SpmmCase(8192, 8192, 8192, (128, 128), 0.5))
     old = make_record(gbps=1.0, date="2020-01-01T00:00:00+00:00")
-    stray = make_record(Case(64, 64, 64, (16, 16), 0.5))
-    shown = report.ordered([stray, old, make_record(), half])
+    stray = make_record(SpmmCase(64, 64, 64, (16, 16), 0.5))
+    shown = report.ordered([stray, old, make_record(), half], SPMM)
     assert shown == [half, make_record(), stray]
 
 
 def test_a_peer_that_a_row_lacks_leaves_its_cell_empty(make_record: Make) -> None:
-    without = make_record(Case(64, 64, 64, (16, 16), 0.5), peers={}, ratio={})
-    table = report.markdown([make_record(), without])
+    without = make_record(SpmmCase(64, 64, 64, (16, 16), 0.5), peers={}, ratio={})
+    table = report.markdown([make_record(), without], "spmm")
     assert "| 1.00 |" in table
     assert "|  |" in table
 
@@ -51,44 +53,114 @@ def test_a_peer_that_a_row_lacks_leaves_its_cell_empty(make_record: Make) -> Non
 def test_host_time_stands_under_the_table(make_record: Make) -> None:
     ms = {"median": 0.018, "min": 0.017, "max": 0.02, "rounds": 7}
     host = make_record(op="spmm_host", tflops=None, gbps=None, roofline=None, peers={}, ratio={}, ms=ms)
-    table = report.markdown([make_record(), host])
+    table = report.markdown([make_record(), host], "spmm")
     assert "Host time of an eager call with a cached plan: 18.0 us (8192³ block 128 12.5 % bf16)." in table
     assert table.count("| cpu.spmm |") == 1
 
 
+def test_attention_has_its_own_table(make_record: Make, attention_record: Record) -> None:
+    both = [make_record(), attention_record]
+    lines = report.markdown(both, "attention").splitlines()
+    assert lines[0] == (
+        "| case | kernel | ms (min to max) | speedup over dense | useful TFLOPS | of the roofline | extra memory "
+        "| over cuDNN dense |"
+    )
+    assert lines[2] == (
+        "| 32K window 2048, block 128, 16 heads, D 128, bf16 | cpu.attention | 0.200 (0.190 to 0.250) | 8.00x | 687 "
+        "| 100 % | 1 % | 1.00 |"
+    )
+    assert "Useful TFLOPS count the pairs that the mask admits" in lines[-1]
+    assert report.markdown(both, "spmm") == report.markdown([make_record()], "spmm")
+    assert report.measured(both) == report.measured([]) == ["spmm", "attention"]
+    assert report.measured([attention_record]) == ["attention"]
+
+
+def test_rows_of_attention_follow_the_suite(make_record: Make) -> None:
+    cases = [entry.case for entry in ATTENTION.suite if entry.op == "attention"]
+    found = [make_record(case) for case in cases]
+    assert report.ordered(reversed(found), ATTENTION) == found
+
+
+def test_what_a_mask_costs_stands_under_the_table(attention_record: Record) -> None:
+    unrated = {"tflops": None, "gbps": None, "roofline": None, "peers": {}, "ratio": {}}
+    common = {name: value for name, value in attention_record.items() if name != "memory"}
+    alone = {"kernel_alone": {"ms": attention_record["ms"] | {"median": 0.16}, "tflops": 1.0}}
+    build = common | unrated | {"op": "mask_build", "kernel": "formats.mask_build", "source_hash": "0"}
+    new = common | {"op": "attention_new_mask", "peers": alone, "ratio": {"kernel_alone": 0.8}}
+    table = report.markdown([attention_record, build, new], "attention")
+    case = "32K window 2048, block 128, 16 heads, D 128, bf16"
+    assert f"A mask, built and ready: 0.200 ms ({case} (earlier version))." in table
+    assert f"a new mask every call: 0.200 ms, 1.25 times the kernel alone ({case}, cpu.attention)." in table
+    assert table.count("| cpu.attention |") == 1
+
+
+def test_memory_that_was_not_measured_leaves_its_cell_empty(attention_record: Record) -> None:
+    assert "| 100 % |  | 1.00 |" in report.markdown([attention_record | {"memory": None}], "attention")
+
+
+def test_a_page_may_hold_both_tables(tmp_path: Path, make_record: Make, attention_record: Record) -> None:
+    pages = [("README.md", "spmm"), ("README.md", "attention")]
+    (tmp_path / "README.md").write_text(PAGE + PAGE.replace("spmm", "attention"))
+    found = [make_record(), attention_record]
+    assert report.write(tmp_path, found, pages) == [tmp_path / "README.md"]
+    assert report.stale(tmp_path, found, pages) == []
+    (wrong,) = report.stale(tmp_path, [make_record(), attention_record | {"memory": 0.5}], pages)
+    assert "table of attention differs" in wrong
+
+
+def test_a_page_that_is_missing_leaves_the_others_alone(tmp_path: Path, make_record: Make) -> None:
+    (tmp_path / "README.md").write_text(PAGE)
+    with pytest.raises(InvalidFile, match="cannot be read"):
+        report.write(tmp_path, [make_record()], [("README.md", "spmm"), ("docs/spmm.md", "spmm")])
+    assert (tmp_path / "README.md").read_text() == PAGE
+
+
 def test_without_records_the_table_says_how_to_make_them() -> None:
-    assert "sparsek bench spmm --suite issue2" in report.markdown([])
+    assert "sparsek bench spmm --suite issue2" in report.markdown([], "spmm")
+    assert "sparsek bench attention --suite issue3" in report.markdown([], "attention")
 
 
 def test_the_table_goes_between_the_markers_and_nothing_else_moves(tmp_path: Path, make_record: Make) -> None:
     (tmp_path / "README.md").write_text(PAGE)
-    changed = report.write(tmp_path, [make_record()], ["README.md"])
+    changed = report.write(tmp_path, [make_record()], [("README.md", "spmm")])
     assert changed == [tmp_path / "README.md"]
     text = (tmp_path / "README.md").read_text()
     assert text.startswith("# Title\n\n<!-- records:spmm -->\n| case |")
     assert text.endswith("\n<!-- /records -->\n\nafter\n")
-    assert report.write(tmp_path, [make_record()], ["README.md"]) == []
-    assert report.stale(tmp_path, [make_record()], ["README.md"]) == []
+    assert report.write(tmp_path, [make_record()], [("README.md", "spmm")]) == []
+    assert report.stale(tmp_path, [make_record()], [("README.md", "spmm")]) == []
 
 
 def test_a_page_that_tells_something_else_is_stale(tmp_path: Path, make_record: Make) -> None:
     (tmp_path / "README.md").write_text(PAGE)
-    report.write(tmp_path, [make_record()], ["README.md"])
-    (wrong,) = report.stale(tmp_path, [make_record(gbps=2000.0)], ["README.md"])
-    assert "README.md: table differs" in wrong
+    report.write(tmp_path, [make_record()], [("README.md", "spmm")])
+    (wrong,) = report.stale(tmp_path, [make_record(gbps=2000.0)], [("README.md", "spmm")])
+    assert "README.md: table of spmm differs" in wrong
     assert "2000" in wrong
 
 
 @pytest.mark.parametrize("page", ["no marker", "<!-- records:spmm -->", PAGE + PAGE])
 def test_a_page_without_its_markers_is_an_error(page: str) -> None:
     with pytest.raises(InvalidFile, match="marker"):
-        report.replaced(page, "table")
+        report.replaced(page, "table", "spmm")
 
 
 def test_charts_are_drawn_from_records(tmp_path: Path, make_record: Make) -> None:
     pytest.importorskip("matplotlib")
-    found = [make_record(Case(8192, 8192, 8192, (b, b), d)) for b in (128, 64) for d in (0.5, 0.125)]
+    found = [make_record(SpmmCase(8192, 8192, 8192, (b, b), d)) for b in (128, 64) for d in (0.5, 0.125)]
     drawn = charts.draw(found, tmp_path / "pictures")
     assert [path.name for path in drawn] == ["spmm-rate.png", "spmm-ratios.png"]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in drawn)
     assert charts.draw([], tmp_path) == []
+
+
+def test_attention_is_drawn_over_the_length(tmp_path: Path, make_record: Make) -> None:
+    pytest.importorskip("matplotlib")
+    sweep = [
+        AttentionCase(1, 8, 8, length, length, 128, 128, "window:4096+sinks:128") for length in (1024, 2048)
+    ]
+    found = [make_record(case) for case in sweep]
+    drawn = charts.draw([*found, found[0] | {"memory": None, "kernel": "cpu.spmm"}], tmp_path)
+    assert [path.name for path in drawn] == ["attention-length.png", "attention-ratios.png"]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in drawn)
+    assert [path.name for path in charts.draw(found[:1], tmp_path)] == ["attention-ratios.png"]

@@ -5,19 +5,20 @@ from typing import Any
 import pytest
 import torch
 
-from sparsek.bench import records, run
-from sparsek.bench.cases import Case
-from sparsek.bench.peers import peers_named
-from sparsek.core.device import CPU as CPU_CARD
+from sparsek.bench import case as cases
+from sparsek.bench import records, run, spmm
+from sparsek.bench.peer import peers_named
+from sparsek.bench.spmm import SpmmCase
+from sparsek.bench.spmm_peers import PEERS
 from sparsek.core.device import H200
 
 CPU = torch.device("cpu")
-SMALL = Case(64, 96, 32, (32, 32), 0.5, dtype="fp32")
+SMALL = SpmmCase(64, 96, 32, (32, 32), 0.5, dtype="fp32")
 
 
 def test_a_run_gives_well_formed_records_with_peers_of_the_same_rounds() -> None:
     heard: list[str] = []
-    peers = peers_named(["torch_dense", "torch_sparse", "cusparse"], CPU)
+    peers = peers_named(PEERS, ["torch_dense", "torch_sparse", "cusparse"], CPU)
     outcome = run.run_case(
         SMALL, kernels=["cpu.spmm"], peers=peers, rounds=3, device=CPU, report=heard.append
     )
@@ -56,7 +57,7 @@ def test_auto_and_the_kernel_it_chooses_give_one_record() -> None:
 
 
 def test_a_wrong_kernel_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = run.plan_spmm
+    real = spmm.plan_spmm
 
     class Wrong:
         def __init__(self, plan: Any) -> None:
@@ -65,7 +66,7 @@ def test_a_wrong_kernel_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
         def __call__(self, a: Any, b: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
             return out.zero_()
 
-    monkeypatch.setattr(run, "plan_spmm", lambda a, b, kernel=None: Wrong(real(a, b, kernel=kernel)))
+    monkeypatch.setattr(spmm, "plan_spmm", lambda a, b, kernel=None: Wrong(real(a, b, kernel=kernel)))
     monkeypatch.setattr(run, "time_rounds", lambda *args, **options: pytest.fail("timed a wrong kernel"))
     with pytest.raises(run.GateError, match="exceeds the budget"):
         run.run_case(SMALL, kernels=["cpu.spmm"], rounds=1, device=CPU)
@@ -74,13 +75,13 @@ def test_a_wrong_kernel_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("tf32", [False, True])
 def test_the_gate_allows_tf32_where_the_problem_does(monkeypatch: pytest.MonkeyPatch, tf32: bool) -> None:
     seen: list[bool] = []
-    real = run.check_spmm
+    real = spmm.check_spmm
 
     def check(a: Any, b: torch.Tensor, out: torch.Tensor, *, tf32: bool = False) -> Any:
         seen.append(tf32)
         return real(a, b, out)
 
-    monkeypatch.setattr(run, "check_spmm", check)
+    monkeypatch.setattr(spmm, "check_spmm", check)
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = tf32
     try:
@@ -91,7 +92,7 @@ def test_the_gate_allows_tf32_where_the_problem_does(monkeypatch: pytest.MonkeyP
 
 
 def test_operand_sets_share_the_pattern_and_no_memory() -> None:
-    sets = run.make_sets(SMALL, CPU)
+    sets = SMALL.operands(CPU)
     assert len(sets) >= 2
     assert len({id(one.a.pattern) for one in sets}) == 1
     for pick in (lambda one: one.a.values, lambda one: one.b, lambda one: one.out):
@@ -101,19 +102,18 @@ def test_operand_sets_share_the_pattern_and_no_memory() -> None:
 
 
 def test_operand_sets_of_a_ragged_case_keep_zeros_in_the_padding() -> None:
-    for one in run.make_sets(Case(70, 90, 8, (32, 32), 0.5, dtype="fp32"), CPU):
+    for one in SpmmCase(70, 90, 8, (32, 32), 0.5, dtype="fp32").operands(CPU):
         padded = one.a.logical_values()[one.a.pattern.block_rows == 2]
         assert not padded[:, 70 - 64 :].any()
 
 
 def test_operand_sets_exceed_the_cache_several_times_or_are_two() -> None:
-    a, b = SMALL.make(CPU)
-    footprint = a.values.numel() * 4 + (96 + 64) * 32 * 4
-    count = run.set_count(CPU_CARD, a, b)
-    assert count == run.MAX_SETS or count * footprint >= run.CACHE_MULTIPLE * CPU_CARD.l2_bytes
-    large = Case(2048, 2048, 2048, (128, 128), 1.0, dtype="fp32")
-    assert run.set_count(CPU_CARD, *large.make(CPU)) == 2
-    assert run.set_count(H200, a, b) == run.MAX_SETS
+    footprint = 10 << 20
+    count = cases.set_count(H200, footprint)
+    assert count * footprint >= cases.CACHE_MULTIPLE * H200.l2_bytes > (count - 1) * footprint
+    assert cases.set_count(H200, 1) == cases.MAX_SETS
+    assert cases.set_count(H200, 10 * H200.l2_bytes) == 2
+    assert len(SpmmCase(2048, 2048, 2048, (128, 128), 1.0, dtype="fp32").operands(CPU)) == 2
 
 
 def test_host_time_gives_a_record_without_rates() -> None:

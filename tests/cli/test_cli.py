@@ -1,10 +1,8 @@
 """The command line: what it prints, how it fails, what it writes. Fixed width, and only fields that stay the same."""
 
 import io
-import json
 import re
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,29 +10,9 @@ import torch
 from rich.console import ColorSystem
 from rich.text import Text
 from safetensors.torch import save_file
-from typer.testing import CliRunner, Result
 
-from sparsek.bench import records
-from sparsek.bench.cases import Case
-from sparsek.cli.__main__ import app
 from sparsek.cli.output import console, duration
 from sparsek.cli.output import table as new_table
-
-SMALL = ["--m", "64", "--k", "96", "--n", "32", "--block", "32", "--density", "0.5", "--dtype", "fp32"]
-QUICK = [*SMALL, "--kernel", "cpu.spmm", "--rounds", "2", "--device", "cpu"]
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch):
-    """Runs a command at a width of 100 characters, without colours."""
-    monkeypatch.setenv("COLUMNS", "100")
-    monkeypatch.setenv("NO_COLOR", "1")
-    monkeypatch.setenv("TERM", "dumb")
-
-    def call(*arguments: object) -> Result:
-        return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-    return call
 
 
 @pytest.fixture
@@ -335,109 +313,6 @@ def test_doctor_shows_versions_and_every_kernel_and_checks_the_arithmetic(run) -
         assert re.search(r"^hopper\.spmm no \w", "\n".join(lines), re.MULTILINE)
         assert "cpu.spmm runs error <error> of <error> allowed" in lines
     assert "every kernel that runs here is within its error budget" in " ".join(lines)
-
-
-def test_bench_prints_a_table_and_appends_records(run, tmp_path: Path) -> None:
-    out = tmp_path / "cpu" / "spmm.jsonl"
-    arguments = [*QUICK, "--peers", "torch_dense, torch_sparse", "--out", out]
-    result = run("bench", "spmm", *arguments)
-    assert result.exit_code == 0, result.output
-    assert "BSR x dense on cpu" in result.output
-    assert re.search(r"of roof +sparse +dense$", result.stdout.replace(" \n", "\n"), re.MULTILINE)
-    assert re.search(r"^64×96×32 block 32 50 % fp32 +cpu\.spmm ", result.stdout, re.MULTILINE)
-    assert f"1 records appended to {out}" in result.output
-    (record,) = records.read(out)
-    assert set(record["peers"]) == {"torch_dense", "torch_sparse"}
-    run("bench", "spmm", *arguments)
-    assert len(records.read(out)) == 2
-
-
-def test_bench_takes_comma_lists_as_combinations(run, tmp_path: Path) -> None:
-    out = tmp_path / "r.jsonl"
-    result = run(
-        "bench", "spmm", *QUICK, "--m", "64,128", "--block", "32,16x32", "--peers", "none", "--out", out
-    )
-    assert result.exit_code == 0, result.output
-    cases = [(record["case"]["m"], record["case"]["block"]) for record in records.read(out)]
-    assert cases == [(64, [32, 32]), (64, [16, 32]), (128, [32, 32]), (128, [16, 32])]
-
-
-def test_bench_says_which_peers_it_left_out_and_why(run) -> None:
-    result = run("bench", "spmm", *QUICK, "--peers", "cublas,cusparse")
-    assert "cublas not measured: runs on cuda" in result.output
-    assert "cusparse not measured: cuSPARSE needs an NVIDIA GPU" in result.output
-
-
-def test_bench_with_no_kernel_that_runs_exits_1_and_says_why(run) -> None:
-    result = run("bench", "spmm", *SMALL, "--kernel", "hopper.spmm", "--peers", "none", "--device", "cpu")
-    assert result.exit_code == 1
-    assert "hopper.spmm not measured: " in result.output
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--m", "64,a"], "--m '64,a'"),
-        (["--kernel", "fast"], "no kernel is called 'fast'"),
-        (["--peers", "mkl"], "no peer is called 'mkl'"),
-        (["--pattern", "stripes"], "pattern 'stripes'"),
-        (["--device", "cuda:99"], "device cuda:99 is not here"),
-        (["--only", "1"], "--only picks entries of a suite"),
-    ],
-)
-def test_bench_answers_bad_input_with_one_line_and_exit_code_2(run, arguments, said) -> None:
-    result = run("bench", "spmm", *QUICK, *arguments)
-    assert result.exit_code == 2
-    assert said in result.stderr
-    assert "Traceback" not in result.stderr
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--suite", "issue9"], "no suite is called 'issue9'"),
-        (["--suite", "issue2", "--only", "99"], "the suite has entries 1 to"),
-        (["--suite", "issue2", *SMALL], "leave out --m, --k, --n, --block, --density, --dtype, or"),
-        (["--suite", "issue2", "--pattern", "uniform"], "leave out --pattern, or"),
-        (["--suite", "issue2", "--kernel", "auto"], "leave out --kernel, or"),
-        (["--suite", "issue2", "--host"], "leave out --host, or"),
-    ],
-)
-def test_bench_of_a_suite_refuses_what_it_would_ignore(run, arguments, said) -> None:
-    result = run("bench", "spmm", "--device", "cpu", *arguments)
-    assert result.exit_code == 2
-    assert said in result.stderr
-
-
-def test_bench_goes_on_after_a_case_that_memory_cannot_hold(run, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(case: Case, **options: Any) -> Any:
-        raise MemoryError(f"Unable to allocate {case.m}")
-
-    monkeypatch.setattr("sparsek.cli.bench.run_case", fail)
-    result = run("bench", "spmm", *QUICK, "--m", "64,128", "--peers", "none")
-    assert result.exit_code == 1
-    assert re.findall(r"Unable to allocate (\d+)", result.stderr) == ["64", "128"]
-
-
-def test_report_prints_writes_and_checks(run, tmp_path: Path) -> None:
-    out = tmp_path / "spmm.jsonl"
-    run("bench", "spmm", *QUICK, "--peers", "none", "--out", out)
-    (tmp_path / "docs").mkdir()
-    for name in ("README.md", "docs/spmm.md"):
-        (tmp_path / name).write_text("# Page\n\n<!-- records:spmm -->\n<!-- /records -->\n")
-    assert "cpu.spmm" in run("report", "--records", out).output
-    assert run("report", "--records", out, "--root", tmp_path, "--check").exit_code == 1
-    assert run("report", "--records", out, "--root", tmp_path, "--write").exit_code == 0
-    assert "| 64×96×32 block 32 50 % fp32 | cpu.spmm |" in (tmp_path / "docs" / "spmm.md").read_text()
-    assert run("report", "--records", out, "--root", tmp_path, "--check").exit_code == 0
-
-
-def test_report_names_the_line_of_a_bad_record(run, tmp_path: Path) -> None:
-    path = tmp_path / "spmm.jsonl"
-    path.write_text(json.dumps({"op": "spmm"}) + "\n")
-    result = run("report", "--records", path)
-    assert result.exit_code == 2
-    assert "spmm.jsonl:1: field case is missing" in result.stderr
 
 
 def test_demo_runs_on_the_weights_of_the_demo_extra(run, tmp_path: Path) -> None:

@@ -8,25 +8,25 @@ from typing import Any
 import pytest
 import torch
 
-from sparsek.bench import cusparse, peers
-from sparsek.bench.cases import Case
-from sparsek.bench.peer import Operands, UnavailableError, rotating
-from sparsek.bench.peers import PEERS, meta_space, peers_named, stage_space
+from sparsek.bench import cusparse, spmm_peers
+from sparsek.bench.peer import UnavailableError, peers_named, rotating
+from sparsek.bench.spmm import SpmmCase, SpmmOperands
+from sparsek.bench.spmm_peers import PEERS, meta_space, stage_space
 from sparsek.core.clock import Times
 from sparsek.core.errors import InvalidInput
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda")
-SMALL = Case(64, 96, 32, (32, 32), 0.5, dtype="fp32")
+SMALL = SpmmCase(64, 96, 32, (32, 32), 0.5, dtype="fp32")
 BY_NAME = {peer.name: peer for peer in PEERS}
 
 
-def operands(case: Case, count: int = 2) -> list[Operands]:
+def operands(case: SpmmCase, count: int = 2) -> list[SpmmOperands]:
     """Operand sets whose outputs hold NaN."""
     sets = []
     for seed in range(count):
         a, b = case.make(CPU, seed)
-        sets.append(Operands(a, b, torch.full((case.m, case.n), float("nan"), dtype=b.dtype)))
+        sets.append(SpmmOperands(a, b, torch.full((case.m, case.n), float("nan"), dtype=b.dtype)))
     return sets
 
 
@@ -39,14 +39,14 @@ def test_torch_sparse_multiplies_every_set_and_counts_useful_flops() -> None:
     ready = BY_NAME["torch_sparse"].ready(SMALL, sets, ignore)
     for call, one in zip(ready.calls, sets, strict=True):
         torch.testing.assert_close(call(), one.a.to_dense() @ one.b)
-    assert not ready.dense
+    assert ready.flops is None
 
 
 def test_the_dense_peer_multiplies_other_full_data_and_counts_all_flops() -> None:
     sets = operands(SMALL)
     ready = BY_NAME["torch_dense"].ready(SMALL, sets, ignore)
     assert len(ready.calls) == len(sets)
-    assert ready.dense
+    assert ready.flops == SMALL.dense_flops
     for call, one in zip(ready.calls, sets, strict=True):
         call()
         assert torch.isfinite(one.out).all()
@@ -59,39 +59,43 @@ def test_the_dense_peer_multiplies_other_full_data_and_counts_all_flops() -> Non
     [
         ("cublas", SMALL, CPU, "runs on cuda"),
         ("torch_dense", SMALL, CUDA, "runs on cpu"),
-        ("torch_sparse", Case(65, 96, 32, (32, 32), 0.5), CPU, "multiples of the block 32"),
-        ("torch_sparse", Case(96, 96, 32, (48, 96), 0.5), CUDA, "powers of 2, not 48x96"),
-        ("torch_sparse", Case(64, 64, 24, (32, 32), 0.5), CUDA, "multiple of 16, not 24"),
+        ("torch_sparse", SpmmCase(65, 96, 32, (32, 32), 0.5), CPU, "multiples of the block 32"),
+        ("torch_sparse", SpmmCase(96, 96, 32, (48, 96), 0.5), CUDA, "powers of 2, not 48x96"),
+        ("torch_sparse", SpmmCase(64, 64, 24, (32, 32), 0.5), CUDA, "multiple of 16, not 24"),
         ("cusparse", SMALL, CPU, "needs an NVIDIA GPU"),
-        ("cusparse", Case(64, 64, 32, (32, 64), 0.5), CUDA, "square, not 32x64"),
-        ("cusparse", Case(64, 64, 32, (32, 32), 0.5, dtype="fp64"), CUDA, "not set up here for fp64"),
+        ("cusparse", SpmmCase(64, 64, 32, (32, 64), 0.5), CUDA, "square, not 32x64"),
+        ("cusparse", SpmmCase(64, 64, 32, (32, 32), 0.5, dtype="fp64"), CUDA, "not set up here for fp64"),
     ],
 )
-def test_a_peer_that_cannot_run_says_why(name: str, case: Case, device: torch.device, said: str) -> None:
+def test_a_peer_that_cannot_run_says_why(name: str, case: SpmmCase, device: torch.device, said: str) -> None:
     assert said in "; ".join(BY_NAME[name].why_not(case, device))
 
 
 def test_every_peer_but_the_dense_of_the_cpu_takes_the_main_case() -> None:
-    main = Case(8192, 8192, 8192, (128, 128), 0.125)
-    able = [peer.name for peer in peers_named(None, CUDA) if not peer.why_not(main, CUDA)]
+    main = SpmmCase(8192, 8192, 8192, (128, 128), 0.125)
+    able = [peer.name for peer in peers_named(PEERS, None, CUDA) if not peer.why_not(main, CUDA)]
     assert able == ["cublas", "torch_sparse", "torch_sparse_stages", "cusparse"]
-    assert [peer.name for peer in peers_named(None, CPU)] == ["torch_dense", "torch_sparse", "cusparse"]
+    assert [peer.name for peer in peers_named(PEERS, None, CPU)] == [
+        "torch_dense",
+        "torch_sparse",
+        "cusparse",
+    ]
 
 
 def test_the_stages_only_search_varies_num_stages_alone() -> None:
-    space = stage_space(Case(8192, 8192, 8192, (128, 128), 0.125))
+    space = stage_space(SpmmCase(8192, 8192, 8192, (128, 128), 0.125))
     assert space["SPLIT_N"] == (64,)
     assert [name for name, values in space.items() if len(values) > 1] == ["num_stages"]
 
 
 def test_an_unknown_peer_names_the_known_ones() -> None:
     with pytest.raises(InvalidInput, match="'mkl'; known: cublas"):
-        peers_named(["mkl"], CPU)
+        peers_named(PEERS, ["mkl"], CPU)
 
 
 @pytest.mark.parametrize("layout", ["rows", "blocks"])
 def test_blocked_ell_holds_the_same_matrix(layout: str) -> None:
-    a, _ = Case(96, 160, 8, (32, 32), 0.4, "powerlaw", "fp32").make(CPU, seed=1)
+    a, _ = SpmmCase(96, 160, 8, (32, 32), 0.4, "powerlaw", "fp32").make(CPU, seed=1)
     columns, values = cusparse.blocked_ell(a.pattern.indptr, a.pattern.indices, a.values, layout)
     width = columns.shape[1]
     assert width == int(a.pattern.row_lengths.max())
@@ -110,7 +114,7 @@ def test_blocked_ell_holds_the_same_matrix(layout: str) -> None:
 
 @pytest.mark.parametrize("n", [16, 48, 8192, 8208])
 def test_tuned_column_tiles_divide_n_and_are_powers_of_two(n: int) -> None:
-    for split in meta_space(Case(64, 64, n, (64, 64), 1.0))["SPLIT_N"]:
+    for split in meta_space(SpmmCase(64, 64, n, (64, 64), 1.0))["SPLIT_N"]:
         assert n % split == 0
         assert n // split in (16, 32, 64, 128, 256)
 
@@ -124,7 +128,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, int]]:
     ) -> dict[str, int]:
         chosen: list[dict[str, int]] = []
 
-        def addmm_call(w: Any, one: Operands, meta: dict[str, int]) -> Callable[[], object]:
+        def addmm_call(w: Any, one: SpmmOperands, meta: dict[str, int]) -> Callable[[], object]:
             chosen.append(meta)
             return lambda: one.out.copy_(
                 one.a.to_dense() @ one.b if right(meta) else torch.zeros_like(one.out)
@@ -133,10 +137,10 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, int]]:
         def time_rounds(calls: Any, **options: Any) -> dict[str, Times]:
             return {"one": Times(cost(chosen[-1]), 1.0, 1.0, 1)}
 
-        monkeypatch.setattr(peers, "_addmm_call", addmm_call)
-        monkeypatch.setattr(peers, "time_rounds", time_rounds)
+        monkeypatch.setattr(spmm_peers, "_addmm_call", addmm_call)
+        monkeypatch.setattr(spmm_peers, "time_rounds", time_rounds)
         sets = operands(SMALL)
-        return peers.TorchSparse().tuned(SMALL, [one.a.to_torch() for one in sets], sets, ignore)
+        return spmm_peers.TorchSparse().tuned(SMALL, [one.a.to_torch() for one in sets], sets, ignore)
 
     return tune
 

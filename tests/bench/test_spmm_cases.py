@@ -5,51 +5,55 @@ import json
 import pytest
 import torch
 
-from sparsek.bench.cases import SUITES, Case, parse_block, product, suite
+from sparsek.bench.case import parse_block, suite_named
+from sparsek.bench.spmm import SUITES, SpmmCase, product
 from sparsek.core.errors import InvalidInput
 
 CPU = torch.device("cpu")
 
 
 def test_names_are_short_and_tell_cases_apart() -> None:
-    assert Case(8192, 8192, 8192, (128, 128), 0.125).name == "8192³ block 128 12.5 % bf16"
-    assert Case(16384, 16384, 16, (64, 64), 0.25).name == "16384²×16 block 64 25 % bf16"
-    assert Case(64, 32, 16, (32, 16), 1.0, "banded", "fp16").name == "64×32×16 block 32x16 100 % banded fp16"
-    named = [(entry.case.name, entry.host) for entries in SUITES.values() for entry in entries]
+    assert SpmmCase(8192, 8192, 8192, (128, 128), 0.125).name == "8192³ block 128 12.5 % bf16"
+    assert SpmmCase(16384, 16384, 16, (64, 64), 0.25).name == "16384²×16 block 64 25 % bf16"
+    assert (
+        SpmmCase(64, 32, 16, (32, 16), 1.0, "banded", "fp16").name == "64×32×16 block 32x16 100 % banded fp16"
+    )
+    named = [(entry.case.name, entry.op) for entries in SUITES.values() for entry in entries]
     assert len(set(named)) == len(named)
 
 
 @pytest.mark.parametrize("name", SUITES)
 def test_every_suite_case_survives_a_record(name: str) -> None:
-    for entry in suite(name):
-        assert Case.from_record(json.loads(json.dumps(entry.case.as_record()))) == entry.case
+    for entry in SUITES[name]:
+        assert SpmmCase.from_record(json.loads(json.dumps(entry.case.as_record()))) == entry.case
 
 
 def test_the_suite_holds_every_row_of_the_speed_table() -> None:
     cases = {
-        (entry.case.block_name, round(entry.case.density, 4), entry.case.pattern) for entry in suite("issue2")
+        (entry.case.block_name, round(entry.case.density, 4), entry.case.pattern)
+        for entry in SUITES["issue2"]
     }
     wanted = {("128", density, "uniform") for density in (0.5, 0.25, 0.125, 0.0625)}
     wanted |= {(block, 0.125, "uniform") for block in ("64", "32", "16")}
     wanted |= {("512x112", round(16 / 74, 4), "uniform"), ("128", 0.125, "powerlaw"), ("64", 0.25, "uniform")}
     assert wanted <= cases
-    portable = {entry.case.block_name for entry in suite("issue2") if "portable.spmm" in entry.kernels}
+    portable = {entry.case.block_name for entry in SUITES["issue2"] if "portable.spmm" in entry.kernels}
     assert portable == {"128", "64", "32"}
-    assert any(entry.host for entry in suite("issue2"))
+    assert any(entry.op == "spmm_host" for entry in SUITES["issue2"])
 
 
 def test_blocks_of_512x112_are_compared_with_as_many_values_in_blocks_of_128() -> None:
-    cases = {entry.case.block_name: entry.case for entry in suite("issue2") if entry.case.density > 0.2}
+    cases = {entry.case.block_name: entry.case for entry in SUITES["issue2"] if entry.case.density > 0.2}
     odd = cases["512x112"]
     rows, columns = 8192 // 512, -(-8192 // 112)
     each = round(odd.density * columns)
     assert each == 16
-    even = next(e.case for e in suite("issue2") if e.case.block == (128, 128) and e.case.density == 14 / 64)
+    even = next(e.case for e in SUITES["issue2"] if e.case.block == (128, 128) and e.case.density == 14 / 64)
     assert rows * each * 512 * 112 == 64 * round(even.density * 64) * 128 * 128
 
 
 def test_the_same_seed_gives_the_same_bits() -> None:
-    case = Case(64, 96, 24, (32, 32), 0.5, dtype="fp32")
+    case = SpmmCase(64, 96, 24, (32, 32), 0.5, dtype="fp32")
     (a, b), (again, b_again) = case.make(CPU, seed=3), case.make(CPU, seed=3)
     assert torch.equal(a.values, again.values)
     assert torch.equal(b, b_again)
@@ -87,9 +91,9 @@ def test_other_blocks_are_refused(text: str) -> None:
 def test_a_case_that_cannot_be_is_refused(change: dict, said: str) -> None:
     fields = {"m": 64, "k": 64, "n": 8, "block": (16, 16), "density": 0.5}
     with pytest.raises(InvalidInput, match=said):
-        Case(**(fields | change))
+        SpmmCase(**(fields | change))
 
 
 def test_an_unknown_suite_names_the_known_ones() -> None:
     with pytest.raises(InvalidInput, match="known: issue2, ragged"):
-        suite("issue3")
+        suite_named(SUITES, "issue3")

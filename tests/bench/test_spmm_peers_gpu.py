@@ -4,24 +4,25 @@ import pytest
 import torch
 
 from sparsek.bench import records
-from sparsek.bench.cases import Case
-from sparsek.bench.peers import PEERS, peers_named
-from sparsek.bench.run import make_sets, run_case
+from sparsek.bench.peer import peers_named
+from sparsek.bench.run import run_case
+from sparsek.bench.spmm import SpmmCase
+from sparsek.bench.spmm_peers import PEERS
 from sparsek.testing.budget import check_spmm
 
 pytestmark = pytest.mark.gpu
 CASES = [
-    Case(1024, 768, 256, (64, 64), 0.25),
-    Case(512, 1024, 128, (32, 32), 0.25, "powerlaw", "fp16"),
-    Case(512, 1024, 16, (128, 128), 0.5),
+    SpmmCase(1024, 768, 256, (64, 64), 0.25),
+    SpmmCase(512, 1024, 128, (32, 32), 0.25, "powerlaw", "fp16"),
+    SpmmCase(512, 1024, 16, (128, 128), 0.5),
 ]
 
 
 @pytest.mark.parametrize("name", ["torch_sparse", "torch_sparse_stages", "cusparse"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_a_sparse_peer_multiplies_every_set_within_the_budget(case: Case, name: str) -> None:
+def test_a_sparse_peer_multiplies_every_set_within_the_budget(case: SpmmCase, name: str) -> None:
     device = torch.device("cuda", 0)
-    sets = make_sets(case, device)[:3]
+    sets = case.operands(device)[:3]
     (peer,) = [peer for peer in PEERS if peer.name == name]
     ready = peer.ready(case, sets, lambda text: None)
     for call, one in zip(ready.calls, sets, strict=True):
@@ -32,7 +33,7 @@ def test_a_sparse_peer_multiplies_every_set_within_the_budget(case: Case, name: 
 
 def test_all_peers_and_kernels_share_the_rounds_of_a_record() -> None:
     device = torch.device("cuda", 0)
-    outcome = run_case(CASES[0], peers=peers_named(None, device), rounds=3, device=device)
+    outcome = run_case(CASES[0], peers=peers_named(PEERS, None, device), rounds=3, device=device)
     (record,) = outcome.records
     assert records.faults(record) == []
     assert {"cublas", "torch_sparse"} <= set(record["peers"])

@@ -1,8 +1,8 @@
-"""What a user would pick instead of SparseK. One line per peer in PEERS, at the end."""
+"""What a user would pick instead of `sk.spmm`. One line per peer in PEERS, at the end."""
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from sparsek.bench import cusparse
-from sparsek.bench.cases import Case, random_dense
-from sparsek.bench.peer import Operands, Peer, Ready, UnavailableError, rotating
+from sparsek.bench.case import random_dense
+from sparsek.bench.peer import Peer, Ready, UnavailableError, elsewhere, first_line, rotating
+from sparsek.bench.spmm import SpmmCase, SpmmOperands
 from sparsek.core.clock import time_rounds
-from sparsek.core.errors import InvalidInput
 from sparsek.formats.bsr import BSR
 from sparsek.testing.budget import check_spmm
 
@@ -30,20 +30,18 @@ class DenseMatmul:
 
     name: str
     title: str
-    device_type: str
+    device: str
 
-    def why_not(self, case: Case, device: torch.device) -> list[str]:
-        if device.type == self.device_type:
-            return []
-        return [f"runs on {self.device_type}, the case is on {device.type}"]
+    def why_not(self, case: SpmmCase, device: torch.device) -> list[str]:
+        return elsewhere(self, device)
 
-    def ready(self, case: Case, sets: Sequence[Operands], tried: Callable[[str], None]) -> Ready:
+    def ready(self, case: SpmmCase, sets: Sequence[SpmmOperands], tried: Callable[[str], None]) -> Ready:
         calls = []
         for index, one in enumerate(sets):
-            dense = random_dense(case.m, case.k, one.b.dtype, one.b.device, seed=1000 + index)
+            dense = random_dense(case.m, case.k, dtype=one.b.dtype, device=one.b.device, seed=1000 + index)
             dense.mul_(1 / math.sqrt(case.k))
             calls.append(lambda w=dense, one=one: torch.matmul(w, one.b, out=one.out))
-        return Ready(tuple(calls), dense=True)
+        return Ready(tuple(calls), flops=case.dense_flops)
 
 
 @dataclass(frozen=True)
@@ -56,9 +54,10 @@ class TorchSparse:
 
     name: str = "torch_sparse"
     title: str = "torch.sparse BSR, all parameters tuned"
+    device: str = ""
     stages_only: bool = False
 
-    def why_not(self, case: Case, device: torch.device) -> list[str]:
+    def why_not(self, case: SpmmCase, device: torch.device) -> list[str]:
         reasons = []
         bm, bk = case.block
         if case.m % bm or case.k % bk:
@@ -71,7 +70,7 @@ class TorchSparse:
             reasons.append(f"its kernel needs N to be a multiple of 16, not {case.n}")
         return reasons
 
-    def ready(self, case: Case, sets: Sequence[Operands], tried: Callable[[str], None]) -> Ready:
+    def ready(self, case: SpmmCase, sets: Sequence[SpmmOperands], tried: Callable[[str], None]) -> Ready:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # torch calls its BSR support beta on first use
             matrices = [one.a.to_torch() for one in sets]
@@ -80,7 +79,7 @@ class TorchSparse:
                 _gated(sets[0].a, sets[0].b, matrices[0] @ sets[0].b, "torch.sparse BSR on this CPU")
             except RuntimeError as error:
                 raise UnavailableError(
-                    f"torch.sparse BSR refuses {case.dtype} on this CPU: {_first_line(error)}"
+                    f"torch.sparse BSR refuses {case.dtype} on this CPU: {first_line(error)}"
                 ) from None
             return Ready(tuple(lambda w=w, one=one: w @ one.b for w, one in zip(matrices, sets, strict=True)))
         meta = self.tuned(case, matrices, sets, tried)
@@ -88,7 +87,11 @@ class TorchSparse:
         return Ready(calls, ", ".join(f"{key}={value}" for key, value in meta.items()))
 
     def tuned(
-        self, case: Case, matrices: Sequence[Tensor], sets: Sequence[Operands], tried: Callable[[str], None]
+        self,
+        case: SpmmCase,
+        matrices: Sequence[Tensor],
+        sets: Sequence[SpmmOperands],
+        tried: Callable[[str], None],
     ) -> dict[str, int]:
         """The fastest correct parameters that coordinate descent finds, by timing: num_stages first, then all four."""
         device = sets[0].b.device
@@ -104,7 +107,7 @@ class TorchSparse:
                     timed[key] = got["one"].median
                 except Exception as error:  # Triton: out of shared memory or registers, or a compiler fault
                     timed[key] = math.inf
-                    tried(f"torch.sparse {meta}: {_first_line(error)}")
+                    tried(f"torch.sparse {meta}: {first_line(error)}")
                 else:
                     tried(f"torch.sparse {meta}: {timed[key]:.3f} ms")
             return timed[key]
@@ -126,14 +129,14 @@ class TorchSparse:
         )
 
 
-def _addmm_call(w: Tensor, one: Operands, meta: dict[str, int]) -> Callable[[], object]:
+def _addmm_call(w: Tensor, one: SpmmOperands, meta: dict[str, int]) -> Callable[[], object]:
     from torch.sparse import _triton_ops  # needs Triton, so only where a GPU asks for it
 
     addmm: Any = _triton_ops.bsr_dense_addmm
     return lambda: addmm(one.out, w, one.b, alpha=1, beta=0, out=one.out, meta=meta)
 
 
-def meta_space(case: Case) -> dict[str, tuple[int, ...]]:
+def meta_space(case: SpmmCase) -> dict[str, tuple[int, ...]]:
     """The values tried for each parameter of torch.sparse's kernel.
 
     SPLIT_N cuts N into that many column tiles, whose width must be a power of 2 of at least 16.
@@ -147,7 +150,7 @@ def meta_space(case: Case) -> dict[str, tuple[int, ...]]:
     }
 
 
-def stage_space(case: Case) -> dict[str, tuple[int, ...]]:
+def stage_space(case: SpmmCase) -> dict[str, tuple[int, ...]]:
     """num_stages alone; the others as torch's `bsr_dense_addmm_meta` sets them for a card it does not know."""
     split = max(case.n // case.block[0], 1)
     return {"SPLIT_N": (split,), "GROUP_SIZE_ROW": (4,), "num_stages": (1, 2, 3, 4, 5, 6), "num_warps": (4,)}
@@ -170,19 +173,15 @@ def _descend(
     return best
 
 
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0][:160]
-
-
 @dataclass(frozen=True)
 class CuSparse:
     """cuSPARSE SpMM on Blocked-ELL, through ctypes: torch brings the library but binds no such call."""
 
     name: str = "cusparse"
     title: str = "cuSPARSE Blocked-ELL"
+    device: str = ""
 
-    def why_not(self, case: Case, device: torch.device) -> list[str]:
+    def why_not(self, case: SpmmCase, device: torch.device) -> list[str]:
         reasons = []
         if device.type != "cuda":
             reasons.append("cuSPARSE needs an NVIDIA GPU")
@@ -194,7 +193,7 @@ class CuSparse:
             reasons.append(f"not set up here for {case.dtype}")
         return reasons
 
-    def ready(self, case: Case, sets: Sequence[Operands], tried: Callable[[str], None]) -> Ready:
+    def ready(self, case: SpmmCase, sets: Sequence[SpmmOperands], tried: Callable[[str], None]) -> Ready:
         library = cusparse.load()
         if isinstance(library, str):
             raise UnavailableError(library)
@@ -221,18 +220,6 @@ PEERS: tuple[Peer, ...] = (
     DenseMatmul("cublas", "cuBLAS dense", "cuda"),
     DenseMatmul("torch_dense", "dense torch.matmul", "cpu"),
     TorchSparse(),
-    TorchSparse("torch_sparse_stages", "torch.sparse BSR, num_stages tuned", stages_only=True),
+    TorchSparse("torch_sparse_stages", "torch.sparse BSR, num_stages tuned", "cuda", stages_only=True),
     CuSparse(),
 )
-
-
-def peers_named(names: Iterable[str] | None, device: torch.device) -> tuple[Peer, ...]:
-    """The named peers in the table's order; None: those meant for the device. InvalidInput for others."""
-    if names is None:
-        elsewhere = ("torch_dense",) if device.type == "cuda" else ("cublas", "torch_sparse_stages")
-        return tuple(peer for peer in PEERS if peer.name not in elsewhere)
-    wanted = list(names)
-    for name in wanted:
-        if name not in (peer.name for peer in PEERS):
-            raise InvalidInput(f"no peer is called {name!r}; known: {', '.join(peer.name for peer in PEERS)}")
-    return tuple(peer for peer in PEERS if peer.name in wanted)

@@ -1,0 +1,137 @@
+"""Attention through the run: records with memory, new masks, mask builds, host time, sampled gates."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from sparsek.bench import attention, attention_run, measure, records, run
+from sparsek.bench.attention import AttentionCase
+from sparsek.bench.attention_peers import PEERS
+from sparsek.bench.case import Entry
+from sparsek.bench.peer import Ready, peers_named
+from sparsek.core.errors import InvalidInput
+from sparsek.formats.block_mask import BlockMask
+from sparsek.testing.budget import Gate
+
+CPU = torch.device("cpu")
+SMALL = AttentionCase(1, 2, 1, 256, 256, 32, 32, "window:100+sinks:10", (64, 64), "fp32")
+KERNEL = ("cpu.attention",)
+
+
+def measured(entry: Entry, rounds: int = 2) -> records.Record:
+    """The one record of an entry, on the CPU."""
+    outcome = measure.measure(
+        entry, peers=peers_named(PEERS, None, CPU), rounds=rounds, device=CPU, report=lambda text: None
+    )
+    (record,) = outcome.records
+    assert records.faults(record) == []
+    assert list(record) == list(records.OPS[entry.op].fields)
+    assert record["op"] == entry.op
+    assert record["case"] == entry.case.as_record()
+    return record
+
+
+def test_a_run_gives_well_formed_records_with_the_dense_peer() -> None:
+    record = measured(Entry(SMALL, KERNEL), rounds=3)
+    assert record["kernel"] == "cpu.attention"
+    assert set(record["peers"]) == {"sdpa"}
+    assert record["memory"] is None
+    assert record["peers"]["sdpa"]["memory"] is None
+    useful = SMALL.operands(CPU)[0].useful_flops
+    assert record["tflops"]["useful"] == pytest.approx(
+        useful / record["ms"]["median"] / 1e9, rel=0.02, abs=2e-6
+    )
+    dense = record["peers"]["sdpa"]
+    assert dense["tflops"] == pytest.approx(
+        SMALL.causal_flops / dense["ms"]["median"] / 1e9, rel=0.02, abs=2e-6
+    )
+
+
+def test_a_new_mask_every_call_is_compared_with_the_kernel_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_run, "CALLS", 2)
+    record = measured(Entry(replace(SMALL, mask="topk:2"), KERNEL, "attention_new_mask"))
+    alone = record["peers"][attention_run.ALONE]["ms"]["median"]
+    assert record["ratio"][attention_run.ALONE] == pytest.approx(alone / record["ms"]["median"], abs=1e-3)
+
+
+def test_every_call_with_a_new_mask_builds_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    (one, *_) = replace(SMALL, mask="causal").operands(CPU)
+    made: list[BlockMask] = []
+
+    def make() -> BlockMask:
+        made.append(one.make())
+        return made[-1]
+
+    call = replace(one, make=make).anew("cpu.attention")
+    first, second = call(), call()
+    assert len({id(mask) for mask in made}) == 2
+    assert torch.equal(torch.as_tensor(first), torch.as_tensor(second))
+
+
+def test_a_mask_build_is_held_to_the_rule_of_its_name() -> None:
+    record = measured(Entry(SMALL, op="mask_build"))
+    assert record["kernel"] == "formats.mask_build"
+    assert record["gate"] == {"error": 0.0, "budget": 0.0, "passed": True}
+    other = replace(SMALL, mask="window:99+sinks:10").mask_maker(CPU)()
+    gate = attention_run.check_mask(SMALL, other)
+    assert not gate.passed
+    assert gate.error > 0
+
+
+@pytest.mark.parametrize(("q_len", "kv_len"), [(100, 300), (300, 100), (2048, 2048)])
+def test_a_mask_is_checked_where_its_queries_stand(q_len: int, kv_len: int) -> None:
+    case = replace(SMALL, q_len=q_len, kv_len=kv_len)
+    assert attention_run.check_mask(case, case.mask_maker(CPU)()).passed
+
+
+def test_a_random_mask_has_no_build_that_could_be_checked() -> None:
+    with pytest.raises(InvalidInput, match="'topk:2' is no rule of positions"):
+        attention_run.run_mask_build(replace(SMALL, mask="topk:2"), device=CPU)
+
+
+def test_host_time_gives_a_record_without_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "host_seconds", lambda call, device, calls: 1e-5)
+    assert measured(Entry(SMALL, KERNEL, "attention_host"))["tflops"] is None
+
+
+def test_long_sequences_are_gated_by_a_sample_of_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    real = attention.check_attention
+
+    def check(*args: Any, rows: Any) -> Gate:
+        seen.append(rows)
+        return real(*args, rows=rows)
+
+    monkeypatch.setattr(attention, "check_attention", check)
+    monkeypatch.setattr(attention, "GATED_WHOLE", 2**20)
+    for length in (256, 2048):
+        (one, *_) = replace(SMALL, q_len=length, kv_len=length).operands(CPU)
+        assert one.gate(one.plan("cpu.attention")).passed
+    assert seen[0] is None
+    assert len(seen[1]) == len(set(seen[1])) == attention.GATED_TILES
+    assert (seen[1][0], seen[1][-1]) == (0, 31)
+
+
+@pytest.mark.parametrize("op", ["attention", "attention_new_mask"])
+def test_a_wrong_kernel_gets_no_time(monkeypatch: pytest.MonkeyPatch, op: str) -> None:
+    wrong = Gate(1.0, 0.5, False)
+    monkeypatch.setattr(attention, "check_attention", lambda *args, **options: wrong)
+    monkeypatch.setattr(run, "time_rounds", lambda *args, **options: pytest.fail("timed a wrong kernel"))
+    monkeypatch.setattr(
+        attention_run, "wall_rounds", lambda *args, **options: pytest.fail("timed a wrong kernel")
+    )
+    with pytest.raises(run.GateError, match="exceeds the budget"):
+        measured(Entry(replace(SMALL, mask="causal"), KERNEL, op))
+
+
+def test_the_densest_peer_that_is_not_too_long_heats_the_card() -> None:
+    ready = {
+        "sparse": Ready(()),
+        "dense": Ready((), flops=1e12),
+        "denser": Ready((), flops=2e12),
+        "long": Ready((), flops=1e15),
+    }
+    assert run._heater(ready) == "peer denser"
+    assert run._heater({"sparse": ready["sparse"], "long": ready["long"]}) is None

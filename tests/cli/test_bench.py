@@ -1,0 +1,203 @@
+"""`sparsek bench` and `sparsek report`: what they print, how they fail, what they write."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparsek.bench import records
+from sparsek.bench.case import Entry
+
+SMALL = ["--m", "64", "--k", "96", "--n", "32", "--block", "32", "--density", "0.5", "--dtype", "fp32"]
+QUICK = [*SMALL, "--kernel", "cpu.spmm", "--rounds", "2", "--device", "cpu"]
+ATTENTION = ["--seq", "128", "--block", "64", "--heads", "2:1", "--dim", "32", "--dtype", "fp32"]
+ATTENTION += ["--kernel", "cpu.attention", "--rounds", "2", "--device", "cpu"]
+
+
+def test_bench_prints_a_table_and_appends_records(run, tmp_path: Path) -> None:
+    out = tmp_path / "cpu" / "spmm.jsonl"
+    arguments = [*QUICK, "--peers", "torch_dense, torch_sparse", "--out", out]
+    result = run("bench", "spmm", *arguments)
+    assert result.exit_code == 0, result.output
+    assert "BSR x dense on cpu" in result.output
+    assert re.search(r"of roof +sparse +dense$", result.stdout.replace(" \n", "\n"), re.MULTILINE)
+    assert re.search(r"^64×96×32 block 32 50 % fp32 +cpu\.spmm ", result.stdout, re.MULTILINE)
+    assert f"1 records appended to {out}" in result.output
+    (record,) = records.read(out)
+    assert set(record["peers"]) == {"torch_dense", "torch_sparse"}
+    run("bench", "spmm", *arguments)
+    assert len(records.read(out)) == 2
+
+
+def test_bench_takes_comma_lists_as_combinations(run, tmp_path: Path) -> None:
+    out = tmp_path / "r.jsonl"
+    result = run(
+        "bench", "spmm", *QUICK, "--m", "64,128", "--block", "32,16x32", "--peers", "none", "--out", out
+    )
+    assert result.exit_code == 0, result.output
+    cases = [(record["case"]["m"], record["case"]["block"]) for record in records.read(out)]
+    assert cases == [(64, [32, 32]), (64, [16, 32]), (128, [32, 32]), (128, [16, 32])]
+
+
+def test_bench_says_which_peers_it_left_out_and_why(run) -> None:
+    result = run("bench", "spmm", *QUICK, "--peers", "cublas,cusparse")
+    assert "cublas not measured: runs on cuda" in result.output
+    assert "cusparse not measured: cuSPARSE needs an NVIDIA GPU" in result.output
+
+
+def test_bench_with_no_kernel_that_runs_exits_1_and_says_why(run) -> None:
+    result = run("bench", "spmm", *SMALL, "--kernel", "hopper.spmm", "--peers", "none", "--device", "cpu")
+    assert result.exit_code == 1
+    assert "hopper.spmm not measured: " in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--m", "64,a"], "--m '64,a'"),
+        (["--kernel", "fast"], "is called 'fast'; known: hopper.spmm"),
+        (["--peers", "mkl"], "no peer is called 'mkl'"),
+        (["--pattern", "stripes"], "pattern 'stripes'"),
+        (["--device", "cuda:99"], "device cuda:99 is not here"),
+        (["--only", "1"], "--only picks entries of a suite"),
+    ],
+)
+def test_bench_answers_bad_input_with_one_line_and_exit_code_2(run, arguments, said) -> None:
+    result = run("bench", "spmm", *QUICK, *arguments)
+    assert result.exit_code == 2
+    assert said in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--suite", "issue9"], "no suite is called 'issue9'"),
+        (["--suite", "issue2", "--only", "99"], "the suite has entries 1 to"),
+        (["--suite", "issue2", *SMALL], "leave out --m, --k, --n, --block, --density, --dtype, or"),
+        (["--suite", "issue2", "--pattern", "uniform"], "leave out --pattern, or"),
+        (["--suite", "issue2", "--kernel", "auto"], "leave out --kernel, or"),
+        (["--suite", "issue2", "--host"], "leave out --host, or"),
+    ],
+)
+def test_bench_of_a_suite_refuses_what_it_would_ignore(run, arguments, said) -> None:
+    result = run("bench", "spmm", "--device", "cpu", *arguments)
+    assert result.exit_code == 2
+    assert said in result.stderr
+
+
+def test_bench_goes_on_after_a_case_that_memory_cannot_hold(run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(entry: Entry, **options: Any) -> Any:
+        raise MemoryError(f"Unable to allocate {entry.case.m}")
+
+    monkeypatch.setattr("sparsek.cli.bench.measure", fail)
+    result = run("bench", "spmm", *QUICK, "--m", "64,128", "--peers", "none")
+    assert result.exit_code == 1
+    assert re.findall(r"Unable to allocate (\d+)", result.stderr) == ["64", "128"]
+
+
+@pytest.mark.parametrize(
+    ("op", "arguments", "row"),
+    [
+        ("spmm", QUICK, "| 64×96×32 block 32 50 % fp32 | cpu.spmm |"),
+        (
+            "attention",
+            [*ATTENTION, "--mask", "causal"],
+            "| 128 causal, block 64, 2:1 heads, D 32, fp32 | cpu.attention |",
+        ),
+    ],
+)
+def test_report_prints_writes_and_checks(
+    run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, op: str, arguments: Any, row: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    out = tmp_path / f"{op}.jsonl"
+    run("bench", op, *arguments, "--peers", "none", "--out", out)
+    (tmp_path / "docs").mkdir()
+    markers = {name: f"<!-- records:{name} -->\n<!-- /records -->\n" for name in ("spmm", "attention")}
+    (tmp_path / "README.md").write_text("# Page\n\n" + "\n".join(markers.values()))
+    for name, text in markers.items():
+        (tmp_path / "docs" / f"{name}.md").write_text(text)
+    assert row.split("|")[2].strip() in run("report", "--records", out).output
+    assert run("report", "--records", out, "--root", tmp_path, "--check").exit_code == 1
+    assert run("report", "--records", out, "--root", tmp_path, "--write").exit_code == 0
+    assert row in (tmp_path / "docs" / f"{op}.md").read_text()
+    assert (tmp_path / "README.md").read_text().count("No records yet") == 1
+    assert run("report", "--records", out, "--root", tmp_path, "--check").exit_code == 0
+
+
+def test_report_names_a_page_that_is_not_there(run, tmp_path: Path) -> None:
+    result = run("report", "--root", tmp_path, "--records", tmp_path, "--write")
+    assert result.exit_code == 2
+    assert "README.md: cannot be read" in result.stderr
+
+
+def test_report_names_the_line_of_a_bad_record(run, tmp_path: Path) -> None:
+    path = tmp_path / "spmm.jsonl"
+    path.write_text(json.dumps({"op": "spmm"}) + "\n")
+    result = run("report", "--records", path)
+    assert result.exit_code == 2
+    assert "spmm.jsonl:1: field case is missing" in result.stderr
+
+
+def test_bench_attention_prints_a_table_and_appends_records(run, tmp_path: Path) -> None:
+    out = tmp_path / "cpu" / "attention.jsonl"
+    masks = ["--mask", "window:64+sinks:16,causal"]
+    result = run("bench", "attention", *ATTENTION, *masks, "--peers", "all", "--out", out)
+    assert result.exit_code == 0, result.output
+    assert "attention on cpu" in result.output
+    assert re.search(r"^128 window 64 \+ sinks 16, block 64, 2:1", result.stdout, re.MULTILINE)
+    assert "sdpa: causal (every case)" in result.stdout
+    assert f"2 records appended to {out}" in result.output
+    assert [list(record["peers"]) for record in records.read(out)] == [["sdpa"], ["sdpa"]]
+    assert records.read(out)[0]["case"]["mask"] == "window:64+sinks:16"
+
+
+def test_bench_attention_takes_lengths_and_heads_as_people_write_them(run, tmp_path: Path) -> None:
+    out = tmp_path / "r.jsonl"
+    lists = ["--seq", "128,100x192", "--heads", "1,2:1", "--mask", "full", "--peers", "none", "--out", out]
+    result = run("bench", "attention", *ATTENTION, *lists)
+    assert result.exit_code == 0, result.output
+    cases = [record["case"] for record in records.read(out)]
+    assert [(case["heads"], case["kv_heads"], case["q_len"], case["kv_len"]) for case in cases] == [
+        (1, 1, 128, 128),
+        (1, 1, 100, 192),
+        (2, 1, 128, 128),
+        (2, 1, 100, 192),
+    ]
+
+
+def test_bench_attention_measures_the_host_too(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sparsek.bench.run.host_seconds", lambda call, device, calls: 1e-5)
+    out = tmp_path / "r.jsonl"
+    result = run("bench", "attention", *ATTENTION, "--mask", "full", "--host", "--out", out)
+    assert result.exit_code == 0, result.output
+    assert [record["op"] for record in records.read(out)] == ["attention_host"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--mask", "diagonal"], "no mask is written 'diagonal'; known"),
+        (["--mask", "window"], "window:W+sinks:S"),
+        (["--seq", "8M"], "a length is written as 8192"),
+        (["--heads", "2:3"], "2 query heads do not divide among 3"),
+        (["--heads", "1:2:3"], "heads and head sizes are written"),
+        (["--block", "32"], "a mask's block sides are 64 or 128, got 32"),
+        (["--peers", "cublas"], "no peer is called 'cublas'; known: cudnn, flex, fa4"),
+        (["--suite", "issue3"], "leave out --seq, --mask, --block, --heads, --dim, --dtype, --kernel, or"),
+    ],
+)
+def test_bench_attention_answers_bad_input_with_one_line(run, arguments, said) -> None:
+    result = run("bench", "attention", *ATTENTION, "--mask", "full", *arguments)
+    assert result.exit_code == 2
+    assert said in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_bench_attention_has_its_own_suites(run) -> None:
+    result = run("bench", "attention", "--suite", "issue2", "--device", "cpu")
+    assert result.exit_code == 2
+    assert "no suite is called 'issue2'; known: issue3, sweep" in result.stderr
