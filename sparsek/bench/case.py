@@ -95,11 +95,6 @@ class Entry:
     def __post_init__(self) -> None:
         object.__setattr__(self, "op", self.op or self.case.op)
 
-    @property
-    def host(self) -> bool:
-        """Whether the host's time is measured instead of the device's."""
-        return self.op.endswith("_host")
-
 
 def set_count(card: Card, footprint: int) -> int:
     """How many operand sets of `footprint` bytes exceed the cache of the card several times, 2 to 64."""

@@ -13,9 +13,7 @@ output, over the bytes of these; null on a CPU.
 included. "mask_build": one mask, host included. Where nothing is rated, tflops, gbps and roofline are null.
 """
 
-import ast
 import datetime
-import hashlib
 import json
 import math
 import shutil
@@ -29,9 +27,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-import sparsek
 from sparsek.bench.attention import AttentionCase
 from sparsek.bench.case import Case
+from sparsek.bench.sources import source_hash
 from sparsek.bench.spmm import SpmmCase
 from sparsek.core import env
 from sparsek.core.clock import Times
@@ -253,50 +251,6 @@ def config_of(config: Any) -> dict[str, Any]:
     if not is_dataclass(config) or isinstance(config, type):
         return {} if config is None else {"config": str(config)}
     return json.loads(json.dumps(asdict(config), default=str))
-
-
-def source_files(kernel: str) -> list[Path]:
-    """The kernel's own file and the files of sparsek.kernels that it imports, directly or through them.
-
-    "hopper.spmm" lies in sparsek/kernels; "formats.mask_build", which is measured too, in sparsek.
-    """
-    root = Path(sparsek.__file__).parent
-    name = kernel.replace(".", "/") + ".py"
-    first = next((file for file in (root / "kernels" / name, root / name) if file.is_file()), None)
-    if first is None:
-        raise InvalidInput(f"no source file {root / 'kernels' / name} for a kernel called {kernel!r}")
-    found: list[Path] = []
-    waiting = [first]
-    while waiting:
-        file = waiting.pop()
-        if file in found:
-            continue
-        found.append(file)
-        for module in _imports(file.read_text(encoding="utf-8")):
-            target = root.parent / (module.replace(".", "/") + ".py")
-            if module.startswith("sparsek.kernels.") and target.is_file():
-                waiting.append(target)
-    return [found[0], *sorted(found[1:])]
-
-
-def _imports(source: str) -> list[str]:
-    """Dotted names that a source file imports; `from a import b` gives both a and a.b."""
-    names: list[str] = []
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            names += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names.append(node.module)
-            names += [f"{node.module}.{alias.name}" for alias in node.names]
-    return names
-
-
-def source_hash(kernel: str) -> str:
-    """16 hex digits of the SHA-256 over the kernel's source files, in a fixed order, with their names."""
-    digest = hashlib.sha256()
-    for file in source_files(kernel):
-        digest.update(file.name.encode() + b"\0" + file.read_bytes().replace(b"\r\n", b"\n") + b"\0")
-    return digest.hexdigest()[:16]
 
 
 def is_fresh(record: Mapping[str, Any]) -> bool:

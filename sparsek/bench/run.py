@@ -9,6 +9,7 @@ import torch
 from sparsek.bench import records
 from sparsek.bench.case import Case, Operands
 from sparsek.bench.peer import Peer, Ready, UnavailableError, rotating
+from sparsek.bench.sources import source_hash
 from sparsek.core.clock import Times, host_seconds, time_rounds
 from sparsek.core.errors import SparseKError, Unsupported
 from sparsek.testing.budget import Gate
@@ -163,7 +164,7 @@ def facts(op: str, case: Case, plan: Any, times: Times, gate: Gate, device: torc
         "peers": {},
         "ratio": {},
         "env": records.environment(device),
-        "source_hash": records.source_hash(plan.kernel),
+        "source_hash": source_hash(plan.kernel),
         "date": records.now(),
     }
 

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from sparsek.bench import advise as advising
 from sparsek.bench.advise import Advice, Failure, NoAdvice, Question
-from sparsek.bench.cases import parse_block
+from sparsek.bench.case import parse_block
 from sparsek.cli.output import EXIT_ERROR, complain, console, duration, middle_out, plain, progress
 from sparsek.cli.output import table as new_table
 from sparsek.core.device import card_named, card_of

@@ -8,8 +8,8 @@ from rich.table import Table
 from rich.text import Text
 
 import sparsek as sk
-from sparsek.bench.cases import Case
 from sparsek.bench.records import smi_facts, version_of
+from sparsek.bench.spmm import SpmmCase
 from sparsek.cli.output import console, progress
 from sparsek.cli.output import table as new_table
 from sparsek.core.device import card_of
@@ -18,7 +18,7 @@ from sparsek.kernels import names_for
 from sparsek.ops.spmm import plan_spmm
 from sparsek.testing.budget import check_spmm
 
-CHECKED = Case(512, 512, 192, (64, 64), 0.5)
+CHECKED = SpmmCase(512, 512, 192, (64, 64), 0.5)
 
 
 def doctor() -> None:

@@ -136,6 +136,16 @@ class BlockMask:
         return self._counted[0]
 
     @property
+    def heavy_blocks(self) -> int:
+        """Blocks of rows more than twice as long as the mean, or an upper bound. Never waits for the device."""
+        if "heavy" not in self._memo and "host" in self._memo:
+            from sparsek.formats import mask_rows
+
+            host = self.host
+            self._memo["heavy"] = mask_rows.heavy_blocks(host.full.counts, host.partial.counts)
+        return self._memo.get("heavy", self.sizes.stored)
+
+    @property
     def partial_blocks(self) -> int:
         """How many of the stored blocks have an element rule. Waits for the device once if `sizes` is not exact."""
         return self._counted[1]
@@ -189,10 +199,11 @@ class BlockMask:
         """Raises InvalidInput if the device found a fault in what the mask was made from, such as a NaN score.
 
         On a GPU `topk` and `from_blocks` check there and do not wait for the finding; until it has arrived this
-        returns at once, unless `wait`. A faulty mask is safe to follow, but means nothing.
+        returns at once, unless `wait`. A faulty mask is safe to follow, but means nothing. `from_blocks` also counts
+        there: what it counted takes the place of the bounds in `sizes`.
         """
-        for fault in self._memo.get("faults", ()):
-            fault.check(wait)
+        for each in self._memo.get("asked", ()):
+            each.tell(self, wait)
 
     def to(self, device: str | int | torch.device) -> BlockMask:
         """The same mask on `device`; this very object if it is there already."""
@@ -224,7 +235,8 @@ class BlockMask:
 
         return mask_view.to_dense(self)
 
-    # Builders. None waits for a CUDA device, and only `topk` looks at blocks that it does not store.
+    # Builders. None waits for a CUDA device, and only `topk` looks at blocks that it does not store. torch.compile does
+    # not trace them: under fullgraph=True they are refused, otherwise they run between two graphs.
 
     @classmethod
     def causal(cls, seq_len: int | None = None, **frame: Unpack[Frame]) -> BlockMask:
@@ -489,7 +501,7 @@ class BlockMask:
 
 
 FIELDS = {each.name: each.default for each in fields(BlockMask) if each.init}
-KEPT = ("host", "counted", "elements", "faults")
+KEPT = ("host", "counted", "elements", "asked", "heavy")
 LISTS = ("full", "partial")
 TENSORS = ("lo", "hi", "rules", "bits")
 # After the dataclass has been made: to it the descriptor would be a default.

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sparsek.core.eager import eager
 from sparsek.core.errors import InvalidInput
 from sparsek.formats.block_mask import BY_INTERVAL, BlockMask
 from sparsek.formats.mask_rows import Place, Runs, as_count, as_lengths, assemble, upload
@@ -70,7 +71,7 @@ def up_to_itself(place: Place) -> tuple[Tensor, Tensor]:
     return torch.zeros_like(hi), hi
 
 
-@torch.inference_mode(False)
+@eager("a block mask")
 def full(seq_len: int | None, **frame: Any) -> BlockMask:
     """See FullBlocks."""
     place = Place.of(seq_len, **frame)
@@ -78,7 +79,7 @@ def full(seq_len: int | None, **frame: Any) -> BlockMask:
     return assemble(place, *span.runs(place.block[1]), every_key(place), pure=True, label="full")
 
 
-@torch.inference_mode(False)
+@eager("a block mask")
 def causal(seq_len: int | None, **frame: Any) -> BlockMask:
     """See BlockMask.causal."""
     place = Place.of(seq_len, **frame)
@@ -86,7 +87,7 @@ def causal(seq_len: int | None, **frame: Any) -> BlockMask:
     return assemble(place, *span.runs(place.block[1]), up_to_itself(place), pure=True, label="causal")
 
 
-@torch.inference_mode(False)
+@eager("a block mask")
 def sliding_window(seq_len: int | None, window: Any, sinks: Any, causal: bool, **frame: Any) -> BlockMask:
     """See BlockMask.sliding_window."""
     place = Place.of(seq_len, **frame)
@@ -158,7 +159,7 @@ def _sink_bits(
     return np.packbits(seen, axis=-1, bitorder="little").view("<i4").astype(np.int32)
 
 
-@torch.inference_mode(False)
+@eager("a block mask")
 def strided(seq_len: int | None, stride: Any, window: Any, causal: bool, **frame: Any) -> BlockMask:
     """See BlockMask.strided."""
     place = Place.of(seq_len, **frame)
@@ -176,7 +177,7 @@ def strided(seq_len: int | None, stride: Any, window: Any, causal: bool, **frame
     return _of_blocks(place, runs, causal, f"strided({stride}, {window}{_both_ways(causal)})")
 
 
-@torch.inference_mode(False)
+@eager("a block mask")
 def dilated(seq_len: int | None, window: Any, dilation: Any, causal: bool, **frame: Any) -> BlockMask:
     """See BlockMask.dilated."""
     place = Place.of(seq_len, **frame)
@@ -194,7 +195,7 @@ def _both_ways(causal: bool) -> str:
     return "" if causal else ", causal=False"
 
 
-@torch.inference_mode(False)
+@eager("a block mask")
 def bigbird(
     seq_len: int | None,
     window: Any,
@@ -256,7 +257,7 @@ def visible(place: Place, causal: bool) -> tuple[np.ndarray, np.ndarray]:
     return span.first_hi // place.block[1], -(-span.last_hi // place.block[1])
 
 
-@torch.inference_mode(False)
+@eager("a block mask")
 def block_diagonal(lengths: Any, causal: bool, seq_len: int | None, block: Any, device: Any) -> BlockMask:
     """See BlockMask.block_diagonal."""
     rows = as_lengths(lengths)

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from sparsek.core.eager import eager
 from sparsek.core.errors import InvalidInput
 from sparsek.formats.block_mask import BY_INTERVAL, WORD, BlockMask
 from sparsek.formats.mask_parts import HostLists, HostMask, Sizes
-from sparsek.formats.mask_rows import as_count, exact_sizes, mask_block, mask_length
+from sparsek.formats.mask_rows import as_count, check_stored, exact_sizes, mask_block, mask_length
 from sparsek.formats.pattern import INT32_MAX
 
+ENTRIES = (
+    1 << 22
+)  # partial blocks of rows that are looked at together: rows may share entries, and a file is small
 
+
+@eager("a block mask")
 def plain(mask: BlockMask) -> dict[str, Any]:
     """Lengths, block, batch and heads as plain ints."""
     block = mask_block(mask.block)
@@ -27,17 +34,21 @@ def plain(mask: BlockMask) -> dict[str, Any]:
     }
 
 
+@eager("a block mask")
 def check(mask: BlockMask) -> Sizes:
     """Checks the tensors of a mask whose other fields are checked. Waits for the device once. The true sizes."""
     _check_tensors(mask)
     host = mask.host
     _check_rows(mask, "full", host.full)
     _check_rows(mask, "partial", host.partial)
-    _check_apart(mask, host)
+    sizes = exact_sizes(host.full.counts, host.partial.counts)
+    check_stored(sizes.stored)
+    for rows in _in_steps(host):
+        _check_apart(mask, host, rows)
     _check_rules(mask, host)
     if mask.pure:
         _check_pure(mask, host)
-    return exact_sizes(host.full.counts, host.partial.counts)
+    return sizes
 
 
 def _check_tensors(mask: BlockMask) -> None:
@@ -131,16 +142,26 @@ def _check_rows(mask: BlockMask, kind: str, lists: HostLists) -> None:
             )
 
 
-def _check_apart(mask: BlockMask, host: HostMask) -> None:
+def _in_steps(host: HostMask) -> Iterator[np.ndarray]:
+    """The rows with full and with partial blocks; of rows whose lists are the same, the first. So many at a time that
+    they have about ENTRIES partial blocks, or one that has more.
+    """
+    rows = np.flatnonzero((host.full.counts > 0) & (host.partial.counts > 0))
+    runs = np.stack([part[rows] for part in (*host.full[:2], *host.partial[:2])], axis=1)
+    rows = rows[np.sort(np.unique(runs, axis=0, return_index=True)[1])]
+    ends = np.cumsum(host.partial.counts[rows], dtype=np.int64)
+    edges = np.searchsorted(ends, np.arange(ENTRIES, ends[-1] if ends.size else 0, ENTRIES))
+    return iter(np.split(rows, np.unique(edges)))
+
+
+def _check_apart(mask: BlockMask, host: HostMask, rows: np.ndarray) -> None:
     """No block is full and partial at once: each partial one is looked for among the full ones of its row."""
-    row, entry = partial_entries(host)
-    column = host.partial.indices[entry]
-    low, high = (
-        host.full.starts[row].astype(np.int64),
-        (host.full.starts + host.full.counts)[row].astype(np.int64),
-    )
-    end = high
-    for _ in range(int(host.full.counts.max(initial=0)).bit_length()):
+    counts = host.partial.counts[rows].astype(np.int64)
+    row, before = np.repeat(rows, counts), np.repeat(np.cumsum(counts) - counts, counts)
+    column = host.partial.indices[host.partial.starts[row] + np.arange(row.size) - before]
+    low = host.full.starts[row].astype(np.int64)
+    end = high = low + host.full.counts[row]
+    for _ in range(int(host.full.counts[rows].max(initial=0)).bit_length()):
         middle = (low + high) // 2
         less = (low < high) & (_at(host.full.indices, middle) < column)
         low, high = np.where(less, middle + 1, low), np.where(less, high, np.minimum(high, middle))
@@ -154,60 +175,61 @@ def _check_apart(mask: BlockMask, host: HostMask) -> None:
 
 def _at(indices: np.ndarray, position: np.ndarray) -> np.ndarray:
     """Entries, anything where the position is beyond the last."""
-    return indices[np.minimum(position, indices.size - 1)] if indices.size else np.zeros_like(position)
+    return indices[np.minimum(position, indices.size - 1)]
 
 
-def partial_entries(host: HostMask) -> tuple[np.ndarray, np.ndarray]:
-    """Row and position in partial.indices of every stored partial block, int64."""
-    counts = host.partial.counts.astype(np.int64)
-    row = np.repeat(np.arange(counts.size), counts)
-    before = np.cumsum(counts) - counts
-    return row, host.partial.starts[row] + np.arange(row.size) - before[row]
+def _held_entries(lists: HostLists) -> np.ndarray:
+    """Positions in `indices` that some row has, int64, ascending. Those that rows share come once."""
+    starts, counts = (part[lists.counts > 0].astype(np.int64) for part in (lists.starts, lists.counts))
+    size = lists.indices.size + 1
+    opened = np.bincount(starts, minlength=size) - np.bincount(starts + counts, minlength=size)
+    return np.flatnonzero(np.cumsum(opened) > 0)
 
 
 def _check_rules(mask: BlockMask, host: HostMask) -> None:
     """Rules exist where they point, and admit no key that is not there."""
-    row, entry = partial_entries(host)
-    rules = np.full(entry.shape, BY_INTERVAL) if host.rules is None else host.rules[entry]
+    entries = _held_entries(host.partial)
+    rules = np.full(entries.shape, BY_INTERVAL) if host.rules is None else host.rules[entries]
     known = 0 if host.bits is None else host.bits.shape[0]
     wrong = np.flatnonzero((rules < BY_INTERVAL) | (rules >= known))
     if wrong.size:
-        at = wrong[0]
+        entry = int(entries[wrong[0]])
         raise InvalidInput(
-            f"rules[{entry[at]}], {_where(mask, int(row[at]))}, is {rules[at]}; {BY_INTERVAL} means by interval, and "
-            f"bits has {known} entries"
+            f"rules[{entry}], {_first_with(mask, host, entry)}, is {rules[wrong[0]]}; {BY_INTERVAL} means by interval, "
+            f"and bits has {known} entries"
         )
     if host.lo is None or host.hi is None:
-        by_interval = np.flatnonzero(rules == BY_INTERVAL)
+        by_interval = entries[rules == BY_INTERVAL]
         if by_interval.size:
-            raise InvalidInput(
-                f"a partial block of {_where(mask, int(row[by_interval[0]]))} is by interval; the mask has no lo and hi"
-            )
+            where = _first_with(mask, host, int(by_interval[0]))
+            raise InvalidInput(f"a partial block of {where} is by interval; the mask has no lo and hi")
     else:
-        for name, part, least, most in (
-            ("lo", host.lo, 0, INT32_MAX),
-            ("hi", host.hi, -INT32_MAX, mask.kv_len),
-        ):
-            far = np.argwhere((part < least) | (part > most))
-            if far.size:
-                at = tuple(far[0].tolist())
-                raise InvalidInput(
-                    f"{name}[{at[0]}, {at[1]}] is {part[at]}; keys are 0 to kv_len = {mask.kv_len}"
-                )
+        _check_interval(mask, host.lo, host.hi)
     spare = mask.grid[1] * mask.block[1] - mask.kv_len
-    last = np.flatnonzero((rules >= 0) & (host.partial.indices[entry] == mask.grid[1] - 1))
+    last = np.flatnonzero((rules >= 0) & (host.partial.indices[entries] == mask.grid[1] - 1))
     if host.bits is not None and spare and last.size:
         used, first = np.unique(rules[last], return_index=True)
         seen = np.unpackbits(host.bits[used].astype("<i4").view(np.uint8), axis=-1, bitorder="little")
         beyond = np.flatnonzero(seen[:, :, mask.block[1] - spare :].any((1, 2)))
         if beyond.size:
-            where = _where(mask, int(row[last[first[beyond[0]]]]))
+            where = _first_with(mask, host, int(entries[last[first[beyond[0]]]]))
             raise InvalidInput(f"bits[{used[beyond[0]]}], {where}, admits keys beyond kv_len {mask.kv_len}")
+
+
+def _check_interval(mask: BlockMask, lo: np.ndarray, hi: np.ndarray) -> None:
+    """No interval reaches keys that are not there."""
+    for name, part, least, most in (("lo", lo, 0, INT32_MAX), ("hi", hi, -INT32_MAX, mask.kv_len)):
+        far = np.argwhere((part < least) | (part > most))
+        if far.size:
+            at = tuple(far[0].tolist())
+            raise InvalidInput(
+                f"{name}[{at[0]}, {at[1]}] is {part[at]}; keys are 0 to kv_len = {mask.kv_len}"
+            )
 
 
 def _check_pure(mask: BlockMask, host: HostMask) -> None:
     """Everything by interval, and full blocks inside the interval of each of their queries."""
-    if host.rules is not None and (host.rules[partial_entries(host)[1]] != BY_INTERVAL).any():
+    if host.rules is not None and (host.rules[_held_entries(host.partial)] != BY_INTERVAL).any():
         raise InvalidInput("the mask is said to be pure and has rules that are bits")
     held = np.flatnonzero(host.full.counts)
     if host.lo is None or host.hi is None or not held.size:
@@ -234,6 +256,12 @@ def _where(mask: BlockMask, row: int) -> str:
     if mask.batch > 1:
         place += f" of batch item {row // tiles // mask.heads}"
     return place
+
+
+def _first_with(mask: BlockMask, host: HostMask, entry: int) -> str:
+    """The first row that has an entry of partial.indices, in words."""
+    starts, counts = host.partial.starts.astype(np.int64), host.partial.counts
+    return _where(mask, int(np.argmax((starts <= entry) & (entry < starts + counts))))
 
 
 def _some(values: np.ndarray) -> str:

@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparsek.core.eager import eager
 from sparsek.core.errors import InvalidInput
 from sparsek.formats.block_mask import BY_INTERVAL, BlockMask
 from sparsek.formats.mask_parts import BlockLists, Sizes
 from sparsek.formats.mask_rows import check_stored
+from sparsek.formats.mask_select import Fault
 from sparsek.formats.mask_tiles import TileMask
 from sparsek.formats.mask_view import CHUNK, stored_entries
 
@@ -69,7 +71,7 @@ def _search(lists: BlockLists, rows: Tensor, column: Tensor, longest: int) -> tu
     return (low < end) & (lists.indices[low.clamp(max=most)] == column), low
 
 
-@torch.inference_mode(False)
+@eager("a block mask")
 def both(a: BlockMask, b: BlockMask) -> BlockMask:
     """See BlockMask.__and__. Starts from the blocks of the mask that has fewer, and looks for them in the other."""
     a_placed, b_placed, made = _placed(a, b, "&")
@@ -83,7 +85,7 @@ def both(a: BlockMask, b: BlockMask) -> BlockMask:
     )
 
 
-@torch.inference_mode(False)
+@eager("a block mask")
 def either(a: BlockMask, b: BlockMask) -> BlockMask:
     """See BlockMask.__or__."""
     a_placed, b_placed, made = _placed(a, b, "|")
@@ -128,13 +130,13 @@ def _filled(
     return made.mask(label)
 
 
-@torch.inference_mode(False)
+@eager("a block mask")
 def per_head(masks: Sequence[BlockMask]) -> BlockMask:
     """See BlockMask.per_head."""
     return _Stack(masks, "per_head", axis=1).mask()
 
 
-@torch.inference_mode(False)
+@eager("a block mask")
 def per_batch(masks: Sequence[BlockMask]) -> BlockMask:
     """See BlockMask.per_batch."""
     return _Stack(masks, "per_batch", axis=0).mask()
@@ -169,8 +171,8 @@ class _Stack:
             full=full, partial=partial, lo=lo, hi=hi, rules=rules, bits=bits, sizes=self._sizes(),
             pure=all(mask.pure for mask in self.masks), label=f"{self.name} of {len(self.masks)}",
         )  # fmt: skip
-        made._memo["faults"] = tuple(
-            fault for mask in self.distinct for fault in mask._memo.get("faults", ())
+        made._memo["asked"] = tuple(
+            each for mask in self.distinct for each in mask._memo.get("asked", ()) if isinstance(each, Fault)
         )
         return made
 

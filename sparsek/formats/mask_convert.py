@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from sparsek.core import dtypes
+from sparsek.core.eager import eager
 from sparsek.core.errors import InvalidInput
 from sparsek.formats.block_mask import BLOCK_SIZES, BY_INTERVAL, WORD, BlockMask
 from sparsek.formats.mask_parts import BlockLists
@@ -45,7 +46,7 @@ class FlashLists(NamedTuple):
     bits: Tensor | None
 
 
-@torch.inference_mode(False)
+@eager("a block mask")
 def from_dense(dense: Tensor, block: int | tuple[int, int] = 128) -> BlockMask:
     """The mask of a bool tensor, true where query q sees key k. Blocks with nothing in them are not stored.
 
@@ -63,7 +64,7 @@ def from_dense(dense: Tensor, block: int | tuple[int, int] = 128) -> BlockMask:
     return _from_elements(dense, block, lambda slab, _: slab, "from_dense")
 
 
-@torch.inference_mode(False)
+@eager("a block mask")
 def from_transformers(mask: Tensor, block: int | tuple[int, int] = 128) -> BlockMask:
     """The mask of an `attention_mask` that Hugging Face transformers hands to its models' attention.
 
@@ -134,7 +135,7 @@ def _look(made: TileMask, row: int, slab: Tensor) -> None:
     made.add((row + tiles) * made.columns + columns, blocks[tiles, :, columns])
 
 
-@torch.inference_mode(False)
+@eager("a block mask")
 def from_flex(bm: FlexMask) -> BlockMask:
     """The mask of a FlexAttention BlockMask (`torch.nn.attention.flex_attention`) with blocks of 64 or 128.
 

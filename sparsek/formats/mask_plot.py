@@ -7,7 +7,6 @@ picture needs memory for all blocks of a large mask. A bin with any block in it 
 from __future__ import annotations
 
 import os
-import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -55,9 +54,7 @@ def plot(
     if path is not None:
         picture(mask, path, head, batch, title=title, max_pixels=max_pixels)
     lines, scale = _text(mask, first)
-    width = max(map(len, lines), default=0)
-    framed = [f"┌{'─' * width}┐", *(f"│{line}│" for line in lines), f"└{'─' * width}┘"]
-    return "\n".join([*framed, repr(mask), *_which(mask, head, batch), *scale])
+    return "\n".join([*spy.framed(lines), repr(mask), *_which(mask, head, batch), *scale])
 
 
 def picture(
@@ -80,22 +77,15 @@ def picture(
     form = path.suffix.lower().removeprefix(".")
     if form not in ("png", "svg"):
         raise InvalidInput(f"{path}: a picture is a .png or a .svg file")
-    if not isinstance(max_pixels, int) or not 64 <= max_pixels <= 4096:
-        raise InvalidInput(f"max_pixels must be an integer from 64 to 4096, not {max_pixels!r}")
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise InvalidInput("pictures need matplotlib: pip install 'sparsek[plot]'") from error
+    spy.check_pixels(max_pixels)
     bins = MaskBins.counted(mask, first, spy.Bins.of(_blank(mask), max_pixels))
     page = spy.Page(bins.width, bins.height, has_scale=True)
-    figure = Figure(figsize=(page.width / spy.DPI, page.height / spy.DPI), dpi=spy.DPI, facecolor=spy.PAPER)
-    FigureCanvasAgg(figure)
+    figure = spy.new_figure(page)
     _draw_cells(figure, page, bins, as_pixels=form == "png")
-    spy._draw_sides(figure, page, bins, bins.pattern)
-    _write_titles(figure, page, bins, mask, [title] if title is not None else [], _which(mask, head, batch))
-    look = {"dpi": spy.DPI, "facecolor": spy.PAPER, "bbox_inches": None}
-    figure.savefig(path, format=form, metadata={"Date": None}, **look)
+    spy.draw_sides(figure, page, bins, bins.pattern)
+    names = [] if title is None else [title]
+    spy.write_titles(figure, page, [*names, *_facts(mask, bins, _which(mask, head, batch))])
+    figure.savefig(path, format=form, metadata={"Date": None}, **spy.LOOK)
 
 
 @dataclass(frozen=True)
@@ -148,19 +138,12 @@ def _text(mask: BlockMask, first: int) -> tuple[list[str], list[str]]:
     rows, columns = mask.grid
     if not rows or not columns:
         return [], []
-    blocks = -(-rows // spy.TEXT_LINES), -(-columns // spy.TEXT_COLUMNS)
-    cells = -(-rows // blocks[0]), -(-columns // blocks[1])
-    bins = MaskBins.counted(mask, first, spy.Bins(_blank(mask), blocks, cells, (1, 1)))
-    level = (bins.full + bins.partial / 2) / np.outer(bins.capacity(0), bins.capacity(1))
-    shades = spy.SHADES[np.ceil(4 * level).astype(np.int64)]
+    bins = MaskBins.counted(mask, first, spy.Bins.of_text(_blank(mask)))
+    shares = (bins.full + bins.partial / 2) / np.outer(bins.capacity(0), bins.capacity(1))
     if bins.is_coarse:
-        scale = (
-            f"one character is {blocks[0]} x {blocks[1]} blocks; ░▒▓█ up to 25, 50, 75, 100 % of them stored"
-        )
-        return ["".join(line) for line in shades], [f"{scale}, where a partial one counts half"]
-    if 2 * columns <= spy.TEXT_COLUMNS:
-        shades = shades.repeat(2, axis=1)
-    return ["".join(line) for line in shades], ["█ full, ▒ partial"]
+        return spy.shaded(shares), [f"{bins.text_scale}, where a partial one counts half"]
+    wide = 2 if 2 * columns <= spy.TEXT_COLUMNS else 1
+    return spy.shaded(shares.repeat(wide, axis=1)), ["█ full, ▒ partial"]
 
 
 def _which(mask: BlockMask, head: int, batch: int) -> list[str]:
@@ -180,8 +163,7 @@ def _draw_cells(figure: Figure, page: spy.Page, bins: MaskBins, as_pixels: bool)
     colours = (1 - of_partial) * full(shares)[..., :3] + of_partial * partial(shares)[..., :3]
     cells = np.where(stored[..., None] > 0, colours, to_rgb(spy.EMPTY))
     if as_pixels:
-        image = np.round(255 * cells).astype(np.uint8)
-        image = image.repeat(bins.pixels[0], axis=0).repeat(bins.pixels[1], axis=1)
+        image = spy.as_image(bins, cells)
         figure.figimage(image, page.left, page.height - page.top - page.panel_height, origin="upper")
     else:
         axes = figure.add_axes(page.box(page.left, page.top, page.panel_width, page.panel_height))
@@ -204,28 +186,16 @@ def _draw_scale(
     axes.set(xticks=[], yticks=[])
     if is_coarse and at:
         axes.set_yticks([0, 1], ["few", "all"])
-    spy._style(axes)
+    spy.style_axes(axes)
 
 
-def _write_titles(
-    figure: Figure, page: spy.Page, bins: MaskBins, mask: BlockMask, title: list[str], which: list[str]
-) -> None:
-    """The title, or else what the mask is, in bold; what is stored in one or two lines below."""
+def _facts(mask: BlockMask, bins: MaskBins, which: list[str]) -> list[str]:
+    """What the mask is, which of its heads is drawn, and what is stored of it."""
     full, partial, cells = int(bins.full.sum()), int(bins.partial.sum()), mask.grid[0] * mask.grid[1]
     share = 100 * (full + partial) / cells if cells else 0.0
-    names = [*title, f"{mask.label or 'block mask'}, {mask.q_len} × {mask.kv_len}"]
-    facts = [
+    return [
+        f"{mask.label or 'block mask'}, {mask.q_len} × {mask.kv_len}",
+        *which,
         f"blocks of {mask.block[0]} × {mask.block[1]}",
         f"{full} full and {partial} partial of {cells}, {share:.3g} %",
     ]
-    first, second = spy._two_lines([*names[1:], *which, *facts], spy._room(page, 8))
-    bold = textwrap.shorten(names[0], spy._room(page, 12), placeholder=" …")
-    for text, top, size, colour, weight in (
-        (bold, 44, 12, spy.INK, "bold"),
-        (first, 84, 8, spy.FAINT, "normal"),
-        (second, 112, 8, spy.FAINT, "normal"),
-    ):
-        figure.text(
-            page.margin / page.width, 1 - top / page.height, text,
-            color=colour, fontsize=size, fontweight=weight, fontfamily=spy.FONT, va="center", parse_math=False,
-        )  # fmt: skip

@@ -196,7 +196,8 @@ def upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
         return [torch.from_numpy(each.astype(np.int32)) for each in arrays]
     if torch.cuda.is_current_stream_capturing():
         raise InvalidInput(
-            "a mask is made while a CUDA graph is captured; make it before, graphs replay device work only"
+            "a mask is made while a CUDA graph is captured, which replays device work only; make it before. "
+            "topk may be captured if it ran before with the same lengths and options"
         )
     spans = [-(-each.size // ALIGNED) * ALIGNED for each in arrays]
     staging = torch.empty(sum(spans), dtype=torch.int32, device="cpu", pin_memory=True)
@@ -231,11 +232,13 @@ def assemble(
     full_lists, _ = _lists(sent[:split], every, sizes.stored - sizes.partial)
     partial_lists, rules = _lists(sent[split : split + len(tables[1])], every, sizes.partial)
     lo, hi = interval or (None, None)
-    return BlockMask.unchecked(
+    mask = BlockMask.unchecked(
         q_len=place.q_len, kv_len=place.kv_len, block=place.block, batch=batch, heads=heads, full=full_lists,
         partial=partial_lists, lo=lo, hi=hi, rules=rules, bits=None if bits is None else sent[-1], sizes=sizes,
         pure=pure, label=label,
     )  # fmt: skip
+    mask._memo["heavy"] = heavy_blocks(*counts)
+    return mask
 
 
 def _table(runs: Runs, counts: np.ndarray) -> list[np.ndarray]:
@@ -273,6 +276,12 @@ def exact_sizes(full: np.ndarray, partial: np.ndarray) -> Sizes:
     """From how many full and partial blocks each row has."""
     both = full.astype(np.int64) + partial
     return Sizes(int(both.sum()), int(partial.sum()), int(both.max(initial=0)), exact=True)
+
+
+def heavy_blocks(full: np.ndarray, partial: np.ndarray) -> int:
+    """Blocks of rows that are more than twice as long as the mean."""
+    both = full.astype(np.int64) + partial
+    return int(both[both * both.size > 2 * both.sum()].sum())
 
 
 def check_stored(stored: int) -> None:

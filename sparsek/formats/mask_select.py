@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from sparsek.core.eager import eager
 from sparsek.core.errors import InvalidInput
 from sparsek.formats.block_mask import BlockMask
 from sparsek.formats.mask_build import every_key, up_to_itself, visible
@@ -17,31 +19,88 @@ from sparsek.formats.mask_rows import Place, as_count, check_stored, exact_sizes
 from sparsek.formats.pattern import INT32_MAX, BlockPattern, as_device
 
 
-class Fault:
-    """What the device was asked to look for: `at` is int64, negative if it was not found. Nothing waits for a GPU."""
+class Asked:
+    """Numbers that the device was asked for, int64. Nothing waits for a GPU."""
 
-    def __init__(self, at: Tensor, explain: Callable[[int], str]) -> None:
-        self.explain, self.arrived = explain, None
-        self.at = at
-        if at.device.type == "cuda":
-            self.at = torch.empty((), dtype=torch.int64, device="cpu", pin_memory=True)
-            self.at.copy_(at, non_blocking=True)
+    def __init__(self, numbers: Tensor) -> None:
+        self.numbers, self.arrived = numbers, None
+        if numbers.device.type == "cuda":
+            self.numbers = torch.empty(numbers.shape, dtype=torch.int64, device="cpu", pin_memory=True)
+            self.numbers.copy_(numbers, non_blocking=True)
             self.arrived = torch.cuda.Event()
-            self.arrived.record(torch.cuda.current_stream(at.device))
+            self.arrived.record(torch.cuda.current_stream(numbers.device))
 
-    def check(self, wait: bool) -> None:
-        """Raises InvalidInput if it was found. Unless `wait`, says nothing while that is not known."""
+    def answer(self, wait: bool) -> Any:
+        """The numbers as an int or ints; None while they are not there, unless `wait`."""
         if self.arrived is not None:
             if torch.cuda.is_current_stream_capturing():  # asking would end the capture of a CUDA graph
-                return
+                return None
             if wait:
                 self.arrived.synchronize()
             elif not self.arrived.query():
-                return
+                return None
             self.arrived = None
-        at = int(self.at)
-        if at >= 0:
+        return self.numbers.tolist()
+
+
+class Fault(Asked):
+    """Where something is wrong: a position, negative if it is not."""
+
+    def __init__(self, at: Tensor, explain: Callable[[int], str]) -> None:
+        super().__init__(at)
+        self.explain = explain
+
+    def tell(self, mask: BlockMask, wait: bool) -> None:
+        """Raises InvalidInput if it is wrong. Says nothing while that is not known."""
+        at = self.answer(wait)
+        if at is not None and at >= 0:
             raise InvalidInput(self.explain(at))
+
+
+class TrueSizes(Asked):
+    """What the lists hold: in the place of bounds, once it is known. Plans made from then on are better."""
+
+    def __init__(self, full: Tensor, partial: Tensor) -> None:
+        both = full + partial
+        heavy = torch.where(both * both.numel() > 2 * both.sum(), both, 0).sum()
+        longest = both.max() if both.numel() else both.sum()
+        super().__init__(torch.stack((both.sum(), partial.sum(), longest.long(), heavy)))
+
+    def tell(self, mask: BlockMask, wait: bool) -> None:
+        numbers = self.answer(wait)
+        if numbers is not None and not mask.sizes.exact:
+            *sizes, heavy = numbers
+            object.__setattr__(mask, "sizes", Sizes(*sizes, exact=True))
+            mask._memo["heavy"] = heavy
+
+
+def _asked(found: Tensor, explain: Callable[[int], str]) -> list[Fault]:
+    """Asks the device whether any is True. In a captured CUDA graph nobody asks: a replay has no one to tell."""
+    if found.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return []
+    return [Fault(_first(found), explain)]
+
+
+@lru_cache(maxsize=64)
+def _sent(rows_of: Callable[..., Sequence[np.ndarray]], place: Place, *args: Any) -> tuple[Any, ...]:
+    """Numbers of each row, int32 [Mb, 1] on the device, and when they arrive. Kept: one upload serves every step."""
+    parts = upload([each[:, None] for each in rows_of(place, *args)], place.device)
+    if place.device.type == "cpu":
+        return parts, None
+    arrived = torch.cuda.Event()
+    arrived.record(torch.cuda.current_stream(place.device))
+    return parts, arrived
+
+
+def _on_device(rows_of: Callable[..., Sequence[np.ndarray]], place: Place, *args: Any) -> list[Tensor]:
+    """What rows_of(place, *args) says of each row, for the current stream.
+
+    A CUDA graph cannot upload, but it may capture what was sent before: torch.cuda.graph waits for the device first.
+    """
+    parts, arrived = _sent(rows_of, place, *args)
+    if arrived is not None and not torch.cuda.is_current_stream_capturing():
+        torch.cuda.current_stream(place.device).wait_event(arrived)
+    return parts
 
 
 def _first(found: Tensor) -> Tensor:
@@ -52,34 +111,34 @@ def _first(found: Tensor) -> Tensor:
     return torch.where(flat.any(), flat.to(torch.uint8).argmax(), -1)
 
 
-def _with_faults(mask: BlockMask, faults: list[Fault]) -> BlockMask:
-    """The mask, which will tell of its faults. On the CPU they are raised here."""
+def _with_answers(mask: BlockMask, asked: Sequence[Fault | TrueSizes]) -> BlockMask:
+    """The mask, which will hear what was asked for. On the CPU it does so here."""
     if mask.device.type == "cpu":
-        for fault in faults:
-            fault.check(wait=True)
+        for each in asked:
+            each.tell(mask, wait=True)
     else:
-        mask._memo["faults"] = tuple(faults)
+        mask._memo["asked"] = tuple(asked)
     return mask
 
 
-@torch.inference_mode(False)
+@eager("a block mask")
 def topk(scores: Any, k: Any, causal: bool, always: Any, seq_len: int | None, **frame: Any) -> BlockMask:
     """See BlockMask.topk. Rows have room for k entries; partial blocks end a row, so both lists share its entries."""
     scores, place = _as_scores(scores, seq_len, frame)
     (batch, heads), columns = scores.shape[:2], place.grid[1]
     k = min(as_count(k, "k", 1), columns)
     edge, end = visible(place, causal)
-    edges, ends = upload((edge[:, None], end[:, None]), place.device)
+    edges, ends = _on_device(visible, place, causal)
     column = torch.arange(columns, dtype=torch.int32, device=place.device)
     there = column < ends
     nan, shape = scores.isnan() & there, tuple(scores.shape)
-    faults = [Fault(_first(nan), lambda at: f"scores{_index(at, shape)} is NaN; -inf means never")]
+    faults = _asked(nan, lambda at: f"scores{_index(at, shape)} is NaN; -inf means never")
     ranked = scores.masked_fill(nan | ~there, -torch.inf)
     kept = _as_always(always, place, causal, shape, k)
     if kept is not None:
         kept = kept & there
         rows_kept = tuple(kept.shape[:-1])
-        faults.append(Fault(_first(kept.sum(-1) > k), lambda at: _too_many(at, rows_kept, k)))
+        faults += _asked(kept.sum(-1) > k, lambda at: _too_many(at, rows_kept, k))
         ranked = ranked.clamp_(max=torch.finfo(scores.dtype).max).masked_fill_(kept, torch.inf)
     best, chosen = torch.topk(ranked, k, dim=-1, sorted=False)
     chosen = torch.where(best > -torch.inf, chosen, columns).to(torch.int32).sort(-1).values
@@ -101,7 +160,7 @@ def topk(scores: Any, k: Any, causal: bool, always: Any, seq_len: int | None, **
         full=BlockLists(starts, whole, indices), partial=BlockLists(starts + whole, stored - whole, indices),
         lo=lo, hi=hi, sizes=sizes, pure=True, label=f"topk({k}{', causal' if causal else ''})",
     )  # fmt: skip
-    return _with_faults(mask, faults)
+    return _with_answers(mask, faults)
 
 
 def _as_scores(scores: Any, seq_len: int | None, frame: dict[str, Any]) -> tuple[Tensor, Place]:
@@ -161,16 +220,23 @@ def _near_blocks(always: Any, place: Place, causal: bool, k: int) -> Tensor:
             f"always has {len(always)} entries; it must be a bool tensor or two ints (sinks, local)"
         )
     sinks, local = (min(as_count(each, f"always[{at}]"), place.reach) for at, each in enumerate(always))
-    end, bk = visible(place, causal)[1], place.block[1]
-    left = np.clip(place.first // bk - local + 1, 0, end)
-    right = np.clip(place.last // bk + (1 if causal else local), left, end) if local else left
+    end = visible(place, causal)[1]
+    left, right = _near(place, causal, local)
     held = np.minimum(sinks, end) + np.maximum(right - np.maximum(left, np.minimum(sinks, end)), 0)
     if (held > k).any():
         at = int(held.argmax())
         raise InvalidInput(f"always keeps {held[at]} blocks in query tile {at}; they count among the k = {k}")
-    lefts, rights = upload((left[:, None], right[:, None]), place.device)
+    lefts, rights = _on_device(_near, place, causal, local)
     column = torch.arange(place.grid[1], dtype=torch.int32, device=place.device)
     return (column < sinks) | ((lefts <= column) & (column < rights))
+
+
+def _near(place: Place, causal: bool, local: int) -> tuple[np.ndarray, np.ndarray]:
+    """First and last + 1 of the blocks near each tile's own."""
+    end, bk = visible(place, causal)[1], place.block[1]
+    left = np.clip(place.first // bk - local + 1, 0, end)
+    right = np.clip(place.last // bk + (1 if causal else local), left, end) if local else left
+    return left, right
 
 
 def _too_many(at: int, shape: tuple[int, ...], k: int) -> str:
@@ -181,7 +247,7 @@ def _index(at: int, shape: tuple[int, ...]) -> str:
     return f"[{', '.join(str(each) for each in np.unravel_index(at, shape))}]"
 
 
-@torch.inference_mode(False)
+@eager("a block mask")
 def from_blocks(
     indptr: Any, indices: Any, lengths: tuple[Any, Any], block: Any, shared: tuple[Any, Any], device: Any
 ) -> BlockMask:
@@ -206,10 +272,10 @@ def from_blocks(
             f"indices has {indices.numel()} entries; {rows} rows of {columns} blocks hold no more"
         )
     check_stored(indices.numel())
-    faults = []
+    asked: list[Fault | TrueSizes] = []
     if on_gpu:
         wrong = _wrong(indptr, indices, columns)
-        faults = [
+        asked = [
             Fault(torch.where(wrong, 0, -1), lambda _: _explained(indptr.cpu(), indices.cpu(), place, rows))
         ]
         parts = list(_split(torch.where(wrong, 0, indptr), torch.where(wrong, 0, indices), place))
@@ -217,6 +283,7 @@ def from_blocks(
         sizes = Sizes(
             most, min(most, rows) if place.kv_len % place.block[1] else 0, min(most, columns), exact=False
         )
+        asked.append(TrueSizes(parts[1], parts[3]))
     else:
         _check_lists(indptr, indices, place, rows)
         arrays = [part.numpy() for part in _split(indptr, indices, place)]
@@ -229,7 +296,7 @@ def from_blocks(
         full=BlockLists(starts, whole, columns_of), partial=BlockLists(cut_starts, cut, columns_of),
         lo=lo, hi=hi, sizes=sizes, pure=True, label="blocks",
     )  # fmt: skip
-    return _with_faults(mask, faults)
+    return _with_answers(mask, asked)
 
 
 def _as_list(values: Any, name: str) -> Tensor:
@@ -270,7 +337,7 @@ def _wrong(indptr: Tensor, indices: Tensor, columns: int) -> Tensor:
     stored = indices.numel()
     wrong = (indptr[0] != 0) | (indptr[-1] != stored) | (indptr.diff() < 0).any()
     row_starts = torch.zeros(stored + 1, dtype=torch.bool, device=indptr.device)
-    row_starts[indptr.clamp(0, stored).long()] = True
+    row_starts.index_fill_(0, indptr.clamp(0, stored).long(), True)  # an assignment would wait for the device
     stuck = (indices.diff() <= 0) & ~row_starts[1:-1]
     return wrong | ((indices < 0) | (indices >= columns)).any() | stuck.any()
 

@@ -13,6 +13,7 @@ from sparsek.formats.mask_parts import BlockLists, TransposedLists
 
 DENSE_MOST = 2**31
 CHUNK = 2**24  # elements of partial blocks looked at together
+ENTRIES = 2**22  # of the rows whose partial blocks are looked up together, at most: rows may share entries
 
 
 def element_mask(mask: BlockMask, rows: Tensor, entries: Tensor) -> Tensor:
@@ -89,9 +90,10 @@ def elements(mask: BlockMask) -> int:
 
 def _chunks(mask: BlockMask, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Rows and entries of all partial blocks, as many at a time as have CHUNK elements."""
-    at, entries = stored_entries(mask.partial, rows)
     step = CHUNK // (mask.block[0] * mask.block[1])
-    return zip(rows[at].split(step), entries.split(step), strict=True)
+    for some in rows.split(max(ENTRIES // max(mask.sizes.longest, 1), 1)):
+        at, entries = stored_entries(mask.partial, some)
+        yield from zip(some[at].split(step), entries.split(step), strict=True)
 
 
 def stored_entries(lists: BlockLists, rows: Tensor) -> tuple[Tensor, Tensor]:

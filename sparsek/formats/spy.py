@@ -33,6 +33,7 @@ INK, FAINT, PAPER, EMPTY, BARS, FAULTY = "#1f2430", "#6b7280", "#ffffff", "#edef
 SHARE_COLOURS = ("#b3cde8", "#5b93c9", "#12355b")
 NORM_COLOURS = ("#fdd9a0", "#f78d5c", "#d3436e", "#812581", "#1d1147")
 FONT = "DejaVu Sans"  # comes with matplotlib
+LOOK: dict[str, Any] = {"dpi": DPI, "facecolor": PAPER, "bbox_inches": None}
 
 
 def spy(obj: BlockPattern | BSR, path: str | os.PathLike[str] | None = None, max_pixels: int = 1024) -> str:
@@ -45,9 +46,7 @@ def spy(obj: BlockPattern | BSR, path: str | os.PathLike[str] | None = None, max
     if path is not None:
         spy_png(obj, path, max_pixels=max_pixels)
     lines, scale = _text(pattern)
-    width = max(map(len, lines), default=0)
-    framed = [f"┌{'─' * width}┐", *(f"│{line}│" for line in lines), f"└{'─' * width}┘"]
-    return "\n".join([*framed, repr(obj), *scale])
+    return "\n".join([*framed(lines), repr(obj), *scale])
 
 
 def spy_png(
@@ -61,21 +60,14 @@ def spy_png(
     are not finite are cyan. Needs matplotlib, whose global state is not touched. Syncs.
     """
     pattern = _pattern(obj)
-    if not isinstance(max_pixels, int) or not 64 <= max_pixels <= 4096:
-        raise InvalidInput(f"max_pixels must be an integer from 64 to 4096, not {max_pixels!r}")
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise InvalidInput("pictures need matplotlib: pip install 'sparsek[plot]'") from error
+    check_pixels(max_pixels)
     bins = Bins.of(pattern, max_pixels)
     page = Page(bins.width, bins.height, has_scale=isinstance(obj, BSR) or bins.is_coarse)
-    figure = Figure(figsize=(page.width / DPI, page.height / DPI), dpi=DPI, facecolor=PAPER)
-    FigureCanvasAgg(figure)
+    figure = new_figure(page)
     _draw_cells(figure, page, bins, obj)
-    _draw_sides(figure, page, bins, pattern)
-    _write_titles(figure, page, obj, title)
-    figure.savefig(os.fspath(path), format="png", dpi=DPI, facecolor=PAPER, bbox_inches=None)
+    draw_sides(figure, page, bins, pattern)
+    _write_facts(figure, page, obj, title)
+    figure.savefig(os.fspath(path), format="png", **LOOK)
 
 
 @dataclass(frozen=True)
@@ -95,6 +87,19 @@ class Bins:
         cells = [max(-(-side // step), 1) for side, step in zip(pattern.grid, blocks, strict=True)]
         pixels = [most // cell for most, cell in zip(room, cells, strict=True)]
         return cls(pattern, (blocks[0], blocks[1]), (cells[0], cells[1]), (pixels[0], pixels[1]))
+
+    @classmethod
+    def of_text(cls, pattern: BlockPattern) -> Bins:
+        """Cells of one character, no more of them than a text picture has."""
+        rows, columns = pattern.grid
+        blocks = -(-rows // TEXT_LINES), -(-columns // TEXT_COLUMNS)
+        return cls(pattern, blocks, (-(-rows // blocks[0]), -(-columns // blocks[1])), (1, 1))
+
+    @property
+    def text_scale(self) -> str:
+        """What a shaded character means."""
+        rows, columns = self.blocks
+        return f"one character is {rows} x {columns} blocks; ░▒▓█ up to 25, 50, 75, 100 % of them stored"
 
     @property
     def height(self) -> int:
@@ -160,6 +165,35 @@ class Page:
         return left / self.width, bottom / self.height, width / self.width, height / self.height
 
 
+def framed(lines: list[str]) -> list[str]:
+    """The lines of a picture with a frame around them."""
+    width = max(map(len, lines), default=0)
+    return [f"┌{'─' * width}┐", *(f"│{line}│" for line in lines), f"└{'─' * width}┘"]
+
+
+def shaded(shares: np.ndarray) -> list[str]:
+    """Lines of characters that are the darker the greater the share, 0 to 1."""
+    return ["".join(line) for line in SHADES[np.ceil(4 * shares).astype(np.int64)]]
+
+
+def check_pixels(max_pixels: Any) -> None:
+    """InvalidInput for a size that no picture has."""
+    if not isinstance(max_pixels, int) or not 64 <= max_pixels <= 4096:
+        raise InvalidInput(f"max_pixels must be an integer from 64 to 4096, not {max_pixels!r}")
+
+
+def new_figure(page: Page) -> Figure:
+    """An empty figure of the page's size. InvalidInput without matplotlib."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise InvalidInput("pictures need matplotlib: pip install 'sparsek[plot]'") from error
+    figure = Figure(figsize=(page.width / DPI, page.height / DPI), dpi=DPI, facecolor=PAPER)
+    FigureCanvasAgg(figure)
+    return figure
+
+
 def _pattern(obj: BlockPattern | BSR) -> BlockPattern:
     if isinstance(obj, BSR):
         return obj.pattern
@@ -179,11 +213,8 @@ def _text(pattern: BlockPattern) -> tuple[list[str], list[str]]:
     if rows <= 2 * TEXT_LINES and columns <= TEXT_COLUMNS:
         stored = Bins(pattern, (1, 1), (rows + rows % 2, columns), (1, 1)).sums() > 0
         return ["".join(line) for line in HALVES[2 * stored[::2] + stored[1::2]]], []
-    blocks = -(-rows // TEXT_LINES), -(-columns // TEXT_COLUMNS)
-    bins = Bins(pattern, blocks, (-(-rows // blocks[0]), -(-columns // blocks[1])), (1, 1))
-    shades = SHADES[np.ceil(4 * bins.shares()).astype(np.int64)]
-    scale = f"one character is {blocks[0]} x {blocks[1]} blocks; ░▒▓█ up to 25, 50, 75, 100 % of them stored"
-    return ["".join(line) for line in shades], [scale]
+    bins = Bins.of_text(pattern)
+    return shaded(bins.shares()), [bins.text_scale]
 
 
 def _levels(bins: Bins, obj: BlockPattern | BSR) -> np.ndarray:
@@ -221,8 +252,7 @@ def _draw_cells(figure: Figure, page: Page, bins: Bins, obj: BlockPattern | BSR)
     cells[stored] = to_rgb(FAULTY)
     cells[drawn] = colours(norm(levels[drawn]))[..., :3]
 
-    image = np.round(255 * cells).astype(np.uint8)
-    image = image.repeat(bins.pixels[0], axis=0).repeat(bins.pixels[1], axis=1)
+    image = as_image(bins, cells)
     if min(bins.pixels) >= GAP_FROM:
         gap = 1 if min(bins.pixels) < 4 * GAP_FROM else 2
         for start in range(gap):
@@ -233,10 +263,16 @@ def _draw_cells(figure: Figure, page: Page, bins: Bins, obj: BlockPattern | BSR)
         axes = figure.add_axes(page.box(page.scale_left, page.top, 22, min(page.panel_height, 480)))
         figure.colorbar(ScalarMappable(norm, colours), cax=axes)
         axes.set_title(label, loc="left", pad=9, color=FAINT, fontsize=7, fontfamily=FONT)
-        _style(axes)
+        style_axes(axes)
 
 
-def _draw_sides(figure: Figure, page: Page, bins: Bins, pattern: BlockPattern) -> None:
+def as_image(bins: Bins, cells: np.ndarray) -> np.ndarray:
+    """Pixels, uint8 [height, width, 3], of the colours of cells, float [cells, 3] from 0 to 1."""
+    image = np.round(255 * cells).astype(np.uint8)
+    return image.repeat(bins.pixels[0], axis=0).repeat(bins.pixels[1], axis=1)
+
+
+def draw_sides(figure: Figure, page: Page, bins: Bins, pattern: BlockPattern) -> None:
     """Ticks in elements on top and left; stored blocks of the rows to the right, of the columns below."""
     panel = figure.add_axes(page.box(page.left, page.top, page.panel_width, page.panel_height))
     panel.patch.set_visible(False)
@@ -245,7 +281,7 @@ def _draw_sides(figure: Figure, page: Page, bins: Bins, pattern: BlockPattern) -
     panel.xaxis.tick_top()
     panel.set_xticks(_ticks(pattern.shape[1], pattern.block[1], columns, page.panel_width))
     panel.set_yticks(_ticks(pattern.shape[0], pattern.block[0], rows, page.panel_height))
-    _style(panel)
+    style_axes(panel)
 
     sums = bins.sums()
     per_row, per_column = (sums.sum(axis=1 - axis) / bins.capacity(axis) for axis in (0, 1))
@@ -265,7 +301,7 @@ def _draw_sides(figure: Figure, page: Page, bins: Bins, pattern: BlockPattern) -
     below.set(xlim=(0, bins.cells[1]), ylim=(most, 0), xticks=[])
     below.set_yticks([most], [f"{most:.3g}"])
     for axes, label in ((right, "blocks in a row"), (below, "blocks in a column")):
-        _style(axes)
+        style_axes(axes)
         axes.set_xlabel(label, loc="left", color=FAINT, fontsize=7, fontfamily=FONT, labelpad=6)
         axes.xaxis.set_label_position("bottom")
 
@@ -279,14 +315,15 @@ def _ticks(side: int, block: int, drawn: int, pixels: int) -> list[int]:
     return [*(at for at in range(0, side, step) if at == 0 or side - at >= apart), side]
 
 
-def _style(axes: Any) -> None:
+def style_axes(axes: Any) -> None:
+    """Faint small labels, and no box."""
     axes.tick_params(length=3, width=0.6, color=FAINT, labelcolor=FAINT, labelsize=7, labelfontfamily=FONT)
     for spine in axes.spines.values():
         spine.set_visible(False)
 
 
-def _write_titles(figure: Figure, page: Page, obj: BlockPattern | BSR, title: str | None) -> None:
-    """The title, or else the shape, in bold; what is stored in one or two lines below."""
+def _write_facts(figure: Figure, page: Page, obj: BlockPattern | BSR, title: str | None) -> None:
+    """The title, or else the shape, and what is stored."""
     pattern = _pattern(obj)
     lengths = np.diff(pattern.host.indptr)
     shape = f"{pattern.shape[0]} × {pattern.shape[1]}"
@@ -294,10 +331,13 @@ def _write_titles(figure: Figure, page: Page, obj: BlockPattern | BSR, title: st
         shape += f" {dtypes.name(obj.dtype)}"
     rows = f"{lengths.min()} to {lengths.max()} in a row" if lengths.size else "no rows"
     facts = [f"blocks of {pattern.block[0]} × {pattern.block[1]}", pattern.summary, rows]
-    if title is not None:
-        facts.insert(0, shape)
-    first, second = _two_lines(facts, _room(page, 8))
-    bold = textwrap.shorten(shape if title is None else title, _room(page, 12), placeholder=" …")
+    write_titles(figure, page, [shape, *facts] if title is None else [title, shape, *facts])
+
+
+def write_titles(figure: Figure, page: Page, facts: list[str]) -> None:
+    """The first fact in bold, the others in one or two lines below."""
+    first, second = two_lines(facts[1:], _room(page, 8))
+    bold = textwrap.shorten(facts[0], _room(page, 12), placeholder=" …")
     for text, top, size, colour, weight in (
         (bold, 44, 12, INK, "bold"),
         (first, 84, 8, FAINT, "normal"),
@@ -314,7 +354,7 @@ def _room(page: Page, size: int) -> int:
     return int((page.width - 2 * page.margin) / (0.62 * size * DPI / 72))
 
 
-def _two_lines(facts: list[str], room: int) -> tuple[str, str]:
+def two_lines(facts: list[str], room: int) -> tuple[str, str]:
     """The facts with dots between them, in one line if they fit, and else in two; none is cut that can stay whole."""
     lines = [""]
     for fact in facts:

@@ -27,7 +27,8 @@ from torch import Tensor
 
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidFile, InvalidInput
-from sparsek.formats.io import TAGS, StrPath, faults, opened, unknown_name
+from sparsek.formats.io import StrPath, faults, opened, unknown_name
+from sparsek.formats.io_kinds import TAGS
 
 MAX_ELEMENTS = 2**31
 NPY_HEADER_LIMIT = 10_000  # NumPy's own limit: a longer literal can overflow the stack of Python's parser

@@ -169,7 +169,8 @@ def _cached_plan(
     q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, kernel: str | None, lse: bool
 ) -> AttentionPlan:
     layout = operands.layout(q, k, v)
-    key = kernel, q.shape, k.shape[1], v.shape[3], q.dtype, layout, lse
+    # Bounds of a mask's sizes may give way to what its lists hold, and then to a better plan.
+    key = kernel, q.shape, k.shape[1], v.shape[3], q.dtype, layout, lse, mask.sizes.exact
 
     def make() -> AttentionPlan:
         p = _problem(q, k, v, mask, layout, lse, devices.card_of(q.device))

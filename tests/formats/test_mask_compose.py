@@ -13,8 +13,6 @@ from sparsek.core.errors import InvalidInput
 from sparsek.formats import BlockMask
 from tests.formats.masks import check_mask
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 SIDES = st.sampled_from((64, 128))
 
 

@@ -14,7 +14,7 @@ from sparsek.core.errors import InvalidInput
 from sparsek.formats.bsr import BSR
 from sparsek.formats.pattern import BlockPattern
 from sparsek.formats.random import random_bsr
-from sparsek.formats.spy import Bins, _two_lines, spy, spy_png
+from sparsek.formats.spy import Bins, spy, spy_png, two_lines
 
 
 def pattern_of(mask: np.ndarray, block: tuple[int, int] = (16, 16)) -> BlockPattern:
@@ -214,5 +214,5 @@ def test_a_picture_leaves_matplotlib_as_it_was(tmp_path):
 
 def test_facts_that_do_not_fit_in_one_line_go_on_in_a_second():
     facts = ["30522 × 384 bf16", "blocks of 64 × 64", "358 of 2862 blocks, 12.5 %", "0 to 6 in a row"]
-    assert _two_lines(facts, 200) == (" · ".join(facts), "")
-    assert _two_lines(facts, 70) == (" · ".join(facts[:3]), facts[3])
+    assert two_lines(facts, 200) == (" · ".join(facts), "")
+    assert two_lines(facts, 70) == (" · ".join(facts[:3]), facts[3])

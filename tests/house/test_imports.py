@@ -38,6 +38,15 @@ def test_importing_sparsek_loads_nothing_that_it_can_do_without(loaded: dict, pa
     assert [name for name in loaded["new"] if name.split(".")[0] == package] == []
 
 
+def test_making_and_checking_a_mask_loads_no_dynamo(tmp_path: Path) -> None:
+    code = """
+import sys, sparsek
+sparsek.BlockMask.causal(1000, device="cpu") & sparsek.BlockMask.sliding_window(1000, 300, device="cpu")
+print("torch._dynamo" in sys.modules)
+"""
+    assert python(code, cwd=tmp_path, env=HERE) == "False"
+
+
 def test_the_command_line_starts_without_cuda_and_without_kernels(tmp_path: Path) -> None:
     code = LOADED.replace("import sparsek\n", "import sparsek.cli.__main__\n")
     found = json.loads(python(code, cwd=tmp_path, env=HERE))

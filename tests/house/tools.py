@@ -1,6 +1,7 @@
 """The tree under test, and how its tools are run."""
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -9,15 +10,17 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-LEFT_OUT = {".git", ".venv", ".venv-triton-next", "build", "dist", "__pycache__"}
+LEFT_OUT = {"build", "dist", "__pycache__"}
 
 
 def tree(*suffixes: str) -> list[Path]:
-    """Every file of the project with one of these suffixes, without environments, caches and build folders."""
+    """Every file of the project with one of these suffixes. Of hidden folders only .ci is looked into."""
     found = []
     for folder, names, files in os.walk(ROOT):
         names[:] = [
-            name for name in names if name not in LEFT_OUT and not name.endswith((".egg-info", "_cache"))
+            name
+            for name in names
+            if name == ".ci" or not (name.startswith(".") or name in LEFT_OUT or name.endswith(".egg-info"))
         ]
         found += [Path(folder, file) for file in files if file.endswith(suffixes)]
     return sorted(found)
@@ -47,3 +50,16 @@ def python(code: str, cwd: Path = ROOT, env: "dict[str, str] | None" = None) -> 
     done = run(sys.executable, "-c", code, cwd=cwd, env=env)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
+
+
+def next_python() -> str:
+    """The Python of .venv-triton-next. Skips only where `make env` has not run or said that it could not make it."""
+    python = ROOT / ".venv-triton-next" / "bin" / "python"
+    stamp = ROOT / ".venv" / "sparsek-env.json"
+    if not stamp.exists():
+        pytest.skip("`make env` has not run in this tree")
+    missing = json.loads(stamp.read_text())["missing"]
+    if any(name.startswith("triton==") for name in missing):
+        pytest.skip("`make env` had no network to fetch the newest Triton from")
+    assert python.exists(), f"`make env` should have made {python}; remove {stamp} and run it again"
+    return str(python)

@@ -124,13 +124,13 @@ def test_slices_of_wider_tensors_are_read_and_written_in_place():
 
 
 def test_batches_of_any_strides_multiply_like_their_members():
-    a, _ = pair(60, 100, 1, (16, 32))
-    whole = torch.randn(2, 3, 100, 24).to(HALF)
-    for b in (whole, whole[:1], whole.transpose(0, 1), whole[0], whole[0, :1].expand(4, 100, 24)):
+    a, _ = pair(40, 72, 1, (16, 32))
+    whole = torch.randn(2, 3, 72, 24).to(HALF)
+    for b in (whole[:1], whole.transpose(0, 1), whole[0], whole[0, :1].expand(2, 72, 24)):
         out = run(a, b)
         check(a, b, out)
-        flat = out.reshape(-1, 60, 24)
-        for one, c in zip(b.reshape(-1, 100, 24), flat, strict=True):
+        flat = out.reshape(-1, 40, 24)
+        for one, c in zip(b.reshape(-1, 72, 24), flat, strict=True):
             assert torch.equal(run(a, one), c)
 
 

@@ -1,4 +1,4 @@
-"""Runs hopper.attention_fwd over small awkward inputs, for compute-sanitizer: test_hopper_attention_gpu.py starts it."""
+"""Runs hopper.attention_fwd over small awkward inputs, under compute-sanitizer: test_hopper_attention_gpu.py does."""
 
 import torch
 

@@ -1,6 +1,5 @@
 """cpu.attention against the reference in float64, on every case, dtype, layout and config; its memory and its speed."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -25,15 +24,6 @@ KERNEL = load("cpu.attention")
 FLOATS = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 SMALL, LARGE = (64, 64), (128, 128)
 ONE_BLOCK = CpuAttentionConfig(step_bytes=1)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Products this small only wait for a second thread, and times of one compare well on a machine that is busy."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -225,6 +215,7 @@ BAR = 0.5
 
 
 @pytest.mark.xdist_group("timing")
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("block", [SMALL, LARGE], ids=str)
 def test_an_eighth_of_the_blocks_takes_less_than_half_the_time_of_dense(

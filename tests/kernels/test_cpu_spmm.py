@@ -1,6 +1,5 @@
 """cpu.spmm against the reference in float64, on every case, dtype, layout and config; and its speed."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
@@ -170,15 +169,6 @@ def test_configs_read_well() -> None:
 
 BAR = 2.0
 SIZES = [(1024, 16, 32), (1024, 256, 32), (1024, 1024, 64), (2048, 16, 64), (2048, 64, 128), (2048, 256, 32)]
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Times of one thread compare well on a machine that runs something else too."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.xdist_group("timing")

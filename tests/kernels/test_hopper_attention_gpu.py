@@ -69,11 +69,11 @@ def test_every_head_dim_and_block(dims: tuple[int, int], block: tuple[int, int])
     def mask(device: str) -> BlockMask:
         return random_bits(device, (333, 401), block, heads=4, seed=fresh())
 
+    def window(device: str) -> BlockMask:
+        return BlockMask.sliding_window(500, 150, sinks=5, block=block, device=device)
+
     hold(AttentionCase("bits", mask, heads=(4, 2), dims=dims), torch.bfloat16)
-    window = AttentionCase(
-        "window", lambda device: BlockMask.sliding_window(q_len=500, kv_len=500, window=150, sinks=5, block=block, device=device), dims=dims
-    )  # fmt: skip
-    hold(window, torch.float16)
+    hold(AttentionCase("window", window, dims=dims), torch.float16)
 
 
 def causal(device: str) -> BlockMask:

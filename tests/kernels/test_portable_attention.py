@@ -17,10 +17,9 @@ from sparsek.plan.problem import AttentionProblem
 pytest.importorskip("triton")
 
 from sparsek.kernels.portable import attention_fwd as portable
+from tests.house.tools import ROOT, next_python
 from tests.kernels.portable_attention_code import CARDS, Code, compiled, merged
-from tests.kernels.test_hopper_spmm import next_python
 
-ROOT = Path(__file__).parents[2]
 KERNEL = portable.KERNEL
 BLOCKS = ((128, 128), (64, 64), (128, 64), (64, 128))
 # One address of lse's way out, on sm_80; no loop touches it.

@@ -22,7 +22,7 @@ from torch import Tensor
 
 import sparsek as sk
 from sparsek import kernels
-from sparsek.bench.cases import ISSUE2
+from sparsek.bench.spmm import ISSUE2
 from sparsek.core import dtypes
 from sparsek.formats.bsr import BSR
 from sparsek.formats.random import random_bsr
@@ -181,7 +181,7 @@ def test_every_other_kernel_that_can_is_within_budget_or_says_why_not(name: str,
     assert ran or name == "cpu.spmm"
 
 
-@pytest.mark.parametrize("entry", ISSUE2, ids=lambda e: f"{e.case.name}-{'host' if e.host else 'device'}")
+@pytest.mark.parametrize("entry", ISSUE2, ids=lambda e: f"{e.case.name}-{e.op}")
 def test_every_row_of_the_speed_table_is_right_at_full_size(entry: Any) -> None:
     case, seed = entry.case, fresh()
     a, b = case.make(torch.device("cuda"), seed=seed)

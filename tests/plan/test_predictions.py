@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sparsek.bench import records
-from sparsek.bench.cases import Case
+from sparsek.bench.spmm import SpmmCase
 from sparsek.core import dtypes
 from sparsek.formats import BSR, random_bsr
 from sparsek.ops.spmm import plan_spmm
@@ -18,7 +18,7 @@ FOLDER = Path(__file__).parents[2] / "benchmarks" / "results" / "h200"
 RECORDS = [record for record in records.newest(records.read(FOLDER)) if record["op"] == "spmm"]
 
 
-def planned(case: Case, kernel: str, recorded: dict[str, Any] | None = None) -> Plan:
+def planned(case: SpmmCase, kernel: str, recorded: dict[str, Any] | None = None) -> Plan:
     """The plan of a case on the H200 card, with the recorded config if the kernel still has such a one.
 
     Operands are on the meta device: a plan reads their shapes alone.
@@ -42,16 +42,16 @@ def test_there_are_records_of_both_gpu_kernels() -> None:
 
 
 @pytest.mark.parametrize(
-    "record", RECORDS, ids=lambda record: f"{record['kernel']} {Case.from_record(record['case']).name}"
+    "record", RECORDS, ids=lambda record: f"{record['kernel']} {SpmmCase.from_record(record['case']).name}"
 )
 def test_a_record_is_predicted_within_25_percent(record: records.Record) -> None:
-    plan = planned(Case.from_record(record["case"]), record["kernel"], record["config"])
+    plan = planned(SpmmCase.from_record(record["case"]), record["kernel"], record["config"])
     assert plan.seconds * 1e3 == pytest.approx(record["ms"]["median"], rel=0.25), plan.explain()
 
 
 @pytest.mark.parametrize("name", ["hopper.spmm", "portable.spmm"])
 def test_a_recorded_config_is_planned_again(name: str) -> None:
-    case = Case(8192, 8192, 8192, (128, 128), 0.125)
+    case = SpmmCase(8192, 8192, 8192, (128, 128), 0.125)
     plan = planned(case, name)
     other = next(c for c in plan.implementation.configs(plan.problem) if c != plan.config)
     assert planned(case, name, records.config_of(other)).config == other
@@ -62,5 +62,5 @@ def test_a_recorded_config_is_planned_again(name: str) -> None:
 def test_no_prediction_falls_below_the_roofline(kernel: str) -> None:
     for block, density in ((128, 0.25), (32, 0.0625)):
         for n in (16, 512):
-            plan = planned(Case(4096, 4096, n, (block, block), density), kernel)
+            plan = planned(SpmmCase(4096, 4096, n, (block, block), density), kernel)
             assert plan.seconds > plan.bound_seconds

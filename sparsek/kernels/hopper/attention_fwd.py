@@ -17,8 +17,8 @@ A row of a tile is one query of one head. With `pack` > 1 a tile holds `pack` qu
 map makes them neighbours. A tile writes O through shared memory and TMA. Tiles that the schedule cut write float32 O
 and the logarithm of their sum instead, which `merge_parts` puts together in a fixed order.
 
-What limits it (docs/attention.md, docs/lab-notes.md): at dim 128 a step of 128 x 128 is 2048 cycles of tensor core, 1024
-of exp2 and some 700 of other instructions on each SM, which must hide beside each other.
+What limits it (docs/attention.md, docs/lab-notes.md): at dim 128 a step of 128 x 128 is 2048 cycles of tensor core and
+1024 of exp2 on each SM, beside some 400 other instructions a thread, which must hide beside each other.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from sparsek.formats.block_mask import BlockMask
 from sparsek.kernels.portable.attention_merge import merge_parts
 from sparsek.kernels.prims.gluon import Described, launch_on, tma_load, tma_store, tma_store_wait
+from sparsek.kernels.prims.softmax import by_bits, by_interval, prefetch, rescaled, softmax, unpacked
 from sparsek.plan.attention_schedule import FIELDS, Schedule, Shape, is_cut, part_blocks, schedule, tiles_of
 from sparsek.plan.problem import AttentionProblem
 
@@ -114,7 +115,6 @@ HALF_AN_SM = (228 << 10) // 2 - 1024  # what each of two CTAs on an SM of sm_90 
 SOURCE = sha256(Path(__file__).read_bytes()).hexdigest()[:16]
 RECORD = gl.constexpr(FIELDS)
 NOWHERE = gl.constexpr(1 << 22)  # a block column beyond every key
-LAG = gl.constexpr(8.0)  # a row's scaling may lag behind its maximum by a factor of 2^8, harmless in float32 sums
 LN2 = gl.constexpr(0.6931471805599453)
 
 
@@ -125,15 +125,9 @@ def tile_at(T: gl.constexpr, tiles, t):
     r = tiles + RECORD * t
     masked = gl.load(r + 4) * SUB
     steps = masked + gl.load(r + 6) * SUB
+    # fmt: off
     return gl.load(r), gl.load(r + 1), gl.load(r + 2), gl.load(r + 3), masked, gl.load(r + 5), steps, gl.load(r + 7)
-
-
-@gluon.jit
-def prefetch(pointer):
-    """Brings a line into the SM's L1, so that the warpgroups find their next record there."""
-    gl.inline_asm_elementwise(
-        "prefetch.global.L1 [$1]; mov.u32 $0, 0;", "=r,l", [pointer.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1
-    )
+    # fmt: on
 
 
 @gluon.jit
@@ -161,10 +155,14 @@ def load(T: gl.constexpr, q_desc, k_desc, v_desc, tiles, count, partial, full, g
         following = t + gl.num_programs(0)
         prefetch(tiles + RECORD * gl.where(following < gl.load(count), following, t))
         for w in gl.static_range(GROUPS):
-            mbarrier.wait(q_empty.index(q_slot * GROUPS + w), q_phase)  # until warpgroup w is done with this slot's Q
+            mbarrier.wait(
+                q_empty.index(q_slot * GROUPS + w), q_phase
+            )  # until warpgroup w is done with this slot's Q
             landed = q_full.index(q_slot * GROUPS + w)
             mbarrier.expect(landed, 64 * T.dim * 2)
-            tma_load(q_desc, [b, h // T.pack, pos + w * POSITIONS, 0, 0], landed, q_s.index(q_slot * GROUPS + w))
+            tma_load(
+                q_desc, [b, h // T.pack, pos + w * POSITIONS, 0, 0], landed, q_s.index(q_slot * GROUPS + w)
+            )
         q_slot += 1
         if q_slot == T.q_slots:
             q_slot = 0
@@ -175,7 +173,9 @@ def load(T: gl.constexpr, q_desc, k_desc, v_desc, tiles, count, partial, full, g
             else:
                 col = gl.load(full + f_begin + (i - masked) // SUB)
             key = col * T.block[1] + i % SUB * KEYS
-            mbarrier.wait(k_empty.index(slot), phase)  # until every warpgroup has multiplied the K in this slot
+            mbarrier.wait(
+                k_empty.index(slot), phase
+            )  # until every warpgroup has multiplied the K in this slot
             mbarrier.expect(k_full.index(slot), KEYS * T.dim * 2)
             tma_load(k_desc, [b, kv, key, 0], k_full.index(slot), k_s.index(slot))
             mbarrier.wait(v_empty.index(slot), phase)  # and the V
@@ -185,32 +185,6 @@ def load(T: gl.constexpr, q_desc, k_desc, v_desc, tiles, count, partial, full, g
             if slot == T.stages:
                 slot = 0
                 phase ^= 1
-
-
-@gluon.jit
-def by_interval(T: gl.constexpr, s, key0, lo, hi):
-    """Scores of keys from key0 on where lo <= key < hi, -inf elsewhere."""
-    KEYS: gl.constexpr = T.keys
-    key = gl.expand_dims(gl.arange(0, KEYS, gl.SliceLayout(0, s.type.layout)), 0)
-    seen = (key >= gl.expand_dims(lo - key0, 1)) & (key < gl.expand_dims(hi - key0, 1))
-    return gl.where(seen, s, float("-inf"))
-
-
-@gluon.jit
-def by_bits(T: gl.constexpr, s, words, row):
-    """Scores whose bit is set, -inf elsewhere. Seen as [rows, words, 32], no score changes its thread."""
-    KEYS: gl.constexpr = T.keys
-    WORDS: gl.constexpr = T.keys // 32
-    cube = s.reshape((64, WORDS, 32))
-    CUBE: gl.constexpr = cube.type.layout
-    r = gl.arange(0, 64, gl.SliceLayout(1, gl.SliceLayout(2, CUBE)))
-    w = gl.arange(0, WORDS, gl.SliceLayout(0, gl.SliceLayout(2, CUBE)))
-    at = gl.expand_dims((row + r) // T.pack, 1) * (T.block[1] // 32) + gl.expand_dims(w, 0)
-    found = gl.expand_dims(gl.load(words + at), 2)
-    bit = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(0, CUBE)))
-    bit = gl.expand_dims(gl.expand_dims(bit, 0), 0)
-    cube = gl.where((found << (31 - bit)) < 0, cube, float("-inf"))  # the bit becomes the sign
-    return gl.convert_layout(cube.reshape((64, KEYS)), s.type.layout)
 
 
 @gluon.jit
@@ -228,64 +202,6 @@ def allowed(T: gl.constexpr, s, i, p_begin, row, lo, hi, partial, rules, bits):
     else:
         s = by_interval(T, s, key, lo, hi)
     return s
-
-
-@gluon.jit
-def softmax(T: gl.constexpr, s, m, l, scale, DTYPE: gl.constexpr):
-    """One step of the online softmax in base 2: P in pairs, the rows' scaling m and sums l, and what these shrank by."""
-    top = gl.maximum(m, gl.max(s, 1) * scale)
-    m_new = gl.where(top > m + LAG, top, m)
-    base = gl.where(m_new == float("-inf"), 0.0, m_new)  # nothing seen yet: exp2(-inf - 0) is 0, not NaN
-    alpha = gl.exp2(m - base)
-    p = gl.exp2(s * scale - gl.expand_dims(base, 1))
-    l = l * alpha + gl.sum(p, 1)
-    # Two neighbours in one register. A tensor of halves is carried over the loop as single halves, which 64
-    # instructions a step put together again (2026-11-21).
-    HALF: gl.constexpr = T.keys // 2
-    PACK: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;" if DTYPE == gl.bfloat16 else "cvt.rn.f16x2.f32 $0, $2, $1;"
-    even, odd = p.reshape((64, HALF, 2)).split()
-    pairs = gl.inline_asm_elementwise(PACK, "=r,f,f", [even, odd], dtype=gl.int32, is_pure=True, pack=1)
-    return pairs, m_new, l, alpha
-
-
-@gluon.jit
-def unpacked(T: gl.constexpr, pairs, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
-    """P as the left operand of wgmma."""
-    KEYS: gl.constexpr = T.keys
-    UNPACK: gl.constexpr = "mov.b32 {$0, $1}, $2;"
-    even, odd = gl.inline_asm_elementwise(
-        UNPACK, "=h,=h,r", [pairs], dtype=(gl.int16, gl.int16), is_pure=True, pack=1
-    )
-    return gl.convert_layout(gl.join(even, odd).reshape((64, KEYS)).to(DTYPE, bitcast=True), LAYOUT)
-
-
-@gluon.constexpr_function
-def scale_unless_one(n):
-    """PTX: n accumulators times n factors, skipped where all factors of the warp are 1. Of a thread's two rows the
-    factors are operands 0 and 2: two neighbours of one row, then two of the other."""
-    lines = ["{ .reg .pred p, q;"]
-    lines += [f"setp.eq.f32 p, ${2 * n}, 0f3F800000;", f"setp.eq.and.f32 p, ${2 * n + 2}, 0f3F800000, p;"]
-    lines += ["vote.sync.all.pred q, p, 0xffffffff;"]
-    lines += [f"mov.f32 ${i}, ${n + i};" for i in range(n)]
-    lines += ["@q bra SAME;"]
-    lines += [f"mul.f32 ${i}, ${n + i}, ${2 * n + i};" for i in range(n)]
-    lines += ["SAME: }"]
-    return "\n".join(lines)
-
-
-@gluon.constexpr_function
-def operands(n):
-    return ",".join(["=f"] * n + ["f"] * (2 * n))
-
-
-@gluon.jit
-def rescaled(T: gl.constexpr, acc, alpha):
-    """acc times alpha, row by row."""
-    N: gl.constexpr = T.v_dim // 2
-    PTX: gl.constexpr = scale_unless_one(N)
-    OPERANDS: gl.constexpr = operands(N)
-    factor = gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout)), 1) + gl.zeros_like(acc)
-    return gl.inline_asm_elementwise(PTX, OPERANDS, [acc, factor], dtype=gl.float32, is_pure=True, pack=N)
 
 
 @gluon.jit
@@ -308,7 +224,20 @@ def weighted(T: gl.constexpr, pairs, v_s, slot, acc, DTYPE: gl.constexpr):
 
 
 @gluon.jit
-def step(T: gl.constexpr, MASKED: gl.constexpr, DTYPE: gl.constexpr, i, state, tile, scale, lists, q, k_s, v_s, bars):
+def step(
+    T: gl.constexpr,
+    MASKED: gl.constexpr,
+    DTYPE: gl.constexpr,
+    i,
+    state,
+    tile,
+    scale,
+    lists,
+    q,
+    k_s,
+    v_s,
+    bars,
+):
     """S of step i beside P V of the step before, whose V is in the slot of `state`; then the softmax of step i."""
     acc, pairs, m, l, v_slot, v_phase = state
     p_begin, row, lo, hi = tile
@@ -382,10 +311,14 @@ def attend(
         acc = gl.zeros((64, VDIM), gl.float32, O_LAYOUT)
         for i in range(1, masked):
             state = (acc, pairs, m, l, slot, phase)
-            acc, pairs, m, l, slot, phase = step(T, True, DTYPE, i, state, tile, scale, lists, q, k_s, v_s, bars)
+            acc, pairs, m, l, slot, phase = step(
+                T, True, DTYPE, i, state, tile, scale, lists, q, k_s, v_s, bars
+            )
         for i in range(gl.maximum(masked, 1), steps):
             state = (acc, pairs, m, l, slot, phase)
-            acc, pairs, m, l, slot, phase = step(T, False, DTYPE, i, state, tile, scale, lists, q, k_s, v_s, bars)
+            acc, pairs, m, l, slot, phase = step(
+                T, False, DTYPE, i, state, tile, scale, lists, q, k_s, v_s, bars
+            )
         if not T.o_in_q:
             mbarrier.arrive(q_empty.index(q_slot * GROUPS + WG), count=1)
         mbarrier.wait(v_full.index(slot), phase)  # until the last V has landed
@@ -403,7 +336,9 @@ def attend(
                 own = part.to(gl.int64) * 128 + r
                 gl.store(part_lse_ptr + own, lse)
                 own = gl.expand_dims(gl.convert_layout(own, O_ROW), 1) * VDIM
-                gl.store(part_ptr + own + gl.expand_dims(gl.arange(0, VDIM, gl.SliceLayout(0, O_LAYOUT)), 0), acc)
+                gl.store(
+                    part_ptr + own + gl.expand_dims(gl.arange(0, VDIM, gl.SliceLayout(0, O_LAYOUT)), 0), acc
+                )
         if T.lse:
             if part < 0:
                 row = (b.to(gl.int64) * heads + h + r % T.pack) * q_len + at
@@ -427,9 +362,7 @@ def attend(
     tma_store_wait(0)  # shared memory must outlive the copies that read it
 
 
-@gluon.jit(
-    do_not_specialize=["group", "q_len", "heads", "kv_len", "bound_item", "bound_head", "bound_group"]
-)
+@gluon.jit(do_not_specialize=["group", "q_len", "heads", "kv_len", "bound_item", "bound_head", "bound_group"])
 def attention_kernel(
     q_desc, k_desc, v_desc, o_desc, tiles, count, partial, full, rules, bits, lo, hi, lse, part, part_lse, scale, group,
     q_len, heads, kv_len, bound_item, bound_head, bound_group, T: gl.constexpr, SOURCE: gl.constexpr,
@@ -476,7 +409,9 @@ def attention_kernel(
         gl.warp_specialize([(attend, (T, 0) + consumer), (load, (T,) + producer)], [1], [40])
     else:
         gl.warp_specialize(
-            [(attend, (T, 0) + consumer), (attend, (T, 1) + consumer), (load, (T,) + producer)], [4, 1], [240, 24]
+            [(attend, (T, 0) + consumer), (attend, (T, 1) + consumer), (load, (T,) + producer)],
+            [4, 1],
+            [240, 24],
         )
 
 
@@ -504,8 +439,8 @@ class HopperAttention:
             reasons.append(f"multiplies bf16 and fp16, not {p.dtype}")
         if max(p.dim, p.v_dim) > 256 or p.dim % 8 or p.v_dim % 8:
             reasons.append(
-                f"TMA moves whole 16 bytes and registers hold heads of at most 256, so head dims must be multiples of 8 "
-                f"up to 256, not {p.dim} and {p.v_dim}"
+                f"TMA moves whole 16 bytes and registers hold heads of at most 256, so head dims must be multiples "
+                f"of 8 up to 256, not {p.dim} and {p.v_dim}"
             )
         if not p.aligned:
             reasons.append(
@@ -562,16 +497,16 @@ class HopperAttention:
     def notes(self, p: AttentionProblem, c: Config) -> list[str]:
         found = []
         if c.pack > 1:
-            found.append(f"packed     {c.pack} query heads share a tile, because they share a list and queries are few")
+            found.append(f"{c.pack} query heads share a tile, because they share a list and queries are few")
         if c.split:
             shape = self._shape(p, c)
             slots = 2 * _extra(p, shape)
             found.append(
-                f"split      tiles of more than {part_blocks(p, shape)} blocks, merged in a fixed order; workspace of at "
-                f"most {slots * 128 * (p.v_dim + 1) * 4 / 1e6:.4g} MB a call"
+                f"tiles of more than {part_blocks(p, shape)} blocks are cut and merged in a fixed order; "
+                f"workspace of at most {slots * 128 * (c.v_dim + 1) * 4 / 1e6:.4g} MB a call"
             )
         if (c.dim, c.v_dim) != (p.dim, p.v_dim):
-            found.append(f"padding    heads of {p.dim}/{p.v_dim} are computed as {c.dim}/{c.v_dim}")
+            found.append(f"heads of {p.dim}/{p.v_dim} are computed as {c.dim}/{c.v_dim}")
         return found
 
     def prepare(self, p: AttentionProblem, c: Config, mask: BlockMask) -> Work:
@@ -635,18 +570,18 @@ def _packs(p: AttentionProblem) -> list[int]:
 
 
 def _fitted(c: Config, smem: int) -> Config:
-    """The same tile with as many stages as fit, up to 4, and two slots of Q where they fit beside two stages."""
+    """The same tile with two slots of Q where they fit beside two stages, and then as many stages, up to 4, as fit."""
     room = HALF_AN_SM if c.groups == 1 else smem - 1024
-    for q_slots, stages, most in ((2, 4, room), (2, 3, room), (2, 2, room), (1, 4, room), (1, 3, room), (1, 2, room)):
+    for q_slots, stages in ((2, 4), (2, 3), (2, 2), (1, 4), (1, 3)):
         found = replace(c, q_slots=q_slots, stages=stages)
-        if found.smem_bytes <= most:
+        if found.smem_bytes <= room:
             return found
     return replace(c, q_slots=1, stages=2)
 
 
 def _rows(x: Tensor, pack: int, dim: int) -> Described:
     """TMA description of q or out: 64 rows of [query, head of the pack]."""
-    (b, h, s, d), (sb, sh, ss, sd) = x.shape, x.stride()
+    (b, h, s, d), (sb, sh, ss, _) = x.shape, x.stride()
     return Described(x, (b, h // pack, s, pack, d), (sb, sh * pack, ss, sh, 1), (1, 1, 64 // pack, pack, dim))
 
 

@@ -1,0 +1,128 @@
+"""Which source a measurement was of: a hash over the code that ran, without comments, docstrings and layout.
+
+Of files with device functions (Triton's and Gluon's) it is those functions, the constants of the module and the class
+Config: what is compiled. Planning around a kernel may change, and its functions may move to another file, and its
+times still stand. Of other files it is everything.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import io
+import re
+import tokenize
+from pathlib import Path
+
+import sparsek
+from sparsek.core.errors import InvalidInput
+
+ROOT = Path(sparsek.__file__).parent
+LAST_COMMA = re.compile(r",(?=[])}])")
+DEVICE = ("jit", "constexpr_function", "builtin")
+
+
+def source_files(kernel: str, root: Path = ROOT) -> list[Path]:
+    """The kernel's own file and the files of sparsek.kernels that it imports, directly or through them.
+
+    "hopper.spmm" lies in sparsek/kernels; "formats.mask_build", which is measured too, in sparsek.
+    """
+    name = kernel.replace(".", "/") + ".py"
+    first = next((file for file in (root / "kernels" / name, root / name) if file.is_file()), None)
+    if first is None:
+        raise InvalidInput(f"no source file {root / 'kernels' / name} for a kernel called {kernel!r}")
+    found: list[Path] = []
+    waiting = [first]
+    while waiting:
+        file = waiting.pop()
+        if file in found:
+            continue
+        found.append(file)
+        for module in _imports(file.read_text(encoding="utf-8")):
+            target = root.parent / (module.replace(".", "/") + ".py")
+            if module.startswith("sparsek.kernels.") and target.is_file():
+                waiting.append(target)
+    return [found[0], *sorted(found[1:])]
+
+
+def source_hash(kernel: str, root: Path = ROOT) -> str:
+    """16 hex digits of the SHA-256 over the code of the kernel's source files."""
+    parts = {
+        part for file in source_files(kernel, root) for part in code_of(file.read_text(encoding="utf-8"))
+    }
+    digest = hashlib.sha256()
+    for name, text in sorted(parts):
+        digest.update(f"{name}\0{text}\0".encode())
+    return digest.hexdigest()[:16]
+
+
+def code_of(source: str) -> list[tuple[str, str]]:
+    """Names and texts of what counts in a file."""
+    tree = ast.parse(source)
+    lines = _logical_lines(source, tree)
+
+    def text(first: int, last: int) -> str:
+        return "\n".join(line for row, line in lines if first <= row <= last)
+
+    if not any(_runs_on_device(node) for node in tree.body):
+        return [("", text(1, len(source)))]
+    return [
+        (name, text(_first_line(node), node.end_lineno or node.lineno))
+        for node in tree.body
+        if (name := _counted(node))
+    ]
+
+
+def _counted(node: ast.stmt) -> str:
+    """The name of a device function, of a constant, or of Config; "" for what does not count."""
+    if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+        name = node.targets[0].id
+        return name if name.isupper() and name not in ("KERNEL", "SOURCE") else ""
+    if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and (_runs_on_device(node) or node.name == "Config"):
+        return node.name
+    return ""
+
+
+def _runs_on_device(node: ast.stmt) -> bool:
+    decorators = node.decorator_list if isinstance(node, ast.FunctionDef) else []
+    found = (each.func if isinstance(each, ast.Call) else each for each in decorators)
+    return any(ast.unparse(each).rpartition(".")[2] in DEVICE for each in found)
+
+
+def _first_line(node: ast.stmt) -> int:
+    decorators = node.decorator_list if isinstance(node, (ast.FunctionDef, ast.ClassDef)) else []
+    return min([node.lineno, *(each.lineno for each in decorators)])
+
+
+def _logical_lines(source: str, tree: ast.Module) -> list[tuple[int, str]]:
+    """Row and text of each statement's line: its depth, then its tokens without spaces, however they are broken."""
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    nodes = [node for node in ast.walk(tree) if isinstance(node, documented)]
+    docstrings = {node.body[0].lineno for node in nodes if ast.get_docstring(node) is not None}
+    lines: list[tuple[int, str]] = []
+    depth, row, parts = 0, 0, []
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type in (tokenize.INDENT, tokenize.DEDENT):
+            depth += 1 if token.type == tokenize.INDENT else -1
+        elif token.type == tokenize.NEWLINE:
+            # Python 3.12 takes f-strings apart, older ones do not; without spaces and doubled braces both read alike.
+            text = "".join("".join(parts).split()).replace("{{", "{").replace("}}", "}")
+            if row not in docstrings:
+                lines.append((row, f"{depth} {LAST_COMMA.sub('', text)}"))
+            parts = []
+        elif token.type not in (tokenize.COMMENT, tokenize.NL):
+            row = row if parts else token.start[0]
+            parts.append(token.string)
+    return lines
+
+
+def _imports(source: str) -> list[str]:
+    """Dotted names that a source file imports; `from a import b` gives both a and a.b."""
+    names: list[str] = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.append(node.module)
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+    return names

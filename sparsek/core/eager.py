@@ -1,0 +1,42 @@
+"""Functions that torch.compile must not trace."""
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+from sparsek.core.errors import InvalidInput
+
+Given = ParamSpec("Given")
+Made = TypeVar("Made")
+
+
+def eager(what: str) -> Callable[[Callable[Given, Made]], Callable[Given, Made]]:
+    """For functions that make what is kept: they run as Python and outside inference mode, whose tensors no backward
+    pass can save.
+
+    Where torch.compile would trace one it gets InvalidInput, which calls the made thing `what`. Under fullgraph=True
+    that is torch's error; otherwise the function runs between two graphs.
+    """
+
+    def decorate(make: Callable[Given, Made]) -> Callable[Given, Made]:
+        make = torch.inference_mode(False)(make)
+        untraced: list[Any] = []
+
+        @functools.wraps(make)
+        def made(*args: Given.args, **kwargs: Given.kwargs) -> Made:
+            if torch.compiler.is_compiling():
+                raise InvalidInput(
+                    f"{what} is made inside torch.compile; make it outside and hand it to the compiled function"
+                )
+            if "torch._dynamo" not in sys.modules:  # nothing compiles, and its import takes seconds
+                return make(*args, **kwargs)
+            if not untraced:
+                untraced.append(torch.compiler.disable(make))
+            return untraced[0](*args, **kwargs)
+
+        return made
+
+    return decorate

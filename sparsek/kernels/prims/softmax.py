@@ -1,0 +1,116 @@
+"""Device pieces of attention kernels: the rules of partial blocks and the online softmax, on wgmma's accumulators.
+
+A warpgroup holds 64 rows of scores s [64, T.keys] in the layout in which wgmma leaves them: a thread has two rows, and
+of each eight keys two neighbours. Nothing here moves a score to another thread. T is a kernel's Config.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+# A row's scaling may lag behind its maximum by a factor of 2^8, harmless in float32 sums.
+LAG = gl.constexpr(8.0)
+
+
+@gluon.jit
+def by_interval(T: gl.constexpr, s, key0, lo, hi):
+    """Scores of keys from key0 on where lo <= key < hi, -inf elsewhere."""
+    KEYS: gl.constexpr = T.keys
+    key = gl.expand_dims(gl.arange(0, KEYS, gl.SliceLayout(0, s.type.layout)), 0)
+    seen = (key >= gl.expand_dims(lo - key0, 1)) & (key < gl.expand_dims(hi - key0, 1))
+    return gl.where(seen, s, float("-inf"))
+
+
+@gluon.jit
+def by_bits(T: gl.constexpr, s, words, row):
+    """Scores whose bit is set, -inf elsewhere. Seen as [rows, words, 32], no score changes its thread."""
+    KEYS: gl.constexpr = T.keys
+    WORDS: gl.constexpr = T.keys // 32
+    cube = s.reshape((64, WORDS, 32))
+    CUBE: gl.constexpr = cube.type.layout
+    r = gl.arange(0, 64, gl.SliceLayout(1, gl.SliceLayout(2, CUBE)))
+    w = gl.arange(0, WORDS, gl.SliceLayout(0, gl.SliceLayout(2, CUBE)))
+    at = gl.expand_dims((row + r) // T.pack, 1) * (T.block[1] // 32) + gl.expand_dims(w, 0)
+    found = gl.expand_dims(gl.load(words + at), 2)
+    bit = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(0, CUBE)))
+    bit = gl.expand_dims(gl.expand_dims(bit, 0), 0)
+    cube = gl.where((found << (31 - bit)) < 0, cube, float("-inf"))  # the bit becomes the sign
+    return gl.convert_layout(cube.reshape((64, KEYS)), s.type.layout)
+
+
+@gluon.jit
+def softmax(T: gl.constexpr, s, m, l, scale, DTYPE: gl.constexpr):
+    """One step of the online softmax in base 2 (Milakov and Gimelshein 2018; Dao 2023).
+
+    P in pairs, the rows' scaling m and sums l, and by what these shrank. Where the maximum grew by less than 2^LAG, m
+    stays.
+    """
+    top = gl.maximum(m, gl.max(s, 1) * scale)
+    m_new = gl.where(top > m + LAG, top, m)
+    base = gl.where(m_new == float("-inf"), 0.0, m_new)  # nothing seen yet: exp2(-inf - 0) is 0, not NaN
+    alpha = gl.exp2(m - base)
+    p = gl.exp2(s * scale - gl.expand_dims(base, 1))
+    l = l * alpha + gl.sum(p, 1)
+    # Two neighbours in one register. A tensor of halves is carried over the loop as single halves, which 64
+    # instructions a step put together again (2026-11-21).
+    HALF: gl.constexpr = T.keys // 2
+    # fmt: off
+    PACK: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;" if DTYPE == gl.bfloat16 else "cvt.rn.f16x2.f32 $0, $2, $1;"
+    # fmt: on
+    even, odd = p.reshape((64, HALF, 2)).split()
+    pairs = gl.inline_asm_elementwise(PACK, "=r,f,f", [even, odd], dtype=gl.int32, is_pure=True, pack=1)
+    return pairs, m_new, l, alpha
+
+
+@gluon.jit
+def unpacked(T: gl.constexpr, pairs, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
+    """P as the left operand of wgmma."""
+    KEYS: gl.constexpr = T.keys
+    UNPACK: gl.constexpr = "mov.b32 {$0, $1}, $2;"
+    even, odd = gl.inline_asm_elementwise(
+        UNPACK, "=h,=h,r", [pairs], dtype=(gl.int16, gl.int16), is_pure=True, pack=1
+    )
+    return gl.convert_layout(gl.join(even, odd).reshape((64, KEYS)).to(DTYPE, bitcast=True), LAYOUT)
+
+
+@gluon.constexpr_function
+def scale_unless_one(n):
+    """PTX: n accumulators times n factors, skipped where all factors of the warp are 1. Of a thread's two rows the
+    factors are operands 0 and 2: two neighbours of one row, then two of the other."""
+    lines = ["{ .reg .pred p, q;"]
+    lines += [f"setp.eq.f32 p, ${2 * n}, 0f3F800000;", f"setp.eq.and.f32 p, ${2 * n + 2}, 0f3F800000, p;"]
+    lines += ["vote.sync.all.pred q, p, 0xffffffff;"]
+    lines += [f"mov.f32 ${i}, ${n + i};" for i in range(n)]
+    lines += ["@q bra SAME;"]
+    lines += [f"mul.f32 ${i}, ${n + i}, ${2 * n + i};" for i in range(n)]
+    lines += ["SAME: }"]
+    return "\n".join(lines)
+
+
+@gluon.constexpr_function
+def operands(n):
+    return ",".join(["=f"] * n + ["f"] * (2 * n))
+
+
+@gluon.jit
+def rescaled(T: gl.constexpr, acc, alpha):
+    """acc times alpha, row by row."""
+    N: gl.constexpr = T.v_dim // 2
+    PTX: gl.constexpr = scale_unless_one(N)
+    OPERANDS: gl.constexpr = operands(N)
+    factor = gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout)), 1) + gl.zeros_like(
+        acc
+    )
+    return gl.inline_asm_elementwise(PTX, OPERANDS, [acc, factor], dtype=gl.float32, is_pure=True, pack=N)
+
+
+@gluon.jit
+def prefetch(pointer):
+    """Brings a line into the SM's L1, so that the warpgroups find their next record there."""
+    gl.inline_asm_elementwise(
+        "prefetch.global.L1 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [pointer.to(gl.int64)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )

@@ -1,0 +1,130 @@
+"""What a record's source hash follows: the code that was measured, and nothing beside it."""
+
+from pathlib import Path
+
+import pytest
+
+from sparsek import kernels
+from sparsek.bench import records, sources
+from sparsek.bench.sources import code_of, source_files, source_hash
+from sparsek.core.errors import InvalidInput
+
+DEVICE = """
+LAG = gl.constexpr(8)
+KERNEL = Made()
+
+
+@gluon.jit(do_not_specialize=["n"])
+def step(a):
+    \"\"\"Adds.\"\"\"
+    return a + LAG  # why
+
+
+class Config:
+    keys: int = 64
+
+
+class Made:
+    def seconds(self):
+        return 1.0
+"""
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    root = tmp_path / "sparsek"
+    files = {
+        "kernels/toy/spmm.py": "from sparsek.kernels.prims import tiles\nimport sparsek.core.device\n",
+        "kernels/prims/tiles.py": "import sparsek.kernels.prims.masks\n",
+        "kernels/prims/masks.py": "X = 1\n",
+        "kernels/prims/other.py": "X = 1\n",
+        "formats/mask_build.py": "X = 1\n",
+        "core/device.py": "X = 1\n",
+    }
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("name", "counts"),
+    [
+        ("kernels/toy/spmm.py", True),
+        ("kernels/prims/tiles.py", True),
+        ("kernels/prims/masks.py", True),
+        ("kernels/prims/other.py", False),
+        ("core/device.py", False),
+    ],
+)
+def test_the_hash_follows_the_kernel_and_the_prims_it_imports(tree: Path, name: str, counts: bool) -> None:
+    before = source_hash("toy.spmm", tree)
+    path = tree / name
+    path.write_text(path.read_text() + "Y = 2\n")
+    assert (source_hash("toy.spmm", tree) != before) is counts
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "counts"),
+    [
+        ("a + LAG", "a - LAG", True),
+        ("(8)", "(4)", True),
+        ("keys: int = 64", "keys: int = 128", True),
+        ('["n"]', '["m"]', True),
+        ("# why", "# because", False),
+        ("Adds.", "Takes away.", False),
+        ("return 1.0", "return 2.0", False),
+        ("Made()", "Made( )", False),
+        ("return a + LAG", "return (\n        a + LAG,\n    )[0]", True),
+        ("def step(a):", "def step(\n    a,\n):", False),
+    ],
+)
+def test_of_a_device_file_what_is_compiled_counts(old: str, new: str, counts: bool) -> None:
+    assert old in DEVICE
+    assert (code_of(DEVICE.replace(old, new)) != code_of(DEVICE)) is counts
+
+
+def test_device_functions_may_move_to_another_file(tree: Path) -> None:
+    kernel, prims = tree / "kernels/toy/spmm.py", tree / "kernels/prims/tiles.py"
+    kernel.write_text(kernel.read_text() + DEVICE + "\n\n@gluon.jit\ndef entry(a):\n    step(a)\n")
+    prims.write_text("import sparsek.kernels.prims.masks\n@gluon.jit\ndef other(a):\n    return a\n")
+    before = source_hash("toy.spmm", tree)
+    start = DEVICE.index("@gluon.jit")
+    stop = DEVICE.index("class Config")
+    kernel.write_text(kernel.read_text().replace(DEVICE[start:stop], ""))
+    prims.write_text(prims.read_text() + "\n\n" + DEVICE[start:stop])
+    assert source_hash("toy.spmm", tree) == before
+
+
+def test_the_hash_does_not_depend_on_line_endings(tree: Path) -> None:
+    before = source_hash("toy.spmm", tree)
+    path = tree / "kernels/prims/masks.py"
+    path.write_bytes(path.read_bytes().replace(b"\n", b"\r\n"))
+    assert source_hash("toy.spmm", tree) == before
+
+
+def test_a_record_is_fresh_until_its_source_changes(
+    record: records.Record, tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(records, "source_hash", lambda kernel: source_hash(kernel, tree))
+    made = record | {"kernel": "toy.spmm", "source_hash": source_hash("toy.spmm", tree)}
+    assert records.is_fresh(made)
+    (tree / "kernels/prims/masks.py").write_text("X = 2\n")
+    assert not records.is_fresh(made)
+    assert not records.is_fresh(made | {"kernel": "gone.spmm"})
+
+
+def test_a_source_outside_the_kernels_is_found_too(tree: Path) -> None:
+    assert [path.name for path in source_files("formats.mask_build", tree)] == ["mask_build.py"]
+    with pytest.raises(InvalidInput, match=r"no source file .*formats"):
+        source_files("formats.mask_gone", tree)
+
+
+@pytest.mark.parametrize("name", [name for _, name in kernels.KERNELS])
+def test_every_kernel_has_code_that_counts(name: str) -> None:
+    texts = [part for file in source_files(name) for part in code_of(file.read_text())]
+    device = [found for found, _ in texts if found]
+    assert all(text for _, text in texts)
+    assert bool(device) == name.startswith(("hopper.", "portable."))
+    assert source_hash(name) == sources.source_hash(name, sources.ROOT)
