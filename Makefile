@@ -6,7 +6,7 @@ WORKERS ?= 2
 .PHONY: help env env-demo demo test gpu lint readme clean
 
 help:
-	@echo "make demo    .venv without the checks' tools, then: sparsek doctor, sparsek demo (advise on real weights, a picture)"
+	@echo "make demo    .venv without the checks' tools, then: sparsek doctor, sparsek demo (attention, advise on real weights, a picture)"
 	@echo "make test    environment with them, then every check that needs no GPU"
 	@echo "make gpu     environment, then the tests that need an NVIDIA GPU"
 	@echo "make lint    ruff, format, types and floors only"

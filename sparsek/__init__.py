@@ -1,4 +1,4 @@
-"""SparseK: block-sparse matrix products for NVIDIA Hopper, with the same API on a CPU.
+"""SparseK: block-sparse matrix products and attention for NVIDIA Hopper, with the same API on a CPU.
 
 Importing this touches no CUDA and loads no kernel.
 """

@@ -64,7 +64,7 @@ def _of_roof(record: Record) -> str:
 
 
 def _memory(record: Record) -> str:
-    return "" if record["memory"] is None else f"{record['memory'] * 100:.2g} %"
+    return "" if record["memory"] is None else f"{record['memory'] * 100:.3g} %"
 
 
 def _speedup(record: Record) -> str:

@@ -8,7 +8,7 @@ from sparsek.cli.output import Commands
 app = typer.Typer(
     name="sparsek",
     cls=Commands,
-    help="Block-sparse matrix products for NVIDIA Hopper: look, plan, measure.",
+    help="Block-sparse matrix products and attention for NVIDIA Hopper: look, plan, measure.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

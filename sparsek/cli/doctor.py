@@ -1,6 +1,7 @@
 """`sparsek doctor`: what is installed, what it can run, and whether the arithmetic is right."""
 
 import platform
+from collections.abc import Callable
 
 import torch
 import typer
@@ -8,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 import sparsek as sk
+from sparsek.bench.attention import AttentionCase
 from sparsek.bench.records import smi_facts, version_of
 from sparsek.bench.spmm import SpmmCase
 from sparsek.cli.output import console, progress
@@ -15,14 +17,19 @@ from sparsek.cli.output import table as new_table
 from sparsek.core.device import card_of
 from sparsek.core.errors import Unsupported
 from sparsek.kernels import names_for
+from sparsek.ops.attention import plan_attention
 from sparsek.ops.spmm import plan_spmm
-from sparsek.testing.budget import check_spmm
+from sparsek.testing.attention_budget import check_attention
+from sparsek.testing.budget import Gate, check_spmm
 
-CHECKED = SpmmCase(512, 512, 192, (64, 64), 0.5)
+PRODUCT = SpmmCase(512, 512, 192, (64, 64), 0.5)
+ATTENTION = AttentionCase(
+    batch=1, heads=2, kv_heads=1, q_len=500, kv_len=500, dim=64, v_dim=64, mask="window:150"
+)
 
 
 def doctor() -> None:
-    """Shows versions, the GPU and the kernels, says why any does not run here, and checks a product."""
+    """Shows versions, the GPU and the kernels, says why any does not run here, and checks a product and attention."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     out = console()
     out.print(_versions(device))
@@ -32,7 +39,9 @@ def doctor() -> None:
         out.print(f"wrong results from {', '.join(wrong)}", style="bold red")
         raise typer.Exit(1)
     out.print(
-        f"self check: {CHECKED.name} on {device.type}, every kernel that runs here is within its error budget"
+        f"self check: {PRODUCT.name}; attention, {ATTENTION.name}. On {device.type} every kernel that runs here is "
+        "within its error budget",
+        soft_wrap=True,
     )
 
 
@@ -53,7 +62,7 @@ def _versions(device: torch.device) -> Table:
         table.add_row("CUDA of torch", torch.version.cuda or "none")
     else:
         built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "a CPU build"
-        table.add_row("GPU", f"none that torch can use (torch is {built}); products run on the CPU")
+        table.add_row("GPU", f"none that torch can use (torch is {built}); everything runs on the CPU")
     return table
 
 
@@ -64,14 +73,12 @@ def _kernels(device: torch.device) -> tuple[Table, list[str]]:
     table.add_column("here", no_wrap=True)
     table.add_column("why")
     wrong: list[str] = []
-    a, b = CHECKED.make(device)
-    names = names_for("spmm")
-    with progress(len(names), "kernels") as (say, advance):
-        for name in names:
+    checks = [*_checks("spmm", _product(device)), *_checks("attention", _attention(device))]
+    with progress(len(checks), "kernels") as (say, advance):
+        for name, check in checks:
             say(name)
             try:
-                plan = plan_spmm(a, b, kernel=name)
-                got = check_spmm(a, b, plan(a, b))
+                got = check(name)
             except Unsupported as error:
                 table.add_row(name, "no", "; ".join(error.reasons.get(name, [str(error)])))
             else:
@@ -81,3 +88,23 @@ def _kernels(device: torch.device) -> tuple[Table, list[str]]:
                     wrong.append(name)
             advance()
     return table, wrong
+
+
+Check = Callable[[str], Gate]
+
+
+def _checks(op: str, check: Check) -> list[tuple[str, Check]]:
+    return [(name, check) for name in names_for(op)]
+
+
+def _product(device: torch.device) -> Check:
+    a, b = PRODUCT.make(device)
+    return lambda name: check_spmm(a, b, plan_spmm(a, b, kernel=name)(a, b))
+
+
+def _attention(device: torch.device) -> Check:
+    one = ATTENTION.operands(device)[0]
+    q, k, v, mask = one.q, one.k, one.v, one.mask
+    return lambda name: check_attention(
+        q, k, v, mask, plan_attention(q, k, v, mask, kernel=name)(q, k, v, mask)
+    )

@@ -11,6 +11,7 @@ from rich.console import ColorSystem
 from rich.text import Text
 from safetensors.torch import save_file
 
+from sparsek import kernels
 from sparsek.cli.output import console, duration
 from sparsek.cli.output import table as new_table
 from sparsek.testing.budget import Gate
@@ -308,11 +309,12 @@ def test_doctor_shows_versions_and_every_kernel_and_checks_the_arithmetic(run) -
     first = [line.split()[0] for line in lines]
     for name in ("sparsek", "python", "torch", "triton", "numpy", "GPU"):
         assert name in first
-    for kernel in ("hopper.spmm", "portable.spmm", "vendor.dense", "cpu.spmm", "reference.spmm"):
+    for _, kernel in kernels.KERNELS:
         assert kernel in first
     if not torch.cuda.is_available():
         assert re.search(r"^hopper\.spmm no \w", "\n".join(lines), re.MULTILINE)
         assert "cpu.spmm runs error <error> of <error> allowed" in lines
+        assert "cpu.attention runs error <error> of <error> allowed" in lines
     assert "every kernel that runs here is within its error budget" in " ".join(lines)
 
 
