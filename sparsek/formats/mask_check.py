@@ -190,6 +190,8 @@ def _check_rules(mask: BlockMask, host: HostMask) -> None:
     """Rules exist where they point, and admit no key that is not there."""
     entries = _held_entries(host.partial)
     rules = np.full(entries.shape, BY_INTERVAL) if host.rules is None else host.rules[entries]
+    if host.bits is not None and host.rules is None:
+        raise InvalidInput("the mask has bits and no rules; rules say which partial blocks they are for")
     known = 0 if host.bits is None else host.bits.shape[0]
     wrong = np.flatnonzero((rules < BY_INTERVAL) | (rules >= known))
     if wrong.size:
@@ -218,7 +220,7 @@ def _check_rules(mask: BlockMask, host: HostMask) -> None:
 
 def _check_interval(mask: BlockMask, lo: np.ndarray, hi: np.ndarray) -> None:
     """No interval reaches keys that are not there."""
-    for name, part, least, most in (("lo", lo, 0, INT32_MAX), ("hi", hi, -INT32_MAX, mask.kv_len)):
+    for name, part, least, most in (("lo", lo, 0, INT32_MAX), ("hi", hi, 0, mask.kv_len)):
         far = np.argwhere((part < least) | (part > most))
         if far.size:
             at = tuple(far[0].tolist())

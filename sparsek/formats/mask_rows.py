@@ -190,15 +190,20 @@ class Runs(NamedTuple):
         return np.maximum(gap if self.step is None else -(-gap // self.step), 0)
 
 
-def upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
-    """int32 tensors of the same shapes, in one copy that the host does not wait for."""
-    if device.type == "cpu":
-        return [torch.from_numpy(each.astype(np.int32)) for each in arrays]
+def refuse_capture() -> None:
+    """InvalidInput while a CUDA graph is captured on this stream."""
     if torch.cuda.is_current_stream_capturing():
         raise InvalidInput(
             "a mask is made while a CUDA graph is captured, which replays device work only; make it before. "
             "topk may be captured if it ran before with the same lengths and options"
         )
+
+
+def upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
+    """int32 tensors of the same shapes, in one copy that the host does not wait for."""
+    if device.type == "cpu":
+        return [torch.from_numpy(each.astype(np.int32)) for each in arrays]
+    refuse_capture()
     spans = [-(-each.size // ALIGNED) * ALIGNED for each in arrays]
     staging = torch.empty(sum(spans), dtype=torch.int32, device="cpu", pin_memory=True)
     words, start = staging.numpy(), 0

@@ -15,7 +15,7 @@ from sparsek.core.errors import InvalidInput
 from sparsek.formats.block_mask import BlockMask
 from sparsek.formats.mask_build import every_key, up_to_itself, visible
 from sparsek.formats.mask_parts import BlockLists, Sizes
-from sparsek.formats.mask_rows import Place, as_count, check_stored, exact_sizes, upload
+from sparsek.formats.mask_rows import Place, as_count, check_stored, exact_sizes, refuse_capture, upload
 from sparsek.formats.pattern import INT32_MAX, BlockPattern, as_device
 
 
@@ -61,10 +61,10 @@ class TrueSizes(Asked):
     """What the lists hold: in the place of bounds, once it is known. Plans made from then on are better."""
 
     def __init__(self, full: Tensor, partial: Tensor) -> None:
-        both = full + partial
+        both = (full + partial).long()  # a longest row times the rows is more than int32 holds
         heavy = torch.where(both * both.numel() > 2 * both.sum(), both, 0).sum()
         longest = both.max() if both.numel() else both.sum()
-        super().__init__(torch.stack((both.sum(), partial.sum(), longest.long(), heavy)))
+        super().__init__(torch.stack((both.sum(), partial.sum(), longest, heavy)))
 
     def tell(self, mask: BlockMask, wait: bool) -> None:
         numbers = self.answer(wait)
@@ -274,6 +274,7 @@ def from_blocks(
     check_stored(indices.numel())
     asked: list[Fault | TrueSizes] = []
     if on_gpu:
+        refuse_capture()
         wrong = _wrong(indptr, indices, columns)
         asked = [
             Fault(torch.where(wrong, 0, -1), lambda _: _explained(indptr.cpu(), indices.cpu(), place, rows))

@@ -17,7 +17,7 @@ from sparsek.core.errors import InvalidInput
 from sparsek.formats.block_mask import BlockLists, BlockMask, Sizes
 from sparsek.ops.planning import choose
 from sparsek.plan import attention_operands as operands
-from sparsek.plan.attention import AttentionPlan
+from sparsek.plan.attention import AttentionPlan, Made, follow
 from sparsek.plan.cache import PlanCache
 from sparsek.plan.problem import AttentionProblem
 
@@ -61,7 +61,8 @@ def attention(
 
     q: [B, Hq, S, D]. k: [B, Hkv, T, D]. v: [B, Hkv, T, Dv]. One dtype, one device; any strides, nothing is copied to
     suit a kernel. Hq is a multiple of Hkv: head h of q reads head h // (Hq / Hkv) of k and v. GPU kernels take bf16 and
-    fp16 and D, Dv of 32, 64, 96, 128, 192 and 256; the CPU's and the reference take also float32, float64 and any D.
+    fp16: hopper.attention_fwd D and Dv that are multiples of 8 up to 256, portable.attention_fwd 32, 64, 96, 128, 192
+    and 256. The CPU's and the reference take also float32, float64 and any D.
     mask: BlockMask of S queries and T keys on q's device, with 1 or B batch items and 1, Hkv or Hq heads; None for all.
     scale: above 0; D**-0.5 by default.
 
@@ -72,8 +73,9 @@ def attention(
     plan: from `plan_attention`; without it one is made and kept with the mask.
     kernel: a name of the kernels' table ("hopper.attention_fwd"): it runs or `Unsupported` says why not.
 
-    Same plan, same bits. Once planned, GPU kernels neither sync nor allocate more than their outputs. torch.autocast
-    does not touch the operands.
+    Same plan, same bits. Once planned, GPU kernels do not sync; they allocate their outputs and, where the plan cuts
+    long tiles, a workspace. A plan for lists on a GPU is made anew once these have been counted: mask.verify(wait=True)
+    first, and the first call has the final one. torch.autocast does not touch the operands.
     Raises InvalidInput for operands that do not fit and Unsupported with every reason if no kernel can run.
 
     Sources: online softmax, Milakov and Gimelshein, arXiv:1805.02867; tiles of it, FlashAttention, Dao et al.,
@@ -136,17 +138,31 @@ def _checked(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None, *, here: b
     """The mask to use, after all checks of the tensors. `here`: the call will run, so everything must be in place."""
     operands.check_tensors(q, k, v)
     if mask is None:
-        make = _every_block.__wrapped__ if operands.captured(q) else _every_block
-        return make(q.shape[2], k.shape[2], q.device if here else torch.device("cpu"))
+        return _every_block(q.shape[2], k.shape[2], q.device if here else torch.device("cpu"))
     operands.check_mask(q, k, mask, here=here)
     return mask
 
 
-@lru_cache(16)
 def _every_block(q_len: int, kv_len: int, device: torch.device) -> BlockMask:
-    """The mask of a call without one. Kept, so that its plans are made once."""
+    """The mask of a call without one, for the current stream. A CUDA graph may capture one that was used before."""
+    mask, made = _kept_every_block(q_len, kv_len, device)
+    if made is not None:
+        if torch.cuda.is_current_stream_capturing():
+            _CAPTURED.add(mask)
+        else:
+            follow(made, (*mask.full, *mask.partial, mask.lo, mask.hi))
+    return mask
+
+
+@lru_cache(16)
+def _kept_every_block(q_len: int, kv_len: int, device: torch.device) -> tuple[BlockMask, Made | None]:
     with torch.inference_mode(False):
-        return BlockMask.full(q_len=q_len, kv_len=kv_len, device=device)
+        mask = BlockMask.full(q_len=q_len, kv_len=kv_len, device=device)
+    return mask, Made.here(device)
+
+
+# Graphs go on reading the masks of calls without one, which nobody else holds.
+_CAPTURED: set[BlockMask] = set()
 
 
 def _make_plan(
@@ -158,9 +174,8 @@ def _make_plan(
         lists = mask.partial.starts
         with torch.inference_mode(False), torch.no_grad(), torch.cuda.device_of(lists):
             work = choice.kernel.prepare(p, choice.config, mask)
-        if lists.is_cuda and not operands.captured(lists):
-            made = torch.cuda.current_stream(mask.device), torch.cuda.Event()
-            made[1].record(made[0])
+        if not operands.captured(lists):
+            made = Made.here(mask.device)
     kept = (lambda: mask) if unmasked else weakref.ref(mask)
     return AttentionPlan(p, choice, work, ready, kept, mask.label, unmasked, made)
 
@@ -202,7 +217,7 @@ def _problem(
         longest=mask.sizes.longest,
         exact=mask.sizes.exact,
         by_interval=mask.lo is not None,
-        by_bits=mask.bits is not None,
+        by_bits=mask.bits is not None and mask.rules is not None,
         aligned=layout.aligned,
         unit_stride=layout.unit_stride,
         lse=lse,
@@ -258,7 +273,11 @@ def _put_together(tensors: Sequence[Any], numbers: Sequence[int]) -> BlockMask:
     )
 
 
-@torch.library.custom_op("sparsek::attention", mutates_args=())
+# Plans are kept from call to call; the memory of a graph that torch.compile captures by itself would not outlive them.
+_TAGS = tuple(tag for tag in (getattr(torch.Tag, "cudagraph_unsafe", None),) if tag is not None)
+
+
+@torch.library.custom_op("sparsek::attention", mutates_args=(), tags=_TAGS)
 def _attention_op(
     q: Tensor,
     k: Tensor,

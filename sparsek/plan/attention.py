@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,35 @@ from sparsek.core.errors import InvalidInput
 from sparsek.formats.block_mask import BlockMask
 from sparsek.plan import attention_operands as operands
 from sparsek.plan.plan import Plan
+
+
+class Made(NamedTuple):
+    """Where on which stream tensors become ready."""
+
+    stream: torch.cuda.Stream
+    event: torch.cuda.Event
+
+    @classmethod
+    def here(cls, device: torch.device) -> Made | None:
+        """After what the current stream was given so far; None on a CPU."""
+        if device.type != "cuda":
+            return None
+        made = cls(torch.cuda.current_stream(device), torch.cuda.Event())
+        made.event.record(made.stream)
+        return made
+
+
+def follow(made: Made, tensors: Iterable[Tensor | None]) -> None:
+    """Another stream waits for them, and their memory for that stream.
+
+    A captured stream may not wait, and need not: torch.cuda.graph waits for the device first.
+    """
+    current = torch.cuda.current_stream(made.stream.device)
+    if current != made.stream:
+        current.wait_event(made.event)
+        for tensor in tensors:
+            if tensor is not None:
+                tensor.record_stream(current)
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,7 +56,7 @@ class AttentionPlan(Plan):
     mask: Callable[[], BlockMask | None] = field(default=lambda: None, repr=False)
     label: str = ""
     unmasked: bool = False
-    made: tuple[torch.cuda.Stream, torch.cuda.Event] | None = field(default=None, repr=False)
+    made: Made | None = field(default=None, repr=False)
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None = None, *, scale: float | None = None
@@ -62,18 +91,11 @@ class AttentionPlan(Plan):
         if mask.kv_len == 0:
             return out.zero_(), None if lse is None else lse.fill_(-torch.inf)
         if self.made is not None and not operands.captured(q):
-            self._wait_for_work(*self.made)
+            follow(self.made, _tensors(self.work))
         kernel, config, _ = self.choice
         with dtypes.as_given(q.device):
             kernel.launch(config, self.work, q, k, v, mask, scale, out, lse)
         return out, lse
-
-    @staticmethod
-    def _wait_for_work(stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
-        """Another stream waits for the work. A captured one may not, and need not: torch.cuda.graph syncs first."""
-        current = torch.cuda.current_stream(stream.device)
-        if current != stream:
-            current.wait_event(event)
 
     def _check_planned(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         p = self.problem

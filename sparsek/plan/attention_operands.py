@@ -15,6 +15,7 @@ NO_GRADIENT = (
     "attention has no gradient yet; call it under torch.no_grad(), "
     "or use sparsek.reference.attention.attention, which has one"
 )
+SCALES = (1e-30, 1e30)  # float32 holds them, also times log2(e)
 DIMS = {"q": "[B, Hq, S, D]", "k": "[B, Hkv, T, D]", "v": "[B, Hkv, T, Dv]"}
 
 
@@ -98,9 +99,9 @@ def checked_scale(scale: Any, dim: int) -> float:
     if scale is None:
         return dim**-0.5
     number = float(scale) if isinstance(scale, Real) and not isinstance(scale, bool) else math.nan
-    if not (0 < number < math.inf):
+    if not (SCALES[0] <= number <= SCALES[1]):
         raise InvalidInput(
-            f"scale is {scale!r}; it must be a finite number above 0 (negate q for a negative one)"
+            f"scale is {scale!r}; it must be a number from {SCALES[0]:g} to {SCALES[1]:g} (negate q for a negative one)"
         )
     return number
 

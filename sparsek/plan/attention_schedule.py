@@ -60,6 +60,7 @@ def tiles_of(p: AttentionProblem, shape: Shape) -> int:
 def part_blocks(p: AttentionProblem, shape: Shape) -> int:
     """Blocks of the longest part: what a longer tile is cut into. At least the longest tile where nothing is cut.
 
+    Where the host knows bounds only, a longest tile may be none that is there: nothing is cut but for idle CTAs.
     With fewer tiles than half the CTAs, tiles are cut until every CTA has a part. Otherwise those are cut that are
     more than twice as long as the mean: half of a causal mask's tiles are longer than the mean, none twice as long.
     """
@@ -69,7 +70,13 @@ def part_blocks(p: AttentionProblem, shape: Shape) -> int:
     if 2 * tiles <= shape.ctas:
         return max(SHORTEST_PART, -(-p.longest // (shape.ctas // tiles)))
     mean = p.stored / (p.mask_batch * p.mask_heads * p.grid[0])
-    return max(SHORTEST_PART, round(2 * mean) + 1)
+    return max(SHORTEST_PART, round(2 * mean) + 1) if p.exact else p.longest
+
+
+def extra_tiles(p: AttentionProblem, blocks: int, shape: Shape) -> int:
+    """How many records parts add at most, if rows that are cut hold `blocks` blocks of the mask. Slots: twice that."""
+    lists = (p.batch // p.mask_batch) * (p.q_heads // p.mask_heads)
+    return blocks * lists * -(-p.block[0] // shape.positions) // shape.pack // part_blocks(p, shape)
 
 
 def is_cut(p: AttentionProblem, shape: Shape) -> bool:
@@ -131,10 +138,9 @@ def _cut(p: AttentionProblem, mask: BlockMask, where: Tensor, lists: Tensor, sha
     partial, n = lists[:, 1].long(), (lists[:, 1] + lists[:, 3]).long()
     parts = torch.clamp((n + longest - 1) // longest, min=1)
     last = torch.cumsum(parts, 0)
-    heads_per_list = (p.batch // p.mask_batch) * (p.q_heads // p.mask_heads)
     mean = p.stored / (p.mask_batch * p.mask_heads * p.grid[0])
-    most = mask.heavy_blocks if longest >= 2 * mean else p.stored  # only tiles longer than a part are cut
-    extra = most * heads_per_list * -(-p.block[0] // shape.positions) // shape.pack // longest
+    # Only tiles longer than a part are cut.
+    extra = extra_tiles(p, mask.heavy_blocks if longest >= 2 * mean else p.stored, shape)
     capacity = len(n) + extra
     item = torch.arange(capacity, device=n.device)
     tile = torch.searchsorted(last, item, right=True).clamp(max=len(n) - 1)
@@ -158,4 +164,4 @@ def _cut(p: AttentionProblem, mask: BlockMask, where: Tensor, lists: Tensor, sha
     )  # whole tiles all go to the last row, which is dropped
     entry = torch.stack((first_slot, parts, where[:, 1], where[:, 2], where[:, 0]), 1).int()
     merges.index_copy_(0, row, entry)
-    return Schedule(tiles, last[-1:].int(), shape.ctas, merges[:-1], 2 * extra)
+    return Schedule(tiles, last[-1:].clamp(max=capacity).int(), shape.ctas, merges[:-1], 2 * extra)

@@ -568,6 +568,13 @@ def test_true_sizes_take_the_place_of_bounds():
     assert loose.heavy_blocks == mask.heavy_blocks
 
 
+def test_true_sizes_of_many_rows_fit():
+    counts = torch.full((1 << 18,), 64, dtype=torch.int32)
+    counts[0] = 8192  # 2^13 blocks times 2^18 rows is 2^31
+    asked = mask_select.TrueSizes(counts, torch.zeros_like(counts))
+    assert asked.answer(wait=True) == [int(counts.sum()), 0, 8192, 8192]
+
+
 @pytest.mark.gpu
 def test_lists_on_a_gpu_are_counted_there(no_sync: Callable[[], AbstractContextManager[None]]):
     indptr = torch.tensor([0, 2, 3], dtype=torch.int32, device="cuda")

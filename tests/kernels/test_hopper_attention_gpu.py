@@ -116,6 +116,24 @@ def test_cut_tiles_are_cut() -> None:
         assert kernel.default(problem(q, k, v, made)).split
 
 
+@pytest.mark.parametrize("dims", [(192, 96), (80, 80), (40, 24), (8, 8)], ids=str)
+def test_cut_tiles_of_narrow_heads(dims: tuple[int, int]) -> None:
+    """Parts are as wide as a tile, which is wider than these heads."""
+    for mask, heads in (MANY["heads packed, keys split"], MANY["global rows split"]):
+        hold(AttentionCase("cut", mask, heads=heads, dims=dims), torch.bfloat16)
+
+
+def test_keys_expanded_over_heads_are_read_in_place() -> None:
+    kernel = load("hopper.attention_fwd")
+    q, k, v, mask = AttentionCase("causal", causal, heads=(4, 1), dims=(64, 64)).make(
+        "cuda", torch.bfloat16, fresh()
+    )
+    k, v = (x.expand(-1, 4, -1, -1) for x in (k, v))
+    out, lse = attend(kernel, q, k, v, mask)
+    gate = check_attention(q, k, v, mask, out, lse)
+    assert gate.passed, gate
+
+
 def test_a_hundred_runs_give_the_same_bits() -> None:
     kernel = load("hopper.attention_fwd")
     q, k, v, mask = AttentionCase("causal", causal, heads=(12, 12), dims=(128, 128)).make(

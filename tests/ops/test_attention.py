@@ -142,7 +142,7 @@ def test_a_second_call_makes_no_new_plan(plans_made: list[str]):
 
 
 def test_without_a_mask_plans_are_kept_too(plans_made: list[str]):
-    ops._every_block.cache_clear()
+    ops._kept_every_block.cache_clear()
     for _ in range(3):
         sk.attention(*qkv(77))
     assert len(plans_made) == 1

@@ -91,6 +91,30 @@ def test_a_graph_may_hold_the_mask_and_the_plan_too():
         check(tensors, mask_of(given), out)
 
 
+def test_a_call_without_a_mask_may_be_captured_after_it_ran_once():
+    q, k, v = inputs()
+    full = sk.BlockMask.full(q_len=q.shape[2], kv_len=k.shape[2], device="cuda")
+    sk.attention(q, k, v)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = sk.attention(q, k, v)
+    out.fill_(torch.nan)
+    graph.replay()
+    check((q, k, v), full, out)
+
+
+def test_a_call_without_a_mask_waits_for_it_on_another_stream():
+    q, k, v = inputs()
+    full = sk.BlockMask.full(q_len=q.shape[2], kv_len=k.shape[2], device="cuda")
+    torch.cuda._sleep(50_000_000)
+    sk.attention(q, k, v)
+    other = torch.cuda.Stream()
+    with torch.cuda.stream(other):
+        out = sk.attention(q.half(), k.half(), v.half())
+    other.synchronize()
+    check((q.half(), k.half(), v.half()), full, out)
+
+
 def test_a_plan_made_during_a_capture_is_not_used_outside_of_it():
     tensors, mask = inputs(), mask_of(scores())
     sk.attention(*tensors, mask_of(scores()))

@@ -44,7 +44,8 @@ from sparsek.formats.block_mask import BlockMask
 from sparsek.kernels.portable.attention_merge import merge_parts
 from sparsek.kernels.prims.gluon import Described, launch_on, tma_load, tma_store, tma_store_wait
 from sparsek.kernels.prims.softmax import by_bits, by_interval, prefetch, rescaled, softmax, unpacked
-from sparsek.plan.attention_schedule import FIELDS, Schedule, Shape, is_cut, part_blocks, schedule, tiles_of
+from sparsek.plan import attention_schedule as tiling
+from sparsek.plan.attention_schedule import FIELDS, Schedule, Shape
 from sparsek.plan.problem import AttentionProblem
 
 
@@ -446,8 +447,8 @@ class HopperAttention:
             reasons.append(
                 "TMA needs contiguous last dims and pointers and strides of q, k and v that are multiples of 16 bytes"
             )
-        if p.mask_batch * p.mask_heads * p.q_len >= 2**31 or max(p.q_len, p.kv_len) > 2**29:
-            reasons.append("positions are 32 bits: lists, lengths and bounds must stay below 2^29 to 2^31")
+        if p.mask_batch * p.mask_heads * p.q_len >= 2**31 or max(p.q_len, p.kv_len) > p.block[1] << 22:
+            reasons.append("positions are 32 bits: lengths may be 2^22 key blocks, and bounds 2^31")
         return reasons
 
     def default(self, p: AttentionProblem) -> Config:
@@ -465,7 +466,7 @@ class HopperAttention:
                 for pack in _packs(p):
                     c = Config(dim, v_dim, p.block, groups, keys, 2, 2, pack, **rules)
                     c = _fitted(c, p.card.smem_bytes)
-                    found[replace(c, split=is_cut(p, self._shape(p, c)))] = None
+                    found[replace(c, split=tiling.is_cut(p, self._shape(p, c)))] = None
         return list(found)
 
     def _shape(self, p: AttentionProblem, c: Config) -> Shape:
@@ -479,7 +480,7 @@ class HopperAttention:
         two CTAs of one warpgroup 10 % less. CTAs of one warpgroup read every key for half as many rows: L2 bounds them.
         """
         shape = self._shape(p, c)
-        tiles = tiles_of(p, shape)
+        tiles = tiling.tiles_of(p, shape)
         sms = p.card.sm_count
         per_tile = p.stored / max(1, p.mask_batch * p.mask_heads * p.grid[0]) * (p.block[1] // c.keys)
         mma = c.rows * c.keys * (c.dim + c.v_dim) / 2048
@@ -489,7 +490,7 @@ class HopperAttention:
         fetch = 2 * c.keys * (c.dim + c.v_dim) * sms / (0.9 * p.card.fabric)
         step = max(busy, fetch)
         tile = max(1.0, per_tile) * step + 1.2e-6 * c.rows / 128
-        longest = min(p.longest, part_blocks(p, shape)) * (p.block[1] // c.keys) * step
+        longest = min(p.longest, tiling.part_blocks(p, shape)) * (p.block[1] // c.keys) * step
         compute = max(tiles * tile / sms, longest * (1 if c.split else c.ctas_per_sm))
         merge = 1e-5 if c.split else 0.0
         return max(compute, p.compulsory_bytes / (0.92 * p.card.bandwidth)) + merge + p.card.launch_seconds
@@ -500,9 +501,9 @@ class HopperAttention:
             found.append(f"{c.pack} query heads share a tile, because they share a list and queries are few")
         if c.split:
             shape = self._shape(p, c)
-            slots = 2 * _extra(p, shape)
+            slots = 2 * tiling.extra_tiles(p, p.stored, shape)
             found.append(
-                f"tiles of more than {part_blocks(p, shape)} blocks are cut and merged in a fixed order; "
+                f"tiles of more than {tiling.part_blocks(p, shape)} blocks are cut and merged in a fixed order; "
                 f"workspace of at most {slots * 128 * (c.v_dim + 1) * 4 / 1e6:.4g} MB a call"
             )
         if (c.dim, c.v_dim) != (p.dim, p.v_dim):
@@ -511,7 +512,7 @@ class HopperAttention:
 
     def prepare(self, p: AttentionProblem, c: Config, mask: BlockMask) -> Work:
         none = torch.zeros(4, dtype=torch.int32, device=mask.device)
-        return Work(schedule(p, mask, self._shape(p, c)), none)
+        return Work(tiling.schedule(p, mask, self._shape(p, c)), none)
 
     def launch(
         self,
@@ -527,9 +528,10 @@ class HopperAttention:
     ) -> None:
         plan, none = work
         heads, per_key = q.shape[1], q.shape[1] // k.shape[1]
-        parts = plan.slots if c.split else 0
-        o_part = out.new_empty((max(1, parts), 128, c.v_dim), dtype=torch.float32) if c.split else none
-        lse_part = out.new_empty((max(1, parts), 128), dtype=torch.float32) if c.split else none
+        o_part = out.new_empty((max(1, plan.slots), 128, c.v_dim), dtype=torch.float32) if c.split else none
+        lse_part = out.new_empty((max(1, plan.slots), 128), dtype=torch.float32) if c.split else none
+        # Parts are as wide as a tile, and merge_parts reads them as wide as the output.
+        whole = out.new_empty((*out.shape[:3], c.v_dim)) if c.split and c.v_dim != out.shape[3] else out
         bounds = (none, none) if mask.lo is None or mask.hi is None else (mask.lo, mask.hi)
         own_bounds = bounds[0].dim() == 2 and bounds[0].shape[0] > 1
         lists = (mask.partial.indices, mask.full.indices, mask.rules, mask.bits, *bounds)
@@ -537,7 +539,7 @@ class HopperAttention:
             _rows(q, c.pack, c.dim),
             _keys(k, c.keys, c.dim),
             _keys(v, c.keys, c.v_dim),
-            _rows(out, c.pack, c.v_dim),
+            _rows(whole, c.pack, c.v_dim),
             plan.tiles,
             plan.count,
             *(none if x is None or x.numel() == 0 else x for x in lists),
@@ -558,7 +560,9 @@ class HopperAttention:
         ctas = min(plan.ctas, len(plan.tiles))
         launch_on(out.device, attention_kernel, ctas, args, {"maxnreg": 128} if c.ctas_per_sm == 2 else None)
         if c.split and plan.merges is not None:
-            merge_parts(o_part, lse_part, plan.merges, out, lse, c.pack, c.rows)
+            merge_parts(o_part, lse_part, plan.merges, whole, lse, c.pack, c.rows)
+        if whole is not out:
+            out.copy_(whole[..., : out.shape[3]])
 
 
 def _packs(p: AttentionProblem) -> list[int]:
@@ -588,11 +592,6 @@ def _rows(x: Tensor, pack: int, dim: int) -> Described:
 def _keys(x: Tensor, keys: int, dim: int) -> Described:
     """TMA description of k or v: one step's keys of one head."""
     return Described(x, tuple(x.shape), (*x.stride()[:3], 1), (1, 1, keys, dim))
-
-
-def _extra(p: AttentionProblem, shape: Shape) -> int:
-    blocks = p.visited * -(-p.block[0] // shape.positions) // shape.pack
-    return blocks // part_blocks(p, shape)
 
 
 KERNEL = HopperAttention()
