@@ -12,7 +12,7 @@ from torch import Tensor
 from sparsek.core.eager import eager
 from sparsek.core.errors import InvalidInput
 from sparsek.formats.block_mask import BY_INTERVAL, WORD, BlockMask
-from sparsek.formats.mask_parts import HostLists, HostMask, Sizes
+from sparsek.formats.mask_parts import BlockLists, HostLists, HostMask, Sizes
 from sparsek.formats.mask_rows import as_count, check_stored, exact_sizes, mask_block, mask_length
 from sparsek.formats.pattern import INT32_MAX
 
@@ -25,6 +25,9 @@ ENTRIES = (
 def plain(mask: BlockMask) -> dict[str, Any]:
     """Lengths, block, batch and heads as plain ints."""
     block = mask_block(mask.block)
+    for name in ("full", "partial"):
+        if not isinstance(getattr(mask, name), BlockLists):
+            raise InvalidInput(f"{name} is {type(getattr(mask, name)).__name__}; it must be BlockLists")
     return {
         "block": block,
         "q_len": mask_length(mask.q_len, "q_len", block[0]),

@@ -44,8 +44,15 @@ class Place:
         block: Any = 128,
         device: Any = None,
         q_offset: int | None = None,
+        **unknown: Any,
     ) -> Place:
         """From what builders take: see `block_mask.Frame`."""
+        if unknown:
+            names = ", ".join(unknown)
+            raise InvalidInput(
+                f"this mask has no option {names}; beside its own, masks take seq_len or q_len and kv_len, block, "
+                "device and q_offset"
+            )
         if seq_len is not None:
             if (q_len, kv_len) != (None, None):
                 raise InvalidInput(
@@ -129,7 +136,9 @@ def as_lengths(lengths: Any) -> list[np.ndarray]:
     try:
         rows = [np.asarray(row) for row in (lengths if np.ndim(lengths[0]) else [lengths])]
     except (IndexError, TypeError, ValueError) as error:
-        raise InvalidInput(f"lengths are no rows of ints: {error}") from error
+        raise InvalidInput(
+            f"lengths is {lengths!r}; it must hold the length of each document, or such a row for each batch item"
+        ) from error
     for at, row in enumerate(rows):
         if row.ndim != 1 or not row.size or row.dtype.kind not in "iu":
             raise InvalidInput(

@@ -136,7 +136,7 @@ def _check_plan(plan: Any, kernel: str | None, return_lse: bool) -> None:
 
 def _checked(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None, *, here: bool = True) -> BlockMask:
     """The mask to use, after all checks of the tensors. `here`: the call will run, so everything must be in place."""
-    operands.check_tensors(q, k, v)
+    operands.check_tensors(q, k, v, predicted=not here)
     if mask is None:
         return _every_block(q.shape[2], k.shape[2], q.device if here else torch.device("cpu"))
     operands.check_mask(q, k, mask, here=here)

@@ -65,6 +65,8 @@ class AttentionPlan(Plan):
 
         Raises InvalidInput for operands of other shapes, dtypes or alignment, and for another mask.
         """
+        if torch.compiler.is_compiling():
+            raise InvalidInput("plans do not go through torch.compile; call attention(q, k, v, mask) there")
         self.refuse_unless_ready()
         operands.check_tensors(q, k, v)
         operands.check_no_gradient(q, k, v)
@@ -134,7 +136,7 @@ class AttentionPlan(Plan):
             f"{most}{p.stored} of {p.cells} blocks of {p.block[0]}x{p.block[1]} stored ({100 * p.density:.3g} %), "
             f"{most}{p.partial} partial{by}, {self._sharing()}"
         )
-        dense = "; dense: every block is stored" if p.exact and p.stored == p.cells else ""
+        dense = "; dense: every block is stored" if p.exact and p.stored == p.cells and p.cells else ""
         return f"{self.label}: {counts}{dense}" if self.label else f"{counts}{dense}"
 
     def _sharing(self) -> str:

@@ -19,12 +19,19 @@ SCALES = (1e-30, 1e30)  # float32 holds them, also times log2(e)
 DIMS = {"q": "[B, Hq, S, D]", "k": "[B, Hkv, T, D]", "v": "[B, Hkv, T, Dv]"}
 
 
-def check_tensors(q: Any, k: Any, v: Any) -> None:
-    """InvalidInput unless q, k and v are dense, of one dtype, on one device, and fit together."""
+def check_tensors(q: Any, k: Any, v: Any, *, predicted: bool = False) -> None:
+    """InvalidInput unless q, k and v are dense, of one dtype, on one device, and fit together.
+
+    `predicted`: they may be on the meta device, for a call that is not run.
+    """
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise InvalidInput(f"{name} must be a dense torch.Tensor {DIMS[name]}, got {type(x).__name__}")
-        if x.layout != torch.strided:
+        if x.device.type == "meta" and not predicted:
+            raise InvalidInput(
+                f"{name} is on the meta device and holds nothing; plan_attention(..., device='h200') predicts a call"
+            )
+        if x.layout != torch.strided or x.is_nested:
             raise InvalidInput(
                 f"{name} must be a dense torch.Tensor, got layout {x.layout}; call .to_dense()"
             )
@@ -68,8 +75,10 @@ def check_mask(q: Tensor, k: Tensor, mask: Any, *, here: bool = True) -> None:
     `here`: it must be on their device too. Otherwise the call is only predicted.
     """
     if not isinstance(mask, BlockMask):
+        kind = type(mask)
         raise InvalidInput(
-            f"mask must be a BlockMask or None, got {type(mask).__name__}; BlockMask.from_dense takes a bool tensor"
+            f"mask must be a sparsek BlockMask or None, got {kind.__module__}.{kind.__name__}; BlockMask.from_dense "
+            "takes a bool tensor, BlockMask.from_flex a mask of FlexAttention"
         )
     if (mask.q_len, mask.kv_len) != (q.shape[2], k.shape[2]):
         raise InvalidInput(

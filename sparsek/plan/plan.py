@@ -102,7 +102,8 @@ class Plan:
         if c.why_not:
             return "; ".join(c.why_not)
         aside = f"; only by name: {c.only_by_name}" if c.only_by_name else ""
-        return f"{_us(c.seconds)}, {c.seconds / self.seconds:.2f}x the time{aside}"
+        times = f", {c.seconds / self.seconds:.2f}x the time" if self.seconds else ""
+        return f"{_us(c.seconds)}{times}{aside}"
 
 
 def bound_seconds(p: Problem) -> float:
@@ -125,4 +126,5 @@ def _us(seconds: float) -> str:
 
 
 def _tflops(flops: float, seconds: float) -> str:
-    return f"{flops / seconds / 1e12:.3g} TFLOPS"
+    rate = flops / seconds / 1e12 if seconds else 0.0
+    return f"{rate:.0f} TFLOPS" if rate >= 1000 else f"{rate:.3g} TFLOPS"

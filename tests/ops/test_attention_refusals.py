@@ -55,7 +55,7 @@ BAD_OPERANDS: dict[str, tuple[Callable[..., Any], str]] = {
     "v 5-D": (change(V, lambda v: v[None]), r"v must be \[B, Hkv, T, Dv\], got 5-D"),
     "dtypes": (change(K, lambda k: k.double()), "q is torch.float32 and k torch.float64; cast one of them"),
     "ints": (lambda q, k, v: sk.attention(q.int(), k.int(), v.int()), "dtype torch.int32 is not supported"),
-    "devices": (change(V, lambda v: v.to("meta")), "q is on cpu and v on meta; move one of them"),
+    "devices": (change(V, lambda v: v.to("meta")), "v is on the meta device and holds nothing"),
     "negated": (change(Q, torch._neg_view), r"q is a lazily negated view.*call .resolve_neg\(\)"),
     "batch": (change(Q, lambda q: q[:1]), "q, k and v have 1, 2 and 2 batch items; they must have as many"),
     "heads of v": (change(V, lambda v: v[:, :1]), "k has 2 heads and v 1; they must have as many"),
@@ -68,7 +68,7 @@ BAD_OPERANDS: dict[str, tuple[Callable[..., Any], str]] = {
     "no dim of v": (change(V, lambda v: v[..., :0]), "v has head dim 0; it must be at least 1"),
     "mask dense": (
         lambda q, k, v: sk.attention(q, k, v, torch.ones(192, 192, dtype=torch.bool)),  # type: ignore[call-overload]
-        "mask must be a BlockMask or None, got Tensor; BlockMask.from_dense takes a bool tensor",
+        "mask must be a sparsek BlockMask or None, got torch.Tensor; BlockMask.from_dense takes a bool tensor",
     ),
     "queries of mask": (
         lambda q, k, v: sk.attention(q[:, :, :100], k, v, window()),
@@ -86,9 +86,9 @@ BAD_OPERANDS: dict[str, tuple[Callable[..., Any], str]] = {
         lambda q, k, v: sk.attention(q, k, v, sk.BlockMask.per_batch([window()] * 3)),
         "mask has 3 batch items and q 2; mask needs 1 or as many",
     ),
-    "device of mask": (
+    "meta": (
         lambda q, k, v: sk.attention(q.to("meta"), k.to("meta"), v.to("meta"), window()),
-        r"mask is on cpu and q on meta; call mask.to\('meta'\)",
+        r"q is on the meta device and holds nothing; plan_attention\(..., device='h200'\) predicts a call",
     ),
     "kernel": (
         lambda q, k, v: sk.attention(q, k, v, kernel="hopper.spmm"),
@@ -133,7 +133,9 @@ def test_bad_operands_are_told_what_where_and_what_would_be_right(name: str):
         call(*qkv())
 
 
-@pytest.mark.parametrize("scale", [math.inf, math.nan, 0, -1.0, 1e-46, 1e39, True, "1", torch.tensor(1.0)], ids=repr)
+@pytest.mark.parametrize(
+    "scale", [math.inf, math.nan, 0, -1.0, 1e-46, 1e39, True, "1", torch.tensor(1.0)], ids=repr
+)
 def test_a_scale_that_float32_does_not_hold_is_refused(scale: Any):
     tensors, mask = qkv(), window()
     for call in (sk.attention, sk.plan_attention(*tensors, mask)):
