@@ -32,7 +32,8 @@ class Code(NamedTuple):
 
     `wgmma` and `copies` list the distinct instructions; `waits` are the numbers of wgmma groups that may still run
     when a wait ends. `fixed_bounds`: see the function. `unwritten`, `mixed` and `loops` are what `sass` finds in the
-    machine code. `log` is what ptxas said.
+    machine code of attention; that of spmm is not read, which would double the time of its 390 configs. `log` is what
+    ptxas said.
     """
 
     triton: str
@@ -70,7 +71,7 @@ def compiled(c: Config, dtype: str) -> Code:
         knobs.compilation.always_compile = True
         knobs.nvidia.dump_ptxas_log = True
         kernel: Any = triton.compile(ast, target=GPUTarget("cuda", 90, 32), options=options)
-    return _code(kernel, said.getvalue())
+    return _code(kernel, said.getvalue(), reads_sass=isinstance(c, attention_fwd.Config))
 
 
 def _spmm(c: spmm.Config, dtype: str) -> tuple[Any, str, dict[str, str]]:
@@ -88,13 +89,22 @@ def _spmm(c: spmm.Config, dtype: str) -> tuple[Any, str, dict[str, str]]:
 
 
 def _attention(c: attention_fwd.Config, dtype: str) -> tuple[Any, str, dict[str, str]]:
-    boxes = {
-        "q_desc": (1, 1, 64 // c.pack, c.pack, c.dim),
-        "k_desc": (1, 1, c.keys, c.dim),
-        "v_desc": (1, 1, c.keys, c.v_dim),
-        "o_desc": (1, 1, 64 // c.pack, c.pack, c.v_dim),
+    q, k, v, o = (
+        torch.empty(1, heads, length, dim, dtype=dtypes.parse(dtype), device="meta")
+        for heads, length, dim in (
+            (c.pack, 64, c.dim),
+            (1, c.keys, c.dim),
+            (1, c.keys, c.v_dim),
+            (c.pack, 64, c.v_dim),
+        )
+    )
+    described = {
+        "q_desc": attention_fwd._rows(q, c.pack, c.dim),
+        "k_desc": attention_fwd._keys(k, c.keys, c.dim),
+        "v_desc": attention_fwd._keys(v, c.keys, c.v_dim),
+        "o_desc": attention_fwd._rows(o, c.pack, c.v_dim),
     }
-    types = {name: _descriptor(box, dtype) for name, box in boxes.items()} | {"scale": "fp32"}
+    types = {name: _descriptor(each.box, dtype) for name, each in described.items()} | {"scale": "fp32"}
     types |= dict.fromkeys(("tiles", "count", "partial", "full", "rules", "bits", "lo", "hi"), "*i32")
     # What is not there is the same small int32 tensor.
     types |= {"lse": "*fp32" if c.lse else "*i32"}
@@ -106,7 +116,7 @@ def _descriptor(box: tuple[int, ...], dtype: str) -> str:
     return f"tensordesc<{dtype}{list(box)},{shared_layout(box, dtypes.parse(dtype))!r}>"
 
 
-def _code(kernel: Any, log: str) -> Code:
+def _code(kernel: Any, log: str, reads_sass: bool) -> Code:
     ptx = kernel.asm["ptx"]
     registers, stack, spilled = (
         re.findall(pattern, log)
@@ -114,7 +124,7 @@ def _code(kernel: Any, log: str) -> Code:
     )
     assert len(registers) == 1, log
     wgmma = re.findall(r"wgmma\.mma_async\.\S+", ptx)
-    program = sass.parsed(sass.disassembled(kernel.asm["cubin"]))
+    programs = [sass.parsed(sass.disassembled(kernel.asm["cubin"]))] if reads_sass else []
     return Code(
         triton=triton.__version__,
         wgmma=sorted(set(wgmma)),
@@ -127,9 +137,9 @@ def _code(kernel: Any, log: str) -> Code:
         stack=max(map(int, stack)),
         spills=max(map(int, spilled)),
         fixed_bounds=fixed_bounds(kernel.asm["ttgir"]),
-        unwritten=sass.unwritten(program),
-        mixed=sass.mixed_descriptors(program),
-        loops=sass.multiplying_loops(program),
+        unwritten=[found for program in programs for found in sass.unwritten(program)],
+        mixed=[found for program in programs for found in sass.mixed_descriptors(program)],
+        loops=[found for program in programs for found in sass.multiplying_loops(program)],
         log=log,
     )
 
@@ -140,20 +150,19 @@ def fixed_bounds(ttgir: str) -> list[str]:
     Triton 3.6 forgets that a bound is carried over the outer loop, and takes the one from before it, always
     (2026-11-21; see test_hopper_code.py). Kernels here have no bound that truly is the same for all tiles.
     """
-    found, outer = [], []  # of the loops around a line: indentation, and the values made inside
+    found: list[str] = []
+    around: list[tuple[int, set[str]]] = []  # of each loop: its indentation, and the values made inside
     for line in ttgir.splitlines():
         indent = len(line) - len(line.lstrip())
-        while outer and indent <= outer[-1][0]:
-            outer.pop()
-        made = re.match(r"\s*(%[\w$.-]+)(?::\d+)? =", line)
-        if outer and made:
-            outer[-1][1].add(made[1])
-        loop = re.search(r"scf\.for %\S+ = (%\S+) to (%\S+) ", line)
-        if loop:
-            inside = {name for _, names in outer[-1:] for name in names}
-            if outer:
-                found += [b for b in loop.groups() if b.split("#")[0] not in inside and not b.startswith("%c")]
-            outer.append((indent, set(re.findall(r"(%[\w$.-]+) =", line))))
+        while around and indent <= around[-1][0]:
+            around.pop()
+        if around and (made := re.match(r"\s*(%[\w$.-]+)(?::\d+)? =", line)):
+            around[-1][1].add(made[1])
+        if loop := re.search(r"scf\.for %\S+ = (%\S+) to (%\S+) ", line):
+            bounds = [bound for bound in loop.groups() if not bound.startswith("%c")]
+            if around:
+                found += [bound for bound in bounds if bound.split("#")[0] not in around[-1][1]]
+            around.append((indent, set(re.findall(r"(%[\w$.-]+) =", line))))
     return sorted(set(found))
 
 
@@ -180,7 +189,8 @@ def fields_of(c: Config) -> dict[str, Any]:
 
 def code_from(fields: dict[str, Any]) -> Code:
     """Code after a way through JSON."""
-    return Code(**fields | {"loops": [Loop(*loop) for loop in fields["loops"]]})
+    loops: Any = [Loop(*loop) for loop in fields["loops"]]
+    return Code(**fields | {"loops": loops})
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
 Uniform registers (UR) hold what a whole warp shares: addresses, and the descriptors of shared memory that wgmma and TMA
 read. ptxas of CUDA 12.8 was seen to leave one unwritten on the path around a loop (2026-11-21): the kernel then
-multiplied other shared memory, on some inputs only. `unwritten` finds such code. It knows what sm_90 has.
+multiplied other shared memory, on some inputs only. `unwritten` and `mixed_descriptors` find such code. What they know
+of instructions is what sm_90 has.
 """
 
 import re
@@ -180,8 +181,8 @@ def unwritten(program: Program) -> list[str]:
 def mixed_descriptors(program: Program) -> list[str]:
     """Reads of wgmma descriptors that different writes reach on different paths, each as "instruction reads URs".
 
-    ptxas keeps no two forms of a descriptor in one register. Where one write is missing on a path, what the register
-    held before comes through.
+    Where a write is missing on a path, what the register held before comes through. No kernel here lets two writes
+    meet in a descriptor (2026-11-21); code that does so may be right, and must be looked at.
     """
     return _readers(program, lambda i, number, writes: i.opcode.startswith("HGMMA") and len(writes) > 1)
 

@@ -1,8 +1,8 @@
 """hopper.spmm without a GPU: every config compiled for sm_90a, its schedule walked in numpy, its limits and reasons.
 
-Under the pinned Triton every config is compiled, in this process: CASES. Only equal configs count as one; nothing is left
-out because it is like another. The newest release, which takes twice as long and is the default of nobody, compiles in
-its own environment NEXT_CASES: every two values of fields that some config has together.
+The pinned Triton compiles every config in this process: CASES. Only equal configs count as one; nothing is left out
+because it is like another. The newest release takes twice as long. It compiles NEXT_CASES in its own environment: every
+two values of fields that some config has together are in one of them.
 """
 
 import json

@@ -4,7 +4,16 @@ import pytest
 
 pytest.importorskip("triton")
 
-from tests.kernels.sass import Loop, loops, multiplying_loops, parsed, uniform_reads, uniform_writes, unwritten
+from tests.kernels.sass import (
+    Loop,
+    loops,
+    mixed_descriptors,
+    multiplying_loops,
+    parsed,
+    uniform_reads,
+    uniform_writes,
+    unwritten,
+)
 
 
 def listing(*lines: str) -> str:
@@ -44,9 +53,7 @@ AROUND_A_LOOP = (
 
 def test_a_descriptor_that_is_written_only_in_the_loop_is_found_after_it():
     (found,) = unwritten(parsed(listing(*AROUND_A_LOOP)))
-    assert found == (
-        "0x00e0: HGMMA.64x64x16.F32.BF16 R88, R24, gdesc[UR8].tnspB, R88, gsb0 reads UR10, UR11"
-    )
+    assert found == ("0x00e0: HGMMA.64x64x16.F32.BF16 R88, R24, gdesc[UR8].tnspB, R88, gsb0 reads UR10, UR11")
 
 
 def test_nothing_is_found_where_the_path_around_the_loop_writes_it_too():
@@ -55,6 +62,15 @@ def test_nothing_is_found_where_the_path_around_the_loop_writes_it_too():
     assert unwritten(parsed(listing(*whole))) == []
     for at in range(2):
         assert len(unwritten(parsed(listing(*whole[:at], *whole[at + 1 :])))) == 1
+
+
+def test_an_older_value_that_comes_through_on_one_path_is_a_mixed_descriptor():
+    stale = parsed(listing("UMOV UR10, 0x7", "UMOV UR11, 0x7", *AROUND_A_LOOP))
+    assert unwritten(stale) == []
+    (found,) = mixed_descriptors(stale)
+    assert found.startswith("0x0100: HGMMA")
+    assert found.endswith("reads UR10, UR11")
+    assert mixed_descriptors(parsed(listing("UMOV UR10, 0x7", "@!UP0 UMOV UR10, 0x8", *TWO_LOOPS))) == []
 
 
 @pytest.mark.parametrize(
@@ -154,7 +170,5 @@ def test_loops_are_what_leads_back_to_its_head():
 
 def test_only_the_innermost_loop_that_multiplies_is_summed_up():
     assert multiplying_loops(parsed(listing(*TWO_LOOPS))) == [Loop(1, 0, 3, 2)]
-    spilled = tuple(
-        line.replace("LDG.E R9, desc[UR4][R2.64]", "STL [R1+0x8], R9") for line in TWO_LOOPS
-    )
+    spilled = tuple(line.replace("LDG.E R9, desc[UR4][R2.64]", "STL [R1+0x8], R9") for line in TWO_LOOPS)
     assert multiplying_loops(parsed(listing(*spilled))) == [Loop(0, 1, 3, 2)]

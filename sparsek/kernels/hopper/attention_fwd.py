@@ -575,7 +575,8 @@ def _packs(p: AttentionProblem) -> list[int]:
 
 def _fitted(c: Config, smem: int) -> Config:
     """The same tile with two slots of Q where they fit beside two stages, and then as many stages, up to 4, as fit."""
-    room = HALF_AN_SM if c.groups == 1 else smem - 1024
+    # Two CTAs have 128 registers a thread at launch, too few for 64 x 256 accumulators.
+    room = HALF_AN_SM if c.groups == 1 and c.v_dim <= 128 else smem - 1024
     for q_slots, stages in ((2, 4), (2, 3), (2, 2), (1, 4), (1, 3)):
         found = replace(c, q_slots=q_slots, stages=stages)
         if found.smem_bytes <= room:

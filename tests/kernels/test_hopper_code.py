@@ -1,0 +1,84 @@
+"""hopper_code: a fault of Triton 3.6 that its `fixed_bounds` guards against, and configs on their way through JSON."""
+
+import json
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from sparsek.kernels.hopper import attention_fwd, spmm
+from tests.kernels.hopper_code import Config, config_from, fields_of, fixed_bounds
+
+
+@gluon.jit
+def carried(bounds, out, rounds):
+    """The bound of the inner loop is that of the round; nothing else uses it."""
+    bound = gl.load(bounds)
+    for t in range(rounds):
+        for i in range(bound):
+            gl.store(out + i, t)
+        bound = gl.load(bounds + t + 1)
+
+
+@gluon.jit
+def loaded(bounds, out, rounds):
+    for t in range(rounds):
+        for i in range(gl.load(bounds + t)):
+            gl.store(out + i, t)
+
+
+def ttgir(kernel: Any) -> str:
+    source = GluonASTSource(kernel, {"bounds": "*i32", "out": "*i32", "rounds": "i32"})
+    compiled: Any = triton.compile(source, target=GPUTarget("cuda", 90, 32))
+    return compiled.asm["ttgir"]
+
+
+def test_triton_3_6_takes_the_bound_of_the_first_round_for_every_round() -> None:
+    """Once this fails, the pinned Triton has learned, and kernels may carry bounds again."""
+    forgets = triton.__version__.startswith("3.6.")
+    found = ttgir(carried)
+    assert fixed_bounds(found) == (["%bound"] if forgets else [])
+    assert found.count("tt.load") == (1 if forgets else 2)
+
+
+def test_a_bound_that_is_loaded_in_its_round_is_right() -> None:
+    found = ttgir(loaded)
+    assert fixed_bounds(found) == []
+    assert found.count("tt.load") == 1
+
+
+def test_bounds_that_change_with_the_outer_loop_or_are_constants_are_fine() -> None:
+    text = """
+      scf.for %t = %c0_i32 to %rounds step %c1_i32 iter_args(%high = %first)  : i32 {
+        %low:2 = "tt.reduce"
+        scf.for %i = %low#0 to %high step %c1_i32  : i32 {
+          scf.for %j = %c0_i32 to %i step %c1_i32  : i32 {
+          }
+        }
+        scf.for %i = %c0_i32 to %c4_i32 step %c1_i32  : i32 {
+        }
+      }
+      scf.for %t = %low_1 to %rounds step %c1_i32  : i32 {
+      }"""
+    assert fixed_bounds(text) == []
+    assert fixed_bounds(text.replace("to %high", "to %rounds")) == ["%rounds"]
+    assert fixed_bounds(text.replace("to %i step", "to %high step")) == ["%high"]
+
+
+@pytest.mark.parametrize(
+    "c",
+    [
+        spmm.Config((64, 64), 2, 1, 128, 64, 1, 4),
+        attention_fwd.Config(64, 128, (128, 64), 2, 64, 4, 2, pack=8, bits=True),
+    ],
+    ids=str,
+)
+def test_configs_survive_json(c: Config) -> None:
+    assert config_from(json.loads(json.dumps(fields_of(c)))) == c
