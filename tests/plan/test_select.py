@@ -127,7 +127,7 @@ def test_explain_tells_choice_roofline_and_why_the_others_lost():
             "on NVIDIA H200"
         ),
         "  kernel     fast: Choice(width=8)",
-        "  predicted  250.0 us, 550 TFLOPS useful, 4.4e+03 TFLOPS dense-equivalent",
+        "  predicted  250.0 us, 550 TFLOPS useful, 4398 TFLOPS dense-equivalent",
         "  roofline   199.2 us, bound by arithmetic: 137.4 GFLOP in 199.2 us, 285.2 MB in 66.6 us",
         "  not        slow: 1.50 ms, 6.00x the time",
         "  not        elsewhere: needs sm_100; needs fp4",
