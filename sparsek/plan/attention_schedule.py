@@ -20,6 +20,7 @@ from sparsek.plan.problem import AttentionProblem
 FIELDS = 8
 SHORTEST_PART = 8
 NO_SLOT = -1
+SLOT_ROWS = 128  # of a slot; a tile has at most as many
 
 
 class Shape(NamedTuple):
@@ -158,10 +159,9 @@ def _cut(p: AttentionProblem, mask: BlockMask, where: Tensor, lists: Tensor, sha
     records = torch.cat((where[tile], torch.stack(fields, 1).int()), 1)
     tiles = _dealt(records, torch.where(there, end - begin, -1), shape.ctas)
     cut = parts > 1
-    merges = torch.zeros(extra + 1, 5, dtype=torch.int32, device=n.device)
-    row = torch.where(
-        cut, torch.cumsum(cut, 0) - 1, extra
-    )  # whole tiles all go to the last row, which is dropped
     entry = torch.stack((first_slot, parts, where[:, 1], where[:, 2], where[:, 0]), 1).int()
+    merges = entry.new_zeros((extra + 1, entry.shape[1]))
+    # Whole tiles all go to the last row, which is dropped.
+    row = torch.where(cut, torch.cumsum(cut, 0) - 1, extra)
     merges.index_copy_(0, row, entry)
     return Schedule(tiles, last[-1:].clamp(max=capacity).int(), shape.ctas, merges[:-1], 2 * extra)

@@ -1,5 +1,6 @@
 """A decision that is ready to run: kernel, config and prepared work for one problem. It explains itself."""
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,7 +10,7 @@ from sparsek.plan.select import Candidate, Choice
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class Plan(ABC):
     """A kernel and a config for one problem, with what had to be made ready once. Each operation's plan is callable.
 
     A plan that is not `ready` was made for a card that is named, not there: it predicts and explains.
@@ -82,9 +83,9 @@ class Plan:
         lines.extend(f"  not        {c.name}: {self._why(c)}" for c in self.losers)
         return "\n".join(lines)
 
+    @abstractmethod
     def headline(self) -> list[str]:
         """The problem in words: the first lines of `explain()`."""
-        raise NotImplementedError
 
     def details(self) -> list[str]:
         """Lines of `explain()` between the schedule and the kernels that lost."""

@@ -20,7 +20,7 @@ from sparsek.kernels.portable import attention_fwd as portable
 from tests.house.tools import ROOT, next_python
 from tests.kernels.portable_attention_code import CARDS, Code, compiled, merged
 
-KERNEL = portable.KERNEL
+KERNEL: Any = portable.KERNEL
 BLOCKS = ((128, 128), (64, 64), (128, 64), (64, 128))
 # One address of lse's way out, on sm_80; no loop touches it.
 STACK = 8

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from sparsek.formats.block_mask import BlockMask
+from sparsek.plan.kernel import AttentionKernel
 from sparsek.plan.problem import AttentionProblem
 
 STEP_SECONDS = 2e-4
@@ -248,4 +249,4 @@ def _sum_size(p: AttentionProblem) -> int:
     return 8 if p.dtype == "fp64" else 4
 
 
-KERNEL = CpuAttention()
+KERNEL: AttentionKernel = CpuAttention()

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from sparsek.core import dtypes
 from sparsek.formats.bsr import BSR
+from sparsek.plan.kernel import SpmmKernel
 from sparsek.plan.problem import SpmmProblem
 
 MAX_COLUMNS = 1024
@@ -209,4 +210,4 @@ def _has_bf16_units() -> bool:
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
-KERNEL = CpuSpmm()
+KERNEL: SpmmKernel = CpuSpmm()

@@ -26,6 +26,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from hashlib import sha256
+from math import e, log2
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,6 +47,7 @@ from sparsek.kernels.prims.gluon import Described, launch_on, tma_load, tma_stor
 from sparsek.kernels.prims.softmax import by_bits, by_interval, prefetch, rescaled, softmax, unpacked
 from sparsek.plan import attention_schedule as tiling
 from sparsek.plan.attention_schedule import FIELDS, Schedule, Shape
+from sparsek.plan.kernel import AttentionKernel
 from sparsek.plan.problem import AttentionProblem
 
 
@@ -156,9 +158,8 @@ def load(T: gl.constexpr, q_desc, k_desc, v_desc, tiles, count, partial, full, g
         following = t + gl.num_programs(0)
         prefetch(tiles + RECORD * gl.where(following < gl.load(count), following, t))
         for w in gl.static_range(GROUPS):
-            mbarrier.wait(
-                q_empty.index(q_slot * GROUPS + w), q_phase
-            )  # until warpgroup w is done with this slot's Q
+            # Until warpgroup w is done with this slot's Q.
+            mbarrier.wait(q_empty.index(q_slot * GROUPS + w), q_phase)
             landed = q_full.index(q_slot * GROUPS + w)
             mbarrier.expect(landed, 64 * T.dim * 2)
             tma_load(
@@ -174,9 +175,8 @@ def load(T: gl.constexpr, q_desc, k_desc, v_desc, tiles, count, partial, full, g
             else:
                 col = gl.load(full + f_begin + (i - masked) // SUB)
             key = col * T.block[1] + i % SUB * KEYS
-            mbarrier.wait(
-                k_empty.index(slot), phase
-            )  # until every warpgroup has multiplied the K in this slot
+            # Until every warpgroup has multiplied the K in this slot.
+            mbarrier.wait(k_empty.index(slot), phase)
             mbarrier.expect(k_full.index(slot), KEYS * T.dim * 2)
             tma_load(k_desc, [b, kv, key, 0], k_full.index(slot), k_s.index(slot))
             mbarrier.wait(v_empty.index(slot), phase)  # and the V
@@ -504,7 +504,7 @@ class HopperAttention:
             slots = 2 * tiling.extra_tiles(p, p.stored, shape)
             found.append(
                 f"tiles of more than {tiling.part_blocks(p, shape)} blocks are cut and merged in a fixed order; "
-                f"workspace of at most {slots * 128 * (c.v_dim + 1) * 4 / 1e6:.4g} MB a call"
+                f"workspace of at most {slots * tiling.SLOT_ROWS * (c.v_dim + 1) * 4 / 1e6:.4g} MB a call"
             )
         if (c.dim, c.v_dim) != (p.dim, p.v_dim):
             found.append(f"heads of {p.dim}/{p.v_dim} are computed as {c.dim}/{c.v_dim}")
@@ -526,10 +526,11 @@ class HopperAttention:
         out: Tensor,
         lse: Tensor | None,
     ) -> None:
-        plan, none = work
+        schedule, none = work
         heads, per_key = q.shape[1], q.shape[1] // k.shape[1]
-        o_part = out.new_empty((max(1, plan.slots), 128, c.v_dim), dtype=torch.float32) if c.split else none
-        lse_part = out.new_empty((max(1, plan.slots), 128), dtype=torch.float32) if c.split else none
+        room = (max(1, schedule.slots), tiling.SLOT_ROWS)
+        o_part = out.new_empty((*room, c.v_dim), dtype=torch.float32) if c.split else none
+        lse_part = out.new_empty(room, dtype=torch.float32) if c.split else none
         # Parts are as wide as a tile, and merge_parts reads them as wide as the output.
         whole = out.new_empty((*out.shape[:3], c.v_dim)) if c.split and c.v_dim != out.shape[3] else out
         bounds = (none, none) if mask.lo is None or mask.hi is None else (mask.lo, mask.hi)
@@ -540,13 +541,13 @@ class HopperAttention:
             _keys(k, c.keys, c.dim),
             _keys(v, c.keys, c.v_dim),
             _rows(whole, c.pack, c.v_dim),
-            plan.tiles,
-            plan.count,
+            schedule.tiles,
+            schedule.count,
             *(none if x is None or x.numel() == 0 else x for x in lists),
             none if lse is None else lse,
             o_part,
             lse_part,
-            scale * 1.4426950408889634,
+            scale * log2(e),
             per_key,
             q.shape[2],
             heads,
@@ -557,10 +558,10 @@ class HopperAttention:
             c,
             SOURCE,
         )
-        ctas = min(plan.ctas, len(plan.tiles))
+        ctas = min(schedule.ctas, len(schedule.tiles))
         launch_on(out.device, attention_kernel, ctas, args, {"maxnreg": 128} if c.ctas_per_sm == 2 else None)
-        if c.split and plan.merges is not None:
-            merge_parts(o_part, lse_part, plan.merges, whole, lse, c.pack, c.rows)
+        if c.split and schedule.merges is not None:
+            merge_parts(o_part, lse_part, schedule.merges, whole, lse, c.pack, c.rows)
         if whole is not out:
             out.copy_(whole[..., : out.shape[3]])
 
@@ -595,4 +596,4 @@ def _keys(x: Tensor, keys: int, dim: int) -> Described:
     return Described(x, tuple(x.shape), (*x.stride()[:3], 1), (1, 1, keys, dim))
 
 
-KERNEL = HopperAttention()
+KERNEL: AttentionKernel = HopperAttention()

@@ -49,6 +49,7 @@ from sparsek.kernels.prims.gluon import (
     tma_store,
     tma_store_wait,
 )
+from sparsek.plan.kernel import SpmmKernel
 from sparsek.plan.problem import SpmmProblem
 from sparsek.plan.schedule import Schedule, balance, walk
 
@@ -513,4 +514,4 @@ def _matrices(x: Tensor) -> list[Tensor]:
     return [x[index] for index in product(*(range(size) for size in x.shape[:-2]))]
 
 
-KERNEL = HopperSpmm()
+KERNEL: SpmmKernel = HopperSpmm()

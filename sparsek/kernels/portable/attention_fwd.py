@@ -32,6 +32,7 @@ from torch import Tensor
 from sparsek.core import dtypes, env
 from sparsek.core.errors import InvalidInput
 from sparsek.formats.block_mask import BlockMask
+from sparsek.plan.kernel import AttentionKernel
 from sparsek.plan.problem import AttentionProblem
 
 DIMS = (32, 64, 96, 128, 192, 256)
@@ -416,4 +417,4 @@ class PortableAttention:
             )  # fmt: skip
 
 
-KERNEL = PortableAttention()
+KERNEL: AttentionKernel = PortableAttention()

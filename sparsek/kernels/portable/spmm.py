@@ -32,6 +32,7 @@ from torch import Tensor
 from sparsek.core import dtypes, env
 from sparsek.core.errors import InvalidInput
 from sparsek.formats.bsr import BSR
+from sparsek.plan.kernel import SpmmKernel
 from sparsek.plan.problem import SpmmProblem
 
 # Sizes stay this far under 2^31 so that a last tile's int32 row and column numbers do not wrap.
@@ -404,4 +405,4 @@ class PortableSpmm:
                 )  # fmt: skip
 
 
-KERNEL = PortableSpmm()
+KERNEL: SpmmKernel = PortableSpmm()

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sparsek.core import dtypes
 from sparsek.formats.block_mask import BlockMask
+from sparsek.plan.kernel import AttentionKernel
 from sparsek.plan.problem import AttentionProblem
 from sparsek.reference.attention import attention
 
@@ -74,4 +75,4 @@ class ReferenceAttention:
                 lse.copy_(sums)
 
 
-KERNEL = ReferenceAttention()
+KERNEL: AttentionKernel = ReferenceAttention()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from sparsek.formats.bsr import BSR
+from sparsek.plan.kernel import SpmmKernel
 from sparsek.plan.problem import SpmmProblem
 from sparsek.reference.spmm import spmm
 
@@ -61,4 +62,4 @@ class ReferenceSpmm:
             out.copy_(spmm(a, b))
 
 
-KERNEL = ReferenceSpmm()
+KERNEL: SpmmKernel = ReferenceSpmm()

@@ -25,6 +25,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from sparsek.core import dtypes
 from sparsek.formats.bsr import BSR
+from sparsek.plan.kernel import SpmmKernel
 from sparsek.plan.problem import SpmmProblem
 
 # values -> {CUDA stream: dense copy}. A copy is written and read in the order of its stream; the lock keeps threads on
@@ -134,4 +135,4 @@ def _limit_bytes(p: SpmmProblem) -> int:
     return p.card.memory_bytes // 2
 
 
-KERNEL = VendorDense()
+KERNEL: SpmmKernel = VendorDense()
