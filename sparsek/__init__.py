@@ -1,8 +1,13 @@
-"""SparseK: block-sparse matrix products and attention for NVIDIA Hopper, with the same API on a CPU.
+"""SparseK: block-sparse matrix products, layers and attention for NVIDIA Hopper, with the same API on a CPU.
 
-Importing this touches no CUDA and loads no kernel.
+    A = sk.BSR.from_dense(w, block=128, keep=0.125)     A @ B, B @ A, A.T @ B, A @ A2: sk.spmm, sk.spgemm
+    y = sk.linear(x, A, bias, "gelu")                   sk.swiglu, sk.sddmm, sk.nn.BlockSparseLinear
+    o = sk.attention(q, k, v, sk.BlockMask.causal(n))   sk.plan_spmm(A, B).explain(): what runs, and why
+
+Products are differentiable; a gradient of a BSR has its pattern. Importing this touches no CUDA and loads no kernel.
 """
 
+from sparsek import nn
 from sparsek.core.errors import InvalidFile, InvalidInput, SparseKError, Unsupported
 from sparsek.formats.block_mask import BlockMask
 from sparsek.formats.bsr import BSR
@@ -10,6 +15,9 @@ from sparsek.formats.io import load, save
 from sparsek.formats.pattern import BlockPattern
 from sparsek.formats.random import random_bsr
 from sparsek.ops.attention import attention, plan_attention
+from sparsek.ops.linear import linear, swiglu
+from sparsek.ops.sddmm import plan_sddmm, sddmm
+from sparsek.ops.spgemm import plan_spgemm, spgemm
 from sparsek.ops.spmm import plan_spmm, spmm
 from sparsek.plan.plan import Plan
 from sparsek.reference.attention import merge
@@ -26,11 +34,18 @@ __all__ = [
     "SparseKError",
     "Unsupported",
     "attention",
+    "linear",
     "load",
     "merge",
+    "nn",
     "plan_attention",
+    "plan_sddmm",
+    "plan_spgemm",
     "plan_spmm",
     "random_bsr",
     "save",
+    "sddmm",
+    "spgemm",
     "spmm",
+    "swiglu",
 ]

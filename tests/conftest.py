@@ -4,6 +4,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,6 +26,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Appends every failure to the file that SPARSEK_TEST_FAILURES names, as it happens.
+
+    A run on a borrowed GPU that hangs or runs out of time would take its failures with it (2026-11-21).
+    """
+    path = os.environ.get("SPARSEK_TEST_FAILURES")
+    if path and report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        with Path(path).open("a", encoding="utf-8") as file:
+            file.write(
+                f"=== {report.nodeid} ({report.when}, {report.duration:.1f} s)\n{report.longreprtext}\n"
+            )
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
@@ -20,6 +20,15 @@ if TYPE_CHECKING:
     from scipy import sparse
 
 ALIGNMENT = 16
+# What Dynamo (torch 2.13) calls an arithmetic operator between a tensor and a BSR, which it hands over in this order
+# whichever stood first, and the BSR's method for it.
+COMPILED_TENSOR_AND_BSR = {
+    "mul": "__rmul__",
+    "__rdiv__": "__truediv__",
+    "add": "__radd__",
+    "sub": "__rsub__",
+    "__rsub__": "__sub__",
+}
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -100,7 +109,10 @@ class BSR:
     @property
     def T(self) -> BSR:  # noqa: N802
         """The transposed matrix, by index only: values stay in place. `.T.T` has this pattern again."""
-        flipped, perm = self.pattern.transposed
+        # Inside torch.compile the index is traced, and dropped where only products read the view: they take the matrix
+        # it was taken from. That one is at hand in a view; elsewhere a look for a kept index would guard on it.
+        traced = torch.compiler.is_compiling() and self.order is None
+        flipped, perm = self.pattern.flip() if traced else self.pattern.transposed
         return BSR.unchecked(flipped, self.values, perm if self.order is None else None)
 
     def to(self, device: str | int | torch.device | None = None, dtype: torch.dtype | None = None) -> BSR:
@@ -183,9 +195,101 @@ class BSR:
 
         return spy.spy(self, path, max_pixels)
 
+    def sum(self, dim: int | None = None, *, dtype: torch.dtype | None = None) -> Tensor:
+        """Sum of all elements [], of each column (dim 0) [K] or of each row (dim 1) [M]; see `arithmetic.total`."""
+        from sparsek.formats import arithmetic
+
+        return arithmetic.total(self, dim, dtype)
+
+    def norm(self, *, dtype: torch.dtype | None = None) -> Tensor:
+        """The Frobenius norm []; see `arithmetic.norm`."""
+        from sparsek.formats import arithmetic
+
+        return arithmetic.norm(self, dtype)
+
+    def block_norms(self, *, dtype: torch.dtype | None = None) -> Tensor:
+        """The Frobenius norm of each stored block [nnzb], in the pattern's order; see `arithmetic.block_norms`."""
+        from sparsek.formats import arithmetic
+
+        return arithmetic.block_norms(self, dtype)
+
+    def block_row_slice(self, start: int, stop: int) -> BSR:
+        """Block rows `start` to `stop - 1`, in the same memory; see `arithmetic.block_row_slice`."""
+        from sparsek.formats import arithmetic
+
+        return arithmetic.block_row_slice(self, start, stop)
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether the values ask for a gradient."""
+        return self.values.requires_grad
+
+    def requires_grad_(self, requires_grad: bool = True) -> BSR:
+        """Makes the values ask for a gradient, or not. Returns this object; views of it share the values."""
+        self.values.requires_grad_(requires_grad)
+        return self
+
+    @property
+    def grad(self) -> BSR | None:
+        """The gradient of the values as a matrix with this pattern, sharing `values.grad`; None if there is none."""
+        from sparsek.formats import arithmetic
+
+        return arithmetic.gradient(self)
+
+    def detach(self) -> BSR:
+        """This matrix on the same memory, outside autograd."""
+        return BSR.unchecked(self.pattern, self.values.detach(), self.order)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """All of this matrix as tensors by name, nothing copied; see `arithmetic.state_dict`."""
+        from sparsek.formats import arithmetic
+
+        return arithmetic.state_dict(self)
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Tensor]) -> BSR:
+        """What `state_dict` gave, as it was; see `arithmetic.from_state_dict`."""
+        from sparsek.formats import arithmetic
+
+        return arithmetic.from_state_dict(state)
+
+    def __mul__(self, factor: Any) -> BSR:
+        from sparsek.formats import arithmetic
+
+        return arithmetic.scale(self, factor)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, divisor: Any) -> BSR:
+        from sparsek.formats import arithmetic
+
+        return arithmetic.divide(self, divisor)
+
+    def __neg__(self) -> BSR:
+        from sparsek.formats import arithmetic
+
+        return arithmetic.negate(self)
+
+    def __add__(self, other: Any) -> BSR:
+        from sparsek.formats import arithmetic
+
+        return arithmetic.add(self, other)
+
+    __radd__ = __add__
+
+    def __sub__(self, other: Any) -> BSR:
+        from sparsek.formats import arithmetic
+
+        return arithmetic.subtract(self, other)
+
+    def __rsub__(self, other: Any) -> BSR:
+        from sparsek.formats import arithmetic
+
+        return arithmetic.add(arithmetic.negate(self), other)
+
     @classmethod
     def register_matmul(cls, multiply: Callable[[Any, Any], Any]) -> None:
-        """Makes `A @ B` call `multiply(A, B)`. The operations, which stand above formats, call this once."""
+        """Makes `A @ B` with a BSR call `multiply(A, B)`. The operations, which stand above formats, do this once."""
         cls._matmul = staticmethod(multiply)
 
     def __matmul__(self, other: Any) -> Any:
@@ -200,6 +304,9 @@ class BSR:
         Dynamo (torch 2.13) hands over both A @ B and B @ A as matmul(B, A). Shapes tell which one was meant, unless
         both fit; then this raises and asks for sparsek.spmm(A, B).
         """
+        operator = COMPILED_TENSOR_AND_BSR.get(func.__name__) if torch.compiler.is_compiling() else None
+        if operator and not kwargs and len(args) == 2 and isinstance(args[1], BSR):
+            return getattr(args[1], operator)(args[0])
         if kwargs or len(args) != 2 or func.__name__ not in ("matmul", "__matmul__", "__rmatmul__"):
             return NotImplemented
         first, second = args
@@ -215,8 +322,10 @@ class BSR:
                 return second.__matmul__(first)
         return second.__rmatmul__(first)
 
-    def __rmatmul__(self, other: Any) -> NoReturn:
-        raise InvalidInput("dense @ BSR is not there yet; use (A.T @ B.T).T")
+    def __rmatmul__(self, other: Any) -> Any:
+        if BSR._matmul is None:
+            raise InvalidInput("B @ A needs the operations; import sparsek")
+        return BSR._matmul(other, self)
 
     def __repr__(self) -> str:
         rows, columns = self.shape
@@ -240,7 +349,8 @@ class BSR:
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise InvalidInput(
-            "a BSR is not pickled (torch.save pickles too); use sparsek.save(A, 'file.safetensors')"
+            "a BSR is not pickled (torch.save pickles too); use sparsek.save(A, 'file.safetensors'), or "
+            "torch.save(A.state_dict(), 'file.pt') and BSR.from_state_dict"
         )
 
 
@@ -249,7 +359,7 @@ def padding_nonzeros(a: BSR) -> int:
     if not a.pattern.is_ragged:
         return 0
     base = a if a.order is None else a.T
-    at, outside = _padding(base.pattern)
+    at, outside = padding_of(base.pattern)
     edge = base.values.detach().index_select(0, at)
     return int(torch.count_nonzero(edge.masked_fill(~outside, 0)))
 
@@ -257,9 +367,17 @@ def padding_nonzeros(a: BSR) -> int:
 def zero_padding(pattern: BlockPattern, values: Tensor) -> Tensor:
     """Writes 0, in place, into values [nnzb, bm, bk] outside the true shape. Returns the same tensor."""
     if pattern.is_ragged:
-        at, outside = _padding(pattern)
+        at, outside = padding_of(pattern)
         values[at] = values.index_select(0, at).masked_fill(outside, 0)
     return values
+
+
+def padding_of(pattern: BlockPattern) -> tuple[Tensor, Tensor]:
+    """Positions [e] of the stored blocks that reach over an edge, and bool [e, bm, bk]: what lies outside.
+
+    Kept with a ragged pattern; the first time it syncs.
+    """
+    return pattern.derived("padding", lambda: _padding(pattern))
 
 
 def _padding(pattern: BlockPattern) -> tuple[Tensor, Tensor]:

@@ -139,6 +139,10 @@ class BlockPattern:
         """The transposed pattern and int32 perm [nnzb]: its block q is block perm[q] of this. No sync."""
         return self.derived("transposed", lambda: _transpose(self))
 
+    def flip(self) -> tuple[BlockPattern, Tensor]:
+        """As `transposed`, made anew and not kept."""
+        return _transpose(self)
+
     @property
     def T(self) -> BlockPattern:  # noqa: N802
         """The transposed pattern; its `.T` is this very object."""
@@ -148,7 +152,10 @@ class BlockPattern:
         """What `build()` returned the first time it was asked for under `key`. Plans and schedules live here.
 
         `build` runs outside inference mode: tensors made inside it could never be saved for a backward pass.
+        Inside torch.compile nothing is kept: what is made there belongs to its graph.
         """
+        if torch.compiler.is_compiling():
+            return self._memo[key] if key in self._memo else build()
         if key not in self._memo:
             with torch.inference_mode(False):
                 self._memo.setdefault(key, build())
@@ -359,7 +366,8 @@ def _to_host(pattern: BlockPattern) -> HostPattern:
 
 def _block_rows(pattern: BlockPattern) -> Tensor:
     rows = torch.arange(pattern.grid[0], dtype=torch.int32, device=pattern.device)
-    return torch.repeat_interleave(rows, pattern.row_lengths, output_size=pattern.nnzb)
+    lengths = pattern.indptr[1:] - pattern.indptr[:-1]
+    return torch.repeat_interleave(rows, lengths, output_size=pattern.nnzb)
 
 
 def _transpose(pattern: BlockPattern) -> tuple[BlockPattern, Tensor]:
@@ -368,7 +376,9 @@ def _transpose(pattern: BlockPattern) -> tuple[BlockPattern, Tensor]:
     by_column, perm = torch.sort(pattern.indices, stable=True)
     starts = torch.arange(columns + 1, dtype=torch.int32, device=device)
     indptr = torch.searchsorted(by_column, starts, out_int32=True)
-    indices = pattern.block_rows[perm]
+    # A look for kept rows would make torch.compile compile again once something else has made and kept them.
+    rows = _block_rows(pattern) if torch.compiler.is_compiling() else pattern.block_rows
+    indices = rows[perm]
     inverse = torch.empty_like(pattern.indices)
     inverse[perm] = torch.arange(pattern.nnzb, dtype=torch.int32, device=device)
     (m, k), (bm, bk) = pattern.shape, pattern.block

@@ -17,8 +17,9 @@ from sparsek.core.errors import InvalidInput
 from sparsek.formats.block_mask import BlockLists, BlockMask, Sizes
 from sparsek.ops.planning import choose
 from sparsek.plan import attention_operands as operands
-from sparsek.plan.attention import AttentionPlan, Made, follow
+from sparsek.plan.attention import AttentionPlan
 from sparsek.plan.cache import PlanCache
+from sparsek.plan.made import Made, follow
 from sparsek.plan.problem import AttentionProblem
 
 

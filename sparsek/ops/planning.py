@@ -3,11 +3,16 @@
 from functools import lru_cache
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from sparsek import kernels
 from sparsek.core.errors import InvalidInput
 from sparsek.plan.kernel import MissingKernel
+from sparsek.plan.matches import match
 from sparsek.plan.problem import Problem
 from sparsek.plan.select import Choice, select
+from sparsek.plan.spgemm import Matcher
 
 # A choice costs the host some 100 us. It depends on the problem alone, so the masks and patterns that pose the same
 # problem share it.
@@ -17,6 +22,27 @@ REMEMBERED = 1024
 def choose(p: Problem, only: str | None = None, config: Any = None) -> Choice:
     """The kernel and config for `p`. Raises InvalidInput for a name or config that is not there, and Unsupported."""
     return _decided(p, only) if config is None else _decide(p, only, config)
+
+
+def allows_tf32(dtype: torch.dtype) -> bool:
+    """Whether torch may multiply these as TF32. Older settings show here too, and newer ones break reading those."""
+    return dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
+def capturing(x: Tensor) -> bool:
+    """Whether what is done with `x` now goes into a CUDA graph."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def matcher(device: torch.device) -> Matcher:
+    """What matches two patterns on `device`: plain Triton on a GPU where Triton is, torch elsewhere. The same lists."""
+    if device.type == "cuda":
+        try:
+            from sparsek.kernels.portable import match as portable
+        except ImportError:
+            return match
+        return portable.match
+    return match
 
 
 def _decide(p: Problem, only: str | None, config: Any = None) -> Choice:

@@ -1,118 +1,176 @@
-"""C = A @ B with A in BSR: checks, the torch.library op, plan and launch."""
+"""C = A @ B with A or B in BSR: checks, the torch.library op, plan and launch."""
 
 from __future__ import annotations
 
 import weakref
-from typing import Any, NoReturn
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from sparsek.core import device as devices
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.formats.bsr import BSR
 from sparsek.formats.pattern import BlockPattern
-from sparsek.ops.planning import choose
+from sparsek.ops import flat, gradients
+from sparsek.ops.planning import allows_tf32, capturing, choose
 from sparsek.plan import operands, schedule
 from sparsek.plan.cache import PlanCache
+from sparsek.plan.made import Made
 from sparsek.plan.problem import SpmmProblem
-from sparsek.plan.spmm import SpmmPlan
+from sparsek.plan.spmm import Product, SpmmPlan, empty_out, epilogue_parts, is_aligned
+from sparsek.reference.epilogue import PLAIN, Epilogue
 
 
 def spmm(
-    A: BSR,
-    B: Tensor,
+    A: Any,
+    B: Any,
     *,
     out: Tensor | None = None,
+    alpha: float = 1.0,
+    beta: float = 0.0,
     plan: SpmmPlan | None = None,
     kernel: str | None = None,
 ) -> Tensor:
-    """C = A @ B: block-sparse times dense, accumulated in float32 (float64 for float64).
+    """C = alpha * A @ B, plus beta * out: block-sparse times dense, or dense times block-sparse.
 
-    A: BSR [M, K]. B: [K, N] or [..., K, N] of A's dtype on A's device, row-major or its transpose view, which is
-    read in place. Returns C [..., M, N], row-major, of the same dtype.
+    One of A [M, K] and B [K, N] is a BSR, the other a dense tensor, [..., K, N] or [..., M, K], of its dtype on its
+    device, row-major or the transpose view of such a matrix, which is read in place. Transposed views of a BSR cost
+    nothing: `B @ A.T` and `A.T @ B` read A's values where they are. Returns C [..., M, N], row-major, of that dtype,
+    accumulated in float32 (float64 for float64).
 
-    out: written instead of a new tensor; [..., M, N], rows contiguous, no memory shared with A or B.
-    plan: from `plan_spmm`; without it one is made and kept with A's pattern.
-    kernel: a name of the kernels' table ("hopper.spmm"): that kernel runs or `Unsupported` says why not.
+    out: written instead of a new tensor; [..., M, N], rows contiguous, no memory shared with A or B. With beta other
+    than 0 it is read first and added: C = alpha * A @ B + beta * out, rounded once; by hopper.spmm alpha * A @ B is
+    rounded before.
+    plan: from `plan_spmm`; without it one is made and kept with the BSR's pattern.
+    kernel: a name of the kernels' table ("hopper.spmm"): that kernel runs or `Unsupported` says why not. The backward
+    pass uses kernels of the same family.
+
+    Differentiable in the BSR's values, whose gradient stays [nnzb, bm, bk], and in the dense operand. The first reads
+    leading dims of B joined with N, which copies B and C's gradient unless they lie so; those of a dense A are rows.
+    out= and plan= have no gradient.
 
     Rows of B under block columns without any block never reach C, NaN or not. A NaN under a stored block reaches the
     rows of that block; where the plan merges block rows also the rows merged with them; with vendor.dense all rows.
-    The same plan gives the same bits. Once planned, hopper.spmm and portable.spmm neither sync nor allocate more
-    than C. torch.autocast does not touch the operands.
+    The same plan gives the same bits. Once planned, GPU kernels neither sync nor allocate more than C, but
+    for rows that are split, whose sums go through a workspace.
+    torch.autocast does not touch the operands.
     Raises InvalidInput for operands that do not fit and Unsupported with every reason if no kernel can run.
     """
-    if torch.compiler.is_compiling():
-        if out is not None or plan is not None:
-            raise InvalidInput("out= and plan= do not go through torch.compile; call spmm(A, B) there")
-        pattern = A.pattern
-        return torch.ops.sparsek.spmm(
-            A.values, pattern.indptr, pattern.indices, A.order, B, list(A.shape), list(A.block), kernel
-        )
+    epilogue = _epilogue(alpha, beta, out)
     if plan is not None:
         if not isinstance(plan, SpmmPlan):
             raise InvalidInput(f"plan must come from plan_spmm, got {type(plan).__name__}")
         if kernel not in (None, plan.kernel):
             raise InvalidInput(f"kernel={kernel!r} contradicts plan, which uses {plan.kernel}")
-        return plan(A, B, out)
+        return plan(A, B, out, epilogue)
     operands.check_operands(A, B)
-    operands.check_no_gradient(A, B)
     if out is not None:
-        operands.check_out(A, B, out)
-    return _cached_plan(A, B, out, kernel).run(A, B, out)
+        if torch.compiler.is_compiling():
+            raise InvalidInput("out= and plan= do not go through torch.compile; call spmm(A, B) there")
+        operands.check_out(A, B, out, epilogue)
+    call = Product.of(A, B, out, epilogue)
+    c = multiply(call, kernel)
+    return call.seen(c, A) if out is None else out
 
 
 def plan_spmm(
-    A: BSR,
-    B: Tensor,
+    A: Any,
+    B: Any,
     *,
+    out: Tensor | None = None,
+    epilogue: Epilogue = PLAIN,
     kernel: str | None = None,
     config: Any = None,
     device: str | None = None,
 ) -> SpmmPlan:
     """The plan that `spmm(A, B)` would use: frozen, callable, and able to explain itself.
 
-    kernel, config: use this kernel, with this config of its own. device: a card's name ("h200"): plan for that card,
-    present or not; such a plan predicts and explains but cannot be called.
+    out, epilogue: what the calls will be given; `linear(x, W, bias, activation)` is `plan_spmm(x, W.T,
+    epilogue=Epilogue(bias=bias, activation=activation))`. kernel, config: use this kernel, with this config of its own.
+    device: a card's name ("h200"): plan for that card, present or not; such a plan predicts and explains but cannot be
+    called.
     Costs: schedules are made on the host and copied to A's device once.
     """
     operands.check_operands(A, B)
     if config is not None and kernel is None:
         raise InvalidInput("config= belongs to one kernel; name it with kernel=")
-    p = _problem(A, B, None, None if device is None else str(device))
-    return _make_plan(A, p, kernel, config, ready=device is None)
+    if out is not None:
+        operands.check_out(A, B, out, epilogue)
+    call = Product.of(A, B, out, epilogue)
+    call.check_epilogue()
+    p = _problem(call.a, call.b, call.out, None if device is None else str(device), *call[3:])
+    return _make_plan(call.a, p, kernel, config, ready=device is None)
+
+
+def multiply(call: Product, kernel: str | None) -> Tensor:
+    """The product in the kernels' form, by the op where something traces or wants a gradient."""
+    a, b, out, epilogue, out_layout = call
+    if torch.compiler.is_compiling() or operands.wants_gradient(
+        a.values, b, epilogue.bias, epilogue.other, out
+    ):
+        if out is not None:
+            raise InvalidInput(operands.OUT_HAS_NO_GRADIENT)
+        act, other, combine = epilogue.activation, epilogue.other, epilogue.combine
+        args = out_layout == "col", epilogue.alpha, epilogue.bias, act, other, combine, kernel
+        return torch.ops.sparsek.spmm(*flat.flat(a), b, *args)
+    return _cached_plan(call, kernel).run(call)
+
+
+def _epilogue(alpha: float, beta: float, out: Tensor | None) -> Epilogue:
+    operands.check_number("alpha", alpha)
+    operands.check_number("beta", beta)
+    if beta == 0:
+        return PLAIN if alpha == 1 else Epilogue(alpha=alpha)
+    if out is None:
+        raise InvalidInput(f"beta is {beta} and there is no out= to multiply with it")
+    return Epilogue(alpha=alpha, other=out, beta=beta)
 
 
 def _make_plan(a: BSR, p: SpmmProblem, kernel: str | None, config: Any, ready: bool) -> SpmmPlan:
     choice = choose(p, kernel, config)
     work = choice.kernel.prepare(p, choice.config, a) if ready else None
-    return SpmmPlan(p, choice, work, ready, weakref.ref(a.pattern))
+    made = Made.here(a.device) if ready else None
+    return SpmmPlan(p, choice, work, ready, weakref.ref(a.pattern), made=made)
 
 
-def _tf32(b: Tensor) -> bool:
-    """Whether torch may multiply these as TF32. Older settings show here too, and newer ones break reading those."""
-    return b.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
-
-
-def _cached_plan(a: BSR, b: Tensor, out: Tensor | None, kernel: str | None) -> SpmmPlan:
+def _cached_plan(call: Product, kernel: str | None) -> SpmmPlan:
+    a, b, out, epilogue, out_layout = call
     key = (
         kernel,
         a.order is None,
+        a.values.data_ptr() % 16,
+        out_layout,
         b.shape,
         b.stride(),
         b.dtype,
         b.data_ptr() % 16,
-        None if out is None else (out.stride(), out.data_ptr() % 16),
-        _tf32(b),
+        _place(out),
+        None if epilogue.is_plain else (*epilogue_parts(epilogue, out), _place(epilogue.other)),
+        allows_tf32(b.dtype),
     )
-    plans = a.pattern.derived("plans", PlanCache)
-    captured = b.is_cuda and torch.cuda.is_current_stream_capturing()
-    return plans.get(key, lambda: _make_plan(a, _problem(a, b, out, None), kernel, None, True), captured)
+    plans: PlanCache[SpmmPlan] = a.pattern.derived("plans", PlanCache)
+
+    def make() -> SpmmPlan:
+        return _make_plan(a, _problem(a, b, out, None, epilogue, out_layout), kernel, None, ready=True)
+
+    return plans.get(key, make, capturing(b))
 
 
-def _problem(a: BSR, b: Tensor, out: Tensor | None, card_name: str | None) -> SpmmProblem:
+def _place(x: Tensor | None) -> tuple[Any, ...] | None:
+    return None if x is None else (x.stride(), x.data_ptr() % 16)
+
+
+def _problem(
+    a: BSR,
+    b: Tensor,
+    out: Tensor | None,
+    card_name: str | None,
+    epilogue: Epilogue = PLAIN,
+    out_layout: str = "row",
+) -> SpmmProblem:
     pattern = a.pattern
     m, k = a.shape
     n = b.shape[-1]
@@ -122,6 +180,7 @@ def _problem(a: BSR, b: Tensor, out: Tensor | None, card_name: str | None) -> Sp
     if a.block[0] <= 64 and a.order is None:
         factors = [r for r in (2, 4, 8) if r * a.block[0] <= 128 and a.block[0] & (a.block[0] - 1) == 0]
         merged = tuple((r, schedule.merged_steps(pattern, r)) for r in factors)
+    scaled, bias, activation, combine, in_place = epilogue_parts(epilogue, out)
     return SpmmProblem(
         m=m,
         k=k,
@@ -132,12 +191,18 @@ def _problem(a: BSR, b: Tensor, out: Tensor | None, card_name: str | None) -> Sp
         card=card,
         batch=b.shape[:-2].numel(),
         b_layout=operands.layout(b),
-        aligned=operands.aligned(b, out),
+        aligned=is_aligned(a.values, b, out, epilogue.other, m, out_layout),
         transposed=a.order is not None,
-        tf32=_tf32(b),
+        tf32=allows_tf32(b.dtype),
         row_max=int(lengths.max()) if len(lengths) else 0,
         touches_all_columns=pattern.derived("touches_all", lambda: _touches_all(pattern)),
         merged=merged,
+        out_layout=out_layout,
+        scaled=scaled,
+        bias=bias,
+        activation=activation,
+        combine=combine,
+        in_place=in_place,
     )
 
 
@@ -147,29 +212,26 @@ def _touches_all(pattern: BlockPattern) -> bool:
     return bool(touched.all())
 
 
-# Patterns that came through the compiled op, so that plans are made once. An entry lives as long as its indptr: the
-# pattern holds another tensor object on the same memory.
-_PATTERNS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-
-
-@torch.library.custom_op("sparsek::spmm", mutates_args=())
+@torch.library.custom_op("sparsek::spmm", mutates_args=(), tags=flat.TAGS)
 def _spmm_op(
     values: Tensor,
     indptr: Tensor,
     indices: Tensor,
-    order: Tensor | None,
+    sizes: Sequence[int],
+    transposed: bool,
     b: Tensor,
-    shape: list[int],
-    block: list[int],
+    by_columns: bool,
+    alpha: float,
+    bias: Tensor | None,
+    activation: str,
+    other: Tensor | None,
+    combine: str,
     kernel: str | None,
 ) -> Tensor:
-    pattern = _PATTERNS.get(indptr)
-    wanted = (indices.data_ptr(), (shape[0], shape[1]), (block[0], block[1]))
-    if pattern is None or (pattern.indices.data_ptr(), pattern.shape, pattern.block) != wanted:
-        pattern = BlockPattern.unchecked(*wanted[1:], indptr.detach(), indices.detach())
-        _PATTERNS[indptr] = pattern
+    a = flat.matrix(values, indptr, indices, sizes, transposed)
+    call = _call(a, b, by_columns, alpha, bias, activation, other, combine)
     with torch.no_grad():
-        return spmm(BSR.unchecked(pattern, values, order), b, kernel=kernel)
+        return _cached_plan(call, kernel).run(call)
 
 
 @_spmm_op.register_fake
@@ -177,18 +239,37 @@ def _(
     values: Tensor,
     indptr: Tensor,
     indices: Tensor,
-    order: Tensor | None,
+    sizes: Sequence[int],
+    transposed: bool,
     b: Tensor,
-    shape: list[int],
-    block: list[int],
+    by_columns: bool,
+    alpha: float,
+    bias: Tensor | None,
+    activation: str,
+    other: Tensor | None,
+    combine: str,
     kernel: str | None,
 ) -> Tensor:
-    return b.new_empty((*b.shape[:-2], shape[0], b.shape[-1]))
+    a = flat.fake(values, indptr, indices, sizes, transposed)
+    call = _call(a, b, by_columns, alpha, bias, activation, other, combine)
+    return empty_out(b, a.shape[0], call.out_layout)
 
 
-def _refuse_gradient(ctx: Any, grad: Tensor) -> NoReturn:
-    raise InvalidInput(operands.NO_GRADIENT)
+def _call(
+    a: BSR,
+    b: Tensor,
+    by_columns: bool,
+    alpha: float,
+    bias: Tensor | None,
+    activation: str,
+    other: Tensor | None,
+    combine: str,
+) -> Product:
+    operands.check_left(a, b)
+    epilogue = Epilogue(alpha=alpha, bias=bias, activation=activation, other=other, combine=combine)
+    call = Product(a, b, None, epilogue, "col" if by_columns else "row")
+    call.check_epilogue()
+    return call
 
 
-_spmm_op.register_autograd(_refuse_gradient)
-BSR.register_matmul(spmm)
+_spmm_op.register_autograd(gradients.of_spmm, setup_context=gradients.save_spmm)

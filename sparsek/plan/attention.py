@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,36 +13,8 @@ from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.formats.block_mask import BlockMask
 from sparsek.plan import attention_operands as operands
+from sparsek.plan.made import Made, captured, follow, tensors_in
 from sparsek.plan.plan import Plan
-
-
-class Made(NamedTuple):
-    """Where on which stream tensors become ready."""
-
-    stream: torch.cuda.Stream
-    event: torch.cuda.Event
-
-    @classmethod
-    def here(cls, device: torch.device) -> Made | None:
-        """After what the current stream was given so far; None on a CPU."""
-        if device.type != "cuda":
-            return None
-        made = cls(torch.cuda.current_stream(device), torch.cuda.Event())
-        made.event.record(made.stream)
-        return made
-
-
-def follow(made: Made, tensors: Iterable[Tensor | None]) -> None:
-    """Another stream waits for them, and their memory for that stream.
-
-    A captured stream may not wait, and need not: torch.cuda.graph waits for the device first.
-    """
-    current = torch.cuda.current_stream(made.stream.device)
-    if current != made.stream:
-        current.wait_event(made.event)
-        for tensor in tensors:
-            if tensor is not None:
-                tensor.record_stream(current)
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,8 +64,8 @@ class AttentionPlan(Plan):
             return out, lse
         if mask.kv_len == 0:
             return out.zero_(), None if lse is None else lse.fill_(-torch.inf)
-        if self.made is not None and not operands.captured(q):
-            follow(self.made, _tensors(self.work))
+        if self.made is not None and not captured(q):
+            follow(self.made, tensors_in(self.work))
         kernel, config, _ = self.choice
         with dtypes.as_given(q.device):
             kernel.launch(config, self.work, q, k, v, mask, scale, out, lse)
@@ -152,24 +124,10 @@ class AttentionPlan(Plan):
         rows, keys = p.batch * p.q_heads * p.q_len, p.batch * p.kv_heads * p.kv_len
         beyond = [] if mask is None else [f"mask {_megabytes(mask.nbytes)}"]
         if self.ready:
-            beyond.append(f"plan {_megabytes(sum(x.nbytes for x in _tensors(self.work)))}")
+            beyond.append(f"plan {_megabytes(sum(x.nbytes for x in tensors_in(self.work)))}")
         more = f" beyond {', '.join(beyond)}" if beyond else ""
         line = f"  memory     q, k, v and out {_megabytes((rows + keys) * (p.dim + p.v_dim) * size)}{more}"
         return [line, *super().details()]
-
-
-def _tensors(work: Any) -> Iterator[Tensor]:
-    """Every tensor in prepared work: dataclasses, tuples, lists and dicts of them."""
-    if isinstance(work, Tensor):
-        yield work
-    elif is_dataclass(work):
-        for each in fields(work):
-            yield from _tensors(getattr(work, each.name))
-    elif isinstance(work, (tuple, list)):
-        for each in work:
-            yield from _tensors(each)
-    elif isinstance(work, dict):
-        yield from _tensors(list(work.values()))
 
 
 def _megabytes(count: int) -> str:

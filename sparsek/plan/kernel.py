@@ -8,7 +8,10 @@ from torch import Tensor
 
 from sparsek.formats.block_mask import BlockMask
 from sparsek.formats.bsr import BSR
-from sparsek.plan.problem import AttentionProblem, Problem, SpmmProblem
+from sparsek.formats.pattern import BlockPattern
+from sparsek.plan.matches import Matches
+from sparsek.plan.problem import AttentionProblem, Problem, SddmmProblem, SpgemmProblem, SpmmProblem
+from sparsek.reference.epilogue import PLAIN, Epilogue
 
 P = TypeVar("P", contravariant=True)
 
@@ -40,14 +43,38 @@ class Kernel(Protocol[P]):
 
 
 class SpmmKernel(Kernel[SpmmProblem], Protocol):
-    """One implementation of C = A @ B for a BSR A."""
+    """One implementation of C = A @ B for a BSR A, with an epilogue."""
 
     def prepare(self, p: SpmmProblem, c: Any, a: BSR) -> Any:
         """Work that is done once per plan: schedules, a dense copy. Kept by the plan, handed back to `launch`."""
         ...
 
-    def launch(self, c: Any, work: Any, a: BSR, b: Tensor, out: Tensor) -> None:
-        """Runs. `out` [..., M, N] is preallocated and fully overwritten."""
+    def launch(self, c: Any, work: Any, a: BSR, b: Tensor, out: Tensor, epilogue: Epilogue = PLAIN) -> None:
+        """Runs. `out` [..., M, N] is preallocated and fully overwritten; it lies as the problem's `out_layout` says."""
+        ...
+
+
+class SddmmKernel(Kernel[SddmmProblem], Protocol):
+    """One implementation of S = X @ Y at the blocks of a pattern."""
+
+    def prepare(self, p: SddmmProblem, c: Any, pattern: BlockPattern) -> Any:
+        """Work that is done once per pattern and plan."""
+        ...
+
+    def launch(self, c: Any, work: Any, x: Tensor, y: Tensor, pattern: BlockPattern, values: Tensor) -> None:
+        """Runs. `values` [nnzb, bm, bn] is preallocated and fully overwritten; outside the matrix it becomes 0."""
+        ...
+
+
+class SpgemmKernel(Kernel[SpgemmProblem], Protocol):
+    """One implementation of C = A @ B for BSR A and B."""
+
+    def prepare(self, p: SpgemmProblem, c: Any, matches: Matches) -> Any:
+        """Work that is done once per pair of patterns and plan."""
+        ...
+
+    def launch(self, c: Any, work: Any, a: BSR, b: BSR, matches: Matches, out: Tensor) -> None:
+        """Runs. `out` is preallocated and fully overwritten: dense [M, N], or values [nnzb, bm, bn] of C's pattern."""
         ...
 
 

@@ -1,58 +1,248 @@
-"""What can be said of the tensors of one call without reading them: do they fit together, and how do they lie."""
+"""What can be said of the tensors of one call without reading them: do they fit together, and how do they lie.
+
+A product has one form for its kernels, C = A @ B with A in BSR. B @ A is (A.T @ B.mT).mT in that form.
+"""
+
+from __future__ import annotations
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.formats.bsr import BSR
+from sparsek.formats.pattern import BlockPattern
+from sparsek.reference import epilogue as reference
+from sparsek.reference.epilogue import ACTIVATIONS, PLAIN, Epilogue
 
-NO_GRADIENT = (
-    "spmm has no gradient yet; call it under torch.no_grad(), "
-    "or use sparsek.reference.spmm.spmm, which has one"
+PLAN_HAS_NO_GRADIENT = (
+    "a plan has no gradient; call it under torch.no_grad(), or call sparsek.{op} without plan=, which has one"
 )
+OUT_HAS_NO_GRADIENT = "out= takes no part in autograd; call it under torch.no_grad(), or leave out= away"
 
 
 def check_operands(a: Any, b: Any) -> None:
+    """InvalidInput unless one operand is a BSR and the other a dense [..., K, N] or [..., M, K] that fits it."""
+    if isinstance(b, BSR) and not isinstance(a, BSR):
+        check_right(a, b)
+    else:
+        check_left(a, b)
+
+
+def check_left(a: Any, b: Any) -> None:
     """InvalidInput unless `a` is a BSR [M, K] and `b` a dense [..., K, N] of its dtype on its device."""
     if not isinstance(a, BSR):
-        raise InvalidInput(f"A must be a BSR, got {type(a).__name__}; make one with BSR.from_dense")
-    if not isinstance(b, Tensor):
-        raise InvalidInput(f"B must be a dense torch.Tensor, got {type(b).__name__}")
-    if b.layout != torch.strided:
-        raise InvalidInput(f"B must be a dense torch.Tensor, got layout {b.layout}; call .to_dense()")
+        raise InvalidInput(
+            f"A must be a BSR, got {type(a).__name__}; make one with BSR.from_dense, or let B be one"
+        )
+    if isinstance(b, BSR):
+        raise InvalidInput(
+            "B must be a dense torch.Tensor, got BSR; sparsek.spgemm(A, B) multiplies two of them"
+        )
+    check_dense("B", b, a, "A")
     if b.dim() < 2:
         raise InvalidInput(
             f"B must be [K, N] or [..., K, N], got {b.dim()}-D; for a vector use B.unsqueeze(-1)"
         )
     if b.shape[-2] != a.shape[1]:
         raise InvalidInput(f"A is {list(a.shape)} and B {list(b.shape)}: B needs {a.shape[1]} rows")
-    if b.dtype != a.dtype:
+
+
+def check_right(a: Any, b: Any) -> None:
+    """InvalidInput unless `b` is a BSR [K, N] and `a` a dense [..., M, K] of its dtype on its device."""
+    if not isinstance(b, BSR):
+        raise InvalidInput(f"B must be a BSR, got {type(b).__name__}; make one with BSR.from_dense")
+    check_dense("A", a, b, "B")
+    if a.dim() < 2:
+        raise InvalidInput(
+            f"A must be [M, K] or [..., M, K], got {a.dim()}-D; for a vector use A.unsqueeze(0)"
+        )
+    if a.shape[-1] != b.shape[0]:
+        raise InvalidInput(f"A is {list(a.shape)} and B {list(b.shape)}: A needs {b.shape[0]} columns")
+
+
+def check_dense(name: str, x: Any, like: BSR | Tensor | None = None, other: str = "") -> None:
+    """InvalidInput unless `x`, called `name`, is dense, and of the dtype of `like`, called `other`, on its device."""
+    if not isinstance(x, Tensor):
+        raise InvalidInput(f"{name} must be a dense torch.Tensor, got {type(x).__name__}")
+    if x.layout != torch.strided or x.is_nested:
+        raise InvalidInput(f"{name} must be a dense torch.Tensor, got layout {x.layout}; call .to_dense()")
+    if like is None:
+        dtypes.name(x.dtype)
+    else:
+        if x.dtype != like.dtype:
+            raise InvalidInput(
+                f"{other} is {like.dtype} and {name} {x.dtype}; cast one of them, SparseK does not"
+            )
+        if x.device != like.device:
+            raise InvalidInput(
+                f"{other} is on {like.device} and {name} on {x.device}; move one of them, SparseK does not"
+            )
+    if not torch.compiler.is_compiling() and x.is_neg():  # not traced; the op looks again
+        raise InvalidInput(
+            f"{name} is a lazily negated view, whose memory has the other sign; call .resolve_neg()"
+        )
+
+
+def check_number(name: str, value: Any) -> None:
+    """InvalidInput unless `value` is a number that the host knows."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise InvalidInput(
+            f"{name} must be a number, got {type(value).__name__}; a tensor would have to be read first"
+        )
+
+
+def check_epilogue(a: BSR, b: Tensor, epilogue: Epilogue, out_layout: str) -> None:
+    """InvalidInput unless `epilogue` fits C = A @ B, with a matrix that lies as C does: by rows or by columns."""
+    if epilogue.is_plain:
+        return
+    check_number("alpha", epilogue.alpha)
+    check_number("beta", epilogue.beta)
+    reference.check_epilogue(epilogue, (*b.shape[:-2], a.shape[0], b.shape[-1]), b.dtype, b.device)
+    if epilogue.bias is not None:
+        _check_bias(epilogue.bias, a.shape[0])
+    other = epilogue.other
+    if other is not None:
+        check_dense("other", other)
+        along = -1 if out_layout == "row" else -2
+        if other.stride(along) != 1 and other.shape[along] > 1:
+            raise InvalidInput(
+                f"the matrix that is joined with the product must have contiguous rows, got strides {other.stride()}"
+                "; call .contiguous()"
+            )
+
+
+def _check_bias(bias: Tensor, count: int) -> None:
+    if tuple(bias.shape) != (count,):
+        raise InvalidInput(
+            f"bias is {list(bias.shape)}; it needs [{count}], a number for every output feature"
+        )
+    if bias.stride(0) != 1 and count > 1:
+        raise InvalidInput(f"bias must be contiguous, got stride {bias.stride(0)}; call .contiguous()")
+
+
+def check_linear(x: Any, w: BSR, bias: Any, activation: Any, residual: Any) -> None:
+    """InvalidInput unless the operands of act(x @ W.T + bias) + residual fit together."""
+    check_dense("x", x, w, "W")
+    if x.dim() < 1 or x.shape[-1] != w.shape[1]:
+        raise InvalidInput(
+            f"x is {list(x.shape)} and W [N, K] {list(w.shape)}: the last dim of x must be {w.shape[1]}"
+        )
+    check_activation(activation)
+    if bias is not None:
+        check_dense("bias", bias, w, "W")
+        _check_bias(bias, w.shape[0])
+    if residual is not None:
+        check_dense("residual", residual, w, "W")
+        if tuple(residual.shape) != (*x.shape[:-1], w.shape[0]):
+            raise InvalidInput(
+                f"residual is {list(residual.shape)}; it must be {[*x.shape[:-1], w.shape[0]]}, as x @ W.T"
+            )
+        if residual.stride(-1) != 1 and w.shape[0] > 1:
+            raise InvalidInput(
+                f"residual must have contiguous rows, got strides {residual.stride()}; call .contiguous()"
+            )
+
+
+def check_activation(activation: Any) -> None:
+    """InvalidInput unless it is None or the name of an activation."""
+    names = [name for name in ACTIVATIONS if name]
+    if activation is not None and activation not in names:
+        raise InvalidInput(f"activation is {activation!r}; use one of {', '.join(names)}, or None")
+
+
+def check_sddmm(x: Any, y: Any, pattern: Any) -> None:
+    """InvalidInput unless `x` [M, K] and `y` [K, N] are dense, alike, and fit `pattern`, which is M x N."""
+    if not isinstance(pattern, BlockPattern):
+        hint = "; hand over its .pattern" if isinstance(pattern, BSR) else ""
+        raise InvalidInput(f"pattern must be a BlockPattern, got {type(pattern).__name__}{hint}")
+    check_dense("X", x)
+    check_dense("Y", y, x, "X")
+    for name, each, dims in (("X", x, "[M, K]"), ("Y", y, "[K, N]")):
+        if each.dim() != 2:
+            raise InvalidInput(
+                f"{name} must be {dims}, got {each.dim()}-D; to sum over leading dims join them with K"
+            )
+    if x.shape[1] != y.shape[0]:
+        raise InvalidInput(f"X is {list(x.shape)} and Y {list(y.shape)}: Y needs {x.shape[1]} rows")
+    if (x.shape[0], y.shape[1]) != pattern.shape:
+        raise InvalidInput(
+            f"X @ Y is {[x.shape[0], y.shape[1]]} and the pattern {list(pattern.shape)}; they must agree"
+        )
+    if pattern.device != x.device:
+        raise InvalidInput(
+            f"X is on {x.device} and the pattern on {pattern.device}; call pattern.to({str(x.device)!r})"
+        )
+
+
+def check_spgemm(a: Any, b: Any, out: Any) -> None:
+    """InvalidInput unless `a` and `b` are BSR that fit together, and `out` says what C should be."""
+    for name, each, other in (("A", a, b), ("B", b, a)):
+        if not isinstance(each, BSR):
+            hint = (
+                "sparsek.spmm(A, B) multiplies it with a BSR"
+                if isinstance(other, BSR)
+                else "use BSR.from_dense"
+            )
+            raise InvalidInput(f"{name} must be a BSR, got {type(each).__name__}; {hint}")
+    if a.shape[1] != b.shape[0]:
+        raise InvalidInput(f"A is {list(a.shape)} and B {list(b.shape)}: B needs {a.shape[1]} rows")
+    if a.block[1] != b.block[0]:
+        raise InvalidInput(
+            f"blocks of A are {a.block[0]}x{a.block[1]} and of B {b.block[0]}x{b.block[1]}: "
+            f"those of B need {a.block[1]} rows"
+        )
+    if a.dtype != b.dtype:
         raise InvalidInput(f"A is {a.dtype} and B {b.dtype}; cast one of them, SparseK does not")
-    if b.device != a.device:
+    if a.device != b.device:
         raise InvalidInput(f"A is on {a.device} and B on {b.device}; move one of them, SparseK does not")
-    if b.is_neg():
-        raise InvalidInput("B is a lazily negated view, whose memory has the other sign; call .resolve_neg()")
+    if isinstance(out, BlockPattern):
+        _check_wanted(a, b, out)
+    elif not (isinstance(out, str) and out in ("dense", "bsr")):
+        hint = "; hand over its .pattern" if isinstance(out, BSR) else ""
+        said = repr(out) if isinstance(out, str) else type(out).__name__
+        raise InvalidInput(f'out must be "dense", "bsr" or a BlockPattern, got {said}{hint}')
 
 
-def check_no_gradient(a: BSR, b: Tensor) -> None:
-    """InvalidInput where autograd would expect a gradient."""
-    if torch.is_grad_enabled() and (a.values.requires_grad or b.requires_grad):
-        raise InvalidInput(NO_GRADIENT)
+def _check_wanted(a: BSR, b: BSR, wanted: BlockPattern) -> None:
+    shape, block = (a.shape[0], b.shape[1]), (a.block[0], b.block[1])
+    if (wanted.shape, wanted.block) != (shape, block):
+        raise InvalidInput(
+            f"A @ B is {shape[0]}x{shape[1]} in blocks of {block[0]}x{block[1]}; the pattern is "
+            f"{wanted.shape[0]}x{wanted.shape[1]} in blocks of {wanted.block[0]}x{wanted.block[1]}"
+        )
+    if wanted.device != a.device:
+        raise InvalidInput(
+            f"A is on {a.device} and the pattern on {wanted.device}; call pattern.to({str(a.device)!r})"
+        )
 
 
-def check_out(a: BSR, b: Tensor, out: Any) -> None:
-    """InvalidInput unless `out` is [..., M, N] of B's dtype, with contiguous rows and memory of its own."""
-    wanted = (*b.shape[:-2], a.shape[0], b.shape[-1])
+def wants_gradient(*tensors: Tensor | None) -> bool:
+    """Whether autograd would expect a gradient for one of these."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def check_out(a: Any, b: Any, out: Any, epilogue: Epilogue = PLAIN) -> None:
+    """InvalidInput unless `out` has the shape, dtype and device of a @ b, contiguous rows, and memory of its own.
+
+    The matrix that the epilogue joins with the product may be `out` itself.
+    """
+    if isinstance(a, BSR):
+        like, shape = b, (*b.shape[:-2], a.shape[0], b.shape[-1])
+        read = {"B": b, "A's values": a.values}
+    else:
+        like, shape = a, (*a.shape[:-1], b.shape[1])
+        read = {"A": a, "B's values": b.values}
     if (
         not isinstance(out, Tensor)
-        or tuple(out.shape) != wanted
-        or out.dtype != b.dtype
-        or out.device != b.device
+        or tuple(out.shape) != shape
+        or out.dtype != like.dtype
+        or out.device != like.device
         or out.layout != torch.strided
     ):
-        raise InvalidInput(f"out must be {b.dtype} {list(wanted)} on {b.device}, got {_describe(out)}")
+        raise InvalidInput(f"out must be {like.dtype} {list(shape)} on {like.device}, got {_describe(out)}")
     if out.numel() == 0:
         return
     if out.stride(-1) != 1 and out.shape[-1] > 1:
@@ -61,31 +251,42 @@ def check_out(a: BSR, b: Tensor, out: Any) -> None:
         raise InvalidInput(
             f"out must have every element in its own place, got shape {list(out.shape)}, strides {out.stride()}"
         )
-    for name, other in (("B", b), ("A's values", a.values)):
+    if epilogue.bias is not None:
+        read["the bias"] = epilogue.bias
+    if epilogue.other is not None and not same_memory(out, epilogue.other):
+        read["the matrix that is joined with the product"] = epilogue.other
+    for name, other in read.items():
         if _overlap(out, other):
             raise InvalidInput(f"out overlaps the memory of {name}; C would be written where that is read")
 
 
+def same_memory(x: Tensor, y: Tensor) -> bool:
+    """True if both have the same elements in the same places."""
+    return x.data_ptr() == y.data_ptr() and x.shape == y.shape and x.stride() == y.stride()
+
+
 def layout(b: Tensor) -> str:
-    """ "row" for contiguous rows, "col" for the transpose view of such a matrix, "strided" for anything else."""
-    k, n = b.shape[-2:]
-    if (b.stride(-1) == 1 or n == 1) and b.stride(-2) >= n:
-        return "row"
-    if (b.stride(-2) == 1 or k == 1) and b.stride(-1) >= k:
-        return "col"
-    return "strided"
+    """ "row" for contiguous rows, "col" for the transpose view of such a matrix, "strided" for anything else.
 
-
-def aligned(b: Tensor, out: Tensor | None) -> bool:
-    """True if all pointers and leading strides of B and C are multiples of 16 bytes.
-
-    Without `out`, C is a new contiguous tensor.
+    One column that is a row of some matrix, as one token of `linear` is, counts as "col": the other stride is real.
     """
-    lead = b.stride(-1) if layout(b) == "col" else b.stride(-2)
-    of_c = (b.shape[-1],) if out is None else out.stride()[:-1]
-    unit = 16 // b.element_size()
-    starts = b.data_ptr() if out is None else b.data_ptr() | out.data_ptr()
-    return starts % 16 == 0 and all(stride % unit == 0 for stride in (lead, *b.stride()[:-2], *of_c))
+    k, n = b.shape[-2:]
+    row = (b.stride(-1) == 1 or n == 1) and b.stride(-2) >= n
+    col = (b.stride(-2) == 1 or k == 1) and b.stride(-1) >= k
+    if col and (n == 1 or not row):
+        return "col"
+    return "row" if row else "strided"
+
+
+def aligned(*tensors: Tensor | None) -> bool:
+    """True if all pointers and leading strides are multiples of 16 bytes."""
+    return all(x is None or _is_aligned(x) for x in tensors)
+
+
+def _is_aligned(x: Tensor) -> bool:
+    lead = x.stride(-1) if layout(x) == "col" else x.stride(-2)
+    unit = 16 // x.element_size()
+    return x.data_ptr() % 16 == 0 and all(stride % unit == 0 for stride in (lead, *x.stride()[:-2]))
 
 
 def _meets_itself(x: Tensor) -> bool:

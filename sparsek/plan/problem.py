@@ -43,10 +43,13 @@ class SpmmProblem:
 
     `block` is (bm, bk) of A, `nnzb` its stored blocks. `row_max` is the largest number of stored blocks in a block row.
     `b_layout` is "row" for row-major B, "col" for the transpose view of a row-major [n, k], "strided" for any other.
-    `aligned` says that pointers and leading strides of B and C are multiples of 16 bytes.
+    `aligned` says that pointers and leading strides of A's values, B and C are multiples of 16 bytes.
     `transposed` says that A is a `.T` view. `touches_all_columns` says that every block column of A has a block.
     `merged` holds (R, steps) for factors R > 1: what is left to do when R block rows share a tile is the distinct
     block columns of each R rows, summed over groups of R block rows.
+    `out_layout` is "row", or "col" where C is the transpose view of a row-major [n, m]: B^T A^T is computed so.
+    What `reference.epilogue.Epilogue` does to the product: `scaled` (alpha is not 1), `bias`, `activation`, and
+    `combine`: "add" or "mul" with another matrix, "" without one. `in_place` says that the other matrix is C.
     """
 
     op: ClassVar[str] = "spmm"
@@ -66,6 +69,12 @@ class SpmmProblem:
     row_max: int = 0
     touches_all_columns: bool = True
     merged: tuple[tuple[int, int], ...] = ()
+    out_layout: str = "row"
+    scaled: bool = False
+    bias: bool = False
+    activation: str = ""
+    combine: str = ""
+    in_place: bool = False
 
     @property
     def on_cpu(self) -> bool:
@@ -96,11 +105,140 @@ class SpmmProblem:
 
     @property
     def compulsory_bytes(self) -> float:
-        """Stored values and indices read once, B read once, C written once."""
+        """Stored values and indices read once, B and the epilogue's matrices read once, C written once."""
         size = dtypes.itemsize(self.dtype)
         values = self.nnzb * self.block[0] * self.block[1] * size
-        dense = self.batch * self.n * (self.k + self.m) * size
+        of_c = self.m * (2 if self.combine else 1)
+        dense = self.batch * self.n * (self.k + of_c) * size + (self.m * size if self.bias else 0)
         return float(values + dense + 4 * (self.nnzb + self.grid[0] + 1))
+
+
+@dataclass(frozen=True)
+class SddmmProblem:
+    """S = X [m, k] @ Y [k, n] at the `nnzb` stored blocks of a pattern in blocks of (bm, bn).
+
+    `row_max` is the largest number of stored blocks in a block row. `x_layout` and `y_layout` are "row" for a row-major
+    matrix, "col" for the transpose view of one, "strided" for any other. `aligned` says that pointers and leading
+    strides of X and Y are multiples of 16 bytes.
+    """
+
+    op: ClassVar[str] = "sddmm"
+
+    m: int
+    k: int
+    n: int
+    block: tuple[int, int]
+    nnzb: int
+    dtype: str
+    card: Card
+    x_layout: str = "row"
+    y_layout: str = "row"
+    aligned: bool = True
+    tf32: bool = False
+    row_max: int = 0
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.card.is_cpu
+
+    @property
+    def rate_name(self) -> str:
+        return "tf32" if self.dtype == "fp32" and self.tf32 else self.dtype
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Block rows and block columns of S."""
+        return -(-self.m // self.block[0]), -(-self.n // self.block[1])
+
+    @property
+    def density(self) -> float:
+        cells = self.grid[0] * self.grid[1]
+        return self.nnzb / cells if cells else 0.0
+
+    @property
+    def useful_flops(self) -> float:
+        """2 FLOP for every stored element and every column of X."""
+        return 2.0 * self.nnzb * self.block[0] * self.block[1] * self.k
+
+    @property
+    def dense_flops(self) -> float:
+        return 2.0 * self.m * self.k * self.n
+
+    @property
+    def compulsory_bytes(self) -> float:
+        """X and Y read once, as far as stored blocks can reach, the values written once, the indices read once."""
+        size = dtypes.itemsize(self.dtype)
+        rows = min(self.m, self.nnzb * self.block[0])
+        columns = min(self.n, self.nnzb * self.block[1])
+        values = self.nnzb * self.block[0] * self.block[1] * size
+        return float((rows + columns) * self.k * size + values + 4 * (self.nnzb + self.grid[0] + 1))
+
+
+@dataclass(frozen=True)
+class SpgemmProblem:
+    """C [m, n] = A [m, k] @ B [k, n], both in BSR, with blocks (bm, bk) of A and (bk, bn) of B.
+
+    `pairs` counts the products of a block of A with a block of B. C is dense if `dense_out`, otherwise it has
+    `nnzb_out` stored blocks of (bm, bn). `nnzb_out` counts blocks with at least one pair in the dense case.
+    `a_transposed` and `b_transposed` say that the operand is a `.T` view. `aligned` says that pointers and the
+    leading stride of a dense C are multiples of 16 bytes. `pairs_max` is the largest number of pairs of a block of C.
+    """
+
+    op: ClassVar[str] = "spgemm"
+
+    m: int
+    k: int
+    n: int
+    a_block: tuple[int, int]
+    b_block: tuple[int, int]
+    nnzb_a: int
+    nnzb_b: int
+    nnzb_out: int
+    pairs: int
+    pairs_max: int
+    dtype: str
+    card: Card
+    dense_out: bool = True
+    a_transposed: bool = False
+    b_transposed: bool = False
+    aligned: bool = True
+    tf32: bool = False
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.card.is_cpu
+
+    @property
+    def rate_name(self) -> str:
+        return "tf32" if self.dtype == "fp32" and self.tf32 else self.dtype
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """(bm, bn): the blocks of C."""
+        return self.a_block[0], self.b_block[1]
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Block rows and block columns of C."""
+        return -(-self.m // self.block[0]), -(-self.n // self.block[1])
+
+    @property
+    def useful_flops(self) -> float:
+        """2 FLOP for every multiplication of two stored elements."""
+        return 2.0 * self.pairs * self.block[0] * self.block[1] * self.a_block[1]
+
+    @property
+    def dense_flops(self) -> float:
+        return 2.0 * self.m * self.k * self.n
+
+    @property
+    def compulsory_bytes(self) -> float:
+        """The values of A and B read once, C written once."""
+        size = dtypes.itemsize(self.dtype)
+        bm, bn = self.block
+        read = self.nnzb_a * bm * self.a_block[1] + self.nnzb_b * self.b_block[0] * bn
+        written = self.m * self.n if self.dense_out else self.nnzb_out * bm * bn
+        return float((read + written) * size + 8 * self.pairs)
 
 
 @dataclass(frozen=True)

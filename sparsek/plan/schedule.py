@@ -9,7 +9,9 @@ import heapq
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from sparsek.formats.pattern import BlockPattern
 
@@ -30,13 +32,26 @@ class Walk(NamedTuple):
 class Schedule(NamedTuple):
     """Tiles of every CTA: CTA p does tiles[starts[p]:starts[p+1]], each (first step, end step, row, column).
 
-    The list ends with one spare tile, so that a kernel may read ahead.
+    The list ends with one spare tile, so that a kernel may read ahead. `unit` [tiles] is the unit of each tile but
+    that.
     """
 
     tiles: NDArray[np.int32]
     starts: NDArray[np.int32]
     ctas: int
     imbalance: float
+    unit: NDArray[np.int64]
+
+
+class Cut(NamedTuple):
+    """Long units in parts. `unit` [parts] is the unit that each part is of, whose parts are side by side.
+
+    `slot` [parts] numbers the parts of units that have several, in order; -1 for a unit that is whole.
+    """
+
+    parts: Walk
+    unit: NDArray[np.int64]
+    slot: NDArray[np.int64]
 
 
 def merged_steps(pattern: BlockPattern, merge: int) -> int:
@@ -78,6 +93,70 @@ def walk(pattern: BlockPattern, tile_rows: int, merge: int = 1) -> Walk:
     return Walk(begin[inside], end[inside], row[inside], cols, blocks)
 
 
+def cut(units: Walk, limit: int) -> Cut:
+    """Units of more than `limit` steps in parts of about equal length, none longer than that."""
+    steps = units.end - units.begin
+    counts = np.maximum(1, -(-steps // limit))
+    unit = np.repeat(np.arange(len(steps)), counts)
+    nth = np.arange(len(unit)) - np.repeat(np.cumsum(counts) - counts, counts)
+    begin = units.begin[unit] + nth * steps[unit] // counts[unit]
+    end = units.begin[unit] + (nth + 1) * steps[unit] // counts[unit]
+    several = counts[unit] > 1
+    slot = np.where(several, np.cumsum(several) - 1, -1)
+    return Cut(Walk(begin, end, units.row[unit], units.cols, units.blocks), unit, slot)
+
+
+def part_limit(steps: float, workers: int) -> int:
+    """The longest part, in steps, where `workers` CTAs share `steps`: half of what each has, and not under 4."""
+    return max(4, int(steps / workers / 2))
+
+
+class DeviceSchedule(NamedTuple):
+    """As `Schedule`, made where the pattern is: `tiles` int32 [tiles, 5] and `starts` int32 [ctas + 1].
+
+    The fifth number of a tile is its row inside the block. There is no spare tile.
+    """
+
+    tiles: Tensor
+    starts: Tensor
+
+
+def deal_on_device(
+    pattern: BlockPattern, n: int, tile_rows: int, tile_cols: int, workers: int
+) -> DeviceSchedule:
+    """Tiles of all block rows over the columns of a [K, n] operand, without a host sync.
+
+    Units go longest first in groups of column tiles as in `balance`, groups that are just wide enough for all CTAs.
+    In every round CTAs take tiles in turns, forth and back, so that all have about as much to do.
+    """
+    device, bm, rows = pattern.device, pattern.block[0], pattern.grid[0]
+    slices, columns = max(1, -(-bm // tile_rows)), -(-n // tile_cols)
+    units, width = rows * slices, 1
+    while width < columns and width * units < workers * 0.9:
+        width *= 2
+    order = torch.argsort(pattern.row_lengths, descending=True, stable=True)
+    tile = torch.arange(units * columns, device=device)
+    group = tile // (units * width)
+    last = columns // width
+    wide = torch.where(group == last, max(columns - last * width, 1), width)
+    within = tile - group * units * width
+    unit = within // wide
+    row, part = order[unit // slices], unit % slices
+    offset = (part * tile_rows).clamp(max=max(bm - tile_rows, 0))
+    record = (pattern.indptr[row], pattern.indptr[row + 1], row * bm + offset)
+    record = (*record, (group * width + within % wide) * tile_cols, offset)
+    ctas = max(1, min(workers, len(tile)))
+    full, rest = divmod(len(tile), ctas)
+    turn = tile // ctas
+    place = torch.where(turn % 2 == 0, tile % ctas, ctas - 1 - tile % ctas)
+    worker = torch.arange(ctas, device=device)
+    held = full + (worker < rest if full % 2 == 0 else worker >= ctas - rest).long()
+    starts = torch.cat((held.new_zeros(1), held.cumsum(0)))
+    tiles = torch.empty(len(tile), 5, dtype=torch.int32, device=device)
+    tiles[starts[place] + turn] = torch.stack([each.int() for each in record], 1)
+    return DeviceSchedule(tiles, starts.int())
+
+
 def _merged_keys(pattern: BlockPattern, merge: int) -> NDArray[np.int64]:
     indptr = pattern.host.indptr.astype(np.int64)
     unit = np.repeat(np.arange(pattern.grid[0]), np.diff(indptr)) // merge
@@ -97,7 +176,7 @@ def balance(units: Walk, n: int, tile_cols: int, workers: int, tile_cost: float 
     steps = (units.end - units.begin).astype(np.float64) + tile_cost
     count = len(steps) * column_tiles
     if count == 0:
-        return Schedule(np.zeros((1, 4), np.int32), np.zeros(2, np.int32), 1, 1.0)
+        return Schedule(np.zeros((1, 4), np.int32), np.zeros(2, np.int32), 1, 1.0, np.zeros(0, np.int64))
     order = np.argsort(-steps, kind="stable")
     bound = max(steps.max(), steps.sum() * column_tiles / min(workers, count))
     best: tuple[float, int, NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]] | None = None
@@ -123,7 +202,7 @@ def balance(units: Walk, n: int, tile_cols: int, workers: int, tile_cost: float 
     tiles[:-1, 2], tiles[:-1, 3] = units.row[unit], column * tile_cols
     starts = np.zeros(ctas + 1, np.int32)
     np.cumsum(np.bincount(who, minlength=ctas), out=starts[1:])
-    return Schedule(tiles, starts, ctas, span / (steps.sum() * column_tiles / ctas))
+    return Schedule(tiles, starts, ctas, span / (steps.sum() * column_tiles / ctas), unit)
 
 
 def _groups(units: int, column_tiles: int, workers: int) -> list[int]:

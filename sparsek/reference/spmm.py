@@ -1,4 +1,4 @@
-"""C = A @ B for a BSR matrix A and a dense B: the specification that every kernel is held to."""
+"""C = A @ B for a BSR matrix A and a dense B, with an epilogue: the specification that every kernel is held to."""
 
 from __future__ import annotations
 
@@ -11,25 +11,30 @@ from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.formats.bsr import BSR
 from sparsek.formats.pattern import BlockPattern
+from sparsek.reference.epilogue import PLAIN, Epilogue, check_epilogue
 
 
-def spmm(a: BSR, b: Tensor) -> Tensor:
-    """C[..., i, :] = sum over the stored blocks (i, j) of A[i, j] @ B[..., j, :].
+def spmm(a: BSR, b: Tensor, epilogue: Epilogue = PLAIN) -> Tensor:
+    """C[..., i, :] = sum over the stored blocks (i, j) of A[i, j] @ B[..., j, :], and what `epilogue` makes of it.
 
     `a` is [M, K], `b` is [..., K, N] with any strides, in a's dtype and on its device; C is [..., M, N] in that
     dtype, contiguous. Sums in float64 for float64 inputs, otherwise in float32 (where torch's own TF32 switch is
-    obeyed). Differentiable in a.values and b. Raises InvalidInput for shapes, dtypes or devices that do not fit.
+    obeyed). The epilogue is applied to these sums, and C is rounded once. Differentiable in a.values, b and the
+    epilogue's bias and other matrix, neither of which is written to. Raises InvalidInput for shapes, dtypes or
+    devices that do not fit.
 
-    Only stored blocks are touched: NaN in rows of B that meet no stored block never reaches C, and rows of C
-    without blocks are 0. Step s adds the s-th block of every block row that has one. A row occurs once in a step,
-    so no two additions meet and the bits repeat.
+    Only stored blocks are touched: NaN in rows of B that meet no stored block never reaches C, and where a row of A
+    has no blocks the epilogue is applied to 0. Step s adds the s-th block of every block row that has one. A row
+    occurs once in a step, so no two additions meet and the bits repeat.
     """
     _check(a, b)
+    check_epilogue(epilogue, (*b.shape[:-2], a.shape[0], b.shape[-1]), b.dtype, b.device)
     with dtypes.as_given(b.device):
-        return _product(a, b)
+        return epilogue.apply(_sums(a, b)).to(b.dtype).contiguous()
 
 
-def _product(a: BSR, b: Tensor) -> Tensor:
+def _sums(a: BSR, b: Tensor) -> Tensor:
+    """A @ B as it is summed, in float32 or float64."""
     (m, k), (rows, columns), (bm, bk) = a.shape, a.grid, a.block
     batch, n = b.shape[:-2], b.shape[-1]
     wide = batch.numel() * n
@@ -45,8 +50,7 @@ def _product(a: BSR, b: Tensor) -> Tensor:
     for values, row, column in steps:
         met = tiles.index_select(0, column)
         out.index_add_(0, row, torch.bmm(values.to(sum_dtype), met.to(sum_dtype)))
-    product = out.view(rows * bm, wide)[:m].view(m, *batch, n)
-    return product.movedim(0, -2).to(b.dtype).contiguous()
+    return out.view(rows * bm, wide)[:m].view(m, *batch, n).movedim(0, -2)
 
 
 def _steps(pattern: BlockPattern) -> tuple[Tensor, list[int]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from torch import Tensor
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.formats.bsr import BSR
+from sparsek.reference.epilogue import PLAIN, Epilogue
 from sparsek.reference.spmm import spmm
 
 FACTOR = 2.0
@@ -45,33 +46,48 @@ def error(out: Tensor, exact64: Tensor) -> float:
     return wrong / scale if scale > 0 and math.isfinite(wrong / scale) else math.inf
 
 
-def budget(a_dense: Tensor, b: Tensor, exact64: Tensor, *, tf32: bool = False) -> float:
-    """Twice the error of torch.matmul in the inputs' own dtype, on their device; 1e-12 at least.
+def budget(
+    a_dense: Tensor, b: Tensor, exact64: Tensor, epilogue: Epilogue = PLAIN, *, tf32: bool = False
+) -> float:
+    """Twice the error of torch.matmul and the epilogue in the inputs' own dtype, on their device; 1e-12 at least.
 
     float32 is multiplied without TF32 unless `tf32` is set. `b` is [..., K, N].
     """
-    with _tf32(tf32), torch.no_grad(), dtypes.as_given(b.device):
-        dense = torch.matmul(a_dense, b)
+    with using_tf32(tf32), torch.no_grad(), dtypes.as_given(b.device):
+        dense = epilogue.apply(torch.matmul(a_dense, b))
     return max(FLOOR, FACTOR * error(dense, exact64))
 
 
-def check_spmm(a: BSR, b: Tensor, out: Tensor, *, tf32: bool = False) -> Gate:
+def check_spmm(a: BSR, b: Tensor, out: Tensor, epilogue: Epilogue = PLAIN, *, tf32: bool = False) -> Gate:
     """Judges out [..., M, N] as the product of `a` and b [..., K, N] against the reference in float64.
 
-    Rows of b that meet no stored block may hold anything, NaN too: they are no part of the product.
+    `epilogue` is what was done to the product; where its other matrix was written over, it must be given a copy made
+    before. Rows of b that meet no stored block may hold anything, NaN too: they are no part of the product.
     """
     touched = torch.zeros(a.grid[1], dtype=torch.bool, device=a.device)
     touched[a.pattern.indices] = True
     in_rows = touched.repeat_interleave(a.block[1])[: a.shape[1], None]
     with torch.no_grad():
-        exact = spmm(a.to(dtype=torch.float64), b.double())
-        allowed = budget(a.to_dense(), b.masked_fill(~in_rows, 0), exact, tf32=tf32)
-        found = error(out, exact)
+        exact = spmm(a.to(dtype=torch.float64), b.double(), in_float64(epilogue))
+        allowed = budget(a.to_dense(), b.masked_fill(~in_rows, 0), exact, epilogue, tf32=tf32)
+        return judge(out, exact, allowed)
+
+
+def in_float64(epilogue: Epilogue) -> Epilogue:
+    """The same epilogue with its tensors in float64."""
+    bias, other = (None if x is None else x.double() for x in (epilogue.bias, epilogue.other))
+    return replace(epilogue, bias=bias, other=other)
+
+
+def judge(out: Tensor, exact64: Tensor, allowed: float) -> Gate:
+    """The gate of a result whose error may be `allowed`. An infinite error never passes."""
+    found = error(out, exact64)
     return Gate(found, allowed, math.isfinite(found) and found <= allowed)
 
 
 @contextmanager
-def _tf32(allow: bool) -> Iterator[None]:
+def using_tf32(allow: bool) -> Iterator[None]:
+    """Inside, torch multiplies float32 on a GPU as TF32, or as float32 (IEEE)."""
     # The older switch, allow_tf32, raises once the newer one has been used.
     matmul = torch.backends.cuda.matmul
     before = matmul.fp32_precision

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from typing import Any
 
 import numpy as np
 import pytest
@@ -120,10 +121,17 @@ def test_matmul_calls_what_is_registered(monkeypatch: pytest.MonkeyPatch):
     assert a @ 7 == ("called", a, 7)
 
 
-@pytest.mark.parametrize("left", [torch.ones(3, 100), np.ones((3, 100)), 2])
-def test_dense_at_bsr_says_what_to_write(left: object):
-    with pytest.raises(InvalidInput, match=r"\(A\.T @ B\.T\)\.T"):
-        left @ make()  # type: ignore[operator]
+@pytest.mark.parametrize("left", [torch.ones(3, 100), np.ones((3, 100)), 2], ids=["tensor", "array", "int"])
+def test_matmul_from_the_left_calls_it_too(left: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(BSR, "_matmul", None)
+    with pytest.raises(InvalidInput, match="import sparsek"):
+        assert left @ make()
+    BSR.register_matmul(lambda a, b: ("called", a, b))
+    a = make()
+    called, first, second = left @ a
+    assert called == "called"
+    assert first is left
+    assert second is a
 
 
 def test_values_in_the_padding_are_refused_and_counted():

@@ -1,7 +1,7 @@
 """Compiles the Hopper kernels for sm_90a where no GPU is, and reads what came out. Runs under any supported Triton.
 
 As a script: reads [[dtype, what `fields_of` gives], ...] as JSON on stdin and prints [Code's fields, ...]. The tests of
-the Hopper kernels run it so in .venv-triton-next, where the newest Triton is.
+the Hopper kernels run it so in .venv-triton-next, where the newest Triton is. With --no-sass machine code is not read.
 """
 
 import contextlib
@@ -19,12 +19,13 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from sparsek.core import dtypes
-from sparsek.kernels.hopper import attention_fwd, spmm
+from sparsek.kernels.hopper import attention_fwd, sddmm, spmm
 from sparsek.kernels.prims.gluon import shared_layout
 from tests.kernels import sass
 from tests.kernels.sass import Loop
 
-Config = spmm.Config | attention_fwd.Config
+# hopper.spgemm runs the kernel of hopper.spmm.
+Config = spmm.Config | sddmm.Config | attention_fwd.Config
 
 
 class Code(NamedTuple):
@@ -32,8 +33,7 @@ class Code(NamedTuple):
 
     `wgmma` and `copies` list the distinct instructions; `waits` are the numbers of wgmma groups that may still run
     when a wait ends. `fixed_bounds`: see the function. `unwritten`, `mixed` and `loops` are what `sass` finds in the
-    machine code of attention; that of spmm is not read, which would double the time of its 390 configs. `log` is what
-    ptxas said.
+    machine code, where that was to be read. `log` is what ptxas said.
     """
 
     triton: str
@@ -53,9 +53,15 @@ class Code(NamedTuple):
     log: str
 
 
-def compiled(c: Config, dtype: str) -> Code:
-    """`c` for bf16 or fp16, with the arguments that `launch` gives to the kernel."""
-    function, source, types = _attention(c, dtype) if isinstance(c, attention_fwd.Config) else _spmm(c, dtype)
+def compiled(c: Config, dtype: str, reads_sass: bool = True) -> Code:
+    """`c` for bf16 or fp16, with the arguments that `launch` gives to the kernel. Reading machine code takes as long
+    as compiling."""
+    if isinstance(c, attention_fwd.Config):
+        options = {"maxnreg": 128} if c.ctas_per_sm == 2 else {}
+        function, source, types = _attention(c, dtype)
+    else:
+        options = c.options
+        function, source, types = _sddmm(c, dtype) if isinstance(c, sddmm.Config) else _spmm(c, dtype)
     signature = {name: types.get(name, "i32") for name in function.arg_names}
     aligned = [at for at, kind in enumerate(signature.values()) if kind.startswith("*")]
     ast = GluonASTSource(
@@ -64,28 +70,42 @@ def compiled(c: Config, dtype: str) -> Code:
         constexprs={"T": c, "SOURCE": source},
         attrs={(at,): [["tt.divisibility", 16]] for at in aligned},
     )
-    options = {"num_warps": 4} | ({"maxnreg": 128} if c.ctas_per_sm == 2 else {})
     said = io.StringIO()
     # ptxas speaks only where Triton's cache does not answer for it.
     with knobs.compilation.scope(), knobs.nvidia.scope(), contextlib.redirect_stdout(said):
         knobs.compilation.always_compile = True
         knobs.nvidia.dump_ptxas_log = True
-        kernel: Any = triton.compile(ast, target=GPUTarget("cuda", 90, 32), options=options)
-    return _code(kernel, said.getvalue(), reads_sass=isinstance(c, attention_fwd.Config))
+        kernel: Any = triton.compile(
+            ast, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4} | options
+        )
+    return _code(kernel, said.getvalue(), reads_sass)
 
 
 def _spmm(c: spmm.Config, dtype: str) -> tuple[Any, str, dict[str, str]]:
+    b_box = (c.cols, c.width) if c.b_col else (c.width, c.cols)
     boxes = {
-        "a_desc": (c.a_box, c.width),
-        "b_desc": (c.cols, c.width) if c.b_col else (c.width, c.cols),
-        "c_desc": (c.c_box, c.panel),
+        "a_desc": (c.width, 64) if c.a_col else (c.a_box, c.width),
+        "b_desc": (1, *b_box) if c.b_stack else b_box,
+        "c_desc": c.c_shape,
     }
     types = {name: _descriptor(box, dtype) for name, box in boxes.items()}
-    return (
-        spmm.spmm_kernel,
-        spmm.SOURCE,
-        types | dict.fromkeys(("tiles", "starts", "cols", "blocks"), "*i32"),
-    )
+    # What is not there is the tiles again.
+    types |= dict.fromkeys(("tiles", "starts", "cols", "blocks", "bias", "part_sums", "other"), "*i32")
+    types |= {"alpha": "fp32", "beta": "fp32"} | ({"part_sums": "*fp32"} if c.split else {})
+    there = (("bias", c.bias), ("other", bool(c.combine) or c.direct))
+    types |= {name: f"*{dtype}" for name, given in there if given}
+    return spmm.spmm_kernel, spmm.SOURCE, types
+
+
+def _sddmm(c: sddmm.Config, dtype: str) -> tuple[Any, str, dict[str, str]]:
+    boxes = {
+        "x_desc": (c.width, 64) if c.a_col else (c.rows, c.width),
+        "y_desc": c.y_box,
+        "s_desc": c.c_shape,
+    }
+    types = {name: _descriptor(box, dtype) for name, box in boxes.items()}
+    types |= dict.fromkeys(("tiles", "starts", "columns", "stored"), "*i32")
+    return sddmm.sddmm_kernel, sddmm.SOURCE, types
 
 
 def _attention(c: attention_fwd.Config, dtype: str) -> tuple[Any, str, dict[str, str]]:
@@ -166,17 +186,17 @@ def fixed_bounds(ttgir: str) -> list[str]:
     return sorted(set(found))
 
 
-def named(c: Config, dtype: str) -> Code:
+def named(c: Config, dtype: str, reads_sass: bool) -> Code:
     """`compiled`, whose errors name the config: a script compiles many."""
     try:
-        return compiled(c, dtype)
+        return compiled(c, dtype, reads_sass)
     except Exception as error:
         raise RuntimeError(f"{c} in {dtype} does not compile") from error
 
 
 def config_from(fields: dict[str, Any]) -> Config:
     """The inverse of `fields_of`, after a way through JSON."""
-    kinds = {kind.__module__: kind for kind in (spmm.Config, attention_fwd.Config)}
+    kinds = {kind.__module__: kind for kind in (spmm.Config, sddmm.Config, attention_fwd.Config)}
     first, second = fields["block"]
     rest = {name: value for name, value in fields.items() if name not in ("kernel", "block")}
     return kinds[fields["kernel"]](**rest, block=(first, second))
@@ -195,4 +215,5 @@ def code_from(fields: dict[str, Any]) -> Code:
 
 if __name__ == "__main__":
     wanted = json.load(sys.stdin)
-    print(json.dumps([named(config_from(fields), dtype)._asdict() for dtype, fields in wanted]))
+    reads = "--no-sass" not in sys.argv
+    print(json.dumps([named(config_from(fields), dtype, reads)._asdict() for dtype, fields in wanted]))

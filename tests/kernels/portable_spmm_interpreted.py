@@ -13,6 +13,8 @@ from sparsek.plan.problem import SpmmProblem
 from sparsek.testing.budget import check_spmm
 from sparsek.testing.cases import SPMM_CASES
 from sparsek.testing.poison import poisoned
+from sparsek.testing.product_cases import EPILOGUE_CASES, judged_by
+from tests.kernels.planned_products import multiply
 
 assert env.interpreting(), "run through test_portable_spmm.py, which sets TRITON_INTERPRET=1"
 HALF = torch.float16
@@ -73,7 +75,7 @@ def test_transposed_views_multiply_without_moving_values(block):
 @pytest.mark.parametrize("height", portable.HOPPER)
 def test_every_config_of_the_tables_gives_the_same_product(height):
     a, b = pair(2 * height, 192, 136, (height, 16 if height < 64 else 64))
-    tables = portable.HOPPER[height] + portable.AMPERE[height] + portable.NARROW[:1] + portable.TF32
+    tables = portable.HOPPER[height] + portable.AMPERE[height] + portable.TF32
     for c in {replace(c, num_warps=4, num_stages=1, group=1 + c.group % 3) for c in tables}:
         check(a, b, run(a, b, c))
 
@@ -110,6 +112,15 @@ def test_b_may_be_a_transposed_view_and_c_any_strides(n):
     check(a, b, out)
     assert room[:, 1::2].isnan().all()
     assert room[n:].isnan().all()
+
+
+@pytest.mark.parametrize("case", [c for c in EPILOGUE_CASES if c.dtype != "bf16"][::3], ids=str)
+def test_every_epilogue_is_within_its_error_budget(case):
+    a, b, epilogue, out = case.make()
+    judged = judged_by(epilogue)
+    multiply(portable.KERNEL, a, b, epilogue, out)
+    gate = check_spmm(a, b, out, judged)
+    assert gate.passed, gate
 
 
 def test_slices_of_wider_tensors_are_read_and_written_in_place():

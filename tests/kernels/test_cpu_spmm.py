@@ -9,12 +9,17 @@ from torch import Tensor
 
 from sparsek.core.clock import time_rounds
 from sparsek.core.device import H200
+from sparsek.formats.bsr import BSR
 from sparsek.formats.random import random_bsr
 from sparsek.kernels import load
 from sparsek.kernels.cpu.spmm import CpuConfig
+from sparsek.reference.epilogue import Epilogue
+from sparsek.reference.spmm import spmm as reference
 from sparsek.testing.budget import check_spmm
 from sparsek.testing.cases import SPMM_CASES, Case
 from sparsek.testing.poison import poisoned
+from sparsek.testing.product_cases import EPILOGUE_CASES, EpilogueCase, judged_by
+from tests.kernels import planned_products
 from tests.kernels.planned import multiply, problem
 
 KERNEL = load("cpu.spmm")
@@ -37,6 +42,43 @@ def test_transposed_views_are_within_budget(case: Case, dtype: torch.dtype) -> N
     b = torch.randn(case.m, min(case.n, 64), generator=torch.Generator().manual_seed(3)).to(dtype)
     gate = check_spmm(a.T, b, multiply(KERNEL, a.T, b))
     assert gate.passed, gate
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("case", EPILOGUE_CASES, ids=str)
+def test_every_epilogue_is_within_budget_in_every_dtype(case: EpilogueCase, dtype: torch.dtype) -> None:
+    a, b, epilogue, out = case.make(dtype=dtype)
+    judged = judged_by(epilogue)
+    gate = check_spmm(a, b, planned_products.multiply(KERNEL, a, b, epilogue, out), judged)
+    assert gate.passed, gate
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("case", EPILOGUE_CASES, ids=str)
+def test_every_epilogue_is_within_budget_in_small_steps(case: EpilogueCase, wide: bool) -> None:
+    a, b, epilogue, out = case.make(dtype=torch.bfloat16 if wide else torch.float32)
+    judged = judged_by(epilogue)
+    config = CpuConfig(1, wide)
+    gate = check_spmm(a, b, planned_products.multiply(KERNEL, a, b, epilogue, out, config), judged)
+    assert gate.passed, gate
+
+
+def test_wide_products_are_rounded_once() -> None:
+    a = BSR.from_dense(torch.eye(32, dtype=torch.bfloat16), 16)
+    b = torch.full((32, 8), 1 + 2.0**-7, dtype=torch.bfloat16)
+    epilogue = Epilogue(alpha=1 + 2.0**-7, bias=torch.full((32,), -1.0, dtype=torch.bfloat16))
+    out = planned_products.multiply(KERNEL, a, b, epilogue, poisoned((32, 8), b.dtype), CpuConfig(wide=True))
+    assert torch.equal(out, reference(a, b, epilogue))
+
+
+def test_the_epilogue_reaches_a_batch_that_no_view_can_join() -> None:
+    a = random_bsr(70, 64, (32, 32), 0.5, dtype=torch.float32, device="cpu", seed=1)
+    b, bias = torch.randn(2, 3, 64, 8), torch.randn(70)
+    out = torch.randn(3, 2, 70, 8).transpose(0, 1)
+    for other in (torch.randn(2, 3, 70, 8), torch.randn(70, 8).expand(2, 3, 70, 8), out):
+        epilogue = Epilogue(bias=bias, activation="silu", other=other)
+        judged = judged_by(epilogue)
+        assert check_spmm(a, b, planned_products.multiply(KERNEL, a, b, epilogue, out), judged).passed
 
 
 def _layouts(k: int, n: int) -> dict[str, Tensor]:

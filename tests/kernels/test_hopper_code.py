@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from sparsek.kernels.hopper import attention_fwd, spmm
+from sparsek.kernels.hopper import attention_fwd, sddmm, spmm
 from tests.kernels.hopper_code import Config, config_from, fields_of, fixed_bounds
 
 
@@ -76,6 +76,11 @@ def test_bounds_that_change_with_the_outer_loop_or_are_constants_are_fine() -> N
     "c",
     [
         spmm.Config((64, 64), 2, 1, 128, 64, 1, 4),
+        spmm.Config(
+            (64, 32), 1, 2, 128, 64, 1, 4, c_col=True, bias=True, activation="gelu", combine="mul", box=16
+        ),
+        spmm.Config((48, 96), 1, 1, 64, 32, 2, 4, a_col=True, b_stack=True, owned=48, direct=True, every=0),
+        sddmm.Config((512, 112), 2, 1, 128, 64, 1, 6, b_col=True, piece=128),
         attention_fwd.Config(64, 128, (128, 64), 2, 64, 4, 2, pack=8, bits=True),
     ],
     ids=str,

@@ -14,6 +14,7 @@ import torch
 
 from sparsek.core.device import CPU, H200
 from sparsek.plan.problem import SpmmProblem
+from sparsek.reference.epilogue import Epilogue
 
 triton = pytest.importorskip("triton")
 
@@ -21,6 +22,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from sparsek.kernels.portable import spmm as portable  # noqa: E402
+from sparsek.kernels.prims.portable_tensors import tile_side  # noqa: E402
 
 A100 = replace(H200, name="NVIDIA A100", capability=(8, 0), sm_count=108, smem_bytes=166912)
 RTX4090 = replace(H200, name="NVIDIA RTX 4090", capability=(8, 9), sm_count=128, smem_bytes=101376)
@@ -38,24 +40,33 @@ def problem(card, block, n=8192, dtype="bf16", m=8192, k=8192, **more):
 
 def compiled(p, c, tmp_path):
     """The kernel as `launch` specialises it for contiguous, 16-byte aligned tensors, and its stack bytes."""
-    b = torch.empty((1, p.k, p.n), dtype=DTYPES[p.dtype], device="meta")
-    if p.b_layout == "col":
-        b = torch.empty((1, p.n, p.k), dtype=DTYPES[p.dtype], device="meta").mT
-    out = torch.empty((1, p.m, p.n), dtype=DTYPES[p.dtype], device="meta")
+    b, out = (
+        torch.empty((1, rows, p.n), dtype=DTYPES[p.dtype], device="meta")
+        if layout == "row"
+        else torch.empty((1, p.n, rows), dtype=DTYPES[p.dtype], device="meta").mT
+        for rows, layout in ((p.k, p.b_layout), (p.m, p.out_layout))
+    )
+    other = out if p.combine else None
+    epilogue = Epilogue(2.0 if p.scaled else 1.0, None, p.activation, other, p.combine or "add")
     values = torch.empty((p.nnzb, *p.block), dtype=DTYPES[p.dtype], device="meta")
     a = SimpleNamespace(
         block=p.block, shape=(p.m, p.k), values=values, order=values if p.transposed else None
     )
-    consts = dict(portable._constants(c, a, b, out, p.tf32))  # pyright: ignore[reportArgumentType]
-    consts |= {"sc_n": 1, "sb_k" if p.b_layout == "col" else "sb_n": 1}
-    pointers = {"values", "b", "c", "indices", "order", "rows"}
+    consts = dict(portable._constants(c, a, b, out, p.tf32, epilogue))  # pyright: ignore[reportArgumentType]
+    dim = "n" if p.out_layout == "row" else "m"
+    consts |= {f"sc_{dim}": 1, "sb_k" if p.b_layout == "col" else "sb_n": 1}
+    consts |= {f"so_{dim}": 1} if p.combine else {"other": None}
+    consts |= {} if p.bias else {"bias": None}
+    pointers = {"values", "b", "c", "indices", "order", "rows", "bias", "other"} - set(consts)
     names = list(portable._spmm.arg_names)
     types = {}
     for name in names:
         if name in consts:
             types[name] = "constexpr"
         elif name in pointers:
-            types[name] = TRITON_NAMES[p.dtype] if name in ("values", "b", "c") else "*i32"
+            types[name] = "*i32" if name in ("indices", "order", "rows") else TRITON_NAMES[p.dtype]
+        elif name in ("alpha", "beta"):
+            types[name] = "fp32"
         else:
             types[name] = "i32"
     source = ASTSource(
@@ -85,6 +96,10 @@ def check_code(p, c, tmp_path):
     assert kernel.metadata.shared <= p.card.smem_bytes, what
     ptx = kernel.asm["ptx"]
     assert "cp.async.cg.shared.global" in ptx, f"{what}: 16-byte asynchronous copies are missing"
+    words = min(4, c.tile_m * c.tile_n * (4 if p.dtype == "fp32" else 2) // (128 * c.num_warps))
+    assert set(re.findall(r"st\.global\S*(?=\s)", ptx)) == {f"st.global.v{words}.b32".replace(".v1", "")}, (
+        what
+    )
     if p.card.capability[0] == 9 and p.dtype != "fp32" and c.tile_m >= 64:
         assert "wgmma.mma_async" in ptx, what
         assert "wgmma.wait_group.sync.aligned 1" in ptx, f"{what}: no wgmma stays in flight"
@@ -142,8 +157,11 @@ def test_every_fp32_config_compiles_without_spills(card, tf32, tmp_path):
         {"b_layout": "col"},
         {"n": 8200},
         {"k": 8200, "m": 8200, "n": 8200, "dtype": "fp16"},
+        {"out_layout": "col", "b_layout": "col"},
+        {"out_layout": "col", "b_layout": "col", "bias": True, "activation": "gelu", "combine": "add"},
+        {"bias": True, "activation": "silu", "combine": "mul", "scaled": True},
     ],
-    ids=["view", "col", "ragged_n", "ragged_all"],
+    ids=["view", "col", "ragged_n", "ragged_all", "linear", "linear_gelu_residual", "swiglu"],
 )
 def test_views_and_ragged_sides_keep_wide_copies_and_full_pipelines(block, change, tmp_path):
     p = problem(H200, block, **change)
@@ -168,7 +186,7 @@ def test_the_default_is_the_first_config_unless_tiles_are_fewer_than_sms():
 
 
 def test_tile_heights_waste_few_rows():
-    heights = {bm: portable._tile_m(bm) for bm in (16, 32, 48, 64, 96, 112, 128, 256, 512)}
+    heights = {bm: tile_side(bm, 256) for bm in (16, 32, 48, 64, 96, 112, 128, 256, 512)}
     assert heights == {16: 16, 32: 32, 48: 64, 64: 64, 96: 128, 112: 128, 128: 128, 256: 128, 512: 128}
 
 

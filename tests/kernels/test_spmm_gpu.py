@@ -283,10 +283,11 @@ def test_nan_and_inf_in_untouched_rows_of_b_never_reach_c(
         randn(4, *block),
         (5 * block[0], 6 * block[1]),
     )
-    b = randn(a.shape[1], 72)
+    n = 40 if name == "portable.spmm_skinny" else 72  # of at most 64 columns
+    b = randn(a.shape[1], n)
     for j in (0, 2, 3, 5):
         b[j * block[1] : (j + 1) * block[1]] = bad
-    out = poisoned((a.shape[0], 72), b.dtype, "cuda")
+    out = poisoned((a.shape[0], n), b.dtype, "cuda")
     p = _problem(a, b, out, None)
     if kernel.why_not(p):
         assert name in ("vendor.dense", "cpu.spmm"), kernel.why_not(p)

@@ -13,10 +13,13 @@ from sparsek.formats.bsr import BSR
 from sparsek.formats.random import random_bsr
 from sparsek.kernels import load
 from sparsek.kernels.vendor.dense import _COPIES, dense_copy
+from sparsek.reference.epilogue import Epilogue
 from sparsek.reference.spmm import spmm as reference
 from sparsek.testing.budget import check_spmm
 from sparsek.testing.cases import SPMM_CASES, Case
 from sparsek.testing.poison import poisoned
+from sparsek.testing.product_cases import EPILOGUE_CASES, EpilogueCase, judged_by
+from tests.kernels import planned_products
 from tests.kernels.planned import multiply, problem
 
 KERNEL = load("vendor.dense")
@@ -57,6 +60,53 @@ def test_transposed_views_batches_and_column_major_b_are_within_budget(matrix: B
             assert gate.passed, gate
 
 
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.float16], ids=str)
+@pytest.mark.parametrize("case", EPILOGUE_CASES, ids=str)
+def test_every_epilogue_is_within_budget_in_every_dtype(case: EpilogueCase, dtype: torch.dtype) -> None:
+    _judge_epilogue(case, "cpu", dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("case", EPILOGUE_CASES, ids=str)
+def test_every_epilogue_is_within_budget_on_the_gpu(case: EpilogueCase, dtype: torch.dtype) -> None:
+    _judge_epilogue(case, "cuda", dtype)
+
+
+def _judge_epilogue(case: EpilogueCase, device: str, dtype: torch.dtype) -> None:
+    a, b, epilogue, out = case.make(device, dtype)
+    if planned_products.epilogue_problem(a, b, epilogue, out).touches_all_columns:
+        judged = judged_by(epilogue)
+        gate = check_spmm(a, b, planned_products.multiply(KERNEL, a, b, epilogue, out), judged)
+        assert gate.passed, gate
+    else:
+        assert "block column of A is empty" in KERNEL.why_not(problem(a, b))[0]
+
+
+def test_most_cases_of_epilogues_run() -> None:
+    run = [case for case in EPILOGUE_CASES if problem(*case.make()[:2]).touches_all_columns]
+    assert len(run) > len(EPILOGUE_CASES) / 2
+
+
+def test_one_addition_goes_along_with_the_product(matrix: BSR, monkeypatch: pytest.MonkeyPatch) -> None:
+    b, bias, other = torch.randn(96, 16), torch.randn(128), torch.randn(128, 16)
+    monkeypatch.setattr(torch, "matmul", lambda *_, **__: pytest.fail("product and addition made apart"))
+    for epilogue in (
+        Epilogue(alpha=2.0),
+        Epilogue(2.0, bias),
+        Epilogue(2.0, None, "", other, "add", 0.5),
+    ):
+        out = planned_products.multiply(KERNEL, matrix, b, epilogue, poisoned((128, 16), torch.float32))
+        torch.testing.assert_close(out, reference(matrix, b, epilogue))
+
+
+def test_a_matrix_and_its_view_have_a_copy_each(matrix: BSR) -> None:
+    plain, flipped = dense_copy(matrix), dense_copy(matrix.T)
+    assert torch.equal(plain.mT, flipped)
+    assert dense_copy(matrix).data_ptr() == plain.data_ptr()
+    assert dense_copy(matrix.T).data_ptr() == flipped.data_ptr()
+
+
 def _twice(a: BSR, change) -> "tuple[torch.Tensor, torch.Tensor, BSR]":
     """Prepares for `a`, calls once, changes, and calls again for what `change` returned."""
     b = torch.randn(a.shape[1], 16)
@@ -78,7 +128,7 @@ def test_all_plans_share_one_copy_which_goes_with_the_values(matrix: BSR) -> Non
     assert dense_copy(matrix).data_ptr() == where
     other = BSR(matrix.pattern, torch.randn_like(matrix.values))
     assert dense_copy(other).data_ptr() != where
-    gone = weakref.ref(_COPIES[other.values][0])
+    gone = weakref.ref(_COPIES[other.values][0, False])
     del other
     gc.collect()
     assert gone() is None
@@ -190,6 +240,8 @@ def test_the_prediction_does_not_depend_on_the_blocks(matrix: BSR) -> None:
     p = problem(matrix, torch.randn(96, 16))
     c = KERNEL.default(p)
     assert KERNEL.seconds(p, c) == KERNEL.seconds(replace(p, nnzb=1), c)
+    assert KERNEL.seconds(replace(p, bias=True), c) == KERNEL.seconds(p, c)
+    assert KERNEL.seconds(replace(p, activation="gelu"), c) > KERNEL.seconds(p, c)
 
 
 @pytest.mark.gpu

@@ -5,14 +5,16 @@ from typing import Any
 import pytest
 
 from sparsek.ops import attention as attention_ops
+from sparsek.ops import sddmm as sddmm_ops
+from sparsek.ops import spgemm as spgemm_ops
 from sparsek.ops import spmm as spmm_ops
 
 
 @pytest.fixture
 def plans_made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the kernels for which spmm or attention has made a plan, one for each plan."""
+    """Names of the kernels for which a verb has made a plan, one for each plan."""
     made: list[str] = []
-    for ops in (spmm_ops, attention_ops):
+    for ops in (spmm_ops, sddmm_ops, spgemm_ops, attention_ops):
         monkeypatch.setattr(ops, "_make_plan", _counted(ops._make_plan, made))
     return made
 

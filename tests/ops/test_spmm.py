@@ -15,6 +15,8 @@ import sparsek as sk
 from sparsek.core.errors import InvalidInput, Unsupported
 from sparsek.formats import BSR
 from sparsek.plan.cache import LIMIT, PlanCache
+from sparsek.reference.epilogue import Epilogue
+from sparsek.testing.budget import check_spmm
 from sparsek.testing.poison import poisoned
 from tests.ops.operands import BF16, check, pair
 
@@ -70,6 +72,96 @@ def test_b_may_lie_in_memory_as_it_likes(name: str, device: str):
     assert out.is_contiguous()
 
 
+@pytest.mark.parametrize("shape", [(40, 96), (1, 96), (3, 40, 96), (2, 3, 5, 96), (2, 0, 96)], ids=str)
+def test_a_bsr_on_the_right_multiplies_by_views_only(shape: tuple[int, ...], device: str):
+    a, _ = pair(device=device)
+    x = torch.randn(shape, device=device).to(BF16)
+    out = x @ a.T
+    assert out.is_contiguous()
+    assert torch.equal(torch.matmul(x, a.T), out)  # pyright: ignore[reportArgumentType]
+    check(a, x.mT, out.mT)
+    wide = torch.randn((*shape[:-1], 128), device=device).to(BF16)
+    check(a.T, wide.mT, (wide @ a).mT)
+
+
+@pytest.mark.parametrize(
+    "lies",
+    [
+        lambda x: x,
+        lambda x: x.mT.contiguous().mT,
+        lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+        lambda x: torch.cat((x, x), -1)[..., :96],
+        lambda x: torch.cat((x, x), 1)[:, 3:10],
+        lambda x: x[:1].expand(3, -1, -1),
+    ],
+    ids=["row", "col", "swapped", "wider rows", "rows of a larger batch", "one for all"],
+)
+def test_a_left_operand_may_lie_in_memory_as_it_likes(lies: Any, device: str):
+    a, _ = pair(device=device)
+    x = lies(torch.randn(3, 7, 96, device=device).to(BF16))
+    out = x @ a.T
+    assert out.shape == (*x.shape[:-1], 128)
+    assert out.is_contiguous()
+    check(a, x.mT, out.mT)
+
+
+def test_leading_dims_of_a_left_operand_are_rows_of_one_product():
+    a, _ = pair()
+    x = torch.randn(3, 8, 96).to(BF16)
+    assert sk.plan_spmm(x, a.T).problem.batch == 1
+    assert sk.plan_spmm(x, a.T).problem.n == 24
+    assert sk.plan_spmm(x.transpose(0, 1), a.T).problem.batch == 8
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize(("alpha", "beta"), [(2.0, 0.0), (1.0, 1.0), (-0.5, 0.25), (0.0, 2.0)])
+@pytest.mark.parametrize("kernel", ["cpu.spmm", "reference.spmm", "vendor.dense"])
+def test_alpha_and_beta_scale_and_accumulate(kernel: str, alpha: float, beta: float, side: str):
+    a = pair(k=64)[0]
+    b = torch.randn(2, 64, 24).to(BF16)
+    left, right = (a, b) if side == "left" else (b.mT.contiguous(), a.T)
+    shape = (2, 128, 24) if side == "left" else (2, 24, 128)
+    start = torch.randn(shape).to(BF16) if beta else poisoned(shape, BF16, "cpu")
+    out = start.clone()
+    assert sk.spmm(left, right, alpha=alpha, beta=beta, out=out, kernel=kernel) is out
+    start, out = (start, out) if side == "left" else (start.mT, out.mT)
+    gate = check_spmm(a, b, out, Epilogue(alpha=alpha, other=start if beta else None, beta=beta))
+    assert gate.passed, gate
+
+
+def test_alpha_without_out_makes_a_new_matrix():
+    a, b = pair(dtype=torch.float32)
+    torch.testing.assert_close(sk.spmm(a, b, alpha=3), 3 * (a @ b))
+    assert sk.spmm(a, b, alpha=1, beta=0).equal(a @ b)
+
+
+@pytest.mark.parametrize("batch", [(), (2, 3)], ids=str)
+def test_out_of_a_right_product_is_overwritten_and_returned(batch: tuple[int, ...], device: str):
+    a, _ = pair(device=device)
+    x = torch.randn((*batch, 40, 96), device=device).to(BF16)
+    for out in (
+        poisoned((*batch, 40, 128), BF16, device),
+        poisoned((*batch, 40, 200), BF16, device)[..., 8:136],
+        poisoned((*batch, 40, 131), BF16, device)[..., 3:],
+    ):
+        assert sk.spmm(x, a.T, out=out) is out
+        check(a, x.mT, out.mT)
+
+
+def test_a_plan_of_a_right_product_says_so_and_gives_what_spmm_gives(device: str):
+    a, _ = pair(device=device)
+    x = torch.randn(2, 40, 96, device=device).to(BF16)
+    plan = sk.plan_spmm(x, a.T)
+    assert plan.on_right
+    assert torch.equal(plan(x, a.T), x @ a.T)
+    out = poisoned((2, 40, 128), BF16, device)
+    assert sk.spmm(x, a.T, plan=plan, out=out) is out
+    assert torch.equal(out, x @ a.T)
+    assert plan.explain().startswith(
+        f"C = B @ A   A [96, 128] bf16, {a.nnzb} blocks of 32x32 ({100 * a.density:.3g} % stored), B [80, 96] row-major"
+    )
+
+
 @pytest.mark.parametrize(("m", "k", "n"), [(0, 96, 40), (128, 0, 40), (128, 96, 0), (0, 0, 0)])
 def test_zero_sized_sides_give_empty_or_zero_products(m: int, k: int, n: int, device: str):
     a = BSR.from_dense(torch.ones(m, k, dtype=BF16, device=device), 32)
@@ -79,6 +171,8 @@ def test_zero_sized_sides_give_empty_or_zero_products(m: int, k: int, n: int, de
     out = poisoned((m, n), BF16, device)
     assert sk.spmm(a, torch.ones(k, n, dtype=BF16, device=device), out=out) is out
     assert not out.any()
+    assert not (torch.ones(n, m, dtype=BF16, device=device) @ a).any()
+    assert (torch.ones(n, m, dtype=BF16, device=device) @ a).shape == (n, k)
 
 
 def test_nan_in_rows_of_b_that_no_block_touches_never_reaches_c(device: str):
@@ -167,7 +261,7 @@ def test_misaligned_b_is_planned_for_another_kernel(name: str):
     a, whole = pair(1024, 96, 40, (128, 32))
     assert sk.plan_spmm(a, whole, kernel="hopper.spmm", device="h200").seconds > 0
     plan = sk.plan_spmm(a, LAYOUTS[name](whole), device="h200")
-    assert plan.kernel == "portable.spmm"
+    assert plan.kernel.startswith("portable.spmm")
     assert re.search(r"not +hopper.spmm: .*TMA", plan.explain())
 
 
@@ -200,6 +294,9 @@ def test_another_shape_layout_alignment_out_or_kernel_makes_another_plan(plans_m
         lambda: sk.spmm(a, b, out=torch.empty(128, 43)[:, :40]),
         lambda: sk.spmm(a, b, kernel="reference.spmm"),
         lambda: a.T @ torch.randn(128, 40),
+        lambda: torch.randn(40, 96) @ a.T,
+        lambda: sk.spmm(a, b, alpha=2),
+        lambda: sk.spmm(a, b, beta=2, out=torch.empty(128, 40)),
     ]
     for round_ in range(2):
         for count, call in enumerate(calls, start=1):

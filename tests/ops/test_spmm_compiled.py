@@ -10,8 +10,9 @@ from torch import Tensor
 from torch._dynamo.testing import AotEagerAndRecordGraphs
 
 import sparsek as sk
+from sparsek.core.errors import InvalidInput
 from sparsek.formats import BSR, BlockPattern
-from sparsek.ops import spmm as ops
+from sparsek.ops import flat
 from tests.ops.operands import pair
 
 
@@ -32,6 +33,7 @@ COMPILED: dict[str, tuple[Callable[[BSR, Tensor], Tensor], int]] = {
     "A @ B": (lambda a, b: a @ b, 96),
     "spmm(A, B)": (sk.spmm, 96),
     "A.T @ B": (lambda a, b: a.T @ b, 128),
+    "alpha": (lambda a, b: sk.spmm(a, b, alpha=0.5), 96),
 }
 
 
@@ -48,16 +50,48 @@ def test_compiled_it_is_one_node_of_one_graph(name: str, recorder: Any):
     assert "sparsek.spmm" in calls(recorder.fw_graphs[0])[0]
 
 
-def test_compiled_the_transposed_index_is_made_in_the_first_call_and_found_by_the_later_ones(recorder: Any):
+@pytest.mark.parametrize("kept", [False, True], ids=["never transposed", "transposed before"])
+def test_compiled_a_transposed_view_costs_no_node_and_no_second_graph(kept: bool, recorder: Any):
     a, _ = pair(dtype=torch.float32)
+    if kept:
+        _ = a.T
     b = torch.randn(128, 40)
-    compiled = torch.compile(lambda a, b: a.T @ b, fullgraph=True, backend=recorder)
-    for _ in range(4):
-        torch.testing.assert_close(compiled(a, b), a.to_dense().T @ b)
-    first, later = map(calls, recorder.fw_graphs)
-    assert sum("sparsek.spmm" in call for call in first) == 1
-    assert any("sort" in call for call in first)
-    assert len(later) == 1
+    compiled = torch.compile(lambda a, b: (a.T @ b, a.T.T.T @ b), fullgraph=True, backend=recorder)
+    for _ in range(3):
+        for got in compiled(a, b):
+            assert torch.equal(got, a.T @ b)
+    (graph,) = map(calls, recorder.fw_graphs)
+    assert [call.split(".")[0] for call in graph] == ["sparsek", "sparsek"]
+
+
+def test_compiled_a_view_may_come_in_and_go_out(recorder: Any):
+    a, _ = pair(dtype=torch.float32)
+    view, b = a.T, torch.randn(96, 40)
+    compiled = torch.compile(lambda view, b: (view.T @ b, view.T.T), fullgraph=True, backend=recorder)
+    product, back = compiled(view, b)
+    assert torch.equal(product, a @ b)
+    assert torch.equal(back.to_dense(), view.to_dense())
+    made = torch.compile(lambda a: a.T, fullgraph=True, backend=recorder)(a)
+    assert torch.equal(made.to_dense(), a.to_dense().T)
+    assert torch.equal(made.T.to_dense(), a.to_dense())
+    c = torch.randn(128, 40)
+    assert torch.equal(made @ c, a.T @ c)
+
+
+@pytest.mark.parametrize("shape", [(40, 96), (2, 40, 96)], ids=str)
+def test_compiled_a_bsr_on_the_right_is_one_node_and_views(shape: tuple[int, ...], recorder: Any):
+    a, _ = pair(dtype=torch.float32)
+    x = torch.randn(shape)
+    compiled = torch.compile(lambda x, a: (x @ a.T, sk.spmm(x, a.T)), fullgraph=True, backend=recorder)
+    for got in compiled(x, a):
+        assert torch.equal(got, x @ a.T)
+    (graph,) = map(calls, recorder.fw_graphs)
+    assert sum("sparsek" in call for call in graph) == 2
+    assert {call.split(".")[0] + "." + call.split(".")[1] for call in graph} <= {
+        "sparsek.spmm",
+        "aten.transpose",
+        "aten.view",
+    }
 
 
 @pytest.mark.parametrize("shape", [(96, 40), (2, 96, 40)], ids=str)
@@ -78,18 +112,37 @@ def test_compiled_once_for_every_n(recorder: Any):
     assert len(recorder.fw_graphs) == 1
 
 
+def args(
+    a: BSR, b: Tensor, *, bias: Any = None, act: str = "", other: Any = None, **more: Any
+) -> tuple[Any, ...]:
+    """Arguments of the op for act(alpha * a @ b + bias) joined with other."""
+    how = more.get("by_columns", False), more.get("alpha", 1.0), bias, act, other, more.get("combine", "add")
+    return *flat.flat(a), b, *how, more.get("kernel")
+
+
 def test_the_op_plans_once_and_forgets_a_pattern_with_its_matrix(plans_made: list[str]):
     a, b = pair(dtype=torch.float32)
     gc.collect()
-    kept = len(ops._PATTERNS)
-    args = (a.values, a.pattern.indptr, a.pattern.indices, None, b, list(a.shape), list(a.block), None)
-    torch.ops.sparsek.spmm(*args)
-    torch.ops.sparsek.spmm(*args)
+    kept = len(flat._PATTERNS)
+    given = args(a, b)
+    torch.ops.sparsek.spmm(*given)
+    torch.ops.sparsek.spmm(*given)
+    assert a @ b is not None
     assert len(plans_made) == 1
-    assert len(ops._PATTERNS) == kept + 1
-    del a, args
+    assert len(flat._PATTERNS) == kept + 1
+    del a, given
     gc.collect()
-    assert len(ops._PATTERNS) == kept
+    assert len(flat._PATTERNS) == kept
+
+
+def test_the_op_finds_its_pattern_after_the_object_that_held_it_is_gone(plans_made: list[str]):
+    a, b = pair(dtype=torch.float32)
+    given, expected = args(a, b), a.to_dense() @ b
+    del a
+    gc.collect()
+    for _ in range(3):
+        torch.testing.assert_close(torch.ops.sparsek.spmm(*given), expected)
+    assert len(plans_made) == 1
 
 
 def test_one_index_list_may_serve_matrices_of_other_blocks():
@@ -97,10 +150,7 @@ def test_one_index_list_may_serve_matrices_of_other_blocks():
     big = BlockPattern((128, 128), (64, 64), a.pattern.indptr, a.pattern.indices)
     wide = BSR(big, torch.randn(a.nnzb, 64, 64))
     for matrix, dense in ((a, b), (wide, torch.randn(128, 8)), (a, b)):
-        p = matrix.pattern
-        got = torch.ops.sparsek.spmm(
-            matrix.values, p.indptr, p.indices, None, dense, list(matrix.shape), list(matrix.block), None
-        )
+        got = torch.ops.sparsek.spmm(*args(matrix, dense))
         torch.testing.assert_close(got, matrix.to_dense() @ dense)
 
 
@@ -109,9 +159,37 @@ def test_one_index_list_may_serve_matrices_of_other_blocks():
 def test_the_op_passes_torchs_own_checks(shape: tuple[int, ...], view: bool):
     a, _ = pair(dtype=torch.float32)
     a = pair(96, 128, dtype=torch.float32)[0].T if view else a
-    p = a.pattern
-    args = (a.values, p.indptr, p.indices, a.order, torch.randn(shape), list(a.shape), list(a.block), None)
-    torch.library.opcheck(torch.ops.sparsek.spmm.default, args)
+    learning = BSR.unchecked(a.pattern, a.values.clone().requires_grad_(), a.order)
+    for given in (
+        args(a, torch.randn(shape)),
+        args(learning, torch.randn(shape).requires_grad_(), alpha=2.0),
+    ):
+        torch.library.opcheck(torch.ops.sparsek.spmm.default, given)
+
+
+@pytest.mark.parametrize("act", ["", "relu"])
+@pytest.mark.parametrize("by_columns", [False, True], ids=["rows", "columns"])
+def test_the_op_with_an_epilogue_passes_torchs_own_checks(by_columns: bool, act: str):
+    a, _ = pair(dtype=torch.float32)
+    b = torch.randn(40, 96).T if by_columns else torch.randn(96, 40)
+    other = torch.randn(40, 128).T if by_columns else torch.randn(128, 40)
+    epilogue = {"bias": torch.randn(128).requires_grad_(), "act": act, "by_columns": by_columns}
+    if not act:
+        epilogue["other"] = other.detach().requires_grad_()
+    torch.library.opcheck(torch.ops.sparsek.spmm.default, args(a, b.detach().requires_grad_(), **epilogue))
+    fused: dict[str, Any] = {"act": "silu", "other": other, "combine": "mul", "by_columns": by_columns}
+    torch.library.opcheck(torch.ops.sparsek.spmm.default, args(a, b, **fused))
+
+
+def test_the_op_has_no_gradient_with_an_epilogue_whose_input_is_not_kept():
+    a, b = pair(dtype=torch.float32)
+    b.requires_grad_()
+    for fused in ({"act": "gelu"}, {"act": "relu", "other": torch.ones(128, 40)}):
+        c = torch.ops.sparsek.spmm(*args(a, b, **fused))
+        with pytest.raises(
+            InvalidInput, match=r"no gradient with this epilogue; sparsek.linear and sparsek.swiglu"
+        ):
+            c.sum().backward()
 
 
 def fails_to_compile(run: Callable[[Tensor], Any], b: Tensor, text: str) -> None:
@@ -134,15 +212,19 @@ def test_compiled_wrong_operands_are_told_as_eagerly():
     a, _ = pair(dtype=torch.float32)
     fails_to_compile(lambda b: a @ b, torch.randn(95, 40), r"B \[95, 40\]: B needs 96 rows")
     fails_to_compile(lambda b: a @ b, torch.randn(96), "for a vector use B.unsqueeze")
-    fails_to_compile(lambda b: b @ a, torch.randn(40, 128), r"use \(A.T @ B.T\).T")
+    fails_to_compile(lambda b: b.double() @ a, torch.randn(40, 128), "B is torch.float32 and A torch.float64")
     fails_to_compile(
         lambda b: sk.spmm(a, b, out=torch.empty(128, 40)),
         torch.randn(96, 40),
         "do not go through torch.compile",
     )
+    plan = sk.plan_spmm(a, torch.randn(96, 40))
+    fails_to_compile(lambda b: plan(a, b), torch.randn(96, 40), "do not go through torch.compile")
 
 
-@pytest.mark.filterwarnings("ignore:Error detected in GeneratedBackwardFor_sparsek_spmm:UserWarning")
-def test_compiled_gradients_are_refused_with_the_same_hint():
+def test_the_op_checks_what_it_is_given():
     a, b = pair(dtype=torch.float32)
-    fails_to_compile(lambda b: a @ b, b.requires_grad_(), "spmm has no gradient yet")
+    for wrong, text in ((b[:95], "B needs 96 rows"), (b.double(), "cast one of them"), (b[:, 0], "got 1-D")):
+        with pytest.raises(InvalidInput, match=text):
+            torch.ops.sparsek.spmm(*args(a, wrong))
+    torch.testing.assert_close(torch.ops.sparsek.spmm(*args(a, torch._neg_view(b))), -(a @ b))

@@ -1,17 +1,14 @@
 """C = A @ B for a BSR A, in plain Triton with pointers: any CUDA GPU from sm_80, and Triton's interpreter.
 
-One program makes one tile of C, tile_m rows of one block row by tile_n columns. It walks the K axis of that
-block row as if its stored blocks were laid end to end, tile_k a step:
+One program makes one tile of C, tile_m rows of one block row by tile_n columns, and walks the K axis of that block
+row, tile_k a step:
 
-    stored blocks   | b0      | b1      | b2      |          kk = 0 .. length * bk
-    steps           | s0   | s1   | s2   | s3   | s4 |
-    A tile          values[start + kk // bk][rows of the tile, kk % bk]                   [tile_m, tile_k]
-    B tile          B[indices[start + kk // bk] * bk + kk % bk, columns of the tile]      [tile_k, tile_n]
+    stored blocks of the row   | b0      | b1      | b2      |      times   the block rows of B that they name
+    steps                      | s0   | s1   | s2   | s3   | s4 |   C tile  epilogue(sum of A tile @ B tile)
 
-Where tile_k divides bk a step lies in one block and has one index. Otherwise it joins several small blocks or
-straddles two, and the index is a vector along tile_k: blocks 16 wide still fill a dot 64 deep. Blocks higher
-than tile_m are walked by several programs that share the list. What lies outside the row's blocks is masked,
-never read: NaN in rows of B that no block names cannot reach C. Each element is one sum in fixed order.
+A step may join several small blocks or straddle two (`prims/portable_blocks.py`). Blocks higher than tile_m are walked
+by several programs that share the list. Each element is one sum in fixed order. C goes out in the order in which it
+lies, whole vectors along rows or, for a transpose view, along columns; the epilogue is applied to the sums in float32.
 
 H200, 8192^3 bf16, 12.5 % stored, 2026-11-20, the first config of each table: blocks of 128 276 us (498 TFLOPS
 useful), of 64 318 us, of 32 545 us, of 16 975 us. Tiles lower than 64 leave wgmma for mma.sync; computing
@@ -29,14 +26,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsek.core import dtypes, env
+from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.formats.bsr import BSR
+from sparsek.kernels.prims import portable_tensors as tensors
+from sparsek.kernels.prims.epilogue import store_finished
+from sparsek.kernels.prims.portable_blocks import blocks_times_dense, constants
+from sparsek.kernels.prims.portable_tensors import SIZE_LIMIT, times
 from sparsek.plan.kernel import SpmmKernel
 from sparsek.plan.problem import SpmmProblem
-
-# Sizes stay this far under 2^31 so that a last tile's int32 row and column numbers do not wrap.
-SIZE_LIMIT = 2**31 - 2048
+from sparsek.reference.epilogue import PLAIN, Epilogue
 
 
 @dataclass(frozen=True)
@@ -69,82 +68,23 @@ class Work:
 
 
 @triton.jit
-def _at(x, wide: tl.constexpr):
-    """An index as int64 where offsets may pass 2^31."""
-    return x.to(tl.int64) if wide else x
-
-
-@triton.jit
-def _times(x, unit: tl.constexpr):
-    """`x`, which the host knows to be a multiple of `unit`, in a form that tells the compiler too."""
-    if unit > 1:
-        x = x // unit * unit
-    return x
-
-
-@triton.jit
-def _along(step, BK: tl.constexpr, TK: tl.constexpr):
-    """[TK]: k counted from the beginning of the step's first block."""
-    begin = 0
-    if TK % BK != 0:
-        begin = _times(step * TK % BK, 16)
-    return begin + tl.arange(0, TK)
-
-
-@triton.jit
-def _which(kt, BK: tl.constexpr, SPAN: tl.constexpr):
-    """kt // BK for kt below SPAN * BK, by compares: for bk 112 a step of 200 instructions on sm_90, not 309."""
-    which = (kt >= BK).to(tl.int32)
-    for s in tl.static_range(2, SPAN):
-        which += (kt >= s * BK).to(tl.int32)
-    return which
-
-
-@triton.jit
-def _find(
-    indices, order, start, length, step,
-    BK: tl.constexpr, TK: tl.constexpr, SPAN: tl.constexpr, VIEW: tl.constexpr,
-):  # fmt: skip
-    """Block columns of step `step`, and the places of its blocks in `values`: scalars, or [TK] when gathered.
-
-    A step touches at most SPAN blocks: SPAN scalar loads that all threads share, then selects along tile_k.
-    """
-    q = step * TK // BK
-    column = tl.load(indices + start + q, mask=q < length, other=0)
-    place = start + q
-    if VIEW:
-        place = tl.load(order + start + q, mask=q < length, other=0)
-    if BK % TK != 0:
-        which = _which(_along(step, BK, TK), BK, SPAN)
-        column += tl.zeros([TK], dtype=tl.int32)
-        place += which * (0 if VIEW else 1)
-        for s in tl.static_range(1, SPAN):
-            live = q + s < length
-            column = tl.where(which == s, tl.load(indices + start + q + s, mask=live, other=0), column)
-            if VIEW:
-                place = tl.where(which == s, tl.load(order + start + q + s, mask=live, other=0), place)
-    return column, place
-
-
-@triton.jit
 def _spmm(
-    values, indices, order, rows, b, c,
-    m, n, k, row_blocks, column_tiles, batch_tiles,
-    sb_batch, sb_k, sb_n, sc_batch, sc_m, sc_n,
+    values, indices, order, rows, b, c, bias, other,
+    alpha, beta, m, n, k, row_blocks, column_tiles, batch_tiles,
+    sb_batch, sb_k, sb_n, sc_batch, sc_m, sc_n, so_batch, so_m, so_n,
     BM: tl.constexpr, BK: tl.constexpr, TM: tl.constexpr, TN: tl.constexpr, TK: tl.constexpr,
     SPAN: tl.constexpr, GROUP: tl.constexpr, VIEW: tl.constexpr, WIDE: tl.constexpr,
     RAGGED_K: tl.constexpr, RAGGED_N: tl.constexpr, PRECISION: tl.constexpr,
-    UNIT_K: tl.constexpr, UNIT_N: tl.constexpr, UNIT_BK: tl.constexpr, UNIT_BN: tl.constexpr,
-    UNIT_C: tl.constexpr,
+    UNIT_M: tl.constexpr, UNIT_N: tl.constexpr, UNIT_K: tl.constexpr,
+    UNIT_BK: tl.constexpr, UNIT_BN: tl.constexpr, UNIT_CM: tl.constexpr, UNIT_CN: tl.constexpr,
+    UNIT_OM: tl.constexpr, UNIT_ON: tl.constexpr,
+    SCALED: tl.constexpr, ACTIVATION: tl.constexpr, COMBINE: tl.constexpr,
 ):  # fmt: skip
     SUBS: tl.constexpr = (BM + TM - 1) // TM
-    n = _times(n, UNIT_N)
-    k = _times(k, UNIT_K)
-    sb_k = _times(sb_k, UNIT_BK)
-    sb_n = _times(sb_n, UNIT_BN)
-    sb_batch = _times(sb_batch, UNIT_BK * UNIT_BN)
-    sc_m = _times(sc_m, UNIT_C)
-    sc_batch = _times(sc_batch, UNIT_C)
+    m, n, k = times(m, UNIT_M), times(n, UNIT_N), times(k, UNIT_K)
+    sb_k, sb_n, sb_batch = times(sb_k, UNIT_BK), times(sb_n, UNIT_BN), times(sb_batch, UNIT_BK * UNIT_BN)
+    sc_m, sc_n, sc_batch = times(sc_m, UNIT_CM), times(sc_n, UNIT_CN), times(sc_batch, UNIT_CM * UNIT_CN)
+    so_m, so_n, so_batch = times(so_m, UNIT_OM), times(so_n, UNIT_ON), times(so_batch, UNIT_OM * UNIT_ON)
 
     # Groups of GROUP column tiles (of all batches) outermost, then rows, then the columns of the group.
     pid = tl.program_id(0)
@@ -162,102 +102,21 @@ def _spmm(
 
     i = sub * TM + tl.arange(0, TM)  # row inside the block
     col = tile % column_tiles * TN + tl.arange(0, TN)
-    kt = tl.arange(0, TK)
-    if VIEW:  # blocks are stored as their transposes
-        a_i = i
-        a_step: tl.constexpr = BM
-    else:
-        a_i = i * BK
-        a_step: tl.constexpr = 1
-    col_off = _at(col, WIDE) * sb_n
-    b += batch * sb_batch
-
-    acc = tl.zeros((TM, TN), dtype=tl.float32)
-    steps = tl.cdiv(length * BK, TK)
-    column, place = _find(indices, order, start, length, 0, BK, TK, SPAN, VIEW)
-    for step in range(steps):
-        if BK % TK == 0:
-            inner = step % (BK // TK) * TK
-            a_ptr = values + place.to(tl.int64) * (BM * BK) + inner * a_step
-            a_ptr = a_ptr + (a_i[:, None] + (kt * a_step)[None, :])
-            b_row = column * BK + inner + kt
-            b_ptr = b + (column * BK + inner).to(tl.int64) * sb_k
-            b_ptr = b_ptr + ((_at(kt, WIDE) * sb_k)[:, None] + col_off[None, :])
-            a_live = kt[None, :] < TK
-            b_live = kt[:, None] < TK
-        else:
-            from_first = _along(step, BK, TK)
-            inside = from_first - _which(from_first, BK, SPAN) * BK
-            a_ptr = values + (a_i[:, None] + (_at(place, WIDE) * (BM * BK) + inside * a_step)[None, :])
-            b_row = column * BK + inside
-            b_ptr = b + ((_at(b_row, WIDE) * sb_k)[:, None] + col_off[None, :])
-            left = length * BK - step * TK
-            a_live = (kt < left)[None, :]
-            b_live = (kt < left)[:, None]
-        if BM % TM != 0:
-            a_live = a_live & (i < BM)[:, None]
-        if RAGGED_K:
-            b_live = b_live & (b_row < k)[:, None]
-        if RAGGED_N:
-            b_live = b_live & (col < n)[None, :]
-        a_tile = tl.load(a_ptr, mask=a_live, other=0.0)
-        b_tile = tl.load(b_ptr, mask=b_live, other=0.0)
-        # Read one step ahead: an index loaded in the step that uses it would halve the pipeliner's buffers.
-        column, place = _find(indices, order, start, length, step + 1, BK, TK, SPAN, VIEW)
-        acc = tl.dot(a_tile, b_tile, acc, input_precision=PRECISION)
-
-    at_m = row * BM + i
-    c += batch * sc_batch + (row * BM).to(tl.int64) * sc_m
-    c_ptr = c + ((_at(i, WIDE) * sc_m)[:, None] + (_at(col, WIDE) * sc_n)[None, :])
-    c_live = ((i < BM) & (at_m < m))[:, None] & (col < n)[None, :]
-    tl.store(c_ptr, acc.to(c.dtype.element_ty), mask=c_live)
+    z = blocks_times_dense(
+        values, indices, order, start, length, i, col, b + batch * sb_batch, n, k, sb_k, sb_n,
+        BM, BK, TM, TN, TK, SPAN, VIEW, WIDE, RAGGED_K, RAGGED_N, PRECISION,
+    )  # fmt: skip
+    store_finished(
+        z, c, row * BM, i, (i < BM) & (row * BM + i < m), col, col < n, batch, sc_batch, sc_m, sc_n,
+        alpha, bias, other, so_batch, so_m, so_n, beta, WIDE, SCALED, ACTIVATION, COMBINE,
+    )  # fmt: skip
 
 
-def _folded(b: Tensor, out: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """`b` and `out` as pairs of [batch, ., .] views: one pair where the batch dims collapse, else several."""
-    if b.ndim == 2:
-        yield b[None], out[None]
-    elif b.ndim == 3:
-        yield b, out
-    else:
-        batch = math.prod(b.shape[:-2])
-        try:
-            pair = b.view(batch, *b.shape[-2:]), out.view(batch, *out.shape[-2:])
-        except RuntimeError:
-            for one_b, one_out in zip(b, out, strict=True):
-                yield from _folded(one_b, one_out)
-        else:
-            yield pair
-
-
-def _span(bk: int, tile_k: int) -> int:
-    """The most blocks that a step of tile_k can touch."""
-    return -(-(bk - math.gcd(bk, tile_k) + tile_k) // bk)
-
-
-def _constants(c: Config, a: BSR, b: Tensor, out: Tensor, tf32: bool) -> dict[str, Any]:
-    """Every constexpr of `_spmm` for one launch. `b` [batch, K, N], `out` [batch, M, N]."""
-    bm, bk = a.block
-    vector = 16 // b.element_size()
-
-    def unit(*sizes: int) -> int:
-        return vector if all(size % vector == 0 for size in sizes) else 1
-
-    def extent(x: Tensor) -> int:
-        return sum((size - 1) * stride for size, stride in zip(x.shape[1:], x.stride()[1:], strict=True))
-
-    b_batch = b.stride(0) if b.shape[0] > 1 else 0
-    out_batch = out.stride(0) if out.shape[0] > 1 else 0
-    b_by_rows = b.stride(2) == 1
+def _constants(c: Config, a: BSR, b: Tensor, out: Tensor, tf32: bool, epilogue: Epilogue) -> dict[str, Any]:
+    """Every constexpr of `_spmm` for one launch. `b` [batch, K, N], `out` and `epilogue.other` [batch, M, N]."""
     return {
-        "BM": bm, "BK": bk, "TM": c.tile_m, "TN": c.tile_n, "TK": c.tile_k,
-        "SPAN": _span(bk, c.tile_k), "GROUP": c.group,
-        "VIEW": a.order is not None, "WIDE": max(extent(b), extent(out), a.values.numel()) > SIZE_LIMIT,
-        "RAGGED_K": a.shape[1] % bk != 0, "RAGGED_N": b.shape[2] % c.tile_n != 0,
-        "UNIT_K": unit(a.shape[1]), "UNIT_N": unit(b.shape[2]),
-        "UNIT_BK": unit(b.stride(1), b_batch) if b_by_rows else 1,
-        "UNIT_BN": 1 if b_by_rows else unit(b.stride(2), b_batch),
-        "UNIT_C": unit(out.stride(1), out_batch), "PRECISION": "tf32" if tf32 else "ieee",
+        "TM": c.tile_m, "TN": c.tile_n, "TK": c.tile_k, "GROUP": c.group,
+        "RAGGED_N": b.shape[2] % c.tile_n != 0, **constants(c.tile_k, a, b, out, tf32, epilogue, SIZE_LIMIT),
     }  # fmt: skip
 
 
@@ -282,10 +141,6 @@ AMPERE: dict[int, tuple[Config, ...]] = {
     32: (Config(32, 128, 64, 4, 3, 4), Config(32, 256, 32, 4, 4), Config(32, 64, 64, 4, 3, 4)),
     16: (Config(16, 128, 64, 4, 3, 4), Config(16, 256, 32, 4, 4), Config(16, 64, 64, 4, 3, 4)),
 }
-# N up to 64: bytes of A decide. Deep rings of small tiles keep more than 30 KB per SM under way.
-NARROW = (Config(64, 16, 128, 4, 5, 1), Config(64, 16, 64, 4, 8, 1), Config(64, 16, 64, 4, 6, 1),
-          Config(32, 16, 128, 4, 5, 1), Config(32, 16, 128, 4, 4, 1), Config(128, 16, 64, 4, 6, 1),
-          Config(16, 16, 128, 4, 5, 1))
 TF32 = (Config(64, 128, 32, 4, 3, 4), Config(128, 128, 32, 8, 3, 4), Config(32, 128, 32, 4, 3, 4),
         Config(16, 128, 32, 4, 3, 4))
 IEEE = (Config(64, 64, 16, 4, 3, 4), Config(64, 64, 32, 8, 3, 4), Config(32, 64, 32, 4, 3, 4),
@@ -293,20 +148,13 @@ IEEE = (Config(64, 64, 16, 4, 3, 4), Config(64, 64, 32, 8, 3, 4), Config(32, 64,
 # fmt: on
 
 
-def _tile_m(bm: int) -> int:
-    """The tile height with the most useful FLOP per byte for blocks of `bm` rows; padding is not useful."""
-    return max((128, 64, 32, 16), key=lambda t: t * 256 / (t + 256) * bm / (-(-bm // t) * t))
-
-
 def _table(p: SpmmProblem) -> tuple[Config, ...]:
     tallest = 1 << (p.block[0] - 1).bit_length()
     if p.dtype == "fp32":
         table = TF32 if p.tf32 else IEEE
         return tuple(c for c in table if c.tile_m <= tallest)
-    if p.n <= 64:
-        return tuple(c for c in NARROW if c.tile_m <= tallest)
     table = HOPPER if p.on_cpu or p.card.capability[0] == 9 else AMPERE
-    return table[_tile_m(p.block[0])]
+    return table[tensors.tile_side(p.block[0], 256)]
 
 
 class PortableSpmm:
@@ -316,16 +164,7 @@ class PortableSpmm:
 
     def why_not(self, p: SpmmProblem) -> list[str]:
         """Reasons why `p` cannot run here."""
-        why = []
-        if p.on_cpu and not env.interpreting():
-            why.append("CPU tensors need Triton's interpreter (TRITON_INTERPRET=1 before the import)")
-        if p.on_cpu and p.dtype == "bf16":
-            why.append("bf16 is wrong in Triton's interpreter; use fp16 or fp32 there")
-        if not p.on_cpu and p.card.capability < (8, 0):
-            has = ".".join(map(str, p.card.capability))
-            why.append(f"needs compute capability 8.0 or newer; {p.card.name} has {has}")
-        if p.dtype not in ("bf16", "fp16", "fp32"):
-            why.append(f"dtype must be bf16, fp16 or fp32, not {p.dtype}")
+        why = tensors.why_not(p)
         if max(p.m, p.k, p.n) > SIZE_LIMIT:
             why.append(f"M, K and N must be at most {SIZE_LIMIT}; got {p.m}, {p.k}, {p.n}")
         if not why and math.prod(_tiles(p, self.default(p))) > SIZE_LIMIT:
@@ -344,15 +183,17 @@ class PortableSpmm:
     def configs(self, p: SpmmProblem) -> Iterator[Config]:
         """Serious alternatives, best guess first: the block's table, cut to N and to shared memory."""
         widest = max(16, 1 << (p.n - 1).bit_length())
-        room = p.card.smem_bytes - 1024
         deepest = max(32, 1 << (max(p.row_max * p.block[1], 1) - 1).bit_length())
         seen = set()
         for c in _table(p):
-            tile_n = widest if p.n <= 64 else min(c.tile_n, widest)
+            tile_n = min(c.tile_n, widest)
             c = replace(c, tile_n=tile_n, tile_k=min(c.tile_k, deepest))
-            stage = c.tile_k * (c.tile_m + c.tile_n) * dtypes.itemsize(p.dtype)
-            if not p.on_cpu and c.num_stages * stage > room:
-                c = replace(c, num_stages=max(1, room // stage))
+            if p.combine and c.tile_m * tile_n > 64 * 32 * c.num_warps:  # two tiles of C at once spill
+                c = replace(c, num_warps=2 * c.num_warps)
+            if p.n <= 64:  # 16 bytes of the smaller tile for each thread to copy
+                copies = c.tile_k * min(c.tile_m, tile_n) * dtypes.itemsize(p.dtype) // 16
+                c = replace(c, num_warps=max(1, min(c.num_warps, copies // 32)))
+            c = replace(c, num_stages=tensors.stages(p, c.num_stages, c.tile_k * (c.tile_m + c.tile_n)))
             if c not in seen:
                 seen.add(c)
                 yield c
@@ -360,7 +201,8 @@ class PortableSpmm:
     def seconds(self, p: SpmmProblem, c: Config) -> float:
         """Launch + the longest of: arithmetic at a rate for each tile_m (masked rows and columns count, so do idle
         SMs) and 1.5 us for each wave of tiles to begin and end; the longest block row on one SM; compulsory bytes
-        at 80 % of copy bandwidth. Rates fit the H200's times of 2026-11-20 above."""
+        at 80 % of copy bandwidth. Rates fit the H200's times of 2026-11-20 above. N up to 64, which is
+        portable.spmm_skinny's, is guessed at 60 % of it and 1.5 us until the first bytes come."""
         down, along = _tiles(p, c)
         if p.on_cpu:  # the interpreter: about a millisecond for each program and step
             return 1e-3 * along * (down + p.nnzb * p.block[0] * p.block[1] / (c.tile_m * c.tile_k))
@@ -375,7 +217,9 @@ class PortableSpmm:
         waves = 1.5e-6 * -(-down * along // p.card.sm_count)
         arithmetic = waves + tile * slices * p.nnzb * along / (rate * busy)
         longest = 1.5e-6 + tile * p.row_max / (rate / p.card.sm_count)
-        return p.card.launch_seconds + max(arithmetic, longest, p.compulsory_bytes / (0.8 * p.card.bandwidth))
+        first, share = (1.5e-6, 0.6) if p.n <= 64 else (0.0, 0.8)
+        moved = first + p.compulsory_bytes / (share * p.card.bandwidth)
+        return p.card.launch_seconds + max(arithmetic, longest, moved)
 
     def prepare(self, p: SpmmProblem, c: Config, a: BSR) -> Work:
         """Block rows, their first stored blocks and lengths, longest first; on A's device, without a sync."""
@@ -385,23 +229,25 @@ class PortableSpmm:
         rows = torch.stack((order.int(), starts[order], lengths[order].int()))
         return Work(rows, p.tf32)
 
-    def launch(self, c: Config, work: Work, a: BSR, b: Tensor, out: Tensor) -> None:
-        """C = A @ B into `out` [..., M, N] from `b` [..., K, N], strides as they are; no sync, no allocation."""
+    def launch(
+        self, c: Config, work: Work, a: BSR, b: Tensor, out: Tensor, epilogue: Epilogue = PLAIN
+    ) -> None:
+        """C into `out` [..., M, N] from `b` [..., K, N], strides as they are; no sync, no allocation."""
         m, n = out.shape[-2:]
         if out.numel() == 0:
             return
         row_blocks, subs, column_tiles = a.grid[0], -(-a.block[0] // c.tile_m), -(-n // c.tile_n)
         order = a.pattern.indices if a.order is None else a.order
         options: dict[str, Any] = {"num_warps": c.num_warps, "num_stages": c.num_stages}
-        for b3, out3 in _folded(b, out):
-            batch = b3.shape[0]
-            sb, sc = b3.stride(), out3.stride()
+        for b3, out3, other in tensors.folded(b, out, epilogue.other):
+            whole, batch = replace(epilogue, other=other), b3.shape[0]
             with torch.cuda.device_of(b3):
                 _spmm[(row_blocks * subs * column_tiles * batch,)](
-                    a.values, a.pattern.indices, order, work.rows, b3, out3,
+                    a.values, a.pattern.indices, order, work.rows, b3, out3, epilogue.bias, other,
+                    float(epilogue.alpha), float(epilogue.beta),
                     m, n, a.shape[1], row_blocks, column_tiles, column_tiles * batch,
-                    sb[0] if batch > 1 else 0, sb[1], sb[2], sc[0] if batch > 1 else 0, sc[1], sc[2],
-                    **_constants(c, a, b3, out3, work.tf32), **options,
+                    *tensors.strides(b3), *tensors.strides(out3), *tensors.strides(other),
+                    **_constants(c, a, b3, out3, work.tf32, whole), **options,
                 )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from sparsek.formats.bsr import BSR
 from sparsek.plan.kernel import SpmmKernel
 from sparsek.plan.problem import SpmmProblem
+from sparsek.reference.epilogue import PLAIN, Epilogue
 from sparsek.reference.spmm import spmm
 
 CALLS_PER_STEP = 6
@@ -47,19 +48,29 @@ class ReferenceSpmm:
         values = 3 * p.nnzb * bm * bk * size
         gathered = 2 * p.nnzb * bk * columns * size
         added = 4 * p.nnzb * bm * columns * size
-        dense = 3 * columns * (p.k + p.m) * size
+        # The epilogue reads and writes C for each of its parts.
+        parts = p.scaled + p.bias + bool(p.activation) + 2 * bool(p.combine)
+        dense = columns * (3 * p.k + (3 + 2 * parts) * p.m) * size
         rate = p.card.tflops["fp64" if p.dtype == "fp64" else "fp32"] * 1e12
         moved = values + gathered + added + dense
         # One step for each place in the longest block row.
-        calls = CALLS_PER_STEP * (1 + p.row_max)
+        calls = CALLS_PER_STEP * (1 + p.row_max) + parts
         return p.useful_flops / rate + moved / p.card.bandwidth + calls * p.card.launch_seconds
 
     def prepare(self, p: SpmmProblem, c: ReferenceConfig, a: BSR) -> None:
         return None
 
-    def launch(self, c: ReferenceConfig, work: None, a: BSR, b: Tensor, out: Tensor) -> None:
+    def launch(
+        self,
+        c: ReferenceConfig,
+        work: None,
+        a: BSR,
+        b: Tensor,
+        out: Tensor,
+        epilogue: Epilogue = PLAIN,
+    ) -> None:
         with torch.no_grad():
-            out.copy_(spmm(a, b))
+            out.copy_(spmm(a, b, epilogue))
 
 
 KERNEL: SpmmKernel = ReferenceSpmm()

@@ -1,11 +1,15 @@
 """vendor.dense: A written out dense, then torch.matmul (cuBLAS on a GPU). Only by name: nothing is densified unasked.
 
+One addition, of a bias or of another matrix, and alpha and beta go along with the product (torch.addmm, torch.baddbmm).
+Any other epilogue is applied by torch to the rounded product, in float32 or float64, and rounded again.
+
 It is in the table so that a plan can say "dense would win here" honestly.
 
-The dense copy holds [Mb*bm, Kb*bk] values. All plans share it, one for every tensor of values and CUDA stream, and it
-goes when the values go. It is renewed, into the same memory, when torch has counted a write to the values
-(`Tensor._version`); writes through `.data` are not counted, and values made in inference mode carry no count and are
-copied on every call. In a CUDA graph they are copied too, so that replays see what the values hold then.
+The dense copy holds [Mb*bm, Kb*bk] values. All plans share it, one for every tensor of values, CUDA stream and side (a
+matrix and its transposed view have one each), and it goes when the values go. It is renewed, into the same memory, when
+torch has counted a write to the values (`Tensor._version`); writes through `.data` are not counted, and values made in
+inference mode carry no count and are copied on every call. In a CUDA graph they are copied too, so that replays see
+what the values hold then.
 
 A stored zero and a missing block are the same to a dense product: a NaN in a row of B reaches every row of C.
 Problems with block columns that nothing is stored in are therefore refused. float32 is multiplied as torch's own TF32
@@ -24,14 +28,16 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from sparsek.core import dtypes
+from sparsek.core.device import Card
 from sparsek.formats.bsr import BSR
 from sparsek.plan.kernel import SpmmKernel
 from sparsek.plan.problem import SpmmProblem
+from sparsek.reference.epilogue import PLAIN, Epilogue
 
-# values -> {CUDA stream: dense copy}. A copy is written and read in the order of its stream; the lock keeps threads on
-# one stream, or on the CPU, from coming between a copy and its product.
+# values -> {(CUDA stream, is a view): dense copy}. A copy is written and read in the order of its stream; the lock
+# keeps threads on one stream, or on the CPU, from coming between a copy and its product.
 _COPIES: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-_LOCK = threading.Lock()
+COPYING = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -64,15 +70,19 @@ class DenseCopy:
 
 
 def dense_copy(a: BSR) -> Tensor:
-    """A as a dense matrix that shows its present values, valid until the next call on this stream."""
+    """A as a dense matrix that shows its present values, valid until the next call for them on this stream.
+
+    The caller holds COPYING until it has used it.
+    """
     if a.values.is_cuda and torch.cuda.is_current_stream_capturing():
         copy = DenseCopy(a)  # lives in the graph's own memory, so it is not kept here
     else:
         stream = torch.cuda.current_stream(a.device).cuda_stream if a.values.is_cuda else 0
         copies: Any = _COPIES.setdefault(a.values, {})
-        copy = copies.get(stream)
+        key = stream, a.order is not None
+        copy = copies.get(key)
         if copy is None or copy.pattern() is not a.pattern:
-            copy = copies[stream] = DenseCopy(a)
+            copy = copies[key] = DenseCopy(a)
     copy.follow(a)
     return copy.dense
 
@@ -89,7 +99,7 @@ class VendorDense:
             reasons.append(
                 "a block column of A is empty: NaN or Inf in rows of B that no stored block touches would reach C"
             )
-        need, limit = _dense_bytes(p), _limit_bytes(p)
+        need, limit = _dense_bytes(p), limit_bytes(p.card)
         if need > limit:
             reasons.append(
                 f"the dense copy of A takes {need / 2**30:.1f} GiB; at most {limit / 2**30:.1f} GiB are given to it"
@@ -103,20 +113,54 @@ class VendorDense:
         return [DenseConfig()]
 
     def seconds(self, p: SpmmProblem, c: DenseConfig) -> float:
-        rate = p.card.tflops["tf32" if p.tf32 and p.dtype == "fp32" else p.dtype] * 1e12
-        moved = (p.m * p.k + p.batch * p.n * (p.k + p.m)) * dtypes.itemsize(p.dtype)
-        return max(p.dense_flops / rate, moved / p.card.bandwidth) + p.card.launch_seconds
+        rate = p.card.tflops[p.rate_name] * 1e12
+        size = dtypes.itemsize(p.dtype)
+        product = max(
+            p.dense_flops / rate, (p.m * p.k + p.batch * p.n * (p.k + p.m)) * size / p.card.bandwidth
+        )
+        # Torch reads and writes C for each part of an epilogue that does not go along with the product.
+        parts = p.scaled + p.bias + bool(p.activation) + bool(p.combine)
+        passes = 0 if _goes_along(p.activation, p.bias, p.combine) else 2 + parts
+        finished = 2 * passes * p.m * p.n * p.batch * size / p.card.bandwidth
+        return product + finished + (1 + passes) * p.card.launch_seconds
 
     def prepare(self, p: SpmmProblem, c: DenseConfig, a: BSR) -> None:
-        with torch.no_grad(), _LOCK:
+        with torch.no_grad(), COPYING:
             dense_copy(a)
 
-    def launch(self, c: DenseConfig, work: None, a: BSR, b: Tensor, out: Tensor) -> None:
+    def launch(
+        self, c: DenseConfig, work: None, a: BSR, b: Tensor, out: Tensor, epilogue: Epilogue = PLAIN
+    ) -> None:
         if out.numel() == 0:
             return
-        with torch.no_grad(), _LOCK:
+        with torch.no_grad(), COPYING:
             dense = dense_copy(a)
-            torch.matmul(dense.expand(*b.shape[:-2], *dense.shape), b, out=out)
+            _multiply(dense.expand(*b.shape[:-2], *dense.shape), b, out, epilogue)
+
+
+def _multiply(dense: Tensor, b: Tensor, out: Tensor, epilogue: Epilogue) -> None:
+    """Writes the product of dense [..., M, K] and b [..., K, N], and what the epilogue makes of it."""
+    bias, other = epilogue.bias, epilogue.other
+    combine = "" if other is None else epilogue.combine
+    if epilogue.is_plain:
+        torch.matmul(dense, b, out=out)
+    elif out.ndim <= 3 and epilogue.alpha and _goes_along(epilogue.activation, bias is not None, combine):
+        added, beta = out, 0.0
+        if bias is not None:
+            added, beta = bias[:, None].expand(out.shape), 1.0
+        elif other is not None:
+            added, beta = other, epilogue.beta
+        # With alpha 0 torch's bf16 baddbmm of a matrix expanded over the batch ignores beta (torch 2.13, CPU).
+        multiply = torch.addmm if out.ndim == 2 else torch.baddbmm
+        multiply(added, dense, b, beta=beta, alpha=epilogue.alpha, out=out)
+    else:
+        product = torch.matmul(dense, b)
+        out.copy_(epilogue.apply(product.to(torch.promote_types(out.dtype, torch.float32))))
+
+
+def _goes_along(activation: str, bias: bool, combine: str) -> bool:
+    """Whether the product can be added to something at once, and needs nothing after that."""
+    return not activation and combine != "mul" and not (bias and combine)
 
 
 def _dense_bytes(p: SpmmProblem) -> int:
@@ -124,15 +168,15 @@ def _dense_bytes(p: SpmmProblem) -> int:
     return mb * bm * kb * bk * dtypes.itemsize(p.dtype)
 
 
-def _limit_bytes(p: SpmmProblem) -> int:
+def limit_bytes(card: Card) -> int:
     """Half of the memory of the card, or of this machine for CPU tensors."""
-    if p.card.is_cpu:
+    if card.is_cpu:
         return (
             os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
             if hasattr(os, "sysconf")
             else 4 << 30
         )
-    return p.card.memory_bytes // 2
+    return card.memory_bytes // 2
 
 
 KERNEL: SpmmKernel = VendorDense()

@@ -1,0 +1,110 @@
+"""How plain Triton kernels address their tensors, and which problems they take."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sparsek.core import dtypes, env
+
+# Sizes stay this far under 2^31 so that a last tile's int32 row and column numbers do not wrap.
+SIZE_LIMIT = 2**31 - 2048
+
+
+@triton.jit
+def at(x, wide: tl.constexpr):
+    """An index as int64 where offsets may pass 2^31."""
+    return x.to(tl.int64) if wide else x
+
+
+@triton.jit
+def times(x, unit: tl.constexpr):
+    """`x`, which the host knows to be a multiple of `unit`, in a form that tells the compiler too."""
+    if unit > 1:
+        x = x // unit * unit
+    return x
+
+
+def folded(*tensors: Tensor | None) -> Iterator[tuple[Any, ...]]:
+    """Tensors of the same batch dims as [batch, ., .] views: one tuple where all collapse, else several. None stays."""
+    first = next(x for x in tensors if x is not None)
+    if first.ndim == 2:
+        yield tuple(None if x is None else x[None] for x in tensors)
+    elif first.ndim == 3:
+        yield tensors
+    else:
+        batch = math.prod(first.shape[:-2])
+        try:
+            views = tuple(None if x is None else x.view(batch, *x.shape[-2:]) for x in tensors)
+        except RuntimeError:
+            for at_first in range(first.shape[0]):
+                yield from folded(*(None if x is None else x[at_first] for x in tensors))
+        else:
+            yield views
+
+
+def strides(x: Tensor | None) -> tuple[int, int, int]:
+    """Strides of x [batch, ., .]; 0 for a dim of one element and for no tensor, so that equal calls look equal."""
+    if x is None:
+        return 0, 0, 0
+    batch, rows, columns = (s if size > 1 else 0 for s, size in zip(x.stride(), x.shape, strict=True))
+    if rows == columns == 0:  # one element
+        rows = 1
+    return batch, rows, columns
+
+
+def unit(size: int, x: Tensor) -> int:
+    """What `times` may say of a size: whole 16 bytes of x's elements or nothing."""
+    vector = 16 // x.element_size()
+    return vector if size % vector == 0 else 1
+
+
+def units(x: Tensor | None) -> tuple[int, int]:
+    """What `times` may say of the strides of rows and columns of x [batch, ., .]: 1 for a dim that is contiguous, and
+    for the other dim `unit`, if the stride over batches keeps it too.
+    """
+    if x is None:
+        return 1, 1
+    batch, rows, columns = strides(x)
+    if rows == 1:
+        return 1, min(unit(columns, x), unit(batch, x))
+    return min(unit(rows, x), unit(batch, x)), 1
+
+
+def extent(x: Tensor | None) -> int:
+    """The largest offset inside one item of x [batch, ., .]."""
+    if x is None:
+        return 0
+    return sum((size - 1) * stride for size, stride in zip(x.shape[1:], x.stride()[1:], strict=True))
+
+
+def tile_side(size: int, across: int, widest: int = 128) -> int:
+    """The side of a tile for blocks of `size`, at most `widest`, with the most useful FLOP per byte; padding is not
+    useful. The tile's other side is `across`.
+    """
+    sides = (side for side in (128, 64, 32, 16) if side <= widest)
+    return max(sides, key=lambda side: side * across / (side + across) * size / (-(-size // side) * side))
+
+
+def stages(p: Any, wanted: int, elements: int) -> int:
+    """How many of the `wanted` stages of so many elements fit into the card's shared memory; at least one."""
+    room = p.card.smem_bytes - 1024
+    return wanted if p.on_cpu else max(1, min(wanted, room // (elements * dtypes.itemsize(p.dtype))))
+
+
+def why_not(p: Any) -> list[str]:
+    """Reasons why no plain Triton kernel runs problem `p`: its device or its dtype."""
+    why = []
+    if p.on_cpu and not env.interpreting():
+        why.append("CPU tensors need Triton's interpreter (TRITON_INTERPRET=1 before the import)")
+    if p.on_cpu and p.dtype == "bf16":
+        why.append("bf16 is wrong in Triton's interpreter; use fp16 or fp32 there")
+    if not p.on_cpu and p.card.capability < (8, 0):
+        has = ".".join(map(str, p.card.capability))
+        why.append(f"needs compute capability 8.0 or newer; {p.card.name} has {has}")
+    if p.dtype not in ("bf16", "fp16", "fp32"):
+        why.append(f"dtype must be bf16, fp16 or fp32, not {p.dtype}")
+    return why

@@ -1,0 +1,5 @@
+"""Floor 6: layers for torch.nn. Importing this touches no CUDA and loads no kernel, as `import sparsek` does."""
+
+from sparsek.nn.linear import BlockSparseLinear
+
+__all__ = ["BlockSparseLinear"]

@@ -1,0 +1,87 @@
+"""A BSR as tensors and ints, which is what torch.library ops take, and put together again inside of them.
+
+A transposed view goes through as the matrix it was taken from and a flag. So nothing is transposed in a graph that
+torch.compile traces, gradients come back in the order in which values are stored, and what follows from a pattern is
+made once: the op finds the pattern that an index list came from.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from sparsek.formats.bsr import ALIGNMENT, BSR
+from sparsek.formats.pattern import BlockPattern
+
+FlatPattern = tuple[Tensor, Tensor, list[int]]
+FlatMatrix = tuple[Tensor, Tensor, Tensor, list[int], bool]
+
+# Plans are kept from call to call; the memory of a graph that torch.compile captures by itself would not outlive them.
+TAGS = tuple(tag for tag in (getattr(torch.Tag, "cudagraph_unsafe", None),) if tag is not None)
+
+# From indptr to its pattern. A pattern that somebody else holds is weakly referenced; one that was put together here
+# holds other tensor objects on the same memory. So an entry lives no longer than its indptr.
+_PATTERNS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def flat(a: BSR) -> FlatMatrix:
+    """Values, indptr, indices and (rows, columns, bm, bk) of the matrix as it is stored; whether `a` is its `.T`."""
+    return a.values, *flat_pattern(a.pattern if a.order is None else a.pattern.T), a.order is not None
+
+
+def flat_pattern(pattern: BlockPattern) -> FlatPattern:
+    """indptr, indices and the sizes of a pattern."""
+    if not torch.compiler.is_compiling():
+        known = _PATTERNS.get(pattern.indptr)
+        if known is None or known() is not pattern:
+            _PATTERNS[pattern.indptr] = weakref.ref(pattern)
+    return pattern.indptr, pattern.indices, [*pattern.shape, *pattern.block]
+
+
+def pattern_of(indptr: Tensor, indices: Tensor, sizes: Sequence[int]) -> BlockPattern:
+    """The pattern of these parts: the same object as long as they live, or somebody holds it. No sync."""
+    known: Callable[[], BlockPattern | None] | None = _PATTERNS.get(indptr)
+    pattern = None if known is None else known()
+    if pattern is None or not _is(pattern, indices, sizes):
+        made = pattern = _unknown(indptr, indices, sizes)
+        _PATTERNS[indptr] = lambda: made
+    return pattern
+
+
+def matrix(
+    values: Tensor, indptr: Tensor, indices: Tensor, sizes: Sequence[int], transposed: bool = False
+) -> BSR:
+    """The BSR that `flat` took apart.
+
+    Values without the order or the alignment that kernels read, as gradients may have, are copied.
+    """
+    if not values.is_contiguous() or values.data_ptr() % ALIGNMENT:
+        values = values.clone(memory_format=torch.contiguous_format)
+    a = BSR.unchecked(pattern_of(indptr, indices, sizes), values)
+    return a.T if transposed else a
+
+
+def fake(
+    values: Tensor, indptr: Tensor, indices: Tensor, sizes: Sequence[int], transposed: bool = False
+) -> BSR:
+    """As `matrix`, of fake tensors: its pattern has sizes, but nobody may read its indices."""
+    rows, columns, bm, bk = sizes
+    if transposed:
+        rows, columns, bm, bk = columns, rows, bk, bm
+    pattern = BlockPattern.unchecked((rows, columns), (bm, bk), indptr, indices)
+    return BSR.unchecked(pattern, values, indices if transposed else None)
+
+
+def _unknown(indptr: Tensor, indices: Tensor, sizes: Sequence[int]) -> BlockPattern:
+    rows, columns, bm, bk = map(int, sizes)
+    with torch.inference_mode(False):
+        return BlockPattern.unchecked((rows, columns), (bm, bk), indptr.detach(), indices.detach())
+
+
+def _is(pattern: BlockPattern, indices: Tensor, sizes: Sequence[int]) -> bool:
+    same = pattern.indices is indices or pattern.indices.data_ptr() == indices.data_ptr()
+    return same and (*pattern.shape, *pattern.block) == tuple(sizes) and pattern.nnzb == indices.shape[0]

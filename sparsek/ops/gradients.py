@@ -1,0 +1,243 @@
+"""Which operation is the adjoint of which. Each backward pass is made of operations that have gradients themselves.
+
+    C = act(alpha A B + bias) + other      dA = alpha (dZ B^T) at A's blocks      dB = alpha A^T dZ      dZ = act' dC
+                                           dbias = sums of dZ's rows              dother = dC
+    S = (X Y) at P                         dX = dS Y^T                            dY = X^T dS
+    C = A B at P                           dA = (dC B^T) at A's blocks            dB = (A^T dC) at B's blocks
+    C = A B, dense                         the same, dC read at the blocks that C can have
+
+A gradient of values has their shape and order, [nnzb, bm, bk] as they are stored, also where A was a transposed view:
+for A = V^T dV is B dZ^T at V's blocks. So nothing is ever as large as a dense matrix that was not dense before.
+
+The kernels of a backward pass are chosen as in any call. Where the forward pass named its kernel, they are those of the
+same family: cpu.spmm leads to cpu.sddmm.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsek import kernels
+from sparsek.core.errors import InvalidInput
+
+Gradients = tuple[Tensor | None, ...]
+
+
+def kin(kernel: str | None, op: str) -> str | None:
+    """The kernel for `op` of the family of `kernel`; that very kernel if it is one of `op`. None for None."""
+    if kernel is None:
+        return None
+    names = kernels.names_for(op)
+    if kernel in names:
+        return kernel
+    family = kernel.split(".", maxsplit=1)[0]
+    return next((name for name in names if name.startswith(f"{family}.")), None)
+
+
+def save_spmm(ctx: Any, inputs: Any, output: Tensor) -> None:
+    """Keeps what the gradients of spmm read: A's values for B's, B for those of A, C where relu has cut."""
+    values, indptr, indices, sizes, transposed, b, _, alpha, bias, activation, other, combine, kernel = inputs
+    of_values, of_b = ctx.needs_input_grad[0], ctx.needs_input_grad[5]
+    of_bias = bias is not None and ctx.needs_input_grad[8]
+    cut = activation == "relu" and (of_values or of_b or of_bias)
+    ctx.save_for_backward(
+        indptr, indices, values if of_b else None, b if of_values else None, output if cut else None
+    )
+    ctx.call = sizes, transposed, alpha, kernel
+    ctx.b_by_columns = _by_columns(b)
+    ctx.without = activation not in ("", "relu") or (
+        other is not None and bool(activation or combine == "mul")
+    )
+
+
+def of_spmm(ctx: Any, grad: Tensor) -> Gradients:
+    """The gradients of values, B, bias and other."""
+    if ctx.without:
+        raise InvalidInput(
+            "torch.ops.sparsek.spmm has no gradient with this epilogue; sparsek.linear and sparsek.swiglu have one"
+        )
+    indptr, indices, values, b, out = ctx.saved_tensors
+    sizes, transposed, alpha, kernel = ctx.call
+    dz = grad if out is None else torch.where(out <= 0, 0, grad)
+    found: list[Tensor | None] = [None] * 13
+    if b is not None:
+        left, right = (_joined(b), _joined(dz)) if transposed else (_joined(dz), _joined(b))
+        made = torch.ops.sparsek.sddmm(left, right.mT, indptr, indices, sizes, kin(kernel, "sddmm"))
+        found[0] = made if alpha == 1 else made * alpha
+    if values is not None:
+        a = values, indptr, indices, sizes, not transposed
+        found[5] = _spmm(*a, dz, ctx.b_by_columns, kernel, alpha)
+    if ctx.needs_input_grad[8]:
+        found[8] = dz.sum([dim for dim in range(dz.ndim) if dim != dz.ndim - 2])
+    if ctx.needs_input_grad[10]:
+        found[10] = grad
+    return tuple(found)
+
+
+def save_sddmm(ctx: Any, inputs: Any, output: Tensor) -> None:
+    """Keeps X for the gradient of Y and Y for that of X."""
+    x, y, indptr, indices, sizes, kernel = inputs
+    of_x, of_y, *_ = ctx.needs_input_grad
+    ctx.save_for_backward(indptr, indices, x if of_y else None, y if of_x else None)
+    ctx.call = sizes, kernel
+    ctx.by_columns = _by_columns(x), _by_columns(y)
+
+
+def of_sddmm(ctx: Any, grad: Tensor) -> Gradients:
+    """The gradients of X and Y."""
+    indptr, indices, x, y = ctx.saved_tensors
+    sizes, kernel = ctx.call
+    x_by_columns, y_by_columns = ctx.by_columns
+    grad = inside(grad, indptr, indices, sizes)
+    of_x = of_y = None
+    if y is not None:
+        of_x = _spmm(grad, indptr, indices, sizes, False, y.mT, x_by_columns, kernel)
+    if x is not None:
+        of_y = _spmm(grad, indptr, indices, sizes, True, x, not y_by_columns, kernel).mT
+    return of_x, of_y, *[None] * 4
+
+
+def save_spgemm(ctx: Any, inputs: Any, output: Tensor) -> None:
+    """Keeps A's values for the gradient of B's and the other way round, and the three patterns."""
+    a, b, c, kernel = inputs[:5], inputs[5:10], inputs[10:12], inputs[12]
+    _save_two(ctx, a, b, c)
+    ctx.call = a[3], a[4], b[3], b[4], kernel
+
+
+def of_spgemm(ctx: Any, grad: Tensor) -> Gradients:
+    """The gradients of the values of A and of B."""
+    *two, c_indptr, c_indices = ctx.saved_tensors
+    a_sizes, a_transposed, b_sizes, b_transposed, kernel = ctx.call
+    a, b = (*two[:3], a_sizes, a_transposed), (*two[3:], b_sizes, b_transposed)
+    c_sizes = _sizes_of_product(a, b)
+    c = inside(grad, c_indptr, c_indices, c_sizes), c_indptr, c_indices, c_sizes, False
+    of_a = of_b = None
+    if b[0] is not None:
+        of_a = _at(c, _flip(b), a[1:], kernel)
+    if a[0] is not None:
+        of_b = _at(_flip(a), c, b[1:], kernel)
+    return of_a, *[None] * 4, of_b, *[None] * 7
+
+
+def save_spgemm_dense(ctx: Any, inputs: Any, output: Tensor) -> None:
+    """As `save_spgemm`."""
+    a, b, kernel = inputs[:5], inputs[5:10], inputs[10]
+    _save_two(ctx, a, b, ())
+    ctx.call = a[3], a[4], b[3], b[4], kernel
+
+
+def of_spgemm_dense(ctx: Any, grad: Tensor) -> Gradients:
+    """The gradients of the values of A and of B, from a dense gradient of C."""
+    two = ctx.saved_tensors
+    a_sizes, a_transposed, b_sizes, b_transposed, kernel = ctx.call
+    a, b = (*two[:3], a_sizes, a_transposed), (*two[3:], b_sizes, b_transposed)
+    of_a = of_b = None
+    if b[0] is not None:
+        of_a = _dense_at(grad, _flip(b), a[1:], kernel)
+    if a[0] is not None:
+        of_b = _dense_at(grad.mT, a, _flip(b)[1:], kernel)
+    return of_a, *[None] * 4, of_b, *[None] * 5
+
+
+def save_sampled(ctx: Any, inputs: Any, output: Tensor) -> None:
+    """Keeps X for the gradient of A's values and these for that of X, and both patterns."""
+    x, a, p, kernel = inputs[0], inputs[1:6], inputs[6:10], inputs[10]
+    of_x, of_a = ctx.needs_input_grad[:2]
+    ctx.save_for_backward(x if of_a else None, a[0] if of_x else None, *a[1:3], *p[:2])
+    ctx.call = a[3], a[4], p[2], p[3], kernel
+
+
+def of_sampled(ctx: Any, grad: Tensor) -> Gradients:
+    """S = (X A) at P, with A in BSR and X read where it matters: the gradients of X, dense, and of A's values."""
+    x, values, a_indptr, a_indices, p_indptr, p_indices = ctx.saved_tensors
+    a_sizes, a_transposed, p_sizes, p_transposed, kernel = ctx.call
+    s = inside(grad, p_indptr, p_indices, p_sizes), p_indptr, p_indices, p_sizes, p_transposed
+    a = values, a_indptr, a_indices, a_sizes, a_transposed
+    of_x = of_a = None
+    if values is not None:
+        of_x = torch.ops.sparsek.spgemm_dense(*s, *_flip(a), kernel)
+    if x is not None:
+        of_a = _dense_at(x.mT, s, a[1:], kernel)
+    return of_x, of_a, *[None] * 9
+
+
+def _spmm(
+    values: Any, indptr: Tensor, indices: Tensor, sizes: Any, transposed: bool, b: Tensor, *how: Any
+) -> Tensor:
+    by_columns, kernel, *alpha = how
+    plain = None, "", None, "add"
+    return torch.ops.sparsek.spmm(
+        values,
+        indptr,
+        indices,
+        sizes,
+        transposed,
+        b,
+        by_columns,
+        *(alpha or [1.0]),
+        *plain,
+        kin(kernel, "spmm"),
+    )
+
+
+def _at(x: Any, y: Any, p: Any, kernel: str | None) -> Tensor:
+    """X Y, both BSR, at the blocks of P, in the order in which P's values are stored."""
+    indptr, indices, _, transposed = p
+    if transposed:  # V^T = X Y at P, so V = Y^T X^T
+        x, y = _flip(y), _flip(x)
+    return torch.ops.sparsek.spgemm(*x, *y, indptr, indices, kernel)
+
+
+def _dense_at(x: Tensor, a: Any, p: Any, kernel: str | None) -> Tensor:
+    """X A, X dense and A in BSR, at the blocks of P, in the order in which P's values are stored."""
+    return torch.ops.sparsek.sampled(x, *a, *p, kernel)
+
+
+def _save_two(ctx: Any, a: Any, b: Any, more: Any) -> None:
+    of_a, of_b = ctx.needs_input_grad[0], ctx.needs_input_grad[5]
+    ctx.save_for_backward(a[0] if of_b else None, *a[1:3], b[0] if of_a else None, *b[1:3], *more)
+
+
+def _flip(a: Any) -> Any:
+    *parts, transposed = a
+    return (*parts, not transposed)
+
+
+def _sizes_of_product(a: Any, b: Any) -> list[int]:
+    """Shape and block of A B."""
+    (rows, bm), (columns, bn) = _sides(a, 0), _sides(b, 1)
+    return [rows, columns, bm, bn]
+
+
+def _sides(a: Any, side: int) -> tuple[int, int]:
+    sizes, transposed = a[3:]
+    side = 1 - side if transposed else side
+    return sizes[side], sizes[2 + side]
+
+
+def inside(values: Tensor, indptr: Tensor, indices: Tensor, sizes: Any) -> Tensor:
+    """Values [nnzb, bm, bn] with 0 outside the matrix. Those are no outputs, but their gradient may be anything."""
+    rows, columns, bm, bn = sizes
+    if rows % bm:
+        place = torch.arange(indices.shape[0], device=indices.device, dtype=indices.dtype)
+        last = torch.searchsorted(indptr, place, right=True) == -(-rows // bm)
+        beyond = torch.arange(bm, device=indices.device) >= rows % bm
+        values = values.masked_fill((last[:, None] & beyond)[:, :, None], 0)
+    if columns % bn:
+        last = indices == columns // bn
+        beyond = torch.arange(bn, device=indices.device) >= columns % bn
+        values = values.masked_fill((last[:, None] & beyond)[:, None, :], 0)
+    return values
+
+
+def _by_columns(x: Tensor) -> bool:
+    """True for the transpose view of a matrix with contiguous rows; a gradient then lies so too."""
+    return x.stride(-2) == 1 and x.stride(-1) != 1
+
+
+def _joined(x: Tensor) -> Tensor:
+    """[..., R, C] as [R, all the others]: a view of a matrix, and of a batch whose memory allows it."""
+    return x if x.ndim == 2 else x.movedim(-2, 0).flatten(1)

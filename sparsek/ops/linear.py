@@ -1,0 +1,133 @@
+"""y = act(x @ W.T + bias) + residual, and SwiGLU: the products of a network's layers, each in one launch.
+
+x @ W.T is (W @ x.T).T: spmm with an epilogue, whose C is written by columns.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from sparsek.core import dtypes
+from sparsek.core.errors import InvalidInput
+from sparsek.formats.bsr import BSR
+from sparsek.ops.spmm import multiply
+from sparsek.plan import operands
+from sparsek.plan.spmm import Product
+from sparsek.reference.epilogue import ACTIVATIONS, PLAIN, Epilogue
+
+
+def linear(
+    x: Tensor,
+    W: BSR | Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+    *,
+    kernel: str | None = None,
+) -> Tensor:
+    """y = act(x @ W.T + bias) + residual, in one kernel.
+
+    x: [..., K], the last dim contiguous or all of it the transpose view of such a matrix. Its leading dims become one:
+    a view where they lie so, as those of a contiguous x do, otherwise a copy, and the same for residual.
+    W: BSR [N, K] of x's dtype on its device; a `.T` view costs nothing. Or a dense tensor [N, K]: torch multiplies.
+    bias: [N]. activation: "relu", "gelu" (by erf), "gelu_tanh", "silu" or None. residual: [..., N], rows contiguous.
+    kernel: a name of the kernels' table of spmm; for a BSR.
+
+    Returns y [..., N], contiguous, summed in float32 (float64 for float64) and rounded once; by hopper.spmm also before
+    an activation or a residual, as by torch: in fp16 a sum over 65504 is inf there.
+    Differentiable in x, W's values, bias and residual. Where a gradient is wanted and the activation is gelu,
+    gelu_tanh or silu, torch applies it to the rounded x @ W.T + bias, which the backward pass needs; a residual after
+    any activation is added by torch too.
+    torch.autocast does not touch the operands. Once planned, no sync and no allocation but y.
+    Raises InvalidInput for operands that do not fit and Unsupported with every reason if no kernel can run.
+
+    GELU: Hendrycks and Gimpel, arXiv:1606.08415.
+    """
+    if not isinstance(W, BSR):
+        return _dense(x, W, bias, activation, residual, kernel)
+    operands.check_linear(x, W, bias, activation, residual)
+    rows, act = _tokens(x), activation or ""
+    joined = None if residual is None else _tokens(residual)
+    wanted = operands.wants_gradient(x, W.values, bias, residual)
+    cut, apart = wanted and act not in ("", "relu"), wanted and act != ""
+    other = None if joined is None or apart else joined.mT
+    y = _product(rows, W, Epilogue(bias=bias, activation="" if cut else act, other=other), kernel)
+    with dtypes.as_given(x.device):
+        if cut:
+            y = ACTIVATIONS[act](y)
+        if joined is not None and apart:
+            y = y + joined
+    return y.view(*x.shape[:-1], W.shape[0])
+
+
+def swiglu(x: Tensor, W_gate: BSR, W_up: BSR, *, kernel: str | None = None) -> Tensor:
+    """silu(x @ W_gate.T) * (x @ W_up.T), in two kernels: the second multiplies what the first has left in y.
+
+    x: [..., K] as in `linear`. W_gate, W_up: BSR [N, K] of x's dtype on its device, each with its own pattern.
+    Returns y [..., N], contiguous. The gate is rounded, then the product.
+    Differentiable in x and in the values; where a gradient is wanted torch applies silu and multiplies, and both
+    products stay for the backward pass.
+    Raises InvalidInput for operands that do not fit and Unsupported with every reason if no kernel can run.
+
+    Source: Shazeer, arXiv:2002.05202.
+    """
+    for name, w in (("W_gate", W_gate), ("W_up", W_up)):
+        if not isinstance(w, BSR):
+            raise InvalidInput(f"{name} must be a BSR, got {type(w).__name__}; make one with BSR.from_dense")
+        operands.check_linear(x, w, None, None, None)
+    if W_gate.shape != W_up.shape:
+        raise InvalidInput(f"W_gate is {list(W_gate.shape)} and W_up {list(W_up.shape)}; they must agree")
+    rows = _tokens(x)
+    if operands.wants_gradient(x, W_gate.values, W_up.values):
+        gate, up = _product(rows, W_gate, PLAIN, kernel), _product(rows, W_up, PLAIN, kernel)
+        with dtypes.as_given(x.device):
+            y = functional.silu(gate) * up
+    else:
+        gate = _product(rows, W_gate, Epilogue(activation="silu"), kernel)
+        epilogue = Epilogue(other=gate.mT, combine="mul")
+        y = _product(rows, W_up, epilogue, kernel, None if torch.compiler.is_compiling() else gate)
+    return y.view(*x.shape[:-1], W_up.shape[0])
+
+
+def _product(x: Tensor, w: BSR, epilogue: Epilogue, kernel: str | None, out: Tensor | None = None) -> Tensor:
+    """x [T, K] times W.T, written to `out` [T, N] if there is one; the epilogue is that of (x @ W.T).T."""
+    call = Product(w, x.mT, None if out is None else out.mT, epilogue, "col")
+    return multiply(call, kernel).mT
+
+
+def _tokens(x: Tensor) -> Tensor:
+    """x [..., K] as [T, K]: a view where x lies so."""
+    return x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def _dense(
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    residual: Tensor | None,
+    kernel: str | None,
+) -> Tensor:
+    if not isinstance(w, Tensor):
+        raise InvalidInput(f"W must be a BSR or a dense torch.Tensor, got {type(w).__name__}")
+    if kernel is not None:
+        raise InvalidInput(f"kernel={kernel!r} multiplies a BSR; W is dense, and torch multiplies it")
+    operands.check_activation(activation)
+    for name, each in (("x", x), ("bias", bias), ("residual", residual)):
+        if each is not None or name == "x":
+            operands.check_dense(name, each, w, "W")
+    if w.dim() != 2 or x.dim() < 1 or x.shape[-1] != w.shape[1]:
+        raise InvalidInput(
+            f"x is {list(x.shape)} and W {list(w.shape)}: W must be [N, K] and the last dim of x K"
+        )
+    if residual is not None and tuple(residual.shape) != (*x.shape[:-1], w.shape[0]):
+        raise InvalidInput(
+            f"residual is {list(residual.shape)}; it must be {[*x.shape[:-1], w.shape[0]]}, as x @ W.T"
+        )
+    with dtypes.as_given(x.device):
+        y = ACTIVATIONS[activation or ""](functional.linear(x, w, bias))
+        return y if residual is None else y + residual

@@ -1,0 +1,143 @@
+"""S = X @ Y at the stored blocks of a pattern: checks, the torch.library op, plan and launch."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsek.core import device as devices
+from sparsek.core import dtypes
+from sparsek.core.errors import InvalidInput
+from sparsek.formats.bsr import BSR
+from sparsek.formats.pattern import BlockPattern
+from sparsek.ops import flat, gradients
+from sparsek.ops.planning import allows_tf32, capturing, choose
+from sparsek.plan import operands
+from sparsek.plan.cache import PlanCache
+from sparsek.plan.made import Made
+from sparsek.plan.problem import SddmmProblem
+from sparsek.plan.sddmm import SddmmPlan
+
+
+def sddmm(
+    X: Tensor,
+    Y: Tensor,
+    pattern: BlockPattern,
+    *,
+    plan: SddmmPlan | None = None,
+    kernel: str | None = None,
+) -> BSR:
+    """S = X @ Y at the stored blocks of `pattern`: sampled dense times dense, a BSR [M, N].
+
+    X: [M, K]. Y: [K, N] of its dtype on its device; each row-major or the transpose view of such a matrix, which is
+    read in place: `sddmm(dC, B.T, A.pattern)` is the gradient of A in C = A @ B. Other strides are read in place too,
+    by fewer kernels. pattern: BlockPattern of shape (M, N) on their device. Values of S outside the matrix are 0.
+    Summed in float32 (float64 for float64), rounded once.
+
+    plan: from `plan_sddmm`; without it one is made and kept with the pattern.
+    kernel: a name of the kernels' table ("cpu.sddmm"): that kernel runs or `Unsupported` says why not. The backward
+    pass uses kernels of the same family.
+
+    Differentiable in X and Y. plan= has no gradient. A NaN in row i of X or column j of Y reaches stored elements of
+    that row or column alone, except with vendor.sddmm, which computes the dense product.
+    The same plan gives the same bits. Once planned, no sync and no allocation but the values. torch.autocast does not
+    touch the operands.
+    Raises InvalidInput for operands that do not fit and Unsupported with every reason if no kernel can run.
+    """
+    if plan is not None:
+        if not isinstance(plan, SddmmPlan):
+            raise InvalidInput(f"plan must come from plan_sddmm, got {type(plan).__name__}")
+        if kernel not in (None, plan.kernel):
+            raise InvalidInput(f"kernel={kernel!r} contradicts plan, which uses {plan.kernel}")
+        return plan(X, Y, pattern)
+    operands.check_sddmm(X, Y, pattern)
+    if torch.compiler.is_compiling() or operands.wants_gradient(X, Y):
+        values = torch.ops.sparsek.sddmm(X, Y, *flat.flat_pattern(pattern), kernel)
+    else:
+        values = _cached_plan(X, Y, pattern, kernel).run(X, Y, pattern)
+    return BSR.unchecked(pattern, values)
+
+
+def plan_sddmm(
+    X: Tensor,
+    Y: Tensor,
+    pattern: BlockPattern,
+    *,
+    kernel: str | None = None,
+    config: Any = None,
+    device: str | None = None,
+) -> SddmmPlan:
+    """The plan that `sddmm(X, Y, pattern)` would use: frozen, callable, and able to explain itself.
+
+    kernel, config: use this kernel, with this config of its own. device: a card's name ("h200"): plan for that card,
+    present or not; such a plan predicts and explains but cannot be called.
+    Costs: schedules are made on the host and copied to the pattern's device once.
+    """
+    operands.check_sddmm(X, Y, pattern)
+    if config is not None and kernel is None:
+        raise InvalidInput("config= belongs to one kernel; name it with kernel=")
+    p = _problem(X, Y, pattern, None if device is None else str(device))
+    return _make_plan(pattern, p, kernel, config, ready=device is None)
+
+
+def _make_plan(
+    pattern: BlockPattern, p: SddmmProblem, kernel: str | None, config: Any, ready: bool
+) -> SddmmPlan:
+    choice = choose(p, kernel, config)
+    work = choice.kernel.prepare(p, choice.config, pattern) if ready else None
+    return SddmmPlan(
+        p, choice, work, ready, weakref.ref(pattern), Made.here(pattern.device) if ready else None
+    )
+
+
+def _cached_plan(x: Tensor, y: Tensor, pattern: BlockPattern, kernel: str | None) -> SddmmPlan:
+    tf32 = allows_tf32(x.dtype)
+    key = kernel, x.shape[1], x.stride(), y.stride(), x.dtype, x.data_ptr() % 16, y.data_ptr() % 16, tf32
+    plans: PlanCache[SddmmPlan] = pattern.derived("sddmm plans", PlanCache)
+    return plans.get(
+        key, lambda: _make_plan(pattern, _problem(x, y, pattern, None), kernel, None, True), capturing(x)
+    )
+
+
+def _problem(x: Tensor, y: Tensor, pattern: BlockPattern, card_name: str | None) -> SddmmProblem:
+    lengths = pattern.host.indptr[1:] - pattern.host.indptr[:-1]
+    return SddmmProblem(
+        m=x.shape[0],
+        k=x.shape[1],
+        n=y.shape[1],
+        block=pattern.block,
+        nnzb=pattern.nnzb,
+        dtype=dtypes.name(x.dtype),
+        card=devices.card_of(x.device) if card_name is None else devices.card_named(card_name),
+        x_layout=operands.layout(x),
+        y_layout=operands.layout(y),
+        aligned=operands.aligned(x, y),
+        tf32=allows_tf32(x.dtype),
+        row_max=int(lengths.max()) if len(lengths) else 0,
+    )
+
+
+@torch.library.custom_op("sparsek::sddmm", mutates_args=(), tags=flat.TAGS)
+def _sddmm_op(
+    x: Tensor, y: Tensor, indptr: Tensor, indices: Tensor, sizes: Sequence[int], kernel: str | None
+) -> Tensor:
+    pattern = flat.pattern_of(indptr, indices, sizes)
+    operands.check_sddmm(x, y, pattern)
+    with torch.no_grad():
+        return _cached_plan(x, y, pattern, kernel).run(x, y, pattern)
+
+
+@_sddmm_op.register_fake
+def _(
+    x: Tensor, y: Tensor, indptr: Tensor, indices: Tensor, sizes: Sequence[int], kernel: str | None
+) -> Tensor:
+    rows, columns, bm, bn = sizes
+    operands.check_sddmm(x, y, BlockPattern.unchecked((rows, columns), (bm, bn), indptr, indices))
+    return x.new_empty((indices.shape[0], bm, bn))
+
+
+_sddmm_op.register_autograd(gradients.of_sddmm, setup_context=gradients.save_sddmm)

@@ -1,0 +1,342 @@
+"""C = A @ B for two BSR matrices: checks, the torch.library ops, matches, plan and launch."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+
+from sparsek.core import device as devices
+from sparsek.core import dtypes
+from sparsek.core.errors import InvalidInput
+from sparsek.formats.bsr import BSR
+from sparsek.formats.pattern import BlockPattern
+from sparsek.ops import flat, gradients
+from sparsek.ops.planning import allows_tf32, capturing, choose, matcher
+from sparsek.ops.spmm import spmm
+from sparsek.plan import operands
+from sparsek.plan.made import Made
+from sparsek.plan.matches import Matches
+from sparsek.plan.problem import SpgemmProblem
+from sparsek.plan.spgemm import Kept, MatchCache, SpgemmPlan
+
+
+@overload
+def spgemm(
+    A: BSR,
+    B: BSR,
+    out: Literal["dense"] = "dense",
+    *,
+    plan: SpgemmPlan | None = None,
+    kernel: str | None = None,
+) -> Tensor: ...
+@overload
+def spgemm(
+    A: BSR,
+    B: BSR,
+    out: Literal["bsr"] | BlockPattern,
+    *,
+    plan: SpgemmPlan | None = None,
+    kernel: str | None = None,
+) -> BSR: ...
+def spgemm(
+    A: BSR,
+    B: BSR,
+    out: str | BlockPattern = "dense",
+    *,
+    plan: SpgemmPlan | None = None,
+    kernel: str | None = None,
+) -> Tensor | BSR:
+    """C = A @ B: block-sparse times block-sparse. `A @ B` is spgemm(A, B, "bsr").
+
+    A: BSR [M, K] in blocks of (bm, bk). B: BSR [K, N] in blocks of (bk, bn), of A's dtype on its device. Transposed
+    views cost nothing. out: "dense" for a tensor [M, N], row-major; "bsr" for a BSR with every block that some pair of
+    blocks adds to; a BlockPattern of C's shape and blocks for a BSR with these, of which those without a pair are 0.
+    Values outside the matrix are 0. Summed in float32 (float64 for float64), rounded once.
+
+    plan: from `plan_spgemm`; without it one is made and kept with A's pattern, as are the matched pairs of blocks.
+    kernel: a name of the kernels' table ("cpu.spgemm"): that kernel runs or `Unsupported` says why not. The backward
+    pass uses it too.
+
+    Differentiable in the values of A and B, whose gradients stay [nnzb, bm, bk]; plan= has no gradient. Inside
+    torch.compile out="bsr" is refused, since how many blocks C has is data.
+    The same plan gives the same bits. Matching two patterns for the first time waits for the device; after that no sync
+    and no allocation but C. torch.autocast does not touch the operands.
+    Raises InvalidInput for operands that do not fit and Unsupported with every reason if no kernel can run.
+    """
+    if plan is not None:
+        _check_plan(plan, out, kernel)
+        return plan(A, B)
+    operands.check_spgemm(A, B, out)
+    compiling = torch.compiler.is_compiling()
+    if compiling or operands.wants_gradient(A.values, B.values):
+        both = *flat.flat(A), *flat.flat(B)
+        if isinstance(out, str) and out == "dense":
+            return torch.ops.sparsek.spgemm_dense(*both, kernel)
+        if isinstance(out, str):
+            if compiling:
+                raise InvalidInput(
+                    'out="bsr" does not go through torch.compile, as the number of blocks depends on the patterns; '
+                    'make the pattern outside, spgemm(A, B, "bsr").pattern, and hand it over as out='
+                )
+            out = _matched(A, B, None).matches.pattern
+        indptr, indices, _ = flat.flat_pattern(out)
+        return BSR.unchecked(out, torch.ops.sparsek.spgemm(*both, indptr, indices, kernel))
+    found = _cached_plan(A, B, out, kernel)
+    return found.result(found.run(A, B))
+
+
+def plan_spgemm(
+    A: BSR,
+    B: BSR,
+    out: str | BlockPattern = "dense",
+    *,
+    kernel: str | None = None,
+    config: Any = None,
+    device: str | None = None,
+) -> SpgemmPlan:
+    """The plan that `spgemm(A, B, out)` would use: frozen, callable, and able to explain itself.
+
+    kernel, config: use this kernel, with this config of its own. device: a card's name ("h200"): plan for that card,
+    present or not; such a plan predicts and explains but cannot be called.
+    Costs: pairs of blocks are matched on the patterns' device, which waits for it, unless they have been before;
+    schedules are made on the host and copied there once.
+    """
+    operands.check_spgemm(A, B, out)
+    if config is not None and kernel is None:
+        raise InvalidInput("config= belongs to one kernel; name it with kernel=")
+    matches = _matched(A, B, out if isinstance(out, BlockPattern) else None).matches
+    p = _problem(A, B, matches, out == "dense", None if device is None else str(device))
+    return _make_plan(A, B, matches, p, kernel, config, ready=device is None)
+
+
+def _check_plan(plan: Any, out: str | BlockPattern, kernel: str | None) -> None:
+    if not isinstance(plan, SpgemmPlan):
+        raise InvalidInput(f"plan must come from plan_spgemm, got {type(plan).__name__}")
+    if kernel not in (None, plan.kernel):
+        raise InvalidInput(f"kernel={kernel!r} contradicts plan, which uses {plan.kernel}")
+    planned = plan.matches.pattern if plan.matches is not None else None
+    if (isinstance(out, str) and out == "dense") != plan.problem.dense_out or (
+        isinstance(out, BlockPattern) and out is not planned
+    ):
+        raise InvalidInput(
+            "out contradicts plan, which was made for another one; plan_spgemm(A, B, out) for this one"
+        )
+
+
+def _make_plan(
+    a: BSR, b: BSR, matches: Matches, p: SpgemmProblem, kernel: str | None, config: Any, ready: bool
+) -> SpgemmPlan:
+    choice = choose(p, kernel, config)
+    work = choice.kernel.prepare(p, choice.config, matches) if ready else None
+    if ready and hasattr(choice.kernel, "place"):
+        choice.kernel.place(work, a, b, matches)
+    made = Made.here(a.device) if ready else None
+    return SpgemmPlan(p, choice, work, ready, matches, weakref.ref(a.pattern), weakref.ref(b.pattern), made)
+
+
+def _matched(a: BSR, b: BSR, wanted: BlockPattern | None) -> Kept:
+    return _match(a.pattern, b.pattern, wanted)
+
+
+def _match(a: BlockPattern, b: BlockPattern, wanted: BlockPattern | None) -> Kept:
+    return a.derived("matches", MatchCache).get(a, b, wanted, capturing(a.indptr), matcher(a.device))
+
+
+def _cached_plan(a: BSR, b: BSR, out: str | BlockPattern, kernel: str | None) -> SpgemmPlan:
+    kept = _matched(a, b, out if isinstance(out, BlockPattern) else None)
+    dense = isinstance(out, str) and out == "dense"
+
+    def make() -> SpgemmPlan:
+        return _make_plan(
+            a, b, kept.matches, _problem(a, b, kept.matches, dense, None), kernel, None, ready=True
+        )
+
+    placed = a.values.data_ptr() % 16, b.values.data_ptr() % 16
+    key = kernel, dense, a.order is None, b.order is None, a.dtype, placed, allows_tf32(a.dtype)
+    return kept.plans.get(key, make, capturing(a.values))
+
+
+def _problem(a: BSR, b: BSR, matches: Matches, dense: bool, card_name: str | None) -> SpgemmProblem:
+    n = b.shape[1]
+    return SpgemmProblem(
+        m=a.shape[0],
+        k=a.shape[1],
+        n=n,
+        a_block=a.block,
+        b_block=b.block,
+        nnzb_a=a.nnzb,
+        nnzb_b=b.nnzb,
+        nnzb_out=matches.pattern.nnzb,
+        pairs=matches.pairs,
+        pairs_max=matches.longest,
+        dtype=dtypes.name(a.dtype),
+        card=devices.card_of(a.device) if card_name is None else devices.card_named(card_name),
+        dense_out=dense,
+        a_transposed=a.order is not None,
+        b_transposed=b.order is not None,
+        aligned=(a.values.data_ptr() | b.values.data_ptr() | (n * a.values.element_size() if dense else 0))
+        % 16
+        == 0,
+        tf32=allows_tf32(a.dtype),
+    )
+
+
+def _gathered(x: Tensor, pattern: BlockPattern) -> BSR:
+    """The blocks of a dense matrix, any strides, that `pattern` names. Reads and writes O(stored). No sync."""
+    (m, n), (bm, bn) = pattern.shape, pattern.block
+    rows = pattern.block_rows.long()[:, None] * bm + torch.arange(bm, device=x.device)
+    columns = pattern.indices.long()[:, None] * bn + torch.arange(bn, device=x.device)
+    if pattern.is_ragged:
+        rows, columns = rows.clamp(max=m - 1), columns.clamp(max=n - 1)
+    values = x[rows[:, :, None], columns[:, None, :]]
+    return BSR.unchecked(pattern, gradients.inside(values, pattern.indptr, pattern.indices, (m, n, bm, bn)))
+
+
+@torch.library.custom_op("sparsek::spgemm", mutates_args=(), tags=flat.TAGS)
+def _spgemm_op(
+    a_values: Tensor,
+    a_indptr: Tensor,
+    a_indices: Tensor,
+    a_sizes: Sequence[int],
+    a_transposed: bool,
+    b_values: Tensor,
+    b_indptr: Tensor,
+    b_indices: Tensor,
+    b_sizes: Sequence[int],
+    b_transposed: bool,
+    c_indptr: Tensor,
+    c_indices: Tensor,
+    kernel: str | None,
+) -> Tensor:
+    """The values of A @ B at the blocks of C."""
+    a = flat.matrix(a_values, a_indptr, a_indices, a_sizes, a_transposed)
+    b = flat.matrix(b_values, b_indptr, b_indices, b_sizes, b_transposed)
+    operands.check_spgemm(a, b, "bsr")
+    sizes = a.shape[0], b.shape[1], a.block[0], b.block[1]
+    with torch.no_grad():
+        return _cached_plan(a, b, flat.pattern_of(c_indptr, c_indices, sizes), kernel).run(a, b)
+
+
+@_spgemm_op.register_fake
+def _(
+    a_values: Tensor,
+    a_indptr: Tensor,
+    a_indices: Tensor,
+    a_sizes: Sequence[int],
+    a_transposed: bool,
+    b_values: Tensor,
+    b_indptr: Tensor,
+    b_indices: Tensor,
+    b_sizes: Sequence[int],
+    b_transposed: bool,
+    c_indptr: Tensor,
+    c_indices: Tensor,
+    kernel: str | None,
+) -> Tensor:
+    a = flat.fake(a_values, a_indptr, a_indices, a_sizes, a_transposed)
+    b = flat.fake(b_values, b_indptr, b_indices, b_sizes, b_transposed)
+    operands.check_spgemm(a, b, "bsr")
+    return a_values.new_empty((c_indices.shape[0], a.block[0], b.block[1]))
+
+
+@torch.library.custom_op("sparsek::spgemm_dense", mutates_args=(), tags=flat.TAGS)
+def _spgemm_dense_op(
+    a_values: Tensor,
+    a_indptr: Tensor,
+    a_indices: Tensor,
+    a_sizes: Sequence[int],
+    a_transposed: bool,
+    b_values: Tensor,
+    b_indptr: Tensor,
+    b_indices: Tensor,
+    b_sizes: Sequence[int],
+    b_transposed: bool,
+    kernel: str | None,
+) -> Tensor:
+    """A @ B, dense."""
+    a = flat.matrix(a_values, a_indptr, a_indices, a_sizes, a_transposed)
+    b = flat.matrix(b_values, b_indptr, b_indices, b_sizes, b_transposed)
+    operands.check_spgemm(a, b, "dense")
+    with torch.no_grad():
+        return _cached_plan(a, b, "dense", kernel).run(a, b)
+
+
+@_spgemm_dense_op.register_fake
+def _(
+    a_values: Tensor,
+    a_indptr: Tensor,
+    a_indices: Tensor,
+    a_sizes: Sequence[int],
+    a_transposed: bool,
+    b_values: Tensor,
+    b_indptr: Tensor,
+    b_indices: Tensor,
+    b_sizes: Sequence[int],
+    b_transposed: bool,
+    kernel: str | None,
+) -> Tensor:
+    a = flat.fake(a_values, a_indptr, a_indices, a_sizes, a_transposed)
+    b = flat.fake(b_values, b_indptr, b_indices, b_sizes, b_transposed)
+    operands.check_spgemm(a, b, "dense")
+    return a_values.new_empty((a.shape[0], b.shape[1]))
+
+
+@torch.library.custom_op("sparsek::sampled", mutates_args=(), tags=flat.TAGS)
+def _sampled_op(
+    x: Tensor,
+    values: Tensor,
+    indptr: Tensor,
+    indices: Tensor,
+    sizes: Sequence[int],
+    transposed: bool,
+    p_indptr: Tensor,
+    p_indices: Tensor,
+    p_sizes: Sequence[int],
+    p_transposed: bool,
+    kernel: str | None,
+) -> Tensor:
+    """The values of X @ A at the blocks of P, X dense and A in BSR: what the adjoint of `spgemm_dense` is made of.
+
+    X is read at the blocks that add to some block of P. With `p_transposed` P is the transpose of the pattern that is
+    given, and the values are in that one's order and blocks.
+    """
+    a = flat.matrix(values, indptr, indices, sizes, transposed)
+    p = flat.pattern_of(p_indptr, p_indices, p_sizes)
+    with torch.no_grad():
+        met = _match(p.T if p_transposed else p, a.T.pattern, None).matches.pattern
+        left, right = _gathered(x, met), a
+        if p_transposed:
+            left, right = right.T, left.T
+        return _cached_plan(left, right, p, kernel).run(left, right)
+
+
+@_sampled_op.register_fake
+def _(
+    x: Tensor,
+    values: Tensor,
+    indptr: Tensor,
+    indices: Tensor,
+    sizes: Sequence[int],
+    transposed: bool,
+    p_indptr: Tensor,
+    p_indices: Tensor,
+    p_sizes: Sequence[int],
+    p_transposed: bool,
+    kernel: str | None,
+) -> Tensor:
+    return values.new_empty((p_indices.shape[0], p_sizes[2], p_sizes[3]))
+
+
+def _multiply(a: Any, b: Any) -> Any:
+    """What `a @ b` means where one is a BSR: a BSR if both are, dense otherwise."""
+    return spgemm(a, b, "bsr") if isinstance(a, BSR) and isinstance(b, BSR) else spmm(a, b)
+
+
+_spgemm_op.register_autograd(gradients.of_spgemm, setup_context=gradients.save_spgemm)
+_spgemm_dense_op.register_autograd(gradients.of_spgemm_dense, setup_context=gradients.save_spgemm_dense)
+_sampled_op.register_autograd(gradients.of_sampled, setup_context=gradients.save_sampled)
+BSR.register_matmul(_multiply)

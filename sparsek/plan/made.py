@@ -1,0 +1,58 @@
+"""What a plan made on a device, and calls on other streams: they wait until it is there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Made(NamedTuple):
+    """Where on which stream tensors become ready."""
+
+    stream: torch.cuda.Stream
+    event: torch.cuda.Event
+
+    @classmethod
+    def here(cls, device: torch.device) -> Made | None:
+        """After what the current stream was given so far; None on a CPU."""
+        if device.type != "cuda":
+            return None
+        made = cls(torch.cuda.current_stream(device), torch.cuda.Event())
+        made.event.record(made.stream)
+        return made
+
+
+def follow(made: Made, tensors: Iterable[Tensor | None]) -> None:
+    """Another stream waits for them, and their memory for that stream.
+
+    A captured stream may not wait, and need not: torch.cuda.graph waits for the device first.
+    """
+    current = torch.cuda.current_stream(made.stream.device)
+    if current != made.stream:
+        current.wait_event(made.event)
+        for tensor in tensors:
+            if tensor is not None:
+                tensor.record_stream(current)
+
+
+def captured(x: Tensor) -> bool:
+    """A CUDA graph is being captured."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def tensors_in(work: Any) -> Iterator[Tensor]:
+    """Every tensor in prepared work: dataclasses, tuples, lists and dicts of them."""
+    if isinstance(work, Tensor):
+        yield work
+    elif is_dataclass(work):
+        for each in fields(work):
+            yield from tensors_in(getattr(work, each.name))
+    elif isinstance(work, (tuple, list)):
+        for each in work:
+            yield from tensors_in(each)
+    elif isinstance(work, dict):
+        yield from tensors_in(list(work.values()))

@@ -1,0 +1,86 @@
+"""The plan of S = X @ Y at the stored blocks of a pattern."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsek.core import dtypes
+from sparsek.core.errors import InvalidInput
+from sparsek.formats.bsr import BSR
+from sparsek.formats.pattern import BlockPattern
+from sparsek.plan import operands
+from sparsek.plan.made import Made, captured, follow, tensors_in
+from sparsek.plan.plan import Plan
+from sparsek.plan.problem import SddmmProblem
+
+
+@dataclass(frozen=True, eq=False)
+class SddmmPlan(Plan):
+    """How to compute one pattern of blocks from X and Y of one shape. Call it: `plan(X, Y, pattern)`.
+
+    `problem` is an SddmmProblem. `pattern` is a weak reference: a pattern keeps its plans.
+    """
+
+    pattern: Callable[[], BlockPattern | None] = field(default=lambda: None, repr=False)
+    made: Made | None = field(default=None, repr=False)
+
+    def __call__(self, x: Any, y: Any, pattern: Any) -> BSR:
+        """S = X @ Y at the planned pattern, for X and Y as planned. No host sync.
+
+        Raises InvalidInput for other operands.
+        """
+        if torch.compiler.is_compiling():
+            raise InvalidInput("plans do not go through torch.compile; call sddmm(X, Y, pattern) there")
+        self.refuse_unless_ready()
+        operands.check_sddmm(x, y, pattern)
+        if operands.wants_gradient(x, y):
+            raise InvalidInput(operands.PLAN_HAS_NO_GRADIENT.format(op="sddmm"))
+        self._check_planned(x, y, pattern)
+        return BSR.unchecked(pattern, self.run(x, y, pattern))
+
+    def run(self, x: Tensor, y: Tensor, pattern: BlockPattern) -> Tensor:
+        """The values of S [nnzb, bm, bn], without the checks, for operands that are known to fit."""
+        values = x.new_empty((pattern.nnzb, *pattern.block))
+        if values.numel() == 0:
+            return values
+        if x.shape[1] == 0:
+            return values.zero_()
+        if self.made is not None and not captured(x):
+            follow(self.made, tensors_in(self.work))
+        kernel, config, _ = self.choice
+        with dtypes.as_given(x.device):
+            kernel.launch(config, self.work, x, y, pattern, values)
+        return values
+
+    def headline(self) -> list[str]:
+        p: SddmmProblem = self.problem
+        line = (
+            f"S = X @ Y at a pattern   S [{p.m}, {p.n}] {p.dtype}, {p.nnzb} blocks of {p.block[0]}x{p.block[1]} "
+            f"({100 * p.density:.3g} % stored), X {[p.m, p.k]} {p.x_layout}-major, Y {[p.k, p.n]} {p.y_layout}-major, "
+            f"on {p.card.name}"
+        )
+        return [line]
+
+    def _check_planned(self, x: Tensor, y: Tensor, pattern: BlockPattern) -> None:
+        p: SddmmProblem = self.problem
+        if self.pattern() is not pattern:
+            raise InvalidInput(
+                "this plan was made for another pattern of blocks; call plan_sddmm(X, Y, pattern) for this one, or "
+                "sddmm(X, Y, pattern)"
+            )
+        layouts = operands.layout(x), operands.layout(y)
+        if (x.shape[1], dtypes.name(x.dtype), *layouts) != (p.k, p.dtype, p.x_layout, p.y_layout):
+            raise InvalidInput(
+                f"this plan takes {p.dtype} X {[p.m, p.k]} {p.x_layout}-major and Y {[p.k, p.n]} {p.y_layout}-major; "
+                f"got {x.dtype} {list(x.shape)} {layouts[0]}-major and {list(y.shape)} {layouts[1]}-major"
+            )
+        if p.aligned and not operands.aligned(x, y):
+            raise InvalidInput(
+                "this plan needs pointers and leading strides of X and Y that are multiples of 16 bytes; "
+                "sddmm(X, Y, pattern) takes any"
+            )

@@ -1,0 +1,86 @@
+"""What becomes of a product before it is stored: scaled, biased, activated, joined with another matrix.
+
+    C = act(alpha * (A @ B) + bias[:, None])  + beta * other        (combine "add")
+                                              * other               (combine "mul")
+
+The bias has one number for every row of A, which is an output feature of `linear` (x @ W.T is (W @ x.T).T).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from sparsek.core.errors import InvalidInput
+
+# "" is none. GELU: Hendrycks and Gimpel 2016, by erf and by its tanh approximation. SiLU: x * sigmoid(x).
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "": lambda z: z,
+    "relu": torch.relu,
+    "gelu": functional.gelu,
+    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+    "silu": functional.silu,
+}
+COMBINES = ("add", "mul")
+
+
+@dataclass(frozen=True, eq=False)
+class Epilogue:
+    """`bias` is [M] and `other` [..., M, N], both in C's dtype on its device. `other` may be C itself.
+
+    `activation` is a key of ACTIVATIONS; `combine` is "add" or "mul" and says nothing without `other`. `beta` belongs
+    to "add".
+    """
+
+    alpha: float = 1.0
+    bias: Tensor | None = None
+    activation: str = ""
+    other: Tensor | None = None
+    combine: str = "add"
+    beta: float = 1.0
+
+    @property
+    def is_plain(self) -> bool:
+        """C is A @ B and nothing else."""
+        return self.alpha == 1 and self.bias is None and not self.activation and self.other is None
+
+    def apply(self, z: Tensor) -> Tensor:
+        """The above for z = A @ B [..., M, N] in a dtype that sums are kept in. Differentiable."""
+        if self.alpha != 1:
+            z = z * self.alpha
+        if self.bias is not None:
+            z = z + self.bias.to(z.dtype)[..., None]
+        z = ACTIVATIONS[self.activation](z)
+        if self.other is None:
+            return z
+        other = self.other.to(z.dtype)
+        return z * other if self.combine == "mul" else z + self.beta * other
+
+
+PLAIN = Epilogue()
+
+
+def check_epilogue(
+    epilogue: Epilogue, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> None:
+    """InvalidInput unless `epilogue` fits a C [..., M, N] of that shape, dtype and device."""
+    if epilogue.activation not in ACTIVATIONS:
+        known = ", ".join(name for name in ACTIVATIONS if name)
+        raise InvalidInput(f"activation is {epilogue.activation!r}; use one of {known}")
+    if epilogue.combine not in COMBINES:
+        raise InvalidInput(f"combine is {epilogue.combine!r}; use one of {', '.join(COMBINES)}")
+    for name, part, wanted in (("bias", epilogue.bias, shape[-2:-1]), ("other", epilogue.other, shape)):
+        if part is None:
+            continue
+        if not isinstance(part, Tensor):
+            raise InvalidInput(f"{name} must be a torch.Tensor, got {type(part).__name__}")
+        if (tuple(part.shape), part.dtype, part.device) != (tuple(wanted), dtype, device):
+            raise InvalidInput(
+                f"{name} is {part.dtype} {list(part.shape)} on {part.device}; this product needs {dtype} "
+                f"{list(wanted)} on {device}"
+            )

@@ -1,0 +1,118 @@
+"""How wrong SDDMM, BSR x BSR and linear layers may be: twice as wrong as dense torch in the same dtype, and no more.
+
+`testing/budget.py` says what an error is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from sparsek.core import dtypes
+from sparsek.formats.bsr import BSR, padding_nonzeros
+from sparsek.formats.pattern import BlockPattern
+from sparsek.reference.epilogue import Epilogue
+from sparsek.reference.linear import swiglu
+from sparsek.reference.sddmm import sddmm
+from sparsek.reference.spgemm import pairs, spgemm
+from sparsek.testing.budget import FACTOR, FLOOR, Gate, check_spmm, error, judge, using_tf32
+from sparsek.testing.product_cases import met_rows, unmet_blocks_cleared
+
+
+def check_sddmm(x: Tensor, y: Tensor, s: BSR, *, tf32: bool = False) -> Gate:
+    """Judges `s` as x [..., M, K] @ y [..., K, N], summed over leading dims, at s's pattern.
+
+    The error is that of the stored elements, against the reference in float64. It may be twice that of torch.matmul in
+    the inputs' dtype at the same elements, 1e-12 at least. What lies outside the matrix must be 0. Rows of x and
+    columns of y that meet no block may hold anything, NaN too.
+    """
+    pattern = s.pattern
+    with torch.no_grad():
+        exact = sddmm(x.double(), y.double(), pattern).values
+        (m, n), wide = pattern.shape, x.shape[:-2].numel() * x.shape[-1]
+        left = x.masked_fill(~met_rows(pattern)[:, None], 0).movedim(-2, 0).reshape(m, wide)
+        right = y.masked_fill(~met_rows(pattern.T), 0).movedim(-1, 0).reshape(n, wide).mT
+        with using_tf32(tf32), dtypes.as_given(x.device):
+            dense = stored(torch.matmul(left, right), pattern)
+        gate = judge(s.logical_values(), exact, max(FLOOR, FACTOR * error(dense, exact)))
+        return replace(gate, passed=gate.passed and padding_nonzeros(s) == 0)
+
+
+def check_spgemm(a: BSR, b: BSR, out: Tensor | BSR, *, tf32: bool = False) -> Gate:
+    """Judges `out`, a dense [M, N] or a BSR, as A @ B; of a BSR its stored blocks are judged.
+
+    The error is against the reference in float64. It may be twice that of torch.matmul of both, made dense, in their
+    dtype, 1e-12 at least. Blocks without a pair, and what lies outside the matrix, must be 0. Blocks of A and B that
+    have no pair may hold anything, NaN too.
+    """
+    wanted = out.pattern if isinstance(out, BSR) else None
+    left, right = unmet_blocks_cleared(a, b, wanted)
+    with torch.no_grad():
+        exact = spgemm(a.to(dtype=torch.float64), b.to(dtype=torch.float64), wanted)
+        with using_tf32(tf32), dtypes.as_given(a.device):
+            dense = torch.matmul(left.to_dense(), right.to_dense())
+        if isinstance(out, BSR):
+            met = torch.zeros(out.nnzb, dtype=torch.bool, device=out.device)
+            met[torch.tensor(pairs(a.pattern, b.pattern, wanted).target, device=out.device)] = True
+            found, right64 = out.logical_values(), exact.values
+            dense = stored(dense, out.pattern)
+            not_zero = bool((found[~met] != 0).any()) or padding_nonzeros(out) > 0
+        else:
+            (m, n), (bm, bn) = exact.shape, exact.block
+            found, right64 = out, exact.to_dense()
+            met = _cells(exact.pattern).repeat_interleave(bm, 0)[:m].repeat_interleave(bn, 1)[:, :n]
+            not_zero = bool((out.masked_fill(met, 0) != 0).any())
+        gate = judge(found, right64, max(FLOOR, FACTOR * error(dense, right64)))
+        return replace(gate, passed=gate.passed and not not_zero)
+
+
+def check_linear(
+    x: Tensor,
+    w: BSR,
+    out: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+    *,
+    tf32: bool = False,
+) -> Gate:
+    """Judges out [..., N] as act(x @ W.T + bias) + residual for x [..., K], as `check_spmm` does with an epilogue.
+
+    The dense layer that it is held to does the same in the inputs' dtype, step by step.
+    """
+    tokens = x.shape[:-1].numel()
+    rest = None if residual is None else residual.reshape(tokens, w.shape[0]).mT
+    epilogue = Epilogue(bias=bias, activation=activation or "", other=rest)
+    return check_spmm(
+        w, x.reshape(tokens, w.shape[1]).mT, out.reshape(tokens, w.shape[0]).mT, epilogue, tf32=tf32
+    )
+
+
+def check_swiglu(x: Tensor, w_gate: BSR, w_up: BSR, out: Tensor, *, tf32: bool = False) -> Gate:
+    """Judges out [..., N] as silu(x @ W_gate.T) * (x @ W_up.T), in the same way."""
+    with torch.no_grad():
+        wide = (w.to(dtype=torch.float64) for w in (w_gate, w_up))
+        exact = swiglu(x.double(), *wide)
+        gate_x, up_x = (x.masked_fill(~met_rows(w.pattern.T), 0) for w in (w_gate, w_up))
+        with using_tf32(tf32), dtypes.as_given(x.device):
+            gate = functional.silu(torch.matmul(gate_x, w_gate.to_dense().mT))
+            dense = gate * torch.matmul(up_x, w_up.to_dense().mT)
+        return judge(out, exact, max(FLOOR, FACTOR * error(dense, exact)))
+
+
+def stored(dense: Tensor, pattern: BlockPattern) -> Tensor:
+    """The blocks [nnzb, bm, bn] of a dense [M, N] that `pattern` stores, 0 outside the matrix."""
+    (rows, columns), (bm, bn) = pattern.grid, pattern.block
+    beside, below = columns * bn - dense.shape[1], rows * bm - dense.shape[0]
+    tiles = functional.pad(dense, (0, beside, 0, below)).view(rows, bm, columns, bn)
+    return tiles.transpose(1, 2)[pattern.block_rows.long(), pattern.indices.long()]
+
+
+def _cells(pattern: BlockPattern) -> Tensor:
+    """bool [Mb, Nb]: which blocks are stored."""
+    cells = torch.zeros(pattern.grid, dtype=torch.bool, device=pattern.device)
+    cells[pattern.block_rows.long(), pattern.indices.long()] = True
+    return cells

@@ -1,0 +1,99 @@
+"""kernels/portable/match.py without a GPU: its lists in Triton's interpreter, its code by compiling for real cards, and
+when torch matches instead.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from sparsek.core.device import H200
+from sparsek.formats.pattern import BlockPattern
+from sparsek.plan import matches
+
+pytest.importorskip("triton")
+
+from sparsek.kernels.portable import match as portable
+from tests.kernels.matched import assert_same, drawn, full
+from tests.kernels.portable_code import compiled
+
+A100 = replace(H200, name="NVIDIA A100", capability=(8, 0), sm_count=108, smem_bytes=166912)
+CARDS = {"sm_90": H200, "sm_80": A100}
+TYPES = dict.fromkeys((*portable._LISTS, *portable._RESULTS), "*i32") | {"sums": "*i64", "totals": "*i64"}
+
+
+def test_the_lists_are_those_of_torch_in_the_interpreter():
+    script = Path(__file__).with_name("portable_match_interpreted.py")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(script)],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("wanted", [False, True], ids=["found", "wanted"])
+@pytest.mark.parametrize("walk", ["_count", "_fill"])
+@pytest.mark.parametrize("card", CARDS)
+def test_walks_fit_nine_programs_on_an_sm_with_threads_along_the_columns(card, walk, wanted):
+    constants = {"WIDTH": portable.WIDTH, "DEEP": portable.DEEP}
+    constants |= {} if wanted else {"c_indptr": None, "c_indices": None}
+    code = compiled(getattr(portable, walk), TYPES, constants, CARDS[card], portable.WARPS, 1)
+    assert code.stack == 0
+    assert code.registers <= 56
+    assert code.shared <= 64, "only sums and scans of columns go from thread to thread"
+    assert "atom" not in code.ptx
+    layouts = dict(re.findall(r"(#\w+) = #ttg\.blocked<\{(.*?)\}>", code.ttgir))
+    tile = f"{portable.WIDTH * portable.DEEP}x!tt.ptr<i32>"
+    tiles = re.findall(rf"tt\.(?:load|store) .*tensor<{tile}, (#\w+)>", code.ttgir)
+    assert len(tiles) == (4 if walk == "_count" else 6)
+    for name in tiles:
+        assert layouts[name].startswith("sizePerThread = [1], threadsPerWarp = [32], warpsPerCTA = [4]")
+
+
+@pytest.mark.parametrize("card", CARDS)
+def test_the_sum_of_the_chunks_compiles_without_spills(card):
+    constants = {"STEP": portable.SUM_STEP}
+    code = compiled(portable._sum, TYPES, constants, CARDS[card], portable.SUM_WARPS, 1)
+    assert code.stack == 0
+    assert "atom" not in code.ptx
+
+
+def test_patterns_on_the_cpu_are_matched_by_torch():
+    a, b, c = (drawn((100, 100), 16, 0.4, seed) for seed in range(3))
+    assert portable.why_not(a, b) == ["the patterns are on the CPU"]
+    for wanted in (None, c):
+        assert_same(portable.match(a, b, wanted), matches.match(a, b, wanted))
+
+
+def test_grids_too_large_for_counts_are_named():
+    def empty(rows: int, columns: int) -> BlockPattern:
+        nothing = torch.zeros(rows + 1, dtype=torch.int32), torch.zeros(0, dtype=torch.int32)
+        return BlockPattern.unchecked((16 * rows, 16 * columns), (16, 16), *nothing)
+
+    assert portable.why_not(empty(8192, 4), empty(4, 8192)) == ["the patterns are on the CPU"]
+    (_, why) = portable.why_not(empty(8192, 4), empty(4, 8193))
+    assert why == "C has 8192 x 8193 blocks: counts of 68157440 cells are over 256 MB"
+    # A chunk costs a program however few of its columns there are.
+    (_, why) = portable.why_not(empty(2**19 + 1, 4), empty(4, 1))
+    assert why == "C has 524289 x 1 blocks: counts of 67108992 cells are over 256 MB"
+    (_, why) = portable.why_not(empty(0, 4), empty(4, 3))
+    assert why == "C has 0 x 3 blocks: there is no cell to count"
+
+
+def test_many_look_ups_that_find_little_are_named():
+    a = full((9 * 16, 4096 * 16), 16)
+    sparse, dense = (drawn((4096 * 16, 8192 * 16), 16, density, 0) for density in (1 / 128, 1 / 32))
+    assert a.nnzb * 8192 > portable.LOOK_UPS
+    assert portable.why_not(a, dense) == ["the patterns are on the CPU"]
+    (_, why) = portable.why_not(a, sparse)
+    assert why == "301989888 look-ups are over 268435456, and fewer than one in 64 finds a block of B"
+    assert len(portable.why_not(full((8 * 16, 4096 * 16), 16), sparse)) == 1

@@ -1,0 +1,268 @@
+"""Gradients of every product: against the float64 reference, of second order, for which inputs, and of what size."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.autograd import gradcheck, gradgradcheck
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import sparsek as sk
+from sparsek.formats import BSR, random_bsr
+from sparsek.formats.bsr import zero_padding
+from sparsek.ops import flat, gradients
+from tests.ops.gradients import FORMS, hold, inputs_of
+from tests.ops.operands import pair
+
+SIZES = {"m": 150, "k": 120, "n": 70}  # none a multiple of its block
+FAMILIES = {
+    "cpu": {"spmm": "cpu.spmm", "sddmm": "cpu.sddmm", "spgemm": "cpu.spgemm"},
+    "reference": {"spmm": "reference.spmm", "sddmm": "reference.sddmm", "spgemm": "reference.spgemm"},
+    "vendor": {"spmm": "vendor.dense", "sddmm": "vendor.sddmm", "spgemm": "vendor.spgemm"},
+    "portable": {"spmm": "portable.spmm", "sddmm": "portable.sddmm", "spgemm": "portable.spgemm"},
+}
+F32 = torch.float32
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("family", ["cpu", "reference", "vendor"])
+def test_the_gradients_of_every_kernel_are_within_the_error_budget(family: str, name: str):
+    form = FORMS[name]
+    hold(form, *inputs_of(form, SIZES, F32), FAMILIES[family][form.op])
+
+
+@pytest.mark.parametrize("name", ["A @ B", "linear gelu", "sddmm", "A @ A2, dense"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_gradients_in_16_bits_are_within_the_error_budget(dtype: torch.dtype, name: str):
+    form = FORMS[name]
+    hold(form, *inputs_of(form, SIZES, dtype), None)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize(("family", "dtype"), [(None, torch.bfloat16), ("portable", torch.float32)], ids=str)
+def test_gradients_on_a_gpu_are_within_the_error_budget(family: str | None, dtype: torch.dtype, name: str):
+    form = FORMS[name]
+    kernel = None if family is None else FAMILIES[family][form.op]
+    hold(form, *inputs_of(form, {"m": 512, "k": 384, "n": 256}, dtype, "cuda"), kernel)
+
+
+@pytest.mark.parametrize("name", FORMS)
+@settings(max_examples=5)
+@given(
+    sizes=st.fixed_dictionaries({side: st.integers(0, 3) | st.integers(1, 130) for side in "mkn"}),
+    seed=st.integers(0, 99),
+)
+def test_gradients_hold_for_any_shape(name: str, sizes: dict[str, int], seed: int):
+    form = FORMS[name]
+    hold(form, *inputs_of(form, sizes, torch.float64, seed=seed), None)
+
+
+def test_gradients_of_the_portable_kernels_hold_in_the_interpreter():
+    pytest.importorskip("triton")
+    script = Path(__file__).with_name("portable_gradients_interpreted.py")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(script)],
+        cwd=Path(__file__).parents[2],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_first_and_second_derivatives_are_those_of_finite_differences(name: str):
+    form = FORMS[name]
+    matrices, tensors = inputs_of(form, {"m": 35, "k": 20, "n": 50}, torch.float64)
+    count = len(matrices)
+
+    def run(*inputs: Tensor) -> Tensor:
+        made = [BSR.unchecked(a.pattern, v) for a, v in zip(matrices, inputs, strict=False)]
+        return form.mine(*made, *inputs[count:], kernel=None)
+
+    leaves = [x.clone().requires_grad_() for x in (*(a.values for a in matrices), *tensors)]
+    assert gradcheck(run, leaves, fast_mode=True)
+    assert gradgradcheck(run, leaves, fast_mode=True)
+
+
+def test_values_outside_the_matrix_have_no_gradient_and_give_none():
+    pattern = pair(100, 90, 7, 32, torch.float64)[0].pattern
+    x, y = (
+        torch.randn(100, 7, dtype=torch.float64, requires_grad=True),
+        torch.randn(7, 90, dtype=torch.float64),
+    )
+    s = sk.sddmm(x, y, pattern)
+    inside = zero_padding(pattern, torch.ones_like(s.values)) == 1
+    assert not inside.all()
+    (expected,) = torch.autograd.grad(s.values.sum(), x)
+    (found,) = torch.autograd.grad(
+        sk.sddmm(x, y, pattern).values, x, torch.where(inside, 1.0, torch.nan).double()
+    )
+    assert torch.equal(found, expected)
+    values = torch.randn_like(s.values).requires_grad_()
+    (of_values,) = torch.autograd.grad(sk.spmm(BSR.unchecked(pattern, values), y.mT).sum(), values)
+    assert of_values.masked_select(~inside).count_nonzero() == 0
+
+
+class Seen(TorchDispatchMode):
+    """The names of the operations that run, and the largest tensor that one of them returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.names.append(str(func))
+        made = [x for x in (out if isinstance(out, (tuple, list)) else [out]) if isinstance(x, Tensor)]
+        if not func.is_view:
+            self.largest = max([self.largest, *(x.numel() for x in made)])
+        return out
+
+    def count(self, op: str) -> int:
+        return sum(name == f"sparsek.{op}.default" for name in self.names)
+
+
+@pytest.mark.parametrize("wanted", ["values", "x", "bias"])
+def test_only_gradients_that_are_wanted_are_computed(wanted: str):
+    w, _ = pair(dtype=F32)
+    inputs = {"values": w.values.clone(), "x": torch.randn(5, 96), "bias": torch.randn(128)}
+    inputs[wanted].requires_grad_()
+    y = sk.linear(inputs["x"], BSR.unchecked(w.pattern, inputs["values"]), inputs["bias"], "relu")
+    with Seen() as seen:
+        y.sum().backward()
+    assert (seen.count("sddmm"), seen.count("spmm")) == (wanted == "values", wanted == "x")
+    assert inputs[wanted].grad is not None
+
+
+@pytest.mark.parametrize("wanted", ["values", "x"])
+def test_what_no_gradient_reads_is_not_kept(wanted: str):
+    w, _ = pair(dtype=F32)
+    values, x = w.values.clone(), torch.randn(5, 96)
+    (values if wanted == "values" else x).requires_grad_()
+    kept: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
+        sk.linear(x, BSR.unchecked(w.pattern, values))
+    indices = w.pattern.indptr.numel() + w.nnzb
+    assert sum(kept) == indices + (x.numel() if wanted == "values" else values.numel())
+
+
+@pytest.mark.parametrize("name", ["A @ B", "B @ A", "linear gelu", "A @ A2, dense", "A @ A2", "sddmm"])
+def test_a_backward_pass_makes_nothing_as_large_as_a_dense_matrix(name: str):
+    form = FORMS[name]
+    thin = {"m": 640, "k": 640, "n": 640 if "A2" in name else 8}
+    if name == "sddmm":
+        thin = {"m": 640, "k": 8, "n": 640}
+    matrices, tensors = inputs_of(form, thin, F32)
+    matrices = [random_bsr(*a.shape, a.block, 0.02, dtype=F32, seed=1) for a in matrices]
+    for a in matrices:
+        a.values.requires_grad_()
+    for x in tensors:
+        x.requires_grad_()
+    if name == "sddmm":
+        out = sk.sddmm(tensors[0], tensors[1], random_bsr(640, 640, 32, 0.02, seed=1).pattern).values
+    elif name == "A @ A2":
+        out = (matrices[0] @ matrices[1]).values
+    else:
+        out = form.mine(*matrices, *tensors, kernel=None)
+    cotangent = torch.randn_like(out)
+    with Seen() as seen:
+        out.backward(cotangent)
+    assert 0 < seen.largest < 640 * 640 / 8
+
+
+def test_a_batch_is_joined_with_the_columns_and_copied_only_where_it_lies_otherwise():
+    a, _ = pair(dtype=F32)
+    a.requires_grad_()
+    lies_so = torch.randn(96, 3, 8).movedim(1, 0)
+    for b, copies in ((lies_so, False), (torch.randn(3, 96, 8), True)):
+        c = sk.spmm(a, b)
+        cotangent = torch.randn(128, 3, 8).movedim(1, 0) if not copies else torch.randn(3, 128, 8)
+        with Seen() as seen:
+            c.backward(cotangent)
+        assert any("clone" in name for name in seen.names) == copies
+
+
+def test_gradients_of_a_view_come_in_the_order_of_the_matrix_it_was_taken_from():
+    a, _ = pair(dtype=torch.float64)
+    values = a.values.clone().requires_grad_()
+    b = torch.randn(128, 5, dtype=torch.float64)
+    sk.spmm(BSR.unchecked(a.pattern, values).T, b).pow(2).sum().backward()
+    dense = a.to_dense().requires_grad_()
+    (dense.T @ b).pow(2).sum().backward()
+    assert values.grad is not None
+    assert dense.grad is not None
+    kept = BSR.unchecked(a.pattern, torch.ones_like(values)).to_dense()
+    torch.testing.assert_close(BSR.unchecked(a.pattern, values.grad).to_dense(), dense.grad * kept.detach())
+
+
+def test_gradients_that_lie_oddly_in_memory_are_taken():
+    a, b = pair(dtype=torch.float64)
+    learning = BSR.unchecked(a.pattern, a.values.clone().requires_grad_())
+    (sk.spmm(learning, b).sum()).backward()  # an expanded gradient
+    s = sk.sddmm(b.requires_grad_(), torch.randn(40, 128, dtype=torch.float64), a.pattern.T)
+    s.values.sum().backward()
+    odd = torch.randn(a.values.numel() + 1, dtype=torch.float64)[1:].view_as(s.values)
+    expected = torch.autograd.grad(sk.sddmm(b, b.new_ones(40, 128), a.pattern.T).values, b, odd.clone())
+    assert torch.equal(
+        torch.autograd.grad(sk.sddmm(b, b.new_ones(40, 128), a.pattern.T).values, b, odd)[0], *expected
+    )
+
+
+def test_a_second_step_makes_no_new_plan(plans_made: list[str]):
+    w, _ = pair(dtype=F32)
+    a, a2 = pair(dtype=F32)[0], pair(96, 64, dtype=F32)[0]
+    made = []
+    for _ in range(3):
+        for each in (w, a, a2):
+            each.requires_grad_()
+        sk.linear(torch.randn(5, 96, requires_grad=True), w, None, "silu").sum().backward()
+        (sk.spgemm(a, a2).sum() + (a @ a2).values.sum()).backward()
+        made.append(len(plans_made))
+    assert made[0] == made[1] == made[2]
+
+
+def test_named_kernels_lead_to_their_family():
+    assert gradients.kin(None, "spmm") is None
+    assert gradients.kin("cpu.spmm", "sddmm") == "cpu.sddmm"
+    assert gradients.kin("portable.spmm_skinny", "spmm") == "portable.spmm_skinny"
+    assert gradients.kin("portable.sddmm", "spmm") == "portable.spmm"
+    assert gradients.kin("vendor.dense", "sddmm") == "vendor.sddmm"
+
+
+def test_a_backward_pass_runs_the_kernels_of_the_family(plans_made: list[str]):
+    w, _ = pair(dtype=F32)
+    w.requires_grad_()
+    sk.linear(torch.randn(5, 96, requires_grad=True), w, kernel="reference.spmm").sum().backward()
+    assert plans_made == ["reference.spmm", "reference.sddmm", "reference.spmm"]
+
+
+def test_a_training_step_under_autocast_keeps_the_dtypes_of_the_operands():
+    w, _ = pair(dtype=F32)
+    w.requires_grad_()
+    x = torch.randn(5, 96)
+    with torch.autocast("cpu", torch.bfloat16):
+        sk.linear(x, w, None, "relu").sum().backward()
+    assert w.values.grad is not None
+    (alone,) = torch.autograd.grad(sk.linear(x, w, None, "relu").sum(), w.values)
+    assert torch.equal(w.values.grad, alone)
+
+
+def test_gradients_outlive_the_matrix(plans_made: list[str]):
+    b = torch.randn(96, 5, requires_grad=True)
+    a = pair(dtype=F32)[0]
+    dense = a.to_dense()
+    c = a @ b
+    assert flat.flat_pattern(a.pattern)[0] is a.pattern.indptr
+    del a
+    c.sum().backward()
+    torch.testing.assert_close(b.grad, dense.T @ torch.ones(128, 5))

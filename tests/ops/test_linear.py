@@ -1,0 +1,237 @@
+"""linear and swiglu: what they compute, in how many launches, from which layouts, and what they refuse."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import sparsek as sk
+from sparsek.core.errors import InvalidInput, Unsupported
+from sparsek.formats import BSR, random_bsr
+from sparsek.reference import linear as reference
+from sparsek.reference.epilogue import Epilogue
+from sparsek.testing.product_budget import check_linear, check_swiglu
+from tests.ops.operands import BF16, pair
+
+ACTIVATIONS = (None, "relu", "gelu", "gelu_tanh", "silu")
+
+
+def layer(
+    dtype: torch.dtype = BF16, device: str = "cpu", shape: tuple[int, ...] = (2, 20, 96)
+) -> tuple[Tensor, BSR, Tensor, Tensor]:
+    """x [2, 20, 96], W [128, 96], bias [128], residual [2, 20, 128]."""
+    w, _ = pair(dtype=dtype, device=device)
+    draw = torch.Generator().manual_seed(2)
+    shapes = shape, (128,), (*shape[:-1], 128)
+    x, bias, residual = (torch.randn(s, generator=draw).to(device, dtype) for s in shapes)
+    return x, w, bias, residual
+
+
+@pytest.mark.parametrize("act", ACTIVATIONS)
+@pytest.mark.parametrize("parts", ["", "bias", "residual", "bias and residual"])
+def test_a_layer_is_one_launch_within_the_error_budget(
+    act: str | None, parts: str, device: str, plans_made: list[str]
+):
+    x, w, bias, residual = layer(device=device)
+    more = bias if "bias" in parts else None, act, residual if "residual" in parts else None
+    y = sk.linear(x, w, *more)
+    assert y.shape == (2, 20, 128)
+    assert y.is_contiguous()
+    gate = check_linear(x, w, y, *more)
+    assert gate.passed, gate
+    assert len(plans_made) == 1
+    sk.linear(x.clone(), BSR(w.pattern, w.values.clone()), *more)
+    assert len(plans_made) == 1
+
+
+@pytest.mark.parametrize("kernel", ["cpu.spmm", "reference.spmm", "vendor.dense"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
+def test_a_named_kernel_runs_a_layer(dtype: torch.dtype, kernel: str):
+    x, w, bias, residual = layer(dtype)
+    gate = check_linear(x, w, sk.linear(x, w, bias, "gelu", residual, kernel=kernel), bias, "gelu", residual)
+    assert gate.passed, gate
+    with pytest.raises(Unsupported, match=r"hopper\.spmm cannot run this"):
+        sk.linear(x, w, kernel="hopper.spmm")
+
+
+@pytest.mark.parametrize("shape", [(96,), (1, 96), (64, 96), (2, 3, 4, 96), (0, 96), (2, 0, 96)], ids=str)
+def test_any_leading_dims_are_tokens(shape: tuple[int, ...], device: str):
+    x, w, bias, residual = layer(device=device, shape=shape)
+    y = sk.linear(x, w, bias, "silu", residual)
+    assert y.shape == (*shape[:-1], 128)
+    assert check_linear(x, w, y, bias, "silu", residual).passed
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "by columns": lambda x: x[0].mT.contiguous().mT,
+    "swapped": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+    "wider rows": lambda x: torch.cat((x, x), -1)[..., : x.shape[-1]],
+    "odd start": lambda x: torch.cat((x[..., :1], x), -1)[..., 1:],
+    "one token for all": lambda x: x[:1, :1].expand(2, 20, -1),
+    "every second feature": lambda x: x.repeat_interleave(2, -1)[..., ::2],
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_x_may_lie_in_memory_as_it_likes(name: str, device: str):
+    x, w, bias, _ = layer(device=device)
+    x = LAYOUTS[name](x)
+    y = sk.linear(x, w, bias)
+    assert y.is_contiguous()
+    assert check_linear(x, w, y, bias).passed
+
+
+def test_a_transposed_weight_reads_the_values_where_they_are(device: str):
+    _, w, _, _ = layer(device=device)
+    x = torch.randn(5, 128, device=device).to(BF16)
+    y = sk.linear(x, w.T)
+    assert check_linear(x, w.T, y).passed
+    assert torch.equal(y, x @ w)
+
+
+@pytest.mark.parametrize("act", ACTIVATIONS)
+@pytest.mark.parametrize("with_residual", [False, True])
+def test_with_gradients_it_gives_the_same_within_the_error_budget(act: str | None, with_residual: bool):
+    x, w, bias, residual = layer()
+    rest = residual if with_residual else None
+    bias.requires_grad_()
+    y = sk.linear(x, w, bias, act, rest)
+    assert y.requires_grad
+    gate = check_linear(x, w, y.detach(), bias.detach(), act, rest)
+    assert gate.passed, gate
+
+
+@pytest.mark.parametrize("wanted", [False, True], ids=["fused", "for training"])
+@pytest.mark.parametrize("kernel", [None, "reference.spmm"])
+def test_swiglu_multiplies_the_gate_in_place(
+    kernel: str | None, wanted: bool, device: str, plans_made: list[str]
+):
+    x, gate, _, _ = layer(device=device)
+    up = random_bsr(128, 96, 32, 0.4, dtype=BF16, device=device, seed=7)
+    x.requires_grad_(wanted)
+    y = sk.swiglu(x, gate, up, kernel=kernel)
+    assert y.shape == (2, 20, 128)
+    assert y.is_contiguous()
+    found = check_swiglu(x.detach(), gate, up, y.detach())
+    assert found.passed, found
+    assert len(plans_made) == 2
+
+
+def test_a_dense_weight_goes_through_torch():
+    x, w, bias, residual = layer(torch.float32)
+    dense = w.to_dense().requires_grad_()
+    for act in ACTIVATIONS:
+        y = sk.linear(x, dense, bias, act, residual)
+        torch.testing.assert_close(y, reference.linear(x, dense, bias, act, residual))
+    y.sum().backward()
+    assert dense.grad is not None
+
+
+def test_a_plan_of_a_layer_explains_its_epilogue():
+    x, w, bias, residual = layer()
+    epilogue = Epilogue(bias=bias, activation="gelu", other=residual)
+    plan = sk.plan_spmm(x, w.T, epilogue=epilogue)
+    assert plan.explain().startswith(
+        "C = gelu(B @ A + bias) + beta * other   A [96, 128] bf16, 8 blocks of 32x32 (66.7 % stored), B [40, 96] "
+    )
+    assert torch.equal(plan(x, w.T, None, epilogue), sk.linear(x, w, bias, "gelu", residual))
+    for other in (Epilogue(), Epilogue(bias=bias, activation="silu", other=residual)):
+        with pytest.raises(InvalidInput, match=r"made for C = gelu\(A @ B \+ bias\) \+ beta \* other; got"):
+            plan(x, w.T, None, other)
+    predicted = sk.plan_spmm(x, w.T, epilogue=epilogue, device="h200")
+    assert predicted.problem.activation == "gelu"
+    assert predicted.seconds > 0
+
+
+def test_one_token_keeps_its_alignment():
+    _, w, _, _ = layer()
+    p = sk.plan_spmm(torch.randn(1, 96).to(BF16), w.T).problem
+    assert (p.b_layout, p.out_layout, p.aligned, p.n) == ("col", "col", True, 1)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("wanted", [False, True], ids=["fused", "for training"])
+def test_autocast_does_not_touch_the_operands(wanted: bool, compiled: bool):
+    x, w, bias, residual = layer(torch.float32)
+    x.requires_grad_(wanted)
+
+    def run(x: Tensor) -> tuple[Tensor, ...]:
+        dense = sk.linear(x, w.values[0, :, :1].expand(32, 96), None, "gelu")
+        return sk.linear(x, w, bias, "gelu", residual), sk.swiglu(x, w, w), dense
+
+    alone = run(x)
+    torch._dynamo.reset()
+    call = torch.compile(run, fullgraph=True, backend="aot_eager") if compiled else run
+    with torch.autocast("cpu", BF16):
+        for mine, right in zip(call(x), alone, strict=True):
+            assert torch.equal(mine, right)
+
+
+Layer = tuple[Tensor, BSR, Tensor, Tensor]
+REFUSED: dict[str, tuple[Callable[[Layer], Any], str]] = {
+    "x numpy": (lambda o: sk.linear(np.ones(96), o[1]), "x must be a dense torch.Tensor, got ndarray"),  # pyright: ignore[reportArgumentType]
+    "x a BSR": (lambda o: sk.linear(o[1], o[1]), "x must be a dense torch.Tensor, got BSR"),  # pyright: ignore[reportArgumentType]
+    "x shape": (
+        lambda o: sk.linear(o[3], o[1]),
+        r"x is \[2, 20, 128\] and W \[N, K\] \[128, 96\]: the last dim of x must be 96",
+    ),
+    "x dtype": (lambda o: sk.linear(o[0].double(), o[1]), "W is torch.float32 and x torch.float64; cast one"),
+    "x device": (lambda o: sk.linear(o[0].to("meta"), o[1]), "W is on cpu and x on meta; move one"),
+    "x sparse": (lambda o: sk.linear(o[0].to_sparse(), o[1]), "x must be a dense torch.Tensor, got layout"),
+    "x negated": (lambda o: sk.linear(torch._neg_view(o[0]), o[1]), "x is a lazily negated view"),
+    "W": (lambda o: sk.linear(o[0], None), "W must be a BSR or a dense torch.Tensor, got NoneType"),  # pyright: ignore[reportArgumentType]
+    "bias": (
+        lambda o: sk.linear(o[0], o[1], o[2][:96]),
+        r"bias is \[96\]; it needs \[128\], a number for every output feature",
+    ),
+    "bias dtype": (
+        lambda o: sk.linear(o[0], o[1], o[2].double()),
+        "W is torch.float32 and bias torch.float64",
+    ),
+    "bias strides": (
+        lambda o: sk.linear(o[0], o[1], o[2].repeat(2)[::2]),
+        "bias must be contiguous, got stride 2",
+    ),
+    "activation": (
+        lambda o: sk.linear(o[0], o[1], None, "tanh"),
+        "activation is 'tanh'; use one of relu, gelu, gelu_tanh, silu, or None",
+    ),
+    "residual": (
+        lambda o: sk.linear(o[0], o[1], None, None, o[0]),
+        r"residual is \[2, 20, 96\]; it must be \[2, 20, 128\], as x @ W.T",
+    ),
+    "residual by columns": (
+        lambda o: sk.linear(o[0], o[1], None, None, o[3].mT.contiguous().mT),
+        r"residual must have contiguous rows, got strides \(2560, 1, 20\); call .contiguous\(\)",
+    ),
+    "kernel": (lambda o: sk.linear(o[0], o[1], kernel="fast"), "no kernel of spmm is called 'fast'"),
+    "kernel of a dense W": (
+        lambda o: sk.linear(o[0], o[1].to_dense(), kernel="cpu.spmm"),
+        "kernel='cpu.spmm' multiplies a BSR; W is dense, and torch multiplies it",
+    ),
+    "dense W": (
+        lambda o: sk.linear(o[3], o[1].to_dense()),
+        r"x is \[2, 20, 128\] and W \[128, 96\]: W must be \[N, K\] and the last dim of x K",
+    ),
+    "dense residual": (
+        lambda o: sk.linear(o[0], o[1].to_dense(), None, None, o[3][0]),
+        r"residual is \[20, 128\]; it must be \[2, 20, 128\], as x @ W.T",
+    ),
+    "dense bias": (lambda o: sk.linear(o[0], o[1].to_dense(), o[2].double()), "W is torch.float32 and bias"),
+    "dense activation": (lambda o: sk.linear(o[0], o[1].to_dense(), None, "tanh"), "activation is 'tanh'"),
+    "W_up": (lambda o: sk.swiglu(o[0], o[1], o[1].to_dense()), "W_up must be a BSR, got Tensor"),  # pyright: ignore[reportArgumentType]
+    "W_gate": (
+        lambda o: sk.swiglu(o[0], random_bsr(64, 96, 32, 0.5), o[1]),
+        r"W_gate is \[64, 96\] and W_up \[128, 96\]; they must agree",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_bad_operands_are_told_what_where_and_what_would_be_right(name: str):
+    call, text = REFUSED[name]
+    with pytest.raises(InvalidInput, match=text):
+        call(layer(torch.float32))

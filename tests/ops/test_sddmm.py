@@ -1,0 +1,223 @@
+"""sddmm: what it computes, from which layouts, which plans it makes, and what it refuses."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import sparsek as sk
+from sparsek.core.errors import InvalidInput, Unsupported
+from sparsek.formats import BlockPattern
+from sparsek.formats.bsr import padding_nonzeros
+from sparsek.ops import flat
+from sparsek.plan.cache import PlanCache
+from sparsek.testing.product_budget import check_sddmm
+from tests.ops.operands import BF16, pair
+
+Given = tuple[Tensor, Tensor, BlockPattern]
+
+
+def given(
+    m: int = 128, k: int = 40, n: int = 96, block: Any = 32, dtype: torch.dtype = BF16, device: str = "cpu"
+) -> Given:
+    """X [m, k] and Y [k, n] of N(0, 1), and a pattern with block rows of uneven lengths."""
+    draw = torch.Generator().manual_seed(1)
+    x, y = (torch.randn(s, generator=draw).to(device, dtype) for s in ((m, k), (k, n)))
+    return x, y, pair(m, n, 1, block, dtype, device)[0].pattern
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("kernel", [None, "cpu.sddmm", "reference.sddmm", "vendor.sddmm"])
+def test_it_computes_the_stored_blocks(kernel: str | None, dtype: torch.dtype):
+    x, y, pattern = given(120, 40, 90, dtype=dtype)
+    s = sk.sddmm(x, y, pattern, kernel=kernel)
+    assert s.pattern is pattern
+    assert s.dtype == dtype
+    gate = check_sddmm(x, y, s)
+    assert gate.passed, gate
+    assert padding_nonzeros(s) == 0
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "row": lambda x: x,
+    "col": lambda x: x.T.contiguous().T,
+    "wider rows": lambda x: torch.cat((x, x), 1)[:, : x.shape[1]],
+    "odd start": lambda x: torch.cat((x.flatten()[:1], x.flatten()))[1:].view(x.shape),
+    "every second column": lambda x: x.repeat_interleave(2, 1)[:, ::2],
+    "one row for all": lambda x: x[:1].expand(x.shape),
+}
+
+
+@pytest.mark.parametrize("of_x", LAYOUTS)
+@pytest.mark.parametrize("of_y", ["row", "col", "odd start"])
+def test_operands_may_lie_in_memory_as_they_like(of_x: str, of_y: str, device: str):
+    x, y, pattern = given(device=device)
+    x, y = LAYOUTS[of_x](x), LAYOUTS[of_y](y)
+    assert check_sddmm(x, y, sk.sddmm(x, y, pattern)).passed
+
+
+def test_the_pattern_of_a_view_serves_as_any_other(device: str):
+    x, y, pattern = given(96, 40, 128, device=device)
+    flipped = given(128, 40, 96, device=device)[2].T
+    assert flipped.shape == pattern.shape
+    assert check_sddmm(x, y, sk.sddmm(x, y, flipped)).passed
+
+
+@pytest.mark.parametrize("sizes", [(0, 8, 96), (128, 0, 96), (128, 8, 0), (0, 0, 0)], ids=str)
+def test_zero_sized_sides_give_empty_or_zero_blocks(sizes: tuple[int, int, int], device: str):
+    m, k, n = sizes
+    pattern = sk.BSR.from_dense(torch.ones(m, n, device=device), 32).pattern
+    s = sk.sddmm(torch.ones(m, k, device=device), torch.ones(k, n, device=device), pattern)
+    assert s.values.shape == (pattern.nnzb, 32, 32)
+    assert not s.values.any()
+
+
+def test_a_plan_gives_what_sddmm_gives_for_new_operands(device: str):
+    x, y, pattern = given(device=device)
+    plan = sk.plan_sddmm(x, y, pattern)
+    assert torch.equal(plan(x, y, pattern).values, sk.sddmm(x, y, pattern).values)
+    x2, y2 = torch.randn_like(x), torch.randn_like(y)
+    assert check_sddmm(x2, y2, sk.sddmm(x2, y2, pattern, plan=plan)).passed
+
+
+def test_a_second_call_makes_no_new_plan_and_another_layout_does(plans_made: list[str]):
+    x, y, pattern = given(dtype=torch.float32)
+    calls: list[Callable[[], Any]] = [
+        lambda: sk.sddmm(x, y, pattern),
+        lambda: sk.sddmm(LAYOUTS["col"](x), y, pattern),
+        lambda: sk.sddmm(x, LAYOUTS["odd start"](y), pattern),
+        lambda: sk.sddmm(x[:, :8], y[:8], pattern),
+        lambda: sk.sddmm(x, y, pattern, kernel="reference.sddmm"),
+    ]
+    for round_ in range(2):
+        for count, call in enumerate(calls, start=1):
+            call()
+            assert len(plans_made) == (count if round_ == 0 else len(calls))
+    assert len(pattern.derived("sddmm plans", PlanCache)) == len(calls)
+
+
+def test_a_plan_for_an_h200_is_made_on_any_machine_and_predicts():
+    x, y, pattern = given(4096, 4096, 4096, 128)
+    plan = sk.plan_sddmm(x, y.T.contiguous().T, pattern, device="h200")
+    assert plan.bound_seconds < plan.seconds < 1e-2
+    first, *rest = plan.explain().splitlines()
+    assert first == (
+        f"S = X @ Y at a pattern   S [4096, 4096] bf16, {pattern.nnzb} blocks of 128x128 "
+        f"({100 * pattern.density:.3g} % stored), X [4096, 4096] row-major, Y [4096, 4096] col-major, on NVIDIA H200"
+    )
+    assert any("cpu.sddmm: runs on CPU tensors only" in line for line in rest)
+    with pytest.raises(InvalidInput, match="prediction for NVIDIA H200"):
+        plan(x, y, pattern)
+
+
+def test_a_named_kernel_that_cannot_run_says_why_and_which_can():
+    with pytest.raises(Unsupported, match=r"hopper.sddmm cannot run this; .*cpu.sddmm, reference.sddmm can"):
+        sk.sddmm(*given(), kernel="hopper.sddmm")
+
+
+def test_autocast_does_not_touch_the_operands():
+    x, y, pattern = given(dtype=torch.float32)
+    alone = sk.sddmm(x, y, pattern).values
+    with torch.autocast("cpu", BF16):
+        for kernel in (None, "cpu.sddmm", "reference.sddmm", "vendor.sddmm"):
+            assert sk.sddmm(x, y, pattern, kernel=kernel).dtype == torch.float32
+        assert torch.equal(sk.sddmm(x, y, pattern).values, alone)
+
+
+@pytest.mark.parametrize("lies", ["row", "col"])
+@pytest.mark.parametrize("sizes", [(128, 40, 96), (100, 7, 90), (64, 0, 64)], ids=str)
+def test_the_op_passes_torchs_own_checks(sizes: tuple[int, int, int], lies: str):
+    x, y, pattern = given(*sizes, dtype=torch.float32)
+    x, y = (LAYOUTS[lies](each).detach().requires_grad_() for each in (x, y))
+    torch.library.opcheck(torch.ops.sparsek.sddmm.default, (x, y, *flat.flat_pattern(pattern), None))
+
+
+def test_compiled_it_gives_the_same_matrix():
+    torch._dynamo.reset()
+    x, y, pattern = given(dtype=torch.float32)
+
+    def run(x: Tensor, y: Tensor) -> tuple[Any, Tensor]:
+        s = sk.sddmm(x, y, pattern)
+        return s, s.T @ x
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    (s, c), (expected, product) = compiled(x, y), run(x, y)
+    assert s.pattern is pattern
+    assert torch.equal(s.values, expected.values)
+    assert torch.equal(c, product)
+
+
+REFUSED: dict[str, tuple[Callable[[Given], Any], str]] = {
+    "pattern": (
+        lambda g: sk.sddmm(g[0], g[1], pair(dtype=g[0].dtype)[0]),  # pyright: ignore[reportArgumentType]
+        "pattern must be a BlockPattern, got BSR; hand over its .pattern",
+    ),
+    "no pattern": (lambda g: sk.sddmm(g[0], g[1], None), "pattern must be a BlockPattern, got NoneType"),  # pyright: ignore[reportArgumentType]
+    "X numpy": (lambda g: sk.sddmm(np.ones(9), g[1], g[2]), "X must be a dense torch.Tensor, got ndarray"),  # pyright: ignore[reportArgumentType]
+    "X sparse": (lambda g: sk.sddmm(g[0].to_sparse(), g[1], g[2]), r"X must be .* call .to_dense\(\)"),
+    "X 3-D": (
+        lambda g: sk.sddmm(g[0][None], g[1], g[2]),
+        r"X must be \[M, K\], got 3-D; .* join them with K",
+    ),
+    "Y 1-D": (lambda g: sk.sddmm(g[0], g[1][0], g[2]), r"Y must be \[K, N\], got 1-D"),
+    "X int": (
+        lambda g: sk.sddmm(g[0].int(), g[1].int(), g[2]),
+        "dtype torch.int32 is not supported; use one of",
+    ),
+    "Y dtype": (
+        lambda g: sk.sddmm(g[0], g[1].double(), g[2]),
+        "X is torch.float32 and Y torch.float64; cast",
+    ),
+    "Y device": (lambda g: sk.sddmm(g[0], g[1].to("meta"), g[2]), "X is on cpu and Y on meta; move one"),
+    "pattern's device": (
+        lambda g: sk.sddmm(g[0].to("meta"), g[1].to("meta"), g[2]),
+        r"X is on meta and the pattern on cpu; call pattern.to\('meta'\)",
+    ),
+    "Y negated": (lambda g: sk.sddmm(g[0], torch._neg_view(g[1]), g[2]), "Y is a lazily negated view"),
+    "K": (lambda g: sk.sddmm(g[0], g[1][:8], g[2]), r"X is \[128, 40\] and Y \[8, 96\]: Y needs 40 rows"),
+    "shape": (
+        lambda g: sk.sddmm(g[0], g[1], g[2].T),
+        r"X @ Y is \[128, 96\] and the pattern \[96, 128\]; they must agree",
+    ),
+    "kernel": (lambda g: sk.sddmm(*g, kernel="cpu.spmm"), "no kernel of sddmm is called 'cpu.spmm'; known: "),
+    "plan": (lambda g: sk.sddmm(*g, plan="fast"), "plan must come from plan_sddmm, got str"),  # pyright: ignore[reportArgumentType]
+    "kernel and plan": (
+        lambda g: sk.sddmm(*g, plan=sk.plan_sddmm(*g, kernel="cpu.sddmm"), kernel="reference.sddmm"),
+        "kernel='reference.sddmm' contradicts plan, which uses cpu.sddmm",
+    ),
+    "config": (lambda g: sk.plan_sddmm(*g, config=3), "config= belongs to one kernel; name it with kernel="),
+    "plan's gradient": (
+        lambda g: sk.plan_sddmm(*g)(g[0].clone().requires_grad_(), *g[1:]),
+        "a plan has no gradient; .* call sparsek.sddmm without plan=",
+    ),
+    "plan's pattern": (
+        lambda g: sk.plan_sddmm(*g)(g[0], g[1], given(dtype=g[0].dtype)[2]),
+        "made for another pattern of blocks; call plan_sddmm",
+    ),
+    "plan's K": (
+        lambda g: sk.plan_sddmm(*g)(g[0][:, :8], g[1][:8], g[2]),
+        r"this plan takes fp32 X \[128, 40\] row-major .* got torch.float32 \[128, 8\] row-major",
+    ),
+    "plan's alignment": (
+        lambda g: sk.plan_sddmm(*g)(LAYOUTS["odd start"](g[0]), g[1], g[2]),
+        "needs pointers and leading strides of X and Y that are multiples of 16 bytes",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_bad_operands_are_told_what_where_and_what_would_be_right(name: str):
+    call, text = REFUSED[name]
+    with pytest.raises(InvalidInput, match=text):
+        call(given(dtype=torch.float32))
+
+
+def test_compiled_a_plan_is_refused():
+    torch._dynamo.reset()
+    g = given(dtype=torch.float32)
+    plan = sk.plan_sddmm(*g)
+    with pytest.raises(Exception, match=r"plans do not go through torch\.compile"):
+        torch.compile(lambda x: plan(x, *g[1:]), fullgraph=True, backend="aot_eager")(g[0])
