@@ -18,18 +18,22 @@ from sparsek.core.device import card_of
 from sparsek.core.errors import Unsupported
 from sparsek.kernels import names_for
 from sparsek.ops.attention import plan_attention
+from sparsek.ops.sddmm import plan_sddmm
+from sparsek.ops.spgemm import plan_spgemm
 from sparsek.ops.spmm import plan_spmm
 from sparsek.testing.attention_budget import check_attention
 from sparsek.testing.budget import Gate, check_spmm
+from sparsek.testing.product_budget import check_sddmm, check_spgemm
 
-PRODUCT = SpmmCase(512, 512, 192, (64, 64), 0.5)
+# As many columns as every kernel takes.
+PRODUCT = SpmmCase(512, 512, 64, (64, 64), 0.5)
 ATTENTION = AttentionCase(
     batch=1, heads=2, kv_heads=1, q_len=500, kv_len=500, dim=64, v_dim=64, mask="window:150"
 )
 
 
 def doctor() -> None:
-    """Shows versions, the GPU and the kernels, says why any does not run here, and checks a product and attention."""
+    """Shows versions, the GPU and the kernels, says why any does not run here, and checks products and attention."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     out = console()
     out.print(_versions(device))
@@ -39,8 +43,8 @@ def doctor() -> None:
         out.print(f"wrong results from {', '.join(wrong)}", style="bold red")
         raise typer.Exit(1)
     out.print(
-        f"self check: {PRODUCT.name}; attention, {ATTENTION.name}. On {device.type} every kernel that runs here is "
-        "within its error budget",
+        f"self check: A @ B, B @ B.T at the blocks of A, and A @ A.T, {PRODUCT.name}; attention, {ATTENTION.name}. On "
+        f"{device.type} every kernel that runs here is within its error budget",
         soft_wrap=True,
     )
 
@@ -73,7 +77,12 @@ def _kernels(device: torch.device) -> tuple[Table, list[str]]:
     table.add_column("here", no_wrap=True)
     table.add_column("why")
     wrong: list[str] = []
-    checks = [*_checks("spmm", _product(device)), *_checks("attention", _attention(device))]
+    checks = [
+        *_checks("spmm", _product(device)),
+        *_checks("sddmm", _sampled(device)),
+        *_checks("spgemm", _sparse(device)),
+        *_checks("attention", _attention(device)),
+    ]
     with progress(len(checks), "kernels") as (say, advance):
         for name, check in checks:
             say(name)
@@ -100,6 +109,16 @@ def _checks(op: str, check: Check) -> list[tuple[str, Check]]:
 def _product(device: torch.device) -> Check:
     a, b = PRODUCT.make(device)
     return lambda name: check_spmm(a, b, plan_spmm(a, b, kernel=name)(a, b))
+
+
+def _sampled(device: torch.device) -> Check:
+    a, b = PRODUCT.make(device)
+    return lambda name: check_sddmm(b, b.T, plan_sddmm(b, b.T, a.pattern, kernel=name)(b, b.T, a.pattern))
+
+
+def _sparse(device: torch.device) -> Check:
+    a, _ = PRODUCT.make(device)
+    return lambda name: check_spgemm(a, a.T, plan_spgemm(a, a.T, kernel=name)(a, a.T))
 
 
 def _attention(device: torch.device) -> Check:
