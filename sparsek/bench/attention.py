@@ -3,14 +3,14 @@
 import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from sparsek.bench.attention_masks import Geometry, MaskText, parse_mask
-from sparsek.bench.case import Entry, Operands, block_name, random_dense, set_count
+from sparsek.bench.case import Case, Entry, Kind, Operands, block_name, check_case, random_dense, set_count
 from sparsek.bench.memory import peak_bytes
 from sparsek.core import dtypes
 from sparsek.core.device import card_of
@@ -93,7 +93,7 @@ class AttentionOperands(Operands):
 
 
 @dataclass(frozen=True)
-class AttentionCase:
+class AttentionCase(Case):
     """softmax(q k^T / sqrt(dim)) v over a mask: q [batch, heads, q_len, dim], k and v [batch, kv_heads, kv_len, ...].
 
     `mask` is a text of `attention_masks.KINDS`, over blocks (bq, bk).
@@ -113,16 +113,13 @@ class AttentionCase:
     dtype: str = "bf16"
 
     def __post_init__(self) -> None:
-        for side in ("batch", "heads", "kv_heads", "q_len", "kv_len", "dim", "v_dim"):
-            if getattr(self, side) < 1:
-                raise InvalidInput(f"a benchmark case needs {side} >= 1, got {getattr(self, side)}")
+        check_case(self, "batch", "heads", "kv_heads", "q_len", "kv_len", "dim", "v_dim")
         if self.heads % self.kv_heads:
             raise InvalidInput(f"{self.heads} query heads do not divide among {self.kv_heads} heads of keys")
         if not set(self.block) <= set(BLOCK_SIZES):
             known = " or ".join(map(str, BLOCK_SIZES))
             raise InvalidInput(f"a mask's block sides are {known}, got {block_name(self.block)}")
         parse_mask(self.mask)
-        dtypes.parse(self.dtype)
 
     @property
     def mask_text(self) -> MaskText:
@@ -187,15 +184,13 @@ class AttentionCase:
         queries, keys = (self.batch, self.heads, self.q_len), (self.batch, self.kv_heads, self.kv_len)
         return [(*queries, self.dim), (*keys, self.dim), (*keys, self.v_dim), (*queries, self.v_dim)]
 
-    def as_record(self) -> dict[str, Any]:
-        """The `case` object of a record."""
-        return asdict(self) | {"block": list(self.block)}
 
-    @staticmethod
-    def from_record(fields: Mapping[str, Any]) -> "AttentionCase":
-        """The inverse of `as_record`."""
-        block = (int(fields["block"][0]), int(fields["block"][1]))
-        return AttentionCase(**{**fields, "block": block})
+KINDS: Mapping[str, Kind] = {
+    "attention": Kind(AttentionCase, extra=("memory",), peer_extra=("memory",)),
+    "attention_host": Kind(AttentionCase, rated=False),
+    "attention_new_mask": Kind(AttentionCase),
+    "mask_build": Kind(AttentionCase, rated=False),
+}
 
 
 def length_name(length: int) -> str:

@@ -1,7 +1,6 @@
 """What a mask costs: a new one for every call of attention, and building one. Host time counts in both."""
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,13 +9,12 @@ from sparsek.bench import records
 from sparsek.bench.attention import AttentionCase, AttentionOperands
 from sparsek.bench.peer import rotating
 from sparsek.bench.run import Outcome, PeerResult, facts, in_order, passed, rated, reasons
-from sparsek.core.clock import Times
+from sparsek.bench.wall import wait, wall_rounds
 from sparsek.core.errors import InvalidInput, Unsupported
 from sparsek.formats.block_mask import BlockMask
 from sparsek.testing.budget import Gate
 
 ALONE = "kernel_alone"
-CALLS = 20
 CHECKED_TILES = 16
 
 
@@ -77,7 +75,7 @@ def run_mask_build(case: AttentionCase, *, device: torch.device, rounds: int = 7
 
     def build() -> None:
         make()
-        _wait(device)
+        wait(device)
 
     times = wall_rounds({"build": build}, device, rounds)["build"]
     return Outcome(case, (in_order(facts("mask_build", case, Builder(), times, gate, device)),), {}, {})
@@ -102,29 +100,3 @@ def check_mask(case: AttentionCase, mask: BlockMask) -> Gate:
         wrong += int((mask.dense_rows(first, last) != right).sum())
         pairs += right.numel()
     return Gate(wrong / pairs, 0.0, wrong == 0)
-
-
-def wall_rounds(
-    calls: Mapping[str, Callable[[], object]], device: torch.device, rounds: int
-) -> dict[str, Times]:
-    """Milliseconds per call on the wall clock: CALLS calls in turns, each time from an idle device to an idle one."""
-    samples: dict[str, list[float]] = {name: [] for name in calls}
-    for call in calls.values():
-        for _ in range(3):
-            call()
-    names = list(calls)
-    for index in range(rounds):
-        first = index % len(names)
-        for name in names[first:] + names[:first]:
-            _wait(device)
-            begin = time.perf_counter()
-            for _ in range(CALLS):
-                calls[name]()
-            _wait(device)
-            samples[name].append((time.perf_counter() - begin) / CALLS * 1e3)
-    return {name: Times.of(values) for name, values in samples.items()}
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -1,15 +1,23 @@
 """What a benchmark measures: a case, its operands, the entries of a suite. Each operation has a class of cases."""
 
+from __future__ import annotations
+
+import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, TypeVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 import torch
 
+from sparsek.core import dtypes
 from sparsek.core.device import Card
 from sparsek.core.errors import InvalidInput
+from sparsek.formats.bsr import BSR
 from sparsek.testing.budget import Gate
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 # The sets together exceed the last-level cache this many times, so that nothing sits in it by accident.
 CACHE_MULTIPLE = 4
@@ -42,6 +50,10 @@ class Operands(Protocol):
         """Runs the plan into poisoned memory and judges the result."""
         ...
 
+    def judge(self, out: Any) -> Gate:
+        """Whether `out` is the result of this set."""
+        ...
+
     def kernel_extra(self, kernel: str) -> dict[str, Any]:
         """Fields of a kernel's record that only this operation has."""
         return {}
@@ -56,6 +68,9 @@ class Case(Protocol):
 
     op: ClassVar[str]
     """The operation, which is also the `op` of its records: "spmm"."""
+
+    in_graph: ClassVar[bool] = False
+    """Whether the calls of all sets, peers' too, are captured in one CUDA graph, whose replays are timed."""
 
     @property
     def name(self) -> str:
@@ -77,8 +92,33 @@ class Case(Protocol):
         ...
 
     def as_record(self) -> dict[str, Any]:
-        """The `case` object of a record."""
-        ...
+        """The `case` object of a record: the fields, tuples as lists."""
+        fields = dataclasses.asdict(self)  # pyright: ignore[reportArgumentType]
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
+
+    @classmethod
+    def from_record(cls, fields: Mapping[str, Any]) -> Self:
+        """The inverse of `as_record`."""
+        return cls(
+            **{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
+        )
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What the records of one `op` hold: their class of case, and which fields beside the common ones.
+
+    `rated`: they have rates. `extra` and `peer_extra`: fields of the record and of each peer, numbers or null.
+    `later`: fields of the case that came later, with what older records mean. `sources`: what is timed beside the
+    kernel, as names of modules ("plan.matches").
+    """
+
+    case: type[Case]
+    rated: bool = True
+    extra: tuple[str, ...] = ()
+    peer_extra: tuple[str, ...] = ()
+    later: Mapping[str, Any] = field(default_factory=dict)
+    sources: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -108,6 +148,17 @@ def suite_named(suites: Mapping[str, Made], name: str) -> Made:
     return suites[name]
 
 
+def check_case(case: Any, *sides: str) -> None:
+    """Raises InvalidInput unless the named sides are positive, and the density and the dtype can be."""
+    for side in sides:
+        if getattr(case, side) < 1:
+            raise InvalidInput(f"a benchmark case needs {side} >= 1, got {getattr(case, side)}")
+    density = getattr(case, "density", 1.0)
+    if not 0.0 < density <= 1.0:
+        raise InvalidInput(f"density is a fraction in (0, 1], got {density}")
+    dtypes.parse(case.dtype)
+
+
 def parse_block(text: str) -> tuple[int, int]:
     """ "128" -> (128, 128); "512x112" -> (512, 112)."""
     parts = text.lower().split("x")
@@ -126,3 +177,26 @@ def random_dense(*shape: int, dtype: torch.dtype, device: torch.device, seed: in
     """N(0, 1) values, drawn there. Never zeros: on an H200 their product runs 13 % faster."""
     generator = torch.Generator(device=device).manual_seed(seed)
     return torch.randn(*shape, dtype=dtype, device=device, generator=generator)
+
+
+def shape_name(m: int, k: int, n: int) -> str:
+    """ "8192³" for a cube, "16384²×16" for a square first matrix, "m×k×n" otherwise."""
+    if m == k == n:
+        return f"{m}³"
+    return f"{m}²×{n}" if m == k else f"{m}×{k}×{n}"
+
+
+def stored_name(block: str, density: float, *words: str) -> str:
+    """ "block 128 12.5 % powerlaw bf16"; empty words are left out."""
+    return " ".join(filter(None, (f"block {block}", f"{density * 100:.4g} %", *words)))
+
+
+def revalued(a: BSR, seed: int) -> BSR:
+    """A matrix of the same pattern with memory of its own: its blocks have changed places.
+
+    In ragged matrices they stay where they are, since those at the edge hold padding.
+    """
+    if a.pattern.is_ragged:
+        return BSR.unchecked(a.pattern, a.values.clone())
+    generator = torch.Generator(device=a.device).manual_seed(seed)
+    return BSR.unchecked(a.pattern, a.values[torch.randperm(a.nnzb, generator=generator, device=a.device)])

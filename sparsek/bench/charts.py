@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from sparsek.bench.attention import AttentionCase, length_name
-from sparsek.bench.records import Record
+from sparsek.bench.records import Record, case_of
 from sparsek.bench.report import measured_peers, ordered
-from sparsek.bench.spmm import SpmmCase
+from sparsek.bench.spmm import A_AT_B, SpmmCase
 from sparsek.bench.tables import ATTENTION, SPMM, TABLES, Table, case_name
 from sparsek.core.errors import SparseKError
 
@@ -46,8 +46,9 @@ def draw(found: Sequence[Record], folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     plt = _pyplot()
     drawn = []
-    if rows["spmm"]:
-        drawn.append(_rates(plt, rows["spmm"], folder / "spmm-rate.png"))
+    plain = [record for record in rows["spmm"] if _spmm(record).form == A_AT_B]
+    if plain:
+        drawn.append(_rates(plt, plain, folder / "spmm-rate.png"))
     sweep = _sweep_of(rows["attention"])
     if len(sweep) > 1:
         drawn.append(_lengths(plt, sweep, folder / "attention-length.png"))
@@ -117,7 +118,9 @@ def _readable(places: Iterable[float]) -> list[float]:
 
 
 def _spmm(record: Record) -> SpmmCase:
-    return SpmmCase.from_record(record["case"])
+    case = case_of(record)
+    assert isinstance(case, SpmmCase)
+    return case
 
 
 def _shape(record: Record) -> tuple[str, str]:

@@ -5,10 +5,12 @@ A record says what was measured, on what, next to whom, and which source produce
 {op, case{}, kernel, config, ms{median,min,max,rounds}, tflops{useful,dense_equivalent}, gbps,
  roofline{bound_ms,fraction}, gate{error,budget,passed}, peers{name:{ms{},tflops}}, ratio{peer: rate over its
  rate}, env{gpu,driver,power_limit_w,torch,triton,cuda}, source_hash, date}.
-Records of attention, and their peers, also have `memory`: the largest allocation of one call beyond q, k, v and the
-output, over the bytes of these; null on a CPU.
+Some operations have fields of their own, numbers or null. `memory` of attention and of its peers: the largest
+allocation of one call beyond q, k, v and the output, over the bytes of these; null on a CPU. `symbolic_ms` and
+`symbolic_share` of spgemm: finding out which blocks meet, host included, and its share of a call on new patterns.
+What several kernels do together, as the step of an MLP, is recorded under their names joined by " + ".
 
-`op` says what `ms` is, and OPS what its records hold. "spmm", "attention": one call on the device. "spmm_host",
+`op` says what `ms` is, and OPS what its records hold. An operation's own name: one call on the device. "spmm_host",
 "attention_host": the host side of one eager call. "attention_new_mask": mask build, plan and kernel of one call, host
 included. "mask_build": one mask, host included. Where nothing is rated, tflops, gbps and roofline are null.
 """
@@ -23,14 +25,13 @@ from dataclasses import asdict, fields, is_dataclass
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from sparsek.bench.attention import AttentionCase
-from sparsek.bench.case import Case
-from sparsek.bench.sources import source_hash
-from sparsek.bench.spmm import SpmmCase
+from sparsek.bench import attention, linear, mlp, sddmm, spgemm, spmm
+from sparsek.bench.case import Case, Kind
+from sparsek.bench.sources import JOINED, source_hash
 from sparsek.core import env
 from sparsek.core.clock import Times
 from sparsek.core.device import card_of
@@ -56,30 +57,19 @@ FIELDS = (
 ENV_FIELDS = ("gpu", "driver", "power_limit_w", "torch", "triton", "cuda")
 
 
-class Kind(NamedTuple):
-    """What the records of one `op` hold: their class of case, and which fields beside the common ones."""
-
-    case: type[SpmmCase] | type[AttentionCase]
-    rated: bool = True
-    memory: bool = False
-
-    @property
-    def fields(self) -> tuple[str, ...]:
-        return (*FIELDS, "memory") if self.memory else FIELDS
-
-    @property
-    def peer_fields(self) -> tuple[str, ...]:
-        return ("ms", "tflops", "memory") if self.memory else ("ms", "tflops")
-
-
 OPS: Mapping[str, Kind] = {
-    "spmm": Kind(SpmmCase),
-    "spmm_host": Kind(SpmmCase, rated=False),
-    "attention": Kind(AttentionCase, memory=True),
-    "attention_host": Kind(AttentionCase, rated=False),
-    "attention_new_mask": Kind(AttentionCase),
-    "mask_build": Kind(AttentionCase, rated=False),
+    **spmm.KINDS,
+    **sddmm.KINDS,
+    **spgemm.KINDS,
+    **linear.KINDS,
+    **mlp.KINDS,
+    **attention.KINDS,
 }
+
+
+def fields_of(op: str) -> tuple[str, ...]:
+    """The fields of the records of an op, in order."""
+    return (*FIELDS, *OPS[op].extra)
 
 
 def faults(record: Any) -> list[str]:
@@ -90,8 +80,9 @@ def faults(record: Any) -> list[str]:
     if not isinstance(op, str) or op not in OPS:
         return [f"op {op!r} is not one of {', '.join(OPS)}"]
     kind = OPS[op]
-    found = [f"field {name} is missing" for name in kind.fields if name not in record]
-    found += [f"field {name} is not part of a record" for name in record if name not in kind.fields]
+    wanted = fields_of(op)
+    found = [f"field {name} is missing" for name in wanted if name not in record]
+    found += [f"field {name} is not part of a record" for name in record if name not in wanted]
     if found:
         return found
     for name in ("case", "ms", "gate", "peers", "ratio", "env"):
@@ -99,7 +90,8 @@ def faults(record: Any) -> list[str]:
             found.append(f"{name} is not an object")
     if found:
         return found
-    found += _wrong_keys("case", record["case"], tuple(field.name for field in fields(kind.case)))
+    of_case = tuple(field.name for field in fields(kind.case))  # pyright: ignore[reportArgumentType]
+    found += _wrong_keys("case", record["case"], of_case, kind.later)
     if not found:
         try:
             case_of(record)
@@ -110,15 +102,15 @@ def faults(record: Any) -> list[str]:
     found += _numbers("roofline", record["roofline"], ("bound_ms", "fraction"), may_be_null=not kind.rated)
     if not (_is_number(record["gbps"]) or (not kind.rated and record["gbps"] is None)):
         found.append("gbps is not a number")
-    found += _memory_faults("memory", record)
+    found += _extra_faults("", record, kind.extra)
     found += _wrong_keys("gate", record["gate"], ("error", "budget", "passed"))
     if record["gate"].get("passed") is not True:
         found.append("gate.passed is not true: a time without a passed gate is not a record")
     for name, peer in record["peers"].items():
-        found += _wrong_keys(f"peers.{name}", peer, kind.peer_fields)
+        found += _wrong_keys(f"peers.{name}", peer, ("ms", "tflops", *kind.peer_extra))
         if isinstance(peer, dict):
             found += _times_faults(f"peers.{name}.ms", peer.get("ms"))
-            found += _memory_faults(f"peers.{name}.memory", peer)
+            found += _extra_faults(f"peers.{name}.", peer, kind.peer_extra)
         if name not in record["ratio"]:
             found.append(f"ratio.{name} is missing")
     for name, value in record["ratio"].items():
@@ -142,10 +134,10 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _wrong_keys(where: str, value: Any, keys: tuple[str, ...]) -> list[str]:
+def _wrong_keys(where: str, value: Any, keys: tuple[str, ...], may_lack: Iterable[str] = ()) -> list[str]:
     if not isinstance(value, dict):
         return [f"{where} is not an object"]
-    if set(value) == set(keys):
+    if set(keys).difference(may_lack) <= set(value) <= set(keys):
         return []
     return [f"{where} has the fields {sorted(value)}, expected {sorted(keys)}"]
 
@@ -168,14 +160,19 @@ def _times_faults(where: str, value: Any) -> list[str]:
     return [] if value["rounds"] >= 1 else [f"{where}.rounds is not positive"]
 
 
-def _memory_faults(where: str, value: Mapping[str, Any]) -> list[str]:
-    memory = value.get("memory")
-    return [] if memory is None or _is_number(memory) else [f"{where} is neither a number nor null"]
+def _extra_faults(where: str, value: Mapping[str, Any], names: Iterable[str]) -> list[str]:
+    found = ((name, value.get(name)) for name in names)
+    return [
+        f"{where}{name} is neither a number nor null"
+        for name, number in found
+        if not (number is None or _is_number(number))
+    ]
 
 
 def case_of(record: Mapping[str, Any]) -> Case:
     """The case of a well-formed record."""
-    return OPS[record["op"]].case.from_record(record["case"])
+    kind = OPS[record["op"]]
+    return kind.case.from_record({**kind.later, **record["case"]})
 
 
 def append(path: Path, records: Iterable[Record]) -> None:
@@ -247,16 +244,23 @@ def times_of(times: Times) -> dict[str, float | int]:
 
 
 def config_of(config: Any) -> dict[str, Any]:
-    """A kernel's frozen config as a JSON object, with anything that JSON lacks as text."""
+    """A kernel's frozen config, or the configs of several by name, as a JSON object; what JSON lacks becomes text."""
+    if isinstance(config, Mapping):
+        return {name: config_of(one) for name, one in config.items()}
     if not is_dataclass(config) or isinstance(config, type):
         return {} if config is None else {"config": str(config)}
     return json.loads(json.dumps(asdict(config), default=str))
 
 
+def hash_of(op: str, kernel: str) -> str:
+    """The source hash of a record: of the kernel, and of what else the op times."""
+    return source_hash(JOINED.join((kernel, *OPS[op].sources)))
+
+
 def is_fresh(record: Mapping[str, Any]) -> bool:
     """Whether the kernel's source is still the one that was measured."""
     try:
-        return record["source_hash"] == source_hash(record["kernel"])
+        return record["source_hash"] == hash_of(record["op"], record["kernel"])
     except InvalidInput:
         return False
 

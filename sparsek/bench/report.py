@@ -1,8 +1,8 @@
 """Tables and charts, made from records and from nothing else.
 
-The table of an operation stands between `<!-- records:spmm -->` and `<!-- /records -->` in README.md and in the page of
-the operation, docs/spmm.md; `sparsek report --write` puts it there, and a test compares it with the records. A row
-whose kernel has changed since is marked.
+The table of an operation stands between `<!-- records:spmm -->` and `<!-- /records -->` in its pages, as README.md and
+docs/spmm.md; `sparsek report --write` puts it there, and a test compares it with the records. A row whose kernel has
+changed since is marked.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,7 +18,7 @@ from sparsek.core.errors import InvalidFile
 BEGIN = "<!-- records:{op} -->"
 END = "<!-- /records -->"
 # Which operation's table stands on which page.
-PAGES = tuple((page, op) for op in TABLES for page in ("README.md", f"docs/{op}.md"))
+PAGES = tuple((page, op) for op, table in TABLES.items() for page in table.pages)
 
 
 def ordered(found: Iterable[Record], table: Table) -> list[Record]:
@@ -52,7 +52,7 @@ def markdown(found: Sequence[Record], op: str) -> str:
     rows = ordered(found, table)
     device_rows = [record for record in rows if record["op"] == op]
     if not device_rows:
-        return f"No records yet: run `sparsek bench {op} --suite {table.suite_name}` on an H200."
+        return f"No records yet: run `sparsek bench {table.command}` on an H200."
     columns = [*table.columns, *(_ratio(name, table) for name in measured_peers(device_rows, table))]
     lines = [
         _line(column.heading for column in columns),

@@ -1,6 +1,6 @@
 """Runs one case: gate first, then interleaved rounds of the kernels and their peers, then records."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,8 +8,8 @@ import torch
 
 from sparsek.bench import records
 from sparsek.bench.case import Case, Operands
-from sparsek.bench.peer import Peer, Ready, UnavailableError, rotating
-from sparsek.bench.sources import source_hash
+from sparsek.bench.graph import captured
+from sparsek.bench.peer import Peer, Ready, UnavailableError, first_line, rotating
 from sparsek.core.clock import Times, host_seconds, time_rounds
 from sparsek.core.errors import SparseKError, Unsupported
 from sparsek.testing.budget import Gate
@@ -41,6 +41,28 @@ class PeerResult:
     extra: Mapping[str, Any]
 
 
+@dataclass(frozen=True)
+class Turn:
+    """What is timed: one callable, and how many calls of the case it runs each time. `results`: of a captured graph."""
+
+    call: Callable[[], object]
+    count: int = 1
+    results: tuple[Any, ...] = ()
+
+    @staticmethod
+    def of(case: Case, calls: Sequence[Callable[[], object]], device: torch.device) -> "Turn":
+        """The calls one after another, or a graph that holds all of them."""
+        if not case.in_graph:
+            return Turn(rotating(calls))
+        replay, results = captured(calls, device)
+        return Turn(replay, len(calls), results)
+
+    def per_call(self, times: Times) -> Times:
+        """The times of one call of the case."""
+        count = self.count
+        return Times(times.median / count, times.min / count, times.max / count, times.rounds)
+
+
 def run_case(
     case: Case,
     *,
@@ -55,6 +77,11 @@ def run_case(
     `report(text)` hears of every step. A kernel that is unsupported here lands in `unavailable` with its
     reasons. Raises GateError when a kernel's result is outside its error budget.
     """
+    if case.in_graph and device.type != "cuda":
+        why = (
+            f"its calls are replayed in a CUDA graph, which needs an NVIDIA GPU; the case is on {device.type}"
+        )
+        return Outcome(case, (), {name: [why] for name in kernels}, {})
     report("data")
     sets = case.operands(device)
     plans: dict[str, list[Any]] = {}
@@ -75,20 +102,31 @@ def run_case(
         plans[name] = made
     if not plans:
         return Outcome(case, (), unavailable, notes)
-    ready = _ready_peers(case, peers, sets, device, unavailable, report)
+    turns: dict[str, Turn] = {}
+    for name, made in plans.items():
+        turn = Turn.of(case, [one.planned(plan) for plan, one in zip(made, sets, strict=True)], device)
+        if turn.results:
+            report(f"{name}: gate of the graph")
+            turn.call()
+            passed(case, name, sets[0].judge(turn.results[0]))
+        turns[f"kernel {name}"] = turn
+    ready: dict[str, Ready] = {}
+    for peer, made_ready in _ready_peers(case, peers, sets, device, unavailable, report):
+        try:
+            turns[f"peer {peer.name}"] = Turn.of(case, made_ready.calls, device)
+        except RuntimeError as error:
+            unavailable[peer.name] = [f"cannot be captured in a CUDA graph: {first_line(error)}"]
+            continue
+        ready[peer.name] = made_ready
     notes.update({name: peer.note for name, peer in ready.items() if peer.note})
-    calls: dict[str, Callable[[], object]] = {
-        f"kernel {name}": rotating([one.planned(plan) for plan, one in zip(made, sets, strict=True)])
-        for name, made in plans.items()
-    }
-    calls.update({f"peer {name}": rotating(peer.calls) for name, peer in ready.items()})
-    times = time_rounds(
-        calls,
+    timed = time_rounds(
+        {name: turn.call for name, turn in turns.items()},
         device=device,
         rounds=rounds,
-        heat=_heater(ready) or next(iter(calls)),
+        heat=_heater(ready) or next(iter(turns)),
         on_round=lambda index: report(f"round {index + 1} of {rounds}"),
     )
+    times = {name: turn.per_call(timed[name]) for name, turn in turns.items()}
     results = {}
     for name, peer in ready.items():
         # A peer's rate counts its own FLOPs: useful ones for sparse peers, all of them for dense ones.
@@ -134,8 +172,7 @@ def _ready_peers(
     device: torch.device,
     unavailable: dict[str, list[str]],
     report: Callable[[str], None],
-) -> dict[str, Ready]:
-    ready: dict[str, Ready] = {}
+) -> Iterator[tuple[Peer, Ready]]:
     for peer in peers:
         why_not = peer.why_not(case, device)
         if why_not:
@@ -143,10 +180,11 @@ def _ready_peers(
             continue
         report(f"{peer.title}: set up")
         try:
-            ready[peer.name] = peer.ready(case, sets, report)
+            ready = peer.ready(case, sets, report)
         except (UnavailableError, torch.OutOfMemoryError) as error:
             unavailable[peer.name] = [str(error).splitlines()[0]]
-    return ready
+        else:
+            yield peer, ready
 
 
 def facts(op: str, case: Case, plan: Any, times: Times, gate: Gate, device: torch.device) -> records.Record:
@@ -164,7 +202,7 @@ def facts(op: str, case: Case, plan: Any, times: Times, gate: Gate, device: torc
         "peers": {},
         "ratio": {},
         "env": records.environment(device),
-        "source_hash": source_hash(plan.kernel),
+        "source_hash": records.hash_of(op, plan.kernel),
         "date": records.now(),
     }
 
@@ -200,7 +238,7 @@ def _digits(rate: float) -> float:
 
 def in_order(record: records.Record) -> records.Record:
     """The fields in the order of the schema."""
-    return {name: record[name] for name in records.OPS[record["op"]].fields}
+    return {name: record[name] for name in records.fields_of(record["op"])}
 
 
 def run_host(

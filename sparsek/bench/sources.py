@@ -1,8 +1,8 @@
 """Which source a measurement was of: a hash over the code that ran, without comments, docstrings and layout.
 
-Of files with device functions (Triton's and Gluon's) it is those functions, the constants of the module and the class
-Config: what is compiled. Planning around a kernel may change, and its functions may move to another file, and its
-times still stand. Of other files it is everything.
+Of files with device functions (Triton's and Gluon's) it is those functions, the constants of the module and the
+classes Config and Tile: what is compiled. Planning around a kernel may change, and its functions may move to another
+file, and its times still stand. Of other files it is everything.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ import sparsek
 from sparsek.core.errors import InvalidInput
 
 ROOT = Path(sparsek.__file__).parent
+JOINED = " + "
 LAST_COMMA = re.compile(r",(?=[])}])")
 DEVICE = ("jit", "constexpr_function", "builtin")
+SETTINGS = ("Config", "Tile")
 
 
 def source_files(kernel: str, root: Path = ROOT) -> list[Path]:
@@ -46,10 +48,9 @@ def source_files(kernel: str, root: Path = ROOT) -> list[Path]:
 
 
 def source_hash(kernel: str, root: Path = ROOT) -> str:
-    """16 hex digits of the SHA-256 over the code of the kernel's source files."""
-    parts = {
-        part for file in source_files(kernel, root) for part in code_of(file.read_text(encoding="utf-8"))
-    }
+    """16 hex digits of the SHA-256 over the code of the source files of a kernel, or of several: "a.x + b.y"."""
+    files = {file for name in kernel.split(JOINED) for file in source_files(name, root)}
+    parts = {part for file in files for part in code_of(file.read_text(encoding="utf-8"))}
     digest = hashlib.sha256()
     for name, text in sorted(parts):
         digest.update(f"{name}\0{text}\0".encode())
@@ -74,11 +75,11 @@ def code_of(source: str) -> list[tuple[str, str]]:
 
 
 def _counted(node: ast.stmt) -> str:
-    """The name of a device function, of a constant, or of Config; "" for what does not count."""
+    """The name of a device function, of a constant, or of a class of settings; "" for what does not count."""
     if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
         name = node.targets[0].id
         return name if name.isupper() and name not in ("KERNEL", "SOURCE") else ""
-    if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and (_runs_on_device(node) or node.name == "Config"):
+    if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and (_runs_on_device(node) or node.name in SETTINGS):
         return node.name
     return ""
 

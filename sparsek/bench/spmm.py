@@ -1,14 +1,26 @@
-"""C = A @ B as a benchmark: its cases, their operands, its suites."""
+"""Products of a BSR and a dense matrix as a benchmark: its cases, their operands, its suites."""
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
-from sparsek.bench.case import Entry, Operands, block_name, random_dense, set_count
+from sparsek.bench.case import (
+    Case,
+    Entry,
+    Kind,
+    Operands,
+    block_name,
+    check_case,
+    random_dense,
+    revalued,
+    set_count,
+    shape_name,
+    stored_name,
+)
 from sparsek.core import dtypes
 from sparsek.core.device import card_of
 from sparsek.core.errors import InvalidInput
@@ -20,37 +32,80 @@ from sparsek.plan.spmm import SpmmPlan
 from sparsek.testing.budget import Gate, check_spmm
 from sparsek.testing.poison import poisoned
 
+Sparse = TypeVar("Sparse", BSR, Tensor)
+A_AT_B = "A@B"
+FORMS = (A_AT_B, "A.T@B", "B@A", "B@A.T")
+
+
+def form_name(form: str) -> str:
+    """ "A.T@B" -> "A.T @ B"."""
+    return form.replace("@", " @ ")
+
 
 @dataclass(frozen=True)
 class SpmmOperands(Operands):
-    """One of the rotating sets: its own values of A, B and output, and the shared pattern."""
+    """One of the rotating sets: its own values of A, B and output, and the shared pattern.
+
+    A, or its transpose, stands to the left or to the right of B, as `form` says.
+    """
 
     a: BSR
     b: Tensor
     out: Tensor
+    form: str = A_AT_B
+
+    @property
+    def on_right(self) -> bool:
+        """Whether A is the second factor."""
+        return self.form.startswith("B")
 
     @property
     def useful_flops(self) -> float:
-        return 2.0 * self.a.nnzb * self.a.block[0] * self.a.block[1] * self.b.shape[-1]
+        free = self.b.shape[0] if self.on_right else self.b.shape[-1]
+        return 2.0 * self.a.nnzb * self.a.block[0] * self.a.block[1] * free
+
+    def factors(self, a: Sparse) -> tuple[Any, Any]:
+        """The two factors in their order, for this A or another, sparse or dense."""
+        a = a.T if "A.T" in self.form else a
+        return (self.b, a) if self.on_right else (a, self.b)
 
     def plan(self, kernel: str | None) -> SpmmPlan:
-        return plan_spmm(self.a, self.b, kernel=kernel)
+        return plan_spmm(*self.factors(self.a), kernel=kernel)
 
     def planned(self, plan: SpmmPlan) -> Callable[[], object]:
-        return lambda: plan(self.a, self.b, out=self.out)
+        first, second = self.factors(self.a)
+        return lambda: plan(first, second, out=self.out)
 
     def eager(self, kernel: str | None) -> Callable[[], object]:
-        return lambda: spmm(self.a, self.b, kernel=kernel)
+        first, second = self.factors(self.a)
+        return lambda: spmm(first, second, kernel=kernel)
 
     def gate(self, plan: SpmmPlan) -> Gate:
         self.out.fill_(torch.nan)
-        plan(self.a, self.b, out=self.out)
-        return check_spmm(self.a, self.b, self.out, tf32=plan.problem.tf32)
+        self.planned(plan)()
+        return self.judge(self.out, tf32=plan.problem.tf32)
+
+    def judge(self, out: Any, *, tf32: bool = False) -> Gate:
+        """Whether `out` is the product of this set."""
+        first, second = self.factors(self.a)
+        if self.on_right:
+            return check_spmm(second.T, first.mT, out.mT, tf32=tf32)
+        return check_spmm(first, second, out, tf32=tf32)
+
+    def dense(self, seed: int) -> Callable[[], object]:
+        m, k = self.a.shape
+        full = random_dense(m, k, dtype=self.b.dtype, device=self.b.device, seed=seed)
+        first, second = self.factors(full.mul_(k**-0.5))
+        return lambda: torch.matmul(first, second, out=self.out)
 
 
 @dataclass(frozen=True)
-class SpmmCase:
-    """C [m, n] = A [m, k] @ B [k, n], with `density` of A's blocks stored in a seeded random pattern."""
+class SpmmCase(Case):
+    """A product of A [m, k], `density` of whose blocks are stored in a seeded random pattern, and a dense B.
+
+    `form` says which product; `n` is the side of B that A does not meet. "A@B": B is [k, n]. "A.T@B": B is [m, n].
+    "B@A": B is [n, m]. "B@A.T": B is [n, k].
+    """
 
     op: ClassVar[str] = "spmm"
 
@@ -61,17 +116,15 @@ class SpmmCase:
     density: float
     pattern: str = "uniform"
     dtype: str = "bf16"
+    form: str = A_AT_B
 
     def __post_init__(self) -> None:
-        for side in ("m", "k", "n"):
-            if getattr(self, side) < 1:
-                raise InvalidInput(f"a benchmark case needs {side} >= 1, got {getattr(self, side)}")
+        check_case(self, "m", "k", "n")
         block_sides(self.block)
-        if not 0.0 < self.density <= 1.0:
-            raise InvalidInput(f"density is a fraction in (0, 1], got {self.density}")
         if self.pattern not in PATTERNS:
             raise InvalidInput(f"pattern {self.pattern!r} is not one of {', '.join(PATTERNS)}")
-        dtypes.parse(self.dtype)
+        if self.form not in FORMS:
+            raise InvalidInput(f"a form of the product is one of {', '.join(FORMS)}, got {self.form!r}")
 
     @property
     def block_name(self) -> str:
@@ -81,27 +134,37 @@ class SpmmCase:
     @property
     def shape_name(self) -> str:
         """ "8192³" for a cube, "16384²×16" for a square A, "m×k×n" otherwise."""
-        if self.m == self.k == self.n:
-            return f"{self.m}³"
-        return f"{self.m}²×{self.n}" if self.m == self.k else f"{self.m}×{self.k}×{self.n}"
+        return shape_name(self.m, self.k, self.n)
 
     @property
     def name(self) -> str:
-        """One short line: "8192³ block 128 12.5 % bf16"."""
-        shown = "" if self.pattern == "uniform" else f" {self.pattern}"
-        return f"{self.shape_name} block {self.block_name} {self.density * 100:.4g} %{shown} {self.dtype}"
+        """One short line: "8192³ block 128 12.5 % bf16", and the form unless it is A @ B."""
+        shown = "" if self.pattern == "uniform" else self.pattern
+        form = "" if self.form == A_AT_B else f"{form_name(self.form)} "
+        return f"{form}{self.shape_name} {stored_name(self.block_name, self.density, shown, self.dtype)}"
 
     @property
     def order(self) -> tuple[Any, ...]:
-        """Sorts cases by size, then block, then falling density."""
-        return self.m * self.k * self.n, self.block, -self.density, self.pattern, self.dtype
+        """Sorts cases by form, size, then block, then falling density."""
+        size = self.m * self.k * self.n
+        return FORMS.index(self.form), size, self.block, -self.density, self.pattern, self.dtype
 
     @property
     def dense_flops(self) -> float:
         return 2.0 * self.m * self.k * self.n
 
+    @property
+    def b_shape(self) -> tuple[int, int]:
+        met = self.k if self.form in (A_AT_B, "B@A.T") else self.m
+        return (self.n, met) if self.form.startswith("B") else (met, self.n)
+
+    @property
+    def out_shape(self) -> tuple[int, int]:
+        left = self.m if self.form in (A_AT_B, "B@A.T") else self.k
+        return (self.n, left) if self.form.startswith("B") else (left, self.n)
+
     def make(self, device: torch.device, seed: int = 0) -> tuple[BSR, torch.Tensor]:
-        """A [m, k] and B [k, n], N(0, 1) values (A scaled so that C has unit scale), one seed one pair."""
+        """A [m, k] and B, N(0, 1) values (A scaled so that A @ B has unit scale), one seed one pair."""
         dtype = dtypes.parse(self.dtype)
         a = random_bsr(
             self.m,
@@ -113,7 +176,7 @@ class SpmmCase:
             device=device,
             seed=seed,
         )
-        return a, random_dense(self.k, self.n, dtype=dtype, device=device, seed=seed + 1)
+        return a, random_dense(*self.b_shape, dtype=dtype, device=device, seed=seed + 1)
 
     def operands(self, device: torch.device, seed: int = 0) -> list[SpmmOperands]:
         """Sets that share one pattern and no memory: 2 to 64, together several times the cache."""
@@ -121,39 +184,22 @@ class SpmmCase:
         sets = []
         for index in range(set_count(card_of(device), self._footprint(a))):
             if index:
-                generator = torch.Generator(device=device).manual_seed(seed + 100 + index)
-                # Blocks change places; in ragged matrices they stay, since those at the edge hold padding.
-                shuffle = torch.randperm(a.pattern.nnzb, generator=generator, device=device)
-                full = self.m % self.block[0] == 0 and self.k % self.block[1] == 0
-                one = BSR.unchecked(a.pattern, a.values[shuffle] if full else a.values.clone())
-                other = random_dense(self.k, self.n, dtype=b.dtype, device=device, seed=seed + 200 + index)
+                one = revalued(a, seed + 100 + index)
+                other = random_dense(*self.b_shape, dtype=b.dtype, device=device, seed=seed + 200 + index)
             else:
                 one, other = a, b
-            sets.append(SpmmOperands(one, other, poisoned((self.m, self.n), b.dtype, device)))
+            sets.append(SpmmOperands(one, other, poisoned(self.out_shape, b.dtype, device), self.form))
         return sets
 
     def _footprint(self, a: BSR) -> int:
         """Bytes of A's values, B and C."""
         return (a.values.numel() + (self.k + self.m) * self.n) * a.values.element_size()
 
-    def as_record(self) -> dict[str, Any]:
-        """The `case` object of a record."""
-        return {
-            "m": self.m,
-            "k": self.k,
-            "n": self.n,
-            "block": list(self.block),
-            "density": self.density,
-            "pattern": self.pattern,
-            "dtype": self.dtype,
-        }
 
-    @staticmethod
-    def from_record(fields: Mapping[str, Any]) -> "SpmmCase":
-        """The inverse of `as_record`."""
-        block = (int(fields["block"][0]), int(fields["block"][1]))
-        sides = (int(fields["m"]), int(fields["k"]), int(fields["n"]))
-        return SpmmCase(*sides, block, float(fields["density"]), str(fields["pattern"]), str(fields["dtype"]))
+KINDS: Mapping[str, Kind] = {
+    "spmm": Kind(SpmmCase, later={"form": A_AT_B}),
+    "spmm_host": Kind(SpmmCase, rated=False, later={"form": A_AT_B}),
+}
 
 
 def _square(block: int, density: float, **more: Any) -> SpmmCase:
@@ -177,13 +223,15 @@ ISSUE2: tuple[Entry, ...] = (
     Entry(SpmmCase(16384, 16384, 16, (128, 128), 0.25), ("hopper.spmm",)),
     Entry(SpmmCase(2048, 2048, 2048, (128, 128), 0.125), ("hopper.spmm",), op="spmm_host"),
 )
+# The other three products of the same size, next to A @ B and its tuned peers.
+ISSUE4: tuple[Entry, ...] = tuple(Entry(_square(128, 0.125, form=form), ("hopper.spmm",)) for form in FORMS)
 # Sides that no tile divides, and uneven rows: the schedule must hold up here too.
 RAGGED: tuple[Entry, ...] = (
     Entry(SpmmCase(8200, 8136, 8104, (128, 128), 0.125), ("hopper.spmm",)),
     Entry(SpmmCase(5000, 7000, 3000, (64, 64), 0.125, "powerlaw"), ("hopper.spmm",)),
     Entry(SpmmCase(4096, 11008, 4096, (128, 128), 0.125), ("hopper.spmm",)),
 )
-SUITES: Mapping[str, tuple[Entry, ...]] = {"issue2": ISSUE2, "ragged": RAGGED}
+SUITES: Mapping[str, tuple[Entry, ...]] = {"issue2": ISSUE2, "issue4": ISSUE4, "ragged": RAGGED}
 
 
 def product(
@@ -194,6 +242,8 @@ def product(
     density: Iterable[float],
     pattern: Iterable[str],
     dtype: Iterable[str],
+    form: Iterable[str] = (A_AT_B,),
 ) -> tuple[SpmmCase, ...]:
     """Every combination of the given values, the last varying fastest."""
-    return tuple(SpmmCase(*values) for values in itertools.product(m, k, n, block, density, pattern, dtype))
+    combined = itertools.product(m, k, n, block, density, pattern, dtype, form)
+    return tuple(SpmmCase(*values) for values in combined)

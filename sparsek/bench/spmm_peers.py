@@ -1,9 +1,8 @@
 """What a user would pick instead of `sk.spmm`. One line per peer in PEERS, at the end."""
 
-import math
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,37 +10,35 @@ from torch import Tensor
 
 from sparsek.bench import cusparse
 from sparsek.bench.case import random_dense
-from sparsek.bench.peer import Peer, Ready, UnavailableError, elsewhere, first_line, rotating
-from sparsek.bench.spmm import SpmmCase, SpmmOperands
-from sparsek.core.clock import time_rounds
-from sparsek.formats.bsr import BSR
-from sparsek.testing.budget import check_spmm
-
-
-def _gated(a: BSR, b: Tensor, out: Tensor, what: str) -> None:
-    gate = check_spmm(a, b, out)
-    if not gate.passed:
-        raise UnavailableError(f"{what} is wrong here: error {gate.error:.2e}, budget {gate.budget:.2e}")
+from sparsek.bench.peer import Peer, Ready, UnavailableError, first_line
+from sparsek.bench.product_peers import CUBLAS, TORCH_DENSE, Meta, Space, accepted, settings, tuned
+from sparsek.bench.spmm import A_AT_B, SpmmCase, SpmmOperands, form_name
 
 
 @dataclass(frozen=True)
-class DenseMatmul:
-    """torch.matmul on dense random data of the same shape: zeros of a pruned matrix would make it faster."""
+class OwnProduct:
+    """This library's A @ B on the same pattern, with B as wide: what the other forms are held against."""
 
-    name: str
-    title: str
-    device: str
+    name: str = "a_at_b"
+    title: str = "this library's A @ B"
+    device: str = ""
 
     def why_not(self, case: SpmmCase, device: torch.device) -> list[str]:
-        return elsewhere(self, device)
+        return ["the case is A @ B itself"] if case.form == A_AT_B else []
 
     def ready(self, case: SpmmCase, sets: Sequence[SpmmOperands], tried: Callable[[str], None]) -> Ready:
-        calls = []
+        plain = replace(case, form=A_AT_B)
+        calls, kernels = [], set()
         for index, one in enumerate(sets):
-            dense = random_dense(case.m, case.k, dtype=one.b.dtype, device=one.b.device, seed=1000 + index)
-            dense.mul_(1 / math.sqrt(case.k))
-            calls.append(lambda w=dense, one=one: torch.matmul(w, one.b, out=one.out))
-        return Ready(tuple(calls), flops=case.dense_flops)
+            shapes = {"dtype": one.b.dtype, "device": one.b.device}
+            b = random_dense(*plain.b_shape, **shapes, seed=2000 + index)
+            own = SpmmOperands(one.a, b, torch.empty(plain.out_shape, **shapes))
+            plan = own.plan(None)
+            if not index:
+                accepted(own.gate(plan), "A @ B")
+            kernels.add(plan.kernel)
+            calls.append(own.planned(plan))
+        return Ready(tuple(calls), ", ".join(sorted(kernels)))
 
 
 @dataclass(frozen=True)
@@ -58,7 +55,7 @@ class TorchSparse:
     stages_only: bool = False
 
     def why_not(self, case: SpmmCase, device: torch.device) -> list[str]:
-        reasons = []
+        reasons = _only_a_at_b(case)
         bm, bk = case.block
         if case.m % bm or case.k % bk:
             reasons.append(f"torch.sparse BSR needs sides that are multiples of the block {case.block_name}")
@@ -76,7 +73,7 @@ class TorchSparse:
             matrices = [one.a.to_torch() for one in sets]
         if sets[0].b.device.type != "cuda":
             try:
-                _gated(sets[0].a, sets[0].b, matrices[0] @ sets[0].b, "torch.sparse BSR on this CPU")
+                accepted(sets[0].judge(matrices[0] @ sets[0].b), "torch.sparse BSR on this CPU")
             except RuntimeError as error:
                 raise UnavailableError(
                     f"torch.sparse BSR refuses {case.dtype} on this CPU: {first_line(error)}"
@@ -84,7 +81,7 @@ class TorchSparse:
             return Ready(tuple(lambda w=w, one=one: w @ one.b for w, one in zip(matrices, sets, strict=True)))
         meta = self.tuned(case, matrices, sets, tried)
         calls = tuple(_addmm_call(w, one, meta) for w, one in zip(matrices, sets, strict=True))
-        return Ready(calls, ", ".join(f"{key}={value}" for key, value in meta.items()))
+        return Ready(calls, settings(meta))
 
     def tuned(
         self,
@@ -92,51 +89,31 @@ class TorchSparse:
         matrices: Sequence[Tensor],
         sets: Sequence[SpmmOperands],
         tried: Callable[[str], None],
-    ) -> dict[str, int]:
+    ) -> Meta:
         """The fastest correct parameters that coordinate descent finds, by timing: num_stages first, then all four."""
-        device = sets[0].b.device
-        timed: dict[tuple[tuple[str, int], ...], float] = {}
 
-        def milliseconds(meta: dict[str, int]) -> float:
-            key = tuple(meta.items())
-            if key not in timed:
-                calls = [_addmm_call(w, one, meta) for w, one in zip(matrices, sets, strict=True)]
-                try:
-                    call = rotating(calls)
-                    got = time_rounds({"one": call}, device=device, rounds=3, inner_ms=3.0, settle_ms=0.0)
-                    timed[key] = got["one"].median
-                except Exception as error:  # Triton: out of shared memory or registers, or a compiler fault
-                    timed[key] = math.inf
-                    tried(f"torch.sparse {meta}: {first_line(error)}")
-                else:
-                    tried(f"torch.sparse {meta}: {timed[key]:.3f} ms")
-            return timed[key]
-
-        best = _descend(stage_space(case), milliseconds, {})
-        if not self.stages_only:
-            _descend(meta_space(case), milliseconds, best)
-        for key, value in sorted(timed.items(), key=lambda item: item[1]):
-            if math.isinf(value):
-                break
-            meta = dict(key)
+        def right(meta: Meta) -> bool:
             sets[0].out.fill_(float("nan"))
             _addmm_call(matrices[0], sets[0], meta)()
-            # num_stages has given silently wrong results before (pytorch #113587).
-            if check_spmm(sets[0].a, sets[0].b, sets[0].out).passed:
-                return meta
-        raise UnavailableError(
-            f"none of {len(timed)} parameter sets of torch.sparse's kernel ran and was right"
+            return sets[0].judge(sets[0].out).passed
+
+        return tuned(
+            [stage_space(case)] if self.stages_only else [stage_space(case), meta_space(case)],
+            lambda meta: [_addmm_call(w, one, meta) for w, one in zip(matrices, sets, strict=True)],
+            right,
+            sets[0].b.device,
+            tried,
         )
 
 
-def _addmm_call(w: Tensor, one: SpmmOperands, meta: dict[str, int]) -> Callable[[], object]:
+def _addmm_call(w: Tensor, one: SpmmOperands, meta: Meta) -> Callable[[], object]:
     from torch.sparse import _triton_ops  # needs Triton, so only where a GPU asks for it
 
     addmm: Any = _triton_ops.bsr_dense_addmm
     return lambda: addmm(one.out, w, one.b, alpha=1, beta=0, out=one.out, meta=meta)
 
 
-def meta_space(case: SpmmCase) -> dict[str, tuple[int, ...]]:
+def meta_space(case: SpmmCase) -> Space:
     """The values tried for each parameter of torch.sparse's kernel.
 
     SPLIT_N cuts N into that many column tiles, whose width must be a power of 2 of at least 16.
@@ -150,27 +127,14 @@ def meta_space(case: SpmmCase) -> dict[str, tuple[int, ...]]:
     }
 
 
-def stage_space(case: SpmmCase) -> dict[str, tuple[int, ...]]:
+def stage_space(case: SpmmCase) -> Space:
     """num_stages alone; the others as torch's `bsr_dense_addmm_meta` sets them for a card it does not know."""
     split = max(case.n // case.block[0], 1)
     return {"SPLIT_N": (split,), "GROUP_SIZE_ROW": (4,), "num_stages": (1, 2, 3, 4, 5, 6), "num_warps": (4,)}
 
 
-def _descend(
-    space: dict[str, tuple[int, ...]], cost: Callable[[dict[str, int]], float], start: dict[str, int]
-) -> dict[str, int]:
-    """Coordinate descent from `start`: each parameter in turn takes its best value, until a sweep changes nothing.
-
-    Parameters that `start` leaves out begin with their first value. `cost` keeps what it has seen.
-    """
-    best = {name: start.get(name, values[0]) for name, values in space.items()}
-    for _ in range(4):
-        before = dict(best)
-        for name, values in space.items():
-            best[name] = min((*values, best[name]), key=lambda value: cost({**best, name: value}))
-        if best == before:
-            break
-    return best
+def _only_a_at_b(case: SpmmCase) -> list[str]:
+    return [] if case.form == A_AT_B else [f"multiplies A @ B, not {form_name(case.form)}"]
 
 
 @dataclass(frozen=True)
@@ -182,7 +146,7 @@ class CuSparse:
     device: str = ""
 
     def why_not(self, case: SpmmCase, device: torch.device) -> list[str]:
-        reasons = []
+        reasons = _only_a_at_b(case)
         if device.type != "cuda":
             reasons.append("cuSPARSE needs an NVIDIA GPU")
         if case.block[0] != case.block[1]:
@@ -205,7 +169,7 @@ class CuSparse:
                 first = cusparse.prepare(library, sets[0], layout, case.dtype)
                 sets[0].out.fill_(float("nan"))
                 first()
-                _gated(sets[0].a, sets[0].b, sets[0].out, f"Blocked-ELL stored by {layout}")
+                accepted(sets[0].judge(sets[0].out), f"Blocked-ELL stored by {layout}")
             except UnavailableError as error:
                 failures.append(str(error))
                 tried(f"cuSPARSE: {error}")
@@ -217,8 +181,9 @@ class CuSparse:
 
 
 PEERS: tuple[Peer, ...] = (
-    DenseMatmul("cublas", "cuBLAS dense", "cuda"),
-    DenseMatmul("torch_dense", "dense torch.matmul", "cpu"),
+    CUBLAS,
+    TORCH_DENSE,
+    OwnProduct(),
     TorchSparse(),
     TorchSparse("torch_sparse_stages", "torch.sparse BSR, num_stages tuned", "cuda", stages_only=True),
     CuSparse(),

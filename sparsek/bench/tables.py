@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from sparsek.bench import attention, attention_run, records, spmm
+from sparsek.bench import attention, attention_run, linear, mlp, records, sddmm, spgemm, spmm
 from sparsek.bench.case import Entry
 from sparsek.bench.records import Record
 
@@ -23,16 +23,20 @@ class Table:
     """The table of one operation: a row for each of its device times, in the order of `suite`, then of cases.
 
     `peers` maps names in records to headings; `dense` names the dense ones. `note` says what the numbers mean.
+    `pages`: where the table stands. `command`: what makes its records. `shown`: columns of its own that a screen shows
+    beside the usual ones.
     """
 
     op: str
     title: str
     peers: Mapping[str, str]
     dense: tuple[str, ...]
-    suite_name: str
+    command: str
     suite: Sequence[Entry]
     columns: tuple[Column, ...]
     note: str
+    pages: tuple[str, ...]
+    shown: tuple[Column, ...] = ()
 
 
 def mark(record: Record) -> str:
@@ -63,6 +67,19 @@ def _of_roof(record: Record) -> str:
     return f"{record['roofline']['fraction'] * 100:.0f} %"
 
 
+def _symbolic(record: Record) -> str:
+    if record["symbolic_ms"] is None or record["symbolic_share"] is None:
+        return ""
+    return f"{record['symbolic_ms']:.3f} ({record['symbolic_share'] * 100:.0f} %)"
+
+
+def _beside_plain(record: Record) -> str:
+    """How much longer than the plain product of the same rounds."""
+    if "plain" not in record["peers"]:
+        return ""
+    return f"{(record['ms']['median'] / record['peers']['plain']['ms']['median'] - 1) * 100:+.1f} %"
+
+
 def _memory(record: Record) -> str:
     return "" if record["memory"] is None else f"{record['memory'] * 100:.3g} %"
 
@@ -89,12 +106,19 @@ def below(record: Record) -> str:
     return f"Host time of an eager call with a cached plan: {ms * 1e3:.1f} us ({where})."
 
 
-_CASE = Column("case", case_name)
-_KERNEL = Column("kernel", lambda record: f"{record['kernel']}{mark(record)}")
-_MS = Column("ms (min to max)", _time)
-_SPEEDUP = Column("speedup over dense", _speedup)
-_USEFUL = Column("useful TFLOPS", _useful)
-_ROOF = Column("of the roofline", _of_roof)
+CASE = Column("case", case_name)
+KERNEL = Column("kernel", lambda record: f"{record['kernel']}{mark(record)}")
+MS = Column("ms (min to max)", _time)
+SPEEDUP = Column("speedup over dense", _speedup)
+USEFUL = Column("useful TFLOPS", _useful)
+GBPS = Column("GB/s", _bandwidth)
+ROOF = Column("of the roofline", _of_roof)
+SYMBOLIC = Column("symbolic ms (of a first call)", _symbolic)
+BESIDE_PLAIN = Column("time beside plain", _beside_plain)
+USEFUL_NOTE = (
+    "Useful TFLOPS count stored blocks only. A ratio is this library's useful rate over the peer's rate in "
+    "the same rounds: useful FLOPs for sparse peers, dense FLOPs on dense random data for dense ones."
+)
 
 SPMM = Table(
     op="spmm",
@@ -105,24 +129,100 @@ SPMM = Table(
         "torch_sparse_stages": "torch.sparse, stages",
         "cusparse": "cuSPARSE",
         "torch_dense": "torch dense",
+        "a_at_b": "A @ B",
     },
     dense=("cublas", "torch_dense"),
-    suite_name="issue2",
-    suite=spmm.ISSUE2,
-    columns=(
-        _CASE,
-        _KERNEL,
-        _MS,
-        _SPEEDUP,
-        _USEFUL,
-        Column("GB/s", _bandwidth),
-        _ROOF,
-    ),
+    command="spmm --suite issue2",
+    suite=(*spmm.ISSUE2, *spmm.ISSUE4),
+    columns=(CASE, KERNEL, MS, SPEEDUP, USEFUL, GBPS, ROOF),
     note=(
-        "Useful TFLOPS count stored blocks only. A ratio is this library's useful rate over the peer's rate in "
-        "the same rounds: useful FLOPs for sparse peers, dense FLOPs on dense random data for dense ones. "
+        f"{USEFUL_NOTE} A @ B is this library's on the same pattern. "
         "torch.sparse runs with the best of all four parameters of its kernel, 'stages' with its own but num_stages."
     ),
+    pages=("README.md", "docs/spmm.md"),
+)
+SDDMM = Table(
+    op="sddmm",
+    title="SDDMM",
+    peers={
+        "cublas": "cuBLAS",
+        "torch_sparse": "torch.sparse",
+        "torch_csr": "torch.sparse CSR",
+        "torch_dense": "torch dense",
+    },
+    dense=("cublas", "torch_dense"),
+    command="sddmm --suite issue4",
+    suite=sddmm.ISSUE4,
+    columns=(CASE, KERNEL, MS, SPEEDUP, USEFUL, ROOF),
+    note=(
+        f"{USEFUL_NOTE} torch.sparse is the kernel of its BSR sampled_addmm with the best tile of K, stages and warps."
+    ),
+    pages=("README.md", "docs/sddmm.md"),
+)
+SPGEMM = Table(
+    op="spgemm",
+    title="BSR x BSR",
+    peers={"cublas": "cuBLAS", "torch_csr": "torch.sparse CSR", "torch_dense": "torch dense"},
+    dense=("cublas", "torch_dense"),
+    command="spgemm --suite issue4",
+    suite=spgemm.ISSUE4,
+    columns=(CASE, KERNEL, MS, SPEEDUP, USEFUL, ROOF, SYMBOLIC),
+    note=(
+        "Of both matrices the given share of blocks is stored: as many in every block row of A and in every block "
+        "column of B. Useful TFLOPS count pairs of stored blocks that meet. A ratio is this library's useful rate over "
+        "the peer's rate in the same rounds: useful FLOPs for sparse peers, dense FLOPs on dense random data for dense "
+        "ones. The symbolic phase finds out which blocks meet, timed on the wall from an idle GPU to an idle GPU; its "
+        "share is that of a call on patterns seen for the first time, which also plans and multiplies."
+    ),
+    pages=("README.md", "docs/spgemm.md"),
+    shown=(SYMBOLIC,),
+)
+LINEAR = Table(
+    op="linear",
+    title="linear",
+    peers={"cublas": "cuBLAS and torch", "torch_dense": "torch dense", "plain": "the plain product"},
+    dense=("cublas", "torch_dense"),
+    command="linear --suite issue4",
+    suite=linear.ISSUE4,
+    columns=(CASE, KERNEL, MS, BESIDE_PLAIN, SPEEDUP, USEFUL, ROOF),
+    note=(
+        f"{USEFUL_NOTE} The dense peer is torch's linear layer, followed by torch's activation and addition. The plain "
+        "product is this library's x @ W.T, into the same output."
+    ),
+    pages=("README.md", "docs/linear.md"),
+    shown=(BESIDE_PLAIN,),
+)
+MLP_PEERS = {"torch_dense": "torch dense", "torch_dense_compiled": "torch dense, compiled"}
+MLP_TRAIN = Table(
+    op="mlp_train",
+    title="training step of an MLP",
+    peers=MLP_PEERS,
+    dense=("torch_dense",),
+    command="mlp --suite issue4",
+    suite=mlp.ISSUE4,
+    columns=(CASE, KERNEL, MS, SPEEDUP, USEFUL, ROOF),
+    note=(
+        f"{USEFUL_NOTE} A step is the forward and the gradients of x and of both weights, without an optimizer. The "
+        "roofline is the sum of those of its six products."
+    ),
+    pages=("README.md", "docs/linear.md"),
+    shown=(SPEEDUP,),
+)
+MLP_DECODE = Table(
+    op="mlp_decode",
+    title="decoding through an MLP",
+    peers=MLP_PEERS,
+    dense=("torch_dense",),
+    command="mlp --suite issue4",
+    suite=mlp.ISSUE4,
+    columns=(CASE, KERNEL, MS, SPEEDUP, GBPS, ROOF),
+    note=(
+        f"{USEFUL_NOTE} One CUDA graph holds as many layers one after another as exceed the cache several times, each "
+        "with weights of its own; the time is that of the replay over their number, for the peers too. The roofline is "
+        "the sum of those of the two products."
+    ),
+    pages=("README.md", "docs/linear.md"),
+    shown=(SPEEDUP,),
 )
 ATTENTION = Table(
     op="attention",
@@ -135,17 +235,9 @@ ATTENTION = Table(
         "sdpa": "torch dense",
     },
     dense=("cudnn", "sdpa"),
-    suite_name="issue3",
+    command="attention --suite issue3",
     suite=attention.ISSUE3,
-    columns=(
-        _CASE,
-        _KERNEL,
-        _MS,
-        _SPEEDUP,
-        _USEFUL,
-        _ROOF,
-        Column("extra memory", _memory),
-    ),
+    columns=(CASE, KERNEL, MS, SPEEDUP, USEFUL, ROOF, Column("extra memory", _memory)),
     note=(
         "Useful TFLOPS count the pairs that the mask admits, the roofline whole blocks. A ratio is this library's "
         "useful rate over the peer's rate in the same rounds; dense peers run causal where the mask is, else every "
@@ -153,8 +245,11 @@ ATTENTION = Table(
         "Extra memory is what a call that builds its mask, plans and runs takes at most beyond q, k, v and the output, "
         "over the bytes of these."
     ),
+    pages=("README.md", "docs/attention.md"),
 )
-TABLES: Mapping[str, Table] = {table.op: table for table in (SPMM, ATTENTION)}
+TABLES: Mapping[str, Table] = {
+    table.op: table for table in (SPMM, SDDMM, SPGEMM, LINEAR, MLP_TRAIN, MLP_DECODE, ATTENTION)
+}
 
 
 def table_of(record: Record) -> Table:

@@ -8,17 +8,28 @@ import pytest
 from sparsek.bench import records
 from sparsek.bench.attention import AttentionCase
 from sparsek.bench.case import Case
-from sparsek.bench.sources import source_hash
 from sparsek.bench.spmm import SpmmCase
+from sparsek.bench.tables import TABLES
 
 GOOD_CASE = SpmmCase(8192, 8192, 8192, (128, 128), 0.125)
+KERNELS = {
+    "spmm": "cpu.spmm",
+    "attention": "cpu.attention",
+    "sddmm": "reference.sddmm",
+    "spgemm": "reference.spgemm",
+    "linear": "cpu.spmm",
+    "mlp_train": "cpu.spmm + reference.sddmm",
+    "mlp_decode": "cpu.spmm",
+}
 WINDOW_CASE = AttentionCase(1, 16, 16, 32768, 32768, 128, 128, "window:2048")
 
 
 def _record(case: Case = GOOD_CASE, kernel: str = "", **changes: Any) -> records.Record:
     """A record of the given case and kernel whose source is today's, with fields replaced by `changes`."""
-    kernel = kernel or f"cpu.{case.op}"
-    dense, extra = ("cublas", {}) if case.op == "spmm" else ("cudnn", {"memory": 0.01})
+    kernel = kernel or KERNELS[case.op]
+    kind = records.OPS[case.op]
+    dense = TABLES[case.op].dense[0]
+    extra = dict.fromkeys(kind.extra, 0.01)
     peer = {"ms": {"median": 1.6, "min": 1.5, "max": 1.7, "rounds": 7}, "tflops": 687.0}
     record: records.Record = {
         "op": case.op,
@@ -30,7 +41,7 @@ def _record(case: Case = GOOD_CASE, kernel: str = "", **changes: Any) -> records
         "gbps": 1500.0,
         "roofline": {"bound_ms": 0.199, "fraction": 0.995},
         "gate": {"error": 0.001, "budget": 0.004, "passed": True},
-        "peers": {dense: peer | extra},
+        "peers": {dense: peer | dict.fromkeys(kind.peer_extra, 0.01)},
         "ratio": {dense: 1.0},
         "env": {
             "gpu": "NVIDIA H200",
@@ -40,7 +51,7 @@ def _record(case: Case = GOOD_CASE, kernel: str = "", **changes: Any) -> records
             "triton": "3.6.0",
             "cuda": "13.0",
         },
-        "source_hash": source_hash(kernel),
+        "source_hash": records.hash_of(case.op, kernel),
         "date": "2026-11-20T10:00:00+00:00",
     }
     return record | extra | changes

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from sparsek.bench import attention, attention_run, measure, records, run
+from sparsek.bench import attention, attention_run, measure, records, run, wall
 from sparsek.bench.attention import AttentionCase
 from sparsek.bench.attention_peers import PEERS
 from sparsek.bench.case import Entry
@@ -27,7 +27,7 @@ def measured(entry: Entry, rounds: int = 2) -> records.Record:
     )
     (record,) = outcome.records
     assert records.faults(record) == []
-    assert list(record) == list(records.OPS[entry.op].fields)
+    assert list(record) == list(records.fields_of(entry.op))
     assert record["op"] == entry.op
     assert record["case"] == entry.case.as_record()
     return record
@@ -50,7 +50,7 @@ def test_a_run_gives_well_formed_records_with_the_dense_peer() -> None:
 
 
 def test_a_new_mask_every_call_is_compared_with_the_kernel_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_run, "CALLS", 2)
+    monkeypatch.setattr(wall, "CALLS", 2)
     record = measured(Entry(replace(SMALL, mask="topk:2"), KERNEL, "attention_new_mask"))
     alone = record["peers"][attention_run.ALONE]["ms"]["median"]
     assert record["ratio"][attention_run.ALONE] == pytest.approx(alone / record["ms"]["median"], abs=1e-3)

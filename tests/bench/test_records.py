@@ -1,14 +1,20 @@
 """The schema of records, their file, and the hash that ties them to a source."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sparsek.bench import records
+from sparsek.bench.mlp import MlpTrainCase
+from sparsek.bench.spgemm import SpgemmCase
 from sparsek.bench.spmm import SpmmCase
 from sparsek.core.errors import InvalidFile, InvalidInput
+from sparsek.testing.budget import Gate
+
+Make = Callable[..., records.Record]
 
 
 def test_a_good_record_has_no_faults(record: records.Record) -> None:
@@ -49,6 +55,15 @@ def test_a_wrong_field_is_said(record: records.Record, field: str, value: Any, s
     assert said in "; ".join(records.faults(record | {field: value}))
 
 
+def test_a_record_from_before_a_field_of_the_case_was_there_means_its_default(record: records.Record) -> None:
+    before = {name: value for name, value in record["case"].items() if name != "form"}
+    old = record | {"case": before}
+    assert records.faults(old) == []
+    assert records.case_of(old) == records.case_of(record)
+    assert records.newest([old, record]) == [record]
+    assert records.faults(old | {"op": "spmm_host", "tflops": None, "gbps": None, "roofline": None}) == []
+
+
 def test_a_case_that_cannot_be_is_a_fault(record: records.Record) -> None:
     record["case"] = record["case"] | {"block": [24, 16]}
     assert "multiples of 16" in records.faults(record)[0]
@@ -79,6 +94,39 @@ def test_every_op_says_what_its_records_hold(attention_record: records.Record) -
 )
 def test_a_wrong_field_of_attention_is_said(attention_record: records.Record, change: Any, said: str) -> None:
     assert said in "; ".join(records.faults(attention_record | change))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"symbolic_ms": "long"}, "symbolic_ms is neither a number nor null"),
+        ({"symbolic_share": True}, "symbolic_share is neither a number nor null"),
+        ({"case": {"m": 1}}, "case has the fields ['m']"),
+    ],
+)
+def test_a_wrong_field_of_spgemm_is_said(make_record: Make, change: Any, said: str) -> None:
+    made = make_record(SpgemmCase(64, 64, 64, (32, 32), (32, 32), 0.5))
+    assert records.faults(made) == []
+    assert records.faults(made | {"symbolic_ms": None}) == []
+    assert said in "; ".join(records.faults(made | change))
+    del made["symbolic_ms"]
+    assert records.faults(made) == ["field symbolic_ms is missing"]
+
+
+def test_what_several_kernels_do_is_recorded_under_all_their_names(make_record: Make) -> None:
+    made = make_record(MlpTrainCase(8, 32, 64, (32, 32), 0.5))
+    assert records.faults(made) == []
+    assert made["kernel"] == "cpu.spmm + reference.sddmm"
+    assert records.is_fresh(made)
+    assert not records.is_fresh(made | {"kernel": "cpu.spmm"})
+    assert not records.is_fresh(made | {"kernel": "cpu.spmm + gone.sddmm"})
+
+
+def test_the_configs_of_several_kernels_are_kept_by_name() -> None:
+    assert records.config_of({"up": Gate(0.0, 1.0, True), "down": None}) == {
+        "up": {"error": 0.0, "budget": 1.0, "passed": True},
+        "down": {},
+    }
 
 
 def test_a_mask_that_is_not_known_is_a_fault(attention_record: records.Record) -> None:

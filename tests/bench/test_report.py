@@ -5,15 +5,25 @@ from pathlib import Path
 
 import pytest
 
-from sparsek.bench import charts, report
+from sparsek.bench import attention, charts, linear, mlp, report, sddmm, spgemm, spmm
 from sparsek.bench.attention import AttentionCase
+from sparsek.bench.linear import LinearCase
 from sparsek.bench.records import Record
+from sparsek.bench.spgemm import SPARSE
 from sparsek.bench.spmm import SpmmCase
-from sparsek.bench.tables import ATTENTION, SPMM
+from sparsek.bench.tables import SPMM, TABLES
 from sparsek.core.errors import InvalidFile
 
 Make = Callable[..., Record]
 
+SUITES_OF = {
+    "spmm": spmm.SUITES,
+    "sddmm": sddmm.SUITES,
+    "spgemm": spgemm.SUITES,
+    "linear": linear.SUITES,
+    "mlp": mlp.SUITES,
+    "attention": attention.SUITES,
+}
 PAGE = "# Title\n\n<!-- records:spmm -->\nold\n<!-- /records -->\n\nafter\n"
 
 
@@ -71,14 +81,61 @@ def test_attention_has_its_own_table(make_record: Make, attention_record: Record
     )
     assert "Useful TFLOPS count the pairs that the mask admits" in lines[-1]
     assert report.markdown(both, "spmm") == report.markdown([make_record()], "spmm")
-    assert report.measured(both) == report.measured([]) == ["spmm", "attention"]
+    assert report.measured(both) == ["spmm", "attention"]
+    assert report.measured([]) == list(TABLES)
     assert report.measured([attention_record]) == ["attention"]
 
 
-def test_rows_of_attention_follow_the_suite(make_record: Make) -> None:
-    cases = [entry.case for entry in ATTENTION.suite if entry.op == "attention"]
-    found = [make_record(case) for case in cases]
-    assert report.ordered(reversed(found), ATTENTION) == found
+@pytest.mark.parametrize("op", TABLES)
+def test_rows_follow_the_suite(make_record: Make, op: str) -> None:
+    cases = [entry.case for entry in TABLES[op].suite if entry.op == op]
+    found = [make_record(case) for case in dict.fromkeys(cases)]
+    assert report.ordered(reversed(found), TABLES[op]) == found
+
+
+@pytest.mark.parametrize("op", TABLES)
+def test_every_table_says_how_its_records_are_made_and_stands_on_two_pages(op: str) -> None:
+    table = TABLES[op]
+    command, _, suite = table.command.partition(" --suite ")
+    assert f"sparsek bench {table.command}` on an H200" in report.markdown([], op)
+    assert suite in SUITES_OF[command]
+    assert table.pages[0] == "README.md"
+    assert [page for page, name in report.PAGES if name == op] == list(table.pages)
+    assert set(table.dense) <= set(table.peers)
+
+
+def test_linear_is_shown_beside_the_plain_product(make_record: Make) -> None:
+    ms = {"median": 0.195, "min": 0.19, "max": 0.2, "rounds": 7}
+    plain = {"plain": {"ms": ms, "tflops": 700.0}}
+    made = make_record(LinearCase(8192, 8192, 8192, (128, 128), 0.125, "bias+gelu"))
+    made |= {"peers": made["peers"] | plain, "ratio": made["ratio"] | {"plain": 0.98}}
+    lines = report.markdown([made], "linear").splitlines()
+    assert lines[0] == (
+        "| case | kernel | ms (min to max) | time beside plain | speedup over dense | useful TFLOPS | of the roofline "
+        "| over cuBLAS and torch | over the plain product |"
+    )
+    assert lines[2] == (
+        "| 8192 tokens, 8192 to 8192, block 128 12.5 % bf16, bias + gelu | cpu.spmm | 0.200 (0.190 to 0.250) | +2.6 % "
+        "| 8.00x | 687 | 100 % | 1.00 | 0.98 |"
+    )
+
+
+def test_bsr_times_bsr_shows_the_symbolic_phase(make_record: Make) -> None:
+    made = make_record(SPARSE[0], symbolic_ms=0.4567, symbolic_share=0.123)
+    lines = report.markdown([made], "spgemm").splitlines()
+    assert "| symbolic ms (of a first call) |" in lines[0]
+    assert "| 8192³ block 64 3 % bf16 to bsr | reference.spgemm |" in lines[2]
+    assert "| 0.457 (12 %) |" in lines[2]
+    assert "| 100 % |  | 1.00 |" in report.markdown([made | {"symbolic_ms": None}], "spgemm")
+
+
+def test_the_ops_of_one_suite_have_their_own_tables(make_record: Make) -> None:
+    train, *_, decode = [make_record(entry.case) for entry in mlp.ISSUE4]
+    assert report.measured([decode, train]) == ["mlp_train", "mlp_decode"]
+    step = "| 4096 to 16384 to 4096 gelu, block 128 12.5 % bf16, 8192 tokens | cpu.spmm + reference.sddmm |"
+    assert step in report.markdown([train, decode], "mlp_train")
+    assert "64 tokens | cpu.spmm | 0.200" in report.markdown([train, decode], "mlp_decode")
+    assert "64 tokens" not in report.markdown([train, decode], "mlp_train")
 
 
 def test_what_a_mask_costs_stands_under_the_table(attention_record: Record) -> None:
@@ -152,6 +209,9 @@ def test_charts_are_drawn_from_records(tmp_path: Path, make_record: Make) -> Non
     assert [path.name for path in drawn] == ["spmm-rate.png", "spmm-ratios.png"]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in drawn)
     assert charts.draw([], tmp_path) == []
+    forms = [make_record(SpmmCase(64, 64, 64, (32, 32), 0.5, form="B@A"))]
+    drawn = charts.draw([*forms, make_record(SPARSE[0])], tmp_path)
+    assert [path.name for path in drawn] == ["spmm-ratios.png", "spgemm-ratios.png"]
 
 
 def test_attention_is_drawn_over_the_length(tmp_path: Path, make_record: Make) -> None:

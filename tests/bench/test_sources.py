@@ -38,7 +38,7 @@ def tree(tmp_path: Path) -> Path:
         "kernels/prims/tiles.py": "import sparsek.kernels.prims.masks\n",
         "kernels/prims/masks.py": "X = 1\n",
         "kernels/prims/other.py": "X = 1\n",
-        "formats/mask_build.py": "X = 1\n",
+        "formats/mask_build.py": "Z = 1\n",
         "core/device.py": "X = 1\n",
     }
     for name, text in files.items():
@@ -113,6 +113,21 @@ def test_a_record_is_fresh_until_its_source_changes(
     (tree / "kernels/prims/masks.py").write_text("X = 2\n")
     assert not records.is_fresh(made)
     assert not records.is_fresh(made | {"kernel": "gone.spmm"})
+
+
+@pytest.mark.parametrize("name", ["kernels/toy/spmm.py", "kernels/prims/masks.py", "formats/mask_build.py"])
+def test_the_hash_of_several_follows_each_of_them(tree: Path, name: str) -> None:
+    both = "toy.spmm + formats.mask_build"
+    before = source_hash(both, tree)
+    assert before not in (source_hash("toy.spmm", tree), source_hash("formats.mask_build", tree))
+    path = tree / name
+    path.write_text(path.read_text() + "Y = 2\n")
+    assert source_hash(both, tree) != before
+
+
+def test_a_record_of_spgemm_follows_the_symbolic_phase_too() -> None:
+    assert records.hash_of("spgemm", "reference.spgemm") == source_hash("reference.spgemm + plan.matches")
+    assert records.hash_of("spmm", "cpu.spmm") == source_hash("cpu.spmm")
 
 
 def test_a_source_outside_the_kernels_is_found_too(tree: Path) -> None:

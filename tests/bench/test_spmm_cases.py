@@ -1,12 +1,13 @@
 """Cases and suites."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 
 from sparsek.bench.case import parse_block, suite_named
-from sparsek.bench.spmm import SUITES, SpmmCase, product
+from sparsek.bench.spmm import A_AT_B, FORMS, SUITES, SpmmCase, product
 from sparsek.core.errors import InvalidInput
 
 CPU = torch.device("cpu")
@@ -18,8 +19,9 @@ def test_names_are_short_and_tell_cases_apart() -> None:
     assert (
         SpmmCase(64, 32, 16, (32, 16), 1.0, "banded", "fp16").name == "64×32×16 block 32x16 100 % banded fp16"
     )
-    named = [(entry.case.name, entry.op) for entries in SUITES.values() for entry in entries]
-    assert len(set(named)) == len(named)
+    assert SpmmCase(64, 32, 16, (16, 16), 0.5, form="B@A.T").name == "B @ A.T 64×32×16 block 16 50 % bf16"
+    named = {(entry.case, entry.op): entry.case.name for entries in SUITES.values() for entry in entries}
+    assert len({(name, op) for (_, op), name in named.items()}) == len(named)
 
 
 @pytest.mark.parametrize("name", SUITES)
@@ -40,6 +42,33 @@ def test_the_suite_holds_every_row_of_the_speed_table() -> None:
     portable = {entry.case.block_name for entry in SUITES["issue2"] if "portable.spmm" in entry.kernels}
     assert portable == {"128", "64", "32"}
     assert any(entry.op == "spmm_host" for entry in SUITES["issue2"])
+
+
+def test_the_suite_of_issue_4_holds_the_four_products_of_one_size() -> None:
+    cases = [entry.case for entry in SUITES["issue4"]]
+    assert [case.form for case in cases] == list(FORMS)
+    assert {replace(case, form=A_AT_B) for case in cases} == {SpmmCase(8192, 8192, 8192, (128, 128), 0.125)}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_is_the_product_it_is_named_after(form: str) -> None:
+    """The gate judges the form; here dense matrices say what it is."""
+    case = SpmmCase(64, 96, 48, (32, 32), 0.5, dtype="fp32", form=form)
+    (one, *_) = case.operands(CPU)
+    dense = one.a.to_dense()
+    named = {"A@B": dense, "A.T@B": dense.T, "B@A": dense, "B@A.T": dense.T}[form]
+    wanted = one.b @ named if form.startswith("B") else named @ one.b
+    assert one.out.shape == case.out_shape == wanted.shape
+    assert one.judge(wanted).passed
+    assert not one.judge(wanted * 1.01).passed
+    one.planned(one.plan(None))()
+    torch.testing.assert_close(one.out, wanted)
+    torch.testing.assert_close(one.eager(None)(), wanted)
+    assert one.useful_flops == 2 * one.a.nnzb * 32 * 32 * 48
+    full = one.dense(7)
+    full()
+    assert torch.isfinite(one.out).all()
+    assert not torch.allclose(one.out, wanted)
 
 
 def test_blocks_of_512x112_are_compared_with_as_many_values_in_blocks_of_128() -> None:
@@ -63,6 +92,9 @@ def test_the_same_seed_gives_the_same_bits() -> None:
 def test_a_product_of_lists_takes_every_combination() -> None:
     cases = product([64, 128], [64], [8, 16], [(16, 16), (32, 32)], [0.5], ["uniform"], ["fp16"])
     assert len(cases) == len(set(cases)) == 8
+    assert {case.form for case in cases} == {"A@B"}
+    forms = product([64], [64], [8], [(16, 16)], [0.5], ["uniform"], ["fp16"], FORMS)
+    assert [case.form for case in forms] == list(FORMS)
 
 
 @pytest.mark.parametrize(
@@ -86,6 +118,7 @@ def test_other_blocks_are_refused(text: str) -> None:
         ({"density": 0.0}, r"fraction in \(0, 1\]"),
         ({"pattern": "stripes"}, "not one of"),
         ({"dtype": "fp8"}, "unknown dtype"),
+        ({"form": "A@A"}, "a form of the product is one of A@B, A.T@B, B@A, B@A.T, got 'A@A'"),
     ],
 )
 def test_a_case_that_cannot_be_is_refused(change: dict, said: str) -> None:
@@ -95,5 +128,5 @@ def test_a_case_that_cannot_be_is_refused(change: dict, said: str) -> None:
 
 
 def test_an_unknown_suite_names_the_known_ones() -> None:
-    with pytest.raises(InvalidInput, match="known: issue2, ragged"):
+    with pytest.raises(InvalidInput, match="known: issue2, issue4, ragged"):
         suite_named(SUITES, "issue3")

@@ -3,12 +3,13 @@
 import ctypes
 import gc
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from sparsek.bench import cusparse, spmm_peers
+from sparsek.bench import cusparse, product_peers, spmm_peers
 from sparsek.bench.peer import UnavailableError, peers_named, rotating
 from sparsek.bench.spmm import SpmmCase, SpmmOperands
 from sparsek.bench.spmm_peers import PEERS, meta_space, stage_space
@@ -32,6 +33,16 @@ def operands(case: SpmmCase, count: int = 2) -> list[SpmmOperands]:
 
 def ignore(text: str) -> None:
     """Hears progress and says nothing."""
+
+
+def test_the_own_product_has_the_same_pattern_and_sizes() -> None:
+    case = SpmmCase(64, 96, 48, (32, 32), 0.5, dtype="fp32", form="B@A")
+    sets = case.operands(CPU)[:2]
+    ready = BY_NAME["a_at_b"].ready(case, sets, ignore)
+    assert ready.note == sets[0].plan(None).kernel == "cpu.spmm"
+    assert ready.flops is None
+    for call in ready.calls:
+        assert torch.as_tensor(call()).shape == (64, 48)
 
 
 def test_torch_sparse_multiplies_every_set_and_counts_useful_flops() -> None:
@@ -62,7 +73,10 @@ def test_the_dense_peer_multiplies_other_full_data_and_counts_all_flops() -> Non
         ("torch_sparse", SpmmCase(65, 96, 32, (32, 32), 0.5), CPU, "multiples of the block 32"),
         ("torch_sparse", SpmmCase(96, 96, 32, (48, 96), 0.5), CUDA, "powers of 2, not 48x96"),
         ("torch_sparse", SpmmCase(64, 64, 24, (32, 32), 0.5), CUDA, "multiple of 16, not 24"),
+        ("torch_sparse", replace(SMALL, form="B@A"), CPU, "multiplies A @ B, not B @ A"),
+        ("a_at_b", SMALL, CPU, "the case is A @ B itself"),
         ("cusparse", SMALL, CPU, "needs an NVIDIA GPU"),
+        ("cusparse", replace(SMALL, form="A.T@B"), CPU, "multiplies A @ B, not A.T @ B"),
         ("cusparse", SpmmCase(64, 64, 32, (32, 64), 0.5), CUDA, "square, not 32x64"),
         ("cusparse", SpmmCase(64, 64, 32, (32, 32), 0.5, dtype="fp64"), CUDA, "not set up here for fp64"),
     ],
@@ -75,8 +89,13 @@ def test_every_peer_but_the_dense_of_the_cpu_takes_the_main_case() -> None:
     main = SpmmCase(8192, 8192, 8192, (128, 128), 0.125)
     able = [peer.name for peer in peers_named(PEERS, None, CUDA) if not peer.why_not(main, CUDA)]
     assert able == ["cublas", "torch_sparse", "torch_sparse_stages", "cusparse"]
+    for form in ("A.T@B", "B@A", "B@A.T"):
+        other = replace(main, form=form)
+        able = [peer.name for peer in peers_named(PEERS, None, CUDA) if not peer.why_not(other, CUDA)]
+        assert able == ["cublas", "a_at_b"]
     assert [peer.name for peer in peers_named(PEERS, None, CPU)] == [
         "torch_dense",
+        "a_at_b",
         "torch_sparse",
         "cusparse",
     ]
@@ -138,7 +157,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, int]]:
             return {"one": Times(cost(chosen[-1]), 1.0, 1.0, 1)}
 
         monkeypatch.setattr(spmm_peers, "_addmm_call", addmm_call)
-        monkeypatch.setattr(spmm_peers, "time_rounds", time_rounds)
+        monkeypatch.setattr(product_peers, "time_rounds", time_rounds)
         sets = operands(SMALL)
         return spmm_peers.TorchSparse().tuned(SMALL, [one.a.to_torch() for one in sets], sets, ignore)
 

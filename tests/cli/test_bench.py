@@ -9,9 +9,28 @@ import pytest
 
 from sparsek.bench import records
 from sparsek.bench.case import Entry
+from sparsek.bench.report import PAGES
+from sparsek.bench.tables import TABLES
 
 SMALL = ["--m", "64", "--k", "96", "--n", "32", "--block", "32", "--density", "0.5", "--dtype", "fp32"]
 QUICK = [*SMALL, "--kernel", "cpu.spmm", "--rounds", "2", "--device", "cpu"]
+PRODUCT = ["--m", "64", "--k", "96", "--n", "80", "--block", "16", "--density", "0.5", "--dtype", "fp32"]
+LINEAR = ["--tokens", "24", "--k", "64", "--n", "96", "--block", "32", "--density", "0.5", "--dtype", "fp32"]
+MLP = [
+    "--tokens",
+    "24",
+    "--width",
+    "64",
+    "--hidden",
+    "96",
+    "--block",
+    "32",
+    "--density",
+    "0.5",
+    "--dtype",
+    "fp32",
+]
+FEW = ["--rounds", "2", "--device", "cpu"]
 ATTENTION = ["--seq", "128", "--block", "64", "--heads", "2:1", "--dim", "32", "--dtype", "fp32"]
 ATTENTION += ["--kernel", "cpu.attention", "--rounds", "2", "--device", "cpu"]
 
@@ -92,21 +111,116 @@ def test_bench_goes_on_after_a_case_that_memory_cannot_hold(run, monkeypatch: py
     def fail(entry: Entry, **options: Any) -> Any:
         raise MemoryError(f"Unable to allocate {entry.case.m}")
 
-    monkeypatch.setattr("sparsek.cli.bench.measure", fail)
+    monkeypatch.setattr("sparsek.cli.bench_run.measure", fail)
     result = run("bench", "spmm", *QUICK, "--m", "64,128", "--peers", "none")
     assert result.exit_code == 1
     assert re.findall(r"Unable to allocate (\d+)", result.stderr) == ["64", "128"]
 
 
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two operand sets, and fewer calls of the symbolic phase of BSR x BSR."""
+    monkeypatch.setattr("sparsek.bench.case.MAX_SETS", 2)
+    monkeypatch.setattr("sparsek.bench.wall.CALLS", 2)
+    monkeypatch.setattr("sparsek.bench.spgemm.SYMBOLIC_ROUNDS", 2)
+
+
+@pytest.mark.parametrize(
+    ("op", "arguments", "title", "rows"),
+    [
+        ("sddmm", PRODUCT, "SDDMM", ["64×96×80 block 16 50 % fp32 cpu.sddmm"]),
+        (
+            "spgemm",
+            [*PRODUCT, "--block", "32x48:48x16", "--result", "dense,bsr"],
+            "BSR x BSR",
+            [f"64×96×80 block 32x48·48x16 50 % fp32 to {out} cpu.spgemm" for out in ("dense", "bsr")],
+        ),
+        (
+            "linear",
+            [*LINEAR, "--epilogue", "bias+silu"],
+            "linear",
+            ["24 tokens, 64 to 96, block 32 50 % fp32, bias + silu cpu.spmm"],
+        ),
+        (
+            "mlp",
+            [*MLP, "--measure", "train"],
+            "training step of an MLP",
+            ["64 to 96 to 64 gelu, block 32 50 % fp32, 24 tokens cpu.sddmm + cpu.spmm"],
+        ),
+    ],
+)
+def test_bench_of_every_product_prints_a_table_and_appends_records(
+    run, monkeypatch, tmp_path: Path, quick, op: str, arguments: Any, title: str, rows: list[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    out = tmp_path / f"{op}.jsonl"
+    result = run("bench", op, *arguments, *FEW, "--peers", "torch_dense", "--out", out)
+    assert result.exit_code == 0, result.output
+    assert f"{title} on cpu" in result.output
+    printed = [re.sub(r" +", " ", line) for line in result.stdout.splitlines()]
+    assert [any(line.startswith(row) for line in printed) for row in rows] == [True] * len(rows)
+    assert f"{len(rows)} records appended to {out}" in result.output
+    assert [list(record["peers"]) for record in records.read(out)] == [["torch_dense"]] * len(rows)
+
+
+def test_bench_spmm_takes_every_form_of_the_product(run, tmp_path: Path, quick) -> None:
+    out = tmp_path / "r.jsonl"
+    forms = ["--form", "A@B,A.T@B,B@A,B@A.T"]
+    result = run("bench", "spmm", *QUICK, *forms, "--peers", "a_at_b", "--out", out)
+    assert result.exit_code == 0, result.output
+    assert [record["case"]["form"] for record in records.read(out)] == ["A@B", "A.T@B", "B@A", "B@A.T"]
+    assert [list(record["peers"]) for record in records.read(out)] == [[], *[["a_at_b"]] * 3]
+
+
+def test_bench_mlp_says_that_decoding_needs_a_gpu(run, quick) -> None:
+    result = run("bench", "mlp", *MLP, *FEW, "--measure", "train,decode", "--peers", "none")
+    assert result.exit_code == 0, result.output
+    assert (
+        "auto not measured: its calls are replayed in a CUDA graph, which needs an NVIDIA GPU"
+        in result.output
+    )
+    assert run("bench", "mlp", *MLP, *FEW, "--measure", "decode").exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("op", "arguments", "said"),
+    [
+        ("spmm", ["--form", "A@A"], "a form of the product is one of A@B"),
+        ("sddmm", ["--kernel", "cpu.spmm"], "no kernel of sddmm is called 'cpu.spmm'"),
+        ("sddmm", ["--pattern", "stripes"], "pattern 'stripes' is not one of"),
+        ("spgemm", ["--block", "32:16"], "blocks of 32 meet blocks with 32 rows, not 16"),
+        ("spgemm", ["--block", "16:16:16"], "for A and B, got '16:16:16'"),
+        ("spgemm", ["--result", "coo"], "out is one of dense, bsr, got 'coo'"),
+        ("linear", ["--epilogue", "tanh"], "an epilogue is bias, one of relu, gelu, gelu_tanh, silu"),
+        ("mlp", ["--measure", "serve"], "train or compiled or decode is measured, not 'serve'"),
+        (
+            "mlp",
+            ["--peers", "cublas"],
+            "no peer is called 'cublas'; known: torch_dense, torch_dense_compiled",
+        ),
+        ("linear", ["--suite", "issue4", "--epilogue", "bias"], "leave out --epilogue, or leave out --suite"),
+        ("mlp", ["--suite", "issue4", "--measure", "train"], "leave out --measure, or leave out --suite"),
+        ("spmm", ["--suite", "issue4", "--form", "B@A"], "leave out --form, or leave out --suite"),
+        ("spgemm", ["--suite", "issue2"], "no suite is called 'issue2'; known: issue4"),
+    ],
+)
+def test_bench_of_a_product_answers_bad_input_with_one_line(run, op: str, arguments: Any, said: str) -> None:
+    result = run("bench", op, *FEW, *arguments)
+    assert result.exit_code == 2
+    assert said in result.stderr.replace("\n", " ")
+    assert "Traceback" not in result.stderr
+
+
 @pytest.mark.parametrize(
     ("op", "arguments", "row"),
     [
-        ("spmm", QUICK, "| 64×96×32 block 32 50 % fp32 | cpu.spmm |"),
+        ("spmm", [*QUICK], "| 64×96×32 block 32 50 % fp32 | cpu.spmm |"),
         (
             "attention",
             [*ATTENTION, "--mask", "causal"],
             "| 128 causal, block 64, 2:1 heads, D 32, fp32 | cpu.attention |",
         ),
+        ("sddmm", [*PRODUCT, *FEW], "| 64×96×80 block 16 50 % fp32 | cpu.sddmm |"),
     ],
 )
 def test_report_prints_writes_and_checks(
@@ -116,15 +230,16 @@ def test_report_prints_writes_and_checks(
     out = tmp_path / f"{op}.jsonl"
     run("bench", op, *arguments, "--peers", "none", "--out", out)
     (tmp_path / "docs").mkdir()
-    markers = {name: f"<!-- records:{name} -->\n<!-- /records -->\n" for name in ("spmm", "attention")}
-    (tmp_path / "README.md").write_text("# Page\n\n" + "\n".join(markers.values()))
-    for name, text in markers.items():
-        (tmp_path / "docs" / f"{name}.md").write_text(text)
+    pages: dict[str, str] = {}
+    for page, name in PAGES:
+        pages[page] = pages.get(page, "# Page\n") + f"\n<!-- records:{name} -->\n<!-- /records -->\n"
+    for page, text in pages.items():
+        (tmp_path / page).write_text(text)
     assert row.split("|")[2].strip() in run("report", "--records", out).output
     assert run("report", "--records", out, "--root", tmp_path, "--check").exit_code == 1
     assert run("report", "--records", out, "--root", tmp_path, "--write").exit_code == 0
     assert row in (tmp_path / "docs" / f"{op}.md").read_text()
-    assert (tmp_path / "README.md").read_text().count("No records yet") == 1
+    assert (tmp_path / "README.md").read_text().count("No records yet") == len(TABLES) - 1
     assert run("report", "--records", out, "--root", tmp_path, "--check").exit_code == 0
 
 

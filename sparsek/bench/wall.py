@@ -1,0 +1,38 @@
+"""Times by the clock on the wall, from an idle device to an idle one: whatever the host does not hide is in them."""
+
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+
+from sparsek.core.clock import Times
+
+CALLS = 20
+WARMUP = 3
+
+
+def wall_rounds(
+    calls: Mapping[str, Callable[[], object]], device: torch.device, rounds: int
+) -> dict[str, Times]:
+    """Milliseconds per call: CALLS calls back to back, the named ones in turns."""
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    for call in calls.values():
+        for _ in range(WARMUP):
+            call()
+    names = list(calls)
+    for index in range(rounds):
+        first = index % len(names)
+        for name in names[first:] + names[:first]:
+            wait(device)
+            begin = time.perf_counter()
+            for _ in range(CALLS):
+                calls[name]()
+            wait(device)
+            samples[name].append((time.perf_counter() - begin) / CALLS * 1e3)
+    return {name: Times.of(values) for name, values in samples.items()}
+
+
+def wait(device: torch.device) -> None:
+    """Returns when the device has nothing left to do."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,181 @@
+"""Cases of SDDMM, BSR x BSR, linear layers and MLPs: names, records, suites, what their operands are."""
+
+import json
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from sparsek.bench import linear, mlp, sddmm, spgemm
+from sparsek.bench.case import Case, Entry
+from sparsek.bench.linear import LinearCase
+from sparsek.bench.mlp import MlpDecodeCase, MlpTrainCase
+from sparsek.bench.sddmm import SddmmCase
+from sparsek.bench.spgemm import SpgemmCase
+from sparsek.core.errors import InvalidInput
+from sparsek.formats.bsr import BSR
+
+CPU = torch.device("cpu")
+SDDMM = SddmmCase(64, 96, 80, (32, 16), 0.5, dtype="fp32")
+SPGEMM = SpgemmCase(64, 96, 80, (32, 48), (48, 16), 0.5, dtype="fp32")
+LINEAR = LinearCase(24, 64, 96, (32, 32), 0.5, "bias+gelu+residual", "fp32")
+TRAIN = MlpTrainCase(24, 64, 128, (32, 32), 0.5, dtype="fp32")
+DECODE = MlpDecodeCase(1, 64, 128, (32, 32), 0.5, dtype="fp32")
+SMALL = (SDDMM, SPGEMM, LINEAR, TRAIN, DECODE)
+SUITES = {"sddmm": sddmm.SUITES, "spgemm": spgemm.SUITES, "linear": linear.SUITES, "mlp": mlp.SUITES}
+ISSUE4 = [entry for suites in SUITES.values() for entry in suites["issue4"]]
+
+
+def tensors_of(one: Any) -> Iterable[torch.Tensor]:
+    """The tensors of an operand set, those inside a BSR too, but for indices."""
+    for value in vars(one).values():
+        value = value.values if isinstance(value, BSR) else value
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            yield value
+
+
+def test_names_are_short_and_tell_cases_apart() -> None:
+    assert SDDMM.name == "64×96×80 block 32x16 50 % fp32"
+    assert replace(SDDMM, pattern="powerlaw").name == "64×96×80 block 32x16 50 % powerlaw fp32"
+    assert SPGEMM.name == "64×96×80 block 32x48·48x16 50 % fp32 to dense"
+    assert spgemm.SPARSE[0].name == "8192³ block 64 3 % bf16 to bsr"
+    assert LINEAR.name == "24 tokens, 64 to 96, block 32 50 % fp32, bias + gelu + residual"
+    assert replace(LINEAR, epilogue="").name.endswith("fp32, plain")
+    assert DECODE.name == "64 to 128 to 64 gelu, block 32 50 % fp32, 1 token"
+    assert (
+        replace(TRAIN, mode="compiled").name
+        == "64 to 128 to 64 gelu, block 32 50 % fp32, 24 tokens, compiled"
+    )
+    names = [(entry.op, entry.case.name) for entry in ISSUE4]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("case", [*SMALL, *(entry.case for entry in ISSUE4)], ids=lambda case: case.name)
+def test_every_case_survives_a_record(case: Case) -> None:
+    assert type(case).from_record(json.loads(json.dumps(case.as_record()))) == case
+
+
+@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.op)
+def test_operand_sets_share_patterns_and_no_memory(case: Any) -> None:
+    first, second, *_ = case.operands(CPU)
+    places = [{x.data_ptr() for x in tensors_of(one)} for one in (first, second)]
+    assert len(places[0]) == len(places[1]) >= 2
+    assert places[0].isdisjoint(places[1])
+    assert len(case.operands(CPU)) >= 2
+    for name, value in vars(first).items():
+        if isinstance(value, BSR):
+            assert value.pattern is getattr(second, name).pattern
+    again = case.operands(CPU)[0]
+    for one, other in zip(tensors_of(first), tensors_of(again), strict=True):
+        assert torch.equal(one, other) or bool(torch.isnan(one).all())
+
+
+def test_useful_flops_count_what_is_stored() -> None:
+    (one, *_) = SDDMM.operands(CPU)
+    assert one.useful_flops == 2 * one.pattern.nnzb * 32 * 16 * 96
+    (both, *_) = SPGEMM.operands(CPU)
+    rows, columns = both.a.to_dense() != 0, both.b.to_dense() != 0
+    assert both.useful_flops == 2 * float((rows.double() @ columns.double()).sum())
+    (layer, *_) = LINEAR.operands(CPU)
+    assert layer.useful_flops == 2 * layer.w.values.numel() * 24
+    (step, *_), (decode, *_) = TRAIN.operands(CPU), DECODE.operands(CPU)
+    assert step.useful_flops == 6 * 24 * (step.w1.values.numel() + step.w2.values.numel())
+    assert decode.useful_flops == 2 * (decode.w1.values.numel() + decode.w2.values.numel())
+    assert TRAIN.dense_flops / step.useful_flops == DECODE.dense_flops / decode.useful_flops == 2
+
+
+def test_every_block_column_of_b_holds_as_many_blocks_as_every_block_row_of_a() -> None:
+    case = SpgemmCase(512, 112 * 12, 512, (128, 112), (112, 128), 4 / 12, dtype="fp32")
+    a, b = case.make(CPU)
+    assert a.pattern.row_lengths.tolist() == [4] * 4
+    assert b.pattern.T.row_lengths.tolist() == [4] * 4
+    assert b.block == (112, 128)
+    assert b.order is None
+
+
+def test_the_suites_hold_every_row_of_the_speed_table() -> None:
+    assert [(e.case.block[0], e.case.density) for e in sddmm.ISSUE4] == [(128, 0.125), (64, 0.125)]
+    dense = spgemm.ISSUE4[0].case
+    assert (dense.a_block, dense.b_block, dense.density, dense.out) == (
+        (128, 128),
+        (128, 128),
+        0.125,
+        "dense",
+    )
+    assert [round(case.density * 72) for case in spgemm.TOPK] == [8, 16, 32, 64]
+    assert {(case.a_block, case.b_block, case.k // 112) for case in spgemm.TOPK} == {
+        ((512, 112), (112, 128), 72)
+    }
+    assert [(case.m, case.out, case.density) for case in spgemm.SPARSE] == [
+        (8192, "bsr", 0.03),
+        (32768, "bsr", 0.03),
+    ]
+    after = {entry.case.epilogue for entry in linear.ISSUE4}
+    assert after == {"bias+gelu", "bias+gelu_tanh", "bias+silu", "bias+residual"}
+    steps = [entry.case for entry in mlp.ISSUE4]
+    layer = (4096, 16384, (128, 128), 0.125, "gelu")
+    assert {(c.width, c.hidden, c.block, c.density, c.activation) for c in steps} == {layer}
+    assert [(c.op, c.tokens) for c in steps] == [
+        *[("mlp_train", 8192)] * 2,
+        *(("mlp_decode", tokens) for tokens in (1, 16, 64)),
+    ]
+    assert [c.mode for c in steps if isinstance(c, MlpTrainCase)] == ["eager", "compiled"]
+
+
+def test_an_entry_takes_its_op_from_its_case() -> None:
+    assert {entry.op for entry in ISSUE4} == {"sddmm", "spgemm", "linear", "mlp_train", "mlp_decode"}
+    assert Entry(DECODE).op == "mlp_decode"
+
+
+@pytest.mark.parametrize(
+    ("case", "change", "said"),
+    [
+        (SDDMM, {"k": 0}, "needs k >= 1"),
+        (SDDMM, {"pattern": "stripes"}, "pattern 'stripes' is not one of"),
+        (SDDMM, {"block": (24, 16)}, "multiples of 16"),
+        (SPGEMM, {"b_block": (32, 16)}, "blocks of 32x48 meet blocks with 48 rows, not 32x16"),
+        (SPGEMM, {"out": "coo"}, "out is one of dense, bsr, got 'coo'"),
+        (SPGEMM, {"density": 0.0}, r"fraction in \(0, 1\]"),
+        (LINEAR, {"epilogue": "bias+tanh"}, r"each if wanted, joined by \+; got 'bias\+tanh'"),
+        (LINEAR, {"epilogue": "relu+gelu"}, "one of relu, gelu, gelu_tanh, silu"),
+        (LINEAR, {"epilogue": "bias+bias"}, "an epilogue is bias"),
+        (LINEAR, {"epilogue": "gelu+bias"}, "in this order"),
+        (TRAIN, {"activation": ""}, "an activation is one of relu"),
+        (TRAIN, {"mode": "graph"}, "a mode is one of eager, compiled, got 'graph'"),
+        (DECODE, {"tokens": 0}, "needs tokens >= 1"),
+        (DECODE, {"dtype": "fp8"}, "unknown dtype"),
+    ],
+)
+def test_a_case_that_cannot_be_is_refused(case: Any, change: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidInput, match=said):
+        replace(case, **change)
+
+
+def test_products_of_lists_take_every_combination() -> None:
+    sizes = [64], [64, 128], [64]
+    assert len(set(sddmm.product(*sizes, [(16, 16)], [0.5, 1.0], ["uniform"], ["fp16"]))) == 4
+    blocks = [((32, 32), (32, 32)), ((32, 16), (16, 64))]
+    assert len(set(spgemm.product(*sizes, blocks, [0.5], ["dense", "bsr"], ["fp16"]))) == 8
+    assert len(set(linear.product(*sizes, [(16, 16)], [0.5], ["", "bias"], ["fp16"]))) == 4
+    made = mlp.product(["train", "compiled", "decode"], [1, 8], [64], [64], [(16, 16)], [0.5], ["fp16"])
+    assert [(case.op, case.tokens) for case in made[::2]] == [
+        ("mlp_train", 1),
+        ("mlp_train", 1),
+        ("mlp_decode", 1),
+    ]
+    assert [getattr(case, "mode", "") for case in made] == ["eager"] * 2 + ["compiled"] * 2 + [""] * 2
+    assert {case.dtype for case in made} == {"fp16"}
+    with pytest.raises(InvalidInput, match="train or compiled or decode is measured, not 'serve'"):
+        mlp.product(["serve"], [1], [64], [64], [(16, 16)], [0.5], ["fp16"])
+
+
+def test_blocks_of_both_matrices_are_read_as_people_write_them() -> None:
+    assert spgemm.parse_blocks("128") == ((128, 128), (128, 128))
+    assert spgemm.parse_blocks("512x112:112x128") == ((512, 112), (112, 128))
+    for text in ("", ":", "128:", "x:16"):
+        with pytest.raises(InvalidInput, match="a block is written as"):
+            spgemm.parse_blocks(text)
+    with pytest.raises(InvalidInput, match="for A and B, got '16:16:16'"):
+        spgemm.parse_blocks("16:16:16")
