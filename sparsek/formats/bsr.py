@@ -37,7 +37,7 @@ class BSR:
 
     `values` is [nnzb, bm, bk] in bf16, fp16, fp32 or fp64: contiguous, 16-byte aligned, on the pattern's
     device; block p of the pattern is values[p]. Where a side is not a multiple of the block, the values
-    outside the matrix are zero.
+    outside the matrix are zero: whoever writes to `values` in place calls `zero_padding_` afterwards.
 
     `order` is None, except in a transposed view as `.T` makes it: there block p is values[order[p]]
     transposed, and `values` is [nnzb, bk, bm]. A view shares the values of the matrix it was taken from.
@@ -223,6 +223,16 @@ class BSR:
     def requires_grad(self) -> bool:
         """Whether the values ask for a gradient."""
         return self.values.requires_grad
+
+    def zero_padding_(self) -> BSR:
+        """Writes 0 into the values outside the matrix, for values that were written to in place. Returns this object.
+
+        No gradient. Syncs the first time a ragged pattern is asked what lies outside.
+        """
+        base = self if self.order is None else self.T
+        with torch.no_grad():
+            zero_padding(base.pattern, base.values)
+        return self
 
     def requires_grad_(self, requires_grad: bool = True) -> BSR:
         """Makes the values ask for a gradient, or not. Returns this object; views of it share the values."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidFile, InvalidInput
 from sparsek.formats.block_mask import LISTS, BlockMask
-from sparsek.formats.bsr import BSR
+from sparsek.formats.bsr import BSR, padding_nonzeros
 from sparsek.formats.mask_parts import BlockLists
 from sparsek.formats.pattern import BlockPattern
 
@@ -62,6 +62,12 @@ class BsrKind:
 
     def taken_apart(self, obj: BSR) -> tuple[Record, Tensors]:
         base = obj if obj.order is None else obj.T
+        outside = padding_nonzeros(base)
+        if outside:
+            raise InvalidInput(
+                f"{outside} values outside the {base.shape[0]}x{base.shape[1]} matrix are not zero, as writes to "
+                "`values` in place can make them, and no file may hold them; call A.zero_padding_() first"
+            )
         record = {
             "shape": list(base.shape),
             "block": list(base.block),

@@ -90,7 +90,7 @@ def check_number(name: str, value: Any) -> None:
     """InvalidInput unless `value` is a number that the host knows."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         raise InvalidInput(
-            f"{name} must be a number, got {type(value).__name__}; a tensor would have to be read first"
+            f"{name} must be an int or a float, got {type(value).__name__}; write float({name})"
         )
 
 

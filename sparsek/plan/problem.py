@@ -37,8 +37,24 @@ class Problem(Protocol):
         ...
 
 
+class ProductProblem:
+    """What problems of matrix products have in common."""
+
+    card: Card
+    dtype: str
+    tf32: bool
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.card.is_cpu
+
+    @property
+    def rate_name(self) -> str:
+        return "tf32" if self.dtype == "fp32" and self.tf32 else self.dtype
+
+
 @dataclass(frozen=True)
-class SpmmProblem:
+class SpmmProblem(ProductProblem):
     """C [batch, m, n] = A [m, k] @ B [batch, k, n] with A in BSR.
 
     `block` is (bm, bk) of A, `nnzb` its stored blocks. `row_max` is the largest number of stored blocks in a block row.
@@ -77,14 +93,6 @@ class SpmmProblem:
     in_place: bool = False
 
     @property
-    def on_cpu(self) -> bool:
-        return self.card.is_cpu
-
-    @property
-    def rate_name(self) -> str:
-        return "tf32" if self.dtype == "fp32" and self.tf32 else self.dtype
-
-    @property
     def grid(self) -> tuple[int, int]:
         """Block rows and block columns of A."""
         return -(-self.m // self.block[0]), -(-self.k // self.block[1])
@@ -114,7 +122,7 @@ class SpmmProblem:
 
 
 @dataclass(frozen=True)
-class SddmmProblem:
+class SddmmProblem(ProductProblem):
     """S = X [m, k] @ Y [k, n] at the `nnzb` stored blocks of a pattern in blocks of (bm, bn).
 
     `row_max` is the largest number of stored blocks in a block row. `x_layout` and `y_layout` are "row" for a row-major
@@ -136,14 +144,6 @@ class SddmmProblem:
     aligned: bool = True
     tf32: bool = False
     row_max: int = 0
-
-    @property
-    def on_cpu(self) -> bool:
-        return self.card.is_cpu
-
-    @property
-    def rate_name(self) -> str:
-        return "tf32" if self.dtype == "fp32" and self.tf32 else self.dtype
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -175,7 +175,7 @@ class SddmmProblem:
 
 
 @dataclass(frozen=True)
-class SpgemmProblem:
+class SpgemmProblem(ProductProblem):
     """C [m, n] = A [m, k] @ B [k, n], both in BSR, with blocks (bm, bk) of A and (bk, bn) of B.
 
     `pairs` counts the products of a block of A with a block of B. C is dense if `dense_out`, otherwise it has
@@ -203,14 +203,6 @@ class SpgemmProblem:
     b_transposed: bool = False
     aligned: bool = True
     tf32: bool = False
-
-    @property
-    def on_cpu(self) -> bool:
-        return self.card.is_cpu
-
-    @property
-    def rate_name(self) -> str:
-        return "tf32" if self.dtype == "fp32" and self.tf32 else self.dtype
 
     @property
     def block(self) -> tuple[int, int]:

@@ -130,7 +130,7 @@ class SpmmPlan(Plan):
             sides, block = ((p.k, p.m), p.block[::-1]) if self.on_right else ((p.m, p.k), p.block)
             view = ", a transposed view" if p.transposed != self.on_right else ""
             raise InvalidInput(
-                f"this plan follows a {p.dtype} matrix of {sides[0]}x{sides[1]} in blocks of {block[0]}x{block[1]}"
+                f"this plan follows {p.dtype} matrices of {sides[0]}x{sides[1]} in blocks of {block[0]}x{block[1]}"
                 f"{view}, with at most {limit} stored; got {a!r}"
             )
         if old is not None and new.device != old.device:
@@ -188,8 +188,8 @@ class SpmmPlan(Plan):
         planned_parts = p.scaled, p.bias, p.activation, p.combine, p.in_place
         if parts != planned_parts:
             raise InvalidInput(
-                f"this plan was made for C = {formula(p, 'A @ B')}; got {_formula(*parts, 'A @ B')}. Plan with that "
-                "epilogue, or call spmm(A, B)"
+                f"this plan was made for C = {formula(p, 'A @ B')}; got {_formula(*parts, 'A @ B')}. Hand over the "
+                "epilogue that was planned, epilogue=..., or plan with this one"
             )
         if p.aligned and not is_aligned(a.values, b, out, epilogue.other, p.m, p.out_layout):
             raise InvalidInput(

@@ -5,6 +5,7 @@ import io
 import operator
 import pickle
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from torch.utils import _pytree
 
 from sparsek.core.errors import InvalidInput
 from sparsek.formats import BSR, BlockPattern, random_bsr
+from sparsek.formats.io import load, save
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 VIEWS = pytest.mark.parametrize("view", [False, True], ids=["stored", "view"])
@@ -454,11 +456,11 @@ def test_a_state_dict_that_is_none_is_refused():
 
 
 def test_torch_save_of_a_matrix_is_refused_with_both_ways_out():
-    for save in (pickle.dumps, lambda a: torch.save(a, io.BytesIO())):
+    for write in (pickle.dumps, lambda a: torch.save(a, io.BytesIO())):
         with pytest.raises(
             InvalidInput, match=r"sparsek\.save.*torch\.save\(A\.state_dict\(\), .*from_state_dict"
         ):
-            save(make())
+            write(make())
 
 
 def test_results_are_pytrees_and_copies():
@@ -528,3 +530,14 @@ def test_on_a_gpu_nothing_waits_and_the_bits_repeat(no_sync: Callable[[], Any]):
     dense = (a.to_dense() * 2 + b.to_dense() / 3 + a.to_dense()).double()
     torch.testing.assert_close(first[1].double(), dense.sum(0), rtol=0.02, atol=0.02)
     torch.testing.assert_close(first[2].double(), dense.sum(1), rtol=0.02, atol=0.02)
+
+
+def test_values_written_outside_the_matrix_are_refused_by_save_until_they_are_zeroed(tmp_path: Path) -> None:
+    a = BSR.from_dense(torch.ones(40, 24), 16)
+    with torch.no_grad():
+        a.values.add_(1.0)
+    with pytest.raises(InvalidInput, match=r"values outside the 40x24 matrix are not zero.*zero_padding_"):
+        save(a, tmp_path / "a.safetensors")
+    assert a.T.zero_padding_().norm() == pytest.approx((40 * 24 * 4) ** 0.5)
+    save(a, tmp_path / "a.safetensors")
+    assert torch.equal(load(tmp_path / "a.safetensors").to_dense(), torch.full((40, 24), 2.0))

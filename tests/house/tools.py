@@ -1,6 +1,6 @@
 """The tree under test, and how its tools are run."""
 
-import importlib.util
+import importlib.machinery
 import json
 import os
 import subprocess
@@ -28,7 +28,8 @@ def tree(*suffixes: str) -> list[Path]:
 
 def need(module: str) -> None:
     """Skips where a tool could not be installed (a GPU machine without a network); CI has no such excuse."""
-    if importlib.util.find_spec(module) is None:
+    # PathFinder alone: setuptools has a finder that warns where something else has imported distutils before.
+    if importlib.machinery.PathFinder.find_spec(module) is None:
         if os.environ.get("CI"):
             pytest.fail(f"{module} is not installed; `make env` installs it")
         pytest.skip(f"{module} is not installed here; `make env` installs it where there is a network")

@@ -129,7 +129,7 @@ def test_all_the_planners_configs_have_texts_of_their_own() -> None:
         ({"dtype": "fp32"}, "multiplies bf16 and fp16, not fp32"),
         ({"dtype": "fp64"}, "multiplies bf16 and fp16, not fp64"),
         ({"aligned": False}, "multiples of 16 bytes"),
-        ({"n": 8190}, "N a multiple of 8"),
+        ({"n": 8190}, "rows of a dense C, that are multiples of 16 bytes"),
         ({"nnzb_a": 2**31 // 64}, "32 bits"),
         ({"nnzb_b": 2**31 // 64}, "32 bits"),
         ({"nnzb_out": 2**31 // 64}, "32 bits"),
@@ -298,11 +298,12 @@ def test_walking_the_schedule_as_the_kernel_does_gives_the_product(
     np.testing.assert_allclose(out, exact, rtol=1e-9, atol=1e-9)
 
 
-def test_positions_among_the_values_of_a_view_are_made_once_for_each_order() -> None:
+def test_positions_among_the_values_of_a_view_are_looked_up_by_the_plan() -> None:
     a = random_bsr(192, 128, (64, 32), 0.6, dtype=torch.bfloat16, seed=1)
     matches = match(a.T.pattern, a.pattern)
     p = problem((32, 64, 32), (True, False), m=128, k=192, n=128, pairs=matches.pairs)
     work = KERNEL.prepare(p, KERNEL.default(p), matches)
+    KERNEL.place(work, a.T, a, matches)
     first = work.positions("a", a.T, matches.left)
     assert work.positions("a", a.T, matches.left) is first
     assert work.positions("b", a, matches.right) is matches.right
@@ -310,4 +311,5 @@ def test_positions_among_the_values_of_a_view_are_made_once_for_each_order() -> 
     assert order is not None
     assert first.tolist() == order[matches.left.long()].tolist()
     again = BSR.unchecked(a.T.pattern, a.values, order.clone())
-    assert work.positions("a", again, matches.left) is not first
+    assert torch.equal(work.positions("a", again, matches.left), first)
+    assert work.placed.keys() == {"a"}

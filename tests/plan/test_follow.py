@@ -99,7 +99,7 @@ def test_what_a_plan_cannot_follow_is_said() -> None:
         pair("cpu", 2, 0.1, torch.float64),
     ):
         with pytest.raises(
-            InvalidInput, match="this plan follows a fp32 matrix of 320x448 in blocks of 32x64, with at most"
+            InvalidInput, match="this plan follows fp32 matrices of 320x448 in blocks of 32x64, with at most"
         ):
             plan.follow(other)
     with pytest.raises(InvalidInput, match="follows a BSR"):
