@@ -62,9 +62,9 @@ BAD_OPERANDS: dict[str, tuple[Callable[[BSR, Tensor], Any], str]] = {
     "A device": (lambda a, b: torch.ones(4, 128, device="meta") @ a, "B is on cpu and A on meta; move"),
     "alpha": (
         lambda a, b: sk.spmm(a, b, alpha=b[0, 0]),  # pyright: ignore[reportArgumentType]
-        "alpha must be a number, got Tensor; a tensor would",
+        "alpha must be an int or a float, got Tensor; write float",
     ),
-    "beta": (lambda a, b: sk.spmm(a, b, beta=True), "beta must be a number, got bool"),
+    "beta": (lambda a, b: sk.spmm(a, b, beta=True), "beta must be an int or a float, got bool"),
     "beta alone": (lambda a, b: sk.spmm(a, b, beta=2), "beta is 2 and there is no out= to multiply with it"),
     "out of the right": (
         lambda a, b: sk.spmm(b.new_ones(2, 3, 128), a, out=b.new_ones(3, 2, 96)),

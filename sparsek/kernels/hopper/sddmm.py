@@ -244,7 +244,8 @@ class HopperSddmm:
         ctas = p.card.sm_count * c.ctas_per_sm
         if pattern.nnzb == 0:
             return Work(None, ctas)
-        padding_of(pattern)  # where `launch` writes zeros: looked up once, with a sync
+        if pattern.is_ragged:
+            padding_of(pattern)  # where `launch` writes zeros: looked up once, with a sync
         return Work(sddmm_tiles(pattern, -(-p.k // c.width), c.rows, c.piece, c.groups, ctas), ctas)
 
     def launch(

@@ -109,7 +109,7 @@ class HopperSpgemm:
 
     def prepare(self, p: SpgemmProblem, c: Config, matches: Matches) -> Work:
         ctas = p.card.sm_count * c.ctas_per_sm
-        if not p.dense_out:
+        if not p.dense_out and matches.pattern.is_ragged:
             padding_of(matches.pattern)  # where `launch` writes zeros: looked up once, with a sync
         tiles = spgemm_tiles(matches, p.dense_out, c.rows, c.block_cols, ctas, runs=c.direct)
         return Work(tiles, ctas)
