@@ -19,7 +19,7 @@ from sparsek.ops.planning import choose
 from sparsek.plan import attention_operands as operands
 from sparsek.plan.attention import AttentionPlan
 from sparsek.plan.cache import PlanCache
-from sparsek.plan.made import Made, follow
+from sparsek.plan.made import Made, captured, follow
 from sparsek.plan.problem import AttentionProblem
 
 
@@ -175,7 +175,7 @@ def _make_plan(
         lists = mask.partial.starts
         with torch.inference_mode(False), torch.no_grad(), torch.cuda.device_of(lists):
             work = choice.kernel.prepare(p, choice.config, mask)
-        if not operands.captured(lists):
+        if not captured(lists):
             made = Made.here(mask.device)
     kept = (lambda: mask) if unmasked else weakref.ref(mask)
     return AttentionPlan(p, choice, work, ready, kept, mask.label, unmasked, made)
@@ -193,7 +193,7 @@ def _cached_plan(
         return _make_plan(mask, p, kernel, None, ready=True, unmasked=False)
 
     plans: PlanCache[AttentionPlan] = mask.derived("plans", PlanCache)
-    return plans.get(key, make, operands.captured(q))
+    return plans.get(key, make, captured(q))
 
 
 def _problem(

@@ -4,7 +4,6 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from sparsek import kernels
 from sparsek.core.errors import InvalidInput
@@ -27,11 +26,6 @@ def choose(p: Problem, only: str | None = None, config: Any = None) -> Choice:
 def allows_tf32(dtype: torch.dtype) -> bool:
     """Whether torch may multiply these as TF32. Older settings show here too, and newer ones break reading those."""
     return dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
-
-
-def capturing(x: Tensor) -> bool:
-    """Whether what is done with `x` now goes into a CUDA graph."""
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def matcher(device: torch.device) -> Matcher:

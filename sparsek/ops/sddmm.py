@@ -15,10 +15,10 @@ from sparsek.core.errors import InvalidInput
 from sparsek.formats.bsr import BSR
 from sparsek.formats.pattern import BlockPattern
 from sparsek.ops import flat, gradients
-from sparsek.ops.planning import allows_tf32, capturing, choose
+from sparsek.ops.planning import allows_tf32, choose
 from sparsek.plan import operands
 from sparsek.plan.cache import PlanCache
-from sparsek.plan.made import Made
+from sparsek.plan.made import Made, captured
 from sparsek.plan.problem import SddmmProblem
 from sparsek.plan.sddmm import SddmmPlan
 
@@ -99,7 +99,7 @@ def _cached_plan(x: Tensor, y: Tensor, pattern: BlockPattern, kernel: str | None
     key = kernel, x.shape[1], x.stride(), y.stride(), x.dtype, x.data_ptr() % 16, y.data_ptr() % 16, tf32
     plans: PlanCache[SddmmPlan] = pattern.derived("sddmm plans", PlanCache)
     return plans.get(
-        key, lambda: _make_plan(pattern, _problem(x, y, pattern, None), kernel, None, True), capturing(x)
+        key, lambda: _make_plan(pattern, _problem(x, y, pattern, None), kernel, None, True), captured(x)
     )
 
 

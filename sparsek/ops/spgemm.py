@@ -15,10 +15,10 @@ from sparsek.core.errors import InvalidInput
 from sparsek.formats.bsr import BSR
 from sparsek.formats.pattern import BlockPattern
 from sparsek.ops import flat, gradients
-from sparsek.ops.planning import allows_tf32, capturing, choose, matcher
+from sparsek.ops.planning import allows_tf32, choose, matcher
 from sparsek.ops.spmm import spmm
 from sparsek.plan import operands
-from sparsek.plan.made import Made
+from sparsek.plan.made import Made, captured
 from sparsek.plan.matches import Matches
 from sparsek.plan.problem import SpgemmProblem
 from sparsek.plan.spgemm import Kept, MatchCache, SpgemmPlan
@@ -143,7 +143,7 @@ def _matched(a: BSR, b: BSR, wanted: BlockPattern | None) -> Kept:
 
 
 def _match(a: BlockPattern, b: BlockPattern, wanted: BlockPattern | None) -> Kept:
-    return a.derived("matches", MatchCache).get(a, b, wanted, capturing(a.indptr), matcher(a.device))
+    return a.derived("matches", MatchCache).get(a, b, wanted, captured(a.indptr), matcher(a.device))
 
 
 def _cached_plan(a: BSR, b: BSR, out: str | BlockPattern, kernel: str | None) -> SpgemmPlan:
@@ -157,7 +157,7 @@ def _cached_plan(a: BSR, b: BSR, out: str | BlockPattern, kernel: str | None) ->
 
     placed = a.values.data_ptr() % 16, b.values.data_ptr() % 16
     key = kernel, dense, a.order is None, b.order is None, a.dtype, placed, allows_tf32(a.dtype)
-    return kept.plans.get(key, make, capturing(a.values))
+    return kept.plans.get(key, make, captured(a.values))
 
 
 def _problem(a: BSR, b: BSR, matches: Matches, dense: bool, card_name: str | None) -> SpgemmProblem:

@@ -15,10 +15,10 @@ from sparsek.core.errors import InvalidInput
 from sparsek.formats.bsr import BSR
 from sparsek.formats.pattern import BlockPattern
 from sparsek.ops import flat, gradients
-from sparsek.ops.planning import allows_tf32, capturing, choose
+from sparsek.ops.planning import allows_tf32, choose
 from sparsek.plan import operands, schedule
 from sparsek.plan.cache import PlanCache
-from sparsek.plan.made import Made
+from sparsek.plan.made import Made, captured
 from sparsek.plan.problem import SpmmProblem
 from sparsek.plan.spmm import Product, SpmmPlan, empty_out, epilogue_parts, is_aligned
 from sparsek.reference.epilogue import PLAIN, Epilogue
@@ -156,7 +156,7 @@ def _cached_plan(call: Product, kernel: str | None) -> SpmmPlan:
     def make() -> SpmmPlan:
         return _make_plan(a, _problem(a, b, out, None, epilogue, out_layout), kernel, None, ready=True)
 
-    return plans.get(key, make, capturing(b))
+    return plans.get(key, make, captured(b))
 
 
 def _place(x: Tensor | None) -> tuple[Any, ...] | None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.formats.block_mask import BlockMask
+from sparsek.plan.made import captured
 
 NO_GRADIENT = (
     "attention has no gradient yet; call it under torch.no_grad(), "
@@ -130,11 +131,6 @@ def layout(q: Tensor, k: Tensor, v: Tensor) -> Layout:
     strides = q0 | q1 | q2 | k0 | k1 | k2 | v0 | v1 | v2
     starts = q.data_ptr() | k.data_ptr() | v.data_ptr()
     return Layout(unit_stride, unit_stride and (strides * q.element_size() | starts) % 16 == 0)
-
-
-def captured(x: Tensor) -> bool:
-    """Whether what is done with `x` now goes into a CUDA graph."""
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def empty_out(q: Tensor, v_dim: int) -> Tensor:

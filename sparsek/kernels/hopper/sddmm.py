@@ -18,7 +18,7 @@ What limits it: L2 to shared memory, as for hopper.spmm. A step of 64 of a 128x2
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from hashlib import sha256
 from itertools import product
 from pathlib import Path
@@ -33,7 +33,7 @@ from sparsek.formats.bsr import padding_of, zero_padding
 from sparsek.formats.pattern import BlockPattern
 from sparsek.kernels.prims import product as prims
 from sparsek.kernels.prims.gluon import Described, describe, launch_on, reinterpret, tma_load
-from sparsek.kernels.prims.product import RECORD, Tile, multiply
+from sparsek.kernels.prims.product import RECORD, Tile, deepened, multiply
 from sparsek.plan.kernel import SddmmKernel
 from sparsek.plan.problem import SddmmProblem
 from sparsek.plan.sddmm_schedule import OUTSIDE, SddmmTiles, sddmm_tiles
@@ -219,7 +219,7 @@ class HopperSddmm:
                 p.block, wg_m, wg_n, cols, width, 1, 3,
                 a_col=p.x_layout == "col", b_col=p.y_layout == "col", piece=piece,
             )  # fmt: skip
-            found[_deepen(c, p.card.smem_bytes)] = None
+            found[deepened(c, p.card.smem_bytes)] = None
         return list(found)
 
     def seconds(self, p: SddmmProblem, c: Config) -> float:
@@ -262,14 +262,6 @@ class HopperSddmm:
         launch_on(values.device, sddmm_kernel, work.ctas, args, c.options)
         # Zeros that TMA filled in become NaN where they met one, or an infinity.
         zero_padding(pattern, values)
-
-
-def _deepen(c: Config, smem: int) -> Config:
-    """The same tile with as many stages, up to 12, as shared memory holds beside the staged tile."""
-    room = smem // c.ctas_per_sm - 1024
-    spare = room - replace(c, stages=0).smem_bytes
-    one = replace(c, stages=1).smem_bytes - replace(c, stages=0).smem_bytes
-    return replace(c, stages=max(2, min(12, spare // one)))
 
 
 KERNEL: SddmmKernel = HopperSddmm()

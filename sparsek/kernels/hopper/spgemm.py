@@ -18,8 +18,9 @@ from itertools import product
 from torch import Tensor
 
 from sparsek.formats.bsr import BSR, padding_of, zero_padding
-from sparsek.kernels.hopper.spmm import SOURCE, Config, deepened, spmm_kernel
+from sparsek.kernels.hopper.spmm import SOURCE, Config, spmm_kernel
 from sparsek.kernels.prims.gluon import Described, describe, launch_on
+from sparsek.kernels.prims.product import deepened
 from sparsek.plan.kernel import SpgemmKernel
 from sparsek.plan.matches import Matches
 from sparsek.plan.plan import arithmetic_seconds, memory_seconds

@@ -45,7 +45,7 @@ from sparsek.formats.bsr import BSR
 from sparsek.kernels.prims import product as prims
 from sparsek.kernels.prims.gluon import Described, describe, launch_on, reinterpret, tma_load
 from sparsek.kernels.prims.parts import Parts, merge_parts, parts_of
-from sparsek.kernels.prims.product import RECORD, Tile, most_boxes, multiply
+from sparsek.kernels.prims.product import RECORD, Tile, deepened, most_boxes, multiply
 from sparsek.plan.kernel import SpmmKernel
 from sparsek.plan.problem import SpmmProblem
 from sparsek.plan.schedule import Schedule, balance, cut, deal_on_device, part_limit, walk
@@ -506,14 +506,6 @@ def _uneven(p: SpmmProblem) -> bool:
     mean = p.nnzb / max(1, p.grid[0])
     shared = p.nnzb * -(-p.n // 256) * max(1, p.block[0] // 128) / p.card.sm_count
     return p.row_max > 2 * mean and p.row_max > 0.7 * shared and p.row_max >= 8
-
-
-def deepened(c: Config, smem: int) -> Config:
-    """The same tile with as many stages, up to 12, as shared memory holds beside the staged tile."""
-    room = smem // c.ctas_per_sm - 1024
-    spare = room - replace(c, stages=0).smem_bytes
-    one = replace(c, stages=1).smem_bytes - replace(c, stages=0).smem_bytes
-    return replace(c, stages=max(2, min(12, spare // one)))
 
 
 def _matrices(x: Tensor) -> list[Tensor]:

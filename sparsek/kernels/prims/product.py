@@ -5,9 +5,9 @@
 A producer, which each product has of its own, fills the ring. Consumer warpgroups multiply with wgmma out of shared
 memory and put their 64 x cols of a tile, rounded, into shared memory. From there it goes to C box by box, beside the
 wgmma of the next tile: what an activation or another matrix does to it is done to a box just before it leaves. The
-next wgmma waits for that, so boxes that change are small and spread over the tile. GELU then costs 4 % (H200, 8192^3,
-12.5 %, 2026-11-21); 21 % in registers before staging; and as much in two warps of its own, which on short tiles are too
-slow (four would leave 128 registers a thread, fewer than the sums of 64 x 256 take).
+next wgmma waits for that, so boxes that change are small and spread over the tile; what else was tried is in
+docs/lab-notes.md, 2026-11-21 (registers before staging; two warps of their own, too slow for short tiles; four would
+leave 128 registers a thread, fewer than the sums of 64 x 256 take).
 
 T is a Config with the fields of `Tile`. A record of `tiles` holds RECORD numbers of a tile: first step, end step, row
 and column of C, column of B, slot of the workspace or -1, row inside the block of A, 0. In a sampled product, whose
@@ -15,8 +15,8 @@ tile is several stored blocks of one block row, they are: 0, end step, row insid
 blocks, row of X, -1, 0, 0.
 """
 
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from typing import ClassVar, TypeVar
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -31,6 +31,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from sparsek.kernels.prims.gluon import reinterpret, tma_store, tma_store_wait
 
 RECORD = gl.constexpr(8)
+
+Shape = TypeVar("Shape", bound="Tile")
 
 
 @dataclass(frozen=True)
@@ -132,6 +134,14 @@ class Tile:
     def options(self) -> dict[str, int]:
         """What a launch asks of the compiler: registers for two CTAs on an SM."""
         return {"maxnreg": 128} if self.ctas_per_sm == 2 else {}
+
+
+def deepened(t: Shape, smem: int) -> Shape:
+    """The same tile with as many stages, 2 to 12, as shared memory holds beside the staged tile."""
+    room = smem // t.ctas_per_sm - 1024
+    spare = room - replace(t, stages=0).smem_bytes
+    one = replace(t, stages=1).smem_bytes - replace(t, stages=0).smem_bytes
+    return replace(t, stages=max(2, min(12, spare // one)))
 
 
 @gluon.constexpr_function
