@@ -105,7 +105,7 @@ class Case:
 
     def attempt(self, o: Operands) -> Any:
         """What is written alike for torch.sparse, SparseK and dense operands; the next three where it is not."""
-        raise NotImplementedError(f"{type(self).__name__} has neither an attempt nor theirs, ours and exact")
+        raise NotImplementedError(f"{type(self).__name__} has neither an attempt nor theirs, ours and dense")
 
     def theirs(self, o: Operands) -> Any:
         """The attempt with torch.sparse's BSR: its result, a Measured, or an Answer."""
