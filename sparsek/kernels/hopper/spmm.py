@@ -359,8 +359,9 @@ class HopperSpmm:
         Constants are measured on an H200 (2026-11-20): 2048 multiply-adds per cycle at 1.6 GHz, L2 to shared memory
         at `card.fabric`, 30 ns for every further A box of a step; 1.1 us for a tile of 128x256 or as
         large to begin, end and store with stages 64 deep, 0.9 us with stages 32 deep, which add 2 % to every step. With
-        uneven rows CTAs leave step, and large tiles lose 25 % (Zipf 1.2 rows). Split rows write their sums to memory
-        and read them again, and merging them is a launch of its own.
+        very uneven rows CTAs leave step, and large tiles lose 25 % (Zipf 1.2, the longest row 8 times the mean; nothing
+        where it is twice the mean). Split rows write their sums to memory and read them again, and merging them is a
+        launch of its own.
         """
         if p.nnzb == 0 or p.n == 0:
             return p.card.launch_seconds
@@ -392,7 +393,8 @@ class HopperSpmm:
         if longest <= 1.25 * mean:
             busy = -(-tiles // sms) * tile
         else:
-            busy = max(tiles / sms, longest / mean) * tile * (1 + 0.25 * area**2)
+            uneven = min(1.0, max(0.0, (longest / mean - 2) / 4))
+            busy = max(tiles / sms, longest / mean) * tile * (1 + 0.25 * uneven * area**2)
         # 2026-11-21: 16384^2, 25 %, N = 16 at 0.80 of a copy
         traffic = p.compulsory_bytes / ((0.80 if p.n <= 64 else 0.92) * p.card.bandwidth)
         return max(busy, traffic) + extra + p.card.launch_seconds
