@@ -1,4 +1,7 @@
-"""portable/match.py in Triton's interpreter. test_portable_match.py runs this file with TRITON_INTERPRET=1 set."""
+"""portable/match.py and spgemm_tiles.py in Triton's interpreter.
+
+test_portable_match.py runs this file with TRITON_INTERPRET=1 set.
+"""
 
 import random
 from collections.abc import Iterator
@@ -10,7 +13,8 @@ from sparsek.core import env
 from sparsek.core.errors import InvalidInput
 from sparsek.formats.pattern import BlockPattern
 from sparsek.kernels.portable import match as portable
-from sparsek.plan import matches
+from sparsek.kernels.portable.spgemm_tiles import spgemm_tiles
+from sparsek.plan import matches, spgemm_schedule
 from tests.kernels.matched import assert_same, drawn, full
 
 assert env.interpreting(), "run through test_portable_match.py, which sets TRITON_INTERPRET=1"
@@ -159,3 +163,63 @@ def test_too_many_pairs_are_refused_before_they_are_listed(monkeypatch):
         portable.match(a, b)
     monkeypatch.setattr(portable, "INT32_MAX", 12)
     assert portable.match(a, b).pairs == 12
+
+
+def check_tiles(found: matches.Matches, dense: bool, rows: int, cols: int, ctas: int) -> int:
+    """How many tiles there are, which are those of torch, bit for bit."""
+    ours = spgemm_tiles(found, dense, rows, cols, ctas)
+    theirs = spgemm_schedule.spgemm_tiles(found, dense, rows, cols, ctas)
+    for one, other in zip(ours, theirs, strict=True):
+        assert (one.dtype, one.shape) == (other.dtype, other.shape)
+        assert torch.equal(one, other)
+    return len(ours.tiles) - 2
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_tiles_are_those_of_torch(seed):
+    draw = random.Random(seed)
+    grid = draw.randint(1, 9), draw.randint(1, 30), draw.randint(1, 40)
+    a, b = pair(grid, (draw.choice((0.05, 0.3, 1.0)), draw.choice((0.05, 0.3, 1.0))), seed)
+    found = matches.match(a, b)
+    for dense in (True, False):
+        rows, cols, ctas = draw.choice((16, 64)), draw.choice((16, 32, 64)), draw.choice((7, 16, 33, 132))
+        check_tiles(found, dense, rows, cols, ctas)
+
+
+@pytest.mark.parametrize("block", [(48, 96, 80), (512, 112, 128), (80, 16, 64)], ids=str)
+def test_tiles_of_slices_are_those_of_torch(block):
+    bm, bk, bn = block
+    a, b = drawn((5 * bm - 3, 7 * bk), (bm, bk), 0.4, 1), drawn((7 * bk, 6 * bn - 9), (bk, bn), 0.4, 2)
+    found = matches.match(a, b, drawn((5 * bm - 3, 6 * bn - 9), (bm, bn), 0.5, 3))
+    for dense in (True, False):
+        check_tiles(found, dense, 64, 64, 12)
+        check_tiles(found, dense, 128, 32, 20)
+
+
+def test_windows_without_a_rest_and_with_any():
+    """The last window is of every length, in windows that go forth and in those that go back."""
+    found = matches.match(full((7 * 16, 16), 16), full((16, 3 * 16), 16))
+    assert {check_tiles(found, dense, 16, 16, ctas) for dense in (True, False) for ctas in range(1, 24)} == {
+        21
+    }
+
+
+def test_as_many_ctas_as_two_to_an_sm():
+    a = drawn((20 * 16, 40 * 16), 16, 0.5, 1)
+    found = matches.match(a, a.T)
+    assert check_tiles(found, True, 16, 16, 264) == 400
+
+
+def test_a_c_without_blocks_has_no_tiles():
+    none, some = drawn((64, 64), 16, 0.0, 0), drawn((64, 64), 16, 0.5, 0)
+    found = matches.match(none, some)
+    assert check_tiles(found, False, 64, 16, 132) == 0
+    assert check_tiles(found, True, 64, 16, 132) == 16
+    for sides in ((0, 64, 64), (64, 64, 0), (0, 0, 0)):
+        empty = matches.match(full(sides[:2], 16), full(sides[1:], 16))
+        assert check_tiles(empty, True, 64, 16, 5) == check_tiles(empty, False, 64, 16, 5) == 0
+
+
+def test_on_the_interpreter_the_tiles_are_triton_s(monkeypatch):
+    monkeypatch.setattr(spgemm_schedule, "spgemm_tiles", lambda *given: pytest.fail("torch made them"))
+    spgemm_tiles(matches.match(full((32, 32), 16), full((32, 32), 16)), True, 16, 16, 3)

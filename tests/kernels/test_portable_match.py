@@ -1,5 +1,5 @@
-"""kernels/portable/match.py without a GPU: its lists in Triton's interpreter, its code by compiling for real cards, and
-when torch matches instead.
+"""kernels/portable/match.py and spgemm_tiles.py without a GPU: their lists in Triton's interpreter, their code by
+compiling for real cards, how they are launched, and when torch matches instead.
 """
 
 import os
@@ -14,17 +14,18 @@ import torch
 
 from sparsek.core.device import H200
 from sparsek.formats.pattern import BlockPattern
-from sparsek.plan import matches
+from sparsek.plan import matches, spgemm_schedule
 
 pytest.importorskip("triton")
 
 from sparsek.kernels.portable import match as portable
+from sparsek.kernels.portable import spgemm_tiles as tiles
 from tests.kernels.matched import assert_same, drawn, full
 from tests.kernels.portable_code import compiled
 
 A100 = replace(H200, name="NVIDIA A100", capability=(8, 0), sm_count=108, smem_bytes=166912)
 CARDS = {"sm_90": H200, "sm_80": A100}
-TYPES = dict.fromkeys((*portable._LISTS, *portable._RESULTS), "*i32") | {"sums": "*i64", "totals": "*i64"}
+TYPES = dict.fromkeys((*portable._LISTS, *portable._RESULTS), "*i32") | {"sums": "*i64"}
 
 
 def test_the_lists_are_those_of_torch_in_the_interpreter():
@@ -65,6 +66,75 @@ def test_the_sum_of_the_chunks_compiles_without_spills(card):
     code = compiled(portable._sum, TYPES, constants, CARDS[card], portable.SUM_WARPS, 1)
     assert code.stack == 0
     assert "atom" not in code.ptx
+
+
+@pytest.mark.parametrize("lanes", [256, 512])
+@pytest.mark.parametrize("dense", [False, True], ids=["bsr", "dense"])
+@pytest.mark.parametrize("card", CARDS)
+def test_tiles_are_dealt_in_registers_and_stored_16_bytes_at_once(card, dense, lanes):
+    constants = {"LANES": lanes, "STEP": tiles.STEP}
+    constants |= {} if dense else {"c_indptr": None, "c_indices": None}
+    types = {name: "*i32" for name in (*tiles._LISTS, "tiles", "starts")}
+    code = compiled(tiles._deal, types, constants, CARDS[card], tiles.WARPS, 1)
+    assert code.stack == 0
+    assert code.registers <= 64 * lanes // 256 + 16, "32 warps on an SM for one CTA an SM, 20 for two"
+    assert "v4.b32" in code.stores
+    assert "atom" not in code.ptx
+
+
+class Launches:
+    """Stands for a kernel, compiled or not: which programs and arguments it was launched with."""
+
+    def __init__(self, becomes: "Launches | None") -> None:
+        self.fn, self.becomes = object(), becomes
+        self.made: list[tuple] = []
+
+    def __getitem__(self, grid: tuple[int, ...]):
+        def run(*args: object, **options: int) -> "Launches | None":
+            self.made.append((grid, args, options))
+            return self.becomes
+
+        return run
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_kernel_that_ran_before_is_launched_directly_under_triton_3_6(monkeypatch, direct):
+    monkeypatch.setattr(portable, "_DIRECT", direct)
+    monkeypatch.setattr(portable, "_COMPILED", {})
+    ready = Launches(None)
+    kernel, cpu, some = Launches(ready), torch.device("cpu"), torch.zeros(1)
+    options = {"num_warps": 4, "num_stages": 1}
+    portable.launch(kernel, cpu, 7, (some, 5), (16,), 4)
+    assert kernel.made == [((7,), (some, 5, 16), options)]
+    assert ready.made == []
+    portable.launch(kernel, cpu, 8, (some, 6), (16,), 4)
+    assert ready.made == ([((8, 1, 1), (some, 6, 16), {})] if direct else [])
+    for args, constants in (((some, None), (16,)), ((some, 5), (32,))):
+        before = len(kernel.made)
+        portable.launch(kernel, cpu, 7, args, constants, 4)
+        assert len(kernel.made) == before + 1, (
+            "other constants are another kernel, and so is an argument not given"
+        )
+
+
+def test_what_the_interpreter_ran_is_not_kept(monkeypatch):
+    monkeypatch.setattr(portable, "_DIRECT", True)
+    monkeypatch.setattr(portable, "_COMPILED", {})
+    kernel = Launches(None)
+    for _ in range(2):
+        portable.launch(kernel, torch.device("cpu"), 1, (), (), 4)
+    assert len(kernel.made) == 2
+
+
+def test_tiles_of_patterns_on_the_cpu_are_made_by_torch():
+    found = matches.match(drawn((100, 100), 16, 0.4, 0), drawn((100, 100), 16, 0.4, 1))
+    for dense in (True, False):
+        for ours, theirs in zip(
+            tiles.spgemm_tiles(found, dense, 64, 16, 5),
+            spgemm_schedule.spgemm_tiles(found, dense, 64, 16, 5),
+            strict=True,
+        ):
+            assert torch.equal(ours, theirs)
 
 
 def test_patterns_on_the_cpu_are_matched_by_torch():

@@ -1,7 +1,9 @@
-"""kernels/portable/match.py on a GPU: the lists of torch bit for bit, every time; one wait; no list past 2^31 pairs."""
+"""kernels/portable/match.py and spgemm_tiles.py on a GPU: the lists of torch bit for bit, every time; one wait for the
+matches and none for the tiles; no list past 2^31 pairs.
+"""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -11,7 +13,8 @@ from sparsek.core.errors import InvalidInput
 from sparsek.formats.pattern import BlockPattern
 from sparsek.formats.random import random_bsr
 from sparsek.kernels.portable import match as portable
-from sparsek.plan import matches
+from sparsek.kernels.portable.spgemm_tiles import _deal, spgemm_tiles
+from sparsek.plan import matches, spgemm_schedule
 from tests.kernels.matched import assert_same, drawn, full
 
 pytestmark = pytest.mark.gpu
@@ -82,25 +85,49 @@ def test_sides_without_blocks():
         assert_same(portable.match(a, b), matches.match(a, b))
 
 
+def waits(call: Callable[[], object]) -> list[str]:
+    """What torch says of a call that waits for the device."""
+    torch.cuda.synchronize()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            call()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    # The first use of the mode in a process warns of the mode itself, with the word "synchronizing" too.
+    return [said for each in caught if "called a synchronizing" in (said := str(each.message))]
+
+
 def test_it_waits_for_the_device_once():
     a, b = drawn((4000, 4000), 16, 0.05, 0, "cuda"), drawn((4000, 4000), 16, 0.05, 1, "cuda")
     for wanted in (None, a):
         portable.match(a, b, wanted)
-        torch.cuda.synchronize()
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            torch.cuda.set_sync_debug_mode("warn")
-            try:
-                portable.match(a, b, wanted)
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
-        waits = [each for each in caught if "synchronizing" in str(each.message)]
-        assert len(waits) == 1, [str(each.message) for each in caught]
+        said = waits(lambda at=wanted: portable.match(a, b, at))
+        assert len(said) == 1, said
+
+
+@pytest.mark.parametrize("dense", [True, False], ids=["dense", "bsr"])
+@pytest.mark.parametrize("ctas", [1, 100, 132, 264, 1000])
+def test_tiles_are_those_of_torch_and_wait_for_nothing(ctas, dense):
+    for seed, (rows, columns) in enumerate(((1, 1), (3, 700), (600, 2), (130, 129), (400, 500))):
+        a = drawn((32 * rows - 5, 64 * 30), (32, 64), 0.1, seed, "cuda")
+        b = drawn((64 * 30, 48 * columns - 7), (64, 48), 0.1, seed + 1, "cuda")
+        found = portable.match(a, b)
+        for height, width in ((64, 64), (16, 16)):
+            right = spgemm_schedule.spgemm_tiles(found, dense, height, width, ctas)
+            with poisoned():
+                ours = spgemm_tiles(found, dense, height, width, ctas)
+            for one, other in zip(ours, right, strict=True):
+                assert (one.dtype, one.device) == (other.dtype, other.device)
+                assert torch.equal(one, other)
+            assert waits(lambda m=found, h=height, w=width: spgemm_tiles(m, dense, h, w, ctas)) == []
 
 
 def test_new_sizes_and_patterns_compile_nothing():
-    portable.match(*(drawn((320, 320), 16, 0.5, seed, "cuda") for seed in (0, 1)))
-    kernels = portable._count, portable._sum, portable._fill
+    found = portable.match(*(drawn((320, 320), 16, 0.5, seed, "cuda") for seed in (0, 1)))
+    spgemm_tiles(found, False, 64, 16, 132)
+    kernels = portable._count, portable._sum, portable._fill, _deal
     before = [sum(len(each[0]) for each in kernel.device_caches.values()) for kernel in kernels]
     for side in (1, 16, 17, 333, 2048):
         a = drawn((side, 1000), 16, 0.5, side, "cuda")
@@ -109,7 +136,7 @@ def test_new_sizes_and_patterns_compile_nothing():
             b.shape, b.block, b.indptr, b.indices.new_empty(b.nnzb + 1)[1:].copy_(b.indices)
         )
         check(a, b)
-        check(a, view)
+        spgemm_tiles(check(a, view), False, 16 + side, 16, 132)
     assert [sum(len(each[0]) for each in kernel.device_caches.values()) for kernel in kernels] == before
 
 

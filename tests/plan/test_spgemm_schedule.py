@@ -58,16 +58,15 @@ def runs(made: SpgemmTiles, ctas: int) -> list[list[list[int]]]:
     st.integers(0, 999),
     st.sampled_from(["dense", "bsr", "wanted"]),
     st.sampled_from([1, 3, 132]),
-    st.booleans(),
 )
 def test_tiles_cover_c_with_the_pairs_of_its_blocks(
-    shape: tuple, grid: tuple[int, int, int], density: float, seed: int, kind: str, ctas: int, by_runs: bool
+    shape: tuple, grid: tuple[int, int, int], density: float, seed: int, kind: str, ctas: int
 ) -> None:
     (bm, _), (_, bn), rows, cols = shape
     dense = kind == "dense"
     matches = matches_of(shape, grid, density, seed, kind == "wanted")
     pattern, indptr = matches.pattern, matches.indptr.tolist()
-    made = spgemm_tiles(matches, dense, rows, cols, ctas, runs=by_runs)
+    made = spgemm_tiles(matches, dense, rows, cols, ctas)
     high = grid[0] * bm if dense else pattern.nnzb * bm
     covered = np.zeros((high, grid[2] * bn if dense else bn), int)
     place = pattern.block_rows.tolist(), pattern.indices.tolist()
@@ -89,23 +88,30 @@ def test_tiles_cover_c_with_the_pairs_of_its_blocks(
 @pytest.mark.parametrize("dense", [True, False], ids=["dense", "bsr"])
 @pytest.mark.parametrize("pattern", ["uniform", "powerlaw"])
 def test_ctas_share_the_work(pattern: str, dense: bool) -> None:
-    """Runs are even. In turns the first and the last CTA have the longest and the shortest tile of every round."""
+    """In turns the first and the last CTA have the longest and the shortest tile of every round."""
     a = random_bsr(8192, 8192, 128, 0.125, pattern=pattern, seed=1).pattern
     b = random_bsr(8192, 8192, 128, 0.125, pattern=pattern, seed=2).pattern
-    for by_runs, most in ((True, 1.25), (False, 2.0)):
-        work = [
-            sum(end - begin + 1 for begin, end, *_ in own)
-            for own in runs(spgemm_tiles(match(a, b), dense, 128, 128, 132, runs=by_runs), 132)
-        ]
-        assert max(work) <= most * np.mean(work)
+    work = [
+        sum(end - begin + 1 for begin, end, *_ in own)
+        for own in runs(spgemm_tiles(match(a, b), dense, 128, 128, 132), 132)
+    ]
+    assert max(work) <= 2.0 * np.mean(work)
 
 
-def test_a_run_is_of_neighbours() -> None:
-    """With `runs` the tiles of a CTA follow each other in C, so that it goes on reading the same blocks of A."""
+def test_a_round_is_of_neighbours_the_longest_first() -> None:
+    """CTAs that run together read the same blocks: their tiles follow each other in C, dealt by their pairs."""
     a = random_bsr(2048, 2048, 128, 0.3, seed=1).pattern
-    made = spgemm_tiles(match(a, a), True, 128, 128, 10, runs=True)
-    cells = [(row // 128) * 16 + col // 128 for _, _, row, col, *_ in made.tiles[:-2].tolist()]
-    assert cells == list(range(256))
+    dealt = runs(spgemm_tiles(match(a, a), True, 128, 128, 10), 10)
+    further = round(0.62 * 10)
+    for window in range(-(-256 // 10)):
+        of_window = [own[window] for own in dealt if len(own) > window]
+        cells = sorted((row // 128) * 16 + col // 128 for _, _, row, col, *_ in of_window)
+        assert cells == list(range(10 * window, min(10 * window + 10, 256)))
+        if len(of_window) == 10:
+            turned = [of_window[(p + window // 2 * further) % 10] for p in range(10)]
+            in_order = turned if window % 2 == 0 else turned[::-1]
+            ranks = [(begin - end, row, col) for begin, end, row, col, *_ in in_order]
+            assert ranks == sorted(ranks)
 
 
 def test_a_round_gives_every_cta_a_tile_and_all_ctas_about_as_much_to_do() -> None:
@@ -122,7 +128,6 @@ def test_a_round_gives_every_cta_a_tile_and_all_ctas_about_as_much_to_do() -> No
 
 def test_the_same_matches_are_dealt_in_the_same_way() -> None:
     a = random_bsr(1024, 1024, 64, 0.3, pattern="powerlaw", seed=1).pattern
-    for by_runs in (True, False):
-        one, other = (spgemm_tiles(match(a, a), True, 64, 64, 33, runs=by_runs) for _ in range(2))
-        assert torch.equal(one.tiles, other.tiles)
-        assert torch.equal(one.starts, other.starts)
+    one, other = (spgemm_tiles(match(a, a), True, 64, 64, 33) for _ in range(2))
+    assert torch.equal(one.tiles, other.tiles)
+    assert torch.equal(one.starts, other.starts)

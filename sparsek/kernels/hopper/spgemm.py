@@ -19,13 +19,14 @@ from torch import Tensor
 
 from sparsek.formats.bsr import BSR, padding_of, zero_padding
 from sparsek.kernels.hopper.spmm import SOURCE, Config, spmm_kernel
+from sparsek.kernels.portable.spgemm_tiles import spgemm_tiles
 from sparsek.kernels.prims.gluon import Described, describe, launch_on
 from sparsek.kernels.prims.product import deepened
 from sparsek.plan.kernel import SpgemmKernel
 from sparsek.plan.matches import Matches
 from sparsek.plan.plan import arithmetic_seconds, memory_seconds
 from sparsek.plan.problem import SpgemmProblem
-from sparsek.plan.spgemm_schedule import SpgemmTiles, spgemm_tiles
+from sparsek.plan.spgemm_schedule import SpgemmTiles
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,7 +113,7 @@ class HopperSpgemm:
         ctas = p.card.sm_count * c.ctas_per_sm
         if not p.dense_out and matches.pattern.is_ragged:
             padding_of(matches.pattern)  # where `launch` writes zeros: looked up once, with a sync
-        tiles = spgemm_tiles(matches, p.dense_out, c.rows, c.block_cols, ctas, runs=c.direct)
+        tiles = spgemm_tiles(matches, p.dense_out, c.rows, c.block_cols, ctas)
         return Work(tiles, ctas)
 
     def place(self, work: Work, a: BSR, b: BSR, matches: Matches) -> None:

@@ -25,6 +25,8 @@ about log2 of the longest row's blocks steps: 4 million for 32768 squared in blo
 122 us of wall time on an H200, where plan/matches.py took 615 us (2026-11-21).
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -115,9 +117,9 @@ def _count(
     tl.store(sums + 2 * chunks + pid, tl.max(count, 0).to(tl.int64))
 
 
-@triton.jit(do_not_specialize=("chunks",), do_not_specialize_on_alignment=("sums", "totals"))
-def _sum(sums, totals, chunks, STEP: tl.constexpr):
-    """Blocks and pairs of each chunk become those of all chunks before it; totals: blocks, pairs, longest."""
+@triton.jit(do_not_specialize=("chunks",), do_not_specialize_on_alignment=("sums",))
+def _sum(sums, chunks, STEP: tl.constexpr):
+    """Blocks and pairs of each chunk become those of all chunks before it; behind them the totals, and the longest."""
     blocks, pairs, longest = tl.full((), 0, tl.int64), tl.full((), 0, tl.int64), tl.full((), 0, tl.int64)
     for done in range(0, chunks, STEP):
         at = done + tl.arange(0, STEP)
@@ -130,9 +132,9 @@ def _sum(sums, totals, chunks, STEP: tl.constexpr):
         blocks += tl.sum(of_blocks, 0)
         pairs += tl.sum(of_pairs, 0)
         longest = tl.maximum(longest, tl.max(of_longest, 0))
-    tl.store(totals, blocks)
-    tl.store(totals + 1, pairs)
-    tl.store(totals + 2, longest)
+    tl.store(sums + 3 * chunks, blocks)
+    tl.store(sums + 3 * chunks + 1, pairs)
+    tl.store(sums + 3 * chunks + 2, longest)
 
 
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_LISTS + _RESULTS)
@@ -212,24 +214,56 @@ def why_not(a: BlockPattern, b: BlockPattern) -> list[str]:
 
 def _match(a: BlockPattern, b: BlockPattern, wanted: BlockPattern | None) -> Matches:
     """`match` on the cells: both patterns on one device, at least one cell."""
-    (rows, columns), make = (a.grid[0], b.grid[1]), a.indptr.new_empty
+    (rows, columns), make, device = (a.grid[0], b.grid[1]), a.indptr.new_empty, a.indptr.device
     per_row = -(-columns // WIDTH)
     chunks = rows * per_row
     counts = make(rows * columns if wanted is None else wanted.nnzb)
-    sums, totals = make((3, chunks), dtype=torch.int64), make(3, dtype=torch.int64)
+    sums = make(3 * chunks + 3, dtype=torch.int64)  # three of every chunk, then the totals
     given = (None, None) if wanted is None else (wanted.indptr, wanted.indices)
     lists = a.indptr, a.indices, b.indptr, b.indices, *given, counts, sums, columns, per_row
-    with torch.cuda.device_of(counts):
-        _count[(chunks,)](*lists, WIDTH=WIDTH, DEEP=DEEP, num_warps=WARPS, num_stages=1)
-        _sum[(1,)](sums, totals, chunks, STEP=SUM_STEP, num_warps=SUM_WARPS, num_stages=1)
-        indptr = make(rows + 1) if wanted is None else wanted.indptr
-        blocks, pairs, longest = totals.tolist()
-        if pairs > INT32_MAX:
-            raise InvalidInput(f"{pairs} pairs of blocks meet; at most {INT32_MAX} can be indexed")
-        if wanted is None:
-            shape, block = (a.shape[0], b.shape[1]), (a.block[0], b.block[1])
-            wanted = BlockPattern.unchecked(shape, block, indptr, make(blocks))
-        starts, left, right = make(wanted.nnzb + 1), make(pairs), make(pairs)
-        results = indptr, wanted.indices, starts, left, right
-        _fill[(chunks,)](*lists, *results, WIDTH=WIDTH, DEEP=DEEP, num_warps=WARPS, num_stages=1)
+    launch(_count, device, chunks, lists, (WIDTH, DEEP), WARPS)
+    launch(_sum, device, 1, (sums, chunks), (SUM_STEP,), SUM_WARPS)
+    indptr = make(rows + 1) if wanted is None else wanted.indptr
+    blocks, pairs, longest = sums[3 * chunks :].tolist()
+    if pairs > INT32_MAX:
+        raise InvalidInput(f"{pairs} pairs of blocks meet; at most {INT32_MAX} can be indexed")
+    if wanted is None:
+        shape, block = (a.shape[0], b.shape[1]), (a.block[0], b.block[1])
+        wanted = BlockPattern.unchecked(shape, block, indptr, make(blocks))
+    starts, left, right = make(wanted.nnzb + 1), make(pairs), make(pairs)
+    results = indptr, wanted.indices, starts, left, right
+    launch(_fill, device, chunks, lists + results, (WIDTH, DEEP), WARPS)
     return Matches(wanted, starts, left, right, longest)
+
+
+# (kernel, device, constants, which arguments are None) -> compiled kernel. A launch through triton's JIT spends 20 us
+# on finding it.
+_COMPILED: dict[tuple[Any, ...], Any] = {}
+_DIRECT = triton.__version__.startswith("3.6.")
+
+
+def launch(
+    kernel: Any,
+    device: torch.device,
+    programs: int,
+    args: tuple[Any, ...],
+    constants: tuple[int, ...],
+    warps: int,
+) -> None:
+    """Runs a kernel on `device`'s current stream: one whose sizes and alignments Triton does not look at.
+
+    `constants` follow `args`. Under Triton 3.6 a kernel that ran before is launched directly, under others always
+    through the JIT.
+    """
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            launch(kernel, device, programs, args, constants, warps)
+        return
+    key = (kernel.fn, device.index, constants, *[arg is None for arg in args])
+    compiled = _COMPILED.get(key)
+    if compiled is not None:
+        compiled[(programs, 1, 1)](*args, *constants)
+        return
+    compiled = kernel[(programs,)](*args, *constants, num_warps=warps, num_stages=1)
+    if _DIRECT and compiled is not None:  # the interpreter compiles nothing
+        _COMPILED[key] = compiled
