@@ -1,0 +1,112 @@
+"""What a backward pass of attention needs beside its products: a pass over rows before, and a cast after.
+
+    prepare_rows   rows[0] = lse log2(e),  rows[1] = rowsum(grad * out) - grad_lse     reads out and grad once
+    cast_scaled    dq = scale acc                                                      reads acc once, writes dq once
+
+With them a weight is exp2(scale log2(e) s - rows[0]), and ds = weight (dp - rows[1]). rows[0] is +inf where there is
+nothing to weigh, behind the last query too: there both are 0, without a test in the kernel that reads them.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Elements a program holds of each tensor: 32 for each of its 128 threads, which are 4 vectors of 16 bytes in bf16.
+ELEMENTS = 4096
+WARPS = 4
+
+
+@triton.jit(do_not_specialize=("q_len", "rows", "heads", "plane", "sl_b", "sl_h", "sn_b", "sn_h"))
+def _prepare_rows(
+    out, grad, lse, grad_lse, made, q_len, rows, heads, plane,
+    so_b, so_h, so_m, so_d, sg_b, sg_h, sg_m, sg_d, sl_b, sl_h, sl_m, sn_b, sn_h, sn_m,
+    DV: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    PADDED: tl.constexpr = triton.next_power_of_2(DV)
+    tiles = tl.cdiv(rows, ROWS)
+    head = tl.program_id(0) // tiles
+    b = (head // heads).to(tl.int64)
+    h = (head % heads).to(tl.int64)
+    at = (tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    col = tl.arange(0, PADDED).to(tl.int64)
+
+    there = at < q_len
+    lg = tl.load(lse + b * sl_b + h * sl_h + at * sl_m, mask=there, other=float("-inf"))
+    seen = lg > float("-inf")
+    live = there[:, None] & (col < DV)[None, :]
+    o = tl.load(
+        out + b * so_b + h * so_h + (at * so_m)[:, None] + (col * so_d)[None, :], mask=live, other=0.0
+    )
+    do = tl.load(
+        grad + b * sg_b + h * sg_h + (at * sg_m)[:, None] + (col * sg_d)[None, :], mask=live, other=0.0
+    )
+    delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    if grad_lse is not None:
+        delta -= tl.load(grad_lse + b * sn_b + h * sn_h + at * sn_m, mask=there, other=0.0)
+
+    made += head.to(tl.int64) * rows + at
+    tl.store(made, tl.where(seen | (lg != lg), lg * 1.4426950408889634, float("inf")), mask=at < rows)
+    tl.store(made + plane, tl.where(seen, delta, 0.0), mask=at < rows)
+
+
+def prepare_rows(out: Tensor, grad: Tensor, lse: Tensor, grad_lse: Tensor | None, rows: int) -> Tensor:
+    """float32 [2, B, Hq, rows], contiguous: lse in base 2, and delta = rowsum(grad * out) - grad_lse.
+
+    out, grad: bf16 or fp16 [B, Hq, S, Dv], any strides. lse: float32 [B, Hq, S], natural logarithm; grad_lse: its
+    gradient or None; any strides. `rows` is at least S; sums are float32. Rows that saw nothing (lse = -inf) and rows
+    from S on hold +inf and 0, whatever grad and grad_lse hold there. No sync.
+    """
+    batch, heads, q_len, v_dim = out.shape
+    made = torch.empty((2, batch, heads, rows), dtype=torch.float32, device=out.device)
+    if made.numel() == 0:
+        return made
+    tile = ELEMENTS // triton.next_power_of_2(v_dim)
+    options: dict[str, Any] = {"num_warps": WARPS}
+    with torch.cuda.device_of(out):
+        _prepare_rows[(batch * heads * triton.cdiv(rows, tile),)](
+            out, grad, lse, grad_lse, made, q_len, rows, heads, batch * heads * rows,
+            *out.stride(), *grad.stride(), *lse.stride(), *((0, 0, 0) if grad_lse is None else grad_lse.stride()),
+            DV=v_dim, ROWS=tile, **options,
+        )  # fmt: skip
+    return made
+
+
+@triton.jit(do_not_specialize=("scale", "rows", "q_len", "heads"))
+def _cast_scaled(
+    acc, dq, scale, rows, q_len, heads, sq_b, sq_h, sq_m, sq_d,
+    D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    PADDED: tl.constexpr = triton.next_power_of_2(D)
+    tiles = tl.cdiv(q_len, ROWS)
+    head = tl.program_id(0) // tiles
+    b = (head // heads).to(tl.int64)
+    h = (head % heads).to(tl.int64)
+    at = (tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    col = tl.arange(0, PADDED).to(tl.int64)
+
+    live = (at < q_len)[:, None] & (col < D)[None, :]
+    acc += head.to(tl.int64) * rows * WIDTH
+    x = tl.load(acc + (at * WIDTH)[:, None] + col[None, :], mask=live, other=0.0) * scale
+    dq += b * sq_b + h * sq_h
+    tl.store(dq + (at * sq_m)[:, None] + (col * sq_d)[None, :], x.to(dq.dtype.element_ty), mask=live)
+
+
+def cast_scaled(acc: Tensor, scale: float, dq: Tensor) -> None:
+    """dq = scale * acc, rounded once. No sync.
+
+    acc: float32 [B, Hq, R, Dp], contiguous. dq: bf16 or fp16 [B, Hq, S, D], any strides, with S <= R and D <= Dp; what
+    lies behind them in acc is not read.
+    """
+    batch, heads, q_len, dim = dq.shape
+    if dq.numel() == 0:
+        return
+    tile = ELEMENTS // triton.next_power_of_2(dim)
+    options: dict[str, Any] = {"num_warps": WARPS}
+    with torch.cuda.device_of(dq):
+        _cast_scaled[(batch * heads * triton.cdiv(q_len, tile),)](
+            acc, dq, scale, acc.shape[2], q_len, heads, *dq.stride(),
+            D=dim, WIDTH=acc.shape[3], ROWS=tile, **options,
+        )  # fmt: skip
