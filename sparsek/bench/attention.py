@@ -41,11 +41,15 @@ class AttentionOperands(Operands):
     make: Callable[[], BlockMask]
 
     @property
-    def useful_flops(self) -> float:
+    def pairs(self) -> int:
+        """Queries and keys that the mask lets meet, over all heads and batch items."""
         mask = self.mask
-        batch, heads, _, dim = self.q.shape
-        pairs = mask.elements * (batch // mask.batch) * (heads // mask.heads)
-        return 2.0 * (dim + self.v.shape[-1]) * pairs
+        batch, heads = self.q.shape[:2]
+        return mask.elements * (batch // mask.batch) * (heads // mask.heads)
+
+    @property
+    def useful_flops(self) -> float:
+        return 2.0 * (self.q.shape[-1] + self.v.shape[-1]) * self.pairs
 
     @property
     def out_shape(self) -> tuple[int, ...]:
@@ -71,9 +75,10 @@ class AttentionOperands(Operands):
 
     def judge(self, out: Any) -> Gate:
         """Whether `out` is the attention of this set, by all queries or by a sample of the query tiles."""
-        return check_attention(self.q, self.k, self.v, self.mask, out, rows=self._sample())
+        return check_attention(self.q, self.k, self.v, self.mask, out, rows=self.sample())
 
-    def _sample(self) -> list[int] | None:
+    def sample(self) -> list[int] | None:
+        """The tiles of queries that a gate looks at; None for all of them."""
         q_len, kv_len, tiles = self.mask.q_len, self.mask.kv_len, self.mask.grid[0]
         if q_len * kv_len <= GATED_WHOLE or tiles <= GATED_TILES:
             return None
@@ -143,33 +148,43 @@ class AttentionCase(Case):
         return self.mask, size, self.block, self.dim, self.v_dim, self.kv_heads, self.dtype
 
     @property
+    def flops_per_pair(self) -> float:
+        """FLOPs for one query and one key that it sees."""
+        return 2.0 * (self.dim + self.v_dim)
+
+    @property
     def dense_flops(self) -> float:
-        return 2.0 * (self.dim + self.v_dim) * self.batch * self.heads * self.q_len * self.kv_len
+        return self.flops_per_pair * self.batch * self.heads * self.q_len * self.kv_len
 
     @property
     def causal_flops(self) -> float:
         """FLOPs of the pairs that a causal mask admits; queries and keys end together."""
         seen = min(self.q_len, self.kv_len)
         pairs = seen * (self.kv_len - seen) + seen * (seen + 1) // 2
-        return 2.0 * (self.dim + self.v_dim) * self.batch * self.heads * pairs
+        return self.flops_per_pair * self.batch * self.heads * pairs
 
     @property
     def operand_bytes(self) -> int:
         """Bytes of q, k, v and the output."""
         return sum(torch.Size(shape).numel() for shape in self._shapes()) * dtypes.itemsize(self.dtype)
 
+    @property
+    def set_bytes(self) -> int:
+        """Bytes that one call reads and writes."""
+        return self.operand_bytes
+
     def mask_maker(self, device: torch.device, seed: int = 0) -> Callable[[], BlockMask]:
         """A call that builds the mask on `device`; what is random about it is drawn now."""
         over = Geometry(self.q_len, self.kv_len, self.block, self.heads)
         return self.mask_text.maker(over, device, seed)
 
-    def operands(self, device: torch.device, seed: int = 0) -> list[AttentionOperands]:
+    def operands(self, device: torch.device, seed: int = 0) -> list[Any]:
         """Sets that share one mask and no memory: 2 to 64, together several times the cache. N(0, 1) values."""
         make = self.mask_maker(device, seed)
         mask = make()
         mask.verify(wait=True)  # plans then know its true sizes, as they do from the second call on
         sets = []
-        for index in range(set_count(card_of(device), self.operand_bytes)):
+        for index in range(set_count(card_of(device), self.set_bytes)):
             q, k, v = (
                 random_dense(
                     *shape, dtype=dtypes.parse(self.dtype), device=device, seed=seed + 10 * index + place

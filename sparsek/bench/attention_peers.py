@@ -5,7 +5,8 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -19,10 +20,11 @@ from sparsek.bench.peer import Peer, Ready, UnavailableError, elsewhere, first_l
 # Masks that a dense peer computes as they are.
 DENSE_MASKS = ("full", "causal")
 LOW = ("bf16", "fp16")
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @contextmanager
-def _setting_up() -> Iterator[None]:
+def setting_up() -> Iterator[None]:
     """Peers warn, compile and refuse in many ways: what they raise becomes the reason why they are not measured."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -34,27 +36,61 @@ def _setting_up() -> Iterator[None]:
             raise UnavailableError(f"{type(error).__name__}: {first_line(error)}") from None
 
 
-def _imported(name: str) -> Any:
+def imported(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
         raise UnavailableError(f"{name} cannot be imported: {first_line(error)}") from None
 
 
-def _tried(calls: Sequence[Callable[[], Any]]) -> Any:
+def ran(calls: Sequence[Callable[[], Any]]) -> Any:
     """The first call's result. Every call runs once, so that what fails, fails in the set-up."""
     first, *_ = [call() for call in calls]
     return first
 
 
-def _gated(one: AttentionOperands, out: Tensor) -> None:
+def gated(one: AttentionOperands, out: Any) -> None:
+    """Raises UnavailableError unless `out` is the result of the set."""
     gate = one.judge(out)
     if not gate.passed:
         raise UnavailableError(f"its result is wrong here: error {gate.error:.2e}, budget {gate.budget:.2e}")
 
 
+class Attention(Protocol):
+    """A peer whose attention is a function of q, k and v that autograd goes through."""
+
+    def attend(self, case: AttentionCase, one: AttentionOperands, *, gradients: bool = False) -> Attend:
+        """The attention of a set, in the peer's own layout. `gradients` will be wanted of it."""
+        ...
+
+    def laid(self, x: Tensor) -> Tensor:
+        """x [B, H, L, D] in the peer's own layout, and a result of it as [B, H, L, D]."""
+        return x
+
+    def counted(self, case: AttentionCase) -> tuple[str, float | None]:
+        """A note, and the FLOPs of a call where it computes more than the stored elements."""
+        return "", None
+
+    def judged(self, case: AttentionCase) -> bool:
+        """Whether it computes the case's mask as it is."""
+        return True
+
+    def ready(
+        self, case: AttentionCase, sets: Sequence[AttentionOperands], tried: Callable[[str], None]
+    ) -> Ready:
+        """The forward pass of every set."""
+        with setting_up():
+            attend = self.attend(case, sets[0])
+            operands = [[self.laid(x).contiguous() for x in (one.q, one.k, one.v)] for one in sets]
+            calls = tuple(partial(attend, *each) for each in operands)
+            out = ran(calls)
+            if self.judged(case):
+                gated(sets[0], self.laid(out))
+        return Ready(calls, *self.counted(case))
+
+
 @dataclass(frozen=True)
-class DenseAttention:
+class DenseAttention(Attention):
     """torch's scaled_dot_product_attention on the same q, k and v: causal if the mask is, else every pair.
 
     `backend` is one of torch's, by name; "" leaves the choice to torch.
@@ -73,40 +109,29 @@ class DenseAttention:
             )
         return reasons
 
-    def ready(
-        self, case: AttentionCase, sets: Sequence[AttentionOperands], tried: Callable[[str], None]
-    ) -> Ready:
-        causal = case.mask_text.kind.causal
-        calls = tuple(self._call(one, causal) for one in sets)
-        with _setting_up():
-            out = _tried(calls)
-            if case.mask in DENSE_MASKS:
-                _gated(sets[0], out)
-        return Ready(
-            calls, "causal" if causal else "every pair", case.causal_flops if causal else case.dense_flops
-        )
-
-    def _call(self, one: AttentionOperands, causal: bool) -> Callable[[], Tensor]:
-        grouped = one.q.shape[1] != one.k.shape[1]
-
-        def call() -> Tensor:
-            return functional.scaled_dot_product_attention(
-                one.q, one.k, one.v, is_causal=causal, enable_gqa=grouped
-            )
-
+    def attend(self, case: AttentionCase, one: AttentionOperands, *, gradients: bool = False) -> Attend:
+        options = {"is_causal": case.mask_text.kind.causal, "enable_gqa": case.heads != case.kv_heads}
+        call = partial(functional.scaled_dot_product_attention, **options)
         if not self.backend:
             return call
         backend = getattr(SDPBackend, self.backend)
 
-        def chosen() -> Tensor:
+        def chosen(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             with sdpa_kernel(backend):
-                return call()
+                return call(q, k, v)
 
         return chosen
 
+    def counted(self, case: AttentionCase) -> tuple[str, float | None]:
+        causal = case.mask_text.kind.causal
+        return ("causal", case.causal_flops) if causal else ("every pair", case.dense_flops)
+
+    def judged(self, case: AttentionCase) -> bool:
+        return case.mask in DENSE_MASKS
+
 
 @dataclass(frozen=True)
-class Flex:
+class Flex(Attention):
     """torch.compile of FlexAttention with its default options, and the mask as its own BlockMask."""
 
     name: str = "flex"
@@ -116,26 +141,16 @@ class Flex:
     def why_not(self, case: AttentionCase, device: torch.device) -> list[str]:
         return elsewhere(self, device)
 
-    def ready(
-        self, case: AttentionCase, sets: Sequence[AttentionOperands], tried: Callable[[str], None]
-    ) -> Ready:
+    def attend(self, case: AttentionCase, one: AttentionOperands, *, gradients: bool = False) -> Attend:
         from torch.nn.attention.flex_attention import flex_attention
 
-        with _setting_up():
-            torch.compiler.reset()  # a compiled function stops compiling after 8 kinds of masks
-            compiled = torch.compile(flex_attention, dynamic=False)
-            mask = sets[0].mask.to_flex()
-            grouped = case.heads != case.kv_heads
-            calls = tuple(
-                lambda one=one: compiled(one.q, one.k, one.v, block_mask=mask, enable_gqa=grouped)
-                for one in sets
-            )
-            _gated(sets[0], _tried(calls))
-        return Ready(calls)
+        torch.compiler.reset()  # a compiled function stops compiling after 8 kinds of masks
+        compiled = torch.compile(flex_attention, dynamic=False)
+        return partial(compiled, block_mask=one.mask.to_flex(), enable_gqa=case.heads != case.kv_heads)
 
 
 @dataclass(frozen=True)
-class Flash4:
+class Flash4(Attention):
     """FlashAttention-4 (flash_attn.cute) on [B, S, H, D]: its causal and window arguments, or its lists of blocks."""
 
     name: str = "fa4"
@@ -153,17 +168,20 @@ class Flash4:
             reasons.append(f"its lists hold blocks of 128, not {block_name(case.block)}")
         return reasons
 
-    def ready(
-        self, case: AttentionCase, sets: Sequence[AttentionOperands], tried: Callable[[str], None]
-    ) -> Ready:
-        with _setting_up():
-            attend = _imported("flash_attn.cute.interface").flash_attn_func
-            options = self._options(case, sets[0])
-            calls = tuple(_flash_call(attend, one, options) for one in sets)
-            _gated(sets[0], _tried(calls).transpose(1, 2))
-        return Ready(calls)
+    def laid(self, x: Tensor) -> Tensor:
+        return x.transpose(1, 2)
 
-    def _options(self, case: AttentionCase, one: AttentionOperands) -> dict[str, Any]:
+    def attend(self, case: AttentionCase, one: AttentionOperands, *, gradients: bool = False) -> Attend:
+        flash = imported("flash_attn.cute.interface").flash_attn_func
+        options = self._options(case, one, gradients)
+
+        def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            out = flash(q, k, v, **options)
+            return out[0] if isinstance(out, tuple) else out
+
+        return call
+
+    def _options(self, case: AttentionCase, one: AttentionOperands, gradients: bool) -> dict[str, Any]:
         if not _by_lists(case):
             causal = {"causal": True} if case.mask_text.kind.causal else {}
             # Its window counts the keys before the query, ours the query too.
@@ -172,15 +190,12 @@ class Flash4:
         if one.mask.partial_blocks:
             raise UnavailableError("partial blocks of its lists need a mask_mod of its own language")
         lists = one.mask.to_fa4()
-        no_partial = torch.zeros_like(lists.full_block_idx)
-        tensors = _imported("flash_attn.cute.block_sparsity").BlockSparseTensorsTorch(
-            mask_block_cnt=torch.zeros_like(lists.full_block_cnt),
-            mask_block_idx=no_partial,
-            full_block_cnt=lists.full_block_cnt,
-            full_block_idx=lists.full_block_idx,
-            block_size=case.block,
-        )
-        return {"block_sparse_tensors": tensors}
+        count, index = lists.full_block_cnt, lists.full_block_idx
+        options = {"block_sparse_tensors": _whole_blocks(count, index, case)}
+        if gradients:
+            by_column = transposed_lists(count, index, one.mask.grid[1])
+            options["block_sparse_tensors_bwd"] = _whole_blocks(*by_column, case)
+        return options
 
 
 def _by_lists(case: AttentionCase) -> bool:
@@ -188,16 +203,30 @@ def _by_lists(case: AttentionCase) -> bool:
     return case.mask not in DENSE_MASKS and not case.mask_text.kind.causal
 
 
-def _flash_call(
-    attend: Callable[..., Any], one: AttentionOperands, options: dict[str, Any]
-) -> Callable[[], Tensor]:
-    q, k, v = (x.transpose(1, 2).contiguous() for x in (one.q, one.k, one.v))
+def _whole_blocks(count: Tensor, index: Tensor, case: AttentionCase) -> Any:
+    """Lists of whole blocks, counts [1, H, rows] and indices [1, H, rows, n], as FlashAttention-4 takes them."""
+    return imported("flash_attn.cute.block_sparsity").BlockSparseTensorsTorch(
+        mask_block_cnt=torch.zeros_like(count),
+        mask_block_idx=torch.zeros_like(index),
+        full_block_cnt=count,
+        full_block_idx=index,
+        block_size=case.block,
+    )
 
-    def call() -> Tensor:
-        out = attend(q, k, v, **options)
-        return out[0] if isinstance(out, tuple) else out
 
-    return call
+def transposed_lists(count: Tensor, index: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+    """The rows of every column: int32 [B, H, columns] and [B, H, columns, n], n of the fullest, ascending.
+
+    `count` [B, H, rows] of the entries of `index` [B, H, rows, n] count.
+    """
+    listed = torch.arange(index.shape[3], device=index.device) < count.unsqueeze(-1)
+    # What a row does not count goes to a column too many.
+    at = index.long().masked_fill(~listed, columns)
+    kept = torch.zeros(*index.shape[:3], columns + 1, dtype=torch.bool, device=index.device)
+    kept = kept.scatter_(3, at, True)[..., :columns].mT
+    counts = kept.sum(-1, dtype=torch.int32)
+    order = kept.to(torch.int32).argsort(-1, descending=True, stable=True)[..., : max(1, int(counts.max()))]
+    return counts, order.int().contiguous()
 
 
 @dataclass(frozen=True)
@@ -224,8 +253,8 @@ class CudnnBlocks:
     def ready(
         self, case: AttentionCase, sets: Sequence[AttentionOperands], tried: Callable[[str], None]
     ) -> Ready:
-        with _setting_up():
-            forward = _imported("cudnn.block_sparse_attention").block_sparse_attention_forward
+        with setting_up():
+            forward = imported("cudnn.block_sparse_attention").block_sparse_attention_forward
             index = even_lists(sets[0])
             calls = tuple(
                 lambda one=one: forward(one.q, one.k, one.v, index, sparse_block_size=case.block[0])[
@@ -233,7 +262,7 @@ class CudnnBlocks:
                 ]
                 for one in sets
             )
-            _gated(sets[0], _tried(calls))
+            gated(sets[0], ran(calls))
         return Ready(calls)
 
 

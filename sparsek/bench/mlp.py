@@ -1,10 +1,10 @@
 """y = act(x @ W1.T) @ W2.T as a benchmark: a training step, and decoding in a CUDA graph."""
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from sparsek.bench.case import (
     set_count,
     stored_name,
 )
-from sparsek.bench.sources import JOINED
+from sparsek.bench.several import Several, worst
 from sparsek.core import dtypes
 from sparsek.core.device import card_of
 from sparsek.core.errors import InvalidInput
@@ -32,44 +32,11 @@ from sparsek.formats.random import random_bsr
 from sparsek.ops.linear import linear
 from sparsek.ops.sddmm import plan_sddmm
 from sparsek.ops.spmm import plan_spmm
-from sparsek.plan.plan import Plan
 from sparsek.reference.epilogue import ACTIVATIONS, Epilogue
 from sparsek.testing.budget import FACTOR, FLOOR, Gate, error, judge
 from sparsek.testing.product_budget import stored
 
 MODES = ("eager", "compiled")
-
-
-class Moved(NamedTuple):
-    """What the products of a call have to read and write, each by itself."""
-
-    compulsory_bytes: float
-
-
-@dataclass(frozen=True)
-class Products:
-    """The plans of the products of one call, by name, in the place of one plan. `call` is what is measured."""
-
-    plans: Mapping[str, Plan]
-    call: Callable[[], Any]
-
-    @property
-    def kernel(self) -> str:
-        """The names of the kernels, joined."""
-        return JOINED.join(sorted({plan.kernel for plan in self.plans.values()}))
-
-    @property
-    def config(self) -> dict[str, Any]:
-        return {name: plan.config for name, plan in self.plans.items()}
-
-    @property
-    def problem(self) -> Moved:
-        return Moved(sum(plan.problem.compulsory_bytes for plan in self.plans.values()))
-
-    @property
-    def bound_seconds(self) -> float:
-        """The sum of the products' rooflines."""
-        return sum(plan.bound_seconds for plan in self.plans.values())
 
 
 @dataclass(frozen=True)
@@ -97,19 +64,19 @@ class MlpOperands(Operands):
     def eager(self, kernel: str | None) -> Callable[[], Tensor]:
         return lambda: self.forward(self.x, self.w1, self.w2)
 
-    def planned(self, plan: Products) -> Callable[[], Any]:
+    def planned(self, plan: Several) -> Callable[[], Any]:
         return plan.call
 
-    def plan(self, kernel: str | None) -> Products:
+    def plan(self, kernel: str | None) -> Several:
         refuse_names(kernel)
         hidden = self.x.new_empty(self.x.shape[0], self.w1.shape[0])
         plans = {
             "up": plan_spmm(self.x, self.w1.T, epilogue=Epilogue(activation=self.activation)),
             "down": plan_spmm(hidden, self.w2.T),
         }
-        return Products(plans, self.eager(None))
+        return Several(plans, self.eager(None))
 
-    def gate(self, plan: Products) -> Gate:
+    def gate(self, plan: Several) -> Gate:
         return self.judge(plan.call())
 
     def judge(self, out: Any) -> Gate:
@@ -152,7 +119,7 @@ class StepOperands(MlpOperands):
         """Forward, gradients of the inputs, gradients of the weights: as many each."""
         return 3.0 * super().useful_flops
 
-    def plan(self, kernel: str | None) -> Products:
+    def plan(self, kernel: str | None) -> Several:
         refuse_names(kernel)
         x, dy, w1, w2 = self.x.detach(), self.dy, _detached(self.w1), _detached(self.w2)
         hidden = x.new_empty(x.shape[0], w1.shape[0])
@@ -164,7 +131,7 @@ class StepOperands(MlpOperands):
             "gradient of x": plan_spmm(hidden, w1),
             "gradient of W1": plan_sddmm(hidden.mT, x, w1.pattern),
         }
-        return Products(plans, self.eager(None))
+        return Several(plans, self.eager(None))
 
     def eager(self, kernel: str | None) -> Callable[[], tuple[Tensor, ...]]:
         forward = self.forward if self.mode == "eager" else _compiled(self.activation)
@@ -203,11 +170,6 @@ def refuse_names(kernel: str | None) -> None:
 def judged(out: Tensor, exact64: Tensor, dense: Tensor) -> Gate:
     """The gate of a result whose like was computed densely in the same dtype: twice that one's error is allowed."""
     return judge(out, exact64, max(FLOOR, FACTOR * error(dense, exact64)))
-
-
-def worst(gates: Sequence[Gate]) -> Gate:
-    """The gate that comes nearest to its budget, or is furthest beyond it."""
-    return max(gates, key=lambda gate: (not gate.passed, gate.error / gate.budget))
 
 
 def _detached(w: BSR) -> BSR:

@@ -234,5 +234,5 @@ def test_flex_attention_gets_the_same_mask(monkeypatch: pytest.MonkeyPatch, mask
 
 
 def test_whatever_a_peer_raises_is_its_reason() -> None:
-    with pytest.raises(UnavailableError, match="RuntimeError: no such kernel"), attention_peers._setting_up():
+    with pytest.raises(UnavailableError, match="RuntimeError: no such kernel"), attention_peers.setting_up():
         raise RuntimeError("no such kernel\nand a long story")

@@ -1,0 +1,46 @@
+"""What several kernels do together, measured and recorded as one."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from sparsek.bench.sources import JOINED
+from sparsek.plan.plan import Plan
+from sparsek.testing.budget import Gate
+
+
+class Moved(NamedTuple):
+    """What the parts of a call have to read and write, each by itself."""
+
+    compulsory_bytes: float
+
+
+@dataclass(frozen=True)
+class Several:
+    """The plans of the parts of one call, by name, in the place of one plan. `call` is what is measured."""
+
+    plans: Mapping[str, Plan]
+    call: Callable[[], Any]
+
+    @property
+    def kernel(self) -> str:
+        """The names of the kernels, joined."""
+        return JOINED.join(sorted({plan.kernel for plan in self.plans.values()}))
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return {name: plan.config for name, plan in self.plans.items()}
+
+    @property
+    def problem(self) -> Moved:
+        return Moved(sum(plan.problem.compulsory_bytes for plan in self.plans.values()))
+
+    @property
+    def bound_seconds(self) -> float:
+        """The sum of the parts' rooflines."""
+        return sum(plan.bound_seconds for plan in self.plans.values())
+
+
+def worst(gates: Sequence[Gate]) -> Gate:
+    """The gate that comes nearest to its budget, or is furthest beyond it."""
+    return max(gates, key=lambda gate: (not gate.passed, gate.error / gate.budget))
