@@ -29,8 +29,8 @@ from sparsek.core.errors import InvalidInput
 from sparsek.formats.bsr import BSR, zero_padding
 from sparsek.formats.pattern import BlockPattern, block_sides
 from sparsek.formats.random import random_bsr
+from sparsek.ops.planning import matcher
 from sparsek.ops.spgemm import plan_spgemm, spgemm
-from sparsek.plan.matches import match
 from sparsek.plan.spgemm import SpgemmPlan
 from sparsek.testing.budget import Gate
 from sparsek.testing.poison import poisoned
@@ -91,12 +91,15 @@ class SpgemmOperands(Operands):
         return lambda: torch.matmul(first, second, out=out)
 
     def kernel_extra(self, kernel: str) -> dict[str, Any]:
-        """`symbolic_ms`: finding out which blocks meet, host included. `symbolic_share`: of a call on new patterns,
-        which also plans and runs.
+        """`symbolic_ms`: what depends on the patterns alone, host included: which blocks meet, as `spgemm` finds it out
+        on this device, and the kernel's list of work. `symbolic_share`: of a call on new patterns, which does both and
+        then runs.
         """
+        made, match = self.plan(kernel), matcher(self.a.device)
 
         def symbolic() -> object:
-            return match(new_pattern(self.a), new_pattern(self.b))
+            matches = match(new_pattern(self.a), new_pattern(self.b), None)
+            return made.choice.kernel.prepare(made.problem, made.config, matches)
 
         def whole() -> object:
             first, second = (BSR.unchecked(new_pattern(one), one.values) for one in (self.a, self.b))

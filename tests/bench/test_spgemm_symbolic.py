@@ -1,0 +1,70 @@
+"""What bench times as the symbolic phase: the device's own matcher, then the kernel's list of work, then nothing."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from sparsek.bench import case as cases
+from sparsek.bench import spgemm
+from sparsek.bench.spgemm import SpgemmCase
+from sparsek.core.clock import Times
+from sparsek.kernels import load
+from sparsek.plan.matches import match
+
+CPU = torch.device("cpu")
+CASE = SpgemmCase(64, 96, 80, (32, 48), (48, 16), 0.5, dtype="fp32")
+KERNEL = "cpu.spgemm"
+
+
+@pytest.fixture
+def timed(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[[], object]]:
+    """The calls that would be timed, after one `kernel_extra` that saw 2 ms and 8 ms."""
+    calls: dict[str, Callable[[], object]] = {}
+
+    def wall_rounds(given: Any, device: torch.device, rounds: int) -> dict[str, Times]:
+        calls.update(given)
+        return {"symbolic": Times(2.0, 1.0, 3.0, 1), "whole": Times(8.0, 7.0, 9.0, 1)}
+
+    monkeypatch.setattr(cases, "MAX_SETS", 2)
+    monkeypatch.setattr(spgemm, "wall_rounds", wall_rounds)
+    return calls
+
+
+def test_the_share_is_of_the_whole_call(timed: dict[str, Callable[[], object]]) -> None:
+    (one, *_) = CASE.operands(CPU)
+    found = one.kernel_extra(KERNEL)
+    assert (found["symbolic_ms"], found["symbolic_share"]) == (2.0, 0.25)
+
+
+def test_matches_are_made_as_the_device_makes_them_and_tiles_with_them(
+    monkeypatch: pytest.MonkeyPatch, timed: dict[str, Callable[[], object]]
+) -> None:
+    done: list[str] = []
+
+    def own(a: Any, b: Any, wanted: Any) -> Any:
+        done.append("match")
+        assert a is not one.a.pattern
+        assert wanted is None
+        return match(a, b, wanted)
+
+    def matcher(device: torch.device) -> Any:
+        assert device == CPU
+        return own
+
+    kernel = type(load(KERNEL))
+    prepare, launch = kernel.prepare, kernel.launch
+    monkeypatch.setattr(spgemm, "matcher", matcher)
+    monkeypatch.setattr(
+        kernel, "prepare", lambda self, *given: (done.append("prepare"), prepare(self, *given))[1]
+    )
+    monkeypatch.setattr(kernel, "launch", lambda self, *given: (done.append("run"), launch(self, *given))[1])
+    (one, *_) = CASE.operands(CPU)
+    one.kernel_extra(KERNEL)
+    done.clear()
+    timed["symbolic"]()
+    assert done == ["match", "prepare"]
+    done.clear()
+    timed["whole"]()
+    assert done == ["prepare", "run"]  # the verb brings its own matcher
