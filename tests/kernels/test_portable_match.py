@@ -74,7 +74,8 @@ def test_the_sum_of_the_chunks_compiles_without_spills(card):
 def test_tiles_are_dealt_in_registers_and_stored_16_bytes_at_once(card, dense, lanes):
     constants = {"LANES": lanes, "STEP": tiles.STEP}
     constants |= {} if dense else {"c_indptr": None, "c_indices": None}
-    types = {name: "*i32" for name in (*tiles._LISTS, "tiles", "starts")}
+    names = *tiles._LISTS, "tiles", "starts"
+    types: dict[str, str] = dict.fromkeys(names, "*i32")
     code = compiled(tiles._deal, types, constants, CARDS[card], tiles.WARPS, 1)
     assert code.stack == 0
     assert code.registers <= 64 * lanes // 256 + 16, "32 warps on an SM for one CTA an SM, 20 for two"
