@@ -29,16 +29,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsek.core import dtypes, env
+from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.formats.block_mask import BlockMask
+from sparsek.kernels.prims import portable_attention as common
+from sparsek.kernels.prims.portable_attention import LOG2E, admitted, is_hopper, load_tile, padded
+from sparsek.kernels.prims.portable_tensors import SIZE_LIMIT, at
 from sparsek.plan.kernel import AttentionKernel
 from sparsek.plan.problem import AttentionProblem
 
-DIMS = (32, 64, 96, 128, 192, 256)
-LOG2E = 1.4426950408889634
-# Lengths stay this far under 2^31 so that a last tile's int32 query and key numbers do not wrap.
-SIZE_LIMIT = 2**31 - 2048
+DIMS = common.DIMS
 
 
 @dataclass(frozen=True)
@@ -71,57 +71,6 @@ class Work:
 
 
 @triton.jit
-def _at(x, wide: tl.constexpr):
-    """An index as int64 where offsets may pass 2^31."""
-    return x.to(tl.int64) if wide else x
-
-
-@triton.jit
-def _tile(
-    base, first, limit, row_stride, col_stride,
-    ROWS: tl.constexpr, COLS: tl.constexpr, RAGGED: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
-    """ROWS rows from `first` on, of COLS columns padded to a power of two. RAGGED: zeros from row `limit` on."""
-    PADDED: tl.constexpr = triton.next_power_of_2(COLS)
-    row = tl.arange(0, ROWS)
-    col = tl.arange(0, PADDED)
-    at = base + first.to(tl.int64) * row_stride
-    at = at + ((_at(row, WIDE) * row_stride)[:, None] + (_at(col, WIDE) * col_stride)[None, :])
-    live = (row < (limit - first if RAGGED else ROWS))[:, None]
-    if PADDED != COLS:
-        live = live & (col < COLS)[None, :]
-    return tl.load(at, mask=live, other=0.0)
-
-
-@triton.jit
-def _admitted(
-    low, high, rules, bits, entry, inside, first, inner,
-    BM: tl.constexpr, BK: tl.constexpr, TN: tl.constexpr,
-):  # fmt: skip
-    """bool [tile_m, tile_n]: what the rule of a partial block admits of the keys from `first` on.
-
-    `inside` [tile_m] and `inner` count queries and keys from the block's corner.
-    """
-    c = tl.arange(0, TN)
-    if bits is None:
-        key = first + c
-        return (low[:, None] <= key[None, :]) & (key[None, :] < high[:, None])
-    else:
-        WORDS: tl.constexpr = BK // 32
-        rule = tl.load(rules + entry)
-        words = bits + tl.maximum(rule, 0).to(tl.int64) * (BM * WORDS) + (inside * WORDS + inner // 32)
-        ok = tl.zeros((inside.shape[0], TN), dtype=tl.int1)
-        for w in tl.static_range((TN + 31) // 32):
-            word = tl.load(words + w, mask=rule >= 0, other=0)
-            bit = (word[:, None] >> ((inner + c) % 32)[None, :]) & 1
-            ok = ok | ((bit != 0) & (c // 32 == w)[None, :])
-        if low is not None:
-            key = first + c
-            ok = ok | ((rule < 0) & (low[:, None] <= key[None, :]) & (key[None, :] < high[:, None]))
-        return ok
-
-
-@triton.jit
 def _walk(
     acc, total, top, q, k, v, inside, low, high, rules, bits,
     columns, start, steps, scale, kv_len, sk_d, sv_d,
@@ -134,14 +83,14 @@ def _walk(
     for step in range(steps):
         inner = step % PER * TN
         first = column * BK + inner
-        k_tile = _tile(k, first, kv_len, SK_N, sk_d, TN, D, PARTIAL, WIDE)
-        v_tile = _tile(v, first, kv_len, SV_N, sv_d, TN, DV, PARTIAL, WIDE)
+        k_tile = load_tile(k, first, kv_len, SK_N, sk_d, TN, D, PARTIAL, WIDE)
+        v_tile = load_tile(v, first, kv_len, SV_N, sv_d, TN, DV, PARTIAL, WIDE)
         # Read one step ahead: an index loaded in the step that uses it would halve the pipeliner's buffers.
         column = tl.load(columns + start + (step + 1) // PER, mask=step + 1 < steps, other=0)
 
         s = tl.dot(q, tl.trans(k_tile))
         if PARTIAL:
-            ok = _admitted(low, high, rules, bits, start + step // PER, inside, first, inner, BM, BK, TN)
+            ok = admitted(low, high, rules, bits, start + step // PER, inside, first, inner, BM, BK, TN)
             s = tl.where(ok, s, float("-inf"))
         now = tl.maximum(top, tl.max(s, 1) * scale)
         base = now
@@ -195,15 +144,15 @@ def _attention(
     begin = tile * BM + sub * TM
     inside = sub * TM + tl.arange(0, TM)
     query = begin + tl.arange(0, TM)
-    q_tile = _tile(q + b * sq_b + h * sq_h, begin, q_len, sq_m, sq_d, TM, D, True, WIDE)
+    q_tile = load_tile(q + b * sq_b + h * sq_h, begin, q_len, sq_m, sq_d, TM, D, True, WIDE)
     k += b * sk_b + h // KV_GROUP * sk_h
     v += b * sv_b + h // KV_GROUP * sv_h
     low = None
     high = None
     if lo is not None:
-        at = group.to(tl.int64) * rule_step + query
-        low = tl.load(lo + at, mask=query < q_len, other=0)
-        high = tl.load(hi + at, mask=query < q_len, other=0)
+        where = group.to(tl.int64) * rule_step + query
+        low = tl.load(lo + where, mask=query < q_len, other=0)
+        high = tl.load(hi + where, mask=query < q_len, other=0)
 
     acc = tl.zeros((TM, PADDED_DV), dtype=tl.float32)
     total = tl.zeros((TM,), dtype=tl.float32)
@@ -230,11 +179,11 @@ def _attention(
     acc = acc / total[:, None]
     col = tl.arange(0, PADDED_DV)
     out += b * so_b + h * so_h + begin.to(tl.int64) * so_m
-    out += (_at(tl.arange(0, TM), WIDE) * so_m)[:, None] + (_at(col, WIDE) * so_d)[None, :]
+    out += (at(tl.arange(0, TM), WIDE) * so_m)[:, None] + (at(col, WIDE) * so_d)[None, :]
     tl.store(out, acc.to(out.dtype.element_ty), mask=(query < q_len)[:, None] & (col < DV)[None, :])
     if lse is not None:
-        at = lse + head.to(tl.int64) * q_len + query
-        tl.store(at, (top + tl.log2(total)) * 0.6931471805599453, mask=query < q_len)
+        lse += head.to(tl.int64) * q_len + query
+        tl.store(lse, (top + tl.log2(total)) * 0.6931471805599453, mask=query < q_len)
 
 
 def _wide(c: Config, *tensors: Tensor) -> bool:
@@ -280,24 +229,16 @@ AMPERE: dict[int, tuple[Config, ...]] = {
 RATES = {64: 320.0, 128: 380.0, 256: 340.0}
 
 
-def _padded(dim: int) -> int:
-    return 1 << (dim - 1).bit_length()
-
-
 def _table(p: AttentionProblem) -> int:
     """The key of `p` in the tables."""
-    return max(64, _padded(p.dim), _padded(p.v_dim))
-
-
-def _hopper(p: AttentionProblem) -> bool:
-    return p.on_cpu or p.card.capability[0] == 9
+    return max(64, padded(p.dim), padded(p.v_dim))
 
 
 def _shared(p: AttentionProblem, c: Config) -> int:
     """Bytes of shared memory, 3 KiB of small things included. On sm_80 one stage is in registers, and P may not be."""
-    buffers = c.num_stages if _hopper(p) else c.num_stages - 1
-    d, dv = _padded(p.dim), _padded(p.v_dim)
-    spread = not _hopper(p) and c.tile_m < max(c.tile_n, dv)
+    buffers = c.num_stages if is_hopper(p) else c.num_stages - 1
+    d, dv = padded(p.dim), padded(p.v_dim)
+    spread = not is_hopper(p) and c.tile_m < max(c.tile_n, dv)
     elements = c.tile_m * d + buffers * c.tile_n * (d + dv) + (c.tile_m * c.tile_n if spread else 0)
     return elements * dtypes.itemsize(p.dtype) + 3072
 
@@ -307,15 +248,9 @@ def _programs(p: AttentionProblem, c: Config) -> int:
 
 
 def _section(p: AttentionProblem) -> int:
-    """How many heads are walked side by side: those whose K and V fit in half of L2, so that rows find there what
-    others have read. More where a section would be so short that its longest row, begun late, outlasts the rest.
-    """
-    heads = p.batch * p.q_heads
-    head_bytes = max(1, p.kv_len * (p.dim + p.v_dim) * dtypes.itemsize(p.dtype))
-    held = max(1, p.card.l2_bytes // 2 // head_bytes) * p.group
-    shortest = 2 * p.card.sm_count * max(1, p.longest)
-    sections = max(1, min(-(-heads // held), p.visited // shortest))
-    return -(-heads // sections)
+    """How many heads of queries are walked side by side: those that share K and V, as far as these fit in L2."""
+    head_bytes = p.kv_len * (p.dim + p.v_dim) * dtypes.itemsize(p.dtype)
+    return common.section(p, p.batch * p.q_heads, head_bytes, p.group)
 
 
 class PortableAttention:
@@ -325,20 +260,7 @@ class PortableAttention:
 
     def why_not(self, p: AttentionProblem) -> list[str]:
         """Reasons why `p` cannot run here."""
-        why = []
-        if p.on_cpu and not env.interpreting():
-            why.append("CPU tensors need Triton's interpreter (TRITON_INTERPRET=1 before the import)")
-        if p.on_cpu and p.dtype == "bf16":
-            why.append("bf16 is wrong in Triton's interpreter; use fp16 there")
-        if not p.on_cpu and p.card.capability < (8, 0):
-            has = ".".join(map(str, p.card.capability))
-            why.append(f"needs compute capability 8.0 or newer; {p.card.name} has {has}")
-        if p.dtype not in ("bf16", "fp16"):
-            why.append(f"dtype must be bf16 or fp16, not {p.dtype}")
-        if p.dim not in DIMS or p.v_dim not in DIMS:
-            why.append(f"head dims must be among {', '.join(map(str, DIMS))}; got {p.dim} and {p.v_dim}")
-        if max(p.q_len, p.kv_len) > SIZE_LIMIT:
-            why.append(f"lengths must be at most {SIZE_LIMIT}; got {p.q_len} queries and {p.kv_len} keys")
+        why = common.why_not(p)
         if not why and not any(True for _ in self.configs(p)):
             why.append(f"no tile fits into {p.card.smem_bytes} bytes of shared memory")
         if not why and _programs(p, self.default(p)) > SIZE_LIMIT:
@@ -353,7 +275,7 @@ class PortableAttention:
 
     def configs(self, p: AttentionProblem) -> Iterator[Config]:
         """Serious alternatives, best guess first: what suits the mask's block and the card's shared memory."""
-        for c in (HOPPER if _hopper(p) else AMPERE)[_table(p)]:
+        for c in (HOPPER if is_hopper(p) else AMPERE)[_table(p)]:
             divides = c.tile_m <= p.block[0] and c.tile_n <= p.block[1]
             if divides and (p.on_cpu or _shared(p, c) <= p.card.smem_bytes):
                 yield c
@@ -367,7 +289,7 @@ class PortableAttention:
             return 1e-3 * (programs + steps)
         rate = 1e12 * RATES[_table(p)] * p.card.tflops[p.dtype] / 690.0
         rate *= 1.0 if c.tile_m >= 128 else 0.85  # half as many FLOP for each byte of K and V
-        block = 2.0 * p.block[0] * p.block[1] * (_padded(p.dim) + _padded(p.v_dim))
+        block = 2.0 * p.block[0] * p.block[1] * (padded(p.dim) + padded(p.v_dim))
         busy = max(1, min(p.card.sm_count, programs)) / p.card.sm_count
         waves = 1.5e-6 * -(-programs // p.card.sm_count)
         arithmetic = waves + block * p.visited / (rate * busy)
@@ -376,8 +298,8 @@ class PortableAttention:
         return p.card.launch_seconds + max(arithmetic, longest, p.compulsory_bytes / (0.8 * p.card.bandwidth))
 
     def notes(self, p: AttentionProblem, c: Config) -> list[str]:
-        padded = [f"{d} as {_padded(d)}" for d in sorted({p.dim, p.v_dim}) if _padded(d) != d]
-        return [f"head dim {' and '.join(padded)}, padded with zeros"] if padded else []
+        wider = [f"{d} as {padded(d)}" for d in sorted({p.dim, p.v_dim}) if padded(d) != d]
+        return [f"head dim {' and '.join(wider)}, padded with zeros"] if wider else []
 
     def prepare(self, p: AttentionProblem, c: Config, mask: BlockMask) -> Work:
         """The order of the query tiles, on the mask's device, without a sync. Rows of one length are not sorted."""
