@@ -14,7 +14,7 @@ from sparsek.formats.bsr import BSR
 from sparsek.formats.io import load, save
 from sparsek.formats.pattern import BlockPattern
 from sparsek.formats.random import random_bsr
-from sparsek.ops.attention import attention, plan_attention
+from sparsek.ops.attention import attention, plan_attention, plan_attention_backward
 from sparsek.ops.linear import linear, swiglu
 from sparsek.ops.sddmm import plan_sddmm, sddmm
 from sparsek.ops.spgemm import plan_spgemm, spgemm
@@ -39,6 +39,7 @@ __all__ = [
     "merge",
     "nn",
     "plan_attention",
+    "plan_attention_backward",
     "plan_sddmm",
     "plan_spgemm",
     "plan_spmm",

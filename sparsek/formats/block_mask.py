@@ -180,9 +180,15 @@ class BlockMask:
 
     @property
     def transposed(self) -> TransposedLists:
-        """For every key block the query tiles that visit it. Built once, without a sync."""
+        """For every key block the query tiles that visit it. Built once, without a sync.
+
+        Lists that are built while a CUDA graph is captured belong to the graph: they are not kept.
+        """
         from sparsek.formats import mask_view
 
+        in_graph = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if in_graph and "transposed" not in self._memo:
+            return mask_view.transposed(self)
         return self.derived("transposed", lambda: mask_view.transposed(self))
 
     def derived(self, key: Hashable, build: Callable[[], Made]) -> Made:

@@ -26,6 +26,10 @@ KERNELS: tuple[tuple[str, str], ...] = (
     ("attention", "portable.attention_fwd"),
     ("attention", "cpu.attention"),
     ("attention", "reference.attention"),
+    ("attention_backward", "hopper.attention_bwd"),
+    ("attention_backward", "portable.attention_bwd"),
+    ("attention_backward", "cpu.attention_bwd"),
+    ("attention_backward", "reference.attention_bwd"),
 )
 
 

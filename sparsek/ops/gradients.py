@@ -1,10 +1,11 @@
-"""Which operation is the adjoint of which. Each backward pass is made of operations that have gradients themselves.
+"""Which operation is the adjoint of which. Backward passes of products are products, which have gradients themselves.
 
     C = act(alpha A B + bias) + other      dA = alpha (dZ B^T) at A's blocks      dB = alpha A^T dZ      dZ = act' dC
                                            dbias = sums of dZ's rows              dother = dC
     S = (X Y) at P                         dX = dS Y^T                            dY = X^T dS
     C = A B at P                           dA = (dC B^T) at A's blocks            dB = (A^T dC) at B's blocks
     C = A B, dense                         the same, dC read at the blocks that C can have
+    out, lse = attention(q, k, v)          attention_backward, which has no gradient itself
 
 A gradient of values has their shape and order, [nnzb, bm, bk] as they are stored, also where A was a transposed view:
 for A = V^T dV is B dZ^T at V's blocks. So nothing is ever as large as a dense matrix that was not dense before.
@@ -22,8 +23,9 @@ from torch import Tensor
 
 from sparsek import kernels
 from sparsek.core.errors import InvalidInput
+from sparsek.plan.attention_operands import NO_SECOND_GRADIENT
 
-Gradients = tuple[Tensor | None, ...]
+Gradients = tuple[Any, ...]
 
 
 def kin(kernel: str | None, op: str) -> str | None:
@@ -162,6 +164,34 @@ def of_sampled(ctx: Any, grad: Tensor) -> Gradients:
     if x is not None:
         of_a = _dense_at(x.mT, s, a[1:], kernel)
     return of_x, of_a, *[None] * 9
+
+
+def save_attention(ctx: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
+    """Keeps q, k, v, the mask's tensors, and out and lse, from which the weights are computed again."""
+    q, k, v, mask, numbers, scale, return_lse, kernel, deterministic = inputs
+    ctx.save_for_backward(q, k, v, *output, *mask)
+    ctx.set_materialize_grads(False)
+    ctx.call = numbers, scale, deterministic, kernel, return_lse
+
+
+def of_attention(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> Gradients:
+    """The gradients of q, k and v. One that is not wanted costs no less, since they share their products."""
+    numbers, scale, deterministic, kernel, with_lse = ctx.call
+    if not with_lse:
+        raise InvalidInput("gradients need lse; call torch.ops.sparsek.attention with return_lse=True")
+    q, k, v, out, lse, *mask = ctx.saved_tensors
+    grad = torch.zeros_like(out) if grad is None else grad
+    args = mask, numbers, scale, deterministic, kin(kernel, "attention_backward")
+    found = torch.ops.sparsek.attention_backward(q, k, v, out, lse, grad, grad_lse, *args)
+    wanted = [x if needed else None for x, needed in zip(found, ctx.needs_input_grad, strict=False)]
+    # torch wants the structure of the inputs, where a list of tensors has elements and any other list has none.
+    listed = all(isinstance(x, Tensor) for x in mask)
+    return *wanted, [None] * len(mask) if listed else None, None if numbers else [], *[None] * 4
+
+
+def of_attention_backward(ctx: Any, *grads: Tensor) -> Gradients:
+    """There are none."""
+    raise InvalidInput(NO_SECOND_GRADIENT)
 
 
 def _spmm(

@@ -1,8 +1,8 @@
-"""The plan of attention over the blocks of a mask."""
+"""The plan of attention over the blocks of a mask, and what it shares with the plan of its gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,11 +18,11 @@ from sparsek.plan.plan import Plan
 
 
 @dataclass(frozen=True, eq=False)
-class AttentionPlan(Plan):
-    """How to run attention over one mask for one shape of q, k and v. Call it: `plan(q, k, v, mask)`.
+class MaskPlan(Plan):
+    """A plan over the blocks of one mask for one shape of q, k and v. `problem` is an AttentionProblem.
 
-    `problem` is an AttentionProblem. `mask` is a weak reference: a mask keeps its plans. A plan that was made without
-    a mask is `unmasked` and keeps the mask of every block. `made` is where on which stream the work became ready.
+    `mask` is a weak reference: a mask keeps its plans. A plan that was made without a mask is `unmasked` and keeps the
+    mask of every block. `made` is where on which stream the work became ready.
     """
 
     mask: Callable[[], BlockMask | None] = field(default=lambda: None, repr=False)
@@ -30,18 +30,14 @@ class AttentionPlan(Plan):
     unmasked: bool = False
     made: Made | None = field(default=None, repr=False)
 
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None = None, *, scale: float | None = None
-    ) -> Any:
-        """out, or (out, lse) if planned with return_lse; as `sk.attention`. No host sync.
-
-        Raises InvalidInput for operands of other shapes, dtypes or alignment, and for another mask.
-        """
-        if torch.compiler.is_compiling():
-            raise InvalidInput("plans do not go through torch.compile; call attention(q, k, v, mask) there")
+    def checked(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None) -> BlockMask:
+        """The mask to use. InvalidInput for another mask, and for operands of other shapes, dtypes or alignment."""
+        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+            raise InvalidInput(
+                "plans do not go through torch.compile and torch.func; call attention(q, k, v, mask) there"
+            )
         self.refuse_unless_ready()
         operands.check_tensors(q, k, v)
-        operands.check_no_gradient(q, k, v)
         planned = self.mask()
         found = planned if mask is None and self.unmasked else mask
         if found is None or found is not planned:
@@ -51,25 +47,7 @@ class AttentionPlan(Plan):
             )
         operands.check_mask(q, k, found)
         self._check_planned(q, k, v)
-        out, lse = self.run(q, k, v, found, operands.checked_scale(scale, q.shape[3]))
-        return out if lse is None else (out, lse)
-
-    def run(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float
-    ) -> tuple[Tensor, Tensor | None]:
-        """The call without its checks, for operands that are known to fit. lse is None unless it was planned."""
-        out = operands.empty_out(q, v.shape[3])
-        lse = q.new_empty(q.shape[:3], dtype=operands.lse_dtype(q.dtype)) if self.problem.lse else None
-        if out.numel() == 0:
-            return out, lse
-        if mask.kv_len == 0:
-            return out.zero_(), None if lse is None else lse.fill_(-torch.inf)
-        if self.made is not None and not captured(q):
-            follow(self.made, tensors_in(self.work))
-        kernel, config, _ = self.choice
-        with dtypes.as_given(q.device):
-            kernel.launch(config, self.work, q, k, v, mask, scale, out, lse)
-        return out, lse
+        return found
 
     def _check_planned(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         p = self.problem
@@ -90,6 +68,11 @@ class AttentionPlan(Plan):
                 "attention(q, k, v, mask) takes any"
             )
 
+    def _follow(self, x: Tensor) -> None:
+        """The current stream waits for the work."""
+        if self.made is not None and not captured(x):
+            follow(self.made, tensors_in(self.work))
+
     def headline(self) -> list[str]:
         p = self.problem
         shared = f", {p.group} heads of q to a head of k" if p.group > 1 else ""
@@ -97,7 +80,10 @@ class AttentionPlan(Plan):
             f"q {[p.batch, p.q_heads, p.q_len, p.dim]} {p.dtype}, k {[p.batch, p.kv_heads, p.kv_len, p.dim]}, "
             f"v {[p.batch, p.kv_heads, p.kv_len, p.v_dim]}{shared}, on {p.card.name}"
         )
-        return [f"attention   {shapes}", f"  mask       {self._mask_line()}"]
+        return [f"{self._title():<11} {shapes}", f"  mask       {self._mask_line()}"]
+
+    def _title(self) -> str:
+        return "attention"
 
     def _mask_line(self) -> str:
         p = self.problem
@@ -119,16 +105,63 @@ class AttentionPlan(Plan):
         return f"{heads}, per batch item" if p.mask_batch > 1 else heads
 
     def details(self) -> list[str]:
-        p, mask = self.problem, self.mask()
-        size = dtypes.itemsize(p.dtype)
-        rows, keys = p.batch * p.q_heads * p.q_len, p.batch * p.kv_heads * p.kv_len
-        beyond = [] if mask is None else [f"mask {_megabytes(mask.nbytes)}"]
+        beyond = [] if self.mask() is None else self._beyond()
         if self.ready:
-            beyond.append(f"plan {_megabytes(sum(x.nbytes for x in tensors_in(self.work)))}")
+            beyond.append(f"plan {megabytes(self._own())}")
         more = f" beyond {', '.join(beyond)}" if beyond else ""
-        line = f"  memory     q, k, v and out {_megabytes((rows + keys) * (p.dim + p.v_dim) * size)}{more}"
-        return [line, *super().details()]
+        name, size = self._tensors()
+        return [f"  memory     {name} {megabytes([size])}{more}", *super().details()]
+
+    def _tensors(self) -> tuple[str, int]:
+        """Which tensors a call reads and writes, and their bytes."""
+        p = self.problem
+        rows, keys = p.batch * p.q_heads * p.q_len, p.batch * p.kv_heads * p.kv_len
+        return "q, k, v and out", (rows + keys) * (p.dim + p.v_dim) * dtypes.itemsize(p.dtype)
+
+    def _beyond(self) -> list[str]:
+        """What the mask holds, in words."""
+        mask = self.mask()
+        return [] if mask is None else [f"mask {megabytes([mask.nbytes])}"]
+
+    def _own(self) -> list[int]:
+        """Bytes of the work's tensors."""
+        return [x.nbytes for x in tensors_in(self.work)]
 
 
-def _megabytes(count: int) -> str:
-    return f"{count / 1e6:.4g} MB"
+@dataclass(frozen=True, eq=False)
+class AttentionPlan(MaskPlan):
+    """How to run attention over one mask for one shape of q, k and v. Call it: `plan(q, k, v, mask)`."""
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None = None, *, scale: float | None = None
+    ) -> Any:
+        """out, or (out, lse) if planned with return_lse; as `sk.attention`, but without gradients. No host sync.
+
+        Raises InvalidInput for operands of other shapes, dtypes or alignment, for another mask, and where a gradient is
+        wanted: `sk.attention(q, k, v, mask, plan=plan)` has one.
+        """
+        found = self.checked(q, k, v, mask)
+        operands.check_no_gradient(q, k, v)
+        out, lse = self.run(q, k, v, found, operands.checked_scale(scale, q.shape[3]))
+        return out if lse is None else (out, lse)
+
+    def run(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float
+    ) -> tuple[Tensor, Tensor | None]:
+        """The call without its checks, for operands that are known to fit. lse is None unless it was planned."""
+        out = operands.empty_out(q, v.shape[3])
+        lse = q.new_empty(q.shape[:3], dtype=operands.lse_dtype(q.dtype)) if self.problem.lse else None
+        if out.numel() == 0:
+            return out, lse
+        if mask.kv_len == 0:
+            return out.zero_(), None if lse is None else lse.fill_(-torch.inf)
+        self._follow(q)
+        kernel, config, _ = self.choice
+        with dtypes.as_given(q.device):
+            kernel.launch(config, self.work, q, k, v, mask, scale, out, lse)
+        return out, lse
+
+
+def megabytes(counts: Iterable[int]) -> str:
+    """A sum of bytes in words."""
+    return f"{sum(counts) / 1e6:.4g} MB"

@@ -12,9 +12,10 @@ from sparsek.core.errors import InvalidInput
 from sparsek.formats.block_mask import BlockMask
 from sparsek.plan.made import captured
 
-NO_GRADIENT = (
-    "attention has no gradient yet; call it under torch.no_grad(), "
-    "or use sparsek.reference.attention.attention, which has one"
+PLAN_HAS_NO_GRADIENT = "a plan that is called has no gradient; attention(q, k, v, mask, plan=plan) has one, torch.no_grad() needs none"
+NO_SECOND_GRADIENT = (
+    "the gradients of attention have no gradients themselves; sparsek.reference.attention.attention has those of any "
+    "order"
 )
 SCALES = (1e-30, 1e30)  # float32 holds them, also times log2(e)
 DIMS = {"q": "[B, Hq, S, D]", "k": "[B, Hkv, T, D]", "v": "[B, Hkv, T, Dv]"}
@@ -98,10 +99,55 @@ def check_mask(q: Tensor, k: Tensor, mask: Any, *, here: bool = True) -> None:
         mask.verify()
 
 
+def wants_gradient(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether autograd expects a gradient."""
+    return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+
+
 def check_no_gradient(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """InvalidInput where autograd would expect a gradient."""
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        raise InvalidInput(NO_GRADIENT)
+    """InvalidInput where autograd would expect a gradient of a plan's call."""
+    if wants_gradient(q, k, v):
+        raise InvalidInput(PLAN_HAS_NO_GRADIENT)
+
+
+def check_backward(
+    q: Tensor, v: Tensor, out: Any, lse: Any, grad: Any, grad_lse: Any, *, predicted: bool = False
+) -> None:
+    """InvalidInput unless out and lse can be those of q and v, and grad and grad_lse the gradients of these.
+
+    `predicted`: they may be on the meta device.
+    """
+    of_out = (*q.shape[:3], v.shape[3]), q.dtype
+    of_lse = tuple(q.shape[:3]), lse_dtype(q.dtype)
+    for name, x, (shape, dtype) in (
+        ("out", out, of_out),
+        ("lse", lse, of_lse),
+        ("grad", grad, of_out),
+        ("grad_lse", grad_lse, of_lse),
+    ):
+        if x is None and name == "grad_lse":
+            continue
+        if not isinstance(x, Tensor) or (x.device.type == "meta" and not predicted):
+            raise InvalidInput(f"{name} must be a dense torch.Tensor {list(shape)}, got {type(x).__name__}")
+        if tuple(x.shape) != shape or x.dtype != dtype or x.device != q.device or x.layout != torch.strided:
+            raise InvalidInput(
+                f"{name} must be {dtype} {list(shape)} on {q.device}, got {x.dtype} {list(x.shape)} on {x.device}"
+            )
+    if not _gapless(out) or not lse.is_contiguous():
+        raise InvalidInput(
+            "out and lse must lie in memory as attention gave them: out as [B, Hq, S, Dv] or [B, S, Hq, Dv], without "
+            "gaps"
+        )
+
+
+def _gapless(x: Tensor) -> bool:
+    return x.is_contiguous() or x.transpose(1, 2).is_contiguous()
+
+
+def fitting(grad: Tensor, out: Tensor, aligned: bool) -> Tensor:
+    """`grad`, or a copy that lies as `out` does, where its last dim has gaps or it is not as `aligned` as is needed."""
+    fits = grad.stride(3) == 1 and (not aligned or is_aligned(grad))
+    return grad if fits else torch.empty_like(out).copy_(grad)
 
 
 def checked_scale(scale: Any, dim: int) -> float:
@@ -131,6 +177,18 @@ def layout(q: Tensor, k: Tensor, v: Tensor) -> Layout:
     strides = q0 | q1 | q2 | k0 | k1 | k2 | v0 | v1 | v2
     starts = q.data_ptr() | k.data_ptr() | v.data_ptr()
     return Layout(unit_stride, unit_stride and (strides * q.element_size() | starts) % 16 == 0)
+
+
+def backward_layout(q: Tensor, k: Tensor, v: Tensor) -> Layout:
+    """The layout of q, k, v and the gradient of out, which is copied if need be: see `fitting`."""
+    unit_stride, aligned = layout(q, k, v)
+    return Layout(unit_stride, aligned and v.shape[3] * v.element_size() % 16 == 0)
+
+
+def is_aligned(x: Tensor) -> bool:
+    """Whether the pointer of x, whose last dim is contiguous, and all other strides are multiples of 16 bytes."""
+    size = x.element_size()
+    return x.data_ptr() % 16 == 0 and all(stride * size % 16 == 0 for stride in x.stride()[:-1])
 
 
 def empty_out(q: Tensor, v_dim: int) -> Tensor:

@@ -10,7 +10,14 @@ from sparsek.formats.block_mask import BlockMask
 from sparsek.formats.bsr import BSR
 from sparsek.formats.pattern import BlockPattern
 from sparsek.plan.matches import Matches
-from sparsek.plan.problem import AttentionProblem, Problem, SddmmProblem, SpgemmProblem, SpmmProblem
+from sparsek.plan.problem import (
+    AttentionGradProblem,
+    AttentionProblem,
+    Problem,
+    SddmmProblem,
+    SpgemmProblem,
+    SpmmProblem,
+)
 from sparsek.reference.epilogue import PLAIN, Epilogue
 
 P = TypeVar("P", contravariant=True)
@@ -105,6 +112,45 @@ class AttentionKernel(Kernel[AttentionProblem], Protocol):
 
         `out` lies in memory as [B, Hq, S, Dv] or as [B, S, Hq, Dv], without gaps; `lse` is contiguous. No side of
         either and not T is 0. `scale` is positive and multiplies q k^T, base e.
+        """
+        ...
+
+
+class AttentionGradKernel(Kernel[AttentionGradProblem], Protocol):
+    """One implementation of the gradients of attention over the blocks of a mask."""
+
+    def prepare(self, p: AttentionGradProblem, c: Any, mask: BlockMask) -> Any:
+        """As `AttentionKernel.prepare`. What the kernel reads of `mask.transposed` belongs into the work: its tensors
+        are those that calls on other streams wait for.
+        """
+        ...
+
+    def launch(
+        self,
+        c: Any,
+        work: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: BlockMask,
+        scale: float,
+        out: Tensor,
+        lse: Tensor,
+        grad: Tensor,
+        grad_lse: Tensor | None,
+        dq: Tensor,
+        dk: Tensor,
+        dv: Tensor,
+    ) -> None:
+        """Runs. `dq`, `dk` and `dv` have the shapes of q, k and v, and are preallocated and fully overwritten.
+
+        P = exp(scale q k^T - lse) where the mask admits it, delta = rowsum(grad * out) - grad_lse,
+        dv = P^T grad, dS = P * (grad v^T - delta), dq = scale dS k, dk = scale dS^T q. Rows of lse = -inf, which see
+        nothing, give nothing. dk and dv are summed over the heads of q that a head of k serves.
+
+        `out` and `lse` are as the forward pass gave them, `lse` contiguous. `grad` [B, Hq, S, Dv] is of q's dtype.
+        `grad_lse` [B, Hq, S] is float32 (float64 for float64) and contiguous, or None for 0. dq, dk and dv lie in
+        memory as [B, H, L, E] or as [B, L, H, E], without gaps. No side of anything is 0.
         """
         ...
 

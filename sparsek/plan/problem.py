@@ -326,3 +326,36 @@ class AttentionProblem:
         size = dtypes.itemsize(self.dtype)
         tensors = (queries + keys) * (self.dim + self.v_dim) * size
         return float(tensors + 4 * self.stored + (4 * queries if self.lse else 0))
+
+
+@dataclass(frozen=True)
+class AttentionGradProblem(AttentionProblem):
+    """dq, dk and dv of an attention whose q, k, v, out and lse are there, from grad, the gradient of out.
+
+    Sizes and lists are those of the forward pass; `longest` is a row of query tiles, of key blocks only the mask's
+    transposed lists know. `unit_stride` and `aligned` speak of grad too. `lse` is always wanted here. `deterministic`:
+    the same inputs must give the same bits, so sums have a fixed order.
+    """
+
+    op: ClassVar[str] = "attention_backward"
+
+    lse: bool = True
+    deterministic: bool = True
+
+    @property
+    def dense_flops(self) -> float:
+        """Five products: q k^T, dS k and dS^T q of D columns, grad v^T and P^T grad of Dv."""
+        return 2.0 * self.batch * self.q_heads * self.q_len * self.kv_len * (3 * self.dim + 2 * self.v_dim)
+
+    @property
+    def compulsory_bytes(self) -> float:
+        """q, out, grad, lse and the visited keys and values read once, dq, dk and dv written once.
+
+        Two indices for each stored block: its own and that in the transposed lists.
+        """
+        queries = self.batch * self.q_heads * self.q_len
+        keys = self.batch * self.kv_heads * self.kv_len
+        visited = min(keys, self.visited * self.block[1])
+        size = dtypes.itemsize(self.dtype)
+        tensors = (2 * queries + keys + visited) * (self.dim + self.v_dim) * size
+        return float(tensors + 8 * self.stored + 4 * queries)

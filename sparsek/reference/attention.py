@@ -56,6 +56,75 @@ def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> tuple
     return (weights @ v).to(q.dtype), scores.logsumexp(-1)
 
 
+def attention_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: BlockMask,
+    out: Tensor,
+    lse: Tensor,
+    grad: Tensor,
+    grad_lse: Tensor | None = None,
+    *,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv) of `attention` for the gradients `grad` of out and `grad_lse` of lse, in formulas.
+
+    With P_ij = exp(s_ij - lse_i) where query i sees key j and delta_i = <grad_i, out_i> - grad_lse_i:
+    dv_j = sum_i P_ij grad_i, dS_ij = P_ij (<grad_i, v_j> - delta_i), dq_i = scale sum_j dS_ij k_j and
+    dk_j = scale sum_i dS_ij q_i. dk and dv are summed over the heads of q that a head of k serves.
+
+    Shapes and dtypes as in `attention`, whose autograd gives the same. Queries that see nothing give nothing.
+    """
+    check(q, k, v, mask)
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
+    sum_dtype, tile = torch.promote_types(q.dtype, torch.float32), mask.block[0]
+    dq = torch.empty_like(q, memory_format=torch.contiguous_format)
+    dk, dv = (x.new_zeros(x.shape, dtype=sum_dtype) for x in (k, v))
+    with dtypes.as_given(q.device):
+        for first in range(0, q.shape[2], tile):
+            at = slice(first, first + tile)
+            seen = seen_by(mask, first, first + tile, q.shape[1])
+            of_lse = None if grad_lse is None else grad_lse[:, :, at]
+            rows = out[:, :, at], lse[:, :, at], grad[:, :, at], of_lse
+            dq[:, :, at], more_dk, more_dv = attend_backward(q[:, :, at], k, v, seen, factor, *rows)
+            dk += more_dk
+            dv += more_dv
+    return dq, dk.to(k.dtype), dv.to(v.dtype)
+
+
+def attend_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seen: Tensor,
+    scale: float,
+    out: Tensor,
+    lse: Tensor,
+    grad: Tensor,
+    grad_lse: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The part of one tile of queries in `attention_backward`: dq, dk, dv of float32, or float64 for float64."""
+    sum_dtype = torch.promote_types(q.dtype, torch.float32)
+    heads = k.shape[1]
+    q, k, v = q.to(sum_dtype), met(k, seen).to(sum_dtype), met(v, seen).to(sum_dtype)
+    empty = ~seen.any(-1, keepdim=True)
+    grad = grad.to(sum_dtype).masked_fill(empty, 0)
+    delta = (grad * out.to(sum_dtype)).sum(-1, keepdim=True)
+    if grad_lse is not None:
+        delta = delta - grad_lse.unsqueeze(-1).to(sum_dtype)
+    scores = (q @ k.mT * scale).masked_fill(~seen, -torch.inf)
+    weights = (scores - lse.unsqueeze(-1).to(sum_dtype)).masked_fill(empty, -torch.inf).exp()
+    of_scores = weights * (grad @ v.mT - delta.masked_fill(empty, 0)) * scale
+    dk, dv = of_scores.mT @ q, weights.mT @ grad
+    return of_scores @ k, _per_key_head(dk, heads), _per_key_head(dv, heads)
+
+
+def _per_key_head(x: Tensor, heads: int) -> Tensor:
+    """[B, Hq, T, E], summed over the query heads that share a head of keys."""
+    return x.unflatten(1, (heads, -1)).sum(2)
+
+
 def met(x: Tensor, seen: Tensor) -> Tensor:
     """k or v [B, Hkv, T, E] for every query head: [B, Hq, T, E], 0 where no query of the tile sees the key."""
     per_query_head = x.repeat_interleave(seen.shape[1] // x.shape[1], 1)

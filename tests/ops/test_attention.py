@@ -11,7 +11,7 @@ from torch import Tensor
 
 import sparsek as sk
 from sparsek.core.errors import Unsupported
-from sparsek.ops import attention as ops
+from sparsek.ops import attention_plans as ops
 from sparsek.plan import cache
 from tests.ops.tensors import check, qkv, window
 

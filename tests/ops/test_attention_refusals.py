@@ -14,17 +14,19 @@ from sparsek.core.errors import InvalidInput
 from tests.ops.tensors import qkv, window
 
 
-def test_gradients_are_refused_with_a_hint():
+def test_a_plan_that_is_called_refuses_gradients_with_a_hint():
     tensors, mask = qkv(), window()
-    hint = r"no gradient yet; call it under torch.no_grad\(\), or use sparsek.reference.attention.attention"
     plan = sk.plan_attention(*tensors, mask)
     for place in range(3):
         q, k, v = (x.clone().requires_grad_(at == place) for at, x in enumerate(tensors))
-        for call in (sk.attention, plan):
-            with pytest.raises(InvalidInput, match=hint):
-                call(q, k, v, mask)
+        with pytest.raises(InvalidInput, match=r"no gradient; attention\(q, k, v, mask, plan=plan\) has one"):
+            plan(q, k, v, mask)
+        with pytest.raises(
+            InvalidInput, match=r"gradients need lse, .* use plan_attention\(..., return_lse=True"
+        ):
+            sk.attention(q, k, v, mask, plan=plan)
         with torch.no_grad():
-            assert torch.equal(sk.attention(q, k, v, mask), plan(*tensors, mask))
+            assert torch.equal(sk.attention(q, k, v, mask), plan(q, k, v, mask))
         assert sk.plan_attention(q, k, v, mask, device="h200").seconds > 0
 
 

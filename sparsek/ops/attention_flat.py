@@ -1,0 +1,65 @@
+"""A BlockMask as tensors and ints, which is what a torch.library op takes, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from sparsek.core.errors import InvalidInput
+from sparsek.formats.block_mask import BlockLists, BlockMask, Sizes
+
+# Masks that came through the ops, so that plans are made once, each with what it was made of. An entry lives as long
+# as its first tensor: the mask holds another tensor object on the same memory.
+MASKS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+# Plans are kept from call to call; the memory of a graph that torch.compile captures by itself would not outlive them.
+TAGS = tuple(tag for tag in (getattr(torch.Tag, "cudagraph_unsafe", None),) if tag is not None)
+
+
+def flat_mask(mask: BlockMask | None) -> tuple[list[Tensor | None], list[int]]:
+    """A mask as tensors and ints; without a mask there are none."""
+    if mask is None:
+        return [], []
+    if not isinstance(mask, BlockMask):
+        raise InvalidInput(f"mask must be a BlockMask or None, got {type(mask).__name__}")
+    tensors = [*mask.full, *mask.partial, mask.lo, mask.hi, mask.rules, mask.bits]
+    stored, partial, longest, exact = mask.sizes
+    sizes = [mask.q_len, mask.kv_len, *mask.block, mask.batch, mask.heads, stored, partial, longest]
+    # The op takes ints, not bools, where torch.compile has made any of them symbolic.
+    return tensors, [*sizes, 1 if exact else 0, 1 if mask.pure else 0]
+
+
+def mask_of(tensors: Sequence[Tensor | None], numbers: Sequence[int]) -> BlockMask | None:
+    """The mask that `flat_mask` took apart, the same object as long as its tensors live."""
+    if not tensors:
+        return None
+    facts = tuple(numbers), tuple(None if x is None else (x.data_ptr(), x.shape) for x in tensors)
+    known = MASKS.get(tensors[0])
+    if known is None or known[1] != facts:
+        known = put_together([None if x is None else x.detach() for x in tensors], numbers), facts
+        MASKS[tensors[0]] = known
+    return known[0]
+
+
+def put_together(tensors: Sequence[Any], numbers: Sequence[int]) -> BlockMask:
+    """A mask of these tensors, which may be fake."""
+    q_len, kv_len, bq, bk, batch, heads, stored, partial, longest, exact, pure = numbers
+    return BlockMask.unchecked(
+        q_len=q_len,
+        kv_len=kv_len,
+        block=(bq, bk),
+        batch=batch,
+        heads=heads,
+        full=BlockLists(*tensors[:3]),
+        partial=BlockLists(*tensors[3:6]),
+        lo=tensors[6],
+        hi=tensors[7],
+        rules=tensors[8],
+        bits=tensors[9],
+        sizes=Sizes(stored, partial, longest, bool(exact)),
+        pure=bool(pure),
+    )

@@ -1,0 +1,177 @@
+"""Attention and its gradients as torch.library ops, and attention with a gradient where nothing traces the call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsek.core.errors import InvalidInput
+from sparsek.formats.block_mask import BlockMask
+from sparsek.ops import gradients
+from sparsek.ops.attention_flat import TAGS, flat_mask, mask_of, put_together
+from sparsek.ops.attention_plans import cached_grad_plan, cached_plan, checked
+from sparsek.plan import attention_operands as operands
+from sparsek.plan.attention import AttentionPlan
+from sparsek.plan.attention_grad import Forward
+
+
+@torch.library.custom_op("sparsek::attention", mutates_args=(), tags=TAGS)
+def attention_op(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Sequence[Tensor | None],
+    numbers: Sequence[int],
+    scale: float | None,
+    return_lse: bool,
+    kernel: str | None,
+    deterministic: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of `sparsek.attention`; lse is empty unless it is wanted. Gradients need it.
+
+    `mask` and `numbers` come from `flat_mask`. `deterministic` is about the gradients.
+    """
+    with torch.no_grad():
+        found = checked(q, k, v, mask_of(mask, numbers))
+        factor = operands.checked_scale(scale, q.shape[3])
+        out, lse = cached_plan(q, k, v, found, kernel, return_lse).run(q, k, v, found, factor)
+    return out, q.new_empty(0) if lse is None else lse
+
+
+@attention_op.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Sequence[Tensor | None],
+    numbers: Sequence[int],
+    scale: float | None,
+    return_lse: bool,
+    kernel: str | None,
+    deterministic: bool = True,
+) -> tuple[Tensor, Tensor]:
+    _check_fake(q, k, v, mask, numbers, scale)
+    if not return_lse:
+        return operands.empty_out(q, v.shape[3]), q.new_empty(0)
+    lse = q.new_empty(q.shape[:3], dtype=operands.lse_dtype(q.dtype))
+    return operands.empty_out(q, v.shape[3]), lse
+
+
+@torch.library.custom_op("sparsek::attention_backward", mutates_args=(), tags=TAGS)
+def attention_backward_op(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    grad: Tensor,
+    grad_lse: Tensor | None,
+    mask: Sequence[Tensor | None],
+    numbers: Sequence[int],
+    scale: float | None,
+    deterministic: bool,
+    kernel: str | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv) for the gradients `grad` of out and `grad_lse` of lse; `kernel` is one of attention_backward."""
+    with torch.no_grad():
+        found = checked(q, k, v, mask_of(mask, numbers))
+        operands.check_backward(q, v, out, lse, grad, grad_lse)
+        forward = Forward(out, lse, operands.checked_scale(scale, q.shape[3]))
+        plan = cached_grad_plan(q, k, v, found, kernel, deterministic)
+        return plan.run(q, k, v, found, forward, grad, grad_lse)
+
+
+@attention_backward_op.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    grad: Tensor,
+    grad_lse: Tensor | None,
+    mask: Sequence[Tensor | None],
+    numbers: Sequence[int],
+    scale: float | None,
+    deterministic: bool,
+    kernel: str | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    _check_fake(q, k, v, mask, numbers, scale)
+    dq, dk, dv = (operands.empty_out(x, x.shape[3]) for x in (q, k, v))
+    return dq, dk, dv
+
+
+def _check_fake(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Sequence[Tensor | None],
+    numbers: Sequence[int],
+    scale: float | None,
+) -> None:
+    operands.check_tensors(q, k, v)
+    operands.checked_scale(scale, q.shape[3])
+    if mask:
+        operands.check_mask(q, k, put_together(mask, numbers))
+
+
+attention_op.register_autograd(gradients.of_attention, setup_context=gradients.save_attention)
+attention_backward_op.register_autograd(gradients.of_attention_backward)
+
+
+def through_op(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: BlockMask | None,
+    scale: float | None,
+    return_lse: bool,
+    kernel: str | None,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor]:
+    """The call as an op of torch.library."""
+    args = *flat_mask(mask), scale, return_lse, kernel, deterministic
+    return torch.ops.sparsek.attention(q, k, v, *args)
+
+
+class Attention(torch.autograd.Function):
+    """(out, lse) with gradients, by a plan that gives lse. It does what the ops do, which cost the host more."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: BlockMask,
+        plan: AttentionPlan,
+        scale: float,
+        deterministic: bool,
+        kernel: str | None,
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = plan.run(q, k, v, mask, scale)
+        if lse is None:
+            raise InvalidInput("this plan was made with return_lse=False, and gradients need lse")
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.set_materialize_grads(False)
+        ctx.call = mask, scale, deterministic, kernel
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        mask, scale, deterministic, kernel = ctx.call
+        grad, grad_lse = grads
+        grad = torch.zeros_like(out) if grad is None else grad
+        named = gradients.kin(kernel, "attention_backward")
+        if torch.is_grad_enabled():  # create_graph=True: the op says that there is no second gradient
+            args = *flat_mask(mask), scale, deterministic, named
+            found = torch.ops.sparsek.attention_backward(q, k, v, out, lse, grad, grad_lse, *args)
+        else:
+            plan = cached_grad_plan(q, k, v, mask, named, deterministic)
+            found = plan.run(q, k, v, mask, Forward(out, lse, scale), grad, grad_lse)
+        wanted = zip(found, ctx.needs_input_grad, strict=False)
+        return (*(x if needed else None for x, needed in wanted), *[None] * 5)
