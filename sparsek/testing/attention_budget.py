@@ -1,12 +1,14 @@
-"""How wrong attention may be: twice as wrong as dense attention in the same precision, and no more.
+"""How wrong attention and its gradients may be: twice as wrong as dense attention in the same precision, and no more.
 
 `testing/budget.py` says what an error is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +18,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.formats.block_mask import BlockMask
-from sparsek.reference.attention import attend, check, met, seen_by
+from sparsek.formats.mask_view import stored_entries
+from sparsek.reference.attention import attend, attend_backward, check, met, seen_by
 from sparsek.testing.budget import FACTOR, FLOOR, Gate, error
 
 # How far lse may be off, absolute and relative.
@@ -71,6 +74,210 @@ def check_attention(
         exact, dense, exact_lse = torch.cat(exact, 2), torch.cat(dense, 2), torch.cat(exact_lse, 2)
         at = torch.cat(queries)
         return _judge(out[:, :, at], None if lse is None else lse[:, :, at], exact, exact_lse, dense)
+
+
+@dataclass(frozen=True)
+class AttentionGradGate(Gate):
+    """A gate with its parts: errors and budgets of dq, dk and dv, and whether queries that see nothing and keys that
+    none sees have gradients of 0. `error` and `budget` are those of the gradient that is nearest to its budget.
+    """
+
+    errors: tuple[float, ...]
+    budgets: tuple[float, ...]
+    unseen_hold: bool
+
+
+def check_attention_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: BlockMask,
+    grad: Tensor,
+    found: Sequence[Tensor],
+    grad_lse: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    rows: Sequence[int] | None = None,
+    columns: Sequence[int] | None = None,
+) -> AttentionGradGate:
+    """Judges found = (dq, dk, dv) as the gradients of attention, given those of out and, unless it is None, of lse.
+
+    Errors are relative, in the Frobenius norm, against the reference's formulas in float64, each gradient by itself. An
+    error may be twice that of autograd through torch's scaled_dot_product_attention (math) with a boolean mask on the
+    same inputs, 1e-12 at least. (For 16-bit inputs that computes in float32 and rounds each gradient once.) Where
+    terms cancel, as they do for queries that see one key, it may also be one unit in the last place (of float32, or
+    float64 for float64) of the terms' absolute values. Queries that see nothing and keys that none sees must have 0.
+
+    Keys and values that no query of a tile sees may hold anything, NaN too. `rows` are the tiles of queries whose dq is
+    looked at, `columns` the blocks of keys whose dk and dv are: all unless given. Work is proportional to the visited
+    blocks of `rows` and of all tiles that visit `columns`; memory to one tile. Raises InvalidInput for inputs that the
+    reference refuses, and for gradients of another shape.
+    """
+    check(q, k, v, mask)
+    shapes = [list(x.shape) for x in (q, k, v)]
+    of_out = (*q.shape[:3], v.shape[3])
+    if [list(x.shape) for x in found] != shapes or grad.shape != of_out:
+        raise InvalidInput(
+            f"dq, dk and dv must have the shapes {shapes} and grad {list(of_out)}, got "
+            f"{[list(x.shape) for x in found]} and {list(grad.shape)}"
+        )
+    if grad_lse is not None and grad_lse.shape != of_out[:3]:
+        raise InvalidInput(f"grad_lse must be {list(of_out[:3])}, got {list(grad_lse.shape)}")
+    tiles = _chosen("rows", rows, mask.grid[0])
+    blocks = _chosen("columns", columns, mask.grid[1])
+    queries = _positions(tiles, mask.block[0], mask.q_len, q.device)
+    keys = _positions(blocks, mask.block[1], mask.kv_len, q.device)
+    with torch.no_grad(), dtypes.as_given(q.device):
+        call = _Call(q, k, v, mask, grad, grad_lse, q.shape[-1] ** -0.5 if scale is None else scale)
+        truth = _gradients(call, set(tiles), keys, set(tiles) | _visiting(mask, blocks))
+        mine = found[0][:, :, queries], found[1][:, :, keys], found[2][:, :, keys]
+        return _judge_gradients(mine, truth)
+
+
+class _Call(NamedTuple):
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: BlockMask
+    grad: Tensor
+    grad_lse: Tensor | None
+    scale: float
+
+
+class _Truth(NamedTuple):
+    """Of dq, dk and dv: in float64, by dense attention, sums of their terms' absolute values, and what is 0: no key or
+    no query sees it.
+    """
+
+    exact: list[Tensor]
+    dense: list[Tensor]
+    terms: list[Tensor]
+    unseen: list[Tensor]
+
+
+def _gradients(call: _Call, tiles: set[int], keys: Tensor, needed: set[int]) -> _Truth:
+    """dq of `tiles`, and dk and dv of `keys`, to which the tiles `needed` contribute."""
+    q, k, v, mask = call[:4]
+    place = torch.full((mask.kv_len,), -1, device=q.device)
+    place[keys] = torch.arange(len(keys), device=q.device)
+
+    def zeros(x: Tensor, dtype: torch.dtype) -> Tensor:
+        return x.new_zeros((*x.shape[:2], len(keys), x.shape[3]), dtype=dtype)
+
+    wide = torch.promote_types(q.dtype, torch.float32)
+    sums = [[zeros(x, dtype) for x in (k, v)] for dtype in (torch.float64, wide, torch.float64)]
+    of_queries: list[list[Tensor]] = [
+        [x.new_zeros((*x.shape[:2], 0, x.shape[3]))] for x in (q.double(), q, q.double())
+    ]
+    seen_keys = torch.zeros(sums[0][0].shape[:3], dtype=torch.bool, device=q.device)
+    seeing = [seen_keys.new_zeros((*q.shape[:2], 0))]
+    for tile in sorted(needed):
+        at = slice(tile * mask.block[0], min((tile + 1) * mask.block[0], mask.q_len))
+        seen = seen_by(mask, at.start, at.stop, q.shape[1])
+        met_keys = seen.flatten(0, 2).any(0).nonzero().flatten()
+        seen = seen[..., met_keys].expand(q.shape[0], -1, -1, -1)
+        there = place[met_keys] >= 0
+        to = place[met_keys[there]]
+        for kind, parts in enumerate(_grad_tile(call, at, met_keys, seen)):
+            if tile in tiles:
+                of_queries[kind].append(parts[0])
+            for whole, part in zip(sums[kind], parts[1:], strict=True):
+                whole.index_add_(2, to, part[:, :, there])
+        seen_keys[:, :, to] |= seen.any(2).unflatten(1, (k.shape[1], -1)).any(2)[..., there]
+        if tile in tiles:
+            seeing.append(seen.any(-1))
+    exact, dense, terms = ([torch.cat(rows, 2), *more] for rows, more in zip(of_queries, sums, strict=True))
+    return _Truth(exact, dense, terms, [~torch.cat(seeing, 2), ~seen_keys, ~seen_keys])
+
+
+def _grad_tile(call: _Call, at: slice, keys: Tensor, seen: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """dq, dk and dv that the queries `at` and `keys` give each other: in float64, of dense attention, and their terms'
+    absolute values.
+    """
+    q, k, v, _, grad, grad_lse, scale = call
+    q, k, v, grad = q[:, :, at], k[:, :, keys], v[:, :, keys], grad[:, :, at]
+    of_lse = None if grad_lse is None else grad_lse[:, :, at]
+    empty = ~seen.any(-1, keepdim=True)
+    heads = k.shape[1]
+
+    def per_key_head(x: Tensor) -> Tensor:
+        return x.unflatten(1, (heads, -1)).sum(2)
+
+    q64, k64, v64, grad64 = (x.double() for x in (q, k, v, grad))
+    out, lse = attend(q64, k64, v64, seen, scale)
+    yield attend_backward(q64, k64, v64, seen, scale, out, lse, grad64, of_lse)
+
+    wide = torch.promote_types(q.dtype, torch.float32)
+    leaves = [x.to(wide).detach().requires_grad_() for x in (q, met(k, seen), met(v, seen))]
+    grads = [grad.to(wide).masked_fill(empty, 0)]
+    with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
+        attn_mask = seen | empty
+        dense = [functional.scaled_dot_product_attention(*leaves, attn_mask=attn_mask, scale=scale)]
+        if of_lse is not None:
+            scores = (leaves[0] @ leaves[1].mT * scale).masked_fill(~attn_mask, -torch.inf)
+            dense.append(scores.logsumexp(-1))
+            grads.append(of_lse.to(wide).masked_fill(empty.squeeze(-1), 0))
+        dq, dk, dv = torch.autograd.grad(dense, leaves, grads)
+    yield dq, per_key_head(dk), per_key_head(dv)
+
+    k64, v64, grad64 = met(k64, seen), met(v64, seen).abs(), grad64.abs().masked_fill(empty, 0)
+    scores = (q64 @ k64.mT * scale - lse.unsqueeze(-1)).masked_fill(~seen, -torch.inf)
+    weights = scores.exp()
+    reach = grad64 @ v64.mT
+    reach = reach + (weights * reach).sum(-1, keepdim=True)
+    if of_lse is not None:
+        reach = reach + of_lse.double().abs().masked_fill(empty.squeeze(-1), 0).unsqueeze(-1)
+    terms = weights * reach * scale
+    yield terms @ k64.abs(), per_key_head(terms.mT @ q64.abs()), per_key_head(weights.mT @ grad64)
+
+
+def _judge_gradients(found: Sequence[Tensor], truth: _Truth) -> AttentionGradGate:
+    errors, budgets = [], []
+    for mine, exact, dense, terms in zip(found, *truth[:3], strict=True):
+        unit = torch.finfo(torch.promote_types(mine.dtype, torch.float32)).eps
+        size, slack = (float(torch.linalg.vector_norm(x)) for x in (exact, terms * unit))
+        wrong, dense_wrong = (
+            float(torch.linalg.vector_norm(x.double() - exact)) for x in (mine, dense.to(mine.dtype))
+        )
+        scale = size or slack or 1.0
+        errors.append(wrong / scale if math.isfinite(wrong) else math.inf)
+        budgets.append(max(FLOOR, FACTOR * dense_wrong / scale) + slack / scale)
+    unseen_hold = not any(bool(x[zero].any()) for x, zero in zip(found, truth.unseen, strict=True))
+    passed = unseen_hold and all(error <= allowed for error, allowed in zip(errors, budgets, strict=True))
+    worst = max(range(3), key=lambda i: errors[i] / budgets[i])
+    return AttentionGradGate(
+        errors[worst], budgets[worst], passed, tuple(errors), tuple(budgets), unseen_hold
+    )
+
+
+def _chosen(name: str, chosen: Sequence[int] | None, most: int) -> list[int]:
+    """Which of 0 to most - 1 are looked at, in order."""
+    if chosen is None:
+        return list(range(most))
+    if not all(0 <= i < most for i in chosen):
+        raise InvalidInput(f"{name} must name 0 to {most - 1}, got {list(chosen)}")
+    return sorted(set(chosen))
+
+
+def _positions(blocks: Sequence[int], size: int, length: int, device: torch.device) -> Tensor:
+    """The positions of some blocks, of which the last may be cut."""
+    at = torch.tensor(blocks, dtype=torch.int64, device=device)[:, None] * size + torch.arange(
+        size, device=device
+    )
+    return at[at < length]
+
+
+def _visiting(mask: BlockMask, columns: Sequence[int]) -> set[int]:
+    """The tiles of queries that visit any of these blocks of keys."""
+    if len(columns) == mask.grid[1]:
+        return set(range(mask.grid[0]))
+    wanted = torch.tensor(columns, dtype=torch.int64, device=mask.device)
+    heads = torch.arange(mask.batch * mask.heads, device=mask.device) * mask.grid[1]
+    tiles = set()
+    for lists in mask.transposed[:2]:
+        _, entries = stored_entries(lists, (heads[:, None] + wanted).flatten())
+        tiles.update(lists.indices[entries].tolist())
+    return tiles
 
 
 def _tile(
