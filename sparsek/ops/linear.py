@@ -61,7 +61,7 @@ def linear(
             y = ACTIVATIONS[act](y)
         if joined is not None and apart:
             y = y + joined
-    return y.view(*x.shape[:-1], W.shape[0])
+    return y if x.dim() == 2 else y.view(*x.shape[:-1], W.shape[0])
 
 
 def swiglu(x: Tensor, W_gate: BSR, W_up: BSR, *, kernel: str | None = None) -> Tensor:
@@ -90,13 +90,13 @@ def swiglu(x: Tensor, W_gate: BSR, W_up: BSR, *, kernel: str | None = None) -> T
         gate = _product(rows, W_gate, Epilogue(activation="silu"), kernel)
         epilogue = Epilogue(other=gate.mT, combine="mul")
         y = _product(rows, W_up, epilogue, kernel, None if torch.compiler.is_compiling() else gate)
-    return y.view(*x.shape[:-1], W_up.shape[0])
+    return y if x.dim() == 2 else y.view(*x.shape[:-1], W_up.shape[0])
 
 
 def _product(x: Tensor, w: BSR, epilogue: Epilogue, kernel: str | None, out: Tensor | None = None) -> Tensor:
     """x [T, K] times W.T, written to `out` [T, N] if there is one; the epilogue is that of (x @ W.T).T."""
     call = Product(w, x.mT, None if out is None else out.mT, epilogue, "col")
-    return multiply(call, kernel).mT
+    return multiply(call, kernel)
 
 
 def _tokens(x: Tensor) -> Tensor:

@@ -58,7 +58,7 @@ def sddmm(
     if torch.compiler.is_compiling() or operands.wants_gradient(X, Y):
         values = torch.ops.sparsek.sddmm(X, Y, *flat.flat_pattern(pattern), kernel)
     else:
-        values = _cached_plan(X, Y, pattern, kernel).run(X, Y, pattern)
+        values = _run(X, Y, pattern, kernel)
     return BSR.unchecked(pattern, values)
 
 
@@ -94,12 +94,19 @@ def _make_plan(
     )
 
 
-def _cached_plan(x: Tensor, y: Tensor, pattern: BlockPattern, kernel: str | None) -> SddmmPlan:
+def _run(x: Tensor, y: Tensor, pattern: BlockPattern, kernel: str | None) -> Tensor:
+    capturing = captured(x)
+    return _cached_plan(x, y, pattern, kernel, capturing).run(x, y, pattern, capturing)
+
+
+def _cached_plan(
+    x: Tensor, y: Tensor, pattern: BlockPattern, kernel: str | None, capturing: bool
+) -> SddmmPlan:
     tf32 = allows_tf32(x.dtype)
     key = kernel, x.shape[1], x.stride(), y.stride(), x.dtype, x.data_ptr() % 16, y.data_ptr() % 16, tf32
     plans: PlanCache[SddmmPlan] = pattern.derived("sddmm plans", PlanCache)
     return plans.get(
-        key, lambda: _make_plan(pattern, _problem(x, y, pattern, None), kernel, None, True), captured(x)
+        key, lambda: _make_plan(pattern, _problem(x, y, pattern, None), kernel, None, True), capturing
     )
 
 
@@ -128,7 +135,7 @@ def _sddmm_op(
     pattern = flat.pattern_of(indptr, indices, sizes)
     operands.check_sddmm(x, y, pattern)
     with torch.no_grad():
-        return _cached_plan(x, y, pattern, kernel).run(x, y, pattern)
+        return _run(x, y, pattern, kernel)
 
 
 @_sddmm_op.register_fake

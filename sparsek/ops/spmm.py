@@ -20,7 +20,7 @@ from sparsek.plan import operands, schedule
 from sparsek.plan.cache import PlanCache
 from sparsek.plan.made import Made, captured
 from sparsek.plan.problem import SpmmProblem
-from sparsek.plan.spmm import Product, SpmmPlan, empty_out, epilogue_parts, is_aligned
+from sparsek.plan.spmm import Product, SpmmPlan, empty_out, epilogue_parts, facts, is_aligned
 from sparsek.reference.epilogue import PLAIN, Epilogue
 
 
@@ -106,7 +106,7 @@ def plan_spmm(
 
 
 def multiply(call: Product, kernel: str | None) -> Tensor:
-    """The product in the kernels' form, by the op where something traces or wants a gradient."""
+    """The product by rows, as `SpmmPlan.run` leaves it; by the op where something traces or wants a gradient."""
     a, b, out, epilogue, out_layout = call
     if torch.compiler.is_compiling() or operands.wants_gradient(
         a.values, b, epilogue.bias, epilogue.other, out
@@ -114,9 +114,11 @@ def multiply(call: Product, kernel: str | None) -> Tensor:
         if out is not None:
             raise InvalidInput(operands.OUT_HAS_NO_GRADIENT)
         act, other, combine = epilogue.activation, epilogue.other, epilogue.combine
-        args = out_layout == "col", epilogue.alpha, epilogue.bias, act, other, combine, kernel
-        return torch.ops.sparsek.spmm(*flat.flat(a), b, *args)
-    return _cached_plan(call, kernel).run(call)
+        by_columns = out_layout == "col"
+        args = by_columns, epilogue.alpha, epilogue.bias, act, other, combine, kernel
+        c: Tensor = torch.ops.sparsek.spmm(*flat.flat(a), b, *args)
+        return c.mT if by_columns else c
+    return _run(call, kernel)
 
 
 def _epilogue(alpha: float, beta: float, out: Tensor | None) -> Epilogue:
@@ -136,31 +138,19 @@ def _make_plan(a: BSR, p: SpmmProblem, kernel: str | None, config: Any, ready: b
     return SpmmPlan(p, choice, work, ready, weakref.ref(a.pattern), made=made)
 
 
-def _cached_plan(call: Product, kernel: str | None) -> SpmmPlan:
+def _run(call: Product, kernel: str | None) -> Tensor:
+    capturing = captured(call.b)
+    return _cached_plan(call, kernel, capturing).run(call, capturing)
+
+
+def _cached_plan(call: Product, kernel: str | None, capturing: bool) -> SpmmPlan:
     a, b, out, epilogue, out_layout = call
-    key = (
-        kernel,
-        a.order is None,
-        a.values.data_ptr() % 16,
-        out_layout,
-        b.shape,
-        b.stride(),
-        b.dtype,
-        b.data_ptr() % 16,
-        _place(out),
-        None if epilogue.is_plain else (*epilogue_parts(epilogue, out), _place(epilogue.other)),
-        allows_tf32(b.dtype),
-    )
-    plans: PlanCache[SpmmPlan] = a.pattern.derived("plans", PlanCache)
 
     def make() -> SpmmPlan:
         return _make_plan(a, _problem(a, b, out, None, epilogue, out_layout), kernel, None, ready=True)
 
-    return plans.get(key, make, captured(b))
-
-
-def _place(x: Tensor | None) -> tuple[Any, ...] | None:
-    return None if x is None else (x.stride(), x.data_ptr() % 16)
+    plans: PlanCache[SpmmPlan] = a.pattern.derived("plans", PlanCache)
+    return plans.get((kernel, allows_tf32(b.dtype), facts(call)), make, capturing)
 
 
 def _problem(
@@ -231,7 +221,8 @@ def _spmm_op(
     a = flat.matrix(values, indptr, indices, sizes, transposed)
     call = _call(a, b, by_columns, alpha, bias, activation, other, combine)
     with torch.no_grad():
-        return _cached_plan(call, kernel).run(call)
+        c = _run(call, kernel)
+    return c.mT if by_columns else c
 
 
 @_spmm_op.register_fake

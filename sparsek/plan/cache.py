@@ -21,15 +21,20 @@ class PlanCache(Generic[P]):
     def __init__(self) -> None:
         self._plans: dict[Hashable, P] = {}
         self._pinned: dict[Hashable, P] = {}
+        self._last: tuple[Hashable, P] | None = None  # a key is compared faster than it is hashed
 
     def get(self, key: Hashable, make: Callable[[], P], captured: bool) -> P:
         """The plan under `key`, made by `make()` if there is none. `captured`: a CUDA graph is being captured."""
+        last = self._last
+        if last is not None and last[0] == key and not captured:
+            return last[1]
         plan = self._plans.pop(key, None) or self._pinned.get(key)
         if plan is None:
             plan = make()
             if captured:
                 return plan
         self._plans[key] = plan
+        self._last = key, plan
         if captured:
             self._pinned[key] = plan
         while len(self._plans) > LIMIT:

@@ -21,6 +21,7 @@ PLAN_HAS_NO_GRADIENT = (
     "a plan has no gradient; call it under torch.no_grad(), or call sparsek.{op} without plan=, which has one"
 )
 OUT_HAS_NO_GRADIENT = "out= takes no part in autograd; call it under torch.no_grad(), or leave out= away"
+ACTIVATION_NAMES = tuple(name for name in ACTIVATIONS if name)
 
 
 def check_operands(a: Any, b: Any) -> None:
@@ -88,7 +89,7 @@ def check_dense(name: str, x: Any, like: BSR | Tensor | None = None, other: str 
 
 def check_number(name: str, value: Any) -> None:
     """InvalidInput unless `value` is a number that the host knows."""
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
+    if type(value) is not float and (not isinstance(value, (int, float)) or isinstance(value, bool)):
         raise InvalidInput(
             f"{name} must be an int or a float, got {type(value).__name__}; write float({name})"
         )
@@ -148,9 +149,8 @@ def check_linear(x: Any, w: BSR, bias: Any, activation: Any, residual: Any) -> N
 
 def check_activation(activation: Any) -> None:
     """InvalidInput unless it is None or the name of an activation."""
-    names = [name for name in ACTIVATIONS if name]
-    if activation is not None and activation not in names:
-        raise InvalidInput(f"activation is {activation!r}; use one of {', '.join(names)}, or None")
+    if activation is not None and activation not in ACTIVATION_NAMES:
+        raise InvalidInput(f"activation is {activation!r}; use one of {', '.join(ACTIVATION_NAMES)}, or None")
 
 
 def check_sddmm(x: Any, y: Any, pattern: Any) -> None:
@@ -221,7 +221,16 @@ def _check_wanted(a: BSR, b: BSR, wanted: BlockPattern) -> None:
 
 def wants_gradient(*tensors: Tensor | None) -> bool:
     """Whether autograd would expect a gradient for one of these."""
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    if torch.is_grad_enabled():
+        for x in tensors:  # a loop: any() of a generator takes twice as long, and every call comes by here
+            if x is not None and x.requires_grad:
+                return True
+    return False
+
+
+def autocasts(x: Tensor) -> bool:
+    """Whether torch.autocast is on where `x` is."""
+    return torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu")
 
 
 def check_out(a: Any, b: Any, out: Any, epilogue: Epilogue = PLAIN) -> None:
@@ -247,7 +256,7 @@ def check_out(a: Any, b: Any, out: Any, epilogue: Epilogue = PLAIN) -> None:
         return
     if out.stride(-1) != 1 and out.shape[-1] > 1:
         raise InvalidInput(f"out must have contiguous rows, got strides {out.stride()}")
-    if _meets_itself(out):
+    if not out.is_contiguous() and _meets_itself(out):
         raise InvalidInput(
             f"out must have every element in its own place, got shape {list(out.shape)}, strides {out.stride()}"
         )
@@ -308,8 +317,11 @@ def _overlap(x: Tensor, y: Tensor) -> bool:
 
 
 def _span(x: Tensor) -> tuple[int, int]:
+    begin = x.data_ptr()
+    if x.is_contiguous():
+        return begin, begin + x.nbytes
     reach = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-    return x.data_ptr(), x.data_ptr() + (reach + 1) * x.element_size()
+    return begin, begin + (reach + 1) * x.element_size()
 
 
 def _describe(x: Any) -> str:

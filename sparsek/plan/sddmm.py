@@ -41,20 +41,25 @@ class SddmmPlan(Plan):
         if operands.wants_gradient(x, y):
             raise InvalidInput(operands.PLAN_HAS_NO_GRADIENT.format(op="sddmm"))
         self._check_planned(x, y, pattern)
-        return BSR.unchecked(pattern, self.run(x, y, pattern))
+        return BSR.unchecked(pattern, self.run(x, y, pattern, captured(x)))
 
-    def run(self, x: Tensor, y: Tensor, pattern: BlockPattern) -> Tensor:
-        """The values of S [nnzb, bm, bn], without the checks, for operands that are known to fit."""
+    def run(self, x: Tensor, y: Tensor, pattern: BlockPattern, capturing: bool) -> Tensor:
+        """The values of S [nnzb, bm, bn], without the checks, for operands that are known to fit.
+
+        `capturing`: a CUDA graph is.
+        """
+        if operands.autocasts(x):
+            with dtypes.as_given(x.device):
+                return self.run(x, y, pattern, capturing)
         values = x.new_empty((pattern.nnzb, *pattern.block))
         if values.numel() == 0:
             return values
         if x.shape[1] == 0:
             return values.zero_()
-        if self.made is not None and not captured(x):
+        if self.made is not None and not capturing:
             follow(self.made, tensors_in(self.work))
         kernel, config, _ = self.choice
-        with dtypes.as_given(x.device):
-            kernel.launch(config, self.work, x, y, pattern, values)
+        kernel.launch(config, self.work, x, y, pattern, values)
         return values
 
     def headline(self) -> list[str]:

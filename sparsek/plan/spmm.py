@@ -53,8 +53,10 @@ class Product(NamedTuple):
         return cls(b.T, a.mT, None if out is None else out.mT, epilogue, "col")
 
     def seen(self, c: Tensor, a: Any) -> Tensor:
-        """C in the kernels' form as the caller sees it, who gave `a` as the left operand."""
-        return c if self.out_layout == "row" else c.mT.view(*a.shape[:-1], c.shape[-2])
+        """C as `SpmmPlan.run` leaves it as the caller sees it, who gave `a` as the left operand: its leading dims."""
+        if self.out_layout == "row" or c.dim() == a.dim():
+            return c
+        return c.view(*a.shape[:-1], c.shape[-1])
 
     def check_epilogue(self) -> None:
         """InvalidInput unless the epilogue fits the operands, which fit each other."""
@@ -73,6 +75,8 @@ class SpmmPlan(Plan):
     pattern: Callable[[], BlockPattern | None] = field(default=lambda: None, repr=False)
     limit: int | None = field(default=None, repr=False)
     made: Made | None = field(default=None, repr=False)
+    # The facts of the last call that was found to fit.
+    _passed: list[Any] = field(default_factory=list, init=False, repr=False)
 
     @property
     def on_right(self) -> bool:
@@ -96,21 +100,30 @@ class SpmmPlan(Plan):
         if operands.wants_gradient(product.a.values, product.b, epilogue.bias, epilogue.other):
             raise InvalidInput(operands.PLAN_HAS_NO_GRADIENT.format(op="spmm"))
         self._check_planned(product)
-        c = self.run(product)
+        c = self.run(product, captured(product.b))
         return product.seen(c, a) if out is None else out
 
-    def run(self, product: Product) -> Tensor:
-        """The call without its checks, for operands that are known to fit. Returns C in the kernels' form."""
-        a, b, out, epilogue, _ = product
+    def run(self, product: Product, capturing: bool) -> Tensor:
+        """The call without its checks, for operands that are known to fit. `capturing`: a CUDA graph is.
+
+        Returns C by rows: in the kernels' form [..., M, N], or [..., N, M] where the BSR stood on the right.
+        """
+        a, b, out, epilogue, out_layout = product
+        if operands.autocasts(b):
+            with dtypes.as_given(b.device):
+                return self.run(product, capturing)
+        by_columns = out_layout == "col"
         if out is None:
-            out = empty_out(b, self.problem.m, self.problem.out_layout)
+            c = _new(b, self.problem.m, by_columns)
+            out = c.mT if by_columns else c
+        else:
+            c = out.mT if by_columns else out
         if out.numel():
-            if self.made is not None and not captured(b):
+            if self.made is not None and not capturing:
                 follow(self.made, tensors_in(self.work))
             kernel, config, _ = self.choice
-            with dtypes.as_given(b.device):
-                kernel.launch(config, self.work, a, b, out, epilogue)
-        return out
+            kernel.launch(config, self.work, a, b, out, epilogue)
+        return c
 
     def follow(self, a: BSR) -> SpmmPlan:
         """This plan for a matrix whose blocks have moved: same shape, same block, and at most as many stored.
@@ -173,6 +186,9 @@ class SpmmPlan(Plan):
             raise InvalidInput(
                 "this plan was made for another pattern of blocks; call plan_spmm(A, B) for this A, or spmm(A, B)"
             )
+        told = facts(product)
+        if self._passed == [told]:
+            return
         batch, layout = b.shape[:-2].numel(), operands.layout(b)
         if (batch, b.shape[-1], layout, dtypes.name(b.dtype)) != (p.batch, p.n, p.b_layout, p.dtype):
             name, planned, got, lies = "B", [p.k, p.n], list(b.shape), OTHER_LAYOUT
@@ -196,6 +212,7 @@ class SpmmPlan(Plan):
                 "this plan needs pointers and leading strides of A's values, B and out that are multiples of 16 bytes; "
                 "spmm(A, B) takes any"
             )
+        self._passed[:] = [told]
 
 
 def _joins(x: Tensor, a: Tensor) -> bool:
@@ -207,8 +224,25 @@ def _joins(x: Tensor, a: Tensor) -> bool:
 
 def empty_out(b: Tensor, m: int, out_layout: str) -> Tensor:
     """An uninitialised C [..., M, N]: contiguous, or the transpose view of a contiguous [..., N, M]."""
-    batch, n = b.shape[:-2], b.shape[-1]
-    return b.new_empty((*batch, n, m)).mT if out_layout == "col" else b.new_empty((*batch, m, n))
+    by_columns = out_layout == "col"
+    new = _new(b, m, by_columns)
+    return new.mT if by_columns else new
+
+
+def _new(b: Tensor, m: int, by_columns: bool) -> Tensor:
+    *batch, _, n = b.shape
+    return b.new_empty((*batch, n, m) if by_columns else (*batch, m, n))
+
+
+def facts(call: Product) -> tuple[Any, ...]:
+    """All of a call that its plan depends on but the pattern: calls alike in this fit the same plan."""
+    a, b, out, epilogue, out_layout = call
+    places = a.values.data_ptr() % 16, b.data_ptr() % 16
+    told = a.order is None, out_layout, b.shape, b.stride(), b.dtype, *places
+    if out is None and (epilogue is PLAIN or epilogue.is_plain):
+        return told
+    more = [None if x is None else (x.stride(), x.data_ptr() % 16) for x in (out, epilogue.other)]
+    return *told, *more, *epilogue_parts(epilogue, out)
 
 
 def is_aligned(

@@ -24,6 +24,15 @@ def test_the_least_recently_used_plan_is_dropped_first():
     assert cache.get(0, lambda: made, captured=False) is made
 
 
+def test_a_plan_that_was_used_just_now_is_kept_by_the_graph_that_uses_it_next():
+    cache: Any = PlanCache()
+    kept = cache.get("graph", object, captured=False)
+    assert cache.get("graph", pytest.fail, captured=False) is kept
+    assert cache.get("graph", pytest.fail, captured=True) is kept
+    filled(cache, 2 * LIMIT)
+    assert cache.get("graph", pytest.fail, captured=False) is kept
+
+
 def test_a_plan_in_a_captured_graph_stays_however_many_follow():
     cache: Any = PlanCache()
     kept = cache.get("graph", object, captured=False)

@@ -36,7 +36,7 @@ def test_a_product_takes_the_form_of_the_kernels_by_views_alone():
     assert call.epilogue.other is not None
     assert (call.epilogue.other.shape, call.epilogue.other.data_ptr()) == ((128, 80), other.data_ptr())
     assert call.epilogue.bias is bias
-    assert call.seen(call.out, x).shape == out.shape
+    assert call.seen(call.out.mT, x).shape == out.shape
     left = Product.of(a, x.mT)
     assert (left.a, left.out, left.epilogue, left.out_layout) == (a, None, PLAIN, "row")
     assert left.b.data_ptr() == x.data_ptr()
@@ -130,6 +130,10 @@ def test_a_plan_of_a_right_product_refuses_other_operands(name: str):
     plan = sk.plan_spmm(x, a)
     with pytest.raises(InvalidInput, match=text):
         plan(*make(x, a))
+    product = plan(x, a)  # what this call was told must not let the next one pass
+    with pytest.raises(InvalidInput, match=text):
+        plan(*make(x, a))
+    assert torch.equal(plan(x, a), product)
 
 
 def test_layouts_of_thin_matrices():
