@@ -104,9 +104,10 @@ def check_attention_backward(
 
     Errors are relative, in the Frobenius norm, against the reference's formulas in float64, each gradient by itself. An
     error may be twice that of autograd through torch's scaled_dot_product_attention (math) with a boolean mask on the
-    same inputs, 1e-12 at least. (For 16-bit inputs that computes in float32 and rounds each gradient once.) Where
-    terms cancel, as they do for queries that see one key, it may also be one unit in the last place (of float32, or
-    float64 for float64) of the terms' absolute values. Queries that see nothing and keys that none sees must have 0.
+    same inputs, 1e-12 at least. (For 16-bit inputs that computes in float32 and rounds each gradient once.) It may
+    also be one unit in the last place, of float32 or for float64 of that, of the sum of all terms' absolute values,
+    times 1 + |lse|: terms cancel for queries that see one key, and lse is rounded. Queries that see nothing and keys
+    that none sees must have 0.
 
     Keys and values that no query of a tile sees may hold anything, NaN too. `rows` are the tiles of queries whose dq is
     looked at, `columns` the blocks of keys whose dk and dv are: all unless given. Work is proportional to the visited
@@ -222,7 +223,8 @@ def _grad_tile(call: _Call, at: slice, keys: Tensor, seen: Tensor) -> Iterator[t
 
     k64, v64, grad64 = met(k64, seen), met(v64, seen).abs(), grad64.abs().masked_fill(empty, 0)
     scores = (q64 @ k64.mT * scale - lse.unsqueeze(-1)).masked_fill(~seen, -torch.inf)
-    weights = scores.exp()
+    # weights exp(s - lse) are as far off as lse, which is rounded
+    weights = scores.exp() * (1 + lse.abs()).masked_fill(empty.squeeze(-1), 0).unsqueeze(-1)
     reach = grad64 @ v64.mT
     reach = reach + (weights * reach).sum(-1, keepdim=True)
     if of_lse is not None:
