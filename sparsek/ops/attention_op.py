@@ -28,7 +28,7 @@ def attention_op(
     scale: float | None,
     return_lse: bool,
     kernel: str | None,
-    deterministic: bool = True,
+    deterministic: bool,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of `sparsek.attention`; lse is empty unless it is wanted. Gradients need it.
 
@@ -51,7 +51,7 @@ def _(
     scale: float | None,
     return_lse: bool,
     kernel: str | None,
-    deterministic: bool = True,
+    deterministic: bool,
 ) -> tuple[Tensor, Tensor]:
     _check_fake(q, k, v, mask, numbers, scale)
     if not return_lse:

@@ -113,7 +113,7 @@ def test_the_op_plans_once_and_forgets_a_mask_with_its_tensors(plans_made: list[
     tensors, mask = qkv(), window()
     gc.collect()
     kept = len(flat.MASKS)
-    args = (*tensors, *flat.flat_mask(mask), None, False, None)
+    args = (*tensors, *flat.flat_mask(mask), None, False, None, True)
     for _ in range(2):
         torch.ops.sparsek.attention(*args)
     assert len(plans_made) == 1
@@ -129,14 +129,14 @@ def test_masks_that_share_lists_are_told_apart():
     fields = {name: getattr(one, name) for name in one.__dataclass_fields__ if name != "_memo"}
     wider = sk.BlockMask.unchecked(**{**fields, "lo": torch.zeros_like(fields["lo"])})
     for mask in (one, wider, one):
-        got, _ = torch.ops.sparsek.attention(q, k, v, *flat.flat_mask(mask), None, False, None)
+        got, _ = torch.ops.sparsek.attention(q, k, v, *flat.flat_mask(mask), None, False, None, True)
         torch.testing.assert_close(got, sk.attention(q, k, v, mask))
 
 
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("lse", [False, True])
 def test_the_op_passes_torchs_own_checks(name: str, lse: bool):
-    args = (*qkv(), *flat.flat_mask(MASKS[name]()), 0.1, lse, None)
+    args = (*qkv(), *flat.flat_mask(MASKS[name]()), 0.1, lse, None, True)
     torch.library.opcheck(torch.ops.sparsek.attention.default, args)
 
 
