@@ -79,11 +79,8 @@ class AttentionOperands(Operands):
 
     def sample(self) -> list[int] | None:
         """The tiles of queries that a gate looks at; None for all of them."""
-        q_len, kv_len, tiles = self.mask.q_len, self.mask.kv_len, self.mask.grid[0]
-        if q_len * kv_len <= GATED_WHOLE or tiles <= GATED_TILES:
-            return None
-        drawn = torch.randperm(tiles - 2, generator=torch.Generator().manual_seed(0))[: GATED_TILES - 2] + 1
-        return sorted([0, tiles - 1, *drawn.tolist()])
+        mask = self.mask
+        return None if mask.q_len * mask.kv_len <= GATED_WHOLE else sampled(mask.grid[0])
 
     def kernel_extra(self, kernel: str) -> dict[str, Any]:
         """`memory` of a call that builds its mask, plans and runs."""
@@ -206,6 +203,14 @@ KINDS: Mapping[str, Kind] = {
     "attention_new_mask": Kind(AttentionCase),
     "mask_build": Kind(AttentionCase, rated=False),
 }
+
+
+def sampled(tiles: int) -> list[int] | None:
+    """The first, the last and some random ones of so many tiles; None for all of a few."""
+    if tiles <= GATED_TILES:
+        return None
+    drawn = torch.randperm(tiles - 2, generator=torch.Generator().manual_seed(0))[: GATED_TILES - 2] + 1
+    return sorted([0, tiles - 1, *drawn.tolist()])
 
 
 def length_name(length: int) -> str:

@@ -225,7 +225,9 @@ def transposed_lists(count: Tensor, index: Tensor, columns: int) -> tuple[Tensor
     kept = torch.zeros(*index.shape[:3], columns + 1, dtype=torch.bool, device=index.device)
     kept = kept.scatter_(3, at, True)[..., :columns].mT
     counts = kept.sum(-1, dtype=torch.int32)
-    order = kept.to(torch.int32).argsort(-1, descending=True, stable=True)[..., : max(1, int(counts.max()))]
+    order = torch.argsort(kept.to(torch.int32), dim=-1, descending=True, stable=True)[
+        ..., : max(1, int(counts.max()))
+    ]
     return counts, order.int().contiguous()
 
 

@@ -6,8 +6,10 @@ A record says what was measured, on what, next to whom, and which source produce
  roofline{bound_ms,fraction}, gate{error,budget,passed}, peers{name:{ms{},tflops}}, ratio{peer: rate over its
  rate}, env{gpu,driver,power_limit_w,torch,triton,cuda}, source_hash, date}.
 Some operations have fields of their own, numbers or null. `memory` of attention and of its peers: the largest
-allocation of one call beyond q, k, v and the output, over the bytes of these; null on a CPU. `symbolic_ms` and
-`symbolic_share` of spgemm: finding out which blocks meet, host included, and its share of a call on new patterns.
+allocation of one call beyond q, k, v and the output, over the bytes of these; of attention_backward beyond dq, dk and
+dv, over the same bytes. `peak_gb` of attention_train: the most that a step and its operands hold at once, in 1e9 bytes.
+Both are null on a CPU. `symbolic_ms` and `symbolic_share` of spgemm: finding out which blocks meet, host included, and
+its share of a call on new patterns.
 What several kernels do together, as the step of an MLP, is recorded under their names joined by " + ".
 
 `op` says what `ms` is, and OPS what its records hold. An operation's own name: one call on the device. "spmm_host",
@@ -29,7 +31,7 @@ from typing import Any
 
 import torch
 
-from sparsek.bench import attention, linear, mlp, sddmm, spgemm, spmm
+from sparsek.bench import attention, attention_grad, linear, mlp, sddmm, spgemm, spmm
 from sparsek.bench.case import Case, Kind
 from sparsek.bench.sources import JOINED, source_hash
 from sparsek.core import env
@@ -64,6 +66,7 @@ OPS: Mapping[str, Kind] = {
     **linear.KINDS,
     **mlp.KINDS,
     **attention.KINDS,
+    **attention_grad.KINDS,
 }
 
 

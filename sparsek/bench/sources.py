@@ -2,7 +2,7 @@
 
 Of files with device functions (Triton's and Gluon's) it is those functions, the constants of the module and the
 classes Config and Tile: what is compiled. Planning around a kernel may change, and its functions may move to another
-file, and its times still stand. Of other files it is everything.
+file, and its times still stand. Of other files it is everything. SCHEDULES names the exceptions.
 """
 
 from __future__ import annotations
@@ -22,19 +22,18 @@ JOINED = " + "
 LAST_COMMA = re.compile(r",(?=[])}])")
 DEVICE = ("jit", "constexpr_function", "builtin")
 SETTINGS = ("Config", "Tile")
+# Kernels whose schedule is part of what is timed: it says for which sums their CTAs wait.
+SCHEDULES = {"hopper.attention_bwd": "plan.attention_grad_schedule"}
 
 
 def source_files(kernel: str, root: Path = ROOT) -> list[Path]:
-    """The kernel's own file and the files of sparsek.kernels that it imports, directly or through them.
+    """The kernel's own file and the files of sparsek.kernels that it imports, directly or through them; its schedule's.
 
     "hopper.spmm" lies in sparsek/kernels; "formats.mask_build", which is measured too, in sparsek.
     """
-    name = kernel.replace(".", "/") + ".py"
-    first = next((file for file in (root / "kernels" / name, root / name) if file.is_file()), None)
-    if first is None:
-        raise InvalidInput(f"no source file {root / 'kernels' / name} for a kernel called {kernel!r}")
+    waiting = [_file_of(SCHEDULES[kernel], root)] if kernel in SCHEDULES else []
+    waiting.append(_file_of(kernel, root))
     found: list[Path] = []
-    waiting = [first]
     while waiting:
         file = waiting.pop()
         if file in found:
@@ -45,6 +44,14 @@ def source_files(kernel: str, root: Path = ROOT) -> list[Path]:
             if module.startswith("sparsek.kernels.") and target.is_file():
                 waiting.append(target)
     return [found[0], *sorted(found[1:])]
+
+
+def _file_of(name: str, root: Path) -> Path:
+    path = name.replace(".", "/") + ".py"
+    found = next((file for file in (root / "kernels" / path, root / path) if file.is_file()), None)
+    if found is None:
+        raise InvalidInput(f"no source file {root / 'kernels' / path} for a kernel called {name!r}")
+    return found
 
 
 def source_hash(kernel: str, root: Path = ROOT) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from sparsek.bench import attention, attention_run, linear, mlp, records, sddmm, spgemm, spmm
+from sparsek.bench import attention, attention_grad, attention_run, linear, mlp, records, sddmm, spgemm, spmm
 from sparsek.bench.case import Entry
 from sparsek.bench.records import Record
 
@@ -84,6 +84,16 @@ def _memory(record: Record) -> str:
     return "" if record["memory"] is None else f"{record['memory'] * 100:.3g} %"
 
 
+def _peak(record: Record) -> str:
+    return "" if record["peak_gb"] is None else f"{record['peak_gb']:.3g}"
+
+
+def _per_token(record: Record) -> str:
+    """Microseconds over the queries: the same at every length, where the time is linear in it."""
+    case = record["case"]
+    return f"{record['ms']['median'] * 1e3 / (case['batch'] * case['q_len']):.3g}"
+
+
 def _speedup(record: Record) -> str:
     """Time of the dense peer over the kernel's, from the same rounds."""
     for name in table_of(record).dense:
@@ -115,6 +125,9 @@ GBPS = Column("GB/s", _bandwidth)
 ROOF = Column("of the roofline", _of_roof)
 SYMBOLIC = Column("symbolic ms (of a first call)", _symbolic)
 BESIDE_PLAIN = Column("time beside plain", _beside_plain)
+MEMORY = Column("extra memory", _memory)
+PEAK = Column("peak GB", _peak)
+PER_TOKEN = Column("us per token", _per_token)
 USEFUL_NOTE = (
     "Useful TFLOPS count stored blocks only. A ratio is this library's useful rate over the peer's rate in "
     "the same rounds: useful FLOPs for sparse peers, dense FLOPs on dense random data for dense ones."
@@ -237,7 +250,7 @@ ATTENTION = Table(
     dense=("cudnn", "sdpa"),
     command="attention --suite issue3",
     suite=attention.ISSUE3,
-    columns=(CASE, KERNEL, MS, SPEEDUP, USEFUL, ROOF, Column("extra memory", _memory)),
+    columns=(CASE, KERNEL, MS, SPEEDUP, USEFUL, ROOF, MEMORY),
     note=(
         "Useful TFLOPS count the pairs that the mask admits, the roofline whole blocks. A ratio is this library's "
         "useful rate over the peer's rate in the same rounds; dense peers run causal where the mask is, else every "
@@ -247,8 +260,61 @@ ATTENTION = Table(
     ),
     pages=("README.md", "docs/attention.md"),
 )
+GRADIENT_PEERS = {
+    "cudnn": "cuDNN dense",
+    "fa2": "FlashAttention-2 dense",
+    "fa4": "FlashAttention-4",
+    "flex": "FlexAttention",
+    "cudnn_bsa": "cuDNN block-sparse",
+    "any_order": "deterministic=False",
+    "sdpa": "torch dense",
+}
+ATTENTION_BACKWARD = Table(
+    op="attention_backward",
+    title="gradients of attention",
+    peers=GRADIENT_PEERS,
+    dense=("cudnn", "sdpa"),
+    command="attention-backward --suite issue5",
+    suite=attention_grad.ISSUE5,
+    columns=(CASE, KERNEL, MS, SPEEDUP, USEFUL, ROOF, MEMORY),
+    note=(
+        "dq, dk and dv, where out and lse are there. Useful TFLOPS count the pairs that the mask admits, five products "
+        "each, 2.5 times the forward pass; the roofline whole blocks. A ratio is this library's useful rate over "
+        "the peer's rate in the same rounds; dense peers run causal where the mask is, else every pair, and count "
+        "these. Peers run as they come, FlashAttention-4 and cuDNN with atomics; this library gives the same bits "
+        "every time unless a row says that it is not deterministic. Extra memory is what a call that builds its mask, "
+        "plans and runs takes at most beyond dq, dk and dv, over the bytes of q, k, v and the output."
+    ),
+    pages=("README.md", "docs/attention.md"),
+)
+ATTENTION_TRAIN = Table(
+    op="attention_train",
+    title="training step of attention",
+    peers=GRADIENT_PEERS,
+    dense=("cudnn", "sdpa"),
+    command="attention-backward --suite issue5_train",
+    suite=attention_grad.ISSUE5_TRAIN,
+    columns=(CASE, KERNEL, MS, PER_TOKEN, SPEEDUP, USEFUL, ROOF, PEAK),
+    note=(
+        f"{USEFUL_NOTE} A step is attention and the gradients of q, k and v, by autograd. Peak memory is the most that "
+        "a step, the first on its mask, holds at once, q, k, v and the gradient of the output included."
+    ),
+    pages=("README.md", "docs/attention.md"),
+    shown=(PER_TOKEN, PEAK),
+)
 TABLES: Mapping[str, Table] = {
-    table.op: table for table in (SPMM, SDDMM, SPGEMM, LINEAR, MLP_TRAIN, MLP_DECODE, ATTENTION)
+    table.op: table
+    for table in (
+        SPMM,
+        SDDMM,
+        SPGEMM,
+        LINEAR,
+        MLP_TRAIN,
+        MLP_DECODE,
+        ATTENTION,
+        ATTENTION_BACKWARD,
+        ATTENTION_TRAIN,
+    )
 }
 
 

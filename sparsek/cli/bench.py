@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from sparsek.bench import attention as attention_cases
-from sparsek.bench import attention_peers, spmm_peers
+from sparsek.bench import attention_grad, attention_grad_peers, attention_peers, spmm_peers
 from sparsek.bench import spmm as spmm_cases
 from sparsek.bench.attention import parse_lengths, parse_pair
 from sparsek.bench.attention_masks import KINDS
@@ -34,6 +34,20 @@ from sparsek.formats.random import PATTERNS
 app = typer.Typer(
     cls=Commands, help="Measure, with a correctness gate before any time.", no_args_is_help=True
 )
+Lengths = Annotated[
+    str,
+    typer.Option("--seq", help="Queries and keys: 8K,32768, or 1Kx8K; comma lists give every combination."),
+]
+Masks = Annotated[
+    str,
+    typer.Option(
+        "--mask", help=f"Masks, with numbers for the letters: {', '.join(kind.form for kind in KINDS)}."
+    ),
+]
+MaskBlocks = Annotated[str, typer.Option("--block", help="Blocks of the masks: 128,64,64x128.")]
+Heads = Annotated[str, typer.Option("--heads", help="Heads of queries, or of queries and keys: 16,32:4.")]
+Dims = Annotated[str, typer.Option("--dim", help="Head sizes, or those of keys and values: 64,192:128.")]
+Batches = Annotated[str, typer.Option("--batch", help="Batch sizes.")]
 Host = Annotated[bool, typer.Option("--host", help="Time the host side of an eager call instead.")]
 
 
@@ -84,17 +98,12 @@ def spmm(
 @app.command("attention")
 def attention(
     context: typer.Context,
-    seq: Annotated[
-        str, typer.Option(help="Queries and keys: 8K,32768, or 1Kx8K; comma lists give every combination.")
-    ] = "8K",
-    mask: Annotated[
-        str,
-        typer.Option(help=f"Masks, with numbers for the letters: {', '.join(kind.form for kind in KINDS)}."),
-    ] = "blocks:0.125",
-    block: Annotated[str, typer.Option(help="Blocks of the masks: 128,64,64x128.")] = "128",
-    heads: Annotated[str, typer.Option(help="Heads of queries, or of queries and keys: 16,32:4.")] = "16",
-    dim: Annotated[str, typer.Option(help="Head sizes, or those of keys and values: 64,192:128.")] = "128",
-    batch: Annotated[str, typer.Option(help="Batch sizes.")] = "1",
+    seq: Lengths = "8K",
+    mask: Masks = "blocks:0.125",
+    block: MaskBlocks = "128",
+    heads: Heads = "16",
+    dim: Dims = "128",
+    batch: Batches = "1",
     dtype: Dtypes = "bf16",
     kernel: Kernels = "auto",
     peers: Annotated[str, peers_option(attention_peers.PEERS)] = "all",
@@ -122,6 +131,56 @@ def attention(
     asked = Asked(context, peers, rounds, named, only, device, out, plot)
     op = "attention_host" if host else ""
     bench(asked, attention_cases.SUITES, attention_peers.PEERS, cases, kernel, op)
+
+
+@app.command("attention-backward")
+def attention_backward(
+    context: typer.Context,
+    measure: Annotated[
+        str, typer.Option(help=f"{', '.join(attention_grad.MEASURES)}: the gradients, or a training step.")
+    ] = "backward",
+    seq: Lengths = "8K",
+    mask: Masks = "blocks:0.125",
+    block: MaskBlocks = "128",
+    heads: Heads = "16",
+    dim: Dims = "128",
+    batch: Batches = "1",
+    dtype: Dtypes = "bf16",
+    deterministic: Annotated[
+        bool,
+        typer.Option("--deterministic/--any-order", help="The same bits every time, or sums in any order."),
+    ] = True,
+    kernel: Annotated[
+        str,
+        typer.Option(
+            help="Kernels by name, of a step the forward pass's; auto is the planner's choice.",
+        ),
+    ] = "auto",
+    peers: Annotated[str, peers_option(attention_grad_peers.PEERS)] = "all",
+    rounds: Rounds = 7,
+    named: Annotated[str | None, suite_option(attention_grad.SUITES)] = None,
+    only: Only = None,
+    device: Device = None,
+    out: Out = None,
+    plot: Plot = None,
+) -> None:
+    """The gradients of attention against their peers, alone or with the forward pass of a training step."""
+
+    def cases() -> Sequence[Case]:
+        return attention_grad.product(
+            listed("measure", measure, str),
+            listed("batch", batch, int),
+            listed("heads", heads, parse_pair),
+            listed("seq", seq, parse_lengths),
+            listed("dim", dim, parse_pair),
+            listed("mask", mask, str),
+            listed("block", block, parse_block),
+            listed("dtype", dtype, str),
+            deterministic=deterministic,
+        )
+
+    asked = Asked(context, peers, rounds, named, only, device, out, plot)
+    bench(asked, attention_grad.SUITES, attention_grad_peers.PEERS, cases, kernel)
 
 
 app.command("sddmm")(bench_products.sddmm)

@@ -15,6 +15,8 @@ GOOD_CASE = SpmmCase(8192, 8192, 8192, (128, 128), 0.125)
 KERNELS = {
     "spmm": "cpu.spmm",
     "attention": "cpu.attention",
+    "attention_backward": "reference.attention_bwd",
+    "attention_train": "reference.attention + reference.attention_bwd",
     "sddmm": "reference.sddmm",
     "spgemm": "reference.spgemm",
     "linear": "cpu.spmm",

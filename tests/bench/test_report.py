@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from sparsek.bench import attention, charts, linear, mlp, report, sddmm, spgemm, spmm
+from sparsek.bench import attention, attention_grad, charts, linear, mlp, report, sddmm, spgemm, spmm
 from sparsek.bench.attention import AttentionCase
 from sparsek.bench.linear import LinearCase
 from sparsek.bench.records import Record
@@ -23,6 +23,7 @@ SUITES_OF = {
     "linear": linear.SUITES,
     "mlp": mlp.SUITES,
     "attention": attention.SUITES,
+    "attention-backward": attention_grad.SUITES,
 }
 PAGE = "# Title\n\n<!-- records:spmm -->\nold\n<!-- /records -->\n\nafter\n"
 
@@ -136,6 +137,27 @@ def test_the_ops_of_one_suite_have_their_own_tables(make_record: Make) -> None:
     assert step in report.markdown([train, decode], "mlp_train")
     assert "64 tokens | cpu.spmm | 0.200" in report.markdown([train, decode], "mlp_decode")
     assert "64 tokens" not in report.markdown([train, decode], "mlp_train")
+
+
+def test_a_training_step_shows_its_time_per_token_and_its_peak(make_record: Make) -> None:
+    case = attention_grad.ISSUE5_TRAIN[1].case
+    ms = {"median": 13.1072, "min": 13.0, "max": 14.0, "rounds": 7}
+    lines = report.markdown([make_record(case, ms=ms, peak_gb=4.321)], "attention_train").splitlines()
+    assert "| us per token | speedup over dense | useful TFLOPS | of the roofline | peak GB |" in lines[0]
+    assert lines[2].startswith("| 128K window 4096, block 128, 8 heads, D 128, bf16 | reference.attention + ")
+    assert "| 13.107 (13.000 to 14.000) | 0.1 |" in lines[2]
+    assert "| 4.32 |" in lines[2]
+    assert "| 100 % |  | 1.00 |" in report.markdown([make_record(case, peak_gb=None)], "attention_train")
+
+
+def test_gradients_that_are_not_deterministic_have_rows_of_their_own(make_record: Make) -> None:
+    fixed, free = (entry.case for entry in (attention_grad.ISSUE5[5], attention_grad.ISSUE5[10]))
+    table = report.markdown([make_record(free), make_record(fixed)], "attention_backward")
+    name = "| 32K random 12.5 %, block 128, 16 heads, D 128, bf16"
+    assert [line[: len(name) + 22] for line in table.splitlines()[2:4]] == [
+        f"{name} | reference.attention",
+        f"{name}, not deterministic | ",
+    ]
 
 
 def test_what_a_mask_costs_stands_under_the_table(attention_record: Record) -> None:

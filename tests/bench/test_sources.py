@@ -115,6 +115,25 @@ def test_a_record_is_fresh_until_its_source_changes(
     assert not records.is_fresh(made | {"kernel": "gone.spmm"})
 
 
+def test_a_kernel_may_have_a_schedule_that_counts(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "SCHEDULES", {"toy.spmm": "plan.toy_schedule"})
+    with pytest.raises(InvalidInput, match=r"no source file .*toy_schedule"):
+        source_hash("toy.spmm", tree)
+    schedule = tree / "plan" / "toy_schedule.py"
+    schedule.parent.mkdir()
+    schedule.write_text("ORDER = 1\n")
+    assert [path.name for path in source_files("toy.spmm", tree)][0] == "spmm.py"
+    assert schedule in source_files("toy.spmm", tree)
+    before = source_hash("toy.spmm", tree)
+    schedule.write_text("ORDER = 2\n")
+    assert source_hash("toy.spmm", tree) != before
+
+
+def test_the_gradients_of_attention_follow_their_schedule_and_what_they_share() -> None:
+    files = {path.name for path in source_files("hopper.attention_bwd")}
+    assert {"attention_bwd.py", "attention_grad_schedule.py", "attention_delta.py"} <= files
+
+
 @pytest.mark.parametrize("name", ["kernels/toy/spmm.py", "kernels/prims/masks.py", "formats/mask_build.py"])
 def test_the_hash_of_several_follows_each_of_them(tree: Path, name: str) -> None:
     both = "toy.spmm + formats.mask_build"

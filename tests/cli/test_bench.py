@@ -270,6 +270,63 @@ def test_bench_attention_prints_a_table_and_appends_records(run, tmp_path: Path)
     assert records.read(out)[0]["case"]["mask"] == "window:64+sinks:16"
 
 
+def test_bench_attention_backward_measures_gradients_and_steps(
+    run, monkeypatch, tmp_path: Path, quick
+) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    out = tmp_path / "gradients.jsonl"
+    shape = [*ATTENTION[: ATTENTION.index("--kernel")], "--rounds", "2", "--device", "cpu", "--out", out]
+    masks = ["--mask", "causal,blocks:0.5"]
+    alone = run("bench", "attention-backward", *shape, *masks, "--kernel", "reference.attention_bwd")
+    assert alone.exit_code == 0, alone.output
+    assert "gradients of attention on cpu" in alone.output
+    assert "any_order not measured: the planner's choice is the same for both" in alone.output
+    step = ["--measure", "train", "--any-order", "--kernel", "reference.attention", "--peers", "sdpa"]
+    result = run("bench", "attention-backward", *shape, *step, "--mask", "full")
+    assert result.exit_code == 0, result.output
+    assert "training step of attention on cpu" in result.output
+    assert "128 full, block 64, 2:1 heads, D 32, fp32, not deterministic" in result.output
+    found = records.read(out)
+    assert [(r["op"], r["case"]["mask"], r["case"]["deterministic"]) for r in found] == [
+        ("attention_backward", "causal", True),
+        ("attention_backward", "blocks:0.5", True),
+        ("attention_train", "full", False),
+    ]
+    assert [list(record["peers"]) for record in found] == [["sdpa"]] * 3
+
+
+def test_bench_attention_backward_says_what_it_takes(run) -> None:
+    result = run("bench", "attention-backward", "--help")
+    assert result.exit_code == 0
+    said = re.sub(r"[\s│]+", " ", result.output)
+    for words in (
+        "--measure",
+        "--any-order",
+        "cudnn, fa2, flex, fa4, cudnn_bsa, any_order, sdpa",
+        "issue5, issue5_train",
+    ):
+        assert words in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--measure", "forward"], "backward or train is measured, not 'forward'"),
+        (["--mask", "diagonal"], "no mask is written 'diagonal'"),
+        (["--kernel", "cpu.attention"], "no kernel of attention_backward is called 'cpu.attention'"),
+        (["--peers", "fa3"], "no peer is called 'fa3'; known: cudnn, fa2, flex"),
+        (["--suite", "issue3"], "no suite is called 'issue3'; known: issue5, issue5_train"),
+        (["--suite", "issue5", "--any-order"], "leave out --deterministic, or leave out --suite"),
+        (["--suite", "issue5_train", "--only", "4"], "the suite has entries 1 to 3"),
+    ],
+)
+def test_bench_attention_backward_answers_bad_input_with_one_line(run, arguments, said) -> None:
+    result = run("bench", "attention-backward", "--device", "cpu", *arguments)
+    assert result.exit_code == 2
+    assert said in result.stderr.replace("\n", " ")
+    assert "Traceback" not in result.stderr
+
+
 def test_bench_attention_takes_lengths_and_heads_as_people_write_them(run, tmp_path: Path) -> None:
     out = tmp_path / "r.jsonl"
     lists = ["--seq", "128,100x192", "--heads", "1,2:1", "--mask", "full", "--peers", "none", "--out", out]
