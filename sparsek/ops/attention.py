@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import Any, Literal, cast, overload
 
 import torch
 from torch import Tensor
@@ -10,7 +10,8 @@ from torch import Tensor
 from sparsek.core import device as devices
 from sparsek.core.errors import InvalidInput
 from sparsek.formats.block_mask import BlockMask
-from sparsek.ops.attention_op import Attention, through_op
+from sparsek.ops.attention_autograd import Attention, Call, TransformedAttention
+from sparsek.ops.attention_op import through_op
 from sparsek.ops.attention_plans import (
     cached_plan,
     checked,
@@ -97,7 +98,7 @@ def attention(
     FlashAttention-3, Shah et al., arXiv:2407.08608.
     """
     if plan is None and _traced():
-        wanted = return_lse or operands.wants_gradient(q, k, v) or torch._C._are_functorch_transforms_active()
+        wanted = return_lse or operands.wants_gradient(q, k, v)
         out, lse = through_op(q, k, v, mask, scale, wanted, kernel, deterministic)
         return (out, lse) if return_lse else out
     if plan is not None:
@@ -105,19 +106,20 @@ def attention(
         found = plan.checked(q, k, v, mask)
     else:
         found = checked(q, k, v, mask)
-    wanted = operands.wants_gradient(q, k, v)
-    if plan is None:
-        plan = cached_plan(q, k, v, found, kernel, return_lse or wanted)
-    elif wanted and not plan.problem.lse:
-        raise InvalidInput(
-            "gradients need lse, and plan was made with return_lse=False; use plan_attention(..., return_lse=True)"
-        )
     factor = operands.checked_scale(scale, q.shape[3])
-    if wanted:
-        out, lse = Attention.apply(q, k, v, found, plan, factor, deterministic, kernel)
+    operands.check_no_tangent(q, k, v)
+    if torch._C._are_functorch_transforms_active():
+        both = TransformedAttention.apply(q, k, v, Call(found, plan, factor, kernel, deterministic))
+    elif operands.wants_gradient(q, k, v):
+        if plan is not None and not plan.problem.lse:
+            raise InvalidInput(
+                "gradients need lse, and plan was made with return_lse=False; use plan_attention(..., return_lse=True)"
+            )
+        both = Attention.apply(q, k, v, Call(found, plan, factor, kernel, deterministic))
     else:
-        out, lse = plan.run(q, k, v, found, factor)
-    return (out, lse) if return_lse else out
+        plan = plan or cached_plan(q, k, v, found, kernel, return_lse)
+        both = plan.run(q, k, v, found, factor)
+    return cast(Any, both if return_lse else both[0])
 
 
 def plan_attention(
@@ -184,12 +186,8 @@ def _planned(
 
 
 def _traced() -> bool:
-    """Something looks at the call op by op: torch.compile, torch.func, or a TorchDispatchMode."""
-    return (
-        torch.compiler.is_compiling()
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._len_torch_dispatch_stack() > 0
-    )
+    """Something looks at the call op by op: torch.compile, or a TorchDispatchMode."""
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
 def _check_plan(plan: Any, kernel: str | None, return_lse: bool) -> None:

@@ -1,20 +1,17 @@
-"""Attention and its gradients as torch.library ops, and attention with a gradient where nothing traces the call."""
+"""Attention and its gradients as torch.library ops."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from sparsek.core.errors import InvalidInput
 from sparsek.formats.block_mask import BlockMask
 from sparsek.ops import gradients
 from sparsek.ops.attention_flat import TAGS, flat_mask, mask_of, put_together
 from sparsek.ops.attention_plans import cached_grad_plan, cached_plan, checked
 from sparsek.plan import attention_operands as operands
-from sparsek.plan.attention import AttentionPlan
 from sparsek.plan.attention_grad import Forward
 
 
@@ -135,43 +132,3 @@ def through_op(
     """The call as an op of torch.library."""
     args = *flat_mask(mask), scale, return_lse, kernel, deterministic
     return torch.ops.sparsek.attention(q, k, v, *args)
-
-
-class Attention(torch.autograd.Function):
-    """(out, lse) with gradients, by a plan that gives lse. It does what the ops do, which cost the host more."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: BlockMask,
-        plan: AttentionPlan,
-        scale: float,
-        deterministic: bool,
-        kernel: str | None,
-    ) -> tuple[Tensor, Tensor]:
-        out, lse = plan.run(q, k, v, mask, scale)
-        if lse is None:
-            raise InvalidInput("this plan was made with return_lse=False, and gradients need lse")
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.set_materialize_grads(False)
-        ctx.call = mask, scale, deterministic, kernel
-        return out, lse
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
-        mask, scale, deterministic, kernel = ctx.call
-        grad, grad_lse = grads
-        grad = torch.zeros_like(out) if grad is None else grad
-        named = gradients.kin(kernel, "attention_backward")
-        if torch.is_grad_enabled():  # create_graph=True: the op says that there is no second gradient
-            args = *flat_mask(mask), scale, deterministic, named
-            found = torch.ops.sparsek.attention_backward(q, k, v, out, lse, grad, grad_lse, *args)
-        else:
-            plan = cached_grad_plan(q, k, v, mask, named, deterministic)
-            found = plan.run(q, k, v, mask, Forward(out, lse, scale), grad, grad_lse)
-        wanted = zip(found, ctx.needs_input_grad, strict=False)
-        return (*(x if needed else None for x, needed in wanted), *[None] * 5)

@@ -6,13 +6,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.formats.block_mask import BlockMask
 from sparsek.plan.made import captured
 
-PLAN_HAS_NO_GRADIENT = "a plan that is called has no gradient; attention(q, k, v, mask, plan=plan) has one, torch.no_grad() needs none"
+PLAN_HAS_NO_GRADIENT = "a plan that is called has no gradient; attention(q, k, v, mask, plan=plan) has one, or use torch.no_grad()"
 NO_SECOND_GRADIENT = (
     "the gradients of attention have no gradients themselves; sparsek.reference.attention.attention has those of any "
     "order"
@@ -108,6 +109,16 @@ def check_no_gradient(q: Tensor, k: Tensor, v: Tensor) -> None:
     """InvalidInput where autograd would expect a gradient of a plan's call."""
     if wants_gradient(q, k, v):
         raise InvalidInput(PLAN_HAS_NO_GRADIENT)
+
+
+def check_no_tangent(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """InvalidInput where forward-mode differentiation would expect a tangent."""
+    if forward_ad._current_level >= 0 and any(
+        forward_ad.unpack_dual(x).tangent is not None for x in (q, k, v)
+    ):
+        raise InvalidInput(
+            "attention has no forward-mode derivative (jvp, jacfwd); sparsek.reference.attention.attention has one"
+        )
 
 
 def check_backward(

@@ -1,0 +1,134 @@
+"""Attention with gradients where nothing traces the call, by torch.autograd.Function: a quarter of what an op costs.
+
+torch.func transforms these functions, as it does not the ops of torch.library: grad, vjp and vmap work.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from sparsek.core.errors import InvalidInput
+from sparsek.formats.block_mask import BlockMask
+from sparsek.ops import gradients
+from sparsek.ops.attention_plans import cached_grad_plan, cached_plan
+from sparsek.plan.attention import AttentionPlan
+from sparsek.plan.attention_grad import Forward
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a call has besides tensors. `plan` gives lse; without it the mask's is used. `kernel` was named, or None.
+
+    It hides the mask, which is a pytree, from torch.func.
+    """
+
+    mask: BlockMask
+    plan: AttentionPlan | None
+    scale: float
+    kernel: str | None
+    deterministic: bool
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor | None]:
+    plan = call.plan or cached_plan(q, k, v, call.mask, call.kernel, True)
+    return plan.run(q, k, v, call.mask, call.scale)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    q, k, v, ctx.call = inputs
+    ctx.save_for_backward(q, k, v, *output)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    grad, grad_lse = grads
+    q, k, v, out, lse = ctx.saved_tensors
+    grad = torch.zeros_like(out) if grad is None else grad
+    # create_graph=True, or torch.func; otherwise there is nothing to record.
+    run = AttentionBackward.apply if torch.is_grad_enabled() else AttentionBackward.forward
+    found = run(q, k, v, out, lse, grad, grad_lse, ctx.call)
+    wanted = zip(found, ctx.needs_input_grad, strict=False)
+    return (*(x if needed else None for x, needed in wanted), None)
+
+
+class Attention(torch.autograd.Function):
+    """(out, lse) of q, k and v. Not for torch.func, whose way of saving costs another 15 us of the host's time."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor | None]:
+        output = _forward(q, k, v, call)
+        _save(ctx, (q, k, v, call), output)
+        return output
+
+    backward = staticmethod(_backward)
+
+
+class TransformedAttention(torch.autograd.Function):
+    """The same for torch.func."""
+
+    forward = staticmethod(_forward)
+    setup_context = staticmethod(_save)
+    backward = staticmethod(_backward)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], q: Tensor, k: Tensor, v: Tensor, call: Call) -> Any:
+        joined = _joined(info.batch_size, in_dims, (q, k, v), call)
+        return _apart(info.batch_size, TransformedAttention.apply(*joined, call))
+
+
+class AttentionBackward(torch.autograd.Function):
+    """(dq, dk, dv), which have no gradients themselves."""
+
+    @staticmethod
+    def forward(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        grad: Tensor,
+        grad_lse: Tensor | None,
+        call: Call,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        kernel = gradients.kin(call.kernel, "attention_backward")
+        plan = cached_grad_plan(q, k, v, call.mask, kernel, call.deterministic)
+        return plan.run(q, k, v, call.mask, Forward(out, lse, call.scale), grad, grad_lse)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+        """There is nothing to keep."""
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> NoReturn:
+        raise InvalidInput(gradients.NO_SECOND_GRADIENT)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> Any:
+        *tensors, call = inputs
+        joined = _joined(info.batch_size, in_dims, tensors, call)
+        return _apart(info.batch_size, AttentionBackward.apply(*joined, call))
+
+
+def _joined(size: int, in_dims: tuple[int | None, ...], tensors: Any, call: Call) -> list[Tensor | None]:
+    """Tensors [..., B, ...] of vmap as one batch of size * B items; those that vmap does not divide are repeated."""
+    if call.mask.batch != 1:
+        raise InvalidInput(
+            f"vmap makes one batch of its own dim and the batch items, which must share a mask; got a mask of "
+            f"{call.mask.batch} batch items"
+        )
+    made: list[Tensor | None] = []
+    for x, dim in zip(tensors, in_dims, strict=False):
+        if x is None:
+            made.append(None)
+            continue
+        first = x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+        made.append(first.reshape(-1, *first.shape[2:]))
+    return made
+
+
+def _apart(size: int, results: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    return tuple(x.unflatten(0, (size, -1)) for x in results), (0,) * len(results)
