@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from sparsek.formats.bsr import ALIGNMENT, BSR
@@ -26,6 +27,16 @@ TAGS = tuple(tag for tag in (getattr(torch.Tag, "cudagraph_unsafe", None),) if t
 # From indptr to its pattern. A pattern that somebody else holds is weakly referenced; one that was put together here
 # holds other tensor objects on the same memory. So an entry lives no longer than its indptr.
 _PATTERNS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def traced(*tensors: Tensor | None) -> bool:
+    """Something looks at calls op by op: torch.compile, torch.func, a TorchDispatchMode, or a subclass of Tensor."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or any(x is not None and type(x) not in (Tensor, Parameter) for x in tensors)
+    )
 
 
 def flat(a: BSR) -> FlatMatrix:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import math
 
-import torch
 from torch import Tensor
 from torch.nn import functional
 
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.formats.bsr import BSR
+from sparsek.ops import flat
 from sparsek.ops.spmm import multiply
 from sparsek.plan import operands
 from sparsek.plan.spmm import Product
@@ -89,7 +89,7 @@ def swiglu(x: Tensor, W_gate: BSR, W_up: BSR, *, kernel: str | None = None) -> T
     else:
         gate = _product(rows, W_gate, Epilogue(activation="silu"), kernel)
         epilogue = Epilogue(other=gate.mT, combine="mul")
-        y = _product(rows, W_up, epilogue, kernel, None if torch.compiler.is_compiling() else gate)
+        y = _product(rows, W_up, epilogue, kernel, None if flat.traced() else gate)
     return y if x.dim() == 2 else y.view(*x.shape[:-1], W_up.shape[0])
 
 

@@ -55,8 +55,11 @@ def sddmm(
             raise InvalidInput(f"kernel={kernel!r} contradicts plan, which uses {plan.kernel}")
         return plan(X, Y, pattern)
     operands.check_sddmm(X, Y, pattern)
-    if torch.compiler.is_compiling() or operands.wants_gradient(X, Y):
+    learns = operands.wants_gradient(X, Y)
+    if flat.traced(X, Y) if learns else flat.traced():
         values = torch.ops.sparsek.sddmm(X, Y, *flat.flat_pattern(pattern), kernel)
+    elif learns:
+        values = Sddmm.apply(X, Y, *flat.flat_pattern(pattern), kernel, pattern)
     else:
         values = _run(X, Y, pattern, kernel)
     return BSR.unchecked(pattern, values)
@@ -148,3 +151,19 @@ def _(
 
 
 _sddmm_op.register_autograd(gradients.of_sddmm, setup_context=gradients.save_sddmm)
+
+
+class Sddmm(torch.autograd.Function):
+    """The values, with gradients, of the op's arguments and their pattern: the op costs the host more."""
+
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> Tensor:
+        *args, pattern = given
+        x, y, *_, kernel = args
+        values = _run(x, y, pattern, kernel)
+        gradients.save_sddmm(ctx, args, values)
+        return values
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return *gradients.of_sddmm(ctx, grad), None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -106,19 +107,23 @@ def plan_spmm(
 
 
 def multiply(call: Product, kernel: str | None) -> Tensor:
-    """The product by rows, as `SpmmPlan.run` leaves it; by the op where something traces or wants a gradient."""
+    """The product by rows, as `SpmmPlan.run` leaves it; by the op where something traces."""
     a, b, out, epilogue, out_layout = call
-    if torch.compiler.is_compiling() or operands.wants_gradient(
-        a.values, b, epilogue.bias, epilogue.other, out
-    ):
-        if out is not None:
+    bias, act, other, combine = epilogue.bias, epilogue.activation, epilogue.other, epilogue.combine
+    learns = operands.wants_gradient(a.values, b, bias, other, out)
+    if out is not None:
+        if learns or torch.compiler.is_compiling():
             raise InvalidInput(operands.OUT_HAS_NO_GRADIENT)
-        act, other, combine = epilogue.activation, epilogue.other, epilogue.combine
-        by_columns = out_layout == "col"
-        args = by_columns, epilogue.alpha, epilogue.bias, act, other, combine, kernel
-        c: Tensor = torch.ops.sparsek.spmm(*flat.flat(a), b, *args)
-        return c.mT if by_columns else c
-    return _run(call, kernel)
+        return _run(call, kernel)
+    traced = flat.traced(a.values, b, bias, other) if learns else flat.traced()
+    if not (learns or traced):
+        return _run(call, kernel)
+    by_columns = out_layout == "col"
+    args = *flat.flat(a), b, by_columns, epilogue.alpha, bias, act, other, combine, kernel
+    if not traced:
+        return Spmm.apply(*args, call)
+    c: Tensor = torch.ops.sparsek.spmm(*args)
+    return c.mT if by_columns else c
 
 
 def _epilogue(alpha: float, beta: float, out: Tensor | None) -> Epilogue:
@@ -264,3 +269,29 @@ def _call(
 
 
 _spmm_op.register_autograd(gradients.of_spmm, setup_context=gradients.save_spmm)
+
+
+class Spmm(torch.autograd.Function):
+    """The product by rows, with gradients, of the op's arguments and their call: the op costs the host more.
+
+    What it returns is no view, so that `y += x` may follow.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> Tensor:
+        *args, call = given
+        c = _run(call, args[-1])
+        gradients.save_spmm(ctx, args, c)
+        ctx.by_columns = call.out_layout == "col"
+        return c
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        as_op = ctx
+        if ctx.by_columns:
+            *saved, out = ctx.saved_tensors
+            grad, out = grad.mT, None if out is None else out.mT
+            as_op = SimpleNamespace(
+                **vars(ctx), saved_tensors=(*saved, out), needs_input_grad=ctx.needs_input_grad
+            )
+        return *gradients.of_spmm(as_op, grad), None

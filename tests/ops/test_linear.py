@@ -1,5 +1,7 @@
 """linear and swiglu: what they compute, in how many launches, from which layouts, and what they refuse."""
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -7,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import sparsek as sk
 from sparsek.core.errors import InvalidInput, Unsupported
@@ -102,6 +105,60 @@ def test_with_gradients_it_gives_the_same_within_the_error_budget(act: str | Non
     assert y.requires_grad
     gate = check_linear(x, w, y.detach(), bias.detach(), act, rest)
     assert gate.passed, gate
+
+
+@pytest.mark.parametrize("shape", [(40, 96), (2, 20, 96)], ids=str)
+def test_a_layer_that_learns_may_be_written_to_in_place(shape: tuple[int, ...]):
+    x, w, bias, _ = layer(torch.float32, shape=shape)
+    y = sk.linear(x, w.requires_grad_(), bias)
+    y += 1
+    y.sum().backward()
+    found, w.values.grad = w.values.grad, None
+    sk.linear(x, w, bias).sum().backward()
+    assert found is not None
+    assert w.values.grad is not None
+    assert torch.equal(found, w.values.grad)
+
+
+class Seen(TorchDispatchMode):
+    """The names of the ops of SparseK that ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "sparsek":
+            self.names.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("act", [None, "relu"])
+def test_whoever_looks_at_ops_sees_the_op_and_the_same_gradients(act: str | None):
+    x, w, bias, _ = layer(torch.float32)
+    wanted = x.requires_grad_(), w.values.requires_grad_(), bias.requires_grad_()
+    y = sk.linear(x, w, bias, act)
+    found = torch.autograd.grad(y.square().sum(), wanted)
+    with Seen() as seen:
+        again = sk.linear(x, w, bias, act)
+        with torch.no_grad():
+            assert torch.equal(sk.linear(x, w, bias, act), y)
+    assert seen.names == ["spmm.default"] * 2
+    assert torch.equal(again, y)
+    for each, expected in zip(torch.autograd.grad(again.square().sum(), wanted), found, strict=True):
+        assert torch.equal(each, expected)
+
+
+def test_a_layer_that_learns_keeps_nothing_alive_when_it_is_dropped():
+    x, w, bias, _ = layer(torch.float32, shape=(40, 96))
+    gc.disable()
+    try:
+        y = sk.linear(x, w.requires_grad_(), bias, "relu")
+        kept = weakref.ref(y.grad_fn)
+        del y
+        assert kept() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("wanted", [False, True], ids=["fused", "for training"])
