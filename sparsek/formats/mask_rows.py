@@ -239,12 +239,12 @@ def assemble(
     counts = full.count.sum(0), partial.count.sum(0)
     sizes = exact_sizes(*counts)
     check_stored(sizes.stored)
-    tables = _table(full, counts[0]), _table(partial, counts[1])
+    tables = table_of_runs(full, counts[0]), table_of_runs(partial, counts[1])
     sent = upload([*tables[0], *tables[1], *([] if bits is None else [bits])], place.device)
     every = torch.arange(place.grid[1], dtype=torch.int32, device=place.device)
     split = len(tables[0])
-    full_lists, _ = _lists(sent[:split], every, sizes.stored - sizes.partial)
-    partial_lists, rules = _lists(sent[split : split + len(tables[1])], every, sizes.partial)
+    full_lists, _ = lists_of_runs(sent[:split], every, sizes.stored - sizes.partial)
+    partial_lists, rules = lists_of_runs(sent[split : split + len(tables[1])], every, sizes.partial)
     lo, hi = interval or (None, None)
     mask = BlockMask.unchecked(
         q_len=place.q_len, kv_len=place.kv_len, block=place.block, batch=batch, heads=heads, full=full_lists,
@@ -255,7 +255,7 @@ def assemble(
     return mask
 
 
-def _table(runs: Runs, counts: np.ndarray) -> list[np.ndarray]:
+def table_of_runs(runs: Runs, counts: np.ndarray) -> list[np.ndarray]:
     """starts and counts of rows that are one run each: they share the list of all columns.
 
     Of others starts and counts, and of each piece int32 [4 or 6, pieces, rows]: its count, first column and step, how
@@ -273,7 +273,7 @@ def _table(runs: Runs, counts: np.ndarray) -> list[np.ndarray]:
     return [starts, counts, pieces]
 
 
-def _lists(table: Sequence[Tensor], every: Tensor, stored: int) -> tuple[BlockLists, Tensor | None]:
+def lists_of_runs(table: Sequence[Tensor], every: Tensor, stored: int) -> tuple[BlockLists, Tensor | None]:
     """The lists and the rules of their entries, from a table that has arrived."""
     starts, counts = table[:2]
     if len(table) == 2:
