@@ -15,7 +15,9 @@ from sparsek.formats.io import load, save
 from sparsek.formats.pattern import BlockPattern
 from sparsek.formats.random import random_bsr
 from sparsek.ops.attention import attention, plan_attention, plan_attention_backward
+from sparsek.ops.attention_varlen import attention_varlen
 from sparsek.ops.linear import linear, swiglu
+from sparsek.ops.policy import MaskPolicy
 from sparsek.ops.sddmm import plan_sddmm, sddmm
 from sparsek.ops.spgemm import plan_spgemm, spgemm
 from sparsek.ops.spmm import plan_spmm, spmm
@@ -30,10 +32,12 @@ __all__ = [
     "BlockPattern",
     "InvalidFile",
     "InvalidInput",
+    "MaskPolicy",
     "Plan",
     "SparseKError",
     "Unsupported",
     "attention",
+    "attention_varlen",
     "linear",
     "load",
     "merge",

@@ -13,6 +13,29 @@ Given = ParamSpec("Given")
 Made = TypeVar("Made")
 
 
+# Not empty while a function that `constant` decorates runs.
+_CONSTANT: list[None] = []
+
+
+def constant(make: Callable[Given, Made]) -> Callable[Given, Made]:
+    """For functions that torch.compile runs as Python while it traces: what they return is a constant of the graph.
+
+    Their arguments must be constants too. In them `eager` functions run.
+    """
+
+    @functools.wraps(make)
+    def made(*args: Given.args, **kwargs: Given.kwargs) -> Made:
+        _CONSTANT.append(None)
+        try:
+            return make(*args, **kwargs)
+        finally:
+            _CONSTANT.pop()
+
+    # What torch.compiler.assume_constant_result does; it imports torch._dynamo, which takes seconds.
+    made._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return made
+
+
 def eager(what: str) -> Callable[[Callable[Given, Made]], Callable[Given, Made]]:
     """For functions that make what is kept: they run as Python and outside inference mode, whose tensors no backward
     pass can save.
@@ -27,6 +50,8 @@ def eager(what: str) -> Callable[[Callable[Given, Made]], Callable[Given, Made]]
 
         @functools.wraps(make)
         def made(*args: Given.args, **kwargs: Given.kwargs) -> Made:
+            if _CONSTANT:
+                return make(*args, **kwargs)
             if torch.compiler.is_compiling():
                 raise InvalidInput(
                     f"{what} is made inside torch.compile; make it outside and hand it to the compiled function"
