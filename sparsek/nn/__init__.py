@@ -1,5 +1,6 @@
 """Floor 6: layers for torch.nn. Importing this touches no CUDA and loads no kernel, as `import sparsek` does."""
 
+from sparsek.nn.attention import SparseAttention
 from sparsek.nn.linear import BlockSparseLinear
 
-__all__ = ["BlockSparseLinear"]
+__all__ = ["BlockSparseLinear", "SparseAttention"]
