@@ -1,0 +1,174 @@
+"""MaskPolicy: its masks are those of the builders, made once; what it refuses; what top-k chooses."""
+
+import gc
+
+import pytest
+import torch
+from torch import Tensor
+
+import sparsek as sk
+from sparsek.core.errors import InvalidInput
+from sparsek.ops import kept_masks
+from sparsek.ops.policy import block_scores
+from tests.ops.tensors import qkv
+
+MASK = sk.BlockMask
+BUILT = {
+    "causal": (sk.MaskPolicy(block=64), MASK.causal),
+    "full": (sk.MaskPolicy(causal=False, block=64), MASK.full),
+    "window": (sk.MaskPolicy(window=70, block=64), lambda **f: MASK.sliding_window(window=70, **f)),
+    "both ways": (
+        sk.MaskPolicy(window=70, sinks=9, causal=False, block=64),
+        lambda **f: MASK.sliding_window(window=70, sinks=9, causal=False, **f),
+    ),
+    "strided": (
+        sk.MaskPolicy(stride=128, window=64, block=64),
+        lambda **f: MASK.strided(stride=128, window=64, **f),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BUILT)
+@pytest.mark.parametrize("lengths", [(300, 300), (70, 300)])
+def test_its_masks_are_those_of_the_builders(name: str, lengths: tuple[int, int]):
+    policy, build = BUILT[name]
+    expected = build(q_len=lengths[0], kv_len=lengths[1], block=64)
+    assert torch.equal(policy.mask(*lengths).to_dense(), expected.to_dense())
+    assert policy.mask(*lengths) is policy.mask(*lengths)
+    q, k, _ = qkv(*lengths)
+    assert policy.mask_for(q, k) is policy.mask(*lengths)
+
+
+def test_equal_policies_share_masks_and_others_do_not():
+    a = sk.MaskPolicy(window=70, sinks=3)
+    assert a.mask(200) is sk.MaskPolicy(window=70, sinks=3).mask(200)
+    assert a.mask(200) is not sk.MaskPolicy(window=70, sinks=4).mask(200)
+    assert a.mask(200) is not a.mask(201)
+
+
+def test_the_masks_that_were_used_last_are_kept():
+    policy = sk.MaskPolicy(window=5)
+    first, second = policy.mask(3000), policy.mask(3001)
+    for length in range(1, kept_masks.LIMIT):
+        policy.mask(length)
+        assert policy.mask(3000) is first
+    assert policy.mask(3001) is not second
+    gc.collect()
+    assert len(kept_masks._MASKS) <= kept_masks.LIMIT
+
+
+def test_a_mask_made_in_inference_mode_serves_training():
+    with torch.inference_mode():
+        mask = sk.MaskPolicy(window=77).mask(130)
+        packed = sk.MaskPolicy(window=77).packed(torch.tensor([0, 60, 130]))
+        chosen = sk.MaskPolicy(topk=1, block=64).mask_for(*qkv(130)[:2])
+    for each in (mask, packed, chosen):
+        q, k, v = (x.requires_grad_() for x in qkv(130))
+        sk.attention(q, k, v, each).sum().backward()
+        assert q.grad is not None
+
+
+def test_the_scores_of_blocks_are_products_of_means():
+    q, k, _ = qkv(150, 200, heads=(4, 2), dtype=torch.bfloat16)
+    found = block_scores(q, k, (64, 128))
+    assert found.shape == (2, 2, 3, 2)
+    assert found.dtype == torch.float32
+    tile = q[1, 2:4, 128:].float().mean((0, 1))
+    torch.testing.assert_close(found[1, 1, 2, 0], tile @ k[1, 1, :128].float().mean(0))
+
+
+def test_top_k_keeps_the_blocks_that_score_best_and_always_its_own():
+    policy = sk.MaskPolicy(topk=3, sinks=1, block=64)
+    q, k, v = qkv(640, heads=(2, 1), batch=1)
+    wanted = 4  # the block whose keys all later queries look for
+    k[:, :, wanted * 64 : wanted * 64 + 64] = q.mean((1, 2), keepdim=True) * 1e3
+    q = q + q.mean((1, 2), keepdim=True) * 1e3
+    mask = policy.mask_for(q, k)
+    assert mask.heads == 1
+    blocks = mask.to_dense()[0, 0].view(10, 64, 10, 64).any(3).any(1)
+    assert torch.equal(blocks.sum(1), torch.arange(1, 11).clamp(max=3))
+    assert blocks.diagonal().all()
+    assert blocks[:, 0].all()
+    assert blocks[5:, wanted].all()
+    assert torch.equal(mask.to_dense(), mask.to_dense() & MASK.causal(640, block=64).to_dense())
+    assert sk.attention(q, k, v, mask).isfinite().all()
+
+
+def test_top_k_over_all_blocks_is_the_causal_mask():
+    q, k, _ = qkv(300)
+    mask = sk.MaskPolicy(topk=9, block=64).mask_for(q, k)
+    assert torch.equal(mask.to_dense(), MASK.causal(300, block=64).to_dense().expand(2, 2, -1, -1))
+
+
+REFUSED = {
+    "window is 0": {"window": 0},
+    "window is True": {"window": True},
+    "topk is 0": {"topk": 0},
+    "sinks is -1": {"window": 5, "sinks": -1},
+    "sinks without a window": {"sinks": 5},
+    "stride goes with a window": {"stride": 128},
+    "neither with sinks": {"stride": 128, "window": 1, "sinks": 4},
+    "stride is 100; it must be a multiple": {"stride": 100, "window": 1},
+    "block is 32": {"block": 32},
+    "causal is 1": {"causal": 1},
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_options_that_do_not_fit_are_refused(message: str):
+    with pytest.raises(InvalidInput, match=message):
+        sk.MaskPolicy(**REFUSED[message])
+
+
+def test_top_k_has_no_mask_for_lengths():
+    policy = sk.MaskPolicy(topk=3)
+    with pytest.raises(InvalidInput, match=r"no mask for lengths alone; mask_for\(q, k\)"):
+        policy.mask(100)
+    with pytest.raises(InvalidInput, match="attention_varlen takes the policy"):
+        policy.packed(torch.tensor([0, 5]))
+
+
+def test_lists_from_json_make_the_same_policy():
+    assert sk.MaskPolicy(block=[64, 128]) == sk.MaskPolicy(block=(64, 128))  # type: ignore[arg-type]
+    assert sk.MaskPolicy(block=64) == sk.MaskPolicy(block=(64, 64))
+
+
+def test_under_compile_the_mask_is_a_constant_of_one_graph():
+    torch._dynamo.reset()
+    policy = sk.MaskPolicy(window=41, sinks=2, block=64)
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return sk.attention(q, k, v, policy.mask_for(q, k))
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    for length in (150, 210):
+        tensors = qkv(length)
+        assert torch.equal(compiled(*tensors), run(*tensors))
+    torch._dynamo.reset()
+
+
+def test_top_k_breaks_a_compiled_graph_and_gives_the_same():
+    torch._dynamo.reset()
+    policy, tensors = sk.MaskPolicy(topk=2, block=64), qkv(200)
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return sk.attention(q, k, v, policy.mask_for(q, k))
+
+    assert torch.equal(torch.compile(run, backend="aot_eager")(*tensors), run(*tensors))
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="a top-k mask is made inside"):
+        torch.compile(run, fullgraph=True, backend="aot_eager")(*tensors)
+    torch._dynamo.reset()
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_kept_masks_wait_for_nothing(no_sync):
+    policy, chosen = sk.MaskPolicy(window=70, sinks=3), sk.MaskPolicy(topk=2)
+    q, k, _ = qkv(512, device="cuda", dtype=torch.bfloat16)
+    policy.mask_for(q, k), chosen.mask_for(q, k)
+    side = torch.cuda.Stream()
+    with no_sync(), torch.cuda.stream(side):
+        mask, best = policy.mask_for(q, k), chosen.mask_for(q, k)
+    torch.cuda.synchronize()
+    assert mask is policy.mask(512, device="cuda")
+    assert best.density < mask.density or best.stored_blocks
