@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from torch import Tensor
+from triton._C.libtriton import ir
+from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma
@@ -23,13 +25,30 @@ tma_store_wait = tma.store_wait
 
 
 @builtin
+def tma_add(desc: Any, coord: Any, source: Any, _semantic: Any = None) -> Any:
+    """Device code: adds a box of shared memory to global memory. As with a store, `tma_store_wait` ends the reading."""
+    at = _semantic._convert_to_ir_values(coord, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(
+        ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, at, source.handle
+    )
+
+
+@gluon.jit
+def tma_written():
+    """Until what this thread gave TMA to store or add is in memory: more than that shared memory was read."""
+    gl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group 0; mov.u32 $0, $1;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@builtin
 def reinterpret(memory: Any, dtype: Any, shape: Any, layout: Any, _semantic: Any = None) -> Any:
     """Device code: the same bytes of shared memory as `dtype` of another shape and layout."""
     seen_as = getattr(memory, "reinterpret", None) or memory._reinterpret
     return seen_as(dtype, shape, layout, _semantic=_semantic)
 
 
-GLUON_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+GLUON_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 
 
 @cache

@@ -1,0 +1,633 @@
+"""dQ, dK and dV of attention on Hopper: one pass over the stored blocks, float32 accumulation.
+
+    P = exp(scale Q K^T - lse) where the mask allows      dV = P^T dO         dK = scale dS^T Q
+    dS = P (dO V^T - delta)                               dQ = scale dS K     delta = rowsum(dO O) - dlse
+
+    a CTA holds a tile of keys       a step brings 64 queries of one head      and computes, keys down, queries across
+    .------- dim -------.
+    |   warpgroup 0     | 64 keys    Q  [64, dim]                              S^T = K Q^T        64 x 64, float32
+    |-------------------|            dO [64, v_dim]                            dP^T = V dO^T      64 x 64
+    |   warpgroup 1     | 64 keys                                              dV += P^T dO       64 x v_dim, kept
+    '-------------------'                                                      dK += dS^T Q       64 x dim, kept
+                                                                               dQ = dS K          64 x dim, added to memory
+
+S and dP are computed transposed, so that P^T and dS^T are operands of wgmma where they are, in registers
+(Shah et al. 2024, arXiv:2407.08608). dS goes through shared memory once more for dQ. The warpgroups do the dQ of every
+second step each: with blocks of 128 keys from the dS of both (`halves` 2); with blocks of 64 keys both hold the same
+keys, each does every second step whole, and they add up dK and dV at the end (`halves` 1).
+
+A writer warp adds dQ to float32 in memory by TMA. Where that is to be deterministic every visit of a query tile has a
+ticket, given by the schedule in the order of its own clock, and waits for its turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from hashlib import sha256
+from math import e, log2
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from sparsek.formats.block_mask import BlockMask
+from sparsek.kernels.portable.attention_delta import cast_scaled, prepare_rows
+from sparsek.kernels.prims.gluon import (
+    Described,
+    launch_on,
+    reinterpret,
+    tma_add,
+    tma_load,
+    tma_store,
+    tma_store_wait,
+    tma_written,
+)
+from sparsek.plan.attention_grad_schedule import TILE_FIELDS, VISIT_FIELDS, GradSchedule, schedule
+from sparsek.plan.kernel import AttentionGradKernel
+from sparsek.plan.problem import AttentionGradProblem
+
+
+@dataclass(frozen=True, repr=False)
+class Config:
+    """A tile of keys and the rings that feed it. Everything here is known when the kernel is compiled.
+
+    `dim` and `v_dim` are powers of two; narrower heads are filled up with the zeros that TMA reads outside a tensor.
+    `halves`: 64 keys each of the tile, a warpgroup each; with one half the warpgroups share it. Q and dO rings have
+    `stages` slots, dQ has `dq_slots`. `interval` and `bits`: the rules that partial blocks may have; without either
+    only the end of the keys. `ordered`: dQ is added in the order of tickets.
+    """
+
+    dim: int
+    v_dim: int
+    block: tuple[int, int]
+    halves: int
+    stages: int
+    dq_slots: int = 2
+    interval: bool = False
+    bits: bool = False
+    ordered: bool = True
+
+    @property
+    def keys(self) -> int:
+        return 64 * self.halves
+
+    @property
+    def subs(self) -> int:
+        """Steps of a visit."""
+        return self.block[0] // 64
+
+    @property
+    def spare(self) -> bool:
+        """dV has memory of its own on its way out."""
+        return self.v_dim != self.dim
+
+    @property
+    def smem_bytes(self) -> int:
+        both = self.dim + self.v_dim
+        halves = self.keys * both + self.stages * 64 * both + 2 * self.keys * 64
+        spare = 2 * 64 * self.v_dim if self.spare else 0
+        return 2 * halves + 4 * (self.dq_slots * 64 * self.dim + spare) + (512 + 24) * self.stages + 512
+
+    def __str__(self) -> str:
+        """Names every field: Triton keeps compiled kernels by the text of their constants."""
+        rules = "+".join(name for name in ("interval", "bits") if getattr(self, name)) or "ends"
+        return (
+            f"tile of {self.keys} keys, {self.halves} halves, heads {self.dim}/{self.v_dim}, blocks "
+            f"{self.block[0]}x{self.block[1]}, {self.stages} stages, {self.dq_slots} of dQ, rules {rules}, "
+            f"{'ordered' if self.ordered else 'unordered'}"
+        )
+
+    __repr__ = __str__
+
+
+SOURCE = sha256(Path(__file__).read_bytes()).hexdigest()[:16]
+TILE = gl.constexpr(TILE_FIELDS)
+VISIT = gl.constexpr(VISIT_FIELDS)
+
+
+@gluon.jit
+def tile_at(tiles, t):
+    """Record t: batch item, head of keys, first key, first visit, pairs of steps, slot."""
+    r = tiles + TILE * t
+    return gl.load(r), gl.load(r + 1), gl.load(r + 2), gl.load(r + 3), gl.load(r + 4), gl.load(r + 5)
+
+
+@gluon.jit
+def step_at(T: gl.constexpr, visits, first, pair, SIDE: gl.constexpr):
+    """Step SIDE of a pair: first query, head, entry of the partial list or -1, ticket."""
+    if T.subs == 2:
+        v = visits + VISIT * (first + pair)
+        pos = gl.load(v) + SIDE * 64
+    else:
+        v = visits + VISIT * (first + 2 * pair + SIDE)
+        pos = gl.load(v)
+    return pos, gl.load(v + 1), gl.load(v + 2), gl.load(v + 3)
+
+
+@gluon.jit
+def load(
+    T: gl.constexpr, q_desc, k_desc, v_desc, do_desc, rows_desc, tiles, count, visits, heads, rows, plane, k_s, v_s, q_s,
+    do_s, rows_s, bars,
+):  # fmt: skip
+    """Producer warp: K and V of every tile, then Q and dO of its steps."""
+    DIM: gl.constexpr = T.dim
+    VDIM: gl.constexpr = T.v_dim
+    HALVES: gl.constexpr = T.halves
+    kv_full, kv_empty, q_full, do_full, ring_empty, ds_full, dq_full, dq_empty, done = bars
+    turn = 0
+    at = 0
+    for t in range(gl.program_id(0), gl.load(count), gl.num_programs(0)):
+        b, g, key, first, pairs, part = tile_at(tiles, t)
+        mbarrier.wait(kv_empty, turn ^ 1)  # until both warpgroups are done with the tile before
+        mbarrier.expect(kv_full, HALVES * 64 * (DIM + VDIM) * 2)
+        for w in gl.static_range(HALVES):
+            tma_load(k_desc, [b, g, key + w * 64, 0], kv_full, k_s.index(w))
+            tma_load(v_desc, [b, g, key + w * 64, 0], kv_full, v_s.index(w))
+        turn ^= 1
+        for pair in range(pairs):
+            for side in gl.static_range(2):
+                pos, h, entry, ticket = step_at(T, visits, first, pair, side)
+                slot = at % T.stages
+                # Until nobody reads the Q and dO in this slot.
+                mbarrier.wait(ring_empty.index(slot), (at // T.stages & 1) ^ 1)
+                row = ((b * heads + h) * rows + pos) // 64
+                mbarrier.expect(q_full.index(slot), 64 * DIM * 2 + 256)
+                tma_load(q_desc, [b, h, pos, 0], q_full.index(slot), q_s.index(slot))
+                tma_load(rows_desc, [row, 0], q_full.index(slot), rows_s.index(2 * slot))
+                mbarrier.expect(do_full.index(slot), 64 * VDIM * 2 + 256)
+                tma_load(do_desc, [b, h, pos, 0], do_full.index(slot), do_s.index(slot))
+                tma_load(rows_desc, [row + plane, 0], do_full.index(slot), rows_s.index(2 * slot + 1))
+                at += 1
+
+
+@gluon.jit
+def acquired(pointer):
+    """What is there, and with it all that was written before it was stored."""
+    return gl.inline_asm_elementwise(
+        "ld.acquire.gpu.global.b32 $0, [$1];",
+        "=r,l",
+        [pointer.to(gl.int64)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def released(pointer, value):
+    """Stores a value after all that this thread knows to be written, by TMA too."""
+    gl.inline_asm_elementwise(
+        "fence.proxy.async; st.release.gpu.global.b32 [$1], $2; mov.b32 $0, $2;",
+        "=r,l,r",
+        [pointer.to(gl.int64), value],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def write(T: gl.constexpr, dq_desc, tiles, count, visits, turns, heads, rows, dq_s, bars):
+    """Writer warp: adds the dQ of every step to memory."""
+    kv_full, kv_empty, q_full, do_full, ring_empty, ds_full, dq_full, dq_empty, done = bars
+    at = 0
+    for t in range(gl.program_id(0), gl.load(count), gl.num_programs(0)):
+        b, g, key, first, pairs, part = tile_at(tiles, t)
+        for pair in range(pairs):
+            for side in gl.static_range(2):
+                pos, h, entry, ticket = step_at(T, visits, first, pair, side)
+                slot = at % T.dq_slots
+                row = b * heads + h
+                if T.ordered:
+                    own = turns + row * (rows // 64) + pos // 64
+                    if ticket > 0:
+                        while acquired(own) < ticket:  # until those before have been added
+                            pass
+                mbarrier.wait(dq_full.index(side), at // 2 & 1)  # until warpgroup `side` has put dQ there
+                tma_add(dq_desc, [row, pos, 0], dq_s.index(slot))
+                tma_store_wait(0)  # until TMA has read it
+                # The slot's next user is the same warpgroup where each has its own, else the other.
+                mbarrier.arrive(dq_empty.index((side + T.dq_slots) % 2), count=1)
+                if T.ordered:
+                    if ticket >= 0:
+                        tma_written()
+                        released(own, ticket + 1)
+                at += 1
+
+
+@gluon.jit
+def within_bounds(T: gl.constexpr, s, keys, pos, base, lists, kv_len, q_len):
+    """Scores of keys between the bounds of their query, -inf elsewhere."""
+    rules, bits, lo, hi = lists
+    if T.interval:
+        col = gl.arange(0, 64, gl.SliceLayout(0, s.type.layout))
+        there = col < q_len - pos
+        first = gl.load(lo + (base + pos) + col, mask=there, other=0)
+        s = gl.where(keys >= gl.expand_dims(first, 0), s, float("-inf"))
+        end = gl.load(hi + (base + pos) + col, mask=there, other=0)
+        return gl.where(keys < gl.expand_dims(end, 0), s, float("-inf"))
+    else:
+        return gl.where(keys < kv_len, s, float("-inf"))
+
+
+@gluon.jit
+def allowed(T: gl.constexpr, s, entry, key, pos, base, lists, kv_len, q_len):
+    """Scores [64 keys, 64 queries] after the rule of a partial block's entry."""
+    rules, bits, lo, hi = lists
+    keys = gl.expand_dims(key + gl.arange(0, 64, gl.SliceLayout(1, s.type.layout)), 1)
+    if T.bits:
+        rule = gl.load(rules + entry)
+        if rule >= 0:
+            words = bits + rule.to(gl.int64) * (T.block[0] * (T.block[1] // 32))
+            query = gl.expand_dims(pos % T.block[0] + gl.arange(0, 64, gl.SliceLayout(0, s.type.layout)), 0)
+            word = gl.load(words + (query * (T.block[1] // 32) + keys % T.block[1] // 32))
+            s = gl.where((word >> (keys % 32)) & 1 != 0, s, float("-inf"))
+        else:
+            s = within_bounds(T, s, keys, pos, base, lists, kv_len, q_len)
+    else:
+        s = within_bounds(T, s, keys, pos, base, lists, kv_len, q_len)
+    return s
+
+
+@gluon.jit
+def wait_for_dq(T: gl.constexpr, WG: gl.constexpr, pair, dq_empty):
+    """Until TMA has read the dQ in the slot that warpgroup WG fills in `pair`."""
+    if T.dq_slots == 2 or WG == 0:
+        mbarrier.wait(dq_empty.index(WG), (pair & 1) ^ 1)
+    else:
+        mbarrier.wait(dq_empty.index(WG), pair & 1)  # the slot was warpgroup 0's in the first pair too
+
+
+@gluon.jit
+def step(
+    T: gl.constexpr, WG: gl.constexpr, SIDE: gl.constexpr, DTYPE: gl.constexpr,
+    dk, dv, at, step_of, key, bound, scale, lists, sizes, k_s, v_s, q_s, do_s, rows_s, ds_s, dq_s, bars,
+):  # fmt: skip
+    """One step of warpgroup WG, number `at` of this CTA, whose parity is SIDE. Who has SIDE does the step's dQ."""
+    DIM: gl.constexpr = T.dim
+    VDIM: gl.constexpr = T.v_dim
+    HALF: gl.constexpr = WG if T.halves == 2 else 0
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, T.dim, 16])
+    COL: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
+    kv_full, kv_empty, q_full, do_full, ring_empty, ds_full, dq_full, dq_empty, done = bars
+    pos, h, entry, ticket = step_of
+    q_len, kv_len, bound_head, bound_group = sizes
+    slot = at % T.stages
+    phase = at // T.stages & 1
+    zero = gl.zeros((64, 64), gl.float32, S_LAYOUT)
+    q = q_s.index(slot).reshape((64, DIM))
+    do = do_s.index(slot).reshape((64, VDIM))
+    mbarrier.wait(q_full.index(slot), phase)  # until Q has landed
+    k = k_s.index(HALF).reshape((64, DIM))
+    s = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
+    mbarrier.wait(do_full.index(slot), phase)  # until dO has landed
+    v = v_s.index(HALF).reshape((64, VDIM))
+    dp = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
+    s = warpgroup_mma_wait(1, deps=(s,))  # S is there, dP still runs
+    if entry >= 0:
+        base = bound + h // bound_group * bound_head
+        s = allowed(T, s, entry, key + HALF * 64, pos, base, lists, kv_len, q_len)
+    p = gl.exp2(s * scale - gl.expand_dims(rows_s.index(2 * slot).reshape((64,)).load(COL), 0))
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, dv.type.layout, 2)
+    D_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
+    dp = warpgroup_mma_wait(0, deps=(dp,))
+    ds = (p * (dp - gl.expand_dims(rows_s.index(2 * slot + 1).reshape((64,)).load(COL), 0))).to(DTYPE)
+    dv = warpgroup_mma(gl.convert_layout(p.to(DTYPE), P_LAYOUT), do, dv, is_async=True)
+    # Nobody reads this dS any more: the dQ two steps ago was waited for before the dS of the step before was stored.
+    ds_s.index(SIDE * T.halves + HALF).store(ds)
+    fence_async_shared()
+    dk = warpgroup_mma(gl.convert_layout(ds, D_LAYOUT), q, dk, is_async=True)
+    if T.halves == 2:
+        mbarrier.arrive(ds_full.index(SIDE), count=1)
+    if SIDE == WG:
+        if T.halves == 2:
+            mbarrier.wait(ds_full.index(SIDE), at // 2 & 1)  # until the other warpgroup's dS is there too
+        dv, dk = warpgroup_mma_wait(0, deps=(dv, dk))
+        dq = gl.zeros((64, DIM), gl.float32, DQ_LAYOUT)
+        HALVES: gl.constexpr = T.halves
+        for w in gl.static_range(HALVES):
+            left = ds_s.index(SIDE * T.halves + w).permute((1, 0))
+            dq = warpgroup_mma(left, k_s.index(w).reshape((64, DIM)), dq, use_acc=w > 0, is_async=True)
+        dq = warpgroup_mma_wait(0, deps=(dq,))
+        mbarrier.arrive(ring_empty.index(slot), count=1)
+        wait_for_dq(T, WG, at // 2, dq_empty)
+        dq_s.index(WG if T.dq_slots == 2 else 0).reshape((64, DIM)).store(dq)
+        fence_async_shared()
+        mbarrier.arrive(dq_full.index(WG), count=1)
+    else:
+        dk, dv = warpgroup_mma_wait(0, deps=(dk, dv))
+        mbarrier.arrive(ring_empty.index(slot), count=1)
+    return dk, dv
+
+
+@gluon.jit
+def staged(T: gl.constexpr, WG: gl.constexpr, DTYPE: gl.constexpr, dk_desc, dv_desc, dq_s, spare_s):
+    """Where warpgroup WG puts dK and dV for TMA: side by side in its slot of dQ, or apart if V is wider than K."""
+    if T.spare:
+        slot = spare_s.index(WG)
+    else:
+        slot = dq_s.index(WG)
+    if T.dim == T.v_dim:
+        both = reinterpret(slot, DTYPE, [2] + dk_desc.block_type.shape, dk_desc.layout)
+        dk_s = both.index(0)
+        dv_s = both.index(1)
+    else:
+        dk_s = reinterpret(dq_s.index(WG), DTYPE, [2] + dk_desc.block_type.shape, dk_desc.layout).index(0)
+        dv_s = reinterpret(spare_s.index(WG), DTYPE, [2] + dv_desc.block_type.shape, dv_desc.layout).index(0)
+    return dk_s, dv_s
+
+
+@gluon.jit
+def exchanged(T: gl.constexpr, WG: gl.constexpr, dk, dv, pair, turn, dq_s, spare_s, dq_empty, done):
+    """dK of both warpgroups in the first one, dV of both in the second: one sum after the other changes hands."""
+    DIM: gl.constexpr = T.dim
+    VDIM: gl.constexpr = T.v_dim
+    dk_s = dq_s.index(0).reshape((64, DIM))
+    if T.spare:
+        dv_s = spare_s.index(0).reshape((64, VDIM))
+    else:
+        dv_s = dk_s
+    if WG == 0:
+        wait_for_dq(T, 0, pair, dq_empty)
+        dv_s.store(dv)
+    # `done` has three phases a tile: dV is there, dV was read, dK is there.
+    mbarrier.arrive(done, count=1)
+    mbarrier.wait(done, turn)
+    if WG == 1:
+        dv = dv + dv_s.load(dv.type.layout)
+    mbarrier.arrive(done, count=1)
+    mbarrier.wait(done, turn ^ 1)
+    if WG == 1:
+        dk_s.store(dk)
+    mbarrier.arrive(done, count=1)
+    mbarrier.wait(done, turn)
+    if WG == 0:
+        dk = dk + dk_s.load(dk.type.layout)
+    return dk, dv
+
+
+@gluon.jit
+def differentiate(
+    T: gl.constexpr, WG: gl.constexpr, dk_desc, dv_desc, tiles, count, visits, lists, scale, factor, sizes, k_s,
+    v_s, q_s, do_s, rows_s, ds_s, dq_s, spare_s, bars,
+):  # fmt: skip
+    """Consumer warpgroup WG: dK and dV of its half of every tile, and the dQ of every second step."""
+    DTYPE: gl.constexpr = dk_desc.dtype
+    DIM: gl.constexpr = T.dim
+    VDIM: gl.constexpr = T.v_dim
+    K_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, T.dim, 16])
+    V_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, T.v_dim, 16])
+    kv_full, kv_empty, q_full, do_full, ring_empty, ds_full, dq_full, dq_empty, done = bars
+    q_len, kv_len, bound_item, bound_head, bound_group = sizes
+    own = (q_len, kv_len, bound_head, bound_group)
+    turn = 0
+    at = 0
+    for t in range(gl.program_id(0), gl.load(count), gl.num_programs(0)):
+        b, g, key, first, pairs, part = tile_at(tiles, t)
+        dk = gl.zeros((64, DIM), gl.float32, K_LAYOUT)
+        dv = gl.zeros((64, VDIM), gl.float32, V_LAYOUT)
+        mbarrier.wait(kv_full, turn)  # until K and V have landed
+        for pair in range(pairs):
+            for side in gl.static_range(2):
+                if T.halves == 2 or side == WG:
+                    step_of = step_at(T, visits, first, pair, side)
+                    dk, dv = step(
+                        T, WG, side, DTYPE, dk, dv, at + side, step_of, key, b * bound_item, scale, lists, own,
+                        k_s, v_s, q_s, do_s, rows_s, ds_s, dq_s, bars,
+                    )  # fmt: skip
+            at += 2
+        if T.halves == 2:
+            mbarrier.arrive(kv_empty, count=1)
+            wait_for_dq(T, WG, at // 2, dq_empty)
+            dk_s, dv_s = staged(T, WG, DTYPE, dk_desc, dv_desc, dq_s, spare_s)
+            dk_s.reshape((64, DIM)).store((dk * factor).to(DTYPE))
+            dv_s.reshape((64, VDIM)).store(dv.to(DTYPE))
+            fence_async_shared()
+            tma_store(dk_desc, [b, g, key + WG * 64, 0], dk_s)
+            tma_store(dv_desc, [b, g, key + WG * 64, 0], dv_s)
+            tma_store_wait(0)  # until TMA has read them
+        else:
+            dk, dv = exchanged(T, WG, dk, dv, at // 2, turn, dq_s, spare_s, dq_empty, done)
+            if WG == 0:
+                k_s.index(0).reshape((64, DIM)).store((dk * factor).to(DTYPE))
+                fence_async_shared()
+                tma_store(dk_desc, [b, g, key, 0], k_s.index(0))
+            else:
+                v_s.index(0).reshape((64, VDIM)).store(dv.to(DTYPE))
+                fence_async_shared()
+                tma_store(dv_desc, [b, g, key, 0], v_s.index(0))
+            tma_store_wait(0)  # until TMA has read it
+            mbarrier.arrive(kv_empty, count=1)
+        turn ^= 1
+
+
+@gluon.jit(do_not_specialize=["q_len", "kv_len", "rows", "plane", "heads", "bound_item", "bound_head", "bound_group"])
+def attention_bwd_kernel(
+    q_desc, k_desc, v_desc, do_desc, rows_desc, dq_desc, dk_desc, dv_desc, tiles, count, visits, rules, bits, lo, hi,
+    turns, scale, factor, q_len, kv_len, rows, plane, heads, bound_item, bound_head, bound_group,
+    T: gl.constexpr, SOURCE: gl.constexpr,
+):  # fmt: skip
+    """Records are those of plan/attention_grad_schedule.py. `factor` is the softmax's scale, `scale` that times log2(e).
+
+    Query x of head h of item b has lse in base 2 at (b * heads + h) * rows + x of `rows_desc`, seen as rows of 64, and
+    delta `plane` of those further on; its bounds lo and hi are at b * bound_item + h // bound_group * bound_head + x.
+    SOURCE is there for Triton's cache alone.
+    """
+    DTYPE: gl.constexpr = q_desc.dtype
+    STAGES: gl.constexpr = T.stages
+    HALVES: gl.constexpr = T.halves
+    SLOTS: gl.constexpr = T.dq_slots
+    DIM: gl.constexpr = T.dim
+    VDIM: gl.constexpr = T.v_dim
+    k_s = gl.allocate_shared_memory(DTYPE, [HALVES] + k_desc.block_type.shape, k_desc.layout)
+    v_s = gl.allocate_shared_memory(DTYPE, [HALVES] + v_desc.block_type.shape, v_desc.layout)
+    q_s = gl.allocate_shared_memory(DTYPE, [STAGES] + q_desc.block_type.shape, q_desc.layout)
+    do_s = gl.allocate_shared_memory(DTYPE, [STAGES] + do_desc.block_type.shape, do_desc.layout)
+    rows_s = gl.allocate_shared_memory(gl.float32, [2 * STAGES] + rows_desc.block_type.shape, rows_desc.layout)
+    DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], DTYPE)
+    ds_s = gl.allocate_shared_memory(DTYPE, [2 * HALVES, 64, 64], DS)
+    dq_s = gl.allocate_shared_memory(gl.float32, [SLOTS] + dq_desc.block_type.shape, dq_desc.layout)
+    if T.spare:
+        SPARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 64, VDIM], gl.float32)
+        spare_s = gl.allocate_shared_memory(gl.float32, [2, 1, 64, VDIM], SPARE)
+    else:
+        spare_s = dq_s
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    kv_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    kv_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    do_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    ring_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    dq_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    dq_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    done = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    mbarrier.init(kv_full, count=1)
+    mbarrier.init(kv_empty, count=2)
+    mbarrier.init(done, count=2)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(do_full.index(i), count=1)
+        mbarrier.init(ring_empty.index(i), count=HALVES)
+    for i in gl.static_range(2):
+        mbarrier.init(ds_full.index(i), count=2)
+        mbarrier.init(dq_full.index(i), count=1)
+        mbarrier.init(dq_empty.index(i), count=1)
+    fence_async_shared()
+    bars = (kv_full, kv_empty, q_full, do_full, ring_empty, ds_full, dq_full, dq_empty, done)
+    lists = (rules, bits, lo, hi)
+    sizes = (q_len, kv_len, bound_item, bound_head, bound_group)
+    consumer = (
+        dk_desc, dv_desc, tiles, count, visits, lists, scale, factor, sizes, k_s, v_s, q_s, do_s, rows_s, ds_s, dq_s,
+        spare_s, bars,
+    )  # fmt: skip
+    producer = (
+        q_desc, k_desc, v_desc, do_desc, rows_desc, tiles, count, visits, heads, rows, plane, k_s, v_s, q_s, do_s, rows_s,
+        bars,
+    )  # fmt: skip
+    writer = (dq_desc, tiles, count, visits, turns, heads, rows, dq_s, bars)
+    gl.warp_specialize(
+        [
+            (differentiate, (T, 0) + consumer),
+            (differentiate, (T, 1) + consumer),
+            (load, (T,) + producer),
+            (write, (T,) + writer),
+        ],
+        [4, 1, 1],
+        [240, 24, 24],
+    )
+
+
+class Work(NamedTuple):
+    """A schedule on the device, and what stands in for lists that a mask has not."""
+
+    schedule: GradSchedule
+    none: Tensor
+
+    @property
+    def imbalance(self) -> Any:
+        return self.schedule.imbalance
+
+
+class HopperAttentionGrad:
+    """The kernel above, behind the planner's protocol."""
+
+    name = "hopper.attention_bwd"
+
+    def why_not(self, p: AttentionGradProblem) -> list[str]:
+        reasons = []
+        if p.card.capability != (9, 0):
+            reasons.append(f"needs a Hopper card (sm_90) for wgmma and TMA, this is {p.card.name}")
+        if p.dtype not in ("bf16", "fp16"):
+            reasons.append(f"multiplies bf16 and fp16, not {p.dtype}")
+        if max(p.dim, p.v_dim) > 128 or p.dim % 8 or p.v_dim % 8:
+            reasons.append(
+                f"TMA moves whole 16 bytes and registers hold dK and dV of at most 128 columns, so head dims must be "
+                f"multiples of 8 up to 128, not {p.dim} and {p.v_dim}"
+            )
+        if not p.aligned:
+            reasons.append(
+                "TMA needs contiguous last dims and pointers and strides of q, k, v and grad that are multiples of 16 bytes"
+            )
+        if p.batch * p.q_heads * (p.q_len + 192) >= 2**31 or p.visited >= 2**31:
+            reasons.append("rows and visits are numbered in 32 bits")
+        return reasons
+
+    def default(self, p: AttentionGradProblem) -> Config:
+        return next(iter(self.configs(p)))
+
+    def configs(self, p: AttentionGradProblem) -> Iterable[Config]:
+        dim, v_dim = (max(32, 1 << (side - 1).bit_length()) for side in (p.dim, p.v_dim))
+        halves = p.block[1] // 64
+        found = []
+        # With one half a slot of the ring is one warpgroup's, so that stages are even.
+        for stages, slots in ((4, 2), (3, 2), (4, 1), (2, 2)) if halves == 2 else ((4, 2), (4, 1), (2, 2)):
+            c = Config(dim, v_dim, p.block, halves, stages, slots, p.by_interval, p.by_bits, p.deterministic)
+            if c.smem_bytes <= p.card.smem_bytes and not (halves == 2 and slots == 1):
+                found.append(c)
+        return found
+
+    def seconds(self, p: AttentionGradProblem, c: Config) -> float:
+        pairs = p.visited * p.block[0] * p.block[1]
+        flops = 2.0 * pairs * (3 * c.dim + 2 * c.v_dim)
+        rate = 540e12 if c.halves == 2 else 400e12
+        return flops / rate + 3 * p.card.launch_seconds
+
+    def prepare(self, p: AttentionGradProblem, c: Config, mask: BlockMask) -> Work:
+        none = torch.zeros(4, dtype=torch.int32, device=mask.device)
+        return Work(schedule(p, mask, p.card.sm_count, ordered=c.ordered), none)
+
+    def launch(
+        self,
+        c: Config,
+        work: Work,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: BlockMask,
+        scale: float,
+        out: Tensor,
+        lse: Tensor,
+        grad: Tensor,
+        grad_lse: Tensor | None,
+        dq: Tensor,
+        dk: Tensor,
+        dv: Tensor,
+    ) -> None:
+        made, none = work
+        batch, heads, q_len, _ = q.shape
+        rows = made.rows
+        known = prepare_rows(out, grad, lse, grad_lse, rows).view(-1, 64)
+        acc = torch.zeros((batch * heads, rows, c.dim), dtype=torch.float32, device=q.device)
+        turns = acc.new_zeros(batch * heads * (rows // 64) if c.ordered else 4, dtype=torch.int32)
+        bounds = (none, none) if mask.lo is None or mask.hi is None else (mask.lo, mask.hi)
+        own_bounds = bounds[0].dim() == 2 and bounds[0].shape[0] > 1
+        lists = (mask.rules, mask.bits, *bounds)
+        args = (
+            _boxed(q, c.dim),
+            _boxed(k, c.dim),
+            _boxed(v, c.v_dim),
+            _boxed(grad, c.v_dim),
+            Described(known, tuple(known.shape), (64, 1), (1, 64)),
+            Described(acc, tuple(acc.shape), tuple(acc.stride()), (1, 64, c.dim)),
+            _boxed(dk, c.dim),
+            _boxed(dv, c.v_dim),
+            made.tiles,
+            made.count,
+            made.visits,
+            *(none if x is None or x.numel() == 0 else x for x in lists),
+            turns,
+            scale * log2(e),
+            scale,
+            q_len,
+            k.shape[2],
+            rows,
+            len(known) // 2,
+            heads,
+            mask.heads * q_len if own_bounds and mask.batch > 1 else 0,
+            q_len if own_bounds and mask.heads > 1 else 0,
+            heads // mask.heads,
+            c,
+            SOURCE,
+        )
+        launch_on(q.device, attention_bwd_kernel, min(made.ctas, len(made.tiles)), args)
+        cast_scaled(acc.view(batch, heads, rows, c.dim), scale, dq)
+
+
+def _boxed(x: Tensor, dim: int) -> Described:
+    """TMA description of [B, H, L, D], 64 rows of one head at a time."""
+    return Described(x, tuple(x.shape), (*x.stride()[:3], 1), (1, 1, 64, dim))
+
+
+KERNEL: AttentionGradKernel = HopperAttentionGrad()

@@ -1,0 +1,204 @@
+"""Which key tiles there are, which query tiles visit each, in what order, and whose dQ is added when.
+
+A CTA holds a tile of keys and goes through its *visits*: the query tiles of every query head of the group that see it.
+Key tiles of a section of heads, whose queries and dQ fit in L2 together, go longest first to CTAs in turns, back and
+forth. Where most query tiles may visit a key tile, CTAs that run together begin at different ones, so that their sums
+do not meet in the same rows.
+
+A query tile's dQ is a sum over visits of many CTAs. To have the same bits every time it is added in a fixed order: that
+of the schedule's own clock, which ticks once a visit. The order of all visits by that clock agrees with what each CTA
+does one after the other, so no wait can close a circle as long as every CTA runs.
+
+All of it is made on the mask's device, without a host sync.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sparsek.formats.block_mask import BlockMask
+from sparsek.formats.mask_parts import BlockLists
+from sparsek.plan.problem import AttentionProblem
+
+TILE_FIELDS = 8
+VISIT_FIELDS = 4
+FULL = -1  # entry of a full block
+NO_TICKET = -1
+SECTION = 0.8  # of L2, for what the CTAs of a section read and add to
+
+
+class GradSchedule(NamedTuple):
+    """CTA p takes tiles p, p + ctas, ... of count[0].
+
+    `tiles` int32 [capacity, TILE_FIELDS]: batch item, head of keys, first key, first visit, pairs of steps, slot (-1).
+    `visits` int32 [capacity, VISIT_FIELDS]: first query, query head, entry of the mask's partial list or FULL, ticket.
+    Rows of queries are counted up to `rows`, the last of which stand for visits that are not there.
+    """
+
+    tiles: Tensor
+    count: Tensor
+    visits: Tensor
+    ctas: int
+    rows: int
+
+    def imbalance(self) -> float:
+        """Visits of the fullest CTA over the mean. Syncs."""
+        cost = self.tiles[:, 4].double() + 1.0
+        load = torch.zeros(self.ctas, dtype=torch.float64, device=cost.device)
+        load.index_add_(0, torch.arange(len(cost), device=cost.device) % self.ctas, cost)
+        return float(load.max() / load.mean()) if len(cost) else 1.0
+
+
+class Listed(NamedTuple):
+    """The mask's blocks by key block: `edges` [lists + 1], and for each block its query tile and partial entry."""
+
+    edges: Tensor
+    tile: Tensor
+    entry: Tensor
+
+
+def padded_rows(p: AttentionProblem) -> int:
+    """Rows of queries with the ends of tiles, and 64 for visits that are not there where a visit is one step."""
+    return p.grid[0] * p.block[0] + (64 if p.block[0] == 64 else 0)
+
+
+def schedule(p: AttentionProblem, mask: BlockMask, ctas: int, *, ordered: bool = True) -> GradSchedule:
+    """The key tiles and visits of `mask` for `p`. Without `ordered` no visit has a ticket. No sync."""
+    device, (tiles, columns), group = mask.device, mask.grid, p.group
+    listed = by_key_block(mask)
+    lists = _lists_of(p, mask)  # [B, Hkv, Nb, group]
+    counts = listed.edges.diff()[lists]
+    n = counts.sum(-1).flatten()
+    odd = n % 2 if p.block[0] == 64 else torch.zeros_like(n)
+    order, place = _dealt(p, n, ctas)
+    cta = place % ctas
+
+    own = counts.flatten().clone()
+    own[group - 1 :: group] += odd
+    ends = own.cumsum(0)
+    capacity = p.visited + (len(n) if p.block[0] == 64 else 0)
+    number = torch.arange(capacity, device=device)
+    listing = torch.searchsorted(ends, number, right=True).clamp(max=len(own) - 1)
+    tile = listing // group
+    within = number - (ends - own)[listing]
+    length = counts.flatten()[listing]
+    there = within < length
+    begin = listed.edges[lists.flatten()[listing]]
+    first_tile, last_tile = listed.tile[begin], listed.tile[(begin + length - 1).clamp(min=0)]
+    turned = torch.where(2 * (last_tile - first_tile) >= tiles, cta[tile] * length // ctas, 0)
+    at = torch.where(there, begin + (within + turned) % length.clamp(min=1), 0)
+    query = listed.tile[at]
+    item, kv_head = tile // (p.kv_heads * columns), tile // columns % p.kv_heads
+    head = kv_head * group + listing % group
+
+    rows = padded_rows(p)
+    visits = torch.empty(capacity, VISIT_FIELDS, dtype=torch.int32, device=device)
+    visits[:, 0] = torch.where(there, query * p.block[0], rows - 64)
+    visits[:, 1] = head
+    visits[:, 2] = torch.where(there, listed.entry[at], FULL)
+    visits[:, 3] = NO_TICKET
+    firsts = (n + odd).cumsum(0) - n - odd
+    if ordered:
+        clock = _starts(place, n + odd, ctas)[tile] + number - firsts[tile]
+        queue = torch.where(there, (item * p.q_heads + head) * tiles + query, p.batch * p.q_heads * tiles)
+        visits[:, 3] = torch.where(there, _tickets(queue, clock), NO_TICKET)
+
+    records = torch.zeros(len(n), TILE_FIELDS, dtype=torch.int32, device=device)
+    every = torch.arange(len(n), device=device)
+    pairs = (n + odd) // 2 if p.block[0] == 64 else n
+    fields = (every // (p.kv_heads * columns), every // columns % p.kv_heads, every % columns * p.block[1])
+    for field, part in enumerate((*fields, firsts, pairs, torch.full_like(n, -1))):
+        records[:, field] = part
+    count = torch.full((1,), len(n), dtype=torch.int32, device=device)
+    return GradSchedule(records[order], count, visits, ctas, rows)
+
+
+def by_key_block(mask: BlockMask) -> Listed:
+    """Blocks of every list of the transposed mask, by query tile. List (b * heads + h) * Nb + j is of key block j."""
+    sizes = mask.sizes
+    whole = sizes.stored - sizes.partial if sizes.exact else sizes.stored
+    parts = [
+        _keyed(mask, mask.full, whole, partial=False),
+        _keyed(mask, mask.partial, sizes.partial, partial=True),
+    ]
+    key, order = torch.sort(torch.cat([key for key, _ in parts]))
+    entry = torch.cat([entry for _, entry in parts])[order]
+    tiles, columns = mask.grid
+    lists = mask.batch * mask.heads * columns
+    bounds = torch.arange(lists + 1, device=mask.device) * max(tiles, 1)
+    edges = torch.searchsorted(key, bounds)
+    # One more, so that there is a first entry of a list that is empty.
+    tile = torch.cat((key % max(tiles, 1), key.new_zeros(1)))
+    return Listed(edges, tile, torch.cat((entry, entry.new_zeros(1))))
+
+
+def _keyed(mask: BlockMask, lists: BlockLists, most: int, *, partial: bool) -> tuple[Tensor, Tensor]:
+    """(list * Mb + query tile, entry) of every block; those that are not there have the largest key."""
+    (tiles, columns), device = mask.grid, mask.device
+    ends = lists.counts.cumsum(0)
+    number = torch.arange(most, device=device)
+    row = torch.searchsorted(ends, number, right=True).clamp(max=max(mask.rows - 1, 0))
+    there = number < (ends[-1:] if mask.rows else 0)
+    position = torch.where(there, lists.starts[row] + number - (ends - lists.counts)[row], 0)
+    if not len(lists.indices):
+        position = position[:0]
+    list_number = row // max(tiles, 1) * columns + lists.indices[position].long()
+    key = torch.where(there, list_number * tiles + row % max(tiles, 1), mask.rows * columns + 1)
+    return key, position if partial else torch.full_like(position, FULL)
+
+
+def _lists_of(p: AttentionProblem, mask: BlockMask) -> Tensor:
+    """Which list key block j of head g of item b has for the query heads of its group: [B, Hkv, Nb, group]."""
+
+    def upto(n: int) -> Tensor:
+        return torch.arange(n, device=mask.device)
+
+    head = upto(p.q_heads).view(p.kv_heads, 1, p.group) // (p.q_heads // mask.heads)
+    item = upto(p.batch).view(-1, 1, 1, 1) * (1 if mask.batch > 1 else 0)
+    columns = mask.grid[1]
+    return (item * mask.heads + head) * columns + upto(columns).view(1, 1, -1, 1)
+
+
+def _dealt(p: AttentionProblem, n: Tensor, ctas: int) -> tuple[Tensor, Tensor]:
+    """Tiles in the order of their records, and where each tile's record is.
+
+    Dealt over all heads at once, so that CTAs have about as much to do; each then goes through its own by sections.
+    """
+    head = p.dim + p.v_dim + 2 * p.dim  # two bytes for each of q and grad, four for dq
+    held = max(1, int(SECTION * p.card.l2_bytes / (2 * head * max(1, p.q_len) * p.group)))
+    tiles, number = len(n), torch.arange(len(n), device=n.device)
+    rounds = -(-tiles // ctas)
+    spare = torch.full((rounds * ctas - tiles,), tiles, device=n.device)
+    square = torch.cat((torch.argsort(n, descending=True, stable=True), spare)).view(rounds, ctas)
+    turned = (torch.arange(rounds, device=n.device) % 2 == 1) & (
+        torch.arange(rounds, device=n.device) < tiles // ctas
+    )
+    square = torch.where(turned[:, None], square.flip(1), square)
+    # Longest first in a section, which is how they come; spare places stay last.
+    own = torch.argsort(square // (p.grid[1] * held) + (square == tiles) * tiles, dim=0, stable=True)
+    order = square.gather(0, own).flatten()[:tiles]
+    place = torch.empty_like(order)
+    place[order] = number
+    return order, place
+
+
+def _starts(place: Tensor, visits: Tensor, ctas: int) -> Tensor:
+    """When each tile begins: after the tiles that its CTA takes before, each three ticks and one for each visit."""
+    rounds = -(-len(place) // ctas)
+    ticks = torch.zeros(rounds * ctas, dtype=torch.int64, device=place.device)
+    ticks[place] = visits + 3
+    spent = ticks.view(rounds, ctas)
+    return (spent.cumsum(0) - spent).flatten()[place]
+
+
+def _tickets(queue: Tensor, clock: Tensor) -> Tensor:
+    """The place of every visit in its queue, by the clock."""
+    _, order = torch.sort(queue * (1 << 32) + clock, stable=True)
+    lined = queue[order]
+    rank = torch.arange(len(order), device=order.device) - torch.searchsorted(lined, lined)
+    tickets = torch.empty_like(rank)
+    tickets[order] = rank
+    return tickets
