@@ -52,8 +52,8 @@ MORE: tuple[AttentionCase, ...] = (
     ),
     AttentionCase(
         "sinks that all visit, gqa",
-        lambda device: BlockMask.sliding_window(1500, 100, sinks=130, block=LARGE, device=device),
-        heads=(8, 2),
+        lambda device: BlockMask.sliding_window(900, 100, sinks=130, block=LARGE, device=device),
+        heads=(4, 1),
     ),
     AttentionCase("all blocks, one head", lambda device: BlockMask.full(512, device=device), heads=(1, 1)),
     AttentionCase(
