@@ -29,14 +29,18 @@ TAGS = tuple(tag for tag in (getattr(torch.Tag, "cudagraph_unsafe", None),) if t
 _PATTERNS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
-def traced(*tensors: Tensor | None) -> bool:
-    """Something looks at calls op by op: torch.compile, torch.func, a TorchDispatchMode, or a subclass of Tensor."""
+def traced() -> bool:
+    """Something looks at calls op by op: torch.compile, torch.func, or a TorchDispatchMode."""
     return (
         torch.compiler.is_compiling()
         or torch._C._are_functorch_transforms_active()
         or torch._C._len_torch_dispatch_stack() > 0
-        or any(x is not None and type(x) not in (Tensor, Parameter) for x in tensors)
     )
+
+
+def are_plain(*tensors: Tensor | None) -> bool:
+    """None of these is of a subclass, which may look at calls op by op too."""
+    return all(x is None or type(x) in (Tensor, Parameter) for x in tensors)
 
 
 def flat(a: BSR) -> FlatMatrix:

@@ -56,7 +56,7 @@ def sddmm(
         return plan(X, Y, pattern)
     operands.check_sddmm(X, Y, pattern)
     learns = operands.wants_gradient(X, Y)
-    if flat.traced(X, Y) if learns else flat.traced():
+    if flat.traced() or (learns and not flat.are_plain(X, Y)):
         values = torch.ops.sparsek.sddmm(X, Y, *flat.flat_pattern(pattern), kernel)
     elif learns:
         values = Sddmm.apply(X, Y, *flat.flat_pattern(pattern), kernel, pattern)

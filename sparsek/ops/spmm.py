@@ -109,18 +109,19 @@ def plan_spmm(
 def multiply(call: Product, kernel: str | None) -> Tensor:
     """The product by rows, as `SpmmPlan.run` leaves it; by the op where something traces."""
     a, b, out, epilogue, out_layout = call
-    bias, act, other, combine = epilogue.bias, epilogue.activation, epilogue.other, epilogue.combine
+    bias, other = epilogue.bias, epilogue.other
     learns = operands.wants_gradient(a.values, b, bias, other, out)
     if out is not None:
         if learns or torch.compiler.is_compiling():
             raise InvalidInput(operands.OUT_HAS_NO_GRADIENT)
         return _run(call, kernel)
-    traced = flat.traced(a.values, b, bias, other) if learns else flat.traced()
+    traced = flat.traced()
     if not (learns or traced):
         return _run(call, kernel)
     by_columns = out_layout == "col"
-    args = *flat.flat(a), b, by_columns, epilogue.alpha, bias, act, other, combine, kernel
-    if not traced:
+    more = by_columns, epilogue.alpha, bias, epilogue.activation, other, epilogue.combine, kernel
+    args = *flat.flat(a), b, *more
+    if not traced and flat.are_plain(a.values, b, bias, other):
         return Spmm.apply(*args, call)
     c: Tensor = torch.ops.sparsek.spmm(*args)
     return c.mT if by_columns else c

@@ -42,7 +42,7 @@ def check_left(a: Any, b: Any) -> None:
         raise InvalidInput(
             "B must be a dense torch.Tensor, got BSR; sparsek.spgemm(A, B) multiplies two of them"
         )
-    check_dense("B", b, a, "A")
+    check_dense("B", b, a.values, "A")
     if b.dim() < 2:
         raise InvalidInput(
             f"B must be [K, N] or [..., K, N], got {b.dim()}-D; for a vector use B.unsqueeze(-1)"
@@ -55,7 +55,7 @@ def check_right(a: Any, b: Any) -> None:
     """InvalidInput unless `b` is a BSR [K, N] and `a` a dense [..., M, K] of its dtype on its device."""
     if not isinstance(b, BSR):
         raise InvalidInput(f"B must be a BSR, got {type(b).__name__}; make one with BSR.from_dense")
-    check_dense("A", a, b, "B")
+    check_dense("A", a, b.values, "B")
     if a.dim() < 2:
         raise InvalidInput(
             f"A must be [M, K] or [..., M, K], got {a.dim()}-D; for a vector use A.unsqueeze(0)"

@@ -231,14 +231,16 @@ def empty_out(b: Tensor, m: int, out_layout: str) -> Tensor:
 
 def _new(b: Tensor, m: int, by_columns: bool) -> Tensor:
     *batch, _, n = b.shape
-    return b.new_empty((*batch, n, m) if by_columns else (*batch, m, n))
+    if batch:
+        return b.new_empty((*batch, n, m) if by_columns else (*batch, m, n))
+    return b.new_empty((n, m) if by_columns else (m, n))
 
 
 def facts(call: Product) -> tuple[Any, ...]:
     """All of a call that its plan depends on but the pattern: calls alike in this fit the same plan."""
     a, b, out, epilogue, out_layout = call
-    places = a.values.data_ptr() % 16, b.data_ptr() % 16
-    told = a.order is None, out_layout, b.shape, b.stride(), b.dtype, *places
+    starts = a.values.data_ptr() % 16, b.data_ptr() % 16
+    told = a.order is None, out_layout, b.shape, b.stride(), b.dtype, starts
     if out is None and (epilogue is PLAIN or epilogue.is_plain):
         return told
     more = [None if x is None else (x.stride(), x.data_ptr() % 16) for x in (out, epilogue.other)]
