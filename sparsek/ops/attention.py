@@ -10,7 +10,7 @@ from torch import Tensor
 from sparsek.core import device as devices
 from sparsek.core.errors import InvalidInput
 from sparsek.formats.block_mask import BlockMask
-from sparsek.ops.attention_autograd import Attention, Call, TransformedAttention
+from sparsek.ops.attention_autograd import Attention, Call, TransformedAttention, check_untransformed
 from sparsek.ops.attention_op import through_op
 from sparsek.ops.attention_plans import (
     cached_plan,
@@ -109,6 +109,7 @@ def attention(
     factor = operands.checked_scale(scale, q.shape[3])
     operands.check_no_tangent(q, k, v)
     if torch._C._are_functorch_transforms_active():
+        check_untransformed(found)
         both = TransformedAttention.apply(q, k, v, Call(found, plan, factor, kernel, deterministic))
     elif operands.wants_gradient(q, k, v):
         if plan is not None and not plan.problem.lse:
@@ -180,6 +181,8 @@ def _planned(
     """The mask to plan for and the card, after all checks."""
     if config is not None and kernel is None:
         raise InvalidInput("config= belongs to one kernel; name it with kernel=")
+    if torch._C._are_functorch_transforms_active():
+        raise InvalidInput("plans are made outside of functions that torch.func transforms")
     found = checked(q, k, v, mask, here=device is None)
     card = devices.card_of(q.device) if device is None else devices.card_named(str(device))
     return found, card

@@ -33,6 +33,12 @@ class Call:
     deterministic: bool
 
 
+def check_untransformed(mask: BlockMask) -> None:
+    """InvalidInput for a mask whose tensors torch.func has wrapped."""
+    if torch._C._functorch.is_functorch_wrapped_tensor(mask.full.starts):
+        raise InvalidInput("this mask was made inside a function that torch.func transforms; make it outside")
+
+
 def _forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor | None]:
     plan = call.plan or cached_plan(q, k, v, call.mask, call.kernel, True)
     return plan.run(q, k, v, call.mask, call.scale)

@@ -43,7 +43,8 @@ def every_block(q_len: int, kv_len: int, device: torch.device) -> BlockMask:
 
 @lru_cache(16)
 def _kept_every_block(q_len: int, kv_len: int, device: torch.device) -> tuple[BlockMask, Made | None]:
-    with torch.inference_mode(False):
+    # Inside torch.func tensors that are made belong to it, and these outlive it.
+    with torch.inference_mode(False), torch._C._DisableFuncTorch():
         mask = BlockMask.full(q_len=q_len, kv_len=kv_len, device=device)
     return mask, Made.here(device)
 

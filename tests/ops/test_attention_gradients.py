@@ -1,0 +1,390 @@
+"""Gradients of attention as a user gets them: for which inputs, by which kernels, and what is kept for them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import gradcheck
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import sparsek as sk
+from sparsek.core.errors import InvalidInput
+from sparsek.ops.gradients import kin
+from sparsek.testing.attention_budget import check_attention_backward
+from tests.ops.tensors import Qkv, qkv, window
+
+FAMILIES = ["cpu.attention", "reference.attention"]
+ON_GPU = ["hopper.attention_fwd", "portable.attention_fwd", "reference.attention"]
+
+
+def leaves(tensors: Qkv) -> Qkv:
+    q, k, v = (x.detach().requires_grad_() for x in tensors)
+    return q, k, v
+
+
+def hold(
+    tensors: Qkv,
+    mask: sk.BlockMask | None,
+    *,
+    of_lse: bool = False,
+    make_grad: Callable[[Tensor], Tensor] = torch.randn_like,
+    **call: Any,
+) -> tuple[Tensor, ...]:
+    """The gradients, after they were held to the error budget."""
+    q, k, v = leaves(tensors)
+    out, lse = sk.attention(q, k, v, mask, return_lse=True, **call)
+    torch.manual_seed(3)
+    grad = make_grad(out.detach())
+    grad_lse = torch.randn_like(lse) if of_lse else None
+    outputs, grads = ([out, lse], [grad, grad_lse]) if of_lse else ([out], [grad])
+    found = torch.autograd.grad(outputs, (q, k, v), grads)
+    whole = sk.BlockMask.full(q_len=q.shape[2], kv_len=k.shape[2], device=q.device) if mask is None else mask
+    gate = check_attention_backward(*tensors, whole, grad, found, grad_lse, scale=call.get("scale"))
+    assert gate.passed, gate
+    for x, of_x in zip(tensors, found, strict=True):
+        assert of_x.dtype == x.dtype
+        assert of_x.is_contiguous() or of_x.transpose(1, 2).is_contiguous()
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("of_lse", [False, True], ids=["out", "out and lse"])
+def test_attention_has_gradients(dtype: torch.dtype, of_lse: bool, device: str):
+    hold(qkv(dtype=dtype, dims=(64, 64), device=device), window(device=device), of_lse=of_lse)
+
+
+@pytest.mark.parametrize("kernel", FAMILIES)
+def test_every_family_has_gradients(kernel: str, plans_made: list[str]):
+    hold(qkv(), window(), of_lse=True, kernel=kernel, scale=0.3)
+    assert plans_made == [kernel, kin(kernel, "attention_backward")]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", ON_GPU)
+@pytest.mark.parametrize("of_lse", [False, True], ids=["out", "out and lse"])
+def test_every_family_on_a_gpu_has_gradients(kernel: str, of_lse: bool, plans_made: list[str]):
+    tensors = qkv(300, dims=(64, 128), dtype=torch.bfloat16, device="cuda")
+    hold(tensors, window(300, device="cuda"), of_lse=of_lse, kernel=kernel)
+    assert plans_made == [kernel, kin(kernel, "attention_backward")]
+
+
+def test_without_a_mask_too(device: str):
+    hold(qkv(100, 150, dims=(64, 64), dtype=torch.float16, device=device), None)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4])
+def test_a_mask_may_be_for_all_heads_for_each_of_k_or_for_each_of_q(heads: int):
+    mask = sk.BlockMask.per_head([window(width=30 * (head + 1)) for head in range(heads)])
+    hold(qkv(heads=(4, 2)), mask, of_lse=True)
+
+
+def test_each_batch_item_may_have_a_mask():
+    hold(qkv(), sk.BlockMask.per_batch([window(), window(width=9)]))
+
+
+def test_queries_that_see_nothing_get_nothing():
+    dq, *_ = hold(qkv(192, 64), sk.BlockMask.causal(q_len=192, kv_len=64, block=64), of_lse=True)
+    assert not dq[:, :, :128].any()
+
+
+@pytest.mark.parametrize(("batch", "q_len", "kv_len"), [(0, 64, 64), (2, 0, 64), (2, 64, 0), (2, 0, 0)])
+def test_without_queries_keys_or_batch_items_gradients_are_0(batch: int, q_len: int, kv_len: int):
+    tensors = leaves(qkv(q_len, kv_len, batch=batch))
+    out, lse = sk.attention(*tensors, return_lse=True)
+    found = torch.autograd.grad((out, lse), tensors, (torch.ones_like(out), torch.ones_like(lse)))
+    for x, of_x in zip(tensors, found, strict=True):
+        assert of_x.shape == x.shape
+        assert not of_x.any()
+
+
+@pytest.mark.parametrize("kernel", FAMILIES)
+def test_gradients_are_those_of_finite_differences(kernel: str):
+    mask = sk.BlockMask.sliding_window(70, 20, sinks=3, block=64)
+    tensors = leaves(qkv(70, dims=(3, 2), dtype=torch.float64))
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return sk.attention(q, k, v, mask, kernel=kernel, return_lse=True)
+
+    assert gradcheck(run, tensors, fast_mode=True)
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "bhsd": lambda x: x,
+    "bshd": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "sbhd": lambda x: x.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3),
+    "slice of packed heads": lambda x: torch.cat((x, x, x), 1)[:, x.shape[1] : 2 * x.shape[1]],
+    "odd rows": lambda x: torch.cat((x, x[..., :1]), 3)[..., :-1],
+    "odd start": lambda x: torch.cat((x.flatten()[:1], x.flatten()))[1:].view(x.shape),
+    "dims by rows": lambda x: x.mT.contiguous().mT,
+    "one head for all": lambda x: x[:, :1].expand(x.shape),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_q_k_and_v_may_lie_in_memory_as_they_like(name: str, device: str):
+    q, k, v = qkv(dtype=torch.float16, dims=(64, 64), device=device)
+    hold((LAYOUTS[name](q), LAYOUTS[name](k), LAYOUTS[name](v)), window(device=device))
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_so_may_the_gradient_of_out(name: str, device: str):
+    tensors = qkv(dtype=torch.float16, dims=(64, 64), device=device)
+    hold(tensors, window(device=device), make_grad=lambda out: LAYOUTS[name](torch.randn_like(out)))
+
+
+def test_a_sum_gives_an_expanded_gradient(device: str):
+    tensors = qkv(dtype=torch.float16, dims=(64, 64), device=device)
+    hold(tensors, window(device=device), make_grad=lambda out: out.new_ones(()).expand(out.shape))
+
+
+def test_gradients_lie_in_memory_as_their_operands_do():
+    q, k, v = qkv(dims=(32, 48))
+    found = hold((LAYOUTS["bshd"](q), k, LAYOUTS["sbhd"](v)), window())
+    for of_x, by_positions in zip(found, (True, False, True), strict=True):
+        assert (of_x.transpose(1, 2) if by_positions else of_x).is_contiguous()
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_only_the_gradients_that_are_wanted_are_given(place: int):
+    tensors = qkv()
+    expected = hold(tensors, window(), make_grad=torch.ones_like)[place]
+    q, k, v = (x.clone().requires_grad_(at == place) for at, x in enumerate(tensors))
+    sk.attention(q, k, v, window()).backward(torch.ones(2, 4, 192, 64))
+    assert [x.grad is not None for x in (q, k, v)] == [at == place for at in range(3)]
+    assert torch.equal((q, k, v)[place].grad, expected)  # type: ignore[arg-type]
+
+
+def test_lse_alone_has_gradients():
+    q, k, v = leaves(qkv())
+    mask = window()
+    _, lse = sk.attention(q, k, v, mask, return_lse=True)
+    of_q, of_k, of_v = torch.autograd.grad(lse.sum(), (q, k, v))
+    scores = (q @ k.repeat_interleave(2, 1).mT * 32**-0.5).masked_fill(~mask.to_dense(), -torch.inf)
+    expected = torch.autograd.grad(scores.logsumexp(-1).sum(), (q, k))
+    torch.testing.assert_close((of_q, of_k), expected)
+    assert not of_v.any()
+
+
+def test_merged_parts_have_the_gradients_of_attention_over_all_keys():
+    q, k, v = leaves(qkv(130, 192, dtype=torch.float64))
+    early = sk.BlockMask.causal(q_len=130, kv_len=64, block=64, q_offset=62)
+    late = sk.BlockMask.causal(q_len=130, kv_len=128, block=64, q_offset=-2)
+    first = sk.attention(q, k[:, :, :64], v[:, :, :64], early, return_lse=True)
+    second = sk.attention(q, k[:, :, 64:], v[:, :, 64:], late, return_lse=True)
+    merged, _ = sk.merge(*first, *second)
+    whole = sk.attention(q, k, v, sk.BlockMask.causal(q_len=130, kv_len=192, block=64))
+    cotangent = torch.randn_like(whole)
+    found, expected = (torch.autograd.grad(x, (q, k, v), cotangent) for x in (merged, whole))
+    torch.testing.assert_close(found, expected)
+
+
+def test_the_same_inputs_give_the_same_bits():
+    first, *others = (hold(qkv(), window(), of_lse=True) for _ in range(3))
+    assert all(torch.equal(a, b) for other in others for a, b in zip(other, first, strict=True))
+
+
+def test_deterministic_reaches_the_plan(monkeypatch: pytest.MonkeyPatch):
+    tensors, mask = leaves(qkv()), window()
+    asked: list[bool] = []
+    kernel: Any = sk.plan_attention_backward(*tensors, mask).implementation
+    prepare = type(kernel).prepare
+    monkeypatch.setattr(
+        type(kernel), "prepare", lambda self, p, c, m: asked.append(p.deterministic) or prepare(self, p, c, m)
+    )
+    for choice in (True, False):
+        sk.attention(*tensors, mask, deterministic=choice).sum().backward()
+    torch.use_deterministic_algorithms(True)
+    try:
+        sk.attention(*tensors, window(), deterministic=False).sum().backward()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert asked == [True, False, True]
+
+
+def test_a_plan_with_lse_takes_inputs_with_gradients():
+    tensors, mask = leaves(qkv()), window()
+    plan = sk.plan_attention(*tensors, mask, return_lse=True)
+    cotangent = torch.randn(2, 4, 192, 64)
+    expected = torch.autograd.grad(sk.attention(*tensors, mask), tensors, cotangent)
+    out = sk.attention(*tensors, mask, plan=plan)
+    both, lse = sk.attention(*tensors, mask, plan=plan, return_lse=True)
+    assert torch.equal(out, both)
+    assert lse.requires_grad
+    for planned in (out, both):
+        found = torch.autograd.grad(planned, tensors, cotangent)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_a_backward_plan_gives_what_backward_gives():
+    tensors, mask = leaves(qkv()), window()
+    out, lse = sk.attention(*tensors, mask, return_lse=True, scale=0.3)
+    grads = torch.randn_like(out), torch.randn_like(lse)
+    expected = torch.autograd.grad((out, lse), tensors, grads)
+    plan = sk.plan_attention_backward(*tensors, mask)
+    found = plan(*tensors, mask, out, lse, *grads, scale=0.3)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert not any(x.requires_grad for x in found)
+
+
+def test_a_second_step_makes_no_new_plan(plans_made: list[str]):
+    mask = window()
+    for _ in range(3):
+        sk.attention(*leaves(qkv()), mask).sum().backward()
+    assert plans_made == ["cpu.attention", "cpu.attention_bwd"]
+
+
+def test_the_transposed_lists_are_built_once(monkeypatch: pytest.MonkeyPatch):
+    from sparsek.formats import mask_view
+
+    built, real = [], mask_view.transposed
+    monkeypatch.setattr(mask_view, "transposed", lambda mask: built.append(mask) or real(mask))
+    mask = window()
+    for batch in (1, 2):
+        sk.attention(*leaves(qkv(batch=batch)), mask).sum().backward()
+    assert len(built) == 1
+
+
+def test_a_forward_pass_without_a_gradient_keeps_nothing(plans_made: list[str]):
+    q, k, v = qkv()
+    mask = window()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: pytest.fail("kept"), lambda t: t):
+        out = sk.attention(q, k, v, mask)
+        with torch.no_grad():
+            sk.attention(*leaves((q, k, v)), mask)
+    assert out.grad_fn is None
+    assert len(plans_made) == 1
+
+
+def test_what_is_kept_are_the_operands_out_and_lse():
+    q, k, v = leaves(qkv())
+    mask, kept = window(), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):
+        out = sk.attention(q, k, v, mask)
+    assert kept == [q.shape, k.shape, v.shape, out.shape, out.shape[:3]]
+
+
+class Largest(TorchDispatchMode):
+    """Bytes of the largest tensor that an operation returns, views aside."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        made = [x for x in (out if isinstance(out, (tuple, list)) else [out]) if isinstance(x, Tensor)]
+        if not func.is_view:
+            self.bytes = max([self.bytes, *(x.nbytes for x in made)])
+        return out
+
+
+def test_a_training_step_makes_nothing_as_large_as_the_scores():
+    length = 4096
+    q, k, v = leaves(qkv(length, heads=(1, 1), dims=(8, 8), batch=1))
+    mask = sk.BlockMask.sliding_window(length, 64, sinks=16, block=64)
+    plan = sk.plan_attention_backward(q, k, v, mask)
+    with torch.no_grad(), Largest() as seen:
+        out, lse = sk.plan_attention(q, k, v, mask, return_lse=True)(q, k, v, mask)
+        plan(q, k, v, mask, out, lse, torch.randn_like(out))
+    stored = mask.stored_blocks * 64 * 64 * 4
+    assert 0 < seen.bytes <= max(stored, 1 << 21) < length * length * 4 / 8
+
+
+@pytest.mark.parametrize("what", ["q", "k", "v", "out"])
+def test_a_tensor_that_was_written_to_is_told(what: str):
+    q, k, v = (x * 1 for x in leaves(qkv()))
+    out = sk.attention(q, k, v, window())
+    loss = out.sum()
+    with torch.no_grad():
+        {"q": q, "k": k, "v": v, "out": out}[what].mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_gradients_outlive_the_mask():
+    tensors = leaves(qkv())
+    cotangent = torch.randn(2, 4, 192, 64)
+    mask = window()
+    expected = torch.autograd.grad(sk.attention(*tensors, mask), tensors, cotangent)
+    out = sk.attention(*tensors, window())
+    assert all(
+        torch.equal(a, b) for a, b in zip(torch.autograd.grad(out, tensors, cotangent), expected, strict=True)
+    )
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_gives_the_same_gradients(reentrant: bool):
+    mask, cotangent = window(), torch.randn(2, 4, 192, 64)
+    alone, again = leaves(qkv()), leaves(qkv())
+    sk.attention(*alone, mask).backward(cotangent)
+    checkpoint(lambda *t: sk.attention(*t, mask), *again, use_reentrant=reentrant).backward(cotangent)
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(alone, again, strict=True))  # type: ignore[arg-type]
+
+
+def test_autocast_does_not_touch_a_training_step():
+    tensors, mask = leaves(qkv()), window()
+    expected = torch.autograd.grad(sk.attention(*tensors, mask).sum(), tensors)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = torch.autograd.grad(sk.attention(*tensors, mask).sum(), tensors)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_a_second_derivative_is_refused_in_words():
+    q, k, v = leaves(qkv())
+    (of_q,) = torch.autograd.grad(sk.attention(q, k, v, window()).sum(), q, create_graph=True)
+    (expected,) = torch.autograd.grad(sk.attention(q, k, v, window()).sum(), q)
+    assert torch.equal(of_q, expected)
+    with pytest.raises(
+        InvalidInput, match=r"gradients of attention have no gradients themselves; sparsek.reference"
+    ):
+        of_q.sum().backward()
+
+
+def test_a_graph_may_be_made_where_nothing_asks_for_the_second_derivative():
+    """As gradient penalties do for other parts of a model."""
+    q, k, v = leaves(qkv())
+    factor = torch.ones((), requires_grad=True)
+    loss = (factor**3 * sk.attention(q, k, v, window()).detach().sum()) + sk.attention(
+        q, k, v, window()
+    ).sum()
+    of_factor, _ = torch.autograd.grad(loss, (factor, q), create_graph=True)
+    assert torch.autograd.grad(of_factor, factor)[0].isfinite()
+
+
+GRADS: dict[str, tuple[Callable[..., Any], str]] = {
+    "out": (lambda out, lse, grad: (out[..., 1:], lse, grad), r"out must be torch.float32 \[2, 4, 192, 64\]"),
+    "lse": (lambda out, lse, grad: (out, lse.double(), grad), r"lse must be torch.float32 \[2, 4, 192\]"),
+    "grad": (lambda out, lse, grad: (out, lse, grad.half()), r"grad must be .* got torch.float16"),
+    "no grad": (lambda out, lse, grad: (out, lse, None), "grad must be a dense torch.Tensor"),
+    "grad_lse": (
+        lambda out, lse, grad: (out, lse, grad, lse[:1]),
+        r"grad_lse must be .* got .*\[1, 4, 192\]",
+    ),
+    "gaps": (
+        lambda out, lse, grad: (torch.cat((out, out), 3)[..., :64], lse, grad),
+        "out and lse must lie in memory as attention gave them",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GRADS)
+def test_a_backward_plan_refuses_other_operands(name: str):
+    tensors, mask = qkv(), window()
+    plan = sk.plan_attention_backward(*tensors, mask)
+    out, lse = sk.attention(*tensors, mask, return_lse=True)
+    change, text = GRADS[name]
+    with pytest.raises(InvalidInput, match=text):
+        plan(*tensors, mask, *change(out, lse, torch.ones_like(out)))
+
+
+def test_a_backward_plan_refuses_another_mask_and_kernels_of_the_forward_pass():
+    tensors, mask = qkv(), window()
+    plan = sk.plan_attention_backward(*tensors, mask)
+    out, lse = sk.attention(*tensors, mask, return_lse=True)
+    with pytest.raises(InvalidInput, match="another mask"):
+        plan(*tensors, window(), out, lse, out)
+    with pytest.raises(
+        InvalidInput, match=r"no kernel of attention_backward is called 'cpu.attention'; known: hopper"
+    ):
+        sk.plan_attention_backward(*tensors, mask, kernel="cpu.attention")
