@@ -26,7 +26,7 @@ NEXT = ROOT / ".venv-triton-next"
 # One stamp for each stage. The tests read the second.
 STAMPS = {"demo": VENV / "sparsek-env-demo.json", "test": VENV / "sparsek-env.json"}
 INPUTS = ("pyproject.toml", "constraints.txt", "constraints-triton-next.txt", "scripts/env.py")
-EXTRAS = {"demo": ("plot", "demo"), "test": ("dev", "plot", "scipy", "demo")}
+EXTRAS = {"demo": ("plot", "demo"), "test": ("dev", "plot", "scipy", "demo", "transformers")}
 OFFLINE = ("--retries", "0", "--timeout", "10")
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 BASE_PTH = "zz_base_site.pth"
@@ -135,7 +135,10 @@ def make_stage(stage: str, gpu: bool, python: dict, reuse: bool) -> "list[str]":
 def download(stage: str, gpu: bool, reuse: bool) -> str:
     """What a stage fetches when pip has nothing at hand, measured for Python 3.11 on Linux x86-64 and rounded."""
     if stage == "test":
-        return "test: fetches up to about 400 MB (the newest Triton 290, pyright with Node.js 70, SciPy 35)"
+        return (
+            "test: fetches up to about 420 MB (the newest Triton 290, pyright with Node.js 70, SciPy 35, "
+            "transformers 25)"
+        )
     if reuse:
         return "demo: fetches what this Python lacks (the demo's weights 84 MB, the rest less than 40 MB)"
     if os.environ.get("SPARSEK_TORCH"):
@@ -243,7 +246,9 @@ def adopt(folder: Path, sites: "list[str]") -> None:
 def install_stage(stage: str, gpu: bool) -> None:
     pins = constraints(drop=("triton",) if gpu else ())
     if stage == "test":
-        run_pip("the checks' tools", ["--no-build-isolation", "-c", pins, "-e", ".[dev,plot,scipy]"])
+        run_pip(
+            "the checks' tools", ["--no-build-isolation", "-c", pins, "-e", ".[dev,plot,scipy,transformers]"]
+        )
         return
     run_pip("pip's own tools", ["setuptools", "-c", pins])
     install_torch(gpu)

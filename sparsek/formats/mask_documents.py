@@ -284,14 +284,16 @@ def _assembled(
     by_bits = [] if found.rules is None else [found.rules, *found.bits]
     sent = upload([_spans(docs, near, place.q_len, batch), *by_bits, *lists, *table], place.device)
     queries = Queries.of(sent[0], near, (batch, place.q_len), reach_of(docs, place))
-    rules, *blocks = sent[1:4] if by_bits else [None]
+    rules = bits = None
+    if by_bits:
+        rules, bits = sent[1], queries.bits(sent[2], sent[3], place)
     behind = 1 + len(by_bits)
     every = torch.arange(place.grid[1], dtype=torch.int32, device=place.device)
     full_lists, _ = lists_of_runs(sent[behind + 3 :], every, sizes.stored - sizes.partial)
     mask = BlockMask.unchecked(
         q_len=place.q_len, kv_len=place.kv_len, block=place.block, batch=batch, heads=1, full=full_lists,
         partial=BlockLists(*sent[behind : behind + 3]), lo=queries.lo, hi=queries.hi, rules=rules,
-        bits=queries.bits(*blocks, place) if by_bits else None, sizes=sizes, pure=not pieces.split.any(), label=label,
+        bits=bits, sizes=sizes, pure=not pieces.split.any(), label=label,
     )  # fmt: skip
     mask._memo["heavy"] = heavy_blocks(whole, cut)
     return mask

@@ -27,6 +27,7 @@ def attention_varlen(
     *,
     scale: float | None = None,
     return_lse: Literal[False] = False,
+    deterministic: bool = True,
 ) -> Tensor: ...
 @overload
 def attention_varlen(
@@ -39,6 +40,7 @@ def attention_varlen(
     *,
     scale: float | None = None,
     return_lse: Literal[True],
+    deterministic: bool = True,
 ) -> tuple[Tensor, Tensor]: ...
 def attention_varlen(
     q: Tensor,
@@ -50,6 +52,7 @@ def attention_varlen(
     *,
     scale: float | None = None,
     return_lse: bool = False,
+    deterministic: bool = True,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of packed documents, each by itself: queries see keys of their own document only.
 
@@ -62,7 +65,7 @@ def attention_varlen(
     `MaskPolicy(window=4096, sinks=128)` counts window and sinks in the document; blocks of a stride and of top-k are
     those of the packed sequence, and need as many keys as queries. Or a BlockMask of total_q queries and total_k keys,
     which must keep documents apart itself (`BlockMask.block_diagonal(...) & ...`); cu_seqlens are then not read.
-    scale: above 0; D**-0.5 by default.
+    scale, deterministic: as in `attention`.
 
     Returns out [total_q, Hq, Dv]; with return_lse also lse [Hq, total_q]. Differentiable in q, k and v, as `attention`.
 
@@ -80,9 +83,9 @@ def attention_varlen(
     q, k, v = (x.unsqueeze(0).transpose(1, 2) for x in (q, k, v))
     found = mask if isinstance(mask, BlockMask) else _made(q, k, cu_seqlens_q, cu_seqlens_k, mask)
     if return_lse:
-        out, lse = attention(q, k, v, found, scale=scale, return_lse=True)
+        out, lse = attention(q, k, v, found, scale=scale, return_lse=True, deterministic=deterministic)
         return out[0].transpose(0, 1), lse[0]
-    return attention(q, k, v, found, scale=scale)[0].transpose(0, 1)
+    return attention(q, k, v, found, scale=scale, deterministic=deterministic)[0].transpose(0, 1)
 
 
 def _made(q: Tensor, k: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None, policy: Any) -> BlockMask:

@@ -51,7 +51,7 @@ def edges_of(cu_seqlens: Any, name: str, total: int | None = None) -> np.ndarray
     """
     at = None
     if isinstance(cu_seqlens, Tensor) and cu_seqlens.is_cuda and not cu_seqlens.is_inference():
-        version, at = _EDGES.get(cu_seqlens, (None, None))
+        version, at = _EDGES.get(cu_seqlens) or (None, None)
         if version != cu_seqlens._version:
             at = _read(cu_seqlens, name)
             _EDGES[cu_seqlens] = cu_seqlens._version, at

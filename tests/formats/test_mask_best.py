@@ -1,5 +1,7 @@
 """best_blocks against its definition, one tile at a time."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,7 +13,7 @@ from sparsek.formats import BlockMask
 from sparsek.formats.mask_best import best_blocks
 from tests.formats.masks import ABSENT, check_mask, kinds
 
-FRAME = {"q_len": 300, "kv_len": 420, "block": 64}
+FRAME: dict[str, Any] = {"q_len": 300, "kv_len": 420, "block": 64}
 WITHINS = {
     "full": BlockMask.full(**FRAME),
     "causal": BlockMask.causal(**FRAME),

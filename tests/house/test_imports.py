@@ -32,7 +32,7 @@ def test_importing_sparsek_loads_no_kernel_module(loaded: dict) -> None:
 
 
 @pytest.mark.parametrize(
-    "package", ["triton", "matplotlib", "scipy", "typer", "rich", "hypothesis", "pytest"]
+    "package", ["triton", "matplotlib", "scipy", "typer", "rich", "hypothesis", "pytest", "transformers"]
 )
 def test_importing_sparsek_loads_nothing_that_it_can_do_without(loaded: dict, package: str) -> None:
     assert [name for name in loaded["new"] if name.split(".")[0] == package] == []
@@ -56,9 +56,12 @@ def test_the_command_line_starts_without_cuda_and_without_kernels(tmp_path: Path
 
 def test_every_module_outside_the_kernels_imports_by_itself(tmp_path: Path) -> None:
     code = """
-import importlib, pkgutil, sparsek
+import importlib, importlib.util, pkgutil, sparsek
+left_out = ["sparsek.kernels."]
+if importlib.util.find_spec("transformers") is None:
+    left_out.append("sparsek.integrations.transformers")
 for found in pkgutil.walk_packages(sparsek.__path__, "sparsek."):
-    if not found.name.startswith("sparsek.kernels.") and not found.name.endswith("__main__"):
+    if not found.name.startswith(tuple(left_out)) and not found.name.endswith("__main__"):
         importlib.import_module(found.name)
 print("all")
 """

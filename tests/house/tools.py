@@ -32,7 +32,8 @@ def need(module: str) -> None:
     if importlib.machinery.PathFinder.find_spec(module) is None:
         if os.environ.get("CI"):
             pytest.fail(f"{module} is not installed; `make env` installs it")
-        pytest.skip(f"{module} is not installed here; `make env` installs it where there is a network")
+        reason = f"{module} is not installed here; `make env` installs it where there is a network"
+        pytest.skip(reason, allow_module_level=True)
 
 
 def run(

@@ -35,10 +35,11 @@ def cu(lengths: list[int], dtype: torch.dtype = torch.int32, device: str = "cpu"
 
 def packed(
     q_total: int, k_total: int, heads: tuple[int, int] = (4, 2), dtype: torch.dtype = torch.float64
-) -> Any:
+) -> tuple[Tensor, Tensor, Tensor]:
     draw = torch.Generator().manual_seed(0)
     shapes = (q_total, heads[0], 32), (k_total, heads[1], 32), (k_total, heads[1], 16)
-    return tuple(torch.randn(shape, generator=draw, dtype=dtype).requires_grad_() for shape in shapes)
+    q, k, v = (torch.randn(shape, generator=draw, dtype=dtype).requires_grad_() for shape in shapes)
+    return q, k, v
 
 
 def each_by_itself(
@@ -181,8 +182,9 @@ def test_what_does_not_fit_is_said(message: str):
 def test_compiled_with_a_mask_it_is_one_graph_and_without_one_it_says_what_to_do():
     torch._dynamo.reset()
     lengths = LENGTHS["several"]
-    tensors, ends = [x.detach() for x in packed(sum(lengths), sum(lengths))], cu(lengths)
-    run = torch.compile(sk.attention_varlen, fullgraph=True, backend="aot_eager")
+    q, k, v = packed(sum(lengths), sum(lengths))
+    tensors, ends = (q.detach(), k.detach(), v.detach()), cu(lengths)
+    run: Any = torch.compile(sk.attention_varlen, fullgraph=True, backend="aot_eager")
     mask = sk.MaskPolicy().packed(ends)
     assert torch.equal(
         run(*tensors, ends, mask=mask), sk.attention_varlen(*tensors, ends, mask=sk.MaskPolicy())

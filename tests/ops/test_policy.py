@@ -165,7 +165,8 @@ def test_top_k_breaks_a_compiled_graph_and_gives_the_same():
 def test_on_a_gpu_kept_masks_wait_for_nothing(no_sync):
     policy, chosen = sk.MaskPolicy(window=70, sinks=3), sk.MaskPolicy(topk=2)
     q, k, _ = qkv(512, device="cuda", dtype=torch.bfloat16)
-    policy.mask_for(q, k), chosen.mask_for(q, k)
+    for each in (policy, chosen):
+        each.mask_for(q, k)
     side = torch.cuda.Stream()
     with no_sync(), torch.cuda.stream(side):
         mask, best = policy.mask_for(q, k), chosen.mask_for(q, k)

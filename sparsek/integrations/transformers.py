@@ -1,0 +1,139 @@
+"""attn_implementation="sparsek" for Hugging Face transformers: importing this registers it.
+
+    import sparsek.integrations.transformers
+    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="sparsek")
+    model.config.sparsek = {"window": 4096, "sinks": 128}    # options of MaskPolicy; none: the model's own mask
+
+A layer sees what the model's own mask admits (causality, its window, padding, packed documents, the cache) and the
+policy too. Needs transformers 5.4 or newer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+
+from sparsek.core.errors import InvalidInput
+from sparsek.integrations.transformers_masks import Asked, ModelMask, dense_mask, model_mask, policy_of
+from sparsek.ops.attention import attention
+
+NAME = "sparsek"
+REFUSED = {
+    "softcap": "scores that are capped",
+    "s_aux": "learned sinks",
+    "position_bias": "a bias of positions",
+    "head_mask": "head_mask",
+    "cache": "a paged cache",
+    "output_attentions": "output_attentions: the weights are never in memory",
+}
+
+
+@torch.compiler.disable(reason="masks are made and kept outside of graphs")
+def sparsek_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Any = causal_mask_function,
+    attention_mask: Any = None,
+    *,
+    use_vmap: bool = False,
+    device: Any = "cpu",
+    config: Any = None,
+    **_: Any,
+) -> ModelMask:
+    """What transformers calls once in a forward, and for each kind of layer: the mask that its layers share.
+
+    From `causal_mask_function` and its kind, and from padding at either end, it follows in O(S). Masks of the same
+    lengths are the same object, and have their plans. Any other function is asked about every pair, in O(S^2).
+    Padding on a GPU is read with one sync, documents' edges and a static cache's offset with one each.
+    """
+    if isinstance(attention_mask, ModelMask):  # generate() has made it
+        return attention_mask
+    asked = Asked(
+        batch_size, q_length, kv_length, int(q_offset), int(kv_offset), attention_mask, torch.device(device)
+    )
+    return model_mask(asked, mask_function, policy_of(config), use_vmap)
+
+
+@torch.compiler.disable(reason="plans are made and kept outside of graphs")
+def sparsek_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls in every layer: out [B, S, Hq, Dv], and no weights.
+
+    query [B, Hq, S, D], key [B, Hkv, T, D], value [B, Hkv, T, Dv]. attention_mask: a ModelMask, 4-D bool or additive
+    (read in O(S^2), once for all layers), or None: causal if the module is. Queries that see nothing give 0.
+    Raises InvalidInput for dropout and for all that changes scores: capping, biases, learned sinks.
+    """
+    if dropout:
+        raise InvalidInput(
+            f"attention dropout is {dropout}, which SparseK does not have: set config.attention_dropout "
+            "(attention_probs_dropout_prob in BERT) to 0, or call model.eval()"
+        )
+    for name, what in REFUSED.items():
+        if options.get(name) is not None and options[name] is not False:
+            raise InvalidInput(f'attn_implementation="{NAME}" does not have {what}; "eager" does')
+    mask = _model_mask(module, query, key, attention_mask, is_causal, options)
+    if options.get("cu_seq_lens_q") is not None and not mask.packed:
+        raise InvalidInput(
+            "cu_seq_lens are given and the mask keeps no documents apart: pass position_ids that restart, and no "
+            "attention_mask, to a causal model"
+        )
+    out = attention(query, key, value, mask.visible.mask_for(query, key), scale=scaling)
+    return out.transpose(1, 2).contiguous(), None
+
+
+# Masks that came as tensors; layers share what was made of them.
+_OF_TENSORS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def _model_mask(
+    module: torch.nn.Module, query: Tensor, key: Tensor, given: Any, is_causal: bool | None, options: Any
+) -> ModelMask:
+    if isinstance(given, ModelMask):
+        return given.to(query.device)
+    batch, q_len, kv_len = query.shape[0], query.shape[2], key.shape[2]
+    asked = Asked(batch, q_len, kv_len, kv_len - q_len, 0, None, query.device)
+    policy = policy_of(getattr(module, "config", None))
+    if given is None:
+        causal = q_len > 1 and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
+        if (causal and q_len != kv_len) or options.get("sliding_window"):
+            raise InvalidInput(
+                f"attention_mask is None for {q_len} queries and {kv_len} keys, and a causal mask or a window is "
+                "wanted: where the queries stand is not said"
+            )
+        return model_mask(asked, causal_mask_function if causal else bidirectional_mask_function, policy)
+    if not isinstance(given, Tensor) or given.dim() != 4:
+        found = f"{given.dim()}-D" if isinstance(given, Tensor) else type(given).__name__
+        raise InvalidInput(
+            f"attention_mask is {found}; a layer takes 4-D tensors and what sparsek_mask makes"
+        )
+    if policy is not None and q_len != kv_len:
+        raise InvalidInput(
+            f"config.sparsek with a 4-D mask of {q_len} queries and {kv_len} keys: where the queries stand is not said"
+        )
+    facts = policy, None if given.is_inference() else given._version, q_len, kv_len
+    known = _OF_TENSORS.get(given)
+    if known is None or known[0] != facts or facts[1] is None:
+        known = facts, dense_mask(asked, given[:, :, :q_len, :kv_len], policy)
+        _OF_TENSORS[given] = known
+    return known[1]
+
+
+AttentionInterface.register(NAME, sparsek_attention)
+AttentionMaskInterface.register(NAME, sparsek_mask)

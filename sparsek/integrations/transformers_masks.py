@@ -1,0 +1,261 @@
+"""What transformers asks of a mask, as documents and windows where it can be said so, and else element by element.
+
+transformers describes masks by functions of (batch item, head, query, key), which are joined by `and_masks`. Those of
+`masking_utils` are recognised by what they are, and followed by the values that they hold; then a mask costs O(S) to
+make. Any other function is asked about every pair of a query and a key: exact, and O(S^2) like transformers' own masks.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from torch import Tensor
+from transformers import masking_utils
+
+from sparsek.core.errors import InvalidInput
+from sparsek.formats.block_mask import BlockMask
+from sparsek.formats.mask_documents import Documents, Near, Scene
+from sparsek.formats.pattern import as_device
+from sparsek.ops.policy import MaskPolicy, Visible
+
+if "q_offset" not in inspect.signature(masking_utils.sdpa_mask).parameters:
+    raise ImportError(f"SparseK needs transformers 5.4 or newer; this is {transformers.__version__}")
+
+EVERY_KEY = MaskPolicy(causal=False)
+OPTIONS = [each.name for each in fields(MaskPolicy) if each.name != "causal"]
+
+
+class ModelMask:
+    """What a model's layers get as `attention_mask`: what may be seen, the same object for all layers of a forward.
+
+    transformers takes anything with `ndim` 4 for a mask that is ready.
+    """
+
+    ndim = 4
+
+    def __init__(self, visible: Visible, shape: tuple[int, int, int, int], packed: bool = False) -> None:
+        self.visible, self.shape, self.packed = visible, shape, packed
+        self._moved: dict[torch.device, ModelMask] = {}
+
+    def contiguous(self) -> ModelMask:
+        """generate() asks masks for this."""
+        return self
+
+    def to(self, device: Any, **_: Any) -> ModelMask:
+        """On another device, where the layers of a model are spread over several; moved once for each."""
+        within, always, k = self.visible
+        target = as_device(device)
+        if target == within.device:
+            return self
+        if target not in self._moved:
+            moved = Visible(within.to(target), None if always is None else always.to(target), k)
+            self._moved[target] = ModelMask(moved, self.shape, self.packed)
+        return self._moved[target]
+
+    def __repr__(self) -> str:
+        return f"ModelMask({self.visible.within!r}{f', {self.visible.k} best' if self.visible.k else ''})"
+
+
+def policy_of(config: Any) -> MaskPolicy | None:
+    """From `config.sparsek`, a dict of options of MaskPolicy, without causality: that is the model's."""
+    options = getattr(config, "sparsek", None)
+    if options is None:
+        return None
+    if not isinstance(options, Mapping) or not set(options) <= set(OPTIONS):
+        raise InvalidInput(
+            f"config.sparsek is {options!r}; it must be None or a dict of {', '.join(OPTIONS)}"
+        )
+    return MaskPolicy(**options, causal=False)
+
+
+@dataclass
+class Rules:
+    """What mask functions say together. `ids`: the document of each token [B, S]; `chunks`: their length, and how many
+    keys of left padding each batch item [B] has before the first.
+    """
+
+    back: list[int] = field(default_factory=list)
+    ahead: list[int] = field(default_factory=list)
+    ids: Tensor | None = None
+    chunks: tuple[int, Tensor] | None = None
+    remapped: bool = False
+
+    @classmethod
+    def of(cls, function: Callable[..., Any]) -> Rules | None:
+        """None if there is a function that is not known here."""
+        rules = cls()
+        known = rules._take(function)
+        # In a document, positions differ as the tokens do: windows stay what they are. Chunks do not.
+        no_ids, no_chunks = rules.ids is None, rules.chunks is None
+        return rules if known and (no_chunks or no_ids) and not (rules.remapped and no_ids) else None
+
+    @property
+    def near(self) -> Near:
+        return Near(min(self.back, default=None), min(self.ahead, default=None))
+
+    def _take(self, function: Any) -> bool:
+        if function is masking_utils.causal_mask_function:
+            self.ahead.append(1)
+            return True
+        if function is masking_utils.bidirectional_mask_function:
+            return True
+        if getattr(function, "__module__", None) != masking_utils.__name__:
+            return False
+        maker, _, inner = function.__qualname__.partition(".<locals>.")
+        take = MAKERS.get(maker)
+        if take is None or not inner:
+            return False
+        held = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+        try:
+            return take(self, **{name: cell.cell_contents for name, cell in held})
+        except TypeError:  # it holds other things than in the versions that are known
+            return False
+
+    def _all_of(self, mask_functions: Any) -> bool:
+        return all(self._take(each) for each in mask_functions)
+
+    def _window(self, sliding_window: Any) -> bool:
+        self.back.append(operator.index(sliding_window))
+        return True
+
+    def _both_ways(self, sliding_window: Any) -> bool:
+        self.back.append(operator.index(sliding_window) + 1)
+        self.ahead.append(self.back[-1])
+        return True
+
+    def _chunks(self, chunk_size: Any, left_padding: Any) -> bool:
+        is_new = self.chunks is None
+        self.chunks = operator.index(chunk_size), left_padding
+        return is_new
+
+    def _packed(self, packed_sequence_mask: Any) -> bool:
+        is_new = self.ids is None
+        self.ids = packed_sequence_mask
+        return is_new
+
+    def _remapped(self, mask_function: Any, position_ids: Any) -> bool:
+        self.remapped = True
+        return self._take(mask_function)
+
+
+MAKERS: dict[str, Callable[..., bool]] = {
+    "and_masks": Rules._all_of,
+    "sliding_window_overlay": Rules._window,
+    "sliding_window_bidirectional_overlay": Rules._both_ways,
+    "chunked_overlay": Rules._chunks,
+    "packed_sequence_mask_function": Rules._packed,
+    "remap_positions_for_packed_sequence": Rules._remapped,
+}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A mask that transformers wants: lengths, where queries and keys start, and the 2-D mask of padding [B, keys]."""
+
+    batch: int
+    q_len: int
+    kv_len: int
+    q_offset: int
+    kv_offset: int
+    padding: Tensor | None
+    device: torch.device
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        return self.batch, 1, self.q_len, self.kv_len
+
+    @functools.cached_property
+    def keys(self) -> tuple[np.ndarray, bool]:
+        """For each batch item where its keys start and end, and its first token: int64 [B, 3], in positions of this
+        mask's keys. And whether all keys between are there. One sync if the padding is on a GPU.
+        """
+        if self.padding is None or not self.kv_len:
+            return np.tile(np.array([0, self.kv_len, -self.kv_offset], np.int64), (self.batch, 1)), True
+        there = self.padding.to(self.device, torch.bool).expand(self.batch, -1)
+        end = self.kv_offset + self.kv_len
+        there = torch.nn.functional.pad(there, (0, max(end - there.shape[1], 0)))
+        here = there[:, self.kv_offset : end]
+        place = torch.arange(self.kv_len, device=here.device)
+        start, last = torch.where(here, place, self.kv_len).amin(1), torch.where(here, place + 1, 0).amax(1)
+        first = there.to(torch.uint8).argmax(1) - self.kv_offset
+        found = torch.stack((start, last, first, here.sum(1)), 1).cpu().numpy()
+        found[found[:, 3] == 0] = 0
+        found[:, 2] = np.minimum(found[:, 2], found[:, 0])
+        return found[:, :3], bool((found[:, 1] - found[:, 0] == found[:, 3]).all())
+
+    def scene(self, rules: Rules) -> Scene:
+        """The documents, of one batch item if all are the same. Padding counts as if it had no gaps."""
+        ids = None if rules.ids is None else rules.ids.expand(self.batch, -1).cpu().numpy()
+        made = []
+        for item, (start, end, origin) in enumerate(self.keys[0]):
+            if ids is not None:
+                spans = _runs(ids[item])
+            elif rules.chunks is not None:
+                spans = self._chunks(rules.chunks[0], int(rules.chunks[1][item]))
+            else:
+                spans = np.array([[0], [self.q_len], [0], [self.kv_len]], np.int64)
+            q_start, q_end, k_start, k_end = spans
+            k_start, k_end = k_start.clip(start, end), k_end.clip(start, end)
+            shift = np.full_like(q_start, self.q_offset - self.kv_offset)
+            # Packed documents have first keys of their own; chunks and the whole have the sequence's.
+            origin = k_start if ids is not None else np.full_like(q_start, origin)
+            made.append(np.stack((q_start, q_end, k_start, k_end, shift, np.minimum(origin, k_start))))
+        if all(np.array_equal(each, made[0]) for each in made):
+            made = made[:1]
+        item = np.repeat(np.arange(len(made)), [each.shape[1] for each in made])
+        docs = Documents(item, *np.concatenate(made, 1))
+        return Scene(docs, self.q_len, self.kv_len, len(made), rules.near)
+
+    def _chunks(self, size: int, padding: int) -> np.ndarray:
+        """First and end of the queries and of the keys of each chunk, int64 [4, n]."""
+        first, last = ((p - padding) // size for p in (self.q_offset, self.q_offset + self.q_len - 1))
+        start = padding + np.arange(first, last + 1) * size
+        q, k = start - self.q_offset, start - self.kv_offset
+        return np.stack((q.clip(0), (q + size).clip(None, self.q_len), k, k + size))
+
+    def seen(self, function: Callable[..., Any], use_vmap: bool) -> Tensor:
+        """Every pair, bool [B, 1, q_len, kv_len]."""
+        seen = masking_utils.sdpa_mask(
+            self.batch, self.q_len, self.kv_len, self.q_offset, self.kv_offset, function, self.padding,
+            allow_is_causal_skip=False, use_vmap=use_vmap, device=self.device,
+        )  # fmt: skip
+        assert seen is not None  # only skips give None
+        return seen
+
+
+def _runs(ids: np.ndarray) -> np.ndarray:
+    """First and end of each run of equal ids, as queries and as keys: int64 [4, n]."""
+    edges = np.concatenate(([0], np.flatnonzero(np.diff(ids)) + 1, [ids.size])).astype(np.int64)
+    return np.stack((edges[:-1], edges[1:], edges[:-1], edges[1:]))
+
+
+def model_mask(
+    asked: Asked, function: Callable[..., Any], policy: MaskPolicy | None, use_vmap: bool = False
+) -> ModelMask:
+    """What `function` and the padding admit, as far as `policy` does too."""
+    rules = Rules.of(function)
+    packed = rules is not None and rules.ids is not None
+    if rules is not None and asked.keys[1]:
+        visible = (policy or EVERY_KEY).visible_in(asked.scene(rules), asked.device)
+        return ModelMask(visible, asked.shape, packed)
+    return dense_mask(asked, asked.seen(function, use_vmap), policy, packed)
+
+
+def dense_mask(asked: Asked, seen: Tensor, policy: MaskPolicy | None, packed: bool = False) -> ModelMask:
+    """What a mask [B or 1, H or 1, q_len, kv_len] admits, bool or additive, as far as `policy` does too. O(S^2)."""
+    admitted = BlockMask.from_transformers(seen, (policy or EVERY_KEY).block)
+    if policy is None:
+        return ModelMask(Visible(admitted), asked.shape, packed)
+    if admitted.heads > 1 and policy.topk is not None:
+        raise InvalidInput(f"top-k goes with masks for all heads; this one is for {admitted.heads}")
+    within, always, k = policy.visible_in(asked.scene(Rules()), asked.device)
+    visible = Visible(within & admitted, None if always is None else always & admitted, k)
+    return ModelMask(visible, asked.shape, packed)

@@ -1,0 +1,66 @@
+"""Generation with a KV cache: the same tokens as eager attention under the same mask."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from tests.integrations.models import REFERENCE, no_pairs, padding, pair, states, tokens
+
+__all__ = ["no_pairs"]
+POLICY = {"window": 20, "sinks": 3, "block": 64}
+
+
+def generated(model: Any, cache: str, at: str, length: int = 70) -> torch.Tensor:
+    return model.generate(
+        tokens(length=length), attention_mask=padding(at, length), max_new_tokens=12, do_sample=False,
+        cache_implementation=cache, pad_token_id=0,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("options", [{}, {"sparsek": POLICY}], ids=["plain", "policy"])
+@pytest.mark.usefixtures("no_pairs")
+def test_it_generates_the_tokens_of_eager_attention(name: str, cache: str, options: dict[str, Any]):
+    """Qwen2's second layer keeps its last 49 keys only; left padding is longer than the window."""
+    other, own = pair(name, REFERENCE if options else "eager", **options)
+    for at in ("none", "left"):
+        assert torch.equal(generated(own, cache, at), generated(other, cache, at))
+
+
+def test_top_k_over_all_blocks_generates_the_tokens_of_the_plain_model():
+    other, own = pair("llama"), pair("llama", sparsek={"topk": 9, "block": 64})
+    assert torch.equal(generated(own[1], "dynamic", "left"), generated(other[0], "dynamic", "left"))
+    generated(pair("llama", sparsek={"topk": 1, "block": 64})[1], "dynamic", "left", 150)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+@pytest.mark.parametrize("options", [{}, {"sparsek": POLICY}], ids=["plain", "policy"])
+@pytest.mark.usefixtures("no_pairs")
+def test_a_prompt_in_parts_is_the_prompt(name: str, options: dict[str, Any]):
+    """Fewer queries than keys: each part follows what the cache holds."""
+    other, own = pair(name, REFERENCE if options else "eager", **options)
+    ids = tokens()
+    with torch.no_grad():
+        want = states(other, ids, use_cache=False)
+        cache, got = None, []
+        for part in ids.split([60, 1, 70, 19], 1):
+            found = own(part, past_key_values=cache, use_cache=True)
+            cache = found.past_key_values
+            got.append(found.logits)
+    torch.testing.assert_close(torch.cat(got, 1), want, rtol=0, atol=2e-5)
+
+
+def test_beams_and_assisted_generation_reorder_and_crop_the_cache():
+    other, own = pair("llama")
+    options = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 0}
+    ids = tokens(1, 40)
+    assert torch.equal(own.generate(ids, num_beams=3, **options), other.generate(ids, num_beams=3, **options))
+    guess = copy.deepcopy(own)
+    with torch.no_grad():
+        for weight in guess.parameters():
+            weight += 0.01 * torch.randn_like(weight)
+    assisted = own.generate(ids, assistant_model=guess, **options)
+    assert torch.equal(assisted, other.generate(ids, **options))
