@@ -105,11 +105,12 @@ def check_attention_backward(
     """Judges found = (dq, dk, dv) as the gradients of attention, given those of out and, unless it is None, of lse.
 
     Errors are relative, in the Frobenius norm, against the reference's formulas in float64, each gradient by itself. An
-    error may be twice that of autograd through torch's scaled_dot_product_attention (math) with a boolean mask on the
-    same inputs, 1e-12 at least. (For 16-bit inputs that computes in float32 and rounds each gradient once.) Added to
-    that is the noise of sums whose terms cancel, as for queries that see one key: 2 units in the last place of the
-    root of the sum of the terms' squares, 16 units of float32 for 16-bit inputs, where it is less than a hundredth of
-    the rest. Queries that see nothing and keys that none sees must have 0.
+    error may be twice that of dense attention on the same inputs, 1e-12 at least: of torch's
+    scaled_dot_product_attention (math) with a boolean mask and autograd, or of its fused kernels, whichever is larger.
+    For 16-bit inputs both compute in float32 and round each gradient once. The fused ones read out as it was rounded,
+    which shows where queries see few keys. Added is the noise of sums whose terms cancel, as for queries that see one
+    key: 2 units in the last place of the root of the sum of the terms' squares, 16 units of float32 for 16-bit inputs,
+    where it is less than a hundredth of the rest. Queries that see nothing and keys that none sees must have 0.
 
     Keys and values that no query of a tile sees may hold anything, NaN too. `rows` are the tiles of queries whose dq is
     looked at, `columns` the blocks of keys whose dk and dv are: all unless given. Work is proportional to the visited
@@ -148,10 +149,13 @@ class _Call(NamedTuple):
 
 
 class _Truth(NamedTuple):
-    """Of dq, dk and dv: in float64, by dense attention, sums of their terms' squares, and where there are no terms."""
+    """Of dq, dk and dv: in float64, by dense attention, by its fused kernels, the sums of their terms' squares, and where
+    there are none.
+    """
 
     exact: list[Tensor]
     dense: list[Tensor]
+    fused: list[Tensor]
     terms: list[Tensor]
     unseen: list[Tensor]
 
@@ -166,10 +170,9 @@ def _gradients(call: _Call, tiles: set[int], keys: Tensor, needed: set[int]) -> 
         return x.new_zeros((*x.shape[:2], len(keys), x.shape[3]), dtype=dtype)
 
     wide = torch.promote_types(q.dtype, torch.float32)
-    sums = [[zeros(x, dtype) for x in (k, v)] for dtype in (torch.float64, wide, torch.float64)]
-    of_queries: list[list[Tensor]] = [
-        [x.new_zeros((*x.shape[:2], 0, x.shape[3]))] for x in (q.double(), q, q.double())
-    ]
+    kinds = torch.float64, wide, wide, torch.float64
+    sums = [[zeros(x, kind) for x in (k, v)] for kind in kinds]
+    of_queries = [[q.new_zeros((*q.shape[:2], 0, q.shape[3]), dtype=kind)] for kind in kinds]
     seen_keys = torch.zeros(sums[0][0].shape[:3], dtype=torch.bool, device=q.device)
     seeing = [seen_keys.new_zeros((*q.shape[:2], 0))]
     for tile in sorted(needed):
@@ -187,13 +190,13 @@ def _gradients(call: _Call, tiles: set[int], keys: Tensor, needed: set[int]) -> 
         seen_keys[:, :, to] |= seen.any(2).unflatten(1, (k.shape[1], -1)).any(2)[..., there]
         if tile in tiles:
             seeing.append(seen.any(-1))
-    exact, dense, terms = ([torch.cat(rows, 2), *more] for rows, more in zip(of_queries, sums, strict=True))
-    return _Truth(exact, dense, terms, [~torch.cat(seeing, 2), ~seen_keys, ~seen_keys])
+    whole = ([torch.cat(rows, 2), *more] for rows, more in zip(of_queries, sums, strict=True))
+    return _Truth(*whole, [~torch.cat(seeing, 2), ~seen_keys, ~seen_keys])
 
 
 def _grad_tile(call: _Call, at: slice, keys: Tensor, seen: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """dq, dk and dv that the queries `at` and `keys` give each other: in float64, of dense attention, and their terms'
-    squares.
+    """dq, dk and dv that the queries `at` and `keys` give each other: in float64, of dense attention, of its fused
+    kernels, and their terms' squares.
     """
     q, k, v, _, grad, grad_lse, scale = call
     q, k, v, grad = q[:, :, at], k[:, :, keys], v[:, :, keys], grad[:, :, at]
@@ -220,6 +223,9 @@ def _grad_tile(call: _Call, at: slice, keys: Tensor, seen: Tensor) -> Iterator[t
             grads.append(of_lse.to(wide).masked_fill(empty.squeeze(-1), 0))
         dq, dk, dv = torch.autograd.grad(dense, leaves, grads)
     yield dq, per_key_head(dk), per_key_head(dv)
+    rounded, low_lse = attend(q, k, v, seen, scale)
+    q_wide, k_wide, v_wide = (x.to(wide) for x in (q, k, v))
+    yield attend_backward(q_wide, k_wide, v_wide, seen, scale, rounded, low_lse, grad.to(wide), of_lse)
 
     k64, v64, grad64 = met(k64, seen), met(v64, seen), grad64.masked_fill(empty, 0)
     weights = (q64 @ k64.mT * scale - lse.unsqueeze(-1)).masked_fill(~seen, -torch.inf).exp().square()
@@ -234,16 +240,16 @@ def _grad_tile(call: _Call, at: slice, keys: Tensor, seen: Tensor) -> Iterator[t
 
 def _judge_gradients(found: Sequence[Tensor], truth: _Truth) -> AttentionGradGate:
     errors, budgets = [], []
-    for mine, exact, dense, terms in zip(found, *truth[:3], strict=True):
+    for mine, exact, *others, terms in zip(found, *truth[:4], strict=True):
         units = NOISE_LOW if mine.dtype in dtypes.LOW else NOISE_HIGH
         unit = units * torch.finfo(torch.promote_types(mine.dtype, torch.float32)).eps
         size, slack = float(torch.linalg.vector_norm(exact)), unit * math.sqrt(float(terms.sum()))
-        wrong, dense_wrong = (
-            float(torch.linalg.vector_norm(x.double() - exact)) for x in (mine, dense.to(mine.dtype))
+        wrong, *as_wrong = (
+            float(torch.linalg.vector_norm(x.to(mine.dtype).double() - exact)) for x in (mine, *others)
         )
         scale = size or slack or 1.0
         errors.append(wrong / scale if math.isfinite(wrong) else math.inf)
-        budgets.append(max(FLOOR, FACTOR * dense_wrong / scale) + slack / scale)
+        budgets.append(max(FLOOR, FACTOR * max(as_wrong) / scale) + slack / scale)
     unseen_hold = not any(bool(x[zero].any()) for x, zero in zip(found, truth.unseen, strict=True))
     passed = unseen_hold and all(error <= allowed for error, allowed in zip(errors, budgets, strict=True))
     worst = max(range(3), key=lambda i: errors[i] / budgets[i])

@@ -1,4 +1,4 @@
-"""Any mask of any builder over any shape: attention agrees with the reference."""
+"""Any mask of any builder over any shape: attention and its gradients agree with the reference."""
 
 from dataclasses import dataclass
 
@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 import sparsek as sk
 from sparsek.core import dtypes
 from sparsek.formats.block_mask import BlockMask
+from sparsek.testing.attention_budget import check_attention_backward
 from tests.ops.tensors import Qkv, check
 
 LENGTHS = st.one_of(st.integers(1, 40), st.sampled_from((63, 64, 65, 127, 128, 129)), st.integers(1, 300))
@@ -119,5 +120,31 @@ def test_attention_agrees_with_the_reference(device: str):
         out, lse = sk.attention(*tensors, mask, return_lse=True)
         check(tensors, mask, out, lse)
         assert torch.equal(sk.attention(*tensors, mask), out)
+
+    agrees()
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_gradients_agree_with_the_reference(device: str):
+    @settings(max_examples=60 if device == "cpu" else 300)
+    @given(problem=problems(device), of_lse=st.booleans(), seed=SEEDS)
+    def agrees(problem: Problem, of_lse: bool, seed: int) -> None:
+        mask = problem.mask
+        tensors = [x.requires_grad_() for x in problem.tensors]
+        out, lse = sk.attention(*tensors, mask, return_lse=True)
+        noise = torch.Generator(device).manual_seed(seed)
+        grad, grad_lse = (
+            torch.randn(x.shape, generator=noise, dtype=torch.float32, device=device).to(x.dtype)
+            for x in (out, lse)
+        )
+        outputs = [(out, grad), (lse, grad_lse)][: 2 if of_lse else 1]
+        found = [
+            torch.autograd.grad([x for x, _ in outputs], tensors, [g for _, g in outputs], retain_graph=True)
+            for _ in range(2)
+        ]
+        q, k, v = problem.tensors
+        gate = check_attention_backward(q, k, v, mask, grad, found[0], grad_lse if of_lse else None)
+        assert gate.passed, f"{problem!r}: {gate}"
+        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
     agrees()
