@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from sparsek.bench import records, report
+from tests.house.tools import need
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(path for path in [ROOT / "README.md", *(ROOT / "docs").glob("**/*.md")] if path.is_file())
@@ -45,13 +46,18 @@ def test_the_tables_of_the_pages_are_what_the_records_give() -> None:
 def test_every_python_example_runs_and_prints_what_the_page_shows(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Examples of one page share their names, as a reader would type them. One marked `gpu` needs a GPU."""
+    """Examples of one page share their names, as a reader would type them. One marked `gpu` needs a GPU, and one
+    marked by packages needs these.
+    """
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     names: dict[str, object] = {"__name__": "__example__"}
     for example in examples(page):
         if "gpu" in example.marks and not torch.cuda.is_available():
             continue
+        for package in example.marks:
+            if package != "gpu":
+                need(package)
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
             # Padding keeps the line numbers of the page in a traceback.
