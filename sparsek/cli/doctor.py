@@ -17,11 +17,11 @@ from sparsek.cli.output import table as new_table
 from sparsek.core.device import card_of
 from sparsek.core.errors import Unsupported
 from sparsek.kernels import names_for
-from sparsek.ops.attention import plan_attention
+from sparsek.ops.attention import attention, plan_attention, plan_attention_backward
 from sparsek.ops.sddmm import plan_sddmm
 from sparsek.ops.spgemm import plan_spgemm
 from sparsek.ops.spmm import plan_spmm
-from sparsek.testing.attention_budget import check_attention
+from sparsek.testing.attention_budget import check_attention, check_attention_backward
 from sparsek.testing.budget import Gate, check_spmm
 from sparsek.testing.product_budget import check_sddmm, check_spgemm
 
@@ -43,8 +43,8 @@ def doctor() -> None:
         out.print(f"wrong results from {', '.join(wrong)}", style="bold red")
         raise typer.Exit(1)
     out.print(
-        f"self check: A @ B, B @ B.T at the blocks of A, and A @ A.T, {PRODUCT.name}; attention, {ATTENTION.name}. On "
-        f"{device.type} every kernel that runs here is within its error budget",
+        f"self check: A @ B, B @ B.T at the blocks of A, and A @ A.T, {PRODUCT.name}; attention and its gradients, "
+        f"{ATTENTION.name}. On {device.type} every kernel that runs here is within its error budget",
         soft_wrap=True,
     )
 
@@ -82,6 +82,7 @@ def _kernels(device: torch.device) -> tuple[Table, list[str]]:
         *_checks("sddmm", _sampled(device)),
         *_checks("spgemm", _sparse(device)),
         *_checks("attention", _attention(device)),
+        *_checks("attention_backward", _gradients(device)),
     ]
     with progress(len(checks), "kernels") as (say, advance):
         for name, check in checks:
@@ -127,3 +128,16 @@ def _attention(device: torch.device) -> Check:
     return lambda name: check_attention(
         q, k, v, mask, plan_attention(q, k, v, mask, kernel=name)(q, k, v, mask)
     )
+
+
+def _gradients(device: torch.device) -> Check:
+    one = ATTENTION.operands(device)[0]
+    q, k, v, mask = one.q, one.k, one.v, one.mask
+    out, lse = attention(q, k, v, mask, return_lse=True)
+    grad = torch.randn_like(out)
+
+    def check(name: str) -> Gate:
+        plan = plan_attention_backward(q, k, v, mask, kernel=name)
+        return check_attention_backward(q, k, v, mask, grad, plan(q, k, v, mask, out, lse, grad))
+
+    return check

@@ -149,8 +149,8 @@ class _Call(NamedTuple):
 
 
 class _Truth(NamedTuple):
-    """Of dq, dk and dv: in float64, by dense attention, by its fused kernels, the sums of their terms' squares, and where
-    there are none.
+    """Of dq, dk and dv: in float64, by dense attention, by its fused kernels, sums of their terms' squares, and where
+    there are no terms.
     """
 
     exact: list[Tensor]
