@@ -27,13 +27,15 @@ TILE_FIELDS = 8
 VISIT_FIELDS = 4
 FULL = -1  # entry of a full block
 NO_TICKET = -1
+TILE_TICKS = 3  # what a tile takes to begin and end, in visits of 128 queries
 SECTION = 0.8  # of L2, for what the CTAs of a section read and add to
 
 
 class GradSchedule(NamedTuple):
     """CTA p takes tiles p, p + ctas, ... of count[0].
 
-    `tiles` int32 [capacity, TILE_FIELDS]: batch item, head of keys, first key, first visit, pairs of steps, slot (-1).
+    `tiles` int32 [capacity, TILE_FIELDS]: batch item, head of keys, first key, first visit, pairs of steps that hold
+    all visits of partial blocks, pairs of steps. Visits of partial blocks come first.
     `visits` int32 [capacity, VISIT_FIELDS]: first query, query head, entry of the mask's partial list or FULL, ticket.
     Rows of queries are counted up to `rows`, the last of which stand for visits that are not there.
     """
@@ -46,14 +48,17 @@ class GradSchedule(NamedTuple):
 
     def imbalance(self) -> float:
         """Visits of the fullest CTA over the mean. Syncs."""
-        cost = self.tiles[:, 4].double() + 1.0
+        cost = self.tiles[:, 5].double() + 1.0
         load = torch.zeros(self.ctas, dtype=torch.float64, device=cost.device)
         load.index_add_(0, torch.arange(len(cost), device=cost.device) % self.ctas, cost)
         return float(load.max() / load.mean()) if len(cost) else 1.0
 
 
 class Listed(NamedTuple):
-    """The mask's blocks by key block: `edges` [lists + 1], and for each block its query tile and partial entry."""
+    """The mask's blocks by key block: `edges` [2 * lists + 1], and for each block its query tile and partial entry.
+
+    List (b * heads + h) * Nb + j has the partial blocks of key block j; `lists` further on are its full ones.
+    """
 
     edges: Tensor
     tile: Tensor
@@ -68,21 +73,22 @@ def padded_rows(p: AttentionProblem) -> int:
 def schedule(p: AttentionProblem, mask: BlockMask, ctas: int, *, ordered: bool = True) -> GradSchedule:
     """The key tiles and visits of `mask` for `p`. Without `ordered` no visit has a ticket. No sync."""
     device, (tiles, columns), group = mask.device, mask.grid, p.group
+    single = p.block[0] == 64
     listed = by_key_block(mask)
-    lists = _lists_of(p, mask)  # [B, Hkv, Nb, group]
+    lists = _lists_of(p, mask)  # [B, Hkv, Nb, 2, group]
     counts = listed.edges.diff()[lists]
-    n = counts.sum(-1).flatten()
-    odd = n % 2 if p.block[0] == 64 else torch.zeros_like(n)
+    n, partial = counts.sum((-1, -2)).flatten(), counts[..., 0, :].sum(-1).flatten()
+    odd = n % 2 if single else torch.zeros_like(n)
     order, place = _dealt(p, n, ctas)
     cta = place % ctas
 
     own = counts.flatten().clone()
-    own[group - 1 :: group] += odd
+    own[2 * group - 1 :: 2 * group] += odd
     ends = own.cumsum(0)
-    capacity = p.visited + (len(n) if p.block[0] == 64 else 0)
+    capacity = p.visited + (len(n) if single else 0)
     number = torch.arange(capacity, device=device)
     listing = torch.searchsorted(ends, number, right=True).clamp(max=len(own) - 1)
-    tile = listing // group
+    tile = listing // (2 * group)
     within = number - (ends - own)[listing]
     length = counts.flatten()[listing]
     there = within < length
@@ -108,88 +114,90 @@ def schedule(p: AttentionProblem, mask: BlockMask, ctas: int, *, ordered: bool =
 
     records = torch.zeros(len(n), TILE_FIELDS, dtype=torch.int32, device=device)
     every = torch.arange(len(n), device=device)
-    pairs = (n + odd) // 2 if p.block[0] == 64 else n
+    masked, pairs = ((partial + 1) // 2, (n + odd) // 2) if single else (partial, n)
     fields = (every // (p.kv_heads * columns), every // columns % p.kv_heads, every % columns * p.block[1])
-    for field, part in enumerate((*fields, firsts, pairs, torch.full_like(n, -1))):
+    for field, part in enumerate((*fields, firsts, masked, pairs)):
         records[:, field] = part
     count = torch.full((1,), len(n), dtype=torch.int32, device=device)
     return GradSchedule(records[order], count, visits, ctas, rows)
 
 
 def by_key_block(mask: BlockMask) -> Listed:
-    """Blocks of every list of the transposed mask, by query tile. List (b * heads + h) * Nb + j is of key block j."""
+    """Blocks of every list of the transposed mask, by query tile."""
     sizes = mask.sizes
     whole = sizes.stored - sizes.partial if sizes.exact else sizes.stored
-    parts = [
-        _keyed(mask, mask.full, whole, partial=False),
-        _keyed(mask, mask.partial, sizes.partial, partial=True),
-    ]
-    key, order = torch.sort(torch.cat([key for key, _ in parts]))
-    entry = torch.cat([entry for _, entry in parts])[order]
     tiles, columns = mask.grid
     lists = mask.batch * mask.heads * columns
-    bounds = torch.arange(lists + 1, device=mask.device) * max(tiles, 1)
-    edges = torch.searchsorted(key, bounds)
+    partial, entries = _keyed(mask, mask.partial, sizes.partial, 0)
+    full, _ = _keyed(mask, mask.full, whole, lists)
+    key, order = torch.sort(torch.cat((partial, full)))
+    entry = torch.cat((entries, torch.full_like(full, FULL)))[order]
+    bounds = torch.arange(2 * lists + 1, device=mask.device) * max(tiles, 1)
     # One more, so that there is a first entry of a list that is empty.
     tile = torch.cat((key % max(tiles, 1), key.new_zeros(1)))
-    return Listed(edges, tile, torch.cat((entry, entry.new_zeros(1))))
+    return Listed(torch.searchsorted(key, bounds), tile, torch.cat((entry, entry.new_zeros(1))))
 
 
-def _keyed(mask: BlockMask, lists: BlockLists, most: int, *, partial: bool) -> tuple[Tensor, Tensor]:
-    """(list * Mb + query tile, entry) of every block; those that are not there have the largest key."""
+def _keyed(mask: BlockMask, lists: BlockLists, most: int, first: int) -> tuple[Tensor, Tensor]:
+    """(list * Mb + query tile, entry) of every block, lists counted from `first`; what is not there comes last."""
     (tiles, columns), device = mask.grid, mask.device
     ends = lists.counts.cumsum(0)
-    number = torch.arange(most, device=device)
+    number = torch.arange(most if len(lists.indices) else 0, device=device)
     row = torch.searchsorted(ends, number, right=True).clamp(max=max(mask.rows - 1, 0))
     there = number < (ends[-1:] if mask.rows else 0)
     position = torch.where(there, lists.starts[row] + number - (ends - lists.counts)[row], 0)
-    if not len(lists.indices):
-        position = position[:0]
-    list_number = row // max(tiles, 1) * columns + lists.indices[position].long()
-    key = torch.where(there, list_number * tiles + row % max(tiles, 1), mask.rows * columns + 1)
-    return key, position if partial else torch.full_like(position, FULL)
+    list_number = first + row // max(tiles, 1) * columns + lists.indices[position].long()
+    beyond = (2 * mask.rows * columns + 1) * max(tiles, 1)
+    return torch.where(there, list_number * tiles + row % max(tiles, 1), beyond), position
 
 
 def _lists_of(p: AttentionProblem, mask: BlockMask) -> Tensor:
-    """Which list key block j of head g of item b has for the query heads of its group: [B, Hkv, Nb, group]."""
+    """Which lists key block j of head g of item b has for the query heads of its group: [B, Hkv, Nb, 2, group]."""
 
     def upto(n: int) -> Tensor:
         return torch.arange(n, device=mask.device)
 
-    head = upto(p.q_heads).view(p.kv_heads, 1, p.group) // (p.q_heads // mask.heads)
-    item = upto(p.batch).view(-1, 1, 1, 1) * (1 if mask.batch > 1 else 0)
+    head = upto(p.q_heads).view(p.kv_heads, 1, 1, p.group) // (p.q_heads // mask.heads)
+    item = upto(p.batch).view(-1, 1, 1, 1, 1) * (1 if mask.batch > 1 else 0)
     columns = mask.grid[1]
-    return (item * mask.heads + head) * columns + upto(columns).view(1, 1, -1, 1)
+    whole = upto(2).view(-1, 1) * (mask.batch * mask.heads * columns)
+    return (item * mask.heads + head) * columns + upto(columns).view(1, 1, -1, 1, 1) + whole
 
 
 def _dealt(p: AttentionProblem, n: Tensor, ctas: int) -> tuple[Tensor, Tensor]:
     """Tiles in the order of their records, and where each tile's record is.
 
-    Dealt over all heads at once, so that CTAs have about as much to do; each then goes through its own by sections.
+    Section after section, longest first, in rounds of a tile for every CTA; in each round who has had least takes the
+    longest. So CTAs stay in step, and all read what lies in L2.
     """
     head = p.dim + p.v_dim + 2 * p.dim  # two bytes for each of q and grad, four for dq
     held = max(1, int(SECTION * p.card.l2_bytes / (2 * head * max(1, p.q_len) * p.group)))
     tiles, number = len(n), torch.arange(len(n), device=n.device)
     rounds = -(-tiles // ctas)
+    order = torch.argsort(number // (p.grid[1] * held) * (1 << 32) - n, stable=True)
     spare = torch.full((rounds * ctas - tiles,), tiles, device=n.device)
-    square = torch.cat((torch.argsort(n, descending=True, stable=True), spare)).view(rounds, ctas)
-    turned = (torch.arange(rounds, device=n.device) % 2 == 1) & (
-        torch.arange(rounds, device=n.device) < tiles // ctas
-    )
-    square = torch.where(turned[:, None], square.flip(1), square)
-    # Longest first in a section, which is how they come; spare places stay last.
-    own = torch.argsort(square // (p.grid[1] * held) + (square == tiles) * tiles, dim=0, stable=True)
-    order = square.gather(0, own).flatten()[:tiles]
+    square = torch.cat((order, spare)).view(rounds, ctas)
+    ticks = torch.cat((n + TILE_TICKS, n.new_zeros(1)))[square]
+    longest = torch.argsort(ticks, dim=1, descending=True, stable=True)
+    square, ticks = square.gather(1, longest), ticks.gather(1, longest)
+    spent = n.new_zeros(ctas)
+    for turn in range(rounds - 1):
+        ranked = torch.argsort(spent, stable=True)
+        square[turn] = square[turn].scatter(0, ranked, square[turn])
+        spent.index_add_(0, ranked, ticks[turn])
+    if rounds:
+        square[:-1] = square[:-1, torch.argsort(spent, stable=True)]
+    order = square.flatten()[:tiles]
     place = torch.empty_like(order)
     place[order] = number
     return order, place
 
 
 def _starts(place: Tensor, visits: Tensor, ctas: int) -> Tensor:
-    """When each tile begins: after the tiles that its CTA takes before, each three ticks and one for each visit."""
+    """When each tile begins: after the tiles that its CTA takes before, each TILE_TICKS and one for each visit."""
     rounds = -(-len(place) // ctas)
     ticks = torch.zeros(rounds * ctas, dtype=torch.int64, device=place.device)
-    ticks[place] = visits + 3
+    ticks[place] = visits + TILE_TICKS
     spent = ticks.view(rounds, ctas)
     return (spent.cumsum(0) - spent).flatten()[place]
 

@@ -15,13 +15,16 @@ class Made(NamedTuple):
 
     stream: torch.cuda.Stream
     event: torch.cuda.Event
+    index: int
+    raw: int  # the stream's handle
 
     @classmethod
     def here(cls, device: torch.device) -> Made | None:
         """After what the current stream was given so far; None on a CPU."""
         if device.type != "cuda":
             return None
-        made = cls(torch.cuda.current_stream(device), torch.cuda.Event())
+        stream = torch.cuda.current_stream(device)
+        made = cls(stream, torch.cuda.Event(), stream.device_index, stream.cuda_stream)
         made.event.record(made.stream)
         return made
 
@@ -31,6 +34,8 @@ def follow(made: Made, tensors: Iterable[Tensor | None]) -> None:
 
     A captured stream may not wait, and need not: torch.cuda.graph waits for the device first.
     """
+    if torch._C._cuda_getCurrentRawStream(made.index) == made.raw:  # a Stream object takes longer to make
+        return
     current = torch.cuda.current_stream(made.stream.device)
     if current != made.stream:
         current.wait_event(made.event)

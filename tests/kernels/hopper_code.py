@@ -19,13 +19,13 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from sparsek.core import dtypes
-from sparsek.kernels.hopper import attention_fwd, sddmm, spmm
+from sparsek.kernels.hopper import attention_bwd, attention_fwd, sddmm, spmm
 from sparsek.kernels.prims.gluon import shared_layout
 from tests.kernels import sass
 from tests.kernels.sass import Loop
 
 # hopper.spgemm runs the kernel of hopper.spmm.
-Config = spmm.Config | sddmm.Config | attention_fwd.Config
+Config = spmm.Config | sddmm.Config | attention_fwd.Config | attention_bwd.Config
 
 
 class Code(NamedTuple):
@@ -59,6 +59,9 @@ def compiled(c: Config, dtype: str, reads_sass: bool = True) -> Code:
     if isinstance(c, attention_fwd.Config):
         options = {"maxnreg": 128} if c.ctas_per_sm == 2 else {}
         function, source, types = _attention(c, dtype)
+    elif isinstance(c, attention_bwd.Config):
+        options = {}
+        function, source, types = _attention_bwd(c, dtype)
     else:
         options = c.options
         function, source, types = _sddmm(c, dtype) if isinstance(c, sddmm.Config) else _spmm(c, dtype)
@@ -132,6 +135,16 @@ def _attention(c: attention_fwd.Config, dtype: str) -> tuple[Any, str, dict[str,
     return attention_fwd.attention_kernel, attention_fwd.SOURCE, types
 
 
+def _attention_bwd(c: attention_bwd.Config, dtype: str) -> tuple[Any, str, dict[str, str]]:
+    wide = {"q_desc": c.dim, "k_desc": c.dim, "dk_desc": c.dim}
+    wide |= {"v_desc": c.v_dim, "do_desc": c.v_dim, "dv_desc": c.v_dim}
+    types = {name: _descriptor((1, 1, 64, dim), dtype) for name, dim in wide.items()}
+    types |= {"rows_desc": _descriptor((1, 64), "fp32"), "dq_desc": _descriptor((1, 64, c.dim), "fp32")}
+    types |= {"scale": "fp32", "factor": "fp32"}
+    types |= dict.fromkeys(("tiles", "count", "visits", "rules", "bits", "lo", "hi", "turns"), "*i32")
+    return attention_bwd.attention_bwd_kernel, attention_bwd.SOURCE, types
+
+
 def _descriptor(box: tuple[int, ...], dtype: str) -> str:
     return f"tensordesc<{dtype}{list(box)},{shared_layout(box, dtypes.parse(dtype))!r}>"
 
@@ -196,7 +209,10 @@ def named(c: Config, dtype: str, reads_sass: bool) -> Code:
 
 def config_from(fields: dict[str, Any]) -> Config:
     """The inverse of `fields_of`, after a way through JSON."""
-    kinds = {kind.__module__: kind for kind in (spmm.Config, sddmm.Config, attention_fwd.Config)}
+    kinds = {
+        kind.__module__: kind
+        for kind in (spmm.Config, sddmm.Config, attention_fwd.Config, attention_bwd.Config)
+    }
     first, second = fields["block"]
     rest = {name: value for name, value in fields.items() if name not in ("kernel", "block")}
     return kinds[fields["kernel"]](**rest, block=(first, second))

@@ -80,6 +80,14 @@ def test_a_cast_scales_and_rounds_once(dim: int) -> None:
         assert torch.equal(dq, (acc[:, :, :70, :dim] * torch.tensor(0.3)).to(HALF))
 
 
+def test_rows_without_a_turn_are_zero_whatever_the_sum_holds() -> None:
+    acc, dq = normal(2, 3, 256, 64), poisoned((2, 3, 200, 64), HALF)
+    turns = torch.randint(0, 3, (2, 3, 4), dtype=torch.int32)
+    seen = (turns > 0).repeat_interleave(64, 2)[..., None]
+    cast_scaled(acc.masked_fill(~seen, torch.nan), 0.5, dq, turns.flatten())
+    assert torch.equal(dq, torch.where(seen, acc * 0.5, 0)[:, :, :200].to(HALF))
+
+
 def test_a_cast_writes_any_strides_and_nothing_beside() -> None:
     acc, room = normal(2, 3, 64, 64), poisoned((2, 60, 4, 72), HALF)
     dq = room[:, :50, :3, :64].transpose(1, 2)

@@ -52,7 +52,15 @@ def test_both_move_16_bytes_at_a_time_without_spills(card: str, dim: int) -> Non
     assert code.registers <= 128
     assert code.ptx.count("ld.global.v4") >= 2 * portable.ELEMENTS // (128 * 8)
     widths = {"D": dim, "WIDTH": dim, "ROWS": rows, "sq_d": 1}
-    code = compiled(portable._cast_scaled, FLOATS | HALVES, widths, CARDS[card], portable.WARPS, 3)
-    assert code.stack == 0
-    assert code.registers <= 128
-    assert code.stores == {"v4.b32"}
+    for turns in ({}, {"turns": "*i32"}):
+        code = compiled(
+            portable._cast_scaled,
+            FLOATS | HALVES | turns,
+            widths | ({} if turns else {"turns": None}),
+            CARDS[card],
+            portable.WARPS,
+            3,
+        )
+        assert code.stack == 0
+        assert code.registers <= 128
+        assert code.stores == {"v4.b32"}

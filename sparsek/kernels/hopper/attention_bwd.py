@@ -9,7 +9,7 @@
     |-------------------|            dO [64, v_dim]                            dP^T = V dO^T      64 x 64
     |   warpgroup 1     | 64 keys                                              dV += P^T dO       64 x v_dim, kept
     '-------------------'                                                      dK += dS^T Q       64 x dim, kept
-                                                                               dQ = dS K          64 x dim, added to memory
+                                                                               dQ = dS K          64 x dim, to memory
 
 S and dP are computed transposed, so that P^T and dS^T are operands of wgmma where they are, in registers
 (Shah et al. 2024, arXiv:2407.08608). dS goes through shared memory once more for dQ. The warpgroups do the dQ of every
@@ -42,17 +42,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from sparsek.formats.block_mask import BlockMask
 from sparsek.kernels.portable.attention_delta import cast_scaled, prepare_rows
-from sparsek.kernels.prims.gluon import (
-    Described,
-    launch_on,
-    reinterpret,
-    tma_add,
-    tma_load,
-    tma_store,
-    tma_store_wait,
-    tma_written,
+from sparsek.kernels.prims.gluon import Described, launch_on, reinterpret, tma_load, tma_store, tma_store_wait
+from sparsek.kernels.prims.tma_sums import acquired, released, tma_add, tma_written
+from sparsek.kernels.prims.transposed_rules import allowed
+from sparsek.plan.attention_grad_schedule import (
+    TILE_FIELDS,
+    VISIT_FIELDS,
+    GradSchedule,
+    padded_rows,
+    schedule,
 )
-from sparsek.plan.attention_grad_schedule import TILE_FIELDS, VISIT_FIELDS, GradSchedule, schedule
 from sparsek.plan.kernel import AttentionGradKernel
 from sparsek.plan.problem import AttentionGradProblem
 
@@ -117,7 +116,7 @@ VISIT = gl.constexpr(VISIT_FIELDS)
 
 @gluon.jit
 def tile_at(tiles, t):
-    """Record t: batch item, head of keys, first key, first visit, pairs of steps, slot."""
+    """Record t: batch item, head of keys, first key, first visit, masked pairs of steps, all pairs."""
     r = tiles + TILE * t
     return gl.load(r), gl.load(r + 1), gl.load(r + 2), gl.load(r + 3), gl.load(r + 4), gl.load(r + 5)
 
@@ -136,8 +135,8 @@ def step_at(T: gl.constexpr, visits, first, pair, SIDE: gl.constexpr):
 
 @gluon.jit
 def load(
-    T: gl.constexpr, q_desc, k_desc, v_desc, do_desc, rows_desc, tiles, count, visits, heads, rows, plane, k_s, v_s, q_s,
-    do_s, rows_s, bars,
+    T: gl.constexpr, q_desc, k_desc, v_desc, do_desc, rows_desc, tiles, count, visits, heads, rows, plane, k_s, v_s,
+    q_s, do_s, rows_s, bars,
 ):  # fmt: skip
     """Producer warp: K and V of every tile, then Q and dO of its steps."""
     DIM: gl.constexpr = T.dim
@@ -147,7 +146,7 @@ def load(
     turn = 0
     at = 0
     for t in range(gl.program_id(0), gl.load(count), gl.num_programs(0)):
-        b, g, key, first, pairs, part = tile_at(tiles, t)
+        b, g, key, first, masked, pairs = tile_at(tiles, t)
         mbarrier.wait(kv_empty, turn ^ 1)  # until both warpgroups are done with the tile before
         mbarrier.expect(kv_full, HALVES * 64 * (DIM + VDIM) * 2)
         for w in gl.static_range(HALVES):
@@ -171,38 +170,12 @@ def load(
 
 
 @gluon.jit
-def acquired(pointer):
-    """What is there, and with it all that was written before it was stored."""
-    return gl.inline_asm_elementwise(
-        "ld.acquire.gpu.global.b32 $0, [$1];",
-        "=r,l",
-        [pointer.to(gl.int64)],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.jit
-def released(pointer, value):
-    """Stores a value after all that this thread knows to be written, by TMA too."""
-    gl.inline_asm_elementwise(
-        "fence.proxy.async; st.release.gpu.global.b32 [$1], $2; mov.b32 $0, $2;",
-        "=r,l,r",
-        [pointer.to(gl.int64), value],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.jit
 def write(T: gl.constexpr, dq_desc, tiles, count, visits, turns, heads, rows, dq_s, bars):
     """Writer warp: adds the dQ of every step to memory."""
     kv_full, kv_empty, q_full, do_full, ring_empty, ds_full, dq_full, dq_empty, done = bars
     at = 0
     for t in range(gl.program_id(0), gl.load(count), gl.num_programs(0)):
-        b, g, key, first, pairs, part = tile_at(tiles, t)
+        b, g, key, first, masked, pairs = tile_at(tiles, t)
         for pair in range(pairs):
             for side in gl.static_range(2):
                 pos, h, entry, ticket = step_at(T, visits, first, pair, side)
@@ -214,7 +187,13 @@ def write(T: gl.constexpr, dq_desc, tiles, count, visits, turns, heads, rows, dq
                         while acquired(own) < ticket:  # until those before have been added
                             pass
                 mbarrier.wait(dq_full.index(side), at // 2 & 1)  # until warpgroup `side` has put dQ there
-                tma_add(dq_desc, [row, pos, 0], dq_s.index(slot))
+                if T.ordered:
+                    if ticket == 0:
+                        tma_store(dq_desc, [row, pos, 0], dq_s.index(slot))
+                    elif ticket > 0:
+                        tma_add(dq_desc, [row, pos, 0], dq_s.index(slot))
+                else:
+                    tma_add(dq_desc, [row, pos, 0], dq_s.index(slot))
                 tma_store_wait(0)  # until TMA has read it
                 # The slot's next user is the same warpgroup where each has its own, else the other.
                 mbarrier.arrive(dq_empty.index((side + T.dq_slots) % 2), count=1)
@@ -223,40 +202,6 @@ def write(T: gl.constexpr, dq_desc, tiles, count, visits, turns, heads, rows, dq
                         tma_written()
                         released(own, ticket + 1)
                 at += 1
-
-
-@gluon.jit
-def within_bounds(T: gl.constexpr, s, keys, pos, base, lists, kv_len, q_len):
-    """Scores of keys between the bounds of their query, -inf elsewhere."""
-    rules, bits, lo, hi = lists
-    if T.interval:
-        col = gl.arange(0, 64, gl.SliceLayout(0, s.type.layout))
-        there = col < q_len - pos
-        first = gl.load(lo + (base + pos) + col, mask=there, other=0)
-        s = gl.where(keys >= gl.expand_dims(first, 0), s, float("-inf"))
-        end = gl.load(hi + (base + pos) + col, mask=there, other=0)
-        return gl.where(keys < gl.expand_dims(end, 0), s, float("-inf"))
-    else:
-        return gl.where(keys < kv_len, s, float("-inf"))
-
-
-@gluon.jit
-def allowed(T: gl.constexpr, s, entry, key, pos, base, lists, kv_len, q_len):
-    """Scores [64 keys, 64 queries] after the rule of a partial block's entry."""
-    rules, bits, lo, hi = lists
-    keys = gl.expand_dims(key + gl.arange(0, 64, gl.SliceLayout(1, s.type.layout)), 1)
-    if T.bits:
-        rule = gl.load(rules + entry)
-        if rule >= 0:
-            words = bits + rule.to(gl.int64) * (T.block[0] * (T.block[1] // 32))
-            query = gl.expand_dims(pos % T.block[0] + gl.arange(0, 64, gl.SliceLayout(0, s.type.layout)), 0)
-            word = gl.load(words + (query * (T.block[1] // 32) + keys % T.block[1] // 32))
-            s = gl.where((word >> (keys % 32)) & 1 != 0, s, float("-inf"))
-        else:
-            s = within_bounds(T, s, keys, pos, base, lists, kv_len, q_len)
-    else:
-        s = within_bounds(T, s, keys, pos, base, lists, kv_len, q_len)
-    return s
 
 
 @gluon.jit
@@ -270,10 +215,10 @@ def wait_for_dq(T: gl.constexpr, WG: gl.constexpr, pair, dq_empty):
 
 @gluon.jit
 def step(
-    T: gl.constexpr, WG: gl.constexpr, SIDE: gl.constexpr, DTYPE: gl.constexpr,
+    T: gl.constexpr, WG: gl.constexpr, SIDE: gl.constexpr, MASKED: gl.constexpr, DTYPE: gl.constexpr,
     dk, dv, at, step_of, key, bound, scale, lists, sizes, k_s, v_s, q_s, do_s, rows_s, ds_s, dq_s, bars,
 ):  # fmt: skip
-    """One step of warpgroup WG, number `at` of this CTA, whose parity is SIDE. Who has SIDE does the step's dQ."""
+    """One step of warpgroup WG, number `at` of this CTA, whose parity is SIDE: that warpgroup does the step's dQ."""
     DIM: gl.constexpr = T.dim
     VDIM: gl.constexpr = T.v_dim
     HALF: gl.constexpr = WG if T.halves == 2 else 0
@@ -295,9 +240,10 @@ def step(
     v = v_s.index(HALF).reshape((64, VDIM))
     dp = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(1, deps=(s,))  # S is there, dP still runs
-    if entry >= 0:
-        base = bound + h // bound_group * bound_head
-        s = allowed(T, s, entry, key + HALF * 64, pos, base, lists, kv_len, q_len)
+    if MASKED:
+        if entry >= 0:
+            base = bound + h // bound_group * bound_head
+            s = allowed(T, s, entry, key + HALF * 64, pos, base, lists, kv_len, q_len)
     p = gl.exp2(s * scale - gl.expand_dims(rows_s.index(2 * slot).reshape((64,)).load(COL), 0))
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, dv.type.layout, 2)
     D_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
@@ -394,16 +340,25 @@ def differentiate(
     turn = 0
     at = 0
     for t in range(gl.program_id(0), gl.load(count), gl.num_programs(0)):
-        b, g, key, first, pairs, part = tile_at(tiles, t)
+        b, g, key, first, masked, pairs = tile_at(tiles, t)
         dk = gl.zeros((64, DIM), gl.float32, K_LAYOUT)
         dv = gl.zeros((64, VDIM), gl.float32, V_LAYOUT)
         mbarrier.wait(kv_full, turn)  # until K and V have landed
-        for pair in range(pairs):
+        for pair in range(masked):
             for side in gl.static_range(2):
                 if T.halves == 2 or side == WG:
                     step_of = step_at(T, visits, first, pair, side)
                     dk, dv = step(
-                        T, WG, side, DTYPE, dk, dv, at + side, step_of, key, b * bound_item, scale, lists, own,
+                        T, WG, side, True, DTYPE, dk, dv, at + side, step_of, key, b * bound_item, scale, lists, own,
+                        k_s, v_s, q_s, do_s, rows_s, ds_s, dq_s, bars,
+                    )  # fmt: skip
+            at += 2
+        for pair in range(masked, pairs):
+            for side in gl.static_range(2):
+                if T.halves == 2 or side == WG:
+                    step_of = step_at(T, visits, first, pair, side)
+                    dk, dv = step(
+                        T, WG, side, False, DTYPE, dk, dv, at + side, step_of, key, b * bound_item, scale, lists, own,
                         k_s, v_s, q_s, do_s, rows_s, ds_s, dq_s, bars,
                     )  # fmt: skip
             at += 2
@@ -432,13 +387,15 @@ def differentiate(
         turn ^= 1
 
 
-@gluon.jit(do_not_specialize=["q_len", "kv_len", "rows", "plane", "heads", "bound_item", "bound_head", "bound_group"])
+@gluon.jit(
+    do_not_specialize=["q_len", "kv_len", "rows", "plane", "heads", "bound_item", "bound_head", "bound_group"]
+)
 def attention_bwd_kernel(
     q_desc, k_desc, v_desc, do_desc, rows_desc, dq_desc, dk_desc, dv_desc, tiles, count, visits, rules, bits, lo, hi,
     turns, scale, factor, q_len, kv_len, rows, plane, heads, bound_item, bound_head, bound_group,
     T: gl.constexpr, SOURCE: gl.constexpr,
 ):  # fmt: skip
-    """Records are those of plan/attention_grad_schedule.py. `factor` is the softmax's scale, `scale` that times log2(e).
+    """Records: see plan/attention_grad_schedule.py. `factor` is the softmax's scale, `scale` that times log2(e).
 
     Query x of head h of item b has lse in base 2 at (b * heads + h) * rows + x of `rows_desc`, seen as rows of 64, and
     delta `plane` of those further on; its bounds lo and hi are at b * bound_item + h // bound_group * bound_head + x.
@@ -448,13 +405,14 @@ def attention_bwd_kernel(
     STAGES: gl.constexpr = T.stages
     HALVES: gl.constexpr = T.halves
     SLOTS: gl.constexpr = T.dq_slots
-    DIM: gl.constexpr = T.dim
     VDIM: gl.constexpr = T.v_dim
     k_s = gl.allocate_shared_memory(DTYPE, [HALVES] + k_desc.block_type.shape, k_desc.layout)
     v_s = gl.allocate_shared_memory(DTYPE, [HALVES] + v_desc.block_type.shape, v_desc.layout)
     q_s = gl.allocate_shared_memory(DTYPE, [STAGES] + q_desc.block_type.shape, q_desc.layout)
     do_s = gl.allocate_shared_memory(DTYPE, [STAGES] + do_desc.block_type.shape, do_desc.layout)
-    rows_s = gl.allocate_shared_memory(gl.float32, [2 * STAGES] + rows_desc.block_type.shape, rows_desc.layout)
+    rows_s = gl.allocate_shared_memory(
+        gl.float32, [2 * STAGES] + rows_desc.block_type.shape, rows_desc.layout
+    )
     DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], DTYPE)
     ds_s = gl.allocate_shared_memory(DTYPE, [2 * HALVES, 64, 64], DS)
     dq_s = gl.allocate_shared_memory(gl.float32, [SLOTS] + dq_desc.block_type.shape, dq_desc.layout)
@@ -493,8 +451,8 @@ def attention_bwd_kernel(
         spare_s, bars,
     )  # fmt: skip
     producer = (
-        q_desc, k_desc, v_desc, do_desc, rows_desc, tiles, count, visits, heads, rows, plane, k_s, v_s, q_s, do_s, rows_s,
-        bars,
+        q_desc, k_desc, v_desc, do_desc, rows_desc, tiles, count, visits, heads, rows, plane, k_s, v_s, q_s, do_s,
+        rows_s, bars,
     )  # fmt: skip
     writer = (dq_desc, tiles, count, visits, turns, heads, rows, dq_s, bars)
     gl.warp_specialize(
@@ -538,7 +496,8 @@ class HopperAttentionGrad:
             )
         if not p.aligned:
             reasons.append(
-                "TMA needs contiguous last dims and pointers and strides of q, k, v and grad that are multiples of 16 bytes"
+                "TMA needs contiguous last dims, and pointers and strides of q, k, v and grad that are multiples of "
+                "16 bytes"
             )
         if p.batch * p.q_heads * (p.q_len + 192) >= 2**31 or p.visited >= 2**31:
             reasons.append("rows and visits are numbered in 32 bits")
@@ -552,17 +511,40 @@ class HopperAttentionGrad:
         halves = p.block[1] // 64
         found = []
         # With one half a slot of the ring is one warpgroup's, so that stages are even.
-        for stages, slots in ((4, 2), (3, 2), (4, 1), (2, 2)) if halves == 2 else ((4, 2), (4, 1), (2, 2)):
+        rings = ((4, 2), (3, 2), (2, 2)) if halves == 2 else ((4, 2), (4, 1), (2, 2), (2, 1))
+        for stages, slots in rings:
             c = Config(dim, v_dim, p.block, halves, stages, slots, p.by_interval, p.by_bits, p.deterministic)
-            if c.smem_bytes <= p.card.smem_bytes and not (halves == 2 and slots == 1):
+            if c.smem_bytes <= p.card.smem_bytes:
                 found.append(c)
         return found
 
     def seconds(self, p: AttentionGradProblem, c: Config) -> float:
-        pairs = p.visited * p.block[0] * p.block[1]
-        flops = 2.0 * pairs * (3 * c.dim + 2 * c.v_dim)
-        rate = 540e12 if c.halves == 2 else 400e12
-        return flops / rate + 3 * p.card.launch_seconds
+        """Steps of an SM, what every tile takes to begin and end, and a pass over rows before and after.
+
+        Constants are of an H200 (2026-11-21, scripts): a step takes 1.38 times its products at 2048 multiply-adds a
+        cycle and 1.6 GHz, at least 1.5 us; a tile 10 us more; adding dQ in order 1.2 times as long, with one half 1.55.
+        """
+        steps = p.visited * (p.block[0] // 64)
+        mma = 64 * c.keys * (3 * c.dim + 2 * c.v_dim) / (2048 * 1.6e9)
+        tiles = p.batch * p.kv_heads * p.grid[1]
+        busy = (steps * max(1.5e-6, 1.38 * mma) + tiles * 1e-5) / p.card.sm_count
+        if c.ordered:
+            busy *= 1.2 if c.halves == 2 else 1.55
+        rows = p.batch * p.q_heads * p.q_len
+        around = rows * (4 * p.v_dim + (8 if c.ordered else 12) * c.dim + 2 * p.dim) / p.card.bandwidth
+        return busy + around + 4 * p.card.launch_seconds
+
+    def notes(self, p: AttentionGradProblem, c: Config) -> list[str]:
+        rows = p.batch * p.q_heads * padded_rows(p)
+        found = [f"dQ is summed in float32: workspace of {rows * (c.dim * 4 + 8) / 1e6:.4g} MB a call"]
+        if c.ordered:
+            slower = 1.2 if c.halves == 2 else 1.55
+            found.append(
+                f"dQ is added in a fixed order; deterministic=False takes about 1/{slower} of the time"
+            )
+        if (c.dim, c.v_dim) != (p.dim, p.v_dim):
+            found.append(f"heads of {p.dim}/{p.v_dim} are computed as {c.dim}/{c.v_dim}")
+        return found
 
     def prepare(self, p: AttentionGradProblem, c: Config, mask: BlockMask) -> Work:
         none = torch.zeros(4, dtype=torch.int32, device=mask.device)
@@ -589,7 +571,9 @@ class HopperAttentionGrad:
         batch, heads, q_len, _ = q.shape
         rows = made.rows
         known = prepare_rows(out, grad, lse, grad_lse, rows).view(-1, 64)
-        acc = torch.zeros((batch * heads, rows, c.dim), dtype=torch.float32, device=q.device)
+        # In order, the first of a tile's dQ is stored and not added; rows that nobody has visited have had no turn.
+        make = torch.empty if c.ordered else torch.zeros
+        acc = make((batch * heads, rows, c.dim), dtype=torch.float32, device=q.device)
         turns = acc.new_zeros(batch * heads * (rows // 64) if c.ordered else 4, dtype=torch.int32)
         bounds = (none, none) if mask.lo is None or mask.hi is None else (mask.lo, mask.hi)
         own_bounds = bounds[0].dim() == 2 and bounds[0].shape[0] > 1
@@ -622,7 +606,7 @@ class HopperAttentionGrad:
             SOURCE,
         )
         launch_on(q.device, attention_bwd_kernel, min(made.ctas, len(made.tiles)), args)
-        cast_scaled(acc.view(batch, heads, rows, c.dim), scale, dq)
+        cast_scaled(acc.view(batch, heads, rows, c.dim), scale, dq, turns if c.ordered else None)
 
 
 def _boxed(x: Tensor, dim: int) -> Described:

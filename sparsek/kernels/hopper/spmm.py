@@ -29,6 +29,7 @@ Storing C in one burst at the end of a tile held up the loads behind it; spreadi
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 from hashlib import sha256
 from itertools import product
 from pathlib import Path
@@ -43,7 +44,14 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from sparsek.formats.bsr import BSR
 from sparsek.kernels.prims import product as prims
-from sparsek.kernels.prims.gluon import Described, describe, launch_on, reinterpret, tma_load
+from sparsek.kernels.prims.gluon import (
+    Described,
+    describe,
+    describe_transposed,
+    launch_on,
+    reinterpret,
+    tma_load,
+)
 from sparsek.kernels.prims.parts import Parts, merge_parts, parts_of
 from sparsek.kernels.prims.product import RECORD, Tile, deepened, most_boxes, multiply
 from sparsek.plan.kernel import SpmmKernel
@@ -379,6 +387,7 @@ class HopperSpmm:
         step = (mma**4 + fetch**4) ** 0.25 * (1.02 if shallow else 1.0) + 3e-8 * (c.merge - 1)
         mean = steps * slices / units
         longest = max(mean, min(p.row_max, p.grid[1]))
+        uneven = min(1.0, max(0.0, (longest / mean - 2) / 2))
         area = c.rows * c.block_cols / 32768
         fixed = 0.9e-6 if shallow else 1.1e-6
         if c.finishes:  # beside stages 32 deep there is little time for it
@@ -393,7 +402,6 @@ class HopperSpmm:
         if longest <= 1.25 * mean:
             busy = -(-tiles // sms) * tile
         else:
-            uneven = min(1.0, max(0.0, (longest / mean - 2) / 4))
             busy = max(tiles / sms, longest / mean) * tile * (1 + 0.25 * uneven * area**2)
         # 2026-11-21: 16384^2, 25 %, N = 16 at 0.80 of a copy
         traffic = p.compulsory_bytes / ((0.80 if p.n <= 64 else 0.92) * p.card.bandwidth)
@@ -450,18 +458,17 @@ class HopperSpmm:
                 b.new_empty(*b.shape[:-2], bk, -(-b.shape[-1] // 8) * 8),
             )
             b = b.mT.contiguous().mT if c.b_col else b
-        nnzb = len(values)
-        if c.a_col:
-            a_desc = Described(values, (nnzb * bk, bm), (bm, 1), (c.width, 64))
-        else:
-            a_desc = Described(values, (nnzb * bm, bk), (bk, 1), (c.a_box, c.width))
-        b_box = (c.cols, c.width) if c.b_col else (c.width, c.cols)
+        nnzb = values.shape[0]
+        a_box, b_box, c_box, options = _boxes(c)
+        a_shape, a_strides = ((nnzb * bk, bm), (bm, 1)) if c.a_col else ((nnzb * bm, bk), (bk, 1))
+        a_desc = Described(values, a_shape, a_strides, a_box)
         lists = (work.tiles, work.starts, work.cols, work.blocks, a.grid[1], nnzb)
         none = work.tiles  # what is not there is some int32 tensor
         sums = none if work.parts is None else work.parts.workspace(c.rows, c.block_cols)
-        others = _matrices(epilogue.other) if epilogue.other is not None else [None] * out.shape[:-2].numel()
-        for b_one, c_one, other in zip(_matrices(b), _matrices(out), others, strict=True):
-            c_lies = c_one.mT if c.c_col else c_one
+        describe_b = describe_transposed if c.b_col else describe
+        describe_c = describe_transposed if c.c_col else describe
+        bias, alpha = none if epilogue.bias is None else epilogue.bias, float(epilogue.alpha)
+        for b_one, c_one, other in _triples(b, out, epilogue.other):
             joined: tuple[Any, ...] = (none, 0, 0, 0, 0.0)
             if other is not None:
                 lies = other.mT if c.c_col else other
@@ -473,11 +480,10 @@ class HopperSpmm:
                     float(epilogue.beta),
                 )
             args = (
-                a_desc, describe(b_one.mT if c.b_col else b_one, b_box), describe(c_lies, c.c_shape), *lists,
-                none if epilogue.bias is None else epilogue.bias, out.shape[-2], float(epilogue.alpha), sums, *joined,
-                c, SOURCE,
+                a_desc, describe_b(b_one, b_box), describe_c(c_one, c_box), *lists,
+                bias, out.shape[-2], alpha, sums, *joined, c, SOURCE,
             )  # fmt: skip
-            launch_on(out.device, spmm_kernel, work.ctas, args, c.options)
+            launch_on(out.device, spmm_kernel, work.ctas, args, options)
             if work.parts is not None:
                 merge_parts(work.parts, sums, c.height, c_one, replace(epilogue, other=other))
 
@@ -508,6 +514,21 @@ def _uneven(p: SpmmProblem) -> bool:
     mean = p.nnzb / max(1, p.grid[0])
     shared = p.nnzb * -(-p.n // 256) * max(1, p.block[0] // 128) / p.card.sm_count
     return p.row_max > 2 * mean and p.row_max > 0.7 * shared and p.row_max >= 8
+
+
+@cache
+def _boxes(c: Config) -> tuple[Any, ...]:
+    """The boxes of A, B and C, and the launch options: what a launch would compute again from the config."""
+    a_box = (c.width, 64) if c.a_col else (c.a_box, c.width)
+    return a_box, (c.cols, c.width) if c.b_col else (c.width, c.cols), c.c_shape, c.options
+
+
+def _triples(b: Tensor, out: Tensor, other: Tensor | None) -> Any:
+    """B, C and the epilogue's matrix, of every product of a batch."""
+    if b.dim() == 2:
+        return ((b, out, other),)
+    others = [None] * out.shape[:-2].numel() if other is None else _matrices(other)
+    return zip(_matrices(b), _matrices(out), others, strict=True)
 
 
 def _matrices(x: Tensor) -> list[Tensor]:

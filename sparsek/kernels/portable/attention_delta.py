@@ -76,7 +76,7 @@ def prepare_rows(out: Tensor, grad: Tensor, lse: Tensor, grad_lse: Tensor | None
 
 @triton.jit(do_not_specialize=("scale", "rows", "q_len", "heads"))
 def _cast_scaled(
-    acc, dq, scale, rows, q_len, heads, sq_b, sq_h, sq_m, sq_d,
+    acc, turns, dq, scale, rows, q_len, heads, sq_b, sq_h, sq_m, sq_d,
     D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     PADDED: tl.constexpr = triton.next_power_of_2(D)
@@ -90,15 +90,18 @@ def _cast_scaled(
     live = (at < q_len)[:, None] & (col < D)[None, :]
     acc += head.to(tl.int64) * rows * WIDTH
     x = tl.load(acc + (at * WIDTH)[:, None] + col[None, :], mask=live, other=0.0) * scale
+    if turns is not None:
+        turn = tl.load(turns + head.to(tl.int64) * (rows // 64) + at // 64, mask=at < q_len, other=0)
+        x = tl.where((turn > 0)[:, None], x, 0.0)
     dq += b * sq_b + h * sq_h
     tl.store(dq + (at * sq_m)[:, None] + (col * sq_d)[None, :], x.to(dq.dtype.element_ty), mask=live)
 
 
-def cast_scaled(acc: Tensor, scale: float, dq: Tensor) -> None:
+def cast_scaled(acc: Tensor, scale: float, dq: Tensor, turns: Tensor | None = None) -> None:
     """dq = scale * acc, rounded once. No sync.
 
     acc: float32 [B, Hq, R, Dp], contiguous. dq: bf16 or fp16 [B, Hq, S, D], any strides, with S <= R and D <= Dp; what
-    lies behind them in acc is not read.
+    lies behind them in acc is not read. With turns, int32 [B * Hq * R / 64], rows of acc are 0 whose 64 had no turn.
     """
     batch, heads, q_len, dim = dq.shape
     if dq.numel() == 0:
@@ -107,6 +110,6 @@ def cast_scaled(acc: Tensor, scale: float, dq: Tensor) -> None:
     options: dict[str, Any] = {"num_warps": WARPS}
     with torch.cuda.device_of(dq):
         _cast_scaled[(batch * heads * triton.cdiv(q_len, tile),)](
-            acc, dq, scale, acc.shape[2], q_len, heads, *dq.stride(),
+            acc, turns, dq, scale, acc.shape[2], q_len, heads, *dq.stride(),
             D=dim, WIDTH=acc.shape[3], ROWS=tile, **options,
         )  # fmt: skip

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from torch import Tensor
-from triton._C.libtriton import ir
-from triton.experimental import gluon
+from triton import knobs
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma
@@ -25,36 +24,20 @@ tma_store_wait = tma.store_wait
 
 
 @builtin
-def tma_add(desc: Any, coord: Any, source: Any, _semantic: Any = None) -> Any:
-    """Device code: adds a box of shared memory to global memory. As with a store, `tma_store_wait` ends the reading."""
-    at = _semantic._convert_to_ir_values(coord, require_i64=False)
-    _semantic.builder.create_async_tma_reduce(
-        ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, at, source.handle
-    )
-
-
-@gluon.jit
-def tma_written():
-    """Until what this thread gave TMA to store or add is in memory: more than that shared memory was read."""
-    gl.inline_asm_elementwise(
-        "cp.async.bulk.wait_group 0; mov.u32 $0, $1;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@builtin
 def reinterpret(memory: Any, dtype: Any, shape: Any, layout: Any, _semantic: Any = None) -> Any:
     """Device code: the same bytes of shared memory as `dtype` of another shape and layout."""
     seen_as = getattr(memory, "reinterpret", None) or memory._reinterpret
     return seen_as(dtype, shape, layout, _semantic=_semantic)
 
 
-GLUON_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
+GLUON_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
 @cache
 def shared_layout(box: tuple[int, int], dtype: torch.dtype) -> gl.NVMMASharedLayout:
     """The layout a box has in shared memory: the widest swizzle that fits its rows."""
-    return gl.NVMMASharedLayout.get_default_for(list(box), GLUON_DTYPES[dtype])
+    element = gl.float32 if dtype == torch.float32 else GLUON_DTYPES[dtype]
+    return gl.NVMMASharedLayout.get_default_for(list(box), element)
 
 
 class Described(NamedTuple):
@@ -73,6 +56,12 @@ def describe(tensor: Tensor, box: tuple[int, int]) -> Described:
     A matrix of one column may have any last stride.
     """
     return Described(tensor, tensor.shape, (tensor.stride(0), 1), box)
+
+
+def describe_transposed(tensor: Tensor, box: tuple[int, int]) -> Described:
+    """As `describe(tensor.mT, box)`, without making that view."""
+    rows, columns = tensor.shape
+    return Described(tensor, (columns, rows), (tensor.stride(1), 1), box)
 
 
 # (kernel, device, constants and dtype) -> compiled kernel. A launch through triton's JIT spends 20 us on finding it.
@@ -99,7 +88,12 @@ def launch_on(
     key = (kernel, device.index, args[-2], args[0].base.dtype)
     compiled = _COMPILED.get(key)
     if compiled is not None:
-        compiled[(ctas, 1, 1)](*args)
+        enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+        if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):  # a profiler listens
+            compiled[(ctas, 1, 1)](*args)
+            return
+        stream = torch._C._cuda_getCurrentRawStream(device.index)
+        compiled.run(ctas, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *args)
         return
     full = [_full(arg) if isinstance(arg, Described) else arg for arg in args]
     compiled = kernel[(ctas,)](*full, num_warps=4, **(options or {}))

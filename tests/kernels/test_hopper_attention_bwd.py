@@ -1,0 +1,153 @@
+"""hopper.attention_bwd without a GPU: configs compiled for sm_90a, and their texts, limits, reasons and predictions."""
+
+import json
+import os
+import re
+import subprocess
+from dataclasses import fields, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparsek.core.device import H200
+from sparsek.kernels import load
+from sparsek.plan.problem import AttentionGradProblem
+
+pytest.importorskip("triton")
+
+from sparsek.kernels.hopper.attention_bwd import Config
+from tests.house.tools import ROOT, next_python
+from tests.kernels.covering import covering
+from tests.kernels.hopper_code import Code, code_from, compiled, fields_of
+
+KERNEL = load("hopper.attention_bwd")
+SIDES = (32, 64, 128)
+BLOCKS = ((128, 128), (64, 64), (128, 64), (64, 128))
+
+
+def problem(dim: int = 128, v_dim: int | None = None, **more: Any) -> AttentionGradProblem:
+    """16 heads of 8192 queries and 12.5 % of the blocks."""
+    parts: dict[str, Any] = {
+        "batch": 1,
+        "q_heads": 16,
+        "kv_heads": 16,
+        "q_len": 8192,
+        "kv_len": 8192,
+        "dtype": "bf16",
+        "card": H200,
+        "block": (128, 128),
+        "mask_batch": 1,
+        "mask_heads": 1,
+        "partial": 0,
+        "lse": True,
+    } | more
+    bq, bk = parts["block"]
+    longest = max(1, parts["kv_len"] // bk // 8)
+    stored = parts.pop("stored", longest * -(-parts["q_len"] // bq))
+    return AttentionGradProblem(dim=dim, v_dim=v_dim or dim, stored=stored, longest=longest, **parts)
+
+
+PROBLEMS = [
+    problem(*dims, block=block, by_interval=interval, by_bits=bits, deterministic=ordered)
+    for dims, block, interval, bits, ordered in product(product(SIDES, SIDES), BLOCKS, *[(False, True)] * 3)
+]
+CONFIGS = list(dict.fromkeys(c for p in PROBLEMS for c in KERNEL.configs(p)))
+
+
+def choices(case: tuple[Config, str]) -> list[Any]:
+    c, dtype = case
+    ring = ("ring", c.halves, c.stages, c.dq_slots)
+    return [("heads", c.dim, c.v_dim), ring, c.block, ("rules", c.interval, c.bits), c.ordered, dtype]
+
+
+FULLEST = (Config(128, 128, (128, 128), 2, 2, interval=True, bits=True), "bf16")
+CASES = [*covering([(c, dtype) for c in CONFIGS for dtype in ("bf16", "fp16")], choices), FULLEST]
+NEXT_CASES = [FULLEST, *CASES[::12]]
+
+
+def check(c: Config, dtype: str, code: Code, spilled: int) -> None:
+    """What every compiled kernel must show."""
+    where = f"{c} in {dtype} under Triton {code.triton}:\n{code}"
+    kind = {"bf16": "bf16", "fp16": "f16"}[dtype]
+    kinds = {f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{kind}.{kind}" for n in (64, c.dim, c.v_dim)}
+    assert code.wgmma == sorted(kinds), where
+    # Two warpgroups, two loops: S, dP, dV and dK of each step they do, dQ of every second, from both halves.
+    steps = 2 if c.halves == 2 else 1
+    products = steps * (c.dim // 16 + c.v_dim // 16 + 4 + 4) + 4 * c.halves
+    assert code.wgmma_count == 2 * 2 * products, where
+    assert any("reduce" in copy or "bulk_group" in copy for copy in code.copies), where
+    assert "serialized" not in code.log, where
+    assert "Potential Performance Loss" not in code.log, where
+    # Descriptors of K and V are made before the loop and again in it (`mixed`): the same ones, as GPU tests show.
+    assert [] == code.unwritten == code.fixed_bounds, where
+    assert code.stack <= spilled, where
+    assert code.shared <= H200.smem_bytes, where
+    assert c.smem_bytes - 1024 <= code.shared <= c.smem_bytes + 512, (
+        f"smem_bytes says {c.smem_bytes}: {where}"
+    )
+    assert code.registers * 32 * code.warps <= 65536, where
+
+
+@pytest.mark.parametrize(("c", "dtype"), CASES, ids=str)
+def test_it_compiles(c: Config, dtype: str) -> None:
+    # dK and dV take 128 registers at dim 128; what spills there lies outside the steps, or is an address.
+    check(c, dtype, compiled(c, dtype), 352 if c.dim + c.v_dim == 256 else 160)
+
+
+def test_it_compiles_under_the_newest_triton() -> None:
+    wanted = json.dumps([(dtype, fields_of(c)) for c, dtype in NEXT_CASES])
+    script = Path(__file__).with_name("hopper_code.py")
+    done = subprocess.run(
+        [str(next_python()), str(script), "--no-sass"],
+        input=wanted,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    for (c, dtype), found in zip(NEXT_CASES, json.loads(done.stdout), strict=True):
+        check(c, dtype, code_from(found), 640)
+
+
+def test_configs_differ_by_their_texts() -> None:
+    """Triton keeps compiled kernels by them."""
+    assert len({str(c) for c in CONFIGS}) == len(CONFIGS)
+    base = Config(64, 64, (128, 128), 2, 4)
+    for field in fields(Config):
+        old = getattr(base, field.name)
+        new = (64, 64) if field.name == "block" else (not old if isinstance(old, bool) else old * 2)
+        assert str(replace(base, **{field.name: new})) != str(base), field.name
+
+
+def test_every_ring_fits_and_a_slot_belongs_to_one_warpgroup_where_they_take_turns() -> None:
+    for c in CONFIGS:
+        assert c.smem_bytes <= H200.smem_bytes
+        assert c.halves == 2 or c.stages % 2 == 0
+        assert c.halves == 1 or c.dq_slots == 2
+
+
+@pytest.mark.parametrize(
+    ("p", "words"),
+    [
+        (problem(256), "at most 128 columns"),
+        (problem(100), "multiples of 8"),
+        (problem(dtype="fp32"), "bf16 and fp16"),
+        (problem(aligned=False), "16 bytes"),
+        (problem(card=replace(H200, capability=(8, 0))), "Hopper"),
+    ],
+)
+def test_what_it_cannot_it_says(p: AttentionGradProblem, words: str) -> None:
+    assert re.search(words, " ".join(KERNEL.why_not(p)))
+    assert KERNEL.why_not(problem()) == []
+
+
+def test_time_follows_the_blocks_and_order_costs() -> None:
+    sparse, dense = problem(), problem(stored=64 * 64)
+    assert KERNEL.seconds(dense, KERNEL.default(dense)) > 5 * KERNEL.seconds(sparse, KERNEL.default(sparse))
+    free = problem(deterministic=False)
+    assert KERNEL.seconds(free, KERNEL.default(free)) < KERNEL.seconds(sparse, KERNEL.default(sparse))
+    assert any("fixed order" in note for note in KERNEL.notes(sparse, KERNEL.default(sparse)))
+    assert not any("fixed order" in note for note in KERNEL.notes(free, KERNEL.default(free)))

@@ -1,0 +1,143 @@
+"""Which CTA takes which key tile, whom it visits, and whose dQ is added when."""
+
+from collections import defaultdict
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparsek.core.device import H200
+from sparsek.formats.block_mask import BlockMask
+from sparsek.plan.attention_grad_schedule import FULL, NO_TICKET, GradSchedule, schedule
+from sparsek.plan.problem import AttentionProblem
+from sparsek.testing.attention_cases import ATTENTION_CASES, random_bits
+
+
+def problem(mask: BlockMask, batch: int, q_heads: int, kv_heads: int) -> AttentionProblem:
+    sizes = mask.sizes
+    return AttentionProblem(
+        batch, q_heads, kv_heads, mask.q_len, mask.kv_len, 128, 128, "bf16", H200, mask.block, mask.batch, mask.heads,
+        sizes.stored, sizes.partial, sizes.longest, sizes.exact,
+    )  # fmt: skip
+
+
+def visits_of(made: GradSchedule, bq: int) -> list[list[tuple[int, ...]]]:
+    """(batch item, head, first query, first key, entry, ticket) of every CTA, in its order, without those not there."""
+    visits, found = made.visits.tolist(), [[] for _ in range(made.ctas)]
+    for t, (b, _, key, first, masked, pairs, *_) in enumerate(made.tiles[: int(made.count)].tolist()):
+        for n in range(pairs if bq == 128 else 2 * pairs):
+            pos, head, entry, ticket = visits[first + n]
+            assert entry == FULL or n < (masked if bq == 128 else 2 * masked), (
+                "a partial block among full ones"
+            )
+            if pos == made.rows - 64 and bq == 64:
+                assert (entry, ticket) == (FULL, NO_TICKET)
+            else:
+                found[t % made.ctas].append((b, head, pos, key, entry, ticket))
+    return found
+
+
+def wanted(mask: BlockMask, batch: int, q_heads: int) -> set[tuple[int, ...]]:
+    (tiles, _), (bq, bk), host, found = mask.grid, mask.block, mask.host, set()
+    for b in range(batch):
+        for head in range(q_heads):
+            item, list_head = b if mask.batch > 1 else 0, head // (q_heads // mask.heads)
+            for i in range(tiles):
+                row = (item * mask.heads + list_head) * tiles + i
+                for lists, partial in ((host.full, False), (host.partial, True)):
+                    for e in range(lists.starts[row], lists.starts[row] + lists.counts[row]):
+                        found.add((b, head, i * bq, int(lists.indices[e]) * bk, e if partial else FULL))
+    return found
+
+
+def check(mask: BlockMask, batch: int, q_heads: int, kv_heads: int, ctas: int) -> GradSchedule:
+    made = schedule(problem(mask, batch, q_heads, kv_heads), mask, ctas)
+    found = visits_of(made, mask.block[0])
+    listed = [visit[:5] for own in found for visit in own]
+    assert len(listed) == len(set(listed))
+    assert set(listed) == wanted(mask, batch, q_heads)
+    tickets = defaultdict(list)
+    for own in found:
+        for b, head, pos, _, _, ticket in own:
+            tickets[b, head, pos].append(ticket)
+    assert all(sorted(each) == list(range(len(each))) for each in tickets.values())
+    assert ends(found), "CTAs wait for each other in a circle"
+    return made
+
+
+def ends(found: list[list[tuple[int, ...]]]) -> bool:
+    """Whether all CTAs come to their end when each waits for its ticket, all of them running."""
+    turns: dict[Any, int] = defaultdict(int)
+    at = [0] * len(found)
+    moved = True
+    while moved:
+        moved = False
+        for cta, own in enumerate(found):
+            while at[cta] < len(own) and turns[own[at[cta]][:3]] == own[at[cta]][5]:
+                turns[own[at[cta]][:3]] += 1
+                at[cta] += 1
+                moved = True
+    return all(at[cta] == len(own) for cta, own in enumerate(found))
+
+
+@pytest.mark.parametrize("case", ATTENTION_CASES, ids=str)
+def test_every_block_is_visited_once_and_every_ticket_comes_up(case: Any) -> None:
+    q, k, _, mask = case.make("cpu", None)
+    if 0 in (*q.shape, *k.shape):
+        return
+    check(mask, q.shape[0], q.shape[1], k.shape[1], 7)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.integers(1, 600), st.integers(1, 600), st.sampled_from([(64, 64), (128, 128), (64, 128), (128, 64)]),
+    st.sampled_from([(1, 1), (4, 1), (4, 2), (6, 6)]), st.integers(1, 2), st.floats(0, 1), st.integers(1, 140),
+    st.integers(0, 2**31),
+)  # fmt: skip
+def test_drawn_masks(
+    q_len: int,
+    kv_len: int,
+    block: tuple[int, int],
+    heads: tuple[int, int],
+    batch: int,
+    density: float,
+    ctas: int,
+    seed: int,
+) -> None:
+    mask = random_bits("cpu", (q_len, kv_len), block, heads=heads[0], batch=batch, density=density, seed=seed)
+    check(mask, batch, *heads, ctas)
+
+
+def test_bounds_that_are_too_large_change_nothing() -> None:
+    exact = BlockMask.sliding_window(900, 300)
+    parts = {
+        name: getattr(exact, name) for name in ("q_len", "kv_len", "block", "batch", "heads", "lo", "hi")
+    }
+    sizes = exact.sizes._replace(stored=exact.sizes.stored + 9, partial=exact.sizes.partial + 5, exact=False)
+    loose = BlockMask.unchecked(**parts, full=exact.full, partial=exact.partial, sizes=sizes)
+    tight, wide = check(exact, 1, 2, 1, 5), check(loose, 1, 2, 1, 5)
+    assert torch.equal(tight.tiles, wide.tiles)
+    assert torch.equal(tight.visits, wide.visits[: len(tight.visits)])
+
+
+@pytest.mark.parametrize(
+    ("make", "most"),
+    [
+        (lambda: BlockMask.full(8192), 1.04),
+        (lambda: BlockMask.causal(16384), 1.06),
+        (lambda: BlockMask.sliding_window(32768, 2048), 1.02),
+        (lambda: BlockMask.topk(torch.rand(1, 1, 128, 128), 16, seq_len=16384), 1.03),
+    ],
+    ids=["full", "causal", "window", "topk"],
+)
+def test_ctas_have_about_as_much_to_do(make: Any, most: float) -> None:
+    mask = make()
+    assert schedule(problem(mask, 1, 16, 16), mask, 132).imbalance() <= most
+
+
+def test_without_order_there_are_no_tickets() -> None:
+    mask = BlockMask.causal(1024)
+    made = schedule(problem(mask, 1, 2, 2), mask, 5, ordered=False)
+    assert (made.visits[:, 3] == NO_TICKET).all()
