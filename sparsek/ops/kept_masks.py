@@ -29,7 +29,9 @@ def kept_mask(key: Hashable, build: Callable[[], BlockMask]) -> BlockMask:
     """
     found = _MASKS.pop(key, None)
     if found is None:
-        mask = build()
+        mask = _untransformed(build)
+        if type(mask.full.starts) is not Tensor:  # made for tensors that hold nothing
+            return mask
         found = mask, Made.here(mask.device)
     _MASKS[key] = found
     mask, made = found
@@ -41,6 +43,16 @@ def kept_mask(key: Hashable, build: Callable[[], BlockMask]) -> BlockMask:
     while len(_MASKS) > LIMIT:
         _MASKS.pop(next(iter(_MASKS)), None)
     return mask
+
+
+def _untransformed(build: Callable[[], BlockMask]) -> BlockMask:
+    """Inside of what torch.func transforms tensors would be wrapped, and of no use afterwards."""
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        return build()
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    with temporarily_clear_interpreter_stack():
+        return build()
 
 
 def edges_of(cu_seqlens: Any, name: str, total: int | None = None) -> np.ndarray:

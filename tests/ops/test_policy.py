@@ -5,6 +5,7 @@ import gc
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import sparsek as sk
 from sparsek.core.errors import InvalidInput
@@ -66,6 +67,26 @@ def test_a_mask_made_in_inference_mode_serves_training():
         q, k, v = (x.requires_grad_() for x in qkv(130))
         sk.attention(q, k, v, each).sum().backward()
         assert q.grad is not None
+
+
+def test_a_mask_made_where_torch_func_transforms_serves_everyone():
+    policy = sk.MaskPolicy(window=79, sinks=3)
+    q, k, v = qkv(130)
+
+    def loss(q: Tensor) -> Tensor:
+        return sk.attention(q, k, v, policy.mask_for(q, k)).square().sum()
+
+    within = torch.func.grad(loss)(q)
+    leaf = q.clone().requires_grad_()
+    loss(leaf).backward()
+    torch.testing.assert_close(within, leaf.grad)
+
+
+def test_a_mask_of_fake_tensors_is_not_kept():
+    policy = sk.MaskPolicy(window=81)
+    with FakeTensorMode():
+        assert isinstance(policy.mask(90).full.starts, FakeTensor)
+    assert policy.mask(90).to_dense().sum() == 81 * 90 - 81 * 80 // 2
 
 
 def test_the_scores_of_blocks_are_products_of_means():
