@@ -83,7 +83,8 @@ def _codes(mask: BlockMask) -> Tensor:
     """What becomes of each block, int32 [batch, 1, Mb, Nb]: NOT_STORED, WHOLE, or the rule of a partial one."""
     table = torch.full((mask.rows, mask.grid[1]), NOT_STORED, dtype=torch.int32, device=mask.device)
     rows, entries = _entries(mask, mask.full, mask.sizes.stored - mask.sizes.partial)
-    table[rows, mask.full.indices[entries].long()] = WHOLE
+    at = rows * mask.grid[1] + mask.full.indices[entries]
+    table.view(-1).index_fill_(0, at, WHOLE)  # an assignment would wait for the device
     rows, entries = _entries(mask, mask.partial, mask.sizes.partial)
     rules = (
         torch.full_like(entries, BY_INTERVAL, dtype=torch.int32)

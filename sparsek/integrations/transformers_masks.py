@@ -194,12 +194,13 @@ class Asked:
     def scene(self, rules: Rules) -> Scene:
         """The documents, of one batch item if all are the same. Padding counts as if it had no gaps."""
         ids = None if rules.ids is None else rules.ids.expand(self.batch, -1).cpu().numpy()
+        size, padding = (0, []) if rules.chunks is None else (rules.chunks[0], rules.chunks[1].tolist())
         made = []
         for item, (start, end, origin) in enumerate(self.keys[0]):
             if ids is not None:
                 spans = _runs(ids[item])
-            elif rules.chunks is not None:
-                spans = self._chunks(rules.chunks[0], int(rules.chunks[1][item]))
+            elif size:
+                spans = self._chunks(size, padding[item])
             else:
                 spans = np.array([[0], [self.q_len], [0], [self.kv_len]], np.int64)
             q_start, q_end, k_start, k_end = spans

@@ -47,7 +47,7 @@ def kept_mask(key: Hashable, build: Callable[[], BlockMask]) -> BlockMask:
 
 def _untransformed(build: Callable[[], BlockMask]) -> BlockMask:
     """Inside of what torch.func transforms tensors would be wrapped, and of no use afterwards."""
-    if torch._C._functorch.peek_interpreter_stack() is None:
+    if torch._C._functorch.peek_interpreter_stack() is None:  # type: ignore[attr-defined]
         return build()
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
