@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from sparsek.core.errors import InvalidInput
 from sparsek.formats.block_mask import BlockMask
@@ -35,7 +36,7 @@ class Call:
 
 def check_untransformed(mask: BlockMask) -> None:
     """InvalidInput for a mask whose tensors torch.func has wrapped."""
-    if torch._C._functorch.is_functorch_wrapped_tensor(mask.full.starts):
+    if is_functorch_wrapped_tensor(mask.full.starts):
         raise InvalidInput("this mask was made inside a function that torch.func transforms; make it outside")
 
 

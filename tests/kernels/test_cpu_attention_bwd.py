@@ -67,9 +67,10 @@ def test_every_config_is_within_budget() -> None:
 
 @pytest.mark.parametrize("case", ATTENTION_CASES[::4], ids=str)
 def test_the_references_kernel_gives_the_bits_of_the_reference(case: AttentionCase) -> None:
-    q, k, v, mask, scale, *rest = of = inputs(*case.make(), with_lse=True)
+    of = inputs(*case.make(), with_lse=True)
+    q, k, v, mask, scale, out, lse, grad, grad_lse = of
     assert REFERENCE.why_not(problem(q, k, v, mask)) == []
-    right = attention_backward(q, k, v, mask, *rest, scale=scale)
+    right = attention_backward(q, k, v, mask, out, lse, grad, grad_lse, scale=scale)
     for ours, exact in zip(differentiate(REFERENCE, of), right, strict=True):
         assert torch.equal(ours, exact)
 
@@ -167,7 +168,8 @@ def test_rows_that_see_nothing_may_have_any_gradient() -> None:
 def test_memory_stays_within_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """The operands and results of the products of a step, with queries that visit 32 blocks each."""
     mask = BlockMask.full(2048, block=SMALL, device="cpu")
-    of = inputs(*(normal(1, 2, 2048, 32, seed=i) for i in range(3)), mask)
+    q, k, v = (normal(1, 2, 2048, 32, seed=i) for i in range(3))
+    of = inputs(q, k, v, mask)
     largest, plain = 0, torch.bmm
 
     def spying(left: Tensor, right: Tensor) -> Tensor:

@@ -130,8 +130,10 @@ def test_gradients_agree_with_the_reference(device: str):
     @given(problem=problems(device), of_lse=st.booleans(), seed=SEEDS)
     def agrees(problem: Problem, of_lse: bool, seed: int) -> None:
         mask = problem.mask
-        tensors = [x.requires_grad_() for x in problem.tensors]
-        out, lse = sk.attention(*tensors, mask, return_lse=True)
+        q, k, v = tensors = problem.tensors
+        for x in tensors:
+            x.requires_grad_()
+        out, lse = sk.attention(q, k, v, mask, return_lse=True)
         noise = torch.Generator(device).manual_seed(seed)
         grad, grad_lse = (
             torch.randn(x.shape, generator=noise, dtype=torch.float32, device=device).to(x.dtype)
@@ -142,7 +144,6 @@ def test_gradients_agree_with_the_reference(device: str):
             torch.autograd.grad([x for x, _ in outputs], tensors, [g for _, g in outputs], retain_graph=True)
             for _ in range(2)
         ]
-        q, k, v = problem.tensors
         gate = check_attention_backward(q, k, v, mask, grad, found[0], grad_lse if of_lse else None)
         assert gate.passed, f"{problem!r}: {gate}"
         assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

@@ -318,7 +318,8 @@ def test_checkpointing_gives_the_same_gradients(reentrant: bool):
     mask, cotangent = window(), torch.randn(2, 4, 192, 64)
     alone, again = leaves(qkv()), leaves(qkv())
     sk.attention(*alone, mask).backward(cotangent)
-    checkpoint(lambda *t: sk.attention(*t, mask), *again, use_reentrant=reentrant).backward(cotangent)
+    out: Any = checkpoint(lambda q, k, v: sk.attention(q, k, v, mask), *again, use_reentrant=reentrant)
+    out.backward(cotangent)
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(alone, again, strict=True))  # type: ignore[arg-type]
 
 

@@ -119,7 +119,8 @@ def test_compiled_without_gradients_no_lse_is_made(recorder: Any):
     tensors = qkv()
     compiled = torch.compile(loss, fullgraph=True, backend=recorder)
     with torch.no_grad():
-        compiled(*(x.requires_grad_() for x in tensors), window())
+        q, k, v = (x.requires_grad_() for x in tensors)
+        compiled(q, k, v, window())
     (node,) = [n for n in recorder.fw_graphs[0].graph.nodes if "sparsek" in str(n.target)]
     assert False in node.args
 
@@ -164,7 +165,7 @@ def test_selective_checkpointing_may_keep_what_attention_gave():
 
 def test_make_fx_traces_a_training_step():
     tensors, mask = qkv(), window()
-    traced = make_fx(lambda *t: grads(loss, t, mask))(*tensors)  # type: ignore[arg-type]
+    traced = make_fx(lambda *t: grads(loss, t, mask))(*tensors)
     assert calls(traced) == ["sparsek.attention.default", "sparsek.attention_backward.default"]
     assert same(traced(*tensors), grads(loss, tensors, mask))
 
@@ -199,9 +200,9 @@ def test_the_op_without_lse_says_that_gradients_need_it():
 
 
 def test_the_op_of_the_gradients_has_no_gradient():
-    *tensors, grad_lse, mask, numbers, scale, fixed, kernel = backward_args(window(), True)
-    tensors[0].requires_grad_()
-    of_q, *_ = torch.ops.sparsek.attention_backward(*tensors, grad_lse, mask, numbers, scale, fixed, kernel)
+    args = backward_args(window(), True)
+    args[0].requires_grad_()
+    of_q, *_ = torch.ops.sparsek.attention_backward(*args)
     with pytest.raises(InvalidInput, match="have no gradients themselves"):
         of_q.sum().backward()
 
@@ -211,13 +212,13 @@ def test_torch_func_differentiates():
     expected = grads(loss_with_lse, tensors, mask)
     run = partial(loss_with_lse, mask=mask)
     assert same(torch.func.grad(run, argnums=(0, 1, 2))(*tensors), expected)
-    value, back = torch.func.vjp(run, *tensors)
+    value, back, *_ = torch.func.vjp(run, *tensors)
     assert same(back(torch.ones_like(value)), expected)
 
 
 def test_torch_func_leaves_the_mask_of_a_call_without_one_as_it_is():
     tensors = qkv(61)
-    run = partial(loss, mask=None)
+    run: Any = partial(loss, mask=None)
     found = torch.func.grad(run, argnums=(0, 1, 2))(*tensors)
     assert same(found, grads(run, tensors))
     assert torch.vmap(run)(*(x[None] for x in tensors)).shape == (1,)
@@ -232,11 +233,12 @@ def test_vmap_makes_one_batch_of_its_dim_and_the_items(in_dims: tuple[Any, ...],
         [x[0] if dim is None else x[i] for x, dim in zip(stacked, in_dims, strict=True)] for i in range(3)
     ]
     out, lse = torch.vmap(partial(sk.attention, mask=mask, return_lse=True), in_dims)(*given)
-    of_all = torch.vmap(torch.func.grad(partial(loss, mask=mask), argnums=(0, 1, 2)), in_dims)(*given)
+    of_one: Any = torch.func.grad(partial(loss, mask=mask), argnums=(0, 1, 2))
+    of_all = torch.vmap(of_one, in_dims)(*given)
     assert len(plans_made) == 2
     for i, tensors in enumerate(each):
-        torch.testing.assert_close((out[i], lse[i]), sk.attention(*tensors, mask, return_lse=True))
         q, k, v = tensors
+        torch.testing.assert_close((out[i], lse[i]), sk.attention(q, k, v, mask, return_lse=True))
         torch.testing.assert_close(tuple(x[i] for x in of_all), grads(loss, (q, k, v), mask))
 
 

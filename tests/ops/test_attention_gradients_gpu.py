@@ -34,12 +34,15 @@ def grad() -> Tensor:
 
 
 def check(tensors: Qkv, mask: sk.BlockMask, cotangent: Tensor, found: tuple[Tensor, ...]) -> None:
-    gate = check_attention_backward(*(x.detach() for x in tensors), mask, cotangent, found)
+    q, k, v = (x.detach() for x in tensors)
+    gate = check_attention_backward(q, k, v, mask, cotangent, found)
     assert gate.passed, gate
 
 
-def step(tensors: Qkv, mask: "sk.BlockMask | None", cotangent: Tensor, **how: bool) -> tuple[Tensor, ...]:
-    return torch.autograd.grad(sk.attention(*tensors, mask, **how), tensors, cotangent)
+def step(
+    tensors: Qkv, mask: "sk.BlockMask | None", cotangent: Tensor, deterministic: bool = True
+) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(sk.attention(*tensors, mask, deterministic=deterministic), tensors, cotangent)
 
 
 def test_neither_a_new_mask_nor_a_known_one_waits_for_the_device(no_sync: NoSync):

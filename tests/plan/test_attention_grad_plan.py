@@ -63,12 +63,12 @@ def test_the_bytes_of_the_transposed_lists_are_known_without_them(case: Attentio
     assert sum(x.nbytes for x in tensors_in(mask.transposed)) == expected
 
 
-def planned(device: str | None = None, **how: bool) -> AttentionGradPlan:
+def planned(device: str | None = None, deterministic: bool = True) -> AttentionGradPlan:
     kind = torch.float32 if device is None else torch.bfloat16
     place = "cpu" if device is None else "meta"
     q, k, v = (torch.empty(1, heads, 4096, 128, dtype=kind, device=place) for heads in (16, 4, 4))
     mask = sk.BlockMask.sliding_window(4096, 512, device="cpu")
-    plan = sk.plan_attention_backward(q, k, v, mask, device=device, **how)
+    plan = sk.plan_attention_backward(q, k, v, mask, device=device, deterministic=deterministic)
     KEPT.append(mask)
     return plan
 

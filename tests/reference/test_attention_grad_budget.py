@@ -27,8 +27,8 @@ def given(dtype: torch.dtype = torch.float16, mask: BlockMask = MASK, with_lse: 
 
 
 def right(of: Inputs) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v, mask, scale, *rest = of
-    return attention_backward(q, k, v, mask, *rest, scale=scale)
+    q, k, v, mask, scale, out, lse, grad, grad_lse = of
+    return attention_backward(q, k, v, mask, out, lse, grad, grad_lse, scale=scale)
 
 
 def verdict(of: Inputs, found: tuple[Tensor, ...], **more: list[int]) -> bool:
@@ -58,8 +58,8 @@ def test_the_budget_is_twice_the_error_of_torchs_own_dense_attention(dtype: torc
     with sdpa_kernel(SDPBackend.MATH):
         out = functional.scaled_dot_product_attention(*leaves, attn_mask=seen | ~sees, enable_gqa=True)
     dense = torch.autograd.grad(out, leaves, of.grad.masked_fill(~sees, 0))
-    exact = [x.double().requires_grad_() for x in of[:3]]
-    truth = torch.autograd.grad(attention(*exact, mask)[0], exact, of.grad.double())
+    q, k, v = (x.double().requires_grad_() for x in of[:3])
+    truth = torch.autograd.grad(attention(q, k, v, mask)[0], (q, k, v), of.grad.double())
     gate = check_attention_backward(*of[:3], mask, of.grad, dense)
     for error, allowed, mine, true in zip(gate.errors, gate.budgets, dense, truth, strict=True):
         off = float((mine.double() - true).norm() / true.norm())
