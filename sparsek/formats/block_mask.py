@@ -201,6 +201,10 @@ class BlockMask:
                 self._memo.setdefault(key, build())
         return self._memo[key]
 
+    def known(self, key: Hashable) -> Any:
+        """What `derived` keeps under `key`, or None if it was never asked for."""
+        return self._memo.get(key)
+
     def verify(self, wait: bool = False) -> None:
         """Raises InvalidInput if the device found a fault in what the mask was made from, such as a NaN score.
 

@@ -82,7 +82,7 @@ def attention(
     pass uses the kernel of the same family.
 
     Differentiable in q, k and v, also through lse; not twice: InvalidInput. Kept for the backward pass are q, k, v, out
-    and lse, and nothing that grows with the blocks but the mask's transposed lists, once. All three gradients are
+    and lse, and nothing that grows with the blocks; the schedule of it stays with the mask. All three gradients are
     computed where one is wanted, without gaps in memory, [B, L, H, E] where the operand lies so. A gradient of out
     whose last dim is not contiguous, or not aligned as q, k and v are, is copied first.
     deterministic: the sums of the gradients have a fixed order, same inputs, same bits; False lets a kernel add in any
@@ -162,7 +162,8 @@ def plan_attention_backward(
     It explains itself, and may be called too: `plan(q, k, v, mask, out, lse, grad)` gives dq, dk and dv.
     kernel: a name of attention_backward's kernels ("hopper.attention_bwd"); config, device: as for `plan_attention`.
     deterministic: as for `attention`.
-    Costs: the mask's transposed lists, if it has none yet, and the schedule, made on its device without a host sync.
+    Costs: the schedule, and for kernels that go by keys the mask's transposed lists, if it has none yet; both are made
+    on the mask's device, without a host sync.
     """
     found, card = _planned(q, k, v, mask, config, kernel, device)
     p = grad_problem(q, k, v, found, operands.backward_layout(q, k, v), deterministic, card)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -15,7 +16,7 @@ from sparsek.formats.block_mask import BlockMask
 from sparsek.ops.planning import choose
 from sparsek.plan import attention_operands as operands
 from sparsek.plan.attention import AttentionPlan
-from sparsek.plan.attention_grad import AttentionGradPlan, share_transposed
+from sparsek.plan.attention_grad import AttentionGradPlan, sharing_transposed
 from sparsek.plan.cache import PlanCache
 from sparsek.plan.made import Made, captured, follow
 from sparsek.plan.problem import AttentionGradProblem, AttentionProblem
@@ -64,9 +65,8 @@ def make_grad_plan(
     mask: BlockMask, p: AttentionGradProblem, kernel: str | None, config: Any, *, ready: bool, unmasked: bool
 ) -> AttentionGradPlan:
     """The same for the gradients."""
-    if ready:
-        share_transposed(mask)
-    return AttentionGradPlan(*_parts(mask, p, kernel, config, ready, unmasked))
+    with sharing_transposed(mask) if ready else nullcontext():
+        return AttentionGradPlan(*_parts(mask, p, kernel, config, ready, unmasked))
 
 
 def _parts(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -107,31 +109,34 @@ class AttentionGradPlan(MaskPlan):
         return "q, k, v, out and their gradients", size + rows * 4
 
     def _beyond(self) -> list[str]:
-        mask = self.mask()
-        lists = [] if mask is None else [f"its transposed lists {megabytes([transposed_bytes(mask)])}"]
-        return [*super()._beyond(), *lists]
+        lists = self._transposed()
+        return [
+            *super()._beyond(),
+            *([f"its transposed lists {megabytes(x.nbytes for x in lists)}"] if lists else []),
+        ]
 
     def _own(self) -> list[int]:
-        mask = self.mask()
-        shared = set() if mask is None else {x.data_ptr() for x in tensors_in(mask.transposed)}
+        shared = {x.data_ptr() for x in self._transposed()}
         return [x.nbytes for x in tensors_in(self.work) if x.data_ptr() not in shared]
 
-
-def transposed_bytes(mask: BlockMask) -> int:
-    """Bytes of `mask.transposed`, built or not."""
-    stored, partial, _, exact = mask.sizes
-    entries = stored if exact else stored + partial
-    return 8 * entries + 16 * mask.batch * mask.heads * mask.grid[1]
+    def _transposed(self) -> list[Tensor]:
+        """The tensors of the mask's transposed lists, if a kernel has asked for them."""
+        mask = self.mask()
+        return [] if mask is None else list(tensors_in(mask.known(TRANSPOSED)))
 
 
-def share_transposed(mask: BlockMask) -> None:
-    """Builds `mask.transposed`, if it is not there yet, and lets the current stream wait for it.
+TRANSPOSED, TRANSPOSED_MADE = "transposed", "transposed made"
 
-    What is built while a CUDA graph is captured holds nothing before a replay, and the mask does not keep it.
-    """
+
+@contextmanager
+def sharing_transposed(mask: BlockMask) -> Iterator[None]:
+    """For a body that may read `mask.transposed`: the current stream waits for lists that another one has built."""
     if captured(mask.full.starts):
+        yield
         return
-    lists = mask.transposed
-    made = mask.derived("transposed made", lambda: [Made.here(mask.device)])[0]
+    made = mask.known(TRANSPOSED_MADE)
     if made is not None:
-        follow(made, tensors_in(lists))
+        follow(made, tensors_in(mask.known(TRANSPOSED)))
+    yield
+    if made is None and mask.known(TRANSPOSED) is not None and mask.device.type == "cuda":
+        mask.derived(TRANSPOSED_MADE, lambda: Made.here(mask.device))

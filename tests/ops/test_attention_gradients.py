@@ -236,15 +236,27 @@ def test_a_second_step_makes_no_new_plan(plans_made: list[str]):
     assert plans_made == ["cpu.attention", "cpu.attention_bwd"]
 
 
-def test_the_transposed_lists_are_built_once(monkeypatch: pytest.MonkeyPatch):
+def test_the_transposed_lists_are_built_once_and_only_for_kernels_that_read_them(
+    monkeypatch: pytest.MonkeyPatch,
+):
     from sparsek.formats import mask_view
 
     built, real = [], mask_view.transposed
     monkeypatch.setattr(mask_view, "transposed", lambda mask: built.append(mask) or real(mask))
     mask = window()
-    for batch in (1, 2):
+    sk.attention(*leaves(qkv()), mask).sum().backward()
+    assert not built
+    kernel: Any = sk.plan_attention_backward(*qkv(), mask).implementation
+    prepare = type(kernel).prepare
+
+    def reading(self: Any, p: Any, c: Any, of: sk.BlockMask) -> Any:
+        assert of.transposed.full.indices is not None
+        return prepare(self, p, c, of)
+
+    monkeypatch.setattr(type(kernel), "prepare", reading)
+    for batch in (1, 3):
         sk.attention(*leaves(qkv(batch=batch)), mask).sum().backward()
-    assert len(built) == 1
+    assert built == [mask]
 
 
 def test_a_forward_pass_without_a_gradient_keeps_nothing(plans_made: list[str]):
