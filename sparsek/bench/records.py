@@ -10,6 +10,7 @@ allocation of one call beyond q, k, v and the output, over the bytes of these; o
 dv, over the same bytes. `peak_gb` of attention_train: the most that a step and its operands hold at once, in 1e9 bytes.
 Both are null on a CPU. `symbolic_ms` and `symbolic_share` of spgemm: finding out which blocks meet, host included, and
 its share of a call on new patterns.
+Of the same spgemm, `symbolic_gpu_ms` and `symbolic_gpu_share` are of the GPU's own time; null on a CPU.
 What several kernels do together, as the step of an MLP, is recorded under their names joined by " + ".
 
 `op` says what `ms` is, and OPS what its records hold. An operation's own name: one call on the device. "spmm_host",

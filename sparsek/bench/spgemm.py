@@ -7,6 +7,8 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 from sparsek.bench.case import (
     Case,
@@ -93,7 +95,7 @@ class SpgemmOperands(Operands):
     def kernel_extra(self, kernel: str) -> dict[str, Any]:
         """`symbolic_ms`: what depends on the patterns alone, host included: which blocks meet, as `spgemm` finds it out
         on this device, and the kernel's list of work. `symbolic_share`: of a call on new patterns, which does both and
-        then runs.
+        then runs. `symbolic_gpu_ms`, `symbolic_gpu_share`: the same of the GPU's own time; null on a CPU.
         """
         made, match = self.plan(kernel), matcher(self.a.device)
 
@@ -107,10 +109,29 @@ class SpgemmOperands(Operands):
 
         times = wall_rounds({"symbolic": symbolic, "whole": whole}, self.a.device, SYMBOLIC_ROUNDS)
         alone = times["symbolic"].median
-        return {
+        found: dict[str, Any] = {
             "symbolic_ms": round(alone, 6),
             "symbolic_share": round(alone / times["whole"].median, 4),
         }
+        if self.a.device.type != "cuda":
+            return found | {"symbolic_gpu_ms": None, "symbolic_gpu_share": None}
+        busy = gpu_ms(symbolic)
+        return found | {
+            "symbolic_gpu_ms": round(busy, 6),
+            "symbolic_gpu_share": round(busy / gpu_ms(whole), 4),
+        }
+
+
+def gpu_ms(call: Callable[[], object], calls: int = 20) -> float:
+    """Milliseconds of a call's kernels and copies, as the profiler adds them up: no gap between them is in it."""
+    call()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        for _ in range(calls):
+            call()
+        torch.cuda.synchronize()
+    spent = (each.device_time_total for each in seen.key_averages() if each.device_type == DeviceType.CUDA)
+    return sum(spent) / 1e3 / calls
 
 
 def new_pattern(a: BSR) -> BlockPattern:
@@ -200,9 +221,8 @@ class SpgemmCase(Case):
 
 
 # What is timed beside the kernel: the symbolic phase.
-KINDS: Mapping[str, Kind] = {
-    "spgemm": Kind(SpgemmCase, extra=("symbolic_ms", "symbolic_share"), sources=("plan.matches",))
-}
+EXTRA = ("symbolic_ms", "symbolic_share", "symbolic_gpu_ms", "symbolic_gpu_share")
+KINDS: Mapping[str, Kind] = {"spgemm": Kind(SpgemmCase, extra=EXTRA, sources=("plan.matches",))}
 HOPPER = ("hopper.spgemm",)
 # K is 72 blocks of 112: as many as divide 8192 but for 128 rows. Both A's block rows and B's block columns hold `topk`
 # of them, so that a block of C has about topk² / 72 pairs: 0.9, 3.6, 14 and 57.

@@ -123,11 +123,13 @@ def test_linear_is_shown_beside_the_plain_product(make_record: Make) -> None:
 
 def test_bsr_times_bsr_shows_the_symbolic_phase(make_record: Make) -> None:
     made = make_record(SPARSE[0], symbolic_ms=0.4567, symbolic_share=0.123)
+    made |= {"symbolic_gpu_ms": 0.0521, "symbolic_gpu_share": 0.106}
     lines = report.markdown([made], "spgemm").splitlines()
-    assert "| symbolic ms (of a first call) |" in lines[0]
+    assert "| symbolic ms (of a first call) | of it on the GPU (of the call's) |" in lines[0]
     assert "| 8192³ block 64 3 % bf16 to bsr | reference.spgemm |" in lines[2]
-    assert "| 0.457 (12 %) |" in lines[2]
-    assert "| 100 % |  | 1.00 |" in report.markdown([made | {"symbolic_ms": None}], "spgemm")
+    assert "| 0.457 (12 %) | 0.052 (11 %) |" in lines[2]
+    assert "| 100 % |  | 0.052 (11 %) |" in report.markdown([made | {"symbolic_ms": None}], "spgemm")
+    assert "| 0.457 (12 %) |  | 1.00 |" in report.markdown([made | {"symbolic_gpu_ms": None}], "spgemm")
 
 
 def test_the_ops_of_one_suite_have_their_own_tables(make_record: Make) -> None:

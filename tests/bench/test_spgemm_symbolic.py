@@ -1,10 +1,13 @@
 """What bench times as the symbolic phase: the device's own matcher, then the kernel's list of work, then nothing."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity
 
 from sparsek.bench import case as cases
 from sparsek.bench import spgemm
@@ -35,7 +38,48 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[[], object]]:
 def test_the_share_is_of_the_whole_call(timed: dict[str, Callable[[], object]]) -> None:
     (one, *_) = CASE.operands(CPU)
     found = one.kernel_extra(KERNEL)
-    assert (found["symbolic_ms"], found["symbolic_share"]) == (2.0, 0.25)
+    assert found == {
+        "symbolic_ms": 2.0,
+        "symbolic_share": 0.25,
+        "symbolic_gpu_ms": None,
+        "symbolic_gpu_share": None,
+    }
+
+
+def test_the_time_of_the_gpu_is_that_of_its_kernels_and_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+
+    class Seen:
+        """4 calls of 10 + 30 + 2 us, and what the host saw of them."""
+
+        def __init__(self, activities: Any) -> None:
+            assert activities == [ProfilerActivity.CUDA]
+
+        def __enter__(self) -> "Seen":
+            made.append("begins")
+            return self
+
+        def __exit__(self, *why: object) -> None:
+            made.append("ends")
+
+        def key_averages(self) -> list[Any]:
+            kinds = ((DeviceType.CUDA, 160), (DeviceType.CUDA, 8), (DeviceType.CPU, 5000))
+            return [SimpleNamespace(device_type=kind, device_time_total=us) for kind, us in kinds]
+
+    monkeypatch.setattr(spgemm, "profile", Seen)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *device: made.append("wait"))
+    assert spgemm.gpu_ms(lambda: made.append("call"), calls=4) == pytest.approx(0.042)
+    assert made == ["call", "wait", "begins", *4 * ["call"], "wait", "ends"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("out", ["dense", "bsr"])
+def test_a_gpu_is_busy_for_less_than_the_wall_shows(out: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cases, "MAX_SETS", 2)
+    (one, *_) = SpgemmCase(2048, 2048, 2048, (64, 64), (64, 64), 0.1, out).operands(torch.device("cuda"))
+    found = one.kernel_extra("hopper.spgemm")
+    assert 0 < found["symbolic_gpu_ms"] < found["symbolic_ms"]
+    assert 0 < found["symbolic_gpu_share"] < 1
 
 
 def test_matches_are_made_as_the_device_makes_them_and_tiles_with_them(

@@ -49,9 +49,15 @@ def problem(dim: int = 128, v_dim: int | None = None, **more: Any) -> AttentionG
     return AttentionGradProblem(dim=dim, v_dim=v_dim or dim, stored=stored, longest=longest, **parts)
 
 
+FLAGS = [
+    (interval, bits, ordered)
+    for interval in (False, True)
+    for bits in (False, True)
+    for ordered in (False, True)
+]
 PROBLEMS = [
     problem(*dims, block=block, by_interval=interval, by_bits=bits, deterministic=ordered)
-    for dims, block, interval, bits, ordered in product(product(SIDES, SIDES), BLOCKS, *[(False, True)] * 3)
+    for dims, block, (interval, bits, ordered) in product(product(SIDES, SIDES), BLOCKS, FLAGS)
 ]
 CONFIGS = list(dict.fromkeys(c for p in PROBLEMS for c in KERNEL.configs(p)))
 
