@@ -13,7 +13,9 @@ from sparsek.core.errors import InvalidInput
 from sparsek.formats.block_mask import BlockMask
 from sparsek.plan.made import captured
 
-PLAN_HAS_NO_GRADIENT = "a plan that is called has no gradient; attention(q, k, v, mask, plan=plan) has one, or use torch.no_grad()"
+PLAN_HAS_NO_GRADIENT = (
+    "a plan that is called has no gradient; attention(q, k, v, mask, plan=plan) has one, or use torch.no_grad()"
+)
 NO_SECOND_GRADIENT = (
     "the gradients of attention have no gradients themselves; sparsek.reference.attention.attention has those of any "
     "order"

@@ -551,22 +551,9 @@ class HopperAttentionGrad:
         return Work(schedule(p, mask, p.card.sm_count, ordered=c.ordered), none)
 
     def launch(
-        self,
-        c: Config,
-        work: Work,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: BlockMask,
-        scale: float,
-        out: Tensor,
-        lse: Tensor,
-        grad: Tensor,
-        grad_lse: Tensor | None,
-        dq: Tensor,
-        dk: Tensor,
-        dv: Tensor,
-    ) -> None:
+        self, c: Config, work: Work, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float, out: Tensor,
+        lse: Tensor, grad: Tensor, grad_lse: Tensor | None, dq: Tensor, dk: Tensor, dv: Tensor,
+    ) -> None:  # fmt: skip
         made, none = work
         batch, heads, q_len, _ = q.shape
         rows = made.rows
@@ -579,32 +566,15 @@ class HopperAttentionGrad:
         own_bounds = bounds[0].dim() == 2 and bounds[0].shape[0] > 1
         lists = (mask.rules, mask.bits, *bounds)
         args = (
-            _boxed(q, c.dim),
-            _boxed(k, c.dim),
-            _boxed(v, c.v_dim),
-            _boxed(grad, c.v_dim),
+            _boxed(q, c.dim), _boxed(k, c.dim), _boxed(v, c.v_dim), _boxed(grad, c.v_dim),
             Described(known, tuple(known.shape), (64, 1), (1, 64)),
             Described(acc, tuple(acc.shape), tuple(acc.stride()), (1, 64, c.dim)),
-            _boxed(dk, c.dim),
-            _boxed(dv, c.v_dim),
-            made.tiles,
-            made.count,
-            made.visits,
-            *(none if x is None or x.numel() == 0 else x for x in lists),
-            turns,
-            scale * log2(e),
-            scale,
-            q_len,
-            k.shape[2],
-            rows,
-            len(known) // 2,
-            heads,
+            _boxed(dk, c.dim), _boxed(dv, c.v_dim), made.tiles, made.count, made.visits,
+            *(none if x is None or x.numel() == 0 else x for x in lists), turns,
+            scale * log2(e), scale, q_len, k.shape[2], rows, len(known) // 2, heads,
             mask.heads * q_len if own_bounds and mask.batch > 1 else 0,
-            q_len if own_bounds and mask.heads > 1 else 0,
-            heads // mask.heads,
-            c,
-            SOURCE,
-        )
+            q_len if own_bounds and mask.heads > 1 else 0, heads // mask.heads, c, SOURCE,
+        )  # fmt: skip
         launch_on(q.device, attention_bwd_kernel, min(made.ctas, len(made.tiles)), args)
         cast_scaled(acc.view(batch, heads, rows, c.dim), scale, dq, turns if c.ordered else None)
 
