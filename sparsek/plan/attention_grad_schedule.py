@@ -1,9 +1,9 @@
 """Which key tiles there are, which query tiles visit each, in what order, and whose dQ is added when.
 
 A CTA holds a tile of keys and goes through its *visits*: the query tiles of every query head of the group that see it.
-Key tiles of a section of heads, whose queries and dQ fit in L2 together, go longest first to CTAs in turns, back and
-forth. Where most query tiles may visit a key tile, CTAs that run together begin at different ones, so that their sums
-do not meet in the same rows.
+Key tiles go longest first, a section of heads after the other, whose queries and dQ fit in L2 together. There, CTAs
+that run together begin at different query tiles, so that their sums do not meet in the same rows. Where not even one
+head fits, they all begin at the first, and what they read and add to moves through L2.
 
 A query tile's dQ is a sum over visits of many CTAs. To have the same bits every time it is added in a fixed order: that
 of the schedule's own clock, which ticks once a visit. The order of all visits by that clock agrees with what each CTA
@@ -28,7 +28,7 @@ VISIT_FIELDS = 4
 FULL = -1  # entry of a full block
 NO_TICKET = -1
 TILE_TICKS = 3  # what a tile takes to begin and end, in visits of 128 queries
-SECTION = 0.8  # of L2, for what the CTAs of a section read and add to
+SECTION = 0.4  # of L2, for what the CTAs of a section read and add to
 
 
 class GradSchedule(NamedTuple):
@@ -70,6 +70,11 @@ def padded_rows(p: AttentionProblem) -> int:
     return p.grid[0] * p.block[0] + (64 if p.block[0] == 64 else 0)
 
 
+def heads_in_section(p: AttentionProblem) -> int:
+    """Heads of keys whose q and grad, of two bytes, and dq, of four, fit in a section's share of L2."""
+    return int(SECTION * p.card.l2_bytes / (2 * (3 * p.dim + p.v_dim) * max(1, p.q_len) * p.group))
+
+
 def schedule(p: AttentionProblem, mask: BlockMask, ctas: int, *, ordered: bool = True) -> GradSchedule:
     """The key tiles and visits of `mask` for `p`. Without `ordered` no visit has a ticket. No sync."""
     device, (tiles, columns), group = mask.device, mask.grid, p.group
@@ -93,8 +98,7 @@ def schedule(p: AttentionProblem, mask: BlockMask, ctas: int, *, ordered: bool =
     length = counts.flatten()[listing]
     there = within < length
     begin = listed.edges[lists.flatten()[listing]]
-    first_tile, last_tile = listed.tile[begin], listed.tile[(begin + length - 1).clamp(min=0)]
-    turned = torch.where(2 * (last_tile - first_tile) >= tiles, cta[tile] * length // ctas, 0)
+    turned = cta[tile] * length // ctas if heads_in_section(p) else torch.zeros_like(length)
     at = torch.where(there, begin + (within + turned) % length.clamp(min=1), 0)
     query = listed.tile[at]
     item, kv_head = tile // (p.kv_heads * columns), tile // columns % p.kv_heads
@@ -170,8 +174,7 @@ def _dealt(p: AttentionProblem, n: Tensor, ctas: int) -> tuple[Tensor, Tensor]:
     Section after section, longest first, in rounds of a tile for every CTA; in each round who has had least takes the
     longest. So CTAs stay in step, and all read what lies in L2.
     """
-    head = p.dim + p.v_dim + 2 * p.dim  # two bytes for each of q and grad, four for dq
-    held = max(1, int(SECTION * p.card.l2_bytes / (2 * head * max(1, p.q_len) * p.group)))
+    held = max(1, heads_in_section(p))
     tiles, number = len(n), torch.arange(len(n), device=n.device)
     rounds = -(-tiles // ctas)
     order = torch.argsort(number // (p.grid[1] * held) * (1 << 32) - n, stable=True)

@@ -139,9 +139,10 @@ def _attention_bwd(c: attention_bwd.Config, dtype: str) -> tuple[Any, str, dict[
     wide = {"q_desc": c.dim, "k_desc": c.dim, "dk_desc": c.dim}
     wide |= {"v_desc": c.v_dim, "do_desc": c.v_dim, "dv_desc": c.v_dim}
     types = {name: _descriptor((1, 1, 64, dim), dtype) for name, dim in wide.items()}
-    types |= {"rows_desc": _descriptor((1, 64), "fp32"), "dq_desc": _descriptor((1, 64, c.dim), "fp32")}
+    types |= {name: _descriptor((1, 64), "fp32") for name in ("rows_desc", "bounds_desc")}
+    types |= {"dq_desc": _descriptor((1, 64, c.dim), "fp32")}
     types |= {"scale": "fp32", "factor": "fp32"}
-    types |= dict.fromkeys(("tiles", "count", "visits", "rules", "bits", "lo", "hi", "turns"), "*i32")
+    types |= dict.fromkeys(("tiles", "count", "visits", "rules", "bits", "turns"), "*i32")
     return attention_bwd.attention_bwd_kernel, attention_bwd.SOURCE, types
 
 

@@ -42,7 +42,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from sparsek.formats.block_mask import BlockMask
 from sparsek.kernels.portable.attention_delta import cast_scaled, prepare_rows
-from sparsek.kernels.prims.gluon import Described, launch_on, reinterpret, tma_load, tma_store, tma_store_wait
+from sparsek.kernels.prims.dq_slots import exchanged, staged, wait_for_dq
+from sparsek.kernels.prims.gluon import Described, launch_on, tma_load, tma_store, tma_store_wait
 from sparsek.kernels.prims.tma_sums import acquired, released, tma_add, tma_written
 from sparsek.kernels.prims.transposed_rules import allowed
 from sparsek.plan.attention_grad_schedule import (
@@ -86,6 +87,11 @@ class Config:
         return self.block[0] // 64
 
     @property
+    def row_slots(self) -> int:
+        """Numbers of each query that a stage holds: lse and delta, and the bounds of its keys."""
+        return 4 if self.interval else 2
+
+    @property
     def spare(self) -> bool:
         """dV has memory of its own on its way out."""
         return self.v_dim != self.dim
@@ -95,7 +101,12 @@ class Config:
         both = self.dim + self.v_dim
         halves = self.keys * both + self.stages * 64 * both + 2 * self.keys * 64
         spare = 2 * 64 * self.v_dim if self.spare else 0
-        return 2 * halves + 4 * (self.dq_slots * 64 * self.dim + spare) + (512 + 24) * self.stages + 512
+        return (
+            2 * halves
+            + 4 * (self.dq_slots * 64 * self.dim + spare)
+            + (256 * self.row_slots + 24) * self.stages
+            + 512
+        )
 
     def __str__(self) -> str:
         """Names every field: Triton keeps compiled kernels by the text of their constants."""
@@ -135,14 +146,16 @@ def step_at(T: gl.constexpr, visits, first, pair, SIDE: gl.constexpr):
 
 @gluon.jit
 def load(
-    T: gl.constexpr, q_desc, k_desc, v_desc, do_desc, rows_desc, tiles, count, visits, heads, rows, plane, k_s, v_s,
-    q_s, do_s, rows_s, bars,
+    T: gl.constexpr, q_desc, k_desc, v_desc, do_desc, rows_desc, bounds_desc, tiles, count, visits, heads, rows, plane,
+    bounds, k_s, v_s, q_s, do_s, rows_s, bars,
 ):  # fmt: skip
     """Producer warp: K and V of every tile, then Q and dO of its steps."""
     DIM: gl.constexpr = T.dim
     VDIM: gl.constexpr = T.v_dim
     HALVES: gl.constexpr = T.halves
+    NUMBERS: gl.constexpr = T.row_slots
     kv_full, kv_empty, q_full, do_full, ring_empty, ds_full, dq_full, dq_empty, done = bars
+    bound_item, bound_head, bound_group, bound_plane = bounds
     turn = 0
     at = 0
     for t in range(gl.program_id(0), gl.load(count), gl.num_programs(0)):
@@ -160,12 +173,28 @@ def load(
                 # Until nobody reads the Q and dO in this slot.
                 mbarrier.wait(ring_empty.index(slot), (at // T.stages & 1) ^ 1)
                 row = ((b * heads + h) * rows + pos) // 64
-                mbarrier.expect(q_full.index(slot), 64 * DIM * 2 + 256)
+                if T.interval:
+                    if pair < masked:
+                        bound = (b * bound_item + h // bound_group * bound_head + pos) // 64
+                        mbarrier.expect(q_full.index(slot), 64 * DIM * 2 + 3 * 256)
+                        tma_load(
+                            bounds_desc, [bound, 0], q_full.index(slot), rows_s.index(NUMBERS * slot + 2)
+                        )
+                        tma_load(
+                            bounds_desc,
+                            [bound + bound_plane, 0],
+                            q_full.index(slot),
+                            rows_s.index(NUMBERS * slot + 3),
+                        )
+                    else:
+                        mbarrier.expect(q_full.index(slot), 64 * DIM * 2 + 256)
+                else:
+                    mbarrier.expect(q_full.index(slot), 64 * DIM * 2 + 256)
                 tma_load(q_desc, [b, h, pos, 0], q_full.index(slot), q_s.index(slot))
-                tma_load(rows_desc, [row, 0], q_full.index(slot), rows_s.index(2 * slot))
+                tma_load(rows_desc, [row, 0], q_full.index(slot), rows_s.index(NUMBERS * slot))
                 mbarrier.expect(do_full.index(slot), 64 * VDIM * 2 + 256)
                 tma_load(do_desc, [b, h, pos, 0], do_full.index(slot), do_s.index(slot))
-                tma_load(rows_desc, [row + plane, 0], do_full.index(slot), rows_s.index(2 * slot + 1))
+                tma_load(rows_desc, [row + plane, 0], do_full.index(slot), rows_s.index(NUMBERS * slot + 1))
                 at += 1
 
 
@@ -205,18 +234,9 @@ def write(T: gl.constexpr, dq_desc, tiles, count, visits, turns, heads, rows, dq
 
 
 @gluon.jit
-def wait_for_dq(T: gl.constexpr, WG: gl.constexpr, pair, dq_empty):
-    """Until TMA has read the dQ in the slot that warpgroup WG fills in `pair`."""
-    if T.dq_slots == 2 or WG == 0:
-        mbarrier.wait(dq_empty.index(WG), (pair & 1) ^ 1)
-    else:
-        mbarrier.wait(dq_empty.index(WG), pair & 1)  # the slot was warpgroup 0's in the first pair too
-
-
-@gluon.jit
 def step(
     T: gl.constexpr, WG: gl.constexpr, SIDE: gl.constexpr, MASKED: gl.constexpr, DTYPE: gl.constexpr,
-    dk, dv, at, step_of, key, bound, scale, lists, sizes, k_s, v_s, q_s, do_s, rows_s, ds_s, dq_s, bars,
+    dk, dv, at, step_of, key, scale, lists, k_s, v_s, q_s, do_s, rows_s, ds_s, dq_s, bars,
 ):  # fmt: skip
     """One step of warpgroup WG, number `at` of this CTA, whose parity is SIDE: that warpgroup does the step's dQ."""
     DIM: gl.constexpr = T.dim
@@ -227,7 +247,8 @@ def step(
     COL: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
     kv_full, kv_empty, q_full, do_full, ring_empty, ds_full, dq_full, dq_empty, done = bars
     pos, h, entry, ticket = step_of
-    q_len, kv_len, bound_head, bound_group = sizes
+    rules, bits, kv_len = lists
+    NUMBERS: gl.constexpr = T.row_slots
     slot = at % T.stages
     phase = at // T.stages & 1
     zero = gl.zeros((64, 64), gl.float32, S_LAYOUT)
@@ -242,13 +263,14 @@ def step(
     s = warpgroup_mma_wait(1, deps=(s,))  # S is there, dP still runs
     if MASKED:
         if entry >= 0:
-            base = bound + h // bound_group * bound_head
-            s = allowed(T, s, entry, key + HALF * 64, pos, base, lists, kv_len, q_len)
-    p = gl.exp2(s * scale - gl.expand_dims(rows_s.index(2 * slot).reshape((64,)).load(COL), 0))
+            low = rows_s.index(NUMBERS * slot + NUMBERS - 2)
+            high = rows_s.index(NUMBERS * slot + NUMBERS - 1)
+            s = allowed(T, s, entry, key + HALF * 64, pos, rules, bits, low, high, kv_len)
+    p = gl.exp2(s * scale - gl.expand_dims(rows_s.index(NUMBERS * slot).reshape((64,)).load(COL), 0))
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, dv.type.layout, 2)
     D_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
     dp = warpgroup_mma_wait(0, deps=(dp,))
-    ds = (p * (dp - gl.expand_dims(rows_s.index(2 * slot + 1).reshape((64,)).load(COL), 0))).to(DTYPE)
+    ds = (p * (dp - gl.expand_dims(rows_s.index(NUMBERS * slot + 1).reshape((64,)).load(COL), 0))).to(DTYPE)
     dv = warpgroup_mma(gl.convert_layout(p.to(DTYPE), P_LAYOUT), do, dv, is_async=True)
     # Nobody reads this dS any more: the dQ two steps ago was waited for before the dS of the step before was stored.
     ds_s.index(SIDE * T.halves + HALF).store(ds)
@@ -278,54 +300,8 @@ def step(
 
 
 @gluon.jit
-def staged(T: gl.constexpr, WG: gl.constexpr, DTYPE: gl.constexpr, dk_desc, dv_desc, dq_s, spare_s):
-    """Where warpgroup WG puts dK and dV for TMA: side by side in its slot of dQ, or apart if V is wider than K."""
-    if T.spare:
-        slot = spare_s.index(WG)
-    else:
-        slot = dq_s.index(WG)
-    if T.dim == T.v_dim:
-        both = reinterpret(slot, DTYPE, [2] + dk_desc.block_type.shape, dk_desc.layout)
-        dk_s = both.index(0)
-        dv_s = both.index(1)
-    else:
-        dk_s = reinterpret(dq_s.index(WG), DTYPE, [2] + dk_desc.block_type.shape, dk_desc.layout).index(0)
-        dv_s = reinterpret(spare_s.index(WG), DTYPE, [2] + dv_desc.block_type.shape, dv_desc.layout).index(0)
-    return dk_s, dv_s
-
-
-@gluon.jit
-def exchanged(T: gl.constexpr, WG: gl.constexpr, dk, dv, pair, turn, dq_s, spare_s, dq_empty, done):
-    """dK of both warpgroups in the first one, dV of both in the second: one sum after the other changes hands."""
-    DIM: gl.constexpr = T.dim
-    VDIM: gl.constexpr = T.v_dim
-    dk_s = dq_s.index(0).reshape((64, DIM))
-    if T.spare:
-        dv_s = spare_s.index(0).reshape((64, VDIM))
-    else:
-        dv_s = dk_s
-    if WG == 0:
-        wait_for_dq(T, 0, pair, dq_empty)
-        dv_s.store(dv)
-    # `done` has three phases a tile: dV is there, dV was read, dK is there.
-    mbarrier.arrive(done, count=1)
-    mbarrier.wait(done, turn)
-    if WG == 1:
-        dv = dv + dv_s.load(dv.type.layout)
-    mbarrier.arrive(done, count=1)
-    mbarrier.wait(done, turn ^ 1)
-    if WG == 1:
-        dk_s.store(dk)
-    mbarrier.arrive(done, count=1)
-    mbarrier.wait(done, turn)
-    if WG == 0:
-        dk = dk + dk_s.load(dk.type.layout)
-    return dk, dv
-
-
-@gluon.jit
 def differentiate(
-    T: gl.constexpr, WG: gl.constexpr, dk_desc, dv_desc, tiles, count, visits, lists, scale, factor, sizes, k_s,
+    T: gl.constexpr, WG: gl.constexpr, dk_desc, dv_desc, tiles, count, visits, lists, scale, factor, k_s,
     v_s, q_s, do_s, rows_s, ds_s, dq_s, spare_s, bars,
 ):  # fmt: skip
     """Consumer warpgroup WG: dK and dV of its half of every tile, and the dQ of every second step."""
@@ -335,8 +311,6 @@ def differentiate(
     K_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, T.dim, 16])
     V_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, T.v_dim, 16])
     kv_full, kv_empty, q_full, do_full, ring_empty, ds_full, dq_full, dq_empty, done = bars
-    q_len, kv_len, bound_item, bound_head, bound_group = sizes
-    own = (q_len, kv_len, bound_head, bound_group)
     turn = 0
     at = 0
     for t in range(gl.program_id(0), gl.load(count), gl.num_programs(0)):
@@ -349,8 +323,8 @@ def differentiate(
                 if T.halves == 2 or side == WG:
                     step_of = step_at(T, visits, first, pair, side)
                     dk, dv = step(
-                        T, WG, side, True, DTYPE, dk, dv, at + side, step_of, key, b * bound_item, scale, lists, own,
-                        k_s, v_s, q_s, do_s, rows_s, ds_s, dq_s, bars,
+                        T, WG, side, True, DTYPE, dk, dv, at + side, step_of, key, scale, lists, k_s,
+                        v_s, q_s, do_s, rows_s, ds_s, dq_s, bars,
                     )  # fmt: skip
             at += 2
         for pair in range(masked, pairs):
@@ -358,8 +332,8 @@ def differentiate(
                 if T.halves == 2 or side == WG:
                     step_of = step_at(T, visits, first, pair, side)
                     dk, dv = step(
-                        T, WG, side, False, DTYPE, dk, dv, at + side, step_of, key, b * bound_item, scale, lists, own,
-                        k_s, v_s, q_s, do_s, rows_s, ds_s, dq_s, bars,
+                        T, WG, side, False, DTYPE, dk, dv, at + side, step_of, key, scale, lists, k_s,
+                        v_s, q_s, do_s, rows_s, ds_s, dq_s, bars,
                     )  # fmt: skip
             at += 2
         if T.halves == 2:
@@ -388,17 +362,27 @@ def differentiate(
 
 
 @gluon.jit(
-    do_not_specialize=["q_len", "kv_len", "rows", "plane", "heads", "bound_item", "bound_head", "bound_group"]
+    do_not_specialize=[
+        "kv_len",
+        "rows",
+        "plane",
+        "heads",
+        "bound_item",
+        "bound_head",
+        "bound_group",
+        "bound_plane",
+    ]
 )
 def attention_bwd_kernel(
-    q_desc, k_desc, v_desc, do_desc, rows_desc, dq_desc, dk_desc, dv_desc, tiles, count, visits, rules, bits, lo, hi,
-    turns, scale, factor, q_len, kv_len, rows, plane, heads, bound_item, bound_head, bound_group,
+    q_desc, k_desc, v_desc, do_desc, rows_desc, bounds_desc, dq_desc, dk_desc, dv_desc, tiles, count, visits, rules,
+    bits, turns, scale, factor, kv_len, rows, plane, heads, bound_item, bound_head, bound_group, bound_plane,
     T: gl.constexpr, SOURCE: gl.constexpr,
 ):  # fmt: skip
     """Records: see plan/attention_grad_schedule.py. `factor` is the softmax's scale, `scale` that times log2(e).
 
-    Query x of head h of item b has lse in base 2 at (b * heads + h) * rows + x of `rows_desc`, seen as rows of 64, and
-    delta `plane` of those further on; its bounds lo and hi are at b * bound_item + h // bound_group * bound_head + x.
+    `rows_desc` and `bounds_desc` see numbers of queries in rows of 64. Query x of head h of item b has lse in base 2 at
+    (b * heads + h) * rows + x, and delta `plane` rows further on; its first key is at b * bound_item +
+    h // bound_group * bound_head + x, and the one behind its last `bound_plane` rows further on, int32 seen as float32.
     SOURCE is there for Triton's cache alone.
     """
     DTYPE: gl.constexpr = q_desc.dtype
@@ -411,7 +395,7 @@ def attention_bwd_kernel(
     q_s = gl.allocate_shared_memory(DTYPE, [STAGES] + q_desc.block_type.shape, q_desc.layout)
     do_s = gl.allocate_shared_memory(DTYPE, [STAGES] + do_desc.block_type.shape, do_desc.layout)
     rows_s = gl.allocate_shared_memory(
-        gl.float32, [2 * STAGES] + rows_desc.block_type.shape, rows_desc.layout
+        gl.float32, [T.row_slots * STAGES] + rows_desc.block_type.shape, rows_desc.layout
     )
     DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], DTYPE)
     ds_s = gl.allocate_shared_memory(DTYPE, [2 * HALVES, 64, 64], DS)
@@ -444,15 +428,15 @@ def attention_bwd_kernel(
         mbarrier.init(dq_empty.index(i), count=1)
     fence_async_shared()
     bars = (kv_full, kv_empty, q_full, do_full, ring_empty, ds_full, dq_full, dq_empty, done)
-    lists = (rules, bits, lo, hi)
-    sizes = (q_len, kv_len, bound_item, bound_head, bound_group)
+    lists = (rules, bits, kv_len)
+    bounds = (bound_item, bound_head, bound_group, bound_plane)
     consumer = (
-        dk_desc, dv_desc, tiles, count, visits, lists, scale, factor, sizes, k_s, v_s, q_s, do_s, rows_s, ds_s, dq_s,
+        dk_desc, dv_desc, tiles, count, visits, lists, scale, factor, k_s, v_s, q_s, do_s, rows_s, ds_s, dq_s,
         spare_s, bars,
     )  # fmt: skip
     producer = (
-        q_desc, k_desc, v_desc, do_desc, rows_desc, tiles, count, visits, heads, rows, plane, k_s, v_s, q_s, do_s,
-        rows_s, bars,
+        q_desc, k_desc, v_desc, do_desc, rows_desc, bounds_desc, tiles, count, visits, heads, rows, plane, bounds, k_s,
+        v_s, q_s, do_s, rows_s, bars,
     )  # fmt: skip
     writer = (dq_desc, tiles, count, visits, turns, heads, rows, dq_s, bars)
     gl.warp_specialize(
@@ -468,9 +452,10 @@ def attention_bwd_kernel(
 
 
 class Work(NamedTuple):
-    """A schedule on the device, and what stands in for lists that a mask has not."""
+    """A schedule on the device, the mask's bounds [2, lists, rows] as float32, what stands in for what is not there."""
 
     schedule: GradSchedule
+    bounds: Tensor | None
     none: Tensor
 
     @property
@@ -548,32 +533,36 @@ class HopperAttentionGrad:
 
     def prepare(self, p: AttentionGradProblem, c: Config, mask: BlockMask) -> Work:
         none = torch.zeros(4, dtype=torch.int32, device=mask.device)
-        return Work(schedule(p, mask, p.card.sm_count, ordered=c.ordered), none)
+        made, bounds = schedule(p, mask, p.card.sm_count, ordered=c.ordered), None
+        if c.interval and mask.lo is not None and mask.hi is not None:
+            bounds = none.new_zeros(2, *mask.lo.shape[:-1], made.rows)
+            bounds[0, ..., : mask.q_len], bounds[1, ..., : mask.q_len] = mask.lo, mask.hi
+            bounds = bounds.view(torch.float32)
+        return Work(made, bounds, none)
 
     def launch(
         self, c: Config, work: Work, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float, out: Tensor,
         lse: Tensor, grad: Tensor, grad_lse: Tensor | None, dq: Tensor, dk: Tensor, dv: Tensor,
     ) -> None:  # fmt: skip
-        made, none = work
-        batch, heads, q_len, _ = q.shape
+        made, bounds, none = work
+        batch, heads = q.shape[:2]
         rows = made.rows
         known = prepare_rows(out, grad, lse, grad_lse, rows).view(-1, 64)
         # In order, the first of a tile's dQ is stored and not added; rows that nobody has visited have had no turn.
         make = torch.empty if c.ordered else torch.zeros
         acc = make((batch * heads, rows, c.dim), dtype=torch.float32, device=q.device)
         turns = acc.new_zeros(batch * heads * (rows // 64) if c.ordered else 4, dtype=torch.int32)
-        bounds = (none, none) if mask.lo is None or mask.hi is None else (mask.lo, mask.hi)
-        own_bounds = bounds[0].dim() == 2 and bounds[0].shape[0] > 1
-        lists = (mask.rules, mask.bits, *bounds)
+        lists = 1 if bounds is None else bounds[0].numel() // rows
+        held = known if bounds is None else bounds.view(-1, 64)
         args = (
             _boxed(q, c.dim), _boxed(k, c.dim), _boxed(v, c.v_dim), _boxed(grad, c.v_dim),
-            Described(known, tuple(known.shape), (64, 1), (1, 64)),
+            *(Described(x, tuple(x.shape), (64, 1), (1, 64)) for x in (known, held)),
             Described(acc, tuple(acc.shape), tuple(acc.stride()), (1, 64, c.dim)),
             _boxed(dk, c.dim), _boxed(dv, c.v_dim), made.tiles, made.count, made.visits,
-            *(none if x is None or x.numel() == 0 else x for x in lists), turns,
-            scale * log2(e), scale, q_len, k.shape[2], rows, len(known) // 2, heads,
-            mask.heads * q_len if own_bounds and mask.batch > 1 else 0,
-            q_len if own_bounds and mask.heads > 1 else 0, heads // mask.heads, c, SOURCE,
+            *(none if x is None or x.numel() == 0 else x for x in (mask.rules, mask.bits)), turns,
+            scale * log2(e), scale, k.shape[2], rows, len(known) // 2, heads,
+            mask.heads * rows if lists > 1 and mask.batch > 1 else 0, rows if lists > 1 and mask.heads > 1 else 0,
+            heads // mask.heads, lists * (rows // 64), c, SOURCE,
         )  # fmt: skip
         launch_on(q.device, attention_bwd_kernel, min(made.ctas, len(made.tiles)), args)
         cast_scaled(acc.view(batch, heads, rows, c.dim), scale, dq, turns if c.ordered else None)

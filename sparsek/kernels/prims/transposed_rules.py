@@ -5,24 +5,21 @@ from triton.experimental.gluon import language as gl
 
 
 @gluon.jit
-def within_bounds(T: gl.constexpr, s, keys, pos, base, lists, kv_len, q_len):
-    """Scores of keys between the bounds of their query, -inf elsewhere."""
-    rules, bits, lo, hi = lists
+def within_bounds(T: gl.constexpr, s, keys, first, end, kv_len):
+    """Scores of keys from `first` to `end` of their query, in shared memory as bits of floats, -inf elsewhere."""
     if T.interval:
-        col = gl.arange(0, 64, gl.SliceLayout(0, s.type.layout))
-        there = col < q_len - pos
-        first = gl.load(lo + (base + pos) + col, mask=there, other=0)
-        s = gl.where(keys >= gl.expand_dims(first, 0), s, float("-inf"))
-        end = gl.load(hi + (base + pos) + col, mask=there, other=0)
-        return gl.where(keys < gl.expand_dims(end, 0), s, float("-inf"))
+        COL: gl.constexpr = gl.SliceLayout(0, s.type.layout)
+        low = first.reshape((64,)).load(COL).to(gl.int32, bitcast=True)
+        s = gl.where(keys >= gl.expand_dims(low, 0), s, float("-inf"))
+        high = end.reshape((64,)).load(COL).to(gl.int32, bitcast=True)
+        return gl.where(keys < gl.expand_dims(high, 0), s, float("-inf"))
     else:
         return gl.where(keys < kv_len, s, float("-inf"))
 
 
 @gluon.jit
-def allowed(T: gl.constexpr, s, entry, key, pos, base, lists, kv_len, q_len):
+def allowed(T: gl.constexpr, s, entry, key, pos, rules, bits, first, end, kv_len):
     """Scores [64 keys, 64 queries] after the rule of a partial block's entry."""
-    rules, bits, lo, hi = lists
     keys = gl.expand_dims(key + gl.arange(0, 64, gl.SliceLayout(1, s.type.layout)), 1)
     if T.bits:
         rule = gl.load(rules + entry)
@@ -32,7 +29,7 @@ def allowed(T: gl.constexpr, s, entry, key, pos, base, lists, kv_len, q_len):
             word = gl.load(words + (query * (T.block[1] // 32) + keys % T.block[1] // 32))
             s = gl.where((word >> (keys % 32)) & 1 != 0, s, float("-inf"))
         else:
-            s = within_bounds(T, s, keys, pos, base, lists, kv_len, q_len)
+            s = within_bounds(T, s, keys, first, end, kv_len)
     else:
-        s = within_bounds(T, s, keys, pos, base, lists, kv_len, q_len)
+        s = within_bounds(T, s, keys, first, end, kv_len)
     return s
