@@ -289,7 +289,7 @@ ATTENTION_BACKWARD = Table(
         "every time unless a row says that it is not deterministic. Extra memory is what a call that builds its mask, "
         "plans and runs takes at most beyond dq, dk and dv, over the bytes of q, k, v and the output."
     ),
-    pages=("README.md", "docs/attention.md"),
+    pages=("README.md", "docs/attention-backward.md"),
 )
 ATTENTION_TRAIN = Table(
     op="attention_train",
@@ -303,7 +303,7 @@ ATTENTION_TRAIN = Table(
         f"{USEFUL_NOTE} A step is attention and the gradients of q, k and v, by autograd. Peak memory is the most that "
         "a step, the first on its mask, holds at once, q, k, v and the gradient of the output included."
     ),
-    pages=("README.md", "docs/attention.md"),
+    pages=("README.md", "docs/attention-backward.md"),
     shown=(PER_TOKEN, PEAK),
 )
 TABLES: Mapping[str, Table] = {
