@@ -27,7 +27,7 @@ TILE_FIELDS = 8
 VISIT_FIELDS = 4
 FULL = -1  # entry of a full block
 NO_TICKET = -1
-TILE_TICKS = 3  # what a tile takes to begin and end, in visits of 128 queries
+TILE_TICKS = 3  # what a tile takes to begin and end, in visits
 SECTION = 0.4  # of L2, for what the CTAs of a section read and add to
 
 
@@ -37,7 +37,8 @@ class GradSchedule(NamedTuple):
     `tiles` int32 [capacity, TILE_FIELDS]: batch item, head of keys, first key, first visit, pairs of steps that hold
     all visits of partial blocks, pairs of steps. Visits of partial blocks come first.
     `visits` int32 [capacity, VISIT_FIELDS]: first query, query head, entry of the mask's partial list or FULL, ticket.
-    Rows of queries are counted up to `rows`, the last of which stand for visits that are not there.
+    Rows of queries are counted up to `rows`; where a visit is one step, the last 64 stand for visits that are not
+    there.
     """
 
     tiles: Tensor

@@ -42,9 +42,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from sparsek.formats.block_mask import BlockMask
 from sparsek.kernels.portable.attention_delta import cast_scaled, prepare_rows
+from sparsek.kernels.prims import tma_sums
 from sparsek.kernels.prims.dq_slots import exchanged, staged, wait_for_dq
 from sparsek.kernels.prims.gluon import Described, launch_on, tma_load, tma_store, tma_store_wait
-from sparsek.kernels.prims.tma_sums import acquired, released, tma_add, tma_written
+from sparsek.kernels.prims.tma_sums import acquire, release, seen, tma_add, tma_written
 from sparsek.kernels.prims.transposed_rules import allowed
 from sparsek.plan.attention_grad_schedule import (
     TILE_FIELDS,
@@ -100,7 +101,7 @@ class Config:
     def smem_bytes(self) -> int:
         both = self.dim + self.v_dim
         halves = self.keys * both + self.stages * 64 * both + 2 * self.keys * 64
-        spare = 2 * 64 * self.v_dim if self.spare else 0
+        spare = self.halves * 64 * self.v_dim if self.spare else 0
         return (
             2 * halves
             + 4 * (self.dq_slots * 64 * self.dim + spare)
@@ -120,7 +121,9 @@ class Config:
     __repr__ = __str__
 
 
-SOURCE = sha256(Path(__file__).read_bytes()).hexdigest()[:16]
+# Triton keeps compiled kernels by the text of device functions and constants. What Config computes from its fields, and
+# what builtins do, is in neither, so these files' own texts are a constant too.
+SOURCE = sha256(Path(__file__).read_bytes() + Path(tma_sums.__file__).read_bytes()).hexdigest()[:16]
 TILE = gl.constexpr(TILE_FIELDS)
 VISIT = gl.constexpr(VISIT_FIELDS)
 
@@ -200,7 +203,7 @@ def load(
 
 @gluon.jit
 def write(T: gl.constexpr, dq_desc, tiles, count, visits, turns, heads, rows, dq_s, bars):
-    """Writer warp: adds the dQ of every step to memory."""
+    """Writer warp: adds the dQ of every step to memory; in order, the first of a tile is stored."""
     kv_full, kv_empty, q_full, do_full, ring_empty, ds_full, dq_full, dq_empty, done = bars
     at = 0
     for t in range(gl.program_id(0), gl.load(count), gl.num_programs(0)):
@@ -211,10 +214,11 @@ def write(T: gl.constexpr, dq_desc, tiles, count, visits, turns, heads, rows, dq
                 slot = at % T.dq_slots
                 row = b * heads + h
                 if T.ordered:
-                    own = turns + row * (rows // 64) + pos // 64
+                    turn = turns + row * (rows // 64) + pos // 64
                     if ticket > 0:
-                        while acquired(own) < ticket:  # until those before have been added
+                        while seen(turn) < ticket:  # until those before have been added
                             pass
+                        acquire()
                 mbarrier.wait(dq_full.index(side), at // 2 & 1)  # until warpgroup `side` has put dQ there
                 if T.ordered:
                     if ticket == 0:
@@ -229,7 +233,7 @@ def write(T: gl.constexpr, dq_desc, tiles, count, visits, turns, heads, rows, dq
                 if T.ordered:
                     if ticket >= 0:
                         tma_written()
-                        released(own, ticket + 1)
+                        release(turn, ticket + 1)
                 at += 1
 
 
@@ -263,7 +267,7 @@ def step(
     s = warpgroup_mma_wait(1, deps=(s,))  # S is there, dP still runs
     if MASKED:
         if entry >= 0:
-            low = rows_s.index(NUMBERS * slot + NUMBERS - 2)
+            low = rows_s.index(NUMBERS * slot + NUMBERS - 2)  # read if rules are intervals, as are these two
             high = rows_s.index(NUMBERS * slot + NUMBERS - 1)
             s = allowed(T, s, entry, key + HALF * 64, pos, rules, bits, low, high, kv_len)
     p = gl.exp2(s * scale - gl.expand_dims(rows_s.index(NUMBERS * slot).reshape((64,)).load(COL), 0))
@@ -282,13 +286,13 @@ def step(
         if T.halves == 2:
             mbarrier.wait(ds_full.index(SIDE), at // 2 & 1)  # until the other warpgroup's dS is there too
         dv, dk = warpgroup_mma_wait(0, deps=(dv, dk))
+        mbarrier.arrive(ring_empty.index(slot), count=1)  # dQ reads dS and K alone
         dq = gl.zeros((64, DIM), gl.float32, DQ_LAYOUT)
         HALVES: gl.constexpr = T.halves
         for w in gl.static_range(HALVES):
             left = ds_s.index(SIDE * T.halves + w).permute((1, 0))
             dq = warpgroup_mma(left, k_s.index(w).reshape((64, DIM)), dq, use_acc=w > 0, is_async=True)
         dq = warpgroup_mma_wait(0, deps=(dq,))
-        mbarrier.arrive(ring_empty.index(slot), count=1)
         wait_for_dq(T, WG, at // 2, dq_empty)
         dq_s.index(WG if T.dq_slots == 2 else 0).reshape((64, DIM)).store(dq)
         fence_async_shared()
@@ -402,7 +406,7 @@ def attention_bwd_kernel(
     dq_s = gl.allocate_shared_memory(gl.float32, [SLOTS] + dq_desc.block_type.shape, dq_desc.layout)
     if T.spare:
         SPARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 64, VDIM], gl.float32)
-        spare_s = gl.allocate_shared_memory(gl.float32, [2, 1, 64, VDIM], SPARE)
+        spare_s = gl.allocate_shared_memory(gl.float32, [HALVES, 1, 64, VDIM], SPARE)
     else:
         spare_s = dq_s
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
@@ -484,8 +488,9 @@ class HopperAttentionGrad:
                 "TMA needs contiguous last dims, and pointers and strides of q, k, v and grad that are multiples of "
                 "16 bytes"
             )
-        if p.batch * p.q_heads * (p.q_len + 192) >= 2**31 or p.visited >= 2**31:
-            reasons.append("rows and visits are numbered in 32 bits")
+        tiles = p.batch * p.kv_heads * p.grid[1]
+        if p.batch * p.q_heads * padded_rows(p) >= 2**31 or VISIT_FIELDS * (p.visited + tiles) >= 2**31:
+            reasons.append(f"numbers of rows and visits are 32 bits: at most 2^31 rows and {2**29} visits")
         return reasons
 
     def default(self, p: AttentionGradProblem) -> Config:
@@ -564,7 +569,9 @@ class HopperAttentionGrad:
             mask.heads * rows if lists > 1 and mask.batch > 1 else 0, rows if lists > 1 and mask.heads > 1 else 0,
             heads // mask.heads, lists * (rows // 64), c, SOURCE,
         )  # fmt: skip
-        launch_on(q.device, attention_bwd_kernel, min(made.ctas, len(made.tiles)), args)
+        # Tickets wait for CTAs of the same launch: it begins with all of them, or not at all.
+        options = {"launch_cooperative_grid": True} if c.ordered else None
+        launch_on(q.device, attention_bwd_kernel, min(made.ctas, len(made.tiles)), args, options)
         cast_scaled(acc.view(batch, heads, rows, c.dim), scale, dq, turns if c.ordered else None)
 
 

@@ -89,10 +89,11 @@ def _cast_scaled(
 
     live = (at < q_len)[:, None] & (col < D)[None, :]
     acc += head.to(tl.int64) * rows * WIDTH
-    x = tl.load(acc + (at * WIDTH)[:, None] + col[None, :], mask=live, other=0.0) * scale
+    there = live
     if turns is not None:
         turn = tl.load(turns + head.to(tl.int64) * (rows // 64) + at // 64, mask=at < q_len, other=0)
-        x = tl.where((turn > 0)[:, None], x, 0.0)
+        there = live & (turn > 0)[:, None]
+    x = tl.load(acc + (at * WIDTH)[:, None] + col[None, :], mask=there, other=0.0) * scale
     dq += b * sq_b + h * sq_h
     tl.store(dq + (at * sq_m)[:, None] + (col * sq_d)[None, :], x.to(dq.dtype.element_ty), mask=live)
 

@@ -18,18 +18,13 @@ def wait_for_dq(T: gl.constexpr, WG: gl.constexpr, pair, dq_empty):
 
 @gluon.jit
 def staged(T: gl.constexpr, WG: gl.constexpr, DTYPE: gl.constexpr, dk_desc, dv_desc, dq_s, spare_s):
-    """Where warpgroup WG puts dK and dV for TMA: side by side in its slot of dQ, or apart if V is wider than K."""
+    """Where warpgroup WG puts dK and dV for TMA: side by side in its slot of dQ, or dV apart if it is not as wide."""
+    halves = reinterpret(dq_s.index(WG), DTYPE, [2] + dk_desc.block_type.shape, dk_desc.layout)
+    dk_s = halves.index(0)
     if T.spare:
-        slot = spare_s.index(WG)
-    else:
-        slot = dq_s.index(WG)
-    if T.dim == T.v_dim:
-        both = reinterpret(slot, DTYPE, [2] + dk_desc.block_type.shape, dk_desc.layout)
-        dk_s = both.index(0)
-        dv_s = both.index(1)
-    else:
-        dk_s = reinterpret(dq_s.index(WG), DTYPE, [2] + dk_desc.block_type.shape, dk_desc.layout).index(0)
         dv_s = reinterpret(spare_s.index(WG), DTYPE, [2] + dv_desc.block_type.shape, dv_desc.layout).index(0)
+    else:
+        dv_s = halves.index(1)
     return dk_s, dv_s
 
 

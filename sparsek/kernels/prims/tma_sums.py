@@ -17,17 +17,25 @@ def tma_add(desc: Any, coord: Any, source: Any, _semantic: Any = None) -> Any:
 
 @gluon.jit
 def tma_written():
-    """Until what this thread gave TMA to store or add is in memory: more than that shared memory was read."""
+    """Until what this warp gave TMA to store or add is in memory: more than that shared memory was read.
+
+    One lane gives it and one lane can wait for it; the others wait for that lane.
+    """
     gl.inline_asm_elementwise(
-        "cp.async.bulk.wait_group 0; mov.u32 $0, $1;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
+        "cp.async.bulk.wait_group 0; bar.warp.sync 0xffffffff; mov.u32 $0, $1;",
+        "=r,r",
+        [0],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
     )
 
 
 @gluon.jit
-def acquired(pointer):
-    """What is there, and with it all that was written before it was stored."""
+def seen(pointer):
+    """What is there now, though not yet with what was written before it: see `acquire`."""
     return gl.inline_asm_elementwise(
-        "ld.acquire.gpu.global.b32 $0, [$1]; fence.proxy.async;",
+        "ld.relaxed.gpu.global.b32 $0, [$1];",
         "=r,l",
         [pointer.to(gl.int64)],
         dtype=gl.int32,
@@ -37,10 +45,27 @@ def acquired(pointer):
 
 
 @gluon.jit
-def released(pointer, value):
-    """Stores a value after all that this thread knows to be written, by TMA too."""
+def acquire():
+    """After this, TMA of this warp finds in memory what was written before the value that `seen` has seen.
+
+    A fence of its own, so that polling does not pay for it: an acquiring load also drops the SM's L1.
+    """
     gl.inline_asm_elementwise(
-        "fence.proxy.async; st.release.gpu.global.b32 [$1], $2; mov.b32 $0, $2;",
+        "fence.acq_rel.gpu; fence.proxy.async.global; mov.u32 $0, $1;",
+        "=r,r",
+        [0],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def release(pointer, value):
+    """One lane stores a value, after all that this warp knows to be written, by TMA too (`tma_written`)."""
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; fence.proxy.async.global; elect.sync _|p, 0xffffffff;"
+        " @p st.release.gpu.global.b32 [$1], $2; mov.b32 $0, $2; }",
         "=r,l,r",
         [pointer.to(gl.int64), value],
         dtype=gl.int32,
