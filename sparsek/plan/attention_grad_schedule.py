@@ -1,12 +1,14 @@
 """Which key tiles there are, which query tiles visit each, in what order, and whose dQ is added when.
 
 A CTA holds a tile of keys and goes through its *visits*: the query tiles of every query head of the group that see it.
-Key tiles go longest first, a section of heads after the other, whose queries and dQ fit in L2 together. There, CTAs
-that run together begin at different query tiles, so that their sums do not meet in the same rows. Where not even one
-head fits, they all begin at the first, and what they read and add to moves through L2.
+Key tiles stand in a line, longest first, a section of heads after the other, whose queries and dQ fit in L2 together.
+The CTA that is through first takes the next (Graham 1966), by the schedule's own clock: a tick for each visit, and
+TILE_TICKS for each tile. Where most query tiles may visit a key tile, CTAs begin at different ones, so that their sums
+do not meet in the same rows; unless order does not matter and no head fits in L2, where what all read and add to should
+move through it together.
 
 A query tile's dQ is a sum over visits of many CTAs. To have the same bits every time it is added in a fixed order: that
-of the schedule's own clock, which ticks once a visit. The order of all visits by that clock agrees with what each CTA
+of the clock. The order of all visits by that clock agrees with what each CTA
 does one after the other, so no wait can close a circle as long as every CTA runs.
 
 All of it is made on the mask's device, without a host sync.
@@ -14,6 +16,8 @@ All of it is made on the mask's device, without a host sync.
 
 from __future__ import annotations
 
+import heapq
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -30,11 +34,13 @@ NO_TICKET = -1
 TILE_TICKS = 3  # what a tile takes to begin and end, in visits
 SECTION = 0.4  # of L2, for what the CTAs of a section read and add to
 
+Deal = Callable[[Tensor, int], tuple[Tensor, Tensor]]
+
 
 class GradSchedule(NamedTuple):
-    """CTA p takes tiles p, p + ctas, ... of count[0].
+    """CTA p takes tiles starts[p] to starts[p + 1] - 1.
 
-    `tiles` int32 [capacity, TILE_FIELDS]: batch item, head of keys, first key, first visit, pairs of steps that hold
+    `tiles` int32 [tiles, TILE_FIELDS]: batch item, head of keys, first key, first visit, pairs of steps that hold
     all visits of partial blocks, pairs of steps. Visits of partial blocks come first.
     `visits` int32 [capacity, VISIT_FIELDS]: first query, query head, entry of the mask's partial list or FULL, ticket.
     Rows of queries are counted up to `rows`; where a visit is one step, the last 64 stand for visits that are not
@@ -42,17 +48,18 @@ class GradSchedule(NamedTuple):
     """
 
     tiles: Tensor
-    count: Tensor
+    starts: Tensor
     visits: Tensor
     ctas: int
     rows: int
 
     def imbalance(self) -> float:
         """Visits of the fullest CTA over the mean. Syncs."""
-        cost = self.tiles[:, 5].double() + 1.0
-        load = torch.zeros(self.ctas, dtype=torch.float64, device=cost.device)
-        load.index_add_(0, torch.arange(len(cost), device=cost.device) % self.ctas, cost)
-        return float(load.max() / load.mean()) if len(cost) else 1.0
+        if not len(self.tiles):
+            return 1.0
+        done = torch.cat((self.tiles.new_zeros(1), (self.tiles[:, 5] + 1).cumsum(0)))
+        load = done[self.starts.long()].diff().double()
+        return float(load.max() / load.mean())
 
 
 class Listed(NamedTuple):
@@ -76,8 +83,25 @@ def heads_in_section(p: AttentionProblem) -> int:
     return int(SECTION * p.card.l2_bytes / (2 * (3 * p.dim + p.v_dim) * max(1, p.q_len) * p.group))
 
 
-def schedule(p: AttentionProblem, mask: BlockMask, ctas: int, *, ordered: bool = True) -> GradSchedule:
-    """The key tiles and visits of `mask` for `p`. Without `ordered` no visit has a ticket. No sync."""
+def deal(ticks: Tensor, ctas: int) -> tuple[Tensor, Tensor]:
+    """The CTA of every tile of the line, int32, and when it begins: the first CTA that is through takes the next.
+
+    On the host; kernels/portable/attention_dealt.py does it on a GPU.
+    """
+    free = [(0, cta) for cta in range(ctas)]
+    dealt = []
+    for each in ticks.tolist():
+        began, cta = free[0]
+        dealt.append((cta, began))
+        heapq.heapreplace(free, (began + each, cta))
+    made = torch.tensor(dealt, dtype=torch.int32, device=ticks.device).view(-1, 2)
+    return made[:, 0], made[:, 1]
+
+
+def schedule(
+    p: AttentionProblem, mask: BlockMask, ctas: int, *, ordered: bool = True, deal: Deal = deal
+) -> GradSchedule:
+    """The key tiles and visits of `mask` for `p`. Without `ordered` no visit has a ticket. `deal` alone may sync."""
     device, (tiles, columns), group = mask.device, mask.grid, p.group
     single = p.block[0] == 64
     listed = by_key_block(mask)
@@ -85,8 +109,10 @@ def schedule(p: AttentionProblem, mask: BlockMask, ctas: int, *, ordered: bool =
     counts = listed.edges.diff()[lists]
     n, partial = counts.sum((-1, -2)).flatten(), counts[..., 0, :].sum(-1).flatten()
     odd = n % 2 if single else torch.zeros_like(n)
-    order, place = _dealt(p, n, ctas)
-    cta = place % ctas
+    line = _lined_up(p, n)
+    taker, began = deal((n + odd + TILE_TICKS)[line].int(), ctas)
+    cta, start = torch.empty_like(n), torch.empty_like(n)
+    cta[line], start[line] = taker.long(), began.long()
 
     own = counts.flatten().clone()
     own[2 * group - 1 :: 2 * group] += odd
@@ -99,7 +125,9 @@ def schedule(p: AttentionProblem, mask: BlockMask, ctas: int, *, ordered: bool =
     length = counts.flatten()[listing]
     there = within < length
     begin = listed.edges[lists.flatten()[listing]]
-    turned = cta[tile] * length // ctas if heads_in_section(p) else torch.zeros_like(length)
+    reach = listed.tile[(begin + length - 1).clamp(min=0)] - listed.tile[begin]
+    apart = (2 * reach >= tiles) if ordered or heads_in_section(p) else torch.zeros_like(there)
+    turned = torch.where(apart, cta[tile] * length // ctas, 0)
     at = torch.where(there, begin + (within + turned) % length.clamp(min=1), 0)
     query = listed.tile[at]
     item, kv_head = tile // (p.kv_heads * columns), tile // columns % p.kv_heads
@@ -113,7 +141,7 @@ def schedule(p: AttentionProblem, mask: BlockMask, ctas: int, *, ordered: bool =
     visits[:, 3] = NO_TICKET
     firsts = (n + odd).cumsum(0) - n - odd
     if ordered:
-        clock = _starts(place, n + odd, ctas)[tile] + number - firsts[tile]
+        clock = start[tile] + number - firsts[tile]
         queue = torch.where(there, (item * p.q_heads + head) * tiles + query, p.batch * p.q_heads * tiles)
         visits[:, 3] = torch.where(there, _tickets(queue, clock), NO_TICKET)
 
@@ -123,8 +151,9 @@ def schedule(p: AttentionProblem, mask: BlockMask, ctas: int, *, ordered: bool =
     fields = (every // (p.kv_heads * columns), every // columns % p.kv_heads, every % columns * p.block[1])
     for field, part in enumerate((*fields, firsts, masked, pairs)):
         records[:, field] = part
-    count = torch.full((1,), len(n), dtype=torch.int32, device=device)
-    return GradSchedule(records[order], count, visits, ctas, rows)
+    own, order = torch.sort(taker, stable=True)
+    starts = torch.searchsorted(own, torch.arange(ctas + 1, dtype=torch.int32, device=device), out_int32=True)
+    return GradSchedule(records[line[order]], starts, visits, ctas, rows)
 
 
 def by_key_block(mask: BlockMask) -> Listed:
@@ -169,41 +198,11 @@ def _lists_of(p: AttentionProblem, mask: BlockMask) -> Tensor:
     return (item * mask.heads + head) * columns + upto(columns).view(1, 1, -1, 1, 1) + whole
 
 
-def _dealt(p: AttentionProblem, n: Tensor, ctas: int) -> tuple[Tensor, Tensor]:
-    """Tiles in the order of their records, and where each tile's record is.
-
-    Section after section, longest first, in rounds of a tile for every CTA; in each round who has had least takes the
-    longest. So CTAs stay in step, and all read what lies in L2.
-    """
-    held = max(1, heads_in_section(p))
-    tiles, number = len(n), torch.arange(len(n), device=n.device)
-    rounds = -(-tiles // ctas)
-    order = torch.argsort(number // (p.grid[1] * held) * (1 << 32) - n, stable=True)
-    spare = torch.full((rounds * ctas - tiles,), tiles, device=n.device)
-    square = torch.cat((order, spare)).view(rounds, ctas)
-    ticks = torch.cat((n + TILE_TICKS, n.new_zeros(1)))[square]
-    longest = torch.argsort(ticks, dim=1, descending=True, stable=True)
-    square, ticks = square.gather(1, longest), ticks.gather(1, longest)
-    spent = n.new_zeros(ctas)
-    for turn in range(rounds - 1):
-        ranked = torch.argsort(spent, stable=True)
-        square[turn] = square[turn].scatter(0, ranked, square[turn])
-        spent.index_add_(0, ranked, ticks[turn])
-    if rounds:
-        square[:-1] = square[:-1, torch.argsort(spent, stable=True)]
-    order = square.flatten()[:tiles]
-    place = torch.empty_like(order)
-    place[order] = number
-    return order, place
-
-
-def _starts(place: Tensor, visits: Tensor, ctas: int) -> Tensor:
-    """When each tile begins: after the tiles that its CTA takes before, each TILE_TICKS and one for each visit."""
-    rounds = -(-len(place) // ctas)
-    ticks = torch.zeros(rounds * ctas, dtype=torch.int64, device=place.device)
-    ticks[place] = visits + TILE_TICKS
-    spent = ticks.view(rounds, ctas)
-    return (spent.cumsum(0) - spent).flatten()[place]
+def _lined_up(p: AttentionProblem, n: Tensor) -> Tensor:
+    """Tiles section by section, longest first; before all sections those far longer than the mean, such as sinks."""
+    section = torch.arange(len(n), device=n.device) // (p.grid[1] * max(1, heads_in_section(p))) + 1
+    section = torch.where(n * len(n) > 4 * n.sum(), 0, section)
+    return torch.argsort(section * (1 << 32) - n, stable=True)
 
 
 def _tickets(queue: Tensor, clock: Tensor) -> Tensor:

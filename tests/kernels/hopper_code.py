@@ -142,7 +142,7 @@ def _attention_bwd(c: attention_bwd.Config, dtype: str) -> tuple[Any, str, dict[
     types |= {name: _descriptor((1, 64), "fp32") for name in ("rows_desc", "bounds_desc")}
     types |= {"dq_desc": _descriptor((1, 64, c.dim), "fp32")}
     types |= {"scale": "fp32", "factor": "fp32"}
-    types |= dict.fromkeys(("tiles", "count", "visits", "rules", "bits", "turns"), "*i32")
+    types |= dict.fromkeys(("tiles", "starts", "visits", "rules", "bits", "turns"), "*i32")
     return attention_bwd.attention_bwd_kernel, attention_bwd.SOURCE, types
 
 

@@ -26,7 +26,9 @@ def problem(mask: BlockMask, batch: int, q_heads: int, kv_heads: int) -> Attenti
 def visits_of(made: GradSchedule, bq: int) -> list[list[tuple[int, ...]]]:
     """(batch item, head, first query, first key, entry, ticket) of every CTA, in its order, without those not there."""
     visits, found = made.visits.tolist(), [[] for _ in range(made.ctas)]
-    for t, (b, _, key, first, masked, pairs, *_) in enumerate(made.tiles[: int(made.count)].tolist()):
+    takers = torch.repeat_interleave(torch.arange(made.ctas), made.starts.diff().long()).tolist()
+    assert int(made.starts[-1]) == len(made.tiles) == len(takers)
+    for cta, (b, _, key, first, masked, pairs, *_) in zip(takers, made.tiles.tolist(), strict=True):
         for n in range(pairs if bq == 128 else 2 * pairs):
             pos, head, entry, ticket = visits[first + n]
             assert entry == FULL or n < (masked if bq == 128 else 2 * masked), (
@@ -35,7 +37,7 @@ def visits_of(made: GradSchedule, bq: int) -> list[list[tuple[int, ...]]]:
             if pos == made.rows - 64 and bq == 64:
                 assert (entry, ticket) == (FULL, NO_TICKET)
             else:
-                found[t % made.ctas].append((b, head, pos, key, entry, ticket))
+                found[cta].append((b, head, pos, key, entry, ticket))
     return found
 
 
@@ -128,9 +130,10 @@ def test_bounds_that_are_too_large_change_nothing() -> None:
         (lambda: BlockMask.full(8192), 1.04),
         (lambda: BlockMask.causal(16384), 1.06),
         (lambda: BlockMask.sliding_window(32768, 2048), 1.02),
+        (lambda: BlockMask.sliding_window(32768, 2048, sinks=128), 1.05),
         (lambda: BlockMask.topk(torch.rand(1, 1, 128, 128), 16, seq_len=16384), 1.03),
     ],
-    ids=["full", "causal", "window", "topk"],
+    ids=["full", "causal", "window", "sinks", "topk"],
 )
 def test_ctas_have_about_as_much_to_do(make: Any, most: float) -> None:
     mask = make()

@@ -41,6 +41,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from sparsek.formats.block_mask import BlockMask
+from sparsek.kernels.portable.attention_dealt import deal
 from sparsek.kernels.portable.attention_delta import cast_scaled, prepare_rows
 from sparsek.kernels.prims import tma_sums
 from sparsek.kernels.prims.dq_slots import exchanged, staged, wait_for_dq
@@ -149,7 +150,7 @@ def step_at(T: gl.constexpr, visits, first, pair, SIDE: gl.constexpr):
 
 @gluon.jit
 def load(
-    T: gl.constexpr, q_desc, k_desc, v_desc, do_desc, rows_desc, bounds_desc, tiles, count, visits, heads, rows, plane,
+    T: gl.constexpr, q_desc, k_desc, v_desc, do_desc, rows_desc, bounds_desc, tiles, starts, visits, heads, rows, plane,
     bounds, k_s, v_s, q_s, do_s, rows_s, bars,
 ):  # fmt: skip
     """Producer warp: K and V of every tile, then Q and dO of its steps."""
@@ -161,7 +162,7 @@ def load(
     bound_item, bound_head, bound_group, bound_plane = bounds
     turn = 0
     at = 0
-    for t in range(gl.program_id(0), gl.load(count), gl.num_programs(0)):
+    for t in range(gl.load(starts + gl.program_id(0)), gl.load(starts + gl.program_id(0) + 1)):
         b, g, key, first, masked, pairs = tile_at(tiles, t)
         mbarrier.wait(kv_empty, turn ^ 1)  # until both warpgroups are done with the tile before
         mbarrier.expect(kv_full, HALVES * 64 * (DIM + VDIM) * 2)
@@ -202,11 +203,11 @@ def load(
 
 
 @gluon.jit
-def write(T: gl.constexpr, dq_desc, tiles, count, visits, turns, heads, rows, dq_s, bars):
+def write(T: gl.constexpr, dq_desc, tiles, starts, visits, turns, heads, rows, dq_s, bars):
     """Writer warp: adds the dQ of every step to memory; in order, the first of a tile is stored."""
     kv_full, kv_empty, q_full, do_full, ring_empty, ds_full, dq_full, dq_empty, done = bars
     at = 0
-    for t in range(gl.program_id(0), gl.load(count), gl.num_programs(0)):
+    for t in range(gl.load(starts + gl.program_id(0)), gl.load(starts + gl.program_id(0) + 1)):
         b, g, key, first, masked, pairs = tile_at(tiles, t)
         for pair in range(pairs):
             for side in gl.static_range(2):
@@ -305,7 +306,7 @@ def step(
 
 @gluon.jit
 def differentiate(
-    T: gl.constexpr, WG: gl.constexpr, dk_desc, dv_desc, tiles, count, visits, lists, scale, factor, k_s,
+    T: gl.constexpr, WG: gl.constexpr, dk_desc, dv_desc, tiles, starts, visits, lists, scale, factor, k_s,
     v_s, q_s, do_s, rows_s, ds_s, dq_s, spare_s, bars,
 ):  # fmt: skip
     """Consumer warpgroup WG: dK and dV of its half of every tile, and the dQ of every second step."""
@@ -317,7 +318,7 @@ def differentiate(
     kv_full, kv_empty, q_full, do_full, ring_empty, ds_full, dq_full, dq_empty, done = bars
     turn = 0
     at = 0
-    for t in range(gl.program_id(0), gl.load(count), gl.num_programs(0)):
+    for t in range(gl.load(starts + gl.program_id(0)), gl.load(starts + gl.program_id(0) + 1)):
         b, g, key, first, masked, pairs = tile_at(tiles, t)
         dk = gl.zeros((64, DIM), gl.float32, K_LAYOUT)
         dv = gl.zeros((64, VDIM), gl.float32, V_LAYOUT)
@@ -378,7 +379,7 @@ def differentiate(
     ]
 )
 def attention_bwd_kernel(
-    q_desc, k_desc, v_desc, do_desc, rows_desc, bounds_desc, dq_desc, dk_desc, dv_desc, tiles, count, visits, rules,
+    q_desc, k_desc, v_desc, do_desc, rows_desc, bounds_desc, dq_desc, dk_desc, dv_desc, tiles, starts, visits, rules,
     bits, turns, scale, factor, kv_len, rows, plane, heads, bound_item, bound_head, bound_group, bound_plane,
     T: gl.constexpr, SOURCE: gl.constexpr,
 ):  # fmt: skip
@@ -435,14 +436,14 @@ def attention_bwd_kernel(
     lists = (rules, bits, kv_len)
     bounds = (bound_item, bound_head, bound_group, bound_plane)
     consumer = (
-        dk_desc, dv_desc, tiles, count, visits, lists, scale, factor, k_s, v_s, q_s, do_s, rows_s, ds_s, dq_s,
+        dk_desc, dv_desc, tiles, starts, visits, lists, scale, factor, k_s, v_s, q_s, do_s, rows_s, ds_s, dq_s,
         spare_s, bars,
     )  # fmt: skip
     producer = (
-        q_desc, k_desc, v_desc, do_desc, rows_desc, bounds_desc, tiles, count, visits, heads, rows, plane, bounds, k_s,
+        q_desc, k_desc, v_desc, do_desc, rows_desc, bounds_desc, tiles, starts, visits, heads, rows, plane, bounds, k_s,
         v_s, q_s, do_s, rows_s, bars,
     )  # fmt: skip
-    writer = (dq_desc, tiles, count, visits, turns, heads, rows, dq_s, bars)
+    writer = (dq_desc, tiles, starts, visits, turns, heads, rows, dq_s, bars)
     gl.warp_specialize(
         [
             (differentiate, (T, 0) + consumer),
@@ -538,7 +539,7 @@ class HopperAttentionGrad:
 
     def prepare(self, p: AttentionGradProblem, c: Config, mask: BlockMask) -> Work:
         none = torch.zeros(4, dtype=torch.int32, device=mask.device)
-        made, bounds = schedule(p, mask, p.card.sm_count, ordered=c.ordered), None
+        made, bounds = schedule(p, mask, p.card.sm_count, ordered=c.ordered, deal=deal), None
         if c.interval and mask.lo is not None and mask.hi is not None:
             bounds = none.new_zeros(2, *mask.lo.shape[:-1], made.rows)
             bounds[0, ..., : mask.q_len], bounds[1, ..., : mask.q_len] = mask.lo, mask.hi
@@ -563,7 +564,7 @@ class HopperAttentionGrad:
             _boxed(q, c.dim), _boxed(k, c.dim), _boxed(v, c.v_dim), _boxed(grad, c.v_dim),
             *(Described(x, tuple(x.shape), (64, 1), (1, 64)) for x in (known, held)),
             Described(acc, tuple(acc.shape), tuple(acc.stride()), (1, 64, c.dim)),
-            _boxed(dk, c.dim), _boxed(dv, c.v_dim), made.tiles, made.count, made.visits,
+            _boxed(dk, c.dim), _boxed(dv, c.v_dim), made.tiles, made.starts, made.visits,
             *(none if x is None or x.numel() == 0 else x for x in (mask.rules, mask.bits)), turns,
             scale * log2(e), scale, k.shape[2], rows, len(known) // 2, heads,
             mask.heads * rows if lists > 1 and mask.batch > 1 else 0, rows if lists > 1 and mask.heads > 1 else 0,
@@ -571,7 +572,7 @@ class HopperAttentionGrad:
         )  # fmt: skip
         # Tickets wait for CTAs of the same launch: it begins with all of them, or not at all.
         options = {"launch_cooperative_grid": True} if c.ordered else None
-        launch_on(q.device, attention_bwd_kernel, min(made.ctas, len(made.tiles)), args, options)
+        launch_on(q.device, attention_bwd_kernel, made.ctas, args, options)
         cast_scaled(acc.view(batch, heads, rows, c.dim), scale, dq, turns if c.ordered else None)
 
 

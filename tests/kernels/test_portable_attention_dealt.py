@@ -1,0 +1,47 @@
+"""portable/attention_dealt.py: in Triton's interpreter, compiled for real cards, and on a GPU."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from sparsek.core.device import H200
+
+pytest.importorskip("triton")
+
+from sparsek.kernels.portable import attention_dealt as portable
+from sparsek.plan import attention_grad_schedule as schedule
+from tests.house.tools import ROOT
+from tests.kernels.portable_code import compiled
+
+
+def test_it_deals_right_in_the_interpreter() -> None:
+    script = Path(__file__).with_name("portable_attention_dealt_interpreted.py")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(script)],
+        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("lanes", [128, 256, 512])
+def test_a_warp_holds_every_cta_in_registers(lanes: int) -> None:
+    types = dict.fromkeys(("ticks", "cta", "start"), "*i32")
+    code = compiled(portable._deal, types, {"LANES": lanes}, H200, 1, 3)
+    assert code.stack == 0
+    assert code.registers <= 128
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tiles", [1, 131, 133, 5000])
+def test_it_deals_as_the_plan_does_on_a_gpu(tiles: int) -> None:
+    ticks = torch.randint(1, 300, (tiles,), dtype=torch.int32)
+    found, wanted = portable.deal(ticks.cuda(), 132), schedule.deal(ticks, 132)
+    assert all(torch.equal(a.cpu(), b) for a, b in zip(found, wanted, strict=True))
