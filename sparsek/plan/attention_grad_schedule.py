@@ -41,7 +41,7 @@ class GradSchedule(NamedTuple):
     """CTA p takes tiles starts[p] to starts[p + 1] - 1.
 
     `tiles` int32 [tiles, TILE_FIELDS]: batch item, head of keys, first key, first visit, pairs of steps that hold
-    all visits of partial blocks, pairs of steps. Visits of partial blocks come first.
+    all visits of partial blocks, pairs of steps, visits. Visits of partial blocks come first.
     `visits` int32 [capacity, VISIT_FIELDS]: first query, query head, entry of the mask's partial list or FULL, ticket.
     Rows of queries are counted up to `rows`; where a visit is one step, the last 64 stand for visits that are not
     there.
@@ -54,10 +54,10 @@ class GradSchedule(NamedTuple):
     rows: int
 
     def imbalance(self) -> float:
-        """Visits of the fullest CTA over the mean. Syncs."""
+        """Ticks of the fullest CTA over the mean. Syncs."""
         if not len(self.tiles):
             return 1.0
-        done = torch.cat((self.tiles.new_zeros(1), (self.tiles[:, 5] + 1).cumsum(0)))
+        done = torch.cat((self.tiles.new_zeros(1), (self.tiles[:, 6] + TILE_TICKS).cumsum(0)))
         load = done[self.starts.long()].diff().double()
         return float(load.max() / load.mean())
 
@@ -109,7 +109,7 @@ def schedule(
     counts = listed.edges.diff()[lists]
     n, partial = counts.sum((-1, -2)).flatten(), counts[..., 0, :].sum(-1).flatten()
     odd = n % 2 if single else torch.zeros_like(n)
-    line = _lined_up(p, n)
+    line = _lined_up(p, n, ctas)
     taker, began = deal((n + odd + TILE_TICKS)[line].int(), ctas)
     cta, start = torch.empty_like(n), torch.empty_like(n)
     cta[line], start[line] = taker.long(), began.long()
@@ -149,7 +149,7 @@ def schedule(
     every = torch.arange(len(n), device=device)
     masked, pairs = ((partial + 1) // 2, (n + odd) // 2) if single else (partial, n)
     fields = (every // (p.kv_heads * columns), every // columns % p.kv_heads, every % columns * p.block[1])
-    for field, part in enumerate((*fields, firsts, masked, pairs)):
+    for field, part in enumerate((*fields, firsts, masked, pairs, n + odd)):
         records[:, field] = part
     own, order = torch.sort(taker, stable=True)
     starts = torch.searchsorted(own, torch.arange(ctas + 1, dtype=torch.int32, device=device), out_int32=True)
@@ -198,9 +198,14 @@ def _lists_of(p: AttentionProblem, mask: BlockMask) -> Tensor:
     return (item * mask.heads + head) * columns + upto(columns).view(1, 1, -1, 1, 1) + whole
 
 
-def _lined_up(p: AttentionProblem, n: Tensor) -> Tensor:
-    """Tiles section by section, longest first; before all sections those far longer than the mean, such as sinks."""
-    section = torch.arange(len(n), device=n.device) // (p.grid[1] * max(1, heads_in_section(p))) + 1
+def _lined_up(p: AttentionProblem, n: Tensor, ctas: int) -> Tensor:
+    """Tiles section by section, longest first; before all sections those far longer than the mean, such as sinks.
+
+    Sections are even, and of nearly two tiles a CTA at least: a small one at the end leaves CTAs idle.
+    """
+    heads, columns = p.batch * p.kv_heads, max(1, p.grid[1])
+    sections = -(-heads // max(heads_in_section(p), -(-19 * ctas // (10 * columns))))
+    section = torch.arange(len(n), device=n.device) // columns * sections // max(1, heads) + 1
     section = torch.where(n * len(n) > 4 * n.sum(), 0, section)
     return torch.argsort(section * (1 << 32) - n, stable=True)
 
