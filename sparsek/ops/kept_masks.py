@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, is_gradtrackingtensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from sparsek.core.errors import InvalidInput
 from sparsek.formats.block_mask import BlockMask
 from sparsek.plan.made import Made, follow
+
+Result = TypeVar("Result")
 
 LIMIT = 32  # a mask of 512 K queries has about 10 MB
 
@@ -29,7 +32,7 @@ def kept_mask(key: Hashable, build: Callable[[], BlockMask]) -> BlockMask:
     """
     found = _MASKS.pop(key, None)
     if found is None:
-        mask = _untransformed(build)
+        mask = untransformed(build)
         if type(mask.full.starts) is not Tensor:  # made for tensors that hold nothing
             return mask
         found = mask, Made.here(mask.device)
@@ -45,14 +48,25 @@ def kept_mask(key: Hashable, build: Callable[[], BlockMask]) -> BlockMask:
     return mask
 
 
-def _untransformed(build: Callable[[], BlockMask]) -> BlockMask:
-    """Inside of what torch.func transforms tensors would be wrapped, and of no use afterwards."""
+def untransformed(build: Callable[[], Result]) -> Result:
+    """What `build()` gives. Inside of what torch.func transforms tensors would be wrapped, and of no use afterwards."""
     if torch._C._functorch.peek_interpreter_stack() is None:  # type: ignore[attr-defined]
         return build()
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
     with temporarily_clear_interpreter_stack():
         return build()
+
+
+def values_of(x: Tensor, name: str) -> Tensor:
+    """The tensor that grad, vjp and jvp of torch.func have wrapped. InvalidInput under vmap, where values are many."""
+    while is_gradtrackingtensor(x):
+        x = get_unwrapped(x)
+    if is_functorch_wrapped_tensor(x):
+        raise InvalidInput(
+            f"masks follow the values of {name}, which torch.func.vmap maps over here; make the mask outside"
+        )
+    return x
 
 
 def edges_of(cu_seqlens: Any, name: str, total: int | None = None) -> np.ndarray:
@@ -62,6 +76,8 @@ def edges_of(cu_seqlens: Any, name: str, total: int | None = None) -> np.ndarray
     inference mode has no count of writes: it is read every time.
     """
     at = None
+    if isinstance(cu_seqlens, Tensor):
+        cu_seqlens = values_of(cu_seqlens, name)
     if isinstance(cu_seqlens, Tensor) and cu_seqlens.is_cuda and not cu_seqlens.is_inference():
         version, at = _EDGES.get(cu_seqlens) or (None, None)
         if version != cu_seqlens._version:
@@ -86,7 +102,7 @@ def _read(cu_seqlens: Any, name: str) -> np.ndarray:
         raise InvalidInput(
             f"{name} is read while a CUDA graph is captured; call once with this tensor before, or pass a BlockMask"
         )
-    at = cu_seqlens.detach().cpu().numpy().astype(np.int64)
+    at = untransformed(lambda: cu_seqlens.detach().cpu().numpy().astype(np.int64))
     if at[0] != 0:
         raise InvalidInput(f"{name} starts with {at[0]}; it must start with 0")
     falls = np.flatnonzero(np.diff(at) < 0)

@@ -19,7 +19,7 @@ from sparsek.formats.mask_documents import Documents, Near, Scene, documents_mas
 from sparsek.formats.mask_parts import Frame
 from sparsek.formats.mask_rows import as_count, mask_block
 from sparsek.formats.pattern import as_device
-from sparsek.ops.kept_masks import edges_of, kept_mask
+from sparsek.ops.kept_masks import edges_of, kept_mask, untransformed, values_of
 
 
 class Visible(NamedTuple):
@@ -33,9 +33,13 @@ class Visible(NamedTuple):
 
     def mask_for(self, q: Tensor, k: Tensor) -> BlockMask:
         """The mask for q [B, Hq, S, D] and k [B, Hkv, T, D]. Heads of q that share a head of k see the same."""
-        if self.always is None:
-            return self.within
-        return best_blocks(self.within, block_scores(q, k, self.within.block), self.k, self.always)
+        within, always = self.within, self.always
+        if always is None:
+            return within
+        q, k = values_of(q, "q"), values_of(k, "k")
+        return untransformed(
+            lambda: best_blocks(within, block_scores(q, k, within.block), self.k, always),
+        )
 
 
 @dataclass(frozen=True)

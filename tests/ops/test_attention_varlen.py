@@ -154,6 +154,36 @@ def test_masks_are_made_once_for_the_same_documents(monkeypatch: pytest.MonkeyPa
     sk.attention_varlen(*tensors, ends, mask=policy)
 
 
+@pytest.mark.parametrize("policy", [None, sk.MaskPolicy(window=20, sinks=3), sk.MaskPolicy(topk=2, block=64)])
+def test_torch_func_differentiates_it(policy: "sk.MaskPolicy | None"):
+    """Also where cu_seqlens and what a top-k mask follows are wrapped by it."""
+    ends = cu([100, 233])
+    q, k, v = packed(333, 333)
+
+    def loss(q: Tensor, ends: Tensor = ends) -> Tensor:
+        return sk.attention_varlen(q, k.detach(), v.detach(), ends, mask=policy).square().sum()
+
+    (expected,) = torch.autograd.grad(loss(q), q)
+    torch.testing.assert_close(torch.func.grad(loss)(q.detach()), expected)
+    torch.testing.assert_close(torch.func.grad(lambda q: loss(q, cu([100, 233])))(q.detach()), expected)
+    torch.testing.assert_close(torch.func.grad(lambda q: loss(q, ends * 1))(q.detach()), expected)
+
+
+def test_vmap_shares_cu_seqlens_and_says_where_it_cannot():
+    ends = cu([100, 233])
+    q, k, v = (x.detach() for x in packed(333, 333))
+
+    def run(q: Tensor, ends: Tensor = ends, policy: "sk.MaskPolicy | None" = None) -> Tensor:
+        return sk.attention_varlen(q, k, v, ends, mask=policy)
+
+    both = torch.vmap(run)(torch.stack((q, q.flip(0))))
+    torch.testing.assert_close(both, torch.stack((run(q), run(q.flip(0)))))
+    with pytest.raises(InvalidInput, match=r"values of cu_seqlens_q, which .*vmap maps over.* outside"):
+        torch.vmap(run, (None, 0))(q, torch.stack((ends, ends)))
+    with pytest.raises(InvalidInput, match=r"values of q, which .*vmap maps over.* make the mask outside"):
+        torch.vmap(lambda q: run(q, policy=sk.MaskPolicy(topk=1)))(q[None])
+
+
 WRONG: dict[str, tuple[Any, ...]] = {
     "q must be .* of packed documents, got 2-D": (torch.zeros(5, 8), None, cu([5])),
     "cu_seqlens_q is list": (None, None, [0, 5]),

@@ -70,16 +70,16 @@ def test_a_mask_made_in_inference_mode_serves_training():
 
 
 def test_a_mask_made_where_torch_func_transforms_serves_everyone():
-    policy = sk.MaskPolicy(window=79, sinks=3)
     q, k, v = qkv(130)
 
-    def loss(q: Tensor) -> Tensor:
+    def loss(q: Tensor, policy: sk.MaskPolicy) -> Tensor:
         return sk.attention(q, k, v, policy.mask_for(q, k)).square().sum()
 
-    within = torch.func.grad(loss)(q)
-    leaf = q.clone().requires_grad_()
-    loss(leaf).backward()
-    torch.testing.assert_close(within, leaf.grad)
+    for policy in (sk.MaskPolicy(window=79, sinks=3), sk.MaskPolicy(topk=1, block=64)):
+        within = torch.func.grad(loss)(q, policy)
+        leaf = q.clone().requires_grad_()
+        loss(leaf, policy).backward()
+        torch.testing.assert_close(within, leaf.grad)
 
 
 def test_a_mask_of_fake_tensors_is_not_kept():
