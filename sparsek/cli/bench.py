@@ -48,6 +48,8 @@ MaskBlocks = Annotated[str, typer.Option("--block", help="Blocks of the masks: 1
 Heads = Annotated[str, typer.Option("--heads", help="Heads of queries, or of queries and keys: 16,32:4.")]
 Dims = Annotated[str, typer.Option("--dim", help="Head sizes, or those of keys and values: 64,192:128.")]
 Batches = Annotated[str, typer.Option("--batch", help="Batch sizes.")]
+# A second or two of a CPU, whatever the mask.
+ON_A_CPU = "--seq 1K --heads 2 --dim 64 --dtype fp32"
 Host = Annotated[bool, typer.Option("--host", help="Time the host side of an eager call instead.")]
 
 
@@ -130,7 +132,7 @@ def attention(
 
     asked = Asked(context, peers, rounds, named, only, device, out, plot)
     op = "attention_host" if host else ""
-    bench(asked, attention_cases.SUITES, attention_peers.PEERS, cases, kernel, op)
+    bench(asked, attention_cases.SUITES, attention_peers.PEERS, cases, kernel, op, by_hand=ON_A_CPU)
 
 
 @app.command("attention-backward")
@@ -180,7 +182,7 @@ def attention_backward(
         )
 
     asked = Asked(context, peers, rounds, named, only, device, out, plot)
-    bench(asked, attention_grad.SUITES, attention_grad_peers.PEERS, cases, kernel)
+    bench(asked, attention_grad.SUITES, attention_grad_peers.PEERS, cases, kernel, by_hand=ON_A_CPU)
 
 
 app.command("sddmm")(bench_products.sddmm)

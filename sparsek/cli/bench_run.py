@@ -68,15 +68,21 @@ def bench(
     cases: Callable[[], Sequence[Case]],
     kernel: str = "auto",
     op: str = "",
+    by_hand: str = "",
 ) -> None:
     """Measures a suite or the cases, prints what was found, and writes what was asked for.
 
-    `op` of the records, where it is not that of the cases. Exits 1 if a case failed or none was measured.
+    `op` of the records, where it is not that of the cases. `by_hand`: for suites that would keep a CPU busy for hours,
+    options of sizes that do not; such suites are refused there. Exits 1 if a case failed or none was measured.
     """
     _refuse_contradictions(asked.context)
     device = as_device(asked.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if asked.named is not None:
         entries = _numbered(suite_named(suites, asked.named), asked.only)
+        if by_hand and device.type == "cpu":
+            raise InvalidInput(
+                f"suite {asked.named} needs a GPU; on a CPU it would take hours. Give sizes by hand: {by_hand}"
+            )
     else:
         entries = tuple(Entry(case, tuple(listed("kernel", kernel, str)), op) for case in cases())
     names = {"all": None, "none": []}.get(asked.peers.strip(), listed("peers", asked.peers, str))

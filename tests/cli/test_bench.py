@@ -318,6 +318,11 @@ def test_bench_attention_backward_says_what_it_takes(run) -> None:
         (["--suite", "issue3"], "no suite is called 'issue3'; known: issue5, issue5_train"),
         (["--suite", "issue5", "--any-order"], "leave out --deterministic, or leave out --suite"),
         (["--suite", "issue5_train", "--only", "4"], "the suite has entries 1 to 3"),
+        (
+            ["--suite", "issue5"],
+            "suite issue5 needs a GPU; on a CPU it would take hours. Give sizes by hand: --seq",
+        ),
+        (["--suite", "issue5_train", "--only", "1"], "suite issue5_train needs a GPU"),
     ],
 )
 def test_bench_attention_backward_answers_bad_input_with_one_line(run, arguments, said) -> None:
@@ -373,3 +378,7 @@ def test_bench_attention_has_its_own_suites(run) -> None:
     result = run("bench", "attention", "--suite", "issue2", "--device", "cpu")
     assert result.exit_code == 2
     assert "no suite is called 'issue2'; known: issue3, sweep" in result.stderr
+    for suite in ("issue3", "sweep"):
+        refused = run("bench", "attention", "--suite", suite, "--device", "cpu")
+        assert refused.exit_code == 2
+        assert f"suite {suite} needs a GPU" in refused.stderr
