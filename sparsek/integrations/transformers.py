@@ -56,6 +56,13 @@ def sparsek_mask(
     """
     if isinstance(attention_mask, ModelMask):  # generate() has made it
         return attention_mask
+    if isinstance(attention_mask, Tensor) and (
+        attention_mask.dim() != 2 or attention_mask.shape[0] not in (1, batch_size)
+    ):
+        raise InvalidInput(
+            f"attention_mask is {attention_mask.dim()}-D {list(attention_mask.shape)}; a model takes padding, 2-D "
+            f"[{batch_size}, tokens], or a 4-D mask [{batch_size}, 1 or heads, queries, keys], bool or additive"
+        )
     asked = Asked(
         batch_size, q_length, kv_length, int(q_offset), int(kv_offset), attention_mask, torch.device(device)
     )

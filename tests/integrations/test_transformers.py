@@ -231,6 +231,15 @@ def test_what_it_does_not_have_is_refused(message: str):
         sparsek_attention(torch.nn.Identity(), q, k, k, **options)
 
 
+@pytest.mark.parametrize("shape", [(2, 60, 60), (3, 60), (60,)], ids=str)
+def test_padding_of_another_shape_is_told_what_is_expected(shape: tuple[int, ...]):
+    own = pair("llama")[1]
+    ids = torch.ones(2, 60, dtype=torch.int64)
+    found = rf"attention_mask is {len(shape)}-D \[.*; a model takes padding, 2-D \[2, tokens\], or a 4-D mask \[2, "
+    with pytest.raises(InvalidInput, match=found):
+        own(ids, attention_mask=torch.ones(shape, dtype=torch.int64))
+
+
 def test_without_a_mask_the_module_says_whether_it_is_causal():
     q, k = torch.randn(1, 4, 5, 8), torch.randn(1, 2, 5, 8)
     module = torch.nn.Identity()
