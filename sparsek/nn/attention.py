@@ -46,9 +46,15 @@ class SparseAttention(nn.Module):
         if head_dim is None and self.dim % self.heads:
             raise InvalidInput(f"dim is {dim} and heads {heads}: heads must divide it, or give head_dim")
         self.head_dim = self.dim // self.heads if head_dim is None else as_count(head_dim, "head_dim", 1)
+        if isinstance(mask, BlockMask):
+            raise InvalidInput(
+                "mask is a BlockMask, which is for one length: give it to each call, layer(x, mask), and here a "
+                "MaskPolicy, which has a mask for every length"
+            )
         if not isinstance(mask, MaskPolicy | None):
             raise InvalidInput(
-                f"mask is {type(mask).__name__}; it must be a MaskPolicy, and forward takes a BlockMask"
+                f"mask is {type(mask).__module__}.{type(mask).__name__}; it must be a MaskPolicy, and forward takes a "
+                "BlockMask"
             )
         self.mask = MaskPolicy() if mask is None else mask
         rows = (self.heads + 2 * self.kv_heads) * self.head_dim

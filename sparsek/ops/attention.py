@@ -79,7 +79,7 @@ def attention(
     plan: from `plan_attention`, with return_lse=True where a gradient is wanted; without it one is made and kept with
     the mask.
     kernel: a name of the kernels' table ("hopper.attention_fwd"): it runs or `Unsupported` says why not. The backward
-    pass uses the kernel of the same family.
+    pass uses the kernel of the same family; where a gradient is wanted and that one cannot run, this call says so.
 
     Differentiable in q, k and v, also through lse; not twice: InvalidInput. Kept for the backward pass are q, k, v, out
     and lse, and nothing that grows with the blocks; the schedule of it stays with the mask. All three gradients are
@@ -97,6 +97,7 @@ def attention(
     gradients, FlashAttention, Dao et al., arXiv:2205.14135; the Hopper kernel's overlap of products and softmax,
     FlashAttention-3, Shah et al., arXiv:2407.08608.
     """
+    operands.check_flag("deterministic", deterministic)
     if plan is None and _traced():
         wanted = return_lse or operands.wants_gradient(q, k, v)
         out, lse = through_op(q, k, v, mask, scale, wanted, kernel, deterministic)
@@ -110,7 +111,8 @@ def attention(
     operands.check_no_tangent(q, k, v)
     if torch._C._are_functorch_transforms_active():
         check_untransformed(found)
-        both = TransformedAttention.apply(q, k, v, Call(found, plan, factor, kernel, deterministic))
+        wanted = operands.wants_gradient(q, k, v)
+        both = TransformedAttention.apply(q, k, v, Call(found, plan, factor, kernel, deterministic, wanted))
     elif operands.wants_gradient(q, k, v):
         if plan is not None and not plan.problem.lse:
             raise InvalidInput(
@@ -141,7 +143,7 @@ def plan_attention(
     return_lse: plan for lse as well, which calls with a gradient need.
     Costs: the schedule is made on the mask's device, without a host sync.
     """
-    found, card = _planned(q, k, v, mask, config, kernel, device)
+    found, card = _planned(q, k, v, mask, config, kernel, device, "plan_attention")
     p = problem(q, k, v, found, operands.layout(q, k, v), return_lse, card)
     return make_plan(found, p, kernel, config, ready=device is None, unmasked=mask is None)
 
@@ -159,13 +161,15 @@ def plan_attention_backward(
 ) -> AttentionGradPlan:
     """The plan that the backward pass of `attention(q, k, v, mask)` would use.
 
-    It explains itself, and may be called too: `plan(q, k, v, mask, out, lse, grad)` gives dq, dk and dv.
+    It explains itself, and may be called too: `plan(q, k, v, mask, out, lse, grad)` gives dq, dk and dv, with `scale=`
+    as the forward pass had it and `grad_lse=` where lse has a gradient.
     kernel: a name of attention_backward's kernels ("hopper.attention_bwd"); config, device: as for `plan_attention`.
     deterministic: as for `attention`.
     Costs: the schedule, and for kernels that go by keys the mask's transposed lists, if it has none yet; both are made
     on the mask's device, without a host sync.
     """
-    found, card = _planned(q, k, v, mask, config, kernel, device)
+    operands.check_flag("deterministic", deterministic)
+    found, card = _planned(q, k, v, mask, config, kernel, device, "plan_attention_backward")
     p = grad_problem(q, k, v, found, operands.backward_layout(q, k, v), deterministic, card)
     return make_grad_plan(found, p, kernel, config, ready=device is None, unmasked=mask is None)
 
@@ -178,13 +182,14 @@ def _planned(
     config: Any,
     kernel: str | None,
     device: str | None,
+    planner: str,
 ) -> tuple[BlockMask, devices.Card]:
     """The mask to plan for and the card, after all checks."""
     if config is not None and kernel is None:
         raise InvalidInput("config= belongs to one kernel; name it with kernel=")
     if torch._C._are_functorch_transforms_active():
         raise InvalidInput("plans are made outside of functions that torch.func transforms")
-    found = checked(q, k, v, mask, here=device is None)
+    found = checked(q, k, v, mask, here=device is None, planner=planner)
     card = devices.card_of(q.device) if device is None else devices.card_named(str(device))
     return found, card
 

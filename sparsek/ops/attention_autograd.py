@@ -5,7 +5,7 @@ torch.func transforms these functions, as it does not the ops of torch.library: 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
@@ -15,7 +15,8 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from sparsek.core.errors import InvalidInput
 from sparsek.formats.block_mask import BlockMask
 from sparsek.ops import gradients
-from sparsek.ops.attention_plans import cached_grad_plan, cached_plan
+from sparsek.ops.attention_plans import cached_grad_plan, cached_plan, check_backward_kernel
+from sparsek.plan import attention_operands as operands
 from sparsek.plan.attention import AttentionPlan
 from sparsek.plan.attention_grad import Forward
 
@@ -24,7 +25,7 @@ from sparsek.plan.attention_grad import Forward
 class Call:
     """What a call has besides tensors. `plan` gives lse; without it the mask's is used. `kernel` was named, or None.
 
-    It hides the mask, which is a pytree, from torch.func.
+    `wanted`: a gradient is. It hides the mask, which is a pytree, from torch.func.
     """
 
     mask: BlockMask
@@ -32,6 +33,7 @@ class Call:
     scale: float
     kernel: str | None
     deterministic: bool
+    wanted: bool = True
 
 
 def check_untransformed(mask: BlockMask) -> None:
@@ -42,6 +44,9 @@ def check_untransformed(mask: BlockMask) -> None:
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor | None]:
     plan = call.plan or cached_plan(q, k, v, call.mask, call.kernel, True)
+    if call.kernel is not None and call.wanted:
+        kernel = gradients.kin(call.kernel, "attention_backward")
+        check_backward_kernel(q, k, v, call.mask, kernel, call.deterministic)
     return plan.run(q, k, v, call.mask, call.scale)
 
 
@@ -74,21 +79,30 @@ class Attention(torch.autograd.Function):
     backward = staticmethod(_backward)
 
 
+def _no_tangent(ctx: Any, *tangents: Any) -> NoReturn:
+    raise InvalidInput(operands.NO_TANGENT)
+
+
 class TransformedAttention(torch.autograd.Function):
     """The same for torch.func."""
 
     forward = staticmethod(_forward)
     setup_context = staticmethod(_save)
     backward = staticmethod(_backward)
+    jvp = staticmethod(_no_tangent)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], q: Tensor, k: Tensor, v: Tensor, call: Call) -> Any:
-        joined = _joined(info.batch_size, in_dims, (q, k, v), call)
+        joined: Any = _joined(info.batch_size, in_dims, (q, k, v), call)
+        # Under vmap tensors do not say what a transform around it wants.
+        call = replace(call, wanted=call.wanted or operands.wants_gradient(*joined))
         return _apart(info.batch_size, TransformedAttention.apply(*joined, call))
 
 
 class AttentionBackward(torch.autograd.Function):
     """(dq, dk, dv), which have no gradients themselves."""
+
+    jvp = staticmethod(_no_tangent)
 
     @staticmethod
     def forward(

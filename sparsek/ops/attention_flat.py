@@ -11,6 +11,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from sparsek.core.errors import InvalidInput
 from sparsek.formats.block_mask import BlockLists, BlockMask, Sizes
+from sparsek.plan.attention_operands import not_a_mask
 
 # Masks that came through the ops, so that plans are made once, each with what it was made of. An entry lives as long
 # as its first tensor: the mask holds another tensor object on the same memory.
@@ -25,7 +26,7 @@ def flat_mask(mask: BlockMask | None) -> tuple[list[Tensor | None], list[int]]:
     if mask is None:
         return [], []
     if not isinstance(mask, BlockMask):
-        raise InvalidInput(f"mask must be a BlockMask or None, got {type(mask).__name__}")
+        raise InvalidInput(not_a_mask(mask))
     tensors = [*mask.full, *mask.partial, mask.lo, mask.hi, mask.rules, mask.bits]
     stored, partial, longest, exact = mask.sizes
     sizes = [mask.q_len, mask.kv_len, *mask.block, mask.batch, mask.heads, stored, partial, longest]

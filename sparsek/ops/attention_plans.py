@@ -10,9 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparsek import kernels
 from sparsek.core import device as devices
 from sparsek.core import dtypes
+from sparsek.core.errors import InvalidInput
 from sparsek.formats.block_mask import BlockMask
+from sparsek.ops import gradients
 from sparsek.ops.planning import choose
 from sparsek.plan import attention_operands as operands
 from sparsek.plan.attention import AttentionPlan
@@ -20,11 +23,23 @@ from sparsek.plan.attention_grad import AttentionGradPlan, sharing_transposed
 from sparsek.plan.cache import PlanCache
 from sparsek.plan.made import Made, captured, follow
 from sparsek.plan.problem import AttentionGradProblem, AttentionProblem
+from sparsek.plan.select import Choice
 
 
-def checked(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None, *, here: bool = True) -> BlockMask:
-    """The mask to use, after all checks of the tensors. `here`: the call will run, so everything must be in place."""
-    operands.check_tensors(q, k, v, predicted=not here)
+def checked(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: BlockMask | None,
+    *,
+    here: bool = True,
+    planner: str = "plan_attention",
+) -> BlockMask:
+    """The mask to use, after all checks of the tensors. `here`: the call will run, so everything must be in place.
+
+    `planner`: what predicts such a call.
+    """
+    operands.check_tensors(q, k, v, predicted=not here, planner=planner)
     if mask is None:
         return every_block(q.shape[2], k.shape[2], q.device if here else torch.device("cpu"))
     operands.check_mask(q, k, mask, here=here)
@@ -50,6 +65,8 @@ def _kept_every_block(q_len: int, kv_len: int, device: torch.device) -> tuple[Bl
     return mask, Made.here(device)
 
 
+OTHER_PASS = {"attention": "attention_backward", "attention_backward": "attention"}
+
 # Graphs go on reading the masks of calls without one, which nobody else holds.
 _CAPTURED: set[BlockMask] = set()
 
@@ -72,7 +89,7 @@ def make_grad_plan(
 def _parts(
     mask: BlockMask, p: AttentionProblem, kernel: str | None, config: Any, ready: bool, unmasked: bool
 ) -> tuple[Any, ...]:
-    choice = choose(p, kernel, config)
+    choice = _choice(p, kernel, config)
     work, made = None, None
     if ready:
         lists = mask.partial.starts
@@ -82,6 +99,16 @@ def _parts(
             made = Made.here(mask.device)
     kept = (lambda: mask) if unmasked else weakref.ref(mask)
     return p, choice, work, ready, kept, mask.label, unmasked, made
+
+
+def _choice(p: AttentionProblem, kernel: str | None, config: Any = None) -> Choice:
+    other = OTHER_PASS[p.op]
+    if kernel is not None and kernel in kernels.names_for(other):
+        raise InvalidInput(
+            f"no kernel of {p.op} is called {kernel!r}, which is one of {other}; that of its family is "
+            f"{gradients.kin(kernel, p.op)!r}"
+        )
+    return choose(p, kernel, config)
 
 
 def cached_plan(
@@ -114,6 +141,15 @@ def cached_grad_plan(
 
     plans: PlanCache[AttentionGradPlan] = mask.derived("gradient plans", PlanCache)
     return plans.get(key, make, captured(q))
+
+
+def check_backward_kernel(
+    q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, kernel: str | None, deterministic: bool
+) -> None:
+    """Unsupported, with its reasons, where `kernel` cannot give the gradients. Costs 10 us once it was asked."""
+    fixed = deterministic or torch.are_deterministic_algorithms_enabled()
+    layout = operands.backward_layout(q, k, v)
+    _choice(grad_problem(q, k, v, mask, layout, fixed, devices.card_of(q.device)), kernel)
 
 
 def problem(

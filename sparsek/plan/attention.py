@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -25,6 +25,9 @@ class MaskPlan(Plan):
     mask of every block. `made` is where on which stream the work became ready.
     """
 
+    planner: ClassVar[str] = "plan_attention"
+    """The verb that makes such plans."""
+
     mask: Callable[[], BlockMask | None] = field(default=lambda: None, repr=False)
     label: str = ""
     unmasked: bool = False
@@ -37,12 +40,12 @@ class MaskPlan(Plan):
                 "plans do not go through torch.compile and torch.func; call attention(q, k, v, mask) there"
             )
         self.refuse_unless_ready()
-        operands.check_tensors(q, k, v)
+        operands.check_tensors(q, k, v, planner=self.planner)
         planned = self.mask()
         found = planned if mask is None and self.unmasked else mask
         if found is None or found is not planned:
             raise InvalidInput(
-                "this plan was made for another mask; call plan_attention(q, k, v, mask) for this one, "
+                f"this plan was made for another mask; call {self.planner}(q, k, v, mask) for this one, "
                 "or attention(q, k, v, mask)"
             )
         operands.check_mask(q, k, found)
@@ -105,10 +108,10 @@ class MaskPlan(Plan):
         return f"{heads}, per batch item" if p.mask_batch > 1 else heads
 
     def details(self) -> list[str]:
-        beyond = [] if self.mask() is None else self._beyond()
+        kept = [] if self.mask() is None else self._kept()
         if self.ready:
-            beyond.append(f"plan {megabytes(self._own())}")
-        more = f" beyond {', '.join(beyond)}" if beyond else ""
+            kept.append(f"plan {megabytes(self._own())}")
+        more = f"; kept beside them: {', '.join(kept)}" if kept else ""
         name, size = self._tensors()
         return [f"  memory     {name} {megabytes([size])}{more}", *super().details()]
 
@@ -118,7 +121,7 @@ class MaskPlan(Plan):
         rows, keys = p.batch * p.q_heads * p.q_len, p.batch * p.kv_heads * p.kv_len
         return "q, k, v and out", (rows + keys) * (p.dim + p.v_dim) * dtypes.itemsize(p.dtype)
 
-    def _beyond(self) -> list[str]:
+    def _kept(self) -> list[str]:
         """What the mask holds, in words."""
         mask = self.mask()
         return [] if mask is None else [f"mask {megabytes([mask.nbytes])}"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,8 +29,11 @@ class Forward(NamedTuple):
 class AttentionGradPlan(MaskPlan):
     """How to run the backward pass of attention over one mask for one shape of q, k and v.
 
-    Call it: `plan(q, k, v, mask, out, lse, grad)`. `problem` is an AttentionGradProblem.
+    Call it: `plan(q, k, v, mask, out, lse, grad)`, with `scale=` and `grad_lse=` where these were given or wanted.
+    `problem` is an AttentionGradProblem.
     """
+
+    planner: ClassVar[str] = "plan_attention_backward"
 
     def __call__(
         self,
@@ -108,10 +111,10 @@ class AttentionGradPlan(MaskPlan):
         size = 2 * (rows + keys) * (p.dim + p.v_dim) * dtypes.itemsize(p.dtype)
         return "q, k, v, out and their gradients", size + rows * 4
 
-    def _beyond(self) -> list[str]:
+    def _kept(self) -> list[str]:
         lists = self._transposed()
         return [
-            *super()._beyond(),
+            *super()._kept(),
             *([f"its transposed lists {megabytes(x.nbytes for x in lists)}"] if lists else []),
         ]
 

@@ -14,27 +14,34 @@ from sparsek.formats.block_mask import BlockMask
 from sparsek.plan.made import captured
 
 PLAN_HAS_NO_GRADIENT = (
-    "a plan that is called has no gradient; attention(q, k, v, mask, plan=plan) has one, or use torch.no_grad()"
+    "a plan that is called has no gradient; attention(q, k, v, mask, plan=plan) has one, and torch.no_grad() lets the "
+    "plan run"
 )
 NO_SECOND_GRADIENT = (
     "the gradients of attention have no gradients themselves; sparsek.reference.attention.attention has those of any "
     "order"
 )
+NO_TANGENT = (
+    "attention has no forward-mode derivative (jvp, jacfwd, torch.func.hessian); sparsek.reference.attention.attention "
+    "has one"
+)
 SCALES = (1e-30, 1e30)  # float32 holds them, also times log2(e)
 DIMS = {"q": "[B, Hq, S, D]", "k": "[B, Hkv, T, D]", "v": "[B, Hkv, T, Dv]"}
 
 
-def check_tensors(q: Any, k: Any, v: Any, *, predicted: bool = False) -> None:
+def check_tensors(
+    q: Any, k: Any, v: Any, *, predicted: bool = False, planner: str = "plan_attention"
+) -> None:
     """InvalidInput unless q, k and v are dense, of one dtype, on one device, and fit together.
 
-    `predicted`: they may be on the meta device, for a call that is not run.
+    `predicted`: they may be on the meta device, for a call that is not run. `planner`: what predicts such calls.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise InvalidInput(f"{name} must be a dense torch.Tensor {DIMS[name]}, got {type(x).__name__}")
         if x.device.type == "meta" and not predicted:
             raise InvalidInput(
-                f"{name} is on the meta device and holds nothing; plan_attention(..., device='h200') predicts a call"
+                f"{name} is on the meta device and holds nothing; {planner}(..., device='h200') predicts a call"
             )
         if x.layout != torch.strided or x.is_nested:
             raise InvalidInput(
@@ -43,7 +50,9 @@ def check_tensors(q: Any, k: Any, v: Any, *, predicted: bool = False) -> None:
         if x.dim() != 4:
             raise InvalidInput(f"{name} must be {DIMS[name]}, got {x.dim()}-D {list(x.shape)}")
         if x.dtype != q.dtype:
-            raise InvalidInput(f"q is {q.dtype} and {name} {x.dtype}; cast one of them, SparseK does not")
+            raise InvalidInput(
+                f"q is {q.dtype} and {name} {x.dtype}; cast one of them, SparseK does not{_autocast(q.device.type)}"
+            )
         if x.device != q.device:
             raise InvalidInput(
                 f"q is on {q.device} and {name} on {x.device}; move one of them, SparseK does not"
@@ -54,6 +63,19 @@ def check_tensors(q: Any, k: Any, v: Any, *, predicted: bool = False) -> None:
             )
     dtypes.name(q.dtype)
     _check_shapes(q.shape, k.shape, v.shape)
+
+
+def _autocast(device: str) -> str:
+    """What a message on dtypes says where torch.autocast is on."""
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return ""
+    return f". torch.autocast does not reach attention: cast all three, to {torch.get_autocast_dtype(device)}"
+
+
+def check_flag(name: str, value: Any) -> None:
+    """InvalidInput unless it is a bool."""
+    if not isinstance(value, bool):
+        raise InvalidInput(f"{name} is {value!r}; it must be True or False")
 
 
 def _check_shapes(q: torch.Size, k: torch.Size, v: torch.Size) -> None:
@@ -80,11 +102,7 @@ def check_mask(q: Tensor, k: Tensor, mask: Any, *, here: bool = True) -> None:
     `here`: it must be on their device too. Otherwise the call is only predicted.
     """
     if not isinstance(mask, BlockMask):
-        kind = type(mask)
-        raise InvalidInput(
-            f"mask must be a sparsek BlockMask or None, got {kind.__module__}.{kind.__name__}; BlockMask.from_dense "
-            "takes a bool tensor, BlockMask.from_flex a mask of FlexAttention"
-        )
+        raise InvalidInput(not_a_mask(mask))
     if (mask.q_len, mask.kv_len) != (q.shape[2], k.shape[2]):
         raise InvalidInput(
             f"mask is for {mask.q_len} queries and {mask.kv_len} keys; q has {q.shape[2]} and k {k.shape[2]}. "
@@ -100,6 +118,20 @@ def check_mask(q: Tensor, k: Tensor, mask: Any, *, here: bool = True) -> None:
         raise InvalidInput(f"mask is on {mask.device} and q on {q.device}; call mask.to({str(q.device)!r})")
     if not captured(q):
         mask.verify()
+
+
+def not_a_mask(mask: Any) -> str:
+    """What to say of something else than a BlockMask."""
+    kind = type(mask)
+    if hasattr(kind, "mask_for"):
+        return (
+            f"mask must be a BlockMask or None, got {kind.__name__}: use policy.mask(S) or policy.mask_for(q, k), "
+            "which make one"
+        )
+    return (
+        f"mask must be a sparsek BlockMask or None, got {kind.__module__}.{kind.__name__}; BlockMask.from_dense "
+        "takes a bool tensor, BlockMask.from_flex a mask of FlexAttention"
+    )
 
 
 def wants_gradient(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -118,9 +150,7 @@ def check_no_tangent(q: Tensor, k: Tensor, v: Tensor) -> None:
     if forward_ad._current_level >= 0 and any(
         forward_ad.unpack_dual(x).tangent is not None for x in (q, k, v)
     ):
-        raise InvalidInput(
-            "attention has no forward-mode derivative (jvp, jacfwd); sparsek.reference.attention.attention has one"
-        )
+        raise InvalidInput(NO_TANGENT)
 
 
 def check_backward(

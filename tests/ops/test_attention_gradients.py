@@ -12,6 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 import sparsek as sk
 from sparsek.core.errors import InvalidInput
+from sparsek.kernels.cpu import attention as cpu_attention
+from sparsek.kernels.cpu import attention_bwd as cpu_attention_bwd
 from sparsek.ops.gradients import kin
 from sparsek.testing.attention_budget import check_attention_backward
 from tests.ops.tensors import Qkv, qkv, window
@@ -69,6 +71,40 @@ def test_every_family_on_a_gpu_has_gradients(kernel: str, of_lse: bool, plans_ma
     tensors = qkv(300, dims=(64, 128), dtype=torch.bfloat16, device="cuda")
     hold(tensors, window(300, device="cuda"), of_lse=of_lse, kernel=kernel)
     assert plans_made == [kernel, kin(kernel, "attention_backward")]
+
+
+def test_a_named_kernel_without_a_backward_pass_is_refused_before_it_runs(
+    monkeypatch: pytest.MonkeyPatch, plans_made: list[str]
+):
+    """As hopper.attention_fwd with a head dim of 256."""
+    backward, forward = cpu_attention_bwd.KERNEL, cpu_attention.KERNEL
+    monkeypatch.setattr(type(backward), "why_not", lambda self, p: ["its registers are full"])
+    tensors, mask = qkv(67), window(67)
+    name = forward.name
+    sk.attention(*tensors, mask, kernel=name)
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError("the forward pass runs")
+
+    monkeypatch.setattr(type(forward), "launch", refuse)
+
+    def loss(q: Tensor, kernel: str | None = name) -> Tensor:
+        return sk.attention(q, *tensors[1:], mask, kernel=kernel).sum()
+
+    q, _, _ = leaves(tensors)
+    stacked = torch.stack((q.detach(), q.detach()))
+    for call in (
+        lambda: loss(q),
+        lambda: torch.func.grad(loss)(q.detach()),
+        lambda: torch.func.grad(lambda x: torch.vmap(loss)(x).sum())(stacked),
+        lambda: torch.vmap(torch.func.grad(loss))(stacked),
+    ):
+        with pytest.raises(sk.Unsupported, match=r"cpu.attention_bwd cannot run this; reference") as raised:
+            call()
+        assert raised.value.reasons["cpu.attention_bwd"] == ["its registers are full"]
+    monkeypatch.undo()
+    torch.vmap(loss)(stacked)
+    loss(q).backward()
 
 
 def test_without_a_mask_too(device: str):
@@ -398,6 +434,7 @@ def test_a_backward_plan_refuses_another_mask_and_kernels_of_the_forward_pass():
     with pytest.raises(InvalidInput, match="another mask"):
         plan(*tensors, window(), out, lse, out)
     with pytest.raises(
-        InvalidInput, match=r"no kernel of attention_backward is called 'cpu.attention'; known: hopper"
+        InvalidInput,
+        match=r"no kernel of attention_backward is called 'cpu.attention', .* of its family is 'cpu.attention_bwd'",
     ):
         sk.plan_attention_backward(*tensors, mask, kernel="cpu.attention")

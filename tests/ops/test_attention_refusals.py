@@ -72,6 +72,10 @@ BAD_OPERANDS: dict[str, tuple[Callable[..., Any], str]] = {
         lambda q, k, v: sk.attention(q, k, v, torch.ones(192, 192, dtype=torch.bool)),  # type: ignore[call-overload]
         "mask must be a sparsek BlockMask or None, got torch.Tensor; BlockMask.from_dense takes a bool tensor",
     ),
+    "mask policy": (
+        lambda q, k, v: sk.attention(q, k, v, sk.MaskPolicy()),  # type: ignore[call-overload]
+        r"mask must be a BlockMask or None, got MaskPolicy: use policy.mask\(S\) or policy.mask_for\(q, k\)",
+    ),
     "queries of mask": (
         lambda q, k, v: sk.attention(q[:, :, :100], k, v, window()),
         "mask is for 192 queries and 192 keys; q has 100 and k 192. Build it with q_len=100, kv_len=192",
@@ -91,6 +95,22 @@ BAD_OPERANDS: dict[str, tuple[Callable[..., Any], str]] = {
     "meta": (
         lambda q, k, v: sk.attention(q.to("meta"), k.to("meta"), v.to("meta"), window()),
         r"q is on the meta device and holds nothing; plan_attention\(..., device='h200'\) predicts a call",
+    ),
+    "meta backward": (
+        lambda q, k, v: sk.plan_attention_backward(q.to("meta"), k.to("meta"), v.to("meta")),
+        r"q is on the meta device and holds nothing; plan_attention_backward\(..., device='h200'\) predicts",
+    ),
+    "kernel of the backward pass": (
+        lambda q, k, v: sk.attention(q, k, v, kernel="cpu.attention_bwd"),
+        "no kernel of attention is called 'cpu.attention_bwd', which is .*; that of its family is 'cpu.attention'",
+    ),
+    "deterministic": (
+        lambda q, k, v: sk.attention(q, k, v, deterministic="no"),  # type: ignore[call-overload]
+        "deterministic is 'no'; it must be True or False",
+    ),
+    "deterministic plan": (
+        lambda q, k, v: sk.plan_attention_backward(q, k, v, deterministic=1),  # type: ignore[arg-type]
+        "deterministic is 1; it must be True or False",
     ),
     "kernel": (
         lambda q, k, v: sk.attention(q, k, v, kernel="hopper.spmm"),
@@ -133,6 +153,18 @@ def test_bad_operands_are_told_what_where_and_what_would_be_right(name: str):
     call, text = BAD_OPERANDS[name]
     with pytest.raises(InvalidInput, match=text):
         call(*qkv())
+
+
+def test_where_autocast_is_on_a_dtype_that_does_not_fit_is_told_what_to_do():
+    q, k, v = qkv()
+    advice = "torch.autocast does not reach attention: cast all three, to torch.bfloat16"
+    for there in (True, False):
+        with (
+            torch.autocast("cpu", torch.bfloat16, enabled=there),
+            pytest.raises(InvalidInput, match=r"q is torch.float32 and k torch.bfloat16; cast one") as raised,
+        ):
+            sk.attention(q, k.bfloat16(), v)
+        assert (advice in str(raised.value)) is there
 
 
 @pytest.mark.parametrize(

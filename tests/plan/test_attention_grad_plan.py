@@ -90,7 +90,7 @@ def test_memory_names_the_transposed_lists_where_a_kernel_reads_them():
     plan = planned()
     mask = plan.mask()
     assert mask is not None
-    words = r"^  memory     q, k, v, out and their gradients \S+ MB beyond mask \S+ MB, "
+    words = r"^  memory     q, k, v, out and their gradients \S+ MB; kept beside them: mask \S+ MB, "
     assert re.search(f"{words}plan \\S+ MB$", plan.explain(), re.MULTILINE)
     expected = sum(x.nbytes for x in tensors_in(mask.transposed)) / 1e6
     found = re.search(f"{words}its transposed lists (\\S+) MB, plan", plan.explain(), re.MULTILINE)

@@ -153,7 +153,10 @@ def test_explain_tells_problem_mask_choice_roofline_memory_and_why_the_others_lo
         "  predicted  20.0 us, 181 TFLOPS useful, 322 TFLOPS dense-equivalent",
         "  roofline   5.3 us, bound by arithmetic: 3.624 GFLOP in 5.3 us, 7.864 MB in 1.8 us",
         "  schedule   fullest CTA has 1.25 times the mean work",
-        f"  memory     q, k, v and out {tensors / 1e6:.4g} MB beyond mask {mask.nbytes / 1e6:.4g} MB, plan 0.008 MB",
+        (
+            f"  memory     q, k, v and out {tensors / 1e6:.4g} MB; kept beside them: mask {mask.nbytes / 1e6:.4g} MB, "
+            "plan 0.008 MB"
+        ),
         "  note       4 heads of q share a tile",
         "  note       rows of over 64 blocks are split",
         "  not        slow: 1.50 ms, 75.00x the time",
