@@ -23,6 +23,7 @@ from torch import Tensor
 
 from sparsek import kernels
 from sparsek.core.errors import InvalidInput
+from sparsek.ops import transforms
 from sparsek.plan.attention_operands import NO_SECOND_GRADIENT
 
 Gradients = tuple[Any, ...]
@@ -67,7 +68,7 @@ def of_spmm(ctx: Any, grad: Tensor) -> Gradients:
     found: list[Tensor | None] = [None] * 13
     if b is not None:
         left, right = (_joined(b), _joined(dz)) if transposed else (_joined(dz), _joined(b))
-        made = torch.ops.sparsek.sddmm(left, right.mT, indptr, indices, sizes, kin(kernel, "sddmm"))
+        made = transforms.call("sddmm", left, right.mT, indptr, indices, sizes, kin(kernel, "sddmm"))
         found[0] = made if alpha == 1 else made * alpha
     if values is not None:
         a = values, indptr, indices, sizes, not transposed
@@ -160,7 +161,7 @@ def of_sampled(ctx: Any, grad: Tensor) -> Gradients:
     a = values, a_indptr, a_indices, a_sizes, a_transposed
     of_x = of_a = None
     if values is not None:
-        of_x = torch.ops.sparsek.spgemm_dense(*s, *_flip(a), kernel)
+        of_x = transforms.call("spgemm_dense", *s, *_flip(a), kernel)
     if x is not None:
         of_a = _dense_at(x.mT, s, a[1:], kernel)
     return of_x, of_a, *[None] * 9
@@ -199,7 +200,8 @@ def _spmm(
 ) -> Tensor:
     by_columns, kernel, *alpha = how
     plain = None, "", None, "add"
-    return torch.ops.sparsek.spmm(
+    return transforms.call(
+        "spmm",
         values,
         indptr,
         indices,
@@ -218,12 +220,12 @@ def _at(x: Any, y: Any, p: Any, kernel: str | None) -> Tensor:
     indptr, indices, _, transposed = p
     if transposed:  # V^T = X Y at P, so V = Y^T X^T
         x, y = _flip(y), _flip(x)
-    return torch.ops.sparsek.spgemm(*x, *y, indptr, indices, kernel)
+    return transforms.call("spgemm", *x, *y, indptr, indices, kernel)
 
 
 def _dense_at(x: Tensor, a: Any, p: Any, kernel: str | None) -> Tensor:
     """X A, X dense and A in BSR, at the blocks of P, in the order in which P's values are stored."""
-    return torch.ops.sparsek.sampled(x, *a, *p, kernel)
+    return transforms.call("sampled", x, *a, *p, kernel)
 
 
 def _save_two(ctx: Any, a: Any, b: Any, more: Any) -> None:

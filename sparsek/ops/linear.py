@@ -13,7 +13,7 @@ from torch.nn import functional
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.formats.bsr import BSR
-from sparsek.ops import flat
+from sparsek.ops import flat, transforms
 from sparsek.ops.spmm import multiply
 from sparsek.plan import operands
 from sparsek.plan.spmm import Product
@@ -52,8 +52,8 @@ def linear(
     operands.check_linear(x, W, bias, activation, residual)
     rows, act = _tokens(x), activation or ""
     joined = None if residual is None else _tokens(residual)
-    wanted = operands.wants_gradient(x, W.values, bias, residual)
-    cut, apart = wanted and act not in ("", "relu"), wanted and act != ""
+    wanted = act != "" and _wanted(x, W.values, bias, residual)
+    cut, apart = wanted and act != "relu", wanted
     other = None if joined is None or apart else joined.mT
     y = _product(rows, W, Epilogue(bias=bias, activation="" if cut else act, other=other), kernel)
     with dtypes.as_given(x.device):
@@ -82,7 +82,7 @@ def swiglu(x: Tensor, W_gate: BSR, W_up: BSR, *, kernel: str | None = None) -> T
     if W_gate.shape != W_up.shape:
         raise InvalidInput(f"W_gate is {list(W_gate.shape)} and W_up {list(W_up.shape)}; they must agree")
     rows = _tokens(x)
-    if operands.wants_gradient(x, W_gate.values, W_up.values):
+    if _wanted(x, W_gate.values, W_up.values):
         gate, up = _product(rows, W_gate, PLAIN, kernel), _product(rows, W_up, PLAIN, kernel)
         with dtypes.as_given(x.device):
             y = functional.silu(gate) * up
@@ -97,6 +97,11 @@ def _product(x: Tensor, w: BSR, epilogue: Epilogue, kernel: str | None, out: Ten
     """x [T, K] times W.T, written to `out` [T, N] if there is one; the epilogue is that of (x @ W.T).T."""
     call = Product(w, x.mT, None if out is None else out.mT, epilogue, "col")
     return multiply(call, kernel)
+
+
+def _wanted(*tensors: Tensor | None) -> bool:
+    """A gradient is wanted, or may be: vmap hides whether what it stands in wants one."""
+    return operands.wants_gradient(*tensors) or transforms.active()
 
 
 def _tokens(x: Tensor) -> Tensor:

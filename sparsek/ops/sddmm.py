@@ -14,7 +14,7 @@ from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.formats.bsr import BSR
 from sparsek.formats.pattern import BlockPattern
-from sparsek.ops import flat, gradients
+from sparsek.ops import flat, gradients, transforms
 from sparsek.ops.planning import allows_tf32, choose
 from sparsek.plan import operands
 from sparsek.plan.cache import PlanCache
@@ -53,11 +53,15 @@ def sddmm(
             raise InvalidInput(f"plan must come from plan_sddmm, got {type(plan).__name__}")
         if kernel not in (None, plan.kernel):
             raise InvalidInput(f"kernel={kernel!r} contradicts plan, which uses {plan.kernel}")
+        transforms.check(X, Y)
+        transforms.refuse("plan=")
         return plan(X, Y, pattern)
     operands.check_sddmm(X, Y, pattern)
+    transforms.check(X, Y)
     learns = operands.wants_gradient(X, Y)
     if flat.traced() or (learns and not flat.are_plain(X, Y)):
-        values = torch.ops.sparsek.sddmm(X, Y, *flat.flat_pattern(pattern), kernel)
+        transforms.check_untransformed(pattern)
+        values = transforms.call("sddmm", X, Y, *flat.flat_pattern(pattern), kernel)
     elif learns:
         values = Sddmm.apply(X, Y, *flat.flat_pattern(pattern), kernel, pattern)
     else:
@@ -150,7 +154,7 @@ def _(
     return x.new_empty((indices.shape[0], bm, bn))
 
 
-_sddmm_op.register_autograd(gradients.of_sddmm, setup_context=gradients.save_sddmm)
+transforms.differentiable(_sddmm_op, gradients.of_sddmm, gradients.save_sddmm)
 
 
 class Sddmm(torch.autograd.Function):

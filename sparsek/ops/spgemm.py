@@ -14,7 +14,7 @@ from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.formats.bsr import BSR
 from sparsek.formats.pattern import BlockPattern
-from sparsek.ops import flat, gradients
+from sparsek.ops import flat, gradients, transforms
 from sparsek.ops.planning import allows_tf32, choose, matcher
 from sparsek.ops.spmm import spmm
 from sparsek.plan import operands
@@ -69,22 +69,26 @@ def spgemm(
     """
     if plan is not None:
         _check_plan(plan, out, kernel)
+        transforms.check(A.values, B.values)
+        transforms.refuse("plan=")
         return plan(A, B)
     operands.check_spgemm(A, B, out)
+    transforms.check(A.values, B.values)
     compiling = torch.compiler.is_compiling()
-    if compiling or operands.wants_gradient(A.values, B.values):
+    if compiling or transforms.active() or operands.wants_gradient(A.values, B.values):
+        transforms.check_untransformed(A, B)
         both = *flat.flat(A), *flat.flat(B)
         if isinstance(out, str) and out == "dense":
-            return torch.ops.sparsek.spgemm_dense(*both, kernel)
+            return transforms.call("spgemm_dense", *both, kernel)
         if isinstance(out, str):
             if compiling:
                 raise InvalidInput(
                     'out="bsr" does not go through torch.compile, as the number of blocks depends on the patterns; '
                     'make the pattern outside, spgemm(A, B, "bsr").pattern, and hand it over as out='
                 )
-            out = _matched(A, B, None).matches.pattern
+            out = transforms.untransformed(lambda: _matched(A, B, None)).matches.pattern
         indptr, indices, _ = flat.flat_pattern(out)
-        return BSR.unchecked(out, torch.ops.sparsek.spgemm(*both, indptr, indices, kernel))
+        return BSR.unchecked(out, transforms.call("spgemm", *both, indptr, indices, kernel))
     found = _cached_plan(A, B, out, kernel)
     return found.result(found.run(A, B))
 
@@ -336,7 +340,7 @@ def _multiply(a: Any, b: Any) -> Any:
     return spgemm(a, b, "bsr") if isinstance(a, BSR) and isinstance(b, BSR) else spmm(a, b)
 
 
-_spgemm_op.register_autograd(gradients.of_spgemm, setup_context=gradients.save_spgemm)
-_spgemm_dense_op.register_autograd(gradients.of_spgemm_dense, setup_context=gradients.save_spgemm_dense)
-_sampled_op.register_autograd(gradients.of_sampled, setup_context=gradients.save_sampled)
+transforms.differentiable(_spgemm_op, gradients.of_spgemm, gradients.save_spgemm)
+transforms.differentiable(_spgemm_dense_op, gradients.of_spgemm_dense, gradients.save_spgemm_dense)
+transforms.differentiable(_sampled_op, gradients.of_sampled, gradients.save_sampled)
 BSR.register_matmul(_multiply)

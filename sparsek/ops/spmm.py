@@ -15,7 +15,7 @@ from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.formats.bsr import BSR
 from sparsek.formats.pattern import BlockPattern
-from sparsek.ops import flat, gradients
+from sparsek.ops import flat, gradients, transforms
 from sparsek.ops.planning import allows_tf32, choose
 from sparsek.plan import operands, schedule
 from sparsek.plan.cache import PlanCache
@@ -66,11 +66,14 @@ def spmm(
             raise InvalidInput(f"plan must come from plan_spmm, got {type(plan).__name__}")
         if kernel not in (None, plan.kernel):
             raise InvalidInput(f"kernel={kernel!r} contradicts plan, which uses {plan.kernel}")
+        transforms.check(*(x.values if isinstance(x, BSR) else x for x in (A, B)), out)
+        transforms.refuse("plan=")
         return plan(A, B, out, epilogue)
     operands.check_operands(A, B)
     if out is not None:
         if torch.compiler.is_compiling():
             raise InvalidInput("out= and plan= do not go through torch.compile; call spmm(A, B) there")
+        transforms.refuse("out=")
         operands.check_out(A, B, out, epilogue)
     call = Product.of(A, B, out, epilogue)
     c = multiply(call, kernel)
@@ -110,6 +113,7 @@ def multiply(call: Product, kernel: str | None) -> Tensor:
     """The product by rows, as `SpmmPlan.run` leaves it; by the op where something traces."""
     a, b, out, epilogue, out_layout = call
     bias, other = epilogue.bias, epilogue.other
+    transforms.check(a.values, b, bias, other, out)
     learns = operands.wants_gradient(a.values, b, bias, other, out)
     if out is not None:
         if learns or torch.compiler.is_compiling():
@@ -118,12 +122,13 @@ def multiply(call: Product, kernel: str | None) -> Tensor:
     traced = flat.traced()
     if not (learns or traced):
         return _run(call, kernel)
+    transforms.check_untransformed(a)
     by_columns = out_layout == "col"
     more = by_columns, epilogue.alpha, bias, epilogue.activation, other, epilogue.combine, kernel
     args = *flat.flat(a), b, *more
     if not traced and flat.are_plain(a.values, b, bias, other):
         return Spmm.apply(*args, call)
-    c: Tensor = torch.ops.sparsek.spmm(*args)
+    c = transforms.call("spmm", *args)
     return c.mT if by_columns else c
 
 
@@ -269,7 +274,28 @@ def _call(
     return call
 
 
-_spmm_op.register_autograd(gradients.of_spmm, setup_context=gradients.save_spmm)
+def _at_once(size: int, in_dims: Any, args: Any) -> tuple[Tensor, int] | None:
+    """All items of a vmap in one product where they share A and the bias: tokens are joined, matrices make a batch."""
+    b, by_columns, other = args[5], args[6], args[10]
+    of_values, of_b, of_bias, of_other = (in_dims[at] for at in (0, 5, 8, 10))
+    if of_values is not None or of_bias is not None or of_b is None or (other is None) != (of_other is None):
+        return None
+    b, other = b.movedim(of_b, 0), None if other is None else other.movedim(of_other, 0)
+    joins = by_columns and b.dim() == 3
+    if joins:
+        b, other = _beside(b), None if other is None else _beside(other)
+    elif operands.layout(b) == "strided":
+        b = b.contiguous()
+    c = transforms.call("spmm", *args[:5], b, *args[6:10], other, *args[11:])
+    return (c.mT.unflatten(0, (size, b.shape[1] // max(size, 1))).mT if joins else c), 0
+
+
+def _beside(x: Tensor) -> Tensor:
+    """Matrices [size, R, T], by columns, as one [R, size * T], by columns too."""
+    return x.mT.reshape(x.shape[0] * x.shape[2], x.shape[1]).mT
+
+
+transforms.differentiable(_spmm_op, gradients.of_spmm, gradients.save_spmm, _at_once)
 
 
 class Spmm(torch.autograd.Function):

@@ -1,0 +1,131 @@
+"""Products under torch.func: grad, vjp, jacrev and vmap transform them; forward mode is refused, not ignored.
+
+torch.func does not transform the ops of torch.library that have gradients, and takes their tangents for 0. It does
+transform an autograd.Function whose setup_context stands apart. So each op has one here, which runs the op on the
+tensors that torch.func has unwrapped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeVar
+
+import torch
+from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.autograd import forward_ad
+
+from sparsek.core.errors import InvalidInput
+from sparsek.formats.bsr import BSR
+from sparsek.formats.pattern import BlockPattern
+
+NO_TANGENT = (
+    "products have no forward-mode derivative (jvp, jacfwd, hessian): torch.autograd.functional.jvp finds the same by "
+    "reverse mode, and torch.func.jacrev a Jacobian; or sparsek.reference has products of plain torch, which are slow"
+)
+
+Made = TypeVar("Made")
+Vmap = Callable[[Any, Any, Any], tuple[Tensor, int] | None]
+
+_FUNCTIONS: dict[str, type[torch.autograd.Function]] = {}
+
+
+def active() -> bool:
+    """torch.func transforms what runs here, and torch.compile does not trace it."""
+    return torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling()
+
+
+def check(*tensors: Tensor | None) -> None:
+    """InvalidInput where forward-mode differentiation would expect a tangent; under torch.func its jvp tells that."""
+    if forward_ad._current_level >= 0 and not active():
+        _check_no_tangent(tensors)
+
+
+def check_untransformed(*made: BSR | BlockPattern) -> None:
+    """InvalidInput for patterns whose indices torch.func has wrapped."""
+    if active():
+        patterns = (each.pattern if isinstance(each, BSR) else each for each in made)
+        if any(is_functorch_wrapped_tensor(each.indptr) for each in patterns):
+            raise InvalidInput(
+                "this pattern was made inside a function that torch.func transforms; make it outside, and take a view "
+                ".T that is needed there once outside as well"
+            )
+
+
+def refuse(what: str) -> None:
+    """InvalidInput inside of torch.func, for what it cannot transform."""
+    if active():
+        raise InvalidInput(f"{what} inside a function that torch.func transforms; leave it away there")
+
+
+def untransformed(build: Callable[[], Made]) -> Made:
+    """What `build()` makes of plain tensors; torch.func would wrap it, and it would be of no use afterwards."""
+    if not active():
+        return build()
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    with temporarily_clear_interpreter_stack():
+        return build()
+
+
+def call(name: str, *args: Any) -> Tensor:
+    """The op `sparsek::name`, in the form that torch.func can transform where it does."""
+    if active():
+        return _FUNCTIONS[name].apply(*args)
+    return getattr(torch.ops.sparsek, name)(*args)
+
+
+def differentiable(op: Any, gradient: Any, save: Any, at_once: Vmap | None = None) -> None:
+    """Gives an op of torch.library its gradient, for autograd and for torch.func.
+
+    at_once(size, in_dims, args): the result for all items of a vmap, and its dim, where one call can make it; None
+    where it cannot: then each item is a call.
+    """
+    op.register_autograd(gradient, setup_context=save)
+    name = op._opoverload._schema.name.split("::")[1]
+    _FUNCTIONS[name] = _function(op._opoverload, gradient, save, at_once)
+
+
+def _function(op: Any, gradient: Any, save: Any, at_once: Vmap | None) -> type[torch.autograd.Function]:
+    def vmap(info: Any, in_dims: Any, *args: Any) -> tuple[Tensor, int]:
+        made = at_once(info.batch_size, in_dims, args) if at_once else None
+        return made or _one_by_one(made_function.apply, info.batch_size, in_dims, args)
+
+    def jvp(ctx: Any, *tangents: Any) -> NoReturn:
+        raise InvalidInput(NO_TANGENT)
+
+    of_class = {"forward": op, "setup_context": save, "backward": gradient, "jvp": jvp, "vmap": vmap}
+    statics = {key: staticmethod(each) for key, each in of_class.items()}
+    made_function = type(f"Transformed_{op._schema.name.split('::')[1]}", (torch.autograd.Function,), statics)
+    return made_function
+
+
+def _one_by_one(run: Callable[..., Tensor], size: int, in_dims: Any, args: Any) -> tuple[Tensor, int]:
+    if not size:
+        raise InvalidInput("vmap over a dim of size 0: there is nothing to multiply")
+    each = [
+        run(
+            *(
+                x if dim is None or not isinstance(x, Tensor) else _item(x, dim, i)
+                for x, dim in zip(args, in_dims, strict=True)
+            )
+        )
+        for i in range(size)
+    ]
+    if each[0].stride(-1) == 1:
+        return torch.stack(each), 0
+    return torch.stack([x.mT for x in each]).mT, 0  # columns stay contiguous, as callers expect
+
+
+def _item(x: Tensor, dim: int, i: int) -> Tensor:
+    """Item i, copied if neither its rows nor its columns are contiguous."""
+    found = x.select(dim, i)
+    return found if 1 in found.stride()[-2:] else found.contiguous()
+
+
+def _check_no_tangent(tensors: tuple[Tensor | None, ...]) -> None:
+    # What torch.compile traces does not tell its tangents.
+    if torch.compiler.is_compiling() or any(
+        x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors
+    ):
+        raise InvalidInput(NO_TANGENT)
