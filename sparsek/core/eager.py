@@ -13,6 +13,16 @@ Given = ParamSpec("Given")
 Made = TypeVar("Made")
 
 
+def untransformed(build: Callable[[], Made]) -> Made:
+    """What `build()` makes of plain tensors, also inside torch.func, whose wrapped ones nobody could use afterwards."""
+    if not torch._C._are_functorch_transforms_active():
+        return build()
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    with temporarily_clear_interpreter_stack():
+        return build()
+
+
 # Not empty while a function that `constant` decorates runs.
 _CONSTANT: list[None] = []
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
+from sparsek.core.eager import untransformed
 from sparsek.core.errors import InvalidInput
 
 INT32_MAX = 2**31 - 1
@@ -151,14 +152,15 @@ class BlockPattern:
     def derived(self, key: Hashable, build: Callable[[], Made]) -> Made:
         """What `build()` returned the first time it was asked for under `key`. Plans and schedules live here.
 
-        `build` runs outside inference mode: tensors made inside it could never be saved for a backward pass.
-        Inside torch.compile nothing is kept: what is made there belongs to its graph.
+        `build` runs outside inference mode and torch.func: tensors made inside it could never be saved for a backward
+        pass, and those of torch.func end with it. Inside torch.compile nothing is kept: what is made there belongs to
+        its graph.
         """
         if torch.compiler.is_compiling():
             return self._memo[key] if key in self._memo else build()
         if key not in self._memo:
             with torch.inference_mode(False):
-                self._memo.setdefault(key, build())
+                self._memo.setdefault(key, untransformed(build))
         return self._memo[key]
 
     def to(self, device: str | int | torch.device) -> BlockPattern:

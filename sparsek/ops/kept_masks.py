@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, is_gradtrackingtensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from sparsek.core.eager import untransformed
 from sparsek.core.errors import InvalidInput
 from sparsek.formats.block_mask import BlockMask
 from sparsek.plan.made import Made, follow
@@ -46,16 +47,6 @@ def kept_mask(key: Hashable, build: Callable[[], BlockMask]) -> BlockMask:
     while len(_MASKS) > LIMIT:
         _MASKS.pop(next(iter(_MASKS)), None)
     return mask
-
-
-def untransformed(build: Callable[[], Result]) -> Result:
-    """What `build()` gives. Inside of what torch.func transforms tensors would be wrapped, and of no use afterwards."""
-    if torch._C._functorch.peek_interpreter_stack() is None:  # type: ignore[attr-defined]
-        return build()
-    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-
-    with temporarily_clear_interpreter_stack():
-        return build()
 
 
 def values_of(x: Tensor, name: str) -> Tensor:

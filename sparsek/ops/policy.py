@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparsek.core.eager import constant, eager
+from sparsek.core.eager import constant, eager, untransformed
 from sparsek.core.errors import InvalidInput
 from sparsek.formats.block_mask import BlockMask
 from sparsek.formats.mask_best import best_blocks
@@ -19,7 +19,7 @@ from sparsek.formats.mask_documents import Documents, Near, Scene, documents_mas
 from sparsek.formats.mask_parts import Frame
 from sparsek.formats.mask_rows import as_count, mask_block
 from sparsek.formats.pattern import as_device
-from sparsek.ops.kept_masks import edges_of, kept_mask, untransformed, values_of
+from sparsek.ops.kept_masks import edges_of, kept_mask, values_of
 
 
 class Visible(NamedTuple):

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sparsek.core import device as devices
 from sparsek.core import dtypes
+from sparsek.core.eager import untransformed
 from sparsek.core.errors import InvalidInput
 from sparsek.formats.bsr import BSR
 from sparsek.formats.pattern import BlockPattern
@@ -86,7 +87,7 @@ def spgemm(
                     'out="bsr" does not go through torch.compile, as the number of blocks depends on the patterns; '
                     'make the pattern outside, spgemm(A, B, "bsr").pattern, and hand it over as out='
                 )
-            out = transforms.untransformed(lambda: _matched(A, B, None)).matches.pattern
+            out = untransformed(lambda: _matched(A, B, None)).matches.pattern
         indptr, indices, _ = flat.flat_pattern(out)
         return BSR.unchecked(out, transforms.call("spgemm", *both, indptr, indices, kernel))
     found = _cached_plan(A, B, out, kernel)

@@ -58,16 +58,6 @@ def refuse(what: str) -> None:
         raise InvalidInput(f"{what} inside a function that torch.func transforms; leave it away there")
 
 
-def untransformed(build: Callable[[], Made]) -> Made:
-    """What `build()` makes of plain tensors; torch.func would wrap it, and it would be of no use afterwards."""
-    if not active():
-        return build()
-    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-
-    with temporarily_clear_interpreter_stack():
-        return build()
-
-
 def call(name: str, *args: Any) -> Tensor:
     """The op `sparsek::name`, in the form that torch.func can transform where it does."""
     if active():

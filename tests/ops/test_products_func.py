@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd import forward_ad
 
 import sparsek as sk
@@ -294,3 +295,11 @@ def test_a_layer_under_torch_func_may_be_written_to_in_place(a: BSR):
 
     x = draw(3, a.shape[1])
     close(torch.func.grad(loss)(x), 2 * (x @ a.to_dense().T + 1) @ a.to_dense())
+
+
+def test_what_a_pattern_keeps_is_plain_also_if_it_was_first_wanted_inside() -> None:
+    a, b = sk.random_bsr(64, 48, 16, 0.5), torch.randn(64, 8)
+    found = torch.func.grad(lambda b: (a.T @ b).sum())(b)
+    assert torch.allclose(found, a.to_dense().sum(1, keepdim=True).expand(64, 8), atol=1e-5)
+    assert torch.allclose(a.T @ b, a.to_dense().T @ b, atol=1e-5)
+    assert not any(is_functorch_wrapped_tensor(x) for x in (a.T.pattern.indptr, a.T.pattern.indices))
