@@ -33,7 +33,7 @@ def test_it_deals_right_in_the_interpreter() -> None:
 
 @pytest.mark.parametrize("lanes", [128, 256, 512])
 def test_a_warp_holds_every_cta_in_registers(lanes: int) -> None:
-    types = {name: "*i32" for name in ("ticks", "cta", "start")}
+    types = {"ticks": "*i32", "cta": "*i32", "start": "*i32"}
     code = compiled(portable._deal, types, {"LANES": lanes}, H200, 1, 3)
     assert code.stack == 0
     assert code.registers <= 128
