@@ -68,7 +68,7 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
 
 
 class Attention(torch.autograd.Function):
-    """(out, lse) of q, k and v. Not for torch.func, whose way of saving costs another 15 us of the host's time."""
+    """(out, lse) of q, k and v. Not for torch.func, whose way of saving takes the host longer."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor | None]:

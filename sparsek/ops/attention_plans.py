@@ -146,7 +146,7 @@ def cached_grad_plan(
 def check_backward_kernel(
     q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, kernel: str | None, deterministic: bool
 ) -> None:
-    """Unsupported, with its reasons, where `kernel` cannot give the gradients. Costs 10 us once it was asked."""
+    """Unsupported, with its reasons, where `kernel` cannot give the gradients."""
     fixed = deterministic or torch.are_deterministic_algorithms_enabled()
     layout = operands.backward_layout(q, k, v)
     _choice(grad_problem(q, k, v, mask, layout, fixed, devices.card_of(q.device)), kernel)

@@ -20,7 +20,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from sparsek.core import dtypes
 from sparsek.kernels.hopper import attention_bwd, attention_fwd, sddmm, spmm
-from sparsek.kernels.prims.gluon import shared_layout
+from sparsek.kernels.prims.gluon import describe_heads, shared_layout
 from tests.kernels import sass
 from tests.kernels.sass import Loop
 
@@ -123,8 +123,8 @@ def _attention(c: attention_fwd.Config, dtype: str) -> tuple[Any, str, dict[str,
     )
     described = {
         "q_desc": attention_fwd._rows(q, c.pack, c.dim),
-        "k_desc": attention_fwd._keys(k, c.keys, c.dim),
-        "v_desc": attention_fwd._keys(v, c.keys, c.v_dim),
+        "k_desc": describe_heads(k, c.keys, c.dim),
+        "v_desc": describe_heads(v, c.keys, c.v_dim),
         "o_desc": attention_fwd._rows(o, c.pack, c.v_dim),
     }
     types = {name: _descriptor(each.box, dtype) for name, each in described.items()} | {"scale": "fp32"}

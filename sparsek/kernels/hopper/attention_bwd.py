@@ -45,7 +45,14 @@ from sparsek.kernels.portable.attention_dealt import deal
 from sparsek.kernels.portable.attention_delta import cast_scaled, prepare_rows
 from sparsek.kernels.prims import tma_sums
 from sparsek.kernels.prims.dq_slots import exchanged, staged, wait_for_dq
-from sparsek.kernels.prims.gluon import Described, launch_on, tma_load, tma_store, tma_store_wait
+from sparsek.kernels.prims.gluon import (
+    Described,
+    describe_heads,
+    launch_on,
+    tma_load,
+    tma_store,
+    tma_store_wait,
+)
 from sparsek.kernels.prims.tma_sums import acquire, release, seen, tma_add, tma_written
 from sparsek.kernels.prims.transposed_rules import allowed
 from sparsek.plan.attention_grad_schedule import (
@@ -268,7 +275,8 @@ def step(
     s = warpgroup_mma_wait(1, deps=(s,))  # S is there, dP still runs
     if MASKED:
         if entry >= 0:
-            low = rows_s.index(NUMBERS * slot + NUMBERS - 2)  # read if rules are intervals, as are these two
+            # A stage's last two rows of numbers are bounds where the rules need them, and are not read elsewhere.
+            low = rows_s.index(NUMBERS * slot + NUMBERS - 2)
             high = rows_s.index(NUMBERS * slot + NUMBERS - 1)
             s = allowed(T, s, entry, key + HALF * 64, pos, rules, bits, low, high, kv_len)
     p = gl.exp2(s * scale - gl.expand_dims(rows_s.index(NUMBERS * slot).reshape((64,)).load(COL), 0))
@@ -513,14 +521,13 @@ class HopperAttentionGrad:
         """Steps of an SM, what every tile takes to begin and end, and a pass over rows before and after.
 
         Constants are of an H200 (2026-11-21, scripts): a step takes 1.38 times its products at 2048 multiply-adds a
-        cycle and 1.6 GHz, at least 1.5 us; a tile 10 us more; adding dQ in order 1.2 times as long, with one half 1.55.
+        cycle and 1.6 GHz, at least 1.5 us; a tile 10 us more.
         """
         steps = p.visited * (p.block[0] // 64)
         mma = 64 * c.keys * (3 * c.dim + 2 * c.v_dim) / (2048 * 1.6e9)
         tiles = p.batch * p.kv_heads * p.grid[1]
         busy = (steps * max(1.5e-6, 1.38 * mma) + tiles * 1e-5) / p.card.sm_count
-        if c.ordered:
-            busy *= 1.2 if c.halves == 2 else 1.55
+        busy *= _price(c)
         rows = p.batch * p.q_heads * p.q_len
         around = rows * (4 * p.v_dim + (8 if c.ordered else 12) * c.dim + 2 * p.dim) / p.card.bandwidth
         return busy + around + 4 * p.card.launch_seconds
@@ -529,9 +536,8 @@ class HopperAttentionGrad:
         rows = p.batch * p.q_heads * padded_rows(p)
         found = [f"dQ is summed in float32: workspace of {rows * (c.dim * 4 + 8) / 1e6:.4g} MB a call"]
         if c.ordered:
-            slower = 1.2 if c.halves == 2 else 1.55
             found.append(
-                f"dQ is added in a fixed order; deterministic=False takes about 1/{slower} of the time"
+                f"dQ is added in a fixed order; timed by scripts, deterministic=False is {_price(c)} times as fast"
             )
         if (c.dim, c.v_dim) != (p.dim, p.v_dim):
             found.append(f"heads of {p.dim}/{p.v_dim} are computed as {c.dim}/{c.v_dim}")
@@ -561,10 +567,11 @@ class HopperAttentionGrad:
         lists = 1 if bounds is None else bounds[0].numel() // rows
         held = known if bounds is None else bounds.view(-1, 64)
         args = (
-            _boxed(q, c.dim), _boxed(k, c.dim), _boxed(v, c.v_dim), _boxed(grad, c.v_dim),
+            describe_heads(q, 64, c.dim), describe_heads(k, 64, c.dim),
+            describe_heads(v, 64, c.v_dim), describe_heads(grad, 64, c.v_dim),
             *(Described(x, tuple(x.shape), (64, 1), (1, 64)) for x in (known, held)),
             Described(acc, tuple(acc.shape), tuple(acc.stride()), (1, 64, c.dim)),
-            _boxed(dk, c.dim), _boxed(dv, c.v_dim), made.tiles, made.starts, made.visits,
+            describe_heads(dk, 64, c.dim), describe_heads(dv, 64, c.v_dim), made.tiles, made.starts, made.visits,
             *(none if x is None or x.numel() == 0 else x for x in (mask.rules, mask.bits)), turns,
             scale * log2(e), scale, k.shape[2], rows, len(known) // 2, heads,
             mask.heads * rows if lists > 1 and mask.batch > 1 else 0, rows if lists > 1 and mask.heads > 1 else 0,
@@ -576,9 +583,9 @@ class HopperAttentionGrad:
         cast_scaled(acc.view(batch, heads, rows, c.dim), scale, dq, turns if c.ordered else None)
 
 
-def _boxed(x: Tensor, dim: int) -> Described:
-    """TMA description of [B, H, L, D], 64 rows of one head at a time."""
-    return Described(x, tuple(x.shape), (*x.stride()[:3], 1), (1, 1, 64, dim))
+def _price(c: Config) -> float:
+    """How much longer adding dQ in order takes (H200, 2026-11-21, scripts)."""
+    return (1.2 if c.halves == 2 else 1.55) if c.ordered else 1.0
 
 
 KERNEL: AttentionGradKernel = HopperAttentionGrad()

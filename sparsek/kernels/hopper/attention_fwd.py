@@ -43,7 +43,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from sparsek.formats.block_mask import BlockMask
 from sparsek.kernels.portable.attention_merge import merge_parts
-from sparsek.kernels.prims.gluon import Described, launch_on, tma_load, tma_store, tma_store_wait
+from sparsek.kernels.prims.gluon import (
+    Described,
+    describe_heads,
+    launch_on,
+    tma_load,
+    tma_store,
+    tma_store_wait,
+)
 from sparsek.kernels.prims.softmax import by_bits, by_interval, prefetch, rescaled, softmax, unpacked
 from sparsek.plan import attention_schedule as tiling
 from sparsek.plan.attention_schedule import FIELDS, Schedule, Shape
@@ -511,8 +518,7 @@ class HopperAttention:
         return found
 
     def prepare(self, p: AttentionProblem, c: Config, mask: BlockMask) -> Work:
-        none = torch.zeros(4, dtype=torch.int32, device=mask.device)
-        return Work(tiling.schedule(p, mask, self._shape(p, c)), none)
+        return Work(tiling.schedule(p, mask, self._shape(p, c)), mask.full.counts.new_zeros(4))
 
     def launch(
         self,
@@ -538,8 +544,8 @@ class HopperAttention:
         lists = (mask.partial.indices, mask.full.indices, mask.rules, mask.bits, *bounds)
         args = (
             _rows(q, c.pack, c.dim),
-            _keys(k, c.keys, c.dim),
-            _keys(v, c.keys, c.v_dim),
+            describe_heads(k, c.keys, c.dim),
+            describe_heads(v, c.keys, c.v_dim),
             _rows(whole, c.pack, c.v_dim),
             schedule.tiles,
             schedule.count,
@@ -589,11 +595,6 @@ def _rows(x: Tensor, pack: int, dim: int) -> Described:
     """TMA description of q or out: 64 rows of [query, head of the pack]."""
     (b, h, s, d), (sb, sh, ss, _) = x.shape, x.stride()
     return Described(x, (b, h // pack, s, pack, d), (sb, sh * pack, ss, sh, 1), (1, 1, 64 // pack, pack, dim))
-
-
-def _keys(x: Tensor, keys: int, dim: int) -> Described:
-    """TMA description of k or v: one step's keys of one head."""
-    return Described(x, tuple(x.shape), (*x.stride()[:3], 1), (1, 1, keys, dim))
 
 
 KERNEL: AttentionKernel = HopperAttention()

@@ -1,7 +1,7 @@
 """Which CTA takes which tile of a line, on the GPU: plan/attention_grad_schedule.py's `deal` in plain Triton.
 
-One warp goes along the line. It holds when each CTA is through, finds the first, gives it the tile, and goes on: about
-a tenth of a microsecond a tile, without a sync.
+One warp goes along the line. It holds when each CTA is through, finds the first, gives it the tile, and goes on,
+without a sync.
 """
 
 from typing import Any

@@ -21,8 +21,7 @@ With a pattern that is wanted the cells are its blocks, and the columns are read
 no table of A or B, no atomics: the same patterns give the same lists, bit for bit those of plan/matches.py.
 
 The host limits it: launches, allocations, one wait. The device looks up nnzb(A) * Nb cells in each walk, each in
-about log2 of the longest row's blocks steps: 4 million for 32768 squared in blocks of 64 with 3 % stored, for which the
-three kernels took 15, 6 and 18 us on an H200 (2026-11-21).
+about log2 of the longest row's blocks steps: 4 million for 32768 squared in blocks of 64 with 3 % stored.
 """
 
 from typing import Any

@@ -15,7 +15,7 @@ blocks 16 wide still fill a wide dot. Blocks higher than tile_m are several prog
 Rows and columns of block rows and columns without blocks are never read. What lies outside the matrix becomes 0, NaN
 in X or Y or not. Each element is one sum in fixed order. X and Y may lie in memory in any way.
 
-Arithmetic limits it where tiles are 64 high or more. Not measured yet (2026-11-21).
+Arithmetic limits it where tiles are 64 high or more.
 """
 
 import math
@@ -218,7 +218,7 @@ class PortableSddmm:
 
     def seconds(self, p: SddmmProblem, c: Config) -> float:
         """Launch + the longest of: arithmetic of whole tiles in whole waves, at portable.spmm's rate for tile_m;
-        compulsory bytes at 80 % of copy bandwidth; X and Y tiles from L2. Not measured yet (2026-11-21)."""
+        compulsory bytes at 80 % of copy bandwidth; X and Y tiles from L2."""
         programs = _count(p, c) * _subs(p, c)
         if p.on_cpu:  # the interpreter: about a millisecond for each program and step
             return 1e-3 * programs * (1 + p.k / c.tile_k)

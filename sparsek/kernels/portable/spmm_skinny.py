@@ -295,8 +295,7 @@ class PortableSpmmSkinny:
     def default(self, p: SpmmProblem) -> Config:
         """The first of `configs` whose rows are whole, if they are even and half of the SMs have one; else the first.
 
-        H200, bf16, 4096 x 16384, block 128, 12.5 %: 64 programs with rows of 16 blocks took 5.4 us, four times as many
-        with rows in parts 6.9 us (2026-11-21).
+        Few programs with whole rows were faster than four times as many with rows in parts (docs/lab-notes.md).
         """
         found = list(self.configs(p))
         mean = p.nnzb / max(1, p.grid[0])

@@ -46,7 +46,7 @@ class Described(NamedTuple):
     base: Tensor
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    box: tuple[int, int]
+    box: tuple[int, ...]
     padding: str = "zero"
 
 
@@ -56,6 +56,11 @@ def describe(tensor: Tensor, box: tuple[int, int]) -> Described:
     A matrix of one column may have any last stride.
     """
     return Described(tensor, tensor.shape, (tensor.stride(0), 1), box)
+
+
+def describe_heads(tensor: Tensor, rows: int, dim: int) -> Described:
+    """TMA description of [B, H, L, D], `rows` rows of one head at a time, filled up with zeros to `dim` columns."""
+    return Described(tensor, tuple(tensor.shape), (*tensor.stride()[:3], 1), (1, 1, rows, dim))
 
 
 def describe_transposed(tensor: Tensor, box: tuple[int, int]) -> Described:
