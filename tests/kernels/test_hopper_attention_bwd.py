@@ -128,10 +128,11 @@ def test_configs_differ_by_their_texts() -> None:
         assert str(replace(base, **{field.name: new})) != str(base), field.name
 
 
-def test_every_ring_fits_and_a_slot_belongs_to_one_warpgroup_where_they_take_turns() -> None:
+def test_every_ring_fits_and_a_barrier_belongs_to_one_warpgroup_where_they_take_turns() -> None:
     for c in CONFIGS:
         assert c.smem_bytes <= H200.smem_bytes
-        assert c.halves == 2 or c.stages % 2 == 0
+        assert c.halves == 2 or c.barriers % 2 == 0
+        assert c.barriers % c.stages == 0
         assert c.halves == 1 or c.dq_slots == 2
 
 

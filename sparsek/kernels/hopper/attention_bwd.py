@@ -16,8 +16,9 @@ S and dP are computed transposed, so that P^T and dS^T are operands of wgmma whe
 second step each: with blocks of 128 keys from the dS of both (`halves` 2); with blocks of 64 keys both hold the same
 keys, each does every second step whole, and they add up dK and dV at the end (`halves` 1).
 
-A writer warp adds dQ to float32 in memory by TMA. Where that is to be deterministic every visit of a query tile has a
-ticket, given by the schedule in the order of its own clock, and waits for its turn.
+Each warpgroup has a writer warp, which adds its dQ to float32 in memory by TMA. Where that is to be deterministic every
+visit of a query tile has a ticket, given by the schedule in the order of its own clock, and waits for its turn. To see
+the turn, to add, to know it written and to pass the turn on takes longer than a step, hence two writers.
 """
 
 from __future__ import annotations
@@ -96,6 +97,13 @@ class Config:
         return self.block[0] // 64
 
     @property
+    def barriers(self) -> int:
+        """Barriers of a ring. Each is waited for by the same warpgroups every time: one that waits for every second
+        phase could not tell a phase from the last but one, so that with one half there are as many for each.
+        """
+        return self.stages * (2 if self.halves == 1 and self.stages % 2 else 1)
+
+    @property
     def row_slots(self) -> int:
         """Numbers of each query that a stage holds: lse and delta, and the bounds of its keys."""
         return 4 if self.interval else 2
@@ -113,7 +121,8 @@ class Config:
         return (
             2 * halves
             + 4 * (self.dq_slots * 64 * self.dim + spare)
-            + (256 * self.row_slots + 24) * self.stages
+            + 256 * self.row_slots * self.stages
+            + 24 * self.barriers
             + 512
         )
 
@@ -132,6 +141,7 @@ class Config:
 # Triton keeps compiled kernels by the text of device functions and constants. What Config computes from its fields, and
 # what builtins do, is in neither, so these files' own texts are a constant too.
 SOURCE = sha256(Path(__file__).read_bytes() + Path(tma_sums.__file__).read_bytes()).hexdigest()[:16]
+ORDER_PRICE = {2: 1.06, 1: 1.4}  # of adding dQ in order, by halves: H200, 2026-11-22, scripts
 TILE = gl.constexpr(TILE_FIELDS)
 VISIT = gl.constexpr(VISIT_FIELDS)
 
@@ -181,68 +191,65 @@ def load(
             for side in gl.static_range(2):
                 pos, h, entry, ticket = step_at(T, visits, first, pair, side)
                 slot = at % T.stages
-                # Until nobody reads the Q and dO in this slot.
-                mbarrier.wait(ring_empty.index(slot), (at // T.stages & 1) ^ 1)
+                bar = at % T.barriers
+                # Until nobody reads the Q and dO in this slot, those of `stages` steps before.
+                freed = at + T.barriers - T.stages
+                mbarrier.wait(ring_empty.index(freed % T.barriers), (freed // T.barriers & 1) ^ 1)
+                q_bar = q_full.index(bar)
+                do_bar = do_full.index(bar)
                 row = ((b * heads + h) * rows + pos) // 64
                 if T.interval:
                     if pair < masked:
                         bound = (b * bound_item + h // bound_group * bound_head + pos) // 64
-                        mbarrier.expect(q_full.index(slot), 64 * DIM * 2 + 3 * 256)
+                        mbarrier.expect(q_bar, 64 * DIM * 2 + 3 * 256)
+                        tma_load(bounds_desc, [bound, 0], q_bar, rows_s.index(NUMBERS * slot + 2))
                         tma_load(
-                            bounds_desc, [bound, 0], q_full.index(slot), rows_s.index(NUMBERS * slot + 2)
-                        )
-                        tma_load(
-                            bounds_desc,
-                            [bound + bound_plane, 0],
-                            q_full.index(slot),
-                            rows_s.index(NUMBERS * slot + 3),
+                            bounds_desc, [bound + bound_plane, 0], q_bar, rows_s.index(NUMBERS * slot + 3)
                         )
                     else:
-                        mbarrier.expect(q_full.index(slot), 64 * DIM * 2 + 256)
+                        mbarrier.expect(q_bar, 64 * DIM * 2 + 256)
                 else:
-                    mbarrier.expect(q_full.index(slot), 64 * DIM * 2 + 256)
-                tma_load(q_desc, [b, h, pos, 0], q_full.index(slot), q_s.index(slot))
-                tma_load(rows_desc, [row, 0], q_full.index(slot), rows_s.index(NUMBERS * slot))
-                mbarrier.expect(do_full.index(slot), 64 * VDIM * 2 + 256)
-                tma_load(do_desc, [b, h, pos, 0], do_full.index(slot), do_s.index(slot))
-                tma_load(rows_desc, [row + plane, 0], do_full.index(slot), rows_s.index(NUMBERS * slot + 1))
+                    mbarrier.expect(q_bar, 64 * DIM * 2 + 256)
+                tma_load(q_desc, [b, h, pos, 0], q_bar, q_s.index(slot))
+                tma_load(rows_desc, [row, 0], q_bar, rows_s.index(NUMBERS * slot))
+                mbarrier.expect(do_bar, 64 * VDIM * 2 + 256)
+                tma_load(do_desc, [b, h, pos, 0], do_bar, do_s.index(slot))
+                tma_load(rows_desc, [row + plane, 0], do_bar, rows_s.index(NUMBERS * slot + 1))
                 at += 1
 
 
 @gluon.jit
-def write(T: gl.constexpr, dq_desc, tiles, starts, visits, turns, heads, rows, dq_s, bars):
-    """Writer warp: adds the dQ of every step to memory; in order, the first of a tile is stored."""
+def write(
+    T: gl.constexpr, SIDE: gl.constexpr, dq_desc, tiles, starts, visits, turns, heads, rows, dq_s, bars
+):
+    """Writer warp of warpgroup SIDE: adds its dQ to memory; in order, the first of a query tile is stored."""
     kv_full, kv_empty, q_full, do_full, ring_empty, ds_full, dq_full, dq_empty, done = bars
     at = 0
     for t in range(gl.load(starts + gl.program_id(0)), gl.load(starts + gl.program_id(0) + 1)):
         b, g, key, first, masked, pairs = tile_at(tiles, t)
         for pair in range(pairs):
-            for side in gl.static_range(2):
-                pos, h, entry, ticket = step_at(T, visits, first, pair, side)
-                slot = at % T.dq_slots
-                row = b * heads + h
-                if T.ordered:
-                    turn = turns + row * (rows // 64) + pos // 64
-                    if ticket > 0:
-                        while seen(turn) < ticket:  # until those before have been added
-                            pass
-                        acquire()
-                mbarrier.wait(dq_full.index(side), at // 2 & 1)  # until warpgroup `side` has put dQ there
-                if T.ordered:
-                    if ticket == 0:
-                        tma_store(dq_desc, [row, pos, 0], dq_s.index(slot))
-                    elif ticket > 0:
-                        tma_add(dq_desc, [row, pos, 0], dq_s.index(slot))
-                else:
-                    tma_add(dq_desc, [row, pos, 0], dq_s.index(slot))
-                tma_store_wait(0)  # until TMA has read it
-                # The slot's next user is the same warpgroup where each has its own, else the other.
-                mbarrier.arrive(dq_empty.index((side + T.dq_slots) % 2), count=1)
-                if T.ordered:
-                    if ticket >= 0:
-                        tma_written()
-                        release(turn, ticket + 1)
-                at += 1
+            pos, h, entry, ticket = step_at(T, visits, first, pair, SIDE)
+            slot = SIDE % T.dq_slots
+            row = b * heads + h
+            if T.ordered:
+                turn = turns + row * (rows // 64) + pos // 64
+                if ticket > 0:
+                    while seen(turn) < ticket:  # until those before have been added
+                        pass
+                    acquire()
+            mbarrier.wait(dq_full.index(SIDE), at & 1)  # until warpgroup SIDE has put dQ there
+            if ticket == 0:
+                tma_store(dq_desc, [row, pos, 0], dq_s.index(slot))
+            else:
+                tma_add(dq_desc, [row, pos, 0], dq_s.index(slot))
+            tma_store_wait(0)  # until TMA has read it
+            # The slot's next user is the same warpgroup where each has its own, else the other.
+            mbarrier.arrive(dq_empty.index((SIDE + T.dq_slots) % 2), count=1)
+            if T.ordered:
+                if ticket >= 0:
+                    tma_written()
+                    release(turn, ticket + 1)
+            at += 1
 
 
 @gluon.jit
@@ -262,14 +269,15 @@ def step(
     rules, bits, kv_len = lists
     NUMBERS: gl.constexpr = T.row_slots
     slot = at % T.stages
-    phase = at // T.stages & 1
+    bar = at % T.barriers
+    phase = at // T.barriers & 1
     zero = gl.zeros((64, 64), gl.float32, S_LAYOUT)
     q = q_s.index(slot).reshape((64, DIM))
     do = do_s.index(slot).reshape((64, VDIM))
-    mbarrier.wait(q_full.index(slot), phase)  # until Q has landed
+    mbarrier.wait(q_full.index(bar), phase)  # until Q has landed
     k = k_s.index(HALF).reshape((64, DIM))
     s = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
-    mbarrier.wait(do_full.index(slot), phase)  # until dO has landed
+    mbarrier.wait(do_full.index(bar), phase)  # until dO has landed
     v = v_s.index(HALF).reshape((64, VDIM))
     dp = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(1, deps=(s,))  # S is there, dP still runs
@@ -295,7 +303,7 @@ def step(
         if T.halves == 2:
             mbarrier.wait(ds_full.index(SIDE), at // 2 & 1)  # until the other warpgroup's dS is there too
         dv, dk = warpgroup_mma_wait(0, deps=(dv, dk))
-        mbarrier.arrive(ring_empty.index(slot), count=1)  # dQ reads dS and K alone
+        mbarrier.arrive(ring_empty.index(bar), count=1)  # dQ reads dS and K alone
         dq = gl.zeros((64, DIM), gl.float32, DQ_LAYOUT)
         HALVES: gl.constexpr = T.halves
         for w in gl.static_range(HALVES):
@@ -308,7 +316,7 @@ def step(
         mbarrier.arrive(dq_full.index(WG), count=1)
     else:
         dk, dv = warpgroup_mma_wait(0, deps=(dk, dv))
-        mbarrier.arrive(ring_empty.index(slot), count=1)
+        mbarrier.arrive(ring_empty.index(bar), count=1)
     return dk, dv
 
 
@@ -400,6 +408,7 @@ def attention_bwd_kernel(
     """
     DTYPE: gl.constexpr = q_desc.dtype
     STAGES: gl.constexpr = T.stages
+    BARS: gl.constexpr = T.barriers
     HALVES: gl.constexpr = T.halves
     SLOTS: gl.constexpr = T.dq_slots
     VDIM: gl.constexpr = T.v_dim
@@ -421,9 +430,9 @@ def attention_bwd_kernel(
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     kv_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     kv_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    do_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    ring_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    q_full = gl.allocate_shared_memory(gl.int64, [BARS, 1], BARRIER)
+    do_full = gl.allocate_shared_memory(gl.int64, [BARS, 1], BARRIER)
+    ring_empty = gl.allocate_shared_memory(gl.int64, [BARS, 1], BARRIER)
     ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     dq_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     dq_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
@@ -431,7 +440,7 @@ def attention_bwd_kernel(
     mbarrier.init(kv_full, count=1)
     mbarrier.init(kv_empty, count=2)
     mbarrier.init(done, count=2)
-    for i in gl.static_range(STAGES):
+    for i in gl.static_range(BARS):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(do_full.index(i), count=1)
         mbarrier.init(ring_empty.index(i), count=HALVES)
@@ -457,10 +466,11 @@ def attention_bwd_kernel(
             (differentiate, (T, 0) + consumer),
             (differentiate, (T, 1) + consumer),
             (load, (T,) + producer),
-            (write, (T,) + writer),
+            (write, (T, 0) + writer),
+            (write, (T, 1) + writer),
         ],
-        [4, 1, 1],
-        [240, 24, 24],
+        [4, 1, 1, 1],
+        [240, 24, 24, 24],
     )
 
 
@@ -508,9 +518,13 @@ class HopperAttentionGrad:
     def configs(self, p: AttentionGradProblem) -> Iterable[Config]:
         dim, v_dim = (max(32, 1 << (side - 1).bit_length()) for side in (p.dim, p.v_dim))
         halves = p.block[1] // 64
+        if halves == 2:
+            rings = [(4, 2), (3, 2), (2, 2)]
+        elif p.deterministic:
+            rings = [(4, 2), (3, 2), (4, 1), (2, 2)]
+        else:  # nobody waits for a ticket with dQ in a slot, so that one slot is enough, used in turns
+            rings = [(4, 2), (4, 1), (3, 2), (2, 2)]
         found = []
-        # With one half a slot of the ring is one warpgroup's, so that stages are even.
-        rings = ((4, 2), (3, 2), (2, 2)) if halves == 2 else ((4, 2), (4, 1), (2, 2), (2, 1))
         for stages, slots in rings:
             c = Config(dim, v_dim, p.block, halves, stages, slots, p.by_interval, p.by_bits, p.deterministic)
             if c.smem_bytes <= p.card.smem_bytes:
@@ -527,7 +541,7 @@ class HopperAttentionGrad:
         mma = 64 * c.keys * (3 * c.dim + 2 * c.v_dim) / (2048 * 1.6e9)
         tiles = p.batch * p.kv_heads * p.grid[1]
         busy = (steps * max(1.5e-6, 1.38 * mma) + tiles * 1e-5) / p.card.sm_count
-        busy *= _price(c)
+        busy *= ORDER_PRICE[c.halves] if c.ordered else 1
         rows = p.batch * p.q_heads * p.q_len
         around = rows * (4 * p.v_dim + (8 if c.ordered else 12) * c.dim + 2 * p.dim) / p.card.bandwidth
         return busy + around + 4 * p.card.launch_seconds
@@ -536,8 +550,9 @@ class HopperAttentionGrad:
         rows = p.batch * p.q_heads * padded_rows(p)
         found = [f"dQ is summed in float32: workspace of {rows * (c.dim * 4 + 8) / 1e6:.4g} MB a call"]
         if c.ordered:
+            price = ORDER_PRICE[c.halves]
             found.append(
-                f"dQ is added in a fixed order; timed by scripts, deterministic=False is {_price(c)} times as fast"
+                f"dQ is added in a fixed order; by scripts, deterministic=False is {price} times as fast"
             )
         if (c.dim, c.v_dim) != (p.dim, p.v_dim):
             found.append(f"heads of {p.dim}/{p.v_dim} are computed as {c.dim}/{c.v_dim}")
@@ -581,11 +596,6 @@ class HopperAttentionGrad:
         options = {"launch_cooperative_grid": True} if c.ordered else None
         launch_on(q.device, attention_bwd_kernel, made.ctas, args, options)
         cast_scaled(acc.view(batch, heads, rows, c.dim), scale, dq, turns if c.ordered else None)
-
-
-def _price(c: Config) -> float:
-    """How much longer adding dQ in order takes (H200, 2026-11-21, scripts)."""
-    return (1.2 if c.halves == 2 else 1.55) if c.ordered else 1.0
 
 
 KERNEL: AttentionGradKernel = HopperAttentionGrad()
