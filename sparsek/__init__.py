@@ -11,9 +11,11 @@ from sparsek import nn
 from sparsek.core.errors import InvalidFile, InvalidInput, SparseKError, Unsupported
 from sparsek.formats.block_mask import BlockMask
 from sparsek.formats.bsr import BSR
+from sparsek.formats.bsr24 import BSR24
 from sparsek.formats.io import load, save
 from sparsek.formats.pattern import BlockPattern
 from sparsek.formats.random import random_bsr
+from sparsek.formats.semi24 import Semi24
 from sparsek.ops.attention import attention, plan_attention, plan_attention_backward
 from sparsek.ops.attention_varlen import attention_varlen
 from sparsek.ops.linear import linear, swiglu
@@ -28,12 +30,14 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BSR",
+    "BSR24",
     "BlockMask",
     "BlockPattern",
     "InvalidFile",
     "InvalidInput",
     "MaskPolicy",
     "Plan",
+    "Semi24",
     "SparseKError",
     "Unsupported",
     "attention",
