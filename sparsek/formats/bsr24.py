@@ -5,14 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree
 
+from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.formats import two_four
-from sparsek.formats.bsr import BSR, padding_nonzeros
-from sparsek.formats.pattern import BlockPattern
+from sparsek.formats.bsr import BSR, padding_of
+from sparsek.formats.pattern import BlockPattern, block_sides
 
 LEAVES = ("pattern", "values", "meta")
 BLOCK_STEP = 64
@@ -38,12 +40,10 @@ class BSR24(two_four.Multiplied):
     def __post_init__(self) -> None:
         if not isinstance(self.pattern, BlockPattern):
             raise InvalidInput(f"pattern must be a BlockPattern, got {type(self.pattern).__name__}")
-        _check_block(self.pattern)
+        _check_block(self.pattern.block)
         _check_values(self)
-        count, at, nibble = two_four.malformed(self.meta)
-        if count:
-            raise InvalidInput(two_four.fault(count, 2 * self.meta.numel(), nibble, at))
-        outside = padding_nonzeros(self.to_bsr()) if self.pattern.is_ragged else 0
+        two_four.check_nibbles(self.meta)
+        outside = _padding_nonzeros(self)
         if outside:
             raise InvalidInput(
                 f"{outside} values outside a {self.shape[0]}x{self.shape[1]} matrix in blocks of "
@@ -80,8 +80,8 @@ class BSR24(two_four.Multiplied):
 
     @property
     def density(self) -> float:
-        """Stored values over all elements of the grid of blocks: half the density of the pattern."""
-        return self.pattern.density / 2
+        """Stored blocks over all blocks, as of a BSR; half as many values are stored."""
+        return self.pattern.density
 
     @property
     def dtype(self) -> torch.dtype:
@@ -116,9 +116,48 @@ class BSR24(two_four.Multiplied):
 
     @classmethod
     def from_bsr(cls, a: BSR, *, exact: bool = False) -> BSR24:
-        """The pattern of a BSR, and of every four neighbours in the rows of its blocks the two of largest magnitude."""
-        _check_block(a.pattern)
-        return cls.unchecked(a.pattern, *two_four.pack(a.logical_values()))
+        """The pattern of a BSR, and two of every four neighbours in the rows of its blocks, whose sides 64 divides.
+
+        The two of largest magnitude; of equal ones, and of NaN, which counts as largest, the lower columns. A -0.0
+        that is not kept becomes 0.0. `exact=True` refuses to drop a nonzero: then at most two of every four may not
+        be zero; one sync. Otherwise none. Differentiable in a's values. A `.T` view is copied first. Raises
+        InvalidInput, which counts the groups that have too many nonzeros and tells where the first one is.
+        """
+        if not isinstance(a, BSR):
+            raise InvalidInput(
+                f"expected a BSR, got {two_four.describe(a)}; a dense matrix goes to BSR24.from_dense"
+            )
+        _check_block(a.block)
+        values = a.logical_values()
+        if exact:
+            _refuse_crowded(a.pattern, values != 0, "nonzeros", "without exact=True the two largest are kept")
+        return cls.unchecked(a.pattern, *two_four.pack(values))
+
+    @classmethod
+    def from_dense(
+        cls,
+        w: Tensor,
+        block: int | tuple[int, int],
+        *,
+        mask: Tensor | None = None,
+        threshold: float | None = None,
+        keep: float | None = None,
+        scope: str = "global",
+        exact: bool = False,
+    ) -> BSR24:
+        """Blocks of a dense w [M, K], chosen as `BSR.from_dense` does, by `mask`, `threshold` or `keep`, then 2:4.
+
+        `keep` is the fraction of blocks to store, those of largest Frobenius norm before 2:4: half as many values. In
+        the stored blocks two of every four neighbours are kept as by `from_bsr`, which `exact` is for too. A mask of
+        elements [M, K] must be true at most twice in every four neighbours; it and `exact` take a sync each.
+        """
+        sides = block_sides(block)
+        _check_block(sides)
+        made = BSR.from_dense(w, sides, mask=mask, threshold=threshold, keep=keep, scope=scope)
+        if mask is not None and mask.shape == w.shape and mask.shape != made.grid:
+            flags = BSR.from_dense(mask.to(w.dtype), sides, mask=mask).values != 0
+            _refuse_crowded(made.pattern, flags, "elements of the mask", "a mask for 2:4 has at most two")
+        return cls.from_bsr(made, exact=exact)
 
     def to_bsr(self) -> BSR:
         """The same matrix with all the values of its blocks, on the same pattern. No sync. Differentiable."""
@@ -128,11 +167,49 @@ class BSR24(two_four.Multiplied):
         """The dense matrix [M, K], contiguous, in `dtype` or its own. No sync. Differentiable in the values."""
         return self.to(dtype=dtype).to_bsr().to_dense()
 
+    def kept_norm(self, w: Tensor) -> float:
+        """How much of the dense w [M, K] that this was made from is kept: ||values|| / ||w||, Frobenius. One sync."""
+        return two_four.kept_norm(self, w)
 
-def _check_block(pattern: BlockPattern) -> None:
-    if any(side % BLOCK_STEP for side in pattern.block):
+    def __repr__(self) -> str:
+        size, block = f"{self.shape[0]}x{self.shape[1]}", f"block {self.block[0]}x{self.block[1]}"
+        if not isinstance(self.values, Tensor):
+            return f"BSR24({size}, {block}, values not concrete)"
+        return (
+            f"BSR24({size} {dtypes.name(self.dtype)}, {block}, {self.pattern.summary}, "
+            f"{two_four.megabytes(self)}, {self.device})"
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return BSR24, (self.pattern, self.values, self.meta)
+
+
+def _padding_nonzeros(a: BSR24) -> int:
+    """How many values outside the true shape are not zero; NaN counts. Syncs only if a side is ragged."""
+    if not a.pattern.is_ragged:
+        return 0
+    at, outside = padding_of(a.pattern)
+    edge = two_four.unpack(*(part.detach().index_select(0, at) for part in (a.values, a.meta)))
+    return int(torch.count_nonzero(edge.masked_fill(~outside, 0)))
+
+
+def _refuse_crowded(pattern: BlockPattern, flags: Tensor, what: str, hint: str) -> None:
+    count, at = two_four.crowded(flags)
+    if count:
+        p, row, group = at
+        indptr, indices = pattern.host
+        row += pattern.block[0] * (int(np.searchsorted(indptr, p, side="right")) - 1)
+        group += pattern.block[1] * int(indices[p]) // two_four.GROUP
         raise InvalidInput(
-            f"block {pattern.block[0]}x{pattern.block[1]}: the sides of 2:4 blocks must be multiples of {BLOCK_STEP}"
+            f"{count} of {flags.numel() // two_four.GROUP} groups of four neighbours in the stored blocks have more "
+            f"than two {what}; the first is {two_four.group_place(row, group)}; {hint}"
+        )
+
+
+def _check_block(block: tuple[int, int]) -> None:
+    if any(side % BLOCK_STEP for side in block):
+        raise InvalidInput(
+            f"block {block[0]}x{block[1]}: the sides of 2:4 blocks must be multiples of {BLOCK_STEP}"
         )
 
 

@@ -1,8 +1,9 @@
 """Saving and loading: one or several matrices and block masks in one .safetensors file.
 
-A matrix `w` is three tensors: `w.indptr` int32 [Mb+1], `w.indices` int32 [nnzb], `w.values` [nnzb, bm, bk]. A block
-mask `m` is those that it consists of, all int32: `m.full_starts`, `m.full_counts`, `m.full_indices`, the same three of
-`partial`, and of `m.lo`, `m.hi`, `m.rules`, `m.bits` those that it has.
+A BSR `w` is three tensors: `w.indptr` int32 [Mb+1], `w.indices` int32 [nnzb], `w.values` [nnzb, bm, bk]. A BSR24 has
+`w.values` [nnzb, bm, bk/2] and a fourth, `w.meta` uint8 [nnzb, bm, bk/8]. A Semi24 `w` is `w.values` [M, K/2] and
+`w.meta` uint8 [M, K/8]. A block mask `m` is those that it consists of, all int32: `m.full_starts`, `m.full_counts`,
+`m.full_indices`, the same three of `partial`, and of `m.lo`, `m.hi`, `m.rules`, `m.bits` those that it has.
 The metadata in the header holds what tensors cannot: `sparsek`, a JSON text with the version and for every object its
 kind, sizes and the CRC-32 of its bytes; and `sparsek.crc32`, the CRC-32 of that text. So damage anywhere is found on
 load. Any safetensors reader can open such a file.
@@ -27,7 +28,9 @@ from sparsek.core import dtypes
 from sparsek.core.errors import InvalidFile, InvalidInput
 from sparsek.formats.block_mask import BlockMask
 from sparsek.formats.bsr import BSR
-from sparsek.formats.io_kinds import TAGS, Kind, Record, kind_of_object, kind_of_record
+from sparsek.formats.bsr24 import BSR24
+from sparsek.formats.io_kinds import INTEGER_TAGS, TAGS, Kind, Record, kind_of_object, kind_of_record
+from sparsek.formats.semi24 import Semi24
 
 VERSION = 1
 SINGLE = "matrix"  # the name of an object that was saved alone, a mask too: the format is older than masks
@@ -35,11 +38,11 @@ HEADER_LIMIT = 100_000_000  # the limit of the safetensors format
 ALIGNMENT = 64
 
 StrPath = str | os.PathLike[str]
-Saved: TypeAlias = BSR | BlockMask
+Saved: TypeAlias = BSR | Semi24 | BSR24 | BlockMask
 
 
 def save(obj: Saved | Mapping[str, Saved], path: StrPath) -> None:
-    """Write a BSR or a BlockMask, or a dict of them by name, to `path` in the safetensors format.
+    """Write a BSR, Semi24, BSR24 or BlockMask, or a dict of them by name, to `path` in the safetensors format.
 
     The file appears whole or not at all: it is written beside `path`, flushed to disk and renamed over it.
     What is on a GPU is copied to the host first. A `.T` view is written as the matrix that it views, with a
@@ -58,7 +61,7 @@ def save(obj: Saved | Mapping[str, Saved], path: StrPath) -> None:
 
 
 def load(path: StrPath, name: str | None = None, device: torch.device | str = "cpu") -> Any:
-    """Read what `save` wrote: a BSR, a BlockMask or a dict of them, as it was; with `name`, that one of the dict.
+    """Read what `save` wrote, a matrix, a mask or a dict of them, as it was; with `name`, that one of the dict.
 
     Everything read is checked. Raises InvalidFile, which names the file and the fault, for a file that is
     damaged, hostile or not SparseK's; InvalidInput, which lists near matches, for a name that is not there.
@@ -122,7 +125,9 @@ def unknown_name(path: StrPath, name: str, names: Mapping[str, Any]) -> InvalidI
 def _checked(objects: Any) -> dict[str, tuple[Saved, Kind]]:
     if not isinstance(objects, Mapping):
         found = type(objects).__name__
-        raise InvalidInput(f"save takes a BSR, a BlockMask or a dict of them by name, not {found}")
+        raise InvalidInput(
+            f"save takes a BSR, Semi24, BSR24, BlockMask or a dict of them by name, not {found}"
+        )
     checked: dict[str, tuple[Saved, Kind]] = {}
     for name, each in objects.items():
         if not isinstance(name, str) or not name:
@@ -131,7 +136,9 @@ def _checked(objects: Any) -> dict[str, tuple[Saved, Kind]]:
             raise InvalidInput(f"the name {name!r} holds characters that cannot be printed")
         kind = kind_of_object(each)
         if kind is None:
-            raise InvalidInput(f"{name!r} is {type(each).__name__}; save takes BSR matrices and block masks")
+            raise InvalidInput(
+                f"{name!r} is {type(each).__name__}; save takes BSR, Semi24, BSR24 and BlockMask"
+            )
         checked[name] = each, kind
     return checked
 
@@ -149,14 +156,14 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 
 def _write(file: BinaryIO, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Header length, header, bytes. Values come first: their sizes are multiples of 512 bytes, so that every
-    block of a file that is mapped into memory is aligned."""
+    """Header length, header, bytes. Values of blocks come first: their sizes are multiples of 512 bytes, so that every
+    block of a file that is mapped into memory is aligned. Single bytes come last: any size may end them."""
     header: dict[str, Any] = {"__metadata__": metadata}
-    order = sorted(tensors, key=lambda name: not name.endswith(".values"))
+    order = sorted(tensors, key=lambda name: _rank(name, tensors[name]))
     end = 0
     for name in order:
         tensor = tensors[name]
-        tag = "I32" if tensor.dtype is torch.int32 else TAGS[dtypes.name(tensor.dtype)]
+        tag = INTEGER_TAGS.get(tensor.dtype) or TAGS[dtypes.name(tensor.dtype)]
         start, end = end, end + tensor.nbytes
         header[name] = {
             "dtype": tag,
@@ -170,6 +177,13 @@ def _write(file: BinaryIO, tensors: Mapping[str, Tensor], metadata: Mapping[str,
     file.write(len(text).to_bytes(8, "little") + text)
     for name in order:
         file.write(_bytes(tensors[name]))
+
+
+def _rank(name: str, tensor: Tensor) -> int:
+    """Where in a file a tensor stands: values of blocks, values of whole matrices, integers, single bytes."""
+    if name.endswith(".values"):
+        return 0 if tensor.ndim == 3 else 1
+    return 3 if tensor.dtype is torch.uint8 else 2
 
 
 @contextmanager

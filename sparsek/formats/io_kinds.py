@@ -8,19 +8,23 @@ from __future__ import annotations
 import reprlib
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidFile, InvalidInput
 from sparsek.formats.block_mask import LISTS, BlockMask
 from sparsek.formats.bsr import BSR, padding_nonzeros
+from sparsek.formats.bsr24 import BSR24
 from sparsek.formats.mask_parts import BlockLists
 from sparsek.formats.pattern import BlockPattern
+from sparsek.formats.semi24 import Semi24
 
 Record = dict[str, Any]
 Tensors = dict[str, Tensor]
 
 TAGS = {"fp64": "F64", "fp32": "F32", "fp16": "F16", "bf16": "BF16"}
+INTEGER_TAGS = {torch.int32: "I32", torch.uint8: "U8"}
 RULE_RANKS = {"lo": 2, "hi": 2, "rules": 1, "bits": 3}  # of the tensors that a block mask may have or not
 
 
@@ -83,9 +87,7 @@ class BsrKind:
 
     def check(self, where: str, record: Record) -> None:
         _check_pairs(where, record, "shape", "block")
-        if not isinstance(record["dtype"], str) or record["dtype"] not in TAGS:
-            word = reprlib.repr(record["dtype"])
-            raise InvalidFile(f"{where}: dtype must be one of {', '.join(TAGS)}, not {word}")
+        _check_dtype(where, record)
         _check_types(where, record, bool, "transposed")
 
     def parts(self, record: Record) -> dict[str, Part]:
@@ -97,6 +99,64 @@ class BsrKind:
         pattern = BlockPattern((m, k), (bm, bk), tensors["indptr"], tensors["indices"])
         matrix = BSR(pattern, tensors["values"])
         return matrix.T if record["transposed"] else matrix
+
+
+class Semi24Kind:
+    name = "semi24"
+    of = Semi24
+    fields = frozenset({"shape", "dtype"})
+
+    def taken_apart(self, obj: Semi24) -> tuple[Record, Tensors]:
+        obj = Semi24(obj.values.detach(), obj.meta)  # checks what was written in place, or never checked
+        record = {"shape": list(obj.shape), "dtype": dtypes.name(obj.dtype)}
+        return record, {"values": obj.values.cpu(), "meta": obj.meta.cpu()}
+
+    def check(self, where: str, record: Record) -> None:
+        _check_pairs(where, record, "shape")
+        _check_dtype(where, record)
+
+    def parts(self, record: Record) -> dict[str, Part]:
+        return {"values": Part(TAGS[record["dtype"]], 2), "meta": Part("U8", 2)}
+
+    def made(self, record: Record, tensors: Tensors) -> Semi24:
+        matrix = Semi24(tensors["values"], tensors["meta"])
+        if list(matrix.shape) != record["shape"]:
+            raise InvalidInput(
+                f"its record says shape {record['shape']}; its values are of shape {matrix.shape}"
+            )
+        return matrix
+
+
+class Bsr24Kind:
+    name = "bsr24"
+    of = BSR24
+    fields = frozenset({"shape", "block", "dtype"})
+
+    def taken_apart(self, obj: BSR24) -> tuple[Record, Tensors]:
+        obj = BSR24(
+            obj.pattern, obj.values.detach(), obj.meta
+        )  # checks what was written in place, or never checked
+        record = {"shape": list(obj.shape), "block": list(obj.block), "dtype": dtypes.name(obj.dtype)}
+        parts = {
+            "indptr": obj.pattern.indptr,
+            "indices": obj.pattern.indices,
+            "values": obj.values,
+            "meta": obj.meta,
+        }
+        return record, {part: tensor.cpu() for part, tensor in parts.items()}
+
+    def check(self, where: str, record: Record) -> None:
+        _check_pairs(where, record, "shape", "block")
+        _check_dtype(where, record)
+
+    def parts(self, record: Record) -> dict[str, Part]:
+        values = Part(TAGS[record["dtype"]], 3)
+        return {"indptr": Part("I32", 1), "indices": Part("I32", 1), "values": values, "meta": Part("U8", 3)}
+
+    def made(self, record: Record, tensors: Tensors) -> BSR24:
+        (m, k), (bm, bk) = record["shape"], record["block"]
+        pattern = BlockPattern((m, k), (bm, bk), tensors["indptr"], tensors["indices"])
+        return BSR24(pattern, tensors["values"], tensors["meta"])
 
 
 class BlockMaskKind:
@@ -152,7 +212,7 @@ class BlockMaskKind:
         return BlockMask(q_len=q_len, kv_len=kv_len, block=(bq, bk), **fields)
 
 
-KINDS: tuple[Kind, ...] = (BsrKind(), BlockMaskKind())
+KINDS: tuple[Kind, ...] = (BsrKind(), Semi24Kind(), Bsr24Kind(), BlockMaskKind())
 
 
 def kind_of_object(obj: Any) -> Kind | None:
@@ -181,6 +241,12 @@ def _check_pairs(where: str, record: Record, *names: str) -> None:
         pair = record[name]
         if not isinstance(pair, list) or len(pair) != 2 or any(type(side) is not int for side in pair):
             raise InvalidFile(f"{where}: {name} must be two integers, not {reprlib.repr(pair)}")
+
+
+def _check_dtype(where: str, record: Record) -> None:
+    if not isinstance(record["dtype"], str) or record["dtype"] not in TAGS:
+        word = reprlib.repr(record["dtype"])
+        raise InvalidFile(f"{where}: dtype must be one of {', '.join(TAGS)}, not {word}")
 
 
 def _check_types(where: str, record: Record, wanted: type, *names: str) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.sparse import SparseSemiStructuredTensor, to_sparse_semi_structured
 from torch.utils import _pytree
 
 from sparsek.core import dtypes
-from sparsek.core.errors import InvalidInput
+from sparsek.core.errors import InvalidInput, Unsupported
 from sparsek.formats import two_four
 
 LEAVES = ("values", "meta")
@@ -34,9 +37,7 @@ class Semi24(two_four.Multiplied):
         if isinstance(self.values, Tensor) and self.values.ndim != 2:
             raise InvalidInput(f"values must be 2-D [M, K/2], got shape {tuple(self.values.shape)}")
         two_four.check_parts(self.values, self.meta)
-        count, at, nibble = two_four.malformed(self.meta)
-        if count:
-            raise InvalidInput(two_four.fault(count, 2 * self.meta.numel(), nibble, at))
+        two_four.check_nibbles(self.meta)
 
     @classmethod
     def unchecked(cls, values: Tensor, meta: Tensor) -> Semi24:
@@ -84,18 +85,109 @@ class Semi24(two_four.Multiplied):
 
     @classmethod
     def from_dense(cls, w: Tensor, mask: Tensor | None = None, *, exact: bool = False) -> Semi24:
-        """Two of every four neighbours in the rows of a dense w [M, K], K a multiple of 8.
+        """Two of every four neighbours in the rows of a dense w [M, K], K a multiple of 8; any float dtype and strides.
 
-        Without a mask the two of largest magnitude; of equal ones, and of NaN, which counts as largest, the lower.
+        Without a mask the two of largest magnitude; of equal ones, and of NaN, which counts as largest, the lower
+        columns. With `mask`, bool [M, K], the elements where it is true: at most two of every four, and where there are
+        fewer, zeros at the lowest free columns. A -0.0 that is not kept becomes 0.0.
+
+        `exact=True` refuses to drop anything: w must have at most two nonzeros in every four (NaN is one), and none
+        outside the mask. Works on w's device. One sync for a mask, one for `exact`, otherwise none. Differentiable
+        in w. Raises InvalidInput, which counts the groups that have too many and tells where the first one is.
         """
-        values, meta = two_four.pack(w, mask)
-        return cls.unchecked(values, meta)
+        w = two_four.dense_matrix(w)
+        if w.shape[1] % two_four.STEP:
+            raise InvalidInput(f"w has {w.shape[1]} columns; K must be a multiple of {two_four.STEP}")
+        if mask is not None:
+            _refuse_crowded(
+                two_four.element_mask(mask, w), "elements of the mask", "a mask for 2:4 has at most two"
+            )
+            if exact:
+                _refuse_outside(w, mask)
+        elif exact:
+            _refuse_crowded(w != 0, "nonzeros", "without exact=True the two largest are kept")
+        return cls.unchecked(*two_four.pack(w, mask))
 
     def to_dense(self, dtype: torch.dtype | None = None) -> Tensor:
         """The dense matrix [M, K], contiguous, in `dtype` or its own. No sync. Differentiable in the values."""
-        wanted = self.dtype if dtype is None else dtype
-        dtypes.name(wanted)
-        return two_four.unpack(self.values.to(wanted), self.meta)
+        return two_four.unpack(self.to(dtype=dtype).values, self.meta)
+
+    def kept_norm(self, w: Tensor) -> float:
+        """How much of the dense w [M, K] that this was made from is kept: ||values|| / ||w||, Frobenius. One sync."""
+        return two_four.kept_norm(self, w)
+
+    @classmethod
+    def from_torch(cls, matrix: Tensor) -> Semi24:
+        """From a torch.sparse.SparseSemiStructuredTensor [M, K] in bf16 or fp16, on a GPU, through its dense matrix.
+
+        torch makes that by a product with the identity: an Inf or NaN spoils its row, and is refused. One sync. Raises
+        Unsupported where torch cannot: on a CPU, and for transposed ones.
+        """
+        if not isinstance(matrix, SparseSemiStructuredTensor):
+            raise InvalidInput(
+                f"expected a torch.sparse.SparseSemiStructuredTensor, got {two_four.describe(matrix)}; "
+                "a dense matrix goes to Semi24.from_dense(w, exact=True)"
+            )
+        what = f"{type(matrix).__name__} {tuple(matrix.shape)} to Semi24"
+        _refuse_not_halves(matrix.dtype, what)
+        with _torch_refuses(what):
+            dense = matrix.detach().to_dense()
+        return cls.from_dense(dense, exact=True)
+
+    def to_torch(self) -> Tensor:
+        """The same matrix as a torch.sparse.SparseSemiStructuredTensor, packed anew by torch from the dense matrix.
+
+        In bf16 or fp16 and on a GPU, with sides that torch takes; raises Unsupported otherwise, with torch's reason.
+        """
+        what = f"{self!r} to torch.sparse.SparseSemiStructuredTensor"
+        _refuse_not_halves(self.dtype, what)
+        with _torch_refuses(what):
+            return to_sparse_semi_structured(self.detach().to_dense())
+
+    def __repr__(self) -> str:
+        if not isinstance(self.values, Tensor):
+            return "Semi24(values not concrete)"
+        size = f"{self.shape[0]}x{self.shape[1]}"
+        return f"Semi24({size} {dtypes.name(self.dtype)}, {two_four.megabytes(self)}, {self.device})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Semi24, (self.values, self.meta)
+
+
+def _refuse_crowded(flags: Tensor, what: str, hint: str) -> None:
+    count, at = two_four.crowded(flags)
+    if count:
+        raise InvalidInput(
+            f"{count} of {flags.numel() // two_four.GROUP} groups of four neighbours have more than two {what}; "
+            f"the first is {two_four.group_place(*at)}; {hint}"
+        )
+
+
+def _refuse_outside(w: Tensor, mask: Tensor) -> None:
+    dropped = (w != 0) & ~mask
+    count = int(torch.count_nonzero(dropped))
+    if count:
+        row, column = torch.nonzero(dropped)[0].tolist()
+        raise InvalidInput(
+            f"{count} nonzeros lie outside the mask, the first at row {row}, column {column}; without exact=True "
+            "they are dropped"
+        )
+
+
+def _refuse_not_halves(dtype: torch.dtype, what: str) -> None:
+    if dtype not in dtypes.LOW:
+        raise Unsupported(
+            what, {"torch.sparse": [f"{dtype}: only bf16 and fp16 are 2:4 there and come back exactly"]}
+        )
+
+
+@contextmanager
+def _torch_refuses(what: str) -> Iterator[None]:
+    """Turns what torch raises where it cannot (by device, shape, backend) into Unsupported."""
+    try:
+        yield
+    except (RuntimeError, ValueError, AssertionError) as error:
+        raise Unsupported(what, {"torch.sparse": [str(error).splitlines()[0]]}) from error
 
 
 def _flatten(a: Semi24) -> tuple[list[Any], Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -21,7 +21,14 @@ from sparsek.formats.pattern import as_device
 GROUP = 4
 STEP = 2 * GROUP  # columns of a byte of metadata
 ALIGNMENT = 16
-BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+SURE = 1e-12  # a norm from here on has lost nothing that counts to squares that underflow float32
+# Integers as wide as a float, and the bits of its infinity: magnitudes have the order of their bits without the sign.
+BITS = {
+    torch.bfloat16: (torch.int16, 0x7F80),
+    torch.float16: (torch.int16, 0x7C00),
+    torch.float32: (torch.int32, 0x7F80_0000),
+    torch.float64: (torch.int64, 0x7FF0_0000_0000_0000),
+}
 
 
 class Multiplied:
@@ -71,6 +78,23 @@ class Multiplied:
         return second.__rmatmul__(first)
 
 
+class Packer(Protocol):
+    """`pack` by one kernel: the same bits, or None for what it does not take."""
+
+    def __call__(self, w: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor] | None: ...
+
+
+_PACKERS: list[Packer] = []
+
+
+def register_pack(packer: Packer) -> None:
+    """Makes `pack` ask `packer` first for CUDA tensors, where no gradient is wanted and nothing traces.
+
+    The operations, which stand above formats and know kernels, do this once.
+    """
+    _PACKERS[:] = [packer]
+
+
 def pack(w: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """(values [..., K/2], meta uint8 [..., K/8]) of w [..., K], K a multiple of 8, in any float dtype and strides.
 
@@ -78,12 +102,18 @@ def pack(w: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
     With `mask`, bool like w and true at most twice in a group, it keeps the elements where that is true and fills up
     with zeros at the lowest free columns. No sync, no sort: six comparisons decide a group. Differentiable in w.
     """
+    plain = (
+        w.is_cuda and not torch.compiler.is_compiling() and not (w.requires_grad and torch.is_grad_enabled())
+    )
+    made = _PACKERS[0](w, mask) if _PACKERS and plain else None
+    if made is not None:
+        return made
     if mask is None:
         keys = _magnitudes(w.detach())
     else:
         keys = mask.view(torch.int8)
         w = w.masked_fill(~mask, 0)
-    a, b, c, d = _groups(keys).unbind(-1)
+    a, b, c, d = groups(keys).unbind(-1)
     ab, ac, ad, bc, bd, cd = a >= b, a >= c, a >= d, b >= c, b >= d, c >= d
     first, second = _majority(ab, ac, ad), _majority(~ab, bc, bd)
     third, fourth = _majority(~ac, ~bc, cd), ~_majority(ad, bd, cd)
@@ -93,11 +123,11 @@ def pack(w: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
     nibbles |= _as_bytes(~(first | second))
     nibbles <<= 1
     nibbles |= _as_bytes(~first & second)
-    p, q, r, s = _groups(w).unbind(-1)
+    p, q, r, s = groups(w).unbind(-1)
     lower = torch.where(first, p, torch.where(second, q, r))
     upper = torch.where(fourth, s, torch.where(third, r, q))
     values = torch.stack((lower, upper), dim=-1).flatten(-2)
-    return values, nibbles[..., 0::2] | (nibbles[..., 1::2] << 4)
+    return values, (nibbles[..., 0::2] | (nibbles[..., 1::2] << 4)).contiguous()
 
 
 def unpack(values: Tensor, meta: Tensor) -> Tensor:
@@ -110,16 +140,72 @@ def unpack(values: Tensor, meta: Tensor) -> Tensor:
     return torch.stack(parts, dim=-1).flatten(-2)
 
 
-def _groups(w: Tensor) -> Tensor:
-    """A view [..., K/4, 4]."""
+def groups(w: Tensor) -> Tensor:
+    """A view [..., K/4, 4] of [..., K]."""
     return w.unflatten(-1, (w.shape[-1] // GROUP, GROUP))
+
+
+def crowded(flags: Tensor) -> tuple[int, tuple[int, ...]]:
+    """How many groups of bool [..., K] have more than two true elements; indices of the first. One sync, or two."""
+    over = groups(flags).sum(-1, dtype=torch.uint8) > 2
+    count = int(torch.count_nonzero(over))
+    return count, tuple(torch.nonzero(over)[0].tolist()) if count else ()
+
+
+def dense_matrix(w: Any) -> Tensor:
+    """`w`, if it is a dense 2-D tensor on a CPU or CUDA device, in one of the float dtypes. InvalidInput otherwise."""
+    if not isinstance(w, Tensor) or w.layout != torch.strided or w.ndim != 2:
+        raise InvalidInput(f"w must be a dense 2-D tensor, got {describe(w)}")
+    dtypes.name(w.dtype)
+    as_device(w.device)
+    return w
+
+
+def element_mask(mask: Any, w: Tensor) -> Tensor:
+    """`mask`, if it is a bool tensor with w's shape and device. InvalidInput otherwise."""
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != w.shape:
+        raise InvalidInput(f"mask must be bool, of elements {tuple(w.shape)}; got {describe(mask)}")
+    if mask.device != w.device:
+        raise InvalidInput(f"mask is on {mask.device} and w on {w.device}; put both on one device")
+    return mask
+
+
+def describe(thing: Any) -> str:
+    """A thing that should have been a tensor of another kind, in words."""
+    if not isinstance(thing, Tensor):
+        return type(thing).__name__
+    return f"{thing.dtype} {tuple(thing.shape)}, layout {thing.layout}"
+
+
+def megabytes(a: Any) -> str:
+    """What values and metadata take, in words: "75.5 MB"."""
+    return f"{(a.values.nbytes + a.meta.nbytes) / 1e6:.3g} MB"
+
+
+def kept_norm(a: Any, w: Any) -> float:
+    """The Frobenius norm of a's values over that of w [M, K], from which they were taken; 1.0 if w is zero. One sync.
+
+    Summed in float32, in float64 for float64; in float64 for all where a square over- or underflows.
+    """
+    w = dense_matrix(w)
+    if tuple(w.shape) != a.shape or w.device != a.device:
+        raise InvalidInput(
+            f"w is {w.shape[0]}x{w.shape[1]} on {w.device}; "
+            f"this matrix is {a.shape[0]}x{a.shape[1]} on {a.device}"
+        )
+    kept = whole = 0.0
+    for dtype in (torch.promote_types(w.dtype, torch.float32), torch.float64):
+        norms = [torch.linalg.vector_norm(x.detach(), dtype=dtype) for x in (a.values, w)]
+        kept, whole = torch.stack(norms).tolist()
+        if SURE < whole < math.inf:
+            break
+    return kept / whole if whole else 1.0
 
 
 def _magnitudes(w: Tensor) -> Tensor:
     """Integers in the order of the magnitudes of w. Every NaN is one more than infinity."""
-    bits = BITS[w.dtype.itemsize]
-    infinity = torch.full((), math.inf, dtype=w.dtype).view(bits)
-    return (w.view(bits) & torch.iinfo(bits).max).clamp_(max=int(infinity) + 1)
+    bits, infinity = BITS[w.dtype]
+    return (w.view(bits) & torch.iinfo(bits).max).clamp_(max=infinity + 1)
 
 
 def _majority(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
@@ -147,6 +233,7 @@ def check_parts(values: Any, meta: Any) -> None:
     dtypes.name(values.dtype)
     if meta.dtype != torch.uint8:
         raise InvalidInput(f"meta must be torch.uint8, got {meta.dtype}")
+    as_device(values.device)
     wanted = (*values.shape[:-1], values.shape[-1] // GROUP)
     if values.shape[-1] % GROUP:
         raise InvalidInput(
@@ -169,25 +256,23 @@ def check_parts(values: Any, meta: Any) -> None:
             )
 
 
-def malformed(meta: Tensor) -> tuple[int, tuple[int, ...], int]:
-    """(how many nibbles do not have i0 < i1, where the first one is as indices of a group, the nibble). One sync."""
+def group_place(row: int, group: int) -> str:
+    """A group in words."""
+    return f"row {row}, columns {GROUP * group} to {GROUP * group + GROUP - 1}"
+
+
+def check_nibbles(meta: Tensor) -> None:
+    """Raises InvalidInput if a nibble does not have i0 < i1: how many, and where the first is. One sync."""
     low, high = (meta & 3) >= (meta >> 2 & 3), (meta >> 4 & 3) >= (meta >> 6)
     count = int(torch.count_nonzero(low) + torch.count_nonzero(high))
     if not count:
-        return 0, (), 0
-    bad = torch.stack((low, high), dim=-1).flatten(-2)
-    at = tuple(torch.nonzero(bad)[0].tolist())
-    byte = int(meta[(*at[:-1], at[-1] // 2)])
-    return count, at, byte >> 4 * (at[-1] % 2) & 15
-
-
-def fault(count: int, groups: int, nibble: int, at: tuple[int, ...]) -> str:
-    """The message for malformed metadata, whose first fault is at indices `at`, the last of them a group."""
-    *before, group = at
-    place = f"row {before[-1]}, columns {GROUP * group} to {GROUP * group + GROUP - 1}"
+        return
+    *before, group = torch.nonzero(torch.stack((low, high), dim=-1).flatten(-2))[0].tolist()
+    nibble = int(meta[(*before, group // 2)]) >> 4 * (group % 2) & 15
+    place = group_place(before[-1], group)
     if len(before) > 1:
         place = f"stored block {before[0]}, {place}"
-    return (
-        f"{count} of {groups} groups have malformed metadata; the first, at {place}, has the nibble {nibble:#06b}, "
-        f"columns {nibble & 3} and {nibble >> 2}; they must rise"
+    raise InvalidInput(
+        f"{count} of {2 * meta.numel()} groups have malformed metadata; the first, at {place}, has the nibble "
+        f"{nibble:#06b}: columns {nibble & 3} and {nibble >> 2}, which must rise"
     )
