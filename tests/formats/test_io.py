@@ -18,6 +18,8 @@ from sparsek.formats import io
 from sparsek.formats.bsr import BSR
 from sparsek.formats.pattern import BlockPattern
 from sparsek.formats.random import random_bsr
+from sparsek.formats.semi24 import Semi24
+from tests.formats.two_four import bsr24, semi24
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -31,13 +33,17 @@ def same(a: Any, b: Any) -> bool:
             and list(a) == list(b)
             and all(same(a[n], b[n]) for n in a)
         )
-    return (
-        a.dtype == b.dtype
-        and a.pattern.same_as(b.pattern)
-        and (a.order is None) == (b.order is None)
-        and a.values.shape == b.values.shape
-        and bytes(io._bytes(a.values)) == bytes(io._bytes(b.values))
-    )
+    if type(a) is not type(b) or a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if not isinstance(a, Semi24) and not a.pattern.same_as(b.pattern):
+        return False
+    if isinstance(a, BSR):
+        return (a.order is None) == (b.order is None) and same_bytes(a.values, b.values)
+    return same_bytes(a.values, b.values) and same_bytes(a.meta, b.meta)
+
+
+def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape and bytes(io._bytes(a)) == bytes(io._bytes(b))
 
 
 def small(seed: int = 0, dtype: torch.dtype = torch.float16) -> BSR:
@@ -52,10 +58,14 @@ def parts(name: str, a: BSR) -> dict[str, torch.Tensor]:
     }
 
 
-def record(a: BSR, **changes: Any) -> dict[str, Any]:
+def crc_of(tensors: dict[str, torch.Tensor]) -> int:
     crc = 0
-    for tensor in parts("", a).values():
+    for tensor in tensors.values():
         crc = zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy().tobytes(), crc)
+    return crc
+
+
+def record(a: BSR, **changes: Any) -> dict[str, Any]:
     dtype = {torch.float16: "fp16", torch.float32: "fp32"}[a.dtype]
     right = {
         "kind": "bsr",
@@ -64,7 +74,7 @@ def record(a: BSR, **changes: Any) -> dict[str, Any]:
         "dtype": dtype,
         "transposed": False,
     }
-    return right | {"crc32": crc} | changes
+    return right | {"crc32": crc_of(parts("", a))} | changes
 
 
 def forge(path: Path, about: Any, tensors: dict[str, torch.Tensor]) -> Path:
@@ -294,11 +304,8 @@ def test_forged_tensors_are_refused_even_with_the_right_checksum(tmp_path, part,
                          torch.tensor([0, 1, 0, 1, 1], dtype=torch.int32))  # fmt: skip
     a = BSR(right, torch.zeros(5, 16, 32, dtype=torch.float16))
     tensors = parts("matrix", a) | {f"matrix.{part}": tensor}
-    crc = 0
-    for each in tensors.values():
-        crc = zlib.crc32(each.reshape(-1).view(torch.uint8).numpy().tobytes(), crc)
     with pytest.raises(InvalidFile, match=r"forged\.safetensors: "):
-        io.load(forge(tmp_path / "forged.safetensors", about(a, crc32=crc), tensors))
+        io.load(forge(tmp_path / "forged.safetensors", about(a, crc32=crc_of(tensors)), tensors))
 
 
 def test_tensors_that_are_missing_or_too_many_are_named(tmp_path):
@@ -353,7 +360,7 @@ def test_a_huge_header_is_refused_before_it_is_read(tmp_path):
         io.load(path)
 
 
-SAVED = {"w": small(), "t": small(5, torch.float32).T}
+SAVED = {"w": small(), "t": small(5, torch.float32).T, "s": semi24(3, 24), "h": bsr24(70, 50)}
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from sparsek.formats import BSR24, Semi24, random_bsr
+
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 PAIRS = tuple(itertools.combinations(range(4), 2))
 # Ties, signs, zeros of both signs, subnormal and largest numbers in any of the dtypes, infinities and NaN.
@@ -42,6 +44,16 @@ def spread(values: Tensor, pairs: Sequence[Sequence[tuple[int, int]]]) -> Tensor
             for slot, column in enumerate(pair):
                 out[row, 4 * group + column] = values[row, 2 * group + slot]
     return out
+
+
+def semi24(m: int = 6, k: int = 40, dtype: torch.dtype = torch.float16) -> Semi24:
+    """The larger half of a random matrix."""
+    return Semi24.from_dense(torch.randn(m, k).to(dtype))
+
+
+def bsr24(m: int = 150, k: int = 190, dtype: torch.dtype = torch.float16) -> BSR24:
+    """Random blocks of 64, their larger halves. The sides are ragged."""
+    return BSR24.from_bsr(random_bsr(m, k, 64, 0.4, dtype=dtype))
 
 
 def random_pairs(rows: int, columns: int, generator: torch.Generator) -> list[list[tuple[int, int]]]:
