@@ -174,8 +174,11 @@ def _skipped(i: Instruction, at: int) -> int:
 
 
 def unwritten(program: Program) -> list[str]:
-    """Reads of uniform registers that some path reaches without a write, each as "instruction reads URs"."""
-    return _readers(program, lambda i, number, writes: ENTRY in writes)
+    """Reads of uniform registers that some path reaches without a write, each as "instruction reads URs".
+
+    A copy is no read: ptxas copies pairs of which one half holds nothing. Who reads the copy is found instead.
+    """
+    return _readers(program, lambda i, number, writes: ENTRY in writes and not _is_copy(i))
 
 
 def mixed_descriptors(program: Program) -> list[str]:
@@ -185,6 +188,10 @@ def mixed_descriptors(program: Program) -> list[str]:
     meet in a descriptor (2026-11-21); code that does so may be right, and must be looked at.
     """
     return _readers(program, lambda i, number, writes: i.opcode.startswith("HGMMA") and len(writes) > 1)
+
+
+def _is_copy(i: Instruction) -> bool:
+    return i.opcode == "UMOV" and not i.guard and len(uniform_reads(i)) == 1
 
 
 def _readers(program: Program, wrong: Callable[[Instruction, int, frozenset[int]], bool]) -> list[str]:
@@ -210,7 +217,11 @@ def _reaching(program: Program) -> list[dict[int, frozenset[int]] | None]:
         at = waiting.pop()
         after = known[at] or {}
         if writes[at]:
-            after = {**after, **dict.fromkeys(writes[at], frozenset((at,)))}
+            i, last = program.code[at], frozenset((at,))
+            if _is_copy(i):
+                copied = after.get(next(iter(uniform_reads(i))), BEFORE_ALL)
+                last = BEFORE_ALL | last if ENTRY in copied else last
+            after = {**after, **dict.fromkeys(writes[at], last)}
         for place in program.successors[at]:
             old = known[place]
             new = after if old is None or len(before[place]) == 1 else _joined(old, after)

@@ -64,6 +64,15 @@ def test_nothing_is_found_where_the_path_around_the_loop_writes_it_too():
         assert len(unwritten(parsed(listing(*whole[:at], *whole[at + 1 :])))) == 1
 
 
+def test_a_copy_of_what_nothing_wrote_is_found_where_it_is_read():
+    copied = ("UMOV UR8, 0x0", "UMOV UR9, UR5", "EXIT")
+    assert unwritten(parsed(listing(*copied))) == []
+    (found,) = unwritten(parsed(listing(*copied[:2], "UIADD3 UR4, UR9, 0x1, URZ", "EXIT")))
+    assert found.endswith("UIADD3 UR4, UR9, 0x1, URZ reads UR9")
+    overwritten = ("UMOV UR9, 0x1", "UIADD3 UR4, UR9, 0x1, URZ", "EXIT")
+    assert unwritten(parsed(listing(*copied[:2], *overwritten))) == []
+
+
 def test_an_older_value_that_comes_through_on_one_path_is_a_mixed_descriptor():
     stale = parsed(listing("UMOV UR10, 0x7", "UMOV UR11, 0x7", *AROUND_A_LOOP))
     assert unwritten(stale) == []

@@ -12,13 +12,14 @@
                                                                                dQ = dS K          64 x dim, to memory
 
 S and dP are computed transposed, so that P^T and dS^T are operands of wgmma where they are, in registers
-(Shah et al. 2024, arXiv:2407.08608). dS goes through shared memory once more for dQ. The warpgroups do the dQ of every
-second step each: with blocks of 128 keys from the dS of both (`halves` 2); with blocks of 64 keys both hold the same
-keys, each does every second step whole, and they add up dK and dV at the end (`halves` 1).
+(Shah et al. 2024, arXiv:2407.08608). dS goes through shared memory once more for dQ. With blocks of 128 keys (`halves`
+2) dQ takes the dS of both warpgroups: with heads of 128 each does half its columns, while its dK still runs (`split`);
+with narrower ones, the dQ of every second step. With blocks of 64 keys both hold the same keys, each does every second
+step whole, and they add up dK and dV at the end (`halves` 1).
 
-Each warpgroup has a writer warp, which adds its dQ to float32 in memory by TMA. Where that is to be deterministic every
-visit of a query tile has a ticket, given by the schedule in the order of its own clock, and waits for its turn. To see
-the turn, to add, to know it written and to pass the turn on takes longer than a step, hence two writers.
+Two writer warps add the dQ of every second step each to float32 in memory by TMA. Where that is to be deterministic
+every visit of a query tile has a ticket, given by the schedule in the order of its own clock, and waits for its turn.
+To see the turn, to add, to know it written and to pass the turn on takes longer than a step, hence two.
 """
 
 from __future__ import annotations
@@ -54,15 +55,10 @@ from sparsek.kernels.prims.gluon import (
     tma_store,
     tma_store_wait,
 )
+from sparsek.kernels.prims.grad_records import step_at, tile_at
 from sparsek.kernels.prims.tma_sums import acquire, release, seen, tma_add, tma_written
 from sparsek.kernels.prims.transposed_rules import allowed
-from sparsek.plan.attention_grad_schedule import (
-    TILE_FIELDS,
-    VISIT_FIELDS,
-    GradSchedule,
-    padded_rows,
-    schedule,
-)
+from sparsek.plan.attention_grad_schedule import VISIT_FIELDS, GradSchedule, padded_rows, schedule
 from sparsek.plan.kernel import AttentionGradKernel
 from sparsek.plan.problem import AttentionGradProblem
 
@@ -97,6 +93,11 @@ class Config:
         return self.block[0] // 64
 
     @property
+    def split(self) -> bool:
+        """The warpgroups do half the columns of every dQ each; else, every second dQ each."""
+        return self.halves == 2 and self.dim == 128
+
+    @property
     def barriers(self) -> int:
         """Barriers of a ring. Each is waited for by the same warpgroups every time: one that waits for every second
         phase could not tell a phase from the last but one, so that with one half there are as many for each.
@@ -115,16 +116,10 @@ class Config:
 
     @property
     def smem_bytes(self) -> int:
-        both = self.dim + self.v_dim
-        halves = self.keys * both + self.stages * 64 * both + 2 * self.keys * 64
+        halves = (self.keys + 64 * self.stages) * (self.dim + self.v_dim) + 2 * self.keys * 64
         spare = self.halves * 64 * self.v_dim if self.spare else 0
-        return (
-            2 * halves
-            + 4 * (self.dq_slots * 64 * self.dim + spare)
-            + 256 * self.row_slots * self.stages
-            + 24 * self.barriers
-            + 512
-        )
+        floats = self.dq_slots * 64 * self.dim + spare + 64 * self.row_slots * self.stages
+        return 2 * halves + 4 * floats + 24 * self.barriers + 512
 
     def __str__(self) -> str:
         """Names every field: Triton keeps compiled kernels by the text of their constants."""
@@ -142,27 +137,6 @@ class Config:
 # what builtins do, is in neither, so these files' own texts are a constant too.
 SOURCE = sha256(Path(__file__).read_bytes() + Path(tma_sums.__file__).read_bytes()).hexdigest()[:16]
 ORDER_PRICE = {2: 1.06, 1: 1.4}  # of adding dQ in order, by halves: H200, 2026-11-22, scripts
-TILE = gl.constexpr(TILE_FIELDS)
-VISIT = gl.constexpr(VISIT_FIELDS)
-
-
-@gluon.jit
-def tile_at(tiles, t):
-    """Record t: batch item, head of keys, first key, first visit, masked pairs of steps, all pairs."""
-    r = tiles + TILE * t
-    return gl.load(r), gl.load(r + 1), gl.load(r + 2), gl.load(r + 3), gl.load(r + 4), gl.load(r + 5)
-
-
-@gluon.jit
-def step_at(T: gl.constexpr, visits, first, pair, SIDE: gl.constexpr):
-    """Step SIDE of a pair: first query, head, entry of the partial list or -1, ticket."""
-    if T.subs == 2:
-        v = visits + VISIT * (first + pair)
-        pos = gl.load(v) + SIDE * 64
-    else:
-        v = visits + VISIT * (first + 2 * pair + SIDE)
-        pos = gl.load(v)
-    return pos, gl.load(v + 1), gl.load(v + 2), gl.load(v + 3)
 
 
 @gluon.jit
@@ -187,48 +161,45 @@ def load(
             tma_load(k_desc, [b, g, key + w * 64, 0], kv_full, k_s.index(w))
             tma_load(v_desc, [b, g, key + w * 64, 0], kv_full, v_s.index(w))
         turn ^= 1
-        for pair in range(pairs):
-            for side in gl.static_range(2):
-                pos, h, entry, ticket = step_at(T, visits, first, pair, side)
-                slot = at % T.stages
-                bar = at % T.barriers
-                # Until nobody reads the Q and dO in this slot, those of `stages` steps before.
-                freed = at + T.barriers - T.stages
-                mbarrier.wait(ring_empty.index(freed % T.barriers), (freed // T.barriers & 1) ^ 1)
-                q_bar = q_full.index(bar)
-                do_bar = do_full.index(bar)
-                row = ((b * heads + h) * rows + pos) // 64
-                if T.interval:
-                    if pair < masked:
-                        bound = (b * bound_item + h // bound_group * bound_head + pos) // 64
-                        mbarrier.expect(q_bar, 64 * DIM * 2 + 3 * 256)
-                        tma_load(bounds_desc, [bound, 0], q_bar, rows_s.index(NUMBERS * slot + 2))
-                        tma_load(
-                            bounds_desc, [bound + bound_plane, 0], q_bar, rows_s.index(NUMBERS * slot + 3)
-                        )
-                    else:
-                        mbarrier.expect(q_bar, 64 * DIM * 2 + 256)
+        for i in range(2 * pairs):
+            pos, h, entry, ticket = step_at(T, visits, first, i)
+            slot = at % T.stages
+            bar = at % T.barriers
+            # Until nobody reads the Q and dO in this slot, those of `stages` steps before.
+            freed = at + T.barriers - T.stages
+            mbarrier.wait(ring_empty.index(freed % T.barriers), (freed // T.barriers & 1) ^ 1)
+            q_bar = q_full.index(bar)
+            do_bar = do_full.index(bar)
+            row = ((b * heads + h) * rows + pos) // 64
+            if T.interval:
+                if i < 2 * masked:
+                    bound = (b * bound_item + h // bound_group * bound_head + pos) // 64
+                    mbarrier.expect(q_bar, 64 * DIM * 2 + 3 * 256)
+                    tma_load(bounds_desc, [bound, 0], q_bar, rows_s.index(NUMBERS * slot + 2))
+                    tma_load(bounds_desc, [bound + bound_plane, 0], q_bar, rows_s.index(NUMBERS * slot + 3))
                 else:
                     mbarrier.expect(q_bar, 64 * DIM * 2 + 256)
-                tma_load(q_desc, [b, h, pos, 0], q_bar, q_s.index(slot))
-                tma_load(rows_desc, [row, 0], q_bar, rows_s.index(NUMBERS * slot))
-                mbarrier.expect(do_bar, 64 * VDIM * 2 + 256)
-                tma_load(do_desc, [b, h, pos, 0], do_bar, do_s.index(slot))
-                tma_load(rows_desc, [row + plane, 0], do_bar, rows_s.index(NUMBERS * slot + 1))
-                at += 1
+            else:
+                mbarrier.expect(q_bar, 64 * DIM * 2 + 256)
+            tma_load(q_desc, [b, h, pos, 0], q_bar, q_s.index(slot))
+            tma_load(rows_desc, [row, 0], q_bar, rows_s.index(NUMBERS * slot))
+            mbarrier.expect(do_bar, 64 * VDIM * 2 + 256)
+            tma_load(do_desc, [b, h, pos, 0], do_bar, do_s.index(slot))
+            tma_load(rows_desc, [row + plane, 0], do_bar, rows_s.index(NUMBERS * slot + 1))
+            at += 1
 
 
 @gluon.jit
 def write(
     T: gl.constexpr, SIDE: gl.constexpr, dq_desc, tiles, starts, visits, turns, heads, rows, dq_s, bars
 ):
-    """Writer warp of warpgroup SIDE: adds its dQ to memory; in order, the first of a query tile is stored."""
+    """Writer warp of every second step: adds its dQ to memory; in order, the first of a query tile is stored."""
     kv_full, kv_empty, q_full, do_full, ring_empty, ds_full, dq_full, dq_empty, done = bars
     at = 0
     for t in range(gl.load(starts + gl.program_id(0)), gl.load(starts + gl.program_id(0) + 1)):
         b, g, key, first, masked, pairs = tile_at(tiles, t)
         for pair in range(pairs):
-            pos, h, entry, ticket = step_at(T, visits, first, pair, SIDE)
+            pos, h, entry, ticket = step_at(T, visits, first, 2 * pair + SIDE)
             slot = SIDE % T.dq_slots
             row = b * heads + h
             if T.ordered:
@@ -237,13 +208,13 @@ def write(
                     while seen(turn) < ticket:  # until those before have been added
                         pass
                     acquire()
-            mbarrier.wait(dq_full.index(SIDE), at & 1)  # until warpgroup SIDE has put dQ there
+            mbarrier.wait(dq_full.index(SIDE), at & 1)  # until dQ is there
             if ticket == 0:
                 tma_store(dq_desc, [row, pos, 0], dq_s.index(slot))
             else:
                 tma_add(dq_desc, [row, pos, 0], dq_s.index(slot))
             tma_store_wait(0)  # until TMA has read it
-            # The slot's next user is the same warpgroup where each has its own, else the other.
+            # With one slot the next to fill it is the other warpgroup.
             mbarrier.arrive(dq_empty.index((SIDE + T.dq_slots) % 2), count=1)
             if T.ordered:
                 if ticket >= 0:
@@ -254,10 +225,13 @@ def write(
 
 @gluon.jit
 def step(
-    T: gl.constexpr, WG: gl.constexpr, SIDE: gl.constexpr, MASKED: gl.constexpr, DTYPE: gl.constexpr,
-    dk, dv, at, step_of, key, scale, lists, k_s, v_s, q_s, do_s, rows_s, ds_s, dq_s, bars,
+    T: gl.constexpr, WG: gl.constexpr, side, MASKED: gl.constexpr, DTYPE: gl.constexpr, dk, dv, at, step_of, key, scale,
+    lists, k_s, v_s, q_s, do_s, rows_s, ds_s, dq_s, bars,
 ):  # fmt: skip
-    """One step of warpgroup WG, number `at` of this CTA, whose parity is SIDE: that warpgroup does the step's dQ."""
+    """One step of warpgroup WG, number `at` of this CTA, whose parity is `side`.
+
+    That warpgroup does the step's dQ, if not both do; `side` is then known when the kernel is compiled.
+    """
     DIM: gl.constexpr = T.dim
     VDIM: gl.constexpr = T.v_dim
     HALF: gl.constexpr = WG if T.halves == 2 else 0
@@ -294,20 +268,39 @@ def step(
     ds = (p * (dp - gl.expand_dims(rows_s.index(NUMBERS * slot + 1).reshape((64,)).load(COL), 0))).to(DTYPE)
     dv = warpgroup_mma(gl.convert_layout(p.to(DTYPE), P_LAYOUT), do, dv, is_async=True)
     # Nobody reads this dS any more: the dQ two steps ago was waited for before the dS of the step before was stored.
-    ds_s.index(SIDE * T.halves + HALF).store(ds)
+    ds_s.index(side * T.halves + HALF).store(ds)
     fence_async_shared()
-    dk = warpgroup_mma(gl.convert_layout(ds, D_LAYOUT), q, dk, is_async=True)
+    if not T.split:
+        dk = warpgroup_mma(gl.convert_layout(ds, D_LAYOUT), q, dk, is_async=True)
     if T.halves == 2:
-        mbarrier.arrive(ds_full.index(SIDE), count=1)
-    if SIDE == WG:
+        mbarrier.arrive(ds_full.index(side), count=1)
+    if T.split:
+        mbarrier.wait(ds_full.index(side), at // 2 & 1)  # until the other warpgroup's dS is there too
+        COLUMNS: gl.constexpr = DIM // 2
+        dq = gl.zeros(
+            (64, COLUMNS), gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM // 2, 16])
+        )
+        for w in gl.static_range(2):
+            left = ds_s.index(side * 2 + w).permute((1, 0))
+            right = k_s.index(w).reshape((64, DIM)).slice(WG * COLUMNS, COLUMNS, dim=1)
+            dq = warpgroup_mma(left, right, dq, use_acc=w > 0, is_async=True)
+        dk = warpgroup_mma(gl.convert_layout(ds, D_LAYOUT), q, dk, is_async=True)
+        dv, dq = warpgroup_mma_wait(1, deps=(dv, dq))  # dK still runs
+        mbarrier.wait(dq_empty.index(side), (at // 2 & 1) ^ 1)  # until TMA has read the dQ before
+        dq_s.index(side).reshape((64, DIM)).slice(WG * COLUMNS, COLUMNS, dim=1).store(dq)
+        fence_async_shared()
+        mbarrier.arrive(dq_full.index(side), count=1)
+        dk, dv = warpgroup_mma_wait(0, deps=(dk, dv))
+        mbarrier.arrive(ring_empty.index(bar), count=1)
+    elif side == WG:
         if T.halves == 2:
-            mbarrier.wait(ds_full.index(SIDE), at // 2 & 1)  # until the other warpgroup's dS is there too
+            mbarrier.wait(ds_full.index(side), at // 2 & 1)  # until the other warpgroup's dS is there too
         dv, dk = warpgroup_mma_wait(0, deps=(dv, dk))
         mbarrier.arrive(ring_empty.index(bar), count=1)  # dQ reads dS and K alone
         dq = gl.zeros((64, DIM), gl.float32, DQ_LAYOUT)
         HALVES: gl.constexpr = T.halves
         for w in gl.static_range(HALVES):
-            left = ds_s.index(SIDE * T.halves + w).permute((1, 0))
+            left = ds_s.index(side * T.halves + w).permute((1, 0))
             dq = warpgroup_mma(left, k_s.index(w).reshape((64, DIM)), dq, use_acc=w > 0, is_async=True)
         dq = warpgroup_mma_wait(0, deps=(dq,))
         wait_for_dq(T, WG, at // 2, dq_empty)
@@ -339,24 +332,25 @@ def differentiate(
         dk = gl.zeros((64, DIM), gl.float32, K_LAYOUT)
         dv = gl.zeros((64, VDIM), gl.float32, V_LAYOUT)
         mbarrier.wait(kv_full, turn)  # until K and V have landed
-        for pair in range(masked):
-            for side in gl.static_range(2):
+        UNROLLED: gl.constexpr = 1 if T.split else 2
+        for i in range(0, 2 * masked, UNROLLED):
+            for side in gl.static_range(UNROLLED):
                 if T.halves == 2 or side == WG:
-                    step_of = step_at(T, visits, first, pair, side)
+                    step_of = step_at(T, visits, first, i + side)
                     dk, dv = step(
-                        T, WG, side, True, DTYPE, dk, dv, at + side, step_of, key, scale, lists, k_s,
-                        v_s, q_s, do_s, rows_s, ds_s, dq_s, bars,
+                        T, WG, at & 1 if T.split else side, True, DTYPE, dk, dv, at + side, step_of, key, scale, lists,
+                        k_s, v_s, q_s, do_s, rows_s, ds_s, dq_s, bars,
                     )  # fmt: skip
-            at += 2
-        for pair in range(masked, pairs):
-            for side in gl.static_range(2):
+            at += UNROLLED
+        for i in range(2 * masked, 2 * pairs, UNROLLED):
+            for side in gl.static_range(UNROLLED):
                 if T.halves == 2 or side == WG:
-                    step_of = step_at(T, visits, first, pair, side)
+                    step_of = step_at(T, visits, first, i + side)
                     dk, dv = step(
-                        T, WG, side, False, DTYPE, dk, dv, at + side, step_of, key, scale, lists, k_s,
-                        v_s, q_s, do_s, rows_s, ds_s, dq_s, bars,
+                        T, WG, at & 1 if T.split else side, False, DTYPE, dk, dv, at + side, step_of, key, scale, lists,
+                        k_s, v_s, q_s, do_s, rows_s, ds_s, dq_s, bars,
                     )  # fmt: skip
-            at += 2
+            at += UNROLLED
         if T.halves == 2:
             mbarrier.arrive(kv_empty, count=1)
             wait_for_dq(T, WG, at // 2, dq_empty)
@@ -367,6 +361,9 @@ def differentiate(
             tma_store(dk_desc, [b, g, key + WG * 64, 0], dk_s)
             tma_store(dv_desc, [b, g, key + WG * 64, 0], dv_s)
             tma_store_wait(0)  # until TMA has read them
+            if T.split:
+                mbarrier.arrive(done, count=1)
+                mbarrier.wait(done, turn)  # until the other's too: both put dQ in either slot
         else:
             dk, dv = exchanged(T, WG, dk, dv, at // 2, turn, dq_s, spare_s, dq_empty, done)
             if WG == 0:
@@ -446,7 +443,7 @@ def attention_bwd_kernel(
         mbarrier.init(ring_empty.index(i), count=HALVES)
     for i in gl.static_range(2):
         mbarrier.init(ds_full.index(i), count=2)
-        mbarrier.init(dq_full.index(i), count=1)
+        mbarrier.init(dq_full.index(i), count=2 if T.split else 1)
         mbarrier.init(dq_empty.index(i), count=1)
     fence_async_shared()
     bars = (kv_full, kv_empty, q_full, do_full, ring_empty, ds_full, dq_full, dq_empty, done)

@@ -381,8 +381,9 @@ AMPERE: dict[int, tuple[Config, ...]] = {
     256: (Config(Tile(64, 32, 8, 2), Tile(64, 32, 8, 2)), Config(Tile(64, 16, 8, 2), Tile(64, 16, 4, 2))),
 }
 # fmt: on
-# Guessed TFLOPS of each table over all products, padding counted, once every SM is busy.
-RATES = {64: 320.0, 128: 380.0, 256: 330.0}
+# TFLOPS of each table over all products, padding counted, once every SM is busy: 128 after three records of an H200
+# (2026-11-22), the others guessed from it.
+RATES = {64: 450.0, 128: 540.0, 256: 400.0}
 
 
 def _table(p: AttentionGradProblem) -> int:
@@ -441,17 +442,17 @@ class PortableAttentionGrad:
 
     def seconds(self, p: AttentionGradProblem, c: Config) -> float:
         """Three launches, two passes over the rows, and the longer of: arithmetic, padding included, plus 1.5 us for
-        each wave of tiles to begin and end; the longest tile of queries on one SM. Its rates are guesses (`RATES`)."""
+        each wave of tiles to begin and end; the longest tile of queries on one SM. Two tiles of 64 rows fit an SM."""
         programs = _programs(p, c)
         if p.on_cpu:  # the interpreter: about a millisecond for each program and step
             (bq, bk), k, q = p.block, c.keys, c.queries
             steps = p.visited * (bk // k.rows * (bq // k.step) + bq // q.rows * (bk // q.step))
             return 1e-3 * (sum(programs) + steps)
         rate = 1e12 * RATES[_table(p)] * p.card.tflops[p.dtype] / 690.0
-        rate *= 1.0 if min(c.keys.rows, c.queries.rows) >= 128 else 0.85
         d, dv = padded(p.dim), padded(p.v_dim)
         block = 2.0 * p.block[0] * p.block[1] * ((5 if c.apart else 4) * d + 3 * dv)
-        waves = 1.5e-6 * sum(-(-n // p.card.sm_count) for n in programs)
+        resident = p.card.sm_count * (1 if min(c.keys.rows, c.queries.rows) >= 128 else 2)
+        waves = 1.5e-6 * sum(-(-n // resident) for n in programs)
         longest = min(p.longest, longest_part(p.visited, p.block, p.card.sm_count))
         arithmetic = waves + block * p.visited / rate
         slowest = 3e-6 + block * longest / (rate / p.card.sm_count)
