@@ -14,7 +14,7 @@ from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.formats import two_four
 from sparsek.formats.bsr import BSR, padding_of
-from sparsek.formats.pattern import BlockPattern, block_sides
+from sparsek.formats.pattern import BlockPattern
 
 LEAVES = ("pattern", "values", "meta")
 BLOCK_STEP = 64
@@ -151,11 +151,9 @@ class BSR24(two_four.Multiplied):
         the stored blocks two of every four neighbours are kept as by `from_bsr`, which `exact` is for too. A mask of
         elements [M, K] must be true at most twice in every four neighbours; it and `exact` take a sync each.
         """
-        sides = block_sides(block)
-        _check_block(sides)
-        made = BSR.from_dense(w, sides, mask=mask, threshold=threshold, keep=keep, scope=scope)
+        made = BSR.from_dense(w, block, mask=mask, threshold=threshold, keep=keep, scope=scope)
         if mask is not None and mask.shape == w.shape and mask.shape != made.grid:
-            flags = BSR.from_dense(mask.to(w.dtype), sides, mask=mask).values != 0
+            flags = BSR.from_dense(mask.to(w.dtype), block, mask=mask).values != 0
             _refuse_crowded(made.pattern, flags, "elements of the mask", "a mask for 2:4 has at most two")
         return cls.from_bsr(made, exact=exact)
 

@@ -176,9 +176,7 @@ def _refuse_outside(w: Tensor, mask: Tensor) -> None:
 
 def _refuse_not_halves(dtype: torch.dtype, what: str) -> None:
     if dtype not in dtypes.LOW:
-        raise Unsupported(
-            what, {"torch.sparse": [f"{dtype}: only bf16 and fp16 are 2:4 there and come back exactly"]}
-        )
+        raise Unsupported(what, {"torch.sparse": [f"{dtype}: only bf16 and fp16 are 2:4 there"]})
 
 
 @contextmanager
