@@ -118,10 +118,10 @@ class Semi24(two_four.Multiplied):
 
     @classmethod
     def from_torch(cls, matrix: Tensor) -> Semi24:
-        """From a torch.sparse.SparseSemiStructuredTensor [M, K] in bf16 or fp16, on a GPU, through its dense matrix.
+        """From a torch.sparse.SparseSemiStructuredTensor [M, K] in bf16 or fp16, through its dense matrix.
 
         torch makes that by a product with the identity: an Inf or NaN spoils its row, and is refused. One sync. Raises
-        Unsupported where torch cannot: on a CPU, and for transposed ones.
+        Unsupported, with torch's reason, where torch cannot: for a transposed one, and for most on a CPU.
         """
         if not isinstance(matrix, SparseSemiStructuredTensor):
             raise InvalidInput(
@@ -141,8 +141,9 @@ class Semi24(two_four.Multiplied):
         """
         what = f"{self!r} to torch.sparse.SparseSemiStructuredTensor"
         _refuse_not_halves(self.dtype, what)
+        dense = self.detach().to_dense()
         with _torch_refuses(what):
-            return to_sparse_semi_structured(self.detach().to_dense())
+            return to_sparse_semi_structured(dense)
 
     def __repr__(self) -> str:
         if not isinstance(self.values, Tensor):
@@ -184,8 +185,10 @@ def _torch_refuses(what: str) -> Iterator[None]:
     """Turns what torch raises where it cannot (by device, shape, backend) into Unsupported."""
     try:
         yield
+    except torch.OutOfMemoryError:
+        raise
     except (RuntimeError, ValueError, AssertionError) as error:
-        raise Unsupported(what, {"torch.sparse": [str(error).splitlines()[0]]}) from error
+        raise Unsupported(what, {"torch.sparse": [str(error).partition("\n")[0] or repr(error)]}) from error
 
 
 def _flatten(a: Semi24) -> tuple[list[Any], Any]:

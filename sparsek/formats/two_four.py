@@ -157,7 +157,7 @@ def dense_matrix(w: Any) -> Tensor:
     if not isinstance(w, Tensor) or w.layout != torch.strided or w.ndim != 2:
         raise InvalidInput(f"w must be a dense 2-D tensor, got {describe(w)}")
     dtypes.name(w.dtype)
-    as_device(w.device)
+    _check_device(w.device)
     return w
 
 
@@ -216,6 +216,11 @@ def _as_bytes(flags: Tensor) -> Tensor:
     return flags.view(torch.uint8)
 
 
+def _check_device(device: torch.device) -> None:
+    if device.type not in ("cpu", "cuda"):
+        raise InvalidInput(f"device {device} is not supported; use a CUDA device or the CPU")
+
+
 def place(a: Any, device: Any, dtype: torch.dtype | None) -> tuple[torch.device, torch.dtype]:
     """Where `a.to(device, dtype)` goes, and in which dtype. Raises InvalidInput for what is neither."""
     if isinstance(device, torch.dtype):
@@ -233,7 +238,7 @@ def check_parts(values: Any, meta: Any) -> None:
     dtypes.name(values.dtype)
     if meta.dtype != torch.uint8:
         raise InvalidInput(f"meta must be torch.uint8, got {meta.dtype}")
-    as_device(values.device)
+    _check_device(values.device)
     wanted = (*values.shape[:-1], values.shape[-1] // GROUP)
     if values.shape[-1] % GROUP:
         raise InvalidInput(
