@@ -23,6 +23,8 @@ from sparsek.ops.spgemm import plan_spgemm
 from sparsek.ops.spmm import plan_spmm
 from sparsek.testing.attention_budget import check_attention, check_attention_backward
 from sparsek.testing.budget import Gate, check_spmm
+from sparsek.testing.budget24 import check_24
+from sparsek.testing.cases24 import BSR24_CASES, SEMI24_CASES, Case24
 from sparsek.testing.product_budget import check_sddmm, check_spgemm
 
 # As many columns as every kernel takes.
@@ -43,8 +45,8 @@ def doctor() -> None:
         out.print(f"wrong results from {', '.join(wrong)}", style="bold red")
         raise typer.Exit(1)
     out.print(
-        f"self check: A @ B, B @ B.T at the blocks of A, and A @ A.T, {PRODUCT.name}; attention and its gradients, "
-        f"{ATTENTION.name}. On {device.type} every kernel that runs here is within its error budget",
+        f"self check: A @ B, B @ B.T at the blocks of A, and A @ A.T, {PRODUCT.name}; A @ B in 2:4; attention "
+        f"and its gradients, {ATTENTION.name}. On {device.type} every kernel that runs here is within its error budget",
         soft_wrap=True,
     )
 
@@ -79,6 +81,8 @@ def _kernels(device: torch.device) -> tuple[Table, list[str]]:
     wrong: list[str] = []
     checks = [
         *_checks("spmm", _product(device)),
+        *_checks("semi24", _two_four(device, SEMI24_CASES[0])),
+        *_checks("bsr24", _two_four(device, BSR24_CASES[0])),
         *_checks("sddmm", _sampled(device)),
         *_checks("spgemm", _sparse(device)),
         *_checks("attention", _attention(device)),
@@ -110,6 +114,11 @@ def _checks(op: str, check: Check) -> list[tuple[str, Check]]:
 def _product(device: torch.device) -> Check:
     a, b = PRODUCT.make(device)
     return lambda name: check_spmm(a, b, plan_spmm(a, b, kernel=name)(a, b))
+
+
+def _two_four(device: torch.device, case: Case24) -> Check:
+    a, b, _, _ = case.make(str(device), torch.bfloat16)
+    return lambda name: check_24(a, b, plan_spmm(a, b, kernel=name)(a, b))
 
 
 def _sampled(device: torch.device) -> Check:

@@ -1,4 +1,4 @@
-"""A BSR as tensors and ints, which is what torch.library ops take, and put together again inside of them.
+"""Matrices as tensors and ints, which is what torch.library ops take, and put together again inside of them.
 
 A transposed view goes through as the matrix it was taken from and a flag. So nothing is transposed in a graph that
 torch.compile traces, gradients come back in the order in which values are stored, and what follows from a pattern is
@@ -16,7 +16,9 @@ from torch.nn import Parameter
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from sparsek.formats.bsr import ALIGNMENT, BSR
+from sparsek.formats.bsr24 import BSR24
 from sparsek.formats.pattern import BlockPattern
+from sparsek.formats.semi24 import Semi24
 
 FlatPattern = tuple[Tensor, Tensor, list[int]]
 FlatMatrix = tuple[Tensor, Tensor, Tensor, list[int], bool]
@@ -74,10 +76,34 @@ def matrix(
 
     Values without the order or the alignment that kernels read, as gradients may have, are copied.
     """
-    if not values.is_contiguous() or values.data_ptr() % ALIGNMENT:
-        values = values.clone(memory_format=torch.contiguous_format)
-    a = BSR.unchecked(pattern_of(indptr, indices, sizes), values)
+    a = BSR.unchecked(pattern_of(indptr, indices, sizes), _readable(values))
     return a.T if transposed else a
+
+
+def flat24(a: Semi24 | BSR24) -> tuple[Tensor | list[int], ...]:
+    """Values and metadata; of a BSR24 its pattern too, as `flat_pattern` takes it apart."""
+    return (a.values, a.meta) if isinstance(a, Semi24) else (a.values, a.meta, *flat_pattern(a.pattern))
+
+
+def matrix24(
+    values: Tensor,
+    meta: Tensor,
+    indptr: Tensor | None = None,
+    indices: Tensor | None = None,
+    sizes: Sequence[int] = (),
+) -> Semi24 | BSR24:
+    """The matrix that `flat24` took apart, with copies of parts that lie otherwise than kernels read them."""
+    values, meta = _readable(values), _readable(meta)
+    if indptr is None or indices is None:
+        return Semi24.unchecked(values, meta)
+    return BSR24.unchecked(pattern_of(indptr, indices, sizes), values, meta)
+
+
+def _readable(x: Tensor) -> Tensor:
+    """`x`, copied if it is not contiguous or not aligned."""
+    if not x.is_contiguous() or x.data_ptr() % ALIGNMENT:
+        return x.clone(memory_format=torch.contiguous_format)
+    return x
 
 
 def fake(

@@ -5,6 +5,7 @@
     S = (X Y) at P                         dX = dS Y^T                            dY = X^T dS
     C = A B at P                           dA = (dC B^T) at A's blocks            dB = (A^T dC) at B's blocks
     C = A B, dense                         the same, dC read at the blocks that C can have
+    C = A B, A 2:4, or A^T B               no dA; dB = alpha A^T dZ, or alpha A dZ; dbias, dother as above
     out, lse = attention(q, k, v)          attention_backward, which has no gradient itself
 
 A gradient of values has their shape and order, [nnzb, bm, bk] as they are stored, also where A was a transposed view:
@@ -25,8 +26,12 @@ from sparsek import kernels
 from sparsek.core.errors import InvalidInput
 from sparsek.ops import transforms
 from sparsek.plan.attention_operands import NO_SECOND_GRADIENT
+from sparsek.plan.semi24 import VALUES_HAVE_NO_GRADIENT
 
 Gradients = tuple[Any, ...]
+
+# Families whose 2:4 kernels multiply the transpose too. After another one the planner chooses among these.
+TURNING = ("portable", "cpu", "reference")
 
 
 def kin(kernel: str | None, op: str) -> str | None:
@@ -77,6 +82,47 @@ def of_spmm(ctx: Any, grad: Tensor) -> Gradients:
         found[8] = dz.sum([dim for dim in range(dz.ndim) if dim != dz.ndim - 2])
     if ctx.needs_input_grad[10]:
         found[10] = grad
+    return tuple(found)
+
+
+def save_24(ctx: Any, inputs: Any, output: Tensor) -> None:
+    """Keeps a 2:4 matrix for B's gradient, and C where relu has cut. Refuses values that ask for a gradient."""
+    *matrix, transposed, b, by_columns, alpha, bias, activation, other, combine, kernel = inputs
+    if ctx.needs_input_grad[0]:
+        raise InvalidInput(VALUES_HAVE_NO_GRADIENT.format(kind="Semi24" if len(matrix) == 2 else "BSR24"))
+    at = len(matrix) + 1
+    of_b, of_bias = ctx.needs_input_grad[at], bias is not None and ctx.needs_input_grad[at + 3]
+    cut = activation == "relu" and (of_b or of_bias)
+    tensors, sizes = (matrix[:-1], matrix[-1:]) if len(matrix) == 5 else (matrix, [])
+    ctx.save_for_backward(*(x if of_b else None for x in tensors), output if cut else None)
+    ctx.call = sizes, transposed, by_columns, alpha, kernel
+    ctx.b_by_columns = _by_columns(b)
+    ctx.without = activation not in ("", "relu") or (
+        other is not None and bool(activation or combine == "mul")
+    )
+
+
+def of_24(ctx: Any, grad: Tensor) -> Gradients:
+    """The gradients of B, bias and other of a product with a 2:4 matrix; grad lies as the op's output does."""
+    *tensors, out = ctx.saved_tensors
+    sizes, transposed, by_columns, alpha, kernel = ctx.call
+    name, at = ("bsr24", 6) if sizes else ("semi24", 3)
+    if ctx.without:
+        raise InvalidInput(
+            f"torch.ops.sparsek.{name} has no gradient with this epilogue; sparsek.linear has one"
+        )
+    dz = grad if out is None else torch.where(out <= 0, 0, grad)
+    dz, grad = (dz.mT, grad.mT) if by_columns else (dz, grad)
+    found: list[Tensor | None] = [None] * (at + 8)
+    if ctx.needs_input_grad[at]:
+        turned = None if kernel is None or kernel.split(".")[0] not in TURNING else kernel
+        plain = alpha, None, "", None, "add", turned
+        made = transforms.call(name, *tensors, *sizes, not transposed, dz, ctx.b_by_columns, *plain)
+        found[at] = made.mT if ctx.b_by_columns else made
+    if ctx.needs_input_grad[at + 3]:
+        found[at + 3] = dz.sum([dim for dim in range(dz.ndim) if dim != dz.ndim - 2])
+    if ctx.needs_input_grad[at + 5]:
+        found[at + 5] = grad
     return tuple(found)
 
 

@@ -13,16 +13,22 @@ from torch.nn import functional
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.formats.bsr import BSR
-from sparsek.ops import flat, transforms
+from sparsek.formats.bsr24 import BSR24
+from sparsek.formats.semi24 import Semi24
+from sparsek.ops import flat, semi24, transforms
+from sparsek.ops.semi24 import TWO_FOUR
 from sparsek.ops.spmm import multiply
 from sparsek.plan import operands
+from sparsek.plan.semi24 import Product24
 from sparsek.plan.spmm import Product
 from sparsek.reference.epilogue import ACTIVATIONS, PLAIN, Epilogue
+
+Weight = BSR | Semi24 | BSR24
 
 
 def linear(
     x: Tensor,
-    W: BSR | Tensor,
+    W: Weight | Tensor,
     bias: Tensor | None = None,
     activation: str | None = None,
     residual: Tensor | None = None,
@@ -33,21 +39,22 @@ def linear(
 
     x: [..., K], the last dim contiguous or all of it the transpose view of such a matrix. Its leading dims become one:
     a view where they lie so, as those of a contiguous x do, otherwise a copy, and the same for residual.
-    W: BSR [N, K] of x's dtype on its device; a `.T` view costs nothing. Or a dense tensor [N, K]: torch multiplies.
+    W: BSR [N, K] of x's dtype on its device; a `.T` view costs nothing. Or a Semi24 or BSR24 [N, K]. Or a dense tensor
+    [N, K]: torch multiplies.
     bias: [N]. activation: "relu", "gelu" (by erf), "gelu_tanh", "silu" or None. residual: [..., N], rows contiguous.
-    kernel: a name of the kernels' table of spmm; for a BSR.
+    kernel: a name of the kernels' table of spmm, semi24 or bsr24, after what W is; not for a dense one.
 
     Returns y [..., N], contiguous, summed in float32 (float64 for float64) and rounded once; by hopper.spmm also before
     an activation or a residual, as by torch: in fp16 a sum over 65504 is inf there.
-    Differentiable in x, W's values, bias and residual. Where a gradient is wanted and the activation is gelu,
-    gelu_tanh or silu, torch applies it to the rounded x @ W.T + bias, which the backward pass needs; a residual after
-    any activation is added by torch too.
+    Differentiable in x, the values of W (not those of a 2:4 one), bias and residual. Where a gradient is wanted and
+    the activation is gelu, gelu_tanh or silu, torch applies it to the rounded x @ W.T + bias, which the backward pass
+    needs; a residual after any activation is added by torch too.
     torch.autocast does not touch the operands. Once planned, no sync and no allocation but y.
     Raises InvalidInput for operands that do not fit and Unsupported with every reason if no kernel can run.
 
     GELU: Hendrycks and Gimpel, arXiv:1606.08415.
     """
-    if not isinstance(W, BSR):
+    if not isinstance(W, BSR) and not isinstance(W, TWO_FOUR):
         return _dense(x, W, bias, activation, residual, kernel)
     operands.check_linear(x, W, bias, activation, residual)
     rows, act = _tokens(x), activation or ""
@@ -64,10 +71,11 @@ def linear(
     return y if x.dim() == 2 else y.view(*x.shape[:-1], W.shape[0])
 
 
-def swiglu(x: Tensor, W_gate: BSR, W_up: BSR, *, kernel: str | None = None) -> Tensor:
+def swiglu(x: Tensor, W_gate: Weight, W_up: Weight, *, kernel: str | None = None) -> Tensor:
     """silu(x @ W_gate.T) * (x @ W_up.T), in two kernels: the second multiplies what the first has left in y.
 
-    x: [..., K] as in `linear`. W_gate, W_up: BSR [N, K] of x's dtype on its device, each with its own pattern.
+    x: [..., K] as in `linear`. W_gate, W_up: BSR, Semi24 or BSR24 [N, K] of x's dtype on its device, of one kind where
+    kernel= is given; each with its own pattern.
     Returns y [..., N], contiguous. The gate is rounded, then the product.
     Differentiable in x and in the values; where a gradient is wanted torch applies silu and multiplies, and both
     products stay for the backward pass.
@@ -76,7 +84,7 @@ def swiglu(x: Tensor, W_gate: BSR, W_up: BSR, *, kernel: str | None = None) -> T
     Source: Shazeer, arXiv:2002.05202.
     """
     for name, w in (("W_gate", W_gate), ("W_up", W_up)):
-        if not isinstance(w, BSR):
+        if not isinstance(w, BSR) and not isinstance(w, TWO_FOUR):
             raise InvalidInput(f"{name} must be a BSR, got {type(w).__name__}; make one with BSR.from_dense")
         operands.check_linear(x, w, None, None, None)
     if W_gate.shape != W_up.shape:
@@ -93,10 +101,14 @@ def swiglu(x: Tensor, W_gate: BSR, W_up: BSR, *, kernel: str | None = None) -> T
     return y if x.dim() == 2 else y.view(*x.shape[:-1], W_up.shape[0])
 
 
-def _product(x: Tensor, w: BSR, epilogue: Epilogue, kernel: str | None, out: Tensor | None = None) -> Tensor:
+def _product(
+    x: Tensor, w: Weight, epilogue: Epilogue, kernel: str | None, out: Tensor | None = None
+) -> Tensor:
     """x [T, K] times W.T, written to `out` [T, N] if there is one; the epilogue is that of (x @ W.T).T."""
-    call = Product(w, x.mT, None if out is None else out.mT, epilogue, "col")
-    return multiply(call, kernel)
+    columns = None if out is None else out.mT
+    if isinstance(w, BSR):
+        return multiply(Product(w, x.mT, columns, epilogue, "col"), kernel)
+    return semi24.multiply(Product24(w, False, x.mT, columns, epilogue, "col"), kernel)
 
 
 def _wanted(*tensors: Tensor | None) -> bool:

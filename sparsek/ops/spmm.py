@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -14,13 +14,16 @@ from sparsek.core import device as devices
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.formats.bsr import BSR
+from sparsek.formats.bsr24 import BSR24
 from sparsek.formats.pattern import BlockPattern
-from sparsek.ops import flat, gradients, transforms
+from sparsek.formats.semi24 import Semi24
+from sparsek.ops import flat, gradients, semi24, transforms
 from sparsek.ops.planning import allows_tf32, choose
 from sparsek.plan import operands, schedule
 from sparsek.plan.cache import PlanCache
 from sparsek.plan.made import Made, captured
 from sparsek.plan.problem import SpmmProblem
+from sparsek.plan.semi24 import Plan24
 from sparsek.plan.spmm import Product, SpmmPlan, empty_out, epilogue_parts, facts, is_aligned
 from sparsek.reference.epilogue import PLAIN, Epilogue
 
@@ -32,7 +35,7 @@ def spmm(
     out: Tensor | None = None,
     alpha: float = 1.0,
     beta: float = 0.0,
-    plan: SpmmPlan | None = None,
+    plan: SpmmPlan | Plan24 | None = None,
     kernel: str | None = None,
 ) -> Tensor:
     """C = alpha * A @ B, plus beta * out: block-sparse times dense, or dense times block-sparse.
@@ -53,6 +56,10 @@ def spmm(
     leading dims of B joined with N, which copies B and C's gradient unless they lie so; those of a dense A are rows.
     out= and plan= have no gradient.
 
+    A or B may be a Semi24 or a BSR24 instead, whose kernels are called semi24 and bsr24 and have no gradient for the
+    values. Its transpose, as in X @ A and in the gradient of B, is never unpacked as a whole on a GPU:
+    portable.semi24 and portable.bsr24 unpack it by tiles. x @ A.T is sparsek.linear(x, A).
+
     Rows of B under block columns without any block never reach C, NaN or not. A NaN under a stored block reaches the
     rows of that block; where the plan merges block rows also the rows merged with them; with vendor.dense all rows.
     The same plan gives the same bits. Once planned, GPU kernels neither sync nor allocate more than C, but
@@ -61,6 +68,8 @@ def spmm(
     Raises InvalidInput for operands that do not fit and Unsupported with every reason if no kernel can run.
     """
     epilogue = _epilogue(alpha, beta, out)
+    if not isinstance(A, BSR) and not isinstance(B, BSR) and semi24.takes(A, B):
+        return semi24.product(A, B, out, epilogue, plan, kernel)
     if plan is not None:
         if not isinstance(plan, SpmmPlan):
             raise InvalidInput(f"plan must come from plan_spmm, got {type(plan).__name__}")
@@ -80,6 +89,33 @@ def spmm(
     return call.seen(c, A) if out is None else out
 
 
+@overload
+def plan_spmm(
+    A: Semi24 | BSR24,
+    B: Any,
+    *,
+    out: Tensor | None = None,
+    epilogue: Epilogue = PLAIN,
+    kernel: str | None = None,
+    config: Any = None,
+    device: str | None = None,
+) -> Plan24: ...
+
+
+@overload
+def plan_spmm(
+    A: Tensor,
+    B: Semi24 | BSR24,
+    *,
+    out: Tensor | None = None,
+    epilogue: Epilogue = PLAIN,
+    kernel: str | None = None,
+    config: Any = None,
+    device: str | None = None,
+) -> Plan24: ...
+
+
+@overload
 def plan_spmm(
     A: Any,
     B: Any,
@@ -89,7 +125,19 @@ def plan_spmm(
     kernel: str | None = None,
     config: Any = None,
     device: str | None = None,
-) -> SpmmPlan:
+) -> SpmmPlan: ...
+
+
+def plan_spmm(
+    A: Any,
+    B: Any,
+    *,
+    out: Tensor | None = None,
+    epilogue: Epilogue = PLAIN,
+    kernel: str | None = None,
+    config: Any = None,
+    device: str | None = None,
+) -> SpmmPlan | Plan24:
     """The plan that `spmm(A, B)` would use: frozen, callable, and able to explain itself.
 
     out, epilogue: what the calls will be given; `linear(x, W, bias, activation)` is `plan_spmm(x, W.T,
@@ -98,9 +146,11 @@ def plan_spmm(
     called.
     Costs: schedules are made on the host and copied to A's device once.
     """
-    operands.check_operands(A, B)
     if config is not None and kernel is None:
         raise InvalidInput("config= belongs to one kernel; name it with kernel=")
+    if not isinstance(A, BSR) and not isinstance(B, BSR) and semi24.takes(A, B):
+        return semi24.plan(A, B, out, epilogue, kernel, config, device)
+    operands.check_operands(A, B)
     if out is not None:
         operands.check_out(A, B, out, epilogue)
     call = Product.of(A, B, out, epilogue)

@@ -64,7 +64,7 @@ def check_right(a: Any, b: Any) -> None:
         raise InvalidInput(f"A is {list(a.shape)} and B {list(b.shape)}: A needs {b.shape[0]} columns")
 
 
-def check_dense(name: str, x: Any, like: BSR | Tensor | None = None, other: str = "") -> None:
+def check_dense(name: str, x: Any, like: Any = None, other: str = "") -> None:
     """InvalidInput unless `x`, called `name`, is dense, and of the dtype of `like`, called `other`, on its device."""
     if not isinstance(x, Tensor):
         raise InvalidInput(f"{name} must be a dense torch.Tensor, got {type(x).__name__}")
@@ -95,15 +95,15 @@ def check_number(name: str, value: Any) -> None:
         )
 
 
-def check_epilogue(a: BSR, b: Tensor, epilogue: Epilogue, out_layout: str) -> None:
-    """InvalidInput unless `epilogue` fits C = A @ B, with a matrix that lies as C does: by rows or by columns."""
+def check_epilogue(m: int, b: Tensor, epilogue: Epilogue, out_layout: str) -> None:
+    """InvalidInput unless `epilogue` fits C [..., m, N] = A @ B, with another matrix that lies as C does."""
     if epilogue.is_plain:
         return
     check_number("alpha", epilogue.alpha)
     check_number("beta", epilogue.beta)
-    reference.check_epilogue(epilogue, (*b.shape[:-2], a.shape[0], b.shape[-1]), b.dtype, b.device)
+    reference.check_epilogue(epilogue, (*b.shape[:-2], m, b.shape[-1]), b.dtype, b.device)
     if epilogue.bias is not None:
-        _check_bias(epilogue.bias, a.shape[0])
+        _check_bias(epilogue.bias, m)
     other = epilogue.other
     if other is not None:
         check_dense("other", other)
@@ -124,7 +124,7 @@ def _check_bias(bias: Tensor, count: int) -> None:
         raise InvalidInput(f"bias must be contiguous, got stride {bias.stride(0)}; call .contiguous()")
 
 
-def check_linear(x: Any, w: BSR, bias: Any, activation: Any, residual: Any) -> None:
+def check_linear(x: Any, w: Any, bias: Any, activation: Any, residual: Any) -> None:
     """InvalidInput unless the operands of act(x @ W.T + bias) + residual fit together."""
     check_dense("x", x, w, "W")
     if x.dim() < 1 or x.shape[-1] != w.shape[1]:
@@ -238,7 +238,7 @@ def check_out(a: Any, b: Any, out: Any, epilogue: Epilogue = PLAIN) -> None:
 
     The matrix that the epilogue joins with the product may be `out` itself.
     """
-    if isinstance(a, BSR):
+    if not isinstance(a, Tensor):
         like, shape = b, (*b.shape[:-2], a.shape[0], b.shape[-1])
         read = {"B": b, "A's values": a.values}
     else:

@@ -1,6 +1,6 @@
 """One call, described without tensors, so that it can be planned anywhere and compared by value."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import ClassVar, Protocol
 
 from sparsek.core import dtypes
@@ -119,6 +119,112 @@ class SpmmProblem(ProductProblem):
         of_c = self.m * (2 if self.combine else 1)
         dense = self.batch * self.n * (self.k + of_c) * size + (self.m * size if self.bias else 0)
         return float(values + dense + 4 * (self.nnzb + self.grid[0] + 1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem24(ProductProblem):
+    """C [batch, m, n] = A [m, k] @ B [batch, k, n] with an A of which every four neighbours in a row hold two values.
+
+    `transposed`: A is the transpose of such a matrix, whose pairs then lie along m. `gapless` says that in every item
+    of the batch B is contiguous, or the transpose view of a contiguous [n, k]. Other fields are as in SpmmProblem.
+    """
+
+    op: ClassVar[str]
+
+    m: int
+    k: int
+    n: int
+    dtype: str
+    card: Card
+    batch: int = 1
+    b_layout: str = "row"
+    aligned: bool = True
+    gapless: bool = True
+    transposed: bool = False
+    tf32: bool = False
+    out_layout: str = "row"
+    scaled: bool = False
+    bias: bool = False
+    activation: str = ""
+    combine: str = ""
+    in_place: bool = False
+
+    @property
+    def stored(self) -> int:
+        """Stored values of A."""
+        raise NotImplementedError
+
+    @property
+    def index_bytes(self) -> int:
+        """What says where the values stand: a nibble for two of them, and a pattern's indices."""
+        return self.stored // 4
+
+    @property
+    def useful_flops(self) -> float:
+        """2 FLOP for every stored value and column of B."""
+        return 2.0 * self.stored * self.n * self.batch
+
+    @property
+    def dense_flops(self) -> float:
+        return 2.0 * self.m * self.k * self.n * self.batch
+
+    @property
+    def compulsory_bytes(self) -> float:
+        """Values, metadata and indices read once, B and the epilogue's matrices read once, C written once."""
+        size = dtypes.itemsize(self.dtype)
+        of_c = self.m * (2 if self.combine else 1)
+        dense = self.batch * self.n * (self.k + of_c) * size + (self.m * size if self.bias else 0)
+        return float(self.stored * size + self.index_bytes + dense)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Semi24Problem(Problem24):
+    """A is a Semi24: all of it is stored."""
+
+    op: ClassVar[str] = "semi24"
+
+    @property
+    def stored(self) -> int:
+        return self.m * self.k // 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class BSR24Problem(Problem24):
+    """A is a BSR24 of `nnzb` stored blocks of `block`, sides as they stand in the product: (along m, along k).
+
+    `row_max` is the largest number of stored blocks along m's block rows.
+    """
+
+    op: ClassVar[str] = "bsr24"
+
+    block: tuple[int, int]
+    nnzb: int
+    row_max: int = 0
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Block rows and block columns of A."""
+        return -(-self.m // self.block[0]), -(-self.k // self.block[1])
+
+    @property
+    def density(self) -> float:
+        """Stored blocks over all blocks."""
+        cells = self.grid[0] * self.grid[1]
+        return self.nnzb / cells if cells else 0.0
+
+    @property
+    def stored(self) -> int:
+        return self.nnzb * self.block[0] * self.block[1] // 2
+
+    @property
+    def index_bytes(self) -> int:
+        return self.stored // 4 + 4 * (self.nnzb + self.grid[0] + 1)
+
+    @property
+    def unpacked(self) -> SpmmProblem:
+        """The same product of the BSR that holds all the values of these blocks."""
+        shared = {each.name: getattr(self, each.name) for each in fields(Problem24) if each.name != "gapless"}
+        return SpmmProblem(block=self.block, nnzb=self.nnzb, row_max=self.row_max, **shared)
 
 
 @dataclass(frozen=True)

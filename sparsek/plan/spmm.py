@@ -17,7 +17,7 @@ from sparsek.formats.pattern import BlockPattern
 from sparsek.plan import operands
 from sparsek.plan.made import Made, captured, follow, tensors_in
 from sparsek.plan.plan import Plan
-from sparsek.plan.problem import SpmmProblem
+from sparsek.plan.problem import Problem24, SpmmProblem
 from sparsek.plan.select import Candidate, Choice
 from sparsek.reference.epilogue import PLAIN, Epilogue
 
@@ -46,7 +46,7 @@ class Product(NamedTuple):
         if isinstance(a, BSR):
             return cls(a, b, out, epilogue, "row")
         other = epilogue.other
-        if a.dim() > 2 and all(x is None or _joins(x, a) for x in (a, out, other)):
+        if a.dim() > 2 and all(x is None or joins(x, a) for x in (a, out, other)):
             a, out, other = (None if x is None else x.flatten(0, -2) for x in (a, out, other))
         if other is not None:
             epilogue = replace(epilogue, other=other.mT)
@@ -60,7 +60,7 @@ class Product(NamedTuple):
 
     def check_epilogue(self) -> None:
         """InvalidInput unless the epilogue fits the operands, which fit each other."""
-        operands.check_epilogue(self.a, self.b, self.epilogue, self.out_layout)
+        operands.check_epilogue(self.a.shape[0], self.b, self.epilogue, self.out_layout)
 
 
 @dataclass(frozen=True, eq=False)
@@ -204,7 +204,7 @@ class SpmmPlan(Plan):
         planned_parts = p.scaled, p.bias, p.activation, p.combine, p.in_place
         if parts != planned_parts:
             raise InvalidInput(
-                f"this plan was made for C = {formula(p, 'A @ B')}; got {_formula(*parts, 'A @ B')}. Hand over the "
+                f"this plan was made for C = {formula(p, 'A @ B')}; got {formula_of(*parts, 'A @ B')}. Hand over the "
                 "epilogue that was planned, epilogue=..., or plan with this one"
             )
         if p.aligned and not is_aligned(a.values, b, out, epilogue.other, p.m, p.out_layout):
@@ -215,7 +215,7 @@ class SpmmPlan(Plan):
         self._passed[:] = [told]
 
 
-def _joins(x: Tensor, a: Tensor) -> bool:
+def joins(x: Tensor, a: Tensor) -> bool:
     """Whether `x` has the leading dims of `a`, and lies as one matrix with as many rows as all of them together."""
     if x.shape[:-1] != a.shape[:-1] or x.numel() == 0:
         return False
@@ -274,12 +274,12 @@ def epilogue_parts(epilogue: Epilogue, out: Tensor | None) -> tuple[bool, bool, 
     return epilogue.alpha != 1, epilogue.bias is not None, epilogue.activation, combine, in_place
 
 
-def formula(p: SpmmProblem, product: str) -> str:
+def formula(p: SpmmProblem | Problem24, product: str) -> str:
     """What becomes of the product, in words: "gelu(A @ B + bias) + other"."""
-    return _formula(p.scaled, p.bias, p.activation, p.combine, p.in_place, product)
+    return formula_of(p.scaled, p.bias, p.activation, p.combine, p.in_place, product)
 
 
-def _formula(scaled: bool, bias: bool, activation: str, combine: str, in_place: bool, product: str) -> str:
+def formula_of(scaled: bool, bias: bool, activation: str, combine: str, in_place: bool, product: str) -> str:
     inner = f"alpha * {product}" if scaled else product
     inner = f"{inner} + bias" if bias else inner
     if activation:

@@ -1,0 +1,239 @@
+"""vendor.cusparselt: C = A @ B for a Semi24 A by NVIDIA's library, through the functions that torch has for it.
+
+    prepare     A is unpacked once and compressed into the library's own layout; its search picks the algorithm
+    launch      torch._cslt_sparse_mm, which makes C; C is copied where the caller gave `out`
+
+Only by name: it keeps a second copy of A, 9/16 of the dense size, and times algorithms. One copy serves all plans of a
+matrix and goes with its values; it is renewed when torch has counted a write to them (`Tensor._version`). A CUDA graph
+that was captured keeps the copy that it saw. The search runs once per problem, never while a graph is captured, where a
+problem not met before takes the library's default.
+
+A bias goes along with the product; any other epilogue is applied by torch to the rounded product, in float32, and
+rounded again. Sparse tensor cores read the rows of B that a row of A names and no others, so a NaN stays with them.
+"""
+
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from sparsek.core import dtypes
+from sparsek.formats.semi24 import Semi24
+from sparsek.plan.made import Made, follow
+from sparsek.plan.problem import Semi24Problem
+from sparsek.plan.semi24 import Kernel24
+from sparsek.reference.epilogue import PLAIN, Epilogue
+
+# What the library's descriptors ask of 16-bit matrices: sides of the 2:4 one, and of dense ones.
+SPARSE_UNIT, DENSE_UNIT = 16, 8
+SEARCHED = 1024
+# A guess: 930 to 1002 dense-equivalent TFLOPS were seen at 8192^3 in bf16 on an H200, where cuBLAS has 690.
+OVER_DENSE = 1.4
+
+
+@dataclass(frozen=True)
+class CusparseltConfig:
+    """Nothing to choose: the library's search does."""
+
+    def __repr__(self) -> str:
+        return "cuSPARSELt, its own search, a compressed copy of A"
+
+
+class Algorithm(NamedTuple):
+    """What the library's search answers, as torch._cslt_sparse_mm takes it."""
+
+    alg_id: int = 0
+    split_k: int = 1
+    split_k_mode: int = -1
+
+
+class Compressed:
+    """One A in the library's layout, and which state of which values it shows."""
+
+    def __init__(self) -> None:
+        self.packed: Tensor | None = None
+        self.meta: Any = lambda: None
+        self.version = -1
+        self.made: Made | None = None
+        self.in_graphs: list[Tensor] = []
+
+    def of(self, a: Semi24) -> Tensor:
+        """The copy of `a`, made anew unless its values are known to be as they were. One that a graph would have to
+        make belongs to the graph and is not kept."""
+        capturing = torch.cuda.is_current_stream_capturing()
+        counted = not a.values.is_inference()
+        fresh = counted and self.version == a.values._version and self.meta() is a.meta
+        if self.packed is None or not fresh:
+            packed = torch._cslt_compress(a.to_dense().detach())
+            if capturing:
+                return packed
+            self.packed, self.meta = packed, weakref.ref(a.meta)
+            self.version = a.values._version if counted else -1
+            self.made = Made.here(packed.device)
+        elif capturing and not any(each is self.packed for each in self.in_graphs):
+            self.in_graphs.append(self.packed)
+        elif self.made is not None and not capturing:
+            follow(self.made, (self.packed,))
+        return self.packed
+
+
+@dataclass(frozen=True, eq=False)
+class Work:
+    """What the searched algorithm is, and the copy of the matrix that was planned."""
+
+    algorithm: Algorithm
+    compressed: Compressed
+
+
+_COPIES: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # values -> Compressed
+_ALGORITHMS: dict[tuple[Semi24Problem, int], Algorithm] = {}
+
+
+def missing() -> list[str]:
+    """What this machine lacks."""
+    why = []
+    if not torch.cuda.is_available():
+        why.append("torch sees no CUDA device here")
+    if not torch.backends.cusparselt.is_available():
+        why.append(f"torch {torch.__version__} was built without cuSPARSELt")
+    return why
+
+
+class VendorCusparselt:
+    """NVIDIA's 2:4 products, as torch calls them."""
+
+    name = "vendor.cusparselt"
+    only_by_name = "it keeps a compressed copy of A and times algorithms"
+
+    def why_not(self, p: Semi24Problem) -> list[str]:
+        """Reasons of the machine, then of the problem."""
+        why = missing()
+        if p.on_cpu:
+            why.append("runs on CUDA tensors only")
+        elif p.card.capability < (8, 0):
+            why.append(f"{p.card.name} has no sparse tensor cores; they came with compute capability 8.0")
+        if p.dtype not in ("bf16", "fp16"):
+            also = "; it would round float32 to TF32" if p.dtype == "fp32" else ""
+            why.append(f"dtype must be bf16 or fp16, not {p.dtype}{also}")
+        if p.transposed:
+            why.append(
+                "A stands transposed, and its pairs then lie along the rows of C, where no tensor core takes them"
+            )
+        if p.m % SPARSE_UNIT or p.k % SPARSE_UNIT or not p.m or not p.k:
+            why.append(f"A must have sides that are multiples of {SPARSE_UNIT}, not {p.m} x {p.k}")
+        if p.n % DENSE_UNIT:
+            why.append(f"N must be a multiple of {DENSE_UNIT}, not {p.n}")
+        if not p.gapless:
+            why.append("B must be contiguous, or the transpose view of a contiguous matrix")
+        if not p.aligned:
+            why.append("pointers and leading strides must be multiples of 16 bytes")
+        return why
+
+    def default(self, p: Semi24Problem) -> CusparseltConfig:
+        return CusparseltConfig()
+
+    def configs(self, p: Semi24Problem) -> Iterable[CusparseltConfig]:
+        return [CusparseltConfig()]
+
+    def seconds(self, p: Semi24Problem, c: CusparseltConfig) -> float:
+        """OVER_DENSE times the dense rate, or the compulsory bytes at 80 % of copy bandwidth, and passes over C."""
+        rate = p.card.tflops[p.dtype] * 1e12 * OVER_DENSE
+        product = max(p.dense_flops / rate, p.compulsory_bytes / (0.8 * p.card.bandwidth))
+        parts = p.scaled + bool(p.activation) + bool(p.combine)
+        passes = 1 + parts if parts or (p.bias and p.scaled) else 0
+        finished = 2 * passes * p.m * p.n * p.batch * dtypes.itemsize(p.dtype) / p.card.bandwidth
+        return product + finished + (p.batch + passes) * p.card.launch_seconds
+
+    def prepare(self, p: Semi24Problem, c: CusparseltConfig, a: Semi24) -> Work:
+        """Compresses A and searches; both at the first plan of this matrix and of this problem."""
+        with torch.no_grad(), torch.cuda.device_of(a.values):
+            compressed: Any = _COPIES.setdefault(a.values, Compressed())
+            return Work(_algorithm(p, compressed.of(a)), compressed)
+
+    def launch(
+        self,
+        c: CusparseltConfig,
+        work: Work,
+        a: Semi24,
+        b: Tensor,
+        out: Tensor,
+        epilogue: Epilogue = PLAIN,
+    ) -> None:
+        if out.numel() == 0:
+            return
+        by_columns = out.stride(-2) == 1 and out.stride(-1) != 1
+        along, rest = _split(epilogue)
+        with torch.no_grad():
+            z = _products(work, a, b, along, by_columns)
+            if not rest.is_plain:
+                z = rest.apply(z.float())
+            out.copy_(z)
+
+    def make(
+        self,
+        c: CusparseltConfig,
+        work: Work,
+        a: Semi24,
+        b: Tensor,
+        epilogue: Epilogue,
+        by_columns: bool,
+    ) -> Tensor | None:
+        """C by rows ([N, M] if `by_columns`), in the tensor that torch makes; None for more than one product, or an
+        epilogue that it does not take."""
+        along, rest = _split(epilogue)
+        if b.ndim != 2 or not rest.is_plain:
+            return None
+        with torch.no_grad():
+            z = _products(work, a, b, along, by_columns)
+            return z.mT if by_columns else z
+
+
+def _split(epilogue: Epilogue) -> tuple[Tensor | None, Epilogue]:
+    """The bias that goes along with the product, if alpha does not come first, and what is left to do."""
+    if epilogue.alpha != 1:
+        return None, epilogue
+    return epilogue.bias, replace(epilogue, bias=None)
+
+
+def _products(work: Work, a: Semi24, b: Tensor, bias: Tensor | None, by_columns: bool) -> Tensor:
+    """A @ b [..., K, N] + bias, [..., M, N], a product for each item of the batch."""
+    with torch.cuda.device_of(b):
+        packed = work.compressed.of(a)
+        how = {"bias": bias, "transpose_result": by_columns, **work.algorithm._asdict()}
+        made = [torch._cslt_sparse_mm(packed, b[at], **how) for at in np.ndindex(*b.shape[:-2])]
+    seen = [z.mT if by_columns else z for z in made]
+    return seen[0] if b.ndim == 2 else torch.stack(seen).view(*b.shape[:-2], *seen[0].shape)
+
+
+def _algorithm(p: Semi24Problem, packed: Tensor) -> Algorithm:
+    """What the library's search found for `p` on this device; its default while a graph is captured."""
+    key = p, packed.device.index
+    found = _ALGORITHMS.get(key)
+    if found is None:
+        if torch.cuda.is_current_stream_capturing():
+            return Algorithm()
+        found = _ALGORITHMS[key] = _search(p, packed)
+        while len(_ALGORITHMS) > SEARCHED:
+            _ALGORITHMS.pop(next(iter(_ALGORITHMS)))
+    return found
+
+
+def _search(p: Semi24Problem, packed: Tensor) -> Algorithm:
+    """Times the library's algorithms on normal numbers that lie as B does."""
+    shape = (p.n, p.k) if p.b_layout == "col" else (p.k, p.n)
+    b = torch.randn(shape, dtype=packed.dtype, device=packed.device)
+    b = b.mT if p.b_layout == "col" else b
+    by_columns = p.out_layout == "col"
+    search = getattr(getattr(torch._C, "_cusparselt", None), "mm_search", None)
+    if search is not None:
+        alg_id, split_k, split_k_mode, _ = search(packed, b, None, None, None, by_columns)
+        return Algorithm(int(alg_id), int(split_k), int(split_k_mode))
+    return Algorithm(int(torch._cslt_sparse_mm_search(packed, b, transpose_result=by_columns)))
+
+
+KERNEL: Kernel24 = VendorCusparselt()

@@ -1,0 +1,54 @@
+"""Runs one kernel of 2:4 products without the planner: problem, config, work, the output it was given."""
+
+from typing import Any
+
+from torch import Tensor
+
+from sparsek.formats.bsr24 import BSR24
+from sparsek.formats.semi24 import Semi24
+from sparsek.ops import semi24 as ops
+from sparsek.plan.problem import Problem24
+from sparsek.plan.semi24 import Product24
+from sparsek.reference.epilogue import PLAIN, Epilogue
+from sparsek.testing.budget24 import check_24
+from sparsek.testing.cases24 import Case24
+from sparsek.testing.poison import poisoned
+
+
+def problem(
+    a: Semi24 | BSR24, b: Tensor, epilogue: Epilogue = PLAIN, out: Tensor | None = None, turned: bool = False
+) -> Problem24:
+    """The problem that a @ b, or a.T @ b, poses, C lying as `out` does."""
+    by_columns = out is not None and out.stride(-2) == 1 and out.stride(-1) != 1
+    return ops._problem(Product24(a, turned, b, out, epilogue, "col" if by_columns else "row"), None)
+
+
+def multiply(
+    kernel: Any,
+    a: Semi24 | BSR24,
+    b: Tensor,
+    epilogue: Epilogue = PLAIN,
+    out: Tensor | None = None,
+    *,
+    turned: bool = False,
+    config: Any = None,
+) -> Tensor:
+    """`out`, once `kernel` has written a @ b, or a.T @ b, with the epilogue into it; a new one starts full of NaN."""
+    if out is None:
+        m = a.shape[1] if turned else a.shape[0]
+        out = poisoned((*b.shape[:-2], m, b.shape[-1]), b.dtype, b.device)
+    p = problem(a, b, epilogue, out, turned)
+    assert kernel.why_not(p) == []
+    c = kernel.default(p) if config is None else config
+    kernel.launch(c, kernel.prepare(p, c, a), a, b, out, epilogue)
+    return out
+
+
+def hold(
+    kernel: Any, case: Case24, dtype: Any, device: str = "cpu", seed: int = 0, config: Any = None
+) -> None:
+    """The kernel's product is within the error budget."""
+    a, b, epilogue, out = case.make(device, dtype, seed)
+    multiply(kernel, a, b, epilogue, out, turned=case.transposed, config=config)
+    gate = check_24(a, b, out, epilogue, transposed=case.transposed)
+    assert gate.passed, f"{case}: {gate}"

@@ -1,0 +1,156 @@
+"""cpu.semi24, cpu.bsr24 and the references behind the protocol: every case, dtype, layout and config."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparsek.core.device import CPU, H200
+from sparsek.formats.bsr import BSR
+from sparsek.formats.bsr24 import BSR24
+from sparsek.formats.semi24 import Semi24
+from sparsek.kernels import load
+from sparsek.kernels.cpu import bsr24 as cpu_bsr24
+from sparsek.kernels.cpu import semi24 as cpu_semi24
+from sparsek.kernels.cpu import spmm as cpu_spmm
+from sparsek.plan.problem import BSR24Problem, Semi24Problem
+from sparsek.reference.bsr24 import bsr24
+from sparsek.reference.epilogue import ACTIVATIONS
+from sparsek.reference.semi24 import semi24
+from sparsek.testing.cases24 import BSR24_CASES, SEMI24_CASES, Case24
+from tests.kernels.planned_24 import hold, multiply, problem
+
+FLOATS = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
+CASES = [*SEMI24_CASES, *BSR24_CASES]
+
+
+def op_of(case: Case24) -> str:
+    return "semi24" if case.block is None else "bsr24"
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("family", ["cpu", "reference"])
+def test_every_case_is_within_budget_in_every_dtype(family: str, case: Case24, dtype: torch.dtype):
+    hold(load(f"{family}.{op_of(case)}"), case, dtype)
+
+
+@pytest.mark.parametrize("op", ["semi24", "bsr24"])
+def test_every_config_gives_every_case_within_budget(op: str):
+    kernel = load(f"cpu.{op}")
+    for at, case in enumerate(each for each in CASES if op_of(each) == op):
+        a, b, epilogue, out = case.make(dtype=torch.bfloat16)
+        configs = list(kernel.configs(problem(a, b, epilogue, out, case.transposed)))
+        assert len(configs) == 8
+        hold(kernel, case, torch.bfloat16, seed=at, config=configs[at % 8])
+        smallest = (cpu_semi24 if op == "semi24" else cpu_spmm).CpuConfig(step_bytes=1, wide=bool(at % 2))
+        hold(kernel, case, torch.bfloat16, seed=at, config=smallest)
+
+
+@settings(max_examples=30)
+@given(
+    rows=st.integers(0, 70),
+    groups=st.integers(0, 14),
+    n=st.integers(0, 40),
+    transposed=st.booleans(),
+    layouts=st.tuples(
+        st.sampled_from(["row", "col", "strided", "wide"]),
+        st.sampled_from(["row", "col"]),
+        st.sampled_from(["row", "col"]),
+    ),
+    epilogue=st.tuples(
+        st.sampled_from([1.0, -0.5]),
+        st.booleans(),
+        st.sampled_from(list(ACTIVATIONS)),
+        st.sampled_from(["", "add", "mul"]),
+    ),
+    batch=st.sampled_from([(), (2,), (2, 1)]),
+    dtype=st.sampled_from(FLOATS),
+    seed=st.integers(0, 2**20),
+)
+def test_any_semi24_is_within_budget(rows, groups, n, transposed, layouts, epilogue, batch, dtype, seed):
+    alpha, bias, activation, combine = epilogue
+    case = Case24(
+        rows, 8 * groups, n, "any", None, 1.0, transposed, alpha, bias, activation, combine, 0.5, layouts, batch
+    )  # fmt: skip
+    config = cpu_semi24.CpuConfig(step_bytes=4096, wide=dtype == torch.float16)
+    hold(cpu_semi24.KERNEL, case, dtype, seed=seed, config=config)
+
+
+@settings(max_examples=20)
+@given(
+    rows=st.integers(0, 200),
+    columns=st.integers(0, 200),
+    n=st.integers(0, 24),
+    block=st.sampled_from([(64, 64), (128, 64), (64, 128)]),
+    density=st.sampled_from([0.0, 0.4, 1.0]),
+    transposed=st.booleans(),
+    bias=st.booleans(),
+    layouts=st.tuples(st.sampled_from(["row", "col"]), st.sampled_from(["row", "col"]), st.just("row")),
+    seed=st.integers(0, 2**20),
+)
+def test_any_bsr24_is_within_budget(rows, columns, n, block, density, transposed, bias, layouts, seed):
+    case = Case24(
+        rows, columns, n, "any", block, density, transposed, 1.0, bias, "silu", "add", -1.0, layouts
+    )
+    hold(cpu_bsr24.KERNEL, case, torch.float32, seed=seed)
+
+
+def test_the_reference_kernel_gives_the_bits_of_the_reference():
+    for seed, case in enumerate((SEMI24_CASES[2], SEMI24_CASES[13])):
+        a, b, epilogue, out = case.make(seed=seed)
+        assert isinstance(a, Semi24)
+        multiply(load("reference.semi24"), a, b, epilogue, out, turned=case.transposed)
+        assert torch.equal(out, semi24(a, b, epilogue, transposed=case.transposed))
+    a, b, epilogue, out = BSR24_CASES[3].make()
+    assert isinstance(a, BSR24)
+    assert torch.equal(multiply(load("reference.bsr24"), a, b, epilogue, out), bsr24(a, b, epilogue))
+
+
+def test_a_sum_is_rounded_once_where_it_is_wide():
+    a = Semi24.from_dense(torch.eye(16, dtype=torch.bfloat16))
+    b = torch.full((16, 8), 1 + 2.0**-7, dtype=torch.bfloat16)
+    out = multiply(cpu_semi24.KERNEL, a, b, config=cpu_semi24.CpuConfig(wide=True))
+    assert torch.equal(out, b)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("family", ["cpu", "reference"])
+def test_nan_in_rows_of_b_without_a_block_never_reaches_c(family: str, bad: float):
+    mask = torch.tensor([[1, 0, 1, 0, 0], [0, 0, 0, 0, 0], [0, 0, 1, 0, 1]]).bool()
+    a = BSR24.from_bsr(BSR.from_dense(torch.randn(192, 320), 64, mask=mask))
+    for turned in (False, True):
+        index = a.pattern.block_rows if turned else a.pattern.indices
+        met = torch.zeros(a.grid[0 if turned else 1], dtype=torch.bool)
+        met[index.long()] = True
+        assert not bool(met.all())
+        b = torch.randn(a.shape[0 if turned else 1], 24)
+        clean = multiply(load(f"{family}.bsr24"), a, b, turned=turned)
+        b[~met.repeat_interleave(64)] = bad
+        assert torch.equal(multiply(load(f"{family}.bsr24"), a, b, turned=turned), clean)
+
+
+def test_values_that_ask_for_a_gradient_are_read_and_c_does_not():
+    a, b, epilogue, out = SEMI24_CASES[2].make(dtype=torch.float32)
+    assert isinstance(a, Semi24)
+    learning = Semi24.unchecked(a.values.clone().requires_grad_(), a.meta)
+    found = multiply(cpu_semi24.KERNEL, learning, b.requires_grad_(), epilogue, out)
+    assert not found.requires_grad
+
+
+@pytest.mark.parametrize("n", [1, 16, 256, 1024])
+def test_the_cpu_kernels_are_predicted_faster_than_the_references(n: int):
+    for kind, more in ((Semi24Problem, {}), (BSR24Problem, {"block": (64, 64), "nnzb": 256, "row_max": 8})):
+        for dtype in ("bf16", "fp32", "fp64"):
+            p = kind(m=2048, k=2048, n=n, dtype=dtype, card=CPU, **more)
+            fast, slow = load(f"cpu.{p.op}"), load(f"reference.{p.op}")
+            assert slow.seconds(p, slow.default(p)) > fast.seconds(p, fast.default(p)) > 0
+
+
+def test_the_cpu_kernels_refuse_cuda_tensors():
+    for p in (
+        Semi24Problem(m=64, k=64, n=8, dtype="bf16", card=H200),
+        BSR24Problem(m=64, k=64, n=8, dtype="bf16", card=H200, block=(64, 64), nnzb=1),
+    ):
+        assert load(f"cpu.{p.op}").why_not(p) == ["runs on CPU tensors only"]
+        assert load(f"reference.{p.op}").why_not(p) == []
