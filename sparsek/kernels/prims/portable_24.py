@@ -114,15 +114,14 @@ def constants(b: Tensor, out: Tensor, tf32: bool, epilogue: Epilogue, limit: int
     }  # fmt: skip
 
 
-# By tile_m: tile_m, tile_n, tile_k, warps, stages. None is timed yet. First what fits an SM twice, so that one program
-# multiplies while the other unpacks.
+# By falling tile_m: tile_m, tile_n, tile_k, warps, stages. None is timed yet. On Hopper first what fits an SM twice, so
+# that one program multiplies while the other unpacks; without wgmma what is unpacked and C share registers.
 # fmt: off
-HALF: dict[int, tuple[Config, ...]] = {
-    128: (Config(128, 128, 64, 4, 3), Config(128, 256, 64, 8, 3), Config(128, 128, 64, 8, 3)),
-    64: (Config(64, 128, 64, 4, 3), Config(64, 256, 64, 8, 3), Config(64, 64, 64, 4, 4)),
-    32: (Config(32, 128, 64, 4, 3), Config(32, 64, 64, 4, 3)),
-    16: (Config(16, 128, 64, 4, 3), Config(16, 64, 64, 4, 3)),
-}
+LOW = (Config(32, 128, 64, 4, 3), Config(32, 64, 64, 4, 3), Config(16, 128, 64, 4, 3), Config(16, 64, 64, 4, 3))
+HOPPER = (Config(128, 128, 64, 4, 3), Config(128, 256, 64, 8, 3), Config(128, 128, 64, 8, 3),
+          Config(64, 128, 64, 4, 3), Config(64, 256, 64, 8, 3), Config(64, 64, 64, 4, 4), *LOW)
+AMPERE = (Config(128, 128, 64, 8, 3), Config(64, 256, 64, 8, 3), Config(64, 128, 32, 4, 3), Config(64, 64, 64, 4, 4),
+          *LOW)
 SINGLE = (Config(64, 64, 32, 4, 3), Config(64, 64, 32, 8, 3), Config(32, 64, 32, 4, 3), Config(16, 64, 32, 4, 3))
 # fmt: on
 
@@ -130,7 +129,7 @@ SINGLE = (Config(64, 64, 32, 4, 3), Config(64, 64, 32, 8, 3), Config(32, 64, 32,
 def configs(p: Problem24, tallest: int) -> Iterator[Config]:
     """Serious alternatives for tiles of at most `tallest` rows, best guess first, cut to N and to shared memory."""
     widest = max(16, 1 << (p.n - 1).bit_length())
-    table = SINGLE if p.dtype == "fp32" else [c for side in sorted(HALF, reverse=True) for c in HALF[side]]
+    table = SINGLE if p.dtype == "fp32" else HOPPER if p.on_cpu or p.card.capability[0] == 9 else AMPERE
     seen = set()
     for c in table:
         if c.tile_m > tallest:
