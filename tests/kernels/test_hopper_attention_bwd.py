@@ -79,8 +79,8 @@ def check(c: Config, dtype: str, code: Code, spilled: int) -> None:
     kind = {"bf16": "bf16", "fp16": "f16"}[dtype]
     kinds = {f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{kind}.{kind}" for n in (64, c.dim, c.v_dim)}
     assert code.wgmma == sorted(kinds), where
-    # Two warpgroups, two loops: S, dP, dV and dK of each step they do, dQ of every second or half of every dQ's columns,
-    # from both halves. A loop's body holds two steps where they take turns.
+    # Two warpgroups, two loops: S, dP, dV and dK of each step they do, dQ of every second or half the columns of every
+    # dQ, from both halves. A loop's body holds two steps where they take turns.
     steps = 2 if c.halves == 2 and not c.split else 1
     products = steps * (c.dim // 16 + c.v_dim // 16 + 4 + 4) + 4 * c.halves
     assert code.wgmma_count == 2 * 2 * products, where

@@ -5,12 +5,14 @@ Inputs are fresh in every run; a failure prints the seed. Compiling dominates: r
 
 import os
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
 
 from sparsek.formats.block_mask import BlockMask
 from sparsek.kernels import load
+from sparsek.kernels.hopper import attention_bwd as hopper
 from sparsek.testing.attention_cases import AttentionCase, random_bits
 from tests.kernels.attention_grad_cases import (
     cases,
@@ -21,6 +23,7 @@ from tests.kernels.attention_grad_cases import (
     poisoned_keys,
     problem,
 )
+from tests.kernels.sanitized import hazards, sanitized
 
 pytestmark = pytest.mark.gpu
 LOW = (torch.float16, torch.bfloat16)
@@ -132,3 +135,19 @@ def test_ten_thousand_launches_give_the_same_bits() -> None:
             kernel.launch(c, work, q, k, v, mask, scale, *rest, *again)
             wrong += sum((a != b).any() for a, b in zip(found, again, strict=True))
     assert int(wrong) == 0, f"seed {seed}: {int(wrong)} tensors differ"
+
+
+def test_memcheck_finds_nothing() -> None:
+    done = sanitized("memcheck", "attention_bwd", "sanitize_attention_bwd.py")
+    said = done.stdout[-8000:] + done.stderr[-4000:]
+    assert done.returncode == 0, said
+    assert "every gradient is within its budget" in done.stdout, said
+    assert "ERROR SUMMARY: 0 errors" in said, said
+
+
+def test_racecheck_finds_nothing_beyond_the_start_of_warps() -> None:
+    done = sanitized("racecheck", "attention_bwd", "sanitize_attention_bwd.py")
+    said = done.stdout + done.stderr
+    assert "every gradient is within its budget" in said, said[-8000:]
+    assert "RACECHECK SUMMARY" in said, said[-8000:]
+    assert hazards(said, "attention_bwd_kernel", Path(hopper.__file__)) == [], said[-8000:]

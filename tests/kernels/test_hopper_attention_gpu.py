@@ -4,11 +4,8 @@ Inputs are fresh in every run; a failure prints the seed. Compiling dominates: r
 """
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,9 +15,9 @@ from sparsek.kernels import load
 from sparsek.testing.attention_budget import check_attention
 from sparsek.testing.attention_cases import ATTENTION_CASES, AttentionCase, random_bits
 from tests.kernels.planned_attention import attend, problem
+from tests.kernels.sanitized import sanitized
 
 pytestmark = pytest.mark.gpu
-ROOT = Path(__file__).resolve().parents[2]
 LOW = (torch.float16, torch.bfloat16)
 DIMS = ((32, 32), (64, 64), (96, 96), (128, 128), (192, 192), (256, 256), (64, 128), (128, 64), (192, 128))
 BLOCKS = ((128, 128), (64, 64), (128, 64), (64, 128))
@@ -160,8 +157,7 @@ def test_long_sequences_stay_near_float64(dtype: torch.dtype) -> None:
 
 
 def test_memcheck_finds_nothing() -> None:
-    script = str(Path(__file__).with_name("sanitize_attention.py"))
-    command = ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9", sys.executable, script]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
-    assert "ERROR SUMMARY: 0 errors" in done.stdout + done.stderr
+    done = sanitized("memcheck", "attention_kernel", "sanitize_attention.py")
+    said = done.stdout[-8000:] + done.stderr[-4000:]
+    assert done.returncode == 0, said
+    assert "ERROR SUMMARY: 0 errors" in said, said

@@ -5,9 +5,6 @@ compiles its own share, without it a pool of processes fills Triton's cache firs
 """
 
 import os
-import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
@@ -32,6 +29,7 @@ from sparsek.reference.spmm import spmm as reference
 from sparsek.testing.budget import budget, check_spmm, error
 from sparsek.testing.cases import SPMM_CASES, Case
 from sparsek.testing.poison import poisoned
+from tests.kernels.sanitized import hazards, sanitized
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).resolve().parents[2]
@@ -407,22 +405,6 @@ def test_torch_compile_sees_one_node(name: "str | None") -> None:
         assert check_spmm(a, x, step(x)).passed, f"seed {seed}"
 
 
-def sanitized(tool: str, kernel: str, script: str, *args: str) -> "subprocess.CompletedProcess[str]":
-    """`script` of this folder under compute-sanitizer's `tool`, which looks at kernels with `kernel` in their name."""
-    sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
-    if not Path(sanitizer).exists():
-        pytest.skip("compute-sanitizer is neither on the PATH nor in /usr/local/cuda/bin")
-    options = ["--tool", tool, "--error-exitcode", "86", "--kernel-name", f"kernel_substring={kernel}"]
-    return subprocess.run(
-        [sanitizer, *options, sys.executable, str(Path(__file__).with_name(script)), *args],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
-
-
 @pytest.mark.parametrize("kernel", FAST)
 def test_memcheck_finds_nothing(kernel: str) -> None:
     done = sanitized("memcheck", "spmm", "sanitize_spmm.py", kernel)
@@ -432,12 +414,11 @@ def test_memcheck_finds_nothing(kernel: str) -> None:
     assert "ERROR SUMMARY: 0 errors" in said, said
 
 
-def test_racecheck_cannot_judge_these_kernels_yet() -> None:
-    """racecheck (CUDA 13.0) sees a race in a control that has none, and dies in both kernels, which memcheck passes.
-
-    Once the control is clean, both kernels belong into racecheck, as they are in memcheck above.
-    """
-    done = sanitized("racecheck", "control_kernel", "racecheck_control.py")
-    said = done.stdout + done.stderr
-    assert "RACECHECK SUMMARY" in said, said
-    assert "RACECHECK SUMMARY: 0 hazards displayed" not in said, said
+def test_racecheck_tells_a_kernel_with_a_race_from_one_without() -> None:
+    """Else what it says of other kernels means nothing. It dies in both products, memcheck passes them."""
+    control = Path(__file__).with_name("racecheck_control.py")
+    clean, racy = (sanitized("racecheck", "control_kernel", control.name, *args) for args in ((), ("race",)))
+    for done in (clean, racy):
+        assert "RACECHECK SUMMARY" in done.stdout + done.stderr, done.stdout + done.stderr
+    assert hazards(clean.stdout + clean.stderr, "control_kernel", control) == []
+    assert hazards(racy.stdout + racy.stderr, "control_kernel", control)
