@@ -130,9 +130,11 @@ def _dense(
     kernel: str | None,
 ) -> Tensor:
     if not isinstance(w, Tensor):
-        raise InvalidInput(f"W must be a BSR or a dense torch.Tensor, got {type(w).__name__}")
+        raise InvalidInput(
+            f"W must be a BSR, a Semi24, a BSR24 or a dense torch.Tensor, got {type(w).__name__}"
+        )
     if kernel is not None:
-        raise InvalidInput(f"kernel={kernel!r} multiplies a BSR; W is dense, and torch multiplies it")
+        raise InvalidInput(f"kernel={kernel!r} multiplies a sparse W; W is dense, and torch multiplies it")
     operands.check_activation(activation)
     for name, each in (("x", x), ("bias", bias), ("residual", residual)):
         if each is not None or name == "x":

@@ -36,7 +36,7 @@ from sparsek.plan.semi24 import (
     gapless,
     lies_aligned,
 )
-from sparsek.plan.spmm import epilogue_parts
+from sparsek.plan.spmm import epilogue_parts, new_rows
 from sparsek.reference.epilogue import PLAIN, Epilogue
 
 TWO_FOUR = (Semi24, BSR24)
@@ -235,7 +235,7 @@ def _(
     kernel: str | None,
 ) -> Tensor:
     a = Semi24.unchecked(values, meta)
-    return _empty(_call(a, transposed, b, by_columns, alpha, bias, activation, other, combine))
+    return _fake(_call(a, transposed, b, by_columns, alpha, bias, activation, other, combine))
 
 
 @torch.library.custom_op("sparsek::bsr24", mutates_args=(), tags=flat.TAGS)
@@ -279,7 +279,7 @@ def _(
 ) -> Tensor:
     pattern = flat.fake(values, indptr, indices, sizes).pattern
     a = BSR24.unchecked(pattern, values, meta)
-    return _empty(_call(a, transposed, b, by_columns, alpha, bias, activation, other, combine))
+    return _fake(_call(a, transposed, b, by_columns, alpha, bias, activation, other, combine))
 
 
 def _call(
@@ -307,11 +307,8 @@ def _run_op(call: Product24, kernel: str | None) -> Tensor:
         return _run(call, kernel)
 
 
-def _empty(call: Product24) -> Tensor:
-    """C as the op returns it."""
-    *batch, _, n = call.b.shape
-    m = call.shape[0]
-    return call.b.new_empty((*batch, n, m) if call.out_layout == "col" else (*batch, m, n))
+def _fake(call: Product24) -> Tensor:
+    return new_rows(call.b, call.shape[0], call.out_layout == "col")
 
 
 def _at_once(first: int, name: str) -> transforms.Vmap:

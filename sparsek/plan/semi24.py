@@ -19,7 +19,7 @@ from sparsek.plan.kernel import Kernel
 from sparsek.plan.made import Made, captured, follow, tensors_in
 from sparsek.plan.plan import Plan
 from sparsek.plan.problem import BSR24Problem, Problem24
-from sparsek.plan.spmm import OTHER_LAYOUT, empty_out, epilogue_parts, formula, formula_of, is_aligned, joins
+from sparsek.plan.spmm import OTHER_LAYOUT, epilogue_parts, formula, formula_of, is_aligned, joins, new_rows
 from sparsek.reference.epilogue import PLAIN, Epilogue
 
 Matrix24 = Semi24 | BSR24
@@ -154,10 +154,13 @@ class Plan24(Plan):
             if made is not None:
                 return made
         if out is None:
-            out = empty_out(b, p.m, out_layout)
+            c = new_rows(b, p.m, by_columns)
+            out = c.mT if by_columns else c
+        else:
+            c = out.mT if by_columns else out
         if out.numel():
             kernel.launch(config, self.work, a, b, out, epilogue)
-        return out.mT if by_columns else out
+        return c
 
     def headline(self) -> list[str]:
         p: Problem24 = self.problem

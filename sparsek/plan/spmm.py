@@ -114,7 +114,7 @@ class SpmmPlan(Plan):
                 return self.run(product, capturing)
         by_columns = out_layout == "col"
         if out is None:
-            c = _new(b, self.problem.m, by_columns)
+            c = new_rows(b, self.problem.m, by_columns)
             out = c.mT if by_columns else c
         else:
             c = out.mT if by_columns else out
@@ -225,11 +225,12 @@ def joins(x: Tensor, a: Tensor) -> bool:
 def empty_out(b: Tensor, m: int, out_layout: str) -> Tensor:
     """An uninitialised C [..., M, N]: contiguous, or the transpose view of a contiguous [..., N, M]."""
     by_columns = out_layout == "col"
-    new = _new(b, m, by_columns)
+    new = new_rows(b, m, by_columns)
     return new.mT if by_columns else new
 
 
-def _new(b: Tensor, m: int, by_columns: bool) -> Tensor:
+def new_rows(b: Tensor, m: int, by_columns: bool) -> Tensor:
+    """An uninitialised C by rows: [..., M, N], or [..., N, M] if `by_columns`."""
     *batch, _, n = b.shape
     if batch:
         return b.new_empty((*batch, n, m) if by_columns else (*batch, m, n))

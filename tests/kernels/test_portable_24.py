@@ -93,7 +93,7 @@ def test_what_products_may_be_compiles_without_spills(change: dict[str, Any]):
     check(p, semi24.KERNEL.default(p))
     if "m" not in change:
         for block in ((128, 128), (192, 64)):
-            q = BSR24Problem(**BIG | BLOCKS | change | {"block": block})
+            q = replace(BSR24Problem(**BIG, **BLOCKS), **change, block=block)
             check(q, bsr24.KERNEL.default(q))
 
 
@@ -111,7 +111,7 @@ def test_defaults_fill_the_card_where_they_can():
     p = Semi24Problem(**BIG)
     assert semi24.KERNEL.default(p).tile_m == 128
     assert bsr24.KERNEL.default(BSR24Problem(**BIG, **BLOCKS)).tile_m == 128
-    assert bsr24.KERNEL.default(BSR24Problem(**BIG, **BLOCKS | {"block": (192, 64)})).tile_m == 64
+    assert bsr24.KERNEL.default(replace(BSR24Problem(**BIG, **BLOCKS), block=(192, 64))).tile_m == 64
     small = replace(p, m=1024, n=512)
     c = semi24.KERNEL.default(small)
     assert tiles(c, small.m, small) >= H200.sm_count

@@ -239,7 +239,10 @@ REFUSED: dict[str, tuple[Callable[[Layer], Any], str]] = {
     "x device": (lambda o: sk.linear(o[0].to("meta"), o[1]), "W is on cpu and x on meta; move one"),
     "x sparse": (lambda o: sk.linear(o[0].to_sparse(), o[1]), "x must be a dense torch.Tensor, got layout"),
     "x negated": (lambda o: sk.linear(torch._neg_view(o[0]), o[1]), "x is a lazily negated view"),
-    "W": (lambda o: sk.linear(o[0], None), "W must be a BSR or a dense torch.Tensor, got NoneType"),  # pyright: ignore[reportArgumentType]
+    "W": (
+        lambda o: sk.linear(o[0], None),  # pyright: ignore[reportArgumentType]
+        "W must be a BSR, a Semi24, a BSR24 or a dense torch.Tensor, got NoneType",
+    ),
     "bias": (
         lambda o: sk.linear(o[0], o[1], o[2][:96]),
         r"bias is \[96\]; it needs \[128\], a number for every output feature",
@@ -267,7 +270,7 @@ REFUSED: dict[str, tuple[Callable[[Layer], Any], str]] = {
     "kernel": (lambda o: sk.linear(o[0], o[1], kernel="fast"), "no kernel of spmm is called 'fast'"),
     "kernel of a dense W": (
         lambda o: sk.linear(o[0], o[1].to_dense(), kernel="cpu.spmm"),
-        "kernel='cpu.spmm' multiplies a BSR; W is dense, and torch multiplies it",
+        "kernel='cpu.spmm' multiplies a sparse W; W is dense, and torch multiplies it",
     ),
     "dense W": (
         lambda o: sk.linear(o[3], o[1].to_dense()),

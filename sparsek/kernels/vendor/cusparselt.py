@@ -24,7 +24,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from sparsek.core import dtypes
 from sparsek.formats.semi24 import Semi24
-from sparsek.plan.made import Made, follow
+from sparsek.plan.made import Made, captured, follow
 from sparsek.plan.problem import Semi24Problem
 from sparsek.plan.semi24 import Kernel24
 from sparsek.reference.epilogue import PLAIN, Epilogue
@@ -65,7 +65,7 @@ class Compressed:
     def of(self, a: Semi24) -> Tensor:
         """The copy of `a`, made anew unless its values are known to be as they were. One that a graph would have to
         make belongs to the graph and is not kept."""
-        capturing = torch.cuda.is_current_stream_capturing()
+        capturing = captured(a.values)
         counted = not a.values.is_inference()
         fresh = counted and self.version == a.values._version and self.meta() is a.meta
         if self.packed is None or not fresh:
@@ -169,10 +169,10 @@ class VendorCusparselt:
         by_columns = out.stride(-2) == 1 and out.stride(-1) != 1
         along, rest = _split(epilogue)
         with torch.no_grad():
-            z = _products(work, a, b, along, by_columns)
-            if not rest.is_plain:
-                z = rest.apply(z.float())
-            out.copy_(z)
+            made = _products(work, a, b, along, by_columns)
+            seen = [z.mT if by_columns else z for z in made]
+            z = seen[0] if b.ndim == 2 else torch.stack(seen).view(out.shape)
+            out.copy_(z if rest.is_plain else rest.apply(z.float()))
 
     def make(
         self,
@@ -189,8 +189,7 @@ class VendorCusparselt:
         if b.ndim != 2 or not rest.is_plain:
             return None
         with torch.no_grad():
-            z = _products(work, a, b, along, by_columns)
-            return z.mT if by_columns else z
+            return _products(work, a, b, along, by_columns)[0]
 
 
 def _split(epilogue: Epilogue) -> tuple[Tensor | None, Epilogue]:
@@ -200,14 +199,12 @@ def _split(epilogue: Epilogue) -> tuple[Tensor | None, Epilogue]:
     return epilogue.bias, replace(epilogue, bias=None)
 
 
-def _products(work: Work, a: Semi24, b: Tensor, bias: Tensor | None, by_columns: bool) -> Tensor:
-    """A @ b [..., K, N] + bias, [..., M, N], a product for each item of the batch."""
+def _products(work: Work, a: Semi24, b: Tensor, bias: Tensor | None, by_columns: bool) -> list[Tensor]:
+    """A @ b [..., K, N] + bias for each item of the batch: [M, N], or [N, M] if `by_columns`, row-major."""
     with torch.cuda.device_of(b):
         packed = work.compressed.of(a)
         how = {"bias": bias, "transpose_result": by_columns, **work.algorithm._asdict()}
-        made = [torch._cslt_sparse_mm(packed, b[at], **how) for at in np.ndindex(*b.shape[:-2])]
-    seen = [z.mT if by_columns else z for z in made]
-    return seen[0] if b.ndim == 2 else torch.stack(seen).view(*b.shape[:-2], *seen[0].shape)
+        return [torch._cslt_sparse_mm(packed, b[at], **how) for at in np.ndindex(*b.shape[:-2])]
 
 
 def _algorithm(p: Semi24Problem, packed: Tensor) -> Algorithm:
@@ -215,7 +212,7 @@ def _algorithm(p: Semi24Problem, packed: Tensor) -> Algorithm:
     key = p, packed.device.index
     found = _ALGORITHMS.get(key)
     if found is None:
-        if torch.cuda.is_current_stream_capturing():
+        if captured(packed):
             return Algorithm()
         found = _ALGORITHMS[key] = _search(p, packed)
         while len(_ALGORITHMS) > SEARCHED:

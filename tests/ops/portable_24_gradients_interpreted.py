@@ -1,0 +1,14 @@
+"""Gradients of the portable 2:4 kernels in Triton's interpreter; run by test_semi24_gradients.py."""
+
+import pytest
+import torch
+
+from tests.ops.test_semi24 import KINDS
+from tests.ops.test_semi24_gradients import hold
+
+
+@pytest.mark.parametrize("name", ["A @ B", "batch of X @ A", "linear relu", "linear None with a residual"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_are_within_the_error_budget(kind: str, name: str):
+    hold(name, kind, f"portable.{kind}", torch.float32)
+    hold(name, kind, f"portable.{kind}", torch.float16)

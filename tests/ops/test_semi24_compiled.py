@@ -1,0 +1,158 @@
+"""spmm and linear with Semi24 and BSR24 under torch.compile, and the torch.library ops behind them."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import AotEagerAndRecordGraphs
+
+import sparsek as sk
+from sparsek.core.errors import InvalidInput
+from sparsek.ops import flat
+from tests.ops.test_semi24 import KINDS, matrix
+
+F32 = torch.float32
+
+
+@pytest.fixture
+def recorder() -> Iterator[Any]:
+    """A backend: aot_eager that keeps the graphs it is given."""
+    torch._dynamo.reset()
+    yield AotEagerAndRecordGraphs()
+    torch._dynamo.reset()
+
+
+def calls(graph: Any) -> list[str]:
+    """Names of the operations in a graph."""
+    return [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+
+
+COMPILED: dict[str, tuple[Callable[[Any, Tensor], Tensor], tuple[int, ...]]] = {
+    "A @ B": (lambda a, b: a @ b, (192, 40)),
+    "X @ A": (lambda a, x: x @ a, (40, 128)),
+    "spmm(A, B)": (lambda a, b: sk.spmm(a, b, alpha=0.5), (2, 192, 8)),
+    "spmm(X, A)": (lambda a, x: sk.spmm(x, a), (2, 5, 128)),
+    "linear": (lambda a, x: sk.linear(x, a, None, "gelu"), (2, 5, 192)),
+}
+
+
+@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("kind", KINDS)
+def test_compiled_it_is_one_node_of_one_graph(kind: str, name: str, recorder: Any):
+    run, shape = COMPILED[name]
+    a, b = matrix(kind, F32), torch.randn(shape)
+    compiled = torch.compile(run, fullgraph=True, backend=recorder)
+    assert torch.equal(compiled(a, b), run(a, b))
+    assert torch.equal(compiled(a, 2 * b), run(a, 2 * b))
+    (graph,) = map(calls, recorder.fw_graphs)
+    assert [f"sparsek.{kind}" in call for call in graph].count(True) == 1
+    assert all(call.split(".")[0] in ("aten", "sparsek") for call in graph)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_compiled_a_layer_learns_as_eagerly(kind: str):
+    torch._dynamo.reset()
+    a = matrix(kind, F32)
+    leaves = [torch.randn(shape, requires_grad=True) for shape in ((6, 192), (128,), (6, 128))]
+
+    def run(x: Tensor, bias: Tensor, rest: Tensor) -> Tensor:
+        return sk.linear(x, a, bias, "relu", rest)
+
+    eager, compiled = run(*leaves), torch.compile(run, fullgraph=True, backend="aot_eager")(*leaves)
+    assert torch.equal(eager, compiled)
+    expected = torch.autograd.grad(eager.square().sum(), leaves)
+    for mine, right in zip(torch.autograd.grad(compiled.square().sum(), leaves), expected, strict=True):
+        assert torch.equal(mine, right)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_compiled_once_for_every_n(kind: str, recorder: Any):
+    a = matrix(kind, F32)
+    compiled = torch.compile(lambda x: sk.linear(x, a), fullgraph=True, backend=recorder)
+    for n in (40, 56, 200):
+        x = torch.randn(n, 192)
+        torch._dynamo.mark_dynamic(x, 0)
+        torch.testing.assert_close(compiled(x), sk.linear(x, a))
+    assert len(recorder.fw_graphs) == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_compiled_what_cannot_be_is_told(kind: str):
+    a, b = matrix(kind, F32), torch.randn(192, 40)
+    plan = sk.plan_spmm(a, b)
+    for run, text in (
+        (lambda b: sk.spmm(a, b, out=torch.empty(128, 40)), "do not go through torch.compile"),
+        (lambda b: plan(a, b), "plans do not go through torch.compile"),
+        (lambda b: a @ b[:100], r"B needs 192 rows"),
+    ):
+        torch._dynamo.reset()
+        with pytest.raises(Exception, match=text):
+            torch.compile(run, fullgraph=True, backend="aot_eager")(b)
+
+
+def args(a: Any, b: Tensor, turned: bool = False, **more: Any) -> tuple[Any, ...]:
+    """Arguments of the op for act(alpha * a @ b + bias) joined with other."""
+    epilogue = {"alpha": 1.0, "bias": None, "act": "", "other": None, "combine": "add", "kernel": None} | more
+    by_columns = epilogue.pop("by_columns", False)
+    return *flat.flat24(a), turned, b, by_columns, *epilogue.values()
+
+
+def op_of(kind: str) -> Any:
+    return getattr(torch.ops.sparsek, kind)
+
+
+@pytest.mark.parametrize("turned", [False, True], ids=["stored", "transposed"])
+@pytest.mark.parametrize("shape", [(40,), (2, 7), (0,)], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_op_passes_torchs_own_checks(kind: str, shape: tuple[int, ...], turned: bool):
+    a = matrix(kind, F32)
+    b = torch.randn(*shape[:-1], 128 if turned else 192, shape[-1])
+    for given in (
+        args(a, b, turned),
+        args(a, b.clone().requires_grad_(), turned, alpha=2.0),
+        args(a, b.mT.contiguous().mT.requires_grad_(), turned, by_columns=True),
+    ):
+        torch.library.opcheck(op_of(kind).default, given)
+
+
+@pytest.mark.parametrize("act", ["", "relu"])
+@pytest.mark.parametrize("by_columns", [False, True], ids=["rows", "columns"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_op_with_an_epilogue_passes_torchs_own_checks(kind: str, by_columns: bool, act: str):
+    a = matrix(kind, F32)
+    b = torch.randn(24, 192).T if by_columns else torch.randn(192, 24)
+    other = torch.randn(24, 128).T if by_columns else torch.randn(128, 24)
+    epilogue = {"bias": torch.randn(128).requires_grad_(), "act": act, "by_columns": by_columns}
+    if not act:
+        epilogue["other"] = other.detach().requires_grad_()
+    torch.library.opcheck(op_of(kind).default, args(a, b.detach().requires_grad_(), **epilogue))
+    fused: dict[str, Any] = {"act": "silu", "other": other, "combine": "mul", "by_columns": by_columns}
+    torch.library.opcheck(op_of(kind).default, args(a, b, **fused))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_op_copies_parts_that_no_kernel_reads(kind: str):
+    a, b = matrix(kind, F32), torch.randn(192, 8)
+    values, meta, *rest = flat.flat24(a)
+    assert isinstance(values, Tensor)
+    assert isinstance(meta, Tensor)
+    odd = torch.cat((values.new_zeros(1), values.flatten()))[1:].view(values.shape)
+    apart = meta.repeat_interleave(2, -1)[..., ::2]
+    more = args(a, b)[2 + len(rest) :]
+    assert torch.equal(op_of(kind)(odd, apart, *rest, *more), a @ b)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_op_checks_what_it_is_given(kind: str):
+    a, b = matrix(kind, F32), torch.randn(192, 8)
+    for wrong, text in (
+        (b[:95], r"A of the product is \[128, 192\] and B \[95, 8\]"),
+        (b.double(), "cast one of them"),
+        (b[:, 0], r"and B \[192\]"),
+    ):
+        with pytest.raises(InvalidInput, match=text):
+            op_of(kind)(*args(a, wrong))
+    with pytest.raises(InvalidInput, match="this product needs"):
+        op_of(kind)(*args(a, b, bias=torch.randn(192)))

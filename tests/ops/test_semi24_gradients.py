@@ -1,0 +1,249 @@
+"""Gradients of products with Semi24 and BSR24: to the dense operand, the bias and the residual, never to values."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.autograd import gradcheck, gradgradcheck
+
+import sparsek as sk
+from sparsek.core.errors import InvalidInput
+from sparsek.ops import flat
+from sparsek.ops import semi24 as ops
+from sparsek.reference.epilogue import ACTIVATIONS
+from sparsek.testing.budget import FACTOR, FLOOR, error, judge
+from tests.ops.test_semi24 import KINDS, matrix
+
+F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
+
+# How a product is called, with A [128, 192]; the shapes of its dense tensors; the same densely.
+Run = Callable[..., Tensor]
+FORMS: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...], Run]] = {
+    "A @ B": (lambda a, b, kernel: sk.spmm(a, b, kernel=kernel), ((192, 24),), lambda d, b: d @ b),
+    "batch of alpha A @ B": (
+        lambda a, b, kernel: sk.spmm(a, b, alpha=-2.0, kernel=kernel),
+        ((2, 3, 192, 8),),
+        lambda d, b: -2 * (d @ b),
+    ),
+    "A @ B by columns": (
+        lambda a, x, kernel: sk.spmm(a, x.mT, kernel=kernel),
+        ((24, 192),),
+        lambda d, x: d @ x.mT,
+    ),
+    "X @ A": (lambda a, x, kernel: sk.spmm(x, a, kernel=kernel), ((24, 128),), lambda d, x: x @ d),
+    "batch of X @ A": (lambda a, x, kernel: sk.spmm(x, a, kernel=kernel), ((2, 3, 128),), lambda d, x: x @ d),
+    "swapped batch of X @ A": (
+        lambda a, x, kernel: sk.spmm(x.transpose(0, 1), a, kernel=kernel),
+        ((5, 2, 128),),
+        lambda d, x: x.transpose(0, 1) @ d,
+    ),
+    **{
+        f"linear {act}": (
+            lambda a, x, bias, kernel, act=act: sk.linear(x, a, bias, act, kernel=kernel),
+            ((2, 5, 192), (128,)),
+            lambda d, x, bias, act=act: ACTIVATIONS[act or ""](x @ d.mT + bias),
+        )
+        for act in (None, *list(ACTIVATIONS)[1:])
+    },
+    **{
+        f"linear {act} with a residual": (
+            lambda a, x, bias, rest, kernel, act=act: sk.linear(x, a, bias, act, rest, kernel=kernel),
+            ((7, 192), (128,), (7, 128)),
+            lambda d, x, bias, rest, act=act: ACTIVATIONS[act or ""](x @ d.mT + bias) + rest,
+        )
+        for act in (None, "relu")
+    },
+    "swiglu": (
+        lambda a, x, kernel: sk.swiglu(x, a, a, kernel=kernel),
+        ((5, 192),),
+        lambda d, x: torch.nn.functional.silu(x @ d.mT) * (x @ d.mT),
+    ),
+}
+
+
+def _back(run: Run, tensors: list[Tensor]) -> list[Tensor]:
+    leaves = [x.clone().requires_grad_() for x in tensors]
+    out = run(*leaves)
+    draw = torch.Generator().manual_seed(3)
+    cotangent = torch.randn(out.shape, generator=draw).to(out.device, BF16).to(out.dtype)
+    return list(torch.autograd.grad(out, leaves, cotangent))
+
+
+def hold(name: str, kind: str, kernel: str | None, dtype: torch.dtype, device: str = "cpu") -> None:
+    """Every gradient's error against float64 is within twice that of dense torch in the same dtype."""
+    run, shapes, dense = FORMS[name]
+    a = matrix(kind, dtype, device)
+    tensors = [torch.randn(shape, device=device).to(dtype) for shape in shapes]
+    found = _back(lambda *x: run(a, *x, kernel=kernel), tensors)
+    plain = _back(lambda *x: dense(a.to_dense(), *x), tensors)
+    exact = _back(lambda *x: dense(a.to_dense(F64), *x), [x.double() for x in tensors])
+    for mine, his, right, x in zip(found, plain, exact, tensors, strict=True):
+        assert (mine.shape, mine.dtype) == (x.shape, x.dtype)
+        gate = judge(mine, right, max(FLOOR, FACTOR * error(his, right)))
+        assert gate.passed, gate
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("family", ["cpu", "reference", None])
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_are_within_the_error_budget(kind: str, family: str | None, name: str):
+    hold(name, kind, None if family is None else f"{family}.{kind}", BF16 if family is None else F32)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("dtype", [BF16, torch.float16, F32], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_on_a_gpu_are_within_the_error_budget(kind: str, dtype: torch.dtype, name: str):
+    hold(name, kind, None, dtype, "cuda")
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_first_and_second_derivatives_are_those_of_finite_differences(kind: str, name: str):
+    run, shapes, _ = FORMS[name]
+    a = matrix(kind, F64)
+    leaves = [torch.randn(shape, dtype=F64, requires_grad=True) for shape in shapes]
+    assert gradcheck(lambda *x: run(a, *x, kernel=None), leaves, fast_mode=True)
+    assert gradgradcheck(lambda *x: run(a, *x, kernel=None), leaves, fast_mode=True)
+
+
+@settings(max_examples=25)
+@given(
+    m=st.integers(0, 40),
+    groups=st.integers(0, 8),
+    n=st.integers(0, 20),
+    left=st.booleans(),
+    act=st.sampled_from([None, "relu", "silu"]),
+    seed=st.integers(0, 2**20),
+)
+def test_gradients_hold_for_any_shape(m: int, groups: int, n: int, left: bool, act: Any, seed: int):
+    draw = torch.Generator().manual_seed(seed)
+    a = sk.Semi24.from_dense(torch.randn(m, 8 * groups, dtype=F64, generator=draw))
+    d = a.to_dense()
+    x = torch.randn(n, m if left else 8 * groups, dtype=F64, generator=draw)
+    bias = torch.randn(m, dtype=F64, generator=draw)
+    if left:
+        found, exact = _back(lambda x: sk.spmm(x, a), [x]), _back(lambda x: x @ d, [x])
+    else:
+        found = _back(lambda x, bias: sk.linear(x, a, bias, act), [x, bias])
+        exact = _back(lambda x, bias: ACTIVATIONS[act or ""](x @ d.mT + bias), [x, bias])
+    for mine, right in zip(found, exact, strict=True):
+        torch.testing.assert_close(mine, right)
+
+
+def test_gradients_of_the_portable_kernels_hold_in_the_interpreter():
+    pytest.importorskip("triton")
+    script = Path(__file__).with_name("portable_24_gradients_interpreted.py")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(script)],
+        cwd=Path(__file__).parents[2],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_bias_or_a_residual_may_learn_alone(kind: str):
+    a, x = matrix(kind, F32), torch.randn(5, 192)
+    bias, rest = torch.randn(128, requires_grad=True), torch.randn(5, 128, requires_grad=True)
+    y = sk.linear(x, a, bias, None, rest)
+    of_bias, of_rest = torch.autograd.grad(y, [bias, rest], torch.ones_like(y))
+    assert torch.equal(of_bias, torch.full((128,), 5.0))
+    assert torch.equal(of_rest, torch.ones(5, 128))
+
+
+@pytest.mark.parametrize("act", [None, "relu"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_learns_may_be_written_to_in_place(kind: str, act: str | None):
+    a = matrix(kind, F32)
+    x = torch.randn(2, 5, 192, requires_grad=True)
+    for run in (lambda: sk.linear(x, a), lambda: sk.spmm(a, x.mT), lambda: sk.spmm(x[..., :128], a)):
+        y = run()
+        y += 1
+        (found,) = torch.autograd.grad(y.sum(), x)
+        assert torch.equal(found, torch.autograd.grad(run().sum(), x)[0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_gradient_lies_as_its_operand_does(kind: str):
+    a = matrix(kind, F32)
+    for b in (torch.randn(192, 24), torch.randn(24, 192).mT):
+        b.requires_grad_()
+        (found,) = torch.autograd.grad((a @ b).square().sum(), b)
+        assert found.stride() == b.stride()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_op_refuses_values_that_learn_and_epilogues_without_a_gradient(kind: str):
+    a, b = matrix(kind, F32), torch.randn(192, 24)
+    op = getattr(torch.ops.sparsek, kind)
+    values, *rest = flat.flat24(a)
+    assert isinstance(values, Tensor)
+    plain = 1.0, None, "", None, "add", None
+    with pytest.raises(
+        InvalidInput, match=rf"the values of a {kind.capitalize() if kind == 'semi24' else 'BSR24'}"
+    ):
+        op(values.clone().requires_grad_(), *rest, False, b, False, *plain)
+    y = op(values, *rest, False, b.requires_grad_(), False, 1.0, None, "gelu", None, "add", None)
+    with pytest.raises(InvalidInput, match=rf"torch.ops.sparsek.{kind} has no gradient with this epilogue"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_functional_transforms_reach_the_dense_operand(kind: str):
+    a, b, bias = matrix(kind, F64), torch.randn(192, 6, dtype=F64), torch.randn(128, dtype=F64)
+    d = a.to_dense()
+    found = torch.func.grad(lambda b: sk.spmm(a, b).square().sum())(b)
+    torch.testing.assert_close(found, 2 * d.mT @ (d @ b))
+    jacobian = torch.func.jacrev(lambda x: sk.linear(x, a, bias, "relu"))(b.mT[:2])
+    expected = torch.func.jacrev(lambda x: torch.relu(x @ d.mT + bias))(b.mT[:2])
+    torch.testing.assert_close(jacobian, expected)
+    with pytest.raises(InvalidInput, match="ask for a gradient"):
+        torch.func.grad(lambda v: sk.spmm(_with(a, v), b).sum())(a.values)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_vmap_of_the_dense_operand_is_one_product(kind: str, monkeypatch: pytest.MonkeyPatch):
+    a = matrix(kind, F64)
+    d, b = a.to_dense(), torch.randn(3, 192, 6, dtype=F64)
+    x, rest = torch.randn(3, 7, 192, dtype=F64), torch.randn(3, 7, 128, dtype=F64)
+    ran, real = [], ops._run
+    monkeypatch.setattr(ops, "_run", lambda *args: ran.append(1) or real(*args))
+    for dim in (0, 2):
+        moved = b.movedim(0, dim)
+        torch.testing.assert_close(torch.vmap(lambda b: sk.spmm(a, b), dim)(moved), d @ b)
+    torch.testing.assert_close(torch.vmap(lambda x: sk.linear(x, a))(x), x @ d.mT)
+    residual = torch.vmap(lambda x, rest: sk.linear(x, a, None, None, rest))(x, rest)
+    torch.testing.assert_close(residual, x @ d.mT + rest)
+    assert len(ran) == 4
+    values = torch.stack((a.values, -a.values, 2 * a.values))
+    each = torch.vmap(lambda v, b: sk.spmm(_with(a, v), b))(values, b)
+    torch.testing.assert_close(each, torch.stack([d @ b[0], -d @ b[1], 2 * d @ b[2]]))
+
+
+def _with(a: Any, values: Tensor) -> Any:
+    if isinstance(a, sk.BSR24):
+        return sk.BSR24.unchecked(a.pattern, values, a.meta)
+    return sk.Semi24.unchecked(values, a.meta)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_forward_mode_is_refused(kind: str):
+    a, b = matrix(kind, F32), torch.randn(192, 6)
+    with pytest.raises(InvalidInput, match="no forward-mode derivative"):
+        torch.func.jvp(lambda b: sk.spmm(a, b), (b,), (b,))
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(b, b)
+        with pytest.raises(InvalidInput, match="no forward-mode derivative"):
+            sk.spmm(a, dual)
