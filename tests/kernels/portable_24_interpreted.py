@@ -24,13 +24,17 @@ def kernel_of(case: Case24):
     return semi24.KERNEL if case.block is None else bsr24.KERNEL
 
 
-@pytest.mark.parametrize("dtype", [F16, F32], ids=str)
 @pytest.mark.parametrize("case", [*SEMI24_CASES, *BSR24_CASES], ids=str)
-def test_every_case_is_within_its_error_budget(case: Case24, dtype: torch.dtype):
-    hold(kernel_of(case), case, dtype)
+def test_every_case_is_within_its_error_budget(case: Case24):
+    hold(kernel_of(case), case, F16)
 
 
-@settings(max_examples=25)
+@pytest.mark.parametrize("case", [*SEMI24_CASES[2:18:3], *BSR24_CASES[1:12:3]], ids=str)
+def test_fp32_is_within_its_error_budget(case: Case24):
+    hold(kernel_of(case), case, F32)
+
+
+@settings(max_examples=15)
 @given(
     rows=st.integers(0, 70),
     groups=st.integers(0, 17),
@@ -63,8 +67,12 @@ def test_any_semi24_is_within_budget(rows, groups, n, transposed, layouts, epilo
 def test_every_config_of_the_tables_gives_the_same_product(transposed: bool):
     configs = {(c.tile_m, c.tile_n, c.tile_k): c for c in (*HOPPER, *AMPERE, *SINGLE)}
     for seed, c in enumerate(configs.values()):
-        hold(semi24.KERNEL, Case24(72, 88, 20, "any", None, 1.0, transposed), F16, seed=seed, config=c)
-        case = Case24(128, 128, 20, "any", (64, 128) if transposed else (128, 64), 0.5, transposed)
+        hold(semi24.KERNEL, Case24(72, 72, 20, "any", None, 1.0, transposed), F16, seed=seed, config=c)
+        case = (
+            Case24(128, 64, 20, "any", (128, 64), 1.0)
+            if not transposed
+            else Case24(64, 128, 20, "any", (64, 128), 1.0, True)
+        )
         hold(bsr24.KERNEL, case, F16, seed=seed, config=c)
 
 

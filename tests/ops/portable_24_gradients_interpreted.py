@@ -7,8 +7,7 @@ from tests.ops.test_semi24 import KINDS
 from tests.ops.test_semi24_gradients import hold
 
 
-@pytest.mark.parametrize("name", ["A @ B", "batch of X @ A", "linear relu", "linear None with a residual"])
+@pytest.mark.parametrize("name", ["batch of X @ A", "linear relu", "linear None with a residual"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_are_within_the_error_budget(kind: str, name: str):
-    hold(name, kind, f"portable.{kind}", torch.float32)
     hold(name, kind, f"portable.{kind}", torch.float16)
