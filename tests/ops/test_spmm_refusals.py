@@ -168,7 +168,7 @@ BAD_OPERANDS: dict[str, tuple[Callable[[BSR, Tensor], Any], str]] = {
         "no measured facts for a card named 'b200'; known: h200, cpu",
     ),
     "card as a device": (
-        lambda a, b: sk.plan_spmm(a, b, device=torch.device("cuda")),  # pyright: ignore[reportArgumentType]
+        lambda a, b: sk.plan_spmm(a, b, device=torch.device("cuda")),  # pyright: ignore[reportCallIssue, reportArgumentType]
         "no measured facts for a card named 'cuda'",
     ),
 }
