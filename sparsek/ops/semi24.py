@@ -18,6 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from sparsek.core import device as devices
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
+from sparsek.formats import two_four
 from sparsek.formats.bsr24 import BSR24
 from sparsek.formats.semi24 import Semi24
 from sparsek.ops import flat, gradients, transforms
@@ -360,3 +361,20 @@ class Multiplied(torch.autograd.Function):
 
 for kind in TWO_FOUR:
     kind.register_matmul(lambda a, b: product(a, b, None, PLAIN, None, None))
+
+
+def _pack(w: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    """`two_four.pack` by one Triton kernel, which loads when formats bring the first CUDA tensor.
+
+    None, and torch packs, where Triton is missing, and where something looks at calls op by op.
+    """
+    if flat.traced() or not flat.are_plain(w, mask):
+        return None
+    try:
+        from sparsek.kernels.portable import pack24
+    except ImportError:
+        return None
+    return pack24.pack24(w, mask)
+
+
+two_four.register_pack(_pack)

@@ -1,0 +1,160 @@
+"""kernels/portable/pack24.py: in Triton's interpreter, compiled for cards that are not there, and on a GPU."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sparsek.formats import BSR24, Semi24, random_bsr, two_four
+from tests.formats.two_four import same_bits
+from tests.house.tools import ROOT, next_python
+
+pytest.importorskip("triton")
+
+from sparsek.kernels.portable import pack24 as portable
+from tests.kernels import portable_pack24_code as offline
+from tests.kernels.portable_pack24_cases import LAYOUTS, any_bits, flags, same
+
+WIDE = "v4.b32"  # 16 bytes
+BYTES = {"b8", "b16"}  # of metadata, those of one thread
+
+
+def test_the_bits_are_those_of_torch_in_the_interpreter():
+    script = Path(__file__).with_name("portable_pack24_interpreted.py")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", str(script)],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])
+@pytest.mark.parametrize("read", offline.READ)
+@pytest.mark.parametrize("dtype", offline.DTYPES)
+@pytest.mark.parametrize("card", offline.CARDS)
+def test_it_reads_and_writes_16_bytes_at_once(card: str, dtype: str, read: str, masked: bool):
+    code = offline.pack_code(card, dtype, read, masked)
+    assert code.stack == 0
+    assert offline.loads(code.ptx) <= {WIDE} | ({"v2.b32", "b32"} if masked else set())
+    assert WIDE in offline.loads(code.ptx)
+    assert WIDE in code.stores
+    assert code.stores - {WIDE} <= BYTES
+    if "columns" not in read:
+        assert code.shared == 0, "all of a group is in one lane"
+        assert "shfl" not in code.ptx
+        # 32 warps on an SM have 64 KB under way.
+        assert code.registers <= 64
+
+
+@pytest.mark.parametrize("ragged", [False, True], ids=["", "ragged"])
+@pytest.mark.parametrize("dtype", offline.DTYPES)
+@pytest.mark.parametrize("card", offline.CARDS)
+def test_unpacking_writes_16_bytes_at_once(card: str, dtype: str, ragged: bool):
+    code = offline.unpack_code(card, dtype, ragged)
+    assert code.stack == 0
+    assert code.registers <= 32
+    assert code.stores == {WIDE}
+    assert offline.loads(code.ptx) == {"b8", WIDE if dtype == "fp32" else "v2.b32"}
+    assert code.shared == 0 or dtype == "fp32"
+
+
+def test_the_newest_triton_reads_and_writes_16_bytes_at_once_too():
+    done = subprocess.run(
+        [next_python(), "-W", "ignore", offline.__file__],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=ROOT,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+    found = json.loads(done.stdout)
+    assert (
+        found["triton"] == (ROOT / "constraints-triton-next.txt").read_text().split("triton==")[1].split()[0]
+    )
+    assert len(found["codes"]) == len(offline.DTYPES) * (len(offline.READ) + 1)
+    for name, (loads, stores, stack, shared) in found["codes"].items():
+        assert WIDE in stores, name
+        assert set(stores) - {WIDE} <= BYTES, name
+        assert stack == 0, name
+        if "unpacked" not in name:
+            assert loads == [WIDE], name
+            assert shared == 0 or "columns" in name, name
+
+
+def test_matrices_on_the_cpu_are_left_to_torch():
+    w = torch.randn(8, 16)
+    assert portable.pack24(w) is None
+    assert portable.unpack24(*two_four.pack(w)) is None
+
+
+@pytest.fixture
+def poisoned_memory() -> Iterator[None]:
+    """What torch allocates is NaN and 255."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(4, device="cuda").isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", offline.DTYPES.values(), ids=str)
+def test_a_gpu_packs_the_bits_of_the_cpu(
+    dtype: torch.dtype, layout: Callable[[Tensor], Tensor], masked: bool
+):
+    for shape in ((1, 8), (70, 264), (1000, 520), (128, 4096), (3, 64, 128), (5, 129, 72), (64,), (33, 4104)):
+        w = layout(any_bits(shape, dtype).cuda())
+        mask = layout(flags(shape).cuda().view(torch.int8)).view(torch.bool) if masked else None
+        same(w, mask)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("columns", [False, True], ids=["rows", "columns"])
+def test_a_gpu_packs_what_lies_past_2_to_the_31(columns: bool):
+    w = torch.zeros(65544, 32776, dtype=torch.bfloat16, device="cuda")
+    w = w.T if columns else w
+    part = any_bits((8, w.shape[1]), torch.bfloat16)
+    w[-8:] = part.cuda()
+    made = portable.pack24(w)
+    assert made is not None
+    for whole, right in zip(made, two_four.pack(part), strict=True):
+        assert same_bits(whole[-8:].cpu(), right)
+    assert not made[0][:-8].any()
+    dense = portable.unpack24(*made)
+    assert dense is not None
+    assert same_bits(dense[-8:].cpu(), two_four.unpack(*two_four.pack(part)))
+
+
+@pytest.mark.gpu
+def test_formats_on_a_gpu_are_packed_by_it_without_a_sync(no_sync: Any, monkeypatch: pytest.MonkeyPatch):
+    w, stored = torch.randn(256, 512).bfloat16(), random_bsr(500, 700, 64, 0.3)
+    right, blocks = Semi24.from_dense(w), BSR24.from_bsr(stored)
+    there, stored = w.cuda(), stored.to("cuda")
+    Semi24.from_dense(there)
+    BSR24.from_bsr(stored)
+    monkeypatch.setattr(two_four, "groups", lambda *given: pytest.fail("torch packed"))
+    with no_sync():
+        a, b = Semi24.from_dense(there), BSR24.from_bsr(stored)
+        dense = portable.unpack24(a.values, a.meta)
+    assert dense is not None
+    monkeypatch.undo()
+    for made, expected in ((a, right), (b, blocks)):
+        assert same_bits(made.values.cpu(), expected.values)
+        assert same_bits(made.meta.cpu(), expected.meta)
+    assert same_bits(dense.cpu(), right.to_dense())
