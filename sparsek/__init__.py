@@ -15,6 +15,7 @@ from sparsek.formats.bsr24 import BSR24
 from sparsek.formats.io import load, save
 from sparsek.formats.pattern import BlockPattern
 from sparsek.formats.random import random_bsr
+from sparsek.formats.scaled import Scaled, quantize
 from sparsek.formats.semi24 import Semi24
 from sparsek.ops.attention import attention, plan_attention, plan_attention_backward
 from sparsek.ops.attention_varlen import attention_varlen
@@ -37,6 +38,7 @@ __all__ = [
     "InvalidInput",
     "MaskPolicy",
     "Plan",
+    "Scaled",
     "Semi24",
     "SparseKError",
     "Unsupported",
@@ -51,6 +53,7 @@ __all__ = [
     "plan_sddmm",
     "plan_spgemm",
     "plan_spmm",
+    "quantize",
     "random_bsr",
     "save",
     "sddmm",

@@ -6,6 +6,7 @@ from sparsek.formats.bsr24 import BSR24
 from sparsek.formats.io import load, save
 from sparsek.formats.pattern import BlockPattern, HostPattern
 from sparsek.formats.random import random_bsr
+from sparsek.formats.scaled import Scaled, quantize
 from sparsek.formats.semi24 import Semi24
 
 # In order of their appearance in the documentation: name and "module:class".
@@ -13,6 +14,7 @@ FORMATS: tuple[tuple[str, str], ...] = (
     ("bsr", "sparsek.formats.bsr:BSR"),
     ("semi24", "sparsek.formats.semi24:Semi24"),
     ("bsr24", "sparsek.formats.bsr24:BSR24"),
+    ("scaled", "sparsek.formats.scaled:Scaled"),
     ("block_mask", "sparsek.formats.block_mask:BlockMask"),
 )
 
@@ -24,8 +26,10 @@ __all__ = [
     "BlockMask",
     "BlockPattern",
     "HostPattern",
+    "Scaled",
     "Semi24",
     "load",
+    "quantize",
     "random_bsr",
     "save",
 ]

@@ -2,8 +2,10 @@
 
 A BSR `w` is three tensors: `w.indptr` int32 [Mb+1], `w.indices` int32 [nnzb], `w.values` [nnzb, bm, bk]. A BSR24 has
 `w.values` [nnzb, bm, bk/2] and a fourth, `w.meta` uint8 [nnzb, bm, bk/8]. A Semi24 `w` is `w.values` [M, K/2] and
-`w.meta` uint8 [M, K/8]. A block mask `m` is those that it consists of, all int32: `m.full_starts`, `m.full_counts`,
-`m.full_indices`, the same three of `partial`, and of `m.lo`, `m.hi`, `m.rules`, `m.bits` those that it has.
+`w.meta` uint8 [M, K/8]. A Scaled `w` has the tensors of the matrix in it, its values in F8_E4M3 or F8_E5M2, and
+`w.scale` float32 [], [M] or [nnzb]. A block mask `m` is those that it consists of, all int32: `m.full_starts`,
+`m.full_counts`, `m.full_indices`, the same three of `partial`, and of `m.lo`, `m.hi`, `m.rules`, `m.bits` those that it
+has.
 The metadata in the header holds what tensors cannot: `sparsek`, a JSON text with the version and for every object its
 kind, sizes and the CRC-32 of its bytes; and `sparsek.crc32`, the CRC-32 of that text. So damage anywhere is found on
 load. Any safetensors reader can open such a file.
@@ -29,7 +31,8 @@ from sparsek.core.errors import InvalidFile, InvalidInput
 from sparsek.formats.block_mask import BlockMask
 from sparsek.formats.bsr import BSR
 from sparsek.formats.bsr24 import BSR24
-from sparsek.formats.io_kinds import INTEGER_TAGS, TAGS, Kind, Record, kind_of_object, kind_of_record
+from sparsek.formats.io_kinds import OTHER_TAGS, TAGS, Kind, Record, kind_of_object, kind_of_record
+from sparsek.formats.scaled import Scaled
 from sparsek.formats.semi24 import Semi24
 
 VERSION = 1
@@ -38,11 +41,11 @@ HEADER_LIMIT = 100_000_000  # the limit of the safetensors format
 ALIGNMENT = 64
 
 StrPath = str | os.PathLike[str]
-Saved: TypeAlias = BSR | Semi24 | BSR24 | BlockMask
+Saved: TypeAlias = BSR | Semi24 | BSR24 | Scaled | BlockMask
 
 
 def save(obj: Saved | Mapping[str, Saved], path: StrPath) -> None:
-    """Write a BSR, Semi24, BSR24 or BlockMask, or a dict of them by name, to `path` in the safetensors format.
+    """Write a BSR, Semi24, BSR24, Scaled or BlockMask, or a dict of them by name, to `path` in the safetensors format.
 
     The file appears whole or not at all: it is written beside `path`, flushed to disk and renamed over it.
     What is on a GPU is copied to the host first. A `.T` view is written as the matrix that it views, with a
@@ -126,7 +129,7 @@ def _checked(objects: Any) -> dict[str, tuple[Saved, Kind]]:
     if not isinstance(objects, Mapping):
         found = type(objects).__name__
         raise InvalidInput(
-            f"save takes a BSR, Semi24, BSR24, BlockMask or a dict of them by name, not {found}"
+            f"save takes a BSR, Semi24, BSR24, Scaled, BlockMask or a dict of them by name, not {found}"
         )
     checked: dict[str, tuple[Saved, Kind]] = {}
     for name, each in objects.items():
@@ -137,7 +140,7 @@ def _checked(objects: Any) -> dict[str, tuple[Saved, Kind]]:
         kind = kind_of_object(each)
         if kind is None:
             raise InvalidInput(
-                f"{name!r} is {type(each).__name__}; save takes BSR, Semi24, BSR24 and BlockMask"
+                f"{name!r} is {type(each).__name__}; save takes BSR, Semi24, BSR24, Scaled and BlockMask"
             )
         checked[name] = each, kind
     return checked
@@ -156,14 +159,14 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 
 def _write(file: BinaryIO, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Header length, header, bytes. Values of blocks come first: their sizes are multiples of 512 bytes, so that every
+    """Header length, header, bytes. Values of blocks come first: their sizes are multiples of 256 bytes, so that every
     block of a file that is mapped into memory is aligned. Single bytes come last: any size may end them."""
     header: dict[str, Any] = {"__metadata__": metadata}
     order = sorted(tensors, key=lambda name: _rank(name, tensors[name]))
     end = 0
     for name in order:
         tensor = tensors[name]
-        tag = INTEGER_TAGS.get(tensor.dtype) or TAGS[dtypes.name(tensor.dtype)]
+        tag = OTHER_TAGS.get(tensor.dtype) or TAGS[dtypes.name(tensor.dtype)]
         start, end = end, end + tensor.nbytes
         header[name] = {
             "dtype": tag,
@@ -180,10 +183,13 @@ def _write(file: BinaryIO, tensors: Mapping[str, Tensor], metadata: Mapping[str,
 
 
 def _rank(name: str, tensor: Tensor) -> int:
-    """Where in a file a tensor stands: values of blocks, values of whole matrices, integers, single bytes."""
-    if name.endswith(".values"):
-        return 0 if tensor.ndim == 3 else 1
-    return 3 if tensor.dtype is torch.uint8 else 2
+    """Where in a file a tensor stands: values of blocks, of whole matrices, integers and scales, single bytes."""
+    values = name.endswith(".values")
+    if values and tensor.ndim == 3:
+        return 0
+    if tensor.element_size() == 1:
+        return 3
+    return 1 if values else 2
 
 
 @contextmanager

@@ -6,6 +6,7 @@ A record read from a file is hostile until its kind has checked it. The names of
 from __future__ import annotations
 
 import reprlib
+from collections.abc import Iterable
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -18,13 +19,16 @@ from sparsek.formats.bsr import BSR, padding_nonzeros
 from sparsek.formats.bsr24 import BSR24
 from sparsek.formats.mask_parts import BlockLists
 from sparsek.formats.pattern import BlockPattern
+from sparsek.formats.scaled import NAMES, SCALES, Matrix, Scaled
 from sparsek.formats.semi24 import Semi24
 
 Record = dict[str, Any]
 Tensors = dict[str, Tensor]
 
 TAGS = {"fp64": "F64", "fp32": "F32", "fp16": "F16", "bf16": "BF16"}
-INTEGER_TAGS = {torch.int32: "I32", torch.uint8: "U8"}
+FLOAT8_TAGS = {torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"}
+OTHER_TAGS = FLOAT8_TAGS | {torch.int32: "I32", torch.uint8: "U8"}
+SCALED_OF: dict[str, type] = {"bsr": BSR, "semi24": Semi24, "bsr24": BSR24}
 RULE_RANKS = {"lo": 2, "hi": 2, "rules": 1, "bits": 3}  # of the tensors that a block mask may have or not
 
 
@@ -159,6 +163,76 @@ class Bsr24Kind:
         return BSR24(pattern, tensors["values"], tensors["meta"])
 
 
+class ScaledKind:
+    name = "scaled"
+    of = Scaled
+    fields = frozenset({"of", "shape", "block", "dtype", "transposed", "scale"})
+
+    def taken_apart(self, obj: Scaled) -> tuple[Record, Tensors]:
+        base = obj.T if isinstance(obj.matrix, BSR) and obj.matrix.order is not None else obj
+        # Checks what was written in place, or never checked.
+        base = Scaled(base.matrix, base.scale, base.kind)
+        matrix = base.matrix
+        record: Record = {
+            "of": next(name for name, of in SCALED_OF.items() if isinstance(matrix, of)),
+            "shape": list(base.shape),
+            "block": None if isinstance(matrix, Semi24) else list(matrix.block),
+            "dtype": NAMES[base.dtype],
+            "transposed": matrix is not obj.matrix,
+            "scale": base.kind,
+        }
+        parts: Tensors = {}
+        if not isinstance(matrix, Semi24):
+            parts |= {"indptr": matrix.pattern.indptr, "indices": matrix.pattern.indices}
+        parts["values"] = matrix.values.detach()
+        if not isinstance(matrix, BSR):
+            parts["meta"] = matrix.meta
+        parts["scale"] = base.scale.detach()
+        return record, {part: tensor.cpu() for part, tensor in parts.items()}
+
+    def check(self, where: str, record: Record) -> None:
+        _check_one_of(where, record, "of", SCALED_OF)
+        _check_one_of(where, record, "dtype", NAMES.values())
+        _check_one_of(where, record, "scale", SCALES)
+        _check_pairs(where, record, "shape")
+        _check_types(where, record, bool, "transposed")
+        if record["of"] != "semi24":
+            _check_pairs(where, record, "block")
+        elif record["block"] is not None:
+            raise InvalidFile(
+                f"{where}: a semi24 has no block; its record says {reprlib.repr(record['block'])}"
+            )
+
+    def parts(self, record: Record) -> dict[str, Part]:
+        rank = 2 if record["of"] == "semi24" else 3
+        tag = next(FLOAT8_TAGS[dtype] for dtype, name in NAMES.items() if name == record["dtype"])
+        parts = {"indptr": Part("I32", 1), "indices": Part("I32", 1)} if rank == 3 else {}
+        parts["values"] = Part(tag, rank)
+        if record["of"] != "bsr":
+            parts["meta"] = Part("U8", rank)
+        return parts | {"scale": Part("F32", 0 if record["scale"] == "tensor" else 1)}
+
+    def made(self, record: Record, tensors: Tensors) -> Scaled:
+        made = Scaled(_scaled_matrix(record, tensors), tensors["scale"], record["scale"])
+        if list(made.shape) != record["shape"]:
+            raise InvalidInput(
+                f"its record says shape {record['shape']}; its values are of shape {made.shape}"
+            )
+        return made.T if record["transposed"] else made
+
+
+def _scaled_matrix(record: Record, tensors: Tensors) -> Matrix:
+    """The matrix of FP8 values; its parts are not checked."""
+    values = tensors["values"]
+    if record["of"] == "semi24":
+        return Semi24.unchecked(values, tensors["meta"])
+    (m, k), (bm, bk) = record["shape"], record["block"]
+    pattern = BlockPattern((m, k), (bm, bk), tensors["indptr"], tensors["indices"])
+    if record["of"] == "bsr":
+        return BSR.unchecked(pattern, values)
+    return BSR24.unchecked(pattern, values, tensors["meta"])
+
+
 class BlockMaskKind:
     name = "block_mask"
     of = BlockMask
@@ -212,7 +286,7 @@ class BlockMaskKind:
         return BlockMask(q_len=q_len, kv_len=kv_len, block=(bq, bk), **fields)
 
 
-KINDS: tuple[Kind, ...] = (BsrKind(), Semi24Kind(), Bsr24Kind(), BlockMaskKind())
+KINDS: tuple[Kind, ...] = (BsrKind(), Semi24Kind(), Bsr24Kind(), ScaledKind(), BlockMaskKind())
 
 
 def kind_of_object(obj: Any) -> Kind | None:
@@ -244,9 +318,13 @@ def _check_pairs(where: str, record: Record, *names: str) -> None:
 
 
 def _check_dtype(where: str, record: Record) -> None:
-    if not isinstance(record["dtype"], str) or record["dtype"] not in TAGS:
-        word = reprlib.repr(record["dtype"])
-        raise InvalidFile(f"{where}: dtype must be one of {', '.join(TAGS)}, not {word}")
+    _check_one_of(where, record, "dtype", TAGS)
+
+
+def _check_one_of(where: str, record: Record, name: str, known: Iterable[str]) -> None:
+    found, words = record[name], list(known)
+    if not isinstance(found, str) or found not in words:
+        raise InvalidFile(f"{where}: {name} must be one of {', '.join(words)}, not {reprlib.repr(found)}")
 
 
 def _check_types(where: str, record: Record, wanted: type, *names: str) -> None:

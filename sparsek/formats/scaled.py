@@ -1,0 +1,435 @@
+"""FP8 values with scales: a BSR, Semi24 or BSR24 in eight bits a value, and float32 scales that stretch them.
+
+E4M3 has 4 exponent bits of bias 7 and 3 mantissa bits: up to 448, down to 2^-9, NaN but no infinity. E5M2 has 5 of bias
+15 and 2: up to 57344, down to 2^-16, with infinity and NaN as IEEE 754 has them. Sources: OCP 8-bit Floating Point
+Specification (OFP8), revision 1.0; Micikevicius et al., FP8 Formats for Deep Learning, 2022, arXiv:2209.05433.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils import _pytree
+
+from sparsek.core import dtypes
+from sparsek.core.errors import InvalidInput, Unsupported
+from sparsek.formats import two_four
+from sparsek.formats.bsr import BSR
+from sparsek.formats.bsr24 import BSR24
+from sparsek.formats.pattern import as_device, one_of
+from sparsek.formats.semi24 import Semi24
+
+Matrix = BSR | Semi24 | BSR24
+
+LEAVES = ("matrix", "scale")
+SCALES = ("tensor", "row", "block")
+NAMES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+# A scale is a normal float32: what lies below would lose bits, and some units take it for zero.
+LEAST = torch.finfo(torch.float32).tiny
+MOST = torch.finfo(torch.float32).max
+
+
+def quantize(
+    a: Matrix, dtype: torch.dtype = torch.float8_e4m3fn, scale: str = "row", *, check: bool = True
+) -> Scaled:
+    """A BSR, Semi24 or BSR24 in FP8, torch.float8_e4m3fn or torch.float8_e5m2, with scales that let it use the range.
+
+    scale: "tensor": one for all, float32 []. "row": one for each row of the matrix [M]. "block": one for each stored
+    block [nnzb], of a BSR or BSR24. It is the largest magnitude among its values over the largest number of `dtype`,
+    448 or 57344; 1 where all are zero; 2^-126, the least normal float32, where it would be less. Values are divided by
+    their scale in float32, in float64 for fp64, and rounded to nearest, ties to even.
+
+    Pattern and metadata are shared with a. The result is outside autograd. A transposed view of a BSR gives a view with
+    a scale for all or for each block; one for each of its rows is refused, which are columns of what is stored.
+    check=True refuses NaN and Inf, and in fp64 what is so large that its scale overflows float32: it counts them and
+    says where the first one is. One sync. With check=False there is none, and a NaN or Inf makes NaN of all that shares
+    its scale. Inside torch.compile only check=False is traced. Raises InvalidInput.
+    """
+    _check_source(a, scale)
+    top = torch.finfo(_float8(dtype)).max
+    values = a.values.detach()
+    parts = _largest(a, values, scale)
+    if check:
+        if torch.compiler.is_compiling():
+            raise InvalidInput(
+                "torch.compile cannot wait to see NaN and Inf; write quantize(..., check=False)"
+            )
+        _refuse_strange(a, values, parts, top)
+    scales = _scales(_joined(a, parts, scale), top)
+    made = rounded(values / _stretched(a, scales, scale), dtype)
+    return Scaled.unchecked(_with_values(a, made), scales, scale)
+
+
+def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x, of any float dtype, in FP8: the nearest number, of two the even one, never beyond the largest finite one.
+
+    A NaN stays NaN. No sync.
+    """
+    top = torch.finfo(_float8(dtype)).max
+    x = x.clamp(-top, top)
+    return (_cut_to_odd(x) if x.dtype == torch.float64 else x).to(dtype)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Scaled(two_four.Multiplied):
+    """scale * matrix: a BSR, Semi24 or BSR24 of FP8 values, each of which stands for itself times its scale.
+
+    `matrix` has values in torch.float8_e4m3fn or torch.float8_e5m2, otherwise as its class describes; those classes
+    refuse FP8 when they are made alone. `kind` says what shares a scale, and `scale` is float32, contiguous, on the
+    values' device: [] for "tensor", [M] for "row", [nnzb] for "block". scale[p] of "block" belongs to values[p], in a
+    transposed view too.
+
+    Construction checks all of it: what the class of the matrix checks, on a copy in fp16, and that every scale is
+    positive and finite; a sync more than that class. Raises InvalidInput. `sparsek.quantize` makes one.
+    """
+
+    matrix: Matrix
+    scale: Tensor
+    kind: str
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.matrix, Matrix):
+            raise InvalidInput(f"matrix must be a BSR, Semi24 or BSR24, got {two_four.describe(self.matrix)}")
+        _check_kind(self.matrix, self.kind, "kind")
+        _check_float8(self.matrix)
+        _check_scale(self)
+
+    @classmethod
+    def unchecked(cls, matrix: Matrix, scale: Tensor, kind: str) -> Scaled:
+        """A Scaled from parts that are known to fit: no check, no sync."""
+        made = object.__new__(cls)
+        for name, part in (("matrix", matrix), ("scale", scale), ("kind", kind)):
+            object.__setattr__(made, name, part)
+        return made
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(M, K)."""
+        return self.matrix.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """torch.float8_e4m3fn or torch.float8_e5m2."""
+        return self.matrix.values.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.matrix.values.device
+
+    @property
+    def T(self) -> Scaled:  # noqa: N802
+        """The transposed view of a BSR with its scales, by index only; InvalidInput where there is none."""
+        if self.kind == "row":
+            raise InvalidInput(
+                "a Scaled with a scale for each row has no .T: there it would be one for each column, which no product "
+                "takes out of its sums; quantize with scale='tensor' or 'block'"
+            )
+        return Scaled.unchecked(self.matrix.T, self.scale, self.kind)
+
+    def to(self, device: str | int | torch.device | None = None) -> Scaled:
+        """This matrix on `device`; this very object if it is there. For another dtype there is `dequantize`."""
+        if isinstance(device, torch.dtype):
+            raise InvalidInput(f"a Scaled is FP8; .dequantize({device}) is the matrix in another dtype")
+        target = self.device if device is None else as_device(device)
+        if target == self.device:
+            return self
+        return Scaled.unchecked(_moved(self.matrix, target), self.scale.to(target), self.kind)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Matrix:
+        """scale * matrix as a BSR, Semi24 or BSR24 in bf16, fp16, fp32 or fp64, on the same pattern or metadata.
+
+        Multiplied in float32, in float64 for fp64, then rounded to `dtype`. No sync.
+        """
+        dtypes.name(dtype)
+        wide = torch.promote_types(dtype, torch.float32)
+        values = self.matrix.values.to(wide) * _stretched(self.matrix, self.scale, self.kind)
+        return _with_values(self.matrix, values.to(dtype))
+
+    def to_dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The dense scale * matrix [M, K], contiguous, in `dtype`. No sync."""
+        return self.dequantize(dtype).to_dense()
+
+    def error(self, a: Matrix) -> float:
+        """How far this is from the matrix a that it was made of: ||scale * matrix - a|| / ||a||, Frobenius.
+
+        In float64 all through; 0.0 if a is zero. One sync; more if a has a pattern or metadata that are equal and not
+        the same objects. Raises InvalidInput if a is of another class or shape, or stores other elements.
+        """
+        _check_original(self.matrix, a)
+        original = a.values.detach().double()
+        if not original.numel():
+            return 0.0
+        # Divided by the largest magnitude first, so that no square that counts over- or underflows.
+        largest = torch.linalg.vector_norm(original, ord=torch.inf)
+        largest = torch.where(largest == 0, 1.0, largest)
+        off = self.dequantize(torch.float64).values.sub_(original)
+        norms = [torch.linalg.vector_norm(x / largest) for x in (off, original)]
+        wrong, whole = torch.stack(norms).tolist()
+        return wrong / whole if whole else 0.0
+
+    def _multiply(self) -> Callable[[Any, Any], Any]:
+        return type(self)._matmul or _refuse_product
+
+    def __repr__(self) -> str:
+        if not isinstance(self.scale, Tensor):
+            return "Scaled(values not concrete)"
+        matrix = self.matrix
+        words = [f"{type(matrix).__name__} {self.shape[0]}x{self.shape[1]} {NAMES[self.dtype]}"]
+        meta = 0
+        if not isinstance(matrix, Semi24):
+            words += [f"block {matrix.block[0]}x{matrix.block[1]}", matrix.pattern.summary]
+        if not isinstance(matrix, BSR):
+            meta = matrix.meta.nbytes
+        size = (matrix.values.nbytes + meta + self.scale.nbytes) / 1e6
+        words += [f"scale per {self.kind}", f"{size:.3g} MB", str(self.device)]
+        if _is_view(matrix):
+            words.append("transposed view")
+        return f"Scaled({', '.join(words)})"
+
+    def __copy__(self) -> Scaled:
+        return Scaled.unchecked(self.matrix, self.scale, self.kind)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Scaled:
+        """Copies values and scales, and shares pattern and metadata."""
+        values, scale = (deepcopy(part, memo) for part in (self.matrix.values, self.scale))
+        return Scaled.unchecked(_with_values(self.matrix, values), scale, self.kind)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise InvalidInput("a Scaled is not pickled; use sparsek.save(q, 'file.safetensors')")
+
+
+def _refuse_product(first: Any, second: Any) -> NoReturn:
+    names = [type(each).__name__ for each in (first, second)]
+    raise Unsupported(
+        f"{names[0]} @ {names[1]}",
+        {"FP8 with scales": ["no kernel multiplies it yet; multiply .dequantize(dtype), with x's dtype"]},
+    )
+
+
+def _float8(dtype: Any) -> torch.dtype:
+    if dtype not in NAMES:
+        raise InvalidInput(f"dtype {dtype} is no FP8; use one of {', '.join(map(str, NAMES))}")
+    return dtype
+
+
+def _is_view(a: Matrix) -> bool:
+    return isinstance(a, BSR) and a.order is not None
+
+
+def _check_source(a: Any, kind: str) -> None:
+    if not isinstance(a, Matrix):
+        raise InvalidInput(
+            f"expected a BSR, Semi24 or BSR24, got {two_four.describe(a)}; "
+            "a dense matrix goes to one of them first, by .from_dense"
+        )
+    _check_kind(a, kind, "scale")
+    dtypes.name(a.dtype)
+
+
+def _check_kind(a: Matrix, kind: Any, name: str) -> None:
+    one_of(kind, name, SCALES)
+    if kind == "block" and isinstance(a, Semi24):
+        raise InvalidInput("a Semi24 has no blocks; use scale='row' or 'tensor'")
+    if kind == "row" and _is_view(a):
+        raise InvalidInput(
+            "this BSR is a transposed view, whose rows are columns of the stored matrix; use scale='tensor' or "
+            "'block', quantize the matrix that it views, or copy it: BSR(a.pattern, a.logical_values())"
+        )
+
+
+def _largest(a: Matrix, values: Tensor, kind: str) -> Tensor:
+    """Largest magnitudes [], [M], [nnzb], or [nnzb, bm] for rows of blocks; float32, float64 for fp64. NaN wins."""
+    if kind == "tensor":
+        dims = tuple(range(values.ndim))
+    else:
+        dims = (values.ndim - 1,) if kind == "row" else (1, 2)
+    dtype = torch.promote_types(values.dtype, torch.float32)
+    if not values.numel():
+        return values.new_zeros([side for at, side in enumerate(values.shape) if at not in dims], dtype=dtype)
+    return torch.linalg.vector_norm(values, ord=torch.inf, dim=dims, dtype=dtype)
+
+
+def _joined(a: Matrix, parts: Tensor, kind: str) -> Tensor:
+    """Largest magnitudes as scales are: those of one row in several blocks become one. A maximum has no order."""
+    if kind != "row" or isinstance(a, Semi24):
+        return parts
+    index = a.pattern.block_rows.long()[:, None].expand(parts.shape)
+    rows = parts.new_zeros(a.pattern.grid[0], a.pattern.block[0])
+    return rows.scatter_reduce_(0, index, parts, "amax").reshape(-1)[: a.shape[0]]
+
+
+def _scales(largest: Tensor, top: float) -> Tensor:
+    scales = (largest / top).float().clamp(min=LEAST)
+    return torch.where(largest == 0, 1.0, scales).contiguous()
+
+
+def _stretched(a: Matrix, scale: Tensor, kind: str) -> Tensor:
+    """Scales with the dimensions of values, so that both multiply element by element. A row outside M has 1."""
+    dims = a.values.ndim
+    if kind == "tensor":
+        return scale.reshape((1,) * dims)
+    if kind == "block" or isinstance(a, Semi24):
+        return scale.reshape(-1, *(1,) * (dims - 1))
+    rows, bm = a.pattern.grid[0], a.pattern.block[0]
+    by_block = functional.pad(scale, (0, rows * bm - a.shape[0]), value=1.0).view(rows, bm)
+    return by_block.index_select(0, a.pattern.block_rows).unsqueeze(-1)
+
+
+def _cut_to_odd(x: Tensor) -> Tensor:
+    """float32 of a float64 x: what is not exact is cut, and its last bit set, which a rounding to fewer bits sees.
+
+    Rounding to nearest twice can make a tie of what was none (Boldo and Melquiond, Emulation of a FMA and Correctly
+    Rounded Sums, 2008, on rounding to odd).
+    """
+    near = x.float()
+    back = near.double()
+    bits = near.view(torch.int32) - (back.abs() > x.abs()).int()
+    return (bits | (back != x).int()).view(torch.float32)
+
+
+def _with_values(a: Matrix, values: Tensor) -> Matrix:
+    """The same format with other values; pattern, order and metadata are shared."""
+    if isinstance(a, BSR):
+        return BSR.unchecked(a.pattern, values, a.order)
+    if isinstance(a, BSR24):
+        return BSR24.unchecked(a.pattern, values, a.meta)
+    return Semi24.unchecked(values, a.meta)
+
+
+def _moved(a: Matrix, target: torch.device) -> Matrix:
+    if isinstance(a, BSR):
+        if a.order is not None:
+            base = a.T
+            return BSR.unchecked(base.pattern.to(target), base.values.to(target)).T
+        return BSR.unchecked(a.pattern.to(target), a.values.to(target))
+    if isinstance(a, BSR24):
+        return BSR24.unchecked(a.pattern.to(target), a.values.to(target), a.meta.to(target))
+    return Semi24.unchecked(a.values.to(target), a.meta.to(target))
+
+
+def _refuse_strange(a: Matrix, values: Tensor, parts: Tensor, top: float) -> None:
+    """Raises InvalidInput if a value is not finite, or its scale would not be. One sync if all is well."""
+    limit = min(torch.finfo(values.dtype).max, top * MOST)
+    if not int(torch.count_nonzero(~(parts <= limit))):
+        return
+    strange = ~(values.abs() <= limit)
+    row, column = _place(a, torch.nonzero(strange)[0].tolist())
+    huge = f" or beyond {limit:.3g}, where scales leave float32" if values.dtype == torch.float64 else ""
+    raise InvalidInput(
+        f"{int(torch.count_nonzero(strange))} of {values.numel()} stored values are NaN or Inf{huge}; the first is at "
+        f"row {row}, column {column}; FP8 with scales holds finite values"
+    )
+
+
+def _place(a: Matrix, at: list[int]) -> tuple[int, int]:
+    """Row and column of a stored value, by its indices in `values`."""
+    if _is_view(a):
+        row, column = _place(a.T, at)
+        return column, row
+    *block, row, slot = at
+    column = slot
+    if not isinstance(a, BSR):
+        group, second = divmod(slot, 2)
+        nibble = int(a.meta[(*block, row, group // 2)]) >> 4 * (group % 2)
+        column = two_four.GROUP * group + (nibble >> 2 * second & 3)
+    if not isinstance(a, Semi24):
+        indptr, indices = a.pattern.host
+        row += a.pattern.block[0] * (int(np.searchsorted(indptr, block[0], side="right")) - 1)
+        column += a.pattern.block[1] * int(indices[block[0]])
+    return row, column
+
+
+def _check_float8(a: Matrix) -> None:
+    """What the class of `a` asks of its parts, but in FP8."""
+    values = a.values
+    if not isinstance(values, Tensor) or values.dtype not in NAMES:
+        found = values.dtype if isinstance(values, Tensor) else type(values).__name__
+        raise InvalidInput(
+            f"values must be FP8, one of {', '.join(map(str, NAMES))}, got {found}; sparsek.quantize makes them"
+        )
+    if values.layout != torch.strided or not values.is_contiguous():
+        raise InvalidInput("values must be a dense contiguous tensor; call .contiguous()")
+    if values.data_ptr() % two_four.ALIGNMENT:
+        raise InvalidInput(
+            f"values start {values.data_ptr() % two_four.ALIGNMENT} bytes past a multiple of {two_four.ALIGNMENT} "
+            "bytes, as a storage offset can make them; call .clone()"
+        )
+    wide = values.detach().to(torch.float16)  # exact: nothing becomes zero, and no zero anything else
+    if isinstance(a, BSR):
+        BSR(a.pattern, wide, a.order)
+    elif isinstance(a, BSR24):
+        BSR24(a.pattern, wide, a.meta)
+    else:
+        Semi24(wide, a.meta)
+
+
+def _check_scale(q: Scaled) -> None:
+    scale, a = q.scale, q.matrix
+    if not isinstance(scale, Tensor) or scale.dtype != torch.float32 or scale.layout != torch.strided:
+        raise InvalidInput(f"scale must be a dense torch.float32 tensor, got {two_four.describe(scale)}")
+    wanted = () if q.kind == "tensor" else a.shape[:1] if q.kind == "row" else a.values.shape[:1]
+    if tuple(scale.shape) != tuple(wanted):
+        raise InvalidInput(f"scale has shape {tuple(scale.shape)}; one per {q.kind} needs {tuple(wanted)}")
+    if scale.device != q.device:
+        raise InvalidInput(f"values are on {q.device} and scale on {scale.device}; put both on one device")
+    if not scale.is_contiguous():
+        raise InvalidInput("scale must be contiguous; call .contiguous()")
+    count = int(torch.count_nonzero(~((scale > 0) & (scale <= MOST))))
+    if count:
+        raise InvalidInput(f"{count} of {scale.numel()} scales are not positive and finite")
+
+
+def _check_original(matrix: Matrix, a: Any) -> None:
+    if type(a) is not type(matrix) or (a.shape, a.values.shape) != (matrix.shape, matrix.values.shape):
+        found = f"{type(a).__name__} {a.shape}" if isinstance(a, Matrix) else two_four.describe(a)
+        raise InvalidInput(
+            f"this was made of a {type(matrix).__name__} {matrix.shape} with values {tuple(matrix.values.shape)}; "
+            f"got {found}"
+        )
+    dtypes.name(a.dtype)
+    if a.device != matrix.values.device:
+        raise InvalidInput(
+            f"this is on {matrix.values.device} and the original on {a.device}; put both on one device"
+        )
+    if not _stores_the_same(matrix, a):
+        raise InvalidInput("the original stores other elements than this, so it is not what this was made of")
+
+
+def _stores_the_same(a: Matrix, b: Matrix) -> bool:
+    """Whether both, of one class, store the same elements in one order. Waits only for what is not one object."""
+    if _is_view(a) != _is_view(b):
+        return False
+    if not isinstance(a, Semi24) and not isinstance(b, Semi24) and not a.pattern.same_as(b.pattern):
+        return False
+    if isinstance(a, BSR) or isinstance(b, BSR):
+        return True
+    return a.meta is b.meta or torch.equal(a.meta, b.meta)
+
+
+def _flatten(q: Scaled) -> tuple[list[Any], Any]:
+    return [q.matrix, q.scale], q.kind
+
+
+def _flatten_with_keys(q: Scaled) -> tuple[list[tuple[Any, Any]], Any]:
+    return [(_pytree.GetAttrKey(name), getattr(q, name)) for name in LEAVES], q.kind
+
+
+def _unflatten(parts: Any, kind: Any) -> Scaled:
+    matrix, scale = parts
+    return Scaled.unchecked(matrix, scale, kind)
+
+
+_pytree.register_pytree_node(
+    Scaled,
+    _flatten,
+    _unflatten,
+    serialized_type_name="sparsek.Scaled",
+    flatten_with_keys_fn=_flatten_with_keys,
+)
