@@ -84,7 +84,14 @@ class Packer(Protocol):
     def __call__(self, w: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor] | None: ...
 
 
+class Unpacker(Protocol):
+    """`unpack` by one kernel: the same bits, or None for what it does not take."""
+
+    def __call__(self, values: Tensor, meta: Tensor) -> Tensor | None: ...
+
+
 _PACKERS: list[Packer] = []
+_UNPACKERS: list[Unpacker] = []
 
 
 def register_pack(packer: Packer) -> None:
@@ -95,6 +102,17 @@ def register_pack(packer: Packer) -> None:
     _PACKERS[:] = [packer]
 
 
+def register_unpack(unpacker: Unpacker) -> None:
+    """The same for `unpack`."""
+    _UNPACKERS[:] = [unpacker]
+
+
+def _goes_to_kernels(x: Tensor) -> bool:
+    return (
+        x.is_cuda and not torch.compiler.is_compiling() and not (x.requires_grad and torch.is_grad_enabled())
+    )
+
+
 def pack(w: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """(values [..., K/2], meta uint8 [..., K/8]) of w [..., K], K a multiple of 8, in any float dtype and strides.
 
@@ -102,10 +120,7 @@ def pack(w: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
     With `mask`, bool like w and true at most twice in a group, it keeps the elements where that is true and fills up
     with zeros at the lowest free columns. No sync, no sort: six comparisons decide a group. Differentiable in w.
     """
-    plain = (
-        w.is_cuda and not torch.compiler.is_compiling() and not (w.requires_grad and torch.is_grad_enabled())
-    )
-    made = _PACKERS[0](w, mask) if _PACKERS and plain else None
+    made = _PACKERS[0](w, mask) if _PACKERS and _goes_to_kernels(w) else None
     if made is not None:
         return made
     if mask is None:
@@ -132,6 +147,9 @@ def pack(w: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
 
 def unpack(values: Tensor, meta: Tensor) -> Tensor:
     """The dense [..., K] of values [..., K/2] and meta [..., K/8]; what is not kept is 0. No sync. Differentiable."""
+    made = _UNPACKERS[0](values, meta) if _UNPACKERS and _goes_to_kernels(values) else None
+    if made is not None:
+        return made
     columns = torch.stack((meta & 3, meta >> 2 & 3, meta >> 4 & 3, meta >> 6), dim=-1).flatten(-2)
     i0, i1 = columns[..., 0::2], columns[..., 1::2]
     lower, upper = values[..., 0::2], values[..., 1::2]

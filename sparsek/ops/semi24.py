@@ -377,4 +377,16 @@ def _pack(w: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor] | None:
     return pack24.pack24(w, mask)
 
 
+def _unpack(values: Tensor, meta: Tensor) -> Tensor | None:
+    """`two_four.unpack`, in the same way."""
+    if flat.traced() or not flat.are_plain(values, meta):
+        return None
+    try:
+        from sparsek.kernels.portable import pack24
+    except ImportError:
+        return None
+    return pack24.unpack24(values, meta)
+
+
 two_four.register_pack(_pack)
+two_four.register_unpack(_unpack)

@@ -175,6 +175,20 @@ def test_a_registered_packer_is_not_asked_for_a_matrix_on_the_cpu(monkeypatch: p
     assert Semi24.from_dense(w).kept_norm(w) < 1
 
 
+@pytest.mark.gpu
+def test_a_registered_unpacker_is_asked_on_a_gpu_where_no_gradient_is_wanted(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(two_four, "_UNPACKERS", [])
+    asked = []
+    two_four.register_unpack(lambda values, meta: asked.append(tuple(values.shape)))
+    a = Semi24.from_dense(torch.randn(8, 16)).to("cuda")
+    right = a.to("cpu").to_dense()
+    assert same_bits(a.to_dense().cpu(), right)  # it answered None, so torch unpacked
+    Semi24.unchecked(a.values.clone().requires_grad_(), a.meta).to_dense()
+    assert asked == [(8, 8)]
+    two_four.register_unpack(lambda values, meta: right)
+    assert a.to_dense() is right
+
+
 def test_exact_takes_a_2_4_matrix_and_counts_what_it_refuses(device: str):
     w = make(7, 40, device=device).to_dense()
     assert torch.equal(Semi24.from_dense(w, exact=True).to_dense(), w)

@@ -220,6 +220,11 @@ def test_the_operations_have_registered_it_and_leave_alone_what_is_looked_at_op_
     assert made is not None
     assert all(same_bits(*parts) for parts in zip(made, two_four.pack(w), strict=True))
     assert registered is ops._pack
+    (unpacks,) = two_four._UNPACKERS
+    dense = unpacks(*made)
+    assert dense is not None
+    assert same_bits(dense, two_four.unpack(*made))
+    assert unpacks is ops._unpack
 
     class Other(Tensor):
         pass
