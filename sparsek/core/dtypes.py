@@ -13,6 +13,7 @@ NAMES: dict[torch.dtype, str] = {
     torch.float64: "fp64",
 }
 FLOATS = tuple(NAMES)
+FP8 = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 LOW = (torch.bfloat16, torch.float16)
 
 
@@ -21,6 +22,11 @@ def name(dtype: torch.dtype) -> str:
     if dtype not in NAMES:
         raise InvalidInput(f"dtype {dtype} is not supported; use one of {', '.join(map(str, FLOATS))}")
     return NAMES[dtype]
+
+
+def shown(dtype: torch.dtype) -> str:
+    """What is printed for a dtype: also for those that are stored but not multiplied."""
+    return NAMES.get(dtype) or FP8.get(dtype) or str(dtype)
 
 
 def parse(text: str) -> torch.dtype:

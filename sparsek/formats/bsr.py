@@ -344,7 +344,7 @@ class BSR:
         size = f"{self.values.numel() * self.values.element_size() / 1e6:.3g} MB"
         kind = "" if self.order is None else ", transposed view"
         return (
-            f"BSR({rows}x{columns} {dtypes.name(self.dtype)}, block {self.block[0]}x{self.block[1]}, "
+            f"BSR({rows}x{columns} {dtypes.shown(self.dtype)}, block {self.block[0]}x{self.block[1]}, "
             f"{self.pattern.summary}, {size}, {self.device}{kind})"
         )
 

@@ -174,7 +174,7 @@ class BSR24(two_four.Multiplied):
         if not isinstance(self.values, Tensor):
             return f"BSR24({size}, {block}, values not concrete)"
         return (
-            f"BSR24({size} {dtypes.name(self.dtype)}, {block}, {self.pattern.summary}, "
+            f"BSR24({size} {dtypes.shown(self.dtype)}, {block}, {self.pattern.summary}, "
             f"{two_four.megabytes(self)}, {self.device})"
         )
 

@@ -30,7 +30,7 @@ Matrix = BSR | Semi24 | BSR24
 
 LEAVES = ("matrix", "scale")
 SCALES = ("tensor", "row", "block")
-NAMES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+NAMES = dtypes.FP8
 # A scale is a normal float32: what lies below would lose bits, and some units take it for zero.
 LEAST = torch.finfo(torch.float32).tiny
 MOST = torch.finfo(torch.float32).max
@@ -175,7 +175,7 @@ class Scaled(two_four.Multiplied):
         return wrong / whole if whole else 0.0
 
     def _multiply(self) -> Callable[[Any, Any], Any]:
-        return type(self)._matmul or _refuse_product
+        return type(self)._matmul or refuse_product
 
     def __repr__(self) -> str:
         if not isinstance(self.scale, Tensor):
@@ -205,7 +205,8 @@ class Scaled(two_four.Multiplied):
         raise InvalidInput("a Scaled is not pickled; use sparsek.save(q, 'file.safetensors')")
 
 
-def _refuse_product(first: Any, second: Any) -> NoReturn:
+def refuse_product(first: Any, second: Any) -> NoReturn:
+    """Unsupported, and what to do."""
     names = [type(each).__name__ for each in (first, second)]
     raise Unsupported(
         f"{names[0]} @ {names[1]}",

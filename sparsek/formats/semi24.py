@@ -149,7 +149,7 @@ class Semi24(two_four.Multiplied):
         if not isinstance(self.values, Tensor):
             return "Semi24(values not concrete)"
         size = f"{self.shape[0]}x{self.shape[1]}"
-        return f"Semi24({size} {dtypes.name(self.dtype)}, {two_four.megabytes(self)}, {self.device})"
+        return f"Semi24({size} {dtypes.shown(self.dtype)}, {two_four.megabytes(self)}, {self.device})"
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Semi24, (self.values, self.meta)

@@ -14,6 +14,7 @@ from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.formats.bsr import BSR
 from sparsek.formats.bsr24 import BSR24
+from sparsek.formats.scaled import Scaled, refuse_product
 from sparsek.formats.semi24 import Semi24
 from sparsek.ops import flat, semi24, transforms
 from sparsek.ops.semi24 import TWO_FOUR
@@ -84,6 +85,8 @@ def swiglu(x: Tensor, W_gate: Weight, W_up: Weight, *, kernel: str | None = None
     Source: Shazeer, arXiv:2002.05202.
     """
     for name, w in (("W_gate", W_gate), ("W_up", W_up)):
+        if isinstance(w, Scaled):
+            refuse_product(x, w)
         if not isinstance(w, BSR) and not isinstance(w, TWO_FOUR):
             raise InvalidInput(f"{name} must be a BSR, got {type(w).__name__}; make one with BSR.from_dense")
         operands.check_linear(x, w, None, None, None)
@@ -130,6 +133,8 @@ def _dense(
     kernel: str | None,
 ) -> Tensor:
     if not isinstance(w, Tensor):
+        if isinstance(w, Scaled):
+            refuse_product(x, w)
         raise InvalidInput(
             f"W must be a BSR, a Semi24, a BSR24 or a dense torch.Tensor, got {type(w).__name__}"
         )
