@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from torch.utils import _pytree
 
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
+from sparsek.formats.matrix import OfBlocks
 from sparsek.formats.pattern import BlockPattern, as_device
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ COMPILED_TENSOR_AND_BSR = {
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class BSR:
+class BSR(OfBlocks):
     """An M x K matrix whose stored blocks are dense and whose other elements are zero.
 
     `values` is [nnzb, bm, bk] in bf16, fp16, fp32 or fp64: contiguous, 16-byte aligned, on the pattern's
@@ -49,9 +50,6 @@ class BSR:
     pattern: BlockPattern
     values: Tensor
     order: Tensor | None = None
-
-    _matmul: ClassVar[Callable[[Any, Any], Any] | None] = None
-    __array_ufunc__ = None  # numpy arrays then leave `array @ BSR` to __rmatmul__
 
     def __post_init__(self) -> None:
         if not isinstance(self.pattern, BlockPattern):
@@ -72,39 +70,6 @@ class BSR:
         for name, part in (("pattern", pattern), ("values", values), ("order", order)):
             object.__setattr__(made, name, part)
         return made
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """True (M, K)."""
-        return self.pattern.shape
-
-    @property
-    def block(self) -> tuple[int, int]:
-        """(bm, bk)."""
-        return self.pattern.block
-
-    @property
-    def grid(self) -> tuple[int, int]:
-        """Block rows and block columns (Mb, Kb)."""
-        return self.pattern.grid
-
-    @property
-    def nnzb(self) -> int:
-        """Number of stored blocks."""
-        return self.pattern.nnzb
-
-    @property
-    def density(self) -> float:
-        """Stored blocks over all blocks."""
-        return self.pattern.density
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.values.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.values.device
 
     @property
     def T(self) -> BSR:  # noqa: N802
@@ -219,11 +184,6 @@ class BSR:
 
         return arithmetic.block_row_slice(self, start, stop)
 
-    @property
-    def requires_grad(self) -> bool:
-        """Whether the values ask for a gradient."""
-        return self.values.requires_grad
-
     def zero_padding_(self) -> BSR:
         """Writes 0 into the values outside the matrix, for values that were written to in place. Returns this object.
 
@@ -298,44 +258,12 @@ class BSR:
         return arithmetic.add(arithmetic.negate(self), other)
 
     @classmethod
-    def register_matmul(cls, multiply: Callable[[Any, Any], Any]) -> None:
-        """Makes `A @ B` with a BSR call `multiply(A, B)`. The operations, which stand above formats, do this once."""
-        cls._matmul = staticmethod(multiply)
-
-    def __matmul__(self, other: Any) -> Any:
-        if BSR._matmul is None:
-            raise InvalidInput("A @ B needs the operations; import sparsek")
-        return BSR._matmul(self, other)
-
-    @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """Lets torch.matmul(A, B) and, inside torch.compile, A @ B arrive here; other torch functions refuse a BSR.
-
-        Dynamo (torch 2.13) hands over both A @ B and B @ A as matmul(B, A). Shapes tell which one was meant, unless
-        both fit; then this raises and asks for sparsek.spmm(A, B).
-        """
+        """Besides torch.matmul, what Dynamo makes of an arithmetic operator between a tensor and a BSR arrives here."""
         operator = COMPILED_TENSOR_AND_BSR.get(func.__name__) if torch.compiler.is_compiling() else None
         if operator and not kwargs and len(args) == 2 and isinstance(args[1], BSR):
             return getattr(args[1], operator)(args[0])
-        if kwargs or len(args) != 2 or func.__name__ not in ("matmul", "__matmul__", "__rmatmul__"):
-            return NotImplemented
-        first, second = args
-        if isinstance(first, BSR):
-            return first.__matmul__(second)
-        if torch.compiler.is_compiling():
-            after = first.shape[-1] == second.shape[0]
-            if after and first.ndim > 1 and first.shape[-2] == second.shape[1]:
-                raise InvalidInput(
-                    "torch.compile does not tell A @ B from B @ A here; write sparsek.spmm(A, B)"
-                )
-            if not after:
-                return second.__matmul__(first)
-        return second.__rmatmul__(first)
-
-    def __rmatmul__(self, other: Any) -> Any:
-        if BSR._matmul is None:
-            raise InvalidInput("B @ A needs the operations; import sparsek")
-        return BSR._matmul(other, self)
+        return super().__torch_function__(func, types, args, kwargs)
 
     def __repr__(self) -> str:
         rows, columns = self.shape

@@ -14,6 +14,7 @@ from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.formats import two_four
 from sparsek.formats.bsr import BSR, padding_of
+from sparsek.formats.matrix import OfBlocks
 from sparsek.formats.pattern import BlockPattern
 
 LEAVES = ("pattern", "values", "meta")
@@ -21,7 +22,7 @@ BLOCK_STEP = 64
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class BSR24(two_four.Multiplied):
+class BSR24(OfBlocks):
     """An M x K matrix of stored blocks, of whose rows every four neighbours hold two stored values; the rest is zero.
 
     `pattern` has blocks whose sides are multiples of 64. `values` is [nnzb, bm, bk/2] in bf16, fp16, fp32 or fp64;
@@ -57,44 +58,6 @@ class BSR24(two_four.Multiplied):
         for name, part in zip(LEAVES, (pattern, values, meta), strict=True):
             object.__setattr__(made, name, part)
         return made
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """True (M, K)."""
-        return self.pattern.shape
-
-    @property
-    def block(self) -> tuple[int, int]:
-        """(bm, bk)."""
-        return self.pattern.block
-
-    @property
-    def grid(self) -> tuple[int, int]:
-        """Block rows and block columns (Mb, Kb)."""
-        return self.pattern.grid
-
-    @property
-    def nnzb(self) -> int:
-        """Number of stored blocks."""
-        return self.pattern.nnzb
-
-    @property
-    def density(self) -> float:
-        """Stored blocks over all blocks, as of a BSR; half as many values are stored."""
-        return self.pattern.density
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.values.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.values.device
-
-    @property
-    def requires_grad(self) -> bool:
-        """Whether the values ask for a gradient."""
-        return self.values.requires_grad
 
     @property
     def T(self) -> NoReturn:  # noqa: N802

@@ -23,6 +23,7 @@ from sparsek.core.errors import InvalidInput, Unsupported
 from sparsek.formats import two_four
 from sparsek.formats.bsr import BSR
 from sparsek.formats.bsr24 import BSR24
+from sparsek.formats.matrix import Multiplied
 from sparsek.formats.pattern import as_device, one_of
 from sparsek.formats.semi24 import Semi24
 
@@ -78,7 +79,7 @@ def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Scaled(two_four.Multiplied):
+class Scaled(Multiplied):
     """scale * matrix: a BSR, Semi24 or BSR24 of FP8 values, each of which stands for itself times its scale.
 
     `matrix` has values in torch.float8_e4m3fn or torch.float8_e5m2, otherwise as its class describes; those classes

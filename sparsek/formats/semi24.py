@@ -15,12 +15,13 @@ from torch.utils import _pytree
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput, Unsupported
 from sparsek.formats import two_four
+from sparsek.formats.matrix import Stored
 
 LEAVES = ("values", "meta")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Semi24(two_four.Multiplied):
+class Semi24(Stored):
     """An M x K matrix of which every four neighbours in a row hold two stored values; the others are zero.
 
     `values` is [M, K/2] in bf16, fp16, fp32 or fp64; `meta` is uint8 [M, K/8] and says in which columns they stand,
@@ -51,19 +52,6 @@ class Semi24(two_four.Multiplied):
     def shape(self) -> tuple[int, int]:
         """(M, K)."""
         return self.values.shape[0], 2 * self.values.shape[1]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.values.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.values.device
-
-    @property
-    def requires_grad(self) -> bool:
-        """Whether the values ask for a gradient."""
-        return self.values.requires_grad
 
     @property
     def T(self) -> NoReturn:  # noqa: N802

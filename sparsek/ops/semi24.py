@@ -363,29 +363,30 @@ for kind in TWO_FOUR:
     kind.register_matmul(lambda a, b: product(a, b, None, PLAIN, None, None))
 
 
-def _pack(w: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor] | None:
-    """`two_four.pack` by one Triton kernel, which loads when formats bring the first CUDA tensor.
+def _pack24(*parts: Tensor | None) -> Any:
+    """The module of the kernel that packs, loaded when formats bring the first CUDA tensor.
 
     None, and torch packs, where Triton is missing, and where something looks at calls op by op.
     """
-    if flat.traced() or not flat.are_plain(w, mask):
+    if flat.traced() or not flat.are_plain(*parts):
         return None
     try:
         from sparsek.kernels.portable import pack24
     except ImportError:
         return None
-    return pack24.pack24(w, mask)
+    return pack24
+
+
+def _pack(w: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    """`two_four.pack` by one kernel, or None."""
+    kernel = _pack24(w, mask)
+    return None if kernel is None else kernel.pack24(w, mask)
 
 
 def _unpack(values: Tensor, meta: Tensor) -> Tensor | None:
-    """`two_four.unpack`, in the same way."""
-    if flat.traced() or not flat.are_plain(values, meta):
-        return None
-    try:
-        from sparsek.kernels.portable import pack24
-    except ImportError:
-        return None
-    return pack24.unpack24(values, meta)
+    """`two_four.unpack` by one kernel, or None."""
+    kernel = _pack24(values, meta)
+    return None if kernel is None else kernel.unpack24(values, meta)
 
 
 two_four.register_pack(_pack)

@@ -1,5 +1,6 @@
 """One call, described without tensors, so that it can be planned anywhere and compared by value."""
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
 from typing import ClassVar, Protocol
 
@@ -53,8 +54,47 @@ class ProductProblem:
         return "tf32" if self.dtype == "fp32" and self.tf32 else self.dtype
 
 
+class OfBlocks(ABC):
+    """What problems with a pattern of blocks have in common."""
+
+    nnzb: int
+
+    @property
+    @abstractmethod
+    def grid(self) -> tuple[int, int]:
+        """Block rows and block columns."""
+
+    @property
+    def density(self) -> float:
+        """Stored blocks over all blocks."""
+        cells = self.grid[0] * self.grid[1]
+        return self.nnzb / cells if cells else 0.0
+
+
+class WithDense(ProductProblem):
+    """What products with a dense matrix have in common: C [batch, m, n] = A [m, k] @ B [batch, k, n], an epilogue."""
+
+    m: int
+    k: int
+    n: int
+    batch: int
+    bias: bool
+    combine: str
+
+    @property
+    def dense_flops(self) -> float:
+        return 2.0 * self.m * self.k * self.n * self.batch
+
+    @property
+    def dense_bytes(self) -> float:
+        """B and the epilogue's matrices read once, C written once."""
+        of_c = self.m * (2 if self.combine else 1)
+        elements = self.batch * self.n * (self.k + of_c) + (self.m if self.bias else 0)
+        return float(elements * dtypes.itemsize(self.dtype))
+
+
 @dataclass(frozen=True)
-class SpmmProblem(ProductProblem):
+class SpmmProblem(WithDense, OfBlocks):
     """C [batch, m, n] = A [m, k] @ B [batch, k, n] with A in BSR.
 
     `block` is (bm, bk) of A, `nnzb` its stored blocks. `row_max` is the largest number of stored blocks in a block row.
@@ -98,31 +138,20 @@ class SpmmProblem(ProductProblem):
         return -(-self.m // self.block[0]), -(-self.k // self.block[1])
 
     @property
-    def density(self) -> float:
-        cells = self.grid[0] * self.grid[1]
-        return self.nnzb / cells if cells else 0.0
-
-    @property
     def useful_flops(self) -> float:
         """2 FLOP for every stored element and column of B."""
         return 2.0 * self.nnzb * self.block[0] * self.block[1] * self.n * self.batch
-
-    @property
-    def dense_flops(self) -> float:
-        return 2.0 * self.m * self.k * self.n * self.batch
 
     @property
     def compulsory_bytes(self) -> float:
         """Stored values and indices read once, B and the epilogue's matrices read once, C written once."""
         size = dtypes.itemsize(self.dtype)
         values = self.nnzb * self.block[0] * self.block[1] * size
-        of_c = self.m * (2 if self.combine else 1)
-        dense = self.batch * self.n * (self.k + of_c) * size + (self.m * size if self.bias else 0)
-        return float(values + dense + 4 * (self.nnzb + self.grid[0] + 1))
+        return float(values + self.dense_bytes + 4 * (self.nnzb + self.grid[0] + 1))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Problem24(ProductProblem):
+class Problem24(WithDense, ABC):
     """C [batch, m, n] = A [m, k] @ B [batch, k, n] with an A of which every four neighbours in a row hold two values.
 
     `transposed`: A is the transpose of such a matrix, whose pairs then lie along m. `gapless` says that in every item
@@ -150,9 +179,9 @@ class Problem24(ProductProblem):
     in_place: bool = False
 
     @property
+    @abstractmethod
     def stored(self) -> int:
         """Stored values of A."""
-        raise NotImplementedError
 
     @property
     def index_bytes(self) -> int:
@@ -165,16 +194,9 @@ class Problem24(ProductProblem):
         return 2.0 * self.stored * self.n * self.batch
 
     @property
-    def dense_flops(self) -> float:
-        return 2.0 * self.m * self.k * self.n * self.batch
-
-    @property
     def compulsory_bytes(self) -> float:
         """Values, metadata and indices read once, B and the epilogue's matrices read once, C written once."""
-        size = dtypes.itemsize(self.dtype)
-        of_c = self.m * (2 if self.combine else 1)
-        dense = self.batch * self.n * (self.k + of_c) * size + (self.m * size if self.bias else 0)
-        return float(self.stored * size + self.index_bytes + dense)
+        return float(self.stored * dtypes.itemsize(self.dtype) + self.index_bytes + self.dense_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,7 +211,7 @@ class Semi24Problem(Problem24):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BSR24Problem(Problem24):
+class BSR24Problem(Problem24, OfBlocks):
     """A is a BSR24 of `nnzb` stored blocks of `block`, sides as they stand in the product: (along m, along k).
 
     `row_max` is the largest number of stored blocks along m's block rows.
@@ -207,12 +229,6 @@ class BSR24Problem(Problem24):
         return -(-self.m // self.block[0]), -(-self.k // self.block[1])
 
     @property
-    def density(self) -> float:
-        """Stored blocks over all blocks."""
-        cells = self.grid[0] * self.grid[1]
-        return self.nnzb / cells if cells else 0.0
-
-    @property
     def stored(self) -> int:
         return self.nnzb * self.block[0] * self.block[1] // 2
 
@@ -228,7 +244,7 @@ class BSR24Problem(Problem24):
 
 
 @dataclass(frozen=True)
-class SddmmProblem(ProductProblem):
+class SddmmProblem(ProductProblem, OfBlocks):
     """S = X [m, k] @ Y [k, n] at the `nnzb` stored blocks of a pattern in blocks of (bm, bn).
 
     `row_max` is the largest number of stored blocks in a block row. `x_layout` and `y_layout` are "row" for a row-major
@@ -255,11 +271,6 @@ class SddmmProblem(ProductProblem):
     def grid(self) -> tuple[int, int]:
         """Block rows and block columns of S."""
         return -(-self.m // self.block[0]), -(-self.n // self.block[1])
-
-    @property
-    def density(self) -> float:
-        cells = self.grid[0] * self.grid[1]
-        return self.nnzb / cells if cells else 0.0
 
     @property
     def useful_flops(self) -> float:

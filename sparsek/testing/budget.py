@@ -16,6 +16,7 @@ from torch import Tensor
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.formats.bsr import BSR
+from sparsek.formats.pattern import BlockPattern
 from sparsek.reference.epilogue import PLAIN, Epilogue
 from sparsek.reference.spmm import spmm
 
@@ -64,13 +65,17 @@ def check_spmm(a: BSR, b: Tensor, out: Tensor, epilogue: Epilogue = PLAIN, *, tf
     `epilogue` is what was done to the product; where its other matrix was written over, it must be given a copy made
     before. Rows of b that meet no stored block may hold anything, NaN too: they are no part of the product.
     """
-    touched = torch.zeros(a.grid[1], dtype=torch.bool, device=a.device)
-    touched[a.pattern.indices] = True
-    in_rows = touched.repeat_interleave(a.block[1])[: a.shape[1], None]
     with torch.no_grad():
         exact = spmm(a.to(dtype=torch.float64), b.double(), in_float64(epilogue))
-        allowed = budget(a.to_dense(), b.masked_fill(~in_rows, 0), exact, epilogue, tf32=tf32)
+        allowed = budget(a.to_dense(), met(a.pattern, b), exact, epilogue, tf32=tf32)
         return judge(out, exact, allowed)
+
+
+def met(pattern: BlockPattern, b: Tensor) -> Tensor:
+    """b [..., K, N] with zeros in the rows that meet no stored block of the pattern of A [M, K]."""
+    touched = torch.zeros(pattern.grid[1], dtype=torch.bool, device=b.device)
+    touched[pattern.indices] = True
+    return b.masked_fill(~touched.repeat_interleave(pattern.block[1])[: pattern.shape[1], None], 0)
 
 
 def in_float64(epilogue: Epilogue) -> Epilogue:

@@ -10,7 +10,7 @@ from sparsek.formats.semi24 import Semi24
 from sparsek.reference.bsr24 import bsr24
 from sparsek.reference.epilogue import PLAIN, Epilogue
 from sparsek.reference.semi24 import semi24
-from sparsek.testing.budget import Gate, budget, in_float64, judge
+from sparsek.testing.budget import Gate, budget, in_float64, judge, met
 
 
 def check_24(
@@ -35,7 +35,7 @@ def check_24(
             exact = semi24(wide, b.double(), in_float64(epilogue), transposed=transposed)
         else:
             exact = bsr24(wide, b.double(), in_float64(epilogue), transposed=transposed)
-            b = b.masked_fill(~_met(wide, transposed)[:, None], 0)
+            b = met(wide.pattern.T if transposed else wide.pattern, b)
         allowed = budget(dense.mT if transposed else dense, b, exact, epilogue, tf32=tf32)
         return judge(out, exact, allowed)
 
@@ -53,11 +53,3 @@ def check_linear24(
     rest = None if residual is None else residual.reshape(tokens, w.shape[0]).mT
     epilogue = Epilogue(bias=bias, activation=activation or "", other=rest)
     return check_24(w, x.reshape(tokens, w.shape[1]).mT, out.reshape(tokens, w.shape[0]).mT, epilogue)
-
-
-def _met(a: BSR24, transposed: bool) -> Tensor:
-    """bool [K]: which rows of B meet a stored block."""
-    side = 0 if transposed else 1
-    met = torch.zeros(a.grid[side], dtype=torch.bool, device=a.device)
-    met[(a.pattern.block_rows if transposed else a.pattern.indices).long()] = True
-    return met.repeat_interleave(a.block[side])[: a.shape[side]]

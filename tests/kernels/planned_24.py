@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from hypothesis import strategies as st
 from torch import Tensor
 
 from sparsek.formats.bsr24 import BSR24
@@ -9,10 +10,23 @@ from sparsek.formats.semi24 import Semi24
 from sparsek.ops import semi24 as ops
 from sparsek.plan.problem import Problem24
 from sparsek.plan.semi24 import Product24
-from sparsek.reference.epilogue import PLAIN, Epilogue
+from sparsek.reference.epilogue import ACTIVATIONS, PLAIN, Epilogue
 from sparsek.testing.budget24 import check_24
 from sparsek.testing.cases24 import Case24
 from sparsek.testing.poison import poisoned
+
+# What hypothesis draws for a Case24: layouts of B, C and the epilogue's matrix; alpha, bias, activation, combine.
+LAYOUTS = st.tuples(
+    st.sampled_from(["row", "col", "strided", "wide"]),
+    st.sampled_from(["row", "col"]),
+    st.sampled_from(["row", "col"]),
+)
+EPILOGUES = st.tuples(
+    st.sampled_from([1.0, -0.5]),
+    st.booleans(),
+    st.sampled_from(list(ACTIVATIONS)),
+    st.sampled_from(["", "add", "mul"]),
+)
 
 
 def problem(

@@ -11,9 +11,8 @@ from sparsek.formats.bsr24 import BSR24
 from sparsek.formats.semi24 import Semi24
 from sparsek.kernels.portable import bsr24, semi24
 from sparsek.kernels.prims.portable_24 import AMPERE, HOPPER, SINGLE, Config
-from sparsek.reference.epilogue import ACTIVATIONS
 from sparsek.testing.cases24 import BSR24_CASES, SEMI24_CASES, Case24
-from tests.kernels.planned_24 import hold, multiply, problem
+from tests.kernels.planned_24 import EPILOGUES, LAYOUTS, hold, multiply, problem
 
 assert env.interpreting(), "run through test_portable_24.py, which sets TRITON_INTERPRET=1"
 F16, F32 = torch.float16, torch.float32
@@ -40,17 +39,8 @@ def test_fp32_is_within_its_error_budget(case: Case24):
     groups=st.integers(0, 17),
     n=st.integers(0, 40),
     transposed=st.booleans(),
-    layouts=st.tuples(
-        st.sampled_from(["row", "col", "strided", "wide"]),
-        st.sampled_from(["row", "col"]),
-        st.sampled_from(["row", "col"]),
-    ),
-    epilogue=st.tuples(
-        st.sampled_from([1.0, -0.5]),
-        st.booleans(),
-        st.sampled_from(list(ACTIVATIONS)),
-        st.sampled_from(["", "add", "mul"]),
-    ),
+    layouts=LAYOUTS,
+    epilogue=EPILOGUES,
     batch=st.sampled_from([(), (2,)]),
     config=st.sampled_from([SMALL, Config(16, 16, 64, 1, 1, 3), Config(64, 16, 32, 1, 1, 1)]),
     seed=st.integers(0, 2**20),

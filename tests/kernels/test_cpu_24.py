@@ -15,10 +15,9 @@ from sparsek.kernels.cpu import semi24 as cpu_semi24
 from sparsek.kernels.cpu import spmm as cpu_spmm
 from sparsek.plan.problem import BSR24Problem, Semi24Problem
 from sparsek.reference.bsr24 import bsr24
-from sparsek.reference.epilogue import ACTIVATIONS
 from sparsek.reference.semi24 import semi24
 from sparsek.testing.cases24 import BSR24_CASES, SEMI24_CASES, Case24
-from tests.kernels.planned_24 import hold, multiply, problem
+from tests.kernels.planned_24 import EPILOGUES, LAYOUTS, hold, multiply, problem
 
 FLOATS = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 CASES = [*SEMI24_CASES, *BSR24_CASES]
@@ -53,17 +52,8 @@ def test_every_config_gives_every_case_within_budget(op: str):
     groups=st.integers(0, 14),
     n=st.integers(0, 40),
     transposed=st.booleans(),
-    layouts=st.tuples(
-        st.sampled_from(["row", "col", "strided", "wide"]),
-        st.sampled_from(["row", "col"]),
-        st.sampled_from(["row", "col"]),
-    ),
-    epilogue=st.tuples(
-        st.sampled_from([1.0, -0.5]),
-        st.booleans(),
-        st.sampled_from(list(ACTIVATIONS)),
-        st.sampled_from(["", "add", "mul"]),
-    ),
+    layouts=LAYOUTS,
+    epilogue=EPILOGUES,
     batch=st.sampled_from([(), (2,), (2, 1)]),
     dtype=st.sampled_from(FLOATS),
     seed=st.integers(0, 2**20),

@@ -6,8 +6,8 @@
 Every row of C is one dot product over K, so it is rounded once, and A is never there as a whole. What bf16 units and
 `wide` mean for the rounding is told in `cpu/spmm.py`. A NaN or Inf in a row of B reaches every row of C.
 
-Time over torch's product with the dense matrix, 2048 x 2048, one EPYC core (AVX-512 BF16), torch 2.13.0, 2026-11-22:
-float32 5 (1 column of B), 2 (16), 1.2 (256); bfloat16 12, 6.5, 1.7: unpacking takes 3 to 4 ms of every call.
+Every call unpacks all of A: with few columns of B that is most of its time, and torch's product with the dense matrix,
+where there is room for it, is faster.
 """
 
 from collections.abc import Iterable

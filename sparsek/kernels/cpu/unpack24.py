@@ -1,7 +1,6 @@
 """2:4 values written out dense on a CPU, for the kernels there: a table says where the four values of a byte go.
 
-2048 x 2048, one EPYC core (AVX-512), torch 2.13.0, 2026-11-22: 5 ms, of `formats.two_four.unpack`, which can be
-differentiated, 30 ms.
+One pass over what is written. `formats.two_four.unpack` makes several, and can be differentiated.
 """
 
 from functools import cache

@@ -123,7 +123,7 @@ def _constants(c: Config, work: Work, a: BSR24, b: Tensor, out: Tensor, epilogue
 
 
 class PortableBsr24:
-    """Plain Triton twin of hopper.bsr24, and the kernel of products with the transpose."""
+    """Plain Triton, for A and its transpose; no kernel uses sparse tensor cores for BSR24 yet."""
 
     name = "portable.bsr24"
 

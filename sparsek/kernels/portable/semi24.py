@@ -116,7 +116,7 @@ def _constants(
 
 
 class PortableSemi24:
-    """Plain Triton twin of hopper.semi24, and the kernel of products with the transpose."""
+    """Plain Triton, for A and its transpose. Sparse tensor cores: vendor.cusparselt."""
 
     name = "portable.semi24"
 

@@ -9,12 +9,11 @@ from torch import Tensor
 from sparsek.core import dtypes
 from sparsek.formats.bsr24 import BSR24
 from sparsek.kernels.reference import spmm
+from sparsek.kernels.reference.semi24 import UNPACK_CALLS, UNPACK_PASSES
 from sparsek.plan.problem import BSR24Problem
 from sparsek.plan.semi24 import Kernel24
 from sparsek.reference.bsr24 import bsr24
 from sparsek.reference.epilogue import PLAIN, Epilogue
-
-UNPACK_PASSES, UNPACK_CALLS = 36, 20  # of torch, which strides over the blocks
 
 
 @dataclass(frozen=True)

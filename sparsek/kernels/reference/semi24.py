@@ -12,7 +12,7 @@ from sparsek.plan.semi24 import Kernel24
 from sparsek.reference.epilogue import PLAIN, Epilogue
 from sparsek.reference.semi24 import semi24
 
-UNPACK_PASSES, UNPACK_CALLS = 36, 20  # of torch, which strides over a dense A
+UNPACK_PASSES, UNPACK_CALLS = 36, 20  # of torch, which strides over the dense matrix
 
 
 @dataclass(frozen=True)
