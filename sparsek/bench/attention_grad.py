@@ -16,12 +16,12 @@ from sparsek.bench.attention import EIGHTH, AttentionCase, AttentionOperands, sa
 from sparsek.bench.case import Entry, Kind, random_dense
 from sparsek.bench.memory import peak_bytes
 from sparsek.bench.several import Several, worst
-from sparsek.bench.sources import JOINED
 from sparsek.core.errors import InvalidInput
 from sparsek.formats.block_mask import BlockLists, BlockMask, Sizes
 from sparsek.ops.attention import attention, plan_attention, plan_attention_backward
 from sparsek.ops.gradients import kin
 from sparsek.plan.attention_grad import AttentionGradPlan
+from sparsek.plan.sources import JOINED
 from sparsek.testing.attention_budget import check_attention, check_attention_backward
 from sparsek.testing.budget import Gate
 from sparsek.testing.poison import poisoned

@@ -34,11 +34,11 @@ import torch
 
 from sparsek.bench import attention, attention_grad, linear, mlp, sddmm, spgemm, spmm
 from sparsek.bench.case import Case, Kind
-from sparsek.bench.sources import JOINED, source_hash
 from sparsek.core import env
 from sparsek.core.clock import Times
 from sparsek.core.device import card_of
 from sparsek.core.errors import InvalidFile, InvalidInput, SparseKError
+from sparsek.plan.sources import JOINED, source_hash
 
 Record = dict[str, Any]
 FIELDS = (

@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from sparsek.bench.sources import JOINED
 from sparsek.plan.plan import Plan
+from sparsek.plan.sources import JOINED
 from sparsek.testing.budget import Gate
 
 

@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 
 from sparsek import kernels
-from sparsek.bench import records, sources
-from sparsek.bench.sources import code_of, source_files, source_hash
+from sparsek.bench import records
 from sparsek.core.errors import InvalidInput
+from sparsek.plan import sources
+from sparsek.plan.sources import code_of, source_files, source_hash
 
 DEVICE = """
 LAG = gl.constexpr(8)

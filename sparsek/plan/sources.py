@@ -14,10 +14,9 @@ import re
 import tokenize
 from pathlib import Path
 
-import sparsek
 from sparsek.core.errors import InvalidInput
 
-ROOT = Path(sparsek.__file__).parent
+ROOT = Path(__file__).parents[1]
 JOINED = " + "
 LAST_COMMA = re.compile(r",(?=[])}])")
 DEVICE = ("jit", "constexpr_function", "builtin")
