@@ -16,6 +16,7 @@ from sparsek.formats.io import load, save
 from sparsek.formats.pattern import BlockPattern
 from sparsek.formats.random import random_bsr
 from sparsek.formats.scaled import Scaled, quantize
+from sparsek.formats.scaled_tensor import ScaledTensor
 from sparsek.formats.semi24 import Semi24
 from sparsek.ops.attention import attention, plan_attention, plan_attention_backward
 from sparsek.ops.attention_varlen import attention_varlen
@@ -39,6 +40,7 @@ __all__ = [
     "MaskPolicy",
     "Plan",
     "Scaled",
+    "ScaledTensor",
     "Semi24",
     "SparseKError",
     "Unsupported",

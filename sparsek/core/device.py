@@ -1,6 +1,7 @@
 """Facts about the device a problem runs on. The only module that asks torch.cuda about hardware.
 
-The H200's bandwidth and its bf16 and fp16 rates are measured (docs/lab-notes.md); `Card.measured` says which rates are.
+The H200's bandwidth and its fp8, bf16 and fp16 rates are measured (docs/lab-notes.md); `Card.measured` says which
+rates are.
 """
 
 from collections.abc import Mapping
@@ -39,7 +40,8 @@ class Card:
 
 
 # bandwidth: device-to-device copy, read + written. fabric: L2 to shared memory, fitted to hopper.spmm on blocks of
-# 16 to 128 (2026-11-20). tflops: cuBLAS 8192^3 once power limits bite.
+# 16 to 128 (2026-11-20). tflops: cuBLAS 8192^3 once power limits bite,
+# fp8 with sums in float32.
 H200 = Card(
     name="NVIDIA H200",
     capability=(9, 0),
@@ -49,8 +51,10 @@ H200 = Card(
     memory_bytes=139 << 30,
     bandwidth=4.28e12,
     fabric=10.8e12,
-    tflops=MappingProxyType({"bf16": 690.0, "fp16": 680.0, "tf32": 350.0, "fp32": 50.0, "fp64": 60.0}),
-    measured=frozenset(("bf16", "fp16")),
+    tflops=MappingProxyType(
+        {"fp8": 1200.0, "bf16": 690.0, "fp16": 680.0, "tf32": 350.0, "fp32": 50.0, "fp64": 60.0}
+    ),
+    measured=frozenset(("fp8", "bf16", "fp16")),
 )
 # Two laptop cores: orders of magnitude only, used to rank the CPU kernels against each other.
 CPU = Card(
@@ -62,7 +66,9 @@ CPU = Card(
     memory_bytes=8 << 30,
     bandwidth=2e10,
     fabric=2e10,
-    tflops=MappingProxyType({"bf16": 0.05, "fp16": 0.05, "tf32": 0.1, "fp32": 0.1, "fp64": 0.05}),
+    tflops=MappingProxyType(
+        {"fp8": 0.05, "bf16": 0.05, "fp16": 0.05, "tf32": 0.1, "fp32": 0.1, "fp64": 0.05}
+    ),
     launch_seconds=2e-5,
 )
 CARDS: Mapping[str, Card] = MappingProxyType({"h200": H200, "cpu": CPU})

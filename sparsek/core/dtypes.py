@@ -15,6 +15,7 @@ NAMES: dict[torch.dtype, str] = {
 FLOATS = tuple(NAMES)
 FP8 = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 LOW = (torch.bfloat16, torch.float16)
+_BY_NAME = {short: dtype for dtype, short in {**NAMES, **FP8}.items()}
 
 
 def name(dtype: torch.dtype) -> str:
@@ -38,8 +39,8 @@ def parse(text: str) -> torch.dtype:
 
 
 def itemsize(dtype_name: str) -> int:
-    """Bytes of one element of a dtype given by its short name."""
-    return parse(dtype_name).itemsize
+    """Bytes of one element of a dtype given by its short name, FP8 too: "bf16", "e4m3"."""
+    return _BY_NAME[dtype_name].itemsize if dtype_name in _BY_NAME else parse(dtype_name).itemsize
 
 
 def as_given(device: torch.device) -> AbstractContextManager[object]:

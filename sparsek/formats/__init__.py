@@ -7,6 +7,7 @@ from sparsek.formats.io import load, save
 from sparsek.formats.pattern import BlockPattern, HostPattern
 from sparsek.formats.random import random_bsr
 from sparsek.formats.scaled import Scaled, quantize
+from sparsek.formats.scaled_tensor import ScaledTensor
 from sparsek.formats.semi24 import Semi24
 
 # In order of their appearance in the documentation: name and "module:class".
@@ -27,6 +28,7 @@ __all__ = [
     "BlockPattern",
     "HostPattern",
     "Scaled",
+    "ScaledTensor",
     "Semi24",
     "load",
     "quantize",

@@ -1,8 +1,6 @@
 """FP8 values with scales: a BSR, Semi24 or BSR24 in eight bits a value, and float32 scales that stretch them.
 
-E4M3 has 4 exponent bits of bias 7 and 3 mantissa bits: up to 448, down to 2^-9, NaN but no infinity. E5M2 has 5 of bias
-15 and 2: up to 57344, down to 2^-16, with infinity and NaN as IEEE 754 has them. Sources: OCP 8-bit Floating Point
-Specification (OFP8), revision 1.0; Micikevicius et al., FP8 Formats for Deep Learning, 2022, arXiv:2209.05433.
+The numbers, their rounding and their scales: `formats/float8.py`. A dense operand in FP8: `formats/scaled_tensor.py`.
 """
 
 from __future__ import annotations
@@ -10,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, overload
 
 import numpy as np
 import torch
@@ -23,23 +21,33 @@ from sparsek.core.errors import InvalidInput, Unsupported
 from sparsek.formats import two_four
 from sparsek.formats.bsr import BSR
 from sparsek.formats.bsr24 import BSR24
+from sparsek.formats.float8 import MOST, NAMES, known, rounded, scales_of
 from sparsek.formats.matrix import Multiplied
 from sparsek.formats.pattern import as_device, one_of
+from sparsek.formats.scaled_tensor import ScaledTensor, quantize_dense
 from sparsek.formats.semi24 import Semi24
 
 Matrix = BSR | Semi24 | BSR24
 
 LEAVES = ("matrix", "scale")
 SCALES = ("tensor", "row", "block")
-NAMES = dtypes.FP8
-# A scale is a normal float32: what lies below would lose bits, and some units take it for zero.
-LEAST = torch.finfo(torch.float32).tiny
-MOST = torch.finfo(torch.float32).max
+
+
+@overload
+def quantize(
+    a: Matrix, dtype: torch.dtype = torch.float8_e4m3fn, scale: str = "row", *, check: bool = True
+) -> Scaled: ...
+
+
+@overload
+def quantize(
+    a: Tensor, dtype: torch.dtype = torch.float8_e4m3fn, scale: str = "row", *, check: bool = True
+) -> ScaledTensor: ...
 
 
 def quantize(
-    a: Matrix, dtype: torch.dtype = torch.float8_e4m3fn, scale: str = "row", *, check: bool = True
-) -> Scaled:
+    a: Matrix | Tensor, dtype: torch.dtype = torch.float8_e4m3fn, scale: str = "row", *, check: bool = True
+) -> Scaled | ScaledTensor:
     """A BSR, Semi24 or BSR24 in FP8, torch.float8_e4m3fn or torch.float8_e5m2, with scales that let it use the range.
 
     scale: "tensor": one for all, float32 []. "row": one for each row of the matrix [M]. "block": one for each stored
@@ -47,14 +55,19 @@ def quantize(
     448 or 57344; 1 where all are zero; 2^-126, the least normal float32, where it would be less. Values are divided by
     their scale in float32, in float64 for fp64, and rounded to nearest, ties to even.
 
+    A dense tensor a [..., K] becomes a ScaledTensor, with a scale for each of its rows [...] or for all []: an operand
+    of many products, rounded once.
+
     Pattern and metadata are shared with a. The result is outside autograd. A transposed view of a BSR gives a view with
     a scale for all or for each block; one for each of its rows is refused, which are columns of what is stored.
     check=True refuses NaN and Inf, and in fp64 what is so large that its scale overflows float32: it counts them and
     says where the first one is. One sync. With check=False there is none, and a NaN or Inf makes NaN of all that shares
     its scale. Inside torch.compile only check=False is traced. Raises InvalidInput.
     """
+    if isinstance(a, Tensor):
+        return quantize_dense(a, dtype, scale, check)
     _check_source(a, scale)
-    top = torch.finfo(_float8(dtype)).max
+    top = torch.finfo(known(dtype)).max
     values = a.values.detach()
     parts = _largest(a, values, scale)
     if check:
@@ -63,19 +76,9 @@ def quantize(
                 "torch.compile cannot wait to see NaN and Inf; write quantize(..., check=False)"
             )
         _refuse_strange(a, values, parts, top)
-    scales = _scales(_joined(a, parts, scale), top)
+    scales = scales_of(_joined(a, parts, scale), dtype)
     made = rounded(values / _stretched(a, scales, scale), dtype)
     return Scaled.unchecked(_with_values(a, made), scales, scale)
-
-
-def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x, of any float dtype, in FP8: the nearest number, of two the even one, never beyond the largest finite one.
-
-    A NaN stays NaN. No sync.
-    """
-    top = torch.finfo(_float8(dtype)).max
-    x = x.clamp(-top, top)
-    return (_cut_to_odd(x) if x.dtype == torch.float64 else x).to(dtype)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -215,22 +218,13 @@ def refuse_product(first: Any, second: Any) -> NoReturn:
     )
 
 
-def _float8(dtype: Any) -> torch.dtype:
-    if dtype not in NAMES:
-        raise InvalidInput(f"dtype {dtype} is no FP8; use one of {', '.join(map(str, NAMES))}")
-    return dtype
-
-
 def _is_view(a: Matrix) -> bool:
     return isinstance(a, BSR) and a.order is not None
 
 
 def _check_source(a: Any, kind: str) -> None:
     if not isinstance(a, Matrix):
-        raise InvalidInput(
-            f"expected a BSR, Semi24 or BSR24, got {two_four.describe(a)}; "
-            "a dense matrix goes to one of them first, by .from_dense"
-        )
+        raise InvalidInput(f"expected a BSR, Semi24, BSR24 or dense torch.Tensor, got {two_four.describe(a)}")
     _check_kind(a, kind, "scale")
     dtypes.name(a.dtype)
 
@@ -267,11 +261,6 @@ def _joined(a: Matrix, parts: Tensor, kind: str) -> Tensor:
     return rows.scatter_reduce_(0, index, parts, "amax").reshape(-1)[: a.shape[0]]
 
 
-def _scales(largest: Tensor, top: float) -> Tensor:
-    scales = (largest / top).float().clamp(min=LEAST)
-    return torch.where(largest == 0, 1.0, scales).contiguous()
-
-
 def _stretched(a: Matrix, scale: Tensor, kind: str) -> Tensor:
     """Scales with the dimensions of values, so that both multiply element by element. A row outside M has 1."""
     dims = a.values.ndim
@@ -282,18 +271,6 @@ def _stretched(a: Matrix, scale: Tensor, kind: str) -> Tensor:
     rows, bm = a.pattern.grid[0], a.pattern.block[0]
     by_block = functional.pad(scale, (0, rows * bm - a.shape[0]), value=1.0).view(rows, bm)
     return by_block.index_select(0, a.pattern.block_rows).unsqueeze(-1)
-
-
-def _cut_to_odd(x: Tensor) -> Tensor:
-    """float32 of a float64 x: what is not exact is cut, and its last bit set, which a rounding to fewer bits sees.
-
-    Rounding to nearest twice can make a tie of what was none (Boldo and Melquiond, Emulation of a FMA and Correctly
-    Rounded Sums, 2008, on rounding to odd).
-    """
-    near = x.float()
-    back = near.double()
-    bits = near.view(torch.int32) - (back.abs() > x.abs()).int()
-    return (bits | (back != x).int()).view(torch.float32)
 
 
 def _with_values(a: Matrix, values: Tensor) -> Matrix:

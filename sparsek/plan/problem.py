@@ -243,6 +243,74 @@ class BSR24Problem(Problem24, OfBlocks):
         return SpmmProblem(block=self.block, nnzb=self.nnzb, row_max=self.row_max, **shared)
 
 
+@dataclass(frozen=True, kw_only=True)
+class ScaledProblem(WithDense):
+    """An FP8 product: C = act(alpha * scale_A[m] * scale_B[n] * sum over k of A8[m, k] B8[k, n] + bias), and so on.
+
+    `dtype` is that of A's values and `b_dtype` that of B's: "e4m3" or "e5m2". C, the bias and the other matrix are in
+    `out_dtype`: "bf16", "fp16" or "fp32". `a_scale` says what of A shares a scale: "tensor", "row" or "block", the last
+    one inside the sum. `b_scale`: "tensor", or "column" of B, which is a row of x in `linear`. `rounds` is the dtype
+    of a B that the call rounds to FP8 before the product, "" for one that came in FP8.
+
+    `b_layout` is "col": B is the transpose view of contiguous values [n, k]. `aligned` speaks of these too, so k is
+    then a multiple of 16.
+    """
+
+    kind: ClassVar[type]
+    """The class of the same product without scales."""
+
+    b_layout: str = "col"
+    out_dtype: str = "bf16"
+    b_dtype: str = "e4m3"
+    a_scale: str = "row"
+    b_scale: str = "column"
+    rounds: str = ""
+
+    @property
+    def rate_name(self) -> str:
+        return "fp8"
+
+    @property
+    def dense_bytes(self) -> float:
+        """B as it came read once, the epilogue's matrices and C once in C's dtype, float32 scales."""
+        of_c = (self.batch * self.n * (2 if self.combine else 1) + bool(self.bias)) * self.m
+        of_b = self.batch * self.n * self.k * dtypes.itemsize(self.rounds or self.b_dtype)
+        scales = (self.batch * self.n if self.b_scale == "column" else 1) + (
+            self.m if self.a_scale == "row" else 1
+        )
+        return float(of_b + of_c * dtypes.itemsize(self.out_dtype) + 4 * scales)
+
+    def unscaled(self, dtype: str) -> "SpmmProblem | Semi24Problem | BSR24Problem":
+        """The same product in another dtype, without scales."""
+        return self.kind(
+            **{each.name: getattr(self, each.name) for each in fields(self.kind)} | {"dtype": dtype}
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaledSpmmProblem(ScaledProblem, SpmmProblem):
+    """A is a Scaled BSR, or the transposed view of one."""
+
+    op: ClassVar[str] = "spmm_fp8"
+    kind: ClassVar[type] = SpmmProblem
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaledSemi24Problem(ScaledProblem, Semi24Problem):
+    """A is a Scaled Semi24."""
+
+    op: ClassVar[str] = "semi24_fp8"
+    kind: ClassVar[type] = Semi24Problem
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaledBsr24Problem(ScaledProblem, BSR24Problem):
+    """A is a Scaled BSR24."""
+
+    op: ClassVar[str] = "bsr24_fp8"
+    kind: ClassVar[type] = BSR24Problem
+
+
 @dataclass(frozen=True)
 class SddmmProblem(ProductProblem, OfBlocks):
     """S = X [m, k] @ Y [k, n] at the `nnzb` stored blocks of a pattern in blocks of (bm, bn).

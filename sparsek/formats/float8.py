@@ -1,0 +1,61 @@
+"""Numbers of eight bits, and the scales that stretch them: what FP8 matrices and dense FP8 tensors have in common.
+
+E4M3 has 4 exponent bits of bias 7 and 3 mantissa bits: up to 448, down to 2^-9, NaN but no infinity. E5M2 has 5 of bias
+15 and 2: up to 57344, down to 2^-16, with infinity and NaN as IEEE 754 has them. Sources: OCP 8-bit Floating Point
+Specification (OFP8), revision 1.0; Micikevicius et al., FP8 Formats for Deep Learning, 2022, arXiv:2209.05433.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsek.core import dtypes
+from sparsek.core.errors import InvalidInput
+
+NAMES = dtypes.FP8
+# A scale is a normal float32: what lies below would lose bits, and some units take it for zero.
+LEAST = torch.finfo(torch.float32).tiny
+MOST = torch.finfo(torch.float32).max
+
+
+def known(dtype: Any) -> torch.dtype:
+    """The dtype, if it is FP8; otherwise InvalidInput."""
+    if dtype not in NAMES:
+        raise InvalidInput(f"dtype {dtype} is no FP8; use one of {', '.join(map(str, NAMES))}")
+    return dtype
+
+
+def scales_of(largest: Tensor, dtype: torch.dtype) -> Tensor:
+    """float32 scales that put these largest magnitudes, float32 or float64, on the largest number of `dtype`.
+
+    1 where all are zero, never below the least normal float32; NaN and Inf stay. No sync.
+    """
+    # By a tensor: a Python number is multiplied by its reciprocal on a GPU, which rounds otherwise.
+    top = largest.new_full((), torch.finfo(known(dtype)).max)
+    scales = (largest / top).float().clamp(min=LEAST)
+    return torch.where(largest == 0, 1.0, scales).contiguous()
+
+
+def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x, of any float dtype, in FP8: the nearest number, of two the even one, never beyond the largest finite one.
+
+    A NaN stays NaN. No sync.
+    """
+    top = torch.finfo(known(dtype)).max
+    x = x.clamp(-top, top)
+    return (_cut_to_odd(x) if x.dtype == torch.float64 else x).to(dtype)
+
+
+def _cut_to_odd(x: Tensor) -> Tensor:
+    """float32 of a float64 x: what is not exact is cut, and its last bit set, which a rounding to fewer bits sees.
+
+    Rounding to nearest twice can make a tie of what was none (Boldo and Melquiond, Emulation of a FMA and Correctly
+    Rounded Sums, 2008, on rounding to odd).
+    """
+    near = x.float()
+    back = near.double()
+    bits = near.view(torch.int32) - (back.abs() > x.abs()).int()
+    return (bits | (back != x).int()).view(torch.float32)
