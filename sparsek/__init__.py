@@ -21,6 +21,7 @@ from sparsek.formats.semi24 import Semi24
 from sparsek.ops.attention import attention, plan_attention, plan_attention_backward
 from sparsek.ops.attention_varlen import attention_varlen
 from sparsek.ops.linear import linear, swiglu
+from sparsek.ops.plan_linear import LinearPlan, plan_linear
 from sparsek.ops.policy import MaskPolicy
 from sparsek.ops.sddmm import plan_sddmm, sddmm
 from sparsek.ops.spgemm import plan_spgemm, spgemm
@@ -37,6 +38,7 @@ __all__ = [
     "BlockPattern",
     "InvalidFile",
     "InvalidInput",
+    "LinearPlan",
     "MaskPolicy",
     "Plan",
     "Scaled",
@@ -52,6 +54,7 @@ __all__ = [
     "nn",
     "plan_attention",
     "plan_attention_backward",
+    "plan_linear",
     "plan_sddmm",
     "plan_spgemm",
     "plan_spmm",

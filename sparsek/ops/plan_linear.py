@@ -1,0 +1,396 @@
+"""Which way of storing a weight is fastest, and what it costs in accuracy: dense, 2:4, BSR, BSR24, also in FP8."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsek.core import dtypes
+from sparsek.core.clock import Times, time_rounds
+from sparsek.core.device import Card, card_named, card_of
+from sparsek.core.errors import InvalidInput, Unsupported
+from sparsek.formats.pattern import as_device
+from sparsek.ops.linear import linear
+from sparsek.ops.linear_formats import (
+    Way,
+    Weight,
+    another,
+    kept_norm,
+    parts_of,
+    predict,
+    stored_fraction,
+    way_of,
+    ways,
+)
+
+KEEP = (0.5, 0.25, 0.125)
+BLOCK = (64, 128)
+# Errors are of so many tokens at most, spread over x, and on a CPU of so few that the dense product has these FLOPs.
+ERROR_TOKENS = 4096
+ERROR_FLOPS = 2e8
+# Measured on a GPU: copies of weight and x in turns until they are several caches, so that nothing is found there.
+MOST_COPIES = 8
+ROUNDS = 5
+INNER_MS = 5.0
+SETTLE_MS = 100.0
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way to store the weight, and what is known of it.
+
+    `predicted`: seconds by the kernel's own model. `measured`: the median of interleaved rounds, None where nothing was
+    timed. `stored`: stored values over N * K. `kept_norm`: ||stored values|| over ||W||; `error`: ||y - x @ W.T|| over
+    ||x @ W.T|| on the given x; both Frobenius, None where the dense W is not known. `why_not`: why it cannot run.
+    """
+
+    way: Way
+    kernel: str = ""
+    predicted: float = math.inf
+    measured: float | None = None
+    stored: float = 0.0
+    kept_norm: float | None = None
+    error: float | None = None
+    why_not: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self.way.name
+
+    @property
+    def seconds(self) -> float:
+        """What decides: the measured time if there is one, otherwise the predicted."""
+        return self.predicted if self.measured is None else self.measured
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What an option must hold to be chosen: an error of at most, a share of the norm of at least."""
+
+    max_error: float | None = None
+    min_norm: float | None = None
+
+    def faults(self, option: Option) -> list[str]:
+        """Why the option is out of bounds; [] if it is not. What is not known holds no bound."""
+        out = []
+        if self.max_error is not None and not (option.error is not None and option.error <= self.max_error):
+            out.append(f"error {_number(option.error)} is not within {self.max_error:.3g}")
+        if self.min_norm is not None and not (
+            option.kept_norm is not None and option.kept_norm >= self.min_norm
+        ):
+            out.append(f"it keeps {_number(option.kept_norm)} of the norm, not {self.min_norm:.3g}")
+        return out
+
+    @property
+    def words(self) -> str:
+        parts = []
+        if self.max_error is not None:
+            parts.append(f"an error of at most {self.max_error:.3g}")
+        if self.min_norm is not None:
+            parts.append(f"at least {self.min_norm:.3g} of the norm kept")
+        return " and ".join(parts)
+
+
+@dataclass(frozen=True, eq=False)
+class LinearPlan:
+    """A weight in the format that was chosen, ready to multiply: `plan(x, bias, activation)`.
+
+    `options` are all that were considered, in the order of `sparsek.plan_linear`; `choice` is one of them. `weight`
+    is W stored so: keep it, and pass it to `sparsek.linear`. `tokens`: of the x that was planned for; others run too.
+    """
+
+    shape: tuple[int, int]
+    tokens: int
+    dtype: str
+    card: Card
+    options: tuple[Option, ...]
+    choice: Option
+    bound: Bound
+    weight: Any = field(repr=False)
+
+    @property
+    def is_measured(self) -> bool:
+        """Times were measured; if not, they are predictions."""
+        return self.choice.measured is not None
+
+    @property
+    def losers(self) -> tuple[Option, ...]:
+        """Every option that was not chosen."""
+        return tuple(option for option in self.options if option is not self.choice)
+
+    def __call__(
+        self,
+        x: Tensor,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """act(x @ W.T + bias) + residual with the chosen weight, as `sparsek.linear` does it."""
+        return linear(x, self.weight, bias, activation, residual)
+
+    def explain(self) -> str:
+        """The choice in words, and a line for every option: what it takes, keeps and errs, and why it lost."""
+        n, k = self.shape
+        chosen, how = self.choice, "measured" if self.is_measured else "predicted"
+        dense = next((each for each in self.options if each.way.format == "dense"), None)
+        lead = ""
+        if dense is not None and dense is not chosen and not dense.why_not:
+            lead = f", {dense.seconds / chosen.seconds:.2f}x as fast as dense"
+        lines = [
+            f"y = x @ W.T   x [{self.tokens}, {k}], W [{n}, {k}] {self.dtype}, on {self.card.name}",
+            f"  choice     {chosen.name} by {chosen.kernel}: {_time(chosen.seconds)} {how}{lead}",
+            f"  decided    by {how} time, {self._subject}",
+            "  "
+            + self._line(("option", "kernel", "predicted", "measured", "stored", "norm", "error", "why not")),
+        ]
+        for option in self.options:
+            if not option.why_not:
+                mark = "*" if option is chosen else " "
+                lines.append(f"{mark} {self._line(_cells(option), self._lost(option))}")
+        lines.extend(
+            f"  not        {each.name}: {'; '.join(each.why_not)}" for each in self.options if each.why_not
+        )
+        return "\n".join(lines)
+
+    def _line(self, cells: Sequence[str], lost: str = "") -> str:
+        """One line of the table; without the column of measured times where there are none."""
+        name, kernel, predicted, measured, stored, norm, error, *last = cells
+        times = f"{predicted:>10} {measured:>10}" if self.is_measured else f"{predicted:>10}"
+        end = last[0] if last else lost
+        return f"{name:<20} {kernel:<18} {times} {stored:>7} {norm:>7} {error:>7}  {end}".rstrip()
+
+    @property
+    def _subject(self) -> str:
+        words = self.bound.words
+        return (
+            f"of options with {words}"
+            if words
+            else "the fastest of all: no max_error= and no min_norm= was given"
+        )
+
+    def _lost(self, option: Option) -> str:
+        if option is self.choice:
+            return ""
+        return "; ".join(
+            [f"{option.seconds / self.choice.seconds:.2f}x the time", *self.bound.faults(option)]
+        )
+
+
+def plan_linear(
+    W: Weight,
+    x: Tensor | Sequence[int],
+    *,
+    keep: float | Sequence[float] = KEEP,
+    block: int | tuple[int, int] | Sequence[int | tuple[int, int]] = BLOCK,
+    formats: Sequence[str] | None = None,
+    max_error: float | None = None,
+    min_norm: float | None = None,
+    device: str | None = None,
+) -> LinearPlan:
+    """The fastest way to store W [N, K] for y = x @ W.T, with what each way costs in accuracy.
+
+    W: a dense tensor, which is pruned by magnitude for each option, or a BSR, Semi24, BSR24 or Scaled, which then is
+    the only option. x: [..., K] of W's dtype on its device, the more like real activations the better; or its shape,
+    and N(0, 1) values are drawn.
+
+    formats: some of "dense", "semi24", "bsr", "bsr24", "semi24_fp8", "bsr_fp8", "bsr24_fp8"; None: all that have
+    kernels. block, keep: the sides of blocks and the fractions of them that stay, every combination, a list of blocks
+    as a list and a pair (bm, bk) as a tuple. BSR24 keeps half of the values in its blocks.
+    max_error, min_norm: only options whose output errs at most so much against the dense product on x, and which keep
+    at least this share of W's norm, may be chosen. Without either the fastest is, whatever it loses.
+    device: as in `sparsek advise`. None: times are measured where W is on a GPU, and predicted for the H200 where it
+    is not. "cuda" or "cpu": measured there. A card's name ("h200"): predicted for that card, on any machine.
+
+    Measured times decide where there are some, otherwise the kernels' predictions. Every option is made and multiplied
+    with some tokens of x; while times are measured all are in memory at once.
+    Raises InvalidInput for operands that do not fit, and Unsupported, with what each option lacks, if none is left.
+    """
+    card, timed = _where(W, device)
+    dense = W if isinstance(W, Tensor) else None
+    rows = _rows(W, x)
+    if dense is not None:
+        listed = list(ways(formats, _listed(block), [float(each) for each in _listed(keep)]))
+    else:
+        listed = [way_of(W)]
+    bound = Bound(max_error, min_norm)
+    with torch.no_grad():
+        found = list(consider(W, rows, listed, card, keep_weights=timed))
+        options = [option for option, _ in found]
+        if timed:
+            times = measure(found, rows, card)
+            options = [
+                replace(each, measured=times[at].median / 1e3) if at in times else each
+                for at, each in enumerate(options)
+            ]
+        choice = choose(options, bound)
+        weight = next(weight for each, (_, weight) in zip(options, found, strict=True) if each is choice)
+        if weight is None:
+            weight = W if dense is None else choice.way.convert(dense)
+    shape = (W.shape[0], W.shape[1])
+    return LinearPlan(
+        shape, rows.shape[0], dtypes.shown(rows.dtype), card, tuple(options), choice, bound, weight
+    )
+
+
+def consider(
+    W: Weight, x: Tensor, listed: Sequence[Way], card: Card, *, keep_weights: bool = True
+) -> Iterator[tuple[Option, Any]]:
+    """What is known of each way to store W for x [T, K] before it is timed, and W stored so.
+
+    None instead of that where it cannot run, and without `keep_weights`. A W that is no dense tensor is taken as it is.
+    """
+    dense = W if isinstance(W, Tensor) else None
+    for way in listed:
+        why = way.why_not(dense) if dense is not None else []
+        if why:
+            yield Option(way, why_not=tuple(why)), None
+            continue
+        weight: Any = way.convert(dense) if dense is not None else W
+        try:
+            found = predict(weight, x, card)
+            error = None if dense is None else _error(weight, dense, x)
+        except Unsupported as refused:
+            why = [f"{name}: {'; '.join(reasons)}" for name, reasons in refused.reasons.items()]
+            yield Option(way, why_not=tuple(why or [str(refused)])), None
+            continue
+        kept = None if dense is None else kept_norm(weight, dense)
+        option = Option(way, found.kernel, found.seconds, None, stored_fraction(weight), kept, error)
+        yield option, weight if keep_weights else None
+
+
+def measure(
+    found: Sequence[tuple[Option, Any]], x: Tensor, card: Card, rounds: int = ROUNDS
+) -> dict[int, Times]:
+    """Times of x [T, K] @ W.T by `sparsek.linear` for what `consider` found, in interleaved rounds, by place."""
+    calls = {
+        str(at): _rotating(weight, x, card) for at, (_, weight) in enumerate(found) if weight is not None
+    }
+    if not calls:
+        return {}
+    heat = next(iter(calls))
+    times = time_rounds(
+        calls, device=x.device, rounds=rounds, inner_ms=INNER_MS, settle_ms=SETTLE_MS, heat=heat
+    )
+    return {int(name): each for name, each in times.items()}
+
+
+def choose(options: Sequence[Option], bound: Bound) -> Option:
+    """The fastest option within the bound. Raises Unsupported with what each lacks if there is none."""
+    able = [each for each in options if not each.why_not and not bound.faults(each)]
+    if not able:
+        what = f"no option has {bound.words}" if bound.words else "no option can run"
+        raise Unsupported(what, {each.name: each.why_not or bound.faults(each) for each in options})
+    return min(able, key=lambda each: each.seconds)
+
+
+def _where(w: Weight, device: str | None) -> tuple[Card, bool]:
+    """The card whose times are asked for, and whether they are measured."""
+    if device is None:
+        return (card_of(w.device), True) if w.device.type == "cuda" else (card_named("h200"), False)
+    if device == "cpu" or device.startswith("cuda"):
+        if as_device(device).type != w.device.type:
+            raise InvalidInput(
+                f"W is on {w.device}; times of {device} are measured where W is, W.to({device!r})"
+            )
+        return card_of(w.device), True
+    return card_named(device), False
+
+
+def _listed(values: Any) -> list[Any]:
+    """One value, or a list of them; a tuple of two ints is one block."""
+    if isinstance(values, (int, float)):
+        return [values]
+    return list(values) if not _is_block(values) else [values]
+
+
+def _is_block(values: Any) -> bool:
+    """(256, 128) is a block, as everywhere; (64, 128) in the default is a list of two, and so is [256, 128]."""
+    return (
+        isinstance(values, tuple)
+        and values != BLOCK
+        and len(values) == 2
+        and all(isinstance(v, int) for v in values)
+    )
+
+
+def _rows(w: Weight, x: Any) -> Tensor:
+    """x as [T, K]."""
+    if len(w.shape) != 2:
+        raise InvalidInput(f"W must be [N, K], got {list(w.shape)}")
+    if isinstance(w, Tensor):
+        dtypes.name(w.dtype)
+    shape = tuple(x.shape) if isinstance(x, Tensor) else tuple(int(side) for side in x)
+    if not shape or shape[-1] != w.shape[1] or not math.prod(shape) or not w.shape[0]:
+        raise InvalidInput(
+            f"x is {list(shape)} and W {list(w.shape)}: the last dim of x must be {w.shape[1]}, and no side 0"
+        )
+    tokens = math.prod(shape[:-1])
+    if isinstance(x, Tensor):
+        if x.device != w.device or (x.dtype != w.dtype and w.dtype in dtypes.NAMES):
+            raise InvalidInput(
+                f"x is {x.dtype} on {x.device} and W {w.dtype} on {w.device}; they must be of one dtype on one device"
+            )
+        return x.detach().reshape(tokens, shape[-1])
+    dtype = w.dtype if w.dtype in dtypes.NAMES else torch.bfloat16
+    generator = torch.Generator(device=w.device).manual_seed(0)
+    return torch.randn(tokens, shape[-1], dtype=dtype, device=w.device, generator=generator)
+
+
+def _error(weight: Any, dense: Tensor, x: Tensor) -> float:
+    """||linear(x, weight) - x @ W.T|| / ||x @ W.T|| of some tokens of x; W in float32, float64 for float64."""
+    limit = ERROR_TOKENS
+    if not x.is_cuda:
+        limit = min(limit, max(8, int(ERROR_FLOPS / (2.0 * dense.numel()))))
+    some = x[:: -(-x.shape[0] // limit)]
+    wide = torch.promote_types(dense.dtype, torch.float32)
+    exact = some.to(wide) @ dense.to(wide).T
+    off = linear(some, weight).to(wide) - exact
+    wrong, whole = (float(torch.linalg.vector_norm(each, dtype=torch.float64)) for each in (off, exact))
+    return wrong / whole if whole else (0.0 if wrong == 0 else math.inf)
+
+
+def _rotating(weight: Any, x: Tensor, card: Card) -> Callable[[], object]:
+    """A call of `sparsek.linear`, on a GPU each time with another copy of both until the cache has turned over."""
+    copies = 1
+    if x.is_cuda:
+        bytes_ = sum(part.nbytes for part in (*parts_of(weight), x))
+        copies = max(1, min(MOST_COPIES, -(-2 * card.l2_bytes // max(1, bytes_))))
+    sets = [(weight, x), *((another(weight), x.clone()) for _ in range(copies - 1))]
+    turns = itertools.cycle([lambda w=w, x=x: linear(x, w) for w, x in sets])
+
+    def call() -> object:
+        return next(turns)()
+
+    return call
+
+
+def _cells(option: Option) -> tuple[str, ...]:
+    return (
+        option.name,
+        option.kernel,
+        _time(option.predicted),
+        _time(option.measured),
+        _share(option.stored),
+        _share(option.kept_norm),
+        _number(option.error) if option.error is not None else "",
+    )
+
+
+def _time(seconds: float | None) -> str:
+    if seconds is None:
+        return ""
+    return f"{seconds * 1e6:.1f} us" if seconds < 1e-3 else f"{seconds * 1e3:.2f} ms"
+
+
+def _share(value: float | None) -> str:
+    return "" if value is None else f"{value * 100:.3g} %"
+
+
+def _number(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.2g}"
