@@ -136,6 +136,21 @@ class Entry:
         object.__setattr__(self, "op", self.op or self.case.op)
 
 
+@dataclass(frozen=True)
+class Bar:
+    """What the ratio to a peer must reach, and what it aims at."""
+
+    peer: str
+    must: float
+    aim: float
+
+    def verdict(self, ratio: float) -> str:
+        """ "missed", "met" or "aim met"."""
+        if ratio < self.must:
+            return "missed"
+        return "aim met" if ratio >= self.aim else "met"
+
+
 def set_count(card: Card, footprint: int) -> int:
     """How many operand sets of `footprint` bytes exceed the cache of the card several times, 2 to 64."""
     return max(2, min(MAX_SETS, math.ceil(CACHE_MULTIPLE * card.l2_bytes / max(1, footprint))))

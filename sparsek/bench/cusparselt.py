@@ -14,7 +14,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -31,7 +31,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m
 # Rounding to bf16 gives 2e-3; a wrong product is off by more than its own size.
 WRONG = 1e-2
 NOTHING = 1e9  # the error of NaN and Inf
-DEATHS = 6  # children
+DEATHS = 8  # children
 SECONDS = 120.0
 # The six ways to store two of four.
 PAIRS = ((0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3))
@@ -74,9 +74,17 @@ class Tried:
     fatal: bool = False
 
     @property
-    def usable(self) -> bool:
-        """It came back, and right."""
+    def right(self) -> bool:
+        """It came back, and its result is right."""
         return self.ms is not None and self.error is not None and self.error < WRONG
+
+
+def usable(found: Iterable[Tried]) -> list[Tried]:
+    """Those that came back and were right, fastest first, without algorithms that were fatal in any layout."""
+    tried = list(found)
+    fatal = {(one.task, one.way.alg_id) for one in tried if one.fatal}
+    right = (one for one in tried if one.right and (one.task, one.way.alg_id) not in fatal)
+    return sorted(right, key=lambda one: one.ms or math.inf)
 
 
 def probe(
@@ -96,7 +104,8 @@ def probe(
             if answer is None:
                 report(f"cuSPARSELt: {way} is fatal")
             found.append(Tried(task, way, **(answer or {"why": why, "fatal": True})))
-            place = at + 1
+            # No other layout of an algorithm that is fatal in one.
+            place = at + 1 if answer is not None else (at // len(LAYOUTS) + 1) * len(LAYOUTS)
         if place >= len(tasks) * len(WAYS) or not said:
             break
     return found

@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 
-from sparsek.bench import attention, attention_grad, linear, mlp, sddmm, spgemm, spmm
+from sparsek.bench import attention, attention_grad, linear, mlp, sddmm, semi24, spgemm, spmm
 from sparsek.bench.case import Case, Kind
 from sparsek.core import env
 from sparsek.core.clock import Times
@@ -65,6 +65,7 @@ OPS: Mapping[str, Kind] = {
     **sddmm.KINDS,
     **spgemm.KINDS,
     **linear.KINDS,
+    **semi24.KINDS,
     **mlp.KINDS,
     **attention.KINDS,
     **attention_grad.KINDS,

@@ -11,7 +11,7 @@ from sparsek.bench import spmm as spmm_cases
 from sparsek.bench.attention import parse_lengths, parse_pair
 from sparsek.bench.attention_masks import KINDS
 from sparsek.bench.case import Case, parse_block
-from sparsek.cli import bench_products
+from sparsek.cli import bench_products, bench_two_four
 from sparsek.cli.bench_run import (
     Asked,
     Blocks,
@@ -189,3 +189,4 @@ app.command("sddmm")(bench_products.sddmm)
 app.command("spgemm")(bench_products.spgemm)
 app.command("linear")(bench_products.linear)
 app.command("mlp")(bench_products.mlp)
+app.command("semi24")(bench_two_four.semi24)

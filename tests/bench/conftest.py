@@ -20,6 +20,7 @@ KERNELS = {
     "sddmm": "reference.sddmm",
     "spgemm": "reference.spgemm",
     "linear": "cpu.spmm",
+    "semi24": "cpu.semi24",
     "mlp_train": "cpu.spmm + reference.sddmm",
     "mlp_decode": "cpu.spmm",
 }

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from sparsek.bench import attention, attention_grad, charts, linear, mlp, report, sddmm, spgemm, spmm
+from sparsek.bench import attention, attention_grad, charts, linear, mlp, report, sddmm, semi24, spgemm, spmm
 from sparsek.bench.attention import AttentionCase
 from sparsek.bench.linear import LinearCase
 from sparsek.bench.records import Record
@@ -21,6 +21,7 @@ SUITES_OF = {
     "sddmm": sddmm.SUITES,
     "spgemm": spgemm.SUITES,
     "linear": linear.SUITES,
+    "semi24": semi24.SUITES,
     "mlp": mlp.SUITES,
     "attention": attention.SUITES,
     "attention-backward": attention_grad.SUITES,

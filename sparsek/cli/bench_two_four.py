@@ -1,0 +1,64 @@
+"""`sparsek bench semi24`, and the others of 2:4 and FP8."""
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from sparsek.bench import semi24 as semi24_cases
+from sparsek.bench import semi24_peers
+from sparsek.bench.case import Case
+from sparsek.cli.bench_run import (
+    Asked,
+    Densities,
+    Device,
+    Dtypes,
+    Kernels,
+    Only,
+    Out,
+    Plot,
+    Rounds,
+    bench,
+    listed,
+    peers_option,
+    suite_option,
+)
+
+
+def semi24(
+    context: typer.Context,
+    m: Annotated[
+        str, typer.Option(help="Rows of the 2:4 matrix; comma lists give every combination.")
+    ] = "8192",
+    k: Annotated[str, typer.Option(help="Its columns.")] = "8192",
+    n: Annotated[str, typer.Option(help="Rows of x, or columns of B.")] = "8192",
+    form: Annotated[
+        str, typer.Option(help=f"Products: {', '.join(semi24_cases.FORMS)}.")
+    ] = semi24_cases.LINEAR,
+    block: Annotated[str, typer.Option(help="Stored blocks, or none: none,128.")] = "none",
+    density: Densities = "1",
+    dtype: Dtypes = "bf16",
+    kernel: Kernels = "auto",
+    peers: Annotated[str, peers_option(semi24_peers.PEERS)] = "all",
+    rounds: Rounds = 7,
+    named: Annotated[str | None, suite_option(semi24_cases.SUITES)] = None,
+    only: Only = None,
+    device: Device = None,
+    out: Out = None,
+    plot: Plot = None,
+) -> None:
+    """2:4 matrices, whole or in stored blocks, against cuSPARSELt, cuBLAS and this library's BSR."""
+
+    def cases() -> Sequence[Case]:
+        return semi24_cases.product(
+            listed("m", m, int),
+            listed("k", k, int),
+            listed("n", n, int),
+            listed("form", form, str),
+            listed("block", block, semi24_cases.parse_blocks),
+            listed("density", density, float),
+            listed("dtype", dtype, str),
+        )
+
+    asked = Asked(context, peers, rounds, named, only, device, out, plot)
+    bench(asked, semi24_cases.SUITES, semi24_peers.PEERS, cases, kernel)
