@@ -3,13 +3,13 @@
 A CTA holds a tile of keys and goes through its *visits*: the query tiles of every query head of the group that see it.
 Key tiles stand in a line, longest first, a section of heads after the other, whose queries and dQ fit in L2 together.
 The CTA that is through first takes the next (Graham 1966), by the schedule's own clock: a tick for each visit, and
-TILE_TICKS for each tile. CTAs begin at different places of their lists, so that their sums do not meet in the same
+TILE_TICKS for each tile. CTAs begin their lists a golden section apart, so that their sums do not meet in the same
 rows; unless order does not matter and no head fits in L2, where what all read and add to should move through it
 together.
 
 A query tile's dQ is a sum over visits of many CTAs. To have the same bits every time it is added in a fixed order: that
-of the clock. The order of all visits by that clock agrees with what each CTA
-does one after the other, so no wait can close a circle as long as every CTA runs.
+of the clock. The order of all visits by that clock agrees with what each CTA does one after the other, so no wait can
+close a circle as long as every CTA runs.
 
 All of it is made on the mask's device, without a host sync.
 """
@@ -33,6 +33,7 @@ FULL = -1  # entry of a full block
 NO_TICKET = -1
 TILE_TICKS = 2  # what a tile takes to begin and end, in visits
 SECTION = 0.4  # of L2, for what the CTAs of a section read and add to
+GOLDEN_SECTION = 0.3819660113  # of a list from one CTA's begin to the next's: no two of many come close
 
 Deal = Callable[[Tensor, int], tuple[Tensor, Tensor]]
 
@@ -125,7 +126,8 @@ def schedule(
     length = counts.flatten()[listing]
     there = within < length
     begin = listed.edges[lists.flatten()[listing]]
-    turned = cta[tile] * length // ctas if ordered or heads_in_section(p) else torch.zeros_like(length)
+    apart = (cta[tile] * GOLDEN_SECTION % 1 * length).long()
+    turned = apart if ordered or heads_in_section(p) else torch.zeros_like(length)
     at = torch.where(there, begin + (within + turned) % length.clamp(min=1), 0)
     query = listed.tile[at]
     item, kv_head = tile // (p.kv_heads * columns), tile // columns % p.kv_heads

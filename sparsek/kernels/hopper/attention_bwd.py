@@ -13,9 +13,9 @@
 
 S and dP are computed transposed, so that P^T and dS^T are operands of wgmma where they are, in registers
 (Shah et al. 2024, arXiv:2407.08608). dS goes through shared memory once more for dQ. With blocks of 128 keys (`halves`
-2) dQ takes the dS of both warpgroups: with heads of 128 each does half its columns, while its dK still runs (`split`);
-with narrower ones, the dQ of every second step. With blocks of 64 keys both hold the same keys, each does every second
-step whole, and they add up dK and dV at the end (`halves` 1).
+2) dQ takes the dS of both warpgroups, and they do it in turns: while one multiplies a step's dQ, the other is at the
+next step's S. With blocks of 64 keys both hold the same keys, each does every second step whole, and they add up dK and
+dV at the end (`halves` 1).
 
 Two writer warps add the dQ of every second step each to float32 in memory by TMA. Where that is to be deterministic
 every visit of a query tile has a ticket, given by the schedule in the order of its own clock, and waits for its turn.
@@ -91,11 +91,6 @@ class Config:
     def subs(self) -> int:
         """Steps of a visit."""
         return self.block[0] // 64
-
-    @property
-    def split(self) -> bool:
-        """The warpgroups do half the columns of every dQ each; else, every second dQ each."""
-        return self.halves == 2 and self.dim == 128
 
     @property
     def barriers(self) -> int:
@@ -225,12 +220,12 @@ def write(
 
 @gluon.jit
 def step(
-    T: gl.constexpr, WG: gl.constexpr, side, MASKED: gl.constexpr, DTYPE: gl.constexpr, dk, dv, at, step_of, key, scale,
+    T: gl.constexpr, WG: gl.constexpr, side, DTYPE: gl.constexpr, dk, dv, at, partial, visits, first, i, key, scale,
     lists, k_s, v_s, q_s, do_s, rows_s, ds_s, dq_s, bars,
 ):  # fmt: skip
-    """One step of warpgroup WG, number `at` of this CTA, whose parity is `side`.
+    """Step `i` of a tile, number `at` of this CTA, by warpgroup WG. Warpgroup `side`, the parity of `at`, does its dQ.
 
-    That warpgroup does the step's dQ, if not both do; `side` is then known when the kernel is compiled.
+    `partial`: the step may belong to a block that is not seen whole.
     """
     DIM: gl.constexpr = T.dim
     VDIM: gl.constexpr = T.v_dim
@@ -239,7 +234,6 @@ def step(
     DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, T.dim, 16])
     COL: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
     kv_full, kv_empty, q_full, do_full, ring_empty, ds_full, dq_full, dq_empty, done = bars
-    pos, h, entry, ticket = step_of
     rules, bits, kv_len = lists
     NUMBERS: gl.constexpr = T.row_slots
     slot = at % T.stages
@@ -255,7 +249,8 @@ def step(
     v = v_s.index(HALF).reshape((64, VDIM))
     dp = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(1, deps=(s,))  # S is there, dP still runs
-    if MASKED:
+    if partial:
+        pos, h, entry, ticket = step_at(T, visits, first, i)
         if entry >= 0:
             # A stage's last two rows of numbers are bounds where the rules need them, and are not read elsewhere.
             low = rows_s.index(NUMBERS * slot + NUMBERS - 2)
@@ -270,33 +265,14 @@ def step(
     # Nobody reads this dS any more: the dQ two steps ago was waited for before the dS of the step before was stored.
     ds_s.index(side * T.halves + HALF).store(ds)
     fence_async_shared()
-    if not T.split:
-        dk = warpgroup_mma(gl.convert_layout(ds, D_LAYOUT), q, dk, is_async=True)
+    dk = warpgroup_mma(gl.convert_layout(ds, D_LAYOUT), q, dk, is_async=True)
     if T.halves == 2:
         mbarrier.arrive(ds_full.index(side), count=1)
-    if T.split:
-        mbarrier.wait(ds_full.index(side), at // 2 & 1)  # until the other warpgroup's dS is there too
-        COLUMNS: gl.constexpr = DIM // 2
-        dq = gl.zeros(
-            (64, COLUMNS), gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM // 2, 16])
-        )
-        for w in gl.static_range(2):
-            left = ds_s.index(side * 2 + w).permute((1, 0))
-            right = k_s.index(w).reshape((64, DIM)).slice(WG * COLUMNS, COLUMNS, dim=1)
-            dq = warpgroup_mma(left, right, dq, use_acc=w > 0, is_async=True)
-        dk = warpgroup_mma(gl.convert_layout(ds, D_LAYOUT), q, dk, is_async=True)
-        dv, dq = warpgroup_mma_wait(1, deps=(dv, dq))  # dK still runs
-        mbarrier.wait(dq_empty.index(side), (at // 2 & 1) ^ 1)  # until TMA has read the dQ before
-        dq_s.index(side).reshape((64, DIM)).slice(WG * COLUMNS, COLUMNS, dim=1).store(dq)
-        fence_async_shared()
-        mbarrier.arrive(dq_full.index(side), count=1)
-        dk, dv = warpgroup_mma_wait(0, deps=(dk, dv))
-        mbarrier.arrive(ring_empty.index(bar), count=1)
-    elif side == WG:
+    dk, dv = warpgroup_mma_wait(0, deps=(dk, dv))
+    mbarrier.arrive(ring_empty.index(bar), count=1)  # dQ reads dS and K alone
+    if side == WG:
         if T.halves == 2:
             mbarrier.wait(ds_full.index(side), at // 2 & 1)  # until the other warpgroup's dS is there too
-        dv, dk = warpgroup_mma_wait(0, deps=(dv, dk))
-        mbarrier.arrive(ring_empty.index(bar), count=1)  # dQ reads dS and K alone
         dq = gl.zeros((64, DIM), gl.float32, DQ_LAYOUT)
         HALVES: gl.constexpr = T.halves
         for w in gl.static_range(HALVES):
@@ -307,9 +283,6 @@ def step(
         dq_s.index(WG if T.dq_slots == 2 else 0).reshape((64, DIM)).store(dq)
         fence_async_shared()
         mbarrier.arrive(dq_full.index(WG), count=1)
-    else:
-        dk, dv = warpgroup_mma_wait(0, deps=(dk, dv))
-        mbarrier.arrive(ring_empty.index(bar), count=1)
     return dk, dv
 
 
@@ -332,23 +305,13 @@ def differentiate(
         dk = gl.zeros((64, DIM), gl.float32, K_LAYOUT)
         dv = gl.zeros((64, VDIM), gl.float32, V_LAYOUT)
         mbarrier.wait(kv_full, turn)  # until K and V have landed
-        UNROLLED: gl.constexpr = 1 if T.split else 2
-        for i in range(0, 2 * masked, UNROLLED):
+        UNROLLED: gl.constexpr = 1 if T.halves == 2 else 2
+        for i in range(0, 2 * pairs, UNROLLED):
             for side in gl.static_range(UNROLLED):
                 if T.halves == 2 or side == WG:
-                    step_of = step_at(T, visits, first, i + side)
                     dk, dv = step(
-                        T, WG, at & 1 if T.split else side, True, DTYPE, dk, dv, at + side, step_of, key, scale, lists,
-                        k_s, v_s, q_s, do_s, rows_s, ds_s, dq_s, bars,
-                    )  # fmt: skip
-            at += UNROLLED
-        for i in range(2 * masked, 2 * pairs, UNROLLED):
-            for side in gl.static_range(UNROLLED):
-                if T.halves == 2 or side == WG:
-                    step_of = step_at(T, visits, first, i + side)
-                    dk, dv = step(
-                        T, WG, at & 1 if T.split else side, False, DTYPE, dk, dv, at + side, step_of, key, scale, lists,
-                        k_s, v_s, q_s, do_s, rows_s, ds_s, dq_s, bars,
+                        T, WG, at & 1 if T.halves == 2 else side, DTYPE, dk, dv, at + side, i < 2 * masked, visits,
+                        first, i + side, key, scale, lists, k_s, v_s, q_s, do_s, rows_s, ds_s, dq_s, bars,
                     )  # fmt: skip
             at += UNROLLED
         if T.halves == 2:
@@ -361,9 +324,6 @@ def differentiate(
             tma_store(dk_desc, [b, g, key + WG * 64, 0], dk_s)
             tma_store(dv_desc, [b, g, key + WG * 64, 0], dv_s)
             tma_store_wait(0)  # until TMA has read them
-            if T.split:
-                mbarrier.arrive(done, count=1)
-                mbarrier.wait(done, turn)  # until the other's too: both put dQ in either slot
         else:
             dk, dv = exchanged(T, WG, dk, dv, at // 2, turn, dq_s, spare_s, dq_empty, done)
             if WG == 0:
@@ -443,7 +403,7 @@ def attention_bwd_kernel(
         mbarrier.init(ring_empty.index(i), count=HALVES)
     for i in gl.static_range(2):
         mbarrier.init(ds_full.index(i), count=2)
-        mbarrier.init(dq_full.index(i), count=2 if T.split else 1)
+        mbarrier.init(dq_full.index(i), count=1)
         mbarrier.init(dq_empty.index(i), count=1)
     fence_async_shared()
     bars = (kv_full, kv_empty, q_full, do_full, ring_empty, ds_full, dq_full, dq_empty, done)
