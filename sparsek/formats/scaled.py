@@ -5,7 +5,6 @@ The numbers, their rounding and their scales: `formats/float8.py`. A dense opera
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, NoReturn, overload
@@ -17,7 +16,7 @@ from torch.nn import functional
 from torch.utils import _pytree
 
 from sparsek.core import dtypes
-from sparsek.core.errors import InvalidInput, Unsupported
+from sparsek.core.errors import InvalidInput
 from sparsek.formats import two_four
 from sparsek.formats.bsr import BSR
 from sparsek.formats.bsr24 import BSR24
@@ -178,9 +177,6 @@ class Scaled(Multiplied):
         wrong, whole = torch.stack(norms).tolist()
         return wrong / whole if whole else 0.0
 
-    def _multiply(self) -> Callable[[Any, Any], Any]:
-        return type(self)._matmul or refuse_product
-
     def __repr__(self) -> str:
         if not isinstance(self.scale, Tensor):
             return "Scaled(values not concrete)"
@@ -207,15 +203,6 @@ class Scaled(Multiplied):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise InvalidInput("a Scaled is not pickled; use sparsek.save(q, 'file.safetensors')")
-
-
-def refuse_product(first: Any, second: Any) -> NoReturn:
-    """Unsupported, and what to do."""
-    names = [type(each).__name__ for each in (first, second)]
-    raise Unsupported(
-        f"{names[0]} @ {names[1]}",
-        {"FP8 with scales": ["no kernel multiplies it yet; multiply .dequantize(dtype), with x's dtype"]},
-    )
 
 
 def _is_view(a: Matrix) -> bool:

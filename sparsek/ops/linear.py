@@ -6,7 +6,9 @@ x @ W.T is (W @ x.T).T: spmm with an epilogue, whose C is written by columns.
 from __future__ import annotations
 
 import math
+from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -14,9 +16,10 @@ from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.formats.bsr import BSR
 from sparsek.formats.bsr24 import BSR24
-from sparsek.formats.scaled import Scaled, refuse_product
+from sparsek.formats.scaled import Scaled
+from sparsek.formats.scaled_tensor import ScaledTensor
 from sparsek.formats.semi24 import Semi24
-from sparsek.ops import flat, semi24, transforms
+from sparsek.ops import flat, scaled, semi24, transforms
 from sparsek.ops.semi24 import TWO_FOUR
 from sparsek.ops.spmm import multiply
 from sparsek.plan import operands
@@ -28,22 +31,25 @@ Weight = BSR | Semi24 | BSR24
 
 
 def linear(
-    x: Tensor,
-    W: Weight | Tensor,
+    x: Tensor | ScaledTensor,
+    W: Weight | Scaled | Tensor,
     bias: Tensor | None = None,
     activation: str | None = None,
     residual: Tensor | None = None,
     *,
     kernel: str | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """y = act(x @ W.T + bias) + residual, in one kernel.
 
     x: [..., K], the last dim contiguous or all of it the transpose view of such a matrix. Its leading dims become one:
     a view where they lie so, as those of a contiguous x do, otherwise a copy, and the same for residual.
     W: BSR [N, K] of x's dtype on its device; a `.T` view costs nothing. Or a Semi24 or BSR24 [N, K]. Or a dense tensor
-    [N, K]: torch multiplies.
+    [N, K]: torch multiplies. Or a Scaled [N, K], an FP8 matrix (docs/fp8.md): x is then a ScaledTensor, or a bf16, fp16
+    or fp32 tensor that is rounded to E4M3 with a scale for each token; bias and residual have y's dtype.
     bias: [N]. activation: "relu", "gelu" (by erf), "gelu_tanh", "silu" or None. residual: [..., N], rows contiguous.
     kernel: a name of the kernels' table of spmm, semi24 or bsr24, after what W is; not for a dense one.
+    dtype: of y, bf16, fp16 or fp32, for a W in FP8 only; without it that of a tensor x, bf16 for a ScaledTensor.
 
     Returns y [..., N], contiguous, summed in float32 (float64 for float64) and rounded once; by hopper.spmm also before
     an activation or a residual, as by torch: in fp16 a sum over 65504 is inf there.
@@ -55,6 +61,10 @@ def linear(
 
     GELU: Hendrycks and Gimpel, arXiv:1606.08415.
     """
+    if isinstance(x, ScaledTensor) or isinstance(W, Scaled):
+        return _in_fp8(x, W, bias, activation, residual, kernel, dtype)
+    if dtype is not None:
+        raise InvalidInput("dtype= is for a W in FP8; other products have the dtype of their operands")
     if not isinstance(W, BSR) and not isinstance(W, TWO_FOUR):
         return _dense(x, W, bias, activation, residual, kernel)
     operands.check_linear(x, W, bias, activation, residual)
@@ -86,7 +96,7 @@ def swiglu(x: Tensor, W_gate: Weight, W_up: Weight, *, kernel: str | None = None
     """
     for name, w in (("W_gate", W_gate), ("W_up", W_up)):
         if isinstance(w, Scaled):
-            refuse_product(x, w)
+            raise InvalidInput(f"{name} is a Scaled; swiglu takes no FP8, sparsek.linear does")
         if not isinstance(w, BSR) and not isinstance(w, TWO_FOUR):
             raise InvalidInput(f"{name} must be a BSR, got {type(w).__name__}; make one with BSR.from_dense")
         operands.check_linear(x, w, None, None, None)
@@ -124,6 +134,31 @@ def _tokens(x: Tensor) -> Tensor:
     return x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
+def _in_fp8(
+    x: Any,
+    w: Any,
+    bias: Tensor | None,
+    activation: str | None,
+    residual: Tensor | None,
+    kernel: str | None,
+    dtype: torch.dtype | None,
+) -> Tensor:
+    operands.check_activation(activation)
+    if not isinstance(w, Scaled):
+        raise InvalidInput(
+            f"x is a ScaledTensor, so W must be a Scaled, got {type(w).__name__}; or x.dequantize()"
+        )
+    if residual is not None:
+        operands.check_dense("residual", residual)
+        if tuple(residual.shape) != (*x.shape[:-1], w.shape[0]):
+            raise InvalidInput(
+                f"residual is {list(residual.shape)}; it must be {[*x.shape[:-1], w.shape[0]]}, as x @ W.T"
+            )
+    return scaled.linear(
+        x, w, Epilogue(bias=bias, activation=activation or "", other=residual), kernel, dtype
+    )
+
+
 def _dense(
     x: Tensor,
     w: Tensor,
@@ -133,8 +168,6 @@ def _dense(
     kernel: str | None,
 ) -> Tensor:
     if not isinstance(w, Tensor):
-        if isinstance(w, Scaled):
-            refuse_product(x, w)
         raise InvalidInput(
             f"W must be a BSR, a Semi24, a BSR24 or a dense torch.Tensor, got {type(w).__name__}"
         )

@@ -16,13 +16,16 @@ from sparsek.core.errors import InvalidInput
 from sparsek.formats.bsr import BSR
 from sparsek.formats.bsr24 import BSR24
 from sparsek.formats.pattern import BlockPattern
+from sparsek.formats.scaled import Scaled
+from sparsek.formats.scaled_tensor import ScaledTensor
 from sparsek.formats.semi24 import Semi24
-from sparsek.ops import flat, gradients, semi24, transforms
+from sparsek.ops import flat, gradients, scaled, semi24, transforms
 from sparsek.ops.planning import allows_tf32, choose
 from sparsek.plan import operands, schedule
 from sparsek.plan.cache import PlanCache
 from sparsek.plan.made import Made, captured
 from sparsek.plan.problem import SpmmProblem
+from sparsek.plan.scaled import ScaledPlan
 from sparsek.plan.semi24 import Plan24
 from sparsek.plan.spmm import Product, SpmmPlan, empty_out, epilogue_parts, facts, is_aligned
 from sparsek.reference.epilogue import PLAIN, Epilogue
@@ -35,8 +38,9 @@ def spmm(
     out: Tensor | None = None,
     alpha: float = 1.0,
     beta: float = 0.0,
-    plan: SpmmPlan | Plan24 | None = None,
+    plan: SpmmPlan | Plan24 | ScaledPlan | None = None,
     kernel: str | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """C = alpha * A @ B, plus beta * out: block-sparse times dense, or dense times block-sparse.
 
@@ -60,6 +64,11 @@ def spmm(
     values. Its transpose, as in X @ A and in the gradient of B, is never unpacked as a whole on a GPU:
     portable.semi24 and portable.bsr24 unpack it by tiles. x @ A.T is sparsek.linear(x, A).
 
+    A or B may be a Scaled, an FP8 matrix (docs/fp8.md). The other operand is then a ScaledTensor, or a bf16, fp16 or
+    fp32 tensor that is rounded to E4M3 with a scale for each column of B (each row of a dense A). C is in `dtype`, one
+    of these three; without it in the tensor's own, bf16 for a ScaledTensor. No gradients. A Semi24 or BSR24 in FP8
+    stands on the left.
+
     Rows of B under block columns without any block never reach C, NaN or not. A NaN under a stored block reaches the
     rows of that block; where the plan merges block rows also the rows merged with them; with vendor.dense all rows.
     The same plan gives the same bits. Once planned, GPU kernels neither sync nor allocate more than C, but
@@ -68,6 +77,9 @@ def spmm(
     Raises InvalidInput for operands that do not fit and Unsupported with every reason if no kernel can run.
     """
     epilogue = _epilogue(alpha, beta, out)
+    if scaled.takes(A, B):
+        return scaled.product(A, B, out, epilogue, plan, kernel, dtype)
+    _refuse_dtype(dtype)
     if not isinstance(A, BSR) and not isinstance(B, BSR) and semi24.takes(A, B):
         return semi24.product(A, B, out, epilogue, plan, kernel)
     if plan is not None:
@@ -87,6 +99,34 @@ def spmm(
     call = Product.of(A, B, out, epilogue)
     c = multiply(call, kernel)
     return call.seen(c, A) if out is None else out
+
+
+@overload
+def plan_spmm(
+    A: Scaled,
+    B: Any,
+    *,
+    out: Tensor | None = None,
+    epilogue: Epilogue = PLAIN,
+    kernel: str | None = None,
+    config: Any = None,
+    device: str | None = None,
+    dtype: torch.dtype | None = None,
+) -> ScaledPlan: ...
+
+
+@overload
+def plan_spmm(
+    A: Tensor | ScaledTensor,
+    B: Scaled,
+    *,
+    out: Tensor | None = None,
+    epilogue: Epilogue = PLAIN,
+    kernel: str | None = None,
+    config: Any = None,
+    device: str | None = None,
+    dtype: torch.dtype | None = None,
+) -> ScaledPlan: ...
 
 
 @overload
@@ -137,17 +177,21 @@ def plan_spmm(
     kernel: str | None = None,
     config: Any = None,
     device: str | None = None,
-) -> SpmmPlan | Plan24:
+    dtype: torch.dtype | None = None,
+) -> SpmmPlan | Plan24 | ScaledPlan:
     """The plan that `spmm(A, B)` would use: frozen, callable, and able to explain itself.
 
     out, epilogue: what the calls will be given; `linear(x, W, bias, activation)` is `plan_spmm(x, W.T,
     epilogue=Epilogue(bias=bias, activation=activation))`. kernel, config: use this kernel, with this config of its own.
     device: a card's name ("h200"): plan for that card, present or not; such a plan predicts and explains but cannot be
-    called.
+    called. dtype: of C, as in `spmm`, where an operand is in FP8.
     Costs: schedules are made on the host and copied to A's device once.
     """
     if config is not None and kernel is None:
         raise InvalidInput("config= belongs to one kernel; name it with kernel=")
+    if scaled.takes(A, B):
+        return scaled.plan(A, B, out, epilogue, kernel, config, device, dtype)
+    _refuse_dtype(dtype)
     if not isinstance(A, BSR) and not isinstance(B, BSR) and semi24.takes(A, B):
         return semi24.plan(A, B, out, epilogue, kernel, config, device)
     operands.check_operands(A, B)
@@ -180,6 +224,11 @@ def multiply(call: Product, kernel: str | None) -> Tensor:
         return Spmm.apply(*args, call)
     c = transforms.call("spmm", *args)
     return c.mT if by_columns else c
+
+
+def _refuse_dtype(dtype: torch.dtype | None) -> None:
+    if dtype is not None:
+        raise InvalidInput("dtype= is for products of FP8 matrices; others have the dtype of their operands")
 
 
 def _epilogue(alpha: float, beta: float, out: Tensor | None) -> Epilogue:
@@ -227,11 +276,7 @@ def _problem(
     n = b.shape[-1]
     card = devices.card_of(b.device) if card_name is None else devices.card_named(card_name)
     lengths = pattern.host.indptr[1:] - pattern.host.indptr[:-1]
-    merged = ()
-    if a.block[0] <= 64 and a.order is None:
-        factors = [r for r in (2, 4, 8) if r * a.block[0] <= 128 and a.block[0] & (a.block[0] - 1) == 0]
-        merged = tuple((r, schedule.merged_steps(pattern, r)) for r in factors)
-    scaled, bias, activation, combine, in_place = epilogue_parts(epilogue, out)
+    has_alpha, bias, activation, combine, in_place = epilogue_parts(epilogue, out)
     return SpmmProblem(
         m=m,
         k=k,
@@ -247,9 +292,9 @@ def _problem(
         tf32=allows_tf32(b.dtype),
         row_max=int(lengths.max()) if len(lengths) else 0,
         touches_all_columns=pattern.derived("touches_all", lambda: _touches_all(pattern)),
-        merged=merged,
+        merged=schedule.merges(pattern, a.order is not None),
         out_layout=out_layout,
-        scaled=scaled,
+        scaled=has_alpha,
         bias=bias,
         activation=activation,
         combine=combine,

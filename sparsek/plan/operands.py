@@ -14,7 +14,6 @@ from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.formats.bsr import BSR
 from sparsek.formats.pattern import BlockPattern
-from sparsek.formats.scaled import Scaled, refuse_product
 from sparsek.reference import epilogue as reference
 from sparsek.reference.epilogue import ACTIVATIONS, PLAIN, Epilogue
 
@@ -36,8 +35,6 @@ def check_operands(a: Any, b: Any) -> None:
 def check_left(a: Any, b: Any) -> None:
     """InvalidInput unless `a` is a BSR [M, K] and `b` a dense [..., K, N] of its dtype on its device."""
     if not isinstance(a, BSR):
-        if isinstance(a, Scaled) or isinstance(b, Scaled):
-            refuse_product(a, b)
         raise InvalidInput(
             f"A must be a BSR, got {type(a).__name__}; make one with BSR.from_dense, or let B be one"
         )

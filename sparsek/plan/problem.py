@@ -256,6 +256,7 @@ class ScaledProblem(WithDense):
     then a multiple of 16.
     """
 
+    op: ClassVar[str]
     kind: ClassVar[type]
     """The class of the same product without scales."""
 

@@ -54,6 +54,14 @@ class Cut(NamedTuple):
     slot: NDArray[np.int64]
 
 
+def merges(pattern: BlockPattern, transposed: bool) -> tuple[tuple[int, int], ...]:
+    """The field `merged` of an SpmmProblem: (R, steps) for each R of block rows that may share a tile."""
+    height = pattern.block[0]
+    if transposed or height > 64 or height & (height - 1):
+        return ()
+    return tuple((r, merged_steps(pattern, r)) for r in (2, 4, 8) if r * height <= 128)
+
+
 def merged_steps(pattern: BlockPattern, merge: int) -> int:
     """Steps of all units when `merge` consecutive block rows share a tile: distinct columns, summed over units."""
     return pattern.derived(("merged_steps", merge), lambda: len(np.unique(_merged_keys(pattern, merge))))

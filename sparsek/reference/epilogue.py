@@ -9,7 +9,7 @@ The bias has one number for every row of A, which is an output feature of `linea
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -63,6 +63,12 @@ class Epilogue:
 
 
 PLAIN = Epilogue()
+
+
+def in_float64(epilogue: Epilogue) -> Epilogue:
+    """The same epilogue with its tensors in float64."""
+    bias, other = (None if x is None else x.double() for x in (epilogue.bias, epilogue.other))
+    return replace(epilogue, bias=bias, other=other)
 
 
 def check_epilogue(

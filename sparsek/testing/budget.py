@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.formats.bsr import BSR
 from sparsek.formats.pattern import BlockPattern
-from sparsek.reference.epilogue import PLAIN, Epilogue
+from sparsek.reference.epilogue import PLAIN, Epilogue, in_float64
 from sparsek.reference.spmm import spmm
 
 FACTOR = 2.0
@@ -76,12 +76,6 @@ def met(pattern: BlockPattern, b: Tensor) -> Tensor:
     touched = torch.zeros(pattern.grid[1], dtype=torch.bool, device=b.device)
     touched[pattern.indices] = True
     return b.masked_fill(~touched.repeat_interleave(pattern.block[1])[: pattern.shape[1], None], 0)
-
-
-def in_float64(epilogue: Epilogue) -> Epilogue:
-    """The same epilogue with its tensors in float64."""
-    bias, other = (None if x is None else x.double() for x in (epilogue.bias, epilogue.other))
-    return replace(epilogue, bias=bias, other=other)
 
 
 def judge(out: Tensor, exact64: Tensor, allowed: float) -> Gate:

@@ -244,20 +244,3 @@ def test_bad_matrices_are_told_what_where_and_what_would_be_right(name: str):
     make, text = BAD_MATRICES[name]
     with pytest.raises(InvalidInput, match=text):
         make()
-
-
-def test_fp8_with_scales_is_refused_by_every_product_in_words():
-    q: Any = sk.quantize(sk.random_bsr(64, 64, 32, 0.5, seed=0))
-    x = torch.randn(64, 64)
-    calls = (
-        lambda: sk.spmm(q, x),
-        lambda: sk.spmm(x, q),
-        lambda: sk.plan_spmm(q, x),
-        lambda: q @ x,
-        lambda: x @ q,
-        lambda: sk.linear(x, q),
-        lambda: sk.swiglu(x, q, q),
-    )
-    for call in calls:
-        with pytest.raises(sk.Unsupported, match="dequantize"):
-            call()
