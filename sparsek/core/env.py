@@ -1,6 +1,7 @@
 """Every environment variable that SparseK reads, each in one function."""
 
 import os
+from pathlib import Path
 
 
 def bench_records_dir() -> str:
@@ -16,3 +17,13 @@ def visible_gpus() -> list[str]:
 def interpreting() -> bool:
     """TRITON_INTERPRET=1: plain Triton kernels run on CPU tensors, in Triton's interpreter."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def cache_dir() -> str:
+    """SPARSEK_CACHE: folder for compiled CUDA C++ kernels; default ~/.cache/sparsek."""
+    return os.environ.get("SPARSEK_CACHE") or str(Path("~/.cache/sparsek").expanduser())
+
+
+def nvrtc_path() -> str:
+    """NVRTC: the file of NVIDIA's runtime compiler, libnvrtc.so; "" where it is to be looked for."""
+    return os.environ.get("NVRTC", "")

@@ -198,7 +198,7 @@ def test_a_named_kernel_runs_or_says_why_not(kind: str):
     ):
         sk.spmm(a, b, kernel=f"portable.{kind}")
     with pytest.raises(
-        InvalidInput, match=rf"no kernel of {kind} is called 'cpu.spmm'; known: portable\.{kind}"
+        InvalidInput, match=rf"no kernel of {kind} is called 'cpu.spmm'; known: hopper\.{kind}"
     ):
         sk.linear(b.mT, a, kernel="cpu.spmm")
 
@@ -241,7 +241,7 @@ def test_a_plan_of_a_bsr24_belongs_to_its_pattern():
 def test_plans_for_a_card_that_is_not_there_predict(kind: str):
     a, b = matrix(kind), torch.randn(192, 64).to(BF16)
     plan = sk.plan_spmm(a, b, device="h200")
-    assert plan.kernel == f"portable.{kind}"
+    assert plan.kernel == f"hopper.{kind}"
     assert plan.seconds > plan.bound_seconds > 0
     with pytest.raises(InvalidInput, match="this plan is a prediction for NVIDIA H200"):
         plan(a, b)

@@ -1,0 +1,86 @@
+"""C = act(alpha * (A @ B) + bias[:, None]) for a BSR24 A on Hopper's sparse tensor cores.
+
+The kernel of hopper.semi24 with lists: A is a stack of stored blocks, and a tile of C walks those of its block row.
+Who does which tile comes from the schedule that hopper.spmm has (plan/schedule.py). Tiles divide a block's sides, so a
+block row may have several.
+
+Block rows are neither merged nor split, and CTAs share nothing: their lists differ. So B comes from L2 for every tile,
+which is what bounds tiles of 128 x 256. Not timed yet.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparsek.formats.bsr24 import BSR24
+from sparsek.kernels.hopper import semi24
+from sparsek.kernels.hopper.semi24 import Config, Lists, Work
+from sparsek.kernels.hopper.spmm import records
+from sparsek.plan.problem import BSR24Problem
+from sparsek.plan.schedule import balance, walk
+from sparsek.plan.semi24 import Kernel24
+from sparsek.reference.epilogue import PLAIN, Epilogue
+
+
+class HopperBsr24:
+    """The kernel of hopper.semi24, over lists of blocks."""
+
+    name = "hopper.bsr24"
+
+    def why_not(self, p: BSR24Problem) -> list[str]:
+        reasons = semi24.why_not(p)
+        if not p.nnzb:
+            reasons.append("A stores no block, and TMA wants some memory")
+        if p.nnzb * p.block[0] > 2**31 - 1024:
+            reasons.append(
+                "TMA coordinates are 32 bits: the rows of all stored blocks must stay 1024 below 2^31"
+            )
+        return reasons
+
+    def default(self, p: BSR24Problem) -> Config:
+        return min(self.configs(p), key=lambda c: self.seconds(p, c))
+
+    def configs(self, p: BSR24Problem) -> Iterator[Config]:
+        """Tiles that divide a block's sides."""
+        bm, bk = p.block
+        for c in semi24.tiles_of(p, (1,), lists=True):
+            if bm % c.tm == 0 and bk % c.bk == 0:
+                yield c
+
+    def seconds(self, p: BSR24Problem, c: Config) -> float:
+        """Tiles of the fullest SM, one of the longest block row at least, or the compulsory bytes."""
+        if not (p.m and p.n and p.nnzb):
+            return p.card.launch_seconds
+        slices = p.block[0] // c.tm
+        units, columns = p.grid[0] * slices, -(-p.n // c.tn)
+        block = p.block[1] // 64 * semi24.step_seconds(c, p)
+        tile = p.nnzb / p.grid[0] * block + semi24.tile_seconds(c)
+        longest = p.row_max * block + semi24.tile_seconds(c)
+        rounds = -(-units * columns // p.card.sm_count)
+        busy = max(
+            rounds * tile if longest < 1.25 * tile else units * columns / p.card.sm_count * tile, longest
+        )
+        item = p.compulsory_bytes / max(1, p.batch) / (0.85 * p.card.bandwidth)
+        return p.batch * (max(busy, item) + p.card.launch_seconds)
+
+    def prepare(self, p: BSR24Problem, c: Config, a: BSR24) -> Work:
+        units = a.pattern.derived(("walk", c.tm, 1), lambda: walk(a.pattern, c.tm, 1))
+        deal = balance(units, p.n, c.tn, p.card.sm_count)
+
+        def put(array: Any) -> Tensor:
+            return torch.from_numpy(array.copy()).to(a.device)
+
+        tiles = records(deal, p.block[0], np.full(len(deal.tiles), -1))
+        lists = Lists(put(tiles), put(deal.starts), put(units.cols), put(units.blocks), p.block, deal.ctas)
+        return semi24.prepared(p, c, a, lists)
+
+    def launch(
+        self, c: Config, work: Work, a: BSR24, b: Tensor, out: Tensor, epilogue: Epilogue = PLAIN
+    ) -> None:
+        semi24.launch(c, work, a, b, out, epilogue)
+
+
+KERNEL: Kernel24 = HopperBsr24()

@@ -1,0 +1,406 @@
+"""C = act(alpha * (A @ B) + bias[:, None]) for a Semi24 A on Hopper's sparse tensor cores: the host's side.
+
+The kernel, semi24.cu, is CUDA C++, because Gluon has no wgmma.sp. It is compiled by NVRTC when it is first used
+(prims/nvrtc.py) and launched through the driver (prims/driver.py). What it reads of A:
+
+    values [M, K/2]    as they are stored, by TMA
+    nibbles            the metadata in the order in which threads hand them to wgmma, one word a thread for 64 columns;
+                       as large as `meta`, made at the first plan of a matrix, kept as long as its metadata lives
+
+wgmma.sp multiplies stored values only, so a NaN in a row of B reaches the rows of C whose groups name that row. Sums
+are float32 in the order of k, whatever the config: the same bits.
+
+Not timed yet. `seconds` takes 850 dense-equivalent TFLOPS for large bf16 products from the traffic of shared memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from sparsek.core import dtypes
+from sparsek.formats.bsr24 import BSR24
+from sparsek.formats.semi24 import Semi24
+from sparsek.kernels.prims import driver, nvrtc
+from sparsek.kernels.prims.driver import Boxed, Launch
+from sparsek.kernels.prims.kept import Kept
+from sparsek.plan.problem import Problem24, Semi24Problem
+from sparsek.plan.semi24 import Kernel24
+from sparsek.reference.epilogue import ACTIVATIONS, PLAIN, Epilogue
+
+SOURCE = Path(__file__).with_name("semi24.cu")
+ENTRY = "semi24_kernel"
+OPTIONS = ("--gpu-architecture=sm_90a", "--std=c++17", "-lineinfo")
+ACTS = tuple(ACTIVATIONS)  # a number for each in the kernel
+BOX_BYTES = 8192  # 64 rows and 64 columns of C
+REMEMBERED = 64  # launches with their tensor maps, of one plan
+
+
+@dataclass(frozen=True)
+class Config:
+    """A compiled kernel: tiles of 64*ms*wgs x tn, `stages` slots of `bk` columns of A in shared memory.
+
+    `cluster` CTAs share what they load of B. `boxes` of a warpgroup's part of C are staged at once; with `pace` they
+    leave one by one, `pace` steps apart, during the next tile. `group` rows of tiles are walked together.
+    """
+
+    wgs: int = 2
+    ms: int = 1
+    tn: int = 256
+    bk: int = 64
+    stages: int = 4
+    cluster: int = 2
+    boxes: int = 2
+    pace: int = 0
+    group: int = 8
+    b_row: bool = False
+    c_col: bool = False
+    half: bool = False
+    lists: bool = False
+    scaled: bool = False
+    bias: bool = False
+    activation: str = ""
+
+    @property
+    def tm(self) -> int:
+        return 64 * self.ms * self.wgs
+
+    @property
+    def all_boxes(self) -> int:
+        return self.ms * self.tn // 64
+
+    @property
+    def stage_bytes(self) -> int:
+        """A, B, nibbles, and two barriers."""
+        return self.tm * self.bk + self.tn * self.bk * 2 + self.tm * self.bk // 8 + 16
+
+    @property
+    def smem(self) -> int:
+        return self.stages * self.stage_bytes + self.wgs * self.boxes * BOX_BYTES
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.wgs + 1)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float16 if self.half else torch.bfloat16
+
+    @property
+    def defines(self) -> list[str]:
+        """The constants of semi24.cu."""
+        names = {
+            "WGS": self.wgs, "MS": self.ms, "TN": self.tn, "BK": self.bk, "STAGES": self.stages,
+            "CLUSTER": self.cluster, "C_BOXES": self.boxes, "PACE": self.pace, "B_ROW": int(self.b_row),
+            "C_COL": int(self.c_col), "HALF": int(self.half), "LISTS": int(self.lists),
+            "SCALED": int(self.scaled), "BIAS": int(self.bias), "ACT": ACTS.index(self.activation),
+            "LOAD_REGS": 40, "MATH_REGS": 232, "SMEM_BYTES": self.smem,
+        }  # fmt: skip
+        return [f"-D{name}={value}" for name, value in names.items()]
+
+    def deepened(self, smem: int) -> Config:
+        """With as many stages as fit into `smem` bytes, 8 at most."""
+        room = (smem - self.wgs * self.boxes * BOX_BYTES) // self.stage_bytes
+        return replace(self, stages=min(8, room))
+
+    def __str__(self) -> str:
+        shape = f"tile {self.tm}x{self.tn} for {self.wgs} warpgroups, {self.stages} stages of {self.bk}"
+        more = ("cluster", "boxes", "pace", "group", "b_row", "c_col", "half", "lists", "scaled", "bias")
+        flags = [f"{name} {getattr(self, name)}" for name in more if getattr(self, name)]
+        return ", ".join([shape, *flags, *([self.activation] if self.activation else [])])
+
+    __repr__ = __str__
+
+
+def code_of(c: Config) -> bytes:
+    """The cubin of `c`."""
+    return nvrtc.compiled(SOURCE.read_text(encoding="utf-8"), SOURCE.name, [*OPTIONS, *_compiled(c).defines])
+
+
+def _compiled(c: Config) -> Config:
+    """`c` without what is not compiled in."""
+    return replace(c, group=0)
+
+
+@cache
+def _function(c: Config, device: int) -> ctypes.c_void_p:
+    return driver.function(code_of(c), ENTRY, c.smem, device)
+
+
+class Params(ctypes.Structure):
+    """As in semi24.cu."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("nibbles", "tiles", "starts", "cols", "blocks", "bias")),
+        *(
+            (name, ctypes.c_int)
+            for name in ("m", "row_groups", "col_tiles", "group", "block_steps", "chunks")
+        ),
+        *((name, ctypes.c_int) for name in ("slabs", "bm", "bk")),
+        ("alpha", ctypes.c_float),
+    ]
+
+
+def in_wgmma_order(meta: Tensor) -> Tensor:
+    """uint8 [M, K/8] nibbles -> int32 [ceil(M/64), 2*ceil(K/128), 128], the word of every thread of a warpgroup.
+
+    Word of thread 32w + 4g + 2s + h for 64 columns: of the 32 columns s, 16 columns h, rows 16w + g (low half) and
+    16w + g + 8 (high half), four groups each. So lanes 4g, 4g + 1 serve the first wgmma of 32 columns (selector 0) and
+    lanes 4g + 2, 4g + 3 the second (selector 1). Padding is the nibble of columns 0 and 1.
+    Source: PTX ISA, wgmma.mma_async.sp, metadata for .f16/.bf16.
+    """
+    m, bytes_ = meta.shape
+    slabs, chunks = -(-m // 64), -(-bytes_ // 16) * 2
+    if (m, bytes_) != (slabs * 64, chunks * 8):
+        whole = meta.new_full((slabs * 64, chunks * 8), 0x44)
+        whole[:m, :bytes_] = meta
+        meta = whole
+    halves = meta.view(torch.int16).view(slabs, 4, 2, 8, chunks, 4)  # slab, w, row + 8, g, chunk, (s, h)
+    return halves.permute(0, 4, 1, 3, 5, 2).contiguous().view(torch.int32).view(slabs, chunks, 128)
+
+
+_NIBBLES: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # meta -> Kept
+
+
+def _kept(meta: Tensor) -> Kept:
+    found: Any = _NIBBLES.get(meta)
+    if found is None:
+        found = _NIBBLES[meta] = Kept()
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class Lists:
+    """Tiles of a block-sparse A, int32 on the device, as Params has them; `block` is (bm, bk)."""
+
+    tiles: Tensor
+    starts: Tensor
+    cols: Tensor
+    blocks: Tensor
+    block: tuple[int, int]
+    ctas: int
+
+
+@dataclass(frozen=True, eq=False)
+class Work:
+    """Where the planned matrix has its nibbles, the lists of a BSR24, and launches that were made ready.
+
+    A launch may be repeated while pointers and strides are the same: it holds nothing else.
+    """
+
+    sms: int
+    meta: Any
+    kept: Kept
+    lists: Lists | None = None
+    launches: dict[tuple[Any, ...], Launch] = field(default_factory=dict)
+
+    def nibbles(self, a: Semi24 | BSR24) -> Tensor:
+        """Of `a`, which may be another matrix than the one that was planned."""
+        kept = self.kept if self.meta() is a.meta else _kept(a.meta)
+        return kept.of(lambda: in_wgmma_order(a.meta.view(-1, a.meta.shape[-1])), a.meta)
+
+
+def prepared(p: Problem24, c: Config, a: Semi24 | BSR24, lists: Lists | None = None) -> Work:
+    """Orders the nibbles of `a` and, on a GPU, loads the kernel, both once."""
+    work = Work(p.card.sm_count, weakref.ref(a.meta), _kept(a.meta), lists)
+    with torch.no_grad(), torch.cuda.device_of(a.values):
+        work.nibbles(a)
+        if a.values.is_cuda:
+            _function(_compiled(c), a.values.device.index)
+    return work
+
+
+def launch(c: Config, work: Work, a: Semi24 | BSR24, b: Tensor, out: Tensor, epilogue: Epilogue) -> None:
+    """C into `out` [..., M, N] from `b` [..., K, N], on torch's current stream; no sync."""
+    if out.numel() == 0:
+        return
+    index = b.device.index
+    if index != torch.cuda.current_device():
+        with torch.cuda.device(index):
+            return launch(c, work, a, b, out, epilogue)
+    nibbles, bias = work.nibbles(a), epilogue.bias
+    stream = torch._C._cuda_getCurrentRawStream(index)
+    given = (
+        nibbles.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
+        a.values.data_ptr(),
+        float(epilogue.alpha),
+    )
+    for at in np.ndindex(*b.shape[:-2]):
+        b_one, c_one = (b[at], out[at]) if at else (b, out)
+        key = (*given, b_one.data_ptr(), c_one.data_ptr(), b_one.stride(), c_one.stride(), stream)
+        ready = work.launches.get(key)
+        if ready is None:
+            if len(work.launches) >= REMEMBERED:
+                work.launches.clear()
+            ready = _ready(c, work, a, nibbles, b_one, c_one, epilogue, stream)
+            work.launches[key] = ready
+        ready()
+
+
+def _ready(
+    c: Config, work: Work, a: Any, nibbles: Tensor, b: Tensor, out: Tensor, epilogue: Epilogue, stream: int
+) -> Launch:
+    index, (params, grid) = b.device.index, told(c, work, nibbles, b, out, epilogue)
+    arguments = [*map(driver.tensor_map, boxes(c, a.values, b, out)), params]
+    return Launch(_function(_compiled(c), index), grid, c.threads, c.smem, index, stream, arguments)
+
+
+def told(
+    c: Config, work: Work, nibbles: Tensor, b: Tensor, out: Tensor, epilogue: Epilogue
+) -> tuple[Params, int]:
+    """What the kernel is told beside tensor maps, and how many CTAs there are."""
+    (k, n), (m, _), lists = b.shape, out.shape, work.lists
+    p = Params(nibbles=nibbles.data_ptr(), m=m, group=c.group, alpha=float(epilogue.alpha))
+    p.bias = None if epilogue.bias is None else epilogue.bias.data_ptr()
+    p.row_groups, p.col_tiles = -(-m // (c.tm * c.cluster)), -(-n // c.tn)
+    p.slabs, p.chunks = nibbles.shape[:2]
+    if lists is None:
+        p.block_steps = -(-k // c.bk)
+        return p, min(p.row_groups * p.col_tiles, work.sms // c.cluster) * c.cluster
+    p.bm, p.bk = lists.block
+    p.block_steps = lists.block[1] // c.bk
+    for name in ("tiles", "starts", "cols", "blocks"):
+        setattr(p, name, getattr(lists, name).data_ptr())
+    return p, lists.ctas
+
+
+def boxes(c: Config, values: Tensor, b: Tensor, out: Tensor) -> tuple[Boxed, Boxed, Boxed]:
+    """A, B [K, N] and C [M, N] as TMA sees them."""
+    half = values.shape[-1]
+    a_box = Boxed(values.data_ptr(), c.dtype, (half, values.numel() // half), half, (c.bk // 2, c.tm))
+    b_lies, b_box = (b, (64, c.bk // c.cluster)) if c.b_row else (b.mT, (64, c.tn // c.cluster))
+    return a_box, _by_rows(b_lies, c.dtype, b_box), _by_rows(out.mT if c.c_col else out, c.dtype, (64, 64))
+
+
+def _by_rows(x: Tensor, dtype: torch.dtype, box: tuple[int, int]) -> Boxed:
+    """A row-major matrix. Only one row may have any stride, and gets one that TMA takes."""
+    rows, columns = x.shape
+    return Boxed(x.data_ptr(), dtype, (columns, rows), x.stride(0) if rows > 1 else -(-columns // 8) * 8, box)
+
+
+def why_not(p: Problem24) -> list[str]:
+    """Reasons that Semi24 and BSR24 share: of the machine, then of the problem."""
+    reasons = []
+    if p.card.capability != (9, 0):
+        reasons.append(f"needs a Hopper card (sm_90) for wgmma.sp and TMA, this is {p.card.name}")
+    elif torch.cuda.is_available() and nvrtc.library() is None:
+        reasons.append("NVRTC, which compiles it, is not here: install nvidia-cuda-nvrtc or set $NVRTC")
+    if p.dtype not in ("bf16", "fp16"):
+        reasons.append(f"multiplies bf16 and fp16, not {p.dtype}")
+    if p.transposed:
+        reasons.append(
+            "A stands transposed, and its pairs then lie along the rows of C, where no tensor core takes them"
+        )
+    if p.combine:
+        reasons.append("its epilogue joins no other matrix")
+    if not p.aligned:
+        reasons.append("TMA needs pointers and leading strides that are multiples of 16 bytes")
+    row = p.m if p.out_layout == "col" else p.n
+    if row % 8:
+        reasons.append(f"TMA writes whole 16 bytes, so a row of C must hold a multiple of 8, not {row}")
+    if p.b_layout == "strided":
+        reasons.append("TMA reads a row-major B or its transpose view; this B has gaps between its elements")
+    if max(p.m, p.k, p.n) > 2**31 - 1024:
+        reasons.append("TMA coordinates are 32 bits: M, K and N must stay 1024 below 2^31")
+    return reasons
+
+
+# (wgs, ms, tn, bk, boxes, pace) of tiles, largest first. Two of 64 x 128 and two of 64 x 192 are what registers hold.
+SHAPES = (
+    (2, 2, 192, 64, 3, 0), (2, 1, 256, 64, 2, 0), (2, 1, 256, 64, 4, 2), (2, 1, 256, 128, 2, 0), (2, 2, 128, 64, 2, 0),
+    (2, 1, 128, 64, 2, 0), (1, 2, 128, 64, 2, 0), (2, 1, 64, 64, 1, 0), (1, 1, 256, 64, 4, 0), (1, 1, 128, 64, 2, 0),
+    (1, 1, 64, 64, 1, 0), (1, 1, 64, 128, 1, 0),
+)  # fmt: skip
+# Of the port of shared memory, 128 bytes a cycle: fitted to 850 dense-equivalent TFLOPS of a tile of 128 x 256 on 132
+# SMs, until it is measured.
+CYCLES_PER_SECOND = 1.45e9
+TILE_SECONDS = 1.1e-6  # beginning, ending and storing a tile of 128 x 256, as hopper.spmm has it
+
+
+def tiles_of(p: Problem24, clusters: Sequence[int], lists: bool = False) -> Iterator[Config]:
+    """Every tile of SHAPES for `p`, with as many stages as fit, alone and in clusters."""
+    flags = {
+        "b_row": p.b_layout == "row",
+        "c_col": p.out_layout == "col",
+        "half": p.dtype == "fp16",
+        "scaled": p.scaled,
+        "bias": p.bias,
+        "activation": p.activation,
+    }
+    for (wgs, ms, tn, bk, staged, pace), cluster in product(SHAPES, clusters):
+        c = Config(wgs, ms, tn, bk, 2, cluster, staged, pace, lists=lists, **flags)
+        c = c.deepened(p.card.smem_bytes)
+        if c.stages >= 2:
+            yield c
+
+
+def step_seconds(c: Config, p: Problem24) -> float:
+    """64 columns of K of one tile: what goes through the port of shared memory, and what comes from L2.
+
+    A wgmma of 64 rows reads all of B, A's values are read once, and TMA writes both and the nibbles. CTAs of a cluster
+    share B.
+    """
+    written = c.tm * 72 + c.tn * 128
+    port = (c.ms * c.wgs * c.tn + c.tm / 2 + written / 128) / CYCLES_PER_SECOND
+    fetch = (c.tm * 72 + c.tn * 128 / c.cluster) * p.card.sm_count / p.card.fabric
+    return (port**4 + fetch**4) ** 0.25
+
+
+def tile_seconds(c: Config) -> float:
+    return TILE_SECONDS * max(0.25, c.tm * c.tn / 32768)
+
+
+class HopperSemi24:
+    """The kernel above, behind the planner's protocol."""
+
+    name = "hopper.semi24"
+
+    def why_not(self, p: Semi24Problem) -> list[str]:
+        reasons = why_not(p)
+        if p.k % 16 or not p.k:
+            reasons.append(f"a row of A's values must be whole 16 bytes: K a multiple of 16, not {p.k}")
+        return reasons
+
+    def default(self, p: Semi24Problem) -> Config:
+        return min(self.configs(p), key=lambda c: self.seconds(p, c))
+
+    def configs(self, p: Semi24Problem) -> Iterator[Config]:
+        return tiles_of(p, (2, 1))
+
+    def seconds(self, p: Semi24Problem, c: Config) -> float:
+        """Rounds of tiles, or the compulsory bytes at 85 % of copy bandwidth; each item of a batch is a launch."""
+        if not (p.m and p.n and p.k):
+            return p.card.launch_seconds
+        tiles = -(-p.m // (c.tm * c.cluster)) * -(-p.n // c.tn)
+        rounds = -(-tiles // max(1, p.card.sm_count // c.cluster))
+        busy = rounds * (-(-p.k // c.bk) * (c.bk // 64) * step_seconds(c, p) + tile_seconds(c))
+        item = self._item_bytes(p) / (0.85 * p.card.bandwidth)
+        return p.batch * (max(busy, item) + p.card.launch_seconds)
+
+    def _item_bytes(self, p: Semi24Problem) -> float:
+        """Bytes that one item of the batch has to read and write."""
+        size = dtypes.itemsize(p.dtype)
+        return p.stored * size + p.index_bytes + (p.k + p.m) * p.n * size
+
+    def prepare(self, p: Semi24Problem, c: Config, a: Semi24) -> Work:
+        return prepared(p, c, a)
+
+    def launch(
+        self, c: Config, work: Work, a: Semi24, b: Tensor, out: Tensor, epilogue: Epilogue = PLAIN
+    ) -> None:
+        launch(c, work, a, b, out, epilogue)
+
+
+KERNEL: Kernel24 = HopperSemi24()

@@ -1,0 +1,141 @@
+"""CUDA C++ to machine code by NVRTC, NVIDIA's compiler in a library: when a kernel is first used, kept on disk.
+
+torch with CUDA brings the library along, and so does the package nvidia-cuda-nvrtc; neither a GPU nor a toolkit is
+needed. It is called by ctypes: four functions, where cuda-bindings would be one more package of a fitting version that
+torch does not promise to bring.
+
+Kept: $SPARSEK_CACHE or ~/.cache/sparsek, one file for each source, options and version of the compiler. A file starts
+with the hash of what follows, so one that was cut or is not ours is compiled anew. Where nothing can be written,
+every process compiles for itself.
+"""
+
+import ctypes
+import hashlib
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+
+from sparsek.core import env
+from sparsek.core.errors import Unsupported
+
+NAMES = ("libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so")
+# Where packages put it, below each folder of sys.path, and where a toolkit does.
+PACKAGES = ("nvidia/cu13/lib", "nvidia/cuda_nvrtc/lib")
+TOOLKITS = ("/usr/local/cuda/lib64", "/usr/local/cuda/targets/x86_64-linux/lib")
+DIGEST = 64
+
+
+class CompilerError(RuntimeError):
+    """What NVRTC said about a source."""
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """NVRTC, or None where it is not found: $NVRTC, then packages, toolkits, and where the system's loader looks."""
+    for path in _places():
+        if path.is_file():
+            for builtins in sorted(path.parent.glob("libnvrtc-builtins.so.*")):
+                _opened(str(builtins))  # NVRTC asks the loader for it by its bare name
+            found = _opened(str(path))
+            if found is not None:
+                return found
+    if env.nvrtc_path():
+        return None
+    return next((found for name in NAMES if (found := _opened(name)) is not None), None)
+
+
+def _places() -> Iterator[Path]:
+    if env.nvrtc_path():
+        yield Path(env.nvrtc_path())
+        return
+    folders = [Path(each, package) for each in sys.path if each for package in PACKAGES]
+    for folder in [*folders, *map(Path, TOOLKITS)]:
+        yield from (folder / name for name in NAMES)
+
+
+def _opened(name: str) -> ctypes.CDLL | None:
+    try:
+        return ctypes.CDLL(name, mode=ctypes.RTLD_GLOBAL if "builtins" in name else ctypes.DEFAULT_MODE)
+    except OSError:
+        return None
+
+
+@cache
+def version() -> tuple[int, int]:
+    """Of NVRTC: (13, 0). Raises Unsupported where there is none."""
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    _needed().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+    return major.value, minor.value
+
+
+def _needed() -> ctypes.CDLL:
+    found = library()
+    if found is None:
+        raise Unsupported("NVRTC is not here; install nvidia-cuda-nvrtc, or name libnvrtc.so in $NVRTC", {})
+    return found
+
+
+def compile_cuda(source: str, name: str, options: Sequence[str]) -> tuple[bytes, str]:
+    """(cubin, what the compiler said) of CUDA C++ without includes. `name` stands in its messages.
+
+    Raises CompilerError with those messages, Unsupported without NVRTC.
+    """
+    nvrtc = _needed()
+    program, size = ctypes.c_void_p(), ctypes.c_size_t()
+    made = nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), name.encode(), 0, None, None)
+    if made:
+        raise CompilerError(f"{name}: NVRTC error {made}")
+    try:
+        given = (ctypes.c_char_p * len(options))(*(each.encode() for each in options))
+        failed = nvrtc.nvrtcCompileProgram(program, len(options), given)
+        nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+        log = ctypes.create_string_buffer(max(1, size.value))
+        nvrtc.nvrtcGetProgramLog(program, log)
+        said = log.value.decode(errors="replace")
+        if failed:
+            raise CompilerError(f"{name}: NVRTC error {failed}\n{said}")
+        nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size))
+        cubin = ctypes.create_string_buffer(size.value)
+        nvrtc.nvrtcGetCUBIN(program, cubin)
+        return cubin.raw, said
+    finally:
+        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def compiled(source: str, name: str, options: Sequence[str]) -> bytes:
+    """The cubin, from disk if it was compiled before."""
+    told = "\0".join([source, name, *options, *map(str, version())])
+    key = hashlib.sha256(told.encode()).hexdigest()
+    path = Path(env.cache_dir()) / f"{Path(name).stem}-{key[:32]}.cubin"
+    kept = _read(path)
+    if kept is None:
+        kept = compile_cuda(source, name, options)[0]
+        _write(path, kept)
+    return kept
+
+
+def _read(path: Path) -> bytes | None:
+    try:
+        held = path.read_bytes()
+    except OSError:
+        return None
+    digest, code = held[:DIGEST], held[DIGEST:]
+    return code if hashlib.sha256(code).hexdigest().encode() == digest else None
+
+
+def _write(path: Path, code: bytes) -> None:
+    """All of the file or nothing, whoever else writes it."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.stem)
+    except OSError:
+        return
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(hashlib.sha256(code).hexdigest().encode() + code)
+        Path(name).replace(path)
+    except OSError:
+        Path(name).unlink(missing_ok=True)

@@ -1,0 +1,73 @@
+"""Runs the roles of semi24.cu on the CPU: g++ compiles them with the wrappers of semi24_emulated.h.
+
+What is right here: tiles, addresses, swizzles, descriptors, nibbles, phases and counts of barriers, the reuse of slots,
+of staged boxes and of registers that wgmma reads, the end of a cluster. What PTX instructions do is what the wrappers
+say; that it is so on a GPU, only a GPU tells.
+"""
+
+import ctypes
+import subprocess
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+from torch import Tensor
+
+from sparsek.core.device import H200
+from sparsek.formats.bsr24 import BSR24
+from sparsek.formats.semi24 import Semi24
+from sparsek.kernels.hopper import bsr24, semi24
+from sparsek.kernels.hopper.semi24 import SOURCE, Config
+from sparsek.kernels.prims.driver import Boxed
+from sparsek.reference.epilogue import PLAIN, Epilogue
+from tests.kernels.planned_24 import problem
+
+WRAPPERS = Path(__file__).with_name("semi24_emulated.h")
+FLAGS = ("-O1", "-std=c++17", "-shared", "-fPIC", "-w", "-fno-strict-aliasing")
+EARLY, MIXED, LATE = range(3)
+
+
+@cache
+def library(c: Config, source: str = "") -> ctypes.CDLL:
+    """semi24.cu, or `source` in its place, for this machine."""
+    text = source or SOURCE.read_text()
+    constants, rest = text.split("// " + "-" * 100 + " PTX wrappers")
+    roles = rest.split("// " + "-" * 100 + " tiles and roles")[1]
+    include = f'#include "{WRAPPERS}"\n'
+    folder = Path(mkdtemp())
+    (folder / "semi24.cpp").write_text(f"{constants}\n{include}{roles}\n#define RUNS\n{include}")
+    command = ["g++", *FLAGS, *c.defines, "-o", str(folder / "semi24.so"), str(folder / "semi24.cpp")]
+    subprocess.run(command, check=True, capture_output=True, text=True)
+    found = ctypes.CDLL(str(folder / "semi24.so"))
+    found.launch.restype = ctypes.c_char_p
+    return found
+
+
+def packed(m: Boxed) -> Any:
+    """A tensor map as the wrappers read it."""
+    size = m.dtype.itemsize
+    return (ctypes.c_uint64 * 16)(m.pointer, size, *m.size, m.stride * size, *m.box)
+
+
+def multiply(
+    c: Config,
+    a: Semi24 | BSR24,
+    b: Tensor,
+    out: Tensor,
+    epilogue: Epilogue = PLAIN,
+    *,
+    order: int = LATE,
+    ctas: int = 2,
+    source: str = "",
+) -> str:
+    """Writes the product into `out` as `ctas` CTAs do, events in one `order`. What went wrong, or ""."""
+    p = replace(problem(a, b, epilogue, out), card=replace(H200, sm_count=ctas))
+    module = semi24 if isinstance(a, Semi24) else bsr24
+    work = module.KERNEL.prepare(p, c, a)
+    nibbles = work.nibbles(a)
+    params, grid = semi24.told(c, work, nibbles, b, out, epilogue)
+    maps = [ctypes.byref(packed(each)) for each in semi24.boxes(c, a.values, b, out)]
+    size = ctypes.c_int64(nibbles.numel() * 4)
+    return library(c, source).launch(*maps, ctypes.byref(params), grid, order, order, size).decode()
