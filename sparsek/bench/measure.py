@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from sparsek.bench import attention_run
+from sparsek.bench import attention_run, planner_run
 from sparsek.bench.case import Entry
 from sparsek.bench.peer import Peer
 from sparsek.bench.run import Outcome, run_case, run_host
@@ -14,6 +14,8 @@ def measure(
     entry: Entry, *, peers: Sequence[Peer], rounds: int, device: torch.device, report: Callable[[str], None]
 ) -> Outcome:
     """The records of one entry. Only device times have peers. Raises GateError for a wrong result."""
+    if entry.op == "planner":
+        return planner_run.run_planner(entry.case, device=device, rounds=rounds, report=report)
     if entry.op == entry.case.op:
         return run_case(
             entry.case, kernels=entry.kernels, peers=peers, rounds=rounds, device=device, report=report

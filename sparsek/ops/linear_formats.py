@@ -12,14 +12,14 @@ from torch import Tensor
 
 from sparsek.core import dtypes
 from sparsek.core.device import CARDS, Card
-from sparsek.core.errors import InvalidInput
+from sparsek.core.errors import InvalidInput, Unsupported
 from sparsek.formats import two_four
 from sparsek.formats.bsr import BSR
 from sparsek.formats.bsr24 import BLOCK_STEP, BSR24
 from sparsek.formats.scaled import Scaled, quantize
 from sparsek.formats.semi24 import Semi24
 from sparsek.kernels import names_for
-from sparsek.ops import semi24
+from sparsek.ops import scaled, semi24
 from sparsek.ops.spmm import plan_spmm
 from sparsek.plan.dense import dense_seconds
 
@@ -197,6 +197,8 @@ def predict(weight: Weight, x: Tensor, card: Card) -> Predicted:
         weight = _unwritten(weight)
         x = torch.empty_like(x, device=META)
     plan = plan_of(x, weight, short)
+    if plan.kernel.startswith("reference.") and not card.is_cpu:
+        raise Unsupported("no kernel", {plan.kernel: ["runs it, and is there to specify, not to be fast"]})
     return Predicted(plan.kernel, plan.seconds)
 
 
@@ -208,7 +210,9 @@ def plan_of(
         return plan_spmm(x, weight.T, kernel=kernel, config=config, device=device)
     if isinstance(weight, (Semi24, BSR24)):
         return semi24.plan_linear(x, weight, kernel=kernel, config=config, device=device)
-    raise InvalidInput(f"no plan of a {type(weight).__name__}")
+    if isinstance(weight, Scaled):
+        return scaled.plan_linear(x, weight, kernel=kernel, config=config, device=device)
+    raise InvalidInput(f"no plan of a {type(weight).__name__}: torch multiplies it")
 
 
 def run_plan(plan: Any, x: Tensor, weight: Weight) -> Tensor:

@@ -1,0 +1,178 @@
+"""Measures the planner: for every layer all options of `sk.plan_linear` are made, checked and timed in the same rounds,
+and what it would choose without timing is held against the fastest of them.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sparsek.bench import records
+from sparsek.bench.case import random_dense
+from sparsek.bench.planner import LAYERS, PLANNER, Layer, PlannerCase
+from sparsek.bench.run import GateError, Outcome, in_order
+from sparsek.bench.several import worst
+from sparsek.core import dtypes
+from sparsek.core.clock import Times
+from sparsek.core.device import card_of
+from sparsek.formats.bsr import BSR
+from sparsek.formats.bsr24 import BSR24
+from sparsek.formats.scaled import Scaled, quantize
+from sparsek.formats.semi24 import Semi24
+from sparsek.ops.linear import linear
+from sparsek.ops.linear_formats import Way, ways
+from sparsek.ops.plan_linear import BLOCK, Bound, Option, choose, consider, measure
+from sparsek.testing.budget import FACTOR, FLOOR, Gate, error, judge
+from sparsek.testing.budget24 import check_linear24
+from sparsek.testing.product_budget import check_linear
+
+# A choice within this of the best counts as good.
+NEAR = 1.05
+GATE_TOKENS = 64
+
+
+class Judged(NamedTuple):
+    """One layer: its options with both times, the option that the predictions choose, and the worst gate."""
+
+    layer: Layer
+    options: tuple[Option, ...]
+    times: Mapping[str, Times]
+    choice: str
+    gate: Gate
+
+    @property
+    def best(self) -> str:
+        return min(self.times, key=lambda name: self.times[name].median)
+
+    @property
+    def of_best(self) -> float:
+        """The chosen option's time over the best one's."""
+        return self.times[self.choice].median / self.times[self.best].median
+
+    def as_config(self) -> dict[str, Any]:
+        """The layer in a record: every option with predicted and measured microseconds."""
+        micros = {
+            each.name: [round(each.predicted * 1e6, 2), round(self.times[each.name].median * 1e3, 2)]
+            for each in self.options
+            if each.name in self.times
+        }
+        kernels = {each.name: each.kernel for each in self.options}
+        return {
+            "layer": self.layer.name,
+            "choice": self.choice,
+            "kernel": kernels[self.choice],
+            "best": self.best,
+            "of_best": round(self.of_best, 4),
+            "us": micros,
+        }
+
+
+def run_planner(
+    case: PlannerCase, *, device: torch.device, rounds: int, report: Callable[[str], None]
+) -> Outcome:
+    """One record of all layers. Raises GateError if a result of any option is outside its budget."""
+    layers = LAYERS[case.layers]
+    judged: list[Judged] = []
+    for number, layer in enumerate(layers, start=1):
+        report(f"layer {number} of {len(layers)}: {layer.name}")
+        judged.append(_judge(layer, case.dtype, device, rounds))
+    return Outcome(case, (_record(case, judged, device),), {}, {"planner": _missed(judged)})
+
+
+def _judge(layer: Layer, dtype: str, device: torch.device, rounds: int) -> Judged:
+    kind = dtypes.parse(dtype)
+    w = random_dense(layer.n, layer.k, dtype=kind, device=device, seed=1).mul_(layer.k**-0.5)
+    x = random_dense(layer.tokens, layer.k, dtype=kind, device=device, seed=2)
+    listed: list[Way] = list(ways(None, BLOCK, [layer.keep]))
+    with torch.no_grad():
+        found = list(consider(w, x, listed, card_of(device)))
+        gates = [_gated(layer, option, weight, x) for option, weight in found if weight is not None]
+        times = measure(found, x, card_of(device), rounds)
+    options = tuple(option for option, _ in found)
+    chosen = choose(options, Bound())
+    by_name = {options[at].name: each for at, each in times.items()}
+    return Judged(layer, options, by_name, chosen.name, worst(gates))
+
+
+def _gated(layer: Layer, option: Option, weight: Any, x: Tensor) -> Gate:
+    gate = gate_of(weight, x[:GATE_TOKENS])
+    if not gate.passed:
+        raise GateError(
+            f"{option.name} by {option.kernel} on {layer.name}: error {gate.error:.3e} exceeds the budget "
+            f"{gate.budget:.3e}"
+        )
+    return gate
+
+
+def gate_of(weight: Any, x: Tensor) -> Gate:
+    """Whether `sparsek.linear` of x [T, K] and a weight is right: within twice the error of the dense product.
+
+    Of a weight in FP8 the exact product is that of the FP8 values of both with their scales.
+    """
+    y = linear(x, weight)
+    if isinstance(weight, BSR):
+        return check_linear(x, weight, y)
+    if isinstance(weight, (Semi24, BSR24)):
+        return check_linear24(x, weight, y)
+    if isinstance(weight, Scaled):
+        wide, whole = quantize(x).dequantize(torch.float64), weight.to_dense(torch.float64)
+        exact = wide @ whole.T
+        return judge(
+            y, exact, max(FLOOR, FACTOR * error((wide.float() @ whole.float().T).to(y.dtype), exact))
+        )
+    exact = x.double() @ weight.double().T
+    return judge(y, exact, max(FLOOR, FACTOR * error(torch.matmul(x, weight.T), exact)))
+
+
+def _record(case: PlannerCase, judged: Sequence[Judged], device: torch.device) -> records.Record:
+    chosen = _total([each.times[each.choice] for each in judged])
+    peers = {"best": _total([each.times[each.best] for each in judged])}
+    for name in ("dense", "2:4"):
+        if all(name in each.times for each in judged):
+            peers[name] = _total([each.times[name] for each in judged])
+    gate = worst([each.gate for each in judged])
+    record = {
+        "op": case.op,
+        "case": case.as_record(),
+        "kernel": PLANNER,
+        "config": {"layers": [each.as_config() for each in judged]},
+        "ms": records.times_of(chosen),
+        "tflops": None,
+        "gbps": None,
+        "roofline": None,
+        "gate": {"error": gate.error, "budget": gate.budget, "passed": bool(gate.passed)},
+        "peers": {
+            name: {"ms": records.times_of(times), "tflops": case.dense_flops / times.median / 1e9}
+            for name, times in peers.items()
+        },
+        "ratio": {name: round(times.median / chosen.median, 4) for name, times in peers.items()},
+        "env": records.environment(device),
+        "source_hash": records.hash_of(case.op, PLANNER),
+        "date": records.now(),
+        "near": sum(each.of_best <= NEAR for each in judged),
+        "count": len(judged),
+        "worst": round(max(each.of_best for each in judged), 4),
+    }
+    return in_order(record)
+
+
+def _total(times: Sequence[Times]) -> Times:
+    """All of them one after another."""
+    return Times(
+        sum(each.median for each in times),
+        sum(each.min for each in times),
+        sum(each.max for each in times),
+        min(each.rounds for each in times),
+    )
+
+
+def _missed(judged: Sequence[Judged]) -> str:
+    """In words: how many choices are good, and which are not."""
+    bad = [each for each in judged if each.of_best > NEAR]
+    head = f"{len(judged) - len(bad)} of {len(judged)} choices within {(NEAR - 1) * 100:.0f} % of the best measured"
+    lines = [
+        f"{each.layer.name}: {each.choice} takes {each.of_best:.2f}x {each.best}"
+        for each in sorted(bad, key=lambda each: -each.of_best)
+    ]
+    return "; ".join([head, *lines])
