@@ -15,7 +15,8 @@ What several kernels do together, as the step of an MLP, is recorded under their
 
 `op` says what `ms` is, and OPS what its records hold. An operation's own name: one call on the device. "spmm_host",
 "attention_host": the host side of one eager call. "attention_new_mask": mask build, plan and kernel of one call, host
-included. "mask_build": one mask, host included. Where nothing is rated, tflops, gbps and roofline are null.
+included. "mask_build": one mask, host included. Where nothing is rated, tflops, gbps and roofline are null. "pack":
+a dense matrix packed; only tflops are null, its peers' too, and ratios are those of bytes a second.
 """
 
 import datetime
@@ -32,7 +33,18 @@ from typing import Any
 
 import torch
 
-from sparsek.bench import attention, attention_grad, linear, mlp, sddmm, semi24, spgemm, spmm
+from sparsek.bench import (
+    attention,
+    attention_grad,
+    linear,
+    mlp,
+    pack,
+    sddmm,
+    semi24,
+    spgemm,
+    spmm,
+    story,
+)
 from sparsek.bench.case import Case, Kind
 from sparsek.core import env
 from sparsek.core.clock import Times
@@ -66,6 +78,8 @@ OPS: Mapping[str, Kind] = {
     **spgemm.KINDS,
     **linear.KINDS,
     **semi24.KINDS,
+    **story.KINDS,
+    **pack.KINDS,
     **mlp.KINDS,
     **attention.KINDS,
     **attention_grad.KINDS,

@@ -144,6 +144,16 @@ class Semi24Case(Case):
             raise InvalidInput(f"K of a 2:4 matrix is a multiple of {two_four.STEP}, got {self.k}")
 
     @property
+    def whole(self) -> bool:
+        """A Semi24."""
+        return self.block is None
+
+    @property
+    def in_blocks(self) -> bool:
+        """A BSR24."""
+        return self.block is not None
+
+    @property
     def name(self) -> str:
         """One short line: "x @ W.T 8192³ 2:4 bf16", "A @ B 8192³ 2:4 in block 128 12.5 % bf16"."""
         stored = self.dtype

@@ -12,6 +12,7 @@ from sparsek.bench.cusparselt import Task, Tried, laid, multiply, probe, usable
 from sparsek.bench.peer import Peer, Ready, UnavailableError, rotating
 from sparsek.bench.product_peers import CUBLAS, TORCH_DENSE, accepted, setting_up
 from sparsek.bench.semi24 import Semi24Case, Semi24Operands
+from sparsek.bench.story import StoryCase, StoryOperands
 from sparsek.core.clock import time_rounds
 from sparsek.core.dtypes import LOW, parse
 from sparsek.formats.bsr import BSR
@@ -30,17 +31,22 @@ class CuSparseLt:
     title: str = "cuSPARSELt, best algorithm and layout"
     device: str = ""
 
-    def why_not(self, case: Semi24Case, device: torch.device) -> list[str]:
+    def why_not(self, case: Semi24Case | StoryCase, device: torch.device) -> list[str]:
         reasons = missing(device)
-        if case.block is not None:
-            reasons.append("has no 2:4 matrices of blocks")
+        if not case.whole:
+            reasons.append("has 2:4 matrices without blocks only")
         if parse(case.dtype) not in LOW:
             reasons.append(f"not set up here for {case.dtype}")
         if case.m % 16 or case.k % 16 or case.n % 8:
             reasons.append("needs sides of A that are multiples of 16 and N of 8")
         return reasons
 
-    def ready(self, case: Semi24Case, sets: Sequence[Semi24Operands], tried: Callable[[str], None]) -> Ready:
+    def ready(
+        self,
+        case: Semi24Case | StoryCase,
+        sets: Sequence[Semi24Operands | StoryOperands],
+        tried: Callable[[str], None],
+    ) -> Ready:
         task = Task(case.m, case.k, case.n, case.dtype)
         right = ways_that_run(task, sets[0].b.device, tried)
         factors = [(one.a.to_dense(), one.b_as_factor) for one in sets]
@@ -49,7 +55,7 @@ class CuSparseLt:
         return Ready(calls, note)
 
 
-def _judge(one: Semi24Operands) -> Callable[[Tensor], None]:
+def _judge(one: Semi24Operands | StoryOperands) -> Callable[[Tensor], None]:
     def judged(c: Tensor) -> None:
         accepted(one.judge(c.mT if one.is_linear else c), "cuSPARSELt")
 
@@ -118,8 +124,8 @@ class OwnBlocks:
     title: str = "this library's BSR"
     device: str = ""
 
-    def why_not(self, case: Semi24Case, device: torch.device) -> list[str]:
-        return ["the case has no blocks"] if case.block is None else []
+    def why_not(self, case: Semi24Case | StoryCase, device: torch.device) -> list[str]:
+        return [] if case.in_blocks else ["is not asked for here"]
 
     def ready(self, case: Semi24Case, sets: Sequence[Semi24Operands], tried: Callable[[str], None]) -> Ready:
         made = [blocks_call(one, 3000 + index, check=not index) for index, one in enumerate(sets)]

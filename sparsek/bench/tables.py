@@ -9,11 +9,13 @@ from sparsek.bench import (
     attention_run,
     linear,
     mlp,
+    pack,
     records,
     sddmm,
     semi24,
     spgemm,
     spmm,
+    story,
 )
 from sparsek.bench.case import Bar, Case, Entry
 from sparsek.bench.records import Record
@@ -115,11 +117,20 @@ def _speedup(record: Record) -> str:
     return ""
 
 
-def _against(bars: Mapping[Case, Sequence[Bar]], names: Mapping[str, str]) -> Callable[[Record], str]:
-    """What the issue asks of a Hopper kernel beside its peers: "cuBLAS 1.45 (aim 1.7): met"."""
+def _ms_of(peer: str) -> Callable[[Record], str]:
+    def cell(record: Record) -> str:
+        return f"{record['peers'][peer]['ms']['median']:.3f}" if peer in record["peers"] else ""
+
+    return cell
+
+
+def _against(
+    bars: Mapping[Case, Sequence[Bar]], names: Mapping[str, str], kernels: str = "hopper."
+) -> Callable[[Record], str]:
+    """What the issue asks of `kernels`, the start of their names, beside peers: "cuBLAS 1.45 (aim 1.7): met"."""
 
     def cell(record: Record) -> str:
-        if not record["kernel"].startswith("hopper."):
+        if not record["kernel"].startswith(kernels):
             return ""
         parts = [
             f"{names[bar.peer]} {bar.must:g} (aim {bar.aim:g}): {bar.verdict(record['ratio'][bar.peer])}"
@@ -129,6 +140,10 @@ def _against(bars: Mapping[Case, Sequence[Bar]], names: Mapping[str, str]) -> Ca
         return "; ".join(parts)
 
     return cell
+
+
+def _worst(record: Record) -> str:
+    return f"{record['worst']:.2f}x the best"
 
 
 def below(record: Record) -> str:
@@ -267,6 +282,54 @@ SEMI24 = Table(
     ),
     pages=("README.md", "docs/two-four.md"),
 )
+STORY = Table(
+    op="story",
+    title="equal stored values",
+    peers=SEMI24_PEERS,
+    dense=("cublas", "torch_dense"),
+    command="semi24 --suite story",
+    suite=story.STORY,
+    columns=(
+        CASE,
+        KERNEL,
+        MS,
+        Column("cuBLAS ms", _ms_of("cublas")),
+        Column("cuSPARSELt ms", _ms_of("cusparselt")),
+        SPEEDUP,
+        Column("TFLOPS of stored values", _useful),
+        ROOF,
+    ),
+    note=(
+        "x @ W.T where the given share of W's values is stored: hopper.semi24 two of every four neighbours; "
+        "hopper.bsr24 twice that share of the blocks of 128, each 2:4; hopper.spmm that share of the blocks, whole. "
+        "All of a case and its peers in the same rounds, cuBLAS on dense random data. A ratio compares rates of stored "
+        "values, of cuBLAS of all values."
+    ),
+    pages=("README.md", "docs/two-four.md"),
+)
+PACK = Table(
+    op="pack",
+    title="packing",
+    peers={"copy": "a copy"},
+    dense=("copy",),
+    command="pack --suite issue6",
+    suite=pack.ISSUE6,
+    columns=(
+        CASE,
+        KERNEL,
+        MS,
+        GBPS,
+        ROOF,
+        Column("asked, over a peer", _against(pack.BARS, {"copy": "a copy"}, "")),
+    ),
+    note=(
+        "GB/s count the dense matrix read once and what is stored written once, 2:4 values with their metadata or "
+        "blocks with their indices; those of a copy the same matrix read and written, by torch, in the same rounds. "
+        "Timed are Semi24.from_dense(w) and BSR.from_dense(w, block, keep=...), the choice of blocks and its sync "
+        "included."
+    ),
+    pages=("README.md", "docs/two-four.md"),
+)
 MLP_PEERS = {"torch_dense": "torch dense", "torch_dense_compiled": "torch dense, compiled"}
 MLP_TRAIN = Table(
     op="mlp_train",
@@ -372,6 +435,8 @@ TABLES: Mapping[str, Table] = {
         SPGEMM,
         LINEAR,
         SEMI24,
+        STORY,
+        PACK,
         MLP_TRAIN,
         MLP_DECODE,
         ATTENTION,

@@ -189,11 +189,14 @@ def _row(record: records.Record, of: Table, names: Sequence[str]) -> list[str]:
     ms: dict[str, Any] = record["ms"]
     first = [case_name(record), record["kernel"], f"{ms['median']:.4g}"]
     first += [f"{ms['min']:.4g}", f"{ms['max']:.4g}"]
-    if record["tflops"] is None:
+    if record["gbps"] is None:
+        if record["op"] == of.op:
+            own = [column.cell(record) for column in of.shown]
+            return [*first, "", "", "", *own, *(f"{record['ratio'][name]:.2f}x" for name in names)]
         blank = [""] * (len(of.shown) + len(names))
         return [*first, "build" if record["op"] == "mask_build" else "host", "", "", *blank]
     rates = [
-        f"{record['tflops']['useful']:.3g}",
+        "" if record["tflops"] is None else f"{record['tflops']['useful']:.3g}",
         f"{record['gbps']:.4g}",
         f"{record['roofline']['fraction']:.0%}",
         *(column.cell(record) for column in of.shown),

@@ -5,11 +5,13 @@ from typing import Annotated
 
 import typer
 
+from sparsek.bench import pack as pack_cases
 from sparsek.bench import semi24 as semi24_cases
-from sparsek.bench import semi24_peers
-from sparsek.bench.case import Case
+from sparsek.bench import semi24_peers, story
+from sparsek.bench.case import Case, parse_block
 from sparsek.cli.bench_run import (
     Asked,
+    Blocks,
     Densities,
     Device,
     Dtypes,
@@ -23,6 +25,8 @@ from sparsek.cli.bench_run import (
     peers_option,
     suite_option,
 )
+
+SUITES_24 = {**semi24_cases.SUITES, **story.SUITES}
 
 
 def semi24(
@@ -41,7 +45,7 @@ def semi24(
     kernel: Kernels = "auto",
     peers: Annotated[str, peers_option(semi24_peers.PEERS)] = "all",
     rounds: Rounds = 7,
-    named: Annotated[str | None, suite_option(semi24_cases.SUITES)] = None,
+    named: Annotated[str | None, suite_option(SUITES_24)] = None,
     only: Only = None,
     device: Device = None,
     out: Out = None,
@@ -61,4 +65,40 @@ def semi24(
         )
 
     asked = Asked(context, peers, rounds, named, only, device, out, plot)
-    bench(asked, semi24_cases.SUITES, semi24_peers.PEERS, cases, kernel)
+    bench(asked, SUITES_24, semi24_peers.PEERS, cases, kernel)
+
+
+def pack(
+    context: typer.Context,
+    m: Annotated[
+        str, typer.Option(help="Rows of the dense matrix; comma lists give every combination.")
+    ] = "8192",
+    k: Annotated[str, typer.Option(help="Its columns.")] = "8192",
+    to: Annotated[
+        str, typer.Option(help=f"What it becomes: {', '.join(pack_cases.TARGETS)}.")
+    ] = "semi24,bsr",
+    block: Blocks = "128",
+    keep: Annotated[str, typer.Option(help="Fraction of blocks that a BSR keeps.")] = "0.125",
+    dtype: Dtypes = "bf16",
+    peers: Annotated[str, peers_option(pack_cases.PEERS)] = "all",
+    rounds: Rounds = 7,
+    named: Annotated[str | None, suite_option(pack_cases.SUITES)] = None,
+    only: Only = None,
+    device: Device = None,
+    out: Out = None,
+    plot: Plot = None,
+) -> None:
+    """Dense matrices packed into Semi24 or BSR, against a copy of the same matrix."""
+
+    def cases() -> Sequence[Case]:
+        return pack_cases.product(
+            listed("m", m, int),
+            listed("k", k, int),
+            listed("to", to, str),
+            listed("block", block, parse_block),
+            listed("keep", keep, float),
+            listed("dtype", dtype, str),
+        )
+
+    asked = Asked(context, peers, rounds, named, only, device, out, plot)
+    bench(asked, pack_cases.SUITES, pack_cases.PEERS, cases)

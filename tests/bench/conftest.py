@@ -21,6 +21,8 @@ KERNELS = {
     "spgemm": "reference.spgemm",
     "linear": "cpu.spmm",
     "semi24": "cpu.semi24",
+    "story": "cpu.spmm",
+    "pack": "formats.convert",
     "mlp_train": "cpu.spmm + reference.sddmm",
     "mlp_decode": "cpu.spmm",
 }

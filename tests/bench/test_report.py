@@ -5,7 +5,20 @@ from pathlib import Path
 
 import pytest
 
-from sparsek.bench import attention, attention_grad, charts, linear, mlp, report, sddmm, semi24, spgemm, spmm
+from sparsek.bench import (
+    attention,
+    attention_grad,
+    charts,
+    linear,
+    mlp,
+    pack,
+    report,
+    sddmm,
+    semi24,
+    spgemm,
+    spmm,
+    story,
+)
 from sparsek.bench.attention import AttentionCase
 from sparsek.bench.linear import LinearCase
 from sparsek.bench.records import Record
@@ -21,7 +34,8 @@ SUITES_OF = {
     "sddmm": sddmm.SUITES,
     "spgemm": spgemm.SUITES,
     "linear": linear.SUITES,
-    "semi24": semi24.SUITES,
+    "semi24": {**semi24.SUITES, **story.SUITES},
+    "pack": pack.SUITES,
     "mlp": mlp.SUITES,
     "attention": attention.SUITES,
     "attention-backward": attention_grad.SUITES,
