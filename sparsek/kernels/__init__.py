@@ -21,6 +21,7 @@ KERNELS: tuple[tuple[str, str], ...] = (
     ("bsr24", "portable.bsr24"),
     ("bsr24", "cpu.bsr24"),
     ("bsr24", "reference.bsr24"),
+    ("spmm_fp8", "hopper.spmm_fp8"),
     ("spmm_fp8", "cpu.spmm_fp8"),
     ("spmm_fp8", "reference.spmm_fp8"),
     ("semi24_fp8", "cpu.spmm_fp8"),

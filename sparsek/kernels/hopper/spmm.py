@@ -35,7 +35,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -52,11 +51,11 @@ from sparsek.kernels.prims.gluon import (
     reinterpret,
     tma_load,
 )
-from sparsek.kernels.prims.parts import Parts, merge_parts, parts_of
+from sparsek.kernels.prims.parts import Parts, dealt, merge_parts, uneven
 from sparsek.kernels.prims.product import RECORD, Tile, deepened, most_boxes, multiply
 from sparsek.plan.kernel import SpmmKernel
 from sparsek.plan.problem import SpmmProblem
-from sparsek.plan.schedule import Schedule, balance, cut, deal_on_device, part_limit, walk
+from sparsek.plan.schedule import deal_on_device, part_limit, walk
 from sparsek.reference.epilogue import PLAIN, Epilogue
 
 
@@ -358,7 +357,7 @@ class HopperSpmm:
                     pieces = min(depth // narrow, 8 // merge)
                     c = Config(p.block, wg_m, wg_n, cols, narrow, pieces, 3, merge, **flags)
                     found[_paced(p, deepened(c, p.card.smem_bytes))] = None
-        split = [replace(c, split=True) for c in found] if _uneven(p) else []
+        split = [replace(c, split=True) for c in found] if uneven(p) else []
         return [*found, *split]
 
     def seconds(self, p: SpmmProblem, c: Config) -> float:
@@ -409,25 +408,12 @@ class HopperSpmm:
 
     def prepare(self, p: SpmmProblem, c: Config, a: BSR) -> Work:
         units = a.pattern.derived(("walk", c.rows, c.merge), lambda: walk(a.pattern, c.rows, c.merge))
-        columns = -(-p.n // c.block_cols)
 
         def put(array: Any) -> Tensor:
             return torch.from_numpy(array.copy()).to(a.device)
 
-        parts, slots = None, -1
-        if c.split:
-            steps = float((units.end - units.begin).sum())
-            made = cut(units, part_limit(steps * columns, p.card.sm_count))
-            units = made.parts
-        deal: Schedule = balance(units, p.n, c.block_cols, p.card.sm_count * c.ctas_per_sm)
-        if c.split:
-            row, col = made.slot[deal.unit], deal.tiles[:-1, 3] // c.block_cols
-            slots = np.append(np.where(row < 0, -1, row * columns + col), -1)
-            parts = parts_of(made, columns, c.block_cols, put)
-        return Work(
-            put(records(deal, p.block[0], slots)), put(deal.starts), put(units.cols),
-            self._places(a, units.blocks, put), deal.ctas, deal.imbalance, parts,
-        )  # fmt: skip
+        tiles, starts, cols, ctas, imbalance, parts = dealt(units, c, p.n, p.card.sm_count, put)
+        return Work(tiles, starts, cols, self._places(a, units.blocks, put), ctas, imbalance, parts)
 
     def follow(self, p: SpmmProblem, c: Config, a: BSR) -> tuple[Config, Work]:
         """As `prepare` for another pattern, on its device without a host sync; no rows are merged or split."""
@@ -488,15 +474,6 @@ class HopperSpmm:
                 merge_parts(work.parts, sums, c.height, c_one, replace(epilogue, other=other))
 
 
-def records(deal: Schedule, bm: int, slots: Any) -> Any:
-    """The tiles of a schedule as the kernel reads them; it reads two records ahead."""
-    begin, end, row, col = deal.tiles.T
-    made = np.zeros((len(deal.tiles) + 1, RECORD.value), np.int32)
-    for at, part in enumerate((begin, end, row, col, col, slots, row % bm)):
-        made[:-1, at] = part
-    return made
-
-
 def _paced(p: SpmmProblem, c: Config) -> Config:
     """With boxes of C spread over the next tile: one of 64 rows for every 128 of K (2026-11-20, H200).
 
@@ -507,13 +484,6 @@ def _paced(p: SpmmProblem, c: Config) -> Config:
     c = replace(c, box=32)
     steps = dict(p.merged).get(c.merge, p.nnzb) * c.merge / max(1, p.grid[0])
     return replace(c, every=max(1, int(steps * c.per_block / c.pieces / max(1, most_boxes(c)))))
-
-
-def _uneven(p: SpmmProblem) -> bool:
-    """The longest block row has more to do than most CTAs would have in all."""
-    mean = p.nnzb / max(1, p.grid[0])
-    shared = p.nnzb * -(-p.n // 256) * max(1, p.block[0] // 128) / p.card.sm_count
-    return p.row_max > 2 * mean and p.row_max > 0.7 * shared and p.row_max >= 8
 
 
 @cache

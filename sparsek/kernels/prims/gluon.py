@@ -36,8 +36,16 @@ GLUON_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 @cache
 def shared_layout(box: tuple[int, int], dtype: torch.dtype) -> gl.NVMMASharedLayout:
     """The layout a box has in shared memory: the widest swizzle that fits its rows."""
-    element = gl.float32 if dtype == torch.float32 else GLUON_DTYPES[dtype]
-    return gl.NVMMASharedLayout.get_default_for(list(box), element)
+    return gl.NVMMASharedLayout.get_default_for(list(box), _element(dtype))
+
+
+def _element(dtype: torch.dtype) -> Any:
+    more = {
+        torch.float32: gl.float32,
+        torch.float8_e4m3fn: gl.float8e4nv,
+        torch.float8_e5m2: gl.float8e5,
+    }
+    return more.get(dtype) or GLUON_DTYPES[dtype]
 
 
 class Described(NamedTuple):

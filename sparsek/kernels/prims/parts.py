@@ -1,4 +1,6 @@
-"""Block rows that are split: their parts leave float32 sums of a tile in slots of a workspace, added here.
+"""The tiles that CTAs of a product walk, and block rows that are split among them.
+
+Parts of a split row leave float32 sums of a tile in slots of a workspace, added here:
 
     C tile = epilogue(sum of the slots of its parts, in order)
 
@@ -18,7 +20,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sparsek.kernels.prims.epilogue import constants, finished
-from sparsek.plan.schedule import Cut
+from sparsek.kernels.prims.product import RECORD, Tile
+from sparsek.plan.problem import SpmmProblem
+from sparsek.plan.schedule import Cut, Schedule, Walk, balance, cut, part_limit
 from sparsek.reference.epilogue import Epilogue
 
 ROWS = 16
@@ -50,6 +54,49 @@ def parts_of(cut: Cut, columns: int, tile_cols: int, put: Callable[[NDArray[Any]
     table[:, :, 2] = cut.parts.row[at][:, None]
     table[:, :, 3] = np.arange(columns) * tile_cols
     return Parts(put(table.reshape(-1, 4)), len(several) * columns, columns)
+
+
+class Dealt(NamedTuple):
+    """A schedule on the device: records of tiles, where each CTA's begin, the block column of every step."""
+
+    tiles: Tensor
+    starts: Tensor
+    cols: Tensor
+    ctas: int
+    imbalance: float
+    parts: Parts | None
+
+
+def dealt(units: Walk, c: Tile, n: int, sms: int, put: Callable[[NDArray[Any]], Tensor]) -> Dealt:
+    """Deals the tiles of all units over n columns of B to the CTAs of `sms` SMs; with `c.split` long units in parts."""
+    columns = -(-n // c.block_cols)
+    parts, slots, whole = None, -1, units
+    if c.split:
+        made = cut(units, part_limit(float((units.end - units.begin).sum()) * columns, sms))
+        whole = made.parts
+    deal = balance(whole, n, c.block_cols, sms * c.ctas_per_sm)
+    if c.split:
+        row, col = made.slot[deal.unit], deal.tiles[:-1, 3] // c.block_cols
+        slots = np.append(np.where(row < 0, -1, row * columns + col), -1)
+        parts = parts_of(made, columns, c.block_cols, put)
+    tiles = put(records(deal, c.block[0], slots))
+    return Dealt(tiles, put(deal.starts), put(whole.cols), deal.ctas, deal.imbalance, parts)
+
+
+def records(deal: Schedule, bm: int, slots: Any) -> Any:
+    """The tiles of a schedule as the kernel reads them; it reads two records ahead."""
+    begin, end, row, col = deal.tiles.T
+    made = np.zeros((len(deal.tiles) + 1, RECORD.value), np.int32)
+    for at, part in enumerate((begin, end, row, col, col, slots, row % bm)):
+        made[:-1, at] = part
+    return made
+
+
+def uneven(p: SpmmProblem) -> bool:
+    """The longest block row has more to do than most CTAs would have in all."""
+    mean = p.nnzb / max(1, p.grid[0])
+    shared = p.nnzb * -(-p.n // 256) * max(1, p.block[0] // 128) / p.card.sm_count
+    return p.row_max > 2 * mean and p.row_max > 0.7 * shared and p.row_max >= 8
 
 
 @triton.jit(do_not_specialize=["m", "n", "columns", "height", "alpha", "beta"])
