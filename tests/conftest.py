@@ -19,6 +19,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start
 
 
+# Tests hold kernels to the configs that they choose themselves, whatever was tuned on this machine.
+os.environ.setdefault("SPARSEK_TUNING", "off")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
         return

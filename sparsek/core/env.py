@@ -27,3 +27,15 @@ def cache_dir() -> str:
 def nvrtc_path() -> str:
     """NVRTC: the file of NVIDIA's runtime compiler, libnvrtc.so; "" where it is to be looked for."""
     return os.environ.get("NVRTC", "")
+
+
+def tuning_file() -> str:
+    """SPARSEK_TUNING: the file of tuned configs, tuning.json in `cache_dir` by default; "" for "off": no table at all,
+    the shipped one neither."""
+    path = os.environ.get("SPARSEK_TUNING")
+    if path:
+        return "" if path == "off" else path
+    try:
+        return str(Path(cache_dir()) / "tuning.json")
+    except RuntimeError:  # whoever runs this has no home
+        return ""

@@ -7,6 +7,7 @@ import torch
 
 from sparsek import kernels
 from sparsek.core.errors import InvalidInput
+from sparsek.plan import table
 from sparsek.plan.kernel import MissingKernel
 from sparsek.plan.matches import match
 from sparsek.plan.problem import Problem
@@ -20,7 +21,7 @@ REMEMBERED = 1024
 
 def choose(p: Problem, only: str | None = None, config: Any = None) -> Choice:
     """The kernel and config for `p`. Raises InvalidInput for a name or config that is not there, and Unsupported."""
-    return _decided(p, only) if config is None else _decide(p, only, config)
+    return _decided(p, only, table.generation()) if config is None else _decide(p, only, config)
 
 
 def allows_tf32(dtype: torch.dtype) -> bool:
@@ -46,7 +47,10 @@ def _decide(p: Problem, only: str | None, config: Any = None) -> Choice:
     return select(p, [_load(name) for name in names], only=only, config=config)
 
 
-_decided = lru_cache(REMEMBERED)(_decide)
+@lru_cache(REMEMBERED)
+def _decided(p: Problem, only: str | None, tables: int) -> Choice:
+    """What the tables of tuned configs, in the state of that number, make of a problem."""
+    return _decide(p, only)
 
 
 def _load(name: str) -> Any:

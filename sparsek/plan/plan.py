@@ -62,6 +62,11 @@ class Plan(ABC):
         lines = [
             *self.headline(),
             f"  kernel     {self.kernel}: {self.config}",
+            *(
+                f"  config     {each.origin}"
+                for each in self.candidates
+                if each.name == self.kernel and each.origin
+            ),
             (
                 f"  predicted  {_us(self.seconds)}, {_tflops(p.useful_flops, self.seconds)} useful, "
                 f"{_tflops(p.dense_flops, self.seconds)} dense-equivalent"

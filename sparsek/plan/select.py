@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from sparsek.core.errors import InvalidInput, Unsupported
+from sparsek.plan import table
 from sparsek.plan.problem import Problem
 
 
@@ -12,7 +13,9 @@ from sparsek.plan.problem import Problem
 class Candidate:
     """What one kernel answered: a config with its predicted seconds, or the reasons why it cannot run.
 
-    `only_by_name` is the reason why an automatic choice passes it over, if there is one.
+    `only_by_name` is the reason why an automatic choice passes it over, if there is one. `origin` says which table the
+    config is from, "" where the kernel chose it; `seconds` are then those of the kernel's choice, corrected by what was
+    measured.
     """
 
     name: str
@@ -20,6 +23,7 @@ class Candidate:
     seconds: float = float("inf")
     why_not: tuple[str, ...] = ()
     only_by_name: str = ""
+    origin: str = ""
 
 
 class Choice(NamedTuple):
@@ -39,7 +43,8 @@ def select(p: Problem, kernels: Iterable[Any], *, only: str | None = None, confi
     """The choice among `kernels`, which are kernels of p's operation.
 
     Without `only`, the smallest prediction wins among kernels that may be chosen unasked, and the table's order breaks
-    ties. With `only`, that kernel runs or Unsupported says why not. Raises Unsupported with every reason of every
+    ties. With `only`, that kernel runs or Unsupported says why not. Where `plan/table.py` knows a tuned config, it is
+    taken, unless `config` names one. Raises Unsupported with every reason of every
     kernel if none can run.
     """
     by_name = {kernel.name: kernel for kernel in kernels}
@@ -56,8 +61,13 @@ def select(p: Problem, kernels: Iterable[Any], *, only: str | None = None, confi
                     f"{config!r} is no config of {name} for this problem; its default is {chosen!r}"
                 )
             chosen = config
-        aside = getattr(kernel, "only_by_name", "")
-        candidates.append(Candidate(name, chosen, kernel.seconds(p, chosen), only_by_name=aside))
+            tuned = None
+        else:
+            tuned = table.tuned(p, kernel, chosen)
+        aside, seconds, origin = getattr(kernel, "only_by_name", ""), kernel.seconds(p, chosen), ""
+        if tuned is not None:
+            chosen, seconds, origin = tuned.config, seconds * tuned.factor, tuned.origin
+        candidates.append(Candidate(name, chosen, seconds, only_by_name=aside, origin=origin))
     able = [
         c for c in candidates if not c.why_not and (c.name == only or (only is None and not c.only_by_name))
     ]

@@ -1,0 +1,257 @@
+"""Configs that were measured: the table that ships with the package, and the user's own file, which wins.
+
+`sparsek tune` writes such files. An entry holds for one card, one kernel in the state that was measured (a hash of its
+source) and one kind of problem: sizes are rounded to the nearest half power of two. `select` takes its config
+where the kernel's own heuristics would have chosen. A config is looked up among those that the kernel says are legal
+for the problem at hand, so no file can bring in another.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from sparsek.core import env
+from sparsek.core.errors import InvalidFile, InvalidInput
+from sparsek.plan.sources import source_hash
+
+FORMAT = "sparsek tuning table"
+VERSION = 1
+SHIPPED = Path(__file__).with_name("tuned_h200.json")
+# Numbers up to this stand for themselves in a key, as do all fields that are named here.
+EXACT_UP_TO = 16
+EXACT = ("block", "a_block", "b_block", "dim", "v_dim", "q_heads", "kv_heads")
+Key = tuple[str, str, str]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """The best config of a kernel for a kind of problem on a card.
+
+    `source`: hash of the kernel's source. `seconds`: measured; `default_seconds`: of the kernel's own choice, in the
+    same rounds; `predicted`: of that choice by the kernel's model. `date`: ISO, to the second.
+    """
+
+    card: str
+    kernel: str
+    source: str
+    problem: str
+    config: Mapping[str, Any]
+    seconds: float
+    default_seconds: float
+    predicted: float
+    date: str
+
+    @property
+    def key(self) -> Key:
+        return self.card, self.kernel, self.problem
+
+
+class Tuned(NamedTuple):
+    """A config from a table, the factor between measured and predicted times there, and which table it was."""
+
+    config: Any
+    factor: float
+    origin: str
+
+
+Entries = dict[Key, Entry]
+
+
+def key_of(p: Any) -> str:
+    """A problem in words, without its card: "spmm m=4096 k=4096 n=5793 block=128x128 nnzb=128 dtype=bf16".
+
+    Fields at their default are left out. Sizes above 16 are rounded to the nearest half power of two.
+    """
+    parts = [p.op]
+    for each in fields(p):
+        value = getattr(p, each.name)
+        if each.name == "card" or (each.default is not MISSING and value == each.default):
+            continue
+        parts.append(f"{each.name}={_rounded(value, each.name in EXACT)}")
+    return " ".join(parts)
+
+
+def _rounded(value: Any, exact: bool) -> str:
+    if isinstance(value, tuple):
+        return "x".join(_rounded(each, exact) for each in value) or "none"
+    if isinstance(value, bool) or not isinstance(value, int) or exact or value <= EXACT_UP_TO:
+        return str(value)
+    return str(round(2.0 ** (round(2 * math.log2(value)) / 2)))
+
+
+def as_json(config: Any) -> dict[str, Any]:
+    """A kernel's frozen config as a file holds it; what JSON lacks becomes text."""
+    if not is_dataclass(config) or isinstance(config, type):
+        return {"config": str(config)}
+    return json.loads(json.dumps(asdict(config), default=str))
+
+
+def matching(configs: Iterable[Any], wanted: Mapping[str, Any]) -> Any:
+    """The config that a file means: the one that reads the same, or the first that differs in one field only.
+
+    Fields in which all configs agree are no choice and do not count. One field may follow the sizes of the problem,
+    which are rounded in a key. None if there is no such config.
+    """
+    told_by = [(config, as_json(config)) for config in configs]
+    told_by = [(config, told) for config, told in told_by if told.keys() == wanted.keys()]
+    names = [name for name in wanted if any(told[name] != told_by[0][1][name] for _, told in told_by)]
+    near = None
+    for config, told in told_by:
+        off = sum(told[name] != wanted[name] for name in names)
+        if not off:
+            return config
+        if off == 1 and near is None:
+            near = config
+    return near
+
+
+def tuned(p: Any, kernel: Any, default: Any) -> Tuned | None:
+    """What the tables say of a problem that the kernel can run; None: nothing. `default`: its own choice."""
+    if not env.tuning_file():
+        return None
+    for origin, entries in _tables():
+        if not entries:
+            continue
+        entry = entries.get((p.card.name, kernel.name, key_of(p)))
+        if entry is None or entry.source != _hash_of(kernel.name):
+            continue
+        config = matching([default, *kernel.configs(p)], entry.config)
+        if config is not None:
+            factor = entry.seconds / entry.predicted
+            return Tuned(config, factor, f"{origin}, {entry.date[:10]}")
+    return None
+
+
+def is_fresh(entry: Entry) -> bool:
+    """Whether the kernel's source is still the one that was measured."""
+    return entry.source == _hash_of(entry.kernel)
+
+
+@cache
+def _hash_of(kernel: str) -> str:
+    try:
+        return source_hash(kernel)
+    except (InvalidInput, OSError):
+        return ""
+
+
+class _Read(NamedTuple):
+    """The tables as they were read: from which file of the user, and which of all reads this was."""
+
+    path: str
+    tables: tuple[tuple[str, Entries], ...]
+
+
+_read: _Read | None = None
+_generation = 0
+
+
+def _tables() -> tuple[tuple[str, Entries], ...]:
+    """The user's table and the shipped one, with their names. Read once; again where the path has changed."""
+    global _read, _generation
+    path = env.tuning_file()
+    if _read is None or _read.path != path:
+        own = _lenient(Path(path))
+        _read = _Read(path, ((f"tuned: {path}", own), ("tuned: the table that ships", _lenient(SHIPPED))))
+        _generation += 1
+    return _read.tables
+
+
+def generation() -> int:
+    """A number that changes when tables are read anew: what was decided by older ones may differ."""
+    if env.tuning_file():
+        _tables()
+    return _generation
+
+
+def forget() -> None:
+    """The tables are read again before the next choice."""
+    global _read
+    _read = None
+
+
+def _lenient(path: Path) -> Entries:
+    """The entries of a file; none, and a warning that names it, where it cannot be used. None if it is not there."""
+    try:
+        if not path.exists():
+            return {}
+    except OSError:
+        return {}
+    try:
+        return read(path)
+    except InvalidFile as error:
+        warnings.warn(f"tuned configs are ignored: {error}", stacklevel=2)
+        return {}
+
+
+def read(path: Path) -> Entries:
+    """The entries of a table file. Raises InvalidFile, which says what is wrong, for any other file."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, ValueError, RecursionError) as error:
+        raise InvalidFile(f"{path}: cannot be read: {error}") from None
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        raise InvalidFile(f"{path}: is no {FORMAT}")
+    if found.get("version") != VERSION:
+        raise InvalidFile(f"{path}: is of version {found.get('version')!r}, this is {VERSION}; tune again")
+    listed = found.get("entries")
+    if not isinstance(listed, list):
+        raise InvalidFile(f"{path}: its entries are no list")
+    entries: Entries = {}
+    for at, each in enumerate(listed):
+        entry = _entry(each)
+        if entry is None:
+            raise InvalidFile(f"{path}: entry {at} is malformed")
+        entries[entry.key] = entry
+    return entries
+
+
+def _entry(found: Any) -> Entry | None:
+    if not isinstance(found, dict) or set(found) != {each.name for each in fields(Entry)}:
+        return None
+    for each in fields(Entry):
+        value: Any = found[each.name]
+        if each.type == "str" and not (isinstance(value, str) and value):
+            return None
+        if each.type == "float" and not (_is_number(value) and value > 0):
+            return None
+    return Entry(**found) if isinstance(found["config"], dict) else None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def write(path: Path, entries: Iterable[Entry]) -> None:
+    """Writes a table in one step: to a file beside it, which then takes its place. Folders are made if needed."""
+    listed = [asdict(each) for each in sorted(entries, key=lambda each: each.key)]
+    lines = ",\n".join("  " + json.dumps(each, allow_nan=False) for each in listed)
+    body = f"\n{lines}\n" if lines else ""
+    text = f'{{"format": {json.dumps(FORMAT)}, "version": {VERSION}, "entries": [{body}]}}\n'
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def add(path: Path, entries: Iterable[Entry]) -> None:
+    """Puts entries into a table, over older ones of their keys. A file that cannot be read is begun anew."""
+    there = _lenient(path)
+    write(path, {**there, **{each.key: each for each in entries}}.values())
+    forget()
