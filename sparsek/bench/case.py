@@ -163,15 +163,16 @@ def suite_named(suites: Mapping[str, Made], name: str) -> Made:
     return suites[name]
 
 
-def check_case(case: Any, *sides: str) -> None:
-    """Raises InvalidInput unless the named sides are positive, and the density and the dtype can be."""
+def check_case(case: Any, *sides: str, dtype: bool = True) -> None:
+    """Raises InvalidInput unless the named sides are positive, and the density and, if wanted, the dtype can be."""
     for side in sides:
         if getattr(case, side) < 1:
             raise InvalidInput(f"a benchmark case needs {side} >= 1, got {getattr(case, side)}")
     density = getattr(case, "density", 1.0)
     if not 0.0 < density <= 1.0:
         raise InvalidInput(f"density is a fraction in (0, 1], got {density}")
-    dtypes.parse(case.dtype)
+    if dtype:
+        dtypes.parse(case.dtype)
 
 
 def parse_block(text: str) -> tuple[int, int]:

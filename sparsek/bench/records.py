@@ -36,9 +36,11 @@ import torch
 from sparsek.bench import (
     attention,
     attention_grad,
+    fp8,
     linear,
     mlp,
     pack,
+    planner,
     sddmm,
     semi24,
     spgemm,
@@ -79,10 +81,12 @@ OPS: Mapping[str, Kind] = {
     **linear.KINDS,
     **semi24.KINDS,
     **story.KINDS,
+    **fp8.KINDS,
     **pack.KINDS,
     **mlp.KINDS,
     **attention.KINDS,
     **attention_grad.KINDS,
+    **planner.KINDS,
 }
 
 

@@ -7,9 +7,11 @@ from sparsek.bench import (
     attention,
     attention_grad,
     attention_run,
+    fp8,
     linear,
     mlp,
     pack,
+    planner,
     records,
     sddmm,
     semi24,
@@ -142,6 +144,10 @@ def _against(
     return cell
 
 
+def _near(record: Record) -> str:
+    return f"{record['near']} of {record['count']}"
+
+
 def _worst(record: Record) -> str:
     return f"{record['worst']:.2f}x the best"
 
@@ -173,6 +179,8 @@ BESIDE_PLAIN = Column("time beside plain", _beside_plain)
 MEMORY = Column("extra memory", _memory)
 PEAK = Column("peak GB", _peak)
 PER_TOKEN = Column("us per token", _per_token)
+NEAR = Column("within 5 %", _near)
+WORST = Column("worst choice", _worst)
 USEFUL_NOTE = (
     "Useful TFLOPS count stored blocks only. A ratio is this library's useful rate over the peer's rate in "
     "the same rounds: useful FLOPs for sparse peers, dense FLOPs on dense random data for dense ones."
@@ -307,6 +315,38 @@ STORY = Table(
     ),
     pages=("README.md", "docs/two-four.md"),
 )
+FP8_PEERS = {
+    "cublas_fp8": "cuBLAS FP8",
+    "cublas_fp8_float32": "cuBLAS FP8, float32 sums",
+    "cusparselt": "cuSPARSELt FP8",
+    "bf16": "this library in bf16",
+    "torch_dense": "torch dense, bf16",
+}
+FP8 = Table(
+    op="fp8",
+    title="FP8",
+    peers=FP8_PEERS,
+    dense=("cublas_fp8", "torch_dense"),
+    command="fp8 --suite issue6",
+    suite=fp8.ISSUE6,
+    columns=(
+        CASE,
+        KERNEL,
+        MS,
+        SPEEDUP,
+        USEFUL,
+        ROOF,
+        Column("asked, over a peer", _against(fp8.BARS, FP8_PEERS)),
+    ),
+    note=(
+        "Both operands are in FP8 before any time, E4M3 with a float32 scale for each row of W and of x unless said, C "
+        "in bf16. Useful TFLOPS count every value in stored blocks; of 2:4 matrices they are dense-equivalent, the "
+        "values that are not there counted too. A ratio compares rates in the same rounds. cuBLAS FP8 is the faster of "
+        "one scale for all and one a row, with the sums that it takes least time for, on dense random data; cuSPARSELt "
+        "the fastest of its algorithms and layouts, without scales."
+    ),
+    pages=("README.md", "docs/fp8.md"),
+)
 PACK = Table(
     op="pack",
     title="packing",
@@ -427,6 +467,23 @@ ATTENTION_TRAIN = Table(
     pages=("README.md", "docs/attention-backward.md"),
     shown=(PER_TOKEN, PEAK),
 )
+PLANNER = Table(
+    op="planner",
+    title="the planner's choice",
+    peers={"best": "the best measured", "dense": "dense", "2:4": "2:4"},
+    dense=("dense",),
+    command="planner --suite issue6",
+    suite=planner.ISSUE6,
+    columns=(CASE, MS, NEAR, WORST),
+    note=(
+        "For every layer each option of `plan_linear` is timed in the same rounds: dense, 2:4, and BSR and BSR24 in "
+        "blocks of 64 and 128 with the given share of blocks, in FP8 too where kernels are. The choice is made by "
+        "predictions alone. Times are sums over all layers, and ratios those of the sums; 'within 5 %' counts layers "
+        "whose choice takes at most 1.05 times as long as the fastest option."
+    ),
+    pages=("README.md", "docs/planner.md"),
+    shown=(NEAR, WORST),
+)
 TABLES: Mapping[str, Table] = {
     table.op: table
     for table in (
@@ -436,12 +493,14 @@ TABLES: Mapping[str, Table] = {
         LINEAR,
         SEMI24,
         STORY,
+        FP8,
         PACK,
         MLP_TRAIN,
         MLP_DECODE,
         ATTENTION,
         ATTENTION_BACKWARD,
         ATTENTION_TRAIN,
+        PLANNER,
     )
 }
 

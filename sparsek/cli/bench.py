@@ -11,7 +11,7 @@ from sparsek.bench import spmm as spmm_cases
 from sparsek.bench.attention import parse_lengths, parse_pair
 from sparsek.bench.attention_masks import KINDS
 from sparsek.bench.case import Case, parse_block
-from sparsek.cli import bench_products, bench_two_four
+from sparsek.cli import bench_planner, bench_products, bench_two_four
 from sparsek.cli.bench_run import (
     Asked,
     Blocks,
@@ -190,4 +190,6 @@ app.command("spgemm")(bench_products.spgemm)
 app.command("linear")(bench_products.linear)
 app.command("mlp")(bench_products.mlp)
 app.command("semi24")(bench_two_four.semi24)
+app.command("fp8")(bench_two_four.fp8)
 app.command("pack")(bench_two_four.pack)
+app.command("planner")(bench_planner.planner)

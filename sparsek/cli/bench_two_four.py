@@ -1,13 +1,14 @@
-"""`sparsek bench semi24`, and the others of 2:4 and FP8."""
+"""`sparsek bench semi24`, `fp8` and `pack`."""
 
 from collections.abc import Sequence
 from typing import Annotated
 
 import typer
 
+from sparsek.bench import fp8 as fp8_cases
+from sparsek.bench import fp8_peers, semi24_peers, story
 from sparsek.bench import pack as pack_cases
 from sparsek.bench import semi24 as semi24_cases
-from sparsek.bench import semi24_peers, story
 from sparsek.bench.case import Case, parse_block
 from sparsek.cli.bench_run import (
     Asked,
@@ -66,6 +67,45 @@ def semi24(
 
     asked = Asked(context, peers, rounds, named, only, device, out, plot)
     bench(asked, SUITES_24, semi24_peers.PEERS, cases, kernel)
+
+
+def fp8(
+    context: typer.Context,
+    m: Annotated[
+        str, typer.Option(help="Rows of the FP8 matrix; comma lists give every combination.")
+    ] = "8192",
+    k: Annotated[str, typer.Option(help="Its columns.")] = "8192",
+    n: Annotated[str, typer.Option(help="Rows of x, or columns of B.")] = "8192",
+    stored: Annotated[str, typer.Option(help=f"Formats: {', '.join(fp8_cases.STORED)}.")] = "bsr",
+    block: Blocks = "128",
+    density: Densities = "0.125",
+    form: Annotated[str, typer.Option(help=f"Products: {', '.join(fp8_cases.FORMS)}.")] = fp8_cases.LINEAR,
+    scale: Annotated[str, typer.Option(help=f"What shares a scale: {', '.join(fp8_cases.SCALES)}.")] = "row",
+    dtype: Annotated[str, typer.Option(help=f"{', '.join(fp8_cases.DTYPES)}.")] = "e4m3",
+    kernel: Kernels = "auto",
+    peers: Annotated[str, peers_option(fp8_peers.PEERS)] = "all",
+    rounds: Rounds = 7,
+    named: Annotated[str | None, suite_option(fp8_cases.SUITES)] = None,
+    only: Only = None,
+    device: Device = None,
+    out: Out = None,
+    plot: Plot = None,
+) -> None:
+    """FP8 matrices in blocks or in 2:4 against cuBLAS, cuSPARSELt and the same in bf16."""
+
+    def cases() -> Sequence[Case]:
+        return fp8_cases.product(
+            (listed("m", m, int), listed("k", k, int), listed("n", n, int)),
+            listed("stored", stored, str),
+            listed("block", block, parse_block),
+            listed("density", density, float),
+            listed("form", form, str),
+            listed("scale", scale, str),
+            listed("dtype", dtype, str),
+        )
+
+    asked = Asked(context, peers, rounds, named, only, device, out, plot)
+    bench(asked, fp8_cases.SUITES, fp8_peers.PEERS, cases, kernel)
 
 
 def pack(

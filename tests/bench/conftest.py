@@ -22,6 +22,7 @@ KERNELS = {
     "linear": "cpu.spmm",
     "semi24": "cpu.semi24",
     "story": "cpu.spmm",
+    "fp8": "cpu.spmm_fp8",
     "pack": "formats.convert",
     "mlp_train": "cpu.spmm + reference.sddmm",
     "mlp_decode": "cpu.spmm",
