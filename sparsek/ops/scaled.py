@@ -20,7 +20,7 @@ from sparsek.core.errors import InvalidInput
 from sparsek.formats.bsr import BSR
 from sparsek.formats.bsr24 import BSR24
 from sparsek.formats.scaled import Scaled
-from sparsek.formats.scaled_tensor import ScaledTensor
+from sparsek.formats.scaled_tensor import ScaledTensor, register_rounder
 from sparsek.formats.semi24 import Semi24
 from sparsek.ops import flat, transforms
 from sparsek.ops.planning import choose
@@ -293,5 +293,18 @@ def _(
     return torch.empty((*batch, n, m) if by_columns else (*batch, m, n), dtype=dtype, device=b.device)
 
 
+def _round_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+    """Values and scales of x by one kernel, loaded when the first CUDA tensor comes. None, and torch rounds, where
+    Triton is missing, and where something looks at calls op by op."""
+    if flat.traced() or not flat.are_plain(x):
+        return None
+    try:
+        from sparsek.kernels.portable.round_fp8 import round_rows
+    except ImportError:
+        return None
+    return round_rows(x, dtype)
+
+
+register_rounder(_round_rows)
 Scaled.register_matmul(lambda a, b: product(a, b, None, PLAIN, None, None, None))
 ScaledTensor.register_matmul(lambda a, b: product(a, b, None, PLAIN, None, None, None))
