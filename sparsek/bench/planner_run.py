@@ -10,22 +10,17 @@ from torch import Tensor
 
 from sparsek.bench import records
 from sparsek.bench.case import random_dense
+from sparsek.bench.layer_gate import Expected
 from sparsek.bench.planner import LAYERS, PLANNER, Layer, PlannerCase
 from sparsek.bench.run import GateError, Outcome, in_order
 from sparsek.bench.several import worst
 from sparsek.core import dtypes
 from sparsek.core.clock import Times
 from sparsek.core.device import card_of
-from sparsek.formats.bsr import BSR
-from sparsek.formats.bsr24 import BSR24
-from sparsek.formats.scaled import Scaled, quantize
-from sparsek.formats.semi24 import Semi24
 from sparsek.ops.linear import linear
 from sparsek.ops.linear_formats import Way, ways
 from sparsek.ops.plan_linear import BLOCK, Bound, Option, choose, consider, measure
-from sparsek.testing.budget import FACTOR, FLOOR, Gate, error, judge
-from sparsek.testing.budget24 import check_linear24
-from sparsek.testing.product_budget import check_linear
+from sparsek.testing.budget import Gate
 
 # A choice within this of the best counts as good.
 NEAR = 1.05
@@ -96,33 +91,14 @@ def _judge(layer: Layer, dtype: str, device: torch.device, rounds: int) -> Judge
 
 
 def _gated(layer: Layer, option: Option, weight: Any, x: Tensor) -> Gate:
-    gate = gate_of(weight, x[:GATE_TOKENS])
+    some = x[:GATE_TOKENS]
+    gate = Expected.of(some, weight).judge(linear(some, weight))
     if not gate.passed:
         raise GateError(
             f"{option.name} by {option.kernel} on {layer.name}: error {gate.error:.3e} exceeds the budget "
             f"{gate.budget:.3e}"
         )
     return gate
-
-
-def gate_of(weight: Any, x: Tensor) -> Gate:
-    """Whether `sparsek.linear` of x [T, K] and a weight is right: within twice the error of the dense product.
-
-    Of a weight in FP8 the exact product is that of the FP8 values of both with their scales.
-    """
-    y = linear(x, weight)
-    if isinstance(weight, BSR):
-        return check_linear(x, weight, y)
-    if isinstance(weight, (Semi24, BSR24)):
-        return check_linear24(x, weight, y)
-    if isinstance(weight, Scaled):
-        wide, whole = quantize(x).dequantize(torch.float64), weight.to_dense(torch.float64)
-        exact = wide @ whole.T
-        return judge(
-            y, exact, max(FLOOR, FACTOR * error((wide.float() @ whole.float().T).to(y.dtype), exact))
-        )
-    exact = x.double() @ weight.double().T
-    return judge(y, exact, max(FLOOR, FACTOR * error(torch.matmul(x, weight.T), exact)))
 
 
 def _record(case: PlannerCase, judged: Sequence[Judged], device: torch.device) -> records.Record:

@@ -1,8 +1,8 @@
-"""`sparsek`: doctor, demo, bench, report, advise, repro."""
+"""`sparsek`: doctor, demo, bench, report, advise, tune, repro."""
 
 import typer
 
-from sparsek.cli import advise, bench, demo, doctor, report, repro
+from sparsek.cli import advise, bench, demo, doctor, report, repro, tune
 from sparsek.cli.output import Commands
 
 app = typer.Typer(
@@ -18,6 +18,7 @@ app.command("demo")(demo.demo)
 app.command("advise")(advise.advise)
 app.add_typer(bench.app, name="bench")
 app.command("report")(report.report)
+app.command("tune")(tune.tune)
 app.add_typer(repro.app, name="repro")
 
 

@@ -34,7 +34,7 @@ BLOCK = (64, 128)
 # Errors are of so many tokens at most, spread over x, and on a CPU of so few that the dense product has these FLOPs.
 ERROR_TOKENS = 4096
 ERROR_FLOPS = 2e8
-# Measured on a GPU: copies of weight and x in turns until they are several caches, so that nothing is found there.
+# Measured on a GPU: copies of weight and x in turns, so that nothing is found in the cache.
 MOST_COPIES = 8
 ROUNDS = 5
 INNER_MS = 5.0
@@ -356,18 +356,22 @@ def _error(weight: Any, dense: Tensor, x: Tensor) -> float:
 
 
 def _rotating(weight: Any, x: Tensor, card: Card) -> Callable[[], object]:
-    """A call of `sparsek.linear`, on a GPU each time with another copy of both until the cache has turned over."""
-    copies = 1
-    if x.is_cuda:
-        bytes_ = sum(part.nbytes for part in (*parts_of(weight), x))
-        copies = max(1, min(MOST_COPIES, -(-2 * card.l2_bytes // max(1, bytes_))))
-    sets = [(weight, x), *((another(weight), x.clone()) for _ in range(copies - 1))]
-    turns = itertools.cycle([lambda w=w, x=x: linear(x, w) for w, x in sets])
+    """A call of `sparsek.linear`, each time with the next of its copies."""
+    turns = itertools.cycle([lambda w=w, x=x: linear(x, w) for w, x in copies(weight, x, card)])
 
     def call() -> object:
         return next(turns)()
 
     return call
+
+
+def copies(weight: Any, x: Tensor, card: Card) -> list[tuple[Any, Tensor]]:
+    """Weight and x, on a GPU with so many copies of both that a turn through them is two caches, at most eight."""
+    count = 1
+    if x.is_cuda:
+        size = sum(part.nbytes for part in (*parts_of(weight), x))
+        count = max(1, min(MOST_COPIES, -(-2 * card.l2_bytes // max(1, size))))
+    return [(weight, x), *((another(weight), x.clone()) for _ in range(count - 1))]
 
 
 def _cells(option: Option) -> tuple[str, ...]:

@@ -14,8 +14,8 @@ class Candidate:
     """What one kernel answered: a config with its predicted seconds, or the reasons why it cannot run.
 
     `only_by_name` is the reason why an automatic choice passes it over, if there is one. `origin` says which table the
-    config is from, "" where the kernel chose it; `seconds` are then those of the kernel's choice, corrected by what was
-    measured.
+    config is from, "" where the kernel chose it; `seconds` are then the prediction for the kernel's choice, times what
+    the config was measured to gain.
     """
 
     name: str
@@ -66,7 +66,7 @@ def select(p: Problem, kernels: Iterable[Any], *, only: str | None = None, confi
             tuned = table.tuned(p, kernel, chosen)
         aside, seconds, origin = getattr(kernel, "only_by_name", ""), kernel.seconds(p, chosen), ""
         if tuned is not None:
-            chosen, seconds, origin = tuned.config, seconds * tuned.factor, tuned.origin
+            chosen, seconds, origin = tuned.config, seconds * tuned.gain, tuned.origin
         candidates.append(Candidate(name, chosen, seconds, only_by_name=aside, origin=origin))
     able = [
         c for c in candidates if not c.why_not and (c.name == only or (only is None and not c.only_by_name))

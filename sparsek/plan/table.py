@@ -29,6 +29,9 @@ SHIPPED = Path(__file__).with_name("tuned_h200.json")
 # Numbers up to this stand for themselves in a key, as do all fields that are named here.
 EXACT_UP_TO = 16
 EXACT = ("block", "a_block", "b_block", "dim", "v_dim", "q_heads", "kv_heads")
+# A longest row of blocks of so many times the mean is another problem.
+UNEVEN = 3
+LEFT_OUT = ("card", "row_max", "touches_all_columns")
 Key = tuple[str, str, str]
 
 
@@ -56,10 +59,10 @@ class Entry:
 
 
 class Tuned(NamedTuple):
-    """A config from a table, the factor between measured and predicted times there, and which table it was."""
+    """A config from a table, its time over that of the kernel's own choice, and which table it was, in words."""
 
     config: Any
-    factor: float
+    gain: float
     origin: str
 
 
@@ -69,14 +72,17 @@ Entries = dict[Key, Entry]
 def key_of(p: Any) -> str:
     """A problem in words, without its card: "spmm m=4096 k=4096 n=5793 block=128x128 nnzb=128 dtype=bf16".
 
-    Fields at their default are left out. Sizes above 16 are rounded to the nearest half power of two.
+    Fields at their default are left out. Sizes above 16 are rounded to the nearest half power of two. Of the longest
+    row it only counts whether it is far longer than the mean.
     """
     parts = [p.op]
     for each in fields(p):
         value = getattr(p, each.name)
-        if each.name == "card" or (each.default is not MISSING and value == each.default):
+        if each.name in LEFT_OUT or (each.default is not MISSING and value == each.default):
             continue
         parts.append(f"{each.name}={_rounded(value, each.name in EXACT)}")
+    if hasattr(p, "row_max") and p.row_max * p.grid[0] > UNEVEN * p.nnzb:
+        parts.append("uneven")
     return " ".join(parts)
 
 
@@ -126,8 +132,13 @@ def tuned(p: Any, kernel: Any, default: Any) -> Tuned | None:
             continue
         config = matching([default, *kernel.configs(p)], entry.config)
         if config is not None:
-            factor = entry.seconds / entry.predicted
-            return Tuned(config, factor, f"{origin}, {entry.date[:10]}")
+            gain = entry.seconds / entry.default_seconds
+            said = (
+                "the kernel's own choice stood"
+                if gain == 1
+                else f"{gain:.2f}x the time of the kernel's own choice"
+            )
+            return Tuned(config, gain, f"{origin}, {entry.date[:10]}: {said}")
     return None
 
 
@@ -222,13 +233,14 @@ def _entry(found: Any) -> Entry | None:
         value: Any = found[each.name]
         if each.type == "str" and not (isinstance(value, str) and value):
             return None
-        if each.type == "float" and not (_is_number(value) and value > 0):
+        if each.type == "float" and not _is_positive(value):
             return None
     return Entry(**found) if isinstance(found["config"], dict) else None
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+def _is_positive(value: Any) -> bool:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number and math.isfinite(value) and value > 0
 
 
 def write(path: Path, entries: Iterable[Entry]) -> None:

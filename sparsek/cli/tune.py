@@ -1,0 +1,162 @@
+"""`sparsek tune`: measures configs and keeps the winners, which plans then take."""
+
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.text import Text
+
+from sparsek.bench import tune as tuning
+from sparsek.bench.case import parse_block
+from sparsek.bench.memory import out_of_memory
+from sparsek.bench.tune import SHAPES, Job, Tuning
+from sparsek.cli.bench_run import listed
+from sparsek.cli.output import complain, console, duration, progress
+from sparsek.cli.output import table as new_table
+from sparsek.core import env
+from sparsek.core.errors import InvalidInput, Unsupported
+from sparsek.formats.pattern import as_device
+from sparsek.kernels import KERNELS
+from sparsek.ops.linear_formats import FORMATS, ways
+from sparsek.plan import table
+
+SPARSE = tuple(name for name in FORMATS if name != "dense")
+
+
+def tune(
+    what: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[SHAPES | FILE]",
+            help="Shapes of W, 4096x14336,8192x8192, or a file of weights. Default: four of large models.",
+        ),
+    ] = None,
+    tokens: Annotated[str, typer.Option(help="Rows of x; comma lists give every combination.")] = "4096",
+    formats: Annotated[
+        str, typer.Option("--format", help=f"Some of {', '.join(SPARSE)}.")
+    ] = "semi24,bsr,bsr24",
+    block: Annotated[str, typer.Option(help="Blocks: 128,64.")] = "128",
+    keep: Annotated[str, typer.Option(help="Fractions of blocks that stay.")] = "0.125",
+    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
+    kernel: Annotated[str, typer.Option(help="Kernels by name; all: every one that can.")] = "all",
+    configs: Annotated[int, typer.Option(min=2, help="Configs of a kernel to measure, by prediction.")] = 6,
+    rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds.")] = 5,
+    device: Annotated[str | None, typer.Option(help="cuda or cpu; default: the GPU, which it needs.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The table to add to; default: SPARSEK_TUNING, which plans consult.")
+    ] = None,
+    show: Annotated[
+        bool, typer.Option("--show", help="Show the tables that plans consult; measure nothing.")
+    ] = False,
+    clear: Annotated[bool, typer.Option("--clear", help="Remove your table; measure nothing.")] = False,
+) -> None:
+    """Measures configs of each kernel, each checked first, and keeps the winners in a table that plans consult."""
+    if show and clear:
+        raise InvalidInput("--show looks at tables and --clear removes one; choose")
+    if show or clear:
+        (_show if show else _clear)(out)
+        return
+    path = out or _own()
+    where = as_device(device or "cuda")
+    if where.type == "cuda" and not torch.cuda.is_available():
+        raise InvalidInput("there is no GPU to tune for; --device cpu tunes the CPU's kernels")
+    jobs = _jobs(what, tokens, formats, block, keep, dtype)
+    names = None if kernel == "all" else listed("kernel", kernel, str)
+    for name in names or ():
+        if name not in (known for _, known in KERNELS):
+            raise InvalidInput(f"no kernel is called {name!r}; known: {', '.join(dict(KERNELS).values())}")
+    found = _run(jobs, where, names, configs, rounds, path)
+    entries = sum(each.entry is not None for each in found)
+    out_ = console()
+    for each in found:
+        out_.print(each.line, soft_wrap=True)
+    out_.print(f"{entries} entries in {path}", soft_wrap=True)
+    if not entries:
+        raise typer.Exit(1)
+
+
+def _jobs(what: str | None, tokens: str, formats: str, block: str, keep: str, dtype: str) -> list[Job]:
+    wanted = listed("format", formats, str)
+    if "dense" in wanted:
+        raise InvalidInput("--format dense: torch multiplies it, and has no configs here")
+    shapes = SHAPES if what is None else tuning.shapes_in(what)
+    blocks, keeps = listed("block", block, parse_block), listed("keep", keep, float)
+    for each in keeps:
+        if not 0 < each <= 1:
+            raise InvalidInput(f"--keep {each}: a fraction of blocks in (0, 1]")
+    stored = list(ways(wanted, blocks, keeps))
+    return [
+        Job(rows, n, k, way, dtype)
+        for rows in listed("tokens", tokens, int)
+        for n, k in shapes
+        for way in stored
+    ]
+
+
+def _run(
+    jobs: list[Job], device: torch.device, names: list[str] | None, most: int, rounds: int, path: Path
+) -> list[Tuning]:
+    """Every job in turn; what it gave is in the table before the next begins."""
+    found: list[Tuning] = []
+    with progress(len(jobs), "tune") as (say, advance):
+        for job in jobs:
+
+            def step(text: str, job: Job = job) -> None:
+                say(f"{job.name}, {text}")
+
+            try:
+                done = list(
+                    tuning.tune(job, device=device, kernels=names, most=most, rounds=rounds, step=step)
+                )
+            except (Unsupported, MemoryError, RuntimeError) as error:
+                why = str(error) if isinstance(error, Unsupported) else out_of_memory(error)
+                if why is None:
+                    raise
+                complain(f"{job.name}: {why}")
+            else:
+                found += done
+                table.add(path, [each.entry for each in done if each.entry is not None])
+            advance()
+    return found
+
+
+def _own() -> Path:
+    path = env.tuning_file()
+    if not path:
+        raise InvalidInput("SPARSEK_TUNING is off: no table is consulted; name one with --out, or unset it")
+    return Path(path)
+
+
+def _show(out: Path | None) -> None:
+    screen = console()
+    for path in [out] if out is not None else [_own(), table.SHIPPED]:
+        if not path.exists():
+            screen.print(f"{path}: not there", soft_wrap=True)
+            continue
+        entries = table.read(path)
+        screen.print(f"{path}: {len(entries)} entries", soft_wrap=True)
+        if not entries:
+            continue
+        shown = new_table("")
+        for title in ("kernel", "problem", "tuned", "own choice", "date", "source"):
+            shown.add_column(title, justify="right" if title in ("tuned", "own choice") else "left")
+        for entry in entries.values():
+            fresh = table.is_fresh(entry)
+            shown.add_row(
+                entry.kernel,
+                f"{entry.problem} on {entry.card}",
+                duration(entry.seconds),
+                duration(entry.default_seconds),
+                entry.date[:10],
+                Text("as measured" if fresh else "changed, ignored", "" if fresh else "yellow"),
+            )
+        screen.print(shown)
+
+
+def _clear(out: Path | None) -> None:
+    path = out or _own()
+    there = path.exists()
+    path.unlink(missing_ok=True)
+    table.forget()
+    console().print(f"{path}: {'removed' if there else 'was not there'}", soft_wrap=True)
