@@ -2,7 +2,8 @@
 
 Of files with device functions (Triton's and Gluon's) it is those functions, the constants of the module and the
 classes Config and Tile: what is compiled. Planning around a kernel may change, and its functions may move to another
-file, and its times still stand. Of other files it is everything. SCHEDULES names the exceptions.
+file, and its times still stand. The same counts of files in the Hopper folder without such functions, and of CUDA C++
+files everything. Of other files it is everything. SCHEDULES names the exceptions.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from sparsek.core.errors import InvalidInput
 
 ROOT = Path(__file__).parents[1]
 JOINED = " + "
+CUDA_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+CUDA_NAME = re.compile(r"""["'](\w+\.cu)["']""")
 LAST_COMMA = re.compile(r",(?=[])}])")
 DEVICE = ("jit", "constexpr_function", "builtin")
 SETTINGS = ("Config", "Tile")
@@ -26,7 +29,8 @@ SCHEDULES = {"hopper.attention_bwd": "plan.attention_grad_schedule"}
 
 
 def source_files(kernel: str, root: Path = ROOT) -> list[Path]:
-    """The kernel's own file and the files of sparsek.kernels that it imports, directly or through them; its schedule's.
+    """The kernel's own file and the files of sparsek.kernels that it imports, directly or through them; its schedule's;
+    the CUDA C++ files that they name and that lie beside them.
 
     "hopper.spmm" lies in sparsek/kernels; "formats.mask_build", which is measured too, in sparsek.
     """
@@ -38,7 +42,13 @@ def source_files(kernel: str, root: Path = ROOT) -> list[Path]:
         if file in found:
             continue
         found.append(file)
-        for module in _imports(file.read_text(encoding="utf-8")):
+        if file.suffix == ".cu":
+            continue
+        source = file.read_text(encoding="utf-8")
+        waiting += [
+            file.with_name(name) for name in CUDA_NAME.findall(source) if file.with_name(name).is_file()
+        ]
+        for module in _imports(source):
             target = root.parent / (module.replace(".", "/") + ".py")
             if module.startswith("sparsek.kernels.") and target.is_file():
                 waiting.append(target)
@@ -56,22 +66,30 @@ def _file_of(name: str, root: Path) -> Path:
 def source_hash(kernel: str, root: Path = ROOT) -> str:
     """16 hex digits of the SHA-256 over the code of the source files of a kernel, or of several: "a.x + b.y"."""
     files = {file for name in kernel.split(JOINED) for file in source_files(name, root)}
-    parts = {part for file in files for part in code_of(file.read_text(encoding="utf-8"))}
+    parts = {part for file in files for part in code_in(file)}
     digest = hashlib.sha256()
     for name, text in sorted(parts):
         digest.update(f"{name}\0{text}\0".encode())
     return digest.hexdigest()[:16]
 
 
-def code_of(source: str) -> list[tuple[str, str]]:
-    """Names and texts of what counts in a file."""
+def code_in(file: Path) -> list[tuple[str, str]]:
+    """Names and texts of what counts in a file of Python or CUDA C++."""
+    source = file.read_text(encoding="utf-8")
+    if file.suffix == ".cu":
+        return [(file.name, " ".join(CUDA_COMMENT.sub(" ", source).split()))]
+    return code_of(source, for_device=file.parent.name == "hopper")
+
+
+def code_of(source: str, *, for_device: bool = False) -> list[tuple[str, str]]:
+    """Names and texts of what counts in Python. `for_device`: it compiles a kernel, which may be written elsewhere."""
     tree = ast.parse(source)
     lines = _logical_lines(source, tree)
 
     def text(first: int, last: int) -> str:
         return "\n".join(line for row, line in lines if first <= row <= last)
 
-    if not any(_runs_on_device(node) for node in tree.body):
+    if not for_device and not any(_runs_on_device(node) for node in tree.body):
         return [("", text(1, len(source)))]
     return [
         (name, text(_first_line(node), node.end_lineno or node.lineno))

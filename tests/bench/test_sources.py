@@ -8,7 +8,7 @@ from sparsek import kernels
 from sparsek.bench import records
 from sparsek.core.errors import InvalidInput
 from sparsek.plan import sources
-from sparsek.plan.sources import code_of, source_files, source_hash
+from sparsek.plan.sources import code_in, code_of, source_files, source_hash
 
 DEVICE = """
 LAG = gl.constexpr(8)
@@ -156,9 +156,37 @@ def test_a_source_outside_the_kernels_is_found_too(tree: Path) -> None:
         source_files("formats.mask_gone", tree)
 
 
+def test_cuda_code_counts_with_the_settings_it_is_compiled_with(tree: Path) -> None:
+    folder = tree / "kernels/hopper"
+    folder.mkdir()
+    host, code = folder / "twin.py", folder / "twin.cu"
+    host.write_text(
+        'FILE = "twin.cu"\n\n\nclass Config:\n    keys: int = 64\n\n\ndef seconds():\n    return 1\n'
+    )
+    code.write_text("int f() { return 1; } // one\n")
+    assert source_files("hopper.twin", tree) == [host, code]
+    before = source_hash("hopper.twin", tree)
+
+    def changed(file: Path, old: str, new: str) -> bool:
+        text = file.read_text()
+        assert old in text
+        file.write_text(text.replace(old, new))
+        after = source_hash("hopper.twin", tree)
+        file.write_text(text)
+        return after != before
+
+    assert changed(code, "return 1", "return 2")
+    assert changed(host, "64", "128")
+    assert not changed(code, "// one", "/* two\n lines */")
+    assert not changed(code, "{ return", "{\n    return")
+    assert not changed(host, "return 1", "return 2")
+    (folder / "other.cu").write_text("int g();\n")
+    assert source_hash("hopper.twin", tree) == before
+
+
 @pytest.mark.parametrize("name", [name for _, name in kernels.KERNELS])
 def test_every_kernel_has_code_that_counts(name: str) -> None:
-    texts = [part for file in source_files(name) for part in code_of(file.read_text())]
+    texts = [part for file in source_files(name) for part in code_in(file)]
     device = [found for found, _ in texts if found]
     assert all(text for _, text in texts)
     assert bool(device) == name.startswith(("hopper.", "portable."))
