@@ -25,7 +25,7 @@ class MissingMatplotlibError(SparseKError):
     """Charts need the plot extra."""
 
 
-def _pyplot() -> Any:
+def pyplot() -> Any:
     try:
         import matplotlib
     except ImportError:
@@ -44,7 +44,7 @@ def draw(found: Sequence[Record], folder: Path) -> list[Path]:
     if not any(rows.values()):
         return []
     folder.mkdir(parents=True, exist_ok=True)
-    plt = _pyplot()
+    plt = pyplot()
     drawn = []
     plain = [record for record in rows["spmm"] if _spmm(record).form == A_AT_B]
     if plain:
