@@ -3,7 +3,6 @@
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,11 +10,12 @@ import torch
 from torch import Tensor
 
 import sparsek as sk
+from sparsek.core.clock import Times
 from sparsek.core.device import CPU, H200
 from sparsek.core.errors import Unsupported
 from sparsek.formats.semi24 import Semi24
 from sparsek.kernels.vendor import cusparselt
-from sparsek.kernels.vendor.cusparselt import KERNEL, Algorithm
+from sparsek.kernels.vendor.cusparselt import KERNEL, CusparseltConfig
 from sparsek.ops import planning
 from sparsek.ops.semi24 import plan_linear
 from sparsek.plan.problem import Semi24Problem
@@ -29,10 +29,13 @@ BF16 = torch.bfloat16
 
 
 class Library:
-    """Stands in for the library: what it compresses is A itself. Counts calls and keeps what it was told."""
+    """Stands in for the library: what it compresses is A itself. Counts calls and keeps what it was told.
+
+    It has no algorithm 2, and 1 is the fastest.
+    """
 
     def __init__(self) -> None:
-        self.compressed = self.searched = 0
+        self.compressed = self.timed = 0
         self.told: list[dict[str, Any]] = []
 
     def compress(self, dense: Tensor) -> Tensor:
@@ -42,16 +45,19 @@ class Library:
 
     def multiply(self, packed: Tensor, b: Tensor, **how: Any) -> Tensor:
         assert b.is_contiguous() or b.mT.is_contiguous()
+        if how["alg_id"] == 2:
+            raise RuntimeError("CUDA error: invalid value when calling `cusparseLtMatmulAlgSetAttribute`")
         self.told.append(how)
         z = packed.float() @ b.float()
         if how["bias"] is not None:
             z = z + how["bias"].float()[:, None]
         return (z.mT if how["transpose_result"] else z).to(b.dtype).contiguous()
 
-    def search(self, packed: Tensor, b: Tensor, *more: Any) -> tuple[int, int, int, int]:
-        assert b.isfinite().all()
-        self.searched += 1
-        return 7, 2, 1, 37
+    def time(self, calls: dict[str, Callable[[], Tensor]], **options: Any) -> dict[str, Times]:
+        assert options["settle_ms"] == 0
+        assert all(call().isfinite().all() for call in calls.values())
+        self.timed += 1
+        return {name: Times.of([abs(int(name) - 1.0)]) for name in calls}
 
 
 @pytest.fixture
@@ -61,7 +67,10 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
     monkeypatch.setattr(cusparselt, "missing", list)
     monkeypatch.setattr(torch, "_cslt_compress", made.compress)
     monkeypatch.setattr(torch, "_cslt_sparse_mm", made.multiply)
-    monkeypatch.setattr(torch._C, "_cusparselt", SimpleNamespace(mm_search=made.search), raising=False)
+    monkeypatch.setattr(torch._C, "_cusparselt", None, raising=False)  # its search must not be called
+    monkeypatch.setattr(torch, "_cslt_sparse_mm_search", None)
+    monkeypatch.setattr(cusparselt, "time_rounds", made.time)
+    monkeypatch.setattr(cusparselt, "TRIED", (0, 1, 2, 3))
     monkeypatch.setattr(cusparselt, "_ALGORITHMS", {})
     monkeypatch.setattr(
         cusparselt.VendorCusparselt, "why_not", lambda self, p: []
@@ -149,6 +158,7 @@ def test_every_epilogue_and_layout_is_within_budget(
     out = poisoned((*batch, 32, 64), BF16).mT if by_columns else poisoned(shape, BF16)
     p = problem(a, b, epilogue, out)
     work = KERNEL.prepare(p, KERNEL.default(p), a)
+    library.told.clear()
     KERNEL.launch(KERNEL.default(p), work, a, b, out, epilogue)
     gate = check_24(a, b, out, epilogue)
     assert gate.passed, gate
@@ -156,7 +166,7 @@ def test_every_epilogue_and_layout_is_within_budget(
     assert all(how["transpose_result"] is by_columns for how in library.told)
     along = name in ("bias", "gelu of a bias", "added")
     assert all((how["bias"] is not None) is along for how in library.told)
-    assert all((how["alg_id"], how["split_k"], how["split_k_mode"]) == (7, 2, 1) for how in library.told)
+    assert all(how["alg_id"] == 1 for how in library.told)
 
 
 def test_what_torch_makes_is_returned_where_nothing_is_left_to_do(
@@ -184,16 +194,16 @@ def test_what_torch_makes_is_returned_where_nothing_is_left_to_do(
     assert torch.equal(plan(x, a, epilogue=Epilogue(bias=bias)), sk.linear(x, a, bias, kernel=KERNEL.name))
 
 
-def test_a_matrix_is_compressed_once_and_a_problem_searched_once(library: Library):
+def test_a_matrix_is_compressed_once_and_a_problem_timed_once(library: Library):
     a, b = operands()
     first = sk.spmm(a, b, kernel=KERNEL.name)
     assert torch.equal(sk.spmm(a, b, kernel=KERNEL.name), first)
-    assert (library.compressed, library.searched) == (1, 1)
+    assert (library.compressed, library.timed) == (1, 1)
     sk.spmm(a, b[:, :8].contiguous(), kernel=KERNEL.name)  # another problem of the same matrix
-    assert (library.compressed, library.searched) == (1, 2)
+    assert (library.compressed, library.timed) == (1, 2)
     other, _ = operands()
     sk.spmm(other, b, kernel=KERNEL.name)  # the same problem of another matrix
-    assert (library.compressed, library.searched) == (2, 2)
+    assert (library.compressed, library.timed) == (2, 2)
 
 
 def test_values_that_were_written_to_are_compressed_anew(library: Library):
@@ -220,7 +230,7 @@ def test_the_copy_goes_with_the_matrix(library: Library):
     assert len(cusparselt._COPIES) == before - 1
 
 
-def test_a_graph_keeps_what_it_saw_and_searches_nothing(library: Library, monkeypatch: pytest.MonkeyPatch):
+def test_a_graph_keeps_what_it_saw_and_times_nothing(library: Library, monkeypatch: pytest.MonkeyPatch):
     a, b = operands()
     p = problem(a, b)
     work = KERNEL.prepare(p, KERNEL.default(p), a)
@@ -231,8 +241,8 @@ def test_a_graph_keeps_what_it_saw_and_searches_nothing(library: Library, monkey
     assert [each is packed for each in work.compressed.in_graphs] == [True]
     other, _ = operands()
     q = replace(p, n=2 * p.n)
-    assert KERNEL.prepare(q, KERNEL.default(q), other).algorithm == Algorithm()
-    assert library.searched == 1
+    assert KERNEL.prepare(q, KERNEL.default(q), other).alg_id == 0
+    assert library.timed == 1
     a.values.mul_(2)
     out = poisoned((64, 32), BF16)
     KERNEL.launch(KERNEL.default(p), work, a, b, out)
@@ -240,20 +250,36 @@ def test_a_graph_keeps_what_it_saw_and_searches_nothing(library: Library, monkey
     assert work.compressed.packed is packed  # what the graph made is its own
 
 
-def test_the_searched_algorithms_are_bounded(library: Library, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(cusparselt, "SEARCHED", 3)
+def test_the_algorithms_that_are_remembered_are_bounded(library: Library, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(cusparselt, "REMEMBERED", 3)
     a, _ = operands()
     for n in range(8, 80, 8):
         sk.spmm(a, torch.randn(128, n).to(BF16), kernel=KERNEL.name)
     assert len(cusparselt._ALGORITHMS) == 3
 
 
-def test_an_older_torch_is_asked_for_the_algorithm_alone(library: Library, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(torch._C, "_cusparselt", None)
-    monkeypatch.setattr(torch, "_cslt_sparse_mm_search", lambda packed, b, transpose_result: 5)
+def test_an_algorithm_may_be_named(library: Library):
+    a, b = operands()
+    c = CusparseltConfig(3)
+    plan = sk.plan_spmm(a, b, kernel=KERNEL.name, config=c)
+    assert "algorithm 3, a compressed copy" in plan.explain()
+    assert check_24(a, b, plan(a, b)).passed
+    assert [how["alg_id"] for how in library.told] == [3]
+    assert library.timed == 0
+    assert "the fastest of algorithms 0, 1, 2, 3" in sk.plan_spmm(a, b, kernel=KERNEL.name).explain()
+
+
+@pytest.mark.parametrize(
+    ("tried", "alg_id", "timed"), [((0,), 0, 0), ((2,), 2, 0), ((2, 3), 3, 1), ((2, 2), 2, 1)]
+)
+def test_algorithms_that_the_library_refuses_are_left_out(
+    tried: tuple[int, ...], alg_id: int, timed: int, library: Library, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(cusparselt, "TRIED", tried)
     a, b = operands()
     p = problem(a, b)
-    assert KERNEL.prepare(p, KERNEL.default(p), a).algorithm == Algorithm(5)
+    assert KERNEL.prepare(p, KERNEL.default(p), a).alg_id == alg_id
+    assert library.timed == timed
 
 
 def test_gradients_of_the_dense_operand_come_from_another_kernel(library: Library):

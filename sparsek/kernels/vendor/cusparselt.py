@@ -1,21 +1,27 @@
 """vendor.cusparselt: C = A @ B for a Semi24 A by NVIDIA's library, through the functions that torch has for it.
 
-    prepare     A is unpacked once and compressed into the library's own layout; its search picks the algorithm
+    prepare     A is unpacked once and compressed into the library's own layout; the algorithm is picked by timing
     launch      torch._cslt_sparse_mm, which makes C; C is copied where the caller gave `out`
 
 Only by name: it keeps a second copy of A, 9/16 of the dense size, and times algorithms. One copy serves all plans of a
 matrix and goes with its values; it is renewed when torch has counted a write to them (`Tensor._version`). A CUDA graph
-that was captured keeps the copy that it saw. The search runs once per problem, never while a graph is captured, where a
-problem not met before takes the library's default.
+that was captured keeps the copy that it saw. Algorithms are timed once per problem, never while a graph is captured,
+where a problem not met before takes the library's default.
+
+The library's own search is never called: on an H200 (0.8, by torch 2.11) it tried something that ended in an illegal
+instruction for fp16 products of 512 x 1024 x 512 and 64 x 128 x 32, and no CUDA context survives that. TRIED are the
+algorithms that are timed instead, where there are several; `config=` names one of them. `sparsek bench semi24` tries
+all that there are, in processes of their own.
 
 A bias goes along with the product; any other epilogue is applied by torch to the rounded product, in float32, and
 rounded again. Sparse tensor cores read the rows of B that a row of A names and no others, so a NaN stays with them.
 """
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +29,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from sparsek.core import dtypes
+from sparsek.core.clock import time_rounds
 from sparsek.formats.semi24 import Semi24
 from sparsek.plan.made import Made, captured, follow
 from sparsek.plan.problem import Semi24Problem
@@ -31,25 +38,25 @@ from sparsek.reference.epilogue import PLAIN, Epilogue
 
 # What the library's descriptors ask of 16-bit matrices: sides of the 2:4 one, and of dense ones.
 SPARSE_UNIT, DENSE_UNIT = 16, 8
-SEARCHED = 1024
+REMEMBERED = 1024
 # A guess: 930 to 1002 dense-equivalent TFLOPS were seen at 8192^3 in bf16 on an H200, where cuBLAS has 690.
 OVER_DENSE = 1.4
 
 
+# The algorithms that are timed, by the library's ids. 0 is its default.
+TRIED: tuple[int, ...] = (0,)
+
+
 @dataclass(frozen=True)
 class CusparseltConfig:
-    """Nothing to choose: the library's search does."""
+    """The library's id of the algorithm; None: the fastest of TRIED."""
+
+    alg_id: int | None = None
 
     def __repr__(self) -> str:
-        return "cuSPARSELt, its own search, a compressed copy of A"
-
-
-class Algorithm(NamedTuple):
-    """What the library's search answers, as torch._cslt_sparse_mm takes it."""
-
-    alg_id: int = 0
-    split_k: int = 1
-    split_k_mode: int = -1
+        if self.alg_id is not None:
+            return f"cuSPARSELt, algorithm {self.alg_id}, a compressed copy of A"
+        return f"cuSPARSELt, the fastest of algorithms {', '.join(map(str, TRIED))}, a compressed copy of A"
 
 
 class Compressed:
@@ -84,14 +91,14 @@ class Compressed:
 
 @dataclass(frozen=True, eq=False)
 class Work:
-    """What the searched algorithm is, and the copy of the matrix that was planned."""
+    """Which algorithm it is, and the copy of the matrix that was planned."""
 
-    algorithm: Algorithm
+    alg_id: int
     compressed: Compressed
 
 
 _COPIES: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # values -> Compressed
-_ALGORITHMS: dict[tuple[Semi24Problem, int], Algorithm] = {}
+_ALGORITHMS: dict[tuple[Semi24Problem, int], int] = {}
 
 
 def missing() -> list[str]:
@@ -138,7 +145,7 @@ class VendorCusparselt:
         return CusparseltConfig()
 
     def configs(self, p: Semi24Problem) -> Iterable[CusparseltConfig]:
-        return [CusparseltConfig()]
+        return [CusparseltConfig(), *map(CusparseltConfig, TRIED)]
 
     def seconds(self, p: Semi24Problem, c: CusparseltConfig) -> float:
         """OVER_DENSE times the dense rate, or the compulsory bytes at 80 % of copy bandwidth, and passes over C."""
@@ -150,10 +157,11 @@ class VendorCusparselt:
         return product + finished + (p.batch + passes) * p.card.launch_seconds
 
     def prepare(self, p: Semi24Problem, c: CusparseltConfig, a: Semi24) -> Work:
-        """Compresses A and searches; both at the first plan of this matrix and of this problem."""
+        """Compresses A and times algorithms; both at the first plan of this matrix and of this problem."""
         with torch.no_grad(), torch.cuda.device_of(a.values):
             compressed: Any = _COPIES.setdefault(a.values, Compressed())
-            return Work(_algorithm(p, compressed.of(a)), compressed)
+            packed = compressed.of(a)
+            return Work(_algorithm(p, packed) if c.alg_id is None else c.alg_id, compressed)
 
     def launch(
         self,
@@ -203,34 +211,42 @@ def _products(work: Work, a: Semi24, b: Tensor, bias: Tensor | None, by_columns:
     """A @ b [..., K, N] + bias for each item of the batch: [M, N], or [N, M] if `by_columns`, row-major."""
     with torch.cuda.device_of(b):
         packed = work.compressed.of(a)
-        how = {"bias": bias, "transpose_result": by_columns, **work.algorithm._asdict()}
+        how = {"bias": bias, "transpose_result": by_columns, "alg_id": work.alg_id}
         return [torch._cslt_sparse_mm(packed, b[at], **how) for at in np.ndindex(*b.shape[:-2])]
 
 
-def _algorithm(p: Semi24Problem, packed: Tensor) -> Algorithm:
-    """What the library's search found for `p` on this device; its default while a graph is captured."""
+def _algorithm(p: Semi24Problem, packed: Tensor) -> int:
+    """The fastest of TRIED for `p` on this device; the library's default while a graph is captured."""
     key = p, packed.device.index
     found = _ALGORITHMS.get(key)
     if found is None:
         if captured(packed):
-            return Algorithm()
-        found = _ALGORITHMS[key] = _search(p, packed)
-        while len(_ALGORITHMS) > SEARCHED:
+            return TRIED[0]
+        found = _ALGORITHMS[key] = _fastest(p, packed)
+        while len(_ALGORITHMS) > REMEMBERED:
             _ALGORITHMS.pop(next(iter(_ALGORITHMS)))
     return found
 
 
-def _search(p: Semi24Problem, packed: Tensor) -> Algorithm:
-    """Times the library's algorithms on normal numbers that lie as B does."""
+def _fastest(p: Semi24Problem, packed: Tensor) -> int:
+    """Times those of TRIED that the library takes for `p`, on normal numbers that lie as B does."""
+    if len(TRIED) == 1:
+        return TRIED[0]
     shape = (p.n, p.k) if p.b_layout == "col" else (p.k, p.n)
     b = torch.randn(shape, dtype=packed.dtype, device=packed.device)
     b = b.mT if p.b_layout == "col" else b
-    by_columns = p.out_layout == "col"
-    search = getattr(getattr(torch._C, "_cusparselt", None), "mm_search", None)
-    if search is not None:
-        alg_id, split_k, split_k_mode, _ = search(packed, b, None, None, None, by_columns)
-        return Algorithm(int(alg_id), int(split_k), int(split_k_mode))
-    return Algorithm(int(torch._cslt_sparse_mm_search(packed, b, transpose_result=by_columns)))
+    how = {"bias": None, "transpose_result": p.out_layout == "col"}
+    calls: dict[int, Callable[[], Tensor]] = {}
+    for alg_id in TRIED:
+        call = partial(torch._cslt_sparse_mm, packed, b, alg_id=alg_id, **how)
+        try:
+            call()
+        except RuntimeError:  # not an algorithm for this problem
+            continue
+        calls[alg_id] = call
+    named = {str(alg_id): call for alg_id, call in calls.items()}
+    times = time_rounds(named, device=packed.device, rounds=3, inner_ms=2.0, settle_ms=0.0)
+    return min(calls, key=lambda alg_id: times[str(alg_id)].median, default=TRIED[0])
 
 
 KERNEL: Kernel24 = VendorCusparselt()
