@@ -19,13 +19,15 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from sparsek.core import dtypes
-from sparsek.kernels.hopper import attention_bwd, attention_fwd, sddmm, spmm
+from sparsek.kernels.hopper import attention_bwd, attention_fwd, sddmm, spmm, spmm_fp8
 from sparsek.kernels.prims.gluon import describe_heads, shared_layout
 from tests.kernels import sass
 from tests.kernels.sass import Loop
 
 # hopper.spgemm runs the kernel of hopper.spmm.
-Config = spmm.Config | sddmm.Config | attention_fwd.Config | attention_bwd.Config
+Config = spmm.Config | spmm_fp8.Config | sddmm.Config | attention_fwd.Config | attention_bwd.Config
+# What Triton calls what torch and SparseK call otherwise.
+FP8 = {"e4m3": ("fp8e4nv", torch.float8_e4m3fn), "e5m2": ("fp8e5", torch.float8_e5m2)}
 
 
 class Code(NamedTuple):
@@ -54,8 +56,10 @@ class Code(NamedTuple):
 
 
 def compiled(c: Config, dtype: str, reads_sass: bool = True) -> Code:
-    """`c` for bf16 or fp16, with the arguments that `launch` gives to the kernel. Reading machine code takes as long
-    as compiling."""
+    """`c` for bf16 or fp16, or for the types it names, with the arguments that `launch` gives to the kernel.
+
+    Reading machine code takes as long as compiling.
+    """
     if isinstance(c, attention_fwd.Config):
         options = {"maxnreg": 128} if c.ctas_per_sm == 2 else {}
         function, source, types = _attention(c, dtype)
@@ -64,7 +68,10 @@ def compiled(c: Config, dtype: str, reads_sass: bool = True) -> Code:
         function, source, types = _attention_bwd(c, dtype)
     else:
         options = c.options
-        function, source, types = _sddmm(c, dtype) if isinstance(c, sddmm.Config) else _spmm(c, dtype)
+        if isinstance(c, spmm_fp8.Config):
+            function, source, types = _spmm_fp8(c)
+        else:
+            function, source, types = _sddmm(c, dtype) if isinstance(c, sddmm.Config) else _spmm(c, dtype)
     signature = {name: types.get(name, "i32") for name in function.arg_names}
     aligned = [at for at, kind in enumerate(signature.values()) if kind.startswith("*")]
     ast = GluonASTSource(
@@ -98,6 +105,21 @@ def _spmm(c: spmm.Config, dtype: str) -> tuple[Any, str, dict[str, str]]:
     there = (("bias", c.bias), ("other", bool(c.combine) or c.direct))
     types |= {name: f"*{dtype}" for name, given in there if given}
     return spmm.spmm_kernel, spmm.SOURCE, types
+
+
+def _spmm_fp8(c: spmm_fp8.Config) -> tuple[Any, str, dict[str, str]]:
+    a, b, out = c.types
+    described = {
+        "a_desc": ((c.rows, c.width), a),
+        "b_desc": ((c.cols, c.width), b),
+        "c_desc": (c.c_shape, out),
+    }
+    types = {name: _descriptor(*each) for name, each in described.items()} | {"alpha": "fp32", "beta": "fp32"}
+    # What is not there is the tiles again.
+    types |= dict.fromkeys(("tiles", "starts", "cols", "bias", "part_sums", "other"), "*i32")
+    types |= dict.fromkeys(("a_scale", "b_scale", *(["part_sums"] if c.split else [])), "*fp32")
+    types |= {name: f"*{out}" for name, given in (("bias", c.bias), ("other", c.combine)) if given}
+    return spmm_fp8.spmm_fp8_kernel, spmm_fp8.SOURCE, types
 
 
 def _sddmm(c: sddmm.Config, dtype: str) -> tuple[Any, str, dict[str, str]]:
@@ -147,7 +169,8 @@ def _attention_bwd(c: attention_bwd.Config, dtype: str) -> tuple[Any, str, dict[
 
 
 def _descriptor(box: tuple[int, ...], dtype: str) -> str:
-    return f"tensordesc<{dtype}{list(box)},{shared_layout(box, dtypes.parse(dtype))!r}>"
+    name, kind = FP8[dtype] if dtype in FP8 else (dtype, dtypes.parse(dtype))
+    return f"tensordesc<{name}{list(box)},{shared_layout(box, kind)!r}>"
 
 
 def _code(kernel: Any, log: str, reads_sass: bool) -> Code:
@@ -212,11 +235,12 @@ def config_from(fields: dict[str, Any]) -> Config:
     """The inverse of `fields_of`, after a way through JSON."""
     kinds = {
         kind.__module__: kind
-        for kind in (spmm.Config, sddmm.Config, attention_fwd.Config, attention_bwd.Config)
+        for kind in (spmm.Config, spmm_fp8.Config, sddmm.Config, attention_fwd.Config, attention_bwd.Config)
     }
-    first, second = fields["block"]
-    rest = {name: value for name, value in fields.items() if name not in ("kernel", "block")}
-    return kinds[fields["kernel"]](**rest, block=(first, second))
+    tuples: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()
+    }
+    return kinds[tuples.pop("kernel")](**tuples)
 
 
 def fields_of(c: Config) -> dict[str, Any]:

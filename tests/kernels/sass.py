@@ -24,6 +24,7 @@ BEFORE_ALL = frozenset((ENTRY,))
 # Instructions outside the uniform datapath that write a uniform register, and inside it that write none.
 WRITES_UNIFORM = ("R2UR", "S2UR", "ELECT", "REDUX")
 WRITES_NONE = ("UISETP", "UPLOP3", "USETMAXREG", "UTMA", "UBLK", "UCGABAR", "UCCTL")
+WGMMA = ("HGMMA", "QGMMA")  # of 16 bits, of 8
 UNKNOWN_JUMPS = ("BRXU", "JMP", "JMX", "JMXU", "CALL", "RET", "BPT", "RPCMOV")
 
 
@@ -187,7 +188,7 @@ def mixed_descriptors(program: Program) -> list[str]:
     Where a write is missing on a path, what the register held before comes through. No kernel here lets two writes
     meet in a descriptor (2026-11-21); code that does so may be right, and must be looked at.
     """
-    return _readers(program, lambda i, number, writes: i.opcode.startswith("HGMMA") and len(writes) > 1)
+    return _readers(program, lambda i, number, writes: i.opcode.startswith(WGMMA) and len(writes) > 1)
 
 
 def _is_copy(i: Instruction) -> bool:
@@ -263,7 +264,7 @@ def multiplying_loops(program: Program) -> list[Loop]:
     every = {
         head: body
         for head, body in sorted(loops(program).items())
-        if any(program.code[at].opcode.startswith("HGMMA") for at in body)
+        if any(program.code[at].opcode.startswith(WGMMA) for at in body)
     }
     inner = [body for body in every.values() if not any(other < body for other in every.values())]
     return [_summed_up([program.code[at] for at in sorted(body)]) for body in inner]

@@ -308,14 +308,16 @@ def multiply(T: gl.constexpr, WG: gl.constexpr, c_desc, lists, scales, before, j
                     a = a_s.index(place).slice(ROW0, 64)
                     b = b_s.index(place * WG_N + WG // WG_M).slice(u % CHUNKS * CHUNK, CHUNK)
                     acc = warpgroup_mma(a, b.permute((1, 0)), acc, use_acc=i > 0, is_async=True)
-                if u == 0:
-                    if due:  # beside this stage's wgmma
-                        send_box(T, WG, c_desc, BOXES - unsent, old_row, old_col, boxes, ahead, joined)
-                        unsent -= 1
                 chunk_sums = warpgroup_mma_wait(0, deps=(acc,))  # the other warpgroup's go on
                 if u == UNITS - 1:
                     mbarrier.arrive(empty.index(slot), count=1)
                 sums = taken_over(T, sums, chunk_sums, u, stretch)
+                # Here, where the other warpgroup has the tensor cores. Without a branch between two chunks ptxas begins
+                # the second one before the first is taken over, and spills.
+                if u == 0:
+                    if due:
+                        send_box(T, WG, c_desc, BOXES - unsent, old_row, old_col, boxes, ahead, joined)
+                        unsent -= 1
             stretch = later
             slot += 1
             if slot == STAGES:
@@ -424,14 +426,14 @@ class HopperSpmmFp8:
             )
         if p.block[1] % 32:
             reasons.append(f"FP8 wgmma is 32 deep, and blocks are {p.block[1]} wide")
-        if not p.aligned:
+        row = p.m if p.out_layout == "col" else p.n
+        if row * dtypes.itemsize(p.out_dtype) % 16:
+            reasons.append(f"TMA writes whole 16 bytes, and a row of C is {row} numbers of {p.out_dtype}")
+        elif not p.aligned:
             reasons.append(
                 "TMA needs pointers and rows of B (K values each), of C and of the other matrix that are multiples of "
                 "16 bytes"
             )
-        row = p.m if p.out_layout == "col" else p.n
-        if row * dtypes.itemsize(p.out_dtype) % 16:
-            reasons.append(f"TMA writes whole 16 bytes, and a row of C is {row} numbers of {p.out_dtype}")
         if p.out_dtype == "fp32" and (p.combine or p.activation not in ("", "relu")):
             reasons.append("a C in fp32 takes a bias and relu; other activations and matrices bf16 and fp16")
         if max(p.nnzb * max(p.block), p.m, p.k, p.n) > 2**31 - 1024:
@@ -470,7 +472,7 @@ class HopperSpmmFp8:
             if p.in_place and bm > 64 * wg_m and bm % (64 * wg_m):
                 continue
             wasted = wg_m == 2 and bm <= 64
-            too_low = wg_m == 1 and bm > 64 and p.n > 64
+            too_low = wg_m == 1 and bm > 64 and p.n > 64 and not p.in_place
             too_wide = (cols > 16 and cols * wg_n >= 2 * p.n) or (alone and cols > 64)
             too_narrow = p.n > 64 and (cols < 64 or alone)
             if wasted or too_low or too_wide or too_narrow:
