@@ -30,10 +30,9 @@ EARLY, MIXED, LATE = range(3)
 
 
 @cache
-def library(c: Config, source: str = "") -> ctypes.CDLL:
-    """semi24.cu, or `source` in its place, for this machine."""
-    text = source or SOURCE.read_text()
-    constants, rest = text.split("// " + "-" * 100 + " PTX wrappers")
+def library(c: Config, source: str) -> ctypes.CDLL:
+    """`source` in the place of semi24.cu, for this machine."""
+    constants, rest = source.split("// " + "-" * 100 + " PTX wrappers")
     roles = rest.split("// " + "-" * 100 + " tiles and roles")[1]
     include = f'#include "{WRAPPERS}"\n'
     folder = Path(mkdtemp())
@@ -70,4 +69,4 @@ def multiply(
     params, grid = semi24.told(c, work, nibbles, b, out, epilogue)
     maps = [ctypes.byref(packed(each)) for each in semi24.boxes(c, a.values, b, out)]
     size = ctypes.c_int64(nibbles.numel() * 4)
-    return library(c, source).launch(*maps, ctypes.byref(params), grid, order, order, size).decode()
+    return library(c, source or SOURCE.read_text()).launch(*maps, ctypes.byref(params), grid, order, order, size).decode()

@@ -51,7 +51,9 @@ static Dim block_of() { return {me->cta->block, 0, 0}; }
 #define __shfl_sync(mask, x, lane) (x)
 #define __trap() fail("trap")
 static unsigned char shared[16];
-static unsigned __cvta_generic_to_shared(void*) { return BASE; }
+// In a cluster the bits from 24 on say whose shared memory it is.
+static unsigned __cvta_generic_to_shared(void*) { return BASE | (unsigned)me->cta->rank << 24; }
+static unsigned inside(unsigned at) { return at & 0xffffff; }
 static void fail(const std::string& why) { if (trouble.empty()) trouble = why; }
 static void block_until(std::function<bool()> ready) {
   if (ready() && rng() % 4) return;
@@ -60,6 +62,7 @@ static void block_until(std::function<bool()> ready) {
   me->ready = nullptr;
 }
 static unsigned char* shared_at(Cta* c, unsigned at, unsigned bytes) {
+  at = inside(at);
   if (at < BASE || at + bytes > BASE + c->smem.size()) {
     fail("shared memory out of range");
     return c->smem.data();
@@ -95,13 +98,13 @@ static float from16(u16 x) {
 }
 
 static void barrier_init(u32 at, u32 count) {
-  Barrier& b = me->cta->barriers[at];
+  Barrier& b = me->cta->barriers[inside(at)];
   b = Barrier(), b.count = b.pending = (int)count, b.live = true;
   shared_at(me->cta, at, 8);
 }
 static void barriers_made() {}
 static Barrier& barrier(Cta* c, u32 at) {
-  Barrier& b = c->barriers[at];
+  Barrier& b = c->barriers[inside(at)];
   if (!b.live) fail("no barrier there");
   return b;
 }
@@ -196,6 +199,7 @@ static void wgmma_fence() {}
 struct Operands { float* d; const u32* nibbles; };
 static std::map<Fiber*, std::vector<Operands>> handed;
 static Fiber* head() { return me->cta->fibers[me->tid.x / 128 * 128]; }
+static u64 place(u32 at) { return (at & 0x3FFFF) >> 4; }
 static constexpr u64 described(int group_bytes, int panel_bytes, int swizzle_bytes) {
   return (u64)(panel_bytes >> 4) << 16 | (u64)(group_bytes >> 4) << 32 | (swizzle_bytes == 128 ? 1ull : 2ull) << 62;
 }
@@ -210,7 +214,7 @@ static float described_at(Cta* c, u64 desc, bool k_major, int mn, int k) {
   memcpy(&x, shared_at(c, swizzled(at, width), 2), 2);
   return from16(x);
 }
-template <int SEL> static void product(Cta* c, const std::vector<Operands>& ops, u64 a, u64 b, int more) {
+template <int SEL> static void product(Cta* c, const std::vector<Operands>& ops, u64 a, u64 b) {
   static float A[64][32], B[32][TN];
   memset(A, 0, sizeof A);
   for (int r = 0; r < 64; r++)
@@ -225,18 +229,16 @@ template <int SEL> static void product(Cta* c, const std::vector<Operands>& ops,
   for (int r = 0; r < 64; r++)
     for (int n = 0; n < TN; n++) {
       float& s = ops[32 * (r / 16) + 4 * (r % 8) + n % 8 / 2].d[n / 8 * 4 + r % 16 / 8 * 2 + n % 2];
-      float sum = more ? s : 0.f;
-      for (int k = 0; k < 32; k++) if (A[r][k] != 0.f) sum += A[r][k] * B[k][n];
-      s = sum;
+      for (int k = 0; k < 32; k++) if (A[r][k] != 0.f) s += A[r][k] * B[k][n];
     }
 }
-template <int SEL> static void wgmma(float (&d)[TN / 2], u64 a, u64 b, const u32& nibbles, int more) {
+template <int SEL> static void wgmma(float (&d)[TN / 2], u64 a, u64 b, const u32& nibbles) {
   auto& all = handed[head()];
   all.resize(128);
   all[me->tid.x % 128] = {d, &nibbles};
   if (!meet_all(200, 128)) return;
   Cta* c = me->cta;
-  head()->open.push_back([c, ops = all, a, b, more] { product<SEL>(c, ops, a, b, more); });
+  head()->open.push_back([c, ops = all, a, b] { product<SEL>(c, ops, a, b); });
 }
 static void wgmma_commit() {
   if (me->tid.x % 128 == 0) me->groups.push_back(std::move(me->open)), me->open.clear();

@@ -1,6 +1,6 @@
 /* C = act(alpha * (A @ B) + bias[:, None]) on Hopper's sparse tensor cores: A is 2:4, B and C are dense.
 
-       one tile of C                       what one step brings into a slot of the ring
+       one tile of C                       what one step of BK = 64 brings into a slot of the ring
        .-------- TN --------.
        |    warpgroup 0     |  64*MS      A       [TM, BK/2]  the stored values of BK columns
        |--------------------|             nibbles [TM, BK/4]  which two of four, in the order that wgmma wants
@@ -9,15 +9,15 @@
          TM = 64*MS*WGS rows              wgmma.sp: D[64, TN] += A24[64, 32] @ B[32, TN]
 
    A CTA stays on its SM and walks tiles of C. One producer thread fills the ring by TMA (`load`); WGS consumer
-   warpgroups, each with MS slabs of 64 rows, multiply out of it (`multiply`). CLUSTER = 2 CTAs take tiles that lie
-   below each other: each brings half of the B that both need, and multicasts it to both. The finished tile leaves
+   warpgroups, each with MS slabs of 64 rows, multiply out of it (`multiply`). CLUSTER CTAs take tiles that lie
+   below each other: each brings its part of the B that all need, and multicasts it to all. The finished tile leaves
    through shared memory, by TMA.
 
    With LISTS, A is a stack of stored blocks: tiles come from a list of records and every tile has a list of blocks
    (BSR24). Without it A is one block as large as the matrix.
 
-   Shared memory reads bound this: a wgmma of 64 rows reads all of B's 32 x TN, 128 bytes a cycle at full rate, and
-   A's values and what TMA writes come on top. A tall tile writes least.
+   What bounds it (H200, 8192^3 bf16, 2026-11-22): reads from L2, 7.2 TB/s without any wgmma, 0.94 of 0.965 ms. So a
+   cluster shares B: 1024 dense-equivalent TFLOPS with CLUSTER 2, three quarters of that with 1.
 
    Capital names that are not defined here are constants of the compilation: Config.defines in semi24.py, where it also
    says what a call must be. Sums are float32, in the order of k: the same bits whatever the tile. No include: NVRTC
@@ -51,7 +51,7 @@ struct Params {
 
 constexpr int TM = 64 * MS * WGS;
 constexpr int THREADS = 128 * (WGS + 1);
-constexpr int CHUNKS_K = BK / 64;                        // chunks of 64 columns in a stage
+constexpr int BK = 64;                                   // columns of A in a slot; a word of nibbles a thread
 constexpr int A_BYTES = TM * BK;                         // BK/2 values of 2 bytes
 constexpr int B_BYTES = TN * BK * 2;
 constexpr int E_BYTES = TM * BK / 8;                     // four bits for four columns
@@ -59,7 +59,6 @@ constexpr int BOX_N = 64;                                // columns of a box of 
 constexpr int BOXES_N = TN / BOX_N;
 constexpr int BOXES = MS * BOXES_N;                      // boxes of a warpgroup's part of a tile
 constexpr int BOX_BYTES = 8192;
-constexpr int EVERY = PACE > 0 ? PACE : 1;               // steps between two boxes that leave during the next tile
 constexpr int A_AT = 0;
 constexpr int B_AT = A_AT + STAGES * A_BYTES;
 constexpr int C_AT = B_AT + STAGES * B_BYTES;
@@ -68,8 +67,6 @@ constexpr int FULL_AT = E_AT + STAGES * E_BYTES;
 constexpr int EMPTY_AT = FULL_AT + STAGES * 8;
 static_assert(EMPTY_AT + STAGES * 8 <= SMEM_BYTES, "semi24.py counts shared memory differently");
 static_assert(A_BYTES % 1024 == 0 && B_BYTES % 1024 == 0, "swizzled tiles begin at multiples of 1024");
-static_assert(BK == 64 || BK == 128, "A's rows are one swizzle wide: 64 or 128 bytes");
-static_assert(!PACE || C_BOXES == BOXES, "boxes that leave during the next tile need room for all");
 static_assert(!LISTS || CLUSTER == 1, "tiles below each other have lists of their own");
 
 // ---------------------------------------------------------------------------------------------------- PTX wrappers
@@ -172,7 +169,7 @@ template <int N> PTX void wgmma_wait() {
 // The compiler takes x for written here: what reads it stays behind the wait that came before.
 PTX void written_until_here(float& x) { asm volatile("" : "+f"(x)::"memory"); }
 
-// d[64, TN] (+)= A24[64, 32] @ B[32, TN]. `SEL` 0 takes the nibbles of lanes 4i and 4i+1, 1 those of 4i+2 and 4i+3.
+// d[64, TN] += A24[64, 32] @ B[32, TN]. `SEL` 0 takes the nibbles of lanes 4i and 4i+1, 1 those of 4i+2 and 4i+3.
 #define F4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define F16(d, i) F4(d, i), F4(d, i + 4), F4(d, i + 8), F4(d, i + 12)
 #define F32(d, i) F16(d, i), F16(d, i + 16)
@@ -222,16 +219,15 @@ PTX void written_until_here(float& x) { asm volatile("" : "+f"(x)::"memory"); }
 #define TURNED ""
 #endif
 
-// `more` 0 forgets what was in d. wgmma reads `nibbles` while it runs: the register must hold them until it was waited
-// for, and nothing in the language says so. See `load_nibbles`.
+// wgmma reads `nibbles` while it runs: the register must hold them until it was waited for, and nothing in the language
+// says so. See `load_nibbles`.
 template <int SEL>
-PTX void wgmma(float (&d)[TN / 2], u64 a, u64 b, u32 nibbles, int more) {
+PTX void wgmma(float (&d)[TN / 2], u64 a, u64 b, u32 nibbles) {
   asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, " IN(131, 99, 67, 35) ", 0;\n"
       "wgmma.mma_async.sp.sync.aligned." SHAPE ".f32" TYPE " {" SUM_NAMES "}, " IN(128, 96, 64, 32)
-      ", " IN(129, 97, 65, 33) ", " IN(130, 98, 66, 34) ", " IN(132, 100, 68, 36) ", p, 1, 1, 0, "
-      IN(133, 101, 69, 37) ";\n}"
-      : SUMS(d) : "l"(a), "l"(b), "r"(nibbles), "r"(more), "n"(SEL), "n"(B_ROW));
+      ", " IN(129, 97, 65, 33) ", " IN(130, 98, 66, 34) ", " IN(131, 99, 67, 35) ", 1, 1, 1, 0, "
+      IN(132, 100, 68, 36) ";"
+      : SUMS(d) : "l"(a), "l"(b), "r"(nibbles), "n"(SEL), "n"(B_ROW));
 }
 
 // The address in a matrix descriptor: 14 bits, in units of 16 bytes. In a cluster the bits above them say whose shared
@@ -350,7 +346,7 @@ PTX void load(const TensorMap& a_map, const TensorMap& b_map, const Params& p, u
         // Until the consumers of every CTA that this slot's B goes to have multiplied what it held.
         barrier_wait(ring.empty(), ring.phase);
         const u32 landed = ring.full();
-        barrier_expect(landed, A_BYTES + E_BYTES + B_BYTES);  // both halves of B, also the other CTA's
+        barrier_expect(landed, A_BYTES + E_BYTES + B_BYTES);  // all of B, also what other CTAs bring
         tma_load(smem + A_AT + ring.slot * A_BYTES, a_map, landed, step * (BK / 2), a_row);
         const int k = k_begin + step * BK;
         const u32 b = smem + B_AT + ring.slot * B_BYTES;
@@ -362,17 +358,14 @@ PTX void load(const TensorMap& a_map, const TensorMap& b_map, const Params& p, u
                          k + rank * K_PART);
         } else {
           constexpr int N_PART = TN / CLUSTER;
-#pragma unroll
-          for (int j = 0; j < CHUNKS_K; j++)
-            tma_load_all(b + j * (TN * 128) + rank * (N_PART * 128), b_map, landed, k + j * 64,
-                         tile.col + rank * N_PART);
+          tma_load_all(b + rank * (N_PART * 128), b_map, landed, k, tile.col + rank * N_PART);
         }
 #pragma unroll
         for (int j = 0; j < TM / 64; j++) {
           // Below the matrix there are no nibbles, and no row that is stored: any legal ones do.
           const i64 slab = min(a_row / 64 + j, p.slabs - 1);
-          bulk_load(smem + E_AT + ring.slot * E_BYTES + j * (CHUNKS_K * 512),
-                    p.nibbles + (slab * p.chunks + step * CHUNKS_K) * 128, CHUNKS_K * 512, landed);
+          bulk_load(smem + E_AT + ring.slot * E_BYTES + j * 512, p.nibbles + (slab * p.chunks + step) * 128, 512,
+                    landed);
         }
       }
     }
@@ -399,24 +392,21 @@ PTX float activated(float z) {
   return z * (HALF ? inverse(exp2_of(u * -2.8853901f) + 1.f) : fmaf(tanh_of(u), 0.5f, 0.5f));
 }
 
-// The epilogue of BOX_N columns of a warpgroup's 64 rows, in registers. `shift` is the bias of rows g and g + 8.
-PTX void finish(float* d, float alpha, const float (&shift)[2]) {
-#pragma unroll
-  for (int i = 0; i < BOX_N / 2; i++) {
-    if constexpr (BIAS || SCALED) d[i] = fmaf(d[i], SCALED ? alpha : 1.f, shift[i / 2 % 2]);
-    d[i] = activated(d[i]);
-  }
-}
-
-// A warpgroup's box of 64 x BOX_N sums goes, rounded, to shared memory as TMA wants it: rows of 128 bytes, swizzled.
-// The thread holds rows g and g + 8 of its warp's 16, and of every 8 columns 2q and 2q + 1: d[4j], d[4j+1] of row g.
-PTX void stage_box(u32 box, const float* d, int warp, int lane) {
+// A warpgroup's box of 64 x BOX_N sums goes, finished and rounded, to shared memory as TMA wants it: rows of 128 bytes,
+// swizzled. The thread holds rows g and g + 8 of its warp's 16, whose bias is `shift`, and of every 8 columns 2q and
+// 2q + 1: d[4j], d[4j+1] of row g. A few at a time, so that registers suffice for the activation.
+PTX void stage_box(u32 box, float* d, float alpha, const float (&shift)[2], int warp, int lane) {
   const int down = (lane / 8) % 2, across = lane / 16;
 #pragma unroll
   for (int j = 0; j < 8; j += 2) {  // 16 columns: two matrices of 8 rows above each other, twice
+    float* e = d + 4 * j;
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+      if constexpr (BIAS || SCALED) e[i] = fmaf(e[i], SCALED ? alpha : 1.f, shift[i / 2 % 2]);
+      e[i] = activated(e[i]);
+    }
     const int line = C_COL ? 8 * (j + across) + lane % 8 : 16 * warp + 8 * down + lane % 8;
     const int piece = C_COL ? 2 * warp + down : j + across;
-    const float* e = d + 4 * j;
     store_matrix(box + line * 128 + ((piece ^ (line & 7)) << 4), round_pair(e[0], e[1]), round_pair(e[2], e[3]),
                  round_pair(e[4], e[5]), round_pair(e[6], e[7]));
   }
@@ -434,38 +424,25 @@ PTX void multiply(const TensorMap& c_map, const Params& p, u32 smem, int wg, int
   constexpr u64 B_DESC = B_ROW ? described(1024, BK * 128, 128) : described(1024, 16, 128);
   const u32 a_ring = smem + A_AT + wg * (MS * 64 * BK);
   const u32 b_ring = smem + B_AT;
-  const u32 e_ring = smem + E_AT + wg * (MS * CHUNKS_K * 512) + (threadIdx.x % 128) * 4;
+  const u32 e_ring = smem + E_AT + wg * (MS * 512) + (threadIdx.x % 128) * 4;
   const u32 stage = smem + C_AT + wg * (C_BOXES * BOX_BYTES);
 
   Ring ring{smem, 0, 0};
-  float d[MS][TN / 2];
-  int sent = BOXES, sent_row = 0, sent_col = 0;  // PACE: boxes of the tile before that have left, and where it lies
-  auto send_next = [&] {
-    if (leader) {
-      send_box(c_map, stage + sent * BOX_BYTES, sent_row + sent / BOXES_N * 64, sent_col + sent % BOXES_N * BOX_N);
-      tma_store_commit();
-    }
-    sent++;
-  };
   u32 before = 0;  // barrier of the slot that the step before read
-  auto multiply_step = [&](int step, u32 (&nibbles)[MS][CHUNKS_K]) {
+  auto multiply_step = [&](float (&d)[MS][TN / 2], u32 (&nibbles)[MS], int step) {
     barrier_wait(ring.full(), ring.phase);  // until A, B and nibbles of this step have landed
     const u32 a = a_ring + ring.slot * A_BYTES, b = b_ring + ring.slot * B_BYTES;
 #pragma unroll
-    for (int m = 0; m < MS; m++)
-#pragma unroll
-      for (int c = 0; c < CHUNKS_K; c++)
-        load_nibbles(nibbles[m][c], e_ring + ring.slot * E_BYTES + (m * CHUNKS_K + c) * 512, p.m);
+    for (int m = 0; m < MS; m++) load_nibbles(nibbles[m], e_ring + ring.slot * E_BYTES + m * 512, p.m);
     wgmma_fence();  // the registers are written before wgmma reads them
 #pragma unroll
     for (int s = 0; s < BK / 32; s++) {
-      const u64 b_desc = B_DESC | place(b + (B_ROW ? s * 4096 : (s / 2) * (TN * 128) + (s % 2) * 64));
-      const int more = s > 0 ? 1 : step;
+      const u64 b_desc = B_DESC | place(b + (B_ROW ? s * 4096 : s * 64));
 #pragma unroll
       for (int m = 0; m < MS; m++) {
         const u64 a_desc = A_DESC | place(a + m * (64 * BK) + s * 32);
-        if (s % 2) wgmma<1>(d[m], a_desc, b_desc, nibbles[m][s / 2], more);
-        else wgmma<0>(d[m], a_desc, b_desc, nibbles[m][s / 2], more);
+        if (s % 2) wgmma<1>(d[m], a_desc, b_desc, nibbles[m]);
+        else wgmma<0>(d[m], a_desc, b_desc, nibbles[m]);
       }
     }
     wgmma_commit();
@@ -473,26 +450,26 @@ PTX void multiply(const TensorMap& c_map, const Params& p, u32 smem, int wg, int
     if (step > 0 && lane < CLUSTER) barrier_arrive(before, lane);
     before = ring.empty();
     ring.next();
-    if (PACE && sent < BOXES && step % EVERY == EVERY - 1) send_next();
   };
   // wgmma in flight reads nibbles of its step, so two steps have registers of their own: those of a step are written
   // again two steps later, when the wait of the step between has seen its wgmma done.
-  u32 nibbles[2][MS][CHUNKS_K] = {};
+  u32 nibbles[2][MS] = {};
   const Range tiles = my_tiles(p);
   for (int t = tiles.begin; t < tiles.end; t += tiles.by) {
     const Tile tile = tile_at(p, t, rank);
     const int steps = (tile.end - tile.first) * p.block_steps;
     const int row = tile.row + wg * (64 * MS);
-    if (steps == 0) {
+    float d[MS][TN / 2];  // of this tile alone, so that no register is kept from one to the next
 #pragma unroll
-      for (int m = 0; m < MS; m++)
+    for (int m = 0; m < MS; m++)
 #pragma unroll
-        for (int i = 0; i < TN / 2; i++) d[m][i] = 0.f;
-    }
+      for (int i = 0; i < TN / 2; i++) d[m][i] = 0.f;
 #pragma unroll 1
-    for (int step = 0; step < steps; step += 2) {
-      multiply_step(step, nibbles[0]);
-      if (step + 1 < steps) multiply_step(step + 1, nibbles[1]);
+    for (int step = 0; step < steps;) {
+      multiply_step(d, nibbles[0], step);
+      if (++step == steps) break;
+      multiply_step(d, nibbles[1], step);
+      ++step;
     }
     wgmma_wait<0>();  // until all sums are there
     if (steps > 0 && lane < CLUSTER) barrier_arrive(before, lane);
@@ -507,7 +484,6 @@ PTX void multiply(const TensorMap& c_map, const Params& p, u32 smem, int wg, int
       const int y = row + 64 * (i / 2) + 16 * warp + 8 * (i % 2) + lane / 4;
       shift[i / 2][i % 2] = BIAS && y < p.m ? widen(((const u16*)p.bias)[y]) : 0.f;
     }
-    while (PACE && sent < BOXES) send_next();  // what is left of the tile before, if this one was short
 #pragma unroll
     for (int begin = 0; begin < BOXES; begin += C_BOXES) {
       if (leader) tma_store_wait();  // until the boxes before have been read
@@ -515,21 +491,18 @@ PTX void multiply(const TensorMap& c_map, const Params& p, u32 smem, int wg, int
 #pragma unroll
       for (int i = begin; i < BOXES && i < begin + C_BOXES; i++) {
         float* sums = d[i / BOXES_N] + i % BOXES_N * (BOX_N / 2);
-        finish(sums, p.alpha, shift[i / BOXES_N]);
-        stage_box(stage + (i - begin) * BOX_BYTES, sums, warp, lane);
+        stage_box(stage + (i - begin) * BOX_BYTES, sums, p.alpha, shift[i / BOXES_N], warp, lane);
       }
       fence_proxy();       // TMA is to read what was just written
       warpgroup_sync(wg);  // until all four warps have written
-      if (!PACE && leader) {
+      if (leader) {
 #pragma unroll
         for (int i = begin; i < BOXES && i < begin + C_BOXES; i++)
           send_box(c_map, stage + (i - begin) * BOX_BYTES, row + i / BOXES_N * 64, tile.col + i % BOXES_N * BOX_N);
         tma_store_commit();
       }
     }
-    sent = 0, sent_row = row, sent_col = tile.col;
   }
-  while (PACE && sent < BOXES) send_next();
   if (leader) tma_store_wait();  // shared memory must live until the last box is read
 }
 
