@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from sparsek.bench.advise_formats import compared
 from sparsek.bench.case import random_dense
 from sparsek.bench.memory import gigabytes, out_of_memory
 from sparsek.bench.peer import rotating
@@ -23,7 +24,9 @@ from sparsek.formats.bsr import BSR
 from sparsek.formats.pattern import BlockPattern, as_device, block_sides
 from sparsek.formats.weights import WeightFile, available_memory
 from sparsek.kernels import names_for
+from sparsek.ops.plan_linear import Option
 from sparsek.ops.spmm import plan_spmm, spmm
+from sparsek.plan.dense import dense_seconds
 from sparsek.testing.budget import Gate, check_spmm
 
 # Longer lists of matrices are shown one row per group of like names and shapes, and then per shape.
@@ -164,7 +167,7 @@ class NoAdvice:
 @dataclass(frozen=True)
 class Advice:
     """The answer for one group: kept norms and checks of all its matrices that did not fail; times of all of them if
-    predicted, and of the first if measured."""
+    predicted, and of the first if measured; every format of the first, but for look-ups."""
 
     group: Group
     cells: int
@@ -174,6 +177,7 @@ class Advice:
     worst_error: float  # of the error budget, over all matrices of the group
     first: Pruned
     failures: tuple[Failure, ...] = ()
+    formats: tuple[Option, ...] = ()
 
     @property
     def checked(self) -> int:
@@ -303,6 +307,7 @@ def advise(
     """
     times: list[Times] = []
     first: Pruned | None = None
+    formats: tuple[Option, ...] = ()
     checks: list[tuple[str, float, Gate]] = []
     failures: list[Failure] = []
     for name in group.names:
@@ -311,6 +316,8 @@ def advise(
             pruned = prune(name, weight, question)
             if first is None or question.predicted_for is not None:
                 times.append(timed(pruned.matrix, weight, question))
+            if first is None and not group.lookup:
+                formats = compared(weight, question)
             first = first or pruned
         except (SparseKError, MemoryError, RuntimeError) as error:
             reason = str(error) if isinstance(error, SparseKError) else out_of_memory(error)
@@ -331,7 +338,7 @@ def advise(
     cells = first.matrix.grid[0] * first.matrix.grid[1]
     worst = max(got.error / got.budget for _, _, got in checks)
     kept_norm = (min(norms), max(norms))
-    return Advice(group, cells, kept_norm, tuple(times), wrong, worst, first, tuple(failures))
+    return Advice(group, cells, kept_norm, tuple(times), wrong, worst, first, tuple(failures), formats)
 
 
 def timed(a: BSR, weight: torch.Tensor, question: Question) -> Times:
@@ -399,14 +406,8 @@ def best_sparse(a: BSR, b: torch.Tensor, card: str | None) -> Any:
 
 
 def predicted_dense(question: Question, shape: tuple[int, int], card: str) -> float:
-    """Seconds of the dense product on a named card, as the planner predicts them for vendor.dense with every block
-    stored: it refuses matrices with empty block columns, where its zeros would carry NaN from B to C.
-    """
-    cells = -(-shape[0] // question.block[0]) * -(-shape[1] // question.block[1])
-    dtype = dtypes.parse(question.dtype)
-    full = uniform_blocks(shape, question.block, cells, dtype, META)
-    x = _tokens(question.tokens, shape[1], dtype, META)
-    return plan_spmm(full, x, kernel="vendor.dense", device=card).seconds
+    """Seconds of the dense product with W [N, K] of this shape on a named card, as the planner predicts them."""
+    return dense_seconds(card_named(card), question.dtype, question.tokens, *shape)
 
 
 @dataclass(frozen=True, eq=False)
@@ -477,21 +478,3 @@ class Curve:
             else:
                 high = middle
         return low / self.steps
-
-
-def uniform_blocks(
-    shape: tuple[int, int], block: tuple[int, int], nnzb: int, dtype: torch.dtype, device: torch.device
-) -> BSR:
-    """A matrix with `nnzb` blocks spread evenly over the rows, values unwritten: for planning only.
-
-    On the meta device its values take no memory, and its pattern lies on the CPU, where plans read it.
-    """
-    rows, cols = -(-shape[0] // block[0]), -(-shape[1] // block[1])
-    starts = torch.arange(rows + 1, dtype=torch.int64) * nnzb // max(1, rows)
-    lengths = starts[1:] - starts[:-1]
-    generator = torch.Generator().manual_seed(0)
-    ranks = torch.rand(rows, cols, generator=generator).argsort(dim=1).argsort(dim=1)
-    indices = (ranks < lengths[:, None]).nonzero()[:, 1]
-    at = torch.device("cpu") if device == META else device
-    pattern = BlockPattern(shape, block, starts.int().to(at), indices.int().to(at))
-    return BSR.unchecked(pattern, torch.empty(nnzb, *block, dtype=dtype, device=device))

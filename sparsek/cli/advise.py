@@ -1,5 +1,6 @@
 """`sparsek advise FILE`: does block sparsity pay for these weights?"""
 
+import math
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from rich.text import Text
 from sparsek.bench import advise as advising
 from sparsek.bench.advise import Advice, Failure, NoAdvice, Question
 from sparsek.bench.case import parse_block
+from sparsek.cli.advise_formats import print_break_even, print_formats
 from sparsek.cli.output import EXIT_ERROR, complain, console, duration, middle_out, plain, progress
 from sparsek.cli.output import table as new_table
 from sparsek.core.device import card_named, card_of
@@ -49,21 +51,34 @@ def advise(
         str, typer.Option(help="Where the blocks that stay are chosen: global (the whole matrix) or row.")
     ] = "global",
     picture: Annotated[Path | None, typer.Option(help="Write a picture of one pruned matrix here.")] = None,
+    break_even: Annotated[
+        Path | None,
+        typer.Option(
+            help="Draw here up to which share of stored values sparse wins, for the largest matrix, by prediction."
+        ),
+    ] = None,
 ) -> None:
-    """Prunes weights to blocks, multiplies, checks, and says whether sparsity pays."""
+    """Prunes weights to blocks and to 2:4, multiplies, checks, and says which format pays."""
     question = Question(parse_block(block), keep, tokens, device, dtype, scope)
-    answer(file, tensor or [], question, picture)
+    answer(file, tensor or [], question, picture, break_even)
 
 
-def answer(file: Path, wanted: list[str], question: Question, picture: Path | None) -> None:
-    """Runs the question on a file and prints the table. Matrices that fail are named on standard error.
+def answer(
+    file: Path,
+    wanted: list[str],
+    question: Question,
+    picture: Path | None,
+    break_even: Path | None = None,
+) -> None:
+    """Runs the question on a file and prints the tables. Matrices that fail are named on standard error.
 
     Exit code 2 if any product was wrong, or if every matrix failed.
     """
-    if picture is not None and not picture.absolute().parent.is_dir():
-        raise InvalidInput(f"--picture {picture}: there is no folder {picture.parent}")
-    if picture is not None and picture.is_dir():
-        raise InvalidInput(f"--picture {picture}: is a folder; name a file in it")
+    for option, path in (("--picture", picture), ("--break-even", break_even)):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise InvalidInput(f"{option} {path}: there is no folder {path.parent}")
+        if path is not None and path.is_dir():
+            raise InvalidInput(f"{option} {path}: is a folder; name a file in it")
     weights = open_weights(file)
     names = advising.choose(weights, wanted, question.block)
     shapes = {name: (shape[0], shape[1]) for name, shape, _ in weights.names()}
@@ -85,6 +100,9 @@ def answer(file: Path, wanted: list[str], question: Question, picture: Path | No
     out = console()
     out.print(_table(file, answers, question, out.width))
     out.print(_notes(advices, question), soft_wrap=True)
+    print_formats(advices, question)
+    if break_even is not None:
+        print_break_even(max((advice.group.shape for advice in advices), key=math.prod), question, break_even)
     if picture is not None:
         shown = max(advices, key=lambda advice: (not advice.group.lookup, advice.cells)).first
         spy_png(shown.matrix, picture, title=plain(shown.name))

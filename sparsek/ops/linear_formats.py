@@ -42,11 +42,15 @@ class Predicted(NamedTuple):
 
 @dataclass(frozen=True)
 class Way:
-    """One way to store a weight: a format of FORMATS, and of one with blocks their side and the fraction that stays."""
+    """One way to store a weight: a format of FORMATS, and of one with blocks their side and the fraction that stays.
+
+    `scope`: where these are chosen, "global" or "row", as in `BSR.from_dense`.
+    """
 
     format: str
     block: int | tuple[int, int] = 0
     keep: float = 1.0
+    scope: str = "global"
 
     @property
     def base(self) -> str:
@@ -91,7 +95,7 @@ class Way:
         if self.base == "semi24":
             made: BSR | Semi24 | BSR24 = Semi24.from_dense(w)
         else:
-            made = BSR.from_dense(w, self.block, keep=self.keep)
+            made = BSR.from_dense(w, self.block, keep=self.keep, scope=self.scope)
             made = BSR24.from_bsr(made) if self.base == "bsr24" else made
         return quantize(made, check=False) if self.is_fp8 else made
 
@@ -181,22 +185,21 @@ def _with_values(weight: BSR | Semi24 | BSR24, values: Tensor, meta: Tensor | No
     return Semi24.unchecked(values, meta)
 
 
-def predict(weight: Weight, x: Tensor, card: Card) -> Predicted:
-    """What x [T, K] @ W.T takes on a card, by the kernels' own models. No value is read.
+def predict(weight: Weight, tokens: int, dtype: torch.dtype, card: Card) -> Predicted:
+    """What x [tokens, K] @ W.T takes on a card, by the kernels' own models. No value is read.
 
-    Raises Unsupported where no kernel runs there. x and W may be elsewhere, unless no card is known by that name.
+    `dtype`: of x. Raises Unsupported where no kernel runs there. W may be elsewhere, unless no card is known by that
+    name.
     """
-    tokens = x.shape[0]
     if isinstance(weight, Tensor):
         n, k = weight.shape
         tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
         seconds = dense_seconds(card, dtypes.name(weight.dtype), tokens, n, k, tf32=tf32)
         return Predicted("torch", seconds)
     short = next((name for name, known in CARDS.items() if known == card), None)
-    if short is not None:
-        weight = _unwritten(weight)
-        x = torch.empty_like(x, device=META)
-    plan = plan_of(x, weight, short)
+    where = weight.device if short is None else META
+    x = torch.empty(tokens, weight.shape[1], dtype=dtype, device=where)
+    plan = plan_of(x, weight if short is None else _unwritten(weight), short)
     if plan.kernel.startswith("reference.") and not card.is_cpu:
         raise Unsupported("no kernel", {plan.kernel: ["runs it, and is there to specify, not to be fast"]})
     return Predicted(plan.kernel, plan.seconds)

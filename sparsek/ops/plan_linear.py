@@ -213,14 +213,14 @@ def plan_linear(
     """
     card, timed = _where(W, device)
     dense = W if isinstance(W, Tensor) else None
-    rows = _rows(W, x)
+    rows, tokens = _rows(W, x, timed)
     if dense is not None:
         listed = list(ways(formats, _listed(block), [float(each) for each in _listed(keep)]))
     else:
         listed = [way_of(W)]
     bound = Bound(max_error, min_norm)
     with torch.no_grad():
-        found = list(consider(W, rows, listed, card, keep_weights=timed))
+        found = list(consider(W, rows, listed, card, tokens, keep_weights=timed))
         options = [option for option, _ in found]
         if timed:
             times = measure(found, rows, card)
@@ -233,18 +233,18 @@ def plan_linear(
         if weight is None:
             weight = W if dense is None else choice.way.convert(dense)
     shape = (W.shape[0], W.shape[1])
-    return LinearPlan(
-        shape, rows.shape[0], dtypes.shown(rows.dtype), card, tuple(options), choice, bound, weight
-    )
+    return LinearPlan(shape, tokens, dtypes.shown(rows.dtype), card, tuple(options), choice, bound, weight)
 
 
 def consider(
-    W: Weight, x: Tensor, listed: Sequence[Way], card: Card, *, keep_weights: bool = True
+    W: Weight, x: Tensor, listed: Sequence[Way], card: Card, tokens: int = 0, *, keep_weights: bool = True
 ) -> Iterator[tuple[Option, Any]]:
     """What is known of each way to store W for x [T, K] before it is timed, and W stored so.
 
     None instead of that where it cannot run, and without `keep_weights`. A W that is no dense tensor is taken as it is.
+    `tokens`: what predictions are for, where x is a sample; 0: T.
     """
+    tokens = tokens or x.shape[0]
     dense = W if isinstance(W, Tensor) else None
     for way in listed:
         why = way.why_not(dense) if dense is not None else []
@@ -253,7 +253,7 @@ def consider(
             continue
         weight: Any = way.convert(dense) if dense is not None else W
         try:
-            found = predict(weight, x, card)
+            found = predict(weight, tokens, x.dtype, card)
             error = None if dense is None else _error(weight, dense, x)
         except Unsupported as refused:
             why = [f"{name}: {'; '.join(reasons)}" for name, reasons in refused.reasons.items()]
@@ -319,8 +319,8 @@ def _is_block(values: Any) -> bool:
     )
 
 
-def _rows(w: Weight, x: Any) -> Tensor:
-    """x as [T, K]."""
+def _rows(w: Weight, x: Any, timed: bool) -> tuple[Tensor, int]:
+    """x as [T, K], and how many tokens are planned for. Of a shape that is not timed fewer are drawn."""
     if len(w.shape) != 2:
         raise InvalidInput(f"W must be [N, K], got {list(w.shape)}")
     if isinstance(w, Tensor):
@@ -336,10 +336,12 @@ def _rows(w: Weight, x: Any) -> Tensor:
             raise InvalidInput(
                 f"x is {x.dtype} on {x.device} and W {w.dtype} on {w.device}; they must be of one dtype on one device"
             )
-        return x.detach().reshape(tokens, shape[-1])
+        return x.detach().reshape(tokens, shape[-1]), tokens
     dtype = w.dtype if w.dtype in dtypes.NAMES else torch.bfloat16
     generator = torch.Generator(device=w.device).manual_seed(0)
-    return torch.randn(tokens, shape[-1], dtype=dtype, device=w.device, generator=generator)
+    drawn = tokens if timed else min(tokens, ERROR_TOKENS)
+    x = torch.randn(drawn, shape[-1], dtype=dtype, device=w.device, generator=generator)
+    return x, tokens
 
 
 def _error(weight: Any, dense: Tensor, x: Tensor) -> float:

@@ -190,14 +190,6 @@ def test_products_shorter_than_an_eager_call_gain_only_in_a_cuda_graph(dense, sp
     assert not Times(dense, sparse, "cpu.spmm", 0.5, True).needs_graph
 
 
-def test_planning_matrices_spread_their_blocks_evenly() -> None:
-    a = advise.uniform_blocks((100, 200), (32, 32), 9, torch.float32, torch.device("cpu"))
-    assert a.nnzb == 9
-    lengths = a.pattern.row_lengths.tolist()
-    assert sum(lengths) == 9
-    assert max(lengths) - min(lengths) <= 1
-
-
 def advice_of(times: list[Times], wrong: tuple[str, ...] = (), lookup: bool = False) -> Advice:
     matrix = BSR.from_dense(torch.ones(64, 64), (16, 16), keep=0.5)
     first = Pruned("w", matrix, 1.0, Gate(0.0, 1.0, True), 8)

@@ -42,7 +42,7 @@ def test_the_commands_are_those_that_work(run) -> None:
     shown = run("--help").output
     listed = re.findall(r"^[ │|]*(\w+)  +\w", shown, re.MULTILINE)
     named = {"doctor", "demo", "advise", "bench", "report", "repro", "tune", "profile"}
-    assert named.intersection(listed) == {"doctor", "demo", "advise", "bench", "report", "repro"}
+    assert named.intersection(listed) == {"doctor", "demo", "advise", "bench", "report", "repro", "tune"}
 
 
 def test_advise_predicts_for_a_named_card_and_says_so(run, model: Path) -> None:
@@ -51,6 +51,8 @@ def test_advise_predicts_for_a_named_card_and_says_so(run, model: Path) -> None:
     lines = masked(result.stdout)
     assert lines[0] == "model.safetensors, 64 tokens, bf16"
     assert "matrix shape stored blocks dense* sparse* break even speedup* verdict kept norm" in lines
+    at = lines.index("The same in other formats")
+    lines, others = lines[:at], lines[at:]
     rows = {line.split()[0]: line for line in lines if line.split()[0].endswith(".weight")}
     assert list(rows) == ["head.weight", "layer.0.weight", "layer.1.weight"]
     assert "64x64 1 of 4 " in rows["head.weight"]
@@ -62,6 +64,10 @@ def test_advise_predicts_for_a_named_card_and_says_so(run, model: Path) -> None:
     assert (
         "Checked on the CPU against float64 with 64 tokens: 3 of 3 products within the error budget" in text
     )
+    assert others[1] == "matrix format time* over dense* stored kept norm error"
+    assert "head.weight dense <time> <ratio> 100 % 100 % 0.0017" in others
+    assert sum(line.startswith("2:4 <time> <ratio> 50 % ") for line in others) == 3
+    assert sum(line.startswith("BSR 32 25 % <time> <ratio> 25 % ") for line in others) == 3
 
 
 @pytest.mark.parametrize("width", [80, 100, 200])
