@@ -142,6 +142,22 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
             ["24 tokens, 64 to 96, block 32 50 % fp32, bias + silu cpu.spmm"],
         ),
         (
+            "semi24",
+            [*PRODUCT[:6], "--k", "128", "--block", "none,64", "--density", "0.5,1", "--dtype", "fp32"],
+            "2:4",
+            [
+                "x @ W.T 64×128×80 2:4 fp32 cpu.semi24",
+                "x @ W.T 64×128×80 2:4 in block 64 50 % fp32 cpu.bsr24",
+                "x @ W.T 64×128×80 2:4 in block 64 100 % fp32 cpu.bsr24",
+            ],
+        ),
+        (
+            "fp8",
+            [*PRODUCT[:6], "--block", "32", "--density", "0.5", "--stored", "bsr,semi24", "--form", "A@B"],
+            "FP8",
+            ["A @ B 64×96×80 block 32 50 % e4m3 cpu.spmm_fp8", "A @ B 64×96×80 2:4 e4m3 cpu.spmm_fp8"],
+        ),
+        (
             "mlp",
             [*MLP, "--measure", "train"],
             "training step of an MLP",
@@ -172,6 +188,24 @@ def test_bench_spmm_takes_every_form_of_the_product(run, tmp_path: Path, quick) 
     assert [list(record["peers"]) for record in records.read(out)] == [[], *[["a_at_b"]] * 3]
 
 
+def test_bench_pack_shows_bytes_and_no_flops(run, monkeypatch, tmp_path: Path, quick) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    out = tmp_path / "r.jsonl"
+    result = run(
+        "bench", "pack", "--m", "64", "--k", "96", "--block", "32", "--keep", "0.5", *FEW, "--out", out
+    )
+    assert result.exit_code == 0, result.output
+    printed = [re.sub(r" +", " ", line) for line in result.stdout.splitlines()]
+    for start in (
+        "64×96 bf16 to 2:4 formats.two_four",
+        "64×96 bf16 to BSR, block 32, 50 % kept formats.convert",
+    ):
+        assert [line.rstrip().endswith("x") for line in printed if line.startswith(start)] == [True]
+    assert [(record["tflops"], list(record["peers"])) for record in records.read(out)] == [
+        (None, ["copy"])
+    ] * 2
+
+
 def test_bench_mlp_says_that_decoding_needs_a_gpu(run, quick) -> None:
     result = run("bench", "mlp", *MLP, *FEW, "--measure", "train,decode", "--peers", "none")
     assert result.exit_code == 0, result.output
@@ -192,6 +226,10 @@ def test_bench_mlp_says_that_decoding_needs_a_gpu(run, quick) -> None:
         ("spgemm", ["--block", "16:16:16"], "for A and B, got '16:16:16'"),
         ("spgemm", ["--result", "coo"], "out is one of dense, bsr, got 'coo'"),
         ("linear", ["--epilogue", "tanh"], "an epilogue is bias, one of relu, gelu, gelu_tanh, silu"),
+        ("semi24", ["--form", "A.T@B"], "a form of the product is one of x@W.T, A@B, got 'A.T@B'"),
+        ("semi24", ["--suite", "issue4"], "no suite is called 'issue4'; known: issue6, story"),
+        ("fp8", ["--dtype", "bf16"], "dtype is one of e4m3, e5m2, got 'bf16'"),
+        ("pack", ["--to", "coo"], "packed to one of semi24, bsr, not 'coo'"),
         ("mlp", ["--measure", "serve"], "train or compiled or decode is measured, not 'serve'"),
         (
             "mlp",

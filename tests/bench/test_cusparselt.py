@@ -1,0 +1,233 @@
+"""cuSPARSELt as a peer: its algorithms tried in child processes, held against a stand-in of the library on the CPU."""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sparsek.bench import case as cases
+from sparsek.bench import cusparselt, fp8_peers, semi24_peers
+from sparsek.bench.cusparselt import (
+    LAYOUTS,
+    WAYS,
+    Task,
+    Tried,
+    Way,
+    attempts,
+    listen,
+    measured,
+    probe,
+    usable,
+)
+from sparsek.bench.fp8 import Fp8Case
+from sparsek.bench.fp8_peers import CuSparseLtFp8
+from sparsek.bench.peer import UnavailableError
+from sparsek.bench.semi24 import Semi24Case
+from sparsek.bench.semi24_peers import CuSparseLt
+from sparsek.bench.story import StoryCase
+from sparsek.core.clock import Times
+
+CPU = torch.device("cpu")
+CUDA = torch.device("cuda")
+TASK = Task(32, 64, 16, "bf16")
+ROWS, TURNED = Way(1, "row", "row"), Way(3, "col", "col")
+WHOLE = Semi24Case(64, 96, 32)
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Stands in for the library, whose algorithm 5 is wrong and which has no other beyond 3; the calls it had."""
+    told: list[dict[str, Any]] = []
+
+    def multiply(packed: Tensor, b: Tensor, *, alg_id: int, out_dtype: Any, transpose_result: bool) -> Tensor:
+        assert b.is_contiguous() or b.mT.is_contiguous()
+        if alg_id not in (0, 1, 2, 3, 5):
+            raise RuntimeError("CUDA error: invalid value\nmore")
+        told.append({"alg_id": alg_id, "by_columns": transpose_result, "b_row": b.is_contiguous()})
+        c = packed.float() @ b.float()
+        c = (c.mT if transpose_result else c).contiguous().to(out_dtype or b.dtype)
+        return c.fill_(torch.nan) if alg_id == 5 else c
+
+    monkeypatch.setattr(torch, "_cslt_compress", lambda a: a.clone())
+    monkeypatch.setattr(torch, "_cslt_sparse_mm", multiply)
+    monkeypatch.setattr(torch, "_cslt_sparse_mm_search", None)
+    monkeypatch.setattr(cases, "MAX_SETS", 2)
+    instant = lambda calls, **options: {name: Times.of([float(len(name))]) for name in calls}  # noqa: E731
+    for module in (cusparselt, semi24_peers, fp8_peers):
+        monkeypatch.setattr(module, "time_rounds", instant)
+    return told
+
+
+def test_every_way_is_announced_and_then_answered(library: list[dict[str, Any]]) -> None:
+    lines = list(attempts([TASK, replace_dtype("fp8")], CPU, 0))
+    assert (
+        [place for place, _ in lines[::2]]
+        == [place for place, _ in lines[1::2]]
+        == list(range(2 * len(WAYS)))
+    )
+    assert all(answer is None for _, answer in lines[::2])
+    answers = [answer for _, answer in lines[1::2] if answer is not None]
+    for answer, way in zip(answers, [*WAYS, *WAYS], strict=True):
+        if way.alg_id > 3 and way.alg_id != 5:
+            assert answer == {"why": "CUDA error: invalid value"}
+        else:
+            assert (answer["error"] < 5e-3) == (way.alg_id != 5)
+    asked = [(told["b_row"], told["by_columns"]) for told in library[:4]]
+    assert asked == [(b == "row", c == "col") for b, c in LAYOUTS]
+
+
+def replace_dtype(dtype: str) -> Task:
+    return TASK._replace(dtype=dtype)
+
+
+def test_it_goes_on_where_the_last_child_ended(library: list[dict[str, Any]]) -> None:
+    start = len(WAYS) + 7
+    assert [place for place, _ in attempts([TASK, TASK], CPU, start)][::2] == list(
+        range(start, 2 * len(WAYS))
+    )
+
+
+def test_a_matrix_that_cannot_be_compressed_is_answered_for_all_its_ways(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(a: Tensor) -> Tensor:
+        raise RuntimeError("not in this version")
+
+    monkeypatch.setattr(torch, "_cslt_compress", refuse)
+    assert list(attempts([TASK], CPU, 0)) == [
+        (place, {"why": "not in this version"}) for place in range(len(WAYS))
+    ]
+
+
+def test_what_a_way_gives_is_judged(library: list[dict[str, Any]]) -> None:
+    a, b = cusparselt.random_24(16, 32, torch.bfloat16, CPU), torch.randn(32, 8).bfloat16()
+    assert ((a != 0).view(16, 8, 4).sum(-1) <= 2).all()
+    assert (a != 0).sum() > 200
+    right = a.float() @ b.float()
+    assert measured(a, cusparselt.laid(b, "col"), TURNED, right)["error"] < 5e-3
+    assert measured(a, b, ROWS, -right)["error"] == pytest.approx(2, rel=1e-2)
+    assert measured(a, b, Way(5, "row", "row"), right)["error"] == cusparselt.NOTHING
+
+
+def child(*lines: Any, end: str = "") -> list[str]:
+    """A process that writes these lines, and ends so."""
+    text = "\n".join(json.dumps(line) for line in lines)
+    return [sys.executable, "-c", f"import sys\nprint('''{text}''', flush=True)\n{end}"]
+
+
+def test_a_child_that_dies_leaves_the_place_where_it_was() -> None:
+    said, why = listen(
+        child([0, None], [0, {"ms": 1.0, "error": 0.0}], [1, None], end="sys.exit('lost\\nillegal')"), 60
+    )
+    assert said == [(0, {"ms": 1.0, "error": 0.0}), (1, None)]
+    assert why == "illegal"
+    said, why = listen(child([0, None], end="import os; os._exit(3)"), 60)
+    assert (said, why) == ([(0, None)], "exit status 3")
+
+
+def test_a_child_that_hangs_is_ended() -> None:
+    said, why = listen(child([4, None], end="import time; time.sleep(60)"), 1.0)
+    assert said == [(4, None)]
+    assert why.startswith("exit status -")
+
+
+def test_a_fatal_algorithm_is_left_alone_in_every_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    starts: list[int] = []
+
+    def one(command: Sequence[str], seconds: float) -> tuple[list[tuple[int, Any]], str]:
+        tasks, device, start = json.loads(command[3]), command[4], int(command[5])
+        assert (tasks, device) == ([list(TASK)], "cuda:0")
+        starts.append(start)
+        good = {"ms": 1.0, "error": 1e-3}
+        if start == 0:
+            return [(0, good), (1, good | {"ms": 0.5}), (4, good), (5, None)], "illegal instruction"
+        return [(place, {"why": "no such"}) for place in range(start, len(WAYS))], ""
+
+    monkeypatch.setattr(cusparselt, "listen", one)
+    said: list[str] = []
+    found = probe([TASK], torch.device("cuda:0"), said.append)
+    assert starts == [0, 8]
+    assert said == ["cuSPARSELt: algorithm 1, B by rows, C by cols is fatal"]
+    (fatal,) = [tried for tried in found if tried.fatal]
+    assert (fatal.way, fatal.why) == (WAYS[5], "illegal instruction")
+    assert [tried.way for tried in usable(found)] == [WAYS[1], WAYS[0]]
+
+
+def test_children_that_say_nothing_end_the_trying(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cusparselt, "listen", lambda command, seconds: ([], "no device"))
+    assert probe([TASK], torch.device("cuda:0")) == []
+    with pytest.raises(UnavailableError, match="none of 0 ways of cuSPARSELt ran and was right"):
+        semi24_peers.ways_that_run(TASK, torch.device("cuda:0"), lambda text: None)
+
+
+@pytest.fixture
+def found(monkeypatch: pytest.MonkeyPatch, library: list[dict[str, Any]]) -> list[Task]:
+    """A child process that found some ways to be right, one of them by mistake; the tasks it was given."""
+    asked: list[Task] = []
+
+    def ways(tasks: Sequence[Task], device: torch.device, report: Any) -> list[Tried]:
+        asked.extend(tasks)
+        return [Tried(tasks[0], way, ms=1.0, error=1e-3) for way in (ROWS, TURNED, Way(5, "col", "row"))]
+
+    monkeypatch.setattr(semi24_peers, "probe", ways)
+    return asked
+
+
+@pytest.mark.parametrize(
+    "case",
+    [WHOLE, replace(WHOLE, form="A@B"), replace(WHOLE, dtype="fp16"), StoryCase(64, 128, 32, 0.5, (64, 64))],
+    ids=lambda case: case.name,
+)
+def test_the_fastest_right_way_is_the_peer(
+    case: Any, found: list[Task], library: list[dict[str, Any]]
+) -> None:
+    sets = case.operands(CPU)
+    said: list[str] = []
+    ready = CuSparseLt().ready(case, sets, said.append)
+    assert found == [Task(case.m, case.k, case.n, case.dtype)]
+    assert ready.note == "algorithm 1, B by rows, C by rows"  # of equal names the first
+    assert ready.flops is None
+    assert len(ready.calls) == len(sets)
+    assert any("algorithm 5, B by cols, C by rows: cuSPARSELt is wrong here" in text for text in said)
+    for one, call in zip(sets, ready.calls, strict=True):
+        c: Any = call()
+        assert one.judge(c.mT if one.is_linear else c).passed
+    assert {told["alg_id"] for told in library[-2:]} == {1}
+
+
+def test_fp8_is_judged_without_scales(found: list[Task]) -> None:
+    case = Fp8Case(64, 96, 32, "semi24", None)
+    sets = case.operands(CPU)
+    ready = CuSparseLtFp8().ready(case, sets, lambda text: None)
+    assert found == [Task(64, 96, 32, "fp8")]
+    for one, call in zip(sets, ready.calls, strict=True):
+        c: Any = call()
+        exact = one.dense_values().double() @ one.x.values.mT.double()
+        assert c.dtype == torch.bfloat16
+        assert (c.double() - exact).norm() < 5e-3 * exact.norm()
+
+
+@pytest.mark.parametrize(
+    ("peer", "case", "said"),
+    [
+        (CuSparseLt(), replace(WHOLE, block=(64, 64), m=128, k=128), "without blocks only"),
+        (CuSparseLt(), replace(WHOLE, dtype="fp32"), "not set up here for fp32"),
+        (CuSparseLt(), replace(WHOLE, m=72), "multiples of 16 and N of 8"),
+        (CuSparseLt(), StoryCase(64, 256, 32, 0.25, (64, 64)), "without blocks only"),
+        (CuSparseLtFp8(), Fp8Case(64, 64, 32, "bsr", (32, 32)), "without blocks only"),
+        (CuSparseLtFp8(), Fp8Case(64, 64, 32, "semi24", None, dtype="e5m2"), "not set up here for e5m2"),
+        (CuSparseLtFp8(), Fp8Case(48, 64, 32, "semi24", None), "multiples of 32 and N of 16"),
+    ],
+)
+def test_it_says_what_it_cannot_do(peer: Any, case: Any, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "cuSPARSELt needs an NVIDIA GPU" in peer.why_not(case, CPU)
+    monkeypatch.setattr(torch.backends.cusparselt, "is_available", lambda: True)
+    (why,) = peer.why_not(case, CUDA)
+    assert said in why
+    monkeypatch.setattr(torch.backends.cusparselt, "is_available", lambda: False)
+    assert len(peer.why_not(case, CUDA)) == 2

@@ -1,0 +1,64 @@
+"""2:4, FP8, packing and equal stored values on a GPU: peers are set up, are right, and share the rounds of a record."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from sparsek.bench import fp8_peers, pack, records, semi24_peers
+from sparsek.bench.case import Entry
+from sparsek.bench.fp8 import Fp8Case
+from sparsek.bench.measure import measure
+from sparsek.bench.pack import PackCase
+from sparsek.bench.peer import peers_named
+from sparsek.bench.semi24 import Semi24Case
+from sparsek.bench.story import StoryCase
+
+pytestmark = pytest.mark.gpu
+PEERS = {
+    "semi24": semi24_peers.PEERS,
+    "story": semi24_peers.PEERS,
+    "pack": pack.PEERS,
+    "fp8": fp8_peers.PEERS,
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "kernels", "wanted"),
+    [
+        (Semi24Case(1024, 2048, 512), ("auto", "portable.semi24"), {"cublas", "cusparselt"}),
+        (Semi24Case(1024, 2048, 512, "A@B", dtype="fp16"), ("auto",), {"cublas", "cusparselt"}),
+        (Semi24Case(1024, 2048, 512, block=(128, 128), density=0.25), ("auto",), {"cublas", "bsr"}),
+        (Semi24Case(1024, 2048, 512, "A@B", (128, 128), 0.25), ("auto",), {"cublas", "bsr"}),
+        (
+            StoryCase(1024, 2048, 512, 0.5),
+            ("portable.semi24", "portable.bsr24", "auto"),
+            {"cublas", "cusparselt"},
+        ),
+        (StoryCase(1024, 2048, 512, 0.25), ("portable.bsr24", "auto"), {"cublas"}),
+        (PackCase(2048, 4096, "semi24"), ("auto",), {"copy"}),
+        (PackCase(2048, 4096, "bsr", (128, 128), 0.25), ("auto",), {"copy"}),
+        (Fp8Case(1024, 2048, 512, density=0.25), ("auto",), {"cublas_fp8", "cublas_fp8_float32", "bf16"}),
+        (Fp8Case(1024, 2048, 512, density=0.25, form="A@B"), ("auto",), {"cublas_fp8", "bf16"}),
+        (Fp8Case(1024, 2048, 512, "semi24", None), ("auto",), {"cublas_fp8", "bf16"}),
+    ],
+    ids=lambda value: getattr(value, "name", None),
+)
+def test_all_peers_and_kernels_share_the_rounds_of_a_record(
+    case: Any, kernels: tuple[str, ...], wanted: set[str]
+) -> None:
+    if not torch.backends.cusparselt.is_available():
+        wanted = wanted - {"cusparselt"}
+    device = torch.device("cuda", 0)
+    outcome = measure(
+        Entry(case, kernels),
+        peers=peers_named(PEERS[case.op], None, device),
+        rounds=3,
+        device=device,
+        report=lambda text: None,
+    )
+    assert outcome.records
+    for record in outcome.records:
+        assert records.faults(record) == []
+        assert wanted <= set(record["peers"]), outcome.unavailable
+        assert record["roofline"]["fraction"] > 0
