@@ -13,9 +13,9 @@ from sparsek.bench.case import Case, Entry, Kind, Operands, suite_named
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
 
-# What the records of the planner are hashed over: how it considers, and the model of the dense product.
-PLANNER = "ops.plan_linear"
-BESIDE = ("ops.linear_formats", "plan.dense")
+# What the records of the planner are hashed over: how W is stored and predicted, and the model of the dense product.
+PLANNER = "ops.linear_formats"
+BESIDE = ("plan.dense",)
 
 
 @dataclass(frozen=True)

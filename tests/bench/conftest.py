@@ -26,6 +26,7 @@ KERNELS = {
     "pack": "formats.convert",
     "mlp_train": "cpu.spmm + reference.sddmm",
     "mlp_decode": "cpu.spmm",
+    "planner": "ops.linear_formats",
 }
 WINDOW_CASE = AttentionCase(1, 16, 16, 32768, 32768, 128, 128, "window:2048")
 

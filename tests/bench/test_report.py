@@ -13,6 +13,7 @@ from sparsek.bench import (
     linear,
     mlp,
     pack,
+    planner,
     report,
     sddmm,
     semi24,
@@ -39,6 +40,7 @@ SUITES_OF = {
     "fp8": fp8.SUITES,
     "pack": pack.SUITES,
     "mlp": mlp.SUITES,
+    "planner": planner.SUITES,
     "attention": attention.SUITES,
     "attention-backward": attention_grad.SUITES,
 }
