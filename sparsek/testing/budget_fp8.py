@@ -5,8 +5,9 @@ Compared are products of the same FP8 values and scales, in float64. What roundi
 
 The dense product is summed in float32 and rounded to C's dtype. A tensor core is not as good: Hopper's aligns the
 products of a step to the largest and keeps some 13 bits below it, before they enter a float32 sum. CORE is what that
-costs where no more than a few hundred of K are summed so: relative to the root of the sum of squared products, and the
-same for every K. A kernel that leaves all of a long K to the tensor core loses bits with every step and is caught.
+costs where no more than a few hundred of K are summed so, the same for every K: relative to C or, where C is what is
+left of larger products, to the root of their sum of squares. A kernel that leaves all of a long K to the tensor core
+loses bits with every step: with sums cut so, K of 8192 is caught in float32.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def check_scaled(
         if epilogue.other is not None and epilogue.combine == "mul":
             spread = spread * epilogue.other.float().abs()
         size = float(torch.linalg.vector_norm(exact))
-        from_core = core * float(torch.linalg.vector_norm(spread.double())) / size if size else 0.0
+        from_core = core * max(1.0, float(torch.linalg.vector_norm(spread.double())) / size) if size else 0.0
         return judge(out, exact, max(FLOOR, FACTOR * (error(dense, exact) + from_core)))
 
 

@@ -1,0 +1,99 @@
+"""The reference of FP8 products against sums by hand, and what its error budget lets pass and catches."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from sparsek.core.errors import InvalidInput
+from sparsek.formats.bsr import BSR
+from sparsek.formats.scaled import quantize
+from sparsek.formats.scaled_tensor import ScaledTensor
+from sparsek.formats.semi24 import Semi24
+from sparsek.reference.epilogue import Epilogue
+from sparsek.reference.scaled import scaled
+from sparsek.testing.budget_fp8 import check_linear_fp8, check_scaled
+from sparsek.testing.cases_fp8 import FP8_CASES, CaseFp8
+
+BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
+
+
+@pytest.mark.parametrize("case", FP8_CASES, ids=str)
+def test_the_reference_is_the_product_of_the_values_times_their_scales(case: CaseFp8):
+    a, b, epilogue, _ = case.make(dtype=F64, seed=int(torch.randint(2**31, ())))
+    z = a.to_dense(F64) @ b.dequantize(F64)
+    expected = epilogue.apply(z)
+    assert torch.allclose(scaled(a, b, epilogue, F64), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_scales_of_rows_and_columns_come_out_of_the_sums():
+    a, b = quantize(Semi24.from_dense(torch.randn(5, 16))), quantize(torch.randn(3, 16)).mT
+    raw = a.dequantize().values / a.scale[:, None]
+    assert torch.allclose(raw, a.matrix.values.float(), rtol=1e-6)
+    plain = Semi24.unchecked(a.matrix.values.double(), a.matrix.meta).to_dense() @ b.values.double().mT
+    by_hand = a.scale.double()[:, None] * plain * b.scale.double()
+    assert torch.allclose(scaled(a, b, dtype=F64), by_hand, rtol=1e-12)
+
+
+def test_operands_that_do_not_fit_are_refused():
+    a, b = quantize(BSR.from_dense(torch.randn(32, 64), 32)), quantize(torch.randn(3, 64)).mT
+    with pytest.raises(InvalidInput, match="needs a Scaled and a ScaledTensor, got Scaled and Tensor"):
+        scaled(a, torch.randn(64, 3))  # pyright: ignore[reportArgumentType]
+    with pytest.raises(InvalidInput, match=r"A is \[32, 64\] and b \[3, 64\]"):
+        scaled(a, b.mT)
+    with pytest.raises(InvalidInput, match=r"bias is torch.float32 \[32\]"):
+        scaled(a, b, Epilogue(bias=torch.randn(32)))
+
+
+def core(a: Tensor, b: Tensor, promoted: int) -> Tensor:
+    """a [M, K] @ b [K, N] as Hopper's tensor cores sum FP8: 32 products at a time are aligned with the running sum to
+    the largest of them, and cut 13 bits below it. Every `promoted` of K the sum moves to float32 and starts anew."""
+    total = torch.zeros(a.shape[0], b.shape[1])
+    for first in range(0, a.shape[1], promoted):
+        running = torch.zeros_like(total)
+        for k in range(first, min(first + promoted, a.shape[1]), 32):
+            each = torch.cat((a[:, k : k + 32, None] * b[None, k : k + 32], running[:, None]), 1)
+            unit = 2.0 ** (torch.frexp(each.abs().amax(1)).exponent - 1 - 13).float()
+            running = (torch.trunc(each / unit[:, None]) * unit[:, None]).sum(1)
+        total += running
+    return total
+
+
+@pytest.mark.parametrize("shifted", [0.0, 0.5], ids=["random signs", "mostly positive"])
+def test_long_sums_pass_if_a_tensor_core_is_relieved_and_not_if_it_is_left_alone(shifted: float):
+    for k in (2048, 16384):
+        w, x = torch.randn(16, k) + shifted, torch.randn(8, k) + shifted
+        a, b = quantize(BSR.from_dense(w, 16)), quantize(x).mT
+        values, stretch = a.to_dense() / a.scale[:, None], a.scale[:, None] * b.scale
+        relieved = core(values, b.values.float().mT, 128) * stretch
+        alone = core(values, b.values.float().mT, k) * stretch
+        for dtype in (BF16, torch.float16, F32):
+            assert check_scaled(a, b, relieved.to(dtype)).passed
+        if k > 2048:
+            assert not check_scaled(a, b, alone).passed
+        if shifted and k > 2048:  # also after C has been rounded
+            assert not check_scaled(a, b, alone.to(BF16)).passed
+
+
+def test_what_is_wrong_does_not_pass():
+    case = CaseFp8("bsr", 64, 128, 32, "x", (32, 32), 0.7)
+    a, b, _, _ = case.make(seed=int(torch.randint(2**31, ())))
+    right = scaled(a, b, dtype=F32)
+    assert check_scaled(a, b, right).passed
+    assert check_scaled(a, b, right, core=0.0).passed
+    one_row = ScaledTensor.unchecked(b.values, b.scale.roll(1), True)
+    for wrong in (
+        right * 1.01,
+        right.roll(1, 0),
+        scaled(a, one_row, dtype=F32),
+        right.masked_fill(right > 2, torch.nan),
+    ):
+        assert not check_scaled(a, b, wrong).passed
+    assert not check_scaled(a, b, right.to(BF16).float(), core=0.0).passed
+
+
+def test_a_layer_is_judged_as_the_product_that_it_is():
+    w, x = quantize(BSR.from_dense(torch.randn(32, 64), 32)), quantize(torch.randn(2, 5, 64))
+    bias, rest = torch.randn(32), torch.randn(2, 5, 32)
+    y = torch.relu(x.dequantize() @ w.to_dense().mT + bias) + rest
+    assert check_linear_fp8(x, w, y, bias, "relu", rest, core=0.0).passed
+    assert not check_linear_fp8(x, w, y, bias, None, rest, core=0.0).passed
