@@ -11,7 +11,7 @@ from torch import Tensor
 from sparsek.bench.case import random_dense
 from sparsek.bench.cusparselt import Task
 from sparsek.bench.fp8 import SEMI24, Fp8Case, Fp8Operands, fp8_product
-from sparsek.bench.peer import Peer, Ready, elsewhere, rotating
+from sparsek.bench.peer import Peer, Ready, UnavailableError, elsewhere, rotating
 from sparsek.bench.product_peers import Dense, accepted, setting_up
 from sparsek.bench.semi24_peers import BEST, fastest, missing, ways_that_run
 from sparsek.core.clock import time_rounds
@@ -40,19 +40,27 @@ class CublasFp8:
         return elsewhere(self, device)
 
     def ready(self, case: Fp8Case, sets: Sequence[Fp8Operands], tried: Callable[[str], None]) -> Ready:
-        with setting_up("torch._scaled_mm"):
-            candidates: dict[str, tuple[Callable[[], Tensor], ...]] = {}
-            for scale, fast in itertools.product(("tensor", "row"), self.sums):
-                calls = tuple(_dense(case, one, scale, fast, 1000 + i) for i, one in enumerate(sets))
-                calls[0]()
-                sums = "fast" if fast else "float32"
-                candidates[f"a scale per {scale}, {sums} sums"] = calls
-            times = time_rounds(
-                {name: rotating(calls) for name, calls in candidates.items()},
-                device=sets[0].a.device,
-                rounds=5,
-                inner_ms=10.0,
-            )
+        candidates: dict[str, tuple[Callable[[], Tensor], ...]] = {}
+        refused: list[str] = []
+        for scale, fast in itertools.product(("tensor", "row"), self.sums):
+            name = f"a scale per {scale}, {'fast' if fast else 'float32'} sums"
+            try:
+                with setting_up(name):
+                    calls = tuple(_dense(case, one, scale, fast, 1000 + i) for i, one in enumerate(sets))
+                    calls[0]()
+            except UnavailableError as error:
+                refused.append(str(error))
+                tried(f"cuBLAS FP8, {error}")
+            else:
+                candidates[name] = calls
+        if not candidates:
+            raise UnavailableError("; ".join(refused))
+        times = time_rounds(
+            {name: rotating(calls) for name, calls in candidates.items()},
+            device=sets[0].a.device,
+            rounds=5,
+            inner_ms=10.0,
+        )
         for name, found in times.items():
             tried(f"cuBLAS FP8, {name}: {found.median:.3f} ms")
         best = min(candidates, key=lambda name: times[name].median)

@@ -21,6 +21,7 @@ from sparsek.testing.budget import check_spmm
 
 # Of the ways that a child process found right, so many are timed once more, in turns and on a warm card.
 BEST = 6
+_FOUND: dict[tuple[Task, torch.device], list[Tried]] = {}
 
 
 @dataclass(frozen=True)
@@ -72,9 +73,15 @@ def missing(device: torch.device) -> list[str]:
 
 
 def ways_that_run(task: Task, device: torch.device, tried: Callable[[str], None]) -> list[Tried]:
-    """The ways to compute `task` that came back right in a child process, fastest first. UnavailableError for none."""
-    tried("cuSPARSELt: every algorithm in a process of its own")
-    found = probe([task], device, tried)
+    """The ways to compute `task` that came back right in a child process, fastest first. UnavailableError for none.
+
+    A task is tried once in the life of this process.
+    """
+    key = task, device
+    if key not in _FOUND:
+        tried("cuSPARSELt: every algorithm in a process of its own")
+        _FOUND[key] = probe([task], device, tried)
+    found = _FOUND[key]
     right = usable(found)
     if not right:
         why = sorted({one.why for one in found if one.why})

@@ -25,7 +25,7 @@ from sparsek.bench.cusparselt import (
     usable,
 )
 from sparsek.bench.fp8 import Fp8Case
-from sparsek.bench.fp8_peers import CuSparseLtFp8
+from sparsek.bench.fp8_peers import CublasFp8, CuSparseLtFp8
 from sparsek.bench.peer import UnavailableError
 from sparsek.bench.semi24 import Semi24Case
 from sparsek.bench.semi24_peers import CuSparseLt
@@ -159,6 +159,7 @@ def test_a_fatal_algorithm_is_left_alone_in_every_layout(monkeypatch: pytest.Mon
 
 
 def test_children_that_say_nothing_end_the_trying(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(semi24_peers, "_FOUND", {})
     monkeypatch.setattr(cusparselt, "listen", lambda command, seconds: ([], "no device"))
     assert probe([TASK], torch.device("cuda:0")) == []
     with pytest.raises(UnavailableError, match="none of 0 ways of cuSPARSELt ran and was right"):
@@ -175,6 +176,7 @@ def found(monkeypatch: pytest.MonkeyPatch, library: list[dict[str, Any]]) -> lis
         return [Tried(tasks[0], way, ms=1.0, error=1e-3) for way in (ROWS, TURNED, Way(5, "col", "row"))]
 
     monkeypatch.setattr(semi24_peers, "probe", ways)
+    monkeypatch.setattr(semi24_peers, "_FOUND", {})
     return asked
 
 
@@ -189,7 +191,8 @@ def test_the_fastest_right_way_is_the_peer(
     sets = case.operands(CPU)
     said: list[str] = []
     ready = CuSparseLt().ready(case, sets, said.append)
-    assert found == [Task(case.m, case.k, case.n, case.dtype)]
+    CuSparseLt().ready(case, sets, lambda text: None)
+    assert found == [Task(case.m, case.k, case.n, case.dtype)]  # tried once
     assert ready.note == "algorithm 1, B by rows, C by rows"  # of equal names the first
     assert ready.flops is None
     assert len(ready.calls) == len(sets)
@@ -231,3 +234,30 @@ def test_it_says_what_it_cannot_do(peer: Any, case: Any, said: str, monkeypatch:
     assert said in why
     monkeypatch.setattr(torch.backends.cusparselt, "is_available", lambda: False)
     assert len(peer.why_not(case, CUDA)) == 2
+
+
+@pytest.mark.parametrize("form", ["x@W.T", "A@B"])
+def test_cublas_in_fp8_is_the_fastest_that_it_takes(
+    form: str, library: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = torch._scaled_mm
+
+    def no_rows(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, **options: Any) -> Tensor:
+        if scale_a.ndim or options["use_fast_accum"]:
+            raise RuntimeError("no such product\nmore")
+        return real(a, b, scale_a, scale_b, out_dtype=options["out_dtype"])
+
+    case = Fp8Case(64, 96, 32, "semi24", None, form=form)
+    (one, *_) = sets = case.operands(CPU)
+    ready = CublasFp8().ready(case, sets, lambda text: None)
+    assert (ready.note, ready.flops) == ("a scale per row, fast sums", case.dense_flops)  # the shortest name
+    c: Any = ready.calls[0]()
+    assert c.shape == ((32, 64) if form == "x@W.T" else (64, 32))
+    w = torch.randn(64, 96)
+    assert 0.1 < float(c.float().norm() / (one.x.dequantize() @ w.T).norm()) * 96**0.5 < 10
+    monkeypatch.setattr(torch, "_scaled_mm", no_rows)
+    assert CublasFp8().ready(case, sets, lambda text: None).note == "a scale per tensor, float32 sums"
+    with pytest.raises(
+        UnavailableError, match="a scale per tensor, fast sums: no such product; a scale per row"
+    ):
+        CublasFp8(sums=(True,)).ready(case, sets, lambda text: None)
