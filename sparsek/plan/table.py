@@ -13,7 +13,7 @@ import math
 import os
 import tempfile
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
 from functools import cache
 from pathlib import Path
@@ -101,23 +101,22 @@ def as_json(config: Any) -> dict[str, Any]:
     return json.loads(json.dumps(asdict(config), default=str))
 
 
-def matching(configs: Iterable[Any], wanted: Mapping[str, Any]) -> Any:
-    """The config that a file means: the one that reads the same, or the first that differs in one field only.
-
-    Fields in which all configs agree are no choice and do not count. One field may follow the sizes of the problem,
-    which are rounded in a key. None if there is no such config.
+def matching(configs: Iterable[Any], wanted: Mapping[str, Any], paced: Sequence[str] = ()) -> Any:
+    """The config that a file means, None if there is none. `paced`: fields that follow the problem, whose sizes are
+    rounded in a key; in these it may differ.
     """
-    told_by = [(config, as_json(config)) for config in configs]
-    told_by = [(config, told) for config, told in told_by if told.keys() == wanted.keys()]
-    names = [name for name in wanted if any(told[name] != told_by[0][1][name] for _, told in told_by)]
     near = None
-    for config, told in told_by:
-        off = sum(told[name] != wanted[name] for name in names)
-        if not off:
+    for config in configs:
+        told = as_json(config)
+        if told == wanted:
             return config
-        if off == 1 and near is None:
+        if near is None and _without(told, paced) == _without(wanted, paced):
             near = config
     return near
+
+
+def _without(told: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    return {name: value for name, value in told.items() if name not in names}
 
 
 def tuned(p: Any, kernel: Any, default: Any) -> Tuned | None:
@@ -130,7 +129,7 @@ def tuned(p: Any, kernel: Any, default: Any) -> Tuned | None:
         entry = entries.get((p.card.name, kernel.name, key_of(p)))
         if entry is None or entry.source != _hash_of(kernel.name):
             continue
-        config = matching([default, *kernel.configs(p)], entry.config)
+        config = matching([default, *kernel.configs(p)], entry.config, getattr(kernel, "paced", ()))
         if config is not None:
             gain = entry.seconds / entry.default_seconds
             said = (

@@ -293,6 +293,7 @@ class HopperSpmm:
     """The kernel above, behind the planner's protocol."""
 
     name = "hopper.spmm"
+    paced = ("every",)
 
     def why_not(self, p: SpmmProblem) -> list[str]:
         reasons = []
