@@ -69,4 +69,8 @@ def multiply(
     params, grid = semi24.told(c, work, nibbles, b, out, epilogue)
     maps = [ctypes.byref(packed(each)) for each in semi24.boxes(c, a.values, b, out)]
     size = ctypes.c_int64(nibbles.numel() * 4)
-    return library(c, source or SOURCE.read_text()).launch(*maps, ctypes.byref(params), grid, order, order, size).decode()
+    return (
+        library(c, source or SOURCE.read_text())
+        .launch(*maps, ctypes.byref(params), grid, order, order, size)
+        .decode()
+    )

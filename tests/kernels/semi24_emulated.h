@@ -199,10 +199,6 @@ static void wgmma_fence() {}
 struct Operands { float* d; const u32* nibbles; };
 static std::map<Fiber*, std::vector<Operands>> handed;
 static Fiber* head() { return me->cta->fibers[me->tid.x / 128 * 128]; }
-static u64 place(u32 at) { return (at & 0x3FFFF) >> 4; }
-static constexpr u64 described(int group_bytes, int panel_bytes, int swizzle_bytes) {
-  return (u64)(panel_bytes >> 4) << 16 | (u64)(group_bytes >> 4) << 32 | (swizzle_bytes == 128 ? 1ull : 2ull) << 62;
-}
 // The value at row or column `mn` and inner place `k` of a described matrix; source: PTX ISA, canonical layouts.
 static float described_at(Cta* c, u64 desc, bool k_major, int mn, int k) {
   const u32 start = (u32)(desc & 0x3fff) << 4, panel = (u32)(desc >> 16 & 0x3fff) << 4;

@@ -230,15 +230,6 @@ PTX void wgmma(float (&d)[TN / 2], u64 a, u64 b, u32 nibbles) {
       : SUMS(d) : "l"(a), "l"(b), "r"(nibbles), "n"(SEL), "n"(B_ROW));
 }
 
-// The address in a matrix descriptor: 14 bits, in units of 16 bytes. In a cluster the bits above them say whose shared
-// memory it is, and would spill over into the next field.
-PTX u64 place(u32 at) { return (at & 0x3FFFF) >> 4; }
-
-// What a matrix descriptor says beside its address: bytes between groups of 8 rows, bytes between panels, swizzle.
-__device__ constexpr u64 described(int group_bytes, int panel_bytes, int swizzle_bytes) {
-  return (u64)(panel_bytes >> 4) << 16 | (u64)(group_bytes >> 4) << 32 | (swizzle_bytes == 128 ? 1ull : 2ull) << 62;
-}
-
 // x becomes the word at `at`, if `always` is not 0, which the compiler cannot know: so what x held before lives in x's
 // register until this load, and the wgmma that reads it there may still run when this step's barrier is waited for.
 PTX void load_nibbles(u32& x, u32 at, int always) {
@@ -283,6 +274,15 @@ PTX void take_registers() {
 }
 
 // ---------------------------------------------------------------------------------------------------- tiles and roles
+
+// The address in a matrix descriptor: 14 bits, in units of 16 bytes. In a cluster the bits above them say whose shared
+// memory it is, and would spill over into the next field.
+__device__ constexpr u64 place(u32 at) { return (at & 0x3FFFF) >> 4; }
+
+// What a matrix descriptor says beside its address: bytes between groups of 8 rows, bytes between panels, swizzle.
+__device__ constexpr u64 described(int group_bytes, int panel_bytes, int swizzle_bytes) {
+  return (u64)(panel_bytes >> 4) << 16 | (u64)(group_bytes >> 4) << 32 | (swizzle_bytes == 128 ? 1ull : 2ull) << 62;
+}
 
 struct Tile {
   int row, col;        // of C

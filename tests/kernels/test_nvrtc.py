@@ -1,0 +1,71 @@
+"""Compiling by NVRTC, and what is kept of it."""
+
+from pathlib import Path
+
+import pytest
+
+from sparsek.core.errors import Unsupported
+from sparsek.kernels.prims import nvrtc
+from sparsek.kernels.prims.nvrtc import CompilerError, compile_cuda, compiled, library
+
+SOURCE = 'extern "C" __global__ void twice(float* x) { x[threadIdx.x] *= 2; }'
+OPTIONS = ["--gpu-architecture=sm_90a"]
+needs_nvrtc = pytest.mark.skipif(library() is None, reason="NVRTC is not here (nvidia-cuda-nvrtc)")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SPARSEK_CACHE", str(tmp_path / "kept"))
+    return tmp_path / "kept"
+
+
+@needs_nvrtc
+def test_code_is_compiled_once_and_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = compiled(SOURCE, "twice.cu", OPTIONS)
+    assert code[:4] == b"\x7fELF"
+    (file,) = folder.iterdir()
+    assert file.name.startswith("twice-")
+    with monkeypatch.context() as patch:
+        patch.setattr(nvrtc, "compile_cuda", lambda *given: pytest.fail("compiled again"))
+        assert compiled(SOURCE, "twice.cu", OPTIONS) == code
+    assert compiled(SOURCE, "twice.cu", [*OPTIONS, "-lineinfo"]) != code
+    assert len(list(folder.iterdir())) == 2
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("damage", [lambda held: held[:-7], lambda held: b"", lambda held: b"something else"])
+def test_a_file_that_is_not_whole_is_compiled_anew(folder: Path, damage) -> None:
+    code = compiled(SOURCE, "twice.cu", OPTIONS)
+    (file,) = folder.iterdir()
+    file.write_bytes(damage(file.read_bytes()))
+    assert compiled(SOURCE, "twice.cu", OPTIONS) == code
+    assert file.read_bytes().endswith(code)
+
+
+@needs_nvrtc
+def test_where_nothing_can_be_kept_it_compiles_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("SPARSEK_CACHE", str(tmp_path / "file" / "below"))
+    assert compiled(SOURCE, "twice.cu", OPTIONS)[:4] == b"\x7fELF"
+
+
+@needs_nvrtc
+def test_what_the_compiler_says_is_told(folder: Path) -> None:
+    with pytest.raises(CompilerError, match=r"wrong\.cu.*\n.*identifier \"nothing\" is undefined"):
+        compile_cuda("__global__ void f() { nothing(); }", "wrong.cu", OPTIONS)
+    assert not folder.exists()
+
+
+def test_the_library_that_is_named_is_taken_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NVRTC", "/nowhere/libnvrtc.so.13")
+    for each in (library, nvrtc.version):
+        each.cache_clear()
+    try:
+        assert library() is None
+        with pytest.raises(Unsupported, match="install nvidia-cuda-nvrtc, or name"):
+            compile_cuda(SOURCE, "twice.cu", OPTIONS)
+    finally:
+        for each in (library, nvrtc.version):
+            each.cache_clear()
