@@ -1,0 +1,163 @@
+"""The portable FP8 kernels without a GPU: in Triton's interpreter, and compiled for real cards."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparsek.core.device import CPU, H200
+from sparsek.plan.problem import ScaledBsr24Problem, ScaledSemi24Problem, ScaledSpmmProblem
+
+pytest.importorskip("triton")
+
+from sparsek.kernels.portable import bsr24_fp8, semi24_fp8, spmm_fp8
+from sparsek.kernels.prims.portable_fp8 import Config
+from tests.kernels.portable_fp8_code import bsr24_fp8_code, round_code, semi24_fp8_code, spmm_fp8_code
+
+L40 = replace(H200, name="NVIDIA L40S", capability=(8, 9), sm_count=142, smem_bytes=101376)
+BIG: dict[str, Any] = {"m": 8192, "k": 8192, "n": 8192, "dtype": "e4m3", "card": H200}
+BLOCKS: dict[str, Any] = {"block": (128, 128), "nnzb": 512, "row_max": 8}
+SPMM, SEMI24, BSR24 = (
+    ScaledSpmmProblem(**BIG, **BLOCKS),
+    ScaledSemi24Problem(**BIG),
+    ScaledBsr24Problem(**BIG, **BLOCKS),
+)
+KERNELS = {
+    "spmm_fp8": (spmm_fp8.KERNEL, spmm_fp8_code),
+    "semi24_fp8": (semi24_fp8.KERNEL, semi24_fp8_code),
+    "bsr24_fp8": (bsr24_fp8.KERNEL, bsr24_fp8_code),
+}
+ALL = [SPMM, SEMI24, BSR24]
+
+
+def of(p: Any) -> Any:
+    return KERNELS[p.op][0]
+
+
+def check(p: Any, c: Config, vectors: bool = True) -> None:
+    code = KERNELS[p.op][1](p, c)
+    what = f"{p} {c}"
+    assert code.stack == 0, f"{what} spills {code.stack} bytes"
+    assert code.shared <= p.card.smem_bytes, what
+    assert code.copies or not vectors, f"{what}: 16-byte asynchronous copies are missing"
+    if p.card.capability[0] == 9 and c.tile_m >= 64:
+        assert f"k32.f32.{p.dtype}.{p.b_dtype}" in code.ptx, what
+        assert "wgmma.mma_async" in code.ptx, what
+    elif p.card.capability == (8, 9):
+        assert f"m16n8k32.row.col.f32.{p.dtype}.{p.b_dtype}.f32" in code.ptx, what
+
+
+def test_the_arithmetic_holds_in_the_interpreter():
+    script = Path(__file__).with_name("portable_fp8_interpreted.py")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", str(script)],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("p", ALL, ids=lambda p: p.op)
+def test_every_config_compiles_without_spills(p: Any):
+    configs = list(of(p).configs(p))
+    assert len(configs) >= 3
+    for c in configs:
+        check(p, c)
+    other = replace(p, card=L40)
+    check(other, of(p).default(other))
+
+
+LAYER: dict[str, Any] = {"out_layout": "col", "bias": True}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        LAYER | {"activation": "gelu", "combine": "add"},
+        {"activation": "silu", "combine": "mul", "scaled": True, "out_dtype": "fp32"},
+        {"a_scale": "tensor", "b_scale": "tensor", "out_dtype": "fp16", "b_dtype": "e5m2"},
+        {"dtype": "e5m2", "n": 16, **LAYER},
+    ],
+    ids=["layer", "gate", "tensor scales", "decode"],
+)
+def test_what_products_may_be_compiles_without_spills(change: dict[str, Any]):
+    for p in ALL:
+        q = replace(p, **change)
+        check(q, of(q).default(q))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"a_scale": "block"},
+        {"block": (64, 64), "a_scale": "block"},
+        {"block": (32, 32)},
+        {"block": (48, 96)},
+        {"transposed": True, "a_scale": "tensor", "out_layout": "col"},
+        {"k": 8200, "n": 8200},
+    ],
+    ids=["scale per block", "block 64", "block 32", "no power of two", "view", "ragged"],
+)
+def test_blocks_and_views_compile_without_spills(change: dict[str, Any]):
+    p = replace(SPMM, **change)
+    check(p, spmm_fp8.KERNEL.default(p), vectors=p.k % 16 == 0)
+    if not set(change) & {"transposed"} and p.block[0] % 64 == 0:
+        q = replace(BSR24, **change)
+        check(q, bsr24_fp8.KERNEL.default(q), vectors=q.k % 16 == 0)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_the_rounding_reads_and_writes_whole_vectors_and_converts_in_hardware(dtype: str):
+    for rows, k, turned in ((8192, 8192, False), (8192, 1024, False), (64, 28672, False), (8192, 8192, True)):
+        code = round_code(rows, k, turned, dtype, H200)
+        assert code.stack == 0
+        assert "v4.b32" in code.stores
+        assert "ld.global.v4.b32" in code.ptx
+        assert "cvt.rn.satfinite.e4m3x2.f32" in code.ptx
+        assert "div.rn.f32" in code.ptx
+        assert "div.full" not in code.ptx
+
+
+def test_reasons_name_what_is_wrong():
+    for p in ALL:
+        assert of(p).why_not(p) == []
+        old = replace(H200, name="NVIDIA A100", capability=(8, 0))
+        assert "capability 8.9; NVIDIA A100 has 8.0" in of(p).why_not(replace(p, card=old))[0]
+        assert "TRITON_INTERPRET=1" in of(p).why_not(replace(p, card=CPU))[0]
+        assert "at most" in of(p).why_not(replace(p, k=2**31 - 8))[0]
+
+
+def test_defaults_fill_the_card_where_they_can():
+    for p in ALL:
+        assert of(p).default(p).tile_m == of(p).default(p).tile_n == 128
+        c = of(p).default(replace(p, m=1024, n=512))
+        assert c.tile_m * c.tile_n < 128 * 128
+    for each in semi24_fp8.KERNEL.configs(replace(SEMI24, m=5)):
+        assert each.tile_m == 16
+    assert spmm_fp8.KERNEL.default(replace(SPMM, block=(16, 16))).tile_k == 32
+    assert spmm_fp8.KERNEL.default(replace(SPMM, n=3)).tile_n == 16
+
+
+def test_predictions_grow_with_work_and_never_beat_the_roofline():
+    for p in ALL:
+        for c in of(p).configs(p):
+            seconds = of(p).seconds(p, c)
+            assert of(p).seconds(replace(p, n=2 * p.n), c) > 1.8 * seconds
+            assert seconds > p.useful_flops / (H200.tflops["fp8"] * 1e12)
+            assert seconds > p.compulsory_bytes / H200.bandwidth
+            assert of(p).seconds(replace(p, rounds="bf16"), c) > seconds + p.k * p.n * 3 / H200.bandwidth
+    c = spmm_fp8.KERNEL.default(SPMM)
+    assert spmm_fp8.KERNEL.seconds(replace(SPMM, row_max=4096), c) > spmm_fp8.KERNEL.seconds(SPMM, c)
+
+
+def test_config_sides_that_do_not_fit_are_refused():
+    for sides in ((64, 64, 48), (8, 64, 64), (64, 64, 16)):
+        with pytest.raises(ValueError, match="of an FP8 kernel must be a power of two from"):
+            Config(*sides, 4, 3)
