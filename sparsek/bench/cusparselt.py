@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from sparsek.bench.peer import first_line
-from sparsek.core.clock import time_rounds
+from sparsek.core.clock import host_seconds
 
 # Ids from here on were refused by every version that was seen; get_max_alg_id knows up to 0.6.2, whose last is 37.
 IDS = 64
@@ -31,6 +31,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m
 # Rounding to bf16 gives 2e-3; a wrong product is off by more than its own size.
 WRONG = 1e-2
 NOTHING = 1e9  # the error of NaN and Inf
+WARM, CALLS = 2, 5
 DEATHS = 8  # children
 SECONDS = 120.0
 # The six ways to store two of four.
@@ -197,9 +198,25 @@ def _still_there(device: torch.device) -> None:
 def measured(packed: Tensor, b: Tensor, way: Way, right: Tensor) -> dict[str, Any]:
     """The milliseconds and the relative error of one way, whose B lies as it says."""
     wrong = float((multiply(packed, b, way).float() - right).norm() / right.norm())
-    call = {"one": lambda: multiply(packed, b, way)}
-    times = time_rounds(call, device=b.device, rounds=3, inner_ms=3.0, settle_ms=0.0)["one"]
-    return {"ms": times.median, "error": wrong if math.isfinite(wrong) else NOTHING}
+    for _ in range(WARM):
+        multiply(packed, b, way)
+    return {
+        "ms": _milliseconds(lambda: multiply(packed, b, way), b.device),
+        "error": wrong if math.isfinite(wrong) else NOTHING,
+    }
+
+
+def _milliseconds(call: Callable[[], object], device: torch.device) -> float:
+    """The mean of a few calls: enough to tell which are worth a better measurement."""
+    if device.type != "cuda":
+        return 1e3 * host_seconds(call, device, calls=CALLS)
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(CALLS):
+        call()
+    stop.record()
+    stop.synchronize()
+    return start.elapsed_time(stop) / CALLS
 
 
 def main(tasks: str, device: str, start: str) -> None:

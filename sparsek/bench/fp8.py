@@ -41,8 +41,8 @@ from sparsek.ops.linear import linear
 from sparsek.ops.scaled import plan_linear
 from sparsek.ops.spmm import plan_spmm, spmm
 from sparsek.plan.scaled import ScaledPlan
-from sparsek.reference.scaled import scaled
-from sparsek.testing.budget import FACTOR, Gate, error, judge
+from sparsek.testing.budget import Gate
+from sparsek.testing.budget_fp8 import check_scaled
 from sparsek.testing.poison import poisoned
 
 BSR_, SEMI24, BSR24_ = STORED = ("bsr", "semi24", "bsr24")
@@ -94,24 +94,8 @@ class Fp8Operands(Operands):
         return self.judge(self.planned(plan)())
 
     def judge(self, out: Tensor) -> Gate:
-        """Whether `out`, [n, m] of a layer and [m, n] otherwise, is the product of this set, scales applied.
-
-        The error against float64 may be twice that of the dense FP8 product of the same matrix with sums in float32.
-        """
-        found = out.mT if self.is_linear else out
-        exact = scaled(self.a, self.x.mT, dtype=torch.float64)
-        return judge(found, exact, FACTOR * error(self._dense_product(), exact))
-
-    def _dense_product(self) -> Tensor:
-        """C [m, n] by torch, sums in float32, then scales, rounded: in FP8 where torch has that, else in float32."""
-        (m, _), x = self.a.shape, self.x
-        in_fp8 = x.values.is_cuda and self.a.kind != "block" and m % 16 == 0 and x.shape[0] % 16 == 0
-        if not in_fp8:
-            return (self.a.dequantize(torch.float32).to_dense() @ x.dequantize().mT).to(OUT)
-        one = x.scale.new_ones(())
-        c = torch._scaled_mm(self.dense_values(), x.values.mT, one, one, out_dtype=torch.float32)
-        rows = self.a.scale[:, None] if self.a.scale.ndim else self.a.scale
-        return (c * rows * x.scale).to(OUT)
+        """Whether `out`, [n, m] of a layer and [m, n] otherwise, is the product of this set, scales applied."""
+        return check_scaled(self.a, self.x.mT, out.mT if self.is_linear else out)
 
     def dense(self, seed: int) -> Callable[[], Tensor]:
         """The same call in bf16 with everything stored."""

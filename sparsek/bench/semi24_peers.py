@@ -20,7 +20,7 @@ from sparsek.ops.spmm import plan_spmm
 from sparsek.testing.budget import check_spmm
 
 # Of the ways that a child process found right, so many are timed once more, in turns and on a warm card.
-BEST = 6
+BEST = 12
 _FOUND: dict[tuple[Task, torch.device], list[Tried]] = {}
 
 

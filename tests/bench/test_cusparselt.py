@@ -58,7 +58,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     monkeypatch.setattr(torch, "_cslt_sparse_mm_search", None)
     monkeypatch.setattr(cases, "MAX_SETS", 2)
     instant = lambda calls, **options: {name: Times.of([float(len(name))]) for name in calls}  # noqa: E731
-    for module in (cusparselt, semi24_peers, fp8_peers):
+    for module in (semi24_peers, fp8_peers):
         monkeypatch.setattr(module, "time_rounds", instant)
     return told
 
