@@ -27,8 +27,8 @@ class Kernel(Protocol[P]):
     """One implementation of one operation, as far as the choice of a kernel goes.
 
     A kernel with an attribute `only_by_name`, a reason, is never chosen unless `kernel=` names it. A kernel may have a
-    method `notes(p, c) -> list[str]`: what else `explain()` should say of that choice, one line each. An attribute `paced`
-    names fields of its configs that follow from the problem, which a tuned config need not share.
+    method `notes(p, c) -> list[str]`: what else `explain()` should say of that choice, one line each. An attribute
+    `paced` names fields of its configs that follow from the problem, which a tuned config need not share.
     """
 
     name: str
