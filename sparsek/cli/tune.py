@@ -58,9 +58,9 @@ def tune(
         (_show if show else _clear)(out)
         return
     path = out or _own()
-    where = as_device(device or "cuda")
-    if where.type == "cuda" and not torch.cuda.is_available():
+    if device is None and not torch.cuda.is_available():
         raise InvalidInput("there is no GPU to tune for; --device cpu tunes the CPU's kernels")
+    where = as_device(device or "cuda")
     jobs = _jobs(what, tokens, formats, block, keep, dtype)
     names = None if kernel == "all" else listed("kernel", kernel, str)
     for name in names or ():
