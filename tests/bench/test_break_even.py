@@ -1,0 +1,70 @@
+"""Up to which share of stored values sparse wins, by prediction."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparsek.bench import break_even as even
+from sparsek.bench.break_even import Curve, Setting
+from sparsek.core.errors import InvalidInput, Unsupported
+
+SETTING = Setting((4096, 4096))
+
+
+@pytest.mark.parametrize(("form", "values"), [("bsr", 1.0), ("bsr24", 0.5)])
+@pytest.mark.parametrize("block", [64, 128])
+@pytest.mark.parametrize("tokens", [64, 4096])
+def test_sparse_wins_up_to_the_share_and_loses_above(
+    form: str, values: float, block: int, tokens: int
+) -> None:
+    share = even.break_even(form, block, tokens, SETTING) / values
+    limit = SETTING.dense_seconds(tokens)
+    assert SETTING.seconds(form, block, tokens, share) <= limit
+    if share < 1:
+        assert SETTING.seconds(form, block, tokens, share + 1 / even.FINE) > limit
+
+
+def test_small_blocks_need_more_to_be_gone() -> None:
+    shares = [even.break_even("bsr", block, 4096, SETTING) for block in (16, 32, 64, 128)]
+    assert shares == sorted(shares)
+    assert 0 < shares[0] < shares[-1]
+
+
+def test_where_nothing_runs_nothing_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(p: Any) -> Any:
+        raise Unsupported("no kernel", {})
+
+    monkeypatch.setattr(even, "choose", refuse)
+    assert even.break_even("bsr", 64, 64, SETTING) == 0
+
+
+@pytest.mark.parametrize(
+    ("form", "block", "tokens", "said"),
+    [
+        ("csr", 64, 16, "no format is called 'csr'"),
+        ("bsr24", 32, 16, "multiples of 64"),
+        ("bsr", 64, 0, "tokens must be at least 1"),
+    ],
+)
+def test_questions_without_sense_are_refused(form: str, block: int, tokens: int, said: str) -> None:
+    with pytest.raises(InvalidInput, match=said):
+        even.break_even(form, block, tokens)
+
+
+def test_curves_are_of_every_format_and_block_that_fits() -> None:
+    found = even.curves(Setting((128, 256)), tokens=(16, 1024))
+    assert [(curve.form, curve.block) for curve in found] == [
+        ("bsr", 16), ("bsr", 32), ("bsr", 64), ("bsr", 128), ("bsr24", 64), ("bsr24", 128),
+    ]  # fmt: skip
+    assert all(len(curve.shares) == 2 for curve in found)
+
+
+def test_the_picture_has_a_panel_for_each_format(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    one, two = (tmp_path / name for name in ("one.png", "two.png"))
+    flat = Curve("bsr", 64, (0.5, 0.5))
+    even.draw([flat], SETTING, one, (16, 1024))
+    even.draw([flat, Curve("bsr24", 64, (0.25, 0.25))], SETTING, two, (16, 1024))
+    widths = [int.from_bytes(path.read_bytes()[16:20], "big") for path in (one, two)]
+    assert widths[1] == 2 * widths[0]
