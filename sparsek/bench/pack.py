@@ -6,6 +6,7 @@ what is stored written once, and a record has no TFLOPS.
 """
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -100,8 +101,7 @@ class PackOperands(Operands):
         lost = float(1 - torch.linalg.vector_norm(stored) / kept)
         wrong = error(dense, self.w.double().masked_fill(spread(stored == 0, out.block), 0))
         found = max(lost, 0.0) + wrong
-        right = out.nnzb == round(self.case.keep * best.numel())
-        return Gate(found, NORMS, right and found <= NORMS)
+        return Gate(found, NORMS, out.nnzb == self.case.blocks and found <= NORMS)
 
     def kernel_extra(self, kernel: str) -> dict[str, Any]:
         return {"tflops": None}
@@ -177,13 +177,17 @@ class PackCase(Case):
         return float(self.m * self.k * dtypes.itemsize(self.dtype))
 
     @property
+    def blocks(self) -> int:
+        """How many blocks a BSR keeps."""
+        return max(1, round(self.keep * self.m * self.k / math.prod(self.block or (1, 1))))
+
+    @property
     def moved(self) -> float:
         """Bytes of w and of what is stored: values, and metadata or indices."""
         if self.block is None:
             return 1.5 * self.dense_bytes + self.m * self.k / 8
-        blocks = round(self.keep * self.m * self.k / (self.block[0] * self.block[1]))
-        values = blocks * self.block[0] * self.block[1] * dtypes.itemsize(self.dtype)
-        return self.dense_bytes + values + 4 * (blocks + self.m // self.block[0] + 1)
+        values = self.blocks * self.block[0] * self.block[1] * dtypes.itemsize(self.dtype)
+        return self.dense_bytes + values + 4 * (self.blocks + self.m // self.block[0] + 1)
 
     def operands(self, device: torch.device, seed: int = 0) -> list[PackOperands]:
         """Sets of N(0, 1) values: 2 to 64, together several times the cache."""

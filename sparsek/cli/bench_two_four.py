@@ -27,6 +27,8 @@ from sparsek.cli.bench_run import (
     suite_option,
 )
 
+# A second or two of a CPU.
+ON_A_CPU = "--m 512 --k 512 --n 64"
 SUITES_24 = {**semi24_cases.SUITES, **story.SUITES}
 
 
@@ -66,7 +68,7 @@ def semi24(
         )
 
     asked = Asked(context, peers, rounds, named, only, device, out, plot)
-    bench(asked, SUITES_24, semi24_peers.PEERS, cases, kernel)
+    bench(asked, SUITES_24, semi24_peers.PEERS, cases, kernel, by_hand=ON_A_CPU)
 
 
 def fp8(
@@ -105,7 +107,7 @@ def fp8(
         )
 
     asked = Asked(context, peers, rounds, named, only, device, out, plot)
-    bench(asked, fp8_cases.SUITES, fp8_peers.PEERS, cases, kernel)
+    bench(asked, fp8_cases.SUITES, fp8_peers.PEERS, cases, kernel, by_hand=ON_A_CPU)
 
 
 def pack(
