@@ -12,6 +12,7 @@ import torch
 from sparsek.bench.case import Case, Entry, Kind, Operands, suite_named
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
+from sparsek.ops.linear_formats import ways
 
 # What the records of the planner are hashed over: how W is stored and predicted, and the model of the dense product.
 PLANNER = "ops.linear_formats"
@@ -54,25 +55,33 @@ LAYERS: Mapping[str, tuple[Layer, ...]] = {
 
 @dataclass(frozen=True)
 class PlannerCase(Case):
-    """All layers of a suite in one dtype."""
+    """All layers of a suite in one dtype. `formats`: those considered, joined by +; "all": that have kernels."""
 
     op: ClassVar[str] = "planner"
 
     layers: str = "issue6"
     dtype: str = "bf16"
+    formats: str = "all"
 
     def __post_init__(self) -> None:
         suite_named(LAYERS, self.layers)
         dtypes.parse(self.dtype)
+        list(ways(self.listed, (), ()))
+
+    @property
+    def listed(self) -> list[str] | None:
+        """The formats, as `plan_linear` takes them."""
+        return None if self.formats == "all" else self.formats.split("+")
 
     @property
     def name(self) -> str:
         """ "50 layers x densities of issue6, bf16"."""
-        return f"{len(LAYERS[self.layers])} layers × densities of {self.layers}, {self.dtype}"
+        shown = "" if self.formats == "all" else f", {self.formats}"
+        return f"{len(LAYERS[self.layers])} layers × densities of {self.layers}, {self.dtype}{shown}"
 
     @property
     def order(self) -> tuple[Any, ...]:
-        return self.layers, self.dtype
+        return self.layers, self.dtype, self.formats
 
     @property
     def dense_flops(self) -> float:

@@ -25,6 +25,8 @@ from sparsek.testing.budget import Gate
 # A choice within this of the best counts as good.
 NEAR = 1.05
 GATE_TOKENS = 64
+# Fifty layers with a dozen options each are to take a minute and a half.
+INNER_MS = 2.0
 
 
 class Judged(NamedTuple):
@@ -71,19 +73,19 @@ def run_planner(
     judged: list[Judged] = []
     for number, layer in enumerate(layers, start=1):
         report(f"layer {number} of {len(layers)}: {layer.name}")
-        judged.append(_judge(layer, case.dtype, device, rounds))
+        judged.append(_judge(layer, case, device, rounds))
     return Outcome(case, (_record(case, judged, device),), {}, {"planner": _missed(judged)})
 
 
-def _judge(layer: Layer, dtype: str, device: torch.device, rounds: int) -> Judged:
-    kind = dtypes.parse(dtype)
+def _judge(layer: Layer, case: PlannerCase, device: torch.device, rounds: int) -> Judged:
+    kind = dtypes.parse(case.dtype)
     w = random_dense(layer.n, layer.k, dtype=kind, device=device, seed=1).mul_(layer.k**-0.5)
     x = random_dense(layer.tokens, layer.k, dtype=kind, device=device, seed=2)
-    listed: list[Way] = list(ways(None, BLOCK, [layer.keep]))
+    listed: list[Way] = list(ways(case.listed, BLOCK, [layer.keep]))
     with torch.no_grad():
         found = list(consider(w, x, listed, card_of(device)))
         gates = [_gated(layer, option, weight, x) for option, weight in found if weight is not None]
-        times = measure(found, x, card_of(device), rounds)
+        times = measure(found, x, card_of(device), rounds, INNER_MS)
     options = tuple(option for option, _ in found)
     chosen = choose(options, Bound())
     by_name = {options[at].name: each for at, each in times.items()}

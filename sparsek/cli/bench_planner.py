@@ -8,12 +8,19 @@ import typer
 from sparsek.bench.case import Case
 from sparsek.bench.planner import LAYERS, PLANNER, SUITES, PlannerCase
 from sparsek.cli.bench_run import Asked, Device, Dtypes, Only, Out, Rounds, bench, listed, suite_option
+from sparsek.ops.linear_formats import FORMATS
 
 
 def planner(
     context: typer.Context,
     layers: Annotated[str, typer.Option(help=f"Layers with densities: {', '.join(LAYERS)}.")] = "issue6",
     dtype: Dtypes = "bf16",
+    formats: Annotated[
+        str,
+        typer.Option(
+            "--format", help=f"all that have kernels, or some of {', '.join(FORMATS)}, joined by +."
+        ),
+    ] = "all",
     rounds: Rounds = 5,
     named: Annotated[str | None, suite_option(SUITES)] = None,
     only: Only = None,
@@ -24,7 +31,7 @@ def planner(
 
     def cases() -> Sequence[Case]:
         return [
-            PlannerCase(name, kind)
+            PlannerCase(name, kind, formats)
             for name in listed("layers", layers, str)
             for kind in listed("dtype", dtype, str)
         ]

@@ -265,9 +265,16 @@ def consider(
 
 
 def measure(
-    found: Sequence[tuple[Option, Any]], x: Tensor, card: Card, rounds: int = ROUNDS
+    found: Sequence[tuple[Option, Any]],
+    x: Tensor,
+    card: Card,
+    rounds: int = ROUNDS,
+    inner_ms: float | None = None,
 ) -> dict[int, Times]:
-    """Times of x [T, K] @ W.T by `sparsek.linear` for what `consider` found, in interleaved rounds, by place."""
+    """Times of x [T, K] @ W.T by `sparsek.linear` for what `consider` found, in interleaved rounds, by place.
+
+    `inner_ms`: of a batch of calls.
+    """
     calls = {
         str(at): _rotating(weight, x, card) for at, (_, weight) in enumerate(found) if weight is not None
     }
@@ -275,7 +282,7 @@ def measure(
         return {}
     heat = next(iter(calls))
     times = time_rounds(
-        calls, device=x.device, rounds=rounds, inner_ms=INNER_MS, settle_ms=SETTLE_MS, heat=heat
+        calls, device=x.device, rounds=rounds, inner_ms=inner_ms or INNER_MS, settle_ms=SETTLE_MS, heat=heat
     )
     return {int(name): each for name, each in times.items()}
 

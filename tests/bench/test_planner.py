@@ -26,7 +26,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[Mapping[str, float]], No
     """`clock({kind of weight: ms})`: what rounds find; 1 ms for others. Calls are made once."""
 
     def set_times(ms: Mapping[str, float]) -> None:
-        def measured(found: Any, x: Any, card: Any, rounds: int = 5) -> dict[int, Times]:
+        def measured(found: Any, x: Any, card: Any, rounds: int, inner_ms: float) -> dict[int, Times]:
             times = {}
             for at, (option, weight) in enumerate(found):
                 if weight is not None:
@@ -137,6 +137,8 @@ def test_the_table_shows_the_share_and_the_worst(clock, chooses) -> None:
 def test_a_case_names_a_suite_that_is_there() -> None:
     with pytest.raises(InvalidInput, match="no suite is called 'all'; known: issue6, few"):
         PlannerCase("all")
+    with pytest.raises(InvalidInput, match="no format is called 'csr'"):
+        PlannerCase("few", formats="dense+csr")
     with pytest.raises(InvalidInput, match="planner_run"):
         FEW.operands(torch.device("cpu"))
 
