@@ -8,14 +8,15 @@
     |  warpgroup 1: 64 x cols         |       (wg_m = 2; with wg_n = 2 the warpgroups lie beside each other)
     '---------------------------------'
 
-A CTA stays on its SM and walks the tiles that the schedule gave it. One producer warp brings pieces by TMA into a
-ring of `stages` slots; two consumer warpgroups multiply them with wgmma out of shared memory.
+A CTA stays on its SM and walks the tiles that the schedule gave it. One producer warp brings pieces by TMA into a ring;
+two consumer warpgroups multiply them with wgmma out of shared memory.
 
 Hopper's tensor cores keep about 14 bits of a sum of FP8 products (DeepSeek-V3, 2024, arXiv:2412.19437, 3.3.2). So they
-add up 128 values of K at most, starting from zero, and float32 registers take each such sum over, times the scale of
-its block if there is one. Two sums of 64 x 256 are more registers than a thread has: wgmma makes 64 x `chunk` at a
-time, and while a warpgroup takes a chunk over, the other one has the tensor cores. Gluon's max_num_imprecise_acc means
-the same, but adds before it waits, and ptxas then runs one wgmma after the other (C7514, Triton 3.6, 2026-11-22).
+add up 128 of K at most, starting from zero, and float32 registers take each such sum over, times the scale of its block
+if there is one. Modelled in numpy that is wrong by 1e-4, by 5e-4 if all products are positive; without it, over 32768,
+by 5e-3 and a third. Two sums of 64 x 256 are more registers than a thread has: wgmma makes 64 x `chunk` at a time, and
+while a warpgroup takes a chunk over, the other one has the tensor cores. Gluon's max_num_imprecise_acc means the same,
+but adds before it waits, and ptxas then runs one wgmma after the other (C7514, Triton 3.6, 2026-11-22).
 
 Scales per row of A and per column of B come in when a tile is done, with bias and alpha, in float32; activations and
 other matrices as in hopper.spmm, on boxes of C on their way out (prims/product.py). Rows with far more blocks than
@@ -100,11 +101,6 @@ class Config(Tile):
         return self.cols // self.chunk
 
     @property
-    def units(self) -> int:
-        """Sums that float32 takes over in a stage."""
-        return self.pieces // self.promote * self.chunks
-
-    @property
     def c_bytes(self) -> int:
         return dtypes.itemsize(self.types[2])
 
@@ -184,7 +180,6 @@ def load(T: gl.constexpr, a_desc, b_desc, lists, steps, ring):
     BM: gl.constexpr = T.block[0]
     BK: gl.constexpr = T.block[1]
     WIDTH: gl.constexpr = T.width
-    COLS: gl.constexpr = T.cols
     WG_N: gl.constexpr = T.wg_n
     first = gl.load(starts + gl.program_id(0))
     last = gl.load(starts + gl.program_id(0) + 1)
@@ -220,7 +215,7 @@ def load(T: gl.constexpr, a_desc, b_desc, lists, steps, ring):
                 block = gl.where(step < end, step, no_block)
                 tma_load(a_desc, [block * BM + a_row, k], landed, a_s.index(part))
                 for w in gl.static_range(WG_N):
-                    tma_load(b_desc, [col + w * COLS, js[i] * BK + k], landed, b_s.index(part * WG_N + w))
+                    tma_load(b_desc, [col + w * T.cols, js[i] * BK + k], landed, b_s.index(part * WG_N + w))
             js = later_js
             slot += 1
             if slot == T.stages:
@@ -251,16 +246,13 @@ def multiply(T: gl.constexpr, WG: gl.constexpr, c_desc, lists, scales, before, j
     a_s, b_s, full, empty = ring
     PIECES: gl.constexpr = T.pieces
     PER: gl.constexpr = T.per_block
-    STAGES: gl.constexpr = T.stages
     CHUNK: gl.constexpr = T.chunk
     CHUNKS: gl.constexpr = T.chunks
     PROMOTE: gl.constexpr = T.promote
-    UNITS: gl.constexpr = T.units
+    UNITS: gl.constexpr = T.pieces // T.promote * T.chunks  # sums that float32 takes over in a stage
     EVERY: gl.constexpr = T.every
     ROW0: gl.constexpr = 64 * (WG % T.wg_m)
     COL0: gl.constexpr = T.cols * (WG // T.wg_m)
-    WG_M: gl.constexpr = T.wg_m
-    WG_N: gl.constexpr = T.wg_n
     BOXES: gl.constexpr = owned_boxes(T, WG)
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, T.chunk, 32])
     stage = c_s.index(WG)
@@ -306,7 +298,7 @@ def multiply(T: gl.constexpr, WG: gl.constexpr, c_desc, lists, scales, before, j
                 for i in gl.static_range(PROMOTE):
                     place = slot * PIECES + u // CHUNKS * PROMOTE + i
                     a = a_s.index(place).slice(ROW0, 64)
-                    b = b_s.index(place * WG_N + WG // WG_M).slice(u % CHUNKS * CHUNK, CHUNK)
+                    b = b_s.index(place * T.wg_n + WG // T.wg_m).slice(u % CHUNKS * CHUNK, CHUNK)
                     acc = warpgroup_mma(a, b.permute((1, 0)), acc, use_acc=i > 0, is_async=True)
                 chunk_sums = warpgroup_mma_wait(0, deps=(acc,))  # the other warpgroup's go on
                 if u == UNITS - 1:
@@ -320,7 +312,7 @@ def multiply(T: gl.constexpr, WG: gl.constexpr, c_desc, lists, scales, before, j
                         unsent -= 1
             stretch = later
             slot += 1
-            if slot == STAGES:
+            if slot == T.stages:
                 slot = 0
                 phase ^= 1
         stretch = block_scales(T, a_scale, next_begin, next_end, 0)
@@ -450,13 +442,7 @@ class HopperSpmmFp8:
         return min(self.configs(p), key=lambda c: self.seconds(p, c))
 
     def configs(self, p: ScaledSpmmProblem) -> list[Config]:
-        bm, bk = p.block
-        width = min(128, bk & -bk)
-        per_block = bk // width
-        deep = PROMOTED // width
-        if p.a_scale == "block":  # no sum reaches over two blocks
-            deep = max(d for d in range(1, deep + 1) if per_block % d == 0)
-        pieces = deep * max(1, PROMOTED // (deep * width))
+        bm = p.block[0]
         flags = {
             "c_col": p.out_layout == "col",
             "bias": p.bias,
@@ -477,12 +463,27 @@ class HopperSpmmFp8:
             too_narrow = p.n > 64 and (cols < 64 or alone)
             if wasted or too_low or too_wide or too_narrow:
                 continue
-            c = Config(
-                p.block, wg_m, wg_n, cols, width, pieces, 3, chunk=min(cols, 128), promote=deep, **flags
-            )
-            c = deepened(c, p.card.smem_bytes)
-            if c.ctas_per_sm * (c.smem_bytes + 1024) <= p.card.smem_bytes + 1024:
-                found[_paced(p, c)] = None
+            for depth in (PROMOTED, PROMOTED // 2):
+                width, pieces, promote = _pieces(p, depth)
+                c = Config(
+                    p.block,
+                    wg_m,
+                    wg_n,
+                    cols,
+                    width,
+                    pieces,
+                    3,
+                    chunk=min(cols, 128),
+                    promote=promote,
+                    **flags,
+                )
+                c = deepened(c, p.card.smem_bytes)
+                if c.ctas_per_sm * (c.smem_bytes + 1024) <= p.card.smem_bytes + 1024:
+                    found[_paced(p, c)] = None
+                if (
+                    c.stages > 2
+                ):  # with two stages TMA waits for the tensor cores; four of half the depth may be better
+                    break
         split = [replace(c, split=True) for c in found] if uneven(p) else []
         return [*found, *split]
 
@@ -500,7 +501,7 @@ class HopperSpmmFp8:
         tiles = units * columns * p.batch
         mma = c.rows * c.block_cols * p.block[1] / (4096 * 1.5e9)
         fetch = p.block[1] * (c.rows + min(c.block_cols, -(-p.n // 8) * 8)) * sms / p.card.fabric
-        step = (mma**4 + fetch**4) ** 0.25
+        step = (mma**4 + fetch**4) ** 0.25 * (1.15 if c.stages == 2 else 1.0)
         mean = p.nnzb * slices / units
         longest = max(mean, min(p.row_max, p.grid[1]))
         lopsided = min(1.0, max(0.0, (longest / mean - 2) / 2))
@@ -558,6 +559,16 @@ class HopperSpmmFp8:
             launch_on(out.device, spmm_fp8_kernel, work.ctas, args, options)
             if work.parts is not None:  # its sums are scaled
                 merge_parts(work.parts, sums, c.height, c_one, replace(epilogue, alpha=1.0, other=other))
+
+
+def _pieces(p: ScaledSpmmProblem, depth: int) -> tuple[int, int, int]:
+    """Width of a piece, pieces of a stage about `depth` deep, and how many of them the tensor cores add up."""
+    bk = p.block[1]
+    width = min(depth, bk & -bk)
+    promote = depth // width
+    if p.a_scale == "block":  # no sum reaches over two blocks
+        promote = max(d for d in range(1, promote + 1) if bk // width % d == 0)
+    return width, promote * max(1, depth // (promote * width)), promote
 
 
 def _paced(p: ScaledSpmmProblem, c: Config) -> Config:
