@@ -63,7 +63,10 @@ class ScaledTensor(Multiplied):
     @property
     def shape(self) -> torch.Size:
         """[..., K], or [..., K, T] of a transpose."""
-        return self.values.mT.shape if self.turned else self.values.shape
+        if not self.turned:
+            return self.values.shape
+        *batch, rows, columns = self.values.shape
+        return torch.Size((*batch, columns, rows))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -101,6 +104,8 @@ class ScaledTensor(Multiplied):
         """The same with leading dims joined: values [T, K], scale [T] or []. A view; not of a transpose."""
         if self.turned:
             raise InvalidInput("rows of a transpose do not lie side by side")
+        if self.ndim == 2:
+            return self
         k = self.values.shape[-1]
         scale = self.scale.reshape(-1) if self.kind == "row" else self.scale
         return ScaledTensor.unchecked(self.values.reshape(self.values.shape[:-1].numel(), k), scale)

@@ -107,7 +107,10 @@ class ScaledProduct(NamedTuple):
         cls, x: Tensor | ScaledTensor, w: Scaled, epilogue: Epilogue, dtype: torch.dtype | None
     ) -> ScaledProduct:
         """The form of x [..., K] @ w.T, which is (w @ x.T).T, for w [N, K]. `epilogue` is about [..., N]."""
-        joined = x.rows() if isinstance(x, ScaledTensor) else x.reshape(x.shape[:-1].numel(), x.shape[-1])
+        if isinstance(x, ScaledTensor):
+            joined: Any = x.rows()
+        else:
+            joined = x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
         other = epilogue.other
         if other is not None:
             epilogue = replace(epilogue, other=other.reshape(joined.shape[0], other.shape[-1]).mT)
@@ -189,20 +192,22 @@ class ScaledPlan(Plan):
 
         Returns C by rows: in the kernels' form [..., M, N], or [..., N, M] where `out_layout` is "col".
         """
-        with dtypes.as_given(call.b.device), torch.no_grad():
-            b = call.in_fp8()
-            by_columns = call.out_layout == "col"
-            if call.out is None:
-                c = call.new_rows()
-                out = c.mT if by_columns else c
-            else:
-                out = call.out
-                c = out.mT if by_columns else out
-            if out.numel():
-                if self.made is not None and not capturing:
-                    follow(self.made, tensors_in(self.work))
-                kernel, config, _ = self.choice
-                kernel.launch(config, self.work, call.a, b, out, call.epilogue)
+        a, _, out, epilogue, out_layout, _ = call
+        if operands.autocasts(a.scale):
+            with dtypes.as_given(a.device):
+                return self.run(call, capturing)
+        b = call.in_fp8()
+        by_columns = out_layout == "col"
+        if out is None:
+            c = call.new_rows()
+            out = c.mT if by_columns else c
+        else:
+            c = out.mT if by_columns else out
+        if out.numel():
+            if self.made is not None and not capturing:
+                follow(self.made, tensors_in(self.work))
+            kernel, config, _ = self.choice
+            kernel.launch(config, self.work, a, b, out, epilogue)
         return c
 
     def headline(self) -> list[str]:
@@ -302,9 +307,19 @@ def lies_aligned(call: ScaledProduct) -> bool:
 
 def facts(call: ScaledProduct) -> tuple[Any, ...]:
     """All of a call that its plan depends on but A's pattern: calls alike in this fit the same plan."""
-    matrix = call.a.matrix
-    view = isinstance(matrix, BSR) and matrix.order is not None
-    return view, call.a.shape, *described(call).values()
+    a, b, out, epilogue, out_layout, dtype = call
+    matrix = a.matrix
+    values = matrix.values
+    stored = values.data_ptr() % ALIGNMENT, values.dtype, isinstance(matrix, BSR) and matrix.order is not None
+    if isinstance(b, ScaledTensor):
+        dense = b.values.shape, b.scale.ndim, b.values.data_ptr() % ALIGNMENT
+    else:
+        dense = b.shape, "", 0
+    told = a.kind, a.shape, stored, b.dtype, dense, out_layout, dtype
+    if out is None and (epilogue is PLAIN or epilogue.is_plain):
+        return told
+    more = [None if x is None else (x.stride(), x.data_ptr() % ALIGNMENT) for x in (out, epilogue.other)]
+    return *told, *more, *epilogue_parts(epilogue, out)
 
 
 def dtype_of(dense: Any, asked: torch.dtype | None) -> torch.dtype:
