@@ -26,11 +26,15 @@ _FOUND: dict[tuple[Task, torch.device], list[Tried]] = {}
 
 @dataclass(frozen=True)
 class CuSparseLt:
-    """NVIDIA's library for 2:4 through torch, by the fastest of all its algorithms and layouts of B and C."""
+    """NVIDIA's library for 2:4 through torch, by the fastest of all its algorithms and layouts of B and C.
+
+    `alike`: B and C lie as this library has them, x and y of a layer row-major.
+    """
 
     name: str = "cusparselt"
     title: str = "cuSPARSELt, best algorithm and layout"
     device: str = ""
+    alike: bool = False
 
     def why_not(self, case: Semi24Case | StoryCase, device: torch.device) -> list[str]:
         reasons = missing(device)
@@ -50,6 +54,11 @@ class CuSparseLt:
     ) -> Ready:
         task = Task(case.m, case.k, case.n, case.dtype)
         right = ways_that_run(task, sets[0].b.device, tried)
+        if self.alike:
+            lie = "col" if sets[0].is_linear else "row"
+            right = [one for one in right if (one.way.b_layout, one.way.out_layout) == (lie, lie)]
+        if not right:
+            raise UnavailableError("no algorithm takes B and C as they lie here")
         factors = [(one.a.to_dense(), one.b_as_factor) for one in sets]
         with setting_up("cuSPARSELt"):
             calls, note = fastest(right[:BEST], factors, _judge(sets[0]), tried)
@@ -132,7 +141,7 @@ class OwnBlocks:
     device: str = ""
 
     def why_not(self, case: Semi24Case | StoryCase, device: torch.device) -> list[str]:
-        return [] if case.in_blocks else ["is not asked for here"]
+        return [] if case.in_blocks else ["is of blocks, of which the case has none"]
 
     def ready(self, case: Semi24Case, sets: Sequence[Semi24Operands], tried: Callable[[str], None]) -> Ready:
         made = [blocks_call(one, 3000 + index, check=not index) for index, one in enumerate(sets)]
@@ -163,4 +172,10 @@ def blocks_call(one: Semi24Operands, seed: int, *, check: bool) -> tuple[Callabl
     return call, plan.kernel
 
 
-PEERS: tuple[Peer, ...] = (CUBLAS, TORCH_DENSE, CuSparseLt(), OwnBlocks())
+PEERS: tuple[Peer, ...] = (
+    CUBLAS,
+    TORCH_DENSE,
+    CuSparseLt(),
+    CuSparseLt("cusparselt_alike", "cuSPARSELt, best algorithm, same layouts", alike=True),
+    OwnBlocks(),
+)

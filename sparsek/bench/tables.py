@@ -262,6 +262,7 @@ LINEAR = Table(
 SEMI24_PEERS = {
     "cublas": "cuBLAS",
     "cusparselt": "cuSPARSELt",
+    "cusparselt_alike": "cuSPARSELt, same layouts",
     "bsr": "this library's BSR",
     "torch_dense": "torch dense",
 }
@@ -285,8 +286,9 @@ SEMI24 = Table(
         "TFLOPS are dense-equivalent: 2 * M * N * K of a 2:4 matrix, 2 * N for every value in the stored blocks of "
         "one in blocks, kept or not; half of that is multiplied. A ratio is this library's rate over the peer's in "
         "the same rounds, cuBLAS on dense random data. cuSPARSELt is the fastest of all its algorithms in all layouts "
-        "of B and C, its B laid out before any time. BSR is this library's on the same blocks, with all their values. "
-        "The roofline counts the stored values at the dense rate."
+        "of B and C, its B laid out before any time; with the same layouts it takes B and makes C as they lie here. "
+        "BSR is this library's on the same blocks, with all their values. The roofline counts the stored values at the "
+        "dense rate."
     ),
     pages=("README.md", "docs/two-four.md"),
 )
