@@ -227,7 +227,7 @@ def test_the_operator_calls_what_was_registered_on_both_sides(
     q = quantize(make())
     monkeypatch.setattr(Scaled, "_matmul", None)
     with pytest.raises(InvalidInput, match="needs the operations; import sparsek"):
-        q @ 7
+        _ = q @ 7
     Scaled.register_matmul(lambda first, second: ("called", first, second))
     assert q @ 7 == ("called", q, 7)
     assert 7 @ q == ("called", 7, q)
