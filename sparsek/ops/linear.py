@@ -82,11 +82,13 @@ def linear(
     return y if x.dim() == 2 else y.view(*x.shape[:-1], W.shape[0])
 
 
-def swiglu(x: Tensor, W_gate: Weight, W_up: Weight, *, kernel: str | None = None) -> Tensor:
+def swiglu(
+    x: Tensor | ScaledTensor, W_gate: Weight | Scaled, W_up: Weight | Scaled, *, kernel: str | None = None
+) -> Tensor:
     """silu(x @ W_gate.T) * (x @ W_up.T), in two kernels: the second multiplies what the first has left in y.
 
     x: [..., K] as in `linear`. W_gate, W_up: BSR, Semi24 or BSR24 [N, K] of x's dtype on its device, of one kind where
-    kernel= is given; each with its own pattern.
+    kernel= is given; each with its own pattern. Or both in FP8, a Scaled: x as in `linear`, rounded once for both.
     Returns y [..., N], contiguous. The gate is rounded, then the product.
     Differentiable in x and in the values; where a gradient is wanted torch applies silu and multiplies, and both
     products stay for the backward pass.
@@ -94,9 +96,9 @@ def swiglu(x: Tensor, W_gate: Weight, W_up: Weight, *, kernel: str | None = None
 
     Source: Shazeer, arXiv:2002.05202.
     """
+    if isinstance(x, ScaledTensor) or isinstance(W_gate, Scaled) or isinstance(W_up, Scaled):
+        return scaled.swiglu(x, W_gate, W_up, kernel)
     for name, w in (("W_gate", W_gate), ("W_up", W_up)):
-        if isinstance(w, Scaled):
-            raise InvalidInput(f"{name} is a Scaled; swiglu takes no FP8, sparsek.linear does")
         if not isinstance(w, BSR) and not isinstance(w, TWO_FOUR):
             raise InvalidInput(f"{name} must be a BSR, got {type(w).__name__}; make one with BSR.from_dense")
         operands.check_linear(x, w, None, None, None)

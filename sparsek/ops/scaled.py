@@ -20,21 +20,24 @@ from sparsek.core.errors import InvalidInput
 from sparsek.formats.bsr import BSR
 from sparsek.formats.bsr24 import BSR24
 from sparsek.formats.scaled import Scaled
-from sparsek.formats.scaled_tensor import ScaledTensor, register_rounder
+from sparsek.formats.scaled_tensor import ScaledTensor, quantize_dense, register_rounder
 from sparsek.formats.semi24 import Semi24
 from sparsek.ops import flat, transforms
 from sparsek.ops.planning import choose
-from sparsek.plan import schedule
+from sparsek.plan import operands, schedule
 from sparsek.plan.cache import PlanCache
 from sparsek.plan.made import Made, captured
 from sparsek.plan.problem import ScaledBsr24Problem, ScaledSemi24Problem, ScaledSpmmProblem
 from sparsek.plan.scaled import (
+    E4M3,
+    NO_GRADIENT,
     ScaledPlan,
     ScaledProduct,
     check_layer,
     check_operands,
     check_out,
     described,
+    dtype_of,
     facts,
     refuse_gradients,
 )
@@ -85,6 +88,20 @@ def linear(
     call.check_epilogue()
     y = multiply(call, kernel)
     return y.view(*x.shape[:-1], W.shape[0])
+
+
+def swiglu(x: Tensor | ScaledTensor, W_gate: Any, W_up: Any, kernel: str | None) -> Tensor:
+    """`sparsek.swiglu` with matrices in FP8. x is rounded once for both products; the gate is rounded to y's dtype."""
+    for w in (W_gate, W_up):
+        check_layer(x, w)
+    if W_gate.shape != W_up.shape:
+        raise InvalidInput(f"W_gate is {list(W_gate.shape)} and W_up {list(W_up.shape)}; they must agree")
+    if isinstance(x, Tensor) and operands.wants_gradient(x):
+        raise InvalidInput(NO_GRADIENT)
+    dtype = dtype_of(x, None)
+    x8 = x if isinstance(x, ScaledTensor) else quantize_dense(x, E4M3, "row", check=False)
+    gate = linear(x8, W_gate, Epilogue(activation="silu"), kernel, dtype)
+    return linear(x8, W_up, Epilogue(other=gate, combine="mul"), kernel, dtype)
 
 
 def plan(

@@ -19,6 +19,7 @@ from sparsek.formats.scaled_tensor import ScaledTensor
 from sparsek.ops import scaled as ops
 from sparsek.plan.scaled import ScaledPlan
 from sparsek.reference.epilogue import ACTIVATIONS, Epilogue
+from sparsek.testing.budget import error
 from sparsek.testing.budget_fp8 import check_linear_fp8, check_scaled
 from sparsek.testing.poison import poisoned
 
@@ -144,6 +145,18 @@ def test_any_leading_dims_are_tokens_and_one_rounding_serves_many_products(
             assert (y.shape, y.dtype) == ((*shape[:-1], 128), BF16)
             assert check_linear_fp8(q, each, y, None, "silu", rest).passed
     assert torch.equal(sk.linear(sk.quantize(x), w), sk.linear(x, w))
+
+
+def test_swiglu_rounds_x_once_for_both(device: str):
+    gate, up = matrix("semi24", device=device), matrix("bsr24", device=device)
+    x = torch.randn(2, 5, 192, device=device)
+    q = sk.quantize(x)
+    left, right = (q.dequantize(torch.float64) @ w.to_dense(torch.float64).mT for w in (gate, up))
+    exact = torch.nn.functional.silu(left) * right
+    assert error(sk.swiglu(x, gate, up), exact) < 2e-3
+    y = sk.swiglu(q, gate, up)
+    assert (y.dtype, y.shape) == (BF16, (2, 5, 128))
+    assert error(y, exact) < 1e-2
 
 
 @pytest.mark.parametrize(("alpha", "beta"), [(2.0, 0.0), (-0.5, 0.25), (0.0, 2.0)])
@@ -418,7 +431,9 @@ BAD: dict[str, tuple[Call, str]] = {
         lambda a, b: torch.func.vmap(lambda x: a @ x)(b.expand(2, 192, 40)),
         "torch.func transforms",
     ),
-    "swiglu": (lambda a, b: sk.swiglu(b.mT, a, a), "W_gate is a Scaled; swiglu takes no FP8"),
+    "swiglu of two kinds": (lambda a, b: sk.swiglu(b.mT, a, a.dequantize()), "W must be a Scaled, got BSR"),
+    "swiglu of two sizes": (lambda a, b: sk.swiglu(b.mT, a, matrix("spmm", m=64)), "they must agree"),
+    "swiglu learns": (lambda a, b: sk.swiglu(b.mT.requires_grad_(), a, a), "have no gradient"),
 }
 
 
