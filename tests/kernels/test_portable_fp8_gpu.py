@@ -1,0 +1,101 @@
+"""The portable FP8 kernels, the rounding of B and vendor.cublas_fp8 on a GPU: every case, long K, the same bits."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from sparsek.formats import scaled_tensor
+from sparsek.formats.bsr import BSR
+from sparsek.formats.scaled import quantize
+from sparsek.kernels import load
+from sparsek.testing.budget_fp8 import check_scaled
+from sparsek.testing.cases_fp8 import FP8_CASES, CaseFp8, Scales
+from tests.kernels.planned_fp8 import hold, multiply, problem
+
+pytestmark = pytest.mark.gpu
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+def seed() -> int:
+    return int(torch.randint(2**31, ()))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", FP8_CASES, ids=str)
+def test_every_case_is_within_budget(case: CaseFp8, dtype: torch.dtype):
+    hold(load(f"portable.{case.op}"), case, dtype, "cuda", seed())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", FP8_CASES, ids=str)
+def test_the_library_is_within_budget_where_it_runs(case: CaseFp8, dtype: torch.dtype):
+    kernel = load("vendor.cublas_fp8")
+    a, b, epilogue, out = case.make("cuda", dtype)
+    if kernel.why_not(problem(a, b, out, epilogue)):
+        pytest.skip("the library does not take it, as test_cpu_fp8.py holds")
+    hold(kernel, case, dtype, "cuda", seed())
+
+
+@pytest.mark.parametrize("kind", ["bsr", "semi24", "bsr24"])
+def test_every_config_is_within_budget_for_long_k(kind: str):
+    case = CaseFp8(kind, 256, 16384, 264, "long", (128, 128), 0.5, Scales("row"), bias=True, by_columns=True)
+    kernel: Any = load(f"portable.{case.op}")
+    a, b, epilogue, out = case.make("cuda", torch.float32, seed())
+    for c in kernel.configs(problem(a, b, out, epilogue)):
+        multiply(kernel, a, b, epilogue, out.fill_(torch.nan), config=c)
+        gate = check_scaled(a, b, out, epilogue)
+        assert gate.passed, f"{c}: {gate}"
+
+
+@pytest.mark.parametrize("kernel", ["portable.spmm_fp8", "vendor.cublas_fp8"])
+def test_sums_of_one_sign_do_not_drift(kernel: str):
+    a = quantize(BSR.from_dense(torch.rand(256, 16384, device="cuda"), 128))
+    b = quantize(torch.rand(128, 16384, device="cuda")).mT
+    gate = check_scaled(a, b, multiply(load(kernel), a, b))
+    assert gate.passed, gate
+
+
+def test_a_second_run_gives_the_same_bits():
+    for case in FP8_CASES[::6]:
+        a, b, epilogue, out = case.make("cuda")
+        kernel = load(f"portable.{case.op}")
+        first = multiply(kernel, a, b, epilogue, out.clone())
+        assert torch.equal(multiply(kernel, a, b, epilogue, out), first)
+
+
+@pytest.mark.parametrize("to", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_rows_are_rounded_to_the_bits_that_torch_finds(to: torch.dtype):
+    round_rows = load_round_rows()
+    for dtype in DTYPES:
+        for shape in ((3,), (1, 8), (300, 1000), (5, 8192), (7, 20000), (2, 65, 130), (4096, 64)):
+            x = (
+                torch.randn(shape, device="cuda") * 2.0 ** torch.randint(-30, 9, (*shape[:-1], 1)).cuda()
+            ).to(dtype)
+            x.view(-1)[0] = 0
+            for each in (x, x[..., ::3], x.mT if x.ndim > 1 else x):
+                made, right = round_rows(each, to), scaled_tensor._rounded_rows(each, to)
+                assert made is not None
+                assert torch.equal(made[1], right[1])
+                assert torch.equal(made[0].view(torch.uint8), right[0].view(torch.uint8))
+
+
+def test_every_fp8_neighbour_and_tie_is_rounded_as_torch_does():
+    """All bf16 numbers of one row, so that scales and quotients are many; NaN and Inf make NaN of their row."""
+    bits = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).cuda()
+    every = bits.view(torch.bfloat16)
+    finite = every[every.isfinite()].view(-1, 128)
+    round_rows = load_round_rows()
+    for x in (finite, finite.flip(0).T.contiguous(), every.view(-1, 128)):
+        made, right = round_rows(x, torch.float8_e4m3fn), scaled_tensor._rounded_rows(x, torch.float8_e4m3fn)
+        assert made is not None
+        for found, wanted in zip(made, right, strict=True):
+            found, wanted = found.float(), wanted.float()
+            assert torch.equal(found.isnan(), wanted.isnan())
+            assert torch.equal(found.nan_to_num(), wanted.nan_to_num())
+
+
+def load_round_rows() -> Any:
+    from sparsek.kernels.portable.round_fp8 import round_rows
+
+    return round_rows
