@@ -96,7 +96,7 @@ def _judge(layer: Layer, case: PlannerCase, device: torch.device, rounds: int) -
 
 def _gated(layer: Layer, option: Option, weight: Any, x: Tensor) -> Gate:
     some = x[:GATE_TOKENS]
-    gate = Expected.of(some, weight).judge(linear(some, weight))
+    gate = Expected.of(some, weight).judge(linear(some, weight, kernel=option.way.kernel))
     if not gate.passed:
         raise GateError(
             f"{option.name} by {option.kernel} on {layer.name}: error {gate.error:.3e} exceeds the budget "

@@ -21,7 +21,7 @@ from sparsek.kernels import KERNELS
 from sparsek.ops.linear_formats import FORMATS, ways
 from sparsek.plan import table
 
-SPARSE = tuple(name for name in FORMATS if name != "dense")
+SPARSE = tuple(name for name in FORMATS if not name.startswith("dense"))
 
 
 def tune(
@@ -78,8 +78,8 @@ def tune(
 
 def _jobs(what: str | None, tokens: str, formats: str, block: str, keep: str, dtype: str) -> list[Job]:
     wanted = listed("format", formats, str)
-    if "dense" in wanted:
-        raise InvalidInput("--format dense: torch multiplies it, and has no configs here")
+    if any(name.startswith("dense") for name in wanted):
+        raise InvalidInput("--format dense: the vendor's library multiplies it, and has no configs here")
     shapes = SHAPES if what is None else tuning.shapes_in(what)
     blocks, keeps = listed("block", block, parse_block), listed("keep", keep, float)
     for each in keeps:

@@ -27,10 +27,18 @@ Weight = Tensor | BSR | Semi24 | BSR24 | Scaled
 
 FP8 = "_fp8"
 # Which operations of the kernels' table a format in FP8 needs.
-FP8_OPS = {"semi24_fp8": "semi24_fp8", "bsr_fp8": "spmm_fp8", "bsr24_fp8": "bsr24_fp8"}
+FP8_OPS = {
+    "dense_fp8": "spmm_fp8",
+    "semi24_fp8": "semi24_fp8",
+    "bsr_fp8": "spmm_fp8",
+    "bsr24_fp8": "bsr24_fp8",
+}
 FORMATS = ("dense", "semi24", "bsr", "bsr24", *FP8_OPS)
 TITLES = {"dense": "dense", "semi24": "2:4", "bsr": "BSR", "bsr24": "BSR24"}
 META = torch.device("meta")
+# A dense W in FP8 is a Scaled BSR that stores every block of so many rows and columns, multiplied by this kernel.
+DENSE_FP8 = "vendor.cublas_fp8"
+DENSE_BLOCK = 128
 
 
 class Predicted(NamedTuple):
@@ -62,6 +70,11 @@ class Way:
         return self.format.endswith(FP8)
 
     @property
+    def kernel(self) -> str | None:
+        """The kernel that it must be multiplied by, where that is no question of speed."""
+        return DENSE_FP8 if self.format == "dense_fp8" else None
+
+    @property
     def name(self) -> str:
         """ "BSR24 128, 12.5 % of the blocks, FP8" in short: "BSR24 128 12.5 % fp8"."""
         parts = [TITLES[self.base]]
@@ -91,7 +104,7 @@ class Way:
         """W [N, K] stored so, on its device."""
         w = w.detach()
         if self.base == "dense":
-            return w
+            return quantize(BSR.from_dense(w, DENSE_BLOCK, keep=1.0), check=False) if self.is_fp8 else w
         if self.base == "semi24":
             made: BSR | Semi24 | BSR24 = Semi24.from_dense(w)
         else:
@@ -185,11 +198,13 @@ def _with_values(weight: BSR | Semi24 | BSR24, values: Tensor, meta: Tensor | No
     return Semi24.unchecked(values, meta)
 
 
-def predict(weight: Weight, tokens: int, dtype: torch.dtype, card: Card) -> Predicted:
+def predict(
+    weight: Weight, tokens: int, dtype: torch.dtype, card: Card, kernel: str | None = None
+) -> Predicted:
     """What x [tokens, K] @ W.T takes on a card, by the kernels' own models. No value is read.
 
-    `dtype`: of x. Raises Unsupported where no kernel runs there. W may be elsewhere, unless no card is known by that
-    name.
+    `dtype`: of x. `kernel`: this one. Raises Unsupported where no kernel runs there. W may be elsewhere, unless no card
+    is known by that name.
     """
     if isinstance(weight, Tensor):
         n, k = weight.shape
@@ -199,10 +214,13 @@ def predict(weight: Weight, tokens: int, dtype: torch.dtype, card: Card) -> Pred
     short = next((name for name, known in CARDS.items() if known == card), None)
     where = weight.device if short is None else META
     x = torch.empty(tokens, weight.shape[1], dtype=dtype, device=where)
-    plan = plan_of(x, weight if short is None else _unwritten(weight), short)
+    plan = plan_of(x, weight if short is None else _unwritten(weight), short, kernel)
     if plan.kernel.startswith("reference.") and not card.is_cpu:
         raise Unsupported("no kernel", {plan.kernel: ["runs it, and is there to specify, not to be fast"]})
-    return Predicted(plan.kernel, plan.seconds)
+    seconds = plan.seconds
+    if kernel == DENSE_FP8:
+        seconds = max(seconds, dense_seconds(card, "fp8", tokens, *weight.shape))
+    return Predicted(plan.kernel, seconds)
 
 
 def plan_of(

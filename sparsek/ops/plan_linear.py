@@ -132,7 +132,7 @@ class LinearPlan:
         residual: Tensor | None = None,
     ) -> Tensor:
         """act(x @ W.T + bias) + residual with the chosen weight, as `sparsek.linear` does it."""
-        return linear(x, self.weight, bias, activation, residual)
+        return linear(x, self.weight, bias, activation, residual, kernel=self.choice.way.kernel)
 
     def explain(self) -> str:
         """The choice in words, and a line for every option: what it takes, keeps and errs, and why it lost."""
@@ -177,9 +177,8 @@ class LinearPlan:
     def _lost(self, option: Option) -> str:
         if option is self.choice:
             return ""
-        return "; ".join(
-            [f"{option.seconds / self.choice.seconds:.2f}x the time", *self.bound.faults(option)]
-        )
+        faults = self.bound.faults(option)
+        return "; ".join(faults) or f"{option.seconds / self.choice.seconds:.2f}x the time"
 
 
 def plan_linear(
@@ -187,7 +186,7 @@ def plan_linear(
     x: Tensor | Sequence[int],
     *,
     keep: float | Sequence[float] = KEEP,
-    block: int | tuple[int, int] | Sequence[int | tuple[int, int]] = BLOCK,
+    block: int | tuple[int, int] | Sequence[int | tuple[int, int]] | None = None,
     formats: Sequence[str] | None = None,
     max_error: float | None = None,
     min_norm: float | None = None,
@@ -199,23 +198,25 @@ def plan_linear(
     the only option. x: [..., K] of W's dtype on its device, the more like real activations the better; or its shape,
     and N(0, 1) values are drawn.
 
-    formats: some of "dense", "semi24", "bsr", "bsr24", "semi24_fp8", "bsr_fp8", "bsr24_fp8"; None: all that have
-    kernels. block, keep: the sides of blocks and the fractions of them that stay, every combination, a list of blocks
-    as a list and a pair (bm, bk) as a tuple. BSR24 keeps half of the values in its blocks.
+    formats: some of "dense", "semi24", "bsr", "bsr24" and of the same with "_fp8" ("dense_fp8"); None: all that have
+    kernels. block, keep: blocks and the fractions of them that stay, every combination. A block is a side or a pair
+    (bm, bk); several are a list; None: 64 and 128. BSR24 keeps half of the values in its blocks.
     max_error, min_norm: only options whose output errs at most so much against the dense product on x, and which keep
     at least this share of W's norm, may be chosen. Without either the fastest is, whatever it loses.
     device: as in `sparsek advise`. None: times are measured where W is on a GPU, and predicted for the H200 where it
     is not. "cuda" or "cpu": measured there. A card's name ("h200"): predicted for that card, on any machine.
 
     Measured times decide where there are some, otherwise the kernels' predictions. Every option is made and multiplied
-    with some tokens of x; while times are measured all are in memory at once.
+    with some tokens of x; while times are measured all are in memory at once. The weight is outside autograd.
     Raises InvalidInput for operands that do not fit, and Unsupported, with what each option lacks, if none is left.
     """
     card, timed = _where(W, device)
     dense = W if isinstance(W, Tensor) else None
     rows, tokens = _rows(W, x, timed)
     if dense is not None:
-        listed = list(ways(formats, _listed(block), [float(each) for each in _listed(keep)]))
+        blocks = BLOCK if block is None else _blocks(block)
+        keeps = [float(keep)] if isinstance(keep, (int, float)) else [float(each) for each in keep]
+        listed = list(ways(formats, blocks, keeps))
     else:
         listed = [way_of(W)]
     bound = Bound(max_error, min_norm)
@@ -253,8 +254,8 @@ def consider(
             continue
         weight: Any = way.convert(dense) if dense is not None else W
         try:
-            found = predict(weight, tokens, x.dtype, card)
-            error = None if dense is None else _error(weight, dense, x)
+            found = predict(weight, tokens, x.dtype, card, way.kernel)
+            error = None if dense is None else _error(way, weight, dense, x)
         except Unsupported as refused:
             why = [f"{name}: {'; '.join(reasons)}" for name, reasons in refused.reasons.items()]
             yield Option(way, why_not=tuple(why or [str(refused)])), None
@@ -276,7 +277,9 @@ def measure(
     `inner_ms`: of a batch of calls.
     """
     calls = {
-        str(at): _rotating(weight, x, card) for at, (_, weight) in enumerate(found) if weight is not None
+        str(at): _rotating(option.way, weight, x, card)
+        for at, (option, weight) in enumerate(found)
+        if weight is not None
     }
     if not calls:
         return {}
@@ -309,21 +312,11 @@ def _where(w: Weight, device: str | None) -> tuple[Card, bool]:
     return card_named(device), False
 
 
-def _listed(values: Any) -> list[Any]:
-    """One value, or a list of them; a tuple of two ints is one block."""
-    if isinstance(values, (int, float)):
-        return [values]
-    return list(values) if not _is_block(values) else [values]
-
-
-def _is_block(values: Any) -> bool:
-    """(256, 128) is a block, as everywhere; (64, 128) in the default is a list of two, and so is [256, 128]."""
-    return (
-        isinstance(values, tuple)
-        and values != BLOCK
-        and len(values) == 2
-        and all(isinstance(v, int) for v in values)
-    )
+def _blocks(block: Any) -> list[Any]:
+    """One side, a pair (bm, bk), or a list of both."""
+    if isinstance(block, int) or (isinstance(block, tuple) and all(isinstance(side, int) for side in block)):
+        return [block]
+    return list(block)
 
 
 def _rows(w: Weight, x: Any, timed: bool) -> tuple[Tensor, int]:
@@ -351,7 +344,7 @@ def _rows(w: Weight, x: Any, timed: bool) -> tuple[Tensor, int]:
     return x, tokens
 
 
-def _error(weight: Any, dense: Tensor, x: Tensor) -> float:
+def _error(way: Way, weight: Any, dense: Tensor, x: Tensor) -> float:
     """||linear(x, weight) - x @ W.T|| / ||x @ W.T|| of some tokens of x; W in float32, float64 for float64."""
     limit = ERROR_TOKENS
     if not x.is_cuda:
@@ -359,14 +352,17 @@ def _error(weight: Any, dense: Tensor, x: Tensor) -> float:
     some = x[:: -(-x.shape[0] // limit)]
     wide = torch.promote_types(dense.dtype, torch.float32)
     exact = some.to(wide) @ dense.to(wide).T
-    off = linear(some, weight).to(wide) - exact
+    off = linear(some, weight, kernel=way.kernel).to(wide) - exact
     wrong, whole = (float(torch.linalg.vector_norm(each, dtype=torch.float64)) for each in (off, exact))
     return wrong / whole if whole else (0.0 if wrong == 0 else math.inf)
 
 
-def _rotating(weight: Any, x: Tensor, card: Card) -> Callable[[], object]:
+def _rotating(way: Way, weight: Any, x: Tensor, card: Card) -> Callable[[], object]:
     """A call of `sparsek.linear`, each time with the next of its copies."""
-    turns = itertools.cycle([lambda w=w, x=x: linear(x, w) for w, x in copies(weight, x, card)])
+    kernel = way.kernel
+    turns = itertools.cycle(
+        [lambda w=w, x=x: linear(x, w, kernel=kernel) for w, x in copies(weight, x, card)]
+    )
 
     def call() -> object:
         return next(turns)()

@@ -17,6 +17,7 @@ from sparsek.core.clock import Times
 from sparsek.core.device import CPU
 from sparsek.core.errors import InvalidInput
 from sparsek.ops import plan_linear
+from sparsek.ops.linear_formats import way_of
 
 FEW = PlannerCase("few", "fp32")
 
@@ -46,20 +47,12 @@ def chooses(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     def favour(form: str) -> None:
         real = plan_linear.predict
 
-        def predict(weight: Any, tokens: int, dtype: torch.dtype, card: Any) -> Any:
-            found = real(weight, tokens, dtype, card)
-            fast = linear_format(weight) == form
-            return found._replace(seconds=1e-6 if fast else 1e-3)
+        def predict(weight: Any, *rest: Any) -> Any:
+            return real(weight, *rest)._replace(seconds=1e-6 if way_of(weight).format == form else 1e-3)
 
         monkeypatch.setattr(plan_linear, "predict", predict)
 
     return favour
-
-
-def linear_format(weight: Any) -> str:
-    from sparsek.ops.linear_formats import way_of
-
-    return way_of(weight).format
 
 
 def run() -> Outcome:
@@ -118,7 +111,7 @@ def test_within_five_percent_is_near_enough(clock, chooses) -> None:
 def test_a_wrong_result_is_no_record(clock, monkeypatch: pytest.MonkeyPatch) -> None:
     clock({})
     real = planner_run.linear
-    monkeypatch.setattr(planner_run, "linear", lambda x, w: real(x, w) * 1.01)
+    monkeypatch.setattr(planner_run, "linear", lambda x, w, kernel: real(x, w, kernel=kernel) * 1.01)
     with pytest.raises(
         GateError, match=r"dense by torch on 64 x 256 to 128, 50 %: error .* exceeds the budget"
     ):

@@ -15,6 +15,7 @@ from sparsek.bench import tune as tuning
 from sparsek.bench.layer_gate import Expected
 from sparsek.bench.tune import Job, Tuning
 from sparsek.cli.__main__ import app
+from sparsek.cli.tune import SPARSE
 from sparsek.core.clock import Times
 from sparsek.core.errors import InvalidInput, Unsupported
 from sparsek.ops.linear import linear
@@ -70,7 +71,7 @@ def test_every_kernel_that_can_and_has_a_choice_is_tuned(clock: dict[str, float]
     )
 
 
-@pytest.mark.parametrize("form", [name for name in FORMATS if name != "dense"])
+@pytest.mark.parametrize("form", SPARSE)
 def test_every_format_can_be_tuned(form: str) -> None:
     block = 0 if form.startswith("semi24") else 64
     every = tuned(Job(16, 64, 128, Way(form, block, 0.5), "fp32"), most=2)
@@ -164,8 +165,9 @@ def test_where_the_kernels_own_choice_is_wrong_nothing_is_kept(faulty) -> None:
 @pytest.mark.parametrize("form", FORMATS)
 def test_the_expected_product_is_passed_by_the_library_and_not_by_others(form: str) -> None:
     w, x = torch.randn(64, 128), torch.randn(24, 128)
-    weight = Way(form, 0 if form in ("dense", "semi24", "semi24_fp8") else 64, 0.5).convert(w)
-    expected, y = Expected.of(x, weight), linear(x, weight)
+    way = Way(form, 0 if form in ("dense", "semi24", "dense_fp8", "semi24_fp8") else 64, 0.5)
+    weight = way.convert(w)
+    expected, y = Expected.of(x, weight), linear(x, weight, kernel=way.kernel)
     assert expected.judge(y).passed
     assert not expected.judge(y + 1e-2 * y.std()).passed
     assert not expected.judge(torch.full_like(y, torch.nan)).passed
@@ -248,7 +250,7 @@ def test_another_table_can_be_added_to(own: Path, tmp_path: Path) -> None:
     [
         (["--show", "--clear"], "choose"),
         (["--kernel", "hopper.nothing", "--device", "cpu"], "no kernel is called 'hopper.nothing'"),
-        (["--format", "dense", "--device", "cpu"], "torch multiplies it"),
+        (["--format", "dense", "--device", "cpu"], "no configs here"),
         (["--format", "csr", "--device", "cpu"], "no format is called 'csr'"),
         (["--keep", "0", "--device", "cpu"], "a fraction of blocks"),
         (["none.npz", "--device", "cpu"], "neither a file nor a shape"),

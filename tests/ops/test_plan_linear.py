@@ -70,7 +70,7 @@ def test_norms_and_errors_are_those_of_the_stored_weight() -> None:
         stored = option.way.convert(w)
         dense = stored if isinstance(stored, Tensor) else stored.to_dense()
         exact = x.double() @ w.double().T
-        off = sk.linear(x, stored).double() - exact
+        off = sk.linear(x, stored, kernel=option.way.kernel).double() - exact
         assert option.error == pytest.approx(float(off.norm() / exact.norm()), rel=1e-2, abs=1e-6)
         assert option.kept_norm == pytest.approx(float(dense.norm() / w.norm()), rel=1e-3)
 
@@ -140,7 +140,7 @@ def test_a_plan_multiplies_with_bias_activation_and_residual(form: str) -> None:
     bias, rest = torch.randn(256), torch.randn(3, 7, 256)
     some = torch.randn(3, 7, 512)
     y = plan(some, bias, "relu", rest)
-    assert torch.equal(y, sk.linear(some, plan.weight, bias, "relu", rest))
+    assert torch.equal(y, sk.linear(some, plan.weight, bias, "relu", rest, kernel=plan.choice.way.kernel))
     stored = plan.weight if isinstance(plan.weight, Tensor) else plan.weight.to_dense()
     near = torch.relu(some @ stored.T + bias) + rest
     assert (y - near).norm() / near.norm() < (0.05 if form.endswith("fp8") else 1e-5)
