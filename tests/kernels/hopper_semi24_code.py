@@ -9,6 +9,7 @@ from tests.kernels import sass
 from tests.kernels.sass import Instruction, Program
 
 VERBOSE = ("--ptxas-options=-v", "--ptxas-options=--warn-on-spills")
+SPARSE = ("HGMMA.SP", "QGMMA.SP")  # of 16 bits, of 8
 REGISTER = re.compile(r"R(\d+)(?:\.\w+)?")
 SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 
@@ -56,7 +57,7 @@ def overwritten(program: Program) -> list[str]:
     """
     found = set()
     for at, i in enumerate(program.code):
-        if not i.opcode.startswith("HGMMA.SP"):
+        if not i.opcode.startswith(SPARSE):
             continue
         nibbles = _registers(i)[-1]
         waiting = [(place, _commits(i)) for place in program.successors[at]]
@@ -77,7 +78,7 @@ def overwritten(program: Program) -> list[str]:
 
 
 def _commits(i: Instruction) -> int:
-    return int(i.opcode.startswith("HGMMA") and i.operands[-1] == "gsb0")
+    return int(i.opcode.startswith(SPARSE) and i.operands[-1] == "gsb0")
 
 
 def _registers(i: Instruction) -> list[int]:
@@ -92,7 +93,7 @@ def _written(i: Instruction) -> range:
         first = REGISTER.fullmatch(operand)
         if first is None:
             break
-        shape = re.search(r"HGMMA\.SP\.64x(\d+)", i.opcode)
+        shape = re.search(r"GMMA\.SP\.64x(\d+)", i.opcode)
         width = int(shape[1]) // 2 if shape else 4 if ".128" in i.opcode else 2 if _is_wide(i.opcode) else 1
         return range(int(first[1]), int(first[1]) + width)
     return range(0)

@@ -19,7 +19,7 @@ from sparsek.core.device import H200
 from sparsek.formats.bsr24 import BSR24
 from sparsek.formats.semi24 import Semi24
 from sparsek.kernels.hopper import bsr24, semi24
-from sparsek.kernels.hopper.semi24 import SOURCE, Config
+from sparsek.kernels.hopper.semi24 import SOURCE, Config, Scales, Work
 from sparsek.kernels.prims.driver import Boxed
 from sparsek.reference.epilogue import PLAIN, Epilogue
 from tests.kernels.planned_24 import problem
@@ -64,9 +64,24 @@ def multiply(
     """Writes the product into `out` as `ctas` CTAs do, events in one `order`. What went wrong, or ""."""
     p = replace(problem(a, b, epilogue, out), card=replace(H200, sm_count=ctas))
     module = semi24 if isinstance(a, Semi24) else bsr24
-    work = module.KERNEL.prepare(p, c, a)
+    return run(c, module.KERNEL.prepare(p, c, a), a, b, out, epilogue, order=order, source=source)
+
+
+def run(
+    c: Config,
+    work: Work,
+    a: Semi24 | BSR24,
+    b: Tensor,
+    out: Tensor,
+    epilogue: Epilogue = PLAIN,
+    scales: Scales | None = None,
+    *,
+    order: int = LATE,
+    source: str = "",
+) -> str:
+    """As `multiply`, with prepared work and, of FP8, scales."""
     nibbles = work.nibbles(a)
-    params, grid = semi24.told(c, work, nibbles, b, out, epilogue)
+    params, grid = semi24.told(c, work, nibbles, b, out, epilogue, scales)
     maps = [ctypes.byref(packed(each)) for each in semi24.boxes(c, a.values, b, out)]
     size = ctypes.c_int64(nibbles.numel() * 4)
     return (

@@ -97,6 +97,15 @@ static float from16(u16 x) {
   return y;
 }
 
+#if FP8
+static float from8(unsigned char x, bool e5m2) {
+  const int most = e5m2 ? 2 : 3, e = (x & 127) >> most, bias = e5m2 ? 15 : 7;
+  const float fraction = (float)(x & ((1 << most) - 1)) / (float)(1 << most);
+  const float size = e ? std::ldexp(1.f + fraction, e - bias) : std::ldexp(fraction, 1 - bias);
+  return x & 128 ? -size : size;
+}
+#endif
+
 static void barrier_init(u32 at, u32 count) {
   Barrier& b = me->cta->barriers[inside(at)];
   b = Barrier(), b.count = b.pending = (int)count, b.live = true;
@@ -204,28 +213,40 @@ static float described_at(Cta* c, u64 desc, bool k_major, int mn, int k) {
   const u32 start = (u32)(desc & 0x3fff) << 4, panel = (u32)(desc >> 16 & 0x3fff) << 4;
   const u32 group = (u32)(desc >> 32 & 0x3fff) << 4;
   const int width = desc >> 62 == 1 ? 128 : 64;
-  const u32 at = k_major ? start + mn / 8 * group + mn % 8 * width + k * 2
+  const int size = FP8 ? 1 : 2;
+  const u32 at = k_major ? start + mn / 8 * group + mn % 8 * width + k * size
                          : start + mn / 64 * panel + k / 8 * group + k % 8 * 128 + mn % 64 * 2;
-  u16 x;
-  memcpy(&x, shared_at(c, swizzled(at, width), 2), 2);
-  return from16(x);
+  const unsigned char* x = shared_at(c, swizzled(at, width), size);
+#if FP8
+  return from8(*x, std::string(FP8_TYPE).substr(width == 128 ? 5 : 0, 5) == ".e5m2");  // B is 128 bytes wide
+#else
+  u16 y;
+  memcpy(&y, x, 2);
+  return from16(y);
+#endif
+}
+// The nibble of group j / 2 of row r, of a wgmma's columns.
+static u32 nibble_of(const std::vector<Operands>& ops, int sel, int r, int j) {
+  const int first = 32 * (r / 16) + 4 * (r % 8), high = r % 16 / 8;
+  if (FP8) return *ops[first + 2 * (j / 16) + high].nibbles >> 4 * (j / 2 % 8) & 15;
+  return *ops[first + 2 * sel + j / 8].nibbles >> (16 * high + 4 * (j / 2 % 4)) & 15;
 }
 template <int SEL> static void product(Cta* c, const std::vector<Operands>& ops, u64 a, u64 b) {
-  static float A[64][32], B[32][TN];
+  constexpr int K = FP8 ? 64 : 32;
+  static float A[64][K], B[K][TN];
   memset(A, 0, sizeof A);
   for (int r = 0; r < 64; r++)
-    for (int j = 0; j < 16; j++) {  // stored value j of row r: group j / 2 of four columns
-      const int lanes = 32 * (r / 16) + 4 * (r % 8) + 2 * SEL + j / 8;
-      const u32 nibble = *ops[lanes].nibbles >> (16 * (r % 16 / 8) + 4 * (j / 2 % 4)) & 15;
+    for (int j = 0; j < K / 2; j++) {  // stored value j of row r: group j / 2 of four columns
+      const u32 nibble = nibble_of(ops, SEL, r, j);
       if ((nibble & 3) >= nibble >> 2) fail("malformed nibble");
       A[r][j / 2 * 4 + (j % 2 ? nibble >> 2 : nibble & 3)] = described_at(c, a, true, r, j);
     }
-  for (int k = 0; k < 32; k++)
+  for (int k = 0; k < K; k++)
     for (int n = 0; n < TN; n++) B[k][n] = described_at(c, b, !B_ROW, n, k);
   for (int r = 0; r < 64; r++)
     for (int n = 0; n < TN; n++) {
       float& s = ops[32 * (r / 16) + 4 * (r % 8) + n % 8 / 2].d[n / 8 * 4 + r % 16 / 8 * 2 + n % 2];
-      for (int k = 0; k < 32; k++) if (A[r][k] != 0.f) s += A[r][k] * B[k][n];
+      for (int k = 0; k < K; k++) if (A[r][k] != 0.f) s += A[r][k] * B[k][n];
     }
 }
 template <int SEL> static void wgmma(float (&d)[TN / 2], u64 a, u64 b, const u32& nibbles) {

@@ -64,7 +64,8 @@ def test_configs_compile_to_sparse_wgmma_without_spills(at: int) -> None:
     c = COMPILED[at]
     made = code.compiled(c)
     kind = "" if c.half else ".BF16"
-    assert made.wgmma == {f"HGMMA.SP.64x{c.tn}x32.F32{kind}"}
+    wanted = f"QGMMA.SP.64x{c.tn}x64.F32{c.fp8.upper()}" if c.fp8 else f"HGMMA.SP.64x{c.tn}x32.F32{kind}"
+    assert made.wgmma == {wanted}
     assert {"UTMALDG", "UTMASTG", "UBLKCP"} <= made.copies
     assert (made.stack, made.local) == ((0, 0, 0), 0), made.log
     assert made.overwritten == []
@@ -184,7 +185,7 @@ def test_what_is_kept_is_renewed_when_torch_counted_a_write() -> None:
 REASONS: dict[str, tuple[dict[str, Any], str]] = {
     "old": ({"card": replace(H200, capability=(8, 0))}, "Hopper card"),
     "cpu": ({"card": CPU}, "Hopper card"),
-    "fp32": ({"dtype": "fp32"}, "bf16 and fp16, not fp32"),
+    "fp32": ({"dtype": "fp32"}, "C in bf16 and fp16, not fp32"),
     "transposed": ({"transposed": True}, "no tensor core takes them"),
     "residual": ({"combine": "add"}, "joins no other matrix"),
     "unaligned": ({"aligned": False}, "multiples of 16 bytes"),

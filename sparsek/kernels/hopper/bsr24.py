@@ -26,54 +26,66 @@ from sparsek.plan.semi24 import Kernel24
 from sparsek.reference.epilogue import PLAIN, Epilogue
 
 
+def blocks_seconds(p: BSR24Problem, c: Config) -> float:
+    """Tiles of the fullest SM, one of the longest block row at least, or the compulsory bytes."""
+    if not (p.m and p.n and p.nnzb):
+        return p.card.launch_seconds
+    units, columns = p.grid[0] * (p.block[0] // c.tm), -(-p.n // c.tn)
+    block = p.block[1] // c.bk * semi24.step_seconds(c, p)
+    tile = p.nnzb / p.grid[0] * block + semi24.tile_seconds(c)
+    longest = p.row_max * block + semi24.tile_seconds(c)
+    rounds = -(-units * columns // p.card.sm_count)
+    busy = max(rounds * tile if longest < 1.25 * tile else units * columns / p.card.sm_count * tile, longest)
+    item = p.compulsory_bytes / max(1, p.batch) / (0.85 * p.card.bandwidth)
+    return p.batch * (max(busy, item) + p.card.launch_seconds)
+
+
+def lists_of(p: BSR24Problem, c: Config, a: BSR24) -> Lists:
+    """Who does which tile, on A's device."""
+    units = a.pattern.derived(("walk", c.tm, 1), lambda: walk(a.pattern, c.tm, 1))
+    deal = balance(units, p.n, c.tn, p.card.sm_count)
+
+    def put(array: Any) -> Tensor:
+        return torch.from_numpy(array.copy()).to(a.device)
+
+    tiles = records(deal, p.block[0], np.full(len(deal.tiles), -1))
+    return Lists(put(tiles), put(deal.starts), put(units.cols), put(units.blocks), p.block, deal.ctas)
+
+
+def tiles_of_blocks(p: BSR24Problem) -> Iterator[Config]:
+    """Tiles that divide a block's rows."""
+    return (c for c in semi24.tiles_of(p, (1,), lists=True) if p.block[0] % c.tm == 0)
+
+
+def why_not_blocks(p: BSR24Problem) -> list[str]:
+    """Reasons of blocks, whatever their dtype."""
+    reasons = []
+    if not p.nnzb:
+        reasons.append("A stores no block, and TMA wants some memory")
+    if p.nnzb * p.block[0] > 2**31 - 1024:
+        reasons.append("TMA coordinates are 32 bits: the rows of all stored blocks must stay 1024 below 2^31")
+    return reasons
+
+
 class HopperBsr24:
     """The kernel of hopper.semi24, over lists of blocks."""
 
     name = "hopper.bsr24"
 
     def why_not(self, p: BSR24Problem) -> list[str]:
-        reasons = semi24.why_not(p)
-        if not p.nnzb:
-            reasons.append("A stores no block, and TMA wants some memory")
-        if p.nnzb * p.block[0] > 2**31 - 1024:
-            reasons.append(
-                "TMA coordinates are 32 bits: the rows of all stored blocks must stay 1024 below 2^31"
-            )
-        return reasons
+        return semi24.why_not(p, p.dtype) + why_not_blocks(p)
 
     def default(self, p: BSR24Problem) -> Config:
         return min(self.configs(p), key=lambda c: self.seconds(p, c))
 
     def configs(self, p: BSR24Problem) -> Iterator[Config]:
-        """Tiles that divide a block's rows."""
-        return (c for c in semi24.tiles_of(p, (1,), lists=True) if p.block[0] % c.tm == 0)
+        return tiles_of_blocks(p)
 
     def seconds(self, p: BSR24Problem, c: Config) -> float:
-        """Tiles of the fullest SM, one of the longest block row at least, or the compulsory bytes."""
-        if not (p.m and p.n and p.nnzb):
-            return p.card.launch_seconds
-        slices = p.block[0] // c.tm
-        units, columns = p.grid[0] * slices, -(-p.n // c.tn)
-        block = p.block[1] // 64 * semi24.step_seconds(c, p)
-        tile = p.nnzb / p.grid[0] * block + semi24.tile_seconds(c)
-        longest = p.row_max * block + semi24.tile_seconds(c)
-        rounds = -(-units * columns // p.card.sm_count)
-        busy = max(
-            rounds * tile if longest < 1.25 * tile else units * columns / p.card.sm_count * tile, longest
-        )
-        item = p.compulsory_bytes / max(1, p.batch) / (0.85 * p.card.bandwidth)
-        return p.batch * (max(busy, item) + p.card.launch_seconds)
+        return blocks_seconds(p, c)
 
     def prepare(self, p: BSR24Problem, c: Config, a: BSR24) -> Work:
-        units = a.pattern.derived(("walk", c.tm, 1), lambda: walk(a.pattern, c.tm, 1))
-        deal = balance(units, p.n, c.tn, p.card.sm_count)
-
-        def put(array: Any) -> Tensor:
-            return torch.from_numpy(array.copy()).to(a.device)
-
-        tiles = records(deal, p.block[0], np.full(len(deal.tiles), -1))
-        lists = Lists(put(tiles), put(deal.starts), put(units.cols), put(units.blocks), p.block, deal.ctas)
-        return semi24.prepared(p, c, a, lists)
+        return semi24.prepared(p, c, a, lists_of(p, c, a))
 
     def launch(
         self, c: Config, work: Work, a: BSR24, b: Tensor, out: Tensor, epilogue: Epilogue = PLAIN

@@ -1,6 +1,6 @@
 /* C = act(alpha * (A @ B) + bias[:, None]) on Hopper's sparse tensor cores: A is 2:4, B and C are dense.
 
-       one tile of C                       what one step of BK = 64 brings into a slot of the ring
+       one tile of C                       what one step of BK columns brings into a slot of the ring
        .-------- TN --------.
        |    warpgroup 0     |  64*MS      A       [TM, BK/2]  the stored values of BK columns
        |--------------------|             nibbles [TM, BK/4]  which two of four, in the order that wgmma wants
@@ -18,6 +18,10 @@
 
    What bounds it (H200, 8192^3 bf16, 2026-11-22): reads from L2, 7.2 TB/s without any wgmma, 0.94 of 0.965 ms. So a
    cluster shares B: 1024 dense-equivalent TFLOPS with CLUSTER 2, three quarters of that with 1.
+
+   With FP8, A and B are e4m3 or e5m2, and a step has 128 columns instead of 64: the same bytes. Tensor cores keep some
+   14 bits of a running FP8 sum, so every PROMOTE steps what they summed is added to float32 sums. A @ B is then times
+   a_scale[row] and b_scale[column].
 
    Capital names that are not defined here are constants of the compilation: Config.defines in semi24.py, where it also
    says what a call must be. Sums are float32, in the order of k: the same bits whatever the tile. No include: NVRTC
@@ -37,8 +41,10 @@ struct Params {
   const int* starts;     // LISTS: CTA p does tiles[starts[p]:starts[p+1]]
   const int* cols;       // LISTS: block column of every step
   const int* blocks;     // LISTS: stored block of every step
-  const void* bias;      // [m] in the operands' dtype
-  int m;
+  const void* bias;      // [m] in C's dtype
+  const float* a_scale;  // FP8: [m], or one number where a_each is 0
+  const float* b_scale;  // FP8: [n], or one number where b_each is 0
+  int m, n, a_each, b_each;
   int row_groups;        // tiles of CLUSTER * TM rows
   int col_tiles;
   int group;             // row groups that are walked together, column by column, so that L2 holds what they share
@@ -51,9 +57,10 @@ struct Params {
 
 constexpr int TM = 64 * MS * WGS;
 constexpr int THREADS = 128 * (WGS + 1);
-constexpr int BK = 64;                                   // columns of A in a slot; a word of nibbles a thread
-constexpr int A_BYTES = TM * BK;                         // BK/2 values of 2 bytes
-constexpr int B_BYTES = TN * BK * 2;
+constexpr int BK = FP8 ? 128 : 64;                       // columns of A in a slot
+constexpr int CHUNKS = BK / 64;                          // of 64 columns; a thread has a word of nibbles for each
+constexpr int A_BYTES = TM * 64;                         // BK/2 values
+constexpr int B_BYTES = TN * 128;
 constexpr int E_BYTES = TM * BK / 8;                     // four bits for four columns
 constexpr int BOX_N = 64;                                // columns of a box of 64 rows of C: 8 KB
 constexpr int BOXES_N = TN / BOX_N;
@@ -67,6 +74,8 @@ constexpr int FULL_AT = E_AT + STAGES * E_BYTES;
 constexpr int EMPTY_AT = FULL_AT + STAGES * 8;
 static_assert(EMPTY_AT + STAGES * 8 <= SMEM_BYTES, "semi24.py counts shared memory differently");
 static_assert(A_BYTES % 1024 == 0 && B_BYTES % 1024 == 0, "swizzled tiles begin at multiples of 1024");
+static_assert(PROMOTE % 2 == 0, "steps go in pairs");
+static_assert(!FP8 || !B_ROW, "wgmma reads FP8 along K only");
 static_assert(!LISTS || CLUSTER == 1, "tiles below each other have lists of their own");
 
 // ---------------------------------------------------------------------------------------------------- PTX wrappers
@@ -170,6 +179,7 @@ template <int N> PTX void wgmma_wait() {
 PTX void written_until_here(float& x) { asm volatile("" : "+f"(x)::"memory"); }
 
 // d[64, TN] += A24[64, 32] @ B[32, TN]. `SEL` 0 takes the nibbles of lanes 4i and 4i+1, 1 those of 4i+2 and 4i+3.
+// In FP8 it is A24[64, 64] @ B[64, TN], and takes those of all lanes.
 #define F4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define F16(d, i) F4(d, i), F4(d, i + 4), F4(d, i + 8), F4(d, i + 12)
 #define F32(d, i) F16(d, i), F16(d, i + 16)
@@ -186,31 +196,39 @@ PTX void written_until_here(float& x) { asm volatile("" : "+f"(x)::"memory"); }
   N96 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, "     \
       "%114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 #if TN == 256
-#define SHAPE "m64n256k32"
+#define SHAPE "m64n256"
 #define SUMS(d) F32(d, 0), F32(d, 32), F32(d, 64), F32(d, 96)
 #define SUM_NAMES N128
 #define IN(i, after192, after128, after64) "%" #i
 #elif TN == 192
-#define SHAPE "m64n192k32"
+#define SHAPE "m64n192"
 #define SUMS(d) F32(d, 0), F32(d, 32), F32(d, 64)
 #define SUM_NAMES N96
 #define IN(after256, i, after128, after64) "%" #i
 #elif TN == 128
-#define SHAPE "m64n128k32"
+#define SHAPE "m64n128"
 #define SUMS(d) F32(d, 0), F32(d, 32)
 #define SUM_NAMES N64
 #define IN(after256, after192, i, after64) "%" #i
 #elif TN == 64
-#define SHAPE "m64n64k32"
+#define SHAPE "m64n64"
 #define SUMS(d) F32(d, 0)
 #define SUM_NAMES N32
 #define IN(after256, after192, after128, i) "%" #i
 #endif
+#if FP8
+#define TYPE "k64.f32" FP8_TYPE  // ".e4m3.e5m2", of A and B
+#define TURNING ""
+#elif HALF
+#define TYPE "k32.f32.f16.f16"
+#define TURNING ", 0, " IN(132, 100, 68, 36)
+#else
+#define TYPE "k32.f32.bf16.bf16"
+#define TURNING ", 0, " IN(132, 100, 68, 36)
+#endif
 #if HALF
-#define TYPE ".f16.f16"
 #define PAIR ".f16x2"
 #else
-#define TYPE ".bf16.bf16"
 #define PAIR ".bf16x2"
 #endif
 #if C_COL
@@ -224,9 +242,8 @@ PTX void written_until_here(float& x) { asm volatile("" : "+f"(x)::"memory"); }
 template <int SEL>
 PTX void wgmma(float (&d)[TN / 2], u64 a, u64 b, u32 nibbles) {
   asm volatile(
-      "wgmma.mma_async.sp.sync.aligned." SHAPE ".f32" TYPE " {" SUM_NAMES "}, " IN(128, 96, 64, 32)
-      ", " IN(129, 97, 65, 33) ", " IN(130, 98, 66, 34) ", " IN(131, 99, 67, 35) ", 1, 1, 1, 0, "
-      IN(132, 100, 68, 36) ";"
+      "wgmma.mma_async.sp.sync.aligned." SHAPE TYPE " {" SUM_NAMES "}, " IN(128, 96, 64, 32)
+      ", " IN(129, 97, 65, 33) ", " IN(130, 98, 66, 34) ", " IN(131, 99, 67, 35) ", 1, 1, 1" TURNING ";"
       : SUMS(d) : "l"(a), "l"(b), "r"(nibbles), "n"(SEL), "n"(B_ROW));
 }
 
@@ -364,8 +381,8 @@ PTX void load(const TensorMap& a_map, const TensorMap& b_map, const Params& p, u
         for (int j = 0; j < TM / 64; j++) {
           // Below the matrix there are no nibbles, and no row that is stored: any legal ones do.
           const i64 slab = min(a_row / 64 + j, p.slabs - 1);
-          bulk_load(smem + E_AT + ring.slot * E_BYTES + j * 512, p.nibbles + (slab * p.chunks + step) * 128, 512,
-                    landed);
+          bulk_load(smem + E_AT + ring.slot * E_BYTES + j * (CHUNKS * 512),
+                    p.nibbles + (slab * p.chunks + step * CHUNKS) * 128, CHUNKS * 512, landed);
         }
       }
     }
@@ -392,17 +409,34 @@ PTX float activated(float z) {
   return z * (HALF ? inverse(exp2_of(u * -2.8853901f) + 1.f) : fmaf(tanh_of(u), 0.5f, 0.5f));
 }
 
+// What becomes of the sums of rows g and g + 8 of a warp's 16: times `scale`, plus `shift`.
+struct Rows {
+  float scale[2], shift[2];
+
+  PTX Rows(const Params& p, int row, int lane) {
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const int y = row + 8 * h + lane / 4;
+      scale[h] = SCALED ? p.alpha : 1.f;
+      if (FP8) scale[h] *= p.a_scale[min(y, p.m - 1) * p.a_each];
+      shift[h] = BIAS && y < p.m ? widen(((const u16*)p.bias)[y]) : 0.f;
+    }
+  }
+};
+
 // A warpgroup's box of 64 x BOX_N sums goes, finished and rounded, to shared memory as TMA wants it: rows of 128 bytes,
-// swizzled. The thread holds rows g and g + 8 of its warp's 16, whose bias is `shift`, and of every 8 columns 2q and
-// 2q + 1: d[4j], d[4j+1] of row g. A few at a time, so that registers suffice for the activation.
-PTX void stage_box(u32 box, float* d, float alpha, const float (&shift)[2], int warp, int lane) {
+// swizzled. The thread holds rows g and g + 8 of its warp's 16, and of every 8 columns 2q and 2q + 1: d[4j], d[4j+1] of
+// row g. A few at a time, so that registers suffice for the activation.
+PTX void stage_box(u32 box, float* d, const Params& p, const Rows& rows, int col, int warp, int lane) {
   const int down = (lane / 8) % 2, across = lane / 16;
 #pragma unroll
   for (int j = 0; j < 8; j += 2) {  // 16 columns: two matrices of 8 rows above each other, twice
     float* e = d + 4 * j;
 #pragma unroll
     for (int i = 0; i < 8; i++) {
-      if constexpr (BIAS || SCALED) e[i] = fmaf(e[i], SCALED ? alpha : 1.f, shift[i / 2 % 2]);
+      const int h = i / 2 % 2, x = col + 8 * (j + i / 4) + 2 * (lane % 4) + i % 2;
+      const float scale = FP8 ? rows.scale[h] * p.b_scale[min(x, p.n - 1) * p.b_each] : rows.scale[h];
+      if constexpr (BIAS || SCALED || FP8) e[i] = fmaf(e[i], scale, rows.shift[h]);
       e[i] = activated(e[i]);
     }
     const int line = C_COL ? 8 * (j + across) + lane % 8 : 16 * warp + 8 * down + lane % 8;
@@ -416,33 +450,53 @@ PTX void send_box(const TensorMap& c_map, u32 box, int row, int col) {
   tma_store(c_map, box, C_COL ? row : col, C_COL ? col : row);
 }
 
+template <int M, int N> PTX void set_zero(float (&x)[M][N]) {
+#pragma unroll
+  for (int i = 0; i < M * N; i++) x[i / N][i % N] = 0.f;
+}
+
+template <int M, int N> PTX void add_to(float (&x)[M][N], const float (&y)[M][N]) {
+#pragma unroll
+  for (int i = 0; i < M * N; i++) x[i / N][i % N] += y[i / N][i % N];
+}
+
+// Until all products are in d.
+template <int M, int N> PTX void finish_products(float (&d)[M][N]) {
+  wgmma_wait<0>();
+#pragma unroll
+  for (int i = 0; i < M * N; i++) written_until_here(d[i / N][i % N]);
+}
+
 // Consumer warpgroup `wg`: its 64*MS rows of every tile.
 PTX void multiply(const TensorMap& c_map, const Params& p, u32 smem, int wg, int rank) {
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0) % 4, lane = threadIdx.x % 32;
   const bool leader = threadIdx.x % 128 == 0;
-  constexpr u64 A_DESC = described(8 * BK, 16, BK);
+  constexpr u64 A_DESC = described(512, 16, 64);
   constexpr u64 B_DESC = B_ROW ? described(1024, BK * 128, 128) : described(1024, 16, 128);
-  const u32 a_ring = smem + A_AT + wg * (MS * 64 * BK);
+  const u32 a_ring = smem + A_AT + wg * (MS * 4096);
   const u32 b_ring = smem + B_AT;
-  const u32 e_ring = smem + E_AT + wg * (MS * 512) + (threadIdx.x % 128) * 4;
+  const u32 e_ring = smem + E_AT + wg * (MS * CHUNKS * 512) + (threadIdx.x % 128) * 4;
   const u32 stage = smem + C_AT + wg * (C_BOXES * BOX_BYTES);
 
   Ring ring{smem, 0, 0};
   u32 before = 0;  // barrier of the slot that the step before read
-  auto multiply_step = [&](float (&d)[MS][TN / 2], u32 (&nibbles)[MS], int step) {
+  auto multiply_step = [&](float (&d)[MS][TN / 2], u32 (&nibbles)[MS][CHUNKS], int step) {
     barrier_wait(ring.full(), ring.phase);  // until A, B and nibbles of this step have landed
     const u32 a = a_ring + ring.slot * A_BYTES, b = b_ring + ring.slot * B_BYTES;
 #pragma unroll
-    for (int m = 0; m < MS; m++) load_nibbles(nibbles[m], e_ring + ring.slot * E_BYTES + m * 512, p.m);
+    for (int m = 0; m < MS; m++)
+#pragma unroll
+      for (int c = 0; c < CHUNKS; c++)
+        load_nibbles(nibbles[m][c], e_ring + ring.slot * E_BYTES + (m * CHUNKS + c) * 512, p.m);
     wgmma_fence();  // the registers are written before wgmma reads them
 #pragma unroll
-    for (int s = 0; s < BK / 32; s++) {
+    for (int s = 0; s < 2; s++) {  // halves of the slot
       const u64 b_desc = B_DESC | place(b + (B_ROW ? s * 4096 : s * 64));
 #pragma unroll
       for (int m = 0; m < MS; m++) {
-        const u64 a_desc = A_DESC | place(a + m * (64 * BK) + s * 32);
-        if (s % 2) wgmma<1>(d[m], a_desc, b_desc, nibbles[m]);
-        else wgmma<0>(d[m], a_desc, b_desc, nibbles[m]);
+        const u64 a_desc = A_DESC | place(a + m * 4096 + s * 32);
+        if (s == 1 && !FP8) wgmma<1>(d[m], a_desc, b_desc, nibbles[m][0]);
+        else wgmma<0>(d[m], a_desc, b_desc, nibbles[m][s % CHUNKS]);
       }
     }
     wgmma_commit();
@@ -453,45 +507,40 @@ PTX void multiply(const TensorMap& c_map, const Params& p, u32 smem, int wg, int
   };
   // wgmma in flight reads nibbles of its step, so two steps have registers of their own: those of a step are written
   // again two steps later, when the wait of the step between has seen its wgmma done.
-  u32 nibbles[2][MS] = {};
+  u32 nibbles[2][MS][CHUNKS] = {};
   const Range tiles = my_tiles(p);
   for (int t = tiles.begin; t < tiles.end; t += tiles.by) {
     const Tile tile = tile_at(p, t, rank);
     const int steps = (tile.end - tile.first) * p.block_steps;
     const int row = tile.row + wg * (64 * MS);
-    float d[MS][TN / 2];  // of this tile alone, so that no register is kept from one to the next
-#pragma unroll
-    for (int m = 0; m < MS; m++)
-#pragma unroll
-      for (int i = 0; i < TN / 2; i++) d[m][i] = 0.f;
+    float d[MS][TN / 2], sums[MS][TN / 2];  // of this tile alone: nothing is kept for the next
+    set_zero(d);
+    if (FP8) set_zero(sums);
 #pragma unroll 1
     for (int step = 0; step < steps;) {
       multiply_step(d, nibbles[0], step);
       if (++step == steps) break;
       multiply_step(d, nibbles[1], step);
       ++step;
+      if (FP8 && step % PROMOTE == 0) {
+        finish_products(d);  // also those of this step: the other warpgroup multiplies meanwhile
+        add_to(sums, d);
+        set_zero(d);
+      }
     }
-    wgmma_wait<0>();  // until all sums are there
+    finish_products(d);
     if (steps > 0 && lane < CLUSTER) barrier_arrive(before, lane);
-#pragma unroll
-    for (int m = 0; m < MS; m++)
-#pragma unroll
-      for (int i = 0; i < TN / 2; i++) written_until_here(d[m][i]);
+    if (FP8) add_to(d, sums);
 
-    float shift[MS][2];  // of rows g and g + 8
-#pragma unroll
-    for (int i = 0; i < 2 * MS; i++) {
-      const int y = row + 64 * (i / 2) + 16 * warp + 8 * (i % 2) + lane / 4;
-      shift[i / 2][i % 2] = BIAS && y < p.m ? widen(((const u16*)p.bias)[y]) : 0.f;
-    }
 #pragma unroll
     for (int begin = 0; begin < BOXES; begin += C_BOXES) {
       if (leader) tma_store_wait();  // until the boxes before have been read
       warpgroup_sync(wg);            // everyone waits for that
 #pragma unroll
       for (int i = begin; i < BOXES && i < begin + C_BOXES; i++) {
-        float* sums = d[i / BOXES_N] + i % BOXES_N * (BOX_N / 2);
-        stage_box(stage + (i - begin) * BOX_BYTES, sums, p.alpha, shift[i / BOXES_N], warp, lane);
+        const Rows rows(p, row + 64 * (i / BOXES_N) + 16 * warp, lane);
+        stage_box(stage + (i - begin) * BOX_BYTES, d[i / BOXES_N] + i % BOXES_N * (BOX_N / 2), p, rows,
+                  tile.col + i % BOXES_N * BOX_N, warp, lane);
       }
       fence_proxy();       // TMA is to read what was just written
       warpgroup_sync(wg);  // until all four warps have written

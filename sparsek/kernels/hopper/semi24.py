@@ -23,21 +23,20 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from sparsek.core import dtypes
 from sparsek.core.device import H200
 from sparsek.formats.bsr24 import BSR24
 from sparsek.formats.semi24 import Semi24
 from sparsek.kernels.prims import driver, nvrtc
 from sparsek.kernels.prims.driver import Boxed, Launch
 from sparsek.kernels.prims.kept import Kept
-from sparsek.plan.problem import Problem24, Semi24Problem
+from sparsek.plan.problem import Problem24, ScaledProblem, Semi24Problem
 from sparsek.plan.semi24 import Kernel24
 from sparsek.reference.epilogue import ACTIVATIONS, PLAIN, Epilogue
 
@@ -51,10 +50,11 @@ REMEMBERED = 64  # launches with their tensor maps, of one plan
 
 @dataclass(frozen=True)
 class Config:
-    """A compiled kernel: tiles of 64*ms*wgs x tn, `stages` slots of 64 columns of A in shared memory.
+    """A compiled kernel: tiles of 64*ms*wgs x tn, `stages` slots of `bk` columns of A in shared memory.
 
     `cluster` CTAs share what they load of B. `boxes` of a warpgroup's part of C are staged at once. `group` rows of
-    tiles, each of a cluster, are walked together.
+    tiles, each of a cluster, are walked together. `half`: C is fp16, and so is what is not in FP8. `fp8` names the
+    types of A and B, ".e4m3.e5m2"; sums leave the tensor core every `promote` steps, an even number.
     """
 
     wgs: int = 2
@@ -71,19 +71,27 @@ class Config:
     scaled: bool = False
     bias: bool = False
     activation: str = ""
+    fp8: str = ""
+    promote: int = 2
 
     @property
     def tm(self) -> int:
         return 64 * self.ms * self.wgs
 
     @property
-    def all_boxes(self) -> int:
-        return self.ms * self.tn // 64
+    def bk(self) -> int:
+        """Columns of A in a slot."""
+        return 128 if self.fp8 else 64
+
+    @property
+    def a_row(self) -> int:
+        """Bytes of a row of A in a slot, with its nibbles."""
+        return 64 + self.bk // 8
 
     @property
     def stage_bytes(self) -> int:
         """A, B, nibbles, and two barriers."""
-        return self.tm * 72 + self.tn * 128 + 16
+        return self.tm * self.a_row + self.tn * 128 + 16
 
     @property
     def smem(self) -> int:
@@ -95,6 +103,7 @@ class Config:
 
     @property
     def dtype(self) -> torch.dtype:
+        """Of C."""
         return torch.float16 if self.half else torch.bfloat16
 
     @property
@@ -105,9 +114,11 @@ class Config:
             "CLUSTER": self.cluster, "C_BOXES": self.boxes, "B_ROW": int(self.b_row),
             "C_COL": int(self.c_col), "HALF": int(self.half), "LISTS": int(self.lists),
             "SCALED": int(self.scaled), "BIAS": int(self.bias), "ACT": ACTS.index(self.activation),
-            "LOAD_REGS": 56 if self.lists else 40, "MATH_REGS": 224 if self.lists else 232, "SMEM_BYTES": self.smem,
+            "FP8": int(bool(self.fp8)), "PROMOTE": self.promote, "SMEM_BYTES": self.smem,
+            "LOAD_REGS": 56 if self.lists else 40, "MATH_REGS": 224 if self.lists else 232,
         }  # fmt: skip
-        return [f"-D{name}={value}" for name, value in names.items()]
+        named = [f"-D{name}={value}" for name, value in names.items()]
+        return [*named, f'-DFP8_TYPE="{self.fp8}"'] if self.fp8 else named
 
     def deepened(self, smem: int) -> Config:
         """With as many stages as fit into `smem` bytes, 8 at most."""
@@ -118,7 +129,8 @@ class Config:
         shape = f"tile {self.tm}x{self.tn} for {self.wgs} warpgroups, {self.stages} stages"
         more = ("cluster", "boxes", "group", "b_row", "c_col", "half", "lists", "scaled", "bias")
         flags = [f"{name} {getattr(self, name)}" for name in more if getattr(self, name)]
-        return ", ".join([shape, *flags, *([self.activation] if self.activation else [])])
+        eight = [f"FP8 {self.fp8}, sums leave after {self.promote}"] if self.fp8 else []
+        return ", ".join([shape, *flags, *([self.activation] if self.activation else []), *eight])
 
     __repr__ = __str__
 
@@ -143,22 +155,24 @@ class Params(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("nibbles", "tiles", "starts", "cols", "blocks", "bias")),
+        *((name, ctypes.c_void_p) for name in ("a_scale", "b_scale")),
         *(
             (name, ctypes.c_int)
-            for name in ("m", "row_groups", "col_tiles", "group", "block_steps", "chunks")
+            for name in ("m", "n", "a_each", "b_each", "row_groups", "col_tiles", "group")
         ),
-        *((name, ctypes.c_int) for name in ("slabs", "bm", "bk")),
+        *((name, ctypes.c_int) for name in ("block_steps", "chunks", "slabs", "bm", "bk")),
         ("alpha", ctypes.c_float),
     ]
 
 
-def in_wgmma_order(meta: Tensor) -> Tensor:
+def in_wgmma_order(meta: Tensor, fp8: bool = False) -> Tensor:
     """uint8 [M, K/8] nibbles -> int32 [ceil(M/64), 2*ceil(K/128), 128], the word of every thread of a warpgroup.
 
     Word of thread 32w + 4g + 2s + h for 64 columns: of the 32 columns s, 16 columns h, rows 16w + g (low half) and
     16w + g + 8 (high half), four groups each. So lanes 4g, 4g + 1 serve the first wgmma of 32 columns (selector 0) and
-    lanes 4g + 2, 4g + 3 the second (selector 1). Padding is the nibble of columns 0 and 1.
-    Source: PTX ISA, wgmma.mma_async.sp, metadata for .f16/.bf16.
+    lanes 4g + 2, 4g + 3 the second (selector 1). In FP8, where one wgmma takes 64 columns: of thread 32w + 4g + 2h + r
+    the 32 columns h of row 16w + g + 8r. Padding is the nibble of columns 0 and 1.
+    Source: PTX ISA, wgmma.mma_async.sp, metadata for .f16/.bf16 and for .e4m3/.e5m2.
     """
     m, bytes_ = meta.shape
     slabs, chunks = -(-m // 64), -(-bytes_ // 16) * 2
@@ -166,18 +180,30 @@ def in_wgmma_order(meta: Tensor) -> Tensor:
         whole = meta.new_full((slabs * 64, chunks * 8), 0x44)
         whole[:m, :bytes_] = meta
         meta = whole
-    halves = meta.view(torch.int16).view(slabs, 4, 2, 8, chunks, 4)  # slab, w, row + 8, g, chunk, (s, h)
-    return halves.permute(0, 4, 1, 3, 5, 2).contiguous().view(torch.int32).view(slabs, chunks, 128)
+    columns = meta.view(torch.int32 if fp8 else torch.int16)
+    each = columns.view(slabs, 4, 2, 8, chunks, -1)  # slab, w, row + 8, g, chunk, columns
+    return each.permute(0, 4, 1, 3, 5, 2).contiguous().view(torch.int32).view(slabs, chunks, 128)
 
 
-_NIBBLES: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # meta -> Kept
+# meta -> Kept, in 16 bits and in FP8
+_NIBBLES: tuple[WeakTensorKeyDictionary, WeakTensorKeyDictionary] = (
+    WeakTensorKeyDictionary(),
+    WeakTensorKeyDictionary(),
+)
 
 
-def _kept(meta: Tensor) -> Kept:
-    found: Any = _NIBBLES.get(meta)
+def _kept(meta: Tensor, fp8: bool) -> Kept:
+    found: Any = _NIBBLES[fp8].get(meta)
     if found is None:
-        found = _NIBBLES[meta] = Kept()
+        found = _NIBBLES[fp8][meta] = Kept()
     return found
+
+
+class Scales(NamedTuple):
+    """Of FP8 operands, float32: `a` [M] or [], `b` [..., N] or []."""
+
+    a: Tensor
+    b: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -200,6 +226,7 @@ class Work:
     """
 
     sms: int
+    fp8: bool
     meta: Any
     kept: Kept
     lists: Lists | None = None
@@ -207,13 +234,14 @@ class Work:
 
     def nibbles(self, a: Semi24 | BSR24) -> Tensor:
         """Of `a`, which may be another matrix than the one that was planned."""
-        kept = self.kept if self.meta() is a.meta else _kept(a.meta)
-        return kept.of(lambda: in_wgmma_order(a.meta.view(-1, a.meta.shape[-1])), a.meta)
+        kept = self.kept if self.meta() is a.meta else _kept(a.meta, self.fp8)
+        return kept.of(lambda: in_wgmma_order(a.meta.view(-1, a.meta.shape[-1]), self.fp8), a.meta)
 
 
 def prepared(p: Problem24, c: Config, a: Semi24 | BSR24, lists: Lists | None = None) -> Work:
     """Orders the nibbles of `a` and, on a GPU, loads the kernel, both once."""
-    work = Work(p.card.sm_count, weakref.ref(a.meta), _kept(a.meta), lists)
+    fp8 = bool(c.fp8)
+    work = Work(p.card.sm_count, fp8, weakref.ref(a.meta), _kept(a.meta, fp8), lists)
     with torch.no_grad(), torch.cuda.device_of(a.values):
         work.nibbles(a)
         if a.values.is_cuda:
@@ -221,56 +249,70 @@ def prepared(p: Problem24, c: Config, a: Semi24 | BSR24, lists: Lists | None = N
     return work
 
 
-def launch(c: Config, work: Work, a: Semi24 | BSR24, b: Tensor, out: Tensor, epilogue: Epilogue) -> None:
+def launch(
+    c: Config,
+    work: Work,
+    a: Semi24 | BSR24,
+    b: Tensor,
+    out: Tensor,
+    epilogue: Epilogue,
+    scales: Scales | None = None,
+) -> None:
     """C into `out` [..., M, N] from `b` [..., K, N], on torch's current stream; no sync."""
     if out.numel() == 0:
         return
     index = b.device.index
     if index != torch.cuda.current_device():
         with torch.cuda.device(index):
-            return launch(c, work, a, b, out, epilogue)
-    nibbles, bias = work.nibbles(a), epilogue.bias
+            return launch(c, work, a, b, out, epilogue, scales)
+    nibbles = work.nibbles(a)
     stream = torch._C._cuda_getCurrentRawStream(index)
-    given = (
-        nibbles.data_ptr(),
-        0 if bias is None else bias.data_ptr(),
-        a.values.data_ptr(),
-        float(epilogue.alpha),
-    )
+    parts = nibbles, a.values, epilogue.bias, None if scales is None else scales.a
+    given = (*(None if x is None else x.data_ptr() for x in parts), float(epilogue.alpha), stream)
     for at in np.ndindex(*b.shape[:-2]):
-        b_one, c_one = (b[at], out[at]) if at else (b, out)
-        key = (*given, b_one.data_ptr(), c_one.data_ptr(), b_one.stride(), c_one.stride(), stream)
+        b_one, c_one, one = (b[at], out[at], _item(scales, at)) if at else (b, out, scales)
+        key = *given, b_one.data_ptr(), c_one.data_ptr(), b_one.stride(), c_one.stride()
+        key = key if one is None else (*key, one.b.data_ptr())
         ready = work.launches.get(key)
         if ready is None:
             if len(work.launches) >= REMEMBERED:
                 work.launches.clear()
-            ready = _ready(c, work, a, nibbles, b_one, c_one, epilogue, stream)
+            params, grid = told(c, work, nibbles, b_one, c_one, epilogue, one)
+            arguments = [*map(driver.tensor_map, boxes(c, a.values, b_one, c_one)), params]
+            function = _function(_compiled(c), index)
+            ready = Launch(function, grid, c.threads, c.smem, index, stream, arguments)
             work.launches[key] = ready
         ready()
 
 
-def _ready(
-    c: Config, work: Work, a: Any, nibbles: Tensor, b: Tensor, out: Tensor, epilogue: Epilogue, stream: int
-) -> Launch:
-    index, (params, grid) = b.device.index, told(c, work, nibbles, b, out, epilogue)
-    arguments = [*map(driver.tensor_map, boxes(c, a.values, b, out)), params]
-    return Launch(_function(_compiled(c), index), grid, c.threads, c.smem, index, stream, arguments)
+def _item(scales: Scales | None, at: tuple[int, ...]) -> Scales | None:
+    """Of one item of a batch."""
+    return Scales(scales.a, scales.b[at]) if scales is not None and scales.b.ndim else scales
 
 
 def told(
-    c: Config, work: Work, nibbles: Tensor, b: Tensor, out: Tensor, epilogue: Epilogue
+    c: Config,
+    work: Work,
+    nibbles: Tensor,
+    b: Tensor,
+    out: Tensor,
+    epilogue: Epilogue,
+    scales: Scales | None = None,
 ) -> tuple[Params, int]:
     """What the kernel is told beside tensor maps, and how many CTAs there are."""
     (k, n), (m, _), lists = b.shape, out.shape, work.lists
-    p = Params(nibbles=nibbles.data_ptr(), m=m, group=c.group, alpha=float(epilogue.alpha))
+    p = Params(nibbles=nibbles.data_ptr(), m=m, n=n, group=c.group, alpha=float(epilogue.alpha))
     p.bias = None if epilogue.bias is None else epilogue.bias.data_ptr()
+    if scales is not None:
+        p.a_scale, p.a_each = scales.a.data_ptr(), scales.a.ndim
+        p.b_scale, p.b_each = scales.b.data_ptr(), scales.b.ndim
     p.row_groups, p.col_tiles = -(-m // (c.tm * c.cluster)), -(-n // c.tn)
     p.slabs, p.chunks = nibbles.shape[:2]
     if lists is None:
-        p.block_steps = -(-k // 64)
+        p.block_steps = -(-k // c.bk)
         return p, min(p.row_groups * p.col_tiles, work.sms // c.cluster) * c.cluster
     p.bm, p.bk = lists.block
-    p.block_steps = lists.block[1] // 64
+    p.block_steps = lists.block[1] // c.bk
     for name in ("tiles", "starts", "cols", "blocks"):
         setattr(p, name, getattr(lists, name).data_ptr())
     return p, lists.ctas
@@ -279,26 +321,28 @@ def told(
 def boxes(c: Config, values: Tensor, b: Tensor, out: Tensor) -> tuple[Boxed, Boxed, Boxed]:
     """A, B [K, N] and C [M, N] as TMA sees them."""
     half = values.shape[-1]
-    a_box = Boxed(values.data_ptr(), c.dtype, (half, values.numel() // half), half, (32, c.tm))
-    b_lies, b_box = (b, (64, 64 // c.cluster)) if c.b_row else (b.mT, (64, c.tn // c.cluster))
-    return a_box, _by_rows(b_lies, c.dtype, b_box), _by_rows(out.mT if c.c_col else out, c.dtype, (64, 64))
+    a_box = Boxed(values.data_ptr(), values.dtype, (half, values.numel() // half), half, (c.bk // 2, c.tm))
+    b_lies, b_box = (b, (64, 64 // c.cluster)) if c.b_row else (b.mT, (c.bk, c.tn // c.cluster))
+    return a_box, _by_rows(b_lies, b_box), _by_rows(out.mT if c.c_col else out, (64, 64))
 
 
-def _by_rows(x: Tensor, dtype: torch.dtype, box: tuple[int, int]) -> Boxed:
+def _by_rows(x: Tensor, box: tuple[int, int]) -> Boxed:
     """A row-major matrix. Only one row may have any stride, and gets one that TMA takes."""
     rows, columns = x.shape
-    return Boxed(x.data_ptr(), dtype, (columns, rows), x.stride(0) if rows > 1 else -(-columns // 8) * 8, box)
+    return Boxed(
+        x.data_ptr(), x.dtype, (columns, rows), x.stride(0) if rows > 1 else -(-columns // 8) * 8, box
+    )
 
 
-def why_not(p: Problem24) -> list[str]:
-    """Reasons that Semi24 and BSR24 share: of the machine, then of the problem."""
+def why_not(p: Problem24, dtype: str) -> list[str]:
+    """Reasons that Semi24 and BSR24 share: of the machine, then of the problem. `dtype` is C's."""
     reasons = []
     if p.card.capability != (9, 0):
         reasons.append(f"needs a Hopper card (sm_90) for wgmma.sp and TMA, this is {p.card.name}")
     elif torch.cuda.is_available() and nvrtc.library() is None:
         reasons.append("NVRTC, which compiles it, is not here: install nvidia-cuda-nvrtc or set $NVRTC")
-    if p.dtype not in ("bf16", "fp16"):
-        reasons.append(f"multiplies bf16 and fp16, not {p.dtype}")
+    if dtype not in ("bf16", "fp16"):
+        reasons.append(f"makes C in bf16 and fp16, not {dtype}")
     if p.transposed:
         reasons.append(
             "A stands transposed, and its pairs then lie along the rows of C, where no tensor core takes them"
@@ -319,8 +363,11 @@ def why_not(p: Problem24) -> list[str]:
 
 # (wgs, ms, tn, boxes) of tiles, largest first.
 SHAPES = (
-    (2, 1, 256, 2), (2, 2, 128, 2), (2, 1, 128, 2), (1, 1, 256, 4), (2, 1, 64, 1), (1, 1, 128, 2), (1, 1, 64, 1),
+    (2, 1, 256, 2), (2, 2, 128, 2), (2, 1, 128, 2), (1, 1, 256, 2), (2, 1, 64, 1), (1, 1, 128, 2), (1, 1, 64, 1),
 )  # fmt: skip
+# In FP8 there are two sums for each element, one of them the tensor core's.
+SHAPES_FP8 = ((2, 1, 192, 3), (2, 1, 128, 2), (1, 1, 128, 2), (2, 1, 64, 1), (1, 1, 64, 1))
+PROMOTE = 4
 # H200, 2026-11-22: what L2 gives where no CTAs share, dense-equivalent FLOP of a tile of 256 x 192 at 8192^3, and the
 # port of shared memory, 128 bytes a cycle.
 L2_BYTES_PER_SECOND = 8.4e12
@@ -331,7 +378,8 @@ TILE_SECONDS = 1.1e-6  # beginning, ending and storing a tile of 128 x 256, as h
 
 def tiles_of(p: Problem24, clusters: Sequence[int], lists: bool = False) -> Iterator[Config]:
     """Every tile of SHAPES for `p`, with as many stages as fit, alone and in clusters."""
-    flags = {
+    flags: dict[str, Any] = {
+        "lists": lists,
         "b_row": p.b_layout == "row",
         "c_col": p.out_layout == "col",
         "half": p.dtype == "fp16",
@@ -339,24 +387,44 @@ def tiles_of(p: Problem24, clusters: Sequence[int], lists: bool = False) -> Iter
         "bias": p.bias,
         "activation": p.activation,
     }
-    for (wgs, ms, tn, staged), cluster in product(SHAPES, clusters):
-        c = Config(wgs, ms, tn, 2, cluster, staged, lists=lists, **flags)
+    shapes = SHAPES
+    if isinstance(p, ScaledProblem):
+        shapes, flags["half"] = SHAPES_FP8, p.out_dtype == "fp16"
+        flags |= {"fp8": f".{p.dtype}.{p.b_dtype}", "promote": PROMOTE}
+    for (wgs, ms, tn, staged), cluster in product(shapes, clusters):
+        c = Config(wgs, ms, tn, 2, cluster, staged, **flags)
         c = c.deepened(p.card.smem_bytes)
         if c.stages >= 2:
             yield c
 
 
 def step_seconds(c: Config, p: Problem24) -> float:
-    """64 columns of K of one tile: the longest of reading from L2, multiplying, and moving through shared memory.
+    """One step of one tile: the longest of reading from L2, multiplying, and moving through shared memory.
 
     A wgmma of 64 rows reads all of B, A's values are read once, and TMA writes both and the nibbles. CTAs of a cluster
     share B.
     """
     share = p.card.sm_count / H200.sm_count
-    fetch = (c.tm * 72 + c.tn * 128 / c.cluster) * p.card.sm_count / (L2_BYTES_PER_SECOND * share)
-    products = 2 * c.tm * c.tn * 64 * p.card.sm_count / (FLOPS_PER_SECOND * share)
-    port = c.tm // 64 * c.tn + c.tm / 2 + (c.tm * 72 + c.tn * 128) / 128
+    fetch = (c.tm * c.a_row + c.tn * 128 / c.cluster) * p.card.sm_count / (L2_BYTES_PER_SECOND * share)
+    products = (
+        2 * c.tm * c.tn * 64 * p.card.sm_count / (FLOPS_PER_SECOND * share)
+    )  # FP8: twice, twice as fast
+    port = c.tm // 64 * c.tn + c.tm / 2 + (c.tm * c.a_row + c.tn * 128) / 128
     return max(fetch, products, port / CYCLES_PER_SECOND)
+
+
+def whole_seconds(p: Problem24, c: Config) -> float:
+    """A product of all of A: rounds of tiles, or the compulsory bytes at 85 % of copy bandwidth.
+
+    Each item of a batch is a launch.
+    """
+    if not (p.m and p.n and p.k):
+        return p.card.launch_seconds
+    tiles = -(-p.m // (c.tm * c.cluster)) * -(-p.n // c.tn)
+    rounds = -(-tiles // max(1, p.card.sm_count // c.cluster))
+    busy = rounds * (-(-p.k // c.bk) * step_seconds(c, p) + tile_seconds(c))
+    item = p.compulsory_bytes / max(1, p.batch) / (0.85 * p.card.bandwidth)
+    return p.batch * (max(busy, item) + p.card.launch_seconds)
 
 
 def tile_seconds(c: Config) -> float:
@@ -369,7 +437,7 @@ class HopperSemi24:
     name = "hopper.semi24"
 
     def why_not(self, p: Semi24Problem) -> list[str]:
-        reasons = why_not(p)
+        reasons = why_not(p, p.dtype)
         if p.k % 16 or not p.k:
             reasons.append(f"a row of A's values must be whole 16 bytes: K a multiple of 16, not {p.k}")
         return reasons
@@ -381,19 +449,7 @@ class HopperSemi24:
         return tiles_of(p, (2, 1))
 
     def seconds(self, p: Semi24Problem, c: Config) -> float:
-        """Rounds of tiles, or the compulsory bytes at 85 % of copy bandwidth; each item of a batch is a launch."""
-        if not (p.m and p.n and p.k):
-            return p.card.launch_seconds
-        tiles = -(-p.m // (c.tm * c.cluster)) * -(-p.n // c.tn)
-        rounds = -(-tiles // max(1, p.card.sm_count // c.cluster))
-        busy = rounds * (-(-p.k // 64) * step_seconds(c, p) + tile_seconds(c))
-        item = self._item_bytes(p) / (0.85 * p.card.bandwidth)
-        return p.batch * (max(busy, item) + p.card.launch_seconds)
-
-    def _item_bytes(self, p: Semi24Problem) -> float:
-        """Bytes that one item of the batch has to read and write."""
-        size = dtypes.itemsize(p.dtype)
-        return p.stored * size + p.index_bytes + (p.k + p.m) * p.n * size
+        return whole_seconds(p, c)
 
     def prepare(self, p: Semi24Problem, c: Config, a: Semi24) -> Work:
         return prepared(p, c, a)

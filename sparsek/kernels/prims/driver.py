@@ -13,7 +13,13 @@ from typing import Any, NamedTuple
 import torch
 
 # CUtensorMapDataType and CUtensorMapSwizzle, by dtype and by bytes of a row of the box.
-DTYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}
+DTYPES = {
+    torch.float8_e4m3fn: 0,  # bytes
+    torch.float8_e5m2: 0,
+    torch.float16: 6,
+    torch.float32: 7,
+    torch.bfloat16: 9,
+}
 SWIZZLES = {32: 1, 64: 2, 128: 3}
 MAX_DYNAMIC_SHARED, RELAXED, INVALID_CONTEXT = 8, 2, 201
 
