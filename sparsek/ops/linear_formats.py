@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -100,17 +100,26 @@ class Way:
                 why.append(f"FP8 is made of bf16, fp16 or fp32, not {w.dtype}")
         return why
 
-    def convert(self, w: Tensor) -> Weight:
-        """W [N, K] stored so, on its device."""
+    def convert(self, w: Tensor, plain: Any = None) -> Weight:
+        """W [N, K] stored so, on its device. `plain`: what `self.plain` has made of it, for a format in FP8."""
         w = w.detach()
-        if self.base == "dense":
-            return quantize(BSR.from_dense(w, DENSE_BLOCK, keep=1.0), check=False) if self.is_fp8 else w
-        if self.base == "semi24":
-            made: BSR | Semi24 | BSR24 = Semi24.from_dense(w)
-        else:
-            made = BSR.from_dense(w, self.block, keep=self.keep, scope=self.scope)
-            made = BSR24.from_bsr(made) if self.base == "bsr24" else made
-        return quantize(made, check=False) if self.is_fp8 else made
+        if self.format == "dense_fp8":
+            plain = BSR.from_dense(w, DENSE_BLOCK, keep=1.0)
+        elif self.is_fp8 and plain is None:
+            plain = self.plain.convert(w)
+        if self.is_fp8:
+            return quantize(plain, check=False)
+        if self.format == "dense":
+            return w
+        if self.format == "semi24":
+            return Semi24.from_dense(w)
+        made = BSR.from_dense(w, self.block, keep=self.keep, scope=self.scope)
+        return BSR24.from_bsr(made) if self.format == "bsr24" else made
+
+    @property
+    def plain(self) -> Way:
+        """The same not in FP8."""
+        return replace(self, format=self.base)
 
 
 def block_text(block: int | tuple[int, int]) -> str:
@@ -167,16 +176,8 @@ def stored_fraction(weight: Weight) -> float:
 
 
 def kept_norm(weight: Weight, w: Tensor) -> float:
-    """||stored values|| over ||W||, Frobenius, before they were rounded to FP8 as good as after. One sync."""
-    if isinstance(weight, Tensor):
-        return 1.0
-    plain = weight.dequantize(dtypes_of(w)) if isinstance(weight, Scaled) else weight
-    return two_four.kept_norm(plain, w)
-
-
-def dtypes_of(w: Tensor) -> torch.dtype:
-    """The dtype in which FP8 values are looked at beside w."""
-    return torch.promote_types(w.dtype, torch.float32)
+    """||stored values|| over ||W||, Frobenius, of a weight that is not in FP8. One sync."""
+    return 1.0 if isinstance(weight, Tensor) else two_four.kept_norm(weight, w)
 
 
 def another(weight: Weight) -> Weight:

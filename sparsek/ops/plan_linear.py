@@ -247,20 +247,27 @@ def consider(
     """
     tokens = tokens or x.shape[0]
     dense = W if isinstance(W, Tensor) else None
+    exact = None if dense is None else _Exact.of(dense, x)
+    made: dict[Way, tuple[Any, float]] = {}  # by format without FP8: W stored so, and what that keeps
     for way in listed:
         why = way.why_not(dense) if dense is not None else []
         if why:
             yield Option(way, why_not=tuple(why)), None
             continue
-        weight: Any = way.convert(dense) if dense is not None else W
+        weight: Any = W
+        if dense is not None:
+            if way.plain not in made:
+                plain = way.plain.convert(dense)
+                made[way.plain] = plain, kept_norm(plain, dense)
+            weight = way.convert(dense, made[way.plain][0]) if way.is_fp8 else made[way.plain][0]
         try:
             found = predict(weight, tokens, x.dtype, card, way.kernel)
-            error = None if dense is None else _error(way, weight, dense, x)
+            error = None if exact is None else exact.error(way, weight)
         except Unsupported as refused:
             why = [f"{name}: {'; '.join(reasons)}" for name, reasons in refused.reasons.items()]
             yield Option(way, why_not=tuple(why or [str(refused)])), None
             continue
-        kept = None if dense is None else kept_norm(weight, dense)
+        kept = None if dense is None else made[way.plain][1]
         option = Option(way, found.kernel, found.seconds, None, stored_fraction(weight), kept, error)
         yield option, weight if keep_weights else None
 
@@ -344,17 +351,29 @@ def _rows(w: Weight, x: Any, timed: bool) -> tuple[Tensor, int]:
     return x, tokens
 
 
-def _error(way: Way, weight: Any, dense: Tensor, x: Tensor) -> float:
-    """||linear(x, weight) - x @ W.T|| / ||x @ W.T|| of some tokens of x; W in float32, float64 for float64."""
-    limit = ERROR_TOKENS
-    if not x.is_cuda:
-        limit = min(limit, max(8, int(ERROR_FLOPS / (2.0 * dense.numel()))))
-    some = x[:: -(-x.shape[0] // limit)]
-    wide = torch.promote_types(dense.dtype, torch.float32)
-    exact = some.to(wide) @ dense.to(wide).T
-    off = linear(some, weight, kernel=way.kernel).to(wide) - exact
-    wrong, whole = (float(torch.linalg.vector_norm(each, dtype=torch.float64)) for each in (off, exact))
-    return wrong / whole if whole else (0.0 if wrong == 0 else math.inf)
+@dataclass(frozen=True)
+class _Exact:
+    """Some tokens of x, and their dense product, in float32, float64 for float64."""
+
+    some: Tensor
+    product: Tensor
+
+    @classmethod
+    def of(cls, dense: Tensor, x: Tensor) -> _Exact:
+        limit = ERROR_TOKENS
+        if not x.is_cuda:
+            limit = min(limit, max(8, int(ERROR_FLOPS / (2.0 * dense.numel()))))
+        some = x[:: -(-x.shape[0] // limit)]
+        wide = torch.promote_types(dense.dtype, torch.float32)
+        return cls(some, some.to(wide) @ dense.to(wide).T)
+
+    def error(self, way: Way, weight: Any) -> float:
+        """||linear(x, weight) - x @ W.T|| / ||x @ W.T||."""
+        off = linear(self.some, weight, kernel=way.kernel).to(self.product.dtype) - self.product
+        wrong, whole = (
+            float(torch.linalg.vector_norm(each, dtype=torch.float64)) for each in (off, self.product)
+        )
+        return wrong / whole if whole else (0.0 if wrong == 0 else math.inf)
 
 
 def _rotating(way: Way, weight: Any, x: Tensor, card: Card) -> Callable[[], object]:
