@@ -26,7 +26,7 @@ from tests.kernels.planned_24 import problem
 
 WRAPPERS = Path(__file__).with_name("semi24_emulated.h")
 FLAGS = ("-O1", "-std=c++17", "-shared", "-fPIC", "-w", "-fno-strict-aliasing")
-EARLY, MIXED, LATE = range(3)
+EARLY, MIXED, LATE = range(3)  # what is asynchronous happens at once, at random, as late as may be
 
 
 @cache

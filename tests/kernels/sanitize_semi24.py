@@ -4,12 +4,14 @@ Together they use every tile, clusters, ragged sides, empty block rows, and ring
 """
 
 import sys
+from typing import Any
 
 import torch
 
 from sparsek import kernels
 from sparsek.testing.cases24 import Case24
-from tests.kernels.planned_24 import hold, problem
+from sparsek.testing.cases_fp8 import CaseFp8
+from tests.kernels import planned_24, planned_fp8
 
 COL = ("col", "col", "col")
 WHOLE = (
@@ -22,13 +24,27 @@ BLOCKS = (
     Case24(300, 512, 264, "ragged", (64, 64), 0.4),
     Case24(504, 512, 264, "layer", (128, 128), 0.4, layouts=COL, bias=True, activation="gelu"),
 )
+MORE = {"by_columns": True, "bias": True, "activation": "gelu"}
+WHOLE_FP8 = (CaseFp8("semi24", 200, 480, 264, "ragged"), CaseFp8("semi24", 296, 1056, 77, "layer", **MORE))
+BLOCKS_FP8 = (
+    CaseFp8("bsr24", 300, 512, 264, "ragged", (64, 128), 0.4),
+    CaseFp8("bsr24", 504, 512, 77, "layer", (128, 128), 0.4, **MORE),
+)
+CASES: dict[str, Any] = {
+    "hopper.semi24": WHOLE,
+    "hopper.bsr24": BLOCKS,
+    "hopper.semi24_fp8": WHOLE_FP8,
+    "hopper.bsr24_fp8": BLOCKS_FP8,
+}
 
 
 def main(name: str) -> None:
     kernel = kernels.load(name)
-    for case in WHOLE if name == "hopper.semi24" else BLOCKS:
+    for case in CASES[name]:
         a, b, epilogue, out = case.make("cuda", torch.bfloat16)
-        p = problem(a, b, epilogue, out)
+        whole = isinstance(case, Case24)
+        p = planned_24.problem(a, b, epilogue, out) if whole else planned_fp8.problem(a, b, out, epilogue)
+        hold: Any = planned_24.hold if whole else planned_fp8.hold
         for seed, c in enumerate(dict.fromkeys([kernel.default(p), *kernel.configs(p)])):
             hold(kernel, case, torch.bfloat16, "cuda", seed, c)
             torch.cuda.synchronize()

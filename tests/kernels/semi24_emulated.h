@@ -218,7 +218,7 @@ static float described_at(Cta* c, u64 desc, bool k_major, int mn, int k) {
                          : start + mn / 64 * panel + k / 8 * group + k % 8 * 128 + mn % 64 * 2;
   const unsigned char* x = shared_at(c, swizzled(at, width), size);
 #if FP8
-  return from8(*x, std::string(FP8_TYPE).substr(width == 128 ? 5 : 0, 5) == ".e5m2");  // B is 128 bytes wide
+  return from8(*x, FP8_TYPE[width == 128 ? 7 : 2] == '5');  // ".e4m3.e5m2", and B is 128 bytes wide
 #else
   u16 y;
   memcpy(&y, x, 2);

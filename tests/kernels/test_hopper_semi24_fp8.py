@@ -1,0 +1,174 @@
+"""hopper.semi24_fp8 and hopper.bsr24_fp8: machine code and roles without a GPU, reasons; products on one."""
+
+import os
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import sparsek as sk
+from sparsek.core.device import H200
+from sparsek.plan.problem import ScaledBsr24Problem, ScaledSemi24Problem
+from sparsek.testing.budget_fp8 import check_scaled
+from sparsek.testing.cases_fp8 import E4M3, E5M2, CaseFp8, Scales
+from tests.kernels import planned_fp8
+from tests.kernels.sanitized import sanitized
+
+pytest.importorskip("triton")  # its nvdisasm reads the code
+
+from sparsek.kernels.hopper import bsr24_fp8, semi24, semi24_fp8
+from sparsek.kernels.hopper.semi24 import Config, in_wgmma_order
+from tests.kernels import hopper_semi24_emulated as emulated
+from tests.kernels.test_hopper_semi24 import check_code, needs_compiler, needs_nvrtc
+
+BIG: dict[str, Any] = {"m": 8192, "k": 8192, "n": 8192, "dtype": "e4m3", "card": H200}
+LAYER: dict[str, Any] = {"out_layout": "col", "bias": True, "activation": "gelu"}
+SEMI = ScaledSemi24Problem(**BIG)
+BSR = ScaledBsr24Problem(**BIG, block=(128, 128), nnzb=512, row_max=8)
+KERNELS = {"semi24": semi24_fp8.KERNEL, "bsr24": bsr24_fp8.KERNEL}
+COMPILED = [
+    semi24_fp8.KERNEL.default(replace(SEMI, **LAYER, out_dtype="fp16")),
+    semi24_fp8.KERNEL.default(replace(SEMI, m=512, n=512, dtype="e5m2")),
+    bsr24_fp8.KERNEL.default(replace(BSR, **LAYER, b_dtype="e5m2")),
+]
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("at", range(len(COMPILED)), ids=lambda at: str(COMPILED[at]))
+def test_configs_compile_to_sparse_wgmma_without_spills(at: int) -> None:
+    check_code(COMPILED[at])
+
+
+MORE: dict[str, Any] = {"by_columns": True, "bias": True, "activation": "gelu"}
+RUNS = {
+    "whole": (CaseFp8("semi24", 168, 672, 200, "whole", scales=Scales("tensor", "row", E5M2)), 192, 2, 2),
+    "blocks": (CaseFp8("bsr24", 248, 512, 136, "blocks", (128, 128), **MORE), 128, 1, 3),
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", RUNS)
+def test_the_roles_multiply_whatever_comes_first(name: str) -> None:
+    case, columns, cluster, ctas = RUNS[name]
+    kernel = KERNELS[case.kind]
+    for order in (emulated.MIXED, emulated.LATE):
+        a, b, epilogue, out = case.make("cpu", torch.bfloat16, order)
+        p = replace(planned_fp8.problem(a, b, out, epilogue), card=replace(H200, sm_count=ctas))
+        assert kernel.why_not(p) == []
+        c = next(c for c in kernel.configs(p) if (c.tm, c.tn, c.cluster) == (128, columns, cluster))
+        scales = semi24.Scales(a.scale if a.kind == "row" else a.scale.view(()), b.scale)
+        work, matrix = kernel.prepare(p, c, a), a.matrix
+        assert not isinstance(matrix, sk.BSR)
+        said = emulated.run(c, work, matrix, b.values.mT, out, epilogue, scales, order=order)
+        assert said == ""
+        gate = check_scaled(a, b, out, epilogue)
+        assert gate.passed, f"{c} {order}: {gate}"
+
+
+def test_nibbles_come_as_wgmma_reads_them() -> None:
+    """Word by word, as the PTX ISA tells it."""
+    meta = sk.Semi24.from_dense(torch.randn(128, 192)).meta
+    words = in_wgmma_order(meta, fp8=True).numpy().view(np.uint32)
+    assert words.shape == (2, 4, 128)
+    for slab, chunk, thread in np.ndindex(2, 3, 128):
+        warp, g, h, high = thread // 32, thread % 32 // 4, thread % 4 // 2, thread % 2
+        row, first = 64 * slab + 16 * warp + g + 8 * high, 8 * chunk + 4 * h
+        wanted = int.from_bytes(meta[row, first : first + 4].numpy().tobytes(), "little")
+        assert int(words[slab, chunk, thread]) == wanted
+    assert (words[:, 3] == 0x44444444).all()
+
+
+REASONS: dict[str, tuple[dict[str, Any], str]] = {
+    "ampere": ({"card": replace(H200, capability=(8, 9))}, "Hopper card"),
+    "fp32": ({"out_dtype": "fp32"}, "C in bf16 and fp16, not fp32"),
+    "blocks": ({"a_scale": "block"}, "belongs inside the sums"),
+    "residual": ({"combine": "mul"}, "joins no other matrix"),
+    "columns": ({"n": 12}, "a multiple of 8, not 12"),
+}
+
+
+@pytest.mark.parametrize("name", REASONS)
+def test_it_says_what_is_wrong_with_a_problem(name: str) -> None:
+    change, text = REASONS[name]
+    for kernel, p in ((semi24_fp8.KERNEL, SEMI), (bsr24_fp8.KERNEL, BSR)):
+        assert kernel.why_not(p) == []
+        (why,) = kernel.why_not(replace(p, **change))
+        assert text in why
+
+
+def test_each_kind_has_reasons_of_its_own() -> None:
+    assert "K a multiple of 32, not 8208" in semi24_fp8.KERNEL.why_not(replace(SEMI, k=8208))[0]
+    assert "not 64" in bsr24_fp8.KERNEL.why_not(replace(BSR, block=(128, 64)))[0]
+    assert "stores no block" in bsr24_fp8.KERNEL.why_not(replace(BSR, nnzb=0))[0]
+
+
+def test_predictions_grow_with_work_and_count_rounding() -> None:
+    for kernel, p in ((semi24_fp8.KERNEL, SEMI), (bsr24_fp8.KERNEL, BSR)):
+        for c in kernel.configs(p):
+            seconds = kernel.seconds(p, c)
+            assert kernel.seconds(replace(p, n=2 * p.n), c) > 1.8 * seconds
+            assert kernel.seconds(replace(p, rounds="bf16"), c) > seconds + 1e-5
+            assert isinstance(c, Config)
+            assert c.promote % 2 == 0
+
+
+def test_plans_for_an_h200_name_the_kernel() -> None:
+    w = sk.quantize(sk.Semi24.from_dense(torch.randn(1024, 512)), E4M3)
+    plan = sk.plan_spmm(w, sk.quantize(torch.randn(256, 512), E4M3).mT, device="h200")
+    assert plan.kernel == "hopper.semi24_fp8"
+    assert "FP8 .e4m3.e4m3" in plan.explain()
+
+
+def fresh() -> int:
+    """A seed that no run had before; a test names it when it fails."""
+    return int.from_bytes(os.urandom(4), "little") >> 1
+
+
+GPU_CASES = [
+    CaseFp8("semi24", 64, 32, 8, "small"),
+    CaseFp8("semi24", 200, 480, 264, "ragged"),
+    CaseFp8("semi24", 1000, 2080, 520, "tensor", scales=Scales("tensor", "tensor")),
+    CaseFp8("semi24", 296, 1056, 77, "layer", **MORE, scales=Scales("row", "row", E5M2, E4M3)),
+    CaseFp8("semi24", 136, 8192, 256, "long", scales=Scales("row", "tensor", E4M3, E5M2)),
+    CaseFp8("semi24", 136, 96, 72, "batch", batch=(2, 2), bias=True, activation="silu", alpha=0.5),
+    CaseFp8("bsr24", 128, 256, 72, "plain", (64, 128)),
+    CaseFp8("bsr24", 1000, 1024, 520, "blocks", (128, 128), 0.3, scales=Scales("tensor", "row")),
+    CaseFp8("bsr24", 504, 768, 261, "layer", (256, 128), 0.4, **MORE),
+    CaseFp8("bsr24", 384, 512, 64, "empty rows", (128, 256), 0.2, bias=True, activation="relu"),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", GPU_CASES, ids=str)
+def test_every_config_is_within_budget(case: CaseFp8, dtype: torch.dtype) -> None:
+    kernel = KERNELS[case.kind]
+    a, b, epilogue, out = case.make("cuda", dtype)
+    p = planned_fp8.problem(a, b, out, epilogue)
+    assert kernel.why_not(p) == []
+    for c in kernel.configs(p):
+        planned_fp8.hold(kernel, case, dtype, "cuda", fresh(), c)
+
+
+@pytest.mark.gpu
+def test_all_runs_give_the_same_bits() -> None:
+    case, first = CaseFp8("semi24", 2048, 4096, 2048, "large"), None
+    a, b, epilogue, out = case.make("cuda", torch.bfloat16, fresh())
+    for c in semi24_fp8.KERNEL.configs(planned_fp8.problem(a, b, out, epilogue)):
+        for _ in range(8):
+            out.fill_(torch.nan)
+            planned_fp8.multiply(semi24_fp8.KERNEL, a, b, epilogue, out, config=c)
+            first = out.clone() if first is None else first
+            assert torch.equal(out, first), c
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["hopper.semi24_fp8", "hopper.bsr24_fp8"])
+def test_memcheck_finds_nothing(name: str) -> None:
+    done = sanitized("memcheck", "semi24", "sanitize_semi24.py", name)
+    said = done.stdout[-8000:] + done.stderr[-4000:]
+    assert done.returncode == 0, said
+    assert "every product is within its budget" in done.stdout, said
+    assert "ERROR SUMMARY: 0 errors" in said, said
