@@ -1,6 +1,7 @@
 """portable.semi24 and portable.bsr24 without a GPU: in Triton's interpreter, and compiled for real cards."""
 
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -31,6 +32,8 @@ def check(p: Any, c: Config) -> None:
     assert code.copies, f"{what}: 16-byte asynchronous copies are missing"
     if p.card.capability[0] == 9 and p.dtype != "fp32" and c.tile_m >= 64:
         assert "wgmma.mma_async" in code.ptx, what
+        # Unpacked tiles stay in registers, which the next step writes: no product may still be reading them then.
+        assert set(re.findall(r"pendings = (\d+)", code.ttgir)) == {"0"}, what
     else:
         assert "mma" in code.ptx or p.dtype == "fp32", what
 

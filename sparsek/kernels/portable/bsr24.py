@@ -23,7 +23,7 @@ from sparsek.formats.bsr24 import BSR24
 from sparsek.kernels.prims import portable_24 as pieces
 from sparsek.kernels.prims import portable_tensors as tensors
 from sparsek.kernels.prims.epilogue import store_finished
-from sparsek.kernels.prims.portable_24 import Config, tile_of
+from sparsek.kernels.prims.portable_24 import Config, awaited, tile_of
 from sparsek.kernels.prims.portable_blocks import add_product, find
 from sparsek.kernels.prims.portable_tensors import SIZE_LIMIT, at, times
 from sparsek.plan.problem import BSR24Problem
@@ -102,7 +102,7 @@ def _bsr24(
         b_tile = tl.load(b + b_row.to(tl.int64) * sb_k + b_off, mask=b_live, other=0.0)
         # Read one step ahead: an index loaded in the step that uses it would halve the pipeliner's buffers.
         column, place = find(indices, None, order, None, start, length, step + 1, BK, TK, 1, TRANSPOSED)
-        z = add_product(z, a_tile, b_tile, PRECISION)
+        z = awaited(add_product(z, a_tile, b_tile, PRECISION))
     row0 = row * BM + inside
     store_finished(
         z, c, row0, i, row0 + i < m, col, col < n, batch, sc_batch, sc_m, sc_n,

@@ -26,7 +26,7 @@ from sparsek.formats.scaled_tensor import ScaledTensor
 from sparsek.kernels.prims import portable_fp8 as pieces
 from sparsek.kernels.prims import portable_tensors as tensors
 from sparsek.kernels.prims.epilogue import store_finished
-from sparsek.kernels.prims.portable_24 import column_unit, tile_of
+from sparsek.kernels.prims.portable_24 import awaited, column_unit, tile_of
 from sparsek.kernels.prims.portable_blocks import find
 from sparsek.kernels.prims.portable_fp8 import FP8, Config, Work, add_fp8, dense_tile, scaled_sums
 from sparsek.kernels.prims.portable_tensors import SIZE_LIMIT, times
@@ -86,7 +86,7 @@ def _bsr24_fp8(
             scale = tl.load(a_scale + place)
         # Read one step ahead: an index loaded in the step that uses it would halve the pipeliner's buffers.
         column, place = find(indices, None, indices, None, start, length, step + 1, BK, TK, 1, False)
-        z = add_fp8(z, packed.to(A_TYPE, bitcast=True), b_tile, scale, A_SCALE == "block")
+        z = awaited(add_fp8(z, packed.to(A_TYPE, bitcast=True), b_tile, scale, A_SCALE == "block"))
     row0 = row * BM + inside
     row_live = row0 + i < m
     z = scaled_sums(z, a_scale, row0 + i, row_live, b_scale, batch * n + col, col < n, A_SCALE, B_SCALE)

@@ -23,7 +23,7 @@ from sparsek.formats.semi24 import Semi24
 from sparsek.kernels.prims import portable_24 as pieces
 from sparsek.kernels.prims import portable_tensors as tensors
 from sparsek.kernels.prims.epilogue import store_finished
-from sparsek.kernels.prims.portable_24 import Config, tile_of
+from sparsek.kernels.prims.portable_24 import Config, awaited, tile_of
 from sparsek.kernels.prims.portable_blocks import add_product
 from sparsek.kernels.prims.portable_tensors import SIZE_LIMIT, at, times
 from sparsek.plan.problem import Semi24Problem
@@ -95,7 +95,7 @@ def _semi24(
         if RAGGED_N:
             b_live = b_live & (col < n)[None, :]
         b_tile = tl.load(b + tl.cast(k0, tl.int64) * sb_k + b_off, mask=b_live, other=0.0)
-        z = add_product(z, a_tile, b_tile, PRECISION)
+        z = awaited(add_product(z, a_tile, b_tile, PRECISION))
     store_finished(
         z, c, row0, i, row0 + i < m, col, col < n, batch, sc_batch, sc_m, sc_n,
         alpha, bias, other, so_batch, so_m, so_n, beta, WIDE, SCALED, ACTIVATION, COMBINE,

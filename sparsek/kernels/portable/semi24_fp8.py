@@ -25,7 +25,7 @@ from sparsek.formats.semi24 import Semi24
 from sparsek.kernels.prims import portable_fp8 as pieces
 from sparsek.kernels.prims import portable_tensors as tensors
 from sparsek.kernels.prims.epilogue import store_finished
-from sparsek.kernels.prims.portable_24 import column_unit, tile_of
+from sparsek.kernels.prims.portable_24 import awaited, column_unit, tile_of
 from sparsek.kernels.prims.portable_fp8 import FP8, Config, add_fp8, dense_tile, scaled_sums
 from sparsek.kernels.prims.portable_tensors import SIZE_LIMIT, times
 from sparsek.plan.problem import ScaledSemi24Problem
@@ -71,7 +71,7 @@ def _semi24_fp8(
         if RAGGED_K:
             k_live = k0 + kt < k
         b_tile = dense_tile(b, tl.cast(k0, tl.int64), kt, k_live, col, col < n, k, WIDE, RAGGED_N)
-        z = add_fp8(z, packed.to(A_TYPE, bitcast=True), b_tile, 1.0, False)
+        z = awaited(add_fp8(z, packed.to(A_TYPE, bitcast=True), b_tile, 1.0, False))
     row_live = row0 + i < m
     z = scaled_sums(z, a_scale, row0 + i, row_live, b_scale, batch * n + col, col < n, A_SCALE, B_SCALE)
     store_finished(
