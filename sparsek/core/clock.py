@@ -14,6 +14,7 @@ import torch
 # torch.cuda._sleep counts SM clock cycles; an H200 boosts to 1.98 GHz.
 CYCLES_PER_SECOND = 1.98e9
 HEAT_BATCHES = 2
+MOST_QUEUED = 400  # calls: a queue of CUDA holds about a thousand launches
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,10 @@ def time_rounds(
     call. Each round starts with another competitor, so that nobody is always first.
 
     On a GPU, rounds that count for nothing run first until `settle_ms` have passed, and two untimed batches of the
-    call named `heat` run before every sample: otherwise a competitor that draws little power cools the card for the
-    next, and cuBLAS on an H200 is timed at 780 TFLOPS where it sustains 690.
+    call named `heat` run right before every sample: otherwise a competitor that draws little power cools the card for
+    the next, and cuBLAS on an H200 is timed at 780 TFLOPS where it sustains 690. They are queued behind the pause in
+    which the host queues a batch: a competitor that is slow to queue, as cuSPARSELt, would rest the card for itself,
+    and was timed 10 % faster than in a CUDA graph (H200, 2026-11-22).
 
     CUDA events on a GPU, the performance counter on a CPU. `on_round(i)` is called after round i.
     """
@@ -75,13 +78,11 @@ def time_rounds(
             measure(batch, device)
     samples: dict[str, list[float]] = {name: [] for name in calls}
     names = list(calls)
-    heaters = [batches[heat]] * HEAT_BATCHES if heat is not None and device.type == "cuda" else []
+    heater = batches[heat] if heat is not None and device.type == "cuda" else None
     for index in range(rounds):
         first = index % max(1, len(names))
         for name in names[first:] + names[:first]:
-            for heater in heaters:
-                measure(heater, device)
-            samples[name].append(measure(batches[name], device))
+            samples[name].append(measure(batches[name], device, heater))
         if on_round is not None:
             on_round(index)
     return {name: Times.of(values) for name, values in samples.items()}
@@ -100,7 +101,7 @@ def host_seconds(call: Callable[[], object], device: torch.device, *, calls: int
     return spent
 
 
-def _batch_cuda(batch: _Batch, device: torch.device) -> float:
+def _batch_cuda(batch: _Batch, device: torch.device, heater: _Batch | None = None) -> float:
     start = torch.cuda.Event(enable_timing=True)
     stop = torch.cuda.Event(enable_timing=True)
     with torch.cuda.device(device):
@@ -108,6 +109,9 @@ def _batch_cuda(batch: _Batch, device: torch.device) -> float:
         # kernels.
         wait = 1e-4 + 1.5 * batch.host_seconds * batch.repeats
         torch.cuda._sleep(int(min(wait, 0.05) * CYCLES_PER_SECOND))
+        if heater is not None:
+            for _ in range(min(HEAT_BATCHES * heater.repeats, MOST_QUEUED)):
+                heater.call()
         # One untimed call after the sleep: the first kernel after an idle gap sees higher clocks and a cold
         # TLB.
         batch.call()
@@ -119,7 +123,7 @@ def _batch_cuda(batch: _Batch, device: torch.device) -> float:
     return start.elapsed_time(stop) / batch.repeats
 
 
-def _batch_cpu(batch: _Batch, device: torch.device) -> float:
+def _batch_cpu(batch: _Batch, device: torch.device, heater: _Batch | None = None) -> float:
     begin = time.perf_counter()
     for _ in range(batch.repeats):
         batch.call()
