@@ -24,11 +24,14 @@ from sparsek.ops.spmm import plan_spmm
 from sparsek.testing.attention_budget import check_attention, check_attention_backward
 from sparsek.testing.budget import Gate, check_spmm
 from sparsek.testing.budget24 import check_24
+from sparsek.testing.budget_fp8 import check_scaled
 from sparsek.testing.cases24 import BSR24_CASES, SEMI24_CASES, Case24
+from sparsek.testing.cases_fp8 import CaseFp8
 from sparsek.testing.product_budget import check_sddmm, check_spgemm
 
 # As many columns as every kernel takes.
 PRODUCT = SpmmCase(512, 512, 64, (64, 64), 0.5)
+IN_FP8 = tuple(CaseFp8(kind, 512, 512, 64, "doctor", (128, 128)) for kind in ("bsr", "semi24", "bsr24"))
 ATTENTION = AttentionCase(
     batch=1, heads=2, kv_heads=1, q_len=500, kv_len=500, dim=64, v_dim=64, mask="window:150"
 )
@@ -45,8 +48,8 @@ def doctor() -> None:
         out.print(f"wrong results from {', '.join(wrong)}", style="bold red")
         raise typer.Exit(1)
     out.print(
-        f"self check: A @ B, B @ B.T at the blocks of A, and A @ A.T, {PRODUCT.name}; A @ B in 2:4; attention "
-        f"and its gradients, {ATTENTION.name}. On {device.type} every kernel that runs here is within its error budget",
+        f"self check: A @ B, B @ B.T at the blocks of A, and A @ A.T, {PRODUCT.name}; A @ B in 2:4 and in FP8; "
+        f"attention and its gradients, {ATTENTION.name}. On {device.type} every kernel that runs here is within its error budget",
         soft_wrap=True,
     )
 
@@ -83,6 +86,7 @@ def _kernels(device: torch.device) -> tuple[Table, list[str]]:
         *_checks("spmm", _product(device)),
         *_checks("semi24", _two_four(device, SEMI24_CASES[0])),
         *_checks("bsr24", _two_four(device, BSR24_CASES[0])),
+        *(check for kind in IN_FP8 for check in _checks(kind.op, _in_fp8(device, kind))),
         *_checks("sddmm", _sampled(device)),
         *_checks("spgemm", _sparse(device)),
         *_checks("attention", _attention(device)),
@@ -119,6 +123,12 @@ def _product(device: torch.device) -> Check:
 def _two_four(device: torch.device, case: Case24) -> Check:
     a, b, _, _ = case.make(str(device), torch.bfloat16)
     return lambda name: check_24(a, b, plan_spmm(a, b, kernel=name)(a, b))
+
+
+def _in_fp8(device: torch.device, case: CaseFp8) -> Check:
+    a, b, _, _ = case.make(str(device))
+    out = torch.bfloat16
+    return lambda name: check_scaled(a, b, plan_spmm(a, b, kernel=name, dtype=out)(a, b))
 
 
 def _sampled(device: torch.device) -> Check:
