@@ -32,12 +32,12 @@ def test_every_case_is_within_the_budget_of_float32_sums(case: CaseFp8):
     hold(load(f"portable.{case.op}"), case, F32, seed=seed(), core=0.0)
 
 
-@pytest.mark.parametrize("case", FP8_CASES[1::5], ids=str)
+@pytest.mark.parametrize("case", FP8_CASES[1::9], ids=str)
 def test_c_in_fp16_is_within_budget(case: CaseFp8):
     hold(load(f"portable.{case.op}"), case, F16, seed=seed(), core=0.0)
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(
     m=st.integers(0, 70),
     k=st.integers(0, 90),
@@ -101,13 +101,13 @@ def test_slices_of_wider_tensors_are_written_in_place():
     assert room[:, 1::3].isnan().all()
 
 
-SHAPES = [(5, 40), (3,), (1, 8), (7, 1), (2, 3, 70), (2, 9000), (0, 16), (16, 0), (3, 130, 20)]
+SHAPES = [(5, 40), (3,), (1, 8), (7, 1), (2, 3, 70), (2, 9000), (0, 16), (16, 0), (2, 50, 20)]
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("to", [E4M3, E5M2], ids=str)
-def test_rows_are_rounded_to_the_bits_that_torch_finds(shape: tuple[int, ...], to: torch.dtype):
-    for dtype in (F16, F32):
+@pytest.mark.parametrize("at", range(len(SHAPES)), ids=lambda at: str(SHAPES[at]))
+def test_rows_are_rounded_to_the_bits_that_torch_finds(at: int):
+    shape = SHAPES[at]
+    for dtype, to in ((F16, (E4M3, E5M2)[at % 2]), (F32, (E5M2, E4M3)[at % 2])):
         x = (torch.randn(shape) * 2.0 ** torch.randint(-8, 8, (*shape[:-1], 1))).to(dtype)
         views = [x, x[..., ::2], x.expand(2, *shape)] + ([x.mT] if x.ndim > 1 and x.shape[-1] < 9000 else [])
         for each in views:
