@@ -30,6 +30,7 @@ from sparsek.reference.epilogue import PLAIN, Epilogue
 
 E4M3 = torch.float8_e4m3fn
 ALIGNMENT = 16
+MATRICES = {"spmm_fp8": "BSR", "semi24_fp8": "Semi24", "bsr24_fp8": "BSR24"}
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 NO_GRADIENT = (
     "products of FP8 matrices have no gradient; call them under torch.no_grad(), or multiply .dequantize(dtype), "
@@ -244,7 +245,8 @@ class ScaledPlan(Plan):
         ours = None if isinstance(matrix, Semi24) else matrix.pattern
         planned = None if self.pattern is None else self.pattern()
         if (
-            ours is not planned
+            type(matrix).__name__ != MATRICES[p.op]
+            or ours is not planned
             or call.a.shape != (p.m, p.k)
             or (isinstance(matrix, BSR) and p.transposed != (matrix.order is not None))
         ):
@@ -315,7 +317,7 @@ def facts(call: ScaledProduct) -> tuple[Any, ...]:
         dense = b.values.shape, b.scale.ndim, b.values.data_ptr() % ALIGNMENT
     else:
         dense = b.shape, "", 0
-    told = a.kind, a.shape, stored, b.dtype, dense, out_layout, dtype
+    told = type(matrix), a.kind, a.shape, stored, b.dtype, dense, out_layout, dtype
     if out is None and (epilogue is PLAIN or epilogue.is_plain):
         return told
     more = [None if x is None else (x.stride(), x.data_ptr() % ALIGNMENT) for x in (out, epilogue.other)]

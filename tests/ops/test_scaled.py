@@ -274,6 +274,16 @@ def test_plans_are_made_once_and_go_with_the_matrix(plans_made: list[str]):
         assert kept() is None
 
 
+def test_a_bsr_and_a_bsr24_of_one_pattern_have_plans_of_their_own():
+    bsr = sk.random_bsr(128, 192, 64, 0.6, dtype=F32, device="cpu")
+    whole, half, b = sk.quantize(bsr), sk.quantize(sk.BSR24.from_bsr(bsr)), torch.randn(192, 40)
+    plan = sk.plan_spmm(whole, b)
+    for a in (whole, half, whole):
+        assert check_scaled(a, sk.quantize(b.mT).mT, a @ b, core=0.0).passed
+    with pytest.raises(InvalidInput, match="this plan was made for another matrix"):
+        plan(half, b)
+
+
 def test_autocast_does_not_touch_the_operands():
     a, x = matrix("spmm"), torch.randn(5, 192)
     plain = sk.linear(x, a, None, "gelu")
