@@ -13,10 +13,11 @@ two consumer warpgroups multiply them with wgmma out of shared memory.
 
 Hopper's tensor cores keep about 14 bits of a sum of FP8 products (DeepSeek-V3, 2024, arXiv:2412.19437, 3.3.2). So they
 add up 128 of K at most, starting from zero, and float32 registers take each such sum over, times the scale of its block
-if there is one. Modelled in numpy that is wrong by 1e-4, by 5e-4 if all products are positive; without it, over 32768,
-by 5e-3 and a third. Two sums of 64 x 256 are more registers than a thread has: wgmma makes 64 x `chunk` at a time, and
-while a warpgroup takes a chunk over, the other one has the tensor cores. Gluon's max_num_imprecise_acc means the same,
-but adds before it waits, and ptxas then runs one wgmma after the other (C7514, Triton 3.6, 2026-11-22).
+if there is one. That is wrong by 1.3e-4 at K = 32768 (H200, 2026-11-22), as a model in numpy says, which has 5e-4 if
+all products are positive; without it 5e-3 and a third. Two sums of 64 x 256 are more registers than a thread has: wgmma
+makes 64 x `chunk` at a time, and while a warpgroup takes a chunk over, the other one has the tensor cores. Gluon's
+max_num_imprecise_acc means the same, but adds before it waits, and ptxas then runs one wgmma after the other (C7514,
+Triton 3.6, 2026-11-22).
 
 Scales per row of A and per column of B come in when a tile is done, with bias and alpha, in float32; activations and
 other matrices as in hopper.spmm, on boxes of C on their way out (prims/product.py). Rows with far more blocks than
