@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from rich.table import Table
 from rich.text import Text
 
 from sparsek.bench import break_even
@@ -11,50 +12,93 @@ from sparsek.bench.advise_formats import fastest
 from sparsek.cli.output import console, duration, middle_out, plain
 from sparsek.cli.output import table as new_table
 from sparsek.core.device import CARDS, card_of
+from sparsek.ops.linear_formats import TITLES
+from sparsek.ops.plan_linear import Option
 
 # What all columns but the matrix's and the kernel's take, and the width from which on there is room for the kernel.
 TAKEN, WIDE = 72, 118
 SHORTEST_NAME, LONGEST_NAME = 8, 28
+# More matrices than these have one row each, and show kept norms from this width on.
+IN_FULL, NORMS = 4, 118
 
 
 def print_formats(advices: Sequence[Advice], question: Question) -> None:
-    """One row per format of each group's first matrix, the fastest in green; nothing where all are look-ups."""
+    """Every format of each group's first matrix, the fastest in green; nothing where all are look-ups.
+
+    A row for each format; of more than a few matrices a row for each matrix.
+    """
     shown = [advice for advice in advices if advice.formats]
     if not shown:
         return
     star = "" if question.predicted_for is None else "*"
     out = console()
+    short = len(shown) <= IN_FULL
+    out.print((_in_full if short else _in_short)(shown, star, out.width))
+    told = (
+        "Stored: of the values. Error: of the product against the dense one, for N(0, 1) tokens; real activations may "
+        "do better or worse."
+        if short
+        else "Percent: kept norm."
+    )
+    out.print(
+        f"{told} Fastest is not best: sk.plan_linear(W, x, max_error=...) chooses within a bound.",
+        soft_wrap=True,
+    )
+
+
+def _in_full(shown: Sequence[Advice], star: str, width: int) -> Table:
     table = new_table("The same in other formats")
-    named = ("matrix", "format", "kernel") if out.width >= WIDE else ("matrix", "format")
-    longest = min(LONGEST_NAME, max(SHORTEST_NAME, out.width - TAKEN))
+    named = ("matrix", "format", "kernel") if width >= WIDE else ("matrix", "format")
+    longest = min(LONGEST_NAME, max(SHORTEST_NAME, width - TAKEN))
     for title in (*named, f"time{star}", f"over dense{star}", "stored", "kept norm", "error"):
         table.add_column(title, justify="left" if title in named else "right", no_wrap=True)
     for advice in shown:
-        best = fastest(advice.formats)
-        dense = next((each.seconds for each in advice.formats if each.way.format == "dense"), None)
-        name = middle_out(plain(advice.first.name), longest)
+        best, name = fastest(advice.formats), middle_out(plain(advice.group.label), longest)
         for option in advice.formats:
-            over = "" if dense is None else f"{dense / option.seconds:.2f}x"
             cells = (
                 name,
                 option.name,
                 *([option.kernel] if "kernel" in named else []),
                 duration(option.seconds),
-                over,
+                _over_dense(advice, option),
                 _percent(option.stored),
                 _percent(option.kept_norm),
                 "" if option.error is None else f"{option.error:.2g}",
             )
-            table.add_row(
-                *(Text(cell, "green" if option is best and at else "") for at, cell in enumerate(cells))
-            )
+            colour = "green" if option is best else ""
+            table.add_row(*(Text(cell, colour if at else "") for at, cell in enumerate(cells)))
             name = ""
-    out.print(table)
-    out.print(
-        "Stored: of the values. Error: of the product against the dense one, for N(0, 1) tokens; real activations may "
-        "do better or worse. Fastest is not best: sk.plan_linear(W, x, max_error=...) chooses within a bound.",
-        soft_wrap=True,
+    return table
+
+
+def _in_short(shown: Sequence[Advice], star: str, width: int) -> Table:
+    """A column for each format but dense; without kept norms where there is little room."""
+    ways = dict.fromkeys(
+        option.way for advice in shown for option in advice.formats if option.way.name != "dense"
     )
+    cell_width = 13 if width >= NORMS else 7
+    table = new_table(f"The same in other formats: speed over dense{star}")
+    longest = min(LONGEST_NAME, max(SHORTEST_NAME, width - cell_width * len(ways) - 1))
+    table.add_column("matrix", no_wrap=True)
+    for way in ways:
+        title = f"{TITLES[way.base]} fp8" if way.is_fp8 else TITLES[way.base]
+        table.add_column(title, justify="right", min_width=cell_width - 1)
+    for advice in shown:
+        best = fastest(advice.formats)
+        by_way = {option.way: option for option in advice.formats}
+        cells = [Text(middle_out(plain(advice.group.label), longest))]
+        for way in ways:
+            option = by_way.get(way)
+            norm = "" if option is None or width < NORMS else f" {(option.kept_norm or 0) * 100:3.0f} %"
+            said = "" if option is None else f"{_over_dense(advice, option)}{norm}"
+            cells.append(Text(said, "green" if option is best else ""))
+        table.add_row(*cells)
+    return table
+
+
+def _over_dense(advice: Advice, option: Option) -> str:
+    dense = next((each.seconds for each in advice.formats if each.way.format == "dense"), None)
+    return "" if dense is None else f"{dense / option.seconds:.2f}x"
 
 
 def print_break_even(shape: tuple[int, int], question: Question, path: Path) -> None:

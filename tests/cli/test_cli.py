@@ -70,6 +70,25 @@ def test_advise_predicts_for_a_named_card_and_says_so(run, model: Path) -> None:
     assert sum(line.startswith("BSR 32 25 % <time> <ratio> 25 % ") for line in others) == 3
 
 
+@pytest.mark.parametrize("width", [80, 120])
+def test_many_matrices_have_a_row_each_in_the_table_of_formats(
+    run, tmp_path: Path, monkeypatch, width: int
+) -> None:
+    names = [f"layers.{at}.weight" for at in range(5)]
+    save_file({name: torch.randn(64, 64) for name in names}, tmp_path / "m.safetensors")
+    monkeypatch.setenv("COLUMNS", str(width))
+    result = run("advise", tmp_path / "m.safetensors", "--block", "64", "--tokens", "8", "--device", "h200")
+    lines = masked(result.stdout)
+    rows = [
+        line
+        for line in lines[lines.index("The same in other formats: speed over dense*") :]
+        if "weight" in line
+    ]
+    assert [row.split()[0] for row in rows] == names
+    for row in rows:
+        assert re.match(r"\S+ <ratio> \d+ % " if width == 120 else r"\S+ <ratio> <ratio> <ratio> ", row)
+
+
 @pytest.mark.parametrize("width", [80, 100, 200])
 def test_a_narrow_table_keeps_speedup_and_verdict_whole(run, tmp_path: Path, monkeypatch, width: int) -> None:
     draw = torch.Generator().manual_seed(0)
