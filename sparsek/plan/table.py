@@ -255,6 +255,7 @@ def write(path: Path, entries: Iterable[Entry]) -> None:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
+        Path(name).chmod(0o644)  # of temporary files nobody else may read anything, of tables everybody
         Path(name).replace(path)
     except BaseException:
         Path(name).unlink(missing_ok=True)

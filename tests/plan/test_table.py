@@ -211,6 +211,7 @@ def test_files_come_back_as_they_were_written(tmp_path: Path) -> None:
     table.write(path, listed)
     assert table.read(path) == {each.key: each for each in listed}
     assert [each.name for each in path.parent.iterdir()] == ["b.json"]
+    assert path.stat().st_mode & 0o777 == 0o644
 
 
 def test_what_is_added_replaces_entries_of_the_same_key_and_no_others(own: Path) -> None:
