@@ -1,6 +1,7 @@
 """Up to which share of stored values does a sparse weight beat a dense one? By the kernels' predictions, for any card.
 
-For x [tokens, K] @ W.T with W [N, K] in BSR or BSR24, its blocks spread evenly. Nothing is timed, and no matrix made.
+For x [tokens, K] @ W.T with W [N, K] in BSR or BSR24, its blocks spread evenly, or in 2:4, which stores half. Nothing
+is timed, and no matrix made.
 """
 
 from collections.abc import Sequence
@@ -11,13 +12,14 @@ from typing import Any
 from sparsek.bench.charts import COLOURS, pyplot
 from sparsek.core.device import card_named
 from sparsek.core.errors import InvalidInput, Unsupported
+from sparsek.formats import two_four
 from sparsek.formats.bsr24 import BLOCK_STEP
 from sparsek.ops.planning import choose
 from sparsek.plan.dense import dense_seconds
-from sparsek.plan.problem import BSR24Problem, SpmmProblem
+from sparsek.plan.problem import BSR24Problem, Semi24Problem, SpmmProblem
 
-FORMATS = {"bsr": "BSR", "bsr24": "BSR24"}
-BLOCKS = (16, 32, 64, 128, 256)
+FORMATS = {"semi24": "2:4", "bsr": "BSR", "bsr24": "BSR24"}
+BLOCKS = (16, 32, 64, 128)
 TOKENS = (16, 64, 256, 1024, 4096, 16384)
 # Shares are found to a fraction of this many.
 FINE = 256
@@ -50,20 +52,20 @@ class Setting:
 
     def _problem(self, form: str, block: int, tokens: int, share: float) -> Any:
         n, k = self.shape
-        rows, columns = -(-n // block), -(-k // block)
-        nnzb = max(1, round(share * rows * columns))
         given: dict[str, Any] = {
             "m": n,
             "k": k,
             "n": tokens,
-            "block": (block, block),
-            "nnzb": nnzb,
-            "row_max": -(-nnzb // rows),
             "dtype": self.dtype,
             "card": card_named(self.card),
             "b_layout": "col",
             "out_layout": "col",
         }
+        if form == "semi24":
+            return Semi24Problem(**given)
+        rows, columns = -(-n // block), -(-k // block)
+        nnzb = max(1, round(share * rows * columns))
+        given |= {"block": (block, block), "nnzb": nnzb, "row_max": -(-nnzb // rows)}
         if form == "bsr24":
             return BSR24Problem(**given)
         # R rows of blocks at random places have this many distinct columns.
@@ -76,6 +78,8 @@ class Setting:
 def break_even(form: str, block: int, tokens: int, setting: Setting | None = None) -> float:
     """The largest share of W's values that a BSR ("bsr") or BSR24 ("bsr24") of such blocks may store and be as fast as
     a dense W: 1 if it is whatever it stores (half for BSR24, all its blocks), 0 if not even with a single block.
+
+    Of "semi24", which has no blocks, a half or 0.
     """
     if form not in FORMATS:
         raise InvalidInput(f"no format is called {form!r}; known: {', '.join(FORMATS)}")
@@ -85,6 +89,8 @@ def break_even(form: str, block: int, tokens: int, setting: Setting | None = Non
         raise InvalidInput(f"blocks of a BSR24 are multiples of {BLOCK_STEP}, not {block}")
     setting = setting or Setting()
     limit = setting.dense_seconds(tokens)
+    if form == "semi24":
+        return 0.5 if setting.seconds(form, 0, tokens, 0.5) <= limit else 0.0
     values = 0.5 if form == "bsr24" else 1.0
 
     def wins(step: int) -> bool:
@@ -109,22 +115,24 @@ class Curve:
 
 
 def curves(setting: Setting, blocks: Sequence[int] = BLOCKS, tokens: Sequence[int] = TOKENS) -> list[Curve]:
-    """A curve for every format and every block that it can have and that fits W."""
+    """A curve for every format and every block that it can have and that fits W; 0 stands for none."""
     fitting = [block for block in blocks if block <= min(setting.shape)]
+    pairs = [("semi24", 0)] if setting.shape[1] % two_four.STEP == 0 else []
+    pairs += [("bsr", block) for block in fitting]
+    pairs += [("bsr24", block) for block in fitting if block % BLOCK_STEP == 0]
     return [
         Curve(form, block, tuple(break_even(form, block, count, setting) for count in tokens))
-        for form in FORMATS
-        for block in fitting
-        if form == "bsr" or block % BLOCK_STEP == 0
+        for form, block in pairs
     ]
 
 
 def draw(found: Sequence[Curve], setting: Setting, path: Path, tokens: Sequence[int] = TOKENS) -> None:
-    """The curves as a picture, a panel for each format: below its line a sparse weight is faster than a dense one.
+    """The curves as a picture, a panel for each format with blocks: below its line sparse is faster than dense.
 
     Needs the plot extra.
     """
     plt = pyplot()
+    found = [curve for curve in found if curve.block]
     forms = [form for form in FORMATS if any(curve.form == form for curve in found)]
     blocks = sorted({curve.block for curve in found})
     figure, panels = plt.subplots(

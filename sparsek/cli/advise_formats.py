@@ -115,7 +115,7 @@ def print_break_even(shape: tuple[int, int], question: Question, path: Path) -> 
         table.add_column(f"{count} tokens" if count == break_even.TOKENS[0] else str(count), justify="right")
     for curve in found:
         table.add_row(
-            f"{break_even.FORMATS[curve.form]} {curve.block}",
+            f"{break_even.FORMATS[curve.form]} {curve.block or ''}".rstrip(),
             *(_percent(share) if share else "none" for share in curve.shares),
         )
     out = console()

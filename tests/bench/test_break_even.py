@@ -55,16 +55,26 @@ def test_questions_without_sense_are_refused(form: str, block: int, tokens: int,
 def test_curves_are_of_every_format_and_block_that_fits() -> None:
     found = even.curves(Setting((128, 256)), tokens=(16, 1024))
     assert [(curve.form, curve.block) for curve in found] == [
-        ("bsr", 16), ("bsr", 32), ("bsr", 64), ("bsr", 128), ("bsr24", 64), ("bsr24", 128),
+        ("semi24", 0), ("bsr", 16), ("bsr", 32), ("bsr", 64), ("bsr", 128), ("bsr24", 64), ("bsr24", 128),
     ]  # fmt: skip
     assert all(len(curve.shares) == 2 for curve in found)
+    assert all(share in (0, 0.5) for share in found[0].shares)
+    assert even.curves(Setting((128, 100)), (64,), (16,))[0].form == "bsr"
 
 
-def test_the_picture_has_a_panel_for_each_format(tmp_path: Path) -> None:
+def test_two_four_wins_or_loses_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = SETTING.seconds("semi24", 0, 4096, 0.5)
+    monkeypatch.setattr(even, "dense_seconds", lambda *sides, **more: seconds)
+    assert even.break_even("semi24", 0, 4096, SETTING) == 0.5
+    monkeypatch.setattr(even, "dense_seconds", lambda *sides, **more: seconds * 0.99)
+    assert even.break_even("semi24", 0, 4096, SETTING) == 0
+
+
+def test_the_picture_has_a_panel_for_each_format_with_blocks(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     one, two = (tmp_path / name for name in ("one.png", "two.png"))
     flat = Curve("bsr", 64, (0.5, 0.5))
-    even.draw([flat], SETTING, one, (16, 1024))
+    even.draw([Curve("semi24", 0, (0.5, 0.5)), flat], SETTING, one, (16, 1024))
     even.draw([flat, Curve("bsr24", 64, (0.25, 0.25))], SETTING, two, (16, 1024))
     widths = [int.from_bytes(path.read_bytes()[16:20], "big") for path in (one, two)]
     assert widths[1] == 2 * widths[0]
