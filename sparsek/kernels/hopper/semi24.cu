@@ -410,19 +410,19 @@ PTX float activated(float z) {
 }
 
 // What becomes of the sums of rows g and g + 8 of a warp's 16: times `scale`, plus `shift`.
-struct Rows {
-  float scale[2], shift[2];
+struct Rows { float scale[2], shift[2]; };
 
-  PTX Rows(const Params& p, int row, int lane) {
+PTX Rows rows_of(const Params& p, int first, int lane) {
+  Rows rows;
 #pragma unroll
-    for (int h = 0; h < 2; h++) {
-      const int y = row + 8 * h + lane / 4;
-      scale[h] = SCALED ? p.alpha : 1.f;
-      if (FP8) scale[h] *= p.a_scale[min(y, p.m - 1) * p.a_each];
-      shift[h] = BIAS && y < p.m ? widen(((const u16*)p.bias)[y]) : 0.f;
-    }
+  for (int h = 0; h < 2; h++) {
+    const int y = first + 8 * h + lane / 4;
+    rows.scale[h] = SCALED ? p.alpha : 1.f;
+    if (FP8) rows.scale[h] *= p.a_scale[min(y, p.m - 1) * p.a_each];
+    rows.shift[h] = BIAS && y < p.m ? widen(((const u16*)p.bias)[y]) : 0.f;
   }
-};
+  return rows;
+}
 
 // A warpgroup's box of 64 x BOX_N sums goes, finished and rounded, to shared memory as TMA wants it: rows of 128 bytes,
 // swizzled. The thread holds rows g and g + 8 of its warp's 16, and of every 8 columns 2q and 2q + 1: d[4j], d[4j+1] of
@@ -528,6 +528,9 @@ PTX void multiply(const TensorMap& c_map, const Params& p, u32 smem, int wg, int
         set_zero(d);
       }
     }
+    Rows rows[MS];  // asked for before the last products are there
+#pragma unroll
+    for (int m = 0; m < MS; m++) rows[m] = rows_of(p, row + 64 * m + 16 * warp, lane);
     finish_products(d);
     if (steps > 0 && lane < CLUSTER) barrier_arrive(before, lane);
     if (FP8) add_to(d, sums);
@@ -538,8 +541,7 @@ PTX void multiply(const TensorMap& c_map, const Params& p, u32 smem, int wg, int
       warpgroup_sync(wg);            // everyone waits for that
 #pragma unroll
       for (int i = begin; i < BOXES && i < begin + C_BOXES; i++) {
-        const Rows rows(p, row + 64 * (i / BOXES_N) + 16 * warp, lane);
-        stage_box(stage + (i - begin) * BOX_BYTES, d[i / BOXES_N] + i % BOXES_N * (BOX_N / 2), p, rows,
+        stage_box(stage + (i - begin) * BOX_BYTES, d[i / BOXES_N] + i % BOXES_N * (BOX_N / 2), p, rows[i / BOXES_N],
                   tile.col + i % BOXES_N * BOX_N, warp, lane);
       }
       fence_proxy();       // TMA is to read what was just written
