@@ -1,4 +1,4 @@
-"""Does the planner choose well? Its choice among the ways to store a weight, by prediction, against the best measured.
+"""Does the planner choose well? Its choice among the ways to store a weight, against the best measured.
 
 One case is a suite of layers, each with a share of blocks to keep. `bench/planner_run.py` measures it.
 """
@@ -93,7 +93,9 @@ class PlannerCase(Case):
 
 
 KINDS: Mapping[str, Kind] = {
-    "planner": Kind(PlannerCase, rated=False, extra=("near", "count", "worst"), sources=BESIDE),
+    "planner": Kind(
+        PlannerCase, rated=False, extra=("near", "near_measured", "count", "worst"), sources=BESIDE
+    ),
 }
 ISSUE6: tuple[Entry, ...] = (Entry(PlannerCase("issue6")),)
 SUITES: Mapping[str, tuple[Entry, ...]] = {"issue6": ISSUE6}

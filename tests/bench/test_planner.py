@@ -78,7 +78,7 @@ def test_a_choice_that_is_the_best_measured_counts(clock, chooses) -> None:
     assert records.is_fresh(record)
     assert (record["near"], record["count"], record["worst"]) == (2, 2, 1.0)
     assert record["ms"] == {"median": 1.0, "min": 0.5, "max": 2.0, "rounds": 3}
-    assert record["ratio"] == {"best": 1.0, "dense": 2.0, "2:4": 1.0}
+    assert record["ratio"] == {"best": 1.0, "measured": 1.0, "dense": 2.0, "2:4": 1.0}
     first = record["config"]["layers"][0]
     assert (first["layer"], first["choice"], first["best"]) == ("64 x 256 to 128, 50 %", "2:4", "2:4")
     assert first["us"]["2:4"] == [1.0, 500.0]
@@ -90,11 +90,12 @@ def test_a_choice_that_is_slow_is_told(clock, chooses) -> None:
     clock({"semi24": 1.3, "bsr": 1.04})
     outcome = run()
     (record,) = outcome.records
-    assert (record["near"], record["worst"]) == (0, 1.3)
+    assert (record["near"], record["near_measured"], record["worst"]) == (0, 2, 1.3)
     said = outcome.notes["planner"]
     assert said.startswith(
-        "0 of 2 choices within 5 % of the best measured; 64 x 256 to 128, 50 %: 2:4 takes 1.30x dense"
+        "0 of 2 choices within 5 % of the best by prediction, 2 by the planner's own rounds; "
     )
+    assert "; 64 x 256 to 128, 50 %: 2:4 takes 1.30x dense" in said
     assert record["ratio"]["best"] == pytest.approx(1 / 1.3, abs=1e-4)
     off = outcome.notes["measured over predicted, median and range"]
     assert "cpu.semi24 1300.00 (1300.00 to 1300.00)" in off
@@ -123,10 +124,12 @@ def test_the_table_shows_the_share_and_the_worst(clock, chooses) -> None:
     clock({"semi24": 1.3})
     lines = report.markdown(run().records, "planner").splitlines()
     assert lines[0] == (
-        "| case | ms (min to max) | within 5 % | worst choice | over the best measured | over dense | over 2:4 |"
+        "| case | ms (min to max) | within 5 %, by prediction | worst choice | by its own rounds "
+        "| over the best measured | over its own rounds' choice | over dense | over 2:4 |"
     )
     assert lines[2] == (
-        "| 2 layers × densities of few, fp32 | 2.600 (1.300 to 5.200) | 0 of 2 | 1.30x the best | 0.77 | 0.77 | 1.00 |"
+        "| 2 layers × densities of few, fp32 | 2.600 (1.300 to 5.200) | 0 of 2 | 1.30x the best | 2 of 2 | 0.77 | 0.77 "
+        "| 0.77 | 1.00 |"
     )
 
 
@@ -158,6 +161,6 @@ def test_the_command_measures_and_writes(clock, tmp_path: Path, monkeypatch: pyt
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.output
     assert "2 of 2" in done.output
-    assert "choices within 5 % of the best measured" in done.output
+    assert "choices within 5 % of the best by prediction" in done.output
     (record,) = records.read(out)
     assert record["env"]["gpu"] == CPU.name
