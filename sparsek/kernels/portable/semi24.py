@@ -7,7 +7,7 @@ One program makes one tile of C, tile_m x tile_n, and walks the inner side, tile
 
 Tiles are unpacked in registers (`prims/portable_24.py`) and multiplied dense: half the products are with zeros, so a
 NaN or Inf in a row of B reaches every row of C. Each element is one sum in fixed order; the epilogue is applied to it
-in float32. Not timed yet.
+in float32.
 """
 
 from collections.abc import Iterator
