@@ -124,8 +124,8 @@ def constants(b: Tensor, out: Tensor, tf32: bool, epilogue: Epilogue, limit: int
     }  # fmt: skip
 
 
-# By falling tile_m: tile_m, tile_n, tile_k, warps, stages. None is tuned. What is unpacked and C share registers: 128x256,
-# and 128x128 with four warps, would spill.
+# By falling tile_m: tile_m, tile_n, tile_k, warps, stages. None is tuned. What is unpacked and C share registers:
+# 128x256, and 128x128 with four warps, would spill.
 # fmt: off
 LOW = (Config(32, 128, 64, 4, 3), Config(32, 64, 64, 4, 3), Config(16, 128, 64, 4, 3), Config(16, 64, 64, 4, 3))
 HOPPER = (Config(128, 128, 64, 8, 3),
