@@ -4,8 +4,11 @@ The machine code needs NVRTC, which nvidia-cuda-nvrtc brings, and the roles g++.
 """
 
 import shutil
+import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from time import sleep
 from typing import Any
 
 import numpy as np
@@ -15,6 +18,7 @@ import torch
 import sparsek as sk
 from sparsek.core.device import CPU, H200
 from sparsek.plan.problem import BSR24Problem, Semi24Problem
+from sparsek.reference.epilogue import Epilogue
 from sparsek.testing.budget24 import check_24
 from sparsek.testing.cases24 import Case24
 
@@ -164,6 +168,54 @@ def test_nibbles_come_as_wgmma_reads_them() -> None:
             first = 16 * chunk + 4 * lane
             wanted = sum(int(nibbles[row, first + i]) << 4 * i for i in range(4))
             assert int(words[slab, chunk, thread]) >> 16 * half & 0xFFFF == wanted
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_a_matrix_without_rows_has_no_nibbles(fp8: bool) -> None:
+    meta = sk.Semi24.from_dense(torch.zeros(0, 144)).meta
+    assert in_wgmma_order(meta, fp8).shape == (0, 4, 128)
+
+
+def test_threads_share_the_nibbles_that_one_of_them_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+
+    def slowly(meta: torch.Tensor, fp8: bool = False) -> torch.Tensor:
+        sleep(0.05)
+        made.append(in_wgmma_order(meta, fp8))
+        return made[-1]
+
+    monkeypatch.setattr(semi24, "in_wgmma_order", slowly)
+    a = sk.Semi24.from_dense(torch.randn(64, 64).bfloat16())
+    work = semi24.Work(132, False, weakref.ref(a.meta), Kept())
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: work.nibbles(a), range(4)))
+    assert len(made) == 1
+    assert all(each is made[0] for each in found)
+
+
+def test_a_launch_is_made_once_for_pointers_and_strides_in_the_context_of_its_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    did: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # a CPU tensor's index
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
+    monkeypatch.setattr(semi24, "_function", lambda c, device: None)
+    monkeypatch.setattr(semi24.driver, "enter", lambda device: did.append("enter"))
+    monkeypatch.setattr(semi24.driver, "tensor_map", did.append)
+    monkeypatch.setattr(semi24, "Launch", lambda *given: lambda: did.append(given[5]))
+    a = sk.Semi24.from_dense(torch.randn(64, 64).bfloat16())
+    work = semi24.Work(132, False, weakref.ref(a.meta), Kept())
+    memory, out = torch.randn(64, 160).bfloat16(), torch.empty(64, 64, dtype=torch.bfloat16)
+
+    def boxed(b: torch.Tensor) -> list[Any]:
+        did.clear()
+        semi24.launch(Config(b_row=True), work, a, b, out, Epilogue())
+        return did
+
+    assert boxed(memory[:, :64])[0] == "enter"
+    assert (len(did), did[2].stride, did[-1]) == (5, 160, 7)
+    assert boxed(memory[:, :64]) == [7]
+    assert boxed(memory.view(-1)[: 64 * 64].view(64, 64))[2].stride == 64
 
 
 def test_what_is_kept_is_renewed_when_torch_counted_a_write() -> None:

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import product
 from pathlib import Path
+from threading import RLock
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -176,6 +177,8 @@ def in_wgmma_order(meta: Tensor, fp8: bool = False) -> Tensor:
     """
     m, bytes_ = meta.shape
     slabs, chunks = -(-m // 64), -(-bytes_ // 16) * 2
+    if not meta.numel():
+        return meta.new_empty((slabs, chunks, 128), dtype=torch.int32)
     if (m, bytes_) != (slabs * 64, chunks * 8):
         whole = meta.new_full((slabs * 64, chunks * 8), 0x44)
         whole[:m, :bytes_] = meta
@@ -190,6 +193,8 @@ _NIBBLES: tuple[WeakTensorKeyDictionary, WeakTensorKeyDictionary] = (
     WeakTensorKeyDictionary(),
     WeakTensorKeyDictionary(),
 )
+# A thread that is given nibbles is given the event of these nibbles, not that of those before.
+_one_thread = RLock()
 
 
 def _kept(meta: Tensor, fp8: bool) -> Kept:
@@ -234,8 +239,9 @@ class Work:
 
     def nibbles(self, a: Semi24 | BSR24) -> Tensor:
         """Of `a`, which may be another matrix than the one that was planned."""
-        kept = self.kept if self.meta() is a.meta else _kept(a.meta, self.fp8)
-        return kept.of(lambda: in_wgmma_order(a.meta.view(-1, a.meta.shape[-1]), self.fp8), a.meta)
+        with _one_thread:
+            kept = self.kept if self.meta() is a.meta else _kept(a.meta, self.fp8)
+            return kept.of(lambda: in_wgmma_order(a.meta.view(-1, a.meta.shape[-1]), self.fp8), a.meta)
 
 
 def prepared(p: Problem24, c: Config, a: Semi24 | BSR24, lists: Lists | None = None) -> Work:
@@ -271,12 +277,13 @@ def launch(
     given = (*(None if x is None else x.data_ptr() for x in parts), float(epilogue.alpha), stream)
     for at in np.ndindex(*b.shape[:-2]):
         b_one, c_one, one = (b[at], out[at], _item(scales, at)) if at else (b, out, scales)
-        key = *given, b_one.data_ptr(), c_one.data_ptr(), b_one.stride(), c_one.stride()
+        key = *given, index, b_one.data_ptr(), c_one.data_ptr(), b_one.stride(), c_one.stride()
         key = key if one is None else (*key, one.b.data_ptr())
         ready = work.launches.get(key)
         if ready is None:
             if len(work.launches) >= REMEMBERED:
                 work.launches.clear()
+            driver.enter(index)  # in a new thread torch may not have done so yet
             params, grid = told(c, work, nibbles, b_one, c_one, epilogue, one)
             arguments = [*map(driver.tensor_map, boxes(c, a.values, b_one, c_one)), params]
             function = _function(_compiled(c), index)
