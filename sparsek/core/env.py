@@ -20,8 +20,16 @@ def interpreting() -> bool:
 
 
 def cache_dir() -> str:
-    """SPARSEK_CACHE: folder for compiled CUDA C++ kernels; default ~/.cache/sparsek."""
-    return os.environ.get("SPARSEK_CACHE") or str(Path("~/.cache/sparsek").expanduser())
+    """SPARSEK_CACHE: folder for compiled CUDA C++ kernels; default ~/.cache/sparsek. Whoever runs this and has no home
+    gets the null device, below which nothing can be kept."""
+    return os.environ.get("SPARSEK_CACHE") or _home_cache() or os.devnull
+
+
+def _home_cache() -> str:
+    try:
+        return str(Path("~/.cache/sparsek").expanduser())
+    except RuntimeError:
+        return ""
 
 
 def nvrtc_path() -> str:
@@ -35,7 +43,5 @@ def tuning_file() -> str:
     path = os.environ.get("SPARSEK_TUNING")
     if path:
         return "" if path == "off" else path
-    try:
-        return str(Path(cache_dir()) / "tuning.json")
-    except RuntimeError:  # whoever runs this has no home
-        return ""
+    folder = os.environ.get("SPARSEK_CACHE") or _home_cache()
+    return str(Path(folder) / "tuning.json") if folder else ""

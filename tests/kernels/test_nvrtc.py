@@ -1,9 +1,11 @@
 """Compiling by NVRTC, and what is kept of it."""
 
+import pwd
 from pathlib import Path
 
 import pytest
 
+from sparsek.core import env
 from sparsek.core.errors import Unsupported
 from sparsek.kernels.prims import nvrtc
 from sparsek.kernels.prims.nvrtc import CompilerError, compile_cuda, compiled, library
@@ -40,6 +42,15 @@ def test_a_file_that_is_not_whole_is_compiled_anew(folder: Path, damage) -> None
     file.write_bytes(damage(file.read_bytes()))
     assert compiled(SOURCE, "twice.cu", OPTIONS) == code
     assert file.read_bytes().endswith(code)
+
+
+@needs_nvrtc
+def test_who_has_no_home_compiles_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HOME", "SPARSEK_CACHE", "SPARSEK_TUNING"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)  # raises KeyError, as for a user who is not listed
+    assert compiled(SOURCE, "twice.cu", OPTIONS)[:4] == b"\x7fELF"
+    assert not env.tuning_file()
 
 
 @needs_nvrtc
