@@ -2,7 +2,10 @@
 
 The kernel of hopper.semi24 with bytes where that has 16-bit numbers: a step is 128 columns instead of 64, and B lies
 along K, which is how wgmma reads FP8. Tensor cores keep some 14 bits of a running FP8 sum, so every 512 columns what
-they summed is added to float32 sums in registers; tiles are narrower for it. C is bf16 or fp16. Not timed yet.
+they summed is added to float32 sums in registers; tiles are narrower for it. C is bf16 or fp16.
+
+8192^3 on an H200 (2026-11-22): 0.78 to 0.79 ms, 1400 dense-equivalent TFLOPS, 1.1 of cuBLAS FP8 on the dense matrix and
+0.70 to 0.74 of cuSPARSELt FP8, which was timed without scales.
 """
 
 from collections.abc import Iterator

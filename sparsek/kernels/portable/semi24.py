@@ -8,6 +8,9 @@ One program makes one tile of C, tile_m x tile_n, and walks the inner side, tile
 Tiles are unpacked in registers (`prims/portable_24.py`) and multiplied dense: half the products are with zeros, so a
 NaN or Inf in a row of B reaches every row of C. Each element is one sum in fixed order; the epilogue is applied to it
 in float32.
+
+8192^3 in bf16 on an H200 (2026-11-22): 6.5 ms, 0.26 of the rate of cuBLAS on the dense matrix: there it saves memory,
+not time. On Hopper hopper.semi24 multiplies on sparse tensor cores.
 """
 
 from collections.abc import Iterator
@@ -116,7 +119,7 @@ def _constants(
 
 
 class PortableSemi24:
-    """Plain Triton, for A and its transpose. Sparse tensor cores: vendor.cusparselt."""
+    """Plain Triton, for A and its transpose, by unpacking. Sparse tensor cores: hopper.semi24."""
 
     name = "portable.semi24"
 
