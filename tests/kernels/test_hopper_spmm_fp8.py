@@ -339,3 +339,17 @@ def test_a_launch_hands_over_every_matrix_of_a_batch(
         assert found["other"].data_ptr() == other[item].data_ptr()
         assert (found["lead8"], found["rows"], found["cols8"]) == (side[1] // 8, side[0], side[1] // 8)
         assert (found["T"], found["SOURCE"]) == (c, spmm_fp8.SOURCE)
+
+
+def test_one_row_gets_a_stride_that_tma_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row that was cut out of a wider matrix is contiguous, whatever its stride says."""
+    calls: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(spmm_fp8, "launch_on", lambda *given: calls.append(given))
+    a = sk.quantize(random_bsr(64, 64, (64, 64), 1.0, dtype=torch.bfloat16, device="cpu"), scale="row")
+    wide = torch.randn(2, 100).to(torch.float8_e4m3fn)
+    x = sk.ScaledTensor(wide[:1, :64], torch.ones(1))
+    p = problem((64, 64), 1, m=64, k=64, nnzb=1, out_layout="col")
+    c = KERNEL.default(p)
+    KERNEL.launch(c, KERNEL.prepare(p, c, a), a, x.mT, torch.empty(1, 64).bfloat16().mT)
+    ((_, kernel, _, args, _),) = calls
+    assert dict(zip(kernel.arg_names, args, strict=True))["b_desc"].strides == (64, 1)

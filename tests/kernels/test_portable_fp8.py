@@ -132,6 +132,8 @@ def test_reasons_name_what_is_wrong():
         assert "capability 8.9; NVIDIA A100 has 8.0" in of(p).why_not(replace(p, card=old))[0]
         assert "TRITON_INTERPRET=1" in of(p).why_not(replace(p, card=CPU))[0]
         assert "at most" in of(p).why_not(replace(p, k=2**31 - 8))[0]
+    # Offsets inside a tile of 128 rows of 2:4 values are 32 bits.
+    assert "at most 16777216" in of(SEMI24).why_not(replace(SEMI24, k=2**26, m=256, n=256))[0]
 
 
 def test_defaults_fill_the_card_where_they_can():

@@ -554,8 +554,11 @@ class HopperSpmmFp8:
             if other is not None:
                 lies = other.mT if c.c_col else other
                 joined = (other, lies.stride(0) // 8, lies.shape[0], lies.shape[1] // 8, float(epilogue.beta))
+            # One row of a contiguous tensor may have any stride, and gets one that TMA takes.
+            one = _item(dense, at)
+            b_desc = Described(one, one.shape, (one.shape[-1], 1), b_box)
             args = (
-                a_desc, describe(_item(dense, at), b_box), describe_c(c_one, c_box), *lists,
+                a_desc, b_desc, describe_c(c_one, c_box), *lists,
                 a.scale, scale, alpha, bias, *out.shape[-2:], sums, *joined, c, SOURCE,
             )  # fmt: skip
             launch_on(out.device, spmm_fp8_kernel, work.ctas, args, options)
