@@ -346,7 +346,10 @@ def check_operands(a: Any, b: Any) -> None:
     """InvalidInput unless one operand is a Scaled and the other a dense tensor or ScaledTensor that fits it."""
     on_left = isinstance(a, Scaled)
     if not on_left and not isinstance(b, Scaled):
-        raise InvalidInput(f"A or B must be a Scaled, got {type(a).__name__} and {type(b).__name__}")
+        raise InvalidInput(
+            f"A or B must be a Scaled, got {type(a).__name__} and {type(b).__name__}; sparsek.quantize makes one of a "
+            "BSR, Semi24 or BSR24, and .dequantize() a tensor of a ScaledTensor"
+        )
     name, each, other = ("A", a, "B") if on_left else ("B", b, "A")
     dense: Any = b if on_left else a
     if not on_left and not isinstance(each.matrix, BSR):
@@ -401,12 +404,12 @@ def _check_dense(name: str, x: Any, a: Scaled, other: str) -> None:
     if isinstance(x, ScaledTensor):
         device = x.device
     else:
-        operands.check_dense(name, x)
-        if x.dtype not in OUT_DTYPES:
+        if isinstance(x, Tensor) and x.dtype not in OUT_DTYPES:
             raise InvalidInput(
                 f"{name} is {x.dtype}; FP8 products round {', '.join(map(str, OUT_DTYPES))}, or take "
-                f"sparsek.quantize({name})"
+                f"sparsek.quantize({name}), which has scales beside its FP8 values"
             )
+        operands.check_dense(name, x)
         device = x.device
     if device != a.device:
         raise InvalidInput(

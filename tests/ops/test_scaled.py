@@ -380,7 +380,7 @@ BAD: dict[str, tuple[Call, str]] = {
     "2:4 on the right": (lambda a, b: b.mT[:, :128] @ matrix("semi24"), "a Semi24 in FP8 stands on the left"),
     "no Scaled": (
         lambda a, b: sk.spmm(sk.quantize(b), b),
-        "A or B must be a Scaled, got ScaledTensor and Tensor",
+        r"got ScaledTensor and Tensor; sparsek.quantize makes one .* \.dequantize\(\) a tensor",
     ),
     "vector": (lambda a, b: a @ b[:, 0], "B must have two dims or more, got 1"),
     "rows": (lambda a, b: a @ b[:64], r"A is \[128, 192\] and B \[64, 40\]: B needs 192 rows"),
@@ -389,6 +389,11 @@ BAD: dict[str, tuple[Call, str]] = {
         r"A is \[192, 40\] and B \[128, 192\]: A needs 128 columns",
     ),
     "dtype": (lambda a, b: a @ b.double(), "B is torch.float64; FP8 products round torch.bfloat16"),
+    "integers": (lambda a, b: a @ b.int(), "B is torch.int32; FP8 products round torch.bfloat16"),
+    "FP8 without scales": (
+        lambda a, b: a @ b.to(torch.float8_e4m3fn),
+        r"B is torch.float8_e4m3fn; .* sparsek.quantize\(B\), which has scales",
+    ),
     "device": (lambda a, b: a @ b.to("meta"), "A is on cpu and B on meta; move one of them"),
     "scaled along N": (
         lambda a, b: a @ sk.quantize(b),
