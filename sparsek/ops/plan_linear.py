@@ -76,6 +76,13 @@ class Bound:
     max_error: float | None = None
     min_norm: float | None = None
 
+    def check(self) -> None:
+        """InvalidInput for bounds that are no shares: no option could hold them, or every one would."""
+        if self.max_error is not None and not self.max_error >= 0:
+            raise InvalidInput(f"max_error is {self.max_error}; it is relative, so at least 0")
+        if self.min_norm is not None and not 0 <= self.min_norm <= 1:
+            raise InvalidInput(f"min_norm is {self.min_norm}; it is a share of the norm, from 0 to 1")
+
     def faults(self, option: Option) -> list[str]:
         """Why the option is out of bounds; [] if it is not. What is not known holds no bound."""
         out = []
@@ -97,7 +104,7 @@ class Bound:
         return " and ".join(parts)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class LinearPlan:
     """A weight in the format that was chosen, ready to multiply: `plan(x, bias, activation)`.
 
@@ -123,6 +130,14 @@ class LinearPlan:
     def losers(self) -> tuple[Option, ...]:
         """Every option that was not chosen."""
         return tuple(option for option in self.options if option is not self.choice)
+
+    def __repr__(self) -> str:
+        n, k = self.shape
+        how = "measured" if self.is_measured else "predicted"
+        return (
+            f"LinearPlan(W [{n}, {k}] {self.dtype}, {self.choice.name} by {self.choice.kernel}: "
+            f"{_time(self.choice.seconds)} {how} on {self.card.name}, of {len(self.options)} options)"
+        )
 
     def __call__(
         self,
@@ -187,7 +202,7 @@ def plan_linear(
     *,
     keep: float | Sequence[float] = KEEP,
     block: int | tuple[int, int] | Sequence[int | tuple[int, int]] | None = None,
-    formats: Sequence[str] | None = None,
+    formats: str | Sequence[str] | None = None,
     max_error: float | None = None,
     min_norm: float | None = None,
     device: str | None = None,
@@ -198,9 +213,9 @@ def plan_linear(
     the only option. x: [..., K] of W's dtype on its device, the more like real activations the better; or its shape,
     and N(0, 1) values are drawn.
 
-    formats: some of "dense", "semi24", "bsr", "bsr24" and of the same with "_fp8" ("dense_fp8"); None: all that have
-    kernels. block, keep: blocks and the fractions of them that stay, every combination. A block is a side or a pair
-    (bm, bk); several are a list; None: 64 and 128. BSR24 keeps half of the values in its blocks.
+    formats: one or some of "dense", "semi24", "bsr", "bsr24" and of the same with "_fp8" ("dense_fp8"); None: all that
+    have kernels. block, keep: blocks and the fractions of them that stay, every combination. A block is a side or a
+    pair (bm, bk); several are a list; None: 64 and 128. BSR24 keeps half of the values in its blocks.
     max_error, min_norm: only options whose output errs at most so much against the dense product on x, and which keep
     at least this share of W's norm, may be chosen. Without either the fastest is, whatever it loses.
     device: as in `sparsek advise`. None: times are measured where W is on a GPU, and predicted for the H200 where it
@@ -216,10 +231,11 @@ def plan_linear(
     if dense is not None:
         blocks = BLOCK if block is None else _blocks(block)
         keeps = [float(keep)] if isinstance(keep, (int, float)) else [float(each) for each in keep]
-        listed = list(ways(formats, blocks, keeps))
+        listed = list(ways([formats] if isinstance(formats, str) else formats, blocks, keeps))
     else:
         listed = [way_of(W)]
     bound = Bound(max_error, min_norm)
+    bound.check()
     with torch.no_grad():
         found = list(consider(W, rows, listed, card, tokens, keep_weights=timed))
         options = [option for option, _ in found]
@@ -332,6 +348,10 @@ def _rows(w: Weight, x: Any, timed: bool) -> tuple[Tensor, int]:
         raise InvalidInput(f"W must be [N, K], got {list(w.shape)}")
     if isinstance(w, Tensor):
         dtypes.name(w.dtype)
+    if isinstance(x, (int, str)) or not isinstance(x, (Tensor, Sequence)):
+        raise InvalidInput(
+            f"x must be a torch.Tensor [..., {w.shape[1]}] or its shape, like (4096, {w.shape[1]}); got {x!r:.60}"
+        )
     shape = tuple(x.shape) if isinstance(x, Tensor) else tuple(int(side) for side in x)
     if not shape or shape[-1] != w.shape[1] or not math.prod(shape) or not w.shape[0]:
         raise InvalidInput(

@@ -1,5 +1,6 @@
 """Which way to store a weight the planner chooses, what it says of the others, and what it refuses."""
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -203,6 +204,10 @@ def test_an_option_without_a_fast_kernel_says_why() -> None:
         ({"x": torch.zeros(0, 512)}, "no side 0"),
         ({"x": torch.zeros(3, 512, dtype=torch.float32)}, "of one dtype on one device"),
         ({"x": ()}, "the last dim of x"),
+        ({"x": 12}, r"or its shape, like \(4096, 512\); got 12"),
+        ({"max_error": -0.1}, "max_error is -0.1; it is relative"),
+        ({"max_error": math.nan}, "max_error is nan"),
+        ({"min_norm": 93}, "min_norm is 93; it is a share"),
         ({"device": "b200"}, "'b200'; known: h200"),
         ({"W": torch.zeros(4)}, r"W must be \[N, K\]"),
         ({"W": torch.zeros(4, 512, dtype=torch.int8)}, "not supported"),
@@ -212,6 +217,15 @@ def test_operands_that_do_not_fit_are_refused(change: dict[str, Any], said: str)
     w, x = operands()
     with pytest.raises(sk.InvalidInput, match=said):
         sk.plan_linear(**{"W": w, "x": x, **change})
+
+
+def test_one_format_needs_no_list_and_a_plan_is_told_in_a_line() -> None:
+    w, x = operands()
+    plan = sk.plan_linear(w, x, formats="semi24")
+    assert [option.name for option in plan.options] == ["2:4"]
+    assert repr(plan).startswith(f"LinearPlan(W [{w.shape[0]}, {w.shape[1]}] bf16, 2:4 by ")
+    assert "predicted on NVIDIA H200, of 1 options)" in repr(plan)
+    assert len(repr(plan)) < 160
 
 
 def test_times_of_a_device_are_measured_where_w_is() -> None:
