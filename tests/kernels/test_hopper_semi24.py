@@ -186,11 +186,21 @@ def test_threads_share_the_nibbles_that_one_of_them_made(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(semi24, "in_wgmma_order", slowly)
     a = sk.Semi24.from_dense(torch.randn(64, 64).bfloat16())
-    work = semi24.Work(132, False, weakref.ref(a.meta), Kept())
+    work = semi24.Work(132, False, lambda: None, lambda: None)
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda _: work.nibbles(a), range(4)))
     assert len(made) == 1
     assert all(each is made[0] for each in found)
+
+
+def test_a_plan_keeps_no_nibbles_alive() -> None:
+    a, other = (sk.Semi24.from_dense(torch.randn(64, 64).bfloat16()) for _ in range(2))
+    work = semi24.prepared(replace(SEMI, m=64, k=64), Config(), a)
+    kept = [weakref.ref(work.nibbles(each)) for each in (a, other)]
+    assert all(ref() is work.nibbles(each) for ref, each in zip(kept, (a, other), strict=True))
+    del a
+    assert kept[0]() is None
+    assert kept[1]() is work.nibbles(other)
 
 
 def test_a_launch_is_made_once_for_pointers_and_strides_in_the_context_of_its_device(
@@ -204,7 +214,7 @@ def test_a_launch_is_made_once_for_pointers_and_strides_in_the_context_of_its_de
     monkeypatch.setattr(semi24.driver, "tensor_map", did.append)
     monkeypatch.setattr(semi24, "Launch", lambda *given: lambda: did.append(given[5]))
     a = sk.Semi24.from_dense(torch.randn(64, 64).bfloat16())
-    work = semi24.Work(132, False, weakref.ref(a.meta), Kept())
+    work = semi24.Work(132, False, lambda: None, lambda: None)
     memory, out = torch.randn(64, 160).bfloat16(), torch.empty(64, 64, dtype=torch.bfloat16)
 
     def boxed(b: torch.Tensor) -> list[Any]:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import product
@@ -227,27 +227,29 @@ class Lists:
 class Work:
     """Where the planned matrix has its nibbles, the lists of a BSR24, and launches that were made ready.
 
-    A launch may be repeated while pointers and strides are the same: it holds nothing else.
+    A launch may be repeated while pointers and strides are the same: it holds nothing else. `meta` and `kept` are weak:
+    a plan of many matrices keeps the nibbles of none alive.
     """
 
     sms: int
     fp8: bool
-    meta: Any
-    kept: Kept
+    meta: Callable[[], Tensor | None]
+    kept: Callable[[], Kept | None]
     lists: Lists | None = None
     launches: dict[tuple[Any, ...], Launch] = field(default_factory=dict)
 
     def nibbles(self, a: Semi24 | BSR24) -> Tensor:
         """Of `a`, which may be another matrix than the one that was planned."""
         with _one_thread:
-            kept = self.kept if self.meta() is a.meta else _kept(a.meta, self.fp8)
+            kept = self.kept() if self.meta() is a.meta else None
+            kept = _kept(a.meta, self.fp8) if kept is None else kept
             return kept.of(lambda: in_wgmma_order(a.meta.view(-1, a.meta.shape[-1]), self.fp8), a.meta)
 
 
 def prepared(p: Problem24, c: Config, a: Semi24 | BSR24, lists: Lists | None = None) -> Work:
     """Orders the nibbles of `a` and, on a GPU, loads the kernel, both once."""
     fp8 = bool(c.fp8)
-    work = Work(p.card.sm_count, fp8, weakref.ref(a.meta), _kept(a.meta, fp8), lists)
+    work = Work(p.card.sm_count, fp8, weakref.ref(a.meta), weakref.ref(_kept(a.meta, fp8)), lists)
     with torch.no_grad(), torch.cuda.device_of(a.values):
         work.nibbles(a)
         if a.values.is_cuda:
