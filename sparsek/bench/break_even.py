@@ -126,6 +126,13 @@ def curves(setting: Setting, blocks: Sequence[int] = BLOCKS, tokens: Sequence[in
     ]
 
 
+def check_picture(path: Path) -> None:
+    """Raises InvalidInput for a file whose ending names no kind of picture, as `draw` would after all the work."""
+    known = sorted(pyplot().matplotlib.backend_bases.FigureCanvasBase.get_supported_filetypes())
+    if path.suffix and path.suffix[1:].lower() not in known:
+        raise InvalidInput(f"{path}: no picture is written as {path.suffix}; use one of {', '.join(known)}")
+
+
 def draw(found: Sequence[Curve], setting: Setting, path: Path, tokens: Sequence[int] = TOKENS) -> None:
     """The curves as a picture, a panel for each format with blocks: below its line sparse is faster than dense.
 

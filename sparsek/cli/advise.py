@@ -12,6 +12,7 @@ from rich.text import Text
 
 from sparsek.bench import advise as advising
 from sparsek.bench.advise import Advice, Failure, NoAdvice, Question
+from sparsek.bench.break_even import check_picture
 from sparsek.bench.case import parse_block
 from sparsek.cli.advise_formats import print_break_even, print_formats
 from sparsek.cli.output import EXIT_ERROR, complain, console, duration, middle_out, plain, progress
@@ -79,6 +80,8 @@ def answer(
             raise InvalidInput(f"{option} {path}: there is no folder {path.parent}")
         if path is not None and path.is_dir():
             raise InvalidInput(f"{option} {path}: is a folder; name a file in it")
+    if break_even is not None:
+        check_picture(break_even)
     weights = open_weights(file)
     names = advising.choose(weights, wanted, question.block)
     shapes = {name: (shape[0], shape[1]) for name, shape, _ in weights.names()}

@@ -15,7 +15,7 @@ from sparsek.cli.bench_run import listed
 from sparsek.cli.output import complain, console, duration, progress
 from sparsek.cli.output import table as new_table
 from sparsek.core import env
-from sparsek.core.errors import InvalidInput, Unsupported
+from sparsek.core.errors import InvalidFile, InvalidInput, Unsupported
 from sparsek.formats.pattern import as_device
 from sparsek.kernels import KERNELS
 from sparsek.ops.linear_formats import FORMATS, ways
@@ -58,6 +58,8 @@ def tune(
         (_show if show else _clear)(out)
         return
     path = out or _own()
+    if path.is_dir():
+        raise InvalidInput(f"{path}: is a folder; name a file in it, by --out or SPARSEK_TUNING")
     if device is None and not torch.cuda.is_available():
         raise InvalidInput("there is no GPU to tune for; --device cpu tunes the CPU's kernels")
     where = as_device(device or "cuda")
@@ -134,7 +136,10 @@ def _show(out: Path | None) -> None:
         if not path.exists():
             screen.print(f"{path}: not there", soft_wrap=True)
             continue
-        entries = table.read(path)
+        try:
+            entries = table.read(path)
+        except InvalidFile as error:
+            raise InvalidFile(f"{error}; plans ignore it, `sparsek tune` begins it anew") from None
         screen.print(f"{path}: {len(entries)} entries", soft_wrap=True)
         if not entries:
             continue

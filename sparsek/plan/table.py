@@ -264,6 +264,10 @@ def write(path: Path, entries: Iterable[Entry]) -> None:
 
 def add(path: Path, entries: Iterable[Entry]) -> None:
     """Puts entries into a table, over older ones of their keys. A file that cannot be read is begun anew."""
-    there = _lenient(path)
+    try:
+        there = read(path) if path.exists() else {}
+    except InvalidFile as error:
+        warnings.warn(f"the table is begun anew: {error}", stacklevel=2)
+        there = {}
     write(path, {**there, **{each.key: each for each in entries}}.values())
     forget()

@@ -15,6 +15,7 @@ from sparsek import kernels
 from sparsek.cli.output import console, duration
 from sparsek.cli.output import table as new_table
 from sparsek.testing.budget import Gate
+from tests.house.tools import need
 
 
 @pytest.fixture
@@ -68,6 +69,28 @@ def test_advise_predicts_for_a_named_card_and_says_so(run, model: Path) -> None:
     assert "head.weight dense <time> <ratio> 100 % 100 % 0.0017" in others
     assert sum(line.startswith("2:4 <time> <ratio> 50 % ") for line in others) == 3
     assert sum(line.startswith("BSR 32 25 % <time> <ratio> 25 % ") for line in others) == 3
+
+
+def test_a_break_even_picture_of_no_kind_is_refused_before_any_work(run, tmp_path: Path) -> None:
+    need("matplotlib")
+    save_file({"w": torch.randn(64, 64)}, tmp_path / "m.safetensors")
+    result = run("advise", tmp_path / "m.safetensors", "--break-even", tmp_path / "even.txt")
+    assert result.exit_code == 2
+    assert "even.txt: no picture is written as .txt; use one of" in " ".join(result.stderr.split())
+    assert not result.stdout
+
+
+def test_tune_says_what_is_wrong_with_its_table(run, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("SPARSEK_TUNING", str(tmp_path))
+    assert "is a folder; name a file in it" in " ".join(
+        run("tune", "64x64", "--device", "cpu").stderr.split()
+    )
+    broken = tmp_path / "t.json"
+    broken.write_text("{")
+    result = run("tune", "--show", "--out", broken)
+    assert result.exit_code == 2
+    assert "t.json: cannot be read" in " ".join(result.stderr.split())
+    assert "plans ignore it, `sparsek tune` begins it anew" in " ".join(result.stderr.split())
 
 
 @pytest.mark.parametrize("width", [80, 120])
