@@ -5,6 +5,7 @@ A product has one form for its kernels, C = A @ B with A in BSR. B @ A is (A.T @
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -233,10 +234,12 @@ def autocasts(x: Tensor) -> bool:
     return torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu")
 
 
-def check_out(a: Any, b: Any, out: Any, epilogue: Epilogue = PLAIN) -> None:
+def check_out(
+    a: Any, b: Any, out: Any, epilogue: Epilogue = PLAIN, also: Mapping[str, Tensor] | None = None
+) -> None:
     """InvalidInput unless `out` has the shape, dtype and device of a @ b, contiguous rows, and memory of its own.
 
-    The matrix that the epilogue joins with the product may be `out` itself.
+    The matrix that the epilogue joins with the product may be `out` itself. `also` is read too.
     """
     if not isinstance(a, Tensor):
         like, shape = b, (*b.shape[:-2], a.shape[0], b.shape[-1])
@@ -264,7 +267,7 @@ def check_out(a: Any, b: Any, out: Any, epilogue: Epilogue = PLAIN) -> None:
         read["the bias"] = epilogue.bias
     if epilogue.other is not None and not same_memory(out, epilogue.other):
         read["the matrix that is joined with the product"] = epilogue.other
-    for name, other in read.items():
+    for name, other in {**read, **(also or {})}.items():
         if _overlap(out, other):
             raise InvalidInput(f"out overlaps the memory of {name}; C would be written where that is read")
 

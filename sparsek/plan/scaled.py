@@ -379,7 +379,13 @@ def check_out(a: Any, b: Any, out: Any, epilogue: Epilogue) -> None:
         raise InvalidInput(f"out must be a torch.Tensor, got {type(out).__name__}")
     dtype = dtype_of(None, out.dtype)
     left, right = (a.matrix, _like(b, dtype)) if isinstance(a, Scaled) else (_like(a, dtype), b.matrix)
-    operands.check_out(left, right, out, epilogue)
+    read = {}
+    for name, each in (("A", a), ("B", b)):
+        if isinstance(each, (Scaled, ScaledTensor)):
+            read[f"{name}'s scales"] = each.scale
+        if isinstance(each, ScaledTensor):
+            read[f"{name}'s values"] = each.values
+    operands.check_out(left, right, out, epilogue, read)
 
 
 def _like(x: Tensor | ScaledTensor, dtype: torch.dtype) -> Tensor:

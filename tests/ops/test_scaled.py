@@ -172,6 +172,19 @@ def test_alpha_beta_and_out(family: str, alpha: float, beta: float):
         assert gate.passed, gate
 
 
+def test_out_may_not_lie_over_what_a_product_reads():
+    a, q = matrix("spmm"), sk.quantize(torch.randn(24, 192).to(BF16))
+    memory = torch.zeros(8192, dtype=torch.uint8)
+    values = memory[: 24 * 192].view(q.dtype).view(24, 192)
+    values.copy_(q.values)
+    out = memory[2048:].view(BF16).view(128, 24)
+    with pytest.raises(InvalidInput, match="out overlaps the memory of B's values"):
+        sk.spmm(a, sk.ScaledTensor(values, q.scale).mT, out=out)
+    scale = torch.ones(128 * 24)
+    with pytest.raises(InvalidInput, match="out overlaps the memory of B's scales"):
+        sk.spmm(a, sk.ScaledTensor(q.values, scale[:24]).mT, out=scale.view(128, 24))
+
+
 def test_out_on_the_right_may_be_part_of_a_larger_matrix(device: str):
     a, x = matrix("spmm", "tensor", device), torch.randn(2, 8, 128, device=device).to(BF16)
     room = poisoned((2, 8, 203), BF16, device)
