@@ -76,7 +76,7 @@ def matrix(
 
     Values without the order or the alignment that kernels read, as gradients may have, are copied.
     """
-    a = BSR.unchecked(pattern_of(indptr, indices, sizes), _readable(values))
+    a = BSR.unchecked(pattern_of(indptr, indices, sizes), readable(values))
     return a.T if transposed else a
 
 
@@ -93,13 +93,13 @@ def matrix24(
     sizes: Sequence[int] = (),
 ) -> Semi24 | BSR24:
     """The matrix that `flat24` took apart, with copies of parts that lie otherwise than kernels read them."""
-    values, meta = _readable(values), _readable(meta)
+    values, meta = readable(values), readable(meta)
     if indptr is None or indices is None:
         return Semi24.unchecked(values, meta)
     return BSR24.unchecked(pattern_of(indptr, indices, sizes), values, meta)
 
 
-def _readable(x: Tensor) -> Tensor:
+def readable(x: Tensor) -> Tensor:
     """`x`, copied if it is not contiguous or not aligned."""
     if not x.is_contiguous() or x.data_ptr() % ALIGNMENT:
         return x.clone(memory_format=torch.contiguous_format)

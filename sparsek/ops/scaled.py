@@ -273,9 +273,12 @@ def _scaled_op(
     `b` [..., K, N] is rounded to FP8, or without that, if there is a `b_scale`, the values [..., N, K] of a
     ScaledTensor. `by_columns`: C is written by columns, and C.mT is returned, [..., N, M], row-major.
     """
-    a = Scaled.unchecked(_matrix(values, meta, indptr, indices, sizes, transposed), scale, kind)
+    matrix = _matrix(values, meta, indptr, indices, sizes, transposed)
+    a = Scaled.unchecked(matrix, scale.contiguous(), kind)
     epilogue = Epilogue(alpha=alpha, bias=bias, activation=activation, other=other, combine=combine)
-    dense = b if b_scale is None else ScaledTensor.unchecked(b, b_scale, True)
+    dense: Any = b
+    if b_scale is not None:
+        dense = ScaledTensor.unchecked(flat.readable(b), b_scale.contiguous(), True)
     call = ScaledProduct(a, dense, None, epilogue, "col" if by_columns else "row", dtype)
     if dense.ndim < 2 or dense.shape[-2] != a.shape[1]:
         raise InvalidInput(f"A of the product is {list(a.shape)} and B {list(dense.shape)}")

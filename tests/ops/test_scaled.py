@@ -172,6 +172,22 @@ def test_alpha_beta_and_out(family: str, alpha: float, beta: float):
         assert gate.passed, gate
 
 
+def test_the_op_hands_kernels_values_and_scales_that_lie_as_they_read_them(monkeypatch: pytest.MonkeyPatch):
+    """Whoever compiles a model may put gaps between the rows of what goes from one op to the next."""
+    a, q = matrix("spmm"), sk.quantize(torch.randn(24, 192).to(BF16))
+    values = torch.zeros(24, 256, dtype=q.dtype)[:, :192].copy_(q.values)
+    scale = torch.zeros(24, 2)[:, 0].copy_(q.scale)
+    seen, run = [], ops._run
+    monkeypatch.setattr(ops, "_run", lambda call, kernel: [seen.append(call), run(call, kernel)][1])
+    made = torch.ops.sparsek.scaled(
+        *ops._flat(a), values, scale, False, 1.0, None, "", None, "add", F32, None
+    )
+    (b,) = (call.b for call in seen)
+    assert b.values.is_contiguous()
+    assert b.scale.is_contiguous()
+    torch.testing.assert_close(made, sk.spmm(a, q.mT, dtype=F32), rtol=0, atol=0)
+
+
 def test_out_may_not_lie_over_what_a_product_reads():
     a, q = matrix("spmm"), sk.quantize(torch.randn(24, 192).to(BF16))
     memory = torch.zeros(8192, dtype=torch.uint8)
