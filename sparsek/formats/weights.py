@@ -143,11 +143,13 @@ class WeightFile(ABC):
 
 
 class Safetensors(WeightFile):
-    """A .safetensors file of any program."""
+    """A .safetensors file of any program but this one, whose arrays are parts of sparse matrices and no weights."""
 
     def _entries(self) -> Iterator[Entry]:
         words: dict[str, str] = {tag: name for name, tag in TAGS.items()}
         with opened(self.path) as file:
+            if "sparsek.crc32" in (file.metadata() or {}):
+                raise self._fault("saved by SparseK, so it holds no dense weights; sparsek.load reads it")
             for name in file.keys():  # noqa: SIM118 (a safe_open cannot be iterated)
                 view = file.get_slice(name)
                 tag = str(view.get_dtype())

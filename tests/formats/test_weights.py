@@ -22,6 +22,7 @@ from sparsek.core.errors import InvalidFile, InvalidInput
 from sparsek.formats import weights
 from sparsek.formats.bsr import BSR
 from sparsek.formats.io import load, save
+from sparsek.formats.semi24 import Semi24
 from sparsek.formats.weights import open_weights
 
 scipy_sparse = pytest.importorskip("scipy.sparse", reason="SciPy is not installed")
@@ -96,6 +97,13 @@ def test_a_missing_real_name_lists_near_ones(minilm):
 def test_an_array_that_is_no_float_matrix_says_what_it_is(minilm):
     with pytest.raises(InvalidInput, match=r"bias' is fp32 of shape \[1536\]; choose a 2-D float matrix"):
         open_weights(minilm).read("encoder.layer.0.intermediate.dense.bias")
+
+
+def test_a_file_of_sparse_matrices_is_not_taken_for_weights(tmp_path):
+    """Values of a 2:4 matrix are 2-D and float, and would pass."""
+    save(Semi24.from_dense(torch.randn(8, 16)), tmp_path / "w.safetensors")
+    with pytest.raises(InvalidFile, match=r"w\.safetensors: saved by SparseK, .*; sparsek\.load reads it"):
+        open_weights(tmp_path / "w.safetensors")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
