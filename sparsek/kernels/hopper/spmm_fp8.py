@@ -549,16 +549,13 @@ class HopperSpmmFp8:
         bias, alpha = none if epilogue.bias is None else epilogue.bias, float(epilogue.alpha)
         for at in product(*(range(size) for size in out.shape[:-2])):
             c_one, other = _item(out, at), None if epilogue.other is None else _item(epilogue.other, at)
-            scale = _item(b.scale, at) if c.b_scale == "column" else b.scale
+            one, scale = _item(dense, at), _item(b.scale, at) if c.b_scale == "column" else b.scale
             joined: tuple[Any, ...] = (none, 0, 0, 0, 0.0)
             if other is not None:
                 lies = other.mT if c.c_col else other
                 joined = (other, lies.stride(0) // 8, lies.shape[0], lies.shape[1] // 8, float(epilogue.beta))
-            # One row of a contiguous tensor may have any stride, and gets one that TMA takes.
-            one = _item(dense, at)
-            b_desc = Described(one, one.shape, (one.shape[-1], 1), b_box)
-            args = (
-                a_desc, b_desc, describe_c(c_one, c_box), *lists,
+            args = (  # one row of a contiguous B may have any stride, and gets one that TMA takes
+                a_desc, Described(one, one.shape, (one.shape[1], 1), b_box), describe_c(c_one, c_box), *lists,
                 a.scale, scale, alpha, bias, *out.shape[-2:], sums, *joined, c, SOURCE,
             )  # fmt: skip
             launch_on(out.device, spmm_fp8_kernel, work.ctas, args, options)
