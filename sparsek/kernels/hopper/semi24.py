@@ -357,7 +357,9 @@ def why_not(p: Problem24, dtype: str) -> list[str]:
             "A stands transposed, and its pairs then lie along the rows of C, where no tensor core takes them"
         )
     if p.combine:
-        reasons.append("its epilogue joins no other matrix; leave residual, gate or beta away and join it by torch")
+        reasons.append(
+            "its epilogue joins no other matrix; leave residual, gate or beta away and join it by torch"
+        )
     if not p.aligned:
         reasons.append("TMA needs pointers and leading strides that are multiples of 16 bytes")
     row = p.m if p.out_layout == "col" else p.n
