@@ -180,7 +180,7 @@ def put(part: Tensor, value: float) -> Tensor:
             torch.zeros_like, lambda m: m | 0x0F, lambda m: m[:1], lambda m: m.int(), lambda m: m[..., :1],
         )),
         (bsr, "values", lambda v: v.view(torch.uint8).fill_(1).view(v.dtype)),
-        (bsr, "indices", lambda i: i - 1),
+        (bsr, "indices", lambda i: i - i.min() - 1),
         (bsr24, "indptr", lambda i: i + 1),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
