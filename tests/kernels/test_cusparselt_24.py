@@ -14,6 +14,7 @@ from sparsek.core.clock import Times
 from sparsek.core.device import CPU, H200
 from sparsek.core.errors import Unsupported
 from sparsek.formats.semi24 import Semi24
+from sparsek.kernels.prims import kept
 from sparsek.kernels.vendor import cusparselt
 from sparsek.kernels.vendor.cusparselt import KERNEL, CusparseltConfig
 from sparsek.ops import planning
@@ -234,8 +235,9 @@ def test_a_graph_keeps_what_it_saw_and_times_nothing(library: Library, monkeypat
     a, b = operands()
     p = problem(a, b)
     work = KERNEL.prepare(p, KERNEL.default(p), a)
-    packed = work.compressed.packed
-    monkeypatch.setattr(cusparselt, "captured", lambda x: True)
+    packed = work.compressed.held
+    for module in (cusparselt, kept):
+        monkeypatch.setattr(module, "captured", lambda x: True)
     KERNEL.launch(KERNEL.default(p), work, a, b, poisoned((64, 32), BF16))
     KERNEL.launch(KERNEL.default(p), work, a, b, poisoned((64, 32), BF16))
     assert [each is packed for each in work.compressed.in_graphs] == [True]
@@ -247,7 +249,7 @@ def test_a_graph_keeps_what_it_saw_and_times_nothing(library: Library, monkeypat
     out = poisoned((64, 32), BF16)
     KERNEL.launch(KERNEL.default(p), work, a, b, out)
     assert check_24(a, b, out).passed
-    assert work.compressed.packed is packed  # what the graph made is its own
+    assert work.compressed.held is packed  # what the graph made is its own
 
 
 def test_the_algorithms_that_are_remembered_are_bounded(library: Library, monkeypatch: pytest.MonkeyPatch):

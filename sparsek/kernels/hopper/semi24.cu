@@ -16,8 +16,8 @@
    With LISTS, A is a stack of stored blocks: tiles come from a list of records and every tile has a list of blocks
    (BSR24). Without it A is one block as large as the matrix.
 
-   What bounds it (H200, 8192^3 bf16, 2026-11-22): reads from L2, 7.2 TB/s without any wgmma, 0.94 of 0.965 ms. So a
-   cluster shares B: 1024 dense-equivalent TFLOPS with CLUSTER 2, three quarters of that with 1.
+   What bounds it (H200, 8192^3 bf16, 2026-11-22, docs/lab-notes.md): power, and reads from L2, 7.2 TB/s without any
+   wgmma. So a cluster shares B: CLUSTER 1 has three quarters of the rate of 2.
 
    With FP8, A and B are e4m3 or e5m2, and a step has 128 columns instead of 64: the same bytes. Tensor cores keep some
    14 bits of a running FP8 sum, so every PROMOTE steps what they summed is added to float32 sums. A @ B is then times

@@ -492,7 +492,7 @@ class HopperSpmmFp8:
         """Tiles of the fullest SM, each the larger of multiplying and loading (a smooth maximum), plus its fixed part.
 
         As hopper.spmm's model, at twice its multiply-adds per cycle, half its bytes, and the clock that FP8 leaves an
-        H200: 133 us at 8192^3 with 12.5 % stored in blocks of 128, 473 us with 50 % (2026-11-22).
+        H200: 133 us at 8192^3 with 12.5 % stored in blocks of 128, 473 us with 50 % (2026-11-22, by script).
         """
         rounding = rounding_seconds(p)
         if p.nnzb == 0 or p.n == 0:
@@ -575,8 +575,8 @@ def _pieces(p: ScaledSpmmProblem, depth: int) -> tuple[int, int, int]:
 
 def _paced(p: ScaledSpmmProblem, c: Config) -> Config:
     """With boxes of C that leave during the next tile: one of 64 rows at every stage, which is faster than at every
-    second or fourth (133, 138, 145 us at 8192^3, 12.5 % stored in blocks of 128: H200, 2026-11-22). Those that change
-    on their way have 32 rows, and as many stages between them as a tile of mean length allows.
+    second or fourth (133, 138, 145 us at 8192^3, 12.5 % stored in blocks of 128: H200, 2026-11-22, lab-notes). Those
+    that change on their way have 32 rows, and as many stages between them as a tile of mean length allows.
     """
     if not c.finishes:
         return replace(c, every=1)

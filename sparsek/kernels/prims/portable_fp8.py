@@ -129,8 +129,8 @@ def rows_of(pattern: BlockPattern, order: Tensor | None) -> Work:
     return Work(rows, pattern.indices, pattern.indices if order is None else order)
 
 
-# By falling tile_m: tile_m, tile_n, tile_k, warps, stages. None is timed yet. A step of 128 is 128 bytes of a row, the
-# widest swizzle of shared memory. A thread holds the sums twice: those of the tensor core, and those of float32.
+# By falling tile_m: tile_m, tile_n, tile_k, warps, stages; the order is a guess. A step of 128 is 128 bytes of a row,
+# the widest swizzle of shared memory. A thread holds the sums twice: those of the tensor core, and those of float32.
 # fmt: off
 TABLE = (Config(128, 128, 128, 8, 4), Config(128, 128, 128, 8, 3), Config(128, 128, 64, 8, 4),
          Config(64, 128, 128, 4, 3), Config(64, 128, 128, 4, 4), Config(64, 256, 128, 8, 3), Config(64, 64, 128, 4, 4),

@@ -17,7 +17,6 @@ A bias goes along with the product; any other epilogue is applied by torch to th
 rounded again. Sparse tensor cores read the rows of B that a row of A names and no others, so a NaN stays with them.
 """
 
-import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,7 +30,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from sparsek.core import dtypes
 from sparsek.core.clock import time_rounds
 from sparsek.formats.semi24 import Semi24
-from sparsek.plan.made import Made, captured, follow
+from sparsek.kernels.prims.kept import Kept
+from sparsek.plan.made import captured
 from sparsek.plan.problem import Semi24Problem
 from sparsek.plan.semi24 import Kernel24
 from sparsek.reference.epilogue import PLAIN, Epilogue
@@ -59,46 +59,21 @@ class CusparseltConfig:
         return f"cuSPARSELt, the fastest of algorithms {', '.join(map(str, TRIED))}, a compressed copy of A"
 
 
-class Compressed:
-    """One A in the library's layout, and which state of which values it shows."""
-
-    def __init__(self) -> None:
-        self.packed: Tensor | None = None
-        self.meta: Any = lambda: None
-        self.version = -1
-        self.made: Made | None = None
-        self.in_graphs: list[Tensor] = []
-
-    def of(self, a: Semi24) -> Tensor:
-        """The copy of `a`, made anew unless its values are known to be as they were. One that a graph would have to
-        make belongs to the graph and is not kept."""
-        capturing = captured(a.values)
-        counted = not a.values.is_inference()
-        fresh = counted and self.version == a.values._version and self.meta() is a.meta
-        if self.packed is None or not fresh:
-            packed = torch._cslt_compress(a.to_dense().detach())
-            if capturing:
-                return packed
-            self.packed, self.meta = packed, weakref.ref(a.meta)
-            self.version = a.values._version if counted else -1
-            self.made = Made.here(packed.device)
-        elif capturing and not any(each is self.packed for each in self.in_graphs):
-            self.in_graphs.append(self.packed)
-        elif self.made is not None and not capturing:
-            follow(self.made, (self.packed,))
-        return self.packed
-
-
 @dataclass(frozen=True, eq=False)
 class Work:
     """Which algorithm it is, and the copy of the matrix that was planned."""
 
     alg_id: int
-    compressed: Compressed
+    compressed: Kept
 
 
-_COPIES: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # values -> Compressed
+_COPIES: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # values -> Kept, their copy
 _ALGORITHMS: dict[tuple[Semi24Problem, int], int] = {}
+
+
+def _compressed(kept: Kept, a: Semi24) -> Tensor:
+    """`a` in the library's layout."""
+    return kept.of(lambda: torch._cslt_compress(a.to_dense().detach()), a.values, a.meta)
 
 
 def missing() -> list[str]:
@@ -159,8 +134,8 @@ class VendorCusparselt:
     def prepare(self, p: Semi24Problem, c: CusparseltConfig, a: Semi24) -> Work:
         """Compresses A and times algorithms; both at the first plan of this matrix and of this problem."""
         with torch.no_grad(), torch.cuda.device_of(a.values):
-            compressed: Any = _COPIES.setdefault(a.values, Compressed())
-            packed = compressed.of(a)
+            compressed: Any = _COPIES.setdefault(a.values, Kept())
+            packed = _compressed(compressed, a)
             return Work(_algorithm(p, packed) if c.alg_id is None else c.alg_id, compressed)
 
     def launch(
@@ -210,7 +185,7 @@ def _split(epilogue: Epilogue) -> tuple[Tensor | None, Epilogue]:
 def _products(work: Work, a: Semi24, b: Tensor, bias: Tensor | None, by_columns: bool) -> list[Tensor]:
     """A @ b [..., K, N] + bias for each item of the batch: [M, N], or [N, M] if `by_columns`, row-major."""
     with torch.cuda.device_of(b):
-        packed = work.compressed.of(a)
+        packed = _compressed(work.compressed, a)
         how = {"bias": bias, "transpose_result": by_columns, "alg_id": work.alg_id}
         return [torch._cslt_sparse_mm(packed, b[at], **how) for at in np.ndindex(*b.shape[:-2])]
 
