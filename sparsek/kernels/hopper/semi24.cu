@@ -20,8 +20,8 @@
    wgmma. So a cluster shares B: CLUSTER 1 has three quarters of the rate of 2.
 
    With FP8, A and B are e4m3 or e5m2, and a step has 128 columns instead of 64: the same bytes. Tensor cores keep some
-   14 bits of a running FP8 sum, so every PROMOTE steps what they summed is added to float32 sums. A @ B is then times
-   a_scale[row] and b_scale[column].
+   14 bits of a running FP8 sum, so every PROMOTE steps what they summed is added to float32 sums; with PROMOTE 0 it
+   stays there. A @ B is then times a_scale[row] and b_scale[column].
 
    Capital names that are not defined here are constants of the compilation: Config.defines in semi24.py, where it also
    says what a call must be. Sums are float32, in the order of k: the same bits whatever the tile. No include: NVRTC
@@ -75,6 +75,7 @@ constexpr int EMPTY_AT = FULL_AT + STAGES * 8;
 static_assert(EMPTY_AT + STAGES * 8 <= SMEM_BYTES, "semi24.py counts shared memory differently");
 static_assert(A_BYTES % 1024 == 0 && B_BYTES % 1024 == 0, "swizzled tiles begin at multiples of 1024");
 static_assert(PROMOTE % 2 == 0, "steps go in pairs");
+static_assert(FP8 || !PROMOTE, "16-bit products are summed in float32 as it is");
 static_assert(!FP8 || !B_ROW, "wgmma reads FP8 along K only");
 static_assert(!LISTS || CLUSTER == 1, "tiles below each other have lists of their own");
 
@@ -515,25 +516,26 @@ PTX void multiply(const TensorMap& c_map, const Params& p, u32 smem, int wg, int
     const int row = tile.row + wg * (64 * MS);
     float d[MS][TN / 2], sums[MS][TN / 2];  // of this tile alone: nothing is kept for the next
     set_zero(d);
-    if (FP8) set_zero(sums);
+    if (PROMOTE) set_zero(sums);
 #pragma unroll 1
     for (int step = 0; step < steps;) {
       multiply_step(d, nibbles[0], step);
       if (++step == steps) break;
       multiply_step(d, nibbles[1], step);
       ++step;
-      if (FP8 && step % PROMOTE == 0) {
-        finish_products(d);  // also those of this step: the other warpgroup multiplies meanwhile
-        add_to(sums, d);
-        set_zero(d);
-      }
+      if constexpr (PROMOTE > 0)
+        if (step % PROMOTE == 0) {
+          finish_products(d);  // also those of this step: the other warpgroup multiplies meanwhile
+          add_to(sums, d);
+          set_zero(d);
+        }
     }
     Rows rows[MS];  // asked for before the last products are there
 #pragma unroll
     for (int m = 0; m < MS; m++) rows[m] = rows_of(p, row + 64 * m + 16 * warp, lane);
     finish_products(d);
     if (steps > 0 && lane < CLUSTER) barrier_arrive(before, lane);
-    if (FP8) add_to(d, sums);
+    if (PROMOTE) add_to(d, sums);
 
 #pragma unroll
     for (int begin = 0; begin < BOXES; begin += C_BOXES) {

@@ -55,7 +55,8 @@ class Config:
 
     `cluster` CTAs share what they load of B. `boxes` of a warpgroup's part of C are staged at once. `group` rows of
     tiles, each of a cluster, are walked together. `half`: C is fp16, and so is what is not in FP8. `fp8` names the
-    types of A and B, ".e4m3.e5m2"; sums leave the tensor core every `promote` steps, an even number.
+    types of A and B, ".e4m3.e5m2"; sums leave the tensor core every `promote` steps, an even number, or not before the
+    end (0).
     """
 
     wgs: int = 2
@@ -73,7 +74,7 @@ class Config:
     bias: bool = False
     activation: str = ""
     fp8: str = ""
-    promote: int = 2
+    promote: int = 0
 
     @property
     def tm(self) -> int:
@@ -130,7 +131,8 @@ class Config:
         shape = f"tile {self.tm}x{self.tn} for {self.wgs} warpgroups, {self.stages} stages"
         more = ("cluster", "boxes", "group", "b_row", "c_col", "half", "lists", "scaled", "bias")
         flags = [f"{name} {getattr(self, name)}" for name in more if getattr(self, name)]
-        eight = [f"FP8 {self.fp8}, sums leave after {self.promote}"] if self.fp8 else []
+        sums = f"float32 sums every {self.promote} steps" if self.promote else "the tensor core's own sums"
+        eight = [f"FP8 {self.fp8}, {sums}"] if self.fp8 else []
         return ", ".join([shape, *flags, *([self.activation] if self.activation else []), *eight])
 
     __repr__ = __str__
