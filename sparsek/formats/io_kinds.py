@@ -29,6 +29,7 @@ TAGS = {"fp64": "F64", "fp32": "F32", "fp16": "F16", "bf16": "BF16"}
 FLOAT8_TAGS = {torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"}
 OTHER_TAGS = FLOAT8_TAGS | {torch.int32: "I32", torch.uint8: "U8"}
 SCALED_OF: dict[str, type] = {"bsr": BSR, "semi24": Semi24, "bsr24": BSR24}
+LATER = frozenset({"fast_accum"})  # fields that files of earlier versions lack
 RULE_RANKS = {"lo": 2, "hi": 2, "rules": 1, "bits": 3}  # of the tensors that a block mask may have or not
 
 
@@ -166,12 +167,12 @@ class Bsr24Kind:
 class ScaledKind:
     name = "scaled"
     of = Scaled
-    fields = frozenset({"of", "shape", "block", "dtype", "transposed", "scale"})
+    fields = frozenset({"of", "shape", "block", "dtype", "transposed", "scale", "fast_accum"})
 
     def taken_apart(self, obj: Scaled) -> tuple[Record, Tensors]:
         base = obj.T if isinstance(obj.matrix, BSR) and obj.matrix.order is not None else obj
         # Checks what was written in place, or never checked.
-        base = Scaled(base.matrix, base.scale, base.kind)
+        base = Scaled(base.matrix, base.scale, base.kind, base.fast_accum)
         matrix = base.matrix
         record: Record = {
             "of": next(name for name, of in SCALED_OF.items() if isinstance(matrix, of)),
@@ -180,6 +181,7 @@ class ScaledKind:
             "dtype": NAMES[base.dtype],
             "transposed": matrix is not obj.matrix,
             "scale": base.kind,
+            "fast_accum": base.fast_accum,
         }
         parts: Tensors = {}
         if not isinstance(matrix, Semi24):
@@ -195,7 +197,7 @@ class ScaledKind:
         _check_one_of(where, record, "dtype", NAMES.values())
         _check_one_of(where, record, "scale", SCALES)
         _check_pairs(where, record, "shape")
-        _check_types(where, record, bool, "transposed")
+        _check_types(where, record, bool, "transposed", *LATER & record.keys())
         if record["of"] != "semi24":
             _check_pairs(where, record, "block")
         elif record["block"] is not None:
@@ -213,7 +215,8 @@ class ScaledKind:
         return parts | {"scale": Part("F32", 0 if record["scale"] == "tensor" else 1)}
 
     def made(self, record: Record, tensors: Tensors) -> Scaled:
-        made = Scaled(_scaled_matrix(record, tensors), tensors["scale"], record["scale"])
+        fast_accum = record.get("fast_accum", False)
+        made = Scaled(_scaled_matrix(record, tensors), tensors["scale"], record["scale"], fast_accum)
         if list(made.shape) != record["shape"]:
             raise InvalidInput(
                 f"its record says shape {record['shape']}; its values are of shape {made.shape}"
@@ -303,7 +306,7 @@ def kind_of_record(where: str, record: Any) -> Kind:
         known = ", ".join(repr(kind.name) for kind in KINDS)
         raise InvalidFile(f"{where}: of unknown kind {reprlib.repr(record['kind'])}; known: {known}")
     wanted = kind.fields | {"kind", "crc32"}
-    if set(record) != wanted:
+    if not wanted - LATER <= set(record) <= wanted:
         raise InvalidFile(f"{where}: its record must be an object of {', '.join(sorted(wanted))}")
     _check_types(where, record, int, "crc32")
     kind.check(where, record)

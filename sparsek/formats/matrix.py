@@ -24,6 +24,11 @@ class Multiplied:
         """Makes `A @ B` and `B @ A` call `multiply` with both in that order. The operations, above formats, do this."""
         cls._matmul = staticmethod(multiply)
 
+    def requires_grad_(self, requires_grad: bool = True) -> Any:
+        """Refuses: no product has a gradient for the values. A BSR has a `requires_grad_` of its own."""
+        name = type(self).__name__
+        raise InvalidInput(f"products have no gradient for the values of a {name}, as they have for a BSR's")
+
     def __matmul__(self, other: Any) -> Any:
         return self._multiply()(self, other)
 

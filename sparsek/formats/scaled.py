@@ -34,7 +34,12 @@ SCALES = ("tensor", "row", "block")
 
 @overload
 def quantize(
-    a: Matrix, dtype: torch.dtype = torch.float8_e4m3fn, scale: str = "row", *, check: bool = True
+    a: Matrix,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    scale: str = "row",
+    *,
+    fast_accum: bool = False,
+    check: bool = True,
 ) -> Scaled: ...
 
 
@@ -45,7 +50,12 @@ def quantize(
 
 
 def quantize(
-    a: Matrix | Tensor, dtype: torch.dtype = torch.float8_e4m3fn, scale: str = "row", *, check: bool = True
+    a: Matrix | Tensor,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    scale: str = "row",
+    *,
+    fast_accum: bool = False,
+    check: bool = True,
 ) -> Scaled | ScaledTensor:
     """A BSR, Semi24 or BSR24 in FP8, torch.float8_e4m3fn or torch.float8_e5m2, with scales that let it use the range.
 
@@ -57,6 +67,10 @@ def quantize(
     A dense tensor a [..., K] becomes a ScaledTensor, with a scale for each of its rows [...] or for all []: an operand
     of many products, rounded once.
 
+    fast_accum=True lets products of this matrix keep their sums in the tensor cores, as torch._scaled_mm's
+    use_fast_accum does: faster, in about 14 bits, so wrong by more the longer a sum is (`Scaled`). A dense tensor has
+    no such choice, and a scale per block none either: it is applied to float32 sums.
+
     Pattern and metadata are shared with a. The result is outside autograd. A transposed view of a BSR gives a view with
     a scale for all or for each block; one for each of its rows is refused, which are columns of what is stored.
     check=True refuses NaN and Inf, and in fp64 what is so large that its scale overflows float32: it counts them and
@@ -64,8 +78,13 @@ def quantize(
     its scale. Inside torch.compile only check=False is traced. Raises InvalidInput.
     """
     if isinstance(a, Tensor):
+        if fast_accum:
+            raise InvalidInput(
+                "how a product sums is up to its sparse matrix: write fast_accum=True where that one is quantized"
+            )
         return quantize_dense(a, dtype, scale, check)
     _check_source(a, scale)
+    _check_fast_accum(fast_accum, scale)
     top = torch.finfo(known(dtype)).max
     values = a.values.detach()
     parts = _largest(a, values, scale)
@@ -77,7 +96,7 @@ def quantize(
         _refuse_strange(a, values, parts, top)
     scales = scales_of(_joined(a, parts, scale), dtype)
     made = rounded(values / _stretched(a, scales, scale), dtype)
-    return Scaled.unchecked(_with_values(a, made), scales, scale)
+    return Scaled.unchecked(_with_values(a, made), scales, scale, fast_accum)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -89,6 +108,11 @@ class Scaled(Multiplied):
     values' device: [] for "tensor", [M] for "row", [nnzb] for "block". scale[p] of "block" belongs to values[p], in a
     transposed view too.
 
+    `fast_accum` says how products may sum. False: in float32, or in tensor cores for no more than 512 columns at a
+    time. True: tensor cores may keep a sum to its end, as torch._scaled_mm's use_fast_accum lets them. Hopper's keep
+    about 14 bits, so the error grows with K: for products of random sign about 2^-13 sqrt(K / 12), far more where they
+    have one sign (docs/fp8.md). Kernels that gain nothing by it sum in float32 all the same.
+
     Construction checks all of it: what the class of the matrix checks, on a copy in fp16, and that every scale is
     positive and finite; a sync more than that class. Raises InvalidInput. `sparsek.quantize` makes one.
     """
@@ -96,21 +120,32 @@ class Scaled(Multiplied):
     matrix: Matrix
     scale: Tensor
     kind: str
+    fast_accum: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.matrix, Matrix):
             raise InvalidInput(f"matrix must be a BSR, Semi24 or BSR24, got {two_four.describe(self.matrix)}")
         _check_kind(self.matrix, self.kind, "kind")
+        _check_fast_accum(self.fast_accum, self.kind)
         _check_float8(self.matrix)
         _check_scale(self)
 
     @classmethod
-    def unchecked(cls, matrix: Matrix, scale: Tensor, kind: str) -> Scaled:
+    def unchecked(cls, matrix: Matrix, scale: Tensor, kind: str, fast_accum: bool = False) -> Scaled:
         """A Scaled from parts that are known to fit: no check, no sync."""
         made = object.__new__(cls)
-        for name, part in (("matrix", matrix), ("scale", scale), ("kind", kind)):
+        for name, part in (("matrix", matrix), ("scale", scale), ("kind", kind), ("fast_accum", fast_accum)):
             object.__setattr__(made, name, part)
         return made
+
+    def with_fast_accum(self, fast_accum: bool = True) -> Scaled:
+        """This matrix on the same memory, whose products may keep their sums in tensor cores, or not."""
+        _check_fast_accum(fast_accum, self.kind)
+        return Scaled.unchecked(self.matrix, self.scale, self.kind, fast_accum)
+
+    def _with(self, matrix: Matrix, scale: Tensor) -> Scaled:
+        """Other parts, of which all is said that is said of these."""
+        return Scaled.unchecked(matrix, scale, self.kind, self.fast_accum)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -134,16 +169,18 @@ class Scaled(Multiplied):
                 "a Scaled with a scale for each row has no .T: there it would be one for each column, which no product "
                 "takes out of its sums; quantize with scale='tensor' or 'block'"
             )
-        return Scaled.unchecked(self.matrix.T, self.scale, self.kind)
+        return self._with(self.matrix.T, self.scale)
 
-    def to(self, device: str | int | torch.device | None = None) -> Scaled:
+    def to(self, device: str | int | torch.device | None = None, dtype: Any = None) -> Scaled:
         """This matrix on `device`; this very object if it is there. For another dtype there is `dequantize`."""
         if isinstance(device, torch.dtype):
-            raise InvalidInput(f"a Scaled is FP8; .dequantize({device}) is the matrix in another dtype")
+            device, dtype = None, device
+        if dtype not in (None, self.dtype):
+            raise InvalidInput(f"a Scaled is FP8; .dequantize({dtype}) is the matrix in another dtype")
         target = self.device if device is None else as_device(device)
         if target == self.device:
             return self
-        return Scaled.unchecked(_moved(self.matrix, target), self.scale.to(target), self.kind)
+        return self._with(_moved(self.matrix, target), self.scale.to(target))
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Matrix:
         """scale * matrix as a BSR, Semi24 or BSR24 in bf16, fp16, fp32 or fp64, on the same pattern or metadata.
@@ -188,18 +225,21 @@ class Scaled(Multiplied):
         if not isinstance(matrix, BSR):
             meta = matrix.meta.nbytes
         size = (matrix.values.nbytes + meta + self.scale.nbytes) / 1e6
-        words += [f"scale per {self.kind}", f"{size:.3g} MB", str(self.device)]
+        words.append(f"scale per {self.kind}")
+        if self.fast_accum:
+            words.append("fast_accum")
+        words += [f"{size:.3g} MB", str(self.device)]
         if _is_view(matrix):
             words.append("transposed view")
         return f"Scaled({', '.join(words)})"
 
     def __copy__(self) -> Scaled:
-        return Scaled.unchecked(self.matrix, self.scale, self.kind)
+        return self._with(self.matrix, self.scale)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Scaled:
         """Copies values and scales, and shares pattern and metadata."""
         values, scale = (deepcopy(part, memo) for part in (self.matrix.values, self.scale))
-        return Scaled.unchecked(_with_values(self.matrix, values), scale, self.kind)
+        return self._with(_with_values(self.matrix, values), scale)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise InvalidInput("a Scaled is not pickled; use sparsek.save(q, 'file.safetensors')")
@@ -224,6 +264,16 @@ def _check_kind(a: Matrix, kind: Any, name: str) -> None:
         raise InvalidInput(
             "this BSR is a transposed view, whose rows are columns of the stored matrix; use scale='tensor' or "
             "'block', quantize the matrix that it views, or copy it: BSR(a.pattern, a.logical_values())"
+        )
+
+
+def _check_fast_accum(fast_accum: Any, kind: str) -> None:
+    if type(fast_accum) is not bool:
+        raise InvalidInput(f"fast_accum must be True or False, got {fast_accum!r}")
+    if fast_accum and kind == "block":
+        raise InvalidInput(
+            "a scale per block multiplies the float32 sum of a block, and fast_accum leaves sums of all blocks in the "
+            "tensor cores; use scale='row' or 'tensor', or fast_accum=False"
         )
 
 
@@ -380,16 +430,16 @@ def _stores_the_same(a: Matrix, b: Matrix) -> bool:
 
 
 def _flatten(q: Scaled) -> tuple[list[Any], Any]:
-    return [q.matrix, q.scale], q.kind
+    return [q.matrix, q.scale], (q.kind, q.fast_accum)
 
 
 def _flatten_with_keys(q: Scaled) -> tuple[list[tuple[Any, Any]], Any]:
-    return [(_pytree.GetAttrKey(name), getattr(q, name)) for name in LEAVES], q.kind
+    return [(_pytree.GetAttrKey(name), getattr(q, name)) for name in LEAVES], (q.kind, q.fast_accum)
 
 
-def _unflatten(parts: Any, kind: Any) -> Scaled:
+def _unflatten(parts: Any, said: Any) -> Scaled:
     matrix, scale = parts
-    return Scaled.unchecked(matrix, scale, kind)
+    return Scaled.unchecked(matrix, scale, *said)
 
 
 _pytree.register_pytree_node(

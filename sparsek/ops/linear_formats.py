@@ -186,7 +186,7 @@ def another(weight: Weight) -> Weight:
         return weight.clone()
     if isinstance(weight, Scaled):
         inner: Any = another(weight.matrix)
-        return Scaled.unchecked(inner, weight.scale, weight.kind)
+        return Scaled.unchecked(inner, weight.scale, weight.kind, weight.fast_accum)
     return _with_values(weight, weight.values.clone())
 
 
@@ -246,6 +246,6 @@ def _unwritten(weight: Any) -> Any:
     """The same without values: for planning only."""
     if isinstance(weight, Scaled):
         scale = torch.empty_like(weight.scale, device=META)
-        return Scaled.unchecked(_unwritten(weight.matrix), scale, weight.kind)
+        return Scaled.unchecked(_unwritten(weight.matrix), scale, weight.kind, weight.fast_accum)
     meta = None if isinstance(weight, BSR) else torch.empty_like(weight.meta, device=META)
     return _with_values(weight, torch.empty_like(weight.values, device=META), meta)

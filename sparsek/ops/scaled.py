@@ -222,13 +222,13 @@ def _problem(
 
 
 def _flat(a: Scaled) -> tuple[Any, ...]:
-    """A's values, scales and what they mean, metadata, pattern, and whether it is a transposed view."""
+    """A's values, scales, what they mean, how products sum, metadata, pattern, whether it is a transposed view."""
     matrix = a.matrix
     if isinstance(matrix, BSR):
         values, indptr, indices, sizes, transposed = flat.flat(matrix)
-        return values, a.scale, a.kind, None, indptr, indices, sizes, transposed
+        return values, a.scale, a.kind, a.fast_accum, None, indptr, indices, sizes, transposed
     pattern = (None, None, []) if isinstance(matrix, Semi24) else flat.flat_pattern(matrix.pattern)
-    return matrix.values, a.scale, a.kind, matrix.meta, *pattern, False
+    return matrix.values, a.scale, a.kind, a.fast_accum, matrix.meta, *pattern, False
 
 
 def _matrix(
@@ -252,6 +252,7 @@ def _scaled_op(
     values: Tensor,
     scale: Tensor,
     kind: str,
+    fast_accum: bool,
     meta: Tensor | None,
     indptr: Tensor | None,
     indices: Tensor | None,
@@ -274,7 +275,7 @@ def _scaled_op(
     ScaledTensor. `by_columns`: C is written by columns, and C.mT is returned, [..., N, M], row-major.
     """
     matrix = _matrix(values, meta, indptr, indices, sizes, transposed)
-    a = Scaled.unchecked(matrix, scale.contiguous(), kind)
+    a = Scaled.unchecked(matrix, scale.contiguous(), kind, fast_accum)
     epilogue = Epilogue(alpha=alpha, bias=bias, activation=activation, other=other, combine=combine)
     dense: Any = b
     if b_scale is not None:
@@ -292,6 +293,7 @@ def _(
     values: Tensor,
     scale: Tensor,
     kind: str,
+    fast_accum: bool,
     meta: Tensor | None,
     indptr: Tensor | None,
     indices: Tensor | None,

@@ -250,7 +250,8 @@ class ScaledProblem(WithDense):
     `dtype` is that of A's values and `b_dtype` that of B's: "e4m3" or "e5m2". C, the bias and the other matrix are in
     `out_dtype`: "bf16", "fp16" or "fp32". `a_scale` says what of A shares a scale: "tensor", "row" or "block", the last
     one inside the sum. `b_scale`: "tensor", or "column" of B, which is a row of x in `linear`. `rounds` is the dtype
-    of a B that the call rounds to FP8 before the product, "" for one that came in FP8.
+    of a B that the call rounds to FP8 before the product, "" for one that came in FP8. `fast_accum`: sums may stay in
+    the tensor cores, in fewer bits than float32 has.
 
     `b_layout` is "col": B is the transpose view of contiguous values [n, k]. `aligned` speaks of these too, so k is
     then a multiple of 16.
@@ -266,6 +267,7 @@ class ScaledProblem(WithDense):
     a_scale: str = "row"
     b_scale: str = "column"
     rounds: str = ""
+    fast_accum: bool = False
 
     @property
     def rate_name(self) -> str:

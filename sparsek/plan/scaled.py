@@ -226,10 +226,11 @@ class ScaledPlan(Plan):
             stored = f"{inside}{p.nnzb} blocks of {bm}x{bk} ({100 * p.density:.3g} % stored)"
         came = f"{p.rounds}, rounded to {p.b_dtype}" if p.rounds else p.b_dtype
         of_b = "tensor" if p.b_scale == "tensor" else "column" if p.out_layout == "row" else "row"
+        sums = ", fast_accum" if p.fast_accum else ""
         parts = p.scaled, p.bias, p.activation, p.combine, p.in_place
         line = (
             f"C = {formula_of(*parts, product)}   A [{rows}, {columns}] {p.dtype}, a scale per {p.a_scale}, {stored}, "
-            f"B {batch}{dense} {came}, a scale per {of_b}, C {p.out_dtype}, on {p.card.name}"
+            f"B {batch}{dense} {came}, a scale per {of_b}, C {p.out_dtype}{sums}, on {p.card.name}"
         )
         return [line]
 
@@ -281,6 +282,7 @@ def described(call: ScaledProduct) -> dict[str, Any]:
         "a_scale": a.kind,
         "b_scale": "column" if not came or b.kind == "row" else "tensor",
         "rounds": "" if came else dtypes.name(b.dtype),
+        "fast_accum": a.fast_accum,
         "aligned": lies_aligned(call),
         "out_layout": out_layout,
         "scaled": scaled,
@@ -317,7 +319,7 @@ def facts(call: ScaledProduct) -> tuple[Any, ...]:
         dense = b.values.shape, b.scale.ndim, b.values.data_ptr() % ALIGNMENT
     else:
         dense = b.shape, "", 0
-    told = type(matrix), a.kind, a.shape, stored, b.dtype, dense, out_layout, dtype
+    told = type(matrix), a.kind, a.fast_accum, a.shape, stored, b.dtype, dense, out_layout, dtype
     if out is None and (epilogue is PLAIN or epilogue.is_plain):
         return told
     more = [None if x is None else (x.stride(), x.data_ptr() % ALIGNMENT) for x in (out, epilogue.other)]

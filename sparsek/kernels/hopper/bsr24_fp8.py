@@ -37,7 +37,7 @@ class HopperBsr24Fp8:
 
     def seconds(self, p: ScaledBsr24Problem, c: Config) -> float:
         """As hopper.semi24_fp8's; blocks are not timed yet."""
-        return 1.45 * bsr24.blocks_seconds(p, c) + rounding_seconds(p)
+        return semi24_fp8.waiting(c) * bsr24.blocks_seconds(p, c) + rounding_seconds(p)
 
     def prepare(self, p: ScaledBsr24Problem, c: Config, a: Scaled) -> Work:
         assert isinstance(a.matrix, BSR24)

@@ -1,10 +1,12 @@
-"""vendor.cublas_fp8: an FP8 matrix written out dense, then torch._scaled_mm (cuBLAS on a GPU), sums in float32.
+"""vendor.cublas_fp8: an FP8 matrix written out dense, then torch._scaled_mm (cuBLAS on a GPU).
 
     A dense FP8 [M, K]                                       once for each tensor of values
     one scale for all of A and of B, or one a row and one a column     torch._scaled_mm applies them
 
 Only by name: it keeps a dense copy of A, one byte an element. All plans share the copy, which goes with the values; it
 is renewed when torch has counted a write to them (`Tensor._version`), and made anew while a CUDA graph is captured.
+
+Sums are float32, unless A's `fast_accum` lets the library keep them in the tensor cores (torch's use_fast_accum).
 
 What torch applies itself is the scales with C in bf16, and a bias where C goes out by columns, as in `linear`. Anything
 else comes after, in float32: scales, alpha, bias, activation, another matrix; then C is rounded once. A missing block
@@ -37,10 +39,12 @@ UNIT = 16  # sides of the operands, which torch asks for
 
 @dataclass(frozen=True)
 class CublasConfig:
-    """Nothing to choose: the vendor's library does."""
+    """Nothing to choose: the vendor's library does. `fast` says how it may sum, as `fast_accum` of the problem does."""
+
+    fast: bool = False
 
     def __repr__(self) -> str:
-        return "dense FP8 copy of A, torch._scaled_mm with sums in float32"
+        return f"dense FP8 copy of A, torch._scaled_mm with {'fast sums' if self.fast else 'sums in float32'}"
 
 
 class Dense:
@@ -112,10 +116,10 @@ class VendorCublasFp8:
         return why
 
     def default(self, p: ScaledProblem) -> CublasConfig:
-        return CublasConfig()
+        return CublasConfig(p.fast_accum)
 
     def configs(self, p: ScaledProblem) -> Iterable[CublasConfig]:
-        return [CublasConfig()]
+        return [self.default(p)]
 
     def seconds(self, p: Any, c: CublasConfig) -> float:
         """The dense product at the card's FP8 rate, and passes over C in float32 where torch finishes it."""
@@ -149,7 +153,7 @@ class VendorCublasFp8:
                 other = None if epilogue.other is None else epilogue.other[at]
                 scale = b.scale[at] if b.kind == "row" else b.scale
                 one = ScaledTensor.unchecked(b.values[at], scale, True)
-                _multiply(dense, a.scale, one, out[at], replace(epilogue, other=other))
+                _multiply(dense, a.scale, one, out[at], replace(epilogue, other=other), c.fast)
 
 
 def _dense(a: Matrix) -> Tensor:
@@ -158,7 +162,9 @@ def _dense(a: Matrix) -> Tensor:
     return kept.setdefault(view, Dense()).of(a)
 
 
-def _multiply(dense: Tensor, a_scale: Tensor, b: ScaledTensor, out: Tensor, epilogue: Epilogue) -> None:
+def _multiply(
+    dense: Tensor, a_scale: Tensor, b: ScaledTensor, out: Tensor, epilogue: Epilogue, fast: bool
+) -> None:
     """Writes one product of dense [M, K] and B [K, N], and what the epilogue makes of it."""
     by_columns = out.stride(-2) == 1 and out.stride(-1) != 1
     left, right, c = (b.values, dense.mT, out.mT) if by_columns else (dense, b.values.mT, out)
@@ -170,14 +176,14 @@ def _multiply(dense: Tensor, a_scale: Tensor, b: ScaledTensor, out: Tensor, epil
         if by_rows:
             of_left = of_left.expand(left.shape[0]).contiguous().unsqueeze(1)
             of_right = of_right.expand(right.shape[1]).contiguous().unsqueeze(0)
-        how: dict[str, Any] = {"bias": along, "out_dtype": out.dtype}
+        how: dict[str, Any] = {"bias": along, "out_dtype": out.dtype, "use_fast_accum": fast}
         if c.is_contiguous():
             torch._scaled_mm(left, right, of_left, of_right, **how, out=c)
         else:
             c.copy_(torch._scaled_mm(left, right, of_left, of_right, **how))
         return
     one = torch.ones((), device=out.device)
-    z = torch._scaled_mm(left, right, one, one, out_dtype=torch.float32)
+    z = torch._scaled_mm(left, right, one, one, out_dtype=torch.float32, use_fast_accum=fast)
     z = z * (of_left.unsqueeze(-1) if of_left.ndim else of_left) * of_right
     out.copy_(epilogue.apply(z.mT if by_columns else z))
 
