@@ -378,7 +378,7 @@ def why_not(p: Problem24, dtype: str) -> list[str]:
 SHAPES = (
     (2, 1, 256, 2), (2, 2, 128, 2), (2, 1, 128, 2), (1, 1, 256, 2), (2, 1, 64, 1), (1, 1, 128, 2), (1, 1, 64, 1),
 )  # fmt: skip
-# In FP8 there are two sums for each element, one of them the tensor core's.
+# In FP8 there are two sums for each element, one of them the tensor core's, unless `fast_accum` leaves it alone.
 SHAPES_FP8 = ((2, 1, 192, 3), (2, 1, 128, 2), (1, 1, 128, 2), (2, 1, 64, 1), (1, 1, 64, 1))
 PROMOTE = 4
 # H200, 2026-11-22: what L2 gives where no CTAs share, dense-equivalent FLOP of a tile of 256 x 192 at 8192^3, and the
@@ -399,11 +399,12 @@ def tiles_of(p: Problem24, clusters: Sequence[int], lists: bool = False) -> Iter
         "scaled": p.scaled,
         "bias": p.bias,
         "activation": p.activation,
+        "combine": p.combine,
     }
     shapes = SHAPES
     if isinstance(p, ScaledProblem):
-        shapes, flags["half"] = SHAPES_FP8, p.out_dtype == "fp16"
-        flags |= {"fp8": f".{p.dtype}.{p.b_dtype}", "promote": PROMOTE}
+        shapes, flags["half"] = SHAPES if p.fast_accum else SHAPES_FP8, p.out_dtype == "fp16"
+        flags |= {"fp8": f".{p.dtype}.{p.b_dtype}", "promote": 0 if p.fast_accum else PROMOTE}
     for (wgs, ms, tn, staged), cluster in product(shapes, clusters):
         c = Config(wgs, ms, tn, 2, cluster, staged, **flags)
         c = c.deepened(p.card.smem_bytes)
