@@ -524,7 +524,7 @@ PTX void multiply(const TensorMap& c_map, const Params& p, u32 smem, int wg, int
       multiply_step(d, nibbles[1], step);
       ++step;
       if constexpr (PROMOTE > 0)
-        if (step % PROMOTE == 0) {
+        if (step % (PROMOTE ? PROMOTE : 2) == 0) {  // the compiler looks at it with PROMOTE 0 too
           finish_products(d);  // also those of this step: the other warpgroup multiplies meanwhile
           add_to(sums, d);
           set_zero(d);
