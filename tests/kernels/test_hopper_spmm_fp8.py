@@ -1,7 +1,8 @@
 """hopper.spmm_fp8 without a GPU: configs compiled for sm_90a, its schedule walked in numpy, its launch and limits.
 
 Machine code must show what no test of results does: that nothing is spilled, that no wgmma waits for the one before it,
-and that every warpgroup sums FP8 in the tensor cores for one step only.
+and that every warpgroup sums FP8 in the tensor cores for one step only; with `fast_accum`, that one step runs behind
+another.
 """
 
 import re
@@ -69,6 +70,7 @@ COMPILED = [
         key=lambda c: (c.split, c.block_cols),
     ),
     KERNEL.default(problem((96, 96), 200, b_scale="tensor", out_dtype="fp32", out_layout="col")),
+    KERNEL.default(problem((128, 128), 8192, fast_accum=True, out_layout="col")),
     next(
         c
         for c in KERNEL.configs(
@@ -89,6 +91,7 @@ COMPILED = [
 
 def test_the_configs_that_are_compiled_are_of_every_kind() -> None:
     assert {c.chunks for c in COMPILED} == {1, 2}
+    assert {(c.promote == 0, c.chunk) for c in COMPILED if c.cols == 256} == {(True, 256), (False, 128)}
     assert {c.wg_m * c.wg_n for c in COMPILED} == {1, 2}
     assert {c.a_scale for c in COMPILED} == {"tensor", "row", "block"}
     assert {c.b_scale for c in COMPILED} == {"tensor", "column"}
@@ -121,7 +124,7 @@ FIELDS = {
     "every": st.integers(0, 9),
     "box": st.sampled_from((16, 32, 64)),
     "chunk": st.sampled_from((16, 64, 128)),
-    "promote": st.sampled_from((1, 2, 4)),
+    "promote": st.sampled_from((0, 1, 2, 4)),
     "a_scale": st.sampled_from(("tensor", "row", "block")),
     "b_scale": st.sampled_from(("tensor", "column")),
     "types": st.tuples(*[st.sampled_from(("e4m3", "e5m2"))] * 2, st.sampled_from(("bf16", "fp16", "fp32"))),
@@ -173,6 +176,7 @@ def test_a_reason_names_what_is_in_the_way(change: dict[str, object], reason: st
     n=st.one_of(st.integers(1, 40), st.integers(1, 2**17)).map(lambda n: 8 * n),
     out_layout=st.sampled_from(("row", "col")),
     a_scale=st.sampled_from(("tensor", "row", "block")),
+    fast=st.booleans(),
     epilogue=st.sampled_from(EPILOGUES),
     out_dtype=st.sampled_from(("bf16", "fp32")),
     longest=st.sampled_from((0, 500)),
@@ -182,11 +186,14 @@ def test_every_config_fits_the_card(
     n: int,
     out_layout: str,
     a_scale: str,
+    fast: bool,
     epilogue: dict[str, Any],
     out_dtype: str,
     longest: int,
 ) -> None:
+    fast = fast and a_scale != "block"
     given = {"out_layout": out_layout, "a_scale": a_scale, "out_dtype": out_dtype, "row_max": longest}
+    given |= {"fast_accum": fast}
     p = problem(block, n, **given, **epilogue)
     if KERNEL.why_not(p):
         assert out_dtype == "fp32"
@@ -197,11 +204,14 @@ def test_every_config_fits_the_card(
         assert c.ctas_per_sm * (c.smem_bytes + 1024) <= SMEM_PER_SM, c
         assert 2 <= c.stages <= 12, c
         assert c.width * c.per_block == block[1], "a block is whole pieces"
-        assert c.pieces % c.promote == 0, c
-        assert c.promote * c.width <= PROMOTED, "so much of K does a tensor core add up at most"
-        assert a_scale != "block" or c.per_block % c.promote == 0, "no sum reaches over two blocks"
-        assert c.cols % c.chunk == 0, c
-        assert (c.cols + c.chunk) // 2 <= 192, "sums of a tile and of a chunk are a thread's registers"
+        if fast:
+            assert (c.promote, c.chunks) == (0, 1), "one sum of everything"
+        else:
+            assert c.pieces % c.promote == 0, c
+            assert c.promote * c.width <= PROMOTED, "so much of K does a tensor core add up at most"
+            assert a_scale != "block" or c.per_block % c.promote == 0, "no sum reaches over two blocks"
+            assert c.cols % c.chunk == 0, c
+            assert (c.cols + c.chunk) // 2 <= 192, "sums of a tile and of a chunk are a thread's registers"
         assert max(c.rows, c.c_box, c.panel, c.cols) <= 256, "a TMA box has at most 256 rows"
         assert c.c_bytes * c.c_shape[1] <= 128, "a box of C is no wider than a swizzle"
         assert c.height % c.c_box == 0, c
@@ -231,9 +241,10 @@ def walked(c: Config, a: BSR, stretch: np.ndarray, b: np.ndarray, m: int, n: int
         begin, end, row, col, b_col, slot, a_row, _ = (int(x) for x in tiles[t])
         total = np.zeros((c.rows, c.block_cols))
         count = (end - begin) * c.per_block
-        for q in range(0, -(-count // c.pieces) * c.pieces, c.promote):
+        at_once = c.promote or c.pieces
+        for q in range(0, -(-count // c.pieces) * c.pieces, at_once):
             acc = np.zeros_like(total)
-            for i in range(q, q + c.promote):
+            for i in range(q, q + at_once):
                 step = begin + i // c.per_block
                 j, s = (int(cols[step]), step) if step < end else (a.grid[1], a.nnzb)
                 k = i % c.per_block * c.width

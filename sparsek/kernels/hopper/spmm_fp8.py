@@ -17,7 +17,7 @@ if there is one. That is wrong by 1.3e-4 at K = 32768 (H200, 2026-11-22), as a m
 all products are positive; without it 5e-3 and a third. Two sums of 64 x 256 are more registers than a thread has: wgmma
 makes 64 x `chunk` at a time, and while a warpgroup takes a chunk over, the other one has the tensor cores. Gluon's
 max_num_imprecise_acc means the same, but adds before it waits, and ptxas then runs one wgmma after the other (C7514,
-Triton 3.6, 2026-11-22).
+Triton 3.6, 2026-11-22). With `fast_accum` nobody takes over, and the loop is that of hopper.spmm.
 
 Scales per row of A and per column of B come in when a tile is done, with bias and alpha, in float32; activations and
 other matrices as in hopper.spmm, on boxes of C on their way out (prims/product.py). Rows with far more blocks than
@@ -37,13 +37,7 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_init,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from sparsek.core import dtypes
 from sparsek.formats.scaled import Scaled
@@ -56,21 +50,10 @@ from sparsek.kernels.prims.gluon import (
     describe_transposed,
     launch_on,
     tma_load,
-    tma_store_wait,
 )
 from sparsek.kernels.prims.parts import Dealt, dealt, merge_parts, uneven
-from sparsek.kernels.prims.product import (
-    RECORD,
-    Tile,
-    bias_of,
-    boxed,
-    deepened,
-    look_ahead,
-    most_boxes,
-    owned_boxes,
-    send_box,
-)
-from sparsek.kernels.prims.scaled import block_scales, scaled, scales_of, taken_over
+from sparsek.kernels.prims.product import RECORD, Tile, deepened, most_boxes
+from sparsek.kernels.prims.scaled import multiply
 from sparsek.plan.problem import ScaledSpmmProblem
 from sparsek.plan.scaled import KernelScaled, rounding_seconds
 from sparsek.plan.schedule import part_limit, walk
@@ -82,6 +65,7 @@ PROMOTED = 128  # values of K that tensor cores add up before float32 does
 @dataclass(frozen=True, repr=False)
 class Config(Tile):
     """`promote` pieces are summed in the tensor cores, `chunk` columns at a time; a stage holds a multiple of them.
+    With `promote` 0, for `fast_accum`, all of a tile is, in one chunk.
 
     `a_scale` is "tensor", "row" or "block", `b_scale` "tensor" or "column". `types`: of A, B and C.
     """
@@ -126,16 +110,17 @@ class Config(Tile):
     @property
     def smem_bytes(self) -> int:
         ring = self.stages * (self.stage_bytes + 16)
-        return ring + self.c_bytes * self.rows * self.block_cols + 2048
+        across = 4 * self.wg_m * self.wg_n * self.chunk if self.b_scale == "column" else 0
+        return ring + self.c_bytes * self.rows * self.block_cols + across + 1024
 
     def __str__(self) -> str:
         """Names every field: Triton keeps compiled kernels by the text of their constants."""
         a, b, out = self.types
+        sums = f"float32 sums of {self.promote}" if self.promote else "the tensor cores' own sums"
         text = (
             f"tile {self.rows}x{self.block_cols} for {self.wg_m}x{self.wg_n} warpgroups in chunks of {self.chunk}, "
-            f"blocks {self.block[0]}x{self.block[1]}, {self.stages} stages of {self.pieces}x{self.width}, sums of "
-            f"{self.promote}, {a} x {b} to {out}, a scale per {self.a_scale} and {self.b_scale}, "
-            f"every {self.every}, box {self.box}"
+            f"blocks {self.block[0]}x{self.block[1]}, {self.stages} stages of {self.pieces}x{self.width}, {sums}, "
+            f"{a} x {b} to {out}, a scale per {self.a_scale} and {self.b_scale}, every {self.every}, box {self.box}"
         )
         said = ("block", "wg_m", "wg_n", "cols", "width", "pieces", "stages", "chunk", "promote", "types")
         said = (*said, "a_scale", "b_scale", "every", "box")
@@ -231,126 +216,6 @@ def load(T: gl.constexpr, a_desc, b_desc, lists, steps, ring):
         next_end = then_end
         next_col = then_col
         next_row = then_row
-
-
-@gluon.jit
-def multiply(T: gl.constexpr, WG: gl.constexpr, c_desc, lists, scales, before, joined, ring, c_s):
-    """Consumer warpgroup WG: accumulates its 64 x cols of every tile, and sends them while it does the next.
-
-    `lists` is (tiles, starts); `scales` (of A, of B, alpha); `before` (bias, rows and columns of C, workspace);
-    `ring` (A slots, B slots, full, empty); `joined` (other matrix, its leading stride / 8, rows, columns / 8 of C in
-    memory, beta).
-    """
-    tiles, starts = lists
-    a_scale, b_scale, factor = scales
-    bias, m, n, part_sums = before
-    a_s, b_s, full, empty = ring
-    PIECES: gl.constexpr = T.pieces
-    PER: gl.constexpr = T.per_block
-    CHUNK: gl.constexpr = T.chunk
-    CHUNKS: gl.constexpr = T.chunks
-    PROMOTE: gl.constexpr = T.promote
-    UNITS: gl.constexpr = T.pieces // T.promote * T.chunks  # sums that float32 takes over in a stage
-    EVERY: gl.constexpr = T.every
-    ROW0: gl.constexpr = 64 * (WG % T.wg_m)
-    COL0: gl.constexpr = T.cols * (WG // T.wg_m)
-    BOXES: gl.constexpr = owned_boxes(T, WG)
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, T.chunk, 32])
-    stage = c_s.index(WG)
-    boxes = boxed(T, c_desc, stage)
-    if T.a_scale == "tensor":
-        factor = factor * gl.load(a_scale)
-    if T.b_scale == "tensor":
-        factor = factor * gl.load(b_scale)
-    first = gl.load(starts + gl.program_id(0))
-    last = gl.load(starts + gl.program_id(0) + 1)
-    slot = 0
-    phase = 0
-    unsent = 0  # boxes of the previous tile that still wait in shared memory, and where they go
-    old_row = 0
-    old_col = 0
-    begin = gl.load(tiles + RECORD * first)
-    end = gl.load(tiles + RECORD * first + 1)
-    row = gl.load(tiles + RECORD * first + 2)
-    col = gl.load(tiles + RECORD * first + 3)
-    part = gl.load(tiles + RECORD * first + 5)
-    stretch = block_scales(T, a_scale, begin, end, 0)
-    for t in range(first, last):
-        # The next tile's record is read a whole tile early; the schedule ends with one record to spare.
-        next_begin = gl.load(tiles + RECORD * t + RECORD)
-        next_end = gl.load(tiles + RECORD * t + RECORD + 1)
-        next_row = gl.load(tiles + RECORD * t + RECORD + 2)
-        next_col = gl.load(tiles + RECORD * t + RECORD + 3)
-        next_part = gl.load(tiles + RECORD * t + RECORD + 5)
-        pieces = (end - begin) * PER
-        down, across = scales_of(T, LAYOUT, (a_scale, b_scale, factor), row + ROW0, col + COL0, m, n)
-        if T.bias:
-            shift = bias_of(T, LAYOUT, bias, row + ROW0, m)
-        sums = ()
-        for c in gl.static_range(CHUNKS):
-            sums = sums + (gl.zeros((64, CHUNK), gl.float32, LAYOUT),)
-        for q in range(0, pieces, PIECES):
-            due = (unsent > 0) & (q // PIECES % EVERY == EVERY // 2 * WG % EVERY)
-            ahead = look_ahead(T, WG, BOXES - unsent, old_row, old_col, joined, due)
-            later = block_scales(T, a_scale, begin, end, q + PIECES)
-            mbarrier.wait(full.index(slot), phase)  # until TMA has written the whole slot
-            for u in gl.static_range(UNITS):
-                acc = warpgroup_mma_init(gl.zeros((64, CHUNK), gl.float32, LAYOUT))
-                for i in gl.static_range(PROMOTE):
-                    place = slot * PIECES + u // CHUNKS * PROMOTE + i
-                    a = a_s.index(place).slice(ROW0, 64)
-                    b = b_s.index(place * T.wg_n + WG // T.wg_m).slice(u % CHUNKS * CHUNK, CHUNK)
-                    acc = warpgroup_mma(a, b.permute((1, 0)), acc, use_acc=i > 0, is_async=True)
-                chunk_sums = warpgroup_mma_wait(0, deps=(acc,))  # the other warpgroup's go on
-                if u == UNITS - 1:
-                    mbarrier.arrive(empty.index(slot), count=1)
-                sums = taken_over(T, sums, chunk_sums, u, stretch)
-                # Here, where the other warpgroup has the tensor cores. Without a branch between two chunks ptxas begins
-                # the second one before the first is taken over, and spills.
-                if u == 0:
-                    if due:
-                        send_box(T, WG, c_desc, BOXES - unsent, old_row, old_col, boxes, ahead, joined)
-                        unsent -= 1
-            stretch = later
-            slot += 1
-            if slot == T.stages:
-                slot = 0
-                phase ^= 1
-        stretch = block_scales(T, a_scale, next_begin, next_end, 0)
-        if T.split and part >= 0:
-            for c in gl.static_range(CHUNKS):
-                r = ROW0 + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
-                x = COL0 + c * CHUNK + gl.arange(0, CHUNK, gl.SliceLayout(0, LAYOUT))
-                at = (part * T.rows + gl.expand_dims(r, 1)) * T.block_cols + gl.expand_dims(x, 0)
-                gl.store(part_sums + at, scaled(T, LAYOUT, sums, c, down, across))
-        else:
-            while unsent > 0:  # the tile was too short to send everything on the way
-                ahead = look_ahead(T, WG, BOXES - unsent, old_row, old_col, joined, True)
-                send_box(T, WG, c_desc, BOXES - unsent, old_row, old_col, boxes, ahead, joined)
-                unsent -= 1
-            tma_store_wait(0)  # until TMA has read the staged tile, which is about to be overwritten
-            for c in gl.static_range(CHUNKS):
-                z = scaled(T, LAYOUT, sums, c, down, across)
-                if T.bias:
-                    z = z + gl.expand_dims(shift, 1)
-                if T.c_col:
-                    stage.slice(c * CHUNK, CHUNK).permute((1, 0)).store(z.to(c_desc.dtype))
-                else:
-                    stage.slice(c * CHUNK, CHUNK, dim=1).store(z.to(c_desc.dtype))
-            fence_async_shared()
-            unsent = BOXES + 0
-            old_row = row + ROW0
-            old_col = col
-        begin = next_begin
-        end = next_end
-        row = next_row
-        col = next_col
-        part = next_part
-    while unsent > 0:
-        ahead = look_ahead(T, WG, BOXES - unsent, old_row, old_col, joined, True)
-        send_box(T, WG, c_desc, BOXES - unsent, old_row, old_col, boxes, ahead, joined)
-        unsent -= 1
-    tma_store_wait(0)  # shared memory must outlive the copies that read it
 
 
 @gluon.jit(do_not_specialize=["no_col", "no_block", "alpha", "m", "n", "lead8", "rows", "cols8", "beta"])
@@ -466,18 +331,12 @@ class HopperSpmmFp8:
                 continue
             for depth in (PROMOTED, PROMOTED // 2):
                 width, pieces, promote = _pieces(p, depth)
+                chunk = min(cols, 128)
+                if p.fast_accum:
+                    chunk, promote = cols, 0
                 c = Config(
-                    p.block,
-                    wg_m,
-                    wg_n,
-                    cols,
-                    width,
-                    pieces,
-                    3,
-                    chunk=min(cols, 128),
-                    promote=promote,
-                    **flags,
-                )
+                    p.block, wg_m, wg_n, cols, width, pieces, 3, chunk=chunk, promote=promote, **flags
+                )  # fmt: skip
                 c = deepened(c, p.card.smem_bytes)
                 if c.ctas_per_sm * (c.smem_bytes + 1024) <= p.card.smem_bytes + 1024:
                     found[_paced(p, c)] = None
