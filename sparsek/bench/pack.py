@@ -31,7 +31,7 @@ from sparsek.bench.several import Moved
 from sparsek.core import dtypes
 from sparsek.core.device import card_of
 from sparsek.core.errors import InvalidInput, Unsupported
-from sparsek.formats import two_four
+from sparsek.formats import convert, two_four
 from sparsek.formats.bsr import BSR
 from sparsek.formats.semi24 import Semi24
 from sparsek.testing.budget import Gate, error, judge
@@ -72,12 +72,18 @@ class PackOperands(Operands):
         return Packing(name, Moved(self.case.moved), bound)
 
     def _name(self) -> str:
-        if self.case.to == TO_BSR:
-            return "formats.convert"
-        if not self.w.is_cuda:
-            return "formats.two_four"
-        kernel = import_module("sparsek.kernels.portable.pack24")
-        return "formats.two_four" if kernel.pack24(self.w, None) is None else "portable.pack24"
+        case, w = self.case, self.w
+        packer, torchs = (
+            ("pack_bsr", "formats.convert") if case.to == TO_BSR else ("pack24", "formats.two_four")
+        )
+        if not w.is_cuda:
+            return torchs
+        kernel = import_module(f"sparsek.kernels.portable.{packer}")
+        if case.to == TO_BSR:
+            made = kernel.pack_bsr(w, case.block, convert.Rule(None, None, case.keep, "global"))
+        else:
+            made = kernel.pack24(w, None)
+        return torchs if made is None else f"portable.{packer}"
 
     def planned(self, plan: Packing) -> Callable[[], object]:
         return self.eager(None)

@@ -2,14 +2,14 @@
 
 Everything but `from_dense` costs time and memory in proportion to what is stored (`to_dense`: to its result).
 Blocks are moved as 16-byte words where no gradient is asked for: torch's gather and scatter work element by
-element, and one wide element moves eight bf16 at the price of one.
+element, and one wide element moves eight bf16 at the price of one. On a GPU a registered kernel packs
+(`kernels/portable/pack_bsr.py`), and torch what it does not take.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -38,6 +38,44 @@ SCOPES = ("global", "row")
 WORD = torch.complex128
 
 
+class Rule(NamedTuple):
+    """Which blocks `from_dense` stores. At most one of the first three is given: see there."""
+
+    mask: Tensor | None
+    threshold: float | None
+    keep: float | None
+    scope: str
+
+    def count(self, cells: int) -> int:
+        """How many of so many blocks `keep` stores."""
+        return max(1, round(self.keep * cells)) if self.keep else 0
+
+
+class Packed(NamedTuple):
+    """The parts of a BSR: indptr int32 [Mb+1], indices int32 [nnzb], values [nnzb, bm, bk]."""
+
+    indptr: Tensor
+    indices: Tensor
+    values: Tensor
+
+
+class Packer(Protocol):
+    """`from_dense` by kernels: the same parts, or None for what they do not take or cannot decide."""
+
+    def __call__(self, w: Tensor, block: tuple[int, int], rule: Rule) -> Packed | None: ...
+
+
+_PACKERS: list[Packer] = []
+
+
+def register_pack(packer: Packer) -> None:
+    """Makes `from_dense` ask `packer` first for CUDA tensors, where no gradient is wanted and nothing traces.
+
+    The operations, which stand above formats and know kernels, do this once.
+    """
+    _PACKERS[:] = [packer]
+
+
 def from_dense(
     w: Tensor,
     block: int | tuple[int, int],
@@ -56,32 +94,26 @@ def from_dense(
     - `keep`: the fraction of blocks to store, at least one if it is over 0: those of largest Frobenius norm,
       ties by position, over the whole matrix (`scope="global"`) or in each block row (`scope="row"`).
 
-    Norms are summed in float32, in float64 for float64 input. Works on w's device with one sync: one pass
-    over w for the norms, one gather of what is stored. Where squares overflow, or the choice falls among
-    blocks so small that squares underflow, w is read again, block row by block row, and every block scaled.
-    If a side is ragged, w is padded first: one more pass, and a copy. Differentiable in w. Raises
-    InvalidInput for two rules at once, and for NaN or Inf in w under `threshold` or `keep`.
+    Norms are summed in float32, in float64 for float64 input: of two blocks whose norms differ by no more than
+    the rounding of their sums, either may be the larger, and which one a GPU and a CPU need not agree on. Works
+    on w's device with one sync: one pass over w for the norms, one gather of what is stored. Where squares
+    overflow, or the choice falls among blocks so small that squares underflow, w is read again, block row by
+    block row, and every block scaled. If a side is ragged, w may be padded first: one more pass, and a copy.
+    Differentiable in w. Raises InvalidInput for two rules at once, and for NaN or Inf in w under `threshold` or
+    `keep`.
     """
     block = block_sides(block)
     if not isinstance(w, Tensor) or w.layout != torch.strided or w.ndim != 2:
         raise InvalidInput(f"w must be a dense 2-D tensor, got {_describe(w)}")
     dtypes.name(w.dtype)
     shape = matrix_sides(tuple(w.shape), block)
-    _check_rule(mask, threshold, keep, scope)
-    tiles = _tiles(w, block)
+    rule = _rule(mask, threshold, keep, scope)
     if mask is not None:
-        return _masked(tiles, shape, block, mask)
-    if threshold is not None:
-        least = as_number(threshold, "threshold")
-        stored, count = _choose(tiles.detach(), lambda norms: norms > least)
-    elif keep is not None:
-        share = as_number(keep, "keep", 1)
-        stored, count = _choose(tiles.detach(), lambda norms: _largest(norms, share, scope))
-    else:
-        stored = _norms(tiles.detach(), order=1) != 0
-        count = int(stored.sum())
-    pattern = _pattern_of(stored, count, shape, block)
-    return BSR.unchecked(pattern, _gather(tiles, pattern))
+        _check_mask(mask, w.device, shape, grid_of(shape, block))
+    made = _PACKERS[0](w, block, rule) if _PACKERS and w.is_cuda and _is_plain(w) else None
+    if made is None:
+        made = _packed(_tiles(w, block), block, rule)
+    return BSR.unchecked(BlockPattern.unchecked(shape, block, made.indptr, made.indices), made.values)
 
 
 def to_dense(a: BSR) -> Tensor:
@@ -236,44 +268,66 @@ def _indptr(rows: np.ndarray, count: int) -> np.ndarray:
     return np.searchsorted(rows, np.arange(count + 1)).astype(np.int32)
 
 
-def _check_rule(mask: Any, threshold: Any, keep: Any, scope: str) -> None:
+def _rule(mask: Any, threshold: Any, keep: Any, scope: str) -> Rule:
     rules = {"mask": mask, "threshold": threshold, "keep": keep}
     given = [name for name, rule in rules.items() if rule is not None]
     if len(given) > 1:
         raise InvalidInput(f"{' and '.join(given)} are given; give one of mask, threshold and keep")
     if one_of(scope, "scope", SCOPES) != "global" and keep is None:
         raise InvalidInput(f"scope={scope!r} belongs to keep, which is not given")
+    threshold = None if threshold is None else as_number(threshold, "threshold")
+    return Rule(mask, threshold, None if keep is None else as_number(keep, "keep", 1), scope)
 
 
-def _masked(tiles: Tensor, shape: tuple[int, int], block: tuple[int, int], mask: Tensor) -> BSR:
-    grid = (tiles.shape[0], tiles.shape[2])
+def _check_mask(mask: Any, device: torch.device, shape: tuple[int, int], grid: tuple[int, int]) -> None:
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool or tuple(mask.shape) not in (grid, shape):
         raise InvalidInput(
             f"mask must be bool, of blocks {grid} or of elements {shape}; got {_describe(mask)}"
         )
-    if mask.device != tiles.device:
-        raise InvalidInput(f"mask is on {mask.device} and w on {tiles.device}; put both on one device")
-    if tuple(mask.shape) == grid:
-        pattern = _pattern_of(mask, int(mask.sum()), shape, block)
-        return BSR.unchecked(pattern, _gather(tiles, pattern))
-    inside = _tiles(mask, block)
-    stored = inside.any(dim=3).any(dim=1)
-    pattern = _pattern_of(stored, int(stored.sum()), shape, block)
-    outside = _gather(inside, pattern).logical_not_()
-    return BSR.unchecked(pattern, _gather(tiles, pattern).masked_fill_(outside, 0))
+    if mask.device != device:
+        raise InvalidInput(f"mask is on {mask.device} and w on {device}; put both on one device")
 
 
-def _choose(tiles: Tensor, rule: Callable[[Tensor], Tensor]) -> tuple[Tensor, int]:
+def _packed(tiles: Tensor, block: tuple[int, int], rule: Rule) -> Packed:
+    """The blocks of `tiles` [Mb, bm, Kb, bk] that `rule` stores."""
+    inside = None
+    if rule.mask is not None:
+        stored = rule.mask
+        if stored.shape != (tiles.shape[0], tiles.shape[2]):
+            inside = _tiles(stored, block)
+            stored = inside.any(dim=3).any(dim=1)
+        count = int(stored.sum())
+    elif rule.threshold is None and rule.keep is None:
+        stored = _norms(tiles.detach(), order=1) != 0
+        count = int(stored.sum())
+    else:
+        stored, count = _choose(tiles.detach(), rule)
+    rows, indptr, indices = _indices_of(stored, count)
+    values = _gather(tiles, rows, indices)
+    if inside is not None:
+        values = values.masked_fill_(_gather(inside, rows, indices).logical_not_(), 0)
+    return Packed(indptr, indices, values)
+
+
+def least_sure(dtype: torch.dtype) -> float:
+    """The least norm, summed in `dtype`, that is right whatever squares in it underflow.
+
+    A square that underflows is off by less than the smallest normal number. BLOCK_MAX^2 of them are within the
+    rounding of a norm from here on; a smaller norm may be far off.
+    """
+    limits = torch.finfo(dtype)
+    return BLOCK_MAX * math.sqrt(limits.tiny / limits.eps)
+
+
+def _choose(tiles: Tensor, rule: Rule) -> tuple[Tensor, int]:
     """The blocks [Mb, Kb] that `rule` picks by norm, and how many. Refuses NaN and Inf. One sync, mostly.
 
-    A square that underflows is off by less than the smallest normal number. BLOCK_MAX^2 of them are within
-    the rounding of a norm from `sure` on; a smaller norm may be far off. All of those are raised to `sure`,
-    which no norm above them notices; if `rule` picks none of them even so, what they are does not matter.
+    Norms that may be far off are raised to the least that is sure, which no norm above it notices. If `rule` picks
+    none of them even so, what they are does not matter.
     """
     norms = _norms(tiles)
-    limits = torch.finfo(norms.dtype)
-    sure = BLOCK_MAX * math.sqrt(limits.tiny / limits.eps)
-    stored = rule(norms.clamp(min=sure))
+    sure = least_sure(norms.dtype)
+    stored = _picked(norms.clamp(min=sure), rule)
     unsure = ~norms.isfinite() | (stored & (norms < sure))
     count, again = torch.stack((stored.sum(), unsure.sum())).tolist()
     if not again:
@@ -282,8 +336,18 @@ def _choose(tiles: Tensor, rule: Callable[[Tensor], Tensor]) -> tuple[Tensor, in
     if norms.isnan().any():
         strange = int((~tiles.isfinite()).sum())
         raise InvalidInput(f"w has {strange} elements that are NaN or Inf; norms cannot rank its blocks")
-    stored = rule(norms)
+    stored = _picked(norms, rule)
     return stored, int(stored.sum())
+
+
+def _picked(norms: Tensor, rule: Rule) -> Tensor:
+    """The blocks [Mb, Kb] of norm over the threshold, or those of largest norm."""
+    if rule.threshold is not None:
+        return norms > rule.threshold
+    groups = norms if rule.scope == "row" else norms.reshape(1, -1)
+    count = rule.count(groups.shape[1])
+    largest = torch.sort(groups, dim=1, descending=True, stable=True).indices[:, :count]
+    return torch.zeros_like(groups, dtype=torch.bool).scatter_(1, largest, True).view(norms.shape)
 
 
 def _scaled_norms(tiles: Tensor) -> Tensor:
@@ -307,22 +371,14 @@ def _norms(tiles: Tensor, order: float = 2) -> Tensor:
     return torch.linalg.vector_norm(by_row, ord=order, dim=1)
 
 
-def _largest(norms: Tensor, keep: float, scope: str) -> Tensor:
-    groups = norms if scope == "row" else norms.reshape(1, -1)
-    cells = groups.shape[1]
-    count = max(1, round(keep * cells)) if keep > 0 else 0
-    largest = torch.sort(groups, dim=1, descending=True, stable=True).indices[:, :count]
-    return torch.zeros_like(groups, dtype=torch.bool).scatter_(1, largest, True).view(norms.shape)
-
-
-def _pattern_of(stored: Tensor, count: int, shape: tuple[int, int], block: tuple[int, int]) -> BlockPattern:
-    """The pattern of `count` true cells of a bool [Mb, Kb]. No sync."""
+def _indices_of(stored: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of `count` true cells of a bool [Mb, Kb]: block rows int64 [count], indptr and indices. No sync."""
     rows, columns = stored.shape
     indptr = torch.zeros(rows + 1, dtype=torch.int32, device=stored.device)
     indptr[1:] = stored.sum(1).cumsum(0)
     cells = torch.nonzero_static(stored.reshape(-1), size=count).reshape(-1)
-    indices = cells.remainder(max(columns, 1)).to(torch.int32)
-    return BlockPattern.unchecked(shape, block, indptr, indices)
+    columns = max(columns, 1)
+    return cells.div(columns, rounding_mode="floor"), indptr, cells.remainder(columns).to(torch.int32)
 
 
 def _tiles(dense: Tensor, block: tuple[int, int]) -> Tensor:
@@ -333,19 +389,21 @@ def _tiles(dense: Tensor, block: tuple[int, int]) -> Tensor:
     return dense.view(dense.shape[0] // block[0], block[0], dense.shape[1] // block[1], block[1])
 
 
-def _gather(tiles: Tensor, pattern: BlockPattern) -> Tensor:
-    """The stored blocks [nnzb, bm, bk] of a matrix seen as tiles, contiguous."""
-    rows, columns = pattern.block_rows, pattern.indices
+def _gather(tiles: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """The blocks [n, bm, bk] at rows [n] and columns [n] of a matrix seen as tiles, contiguous."""
     if _has_words(tiles):
         return tiles.view(WORD)[rows, :, columns].contiguous().view(tiles.dtype)
     return tiles[rows, :, columns].contiguous()
 
 
+def _is_plain(x: Tensor) -> bool:
+    """Outside autograd and tracing."""
+    return not (torch.compiler.is_compiling() or (x.requires_grad and torch.is_grad_enabled()))
+
+
 def _has_words(blocks: Tensor) -> bool:
     """True if rows of blocks are whole 16-byte words at 16-byte addresses, outside autograd and tracing."""
-    if torch.compiler.is_compiling() or (blocks.requires_grad and torch.is_grad_enabled()):
-        return False
-    if blocks.numel() == 0:
+    if not _is_plain(blocks) or blocks.numel() == 0:
         return False
     steps = (blocks.storage_offset(), *blocks.stride()[:-1])
     in_bytes = (blocks.data_ptr(), *(step * blocks.element_size() for step in steps))

@@ -13,6 +13,7 @@ from torch import Tensor
 from sparsek.core import device as devices
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
+from sparsek.formats import convert
 from sparsek.formats.bsr import BSR
 from sparsek.formats.bsr24 import BSR24
 from sparsek.formats.pattern import BlockPattern
@@ -417,3 +418,18 @@ class Spmm(torch.autograd.Function):
                 **vars(ctx), saved_tensors=(*saved, out), needs_input_grad=ctx.needs_input_grad
             )
         return *gradients.of_spmm(as_op, grad), None
+
+
+def _pack(w: Tensor, block: tuple[int, int], rule: convert.Rule) -> convert.Packed | None:
+    """The blocks of w that `rule` stores by kernels, loaded when the first CUDA tensor comes. None, and torch packs,
+    where Triton is missing, and where something looks at calls op by op."""
+    if flat.traced() or not flat.are_plain(w, rule.mask):
+        return None
+    try:
+        from sparsek.kernels.portable.pack_bsr import pack_bsr
+    except ImportError:
+        return None
+    return pack_bsr(w, block, rule)
+
+
+convert.register_pack(_pack)
