@@ -82,10 +82,10 @@ def run(
     """As `multiply`, with prepared work and, of FP8, scales."""
     nibbles = work.nibbles(a)
     params, grid = semi24.told(c, work, nibbles, b, out, epilogue, scales)
-    maps = [ctypes.byref(packed(each)) for each in semi24.boxes(c, a.values, b, out)]
+    maps = [ctypes.byref(packed(each)) for each in semi24.boxes(c, a.values, b, out, epilogue.other)]
     size = ctypes.c_int64(nibbles.numel() * 4)
     return (
         library(c, source or SOURCE.read_text())
-        .launch(*maps, ctypes.byref(params), grid, order, order, size)
+        .launch(*maps[:3], ctypes.byref(params), maps[-1], grid, order, order, size)
         .decode()
     )

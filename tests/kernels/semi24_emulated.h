@@ -284,6 +284,23 @@ static void store_matrix(u32 at, u32 a, u32 b, u32 c, u32 d) {
         memcpy(shared_at(me->cta, l[8 * i + (C_COL ? k : r)].at + (u32)(C_COL ? r : k) * 2, 2), &v, 2);
       }
 }
+static void load_matrix(u32 (&x)[4], u32 at) {
+  auto& l = lanes[{me->cta, (int)me->tid.x / 32}];
+  l.resize(32);
+  l[me->tid.x % 32] = {at, {}};
+  meet_all(600, 32);  // all lanes have said where their row is
+  for (int i = 0; i < 4; i++) {
+    x[i] = 0;
+    for (u32 e = 0; e < 2; e++) {
+      const u32 r = me->tid.x % 32 / 4, k = me->tid.x % 4 * 2 + e;
+      u16 v;
+      memcpy(&v, shared_at(me->cta, l[8 * i + (C_COL ? k : r)].at + (C_COL ? r : k) * 2, 2), 2);
+      x[i] |= (u32)v << (16 * e);
+    }
+  }
+  meet_all(700, 32);  // all have read
+}
+static void __syncwarp() { meet_all(800, 32); }
 static u32 round_pair(float lower, float upper) { return (u32)to16(upper) << 16 | to16(lower); }
 static float widen(u16 x) { return from16(x); }
 static float exp2_of(float x) { return std::exp2(x); }
@@ -295,10 +312,10 @@ static void take_registers() {}
 
 #else  // ------------------------------------------------------------------------------------------- runs a launch
 
-static const TensorMap *g_a, *g_b, *g_c;
+static const TensorMap *g_a, *g_b, *g_c, *g_other;
 static const Params* g_p;
 static void thread_main() {
-  semi24_kernel(*g_a, *g_b, *g_c, *g_p);
+  semi24_kernel(*g_a, *g_b, *g_c, *g_p, *g_other);
   me->done = true;
   swapcontext(&me->at, &scheduler);
 }
@@ -340,9 +357,9 @@ static void run(std::vector<Fiber*>& all) {
   }
 }
 // All clusters, one after the other. What went wrong, or "".
-extern "C" const char* launch(const TensorMap* a, const TensorMap* b, const TensorMap* c, const Params* p, int ctas,
-                              int seed, int late, i64 bytes) {
-  g_a = a, g_b = b, g_c = c, g_p = p, grid = (unsigned)ctas, lateness = late, nibbles_bytes = bytes;
+extern "C" const char* launch(const TensorMap* a, const TensorMap* b, const TensorMap* c, const Params* p,
+                              const TensorMap* other, int ctas, int seed, int late, i64 bytes) {
+  g_a = a, g_b = b, g_c = c, g_p = p, g_other = other, grid = (unsigned)ctas, lateness = late, nibbles_bytes = bytes;
   nibbles_from = (const char*)p->nibbles;
   rng.seed((unsigned)seed), trouble.clear();
   for (int first = 0; first < ctas && trouble.empty(); first += CLUSTER) {

@@ -27,9 +27,11 @@ pytest.importorskip("triton")  # its nvdisasm reads the code
 from sparsek.kernels.hopper import bsr24, semi24
 from sparsek.kernels.hopper.semi24 import SOURCE, Config, in_wgmma_order
 from sparsek.kernels.prims import nvrtc
+from sparsek.kernels.prims.driver import Boxed
 from sparsek.kernels.prims.kept import Kept
 from tests.kernels import hopper_semi24_code as code
 from tests.kernels import hopper_semi24_emulated as emulated
+from tests.kernels.planned_24 import problem
 
 needs_nvrtc = pytest.mark.skipif(nvrtc.library() is None, reason="NVRTC is not here (nvidia-cuda-nvrtc)")
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not here")
@@ -45,6 +47,9 @@ FORMS: tuple[dict[str, Any], ...] = (
     {"b_layout": "col", "scaled": True, "activation": "relu"},
     {"out_layout": "col", "bias": True, "activation": "gelu_tanh", "dtype": "fp16"},
     {"scaled": True, "bias": True, "activation": "silu"},
+    LAYER | {"combine": "add", "bias": True, "activation": "gelu"},
+    {"scaled": True, "combine": "add", "dtype": "fp16", "activation": "gelu_tanh"},
+    LAYER | {"combine": "mul"},
 )
 
 
@@ -104,14 +109,14 @@ RUNS: dict[str, tuple[Config, Case24, int]] = {
         Case24(296, 272, 300, "layer", layouts=COL, bias=True, activation="gelu", alpha=0.5),
         4,
     ),
-    "four CTAs": (
-        Config(1, 2, 64, 3, 4, 2, b_row=True, half=True),
-        Case24(300, 400, 72, "four"),
+    "four CTAs and a gate": (
+        Config(1, 2, 64, 3, 4, 2, b_row=True, half=True, bias=True, activation="silu", combine="mul"),
+        Case24(300, 400, 72, "four", bias=True, activation="silu", combine="mul"),
         4,
     ),
-    "blocks": (
-        Config(2, 1, 128, 3, 1, 2, lists=True, c_col=True),
-        Case24(248, 500, 264, "layer", (256, 128), 0.6, layouts=COL),
+    "blocks added in place": (
+        Config(2, 1, 128, 3, 1, 2, lists=True, c_col=True, scaled=True, combine="add"),
+        Case24(248, 500, 264, "layer", (128, 128), 0.3, layouts=COL, alpha=2.0, combine="add", beta=-0.5),
         3,
     ),
 }
@@ -123,7 +128,10 @@ def test_the_roles_multiply_whatever_comes_first(name: str) -> None:
     c, case, ctas = RUNS[name]
     for order in (emulated.MIXED, emulated.LATE):
         a, b, epilogue, out = case.make("cpu", c.dtype, order)
-        assert emulated.multiply(c, a, b, out, epilogue, order=order, ctas=ctas) == ""
+        given = epilogue
+        if "in place" in name and epilogue.other is not None:
+            given = replace(epilogue, other=out.copy_(epilogue.other))
+        assert emulated.multiply(c, a, b, out, given, order=order, ctas=ctas) == ""
         gate = check_24(a, b, out, epilogue)
         assert gate.passed, f"{c} {order}: {gate}"
 
@@ -134,6 +142,14 @@ MISTAKES = {
         "multiply_step(d, nibbles[0], step);",
     ),
     "bits of the cluster in a descriptor": ("(at & 0x3FFFF) >> 4", "at >> 4"),
+    "the other matrix is not waited for": (
+        "          barrier_wait(ring.full(), ring.phase);\n          if (w == wg)",
+        "          if (w == wg)",
+    ),
+    "the other matrix comes into a slot in use": (
+        "barrier_wait(ring.empty(), ring.phase);  // as above:",
+        "//",
+    ),
 }
 
 
@@ -144,11 +160,12 @@ def test_mistakes_in_the_roles_are_seen(name: str) -> None:
     source = changed(*MISTAKES[name])
     if "descriptor" in name:
         c = replace(c, tn=128, boxes=2)  # of more panels than one, whose distance stands beside the address
-    a, b, _, out = Case24(128, 400, 128, "small").make("cpu", torch.bfloat16)
+    c = replace(c, combine="mul" if "other" in name else "")
+    a, b, epilogue, out = Case24(128, 400, 128, "small", combine=c.combine).make("cpu", torch.bfloat16)
     found = []
     for order in (emulated.MIXED, emulated.LATE):
-        said = emulated.multiply(c, a, b, out, order=order, source=source)
-        found.append(said or not check_24(a, b, out).passed)
+        said = emulated.multiply(c, a, b, out, epilogue, order=order, source=source)
+        found.append(said or not check_24(a, b, out, epilogue).passed)
     assert any(found)
 
 
@@ -227,6 +244,13 @@ def test_a_launch_is_made_once_for_pointers_and_strides_in_the_context_of_its_de
     assert boxed(memory[:, :64]) == [7]
     assert boxed(memory.view(-1)[: 64 * 64].view(64, 64))[2].stride == 64
 
+    many, outs = torch.randn(70, 64, 8).bfloat16(), torch.empty(70, 64, 8, dtype=torch.bfloat16)
+    for maps in (4 * 70, 0, 0):  # of a batch larger than what is remembered of single products, too
+        did.clear()
+        semi24.launch(Config(b_row=True, combine="add"), work, a, many, outs, Epilogue(other=many))
+        assert sum(isinstance(each, Boxed) for each in did) == maps
+        assert did.count(7) == 70
+
 
 def test_what_is_kept_is_renewed_when_torch_counted_a_write() -> None:
     x, kept, made = torch.zeros(4), Kept(), []
@@ -252,8 +276,8 @@ REASONS: dict[str, tuple[dict[str, Any], str]] = {
     "cpu": ({"card": CPU}, "Hopper card"),
     "fp32": ({"dtype": "fp32"}, "C in bf16 and fp16, not fp32"),
     "transposed": ({"transposed": True}, "no tensor core takes them"),
-    "residual": ({"combine": "add"}, "joins no other matrix"),
     "unaligned": ({"aligned": False}, "multiples of 16 bytes"),
+    "residual": ({"combine": "add", "aligned": False}, "another matrix that lies as C does"),
     "columns": ({"n": 100}, "a multiple of 8, not 100"),
     "rows": ({"m": 100, "out_layout": "col"}, "a multiple of 8, not 100"),
     "gaps": ({"b_layout": "strided"}, "gaps between its elements"),
@@ -271,6 +295,7 @@ def test_it_says_what_is_wrong_with_a_problem(name: str) -> None:
 
 def test_each_kind_has_reasons_of_its_own() -> None:
     assert semi24.KERNEL.why_not(SEMI) == bsr24.KERNEL.why_not(BSR) == []
+    assert semi24.KERNEL.why_not(replace(SEMI, combine="mul")) == []
     assert "K a multiple of 16, not 8200" in semi24.KERNEL.why_not(replace(SEMI, k=8200))[0]
     assert "not 0" in semi24.KERNEL.why_not(replace(SEMI, k=0))[0]
     assert "stores no block" in bsr24.KERNEL.why_not(replace(BSR, nnzb=0))[0]
@@ -309,6 +334,8 @@ def test_predictions_grow_with_work_and_never_beat_memory() -> None:
             assert kernel.seconds(replace(p, n=2 * p.n), c) > 1.8 * seconds
             assert kernel.seconds(replace(p, batch=3), c) == pytest.approx(3 * seconds)
             assert kernel.seconds(replace(p, n=8), c) > p.stored * 2 / H200.bandwidth
+            joined, more = replace(c, combine="add"), replace(p, combine="add")
+            assert kernel.seconds(more, joined) > seconds + 2 * p.m * p.n / (H200.fabric * 2)
     (c, *_) = bsr24.KERNEL.configs(BSR)
     assert bsr24.KERNEL.seconds(replace(BSR, row_max=4096), c) > 2 * bsr24.KERNEL.seconds(BSR, c)
 
@@ -322,3 +349,17 @@ def test_one_row_gets_a_stride_that_tma_takes() -> None:
     assert (a.size, a.stride, a.box) == ((16, 64), 16, (32, 128))
     assert (b.size, b.stride, b.box) == ((32, 1), 32, (64, 128))
     assert (made.size, made.stride, made.box) == ((64, 1), 64, (64, 64))
+
+
+def test_another_matrix_lies_as_c_does_or_is_a_reason() -> None:
+    w, x = sk.Semi24.from_dense(torch.randn(64, 32).bfloat16()), torch.randn(1, 32).bfloat16()
+    out = torch.empty(1, 64, dtype=torch.bfloat16).mT
+    memory = torch.randn(64, 16).bfloat16()
+    column, row = memory[:, :1], memory.view(-1)[:64].view(1, 64).mT
+    for other, lies in ((column, False), (row, True)):
+        assert problem(w, x.mT, Epilogue(other=other), out).aligned == lies
+
+
+def test_a_group_has_a_row() -> None:
+    with pytest.raises(sk.InvalidInput, match="1 or more, not 0"):
+        Config(group=0)

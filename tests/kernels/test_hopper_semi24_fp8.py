@@ -84,7 +84,7 @@ REASONS: dict[str, tuple[dict[str, Any], str]] = {
     "ampere": ({"card": replace(H200, capability=(8, 9))}, "Hopper card"),
     "fp32": ({"out_dtype": "fp32"}, "C in bf16 and fp16, not fp32"),
     "blocks": ({"a_scale": "block"}, "belongs inside the sums"),
-    "residual": ({"combine": "mul"}, "joins no other matrix"),
+    "residual": ({"combine": "mul", "aligned": False}, "another matrix that lies as C does"),
     "columns": ({"n": 12}, "a multiple of 8, not 12"),
 }
 

@@ -1,4 +1,5 @@
-/* C = act(alpha * (A @ B) + bias[:, None]) on Hopper's sparse tensor cores: A is 2:4, B and C are dense.
+/* C = act(alpha * (A @ B) + bias[:, None]) on Hopper's sparse tensor cores: A is 2:4, B and C are dense. With COMBINE
+   another matrix is added, times beta (1), or multiplied with that (2).
 
        one tile of C                       what one step of BK columns brings into a slot of the ring
        .-------- TN --------.
@@ -16,6 +17,9 @@
    With LISTS, A is a stack of stored blocks: tiles come from a list of records and every tile has a list of blocks
    (BSR24). Without it A is one block as large as the matrix.
 
+   The other matrix comes through the ring too: behind a tile's steps, 64 rows in a slot, in the place of B. So it is
+   asked for early and needs no memory or barriers of its own. C may lie over it: what is written was read before.
+
    What bounds it (H200, 8192^3 bf16, 2026-11-22, docs/lab-notes.md): power, and reads from L2, 7.2 TB/s without any
    wgmma. So a cluster shares B: CLUSTER 1 has three quarters of the rate of 2.
 
@@ -28,10 +32,8 @@
    compiles this file as it is. */
 
 #define PTX __device__ __forceinline__
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef long long i64;
+typedef unsigned short u16; typedef unsigned int u32;
+typedef unsigned long long u64; typedef long long i64;
 
 struct alignas(64) TensorMap { u64 opaque[16]; };
 
@@ -52,26 +54,19 @@ struct Params {
   int chunks;            // chunks of 64 columns in one block, as `nibbles` has them
   int slabs;             // slabs in all of A
   int bm, bk;            // LISTS: sides of a block
-  float alpha;
+  float alpha, beta;
 };
 
-constexpr int TM = 64 * MS * WGS;
-constexpr int THREADS = 128 * (WGS + 1);
-constexpr int BK = FP8 ? 128 : 64;                       // columns of A in a slot
-constexpr int CHUNKS = BK / 64;                          // of 64 columns; a thread has a word of nibbles for each
-constexpr int A_BYTES = TM * 64;                         // BK/2 values
-constexpr int B_BYTES = TN * 128;
-constexpr int E_BYTES = TM * BK / 8;                     // four bits for four columns
-constexpr int BOX_N = 64;                                // columns of a box of 64 rows of C: 8 KB
-constexpr int BOXES_N = TN / BOX_N;
-constexpr int BOXES = MS * BOXES_N;                      // boxes of a warpgroup's part of a tile
-constexpr int BOX_BYTES = 8192;
-constexpr int A_AT = 0;
-constexpr int B_AT = A_AT + STAGES * A_BYTES;
-constexpr int C_AT = B_AT + STAGES * B_BYTES;
-constexpr int E_AT = C_AT + WGS * C_BOXES * BOX_BYTES;
-constexpr int FULL_AT = E_AT + STAGES * E_BYTES;
-constexpr int EMPTY_AT = FULL_AT + STAGES * 8;
+constexpr int TM = 64 * MS * WGS, THREADS = 128 * (WGS + 1);
+constexpr int BK = FP8 ? 128 : 64;                         // columns of A in a slot
+constexpr int CHUNKS = BK / 64;                            // of 64 columns; a thread has a word of nibbles for each
+constexpr int A_BYTES = TM * 64, B_BYTES = TN * 128;       // BK/2 values in a row of A, BK in a column of B
+constexpr int E_BYTES = TM * BK / 8;                       // four bits for four columns
+constexpr int BOX_N = 64, BOX_BYTES = 64 * BOX_N * 2;      // columns of a box of 64 rows of C
+constexpr int BOXES_N = TN / BOX_N, BOXES = MS * BOXES_N;  // boxes side by side, and of a warpgroup's part of a tile
+constexpr int A_AT = 0, B_AT = A_AT + STAGES * A_BYTES;    // where what lies in shared memory
+constexpr int C_AT = B_AT + STAGES * B_BYTES, E_AT = C_AT + WGS * C_BOXES * BOX_BYTES;
+constexpr int FULL_AT = E_AT + STAGES * E_BYTES, EMPTY_AT = FULL_AT + STAGES * 8;
 static_assert(EMPTY_AT + STAGES * 8 <= SMEM_BYTES, "semi24.py counts shared memory differently");
 static_assert(A_BYTES % 1024 == 0 && B_BYTES % 1024 == 0, "swizzled tiles begin at multiples of 1024");
 static_assert(PROMOTE % 2 == 0, "steps go in pairs");
@@ -94,16 +89,15 @@ PTX void barrier_expect(u32 at, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes) : "memory");
 }
 
-// Arrives at the barrier that lies at `at` in CTA `rank` of the cluster. Nothing but TMA and wgmma touches what it
-// guards, so it needs no .release.cluster, which would be a fence of all memory in every step.
+// Arrives at the barrier that lies at `at` in CTA `rank` of the cluster. It needs no .release.cluster, which would be a
+// fence of all memory in every step: what the barrier guards wgmma and waited for, or threads and fenced, have read.
 PTX void barrier_arrive(u32 at, u32 rank) {
-  if constexpr (CLUSTER == 1) {
+  if constexpr (CLUSTER == 1)
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(at) : "memory");
-  } else {
+  else
     asm volatile(
         "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
         "mbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(at), "r"(rank) : "memory");
-  }
 }
 
 // Until the phase of parity `phase` is over. A fresh barrier passes for parity 1, the phase before its first.
@@ -124,14 +118,13 @@ PTX void tma_load(u32 to, const TensorMap& map, u32 landed, int x, int y) {
 
 // The same to the same place in every CTA of the cluster; each one's own barrier counts the bytes.
 PTX void tma_load_all(u32 to, const TensorMap& map, u32 landed, int x, int y) {
-  if constexpr (CLUSTER == 1) {
+  if constexpr (CLUSTER == 1)
     tma_load(to, map, landed, x, y);
-  } else {
+  else
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
         " [%0], [%1, {%2, %3}], [%4], %5;"
         ::"r"(to), "l"(&map), "r"(x), "r"(y), "r"(landed), "h"((u16)((1 << CLUSTER) - 1)) : "memory");
-  }
 }
 
 PTX void bulk_load(u32 to, const void* from, u32 bytes, u32 landed) {
@@ -146,12 +139,10 @@ PTX void tma_store(const TensorMap& map, u32 from, int x, int y) {
 }
 
 PTX void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-
 // Until shared memory that stores read may be written again.
 PTX void tma_store_wait() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
 PTX void fence_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
 PTX void warpgroup_sync(int wg) { asm volatile("bar.sync %0, 128;" ::"r"(wg + 1) : "memory"); }
 
 // One lane of a whole warp. The compiler knows that it is one, and issues TMA without a loop over lanes.
@@ -162,11 +153,8 @@ PTX bool elected() {
 }
 
 PTX void cluster_sync() {
-  if constexpr (CLUSTER == 1) {
-    asm volatile("bar.sync 0;" ::: "memory");
-  } else {
-    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
-  }
+  if constexpr (CLUSTER == 1) asm volatile("bar.sync 0;" ::: "memory");
+  else asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
 
 PTX void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -184,37 +172,27 @@ PTX void written_until_here(float& x) { asm volatile("" : "+f"(x)::"memory"); }
 #define F4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define F16(d, i) F4(d, i), F4(d, i + 4), F4(d, i + 8), F4(d, i + 12)
 #define F32(d, i) F16(d, i), F16(d, i + 16)
-#define N32                                                                                                            \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24," \
-  "%25, %26, %27, %28, %29, %30, %31"
-#define N64                                                                                                            \
-  N32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "                             \
-      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define N96                                                                                                            \
-  N64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, "    \
-      "%85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
-#define N128                                                                                                           \
-  N96 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, "     \
-      "%114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define TEN(t)                                                                                                         \
+  "%" #t "0, %" #t "1, %" #t "2, %" #t "3, %" #t "4, %" #t "5, %" #t "6, %" #t "7, %" #t "8, %" #t "9, "
+#define THIRTY(a, b, c) TEN(a) TEN(b) TEN(c)
+#define TEXT(x) #x
+#define TEXT_OF(x) TEXT(x)
 #if TN == 256
-#define SHAPE "m64n256"
 #define SUMS(d) F32(d, 0), F32(d, 32), F32(d, 64), F32(d, 96)
-#define SUM_NAMES N128
+#define SUM_NAMES                                                                                                      \
+  THIRTY(, 1, 2) THIRTY(3, 4, 5) THIRTY(6, 7, 8) THIRTY(9, 10, 11) "%120, %121, %122, %123, %124, %125, %126, %127"
 #define IN(i, after192, after128, after64) "%" #i
 #elif TN == 192
-#define SHAPE "m64n192"
 #define SUMS(d) F32(d, 0), F32(d, 32), F32(d, 64)
-#define SUM_NAMES N96
+#define SUM_NAMES THIRTY(, 1, 2) THIRTY(3, 4, 5) THIRTY(6, 7, 8) "%90, %91, %92, %93, %94, %95"
 #define IN(after256, i, after128, after64) "%" #i
 #elif TN == 128
-#define SHAPE "m64n128"
 #define SUMS(d) F32(d, 0), F32(d, 32)
-#define SUM_NAMES N64
+#define SUM_NAMES THIRTY(, 1, 2) THIRTY(3, 4, 5) "%60, %61, %62, %63"
 #define IN(after256, after192, i, after64) "%" #i
 #elif TN == 64
-#define SHAPE "m64n64"
 #define SUMS(d) F32(d, 0)
-#define SUM_NAMES N32
+#define SUM_NAMES THIRTY(, 1, 2) "%30, %31"
 #define IN(after256, after192, after128, i) "%" #i
 #endif
 #if FP8
@@ -227,11 +205,6 @@ PTX void written_until_here(float& x) { asm volatile("" : "+f"(x)::"memory"); }
 #define TYPE "k32.f32.bf16.bf16"
 #define TURNING ", 0, " IN(132, 100, 68, 36)
 #endif
-#if HALF
-#define PAIR ".f16x2"
-#else
-#define PAIR ".bf16x2"
-#endif
 #if C_COL
 #define TURNED ".trans"
 #else
@@ -243,7 +216,7 @@ PTX void written_until_here(float& x) { asm volatile("" : "+f"(x)::"memory"); }
 template <int SEL>
 PTX void wgmma(float (&d)[TN / 2], u64 a, u64 b, u32 nibbles) {
   asm volatile(
-      "wgmma.mma_async.sp.sync.aligned." SHAPE TYPE " {" SUM_NAMES "}, " IN(128, 96, 64, 32)
+      "wgmma.mma_async.sp.sync.aligned.m64n" TEXT_OF(TN) TYPE " {" SUM_NAMES "}, " IN(128, 96, 64, 32)
       ", " IN(129, 97, 65, 33) ", " IN(130, 98, 66, 34) ", " IN(131, 99, 67, 35) ", 1, 1, 1" TURNING ";"
       : SUMS(d) : "l"(a), "l"(b), "r"(nibbles), "n"(SEL), "n"(B_ROW));
 }
@@ -261,9 +234,16 @@ PTX void store_matrix(u32 at, u32 a, u32 b, u32 c, u32 d) {
                ::"r"(at), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
 
+// The other way: pairs as `store_matrix` takes them.
+PTX void load_matrix(u32 (&x)[4], u32 at) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4" TURNED ".shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(at) : "memory");
+}
+
 PTX u32 round_pair(float lower, float upper) {
   u32 pair;
-  asm("cvt.rn" PAIR ".f32 %0, %1, %2;" : "=r"(pair) : "f"(upper), "f"(lower));
+  if constexpr (HALF) asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(upper), "f"(lower));
+  else asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(upper), "f"(lower));
   return pair;
 }
 
@@ -284,12 +264,8 @@ PTX u32 cluster_rank() {
 }
 
 // The producer's warpgroup gives registers away, a consumer takes them. Two warpgroups have all they can use as it is.
-PTX void give_registers() {
-  if constexpr (WGS > 1) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(LOAD_REGS));
-}
-PTX void take_registers() {
-  if constexpr (WGS > 1) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MATH_REGS));
-}
+PTX void give_registers() { if (WGS > 1) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(LOAD_REGS)); }
+PTX void take_registers() { if (WGS > 1) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MATH_REGS)); }
 
 // ---------------------------------------------------------------------------------------------------- tiles and roles
 
@@ -303,9 +279,8 @@ __device__ constexpr u64 described(int group_bytes, int panel_bytes, int swizzle
 }
 
 struct Tile {
-  int row, col;        // of C
-  int first, end;      // blocks
-  int in_block;        // row of the tile in its block
+  int row, col, first, end;  // of C; of its blocks
+  int in_block;              // row of the tile in its block
 };
 
 // Tile `t` as this CTA has it; all CTAs of a cluster do tiles of the same column and blocks.
@@ -314,8 +289,7 @@ PTX Tile tile_at(const Params& p, int t, int rank) {
     const int* r = p.tiles + 8 * t;
     return {r[2], r[3], r[0], r[1], r[6]};
   } else {
-    const int per_band = p.group * p.col_tiles;
-    const int band = t / per_band;
+    const int per_band = p.group * p.col_tiles, band = t / per_band;
     const int high = min(p.group, p.row_groups - band * p.group);
     const int col = (t - band * per_band) / high;
     const int row = band * p.group + (t - band * per_band) - col * high;
@@ -324,7 +298,6 @@ PTX Tile tile_at(const Params& p, int t, int rank) {
 }
 
 struct Range { int begin, end, by; };
-
 PTX Range my_tiles(const Params& p) {
   if constexpr (LISTS)
     return {p.starts[blockIdx.x], p.starts[blockIdx.x + 1], 1};
@@ -339,16 +312,12 @@ struct Ring {
 
   PTX u32 full() const { return smem + FULL_AT + slot * 8; }
   PTX u32 empty() const { return smem + EMPTY_AT + slot * 8; }
-  PTX void next() {
-    if (++slot == STAGES) {
-      slot = 0;
-      phase ^= 1;
-    }
-  }
+  PTX void next() { if (++slot == STAGES) slot = 0, phase ^= 1; }
 };
 
 // One thread: walks the CTA's tiles and, in each, the steps of its blocks, and fills the ring.
-PTX void load(const TensorMap& a_map, const TensorMap& b_map, const Params& p, u32 smem, int rank) {
+PTX void load(const TensorMap& a_map, const TensorMap& b_map, const TensorMap& other_map, const Params& p, u32 smem,
+              int rank) {
   Ring ring{smem, 0, 1};  // a fresh barrier passes for parity 1: every slot begins empty
   const Range tiles = my_tiles(p);
   for (int t = tiles.begin; t < tiles.end; t += tiles.by) {
@@ -387,6 +356,17 @@ PTX void load(const TensorMap& a_map, const TensorMap& b_map, const Params& p, u
         }
       }
     }
+    if constexpr (COMBINE > 0)
+      for (int i = 0; i < MS * WGS; i++, ring.next()) {
+        barrier_wait(ring.empty(), ring.phase);  // as above: other CTAs bring B into this slot, too
+        barrier_expect(ring.full(), B_BYTES);
+#pragma unroll
+        for (int j = 0; j < BOXES_N; j++) {
+          const int row = tile.row + i * 64, col = tile.col + j * BOX_N;
+          const u32 box = smem + B_AT + ring.slot * B_BYTES + j * BOX_BYTES;
+          tma_load(box, other_map, ring.full(), C_COL ? row : col, C_COL ? col : row);
+        }
+      }
   }
 }
 
@@ -395,13 +375,11 @@ PTX float activated(float z) {
   if constexpr (ACT == 0) return z;
   if constexpr (ACT == 1) return z < 0.f ? 0.f : z;  // NaN stays
   float u;                                           // act(z) = z * sigmoid(2u)
-  if constexpr (ACT == 2) {                          // gelu
-    if constexpr (HALF) {
-      const float x = fminf(fmaxf(z, -6.f), 6.f), s = x * x;
-      u = x * fmaf(s, fmaf(s, -0.00035151683f, 0.03700565f), 0.79750788f);
-    } else {
-      u = z * fmaf(z * z, 0.03470089f, 0.80015708f);
-    }
+  if constexpr (ACT == 2 && HALF) {                  // gelu
+    const float x = fminf(fmaxf(z, -6.f), 6.f), s = x * x;
+    u = x * fmaf(s, fmaf(s, -0.00035151683f, 0.03700565f), 0.79750788f);
+  } else if constexpr (ACT == 2) {
+    u = z * fmaf(z * z, 0.03470089f, 0.80015708f);
   } else if constexpr (ACT == 3) {  // gelu_tanh
     u = z * fmaf(z * z, 0.035677408f, 0.7978846f);
   } else {  // silu
@@ -412,7 +390,6 @@ PTX float activated(float z) {
 
 // What becomes of the sums of rows g and g + 8 of a warp's 16: times `scale`, plus `shift`.
 struct Rows { float scale[2], shift[2]; };
-
 PTX Rows rows_of(const Params& p, int first, int lane) {
   Rows rows;
 #pragma unroll
@@ -425,40 +402,60 @@ PTX Rows rows_of(const Params& p, int first, int lane) {
   return rows;
 }
 
-// A warpgroup's box of 64 x BOX_N sums goes, finished and rounded, to shared memory as TMA wants it: rows of 128 bytes,
-// swizzled. The thread holds rows g and g + 8 of its warp's 16, and of every 8 columns 2q and 2q + 1: d[4j], d[4j+1] of
-// row g. A few at a time, so that registers suffice for the activation.
-PTX void stage_box(u32 box, float* d, const Params& p, const Rows& rows, int col, int warp, int lane) {
-  const int down = (lane / 8) % 2, across = lane / 16;
+// A thread's part of 16 columns from `col` on: of rows g and g + 8 of its warp's 16, and of every 8 columns, 2q and
+// 2q + 1. So of a box d[4j], d[4j+1] are of row g.
+PTX void finish(float* e, const Params& p, const Rows& rows, int col, int lane) {
 #pragma unroll
-  for (int j = 0; j < 8; j += 2) {  // 16 columns: two matrices of 8 rows above each other, twice
-    float* e = d + 4 * j;
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-      const int h = i / 2 % 2, x = col + 8 * (j + i / 4) + 2 * (lane % 4) + i % 2;
-      const float scale = FP8 ? rows.scale[h] * p.b_scale[min(x, p.n - 1) * p.b_each] : rows.scale[h];
-      if constexpr (BIAS || SCALED || FP8) e[i] = fmaf(e[i], scale, rows.shift[h]);
-      e[i] = activated(e[i]);
-    }
-    const int line = C_COL ? 8 * (j + across) + lane % 8 : 16 * warp + 8 * down + lane % 8;
-    const int piece = C_COL ? 2 * warp + down : j + across;
-    store_matrix(box + line * 128 + ((piece ^ (line & 7)) << 4), round_pair(e[0], e[1]), round_pair(e[2], e[3]),
-                 round_pair(e[4], e[5]), round_pair(e[6], e[7]));
+  for (int i = 0; i < 8; i++) {
+    const int h = i / 2 % 2, x = col + 8 * (i / 4) + 2 * (lane % 4) + i % 2;
+    const float scale = FP8 ? rows.scale[h] * p.b_scale[min(x, p.n - 1) * p.b_each] : rows.scale[h];
+    if constexpr (BIAS || SCALED || FP8) e[i] = fmaf(e[i], scale, rows.shift[h]);
+    e[i] = activated(e[i]);
   }
 }
 
-PTX void send_box(const TensorMap& c_map, u32 box, int row, int col) {
-  tma_store(c_map, box, C_COL ? row : col, C_COL ? col : row);
+// Where a box has the row that this lane names of the four matrices of 16 columns from 8j on: as TMA wants it, in lines
+// of 128 bytes, swizzled.
+PTX u32 in_box(int j, int warp, int lane) {
+  const int down = (lane / 8) % 2, across = lane / 16;  // two matrices of 8 rows above each other, twice
+  const int line = C_COL ? 8 * (j + across) + lane % 8 : 16 * warp + 8 * down + lane % 8;
+  const int piece = C_COL ? 2 * warp + down : j + across;
+  return line * 128 + ((piece ^ (line & 7)) << 4);
 }
 
-template <int M, int N> PTX void set_zero(float (&x)[M][N]) {
+// Finishes a warpgroup's box of 64 x BOX_N sums and joins it with that box of the other matrix.
+PTX void join_box(float* d, u32 other, const Params& p, const Rows& rows, int col, int warp, int lane) {
 #pragma unroll
-  for (int i = 0; i < M * N; i++) x[i / N][i % N] = 0.f;
+  for (int j = 0; j < 8; j += 2) {
+    float* e = d + 4 * j;
+    u32 pairs[4];
+    if constexpr (FP8) __syncwarp();  // or ptxas asks for the scales of all columns at once, and spills
+    load_matrix(pairs, other + in_box(j, warp, lane));
+    finish(e, p, rows, col + 8 * j, lane);
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+      const float with = widen((u16)(pairs[i / 2] >> i % 2 * 16));
+      e[i] = COMBINE == 1 ? fmaf(p.beta, with, e[i]) : e[i] * with;
+    }
+  }
 }
 
-template <int M, int N> PTX void add_to(float (&x)[M][N], const float (&y)[M][N]) {
+// A warpgroup's box of sums goes to shared memory, finished and rounded. A few at a time, so that registers suffice for
+// the activation.
+PTX void stage_box(u32 box, float* d, const Params& p, const Rows& rows, int col, int warp, int lane) {
 #pragma unroll
-  for (int i = 0; i < M * N; i++) x[i / N][i % N] += y[i / N][i % N];
+  for (int j = 0; j < 8; j += 2) {
+    float* e = d + 4 * j;
+    if constexpr (!COMBINE) finish(e, p, rows, col + 8 * j, lane);
+    store_matrix(box + in_box(j, warp, lane), round_pair(e[0], e[1]), round_pair(e[2], e[3]), round_pair(e[4], e[5]),
+                 round_pair(e[6], e[7]));
+  }
+}
+
+// x += y, and y begins anew.
+template <int M, int N> PTX void add_to(float (&x)[M][N], float (&y)[M][N]) {
+#pragma unroll
+  for (int i = 0; i < M * N; i++) x[i / N][i % N] += y[i / N][i % N], y[i / N][i % N] = 0.f;
 }
 
 // Until all products are in d.
@@ -474,8 +471,7 @@ PTX void multiply(const TensorMap& c_map, const Params& p, u32 smem, int wg, int
   const bool leader = threadIdx.x % 128 == 0;
   constexpr u64 A_DESC = described(512, 16, 64);
   constexpr u64 B_DESC = B_ROW ? described(1024, BK * 128, 128) : described(1024, 16, 128);
-  const u32 a_ring = smem + A_AT + wg * (MS * 4096);
-  const u32 b_ring = smem + B_AT;
+  const u32 a_ring = smem + A_AT + wg * (MS * 4096), b_ring = smem + B_AT;
   const u32 e_ring = smem + E_AT + wg * (MS * CHUNKS * 512) + (threadIdx.x % 128) * 4;
   const u32 stage = smem + C_AT + wg * (C_BOXES * BOX_BYTES);
 
@@ -514,9 +510,7 @@ PTX void multiply(const TensorMap& c_map, const Params& p, u32 smem, int wg, int
     const Tile tile = tile_at(p, t, rank);
     const int steps = (tile.end - tile.first) * p.block_steps;
     const int row = tile.row + wg * (64 * MS);
-    float d[MS][TN / 2], sums[MS][TN / 2];  // of this tile alone: nothing is kept for the next
-    set_zero(d);
-    if (PROMOTE) set_zero(sums);
+    float d[MS][TN / 2] = {}, sums[MS][TN / 2] = {};  // of this tile alone: nothing is kept for the next
 #pragma unroll 1
     for (int step = 0; step < steps;) {
       multiply_step(d, nibbles[0], step);
@@ -527,7 +521,6 @@ PTX void multiply(const TensorMap& c_map, const Params& p, u32 smem, int wg, int
         if (step % (PROMOTE ? PROMOTE : 2) == 0) {  // the compiler looks at it with PROMOTE 0 too
           finish_products(d);  // also those of this step: the other warpgroup multiplies meanwhile
           add_to(sums, d);
-          set_zero(d);
         }
     }
     Rows rows[MS];  // asked for before the last products are there
@@ -536,22 +529,41 @@ PTX void multiply(const TensorMap& c_map, const Params& p, u32 smem, int wg, int
     finish_products(d);
     if (steps > 0 && lane < CLUSTER) barrier_arrive(before, lane);
     if (PROMOTE) add_to(d, sums);
+    if constexpr (COMBINE > 0) {
+#pragma unroll 1
+      for (int w = 0; w < WGS; w++)
+#pragma unroll
+        for (int m = 0; m < MS; m++, ring.next()) {
+          // Until 64 rows of the other matrix have landed; for those of the other warpgroup, too: who skips a phase
+          // would take the one before it for the one after it.
+          barrier_wait(ring.full(), ring.phase);
+          if (w == wg)
+#pragma unroll
+            for (int i = 0; i < BOXES_N; i++)
+              join_box(d[m] + i * (BOX_N / 2), b_ring + ring.slot * B_BYTES + i * BOX_BYTES, p, rows[m],
+                       tile.col + i * BOX_N, warp, lane);
+          fence_proxy();  // threads have read what TMA will write
+          __syncwarp();   // all lanes have
+          if (lane < CLUSTER) barrier_arrive(ring.empty(), lane);
+        }
+    }
 
 #pragma unroll
     for (int begin = 0; begin < BOXES; begin += C_BOXES) {
       if (leader) tma_store_wait();  // until the boxes before have been read
       warpgroup_sync(wg);            // everyone waits for that
 #pragma unroll
-      for (int i = begin; i < BOXES && i < begin + C_BOXES; i++) {
+      for (int i = begin; i < BOXES && i < begin + C_BOXES; i++)
         stage_box(stage + (i - begin) * BOX_BYTES, d[i / BOXES_N] + i % BOXES_N * (BOX_N / 2), p, rows[i / BOXES_N],
                   tile.col + i % BOXES_N * BOX_N, warp, lane);
-      }
       fence_proxy();       // TMA is to read what was just written
       warpgroup_sync(wg);  // until all four warps have written
       if (leader) {
 #pragma unroll
-        for (int i = begin; i < BOXES && i < begin + C_BOXES; i++)
-          send_box(c_map, stage + (i - begin) * BOX_BYTES, row + i / BOXES_N * 64, tile.col + i % BOXES_N * BOX_N);
+        for (int i = begin; i < BOXES && i < begin + C_BOXES; i++) {
+          const int y = row + i / BOXES_N * 64, x = tile.col + i % BOXES_N * BOX_N;
+          tma_store(c_map, stage + (i - begin) * BOX_BYTES, C_COL ? y : x, C_COL ? x : y);
+        }
         tma_store_commit();
       }
     }
@@ -561,7 +573,8 @@ PTX void multiply(const TensorMap& c_map, const Params& p, u32 smem, int wg, int
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
     semi24_kernel(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
-                  const __grid_constant__ TensorMap c_map, const __grid_constant__ Params p) {
+                  const __grid_constant__ TensorMap c_map, const __grid_constant__ Params p,
+                  const __grid_constant__ TensorMap other_map) {
   extern __shared__ __align__(1024) unsigned char shared[];
   const u32 smem = (u32)__cvta_generic_to_shared(shared);
   const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
@@ -577,7 +590,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   cluster_sync();  // until the barriers of every CTA are there
   if (group == 0) {
     give_registers();
-    if (threadIdx.x < 32 && elected()) load(a_map, b_map, p, smem, rank);
+    if (threadIdx.x < 32 && elected()) load(a_map, b_map, other_map, p, smem, rank);
     cluster_sync();  // the other CTA may still write here and arrive at barriers here
   } else {
     take_registers();

@@ -1,5 +1,7 @@
 """C = act(alpha * (A @ B) + bias[:, None]) for a Semi24 A on Hopper's sparse tensor cores: the host's side.
 
+Another matrix may be added to that or multiplied with it, as `reference.epilogue` says; it lies as C does.
+
 The kernel, semi24.cu, is CUDA C++, because Gluon has no wgmma.sp. It is compiled by NVRTC when it is first used
 (prims/nvrtc.py) and launched through the driver (prims/driver.py). What it reads of A:
 
@@ -32,6 +34,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from sparsek.core.device import H200
+from sparsek.core.errors import InvalidInput
 from sparsek.formats.bsr24 import BSR24
 from sparsek.formats.semi24 import Semi24
 from sparsek.kernels.prims import driver, nvrtc
@@ -39,14 +42,14 @@ from sparsek.kernels.prims.driver import Boxed, Launch
 from sparsek.kernels.prims.kept import Kept
 from sparsek.plan.problem import Problem24, ScaledProblem, Semi24Problem
 from sparsek.plan.semi24 import Kernel24
-from sparsek.reference.epilogue import ACTIVATIONS, PLAIN, Epilogue
+from sparsek.reference.epilogue import ACTIVATIONS, COMBINES, PLAIN, Epilogue
 
 SOURCE = Path(__file__).with_name("semi24.cu")
 ENTRY = "semi24_kernel"
 OPTIONS = ("--gpu-architecture=sm_90a", "--std=c++17", "-lineinfo")
-ACTS = tuple(ACTIVATIONS)  # a number for each in the kernel
+ACTS, JOINS = tuple(ACTIVATIONS), ("", *COMBINES)  # a number for each in the kernel
 BOX_BYTES = 8192  # 64 rows and 64 columns of C
-REMEMBERED = 64  # launches with their tensor maps, of one plan
+REMEMBERED = 64  # launches with their tensor maps, of one plan; a batch has as many as items
 
 
 @dataclass(frozen=True)
@@ -73,8 +76,15 @@ class Config:
     scaled: bool = False
     bias: bool = False
     activation: str = ""
+    combine: str = ""
     fp8: str = ""
     promote: int = 0
+
+    def __post_init__(self) -> None:
+        if self.group < 1:
+            raise InvalidInput(
+                f"group is how many rows of tiles are walked together, 1 or more, not {self.group}"
+            )
 
     @property
     def tm(self) -> int:
@@ -116,6 +126,7 @@ class Config:
             "CLUSTER": self.cluster, "C_BOXES": self.boxes, "B_ROW": int(self.b_row),
             "C_COL": int(self.c_col), "HALF": int(self.half), "LISTS": int(self.lists),
             "SCALED": int(self.scaled), "BIAS": int(self.bias), "ACT": ACTS.index(self.activation),
+            "COMBINE": JOINS.index(self.combine),
             "FP8": int(bool(self.fp8)), "PROMOTE": self.promote, "SMEM_BYTES": self.smem,
             "LOAD_REGS": 56 if self.lists else 40, "MATH_REGS": 224 if self.lists else 232,
         }  # fmt: skip
@@ -133,7 +144,7 @@ class Config:
         flags = [f"{name} {getattr(self, name)}" for name in more if getattr(self, name)]
         sums = f"float32 sums every {self.promote} steps" if self.promote else "the tensor core's own sums"
         eight = [f"FP8 {self.fp8}, {sums}"] if self.fp8 else []
-        return ", ".join([shape, *flags, *([self.activation] if self.activation else []), *eight])
+        return ", ".join([shape, *flags, *filter(None, (self.activation, self.combine)), *eight])
 
     __repr__ = __str__
 
@@ -145,7 +156,7 @@ def code_of(c: Config) -> bytes:
 
 def _compiled(c: Config) -> Config:
     """`c` without what is not compiled in."""
-    return replace(c, group=0)
+    return replace(c, group=1)
 
 
 @cache
@@ -165,6 +176,7 @@ class Params(ctypes.Structure):
         ),
         *((name, ctypes.c_int) for name in ("block_steps", "chunks", "slabs", "bm", "bk")),
         ("alpha", ctypes.c_float),
+        ("beta", ctypes.c_float),
     ]
 
 
@@ -229,8 +241,8 @@ class Lists:
 class Work:
     """Where the planned matrix has its nibbles, the lists of a BSR24, and launches that were made ready.
 
-    A launch may be repeated while pointers and strides are the same: it holds nothing else. `meta` and `kept` are weak:
-    a plan of many matrices keeps the nibbles of none alive.
+    Launches, one for each item of a batch, may be repeated while pointers and strides are the same: they hold nothing
+    else. `meta` and `kept` are weak: a plan of many matrices keeps the nibbles of none alive.
     """
 
     sms: int
@@ -238,7 +250,7 @@ class Work:
     meta: Callable[[], Tensor | None]
     kept: Callable[[], Kept | None]
     lists: Lists | None = None
-    launches: dict[tuple[Any, ...], Launch] = field(default_factory=dict)
+    launches: dict[tuple[Any, ...], list[Launch]] = field(default_factory=dict)
 
     def nibbles(self, a: Semi24 | BSR24) -> Tensor:
         """Of `a`, which may be another matrix than the one that was planned."""
@@ -277,23 +289,30 @@ def launch(
             return launch(c, work, a, b, out, epilogue, scales)
     nibbles = work.nibbles(a)
     stream = torch._C._cuda_getCurrentRawStream(index)
-    parts = nibbles, a.values, epilogue.bias, None if scales is None else scales.a
-    given = (*(None if x is None else x.data_ptr() for x in parts), float(epilogue.alpha), stream)
-    for at in np.ndindex(*b.shape[:-2]):
-        b_one, c_one, one = (b[at], out[at], _item(scales, at)) if at else (b, out, scales)
-        key = *given, index, b_one.data_ptr(), c_one.data_ptr(), b_one.stride(), c_one.stride()
-        key = key if one is None else (*key, one.b.data_ptr())
-        ready = work.launches.get(key)
-        if ready is None:
-            if len(work.launches) >= REMEMBERED:
-                work.launches.clear()
-            driver.enter(index)  # in a new thread torch may not have done so yet
-            params, grid = told(c, work, nibbles, b_one, c_one, epilogue, one)
-            arguments = [*map(driver.tensor_map, boxes(c, a.values, b_one, c_one)), params]
-            function = _function(_compiled(c), index)
-            ready = Launch(function, grid, c.threads, c.smem, index, stream, arguments)
-            work.launches[key] = ready
-        ready()
+    a_scale, b_scale = (None, None) if scales is None else scales
+    shared, of_items = (nibbles, a.values, epilogue.bias, a_scale), (b, out, epilogue.other, b_scale)
+    key = (
+        *(None if x is None else x.data_ptr() for x in (*shared, *of_items)),
+        *(None if x is None else x.stride() for x in of_items),
+        *(float(epilogue.alpha), float(epilogue.beta), stream, index),
+    )
+    ready = work.launches.get(key)
+    if ready is None:
+        items = list(np.ndindex(*b.shape[:-2]))
+        if (len(work.launches) + 1) * len(items) > REMEMBERED:
+            work.launches.clear()
+        driver.enter(index)  # in a new thread torch may not have done so yet
+        function, ready = _function(_compiled(c), index), []
+        for at in items:
+            b_one, c_one, other = b[at], out[at], None if epilogue.other is None else epilogue.other[at]
+            params, grid = told(c, work, nibbles, b_one, c_one, epilogue, _item(scales, at))
+            maps = [driver.tensor_map(each) for each in boxes(c, a.values, b_one, c_one, other)]
+            # Where no other matrix is, C's map stands for it; the kernel does not look at it.
+            arguments = [*maps[:3], params, maps[-1]]
+            ready.append(Launch(function, grid, c.threads, c.smem, index, stream, arguments))
+        work.launches[key] = ready
+    for each in ready:
+        each()
 
 
 def _item(scales: Scales | None, at: tuple[int, ...]) -> Scales | None:
@@ -312,7 +331,8 @@ def told(
 ) -> tuple[Params, int]:
     """What the kernel is told beside tensor maps, and how many CTAs there are."""
     (k, n), (m, _), lists = b.shape, out.shape, work.lists
-    p = Params(nibbles=nibbles.data_ptr(), m=m, n=n, group=c.group, alpha=float(epilogue.alpha))
+    p = Params(nibbles=nibbles.data_ptr(), m=m, n=n, group=c.group)
+    p.alpha, p.beta = float(epilogue.alpha), float(epilogue.beta)
     p.bias = None if epilogue.bias is None else epilogue.bias.data_ptr()
     if scales is not None:
         p.a_scale, p.a_each = scales.a.data_ptr(), scales.a.ndim
@@ -329,12 +349,13 @@ def told(
     return p, lists.ctas
 
 
-def boxes(c: Config, values: Tensor, b: Tensor, out: Tensor) -> tuple[Boxed, Boxed, Boxed]:
-    """A, B [K, N] and C [M, N] as TMA sees them."""
+def boxes(c: Config, values: Tensor, b: Tensor, out: Tensor, other: Tensor | None = None) -> list[Boxed]:
+    """A, B [K, N] and C [M, N] as TMA sees them, and the other matrix, if there is one."""
     half = values.shape[-1]
     a_box = Boxed(values.data_ptr(), values.dtype, (half, values.numel() // half), half, (c.bk // 2, c.tm))
     b_lies, b_box = (b, (64, 64 // c.cluster)) if c.b_row else (b.mT, (c.bk, c.tn // c.cluster))
-    return a_box, _by_rows(b_lies, b_box), _by_rows(out.mT if c.c_col else out, (64, 64))
+    like_c = [_by_rows(x.mT if c.c_col else x, (64, 64)) for x in (out, other) if x is not None]
+    return [a_box, _by_rows(b_lies, b_box), *like_c]
 
 
 def _by_rows(x: Tensor, box: tuple[int, int]) -> Boxed:
@@ -358,12 +379,9 @@ def why_not(p: Problem24, dtype: str) -> list[str]:
         reasons.append(
             "A stands transposed, and its pairs then lie along the rows of C, where no tensor core takes them"
         )
-    if p.combine:
-        reasons.append(
-            "its epilogue joins no other matrix; leave residual, gate or beta away and join it by torch"
-        )
     if not p.aligned:
-        reasons.append("TMA needs pointers and leading strides that are multiples of 16 bytes")
+        alike = ", and another matrix that lies as C does" if p.combine else ""
+        reasons.append(f"TMA needs pointers and leading strides that are multiples of 16 bytes{alike}")
     row = p.m if p.out_layout == "col" else p.n
     if row % 8:
         reasons.append(f"TMA writes whole 16 bytes, so a row of C must hold a multiple of 8, not {row}")
@@ -387,6 +405,7 @@ L2_BYTES_PER_SECOND = 8.4e12
 FLOPS_PER_SECOND = 1170e12
 CYCLES_PER_SECOND = 1.9e9
 TILE_SECONDS = 1.1e-6  # beginning, ending and storing a tile of 128 x 256, as hopper.spmm has it
+JOIN_SECONDS = 0.7e-6  # finishing one with another matrix, as hopper.spmm has it; not measured here
 
 
 def tiles_of(p: Problem24, clusters: Sequence[int], lists: bool = False) -> Iterator[Config]:
@@ -442,7 +461,10 @@ def whole_seconds(p: Problem24, c: Config) -> float:
 
 
 def tile_seconds(c: Config) -> float:
-    return TILE_SECONDS * max(0.25, c.tm * c.tn / 32768)
+    """What a tile takes beside its steps. Another matrix comes through the ring: its elements for B's of some steps."""
+    area = c.tm * c.tn / 32768
+    joining = area * (JOIN_SECONDS + 65536 * H200.sm_count / L2_BYTES_PER_SECOND) if c.combine else 0.0
+    return TILE_SECONDS * max(0.25, area) + joining
 
 
 class HopperSemi24:
