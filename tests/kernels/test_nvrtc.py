@@ -2,8 +2,10 @@
 
 import pwd
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from sparsek.core import env
 from sparsek.core.errors import Unsupported
@@ -80,3 +82,30 @@ def test_the_library_that_is_named_is_taken_and_no_other(monkeypatch: pytest.Mon
     finally:
         for each in (library, nvrtc.version):
             each.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("cuda", "first"), [("12.8", "libnvrtc.so.12"), ("13.0", "libnvrtc.so.13"), (None, "")]
+)
+def test_the_version_that_torch_loads_comes_first(
+    cuda: str | None, first: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NVRTC", raising=False)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    names = [path.name for path in nvrtc._places()]
+    assert set(names) == set(nvrtc.NAMES)
+    assert names[0] == (first or nvrtc.NAMES[0])
+    assert names == sorted(names, key=names.index)  # wherever it lies, before the others
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("fails", ["nvrtcGetProgramLogSize", "nvrtcGetCUBINSize", "nvrtcGetCUBIN"])
+def test_whatever_fails_is_told(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Failing:
+        def __getattr__(self, name: str) -> Any:
+            return (lambda *given: 9) if name == fails else getattr(found, name)
+
+    found = library()
+    monkeypatch.setattr(nvrtc, "library", Failing)
+    with pytest.raises(CompilerError, match=r"twice\.cu: NVRTC error 9"):
+        compile_cuda(SOURCE, "twice.cu", OPTIONS)

@@ -18,6 +18,8 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
+import torch
+
 from sparsek.core import env
 from sparsek.core.errors import Unsupported
 
@@ -34,7 +36,10 @@ class CompilerError(RuntimeError):
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """NVRTC, or None where it is not found: $NVRTC, then packages, toolkits, and where the system's loader looks."""
+    """NVRTC, or None where it is not found: $NVRTC, then packages, toolkits, and where the system's loader looks.
+
+    Of several versions the one of torch's CUDA, which torch loads too.
+    """
     for path in _places():
         if path.is_file():
             for builtins in sorted(path.parent.glob("libnvrtc-builtins.so.*")):
@@ -44,7 +49,12 @@ def library() -> ctypes.CDLL | None:
                 return found
     if env.nvrtc_path():
         return None
-    return next((found for name in NAMES if (found := _opened(name)) is not None), None)
+    return next((found for name in _names() if (found := _opened(name)) is not None), None)
+
+
+def _names() -> list[str]:
+    own = f"libnvrtc.so.{(torch.version.cuda or '').split('.')[0]}"
+    return sorted(NAMES, key=lambda name: name != own)
 
 
 def _places() -> Iterator[Path]:
@@ -52,8 +62,8 @@ def _places() -> Iterator[Path]:
         yield Path(env.nvrtc_path())
         return
     folders = [Path(each, package) for each in sys.path if each for package in PACKAGES]
-    for folder in [*folders, *map(Path, TOOLKITS)]:
-        yield from (folder / name for name in NAMES)
+    for name in _names():
+        yield from (folder / name for folder in [*folders, *map(Path, TOOLKITS)])
 
 
 def _opened(name: str) -> ctypes.CDLL | None:
@@ -67,7 +77,7 @@ def _opened(name: str) -> ctypes.CDLL | None:
 def version() -> tuple[int, int]:
     """Of NVRTC: (13, 0). Raises Unsupported where there is none."""
     major, minor = ctypes.c_int(), ctypes.c_int()
-    _needed().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+    _check(_needed().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)))
     return major.value, minor.value
 
 
@@ -78,6 +88,11 @@ def _needed() -> ctypes.CDLL:
     return found
 
 
+def _check(status: int, name: str = "NVRTC", said: str = "") -> None:
+    if status:
+        raise CompilerError(f"{name}: NVRTC error {status}{said}")
+
+
 def compile_cuda(source: str, name: str, options: Sequence[str]) -> tuple[bytes, str]:
     """(cubin, what the compiler said) of CUDA C++ without includes. `name` stands in its messages.
 
@@ -85,21 +100,20 @@ def compile_cuda(source: str, name: str, options: Sequence[str]) -> tuple[bytes,
     """
     nvrtc = _needed()
     program, size = ctypes.c_void_p(), ctypes.c_size_t()
-    made = nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), name.encode(), 0, None, None)
-    if made:
-        raise CompilerError(f"{name}: NVRTC error {made}")
+    _check(
+        nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), name.encode(), 0, None, None), name
+    )
     try:
         given = (ctypes.c_char_p * len(options))(*(each.encode() for each in options))
         failed = nvrtc.nvrtcCompileProgram(program, len(options), given)
-        nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+        _check(nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size)), name)
         log = ctypes.create_string_buffer(max(1, size.value))
-        nvrtc.nvrtcGetProgramLog(program, log)
+        _check(nvrtc.nvrtcGetProgramLog(program, log), name)
         said = log.value.decode(errors="replace")
-        if failed:
-            raise CompilerError(f"{name}: NVRTC error {failed}\n{said}")
-        nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size))
+        _check(failed, name, f"\n{said}")
+        _check(nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size)), name)
         cubin = ctypes.create_string_buffer(size.value)
-        nvrtc.nvrtcGetCUBIN(program, cubin)
+        _check(nvrtc.nvrtcGetCUBIN(program, cubin), name)
         return cubin.raw, said
     finally:
         nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
