@@ -11,7 +11,7 @@ from sparsek.formats.scaled_tensor import ScaledTensor
 from sparsek.formats.semi24 import Semi24
 from sparsek.reference.epilogue import Epilogue
 from sparsek.reference.scaled import scaled
-from sparsek.testing.budget_fp8 import check_linear_fp8, check_scaled
+from sparsek.testing.budget_fp8 import check_linear_fp8, check_scaled, tensor_core_error
 from sparsek.testing.cases_fp8 import FP8_CASES, CaseFp8
 
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
@@ -43,15 +43,15 @@ def test_operands_that_do_not_fit_are_refused():
         scaled(a, b, Epilogue(bias=torch.randn(32)))
 
 
-def core(a: Tensor, b: Tensor, promoted: int) -> Tensor:
+def core(a: Tensor, b: Tensor, promoted: int, bits: int = 13) -> Tensor:
     """a [M, K] @ b [K, N] as Hopper's tensor cores sum FP8: 32 products at a time are aligned with the running sum to
-    the largest of them, and cut 13 bits below it. Every `promoted` of K the sum moves to float32 and starts anew."""
+    the largest of them, and cut `bits` below it. Every `promoted` of K the sum moves to float32 and starts anew."""
     total = torch.zeros(a.shape[0], b.shape[1])
     for first in range(0, a.shape[1], promoted):
         running = torch.zeros_like(total)
         for k in range(first, min(first + promoted, a.shape[1]), 32):
             each = torch.cat((a[:, k : k + 32, None] * b[None, k : k + 32], running[:, None]), 1)
-            unit = 2.0 ** (torch.frexp(each.abs().amax(1)).exponent - 1 - 13).float()
+            unit = 2.0 ** (torch.frexp(each.abs().amax(1)).exponent - 1 - bits).float()
             running = (torch.trunc(each / unit[:, None]) * unit[:, None]).sum(1)
         total += running
     return total
@@ -71,6 +71,30 @@ def test_long_sums_pass_if_a_tensor_core_is_relieved_and_not_if_it_is_left_alone
             assert not check_scaled(a, b, alone).passed
         if shifted and k > 2048:  # also after C has been rounded
             assert not check_scaled(a, b, alone.to(BF16)).passed
+
+
+MADE = {
+    "random signs": torch.randn,
+    "mostly positive": lambda *shape: torch.randn(*shape) + 0.5,
+    "positive": lambda *shape: torch.randn(*shape).abs(),
+}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_sums_left_alone_pass_where_fast_accum_allows_them(name: str):
+    for k in (2048, 8192):
+        a, b = quantize(BSR.from_dense(MADE[name](16, k), 16)), quantize(MADE[name](8, k)).mT
+        fast, stretch = a.with_fast_accum(), a.scale[:, None] * b.scale
+        values = a.to_dense() / a.scale[:, None], b.values.float().mT
+        alone = core(*values, k) * stretch
+        assert check_scaled(fast, b, alone).passed
+        assert check_scaled(fast, b, alone.to(BF16)).passed
+        assert not check_scaled(fast, b, alone, core=0.0).passed  # for kernels that make no use of it
+        lost = torch.linalg.vector_norm(alone.double() - scaled(a, b, dtype=F64))
+        expected = torch.linalg.vector_norm(tensor_core_error(a.to_dense(), b.dequantize(F32)))
+        assert 1 < expected / lost < 4
+        if k == 2048:  # of a longer sum of one sign so much is lost that fewer bits lose little more
+            assert not check_scaled(fast, b, core(*values, k, bits=9) * stretch).passed
 
 
 def test_what_is_wrong_does_not_pass():
