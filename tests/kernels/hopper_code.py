@@ -34,8 +34,8 @@ class Code(NamedTuple):
     """Facts of one compiled kernel. `registers` is for each thread of `warps` warps at launch; sizes are in bytes.
 
     `wgmma` and `copies` list the distinct instructions; `waits` are the numbers of wgmma groups that may still run
-    when a wait ends. `fixed_bounds`: see the function. `unwritten`, `mixed` and `loops` are what `sass` finds in the
-    machine code, where that was to be read. `log` is what ptxas said.
+    when a wait ends. `fixed_bounds`: see the function. `unwritten`, `mixed`, `early` and `loops` are what `sass` finds
+    in the machine code, where that was to be read. `log` is what ptxas said.
     """
 
     triton: str
@@ -51,6 +51,7 @@ class Code(NamedTuple):
     fixed_bounds: list[str]
     unwritten: list[str]
     mixed: list[str]
+    early: list[str]
     loops: list[Loop]
     log: str
 
@@ -196,6 +197,7 @@ def _code(kernel: Any, log: str, reads_sass: bool) -> Code:
         fixed_bounds=fixed_bounds(kernel.asm["ttgir"]),
         unwritten=[found for program in programs for found in sass.unwritten(program)],
         mixed=[found for program in programs for found in sass.mixed_descriptors(program)],
+        early=[found for program in programs for found in sass.early_arrivals(program)],
         loops=[found for program in programs for found in sass.multiplying_loops(program)],
         log=log,
     )

@@ -48,6 +48,7 @@ def check_code(c: Config, dtype: str, code: Code, stack: int = 0, spills: int = 
     assert code.stack <= stack, where
     assert code.spills <= spills, where
     assert [] == code.mixed == code.fixed_bounds, where
+    assert code.early == [], where
     assert [found for found in code.unwritten if not SAVED.search(found)] == [], where
     assert code.shared <= SMEM_PER_BLOCK, where
     assert c.ctas_per_sm * (code.shared + 1024) <= SMEM_PER_SM, where

@@ -25,6 +25,8 @@ BEFORE_ALL = frozenset((ENTRY,))
 WRITES_UNIFORM = ("R2UR", "S2UR", "ELECT", "REDUX")
 WRITES_NONE = ("UISETP", "UPLOP3", "USETMAXREG", "UTMA", "UBLK", "UCGABAR", "UCCTL")
 WGMMA = ("HGMMA", "QGMMA")  # of 16 bits, of 8
+SHARED = ("LDS", "STS", "LDSM", "STSM", "ATOMS")  # what threads themselves do to shared memory
+ARRIVAL, WHOLE = "SYNCS.ARRIVE.TRANS64.A1T0", "BAR.SYNC"
 UNKNOWN_JUMPS = ("BRXU", "JMP", "JMX", "JMXU", "CALL", "RET", "BPT", "RPCMOV")
 
 
@@ -189,6 +191,28 @@ def mixed_descriptors(program: Program) -> list[str]:
     meet in a descriptor (2026-11-21); code that does so may be right, and must be looked at.
     """
     return _readers(program, lambda i, number, writes: i.opcode.startswith(WGMMA) and len(writes) > 1)
+
+
+def early_arrivals(program: Program) -> list[str]:
+    """Arrivals at an mbarrier that a path leads to from an access to shared memory without a barrier in between.
+
+    One thread arrives for its warpgroup, so all of it must be done by then: what the arrival allows another warp to
+    read or to write over would else be touched afterwards.
+    """
+    touched: list[bool | None] = [None] * len(
+        program.code
+    )  # since the last barrier, on any path; None: not reached
+    touched[0] = False
+    waiting = [0]
+    while waiting:
+        at = waiting.pop()
+        i = program.code[at]
+        after = not i.opcode.startswith(WHOLE) and (touched[at] or i.opcode.split(".")[0] in SHARED)
+        for place in program.successors[at]:
+            if touched[place] is None or (after and not touched[place]):
+                touched[place] = after
+                waiting.append(place)
+    return [str(i) for i, late in zip(program.code, touched, strict=True) if late and i.opcode == ARRIVAL]
 
 
 def _is_copy(i: Instruction) -> bool:

@@ -131,7 +131,7 @@ def check_code(c: Config, dtype: str, code: Code, spills: Spills) -> None:
     assert code.waits == [0, 1], where
     assert "serialized" not in code.log, where
     assert "Potential Performance Loss" not in code.log, where
-    assert [] == code.unwritten == code.mixed == code.fixed_bounds, where
+    assert [] == code.unwritten == code.mixed == code.early == code.fixed_bounds, where
     check_steps(c, code, spills, where)
     assert code.shared <= SMEM_PER_BLOCK, where
     assert c.ctas_per_sm * (code.shared + 1024) <= SMEM_PER_SM, where

@@ -87,7 +87,7 @@ def check(c: Config, dtype: str, code: Code, spilled: int) -> None:
     assert "serialized" not in code.log, where
     assert "Potential Performance Loss" not in code.log, where
     # Descriptors of K and V are made before the loop and again in it (`mixed`): the same ones, as GPU tests show.
-    assert [] == code.unwritten == code.fixed_bounds, where
+    assert [] == code.unwritten == code.early == code.fixed_bounds, where
     assert code.stack <= spilled, where
     assert code.shared <= H200.smem_bytes, where
     assert c.smem_bytes - 1024 <= code.shared <= c.smem_bytes + 512, (

@@ -6,6 +6,7 @@ pytest.importorskip("triton")
 
 from tests.kernels.sass import (
     Loop,
+    early_arrivals,
     loops,
     mixed_descriptors,
     multiplying_loops,
@@ -80,6 +81,16 @@ def test_an_older_value_that_comes_through_on_one_path_is_a_mixed_descriptor():
     assert found.startswith("0x0100: HGMMA")
     assert found.endswith("reads UR10, UR11")
     assert mixed_descriptors(parsed(listing("UMOV UR10, 0x7", "@!UP0 UMOV UR10, 0x8", *TWO_LOOPS))) == []
+
+
+def test_an_arrival_before_all_warps_are_done_with_shared_memory_is_found():
+    arrives = "@!P2 SYNCS.ARRIVE.TRANS64.A1T0 RZ, [UR4+0x34860], RZ"
+    whole = ("STS.64 [R4], R152", "BAR.SYNC.DEFER_BLOCKING 0x2, 0x80", arrives, "EXIT")
+    assert early_arrivals(parsed(listing(*whole))) == []
+    (found,) = early_arrivals(parsed(listing(whole[0], *whole[2:])))
+    assert found == f"0x0010: {arrives}"
+    around = (".L_x_0:", *whole[1:3], "LDS.64 R4, [R3]", "@P0 BRA `(.L_x_0)", arrives, "EXIT")
+    assert early_arrivals(parsed(listing(*around))) == [f"0x0040: {arrives}"]
 
 
 @pytest.mark.parametrize(
