@@ -1,6 +1,6 @@
 """A few small products by the kernel that is named, for `compute-sanitizer --tool memcheck`.
 
-Together they use every tile, clusters, ragged sides, empty block rows, and rings that wrap.
+Together they use every tile, clusters, ragged sides, empty block rows, other matrices, and rings that wrap.
 """
 
 import sys
@@ -16,13 +16,13 @@ from tests.kernels import planned_24, planned_fp8
 COL = ("col", "col", "col")
 WHOLE = (
     Case24(72, 48, 16, "small"),
-    Case24(300, 528, 264, "ragged"),
+    Case24(300, 528, 264, "ragged", combine="add"),
     Case24(296, 1040, 300, "layer", layouts=COL, bias=True, activation="gelu"),
 )
 BLOCKS = (
     Case24(64, 64, 8, "small", (64, 64), 1.0),
     Case24(300, 512, 264, "ragged", (64, 64), 0.4),
-    Case24(504, 512, 264, "layer", (128, 128), 0.4, layouts=COL, bias=True, activation="gelu"),
+    Case24(504, 512, 264, "layer", (128, 128), 0.4, layouts=COL, bias=True, activation="gelu", combine="mul"),
 )
 MORE = {"by_columns": True, "bias": True, "activation": "gelu"}
 WHOLE_FP8 = (CaseFp8("semi24", 200, 480, 264, "ragged"), CaseFp8("semi24", 296, 1056, 77, "layer", **MORE))

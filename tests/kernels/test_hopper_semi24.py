@@ -351,13 +351,11 @@ def test_one_row_gets_a_stride_that_tma_takes() -> None:
     assert (made.size, made.stride, made.box) == ((64, 1), 64, (64, 64))
 
 
-def test_another_matrix_lies_as_c_does_or_is_a_reason() -> None:
-    w, x = sk.Semi24.from_dense(torch.randn(64, 32).bfloat16()), torch.randn(1, 32).bfloat16()
-    out = torch.empty(1, 64, dtype=torch.bfloat16).mT
-    memory = torch.randn(64, 16).bfloat16()
-    column, row = memory[:, :1], memory.view(-1)[:64].view(1, 64).mT
-    for other, lies in ((column, False), (row, True)):
-        assert problem(w, x.mT, Epilogue(other=other), out).aligned == lies
+def test_a_row_that_stands_for_all_rows_is_no_matrix_for_tma() -> None:
+    w, x = sk.Semi24.from_dense(torch.randn(64, 32).bfloat16()), torch.randn(8, 32).bfloat16()
+    row, out = torch.randn(64).bfloat16(), torch.empty(8, 64, dtype=torch.bfloat16)
+    for other, aligned in ((row.repeat(8, 1), True), (row.expand(8, 64), False)):
+        assert problem(w, x.mT, Epilogue(other=other.mT), out.mT).aligned == aligned
 
 
 def test_a_group_has_a_row() -> None:

@@ -4,6 +4,7 @@ Inputs are fresh in every run; a failure prints the seed.
 """
 
 import os
+import random
 import threading
 from dataclasses import replace
 from typing import Any
@@ -15,6 +16,8 @@ from torch import Tensor
 import sparsek as sk
 from sparsek.formats.bsr24 import BSR24
 from sparsek.formats.semi24 import Semi24
+from sparsek.ops.semi24 import plan_linear as plan_layer
+from sparsek.reference.epilogue import PLAIN, Epilogue
 from sparsek.testing.budget24 import check_24, check_linear24
 from sparsek.testing.cases24 import Case24
 from sparsek.testing.poison import poisoned
@@ -52,6 +55,12 @@ EPILOGUES: tuple[dict[str, Any], ...] = (
     {"activation": "gelu_tanh"},
     {"activation": "relu", "alpha": 2.0},
     {"bias": True, "activation": "silu"},
+)
+JOINED: tuple[dict[str, Any], ...] = (
+    {"combine": "add"},
+    {"combine": "mul", "bias": True},
+    {"combine": "add", "beta": -1.5, "alpha": 0.5, "bias": True, "activation": "gelu"},
+    {"combine": "mul", "activation": "silu"},
 )
 
 
@@ -105,12 +114,62 @@ def test_epilogues_are_within_budget(epilogue: dict[str, Any], dtype: torch.dtyp
                 hold(kernel, case, dtype, "cuda", fresh(), c)
 
 
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+@pytest.mark.parametrize("joined", JOINED, ids=str)
+def test_another_matrix_is_joined_within_budget(joined: dict[str, Any], dtype: torch.dtype) -> None:
+    """Beside C and in its place: what is read of it is read before C is written there."""
+    for layouts in (("row", "row", "row"), COL):
+        whole = Case24(520, 528, 264, "whole", layouts=layouts, **joined)
+        blocks = Case24(520, 512, 264, "blocks", (128, 64), 0.2, layouts=layouts, **joined)
+        for kernel, case in ((semi24.KERNEL, whole), (bsr24.KERNEL, blocks)):
+            for c in configs(kernel, case, dtype)[::3]:
+                a, b, epilogue, out = case.make("cuda", dtype, seed := fresh())
+                multiply(kernel, a, b, epilogue, out, config=c)
+                assert (gate := check_24(a, b, out, epilogue)).passed, f"{c}, seed {seed}: {gate}"
+                assert epilogue.other is not None
+                beside = out.clone()
+                out.copy_(epilogue.other)
+                multiply(kernel, a, b, replace(epilogue, other=out), out, config=c)
+                assert torch.equal(out, beside), f"{c} in place, seed {seed}"
+
+
+@pytest.mark.parametrize("name", ["semi24", "bsr24"])
+def test_layers_of_any_size_are_within_budget(name: str) -> None:
+    draw = random.Random(seed := fresh())
+    torch.manual_seed(seed)
+    for _ in range(12):
+        n, k, tokens = 8 * draw.randint(1, 80), 16 * draw.randint(1, 70), draw.randint(1, 700)
+        if name == "semi24":
+            gate_w, w = (Semi24.from_dense(randn(n, k)) for _ in range(2))
+        else:
+            side = draw.choice([64, 128, 192])
+            made = (
+                sk.random_bsr(n, k, (side, 64), 0.4, dtype=BF16, device="cuda", seed=seed + i) for i in (0, 1)
+            )
+            gate_w, w = map(BSR24.from_bsr, made)
+        if not w.values.numel() or not gate_w.values.numel():
+            continue
+        x, bias, residual = randn(tokens, k), randn(n), randn(tokens, n)
+        kernel, sizes = f"hopper.{name}", f"{tokens} x {k} to {n}, seed {seed}"
+        y = sk.linear(x, w, bias, "gelu", residual, kernel=kernel)
+        assert check_linear24(x, w, y, bias, "gelu", residual).passed, sizes
+        gate = sk.linear(x, gate_w, activation="silu", kernel=kernel)
+        y = sk.swiglu(x, gate_w, w, kernel=kernel)
+        assert check_24(w, x.mT, y.mT, Epilogue(other=gate.mT, combine="mul")).passed, sizes
+        c = residual.mT.contiguous() if tokens % 8 == 0 else None
+        if c is not None:
+            before = c.clone()
+            sk.spmm(w, x.mT, out=c, beta=-0.5, kernel=kernel)
+            assert check_24(w, x.mT, c, Epilogue(other=before, beta=-0.5)).passed, sizes
+
+
 @pytest.mark.parametrize("batch", [(3,), (2, 2)], ids=str)
 def test_batches_are_within_budget(batch: tuple[int, ...]) -> None:
-    for layouts in (("row", "row", "row"), COL):
-        hold(semi24.KERNEL, Case24(136, 80, 72, "batch", layouts=layouts, batch=batch), BF16, "cuda", fresh())
-        case = Case24(192, 128, 72, "batch", (64, 64), 0.6, layouts=layouts, batch=batch)
-        hold(bsr24.KERNEL, case, BF16, "cuda", fresh())
+    for layouts, combine in ((("row", "row", "row"), "add"), (COL, "mul")):
+        more: dict[str, Any] = {"layouts": layouts, "batch": batch, "combine": combine}
+        hold(semi24.KERNEL, Case24(136, 80, 72, "batch", **more), BF16, "cuda", fresh())
+        hold(bsr24.KERNEL, Case24(192, 128, 72, "batch", (64, 64), 0.6, **more), BF16, "cuda", fresh())
+    hold(semi24.KERNEL, Case24(136, 80, 72, "batch", batch=batch), BF16, "cuda", fresh())
 
 
 def test_all_configs_and_all_runs_give_the_same_bits() -> None:
@@ -148,14 +207,18 @@ def test_large_products_are_within_budget() -> None:
 
 
 def test_nothing_is_written_beside_the_output() -> None:
+    """Nor is anything read beside the other matrix."""
     a, b = Semi24.from_dense(randn(200, 96)), randn(96, 136)
-    for c in semi24.KERNEL.configs(problem(a, b)):
-        whole = poisoned((202, 152), BF16, "cuda")
-        out = whole[1:-1, 8:-8]
-        multiply(semi24.KERNEL, a, b, out=out, config=c)
-        assert check_24(a, b, out).passed, c
-        out.fill_(torch.nan)
-        assert whole.isnan().all(), c
+    around = poisoned((202, 152), BF16, "cuda")
+    around[1:-1, 8:-8] = randn(200, 136)
+    for epilogue in (PLAIN, Epilogue(other=around[1:-1, 8:-8])):
+        for c in semi24.KERNEL.configs(problem(a, b, epilogue)):
+            whole = poisoned((202, 152), BF16, "cuda")
+            out = whole[1:-1, 8:-8]
+            multiply(semi24.KERNEL, a, b, epilogue, out, config=c)
+            assert check_24(a, b, out, epilogue).passed, c
+            out.fill_(torch.nan)
+            assert whole.isnan().all(), c
 
 
 def test_nan_in_a_row_of_b_stays_with_the_rows_of_a_that_name_it() -> None:
@@ -226,8 +289,8 @@ def test_a_launch_neither_syncs_nor_allocates(no_sync: Any) -> None:
 def test_automatic_choice_takes_it_for_large_layers() -> None:
     x, w = randn(2048, 4096), Semi24.from_dense(randn(4096, 4096))
     assert sk.plan_spmm(w, x.mT).kernel == "hopper.semi24"
-    narrow = replace(problem(w, x.mT), combine="add")
-    assert semi24.KERNEL.why_not(narrow)
+    residual = randn(2048, 4096)
+    assert plan_layer(x, w, epilogue=Epilogue(other=residual)).kernel == "hopper.semi24"
 
 
 @pytest.mark.parametrize("kernel", ["hopper.semi24", "hopper.bsr24"])
