@@ -6,7 +6,7 @@ Both operands are in FP8 before any time, the dense one with a scale for each to
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -138,7 +138,8 @@ class Fp8Case(Case):
     """An FP8 matrix [m, k] times a dense FP8 one: "x@W.T", a layer of n tokens, or "A@B" with B [k, n].
 
     `stored` is "bsr", "semi24" or "bsr24"; `block` and `density` are those of stored blocks. `scale` says what of the
-    matrix shares a scale. `dtype` is that of its values: "e4m3" or "e5m2"; the dense operand is in E4M3.
+    matrix shares a scale. `dtype` is that of its values: "e4m3" or "e5m2"; the dense operand is in E4M3. `fast_accum`:
+    sums may stay in the tensor cores.
     """
 
     op: ClassVar[str] = "fp8"
@@ -152,6 +153,7 @@ class Fp8Case(Case):
     form: str = LINEAR
     scale: str = "row"
     dtype: str = "e4m3"
+    fast_accum: bool = False
 
     def __post_init__(self) -> None:
         for name, allowed in (
@@ -173,6 +175,8 @@ class Fp8Case(Case):
             raise InvalidInput(
                 f"sides of 2:4 blocks are multiples of 64, got {block_name(self.block or (0, 0))}"
             )
+        if self.fast_accum and self.scale == "block":
+            raise InvalidInput("scales of blocks are applied to float32 sums, which fast_accum does without")
         if self.k % 16:
             raise InvalidInput(f"K of an FP8 product is a multiple of 16 here, got {self.k}")
 
@@ -180,6 +184,7 @@ class Fp8Case(Case):
     def name(self) -> str:
         """One short line: "x @ W.T 8192³ block 128 12.5 % e4m3"; the scale is named unless it is that of rows."""
         words = [self.dtype, "" if self.scale == "row" else f"scale per {self.scale}"]
+        words += ["fast_accum"] if self.fast_accum else []
         if self.block is None:
             stored = " ".join(filter(None, ("2:4", *words)))
         else:
@@ -189,9 +194,9 @@ class Fp8Case(Case):
 
     @property
     def order(self) -> tuple[Any, ...]:
-        """Sorts cases by format, size, block, falling density, form, scale."""
+        """Sorts cases by format, size, block, falling density, sums, form, scale."""
         size = self.m * self.k * self.n
-        more = FORMS.index(self.form), SCALES.index(self.scale), self.dtype
+        more = self.fast_accum, FORMS.index(self.form), SCALES.index(self.scale), self.dtype
         return STORED.index(self.stored), size, self.block or (), -self.density, *more
 
     @property
@@ -208,7 +213,8 @@ class Fp8Case(Case):
             a = self._like(first, start) if index else first
             x = random_dense(self.n, self.k, dtype=torch.bfloat16, device=device, seed=start + 1)
             out = None if self.form == LINEAR else poisoned((self.m, self.n), OUT, device)
-            sets.append(Fp8Operands(quantize(a, DTYPES[self.dtype], self.scale), quantize(x), out))
+            a8 = quantize(a, DTYPES[self.dtype], self.scale, fast_accum=self.fast_accum)
+            sets.append(Fp8Operands(a8, quantize(x), out))
         return sets
 
     def _matrix(self, device: torch.device, seed: int) -> BSR | Semi24 | BSR24:
@@ -233,15 +239,22 @@ def kernels_of(stored: str) -> tuple[str, ...]:
     return found or ("auto",)
 
 
-KINDS: Mapping[str, Kind] = {"fp8": Kind(Fp8Case)}
+KINDS: Mapping[str, Kind] = {"fp8": Kind(Fp8Case, later={"fast_accum": False})}
 BLOCKS = tuple(Fp8Case(8192, 8192, 8192, BSR_, (128, 128), 0.125, form) for form in FORMS)
 WHOLE = tuple(Fp8Case(8192, 8192, 8192, SEMI24, None, form=form) for form in FORMS)
-# The rows of the speed table of issue 6 that are in FP8.
-ISSUE6: tuple[Entry, ...] = tuple(Entry(case, kernels_of(case.stored)) for case in (*BLOCKS, *WHOLE))
+FAST_BLOCKS, FAST_WHOLE = (
+    tuple(replace(case, fast_accum=True) for case in cases) for cases in (BLOCKS, WHOLE)
+)
+# The rows of the speed table of issue 6 that are in FP8: sums in float32, and as the peers have them. Portable kernels
+# sum in float32 whatever is allowed.
+ISSUE6: tuple[Entry, ...] = (
+    *(Entry(case, kernels_of(case.stored)) for case in (*BLOCKS, *WHOLE)),
+    *(Entry(case, (f"hopper.{OPS[case.stored]}",)) for case in (*FAST_BLOCKS, *FAST_WHOLE)),
+)
 SUITES: Mapping[str, tuple[Entry, ...]] = {"issue6": ISSUE6}
 BARS: Mapping[Case, tuple[Bar, ...]] = {
-    **dict.fromkeys(BLOCKS, (Bar("cublas_fp8", 0.75, 0.9),)),
-    **dict.fromkeys(WHOLE, (Bar("cusparselt", 0.95, 1.1),)),
+    **dict.fromkeys((*BLOCKS, *FAST_BLOCKS), (Bar("cublas_fp8", 0.75, 0.9),)),
+    **dict.fromkeys((*WHOLE, *FAST_WHOLE), (Bar("cusparselt", 0.95, 1.1),)),
 }
 
 
@@ -253,9 +266,10 @@ def product(
     form: Iterable[str],
     scale: Iterable[str],
     dtype: Iterable[str],
+    fast_accum: bool = False,
 ) -> tuple[Fp8Case, ...]:
     """Every combination of the given values, the last varying fastest. `sizes`: m, k and n. A Semi24 has no blocks."""
     kinds = [(kind, one, each) for kind in stored for one in block for each in density]
     kinds = [(kind, None, 1.0) if kind == SEMI24 else (kind, one, each) for kind, one, each in kinds]
     combined = itertools.product(*sizes, dict.fromkeys(kinds), form, scale, dtype)
-    return tuple(Fp8Case(m, k, n, *kind, *more) for m, k, n, kind, *more in combined)
+    return tuple(Fp8Case(m, k, n, *kind, *more, fast_accum=fast_accum) for m, k, n, kind, *more in combined)

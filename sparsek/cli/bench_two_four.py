@@ -84,6 +84,9 @@ def fp8(
     form: Annotated[str, typer.Option(help=f"Products: {', '.join(fp8_cases.FORMS)}.")] = fp8_cases.LINEAR,
     scale: Annotated[str, typer.Option(help=f"What shares a scale: {', '.join(fp8_cases.SCALES)}.")] = "row",
     dtype: Annotated[str, typer.Option(help=f"{', '.join(fp8_cases.DTYPES)}.")] = "e4m3",
+    fast_accum: Annotated[
+        bool, typer.Option("--fast-accum", help="Sums may stay in the tensor cores.")
+    ] = False,
     kernel: Kernels = "auto",
     peers: Annotated[str, peers_option(fp8_peers.PEERS)] = "all",
     rounds: Rounds = 7,
@@ -104,6 +107,7 @@ def fp8(
             listed("form", form, str),
             listed("scale", scale, str),
             listed("dtype", dtype, str),
+            fast_accum,
         )
 
     asked = Asked(context, peers, rounds, named, only, device, out, plot)

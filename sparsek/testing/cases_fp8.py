@@ -22,12 +22,13 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 @dataclass(frozen=True)
 class Scales:
-    """What shares a scale, and the FP8 dtypes: of A and of B."""
+    """What shares a scale, and the FP8 dtypes: of A and of B. `fast`: A's `fast_accum`."""
 
     a: str = "row"
     b: str = "row"
     dtype: torch.dtype = E4M3
     b_dtype: torch.dtype = E4M3
+    fast: bool = False
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,8 @@ class CaseFp8:
         def normal(*shape: int) -> Tensor:
             return torch.randn(shape, generator=draw)
 
-        a = quantize(self._matrix(draw, sizes).to(device), self.scales.dtype, self.scales.a)
+        wide = self._matrix(draw, sizes).to(device)
+        a = quantize(wide, self.scales.dtype, self.scales.a, fast_accum=self.scales.fast)
         x = normal(*self.batch, self.n, self.k) * sizes(*self.batch, self.n, 1)
         b = quantize(x.to(device), self.scales.b_dtype, self.scales.b).mT
         lies = (self.n, self.m) if self.by_columns else (self.m, self.n)
@@ -108,7 +110,7 @@ class CaseFp8:
 
 
 ROW = Scales()
-TENSOR, BLOCK = Scales("tensor", "tensor"), Scales("block")
+TENSOR, BLOCK, FAST = Scales("tensor", "tensor"), Scales("block"), Scales(fast=True)
 LAYER: dict[str, Any] = {"by_columns": True, "bias": True}
 
 FP8_CASES: tuple[CaseFp8, ...] = (
@@ -127,6 +129,7 @@ FP8_CASES: tuple[CaseFp8, ...] = (
     CaseFp8("bsr", 100, 72, 17, "ragged view", (32, 16), 0.7, scales=TENSOR, view=True, bias=True),
     CaseFp8("bsr", 128, 128, 32, "e5m2", scales=Scales("row", "row", E5M2)),
     CaseFp8("bsr", 128, 128, 32, "both e5m2", scales=Scales("tensor", "row", E5M2, E5M2)),
+    CaseFp8("bsr", 128, 640, 24, "fast", scales=FAST, bias=True),
     CaseFp8("bsr", 0, 128, 16, "no rows"),
     CaseFp8("bsr", 128, 0, 16, "no inner side", bias=True),
     CaseFp8("bsr", 128, 128, 0, "no columns"),
@@ -135,6 +138,7 @@ FP8_CASES: tuple[CaseFp8, ...] = (
     CaseFp8("semi24", 7, 24, 50, "few rows", alpha=0.5, combine="add", beta=2.0),
     CaseFp8("semi24", 96, 136, 40, "layer", **LAYER, activation="silu", combine="mul"),
     CaseFp8("semi24", 48, 80, 12, "batch", batch=(2,), scales=Scales("row", "row", E5M2)),
+    CaseFp8("semi24", 64, 640, 40, "fast", scales=FAST, **LAYER),
     CaseFp8("semi24", 1, 8, 1, "smallest", by_columns=True),
     CaseFp8("semi24", 32, 0, 8, "no inner side", bias=True),
     CaseFp8("bsr24", 128, 256, 32, "plain"),
@@ -142,5 +146,6 @@ FP8_CASES: tuple[CaseFp8, ...] = (
     CaseFp8("bsr24", 130, 136, 40, "layer", (128, 64), **LAYER, activation="silu", combine="add"),
     CaseFp8("bsr24", 320, 128, 24, "empty rows", density=0.2, bias=True, scales=TENSOR),
     CaseFp8("bsr24", 128, 128, 12, "batch", (64, 128), batch=(2, 2), scales=Scales("block", "row", E5M2)),
+    CaseFp8("bsr24", 128, 640, 24, "fast", (64, 128), scales=FAST),
     CaseFp8("bsr24", 128, 192, 16, "no blocks", density=0.0, combine="mul"),
 )

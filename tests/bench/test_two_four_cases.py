@@ -34,7 +34,8 @@ PACKED = PackCase(64, 96, "bsr", (32, 16), 0.25, "fp32")
 IN_FP8 = Fp8Case(96, 64, 32, "bsr", (32, 32), 0.5)
 TWO_FOUR_FP8 = Fp8Case(64, 96, 32, "semi24", None, form="A@B", scale="tensor", dtype="e5m2")
 HYBRID_FP8 = Fp8Case(128, 128, 32, "bsr24", (64, 64), 0.5, scale="block")
-SMALL = (WHOLE, BLOCKS, EQUAL, PACKED, PackCase(16, 24, "semi24"), IN_FP8, TWO_FOUR_FP8, HYBRID_FP8)
+FAST_FP8 = replace(IN_FP8, fast_accum=True)
+SMALL = (WHOLE, BLOCKS, EQUAL, PACKED, PackCase(16, 24, "semi24"), IN_FP8, TWO_FOUR_FP8, HYBRID_FP8, FAST_FP8)
 ENTRIES = (*semi24.ISSUE6, *story.STORY, *pack.ISSUE6, *fp8.ISSUE6)
 PEERS = {
     "semi24": semi24_peers.PEERS,
@@ -80,6 +81,7 @@ def test_names_are_short_and_tell_cases_apart() -> None:
     assert fp8.WHOLE[1].name == "A @ B 8192³ 2:4 e4m3"
     assert TWO_FOUR_FP8.name == "A @ B 64×96×32 2:4 e5m2 scale per tensor"
     assert HYBRID_FP8.name == "x @ W.T 128²×32 2:4 in block 64 50 % e4m3 scale per block"
+    assert fp8.FAST_WHOLE[0].name == "x @ W.T 8192³ 2:4 e4m3 fast_accum"
     names = [(entry.op, entry.case.name) for entry in ENTRIES]
     assert len(set(names)) == len(names)
 
@@ -124,7 +126,7 @@ def test_the_suites_hold_every_row_of_the_speed_table() -> None:
     assert semi24.BARS[semi24.IN_BLOCKS[0]] == (Bar("bsr", 1.25, 1.45),)
     assert pack.BARS[pack.CASES[1]] == (Bar("copy", 0.5, 0.8),)
     assert fp8.BARS[fp8.BLOCKS[0]] == (Bar("cublas_fp8", 0.75, 0.9),)
-    assert fp8.BARS[fp8.WHOLE[1]] == (Bar("cusparselt", 0.95, 1.1),)
+    assert fp8.BARS[fp8.WHOLE[1]] == fp8.BARS[fp8.FAST_WHOLE[1]] == (Bar("cusparselt", 0.95, 1.1),)
     for module in (semi24, pack, fp8):
         assert set(module.BARS) == {entry.case for entry in module.ISSUE6}
     for table, bars in ((SEMI24, semi24.BARS), (PACK, pack.BARS), (FP8, fp8.BARS)):
@@ -153,6 +155,7 @@ def test_the_suites_hold_every_row_of_the_speed_table() -> None:
         (IN_FP8, {"k": 56}, "a multiple of 16 here, got 56"),
         (IN_FP8, {"stored": "bsr24"}, "multiples of 64, got 32"),
         (TWO_FOUR_FP8, {"scale": "block"}, "neither a density nor a scale of blocks"),
+        (HYBRID_FP8, {"fast_accum": True}, "which fast_accum does without"),
     ],
 )
 def test_a_case_that_cannot_be_is_refused(case: Any, change: dict[str, Any], said: str) -> None:
@@ -211,6 +214,7 @@ def measured(case: Any, *kernels: str) -> Outcome:
         (IN_FP8, "cpu.spmm_fp8", {"torch_dense", "bf16"}),
         (TWO_FOUR_FP8, "cpu.spmm_fp8", {"torch_dense", "bf16"}),
         (HYBRID_FP8, "cpu.spmm_fp8", {"torch_dense", "bf16"}),
+        (FAST_FP8, "cpu.spmm_fp8", {"torch_dense", "bf16"}),
     ],
     ids=lambda value: getattr(value, "name", None),
 )

@@ -41,6 +41,8 @@ PEERS = {
         (Fp8Case(1024, 2048, 512, density=0.25), ("auto",), {"cublas_fp8", "cublas_fp8_float32", "bf16"}),
         (Fp8Case(1024, 2048, 512, density=0.25, form="A@B"), ("auto",), {"cublas_fp8", "bf16"}),
         (Fp8Case(1024, 2048, 512, "semi24", None), ("auto",), {"cublas_fp8", "bf16"}),
+        (Fp8Case(1024, 2048, 512, density=0.25, fast_accum=True), ("auto",), {"cublas_fp8", "bf16"}),
+        (Fp8Case(1024, 2048, 512, "semi24", None, fast_accum=True), ("auto",), {"cublas_fp8", "bf16"}),
     ],
     ids=lambda value: getattr(value, "name", None),
 )
