@@ -115,7 +115,7 @@ def rows_of(a: BSR | Semi24 | BSR24) -> np.ndarray:
 def same(p: Scaled, q: Scaled) -> bool:
     """Equal to the last bit, class, pattern and metadata with them."""
     a, b = p.matrix, q.matrix
-    if type(a) is not type(b) or (p.kind, p.shape) != (q.kind, q.shape):
+    if type(a) is not type(b) or (p.kind, p.fast_accum, p.shape) != (q.kind, q.fast_accum, q.shape):
         return False
     patterns = [part for x in (a, b) if isinstance(part := getattr(x, "pattern", None), BlockPattern)]
     if patterns and not patterns[0].same_as(patterns[1]):

@@ -150,9 +150,10 @@ def test_the_formats_alone_still_refuse_fp8():
 def test_to_stays_where_it_is_and_refuses_a_dtype():
     q = quantize(bsr())
     assert q.to("cpu") is q
-    assert q.to() is q
-    with pytest.raises(InvalidInput, match=r"a Scaled is FP8; .dequantize\(torch.float32\)"):
-        q.to(torch.float32)  # type: ignore[arg-type]
+    assert q.to() is q.to(dtype=E4M3) is q
+    for asked in ({"device": torch.float32}, {"dtype": torch.float32}):
+        with pytest.raises(InvalidInput, match=r"a Scaled is FP8; .dequantize\(torch.float32\)"):
+            q.to(**asked)  # type: ignore[arg-type]
     with pytest.raises(InvalidInput, match="is not a torch device"):
         q.to("nowhere")
 
@@ -160,7 +161,7 @@ def test_to_stays_where_it_is_and_refuses_a_dtype():
 @pytest.mark.gpu
 @pytest.mark.parametrize(("make", "kind"), CASES)
 def test_to_moves_there_and_back(make: Callable[..., Any], kind: str):
-    q = quantize(make(), scale=kind)
+    q = quantize(make(), scale=kind, fast_accum=kind != "block")
     views = [q.T] if make is bsr and kind != "row" else []
     for each in (q, *views):
         there = each.to("cuda")
@@ -209,6 +210,40 @@ def test_copies_share_what_nobody_writes_to_and_pickles_are_refused(make: Callab
     assert torch.equal(q.to_dense(), before)
     with pytest.raises(InvalidInput, match=r"not pickled; use sparsek\.save"):
         pickle.dumps(q)
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_fast_accum_goes_wherever_the_matrix_goes(make: Callable[..., Any]):
+    q = quantize(make(), fast_accum=True)
+    assert (q.fast_accum, quantize(make()).fast_accum) == (True, False)
+    assert "scale per row, fast_accum, " in repr(q)
+    moved = [q.with_fast_accum(False).with_fast_accum(), copy.copy(q), copy.deepcopy(q)]
+    assert all(each.fast_accum for each in [*moved, Scaled(q.matrix, q.scale, "row", True)])
+    assert _pytree.tree_map(lambda leaf: leaf, q).fast_accum
+    assert moved[0].matrix is q.matrix
+    if make is bsr:
+        assert quantize(make(), scale="tensor", fast_accum=True).T.fast_accum
+
+
+def test_fast_accum_is_refused_where_it_means_nothing():
+    with pytest.raises(InvalidInput, match="up to its sparse matrix"):
+        quantize(torch.randn(4, 32), fast_accum=True)  # type: ignore[call-overload]
+    a = quantize(bsr(), scale="block")
+    for build in (
+        lambda: quantize(bsr(), scale="block", fast_accum=True),
+        a.with_fast_accum,
+        lambda: Scaled(a.matrix, a.scale, "block", True),
+    ):
+        with pytest.raises(InvalidInput, match="a scale per block multiplies the float32 sum of a block"):
+            build()
+    with pytest.raises(InvalidInput, match="fast_accum must be True or False, got 1"):
+        quantize(bsr(), fast_accum=1)  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("make", [semi24, bsr24, lambda: quantize(bsr())])
+def test_values_without_a_gradient_refuse_to_ask_for_one(make: Callable[..., Any]):
+    with pytest.raises(InvalidInput, match="products have no gradient for the values of a"):
+        make().requires_grad_()
 
 
 def test_it_takes_no_part_in_autograd():

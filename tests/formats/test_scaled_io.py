@@ -42,6 +42,15 @@ def test_a_transposed_view_comes_back_as_a_view(tmp_path: Path, kind: str):
     assert same(loaded.T, q)
 
 
+def test_fast_accum_is_kept_and_missing_in_files_of_before(tmp_path: Path):
+    q = quantize(bsr(), fast_accum=True)
+    io.save(q, tmp_path / "q.safetensors")
+    assert same(io.load(tmp_path / "q.safetensors"), q)
+    of_before = forged(tmp_path / "f.safetensors", q, parts(q))
+    assert same(io.load(of_before), q.with_fast_accum(False))
+    assert same(io.load(forged(of_before, q, parts(q), fast_accum=True)), q)
+
+
 @pytest.mark.parametrize("shape", [(0, 64), (64, 0), (0, 0), (64, 64)], ids=str)
 def test_matrices_without_values_come_back(tmp_path: Path, shape: tuple[int, int]):
     blocks = random_bsr(*shape, 64, 0.0)
@@ -129,7 +138,7 @@ OF_ALL = [
     {"dtype": "e5m2"}, {"dtype": "fp8"}, {"dtype": "fp16"}, {"dtype": 8}, {"scale": "tensor"}, {"scale": "column"},
     {"scale": None}, {"scale": "block"}, {"transposed": True}, {"transposed": 0}, {"extra": 1}, {"crc32": 1},
     {"shape": [70]}, {"shape": None}, {"shape": [1, 1]}, {"shape": [10**30, 50]}, {"shape": [70.0, 50]},
-    {"block": [16, 32, 1]}, {"block": "x"}, {"block": [17, 32]}, {"block": [10**30, 64]},
+    {"block": [16, 32, 1]}, {"block": "x"}, {"block": [17, 32]}, {"block": [10**30, 64]}, {"fast_accum": 1},
 ]  # fmt: skip
 
 

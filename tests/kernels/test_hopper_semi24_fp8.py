@@ -32,6 +32,8 @@ COMPILED = [
     semi24_fp8.KERNEL.default(replace(SEMI, **LAYER, out_dtype="fp16")),
     semi24_fp8.KERNEL.default(replace(SEMI, m=512, n=512, dtype="e5m2")),
     bsr24_fp8.KERNEL.default(replace(BSR, **LAYER, b_dtype="e5m2")),
+    semi24_fp8.KERNEL.default(replace(SEMI, **LAYER, fast_accum=True)),
+    bsr24_fp8.KERNEL.default(replace(BSR, fast_accum=True)),
 ]
 
 
@@ -114,6 +116,13 @@ def test_predictions_grow_with_work_and_count_rounding() -> None:
             assert c.promote % 2 == 0
 
 
+def test_fast_accum_gives_tiles_as_wide_as_in_16_bits() -> None:
+    for kernel, p in ((semi24_fp8.KERNEL, SEMI), (bsr24_fp8.KERNEL, BSR)):
+        kept, fast = kernel.configs(p), kernel.configs(replace(p, fast_accum=True))
+        assert {(c.promote, c.tn == 256) for c in kept} == {(4, False)}
+        assert {(c.promote, c.tn == 256) for c in fast} == {(0, False), (0, True)}
+
+
 def test_plans_for_an_h200_name_the_kernel() -> None:
     w = sk.quantize(sk.Semi24.from_dense(torch.randn(1024, 512)), E4M3)
     plan = sk.plan_spmm(w, sk.quantize(torch.randn(256, 512), E4M3).mT, device="h200")
@@ -133,6 +142,9 @@ GPU_CASES = [
     CaseFp8("semi24", 296, 1056, 77, "layer", **MORE, scales=Scales("row", "row", E5M2, E4M3)),
     CaseFp8("semi24", 136, 8192, 256, "long", scales=Scales("row", "tensor", E4M3, E5M2)),
     CaseFp8("semi24", 136, 96, 72, "batch", batch=(2, 2), bias=True, activation="silu", alpha=0.5),
+    CaseFp8("semi24", 1000, 8192, 520, "fast", scales=Scales(fast=True)),
+    CaseFp8("semi24", 296, 1056, 77, "fast layer", **MORE, scales=Scales("tensor", "row", E5M2, fast=True)),
+    CaseFp8("bsr24", 1000, 4096, 520, "fast", (128, 128), 0.3, scales=Scales(fast=True)),
     CaseFp8("bsr24", 128, 256, 72, "plain", (64, 128)),
     CaseFp8("bsr24", 1000, 1024, 520, "blocks", (128, 128), 0.3, scales=Scales("tensor", "row")),
     CaseFp8("bsr24", 504, 768, 261, "layer", (256, 128), 0.4, **MORE),
@@ -153,8 +165,9 @@ def test_every_config_is_within_budget(case: CaseFp8, dtype: torch.dtype) -> Non
 
 
 @pytest.mark.gpu
-def test_all_runs_give_the_same_bits() -> None:
-    case, first = CaseFp8("semi24", 2048, 4096, 2048, "large"), None
+@pytest.mark.parametrize("fast", [False, True])
+def test_all_runs_give_the_same_bits(fast: bool) -> None:
+    case, first = CaseFp8("semi24", 2048, 4096, 2048, "large", scales=Scales(fast=fast)), None
     a, b, epilogue, out = case.make("cuda", torch.bfloat16, fresh())
     for c in semi24_fp8.KERNEL.configs(planned_fp8.problem(a, b, out, epilogue)):
         for _ in range(8):

@@ -46,6 +46,7 @@ def operands(
     b_scale: str = "row",
     types: tuple[torch.dtype, torch.dtype] = (E4M3, E4M3),
     batch: tuple[int, ...] = (),
+    fast: bool = False,
 ) -> tuple[Scaled, ScaledTensor]:
     """A in which blocks differ in size by a factor of 40, and B = x.mT with rows of x that do. Some rows are empty."""
     a = random_bsr(
@@ -53,9 +54,8 @@ def operands(
     )
     sizes = 0.1 + 4 * torch.rand(a.nnzb, 1, 1, device="cuda").bfloat16()
     x = torch.randn(*batch, n, k, device="cuda") * (0.1 + 4 * torch.rand(*batch, n, 1, device="cuda"))
-    return sk.quantize(BSR(a.pattern, a.values * sizes), types[0], a_scale), sk.quantize(
-        x, types[1], b_scale
-    ).mT
+    a8 = sk.quantize(BSR(a.pattern, a.values * sizes), types[0], a_scale, fast_accum=fast)
+    return a8, sk.quantize(x, types[1], b_scale).mT
 
 
 def check(a: Scaled, b: ScaledTensor, out: Tensor, epilogue: Epilogue = PLAIN) -> None:
@@ -93,6 +93,9 @@ def planned(
         {"m": 2048, "k": 1024, "n": 512, "block": (128, 128), "density": 0.02, "a_scale": "block"},
         {"m": 256, "k": 256, "n": 256, "block": (64, 64), "density": 0.0},
         {"m": 256, "k": 384, "n": 264, "block": (128, 128), "batch": (2, 3)},
+        {"m": 1000, "k": 4112, "n": 520, "block": (128, 128), "fast": True, "a_scale": "tensor"},
+        {"m": 768, "k": 960, "n": 136, "block": (96, 96), "fast": True, "types": (E5M2, E4M3)},
+        {"m": 256, "k": 256, "n": 256, "block": (64, 64), "density": 0.0, "fast": True},
     ],
     ids=str,
 )
@@ -126,9 +129,11 @@ def test_epilogues_are_right(activation: str, combine: str) -> None:
 
 @pytest.mark.parametrize("n", [512, 48, 8])
 @pytest.mark.parametrize("block", [(128, 128), (64, 64)], ids=str)
-@pytest.mark.parametrize("a_scale", ["row", "block"])
-def test_every_config_is_right_and_repeats_its_bits(block: tuple[int, int], n: int, a_scale: str) -> None:
-    a, b = operands(1024, 4096, n, block, a_scale=a_scale)
+@pytest.mark.parametrize(("a_scale", "fast"), [("row", False), ("block", False), ("row", True)])
+def test_every_config_is_right_and_repeats_its_bits(
+    block: tuple[int, int], n: int, a_scale: str, fast: bool
+) -> None:
+    a, b = operands(1024, 4096, n, block, a_scale=a_scale, fast=fast)
     out = poisoned((1024, n), torch.bfloat16, "cuda")
     kernel, p = load(NAME), planned(a, b, out).problem
     configs = kernel.configs(p)
@@ -152,6 +157,15 @@ def test_a_long_sum_keeps_its_accuracy() -> None:
     out = poisoned((256, 256), torch.float32, "cuda")
     planned(q, b, out)(q, b, out=out)
     check(q, b, out)
+
+
+def test_with_fast_accum_a_long_sum_stays_in_the_tensor_cores() -> None:
+    """It loses what the model of their cut says, and more than without."""
+    a, b = operands(256, 32768, 256, (128, 128), density=1.0, fast=True)
+    out = poisoned((256, 256), torch.float32, "cuda")
+    planned(a, b, out)(a, b, out=out)
+    check(a, b, out)
+    assert not check_scaled(a.with_fast_accum(False), b, out).passed
 
 
 def test_what_a_tile_reads_beside_its_rows_never_reaches_c() -> None:

@@ -68,6 +68,27 @@ def test_the_operator_rounds_a_wide_operand_and_answers_in_its_dtype(
     assert torch.equal(a @ rounded, sk.spmm(a, b, dtype=BF16))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_fast_accum_is_a_problem_of_its_own(kind: str, plans_made: list[str]):
+    a, x8 = matrix(kind), sk.quantize(torch.randn(32, 192))
+    fast = a.with_fast_accum()
+    for each in (a, fast, a, fast):
+        gate = check_linear_fp8(x8, each, sk.linear(x8, each), core=0.0)
+        assert gate.passed  # a CPU sums in float32 all the same
+    assert len(plans_made) == 2
+    plan = sk.plan_spmm(fast, x8.mT, device="h200")
+    assert plan.problem.fast_accum
+    assert ", C bf16, fast_accum, on NVIDIA H200" in plan.explain()
+    with pytest.raises(InvalidInput, match="fast_accum True, not False"):
+        sk.plan_spmm(fast, x8.mT)(a, x8.mT)
+    dense = sk.plan_spmm(fast, x8.mT, kernel="vendor.cublas_fp8")
+    assert "fast sums" in dense.explain()
+    assert check_scaled(fast, x8.mT, dense(fast, x8.mT)).passed
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda b: sk.spmm(fast, b), fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x8.mT), fast @ x8.mT)
+
+
 @pytest.mark.parametrize("scale", ["tensor", "block"])
 def test_a_bsr_with_a_scale_for_all_or_a_block_stands_on_the_right_too(scale: str, device: str):
     a = matrix("spmm", scale, device)
