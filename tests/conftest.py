@@ -1,5 +1,6 @@
 """What every test may use: the `gpu` marker's skip, a `device` fixture, hypothesis without deadlines, one thread."""
 
+import importlib.util
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -21,6 +22,12 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 # Tests hold kernels to the configs that they choose themselves, whatever was tuned on this machine.
 os.environ.setdefault("SPARSEK_TUNING", "off")
+
+# Files called *_interpreted.py are run so, each by the test whose name it has.
+if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None:
+    from tests.kernels.interpreter import hasten
+
+    hasten()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

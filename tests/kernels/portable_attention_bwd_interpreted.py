@@ -17,7 +17,6 @@ from sparsek.testing.poison import poisoned
 from tests.kernels.attention_grad_cases import (
     cases,
     differentiate,
-    hold,
     inputs,
     judged,
     poisoned_keys,
@@ -67,9 +66,10 @@ CASES = [case for case in cases() if quick(case)]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_every_quick_case_is_within_budget_and_gives_the_same_bits(case: AttentionCase) -> None:
-    assert KERNEL.why_not(problem(*case.make())) == []
-    hold(KERNEL, case, with_lse=len(str(case)) % 2 == 0)
+def test_every_quick_case_is_within_budget(case: AttentionCase) -> None:
+    given = case.make()
+    assert KERNEL.why_not(problem(*given)) == []
+    check(*given, with_lse=len(str(case)) % 2 == 0)
 
 
 def test_most_cases_are_quick() -> None:
@@ -136,8 +136,8 @@ def test_tiles_in_parts_are_within_budget_and_give_the_same_bits(
 ) -> None:
     """Of partial and full blocks; key tiles that no query visits; rules of bits; blocks that differ in size."""
     monkeypatch.setattr(portable, "longest_part", lambda *given: part)
-    sinks = BlockMask.sliding_window(260, 70, sinks=3, block=SMALL, device="cpu")
-    bits = random_bits("cpu", (200, 200), (64, 128), heads=2, density=0.8)
+    sinks = BlockMask.sliding_window(200, 70, sinks=3, block=SMALL, device="cpu")
+    bits = random_bits("cpu", (200, 140), (64, 128), heads=2, density=0.8)
     absent = BlockMask.from_blocks([0, 2, 4, 6], [0, 3, 0, 3, 0, 4], 150, 300, SMALL, device="cpu")
     for mask, config in (
         (sinks, FEW),
@@ -145,6 +145,9 @@ def test_tiles_in_parts_are_within_budget_and_give_the_same_bits(
         (absent, APART),
     ):
         q, k, v = operands(mask, (2, 1))
+        work: Any = KERNEL.prepare(problem(q, k, v, mask), config, mask)
+        assert work.keys.slots > 0
+        assert work.queries.slots > 0 or mask is not sinks
         found = check(q, k, v, mask, config, with_lse=True)
         again = differentiate(KERNEL, inputs(q, k, v, mask, with_lse=True), config)
         assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
