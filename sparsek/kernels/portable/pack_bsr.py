@@ -50,8 +50,38 @@ _ANYWHERE = ("w", "keys", "where", "indptr", "status", "indices", "values")
 
 
 @triton.jit
-def _load(ptr, live, MASKED: tl.constexpr):
-    return tl.load(ptr, mask=live, other=0) if MASKED else tl.load(ptr)
+def _rows(
+    w, offsets, lanes, i, down, rows, w_row,
+    BM: tl.constexpr, UNIT: tl.constexpr, TALL: tl.constexpr, RAGGED: tl.constexpr,
+):  # fmt: skip
+    """TALL rows of block row `i`, from row `down` of it on, in the lanes that are live; None: all of them.
+
+    `offsets` [TALL, .] are those of its first rows from w.
+    """
+    w += offsets + down * w_row
+    if UNIT > 1:
+        w = tl.multiple_of(w, (1, 16))
+    live = lanes
+    if RAGGED:
+        live = lanes & (i * BM + down + tl.arange(0, TALL) < rows)[:, None]
+    if live is None:
+        return tl.load(w)
+    else:
+        return tl.load(w, mask=live, other=0)
+
+
+@triton.jit
+def _there(
+    w, offsets, lanes, i, rows, w_row, BM: tl.constexpr, UNIT: tl.constexpr, TALL: tl.constexpr, RAGGED: tl.constexpr
+):  # fmt: skip
+    """int32: 1 for each lane [.] of `offsets` [TALL, .] that has anything but zeros, of either sign, in BM rows."""
+    bits = tl.core.get_int_dtype(w.dtype.element_ty.primitive_bitwidth, True)
+    found = tl.zeros(offsets.shape, bits)
+    for down in range(0, BM, TALL):
+        found |= (
+            _rows(w, offsets, lanes, i, down, rows, w_row, BM, UNIT, TALL, RAGGED).to(bits, bitcast=True) << 1
+        )
+    return tl.max((found != 0).to(tl.int32), 0)
 
 
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_ANYWHERE)
@@ -63,61 +93,50 @@ def _norms(
     """SIDE blocks side by side, TALL rows of them a step. A row of a block has WIDE >= BK lanes."""
     across = (columns + (BK - 1)) // BK
     chunks = (across + (SIDE - 1)) // SIDE
-    i = tl.program_id(0) // chunks
-    first = tl.program_id(0) % chunks * SIDE
-    w_row, columns = times(w_row, UNIT), times(columns, UNIT)
+    i, first = tl.program_id(0) // chunks, tl.program_id(0) % chunks * SIDE
+    w_row, columns = times(w_row, UNIT).to(tl.int64), times(columns, UNIT)
     lane = tl.arange(0, SIDE * WIDE)
-    row, column = tl.arange(0, TALL), lane // WIDE * BK + lane % WIDE
-    inside = ((lane % WIDE < BK) & (first * BK + column < columns))[None, :]
-    w += i.to(tl.int64) * BM * w_row + first * BK
-    w += (row.to(tl.int64) * w_row)[:, None] + column[None, :]
-    if UNIT > 1:
-        w = tl.multiple_of(w, (1, 16))
+    column = lane // WIDE * BK + lane % WIDE
+    lanes = None
+    if RAGGED or BK != WIDE or SIDE > 1:
+        lanes = ((lane % WIDE < BK) & (first * BK + column < columns))[None, :]
+    w += i * BM * w_row + first * BK
+    offsets = tl.arange(0, TALL)[:, None] * w_row + column[None, :]
     if SQUARES:
-        sums = tl.zeros((TALL, SIDE * WIDE), tl.float64 if w.dtype.element_ty == tl.float64 else tl.float32)
-    else:
-        bits = tl.core.get_int_dtype(w.dtype.element_ty.primitive_bitwidth, True)
-        most = tl.zeros((TALL, SIDE * WIDE), bits)
-    for down in range(0, BM, TALL):
-        live = inside
-        if RAGGED:
-            live = inside & (i * BM + down + row < rows)[:, None]
-        x = _load(w, live, RAGGED or BK != WIDE or SIDE > 1)
-        if SQUARES:
-            x = x.to(sums.dtype)
+        sums = tl.zeros(offsets.shape, tl.float64 if w.dtype.element_ty == tl.float64 else tl.float32)
+        for down in range(0, BM, TALL):
+            x = _rows(w, offsets, lanes, i, down, rows, w_row, BM, UNIT, TALL, RAGGED).to(sums.dtype)
             sums += x * x
+        square = tl.sum(tl.reshape(tl.sum(sums, 0), (SIDE, WIDE)), 1)
+        if square.dtype == tl.float64:
+            key = tl.sqrt(square).to(tl.int64, bitcast=True)
         else:
-            # Without its sign bit; what is largest does not matter, only whether it is 0.
-            most |= x.to(bits, bitcast=True) << 1
-        w += TALL * w_row
-    block = first + tl.arange(0, SIDE)
-    if SQUARES:
-        norm = tl.sum(tl.reshape(tl.sum(sums, 0), (SIDE, WIDE)), 1)
-        if norm.dtype == tl.float64:
-            key = tl.sqrt(norm).to(tl.int64, bitcast=True)
-        else:
-            key = tl.sqrt_rn(norm).to(tl.int32, bitcast=True)
+            key = tl.sqrt_rn(square).to(tl.int32, bitcast=True)
+        if tl.min(key, 0) == 0:
+            # Its squares may have vanished.
+            there = _there(w, offsets, lanes, i, rows, w_row, BM, UNIT, TALL, RAGGED)
+            key = tl.maximum(key, tl.max(tl.reshape(there, (SIDE, WIDE)), 1).to(key.dtype))
     else:
-        found = (most != 0).to(tl.int32)
-        key = tl.max(tl.reshape(tl.max(found, 0), (SIDE, WIDE)), 1)
+        there = _there(w, offsets, lanes, i, rows, w_row, BM, UNIT, TALL, RAGGED)
+        key = tl.max(tl.reshape(there, (SIDE, WIDE)), 1)
+    block = first + tl.arange(0, SIDE)
     tl.store(keys + (i * across + block), key, mask=block < across)
 
 
 @triton.jit
-def _ranked(keys, lane, cells, SURE: tl.constexpr, INFINITY: tl.constexpr):
-    """Keys from `SURE` to `INFINITY` for ranks; -1 past the last cell."""
-    key = tl.load(keys + lane, mask=lane < cells, other=-1)
-    return tl.where(lane < cells, tl.minimum(tl.maximum(key, SURE), INFINITY), -1)
+def _rank(key, SURE: tl.constexpr, INFINITY: tl.constexpr):
+    """Keys that are unsure, but that of a block of zeros, have the rank of `SURE` or of `INFINITY`."""
+    return tl.where(key > 0, tl.minimum(tl.maximum(key, SURE), INFINITY), key)
 
 
 @triton.jit
 def _last(keys, count, cells, CHUNK: tl.constexpr, SURE: tl.constexpr, INFINITY: tl.constexpr):
     """The key of the last of the `count` largest of `cells` keys, and how many of that key are among them, or more."""
     lanes = tl.arange(0, CHUNK)
-    highest = _ranked(keys, lanes, cells, SURE, INFINITY)
+    highest = _rank(tl.load(keys + lanes, mask=lanes < cells, other=-1), SURE, INFINITY)
     lowest = tl.where(highest < 0, INFINITY, highest)
     for begin in range(CHUNK, cells, CHUNK):
-        key = _ranked(keys, begin + lanes, cells, SURE, INFINITY)
+        key = _rank(tl.load(keys + begin + lanes, mask=begin + lanes < cells, other=-1), SURE, INFINITY)
         highest = tl.maximum(highest, key)
         lowest = tl.where(key < 0, lowest, tl.minimum(lowest, key))
     # `reached` keys are at `low` or above, and `beyond` at `high` or above: reached >= count > beyond.
@@ -128,7 +147,7 @@ def _last(keys, count, cells, CHUNK: tl.constexpr, SURE: tl.constexpr, INFINITY:
         one, two, three = low + step, low + 2 * step, low + 3 * step
         found = tl.zeros((CHUNK,), tl.int64)
         for begin in range(0, cells, CHUNK):
-            key = _ranked(keys, begin + lanes, cells, SURE, INFINITY)
+            key = _rank(tl.load(keys + begin + lanes, mask=begin + lanes < cells, other=-1), SURE, INFINITY)
             found += (key >= one).to(tl.int64) + ((key >= two).to(tl.int64) << FIELD)
             found += (key >= three).to(tl.int64) << (2 * FIELD)
         total = tl.sum(found, 0)
@@ -168,7 +187,7 @@ def _choose(
         lane = begin + tl.arange(0, CHUNK)
         live = lane < cells
         key = tl.load(keys + lane, mask=live, other=0)
-        rank = tl.minimum(tl.maximum(key, SURE), INFINITY) if CHECKED else key
+        rank = _rank(key, SURE, INFINITY) if CHECKED else key
         above, equal = live & (rank > last), live & (rank == last)
         # One scan counts both: those above in the low half, those that are equal in the high half.
         both = above.to(tl.int32) + (equal.to(tl.int32) << 16)
@@ -179,7 +198,9 @@ def _choose(
         tl.store(where + at, first + lane, mask=stored)
         tl.store(indptr + (first + lane) // across, at, mask=live & ((first + lane) % across == 0))
         if CHECKED:
-            unsure += tl.sum((live & ((key >= INFINITY) | (stored & (key < SURE)))).to(tl.int32), 0)
+            unsure += tl.sum(
+                (live & ((key >= INFINITY) | (stored & (key > 0) & (key < SURE)))).to(tl.int32), 0
+            )
         total = tl.sum(both, 0)
         above_before += total & 0xFFFF
         equal_before += total >> 16
@@ -213,12 +234,12 @@ def _gather(
     read = inside
     if RAGGED:
         read = inside & (row_of_w < rows)[:, None] & (column_of_w < columns)
-    source = w + (row_of_w.to(tl.int64) * w_row)[:, None] + column_of_w
+    source = w + ((row_of_w.to(tl.int64) * w_row)[:, None] + column_of_w)
     if UNIT > 1:
         source = tl.multiple_of(source, (1, 16))
     MASKED: tl.constexpr = RAGGED or BK != WIDE or SIDE > 1
-    x = _load(source, read, MASKED)
-    target = values + (block.to(tl.int64) * (BM * BK) + row * BK)[:, None] + lane
+    x = tl.load(source, mask=read, other=0) if MASKED else tl.load(source)
+    target = values + ((block.to(tl.int64) * (BM * BK) + row * BK)[:, None] + lane)
     tl.store(tl.multiple_of(target, (1, 16)), x, mask=inside)
 
 
@@ -281,12 +302,13 @@ def pack_bsr(w: Tensor, block: tuple[int, int], rule: Rule) -> Packed | None:
 
 def _source(x: Tensor, block: tuple[int, int]) -> Source | None:
     """None for what the kernels do not read."""
-    rows, columns = x.shape
     if x.numel() == 0 or x.is_neg() or not (x.is_cuda or env.interpreting()):
         return None
-    if columns > 1 and x.stride(1) != 1:
-        return None
-    step, unit = x.stride(0), 16 // x.element_size()
+    return None if x.shape[1] > 1 and x.stride(1) != 1 else _described(x, block)
+
+
+def _described(x: Tensor, block: tuple[int, int]) -> Source:
+    (rows, columns), step, unit = x.shape, x.stride(0), 16 // x.element_size()
     if x.data_ptr() % 16 or step % unit or columns % unit:
         unit = 1
     ragged = rows % block[0] != 0 or columns % block[1] != 0
