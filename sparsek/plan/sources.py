@@ -13,6 +13,7 @@ import hashlib
 import io
 import re
 import tokenize
+from functools import lru_cache
 from pathlib import Path
 
 from sparsek.core.errors import InvalidInput
@@ -81,6 +82,7 @@ def code_in(file: Path) -> list[tuple[str, str]]:
     return code_of(source, for_device=file.parent.name == "hopper")
 
 
+@lru_cache(maxsize=256)  # every record of a page asks for the files of its kernel
 def code_of(source: str, *, for_device: bool = False) -> list[tuple[str, str]]:
     """Names and texts of what counts in Python. `for_device`: it compiles a kernel, which may be written elsewhere."""
     tree = ast.parse(source)
@@ -141,6 +143,7 @@ def _logical_lines(source: str, tree: ast.Module) -> list[tuple[int, str]]:
     return lines
 
 
+@lru_cache(maxsize=256)
 def _imports(source: str) -> list[str]:
     """Dotted names that a source file imports; `from a import b` gives both a and a.b."""
     names: list[str] = []
