@@ -1,8 +1,8 @@
 """C = act(alpha * (A @ B) + bias[:, None]) for a BSR24 A on Hopper's sparse tensor cores.
 
-The kernel of hopper.semi24 with lists: A is a stack of stored blocks, and a tile of C walks those of its block row.
-Who does which tile comes from the schedule that hopper.spmm has (plan/schedule.py). Tiles divide a block's rows, so a
-block row may have several.
+The kernel of hopper.semi24 with lists, other matrices included: A is a stack of stored blocks, and a tile of C walks
+those of its block row. Who does which tile comes from the schedule that hopper.spmm has (plan/schedule.py). Tiles
+divide a block's rows, so a block row may have several.
 
 Block rows are neither merged nor split, and CTAs share nothing: their lists differ. So B comes from L2 for every tile,
 which is what bounds tiles of 128 x 256. Blocks of 128, 12.5 % stored, 8192^3 in bf16 on an H200 (2026-11-22): 1.26
