@@ -31,7 +31,7 @@ KERNELS = {"semi24": semi24_fp8.KERNEL, "bsr24": bsr24_fp8.KERNEL}
 COMPILED = [
     semi24_fp8.KERNEL.default(replace(SEMI, **LAYER, out_dtype="fp16")),
     semi24_fp8.KERNEL.default(replace(SEMI, m=512, n=512, dtype="e5m2")),
-    bsr24_fp8.KERNEL.default(replace(BSR, **LAYER, b_dtype="e5m2")),
+    bsr24_fp8.KERNEL.default(replace(BSR, **LAYER, b_dtype="e5m2", combine="mul")),
     semi24_fp8.KERNEL.default(replace(SEMI, **LAYER, fast_accum=True)),
     bsr24_fp8.KERNEL.default(replace(BSR, fast_accum=True)),
 ]
@@ -46,7 +46,7 @@ def test_configs_compile_to_sparse_wgmma_without_spills(at: int) -> None:
 MORE: dict[str, Any] = {"by_columns": True, "bias": True, "activation": "gelu"}
 RUNS = {
     "whole": (CaseFp8("semi24", 168, 672, 200, "whole", scales=Scales("tensor", "row", E5M2)), 192, 2, 2),
-    "blocks": (CaseFp8("bsr24", 248, 512, 136, "blocks", (128, 128), **MORE), 128, 1, 3),
+    "blocks": (CaseFp8("bsr24", 248, 512, 136, "blocks", (128, 128), **MORE, combine="add"), 128, 1, 3),
 }
 
 
@@ -140,14 +140,17 @@ GPU_CASES = [
     CaseFp8("semi24", 200, 480, 264, "ragged"),
     CaseFp8("semi24", 1000, 2080, 520, "tensor", scales=Scales("tensor", "tensor")),
     CaseFp8("semi24", 296, 1056, 77, "layer", **MORE, scales=Scales("row", "row", E5M2, E4M3)),
+    CaseFp8("semi24", 296, 1056, 77, "gate", by_columns=True, combine="mul"),
     CaseFp8("semi24", 136, 8192, 256, "long", scales=Scales("row", "tensor", E4M3, E5M2)),
-    CaseFp8("semi24", 136, 96, 72, "batch", batch=(2, 2), bias=True, activation="silu", alpha=0.5),
+    CaseFp8(
+        "semi24", 136, 96, 72, "batch", batch=(2, 2), bias=True, activation="silu", alpha=0.5, combine="add"
+    ),
     CaseFp8("semi24", 1000, 8192, 520, "fast", scales=Scales(fast=True)),
     CaseFp8("semi24", 296, 1056, 77, "fast layer", **MORE, scales=Scales("tensor", "row", E5M2, fast=True)),
     CaseFp8("bsr24", 1000, 4096, 520, "fast", (128, 128), 0.3, scales=Scales(fast=True)),
     CaseFp8("bsr24", 128, 256, 72, "plain", (64, 128)),
     CaseFp8("bsr24", 1000, 1024, 520, "blocks", (128, 128), 0.3, scales=Scales("tensor", "row")),
-    CaseFp8("bsr24", 504, 768, 261, "layer", (256, 128), 0.4, **MORE),
+    CaseFp8("bsr24", 504, 768, 261, "layer", (256, 128), 0.4, **MORE, combine="add", beta=-0.5),
     CaseFp8("bsr24", 384, 512, 64, "empty rows", (128, 256), 0.2, bias=True, activation="relu"),
 ]
 
