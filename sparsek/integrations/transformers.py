@@ -15,8 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+from transformers.masking_utils import (
+    AttentionMaskInterface,
+    bidirectional_mask_function,
+    causal_mask_function,
+)
+from transformers.modeling_utils import AttentionInterface
 
 from sparsek.core.errors import InvalidInput
 from sparsek.integrations.transformers_masks import Asked, ModelMask, dense_mask, model_mask, policy_of

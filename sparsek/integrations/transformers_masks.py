@@ -12,13 +12,13 @@ import inspect
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from importlib.metadata import version
 from typing import Any
 
 import numpy as np
 import torch
-import transformers
+import transformers.masking_utils as masking_utils
 from torch import Tensor
-from transformers import masking_utils
 
 from sparsek.core.errors import InvalidInput
 from sparsek.formats.block_mask import BlockMask
@@ -27,7 +27,7 @@ from sparsek.formats.pattern import as_device
 from sparsek.ops.policy import MaskPolicy, Visible
 
 if "q_offset" not in inspect.signature(masking_utils.sdpa_mask).parameters:
-    raise ImportError(f"SparseK needs transformers 5.4 or newer; this is {transformers.__version__}")
+    raise ImportError(f"SparseK needs transformers 5.4 or newer; this is {version('transformers')}")
 
 EVERY_KEY = MaskPolicy(causal=False)
 OPTIONS = [each.name for each in fields(MaskPolicy) if each.name != "causal"]

@@ -1,6 +1,7 @@
 """Tiny models of transformers in pairs: one with eager attention and one with SparseK's, of the same weights."""
 
 import copy
+import importlib
 from typing import Any
 
 import pytest
@@ -11,13 +12,12 @@ from tests.house.tools import need
 
 need("transformers")
 
-import transformers as hosts
-from transformers import masking_utils
-from transformers.models.llama.modeling_llama import eager_attention_forward
+import transformers.masking_utils as masking_utils
 
 import sparsek.integrations.transformers  # noqa: F401  registers itself
 
-transformers: Any = hosts  # the types of its configs know no options but their own
+# Its configs have no types for options but their own, and pyright would read every model there is: 20 s.
+transformers: Any = importlib.import_module("transformers")
 WORDS = 99
 SMALL: dict[str, Any] = {
     "vocab_size": WORDS,
@@ -57,7 +57,7 @@ def reference_mask(
 
 def reference_attention(module: Any, *args: Any, **options: Any) -> Any:
     module.num_key_value_groups = getattr(module, "num_key_value_groups", 1)  # BERT has none
-    return eager_attention_forward(module, *args, **options)
+    return transformers.models.llama.modeling_llama.eager_attention_forward(module, *args, **options)
 
 
 transformers.AttentionInterface.register(REFERENCE, reference_attention)
