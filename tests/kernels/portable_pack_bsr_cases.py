@@ -5,7 +5,6 @@ from torch import Tensor
 
 from sparsek.formats import convert
 from sparsek.formats.convert import Packed, Rule
-from sparsek.formats.pattern import grid_of
 from sparsek.kernels.portable import pack_bsr as portable
 
 NOTHING = Rule(None, None, None, "global")
@@ -95,10 +94,18 @@ def norms_of(w: Tensor, block: tuple[int, int]) -> Tensor:
     """The norms [Mb, Kb] of the kernel, which are held to those in float64."""
     source = portable._source(w, block)
     assert source is not None
-    keys = portable._keys(source, grid_of((w.shape[0], w.shape[1]), block), True)
+    keys = portable._keys(source, portable._slot(w.is_cuda), True)
     norms = keys.view(torch.float64 if w.dtype == torch.float64 else torch.float32)
     right = torch.linalg.vector_norm(convert._tiles(w, block).double(), dim=(1, 3))
     sure = convert.least_sure(norms.dtype)
     # At most 2^18 squares are added, in a tree but for 32 in a row; the root halves what is off.
     torch.testing.assert_close(norms.double(), right, rtol=64 * torch.finfo(norms.dtype).eps, atol=sure)
     return norms
+
+
+def chosen(keys: Tensor, rule: Rule) -> tuple[Tensor, Tensor, bool]:
+    """indptr, the cells that are stored of one block row, and whether a norm among them is unsure."""
+    slot = portable._slot(keys.is_cuda).zero_()
+    indptr, where = portable._chosen(keys, slot, rule, 1, rule.count(keys.numel()))
+    portable._mark(keys)()
+    return indptr, where, bool(slot[2])

@@ -12,47 +12,37 @@ import torch
 import triton
 
 from sparsek.core.device import H200
-from sparsek.formats.convert import least_sure
-from sparsek.formats.two_four import BITS
 from sparsek.kernels.portable import pack_bsr as portable
 from tests.kernels.portable_code import Code, compiled
 
 A100 = replace(H200, name="NVIDIA A100", capability=(8, 0), sm_count=108, smem_bytes=166912)
 CARDS = {"sm_90": H200, "sm_80": A100}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
-TYPES = {"keys": "*i32", "where": "*i32", "indptr": "*i32", "status": "*i32", "indices": "*i32"}
+TYPES = {"keys": "*i32", "where": "*i32", "indptr": "*i32", "slot": "*i32", "indices": "*i32"}
 
 
 def source_code(
     kernel: str, card: str, dtype: str, block: tuple[int, int], ragged: bool = False, squares: bool = True
 ) -> Code:
     """`_norms` or `_gather` of a matrix that lies aligned."""
-    function, (size, warps) = {
-        "norms": (portable._norms, (portable.NORM_BYTES, portable.NORM_WARPS)),
-        "gather": (portable._gather, (portable.GATHER_BYTES, portable.GATHER_WARPS)),
-    }[kernel]
-    x = torch.empty(8192 - 8 * ragged, 8192, dtype=DTYPES[dtype], device="meta")
-    _, _, constants, _ = portable._described(x, block)
-    constants += portable._tile(block, x.element_size(), size)
-    names = [p.name for p in function.params if p.is_constexpr and p.name != "SQUARES"]
-    given = dict(zip(names, constants, strict=True))
+    side = 8192 // block[1] * block[1]
+    view = portable._view((side - 8 * ragged, side), side, DTYPES[dtype], True, block)
     types = TYPES | dict.fromkeys(("w", "values"), f"*{dtype}")
-    if kernel == "norms":
-        given["SQUARES"] = squares
-        types["keys"] = "*i64" if squares and dtype == "fp64" else "*i32"
-    return compiled(function, types, given, CARDS[card], warps, 1)
+    if kernel == "gather":
+        function, warps, constants = portable._gather, portable.GATHER_WARPS, view.gather
+    else:
+        integers = torch.int64 if squares and dtype == "fp64" else torch.int32
+        types["keys"] = "*i64" if integers == torch.int64 else "*i32"
+        function, warps = portable._norms, portable.NORM_WARPS
+        constants = (squares, *portable._limits(integers), *view.norms)
+    names = [p.name for p in function.params if p.is_constexpr]
+    return compiled(function, types, dict(zip(names, constants, strict=True)), CARDS[card], warps, 1)
 
 
 def choice_code(card: str, chunk: int, ranked: bool, wide: bool) -> Code:
     """`_choose` among norms in float32, or `wide`, in float64."""
-    floats = torch.float64 if wide else torch.float32
-    constants = {
-        "RANKED": ranked,
-        "CHECKED": True,
-        "SURE": portable._bits(least_sure(floats), floats),
-        "INFINITY": BITS[floats][1],
-        "CHUNK": chunk,
-    }
+    sure, infinity = portable._limits(torch.int64 if wide else torch.int32)
+    constants = {"RANKED": ranked, "CHECKED": True, "SURE": sure, "INFINITY": infinity, "CHUNK": chunk}
     types = TYPES | ({"keys": "*i64", "least": "i64"} if wide else {})
     warps = chunk // (32 * portable.KEYS_PER_THREAD)
     return compiled(portable._choose, types, constants, CARDS[card], warps, 1)

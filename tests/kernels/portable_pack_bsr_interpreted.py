@@ -17,6 +17,7 @@ from tests.kernels.portable_pack_bsr_cases import (
     LAYOUTS,
     NOTHING,
     by_blocks,
+    chosen,
     equal,
     kept,
     masked,
@@ -46,9 +47,9 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Tiles and chunks so small that little matrices need several."""
     for name, size in SMALL.items():
         monkeypatch.setattr(portable, name, size)
-    portable._tile.cache_clear()
+    portable._view.cache_clear()
     yield
-    portable._tile.cache_clear()
+    portable._view.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -112,16 +113,15 @@ def test_the_largest_keys_of_any_are_found(count: int, monkeypatch: pytest.Monke
     ):
         keys = keys.to(torch.int32)
         rule = kept(count / cells)
-        chosen = portable._chosen(keys, rule, True)
+        indptr, where, unsure = chosen(keys, rule)
         sure = convert.least_sure(torch.float32)
         stored = convert._picked(keys.view(torch.float32).clamp(min=sure), rule)
-        assert chosen.where.tolist() == stored.view(-1).nonzero().view(-1).tolist()
-        assert chosen.indptr.tolist() == [0, count]
-        unsure = (stored & (keys.view(torch.float32) < sure)).any()
-        assert chosen.status.tolist() == [-1 if unsure else count]
+        assert where.tolist() == stored.view(-1).nonzero().view(-1).tolist()
+        assert indptr.tolist() == [0, count]
+        assert unsure == (stored & (keys.view(torch.float32) < sure)).any()
 
 
-def unsure(dtype: torch.dtype) -> list[tuple[float, Rule]]:
+def doubtful(dtype: torch.dtype) -> list[tuple[float, Rule]]:
     """Elements that make a norm unsure, and rules that mind."""
     limits = torch.finfo(dtype)
     rules = (kept(0.5), kept(0.0), kept(0.5, "row"), over(1.0))
@@ -136,7 +136,7 @@ def unsure(dtype: torch.dtype) -> list[tuple[float, Rule]]:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_what_norms_cannot_tell_is_left_to_torch(dtype: torch.dtype):
     w = torch.randn(30, 64).to(dtype)
-    for bad, rule in unsure(dtype):
+    for bad, rule in doubtful(dtype):
         other = w.clone()
         other[16:32, 32:48] = bad
         assert portable.pack_bsr(other, (16, 16), rule) is None, (bad, rule)

@@ -24,6 +24,7 @@ from tests.kernels.portable_pack_bsr_cases import (
     LAYOUTS,
     NOTHING,
     by_blocks,
+    chosen,
     equal,
     kept,
     masked,
@@ -183,10 +184,11 @@ def test_a_gpu_finds_the_largest_keys_of_any(count: int):
     ):
         keys = keys.to(torch.int32).cuda()
         rule = kept(count / cells)
-        chosen = portable._chosen(keys, rule, True)
+        indptr, where, unsure = chosen(keys, rule)
         stored = convert._picked(keys.view(torch.float32), rule).view(-1).nonzero().view(-1)
-        assert torch.equal(chosen.where, stored.to(torch.int32))
-        assert chosen.status.tolist() == [count]
+        assert torch.equal(where, stored.to(torch.int32))
+        assert indptr.tolist() == [0, count]
+        assert not unsure
 
 
 @pytest.mark.gpu

@@ -13,15 +13,15 @@
 All reads and writes of values are 16 bytes a thread where w is aligned. Every sum has a fixed order: no atomics. Sides
 that are ragged are masked; nothing is padded.
 
-A norm may be unsure: NaN, Inf, an overflow, or a choice among blocks so small that squares underflow. `_choose` says so
-in `status`, and the host leaves all of it to torch, which looks again and refuses NaN and Inf. `status` lies in the
-host's memory, and the host waits for `_choose` only: under `keep`, where it knows how many blocks there will be, the
-GPU gathers meanwhile.
+A norm may be NaN or Inf, or so small that squares underflow and the choice falls on it. The kernels note that in a slot
+of the host's memory, and the host leaves all of it to torch, which looks again and refuses NaN and Inf. Under `keep`,
+where the host knows how many blocks there will be, it waits for `_norms` only: the GPU chooses and gathers meanwhile.
 
 `ops/spmm.py` registers a function with `formats/convert.py` that imports this file when the first CUDA tensor comes.
 """
 
-from functools import cache, lru_cache
+from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -45,8 +45,12 @@ CELLS = 2**20  # keys that one program ranks: beyond it torch's sort, which take
 FIELD = tl.constexpr(21)  # bits of each of three counts in an int64, which holds CELLS
 LARGEST = tl.constexpr(2**21 - 1)
 
+# What a slot holds: whether a norm is NaN or Inf, whether one is too small to be sure, whether such a one is stored;
+# and how many blocks are stored, where the host does not know.
+STRANGE, SMALL, UNSURE, COUNT = (tl.constexpr(i) for i in range(4))
+
 _SIZES = ("rows", "columns", "w_row", "count", "cells", "across", "least")
-_ANYWHERE = ("w", "keys", "where", "indptr", "status", "indices", "values")
+_ANYWHERE = ("w", "keys", "where", "indptr", "slot", "indices", "values")
 
 
 @triton.jit
@@ -84,9 +88,16 @@ def _there(
     return tl.max((found != 0).to(tl.int32), 0)
 
 
+@triton.jit
+def _note(slot, flags):
+    """Writes 1 if any flag is true."""
+    tl.store(slot + tl.zeros(flags.shape, tl.int32), 1, mask=flags)
+
+
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_ANYWHERE)
 def _norms(
-    w, keys, rows, columns, w_row, SQUARES: tl.constexpr,
+    w, keys, slot, rows, columns, w_row,
+    SQUARES: tl.constexpr, SURE: tl.constexpr, INFINITY: tl.constexpr,
     KIND: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, UNIT: tl.constexpr, RAGGED: tl.constexpr,
     TALL: tl.constexpr, WIDE: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
@@ -112,10 +123,14 @@ def _norms(
             key = tl.sqrt(square).to(tl.int64, bitcast=True)
         else:
             key = tl.sqrt_rn(square).to(tl.int32, bitcast=True)
+        strange = ~(square < float("inf"))
+        key = tl.where(strange, INFINITY, key)
         if tl.min(key, 0) == 0:
-            # Its squares may have vanished.
+            # Zeros, or their squares have vanished.
             there = _there(w, offsets, lanes, i, rows, w_row, BM, UNIT, TALL, RAGGED)
             key = tl.maximum(key, tl.max(tl.reshape(there, (SIDE, WIDE)), 1).to(key.dtype))
+        _note(slot + STRANGE, strange)
+        _note(slot + SMALL, (key > 0) & (key < SURE))
     else:
         there = _there(w, offsets, lanes, i, rows, w_row, BM, UNIT, TALL, RAGGED)
         key = tl.max(tl.reshape(there, (SIDE, WIDE)), 1)
@@ -124,19 +139,19 @@ def _norms(
 
 
 @triton.jit
-def _rank(key, SURE: tl.constexpr, INFINITY: tl.constexpr):
-    """Keys that are unsure, but that of a block of zeros, have the rank of `SURE` or of `INFINITY`."""
-    return tl.where(key > 0, tl.minimum(tl.maximum(key, SURE), INFINITY), key)
+def _rank(key, SURE: tl.constexpr):
+    """Those too small to be sure rank alike; zero, and -1 past the last cell, rank below them."""
+    return tl.where(key > 0, tl.maximum(key, SURE), key)
 
 
 @triton.jit
 def _last(keys, count, cells, CHUNK: tl.constexpr, SURE: tl.constexpr, INFINITY: tl.constexpr):
     """The key of the last of the `count` largest of `cells` keys, and how many of that key are among them, or more."""
     lanes = tl.arange(0, CHUNK)
-    highest = _rank(tl.load(keys + lanes, mask=lanes < cells, other=-1), SURE, INFINITY)
+    highest = _rank(tl.load(keys + lanes, mask=lanes < cells, other=-1), SURE)
     lowest = tl.where(highest < 0, INFINITY, highest)
     for begin in range(CHUNK, cells, CHUNK):
-        key = _rank(tl.load(keys + begin + lanes, mask=begin + lanes < cells, other=-1), SURE, INFINITY)
+        key = _rank(tl.load(keys + begin + lanes, mask=begin + lanes < cells, other=-1), SURE)
         highest = tl.maximum(highest, key)
         lowest = tl.where(key < 0, lowest, tl.minimum(lowest, key))
     # `reached` keys are at `low` or above, and `beyond` at `high` or above: reached >= count > beyond.
@@ -147,7 +162,7 @@ def _last(keys, count, cells, CHUNK: tl.constexpr, SURE: tl.constexpr, INFINITY:
         one, two, three = low + step, low + 2 * step, low + 3 * step
         found = tl.zeros((CHUNK,), tl.int64)
         for begin in range(0, cells, CHUNK):
-            key = _rank(tl.load(keys + begin + lanes, mask=begin + lanes < cells, other=-1), SURE, INFINITY)
+            key = _rank(tl.load(keys + begin + lanes, mask=begin + lanes < cells, other=-1), SURE)
             found += (key >= one).to(tl.int64) + ((key >= two).to(tl.int64) << FIELD)
             found += (key >= three).to(tl.int64) << (2 * FIELD)
         total = tl.sum(found, 0)
@@ -166,12 +181,11 @@ def _last(keys, count, cells, CHUNK: tl.constexpr, SURE: tl.constexpr, INFINITY:
 
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_ANYWHERE)
 def _choose(
-    keys, where, indptr, status, least, count, cells, across,
+    keys, where, indptr, slot, least, count, cells, across,
     RANKED: tl.constexpr, CHECKED: tl.constexpr, SURE: tl.constexpr, INFINITY: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """A program has `cells` keys in order, of whole block rows of `across` blocks, and stores the `count` largest if
-    RANKED, and otherwise those over `least`. `where` gets the cells that are stored, `status` how many, or -1 if
-    CHECKED and a norm is unsure.
+    RANKED, and otherwise those over `least`. `where` gets the cells that are stored. CHECKED: keys are those of norms.
     """
     group = tl.program_id(0)
     first = group * cells
@@ -182,12 +196,12 @@ def _choose(
     else:
         start = 0
         last, wanted = least.to(keys.dtype.element_ty), 0
-    above_before, equal_before, unsure = 0, 0, 0
+    above_before, equal_before = 0, 0
     for begin in range(0, cells, CHUNK):
         lane = begin + tl.arange(0, CHUNK)
         live = lane < cells
         key = tl.load(keys + lane, mask=live, other=0)
-        rank = _rank(key, SURE, INFINITY) if CHECKED else key
+        rank = _rank(key, SURE) if CHECKED else key
         above, equal = live & (rank > last), live & (rank == last)
         # One scan counts both: those above in the low half, those that are equal in the high half.
         both = above.to(tl.int32) + (equal.to(tl.int32) << 16)
@@ -198,16 +212,15 @@ def _choose(
         tl.store(where + at, first + lane, mask=stored)
         tl.store(indptr + (first + lane) // across, at, mask=live & ((first + lane) % across == 0))
         if CHECKED:
-            unsure += tl.sum(
-                (live & ((key >= INFINITY) | (stored & (key > 0) & (key < SURE)))).to(tl.int32), 0
-            )
+            _note(slot + UNSURE, live & stored & (key > 0) & (key < SURE))
         total = tl.sum(both, 0)
         above_before += total & 0xFFFF
         equal_before += total >> 16
     found = above_before + tl.minimum(equal_before, wanted)
     if group == tl.num_programs(0) - 1:
         tl.store(indptr + (first + cells) // across, start + found)
-    tl.store(status + group, tl.where(unsure > 0, -1, found))
+    if not RANKED:
+        tl.store(slot + COUNT, found)
 
 
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_ANYWHERE)
@@ -243,79 +256,95 @@ def _gather(
     tl.store(tl.multiple_of(target, (1, 16)), x, mask=inside)
 
 
+class View(NamedTuple):
+    """How a matrix [M, K] is read in blocks: its grid; rows, columns and elements from row to row; the programs of
+    `_norms`; and what `_norms` and `_gather` are compiled for, from KIND on.
+    """
+
+    block: tuple[int, int]
+    grid: tuple[int, int]
+    sizes: tuple[int, int, int]
+    programs: int
+    norms: tuple[Any, ...]
+    gather: tuple[Any, ...]
+
+
 class Source(NamedTuple):
-    """What the kernels are told of x [M, K]: rows, columns, elements from row to row; KIND to RAGGED."""
+    """A matrix, and how it is read."""
 
     x: Tensor
-    sizes: tuple[int, int, int]
-    constants: tuple[Any, ...]
-    block: tuple[int, int]
-
-
-class Chosen(NamedTuple):
-    """What `_choose` writes, and the number of stored blocks where the host knows it."""
-
-    indptr: Tensor
-    where: Tensor
-    status: Tensor
-    count: int | None
+    view: View
 
 
 def pack_bsr(w: Tensor, block: tuple[int, int], rule: Rule) -> Packed | None:
-    """The blocks of w [M, K] that `rule` stores, as `convert.from_dense` chooses them. One sync, for the choice.
+    """The blocks of w [M, K] that `rule` stores, as `convert.from_dense` chooses them. One sync.
 
     Any float dtype; rows without gaps, of a mask of elements too. None for what the kernels do not take: other strides,
-    an empty or lazily negated w, more than CELLS blocks to rank at once; and where a norm is unsure.
+    an empty or lazily negated w, more than CELLS blocks to rank at once; and where norms cannot tell.
     """
-    grid = grid_of((w.shape[0], w.shape[1]), block)
-    source, inside, by_norm = _source(w, block), None, rule.threshold is not None or rule.keep is not None
-    if source is None or (rule.keep and rule.scope == "global" and grid[0] * grid[1] > CELLS):
+    mask, source = rule.mask, _source(w, block)
+    if source is None:
         return None
-    if rule.mask is None:
-        keys = _keys(source, grid, by_norm)
-    elif tuple(rule.mask.shape) == grid:
-        keys = rule.mask.to(torch.int32, memory_format=torch.contiguous_format)
+    asked, (rows, columns) = source, source.view.grid
+    if mask is not None and tuple(mask.shape) != (rows, columns):
+        asked = _source(mask.view(torch.int8), block)
+    groups = rows if rule.scope == "row" else 1
+    count = None if rule.keep is None else rule.count(rows * columns // groups)
+    if asked is None or (count and rows * columns // groups > CELLS):
+        return None
+
+    slot = _slot(w.is_cuda)
+    if mask is not None and asked is source:
+        keys = mask.to(torch.int32, memory_format=torch.contiguous_format)
     else:
-        inside = _source(rule.mask.view(torch.int8), block)
-        if inside is None:
-            return None
-        keys = _keys(inside, grid, False)
-    chosen, made, done = _chosen(keys, rule, by_norm), None, None
-    try:
-        if w.is_cuda:
-            done = torch.cuda.Event()
-            done.record(torch.cuda.current_stream(w.device))
-        if chosen.count is not None:
-            made = _blocks(source, chosen.where, chosen.count)
-    finally:  # `status` is written to until then
-        if done is not None:
-            done.synchronize()
-    found = chosen.status.tolist()
-    if min(found) < 0:
+        keys = _keys(asked, slot, rule.keep is not None or rule.threshold is not None)
+    # What is known after `_norms` is enough under `keep`: the rest is started before the host waits.
+    wait = _mark(w)
+    indptr, where = _chosen(keys, slot, rule, groups, count)
+    if count is None:
+        wait = _mark(w)
+    else:
+        made = _blocks(source, where, groups * count)
+    wait()
+    strange, small, unsure, found = slot.tolist()
+    if strange or small:
+        _mark(w)()
+        unsure = slot.tolist()[2]
+        slot.zero_()
+    _SLOTS.append(slot)
+    if strange or unsure:
         return None
-    indices, values = made or _blocks(source, chosen.where, found[0])
-    if inside is not None:
-        outside = _blocks(inside, chosen.where, found[0])[1].view(torch.bool).logical_not_()
+    indices, values = _blocks(source, where, found) if count is None else made
+    if asked is not source:
+        outside = _blocks(asked, where, found)[1].view(torch.bool).logical_not_()
         values.masked_fill_(outside, 0)
-    return Packed(chosen.indptr, indices, values)
+    return Packed(indptr, indices, values)
 
 
 def _source(x: Tensor, block: tuple[int, int]) -> Source | None:
     """None for what the kernels do not read."""
     if x.numel() == 0 or x.is_neg() or not (x.is_cuda or env.interpreting()):
         return None
-    return None if x.shape[1] > 1 and x.stride(1) != 1 else _described(x, block)
+    step, unit = x.stride()
+    if unit != 1 and x.shape[1] > 1:
+        return None
+    return Source(x, _view(tuple(x.shape), step, x.dtype, x.data_ptr() % 16 == 0, block))
 
 
-def _described(x: Tensor, block: tuple[int, int]) -> Source:
-    (rows, columns), step, unit = x.shape, x.stride(0), 16 // x.element_size()
-    if x.data_ptr() % 16 or step % unit or columns % unit:
+@lru_cache(maxsize=1024)
+def _view(
+    shape: tuple[int, int], step: int, dtype: torch.dtype, aligned: bool, block: tuple[int, int]
+) -> View:
+    (rows, columns), unit = shape, 16 // dtype.itemsize
+    if not aligned or step % unit or columns % unit:
         unit = 1
-    ragged = rows % block[0] != 0 or columns % block[1] != 0
-    return Source(x, (rows, columns, step), (str(x.dtype), *block, unit, ragged), block)
+    grid = grid_of(shape, block)
+    common = str(dtype), *block, unit, rows % block[0] != 0 or columns % block[1] != 0
+    of_norms, of_gather = (_tile(block, dtype.itemsize, most) for most in (NORM_BYTES, GATHER_BYTES))
+    programs = grid[0] * -(-grid[1] // of_norms[2])
+    return View(block, grid, (rows, columns, step), programs, (*common, *of_norms), (*common, *of_gather))
 
 
-@cache
 def _tile(block: tuple[int, int], itemsize: int, most: int) -> tuple[int, int, int]:
     """TALL, WIDE and SIDE of a tile of so many bytes, or of TILE elements if that is less."""
     room = min(TILE, most // itemsize)
@@ -324,15 +353,26 @@ def _tile(block: tuple[int, int], itemsize: int, most: int) -> tuple[int, int, i
     return tall, wide, room // (tall * wide)
 
 
-def _keys(source: Source, grid: tuple[int, int], by_norm: bool) -> Tensor:
-    """The keys of the blocks, [Mb, Kb]: of their norms, or 1 where something is there."""
-    x = source.x
-    keys = x.new_empty(grid, dtype=torch.int64 if by_norm and x.dtype == torch.float64 else torch.int32)
-    tile = _tile(source.block, x.element_size(), NORM_BYTES)
-    programs = grid[0] * -(-grid[1] // tile[2])
-    constants = by_norm, *source.constants, *tile
-    launch(_norms, x.device, programs, (x, keys, *source.sizes), constants, NORM_WARPS)
-    return keys
+# Slots of pinned memory that are free, all 0 but for COUNT. They are never given back to torch: a kernel may be about
+# to write to one whose call has failed.
+_SLOTS: list[Tensor] = []
+
+
+def _slot(on_gpu: bool) -> Tensor:
+    """int32 [4] on the host, where kernels note what they find."""
+    try:
+        return _SLOTS.pop()
+    except IndexError:
+        with torch.inference_mode(False):
+            _SLOTS.extend(torch.zeros(64, 4, dtype=torch.int32, pin_memory=on_gpu).unbind())
+        return _slot(on_gpu)
+
+
+def _mark(x: Tensor) -> Callable[[], None]:
+    """What waits until x's device has done all that is queued now."""
+    if not x.is_cuda:
+        return lambda: None
+    return torch.cuda.current_stream(x.device).record_event().synchronize
 
 
 @lru_cache
@@ -341,37 +381,50 @@ def _bits(x: float, dtype: torch.dtype) -> int:
     return int(torch.tensor(x, dtype=dtype).view(BITS[dtype][0]))
 
 
-def _chosen(keys: Tensor, rule: Rule, by_norm: bool) -> Chosen:
-    """Starts `_choose` on the keys of a grid of blocks."""
-    rows, columns = keys.shape
-    groups = rows if rule.scope == "row" else 1
+def _limits(integers: torch.dtype) -> tuple[int, int]:
+    """SURE and INFINITY: of keys, that of the least norm that is sure, and that of infinity."""
+    floats = torch.float64 if integers == torch.int64 else torch.float32
+    return _bits(least_sure(floats), floats), BITS[floats][1]
+
+
+def _keys(source: Source, slot: Tensor, by_norm: bool) -> Tensor:
+    """The keys of the blocks, [Mb, Kb]: of their norms, or 1 where something is there."""
+    x, view = source
+    keys = x.new_empty(view.grid, dtype=torch.int64 if by_norm and x.dtype == torch.float64 else torch.int32)
+    constants = by_norm, *_limits(keys.dtype), *view.norms
+    launch(_norms, x.device, view.programs, (x, keys, slot, *view.sizes), constants, NORM_WARPS)
+    return keys
+
+
+def _chosen(keys: Tensor, slot: Tensor, rule: Rule, groups: int, count: int | None) -> tuple[Tensor, Tensor]:
+    """indptr [Mb+1], and the cells that are stored: `count` of each group, if that is known."""
+    (rows, columns), (sure, infinity) = keys.shape, _limits(keys.dtype)
     cells = rows * columns // groups
-    floats = torch.float64 if keys.dtype == torch.int64 else torch.float32
-    sure, infinity = _bits(least_sure(floats), floats), BITS[floats][1]
-    least, count, known = 0, rule.count(cells), None
+    by_norm, least = rule.keep is not None or rule.threshold is not None, 0
     if (
         rule.threshold is not None
-    ):  # every key ranks as `sure` at least, and so `least` takes as many bits as keys do
-        least = max(_bits(rule.threshold, floats), sure - 1)
+    ):  # every norm ranks as one that is sure, so that `least` needs the width of keys
+        least = max(
+            _bits(rule.threshold, torch.float64 if keys.dtype == torch.int64 else torch.float32), sure - 1
+        )
     elif rule.keep is not None:
-        least, known = infinity, groups * count
+        least = infinity
     indptr = keys.new_empty(rows + 1, dtype=torch.int32)
-    where = keys.new_empty(rows * columns if known is None else known, dtype=torch.int32)
-    status = torch.empty(groups, dtype=torch.int32, pin_memory=keys.is_cuda)
-    chunk = max(MIN_CHUNK, min(MAX_CHUNK, triton.next_power_of_2(cells)))
-    args = keys, where, indptr, status, least, count, cells, columns
-    constants = count > 0, by_norm, sure, infinity, chunk
+    where = keys.new_empty(cells if count is None else groups * count, dtype=torch.int32)
+    chunk = min(MAX_CHUNK, max(MIN_CHUNK, 1 << (cells - 1).bit_length()))
+    args = keys, where, indptr, slot, least, count or 0, cells, columns
+    constants = bool(count), by_norm, sure, infinity, chunk
     launch(_choose, keys.device, groups, args, constants, max(1, chunk // (32 * KEYS_PER_THREAD)))
-    return Chosen(indptr, where, status, known)
+    return indptr, where
 
 
 def _blocks(source: Source, where: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Block columns [count] and values [count, bm, bk] of the cells in `where`."""
-    x, block = source.x, source.block
-    indices, values = where.new_empty(count), x.new_empty((count, *block))
-    tile = _tile(block, x.element_size(), GATHER_BYTES)
-    programs = block[0] // tile[0] * -(-count // tile[2])
-    args = x, where, indices, values, *source.sizes, count
+    x, view = source
+    indices, values = where.new_empty(count), x.new_empty((count, *view.block))
+    tall, _, side = view.gather[-3:]
+    programs = view.block[0] // tall * -(-count // side)
     if programs:
-        launch(_gather, x.device, programs, args, (*source.constants, *tile), GATHER_WARPS)
+        args = x, where, indices, values, *view.sizes, count
+        launch(_gather, x.device, programs, args, view.gather, GATHER_WARPS)
     return indices, values
