@@ -54,6 +54,7 @@ def problem(block: tuple[int, int], n: int, **more: object) -> ScaledSpmmProblem
 WIDE = KERNEL.default(problem((128, 128), 8192))
 COMPILED = [
     WIDE,
+    replace(WIDE, turns=True, held=True),
     KERNEL.default(
         problem(
             (128, 128),
@@ -106,7 +107,7 @@ def test_fp8_configs_compile_to_wgmma_and_tma_without_spills(c: Config) -> None:
 
 
 def test_the_newest_triton_compiles_fp8_as_well() -> None:
-    check_code_of_next([(c, "") for c in COMPILED[1:2]])
+    check_code_of_next([(c, "") for c in COMPILED[1:3]])
 
 
 FIELDS = {
@@ -119,6 +120,7 @@ FIELDS = {
     "stages": st.integers(2, 12),
     "merge": st.sampled_from((1, 2)),
     **dict.fromkeys(("a_col", "b_col", "c_col", "bias", "scaled", "split", "direct"), st.booleans()),
+    **dict.fromkeys(("turns", "held"), st.booleans()),
     "activation": st.sampled_from(("", "relu", "gelu", "gelu_tanh", "silu")),
     "combine": st.sampled_from(("", "add", "mul")),
     "every": st.integers(0, 9),
@@ -240,7 +242,7 @@ def walked(c: Config, a: BSR, stretch: np.ndarray, b: np.ndarray, m: int, n: int
     for t in (t for first, last in pairwise(starts) for t in range(first, last)):
         begin, end, row, col, b_col, slot, a_row, _ = (int(x) for x in tiles[t])
         total = np.zeros((c.rows, c.block_cols))
-        count = (end - begin) * c.per_block
+        count = max(1, (end - begin) * c.per_block)
         at_once = c.promote or c.pieces
         for q in range(0, -(-count // c.pieces) * c.pieces, at_once):
             acc = np.zeros_like(total)

@@ -1,9 +1,10 @@
 """Device pieces of FP8 products: who multiplies, where sums are, and how scales reach them.
 
 T is a Config of hopper.spmm_fp8. Float32 registers take over every sum of the tensor cores that is `promote` pieces
-long and `chunk` columns wide, times the scale of its block if there is one. With `promote` 0 nobody takes over before
-the tile is done, and wgmma of one stage runs behind that of the next, as in 16 bits. Scales of rows and columns come in
-at the end. How a tile gets to memory is in prims/product.py.
+long and `chunk` columns wide, times the scale of its rows or its block. With `promote` 0 nobody takes over before the
+tile is done, and wgmma of one stage runs behind that of the next, as in 16 bits. Scales of columns come in at the end,
+where a tile has no time to lose: no wgmma runs while its warpgroup scales it, stores it and starts the next from zero.
+How a tile gets to memory is in prims/product.py.
 """
 
 from triton.experimental import gluon
@@ -34,38 +35,72 @@ def block_scales(T: gl.constexpr, a_scale, begin, end, q):
 
 
 @gluon.jit
-def taken_over(T: gl.constexpr, sums, chunk_sums, U: gl.constexpr, stretch):
-    """Float32 sums with unit U of a stage, which the tensor cores have summed up, in its chunk."""
+def nothing(T: gl.constexpr, LAYOUT: gl.constexpr):
+    """Sums before the first product."""
+    CHUNK: gl.constexpr = T.chunk
+    CHUNKS: gl.constexpr = T.chunks
+    sums = ()
+    for c in gl.static_range(CHUNKS):
+        sums = sums + (gl.zeros((64, CHUNK), gl.float32, LAYOUT),)
+    return sums
+
+
+@gluon.jit
+def rows_at(T: gl.constexpr, LAYOUT: gl.constexpr, a_s, place, ROW0: gl.constexpr):
+    """A warpgroup's rows of the pieces from `place` on that one sum has, as wgmma takes them: where they are in shared
+    memory, or with `held` in registers, so that every chunk does not read them again."""
+    PROMOTE: gl.constexpr = T.promote
+    HELD: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 4)
+    found = ()
+    for i in gl.static_range(PROMOTE):
+        a = a_s.index(place + i).slice(ROW0, 64)
+        if T.held:
+            a = a.load(HELD)
+        found = found + (a,)
+    return found
+
+
+@gluon.jit
+def taken_over(T: gl.constexpr, sums, chunk_sums, U: gl.constexpr, stretch, down):
+    """Float32 sums with unit U of a stage, which the tensor cores have summed up, in its chunk, times its scales."""
     C: gl.constexpr = U % T.chunks
     if T.a_scale == "block":
         chunk_sums = chunk_sums * stretch[U // T.chunks]
+    elif T.a_scale == "row":
+        chunk_sums = chunk_sums * gl.expand_dims(down, 1)
     return sums[:C] + (sums[C] + chunk_sums,) + sums[C + 1 :]
 
 
 @gluon.jit
-def scales_of(T: gl.constexpr, LAYOUT: gl.constexpr, scales, row, col, m, n):
-    """What the rows from `row` on are multiplied with, and each chunk of the columns from `col` on; 0 outside C.
+def column_scales(T: gl.constexpr, b_scale, col, n):
+    """What each chunk of the columns from `col` on is multiplied with; 0 outside C.
 
     Asked for while a tile begins. A column's scale is needed by 32 threads; until then one keeps it.
     """
-    a_scale, b_scale, factor = scales
     CHUNK: gl.constexpr = T.chunk
     CHUNKS: gl.constexpr = T.chunks
-    down = factor
-    if T.a_scale == "row":
-        r = row + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
-        down = gl.load(a_scale + r, mask=r < m, other=0.0) * factor
     across = ()
     if T.b_scale == "column":
         for c in gl.static_range(CHUNKS):
             at = col + c * CHUNK + gl.arange(0, CHUNK, gl.BlockedLayout([1], [32], [4], [0]))
             across = across + (gl.load(b_scale + at, mask=at < n, other=0.0),)
-    return down, across
+    return across
+
+
+@gluon.jit
+def row_scales(T: gl.constexpr, LAYOUT: gl.constexpr, scales, row, m):
+    """What the rows from `row` on are multiplied with; 0 outside C. One factor for all without a scale per row."""
+    a_scale, b_scale, factor = scales
+    down = factor
+    if T.a_scale == "row":
+        r = row + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
+        down = gl.load(a_scale + r, mask=r < m, other=0.0) * factor
+    return down
 
 
 @gluon.jit
 def scaled(T: gl.constexpr, LAYOUT: gl.constexpr, sums, C: gl.constexpr, down, across):
-    """Chunk C of a tile's sums, times the scales that `scales_of` gave."""
+    """Chunk C of a tile's sums, times the scales of its columns, and of its rows unless float32 sums have them."""
     z = sums[C]
     if T.b_scale == "column":
         over = gl.convert_layout(across[C], gl.SliceLayout(0, LAYOUT))
@@ -73,7 +108,8 @@ def scaled(T: gl.constexpr, LAYOUT: gl.constexpr, sums, C: gl.constexpr, down, a
             over = over * down
         z = z * gl.expand_dims(over, 0)
     if T.a_scale == "row":
-        z = z * gl.expand_dims(down, 1)
+        if T.promote == 0:
+            z = z * gl.expand_dims(down, 1)
     elif T.b_scale != "column":
         z = z * down
     return z
@@ -84,13 +120,13 @@ def multiply(T: gl.constexpr, WG: gl.constexpr, c_desc, lists, scales, before, j
     """Consumer warpgroup WG: accumulates its 64 x cols of every tile, and sends them while it does the next.
 
     `lists` is (tiles, starts); `scales` (of A, of B, alpha); `before` (bias, rows and columns of C, workspace);
-    `ring` (A slots, B slots, full, empty); `joined` (other matrix, its leading stride / 8, rows, columns / 8 of C in
-    memory, beta).
+    `ring` (A slots, B slots, full, empty, turns); `joined` (other matrix, its leading stride / 8, rows, columns / 8 of
+    C in memory, beta).
     """
     tiles, starts = lists
     a_scale, b_scale, factor = scales
     bias, m, n, part_sums = before
-    a_s, b_s, full, empty = ring
+    a_s, b_s, full, empty, turns = ring
     PIECES: gl.constexpr = T.pieces
     PER: gl.constexpr = T.per_block
     CHUNK: gl.constexpr = T.chunk
@@ -108,10 +144,12 @@ def multiply(T: gl.constexpr, WG: gl.constexpr, c_desc, lists, scales, before, j
         factor = factor * gl.load(a_scale)
     if T.b_scale == "tensor":
         factor = factor * gl.load(b_scale)
+    scales = (a_scale, b_scale, factor)
     first = gl.load(starts + gl.program_id(0))
     last = gl.load(starts + gl.program_id(0) + 1)
     slot = 0
     phase = 0
+    beat = 0
     unsent = 0  # boxes of the previous tile that still wait in shared memory, and where they go
     old_row = 0
     old_col = 0
@@ -121,6 +159,8 @@ def multiply(T: gl.constexpr, WG: gl.constexpr, c_desc, lists, scales, before, j
     col = gl.load(tiles + RECORD * first + 3)
     part = gl.load(tiles + RECORD * first + 5)
     stretch = block_scales(T, a_scale, begin, end, 0)
+    if PROMOTE > 0:
+        down = row_scales(T, LAYOUT, scales, row + ROW0, m)
     for t in range(first, last):
         # The next tile's record is read a whole tile early; the schedule ends with one record to spare.
         next_begin = gl.load(tiles + RECORD * t + RECORD)
@@ -128,15 +168,16 @@ def multiply(T: gl.constexpr, WG: gl.constexpr, c_desc, lists, scales, before, j
         next_row = gl.load(tiles + RECORD * t + RECORD + 2)
         next_col = gl.load(tiles + RECORD * t + RECORD + 3)
         next_part = gl.load(tiles + RECORD * t + RECORD + 5)
-        pieces = (end - begin) * PER
-        down, across = scales_of(T, LAYOUT, (a_scale, b_scale, factor), row + ROW0, col + COL0, m, n)
+        pieces = gl.maximum(1, (end - begin) * PER)  # a tile without steps gets a stage of zeros
+        if PROMOTE == 0:
+            down = row_scales(T, LAYOUT, scales, row + ROW0, m)
+        across = column_scales(T, b_scale, col + COL0, n)
         if T.bias:
             shift = bias_of(T, LAYOUT, bias, row + ROW0, m)
-        sums = ()
-        for c in gl.static_range(CHUNKS):
-            sums = sums + (gl.zeros((64, CHUNK), gl.float32, LAYOUT),)
         if PROMOTE == 0:
-            acc = warpgroup_mma_init(sums[0])
+            acc = warpgroup_mma_init(gl.zeros((64, CHUNK), gl.float32, LAYOUT))
+        else:
+            sums = nothing(T, LAYOUT)
         for q in range(0, pieces, PIECES):
             due = (unsent > 0) & (q // PIECES % EVERY == EVERY // 2 * WG % EVERY)
             ahead = look_ahead(T, WG, BOXES - unsent, old_row, old_col, joined, due)
@@ -157,16 +198,26 @@ def multiply(T: gl.constexpr, WG: gl.constexpr, c_desc, lists, scales, before, j
             else:
                 UNITS: gl.constexpr = PIECES // PROMOTE * CHUNKS  # sums that float32 takes over in a stage
                 for u in gl.static_range(UNITS):
+                    place = slot * PIECES + u // CHUNKS * PROMOTE
+                    if u % CHUNKS == 0:
+                        rows_of_a = rows_at(T, LAYOUT, a_s, place, ROW0)
+                    if T.turns:
+                        mbarrier.wait(
+                            turns.index(WG), beat ^ 1 ^ WG
+                        )  # until the other one has issued a chunk
+                        beat ^= 1
                     acc = warpgroup_mma_init(gl.zeros((64, CHUNK), gl.float32, LAYOUT))
                     for i in gl.static_range(PROMOTE):
-                        place = slot * PIECES + u // CHUNKS * PROMOTE + i
-                        a = a_s.index(place).slice(ROW0, 64)
-                        b = b_s.index(place * T.wg_n + WG // T.wg_m).slice(u % CHUNKS * CHUNK, CHUNK)
-                        acc = warpgroup_mma(a, b.permute((1, 0)), acc, use_acc=i > 0, is_async=True)
+                        b = b_s.index((place + i) * T.wg_n + WG // T.wg_m).slice(u % CHUNKS * CHUNK, CHUNK)
+                        acc = warpgroup_mma(
+                            rows_of_a[i], b.permute((1, 0)), acc, use_acc=i > 0, is_async=True
+                        )
+                    if T.turns:
+                        mbarrier.arrive(turns.index(1 - WG), count=1)
                     chunk_sums = warpgroup_mma_wait(0, deps=(acc,))  # the other warpgroup's go on
                     if u == UNITS - 1:
                         mbarrier.arrive(empty.index(slot), count=1)
-                    sums = taken_over(T, sums, chunk_sums, u, stretch)
+                    sums = taken_over(T, sums, chunk_sums, u, stretch, down)
                     # Here, where the other warpgroup has the tensor cores. Without a branch between two chunks ptxas
                     # begins the second one before the first is taken over, and spills.
                     if u == 0:
@@ -180,8 +231,9 @@ def multiply(T: gl.constexpr, WG: gl.constexpr, c_desc, lists, scales, before, j
                 phase ^= 1
         if PROMOTE == 0:
             sums = (warpgroup_mma_wait(0, deps=(acc,)),)
-            if pieces > 0:
-                mbarrier.arrive(empty.index((slot + STAGES - 1) % STAGES), count=1)
+            mbarrier.arrive(empty.index((slot + STAGES - 1) % STAGES), count=1)
+        else:
+            next_down = row_scales(T, LAYOUT, scales, next_row + ROW0, m)
         stretch = block_scales(T, a_scale, next_begin, next_end, 0)
         if T.split and part >= 0:
             for c in gl.static_range(CHUNKS):
@@ -212,6 +264,8 @@ def multiply(T: gl.constexpr, WG: gl.constexpr, c_desc, lists, scales, before, j
         row = next_row
         col = next_col
         part = next_part
+        if PROMOTE > 0:
+            down = next_down
     while unsent > 0:
         ahead = look_ahead(T, WG, BOXES - unsent, old_row, old_col, joined, True)
         send_box(T, WG, c_desc, BOXES - unsent, old_row, old_col, boxes, ahead, joined)
