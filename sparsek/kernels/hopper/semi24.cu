@@ -402,8 +402,8 @@ PTX Rows rows_of(const Params& p, int first, int lane) {
   return rows;
 }
 
-// A thread's part of 16 columns from `col` on: of rows g and g + 8 of its warp's 16, and of every 8 columns, 2q and
-// 2q + 1. So of a box d[4j], d[4j+1] are of row g.
+// act(scale * e + shift) of a thread's part of 16 columns from `col` on: of every 8 columns 2q and 2q + 1, e[4j] and
+// e[4j+1] of row g, the next two of row g + 8.
 PTX void finish(float* e, const Params& p, const Rows& rows, int col, int lane) {
 #pragma unroll
   for (int i = 0; i < 8; i++) {
@@ -414,8 +414,8 @@ PTX void finish(float* e, const Params& p, const Rows& rows, int col, int lane) 
   }
 }
 
-// Where a box has the row that this lane names of the four matrices of 16 columns from 8j on: as TMA wants it, in lines
-// of 128 bytes, swizzled.
+// Where in a box, which has lines of 128 bytes, swizzled by TMA, the row lies that this lane names to `store_matrix` or
+// `load_matrix`: of the four matrices of 8 x 8 in the warp's 16 rows and 16 columns from 8j on.
 PTX u32 in_box(int j, int warp, int lane) {
   const int down = (lane / 8) % 2, across = lane / 16;  // two matrices of 8 rows above each other, twice
   const int line = C_COL ? 8 * (j + across) + lane % 8 : 16 * warp + 8 * down + lane % 8;
@@ -440,8 +440,8 @@ PTX void join_box(float* d, u32 other, const Params& p, const Rows& rows, int co
   }
 }
 
-// A warpgroup's box of sums goes to shared memory, finished and rounded. A few at a time, so that registers suffice for
-// the activation.
+// A warpgroup's box of sums goes to shared memory, rounded and, unless `join_box` did so, finished. A few at a time, so
+// that registers suffice for the activation.
 PTX void stage_box(u32 box, float* d, const Params& p, const Rows& rows, int col, int warp, int lane) {
 #pragma unroll
   for (int j = 0; j < 8; j += 2) {
