@@ -268,15 +268,18 @@ def _indptr(rows: np.ndarray, count: int) -> np.ndarray:
     return np.searchsorted(rows, np.arange(count + 1)).astype(np.int32)
 
 
-def _rule(mask: Any, threshold: Any, keep: Any, scope: str) -> Rule:
-    rules = {"mask": mask, "threshold": threshold, "keep": keep}
-    given = [name for name, rule in rules.items() if rule is not None]
-    if len(given) > 1:
+def _rule(mask: Any, threshold: Any, keep: Any, scope: Any) -> Rule:
+    if (mask is not None) + (threshold is not None) + (keep is not None) > 1:
+        rules = {"mask": mask, "threshold": threshold, "keep": keep}
+        given = [name for name, rule in rules.items() if rule is not None]
         raise InvalidInput(f"{' and '.join(given)} are given; give one of mask, threshold and keep")
     if one_of(scope, "scope", SCOPES) != "global" and keep is None:
         raise InvalidInput(f"scope={scope!r} belongs to keep, which is not given")
-    threshold = None if threshold is None else as_number(threshold, "threshold")
-    return Rule(mask, threshold, None if keep is None else as_number(keep, "keep", 1), scope)
+    if threshold is not None:
+        threshold = as_number(threshold, "threshold")
+    if keep is not None:
+        keep = as_number(keep, "keep", 1)
+    return Rule(mask, threshold, keep, scope)
 
 
 def _check_mask(mask: Any, device: torch.device, shape: tuple[int, int], grid: tuple[int, int]) -> None:

@@ -224,6 +224,28 @@ def test_from_dense_is_differentiable():
         assert not BSR.from_dense(w, 16, keep=0.5).values.requires_grad
 
 
+def test_a_registered_packer_is_not_asked_for_a_matrix_on_the_cpu(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(convert, "_PACKERS", [])
+    convert.register_pack(lambda w, block, rule: pytest.fail("asked"))
+    assert BSR.from_dense(normal(32, 32), 16, keep=0.5).nnzb == 2
+
+
+@pytest.mark.gpu
+def test_a_registered_packer_is_asked_on_a_gpu_where_no_gradient_is_wanted(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(convert, "_PACKERS", [])
+    asked = []
+    convert.register_pack(lambda w, block, rule: asked.append((tuple(w.shape), block, rule)))
+    w = normal(32, 64).cuda()
+    right = BSR.from_dense(w.cpu(), 16, keep=0.5)
+    made = BSR.from_dense(w, 16, keep=0.5)  # the packer answered None, so torch packed
+    assert torch.equal(made.values.cpu(), right.values)
+    BSR.from_dense(w.requires_grad_(), 16, keep=0.5)
+    assert asked == [((32, 64), (16, 16), convert.Rule(None, None, 0.5, "global"))]
+    parts = convert.Packed(made.pattern.indptr, made.pattern.indices, made.values)
+    convert.register_pack(lambda w, block, rule: parts)
+    assert BSR.from_dense(w.detach(), 16, threshold=1.0).values is made.values
+
+
 @pytest.mark.parametrize(
     ("w", "rule", "message"),
     [

@@ -270,17 +270,3 @@ def test_new_thresholds_shares_and_sizes_compile_nothing(monkeypatch: pytest.Mon
         BSR.from_dense(w[:, 8:], 32, keep=share)
         BSR.from_dense(w, 32, threshold=40 * share)
     assert compiled() == before
-
-
-@pytest.mark.gpu
-def test_a_registered_packer_is_asked_on_a_gpu_where_no_gradient_is_wanted(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(convert, "_PACKERS", [])
-    asked = []
-    convert.register_pack(lambda w, block, rule: asked.append((tuple(w.shape), block, rule)))
-    w = torch.randn(32, 64, device="cuda")
-    right = BSR.from_dense(w.cpu(), 16, keep=0.5)
-    assert torch.equal(
-        BSR.from_dense(w, 16, keep=0.5).values.cpu(), right.values
-    )  # it answered None: torch packed
-    BSR.from_dense(w.requires_grad_(), 16, keep=0.5)
-    assert asked == [((32, 64), (16, 16), kept(0.5))]

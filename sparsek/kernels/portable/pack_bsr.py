@@ -31,7 +31,7 @@ from torch import Tensor
 
 from sparsek.core import env
 from sparsek.formats.convert import Packed, Rule, least_sure
-from sparsek.formats.pattern import grid_of
+from sparsek.formats.pattern import INT32_MAX, grid_of
 from sparsek.formats.two_four import BITS
 from sparsek.kernels.portable.match import launch
 from sparsek.kernels.prims.portable_tensors import times
@@ -41,9 +41,9 @@ NORM_BYTES, NORM_WARPS = 32768, 8
 GATHER_BYTES, GATHER_WARPS = 16384, 4
 TILE = 16384
 MIN_CHUNK, MAX_CHUNK, KEYS_PER_THREAD = 256, 4096, 8  # keys of a step of `_choose`
-CELLS = 2**20  # keys that one program ranks: beyond it torch's sort, which takes the whole card, is faster
-FIELD = tl.constexpr(21)  # bits of each of three counts in an int64, which holds CELLS
-LARGEST = tl.constexpr(2**21 - 1)
+CELLS = (
+    2**20
+)  # keys that one program ranks, at most 1023 to a lane; for more, torch's sort takes the whole card
 
 # What a slot holds: whether a norm is NaN or Inf, whether one is too small to be sure, whether such a one is stored;
 # and how many blocks are stored, where the host does not know.
@@ -160,13 +160,15 @@ def _last(keys, count, cells, CHUNK: tl.constexpr, SURE: tl.constexpr, INFINITY:
     while (high - low > 1) & (reached != count):
         step = (high - low + 3) >> 2
         one, two, three = low + step, low + 2 * step, low + 3 * step
-        found = tl.zeros((CHUNK,), tl.int64)
+        found = tl.zeros((CHUNK,), tl.int32)
         for begin in range(0, cells, CHUNK):
             key = _rank(tl.load(keys + begin + lanes, mask=begin + lanes < cells, other=-1), SURE)
-            found += (key >= one).to(tl.int64) + ((key >= two).to(tl.int64) << FIELD)
-            found += (key >= three).to(tl.int64) << (2 * FIELD)
-        total = tl.sum(found, 0)
-        at_one, at_two, at_three = total & LARGEST, (total >> FIELD) & LARGEST, total >> (2 * FIELD)
+            found += (key >= one).to(tl.int32) + ((key >= two).to(tl.int32) << 10)
+            found += (key >= three).to(tl.int32) << 20
+        # Three counts of ten bits for each lane become three of 21 bits for all.
+        three_of = (found & 1023).to(tl.int64) + ((found >> 10 & 1023).to(tl.int64) << 21)
+        total = tl.sum(three_of + ((found >> 20).to(tl.int64) << 42), 0)
+        at_one, at_two, at_three = total & 0x1FFFFF, total >> 21 & 0x1FFFFF, total >> 42
         over, under = one, at_one  # the first of the three that too few reach
         if at_one >= count:
             low, reached, over, under = one, at_one.to(tl.int32), two, at_two
@@ -326,7 +328,7 @@ def _source(x: Tensor, block: tuple[int, int]) -> Source | None:
     if x.numel() == 0 or x.is_neg() or not (x.is_cuda or env.interpreting()):
         return None
     step, unit = x.stride()
-    if unit != 1 and x.shape[1] > 1:
+    if (unit != 1 and x.shape[1] > 1) or step > INT32_MAX:
         return None
     return Source(x, _view(tuple(x.shape), step, x.dtype, x.data_ptr() % 16 == 0, block))
 
@@ -381,6 +383,7 @@ def _bits(x: float, dtype: torch.dtype) -> int:
     return int(torch.tensor(x, dtype=dtype).view(BITS[dtype][0]))
 
 
+@lru_cache
 def _limits(integers: torch.dtype) -> tuple[int, int]:
     """SURE and INFINITY: of keys, that of the least norm that is sure, and that of infinity."""
     floats = torch.float64 if integers == torch.int64 else torch.float32
