@@ -7,11 +7,16 @@ from typing import TypeVar
 Case = TypeVar("Case", bound=Hashable)
 
 
-def covering(cases: Iterable[Case], choices: Callable[[Case], Iterable[Hashable]]) -> list[Case]:
-    """Cases that hold every two choices that some case holds together: always the next with the most new ones."""
+def covering(
+    cases: Iterable[Case], choices: Callable[[Case], Iterable[Hashable]], together: int = 2
+) -> list[Case]:
+    """Cases that hold every two choices, or as many as `together`, that some case holds together.
+
+    Always the next with the most new ones.
+    """
     known: dict[object, int] = {}
     held = {
-        case: sum(1 << known.setdefault(pair, len(known)) for pair in combinations(choices(case), 2))
+        case: sum(1 << known.setdefault(some, len(known)) for some in combinations(choices(case), together))
         for case in cases
     }
     left, found = (1 << len(known)) - 1, []

@@ -1,7 +1,7 @@
 """hopper.sddmm without a GPU: configs compiled for sm_90a, its schedule walked in numpy, its limits and reasons.
 
 The pinned Triton compiles CASES: every two choices that some config has together, those that hold most of them first.
-The newest release, which takes twice as long, compiles NEXT_CASES: the first of these.
+The newest release, which takes twice as long, compiles NEXT_CASES: every value of a field that some of these have.
 """
 
 import re
@@ -27,7 +27,7 @@ pytest.importorskip("triton")
 
 from sparsek.kernels.hopper.sddmm import Config, Work
 from tests.kernels.covering import covering
-from tests.kernels.hopper_code import compiled
+from tests.kernels.hopper_code import compiled, fields_of
 from tests.kernels.hopper_products import SMEM_PER_SM, Memory, boxes_of, check_code, check_code_of_next
 
 KERNEL = load("hopper.sddmm")
@@ -77,8 +77,7 @@ def choices(case: tuple[Config, str]) -> list[Hashable]:
 
 
 CASES = covering(product(CONFIGS, ("bf16", "fp16")), choices)
-NEXT_CASES = CASES[:16]
-PARTS = 2  # of NEXT_CASES: one process compiles one part, and pytest-xdist deals them to its workers
+NEXT_CASES = covering(CASES, lambda case: (*fields_of(case[0]).items(), case[1]), 1)
 
 
 @pytest.mark.parametrize("at", range(len(CASES)), ids=lambda at: str(CASES[at][0]))
@@ -88,9 +87,8 @@ def test_configs_compile_to_wgmma_and_tma_without_spills(at: int) -> None:
     check_code(c, dtype, compiled(c, dtype, reads_sass=at % 4 == 0))
 
 
-@pytest.mark.parametrize("part", range(PARTS))
-def test_the_newest_triton_compiles_configs_to_the_same(part: int) -> None:
-    check_code_of_next(NEXT_CASES[part::PARTS])
+def test_the_newest_triton_compiles_configs_to_the_same() -> None:
+    check_code_of_next(NEXT_CASES)
 
 
 def test_every_field_is_in_a_configs_text() -> None:
