@@ -105,7 +105,5 @@ def norms_of(w: Tensor, block: tuple[int, int]) -> Tensor:
 
 def chosen(keys: Tensor, rule: Rule) -> tuple[Tensor, Tensor, bool]:
     """indptr, the cells that are stored of one block row, and whether a norm among them is unsure."""
-    slot = portable._slot(keys.is_cuda).zero_()
-    indptr, where = portable._chosen(keys, slot, rule, 1, rule.count(keys.numel()))
-    portable._mark(keys)()
-    return indptr, where, bool(slot[2])
+    indptr, where = portable._chosen(keys, portable._slot(keys.is_cuda), rule, 1, rule.count(keys.numel()))
+    return indptr, where, portable._are_unsure(keys, where)

@@ -42,7 +42,14 @@ def source_code(
 def choice_code(card: str, chunk: int, ranked: bool, wide: bool) -> Code:
     """`_choose` among norms in float32, or `wide`, in float64."""
     sure, infinity = portable._limits(torch.int64 if wide else torch.int32)
-    constants = {"RANKED": ranked, "CHECKED": True, "SURE": sure, "INFINITY": infinity, "CHUNK": chunk}
+    constants = {
+        "RANKED": ranked,
+        "CHECKED": True,
+        "SURE": sure,
+        "INFINITY": infinity,
+        "UNIT": 4,
+        "CHUNK": chunk,
+    }
     types = TYPES | ({"keys": "*i64", "least": "i64"} if wide else {})
     warps = chunk // (32 * portable.KEYS_PER_THREAD)
     return compiled(portable._choose, types, constants, CARDS[card], warps, 1)

@@ -1,17 +1,16 @@
 """The blocks of a dense matrix that a BSR stores, chosen and gathered in plain Triton. `BSR.from_dense` on a GPU.
 
-    w [M, K]  --_norms-->  keys [Mb, Kb]  --_choose-->  where, indptr, status  --_gather-->  values, indices
+    w [M, K]  --_norms-->  keys [Mb, Kb]  --_choose-->  indptr, where: cell numbers  --_gather-->  indices, values
 
-    _norms    reads w once: of every block the Frobenius norm, or for the rules that ask whether anything is there its
-              largest magnitude. The bits of a float that is not negative, as an integer, have its order: the key.
-    _choose   one program for all blocks, or one for every block row where each has its own share. It finds the key of
-              the last block that is stored by counting: of a range three keys are tried at once, and the range shrinks
-              to a quarter, until as many blocks are at a key or above it as are wanted. Then it lists what is stored in
-              order, of equal keys the first ones, with a scan.
+    _norms    reads w once. A block's key is its Frobenius norm, as the integer of the same bits: floats that are not
+              negative have the order of their bits. Where only zeros are told from the rest it is 0 or 1.
+    _choose   one program for all blocks, or one for every block row where each keeps its own share. The key of the last
+              block that is stored is found by counting how many keys reach it: three are tried at once, so that each
+              step leaves a quarter of the range. Then a scan lists what is stored; of equal keys the first.
     _gather   copies the stored blocks.
 
-All reads and writes of values are 16 bytes a thread where w is aligned. Every sum has a fixed order: no atomics. Sides
-that are ragged are masked; nothing is padded.
+w and values move 16 bytes at once where w lies aligned. Every sum has a fixed order, and nothing is atomic. Ragged
+sides are masked; nothing is padded.
 
 A norm may be NaN or Inf, or so small that squares underflow and the choice falls on it. The kernels note that in a slot
 of the host's memory, and the host leaves all of it to torch, which looks again and refuses NaN and Inf. Under `keep`,
@@ -36,19 +35,21 @@ from sparsek.formats.two_four import BITS
 from sparsek.kernels.portable.match import launch
 from sparsek.kernels.prims.portable_tensors import times
 
-# A thread has eight loads of 16 bytes under way. TILE: elements of a tile, at most.
+# Tiles of `_norms` and `_gather`, 128 bytes to a thread; and how many elements one has at most.
 NORM_BYTES, NORM_WARPS = 32768, 8
 GATHER_BYTES, GATHER_WARPS = 16384, 4
 TILE = 16384
-MIN_CHUNK, MAX_CHUNK, KEYS_PER_THREAD = 256, 4096, 8  # keys of a step of `_choose`
-CELLS = (
-    2**20
-)  # keys that one program ranks, at most 1023 to a lane; for more, torch's sort takes the whole card
+# Keys that `_choose` reads at once, and how many one program ranks: 1023 to a lane would still be right. For more
+# torch's sort, which has the whole card, should be faster (not measured).
+MIN_CHUNK, MAX_CHUNK, KEYS_PER_THREAD = 256, 4096, 16
+CELLS = 2**20
 
-# What a slot holds: whether a norm is NaN or Inf, whether one is too small to be sure, whether such a one is stored;
-# and how many blocks are stored, where the host does not know.
-STRANGE, SMALL, UNSURE, COUNT = (tl.constexpr(i) for i in range(4))
+# What a slot holds: whether a norm is NaN or Inf; whether one is too small to be sure; and how many blocks are stored,
+# where the host does not know.
+STRANGE, SMALL, COUNT = (tl.constexpr(i) for i in range(3))
 
+# Triton does not look at these: neither a size nor an alignment compiles anything anew. Rows of whole 16-byte words are
+# known by UNIT, the elements of such a word; for others it is 1.
 _SIZES = ("rows", "columns", "w_row", "count", "cells", "across", "least")
 _ANYWHERE = ("w", "keys", "where", "indptr", "slot", "indices", "values")
 
@@ -82,9 +83,8 @@ def _there(
     bits = tl.core.get_int_dtype(w.dtype.element_ty.primitive_bitwidth, True)
     found = tl.zeros(offsets.shape, bits)
     for down in range(0, BM, TALL):
-        found |= (
-            _rows(w, offsets, lanes, i, down, rows, w_row, BM, UNIT, TALL, RAGGED).to(bits, bitcast=True) << 1
-        )
+        x = _rows(w, offsets, lanes, i, down, rows, w_row, BM, UNIT, TALL, RAGGED)
+        found |= x.to(bits, bitcast=True) << 1
     return tl.max((found != 0).to(tl.int32), 0)
 
 
@@ -101,7 +101,10 @@ def _norms(
     KIND: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, UNIT: tl.constexpr, RAGGED: tl.constexpr,
     TALL: tl.constexpr, WIDE: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
-    """SIDE blocks side by side, TALL rows of them a step. A row of a block has WIDE >= BK lanes."""
+    """SIDE blocks side by side, TALL rows of them a step. A row of a block has WIDE >= BK lanes.
+
+    Keys are of norms if SQUARES. KIND, the dtype of w, keeps apart what was compiled.
+    """
     across = (columns + (BK - 1)) // BK
     chunks = (across + (SIDE - 1)) // SIDE
     i, first = tl.program_id(0) // chunks, tl.program_id(0) % chunks * SIDE
@@ -145,13 +148,30 @@ def _rank(key, SURE: tl.constexpr):
 
 
 @triton.jit
-def _last(keys, count, cells, CHUNK: tl.constexpr, SURE: tl.constexpr, INFINITY: tl.constexpr):
+def _read(keys, begin, cells, UNIT: tl.constexpr, CHUNK: tl.constexpr):
+    """The keys [CHUNK] from `begin` on; -1 past the last cell."""
+    lane = begin + tl.arange(0, CHUNK)
+    source = keys + lane
+    if UNIT > 1:
+        source = tl.multiple_of(source, 16)
+    return tl.load(source, mask=lane < times(cells, UNIT), other=-1)
+
+
+@triton.jit
+def _reach(key, one, two, three):
+    """Whether keys reach each of three, in ten bits each."""
+    return (key >= one).to(tl.int32) + ((key >= two).to(tl.int32) << 10) + ((key >= three).to(tl.int32) << 20)
+
+
+@triton.jit
+def _last(
+    keys, count, cells, UNIT: tl.constexpr, CHUNK: tl.constexpr, SURE: tl.constexpr, INFINITY: tl.constexpr
+):
     """The key of the last of the `count` largest of `cells` keys, and how many of that key are among them, or more."""
-    lanes = tl.arange(0, CHUNK)
-    highest = _rank(tl.load(keys + lanes, mask=lanes < cells, other=-1), SURE)
-    lowest = tl.where(highest < 0, INFINITY, highest)
+    own = _rank(_read(keys, 0, cells, UNIT, CHUNK), SURE)
+    highest, lowest = own, tl.where(own < 0, INFINITY, own)
     for begin in range(CHUNK, cells, CHUNK):
-        key = _rank(tl.load(keys + begin + lanes, mask=begin + lanes < cells, other=-1), SURE)
+        key = _rank(_read(keys, begin, cells, UNIT, CHUNK), SURE)
         highest = tl.maximum(highest, key)
         lowest = tl.where(key < 0, lowest, tl.minimum(lowest, key))
     # `reached` keys are at `low` or above, and `beyond` at `high` or above: reached >= count > beyond.
@@ -160,14 +180,12 @@ def _last(keys, count, cells, CHUNK: tl.constexpr, SURE: tl.constexpr, INFINITY:
     while (high - low > 1) & (reached != count):
         step = (high - low + 3) >> 2
         one, two, three = low + step, low + 2 * step, low + 3 * step
-        found = tl.zeros((CHUNK,), tl.int32)
-        for begin in range(0, cells, CHUNK):
-            key = _rank(tl.load(keys + begin + lanes, mask=begin + lanes < cells, other=-1), SURE)
-            found += (key >= one).to(tl.int32) + ((key >= two).to(tl.int32) << 10)
-            found += (key >= three).to(tl.int32) << 20
+        found = _reach(own, one, two, three)
+        for begin in range(CHUNK, cells, CHUNK):
+            found += _reach(_rank(_read(keys, begin, cells, UNIT, CHUNK), SURE), one, two, three)
         # Three counts of ten bits for each lane become three of 21 bits for all.
-        three_of = (found & 1023).to(tl.int64) + ((found >> 10 & 1023).to(tl.int64) << 21)
-        total = tl.sum(three_of + ((found >> 20).to(tl.int64) << 42), 0)
+        pair = (found & 1023).to(tl.int64) + ((found >> 10 & 1023).to(tl.int64) << 21)
+        total = tl.sum(pair + ((found >> 20).to(tl.int64) << 42), 0)
         at_one, at_two, at_three = total & 0x1FFFFF, total >> 21 & 0x1FFFFF, total >> 42
         over, under = one, at_one  # the first of the three that too few reach
         if at_one >= count:
@@ -184,7 +202,8 @@ def _last(keys, count, cells, CHUNK: tl.constexpr, SURE: tl.constexpr, INFINITY:
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_ANYWHERE)
 def _choose(
     keys, where, indptr, slot, least, count, cells, across,
-    RANKED: tl.constexpr, CHECKED: tl.constexpr, SURE: tl.constexpr, INFINITY: tl.constexpr, CHUNK: tl.constexpr,
+    RANKED: tl.constexpr, CHECKED: tl.constexpr, SURE: tl.constexpr, INFINITY: tl.constexpr,
+    UNIT: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """A program has `cells` keys in order, of whole block rows of `across` blocks, and stores the `count` largest if
     RANKED, and otherwise those over `least`. `where` gets the cells that are stored. CHECKED: keys are those of norms.
@@ -194,27 +213,25 @@ def _choose(
     keys += first
     if RANKED:
         start = group * count
-        last, wanted = _last(keys, count, cells, CHUNK, SURE, INFINITY)
+        last, wanted = _last(keys, count, cells, UNIT, CHUNK, SURE, INFINITY)
     else:
         start = 0
         last, wanted = least.to(keys.dtype.element_ty), 0
     above_before, equal_before = 0, 0
     for begin in range(0, cells, CHUNK):
-        lane = begin + tl.arange(0, CHUNK)
-        live = lane < cells
-        key = tl.load(keys + lane, mask=live, other=0)
+        cell = first + begin + tl.arange(0, CHUNK)
+        key = _read(keys, begin, cells, UNIT, CHUNK)
         rank = _rank(key, SURE) if CHECKED else key
-        above, equal = live & (rank > last), live & (rank == last)
+        above, equal = rank > last, rank == last
         # One scan counts both: those above in the low half, those that are equal in the high half.
         both = above.to(tl.int32) + (equal.to(tl.int32) << 16)
         scan = tl.cumsum(both, 0) - both
         equals = equal_before + (scan >> 16)
         stored = above | (equal & (equals < wanted))
         at = start + above_before + (scan & 0xFFFF) + tl.minimum(equals, wanted)
-        tl.store(where + at, first + lane, mask=stored)
-        tl.store(indptr + (first + lane) // across, at, mask=live & ((first + lane) % across == 0))
-        if CHECKED:
-            _note(slot + UNSURE, live & stored & (key > 0) & (key < SURE))
+        tl.store(where + at, cell, mask=stored)
+        row = cell.to(tl.uint32) // across.to(tl.uint32)
+        tl.store(indptr + row, at, mask=(key >= 0) & (row.to(tl.int32) * across == cell))
         total = tl.sum(both, 0)
         above_before += total & 0xFFFF
         equal_before += total >> 16
@@ -308,13 +325,12 @@ def pack_bsr(w: Tensor, block: tuple[int, int], rule: Rule) -> Packed | None:
     else:
         made = _blocks(source, where, groups * count)
     wait()
-    strange, small, unsure, found = slot.tolist()
+    strange, small, found = slot.tolist()
+    found = found if count is None else groups * count
     if strange or small:
-        _mark(w)()
-        unsure = slot.tolist()[2]
         slot.zero_()
     _SLOTS.append(slot)
-    if strange or unsure:
+    if strange or (small and _are_unsure(keys, where[:found])):
         return None
     indices, values = _blocks(source, where, found) if count is None else made
     if asked is not source:
@@ -361,12 +377,12 @@ _SLOTS: list[Tensor] = []
 
 
 def _slot(on_gpu: bool) -> Tensor:
-    """int32 [4] on the host, where kernels note what they find."""
+    """int32 [3] on the host, where kernels note what they find."""
     try:
         return _SLOTS.pop()
     except IndexError:
         with torch.inference_mode(False):
-            _SLOTS.extend(torch.zeros(64, 4, dtype=torch.int32, pin_memory=on_gpu).unbind())
+            _SLOTS.extend(torch.zeros(64, 3, dtype=torch.int32, pin_memory=on_gpu).unbind())
         return _slot(on_gpu)
 
 
@@ -383,10 +399,14 @@ def _bits(x: float, dtype: torch.dtype) -> int:
     return int(torch.tensor(x, dtype=dtype).view(BITS[dtype][0]))
 
 
+def _floats(keys: torch.dtype) -> torch.dtype:
+    return torch.float64 if keys == torch.int64 else torch.float32
+
+
 @lru_cache
-def _limits(integers: torch.dtype) -> tuple[int, int]:
-    """SURE and INFINITY: of keys, that of the least norm that is sure, and that of infinity."""
-    floats = torch.float64 if integers == torch.int64 else torch.float32
+def _limits(keys: torch.dtype) -> tuple[int, int]:
+    """SURE and INFINITY: the key of the least norm that is sure, and that of infinity."""
+    floats = _floats(keys)
     return _bits(least_sure(floats), floats), BITS[floats][1]
 
 
@@ -399,24 +419,27 @@ def _keys(source: Source, slot: Tensor, by_norm: bool) -> Tensor:
     return keys
 
 
+def _are_unsure(keys: Tensor, where: Tensor) -> bool:
+    """Whether one of the cells in `where` has a norm that may be far off: it is small, and not 0. One sync."""
+    stored = keys.view(-1)[where]
+    return bool(((stored > 0) & (stored < _limits(keys.dtype)[0])).any())
+
+
 def _chosen(keys: Tensor, slot: Tensor, rule: Rule, groups: int, count: int | None) -> tuple[Tensor, Tensor]:
     """indptr [Mb+1], and the cells that are stored: `count` of each group, if that is known."""
     (rows, columns), (sure, infinity) = keys.shape, _limits(keys.dtype)
     cells = rows * columns // groups
     by_norm, least = rule.keep is not None or rule.threshold is not None, 0
-    if (
-        rule.threshold is not None
-    ):  # every norm ranks as one that is sure, so that `least` needs the width of keys
-        least = max(
-            _bits(rule.threshold, torch.float64 if keys.dtype == torch.int64 else torch.float32), sure - 1
-        )
+    if rule.threshold is not None:
+        # No norm but 0 ranks below `sure`. So this changes nothing, and gives `least` the width of keys.
+        least = max(_bits(rule.threshold, _floats(keys.dtype)), sure - 1)
     elif rule.keep is not None:
         least = infinity
     indptr = keys.new_empty(rows + 1, dtype=torch.int32)
     where = keys.new_empty(cells if count is None else groups * count, dtype=torch.int32)
     chunk = min(MAX_CHUNK, max(MIN_CHUNK, 1 << (cells - 1).bit_length()))
     args = keys, where, indptr, slot, least, count or 0, cells, columns
-    constants = bool(count), by_norm, sure, infinity, chunk
+    constants = bool(count), by_norm, sure, infinity, 1 if cells % 4 else 4, chunk
     launch(_choose, keys.device, groups, args, constants, max(1, chunk // (32 * KEYS_PER_THREAD)))
     return indptr, where
 
