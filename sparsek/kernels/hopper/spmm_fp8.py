@@ -19,9 +19,10 @@ makes 64 x `chunk` at a time, and while a warpgroup takes a chunk over, the othe
 max_num_imprecise_acc means the same, but adds before it waits, and ptxas then runs one wgmma after the other (C7514,
 Triton 3.6, 2026-11-22). With `fast_accum` nobody takes over, and the loop is that of hopper.spmm.
 
-Scales per row of A and per column of B come in when a tile is done, with bias and alpha, in float32; activations and
-other matrices as in hopper.spmm, on boxes of C on their way out (prims/product.py). Rows with far more blocks than
-others are split: parts leave scaled float32 sums in a workspace, and `merge_parts` adds them in order.
+Scales per row of A come in with every sum that is taken over, those per column of B when a tile is done, with bias and
+alpha, in float32; activations and other matrices as in hopper.spmm, on boxes of C on their way out (prims/product.py).
+Rows with far more blocks than others are split: parts leave scaled float32 sums in a workspace, and `merge_parts` adds
+them in order.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ PROMOTED = 128  # values of K that tensor cores add up before float32 does
 class Config(Tile):
     """`promote` pieces are summed in the tensor cores, `chunk` columns at a time; a stage holds a multiple of them.
     With `promote` 0, for `fast_accum`, all of a tile is, in one chunk. With `held` A comes from registers, read once
-    for all chunks; with `turns` two warpgroups issue their chunks by turns.
+    for all chunks; with `turns` two warpgroups issue their chunks by turns: the other one's comes when
+    all of a chunk is issued (1), or when half of its pieces are multiplied (2).
 
     `a_scale` is "tensor", "row" or "block", `b_scale` "tensor" or "column". `types`: of A, B and C.
     """
@@ -74,7 +76,7 @@ class Config(Tile):
     b_col: bool = True
     chunk: int = 128
     promote: int = 1
-    turns: bool = False
+    turns: int = 0
     held: bool = False
     a_scale: str = "row"
     b_scale: str = "column"
@@ -357,7 +359,8 @@ class HopperSpmmFp8:
         """Tiles of the fullest SM, each the larger of multiplying and loading (a smooth maximum), plus its fixed part.
 
         As hopper.spmm's model, at twice its multiply-adds per cycle, half its bytes, and the clock that FP8 leaves an
-        H200: 133 us at 8192^3 with 12.5 % stored in blocks of 128, 473 us with 50 % (2026-11-22, by script).
+        H200: 133 us at 8192^3 with 12.5 % stored in blocks of 128, 473 us with 50 % (2026-11-22, by script). The same
+        for `fast_accum`, which is not timed yet.
         """
         rounding = rounding_seconds(p)
         if p.nnzb == 0 or p.n == 0:

@@ -212,6 +212,8 @@ def multiply(T: gl.constexpr, WG: gl.constexpr, c_desc, lists, scales, before, j
                         acc = warpgroup_mma(
                             rows_of_a[i], b.permute((1, 0)), acc, use_acc=i > 0, is_async=True
                         )
+                    if T.turns == 2:
+                        acc = warpgroup_mma_init(warpgroup_mma_wait(PROMOTE // 2, deps=(acc,)))
                     if T.turns:
                         mbarrier.arrive(turns.index(1 - WG), count=1)
                     chunk_sums = warpgroup_mma_wait(0, deps=(acc,))  # the other warpgroup's go on
