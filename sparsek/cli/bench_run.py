@@ -72,21 +72,23 @@ def bench(
 ) -> None:
     """Measures a suite or the cases, prints what was found, and writes what was asked for.
 
-    `op` of the records, where it is not that of the cases. `by_hand`: for suites that would keep a CPU busy for hours,
-    options of sizes that do not; such suites are refused there. Exits 1 if a case failed or none was measured.
+    `op` of the records, where it is not that of the cases. `by_hand`: where suites and sizes by default would keep a
+    CPU busy for hours, options of sizes that do not; without any of these a CPU is refused. Exits 1 if a case failed
+    or none was measured.
     """
-    _refuse_contradictions(asked.context)
+    given = _given(asked.context)
+    _refuse_contradictions(given)
     device = as_device(asked.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if asked.named is not None:
         entries = _numbered(suite_named(suites, asked.named), asked.only)
-        if by_hand and device.type == "cpu":
-            raise InvalidInput(
-                f"suite {asked.named} needs a GPU; on a CPU it would take hours. Give sizes by hand: {by_hand}"
-            )
     else:
         entries = tuple(Entry(case, tuple(listed("kernel", kernel, str)), op) for case in cases())
     names = {"all": None, "none": []}.get(asked.peers.strip(), listed("peers", asked.peers, str))
-    outcomes, failed = _run(entries, peers_named(table, names, device), device, asked)
+    chosen = peers_named(table, names, device)
+    if device.type == "cpu" and by_hand and not _sizes_in(by_hand) & set(given):
+        why = "sizes by default are a GPU's" if asked.named is None else f"suite {asked.named} needs a GPU"
+        raise InvalidInput(f"{why}; a CPU would take hours. Give sizes by hand: {by_hand}")
+    outcomes, failed = _run(entries, chosen, device, asked)
     found = [record for outcome in outcomes for record in outcome.records]
     screen = console()
     by_table: dict[str, list[records.Record]] = {}
@@ -114,13 +116,20 @@ def listed(name: str, text: str, parse: Callable[[str], Value]) -> list[Value]:
         raise InvalidInput(f"--{name} {text!r}: {error}") from None
 
 
-def _refuse_contradictions(context: typer.Context) -> None:
+def _given(context: typer.Context) -> list[str]:
+    """The parameters that were written on the command line."""
+    names = [parameter.name or "" for parameter in context.command.params]
+    sources = ((name, context.get_parameter_source(name)) for name in names)
+    return [name for name, source in sources if source is not None and source.name == "COMMANDLINE"]
+
+
+def _sizes_in(by_hand: str) -> set[str]:
+    """The names of the options, except of the dtype, which makes nothing small."""
+    return {part[2:] for part in by_hand.split() if part.startswith("--")} - {"dtype"}
+
+
+def _refuse_contradictions(given: Sequence[str]) -> None:
     """InvalidInput for options that would be ignored next to the others."""
-    given = []
-    for parameter in context.command.params:
-        source = context.get_parameter_source(parameter.name or "")
-        if source is not None and source.name == "COMMANDLINE":
-            given.append(parameter.name or "")
     extra = ", ".join(f"--{name.replace('_', '-')}" for name in given if name not in BESIDE_A_SUITE)
     if "named" in given and extra:
         raise InvalidInput(

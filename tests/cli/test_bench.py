@@ -351,14 +351,17 @@ def test_bench_attention_backward_says_what_it_takes(run) -> None:
     [
         (["--measure", "forward"], "backward or train is measured, not 'forward'"),
         (["--mask", "diagonal"], "no mask is written 'diagonal'"),
-        (["--kernel", "cpu.attention"], "no kernel of attention_backward is called 'cpu.attention'"),
+        (
+            ["--seq", "128", "--kernel", "cpu.attention"],
+            "no kernel of attention_backward is called 'cpu.attention'",
+        ),
         (["--peers", "fa3"], "no peer is called 'fa3'; known: cudnn, fa2, flex"),
         (["--suite", "issue3"], "no suite is called 'issue3'; known: issue5, issue5_train"),
         (["--suite", "issue5", "--any-order"], "leave out --deterministic, or leave out --suite"),
         (["--suite", "issue5_train", "--only", "4"], "the suite has entries 1 to 3"),
         (
             ["--suite", "issue5"],
-            "suite issue5 needs a GPU; on a CPU it would take hours. Give sizes by hand: --seq",
+            "suite issue5 needs a GPU; a CPU would take hours. Give sizes by hand: --seq",
         ),
         (["--suite", "issue5_train", "--only", "1"], "suite issue5_train needs a GPU"),
     ],
@@ -368,6 +371,25 @@ def test_bench_attention_backward_answers_bad_input_with_one_line(run, arguments
     assert result.exit_code == 2
     assert said in result.stderr.replace("\n", " ")
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "sizes"),
+    [
+        ("semi24", "--m 512 --k 512 --n 64"),
+        ("fp8", "--m 512 --k 512 --n 64"),
+        ("planner", "--layers few --dtype fp32"),
+        ("attention", "--seq 1K --heads 2 --dim 64 --dtype fp32"),
+        ("attention-backward", "--seq 1K --heads 2 --dim 64 --dtype fp32"),
+    ],
+)
+def test_a_cpu_is_not_given_the_sizes_of_a_gpu_unless_they_are_asked_for(run, command, sizes) -> None:
+    for options in ((), ("--dtype", "e4m3" if command == "fp8" else "fp32"), ("--rounds", "1")):
+        result = run("bench", command, "--device", "cpu", *options)
+        assert result.exit_code == 2
+        assert f"are a GPU's; a CPU would take hours. Give sizes by hand: {sizes}" in " ".join(
+            result.stderr.split()
+        )
 
 
 def test_bench_attention_takes_lengths_and_heads_as_people_write_them(run, tmp_path: Path) -> None:
