@@ -22,6 +22,13 @@ from sparsek.kernels.prims.product import RECORD, bias_of, boxed, look_ahead, ow
 
 
 @gluon.jit
+def record(tiles, t):
+    """First step, end step, row and column of C, and slot of the workspace or -1, of tile t."""
+    at = tiles + RECORD * t
+    return gl.load(at), gl.load(at + 1), gl.load(at + 2), gl.load(at + 3), gl.load(at + 5)
+
+
+@gluon.jit
 def block_scales(T: gl.constexpr, a_scale, begin, end, q):
     """The scales of the blocks whose sums float32 takes over in the stage that begins at piece q; () if they are not
     per block. Where a step is missing there is nothing but zeros to scale."""
@@ -88,30 +95,29 @@ def column_scales(T: gl.constexpr, b_scale, col, n):
 
 
 @gluon.jit
-def row_scales(T: gl.constexpr, LAYOUT: gl.constexpr, scales, row, m):
-    """What the rows from `row` on are multiplied with; 0 outside C. One factor for all without a scale per row."""
-    a_scale, b_scale, factor = scales
-    down = factor
+def row_scales(T: gl.constexpr, LAYOUT: gl.constexpr, a_scale, row, m):
+    """What the rows from `row` on are multiplied with, if they have scales of their own; 0 outside C.
+
+    As it comes from memory: what is computed before the first wgmma of a tile would wait for it.
+    """
+    down = 0.0
     if T.a_scale == "row":
         r = row + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
-        down = gl.load(a_scale + r, mask=r < m, other=0.0) * factor
+        down = gl.load(a_scale + r, mask=r < m, other=0.0)
     return down
 
 
 @gluon.jit
-def scaled(T: gl.constexpr, LAYOUT: gl.constexpr, sums, C: gl.constexpr, down, across):
+def scaled(T: gl.constexpr, LAYOUT: gl.constexpr, sums, C: gl.constexpr, down, across, factor):
     """Chunk C of a tile's sums, times the scales of its columns, and of its rows unless float32 sums have them."""
     z = sums[C]
     if T.b_scale == "column":
-        over = gl.convert_layout(across[C], gl.SliceLayout(0, LAYOUT))
-        if T.a_scale != "row":
-            over = over * down
-        z = z * gl.expand_dims(over, 0)
+        z = z * gl.expand_dims(gl.convert_layout(across[C] * factor, gl.SliceLayout(0, LAYOUT)), 0)
+    else:
+        z = z * factor
     if T.a_scale == "row":
         if T.promote == 0:
             z = z * gl.expand_dims(down, 1)
-    elif T.b_scale != "column":
-        z = z * down
     return z
 
 
@@ -144,7 +150,6 @@ def multiply(T: gl.constexpr, WG: gl.constexpr, c_desc, lists, scales, before, j
         factor = factor * gl.load(a_scale)
     if T.b_scale == "tensor":
         factor = factor * gl.load(b_scale)
-    scales = (a_scale, b_scale, factor)
     first = gl.load(starts + gl.program_id(0))
     last = gl.load(starts + gl.program_id(0) + 1)
     slot = 0
@@ -153,24 +158,11 @@ def multiply(T: gl.constexpr, WG: gl.constexpr, c_desc, lists, scales, before, j
     unsent = 0  # boxes of the previous tile that still wait in shared memory, and where they go
     old_row = 0
     old_col = 0
-    begin = gl.load(tiles + RECORD * first)
-    end = gl.load(tiles + RECORD * first + 1)
-    row = gl.load(tiles + RECORD * first + 2)
-    col = gl.load(tiles + RECORD * first + 3)
-    part = gl.load(tiles + RECORD * first + 5)
+    begin, end, row, col, part = record(tiles, first)
     stretch = block_scales(T, a_scale, begin, end, 0)
-    if PROMOTE > 0:
-        down = row_scales(T, LAYOUT, scales, row + ROW0, m)
     for t in range(first, last):
-        # The next tile's record is read a whole tile early; the schedule ends with one record to spare.
-        next_begin = gl.load(tiles + RECORD * t + RECORD)
-        next_end = gl.load(tiles + RECORD * t + RECORD + 1)
-        next_row = gl.load(tiles + RECORD * t + RECORD + 2)
-        next_col = gl.load(tiles + RECORD * t + RECORD + 3)
-        next_part = gl.load(tiles + RECORD * t + RECORD + 5)
         pieces = gl.maximum(1, (end - begin) * PER)  # a tile without steps gets a stage of zeros
-        if PROMOTE == 0:
-            down = row_scales(T, LAYOUT, scales, row + ROW0, m)
+        down = row_scales(T, LAYOUT, a_scale, row + ROW0, m)
         across = column_scales(T, b_scale, col + COL0, n)
         if T.bias:
             shift = bias_of(T, LAYOUT, bias, row + ROW0, m)
@@ -202,16 +194,13 @@ def multiply(T: gl.constexpr, WG: gl.constexpr, c_desc, lists, scales, before, j
                     if u % CHUNKS == 0:
                         rows_of_a = rows_at(T, LAYOUT, a_s, place, ROW0)
                     if T.turns:
-                        mbarrier.wait(
-                            turns.index(WG), beat ^ 1 ^ WG
-                        )  # until the other one has issued a chunk
+                        mbarrier.wait(turns.index(WG), beat ^ 1 ^ WG)  # until it is this one's turn
                         beat ^= 1
                     acc = warpgroup_mma_init(gl.zeros((64, CHUNK), gl.float32, LAYOUT))
                     for i in gl.static_range(PROMOTE):
                         b = b_s.index((place + i) * T.wg_n + WG // T.wg_m).slice(u % CHUNKS * CHUNK, CHUNK)
-                        acc = warpgroup_mma(
-                            rows_of_a[i], b.permute((1, 0)), acc, use_acc=i > 0, is_async=True
-                        )
+                        b = b.permute((1, 0))
+                        acc = warpgroup_mma(rows_of_a[i], b, acc, use_acc=i > 0, is_async=True)
                     if T.turns == 2:
                         acc = warpgroup_mma_init(warpgroup_mma_wait(PROMOTE // 2, deps=(acc,)))
                     if T.turns:
@@ -234,23 +223,22 @@ def multiply(T: gl.constexpr, WG: gl.constexpr, c_desc, lists, scales, before, j
         if PROMOTE == 0:
             sums = (warpgroup_mma_wait(0, deps=(acc,)),)
             mbarrier.arrive(empty.index((slot + STAGES - 1) % STAGES), count=1)
-        else:
-            next_down = row_scales(T, LAYOUT, scales, next_row + ROW0, m)
-        stretch = block_scales(T, a_scale, next_begin, next_end, 0)
         if T.split and part >= 0:
+            coming = record(tiles, t + 1)
             for c in gl.static_range(CHUNKS):
                 r = ROW0 + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
                 x = COL0 + c * CHUNK + gl.arange(0, CHUNK, gl.SliceLayout(0, LAYOUT))
                 at = (part * T.rows + gl.expand_dims(r, 1)) * T.block_cols + gl.expand_dims(x, 0)
-                gl.store(part_sums + at, scaled(T, LAYOUT, sums, c, down, across))
+                gl.store(part_sums + at, scaled(T, LAYOUT, sums, c, down, across, factor))
         else:
             while unsent > 0:  # the tile was too short to send everything on the way
                 ahead = look_ahead(T, WG, BOXES - unsent, old_row, old_col, joined, True)
                 send_box(T, WG, c_desc, BOXES - unsent, old_row, old_col, boxes, ahead, joined)
                 unsent -= 1
             tma_store_wait(0)  # until TMA has read the staged tile, which is about to be overwritten
+            coming = record(tiles, t + 1)  # here its latency hides; the schedule ends with one to spare
             for c in gl.static_range(CHUNKS):
-                z = scaled(T, LAYOUT, sums, c, down, across)
+                z = scaled(T, LAYOUT, sums, c, down, across, factor)
                 if T.bias:
                     z = z + gl.expand_dims(shift, 1)
                 if T.c_col:
@@ -261,13 +249,8 @@ def multiply(T: gl.constexpr, WG: gl.constexpr, c_desc, lists, scales, before, j
             unsent = BOXES + 0
             old_row = row + ROW0
             old_col = col
-        begin = next_begin
-        end = next_end
-        row = next_row
-        col = next_col
-        part = next_part
-        if PROMOTE > 0:
-            down = next_down
+        begin, end, row, col, part = coming
+        stretch = block_scales(T, a_scale, begin, end, 0)
     while unsent > 0:
         ahead = look_ahead(T, WG, BOXES - unsent, old_row, old_col, joined, True)
         send_box(T, WG, c_desc, BOXES - unsent, old_row, old_col, boxes, ahead, joined)
