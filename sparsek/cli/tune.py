@@ -17,11 +17,13 @@ from sparsek.cli.output import table as new_table
 from sparsek.core import env
 from sparsek.core.errors import InvalidFile, InvalidInput, Unsupported
 from sparsek.formats.pattern import as_device
-from sparsek.kernels import KERNELS
-from sparsek.ops.linear_formats import FORMATS, ways
+from sparsek.kernels import names_for
+from sparsek.ops.linear_formats import FORMATS, FP8_OPS, ways
 from sparsek.plan import table
 
 SPARSE = tuple(name for name in FORMATS if not name.startswith("dense"))
+OPS = ("spmm", "semi24", "bsr24", *FP8_OPS.values())
+TUNABLE = dict.fromkeys(name for op in OPS for name in names_for(op) if not name.startswith("reference."))
 
 
 def tune(
@@ -60,14 +62,14 @@ def tune(
     path = out or _own()
     if path.is_dir():
         raise InvalidInput(f"{path}: is a folder; name a file in it, by --out or SPARSEK_TUNING")
-    if device is None and not torch.cuda.is_available():
-        raise InvalidInput("there is no GPU to tune for; --device cpu tunes the CPU's kernels")
-    where = as_device(device or "cuda")
     jobs = _jobs(what, tokens, formats, block, keep, dtype)
     names = None if kernel == "all" else listed("kernel", kernel, str)
     for name in names or ():
-        if name not in (known for _, known in KERNELS):
-            raise InvalidInput(f"no kernel is called {name!r}; known: {', '.join(dict(KERNELS).values())}")
+        if name not in TUNABLE:
+            raise InvalidInput(f"no kernel of these formats is called {name!r}; known: {', '.join(TUNABLE)}")
+    if device is None and not torch.cuda.is_available():
+        raise InvalidInput("there is no GPU to tune for; --device cpu tunes the CPU's kernels")
+    where = as_device(device or "cuda")
     found = _run(jobs, where, names, configs, rounds, path)
     entries = sum(each.entry is not None for each in found)
     out_ = console()
@@ -80,8 +82,13 @@ def tune(
 
 def _jobs(what: str | None, tokens: str, formats: str, block: str, keep: str, dtype: str) -> list[Job]:
     wanted = listed("format", formats, str)
-    if any(name.startswith("dense") for name in wanted):
-        raise InvalidInput("--format dense: the vendor's library multiplies it, and has no configs here")
+    for name in wanted:
+        if name in FORMATS and name not in SPARSE:
+            raise InvalidInput(
+                f"--format {name}: the vendor's library multiplies it, and has no configs here"
+            )
+        if name not in SPARSE:
+            raise InvalidInput(f"no format is called {name!r}; known: {', '.join(SPARSE)}")
     shapes = SHAPES if what is None else tuning.shapes_in(what)
     blocks, keeps = listed("block", block, parse_block), listed("keep", keep, float)
     for each in keeps:

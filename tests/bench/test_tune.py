@@ -249,9 +249,17 @@ def test_another_table_can_be_added_to(own: Path, tmp_path: Path) -> None:
     ("arguments", "said"),
     [
         (["--show", "--clear"], "choose"),
-        (["--kernel", "hopper.nothing", "--device", "cpu"], "no kernel is called 'hopper.nothing'"),
-        (["--format", "dense", "--device", "cpu"], "no configs here"),
-        (["--format", "csr", "--device", "cpu"], "no format is called 'csr'"),
+        (
+            ["--kernel", "hopper.nothing"],
+            "no kernel of these formats is called 'hopper.nothing'; known: hopper.spmm,",
+        ),
+        (["--kernel", "hopper.spmm,hopper.sddmm"], "no kernel of these formats is called 'hopper.sddmm'"),
+        (["--format", "dense"], "--format dense: the vendor's library multiplies it"),
+        (["--format", "bsr,dense_fp8", "--device", "cpu"], "--format dense_fp8: the vendor's library"),
+        (
+            ["--format", "csr"],
+            "no format is called 'csr'; known: semi24, bsr, bsr24, semi24_fp8, bsr_fp8, bsr24_fp8",
+        ),
         (["--keep", "0", "--device", "cpu"], "a fraction of blocks"),
         (["none.npz", "--device", "cpu"], "neither a file nor a shape"),
     ],
