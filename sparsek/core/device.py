@@ -78,7 +78,11 @@ def card_named(name: str) -> Card:
     """The card of a short name ("h200"). Raises InvalidInput for a name without measured facts."""
     key = name.lower()
     if key not in CARDS:
-        raise InvalidInput(f"no measured facts for a card named {name!r}; known: {', '.join(CARDS)}")
+        why = f"no measured facts for a card named {name!r}; known: {', '.join(CARDS)}"
+        if key.startswith("cuda"):
+            why += ". A plan for a GPU that is there follows from operands on it; leave the device out"
+            why += "" if torch.cuda.is_available() else ". There is no GPU here"
+        raise InvalidInput(why)
     return CARDS[key]
 
 
