@@ -17,7 +17,7 @@ from sparsek.plan.made import Made, captured, follow, tensors_in
 from sparsek.plan.plan import Plan
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class MaskPlan(Plan):
     """A plan over the blocks of one mask for one shape of q, k and v. `problem` is an AttentionProblem.
 
@@ -28,10 +28,10 @@ class MaskPlan(Plan):
     planner: ClassVar[str] = "plan_attention"
     """The verb that makes such plans."""
 
-    mask: Callable[[], BlockMask | None] = field(default=lambda: None, repr=False)
+    mask: Callable[[], BlockMask | None] = field(default=lambda: None)
     label: str = ""
     unmasked: bool = False
-    made: Made | None = field(default=None, repr=False)
+    made: Made | None = None
 
     def checked(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None) -> BlockMask:
         """The mask to use. InvalidInput for another mask, and for operands of other shapes, dtypes or alignment."""
@@ -131,7 +131,7 @@ class MaskPlan(Plan):
         return [x.nbytes for x in tensors_in(self.work)]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class AttentionPlan(MaskPlan):
     """How to run attention over one mask for one shape of q, k and v. Call it: `plan(q, k, v, mask)`."""
 

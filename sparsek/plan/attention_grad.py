@@ -25,7 +25,7 @@ class Forward(NamedTuple):
     scale: float
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class AttentionGradPlan(MaskPlan):
     """How to run the backward pass of attention over one mask for one shape of q, k and v.
 

@@ -1,7 +1,8 @@
 """A decision that is ready to run: kernel, config and prepared work for one problem. It explains itself."""
 
+import re
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from sparsek.core.errors import InvalidInput
@@ -9,7 +10,7 @@ from sparsek.plan.problem import Problem
 from sparsek.plan.select import Candidate, Choice
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Plan(ABC):
     """A kernel and a config for one problem, with what had to be made ready once. Each operation's plan is callable.
 
@@ -17,9 +18,13 @@ class Plan(ABC):
     """
 
     problem: Any
-    choice: Choice = field(repr=False)
-    work: Any = field(default=None, repr=False)
+    choice: Choice
+    work: Any = None
     ready: bool = True
+
+    def __repr__(self) -> str:
+        about = re.sub(r"\s{2,}", ": ", self.headline()[0])
+        return f"{type(self).__name__}({self.kernel}, {about}{'' if self.ready else ', predicts only'})"
 
     @property
     def kernel(self) -> str:

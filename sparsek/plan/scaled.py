@@ -7,7 +7,7 @@ A8, B8     -- a kernel of this protocol -->  C = act(alpha * scale_A * scale_B *
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -148,7 +148,7 @@ class ScaledProduct(NamedTuple):
         return torch.empty((*batch, *sides), dtype=self.dtype, device=self.b.device)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class ScaledPlan(Plan):
     """How to multiply FP8 matrices of one shape with dense ones, and what to do to the product.
 
@@ -159,8 +159,8 @@ class ScaledPlan(Plan):
 
     problem: ScaledProblem
     layer: bool = False
-    pattern: Callable[[], BlockPattern | None] | None = field(default=None, repr=False)
-    made: Made | None = field(default=None, repr=False)
+    pattern: Callable[[], BlockPattern | None] | None = None
+    made: Made | None = None
 
     def __call__(self, a: Any, b: Any, out: Tensor | None = None, epilogue: Epilogue = PLAIN) -> Tensor:
         """C = A @ B for operands as planned. No host sync.

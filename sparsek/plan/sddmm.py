@@ -19,15 +19,15 @@ from sparsek.plan.plan import Plan
 from sparsek.plan.problem import SddmmProblem
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class SddmmPlan(Plan):
     """How to compute one pattern of blocks from X and Y of one shape. Call it: `plan(X, Y, pattern)`.
 
     `problem` is an SddmmProblem. `pattern` is a weak reference: a pattern keeps its plans.
     """
 
-    pattern: Callable[[], BlockPattern | None] = field(default=lambda: None, repr=False)
-    made: Made | None = field(default=None, repr=False)
+    pattern: Callable[[], BlockPattern | None] = field(default=lambda: None)
+    made: Made | None = None
 
     def __call__(self, x: Any, y: Any, pattern: Any) -> BSR:
         """S = X @ Y at the planned pattern, for X and Y as planned. No host sync.

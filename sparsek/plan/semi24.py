@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -95,7 +95,7 @@ class Product24(NamedTuple):
         operands.check_epilogue(self.shape[0], self.b, self.epilogue, self.out_layout)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Plan24(Plan):
     """How to multiply 2:4 matrices of one shape with dense ones, and what to do to the product.
 
@@ -104,8 +104,8 @@ class Plan24(Plan):
     BSR24 of that `pattern`, a weak reference.
     """
 
-    pattern: Callable[[], BlockPattern | None] | None = field(default=None, repr=False)
-    made: Made | None = field(default=None, repr=False)
+    pattern: Callable[[], BlockPattern | None] | None = None
+    made: Made | None = None
 
     @property
     def on_right(self) -> bool:

@@ -28,7 +28,7 @@ Held = Callable[[], BlockPattern | None]
 Matcher = Callable[[BlockPattern, BlockPattern, BlockPattern | None], Matches]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class SpgemmPlan(Plan):
     """How to multiply two patterns of blocks, for any values. Call it: `plan(A, B)`.
 
@@ -36,10 +36,10 @@ class SpgemmPlan(Plan):
     weak references: A's pattern keeps the plan.
     """
 
-    matches: Matches | None = field(default=None, repr=False)
-    a_pattern: Held = field(default=lambda: None, repr=False)
-    b_pattern: Held = field(default=lambda: None, repr=False)
-    made: Made | None = field(default=None, repr=False)
+    matches: Matches | None = None
+    a_pattern: Held = field(default=lambda: None)
+    b_pattern: Held = field(default=lambda: None)
+    made: Made | None = None
 
     def __call__(self, a: Any, b: Any) -> Any:
         """C = A @ B for A and B of the planned patterns: dense or BSR, as planned. No host sync.

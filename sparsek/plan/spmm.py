@@ -63,7 +63,7 @@ class Product(NamedTuple):
         operands.check_epilogue(self.a.shape[0], self.b, self.epilogue, self.out_layout)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class SpmmPlan(Plan):
     """How to multiply one pattern of blocks with one shape of a dense matrix, and what to do to the product.
 
@@ -72,11 +72,11 @@ class SpmmPlan(Plan):
     a pattern keeps its plans. `limit` is how many stored blocks a plan that followed may have.
     """
 
-    pattern: Callable[[], BlockPattern | None] = field(default=lambda: None, repr=False)
-    limit: int | None = field(default=None, repr=False)
-    made: Made | None = field(default=None, repr=False)
+    pattern: Callable[[], BlockPattern | None] = field(default=lambda: None)
+    limit: int | None = None
+    made: Made | None = None
     # The facts of the last call that was found to fit.
-    _passed: list[Any] = field(default_factory=list, init=False, repr=False)
+    _passed: list[Any] = field(default_factory=list, init=False)
 
     @property
     def on_right(self) -> bool:

@@ -170,3 +170,24 @@ def test_matches_of_one_pattern_are_not_taken_for_those_of_another_at_the_same_a
     kept, other = cache.get(a, b, None, False), patterns()[1]
     cache._kept[id(other), None] = kept  # as if `other` had come to lie where b was
     assert cache.get(a, other, None, False) is not kept
+
+
+@pytest.mark.parametrize("device", [None, "h200"])
+def test_a_plan_is_written_as_its_kernel_and_the_problem_in_a_line(device: str | None):
+    x, a = right()
+    w, q, mask = sk.Semi24.from_dense(x[0]), torch.randn(1, 2, 64, 32), sk.BlockMask.causal(64)
+    plans = [
+        sk.plan_spmm(x, a, device=device),
+        sk.plan_spmm(w, torch.randn(96, 8), device=device),
+        sk.plan_spmm(sk.quantize(a), torch.randn(128, 8), device=device),
+        sk.plan_sddmm(x[0], x[1].T, random_bsr(40, 40, 16, 0.5).pattern, device=device),
+        sk.plan_spgemm(a, a.T, device=device),
+        sk.plan_attention(q, q, q, mask, device=device),
+    ]
+    assert len({type(plan) for plan in plans}) == len(plans)
+    for plan in plans:
+        name, said = type(plan).__name__, repr(plan)
+        assert said.startswith(f"{name}({plan.kernel}, {plan.explain().split('   ')[0].rstrip()}: ")
+        assert said.endswith(f"on {'cpu' if device is None else 'NVIDIA H200, predicts only'})")
+        assert len(said) < 240
+        assert "\n" not in said
