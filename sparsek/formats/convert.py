@@ -51,18 +51,10 @@ class Rule(NamedTuple):
         return max(1, round(self.keep * cells)) if self.keep else 0
 
 
-class Packed(NamedTuple):
-    """The parts of a BSR: indptr int32 [Mb+1], indices int32 [nnzb], values [nnzb, bm, bk]."""
-
-    indptr: Tensor
-    indices: Tensor
-    values: Tensor
-
-
 class Packer(Protocol):
-    """`from_dense` by kernels: the same parts, or None for what they do not take or cannot decide."""
+    """`from_dense` by kernels: the same matrix, or None for what they do not take or cannot decide."""
 
-    def __call__(self, w: Tensor, block: tuple[int, int], rule: Rule) -> Packed | None: ...
+    def __call__(self, w: Tensor, block: tuple[int, int], rule: Rule) -> BSR | None: ...
 
 
 _PACKERS: list[Packer] = []
@@ -111,9 +103,7 @@ def from_dense(
     if mask is not None:
         _check_mask(mask, w.device, shape, grid_of(shape, block))
     made = _PACKERS[0](w, block, rule) if _PACKERS and w.is_cuda and _is_plain(w) else None
-    if made is None:
-        made = _packed(_tiles(w, block), block, rule)
-    return BSR.unchecked(BlockPattern.unchecked(shape, block, made.indptr, made.indices), made.values)
+    return _packed(w, shape, block, rule) if made is None else made
 
 
 def to_dense(a: BSR) -> Tensor:
@@ -291,9 +281,9 @@ def _check_mask(mask: Any, device: torch.device, shape: tuple[int, int], grid: t
         raise InvalidInput(f"mask is on {mask.device} and w on {device}; put both on one device")
 
 
-def _packed(tiles: Tensor, block: tuple[int, int], rule: Rule) -> Packed:
-    """The blocks of `tiles` [Mb, bm, Kb, bk] that `rule` stores."""
-    inside = None
+def _packed(w: Tensor, shape: tuple[int, int], block: tuple[int, int], rule: Rule) -> BSR:
+    """The blocks of w [M, K] that `rule` stores."""
+    tiles, inside = _tiles(w, block), None
     if rule.mask is not None:
         stored = rule.mask
         if stored.shape != (tiles.shape[0], tiles.shape[2]):
@@ -305,11 +295,11 @@ def _packed(tiles: Tensor, block: tuple[int, int], rule: Rule) -> Packed:
         count = int(stored.sum())
     else:
         stored, count = _choose(tiles.detach(), rule)
-    rows, indptr, indices = _indices_of(stored, count)
-    values = _gather(tiles, rows, indices)
+    pattern = _pattern_of(stored, count, shape, block)
+    values = _gather(tiles, pattern)
     if inside is not None:
-        values = values.masked_fill_(_gather(inside, rows, indices).logical_not_(), 0)
-    return Packed(indptr, indices, values)
+        values = values.masked_fill_(_gather(inside, pattern).logical_not_(), 0)
+    return BSR.unchecked(pattern, values)
 
 
 def least_sure(dtype: torch.dtype) -> float:
@@ -374,14 +364,14 @@ def _norms(tiles: Tensor, order: float = 2) -> Tensor:
     return torch.linalg.vector_norm(by_row, ord=order, dim=1)
 
 
-def _indices_of(stored: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of `count` true cells of a bool [Mb, Kb]: block rows int64 [count], indptr and indices. No sync."""
+def _pattern_of(stored: Tensor, count: int, shape: tuple[int, int], block: tuple[int, int]) -> BlockPattern:
+    """The pattern of `count` true cells of a bool [Mb, Kb]. No sync."""
     rows, columns = stored.shape
     indptr = torch.zeros(rows + 1, dtype=torch.int32, device=stored.device)
     indptr[1:] = stored.sum(1).cumsum(0)
     cells = torch.nonzero_static(stored.reshape(-1), size=count).reshape(-1)
-    columns = max(columns, 1)
-    return cells.div(columns, rounding_mode="floor"), indptr, cells.remainder(columns).to(torch.int32)
+    indices = cells.remainder(max(columns, 1)).to(torch.int32)
+    return BlockPattern.unchecked(shape, block, indptr, indices)
 
 
 def _tiles(dense: Tensor, block: tuple[int, int]) -> Tensor:
@@ -392,8 +382,9 @@ def _tiles(dense: Tensor, block: tuple[int, int]) -> Tensor:
     return dense.view(dense.shape[0] // block[0], block[0], dense.shape[1] // block[1], block[1])
 
 
-def _gather(tiles: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """The blocks [n, bm, bk] at rows [n] and columns [n] of a matrix seen as tiles, contiguous."""
+def _gather(tiles: Tensor, pattern: BlockPattern) -> Tensor:
+    """The stored blocks [nnzb, bm, bk] of a matrix seen as tiles, contiguous."""
+    rows, columns = pattern.block_rows, pattern.indices
     if _has_words(tiles):
         return tiles.view(WORD)[rows, :, columns].contiguous().view(tiles.dtype)
     return tiles[rows, :, columns].contiguous()

@@ -420,7 +420,7 @@ class Spmm(torch.autograd.Function):
         return *gradients.of_spmm(as_op, grad), None
 
 
-def _pack(w: Tensor, block: tuple[int, int], rule: convert.Rule) -> convert.Packed | None:
+def _pack(w: Tensor, block: tuple[int, int], rule: convert.Rule) -> BSR | None:
     """The blocks of w that `rule` stores by kernels, loaded when the first CUDA tensor comes. None, and torch packs,
     where Triton is missing, and where something looks at calls op by op."""
     if flat.traced() or not flat.are_plain(w, rule.mask):

@@ -241,9 +241,8 @@ def test_a_registered_packer_is_asked_on_a_gpu_where_no_gradient_is_wanted(monke
     assert torch.equal(made.values.cpu(), right.values)
     BSR.from_dense(w.requires_grad_(), 16, keep=0.5)
     assert asked == [((32, 64), (16, 16), convert.Rule(None, None, 0.5, "global"))]
-    parts = convert.Packed(made.pattern.indptr, made.pattern.indices, made.values)
-    convert.register_pack(lambda w, block, rule: parts)
-    assert BSR.from_dense(w.detach(), 16, threshold=1.0).values is made.values
+    convert.register_pack(lambda w, block, rule: made)
+    assert BSR.from_dense(w.detach(), 16, threshold=1.0) is made
 
 
 @pytest.mark.parametrize(

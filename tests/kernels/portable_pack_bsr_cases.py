@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from sparsek.formats import convert
-from sparsek.formats.convert import Packed, Rule
+from sparsek.formats.bsr import BSR
+from sparsek.formats.convert import Rule
 from sparsek.kernels.portable import pack_bsr as portable
 
 NOTHING = Rule(None, None, None, "global")
@@ -63,31 +64,33 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*as_bytes)
 
 
-def same(w: Tensor, block: tuple[int, int], rule: Rule) -> Packed:
+def packed(w: Tensor, block: tuple[int, int], rule: Rule) -> BSR:
+    """What torch makes of it."""
+    return convert._packed(w, (w.shape[0], w.shape[1]), block, rule)
+
+
+def same(w: Tensor, block: tuple[int, int], rule: Rule) -> BSR:
     """Fails unless the kernels pack w as torch does, bit for bit, once it is given their norms, and those are right.
 
     So the two may add up in different orders, and no check depends on which of two nearly equal norms is the larger.
     """
     made = portable.pack_bsr(w, block, rule)
     assert made is not None
-    tiles = convert._tiles(w, block)
-    if rule.threshold is None and rule.keep is None:
-        right = convert._packed(tiles, block, rule)
-    else:
+    if rule.threshold is not None or rule.keep is not None:
         norms = norms_of(w, block)
         sure = norms.clamp(min=convert.least_sure(norms.dtype)).masked_fill(norms == 0, 0)
-        stored = convert._picked(sure, rule)
-        rows, indptr, indices = convert._indices_of(stored, int(stored.sum()))
-        right = Packed(indptr, indices, convert._gather(tiles, rows, indices))
-    equal(made, right)
+        rule = masked(convert._picked(sure, rule))
+    equal(made, packed(w, block, rule))
     return made
 
 
-def equal(made: Packed, right: Packed) -> None:
-    for part, expected in zip(made, right, strict=True):
-        assert part.is_contiguous()
-        assert part.device == expected.device
-        assert same_bits(part, expected)
+def equal(made: BSR, right: BSR) -> None:
+    assert (made.shape, made.block, made.order) == (right.shape, right.block, None)
+    for a, b in ((made.pattern.indptr, right.pattern.indptr), (made.pattern.indices, right.pattern.indices)):
+        assert a.is_contiguous()
+        assert same_bits(a, b)
+    assert made.values.is_contiguous()
+    assert same_bits(made.values, right.values)
 
 
 def norms_of(w: Tensor, block: tuple[int, int]) -> Tensor:

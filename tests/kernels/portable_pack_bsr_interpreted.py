@@ -22,6 +22,7 @@ from tests.kernels.portable_pack_bsr_cases import (
     kept,
     masked,
     over,
+    packed,
     same,
     tied,
 )
@@ -30,7 +31,7 @@ assert env.interpreting(), "run through test_portable_pack_bsr.py, which sets TR
 # Sums of bf16 are wrong in the interpreter; what only moves bits is right.
 DTYPES = (torch.float16, torch.float32, torch.float64)
 # A tile has two blocks of 16x16 in float32.
-SMALL = {"TILE": 1024, "NORM_BYTES": 2048, "GATHER_BYTES": 1024, "MIN_CHUNK": 16, "MAX_CHUNK": 16}
+SMALL = {"NORM_BYTES": 1024, "GATHER_BYTES": 1024, "MIN_CHUNK": 16, "MAX_CHUNK": 16}
 
 
 @pytest.fixture(autouse=True)
@@ -86,8 +87,8 @@ def test_of_equal_norms_the_first_are_stored_and_blocks_of_zeros_last(
     for share in (0.0, 1e-9, float(torch.rand(())), 1.0):
         rule = kept(share, scope)
         made = same(w, (16, 16), rule)
-        equal(made, convert._packed(convert._tiles(w, (16, 16)), (16, 16), rule))
-    assert made.indices.tolist() == [*range(9)] * 4
+        equal(made, packed(w, (16, 16), rule))
+    assert made.pattern.indices.tolist() == [*range(9)] * 4
     same(w, (16, 16), over(0.0))
 
 
@@ -145,7 +146,7 @@ def test_what_norms_cannot_tell_is_left_to_torch(dtype: torch.dtype):
     same(w, (16, 16), kept(0.75))
     same(w, (16, 16), over(1e-3))
     w[0, 0], w[17, 33] = torch.nan, torch.finfo(dtype).tiny / 2
-    equal(same(w, (16, 16), NOTHING), convert._packed(convert._tiles(w, (16, 16)), (16, 16), NOTHING))
+    equal(same(w, (16, 16), NOTHING), packed(w, (16, 16), NOTHING))
 
 
 def test_thresholds_of_any_size_are_rounded_as_by_torch():

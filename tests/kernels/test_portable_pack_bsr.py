@@ -29,6 +29,7 @@ from tests.kernels.portable_pack_bsr_cases import (
     kept,
     masked,
     over,
+    packed,
     same,
     tied,
 )
@@ -53,10 +54,11 @@ def test_the_blocks_are_those_of_torch_in_the_interpreter():
 @pytest.mark.parametrize("dtype", ["bf16", "fp32", "fp64"])
 def test_values_are_read_and_written_16_bytes_at_once(dtype: str, block: tuple[int, int]):
     norms = offline.source_code("norms", "sm_90", dtype, block)
-    assert offline.loads(norms.ptx) <= WIDE
-    # Of a root in float64 the compiler makes a call.
+    assert norms.copies
+    assert not offline.loads(norms.ptx)
+    # For a root in float64 the compiler may make a call.
     assert norms.stack <= (8 if dtype == "fp64" else 0)
-    assert norms.registers <= 128
+    assert norms.registers <= 80
     gather = offline.source_code("gather", "sm_90", dtype, block)
     assert offline.loads(gather.ptx) - WIDE == {"b32"}, "cells"
     assert gather.stores - WIDE == {"b32"}, "indices"
@@ -70,11 +72,10 @@ def test_values_are_read_and_written_16_bytes_at_once(dtype: str, block: tuple[i
 def test_ragged_sides_and_other_cards_read_16_bytes_at_once_too(kernel: str):
     for card, ragged in (("sm_90", True), ("sm_80", False)):
         code = offline.source_code(kernel, card, "fp16", (64, 64), ragged)
-        assert offline.loads(code.ptx) - {"b32"} == {"v4.b32"}
+        assert offline.loads(code.ptx) == (set() if kernel == "norms" else {"v4.b32", "b32"})
+        assert code.copies == (kernel == "norms")
         assert code.stack == 0
-    assert offline.loads(offline.source_code("norms", "sm_90", "bf16", (64, 64), squares=False).ptx) == {
-        "v4.b32"
-    }
+    assert offline.source_code("norms", "sm_90", "bf16", (64, 64), squares=False).copies
 
 
 @pytest.mark.parametrize("wide", [False, True], ids=["fp32", "fp64"])
@@ -101,12 +102,12 @@ def test_the_newest_triton_reads_and_writes_16_bytes_at_once_too():
     assert found["triton"] == wanted
     for name, (loads, stores, stack) in found["codes"].items():
         assert stack <= (8 if name == "norms fp64" else 0), name
-        if name != "choose":
-            assert WIDE & set(loads), name
-            assert set(loads) <= WIDE | {"b32"}, name
+        if "norms" in name:
+            assert not loads, "by asynchronous copies"
         if "gather" in name:
+            assert WIDE & set(loads), name
             assert WIDE & set(stores), name
-            assert set(stores) <= WIDE | {"b32"}, name
+            assert set(loads + stores) <= WIDE | {"b32"}, name
 
 
 def test_matrices_on_the_cpu_are_left_to_torch():
@@ -167,7 +168,7 @@ def test_a_gpu_stores_the_first_of_equal_norms(dtype: torch.dtype, monkeypatch: 
         for rule in (kept(0.125), kept(0.95), kept(0.5, "row"), kept(1.0, "row"), over(0.0), NOTHING):
             made = portable.pack_bsr(w, block, rule)
             assert made is not None
-            equal(made, convert._packed(convert._tiles(w, block), block, rule))
+            equal(made, packed(w, block, rule))
     zeros = torch.zeros(96, 96, dtype=dtype, device="cuda")
     assert BSR.from_dense(zeros, 16, keep=0.25).pattern.indices.tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 2]
     assert BSR.from_dense(zeros, 16).nnzb == BSR.from_dense(zeros, 16, threshold=0).nnzb == 0

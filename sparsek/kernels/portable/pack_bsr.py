@@ -29,16 +29,18 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsek.core import env
-from sparsek.formats.convert import Packed, Rule, least_sure
-from sparsek.formats.pattern import INT32_MAX, grid_of
+from sparsek.formats.bsr import BSR
+from sparsek.formats.convert import Rule, least_sure
+from sparsek.formats.pattern import INT32_MAX, BlockPattern, grid_of
 from sparsek.formats.two_four import BITS
 from sparsek.kernels.portable.match import launch
 from sparsek.kernels.prims.portable_tensors import times
 
-# Tiles of `_norms` and `_gather`, 128 bytes to a thread; and how many elements one has at most.
-NORM_BYTES, NORM_WARPS = 32768, 8
+# What `_norms` reads in a step; a block is STEPS steps or more, of which fewer than AHEAD are under way. By plain loads
+# ptxas has only two to a thread under way, to save registers: 57 us for 134 MB (H200, 2026-11-22).
+NORM_BYTES, NORM_WARPS, STEPS = 8192, 8, 4
+AHEAD = tl.constexpr(5)
 GATHER_BYTES, GATHER_WARPS = 16384, 4
-TILE = 16384
 # Keys that `_choose` reads at once, and how many one program ranks: 1023 to a lane would still be right. For more
 # torch's sort, which has the whole card, should be faster (not measured).
 MIN_CHUNK, MAX_CHUNK, KEYS_PER_THREAD = 256, 4096, 16
@@ -82,7 +84,7 @@ def _there(
     """int32: 1 for each lane [.] of `offsets` [TALL, .] that has anything but zeros, of either sign, in BM rows."""
     bits = tl.core.get_int_dtype(w.dtype.element_ty.primitive_bitwidth, True)
     found = tl.zeros(offsets.shape, bits)
-    for down in range(0, BM, TALL):
+    for down in tl.range(0, BM, TALL, num_stages=AHEAD):
         x = _rows(w, offsets, lanes, i, down, rows, w_row, BM, UNIT, TALL, RAGGED)
         found |= x.to(bits, bitcast=True) << 1
     return tl.max((found != 0).to(tl.int32), 0)
@@ -118,7 +120,7 @@ def _norms(
     offsets = tl.arange(0, TALL)[:, None] * w_row + column[None, :]
     if SQUARES:
         sums = tl.zeros(offsets.shape, tl.float64 if w.dtype.element_ty == tl.float64 else tl.float32)
-        for down in range(0, BM, TALL):
+        for down in tl.range(0, BM, TALL, num_stages=AHEAD):
             x = _rows(w, offsets, lanes, i, down, rows, w_row, BM, UNIT, TALL, RAGGED).to(sums.dtype)
             sums += x * x
         square = tl.sum(tl.reshape(tl.sum(sums, 0), (SIDE, WIDE)), 1)
@@ -295,7 +297,7 @@ class Source(NamedTuple):
     view: View
 
 
-def pack_bsr(w: Tensor, block: tuple[int, int], rule: Rule) -> Packed | None:
+def pack_bsr(w: Tensor, block: tuple[int, int], rule: Rule) -> BSR | None:
     """The blocks of w [M, K] that `rule` stores, as `convert.from_dense` chooses them. One sync.
 
     Any float dtype; rows without gaps, of a mask of elements too. None for what the kernels do not take: other strides,
@@ -317,26 +319,25 @@ def pack_bsr(w: Tensor, block: tuple[int, int], rule: Rule) -> Packed | None:
         keys = mask.to(torch.int32, memory_format=torch.contiguous_format)
     else:
         keys = _keys(asked, slot, rule.keep is not None or rule.threshold is not None)
-    # What is known after `_norms` is enough under `keep`: the rest is started before the host waits.
-    wait = _mark(w)
+    # What is known after `_norms` is enough under `keep`: the rest is started, and put together, before the host waits.
+    wait, made = _mark(w), None
     indptr, where = _chosen(keys, slot, rule, groups, count)
     if count is None:
         wait = _mark(w)
     else:
-        made = _blocks(source, where, groups * count)
+        made = _gathered(source, indptr, where)
     wait()
     strange, small, found = slot.tolist()
-    found = found if count is None else groups * count
     if strange or small:
         slot.zero_()
     _SLOTS.append(slot)
-    if strange or (small and _are_unsure(keys, where[:found])):
+    where = where if made else where[:found]
+    if strange or (small and _are_unsure(keys, where)):
         return None
-    indices, values = _blocks(source, where, found) if count is None else made
+    made = made or _gathered(source, indptr, where)
     if asked is not source:
-        outside = _blocks(asked, where, found)[1].view(torch.bool).logical_not_()
-        values.masked_fill_(outside, 0)
-    return Packed(indptr, indices, values)
+        made.values.masked_fill_(_gathered(asked, indptr, where).values.view(torch.bool).logical_not_(), 0)
+    return made
 
 
 def _source(x: Tensor, block: tuple[int, int]) -> Source | None:
@@ -358,17 +359,20 @@ def _view(
         unit = 1
     grid = grid_of(shape, block)
     common = str(dtype), *block, unit, rows % block[0] != 0 or columns % block[1] != 0
-    of_norms, of_gather = (_tile(block, dtype.itemsize, most) for most in (NORM_BYTES, GATHER_BYTES))
+    of_norms = _tile(block, NORM_BYTES // dtype.itemsize, STEPS)
+    of_gather = _tile(block, GATHER_BYTES // dtype.itemsize, 1)
     programs = grid[0] * -(-grid[1] // of_norms[2])
     return View(block, grid, (rows, columns, step), programs, (*common, *of_norms), (*common, *of_gather))
 
 
-def _tile(block: tuple[int, int], itemsize: int, most: int) -> tuple[int, int, int]:
-    """TALL, WIDE and SIDE of a tile of so many bytes, or of TILE elements if that is less."""
-    room = min(TILE, most // itemsize)
+def _tile(block: tuple[int, int], elements: int, steps: int) -> tuple[int, int, int]:
+    """TALL, WIDE and SIDE of a tile of so many elements that goes over its blocks in `steps` steps or more.
+
+    TALL is a power of two that divides the block's rows, WIDE one that holds its columns.
+    """
     wide = triton.next_power_of_2(block[1])
-    tall = min(block[0] & -block[0], room // wide)
-    return tall, wide, room // (tall * wide)
+    tall = min(block[0] & -block[0], elements // wide, 1 << (block[0] // steps).bit_length() - 1)
+    return tall, wide, elements // (tall * wide)
 
 
 # Slots of pinned memory that are free, all 0 but for COUNT. They are never given back to torch: a kernel may be about
@@ -444,13 +448,13 @@ def _chosen(keys: Tensor, slot: Tensor, rule: Rule, groups: int, count: int | No
     return indptr, where
 
 
-def _blocks(source: Source, where: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Block columns [count] and values [count, bm, bk] of the cells in `where`."""
-    x, view = source
-    indices, values = where.new_empty(count), x.new_empty((count, *view.block))
+def _gathered(source: Source, indptr: Tensor, where: Tensor) -> BSR:
+    """The matrix of the cells in `where`."""
+    (x, view), count = source, where.numel()
+    indices, values = torch.empty_like(where), x.new_empty((count, *view.block))
     tall, _, side = view.gather[-3:]
     programs = view.block[0] // tall * -(-count // side)
     if programs:
         args = x, where, indices, values, *view.sizes, count
         launch(_gather, x.device, programs, args, view.gather, GATHER_WARPS)
-    return indices, values
+    return BSR.unchecked(BlockPattern.unchecked(view.sizes[:2], view.block, indptr, indices), values)
