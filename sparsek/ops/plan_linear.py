@@ -178,7 +178,9 @@ class LinearPlan:
         name, kernel, predicted, measured, stored, norm, error, *last = cells
         times = f"{predicted:>10} {measured:>10}" if self.is_measured else f"{predicted:>10}"
         end = last[0] if last else lost
-        return f"{name:<20} {kernel:<18} {times} {stored:>7} {norm:>7} {error:>7}  {end}".rstrip()
+        first = max(len("option"), *(len(each.name) for each in self.options))
+        second = max(len("kernel"), *(len(each.kernel) for each in self.options))
+        return f"{name:<{first}}  {kernel:<{second}} {times} {stored:>7} {norm:>7} {error:>7}  {end}".rstrip()
 
     @property
     def _subject(self) -> str:

@@ -219,6 +219,16 @@ def test_operands_that_do_not_fit_are_refused(change: dict[str, Any], said: str)
         sk.plan_linear(**{"W": w, "x": x, **change})
 
 
+@pytest.mark.parametrize("formats", [None, "semi24"])
+def test_columns_stand_under_one_another(formats: str | None) -> None:
+    """In fp32, for few tokens, a kernel with a long name runs."""
+    plan = sk.plan_linear(torch.randn(256, 256), torch.randn(8, 256), block=64, keep=0.5, formats=formats)
+    head, *rows = plan.explain().splitlines()[3:]
+    for row, option in zip(rows, (each for each in plan.options if not each.why_not), strict=False):
+        assert row[head.index("kernel") :].startswith(f"{option.kernel} ")
+        assert row[: head.index("predicted") + len("predicted")].endswith(" us")
+
+
 def test_one_format_needs_no_list_and_a_plan_is_told_in_a_line() -> None:
     w, x = operands()
     plan = sk.plan_linear(w, x, formats="semi24")
