@@ -38,8 +38,7 @@ from sparsek.kernels.prims.portable_tensors import times
 
 # What `_norms` reads in a step; a block is STEPS steps or more, of which fewer than AHEAD are under way. By plain loads
 # ptxas has only two to a thread under way, to save registers: 57 us for 134 MB (H200, 2026-11-22).
-NORM_BYTES, NORM_WARPS, STEPS = 8192, 8, 4
-AHEAD = tl.constexpr(5)
+NORM_BYTES, NORM_WARPS, STEPS, AHEAD = 8192, 8, 4, 5
 GATHER_BYTES, GATHER_WARPS = 16384, 4
 # Keys that `_choose` reads at once, and how many one program ranks: 1023 to a lane would still be right. For more
 # torch's sort, which has the whole card, should be faster (not measured).
@@ -79,7 +78,8 @@ def _rows(
 
 @triton.jit
 def _there(
-    w, offsets, lanes, i, rows, w_row, BM: tl.constexpr, UNIT: tl.constexpr, TALL: tl.constexpr, RAGGED: tl.constexpr
+    w, offsets, lanes, i, rows, w_row, BM: tl.constexpr, UNIT: tl.constexpr, TALL: tl.constexpr, RAGGED: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
     """int32: 1 for each lane [.] of `offsets` [TALL, .] that has anything but zeros, of either sign, in BM rows."""
     bits = tl.core.get_int_dtype(w.dtype.element_ty.primitive_bitwidth, True)
@@ -101,7 +101,7 @@ def _norms(
     w, keys, slot, rows, columns, w_row,
     SQUARES: tl.constexpr, SURE: tl.constexpr, INFINITY: tl.constexpr,
     KIND: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, UNIT: tl.constexpr, RAGGED: tl.constexpr,
-    TALL: tl.constexpr, WIDE: tl.constexpr, SIDE: tl.constexpr,
+    TALL: tl.constexpr, WIDE: tl.constexpr, SIDE: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """SIDE blocks side by side, TALL rows of them a step. A row of a block has WIDE >= BK lanes.
 
@@ -118,6 +118,7 @@ def _norms(
         lanes = ((lane % WIDE < BK) & (first * BK + column < columns))[None, :]
     w += i * BM * w_row + first * BK
     offsets = tl.arange(0, TALL)[:, None] * w_row + column[None, :]
+    block = first + tl.arange(0, SIDE)
     if SQUARES:
         sums = tl.zeros(offsets.shape, tl.float64 if w.dtype.element_ty == tl.float64 else tl.float32)
         for down in tl.range(0, BM, TALL, num_stages=AHEAD):
@@ -130,16 +131,15 @@ def _norms(
             key = tl.sqrt_rn(square).to(tl.int32, bitcast=True)
         strange = ~(square < float("inf"))
         key = tl.where(strange, INFINITY, key)
-        if tl.min(key, 0) == 0:
+        if tl.min(tl.where(block < across, key, INFINITY), 0) == 0:
             # Zeros, or their squares have vanished.
-            there = _there(w, offsets, lanes, i, rows, w_row, BM, UNIT, TALL, RAGGED)
+            there = _there(w, offsets, lanes, i, rows, w_row, BM, UNIT, TALL, RAGGED, AHEAD)
             key = tl.maximum(key, tl.max(tl.reshape(there, (SIDE, WIDE)), 1).to(key.dtype))
         _note(slot + STRANGE, strange)
         _note(slot + SMALL, (key > 0) & (key < SURE))
     else:
-        there = _there(w, offsets, lanes, i, rows, w_row, BM, UNIT, TALL, RAGGED)
+        there = _there(w, offsets, lanes, i, rows, w_row, BM, UNIT, TALL, RAGGED, AHEAD)
         key = tl.max(tl.reshape(there, (SIDE, WIDE)), 1)
-    block = first + tl.arange(0, SIDE)
     tl.store(keys + (i * across + block), key, mask=block < across)
 
 
@@ -362,7 +362,9 @@ def _view(
     of_norms = _tile(block, NORM_BYTES // dtype.itemsize, STEPS)
     of_gather = _tile(block, GATHER_BYTES // dtype.itemsize, 1)
     programs = grid[0] * -(-grid[1] // of_norms[2])
-    return View(block, grid, (rows, columns, step), programs, (*common, *of_norms), (*common, *of_gather))
+    return View(
+        block, grid, (rows, columns, step), programs, (*common, *of_norms, AHEAD), (*common, *of_gather)
+    )
 
 
 def _tile(block: tuple[int, int], elements: int, steps: int) -> tuple[int, int, int]:
