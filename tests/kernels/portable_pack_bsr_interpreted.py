@@ -30,8 +30,7 @@ from tests.kernels.portable_pack_bsr_cases import (
 assert env.interpreting(), "run through test_portable_pack_bsr.py, which sets TRITON_INTERPRET=1"
 # Sums of bf16 are wrong in the interpreter; what only moves bits is right.
 DTYPES = (torch.float16, torch.float32, torch.float64)
-# A tile has two blocks of 16x16 in float32.
-SMALL = {"NORM_BYTES": 1024, "GATHER_BYTES": 1024, "MIN_CHUNK": 16, "MAX_CHUNK": 16}
+SMALL = {"NORM_BYTES": 2048, "GATHER_BYTES": 2048, "MIN_CHUNK": 16, "MAX_CHUNK": 16}
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +67,7 @@ def test_any_rule_stores_the_blocks_of_torch(dtype: torch.dtype):
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_any_rows_without_gaps_are_read(layout: Callable[[Tensor], Tensor]):
-    for shape, block in (((32, 64), (16, 32)), ((35, 75), (32, 16)), ((50, 168), (48, 80))):
+    for shape, block in (((32, 64), (16, 32)), ((50, 168), (48, 80))):
         w = layout(torch.randn(shape).half())
         assert w.shape == shape
         same(w, block, kept(0.6))
