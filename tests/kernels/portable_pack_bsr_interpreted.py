@@ -30,7 +30,7 @@ from tests.kernels.portable_pack_bsr_cases import (
 assert env.interpreting(), "run through test_portable_pack_bsr.py, which sets TRITON_INTERPRET=1"
 # Sums of bf16 are wrong in the interpreter; what only moves bits is right.
 DTYPES = (torch.float16, torch.float32, torch.float64)
-SMALL = {"NORM_BYTES": 2048, "GATHER_BYTES": 2048, "MIN_CHUNK": 16, "MAX_CHUNK": 16}
+SMALL = {"GATHER_BYTES": 2048, "MIN_CHUNK": 16, "MAX_CHUNK": 16}
 
 
 @pytest.fixture(autouse=True)

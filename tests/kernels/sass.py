@@ -10,6 +10,8 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -43,19 +45,33 @@ class Instruction(NamedTuple):
         return f"{self.address:#06x}: {guard}{self.opcode} {', '.join(self.operands)}"
 
 
-class Program(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Program:
     """The instructions of one kernel in order, and for each the places that may follow it."""
 
     code: list[Instruction]
     successors: list[list[int]]
 
-    @property
+    @cached_property
     def predecessors(self) -> list[list[int]]:
         found: list[list[int]] = [[] for _ in self.code]
         for at, following in enumerate(self.successors):
             for place in following:
                 found[place].append(at)
         return found
+
+    @cached_property
+    def reads(self) -> list[set[int]]:
+        """The uniform registers that each instruction reads."""
+        return [uniform_reads(i) for i in self.code]
+
+    @cached_property
+    def reaching(self) -> list[dict[int, frozenset[int]] | None]:
+        """For each instruction and uniform register: the places of the writes that may have been the last before it.
+
+        Registers that nothing wrote are left out. None for code that no path reaches.
+        """
+        return _reaching(self)
 
 
 class Loop(NamedTuple):
@@ -221,19 +237,16 @@ def _is_copy(i: Instruction) -> bool:
 
 def _readers(program: Program, wrong: Callable[[Instruction, int, frozenset[int]], bool]) -> list[str]:
     found = []
-    for i, known in zip(program.code, _reaching(program), strict=True):
+    for i, read, known in zip(program.code, program.reads, program.reaching, strict=True):
         if known is not None:
-            bad = [n for n in sorted(uniform_reads(i)) if wrong(i, n, known.get(n, BEFORE_ALL))]
+            bad = [n for n in sorted(read) if wrong(i, n, known.get(n, BEFORE_ALL))]
             if bad:
                 found.append(f"{i} reads {', '.join(f'UR{number}' for number in bad)}")
     return found
 
 
 def _reaching(program: Program) -> list[dict[int, frozenset[int]] | None]:
-    """For each instruction and uniform register: the places of the writes that may have been the last before it.
-
-    Registers that nothing wrote are left out. None for code that no path reaches.
-    """
+    """`Program.reaching`."""
     writes, before = [uniform_writes(i) for i in program.code], program.predecessors
     known: list[dict[int, frozenset[int]] | None] = [None] * len(program.code)
     known[0] = {}

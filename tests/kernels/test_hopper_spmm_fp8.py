@@ -54,7 +54,6 @@ def problem(block: tuple[int, int], n: int, **more: object) -> ScaledSpmmProblem
 WIDE = KERNEL.default(problem((128, 128), 8192))
 COMPILED = [
     WIDE,
-    replace(WIDE, turns=2, held=True, width=64, pieces=2, promote=2),
     KERNEL.default(
         problem(
             (128, 128),
@@ -120,8 +119,6 @@ FIELDS = {
     "stages": st.integers(2, 12),
     "merge": st.sampled_from((1, 2)),
     **dict.fromkeys(("a_col", "b_col", "c_col", "bias", "scaled", "split", "direct"), st.booleans()),
-    "turns": st.sampled_from((0, 1, 2)),
-    "held": st.booleans(),
     "activation": st.sampled_from(("", "relu", "gelu", "gelu_tanh", "silu")),
     "combine": st.sampled_from(("", "add", "mul")),
     "every": st.integers(0, 9),

@@ -56,9 +56,8 @@ def test_values_are_read_and_written_16_bytes_at_once(dtype: str, block: tuple[i
     norms = offline.source_code("norms", "sm_90", dtype, block)
     assert norms.copies
     assert not offline.loads(norms.ptx)
-    # For a root in float64 the compiler may make a call.
-    assert norms.stack <= (8 if dtype == "fp64" else 0)
-    assert norms.registers <= 80
+    assert norms.stack <= 8
+    assert norms.registers <= 144, "three programs of 128 threads share an SM"
     gather = offline.source_code("gather", "sm_90", dtype, block)
     assert offline.loads(gather.ptx) - WIDE == {"b32"}, "cells"
     assert gather.stores - WIDE == {"b32"}, "indices"

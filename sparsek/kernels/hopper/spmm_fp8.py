@@ -66,9 +66,7 @@ PROMOTED = 128  # values of K that tensor cores add up before float32 does
 @dataclass(frozen=True, repr=False)
 class Config(Tile):
     """`promote` pieces are summed in the tensor cores, `chunk` columns at a time; a stage holds a multiple of them.
-    With `promote` 0, for `fast_accum`, all of a tile is, in one chunk. With `held` A comes from registers, read once
-    for all chunks; with `turns` two warpgroups issue their chunks by turns: the other one's comes when
-    all of a chunk is issued (1), or when half of its pieces are multiplied (2).
+    With `promote` 0, for `fast_accum`, all of a tile is, in one chunk.
 
     `a_scale` is "tensor", "row" or "block", `b_scale` "tensor" or "column". `types`: of A, B and C.
     """
@@ -76,8 +74,6 @@ class Config(Tile):
     b_col: bool = True
     chunk: int = 128
     promote: int = 1
-    turns: int = 0
-    held: bool = False
     a_scale: str = "row"
     b_scale: str = "column"
     types: tuple[str, str, str] = ("e4m3", "e4m3", "bf16")
@@ -165,7 +161,7 @@ def load(T: gl.constexpr, a_desc, b_desc, lists, steps, ring):
     """
     tiles, starts = lists
     cols, no_col, no_block = steps
-    a_s, b_s, full, empty, turns = ring
+    a_s, b_s, full, empty = ring
     PIECES: gl.constexpr = T.pieces
     PER: gl.constexpr = T.per_block
     BM: gl.constexpr = T.block[0]
@@ -246,14 +242,11 @@ def spmm_fp8_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=GROUPS)
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(2):
-        mbarrier.init(turns.index(i), count=1)
     fence_async_shared()
     lists = (tiles, starts)
     scales = (a_scale, b_scale, alpha)
     before = (bias, m, n, part_sums)
-    ring = (a_s, b_s, full, empty, turns)
+    ring = (a_s, b_s, full, empty)
     steps = (cols, no_col, no_block)
     joined = (other, lead8, rows, cols8, beta)
     if GROUPS == 1:
@@ -411,13 +404,8 @@ class HopperSpmmFp8:
         nnzb = values.shape[0]
         a_box, b_box, c_box, options = _boxes(c)
         a_desc = Described(values, (nnzb * bm, bk), (bk, 1), a_box)
-        lists = (
-            work.tiles,
-            work.starts,
-            work.cols,
-            max(1, matrix.grid[1]),
-            nnzb,
-        )  # behind B's memory, if there is none
+        no_col = max(1, matrix.grid[1])  # behind B's memory, if there is none
+        lists = (work.tiles, work.starts, work.cols, no_col, nnzb)
         sums = none if work.parts is None else work.parts.workspace(c.rows, c.block_cols)
         describe_c = describe_transposed if c.c_col else describe
         bias, alpha = none if epilogue.bias is None else epilogue.bias, float(epilogue.alpha)

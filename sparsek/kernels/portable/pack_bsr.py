@@ -36,9 +36,10 @@ from sparsek.formats.two_four import BITS
 from sparsek.kernels.portable.match import launch
 from sparsek.kernels.prims.portable_tensors import times
 
-# What `_norms` reads in a step; a block is STEPS steps or more, of which fewer than AHEAD are under way. By plain loads
-# ptxas has only two to a thread under way, to save registers: 57 us for 134 MB (H200, 2026-11-22).
-NORM_BYTES, NORM_WARPS, STEPS, AHEAD = 8192, 8, 4, 5
+# What `_norms` reads in a step: rows of so many bytes, as many blocks side by side as they hold, and fewer than AHEAD
+# steps are under way. 8192^2 in bf16, blocks of 128, on an H200 (2026-11-22): 34 us with four rows of 2 KB, 59 with 32
+# rows of one block, 60 with one step at a time (ptxas then has two loads of a thread under way, to save registers).
+NORM_ROWS, NORM_ROW_BYTES, NORM_WARPS, AHEAD = 4, 2048, 4, 6
 GATHER_BYTES, GATHER_WARPS = 16384, 4
 # Keys that `_choose` reads at once, and how many one program ranks: 1023 to a lane would still be right. For more
 # torch's sort, which has the whole card, should be faster (not measured).
@@ -359,21 +360,22 @@ def _view(
         unit = 1
     grid = grid_of(shape, block)
     common = str(dtype), *block, unit, rows % block[0] != 0 or columns % block[1] != 0
-    of_norms = _tile(block, NORM_BYTES // dtype.itemsize, STEPS)
-    of_gather = _tile(block, GATHER_BYTES // dtype.itemsize, 1)
+    wide = triton.next_power_of_2(block[1])
+    of_norms = NORM_ROWS, wide, NORM_ROW_BYTES // dtype.itemsize // wide
+    of_gather = _tile(block, GATHER_BYTES // dtype.itemsize)
     programs = grid[0] * -(-grid[1] // of_norms[2])
     return View(
         block, grid, (rows, columns, step), programs, (*common, *of_norms, AHEAD), (*common, *of_gather)
     )
 
 
-def _tile(block: tuple[int, int], elements: int, steps: int) -> tuple[int, int, int]:
-    """TALL, WIDE and SIDE of a tile of so many elements that goes over its blocks in `steps` steps or more.
+def _tile(block: tuple[int, int], elements: int) -> tuple[int, int, int]:
+    """TALL, WIDE and SIDE of a tile of so many elements.
 
     TALL is a power of two that divides the block's rows, WIDE one that holds its columns.
     """
     wide = triton.next_power_of_2(block[1])
-    tall = min(block[0] & -block[0], elements // wide, 1 << (block[0] // steps).bit_length() - 1)
+    tall = min(block[0] & -block[0], elements // wide)
     return tall, wide, elements // (tall * wide)
 
 

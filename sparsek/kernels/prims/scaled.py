@@ -53,21 +53,6 @@ def nothing(T: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def rows_at(T: gl.constexpr, LAYOUT: gl.constexpr, a_s, place, ROW0: gl.constexpr):
-    """A warpgroup's rows of the pieces from `place` on that one sum has, as wgmma takes them: where they are in shared
-    memory, or with `held` in registers, so that every chunk does not read them again."""
-    PROMOTE: gl.constexpr = T.promote
-    HELD: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 4)
-    found = ()
-    for i in gl.static_range(PROMOTE):
-        a = a_s.index(place + i).slice(ROW0, 64)
-        if T.held:
-            a = a.load(HELD)
-        found = found + (a,)
-    return found
-
-
-@gluon.jit
 def taken_over(T: gl.constexpr, sums, chunk_sums, U: gl.constexpr, stretch, down):
     """Float32 sums with unit U of a stage, which the tensor cores have summed up, in its chunk, times its scales."""
     C: gl.constexpr = U % T.chunks
@@ -126,13 +111,13 @@ def multiply(T: gl.constexpr, WG: gl.constexpr, c_desc, lists, scales, before, j
     """Consumer warpgroup WG: accumulates its 64 x cols of every tile, and sends them while it does the next.
 
     `lists` is (tiles, starts); `scales` (of A, of B, alpha); `before` (bias, rows and columns of C, workspace);
-    `ring` (A slots, B slots, full, empty, turns); `joined` (other matrix, its leading stride / 8, rows, columns / 8 of
-    C in memory, beta).
+    `ring` (A slots, B slots, full, empty); `joined` (other matrix, its leading stride / 8, rows, columns / 8 of C in
+    memory, beta).
     """
     tiles, starts = lists
     a_scale, b_scale, factor = scales
     bias, m, n, part_sums = before
-    a_s, b_s, full, empty, turns = ring
+    a_s, b_s, full, empty = ring
     PIECES: gl.constexpr = T.pieces
     PER: gl.constexpr = T.per_block
     CHUNK: gl.constexpr = T.chunk
@@ -154,7 +139,6 @@ def multiply(T: gl.constexpr, WG: gl.constexpr, c_desc, lists, scales, before, j
     last = gl.load(starts + gl.program_id(0) + 1)
     slot = 0
     phase = 0
-    beat = 0
     unsent = 0  # boxes of the previous tile that still wait in shared memory, and where they go
     old_row = 0
     old_col = 0
@@ -191,20 +175,11 @@ def multiply(T: gl.constexpr, WG: gl.constexpr, c_desc, lists, scales, before, j
                 UNITS: gl.constexpr = PIECES // PROMOTE * CHUNKS  # sums that float32 takes over in a stage
                 for u in gl.static_range(UNITS):
                     place = slot * PIECES + u // CHUNKS * PROMOTE
-                    if u % CHUNKS == 0:
-                        rows_of_a = rows_at(T, LAYOUT, a_s, place, ROW0)
-                    if T.turns:
-                        mbarrier.wait(turns.index(WG), beat ^ 1 ^ WG)  # until it is this one's turn
-                        beat ^= 1
                     acc = warpgroup_mma_init(gl.zeros((64, CHUNK), gl.float32, LAYOUT))
                     for i in gl.static_range(PROMOTE):
+                        a = a_s.index(place + i).slice(ROW0, 64)
                         b = b_s.index((place + i) * T.wg_n + WG // T.wg_m).slice(u % CHUNKS * CHUNK, CHUNK)
-                        b = b.permute((1, 0))
-                        acc = warpgroup_mma(rows_of_a[i], b, acc, use_acc=i > 0, is_async=True)
-                    if T.turns == 2:
-                        acc = warpgroup_mma_init(warpgroup_mma_wait(PROMOTE // 2, deps=(acc,)))
-                    if T.turns:
-                        mbarrier.arrive(turns.index(1 - WG), count=1)
+                        acc = warpgroup_mma(a, b.permute((1, 0)), acc, use_acc=i > 0, is_async=True)
                     chunk_sums = warpgroup_mma_wait(0, deps=(acc,))  # the other warpgroup's go on
                     if u == UNITS - 1:
                         mbarrier.arrive(empty.index(slot), count=1)
