@@ -86,30 +86,43 @@ def test_tiles_are_dealt_in_registers_and_stored_16_bytes_at_once(card, dense, l
 class Launches:
     """Stands for a kernel, compiled or not: which programs and arguments it was launched with."""
 
-    def __init__(self, becomes: "Launches | None") -> None:
+    def __init__(self, becomes: "Compiled | None") -> None:
         self.fn, self.becomes = object(), becomes
         self.made: list[tuple] = []
 
     def __getitem__(self, grid: tuple[int, ...]):
-        def run(*args: object, **options: int) -> "Launches | None":
+        def run(*args: object, **options: int) -> "Compiled | None":
             self.made.append((grid, args, options))
             return self.becomes
 
         return run
 
 
+class Compiled:
+    """As Triton 3.6 has a compiled kernel: `run` is what its launcher calls in C."""
+
+    function, packed_metadata = 11, (4, 1)
+
+    def __init__(self) -> None:
+        self.ran: list[tuple[object, ...]] = []
+
+    def run(self, *args: object) -> None:
+        self.ran.append(args)
+
+
 @pytest.mark.parametrize("direct", [True, False])
 def test_a_kernel_that_ran_before_is_launched_directly_under_triton_3_6(monkeypatch, direct):
     monkeypatch.setattr(portable, "_DIRECT", direct)
     monkeypatch.setattr(portable, "_COMPILED", {})
-    ready = Launches(None)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 22, raising=False)
+    ready = Compiled()
     kernel, cpu, some = Launches(ready), torch.device("cpu"), torch.zeros(1)
     options = {"num_warps": 4, "num_stages": 1}
     portable.launch(kernel, cpu, 7, (some, 5), (16,), 4)
     assert kernel.made == [((7,), (some, 5, 16), options)]
-    assert ready.made == []
+    assert ready.ran == []
     portable.launch(kernel, cpu, 8, (some, 6), (16,), 4)
-    assert ready.made == ([((8, 1, 1), (some, 6, 16), {})] if direct else [])
+    assert ready.ran == ([(8, 1, 1, 22, 11, (4, 1), None, None, None, some, 6, 16)] if direct else [])
     for args, constants in (((some, None), (16,)), ((some, 5), (32,))):
         before = len(kernel.made)
         portable.launch(kernel, cpu, 7, args, constants, 4)
