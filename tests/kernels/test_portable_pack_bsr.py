@@ -67,6 +67,13 @@ def test_values_are_read_and_written_16_bytes_at_once(dtype: str, block: tuple[i
         assert "atom" not in code.ptx
 
 
+@pytest.mark.parametrize("dtype", ["fp16", "fp64"])
+def test_the_widest_blocks_fit_into_shared_memory(dtype: str):
+    code = offline.source_code("norms", "sm_80", dtype, (16, 512))
+    assert code.copies
+    assert code.shared <= 99 * 1024, "cards with the least of it, from sm_80 on"
+
+
 @pytest.mark.parametrize("kernel", ["norms", "gather"])
 def test_ragged_sides_and_other_cards_read_16_bytes_at_once_too(kernel: str):
     for card, ragged in (("sm_90", True), ("sm_80", False)):

@@ -36,9 +36,9 @@ from sparsek.formats.two_four import BITS
 from sparsek.kernels.portable.match import launch
 from sparsek.kernels.prims.portable_tensors import times
 
-# What `_norms` reads in a step: rows of so many bytes, as many blocks side by side as they hold, and fewer than AHEAD
-# steps are under way. 8192^2 in bf16, blocks of 128, on an H200 (2026-11-22): 34 us with four rows of 2 KB, 59 with 32
-# rows of one block, 60 with one step at a time (ptxas then has two loads of a thread under way, to save registers).
+# What `_norms` reads in a step: rows of so many bytes, as many blocks side by side as they hold, at least one; fewer
+# than AHEAD steps are under way. 8192^2 in bf16, blocks of 128, on an H200 (2026-11-22): 34 us with four rows of 2 KB,
+# 59 with 32 rows of one block, 60 with one step at a time, of which ptxas has two loads of a thread under way.
 NORM_ROWS, NORM_ROW_BYTES, NORM_WARPS, AHEAD = 4, 2048, 4, 6
 GATHER_BYTES, GATHER_WARPS = 16384, 4
 # Keys that `_choose` reads at once, and how many one program ranks: 1023 to a lane would still be right. For more
@@ -361,7 +361,7 @@ def _view(
     grid = grid_of(shape, block)
     common = str(dtype), *block, unit, rows % block[0] != 0 or columns % block[1] != 0
     wide = triton.next_power_of_2(block[1])
-    of_norms = NORM_ROWS, wide, NORM_ROW_BYTES // dtype.itemsize // wide
+    of_norms = NORM_ROWS, wide, max(1, NORM_ROW_BYTES // dtype.itemsize // wide)
     of_gather = _tile(block, GATHER_BYTES // dtype.itemsize)
     programs = grid[0] * -(-grid[1] // of_norms[2])
     return View(
