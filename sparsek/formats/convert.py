@@ -385,7 +385,8 @@ def _tiles(dense: Tensor, block: tuple[int, int]) -> Tensor:
 def _gather(tiles: Tensor, pattern: BlockPattern) -> Tensor:
     """The stored blocks [nnzb, bm, bk] of a matrix seen as tiles, contiguous."""
     rows, columns = pattern.block_rows, pattern.indices
-    if _has_words(tiles):
+    # torch refuses to view words as smaller elements where there are none and a row is one word.
+    if pattern.nnzb and _has_words(tiles):
         return tiles.view(WORD)[rows, :, columns].contiguous().view(tiles.dtype)
     return tiles[rows, :, columns].contiguous()
 

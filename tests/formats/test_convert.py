@@ -130,6 +130,15 @@ def test_a_mask_of_elements_zeroes_what_is_outside_it(shape: tuple[int, int], de
     assert torch.equal(a.to_dense().cpu(), w.where(mask, torch.zeros(())))
 
 
+@pytest.mark.parametrize("block", [16, 32])
+def test_a_mask_without_any_element_stores_nothing(block: int, device: str):
+    w = normal(64, 64).to(device)
+    for mask in (torch.zeros(64, 64), torch.zeros(64 // block, 64 // block)):
+        a = BSR.from_dense(w, block, mask=mask.bool().to(device))
+        recheck(a)
+        assert a.nnzb == 0
+
+
 def of_blocks(*sizes: float, dtype: torch.dtype = torch.float32, device: str = "cpu") -> torch.Tensor:
     """One 16x16 block below the other, every element of each as large as given."""
     return torch.tensor(sizes, dtype=dtype, device=device).repeat_interleave(16)[:, None].repeat(1, 16)
