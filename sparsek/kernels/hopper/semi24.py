@@ -12,8 +12,8 @@ The kernel, semi24.cu, is CUDA C++, because Gluon has no wgmma.sp. It is compile
 wgmma.sp multiplies stored values only, so a NaN in a row of B reaches the rows of C whose groups name that row. Sums
 are float32 in the order of k, whatever the config: the same bits.
 
-8192^3 in bf16 on an H200 (2026-11-22): 1049 dense-equivalent TFLOPS for x @ W.T, 0.99 of the best algorithm and layout
-of cuSPARSELt and 1.59 of cuBLAS; 1052 for A @ B, 1.01 and 1.64 of them. What L2 gives bounds it.
+8192^3 in bf16 on an H200 (2026-11-22): 1068 dense-equivalent TFLOPS for x @ W.T, 1.01 of the best algorithm and layout
+of cuSPARSELt and 1.62 of cuBLAS; 1052 for A @ B, 1.01 and 1.64 of them. What L2 gives bounds it.
 """
 
 from __future__ import annotations
