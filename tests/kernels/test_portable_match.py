@@ -86,12 +86,12 @@ def test_tiles_are_dealt_in_registers_and_stored_16_bytes_at_once(card, dense, l
 class Launches:
     """Stands for a kernel, compiled or not: which programs and arguments it was launched with."""
 
-    def __init__(self, becomes: "Compiled | None") -> None:
+    def __init__(self, becomes: "Compiled | Launches | None") -> None:
         self.fn, self.becomes = object(), becomes
         self.made: list[tuple] = []
 
     def __getitem__(self, grid: tuple[int, ...]):
-        def run(*args: object, **options: int) -> "Compiled | None":
+        def run(*args: object, **options: int) -> "Compiled | Launches | None":
             self.made.append((grid, args, options))
             return self.becomes
 
@@ -129,6 +129,21 @@ def test_a_kernel_that_ran_before_is_launched_directly_under_triton_3_6(monkeypa
         assert len(kernel.made) == before + 1, (
             "other constants are another kernel, and so is an argument not given"
         )
+
+
+@pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
+def test_where_a_profiler_listens_triton_launches_and_tells_it(monkeypatch, name):
+    monkeypatch.setattr(portable, "_DIRECT", True)
+    monkeypatch.setattr(portable, "_COMPILED", {})
+    ready, hooks = Launches(None), getattr(portable.knobs.runtime, name)
+    kernel, cpu, some = Launches(ready), torch.device("cpu"), torch.zeros(1)
+    portable.launch(kernel, cpu, 7, (some, 5), (16,), 4)
+    hooks.add(print)
+    try:
+        portable.launch(kernel, cpu, 8, (some, 6), (16,), 4)
+    finally:
+        hooks.remove(print)
+    assert ready.made == [((8, 1, 1), (some, 6, 16), {})]
 
 
 def test_what_the_interpreter_ran_is_not_kept(monkeypatch):
