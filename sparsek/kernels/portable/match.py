@@ -252,8 +252,8 @@ def launch(
 ) -> None:
     """Runs a kernel on `device`'s current stream: one whose sizes and alignments Triton does not look at.
 
-    `constants` follow `args`. Under Triton 3.6 a kernel that ran before is launched directly, under others always
-    through the JIT.
+    `constants` follow `args`, and tell apart what differs in the dtypes of `args`. Under Triton 3.6 a kernel that ran
+    before is launched directly, under others always through the JIT.
     """
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):

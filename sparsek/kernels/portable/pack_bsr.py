@@ -34,7 +34,7 @@ from sparsek.formats.convert import Rule, least_sure
 from sparsek.formats.pattern import INT32_MAX, BlockPattern, grid_of
 from sparsek.formats.two_four import BITS
 from sparsek.kernels.portable.match import launch
-from sparsek.kernels.prims.portable_tensors import times
+from sparsek.kernels.prims.portable_tensors import SIZE_LIMIT, times
 
 # What `_norms` reads in a step: rows of so many bytes, as many blocks side by side as they hold, at least one; fewer
 # than AHEAD steps are under way. 8192^2 in bf16, blocks of 128, on an H200 (2026-11-22): 34 us with four rows of 2 KB,
@@ -302,7 +302,7 @@ def pack_bsr(w: Tensor, block: tuple[int, int], rule: Rule) -> BSR | None:
     """The blocks of w [M, K] that `rule` stores, as `convert.from_dense` chooses them. One sync.
 
     Any float dtype; rows without gaps, of a mask of elements too. None for what the kernels do not take: other strides,
-    an empty or lazily negated w, more than CELLS blocks to rank at once; and where norms cannot tell.
+    sides near 2^31, an empty or lazily negated w, more than CELLS blocks to rank at once; and where norms cannot tell.
     """
     mask, source = rule.mask, _source(w, block)
     if source is None:
@@ -323,9 +323,9 @@ def pack_bsr(w: Tensor, block: tuple[int, int], rule: Rule) -> BSR | None:
     # What is known after `_norms` is enough under `keep`: the rest is started, and put together, before the host waits.
     wait, made = _mark(w), None
     indptr, where = _chosen(keys, slot, rule, groups, count)
-    if count is None:
+    if not count:  # `_choose` writes to the slot, too
         wait = _mark(w)
-    else:
+    if count is not None:
         made = _gathered(source, indptr, where)
     wait()
     strange, small, found = slot.tolist()
@@ -346,7 +346,7 @@ def _source(x: Tensor, block: tuple[int, int]) -> Source | None:
     if x.numel() == 0 or x.is_neg() or not (x.is_cuda or env.interpreting()):
         return None
     step, unit = x.stride()
-    if (unit != 1 and x.shape[1] > 1) or step > INT32_MAX:
+    if (unit != 1 and x.shape[1] > 1) or step > INT32_MAX or max(x.shape) > SIZE_LIMIT:
         return None
     return Source(x, _view(tuple(x.shape), step, x.dtype, x.data_ptr() % 16 == 0, block))
 
@@ -379,9 +379,10 @@ def _tile(block: tuple[int, int], elements: int) -> tuple[int, int, int]:
     return tall, wide, elements // (tall * wide)
 
 
-# Slots of pinned memory that are free, all 0 but for COUNT. They are never given back to torch: a kernel may be about
-# to write to one whose call has failed.
+# Slots of pinned memory that are free, all 0 but for COUNT, and the memory of all that ever were. It is never given
+# back to torch, because a kernel may be about to write to a slot whose call has failed.
 _SLOTS: list[Tensor] = []
+_PINNED: list[Tensor] = []
 
 
 def _slot(on_gpu: bool) -> Tensor:
@@ -390,7 +391,8 @@ def _slot(on_gpu: bool) -> Tensor:
         return _SLOTS.pop()
     except IndexError:
         with torch.inference_mode(False):
-            _SLOTS.extend(torch.zeros(64, 3, dtype=torch.int32, pin_memory=on_gpu).unbind())
+            _PINNED.append(torch.zeros(64, 3, dtype=torch.int32, pin_memory=on_gpu))
+            _SLOTS.extend(_PINNED[-1].unbind())
         return _slot(on_gpu)
 
 
