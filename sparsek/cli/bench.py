@@ -13,6 +13,7 @@ from sparsek.bench.attention_masks import KINDS
 from sparsek.bench.case import Case, parse_block
 from sparsek.cli import bench_planner, bench_products, bench_two_four
 from sparsek.cli.bench_run import (
+    SMALL_PRODUCT,
     Asked,
     Blocks,
     Densities,
@@ -94,7 +95,8 @@ def spmm(
         )
 
     asked = Asked(context, peers, rounds, named, only, device, out, plot)
-    bench(asked, spmm_cases.SUITES, spmm_peers.PEERS, cases, kernel, "spmm_host" if host else "")
+    op = "spmm_host" if host else ""
+    bench(asked, spmm_cases.SUITES, spmm_peers.PEERS, cases, kernel, op, by_hand=SMALL_PRODUCT)
 
 
 @app.command("attention")

@@ -12,6 +12,7 @@ from sparsek.bench import sddmm as sddmm_cases
 from sparsek.bench import spgemm as spgemm_cases
 from sparsek.bench.case import Case, parse_block
 from sparsek.cli.bench_run import (
+    SMALL_PRODUCT,
     Asked,
     Blocks,
     Densities,
@@ -62,7 +63,7 @@ def sddmm(
         )
 
     asked = Asked(context, peers, rounds, named, only, device, out, plot)
-    bench(asked, sddmm_cases.SUITES, sddmm_peers.PEERS, cases, kernel)
+    bench(asked, sddmm_cases.SUITES, sddmm_peers.PEERS, cases, kernel, by_hand=SMALL_PRODUCT)
 
 
 def spgemm(
@@ -97,7 +98,7 @@ def spgemm(
         )
 
     asked = Asked(context, peers, rounds, named, only, device, out, plot)
-    bench(asked, spgemm_cases.SUITES, spgemm_peers.PEERS, cases, kernel)
+    bench(asked, spgemm_cases.SUITES, spgemm_peers.PEERS, cases, kernel, by_hand=SMALL_PRODUCT)
 
 
 def linear(
@@ -134,7 +135,8 @@ def linear(
         )
 
     asked = Asked(context, peers, rounds, named, only, device, out, plot)
-    bench(asked, linear_cases.SUITES, linear_peers.PEERS, cases, kernel)
+    small = "--tokens 64 --k 512 --n 512"
+    bench(asked, linear_cases.SUITES, linear_peers.PEERS, cases, kernel, by_hand=small)
 
 
 def mlp(
@@ -170,4 +172,5 @@ def mlp(
         )
 
     asked = Asked(context, peers, rounds, named, only, device, out, plot)
-    bench(asked, mlp_cases.SUITES, mlp_peers.PEERS, cases)
+    small = "--tokens 64 --width 512 --hidden 512"
+    bench(asked, mlp_cases.SUITES, mlp_peers.PEERS, cases, by_hand=small)

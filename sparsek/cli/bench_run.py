@@ -59,6 +59,8 @@ class Asked:
 
 # Parameters that go with a suite too; the others describe cases.
 BESIDE_A_SUITE = ("peers", "rounds", "named", "only", "device", "out", "plot")
+# A product that takes a CPU a second or two.
+SMALL_PRODUCT = "--m 512 --k 512 --n 64"
 
 
 def bench(

@@ -11,6 +11,7 @@ from sparsek.bench import pack as pack_cases
 from sparsek.bench import semi24 as semi24_cases
 from sparsek.bench.case import Case, parse_block
 from sparsek.cli.bench_run import (
+    SMALL_PRODUCT,
     Asked,
     Blocks,
     Densities,
@@ -28,7 +29,6 @@ from sparsek.cli.bench_run import (
 )
 
 # A second or two of a CPU.
-ON_A_CPU = "--m 512 --k 512 --n 64"
 SUITES_24 = {**semi24_cases.SUITES, **story.SUITES}
 
 
@@ -68,7 +68,7 @@ def semi24(
         )
 
     asked = Asked(context, peers, rounds, named, only, device, out, plot)
-    bench(asked, SUITES_24, semi24_peers.PEERS, cases, kernel, by_hand=ON_A_CPU)
+    bench(asked, SUITES_24, semi24_peers.PEERS, cases, kernel, by_hand=SMALL_PRODUCT)
 
 
 def fp8(
@@ -111,7 +111,7 @@ def fp8(
         )
 
     asked = Asked(context, peers, rounds, named, only, device, out, plot)
-    bench(asked, fp8_cases.SUITES, fp8_peers.PEERS, cases, kernel, by_hand=ON_A_CPU)
+    bench(asked, fp8_cases.SUITES, fp8_peers.PEERS, cases, kernel, by_hand=SMALL_PRODUCT)
 
 
 def pack(

@@ -1,6 +1,7 @@
 """`sparsek doctor`: what is installed, what it can run, and whether the arithmetic is right."""
 
 import platform
+from collections import Counter
 from collections.abc import Callable
 
 import torch
@@ -93,18 +94,22 @@ def _kernels(device: torch.device) -> tuple[Table, list[str]]:
         *_checks("attention", _attention(device)),
         *_checks("attention_backward", _gradients(device)),
     ]
+    several = Counter(name for _, name, _ in checks)
     with progress(len(checks), "kernels") as (say, advance):
-        for name, check in checks:
-            say(name)
+        for op, name, check in checks:
+            label = name if several[name] == 1 else f"{name} ({op})"
+            say(label)
             try:
                 got = check(name)
             except Unsupported as error:
-                table.add_row(name, "no", "; ".join(error.reasons.get(name, [str(error)])))
+                table.add_row(label, "no", "; ".join(error.reasons.get(name, [str(error)])))
             else:
                 share = f"error {got.error:.1e} of {got.budget:.1e} allowed"
-                table.add_row(name, Text("runs", "green") if got.passed else Text("wrong", "bold red"), share)
+                table.add_row(
+                    label, Text("runs", "green") if got.passed else Text("wrong", "bold red"), share
+                )
                 if not got.passed:
-                    wrong.append(name)
+                    wrong.append(label)
             advance()
     return table, wrong
 
@@ -112,8 +117,8 @@ def _kernels(device: torch.device) -> tuple[Table, list[str]]:
 Check = Callable[[str], Gate]
 
 
-def _checks(op: str, check: Check) -> list[tuple[str, Check]]:
-    return [(name, check) for name in names_for(op)]
+def _checks(op: str, check: Check) -> list[tuple[str, str, Check]]:
+    return [(op, name, check) for name in names_for(op)]
 
 
 def _product(device: torch.device) -> Check:

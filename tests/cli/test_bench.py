@@ -220,7 +220,7 @@ def test_bench_mlp_says_that_decoding_needs_a_gpu(run, quick) -> None:
     ("op", "arguments", "said"),
     [
         ("spmm", ["--form", "A@A"], "a form of the product is one of A@B"),
-        ("sddmm", ["--kernel", "cpu.spmm"], "no kernel of sddmm is called 'cpu.spmm'"),
+        ("sddmm", ["--kernel", "cpu.spmm", "--m", "64"], "no kernel of sddmm is called 'cpu.spmm'"),
         ("sddmm", ["--pattern", "stripes"], "pattern 'stripes' is not one of"),
         ("spgemm", ["--block", "32:16"], "blocks of 32 meet blocks with 32 rows, not 16"),
         ("spgemm", ["--block", "16:16:16"], "for A and B, got '16:16:16'"),
@@ -376,7 +376,9 @@ def test_bench_attention_backward_answers_bad_input_with_one_line(run, arguments
 @pytest.mark.parametrize(
     ("command", "sizes"),
     [
-        ("semi24", "--m 512 --k 512 --n 64"),
+        *((command, "--m 512 --k 512 --n 64") for command in ("spmm", "sddmm", "spgemm", "semi24")),
+        ("linear", "--tokens 64 --k 512 --n 512"),
+        ("mlp", "--tokens 64 --width 512 --hidden 512"),
         ("fp8", "--m 512 --k 512 --n 64"),
         ("planner", "--layers few --dtype fp32"),
         ("attention", "--seq 1K --heads 2 --dim 64 --dtype fp32"),
