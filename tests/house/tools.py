@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -65,3 +66,24 @@ def next_python() -> str:
         pytest.skip("`make env` had no network to fetch the newest Triton from")
     assert python.exists(), f"`make env` should have made {python}; remove {stamp} and run it again"
     return str(python)
+
+
+def under_next_triton(script: "str | Path", given: str = "") -> Any:
+    """What a script of the tests makes of `given` under the newest Triton, and prints as JSON."""
+    done = subprocess.run(
+        [next_python(), "-W", "ignore", str(script)],
+        input=given,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=ROOT,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+    return json.loads(done.stdout)
+
+
+def next_triton() -> str:
+    """The version of the newest Triton, as CI has it."""
+    return (ROOT / "constraints-triton-next.txt").read_text().split("triton==")[1].split()[0]

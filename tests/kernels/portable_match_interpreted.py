@@ -4,7 +4,6 @@ test_portable_match.py runs this file with TRITON_INTERPRET=1 set.
 """
 
 import random
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -18,16 +17,8 @@ from sparsek.plan import matches, spgemm_schedule
 from tests.kernels.matched import assert_same, drawn, full
 
 assert env.interpreting(), "run through test_portable_match.py, which sets TRITON_INTERPRET=1"
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 BLOCKS = (16, 48, 32)
-
-
-@pytest.fixture(autouse=True)
-def poisoned_memory() -> Iterator[None]:
-    """What torch allocates has no zeros by chance: its integers are the largest there are."""
-    torch.use_deterministic_algorithms(True)
-    assert torch.empty(4, dtype=torch.int32).new_empty(1) == 2**31 - 1
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture

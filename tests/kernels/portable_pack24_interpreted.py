@@ -20,18 +20,10 @@ from tests.formats.two_four import PAIRS, VALUES, masks, matrices, packed, rando
 from tests.kernels.portable_pack24_cases import LAYOUTS, any_bits, flags, same
 
 assert env.interpreting(), "run through test_portable_pack24.py, which sets TRITON_INTERPRET=1"
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 # The kernels move and compare integers, so bf16 is right in the interpreter too.
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 SMALL = {"LANES": 64, "ACROSS": 8, "TALL": 16, "BYTES": 8}
-
-
-@pytest.fixture(autouse=True)
-def poisoned_memory() -> Iterator[None]:
-    """What torch allocates is NaN and 255."""
-    torch.use_deterministic_algorithms(True)
-    assert torch.empty(4).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture

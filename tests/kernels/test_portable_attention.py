@@ -17,7 +17,7 @@ from sparsek.plan.problem import AttentionProblem
 pytest.importorskip("triton")
 
 from sparsek.kernels.portable import attention_fwd as portable
-from tests.house.tools import ROOT, next_python
+from tests.house.tools import ROOT, next_triton, under_next_triton
 from tests.kernels.portable_attention_code import CARDS, Code, compiled, merged
 
 KERNEL: Any = portable.KERNEL
@@ -112,21 +112,10 @@ def test_the_newest_triton_compiles_the_defaults() -> None:
     chosen = [(card, p, KERNEL.default(p)) for card, p in problems]
     wanted = [(card, p.dim, p.v_dim, p.block, "both", asdict(c)) for card, p, c in chosen]
     script = str(Path(__file__).with_name("portable_attention_code.py"))
-    done = subprocess.run(
-        [next_python(), "-W", "ignore", script],
-        input=json.dumps(wanted),
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        cwd=ROOT,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
-    pinned = (ROOT / "constraints-triton-next.txt").read_text().split("triton==")[1].split()[0]
-    for (card, p, c), fields in zip(chosen, json.loads(done.stdout), strict=True):
+    found = under_next_triton(script, json.dumps(wanted))
+    for (card, p, c), fields in zip(chosen, found, strict=True):
         code = Code(**fields)
-        assert code.triton == pinned
+        assert code.triton == next_triton()
         check_code(card, p, c, code, stack=32)
 
 

@@ -22,7 +22,7 @@ pytest.importorskip("triton")
 from sparsek.kernels.portable import attention_bwd as portable
 from sparsek.kernels.portable.attention_parts import Walk, longest_part, walk
 from sparsek.kernels.prims.portable_attention import DIMS
-from tests.house.tools import ROOT, next_python
+from tests.house.tools import ROOT, next_triton, under_next_triton
 from tests.kernels.portable_attention_bwd_code import CARDS, Code, added, compiled, passes
 
 KERNEL: Any = portable.KERNEL
@@ -121,21 +121,10 @@ def test_the_newest_triton_compiles_the_defaults() -> None:
         chosen += [(card, p, c, which, tile) for which, tile in passes(c).items()]
     wanted = [(card, (p.dim, p.v_dim), p.block, "both", which, asdict(t)) for card, p, _, which, t in chosen]
     script = str(Path(__file__).with_name("portable_attention_bwd_code.py"))
-    done = subprocess.run(
-        [next_python(), "-W", "ignore", script],
-        input=json.dumps(wanted),
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        cwd=ROOT,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
-    pinned = (ROOT / "constraints-triton-next.txt").read_text().split("triton==")[1].split()[0]
-    for (card, p, c, _, _), fields in zip(chosen, json.loads(done.stdout), strict=True):
+    found = under_next_triton(script, json.dumps(wanted))
+    for (card, p, c, _, _), fields in zip(chosen, found, strict=True):
         code = Code(**fields)
-        assert code.triton == pinned
+        assert code.triton == next_triton()
         check_code(card, p, c, code, stack=160)
 
 

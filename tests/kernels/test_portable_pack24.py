@@ -1,10 +1,9 @@
 """kernels/portable/pack24.py: in Triton's interpreter, compiled for cards that are not there, and on a GPU."""
 
-import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from sparsek.formats import BSR24, Semi24, random_bsr, two_four
 from tests.formats.two_four import same_bits
-from tests.house.tools import ROOT, next_python
+from tests.house.tools import ROOT, next_triton, under_next_triton
 
 pytest.importorskip("triton")
 
@@ -70,20 +69,8 @@ def test_unpacking_writes_16_bytes_at_once(card: str, dtype: str, ragged: bool):
 
 
 def test_the_newest_triton_reads_and_writes_16_bytes_at_once_too():
-    done = subprocess.run(
-        [next_python(), "-W", "ignore", offline.__file__],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        cwd=ROOT,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
-    found = json.loads(done.stdout)
-    assert (
-        found["triton"] == (ROOT / "constraints-triton-next.txt").read_text().split("triton==")[1].split()[0]
-    )
+    found = under_next_triton(offline.__file__)
+    assert found["triton"] == next_triton()
     assert len(found["codes"]) == len(offline.DTYPES) * (len(offline.READ) + 1)
     for name, (loads, stores, stack, shared) in found["codes"].items():
         assert WIDE in stores, name
@@ -98,15 +85,6 @@ def test_matrices_on_the_cpu_are_left_to_torch():
     w = torch.randn(8, 16)
     assert portable.pack24(w) is None
     assert portable.unpack24(*two_four.pack(w)) is None
-
-
-@pytest.fixture
-def poisoned_memory() -> Iterator[None]:
-    """What torch allocates is NaN and 255."""
-    torch.use_deterministic_algorithms(True)
-    assert torch.empty(4, device="cuda").isnan().all()
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.gpu

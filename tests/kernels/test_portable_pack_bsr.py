@@ -1,10 +1,9 @@
 """kernels/portable/pack_bsr.py: in Triton's interpreter, compiled for cards that are not there, and on a GPU."""
 
-import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from sparsek.core.errors import InvalidInput
 from sparsek.formats import BSR, convert
-from tests.house.tools import ROOT, next_python
+from tests.house.tools import ROOT, next_triton, under_next_triton
 
 pytest.importorskip("triton")
 
@@ -93,19 +92,8 @@ def test_the_choice_keeps_all_of_it_in_registers(wide: bool):
 
 
 def test_the_newest_triton_reads_and_writes_16_bytes_at_once_too():
-    done = subprocess.run(
-        [next_python(), "-W", "ignore", offline.__file__],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        cwd=ROOT,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
-    found = json.loads(done.stdout)
-    wanted = (ROOT / "constraints-triton-next.txt").read_text().split("triton==")[1].split()[0]
-    assert found["triton"] == wanted
+    found = under_next_triton(offline.__file__)
+    assert found["triton"] == next_triton()
     for name, (loads, stores, stack) in found["codes"].items():
         assert stack <= (8 if name == "norms fp64" else 0), name
         if "norms" in name:
@@ -118,15 +106,6 @@ def test_the_newest_triton_reads_and_writes_16_bytes_at_once_too():
 
 def test_matrices_on_the_cpu_are_left_to_torch():
     assert portable.pack_bsr(torch.randn(32, 32), (16, 16), kept(0.5)) is None
-
-
-@pytest.fixture
-def poisoned_memory() -> Iterator[None]:
-    """What torch allocates is NaN, or the largest integer."""
-    torch.use_deterministic_algorithms(True)
-    assert torch.empty(4, device="cuda").isnan().all()
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 SIZES = (
