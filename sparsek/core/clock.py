@@ -14,7 +14,10 @@ import torch
 # torch.cuda._sleep counts SM clock cycles; an H200 boosts to 1.98 GHz.
 CYCLES_PER_SECOND = 1.98e9
 HEAT_BATCHES = 2
-MOST_QUEUED = 400  # calls: a queue of CUDA holds about a thousand launches
+# Calls of a sample, and of what heats before it. A queue of CUDA holds about a thousand launches, and a call may be
+# three: what does not fit is queued while the clock runs (8 us of an FP8 layer read as 28 and 42: H200, 2026-11-22).
+MOST_CALLS = 100
+MOST_HEATING = 200
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,7 @@ def time_rounds(
             call()
         host = host_seconds(call, device, calls=3) if device.type == "cuda" else 0.0
         once = measure(_Batch(call, 1, host), device)
-        batches[name] = _Batch(call, max(1, min(200, round(inner_ms / max(once, 1e-3)))), host)
+        batches[name] = _Batch(call, max(1, min(MOST_CALLS, round(inner_ms / max(once, 1e-3)))), host)
     settled = time.perf_counter() + settle_ms / 1e3
     while device.type == "cuda" and batches and time.perf_counter() < settled:
         for batch in batches.values():
@@ -107,11 +110,11 @@ def _batch_cuda(batch: _Batch, device: torch.device, heater: _Batch | None = Non
     with torch.cuda.device(device):
         # The GPU sleeps while the host queues the batch, so launch gaps stay out of the time of short
         # kernels.
-        wait = 1e-4 + 1.5 * batch.host_seconds * batch.repeats
-        torch.cuda._sleep(int(min(wait, 0.05) * CYCLES_PER_SECOND))
-        if heater is not None:
-            for _ in range(min(HEAT_BATCHES * heater.repeats, MOST_QUEUED)):
-                heater.call()
+        heating = [heater] * min(HEAT_BATCHES * heater.repeats, MOST_HEATING) if heater else []
+        busy = batch.host_seconds * batch.repeats + sum(each.host_seconds for each in heating)
+        torch.cuda._sleep(int(min(1e-4 + 1.5 * busy, 0.05) * CYCLES_PER_SECOND))
+        for each in heating:
+            each.call()
         # One untimed call after the sleep: the first kernel after an idle gap sees higher clocks and a cold
         # TLB.
         batch.call()

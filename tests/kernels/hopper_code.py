@@ -207,16 +207,21 @@ def fixed_bounds(ttgir: str) -> list[str]:
     """Bounds of inner loops that do not change with the outer loop around them; constants are left out.
 
     Triton 3.6 forgets that a bound is carried over the outer loop, and takes the one from before it, always
-    (2026-11-21; see test_hopper_code.py). Kernels here have no bound that truly is the same for all tiles.
+    (2026-11-21; see test_hopper_code.py). Kernels here have no bound that truly is the same for all tiles. What a loop
+    computes from nothing but constants and what was there before it does not change either; results of operations with
+    regions count as changing.
     """
     found: list[str] = []
-    around: list[tuple[int, set[str]]] = []  # of each loop: its indentation, and the values made inside
+    around: list[tuple[int, set[str]]] = []  # of each loop: its indentation, and the values that change in it
     for line in ttgir.splitlines():
         indent = len(line) - len(line.lstrip())
         while around and indent <= around[-1][0]:
             around.pop()
-        if around and (made := re.match(r"\s*(%[\w$.-]+)(?::\d+)? =", line)):
-            around[-1][1].add(made[1])
+        made = re.match(r"\s*(%[\w$.-]+)(?::\d+)? = (.*)", line)
+        if around and made:
+            reads = {name.split("#")[0] for name in re.findall(r"%[\w$.-]+(?:#\d+)?", made[2])}
+            if not made[2].startswith("arith.") or reads & around[-1][1]:
+                around[-1][1].add(made[1])
         if loop := re.search(r"scf\.for %\S+ = (%\S+) to (%\S+) ", line):
             bounds = [bound for bound in loop.groups() if not bound.startswith("%c")]
             if around:

@@ -14,6 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from sparsek.kernels.hopper import attention_fwd, sddmm, spmm
+from sparsek.kernels.prims.scaled import carried as carried_bound
 from tests.kernels.hopper_code import Config, config_from, fields_of, fixed_bounds
 
 
@@ -25,6 +26,30 @@ def carried(bounds, out, rounds):
         for i in range(bound):
             gl.store(out + i, t)
         bound = gl.load(bounds + t + 1)
+
+
+@gluon.jit
+def computed(bounds, out, rounds):
+    """The bound is computed in the round, from what is carried to it."""
+    first = gl.load(bounds)
+    last = gl.load(bounds + 1)
+    for t in range(rounds):
+        for i in range(gl.maximum(1, last - first)):
+            gl.store(out + i, t)
+        first = gl.load(bounds + 2 * t + 2)
+        last = gl.load(bounds + 2 * t + 3)
+
+
+@gluon.jit
+def kept(bounds, out, rounds):
+    """The same by an instruction that must stay."""
+    first = gl.load(bounds)
+    last = gl.load(bounds + 1)
+    for t in range(rounds):
+        for i in range(carried_bound(gl.maximum(1, last - first))):
+            gl.store(out + i, t)
+        first = gl.load(bounds + 2 * t + 2)
+        last = gl.load(bounds + 2 * t + 3)
 
 
 @gluon.jit
@@ -46,6 +71,15 @@ def test_triton_3_6_takes_the_bound_of_the_first_round_for_every_round() -> None
     found = ttgir(carried)
     assert fixed_bounds(found) == (["%bound"] if forgets else [])
     assert found.count("tt.load") == (1 if forgets else 2)
+    found = ttgir(computed)
+    assert len(fixed_bounds(found)) == (1 if forgets else 0)
+    assert found.count("tt.load") == (2 if forgets else 4)
+
+
+def test_a_bound_through_an_instruction_that_must_stay_is_right() -> None:
+    found = ttgir(kept)
+    assert fixed_bounds(found) == []
+    assert found.count("tt.load") == 4
 
 
 def test_a_bound_that_is_loaded_in_its_round_is_right() -> None:
@@ -64,11 +98,15 @@ def test_bounds_that_change_with_the_outer_loop_or_are_constants_are_fine() -> N
         }
         scf.for %i = %c0_i32 to %c4_i32 step %c1_i32  : i32 {
         }
+        %wide = arith.subi %high, %first
+        scf.for %i = %c0_i32 to %wide step %c1_i32  : i32 {
+        }
       }
       scf.for %t = %low_1 to %rounds step %c1_i32  : i32 {
       }"""
     assert fixed_bounds(text) == []
     assert fixed_bounds(text.replace("to %high", "to %rounds")) == ["%rounds"]
+    assert fixed_bounds(text.replace("%high, %first", "%rounds, %first")) == ["%wide"]
     assert fixed_bounds(text.replace("to %i step", "to %high step")) == ["%high"]
 
 

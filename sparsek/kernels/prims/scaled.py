@@ -42,6 +42,13 @@ def block_scales(T: gl.constexpr, a_scale, begin, end, q):
 
 
 @gluon.jit
+def carried(bound):
+    """`bound` of an inner loop, by an instruction that must stay. A bound that the outer loop carries and nothing else
+    reads is the first tile's for every tile under Triton 3.6 (triton-lang/triton, pull request 9036, 2025-12-18)."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [bound], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def nothing(T: gl.constexpr, LAYOUT: gl.constexpr):
     """Sums before the first product."""
     CHUNK: gl.constexpr = T.chunk
@@ -145,7 +152,7 @@ def multiply(T: gl.constexpr, WG: gl.constexpr, c_desc, lists, scales, before, j
     begin, end, row, col, part = record(tiles, first)
     stretch = block_scales(T, a_scale, begin, end, 0)
     for t in range(first, last):
-        pieces = gl.maximum(1, (end - begin) * PER)  # a tile without steps gets a stage of zeros
+        pieces = carried(gl.maximum(1, (end - begin) * PER))  # a tile without steps gets a stage of zeros
         down = row_scales(T, LAYOUT, a_scale, row + ROW0, m)
         across = column_scales(T, b_scale, col + COL0, n)
         if T.bias:
