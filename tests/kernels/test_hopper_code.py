@@ -46,7 +46,7 @@ def kept(bounds, out, rounds):
     first = gl.load(bounds)
     last = gl.load(bounds + 1)
     for t in range(rounds):
-        for i in range(carried_bound(gl.maximum(1, last - first))):
+        for i in range(0, carried_bound(gl.maximum(1, last - first)), 1):  # pyright: ignore[reportArgumentType]
             gl.store(out + i, t)
         first = gl.load(bounds + 2 * t + 2)
         last = gl.load(bounds + 2 * t + 3)

@@ -45,7 +45,9 @@ def block_scales(T: gl.constexpr, a_scale, begin, end, q):
 def carried(bound):
     """`bound` of an inner loop, by an instruction that must stay. A bound that the outer loop carries and nothing else
     reads is the first tile's for every tile under Triton 3.6 (triton-lang/triton, pull request 9036, 2025-12-18)."""
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [bound], dtype=gl.int32, is_pure=False, pack=1)
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [bound], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit
