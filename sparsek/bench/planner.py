@@ -49,6 +49,14 @@ LAYERS: Mapping[str, tuple[Layer, ...]] = {
         for at, tokens in enumerate(TOKENS)
         for keep in KEEPS[at % 2]
     ),
+    # For which no model was fitted: other shapes, tokens and densities.
+    "other": tuple(
+        Layer(tokens, n, k, keep)
+        for at, (n, k) in enumerate(((5120, 5120), (11008, 4096), (4096, 11008), (3072, 12288)))
+        for tokens, keep in zip(
+            (32, 512, 2048, 6144), ((0.375, 0.1) * 2, (0.1, 0.375) * 2)[at % 2], strict=True
+        )
+    ),
     "few": (Layer(64, 128, 256, 0.5), Layer(48, 256, 128, 0.25)),
 }
 
@@ -98,4 +106,4 @@ KINDS: Mapping[str, Kind] = {
     ),
 }
 ISSUE6: tuple[Entry, ...] = (Entry(PlannerCase("issue6")),)
-SUITES: Mapping[str, tuple[Entry, ...]] = {"issue6": ISSUE6}
+SUITES: Mapping[str, tuple[Entry, ...]] = {"issue6": ISSUE6, "other": (Entry(PlannerCase("other")),)}

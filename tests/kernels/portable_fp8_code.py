@@ -63,7 +63,8 @@ def bsr24_fp8_code(p: ScaledBsr24Problem, c: Config) -> Code:
 def round_code(rows: int, k: int, turned: bool, dtype: str, card: Card) -> Code:
     """The rounding of x [rows, k], or of the transpose of a [k, rows]."""
     x = meta(rows, k, "col" if turned else "row", dtype)
-    constants, warps = round_fp8._constants(x)
-    types = {"x": NAMES[dtype], "values": FP8["e4m3"], "scale": "*fp32", "least": "fp32", "top": "fp32"}
-    fixed = {"sx_row": 1} if turned else {"sx_k": 1}
-    return compiled(round_fp8._round_rows, types, constants | fixed, card, warps, 3)
+    values, _, warps = round_fp8._constants(x, DTYPES["e4m3"])
+    kernel = round_fp8._round_rows
+    constants = dict(zip(kernel.arg_names[-len(values) :], values, strict=True))
+    types = {"x": NAMES[dtype], "values": FP8["e4m3"], "scale": "*fp32"}
+    return compiled(kernel, types, constants, card, warps, 1)

@@ -332,7 +332,9 @@ def test_predictions_grow_with_work_and_never_beat_memory() -> None:
         for c in kernel.configs(p):
             seconds = kernel.seconds(p, c)
             assert kernel.seconds(replace(p, n=2 * p.n), c) > 1.8 * seconds
-            assert kernel.seconds(replace(p, batch=3), c) == pytest.approx(3 * seconds)
+            assert kernel.seconds(replace(p, batch=3), c) == pytest.approx(
+                3 * seconds, rel=0.01
+            )  # A comes once
             assert kernel.seconds(replace(p, n=8), c) > p.stored * 2 / H200.bandwidth
             joined, more = replace(c, combine="add"), replace(p, combine="add")
             assert kernel.seconds(more, joined) > seconds + 2 * p.m * p.n / (H200.fabric * 2)

@@ -5,10 +5,11 @@ those of its block row. Who does which tile comes from the schedule that hopper.
 divide a block's rows, so a block row may have several.
 
 Block rows are neither merged nor split, and CTAs share nothing: their lists differ. So B comes from L2 for every tile,
-which is what bounds tiles of 128 x 256. Blocks of 128, 12.5 % stored, 8192^3 in bf16 on an H200 (2026-11-22): 1.26
-to 1.28 times as fast as hopper.spmm on the same blocks with all values.
+which is what bounds tiles of 128 x 256. Blocks of 128, 12.5 % stored, 8192^3 in bf16 on an H200 (2026-11-22): 1.27
+times as fast as hopper.spmm on the same blocks with all values.
 """
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,6 +21,7 @@ from sparsek.formats.bsr24 import BSR24
 from sparsek.kernels.hopper import semi24
 from sparsek.kernels.hopper.semi24 import Config, Lists, Work
 from sparsek.kernels.prims.parts import records
+from sparsek.plan.kernel import beside
 from sparsek.plan.problem import BSR24Problem
 from sparsek.plan.schedule import balance, walk
 from sparsek.plan.semi24 import Kernel24
@@ -27,17 +29,19 @@ from sparsek.reference.epilogue import PLAIN, Epilogue
 
 
 def blocks_seconds(p: BSR24Problem, c: Config) -> float:
-    """Tiles of the fullest SM, one of the longest block row at least, or the compulsory bytes."""
+    """Tiles of the fullest SM, one of the longest block row at least, beside the compulsory bytes.
+
+    Lists that differ leave 0.4 of a tile to wait for (50 layers on an H200, 2026-11-22).
+    """
     if not (p.m and p.n and p.nnzb):
         return p.card.launch_seconds
     units, columns = p.grid[0] * (p.block[0] // c.tm), -(-p.n // c.tn)
     block = p.block[1] // c.bk * semi24.step_seconds(c, p)
     tile = p.nnzb / p.grid[0] * block + semi24.tile_seconds(c)
     longest = p.row_max * block + semi24.tile_seconds(c)
-    rounds = -(-units * columns // p.card.sm_count)
-    busy = max(rounds * tile if longest < 1.25 * tile else units * columns / p.card.sm_count * tile, longest)
-    item = p.compulsory_bytes / max(1, p.batch) / (0.85 * p.card.bandwidth)
-    return p.batch * (max(busy, item) + p.card.launch_seconds)
+    each = units * columns / p.card.sm_count
+    busy = max((math.ceil(each) if longest < 1.25 * tile else each + 0.4) * tile, longest)
+    return p.batch * (beside(busy, semi24.moving_seconds(p)) + 0.7 * p.card.launch_seconds)
 
 
 def lists_of(p: BSR24Problem, c: Config, a: BSR24) -> Lists:

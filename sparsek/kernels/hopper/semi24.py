@@ -12,8 +12,8 @@ The kernel, semi24.cu, is CUDA C++, because Gluon has no wgmma.sp. It is compile
 wgmma.sp multiplies stored values only, so a NaN in a row of B reaches the rows of C whose groups name that row. Sums
 are float32 in the order of k, whatever the config: the same bits.
 
-8192^3 in bf16 on an H200 (2026-11-22): 1068 dense-equivalent TFLOPS for x @ W.T, 1.01 of the best algorithm and layout
-of cuSPARSELt and 1.62 of cuBLAS; 1052 for A @ B, 1.01 and 1.64 of them. What L2 gives bounds it.
+8192^3 in bf16 on an H200 (2026-11-22): 1068 dense-equivalent TFLOPS for x @ W.T, 1.00 of the best algorithm and layout
+of cuSPARSELt and 1.62 of cuBLAS; 1086 for A @ B, 1.01 and 1.62 of them. What L2 gives bounds it.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from sparsek.formats.semi24 import Semi24
 from sparsek.kernels.prims import driver, nvrtc
 from sparsek.kernels.prims.driver import Boxed, Launch
 from sparsek.kernels.prims.kept import Kept
+from sparsek.plan.kernel import beside
 from sparsek.plan.problem import Problem24, ScaledProblem, Semi24Problem
 from sparsek.plan.semi24 import Kernel24
 from sparsek.reference.epilogue import ACTIVATIONS, COMBINES, PLAIN, Epilogue
@@ -399,12 +400,12 @@ SHAPES = (
 # In FP8 there are two sums for each element, one of them the tensor core's, unless `fast_accum` leaves it alone.
 SHAPES_FP8 = ((2, 1, 192, 3), (2, 1, 128, 2), (1, 1, 128, 2), (2, 1, 64, 1), (1, 1, 64, 1))
 PROMOTE = 4
-# H200, 2026-11-22: what L2 gives where no CTAs share, dense-equivalent FLOP of a tile of 256 x 192 at 8192^3, and the
-# port of shared memory, 128 bytes a cycle.
-L2_BYTES_PER_SECOND = 8.4e12
-FLOPS_PER_SECOND = 1170e12
-CYCLES_PER_SECOND = 1.9e9
-TILE_SECONDS = 1.1e-6  # beginning, ending and storing a tile of 128 x 256, as hopper.spmm has it
+# What L2 gives where no CTAs share, dense-equivalent FLOP, and the port of shared memory, 128 bytes a cycle: fitted to
+# 50 layers on an H200 (2026-11-22), most of which end before the card runs into its power limit.
+L2_BYTES_PER_SECOND = 9.6e12
+FLOPS_PER_SECOND = 1270e12
+CYCLES_PER_SECOND = 2.1e9
+TILE_SECONDS = 0.8e-6  # beginning, ending and storing a tile of 128 x 256
 JOIN_SECONDS = 0.7e-6  # finishing one with another matrix, as hopper.spmm has it
 
 
@@ -447,17 +448,19 @@ def step_seconds(c: Config, p: Problem24) -> float:
 
 
 def whole_seconds(p: Problem24, c: Config) -> float:
-    """A product of all of A: rounds of tiles, or the compulsory bytes at 85 % of copy bandwidth.
-
-    Each item of a batch is a launch.
-    """
+    """A product of all of A: rounds of tiles, beside the compulsory bytes. Each item of a batch is a launch."""
     if not (p.m and p.n and p.k):
         return p.card.launch_seconds
     tiles = -(-p.m // (c.tm * c.cluster)) * -(-p.n // c.tn)
     rounds = -(-tiles // max(1, p.card.sm_count // c.cluster))
     busy = rounds * (-(-p.k // c.bk) * step_seconds(c, p) + tile_seconds(c))
-    item = p.compulsory_bytes / max(1, p.batch) / (0.85 * p.card.bandwidth)
-    return p.batch * (max(busy, item) + p.card.launch_seconds)
+    return p.batch * (beside(busy, moving_seconds(p)) + 0.7 * p.card.launch_seconds)
+
+
+def moving_seconds(p: Problem24) -> float:
+    """An item's compulsory bytes at 85 % of copy bandwidth; at half of it with few columns, whose tiles wait for A."""
+    share = 0.85 if p.n > 64 else 0.5
+    return p.compulsory_bytes / max(1, p.batch) / (share * p.card.bandwidth)
 
 
 def tile_seconds(c: Config) -> float:

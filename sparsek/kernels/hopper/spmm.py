@@ -53,7 +53,7 @@ from sparsek.kernels.prims.gluon import (
 )
 from sparsek.kernels.prims.parts import Parts, dealt, merge_parts, uneven
 from sparsek.kernels.prims.product import RECORD, Tile, deepened, most_boxes, multiply
-from sparsek.plan.kernel import SpmmKernel
+from sparsek.plan.kernel import SpmmKernel, beside
 from sparsek.plan.problem import SpmmProblem
 from sparsek.plan.schedule import deal_on_device, part_limit, walk
 from sparsek.reference.epilogue import PLAIN, Epilogue
@@ -362,14 +362,15 @@ class HopperSpmm:
         return [*found, *split]
 
     def seconds(self, p: SpmmProblem, c: Config) -> float:
-        """Tiles of the fullest SM, each the larger of multiplying and loading (a smooth maximum), plus its fixed part.
+        """Tiles of the fullest SM, each the larger of multiplying and loading (a smooth maximum), plus its fixed part;
+        beside that, all bytes from memory once.
 
-        Constants are measured on an H200 (2026-11-20): 2048 multiply-adds per cycle at 1.6 GHz, L2 to shared memory
-        at `card.fabric`, 30 ns for every further A box of a step; 1.1 us for a tile of 128x256 or as
-        large to begin, end and store with stages 64 deep, 0.9 us with stages 32 deep, which add 2 % to every step. With
-        very uneven rows CTAs leave step, and large tiles lose 25 % (Zipf 1.2, the longest row 8 times the mean; nothing
-        where it is twice the mean). Split rows write their sums to memory and read them again, and merging them is a
-        launch of its own.
+        Constants are measured on an H200 (2026-11-20, steps and bytes 2026-11-22): 2048 multiply-adds per cycle at
+        1.75 GHz, 35 ns for a step, L2 to shared memory at `card.fabric`, 30 ns for every further A box of a step;
+        1.1 us for a tile of 128x256 or as large to begin, end and store with stages 64 deep, 0.9 us with stages 32
+        deep, which add 2 % to every step. With very uneven rows CTAs leave step, and large tiles lose 25 % (Zipf 1.2,
+        the longest row 8 times the mean; nothing where it is twice the mean). Split rows write their sums to memory and
+        read them again, and merging them is a launch of its own. Few columns leave nothing but A's bytes to wait for.
         """
         if p.nnzb == 0 or p.n == 0:
             return p.card.launch_seconds
@@ -381,10 +382,10 @@ class HopperSpmm:
         tiles = units * columns * p.batch
         depth = p.block[1]
         shallow = c.pieces * c.width <= 32
-        mma = c.rows * c.block_cols * depth / (2048 * 1.6e9)
+        mma = c.rows * c.block_cols * depth / (2048 * 1.75e9)
         bytes_ = 2 * depth * (c.a_rows + min(c.block_cols, -(-p.n // 8) * 8))
         fetch = bytes_ * sms / p.card.fabric
-        step = (mma**4 + fetch**4) ** 0.25 * (1.02 if shallow else 1.0) + 3e-8 * (c.merge - 1)
+        step = (mma**4 + fetch**4) ** 0.25 * (1.02 if shallow else 1.0) + 3.5e-8 + 3e-8 * (c.merge - 1)
         mean = steps * slices / units
         longest = max(mean, min(p.row_max, p.grid[1]))
         uneven = min(1.0, max(0.0, (longest / mean - 2) / 2))
@@ -404,8 +405,10 @@ class HopperSpmm:
         else:
             busy = max(tiles / sms, longest / mean) * tile * (1 + 0.25 * uneven * area**2)
         # 2026-11-21: 16384^2, 25 %, N = 16 at 0.80 of a copy
-        traffic = p.compulsory_bytes / ((0.80 if p.n <= 64 else 0.92) * p.card.bandwidth)
-        return max(busy, traffic) + extra + p.card.launch_seconds
+        share = 0.80 if p.n <= 64 else 0.7 if p.n <= 256 else 0.92
+        traffic = p.compulsory_bytes / (share * p.card.bandwidth)
+        both = max(busy, traffic) if p.n <= 64 else beside(busy, traffic)
+        return both + extra + p.card.launch_seconds
 
     def prepare(self, p: SpmmProblem, c: Config, a: BSR) -> Work:
         units = a.pattern.derived(("walk", c.rows, c.merge), lambda: walk(a.pattern, c.rows, c.merge))

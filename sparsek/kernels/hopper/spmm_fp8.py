@@ -55,6 +55,7 @@ from sparsek.kernels.prims.gluon import (
 from sparsek.kernels.prims.parts import Dealt, dealt, merge_parts, uneven
 from sparsek.kernels.prims.product import RECORD, Tile, deepened, most_boxes
 from sparsek.kernels.prims.scaled import multiply
+from sparsek.plan.kernel import beside
 from sparsek.plan.problem import ScaledSpmmProblem
 from sparsek.plan.scaled import KernelScaled, rounding_seconds
 from sparsek.plan.schedule import part_limit, walk
@@ -352,8 +353,8 @@ class HopperSpmmFp8:
         """Tiles of the fullest SM, each the larger of multiplying and loading (a smooth maximum), plus its fixed part.
 
         As hopper.spmm's model, at twice its multiply-adds per cycle, half its bytes, and the clock that FP8 leaves an
-        H200: 133 us at 8192^3 with 12.5 % stored in blocks of 128, 473 us with 50 % (2026-11-22, by script). The same
-        for `fast_accum`, by which those are 127 and 428 us.
+        H200 in layers of all sizes (2026-11-22). The same for `fast_accum`, which takes 127 us instead of 133 at
+        8192^3 with 12.5 % stored in blocks of 128, and 428 instead of 473 with 50 %.
         """
         rounding = rounding_seconds(p)
         if p.nnzb == 0 or p.n == 0:
@@ -362,9 +363,9 @@ class HopperSpmmFp8:
         slices = max(1, -(-p.block[0] // c.rows))
         units = p.grid[0] * slices
         tiles = units * columns * p.batch
-        mma = c.rows * c.block_cols * p.block[1] / (4096 * 1.25e9)
+        mma = c.rows * c.block_cols * p.block[1] / (4096 * 1.36e9)
         fetch = p.block[1] * (c.rows + min(c.block_cols, -(-p.n // 8) * 8)) * sms / p.card.fabric
-        step = (mma**4 + fetch**4) ** 0.25 * (1.15 if c.stages == 2 else 1.0)
+        step = (mma**4 + fetch**4) ** 0.25 * (1.15 if c.stages == 2 else 1.0) + 3.5e-8
         mean = p.nnzb * slices / units
         longest = max(mean, min(p.row_max, p.grid[1]))
         lopsided = min(1.0, max(0.0, (longest / mean - 2) / 2))
@@ -382,7 +383,7 @@ class HopperSpmmFp8:
         else:
             busy = max(tiles / sms, longest / mean) * tile * (1 + 0.25 * lopsided * area**2)
         traffic = p.compulsory_bytes / ((0.80 if p.n <= 64 else 0.92) * p.card.bandwidth)
-        return max(busy, traffic) + extra + p.card.launch_seconds + rounding
+        return beside(busy, traffic) + extra + p.card.launch_seconds + rounding
 
     def prepare(self, p: ScaledSpmmProblem, c: Config, a: Scaled) -> Dealt:
         pattern = a.matrix.pattern

@@ -259,7 +259,7 @@ def launch(
         with torch.cuda.device(device):
             launch(kernel, device, programs, args, constants, warps)
         return
-    key = (kernel.fn, device.index, constants, *[arg is None for arg in args])
+    key = (kernel.fn, device.index, constants, warps, *[arg is None for arg in args])
     compiled = _COMPILED.get(key)
     if compiled is not None:
         enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook

@@ -19,6 +19,7 @@ where the host knows how many blocks there will be, it waits for `_norms` only: 
 `ops/spmm.py` registers a function with `formats/convert.py` that imports this file when the first CUDA tensor comes.
 """
 
+from collections import defaultdict
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -315,23 +316,23 @@ def pack_bsr(w: Tensor, block: tuple[int, int], rule: Rule) -> BSR | None:
     if asked is None or (count and rows * columns // groups > CELLS):
         return None
 
-    slot = _slot(w.is_cuda)
+    slot, event = free = _free_slot(w.device)
     if mask is not None and asked is source:
         keys = mask.to(torch.int32, memory_format=torch.contiguous_format)
     else:
         keys = _keys(asked, slot, rule.keep is not None or rule.threshold is not None)
     # What is known after `_norms` is enough under `keep`: the rest is started, and put together, before the host waits.
-    wait, made = _mark(w), None
+    wait, made = _mark(event, w.device), None
     indptr, where = _chosen(keys, slot, rule, groups, count)
     if not count:  # `_choose` writes to the slot, too
-        wait = _mark(w)
+        wait = _mark(event, w.device)
     if count is not None:
         made = _gathered(source, indptr, where)
     wait()
     strange, small, found = slot.tolist()
     if strange or small:
         slot.zero_()
-    _SLOTS.append(slot)
+    _SLOTS[w.device].append(free)
     where = where if made else where[:found]
     if strange or (small and _are_unsure(keys, where)):
         return None
@@ -379,28 +380,34 @@ def _tile(block: tuple[int, int], elements: int) -> tuple[int, int, int]:
     return tall, wide, elements // (tall * wide)
 
 
-# Slots of pinned memory that are free, all 0 but for COUNT, and the memory of all that ever were. It is never given
+class Slot(NamedTuple):
+    """int32 [3] of pinned memory, where kernels note what they find, and an event of their device. On a CPU: None."""
+
+    memory: Tensor
+    event: torch.cuda.Event | None
+
+
+# The slots of each device that are free, all 0 but for COUNT, and the memory of all that ever were. It is never given
 # back to torch, because a kernel may be about to write to a slot whose call has failed.
-_SLOTS: list[Tensor] = []
+_SLOTS: dict[torch.device, list[Slot]] = defaultdict(list)
 _PINNED: list[Tensor] = []
 
 
-def _slot(on_gpu: bool) -> Tensor:
-    """int32 [3] on the host, where kernels note what they find."""
-    try:
-        return _SLOTS.pop()
-    except IndexError:
+def _free_slot(device: torch.device) -> Slot:
+    free, on_gpu = _SLOTS[device], device.type == "cuda"
+    if not free:
         with torch.inference_mode(False):
             _PINNED.append(torch.zeros(64, 3, dtype=torch.int32, pin_memory=on_gpu))
-            _SLOTS.extend(_PINNED[-1].unbind())
-        return _slot(on_gpu)
+            free.extend(Slot(each, torch.cuda.Event() if on_gpu else None) for each in _PINNED[-1].unbind())
+    return free.pop()
 
 
-def _mark(x: Tensor) -> Callable[[], None]:
-    """What waits until x's device has done all that is queued now."""
-    if not x.is_cuda:
+def _mark(event: torch.cuda.Event | None, device: torch.device) -> Callable[[], None]:
+    """What waits until the device has done all that is queued on its current stream now."""
+    if event is None:
         return lambda: None
-    return torch.cuda.current_stream(x.device).record_event().synchronize
+    event.record(torch.cuda.current_stream(device))
+    return event.synchronize
 
 
 @lru_cache

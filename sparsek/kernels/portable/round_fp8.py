@@ -3,11 +3,12 @@ bit. Any CUDA GPU that converts to FP8 (from sm_89), and Triton's interpreter.
 
     scale[t] = max over k of |x[t, k]|, over 448 or 57344      values[t, k] = x[t, k] / scale[t], rounded to nearest
 
-One program takes ROWS rows. Where a row fits (K up to 8192) it is read once and stays in registers; a longer one is
-read twice, the second time from L2. x may lie in memory as it likes: for B [K, N] with contiguous rows, x is B.mT, a
-program then takes 32 of its columns, and what it has rounded turns on its way out.
+One program takes ROWS rows. Where a row fits (K up to 4096) it is read once and stays in registers; a longer one is
+read twice, the second time from cache. A quotient is a product with the scale's reciprocal and one step of Newton's
+method, four instructions where a division has some thirty. x may lie in memory as it likes: for B [K, N] with
+contiguous rows, x is B.mT, a program then takes 32 of its columns, and what it has rounded turns on its way out.
 
-H200: not timed yet. At 8192x8192 in bf16 it has 201 MB to move, 47 us at copy bandwidth.
+8192x8192 in bf16 on an H200 (2026-11-22, by script): 58 us, 3.4 TB/s; as B [K, N] with contiguous rows 102 us.
 
 How it is reached: `ops/scaled.py` registers it with `formats/scaled_tensor.py`.
 """
@@ -21,11 +22,22 @@ from torch import Tensor
 
 from sparsek.core import env
 from sparsek.formats.float8 import LEAST, rounded
+from sparsek.kernels.portable.match import launch
 from sparsek.kernels.prims import portable_tensors as tensors
-from sparsek.kernels.prims.portable_tensors import SIZE_LIMIT, at
+from sparsek.kernels.prims.portable_tensors import SIZE_LIMIT, at, times
 
-# Elements of a row in registers, elements of a thread then; a step of a longer row; rows and step of a turned x.
-WHOLE, EACH, STEP, TURNED_ROWS, TURNED_STEP = 8192, 16, 4096, 32, 128
+# Rows of up to WHOLE elements stay in registers, EACH of a thread; of longer ones STEP at a time, STEP_EACH of a
+# thread; rows, step and warps of a turned x. 8192^2 (H200, 2026-11-22): 58 us, 89 with the whole row in registers;
+# turned 102, with steps of 128 206.
+WHOLE, EACH, STEP, STEP_EACH = 4096, 32, 4096, 16
+TURNED_ROWS, TURNED_STEP, TURNED_WARPS = 32, 512, 8
+# With scales below SMALL the rest of a quotient would be subnormal: x and they are lifted.
+SMALL, LIFT, LEAST_SCALE = (tl.constexpr(each) for each in (2.0**-90, 2.0**64, LEAST))
+
+# Triton does not look at these: neither a size nor an alignment compiles anything anew. UNIT says what is aligned.
+_SIZES = ("rows", "k", "sx_batch", "sx_row", "sx_k", "row_tiles")
+_ANYWHERE = ("x", "values", "scale")
+WIDE_AT = 7  # of the constexprs
 
 
 @triton.jit
@@ -35,11 +47,42 @@ def _magnitude_bits(x):
 
 
 @triton.jit
+def _quotients(x, scale, DIVIDE: tl.constexpr):
+    """x / scale[:, None] in float32, rounded to nearest.
+
+    Markstein, IBM J. Res. Dev. 34 (1990): with r = 1 / s rounded, q = x r, and q + r (x - q s) by two fused
+    multiply-adds. It is one off where s has nothing but ones and x none but the first, beside a power of two, which is
+    no tie in FP8. DIVIDE: Triton's interpreter has no fused multiply-add.
+    """
+    if DIVIDE:
+        return tl.math.div_rn(x, scale[:, None] + tl.zeros(x.shape, dtype=tl.float32))
+    lift = tl.where(scale < SMALL, LIFT, 1.0)
+    lifted = scale * lift
+    inverse = tl.math.div_rn(tl.full(scale.shape, 1.0, tl.float32), lifted)
+    endless = scale == float("inf")  # x / inf: 0, or NaN for an infinite x
+    lifted, inverse = tl.where(endless, 0.0, lifted), tl.where(endless, 0.0, inverse)
+    x = x * lift[:, None]
+    q = x * inverse[:, None]
+    q = tl.math.fma(tl.math.fma(q, -lifted[:, None], x), inverse[:, None], q)
+    sign = x.to(tl.int32, bitcast=True) & -0x80000000  # of -0, which the sum of two zeros loses
+    return (q.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+
+
+@triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_ANYWHERE)
 def _round_rows(
-    x, values, scale, rows, k, sx_batch, sx_row, sx_k, row_tiles, least, top,
-    ROWS: tl.constexpr, STEP: tl.constexpr, ONCE: tl.constexpr, WIDE: tl.constexpr,
+    x, values, scale, rows, k, sx_batch, sx_row, sx_k, row_tiles,
+    KINDS: tl.constexpr, TOP: tl.constexpr, LIES: tl.constexpr, UNIT: tl.constexpr,
+    ROWS: tl.constexpr, STEP: tl.constexpr, ONCE: tl.constexpr, WIDE: tl.constexpr, DIVIDE: tl.constexpr,
 ):  # fmt: skip
     """x [batch, rows, k] of any strides; values [batch, rows, k] and scale [batch, rows] contiguous."""
+    if UNIT > 1:  # K is, and so are strides but 1, and the rows of a turned x: whole 16-byte words
+        k, sx_batch = times(k, 16), times(sx_batch, UNIT)
+    if LIES == "rows":
+        sx_k = 1
+        sx_row = times(sx_row, UNIT)
+    elif LIES == "turned":
+        sx_row = 1
+        rows, sx_k = times(rows, UNIT), times(sx_k, UNIT)
     pid = tl.program_id(0)
     batch = (pid // row_tiles).to(tl.int64)
     row = pid % row_tiles * ROWS + tl.arange(0, ROWS)
@@ -47,38 +90,57 @@ def _round_rows(
     inside = row < rows
     x += batch * sx_batch
     x = x + (row.to(tl.int64) * sx_row)[:, None]
-    first_out = (batch * rows + row) * k
     largest = tl.zeros([ROWS], dtype=tl.int32)
-    held = tl.zeros([ROWS, STEP], dtype=tl.float32)
+    held = tl.zeros([ROWS, STEP], dtype=x.dtype.element_ty)  # as it came: half the registers
     for k0 in range(0, k, STEP):
-        live = inside[:, None] & (k0 + kt < k)[None, :]
-        held = tl.load(x + (at(k0 + kt, WIDE) * sx_k)[None, :], mask=live, other=0.0).to(tl.float32)
-        largest = tl.maximum(largest, tl.max(_magnitude_bits(held), axis=1))
+        held = _row_part(x, k0 + kt, k, sx_k, inside, LIES, UNIT, WIDE)
+        largest = tl.maximum(largest, tl.max(_magnitude_bits(held.to(tl.float32)), axis=1))
     size = largest.to(tl.float32, bitcast=True)
-    found = tl.math.div_rn(size, tl.zeros([ROWS], dtype=tl.float32) + top)
-    found = tl.where(found < least, least, found)  # a NaN stays
+    found = tl.math.div_rn(size, tl.zeros([ROWS], dtype=tl.float32) + TOP)
+    found = tl.where(found < LEAST_SCALE, LEAST_SCALE, found)  # a NaN stays
     found = tl.where(size == 0, 1.0, found)
     tl.store(scale + batch * rows + row, found, mask=inside)
+    first = values + (batch * rows + row) * k
     for k0 in range(0, k, STEP):
-        live = inside[:, None] & (k0 + kt < k)[None, :]
         if not ONCE:
-            held = tl.load(x + (at(k0 + kt, WIDE) * sx_k)[None, :], mask=live, other=0.0).to(tl.float32)
-        made = tl.math.div_rn(held, found[:, None] + tl.zeros([ROWS, STEP], dtype=tl.float32))
-        tl.store(
-            values + first_out[:, None] + (k0 + kt)[None, :], made.to(values.dtype.element_ty), mask=live
-        )
+            held = _row_part(x, k0 + kt, k, sx_k, inside, LIES, UNIT, WIDE)
+        made = _quotients(held.to(tl.float32), found, DIVIDE).to(values.dtype.element_ty)
+        to = first[:, None] + (k0 + kt)[None, :]
+        if UNIT > 1:
+            to = tl.multiple_of(to, (1, 16))
+        tl.store(to, made, mask=inside[:, None] & (k0 + kt < k)[None, :])
 
 
-def _constants(x: Tensor) -> tuple[dict[str, Any], int]:
-    """Constexprs for x [batch, rows, K], and warps."""
-    k = x.shape[2]
-    wide = {"WIDE": tensors.extent(x) > SIZE_LIMIT}
-    if x.stride(2) != 1 and k > 1 and x.shape[1] > 1:
-        return {"ROWS": TURNED_ROWS, "STEP": TURNED_STEP, "ONCE": k <= TURNED_STEP, **wide}, 4
-    step = max(16, 1 << (k - 1).bit_length()) if k <= WHOLE else STEP
-    rows = max(1, min(16, 1024 // step))
-    warps = max(1, min(16, rows * step // (32 * EACH)))
-    return {"ROWS": rows, "STEP": step, "ONCE": k <= step, **wide}, warps
+@triton.jit
+def _row_part(
+    x, column, k, sx_k, inside, LIES: tl.constexpr, UNIT: tl.constexpr, WIDE: tl.constexpr
+):  # fmt: skip
+    """Columns of the rows that begin at x [ROWS, 1]; 0 outside."""
+    source = x + (at(column, WIDE) * sx_k)[None, :]
+    if UNIT > 1:
+        source = tl.multiple_of(source, (1, 16) if LIES == "rows" else (16, 1))
+    return tl.load(source, mask=inside[:, None] & (column < k)[None, :], other=0.0)
+
+
+def _constants(x: Tensor, dtype: torch.dtype) -> tuple[tuple[Any, ...], int, int]:
+    """The constexprs of `_round_rows` for x [batch, rows, K], rows of a program, and warps."""
+    _, rows, k = x.shape
+    of_batch, of_row, of_k = x.stride()
+    lies = "rows" if of_k == 1 or k == 1 else "turned" if of_row == 1 or rows == 1 else "any"
+    unit = 16 // x.element_size()
+    whole = (of_row,) if lies == "rows" else (of_k, rows)
+    if lies == "any" or k % 16 or x.data_ptr() % 16 or any(each % unit for each in (*whole, of_batch)):
+        unit = 1
+    wide = tensors.extent(x) > SIZE_LIMIT
+    if lies == "turned":
+        rows, step, warps = TURNED_ROWS, TURNED_STEP, TURNED_WARPS
+    else:
+        step = max(16, 1 << (k - 1).bit_length()) if k <= WHOLE else STEP
+        rows = max(1, min(16, 1024 // step))
+        warps = max(1, min(16, rows * step // (32 * (EACH if k <= step else STEP_EACH))))
+    kinds = f"{x.dtype} {dtype}"
+    constants = (kinds, torch.finfo(dtype).max, lies, unit, rows, step, k <= step, wide, env.interpreting())
+    return constants, rows, warps
 
 
 def round_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
@@ -94,12 +156,13 @@ def round_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
         return values.to(dtype), scale.fill_(1.0)
     x, out, of_rows = (each.unsqueeze(0) if x.ndim == 1 else each for each in (x, values, scale))
     for x3, out3, scale3 in tensors.folded(x, out, of_rows.unsqueeze(-1)):
-        constants, warps = _constants(x3)
+        constants, rows_of_one, warps = _constants(x3, dtype)
         batch, rows, k = x3.shape
-        tiles = -(-rows // constants["ROWS"])
-        with torch.cuda.device_of(x3):
-            _round_rows[(tiles * batch,)](
-                x3, out3, scale3, rows, k, *tensors.strides(x3), tiles, LEAST, torch.finfo(dtype).max,
-                **constants, num_warps=warps,
-            )  # fmt: skip
+        tiles = -(-rows // rows_of_one)
+        args = (x3, out3, scale3, rows, k, *x3.stride(), tiles)
+        if constants[WIDE_AT]:  # sizes of 64 bits are another kernel to Triton
+            with torch.cuda.device_of(x3):
+                _round_rows[(tiles * batch,)](*args, *constants, num_warps=warps)
+        else:
+            launch(_round_rows, x3.device, tiles * batch, args, constants, warps)
     return values if values.dtype == dtype else rounded(values, dtype), scale

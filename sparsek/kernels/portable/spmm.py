@@ -33,7 +33,7 @@ from sparsek.kernels.prims import portable_tensors as tensors
 from sparsek.kernels.prims.epilogue import store_finished
 from sparsek.kernels.prims.portable_blocks import blocks_times_dense, constants
 from sparsek.kernels.prims.portable_tensors import SIZE_LIMIT, times
-from sparsek.plan.kernel import SpmmKernel
+from sparsek.plan.kernel import SpmmKernel, beside
 from sparsek.plan.problem import SpmmProblem
 from sparsek.reference.epilogue import PLAIN, Epilogue
 
@@ -219,7 +219,7 @@ class PortableSpmm:
         longest = 1.5e-6 + tile * p.row_max / (rate / p.card.sm_count)
         first, share = (1.5e-6, 0.6) if p.n <= 64 else (0.0, 0.8)
         moved = first + p.compulsory_bytes / (share * p.card.bandwidth)
-        return p.card.launch_seconds + max(arithmetic, longest, moved)
+        return p.card.launch_seconds + beside(max(arithmetic, longest), moved)
 
     def prepare(self, p: SpmmProblem, c: Config, a: BSR) -> Work:
         """Block rows, their first stored blocks and lengths, longest first; on A's device, without a sync."""

@@ -166,14 +166,14 @@ def default(p: Any, made: list[Config], tiles: Callable[[Any, Config], int]) -> 
 
 
 def seconds(p: Any, c: Config, tiles: int, flops: float, longest: float, steps: int) -> float:
-    """Launch + the longest of: `flops`, padding with them, at 50 % of the FP8 rate, 21 % where tiles are unpacked (less
+    """Launch + the longest of: `flops`, padding with them, at 50 % of the FP8 rate, 27 % where tiles are unpacked (less
     for lower tiles), with 1.5 us for each wave of tiles; `longest` FLOP on one SM; compulsory bytes at 80 % of copy
     bandwidth. And the rounding of B. Tiles of 128 rows are on record (H200, 2026-11-22), the rest is a guess. `steps`
     of all tiles count in the interpreter."""
     if p.on_cpu:  # about two milliseconds for each program and step
         return 2e-3 * (tiles + steps)
     rate = p.card.tflops["fp8"] * 1e12 * {128: 0.5, 64: 0.4, 32: 0.2}.get(c.tile_m, 0.1)
-    rate *= min(1.0, c.tile_n / 64) * (1.0 if p.op == "spmm_fp8" else 0.42)
+    rate *= min(1.0, c.tile_n / 64) * (1.0 if p.op == "spmm_fp8" else 0.55)
     busy = max(1, min(p.card.sm_count, tiles)) / p.card.sm_count
     arithmetic = 1.5e-6 * -(-tiles // p.card.sm_count) + flops / (rate * busy)
     alone = 1.5e-6 + longest * p.card.sm_count / rate
