@@ -14,10 +14,9 @@ import torch
 # torch.cuda._sleep counts SM clock cycles; an H200 boosts to 1.98 GHz.
 CYCLES_PER_SECOND = 1.98e9
 HEAT_BATCHES = 2
-# Calls of a sample, and of what heats before it. A queue of CUDA holds about a thousand launches, and a call may be
+# Calls of a sample; twice as many heat before it. A queue of CUDA holds about a thousand launches, and a call may be
 # three: what does not fit is queued while the clock runs (8 us of an FP8 layer read as 28 and 42: H200, 2026-11-22).
 MOST_CALLS = 100
-MOST_HEATING = 200
 
 
 @dataclass(frozen=True)
@@ -56,8 +55,8 @@ def time_rounds(
 ) -> dict[str, Times]:
     """Times every call in turns: `rounds` rounds, in each one batch of every call.
 
-    A batch repeats the call until it lasts about `inner_ms`, and counts as one sample: its mean time per
-    call. Each round starts with another competitor, so that nobody is always first.
+    A batch repeats the call until it lasts about `inner_ms`, 100 times at most, and counts as one sample: its mean time
+    per call. Each round starts with another competitor, so that nobody is always first.
 
     On a GPU, rounds that count for nothing run first until `settle_ms` have passed, and two untimed batches of the
     call named `heat` run right before every sample: otherwise a competitor that draws little power cools the card for
@@ -110,7 +109,7 @@ def _batch_cuda(batch: _Batch, device: torch.device, heater: _Batch | None = Non
     with torch.cuda.device(device):
         # The GPU sleeps while the host queues the batch, so launch gaps stay out of the time of short
         # kernels.
-        heating = [heater] * min(HEAT_BATCHES * heater.repeats, MOST_HEATING) if heater else []
+        heating = [heater] * (HEAT_BATCHES * heater.repeats) if heater else []
         busy = batch.host_seconds * batch.repeats + sum(each.host_seconds for each in heating)
         torch.cuda._sleep(int(min(1e-4 + 1.5 * busy, 0.05) * CYCLES_PER_SECOND))
         for each in heating:

@@ -203,30 +203,55 @@ def _code(kernel: Any, log: str, reads_sass: bool) -> Code:
     )
 
 
-def fixed_bounds(ttgir: str) -> list[str]:
-    """Bounds of inner loops that do not change with the outer loop around them; constants are left out.
+VALUE = re.compile(r"%[\w$.-]+(?:#\d+)?")
+CONSTANT = re.compile(r"%c-?\d+_i\d+(?:_\d+)?|%cst(?:_\d+)?")
 
-    Triton 3.6 forgets that a bound is carried over the outer loop, and takes the one from before it, always
-    (2026-11-21; see test_hopper_code.py). Kernels here have no bound that truly is the same for all tiles. What a loop
-    computes from nothing but constants and what was there before it does not change either; results of operations with
-    regions count as changing.
+
+def fixed_bounds(ttgir: str) -> list[str]:
+    """Bounds and steps of inner loops that do not follow the outer loop around them; constants are left out.
+
+    Triton 3.6 forgets that a value is carried over the outer loop if nothing but a bound of an inner loop comes of it,
+    and takes the one from before the loop, always (triton-lang/triton, pull request 9036; see test_hopper_code.py). So
+    a bound is wrong that does not change with the outer loop, or of which a part was loaded before it. Kernels here
+    have no such bound that is meant. Results of operations with regions count as changing.
     """
     found: list[str] = []
-    around: list[tuple[int, set[str]]] = []  # of each loop: its indentation, and the values that change in it
+    made: dict[str, tuple[str, set[str]]] = {}  # of each value: its operation, and what that reads
+    around: list[tuple[int, set[str]]] = []  # of each loop: its indentation, and the values made inside
+
+    def sources(value: str, inside: set[str]) -> set[str]:
+        """What a value comes of, down to values from outside the loop and to those that change by themselves."""
+        operation, reads = made.get(value, ("", set()))
+        if value not in inside or operation in ("", "region"):
+            return {value}
+        return set().union(*(sources(each, inside) for each in reads)) if reads else set()
+
+    def is_loaded(value: str) -> bool:
+        """A load is among what a value comes of."""
+        operation, reads = made.get(value, ("", set()))
+        return operation == "tt.load" or any(is_loaded(each) for each in reads)
+
     for line in ttgir.splitlines():
         indent = len(line) - len(line.lstrip())
         while around and indent <= around[-1][0]:
             around.pop()
-        made = re.match(r"\s*(%[\w$.-]+)(?::\d+)? = (.*)", line)
-        if around and made:
-            reads = {name.split("#")[0] for name in re.findall(r"%[\w$.-]+(?:#\d+)?", made[2])}
-            if not made[2].startswith("arith.") or reads & around[-1][1]:
-                around[-1][1].add(made[1])
-        if loop := re.search(r"scf\.for %\S+ = (%\S+) to (%\S+) ", line):
-            bounds = [bound for bound in loop.groups() if not bound.startswith("%c")]
+        if one := re.match(r"\s*(%[\w$.-]+)(?::\d+)? = (\"?[\w.]+\"?)(.*)", line):
+            operation = "region" if one[2].startswith(("scf.", '"')) else one[2]
+            reads = set() if operation == "region" else {each.split("#")[0] for each in VALUE.findall(one[3])}
+            made[one[1]] = operation, reads
             if around:
-                found += [bound for bound in bounds if bound.split("#")[0] not in around[-1][1]]
-            around.append((indent, set(re.findall(r"(%[\w$.-]+) =", line))))
+                around[-1][1].add(one[1])
+        if loop := re.search(r"scf\.for %\S+ = (%\S+) to (%\S+) step (%\S+) ", line):
+            for bound in loop.groups() if around else ():
+                _, inside = around[-1]
+                parts = sources(bound.split("#")[0], inside)
+                changes = any(part in inside for part in parts)
+                old = any(part not in inside and is_loaded(part) for part in parts)
+                if not CONSTANT.fullmatch(bound) and (old or not changes):
+                    found.append(bound)
+            carried = re.findall(r"(%[\w$.-]+) = ", line[line.index("scf.for") :])
+            around.append((indent, set(carried)))
+            made |= dict.fromkeys(carried, ("", set()))
     return sorted(set(found))
 
 

@@ -110,6 +110,17 @@ def test_reasons_name_what_is_wrong():
         assert f"at most {COLUMN_LIMIT}" in kernel.why_not(replace(p, k=COLUMN_LIMIT + 8))[0]
 
 
+def test_items_of_a_batch_run_side_by_side():
+    small = replace(Semi24Problem(**BIG), m=128, k=4096, n=16)
+    c = semi24.KERNEL.default(small)
+    one = semi24.KERNEL.seconds(small, c)
+    assert semi24.KERNEL.seconds(replace(small, batch=8), c) < 1.5 * one
+    assert semi24.KERNEL.seconds(replace(small, batch=512), c) > 4 * one
+    few = replace(BSR24Problem(**BIG, **BLOCKS), m=128, k=4096, n=16, nnzb=8)
+    c = bsr24.KERNEL.default(few)
+    assert bsr24.KERNEL.seconds(replace(few, batch=8), c) < 2 * bsr24.KERNEL.seconds(few, c)
+
+
 def test_defaults_fill_the_card_where_they_can():
     p = Semi24Problem(**BIG)
     assert semi24.KERNEL.default(p).tile_m == 128

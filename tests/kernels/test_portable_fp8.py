@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from sparsek.core.device import CPU, H200
 from sparsek.plan.problem import ScaledBsr24Problem, ScaledSemi24Problem, ScaledSpmmProblem
 
 pytest.importorskip("triton")
 
-from sparsek.kernels.portable import bsr24_fp8, semi24_fp8, spmm_fp8
+from sparsek.kernels.portable import bsr24_fp8, round_fp8, semi24_fp8, spmm_fp8
 from sparsek.kernels.prims.portable_fp8 import Config
 from tests.kernels.portable_fp8_code import bsr24_fp8_code, round_code, semi24_fp8_code, spmm_fp8_code
 
@@ -123,6 +124,21 @@ def test_the_rounding_reads_and_writes_whole_vectors_and_converts_in_hardware(dt
         assert "cvt.rn.satfinite.e4m3x2.f32" in code.ptx
         assert "div.rn.f32" in code.ptx
         assert "div.full" not in code.ptx
+
+
+def test_the_rounding_of_b_knows_strides_of_more_than_31_bits():
+    whole = torch.empty(2, 262144, 8192, dtype=torch.bfloat16, device="meta")
+    at = round_fp8.WIDE_AT
+    for x, wide in (
+        (whole[:, -1:], True),
+        (whole[:, :16, :4096], True),
+        (whole[:1, :4096, :4096], False),  # one item, whose stride is nothing
+        (whole[:, -1, None], True),
+        (whole[0, None, :16].mT, False),
+    ):
+        constants, _, _ = round_fp8._constants(x, torch.float8_e4m3fn)
+        assert constants[at] is wide, x.shape
+        assert max(round_fp8.tensors.strides(x)) < 2**31 or wide
 
 
 def test_reasons_name_what_is_wrong():

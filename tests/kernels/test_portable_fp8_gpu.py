@@ -1,5 +1,6 @@
 """The portable FP8 kernels, the rounding of B and vendor.cublas_fp8 on a GPU: every case, long K, the same bits."""
 
+import os
 from typing import Any
 
 import pytest
@@ -93,6 +94,44 @@ def test_every_fp8_neighbour_and_tie_is_rounded_as_torch_does():
             found, wanted = found.float(), wanted.float()
             assert torch.equal(found.isnan(), wanted.isnan())
             assert torch.equal(found.nan_to_num(), wanted.nan_to_num())
+
+
+@pytest.mark.parametrize("to", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_quotients_near_ties_are_rounded_as_torch_does_at_every_scale(to: torch.dtype):
+    """The first number of a row makes its scale, the others are ties of FP8 times it, or next to them."""
+    torch.manual_seed(fresh := int.from_bytes(os.urandom(4), "little") >> 1)
+    print("seed", fresh)
+    exponents = torch.arange(-126, 118, device="cuda").repeat_interleave(64).double()
+    mantissas = 1 + torch.rand(len(exponents), device="cuda").double()
+    mantissas[::3] = 2 - 2.0**-23 * torch.randint(1, 9, (len(mantissas[::3]),), device="cuda")
+    top = torch.finfo(to).max
+    scales = (mantissas * 2.0**exponents).float()
+    numbers = torch.arange(1, 128 if to is torch.float8_e4m3fn else 124, dtype=torch.uint8, device="cuda")
+    every = torch.cat((torch.zeros(1, device="cuda"), numbers.view(to).float())).double()
+    every = every[every.isfinite()]
+    ties = (every[1:] + every[:-1]) / 2
+    x = (scales.double()[:, None] * ties.repeat(8)).float()
+    x = torch.where(torch.rand_like(x) < 0.5, x, x.nextafter(x * 0 + torch.randn_like(x).sign() * torch.inf))
+    x = torch.cat(((scales.double() * top).float()[:, None], x), 1)
+    x = x[x.isfinite().all(1)]
+    hard = torch.zeros(1, x.shape[1], device="cuda")
+    hard[0, :2] = torch.tensor([float.fromhex("0x1.bffffcp-73"), float.fromhex("0x1.7ffffcp-104")])
+    x = torch.cat((x, hard))
+    made, right = load_round_rows()(x, to), scaled_tensor._rounded_rows(x, to)
+    assert torch.equal(made[1], right[1])
+    assert torch.equal(made[0].view(torch.uint8), right[0].view(torch.uint8))
+
+
+def test_a_stride_of_more_than_31_bits_is_taken_after_a_small_one():
+    x = torch.zeros(2, 70000, 32768, dtype=torch.bfloat16, device="cuda")
+    for each in (x[:, :16, :4096], x[:1, :2, :64]):
+        each.normal_()
+        for part in (each.contiguous(), each):
+            made, right = (
+                load_round_rows()(part, torch.float8_e4m3fn),
+                scaled_tensor._rounded_rows(part, torch.float8_e4m3fn),
+            )
+            assert torch.equal(made[0].view(torch.uint8), right[0].view(torch.uint8))
 
 
 def load_round_rows() -> Any:

@@ -36,12 +36,12 @@ def blocks_seconds(p: BSR24Problem, c: Config) -> float:
     if not (p.m and p.n and p.nnzb):
         return p.card.launch_seconds
     units, columns = p.grid[0] * (p.block[0] // c.tm), -(-p.n // c.tn)
-    block = p.block[1] // c.bk * semi24.step_seconds(c, p)
+    block = p.block[1] // c.bk * semi24.step_seconds(c, p, units * columns)
     tile = p.nnzb / p.grid[0] * block + semi24.tile_seconds(c)
     longest = p.row_max * block + semi24.tile_seconds(c)
     each = units * columns / p.card.sm_count
     busy = max((math.ceil(each) if longest < 1.25 * tile else each + 0.4) * tile, longest)
-    return p.batch * (beside(busy, semi24.moving_seconds(p)) + 0.7 * p.card.launch_seconds)
+    return p.batch * (beside(busy, semi24.moving_seconds(p, c)) + 0.7 * p.card.launch_seconds)
 
 
 def lists_of(p: BSR24Problem, c: Config, a: BSR24) -> Lists:

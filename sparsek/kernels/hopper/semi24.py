@@ -432,14 +432,15 @@ def tiles_of(p: Problem24, clusters: Sequence[int], lists: bool = False) -> Iter
             yield c
 
 
-def step_seconds(c: Config, p: Problem24) -> float:
+def step_seconds(c: Config, p: Problem24, tiles: int) -> float:
     """One step of one tile: the longest of reading from L2, multiplying, and moving through shared memory.
 
     A wgmma of 64 rows reads all of B, A's values are read once, and TMA writes both and the nibbles. CTAs of a cluster
-    share B.
+    share B. With few columns and fewer `tiles` than SMs, L2 serves those faster, a quarter at most.
     """
     share = p.card.sm_count / H200.sm_count
-    fetch = (c.tm * c.a_row + c.tn * 128 / c.cluster) * p.card.sm_count / (L2_BYTES_PER_SECOND * share)
+    busy = min(max(tiles, 0.75 * p.card.sm_count), p.card.sm_count) if p.n <= 64 else p.card.sm_count
+    fetch = (c.tm * c.a_row + c.tn * 128 / c.cluster) * busy / (L2_BYTES_PER_SECOND * share)
     products = (
         2 * c.tm * c.tn * 64 * p.card.sm_count / (FLOPS_PER_SECOND * share)
     )  # FP8: twice, twice as fast
@@ -453,13 +454,17 @@ def whole_seconds(p: Problem24, c: Config) -> float:
         return p.card.launch_seconds
     tiles = -(-p.m // (c.tm * c.cluster)) * -(-p.n // c.tn)
     rounds = -(-tiles // max(1, p.card.sm_count // c.cluster))
-    busy = rounds * (-(-p.k // c.bk) * step_seconds(c, p) + tile_seconds(c))
-    return p.batch * (beside(busy, moving_seconds(p)) + 0.7 * p.card.launch_seconds)
+    busy = rounds * (-(-p.k // c.bk) * step_seconds(c, p, tiles * c.cluster) + tile_seconds(c))
+    return p.batch * (beside(busy, moving_seconds(p, c)) + 0.7 * p.card.launch_seconds)
 
 
-def moving_seconds(p: Problem24) -> float:
-    """An item's compulsory bytes at 85 % of copy bandwidth; at half of it with few columns, whose tiles wait for A."""
-    share = 0.85 if p.n > 64 else 0.5
+def moving_seconds(p: Problem24, c: Config) -> float:
+    """An item's compulsory bytes at 85 % of copy bandwidth.
+
+    With few columns tiles wait for A, of which a step reads 64 bytes a row: at 55 %, and at 42 % where a tile has
+    64 rows (16 columns, H200, 2026-11-22).
+    """
+    share = 0.85 if p.n > 64 else 0.55 if c.tm > 64 else 0.42
     return p.compulsory_bytes / max(1, p.batch) / (share * p.card.bandwidth)
 
 

@@ -34,7 +34,7 @@ def why_not(p: ScaledSemi24Problem | ScaledBsr24Problem) -> list[str]:
 
 def waiting(c: Config) -> float:
     """The time over what shared memory and wgmma would take: sums wait on their way to float32, and less is
-    lost where they stay (50 layers, H200, 2026-11-22; 8192^3: 0.73 and 0.57 ms)."""
+    lost where they stay (50 layers, H200, 2026-11-22; 8192^3: 0.77 and 0.60 ms)."""
     return 1.2 if c.promote else 0.95
 
 

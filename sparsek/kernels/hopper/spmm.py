@@ -404,7 +404,7 @@ class HopperSpmm:
             busy = -(-tiles // sms) * tile
         else:
             busy = max(tiles / sms, longest / mean) * tile * (1 + 0.25 * uneven * area**2)
-        # 2026-11-21: 16384^2, 25 %, N = 16 at 0.80 of a copy
+        # 2026-11-21: 16384^2, 25 %, N = 16 at 0.80 of a copy; 2026-11-22: N = 256 at 0.7
         share = 0.80 if p.n <= 64 else 0.7 if p.n <= 256 else 0.92
         traffic = p.compulsory_bytes / (share * p.card.bandwidth)
         both = max(busy, traffic) if p.n <= 64 else beside(busy, traffic)

@@ -350,11 +350,12 @@ class HopperSpmmFp8:
         return [*found, *split]
 
     def seconds(self, p: ScaledSpmmProblem, c: Config) -> float:
-        """Tiles of the fullest SM, each the larger of multiplying and loading (a smooth maximum), plus its fixed part.
+        """Tiles of the fullest SM, each the larger of multiplying and loading (a smooth maximum), plus its fixed part;
+        beside that, all bytes from memory once.
 
         As hopper.spmm's model, at twice its multiply-adds per cycle, half its bytes, and the clock that FP8 leaves an
-        H200 in layers of all sizes (2026-11-22). The same for `fast_accum`, which takes 127 us instead of 133 at
-        8192^3 with 12.5 % stored in blocks of 128, and 428 instead of 473 with 50 %.
+        H200 in layers of all sizes (2026-11-22). The same for `fast_accum`, which is as fast with 12.5 % stored in
+        blocks of 128 at 8192^3, and takes 428 us instead of 473 with 50 % (by script).
         """
         rounding = rounding_seconds(p)
         if p.nnzb == 0 or p.n == 0:

@@ -394,12 +394,17 @@ _PINNED: list[Tensor] = []
 
 
 def _free_slot(device: torch.device) -> Slot:
-    free, on_gpu = _SLOTS[device], device.type == "cuda"
-    if not free:
+    try:
+        return _SLOTS[device].pop()
+    except IndexError:
+        on_gpu = device.type == "cuda"
         with torch.inference_mode(False):
             _PINNED.append(torch.zeros(64, 3, dtype=torch.int32, pin_memory=on_gpu))
-            free.extend(Slot(each, torch.cuda.Event() if on_gpu else None) for each in _PINNED[-1].unbind())
-    return free.pop()
+            first, *rest = (
+                Slot(each, torch.cuda.Event() if on_gpu else None) for each in _PINNED[-1].unbind()
+            )
+        _SLOTS[device] += rest
+        return first
 
 
 def _mark(event: torch.cuda.Event | None, device: torch.device) -> Callable[[], None]:

@@ -5,7 +5,7 @@ bit. Any CUDA GPU that converts to FP8 (from sm_89), and Triton's interpreter.
 
 One program takes ROWS rows. Where a row fits (K up to 4096) it is read once and stays in registers; a longer one is
 read twice, the second time from cache. A quotient is a product with the scale's reciprocal and one step of Newton's
-method, four instructions where a division has some thirty. x may lie in memory as it likes: for B [K, N] with
+method, five instructions where a division has some thirty. x may lie in memory as it likes: for B [K, N] with
 contiguous rows, x is B.mT, a program then takes 32 of its columns, and what it has rounded turns on its way out.
 
 8192x8192 in bf16 on an H200 (2026-11-22, by script): 58 us, 3.4 TB/s; as B [K, N] with contiguous rows 102 us.
@@ -31,8 +31,9 @@ from sparsek.kernels.prims.portable_tensors import SIZE_LIMIT, at, times
 # turned 102, with steps of 128 206.
 WHOLE, EACH, STEP, STEP_EACH = 4096, 32, 4096, 16
 TURNED_ROWS, TURNED_STEP, TURNED_WARPS = 32, 512, 8
-# With scales below SMALL the rest of a quotient would be subnormal: x and they are lifted.
-SMALL, LIFT, LEAST_SCALE = (tl.constexpr(each) for each in (2.0**-90, 2.0**64, LEAST))
+# What a product leaves of x has 24 bits below those of x, and x down to 2^-17 of a scale counts. With scales below
+# SMALL some would lie under the last bit of a subnormal float32: x and they are lifted.
+SMALL, LIFT, LEAST_SCALE = (tl.constexpr(each) for each in (2.0**-80, 2.0**64, LEAST))
 
 # Triton does not look at these: neither a size nor an alignment compiles anything anew. UNIT says what is aligned.
 _SIZES = ("rows", "k", "sx_batch", "sx_row", "sx_k", "row_tiles")
@@ -51,8 +52,7 @@ def _quotients(x, scale, DIVIDE: tl.constexpr):
     """x / scale[:, None] in float32, rounded to nearest.
 
     Markstein, IBM J. Res. Dev. 34 (1990): with r = 1 / s rounded, q = x r, and q + r (x - q s) by two fused
-    multiply-adds. It is one off where s has nothing but ones and x none but the first, beside a power of two, which is
-    no tie in FP8. DIVIDE: Triton's interpreter has no fused multiply-add.
+    multiply-adds, of which the first is exact. DIVIDE: Triton's interpreter has no fused multiply-add.
     """
     if DIVIDE:
         return tl.math.div_rn(x, scale[:, None] + tl.zeros(x.shape, dtype=tl.float32))
@@ -125,13 +125,13 @@ def _row_part(
 def _constants(x: Tensor, dtype: torch.dtype) -> tuple[tuple[Any, ...], int, int]:
     """The constexprs of `_round_rows` for x [batch, rows, K], rows of a program, and warps."""
     _, rows, k = x.shape
-    of_batch, of_row, of_k = x.stride()
-    lies = "rows" if of_k == 1 or k == 1 else "turned" if of_row == 1 or rows == 1 else "any"
+    of_batch, of_row, of_k = tensors.strides(x)
+    lies = "rows" if of_k == 1 or k == 1 else "turned" if of_row == 1 and rows > 1 else "any"
     unit = 16 // x.element_size()
     whole = (of_row,) if lies == "rows" else (of_k, rows)
     if lies == "any" or k % 16 or x.data_ptr() % 16 or any(each % unit for each in (*whole, of_batch)):
         unit = 1
-    wide = tensors.extent(x) > SIZE_LIMIT
+    wide = max(tensors.extent(x), *tensors.strides(x)) > SIZE_LIMIT
     if lies == "turned":
         rows, step, warps = TURNED_ROWS, TURNED_STEP, TURNED_WARPS
     else:
@@ -145,7 +145,7 @@ def _constants(x: Tensor, dtype: torch.dtype) -> tuple[tuple[Any, ...], int, int
 
 def round_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
     """Values [..., K] in `dtype` and scales [...] of x [..., K] in bf16, fp16 or fp32; None where it cannot."""
-    if x.dtype not in (torch.bfloat16, torch.float16, torch.float32) or x.shape[-1] > SIZE_LIMIT:
+    if x.dtype not in (torch.bfloat16, torch.float16, torch.float32) or max(x.shape) > SIZE_LIMIT:
         return None
     if x.is_cuda and torch.cuda.get_device_capability(x.device) < (8, 9):
         return None
@@ -159,7 +159,7 @@ def round_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
         constants, rows_of_one, warps = _constants(x3, dtype)
         batch, rows, k = x3.shape
         tiles = -(-rows // rows_of_one)
-        args = (x3, out3, scale3, rows, k, *x3.stride(), tiles)
+        args = (x3, out3, scale3, rows, k, *tensors.strides(x3), tiles)
         if constants[WIDE_AT]:  # sizes of 64 bits are another kernel to Triton
             with torch.cuda.device_of(x3):
                 _round_rows[(tiles * batch,)](*args, *constants, num_warps=warps)

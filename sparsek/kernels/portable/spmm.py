@@ -199,9 +199,9 @@ class PortableSpmm:
                 yield c
 
     def seconds(self, p: SpmmProblem, c: Config) -> float:
-        """Launch + the longest of: arithmetic at a rate for each tile_m (masked rows and columns count, so do idle
-        SMs) and 1.5 us for each wave of tiles to begin and end; the longest block row on one SM; compulsory bytes
-        at 80 % of copy bandwidth. Rates fit the H200's times of 2026-11-20 above. N up to 64, which is
+        """Launch + the longer of: arithmetic at a rate for each tile_m (masked rows and columns count, so do idle
+        SMs) and 1.5 us for each wave of tiles to begin and end; the longest block row on one SM. Beside it compulsory
+        bytes at 80 % of copy bandwidth. Rates fit the H200's times of 2026-11-20 above. N up to 64, which is
         portable.spmm_skinny's, is guessed at 60 % of it and 1.5 us until the first bytes come."""
         down, along = _tiles(p, c)
         if p.on_cpu:  # the interpreter: about a millisecond for each program and step

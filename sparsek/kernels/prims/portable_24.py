@@ -169,7 +169,7 @@ def tiles(c: Config, rows: int, p: Problem24) -> int:
 
 def seconds(p: Problem24, c: Config, rows: int, dense_flops: float) -> float:
     """Launch + the longest of arithmetic, which is dense, at 26 % of the dense rate (16 bits; less for lower tiles),
-    with 1.5 us for each wave of tiles; 0.6 us for each step of a tile, however small; and compulsory bytes at 80 % of
+    with 1.5 us for each wave of tiles; 0.6 us for each step of one tile, however small; and compulsory bytes at 80 % of
     copy bandwidth. Tiles of 128 rows and of 16 tokens in bf16 are on record (H200, 2026-11-22): a tile is unpacked and
     multiplied in turns. The rest is a guess.
     """
@@ -182,10 +182,10 @@ def seconds(p: Problem24, c: Config, rows: int, dense_flops: float) -> float:
         rate = p.card.tflops[p.dtype] * {128: 0.26, 64: 0.22, 32: 0.13}.get(c.tile_m, 0.07)
     busy = max(1, min(p.card.sm_count, count)) / p.card.sm_count
     masked = math.prod(-(-side // tile) * tile / side for side, tile in ((p.n, c.tile_n),) if side)
-    steps = dense_flops / (2.0 * max(1, rows) * max(1, p.n)) / c.tile_k
+    deep = min(p.k, dense_flops / (2.0 * max(1, rows * p.n * p.batch)))
     arithmetic = 1.5e-6 * -(-count // p.card.sm_count) + dense_flops * masked / (rate * 1e12 * busy)
     return p.card.launch_seconds + max(
-        arithmetic, 0.6e-6 * steps, 1.5e-6 + p.compulsory_bytes / (0.8 * p.card.bandwidth)
+        arithmetic, 0.6e-6 * deep / c.tile_k, 1.5e-6 + p.compulsory_bytes / (0.8 * p.card.bandwidth)
     )
 
 
