@@ -26,6 +26,9 @@ from sparsek.reference.scaled import scaled
 from sparsek.testing.budget import FACTOR, FLOOR, Gate, error, judge, using_tf32
 
 CORE = 2.0**-11
+SCALED = (
+    2.0**-24
+)  # what one rounding to float32 costs at most: twice that for the scale of a row and that of a column
 BITS = 13  # that a tensor core keeps below the largest number of a step
 UNIT = 0.54  # the mean of (2^floor(log2 x) / x)^2 where the logarithm of x is uniform: 3 / (8 ln 2)
 
@@ -35,7 +38,9 @@ def check_scaled(
 ) -> Gate:
     """Judges out [..., M, N] as the product of `a` and b [..., K, N] with `epilogue`, in any of C's dtypes.
 
-    `epilogue` as in `budget.check_spmm`. core=0 for kernels that sum in float32 throughout, whatever a.fast_accum is.
+    `epilogue` as in `budget.check_spmm`. core=0 for kernels that sum in float32 throughout, whatever a.fast_accum is:
+    they may still multiply a sum with its scales, which the dense product has in its values. Of few elements that is
+    more than twice the error of the dense product.
     """
     with torch.no_grad(), using_tf32(False), dtypes.as_given(out.device):
         exact = scaled(a, b, in_float64(epilogue), torch.float64)
@@ -49,7 +54,7 @@ def check_scaled(
         if epilogue.other is not None and epilogue.combine == "mul":
             lost = lost * epilogue.other.float().abs()
         size = float(torch.linalg.vector_norm(exact))
-        from_core = max(core, float(torch.linalg.vector_norm(lost.double())) / size) if size else 0.0
+        from_core = max(core, SCALED, float(torch.linalg.vector_norm(lost.double())) / size) if size else 0.0
         return judge(out, exact, max(FLOOR, FACTOR * (error(dense, exact) + from_core)))
 
 
