@@ -51,11 +51,9 @@ LAYERS: Mapping[str, tuple[Layer, ...]] = {
     ),
     # For which no model was fitted: other shapes, tokens and densities.
     "other": tuple(
-        Layer(tokens, n, k, keep)
+        Layer(tokens, n, k, (0.375, 0.1)[(at + place) % 2])
         for at, (n, k) in enumerate(((5120, 5120), (11008, 4096), (4096, 11008), (3072, 12288)))
-        for tokens, keep in zip(
-            (32, 512, 2048, 6144), ((0.375, 0.1) * 2, (0.1, 0.375) * 2)[at % 2], strict=True
-        )
+        for place, tokens in enumerate((32, 512, 2048, 6144))
     ),
     "few": (Layer(64, 128, 256, 0.5), Layer(48, 256, 128, 0.25)),
 }

@@ -27,6 +27,9 @@ from tests.kernels.sass import Loop
 # hopper.spgemm runs the kernel of hopper.spmm.
 Config = spmm.Config | spmm_fp8.Config | sddmm.Config | attention_fwd.Config | attention_bwd.Config
 # What Triton calls what torch and SparseK call otherwise.
+# Of TTGIR.
+VALUE = re.compile(r"%[\w$.-]+(?:#\d+)?")
+CONSTANT = re.compile(r"%c-?\d+_i\d+(?:_\d+)?|%cst(?:_\d+)?")
 FP8 = {"e4m3": ("fp8e4nv", torch.float8_e4m3fn), "e5m2": ("fp8e5", torch.float8_e5m2)}
 
 
@@ -201,10 +204,6 @@ def _code(kernel: Any, log: str, reads_sass: bool) -> Code:
         loops=[found for program in programs for found in sass.multiplying_loops(program)],
         log=log,
     )
-
-
-VALUE = re.compile(r"%[\w$.-]+(?:#\d+)?")
-CONSTANT = re.compile(r"%c-?\d+_i\d+(?:_\d+)?|%cst(?:_\d+)?")
 
 
 def fixed_bounds(ttgir: str) -> list[str]:

@@ -63,7 +63,7 @@ def bsr24_fp8_code(p: ScaledBsr24Problem, c: Config) -> Code:
 def round_code(rows: int, k: int, turned: bool, dtype: str, card: Card) -> Code:
     """The rounding of x [rows, k], or of the transpose of a [k, rows]."""
     x = meta(rows, k, "col" if turned else "row", dtype)
-    values, _, warps = round_fp8._constants(x, DTYPES["e4m3"])
+    values, warps = round_fp8._constants(x, DTYPES["e4m3"])
     kernel = round_fp8._round_rows
     constants = dict(zip(kernel.arg_names[-len(values) :], values, strict=True))
     types = {"x": NAMES[dtype], "values": FP8["e4m3"], "scale": "*fp32"}

@@ -99,7 +99,8 @@ def test_every_fp8_neighbour_and_tie_is_rounded_as_torch_does():
 @pytest.mark.parametrize("to", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 def test_quotients_near_ties_are_rounded_as_torch_does_at_every_scale(to: torch.dtype):
     """The first number of a row makes its scale, the others are ties of FP8 times it, or next to them."""
-    torch.manual_seed(fresh := int.from_bytes(os.urandom(4), "little") >> 1)
+    fresh = int.from_bytes(os.urandom(4), "little") >> 1
+    torch.manual_seed(fresh)
     print("seed", fresh)
     exponents = torch.arange(-126, 118, device="cuda").repeat_interleave(64).double()
     mantissas = 1 + torch.rand(len(exponents), device="cuda").double()
@@ -127,10 +128,8 @@ def test_a_stride_of_more_than_31_bits_is_taken_after_a_small_one():
     for each in (x[:, :16, :4096], x[:1, :2, :64]):
         each.normal_()
         for part in (each.contiguous(), each):
-            made, right = (
-                load_round_rows()(part, torch.float8_e4m3fn),
-                scaled_tensor._rounded_rows(part, torch.float8_e4m3fn),
-            )
+            made = load_round_rows()(part, torch.float8_e4m3fn)
+            right = scaled_tensor._rounded_rows(part, torch.float8_e4m3fn)
             assert torch.equal(made[0].view(torch.uint8), right[0].view(torch.uint8))
 
 

@@ -21,7 +21,6 @@ from sparsek.formats.bsr24 import BSR24
 from sparsek.kernels.hopper import semi24
 from sparsek.kernels.hopper.semi24 import Config, Lists, Work
 from sparsek.kernels.prims.parts import records
-from sparsek.plan.kernel import beside
 from sparsek.plan.problem import BSR24Problem
 from sparsek.plan.schedule import balance, walk
 from sparsek.plan.semi24 import Kernel24
@@ -41,7 +40,7 @@ def blocks_seconds(p: BSR24Problem, c: Config) -> float:
     longest = p.row_max * block + semi24.tile_seconds(c)
     each = units * columns / p.card.sm_count
     busy = max((math.ceil(each) if longest < 1.25 * tile else each + 0.4) * tile, longest)
-    return p.batch * (beside(busy, semi24.moving_seconds(p, c)) + 0.7 * p.card.launch_seconds)
+    return semi24.items_seconds(p, c, busy)
 
 
 def lists_of(p: BSR24Problem, c: Config, a: BSR24) -> Lists:

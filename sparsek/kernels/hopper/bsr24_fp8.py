@@ -36,7 +36,7 @@ class HopperBsr24Fp8:
         return bsr24.tiles_of_blocks(p)
 
     def seconds(self, p: ScaledBsr24Problem, c: Config) -> float:
-        """As hopper.semi24_fp8's, 6 % less: no CTA of a cluster waits for the other (50 layers, H200, 2026-11-22)."""
+        """As hopper.semi24_fp8's, and 6 % less, which fits 50 layers on an H200 (2026-11-22)."""
         return 0.94 * semi24_fp8.waiting(c) * bsr24.blocks_seconds(p, c) + rounding_seconds(p)
 
     def prepare(self, p: ScaledBsr24Problem, c: Config, a: Scaled) -> Work:

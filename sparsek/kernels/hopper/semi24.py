@@ -439,8 +439,8 @@ def step_seconds(c: Config, p: Problem24, tiles: int) -> float:
     share B. With few columns and fewer `tiles` than SMs, L2 serves those faster, a quarter at most.
     """
     share = p.card.sm_count / H200.sm_count
-    busy = min(max(tiles, 0.75 * p.card.sm_count), p.card.sm_count) if p.n <= 64 else p.card.sm_count
-    fetch = (c.tm * c.a_row + c.tn * 128 / c.cluster) * busy / (L2_BYTES_PER_SECOND * share)
+    reading = min(max(tiles, 0.75 * p.card.sm_count), p.card.sm_count) if p.n <= 64 else p.card.sm_count
+    fetch = (c.tm * c.a_row + c.tn * 128 / c.cluster) * reading / (L2_BYTES_PER_SECOND * share)
     products = (
         2 * c.tm * c.tn * 64 * p.card.sm_count / (FLOPS_PER_SECOND * share)
     )  # FP8: twice, twice as fast
@@ -455,17 +455,19 @@ def whole_seconds(p: Problem24, c: Config) -> float:
     tiles = -(-p.m // (c.tm * c.cluster)) * -(-p.n // c.tn)
     rounds = -(-tiles // max(1, p.card.sm_count // c.cluster))
     busy = rounds * (-(-p.k // c.bk) * step_seconds(c, p, tiles * c.cluster) + tile_seconds(c))
-    return p.batch * (beside(busy, moving_seconds(p, c)) + 0.7 * p.card.launch_seconds)
+    return items_seconds(p, c, busy)
 
 
-def moving_seconds(p: Problem24, c: Config) -> float:
-    """An item's compulsory bytes at 85 % of copy bandwidth.
+def items_seconds(p: Problem24, c: Config, busy: float) -> float:
+    """All items of a batch, of which each takes `busy` seconds beside its compulsory bytes, and a launch.
 
-    With few columns tiles wait for A, of which a step reads 64 bytes a row: at 55 %, and at 42 % where a tile has
-    64 rows (16 columns, H200, 2026-11-22).
+    Bytes come at 85 % of copy bandwidth. With few columns tiles wait for A, of which a step reads 64 bytes a row: at
+    55 %, and at 42 % where a tile has 64 rows (16 columns, H200, 2026-11-22). For a launch through the driver 0.7 of
+    the card's fits them best.
     """
     share = 0.85 if p.n > 64 else 0.55 if c.tm > 64 else 0.42
-    return p.compulsory_bytes / max(1, p.batch) / (share * p.card.bandwidth)
+    moved = p.compulsory_bytes / max(1, p.batch) / (share * p.card.bandwidth)
+    return p.batch * (beside(busy, moved) + 0.7 * p.card.launch_seconds)
 
 
 def tile_seconds(c: Config) -> float:

@@ -236,8 +236,8 @@ def _match(a: BlockPattern, b: BlockPattern, wanted: BlockPattern | None) -> Mat
     return Matches(wanted, starts, left, right, longest)
 
 
-# (kernel, device, constants, which arguments are None) -> compiled kernel. A launch through triton's JIT spends 20 us
-# on finding it.
+# (kernel, device, constants, warps, which arguments are None) -> compiled kernel. A launch through triton's JIT spends
+# 20 us on finding it.
 _COMPILED: dict[tuple[Any, ...], Any] = {}
 _DIRECT = triton.__version__.startswith("3.6.")
 
@@ -247,7 +247,7 @@ def launch(
     device: torch.device,
     programs: int,
     args: tuple[Any, ...],
-    constants: tuple[int, ...],
+    constants: tuple[Any, ...],
     warps: int,
 ) -> None:
     """Runs a kernel on `device`'s current stream: one whose sizes and alignments Triton does not look at.

@@ -316,7 +316,8 @@ def pack_bsr(w: Tensor, block: tuple[int, int], rule: Rule) -> BSR | None:
     if asked is None or (count and rows * columns // groups > CELLS):
         return None
 
-    slot, event = free = _free_slot(w.device)
+    free = _free_slot(w.device)
+    slot, event = free
     if mask is not None and asked is source:
         keys = mask.to(torch.int32, memory_format=torch.contiguous_format)
     else:

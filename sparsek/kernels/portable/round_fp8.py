@@ -13,7 +13,7 @@ contiguous rows, x is B.mT, a program then takes 32 of its columns, and what it 
 How it is reached: `ops/scaled.py` registers it with `formats/scaled_tensor.py`.
 """
 
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import triton
@@ -38,7 +38,6 @@ SMALL, LIFT, LEAST_SCALE = (tl.constexpr(each) for each in (2.0**-80, 2.0**64, L
 # Triton does not look at these: neither a size nor an alignment compiles anything anew. UNIT says what is aligned.
 _SIZES = ("rows", "k", "sx_batch", "sx_row", "sx_k", "row_tiles")
 _ANYWHERE = ("x", "values", "scale")
-WIDE_AT = 7  # of the constexprs
 
 
 @triton.jit
@@ -91,7 +90,7 @@ def _round_rows(
     x += batch * sx_batch
     x = x + (row.to(tl.int64) * sx_row)[:, None]
     largest = tl.zeros([ROWS], dtype=tl.int32)
-    held = tl.zeros([ROWS, STEP], dtype=x.dtype.element_ty)  # as it came: half the registers
+    held = tl.zeros([ROWS, STEP], dtype=x.dtype.element_ty)
     for k0 in range(0, k, STEP):
         held = _row_part(x, k0 + kt, k, sx_k, inside, LIES, UNIT, WIDE)
         largest = tl.maximum(largest, tl.max(_magnitude_bits(held.to(tl.float32)), axis=1))
@@ -122,14 +121,28 @@ def _row_part(
     return tl.load(source, mask=inside[:, None] & (column < k)[None, :], other=0.0)
 
 
-def _constants(x: Tensor, dtype: torch.dtype) -> tuple[tuple[Any, ...], int, int]:
-    """The constexprs of `_round_rows` for x [batch, rows, K], rows of a program, and warps."""
+class Constants(NamedTuple):
+    """The constexprs of `_round_rows`, in its order."""
+
+    kinds: str
+    top: float
+    lies: str
+    unit: int
+    rows: int
+    step: int
+    once: bool
+    wide: bool
+    divide: bool
+
+
+def _constants(x: Tensor, dtype: torch.dtype) -> tuple[Constants, int]:
+    """The constexprs for x [batch, rows, K], and warps."""
     _, rows, k = x.shape
-    of_batch, of_row, of_k = tensors.strides(x)
+    _, of_row, of_k = tensors.strides(x)
     lies = "rows" if of_k == 1 or k == 1 else "turned" if of_row == 1 and rows > 1 else "any"
-    unit = 16 // x.element_size()
-    whole = (of_row,) if lies == "rows" else (of_k, rows)
-    if lies == "any" or k % 16 or x.data_ptr() % 16 or any(each % unit for each in (*whole, of_batch)):
+    along, down = tensors.units(x)
+    unit = {"rows": along, "turned": min(down, tensors.unit(rows, x)), "any": 1}[lies]
+    if k % 16 or x.data_ptr() % 16:
         unit = 1
     wide = max(tensors.extent(x), *tensors.strides(x)) > SIZE_LIMIT
     if lies == "turned":
@@ -138,9 +151,8 @@ def _constants(x: Tensor, dtype: torch.dtype) -> tuple[tuple[Any, ...], int, int
         step = max(16, 1 << (k - 1).bit_length()) if k <= WHOLE else STEP
         rows = max(1, min(16, 1024 // step))
         warps = max(1, min(16, rows * step // (32 * (EACH if k <= step else STEP_EACH))))
-    kinds = f"{x.dtype} {dtype}"
-    constants = (kinds, torch.finfo(dtype).max, lies, unit, rows, step, k <= step, wide, env.interpreting())
-    return constants, rows, warps
+    kinds, top = f"{x.dtype} {dtype}", torch.finfo(dtype).max
+    return Constants(kinds, top, lies, unit, rows, step, k <= step, wide, env.interpreting()), warps
 
 
 def round_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
@@ -156,11 +168,11 @@ def round_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
         return values.to(dtype), scale.fill_(1.0)
     x, out, of_rows = (each.unsqueeze(0) if x.ndim == 1 else each for each in (x, values, scale))
     for x3, out3, scale3 in tensors.folded(x, out, of_rows.unsqueeze(-1)):
-        constants, rows_of_one, warps = _constants(x3, dtype)
+        constants, warps = _constants(x3, dtype)
         batch, rows, k = x3.shape
-        tiles = -(-rows // rows_of_one)
+        tiles = -(-rows // constants.rows)
         args = (x3, out3, scale3, rows, k, *tensors.strides(x3), tiles)
-        if constants[WIDE_AT]:  # sizes of 64 bits are another kernel to Triton
+        if constants.wide:  # sizes of 64 bits are another kernel to Triton
             with torch.cuda.device_of(x3):
                 _round_rows[(tiles * batch,)](*args, *constants, num_warps=warps)
         else:
