@@ -1,0 +1,138 @@
+"""The way in for arguments of public functions: each check returns the plain value or raises InvalidInput.
+
+Every check takes the argument's name and its value, in this order. Messages say what was given, what would be right,
+and never more than a line of the value: a tensor is named by its dtype and shape, not by its elements.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Collection, Iterable
+from numbers import Real
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparsek.core import dtypes
+from sparsek.core.errors import InvalidInput
+
+LONGEST = 80  # characters of a value in a message
+
+
+def told(value: Any) -> str:
+    """A value as messages show it: its repr where that is short, else its type and what can be said of it."""
+    if isinstance(value, Tensor):
+        return f"a torch.Tensor, {value.dtype} {list(value.shape)}"
+    if isinstance(value, np.ndarray):
+        return f"a numpy.ndarray, {value.dtype} {list(value.shape)}"
+    try:
+        text = repr(value)
+    except Exception:  # a value's own repr may raise anything
+        return f"a {type(value).__name__}"
+    if "\n" in text or len(text) > LONGEST:
+        return f"a {type(value).__name__} ({' '.join(text.split())[: LONGEST - 20]}...)"
+    return text
+
+
+def integer(name: str, value: Any, least: int = 0, most: int | None = None) -> int:
+    """A plain int from `least` to `most`. A bool is no int; a tensor is not read, because that would wait for it."""
+    try:
+        found = None if isinstance(value, (bool, np.bool_, Tensor)) else operator.index(value)
+    except TypeError:
+        found = None
+    if found is not None and found >= least and (most is None or found <= most):
+        return found
+    right = f"of at least {least}" if most is None else f"from {least} to {most}"
+    raise InvalidInput(f"{name} is {told(value)}; it must be an int {right}")
+
+
+def number(name: str, value: Any, least: float = -math.inf, most: float = math.inf) -> float:
+    """A finite float from `least` to `most`. No NaN, no bool, no text, and no tensor, which would have to be read."""
+    try:
+        found = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
+    except OverflowError:
+        found = math.nan
+    if math.isfinite(found) and least <= found <= most:
+        return found
+    if math.isinf(least) and math.isinf(most):
+        right = ""
+    elif math.isinf(most):
+        right = f", {least:g} or greater"
+    else:
+        right = f" from {least:g} to {most:g}"
+    hint = f"; write float({name}), which waits for the device" if isinstance(value, Tensor) else ""
+    raise InvalidInput(f"{name} is {told(value)}; it must be a finite number{right}{hint}")
+
+
+def flag(name: str, value: Any) -> bool:
+    """True or False, and nothing that merely counts as one."""
+    if isinstance(value, bool):
+        return value
+    raise InvalidInput(f"{name} is {told(value)}; it must be True or False")
+
+
+def one_of(name: str, value: Any, choices: Collection[str]) -> str:
+    """`value`, if it is one of the texts to choose from."""
+    if isinstance(value, str) and value in choices:
+        return value
+    raise InvalidInput(f"{name} is {told(value)}; use one of {', '.join(choices)}")
+
+
+def pair(name: str, value: Any, least: int = 0, most: int | None = None) -> tuple[int, int]:
+    """Two ints from `least` to `most`, as a tuple."""
+    if isinstance(value, Iterable) and not isinstance(value, (str, bytes, Tensor, np.ndarray)):
+        parts = tuple(value)
+        if len(parts) == 2:
+            return integer(f"{name}[0]", parts[0], least, most), integer(f"{name}[1]", parts[1], least, most)
+    raise InvalidInput(f"{name} is {told(value)}; it must be two ints")
+
+
+def dtype(name: str, value: Any, choices: Collection[torch.dtype] = dtypes.FLOATS) -> torch.dtype:
+    """A torch dtype out of `choices`."""
+    if isinstance(value, torch.dtype) and value in choices:
+        return value
+    raise InvalidInput(f"{name} is {told(value)}; use one of {', '.join(map(str, choices))}")
+
+
+def device(name: str, value: Any) -> torch.device:
+    """A CPU or CUDA device that this machine has, with its index. An int is refused: write "cuda:0"."""
+    if not isinstance(value, (str, torch.device)):
+        raise InvalidInput(f"{name} is {told(value)}; it must be a torch device: 'cpu' or 'cuda:0'")
+    try:
+        found = torch.device(value)
+    except (RuntimeError, ValueError) as error:
+        raise InvalidInput(
+            f"{name} is {told(value)}; it must be a torch device: 'cpu' or 'cuda:0'"
+        ) from error
+    supported(name, found)
+    if found.type == "cpu":
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if count == 0 or (found.index or 0) >= count:
+        raise InvalidInput(f"{name} {found} is not on this machine; torch sees {count} CUDA devices")
+    return torch.device("cuda", torch.cuda.current_device()) if found.index is None else found
+
+
+def supported(name: str, value: torch.device) -> None:
+    """InvalidInput unless SparseK has kernels for such a device."""
+    if value.type not in ("cpu", "cuda"):
+        raise InvalidInput(f"{name} is on {value}, which is not supported; use a CUDA device or the CPU")
+
+
+def tensor(name: str, value: Any, choices: Collection[torch.dtype] | None = None) -> Tensor:
+    """A dense tensor on the CPU or a CUDA device, not lazily negated or conjugated, of one of these dtypes."""
+    if not isinstance(value, Tensor):
+        raise InvalidInput(f"{name} must be a dense torch.Tensor, got {told(value)}")
+    if value.layout != torch.strided or value.is_nested:
+        kind = "a nested tensor" if value.is_nested else f"layout {value.layout}"
+        raise InvalidInput(f"{name} must be a dense torch.Tensor, got {kind}; call .to_dense()")
+    supported(name, value.device)
+    if choices is not None:
+        dtype(f"the dtype of {name}", value.dtype, choices)
+    if not torch.compiler.is_compiling() and (value.is_neg() or value.is_conj()):  # the op looks again
+        which = ".resolve_neg()" if value.is_neg() else ".resolve_conj()"
+        raise InvalidInput(f"{name} is a lazily negated or conjugated view of other memory; call {which}")
+    return value

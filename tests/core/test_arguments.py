@@ -1,0 +1,95 @@
+"""The checks of arguments: what passes comes back plain, what does not is InvalidInput with one line of the value."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from sparsek.core import arguments
+from sparsek.core.errors import InvalidInput
+
+ODD = [
+    None,
+    True,
+    1.5,
+    -1,
+    10**30,
+    "4",
+    b"4",
+    [],
+    [1, 2, 3],
+    {},
+    object(),
+    torch.ones(2),
+    np.ones(3),
+    math.nan,
+    1j,
+]
+
+
+def test_what_is_right_comes_back_plain() -> None:
+    assert arguments.integer("n", np.int64(3)) == 3
+    assert type(arguments.integer("n", np.int64(3))) is int
+    assert arguments.number("x", 2) == 2.0
+    assert arguments.number("x", np.float32(0.5)) == 0.5
+    assert arguments.flag("f", False) is False
+    assert arguments.one_of("kind", "row", ("row", "col")) == "row"
+    assert arguments.pair("block", [64, np.int32(128)]) == (64, 128)
+    assert arguments.dtype("dtype", torch.bfloat16) is torch.bfloat16
+    assert arguments.device("device", "cpu:0") == torch.device("cpu")
+    x = torch.ones(2, 3)
+    assert arguments.tensor("x", x) is x
+
+
+@pytest.mark.parametrize("value", ODD, ids=lambda value: type(value).__name__)
+def test_odd_values_are_refused_by_every_check(value: object) -> None:
+    checks = {
+        "integer": lambda: arguments.integer("n", value, 0, 100),
+        "number": lambda: arguments.number("x", value, 2, 3),
+        "flag": lambda: arguments.flag("f", value),
+        "one_of": lambda: arguments.one_of("kind", value, ("row", "col")),
+        "pair": lambda: arguments.pair("block", value),
+        "dtype": lambda: arguments.dtype("dtype", value),
+        "device": lambda: arguments.device("device", value),
+        "tensor": lambda: arguments.tensor("t", value, (torch.float16,)),
+    }
+    for check in checks:
+        if check == "flag" and value is True:
+            continue
+        with pytest.raises(InvalidInput) as raised:
+            checks[check]()
+        assert len(str(raised.value)) < 250
+        assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("value", [0, "meta", torch.device("meta"), "cuda:99", "abacus"])
+def test_devices_that_are_not_here_are_refused(value: object) -> None:
+    with pytest.raises(InvalidInput):
+        arguments.device("device", value)
+
+
+def test_numbers_stay_within_their_bounds() -> None:
+    assert arguments.number("x", 3, 0, 3) == 3
+    for value in (-0.1, 3.1, math.inf, -math.inf, 10**400):
+        with pytest.raises(InvalidInput, match="x is"):
+            arguments.number("x", value, 0, 3)
+
+
+def test_tensors_that_no_kernel_can_read_are_refused() -> None:
+    for value, why in [
+        (torch.ones(2, 2).to_sparse(), "layout"),
+        (torch.ones(2, device="meta"), "meta"),
+        (torch.ones(2, dtype=torch.complex64).conj(), "resolve_conj"),
+        (torch._neg_view(torch.ones(2)), "resolve_neg"),
+    ]:
+        with pytest.raises(InvalidInput, match=why):
+            arguments.tensor("x", value)
+
+
+def test_a_value_whose_repr_raises_is_told_by_its_type() -> None:
+    class Broken:
+        def __repr__(self) -> str:
+            raise RuntimeError
+
+    assert arguments.told(Broken()) == "a Broken"
