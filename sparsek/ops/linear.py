@@ -42,12 +42,13 @@ def linear(
 ) -> Tensor:
     """y = act(x @ W.T + bias) + residual, in one kernel.
 
-    x: [..., K], the last dim contiguous or all of it the transpose view of such a matrix. Its leading dims become one:
-    a view where they lie so, as those of a contiguous x do, otherwise a copy, and the same for residual.
+    x: [..., K], fastest with the last dim contiguous, or as the transpose view of such a matrix. Its leading dims
+    become one: a view where they lie so, as those of a contiguous x do, otherwise a copy, and the same for residual.
     W: BSR [N, K] of x's dtype on its device; a `.T` view costs nothing. Or a Semi24 or BSR24 [N, K]. Or a dense tensor
     [N, K]: torch multiplies. Or a Scaled [N, K], an FP8 matrix (docs/fp8.md): x is then a ScaledTensor, or a bf16, fp16
     or fp32 tensor that is rounded to E4M3 with a scale for each token; bias and residual have y's dtype.
-    bias: [N]. activation: "relu", "gelu" (by erf), "gelu_tanh", "silu" or None. residual: [..., N], rows contiguous.
+    bias: [N]. activation: "relu", "gelu" (by erf), "gelu_tanh", "silu" or None. residual: [..., N]. A bias that is not
+    contiguous, and a residual whose rows are not, are copied first.
     kernel: a name of the kernels' table of spmm, semi24 or bsr24, after what W is; not for a dense one.
     dtype: of y, bf16, fp16 or fp32, for a W in FP8 only; without it that of a tensor x, bf16 for a ScaledTensor.
 
@@ -68,6 +69,7 @@ def linear(
     if not isinstance(W, BSR) and not isinstance(W, TWO_FOUR):
         return _dense(x, W, bias, activation, residual, kernel)
     operands.check_linear(x, W, bias, activation, residual)
+    bias, residual = _in_rows(bias), _in_rows(residual)
     rows, act = _tokens(x), activation or ""
     joined = None if residual is None else _tokens(residual)
     wanted = act != "" and _wanted(x, W.values, bias, residual)
@@ -131,6 +133,11 @@ def _wanted(*tensors: Tensor | None) -> bool:
     return operands.wants_gradient(*tensors) or transforms.active()
 
 
+def _in_rows(x: Tensor | None) -> Tensor | None:
+    """A bias or a residual, copied unless its last dim is contiguous, as the kernels' epilogues read it."""
+    return x if x is None or x.dim() == 0 or x.stride(-1) == 1 else x.contiguous()
+
+
 def _tokens(x: Tensor) -> Tensor:
     """x [..., K] as [T, K]: a view where x lies so."""
     return x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
@@ -156,9 +163,10 @@ def _in_fp8(
             raise InvalidInput(
                 f"residual is {list(residual.shape)}; it must be {[*x.shape[:-1], w.shape[0]]}, as x @ W.T"
             )
-    return scaled.linear(
-        x, w, Epilogue(bias=bias, activation=activation or "", other=residual), kernel, dtype
-    )
+    if bias is not None:
+        operands.check_dense("bias", bias)
+    epilogue = Epilogue(bias=_in_rows(bias), activation=activation or "", other=_in_rows(residual))
+    return scaled.linear(x, w, epilogue, kernel, dtype)
 
 
 def _dense(

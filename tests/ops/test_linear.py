@@ -251,10 +251,6 @@ REFUSED: dict[str, tuple[Callable[[Layer], Any], str]] = {
         lambda o: sk.linear(o[0], o[1], o[2].double()),
         "W is torch.float32 and bias torch.float64",
     ),
-    "bias strides": (
-        lambda o: sk.linear(o[0], o[1], o[2].repeat(2)[::2]),
-        "bias must be contiguous, got stride 2",
-    ),
     "activation": (
         lambda o: sk.linear(o[0], o[1], None, "tanh"),
         "activation is 'tanh'; use one of relu, gelu, gelu_tanh, silu, or None",
@@ -262,10 +258,6 @@ REFUSED: dict[str, tuple[Callable[[Layer], Any], str]] = {
     "residual": (
         lambda o: sk.linear(o[0], o[1], None, None, o[0]),
         r"residual is \[2, 20, 96\]; it must be \[2, 20, 128\], as x @ W.T",
-    ),
-    "residual by columns": (
-        lambda o: sk.linear(o[0], o[1], None, None, o[3].mT.contiguous().mT),
-        r"residual must have contiguous rows, got strides \(2560, 1, 20\); call .contiguous\(\)",
     ),
     "kernel": (lambda o: sk.linear(o[0], o[1], kernel="fast"), "no kernel of spmm is called 'fast'"),
     "kernel of a dense W": (

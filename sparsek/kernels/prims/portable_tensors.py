@@ -47,12 +47,13 @@ def folded(*tensors: Tensor | None) -> Iterator[tuple[Any, ...]]:
 
 
 def strides(x: Tensor | None) -> tuple[int, int, int]:
-    """Strides of x [batch, ., .]; 0 for a dim of one element and for no tensor, so that equal calls look equal."""
+    """Strides of x [batch, ., .]; 0 for a dim of one element and for no tensor, so that equal calls look equal.
+
+    An expanded dim has stride 0 too, so a stride says nothing of a size.
+    """
     if x is None:
         return 0, 0, 0
     batch, rows, columns = (s if size > 1 else 0 for s, size in zip(x.stride(), x.shape, strict=True))
-    if rows == columns == 0:  # one element
-        rows = 1
     return batch, rows, columns
 
 

@@ -1,0 +1,211 @@
+"""The stride zoo: every way in which a tensor may lie in memory, with NaN all around it.
+
+A layout lays fresh N(0, 1) numbers out as strides and an offset say, and leaves NaN wherever the view does not reach:
+between its elements, before its first and behind its last one. A kernel that reads a stride wrongly meets NaN; one that
+writes beyond its output is seen by `Placed.untouched`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+MARGIN = 1024  # elements of NaN on either side, a multiple of 16 bytes in every dtype
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A view `x` of `memory`, which holds NaN wherever `x` does not reach. `before` is a copy of that memory."""
+
+    x: Tensor
+    memory: Tensor
+    before: Tensor
+
+    def untouched(self, *, written: bool = False) -> bool:
+        """Whether the memory is as it was; if the view itself may be `written`, the memory around it."""
+        now = self.memory
+        if written:
+            now, reached = now.clone(), offsets(self.x.shape, self.x.stride()) + self.x.storage_offset()
+            now[reached] = self.before[reached]
+        same = (now == self.before) | (now.isnan() & self.before.isnan())
+        return bool(same.all())
+
+    def again(self) -> Placed:
+        """The same numbers in the same layout in other memory."""
+        memory = self.before.clone()
+        x = memory.as_strided(self.x.shape, self.x.stride(), self.x.storage_offset())
+        return Placed(x, memory, self.before)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A way to lie in memory. `strides(shape)` are its strides and the offset of its first element, in elements, or
+    None where no tensor of that shape lies so. `own` says that no two elements share a place.
+    """
+
+    name: str
+    strides: Callable[[Sequence[int]], tuple[list[int], int] | None]
+    own: bool = True
+
+    def place(
+        self, shape: Sequence[int], dtype: torch.dtype, device: str, draw: torch.Generator
+    ) -> Placed | None:
+        """N(0, 1) numbers of `shape` that lie so, with NaN around them; None where no such tensor does."""
+        found = self.strides(shape)
+        if found is None:
+            return None
+        strides, offset = found
+        at = offsets(shape, strides).to(device) + MARGIN + offset
+        size = 2 * MARGIN + offset + 1 + sum(max(0, n - 1) * s for n, s in zip(shape, strides, strict=True))
+        memory = torch.full((size,), torch.nan, dtype=dtype, device=device)
+        places = at.unique()
+        memory[places] = torch.randn(len(places), generator=draw, dtype=torch.float32).to(device, dtype)
+        return Placed(memory.as_strided(shape, strides, MARGIN + offset), memory, memory.clone())
+
+
+def offsets(shape: Sequence[int], strides: Sequence[int]) -> Tensor:
+    """Where each element lies, counted from the first one: int64 of `shape`, on the CPU."""
+    at = torch.zeros(tuple(shape), dtype=torch.int64, device="cpu")
+    for dim, (size, stride) in enumerate(zip(shape, strides, strict=True)):
+        steps = torch.arange(size, dtype=torch.int64, device="cpu") * stride
+        at += steps.view([-1 if i == dim else 1 for i in range(len(shape))])
+    return at
+
+
+def packed(
+    shape: Sequence[int], order: Sequence[int] | None = None, pitch: int = 1, step: int = 1
+) -> list[int]:
+    """Strides of a tensor whose dims lie in `order`, outermost first. Neighbours of the innermost dim lie `step`
+    apart; the rows of that dim, `pitch` times as far apart as they need to be."""
+    strides, reach = [0] * len(shape), step
+    for place, dim in enumerate(reversed(list(order or range(len(shape))))):
+        strides[dim] = reach
+        reach *= max(1, shape[dim]) * (pitch if place == 0 else 1)
+    return strides
+
+
+def _whole(shape: Sequence[int]) -> tuple[list[int], int]:
+    return packed(shape), 0
+
+
+def _shifted(by: int) -> Callable[[Sequence[int]], tuple[list[int], int]]:
+    return lambda shape: (packed(shape), by)
+
+
+def _turned(
+    offset: int = 0, step: int = 1, pitch: int = 1
+) -> Callable[[Sequence[int]], tuple[list[int], int] | None]:
+    """The transpose of the last two dims of a packed tensor."""
+
+    def strides(shape: Sequence[int]) -> tuple[list[int], int] | None:
+        if len(shape) < 2:
+            return None
+        dims = list(range(len(shape)))
+        return packed(shape, [*dims[:-2], dims[-1], dims[-2]], pitch, step), offset
+
+    return strides
+
+
+def _wider(more: int, offset: int) -> Callable[[Sequence[int]], tuple[list[int], int] | None]:
+    """Columns of a matrix that has `more` of them."""
+
+    def strides(shape: Sequence[int]) -> tuple[list[int], int] | None:
+        return None if len(shape) < 2 else (packed((*shape[:-1], shape[-1] + more)), offset)
+
+    return strides
+
+
+def _stepping(dim: int) -> Callable[[Sequence[int]], tuple[list[int], int] | None]:
+    """Every other element along `dim`."""
+
+    def strides(shape: Sequence[int]) -> tuple[list[int], int] | None:
+        if len(shape) < -dim:
+            return None
+        sides = list(shape)
+        sides[dim] *= 2
+        found = packed(sides)
+        found[dim] *= 2
+        return found, 0
+
+    return strides
+
+
+def _expanded(*dims: int) -> Callable[[Sequence[int]], tuple[list[int], int] | None]:
+    """The same elements again along `dims`."""
+
+    def strides(shape: Sequence[int]) -> tuple[list[int], int] | None:
+        if len(shape) < -min(dims):
+            return None
+        found = packed([1 if i - len(shape) in dims else size for i, size in enumerate(shape)])
+        return [0 if i - len(shape) in dims else stride for i, stride in enumerate(found)], 0
+
+    return strides
+
+
+def _everywhere(shape: Sequence[int]) -> tuple[list[int], int]:
+    return [0] * len(shape), 0
+
+
+def _sliding(shape: Sequence[int]) -> tuple[list[int], int] | None:
+    """Every row begins one element behind the last one, as windows of a signal do."""
+    return None if len(shape) < 2 else ([*packed(shape[:-1]), 1], 0)
+
+
+def _heads_inside(shape: Sequence[int]) -> tuple[list[int], int] | None:
+    """The dim before the rows lies inside them, as heads do in [B, S, H, D] and batch items in [S, B, D]."""
+    if len(shape) < 3:
+        return None
+    dims = list(range(len(shape)))
+    return packed(shape, [*dims[:-3], dims[-2], dims[-3], dims[-1]]), 0
+
+
+def _single(stride: int) -> Callable[[Sequence[int]], tuple[list[int], int] | None]:
+    """Any stride in dims of one element: nothing steps there."""
+
+    def strides(shape: Sequence[int]) -> tuple[list[int], int] | None:
+        if 1 not in shape:
+            return None
+        return [stride if size == 1 else s for size, s in zip(shape, packed(shape), strict=True)], 0
+
+    return strides
+
+
+ZOO: tuple[Layout, ...] = (
+    Layout("contiguous", _whole),
+    Layout("turned", _turned()),
+    Layout("turned from an odd offset", _turned(offset=1)),
+    Layout("turned with a wide pitch", _turned(pitch=3)),
+    Layout("turned in steps of two", _turned(step=2)),
+    Layout("every other row", _stepping(-2)),
+    Layout("every other column", _stepping(-1)),
+    Layout("every other item", _stepping(-3)),
+    Layout("columns of a wider matrix", _wider(64, 16)),
+    Layout("columns from an odd one", _wider(5, 3)),
+    Layout("a pitch of many rows", _wider(4096, 0)),
+    Layout("an odd offset", _shifted(1)),
+    Layout("an aligned offset", _shifted(64)),
+    Layout("heads inside rows", _heads_inside),
+    Layout("one row", _expanded(-2), own=False),
+    Layout("one column", _expanded(-1), own=False),
+    Layout("one item", _expanded(-3), own=False),
+    Layout("one matrix row for all", _expanded(-3, -2), own=False),
+    Layout("one element", _everywhere, own=False),
+    Layout("sliding windows", _sliding, own=False),
+    Layout("a stride of 0 in single dims", _single(0)),
+    Layout("a stride of 13 in single dims", _single(13)),
+)
+
+
+def layouts(shape: Sequence[int]) -> Iterator[Layout]:
+    """Those of the zoo in which a tensor of `shape` can lie, each pair of strides and offset once."""
+    seen = set()
+    for layout in ZOO:
+        found = layout.strides(shape)
+        key = None if found is None else (*found[0], found[1])
+        if found is not None and key not in seen and math.prod(shape):
+            seen.add(key)
+            yield layout

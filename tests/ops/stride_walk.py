@@ -1,0 +1,243 @@
+"""Walks an operation through the stride zoo: one operand in each layout in turn, by every kernel, against float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+import sparsek as sk
+from sparsek.core.errors import InvalidInput, Unsupported
+from sparsek.kernels import names_for
+from sparsek.testing.strides import Layout, Placed, layouts
+
+CONTIGUOUS = torch.contiguous_format
+# How far a result may be from float64, as a part of its norm: twice the reference kernel in the same dtype, and not
+# less than this many units in the last place. A stride that is read wrongly is wrong by all of it, or NaN.
+UNITS = 32
+
+
+class Sizes(NamedTuple):
+    """A is m x k, B k x n; `batch` leads where a form has a batch."""
+
+    m: int = 128
+    k: int = 192
+    n: int = 80
+    batch: int = 3
+    block: int = 64
+
+
+Operands = dict[str, Tensor]
+Shapes = dict[str, Sequence[int]]
+
+
+@dataclass(frozen=True)
+class Form:
+    """One way to call an operation.
+
+    `op` names the kernels to walk; "" for what has no kernels to choose. `make(sizes, dtype, device)` builds what is
+    sparse, None for nothing. `shapes(sizes)` are the dense operands'. `call(sparse, operands, kernel)` returns a tensor
+    or several. `learns`: operands with a gradient; `values`: the sparse matrix' values have one too. `grads` are the
+    operands that are gradients of what `call` returns. `written`: an operand that the call writes. `refuses`: layouts,
+    by operand, that InvalidInput may refuse. `scales`: an operand that must be positive, in float32.
+    """
+
+    name: str
+    op: str
+    make: Callable[[Sizes, torch.dtype, str], Any]
+    shapes: Callable[[Sizes], Shapes]
+    call: Callable[[Any, Operands, str | None], Any]
+    learns: tuple[str, ...] = ()
+    values: bool = False
+    grads: tuple[str, ...] = ()
+    written: str = ""
+    refuses: dict[str, Callable[[Layout, Tensor], bool]] = field(default_factory=dict)
+    fp8: bool = False
+    wide: tuple[str, ...] = ()  # operands in float32 (float64 for float64), whatever the others are
+    exact: bool = False  # moves and rounds numbers only: bits are equal
+
+    def __str__(self) -> str:
+        return self.name.replace(" ", "_").replace("@", "x").replace("+", "and")
+
+    def kernels(self) -> tuple[str | None, ...]:
+        """The planner's choice, and every kernel by its name."""
+        return (None, *names_for(self.op)) if self.op else (None,)
+
+
+def run(form: Form, sparse: Any, given: Operands, kernel: str | None) -> dict[str, Tensor]:
+    """What the form gives: its outputs, and their gradients where it has some."""
+    with torch.no_grad():
+        plain = _listed(form.call(sparse, given, kernel))
+    found = {f"output {i}": x for i, x in enumerate(plain)}
+    if not form.grads:
+        return found
+    leaves = {name: given[name].detach().requires_grad_() for name in form.learns}
+    if form.values:
+        matrices = sparse if isinstance(sparse, tuple) else (sparse,)
+        made = tuple(sk.BSR(a.pattern, a.values.detach().requires_grad_(), a.order) for a in matrices)
+        leaves |= {f"values {i}": a.values for i, a in enumerate(made)}
+        sparse = made if isinstance(sparse, tuple) else made[0]
+    outputs = _listed(form.call(sparse, {**given, **leaves}, kernel))
+    found |= {f"output {i} with gradients": x.detach() for i, x in enumerate(outputs)}
+    grads = torch.autograd.grad(
+        outputs[: len(form.grads)], tuple(leaves.values()), [given[g] for g in form.grads]
+    )
+    return found | {f"gradient of {name}": x for name, x in zip(leaves, grads, strict=True)}
+
+
+def _listed(made: Any) -> list[Tensor]:
+    parts = made if isinstance(made, tuple) else (made,)
+    return [x.values if isinstance(x, sk.BSR | sk.Semi24) else x for x in parts]
+
+
+class Setting(NamedTuple):
+    """A form's matrix and contiguous operands of one size and dtype, with what they should give and how well."""
+
+    sparse: Any
+    given: dict[str, Placed]
+    shapes: Shapes
+
+
+def operand_dtype(form: Form, name: str, dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32) if name in form.wide else dtype
+
+
+def setting(
+    form: Form, sizes: Sizes, dtype: torch.dtype, device: str, draw: torch.Generator
+) -> Setting | None:
+    """None where the form has no such sizes."""
+    try:
+        sparse = form.make(sizes, dtype, device)
+    except InvalidInput:
+        return None
+    shapes = form.shapes(sizes)
+    given = {
+        name: _placed(form, name, next(layouts(shape)), shape, dtype, device, draw)
+        for name, shape in shapes.items()
+    }
+    return Setting(sparse, {name: x for name, x in given.items() if x is not None}, shapes)
+
+
+def _placed(
+    form: Form,
+    name: str,
+    layout: Layout,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: str,
+    draw: torch.Generator,
+) -> Placed | None:
+    return layout.place(shape, operand_dtype(form, name, dtype), device, draw)
+
+
+class Outcome(NamedTuple):
+    """What came of one call: "right", "refused" or what is wrong."""
+
+    form: str
+    kernel: str
+    operand: str
+    layout: str
+    sizes: Sizes
+    result: str
+    text: str = ""
+
+
+def walk(
+    form: Form,
+    sizes: Sizes,
+    dtype: torch.dtype,
+    device: str,
+    kernels: Sequence[str | None],
+    zoo: Callable[[Layout], bool] = lambda layout: True,
+) -> Iterator[Outcome]:
+    """Each operand in each layout in turn, the others contiguous, by each kernel that takes the contiguous ones."""
+    draw = torch.Generator().manual_seed(crc32(f"{form} {sizes}".encode()))
+    base = setting(form, sizes, dtype, device, draw)
+    if base is None:
+        return
+    able = [kernel for kernel in kernels if _can(form, base, kernel)]
+    for name, shape in base.shapes.items():
+        for layout in layouts(shape):
+            if not zoo(layout):
+                continue
+            placed = _placed(form, name, layout, shape, dtype, device, draw)
+            assert placed is not None
+            given = {**base.given, name: placed}
+            truths: dict[str, Truth] = {}
+            for kernel in able:
+                fresh = {key: each.again() for key, each in given.items()}
+                where = str(form), kernel or "chosen", name, layout.name, sizes
+                try:
+                    found = run(form, base.sparse, {key: each.x for key, each in fresh.items()}, kernel)
+                except (InvalidInput, Unsupported) as error:
+                    may = form.refuses.get(name, lambda *_: False)(layout, placed.x)
+                    fine = may if isinstance(error, InvalidInput) else kernel is not None
+                    yield Outcome(*where, "refused" if fine else "refused without a reason to", str(error))
+                    continue
+                truths = truths or _truths(form, base.sparse, given)
+                wrong = [text for key, truth in truths.items() if (text := _wrong(key, found[key], truth))]
+                wrong += [
+                    f"wrote around or over {key}"
+                    for key, each in fresh.items()
+                    if not each.untouched(written=key == form.written)
+                ]
+                yield Outcome(*where, "wrong" if wrong else "right", "; ".join(wrong))
+
+
+def _can(form: Form, base: Setting, kernel: str | None) -> bool:
+    if kernel is None:
+        return True
+    try:
+        run(form, base.sparse, {key: each.again().x for key, each in base.given.items()}, kernel)
+    except (InvalidInput, Unsupported):
+        return False
+    return True
+
+
+class Truth(NamedTuple):
+    """What one result should be, its norm, and how far off it may be."""
+
+    exact: Tensor
+    size: float
+    allowed: float
+
+
+def _truths(form: Form, sparse: Any, given: dict[str, Placed]) -> dict[str, Truth]:
+    """By the reference on contiguous copies: in float64, and how far off it is in the operands' own dtype."""
+    reference = next((name for name in form.kernels() if name and name.startswith("reference.")), None)
+    judge = run(
+        form,
+        sparse,
+        {name: each.x.clone(memory_format=CONTIGUOUS) for name, each in given.items()},
+        reference,
+    )
+    exact = judge
+    if not form.exact and not form.fp8:
+        wide = tuple(map(_in_float64, sparse)) if isinstance(sparse, tuple) else _in_float64(sparse)
+        copies = {name: each.x.clone(memory_format=CONTIGUOUS).double() for name, each in given.items()}
+        exact = run(form, wide, copies, reference)
+    truths = {}
+    for name, low in judge.items():
+        truth = exact[name].double()
+        size, off = float(truth.norm()), float((low.double() - truth).norm())
+        scale = max(size, truth.numel() ** 0.5)  # numbers of about 1 are added, and may cancel
+        allowed = 0.0 if form.exact else 2 * off + UNITS * torch.finfo(low.dtype).eps * scale
+        truths[name] = Truth(truth, size, allowed)
+    return truths
+
+
+def _in_float64(sparse: Any) -> Any:
+    return sparse.to(dtype=torch.float64) if hasattr(sparse, "values") else sparse
+
+
+def _wrong(name: str, found: Tensor, truth: Truth) -> str:
+    if found.shape != truth.exact.shape:
+        return f"{name} has shape {list(found.shape)}, not {list(truth.exact.shape)}"
+    off = float((found.double() - truth.exact).norm())
+    if off <= truth.allowed:  # NaN is not
+        return ""
+    return f"{name} is off by {off:.3g} of {truth.size:.3g}, allowed {truth.allowed:.3g}"
