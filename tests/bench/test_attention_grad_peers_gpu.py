@@ -21,7 +21,10 @@ SHAPES: list[tuple[Any, ...]] = [
 ]
 CASES = [kind(*shape) for shape in SHAPES for kind in (AttentionGradCase, AttentionTrainCase)]
 # Not installed on this machine, or refused by torch or the peer itself: no fault of how it is asked.
-ELSEWHERE = ("cannot be imported", "No available kernel")
+# The last two: no tile of FlexAttention's own that Triton compiles, as for heads of 64 (torch 2.11, Triton 3.6).
+ELSEWHERE = (
+    "cannot be imported", "No available kernel", "No valid triton configs", "NoValidChoicesError",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["cudnn", "fa2", "flex", "fa4", "cudnn_bsa"])
