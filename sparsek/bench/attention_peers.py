@@ -157,8 +157,10 @@ class Flex(Attention):
 
         torch.compiler.reset()  # a compiled function stops compiling after 8 kinds of masks
         compiled = torch.compile(flex_attention, dynamic=False)
+        # One tensor comes back, since neither sums nor maxima are asked for.
+        call: Callable[..., Any] = compiled
         return partial(
-            compiled,
+            call,
             block_mask=one.mask.to_flex(),
             enable_gqa=case.heads != case.kv_heads,
             kernel_options=flex_tiles(case) or None,
