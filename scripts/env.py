@@ -1,7 +1,8 @@
 """Makes the environments, in two stages. Standard library only, quick when nothing changed.
 
   env.py demo   .venv with the project, matplotlib and the demo's weights
-  env.py        that, then the checks' tools in .venv, and .venv-triton-next (the newest Triton beside it)
+  env.py        that, then the checks' tools in .venv, and beside it .venv-triton-next (the newest Triton) and
+                .venv-transformers-floor (the oldest transformers that pyproject promises)
 
 What it does about torch:
   no NVIDIA GPU   the CPU build of the version in constraints.txt, never several GB of CUDA packages
@@ -23,9 +24,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 NEXT = ROOT / ".venv-triton-next"
+FLOOR = ROOT / ".venv-transformers-floor"
 # One stamp for each stage. The tests read the second.
 STAMPS = {"demo": VENV / "sparsek-env-demo.json", "test": VENV / "sparsek-env.json"}
-INPUTS = ("pyproject.toml", "constraints.txt", "constraints-triton-next.txt", "scripts/env.py")
+NEXT_PINS, FLOOR_PINS = "constraints-triton-next.txt", "constraints-transformers-floor.txt"
+INPUTS = ("pyproject.toml", "constraints.txt", NEXT_PINS, FLOOR_PINS, "scripts/env.py")
 EXTRAS = {"demo": ("plot", "demo"), "test": ("dev", "plot", "scipy", "demo", "transformers")}
 OFFLINE = ("--retries", "0", "--timeout", "10")
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
@@ -127,7 +130,11 @@ def make_stage(stage: str, gpu: bool, python: dict, reuse: bool) -> "list[str]":
     if stage == "demo":
         check(VENV)
     else:
-        missing += make_next_venv(python, reuse)
+        if sys.platform == "linux":
+            missing += make_beside(
+                NEXT, "triton", NEXT_PINS, python, reuse, "--no-deps", "--ignore-installed"
+            )
+        missing += make_beside(FLOOR, "transformers", FLOOR_PINS, python, reuse, "-c", FLOOR_PINS)
         check(NEXT if NEXT.exists() else VENV)
     return missing
 
@@ -136,8 +143,8 @@ def download(stage: str, gpu: bool, reuse: bool) -> str:
     """What a stage fetches when pip has nothing at hand, measured for Python 3.11 on Linux x86-64 and rounded."""
     if stage == "test":
         return (
-            "test: fetches up to about 420 MB (the newest Triton 290, pyright with Node.js 70, SciPy 35, "
-            "transformers 25)"
+            "test: fetches up to about 435 MB (the newest Triton 290, pyright with Node.js 70, SciPy 35, "
+            "transformers, the newest and the oldest, 40)"
         )
     if reuse:
         return "demo: fetches what this Python lacks (the demo's weights 84 MB, the rest less than 40 MB)"
@@ -338,20 +345,23 @@ def unmet(extras: "tuple[str, ...]") -> "list[dict]":
     return json.loads(answer.stdout)
 
 
-def make_next_venv(python: dict, reuse: bool) -> "list[str]":
-    """The newest Triton in front of everything in .venv, for compiling the kernels without running them."""
-    if sys.platform != "linux":
+def make_beside(folder: Path, name: str, pins: str, python: dict, reuse: bool, *flags: str) -> "list[str]":
+    """An environment with the version of one package that `pins` names, in front of everything in .venv.
+
+    pip sees what .venv holds, fetches what that version does not get along with, and leaves .venv as it is.
+    """
+    version = pinned(name, pins)
+    spec = f"{name}=={version}"
+    make_venv(folder, python, with_pip=False)
+    adopt(folder, [str(site_of(VENV)), str(ROOT)])
+    if (site_of(folder) / f"{name}-{version}.dist-info").exists():
         return []
-    spec = f"triton=={pinned('triton', 'constraints-triton-next.txt')}"
-    make_venv(NEXT, python, with_pip=False)
-    adopt(NEXT, [str(site_of(VENV)), str(ROOT)])
-    there = sorted(site_of(NEXT).glob(f"triton-{spec.split('==')[1]}.dist-info"))
-    target = [str(VENV / "bin/python"), "-m", "pip", "--python", str(NEXT / "bin/python")]
-    flags = OFFLINE if reuse else ()
-    if there or pip(["install", *flags, "--no-deps", "--ignore-installed", spec], label=spec, command=target):
+    target = [str(VENV / "bin/python"), "-m", "pip", "--python", str(folder / "bin/python")]
+    patience = OFFLINE if reuse else ()
+    if pip(["install", *patience, *flags, spec], label=spec, command=target):
         return []
     if not reuse:
-        raise SetupError(f"{spec} could not be installed into {NEXT.name}")
+        raise SetupError(f"{spec} could not be installed into {folder.name}")
     return [spec]
 
 

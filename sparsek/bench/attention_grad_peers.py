@@ -16,6 +16,7 @@ from sparsek.bench.attention import AttentionCase, length_name
 from sparsek.bench.attention_grad import AttentionGradCase, AttentionTrainCase, GradOperands, StepOperands
 from sparsek.bench.attention_peers import (
     DENSE_MASKS,
+    LOW,
     Attend,
     CudnnBlocks,
     DenseAttention,
@@ -27,6 +28,7 @@ from sparsek.bench.attention_peers import (
     ran,
     setting_up,
 )
+from sparsek.bench.case import block_name
 from sparsek.bench.peer import Peer, Ready, UnavailableError, elsewhere
 
 Sets = Sequence[GradOperands] | Sequence[StepOperands]
@@ -102,6 +104,20 @@ class Autograd:
         """q, k and v, which want gradients, and dO, in the layout of the forward pass."""
         q, k, v, grad = (self.forward.laid(x.detach()).contiguous() for x in (one.q, one.k, one.v, one.grad))
         return [*(x.requires_grad_() for x in (q, k, v)), grad]
+
+
+@dataclass(frozen=True)
+class FlexAutograd(Autograd):
+    """FlexAttention's gradients. Its backward pass drops tiles that are larger than blocks before it reads options."""
+
+    def why_not(self, case: AttentionGradCase, device: torch.device) -> list[str]:
+        reasons = super().why_not(case, device)
+        if min(case.block) < 128 and 64 <= case.dim <= 128 and case.dtype in LOW:
+            reasons.append(
+                "the only tile of its backward pass for heads of 64 to 128 on Hopper, 64 x 128, needs blocks of 128, "
+                f"not {block_name(case.block)}"
+            )
+        return reasons
 
 
 def _backward(
@@ -211,7 +227,7 @@ class AnyOrder:
 PEERS: tuple[Peer, ...] = (
     Autograd(DenseAttention("cudnn", "cuDNN dense", "cuda", "CUDNN_ATTENTION")),
     Autograd(DenseAttention("fa2", "FlashAttention-2 dense", "cuda", "FLASH_ATTENTION"), dense=True),
-    Autograd(Flex()),
+    FlexAutograd(Flex()),
     Autograd(Flash4()),
     CudnnBlocksBackward(),
     AnyOrder(),

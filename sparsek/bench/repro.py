@@ -221,14 +221,15 @@ def in_a_process(code: str) -> Answer:
 def peak(call: Callable[[], object], device: torch.device) -> int:
     """The most bytes that torch held at once during one call beyond what it held before.
 
-    On a CPU from the profiler's record of allocations; what MKL takes for itself is not in it.
+    On a CPU from the profiler's record of allocations; what MKL takes for itself is not in it. acc_events as in
+    bench/spgemm.py.
     """
     on_gpu = peak_bytes(call, device)
     if on_gpu is not None:
         return on_gpu
     with _environment(QUIET):
         activities = [torch.profiler.ProfilerActivity.CPU]
-        with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
             kept = call()
         del kept
     held = most = 0

@@ -123,10 +123,13 @@ class SpgemmOperands(Operands):
 
 
 def gpu_ms(call: Callable[[], object], calls: int = 20) -> float:
-    """Milliseconds of a call's kernels and copies, as the profiler adds them up: no gap between them is in it."""
+    """Milliseconds of a call's kernels and copies, as the profiler adds them up: no gap between them is in it.
+
+    acc_events: without it the profilers of torch 2.10 to 2.12 warn at every start that cycles lose their events.
+    """
     call()
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as seen:
         for _ in range(calls):
             call()
         torch.cuda.synchronize()

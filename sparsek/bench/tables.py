@@ -426,7 +426,8 @@ ATTENTION = Table(
     note=(
         "Useful TFLOPS count the pairs that the mask admits, the roofline whole blocks. A ratio is this library's "
         "useful rate over the peer's rate in the same rounds; dense peers run causal where the mask is, else every "
-        "pair, and count these. FlashAttention-4 runs on its own layout, FlexAttention with its default options. "
+        "pair, and count these. FlashAttention-4 runs on its own layout, FlexAttention with its default options, "
+        "in blocks of 64 with tiles of 64. "
         "Extra memory is what a call that builds its mask, plans and runs takes at most beyond q, k, v and the output, "
         "over the bytes of these."
     ),

@@ -82,12 +82,31 @@ def test_a_long_step_has_no_dense_peer() -> None:
     ]
 
 
+@pytest.mark.parametrize("dim", [32, 64, 96, 128, 192, 256])
+@pytest.mark.parametrize("block", [(64, 64), (64, 128), (128, 64), (128, 128)], ids=str)
+def test_flex_attention_goes_back_where_it_has_a_tile(
+    monkeypatch: pytest.MonkeyPatch, block: tuple[int, int], dim: int
+) -> None:
+    """By torch's own table of tiles for Hopper, all of which must divide the blocks."""
+    heuristics = importlib.import_module("torch._inductor.template_heuristics.triton").CUDAConfigHeuristic()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (9, 0))
+    case = replace(LARGE, block=block, dim=dim, v_dim=dim)
+    runs = [
+        block[0] % tile.block_m1 == block[0] % tile.block_m2 == 0
+        and block[1] % tile.block_n1 == block[1] % tile.block_n2 == 0
+        for tile in heuristics.get_flex_attn_bwd_configs(dim, torch.bfloat16)
+    ]
+    assert any(runs) == (not BY_NAME["flex"].why_not(case, CUDA))
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "device", "said"),
     [
         ("cudnn", {}, CPU, "runs on cuda"),
         ("fa2", {}, CUDA, "masks that it computes as they are: full and causal"),
         ("fa4", {"block": (64, 64)}, CUDA, "blocks of 128, not 64"),
+        ("flex", {"block": (64, 64)}, CUDA, "needs blocks of 128, not 64"),
+        ("flex", {"block": (128, 64), "dim": 64, "v_dim": 64}, CUDA, "needs blocks of 128, not 128x64"),
         ("cudnn_bsa", {"mask": "causal"}, CUDA, "as many whole blocks in every row, which causal has not"),
         ("cudnn_bsa", {"dim": 64, "v_dim": 64}, CUDA, "take heads of 128 on Hopper, not 64 and 64"),
         ("cudnn_bsa", {"dtype": "fp16"}, CUDA, "its gradients are bf16, not fp16"),
@@ -301,7 +320,9 @@ def test_flex_attention_is_compiled_and_gets_the_same_mask(
     sets = case.operands(CPU)
     asked: list[Any] = []
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, *, block_mask: Any, enable_gqa: bool) -> Tensor:
+    def attend(
+        q: Tensor, k: Tensor, v: Tensor, *, block_mask: Any, enable_gqa: bool, kernel_options: None
+    ) -> Tensor:
         asked.append((tuple(block_mask.shape[-2:]), enable_gqa, donated()))
         return reference(q, k, v, sets[0].mask)[0]
 

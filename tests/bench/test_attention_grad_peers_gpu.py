@@ -22,6 +22,8 @@ SHAPES: list[tuple[Any, ...]] = [
 CASES = [kind(*shape) for shape in SHAPES for kind in (AttentionGradCase, AttentionTrainCase)]
 # Not installed on this machine, or refused by torch or the peer itself: no fault of how it is asked.
 ELSEWHERE = ("cannot be imported", "No available kernel")
+# torch 2.11 with Triton 3.6 compiles no tile of FlexAttention's backward pass for heads of 64.
+UNCOMPILED = ("InductorError", "No valid triton configs")
 
 
 @pytest.mark.parametrize("name", ["cudnn", "fa2", "flex", "fa4", "cudnn_bsa"])
@@ -35,7 +37,8 @@ def test_a_peer_computes_every_set_within_the_budget(case: AttentionGradCase, na
     try:
         ready = peer.ready(case, sets, lambda text: None)
     except UnavailableError as error:
-        if not any(words in str(error) for words in ELSEWHERE):
+        known = ELSEWHERE + (UNCOMPILED if (name, case.dim) == ("flex", 64) else ())
+        if not any(words in str(error) for words in known):
             raise
         pytest.skip(str(error))
     for call, one in zip(ready.calls, sets, strict=True):

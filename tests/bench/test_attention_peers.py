@@ -1,5 +1,7 @@
 """Peers of attention: their limits, what they are told, and that their results are judged."""
 
+import importlib
+import itertools
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,8 +14,9 @@ from torch import Tensor
 
 from sparsek.bench import attention_peers
 from sparsek.bench.attention import AttentionCase, AttentionOperands
-from sparsek.bench.attention_peers import PEERS, even_lists
+from sparsek.bench.attention_peers import PEERS, even_lists, flex_tiles
 from sparsek.bench.peer import UnavailableError, peers_named
+from sparsek.core import dtypes
 from sparsek.formats.block_mask import BlockMask
 from sparsek.reference.attention import attention as reference
 
@@ -21,7 +24,7 @@ CPU = torch.device("cpu")
 CUDA = torch.device("cuda")
 SMALL = AttentionCase(1, 2, 2, 256, 256, 32, 32, "causal", (128, 128), "fp32")
 LARGE = AttentionCase(1, 16, 16, 8192, 8192, 128, 128, "blocks:0.125")
-BY_NAME = {peer.name: peer for peer in PEERS}
+BY_NAME: dict[str, Any] = {peer.name: peer for peer in PEERS}
 GPU_PEERS = ["cudnn", "flex", "fa4", "cudnn_bsa"]
 
 
@@ -229,8 +232,33 @@ def test_flex_attention_gets_the_same_mask(monkeypatch: pytest.MonkeyPatch, mask
     case = replace(SMALL, mask=mask, kv_heads=1)
     sets = case.operands(CPU)[:2]
     ready = BY_NAME["flex"].ready(case, sets, ignore)
-    assert ready.flops is None
+    assert (ready.flops, ready.note) == (None, "")
     assert len(ready.calls) == len(sets)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("dim", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("block", list(itertools.product((64, 128), repeat=2)), ids=str)
+def test_flex_attention_has_a_tile_that_divides_the_blocks(
+    monkeypatch: pytest.MonkeyPatch, block: tuple[int, int], dim: int, dtype: str
+) -> None:
+    """By torch's own table of tiles for Hopper."""
+    heuristics = importlib.import_module("torch._inductor.template_heuristics.triton").CUDAConfigHeuristic()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (9, 0))
+    case = replace(LARGE, block=block, dim=dim, v_dim=dim, dtype=dtype)
+    asked = flex_tiles(case)
+    for tile in heuristics.get_flex_attn_fwd_configs(dim, dtypes.parse(dtype)):
+        assert block[0] % (asked.get("fwd_BLOCK_M") or tile.block_m) == 0
+        assert block[1] % (asked.get("fwd_BLOCK_N") or tile.block_n) == 0
+    assert (not asked) == (block == (128, 128) or dim > 128)
+    assert BY_NAME["flex"].counted(case) == ("tiles of 64" if asked else "", None)
+
+
+def test_flex_attention_is_given_its_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = replace(SMALL, block=(64, 64), dtype="bf16")
+    (one, *_) = case.operands(CPU)[:2]
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    assert BY_NAME["flex"].attend(case, one).keywords["kernel_options"] == flex_tiles(case) != {}
 
 
 def test_whatever_a_peer_raises_is_its_reason() -> None:

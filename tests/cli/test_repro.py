@@ -2,6 +2,7 @@
 
 import json
 import os
+import warnings
 from typing import Any
 
 import pytest
@@ -166,6 +167,20 @@ def test_memory_is_what_a_call_holds_at_once(capfd: pytest.CaptureFixture[str]) 
     assert peak(lambda: ((x + 1) * 2) - 3, CPU) == pytest.approx(2 << 20, rel=1e-3)
     assert os.environ.get("KINETO_LOG_LEVEL") == before
     assert capfd.readouterr().err == ""
+
+
+def test_memory_is_measured_without_a_warning_of_older_profilers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of torch 2.10 to 2.12 warn at every start, unless events of more cycles than one are kept."""
+    prepare = torch.profiler.profile.prepare_trace
+
+    def as_in_2_11(self: torch.profiler.profile) -> None:
+        prepare(self)
+        if not self.acc_events:
+            warnings.warn("Profiler clears events at the end of each cycle.", UserWarning)
+
+    monkeypatch.setattr(torch.profiler.profile, "prepare_trace", as_in_2_11)
+    x = torch.ones(256, 1024)
+    assert peak(lambda: x + 1, CPU) == pytest.approx(1 << 20, rel=1e-3)
 
 
 def test_a_call_is_costly_that_takes_more_than_twice_the_usual() -> None:

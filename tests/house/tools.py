@@ -55,17 +55,25 @@ def python(code: str, cwd: Path = ROOT, env: "dict[str, str] | None" = None) -> 
     return done.stdout.strip()
 
 
-def next_python() -> str:
-    """The Python of .venv-triton-next. Skips only where `make env` has not run or said that it could not make it."""
-    python = ROOT / ".venv-triton-next" / "bin" / "python"
+def python_beside(folder: str, package: str) -> str:
+    """The Python of an environment beside .venv that has another version of one package.
+
+    Skips only where `make env` has not run or said that it could not make it.
+    """
+    python = ROOT / folder / "bin" / "python"
     stamp = ROOT / ".venv" / "sparsek-env.json"
     if not stamp.exists():
         pytest.skip("`make env` has not run in this tree")
-    missing = json.loads(stamp.read_text())["missing"]
-    if any(name.startswith("triton==") for name in missing):
-        pytest.skip("`make env` had no network to fetch the newest Triton from")
+    for missing in json.loads(stamp.read_text())["missing"]:
+        if missing.startswith(f"{package}=="):
+            pytest.skip(f"`make env` had no network to fetch {missing} from")
     assert python.exists(), f"`make env` should have made {python}; remove {stamp} and run it again"
     return str(python)
+
+
+def next_python() -> str:
+    """The Python with the newest Triton."""
+    return python_beside(".venv-triton-next", "triton")
 
 
 def under_next_triton(script: "str | Path", given: str = "") -> Any:

@@ -22,7 +22,10 @@ LEFT = torch.tensor([40, 3])
 
 
 def packed(function: Any) -> Any:
-    return masking_utils.packed_sequence_compatibility_function(function, POSITIONS, PACKED)
+    """As this release of transformers joins a function with documents. Older ones leave its positions as they are."""
+    if hasattr(masking_utils, "packed_sequence_compatibility_function"):
+        return masking_utils.packed_sequence_compatibility_function(function, POSITIONS, PACKED)
+    return masking_utils.and_masks(function, masking_utils.packed_sequence_mask_function(PACKED))
 
 
 KNOWN: dict[str, Any] = {
@@ -41,13 +44,15 @@ UNKNOWN: dict[str, Any] = {
         masking_utils.causal_mask_function, lambda b, h, q, k: k != 7
     ),
     "packed chunks": packed(masking_utils.chunked_causal_mask_function(32, LEFT)),
-    "positions without documents": masking_utils.remap_positions_for_packed_sequence(
-        masking_utils.causal_mask_function, POSITIONS
-    ),
-    "images": masking_utils.or_masks(
-        masking_utils.causal_mask_function, masking_utils.blockwise_overlay((PACKED == 1).long() - 1)
-    ),
 }
+if hasattr(masking_utils, "remap_positions_for_packed_sequence"):
+    UNKNOWN["positions without documents"] = masking_utils.remap_positions_for_packed_sequence(
+        masking_utils.causal_mask_function, POSITIONS
+    )
+if hasattr(masking_utils, "blockwise_overlay"):
+    UNKNOWN["images"] = masking_utils.or_masks(
+        masking_utils.causal_mask_function, masking_utils.blockwise_overlay((PACKED == 1).long() - 1)
+    )
 
 
 def two_dims(name: str, length: int) -> "Tensor | None":

@@ -8,6 +8,14 @@ import torch
 from sparsek.core import env
 
 
+@pytest.fixture(autouse=True)
+def shared_memory() -> Iterator[None]:
+    """Many processes share the card: what a large test leaves in torch's cache goes back."""
+    yield
+    if torch.cuda.memory_reserved() > 1 << 30:
+        torch.cuda.empty_cache()
+
+
 @pytest.fixture
 def poisoned_memory() -> Iterator[None]:
     """What torch allocates is NaN, or the largest integer: nothing is right by what was there before."""

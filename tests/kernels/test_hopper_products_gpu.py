@@ -6,7 +6,7 @@ run; a failure names the seed.
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -168,14 +168,6 @@ def joined(
     assert bool(whole[0].isnan().all()), f"{c} on {p} wrote before the values"
     assert bool(whole[-1].isnan().all()), f"{c} on {p} wrote behind the values"
     return BSR.unchecked(matches.pattern, whole[1:-1])
-
-
-@pytest.fixture(autouse=True)
-def shared_memory() -> Iterator[None]:
-    """Many processes share the card: what a large test leaves in torch's cache goes back."""
-    yield
-    if torch.cuda.memory_reserved() > 1 << 30:
-        torch.cuda.empty_cache()
 
 
 @pytest.mark.parametrize("dtype", LOW)

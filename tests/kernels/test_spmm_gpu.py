@@ -5,7 +5,7 @@ compiles its own share, without it a pool of processes fills Triton's cache firs
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from itertools import product
@@ -146,14 +146,6 @@ def warm_cache() -> None:
     if "PYTEST_XDIST_WORKER" not in os.environ and workers > 1:
         with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
             list(pool.map(_compile_ahead, ITEMS, chunksize=1))
-
-
-@pytest.fixture(autouse=True)
-def shared_memory() -> Iterator[None]:
-    """Many processes share the card: what a large test leaves in torch's cache goes back."""
-    yield
-    if torch.cuda.memory_reserved() > 1 << 30:
-        torch.cuda.empty_cache()
 
 
 @pytest.mark.parametrize("item", ITEMS, ids=lambda i: f"{i[0]}-{SPMM_CASES[i[1]]}-in-{i[2]}-{i[3]}")
