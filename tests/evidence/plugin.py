@@ -7,6 +7,7 @@ from __future__ import annotations
 import hashlib
 import platform
 import re
+import signal
 import subprocess
 import time
 from collections import Counter, defaultdict
@@ -23,7 +24,7 @@ from tests.evidence import hashes, parts, record
 ROOT = Path(__file__).resolve().parents[2]
 # Tests that take longer are kept by name, for balancing.
 SLOW = 2.0
-# Seconds between two writes while tests run.
+# Seconds between two writes.
 EVERY = 5.0
 FAILURES_WITH_TEXT = 100
 LETTERS = 4000
@@ -129,7 +130,7 @@ class Recorder:
         self.part = str(config.getoption("--part"))
         self.cuts = [path for path in str(config.getoption("--cuts")).split(",") if path]
         self.started = time.monotonic()
-        self.written = 0.0
+        self.writing = False
         self.ids: list[str] = []
         self.outcome: dict[str, str] = {}
         self.began: dict[str, None] = {}
@@ -147,6 +148,9 @@ class Recorder:
         self.hashes = {path: hashes.test_hash(path, self.root) for path in _files(config.args, self.root)}
         self.sources = hashes.source_hashes(ROOT, bench=hashes.needs_bench(self.hashes, self.root))
         self.write()
+        # By a timer, not as tests report: the last test to begin may be the one that hangs.
+        signal.signal(signal.SIGALRM, lambda *_: self.write())
+        signal.setitimer(signal.ITIMER_REAL, EVERY, EVERY)
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         self.ids = self.ids or [item.nodeid for item in session.items]
@@ -186,11 +190,10 @@ class Recorder:
             self.skipped[test] = _reason(report)
         elif report.when == "call":
             self.outcome.setdefault(test, "passed")
-        if report.failed or time.monotonic() - self.written > EVERY:
-            self.write()
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, exitstatus: int) -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0)
         self.finished = exitstatus in (0, 1, 5) and self.ended.issuperset(self.ids)
         self.write()
 
@@ -203,8 +206,10 @@ class Recorder:
         self.failed.append({"test": test, "when": when, "seconds": round(seconds, 2), "text": kept})
 
     def write(self) -> None:
-        self.written = time.monotonic()
-        record.write(self.path, self.evidence())
+        if not self.writing:  # the timer may come while this writes
+            self.writing = True
+            record.write(self.path, self.evidence())
+            self.writing = False
 
     def evidence(self) -> record.Evidence:
         counts = Counter(self.outcome.values())
