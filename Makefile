@@ -3,14 +3,15 @@ PY := .venv/bin/python
 BOOT := $(shell command -v python3 || command -v python3.11 || command -v python3.12 || command -v python3.13 || command -v python3.10)
 WORKERS ?= 2
 
-.PHONY: help env env-demo demo test gpu lint readme clean
+.PHONY: help env env-demo demo test gpu gpu-status lint readme clean
 
 help:
 	@echo "make demo    .venv without the checks' tools, then: sparsek doctor, sparsek demo (attention, advise on real weights, a picture)"
 	@echo "make test    environment with them, then every check that needs no GPU"
-	@echo "make gpu     environment, then the tests that need an NVIDIA GPU"
+	@echo "make gpu     environment, then the tests that need an NVIDIA GPU, in parts; PART=2/3 runs one. Writes benchmarks/evidence/"
+	@echo "make gpu-status  each part of them: fresh, stale, red or missing; fails unless all are fresh"
 	@echo "make lint    ruff, format, types and floors only"
-	@echo "make readme  the tables in README.md and docs/, from benchmarks/results/"
+	@echo "make readme  the tables in README.md and docs/, from benchmarks/results/, and docs/gpu-test-log.md, from benchmarks/evidence/"
 	@echo "make env     .venv and .venv-triton-next only; make env-demo: what the demo needs of them"
 
 env-demo:
@@ -29,13 +30,17 @@ test: env
 	@$(PY) -m pytest -m "not gpu" -n $(WORKERS) --dist loadgroup
 
 gpu: env
-	@PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(PY) -m pytest -p xdist -n auto -m gpu
+	@$(PY) scripts/gpu.py run $(PART)
+
+gpu-status:
+	@$(PY) scripts/gpu.py status
 
 lint: env
 	@$(PY) -m pytest -q tests/house/test_lint.py tests/house/test_floors.py
 
 readme: env
 	@.venv/bin/sparsek report --write
+	@$(PY) scripts/gpu.py page
 
 clean:
 	rm -rf .venv .venv-triton-next build dist

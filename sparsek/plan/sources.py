@@ -13,6 +13,7 @@ import hashlib
 import io
 import re
 import tokenize
+from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
 
@@ -49,7 +50,7 @@ def source_files(kernel: str, root: Path = ROOT) -> list[Path]:
         waiting += [
             file.with_name(name) for name in CUDA_NAME.findall(source) if file.with_name(name).is_file()
         ]
-        for module in _imports(source):
+        for module in imports(source):
             target = root.parent / (module.replace(".", "/") + ".py")
             if module.startswith("sparsek.kernels.") and target.is_file():
                 waiting.append(target)
@@ -72,6 +73,30 @@ def source_hash(kernel: str, root: Path = ROOT) -> str:
     for name, text in sorted(parts):
         digest.update(f"{name}\0{text}\0".encode())
     return digest.hexdigest()[:16]
+
+
+def files_hash(files: Iterable[Path], root: Path) -> str:
+    """16 hex digits of the SHA-256 over files whole, host code too: their paths below `root` and what they hold, of
+    Python and CUDA C++ without comments, docstrings and layout.
+    """
+    digest = hashlib.sha256()
+    for file in sorted(files):
+        digest.update(f"{file.relative_to(root).as_posix()}\0".encode())
+        digest.update(_whole(file) + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def _whole(file: Path) -> bytes:
+    if file.suffix == ".cu":
+        return code_in(file)[0][1].encode()
+    if file.suffix != ".py":
+        return file.read_bytes()
+    return _whole_text(file.read_text(encoding="utf-8")).encode()
+
+
+@lru_cache(maxsize=512)  # many tests need the same files
+def _whole_text(source: str) -> str:
+    return "\n".join(line for _, line in _logical_lines(source, ast.parse(source)))
 
 
 def code_in(file: Path) -> list[tuple[str, str]]:
@@ -144,7 +169,7 @@ def _logical_lines(source: str, tree: ast.Module) -> list[tuple[int, str]]:
 
 
 @lru_cache(maxsize=256)
-def _imports(source: str) -> list[str]:
+def imports(source: str) -> list[str]:
     """Dotted names that a source file imports; `from a import b` gives both a and a.b."""
     names: list[str] = []
     for node in ast.walk(ast.parse(source)):

@@ -1,0 +1,133 @@
+"""Runs the tests marked `gpu` in parts, and says what the evidence of such runs is worth.
+
+  gpu.py run            every part, one after the other
+  gpu.py run 2/3        one part; its evidence goes to benchmarks/evidence/<card>/2-of-3.json
+  gpu.py run PATHS...   these test files, and what follows `--` goes to pytest; evidence only with --out
+  gpu.py status         each part: fresh, stale, red or missing; exit status 0 if all are fresh
+  gpu.py page           writes docs/gpu-test-log.md from the evidence
+
+The machine with the GPU needs pytest and xdist beside sparsek's own needs, and neither .venv nor .git.
+Environment: SPARSEK_EVIDENCE, the folder for evidence, as --out.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from tests.evidence import page, parts, record  # noqa: E402
+
+EVIDENCE = ROOT / "benchmarks" / "evidence"
+# The card whose evidence decides.
+CARD = "h200"
+# How many parts there are until evidence says otherwise: each is to end within nine minutes.
+PARTS = 3
+WORKERS = max(1, min(14, (os.cpu_count() or 1) - 2))
+
+
+def main() -> int:
+    arguments, rest = _split(sys.argv[1:])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    run = commands.add_parser("run", help="run tests")
+    run.add_argument("what", nargs="*", help="n/m, or test files; nothing for all parts")
+    run.add_argument("--python", default=sys.executable, help="the Python that runs pytest")
+    run.add_argument("--workers", type=int, default=WORKERS, help=f"processes, {WORKERS} here by default")
+    run.add_argument("--out", help="folder for evidence, benchmarks/evidence by default")
+    run.add_argument("--recut", action="store_true", help="cut anew, by the seconds of the evidence there is")
+    commands.add_parser("status", help="what the evidence is worth")
+    commands.add_parser("page", help="write docs/gpu-test-log.md")
+    given = parser.parse_args(arguments)
+    try:
+        if given.command == "status":
+            return status()
+        if given.command == "page":
+            (ROOT / page.PAGE).write_text(page.page(record.read(EVIDENCE / CARD)), encoding="utf-8")
+            return 0
+        return Run(given, rest).all()
+    except ValueError as error:
+        print(f"gpu.py: {error}", file=sys.stderr)
+        return 2
+
+
+def _split(arguments: "list[str]") -> "tuple[list[str], list[str]]":
+    at = arguments.index("--") if "--" in arguments else len(arguments)
+    return arguments[:at], arguments[at + 1 :]
+
+
+def status() -> int:
+    from tests.evidence import status  # needs sparsek, and so torch
+
+    found = status.statuses(ROOT, record.read(EVIDENCE / CARD), PARTS)
+    for each in found:
+        print("\n".join(each.lines()))
+    print(status.closing(found))
+    return 0 if all(each.word == "fresh" for each in found) else 1
+
+
+class Run:
+    """One call of `gpu.py run`."""
+
+    def __init__(self, given: argparse.Namespace, rest: "list[str]") -> None:
+        self.given = given
+        self.rest = rest
+        self.out = given.out or os.environ.get("SPARSEK_EVIDENCE")
+        self.known = record.read(EVIDENCE / CARD)
+
+    def all(self) -> int:
+        what = self.given.what
+        if not what:
+            count = record.number_of_parts(self.known) or PARTS
+            cuts = self.cuts(count)
+            return max([self.part(number, count, cuts) for number in range(1, count + 1)])
+        if parts.PART.fullmatch(what[0]):
+            number, count = parts.numbers(what[0])
+            return self.part(number, count, self.cuts(count))
+        out = ["--evidence", str(Path(self.out).resolve())] if self.out else []
+        return self.pytest([*out, *what])
+
+    def part(self, number: int, count: int, cuts: "list[str]") -> int:
+        files = parts.files_of(number, cuts, parts.test_files(ROOT))
+        print(f"part {number}/{count}: {files[0]} to {files[-1]}", flush=True)
+        out = Path(self.out or EVIDENCE).resolve()
+        of_part = ["--evidence", str(out), "--part", f"{number}/{count}", "--cuts", ",".join(cuts)]
+        # A file that cannot be collected is a failure beside the others' results, not in their place.
+        return self.pytest([*of_part, "--continue-on-collection-errors", *files])
+
+    def pytest(self, arguments: "list[str]") -> int:
+        of_run = ["-p", "xdist", "-p", "tests.evidence.plugin", "-n", str(self.given.workers)]
+        return self._call([*of_run, "--known", str(EVIDENCE / CARD), *arguments, *self.rest]).returncode
+
+    def cuts(self, count: int) -> "list[str]":
+        """The first files of parts 2 to `count`: as in the newest evidence, else by seconds known or supposed."""
+        held = record.cuts_for(count, self.known)
+        if held is not None and not self.given.recut:
+            return held
+        if count == 1:
+            return []
+        found = self._call(["-p", "xdist", "--collect-only", "-q", "tests"], capture=True).stdout
+        tests = Counter(
+            parts.file_of(line) for line in found.splitlines() if line.startswith("tests/") and "::" in line
+        )
+        known = parts.known(self.known.values())
+        return parts.cut({path: known.of_file(path, number) for path, number in tests.items()}, count)
+
+    def _call(self, arguments: "list[str]", *, capture: bool = False) -> "subprocess.CompletedProcess[str]":
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        # Plugins that happen to be installed there are no part of the tests.
+        env = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": path}
+        command = [self.given.python, "-m", "pytest", "-m", "gpu", *arguments]
+        return subprocess.run(
+            command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE if capture else None
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
