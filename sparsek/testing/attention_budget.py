@@ -1,11 +1,12 @@
-"""How wrong attention and its gradients may be: twice as wrong as dense attention in the same precision, and no more.
+"""How wrong attention and its gradients may be: twice as wrong as dense attention in the same precision, or as rounding
+explains.
 
-`testing/budget.py` says what an error is.
+`testing/budget.py` says what an error is, and what rounding explains of one sum. Attention is a sum over keys, or over
+queries, of terms that are made of sums. `_shift` is the error of a weight's logarithm, which moves a whole term.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -20,12 +21,18 @@ from sparsek.core.errors import InvalidInput
 from sparsek.formats.block_mask import BlockMask
 from sparsek.formats.mask_view import stored_entries
 from sparsek.reference.attention import attend, attend_backward, check, met, seen_by
-from sparsek.testing.budget import FACTOR, FLOOR, Gate, error
+from sparsek.testing.budget import (
+    ROUNDED,
+    Bound,
+    Gate,
+    Rounding,
+    stored_variance,
+    sum_variance,
+    summing_unit,
+)
 
 # How far lse may be off, absolute and relative.
 LSE_LOW, LSE_HIGH = 1e-3, 1e-5
-# Units in the last place that the terms of gradients may be off, for 16-bit inputs and others.
-NOISE_LOW, NOISE_HIGH = 16.0, 2.0
 
 
 @dataclass(frozen=True)
@@ -52,8 +59,8 @@ def check_attention(
 ) -> AttentionGate:
     """Judges out [B, Hq, S, Dv], and lse [B, Hq, S] if given, as the attention of q, k and v under `mask`.
 
-    The error is relative, in the Frobenius norm, against the reference in float64. It may be twice that of torch's
-    scaled_dot_product_attention (math) with a boolean mask on the same inputs, 1e-12 at least. lse may be off by 1e-3
+    The error is relative, in the Frobenius norm, against the reference in float64. Dense attention is torch's
+    scaled_dot_product_attention (math) with a boolean mask on the same inputs. lse may be off by 1e-3
     and 1e-3 of its value for 16-bit inputs, else 1e-5. Rows of queries that see nothing must be 0 and -inf.
 
     Keys and values that no query of a tile sees may hold anything, NaN too. `rows` are the tiles of queries that are
@@ -72,10 +79,11 @@ def check_attention(
         raise InvalidInput(f"rows must name tiles of queries, 0 to {mask.grid[0] - 1}, got {list(chosen)}")
     queries = [torch.arange(i * tile, min((i + 1) * tile, mask.q_len), device=q.device) for i in chosen]
     with torch.no_grad(), dtypes.as_given(q.device):
-        exact, dense, exact_lse = zip(*(_tile(q, k, v, mask, at, factor) for at in queries), strict=True)
-        exact, dense, exact_lse = torch.cat(exact, 2), torch.cat(dense, 2), torch.cat(exact_lse, 2)
+        tiles = zip(*(_tile(q, k, v, mask, at, factor) for at in queries), strict=True)
+        exact, dense, exact_lse, sums, squares = (torch.cat(each, 2) for each in tiles)
         at = torch.cat(queries)
-        return _judge(out[:, :, at], None if lse is None else lse[:, :, at], exact, exact_lse, dense)
+        bound = Bound(exact, _rounding(exact, sums, squares, out.dtype), [dense])
+        return _judge(out[:, :, at], None if lse is None else lse[:, :, at], exact, exact_lse, bound)
 
 
 @dataclass(frozen=True)
@@ -104,13 +112,12 @@ def check_attention_backward(
 ) -> AttentionGradGate:
     """Judges found = (dq, dk, dv) as the gradients of attention, given those of out and, unless it is None, of lse.
 
-    Errors are relative, in the Frobenius norm, against the reference's formulas in float64, each gradient by itself. An
-    error may be twice that of dense attention on the same inputs, 1e-12 at least: of torch's
-    scaled_dot_product_attention (math) with a boolean mask and autograd, or of its fused kernels, whichever is larger.
-    For 16-bit inputs both compute in float32 and round each gradient once. The fused ones read out as it was rounded,
-    which shows where queries see few keys. Added is the noise of sums whose terms cancel, as for queries that see one
-    key: 2 units in the last place of the root of the sum of the terms' squares, 16 units of float32 for 16-bit inputs,
-    where it is less than a hundredth of the rest. Queries that see nothing and keys that none sees must have 0.
+    Errors are relative, in the Frobenius norm, against the reference's formulas in float64, each gradient by itself.
+    Dense attention on the same inputs is torch's scaled_dot_product_attention (math) with a boolean mask and autograd,
+    or its fused kernels, whichever is further off. For 16-bit inputs both compute in float32 and round each gradient
+    once. The fused ones read out as it was rounded, which shows where queries see few keys. Rounding explains besides
+    the noise of sums whose terms cancel, as for queries that see one key. Queries that see nothing and keys that none
+    sees must have 0.
 
     Keys and values that no query of a tile sees may hold anything, NaN too. `rows` are the tiles of queries whose dq is
     looked at, `columns` the blocks of keys whose dk and dv are: all unless given. Work is proportional to the visited
@@ -149,15 +156,16 @@ class _Call(NamedTuple):
 
 
 class _Truth(NamedTuple):
-    """Of dq, dk and dv: in float64, by dense attention, by its fused kernels, sums of their terms' squares, and where
-    there are no terms.
+    """Of dq, dk and dv: in float64, by dense attention, by its fused kernels, sums of their terms' squares, variances
+    of what the terms are made of in units of that of one rounding, and how many terms there are.
     """
 
     exact: list[Tensor]
     dense: list[Tensor]
     fused: list[Tensor]
     terms: list[Tensor]
-    unseen: list[Tensor]
+    inner: list[Tensor]
+    counts: list[Tensor]
 
 
 def _gradients(call: _Call, tiles: set[int], keys: Tensor, needed: set[int]) -> _Truth:
@@ -170,10 +178,10 @@ def _gradients(call: _Call, tiles: set[int], keys: Tensor, needed: set[int]) -> 
         return x.new_zeros((*x.shape[:2], len(keys), x.shape[3]), dtype=dtype)
 
     wide = torch.promote_types(q.dtype, torch.float32)
-    kinds = torch.float64, wide, wide, torch.float64
+    kinds = torch.float64, wide, wide, torch.float64, torch.float64
     sums = [[zeros(x, kind) for x in (k, v)] for kind in kinds]
     of_queries = [[q.new_zeros((*q.shape[:2], 0, q.shape[3]), dtype=kind)] for kind in kinds]
-    seen_keys = torch.zeros(sums[0][0].shape[:3], dtype=torch.bool, device=q.device)
+    seen_keys = torch.zeros(sums[0][0].shape[:3], dtype=torch.int64, device=q.device)
     seeing = [seen_keys.new_zeros((*q.shape[:2], 0))]
     for tile in sorted(needed):
         at = slice(tile * mask.block[0], min((tile + 1) * mask.block[0], mask.q_len))
@@ -187,18 +195,16 @@ def _gradients(call: _Call, tiles: set[int], keys: Tensor, needed: set[int]) -> 
                 of_queries[kind].append(parts[0])
             for whole, part in zip(sums[kind], parts[1:], strict=True):
                 whole.index_add_(2, to, part[:, :, there])
-        seen_keys[:, :, to] |= seen.any(2).unflatten(1, (k.shape[1], -1)).any(2)[..., there]
+        seen_keys[:, :, to] += seen.sum(2).unflatten(1, (k.shape[1], -1)).sum(2)[..., there]
         if tile in tiles:
-            seeing.append(seen.any(-1))
-    exact, dense, fused, terms = (
-        [torch.cat(rows, 2), *more] for rows, more in zip(of_queries, sums, strict=True)
-    )
-    return _Truth(exact, dense, fused, terms, [~torch.cat(seeing, 2), ~seen_keys, ~seen_keys])
+            seeing.append(seen.sum(-1))
+    found = ([torch.cat(rows, 2), *more] for rows, more in zip(of_queries, sums, strict=True))
+    return _Truth(*found, [torch.cat(seeing, 2), seen_keys, seen_keys])
 
 
 def _grad_tile(call: _Call, at: slice, keys: Tensor, seen: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """dq, dk and dv that the queries `at` and `keys` give each other: in float64, of dense attention, of its fused
-    kernels, and their terms' squares.
+    kernels, their terms' squares, and the variances of what terms are made of.
     """
     q, k, v, _, grad, grad_lse, scale = call
     q, k, v, grad = q[:, :, at], k[:, :, keys], v[:, :, keys], grad[:, :, at]
@@ -230,34 +236,32 @@ def _grad_tile(call: _Call, at: slice, keys: Tensor, seen: Tensor) -> Iterator[t
     yield attend_backward(q_wide, k_wide, v_wide, seen, scale, rounded, low_lse, grad.to(wide), of_lse)
 
     k64, v64, grad64 = met(k64, seen), met(v64, seen), grad64.masked_fill(empty, 0)
-    weights = (q64 @ k64.mT * scale - lse.unsqueeze(-1)).masked_fill(~seen, -torch.inf).exp().square()
+    weights, shift = _weights(q64, k64, seen, scale, lse)
+    weights = weights.square()
     reach = grad64.square() @ v64.square().mT
     reach = reach + (weights * reach).sum(-1, keepdim=True)
     if of_lse is not None:
         reach = reach + of_lse.double().square().masked_fill(empty.squeeze(-1), 0).unsqueeze(-1)
     terms = weights * reach * scale**2
-    of_keys = terms.mT @ q64.square(), weights.mT @ grad64.square()
-    yield terms @ k64.square(), *map(per_key_head, of_keys)
+    # <grad, v> and <grad, out> are sums over v's dim, each of whose steps rounds what is at most the whole reach.
+    made = terms * (shift + 2 * v.shape[3])
+    for of_scores, of_weights in ((terms, weights), (made, weights * shift)):
+        of_keys = of_scores.mT @ q64.square(), of_weights.mT @ grad64.square()
+        yield of_scores @ k64.square(), *map(per_key_head, of_keys)
 
 
 def _judge_gradients(found: Sequence[Tensor], truth: _Truth) -> AttentionGradGate:
-    errors, budgets = [], []
-    for mine, exact, *others, terms in zip(found, *truth[:4], strict=True):
-        units = NOISE_LOW if mine.dtype in dtypes.LOW else NOISE_HIGH
-        unit = units * torch.finfo(torch.promote_types(mine.dtype, torch.float32)).eps
-        size, slack = float(torch.linalg.vector_norm(exact)), unit * math.sqrt(float(terms.sum()))
-        wrong, *as_wrong = (
-            float(torch.linalg.vector_norm(x.to(mine.dtype).double() - exact)) for x in (mine, *others)
-        )
-        scale = size or slack or 1.0
-        errors.append(wrong / scale if math.isfinite(wrong) else math.inf)
-        budgets.append(max(FLOOR, FACTOR * max(as_wrong) / scale) + slack / scale)
-    unseen_hold = not any(bool(x[zero].any()) for x, zero in zip(found, truth.unseen, strict=True))
-    passed = unseen_hold and all(error <= allowed for error, allowed in zip(errors, budgets, strict=True))
-    worst = max(range(3), key=lambda i: errors[i] / budgets[i])
-    return AttentionGradGate(
-        errors[worst], budgets[worst], passed, tuple(errors), tuple(budgets), unseen_hold
-    )
+    gates = []
+    for mine, exact, dense, fused, terms, inner, counts in zip(found, *truth, strict=True):
+        unit = summing_unit(mine.dtype)
+        sums = sum_variance(exact, terms, counts.unsqueeze(-1), unit) + ROUNDED * unit**2 * inner
+        rounding = _rounding(exact, sums, terms, mine.dtype)
+        gates.append(Bound(exact, rounding, [x.to(mine.dtype) for x in (dense, fused)]).judge(mine))
+    unseen_hold = not any(bool(x[n == 0].any()) for x, n in zip(found, truth.counts, strict=True))
+    worst = max(gates, key=lambda gate: gate.error / gate.budget)
+    errors, budgets = (tuple(getattr(gate, part) for gate in gates) for part in ("error", "budget"))
+    passed = unseen_hold and all(gate.passed for gate in gates)
+    return AttentionGradGate(worst.error, worst.budget, passed, errors, budgets, unseen_hold)
 
 
 def _chosen(name: str, chosen: Sequence[int] | None, most: int) -> list[int]:
@@ -290,21 +294,49 @@ def _visiting(mask: BlockMask, columns: Sequence[int]) -> set[int]:
     return tiles
 
 
-def _tile(
-    q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, at: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Of one tile of queries: out in float64, out of dense attention, lse in float64."""
+def _weights(q: Tensor, k: Tensor, seen: Tensor, scale: float, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """The weights [B, Hq, n, T] of keys k [B, Hq, T, D], and the variance of the error of their logarithms, in units of
+    that of one rounding: of the score, which is a sum, of its scaling, and of the difference to lse.
+    """
+    scores = q @ k.mT * scale
+    sizes = scores.square() + lse.masked_fill(lse == -torch.inf, 0).square().unsqueeze(-1)
+    shift = sum_variance(scores, (q.square() @ k.square().mT) * scale**2, q.shape[3], ROUNDED**-0.5)
+    weights = (scores - lse.unsqueeze(-1)).masked_fill(~seen, -torch.inf).exp()
+    # An exponential takes three roundings more, and so does the normalisation.
+    return weights, (shift + 2 * sizes + 6).masked_fill(~seen, 0)
+
+
+def _rounding(exact: Tensor, sums: Tensor, squares: Tensor, dtype: torch.dtype) -> Rounding:
+    """What roundings do to sums of terms, which may be rounded to `dtype` too. `squares` are sums of their squares.
+
+    The elements of one query, or key, share their weights' errors: none is judged by less than their mean.
+    """
+    each = sums + stored_variance(exact.square() + squares, dtype)
+    return Rounding(sums, torch.maximum(each, each.mean(-1, keepdim=True)), dtype)
+
+
+def _tile(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, at: Tensor, scale: float) -> tuple[Tensor, ...]:
+    """Of one tile of queries: out in float64, out of dense attention, lse in float64; of out the variance of its sums,
+    and the sum of its terms' squares.
+    """
     seen = seen_by(mask, int(at[0]), int(at[-1]) + 1, q.shape[1])
     q, k, v = q[:, :, at], met(k, seen), met(v, seen)
-    exact, lse = attend(q.double(), k.double(), v.double(), seen, scale)
+    q64, k64, v64 = q.double(), k.double(), v.double()
+    exact, lse = attend(q64, k64, v64, seen, scale)
     with sdpa_kernel(SDPBackend.MATH):
         dense = functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale)
-    return exact, dense.masked_fill(~seen.any(-1, keepdim=True), 0), lse
+    weights, shift = _weights(q64, k64, seen, scale, lse)
+    unit, count = summing_unit(q.dtype), seen.sum(-1, keepdim=True)
+    squares = weights.square() @ v64.square()
+    # A weight that is off moves its term, and all others through the sum of weights, which is a long sum itself.
+    moved = weights.square() * shift
+    inner = moved @ v64.square() + (moved.sum(-1, keepdim=True) + count / 3) * exact.square()
+    sums = sum_variance(exact, squares, count, unit) + ROUNDED * unit**2 * inner
+    return exact, dense.masked_fill(~seen.any(-1, keepdim=True), 0), lse, sums, squares
 
 
-def _judge(out: Tensor, lse: Tensor | None, exact: Tensor, exact_lse: Tensor, dense: Tensor) -> AttentionGate:
-    allowed = max(FLOOR, FACTOR * error(dense, exact))
-    found = error(out, exact)
+def _judge(out: Tensor, lse: Tensor | None, exact: Tensor, exact_lse: Tensor, bound: Bound) -> AttentionGate:
+    gate = bound.judge(out)
     largest = float((out.double() - exact).abs().max())
     empty = exact_lse == -torch.inf
     empty_rows_hold = bool((out[empty] == 0).all())
@@ -315,5 +347,5 @@ def _judge(out: Tensor, lse: Tensor | None, exact: Tensor, exact_lse: Tensor, de
         slack = LSE_LOW if out.dtype in dtypes.LOW else LSE_HIGH
         lse_holds = bool((off <= slack * (1 + exact_lse[~empty].abs())).all())
         lse_largest = float(off.max()) if off.numel() else 0.0
-    passed = found <= allowed and empty_rows_hold and lse_holds
-    return AttentionGate(found, allowed, passed, largest, lse_largest, empty_rows_hold)
+    passed = gate.passed and empty_rows_hold and lse_holds
+    return AttentionGate(gate.error, gate.budget, passed, largest, lse_largest, empty_rows_hold)

@@ -1,12 +1,14 @@
-"""How wrong a result may be: twice as wrong as the dense product in the same precision, and no more.
+"""How wrong a result may be: twice as wrong as the dense product in the same precision, or as rounding explains.
 
-Errors are relative, in the Frobenius norm, against the product in float64.
+Errors are relative, in the Frobenius norm, against the product in float64. The dense product may be lucky: on another
+CPU it adds in another order. So no budget lies below what `sum_variance` expects of sums taken one term after another.
+Besides, no single element may be off by more than its own roundings explain, or twice the dense product's worst.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -17,16 +19,26 @@ from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.formats.bsr import BSR
 from sparsek.formats.pattern import BlockPattern
-from sparsek.reference.epilogue import PLAIN, Epilogue, in_float64
+from sparsek.reference.epilogue import ACTIVATIONS, PLAIN, Epilogue, in_float64
 from sparsek.reference.spmm import spmm
 
 FACTOR = 2.0
 FLOOR = 1e-12
+UNIT = 3 / (8 * math.log(2))  # the mean of (2^floor(log2 x) / x)^2 where the logarithm of x is uniform
+ROUNDED = UNIT / 3  # the mean square of one rounding's error, in units of (unit roundoff * |x|)^2
+TAIL = 4.0  # standard deviations by which the norm of all errors may be above the expected one
+RARE = 1e-6  # how often an element of a right result may be further off than it is allowed to be
+TENSOR_CORE = 2.0**-21  # the unit roundoff of sums of 16-bit terms: tensor cores align terms, and cut them
+TF32 = 2.0**-10  # the largest relative error of cutting a number to TF32
+SLOPE = 1.13  # of the steepest activation, GELU
 
 
 @dataclass(frozen=True)
 class Gate:
-    """The error of a result, what it may be, and whether it holds."""
+    """The error of a result, what it may be, and whether it holds.
+
+    Where an element is further off than it may be though the whole is not, `error` is the budget times by how much.
+    """
 
     error: float
     budget: float
@@ -47,16 +59,165 @@ def error(out: Tensor, exact64: Tensor) -> float:
     return wrong / scale if scale > 0 and math.isfinite(wrong / scale) else math.inf
 
 
+def sum_variance(total: Tensor, squares: Tensor, terms: Tensor | int, unit: float) -> Tensor:
+    """The expected square of the error of a sum of `terms` products, taken one after another with unit roundoff `unit`.
+
+    `total` S is the sum and `squares` Q^2 the sum of the products' squares, which stays where S cancels. The model is
+    that of probabilistic rounding analysis (Higham and Mary, "A new approach to probabilistic rounding error
+    analysis", SIAM J. Sci. Comput. 41, 2019; Connolly, Higham and Mary, same journal 43, 2021): fl(x) = x (1 + d) with
+    |d| <= u, and a mean of 0 whatever was rounded before. So the errors of steps do not correlate, and their squares
+    add up. An error is uniform within half a unit in the last place, and leading digits are distributed evenly by
+    their logarithm: the mean of d^2 is u^2 / 3 * 3 / (8 ln 2) = ROUNDED u^2, about (0.42 u)^2.
+
+    A sum of n terms rounds each partial sum s_i, so its error has the variance ROUNDED u^2 sum(s_i^2). Where the order
+    has nothing to do with the values, s_i is a sample of i of the n terms without replacement: the mean of s_i^2 is
+    (i/n)^2 S^2 + (i/n)(1 - i/n) Q^2, and the sum over i is n (S^2 / 3 + Q^2 / 6). The products' own roundings, where
+    they are not fused, add Q^2. For terms of random sign that is 0.3 u sqrt(n) relative to S. Sums taken in pairs, in
+    blocks or in several accumulators have fewer steps at each size, and so smaller errors.
+    """
+    return ROUNDED * unit**2 * (terms * (total.square() / 3 + squares / 6) + squares)
+
+
+def summing_unit(dtype: torch.dtype) -> float:
+    """The unit roundoff of sums of products of this dtype."""
+    return TENSOR_CORE if dtype in dtypes.LOW else rounding_unit(dtype)
+
+
+def rounding_unit(dtype: torch.dtype) -> float:
+    """The largest relative error of one rounding to this dtype."""
+    return torch.finfo(dtype).eps / 2
+
+
+def stored_variance(sizes: Tensor, dtype: torch.dtype, unit: float = 0.0) -> Tensor:
+    """The expected square of the error of rounding to `dtype`, or with a larger unit roundoff, of numbers of `sizes`,
+    which are squares of numbers or sums of such.
+
+    Below the smallest normal number errors are no longer relative, and float32 may be flushed to zero.
+    """
+    info = torch.finfo(dtype)
+    least = torch.finfo(torch.promote_types(dtype, torch.float32)).tiny + info.tiny * info.eps
+    return ROUNDED * max(FLOOR, unit, rounding_unit(dtype)) ** 2 * sizes + least**2
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """What roundings may do to each element of a result of `dtype`, as variances.
+
+    `sums` is of its sums. `each` is besides of all that may be rounded to `dtype` (or to TF32) on the way: the element,
+    the terms that it is summed of, and what an epilogue goes through. None if that is not known.
+    """
+
+    sums: Tensor
+    each: Tensor | None
+    dtype: torch.dtype
+
+    def map(self, move: Callable[[Tensor], Tensor]) -> Rounding:
+        """The same of elements that `move` has chosen or laid out otherwise."""
+        return Rounding(move(self.sums), None if self.each is None else move(self.each), self.dtype)
+
+    def norm(self, exact64: Tensor) -> float:
+        """What the norm of the errors of a right result stays below, however its sums are ordered.
+
+        Independent errors e of standard deviations s have a norm below ||s|| + t max(s) but for exp(-t^2 / 2) of all
+        cases, t being TAIL: a norm is 1-Lipschitz. Where rows or columns of an operand are alike, so are errors: for
+        those of sums the norm of a row or column takes the place of an element.
+        """
+        if not exact64.numel():
+            return 0.0
+        last = ROUNDED * rounding_unit(self.dtype) ** 2 * exact64.square()
+        whole = float((self.sums.sum() + last.sum()).sqrt())
+        lines = max(float(self.sums.sum(dim).max()) for dim in range(-min(2, exact64.ndim), 0))
+        return whole + TAIL * (math.sqrt(lines) + float(last.max().sqrt()))
+
+
+class Bound:
+    """What a result is held to: the exact one, what roundings may do to it, and what dense products in the same
+    precision have made of it. `lost` is added to what those may be wrong by, relative.
+    """
+
+    def __init__(
+        self, exact64: Tensor, rounding: Rounding, dense: Sequence[Tensor], lost: float = 0.0
+    ) -> None:
+        self.exact = exact64
+        self.spread = None if rounding.each is None else rounding.each.sqrt()
+        size = float(torch.linalg.vector_norm(exact64))
+        of_roundings = rounding.norm(exact64) / size if size else 0.0
+        self.allowed = max(FLOOR, FACTOR * (max(error(each, exact64) for each in dense) + lost), of_roundings)
+        self.most = max(
+            math.sqrt(2 * math.log(max(1, exact64.numel()) / RARE)),
+            FACTOR * max(self._worst(each) for each in dense),
+        )
+
+    def judge(self, out: Tensor) -> Gate:
+        """The gate of a result. NaN and Inf never pass."""
+        gate = judge(out, self.exact, self.allowed)
+        beyond = self._worst(out) / self.most
+        return gate if not gate.passed or beyond <= 1 else Gate(self.allowed * beyond, self.allowed, False)
+
+    def _worst(self, out: Tensor) -> float:
+        """The largest error of an element in its standard deviations."""
+        if self.spread is None or not self.exact.numel():
+            return 0.0
+        wrong = (out.detach().double() - self.exact).abs()
+        worst = float((wrong / self.spread).masked_fill(wrong == 0, 0).max())
+        return worst if math.isfinite(worst) else math.inf
+
+
+def product_rounding(
+    left: Tensor, right: Tensor, dtype: torch.dtype, epilogue: Epilogue = PLAIN, *, tf32: bool = False
+) -> Rounding:
+    """What roundings may do to left [M, K] @ right [..., K, N] with `epilogue`, stored in `dtype`.
+
+    Sums are of products of the operands' dtype, and zeros in `left` are no terms.
+    """
+    summing = summing_unit(left.dtype)
+    unit = TF32 if tf32 and left.dtype == torch.float32 else 0.0
+    wide = torch.promote_types(left.dtype, torch.float32)
+    left, right = left.to(wide), right.to(wide)
+    tall, broad = (float(x.abs().max()) or 1.0 if x.numel() else 1.0 for x in (left, right))
+    stretch = (tall * broad) ** 2
+    squares = ((left / tall).square() @ (right / broad).square()).double() * stretch
+    z = (left @ right).double()
+    variance = sum_variance(z, squares, (left != 0).sum(-1, keepdim=True), summing)
+    if epilogue.is_plain:
+        return Rounding(variance, variance + stored_variance(squares + z.square(), dtype, unit), dtype)
+    then = in_float64(epilogue)
+    scaled = then.alpha * z
+    biased = scaled if then.bias is None else scaled + then.bias[:, None]
+    active = ACTIVATIONS[then.activation](biased)
+    gain = torch.full_like(z, SLOPE if then.activation else 1.0)
+    size = active.square()
+    if then.other is not None and then.combine == "mul":
+        gain, size = gain * then.other, size * then.other.square()
+    elif then.other is not None:
+        joined = then.beta * then.other
+        size = size + joined.square() + (active + joined).square()
+    size = size + gain.square() * (then.alpha**2 * (squares + z.square()) + biased.square())
+    # The epilogue's own steps, of which an activation takes several, are as exact as the sums.
+    variance = (then.alpha * gain).square() * variance + 4 * ROUNDED * summing**2 * size
+    return Rounding(variance, variance + stored_variance(size, dtype, unit), dtype)
+
+
+def product_bound(
+    left: Tensor, right: Tensor, exact64: Tensor, epilogue: Epilogue = PLAIN, *, tf32: bool = False
+) -> Bound:
+    """What left [M, K] @ right [..., K, N] with `epilogue` is held to in the operands' dtype, on their device.
+
+    The dense product is that of torch.matmul, then the epilogue. float32 is multiplied without TF32 unless `tf32`.
+    """
+    with torch.no_grad(), dtypes.as_given(right.device):
+        with using_tf32(tf32):
+            dense = epilogue.apply(torch.matmul(left, right))
+        with using_tf32(False):
+            rounding = product_rounding(left, right, dense.dtype, epilogue, tf32=tf32)
+        return Bound(exact64, rounding, [dense])
+
+
 def budget(
     a_dense: Tensor, b: Tensor, exact64: Tensor, epilogue: Epilogue = PLAIN, *, tf32: bool = False
 ) -> float:
-    """Twice the error of torch.matmul and the epilogue in the inputs' own dtype, on their device; 1e-12 at least.
-
-    float32 is multiplied without TF32 unless `tf32` is set. `b` is [..., K, N].
-    """
-    with using_tf32(tf32), torch.no_grad(), dtypes.as_given(b.device):
-        dense = epilogue.apply(torch.matmul(a_dense, b))
-    return max(FLOOR, FACTOR * error(dense, exact64))
+    """The relative error that the product may have, as in `product_bound`; 1e-12 at least."""
+    return product_bound(a_dense, b, exact64, epilogue, tf32=tf32).allowed
 
 
 def check_spmm(a: BSR, b: Tensor, out: Tensor, epilogue: Epilogue = PLAIN, *, tf32: bool = False) -> Gate:
@@ -67,8 +228,7 @@ def check_spmm(a: BSR, b: Tensor, out: Tensor, epilogue: Epilogue = PLAIN, *, tf
     """
     with torch.no_grad():
         exact = spmm(a.to(dtype=torch.float64), b.double(), in_float64(epilogue))
-        allowed = budget(a.to_dense(), met(a.pattern, b), exact, epilogue, tf32=tf32)
-        return judge(out, exact, allowed)
+        return product_bound(a.to_dense(), met(a.pattern, b), exact, epilogue, tf32=tf32).judge(out)
 
 
 def met(pattern: BlockPattern, b: Tensor) -> Tensor:

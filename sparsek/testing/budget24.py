@@ -1,4 +1,4 @@
-"""How wrong products of 2:4 matrices may be: twice as wrong as the dense product of the same matrix, and no more."""
+"""How wrong products of 2:4 matrices may be: as wrong as `testing/budget.py` lets the same product of dense ones be."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from torch import Tensor
 from sparsek.formats.bsr24 import BSR24
 from sparsek.formats.semi24 import Semi24
 from sparsek.reference.bsr24 import bsr24
-from sparsek.reference.epilogue import PLAIN, Epilogue
+from sparsek.reference.epilogue import PLAIN, Epilogue, in_float64
 from sparsek.reference.semi24 import semi24
-from sparsek.testing.budget import Gate, budget, in_float64, judge, met
+from sparsek.testing.budget import Gate, met, product_bound
 
 
 def check_24(
@@ -24,9 +24,7 @@ def check_24(
 ) -> Gate:
     """Judges out [..., M, N] as the product of `a`, or its transpose, and b [..., K, N] against float64.
 
-    The error may be twice that of torch.matmul of the dense matrix in the inputs' dtype with the epilogue after it,
-    1e-12 at least. `epilogue` as in `budget.check_spmm`. Rows of b that meet no stored block of a BSR24 may hold
-    anything.
+    `epilogue` as in `budget.check_spmm`. Rows of b that meet no stored block of a BSR24 may hold anything.
     """
     with torch.no_grad():
         wide = a.to(dtype=torch.float64)
@@ -36,8 +34,7 @@ def check_24(
         else:
             exact = bsr24(wide, b.double(), in_float64(epilogue), transposed=transposed)
             b = met(wide.pattern.T if transposed else wide.pattern, b)
-        allowed = budget(dense.mT if transposed else dense, b, exact, epilogue, tf32=tf32)
-        return judge(out, exact, allowed)
+        return product_bound(dense.mT if transposed else dense, b, exact, epilogue, tf32=tf32).judge(out)
 
 
 def check_linear24(

@@ -23,14 +23,13 @@ from sparsek.formats.scaled import Scaled
 from sparsek.formats.scaled_tensor import ScaledTensor
 from sparsek.reference.epilogue import PLAIN, Epilogue, in_float64
 from sparsek.reference.scaled import scaled
-from sparsek.testing.budget import FACTOR, FLOOR, Gate, error, judge, using_tf32
+from sparsek.testing.budget import UNIT, Bound, Gate, product_rounding, using_tf32
 
 CORE = 2.0**-11
 SCALED = (
     2.0**-24
 )  # what one rounding to float32 costs at most: twice that for the scale of a row and that of a column
 BITS = 13  # that a tensor core keeps below the largest number of a step
-UNIT = 0.54  # the mean of (2^floor(log2 x) / x)^2 where the logarithm of x is uniform: 3 / (8 ln 2)
 
 
 def check_scaled(
@@ -55,7 +54,11 @@ def check_scaled(
             lost = lost * epilogue.other.float().abs()
         size = float(torch.linalg.vector_norm(exact))
         from_core = max(core, SCALED, float(torch.linalg.vector_norm(lost.double())) / size) if size else 0.0
-        return judge(out, exact, max(FLOOR, FACTOR * (error(dense, exact) + from_core)))
+        rounding = product_rounding(left, right, out.dtype, epilogue)
+        assert rounding.each is not None
+        each = rounding.each + lost.double().square() + (core * exact).square()
+        rounding = replace(rounding, each=each)
+        return Bound(exact, rounding, [dense], from_core).judge(out)
 
 
 def tensor_core_error(left: Tensor, right: Tensor) -> Tensor:

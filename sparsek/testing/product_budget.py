@@ -1,6 +1,7 @@
-"""How wrong SDDMM, BSR x BSR and linear layers may be: twice as wrong as dense torch in the same dtype, and no more.
+"""How wrong SDDMM, BSR x BSR and linear layers may be: twice as wrong as dense torch in the same dtype, or as rounding
+explains.
 
-`testing/budget.py` says what an error is.
+`testing/budget.py` says what an error is, and what rounding explains.
 """
 
 from __future__ import annotations
@@ -18,15 +19,26 @@ from sparsek.reference.epilogue import Epilogue
 from sparsek.reference.linear import swiglu
 from sparsek.reference.sddmm import sddmm
 from sparsek.reference.spgemm import pairs, spgemm
-from sparsek.testing.budget import FACTOR, FLOOR, Gate, check_spmm, error, judge, using_tf32
+from sparsek.testing.budget import (
+    ROUNDED,
+    SLOPE,
+    Bound,
+    Gate,
+    Rounding,
+    check_spmm,
+    product_rounding,
+    stored_variance,
+    summing_unit,
+    using_tf32,
+)
 from sparsek.testing.product_cases import met_rows, unmet_blocks_cleared
 
 
 def check_sddmm(x: Tensor, y: Tensor, s: BSR, *, tf32: bool = False) -> Gate:
     """Judges `s` as x [..., M, K] @ y [..., K, N], summed over leading dims, at s's pattern.
 
-    The error is that of the stored elements, against the reference in float64. It may be twice that of torch.matmul in
-    the inputs' dtype at the same elements, 1e-12 at least. What lies outside the matrix must be 0. Rows of x and
+    The error is that of the stored elements, against the reference in float64; the dense product is that of
+    torch.matmul in the inputs' dtype at the same elements. What lies outside the matrix must be 0. Rows of x and
     columns of y that meet no block may hold anything, NaN too.
     """
     pattern = s.pattern
@@ -35,37 +47,36 @@ def check_sddmm(x: Tensor, y: Tensor, s: BSR, *, tf32: bool = False) -> Gate:
         (m, n), wide = pattern.shape, x.shape[:-2].numel() * x.shape[-1]
         left = x.masked_fill(~met_rows(pattern)[:, None], 0).movedim(-2, 0).reshape(m, wide)
         right = y.masked_fill(~met_rows(pattern.T), 0).movedim(-1, 0).reshape(n, wide).mT
-        with using_tf32(tf32), dtypes.as_given(x.device):
-            dense = stored(torch.matmul(left, right), pattern)
-        gate = judge(s.logical_values(), exact, max(FLOOR, FACTOR * error(dense, exact)))
+        dense, rounding = _dense(left, right, tf32)
+        rounding = rounding.map(lambda x: stored(x, pattern))
+        gate = Bound(exact, rounding, [stored(dense, pattern)]).judge(s.logical_values())
         return replace(gate, passed=gate.passed and padding_nonzeros(s) == 0)
 
 
 def check_spgemm(a: BSR, b: BSR, out: Tensor | BSR, *, tf32: bool = False) -> Gate:
     """Judges `out`, a dense [M, N] or a BSR, as A @ B; of a BSR its stored blocks are judged.
 
-    The error is against the reference in float64. It may be twice that of torch.matmul of both, made dense, in their
-    dtype, 1e-12 at least. Blocks without a pair, and what lies outside the matrix, must be 0. Blocks of A and B that
-    have no pair may hold anything, NaN too.
+    The error is against the reference in float64; the dense product is torch.matmul of both, made dense, in their
+    dtype. Blocks without a pair, and what lies outside the matrix, must be 0. Blocks of A and B that have no pair may
+    hold anything, NaN too.
     """
     wanted = out.pattern if isinstance(out, BSR) else None
     left, right = unmet_blocks_cleared(a, b, wanted)
     with torch.no_grad():
         exact = spgemm(a.to(dtype=torch.float64), b.to(dtype=torch.float64), wanted)
-        with using_tf32(tf32), dtypes.as_given(a.device):
-            dense = torch.matmul(left.to_dense(), right.to_dense())
+        dense, rounding = _dense(left.to_dense(), right.to_dense(), tf32)
         if isinstance(out, BSR):
             met = torch.zeros(out.nnzb, dtype=torch.bool, device=out.device)
             met[torch.tensor(pairs(a.pattern, b.pattern, wanted).target, device=out.device)] = True
             found, right64 = out.logical_values(), exact.values
-            dense = stored(dense, out.pattern)
+            dense, rounding = stored(dense, out.pattern), rounding.map(lambda x: stored(x, out.pattern))
             not_zero = bool((found[~met] != 0).any()) or padding_nonzeros(out) > 0
         else:
             (m, n), (bm, bn) = exact.shape, exact.block
             found, right64 = out, exact.to_dense()
             met = _cells(exact.pattern).repeat_interleave(bm, 0)[:m].repeat_interleave(bn, 1)[:, :n]
             not_zero = bool((out.masked_fill(met, 0) != 0).any())
-        gate = judge(found, right64, max(FLOOR, FACTOR * error(dense, right64)))
+        gate = Bound(right64, rounding, [dense]).judge(found)
         return replace(gate, passed=gate.passed and not not_zero)
 
 
@@ -93,14 +104,36 @@ def check_linear(
 
 def check_swiglu(x: Tensor, w_gate: BSR, w_up: BSR, out: Tensor, *, tf32: bool = False) -> Gate:
     """Judges out [..., N] as silu(x @ W_gate.T) * (x @ W_up.T), in the same way."""
+    tokens = x.shape[:-1].numel()
+    x, out = x.reshape(tokens, w_gate.shape[1]), out.reshape(tokens, w_gate.shape[0])
     with torch.no_grad():
         wide = (w.to(dtype=torch.float64) for w in (w_gate, w_up))
         exact = swiglu(x.double(), *wide)
         gate_x, up_x = (x.masked_fill(~met_rows(w.pattern.T), 0) for w in (w_gate, w_up))
-        with using_tf32(tf32), dtypes.as_given(x.device):
-            gate = functional.silu(torch.matmul(gate_x, w_gate.to_dense().mT))
-            dense = gate * torch.matmul(up_x, w_up.to_dense().mT)
-        return judge(out, exact, max(FLOOR, FACTOR * error(dense, exact)))
+        halves = [_dense(w.to_dense(), half.mT, tf32) for w, half in ((w_gate, gate_x), (w_up, up_x))]
+        gate, up = (half.double() for half, _ in halves)
+        active = functional.silu(gate)
+        (_, in_gate), (_, in_up) = halves
+        of_gate, of_up = (SLOPE * up).square(), active.square()
+        sums = of_gate * in_gate.sums + of_up * in_up.sums
+        # The activation, of several steps, and the product of both are as exact as the sums, and may be rounded.
+        steps = of_gate * gate.square() + of_up * up.square()
+        sums = sums + 4 * ROUNDED * summing_unit(x.dtype) ** 2 * steps
+        assert in_gate.each is not None
+        assert in_up.each is not None
+        each = sums + of_gate * in_gate.each + of_up * in_up.each + stored_variance(steps, x.dtype)
+        rounding = Rounding(sums, each, x.dtype).map(lambda x: x.mT)
+        dense = (functional.silu(halves[0][0]) * halves[1][0]).mT
+        return Bound(exact, rounding, [dense]).judge(out)
+
+
+def _dense(left: Tensor, right: Tensor, tf32: bool) -> tuple[Tensor, Rounding]:
+    """torch.matmul of [M, K] and [..., K, N] in their dtype, and what roundings may do to it."""
+    with dtypes.as_given(left.device):
+        with using_tf32(tf32):
+            dense = torch.matmul(left, right)
+        with using_tf32(False):
+            return dense, product_rounding(left, right, left.dtype, tf32=tf32)
 
 
 def stored(dense: Tensor, pattern: BlockPattern) -> Tensor:
