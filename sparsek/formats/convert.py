@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from sparsek.core import dtypes
+from sparsek.core.eager import outside_inference
 from sparsek.core.errors import InvalidInput
 from sparsek.formats.bsr import ALIGNMENT, BSR, zero_padding
 from sparsek.formats.pattern import (
@@ -68,6 +69,7 @@ def register_pack(packer: Packer) -> None:
     _PACKERS[:] = [packer]
 
 
+@outside_inference
 def from_dense(
     w: Tensor,
     block: int | tuple[int, int],
@@ -117,6 +119,7 @@ def to_dense(a: BSR) -> Tensor:
     return out[: a.shape[0], : a.shape[1]].contiguous()
 
 
+@outside_inference
 def from_torch(matrix: Tensor) -> BSR:
     """From a torch.sparse_bsr tensor [M, K] with blocks that are multiples of 16. One sync.
 
@@ -146,6 +149,7 @@ def to_torch(a: BSR) -> Tensor:
     )
 
 
+@outside_inference
 def from_scipy(matrix: Any, block: int | tuple[int, int] | None = None) -> BSR:
     """From a SciPy sparse matrix or array in any format, float32 or float64, to a BSR on the CPU.
 
@@ -193,6 +197,7 @@ def to_scipy(a: BSR) -> sparse.bsr_array:
     return sparse.bsr_array(parts, shape=a.shape, copy=True)
 
 
+@outside_inference
 def from_coo_blocks(rows: Tensor, cols: Tensor, blocks: Tensor, shape: tuple[int, int]) -> BSR:
     """From blocks [n, bm, bk] at block coordinates rows [n], cols [n] (int32 or int64), in any order.
 
