@@ -145,7 +145,12 @@ def to_torch(a: BSR) -> Tensor:
     _refuse_ragged(a, "torch.sparse_bsr")
     pattern = a.pattern
     return torch.sparse_bsr_tensor(
-        pattern.indptr, pattern.indices, a.logical_values(), size=a.shape, check_invariants=False
+        pattern.indptr,
+        pattern.indices,
+        a.logical_values(),
+        size=a.shape,
+        device=a.device,
+        check_invariants=False,
     )
 
 
@@ -176,8 +181,10 @@ def from_scipy(matrix: Any, block: int | tuple[int, int] | None = None) -> BSR:
         raise InvalidInput(f"SciPy finds its {matrix.format} matrix invalid: {error}") from error
     if own != wanted:
         return _from_elements(matrix, shape, wanted)
-    indptr, indices = (torch.tensor(part.astype(np.int32)) for part in (matrix.indptr, matrix.indices))
-    return BSR(BlockPattern(shape, wanted, indptr, indices), torch.tensor(matrix.data))
+    indptr, indices = (
+        torch.tensor(part.astype(np.int32), device="cpu") for part in (matrix.indptr, matrix.indices)
+    )
+    return BSR(BlockPattern(shape, wanted, indptr, indices), torch.tensor(matrix.data, device="cpu"))
 
 
 def to_scipy(a: BSR) -> sparse.bsr_array:
@@ -254,7 +261,7 @@ def _from_elements(coo: Any, shape: tuple[int, int], block: tuple[int, int]) -> 
     indptr = _indptr(cells // max(columns, 1), block_rows)
     host = HostPattern(indptr, (cells % max(columns, 1)).astype(np.int32))
     return BSR.unchecked(
-        BlockPattern.from_host(shape, block, host, torch.device("cpu")), torch.tensor(values)
+        BlockPattern.from_host(shape, block, host, torch.device("cpu")), torch.tensor(values, device="cpu")
     )
 
 

@@ -81,9 +81,9 @@ class BlockSparseLinear(nn.Module):
         dtype = torch.get_default_dtype() if dtype is None else dtype
         drawn = random_bsr(out_features, in_features, block, density, dtype=dtype, seed=seed)
         made = cls.from_bsr(
-            drawn, torch.empty(out_features, dtype=dtype) if bias else None, activation=activation
+            drawn, drawn.values.new_empty(out_features) if bias else None, activation=activation
         )
-        made.reset_parameters(torch.Generator().manual_seed(seed))
+        made.reset_parameters(torch.Generator("cpu").manual_seed(seed))
         return made
 
     @classmethod
