@@ -121,7 +121,7 @@ def _bigbird(over: Geometry, numbers: tuple[float, ...], device: torch.device, s
 
 def _topk(over: Geometry, numbers: tuple[float, ...], device: torch.device, seed: int) -> Maker:
     generator = torch.Generator(device=device).manual_seed(seed)
-    scores = torch.randn(1, over.heads, *over.grid, generator=generator, device=device)
+    scores = torch.randn(1, over.heads, *over.grid, generator=generator, dtype=torch.float32, device=device)
     return lambda: BlockMask.topk(
         scores, int(numbers[0]), q_len=over.q_len, kv_len=over.kv_len, block=over.block
     )
@@ -146,9 +146,9 @@ def _like_bigbird(over: Geometry, numbers: tuple[float, ...], device: torch.devi
 def _drawn(over: Geometry, counts: Tensor, seed: int) -> Maker:
     """Distinct random blocks, counts[row] of them in each row of the heads' query tiles."""
     generator = torch.Generator(device=counts.device).manual_seed(seed)
-    ranks = (
-        torch.rand(len(counts), over.grid[1], generator=generator, device=counts.device).argsort(1).argsort(1)
-    )
+    shape, device = (len(counts), over.grid[1]), counts.device
+    drawn = torch.rand(shape, generator=generator, dtype=torch.float32, device=device)
+    ranks = drawn.argsort(1).argsort(1)
     indices = (ranks < counts[:, None]).nonzero()[:, 1].int()
     indptr = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
     return lambda: BlockMask.from_blocks(

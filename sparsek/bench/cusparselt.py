@@ -146,7 +146,7 @@ def random_24(m: int, k: int, dtype: torch.dtype, device: torch.device) -> Tenso
     for row, pair in enumerate(PAIRS):
         table[row, list(pair)] = True
     kept = table[torch.randint(len(PAIRS), (m, k // 4), device=device)].view(m, k)
-    return (torch.randn(m, k, device=device) * kept).to(dtype)
+    return (torch.randn(m, k, dtype=torch.float32, device=device) * kept).to(dtype)
 
 
 def multiply(packed: Tensor, b: Tensor, way: Way) -> Tensor:
@@ -170,7 +170,7 @@ def attempts(tasks: Sequence[Task], device: torch.device, start: int) -> Iterato
         places = range(max(start, index * len(WAYS)), (index + 1) * len(WAYS))
         torch.manual_seed(index)
         a = random_24(m, k, DTYPES[dtype], device)
-        b = torch.randn(k, n, device=device).to(DTYPES[dtype])
+        b = torch.randn(k, n, dtype=torch.float32, device=device).to(DTYPES[dtype])
         right = a.float() @ b.float()
         layouts = {layout: laid(b, layout) for layout in ("row", "col")}
         try:

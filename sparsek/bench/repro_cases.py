@@ -127,9 +127,10 @@ class GradValues(Case):
 
     def theirs(self, o: Operands) -> Any:
         values = o.a.values().clone().requires_grad_()
-        w = torch.sparse_bsr_tensor(o.a.crow_indices(), o.a.col_indices(), values, size=o.a.shape)
+        parts = o.a.crow_indices(), o.a.col_indices()
+        w = torch.sparse_bsr_tensor(*parts, values, size=o.a.shape, device=values.device)
         (w @ o.x).backward(o.dy)
-        return torch.sparse_bsr_tensor(o.a.crow_indices(), o.a.col_indices(), values.grad, size=o.a.shape)
+        return torch.sparse_bsr_tensor(*parts, values.grad, size=o.a.shape, device=values.device)
 
     def ours(self, o: Operands) -> Any:
         values = o.a.values.clone().requires_grad_()

@@ -32,7 +32,7 @@ class OwnProduct:
         for index, one in enumerate(sets):
             shapes = {"dtype": one.b.dtype, "device": one.b.device}
             b = random_dense(*plain.b_shape, **shapes, seed=2000 + index)
-            own = SpmmOperands(one.a, b, torch.empty(plain.out_shape, **shapes))
+            own = SpmmOperands(one.a, b, one.b.new_empty(plain.out_shape))
             plan = own.plan(None)
             if not index:
                 accepted(own.gate(plan), "A @ B")

@@ -5,9 +5,10 @@ rates are.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -34,6 +35,14 @@ class Card:
     launch_seconds: float = 4e-6
     measured: frozenset[str] = frozenset()
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tflops", MappingProxyType(dict(self.tflops)))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Its fields; Python pickles and copies no mapping that is read-only."""
+        parts = {each.name: getattr(self, each.name) for each in fields(self)}
+        return Card, tuple({**parts, "tflops": dict(self.tflops)}.values())
+
     @property
     def is_cpu(self) -> bool:
         return self.name == "cpu"
@@ -51,9 +60,7 @@ H200 = Card(
     memory_bytes=139 << 30,
     bandwidth=4.28e12,
     fabric=10.8e12,
-    tflops=MappingProxyType(
-        {"fp8": 1200.0, "bf16": 690.0, "fp16": 680.0, "tf32": 350.0, "fp32": 50.0, "fp64": 60.0}
-    ),
+    tflops={"fp8": 1200.0, "bf16": 690.0, "fp16": 680.0, "tf32": 350.0, "fp32": 50.0, "fp64": 60.0},
     measured=frozenset(("fp8", "bf16", "fp16")),
 )
 # Two laptop cores: orders of magnitude only, used to rank the CPU kernels against each other.
@@ -66,9 +73,7 @@ CPU = Card(
     memory_bytes=8 << 30,
     bandwidth=2e10,
     fabric=2e10,
-    tflops=MappingProxyType(
-        {"fp8": 0.05, "bf16": 0.05, "fp16": 0.05, "tf32": 0.1, "fp32": 0.1, "fp64": 0.05}
-    ),
+    tflops={"fp8": 0.05, "bf16": 0.05, "fp16": 0.05, "tf32": 0.1, "fp32": 0.1, "fp64": 0.05},
     launch_seconds=2e-5,
 )
 CARDS: Mapping[str, Card] = MappingProxyType({"h200": H200, "cpu": CPU})
@@ -111,6 +116,6 @@ def _cuda_card(index: int) -> Card:
         memory_bytes=facts.total_memory,
         bandwidth=H200.bandwidth * share,
         fabric=H200.fabric * share,
-        tflops=MappingProxyType({name: rate * share for name, rate in H200.tflops.items()}),
+        tflops={name: rate * share for name, rate in H200.tflops.items()},
         measured=frozenset(),
     )

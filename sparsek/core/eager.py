@@ -1,4 +1,4 @@
-"""Functions that torch.compile must not trace."""
+"""Functions that torch.compile must not trace, and what outlives the mode of torch that it was made in."""
 
 import functools
 import sys
@@ -21,6 +21,41 @@ def untransformed(build: Callable[[], Made]) -> Made:
 
     with temporarily_clear_interpreter_stack():
         return build()
+
+
+def outside_inference(make: Callable[Given, Made]) -> Callable[Given, Made]:
+    """For functions that make what may be trained on later: in inference mode they run under no_grad in its place.
+
+    No backward pass can save tensors of inference mode.
+    """
+
+    @functools.wraps(make)
+    def made(*args: Given.args, **kwargs: Given.kwargs) -> Made:
+        if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
+            return make(*args, **kwargs)
+        with torch.inference_mode(False), torch.no_grad():
+            return make(*args, **kwargs)
+
+    return made
+
+
+def saveable(x: Any) -> Any:
+    """`x`, or of a tensor of inference mode a copy, which a backward pass can save."""
+    if torch.compiler.is_compiling() or not isinstance(x, torch.Tensor) or not x.is_inference():
+        return x
+    with torch.inference_mode(False):
+        return x.clone()
+
+
+def save_for_backward(ctx: Any, *tensors: torch.Tensor | None) -> None:
+    """ctx.save_for_backward. InvalidInput for a tensor of inference mode, which torch refuses to save."""
+    for x in tensors:
+        if x is not None and x.is_inference():
+            raise InvalidInput(
+                f"a gradient needs a tensor {list(x.shape)} that was made in torch.inference_mode, and no backward "
+                "pass can save it: make it under torch.no_grad, or .clone() it outside of inference mode"
+            )
+    ctx.save_for_backward(*tensors)
 
 
 # Not empty while a function that `constant` decorates runs.

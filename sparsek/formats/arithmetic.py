@@ -151,9 +151,9 @@ def state_dict(a: BSR) -> dict[str, Tensor]:
         "values": base.values.detach(),
         "indptr": base.pattern.indptr,
         "indices": base.pattern.indices,
-        "shape": torch.tensor(base.shape),
-        "block": torch.tensor(base.block),
-        "transposed": torch.tensor(a.order is not None),
+        "shape": torch.tensor(base.shape, device="cpu"),
+        "block": torch.tensor(base.block, device="cpu"),
+        "transposed": torch.tensor(a.order is not None, device="cpu"),
     }
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
+from sparsek.core.eager import saveable
 from sparsek.formats.mask_parts import BlockLists, Frame, HostLists, HostMask, Sizes, TransposedLists
 from sparsek.formats.pattern import BlockPattern, as_device
 
@@ -98,8 +99,9 @@ class BlockMask:
     def __post_init__(self) -> None:
         from sparsek.formats import mask_check
 
-        for name, part in mask_check.plain(self).items():
-            object.__setattr__(self, name, part)
+        parts = {name: getattr(self, name) for name in LISTS + TENSORS} | mask_check.plain(self)
+        for name, part in parts.items():
+            object.__setattr__(self, name, _saveable(part))
         object.__setattr__(self, "sizes", mask_check.check(self))
 
     @classmethod
@@ -110,7 +112,7 @@ class BlockMask:
             part = parts.pop(name, default)
             if part is MISSING:
                 raise TypeError(f"BlockMask.unchecked needs {name}")
-            object.__setattr__(made, name, part)
+            object.__setattr__(made, name, _saveable(part))
         if parts:
             raise TypeError(f"BlockMask has no field {', '.join(parts)}")
         object.__setattr__(made, "_memo", {})
@@ -516,6 +518,11 @@ LISTS = ("full", "partial")
 TENSORS = ("lo", "hi", "rules", "bits")
 # After the dataclass has been made: to it the descriptor would be a default.
 setattr(BlockMask, "full", FullBlocks())  # noqa: B010
+
+
+def _saveable(part: Any) -> Any:
+    """A part of a mask, whose tensors a backward pass can save."""
+    return BlockLists(*map(saveable, part)) if isinstance(part, BlockLists) else saveable(part)
 
 
 def _leaves(mask: BlockMask) -> list[Any]:

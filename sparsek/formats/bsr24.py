@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from sparsek.core import dtypes
+from sparsek.core.eager import outside_inference
 from sparsek.core.errors import InvalidInput
 from sparsek.formats import two_four
 from sparsek.formats.bsr import BSR, padding_of
@@ -78,6 +79,7 @@ class BSR24(OfBlocks):
         return BSR24.unchecked(self.pattern.to(target), self.values.to(target, wanted), self.meta.to(target))
 
     @classmethod
+    @outside_inference
     def from_bsr(cls, a: BSR, *, exact: bool = False) -> BSR24:
         """The pattern of a BSR, and two of every four neighbours in the rows of its blocks, whose sides 64 divides.
 
@@ -97,6 +99,7 @@ class BSR24(OfBlocks):
         return cls.unchecked(a.pattern, *two_four.pack(values))
 
     @classmethod
+    @outside_inference
     def from_dense(
         cls,
         w: Tensor,

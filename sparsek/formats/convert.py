@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from sparsek.core import dtypes
+from sparsek.core.eager import outside_inference
 from sparsek.core.errors import InvalidInput
 from sparsek.formats.bsr import ALIGNMENT, BSR, zero_padding
 from sparsek.formats.pattern import (
@@ -68,6 +69,7 @@ def register_pack(packer: Packer) -> None:
     _PACKERS[:] = [packer]
 
 
+@outside_inference
 def from_dense(
     w: Tensor,
     block: int | tuple[int, int],
@@ -117,6 +119,7 @@ def to_dense(a: BSR) -> Tensor:
     return out[: a.shape[0], : a.shape[1]].contiguous()
 
 
+@outside_inference
 def from_torch(matrix: Tensor) -> BSR:
     """From a torch.sparse_bsr tensor [M, K] with blocks that are multiples of 16. One sync.
 
@@ -142,10 +145,16 @@ def to_torch(a: BSR) -> Tensor:
     _refuse_ragged(a, "torch.sparse_bsr")
     pattern = a.pattern
     return torch.sparse_bsr_tensor(
-        pattern.indptr, pattern.indices, a.logical_values(), size=a.shape, check_invariants=False
+        pattern.indptr,
+        pattern.indices,
+        a.logical_values(),
+        size=a.shape,
+        device=a.device,
+        check_invariants=False,
     )
 
 
+@outside_inference
 def from_scipy(matrix: Any, block: int | tuple[int, int] | None = None) -> BSR:
     """From a SciPy sparse matrix or array in any format, float32 or float64, to a BSR on the CPU.
 
@@ -172,8 +181,10 @@ def from_scipy(matrix: Any, block: int | tuple[int, int] | None = None) -> BSR:
         raise InvalidInput(f"SciPy finds its {matrix.format} matrix invalid: {error}") from error
     if own != wanted:
         return _from_elements(matrix, shape, wanted)
-    indptr, indices = (torch.tensor(part.astype(np.int32)) for part in (matrix.indptr, matrix.indices))
-    return BSR(BlockPattern(shape, wanted, indptr, indices), torch.tensor(matrix.data))
+    indptr, indices = (
+        torch.tensor(part.astype(np.int32), device="cpu") for part in (matrix.indptr, matrix.indices)
+    )
+    return BSR(BlockPattern(shape, wanted, indptr, indices), torch.tensor(matrix.data, device="cpu"))
 
 
 def to_scipy(a: BSR) -> sparse.bsr_array:
@@ -193,6 +204,7 @@ def to_scipy(a: BSR) -> sparse.bsr_array:
     return sparse.bsr_array(parts, shape=a.shape, copy=True)
 
 
+@outside_inference
 def from_coo_blocks(rows: Tensor, cols: Tensor, blocks: Tensor, shape: tuple[int, int]) -> BSR:
     """From blocks [n, bm, bk] at block coordinates rows [n], cols [n] (int32 or int64), in any order.
 
@@ -249,7 +261,7 @@ def _from_elements(coo: Any, shape: tuple[int, int], block: tuple[int, int]) -> 
     indptr = _indptr(cells // max(columns, 1), block_rows)
     host = HostPattern(indptr, (cells % max(columns, 1)).astype(np.int32))
     return BSR.unchecked(
-        BlockPattern.from_host(shape, block, host, torch.device("cpu")), torch.tensor(values)
+        BlockPattern.from_host(shape, block, host, torch.device("cpu")), torch.tensor(values, device="cpu")
     )
 
 

@@ -27,6 +27,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from sparsek.core import dtypes
+from sparsek.core.eager import outside_inference
 from sparsek.core.errors import InvalidFile, InvalidInput
 from sparsek.formats.block_mask import BlockMask
 from sparsek.formats.bsr import BSR
@@ -63,6 +64,7 @@ def save(obj: Saved | Mapping[str, Saved], path: StrPath) -> None:
         _write(file, tensors, {"sparsek": about, "sparsek.crc32": str(zlib.crc32(about.encode()))})
 
 
+@outside_inference
 def load(path: StrPath, name: str | None = None, device: torch.device | str = "cpu") -> Any:
     """Read what `save` wrote, a matrix, a mask or a dict of them, as it was; with `name`, that one of the dict.
 

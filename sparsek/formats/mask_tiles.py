@@ -41,7 +41,8 @@ class TileMask:
         self._full: list[Tensor] = []
         self._partial: list[Seen] = []
         self.add(
-            torch.empty(0, dtype=torch.int64, device=device), torch.empty(0, *block, device=device).bool()
+            torch.empty(0, dtype=torch.int64, device=device),
+            torch.empty(0, *block, dtype=torch.bool, device=device),
         )
 
     def add_full(self, cells: Tensor) -> None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
-from sparsek.core.eager import untransformed
+from sparsek.core.eager import saveable, untransformed
 from sparsek.core.errors import InvalidInput
 
 INT32_MAX = 2**31 - 1
@@ -43,7 +43,7 @@ class BlockPattern:
     `shape` is the true (M, K); sides need not be multiples of the block. `block` is (bm, bk), multiples of 16
     from 16 to 512. `indptr` is int32 [Mb+1] with Mb = ceil(M/bm); `indices` is int32 [nnzb], sorted and
     unique in each block row, 0 <= j < Kb = ceil(K/bk). Both are contiguous and on one device. Do not
-    write to them afterwards.
+    write to them afterwards. Those of torch.inference_mode are copied, so that training may follow.
 
     Construction checks everything with one device sync and raises InvalidInput that says where the fault is.
     """
@@ -58,6 +58,8 @@ class BlockPattern:
         object.__setattr__(self, "block", block_sides(self.block))
         object.__setattr__(self, "shape", matrix_sides(self.shape, self.block))
         _check_tensors(self)
+        for name in LEAVES:
+            object.__setattr__(self, name, saveable(getattr(self, name)))
         _check_indices(self.host, self.grid)
 
     @classmethod
@@ -71,7 +73,8 @@ class BlockPattern:
     ) -> BlockPattern:
         """A pattern from parts that are known to be right: no check, no sync. `host` saves the later copy."""
         made = object.__new__(cls)
-        parts = {"shape": shape, "block": block, "indptr": indptr, "indices": indices}
+        leaves = {"indptr": saveable(indptr), "indices": saveable(indices)}
+        parts = {"shape": shape, "block": block, **leaves}
         for name, part in parts.items():
             object.__setattr__(made, name, part)
         object.__setattr__(made, "_memo", {} if host is None else {"host": host})

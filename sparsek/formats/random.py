@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from sparsek.core import dtypes
+from sparsek.core.eager import outside_inference
 from sparsek.core.errors import InvalidInput
 from sparsek.formats.bsr import BSR, zero_padding
 from sparsek.formats.pattern import (
@@ -28,6 +29,7 @@ ZIPF = 1.2
 SEEDS = 2**64  # torch takes seeds below this
 
 
+@outside_inference
 def random_bsr(
     m: int,
     k: int,

@@ -139,6 +139,10 @@ class ScaledTensor(Multiplied):
         off = torch.linalg.vector_norm(self.dequantize(torch.float64) - exact)
         return float(torch.where(size == 0, off, off / size))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """The values as bytes: torch pickles no FP8 tensor."""
+        return _of_bytes, (self.values.view(torch.uint8), self.dtype, self.scale, self.turned)
+
     def __repr__(self) -> str:
         if not isinstance(self.values, Tensor) or not isinstance(self.scale, Tensor):
             return "ScaledTensor(values not concrete)"
@@ -147,6 +151,11 @@ class ScaledTensor(Multiplied):
         sides = "x".join(map(str, self.shape))
         what = f"{sides} {NAMES.get(self.dtype, self.dtype)}, scale per {self.kind}"
         return f"ScaledTensor({what}, {size:.3g} MB, {self.device}{turned})"
+
+
+def _of_bytes(values: Tensor, dtype: torch.dtype, scale: Tensor, turned: bool) -> ScaledTensor:
+    """What `ScaledTensor.__reduce__` took apart: of a copy or a pickle, whose parts fit."""
+    return ScaledTensor.unchecked(values.view(dtype), scale, turned)
 
 
 def quantize_dense(x: Tensor, dtype: torch.dtype, scale: str, check: bool) -> ScaledTensor:

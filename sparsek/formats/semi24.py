@@ -13,6 +13,7 @@ from torch.sparse import SparseSemiStructuredTensor, to_sparse_semi_structured
 from torch.utils import _pytree
 
 from sparsek.core import dtypes
+from sparsek.core.eager import outside_inference
 from sparsek.core.errors import InvalidInput, Unsupported
 from sparsek.formats import two_four
 from sparsek.formats.matrix import Stored
@@ -72,6 +73,7 @@ class Semi24(Stored):
         return Semi24.unchecked(self.values.to(target, wanted), self.meta.to(target))
 
     @classmethod
+    @outside_inference
     def from_dense(cls, w: Tensor, mask: Tensor | None = None, *, exact: bool = False) -> Semi24:
         """Two of every four neighbours in the rows of a dense w [M, K], K a multiple of 8; any float dtype and strides.
 
@@ -105,6 +107,7 @@ class Semi24(Stored):
         return two_four.kept_norm(self, w)
 
     @classmethod
+    @outside_inference
     def from_torch(cls, matrix: Tensor) -> Semi24:
         """From a torch.sparse.SparseSemiStructuredTensor [M, K] in bf16 or fp16, through its dense matrix.
 

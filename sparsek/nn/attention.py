@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from sparsek.core.eager import outside_inference
 from sparsek.core.errors import InvalidInput
 from sparsek.formats.block_mask import BlockMask
 from sparsek.formats.mask_rows import as_count
@@ -26,6 +27,7 @@ class SparseAttention(nn.Module):
     fit.
     """
 
+    @outside_inference
     def __init__(
         self,
         dim: int,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from sparsek.core import dtypes
+from sparsek.core.eager import outside_inference, saveable
 from sparsek.core.errors import InvalidInput
 from sparsek.formats.bsr import BSR, padding_nonzeros, zero_padding
 from sparsek.formats.pattern import BlockPattern, as_device, one_of
@@ -35,6 +36,7 @@ class BlockSparseLinear(nn.Module):
     indptr: Tensor
     indices: Tensor
 
+    @outside_inference
     def __init__(
         self,
         pattern: BlockPattern,
@@ -59,6 +61,7 @@ class BlockSparseLinear(nn.Module):
         self.reset_parameters()
 
     @classmethod
+    @outside_inference
     def random(
         cls,
         in_features: int,
@@ -78,12 +81,13 @@ class BlockSparseLinear(nn.Module):
         dtype = torch.get_default_dtype() if dtype is None else dtype
         drawn = random_bsr(out_features, in_features, block, density, dtype=dtype, seed=seed)
         made = cls.from_bsr(
-            drawn, torch.empty(out_features, dtype=dtype) if bias else None, activation=activation
+            drawn, drawn.values.new_empty(out_features) if bias else None, activation=activation
         )
-        made.reset_parameters(torch.Generator().manual_seed(seed))
+        made.reset_parameters(torch.Generator("cpu").manual_seed(seed))
         return made
 
     @classmethod
+    @outside_inference
     def from_dense(
         cls,
         dense: nn.Linear | Tensor,
@@ -111,12 +115,14 @@ class BlockSparseLinear(nn.Module):
         return cls.from_bsr(chosen, None if bias is None else bias.detach().clone(), activation=activation)
 
     @classmethod
+    @outside_inference
     def from_bsr(
         cls, a: BSR, bias: Tensor | None = None, *, activation: str | None = None
     ) -> BlockSparseLinear:
         """A layer with `a` [out_features, in_features] as its weight, and `bias` [out_features].
 
-        Both are taken over, not copied: training changes them. Of a transposed view the blocks are copied.
+        Both are taken over, not copied: training changes them. The blocks of a transposed view are
+        copied, and tensors of torch.inference_mode, which could not be trained.
         """
         if not isinstance(a, BSR):
             raise InvalidInput(
@@ -146,8 +152,8 @@ class BlockSparseLinear(nn.Module):
         self._pattern = pattern
         self.register_buffer("indptr", pattern.indptr)
         self.register_buffer("indices", pattern.indices)
-        self.values = nn.Parameter(values)
-        self.register_parameter("bias", None if bias is None else nn.Parameter(bias))
+        self.values = nn.Parameter(saveable(values))
+        self.register_parameter("bias", None if bias is None else nn.Parameter(saveable(bias)))
 
     @property
     def pattern(self) -> BlockPattern:
@@ -222,21 +228,28 @@ class BlockSparseLinear(nn.Module):
     ) -> None:
         """Takes over the pattern of the state dict, of as many blocks as it has, if sides and blocks are these.
 
-        If their number changes `values` is the same Parameter of another shape; what an optimizer kept for it no
-        longer fits. A pattern or values that are wrong change nothing and are told as torch tells its own errors.
+        `values` stays the same Parameter, of another shape if the number of blocks changes; with assign=True it is a
+        new one, as torch has it. Another pattern takes `values.grad` away, and a loss that was computed before raises
+        InvalidInput in its backward pass: both are of the old blocks. What an optimizer keeps for `values`, as Adam
+        its moments, is of them too, and no longer fits if their number changes: make a new optimizer, or remove
+        `optimizer.state[layer.values]`. Wrap a model in DistributedDataParallel after loading.
+
+        A pattern or values that are wrong change nothing and are told as torch tells its own errors.
         """
+        assign = local_metadata.get("assign_to_params_buffers", False)
         try:
-            pattern = self._pattern_in(
-                state_dict, prefix, local_metadata.get("assign_to_params_buffers", False)
-            )
+            pattern = self._pattern_in(state_dict, prefix, assign)
         except InvalidInput as error:
             error_msgs.append(f"{prefix or 'BlockSparseLinear'}: {error}")
             return
-        if self.values.shape[0] != pattern.nnzb:
-            self.values.grad = None
-            self.values.data = self.values.data.new_empty((pattern.nnzb, *pattern.block))
-        if not self.indptr.is_meta:
-            self._follow(pattern)
+        if pattern is not self._pattern and assign:
+            values = state_dict[prefix + "values"].detach()
+            self.values = nn.Parameter(values, self.values.requires_grad)
+        elif pattern is not self._pattern:
+            _begin_anew(self.values, pattern)
+        # torch writes to the buffers that are there; the pattern's own belong to its other layers and losses too.
+        parts = pattern.indptr, pattern.indices
+        self.indptr, self.indices = (torch.empty_like(x, device=self.indptr.device) for x in parts)
         super()._load_from_state_dict(
             state_dict,
             prefix,
@@ -281,6 +294,33 @@ class BlockSparseLinear(nn.Module):
             )
         same = found.device == self._pattern.device and found.same_as(self._pattern)
         return self._pattern if same else found
+
+
+@torch.inference_mode(False)
+@torch.enable_grad()
+def _begin_anew(values: nn.Parameter, pattern: BlockPattern) -> None:
+    """Makes `values` of an old pattern the same Parameter for a new one: no gradient, and no part in an old loss."""
+    values.grad = None
+    if not values.is_inference():  # no loss holds a tensor of inference mode
+        learns = values.requires_grad
+        edge = torch.autograd.graph.get_gradient_edge(values.requires_grad_())
+        edge.node.register_prehook(_refuse_old_gradient)
+        values.requires_grad_(learns)
+    # That node adds the gradients to `values`. It lives as long as a loss does, and knows the shape that was. Data of
+    # another dtype make autograd forget it: the next forward pass gets one of its own.
+    kept = values.data
+    if kept.shape[0] != pattern.nnzb:
+        kept = kept.new_empty((pattern.nnzb, *pattern.block))
+    other = torch.float32 if kept.dtype == torch.float64 else torch.float64
+    values.data = kept.new_empty(0, dtype=other)
+    values.data = kept
+
+
+def _refuse_old_gradient(gradients: Any) -> NoReturn:
+    raise InvalidInput(
+        "this loss was computed before load_state_dict gave a BlockSparseLinear another pattern, and its gradient is "
+        "of the old blocks: compute the loss again"
+    )
 
 
 def _bounds(pattern: BlockPattern) -> np.ndarray:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 
+from sparsek.core.eager import save_for_backward
 from sparsek.core.errors import InvalidInput
 from sparsek.formats.block_mask import BlockMask
 from sparsek.ops import gradients
@@ -52,7 +53,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tenso
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     q, k, v, ctx.call = inputs
-    ctx.save_for_backward(q, k, v, *output)
+    save_for_backward(ctx, q, k, v, *output)
     ctx.set_materialize_grads(False)
 
 

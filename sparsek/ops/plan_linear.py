@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -120,6 +121,19 @@ class LinearPlan:
     choice: Option
     bound: Bound
     weight: Any = field(repr=False)
+
+    def __copy__(self) -> LinearPlan:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LinearPlan:
+        """Copies the weight, as its own class does, and shares what is known of it."""
+        return replace(self, weight=deepcopy(self.weight, memo))
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise InvalidInput(
+            "a LinearPlan is not pickled (torch.save pickles too), for it holds times of this machine: save its weight "
+            "with sparsek.save and pass it to sparsek.linear, or plan anew"
+        )
 
     @property
     def is_measured(self) -> bool:

@@ -304,7 +304,7 @@ def _problem(
 
 
 def _touches_all(pattern: BlockPattern) -> bool:
-    touched = torch.zeros(pattern.grid[1], dtype=torch.bool)
+    touched = torch.zeros(pattern.grid[1], dtype=torch.bool, device="cpu")
     touched[torch.from_numpy(pattern.host.indices.astype("int64"))] = True
     return bool(touched.all())
 

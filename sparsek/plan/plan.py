@@ -3,7 +3,7 @@
 import re
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from sparsek.core.errors import InvalidInput
 from sparsek.plan.problem import Problem
@@ -15,6 +15,7 @@ class Plan(ABC):
     """A kernel and a config for one problem, with what had to be made ready once. Each operation's plan is callable.
 
     A plan that is not `ready` was made for a card that is named, not there: it predicts and explains.
+    Copies are the plan itself, as those of its pattern or mask are. It is not pickled.
     """
 
     problem: Any
@@ -25,6 +26,18 @@ class Plan(ABC):
     def __repr__(self) -> str:
         about = re.sub(r"\s{2,}", ": ", self.headline()[0])
         return f"{type(self).__name__}({self.kernel}, {about}{'' if self.ready else ', predicts only'})"
+
+    def __copy__(self) -> "Plan":
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Plan":
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise InvalidInput(
+            f"a {type(self).__name__} is not pickled (torch.save pickles too): it holds a kernel and tensors of this "
+            "process; plan anew where it is needed"
+        )
 
     @property
     def kernel(self) -> str:

@@ -67,14 +67,14 @@ def random_bits(
 
     The last rows of each tile of even number see nothing.
     """
-    draw = torch.Generator().manual_seed(seed)
+    draw = torch.Generator("cpu").manual_seed(seed)
     (s, t), (bq, bk) = lengths, block
     shape = (batch, heads, -(-s // bq), -(-t // bk))
-    kind = torch.rand(shape, generator=draw)
-    elements = torch.rand((batch, heads, s, t), generator=draw) < 0.5
+    kind = torch.rand(shape, generator=draw, dtype=torch.float32, device="cpu")
+    elements = torch.rand((batch, heads, s, t), generator=draw, dtype=torch.float32, device="cpu") < 0.5
     over_elements = kind.repeat_interleave(bq, 2)[:, :, :s].repeat_interleave(bk, 3)[..., :t]
     seen = torch.where(over_elements < density / 2, elements, over_elements < density)
-    query = torch.arange(s)
+    query = torch.arange(s, device="cpu")
     seen[:, :, (query % bq >= bq - 5) & (query // bq % 2 == 0)] = False
     return BlockMask.from_dense(seen.to(device), block)
 
@@ -82,7 +82,8 @@ def random_bits(
 def _top_blocks(device: str, lengths: Lengths, block: Block, k: int, **rest: object) -> BlockMask:
     """k blocks per query tile by random scores, different for each of 2 batch items and 2 heads."""
     (s, t), (bq, bk) = lengths, block
-    scores = torch.rand(2, 2, -(-s // bq), -(-t // bk), generator=torch.Generator().manual_seed(1))
+    draw = torch.Generator("cpu").manual_seed(1)
+    scores = torch.rand(2, 2, -(-s // bq), -(-t // bk), generator=draw, dtype=torch.float32, device="cpu")
     return BlockMask.topk(scores.to(device), k, q_len=s, kv_len=t, block=block, **rest)  # type: ignore[arg-type]
 
 

@@ -50,9 +50,11 @@ class Case24:
     ) -> tuple[Semi24 | BSR24, Tensor, Epilogue, Tensor]:
         """A, B, the epilogue and an output full of NaN: N(0, 1) on `device`."""
         dtypes.name(dtype)
-        draw = torch.Generator().manual_seed(seed)
+        draw = torch.Generator("cpu").manual_seed(seed)
         if self.block is None:
-            dense = torch.randn(self.rows, self.columns, generator=draw).to(device, dtype)
+            dense = torch.randn(
+                self.rows, self.columns, generator=draw, dtype=torch.float32, device="cpu"
+            ).to(device, dtype)
             a: Semi24 | BSR24 = Semi24.from_dense(dense)
         else:
             made = random_bsr(

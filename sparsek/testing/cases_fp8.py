@@ -72,13 +72,13 @@ class CaseFp8:
 
         Rows of A and columns of B differ in size by powers of two, so that a scale in the wrong place is seen.
         """
-        draw = torch.Generator().manual_seed(seed)
+        draw = torch.Generator("cpu").manual_seed(seed)
 
         def sizes(*shape: int) -> Tensor:
-            return 2.0 ** torch.randint(-3, 4, shape, generator=draw)
+            return torch.exp2(torch.randint(-3, 4, shape, generator=draw, device="cpu").float())
 
         def normal(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=draw)
+            return torch.randn(shape, generator=draw, dtype=torch.float32, device="cpu")
 
         wide = self._matrix(draw, sizes).to(device)
         a = quantize(wide, self.scales.dtype, self.scales.a, fast_accum=self.scales.fast)
@@ -101,8 +101,9 @@ class CaseFp8:
         """A in float32, before it is quantized, as it is stored."""
         m, k = (self.k, self.m) if self.view else (self.m, self.k)
         if self.kind == "semi24":
-            return Semi24.from_dense(torch.randn(m, k, generator=draw) * sizes(m, 1))
-        seed = int(torch.randint(2**31, (), generator=draw))
+            dense = torch.randn(m, k, generator=draw, dtype=torch.float32, device="cpu")
+            return Semi24.from_dense(dense * sizes(m, 1))
+        seed = int(torch.randint(2**31, (), generator=draw, device="cpu"))
         block = (self.block[1], self.block[0]) if self.view else self.block
         a = random_bsr(m, k, block, self.density, dtype=torch.float32, device="cpu", seed=seed)
         a.values.mul_(sizes(*a.values.shape[:2], 1))

@@ -124,7 +124,7 @@ def tiles(x: Tensor, size: int, height: int) -> Tensor:
 
 def entries(starts: Tensor, rows: Tensor, count: int) -> Tensor:
     """Positions in `indices` of the `count` entries of each row: [rows, count]."""
-    return starts[rows].to(torch.int64)[:, None] + torch.arange(count)
+    return starts[rows].to(torch.int64)[:, None] + torch.arange(count, device=starts.device)
 
 
 def steps(p: AttentionProblem, c: CpuAttentionConfig, mask: BlockMask, size: Footprint) -> Iterator[Step]:

@@ -533,8 +533,9 @@ class HopperAttentionGrad:
         rows = made.rows
         known = prepare_rows(out, grad, lse, grad_lse, rows).view(-1, 64)
         # In order, the first of a tile's dQ is stored and not added; rows that nobody has visited have had no turn.
-        make = torch.empty if c.ordered else torch.zeros
-        acc = make((batch * heads, rows, c.dim), dtype=torch.float32, device=q.device)
+        acc = q.new_empty((batch * heads, rows, c.dim), dtype=torch.float32)
+        if not c.ordered:
+            acc.zero_()
         turns = acc.new_zeros(batch * heads * (rows // 64) if c.ordered else 4, dtype=torch.int32)
         lists = 1 if bounds is None else bounds[0].numel() // rows
         held = known if bounds is None else bounds.view(-1, 64)

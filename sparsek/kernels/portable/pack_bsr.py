@@ -400,7 +400,7 @@ def _free_slot(device: torch.device) -> Slot:
     except IndexError:
         on_gpu = device.type == "cuda"
         with torch.inference_mode(False):
-            _PINNED.append(torch.zeros(64, 3, dtype=torch.int32, pin_memory=on_gpu))
+            _PINNED.append(torch.zeros(64, 3, dtype=torch.int32, device="cpu", pin_memory=on_gpu))
             first, *rest = (
                 Slot(each, torch.cuda.Event() if on_gpu else None) for each in _PINNED[-1].unbind()
             )
@@ -419,7 +419,7 @@ def _mark(event: torch.cuda.Event | None, device: torch.device) -> Callable[[], 
 @lru_cache
 def _bits(x: float, dtype: torch.dtype) -> int:
     """A float's bits as an integer."""
-    return int(torch.tensor(x, dtype=dtype).view(BITS[dtype][0]))
+    return int(torch.tensor(x, dtype=dtype, device="cpu").view(BITS[dtype][0]))
 
 
 def _floats(keys: torch.dtype) -> torch.dtype:

@@ -182,7 +182,7 @@ def _multiply(
         else:
             c.copy_(torch._scaled_mm(left, right, of_left, of_right, **how))
         return
-    one = torch.ones((), device=out.device)
+    one = torch.ones((), dtype=torch.float32, device=out.device)
     z = torch._scaled_mm(left, right, one, one, out_dtype=torch.float32, use_fast_accum=fast)
     z = z * (of_left.unsqueeze(-1) if of_left.ndim else of_left) * of_right
     out.copy_(epilogue.apply(z.mT if by_columns else z))

@@ -29,6 +29,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from sparsek.core import dtypes
 from sparsek.core.device import Card
+from sparsek.core.eager import outside_inference
 from sparsek.formats.bsr import BSR
 from sparsek.plan.kernel import SpmmKernel
 from sparsek.plan.problem import SpmmProblem
@@ -51,6 +52,7 @@ class DenseConfig:
 class DenseCopy:
     """The dense copy of one A, and which state of its values it shows."""
 
+    @outside_inference
     def __init__(self, a: BSR) -> None:
         (bm, bk), (mb, kb) = a.block, a.grid
         self.pattern = weakref.ref(a.pattern)
