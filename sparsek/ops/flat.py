@@ -15,10 +15,11 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from sparsek.formats.bsr import ALIGNMENT, BSR
+from sparsek.formats.bsr import BSR
 from sparsek.formats.bsr24 import BSR24
 from sparsek.formats.pattern import BlockPattern
 from sparsek.formats.semi24 import Semi24
+from sparsek.plan.operands import readable
 
 FlatPattern = tuple[Tensor, Tensor, list[int]]
 FlatMatrix = tuple[Tensor, Tensor, Tensor, list[int], bool]
@@ -97,13 +98,6 @@ def matrix24(
     if indptr is None or indices is None:
         return Semi24.unchecked(values, meta)
     return BSR24.unchecked(pattern_of(indptr, indices, sizes), values, meta)
-
-
-def readable(x: Tensor) -> Tensor:
-    """`x`, copied if it is not contiguous or not aligned."""
-    if not x.is_contiguous() or x.data_ptr() % ALIGNMENT:
-        return x.clone(memory_format=torch.contiguous_format)
-    return x
 
 
 def fake(

@@ -279,7 +279,7 @@ def _scaled_op(
     epilogue = Epilogue(alpha=alpha, bias=bias, activation=activation, other=other, combine=combine)
     dense: Any = b
     if b_scale is not None:
-        dense = ScaledTensor.unchecked(flat.readable(b), b_scale.contiguous(), True)
+        dense = ScaledTensor.unchecked(operands.readable(b), b_scale.contiguous(), True)
     call = ScaledProduct(a, dense, None, epilogue, "col" if by_columns else "row", dtype)
     if dense.ndim < 2 or dense.shape[-2] != a.shape[1]:
         raise InvalidInput(f"A of the product is {list(a.shape)} and B {list(dense.shape)}")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
-from sparsek.formats.bsr import BSR
+from sparsek.formats.bsr import ALIGNMENT, BSR
 from sparsek.formats.pattern import BlockPattern
 from sparsek.reference import epilogue as reference
 from sparsek.reference.epilogue import ACTIVATIONS, PLAIN, Epilogue
@@ -295,6 +295,16 @@ def _is_aligned(x: Tensor) -> bool:
     lead = x.stride(-1) if layout(x) == "col" else x.stride(-2)
     unit = 16 // x.element_size()
     return x.data_ptr() % 16 == 0 and all(stride % unit == 0 for stride in (lead, *x.stride()[:-2]))
+
+
+def readable(x: Tensor) -> Tensor:
+    """`x`, copied if it is not contiguous or not aligned."""
+    return x if is_readable(x) else x.clone(memory_format=torch.contiguous_format)
+
+
+def is_readable(x: Tensor) -> bool:
+    """Whether `x` is contiguous and begins at a multiple of 16 bytes."""
+    return x.is_contiguous() and x.data_ptr() % ALIGNMENT == 0
 
 
 def _meets_itself(x: Tensor) -> bool:

@@ -201,6 +201,7 @@ def _products(kind: str, op: str, make: Any, view: Any, learn: bool) -> tuple[Fo
             _linear("relu"),
             ("x", "bias", "residual"),
             grads=("dy",),
+            steps=True,
             **values,
         ),
         Form(

@@ -30,6 +30,7 @@ from sparsek.formats.scaled_tensor import ScaledTensor
 from sparsek.formats.semi24 import Semi24
 from sparsek.kernels.vendor.dense import limit_bytes
 from sparsek.plan.made import Made, captured, follow
+from sparsek.plan.operands import is_readable, readable
 from sparsek.plan.problem import ScaledProblem
 from sparsek.plan.scaled import KernelScaled, rounding_seconds
 from sparsek.reference.epilogue import PLAIN, Epilogue
@@ -168,7 +169,7 @@ def _multiply(
     """Writes one product of dense [M, K] and B [K, N], and what the epilogue makes of it."""
     by_columns = out.stride(-2) == 1 and out.stride(-1) != 1
     left, right, c = (b.values, dense.mT, out.mT) if by_columns else (dense, b.values.mT, out)
-    along = epilogue.bias if by_columns else None
+    along = readable(epilogue.bias) if by_columns and epilogue.bias is not None else None
     rest = replace(epilogue, bias=None) if by_columns and epilogue.alpha == 1 else epilogue
     of_left, of_right = (b.scale, a_scale) if by_columns else (a_scale, b.scale)
     by_rows = bool(a_scale.ndim or b.scale.ndim)
@@ -177,7 +178,7 @@ def _multiply(
             of_left = of_left.expand(left.shape[0]).contiguous().unsqueeze(1)
             of_right = of_right.expand(right.shape[1]).contiguous().unsqueeze(0)
         how: dict[str, Any] = {"bias": along, "out_dtype": out.dtype, "use_fast_accum": fast}
-        if c.is_contiguous():
+        if is_readable(c) and c.stride(-2) >= c.shape[-1]:
             torch._scaled_mm(left, right, of_left, of_right, **how, out=c)
         else:
             c.copy_(torch._scaled_mm(left, right, of_left, of_right, **how))

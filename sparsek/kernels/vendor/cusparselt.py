@@ -32,6 +32,7 @@ from sparsek.core.clock import time_rounds
 from sparsek.formats.semi24 import Semi24
 from sparsek.kernels.prims.kept import Kept
 from sparsek.plan.made import captured
+from sparsek.plan.operands import readable
 from sparsek.plan.problem import Semi24Problem
 from sparsek.plan.semi24 import Kernel24
 from sparsek.reference.epilogue import PLAIN, Epilogue
@@ -186,6 +187,8 @@ def _products(work: Work, a: Semi24, b: Tensor, bias: Tensor | None, by_columns:
     """A @ b [..., K, N] + bias for each item of the batch: [M, N], or [N, M] if `by_columns`, row-major."""
     with torch.cuda.device_of(b):
         packed = _compressed(work.compressed, a)
+        # The library reads a bias 16 bytes at a time; another one ends in a misaligned address (H200, 2026-11-22).
+        bias = None if bias is None else readable(bias)
         how = {"bias": bias, "transpose_result": by_columns, "alg_id": work.alg_id}
         return [torch._cslt_sparse_mm(packed, b[at], **how) for at in np.ndindex(*b.shape[:-2])]
 

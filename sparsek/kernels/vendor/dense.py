@@ -144,9 +144,14 @@ def _multiply(dense: Tensor, b: Tensor, out: Tensor, epilogue: Epilogue) -> None
     """Writes the product of dense [..., M, K] and b [..., K, N], and what the epilogue makes of it."""
     bias, other = epilogue.bias, epilogue.other
     combine = "" if other is None else epilogue.combine
-    if epilogue.is_plain:
+    if epilogue.is_plain and _is_written(out):
         torch.matmul(dense, b, out=out)
-    elif out.ndim <= 3 and epilogue.alpha and _goes_along(epilogue.activation, bias is not None, combine):
+    elif (
+        out.ndim <= 3
+        and _is_written(out)
+        and epilogue.alpha
+        and _goes_along(epilogue.activation, bias is not None, combine)
+    ):
         added, beta = out, 0.0
         if bias is not None:
             added, beta = bias[:, None].expand(out.shape), 1.0
@@ -158,6 +163,12 @@ def _multiply(dense: Tensor, b: Tensor, out: Tensor, epilogue: Epilogue) -> None
     else:
         product = torch.matmul(dense, b)
         out.copy_(epilogue.apply(product.to(torch.promote_types(out.dtype, torch.float32))))
+
+
+def _is_written(out: Tensor) -> bool:
+    """Whether the library can write `out` where it lies. torch hands it the strides of dims of one element too."""
+    (m, n), (rows, columns) = out.shape[-2:], out.stride()[-2:]
+    return (columns == 1 and rows >= n) or (rows == 1 and columns >= m)
 
 
 def _goes_along(activation: str, bias: bool, combine: str) -> bool:
