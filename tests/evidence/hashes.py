@@ -29,7 +29,7 @@ def source_hashes(root: Path) -> dict[str, str]:
 
 def test_hash(path: str, root: Path) -> str:
     """The hash of a test file and of what it needs of tests/ and of sparsek/bench, through sparsek/cli too."""
-    files = _needed(root / path, root)
+    files = needed(root / path, root)
     return sources.files_hash((file for file in files if not file.is_relative_to(root / "sparsek/cli")), root)
 
 
@@ -38,7 +38,7 @@ def may_hold_gpu_tests(path: str, root: Path) -> bool:
     return MARKED.search((root / path).read_text(encoding="utf-8")) is not None
 
 
-def _needed(file: Path, root: Path) -> set[Path]:
+def needed(file: Path, root: Path) -> set[Path]:
     """A test file, the conftest.py files above it, and the files of FOLLOWED that these import or name."""
     folders = [folder for folder in file.parents if folder.is_relative_to(root / "tests")]
     waiting = [file, *(folder / "conftest.py" for folder in folders)]
