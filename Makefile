@@ -3,13 +3,14 @@ PY := .venv/bin/python
 BOOT := $(shell command -v python3 || command -v python3.11 || command -v python3.12 || command -v python3.13 || command -v python3.10)
 WORKERS ?= 2
 
-.PHONY: help env env-demo demo test gpu gpu-status lint readme clean
+.PHONY: help env env-demo demo test gpu gpu-status check lint readme clean
 
 help:
 	@echo "make demo    .venv without the checks' tools, then: sparsek doctor, sparsek demo (attention, advise on real weights, a picture)"
 	@echo "make test    environment with them, then every check that needs no GPU"
 	@echo "make gpu     environment, then the tests that need an NVIDIA GPU, in parts; PART=2/3 runs one. Writes benchmarks/evidence/"
 	@echo "make gpu-status  each part of them: fresh, stale, red or missing; fails unless all are fresh"
+	@echo "make check   before a commit, two minutes: ruff, floors, and the types and tests of what has changed"
 	@echo "make lint    ruff, format, types and floors only"
 	@echo "make readme  the tables in README.md and docs/, from benchmarks/results/, and docs/gpu-test-log.md, from benchmarks/evidence/"
 	@echo "make env     .venv and .venv-triton-next only; make env-demo: what the demo needs of them"
@@ -34,6 +35,9 @@ gpu: env
 
 gpu-status:
 	@$(PY) scripts/gpu.py status
+
+check: env
+	@$(PY) scripts/check.py --workers $(WORKERS)
 
 lint: env
 	@$(PY) -m pytest -q tests/house/test_lint.py tests/house/test_floors.py

@@ -1,7 +1,7 @@
 """How the tests marked `gpu` are cut into parts, and in which order a part's tests are handed to its workers.
 
-A part is a stretch of test files in the order of their paths: a changed test file makes one part stale, and the files
-of tests/bench and tests/cli, which alone depend on sparsek/bench, stand together. A cut is the first file of the next
+A part is a stretch of test files in the order of their paths: a changed test file makes one part stale, and most files
+that depend on sparsek/bench, those of tests/bench and tests/cli, stand together. A cut is the first file of the next
 part. Inside a part, units of a few tests of one function, which share compiled kernels, are handed out longest first.
 Standard library only: scripts/gpu.py runs this where nothing is installed.
 """

@@ -146,7 +146,7 @@ class Recorder:
         self.date = records.now()
         self.commit = commit_of(ROOT)
         self.hashes = {path: hashes.test_hash(path, self.root) for path in _files(config.args, self.root)}
-        self.sources = hashes.source_hashes(ROOT, bench=hashes.needs_bench(self.hashes, self.root))
+        self.sources = hashes.source_hashes(ROOT)
         self.write()
         # By a timer, not as tests report: the last test to begin may be the one that hangs.
         signal.signal(signal.SIGALRM, lambda *_: self.write())

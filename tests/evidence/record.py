@@ -9,8 +9,8 @@ cut leaves evidence that says so.
  files{path: {tests, ran, seconds, hash}}, slow{test: seconds},
  sources{floor: hash}}
 
-The hash of a test file is also of the files of tests/ that it needs. `sources` has every folder of sparsek/ but cli,
-and bench only where the part's tests need it.
+The hash of a test file is also of what it needs of tests/ and of sparsek/bench. `sources` has every folder of sparsek/
+but bench and cli.
 """
 
 from __future__ import annotations

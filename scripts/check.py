@@ -1,0 +1,126 @@
+"""What to run before a commit, in about two minutes: ruff, the floors and the rules about text on the whole tree, and
+pyright and tests on what has changed since the last commit (of a clean tree: what that commit changed).
+
+  check.py [--workers N]
+
+Tests are those of files that have changed, that import or name a changed file, or that carry its name, as
+tests/ops/test_spmm_compiled.py that of sparsek/ops/spmm.py. They are stopped after SECONDS. `make test` runs the
+others.
+"""
+
+import argparse
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from sparsek.plan.sources import imports  # noqa: E402
+from tests.evidence.hashes import needed  # noqa: E402
+from tests.evidence.parts import test_files  # noqa: E402
+
+SECONDS = 90
+CODE = ("sparsek", "tests", "scripts")
+FLOORS = "from importlinter.cli import lint_imports_command as c; c(['--no-cache'])"
+# The rules about text, without those that the other steps hold.
+RULES = ["tests/house/test_lint.py", "-k", "not ruff and not formatted and not types"]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--workers", type=int, default=2, help="processes for the tests")
+    workers = parser.parse_args().workers
+    changed = changes()
+    python = (sys.executable, "-m")
+    typed = [path for path in changed if path.endswith(".py") and path.startswith(("sparsek/", "tests/"))]
+    steps = [
+        ("ruff", [*python, "ruff", "check", "--quiet", *CODE]),
+        ("format", [*python, "ruff", "format", "--check", "--quiet", *CODE]),
+        ("floors", [sys.executable, "-c", FLOORS]),
+        ("rules about text", [*python, "pytest", "-q", "-p", "no:cacheprovider", *RULES]),
+    ]
+    if typed:
+        steps.append(
+            (f"types of {len(typed)} files", [*python, "pyright", "--pythonpath", sys.executable, *typed])
+        )
+    failed = [name for name, command in steps if not passes(name, command)]
+    tests = affected(changed, ROOT)
+    if tests and not tests_pass(tests, workers):
+        failed.append("tests")
+    print(f"check: {', '.join(failed)} failed" if failed else "check: all passed", flush=True)
+    return 1 if failed else 0
+
+
+def changes() -> "list[str]":
+    """The files that differ from the last commit, or that it changed, as paths from the root."""
+    for question in (["diff", "HEAD"], ["diff", "HEAD~1", "HEAD"]):
+        found = {
+            *_git(*question, "--name-only", "--diff-filter=d"),
+            *_git("ls-files", "-o", "--exclude-standard"),
+        }
+        if found:
+            return sorted(found)
+    return []
+
+
+def _git(*arguments: str) -> "list[str]":
+    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True).stdout.splitlines()
+
+
+def affected(changed: Iterable[str], root: Path) -> "list[str]":
+    """The test files that changes touch. A conftest.py touches all below it, which is for `make test`."""
+    files = {
+        path for path in changed if path.endswith((".py", ".cu", ".h")) and not path.endswith("conftest.py")
+    }
+    modules = {path.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for path in files}
+    stems = {Path(path).stem for path in files if path.startswith("sparsek/")}
+    found = []
+    for test in test_files(root):
+        source = (root / test).read_text(encoding="utf-8")
+        named = any(f"_{stem}_" in f"{test[:-3].rpartition('/')[2]}_" for stem in stems)
+        here = {path.relative_to(root).as_posix() for path in needed(root / test, root)}
+        if named or files & here or modules & set(imports(source)):
+            found.append(test)
+    return found
+
+
+def passes(name: str, command: "list[str]") -> bool:
+    """Runs one step; prints its name, its seconds and, if it fails, what it says."""
+    start = time.monotonic()
+    done = subprocess.run(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    passed = done.returncode == 0
+    print(f"{name:24} {'passed' if passed else 'FAILED'} {time.monotonic() - start:5.0f} s", flush=True)
+    if not passed:
+        print(done.stdout, flush=True)
+    return passed
+
+
+def tests_pass(tests: "list[str]", workers: int) -> bool:
+    """Whether no test fails within SECONDS. Prints what pytest says."""
+    print(f"tests of {len(tests)} files, {SECONDS} s at most", flush=True)
+    spread = ["-n", str(workers), "--dist", "loadgroup", "-m", "not gpu"]
+    command = [sys.executable, "-m", "pytest", "-q", "-rfE", "--maxfail=5", *spread, *tests]
+    failed = False
+    with subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE) as process:
+        # Interrupted, pytest still tells what has failed until then.
+        limit = threading.Timer(SECONDS, process.send_signal, [signal.SIGINT])
+        limit.start()
+        for line in process.stdout or ():
+            print(line, end="", flush=True)
+            failed = failed or line.startswith(("FAILED ", "ERROR "))
+        limit.cancel()
+    stopped = process.returncode == 2 and not failed
+    if stopped:
+        print("stopped; nothing had failed until then", flush=True)
+    return stopped or process.returncode in (0, 5)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,57 @@
+"""`make check`: which tests a change selects, and what becomes of a run of them."""
+
+from pathlib import Path
+
+import pytest
+
+from scripts import check
+from tests.house.tools import ROOT
+
+
+@pytest.mark.parametrize(
+    ("changed", "some", "others"),
+    [
+        (
+            "sparsek/ops/spmm.py",
+            ["tests/ops/test_spmm.py", "tests/ops/test_spmm_compiled.py"],
+            "tests/nn/test_digits.py",
+        ),
+        ("sparsek/plan/cache.py", ["tests/plan/test_cache.py"], "tests/nn/test_digits.py"),
+        ("tests/ops/operands.py", ["tests/ops/test_gradients.py"], "tests/formats/test_bsr.py"),
+        ("tests/formats/test_bsr.py", ["tests/formats/test_bsr.py"], "tests/formats/test_bsr24.py"),
+        (
+            "tests/ops/portable_gradients_interpreted.py",
+            ["tests/ops/test_gradients.py"],
+            "tests/ops/test_spmm.py",
+        ),
+    ],
+)
+def test_a_change_selects_the_tests_that_it_touches(changed: str, some: list[str], others: str) -> None:
+    found = check.affected([changed], ROOT)
+    assert set(some) <= set(found)
+    assert others not in found
+
+
+def test_pages_and_what_everything_depends_on_select_no_test() -> None:
+    assert check.affected(["README.md", "tests/conftest.py", "Makefile"], ROOT) == []
+
+
+@pytest.mark.parametrize(
+    ("body", "seconds", "passes"),
+    [("pass", 100, True), ("assert False", 100, False), ("time.sleep(300)", 5, True)],
+    ids=["passes", "fails", "is stopped"],
+)
+def test_a_run_of_tests(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    body: str,
+    seconds: int,
+    passes: bool,
+) -> None:
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu: needs a GPU\n")
+    (tmp_path / "test_a.py").write_text(f"import time\ndef test_a():\n    {body}\n")
+    monkeypatch.setattr(check, "ROOT", tmp_path)
+    monkeypatch.setattr(check, "SECONDS", seconds)
+    assert check.tests_pass(["test_a.py"], workers=1) is passes
+    assert ("stopped" in capsys.readouterr().out) == (seconds == 5)
