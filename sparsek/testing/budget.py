@@ -45,15 +45,16 @@ class Gate:
     passed: bool
 
 
-def error(out: Tensor, exact64: Tensor) -> float:
+def error(out: Tensor, exact64: Tensor, size: float = 0.0) -> float:
     """||out - exact64|| / ||exact64||; 0 for 0/0, and inf for NaN, Inf or anything over zero.
 
-    Both have one shape and device; `exact64` is float64. Raises InvalidInput if the shapes differ.
+    Both have one shape and device; `exact64` is float64. Where it is 0, errors are relative to `size`. Raises
+    InvalidInput if the shapes differ.
     """
     if out.shape != exact64.shape:
         raise InvalidInput(f"out has shape {tuple(out.shape)}; the exact result has {tuple(exact64.shape)}")
     wrong = float(torch.linalg.vector_norm(out.detach().double() - exact64.detach()))
-    scale = float(torch.linalg.vector_norm(exact64.detach()))
+    scale = float(torch.linalg.vector_norm(exact64.detach())) or size
     if wrong == 0:
         return 0.0
     return wrong / scale if scale > 0 and math.isfinite(wrong / scale) else math.inf
@@ -140,9 +141,12 @@ class Bound:
     ) -> None:
         self.exact = exact64
         self.spread = None if rounding.each is None else rounding.each.sqrt()
-        size = float(torch.linalg.vector_norm(exact64))
-        of_roundings = rounding.norm(exact64) / size if size else 0.0
-        self.allowed = max(FLOOR, FACTOR * (max(error(each, exact64) for each in dense) + lost), of_roundings)
+        # A sum whose terms cancel to 0 leaves its noise.
+        self.size = float(rounding.sums.sum().sqrt())
+        whole = float(torch.linalg.vector_norm(exact64)) or self.size
+        of_roundings = rounding.norm(exact64) / whole if whole else 0.0
+        of_dense = max(error(each, exact64, self.size) for each in dense)
+        self.allowed = max(FLOOR, FACTOR * (of_dense + lost), of_roundings)
         self.most = max(
             math.sqrt(2 * math.log(max(1, exact64.numel()) / RARE)),
             FACTOR * max(self._worst(each) for each in dense),
@@ -150,7 +154,7 @@ class Bound:
 
     def judge(self, out: Tensor) -> Gate:
         """The gate of a result. NaN and Inf never pass."""
-        gate = judge(out, self.exact, self.allowed)
+        gate = _gate(error(out, self.exact, self.size), self.allowed)
         beyond = self._worst(out) / self.most
         return gate if not gate.passed or beyond <= 1 else Gate(self.allowed * beyond, self.allowed, False)
 
@@ -240,7 +244,10 @@ def met(pattern: BlockPattern, b: Tensor) -> Tensor:
 
 def judge(out: Tensor, exact64: Tensor, allowed: float) -> Gate:
     """The gate of a result whose error may be `allowed`. An infinite error never passes."""
-    found = error(out, exact64)
+    return _gate(error(out, exact64), allowed)
+
+
+def _gate(found: float, allowed: float) -> Gate:
     return Gate(found, allowed, math.isfinite(found) and found <= allowed)
 
 

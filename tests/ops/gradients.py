@@ -16,7 +16,7 @@ from sparsek.reference import sddmm as reference_sddmm
 from sparsek.reference import spgemm as reference_spgemm
 from sparsek.reference import spmm as reference_spmm
 from sparsek.reference.epilogue import ACTIVATIONS
-from sparsek.testing.budget import FACTOR, FLOOR, error, judge
+from sparsek.testing.chain_budget import chain_bounds
 from sparsek.testing.product_budget import stored
 
 Run = Callable[..., Tensor]
@@ -198,22 +198,28 @@ def inputs_of(
 
 
 def hold(form: Form, matrices: list[BSR], tensors: list[Tensor], kernel: str | None) -> None:
-    """Every gradient's error against the reference in float64 is within twice that of dense torch in the same dtype."""
+    """Every gradient is as near to the reference in float64 as `testing/chain_budget.py` wants it."""
     wide = [a.to(dtype=torch.float64) for a in matrices], [x.double() for x in tensors]
     found = _gradients(lambda *args: form.mine(*args, kernel=kernel), matrices, tensors)
     exact = _gradients(form.exact, *wide)
-    leaves = (
-        [a.to_dense().detach().requires_grad_() for a in matrices],
-        [x.clone().requires_grad_() for x in tensors],
+    bounds = chain_bounds(
+        lambda: _densely(form, *wide), exact, _densely(form, matrices, tensors), found[0].dtype
     )
-    dense = _back(form.plain(*leaves[0], *leaves[1]), [*leaves[0], *leaves[1]])
-    for place, a in enumerate(matrices):
-        dense[place] = stored(dense[place], a.pattern)
-    for mine, right, plain in zip(found, exact, dense, strict=True):
+    for mine, right, bound in zip(found, exact, bounds, strict=True):
         assert mine.shape == right.shape
         if mine.numel():
-            gate = judge(mine, right, max(FLOOR, FACTOR * error(plain, right)))
+            gate = bound.judge(mine)
             assert gate.passed, gate
+
+
+def _densely(form: Form, matrices: list[BSR], tensors: list[Tensor]) -> list[Tensor]:
+    """The gradients of the dense operation, those of matrices at their stored blocks."""
+    leaves = [*(a.to_dense() for a in matrices), *tensors]
+    leaves = [x.detach().clone().requires_grad_() for x in leaves]
+    dense = _back(form.plain(*leaves), leaves)
+    for place, a in enumerate(matrices):
+        dense[place] = stored(dense[place], a.pattern)
+    return dense
 
 
 def _gradients(run: Run, matrices: list[BSR], tensors: list[Tensor]) -> list[Tensor]:

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from sparsek.core.errors import InvalidInput
 from sparsek.ops import flat
 from sparsek.ops import semi24 as ops
 from sparsek.reference.epilogue import ACTIVATIONS
-from sparsek.testing.budget import FACTOR, FLOOR, error, judge
+from sparsek.testing.chain_budget import chain_bounds
 from tests.ops.test_semi24 import KINDS, matrix
 
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
@@ -78,16 +79,17 @@ def _back(run: Run, tensors: list[Tensor]) -> list[Tensor]:
 
 
 def hold(name: str, kind: str, kernel: str | None, dtype: torch.dtype, device: str = "cpu") -> None:
-    """Every gradient's error against float64 is within twice that of dense torch in the same dtype."""
+    """Every gradient is as near to float64 as `testing/chain_budget.py` wants it."""
     run, shapes, dense = FORMS[name]
     a = matrix(kind, dtype, device)
     tensors = [torch.randn(shape, device=device).to(dtype) for shape in shapes]
     found = _back(lambda *x: run(a, *x, kernel=kernel), tensors)
     plain = _back(lambda *x: dense(a.to_dense(), *x), tensors)
-    exact = _back(lambda *x: dense(a.to_dense(F64), *x), [x.double() for x in tensors])
-    for mine, his, right, x in zip(found, plain, exact, tensors, strict=True):
+    wide, right = a.to_dense(F64), [x.double() for x in tensors]
+    run = partial(_back, lambda *x: dense(wide, *x), right)
+    for mine, bound, x in zip(found, chain_bounds(run, run(), plain, dtype), tensors, strict=True):
         assert (mine.shape, mine.dtype) == (x.shape, x.dtype)
-        gate = judge(mine, right, max(FLOOR, FACTOR * error(his, right)))
+        gate = bound.judge(mine)
         assert gate.passed, gate
 
 
