@@ -48,7 +48,7 @@ from sparsek.bench import (
     story,
 )
 from sparsek.bench.case import Case, Kind
-from sparsek.core import env
+from sparsek.core import env, files
 from sparsek.core.clock import Times
 from sparsek.core.device import card_of
 from sparsek.core.errors import InvalidFile, InvalidInput, SparseKError
@@ -215,11 +215,10 @@ def read(path: Path) -> list[Record]:
     """Records of one .jsonl file, or of every one under a folder, in file order. Raises InvalidFile with
     file:line.
     """
-    files = sorted(path.rglob("*.jsonl")) if path.is_dir() else [path]
     found: list[Record] = []
-    for file in files:
+    for file in sorted(path.rglob("*.jsonl")) if path.is_dir() else [path]:
         try:
-            lines = file.read_text(encoding="utf-8").splitlines()
+            lines = files.content(file).decode().splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise InvalidFile(f"{file}: cannot be read: {error}") from None
         for number, line in enumerate(lines, start=1):

@@ -89,7 +89,11 @@ class Tuning(NamedTuple):
 def shapes_in(text: str) -> list[tuple[int, int]]:
     """Shapes of W from "4096x14336,8192x8192", or those of the matrices of a file, each once."""
     path = Path(text)
-    if path.is_file():
+    try:
+        is_file = path.is_file()
+    except OSError:  # a list of shapes may be longer than any name
+        is_file = False
+    if is_file:
         found = dict.fromkeys((shape[0], shape[1]) for _, shape, _ in open_weights(path).names())
         if not found:
             raise InvalidInput(f"{path}: no 2-D float matrix is in it")

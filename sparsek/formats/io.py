@@ -14,7 +14,6 @@ load. Any safetensors reader can open such a file.
 import json
 import os
 import reprlib
-import secrets
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -26,9 +25,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from sparsek.core import dtypes
+from sparsek.core import arguments, dtypes, files
+from sparsek.core.arguments import told
 from sparsek.core.eager import outside_inference
 from sparsek.core.errors import InvalidFile, InvalidInput
+from sparsek.core.files import StrPath
 from sparsek.formats.block_mask import BlockMask
 from sparsek.formats.bsr import BSR
 from sparsek.formats.bsr24 import BSR24
@@ -40,8 +41,8 @@ VERSION = 1
 SINGLE = "matrix"  # the name of an object that was saved alone, a mask too: the format is older than masks
 HEADER_LIMIT = 100_000_000  # the limit of the safetensors format
 ALIGNMENT = 64
+LONGEST_FAULT = 300
 
-StrPath = str | os.PathLike[str]
 Saved: TypeAlias = BSR | Semi24 | BSR24 | Scaled | BlockMask
 
 
@@ -50,8 +51,10 @@ def save(obj: Saved | Mapping[str, Saved], path: StrPath) -> None:
 
     The file appears whole or not at all: it is written beside `path`, flushed to disk and renamed over it.
     What is on a GPU is copied to the host first. A `.T` view is written as the matrix that it views, with a
-    flag: no value is moved, and `load` gives the view back. Raises InvalidInput for anything else than these.
+    flag: no value is moved, and `load` gives the view back. Raises InvalidInput for anything else than these,
+    for a path that is no regular file's (a folder, FIFO, socket or device) and for one that cannot be written.
     """
+    target = files.as_path("path", path)
     single = isinstance(obj, Saved)
     tensors: dict[str, Tensor] = {}
     records: dict[str, Record] = {}
@@ -60,7 +63,7 @@ def save(obj: Saved | Mapping[str, Saved], path: StrPath) -> None:
         records[name] = {"kind": kind.name, **record, "crc32": _crc32(parts)}
         tensors |= {f"{name}.{part}": tensor for part, tensor in parts.items()}
     about = json.dumps({"version": VERSION, "single": single, "matrices": records})
-    with _replacing(path) as file:
+    with files.replacing(target) as file:
         _write(file, tensors, {"sparsek": about, "sparsek.crc32": str(zlib.crc32(about.encode()))})
 
 
@@ -69,13 +72,15 @@ def load(path: StrPath, name: str | None = None, device: torch.device | str = "c
     """Read what `save` wrote, a matrix, a mask or a dict of them, as it was; with `name`, that one of the dict.
 
     Everything read is checked. Raises InvalidFile, which names the file and the fault, for a file that is
-    damaged, hostile or not SparseK's; InvalidInput, which lists near matches, for a name that is not there.
+    damaged, hostile, not SparseK's, or no regular file; InvalidInput, which lists near matches, for a name that is not
+    there; FileNotFoundError if there is no file.
     """
+    path, device = files.as_path("path", path), arguments.device("device", device)
     with opened(path) as file:
         single, records, kinds = _about(path, file.metadata())
         expected = {f"{each}.{part}" for each, kind in kinds.items() for part in kind.parts(records[each])}
         _check_tensors(path, set(file.keys()), expected)
-        if name is not None and name not in records:
+        if name is not None and (not isinstance(name, str) or name not in records):
             raise unknown_name(path, name, records)
         chosen = records if name is None else {name: records[name]}
         loaded = {
@@ -94,37 +99,44 @@ def faults(path: StrPath, *errors: type[Exception]) -> Iterator[None]:
     except InvalidFile:
         raise
     except errors as error:
-        raise InvalidFile(f"{path}: {str(error) or type(error).__name__}") from error
+        raise InvalidFile(f"{path}: {shortened(str(error) or type(error).__name__)}") from error
+
+
+def shortened(text: str) -> str:
+    """What a parser says, or the word of a file, in a length for a message: either may quote a file as it likes."""
+    return text if len(text) <= LONGEST_FAULT else f"{text[:LONGEST_FAULT]}..."
 
 
 @contextmanager
-def opened(path: StrPath) -> Iterator[Any]:
+def opened(path: Path) -> Iterator[Any]:
     """A .safetensors file, opened by the safetensors library, which holds no hole, overlap or byte too many.
 
-    Raises InvalidFile for bad bytes, here and while it is open, and OSError if there is no such file.
+    Raises InvalidFile for bad bytes, here and while it is open, and as `files.regular` does.
     """
-    with Path(path).open("rb") as file:
+    with files.regular(path) as file:
         head, size = file.read(8), os.fstat(file.fileno()).st_size
-    header = int.from_bytes(head, "little")
-    if len(head) < 8 or header > size - 8:
-        raise InvalidFile(f"{path}: no .safetensors file: {size} bytes; its header needs {8 + header}")
-    if header > HEADER_LIMIT:
-        raise InvalidFile(f"{path}: a header of {header} bytes is over the limit of {HEADER_LIMIT}")
-    with faults(path, SafetensorError), safe_open(os.fspath(path), framework="pt") as file:
-        yield file
+        header = int.from_bytes(head, "little")
+        if len(head) < 8 or header > size - 8:
+            raise InvalidFile(f"{path}: no .safetensors file: {size} bytes; its header needs {8 + header}")
+        if header > HEADER_LIMIT:
+            raise InvalidFile(f"{path}: a header of {header} bytes is over the limit of {HEADER_LIMIT}")
+        again = Path(f"/dev/fd/{file.fileno()}")  # the file that was looked at, whatever is at `path` by now
+        where = again if again.exists() else path
+        with faults(path, SafetensorError), safe_open(os.fspath(where), framework="pt") as parsed:
+            yield parsed
 
 
-def unknown_name(path: StrPath, name: str, names: Mapping[str, Any]) -> InvalidInput:
+def unknown_name(path: StrPath, name: Any, names: Mapping[str, Any]) -> InvalidInput:
     """The error for a `name` that a file does not hold; it lists near names, or else the first few."""
-    near = get_close_matches(name, names, n=5, cutoff=0.5)
+    near = get_close_matches(name, names, n=5, cutoff=0.5) if isinstance(name, str) else []
     if near:
-        hint = f"did you mean {', '.join(map(repr, near))}?"
+        hint = f"did you mean {', '.join(map(told, near))}?"
     elif names:
         few = list(names)[:5]
-        hint = f"it holds {', '.join(map(repr, few))}{', ...' if len(names) > len(few) else ''}"
+        hint = f"it holds {', '.join(map(told, few))}{', ...' if len(names) > len(few) else ''}"
     else:
         hint = "it holds none"
-    return InvalidInput(f"{path}: no matrix named {name!r}; {hint}")
+    return InvalidInput(f"{path}: no matrix named {told(name)}; {hint}")
 
 
 def _checked(objects: Any) -> dict[str, tuple[Saved, Kind]]:
@@ -136,13 +148,15 @@ def _checked(objects: Any) -> dict[str, tuple[Saved, Kind]]:
     checked: dict[str, tuple[Saved, Kind]] = {}
     for name, each in objects.items():
         if not isinstance(name, str) or not name:
-            raise InvalidInput(f"the name of a matrix or mask must be a text that is not empty, not {name!r}")
+            raise InvalidInput(
+                f"the name of a matrix or mask must be a text that is not empty, not {told(name)}"
+            )
         if not name.isprintable():
-            raise InvalidInput(f"the name {name!r} holds characters that cannot be printed")
+            raise InvalidInput(f"the name {told(name)} holds characters that cannot be printed")
         kind = kind_of_object(each)
         if kind is None:
             raise InvalidInput(
-                f"{name!r} is {type(each).__name__}; save takes BSR, Semi24, BSR24, Scaled and BlockMask"
+                f"{told(name)} is {type(each).__name__}; save takes BSR, Semi24, BSR24, Scaled and BlockMask"
             )
         checked[name] = each, kind
     return checked
@@ -194,21 +208,6 @@ def _rank(name: str, tensor: Tensor) -> int:
     return 1 if values else 2
 
 
-@contextmanager
-def _replacing(path: StrPath) -> Iterator[BinaryIO]:
-    """A new file that takes the place of `path` when all of it is on disk, and vanishes if writing fails."""
-    target = Path(os.path.realpath(path))
-    beside = target.with_name(f".sparsek-{secrets.token_hex(8)}.tmp")
-    try:
-        with beside.open("xb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(target)
-    finally:
-        beside.unlink(missing_ok=True)
-
-
 def _about(
     path: StrPath, metadata: Mapping[str, str] | None
 ) -> tuple[bool, dict[str, Record], dict[str, Kind]]:
@@ -223,13 +222,15 @@ def _about(
     if not isinstance(about, dict) or type(about.get("version")) is not int:
         raise InvalidFile(f"{path}: its metadata has no version")
     if about["version"] != VERSION:
-        raise InvalidFile(f"{path}: format version {about['version']}; this SparseK reads version {VERSION}")
+        raise InvalidFile(
+            f"{path}: format version {told(about['version'])}; this SparseK reads version {VERSION}"
+        )
     single, records = about.get("single"), about.get("matrices")
     if type(single) is not bool or not isinstance(records, dict) or len(about) != 3:
         raise InvalidFile(f"{path}: its metadata must be an object of version, single and matrices")
     if single and list(records) != [SINGLE]:
         raise InvalidFile(f"{path}: it says that it holds a single object, but names {len(records)}")
-    kinds = {name: kind_of_record(f"{path}: {name!r}", record) for name, record in records.items()}
+    kinds = {name: kind_of_record(f"{path}: {told(name)}", record) for name, record in records.items()}
     return single, records, kinds
 
 
@@ -256,10 +257,10 @@ def _read(path: StrPath, file: Any, name: str, kind: Kind, record: Record) -> An
         if found != tag or len(shape) != rank:
             must = f"{tag} of {rank} dimensions"
             raise InvalidFile(
-                f"{path}: '{name}.{part}' is {found} of {len(shape)} dimensions; must be {must}"
+                f"{path}: {told(f'{name}.{part}')} is {found} of {len(shape)} dimensions; must be {must}"
             )
         tensors[part] = file.get_tensor(f"{name}.{part}").clone()
     if _crc32(tensors) != record["crc32"]:
-        raise InvalidFile(f"{path}: {name!r} is damaged: its checksum does not match")
-    with faults(f"{path}: {name!r}", InvalidInput):
+        raise InvalidFile(f"{path}: {told(name)} is damaged: its checksum does not match")
+    with faults(f"{path}: {told(name)}", InvalidInput):
         return kind.made(record, tensors)

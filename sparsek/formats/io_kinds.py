@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from sparsek.core import dtypes
+from sparsek.core.arguments import told
 from sparsek.core.errors import InvalidFile, InvalidInput
 from sparsek.formats.block_mask import LISTS, BlockMask
 from sparsek.formats.bsr import BSR, padding_nonzeros
@@ -244,7 +245,7 @@ class BlockMaskKind:
     def taken_apart(self, obj: BlockMask) -> tuple[Record, Tensors]:
         obj.verify(wait=True)
         if not obj.label.isprintable():
-            raise InvalidInput(f"the label {obj.label!r} holds characters that cannot be printed")
+            raise InvalidInput(f"the label {told(obj.label)} holds characters that cannot be printed")
         rule = [name for name in RULE_RANKS if getattr(obj, name) is not None]
         record = {
             "lengths": [obj.q_len, obj.kv_len],

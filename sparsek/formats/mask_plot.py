@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from sparsek.core import files
 from sparsek.core.errors import InvalidInput
 from sparsek.formats import spy
 from sparsek.formats.block_mask import BlockMask
@@ -73,7 +73,7 @@ def picture(
     The longer side has `max_pixels` (64 to 4096) pixels, or a few less so that all blocks are drawn alike. Needs
     matplotlib, whose global state is not touched. Syncs.
     """
-    first, path = as_row(mask, head, batch), Path(path)
+    first, path = as_row(mask, head, batch), files.as_path("path", path)
     form = path.suffix.lower().removeprefix(".")
     if form not in ("png", "svg"):
         raise InvalidInput(f"{path}: a picture is a .png or a .svg file")
@@ -85,7 +85,8 @@ def picture(
     spy.draw_sides(figure, page, bins, bins.pattern)
     names = [] if title is None else [title]
     spy.write_titles(figure, page, [*names, *_facts(mask, bins, _which(mask, head, batch))])
-    figure.savefig(path, format=form, metadata={"Date": None}, **spy.LOOK)
+    with files.blamed_on(path, InvalidInput, "cannot be written"):
+        figure.savefig(path, format=form, metadata={"Date": None}, **spy.LOOK)
 
 
 @dataclass(frozen=True)

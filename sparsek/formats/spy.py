@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from sparsek.core import dtypes
+from sparsek.core import dtypes, files
 from sparsek.core.errors import InvalidInput
 from sparsek.formats.bsr import BSR
 from sparsek.formats.pattern import BlockPattern
@@ -59,7 +59,7 @@ def spy_png(
     blocks is coloured by the share that is stored, or by the root mean square of its stored norms. Norms that
     are not finite are cyan. Needs matplotlib, whose global state is not touched. Syncs.
     """
-    pattern = _pattern(obj)
+    pattern, where = _pattern(obj), files.as_path("path", path)
     check_pixels(max_pixels)
     bins = Bins.of(pattern, max_pixels)
     page = Page(bins.width, bins.height, has_scale=isinstance(obj, BSR) or bins.is_coarse)
@@ -67,7 +67,8 @@ def spy_png(
     _draw_cells(figure, page, bins, obj)
     draw_sides(figure, page, bins, pattern)
     _write_facts(figure, page, obj, title)
-    figure.savefig(os.fspath(path), format="png", **LOOK)
+    with files.blamed_on(where, InvalidInput, "cannot be written"):
+        figure.savefig(where, format="png", **LOOK)
 
 
 @dataclass(frozen=True)

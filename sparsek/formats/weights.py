@@ -18,6 +18,7 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from io import TextIOWrapper
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -25,9 +26,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparsek.core import dtypes
+from sparsek.core import dtypes, files
+from sparsek.core.arguments import told
 from sparsek.core.errors import InvalidFile, InvalidInput
-from sparsek.formats.io import StrPath, faults, opened, unknown_name
+from sparsek.core.files import StrPath
+from sparsek.formats.io import faults, opened, shortened, unknown_name
 from sparsek.formats.io_kinds import TAGS
 
 MAX_ELEMENTS = 2**31
@@ -40,6 +43,7 @@ MTX_BANNER = re.compile(
     r"%%matrixmarket\s+matrix\s+(coordinate|array)\s+(real|double|integer|pattern|complex)\s+"
     r"(general|symmetric|skew-symmetric|hermitian)"
 )
+MTX_LINE = 65_536  # characters; the format allows 1024
 MTX_SIZES = re.compile(r"[0-9]{1,18}(\s+[0-9]{1,18})+")
 PICKLES = (".pt", ".pth", ".bin", ".pkl", ".ckpt")
 SCIPY_FORMATS = ("csr", "csc", "bsr", "coo", "dia")
@@ -74,20 +78,21 @@ class Entry(NamedTuple):
     def words(self) -> str:
         """Dtype and shape for a message: "int32 of shape [64, 64]"."""
         if self.dtype in ("|O", "O"):
-            return f"pickled Python objects of shape {list(self.shape)}, which are never read"
+            return f"pickled Python objects of shape {told(list(self.shape))}, which are never read"
         plain = NPY_PLAIN.fullmatch(self.dtype)
-        return f"{np.dtype(self.dtype).name if plain else self.dtype} of shape {list(self.shape)}"
+        word = np.dtype(self.dtype).name if plain else shortened(self.dtype)
+        return f"{word} of shape {told(list(self.shape))}"
 
 
 class WeightFile(ABC):
     """A file of weights. `entries` maps every name in it to its Entry; nothing but headers has been read."""
 
-    def __init__(self, path: StrPath):
-        self.path = Path(path)
+    def __init__(self, path: Path):
+        self.path = path
         self.entries: dict[str, Entry] = {}
         for entry in self._entries():
             if entry.name in self.entries:
-                raise InvalidFile(f"{path}: two arrays are named {entry.name!r}")
+                raise InvalidFile(f"{path}: two arrays are named {told(entry.name)}")
             self.entries[entry.name] = entry
 
     def __repr__(self) -> str:
@@ -99,7 +104,9 @@ class WeightFile(ABC):
 
     def described(self) -> str:
         """What the file holds, in words: name, dtype and shape of its first arrays."""
-        found = [f"{entry.name!r} ({entry.words})" for entry in itertools.islice(self.entries.values(), 3)]
+        found = [
+            f"{told(entry.name)} ({entry.words})" for entry in itertools.islice(self.entries.values(), 3)
+        ]
         more = len(self.entries) - len(found)
         return ", ".join(found) + (f" and {more} more" if more else "") if found else "no array at all"
 
@@ -110,24 +117,22 @@ class WeightFile(ABC):
         InvalidFile for bytes that are not what the header says, for more than 2^31 elements, and for more bytes
         than the machine has free.
         """
-        entry = self.entries.get(name)
+        entry = self.entries.get(name) if isinstance(name, str) else None
         if entry is None:
             raise unknown_name(self.path, name, {entry.name: entry for entry in self.names()})
         if not entry.choosable:
-            raise InvalidInput(f"{self.path}: {name!r} is {entry.words}; choose a 2-D float matrix")
+            raise InvalidInput(f"{self.path}: {told(name)} is {entry.words}; choose a 2-D float matrix")
         if max(*entry.shape, math.prod(entry.shape)) > MAX_ELEMENTS:
             raise self._fault(
-                f"{name!r} of shape {list(entry.shape)} is over the limit of {MAX_ELEMENTS} elements"
+                f"{told(name)} of shape {list(entry.shape)} is over the limit of {MAX_ELEMENTS} elements"
             )
-        takes, free = math.prod(entry.shape) * dtypes.itemsize(entry.dtype), available_memory()
-        if free is not None and takes > free:
-            raise self._fault(
-                f"{name!r} of shape {list(entry.shape)} takes {takes / 1e9:.3g} GB as a dense matrix; "
-                f"{free / 1e9:.3g} GB of memory are free"
-            )
+        takes = math.prod(entry.shape) * dtypes.itemsize(entry.dtype)
+        _check_memory(self.path, f"{told(name)} of shape {list(entry.shape)}", takes, " as a dense matrix")
         matrix = self._matrix(entry)
         if tuple(matrix.shape) != entry.shape:
-            raise self._fault(f"{name!r} is of shape {list(matrix.shape)}; {list(entry.shape)} was declared")
+            raise self._fault(
+                f"{told(name)} is of shape {list(matrix.shape)}; {list(entry.shape)} was declared"
+            )
         return matrix
 
     def _fault(self, what: str) -> InvalidFile:
@@ -159,7 +164,7 @@ class Safetensors(WeightFile):
         with opened(self.path) as file:
             matrix = file.get_tensor(entry.name).clone()  # a view of the mapped file otherwise
         if dtypes.name(matrix.dtype) != entry.dtype:
-            raise self._fault(f"{entry.name!r} has changed while it was read")
+            raise self._fault(f"{told(entry.name)} has changed while it was read")
         return matrix
 
 
@@ -167,13 +172,13 @@ class Npy(WeightFile):
     """A .npy file: one array, named after the file."""
 
     def _entries(self) -> Iterator[Entry]:
-        with self.path.open("rb") as file:
+        with files.regular(self.path) as file:
             header = NpyHeader.read(file, self.path)
             header.check(os.fstat(file.fileno()).st_size, self.path)
         yield header.entry(self.path.stem)
 
     def _matrix(self, entry: Entry) -> Tensor:
-        with self.path.open("rb") as file:
+        with files.regular(self.path) as file:
             header = NpyHeader.read(file, self.path)
             header.check(os.fstat(file.fileno()).st_size, self.path)
             return torch.from_numpy(header.array(file, self.path))
@@ -206,7 +211,7 @@ class ScipyNpz(WeightFile):
             word = _npz_array(self.path, "format", limit=1).item()
         word = word.decode("ascii", "replace") if isinstance(word, bytes) else word
         if word not in SCIPY_FORMATS:
-            raise self._fault(f"its sparse format is {word!r}; known: {', '.join(SCIPY_FORMATS)}")
+            raise self._fault(f"its sparse format is {told(word)}; known: {', '.join(SCIPY_FORMATS)}")
         held = SCIPY_PARTS & set(_npz_headers(self.path))
         parts = {name: _npz_array(self.path, name) for name in held}
         for name, part in parts.items():
@@ -227,8 +232,8 @@ class MatrixMarket(WeightFile):
 
     def _entries(self) -> Iterator[Entry]:
         with self._text() as file:
-            header = self._header(file)
-        size = self.path.stat().st_size
+            size = os.fstat(file.fileno()).st_size
+            header = self._header(self._lines(file))
         # An entry is "1 1\n" at least, a number of an array "1\n"; the last newline may be missing.
         if header.lines * (4 if header.layout == "coordinate" else 2) > size + 1:
             raise self._fault(f"{size} bytes cannot hold the {header.lines} entries that are declared")
@@ -236,8 +241,12 @@ class MatrixMarket(WeightFile):
 
     def _matrix(self, entry: Entry) -> Tensor:
         with self._text() as file, faults(self.path, ValueError, OverflowError):
-            header = self._header(file)
-            lines = (line for line in file if line.strip() and not line.lstrip().startswith("%"))
+            every = self._lines(file)
+            header = self._header(every)
+            numbers = (line for line in every if line.strip() and not line.lstrip().startswith("%"))
+            lines = itertools.islice(
+                numbers, header.lines + 1
+            )  # one too many is seen, and a million are not read
             first = next(lines, None)
             width = 1 if header.layout == "array" else 2 if header.field == "pattern" else 3
             table = np.empty((0, width))
@@ -247,15 +256,25 @@ class MatrixMarket(WeightFile):
                 raise self._fault(f"must go on with {header.lines} lines of {width} numbers")
             return torch.from_numpy(header.fill(table))
 
-    def _text(self) -> IO[str]:
-        return self.path.open(encoding="latin-1")
+    def _text(self) -> TextIOWrapper:
+        return TextIOWrapper(files.regular(self.path), encoding="latin-1")
 
-    def _header(self, file: IO[str]) -> "MtxHeader":
-        banner = MTX_BANNER.fullmatch(file.readline().strip().lower())
+    def _lines(self, file: TextIOWrapper) -> Iterator[str]:
+        """The lines of the file; InvalidFile for one that is too long for any program to have written it."""
+        for number in itertools.count(1):
+            line = file.readline(MTX_LINE + 1)
+            if len(line) > MTX_LINE:
+                raise self._fault(f"line {number} is longer than the limit of {MTX_LINE} characters")
+            if not line:
+                return
+            yield line
+
+    def _header(self, lines: Iterator[str]) -> "MtxHeader":
+        banner = MTX_BANNER.fullmatch(next(lines, "").strip().lower())
         if banner is None:
             raise self._fault("must begin with %%MatrixMarket matrix, a layout, a field and a symmetry")
         layout, field, symmetry = banner.groups()
-        line = next((line for line in file if line.strip() and not line.startswith("%")), "")
+        line = next((line for line in lines if line.strip() and not line.startswith("%")), "")
         sizes = line.split()
         if len(sizes) != (3 if layout == "coordinate" else 2) or not MTX_SIZES.fullmatch(line.strip()):
             raise self._fault(
@@ -384,7 +403,7 @@ class NpyHeader(NamedTuple):
     def array(self, file: IO[bytes], where: StrPath) -> np.ndarray:
         """The array that follows, in C order and native byte order; it must end where `file` does."""
         if self.numpy is None:
-            raise InvalidFile(f"{where}: arrays of {self.dtype} are not read")
+            raise InvalidFile(f"{where}: arrays of {shortened(self.dtype)} are not read")
         flat = np.empty(math.prod(self.shape), self.numpy)
         view, done = flat.view(np.uint8).data, 0
         while done < len(view):
@@ -401,7 +420,7 @@ class NpyHeader(NamedTuple):
 
 @contextmanager
 def _zip(path: Path) -> Iterator[zipfile.ZipFile]:
-    with path.open("rb") as file, faults(path, *ZIP_ERRORS), zipfile.ZipFile(file) as archive:
+    with files.regular(path) as file, faults(path, *ZIP_ERRORS), zipfile.ZipFile(file) as archive:
         yield archive
 
 
@@ -410,7 +429,7 @@ def _npz_member(
     archive: zipfile.ZipFile, path: Path, info: zipfile.ZipInfo
 ) -> Iterator[tuple[IO[bytes], NpyHeader]]:
     """One .npy member: its stream, placed behind its header, which fits the size that the zip declares."""
-    where = f"{path}: {info.filename!r}"
+    where = f"{path}: {told(info.filename)}"
     if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
         raise InvalidFile(f"{where}: compressed by method {info.compress_type}; NumPy only deflates")
     if info.file_size > DEFLATE_RATIO * info.compress_size + 64:
@@ -429,7 +448,7 @@ def _npz_headers(path: Path) -> dict[str, NpyHeader]:
             if name == info.filename:
                 continue
             if name in headers:
-                raise InvalidFile(f"{path}: two arrays are named {name!r}")
+                raise InvalidFile(f"{path}: two arrays are named {told(name)}")
             with _npz_member(archive, path, info) as (_, header):
                 headers[name] = header
     return headers
@@ -439,9 +458,11 @@ def _npz_array(path: Path, name: str, limit: int = MAX_ELEMENTS) -> np.ndarray:
     with _zip(path) as archive:
         info = archive.getinfo(f"{name}.npy")
         with _npz_member(archive, path, info) as (stream, header):
+            what = f"{told(name)} of shape {told(list(header.shape))}"
             if math.prod(header.shape) > limit:
-                raise InvalidFile(f"{path}: {name!r} of shape {list(header.shape)} is over {limit} elements")
-            return header.array(stream, f"{path}: {info.filename!r}")
+                raise InvalidFile(f"{path}: {what} is over {limit} elements")
+            _check_memory(path, what, header.nbytes)
+            return header.array(stream, f"{path}: {told(info.filename)}")
 
 
 def _sparse(sparse: Any, word: str, parts: dict[str, np.ndarray], shape: tuple[int, ...]) -> Any:
@@ -475,6 +496,14 @@ def _open_npz(path: Path) -> WeightFile:
     return ScipyNpz(path) if is_sparse else Npz(path)
 
 
+def _check_memory(path: Path, what: str, takes: int, form: str = "") -> None:
+    """InvalidFile unless `takes` bytes are free."""
+    free = available_memory()
+    if free is not None and takes > free:
+        gigabytes = f"{takes / 1e9:.3g} GB{form}; {free / 1e9:.3g} GB of memory are free"
+        raise InvalidFile(f"{path}: {what} takes {gigabytes}")
+
+
 def available_memory() -> int | None:
     """Bytes of memory that are free, all that the machine has where the system (macOS) does not say what is free, or
     None (Windows)."""
@@ -497,9 +526,10 @@ READERS: dict[str, Callable[[Path], WeightFile]] = {
 def open_weights(path: StrPath) -> WeightFile:
     """The weight file at `path`, its format told by its suffix; only its headers are read.
 
-    Raises FileNotFoundError if there is none, InvalidInput for an unknown suffix, InvalidFile for bad bytes.
+    Raises FileNotFoundError if there is none, InvalidInput for an unknown suffix, InvalidFile for bad bytes and for
+    what is no regular file.
     """
-    path = Path(path)
+    path = files.as_path("path", path)
     reader = READERS.get(path.suffix.lower())
     if reader is None:
         why = "; pickles can run code and are never read" if path.suffix in PICKLES else ""

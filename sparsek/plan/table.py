@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import tempfile
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
@@ -19,7 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sparsek.core import env
+from sparsek.core import env, files
 from sparsek.core.errors import InvalidFile, InvalidInput
 from sparsek.plan.sources import source_hash
 
@@ -206,7 +204,9 @@ def _lenient(path: Path) -> Entries:
 def read(path: Path) -> Entries:
     """The entries of a table file. Raises InvalidFile, which says what is wrong, for any other file."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(files.content(path).decode())
+    except InvalidFile:
+        raise
     except (OSError, UnicodeDecodeError, ValueError, RecursionError) as error:
         raise InvalidFile(f"{path}: cannot be read: {error}") from None
     if not isinstance(found, dict) or found.get("format") != FORMAT:
@@ -243,23 +243,15 @@ def _is_positive(value: Any) -> bool:
 
 
 def write(path: Path, entries: Iterable[Entry]) -> None:
-    """Writes a table in one step: to a file beside it, which then takes its place. Folders are made if needed."""
+    """Writes a table in one step: to a file beside it, which then takes its place. Folders are made if needed.
+    Raises InvalidInput where no regular file is or can be."""
     listed = [asdict(each) for each in sorted(entries, key=lambda each: each.key)]
     lines = ",\n".join("  " + json.dumps(each, allow_nan=False) for each in listed)
     body = f"\n{lines}\n" if lines else ""
     text = f'{{"format": {json.dumps(FORMAT)}, "version": {VERSION}, "entries": [{body}]}}\n'
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(name).chmod(0o644)  # of temporary files nobody else may read anything, of tables everybody
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    with files.replacing(path) as file:
+        file.write(text.encode())
 
 
 def add(path: Path, entries: Iterable[Entry]) -> None:

@@ -1,6 +1,7 @@
 """Tables of tuned configs: what they are keyed by, how files are read and written, and what plans make of them."""
 
 import json
+import os
 import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -228,7 +229,7 @@ def test_a_write_that_fails_leaves_the_old_table_and_nothing_beside_it(own: Path
     def fail(handle: int) -> None:
         raise OSError("the disk is full")
 
-    monkeypatch.setattr(table.os, "fsync", fail)
+    monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(OSError, match="the disk is full"):
         table.add(own, [entry(256)])
     assert table.read(own) == {entry().key: entry(128)}

@@ -1,0 +1,145 @@
+"""Files at paths that a caller or somebody else's link names: only regular files are read and replaced.
+
+So nothing waits for a FIFO, reads a device without end, or puts a file in the place of a device. What counts is the
+file that is open: a path may lead elsewhere a moment after it was looked at.
+"""
+
+import errno
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO, TypeAlias
+
+from sparsek.core.arguments import told
+from sparsek.core.errors import InvalidFile, InvalidInput, SparseKError
+
+StrPath: TypeAlias = str | os.PathLike[str]
+
+KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a character device",
+    stat.S_IFBLK: "a block device",
+    stat.S_IFLNK: "a symbolic link",
+}
+# Errors that a path is to blame for. Others, of a full or failing disk, stay what they are.
+OF_A_PATH = frozenset({
+    errno.EACCES, errno.EBUSY, errno.EILSEQ, errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG,
+    errno.ENODEV, errno.ENOTDIR, errno.ENXIO, errno.EPERM, errno.EROFS,
+})  # fmt: skip
+
+
+def as_path(name: str, value: Any) -> Path:
+    """The path in the argument `name`: a str or an os.PathLike of one. Raises InvalidInput for anything else."""
+    try:
+        text = os.fspath(value)
+    except TypeError:
+        text = None
+    if not isinstance(text, str):
+        raise InvalidInput(f"{name} is {told(value)}; it must be a path: a str or an os.PathLike of one")
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError:
+        text = ""
+    if not text or "\0" in text:
+        raise InvalidInput(f"{name} is {told(value)}; no file can be named so")
+    return Path(text)
+
+
+def regular(path: Path) -> BinaryIO:
+    """A regular file that is not empty, opened for reading without a wait for anybody who might write it.
+
+    Raises FileNotFoundError if there is none; InvalidFile for an empty file (all of /proc is empty by its size, and
+    some of it has no end), for a folder, FIFO, socket or device, and for a path that may not or cannot be opened.
+    """
+    file, size = _opened(path)
+    if not size:
+        file.close()
+        raise InvalidFile(f"{path}: is empty")
+    return file
+
+
+def content(path: Path) -> bytes:
+    """All bytes of a regular file, as many as it has when it is opened. Raises as `regular`, but for an empty file."""
+    file, size = _opened(path)
+    with file:
+        return file.read(size)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A new file that takes the place of `path` when all of it is on disk, and vanishes if writing fails.
+
+    Links are followed. Raises InvalidInput if anything but a regular file is at `path`, before and after the file is
+    written, and for a path that may not or cannot be written.
+    """
+    with blamed_on(path, InvalidInput, "cannot be written"):
+        target = Path(os.path.realpath(path))
+        _check_replaceable(path, target)
+        beside = target.with_name(f".sparsek-{secrets.token_hex(8)}.tmp")
+        try:
+            with beside.open("xb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            _check_replaceable(path, target)
+            beside.replace(target)
+        finally:
+            beside.unlink(missing_ok=True)
+
+
+@contextmanager
+def blamed_on(path: Path, kind: type[SparseKError], what: str) -> Iterator[None]:
+    """Turn an OSError that `path` is to blame for into one of `kind`; a missing folder too, unless a file is read."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            raise kind(f"{told(str(path))}: {what}: {error.strerror}") from error
+        if error.errno == errno.ENOENT and kind is InvalidInput:
+            raise kind(f"{path}: {what}: there is no folder {path.parent}") from error
+        if error.errno in OF_A_PATH:
+            raise kind(f"{path}: {what}: {error.strerror}") from error
+        raise
+
+
+def _opened(path: Path) -> tuple[BinaryIO, int]:
+    """The file and its size. It is looked at before it is opened, because opening alone moves some devices."""
+    with blamed_on(path, InvalidFile, "cannot be opened"):
+        _check_regular(path, path.stat(), InvalidFile, "read")
+        file = open(path, "rb", opener=_open_at_once)  # noqa: SIM115
+    found = os.fstat(file.fileno())
+    try:
+        _check_regular(path, found, InvalidFile, "read")
+    except InvalidFile:
+        file.close()
+        raise
+    return file, found.st_size
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """os.open that neither waits at a FIFO nor takes a terminal; what is then read may wait, as files do."""
+    handle = os.open(path, flags | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0))
+    if hasattr(os, "O_NONBLOCK"):
+        os.set_blocking(handle, True)
+    return handle
+
+
+def _check_replaceable(path: Path, target: Path) -> None:
+    """`path` as it was given, through links that only the system can follow; `target` as a rename would meet it."""
+    for look in (path.stat, target.lstat):
+        try:
+            found = look()
+        except FileNotFoundError:
+            continue
+        _check_regular(path, found, InvalidInput, "replaced")
+
+
+def _check_regular(path: Path, found: os.stat_result, kind: type[SparseKError], what: str) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        word = KINDS.get(stat.S_IFMT(found.st_mode), "no file")
+        raise kind(f"{path}: is {word}; only regular files are {what}")
