@@ -26,7 +26,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from sparsek.core import dtypes
+from sparsek.core import arguments, dtypes
 from sparsek.core.errors import InvalidFile, InvalidInput
 from sparsek.formats.block_mask import BlockMask
 from sparsek.formats.bsr import BSR
@@ -51,7 +51,7 @@ def save(obj: Saved | Mapping[str, Saved], path: StrPath) -> None:
     What is on a GPU is copied to the host first. A `.T` view is written as the matrix that it views, with a
     flag: no value is moved, and `load` gives the view back. Raises InvalidInput for anything else than these.
     """
-    single = isinstance(obj, Saved)
+    path, single = arguments.path("path", path), isinstance(obj, Saved)
     tensors: dict[str, Tensor] = {}
     records: dict[str, Record] = {}
     for name, (each, kind) in _checked({SINGLE: obj} if single else obj).items():
@@ -69,6 +69,9 @@ def load(path: StrPath, name: str | None = None, device: torch.device | str = "c
     Everything read is checked. Raises InvalidFile, which names the file and the fault, for a file that is
     damaged, hostile or not SparseK's; InvalidInput, which lists near matches, for a name that is not there.
     """
+    path, device = arguments.path("path", path), arguments.device("device", device)
+    if name is not None:
+        arguments.text("name", name)
     with opened(path) as file:
         single, records, kinds = _about(path, file.metadata())
         expected = {f"{each}.{part}" for each, kind in kinds.items() for part in kind.parts(records[each])}
@@ -122,25 +125,26 @@ def unknown_name(path: StrPath, name: str, names: Mapping[str, Any]) -> InvalidI
         hint = f"it holds {', '.join(map(repr, few))}{', ...' if len(names) > len(few) else ''}"
     else:
         hint = "it holds none"
-    return InvalidInput(f"{path}: no matrix named {name!r}; {hint}")
+    return InvalidInput(f"{path}: no matrix named {arguments.told(name)}; {hint}")
 
 
 def _checked(objects: Any) -> dict[str, tuple[Saved, Kind]]:
     if not isinstance(objects, Mapping):
-        found = type(objects).__name__
+        found = arguments.told(objects)
         raise InvalidInput(
             f"save takes a BSR, Semi24, BSR24, Scaled, BlockMask or a dict of them by name, not {found}"
         )
     checked: dict[str, tuple[Saved, Kind]] = {}
     for name, each in objects.items():
         if not isinstance(name, str) or not name:
-            raise InvalidInput(f"the name of a matrix or mask must be a text that is not empty, not {name!r}")
+            told = arguments.told(name)
+            raise InvalidInput(f"the name of a matrix or mask must be a text that is not empty, not {told}")
         if not name.isprintable():
-            raise InvalidInput(f"the name {name!r} holds characters that cannot be printed")
+            raise InvalidInput(f"the name {arguments.told(name)} holds characters that cannot be printed")
         kind = kind_of_object(each)
         if kind is None:
             raise InvalidInput(
-                f"{name!r} is {type(each).__name__}; save takes BSR, Semi24, BSR24, Scaled and BlockMask"
+                f"{name!r} is {arguments.told(each)}; save takes BSR, Semi24, BSR24, Scaled and BlockMask"
             )
         checked[name] = each, kind
     return checked

@@ -256,7 +256,7 @@ CALLS: dict[str, Call] = {
         method("same_as", lambda random: any_bsr(random).pattern, other=bsr().pattern)
     ),
     "BlockPattern.spy": Call(
-        method("spy", lambda random: any_bsr(random).pattern, path=None, max_pixels=64), PATH, every=10
+        method("spy", lambda random: any_bsr(random).pattern, path=None, max_pixels=64), PATH, 10, (OSError,)
     ),
     "BSR": Call(_bsr_parts, {"order": "none"}),
     "BSR.to": Call(method("to", any_bsr, device="cpu", dtype=torch.float64), PLACE),
@@ -272,7 +272,7 @@ CALLS: dict[str, Call] = {
             shape=(128, 192),
         )
     ),
-    "BSR.spy": Call(method("spy", any_bsr, path=None, max_pixels=64), PATH, every=10),
+    "BSR.spy": Call(method("spy", any_bsr, path=None, max_pixels=64), PATH, 10, (OSError,)),
     "BSR.sum": Call(method("sum", any_bsr, dim=0, dtype=torch.float32), {"dim": "none", "dtype": "none"}),
     "BSR.norm": Call(method("norm", any_bsr, dtype=torch.float32), {"dtype": "none"}),
     "BSR.block_norms": Call(method("block_norms", any_bsr, dtype=torch.float32), {"dtype": "none"}),
@@ -321,10 +321,10 @@ CALLS: dict[str, Call] = {
     "ScaledTensor.error": Call(method("error", lambda random: scaled_tensor(), x=dense())),
     "quantize": Call(_quantized, {"a": "tensor BSR Semi24"}),
     "random_bsr": Call(_sizes, {**BLOCK, **PLACE, "density": "int"}),
-    "save": Call(_saved, {"path": "text", "obj": "dict BSR Semi24 Scaled BlockMask"}),
-    "load": Call(_loaded, {"path": "text", "name": "none text", "device": "none text"}),
+    "save": Call(_saved, {"path": "text", "obj": "dict BSR Semi24 Scaled BlockMask"}, errors=(OSError,)),
+    "load": Call(_loaded, {"path": "text", "name": "none text", "device": "none text"}, errors=(OSError,)),
     "BlockMask": Call(_mask_parts, {"lo": "none", "hi": "none", "rules": "none", "bits": "none"}),
-    "BlockMask (lists)": Call(_mask_lists, {"lo": "none", "hi": "none"}),
+    "BlockMask (lists)": Call(_mask_lists, {**BLOCK, "lo": "none", "hi": "none", "sizes": "any"}),
     "BlockMask.full": Call(builder("full"), FRAME),
     "BlockMask.causal": Call(builder("causal"), FRAME),
     "BlockMask.sliding_window": Call(builder("sliding_window", window=100, sinks=10, causal=True), FRAME),
@@ -371,16 +371,16 @@ CALLS: dict[str, Call] = {
     "BlockMask.to_flex": Call(method("to_flex", any_mask, q_heads=2), HEADS, every=10),
     "BlockMask.to_fa4": Call(method("to_fa4", any_mask, q_heads=2), HEADS),
     "BlockMask.to_pattern": Call(method("to_pattern", any_mask, head=0, batch=0)),
-    "BlockMask.plot": Call(method("plot", any_mask, path=None, head=0, batch=0), PATH, every=5),
+    "BlockMask.plot": Call(method("plot", any_mask, path=None, head=0, batch=0), PATH, 5, (OSError,)),
     "mask_plot.plot": Call(
-        _picture(mask_plot.plot, mask=mask(), head=0, batch=0, title=None), PATH, every=100
+        _picture(mask_plot.plot, mask=mask(), head=0, batch=0, title=None), PATH, 100, (OSError,)
     ),
     "mask_plot.picture": Call(
-        _picture(mask_plot.picture, mask=mask(), head=0, batch=0, title="m"), PATH, every=100
+        _picture(mask_plot.picture, mask=mask(), head=0, batch=0, title="m"), PATH, 100, (OSError,)
     ),
-    "spy.spy": Call(_picture(spy.spy, obj=bsr()), {**PATH, "obj": "BlockPattern"}, every=100),
+    "spy.spy": Call(_picture(spy.spy, obj=bsr()), {**PATH, "obj": "BlockPattern"}, 100, (OSError,)),
     "spy.spy_png": Call(
-        _picture(spy.spy_png, obj=bsr(), title="m"), {**PATH, "obj": "BlockPattern"}, every=100
+        _picture(spy.spy_png, obj=bsr(), title="m"), {**PATH, "obj": "BlockPattern"}, 100, (OSError,)
     ),
 }
 
