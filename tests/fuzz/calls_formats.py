@@ -230,8 +230,14 @@ def _sizes(random: Random) -> Any:
     }  # fmt: skip
 
 
-def copied(random: Random) -> sk.BSR:
-    return copy.deepcopy(any_bsr(random))
+def alone(random: Random) -> sk.BSR:
+    """One that no other call has: with values that are a leaf, that are computed, or of inference mode."""
+    a = copy.deepcopy(any_bsr(random))
+    kind = random.choice(("leaf", "computed", "inference"))
+    if kind == "computed":
+        return a.requires_grad_() * 2
+    with torch.inference_mode(kind == "inference"):
+        return sk.BSR.unchecked(a.pattern, a.values.clone(), a.order)
 
 
 def builder(name: str, **own: Any) -> Any:
@@ -277,7 +283,7 @@ CALLS: dict[str, Call] = {
     "BSR.norm": Call(method("norm", any_bsr, dtype=torch.float32), {"dtype": "none"}),
     "BSR.block_norms": Call(method("block_norms", any_bsr, dtype=torch.float32), {"dtype": "none"}),
     "BSR.block_row_slice": Call(method("block_row_slice", any_bsr, start=0, stop=1)),
-    "BSR.requires_grad_": Call(method("requires_grad_", copied, requires_grad=True)),
+    "BSR.requires_grad_": Call(method("requires_grad_", alone, requires_grad=True)),
     "BSR.from_state_dict": Call(_state),
     "BSR.from_state_dict (whole)": Call(
         lambda random: (sk.BSR.from_state_dict, {"state": any_bsr(random).state_dict()})
