@@ -16,12 +16,12 @@ from sparsek.bench.advise_formats import compared
 from sparsek.bench.case import random_dense
 from sparsek.bench.memory import gigabytes, out_of_memory
 from sparsek.bench.peer import rotating
-from sparsek.core import dtypes
+from sparsek.core import arguments, dtypes
 from sparsek.core.clock import time_rounds
 from sparsek.core.device import CARDS, card_named
 from sparsek.core.errors import InvalidFile, InvalidInput, SparseKError, Unsupported
 from sparsek.formats.bsr import BSR
-from sparsek.formats.pattern import BlockPattern, as_device, block_sides
+from sparsek.formats.pattern import BlockPattern, block_sides
 from sparsek.formats.weights import WeightFile, available_memory
 from sparsek.kernels import names_for
 from sparsek.ops.plan_linear import Option
@@ -93,7 +93,7 @@ class Question:
         if not torch.cuda.is_available():
             known = ", ".join(name for name in CARDS if name != "cpu")
             raise InvalidInput(f"there is no GPU for --device {asked}; name a card to predict for: {known}")
-        return as_device(asked)
+        return arguments.device("device", asked)
 
 
 @dataclass(frozen=True)

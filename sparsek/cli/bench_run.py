@@ -19,8 +19,8 @@ from sparsek.bench.run import GateError, Outcome
 from sparsek.bench.tables import Table, case_name, table_of
 from sparsek.cli.output import complain, console, progress
 from sparsek.cli.output import table as new_table
+from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
-from sparsek.formats.pattern import as_device
 
 Value = TypeVar("Value")
 
@@ -80,7 +80,7 @@ def bench(
     """
     given = _given(asked.context)
     _refuse_contradictions(given)
-    device = as_device(asked.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = arguments.device("device", asked.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if asked.named is not None:
         entries = _numbered(suite_named(suites, asked.named), asked.only)
     else:

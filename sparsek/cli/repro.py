@@ -22,8 +22,8 @@ from sparsek.bench.repro import (
 from sparsek.bench.repro_cases import TORCH_BSR
 from sparsek.cli.output import Commands, console, middle_out, progress
 from sparsek.cli.output import table as new_table
+from sparsek.core import arguments
 from sparsek.core.device import card_of
-from sparsek.formats.pattern import as_device
 
 STYLES: dict[Status, str] = {
     "works": "green",
@@ -57,7 +57,7 @@ def torch_bsr(
 ) -> None:
     """Tries what is documented to fail with torch.sparse's BSR, says what still fails, and shows SparseK's answer."""
     cases = cases_named(TORCH_BSR, None if only is None else [name.strip() for name in only.split(",")])
-    where = as_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    where = arguments.device("device", device or ("cuda" if torch.cuda.is_available() else "cpu"))
     found = []
     with progress(len(cases), "torch-bsr") as (say, advance):
         for case in cases:

@@ -14,9 +14,8 @@ from sparsek.bench.tune import SHAPES, Job, Tuning
 from sparsek.cli.bench_run import listed
 from sparsek.cli.output import complain, console, duration, progress
 from sparsek.cli.output import table as new_table
-from sparsek.core import env
+from sparsek.core import arguments, env
 from sparsek.core.errors import InvalidFile, InvalidInput, Unsupported
-from sparsek.formats.pattern import as_device
 from sparsek.kernels import names_for
 from sparsek.ops.linear_formats import FORMATS, FP8_OPS, ways
 from sparsek.plan import table
@@ -69,7 +68,7 @@ def tune(
             raise InvalidInput(f"no kernel of these formats is called {name!r}; known: {', '.join(TUNABLE)}")
     if device is None and not torch.cuda.is_available():
         raise InvalidInput("there is no GPU to tune for; --device cpu tunes the CPU's kernels")
-    where = as_device(device or "cuda")
+    where = arguments.device("device", device or "cuda")
     found = _run(jobs, where, names, configs, rounds, path)
     entries = sum(each.entry is not None for each in found)
     out_ = console()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Sequence
 from numbers import Real
 from typing import Any
 
@@ -25,7 +25,10 @@ LONGEST = 80  # characters of a value in a message
 def told(value: Any) -> str:
     """A value as messages show it: its repr where that is short, else its type and what can be said of it."""
     if isinstance(value, Tensor):
-        return f"a torch.Tensor, {value.dtype} {list(value.shape)}"
+        if value.is_nested:
+            return f"a torch.Tensor, {value.dtype}, nested"
+        layout = "" if value.layout == torch.strided else f", layout {value.layout}"
+        return f"a torch.Tensor, {value.dtype} {list(value.shape)}{layout}"
     if isinstance(value, np.ndarray):
         return f"a numpy.ndarray, {value.dtype} {list(value.shape)}"
     try:
@@ -81,12 +84,17 @@ def one_of(name: str, value: Any, choices: Collection[str]) -> str:
     raise InvalidInput(f"{name} is {told(value)}; use one of {', '.join(choices)}")
 
 
+def text(name: str, value: Any) -> str:
+    """A str."""
+    if isinstance(value, str):
+        return value
+    raise InvalidInput(f"{name} is {told(value)}; it must be a text")
+
+
 def pair(name: str, value: Any, least: int = 0, most: int | None = None) -> tuple[int, int]:
     """Two ints from `least` to `most`, as a tuple."""
-    if isinstance(value, Iterable) and not isinstance(value, (str, bytes, Tensor, np.ndarray)):
-        parts = tuple(value)
-        if len(parts) == 2:
-            return integer(f"{name}[0]", parts[0], least, most), integer(f"{name}[1]", parts[1], least, most)
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)) and len(value) == 2:
+        return integer(f"{name}[0]", value[0], least, most), integer(f"{name}[1]", value[1], least, most)
     raise InvalidInput(f"{name} is {told(value)}; it must be two ints")
 
 
@@ -122,8 +130,12 @@ def supported(name: str, value: torch.device) -> None:
         raise InvalidInput(f"{name} is on {value}, which is not supported; use a CUDA device or the CPU")
 
 
-def tensor(name: str, value: Any, choices: Collection[torch.dtype] | None = None) -> Tensor:
-    """A dense tensor on the CPU or a CUDA device, not lazily negated or conjugated, of one of these dtypes."""
+def tensor(
+    name: str, value: Any, choices: Collection[torch.dtype] | None = None, ndim: int | None = None
+) -> Tensor:
+    """A dense tensor on the CPU or a CUDA device, not lazily negated or conjugated, of one of these dtypes and with
+    `ndim` dimensions.
+    """
     if not isinstance(value, Tensor):
         raise InvalidInput(f"{name} must be a dense torch.Tensor, got {told(value)}")
     if value.layout != torch.strided or value.is_nested:
@@ -132,6 +144,8 @@ def tensor(name: str, value: Any, choices: Collection[torch.dtype] | None = None
     supported(name, value.device)
     if choices is not None:
         dtype(f"the dtype of {name}", value.dtype, choices)
+    if ndim is not None and value.ndim != ndim:
+        raise InvalidInput(f"{name} has shape {list(value.shape)}; it must be {ndim}-D")
     if not torch.compiler.is_compiling() and (value.is_neg() or value.is_conj()):  # the op looks again
         which = ".resolve_neg()" if value.is_neg() else ".resolve_conj()"
         raise InvalidInput(f"{name} is a lazily negated or conjugated view of other memory; call {which}")

@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sparsek.core import dtypes
+from sparsek.core import arguments, dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.formats.bsr import BSR
 from sparsek.formats.pattern import BlockPattern, HostPattern
 
 NUMBERS = (Real, torch.SymInt, torch.SymFloat)
+REAL = (*dtypes.FLOATS, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 STATE = ("values", "indptr", "indices", "shape", "block", "transposed")
 
 
@@ -31,14 +32,12 @@ def scale(a: BSR, factor: Any) -> BSR:
 
     Elements that are not stored stay 0, also times Inf or NaN. Differentiable in a tensor factor too.
     """
-    _check_factor(a, factor, "*")
-    return _with_values(a, _zero_outside(a, a.values * factor))
+    return _with_values(a, _zero_outside(a, a.values * _factor(a, factor, "*")))
 
 
 def divide(a: BSR, divisor: Any) -> BSR:
     """a / divisor: every stored value by a number or a 0-dim tensor; otherwise as `scale`, by 0 as well."""
-    _check_factor(a, divisor, "/")
-    return _with_values(a, _zero_outside(a, a.values / divisor))
+    return _with_values(a, _zero_outside(a, a.values / _factor(a, divisor, "/")))
 
 
 def negate(a: BSR) -> BSR:
@@ -78,11 +77,10 @@ def total(a: BSR, dim: int | None, dtype: torch.dtype | None) -> Tensor:
     tree over their places in the row. A NaN reaches the sums of its own row or column only.
     """
     dtype = _result_dtype(a, dtype)
-    if dim is not None and (isinstance(dim, bool) or dim not in (0, 1, -1, -2)):
-        raise InvalidInput(f"dim is {dim!r}; use 0 for column sums, 1 for row sums, None for the sum of all")
     wide = _sum_dtype(a)
     if dim is None:
         return _zero_gradient_outside(a).sum(dtype=wide).to(dtype)
+    dim = arguments.integer("dim", dim, -2, 1)
     base, rows = (a, dim % 2 == 1) if a.order is None else (a.T, dim % 2 == 0)
     inside = _zero_gradient_outside(base)
     if rows:
@@ -120,15 +118,10 @@ def block_row_slice(a: BSR, start: int, stop: int) -> BSR:
         raise InvalidInput(
             "block_row_slice inside torch.compile: slice outside and hand the slice to the compiled function"
         )
-    rows = a.grid[0]
-    given = (start, stop)
-    if any(isinstance(at, bool) or not isinstance(at, int) for at in given) or not 0 <= start <= stop <= rows:
-        raise InvalidInput(
-            f"block rows {start!r} to {stop!r} (excluded) of a matrix with {rows}; use ints with "
-            f"0 <= start <= stop <= {rows}"
-        )
     pattern = a.pattern
-    first, last = (int(pattern.host.indptr[at]) for at in given)
+    start = arguments.integer("start", start, 0, pattern.grid[0])
+    stop = arguments.integer("stop", stop, start, pattern.grid[0])
+    first, last = (int(pattern.host.indptr[at]) for at in (start, stop))
     part = pattern.derived(("block rows", start, stop), lambda: _cut(pattern, start, stop))
     if a.order is None:
         return BSR.unchecked(part, a.values[first:last])
@@ -161,7 +154,7 @@ def from_state_dict(state: Mapping[str, Tensor]) -> BSR:
     """What `state_dict` took apart, a view as a view. Shares the tensors; checks all of it, with one sync."""
     if not isinstance(state, Mapping):
         raise InvalidInput(
-            f"a state dict is a mapping of names to tensors, as A.state_dict() gives; got {type(state).__name__}"
+            f"a state dict is a mapping of names to tensors, as A.state_dict() gives; got {arguments.told(state)}"
         )
     lacking = [name for name in STATE if name not in state]
     others = [str(name) for name in state if name not in STATE]
@@ -189,32 +182,36 @@ def _sum_dtype(a: BSR) -> torch.dtype:
 
 
 def _result_dtype(a: BSR, dtype: torch.dtype | None) -> torch.dtype:
-    if dtype is not None:
-        dtypes.name(dtype)
-    return a.dtype if dtype is None else dtype
+    return a.dtype if dtype is None else arguments.dtype("dtype", dtype)
 
 
-def _check_factor(a: BSR, factor: Any, sign: str) -> None:
+def _factor(a: BSR, factor: Any, sign: str) -> Any:
     """A real number, or a real 0-dim tensor that torch multiplies values with."""
-    if isinstance(factor, NUMBERS) and not isinstance(factor, bool):
-        return
+    if isinstance(factor, (float, torch.SymInt, torch.SymFloat)):
+        return factor
+    if isinstance(factor, Real) and not isinstance(factor, bool):
+        try:
+            return factor if isinstance(factor, int) and -(2**63) <= factor < 2**63 else float(factor)
+        except OverflowError as error:
+            raise InvalidInput(f"A {sign} {arguments.told(factor)}: no float is so large") from error
     if isinstance(factor, BSR):
         raise InvalidInput(
             f"A {sign} B of two BSR is not defined. A @ B is their product; element by element, where both store the "
             f"same blocks, it is BSR(A.pattern, A.logical_values() {sign} B.logical_values())"
         )
     if not isinstance(factor, Tensor):
-        raise InvalidInput(f"A {sign} {type(factor).__name__}: use a real number or a 0-dim tensor")
+        raise InvalidInput(f"A {sign} {arguments.told(factor)}: use a real number or a 0-dim tensor")
     if factor.ndim:
         raise InvalidInput(
-            f"A {sign} a tensor of shape {tuple(factor.shape)}: use a number or a 0-dim tensor; A @ B is the product"
+            f"A {sign} {arguments.told(factor)}: use a number or a 0-dim tensor; A @ B is the product"
         )
-    if factor.is_complex() or factor.dtype == torch.bool:
-        raise InvalidInput(f"A {sign} a tensor of {factor.dtype}: use a real one")
+    if factor.layout != torch.strided or factor.dtype not in REAL:
+        raise InvalidInput(f"A {sign} {arguments.told(factor)}: use a dense one of a real dtype")
     if factor.device != a.device and factor.device.type != "cpu":
         raise InvalidInput(
             f"A is on {a.device} and the 0-dim tensor on {factor.device}; move it to A's device or to the CPU"
         )
+    return factor
 
 
 def _is_zero(b: Any) -> bool:
@@ -224,10 +221,9 @@ def _is_zero(b: Any) -> bool:
 
 def _check_addend(a: BSR, b: Any, sign: str) -> None:
     if not isinstance(b, BSR):
-        what = f"a tensor of shape {tuple(b.shape)}" if isinstance(b, Tensor) else f"{type(b).__name__} {b!r}"
         raise InvalidInput(
-            f"a BSR and {what} do not add up: the sum would be dense. Write A.to_dense() {sign} ... for that, or add "
-            "to A.values for a change of the stored elements only"
+            f"a BSR and {arguments.told(b)} do not add up: the sum would be dense. Write A.to_dense() {sign} ... for "
+            "that, or add to A.values for a change of the stored elements only"
         )
     if (a.dtype, a.device) != (b.dtype, b.device):
         raise InvalidInput(
@@ -321,11 +317,9 @@ def _cut(pattern: BlockPattern, start: int, stop: int) -> BlockPattern:
 
 def _ints(state: Mapping[str, Tensor], name: str, count: int) -> tuple[int, ...]:
     """A small tensor of whole numbers as ints."""
-    part = state[name]
-    whole = isinstance(part, Tensor) and not part.is_floating_point() and not part.is_complex()
-    if not whole or part.numel() != count:
-        found = f"{part.dtype} {tuple(part.shape)}" if isinstance(part, Tensor) else type(part).__name__
+    part = arguments.tensor(f"{name!r} in the state dict", state[name])
+    if part.is_floating_point() or part.is_complex() or part.numel() != count:
         raise InvalidInput(
-            f"{name!r} in the state dict must be a tensor of {count} whole numbers, not {found}"
+            f"{name!r} in the state dict must be a tensor of {count} whole numbers, not {arguments.told(part)}"
         )
     return tuple(int(each) for each in part.reshape(-1).tolist())

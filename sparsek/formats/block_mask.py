@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
+from sparsek.core import arguments
 from sparsek.core.eager import saveable
 from sparsek.formats.mask_parts import BlockLists, Frame, HostLists, HostMask, Sizes, TransposedLists
-from sparsek.formats.pattern import BlockPattern, as_device
+from sparsek.formats.pattern import BlockPattern
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask as FlexMask
@@ -214,12 +215,14 @@ class BlockMask:
         returns at once, unless `wait`. A faulty mask is safe to follow, but means nothing. `from_blocks` also counts
         there: what it counted takes the place of the bounds in `sizes`.
         """
+        if wait is not True and wait is not False:
+            arguments.flag("wait", wait)
         for each in self._memo.get("asked", ()):
             each.tell(self, wait)
 
-    def to(self, device: str | int | torch.device) -> BlockMask:
+    def to(self, device: str | torch.device) -> BlockMask:
         """The same mask on `device`; this very object if it is there already."""
-        target = as_device(device)
+        target = arguments.device("device", device)
         if target == self.device:
             return self
         context = _flatten(self)[1]
@@ -233,7 +236,7 @@ class BlockMask:
         """
         from sparsek.formats import mask_view
 
-        return mask_view.element_mask(self, rows, entries)
+        return mask_view.checked_element_mask(self, rows, entries)
 
     def dense_rows(self, first: int, last: int) -> Tensor:
         """Which keys the queries `first` to `last` - 1 see, bool [batch, heads, last - first, kv_len]."""
@@ -341,7 +344,7 @@ class BlockMask:
         causal: bool = True,
         seq_len: int | None = None,
         block: int | tuple[int, int] = 128,
-        device: str | int | torch.device | None = None,
+        device: str | torch.device | None = None,
     ) -> BlockMask:
         """Packed documents: a query sees the keys of its own document, causal up to itself.
 
@@ -387,7 +390,7 @@ class BlockMask:
         block: int | tuple[int, int] = 128,
         batch: int = 1,
         heads: int = 1,
-        device: str | int | torch.device | None = None,
+        device: str | torch.device | None = None,
     ) -> BlockMask:
         """Every key of the listed blocks: `indptr` [batch * heads * Mb + 1] and `indices` [nnzb], as in BlockPattern.
 

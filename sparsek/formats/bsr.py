@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
-from sparsek.core import dtypes
+from sparsek.core import arguments, dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.formats.matrix import OfBlocks
-from sparsek.formats.pattern import BlockPattern, as_device
+from sparsek.formats.pattern import BlockPattern
 
 if TYPE_CHECKING:
     from scipy import sparse
@@ -53,7 +53,7 @@ class BSR(OfBlocks):
 
     def __post_init__(self) -> None:
         if not isinstance(self.pattern, BlockPattern):
-            raise InvalidInput(f"pattern must be a BlockPattern, got {type(self.pattern).__name__}")
+            raise InvalidInput(f"pattern must be a BlockPattern, got {arguments.told(self.pattern)}")
         _check_order(self)
         _check_values(self)
         outside = padding_nonzeros(self)
@@ -80,13 +80,9 @@ class BSR(OfBlocks):
         flipped, perm = self.pattern.flip() if traced else self.pattern.transposed
         return BSR.unchecked(flipped, self.values, perm if self.order is None else None)
 
-    def to(self, device: str | int | torch.device | None = None, dtype: torch.dtype | None = None) -> BSR:
+    def to(self, device: str | torch.device | None = None, dtype: torch.dtype | None = None) -> BSR:
         """This matrix on `device` and in `dtype`; this very object if nothing changes. Differentiable."""
-        if isinstance(device, torch.dtype):
-            raise InvalidInput(f"the first argument of .to is the device; write .to(dtype={device})")
-        target = self.device if device is None else as_device(device)
-        wanted = self.dtype if dtype is None else dtype
-        dtypes.name(wanted)
+        target, wanted = self._place(device, dtype)
         if (target, wanted) == (self.device, self.dtype):
             return self
         if self.order is not None:
@@ -196,7 +192,16 @@ class BSR(OfBlocks):
 
     def requires_grad_(self, requires_grad: bool = True) -> BSR:
         """Makes the values ask for a gradient, or not. Returns this object; views of it share the values."""
-        self.values.requires_grad_(requires_grad)
+        asked = arguments.flag("requires_grad", requires_grad)
+        if self.values.is_inference() and asked:
+            raise InvalidInput(
+                "values that were made in inference mode can have no gradient; clone them outside of it"
+            )
+        if self.values.grad_fn is not None and not asked:
+            raise InvalidInput(
+                "the values were computed from others, which ask for a gradient; use .detach()"
+            )
+        self.values.requires_grad_(asked)
         return self
 
     @property
@@ -336,9 +341,7 @@ def _last(grid: tuple[int, int]) -> tuple[int, int]:
 
 def _check_values(a: BSR) -> None:
     values, pattern = a.values, a.pattern
-    if not isinstance(values, Tensor):
-        raise InvalidInput(f"values must be a torch.Tensor, got {type(values).__name__}")
-    dtypes.name(values.dtype)
+    arguments.tensor("values", values, dtypes.FLOATS)
     wanted = (pattern.nnzb, *(pattern.block if a.order is None else pattern.block[::-1]))
     if tuple(values.shape) != wanted:
         raise InvalidInput(f"values have shape {tuple(values.shape)}; the pattern needs {wanted}")
@@ -346,8 +349,8 @@ def _check_values(a: BSR) -> None:
         raise InvalidInput(
             f"values are on {values.device} and the pattern on {pattern.device}; put both on one device"
         )
-    if values.layout != torch.strided or not values.is_contiguous():
-        raise InvalidInput("values must be a dense contiguous tensor; call .contiguous()")
+    if not values.is_contiguous():
+        raise InvalidInput("values must be contiguous; call .contiguous()")
     if values.data_ptr() % ALIGNMENT:
         raise InvalidInput(
             f"values start {values.data_ptr() % ALIGNMENT} bytes past a multiple of {ALIGNMENT} bytes, "
@@ -362,9 +365,11 @@ def _check_order(a: BSR) -> None:
     right = a.pattern.T.transposed[1]
     if a.order is right:
         return
-    if not isinstance(a.order, Tensor) or a.order.dtype != torch.int32 or a.order.device != right.device:
+    order = a.order
+    fits = isinstance(order, Tensor) and (order.dtype, order.layout) == (torch.int32, torch.strided)
+    if not fits or order.device != right.device:
         raise InvalidInput(f"order must be an int32 tensor on {right.device}; transposed views come from .T")
-    if not torch.equal(a.order, right):
+    if not torch.equal(order, right):
         raise InvalidInput(
             "order is not the one of this pattern's transposition; transposed views come from .T"
         )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
-from sparsek.core import dtypes
+from sparsek.core import arguments, dtypes
 from sparsek.core.eager import outside_inference
 from sparsek.core.errors import InvalidInput
 from sparsek.formats import two_four
@@ -41,7 +41,7 @@ class BSR24(OfBlocks):
 
     def __post_init__(self) -> None:
         if not isinstance(self.pattern, BlockPattern):
-            raise InvalidInput(f"pattern must be a BlockPattern, got {type(self.pattern).__name__}")
+            raise InvalidInput(f"pattern must be a BlockPattern, got {arguments.told(self.pattern)}")
         _check_block(self.pattern.block)
         _check_values(self)
         two_four.check_nibbles(self.meta)
@@ -71,9 +71,9 @@ class BSR24(OfBlocks):
         """This matrix on the same memory, outside autograd."""
         return BSR24.unchecked(self.pattern, self.values.detach(), self.meta)
 
-    def to(self, device: str | int | torch.device | None = None, dtype: torch.dtype | None = None) -> BSR24:
+    def to(self, device: str | torch.device | None = None, dtype: torch.dtype | None = None) -> BSR24:
         """This matrix on `device` and in `dtype`; this very object if nothing changes. Differentiable."""
-        target, wanted = two_four.place(self, device, dtype)
+        target, wanted = self._place(device, dtype)
         if (target, wanted) == (self.device, self.dtype):
             return self
         return BSR24.unchecked(self.pattern.to(target), self.values.to(target, wanted), self.meta.to(target))
@@ -90,11 +90,11 @@ class BSR24(OfBlocks):
         """
         if not isinstance(a, BSR):
             raise InvalidInput(
-                f"expected a BSR, got {two_four.describe(a)}; a dense matrix goes to BSR24.from_dense"
+                f"expected a BSR, got {arguments.told(a)}; a dense matrix goes to BSR24.from_dense"
             )
         _check_block(a.block)
         values = a.logical_values()
-        if exact:
+        if arguments.flag("exact", exact):
             _refuse_crowded(a.pattern, values != 0, "nonzeros", "without exact=True the two largest are kept")
         return cls.unchecked(a.pattern, *two_four.pack(values))
 
@@ -180,7 +180,7 @@ def _check_block(block: tuple[int, int]) -> None:
 def _check_values(a: BSR24) -> None:
     bm, bk = a.block
     wanted = (a.nnzb, bm, bk // 2)
-    if isinstance(a.values, Tensor) and tuple(a.values.shape) != wanted:
+    if tuple(arguments.tensor("values", a.values).shape) != wanted:
         raise InvalidInput(f"values have shape {tuple(a.values.shape)}; the pattern needs {wanted}")
     two_four.check_parts(a.values, a.meta)
     if a.device != a.pattern.device:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sparsek.core import dtypes
+from sparsek.core import arguments, dtypes
 from sparsek.core.eager import outside_inference
 from sparsek.core.errors import InvalidInput
 from sparsek.formats.bsr import ALIGNMENT, BSR, zero_padding
@@ -25,11 +25,9 @@ from sparsek.formats.pattern import (
     INT32_MAX,
     BlockPattern,
     HostPattern,
-    as_number,
     block_sides,
     grid_of,
     matrix_sides,
-    one_of,
 )
 
 if TYPE_CHECKING:
@@ -97,9 +95,7 @@ def from_dense(
     `keep`.
     """
     block = block_sides(block)
-    if not isinstance(w, Tensor) or w.layout != torch.strided or w.ndim != 2:
-        raise InvalidInput(f"w must be a dense 2-D tensor, got {_describe(w)}")
-    dtypes.name(w.dtype)
+    arguments.tensor("w", w, dtypes.FLOATS, ndim=2)
     shape = matrix_sides(tuple(w.shape), block)
     rule = _rule(mask, threshold, keep, scope)
     if mask is not None:
@@ -126,7 +122,9 @@ def from_torch(matrix: Tensor) -> BSR:
     Indices become int32; the values are shared unless they are not contiguous or not 16-byte aligned.
     """
     if not isinstance(matrix, Tensor) or matrix.layout != torch.sparse_bsr:
-        raise InvalidInput(f"expected a torch.sparse_bsr tensor, got {_describe(matrix)}; use .to_sparse_bsr")
+        raise InvalidInput(
+            f"expected a torch.sparse_bsr tensor, got {arguments.told(matrix)}; use .to_sparse_bsr"
+        )
     values = matrix.values().contiguous()
     if matrix.ndim != 2 or values.ndim != 3:
         raise InvalidInput(f"expected a 2-D matrix without dense dimensions, got shape {tuple(matrix.shape)}")
@@ -163,7 +161,7 @@ def from_scipy(matrix: Any, block: int | tuple[int, int] | None = None) -> BSR:
     """
     is_sparse = all(hasattr(matrix, name) for name in ("format", "tocoo", "shape", "dtype"))
     if not is_sparse or len(matrix.shape) != 2:
-        raise InvalidInput(f"expected a 2-D SciPy sparse matrix, got {_describe(matrix)}")
+        raise InvalidInput(f"expected a 2-D SciPy sparse matrix, got {arguments.told(matrix)}")
     if matrix.dtype not in (np.float32, np.float64):
         raise InvalidInput(f"SciPy matrix has dtype {matrix.dtype}; call .astype('float32') or 'float64'")
     own = tuple(matrix.blocksize) if matrix.format == "bsr" else None
@@ -211,14 +209,11 @@ def from_coo_blocks(rows: Tensor, cols: Tensor, blocks: Tensor, shape: tuple[int
     `shape` is the true (M, K); values outside it become 0. The blocks are copied, on their device; one sync.
     Differentiable in the blocks. Raises InvalidInput for coordinates outside the matrix or given twice.
     """
-    if not isinstance(blocks, Tensor) or blocks.layout != torch.strided or blocks.ndim != 3:
-        raise InvalidInput(f"blocks must be a dense tensor [n, bm, bk], got {_describe(blocks)}")
-    dtypes.name(blocks.dtype)
+    arguments.tensor("blocks", blocks, dtypes.FLOATS, ndim=3)
     block = block_sides(tuple(blocks.shape[1:]))
     shape = matrix_sides(shape, block)
     for name, part in (("rows", rows), ("cols", cols)):
-        if not isinstance(part, Tensor) or part.dtype not in (torch.int32, torch.int64) or part.ndim != 1:
-            raise InvalidInput(f"{name} must be a 1-D int32 or int64 tensor, got {_describe(part)}")
+        arguments.tensor(name, part, (torch.int32, torch.int64), ndim=1)
         if part.shape[0] != blocks.shape[0] or part.device != blocks.device:
             raise InvalidInput(
                 f"{name} has {part.shape[0]} entries on {part.device}; "
@@ -275,19 +270,19 @@ def _rule(mask: Any, threshold: Any, keep: Any, scope: Any) -> Rule:
         rules = {"mask": mask, "threshold": threshold, "keep": keep}
         given = [name for name, rule in rules.items() if rule is not None]
         raise InvalidInput(f"{' and '.join(given)} are given; give one of mask, threshold and keep")
-    if one_of(scope, "scope", SCOPES) != "global" and keep is None:
+    if arguments.one_of("scope", scope, SCOPES) != "global" and keep is None:
         raise InvalidInput(f"scope={scope!r} belongs to keep, which is not given")
     if threshold is not None:
-        threshold = as_number(threshold, "threshold")
+        threshold = arguments.number("threshold", threshold, 0)
     if keep is not None:
-        keep = as_number(keep, "keep", 1)
+        keep = arguments.number("keep", keep, 0, 1)
     return Rule(mask, threshold, keep, scope)
 
 
 def _check_mask(mask: Any, device: torch.device, shape: tuple[int, int], grid: tuple[int, int]) -> None:
-    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or tuple(mask.shape) not in (grid, shape):
+    if tuple(arguments.tensor("mask", mask, (torch.bool,)).shape) not in (grid, shape):
         raise InvalidInput(
-            f"mask must be bool, of blocks {grid} or of elements {shape}; got {_describe(mask)}"
+            f"mask has shape {tuple(mask.shape)}; it must be of blocks {grid} or of elements {shape}"
         )
     if mask.device != device:
         raise InvalidInput(f"mask is on {mask.device} and w on {device}; put both on one device")
@@ -428,9 +423,3 @@ def _refuse_ragged(a: BSR, what: str) -> None:
             f"{what} needs sides that are multiples of the block {a.block[0]}x{a.block[1]}, not "
             f"{a.shape[0]}x{a.shape[1]}; use .to_dense(), or build the matrix {a.pattern.padded_shape}"
         )
-
-
-def _describe(thing: Any) -> str:
-    if not isinstance(thing, Tensor):
-        return type(thing).__name__
-    return f"{thing.dtype} {tuple(thing.shape)}, layout {thing.layout}"

@@ -7,25 +7,15 @@ Specification (OFP8), revision 1.0; Micikevicius et al., FP8 Formats for Deep Le
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from sparsek.core import dtypes
-from sparsek.core.errors import InvalidInput
 
 NAMES = dtypes.FP8
 # A scale is a normal float32: what lies below would lose bits, and some units take it for zero.
 LEAST = torch.finfo(torch.float32).tiny
 MOST = torch.finfo(torch.float32).max
-
-
-def known(dtype: Any) -> torch.dtype:
-    """The dtype, if it is FP8; otherwise InvalidInput."""
-    if dtype not in NAMES:
-        raise InvalidInput(f"dtype {dtype} is no FP8; use one of {', '.join(map(str, NAMES))}")
-    return dtype
 
 
 def scales_of(largest: Tensor, dtype: torch.dtype) -> Tensor:
@@ -34,7 +24,7 @@ def scales_of(largest: Tensor, dtype: torch.dtype) -> Tensor:
     1 where all are zero, never below the least normal float32; NaN and Inf stay. No sync.
     """
     # By a tensor: a Python number is multiplied by its reciprocal on a GPU, which rounds otherwise.
-    top = largest.new_full((), torch.finfo(known(dtype)).max)
+    top = largest.new_full((), torch.finfo(dtype).max)
     scales = (largest / top).float().clamp(min=LEAST)
     return torch.where(largest == 0, 1.0, scales).contiguous()
 
@@ -44,7 +34,7 @@ def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
 
     A NaN stays NaN. No sync.
     """
-    top = torch.finfo(known(dtype)).max
+    top = torch.finfo(dtype).max
     x = x.clamp(-top, top)
     return (_cut_to_odd(x) if x.dtype == torch.float64 else x).to(dtype)
 

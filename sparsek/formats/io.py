@@ -76,6 +76,8 @@ def load(path: StrPath, name: str | None = None, device: torch.device | str = "c
     there; FileNotFoundError if there is no file.
     """
     path, device = files.as_path("path", path), arguments.device("device", device)
+    if name is not None:
+        arguments.text("name", name)
     with opened(path) as file:
         single, records, kinds = _about(path, file.metadata())
         expected = {f"{each}.{part}" for each, kind in kinds.items() for part in kind.parts(records[each])}
@@ -141,7 +143,7 @@ def unknown_name(path: StrPath, name: Any, names: Mapping[str, Any]) -> InvalidI
 
 def _checked(objects: Any) -> dict[str, tuple[Saved, Kind]]:
     if not isinstance(objects, Mapping):
-        found = type(objects).__name__
+        found = arguments.told(objects)
         raise InvalidInput(
             f"save takes a BSR, Semi24, BSR24, Scaled, BlockMask or a dict of them by name, not {found}"
         )

@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sparsek.core import arguments
 from sparsek.core.eager import eager
 from sparsek.core.errors import InvalidInput
 from sparsek.formats.block_mask import BY_INTERVAL, BlockMask
 from sparsek.formats.mask_parts import BlockLists, Sizes
-from sparsek.formats.mask_rows import as_count, check_stored, exact_sizes
+from sparsek.formats.mask_rows import check_stored, exact_sizes
 from sparsek.formats.mask_view import stored_entries
 
 NOT_STORED, WHOLE = -3, -2  # in a table of blocks, beside BY_INTERVAL and the numbers of bits
@@ -25,7 +26,7 @@ def best_blocks(within: BlockMask, scores: Tensor, k: int, always: BlockMask | N
 
     No sync where the sizes of `within` and `always` are exact. O(B * H * Mb * Nb), as the scores are.
     """
-    k, (tiles, columns) = as_count(k, "k", 1), within.grid
+    k, (tiles, columns) = arguments.integer("k", k, 1), within.grid
     _check(within, scores, always)
     codes = _codes(within)
     there = codes != NOT_STORED

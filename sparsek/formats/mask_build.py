@@ -15,10 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sparsek.core import arguments
 from sparsek.core.eager import eager
 from sparsek.core.errors import InvalidInput
 from sparsek.formats.block_mask import BY_INTERVAL, BlockMask
-from sparsek.formats.mask_rows import Place, Runs, as_count, as_lengths, assemble, upload
+from sparsek.formats.mask_rows import Place, Runs, as_lengths, assemble, upload
 from sparsek.formats.pattern import INT32_MAX
 
 # From positions of queries, where the interval of each starts and ends; int64 of the same shape.
@@ -91,7 +92,8 @@ def causal(seq_len: int | None, **frame: Any) -> BlockMask:
 def sliding_window(seq_len: int | None, window: Any, sinks: Any, causal: bool, **frame: Any) -> BlockMask:
     """See BlockMask.sliding_window."""
     place = Place.of(seq_len, **frame)
-    window, sinks = as_count(window, "window", 1), as_count(sinks, "sinks")
+    window, sinks = arguments.integer("window", window, 1), arguments.integer("sinks", sinks)
+    causal = arguments.flag("causal", causal)
     label = f"sliding_window({window}{f', sinks={sinks}' if sinks else ''}{_both_ways(causal)})"
     back, sinks = min(window, place.reach), min(sinks, place.kv_len)
     ahead = 1 if causal else back
@@ -163,7 +165,8 @@ def _sink_bits(
 def strided(seq_len: int | None, stride: Any, window: Any, causal: bool, **frame: Any) -> BlockMask:
     """See BlockMask.strided."""
     place = Place.of(seq_len, **frame)
-    stride, window, bk = as_count(stride, "stride", 1), as_count(window, "window", 1), place.block[1]
+    stride, window = arguments.integer("stride", stride, 1), arguments.integer("window", window, 1)
+    causal, bk = arguments.flag("causal", causal), place.block[1]
     if stride % bk:
         raise InvalidInput(f"stride is {stride}; it must be a multiple of the block's {bk} keys")
     step, near = min(stride // bk, place.reach), place.blocks(window)
@@ -181,7 +184,8 @@ def strided(seq_len: int | None, stride: Any, window: Any, causal: bool, **frame
 def dilated(seq_len: int | None, window: Any, dilation: Any, causal: bool, **frame: Any) -> BlockMask:
     """See BlockMask.dilated."""
     place = Place.of(seq_len, **frame)
-    window, dilation = as_count(window, "window", 1), as_count(dilation, "dilation", 1)
+    window, dilation = arguments.integer("window", window, 1), arguments.integer("dilation", dilation, 1)
+    causal = arguments.flag("causal", causal)
     bk, step = place.block[1], min(dilation, place.reach)
     top, bottom = place.first // bk, place.last // bk
     more = np.full_like(top, place.blocks(window) - 1)
@@ -208,8 +212,10 @@ def bigbird(
 ) -> BlockMask:
     """See BlockMask.bigbird."""
     place = Place.of(seq_len, **frame)
-    window, heads = as_count(window, "window", 1), as_count(heads, "heads", 1)
-    globals, random, seed = as_count(globals, "globals"), as_count(random, "random"), as_count(seed, "seed")
+    window, seed = arguments.integer("window", window, 1), arguments.integer("seed", seed)
+    globals, random = arguments.integer("globals", globals), arguments.integer("random", random)
+    heads = arguments.integer("heads", heads, 1, INT32_MAX // max(place.grid[0], 1))
+    causal = arguments.flag("causal", causal)
     label = f"bigbird({window}, {globals}, {random}, seed={seed}{', causal' if causal else ''})"
     bk, near, wide = place.block[1], place.blocks(window), place.blocks(globals)
     # Every tile sees the blocks before `first` and those from `left` to `right`.
@@ -260,8 +266,8 @@ def visible(place: Place, causal: bool) -> tuple[np.ndarray, np.ndarray]:
 @eager("a block mask")
 def block_diagonal(lengths: Any, causal: bool, seq_len: int | None, block: Any, device: Any) -> BlockMask:
     """See BlockMask.block_diagonal."""
-    rows = as_lengths(lengths)
-    total = int(rows[0].sum()) if seq_len is None else as_count(seq_len, "seq_len")
+    rows, causal = as_lengths(lengths), arguments.flag("causal", causal)
+    total = int(rows[0].sum()) if seq_len is None else arguments.integer("seq_len", seq_len)
     for at, row in enumerate(rows):
         if row.sum() != total:
             right = f"those of batch item 0 to {total}" if seq_len is None else f"seq_len is {total}"

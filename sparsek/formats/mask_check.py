@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
+from sparsek.core import arguments
 from sparsek.core.eager import eager
 from sparsek.core.errors import InvalidInput
 from sparsek.formats.block_mask import BY_INTERVAL, WORD, BlockMask
 from sparsek.formats.mask_parts import BlockLists, HostLists, HostMask, Sizes
-from sparsek.formats.mask_rows import as_count, check_stored, exact_sizes, mask_block, mask_length
+from sparsek.formats.mask_rows import check_stored, exact_sizes, mask_block, mask_length
 from sparsek.formats.pattern import INT32_MAX
 
 ENTRIES = (
@@ -23,17 +23,19 @@ ENTRIES = (
 
 @eager("a block mask")
 def plain(mask: BlockMask) -> dict[str, Any]:
-    """Lengths, block, batch and heads as plain ints."""
+    """Lengths, block, batch and heads as plain ints, whether it is pure, and its label."""
     block = mask_block(mask.block)
     for name in ("full", "partial"):
         if not isinstance(getattr(mask, name), BlockLists):
-            raise InvalidInput(f"{name} is {type(getattr(mask, name)).__name__}; it must be BlockLists")
+            raise InvalidInput(f"{name} is {arguments.told(getattr(mask, name))}; it must be BlockLists")
     return {
         "block": block,
         "q_len": mask_length(mask.q_len, "q_len", block[0]),
         "kv_len": mask_length(mask.kv_len, "kv_len", block[1]),
-        "batch": as_count(mask.batch, "batch", 1),
-        "heads": as_count(mask.heads, "heads", 1),
+        "batch": arguments.integer("batch", mask.batch, 1),
+        "heads": arguments.integer("heads", mask.heads, 1),
+        "pure": arguments.flag("pure", mask.pure),
+        "label": arguments.text("label", mask.label),
     }
 
 
@@ -56,6 +58,7 @@ def check(mask: BlockMask) -> Sizes:
 
 def _check_tensors(mask: BlockMask) -> None:
     """Everything that can be seen without reading."""
+    arguments.tensor("full.starts", mask.full.starts)
     (bq, bk), groups = mask.block, mask.batch * mask.heads
     both = f"{groups} x {mask.q_len}" if groups == 1 else f"1 x {mask.q_len} or {groups} x {mask.q_len}"
     for kind, lists in (("full", mask.full), ("partial", mask.partial)):
@@ -91,19 +94,11 @@ def _check_tensors(mask: BlockMask) -> None:
 
 
 def _check_tensor(name: str, part: Any, dimensions: int, device: torch.device) -> None:
-    if not isinstance(part, Tensor):
-        raise InvalidInput(f"{name} must be a torch.Tensor, got {type(part).__name__}")
-    if part.dtype != torch.int32 or part.layout != torch.strided or part.ndim != dimensions:
-        raise InvalidInput(
-            f"{name} is {part.dtype}, {part.ndim}-D, layout {part.layout}; "
-            f"it must be torch.int32, {dimensions}-D, dense"
-        )
+    arguments.tensor(name, part, (torch.int32,), dimensions)
     if not part.is_contiguous():
         raise InvalidInput(f"{name} must be contiguous, got stride {part.stride()}; call .contiguous()")
-    if part.device.type not in ("cpu", "cuda") or part.device != device:
-        raise InvalidInput(
-            f"{name} is on {part.device} and full.starts on {device}; use one device, CUDA or the CPU"
-        )
+    if part.device != device:
+        raise InvalidInput(f"{name} is on {part.device} and full.starts on {device}; use one device")
 
 
 def _check_rows(mask: BlockMask, kind: str, lists: HostLists) -> None:

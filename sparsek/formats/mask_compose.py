@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparsek.core import arguments
 from sparsek.core.eager import eager
 from sparsek.core.errors import InvalidInput
 from sparsek.formats.block_mask import BY_INTERVAL, BlockMask
@@ -15,7 +16,7 @@ from sparsek.formats.mask_parts import BlockLists, Sizes
 from sparsek.formats.mask_rows import check_stored
 from sparsek.formats.mask_select import Fault
 from sparsek.formats.mask_tiles import TileMask
-from sparsek.formats.mask_view import CHUNK, stored_entries
+from sparsek.formats.mask_view import CHUNK, element_mask, stored_entries
 
 
 class Placed:
@@ -50,7 +51,7 @@ class Placed:
         full, partial, entry = self.find(cells)
         seen = full[:, None, None].repeat(1, *self.mask.block)
         rows = self.rows[cells // self.mask.grid[1]]
-        seen[partial] = self.mask.element_mask(rows[partial], entry[partial])
+        seen[partial] = element_mask(self.mask, rows[partial], entry[partial])
         return seen
 
 
@@ -147,9 +148,9 @@ class _Stack:
 
     def __init__(self, masks: Sequence[BlockMask], name: str, axis: int) -> None:
         if not isinstance(masks, Sequence):
-            raise InvalidInput(f"{name} takes a list of masks, got {type(masks).__name__}")
+            raise InvalidInput(f"{name} takes a list of masks, got {arguments.told(masks)}")
+        _check_alike(masks, name)
         self.masks, self.name, self.axis = list(masks), name, axis
-        _check_alike(self.masks, name)
         self.distinct = list(dict.fromkeys(self.masks))
         self.first, across = self.masks[0], ("heads", "batch")[axis]
         self.across = max(getattr(mask, across) for mask in self.masks)
@@ -240,7 +241,7 @@ def _check_alike(masks: Sequence[Any], name: str) -> None:
         raise InvalidInput(f"{name} of no masks; give at least one")
     for at, mask in enumerate(masks):
         if not isinstance(mask, BlockMask):
-            raise InvalidInput(f"{name}: mask {at} is {type(mask).__name__}; it must be a BlockMask")
+            raise InvalidInput(f"{name}: mask {at} is {arguments.told(mask)}; it must be a BlockMask")
         for what in ("q_len", "kv_len", "block", "device"):
             found, right = getattr(mask, what), getattr(masks[0], what)
             if found != right:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sparsek.core import dtypes
+from sparsek.core import arguments, dtypes
 from sparsek.core.eager import eager
 from sparsek.core.errors import InvalidInput
 from sparsek.formats.block_mask import BLOCK_SIZES, BY_INTERVAL, WORD, BlockMask
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 CHUNK = 1 << 22  # elements that are looked at in one step
 CLOSED = -1e4  # the nearest to 0 that transformers closes a pair with, in old models; now the dtype's lowest
+HEADS_MOST = 65535  # rows of a CUDA grid, of which FlexAttention takes one for each head
 NOT_STORED, WHOLE = -3, -2  # in a table of blocks, beside BY_INTERVAL and the numbers of bits
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -54,10 +55,10 @@ def from_dense(dense: Tensor, block: int | tuple[int, int] = 128) -> BlockMask:
     query one interval of keys explains all partial blocks, the mask is `pure`. Otherwise the blocks that it does not
     explain get bits, and equal blocks share them. Raises InvalidInput for other dtypes, shapes and block sizes.
     """
-    if not isinstance(dense, Tensor) or dense.dtype != torch.bool or not 2 <= dense.ndim <= 4:
+    if arguments.tensor("dense", dense).dtype != torch.bool or not 2 <= dense.ndim <= 4:
         raise InvalidInput(
             "a dense mask must be a bool tensor [q_len, kv_len], [heads, q_len, kv_len] or "
-            f"[batch, heads, q_len, kv_len]; got {_describe(dense)}"
+            f"[batch, heads, q_len, kv_len]; got {arguments.told(dense)}"
         )
     while dense.ndim < 4:
         dense = dense[None]
@@ -79,11 +80,11 @@ def from_transformers(mask: Tensor, block: int | tuple[int, int] = 128) -> Block
             "attention_mask is None: transformers leaves it out where `is_causal` says all; "
             "use BlockMask.causal or no mask"
         )
-    is_known = isinstance(mask, Tensor) and (mask.dtype == torch.bool or mask.dtype in dtypes.FLOATS)
+    is_known = arguments.tensor("attention_mask", mask).dtype in (torch.bool, *dtypes.FLOATS)
     if not is_known or mask.ndim != 4:
         raise InvalidInput(
             "attention_mask must be bool or additive float [B, 1 or H, S, T], as a model's attention gets it, not a "
-            f"tokenizer's [B, T]; got {_describe(mask)}"
+            f"tokenizer's [B, T]; got {arguments.told(mask)}"
         )
     opened = _additive if mask.dtype in dtypes.FLOATS else lambda slab, _: slab
     return _from_elements(mask, block, opened, "from_transformers")
@@ -148,7 +149,7 @@ def from_flex(bm: FlexMask) -> BlockMask:
     from torch.nn.attention import flex_attention
 
     if not isinstance(bm, flex_attention.BlockMask):
-        raise InvalidInput(f"from_flex takes a FlexAttention BlockMask, got {type(bm).__name__}")
+        raise InvalidInput(f"from_flex takes a FlexAttention BlockMask, got {arguments.told(bm)}")
     if any(side not in BLOCK_SIZES for side in bm.BLOCK_SIZE):
         raise InvalidInput(
             f"BLOCK_SIZE is {tuple(bm.BLOCK_SIZE)}; blocks have sides of 64 or 128: "
@@ -300,7 +301,7 @@ def from_pattern(pattern: BlockPattern) -> BlockMask:
     """
     if not isinstance(pattern, BlockPattern):
         raise InvalidInput(
-            f"from_pattern takes a BlockPattern, got {type(pattern).__name__}; of a BSR, its .pattern"
+            f"from_pattern takes a BlockPattern, got {arguments.told(pattern)}; of a BSR, its .pattern"
         )
     q_len, kv_len = pattern.shape
     return BlockMask.from_blocks(
@@ -327,10 +328,8 @@ def to_pattern(mask: BlockMask, head: int = 0, batch: int = 0) -> BlockPattern:
 
 def as_row(mask: BlockMask, head: int, batch: int) -> int:
     """The first row of a head of a batch item. InvalidInput if the mask has no such head or item."""
-    for name, value, count in (("head", head, mask.heads), ("batch", batch, mask.batch)):
-        if not isinstance(value, int) or not 0 <= value < count:
-            shared = f"the mask has {count}" if count > 1 else "all share one: use 0"
-            raise InvalidInput(f"{name} is {value!r}; {shared}")
+    head = arguments.integer("head", head, 0, mask.heads - 1)
+    batch = arguments.integer("batch", batch, 0, mask.batch - 1)
     return (batch * mask.heads + head) * mask.grid[0]
 
 
@@ -432,10 +431,6 @@ def _repeat(mask: BlockMask, q_heads: int | None) -> int:
     """How many heads of q share a head of the mask."""
     if q_heads is None:
         return 1
-    if not isinstance(q_heads, int) or q_heads < 1 or q_heads % mask.heads:
-        raise InvalidInput(f"q_heads is {q_heads!r}; the mask has {mask.heads} heads, which must divide it")
+    if arguments.integer("q_heads", q_heads, 1, HEADS_MOST) % mask.heads:
+        raise InvalidInput(f"q_heads is {q_heads}; the mask has {mask.heads} heads, which must divide it")
     return q_heads // mask.heads if mask.heads > 1 else 1
-
-
-def _describe(thing: object) -> str:
-    return f"{thing.dtype} {list(thing.shape)}" if isinstance(thing, Tensor) else type(thing).__name__

@@ -75,5 +75,5 @@ class Frame(TypedDict, total=False):
     q_len: int | None
     kv_len: int | None
     block: int | tuple[int, int]
-    device: str | int | torch.device | None
+    device: str | torch.device | None
     q_offset: int | None

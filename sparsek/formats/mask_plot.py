@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from sparsek.core import files
+from sparsek.core import arguments, files
 from sparsek.core.errors import InvalidInput
 from sparsek.formats import spy
 from sparsek.formats.block_mask import BlockMask
@@ -49,7 +49,7 @@ def plot(
 
     With `path`, which ends in .png or .svg, `picture` writes one there too, with `title` and `max_pixels`. Syncs.
     """
-    first = as_row(mask, head, batch)
+    first = _row(mask, head, batch)
     mask.verify(wait=True)
     if path is not None:
         picture(mask, path, head, batch, title=title, max_pixels=max_pixels)
@@ -73,20 +73,27 @@ def picture(
     The longer side has `max_pixels` (64 to 4096) pixels, or a few less so that all blocks are drawn alike. Needs
     matplotlib, whose global state is not touched. Syncs.
     """
-    first, path = as_row(mask, head, batch), files.as_path("path", path)
+    first, path = _row(mask, head, batch), files.as_path("path", path)
     form = path.suffix.lower().removeprefix(".")
     if form not in ("png", "svg"):
-        raise InvalidInput(f"{path}: a picture is a .png or a .svg file")
-    spy.check_pixels(max_pixels)
+        raise InvalidInput(f"{arguments.told(str(path))}: a picture is a .png or a .svg file")
+    arguments.integer("max_pixels", max_pixels, *spy.PIXELS)
     bins = MaskBins.counted(mask, first, spy.Bins.of(_blank(mask), max_pixels))
     page = spy.Page(bins.width, bins.height, has_scale=True)
     figure = spy.new_figure(page)
     _draw_cells(figure, page, bins, as_pixels=form == "png")
     spy.draw_sides(figure, page, bins, bins.pattern)
-    names = [] if title is None else [title]
+    names = [] if title is None else [arguments.text("title", title)]
     spy.write_titles(figure, page, [*names, *_facts(mask, bins, _which(mask, head, batch))])
     with files.blamed_on(path, InvalidInput, "cannot be written"):
         figure.savefig(path, format=form, metadata={"Date": None}, **spy.LOOK)
+
+
+def _row(mask: Any, head: int, batch: int) -> int:
+    """The first row of what is drawn."""
+    if not isinstance(mask, BlockMask):
+        raise InvalidInput(f"mask is {arguments.told(mask)}; it must be a BlockMask")
+    return as_row(mask, head, batch)
 
 
 @dataclass(frozen=True)

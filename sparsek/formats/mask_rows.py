@@ -7,8 +7,8 @@ size, waits for nothing, and neither side visits a block that is not stored.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,10 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.formats.block_mask import BLOCK_SIZES, BlockMask
 from sparsek.formats.mask_parts import BlockLists, Sizes
-from sparsek.formats.pattern import INT32_MAX, as_device
+from sparsek.formats.pattern import INT32_MAX, int_or_pair
 
 ALIGNED = 4  # int32 words in 16 bytes: Triton compiles anew for pointers that are not aligned to that
 
@@ -64,12 +65,13 @@ class Place:
         sides = mask_block(block)
         names = ("q_len", "kv_len") if seq_len is None else ("seq_len", "seq_len")
         q_len, kv_len = mask_length(q_len, names[0], sides[0]), mask_length(kv_len, names[1], sides[1])
-        offset = kv_len - q_len if q_offset is None else as_count(q_offset, "q_offset", least=-INT32_MAX)
+        offset = kv_len - q_len
+        if q_offset is not None:
+            offset = arguments.integer("q_offset", q_offset, -INT32_MAX)
         if abs(offset) + q_len > INT32_MAX:
             raise InvalidInput(f"q_offset is {offset}; queries must stand at int32 positions")
-        return cls(
-            q_len, kv_len, sides, as_device(torch.get_default_device() if device is None else device), offset
-        )
+        here = arguments.device("device", torch.get_default_device() if device is None else device)
+        return cls(q_len, kv_len, sides, here, offset)
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -104,48 +106,44 @@ class Place:
 
 def mask_block(block: Any) -> tuple[int, int]:
     """(bq, bk) from a pair, or from one int for square blocks; each 64 or 128."""
-    sides = tuple(block) if isinstance(block, (tuple, list)) else (block, block)
-    if len(sides) != 2 or any(isinstance(side, bool) or side not in BLOCK_SIZES for side in sides):
-        raise InvalidInput(f"block is {block!r}; masks have blocks of 64 or 128, or a pair (bq, bk) of these")
-    return int(sides[0]), int(sides[1])
+    with suppress(InvalidInput):
+        sides = int_or_pair("block", block)
+        if all(side in BLOCK_SIZES for side in sides):
+            return sides
+    raise InvalidInput(
+        f"block is {arguments.told(block)}; masks have blocks of 64 or 128, or a pair (bq, bk) of these"
+    )
 
 
 def mask_length(value: Any, name: str, side: int) -> int:
     """A length as a plain int, which in whole blocks fits int32."""
-    length = as_count(value, name)
+    length = arguments.integer(name, value)
     if -(-length // side) * side > INT32_MAX:
         raise InvalidInput(f"{name} is {length}; in whole blocks of {side} it must fit int32 ({INT32_MAX})")
     return length
 
 
-def as_count(value: Any, name: str, least: int = 0) -> int:
-    """A plain int of at least `least`. InvalidInput for anything else; bool is no count."""
-    try:
-        found = None if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        found = None
-    if found is None or found < least:
-        raise InvalidInput(f"{name} is {value!r}; it must be an int of at least {least}")
-    return found
-
-
 def as_lengths(lengths: Any) -> list[np.ndarray]:
     """Rows of documents' lengths, int64, from one row or several. InvalidInput for anything but ints of at least 0."""
-    if isinstance(lengths, Tensor) and lengths.device.type != "cpu":
+    if isinstance(lengths, Tensor) and arguments.tensor("lengths", lengths).device.type != "cpu":
         raise InvalidInput(f"lengths are on {lengths.device}, and the host needs them; use a list or .cpu()")
     try:
         rows = [np.asarray(row) for row in (lengths if np.ndim(lengths[0]) else [lengths])]
-    except (IndexError, TypeError, ValueError) as error:
+    except (LookupError, TypeError, ValueError, RuntimeError) as error:
+        told = arguments.told(lengths)
         raise InvalidInput(
-            f"lengths is {lengths!r}; it must hold the length of each document, or such a row for each batch item"
+            f"lengths is {told}; it must hold the length of each document, or such a row for each batch item"
         ) from error
     for at, row in enumerate(rows):
         if row.ndim != 1 or not row.size or row.dtype.kind not in "iu":
             raise InvalidInput(
                 f"lengths of batch item {at} are {row.dtype} {list(row.shape)}; give a row of ints"
             )
-        if row.min() < 0:
-            raise InvalidInput(f"lengths of batch item {at} hold {row.min()}; no document is shorter than 0")
+        if row.min() < 0 or row.max() > INT32_MAX:
+            far = row.min() if row.min() < 0 else row.max()
+            raise InvalidInput(
+                f"lengths of batch item {at} hold {far}; a document has 0 to {INT32_MAX} tokens"
+            )
     return [row.astype(np.int64) for row in rows]
 
 

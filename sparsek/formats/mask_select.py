@@ -10,13 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sparsek.core import arguments, dtypes
 from sparsek.core.eager import eager
 from sparsek.core.errors import InvalidInput
 from sparsek.formats.block_mask import BlockMask
 from sparsek.formats.mask_build import every_key, up_to_itself, visible
 from sparsek.formats.mask_parts import BlockLists, Sizes
-from sparsek.formats.mask_rows import Place, as_count, check_stored, exact_sizes, refuse_capture, upload
-from sparsek.formats.pattern import INT32_MAX, BlockPattern, as_device
+from sparsek.formats.mask_rows import Place, check_stored, exact_sizes, refuse_capture, upload
+from sparsek.formats.pattern import INT32_MAX, BlockPattern
 
 
 class Asked:
@@ -125,8 +126,9 @@ def _with_answers(mask: BlockMask, asked: Sequence[Fault | TrueSizes]) -> BlockM
 def topk(scores: Any, k: Any, causal: bool, always: Any, seq_len: int | None, **frame: Any) -> BlockMask:
     """See BlockMask.topk. Rows have room for k entries; partial blocks end a row, so both lists share its entries."""
     scores, place = _as_scores(scores, seq_len, frame)
+    causal = arguments.flag("causal", causal)
     (batch, heads), columns = scores.shape[:2], place.grid[1]
-    k = min(as_count(k, "k", 1), columns)
+    k = min(arguments.integer("k", k, 1), columns)
     edge, end = visible(place, causal)
     edges, ends = _on_device(visible, place, causal)
     column = torch.arange(columns, dtype=torch.int32, device=place.device)
@@ -165,15 +167,12 @@ def topk(scores: Any, k: Any, causal: bool, always: Any, seq_len: int | None, **
 
 def _as_scores(scores: Any, seq_len: int | None, frame: dict[str, Any]) -> tuple[Tensor, Place]:
     """Scores [batch, heads, Mb, Nb] that no gradient follows, and the place they are for."""
-    if not isinstance(scores, Tensor) or not scores.is_floating_point() or scores.ndim not in (2, 4):
-        found = (
-            f"{scores.dtype} {list(scores.shape)}" if isinstance(scores, Tensor) else type(scores).__name__
-        )
+    if arguments.tensor("scores", scores, dtypes.FLOATS).ndim not in (2, 4):
         raise InvalidInput(
-            f"scores are {found}; they must be a floating-point tensor [batch, heads, Mb, Nb] or [Mb, Nb]"
+            f"scores are {list(scores.shape)}; they must be [batch, heads, Mb, Nb] or [Mb, Nb]"
         )
     device = frame.get("device")
-    if device is not None and as_device(device) != scores.device:
+    if device is not None and arguments.device("device", device) != scores.device:
         raise InvalidInput(
             f"scores are on {scores.device} and device is {device}; masks are made where the scores are"
         )
@@ -193,10 +192,7 @@ def _as_always(always: Any, place: Place, causal: bool, shape: tuple[int, ...], 
         return None
     if isinstance(always, (tuple, list)):
         return _near_blocks(always, place, causal, k)
-    if not isinstance(always, Tensor) or always.dtype != torch.bool:
-        found = always.dtype if isinstance(always, Tensor) else type(always).__name__
-        raise InvalidInput(f"always is {found}; it must be a bool tensor or two ints (sinks, local)")
-    if always.device != place.device:
+    if arguments.tensor("always", always, (torch.bool,)).device != place.device:
         raise InvalidInput(
             f"always is on {always.device} and the scores are on {place.device}; use one device"
         )
@@ -215,11 +211,7 @@ def _as_always(always: Any, place: Place, causal: bool, shape: tuple[int, ...], 
 
 def _near_blocks(always: Any, place: Place, causal: bool, k: int) -> Tensor:
     """The first `sinks` blocks and the `local` ones up to the tile's own (not causal: also after it), bool [Mb, Nb]."""
-    if len(always) != 2:
-        raise InvalidInput(
-            f"always has {len(always)} entries; it must be a bool tensor or two ints (sinks, local)"
-        )
-    sinks, local = (min(as_count(each, f"always[{at}]"), place.reach) for at, each in enumerate(always))
+    sinks, local = (min(each, place.reach) for each in arguments.pair("always", always))
     end = visible(place, causal)[1]
     left, right = _near(place, causal, local)
     held = np.minimum(sinks, end) + np.maximum(right - np.maximum(left, np.minimum(sinks, end)), 0)
@@ -257,10 +249,12 @@ def from_blocks(
     if indices.device != here:
         raise InvalidInput(f"indptr is on {here} and indices on {indices.device}; use one device")
     on_gpu = here.type == "cuda"
-    if on_gpu and device is not None and as_device(device) != here:
+    if on_gpu and device is not None and arguments.device("device", device) != here:
         raise InvalidInput(f"indptr is on {here} and device is {device}; lists on a GPU make masks there")
     place = Place.of(q_len=lengths[0], kv_len=lengths[1], block=block, device=here if on_gpu else device)
-    batch, heads = (as_count(each, name, 1) for each, name in zip(shared, ("batch", "heads"), strict=True))
+    batch, heads = (
+        arguments.integer(name, each, 1) for each, name in zip(shared, ("batch", "heads"), strict=True)
+    )
     (tiles, columns), rows = place.grid, batch * heads * place.grid[0]
     if indptr.numel() != rows + 1:
         raise InvalidInput(
@@ -310,11 +304,7 @@ def _as_list(values: Any, name: str) -> Tensor:
         )
     except (TypeError, ValueError, OverflowError) as error:
         raise InvalidInput(f"{name} is no row of ints: {error}") from error
-    if made.ndim != 1 or made.dtype not in (torch.int32, torch.int64):
-        raise InvalidInput(
-            f"{name} is {made.dtype} {list(made.shape)}; it must be int32 or int64 and have one dimension"
-        )
-    return made.detach().contiguous()
+    return arguments.tensor(name, made, (torch.int32, torch.int64), ndim=1).detach().contiguous()
 
 
 def _int_type(values: Any) -> Any:

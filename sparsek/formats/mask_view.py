@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.formats.block_mask import WORD, BlockMask
 from sparsek.formats.mask_parts import BlockLists, TransposedLists
@@ -16,8 +17,23 @@ CHUNK = 2**24  # elements of partial blocks looked at together
 ENTRIES = 2**22  # of the rows whose partial blocks are looked up together, at most: rows may share entries
 
 
+def checked_element_mask(mask: BlockMask, rows: Tensor, entries: Tensor) -> Tensor:
+    """See BlockMask.element_mask. What tensors on a GPU hold is not looked at, which would wait."""
+    for name, part, end in (("rows", rows, mask.rows), ("entries", entries, mask.partial.indices.numel())):
+        arguments.tensor(name, part, (torch.int64,), ndim=1)
+        if part.shape != rows.shape or part.device != mask.device:
+            raise InvalidInput(
+                f"{name} is {list(part.shape)} on {part.device}, rows {list(rows.shape)} and the mask on {mask.device}"
+            )
+        if part.device.type == "cpu" and part.numel() and not 0 <= int(part.min()) <= int(part.max()) < end:
+            raise InvalidInput(
+                f"{name} holds {int(part.min())} to {int(part.max())}; they are 0 to {end - 1}"
+            )
+    return element_mask(mask, rows, entries)
+
+
 def element_mask(mask: BlockMask, rows: Tensor, entries: Tensor) -> Tensor:
-    """See BlockMask.element_mask."""
+    """See BlockMask.element_mask; unchecked."""
     (bq, bk), device = mask.block, mask.device
     queries = (rows % max(mask.grid[0], 1) * bq)[:, None] + torch.arange(bq, device=device)
     seen = (queries < mask.q_len)[:, :, None]
@@ -47,8 +63,8 @@ def _by_interval(mask: BlockMask, rows: Tensor, entries: Tensor, queries: Tensor
 
 def dense_rows(mask: BlockMask, first: int, last: int) -> Tensor:
     """See BlockMask.dense_rows. Waits for the device."""
-    if not 0 <= first <= last <= mask.q_len:
-        raise InvalidInput(f"queries {first} to {last} of {mask.q_len}; use 0 <= first <= last <= q_len")
+    first = arguments.integer("first", first, 0, mask.q_len)
+    last = arguments.integer("last", last, first, mask.q_len)
     (bq, bk), (tiles, columns), device = mask.block, mask.grid, mask.device
     top, bottom = first // bq, -(-last // bq)
     groups = mask.batch * mask.heads

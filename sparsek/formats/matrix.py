@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.formats.pattern import BlockPattern
 
@@ -81,6 +82,13 @@ class Stored(Multiplied):
     def requires_grad(self) -> bool:
         """Whether the values ask for a gradient."""
         return self.values.requires_grad
+
+    def _place(self, device: Any, dtype: Any) -> tuple[torch.device, torch.dtype]:
+        """Where `to(device, dtype)` goes, and in which dtype. Raises InvalidInput for what is neither."""
+        if isinstance(device, torch.dtype):
+            raise InvalidInput(f"the first argument of .to is the device; write .to(dtype={device})")
+        target = self.device if device is None else arguments.device("device", device)
+        return target, self.dtype if dtype is None else arguments.dtype("dtype", dtype)
 
 
 class OfBlocks(Stored):

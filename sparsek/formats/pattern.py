@@ -6,12 +6,10 @@ positions `indptr[i]` to `indptr[i + 1] - 1`, and `indices` holds their block co
 
 from __future__ import annotations
 
-import math
-import operator
 import os
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Hashable
+from contextlib import suppress
 from dataclasses import dataclass, field
-from numbers import Real
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -19,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
+from sparsek.core import arguments
 from sparsek.core.eager import saveable, untransformed
 from sparsek.core.errors import InvalidInput
 
@@ -166,9 +165,9 @@ class BlockPattern:
                 self._memo.setdefault(key, untransformed(build))
         return self._memo[key]
 
-    def to(self, device: str | int | torch.device) -> BlockPattern:
+    def to(self, device: str | torch.device) -> BlockPattern:
         """The same pattern on `device`; this very object if it is there already."""
-        target = as_device(device)
+        target = arguments.device("device", device)
         if target == self.device:
             return self
         indptr, indices = self.indptr.to(target), self.indices.to(target)
@@ -178,6 +177,8 @@ class BlockPattern:
         """True if both have the same shape, block and stored blocks, on whatever devices."""
         if self is other:
             return True
+        if not isinstance(other, BlockPattern):
+            raise InvalidInput(f"other is {arguments.told(other)}; it must be a BlockPattern")
         if (self.shape, self.block, self.nnzb) != (other.shape, other.block, other.nnzb):
             return False
         return all(map(np.array_equal, self.host, other.host))
@@ -213,9 +214,7 @@ class BlockPattern:
 
 def block_sides(block: Any) -> tuple[int, int]:
     """(bm, bk) from a pair, or from one int for square blocks; multiples of 16 from 16 to 512."""
-    bm, bk = sides = (
-        _pair(block, "block") if isinstance(block, (tuple, list)) else _pair((block, block), "block")
-    )
+    bm, bk = sides = int_or_pair("block", block)
     for side in sides:
         if side % BLOCK_STEP or not BLOCK_STEP <= side <= BLOCK_MAX:
             raise InvalidInput(
@@ -224,12 +223,20 @@ def block_sides(block: Any) -> tuple[int, int]:
     return sides
 
 
+def int_or_pair(name: str, value: Any) -> tuple[int, int]:
+    """Two ints from a pair, or one int twice."""
+    with suppress(InvalidInput):
+        if isinstance(value, (tuple, list)):
+            return arguments.pair(name, value)
+        side = arguments.integer(name, value)
+        return side, side
+    raise InvalidInput(f"{name} is {arguments.told(value)}; it must be one or two ints of at least 0")
+
+
 def matrix_sides(shape: Any, block: tuple[int, int]) -> tuple[int, int]:
     """(M, K) as plain ints. InvalidInput for a side that is negative or overflows int32 in whole blocks."""
-    sides = _pair(shape, "shape")
+    sides = arguments.pair("shape", shape)
     for name, side, step in zip("MK", sides, block, strict=True):
-        if side < 0:
-            raise InvalidInput(f"shape {sides[0]}x{sides[1]}: {name} is negative")
         if -(-side // step) * step > INT32_MAX:
             raise InvalidInput(
                 f"shape {sides[0]}x{sides[1]}: {name} in whole blocks must fit int32 ({INT32_MAX})"
@@ -242,69 +249,13 @@ def grid_of(shape: tuple[int, int], block: tuple[int, int]) -> tuple[int, int]:
     return -(-shape[0] // block[0]), -(-shape[1] // block[1])
 
 
-def as_number(value: Any, name: str, most: float = math.inf) -> float:
-    """A float from 0 to `most`. InvalidInput for anything else: text, NaN, a tensor, a bool."""
-    try:
-        found = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
-    except OverflowError:
-        found = math.nan
-    if 0 <= found <= most:
-        return found
-    right = "0 or greater" if most == math.inf else f"from 0 to {most:g}"
-    raise InvalidInput(f"{name} is {value!r}; it must be a number {right}")
-
-
-def one_of(value: Any, name: str, choices: Collection[str]) -> str:
-    """`value`, if it is one of the texts to choose from. InvalidInput that lists them otherwise."""
-    if isinstance(value, str) and value in choices:
-        return value
-    raise InvalidInput(f"{name} is {value!r}; use one of {', '.join(choices)}")
-
-
-def as_device(device: Any) -> torch.device:
-    """A CPU or CUDA device that is here, with its index. Raises InvalidInput for anything else."""
-    try:
-        found = torch.device(device)
-    except (RuntimeError, TypeError, ValueError) as error:
-        raise InvalidInput(f"device {device!r} is not a torch device; use 'cpu' or 'cuda:0'") from error
-    _check_kind(found)
-    if found.type == "cpu":
-        return torch.device("cpu")
-    count = torch.cuda.device_count()
-    if count == 0 or (found.index or 0) >= count:
-        raise InvalidInput(f"device {found} is not here; torch sees {count} CUDA devices")
-    return torch.device("cuda", torch.cuda.current_device()) if found.index is None else found
-
-
-def _check_kind(device: torch.device) -> None:
-    if device.type not in ("cpu", "cuda"):
-        raise InvalidInput(f"device {device} is not supported; use a CUDA device or the CPU")
-
-
-def _pair(value: Any, name: str) -> tuple[int, int]:
-    """Two ints. Raises InvalidInput for anything else; bool is no size."""
-    try:
-        first, second = value
-        if isinstance(first, bool) or isinstance(second, bool):
-            raise TypeError
-        return operator.index(first), operator.index(second)
-    except (TypeError, ValueError) as error:
-        raise InvalidInput(f"{name} must be two ints, got {value!r}") from error
-
-
 def _check_tensors(pattern: BlockPattern) -> None:
     """Everything that can be seen without reading the indices."""
     named = (("indptr", pattern.indptr), ("indices", pattern.indices))
     for name, part in named:
-        if not isinstance(part, Tensor):
-            raise InvalidInput(f"{name} must be a torch.Tensor, got {type(part).__name__}")
-        if part.dtype != torch.int32:
-            raise InvalidInput(f"{name} must be torch.int32, got {part.dtype}")
-        if part.layout != torch.strided or part.ndim != 1:
-            raise InvalidInput(f"{name} must be a dense 1-D tensor, got {part.ndim}-D, layout {part.layout}")
+        arguments.tensor(name, part, (torch.int32,), ndim=1)
         if not part.is_contiguous():
             raise InvalidInput(f"{name} must be contiguous, got stride {part.stride()}; call .contiguous()")
-        _check_kind(part.device)
     if pattern.indptr.device != pattern.indices.device:
         raise InvalidInput(
             f"indptr is on {pattern.indptr.device} and indices on {pattern.indices.device}; use one device"

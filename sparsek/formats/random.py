@@ -3,27 +3,15 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import torch
 
-from sparsek.core import dtypes
+from sparsek.core import arguments
 from sparsek.core.eager import outside_inference
-from sparsek.core.errors import InvalidInput
 from sparsek.formats.bsr import BSR, zero_padding
-from sparsek.formats.pattern import (
-    BlockPattern,
-    HostPattern,
-    as_device,
-    as_number,
-    block_sides,
-    grid_of,
-    matrix_sides,
-    one_of,
-)
+from sparsek.formats.pattern import BlockPattern, HostPattern, block_sides, grid_of, matrix_sides
 
 ZIPF = 1.2
 SEEDS = 2**64  # torch takes seeds below this
@@ -38,7 +26,7 @@ def random_bsr(
     *,
     pattern: str = "uniform",
     dtype: torch.dtype = torch.float32,
-    device: str | int | torch.device = "cpu",
+    device: str | torch.device = "cpu",
     seed: int = 0,
 ) -> BSR:
     """An m x k matrix with about `density` of its blocks stored.
@@ -55,11 +43,11 @@ def random_bsr(
     for sizes, a density, a pattern, a dtype, a device or a seed (0 to 2^64 - 1) that do not exist.
     """
     block = block_sides(block)
-    shape = matrix_sides((m, k), block)
-    target = as_device(device)
-    dtypes.name(dtype)
-    density, seed = as_number(density, "density", 1), _as_seed(seed)
-    draw_pattern = PATTERNS[one_of(pattern, "pattern", PATTERNS)]
+    shape = matrix_sides((arguments.integer("m", m), arguments.integer("k", k)), block)
+    target = arguments.device("device", device)
+    dtype = arguments.dtype("dtype", dtype)
+    density, seed = arguments.number("density", density, 0, 1), arguments.integer("seed", seed, 0, SEEDS - 1)
+    draw_pattern = PATTERNS[arguments.one_of("pattern", pattern, PATTERNS)]
     rows, columns = grid_of(shape, block)
     each = min(columns, max(1, round(density * columns))) if density > 0 else 0
     host = draw_pattern(np.random.default_rng(seed), (rows, columns), each)
@@ -68,17 +56,6 @@ def random_bsr(
     values = torch.randn((made.nnzb, *block), generator=draw, dtype=dtype, device=target)
     values /= math.sqrt(max(1, each * block[1]))
     return BSR.unchecked(made, zero_padding(made, values))
-
-
-def _as_seed(seed: Any) -> int:
-    """What both numpy and torch take; bool is no seed."""
-    try:
-        found = -1 if isinstance(seed, bool) else operator.index(seed)
-    except TypeError:
-        found = -1
-    if not 0 <= found < SEEDS:
-        raise InvalidInput(f"seed is {seed!r}; it must be an int from 0 to 2^64 - 1")
-    return found
 
 
 def _uniform(rng: np.random.Generator, grid: tuple[int, int], each: int) -> HostPattern:

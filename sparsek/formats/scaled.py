@@ -15,15 +15,15 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils import _pytree
 
-from sparsek.core import dtypes
+from sparsek.core import arguments, dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.formats import two_four
 from sparsek.formats.bsr import BSR
 from sparsek.formats.bsr24 import BSR24
-from sparsek.formats.float8 import MOST, NAMES, known, rounded, scales_of
+from sparsek.formats.float8 import MOST, NAMES, rounded, scales_of
 from sparsek.formats.matrix import Multiplied
-from sparsek.formats.pattern import as_device, one_of
-from sparsek.formats.scaled_tensor import ScaledTensor, quantize_dense
+from sparsek.formats.scaled_tensor import SCALES as ROW_SCALES
+from sparsek.formats.scaled_tensor import ScaledTensor, check_fp8_values, quantize_dense
 from sparsek.formats.semi24 import Semi24
 
 Matrix = BSR | Semi24 | BSR24
@@ -77,15 +77,20 @@ def quantize(
     says where the first one is. One sync. With check=False there is none, and a NaN or Inf makes NaN of all that shares
     its scale. Inside torch.compile only check=False is traced. Raises InvalidInput.
     """
+    arguments.dtype("dtype", dtype, NAMES)
+    check = arguments.flag("check", check)
     if isinstance(a, Tensor):
-        if fast_accum:
+        arguments.one_of("scale", scale, ROW_SCALES)
+        if arguments.tensor("x", a, dtypes.FLOATS).ndim < 1:
+            raise InvalidInput("x must be [..., K], got a single number")
+        if arguments.flag("fast_accum", fast_accum):
             raise InvalidInput(
                 "how a product sums is up to its sparse matrix: write fast_accum=True where that one is quantized"
             )
         return quantize_dense(a, dtype, scale, check)
     _check_source(a, scale)
     _check_fast_accum(fast_accum, scale)
-    top = torch.finfo(known(dtype)).max
+    top = torch.finfo(dtype).max
     values = a.values.detach()
     parts = _largest(a, values, scale)
     if check:
@@ -124,7 +129,7 @@ class Scaled(Multiplied):
 
     def __post_init__(self) -> None:
         if not isinstance(self.matrix, Matrix):
-            raise InvalidInput(f"matrix must be a BSR, Semi24 or BSR24, got {two_four.describe(self.matrix)}")
+            raise InvalidInput(f"matrix must be a BSR, Semi24 or BSR24, got {arguments.told(self.matrix)}")
         _check_kind(self.matrix, self.kind, "kind")
         _check_fast_accum(self.fast_accum, self.kind)
         _check_float8(self.matrix)
@@ -171,13 +176,15 @@ class Scaled(Multiplied):
             )
         return self._with(self.matrix.T, self.scale)
 
-    def to(self, device: str | int | torch.device | None = None, dtype: Any = None) -> Scaled:
+    def to(self, device: str | torch.device | None = None, dtype: Any = None) -> Scaled:
         """This matrix on `device`; this very object if it is there. For another dtype there is `dequantize`."""
-        if isinstance(device, torch.dtype):
+        if isinstance(device, torch.dtype) and dtype is None:
             device, dtype = None, device
-        if dtype not in (None, self.dtype):
-            raise InvalidInput(f"a Scaled is FP8; .dequantize({dtype}) is the matrix in another dtype")
-        target = self.device if device is None else as_device(device)
+        if dtype is not None and (not isinstance(dtype, torch.dtype) or dtype != self.dtype):
+            raise InvalidInput(
+                f"a Scaled is FP8; .dequantize({arguments.told(dtype)}) is the matrix in another dtype"
+            )
+        target = self.device if device is None else arguments.device("device", device)
         if target == self.device:
             return self
         return self._with(_moved(self.matrix, target), self.scale.to(target))
@@ -187,7 +194,7 @@ class Scaled(Multiplied):
 
         Multiplied in float32, in float64 for fp64, then rounded to `dtype`. No sync.
         """
-        dtypes.name(dtype)
+        arguments.dtype("dtype", dtype)
         wide = torch.promote_types(dtype, torch.float32)
         values = self.matrix.values.to(wide) * _stretched(self.matrix, self.scale, self.kind)
         return _with_values(self.matrix, values.to(dtype))
@@ -251,13 +258,13 @@ def _is_view(a: Matrix) -> bool:
 
 def _check_source(a: Any, kind: str) -> None:
     if not isinstance(a, Matrix):
-        raise InvalidInput(f"expected a BSR, Semi24, BSR24 or dense torch.Tensor, got {two_four.describe(a)}")
+        raise InvalidInput(f"expected a BSR, Semi24, BSR24 or dense torch.Tensor, got {arguments.told(a)}")
     _check_kind(a, kind, "scale")
-    dtypes.name(a.dtype)
+    arguments.dtype("the dtype of a", a.dtype)
 
 
 def _check_kind(a: Matrix, kind: Any, name: str) -> None:
-    one_of(kind, name, SCALES)
+    arguments.one_of(name, kind, SCALES)
     if kind == "block" and isinstance(a, Semi24):
         raise InvalidInput("a Semi24 has no blocks; use scale='row' or 'tensor'")
     if kind == "row" and _is_view(a):
@@ -268,9 +275,7 @@ def _check_kind(a: Matrix, kind: Any, name: str) -> None:
 
 
 def _check_fast_accum(fast_accum: Any, kind: str) -> None:
-    if type(fast_accum) is not bool:
-        raise InvalidInput(f"fast_accum must be True or False, got {fast_accum!r}")
-    if fast_accum and kind == "block":
+    if arguments.flag("fast_accum", fast_accum) and kind == "block":
         raise InvalidInput(
             "a scale per block multiplies the float32 sum of a block, and fast_accum leaves sums of all blocks in the "
             "tensor cores; use scale='row' or 'tensor', or fast_accum=False"
@@ -364,19 +369,7 @@ def _place(a: Matrix, at: list[int]) -> tuple[int, int]:
 
 def _check_float8(a: Matrix) -> None:
     """What the class of `a` asks of its parts, but in FP8."""
-    values = a.values
-    if not isinstance(values, Tensor) or values.dtype not in NAMES:
-        found = values.dtype if isinstance(values, Tensor) else type(values).__name__
-        raise InvalidInput(
-            f"values must be FP8, one of {', '.join(map(str, NAMES))}, got {found}; sparsek.quantize makes them"
-        )
-    if values.layout != torch.strided or not values.is_contiguous():
-        raise InvalidInput("values must be a dense contiguous tensor; call .contiguous()")
-    if values.data_ptr() % two_four.ALIGNMENT:
-        raise InvalidInput(
-            f"values start {values.data_ptr() % two_four.ALIGNMENT} bytes past a multiple of {two_four.ALIGNMENT} "
-            "bytes, as a storage offset can make them; call .clone()"
-        )
+    values = check_fp8_values(a.values)
     wide = values.detach().to(torch.float16)  # exact: nothing becomes zero, and no zero anything else
     if isinstance(a, BSR):
         BSR(a.pattern, wide, a.order)
@@ -388,8 +381,7 @@ def _check_float8(a: Matrix) -> None:
 
 def _check_scale(q: Scaled) -> None:
     scale, a = q.scale, q.matrix
-    if not isinstance(scale, Tensor) or scale.dtype != torch.float32 or scale.layout != torch.strided:
-        raise InvalidInput(f"scale must be a dense torch.float32 tensor, got {two_four.describe(scale)}")
+    arguments.tensor("scale", scale, (torch.float32,))
     wanted = () if q.kind == "tensor" else a.shape[:1] if q.kind == "row" else a.values.shape[:1]
     if tuple(scale.shape) != tuple(wanted):
         raise InvalidInput(f"scale has shape {tuple(scale.shape)}; one per {q.kind} needs {tuple(wanted)}")
@@ -404,12 +396,12 @@ def _check_scale(q: Scaled) -> None:
 
 def _check_original(matrix: Matrix, a: Any) -> None:
     if type(a) is not type(matrix) or (a.shape, a.values.shape) != (matrix.shape, matrix.values.shape):
-        found = f"{type(a).__name__} {a.shape}" if isinstance(a, Matrix) else two_four.describe(a)
+        found = f"{type(a).__name__} {a.shape}" if isinstance(a, Matrix) else arguments.told(a)
         raise InvalidInput(
             f"this was made of a {type(matrix).__name__} {matrix.shape} with values {tuple(matrix.values.shape)}; "
             f"got {found}"
         )
-    dtypes.name(a.dtype)
+    arguments.dtype("the dtype of a", a.dtype)
     if a.device != matrix.values.device:
         raise InvalidInput(
             f"this is on {matrix.values.device} and the original on {a.device}; put both on one device"

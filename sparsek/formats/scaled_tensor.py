@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
-from sparsek.core import dtypes
+from sparsek.core import arguments, dtypes
 from sparsek.core.errors import InvalidInput
-from sparsek.formats.float8 import MOST, NAMES, known, rounded, scales_of
+from sparsek.formats.float8 import MOST, NAMES, rounded, scales_of
 from sparsek.formats.matrix import Multiplied
-from sparsek.formats.pattern import as_device, one_of
 
 ALIGNMENT = 16
 SCALES = ("tensor", "row")
@@ -47,9 +46,10 @@ class ScaledTensor(Multiplied):
     turned: bool = False
 
     def __post_init__(self) -> None:
-        _check_values(self.values)
+        if check_fp8_values(self.values).ndim < 1:
+            raise InvalidInput("values must be [..., K], got a single number")
         _check_scale(self.scale, self.values)
-        if self.turned and self.values.ndim < 2:
+        if arguments.flag("turned", self.turned) and self.values.ndim < 2:
             raise InvalidInput("values are a vector, which has no transpose")
 
     @classmethod
@@ -110,11 +110,11 @@ class ScaledTensor(Multiplied):
         scale = self.scale.reshape(-1) if self.kind == "row" else self.scale
         return ScaledTensor.unchecked(self.values.reshape(self.values.shape[:-1].numel(), k), scale)
 
-    def to(self, device: str | int | torch.device | None = None) -> ScaledTensor:
+    def to(self, device: str | torch.device | None = None) -> ScaledTensor:
         """This tensor on `device`; this very object if it is there. For another dtype there is `dequantize`."""
         if isinstance(device, torch.dtype):
             raise InvalidInput(f"a ScaledTensor is FP8; .dequantize({device}) is it in another dtype")
-        target = self.device if device is None else as_device(device)
+        target = self.device if device is None else arguments.device("device", device)
         if target == self.device:
             return self
         return ScaledTensor.unchecked(self.values.to(target), self.scale.to(target), self.turned)
@@ -122,7 +122,7 @@ class ScaledTensor(Multiplied):
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """scale * values, a torch.Tensor of this shape in `dtype`: multiplied in float32, in float64 for fp64, and
         rounded. No sync."""
-        dtypes.name(dtype)
+        arguments.dtype("dtype", dtype)
         wide = torch.promote_types(dtype, torch.float32)
         scale = self.scale.unsqueeze(-1) if self.kind == "row" else self.scale
         made = (self.values.to(wide) * scale).to(dtype)
@@ -131,9 +131,10 @@ class ScaledTensor(Multiplied):
     def error(self, x: Tensor) -> float:
         """How far this is from the x that it was made of: ||scale * values - x|| / ||x||, Frobenius, in float64. One
         sync. Raises InvalidInput if x has another shape."""
-        if not isinstance(x, Tensor) or x.shape != self.shape:
-            found = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
-            raise InvalidInput(f"this was made of a tensor {list(self.shape)}, got {found}")
+        if arguments.tensor("x", x, dtypes.FLOATS).shape != self.shape or x.device != self.device:
+            raise InvalidInput(
+                f"this was made of a tensor {list(self.shape)} on {self.device}, got {list(x.shape)} on {x.device}"
+            )
         exact = x.detach().double()
         size = torch.linalg.vector_norm(exact)
         off = torch.linalg.vector_norm(self.dequantize(torch.float64) - exact)
@@ -159,8 +160,9 @@ def _of_bytes(values: Tensor, dtype: torch.dtype, scale: Tensor, turned: bool) -
 
 
 def quantize_dense(x: Tensor, dtype: torch.dtype, scale: str, check: bool) -> ScaledTensor:
-    """A dense x [..., K] in FP8, as `sparsek.quantize` says. On a GPU rows are scaled and rounded by one kernel."""
-    _check_source(x, dtype, scale)
+    """A dense x [..., K] in FP8, as `sparsek.quantize` says, which has checked the arguments. On a GPU rows are scaled
+    and rounded by one kernel.
+    """
     x = x.detach()
     if check:
         if torch.compiler.is_compiling():
@@ -194,16 +196,6 @@ def _rounded_whole(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return rounded(x.to(wide) / scale, dtype).contiguous(), scale
 
 
-def _check_source(x: Tensor, dtype: Any, scale: Any) -> None:
-    known(dtype)
-    one_of(scale, "scale", SCALES)
-    dtypes.name(x.dtype)
-    if x.layout != torch.strided or x.is_nested:
-        raise InvalidInput(f"x must be a dense torch.Tensor, got layout {x.layout}; call .to_dense()")
-    if x.ndim < 1:
-        raise InvalidInput("x must be [..., K], got a single number")
-
-
 def _refuse_strange(x: Tensor, top: float) -> None:
     """Raises InvalidInput if a value is not finite, or its scale would not be. One sync if all is well."""
     limit = min(torch.finfo(x.dtype).max, top * MOST)
@@ -218,27 +210,25 @@ def _refuse_strange(x: Tensor, top: float) -> None:
         )
 
 
-def _check_values(values: Any) -> None:
-    if not isinstance(values, Tensor) or values.dtype not in NAMES:
-        found = values.dtype if isinstance(values, Tensor) else type(values).__name__
+def check_fp8_values(values: Any) -> Tensor:
+    """`values`, if they are dense, contiguous and aligned FP8. InvalidInput otherwise."""
+    arguments.tensor("values", values)
+    if values.dtype not in NAMES:
         raise InvalidInput(
-            f"values must be FP8, one of {', '.join(map(str, NAMES))}, got {found}; sparsek.quantize makes them"
+            f"values must be FP8, one of {', '.join(map(str, NAMES))}, got {values.dtype}; sparsek.quantize makes them"
         )
-    if values.ndim < 1 or values.layout != torch.strided or not values.is_contiguous():
-        raise InvalidInput("values must be a dense contiguous tensor [..., K]; call .contiguous()")
+    if not values.is_contiguous():
+        raise InvalidInput("values must be contiguous; call .contiguous()")
     if values.data_ptr() % ALIGNMENT:
         raise InvalidInput(
             f"values start {values.data_ptr() % ALIGNMENT} bytes past a multiple of {ALIGNMENT} bytes, as a storage "
             "offset can make them; call .clone()"
         )
+    return values
 
 
 def _check_scale(scale: Any, values: Tensor) -> None:
-    if not isinstance(scale, Tensor) or scale.dtype != torch.float32 or scale.layout != torch.strided:
-        found = (
-            f"{scale.dtype} in layout {scale.layout}" if isinstance(scale, Tensor) else type(scale).__name__
-        )
-        raise InvalidInput(f"scale must be a dense torch.float32 tensor, got {found}")
+    arguments.tensor("scale", scale, (torch.float32,))
     if scale.shape not in ((), values.shape[:-1]):
         raise InvalidInput(
             f"scale has shape {list(scale.shape)}; values {list(values.shape)} need {list(values.shape[:-1])}, one for "

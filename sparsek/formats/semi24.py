@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.sparse import SparseSemiStructuredTensor, to_sparse_semi_structured
 from torch.utils import _pytree
 
-from sparsek.core import dtypes
+from sparsek.core import arguments, dtypes
 from sparsek.core.eager import outside_inference
 from sparsek.core.errors import InvalidInput, Unsupported
 from sparsek.formats import two_four
@@ -36,7 +36,7 @@ class Semi24(Stored):
     meta: Tensor
 
     def __post_init__(self) -> None:
-        if isinstance(self.values, Tensor) and self.values.ndim != 2:
+        if arguments.tensor("values", self.values).ndim != 2:
             raise InvalidInput(f"values must be 2-D [M, K/2], got shape {tuple(self.values.shape)}")
         two_four.check_parts(self.values, self.meta)
         two_four.check_nibbles(self.meta)
@@ -65,9 +65,9 @@ class Semi24(Stored):
         """This matrix on the same memory, outside autograd."""
         return Semi24.unchecked(self.values.detach(), self.meta)
 
-    def to(self, device: str | int | torch.device | None = None, dtype: torch.dtype | None = None) -> Semi24:
+    def to(self, device: str | torch.device | None = None, dtype: torch.dtype | None = None) -> Semi24:
         """This matrix on `device` and in `dtype`; this very object if nothing changes. Differentiable."""
-        target, wanted = two_four.place(self, device, dtype)
+        target, wanted = self._place(device, dtype)
         if (target, wanted) == (self.device, self.dtype):
             return self
         return Semi24.unchecked(self.values.to(target, wanted), self.meta.to(target))
@@ -85,7 +85,8 @@ class Semi24(Stored):
         outside the mask. Works on w's device. One sync for a mask, one for `exact`, otherwise none. Differentiable
         in w. Raises InvalidInput, which counts the groups that have too many and tells where the first one is.
         """
-        w = two_four.dense_matrix(w)
+        arguments.tensor("w", w, dtypes.FLOATS, ndim=2)
+        exact = arguments.flag("exact", exact)
         if w.shape[1] % two_four.STEP:
             raise InvalidInput(f"w has {w.shape[1]} columns; K must be a multiple of {two_four.STEP}")
         if mask is not None:
@@ -116,7 +117,7 @@ class Semi24(Stored):
         """
         if not isinstance(matrix, SparseSemiStructuredTensor):
             raise InvalidInput(
-                f"expected a torch.sparse.SparseSemiStructuredTensor, got {two_four.describe(matrix)}; "
+                f"expected a torch.sparse.SparseSemiStructuredTensor, got {arguments.told(matrix)}; "
                 "a dense matrix goes to Semi24.from_dense(w, exact=True)"
             )
         what = f"{type(matrix).__name__} {tuple(matrix.shape)} to Semi24"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from sparsek.core import dtypes, files
+from sparsek.core import arguments, dtypes, files
 from sparsek.core.errors import InvalidInput
 from sparsek.formats.bsr import BSR
 from sparsek.formats.pattern import BlockPattern
@@ -27,6 +27,7 @@ HALVES = np.array([" ", "▄", "▀", "█"])  # index: 2 * upper + lower
 SHADES = np.array([" ", "░", "▒", "▓", "█"])
 
 DPI = 160
+PIXELS = (64, 4096)  # of the longer side of a picture
 FLATTEST = 0.2  # the short side of the picture is at least this part of the long one
 GAP_FROM = 6  # pixels of a cell from which on cells are set apart
 INK, FAINT, PAPER, EMPTY, BARS, FAULTY = "#1f2430", "#6b7280", "#ffffff", "#edeff3", "#8fa6c4", "#00b8d9"
@@ -43,6 +44,7 @@ def spy(obj: BlockPattern | BSR, path: str | os.PathLike[str] | None = None, max
     shaded by the share of blocks stored. With `path`, the PNG of `spy_png` is written there too. Syncs.
     """
     pattern = _pattern(obj)
+    arguments.integer("max_pixels", max_pixels, *PIXELS)
     if path is not None:
         spy_png(obj, path, max_pixels=max_pixels)
     lines, scale = _text(pattern)
@@ -60,7 +62,8 @@ def spy_png(
     are not finite are cyan. Needs matplotlib, whose global state is not touched. Syncs.
     """
     pattern, where = _pattern(obj), files.as_path("path", path)
-    check_pixels(max_pixels)
+    title = None if title is None else arguments.text("title", title)
+    arguments.integer("max_pixels", max_pixels, *PIXELS)
     bins = Bins.of(pattern, max_pixels)
     page = Page(bins.width, bins.height, has_scale=isinstance(obj, BSR) or bins.is_coarse)
     figure = new_figure(page)
@@ -177,12 +180,6 @@ def shaded(shares: np.ndarray) -> list[str]:
     return ["".join(line) for line in SHADES[np.ceil(4 * shares).astype(np.int64)]]
 
 
-def check_pixels(max_pixels: Any) -> None:
-    """InvalidInput for a size that no picture has."""
-    if not isinstance(max_pixels, int) or not 64 <= max_pixels <= 4096:
-        raise InvalidInput(f"max_pixels must be an integer from 64 to 4096, not {max_pixels!r}")
-
-
 def new_figure(page: Page) -> Figure:
     """An empty figure of the page's size. InvalidInput without matplotlib."""
     try:
@@ -200,7 +197,7 @@ def _pattern(obj: BlockPattern | BSR) -> BlockPattern:
         return obj.pattern
     if isinstance(obj, BlockPattern):
         return obj
-    raise InvalidInput(f"spy draws a BlockPattern or a BSR, not {type(obj).__name__}")
+    raise InvalidInput(f"spy draws a BlockPattern or a BSR, not {arguments.told(obj)}")
 
 
 def _text(pattern: BlockPattern) -> tuple[list[str], list[str]]:

@@ -13,9 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from sparsek.core import dtypes
+from sparsek.core import arguments, dtypes
 from sparsek.core.errors import InvalidInput
-from sparsek.formats.pattern import as_device
 
 GROUP = 4
 STEP = 2 * GROUP  # columns of a byte of metadata
@@ -122,29 +121,13 @@ def crowded(flags: Tensor) -> tuple[int, tuple[int, ...]]:
     return count, tuple(torch.nonzero(over)[0].tolist()) if count else ()
 
 
-def dense_matrix(w: Any) -> Tensor:
-    """`w`, if it is a dense 2-D tensor on a CPU or CUDA device, in one of the float dtypes. InvalidInput otherwise."""
-    if not isinstance(w, Tensor) or w.layout != torch.strided or w.ndim != 2:
-        raise InvalidInput(f"w must be a dense 2-D tensor, got {describe(w)}")
-    dtypes.name(w.dtype)
-    _check_device(w.device)
-    return w
-
-
 def element_mask(mask: Any, w: Tensor) -> Tensor:
     """`mask`, if it is a bool tensor with w's shape and device. InvalidInput otherwise."""
-    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != w.shape:
-        raise InvalidInput(f"mask must be bool, of elements {tuple(w.shape)}; got {describe(mask)}")
+    if arguments.tensor("mask", mask, (torch.bool,)).shape != w.shape:
+        raise InvalidInput(f"mask has shape {list(mask.shape)}; it must be of elements {list(w.shape)}")
     if mask.device != w.device:
         raise InvalidInput(f"mask is on {mask.device} and w on {w.device}; put both on one device")
     return mask
-
-
-def describe(thing: Any) -> str:
-    """A thing that should have been a tensor of another kind, in words."""
-    if not isinstance(thing, Tensor):
-        return type(thing).__name__
-    return f"{thing.dtype} {tuple(thing.shape)}, layout {thing.layout}"
 
 
 def megabytes(a: Any) -> str:
@@ -157,7 +140,7 @@ def kept_norm(a: Any, w: Any) -> float:
 
     Summed in float32, in float64 for float64; in float64 for all where a square over- or underflows.
     """
-    w = dense_matrix(w)
+    arguments.tensor("w", w, dtypes.FLOATS, ndim=2)
     if tuple(w.shape) != a.shape or w.device != a.device:
         raise InvalidInput(
             f"w is {w.shape[0]}x{w.shape[1]} on {w.device}; "
@@ -186,29 +169,10 @@ def _as_bytes(flags: Tensor) -> Tensor:
     return flags.view(torch.uint8)
 
 
-def _check_device(device: torch.device) -> None:
-    if device.type not in ("cpu", "cuda"):
-        raise InvalidInput(f"device {device} is not supported; use a CUDA device or the CPU")
-
-
-def place(a: Any, device: Any, dtype: torch.dtype | None) -> tuple[torch.device, torch.dtype]:
-    """Where `a.to(device, dtype)` goes, and in which dtype. Raises InvalidInput for what is neither."""
-    if isinstance(device, torch.dtype):
-        raise InvalidInput(f"the first argument of .to is the device; write .to(dtype={device})")
-    wanted = a.dtype if dtype is None else dtype
-    dtypes.name(wanted)
-    return a.device if device is None else as_device(device), wanted
-
-
 def check_parts(values: Any, meta: Any) -> None:
     """Everything about values and metadata that can be seen without reading them."""
-    for name, part in (("values", values), ("meta", meta)):
-        if not isinstance(part, Tensor):
-            raise InvalidInput(f"{name} must be a torch.Tensor, got {type(part).__name__}")
-    dtypes.name(values.dtype)
-    if meta.dtype != torch.uint8:
-        raise InvalidInput(f"meta must be torch.uint8, got {meta.dtype}")
-    _check_device(values.device)
+    arguments.tensor("values", values, dtypes.FLOATS)
+    arguments.tensor("meta", meta, (torch.uint8,))
     wanted = (*values.shape[:-1], values.shape[-1] // GROUP)
     if values.shape[-1] % GROUP:
         raise InvalidInput(
@@ -222,8 +186,8 @@ def check_parts(values: Any, meta: Any) -> None:
     if meta.device != values.device:
         raise InvalidInput(f"values are on {values.device} and meta on {meta.device}; put both on one device")
     for name, part in (("values", values), ("meta", meta)):
-        if part.layout != torch.strided or not part.is_contiguous():
-            raise InvalidInput(f"{name} must be a dense contiguous tensor; call .contiguous()")
+        if not part.is_contiguous():
+            raise InvalidInput(f"{name} must be contiguous; call .contiguous()")
         if part.data_ptr() % ALIGNMENT:
             raise InvalidInput(
                 f"{name} start {part.data_ptr() % ALIGNMENT} bytes past a multiple of {ALIGNMENT} bytes, "

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from sparsek.core import arguments
 from sparsek.core.eager import outside_inference
 from sparsek.core.errors import InvalidInput
 from sparsek.formats.block_mask import BlockMask
-from sparsek.formats.mask_rows import as_count
 from sparsek.ops.attention import attention
 from sparsek.ops.attention_varlen import attention_varlen
 from sparsek.ops.policy import MaskPolicy
@@ -41,13 +41,15 @@ class SparseAttention(nn.Module):
         device: str | int | torch.device | None = None,
     ) -> None:
         super().__init__()
-        self.dim, self.heads = as_count(dim, "dim", 1), as_count(heads, "heads", 1)
-        self.kv_heads = self.heads if kv_heads is None else as_count(kv_heads, "kv_heads", 1)
+        self.dim, self.heads = arguments.integer("dim", dim, 1), arguments.integer("heads", heads, 1)
+        self.kv_heads = self.heads if kv_heads is None else arguments.integer("kv_heads", kv_heads, 1)
         if self.heads % self.kv_heads:
             raise InvalidInput(f"heads is {heads}; it must be a multiple of kv_heads, {kv_heads}")
         if head_dim is None and self.dim % self.heads:
             raise InvalidInput(f"dim is {dim} and heads {heads}: heads must divide it, or give head_dim")
-        self.head_dim = self.dim // self.heads if head_dim is None else as_count(head_dim, "head_dim", 1)
+        self.head_dim = (
+            self.dim // self.heads if head_dim is None else arguments.integer("head_dim", head_dim, 1)
+        )
         if isinstance(mask, BlockMask):
             raise InvalidInput(
                 "mask is a BlockMask, which is for one length: give it to each call, layer(x, mask), and here a "

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sparsek.core import dtypes
+from sparsek.core import arguments, dtypes
 from sparsek.core.eager import outside_inference, saveable
 from sparsek.core.errors import InvalidInput
 from sparsek.formats.bsr import BSR, padding_nonzeros, zero_padding
-from sparsek.formats.pattern import BlockPattern, as_device, one_of
+from sparsek.formats.pattern import BlockPattern
 from sparsek.formats.random import random_bsr
 from sparsek.ops.linear import linear
 from sparsek.reference.epilogue import ACTIVATIONS
@@ -54,7 +54,7 @@ class BlockSparseLinear(nn.Module):
             )
         dtype = torch.get_default_dtype() if dtype is None else dtype
         dtypes.name(dtype)
-        pattern = pattern if device is None else pattern.to(as_device(device))
+        pattern = pattern if device is None else pattern.to(arguments.device("device", device))
         values = torch.empty((pattern.nnzb, *pattern.block), dtype=dtype, device=pattern.device)
         offset = torch.empty(pattern.shape[0], dtype=dtype, device=pattern.device) if bias else None
         self._own(pattern, values, offset, activation)
@@ -147,7 +147,7 @@ class BlockSparseLinear(nn.Module):
         self, pattern: BlockPattern, values: Tensor, bias: Tensor | None, activation: str | None
     ) -> None:
         names = [name for name in ACTIVATIONS if name]
-        self.activation = None if activation is None else one_of(activation, "activation", names)
+        self.activation = None if activation is None else arguments.one_of("activation", activation, names)
         self.out_features, self.in_features = pattern.shape
         self._pattern = pattern
         self.register_buffer("indptr", pattern.indptr)

@@ -12,11 +12,10 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from sparsek.core import dtypes
+from sparsek.core import arguments, dtypes
 from sparsek.core.clock import Times, time_rounds
 from sparsek.core.device import Card, card_named, card_of
 from sparsek.core.errors import InvalidInput, Unsupported
-from sparsek.formats.pattern import as_device
 from sparsek.ops.linear import linear
 from sparsek.ops.linear_formats import (
     Way,
@@ -343,7 +342,7 @@ def _where(w: Weight, device: str | None) -> tuple[Card, bool]:
     if device is None:
         return (card_of(w.device), True) if w.device.type == "cuda" else (card_named("h200"), False)
     if device == "cpu" or device.startswith("cuda"):
-        if as_device(device).type != w.device.type:
+        if arguments.device("device", device).type != w.device.type:
             raise InvalidInput(
                 f"W is on {w.device}; times of {device} are measured where W is, W.to({device!r})"
             )

@@ -11,14 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sparsek.core import arguments
 from sparsek.core.eager import constant, eager, untransformed
 from sparsek.core.errors import InvalidInput
 from sparsek.formats.block_mask import BlockMask
 from sparsek.formats.mask_best import best_blocks
 from sparsek.formats.mask_documents import Documents, Near, Scene, documents_mask
 from sparsek.formats.mask_parts import Frame
-from sparsek.formats.mask_rows import as_count, mask_block
-from sparsek.formats.pattern import as_device
+from sparsek.formats.mask_rows import mask_block
 from sparsek.ops.kept_masks import edges_of, kept_mask, values_of
 
 
@@ -74,8 +74,8 @@ class MaskPolicy:
         for name in ("window", "stride", "topk"):
             value = getattr(self, name)
             if value is not None:
-                object.__setattr__(self, name, as_count(value, name, 1))
-        object.__setattr__(self, "sinks", as_count(self.sinks, "sinks"))
+                object.__setattr__(self, name, arguments.integer(name, value, 1))
+        object.__setattr__(self, "sinks", arguments.integer("sinks", self.sinks))
         if not isinstance(self.causal, bool):
             raise InvalidInput(f"causal is {self.causal!r}; it must be True or False")
         if self.stride is not None:
@@ -254,7 +254,7 @@ def _means(x: Tensor, side: int) -> Tensor:
 
 
 def _as_device(device: str | int | torch.device | None) -> torch.device:
-    return as_device(torch.get_default_device() if device is None else device)
+    return arguments.device("device", torch.get_default_device() if device is None else device)
 
 
 @constant

@@ -146,10 +146,10 @@ def pattern(cells: str, m: int = 64, k: int = 48, block: tuple[int, int] = (32, 
         (pattern("x.. .x."), pattern("x.. ..x"), "A stores the block at block row 1, block column 1 and B does not"),
         (pattern("..x .x."), pattern(".x. .x."), "B stores the block at block row 0, block column 1 and A does not"),
         (pattern("x.. .x."), pattern("x.. .x.").to(dtype=torch.float64), r"fp32 on cpu and B fp64 on cpu; use B\.to"),
-        (pattern("x.. .x."), 1, r"a BSR and int 1 do not add up.* Write A.to_dense\(\) [+-]"),
-        (pattern("x.. .x."), True, "a BSR and bool True do not add up"),
-        (pattern("x.. .x."), torch.ones(64, 48), r"a BSR and a tensor of shape \(64, 48\) do not add up"),
-        (pattern("x.. .x."), np.zeros(2), "a BSR and ndarray"),
+        (pattern("x.. .x."), 1, r"a BSR and 1 do not add up.* Write A.to_dense\(\) [+-]"),
+        (pattern("x.. .x."), True, "a BSR and True do not add up"),
+        (pattern("x.. .x."), torch.ones(64, 48), r"a BSR and a torch.Tensor, torch.float32 \[64, 48\] do not add up"),
+        (pattern("x.. .x."), np.zeros(2), "a BSR and a numpy.ndarray, float64 "),
     ],
 )  # fmt: skip
 def test_what_does_not_add_up_is_told(left: BSR, right: Any, message: str):
@@ -169,15 +169,18 @@ def test_what_does_not_add_up_is_told(left: BSR, right: Any, message: str):
             make(),
             r"A [*/] B of two BSR is not defined. A @ B is their product; .*A.logical_values\(\) [*/] B",
         ),
-        (torch.ones(3), r"a tensor of shape \(3,\): use a number or a 0-dim tensor; A @ B is the product"),
-        (torch.ones(1, 1), r"a tensor of shape \(1, 1\)"),
-        (torch.tensor(1j), "a tensor of torch.complex64: use a real one"),
-        (torch.tensor(True), "a tensor of torch.bool: use a real one"),
+        (
+            torch.ones(3),
+            r"a torch.Tensor, torch.float32 \[3\]: use a number or a 0-dim tensor; A @ B is the product",
+        ),
+        (torch.ones(1, 1), r"a torch.Tensor, torch.float32 \[1, 1\]: use"),
+        (torch.tensor(1j), r"A . a torch.Tensor, torch.complex64 \[\]: use a dense one of a real dtype"),
+        (torch.tensor(True), r"A . a torch.Tensor, torch.bool \[\]: use a dense one of a real dtype"),
         (torch.ones((), device="meta"), "A is on cpu and the 0-dim tensor on meta; move it"),
-        (1j, "complex: use a real number or a 0-dim tensor"),
-        (True, "bool: use a real number"),
-        ("2", "str: use a real number"),
-        (None, "NoneType: use a real number"),
+        (1j, "1j: use a real number or a 0-dim tensor"),
+        (True, "True: use a real number"),
+        ("2", "'2': use a real number"),
+        (None, "None: use a real number"),
     ],
     ids=repr,
 )
@@ -263,13 +266,13 @@ def test_norms_are_those_of_the_dense_matrix_and_of_its_blocks(view: bool):
 
 @pytest.mark.parametrize("name", ["sum", "norm", "block_norms"])
 def test_a_dtype_for_results_that_is_none_is_refused(name: str):
-    with pytest.raises(InvalidInput, match=r"dtype torch\.int32 is not supported"):
+    with pytest.raises(InvalidInput, match=r"is torch.int32; use one of"):
         getattr(make(), name)(dtype=torch.int32)
 
 
 @pytest.mark.parametrize("dim", [2, -3, True, "rows", 1.5])
 def test_a_dim_that_is_none_is_refused(dim: Any):
-    with pytest.raises(InvalidInput, match="use 0 for column sums, 1 for row sums, None"):
+    with pytest.raises(InvalidInput, match=r"dim is .*; it must be an int from -2 to 1"):
         make().sum(dim)
 
 
@@ -406,7 +409,7 @@ def test_block_rows_of_block_rows():
 
 @pytest.mark.parametrize("given_", [(-1, 2), (3, 2), (0, 5), (0, 1.0), (False, 2), (None, 2)], ids=repr)
 def test_block_rows_that_are_not_there_are_refused(given_: tuple[Any, Any]):
-    with pytest.raises(InvalidInput, match=r"of a matrix with 4; use ints with 0 <= start <= stop <= 4"):
+    with pytest.raises(InvalidInput, match=r"(start|stop) is .*; it must be an int from . to 4"):
         make().block_row_slice(*given_)
 
 
@@ -435,9 +438,9 @@ def test_a_state_dict_goes_through_torch_save_and_back(view: bool):
         ({"values": None}, "lacks values; a BSR's has values, indptr, indices, shape, block, transposed"),
         ({"bias": torch.ones(1)}, "the state dict also has bias"),
         ({"block": None, "weight": torch.ones(1)}, "lacks block and also has weight"),
-        ({"shape": torch.tensor([100])}, r"'shape' in the state dict must be a tensor of 2 whole .* \(1,\)"),
-        ({"shape": torch.tensor([100.0, 70.0])}, "whole numbers, not torch.float32"),
-        ({"block": (32, 16)}, "'block' in the state dict must be a tensor of 2 whole numbers, not tuple"),
+        ({"shape": torch.tensor([100])}, r"'shape' in .* must be a tensor of 2 whole numbers, not .* \[1\]"),
+        ({"shape": torch.tensor([100.0, 70.0])}, "whole numbers, not a torch.Tensor, torch.float32"),
+        ({"block": (32, 16)}, r"'block' in the state dict must be a dense torch.Tensor, got \(32, 16\)"),
         ({"shape": torch.tensor([200, 70])}, "indptr has 5 entries; 200 rows"),
         ({"block": torch.tensor([32, 32])}, "indices"),
         ({"values": torch.ones(8, 32, 16)}, "values in the padding"),

@@ -74,7 +74,7 @@ def test_to_moves_there_and_back(view: bool):
 def test_to_refuses_a_dtype_in_the_place_of_the_device():
     with pytest.raises(InvalidInput, match=r"write .to\(dtype=torch.float64\)"):
         make().to(torch.float64)  # type: ignore[arg-type]
-    with pytest.raises(InvalidInput, match="not supported"):
+    with pytest.raises(InvalidInput, match=r"torch.int32; use one of"):
         make().to(dtype=torch.int32)
 
 
@@ -154,12 +154,12 @@ def unaligned(like: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda v: v.tolist(), "values must be a torch.Tensor, got list"),
-        (lambda v: v.int(), "dtype torch.int32 is not supported"),
+        (lambda v: v.tolist(), "values must be a dense torch.Tensor, got "),
+        (lambda v: v.int(), "is torch.int32; use one of"),
         (lambda v: v[:-1], r"values have shape \(7, 32, 16\); the pattern needs \(8, 32, 16\)"),
         (lambda v: v.mT, r"values have shape \(8, 16, 32\)"),
         (lambda v: v.view(8, 512), r"values have shape \(8, 512\)"),
-        (lambda v: v.to("meta"), "values are on meta and the pattern on cpu"),
+        (lambda v: v.to("meta"), "values is on meta, which is not supported"),
         (lambda v: v.mT.contiguous().mT, "contiguous"),
         (unaligned, r"values start \d+ bytes past a multiple of 16"),
     ],
@@ -171,7 +171,7 @@ def test_values_that_do_not_fit_are_refused(change, message: str):
 
 
 def test_a_pattern_of_another_kind_is_refused():
-    with pytest.raises(InvalidInput, match="pattern must be a BlockPattern, got tuple"):
+    with pytest.raises(InvalidInput, match=r"pattern must be a BlockPattern, got \("):
         BSR((1, 2), torch.ones(1))  # type: ignore[arg-type]
 
 

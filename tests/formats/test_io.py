@@ -198,8 +198,8 @@ def test_saving_through_a_link_keeps_the_link(tmp_path):
 @pytest.mark.parametrize(
     ("obj", "message"),
     [
-        (torch.zeros(3), "not Tensor"),
-        ({"a": torch.zeros(3)}, "'a' is Tensor"),
+        (torch.zeros(3), "not a torch.Tensor"),
+        ({"a": torch.zeros(3)}, "'a' is a torch.Tensor"),
         ({3: small()}, "name of a matrix"),
         ({"": small()}, "name of a matrix"),
         ({"a\n": small()}, "cannot be printed"),

@@ -368,7 +368,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "block": (lambda: BlockMask.full(64, block=32), "block is 32; masks have blocks of 64 or 128"),
     "block pair": (lambda: BlockMask.full(64, block=(64, 256)), "blocks of 64 or 128"),
     "block triple": (lambda: BlockMask.full(64, block=(64, 64, 64)), "blocks of 64 or 128"),  # type: ignore[arg-type]
-    "device": (lambda: BlockMask.full(64, device="meta"), "device meta is not supported"),
+    "device": (lambda: BlockMask.full(64, device="meta"), "is on meta, which is not supported"),
     "keyword": (lambda: BlockMask.full(64, blocks=64), "this mask has no option blocks; beside its own"),  # type: ignore[call-arg]
     "no window": (lambda: BlockMask.sliding_window(64), "window is None; it must be an int of at least 1"),
     "window of none": (
@@ -391,7 +391,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
         lambda: BlockMask.block_diagonal([[3, 4], [3]]),
         "batch item 1 sum up to 3; those of batch item 0 to 7",
     ),
-    "below 0": (lambda: BlockMask.block_diagonal([3, -4]), "hold -4; no document is shorter than 0"),
+    "below 0": (lambda: BlockMask.block_diagonal([3, -4]), "hold -4; a document has 0 to"),
     "halves": (lambda: BlockMask.block_diagonal([3.5]), "float64"),
     "no documents": (lambda: BlockMask.block_diagonal([]), r"lengths is \[\]; it must hold the length"),
     "a number": (lambda: BlockMask.block_diagonal(5), "lengths is 5; it must hold the length"),
@@ -401,9 +401,12 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "ints": (
         lambda: BlockMask.topk(torch.zeros(2, 2).int(), 1, seq_len=256),
-        "must be a floating-point tensor",
+        "dtype of scores is torch.int32; use one of",
     ),
-    "a list": (lambda: BlockMask.topk([[1.0]], 1, seq_len=128), "scores are list"),  # type: ignore[arg-type]
+    "a list": (
+        lambda: BlockMask.topk([[1.0]], 1, seq_len=128),  # type: ignore[arg-type]
+        r"scores must be a dense torch.Tensor, got \[",
+    ),
     "scores": (
         lambda: BlockMask.topk(GOOD, 1, seq_len=300),
         r"scores are \[1, 1, 2, 2\]; .* need \[batch, heads, 3, 3\]",
@@ -413,7 +416,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
         lambda: BlockMask.topk(GOOD, 1, always=(1, 1), seq_len=256),
         "keeps 2 blocks in query tile 1",
     ),
-    "always three": (lambda: BlockMask.topk(GOOD, 1, always=(1, 1, 1), seq_len=256), "has 3 entries"),  # type: ignore[arg-type]
+    "always three": (lambda: BlockMask.topk(GOOD, 1, always=(1, 1, 1), seq_len=256), "it must be two ints"),  # type: ignore[arg-type]
     "always dtype": (lambda: BlockMask.topk(GOOD, 1, always=GOOD, seq_len=256), "always is torch.float32"),
     "always shape": (
         lambda: BlockMask.topk(GOOD, 1, always=torch.ones(3, 2, 2).bool(), seq_len=256),

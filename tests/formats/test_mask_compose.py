@@ -140,11 +140,11 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "none": (lambda: BlockMask.per_head([]), "per_head of no masks"),
     "no mask": (
         lambda: BlockMask.per_batch([BlockMask.full(64), NO_MASK]),
-        "mask 1 is int; it must be a BlockMask",
+        "mask 1 is 5; it must be a BlockMask",
     ),
     "one mask": (
         lambda: BlockMask.per_head(NO_LIST),
-        "per_head takes a list of masks, got BlockMask",
+        "per_head takes a list of masks, got a BlockMask",
     ),
     "other batch": (
         lambda: BlockMask.per_head([scored(2, 1), scored(3, 1)]),

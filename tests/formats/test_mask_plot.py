@@ -160,13 +160,13 @@ def test_any_mask_gives_a_picture(tmp_path: Path, name: str, tail: str):
 
 def test_what_cannot_be_drawn_is_refused(tmp_path: Path):
     mask = random_bits("cpu", (64, 64), (64, 64), heads=3)
-    with pytest.raises(InvalidInput, match="head is 3; the mask has 3"):
+    with pytest.raises(InvalidInput, match="head is 3; it must be an int from 0 to 2"):
         plot(mask, head=3)
-    with pytest.raises(InvalidInput, match="batch is -1; all share one: use 0"):
+    with pytest.raises(InvalidInput, match="batch is -1; it must be an int from 0 to 0"):
         plot(mask, batch=-1)
-    with pytest.raises(InvalidInput, match=r"a\.pdf: a picture is a \.png or a \.svg file"):
+    with pytest.raises(InvalidInput, match=r"a\.pdf': a picture is a \.png or a \.svg file"):
         plot(mask, tmp_path / "a.pdf")
-    with pytest.raises(InvalidInput, match="max_pixels must be an integer from 64 to 4096"):
+    with pytest.raises(InvalidInput, match=r"max_pixels is .*; it must be an int from 64 to 4096"):
         plot(mask, tmp_path / "a.png", max_pixels=5000)
     assert not list(tmp_path.iterdir())
 

@@ -83,12 +83,12 @@ def put(at: int, value: float) -> Callable[[torch.Tensor], torch.Tensor]:
     [
         (
             changed("matrix", lambda a: a.values),
-            "matrix must be a BSR, Semi24 or BSR24, got torch.float8_e4m3fn",
+            "matrix must be a BSR, Semi24 or BSR24, got a torch.Tensor, torch.float8_e4m3fn",
         ),
         (changed("matrix", lambda a: bsr()), "values must be FP8, .*, got torch.float32; sparsek.quantize"),
-        (changed("values", lambda v: v.tolist()), "values must be FP8, .*, got list"),
+        (changed("values", lambda v: v.tolist()), "values must be a dense torch.Tensor, got "),
         (changed("values", lambda v: v[:1]), r"values have shape \(1, 16, 32\)"),
-        (changed("values", lambda v: v.mT.contiguous().mT), "must be a dense contiguous tensor"),
+        (changed("values", lambda v: v.mT.contiguous().mT), "values must be contiguous"),
         (changed("values", unaligned), r"values start \d+ bytes past a multiple of 16"),
         (changed("values", lambda v: v.to("meta")), "meta"),
         (
@@ -99,17 +99,20 @@ def put(at: int, value: float) -> Callable[[torch.Tensor], torch.Tensor]:
         (changed("values", lambda v: v[0], make=semi24), r"values must be 2-D \[M, K/2\]"),
         (changed("meta", torch.zeros_like, make=semi24), "90 of 90 groups have malformed metadata"),
         (changed("meta", torch.zeros_like, make=bsr24), "groups have malformed metadata"),
-        (changed("meta", lambda m: m.int(), make=bsr24), "meta must be torch.uint8"),
-        (changed("scale", lambda s: s.tolist()), "scale must be a dense torch.float32 tensor, got list"),
+        (
+            changed("meta", lambda m: m.int(), make=bsr24),
+            "dtype of meta is torch.int32; use one of torch.uint8",
+        ),
+        (changed("scale", lambda s: s.tolist()), "scale must be a dense torch.Tensor, got "),
         (
             changed("scale", lambda s: s.double()),
-            "scale must be a dense torch.float32 tensor, got torch.float64",
+            "dtype of scale is torch.float64; use one of torch.float32",
         ),
         (changed("scale", lambda s: s[:-1]), r"scale has shape \(69,\); one per row needs \(70,\)"),
         (changed("scale", lambda s: s[None]), r"scale has shape \(1, 70\)"),
         (changed("scale", lambda s: s[None], "tensor"), r"scale has shape \(1,\); one per tensor needs \(\)"),
         (changed("scale", lambda s: s[1:], "block"), r"one per block needs"),
-        (changed("scale", lambda s: s.to("meta")), "values are on cpu and scale on meta"),
+        (changed("scale", lambda s: s.to("meta")), "scale is on meta, which is not supported"),
         (changed("scale", lambda s: torch.stack((s, s), 1)[:, 0]), "scale must be contiguous"),
         (changed("scale", put(3, 0.0)), "1 of 70 scales are not positive and finite"),
         (changed("scale", put(3, -1.0)), "1 of 70 scales are not positive and finite"),
@@ -143,7 +146,7 @@ def test_parts_that_fit_are_taken_as_they_are(kind: str, dtype: torch.dtype):
 
 def test_the_formats_alone_still_refuse_fp8():
     a = bsr()
-    with pytest.raises(InvalidInput, match=r"dtype torch.float8_e4m3fn is not supported"):
+    with pytest.raises(InvalidInput, match=r"is torch.float8_e4m3fn; use one of"):
         BSR(a.pattern, a.values.to(E4M3))
 
 
@@ -154,7 +157,7 @@ def test_to_stays_where_it_is_and_refuses_a_dtype():
     for asked in ({"device": torch.float32}, {"dtype": torch.float32}):
         with pytest.raises(InvalidInput, match=r"a Scaled is FP8; .dequantize\(torch.float32\)"):
             q.to(**asked)  # type: ignore[arg-type]
-    with pytest.raises(InvalidInput, match="is not a torch device"):
+    with pytest.raises(InvalidInput, match="it must be a torch device"):
         q.to("nowhere")
 
 
@@ -236,7 +239,7 @@ def test_fast_accum_is_refused_where_it_means_nothing():
     ):
         with pytest.raises(InvalidInput, match="a scale per block multiplies the float32 sum of a block"):
             build()
-    with pytest.raises(InvalidInput, match="fast_accum must be True or False, got 1"):
+    with pytest.raises(InvalidInput, match="fast_accum is 1; it must be True or False"):
         quantize(bsr(), fast_accum=1)  # type: ignore[call-overload]
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from sparsek.formats.block_mask import BlockMask
+from sparsek.formats.mask_view import element_mask
 from sparsek.plan.problem import AttentionProblem
 
 STEP_SECONDS = 2e-4
@@ -88,7 +89,7 @@ def hide(scores: Tensor, step: Step, partial_entries: Tensor, mask: BlockMask) -
     if partial == 0:
         return
     bq, bk = mask.block
-    seen = mask.element_mask(step.row.repeat_interleave(partial), partial_entries.reshape(-1))
+    seen = element_mask(mask, step.row.repeat_interleave(partial), partial_entries.reshape(-1))
     hidden = ~seen.view(units, partial, bq, bk)[:, :, : step.height]
     by_block = scores.view(units, -1, step.height, scores.shape[-1] // bk, bk)[:, :, :, :partial]
     by_block.masked_fill_(hidden.transpose(1, 2).unsqueeze(1), -torch.inf)

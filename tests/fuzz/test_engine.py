@@ -1,0 +1,67 @@
+"""The fuzz sees what it is for: faults planted in functions are found, and what is right is let pass."""
+
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import sparsek as sk
+from sparsek.core import arguments
+from tests.fuzz.engine import Call, attack, public_names
+
+A = sk.random_bsr(64, 64, 32, 0.5)
+
+
+def found(function: Callable[[Any], Any], valid: Any, also: str = "") -> str:
+    """The faults that are found in a function of one argument."""
+
+    def called(n: Any) -> Any:
+        return function(n)
+
+    return "\n".join(attack("planted", Call(lambda _: (called, {"n": valid}), {"n": also}), 400))
+
+
+def test_what_checks_its_arguments_passes() -> None:
+    assert not found(lambda n: arguments.integer("n", n) + 1, 5)
+    assert not found(lambda n: arguments.number("n", n), 0.5, "int")
+    assert not found(lambda n: arguments.tensor("n", n, (torch.float32,), ndim=2).sum(), torch.ones(64, 64))
+
+
+@pytest.mark.parametrize(
+    ("function", "valid", "fault"),
+    [
+        (lambda n: range(64)[n], 5, "TypeError"),
+        (math.sqrt, 5, "math domain error"),
+        (bool, True, "ambiguous"),
+        (lambda n: 0, 5, "took dict for n"),
+        (
+            lambda n: str(arguments.integer("n", n) + (type(n) is not int)),
+            5,
+            "another result than with plain",
+        ),
+        (
+            lambda n: sk.BSR.unchecked(A.pattern, A.values[:1]),
+            torch.ones(2),
+            "an unsound result: BSR: values have",
+        ),
+        (lambda n: arguments.flag("x" * 700, n), True, "an error of 7.. characters"),
+    ],
+)
+def test_planted_faults_are_found(function: Callable[..., Any], valid: Any, fault: str) -> None:
+    assert re.search(fault, found(function, valid))
+
+
+def test_public_names_are_functions_constructors_and_methods() -> None:
+    names = public_names(lambda module: module.startswith("sparsek"))
+    assert {
+        "linear",
+        "BSR",
+        "BSR.to",
+        "BlockMask.full",
+        "BlockMask.causal",
+        "nn.SparseAttention.forward",
+    } <= names
+    assert not {"BSR.values", "BSR.dtype", "nn.SparseAttention.parameters"} & names
