@@ -12,6 +12,7 @@ Environment: SPARSEK_EVIDENCE, the folder for evidence, as --out.
 
 import argparse
 import os
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -95,6 +96,10 @@ class Run:
 
     def part(self, number: int, count: int, cuts: "list[str]") -> int:
         files = parts.files_of(number, cuts, parts.test_files(ROOT))
+        if not self.out and shutil.which("nvidia-smi") is None:
+            raise ValueError(
+                "no NVIDIA GPU here, so every test would be skipped; --out FOLDER does that all the same"
+            )
         print(f"part {number}/{count}: {files[0]} to {files[-1]}", flush=True)
         out = Path(self.out or EVIDENCE).resolve()
         of_part = ["--evidence", str(out), "--part", f"{number}/{count}", "--cuts", ",".join(cuts)]

@@ -1,13 +1,14 @@
 """What evidence is worth, and what changes that."""
 
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.evidence import hashes, page, parts, record, status
 from tests.evidence.record import Evidence
-from tests.house.tools import ROOT
+from tests.house.tools import ROOT, run
 
 FILES = {
     "sparsek/__init__.py": "",
@@ -234,3 +235,14 @@ def test_no_evidence_holds_a_failure() -> None:
     """Of evidence in the tree. That sources have changed since fails nothing here: `make gpu-status` shows it."""
     found = record.read(ROOT / "benchmarks" / "evidence" / "h200")
     assert {part: lines for part, each in found.items() if (lines := status.failures(each))} == {}
+
+
+def test_the_command_line_says_what_is_wrong() -> None:
+    script = str(ROOT / "scripts" / "gpu.py")
+    assert (
+        "a part is n/m with 1 <= n <= m, as 2/3, got '4/3'"
+        in run(sys.executable, script, "run", "4/3").stderr
+    )
+    without = run(sys.executable, script, "run", "1/1", env={"PATH": ""})
+    assert without.returncode == 2
+    assert "no NVIDIA GPU here" in without.stderr
