@@ -9,6 +9,12 @@ def bench_records_dir() -> str:
     return os.environ.get("SPARSEK_RECORDS", "benchmarks/results")
 
 
+def columns() -> int | None:
+    """COLUMNS: how wide output is; None where it says nothing, 0 or no number, as shells mean "unknown" by these."""
+    told = os.environ.get("COLUMNS", "")
+    return int(told) or None if told.isascii() and told.isdigit() and len(told) < 6 else None
+
+
 def visible_gpus() -> list[str]:
     """CUDA_VISIBLE_DEVICES: the GPUs that torch sees, in its order, as nvidia-smi names them; [] for all."""
     return [part.strip() for part in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if part.strip()]
