@@ -13,7 +13,7 @@ help:
 	@echo "make check   before a commit, two minutes: ruff, floors, and the types and tests of what has changed"
 	@echo "make lint    ruff, format, types and floors only"
 	@echo "make readme  the tables in README.md and docs/, from benchmarks/results/, and docs/gpu-test-log.md, from benchmarks/evidence/"
-	@echo "make env     .venv and .venv-triton-next only; make env-demo: what the demo needs of them"
+	@echo "make env     .venv, .venv-triton-next and .venv-transformers-floor only; make env-demo: what the demo needs of them"
 
 env-demo:
 	@test -n "$(BOOT)" || { echo "no python3 on the PATH; install Python 3.10 to 3.13"; exit 1; }
@@ -47,4 +47,4 @@ readme: env
 	@$(PY) scripts/gpu.py page
 
 clean:
-	rm -rf .venv .venv-triton-next build dist
+	rm -rf .venv .venv-triton-next .venv-transformers-floor build dist
