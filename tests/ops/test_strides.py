@@ -36,8 +36,11 @@ def telling(layout: Layout) -> bool:
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_every_layout_is_computed_or_refused(form: Form) -> None:
-    kernels = [kernel for kernel in form.kernels() if kernel not in SLOW_ON_A_CPU]
-    check([*walk(form, SIZES[0], torch.float32, "cpu", kernels)])
+    """By the kernel that the planner chooses; by every one those layouts that decide."""
+    every = [kernel for kernel in form.kernels() if kernel is not None and kernel not in SLOW_ON_A_CPU]
+    check([*walk(form, SIZES[0], torch.float32, "cpu", (None,))])
+    if every:
+        check([*walk(form, SIZES[0], torch.float32, "cpu", every, telling)])
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
