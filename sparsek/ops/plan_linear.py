@@ -17,6 +17,7 @@ from sparsek.core.clock import Times, time_rounds
 from sparsek.core.device import Card, card_named, card_of
 from sparsek.core.errors import InvalidInput, Unsupported
 from sparsek.formats.pattern import as_device
+from sparsek.ops import transforms
 from sparsek.ops.linear import linear
 from sparsek.ops.linear_formats import (
     Way,
@@ -241,6 +242,7 @@ def plan_linear(
     with some tokens of x; while times are measured all are in memory at once. The weight is outside autograd.
     Raises InvalidInput for operands that do not fit, and Unsupported, with what each option lacks, if none is left.
     """
+    transforms.refuse("plan_linear")
     card, timed = _where(W, device)
     dense = W if isinstance(W, Tensor) else None
     rows, tokens = _rows(W, x, timed)
