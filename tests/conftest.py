@@ -4,7 +4,7 @@ import importlib.util
 import os
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -37,6 +37,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """SPARSEK_TEST_DEFAULTS=meta,float64 runs tests under torch defaults that only SparseK's calls see.
+
+    Those that compile are left out: Dynamo does not trace through such a mode.
+    """
+    if os.environ.get("SPARSEK_TEST_DEFAULTS") and "compile" not in item.nodeid:
+        from tests.odd_defaults import asked_for
+
+        with asked_for() or nullcontext():
+            return (yield)
+    return (yield)
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

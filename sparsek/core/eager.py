@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, is_gradtrackingtensor
+from torch.autograd import forward_ad
 
 from sparsek.core.errors import InvalidInput
 
@@ -15,12 +17,36 @@ Made = TypeVar("Made")
 
 def untransformed(build: Callable[[], Made]) -> Made:
     """What `build()` makes of plain tensors, also inside torch.func, whose wrapped ones nobody could use afterwards."""
-    if not torch._C._are_functorch_transforms_active():
+    if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
         return build()
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
     with temporarily_clear_interpreter_stack():
         return build()
+
+
+def concrete(x: Any, reads: str, instead: str) -> Any:
+    """The tensor that grad, vjp and jvp of torch.func have wrapped; anything else as it is.
+
+    InvalidInput under vmap, where values are many: what `reads` them, and what to do `instead`.
+    """
+    if torch.compiler.is_compiling() or not isinstance(x, torch.Tensor) or not is_functorch_wrapped_tensor(x):
+        return x
+    while is_gradtrackingtensor(x):
+        x = get_unwrapped(x)
+    if is_functorch_wrapped_tensor(x):
+        raise InvalidInput(f"{reads}, which torch.func.vmap maps over here; {instead}")
+    return x
+
+
+def watched(x: torch.Tensor) -> bool:
+    """Whether torch.compile, torch.func or forward-mode differentiation looks at what is done to `x`."""
+    return (
+        torch.compiler.is_compiling()
+        or forward_ad._current_level >= 0
+        or torch._C._are_functorch_transforms_active()
+        or is_functorch_wrapped_tensor(x)
+    )
 
 
 def outside_inference(make: Callable[Given, Made]) -> Callable[Given, Made]:
@@ -81,6 +107,20 @@ def constant(make: Callable[Given, Made]) -> Callable[Given, Made]:
     return made
 
 
+def _of_values(what: str, make: Callable[Given, Made]) -> Callable[Given, Made]:
+    """`make`, inside torch.func with the values that it has wrapped."""
+
+    def made(*args: Given.args, **kwargs: Given.kwargs) -> Made:
+        if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
+            return make(*args, **kwargs)
+        reads, instead = f"{what} follows values", "make it outside"
+        plain: Any = [concrete(each, reads, instead) for each in args]
+        named: Any = {name: concrete(each, reads, instead) for name, each in kwargs.items()}
+        return untransformed(functools.partial(make, *plain, **named))
+
+    return made
+
+
 def eager(what: str) -> Callable[[Callable[Given, Made]], Callable[Given, Made]]:
     """For functions that make what is kept: they run as Python and outside inference mode, whose tensors no backward
     pass can save.
@@ -90,7 +130,7 @@ def eager(what: str) -> Callable[[Callable[Given, Made]], Callable[Given, Made]]
     """
 
     def decorate(make: Callable[Given, Made]) -> Callable[Given, Made]:
-        make = torch.inference_mode(False)(make)
+        make = _of_values(what, torch.inference_mode(False)(make))
         untraced: list[Any] = []
 
         @functools.wraps(make)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from sparsek.core import arguments, dtypes
+from sparsek.core.eager import concrete, untransformed, watched
 from sparsek.core.errors import InvalidInput
 from sparsek.formats.matrix import OfBlocks
 from sparsek.formats.pattern import BlockPattern
@@ -302,9 +303,16 @@ def padding_nonzeros(a: BSR) -> int:
     if not a.pattern.is_ragged:
         return 0
     base = a if a.order is None else a.T
-    at, outside = padding_of(base.pattern)
-    edge = base.values.detach().index_select(0, at)
-    return int(torch.count_nonzero(edge.masked_fill(~outside, 0)))
+    values = concrete(
+        base.values, "the padding is looked for in values", "BSR.unchecked(pattern, values) takes it as it is"
+    )
+
+    def count() -> int:
+        at, outside = padding_of(base.pattern)
+        edge = values.detach().index_select(0, at)
+        return int(torch.count_nonzero(edge.masked_fill(~outside, 0)))
+
+    return untransformed(count)
 
 
 def zero_padding(pattern: BlockPattern, values: Tensor) -> Tensor:
@@ -351,7 +359,7 @@ def _check_values(a: BSR) -> None:
         )
     if not values.is_contiguous():
         raise InvalidInput("values must be contiguous; call .contiguous()")
-    if values.data_ptr() % ALIGNMENT:
+    if not watched(values) and values.data_ptr() % ALIGNMENT:
         raise InvalidInput(
             f"values start {values.data_ptr() % ALIGNMENT} bytes past a multiple of {ALIGNMENT} bytes, "
             "as a storage offset can make them; call .clone()"

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from sparsek.core import arguments, dtypes
-from sparsek.core.eager import outside_inference
+from sparsek.core.eager import concrete, outside_inference, untransformed, watched
 from sparsek.core.errors import InvalidInput
 from sparsek.formats.bsr import ALIGNMENT, BSR, zero_padding
 from sparsek.formats.pattern import (
@@ -107,12 +107,23 @@ def from_dense(
 def to_dense(a: BSR) -> Tensor:
     """The dense matrix [M, K], contiguous, in a's dtype and on its device. No sync. Differentiable."""
     values = a.logical_values()
+    if torch._C._are_functorch_transforms_active():
+        return _written_out(a.pattern, values)
     out = torch.zeros(a.pattern.padded_shape, dtype=a.dtype, device=a.device)
     target = _tiles(out, a.block)
     if _has_words(values) and _has_words(target):
         target, values = target.view(WORD), values.view(WORD)
     target[a.pattern.block_rows, :, a.pattern.indices] = values
     return out[: a.shape[0], : a.shape[1]].contiguous()
+
+
+def _written_out(pattern: BlockPattern, values: Tensor) -> Tensor:
+    """As `to_dense`, with a copy more: vmap (torch 2.13) mixes up indices that a slice stands between."""
+    (rows, columns), (bm, bk) = pattern.grid, pattern.block
+    cells = values.new_zeros(rows * columns, bm, bk)
+    cells = cells.index_copy(0, pattern.block_rows.long() * columns + pattern.indices, values)
+    out = cells.view(rows, columns, bm, bk).transpose(1, 2).reshape(pattern.padded_shape)
+    return out[: pattern.shape[0], : pattern.shape[1]].contiguous()
 
 
 @outside_inference
@@ -141,6 +152,8 @@ def to_torch(a: BSR) -> Tensor:
     Raises InvalidInput for ragged sides, which torch.sparse_bsr cannot have.
     """
     _refuse_ragged(a, "torch.sparse_bsr")
+    if watched(a.values) and not torch.compiler.is_compiling():
+        raise InvalidInput("torch.func and forward mode do not take torch.sparse_bsr; use .to_dense() there")
     pattern = a.pattern
     return torch.sparse_bsr_tensor(
         pattern.indptr,
@@ -219,7 +232,9 @@ def from_coo_blocks(rows: Tensor, cols: Tensor, blocks: Tensor, shape: tuple[int
                 f"{name} has {part.shape[0]} entries on {part.device}; "
                 f"blocks has {blocks.shape[0]} on {blocks.device}"
             )
-    at = torch.stack((rows.long(), cols.long())).cpu().numpy()
+    reads, instead = "from_coo_blocks reads coordinates", "make the pattern outside"
+    rows, cols = (concrete(part, reads, instead) for part in (rows, cols))
+    at = untransformed(lambda: torch.stack((rows.long(), cols.long())).cpu().numpy())
     host, order = _sorted_cells(at[0], at[1], grid_of(shape, block))
     pattern = BlockPattern.from_host(shape, block, host, blocks.device)
     values = blocks.index_select(0, torch.tensor(order, device=blocks.device))
@@ -291,22 +306,34 @@ def _check_mask(mask: Any, device: torch.device, shape: tuple[int, int], grid: t
 def _packed(w: Tensor, shape: tuple[int, int], block: tuple[int, int], rule: Rule) -> BSR:
     """The blocks of w [M, K] that `rule` stores."""
     tiles, inside = _tiles(w, block), None
+    read = (
+        w
+        if rule.mask is not None
+        else concrete(w, "from_dense reads the values of w", "choose outside and pass mask=")
+    )
+    rule = rule._replace(mask=concrete(rule.mask, "from_dense reads its mask", "pass one that all share"))
+    pattern = untransformed(lambda: _chosen(tiles if read is w else _tiles(read, block), shape, block, rule))
+    if rule.mask is not None and rule.mask.shape != pattern.grid:
+        inside = _tiles(rule.mask, block)
+    values = _gather(tiles, pattern)
+    if inside is not None:
+        values = values.masked_fill_(_gather(inside, pattern).logical_not_(), 0)
+    return BSR.unchecked(pattern, values)
+
+
+def _chosen(tiles: Tensor, shape: tuple[int, int], block: tuple[int, int], rule: Rule) -> BlockPattern:
+    """Which blocks of a matrix seen as tiles `rule` stores. With a mask no value is read."""
     if rule.mask is not None:
         stored = rule.mask
-        if stored.shape != (tiles.shape[0], tiles.shape[2]):
-            inside = _tiles(stored, block)
-            stored = inside.any(dim=3).any(dim=1)
+        if tuple(stored.shape) != grid_of(shape, block):
+            stored = _tiles(stored, block).any(dim=3).any(dim=1)
         count = int(stored.sum())
     elif rule.threshold is None and rule.keep is None:
         stored = _norms(tiles.detach(), order=1) != 0
         count = int(stored.sum())
     else:
         stored, count = _choose(tiles.detach(), rule)
-    pattern = _pattern_of(stored, count, shape, block)
-    values = _gather(tiles, pattern)
-    if inside is not None:
-        values = values.masked_fill_(_gather(inside, pattern).logical_not_(), 0)
-    return BSR.unchecked(pattern, values)
+    return _pattern_of(stored, count, shape, block)
 
 
 def least_sure(dtype: torch.dtype) -> float:
@@ -399,8 +426,8 @@ def _gather(tiles: Tensor, pattern: BlockPattern) -> Tensor:
 
 
 def _is_plain(x: Tensor) -> bool:
-    """Outside autograd and tracing."""
-    return not (torch.compiler.is_compiling() or (x.requires_grad and torch.is_grad_enabled()))
+    """Outside autograd, torch.func and tracing."""
+    return not (watched(x) or (x.requires_grad and torch.is_grad_enabled()))
 
 
 def _has_words(blocks: Tensor) -> bool:

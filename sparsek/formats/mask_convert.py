@@ -305,7 +305,12 @@ def from_pattern(pattern: BlockPattern) -> BlockMask:
         )
     q_len, kv_len = pattern.shape
     return BlockMask.from_blocks(
-        pattern.indptr, pattern.indices, q_len=q_len, kv_len=kv_len, block=pattern.block
+        pattern.indptr,
+        pattern.indices,
+        q_len=q_len,
+        kv_len=kv_len,
+        block=pattern.block,
+        device=pattern.device,
     )
 
 

@@ -16,6 +16,7 @@ from torch.nn import functional
 from torch.utils import _pytree
 
 from sparsek.core import arguments, dtypes
+from sparsek.core.eager import concrete, untransformed
 from sparsek.core.errors import InvalidInput
 from sparsek.formats import two_four
 from sparsek.formats.bsr import BSR
@@ -98,7 +99,9 @@ def quantize(
             raise InvalidInput(
                 "torch.compile cannot wait to see NaN and Inf; write quantize(..., check=False)"
             )
-        _refuse_strange(a, values, parts, top)
+        reads, instead = "quantize looks for NaN and Inf in values", "write quantize(..., check=False)"
+        seen, largest = (concrete(each, reads, instead) for each in (values, parts))
+        untransformed(lambda: _refuse_strange(a, seen, largest, top))
     scales = scales_of(_joined(a, parts, scale), dtype)
     made = rounded(values / _stretched(a, scales, scale), dtype)
     return Scaled.unchecked(_with_values(a, made), scales, scale, fast_accum)

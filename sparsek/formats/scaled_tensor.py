@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from sparsek.core import arguments, dtypes
+from sparsek.core.eager import concrete, untransformed
 from sparsek.core.errors import InvalidInput
 from sparsek.formats.float8 import MOST, NAMES, rounded, scales_of
 from sparsek.formats.matrix import Multiplied
@@ -169,7 +170,8 @@ def quantize_dense(x: Tensor, dtype: torch.dtype, scale: str, check: bool) -> Sc
             raise InvalidInput(
                 "torch.compile cannot wait to see NaN and Inf; write quantize(..., check=False)"
             )
-        _refuse_strange(x, torch.finfo(dtype).max)
+        read = concrete(x, "quantize looks for NaN and Inf in values", "write quantize(..., check=False)")
+        untransformed(lambda: _refuse_strange(read, torch.finfo(dtype).max))
     by_kernel = x.is_cuda and scale == "row" and _ROUNDERS
     made = _ROUNDERS[0](x, dtype) if by_kernel and not torch.compiler.is_compiling() else None
     if made is None:

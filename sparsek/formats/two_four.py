@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from sparsek.core import arguments, dtypes
+from sparsek.core.eager import concrete, untransformed
 from sparsek.core.errors import InvalidInput
 
 GROUP = 4
@@ -116,9 +117,14 @@ def groups(w: Tensor) -> Tensor:
 
 def crowded(flags: Tensor) -> tuple[int, tuple[int, ...]]:
     """How many groups of bool [..., K] have more than two true elements; indices of the first. One sync, or two."""
-    over = groups(flags).sum(-1, dtype=torch.uint8) > 2
-    count = int(torch.count_nonzero(over))
-    return count, tuple(torch.nonzero(over)[0].tolist()) if count else ()
+    flags = concrete(flags, "exact=True and masks are checked by their values", "check outside")
+
+    def look() -> tuple[int, tuple[int, ...]]:
+        over = groups(flags).sum(-1, dtype=torch.uint8) > 2
+        count = int(torch.count_nonzero(over))
+        return count, tuple(torch.nonzero(over)[0].tolist()) if count else ()
+
+    return untransformed(look)
 
 
 def element_mask(mask: Any, w: Tensor) -> Tensor:
@@ -141,14 +147,16 @@ def kept_norm(a: Any, w: Any) -> float:
     Summed in float32, in float64 for float64; in float64 for all where a square over- or underflows.
     """
     arguments.tensor("w", w, dtypes.FLOATS, ndim=2)
+    w = concrete(w, "kept_norm reads values", "call it outside")
     if tuple(w.shape) != a.shape or w.device != a.device:
         raise InvalidInput(
             f"w is {w.shape[0]}x{w.shape[1]} on {w.device}; "
             f"this matrix is {a.shape[0]}x{a.shape[1]} on {a.device}"
         )
     kept = whole = 0.0
+    values = concrete(a.values, "kept_norm reads values", "call it outside")
     for dtype in (torch.promote_types(w.dtype, torch.float32), torch.float64):
-        norms = [torch.linalg.vector_norm(x.detach(), dtype=dtype) for x in (a.values, w)]
+        norms = [torch.linalg.vector_norm(x.detach(), dtype=dtype) for x in (values, w)]
         kept, whole = torch.stack(norms).tolist()
         if SURE < whole < math.inf:
             break
@@ -158,7 +166,7 @@ def kept_norm(a: Any, w: Any) -> float:
 def _magnitudes(w: Tensor) -> Tensor:
     """Integers in the order of the magnitudes of w. Every NaN is one more than infinity."""
     bits, infinity = BITS[w.dtype]
-    return (w.view(bits) & torch.iinfo(bits).max).clamp_(max=infinity + 1)
+    return (w.view(bits) & torch.iinfo(bits).max).clamp(max=infinity + 1)
 
 
 def _majority(x: Tensor, y: Tensor, z: Tensor) -> Tensor:

@@ -8,10 +8,9 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
-from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, is_gradtrackingtensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from sparsek.core.eager import untransformed
+from sparsek.core.eager import concrete, untransformed
 from sparsek.core.errors import InvalidInput
 from sparsek.formats.block_mask import BlockMask
 from sparsek.plan.made import Made, follow
@@ -51,13 +50,7 @@ def kept_mask(key: Hashable, build: Callable[[], BlockMask]) -> BlockMask:
 
 def values_of(x: Tensor, name: str) -> Tensor:
     """The tensor that grad, vjp and jvp of torch.func have wrapped. InvalidInput under vmap, where values are many."""
-    while is_gradtrackingtensor(x):
-        x = get_unwrapped(x)
-    if is_functorch_wrapped_tensor(x):
-        raise InvalidInput(
-            f"masks follow the values of {name}, which torch.func.vmap maps over here; make the mask outside"
-        )
-    return x
+    return concrete(x, f"masks follow the values of {name}", "make the mask outside")
 
 
 def edges_of(cu_seqlens: Any, name: str, total: int | None = None) -> np.ndarray:

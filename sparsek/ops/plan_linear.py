@@ -16,6 +16,7 @@ from sparsek.core import arguments, dtypes
 from sparsek.core.clock import Times, time_rounds
 from sparsek.core.device import Card, card_named, card_of
 from sparsek.core.errors import InvalidInput, Unsupported
+from sparsek.ops import transforms
 from sparsek.ops.linear import linear
 from sparsek.ops.linear_formats import (
     Way,
@@ -240,6 +241,7 @@ def plan_linear(
     with some tokens of x; while times are measured all are in memory at once. The weight is outside autograd.
     Raises InvalidInput for operands that do not fit, and Unsupported, with what each option lacks, if none is left.
     """
+    transforms.refuse("plan_linear")
     card, timed = _where(W, device)
     dense = W if isinstance(W, Tensor) else None
     rows, tokens = _rows(W, x, timed)

@@ -84,6 +84,7 @@ def plan_sddmm(
     present or not; such a plan predicts and explains but cannot be called.
     Costs: schedules are made on the host and copied to the pattern's device once.
     """
+    transforms.refuse("plan_sddmm")
     operands.check_sddmm(X, Y, pattern)
     if config is not None and kernel is None:
         raise InvalidInput("config= belongs to one kernel; name it with kernel=")

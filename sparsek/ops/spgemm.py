@@ -110,6 +110,7 @@ def plan_spgemm(
     Costs: pairs of blocks are matched on the patterns' device, which waits for it, unless they have been before;
     schedules are made on the host and copied there once.
     """
+    transforms.refuse("plan_spgemm")
     operands.check_spgemm(A, B, out)
     if config is not None and kernel is None:
         raise InvalidInput("config= belongs to one kernel; name it with kernel=")

@@ -188,6 +188,7 @@ def plan_spmm(
     called. dtype: of C, as in `spmm`, where an operand is in FP8.
     Costs: schedules are made on the host and copied to A's device once.
     """
+    transforms.refuse("plan_spmm")
     if config is not None and kernel is None:
         raise InvalidInput("config= belongs to one kernel; name it with kernel=")
     if scaled.takes(A, B):

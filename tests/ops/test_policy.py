@@ -194,3 +194,31 @@ def test_on_a_gpu_kept_masks_wait_for_nothing(no_sync):
     torch.cuda.synchronize()
     assert mask is policy.mask(512, device="cuda")
     assert best.density < mask.density or best.stored_blocks
+
+
+@pytest.mark.parametrize(
+    "policy", [sk.MaskPolicy(topk=1), sk.MaskPolicy(topk=2, window=30, sinks=1, block=64)]
+)
+@pytest.mark.parametrize("length", [0, 1, 150])
+def test_a_batch_without_items_has_a_mask_and_a_gradient(policy: sk.MaskPolicy, length: int):
+    layer = sk.nn.SparseAttention(32, 2, policy, kv_heads=1)
+    x = torch.randn(0, length, 32, requires_grad=True)
+    y = layer(x)
+    assert y.shape == (0, length, 32)
+    y.sum().backward()
+    assert x.grad is not None
+    assert x.grad.shape == x.shape
+    assert all(p.grad is not None and not p.grad.any() for p in layer.parameters())
+
+
+@pytest.mark.parametrize(
+    ("q", "k"), [((1, 0, 8, 4), (1, 1, 8, 4)), ((1, 3, 8, 4), (1, 2, 8, 4)), ((1, 2, 8, 4), (1, 0, 8, 4)),
+                 ((1, 2, 8, 4), (1, 2, 8, 3)), ((2, 2, 8, 4), (1, 2, 8, 4))]
+)  # fmt: skip
+def test_heads_that_do_not_fit_have_no_scores(q: tuple[int, ...], k: tuple[int, ...]):
+    with pytest.raises(InvalidInput, match=r"a top-k policy takes q \[B, Hq, S, D\]"):
+        sk.MaskPolicy(topk=1).mask_for(torch.randn(q), torch.randn(k))
+    if q[0] == k[0] == 1 and q[3] == k[3]:
+        some, keys = (torch.randn(shape)[0].transpose(0, 1) for shape in (q, k))
+        with pytest.raises(InvalidInput, match=r"heads|a top-k policy takes q"):
+            sk.attention_varlen(some, keys, keys, torch.tensor([0, 8]), mask=sk.MaskPolicy(topk=1))
