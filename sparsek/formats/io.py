@@ -144,7 +144,7 @@ def _checked(objects: Any) -> dict[str, tuple[Saved, Kind]]:
         kind = kind_of_object(each)
         if kind is None:
             raise InvalidInput(
-                f"{name!r} is {arguments.told(each)}; save takes BSR, Semi24, BSR24, Scaled and BlockMask"
+                f"{arguments.told(name)} is {arguments.told(each)}; save takes BSR, Semi24, BSR24, Scaled and BlockMask"
             )
         checked[name] = each, kind
     return checked

@@ -216,7 +216,10 @@ BAD_MATRICES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "too large": (lambda: pattern([0, 1, 1], [3]), r"indices\[0\] is 3, .*; block columns are 0 to 2"),
     "negative": (lambda: pattern([0, 1, 1], [-1]), r"indices\[0\] is -1, .*; block columns are 0 to 2"),
-    "negative side": (lambda: pattern([0], [], (-32, 96)), r"shape\[0\] is -32; it must be an int of at least 0"),
+    "negative side": (
+        lambda: pattern([0], [], (-32, 96)),
+        r"shape\[0\] is -32; it must be an int of at least 0",
+    ),
     "overflow": (lambda: pattern([0], [], (2**31, 96)), "M in whole blocks must fit int32"),
     "values shape": (
         lambda: BSR(pattern([0, 1, 1], [0]), values(2, 32, 32)),
