@@ -102,7 +102,8 @@ def dtype(name: str, value: Any, choices: Collection[torch.dtype] = dtypes.FLOAT
     """A torch dtype out of `choices`."""
     if isinstance(value, torch.dtype) and value in choices:
         return value
-    raise InvalidInput(f"{name} is {told(value)}; use one of {', '.join(map(str, choices))}")
+    right = "it must be" if len(choices) == 1 else "use one of"
+    raise InvalidInput(f"{name} is {told(value)}; {right} {', '.join(map(str, choices))}")
 
 
 def device(name: str, value: Any) -> torch.device:

@@ -157,7 +157,7 @@ def from_state_dict(state: Mapping[str, Tensor]) -> BSR:
             f"a state dict is a mapping of names to tensors, as A.state_dict() gives; got {arguments.told(state)}"
         )
     lacking = [name for name in STATE if name not in state]
-    others = [str(name) for name in state if name not in STATE]
+    others = [name if isinstance(name, str) else arguments.told(name) for name in state if name not in STATE]
     if lacking or others:
         faults = [
             f"{word} {', '.join(names)}"

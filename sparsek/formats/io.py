@@ -158,7 +158,7 @@ def _checked(objects: Any) -> dict[str, tuple[Saved, Kind]]:
         kind = kind_of_object(each)
         if kind is None:
             raise InvalidInput(
-                f"{told(name)} is {type(each).__name__}; save takes BSR, Semi24, BSR24, Scaled and BlockMask"
+                f"{told(name)} is {told(each)}; save takes BSR, Semi24, BSR24, Scaled and BlockMask"
             )
         checked[name] = each, kind
     return checked

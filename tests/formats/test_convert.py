@@ -281,7 +281,7 @@ def test_a_registered_packer_is_asked_on_a_gpu_where_no_gradient_is_wanted(monke
         (
             torch.ones(4, 4),
             {"mask": torch.ones(4, 4)},
-            "dtype of mask is torch.float32; use one of torch.bool",
+            "dtype of mask is torch.float32; it must be torch.bool",
         ),
         (
             torch.ones(4, 4),

@@ -101,12 +101,12 @@ def put(at: int, value: float) -> Callable[[torch.Tensor], torch.Tensor]:
         (changed("meta", torch.zeros_like, make=bsr24), "groups have malformed metadata"),
         (
             changed("meta", lambda m: m.int(), make=bsr24),
-            "dtype of meta is torch.int32; use one of torch.uint8",
+            "dtype of meta is torch.int32; it must be torch.uint8",
         ),
         (changed("scale", lambda s: s.tolist()), "scale must be a dense torch.Tensor, got "),
         (
             changed("scale", lambda s: s.double()),
-            "dtype of scale is torch.float64; use one of torch.float32",
+            "dtype of scale is torch.float64; it must be torch.float32",
         ),
         (changed("scale", lambda s: s[:-1]), r"scale has shape \(69,\); one per row needs \(70,\)"),
         (changed("scale", lambda s: s[None]), r"scale has shape \(1, 70\)"),

@@ -188,7 +188,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "offset": (lambda: of(lambda v: v.flatten()[1:]), "1 bytes past a multiple of 16"),
     "double scale": (
         lambda: of(scale=lambda s: s.double()),
-        "dtype of scale is torch.float64; use one of torch.float32",
+        "dtype of scale is torch.float64; it must be torch.float32",
     ),
     "no scale": (lambda: of(scale=lambda s: 1.0), "scale must be a dense torch.Tensor, got 1.0"),
     "shape of scale": (

@@ -243,7 +243,7 @@ def test_exact_with_a_mask_refuses_nonzeros_outside_the_mask(device: str):
         (
             torch.ones(2, 8),
             {"mask": torch.ones(2, 8)},
-            "dtype of mask is torch.float32; use one of torch.bool",
+            "dtype of mask is torch.float32; it must be torch.bool",
         ),
         (
             torch.ones(2, 8),

@@ -216,7 +216,10 @@ BAD_MATRICES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "too large": (lambda: pattern([0, 1, 1], [3]), r"indices\[0\] is 3, .*; block columns are 0 to 2"),
     "negative": (lambda: pattern([0, 1, 1], [-1]), r"indices\[0\] is -1, .*; block columns are 0 to 2"),
-    "negative side": (lambda: pattern([0], [], (-32, 96)), "M is negative"),
+    "negative side": (
+        lambda: pattern([0], [], (-32, 96)),
+        r"shape\[0\] is -32; it must be an int of at least 0",
+    ),
     "overflow": (lambda: pattern([0], [], (2**31, 96)), "M in whole blocks must fit int32"),
     "values shape": (
         lambda: BSR(pattern([0, 1, 1], [0]), values(2, 32, 32)),
@@ -224,7 +227,7 @@ BAD_MATRICES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "values strides": (
         lambda: BSR(pattern([0, 1, 1], [0]), values(1, 32, 64)[:, :, ::2]),
-        r"must be a dense contiguous tensor; call .contiguous\(\)",
+        r"values must be contiguous; call .contiguous\(\)",
     ),
     "values start": (
         lambda: BSR(pattern([0, 1, 1], [0]), values(1025)[1:].view(1, 32, 32)),
@@ -232,11 +235,11 @@ BAD_MATRICES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "values dtype": (
         lambda: BSR(pattern([0, 1, 1], [0]), values(1, 32, 32).int()),
-        "dtype torch.int32 is not supported; use one of torch.bfloat16",
+        "dtype of values is torch.int32; use one of torch.bfloat16",
     ),
     "values device": (
         lambda: BSR(pattern([0, 1, 1], [0]), values(1, 32, 32).to("meta")),
-        "values are on meta and the pattern on cpu; put both on one device",
+        "values is on meta, which is not supported; use a CUDA device or the CPU",
     ),
 }
 
