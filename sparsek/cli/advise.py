@@ -102,7 +102,7 @@ def answer(
         raise typer.Exit(EXIT_ERROR)
     out = console()
     out.print(_table(file, answers, question, out.width))
-    out.print(_notes(advices, question), soft_wrap=True)
+    out.print(_notes(advices, question))
     print_formats(advices, question)
     if break_even is not None:
         print_break_even(max((advice.group.shape for advice in advices), key=math.prod), question, break_even)
@@ -140,7 +140,7 @@ def _table(file: Path, answers: list[Advice | NoAdvice], question: Question, wid
     ]
     rows = [_cells(answer) for answer in answers]
     longest = max(len(row[0][0]) for row in rows)
-    broken: set[int] = set()
+    broken, room, taken = set[int](), NARROWEST_NAME, 0
     for column in (*BREAK_ORDER, None):
         taken = sum(
             1
@@ -161,7 +161,8 @@ def _table(file: Path, answers: list[Advice | NoAdvice], question: Question, wid
     colours = {"faster": "green", "wrong result": "bold red", "failed": "red"}
     for row, answer in zip(rows, answers, strict=True):
         cells = [_joined(cell, at in broken) for at, cell in enumerate(row)]
-        cells[0] = _two_lines(middle_out(plain(cells[0]), 2 * room), room)
+        if width - taken - 1 >= NARROWEST_NAME:  # else the table is a list, which has room for names
+            cells[0] = _two_lines(middle_out(plain(cells[0]), 2 * room), room)
         colour = colours.get(answer.verdict.removesuffix(" in a CUDA graph"), "yellow")
         table.add_row(*(Text(cell, colour if at == VERDICT else "") for at, cell in enumerate(cells)))
     return table

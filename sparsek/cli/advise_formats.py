@@ -40,10 +40,7 @@ def print_formats(advices: Sequence[Advice], question: Question) -> None:
         if short
         else "Percent: kept norm."
     )
-    out.print(
-        f"{told} Fastest is not best: sk.plan_linear(W, x, max_error=...) chooses within a bound.",
-        soft_wrap=True,
-    )
+    out.print(f"{told} Fastest is not best: sk.plan_linear(W, x, max_error=...) chooses within a bound.")
 
 
 def _in_full(shown: Sequence[Advice], star: str, width: int) -> Table:

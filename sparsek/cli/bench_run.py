@@ -225,4 +225,4 @@ def _print_notes(outcomes: Sequence[Outcome]) -> None:
             lines.setdefault(f"{name} not measured: {'; '.join(reasons)}", []).append(outcome.case.name)
     for line, cases in lines.items():
         where = "every case" if len(cases) == len(outcomes) else ", ".join(cases)
-        console().print(f"{line} ({where})", soft_wrap=True, style="dim")
+        console().print(f"{line} ({where})", style="dim")

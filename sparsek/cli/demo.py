@@ -73,8 +73,7 @@ def attend(device: torch.device) -> None:
     out.print(table)
     out.print(
         f"{plan.kernel} visits {100 * mask.density:.3g} % of the blocks; torch computes every pair. "
-        f"Allowed error: {gates[OURS].budget:.1e}, twice that of dense attention.\n",
-        soft_wrap=True,
+        f"Allowed error: {gates[OURS].budget:.1e}, twice that of dense attention.\n"
     )
     if not gates[OURS].passed:
         complain(f"{plan.kernel} is outside the error budget")

@@ -51,8 +51,7 @@ def doctor() -> None:
     out.print(
         f"self check: A @ B, B @ B.T at the blocks of A, and A @ A.T, {PRODUCT.name}; A @ B in 2:4 and in FP8; "
         f"attention and its gradients, {ATTENTION.name}. On {device.type} every kernel that runs here is within its "
-        "error budget",
-        soft_wrap=True,
+        "error budget"
     )
 
 

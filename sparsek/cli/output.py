@@ -58,6 +58,8 @@ class Commands(TyperGroup):
         """Runs a command. SparseK's and file errors, missing memory, and an output that takes no more (a full disk)
         become one red line and exit code 2; a pipe that its reader has closed ends the command without a word.
         """
+        if (env.columns() or PIPE_WIDTH) < NARROW:
+            _without_boxes(self)
         try:
             with _usable_output():
                 return super().main(*args, **kwargs)
@@ -75,6 +77,13 @@ class Commands(TyperGroup):
             complain(said)
         _abandon_output()
         sys.exit(EXIT_ERROR)
+
+
+def _without_boxes(command: Any) -> None:
+    """Typer's pages of help and of wrong usage in plain lines, which fit where boxes would cut words."""
+    command.rich_markup_mode = None
+    for each in getattr(command, "commands", {}).values():
+        _without_boxes(each)
 
 
 @contextmanager
@@ -173,14 +182,17 @@ class _Table(Table):
         yield from super().__rich_console__(console, options)
 
     def _listed(self) -> Iterator[RenderableType]:
-        yield Text(str(self.title or ""), "bold")
+        if self.title:
+            yield Text(str(self.title), "bold")
         heads = [_text(column.header) for column in self.columns]
         for cells in zip(*(column.cells for column in self.columns), strict=True):
             first, *others = map(_text, cells)
             yield first
             for head, cell in zip(heads[1:], others, strict=True):
                 if cell.plain:
-                    yield Padding(Text.assemble(head, ": " if head.plain else "", cell), (0, 0, 0, 2))
+                    yield Padding(
+                        Text.assemble(head, ": " if head.plain else "", cell), (0, 0, 0, 2), expand=False
+                    )
 
 
 def _span(console: Console, column: Column) -> tuple[int, int]:

@@ -1,14 +1,16 @@
 """`sparsek report`: tables and charts from the records."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import typer
-from rich.markdown import Markdown
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.markdown import Markdown, MarkdownElement, TableElement
 
 from sparsek.bench import charts, records
 from sparsek.bench import report as reporting
 from sparsek.cli.output import complain, console
+from sparsek.cli.output import table as new_table
 from sparsek.core import env
 
 
@@ -39,11 +41,28 @@ def report(
     if write:
         changed = reporting.write(root, found)
         out.print(
-            f"wrote {', '.join(map(str, changed))}" if changed else "pages already agree with the records"
+            f"wrote {', '.join(map(str, changed))}" if changed else "pages already agree with the records",
+            soft_wrap=True,
         )
     else:
         for op in reporting.measured(found):
-            out.print(Markdown(reporting.markdown(found, op)))
+            out.print(_Page(reporting.markdown(found, op)))
     if plot is not None:
         for path in charts.draw(found, plot):
-            out.print(f"drew {path}")
+            out.print(f"drew {path}", soft_wrap=True)
+
+
+class _PageTable(TableElement):
+    """A table of a page in the style of every command, which cuts no figure where there is little room."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        shown = new_table("")
+        for head in self.header.row.cells if self.header and self.header.row else ():
+            shown.add_column(head.content)
+        for row in self.body.rows if self.body else ():
+            shown.add_row(*(cell.content for cell in row.cells))
+        yield shown
+
+
+class _Page(Markdown):
+    elements: ClassVar[dict[str, type[MarkdownElement]]] = {**Markdown.elements, "table_open": _PageTable}

@@ -111,14 +111,13 @@ def _show(found: Sequence[Finding], device: torch.device, verbose: bool) -> None
         _list("Not tried, for want of a GPU", groups["skipped"]),
     ):
         if line:
-            screen.print(line, soft_wrap=True)
+            screen.print(line)
     wrong = [each.case.name for each in found if each.ours.status in FAILURES]
     if wrong:
-        screen.print(_list("SparseK itself fails", wrong), style="bold red", soft_wrap=True)
+        screen.print(_list("SparseK itself fails", wrong), style="bold red")
     screen.print(
         "Errors are relative to float64. Issue numbers are pytorch's. --verbose shows the code, --only picks entries.",
         style="dim",
-        soft_wrap=True,
     )
 
 

@@ -79,7 +79,7 @@ def test_bench_with_no_kernel_that_runs_exits_1_and_says_why(run) -> None:
         (["--kernel", "fast"], "is called 'fast'; known: hopper.spmm"),
         (["--peers", "mkl"], "no peer is called 'mkl'"),
         (["--pattern", "stripes"], "pattern 'stripes'"),
-        (["--device", "cuda:99"], "device cuda:99 is not here"),
+        (["--device", "cuda:99"], "device cuda:99 is not on this machine"),
         (["--only", "1"], "--only picks entries of a suite"),
     ],
 )

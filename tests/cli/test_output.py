@@ -1,0 +1,238 @@
+"""The command line on any output: narrow, ASCII, closed, full. Nothing is cut, and no traceback is printed."""
+
+import io
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from rich.text import Text
+from safetensors.torch import save_file
+from typer.testing import CliRunner, Result
+
+from sparsek.cli import doctor
+from sparsek.cli.__main__ import app
+from sparsek.cli.output import NARROWEST, PIPE_WIDTH, console, table
+from sparsek.core import env
+
+WIDTHS = [0, 1, 20, 40, 80, 200]
+BENCHES = (
+    "attention",
+    "attention-backward",
+    "fp8",
+    "linear",
+    "mlp",
+    "pack",
+    "planner",
+    "sddmm",
+    "semi24",
+    "spmm",
+)
+PAGES = [
+    [], ["doctor"], ["demo"], ["advise"], ["report"], ["tune"], ["repro"], ["repro", "torch-bsr"], ["bench"],
+    *(["bench", name] for name in BENCHES),
+]  # fmt: skip
+SMALL_BENCH = ["bench", "spmm", "--m", "64", "--k", "64", "--n", "16", "--block", "16", "--dtype", "fp32",
+               "--rounds", "1", "--device", "cpu"]  # fmt: skip
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Runs a command at a width, in an encoding, with few kernels for doctor and a small file for advise."""
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setenv("SPARSEK_TUNING", str(tmp_path / "none.json"))
+    every = doctor.names_for
+    monkeypatch.setattr(
+        doctor, "names_for", lambda op: [name for name in every(op) if not name.startswith("cpu.")]
+    )
+    save_file({"layer.weight": torch.randn(64, 64)}, tmp_path / "m.safetensors")
+
+    def run(arguments: list[str], width: int, charset: str = "utf-8") -> Result:
+        filled = [word.format(folder=tmp_path) for word in arguments]
+        return CliRunner(charset=charset).invoke(app, filled, env={"COLUMNS": str(width)})
+
+    return run
+
+
+COMMANDS = {
+    "doctor": ["doctor"],
+    "advise": ["advise", "{folder}/m.safetensors", "--block", "16", "--tokens", "8", "--device", "h200"],
+    "report": ["report", "--records", "benchmarks/results"],
+    "bench": SMALL_BENCH,
+    "tune": ["tune", "--show"],
+    "repro": ["repro", "torch-bsr", "--only", "right,op-add", "--device", "cpu"],
+    "version": ["--version"],
+}
+
+
+def figures(text: str) -> set[str]:
+    """The numbers with a point that a table shows, but for times and what follows from them."""
+    return set(re.findall(r"\d+\.\d+", text))
+
+
+@pytest.mark.parametrize("charset", ["utf-8", "ascii"])
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_prints_all_of_its_text_at_any_width(call, name: str, charset: str) -> None:
+    shown = {}
+    slow = name in ("doctor", "bench", "report") or charset == "ascii"
+    for width in [0, 40, 200] if slow else WIDTHS:
+        result = call(COMMANDS[name], width, charset)
+        assert result.exit_code == 0, result.output
+        shown[width] = result.stdout
+        assert result.stdout.isascii() or charset == "utf-8"
+        if name not in ("repro", "advise"):  # these shorten messages and names themselves
+            assert not {"…", "~"} & set(result.stdout)
+        if name not in ("tune",):  # a path is not broken, so that it can be copied
+            longest = max(map(len, result.stdout.splitlines()))
+            assert longest <= (max(width, NARROWEST) if width else PIPE_WIDTH)
+    if name in ("report", "repro", "advise"):
+        wide = figures(shown[200]) - figures(torch.__version__)
+        joined = "".join(shown[40].split())
+        assert wide
+        assert [each for each in wide if each not in joined] == []
+
+
+@pytest.mark.parametrize("charset", ["utf-8", "ascii"])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_help_is_printed_at_any_width(call, width: int, charset: str) -> None:
+    for page in PAGES:
+        result = call([*page, "--help"], width, charset)
+        assert result.exit_code == 0, result.output
+        assert "Usage:" in result.stdout
+        assert "--help" in result.stdout
+        if width < 60 and width:
+            assert "…" not in result.stdout
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_wrong_usage_is_told_at_any_width(call, width: int) -> None:
+    for arguments in (["bench", "spmm", "--nope"], ["advise", "none.npz"]):
+        result = call(arguments, width, "ascii")
+        assert result.exit_code == 2
+        assert "Usage:" in result.stderr
+        assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("text", ["0", "00", "-5", "x", "", "٣"])
+def test_a_width_of_nothing_is_unknown(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("COLUMNS", text)
+    assert env.columns() is None
+    screen = console()
+    screen.file = io.StringIO()
+    assert screen.width == PIPE_WIDTH
+    screen.print("words")
+    assert screen.file.getvalue() == "words\n"
+
+
+def test_the_closing_notes_of_a_bench_are_wrapped_between_words(call) -> None:
+    lines = call(SMALL_BENCH, 40).stdout.splitlines()
+    at = next(at for at, line in enumerate(lines) if line.startswith("a_at_b"))
+    assert [line.rstrip() for line in lines[at : at + 2]] == [
+        "a_at_b not measured: the case is A @ B",
+        "itself (every case)",
+    ]
+
+
+@pytest.mark.parametrize("width", [20, 40])
+def test_a_table_without_room_is_a_list_of_its_rows(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    shown = table("Products")
+    for title in ("case", "kernel", "min ms", "empty", "max ms"):
+        shown.add_column(title, no_wrap=True)
+    shown.add_row("8192 block 128", Text("hopper.spmm\nof two lines"), "0.123456", "", "0.234567")
+    screen = console()
+    screen.file = io.StringIO()
+    screen.print(shown)
+    text = screen.file.getvalue()
+    assert max(map(len, text.splitlines())) <= width
+    if width == 40:
+        assert text.splitlines() == [
+            "Products",
+            "8192 block 128",
+            "  kernel: hopper.spmm of two lines",
+            "  min ms: 0.123456",
+            "  max ms: 0.234567",
+        ]
+    assert {"0.123456", "0.234567"} <= set(text.split())
+
+
+def test_a_table_with_room_breaks_words_before_it_cuts_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "30")
+    shown = table("")
+    for title in ("why", "ms", "GB/s"):
+        shown.add_column(title)
+    shown.add_row("a long and winding reason of many words", "0.12345", "1234.567")
+    screen = console()
+    screen.file = io.StringIO()
+    screen.print(shown)
+    assert "0.12345 1234.567" in screen.file.getvalue()
+
+
+def test_what_an_encoding_lacks_is_drawn_in_ascii(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    screen = console()
+    raw = io.BytesIO()
+    screen.file = io.TextIOWrapper(raw, encoding="ascii")
+    shown = table("8192³")
+    shown.add_column("case", no_wrap=True)
+    shown.add_row("512²×64")
+    screen.print(shown)
+    screen.print("│█▒░│ é")
+    screen.file.flush()
+    assert raw.getvalue().decode().split() == ["8192^3", "case", "512^2x64", "|#+.|", "?"]
+
+
+def sparsek(arguments: list[str], stdout: int) -> tuple[int, str]:
+    """A command as a process of its own: its exit code and what it says on standard error."""
+    done = subprocess.run(
+        [sys.executable, "-m", "sparsek.cli", *arguments],
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=120,
+        check=False,
+        cwd=Path(__file__).parents[2],
+    )
+    return done.returncode, done.stderr
+
+
+ENDINGS = [["--help"], ["report"], ["repro", "torch-bsr", "--only", "right", "--json", "--device", "cpu"]]
+
+
+@pytest.mark.parametrize("arguments", ENDINGS, ids=" ".join)
+def test_a_closed_pipe_ends_a_command_without_a_word(arguments: list[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        code, said = sparsek(arguments, writer)
+    finally:
+        os.close(writer)
+    assert (code, said) == (1, "")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("arguments", [*ENDINGS, ["--version"]], ids=" ".join)
+def test_a_full_disk_is_one_line(arguments: list[str]) -> None:
+    with Path("/dev/full").open("w") as full:
+        code, said = sparsek(arguments, full.fileno())
+    assert (code, said) == (2, "error: [Errno 28] No space left on device\n")
+
+
+def test_a_closed_output_is_no_fault() -> None:
+    """`sparsek --version >&-`: Python has no standard output then."""
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import sys; sys.stdout = None; from sparsek.cli.__main__ import main; main()",
+            "--version",
+        ],
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
