@@ -63,7 +63,9 @@ class Layout:
         size = 2 * MARGIN + offset + 1 + sum(max(0, n - 1) * s for n, s in zip(shape, strides, strict=True))
         memory = torch.full((size,), torch.nan, dtype=dtype, device=device)
         places = at.unique()
-        memory[places] = torch.randn(len(places), generator=draw, dtype=torch.float32).to(device, dtype)
+        memory[places] = torch.randn(len(places), generator=draw, dtype=torch.float32, device="cpu").to(
+            device, dtype
+        )
         return Placed(memory.as_strided(shape, strides, MARGIN + offset), memory, memory.clone())
 
 

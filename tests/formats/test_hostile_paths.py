@@ -284,9 +284,9 @@ def test_a_file_that_may_not_be_read_is_named_and_a_failing_disk_is_not_the_path
 def test_what_is_no_name_of_a_matrix_is_refused(tmp_path: Path, name: Any) -> None:
     sk.save({"w": MATRIX}, tmp_path / "w.safetensors")
     np.save(tmp_path / "w.npy", np.zeros((2, 2)))
-    with pytest.raises(InvalidInput, match="no matrix named"):
+    with pytest.raises(InvalidInput, match=r"no matrix named|must be a text"):
         sk.load(tmp_path / "w.safetensors", name)
-    with pytest.raises(InvalidInput, match="no matrix named"):
+    with pytest.raises(InvalidInput, match=r"no matrix named|must be a text"):
         open_weights(tmp_path / "w.npy").read(name)
 
 
