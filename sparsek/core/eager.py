@@ -110,6 +110,7 @@ def constant(make: Callable[Given, Made]) -> Callable[Given, Made]:
 def _of_values(what: str, make: Callable[Given, Made]) -> Callable[Given, Made]:
     """`make`, inside torch.func with the values that it has wrapped."""
 
+    @functools.wraps(make)
     def made(*args: Given.args, **kwargs: Given.kwargs) -> Made:
         if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
             return make(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Every public function gives the same bits whatever torch's default device and dtype are.
+"""Every public function gives the same bits whatever torch's default device, dtype and algorithms are.
 
 On a machine without a GPU "meta" stands for a device other than the tensors': what is made there by mistake has no
 values. Recipes say device and dtype of what they make, so that only SparseK's own calls can fall back on the defaults.
@@ -8,7 +8,7 @@ import functools
 import re
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +19,44 @@ from torch import Tensor
 import sparsek as sk
 from sparsek import kernels
 from sparsek.core.errors import Unsupported
-
-DEFAULTS = {"meta": "meta", "float64": torch.float64, "bfloat16": torch.bfloat16}
+from tests.house.tools import ROOT, python
 
 
 @contextmanager
-def default(value: Any) -> Iterator[None]:
-    before = torch.get_default_dtype()
+def device() -> Iterator[None]:
+    torch.set_default_device("meta")
     try:
-        if isinstance(value, torch.dtype):
-            torch.set_default_dtype(value)
-        else:
-            torch.set_default_device(value)
         yield
     finally:
         torch.set_default_device(None)
+
+
+@contextmanager
+def dtype(value: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(value)
+    try:
+        yield
+    finally:
         torch.set_default_dtype(before)
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """Then torch also fills memory with NaN that nobody has written to."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+DEFAULTS: dict[str, Callable[[], AbstractContextManager[None]]] = {
+    "meta": device,
+    "float64": lambda: dtype(torch.float64),
+    "bfloat16": lambda: dtype(torch.bfloat16),
+    "deterministic": deterministic,
+}
 
 
 def forget() -> None:
@@ -368,12 +390,12 @@ def parts(x: Any) -> list[Any]:
     return [x]
 
 
-@pytest.mark.parametrize("value", DEFAULTS.values(), ids=DEFAULTS)
+@pytest.mark.parametrize("default", DEFAULTS.values(), ids=DEFAULTS)
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.__name__)
-def test_a_default_of_torch_changes_no_bit(recipe: Any, value: Any, tmp_path: Path) -> None:
+def test_a_default_of_torch_changes_no_bit(recipe: Any, default: Any, tmp_path: Path) -> None:
     given = (tmp_path,) if recipe is files else ()
     forget()
-    with default(value):
+    with default():
         found = parts(recipe(*given))
     right = parts(recipe(*given))
     assert len(found) == len(right) > 0
@@ -395,3 +417,18 @@ def test_every_public_function_has_a_recipe() -> None:
     others = {"InvalidFile", "InvalidInput", "SparseKError", "Unsupported"}
     names = {made.get(name, name) for name in sk.__all__} - others
     assert [name for name in sorted(names) if not re.search(rf"\bsk\.{name}[.(]", source)] == []
+
+
+def test_gradients_that_are_off_while_sparsek_is_imported_come_on_again(tmp_path: Path) -> None:
+    code = """
+import torch
+torch.set_grad_enabled(False)
+import sparsek as sk
+layer, mask = sk.nn.BlockSparseLinear.random(32, 32, 16, 1.0), sk.BlockMask.causal(64)
+assert not layer(torch.ones(2, 32)).requires_grad
+torch.set_grad_enabled(True)
+q = torch.randn(1, 1, 64, 32, requires_grad=True)
+(layer(torch.ones(2, 32)).sum() + sk.attention(q, q, q, mask).sum()).backward()
+print(layer.values.grad is not None and q.grad is not None)
+"""
+    assert python(code, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}) == "True"
