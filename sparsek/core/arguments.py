@@ -25,7 +25,7 @@ LONGEST = 80  # characters of a value in a message
 def told(value: Any) -> str:
     """A value as messages show it: its repr where that is short, else its type and what can be said of it."""
     if isinstance(value, Tensor):
-        return f"a torch.Tensor, {value.dtype} {list(value.shape)}"
+        return f"a torch.Tensor, {value.dtype} {'nested' if value.is_nested else list(value.shape)}"
     if isinstance(value, np.ndarray):
         return f"a numpy.ndarray, {value.dtype} {list(value.shape)}"
     try:
@@ -51,6 +51,8 @@ def integer(name: str, value: Any, least: int = 0, most: int | None = None) -> i
 
 def number(name: str, value: Any, least: float = -math.inf, most: float = math.inf) -> float:
     """A finite float from `least` to `most`. No NaN, no bool, no text, and no tensor, which would have to be read."""
+    if type(value) is float and least <= value <= most and -math.inf < value < math.inf:
+        return value
     try:
         found = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
     except OverflowError:
@@ -79,6 +81,13 @@ def one_of(name: str, value: Any, choices: Collection[str]) -> str:
     if isinstance(value, str) and value in choices:
         return value
     raise InvalidInput(f"{name} is {told(value)}; use one of {', '.join(choices)}")
+
+
+def text(name: str, value: Any) -> str:
+    """A plain str, such as a name to look up."""
+    if isinstance(value, str):
+        return value
+    raise InvalidInput(f"{name} is {told(value)}; it must be a str")
 
 
 def pair(name: str, value: Any, least: int = 0, most: int | None = None) -> tuple[int, int]:
@@ -124,15 +133,32 @@ def supported(name: str, value: torch.device) -> None:
 
 def tensor(name: str, value: Any, choices: Collection[torch.dtype] | None = None) -> Tensor:
     """A dense tensor on the CPU or a CUDA device, not lazily negated or conjugated, of one of these dtypes."""
-    if not isinstance(value, Tensor):
-        raise InvalidInput(f"{name} must be a dense torch.Tensor, got {told(value)}")
-    if value.layout != torch.strided or value.is_nested:
-        kind = "a nested tensor" if value.is_nested else f"layout {value.layout}"
-        raise InvalidInput(f"{name} must be a dense torch.Tensor, got {kind}; call .to_dense()")
+    dense(name, value)
     supported(name, value.device)
     if choices is not None:
         dtype(f"the dtype of {name}", value.dtype, choices)
+    return value
+
+
+def dense(name: str, value: Any) -> Tensor:
+    """As `tensor`, on any device and of any dtype: for one that is compared with another, or only predicted."""
+    if not isinstance(value, Tensor):
+        raise InvalidInput(f"{name} must be a dense torch.Tensor, got {type(value).__name__}")
+    if value.layout != torch.strided or value.is_nested:
+        kind = "a nested tensor" if value.is_nested else f"layout {value.layout}"
+        raise InvalidInput(f"{name} must be a dense torch.Tensor, got {kind}; call .to_dense()")
     if not torch.compiler.is_compiling() and (value.is_neg() or value.is_conj()):  # the op looks again
-        which = ".resolve_neg()" if value.is_neg() else ".resolve_conj()"
-        raise InvalidInput(f"{name} is a lazily negated or conjugated view of other memory; call {which}")
+        how, call = ("negated", "neg") if value.is_neg() else ("conjugated", "conj")
+        raise InvalidInput(
+            f"{name} is a lazily {how} view, whose memory has the other sign; call .resolve_{call}()"
+        )
+    return value
+
+
+def kept(name: str, value: Tensor) -> Tensor:
+    """A tensor that autograd can keep for a backward pass, as none of inference mode can be."""
+    if not torch.compiler.is_compiling() and value.is_inference() and not torch.is_inference_mode_enabled():
+        raise InvalidInput(
+            f"{name} was made in inference mode, and no backward pass can keep it; clone it outside of inference mode"
+        )
     return value

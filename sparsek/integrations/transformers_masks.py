@@ -20,10 +20,10 @@ import torch
 import transformers.masking_utils as masking_utils
 from torch import Tensor
 
+from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.formats.block_mask import BlockMask
 from sparsek.formats.mask_documents import Documents, Near, Scene
-from sparsek.formats.pattern import as_device
 from sparsek.ops.policy import MaskPolicy, Visible
 
 if "q_offset" not in inspect.signature(masking_utils.sdpa_mask).parameters:
@@ -52,7 +52,7 @@ class ModelMask:
     def to(self, device: Any, **_: Any) -> ModelMask:
         """On another device, where the layers of a model are spread over several; moved once for each."""
         within, always, k = self.visible
-        target = as_device(device)
+        target = arguments.device("device", device)
         if target == within.device:
             return self
         if target not in self._moved:

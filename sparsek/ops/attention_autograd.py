@@ -52,7 +52,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tenso
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     q, k, v, ctx.call = inputs
-    ctx.save_for_backward(q, k, v, *output)
+    gradients.keep(ctx, q, k, v, *output)
     ctx.set_materialize_grads(False)
 
 

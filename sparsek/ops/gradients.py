@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from sparsek import kernels
+from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.ops import transforms
 from sparsek.plan.attention_operands import NO_SECOND_GRADIENT
@@ -45,15 +46,22 @@ def kin(kernel: str | None, op: str) -> str | None:
     return next((name for name in names if name.startswith(f"{family}.")), None)
 
 
+def keep(ctx: Any, *tensors: Tensor | None) -> None:
+    """Saves tensors for the backward pass. InvalidInput for those that were made in inference mode."""
+    if any(ctx.needs_input_grad):
+        for x in tensors:
+            if x is not None:
+                arguments.kept("an operand, a pattern or a mask", x)
+    ctx.save_for_backward(*tensors)
+
+
 def save_spmm(ctx: Any, inputs: Any, output: Tensor) -> None:
     """Keeps what the gradients of spmm read: A's values for B's, B for those of A, C where relu has cut."""
     values, indptr, indices, sizes, transposed, b, _, alpha, bias, activation, other, combine, kernel = inputs
     of_values, of_b = ctx.needs_input_grad[0], ctx.needs_input_grad[5]
     of_bias = bias is not None and ctx.needs_input_grad[8]
     cut = activation == "relu" and (of_values or of_b or of_bias)
-    ctx.save_for_backward(
-        indptr, indices, values if of_b else None, b if of_values else None, output if cut else None
-    )
+    keep(ctx, indptr, indices, values if of_b else None, b if of_values else None, output if cut else None)
     ctx.call = sizes, transposed, alpha, kernel
     ctx.b_by_columns = _by_columns(b)
     ctx.without = activation not in ("", "relu") or (
@@ -94,7 +102,7 @@ def save_24(ctx: Any, inputs: Any, output: Tensor) -> None:
     of_b, of_bias = ctx.needs_input_grad[at], bias is not None and ctx.needs_input_grad[at + 3]
     cut = activation == "relu" and (of_b or of_bias)
     tensors, sizes = (matrix[:-1], matrix[-1:]) if len(matrix) == 5 else (matrix, [])
-    ctx.save_for_backward(*(x if of_b else None for x in tensors), output if cut else None)
+    keep(ctx, *(x if of_b else None for x in tensors), output if cut else None)
     ctx.call = sizes, transposed, by_columns, alpha, kernel
     ctx.b_by_columns = _by_columns(b)
     ctx.without = activation not in ("", "relu") or (
@@ -130,7 +138,7 @@ def save_sddmm(ctx: Any, inputs: Any, output: Tensor) -> None:
     """Keeps X for the gradient of Y and Y for that of X."""
     x, y, indptr, indices, sizes, kernel = inputs
     of_x, of_y, *_ = ctx.needs_input_grad
-    ctx.save_for_backward(indptr, indices, x if of_y else None, y if of_x else None)
+    keep(ctx, indptr, indices, x if of_y else None, y if of_x else None)
     ctx.call = sizes, kernel
     ctx.by_columns = _by_columns(x), _by_columns(y)
 
@@ -195,7 +203,7 @@ def save_sampled(ctx: Any, inputs: Any, output: Tensor) -> None:
     """Keeps X for the gradient of A's values and these for that of X, and both patterns."""
     x, a, p, kernel = inputs[0], inputs[1:6], inputs[6:10], inputs[10]
     of_x, of_a = ctx.needs_input_grad[:2]
-    ctx.save_for_backward(x if of_a else None, a[0] if of_x else None, *a[1:3], *p[:2])
+    keep(ctx, x if of_a else None, a[0] if of_x else None, *a[1:3], *p[:2])
     ctx.call = a[3], a[4], p[2], p[3], kernel
 
 
@@ -216,7 +224,7 @@ def of_sampled(ctx: Any, grad: Tensor) -> Gradients:
 def save_attention(ctx: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
     """Keeps q, k, v, the mask's tensors, and out and lse, from which the weights are computed again."""
     q, k, v, mask, numbers, scale, return_lse, kernel, deterministic = inputs
-    ctx.save_for_backward(q, k, v, *output, *mask)
+    keep(ctx, q, k, v, *output, *mask)
     ctx.set_materialize_grads(False)
     ctx.call = numbers, scale, deterministic, kernel, return_lse
 
@@ -276,7 +284,7 @@ def _dense_at(x: Tensor, a: Any, p: Any, kernel: str | None) -> Tensor:
 
 def _save_two(ctx: Any, a: Any, b: Any, more: Any) -> None:
     of_a, of_b = ctx.needs_input_grad[0], ctx.needs_input_grad[5]
-    ctx.save_for_backward(a[0] if of_b else None, *a[1:3], b[0] if of_a else None, *b[1:3], *more)
+    keep(ctx, a[0] if of_b else None, *a[1:3], b[0] if of_a else None, *b[1:3], *more)
 
 
 def _flip(a: Any) -> Any:
