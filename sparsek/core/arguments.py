@@ -8,24 +8,30 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Collection, Iterable
+import os
+from collections.abc import Collection, Sequence
 from numbers import Real
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
 
 LONGEST = 80  # characters of a value in a message
+STRIDED = torch.strided
 
 
 def told(value: Any) -> str:
     """A value as messages show it: its repr where that is short, else its type and what can be said of it."""
     if isinstance(value, Tensor):
-        return f"a torch.Tensor, {value.dtype} {'nested' if value.is_nested else list(value.shape)}"
+        if value.is_nested:
+            return f"a torch.Tensor, {value.dtype}, nested"
+        layout = "" if value.layout == torch.strided else f", layout {value.layout}"
+        return f"a torch.Tensor, {value.dtype} {list(value.shape)}{layout}"
     if isinstance(value, np.ndarray):
         return f"a numpy.ndarray, {value.dtype} {list(value.shape)}"
     try:
@@ -84,18 +90,27 @@ def one_of(name: str, value: Any, choices: Collection[str]) -> str:
 
 
 def text(name: str, value: Any) -> str:
-    """A plain str, such as a name to look up."""
+    """A str."""
     if isinstance(value, str):
         return value
-    raise InvalidInput(f"{name} is {told(value)}; it must be a str")
+    raise InvalidInput(f"{name} is {told(value)}; it must be a text")
+
+
+def path(name: str, value: Any) -> str:
+    """A str or os.PathLike of one, as a str."""
+    try:
+        found = os.fspath(value)
+    except TypeError:
+        found = None
+    if isinstance(found, str) and found and "\0" not in found:
+        return found
+    raise InvalidInput(f"{name} is {told(value)}; it must be a path, a str or an os.PathLike of one")
 
 
 def pair(name: str, value: Any, least: int = 0, most: int | None = None) -> tuple[int, int]:
     """Two ints from `least` to `most`, as a tuple."""
-    if isinstance(value, Iterable) and not isinstance(value, (str, bytes, Tensor, np.ndarray)):
-        parts = tuple(value)
-        if len(parts) == 2:
-            return integer(f"{name}[0]", parts[0], least, most), integer(f"{name}[1]", parts[1], least, most)
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)) and len(value) == 2:
+        return integer(f"{name}[0]", value[0], least, most), integer(f"{name}[1]", value[1], least, most)
     raise InvalidInput(f"{name} is {told(value)}; it must be two ints")
 
 
@@ -103,7 +118,8 @@ def dtype(name: str, value: Any, choices: Collection[torch.dtype] = dtypes.FLOAT
     """A torch dtype out of `choices`."""
     if isinstance(value, torch.dtype) and value in choices:
         return value
-    raise InvalidInput(f"{name} is {told(value)}; use one of {', '.join(map(str, choices))}")
+    right = "it must be" if len(choices) == 1 else "use one of"
+    raise InvalidInput(f"{name} is {told(value)}; {right} {', '.join(map(str, choices))}")
 
 
 def device(name: str, value: Any) -> torch.device:
@@ -131,12 +147,20 @@ def supported(name: str, value: torch.device) -> None:
         raise InvalidInput(f"{name} is on {value}, which is not supported; use a CUDA device or the CPU")
 
 
-def tensor(name: str, value: Any, choices: Collection[torch.dtype] | None = None) -> Tensor:
-    """A dense tensor on the CPU or a CUDA device, not lazily negated or conjugated, of one of these dtypes."""
+def tensor(
+    name: str, value: Any, choices: Collection[torch.dtype] | None = None, ndim: int | None = None
+) -> Tensor:
+    """A dense tensor on the CPU or a CUDA device, not lazily negated or conjugated, of one of these dtypes and with
+    `ndim` dimensions.
+    """
     dense(name, value)
     supported(name, value.device)
     if choices is not None:
         dtype(f"the dtype of {name}", value.dtype, choices)
+    if ndim is not None and value.ndim != ndim:
+        raise InvalidInput(f"{name} has shape {list(value.shape)}; it must be {ndim}-D")
+    if value.is_conj():
+        raise InvalidInput(f"{name} is a lazily conjugated view of other memory; call .resolve_conj()")
     return value
 
 
@@ -144,20 +168,19 @@ def dense(name: str, value: Any) -> Tensor:
     """As `tensor`, on any device and of any dtype: for one that is compared with another, or only predicted."""
     if not isinstance(value, Tensor):
         raise InvalidInput(f"{name} must be a dense torch.Tensor, got {type(value).__name__}")
-    if value.layout != torch.strided or value.is_nested:
+    if value.layout != STRIDED or value.is_nested:
         kind = "a nested tensor" if value.is_nested else f"layout {value.layout}"
         raise InvalidInput(f"{name} must be a dense torch.Tensor, got {kind}; call .to_dense()")
-    if not torch.compiler.is_compiling() and (value.is_neg() or value.is_conj()):  # the op looks again
-        how, call = ("negated", "neg") if value.is_neg() else ("conjugated", "conj")
+    if not is_compiling() and value.is_neg():  # the op looks again
         raise InvalidInput(
-            f"{name} is a lazily {how} view, whose memory has the other sign; call .resolve_{call}()"
+            f"{name} is a lazily negated view, whose memory has the other sign; call .resolve_neg()"
         )
     return value
 
 
 def kept(name: str, value: Tensor) -> Tensor:
     """A tensor that autograd can keep for a backward pass, as none of inference mode can be."""
-    if not torch.compiler.is_compiling() and value.is_inference() and not torch.is_inference_mode_enabled():
+    if not is_compiling() and value.is_inference() and not torch.is_inference_mode_enabled():
         raise InvalidInput(
             f"{name} was made in inference mode, and no backward pass can keep it; clone it outside of inference mode"
         )

@@ -99,8 +99,9 @@ def attention(
     gradients, FlashAttention, Dao et al., arXiv:2205.14135; the Hopper kernel's overlap of products and softmax,
     FlashAttention-3, Shah et al., arXiv:2407.08608.
     """
-    arguments.flag("return_lse", return_lse)
-    arguments.flag("deterministic", deterministic)
+    if type(return_lse) is not bool or type(deterministic) is not bool:
+        arguments.flag("return_lse", return_lse)
+        arguments.flag("deterministic", deterministic)
     if kernel is not None:
         arguments.text("kernel", kernel)
     if plan is None and _traced():

@@ -177,7 +177,7 @@ def _dense(
         raise InvalidInput(
             f"W must be a BSR, a Semi24, a BSR24 or a dense torch.Tensor, got {type(w).__name__}"
         )
-    arguments.dtype("the dtype of W", arguments.dense("W", w).dtype)
+    operands.check_dense("W", w)
     if kernel is not None:
         raise InvalidInput(
             f"kernel={told(kernel)} multiplies a sparse W; W is dense, and torch multiplies it"
@@ -188,11 +188,12 @@ def _dense(
         raise InvalidInput(
             f"x is {list(x.shape)} and W {list(w.shape)}: W must be [N, K] and the last dim of x K"
         )
-    n = w.shape[0]
-    for name, each, shape in (("bias", bias, (n,)), ("residual", residual, (*x.shape[:-1], n))):
-        if each is not None:
-            operands.check_dense(name, each, w, "W")
-            operands.check_shape(name, each, shape)
+    if bias is not None:
+        operands.check_dense("bias", bias, w, "W")
+        operands.check_shape("bias", bias, (w.shape[0],))
+    if residual is not None:
+        operands.check_dense("residual", residual, w, "W")
+        operands.check_shape("residual", residual, (*x.shape[:-1], w.shape[0]))
     if operands.wants_gradient(x, w):
         arguments.kept("x", x)
         arguments.kept("W", w)

@@ -232,7 +232,8 @@ def _refuse_dtype(dtype: torch.dtype | None) -> None:
 
 
 def _epilogue(alpha: float, beta: float, out: Tensor | None) -> Epilogue:
-    alpha, beta = arguments.number("alpha", alpha), arguments.number("beta", beta)
+    if type(alpha) is not float or type(beta) is not float:
+        alpha, beta = arguments.number("alpha", alpha), arguments.number("beta", beta)
     if beta == 0:
         return PLAIN if alpha == 1 else Epilogue(alpha=alpha)
     if out is None:

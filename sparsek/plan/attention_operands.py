@@ -38,7 +38,7 @@ def check_tensors(
         if not isinstance(x, Tensor):
             raise InvalidInput(f"{name} must be a dense torch.Tensor {DIMS[name]}, got {type(x).__name__}")
         arguments.dense(name, x)
-        if x.device.type == "meta" and not predicted:
+        if x.is_meta and not predicted:
             raise InvalidInput(
                 f"{name} is on the meta device and holds nothing; {planner}(..., device='h200') predicts a call"
             )

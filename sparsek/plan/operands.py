@@ -110,7 +110,7 @@ def check_epilogue(m: int, b: Tensor, epilogue: Epilogue, out_layout: str) -> No
 
 def check_shape(name: str, x: Tensor, shape: tuple[int, ...]) -> None:
     """InvalidInput unless `x`, the bias [N] or the residual [..., N] of x @ W.T [..., N], has this shape."""
-    if tuple(x.shape) != shape:
+    if x.shape != shape:
         why = "a number for every output feature" if name == "bias" else "as x @ W.T"
         raise InvalidInput(f"{name} is {list(x.shape)}; it must be {list(shape)}, {why}")
 

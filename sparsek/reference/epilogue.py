@@ -48,12 +48,14 @@ class Epilogue:
     beta: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("alpha", "beta"):
-            value = getattr(self, name)
-            if type(value) is not float or not -LARGEST <= value <= LARGEST:
-                object.__setattr__(self, name, arguments.number(name, value, -LARGEST, LARGEST))
-        if type(self.activation) is not str or self.activation not in ACTIVATIONS:
-            arguments.one_of("activation", self.activation, ACTIVATION_NAMES)
+        # Every call of a layer comes by here: what is right is seen without a call.
+        alpha, beta, activation = self.alpha, self.beta, self.activation
+        if type(alpha) is not float or not -LARGEST <= alpha <= LARGEST:
+            object.__setattr__(self, "alpha", arguments.number("alpha", alpha, -LARGEST, LARGEST))
+        if type(beta) is not float or not -LARGEST <= beta <= LARGEST:
+            object.__setattr__(self, "beta", arguments.number("beta", beta, -LARGEST, LARGEST))
+        if type(activation) is not str or activation not in ACTIVATIONS:
+            arguments.one_of("activation", activation, ACTIVATION_NAMES)
         if type(self.combine) is not str or self.combine not in COMBINES:
             arguments.one_of("combine", self.combine, COMBINES)
 

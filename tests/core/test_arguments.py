@@ -1,6 +1,7 @@
 """The checks of arguments: what passes comes back plain, what does not is InvalidInput with one line of the value."""
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -38,8 +39,11 @@ def test_what_is_right_comes_back_plain() -> None:
     assert arguments.pair("block", [64, np.int32(128)]) == (64, 128)
     assert arguments.dtype("dtype", torch.bfloat16) is torch.bfloat16
     assert arguments.device("device", "cpu:0") == torch.device("cpu")
+    assert arguments.path("path", Path("a") / "b.png") == str(Path("a") / "b.png")
+    assert arguments.text("title", "") == ""
     x = torch.ones(2, 3)
     assert arguments.tensor("x", x) is x
+    assert arguments.tensor("x", x, (torch.float32,), ndim=2) is x
 
 
 @pytest.mark.parametrize("value", ODD, ids=lambda value: type(value).__name__)
@@ -52,10 +56,12 @@ def test_odd_values_are_refused_by_every_check(value: object) -> None:
         "pair": lambda: arguments.pair("block", value),
         "dtype": lambda: arguments.dtype("dtype", value),
         "device": lambda: arguments.device("device", value),
+        "path": lambda: arguments.path("path", value),
+        "text": lambda: arguments.text("text", value),
         "tensor": lambda: arguments.tensor("t", value, (torch.float16,)),
     }
     for check in checks:
-        if check == "flag" and value is True:
+        if (check == "flag" and value is True) or (check in ("path", "text") and isinstance(value, str)):
             continue
         with pytest.raises(InvalidInput) as raised:
             checks[check]()
@@ -93,3 +99,29 @@ def test_a_value_whose_repr_raises_is_told_by_its_type() -> None:
             raise RuntimeError
 
     assert arguments.told(Broken()) == "a Broken"
+    assert arguments.told((Broken(), 1)) == "a tuple"
+
+
+def test_tensors_without_a_shape_are_told_all_the_same() -> None:
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    assert arguments.told(nested) == "a torch.Tensor, torch.float32, nested"
+    assert (
+        arguments.told(torch.eye(2).to_sparse())
+        == "a torch.Tensor, torch.float32 [2, 2], layout torch.sparse_coo"
+    )
+
+
+def test_dimensions_are_counted() -> None:
+    with pytest.raises(InvalidInput, match=r"x has shape \[2, 3\]; it must be 3-D"):
+        arguments.tensor("x", torch.ones(2, 3), ndim=3)
+
+
+@pytest.mark.parametrize("value", [{1, 2}, {1: 2, 3: 4}, "12", b"12", range(3)], ids=repr)
+def test_only_sequences_of_two_are_pairs(value: object) -> None:
+    with pytest.raises(InvalidInput, match=r"block is .*; it must be two ints"):
+        arguments.pair("block", value)
+
+
+def test_a_path_with_a_zero_in_it_is_refused() -> None:
+    with pytest.raises(InvalidInput, match="must be a path"):
+        arguments.path("path", "a\0b")

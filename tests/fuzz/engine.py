@@ -4,7 +4,8 @@ A `Call` knows how to make a function and valid arguments for it. `attack` draws
 are replaced:
 - by another form of the same value (np.int64(64) for 64, a tensor with other strides): the result must be the one of
   the plain value, or an error;
-- by a spoiled form (the same tensor in int64, without its last dim, on the meta device): the result must be sound;
+- by a spoiled form (the same tensor in int64, with one dim more, with NaN): the result must be sound, and there must be
+  none where the form is one of `REFUSED`;
 - by something else (None, 10**30, a dict, an object whose repr raises): if it is of another sort than the valid value
   it must be refused, unless `also` names that sort for that argument.
 
@@ -101,7 +102,11 @@ def _fault(
         return None
     for name, odd in drawn.items():
         allowed = f"{sort_of(arguments[name])} {call.also.get(name, '')}".split()
-        if odd.kind == "other" and sort_of(odd.value) not in allowed and "any" not in allowed:
+        if "any" in allowed:
+            continue
+        if odd.label in REFUSED:
+            return f"took {name} {odd.label}"
+        if odd.kind == "other" and sort_of(odd.value) not in allowed:
             return f"took {sort_of(odd.value)} for {name}"
     if all(odd.kind == "form" for odd in drawn.values()):
         function, arguments = call.make(Random(key))
@@ -211,6 +216,7 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "['a', 'b']": lambda: ["a", "b"],
     "[True, False]": lambda: [True, False],
     "[10**30, 1]": lambda: [10**30, 1],
+    "[2**62] * 4": lambda: [2**62] * 4,
     "(tensor, tensor)": lambda: (torch.ones(2), torch.ones(2)),
     "(Mute(), Mute())": lambda: (Mute(), Mute()),
     "range": lambda: range(10**6),
@@ -336,7 +342,20 @@ def _in_inference_mode(x: Tensor) -> Tensor:
 
 
 def _spoiled(valid: Any) -> dict[str, Callable[[], Any]]:
-    """Tensors and sequences that are nearly right."""
+    """Values that are nearly right."""
+    if isinstance(valid, (int, float)) and not isinstance(valid, bool):
+        return {
+            f"{valid} + 1": lambda: valid + 1,
+            f"-{valid}": lambda: -valid,
+            f"2 * {valid}": lambda: 2 * valid,
+            "2**32 more": lambda: valid + 2**32,
+        }
+    if isinstance(valid, str):
+        return {
+            "upper case": valid.upper,
+            "with a space": lambda: f"{valid} ",
+            "with a 0": lambda: f"{valid}\0",
+        }
     if isinstance(valid, (tuple, list)) and valid:
         made: dict[str, Callable[[], Any]] = {
             "one less": lambda: valid[:-1],
@@ -344,6 +363,7 @@ def _spoiled(valid: Any) -> dict[str, Callable[[], Any]]:
             "with None": lambda: (*valid[:-1], None),
             "with text": lambda: (*valid[:-1], "64"),
             "negative": lambda: tuple(-each if isinstance(each, int) else each for each in valid),
+            "2**32 more": lambda: tuple(each + 2**32 if isinstance(each, int) else each for each in valid),
         }
         return made
     if isinstance(valid, dict) and valid:
@@ -371,7 +391,7 @@ def _spoiled(valid: Any) -> dict[str, Callable[[], Any]]:
             torch.complex(x.float(), x.float()).conj().imag if x.is_floating_point() else x
         ),
         "negative": lambda: -x.float() - 1,
-        "huge": lambda: x + 2**31 if x.dtype == torch.int64 else x,
+        "2**32 more": lambda: x.long() + 2**32,
         "NaN": lambda: torch.full_like(x, float("nan")) if x.is_floating_point() else x,
         "Inf": lambda: torch.full_like(x, float("inf")) if x.is_floating_point() else x,
     }
@@ -384,6 +404,8 @@ def _spoiled(valid: Any) -> dict[str, Callable[[], Any]]:
         made |= {"sparse": x.to_sparse, "sparse_csr": x.to_sparse_csr}
     return made
 
+
+REFUSED = ("on meta", "with None", "with text", "with an array", "with a meta tensor")
 
 DTYPES = (
     torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e5m2, torch.int8, torch.int32,

@@ -47,7 +47,7 @@ REFUSED: dict[str, tuple[Callable[[sk.BSR], object], str]] = {
         r"bias is \[4, 128\]; it must be \[128\]",
     ),
     "a sparse W": (lambda a: sk.linear(X, W.to_sparse()), "W must be a dense torch.Tensor, got layout"),
-    "a W of ints": (lambda a: sk.linear(X.int(), W.int()), "the dtype of W is torch.int32; use one of"),
+    "a W of ints": (lambda a: sk.linear(X.int(), W.int()), "dtype torch.int32 is not supported; use one of"),
     "a list as kernel": (lambda a: Untyped.spmm(a, B, kernel=[]), r"kernel is \[\]; it must be"),
     "an array as kernel": (lambda a: Untyped.linear(X, a, kernel=np.ones(2)), "kernel is a numpy.ndarray"),
     "a long kernel": (lambda a: sk.spmm(a, B, kernel="x" * 9999), "no kernel of spmm is called a str .{80}"),
