@@ -15,11 +15,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
 
 LONGEST = 80  # characters of a value in a message
+STRIDED = torch.strided
 
 
 def told(value: Any) -> str:
@@ -54,6 +56,8 @@ def integer(name: str, value: Any, least: int = 0, most: int | None = None) -> i
 
 def number(name: str, value: Any, least: float = -math.inf, most: float = math.inf) -> float:
     """A finite float from `least` to `most`. No NaN, no bool, no text, and no tensor, which would have to be read."""
+    if type(value) is float and least <= value <= most and -math.inf < value < math.inf:
+        return value
     try:
         found = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
     except OverflowError:
@@ -137,17 +141,36 @@ def tensor(
     """A dense tensor on the CPU or a CUDA device, not lazily negated or conjugated, of one of these dtypes and with
     `ndim` dimensions.
     """
-    if not isinstance(value, Tensor):
-        raise InvalidInput(f"{name} must be a dense torch.Tensor, got {told(value)}")
-    if value.layout != torch.strided or value.is_nested:
-        kind = "a nested tensor" if value.is_nested else f"layout {value.layout}"
-        raise InvalidInput(f"{name} must be a dense torch.Tensor, got {kind}; call .to_dense()")
+    dense(name, value)
     supported(name, value.device)
     if choices is not None:
         dtype(f"the dtype of {name}", value.dtype, choices)
     if ndim is not None and value.ndim != ndim:
         raise InvalidInput(f"{name} has shape {list(value.shape)}; it must be {ndim}-D")
-    if not torch.compiler.is_compiling() and (value.is_neg() or value.is_conj()):  # the op looks again
-        which = ".resolve_neg()" if value.is_neg() else ".resolve_conj()"
-        raise InvalidInput(f"{name} is a lazily negated or conjugated view of other memory; call {which}")
+    if value.is_conj():
+        raise InvalidInput(f"{name} is a lazily conjugated view of other memory; call .resolve_conj()")
+    return value
+
+
+def dense(name: str, value: Any) -> Tensor:
+    """As `tensor`, on any device and of any dtype: for one that is compared with another, or only predicted."""
+    if not isinstance(value, Tensor):
+        raise InvalidInput(f"{name} must be a dense torch.Tensor, got {told(value)}")
+    if value.layout != STRIDED or value.is_nested:
+        kind = "a nested tensor" if value.is_nested else f"layout {value.layout}"
+        raise InvalidInput(f"{name} must be a dense torch.Tensor, got {kind}; call .to_dense()")
+    if not is_compiling() and value.is_neg():  # the op looks again
+        raise InvalidInput(
+            f"{name} is a lazily negated view, whose memory has the other sign; call .resolve_neg()"
+        )
+    return value
+
+
+def kept(name: str, value: Tensor) -> Tensor:
+    """A tensor that autograd can keep for a backward pass, as none of inference mode can be."""
+    if not is_compiling() and value.is_inference() and not torch.is_inference_mode_enabled():
+        raise InvalidInput(
+            f"{name} was made in torch.inference_mode, and no backward pass can keep it; make it under torch.no_grad, "
+            "or .clone() it outside of inference mode"
+        )
     return value

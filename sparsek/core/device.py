@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from sparsek.core.arguments import told
 from sparsek.core.errors import InvalidInput
 
 
@@ -79,11 +80,12 @@ CPU = Card(
 CARDS: Mapping[str, Card] = MappingProxyType({"h200": H200, "cpu": CPU})
 
 
-def card_named(name: str) -> Card:
+def card_named(name: str | torch.device) -> Card:
     """The card of a short name ("h200"). Raises InvalidInput for a name without measured facts."""
-    key = name.lower()
+    name = str(name) if isinstance(name, torch.device) else name
+    key = name.lower() if isinstance(name, str) else ""
     if key not in CARDS:
-        why = f"no measured facts for a card named {name!r}; known: {', '.join(CARDS)}"
+        why = f"no measured facts for a card named {told(name)}; known: {', '.join(CARDS)}"
         if key.startswith("cuda"):
             why += ". A plan for a GPU that is there follows from operands on it; leave the device out"
             why += "" if torch.cuda.is_available() else ". There is no GPU here"

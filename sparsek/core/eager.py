@@ -9,6 +9,7 @@ import torch
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, is_gradtrackingtensor
 from torch.autograd import forward_ad
 
+from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 
 Given = ParamSpec("Given")
@@ -75,12 +76,10 @@ def saveable(x: Any) -> Any:
 
 def save_for_backward(ctx: Any, *tensors: torch.Tensor | None) -> None:
     """ctx.save_for_backward. InvalidInput for a tensor of inference mode, which torch refuses to save."""
-    for x in tensors:
-        if x is not None and x.is_inference():
-            raise InvalidInput(
-                f"a gradient needs a tensor {list(x.shape)} that was made in torch.inference_mode, and no backward "
-                "pass can save it: make it under torch.no_grad, or .clone() it outside of inference mode"
-            )
+    if any(ctx.needs_input_grad):
+        for x in tensors:
+            if x is not None:
+                arguments.kept("an operand, a pattern or a mask", x)
     ctx.save_for_backward(*tensors)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
@@ -9,14 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sparsek.core import arguments, dtypes
+from sparsek.core import arguments
 from sparsek.core.eager import outside_inference, saveable
 from sparsek.core.errors import InvalidInput
 from sparsek.formats.bsr import BSR, padding_nonzeros, zero_padding
 from sparsek.formats.pattern import BlockPattern
 from sparsek.formats.random import random_bsr
 from sparsek.ops.linear import linear
-from sparsek.reference.epilogue import ACTIVATIONS
+from sparsek.plan import operands
 
 
 class BlockSparseLinear(nn.Module):
@@ -44,7 +45,7 @@ class BlockSparseLinear(nn.Module):
         *,
         activation: str | None = None,
         dtype: torch.dtype | None = None,
-        device: str | int | torch.device | None = None,
+        device: str | torch.device | None = None,
     ) -> None:
         super().__init__()
         if not isinstance(pattern, BlockPattern):
@@ -52,8 +53,8 @@ class BlockSparseLinear(nn.Module):
                 f"pattern must be a BlockPattern of [out_features, in_features], got {type(pattern).__name__}; "
                 "BlockSparseLinear.random, .from_dense and .from_bsr take something else"
             )
-        dtype = torch.get_default_dtype() if dtype is None else dtype
-        dtypes.name(dtype)
+        dtype = torch.get_default_dtype() if dtype is None else arguments.dtype("dtype", dtype)
+        arguments.flag("bias", bias)
         pattern = pattern if device is None else pattern.to(arguments.device("device", device))
         values = torch.empty((pattern.nnzb, *pattern.block), dtype=dtype, device=pattern.device)
         offset = torch.empty(pattern.shape[0], dtype=dtype, device=pattern.device) if bias else None
@@ -79,11 +80,12 @@ class BlockSparseLinear(nn.Module):
         The parameters are drawn by the same seed; torch's own generator is left as it is. See `random_bsr`.
         """
         dtype = torch.get_default_dtype() if dtype is None else dtype
+        arguments.flag("bias", bias)
         drawn = random_bsr(out_features, in_features, block, density, dtype=dtype, seed=seed)
         made = cls.from_bsr(
             drawn, drawn.values.new_empty(out_features) if bias else None, activation=activation
         )
-        made.reset_parameters(torch.Generator("cpu").manual_seed(seed))
+        made.reset_parameters(torch.Generator("cpu").manual_seed(operator.index(seed)))
         return made
 
     @classmethod
@@ -129,15 +131,14 @@ class BlockSparseLinear(nn.Module):
                 f"from_bsr takes a BSR, got {type(a).__name__}; from_dense takes dense weights"
             )
         wanted = (torch.Size([a.shape[0]]), a.dtype, a.device)
-        if bias is not None and (
-            not isinstance(bias, Tensor) or (bias.shape, bias.dtype, bias.device) != wanted
-        ):
-            found = (
-                f"{bias.dtype} {list(bias.shape)} on {bias.device}"
-                if isinstance(bias, Tensor)
-                else repr(bias)
-            )
-            raise InvalidInput(f"bias is {found}; it must be {a.dtype} [{a.shape[0]}] on {a.device}, or None")
+        if bias is not None:
+            arguments.kept("bias", arguments.dense("bias", bias))
+            if (bias.shape, bias.dtype, bias.device) != wanted:
+                raise InvalidInput(
+                    f"bias is {bias.dtype} {list(bias.shape)} on {bias.device}; it must be {a.dtype} [{a.shape[0]}] "
+                    f"on {a.device}, or None"
+                )
+        arguments.kept("the matrix", a.values)
         made = cls.__new__(cls)
         nn.Module.__init__(made)
         made._own(a.pattern, a.logical_values().detach(), None if bias is None else bias.detach(), activation)
@@ -146,8 +147,8 @@ class BlockSparseLinear(nn.Module):
     def _own(
         self, pattern: BlockPattern, values: Tensor, bias: Tensor | None, activation: str | None
     ) -> None:
-        names = [name for name in ACTIVATIONS if name]
-        self.activation = None if activation is None else arguments.one_of("activation", activation, names)
+        operands.check_activation(activation)
+        self.activation = activation
         self.out_features, self.in_features = pattern.shape
         self._pattern = pattern
         self.register_buffer("indptr", pattern.indptr)
@@ -183,6 +184,10 @@ class BlockSparseLinear(nn.Module):
         blocks get bias 0.
         """
         pattern = self._pattern
+        if generator is not None and not isinstance(generator, torch.Generator):
+            raise InvalidInput(
+                f"generator is {arguments.told(generator)}; it must be a torch.Generator or None"
+            )
         bound = torch.from_numpy(_bounds(pattern)).to(self.values.device, self.values.dtype)
         self.values.uniform_(-1, 1, generator=generator)
         self.values.mul_(bound.index_select(0, pattern.block_rows)[:, None, None])

@@ -7,6 +7,7 @@ from typing import Any, Literal, cast, overload
 import torch
 from torch import Tensor
 
+from sparsek.core import arguments
 from sparsek.core import device as devices
 from sparsek.core.errors import InvalidInput
 from sparsek.formats.block_mask import BlockMask
@@ -23,6 +24,7 @@ from sparsek.ops.attention_plans import (
 from sparsek.plan import attention_operands as operands
 from sparsek.plan.attention import AttentionPlan
 from sparsek.plan.attention_grad import AttentionGradPlan
+from sparsek.plan.plan import check_plan
 
 
 @overload
@@ -97,7 +99,11 @@ def attention(
     gradients, FlashAttention, Dao et al., arXiv:2205.14135; the Hopper kernel's overlap of products and softmax,
     FlashAttention-3, Shah et al., arXiv:2407.08608.
     """
-    operands.check_flag("deterministic", deterministic)
+    if type(return_lse) is not bool or type(deterministic) is not bool:
+        arguments.flag("return_lse", return_lse)
+        arguments.flag("deterministic", deterministic)
+    if kernel is not None:
+        arguments.text("kernel", kernel)
     if plan is None and _traced():
         wanted = return_lse or operands.wants_gradient(q, k, v)
         out, lse = through_op(q, k, v, mask, scale, wanted, kernel, deterministic)
@@ -143,7 +149,8 @@ def plan_attention(
     return_lse: plan for lse as well, which calls with a gradient need.
     Costs: the schedule is made on the mask's device, without a host sync.
     """
-    found, card = _planned(q, k, v, mask, config, kernel, device, "plan_attention")
+    arguments.flag("return_lse", return_lse)
+    found, card = _planned(q, k, v, mask, kernel, device, "plan_attention")
     p = problem(q, k, v, found, operands.layout(q, k, v), return_lse, card)
     return make_plan(found, p, kernel, config, ready=device is None, unmasked=mask is None)
 
@@ -168,8 +175,8 @@ def plan_attention_backward(
     Costs: the schedule, and for kernels that go by keys the mask's transposed lists, if it has none yet; both are made
     on the mask's device, without a host sync.
     """
-    operands.check_flag("deterministic", deterministic)
-    found, card = _planned(q, k, v, mask, config, kernel, device, "plan_attention_backward")
+    arguments.flag("deterministic", deterministic)
+    found, card = _planned(q, k, v, mask, kernel, device, "plan_attention_backward")
     p = grad_problem(q, k, v, found, operands.backward_layout(q, k, v), deterministic, card)
     return make_grad_plan(found, p, kernel, config, ready=device is None, unmasked=mask is None)
 
@@ -179,18 +186,17 @@ def _planned(
     k: Tensor,
     v: Tensor,
     mask: BlockMask | None,
-    config: Any,
     kernel: str | None,
     device: str | None,
     planner: str,
 ) -> tuple[BlockMask, devices.Card]:
     """The mask to plan for and the card, after all checks."""
-    if config is not None and kernel is None:
-        raise InvalidInput("config= belongs to one kernel; name it with kernel=")
+    if kernel is not None:
+        arguments.text("kernel", kernel)
     if torch._C._are_functorch_transforms_active():
         raise InvalidInput("plans are made outside of functions that torch.func transforms")
     found = checked(q, k, v, mask, here=device is None, planner=planner)
-    card = devices.card_of(q.device) if device is None else devices.card_named(str(device))
+    card = devices.card_of(q.device) if device is None else devices.card_named(device)
     return found, card
 
 
@@ -200,9 +206,6 @@ def _traced() -> bool:
 
 
 def _check_plan(plan: Any, kernel: str | None, return_lse: bool) -> None:
-    if not isinstance(plan, AttentionPlan):
-        raise InvalidInput(f"plan must come from plan_attention, got {type(plan).__name__}")
-    if kernel not in (None, plan.kernel):
-        raise InvalidInput(f"kernel={kernel!r} contradicts plan, which uses {plan.kernel}")
+    check_plan(plan, AttentionPlan, "plan_attention", kernel)
     if return_lse and not plan.problem.lse:
         raise InvalidInput("return_lse=True contradicts plan, made with return_lse=False")

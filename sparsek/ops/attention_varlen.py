@@ -7,10 +7,12 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
+from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.formats.block_mask import BlockMask
 from sparsek.ops.attention import attention
 from sparsek.ops.policy import MaskPolicy, packed_scene
+from sparsek.plan.attention_operands import check_tensors
 
 DIMS = {"q": "[total_q, Hq, D]", "k": "[total_k, Hkv, D]", "v": "[total_k, Hkv, Dv]"}
 EVERY_KEY = MaskPolicy(causal=False)
@@ -76,10 +78,12 @@ def attention_varlen(
 
     Raises InvalidInput for what does not fit together, and Unsupported as `attention` does.
     """
+    arguments.flag("return_lse", return_lse)
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor) or x.dim() != 3:
-            found = f"{x.dim()}-D {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-            raise InvalidInput(f"{name} must be a torch.Tensor {DIMS[name]} of packed documents, got {found}")
+        if arguments.dense(name, x).dim() != 3:
+            raise InvalidInput(
+                f"{name} must be {DIMS[name]} of packed documents, got {x.dim()}-D {list(x.shape)}"
+            )
     q, k, v = (x.unsqueeze(0).transpose(1, 2) for x in (q, k, v))
     found = mask if isinstance(mask, BlockMask) else _made(q, k, cu_seqlens_q, cu_seqlens_k, mask)
     if return_lse:
@@ -96,5 +100,6 @@ def _made(q: Tensor, k: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | Non
             "torch.compile cannot read cu_seqlens: make the mask outside, mask = policy.packed(cu_seqlens_q), and "
             "pass it as mask="
         )
+    check_tensors(q, k, k)
     scene = packed_scene(cu_seqlens_q, cu_seqlens_k, (q.shape[2], k.shape[2]))
     return (policy or EVERY_KEY).visible_in(scene, q.device).mask_for(q, k)

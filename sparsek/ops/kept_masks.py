@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from sparsek.core import arguments
 from sparsek.core.eager import concrete, untransformed
 from sparsek.core.errors import InvalidInput
 from sparsek.formats.block_mask import BlockMask
@@ -75,9 +76,7 @@ def edges_of(cu_seqlens: Any, name: str, total: int | None = None) -> np.ndarray
 
 
 def _read(cu_seqlens: Any, name: str) -> np.ndarray:
-    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
-        kind = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
-        raise InvalidInput(f"{name} is {kind}; it must be an int32 or int64 tensor [documents + 1]")
+    arguments.tensor(name, cu_seqlens, (torch.int32, torch.int64))
     if cu_seqlens.dim() != 1 or not cu_seqlens.numel():
         raise InvalidInput(
             f"{name} is {list(cu_seqlens.shape)}; it must be [documents + 1]: where each starts, and where all end"

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sparsek.core import dtypes
+from sparsek.core import arguments, dtypes
+from sparsek.core.arguments import told
 from sparsek.core.errors import InvalidInput
 from sparsek.formats.bsr import BSR
 from sparsek.formats.bsr24 import BSR24
@@ -23,6 +24,7 @@ from sparsek.ops import flat, scaled, semi24, transforms
 from sparsek.ops.semi24 import TWO_FOUR
 from sparsek.ops.spmm import multiply
 from sparsek.plan import operands
+from sparsek.plan.scaled import check_layer
 from sparsek.plan.semi24 import Product24
 from sparsek.plan.spmm import Product
 from sparsek.reference.epilogue import ACTIVATIONS, PLAIN, Epilogue
@@ -62,6 +64,8 @@ def linear(
 
     GELU: Hendrycks and Gimpel, arXiv:1606.08415.
     """
+    if kernel is not None:
+        arguments.text("kernel", kernel)
     if isinstance(x, ScaledTensor) or isinstance(W, Scaled):
         return _in_fp8(x, W, bias, activation, residual, kernel, dtype)
     if dtype is not None:
@@ -98,6 +102,8 @@ def swiglu(
 
     Source: Shazeer, arXiv:2002.05202.
     """
+    if kernel is not None:
+        arguments.text("kernel", kernel)
     if isinstance(x, ScaledTensor) or isinstance(W_gate, Scaled) or isinstance(W_up, Scaled):
         return scaled.swiglu(x, W_gate, W_up, kernel)
     for name, w in (("W_gate", W_gate), ("W_up", W_up)):
@@ -158,13 +164,11 @@ def _in_fp8(
             f"x is a ScaledTensor, so W must be a Scaled, got {type(w).__name__}; or x.dequantize()"
         )
     if residual is not None:
+        check_layer(x, w)
         operands.check_dense("residual", residual)
-        if tuple(residual.shape) != (*x.shape[:-1], w.shape[0]):
-            raise InvalidInput(
-                f"residual is {list(residual.shape)}; it must be {[*x.shape[:-1], w.shape[0]]}, as x @ W.T"
-            )
+        operands.check_shape("residual", residual, (*x.shape[:-1], w.shape[0]))
     if bias is not None:
-        operands.check_dense("bias", bias)
+        arguments.dense("bias", bias)
     epilogue = Epilogue(bias=_in_rows(bias), activation=activation or "", other=_in_rows(residual))
     return scaled.linear(x, w, epilogue, kernel, dtype)
 
@@ -181,20 +185,26 @@ def _dense(
         raise InvalidInput(
             f"W must be a BSR, a Semi24, a BSR24 or a dense torch.Tensor, got {type(w).__name__}"
         )
+    operands.check_dense("W", w)
     if kernel is not None:
-        raise InvalidInput(f"kernel={kernel!r} multiplies a sparse W; W is dense, and torch multiplies it")
+        raise InvalidInput(
+            f"kernel={told(kernel)} multiplies a sparse W; W is dense, and torch multiplies it"
+        )
     operands.check_activation(activation)
-    for name, each in (("x", x), ("bias", bias), ("residual", residual)):
-        if each is not None or name == "x":
-            operands.check_dense(name, each, w, "W")
+    operands.check_dense("x", x, w, "W")
     if w.dim() != 2 or x.dim() < 1 or x.shape[-1] != w.shape[1]:
         raise InvalidInput(
             f"x is {list(x.shape)} and W {list(w.shape)}: W must be [N, K] and the last dim of x K"
         )
-    if residual is not None and tuple(residual.shape) != (*x.shape[:-1], w.shape[0]):
-        raise InvalidInput(
-            f"residual is {list(residual.shape)}; it must be {[*x.shape[:-1], w.shape[0]]}, as x @ W.T"
-        )
+    if bias is not None:
+        operands.check_dense("bias", bias, w, "W")
+        operands.check_shape("bias", bias, (w.shape[0],))
+    if residual is not None:
+        operands.check_dense("residual", residual, w, "W")
+        operands.check_shape("residual", residual, (*x.shape[:-1], w.shape[0]))
+    if operands.wants_gradient(x, w):
+        arguments.kept("x", x)
+        arguments.kept("W", w)
     with dtypes.as_given(x.device):
         y = ACTIVATIONS[activation or ""](functional.linear(x, w, bias))
         return y if residual is None else y + residual

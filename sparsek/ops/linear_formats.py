@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from sparsek.core import dtypes
+from sparsek.core.arguments import told
 from sparsek.core.device import CARDS, Card
 from sparsek.core.errors import InvalidInput, Unsupported
 from sparsek.formats import two_four
@@ -137,7 +138,7 @@ def ways(
         formats = [name for name in FORMATS if name not in FP8_OPS or names_for(FP8_OPS[name])]
     for name in formats:
         if name not in FORMATS:
-            raise InvalidInput(f"no format is called {name!r}; known: {', '.join(FORMATS)}")
+            raise InvalidInput(f"no format is called {told(name)}; known: {', '.join(FORMATS)}")
         if name.removesuffix(FP8) in ("dense", "semi24"):
             yield Way(name)
             continue

@@ -13,9 +13,15 @@ import torch
 from torch import Tensor
 
 from sparsek.core import arguments, dtypes
+from sparsek.core.arguments import told
 from sparsek.core.clock import Times, time_rounds
 from sparsek.core.device import Card, card_named, card_of
 from sparsek.core.errors import InvalidInput, Unsupported
+from sparsek.formats.bsr import BSR
+from sparsek.formats.bsr24 import BSR24
+from sparsek.formats.pattern import INT32_MAX, block_sides
+from sparsek.formats.scaled import Scaled
+from sparsek.formats.semi24 import Semi24
 from sparsek.ops import transforms
 from sparsek.ops.linear import linear
 from sparsek.ops.linear_formats import (
@@ -77,12 +83,12 @@ class Bound:
     max_error: float | None = None
     min_norm: float | None = None
 
-    def check(self) -> None:
+    def __post_init__(self) -> None:
         """InvalidInput for bounds that are no shares: no option could hold them, or every one would."""
-        if self.max_error is not None and not self.max_error >= 0:
-            raise InvalidInput(f"max_error is {self.max_error}; it is relative, so at least 0")
-        if self.min_norm is not None and not 0 <= self.min_norm <= 1:
-            raise InvalidInput(f"min_norm is {self.min_norm}; it is a share of the norm, from 0 to 1")
+        for name, most in (("max_error", math.inf), ("min_norm", 1)):
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, arguments.number(name, value, 0, most))
 
     def faults(self, option: Option) -> list[str]:
         """Why the option is out of bounds; [] if it is not. What is not known holds no bound."""
@@ -242,17 +248,22 @@ def plan_linear(
     Raises InvalidInput for operands that do not fit, and Unsupported, with what each option lacks, if none is left.
     """
     transforms.refuse("plan_linear")
+    if isinstance(W, Tensor):
+        arguments.tensor("W", W, dtypes.FLOATS)
+    elif not isinstance(W, (BSR, Semi24, BSR24, Scaled)):
+        raise InvalidInput(
+            f"W must be a dense torch.Tensor, a BSR, Semi24, BSR24 or Scaled, got {type(W).__name__}"
+        )
+    arguments.supported("W", W.device)
+    bound, blocks = Bound(max_error, min_norm), _blocks(BLOCK if block is None else block)
+    keeps = [arguments.number("keep", each, 0, 1) for each in _listed(keep)]
+    asked = None if formats is None else [arguments.text("formats", each) for each in _listed(formats)]
     card, timed = _where(W, device)
     dense = W if isinstance(W, Tensor) else None
     rows, tokens = _rows(W, x, timed)
-    if dense is not None:
-        blocks = BLOCK if block is None else _blocks(block)
-        keeps = [float(keep)] if isinstance(keep, (int, float)) else [float(each) for each in keep]
-        listed = list(ways([formats] if isinstance(formats, str) else formats, blocks, keeps))
-    else:
+    listed = list(ways(asked, blocks, keeps))
+    if dense is None:
         listed = [way_of(W)]
-    bound = Bound(max_error, min_norm)
-    bound.check()
     with torch.no_grad():
         found = list(consider(W, rows, listed, card, tokens, keep_weights=timed))
         options = [option for option, _ in found]
@@ -343,7 +354,7 @@ def _where(w: Weight, device: str | None) -> tuple[Card, bool]:
     """The card whose times are asked for, and whether they are measured."""
     if device is None:
         return (card_of(w.device), True) if w.device.type == "cuda" else (card_named("h200"), False)
-    if device == "cpu" or device.startswith("cuda"):
+    if arguments.text("device", device) == "cpu" or device.startswith("cuda"):
         if arguments.device("device", device).type != w.device.type:
             raise InvalidInput(
                 f"W is on {w.device}; times of {device} are measured where W is, W.to({device!r})"
@@ -352,29 +363,35 @@ def _where(w: Weight, device: str | None) -> tuple[Card, bool]:
     return card_named(device), False
 
 
-def _blocks(block: Any) -> list[Any]:
+def _blocks(block: Any) -> list[int | tuple[int, int]]:
     """One side, a pair (bm, bk), or a list of both."""
-    if isinstance(block, int) or (isinstance(block, tuple) and all(isinstance(side, int) for side in block)):
-        return [block]
-    return list(block)
+    is_pair = isinstance(block, tuple) and not any(isinstance(side, (list, tuple)) for side in block)
+    made = [(each, block_sides(each)) for each in ([block] if is_pair else _listed(block))]
+    return [sides if isinstance(each, (list, tuple)) else sides[0] for each, sides in made]
+
+
+def _listed(value: Any) -> list[Any]:
+    """The items of a list or tuple; anything else is the only one."""
+    return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 def _rows(w: Weight, x: Any, timed: bool) -> tuple[Tensor, int]:
     """x as [T, K], and how many tokens are planned for. Of a shape that is not timed fewer are drawn."""
     if len(w.shape) != 2:
         raise InvalidInput(f"W must be [N, K], got {list(w.shape)}")
-    if isinstance(w, Tensor):
-        dtypes.name(w.dtype)
-    if isinstance(x, (int, str)) or not isinstance(x, (Tensor, Sequence)):
+    if not isinstance(x, (Tensor, list, tuple)):
         raise InvalidInput(
-            f"x must be a torch.Tensor [..., {w.shape[1]}] or its shape, like (4096, {w.shape[1]}); got {x!r:.60}"
+            f"x must be a torch.Tensor [..., {w.shape[1]}] or its shape, like (4096, {w.shape[1]}); got {told(x)}"
         )
-    shape = tuple(x.shape) if isinstance(x, Tensor) else tuple(int(side) for side in x)
+    if isinstance(x, Tensor):
+        shape = tuple(arguments.dense("x", x).shape)
+    else:
+        shape = tuple(arguments.integer("a side of x", side) for side in x)
     if not shape or shape[-1] != w.shape[1] or not math.prod(shape) or not w.shape[0]:
         raise InvalidInput(
             f"x is {list(shape)} and W {list(w.shape)}: the last dim of x must be {w.shape[1]}, and no side 0"
         )
-    tokens = math.prod(shape[:-1])
+    tokens = arguments.integer("the number of tokens of x", math.prod(shape[:-1]), most=INT32_MAX)
     if isinstance(x, Tensor):
         if x.device != w.device or (x.dtype != w.dtype and w.dtype in dtypes.NAMES):
             raise InvalidInput(

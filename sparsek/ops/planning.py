@@ -6,6 +6,8 @@ from typing import Any
 import torch
 
 from sparsek import kernels
+from sparsek.core import arguments
+from sparsek.core.arguments import told
 from sparsek.core.errors import InvalidInput
 from sparsek.plan import table
 from sparsek.plan.kernel import MissingKernel
@@ -21,6 +23,10 @@ REMEMBERED = 1024
 
 def choose(p: Problem, only: str | None = None, config: Any = None) -> Choice:
     """The kernel and config for `p`. Raises InvalidInput for a name or config that is not there, and Unsupported."""
+    if only is not None:
+        arguments.text("kernel", only)
+    elif config is not None:
+        raise InvalidInput("config= belongs to one kernel; name it with kernel=")
     return _decided(p, only, table.generation()) if config is None else _decide(p, only, config)
 
 
@@ -43,7 +49,7 @@ def matcher(device: torch.device) -> Matcher:
 def _decide(p: Problem, only: str | None, config: Any = None) -> Choice:
     names = kernels.names_for(p.op)
     if only is not None and only not in names:
-        raise InvalidInput(f"no kernel of {p.op} is called {only!r}; known: {', '.join(names)}")
+        raise InvalidInput(f"no kernel of {p.op} is called {told(only)}; known: {', '.join(names)}")
     return select(p, [_load(name) for name in names], only=only, config=config)
 
 

@@ -20,6 +20,7 @@ from sparsek.formats.mask_documents import Documents, Near, Scene, documents_mas
 from sparsek.formats.mask_parts import Frame
 from sparsek.formats.mask_rows import mask_block
 from sparsek.ops.kept_masks import edges_of, kept_mask, values_of
+from sparsek.plan.attention_operands import check_tensors
 
 
 class Visible(NamedTuple):
@@ -79,8 +80,7 @@ class MaskPolicy:
             if value is not None:
                 object.__setattr__(self, name, arguments.integer(name, value, 1))
         object.__setattr__(self, "sinks", arguments.integer("sinks", self.sinks))
-        if not isinstance(self.causal, bool):
-            raise InvalidInput(f"causal is {self.causal!r}; it must be True or False")
+        arguments.flag("causal", self.causal)
         if self.stride is not None:
             if self.window is None or self.sinks or self.topk is not None:
                 raise InvalidInput("stride goes with a window, and neither with sinks nor with topk")
@@ -89,15 +89,15 @@ class MaskPolicy:
             raise InvalidInput("sinks without a window: every query sees every key anyway")
 
     def mask(
-        self, q_len: int, kv_len: int | None = None, device: str | int | torch.device | None = None
+        self, q_len: int, kv_len: int | None = None, device: str | torch.device | None = None
     ) -> BlockMask:
         """The mask of q_len queries and kv_len keys (as many), the last query at the last key: the same one each time.
 
         Under torch.compile the lengths become constants. InvalidInput for top-k, whose masks follow q and k.
         """
         # A compiled graph is for one mask, so the lengths are no symbols there.
-        q_len = operator.index(q_len)
-        kv_len = q_len if kv_len is None else operator.index(kv_len)
+        q_len = arguments.integer("q_len", q_len)
+        kv_len = q_len if kv_len is None else arguments.integer("kv_len", kv_len)
         self._refuse_topk("mask_for(q, k) makes one")
         if torch.compiler.is_compiling():
             return _constant_mask(self, q_len, kv_len, device)
@@ -105,6 +105,7 @@ class MaskPolicy:
 
     def mask_for(self, q: Tensor, k: Tensor) -> BlockMask:
         """The mask for q [B, Hq, S, D] and k [B, Hkv, T, D], on their device. Only top-k looks at more than shapes."""
+        check_tensors(q, k, k)
         if self.topk is None:
             return self.mask(q.shape[2], k.shape[2], q.device)
         return _chosen(self, q, k)
@@ -113,7 +114,7 @@ class MaskPolicy:
         self,
         cu_seqlens_q: Tensor,
         cu_seqlens_k: Tensor | None = None,
-        device: str | int | torch.device | None = None,
+        device: str | torch.device | None = None,
     ) -> BlockMask:
         """The mask of packed documents, each of which is masked by itself; see `attention_varlen`.
 
@@ -266,13 +267,13 @@ def _means(x: Tensor, side: int) -> Tensor:
     return torch.cat(means, 2) if means else x[:, :, :0].float()
 
 
-def _as_device(device: str | int | torch.device | None) -> torch.device:
+def _as_device(device: str | torch.device | None) -> torch.device:
     return arguments.device("device", torch.get_default_device() if device is None else device)
 
 
 @constant
 def _constant_mask(
-    policy: MaskPolicy, q_len: int, kv_len: int, device: str | int | torch.device | None
+    policy: MaskPolicy, q_len: int, kv_len: int, device: str | torch.device | None
 ) -> BlockMask:
     """While torch.compile traces; the graph keeps the mask."""
     return policy._mask(q_len, kv_len, _as_device(device))

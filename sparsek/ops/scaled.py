@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from sparsek.core import device as devices
+from sparsek.core import dtypes
+from sparsek.core.arguments import told
 from sparsek.core.errors import InvalidInput
 from sparsek.formats.bsr import BSR
 from sparsek.formats.bsr24 import BSR24
@@ -27,6 +29,7 @@ from sparsek.ops.planning import choose
 from sparsek.plan import operands, schedule
 from sparsek.plan.cache import PlanCache
 from sparsek.plan.made import Made, captured
+from sparsek.plan.plan import check_plan
 from sparsek.plan.problem import ScaledBsr24Problem, ScaledSemi24Problem, ScaledSpmmProblem
 from sparsek.plan.scaled import (
     E4M3,
@@ -66,10 +69,9 @@ def product(
     """`sparsek.spmm` where one operand is in FP8. `epilogue` is what alpha, beta and out amount to."""
     transforms.refuse("FP8 products have no gradient; they do not go")
     if plan is not None:
-        if not isinstance(plan, ScaledPlan):
-            raise InvalidInput(f"plan must come from plan_spmm(A, B) for a Scaled, got {type(plan).__name__}")
-        if kernel not in (None, plan.kernel):
-            raise InvalidInput(f"kernel={kernel!r} contradicts plan, which uses {plan.kernel}")
+        check_plan(plan, ScaledPlan, "plan_spmm(A, B) for a Scaled", kernel)
+        if dtype is not None and dtypes.name(dtype_of(None, dtype)) != plan.problem.out_dtype:
+            raise InvalidInput(f"dtype={dtype} contradicts plan, whose result is {plan.problem.out_dtype}")
         return plan(A, B, out, epilogue)
     call = _checked(A, B, out, epilogue, dtype)
     if out is not None and torch.compiler.is_compiling():
@@ -135,8 +137,7 @@ def plan_linear(
     epilogue: of bias [N], an activation and a residual [..., N] as `other`, in the result's dtype. Otherwise as
     `sparsek.plan_spmm`.
     """
-    if config is not None and kernel is None:
-        raise InvalidInput("config= belongs to one kernel; name it with kernel=")
+    operands.check_given(epilogue)
     check_layer(x, W)
     call = ScaledProduct.linear(x, W, epilogue, dtype)
     call.check_epilogue()
@@ -170,8 +171,8 @@ def _checked(
     check_operands(A, B)
     if out is not None:
         check_out(A, B, out, epilogue)
-        if dtype not in (None, out.dtype):
-            raise InvalidInput(f"dtype= is {dtype} and out {out.dtype}; leave one of them away")
+        if dtype is not None and dtype is not out.dtype:
+            raise InvalidInput(f"dtype= is {told(dtype)} and out {out.dtype}; leave one of them away")
     return ScaledProduct.of(A, B, out, epilogue, dtype)
 
 
@@ -208,7 +209,7 @@ def _problem(
 ) -> ScaledSpmmProblem | ScaledSemi24Problem | ScaledBsr24Problem:
     matrix = call.a.matrix
     m, k = call.a.shape
-    card = devices.card_of(call.b.device) if card_name is None else devices.card_named(str(card_name))
+    card = devices.card_of(call.b.device) if card_name is None else devices.card_named(card_name)
     shared: dict[str, Any] = {"m": m, "k": k, "card": card, **described(call)}
     if isinstance(matrix, Semi24):
         return ScaledSemi24Problem(**shared)

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparsek.core import arguments, dtypes
 from sparsek.core import device as devices
-from sparsek.core import dtypes
-from sparsek.core.errors import InvalidInput
 from sparsek.formats.bsr import BSR
 from sparsek.formats.pattern import BlockPattern
 from sparsek.ops import flat, gradients, transforms
@@ -19,6 +18,7 @@ from sparsek.ops.planning import allows_tf32, choose
 from sparsek.plan import operands
 from sparsek.plan.cache import PlanCache
 from sparsek.plan.made import Made, captured
+from sparsek.plan.plan import check_plan
 from sparsek.plan.problem import SddmmProblem
 from sparsek.plan.sddmm import SddmmPlan
 
@@ -49,13 +49,12 @@ def sddmm(
     Raises InvalidInput for operands that do not fit and Unsupported with every reason if no kernel can run.
     """
     if plan is not None:
-        if not isinstance(plan, SddmmPlan):
-            raise InvalidInput(f"plan must come from plan_sddmm, got {type(plan).__name__}")
-        if kernel not in (None, plan.kernel):
-            raise InvalidInput(f"kernel={kernel!r} contradicts plan, which uses {plan.kernel}")
+        check_plan(plan, SddmmPlan, "plan_sddmm", kernel)
         transforms.check(X, Y)
         transforms.refuse("plan=")
         return plan(X, Y, pattern)
+    if kernel is not None:
+        arguments.text("kernel", kernel)
     operands.check_sddmm(X, Y, pattern)
     transforms.check(X, Y)
     learns = operands.wants_gradient(X, Y)
@@ -86,9 +85,7 @@ def plan_sddmm(
     """
     transforms.refuse("plan_sddmm")
     operands.check_sddmm(X, Y, pattern)
-    if config is not None and kernel is None:
-        raise InvalidInput("config= belongs to one kernel; name it with kernel=")
-    p = _problem(X, Y, pattern, None if device is None else str(device))
+    p = _problem(X, Y, pattern, device)
     return _make_plan(pattern, p, kernel, config, ready=device is None)
 
 

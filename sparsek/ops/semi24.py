@@ -26,6 +26,7 @@ from sparsek.ops.planning import allows_tf32, choose
 from sparsek.plan import operands
 from sparsek.plan.cache import PlanCache
 from sparsek.plan.made import Made, captured
+from sparsek.plan.plan import check_plan
 from sparsek.plan.problem import BSR24Problem, Problem24, Semi24Problem
 from sparsek.plan.semi24 import (
     VALUES_HAVE_NO_GRADIENT,
@@ -54,13 +55,8 @@ def takes(A: Any, B: Any) -> bool:
 def product(A: Any, B: Any, out: Tensor | None, epilogue: Epilogue, plan: Any, kernel: str | None) -> Tensor:
     """`sparsek.spmm` where one operand is a 2:4 matrix. `epilogue` is what alpha, beta and out amount to."""
     if plan is not None:
-        if not isinstance(plan, Plan24):
-            raise InvalidInput(
-                f"plan must come from plan_spmm(A, B) for a Semi24 or a BSR24, got {type(plan).__name__}"
-            )
-        if kernel not in (None, plan.kernel):
-            raise InvalidInput(f"kernel={kernel!r} contradicts plan, which uses {plan.kernel}")
-        transforms.check(*(x if isinstance(x, Tensor) else x.values for x in (A, B)), out)
+        check_plan(plan, Plan24, "plan_spmm(A, B) for a Semi24 or a BSR24", kernel)
+        transforms.check(*(x.values if isinstance(x, TWO_FOUR) else x for x in (A, B)), out)
         transforms.refuse("plan=")
         return plan(A, B, out, epilogue)
     check_operands(A, B)
@@ -89,9 +85,7 @@ def plan(
         operands.check_out(A, B, out, epilogue)
     call = Product24.of(A, B, out, epilogue)
     call.check_epilogue()
-    return _make_plan(
-        call, _problem(call, None if device is None else str(device)), kernel, config, device is None
-    )
+    return _make_plan(call, _problem(call, device), kernel, config, device is None)
 
 
 def plan_linear(
@@ -107,14 +101,11 @@ def plan_linear(
 
     epilogue: of bias [N], an activation and a residual [..., N] as `other`. Otherwise as `sparsek.plan_spmm`.
     """
-    if config is not None and kernel is None:
-        raise InvalidInput("config= belongs to one kernel; name it with kernel=")
+    operands.check_given(epilogue)
     check_layer(x, W)
     call = Product24.linear(x, W, epilogue)
     call.check_epilogue()
-    return _make_plan(
-        call, _problem(call, None if device is None else str(device)), kernel, config, device is None
-    )
+    return _make_plan(call, _problem(call, device), kernel, config, device is None)
 
 
 def multiply(call: Product24, kernel: str | None) -> Tensor:

@@ -9,8 +9,8 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
+from sparsek.core import arguments, dtypes
 from sparsek.core import device as devices
-from sparsek.core import dtypes
 from sparsek.core.eager import untransformed
 from sparsek.core.errors import InvalidInput
 from sparsek.formats.bsr import BSR
@@ -21,6 +21,7 @@ from sparsek.ops.spmm import spmm
 from sparsek.plan import operands
 from sparsek.plan.made import Made, captured
 from sparsek.plan.matches import Matches
+from sparsek.plan.plan import check_plan
 from sparsek.plan.problem import SpgemmProblem
 from sparsek.plan.spgemm import Kept, MatchCache, SpgemmPlan
 
@@ -70,9 +71,11 @@ def spgemm(
     """
     if plan is not None:
         _check_plan(plan, out, kernel)
-        transforms.check(A.values, B.values)
+        transforms.check(*(x.values for x in (A, B) if isinstance(x, BSR)))
         transforms.refuse("plan=")
         return plan(A, B)
+    if kernel is not None:
+        arguments.text("kernel", kernel)
     operands.check_spgemm(A, B, out)
     transforms.check(A.values, B.values)
     compiling = torch.compiler.is_compiling()
@@ -112,18 +115,14 @@ def plan_spgemm(
     """
     transforms.refuse("plan_spgemm")
     operands.check_spgemm(A, B, out)
-    if config is not None and kernel is None:
-        raise InvalidInput("config= belongs to one kernel; name it with kernel=")
     matches = _matched(A, B, out if isinstance(out, BlockPattern) else None).matches
-    p = _problem(A, B, matches, out == "dense", None if device is None else str(device))
+    p = _problem(A, B, matches, out == "dense", device)
     return _make_plan(A, B, matches, p, kernel, config, ready=device is None)
 
 
 def _check_plan(plan: Any, out: str | BlockPattern, kernel: str | None) -> None:
-    if not isinstance(plan, SpgemmPlan):
-        raise InvalidInput(f"plan must come from plan_spgemm, got {type(plan).__name__}")
-    if kernel not in (None, plan.kernel):
-        raise InvalidInput(f"kernel={kernel!r} contradicts plan, which uses {plan.kernel}")
+    check_plan(plan, SpgemmPlan, "plan_spgemm", kernel)
+    operands.check_wanted(out)
     planned = plan.matches.pattern if plan.matches is not None else None
     if (isinstance(out, str) and out == "dense") != plan.problem.dense_out or (
         isinstance(out, BlockPattern) and out is not planned

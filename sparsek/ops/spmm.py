@@ -10,8 +10,8 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
+from sparsek.core import arguments, dtypes
 from sparsek.core import device as devices
-from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.formats import convert
 from sparsek.formats.bsr import BSR
@@ -25,6 +25,7 @@ from sparsek.ops.planning import allows_tf32, choose
 from sparsek.plan import operands, schedule
 from sparsek.plan.cache import PlanCache
 from sparsek.plan.made import Made, captured
+from sparsek.plan.plan import check_plan
 from sparsek.plan.problem import SpmmProblem
 from sparsek.plan.scaled import ScaledPlan
 from sparsek.plan.semi24 import Plan24
@@ -78,16 +79,15 @@ def spmm(
     Raises InvalidInput for operands that do not fit and Unsupported with every reason if no kernel can run.
     """
     epilogue = _epilogue(alpha, beta, out)
+    if kernel is not None:
+        arguments.text("kernel", kernel)
     if scaled.takes(A, B):
         return scaled.product(A, B, out, epilogue, plan, kernel, dtype)
     _refuse_dtype(dtype)
     if not isinstance(A, BSR) and not isinstance(B, BSR) and semi24.takes(A, B):
         return semi24.product(A, B, out, epilogue, plan, kernel)
     if plan is not None:
-        if not isinstance(plan, SpmmPlan):
-            raise InvalidInput(f"plan must come from plan_spmm, got {type(plan).__name__}")
-        if kernel not in (None, plan.kernel):
-            raise InvalidInput(f"kernel={kernel!r} contradicts plan, which uses {plan.kernel}")
+        check_plan(plan, SpmmPlan, "plan_spmm", kernel)
         transforms.check(*(x.values if isinstance(x, BSR) else x for x in (A, B)), out)
         transforms.refuse("plan=")
         return plan(A, B, out, epilogue)
@@ -189,8 +189,7 @@ def plan_spmm(
     Costs: schedules are made on the host and copied to A's device once.
     """
     transforms.refuse("plan_spmm")
-    if config is not None and kernel is None:
-        raise InvalidInput("config= belongs to one kernel; name it with kernel=")
+    operands.check_given(epilogue)
     if scaled.takes(A, B):
         return scaled.plan(A, B, out, epilogue, kernel, config, device, dtype)
     _refuse_dtype(dtype)
@@ -201,7 +200,7 @@ def plan_spmm(
         operands.check_out(A, B, out, epilogue)
     call = Product.of(A, B, out, epilogue)
     call.check_epilogue()
-    p = _problem(call.a, call.b, call.out, None if device is None else str(device), *call[3:])
+    p = _problem(call.a, call.b, call.out, device, *call[3:])
     return _make_plan(call.a, p, kernel, config, ready=device is None)
 
 
@@ -234,12 +233,12 @@ def _refuse_dtype(dtype: torch.dtype | None) -> None:
 
 
 def _epilogue(alpha: float, beta: float, out: Tensor | None) -> Epilogue:
-    operands.check_number("alpha", alpha)
-    operands.check_number("beta", beta)
+    if type(alpha) is not float or type(beta) is not float:
+        alpha, beta = arguments.number("alpha", alpha), arguments.number("beta", beta)
     if beta == 0:
         return PLAIN if alpha == 1 else Epilogue(alpha=alpha)
     if out is None:
-        raise InvalidInput(f"beta is {beta} and there is no out= to multiply with it")
+        raise InvalidInput(f"beta is {beta:g} and there is no out= to multiply with it")
     return Epilogue(alpha=alpha, other=out, beta=beta)
 
 

@@ -35,7 +35,7 @@ def active() -> bool:
     return torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling()
 
 
-def check(*tensors: Tensor | None) -> None:
+def check(*tensors: Any) -> None:
     """InvalidInput where forward-mode differentiation would expect a tangent; under torch.func its jvp tells that."""
     if forward_ad._current_level >= 0 and not active():
         _check_no_tangent(tensors)
@@ -113,9 +113,9 @@ def _item(x: Tensor, dim: int, i: int) -> Tensor:
     return found if 1 in found.stride()[-2:] else found.contiguous()
 
 
-def _check_no_tangent(tensors: tuple[Tensor | None, ...]) -> None:
+def _check_no_tangent(tensors: tuple[Any, ...]) -> None:
     # What torch.compile traces does not tell its tangents.
     if torch.compiler.is_compiling() or any(
-        x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors
+        isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in tensors
     ):
         raise InvalidInput(NO_TANGENT)

@@ -1,14 +1,12 @@
 """What can be said of q, k, v and a mask without reading them: do they fit together, and how do they lie."""
 
-import math
-from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from sparsek.core import dtypes
+from sparsek.core import arguments, dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.formats.block_mask import BlockMask
 from sparsek.plan.made import captured
@@ -39,13 +37,10 @@ def check_tensors(
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise InvalidInput(f"{name} must be a dense torch.Tensor {DIMS[name]}, got {type(x).__name__}")
-        if x.device.type == "meta" and not predicted:
+        arguments.dense(name, x)
+        if x.is_meta and not predicted:
             raise InvalidInput(
                 f"{name} is on the meta device and holds nothing; {planner}(..., device='h200') predicts a call"
-            )
-        if x.layout != torch.strided or x.is_nested:
-            raise InvalidInput(
-                f"{name} must be a dense torch.Tensor, got layout {x.layout}; call .to_dense()"
             )
         if x.dim() != 4:
             raise InvalidInput(f"{name} must be {DIMS[name]}, got {x.dim()}-D {list(x.shape)}")
@@ -57,10 +52,6 @@ def check_tensors(
             raise InvalidInput(
                 f"q is on {q.device} and {name} on {x.device}; move one of them, SparseK does not"
             )
-        if x.is_neg():
-            raise InvalidInput(
-                f"{name} is a lazily negated view, whose memory has the other sign; call .resolve_neg()"
-            )
     dtypes.name(q.dtype)
     _check_shapes(q.shape, k.shape, v.shape)
 
@@ -70,12 +61,6 @@ def _autocast(device: str) -> str:
     if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return ""
     return f". torch.autocast does not reach attention: cast all three, to {torch.get_autocast_dtype(device)}"
-
-
-def check_flag(name: str, value: Any) -> None:
-    """InvalidInput unless it is a bool."""
-    if not isinstance(value, bool):
-        raise InvalidInput(f"{name} is {value!r}; it must be True or False")
 
 
 def _check_shapes(q: torch.Size, k: torch.Size, v: torch.Size) -> None:
@@ -153,13 +138,8 @@ def check_no_tangent(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise InvalidInput(NO_TANGENT)
 
 
-def check_backward(
-    q: Tensor, v: Tensor, out: Any, lse: Any, grad: Any, grad_lse: Any, *, predicted: bool = False
-) -> None:
-    """InvalidInput unless out and lse can be those of q and v, and grad and grad_lse the gradients of these.
-
-    `predicted`: they may be on the meta device.
-    """
+def check_backward(q: Tensor, v: Tensor, out: Any, lse: Any, grad: Any, grad_lse: Any) -> None:
+    """InvalidInput unless out and lse can be those of q and v, and grad and grad_lse the gradients of these."""
     of_out = (*q.shape[:3], v.shape[3]), q.dtype
     of_lse = tuple(q.shape[:3]), lse_dtype(q.dtype)
     for name, x, (shape, dtype) in (
@@ -170,9 +150,8 @@ def check_backward(
     ):
         if x is None and name == "grad_lse":
             continue
-        if not isinstance(x, Tensor) or (x.device.type == "meta" and not predicted):
-            raise InvalidInput(f"{name} must be a dense torch.Tensor {list(shape)}, got {type(x).__name__}")
-        if tuple(x.shape) != shape or x.dtype != dtype or x.device != q.device or x.layout != torch.strided:
+        arguments.dense(name, x)
+        if (tuple(x.shape), x.dtype, x.device) != (shape, dtype, q.device):
             raise InvalidInput(
                 f"{name} must be {dtype} {list(shape)} on {q.device}, got {x.dtype} {list(x.shape)} on {x.device}"
             )
@@ -197,12 +176,7 @@ def checked_scale(scale: Any, dim: int) -> float:
     """The softmax scale as a float: D**-0.5 for None. InvalidInput unless it is finite and positive."""
     if scale is None:
         return dim**-0.5
-    number = float(scale) if isinstance(scale, Real) and not isinstance(scale, bool) else math.nan
-    if not (SCALES[0] <= number <= SCALES[1]):
-        raise InvalidInput(
-            f"scale is {scale!r}; it must be a number from {SCALES[0]:g} to {SCALES[1]:g} (negate q for a negative one)"
-        )
-    return number
+    return arguments.number("scale", scale, *SCALES)
 
 
 class Layout(NamedTuple):

@@ -11,18 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsek.core import dtypes
+from sparsek.core import arguments, dtypes
+from sparsek.core.arguments import told
 from sparsek.core.errors import InvalidInput
 from sparsek.formats.bsr import ALIGNMENT, BSR
 from sparsek.formats.pattern import BlockPattern
 from sparsek.reference import epilogue as reference
-from sparsek.reference.epilogue import ACTIVATIONS, PLAIN, Epilogue
+from sparsek.reference.epilogue import ACTIVATION_NAMES, PLAIN, Epilogue
 
 PLAN_HAS_NO_GRADIENT = (
     "a plan has no gradient; call it under torch.no_grad(), or call sparsek.{op} without plan=, which has one"
 )
 OUT_HAS_NO_GRADIENT = "out= takes no part in autograd; call it under torch.no_grad(), or leave out= away"
-ACTIVATION_NAMES = tuple(name for name in ACTIVATIONS if name)
 
 
 def check_operands(a: Any, b: Any) -> None:
@@ -67,47 +67,39 @@ def check_right(a: Any, b: Any) -> None:
 
 def check_dense(name: str, x: Any, like: Any = None, other: str = "") -> None:
     """InvalidInput unless `x`, called `name`, is dense, and of the dtype of `like`, called `other`, on its device."""
-    if not isinstance(x, Tensor):
-        raise InvalidInput(f"{name} must be a dense torch.Tensor, got {type(x).__name__}")
-    if x.layout != torch.strided or x.is_nested:
-        raise InvalidInput(f"{name} must be a dense torch.Tensor, got layout {x.layout}; call .to_dense()")
+    arguments.dense(name, x)
     if like is None:
         dtypes.name(x.dtype)
-    else:
-        if x.dtype != like.dtype:
-            raise InvalidInput(
-                f"{other} is {like.dtype} and {name} {x.dtype}; cast one of them, SparseK does not"
-            )
-        if x.device != like.device:
-            raise InvalidInput(
-                f"{other} is on {like.device} and {name} on {x.device}; move one of them, SparseK does not"
-            )
-    if not torch.compiler.is_compiling() and x.is_neg():  # not traced; the op looks again
+        return
+    if x.dtype != like.dtype:
         raise InvalidInput(
-            f"{name} is a lazily negated view, whose memory has the other sign; call .resolve_neg()"
+            f"{other} is {like.dtype} and {name} {x.dtype}; cast one of them, SparseK does not"
+        )
+    if x.device != like.device:
+        raise InvalidInput(
+            f"{other} is on {like.device} and {name} on {x.device}; move one of them, SparseK does not"
         )
 
 
-def check_number(name: str, value: Any) -> None:
-    """InvalidInput unless `value` is a number that the host knows."""
-    if type(value) is not float and (not isinstance(value, (int, float)) or isinstance(value, bool)):
-        raise InvalidInput(
-            f"{name} must be an int or a float, got {type(value).__name__}; write float({name})"
-        )
+def check_given(epilogue: Any) -> None:
+    """InvalidInput unless a caller's `epilogue` is one, whose other matrix is dense and has rows and columns."""
+    if epilogue is PLAIN:
+        return
+    if not isinstance(epilogue, Epilogue):
+        raise InvalidInput(f"epilogue is {told(epilogue)}; it must be an Epilogue")
+    if epilogue.other is not None and arguments.dense("other", epilogue.other).dim() < 2:
+        raise InvalidInput(f"other is {list(epilogue.other.shape)}; it must have the shape of the product")
 
 
 def check_epilogue(m: int, b: Tensor, epilogue: Epilogue, out_layout: str) -> None:
     """InvalidInput unless `epilogue` fits C [..., m, N] = A @ B, with another matrix that lies as C does."""
     if epilogue.is_plain:
         return
-    check_number("alpha", epilogue.alpha)
-    check_number("beta", epilogue.beta)
     reference.check_epilogue(epilogue, (*b.shape[:-2], m, b.shape[-1]), b.dtype, b.device)
     if epilogue.bias is not None:
         _check_bias(epilogue.bias, m)
     other = epilogue.other
     if other is not None:
-        check_dense("other", other)
         along = -1 if out_layout == "row" else -2
         if other.stride(along) != 1 and other.shape[along] > 1:
             raise InvalidInput(
@@ -116,11 +108,15 @@ def check_epilogue(m: int, b: Tensor, epilogue: Epilogue, out_layout: str) -> No
             )
 
 
+def check_shape(name: str, x: Tensor, shape: tuple[int, ...]) -> None:
+    """InvalidInput unless `x`, the bias [N] or the residual [..., N] of x @ W.T [..., N], has this shape."""
+    if x.shape != shape:
+        why = "a number for every output feature" if name == "bias" else "as x @ W.T"
+        raise InvalidInput(f"{name} is {list(x.shape)}; it must be {list(shape)}, {why}")
+
+
 def _check_bias(bias: Tensor, count: int, *, contiguous: bool = True) -> None:
-    if tuple(bias.shape) != (count,):
-        raise InvalidInput(
-            f"bias is {list(bias.shape)}; it needs [{count}], a number for every output feature"
-        )
+    check_shape("bias", bias, (count,))
     if contiguous and bias.stride(0) != 1 and count > 1:
         raise InvalidInput(f"bias must be contiguous, got stride {bias.stride(0)}; call .contiguous()")
 
@@ -138,16 +134,15 @@ def check_linear(x: Any, w: Any, bias: Any, activation: Any, residual: Any) -> N
         _check_bias(bias, w.shape[0], contiguous=False)
     if residual is not None:
         check_dense("residual", residual, w, "W")
-        if tuple(residual.shape) != (*x.shape[:-1], w.shape[0]):
-            raise InvalidInput(
-                f"residual is {list(residual.shape)}; it must be {[*x.shape[:-1], w.shape[0]]}, as x @ W.T"
-            )
+        check_shape("residual", residual, (*x.shape[:-1], w.shape[0]))
 
 
 def check_activation(activation: Any) -> None:
     """InvalidInput unless it is None or the name of an activation."""
-    if activation is not None and activation not in ACTIVATION_NAMES:
-        raise InvalidInput(f"activation is {activation!r}; use one of {', '.join(ACTIVATION_NAMES)}, or None")
+    if activation is not None and not (isinstance(activation, str) and activation in ACTIVATION_NAMES):
+        raise InvalidInput(
+            f"activation is {told(activation)}; use one of {', '.join(ACTIVATION_NAMES)}, or None"
+        )
 
 
 def check_sddmm(x: Any, y: Any, pattern: Any) -> None:
@@ -195,15 +190,20 @@ def check_spgemm(a: Any, b: Any, out: Any) -> None:
         raise InvalidInput(f"A is {a.dtype} and B {b.dtype}; cast one of them, SparseK does not")
     if a.device != b.device:
         raise InvalidInput(f"A is on {a.device} and B on {b.device}; move one of them, SparseK does not")
+    check_wanted(out)
     if isinstance(out, BlockPattern):
-        _check_wanted(a, b, out)
-    elif not (isinstance(out, str) and out in ("dense", "bsr")):
+        _check_pattern(a, b, out)
+
+
+def check_wanted(out: Any) -> None:
+    """InvalidInput unless `out` says what a product of two BSR should be."""
+    if not isinstance(out, BlockPattern) and not (isinstance(out, str) and out in ("dense", "bsr")):
         hint = "; hand over its .pattern" if isinstance(out, BSR) else ""
-        said = repr(out) if isinstance(out, str) else type(out).__name__
+        said = told(out) if isinstance(out, str) else type(out).__name__
         raise InvalidInput(f'out must be "dense", "bsr" or a BlockPattern, got {said}{hint}')
 
 
-def _check_wanted(a: BSR, b: BSR, wanted: BlockPattern) -> None:
+def _check_pattern(a: BSR, b: BSR, wanted: BlockPattern) -> None:
     shape, block = (a.shape[0], b.shape[1]), (a.block[0], b.block[1])
     if (wanted.shape, wanted.block) != (shape, block):
         raise InvalidInput(
@@ -243,14 +243,14 @@ def check_out(
     else:
         like, shape = a, (*a.shape[:-1], b.shape[1])
         read = {"A": a, "B's values": b.values}
-    if (
-        not isinstance(out, Tensor)
-        or tuple(out.shape) != shape
-        or out.dtype != like.dtype
-        or out.device != like.device
-        or out.layout != torch.strided
-    ):
-        raise InvalidInput(f"out must be {like.dtype} {list(shape)} on {like.device}, got {_describe(out)}")
+    arguments.dense("out", out)
+    if (tuple(out.shape), out.dtype, out.device) != (shape, like.dtype, like.device):
+        found = f"{out.dtype} {list(out.shape)} on {out.device}"
+        raise InvalidInput(f"out must be {like.dtype} {list(shape)} on {like.device}, got {found}")
+    if out.is_inference() and not torch.is_inference_mode_enabled():
+        raise InvalidInput(
+            "out was made in inference mode, outside of which nothing may write to it; clone it"
+        )
     if out.numel() == 0:
         return
     if out.stride(-1) != 1 and out.shape[-1] > 1:
@@ -331,10 +331,3 @@ def _span(x: Tensor) -> tuple[int, int]:
         return begin, begin + x.nbytes
     reach = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     return begin, begin + (reach + 1) * x.element_size()
-
-
-def _describe(x: Any) -> str:
-    if not isinstance(x, Tensor):
-        return type(x).__name__
-    kind = "" if x.layout == torch.strided else f" in layout {x.layout}"
-    return f"{x.dtype} {list(x.shape)} on {x.device}{kind}"

@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.plan.problem import Problem
 from sparsek.plan.select import Candidate, Choice
@@ -128,6 +129,14 @@ class Plan(ABC):
         aside = f"; only by name: {c.only_by_name}" if c.only_by_name else ""
         times = f", {c.seconds / self.seconds:.2f}x the time" if self.seconds else ""
         return f"{_us(c.seconds)}{times}{aside}"
+
+
+def check_plan(plan: Any, kind: type[Plan], origin: str, kernel: Any) -> None:
+    """InvalidInput unless `plan` is of that kind, which `origin` makes, and `kernel`, if named, is the one it uses."""
+    if not isinstance(plan, kind):
+        raise InvalidInput(f"plan must come from {origin}, got {type(plan).__name__}")
+    if kernel is not None and arguments.text("kernel", kernel) != plan.kernel:
+        raise InvalidInput(f"kernel={arguments.told(kernel)} contradicts plan, which uses {plan.kernel}")
 
 
 def bound_seconds(p: Problem) -> float:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from sparsek.core import dtypes
+from sparsek.core import arguments, dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.formats.bsr import BSR
 from sparsek.formats.pattern import BlockPattern
@@ -174,6 +174,7 @@ class ScaledPlan(Plan):
         if torch.compiler.is_compiling():
             raise InvalidInput("plans do not go through torch.compile; call spmm(A, B) there")
         self.refuse_unless_ready()
+        operands.check_given(epilogue)
         dtype = dtypes.parse(self.problem.out_dtype)
         if self.layer:
             if out is not None:
@@ -332,11 +333,7 @@ def facts(call: ScaledProduct) -> tuple[Any, ...]:
 def dtype_of(dense: Any, asked: torch.dtype | None) -> torch.dtype:
     """C's dtype: the one asked for, or that of a dense operand that came wide, or bf16."""
     if asked is not None:
-        if asked not in OUT_DTYPES:
-            raise InvalidInput(
-                f"dtype= is that of the result, one of {', '.join(map(str, OUT_DTYPES))}, not {asked}"
-            )
-        return asked
+        return arguments.dtype("dtype", asked, OUT_DTYPES)
     return dense.dtype if isinstance(dense, Tensor) else torch.bfloat16
 
 
@@ -380,9 +377,7 @@ def check_out(a: Any, b: Any, out: Any, epilogue: Epilogue) -> None:
 
     It may lie over a dense operand that is rounded before anything is written.
     """
-    if not isinstance(out, Tensor):
-        raise InvalidInput(f"out must be a torch.Tensor, got {type(out).__name__}")
-    dtype = dtype_of(None, out.dtype)
+    dtype = arguments.dtype("the dtype of out", arguments.dense("out", out).dtype, OUT_DTYPES)
     left, right = (a.matrix, _like(b, dtype)) if isinstance(a, Scaled) else (_like(a, dtype), b.matrix)
     read = {}
     for name, each in (("A", a), ("B", b)):
@@ -420,8 +415,7 @@ def _check_dense(name: str, x: Any, a: Scaled, other: str) -> None:
                 f"{name} is {x.dtype}; FP8 products round {', '.join(map(str, OUT_DTYPES))}, or take "
                 f"sparsek.quantize({name}), which has scales beside its FP8 values"
             )
-        operands.check_dense(name, x)
-        device = x.device
+        device = arguments.dense(name, x).device
     if device != a.device:
         raise InvalidInput(
             f"{other} is on {a.device} and {name} on {device}; move one of them, SparseK does not"

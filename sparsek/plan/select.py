@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from sparsek.core.arguments import told
 from sparsek.core.errors import InvalidInput, Unsupported
 from sparsek.plan import table
 from sparsek.plan.problem import Problem
@@ -56,9 +57,10 @@ def select(p: Problem, kernels: Iterable[Any], *, only: str | None = None, confi
             continue
         chosen = kernel.default(p)
         if config is not None and name == only:
-            if config != chosen and config not in kernel.configs(p):
+            known = isinstance(config, type(chosen)) and (config == chosen or config in kernel.configs(p))
+            if not known:
                 raise InvalidInput(
-                    f"{config!r} is no config of {name} for this problem; its default is {chosen!r}"
+                    f"{told(config)} is no config of {name} for this problem; its default is {chosen!r}"
                 )
             chosen = config
             tuned = None

@@ -126,6 +126,7 @@ class Plan24(Plan):
         if torch.compiler.is_compiling():
             raise InvalidInput("plans do not go through torch.compile; call spmm(A, B) there")
         self.refuse_unless_ready()
+        operands.check_given(epilogue)
         product = self._product(a, b, out, epilogue)
         product.check_epilogue()
         if operands.wants_gradient(product.a.values, product.b, epilogue.bias, epilogue.other):

@@ -92,6 +92,7 @@ class SpmmPlan(Plan):
         if torch.compiler.is_compiling():
             raise InvalidInput("plans do not go through torch.compile; call spmm(A, B) there")
         self.refuse_unless_ready()
+        operands.check_given(epilogue)
         (operands.check_right if self.on_right else operands.check_left)(a, b)
         if out is not None:
             operands.check_out(a, b, out, epilogue)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparsek.core import dtypes
+from sparsek.core import arguments, dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.formats.block_mask import BlockMask
 
@@ -140,6 +140,9 @@ def merge(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, T
     Raises InvalidInput for shapes, dtypes or devices that do not fit.
     """
     _check_parts(o1, lse1, o2, lse2)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (o1, lse1, o2, lse2)):
+        for name, x in (("o1", o1), ("lse1", lse1), ("o2", o2), ("lse2", lse2)):
+            arguments.kept(name, x)
     sum_dtype = torch.promote_types(o1.dtype, lse1.dtype)
     lse = torch.stack((lse1, lse2)).to(sum_dtype)
     nothing = lse == -torch.inf
@@ -190,8 +193,7 @@ def check(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> None:
 def _check_parts(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> None:
     parts = {"o1": o1, "lse1": lse1, "o2": o2, "lse2": lse2}
     for name, x in parts.items():
-        if not isinstance(x, Tensor):
-            raise InvalidInput(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+        arguments.dense(name, x)
     dtypes.name(o1.dtype)
     kinds = {(x.dtype, x.device) for x in (o1, o2)}, {(x.dtype, x.device) for x in (lse1, lse2)}
     fits = o1.ndim > 0 and o1.shape == o2.shape and lse1.shape == lse2.shape == o1.shape[:-1]

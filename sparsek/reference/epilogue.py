@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 
 # "" is none. GELU: Hendrycks and Gimpel 2016, by erf and by its tanh approximation. SiLU: x * sigmoid(x).
@@ -26,7 +27,9 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": partial(functional.gelu, approximate="tanh"),
     "silu": functional.silu,
 }
+ACTIVATION_NAMES = tuple(name for name in ACTIVATIONS if name)
 COMBINES = ("add", "mul")
+LARGEST = torch.finfo(torch.float32).max  # of alpha and beta: kernels take them in float32
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +37,7 @@ class Epilogue:
     """`bias` is [M] and `other` [..., M, N], both in C's dtype on its device. `other` may be C itself.
 
     `activation` is a key of ACTIVATIONS; `combine` is "add" or "mul" and says nothing without `other`. `beta` belongs
-    to "add".
+    to "add". Raises InvalidInput for an alpha or beta that is not finite in float32, and for unknown names.
     """
 
     alpha: float = 1.0
@@ -43,6 +46,18 @@ class Epilogue:
     other: Tensor | None = None
     combine: str = "add"
     beta: float = 1.0
+
+    def __post_init__(self) -> None:
+        # Every call of a layer comes by here: what is right is seen without a call.
+        alpha, beta, activation = self.alpha, self.beta, self.activation
+        if type(alpha) is not float or not -LARGEST <= alpha <= LARGEST:
+            object.__setattr__(self, "alpha", arguments.number("alpha", alpha, -LARGEST, LARGEST))
+        if type(beta) is not float or not -LARGEST <= beta <= LARGEST:
+            object.__setattr__(self, "beta", arguments.number("beta", beta, -LARGEST, LARGEST))
+        if type(activation) is not str or activation not in ACTIVATIONS:
+            arguments.one_of("activation", activation, ACTIVATION_NAMES)
+        if type(self.combine) is not str or self.combine not in COMBINES:
+            arguments.one_of("combine", self.combine, COMBINES)
 
     @property
     def is_plain(self) -> bool:
@@ -74,17 +89,11 @@ def in_float64(epilogue: Epilogue) -> Epilogue:
 def check_epilogue(
     epilogue: Epilogue, shape: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> None:
-    """InvalidInput unless `epilogue` fits a C [..., M, N] of that shape, dtype and device."""
-    if epilogue.activation not in ACTIVATIONS:
-        known = ", ".join(name for name in ACTIVATIONS if name)
-        raise InvalidInput(f"activation is {epilogue.activation!r}; use one of {known}")
-    if epilogue.combine not in COMBINES:
-        raise InvalidInput(f"combine is {epilogue.combine!r}; use one of {', '.join(COMBINES)}")
+    """InvalidInput unless the tensors of `epilogue` fit a C [..., M, N] of that shape, dtype and device."""
     for name, part, wanted in (("bias", epilogue.bias, shape[-2:-1]), ("other", epilogue.other, shape)):
         if part is None:
             continue
-        if not isinstance(part, Tensor):
-            raise InvalidInput(f"{name} must be a torch.Tensor, got {type(part).__name__}")
+        arguments.dense(name, part)
         if (tuple(part.shape), part.dtype, part.device) != (tuple(wanted), dtype, device):
             raise InvalidInput(
                 f"{name} is {part.dtype} {list(part.shape)} on {part.device}; this product needs {dtype} "

@@ -186,7 +186,7 @@ def test_vmap_shares_cu_seqlens_and_says_where_it_cannot():
 
 WRONG: dict[str, tuple[Any, ...]] = {
     "q must be .* of packed documents, got 2-D": (torch.zeros(5, 8), None, cu([5])),
-    "cu_seqlens_q is list": (None, None, [0, 5]),
+    "cu_seqlens_q must be a dense torch.Tensor, got list": (None, None, [0, 5]),
     "cu_seqlens_q is torch.float32": (None, None, torch.tensor([0.0, 5])),
     r"cu_seqlens_q is \[1, 2\]": (None, None, cu([5])[None]),
     r"cu_seqlens_q is \[0\]": (None, None, cu([])[:0]),

@@ -279,7 +279,7 @@ def test_operands_of_inference_mode_that_a_gradient_needs_are_named() -> None:
     with torch.inference_mode():
         x, doubled, q = dense(5, 70), 2 * a, qkv()
     values = a.values.clone().requires_grad_()
-    with pytest.raises(InvalidInput, match=r"tensor .*torch\.inference_mode.*\.clone\(\)"):
+    with pytest.raises(InvalidInput, match=r"torch\.inference_mode.*\.clone\(\)"):
         sk.linear(x, sk.BSR(a.pattern, values))
     with pytest.raises(InvalidInput, match=r"torch\.inference_mode.*\.clone\(\)"):
         sk.linear(dense(5, 70).requires_grad_(), doubled)

@@ -245,7 +245,7 @@ REFUSED: dict[str, tuple[Callable[[Layer], Any], str]] = {
     ),
     "bias": (
         lambda o: sk.linear(o[0], o[1], o[2][:96]),
-        r"bias is \[96\]; it needs \[128\], a number for every output feature",
+        r"bias is \[96\]; it must be \[128\], a number for every output feature",
     ),
     "bias dtype": (
         lambda o: sk.linear(o[0], o[1], o[2].double()),

@@ -205,12 +205,12 @@ def test_an_option_without_a_fast_kernel_says_why() -> None:
         ({"x": torch.zeros(3, 512, dtype=torch.float32)}, "of one dtype on one device"),
         ({"x": ()}, "the last dim of x"),
         ({"x": 12}, r"or its shape, like \(4096, 512\); got 12"),
-        ({"max_error": -0.1}, "max_error is -0.1; it is relative"),
+        ({"max_error": -0.1}, "max_error is -0.1; it must be a finite number, 0 or greater"),
         ({"max_error": math.nan}, "max_error is nan"),
-        ({"min_norm": 93}, "min_norm is 93; it is a share"),
+        ({"min_norm": 93}, "min_norm is 93; it must be a finite number from 0 to 1"),
         ({"device": "b200"}, "'b200'; known: h200"),
         ({"W": torch.zeros(4)}, r"W must be \[N, K\]"),
-        ({"W": torch.zeros(4, 512, dtype=torch.int8)}, "not supported"),
+        ({"W": torch.zeros(4, 512, dtype=torch.int8)}, "the dtype of W is torch.int8; use one of"),
     ],
 )
 def test_operands_that_do_not_fit_are_refused(change: dict[str, Any], said: str) -> None:

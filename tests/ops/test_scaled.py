@@ -465,7 +465,10 @@ BAD: dict[str, tuple[Call, str]] = {
         lambda a, b: sk.linear(b.mT, a, None, None, b),
         r"residual is \[192, 40\]; it must be \[40, 128\]",
     ),
-    "result": (lambda a, b: sk.linear(b.mT, a, dtype=torch.float64), "dtype= is that of the result, one of"),
+    "result": (
+        lambda a, b: sk.linear(b.mT, a, dtype=torch.float64),
+        "dtype is torch.float64; use one of",
+    ),
     "two dtypes": (
         lambda a, b: sk.spmm(a, b, out=b.new_empty(128, 40), dtype=BF16),
         "leave one of them away",
@@ -476,7 +479,7 @@ BAD: dict[str, tuple[Call, str]] = {
         "dtype= is for a W in FP8",
     ),
     "out": (lambda a, b: sk.spmm(a, b, out=b), r"out must be torch.float32 \[128, 40\] on cpu"),
-    "out of what": (lambda a, b: sk.spmm(a, b, out=3), "out must be a torch.Tensor, got int"),  # type: ignore[arg-type]
+    "out of what": (lambda a, b: sk.spmm(a, b, out=3), "out must be a dense torch.Tensor, got int"),  # type: ignore[arg-type]
     "config": (lambda a, b: sk.plan_spmm(a, b, config=1), "config= belongs to one kernel"),
     "plan": (lambda a, b: sk.spmm(a, b, plan=sk.plan_spmm(a.dequantize(), b)), "for a Scaled, got SpmmPlan"),
     "plan and kernel": (

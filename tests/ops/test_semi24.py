@@ -305,7 +305,7 @@ BAD: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
     "device": (lambda a, b: a @ b.to("meta"), "A is on cpu and B on meta; move one of them"),
     "sparse": (lambda a, b: a @ b.to_sparse(), "got layout torch.sparse_coo"),
     "transpose": (lambda a, b: b.T @ a.T, r"has no \.T.*sparsek.linear\(x, W\)"),
-    "alpha": (lambda a, b: sk.spmm(a, b, alpha=True), "alpha must be an int or a float"),
+    "alpha": (lambda a, b: sk.spmm(a, b, alpha=True), "alpha is True; it must be a finite number"),
     "beta": (lambda a, b: sk.spmm(a, b, beta=2), "beta is 2 and there is no out="),
     "out shape": (lambda a, b: sk.spmm(a, b, out=b), r"out must be torch.bfloat16 \[128, 40\] on cpu"),
     "out shape left": (
@@ -352,7 +352,7 @@ BAD: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
         r"made for a .* \[128, 192\], got .* \[128, 192\]; call plan_spmm\(A, B\) for this A",
     ),
     "linear x": (lambda a, b: sk.linear(b, a), r"x is \[192, 40\] and W \[N, K\] \[128, 192\]"),
-    "linear bias": (lambda a, b: sk.linear(b.T, a, b.new_ones(192)), r"bias is \[192\]; it needs \[128\]"),
+    "linear bias": (lambda a, b: sk.linear(b.T, a, b.new_ones(192)), r"bias is \[192\]; it must be \[128\]"),
     "linear W": (
         lambda a, b: sk.linear(b.T, "w"),  # pyright: ignore[reportArgumentType]
         "W must be a BSR, a Semi24, a BSR24 or a dense torch.Tensor, got str",

@@ -62,9 +62,9 @@ BAD_OPERANDS: dict[str, tuple[Callable[[BSR, Tensor], Any], str]] = {
     "A device": (lambda a, b: torch.ones(4, 128, device="meta") @ a, "B is on cpu and A on meta; move"),
     "alpha": (
         lambda a, b: sk.spmm(a, b, alpha=b[0, 0]),  # pyright: ignore[reportArgumentType]
-        "alpha must be an int or a float, got Tensor; write float",
+        r"alpha is a torch.Tensor, torch.float32 \[\]; it must be a finite number; write float",
     ),
-    "beta": (lambda a, b: sk.spmm(a, b, beta=True), "beta must be an int or a float, got bool"),
+    "beta": (lambda a, b: sk.spmm(a, b, beta=True), "beta is True; it must be a finite number"),
     "beta alone": (lambda a, b: sk.spmm(a, b, beta=2), "beta is 2 and there is no out= to multiply with it"),
     "out of the right": (
         lambda a, b: sk.spmm(b.new_ones(2, 3, 128), a, out=b.new_ones(3, 2, 96)),
@@ -117,11 +117,11 @@ BAD_OPERANDS: dict[str, tuple[Callable[[BSR, Tensor], Any], str]] = {
     ),
     "out no tensor": (
         lambda a, b: sk.spmm(a, b, out=[]),  # pyright: ignore[reportArgumentType]
-        r"out must be torch.float32 \[128, 40\] on cpu, got list",
+        r"out must be a dense torch.Tensor, got list",
     ),
     "out sparse": (
         lambda a, b: sk.spmm(a, b, out=torch.zeros(128, 40).to_sparse()),
-        "got .* in layout torch.sparse_coo",
+        "out must be a dense torch.Tensor, got layout torch.sparse_coo",
     ),
     "out by columns": (
         lambda a, b: sk.spmm(a, b, out=torch.empty(40, 128).T),

@@ -242,7 +242,7 @@ def test_merge_refuses_what_does_not_fit() -> None:
             merge(*wrong)
     with pytest.raises(InvalidInput, match="lse must be float32 or float64"):
         merge(o, lse.half(), o, lse.half())
-    with pytest.raises(InvalidInput, match=r"lse2 must be a torch\.Tensor, got float"):
+    with pytest.raises(InvalidInput, match=r"lse2 must be a dense torch\.Tensor, got float"):
         merge(o, lse, o, 1.0)  # type: ignore[arg-type]
 
 

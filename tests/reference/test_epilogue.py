@@ -1,5 +1,7 @@
 """The epilogue of the reference: its formula, its gradients, and what it refuses."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -110,19 +112,22 @@ def test_plain_is_plain():
 
 
 @pytest.mark.parametrize(
-    ("epilogue", "message"),
+    ("parts", "message"),
     [
-        (Epilogue(activation="tanh"), "activation is 'tanh'; use one of relu, gelu, gelu_tanh, silu"),
-        (Epilogue(other=normal(40, 6), combine="sub"), "combine is 'sub'; use one of add, mul"),
+        ({"activation": "tanh"}, "activation is 'tanh'; use one of relu, gelu, gelu_tanh, silu"),
+        ({"other": normal(40, 6), "combine": "sub"}, "combine is 'sub'; use one of add, mul"),
         (
-            Epilogue(bias=normal(6)),
+            {"bias": normal(6)},
             r"bias is torch.float64 \[6\] on cpu; this product needs .* \[40\] on cpu",
         ),
-        (Epilogue(bias=normal(40, dtype=torch.float32)), "bias is torch.float32"),
-        (Epilogue(other=normal(6, 40)), r"other is torch.float64 \[6, 40\] on cpu; .* \[40, 6\]"),
-        (Epilogue(bias=[1.0] * 40), "bias must be a torch.Tensor, got list"),  # type: ignore[arg-type]
+        ({"bias": normal(40, dtype=torch.float32)}, "bias is torch.float32"),
+        ({"other": normal(6, 40)}, r"other is torch.float64 \[6, 40\] on cpu; .* \[40, 6\]"),
+        ({"bias": [1.0] * 40}, "bias must be a dense torch.Tensor, got list"),
+        ({"alpha": 10**39}, "alpha is 1000.*; it must be a finite number from -3.4"),
+        ({"beta": float("nan")}, "beta is nan; it must be a finite number"),
+        ({"activation": ["relu"]}, r"activation is \['relu'\]; use one of"),
     ],
 )
-def test_what_does_not_fit_is_refused(matrix: BSR, epilogue: Epilogue, message: str):
+def test_what_does_not_fit_is_refused(matrix: BSR, parts: dict[str, Any], message: str):
     with pytest.raises(InvalidInput, match=message):
-        spmm(matrix, normal(35, 6), epilogue)
+        spmm(matrix, normal(35, 6), Epilogue(**parts))

@@ -1,0 +1,469 @@
+"""Every public function of products, layers and attention, with valid arguments for the fuzz. See `engine.Call`.
+
+Objects made here are shared by all calls; what a call writes to is made anew. A name in brackets tells several calls of
+one function apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import sparsek as sk
+from sparsek.ops import scaled, semi24
+from sparsek.reference.epilogue import Epilogue
+from tests.fuzz.engine import Call, Made
+
+BF16 = torch.bfloat16
+
+
+@lru_cache
+def dense(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """N(0, 1) numbers."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape))).to(dtype)
+
+
+@lru_cache
+def bsr(rows: int = 128, columns: int = 64, dtype: torch.dtype = torch.float32) -> sk.BSR:
+    return sk.random_bsr(rows, columns, 32, 0.5, dtype=dtype)
+
+
+@lru_cache
+def two_four(kind: Any = sk.Semi24) -> Any:
+    if kind is sk.BSR24:
+        return sk.BSR24.from_bsr(sk.random_bsr(128, 64, 64, 1.0))
+    return kind.from_dense(dense(128, 64))
+
+
+@lru_cache
+def fp8() -> sk.Scaled:
+    return sk.quantize(bsr(dtype=BF16))
+
+
+@lru_cache
+def rounded() -> sk.ScaledTensor:
+    return sk.quantize(dense(48, 64, dtype=BF16))
+
+
+@lru_cache
+def heads(count: int, dim: int = 16) -> Tensor:
+    """q, k or v of two batch items and 100 tokens."""
+    return dense(2, count, 100, dim)
+
+
+@lru_cache
+def mask() -> sk.BlockMask:
+    return sk.BlockMask.causal(100, block=64)
+
+
+@lru_cache
+def policy(**options: Any) -> sk.MaskPolicy:
+    return sk.MaskPolicy(**options, block=64)
+
+
+@lru_cache
+def plan(name: str) -> Any:
+    """A plan of each kind."""
+    q, k, v = heads(4), heads(2), heads(2, 8)
+    made: dict[str, Callable[[], Any]] = {
+        "spmm": lambda: sk.plan_spmm(bsr(), dense(64, 48)),
+        "right": lambda: sk.plan_spmm(dense(48, 128), bsr()),
+        "semi24": lambda: sk.plan_spmm(two_four(), dense(64, 48)),
+        "layer24": lambda: semi24.plan_linear(dense(48, 64), two_four()),
+        "fp8": lambda: sk.plan_spmm(fp8(), dense(64, 48, dtype=BF16)),
+        "layer8": lambda: scaled.plan_linear(dense(48, 64, dtype=BF16), fp8()),
+        "sddmm": lambda: sk.plan_sddmm(dense(128, 48), dense(48, 64), bsr().pattern),
+        "spgemm": lambda: sk.plan_spgemm(bsr(), bsr(64, 96)),
+        "attention": lambda: sk.plan_attention(q, k, v, mask(), return_lse=True),
+        "backward": lambda: sk.plan_attention_backward(q, k, v, mask()),
+        "linear": lambda: sk.plan_linear(
+            dense(128, 64), dense(48, 64), formats=["dense", "bsr"], block=32, keep=0.5
+        ),
+    }
+    return made[name]()
+
+
+@lru_cache
+def forward() -> tuple[Tensor, Tensor]:
+    return sk.attention(heads(4), heads(2), heads(2, 8), mask(), return_lse=True)
+
+
+@lru_cache
+def layer() -> sk.nn.BlockSparseLinear:
+    return sk.nn.BlockSparseLinear.random(64, 128, 32, 0.5)
+
+
+@lru_cache
+def attending(**options: Any) -> sk.nn.SparseAttention:
+    return sk.nn.SparseAttention(32, 4, policy(**options))
+
+
+def function(called: Callable[..., Any], **arguments: Any) -> Callable[[Random], Made]:
+    """The same call each time."""
+    return lambda random: (called, dict(arguments))
+
+
+def written(called: Callable[..., Any], **arguments: Any) -> Callable[[Random], Made]:
+    """The same with an `out` [128, 48] of its own."""
+    return lambda random: (called, {**arguments, "out": torch.ones(128, 48)})
+
+
+def _reset(random: Random) -> Made:
+    made = sk.nn.BlockSparseLinear.random(64, 128, 32, 0.5)
+    return made.reset_parameters, {"generator": torch.Generator().manual_seed(0)}
+
+
+MATRIX = "BSR Semi24 BSR24 Scaled"
+DENSE = "tensor ScaledTensor"
+NAMED = {"kernel": "text none"}
+NUMBERS = {"alpha": "int float", "beta": "int float"}
+PRODUCT = {**NUMBERS, **NAMED, "A": MATRIX, "B": DENSE, "out": "tensor none", "dtype": "none dtype"}
+LAYER = {**NAMED, "W": f"{MATRIX} tensor", "x": DENSE, "dtype": "none dtype"} | dict.fromkeys(
+    ("bias", "activation", "residual"), "none tensor text"
+)
+PLANNED = {**PRODUCT, "device": "none text", "config": "none", "epilogue": "Epilogue", "W": "tensor BSR"}
+ATTENTION = {**NAMED, "mask": "none BlockMask", "scale": "none float int", "plan": "none"}
+VARLEN = {**ATTENTION, "cu_seqlens_k": "none tensor", "mask": "none MaskPolicy BlockMask"}
+PLACE = {"device": "none text device"}
+POLICY = dict.fromkeys(("window", "stride", "topk"), "none int") | {"block": "int sequence"}
+QKV = {"q": heads(4), "k": heads(2), "v": heads(2, 8)}
+PACKED = {"q": dense(100, 4, 16), "k": dense(100, 2, 16), "v": dense(100, 2, 8)}
+CU = torch.tensor([0, 40, 100], dtype=torch.int32)
+X, B, BIAS, RESIDUAL = dense(48, 64), dense(64, 48), dense(128), dense(48, 128)
+LOW = {"bias": BIAS.to(BF16), "residual": RESIDUAL.to(BF16)}
+AFTER = Epilogue(0.5, BIAS, "gelu")
+PLAIN = Epilogue()
+
+CALLS: dict[str, Call] = {
+    "spmm": Call(function(sk.spmm, A=bsr(), B=B, out=None, alpha=1.5, beta=0.0, kernel=None), PRODUCT),
+    "spmm (out)": Call(written(sk.spmm, A=bsr(), B=B, alpha=2, beta=0.5, kernel="cpu.spmm"), PRODUCT),
+    "spmm (right)": Call(
+        function(sk.spmm, A=RESIDUAL, B=bsr(), alpha=1, kernel=None), PRODUCT | {"A": MATRIX, "B": MATRIX}
+    ),
+    "spmm (plan)": Call(
+        function(sk.spmm, A=bsr(), B=B, plan=plan("spmm"), kernel=None), PRODUCT | {"plan": "none"}
+    ),
+    "spmm (2:4)": Call(
+        function(sk.spmm, A=two_four(), B=B, alpha=2.0, kernel="cpu.semi24", dtype=None), PRODUCT
+    ),
+    "spmm (2:4, plan)": Call(
+        function(sk.spmm, A=two_four(), B=B, plan=plan("semi24")), PRODUCT | {"plan": "none"}
+    ),
+    "spmm (BSR24)": Call(function(sk.spmm, A=two_four(sk.BSR24), B=B, alpha=2.0, kernel=None), PRODUCT),
+    "spmm (FP8)": Call(
+        function(sk.spmm, A=fp8(), B=B.to(BF16), alpha=2.0, kernel=None, dtype=torch.float32), PRODUCT
+    ),
+    "spmm (FP8, out)": Call(written(sk.spmm, A=fp8(), B=rounded().mT, beta=1, dtype=None), PRODUCT),
+    "spmm (FP8, plan)": Call(
+        function(sk.spmm, A=fp8(), B=B.to(BF16), plan=plan("fp8"), kernel=None, dtype=BF16),
+        PRODUCT | {"plan": "none"},
+    ),
+    "linear": Call(
+        function(sk.linear, x=X, W=bsr(), bias=BIAS, activation="relu", residual=RESIDUAL, kernel=None), LAYER
+    ),
+    "linear (dense)": Call(
+        function(
+            sk.linear, x=X, W=dense(128, 64), bias=BIAS, activation="gelu", residual=RESIDUAL, dtype=None
+        ),
+        LAYER,
+    ),
+    "linear (2:4)": Call(
+        function(
+            sk.linear, x=X, W=two_four(), bias=BIAS, activation="silu", residual=RESIDUAL, kernel="cpu.semi24"
+        ),
+        LAYER,
+    ),
+    "linear (FP8)": Call(
+        function(sk.linear, x=X.to(BF16), W=fp8(), activation="gelu_tanh", dtype=BF16, **LOW), LAYER
+    ),
+    "linear (FP8, rounded)": Call(
+        function(sk.linear, x=rounded(), W=fp8(), kernel=None, dtype=None, **LOW), LAYER
+    ),
+    "swiglu": Call(
+        function(sk.swiglu, x=X, W_gate=bsr(), W_up=two_four(), kernel=None),
+        LAYER | {"W_gate": MATRIX, "W_up": MATRIX},
+    ),
+    "swiglu (FP8)": Call(function(sk.swiglu, x=rounded(), W_gate=fp8(), W_up=fp8(), kernel=None), LAYER),
+    "sddmm": Call(
+        function(sk.sddmm, X=dense(128, 48), Y=dense(48, 64), pattern=bsr().pattern, plan=None, kernel=None),
+        NAMED,
+    ),
+    "sddmm (plan)": Call(
+        function(
+            sk.sddmm,
+            X=dense(128, 48),
+            Y=dense(48, 64),
+            pattern=bsr().pattern,
+            plan=plan("sddmm"),
+            kernel="cpu.sddmm",
+        ),
+        NAMED | {"plan": "none"},
+    ),
+    "spgemm": Call(
+        function(sk.spgemm, A=bsr(), B=bsr(64, 96), out="bsr", kernel=None), NAMED | {"out": "BlockPattern"}
+    ),
+    "spgemm (plan)": Call(
+        function(sk.spgemm, A=bsr(), B=bsr(64, 96), out="dense", plan=plan("spgemm"), kernel="cpu.spgemm"),
+        NAMED | {"plan": "none"},
+    ),
+    "attention": Call(
+        function(
+            sk.attention,
+            **QKV,
+            mask=mask(),
+            scale=0.5,
+            return_lse=True,
+            plan=None,
+            kernel=None,
+            deterministic=True,
+        ),
+        ATTENTION,
+    ),
+    "attention (plan)": Call(
+        function(
+            sk.attention,
+            **QKV,
+            mask=mask(),
+            scale=None,
+            return_lse=True,
+            plan=plan("attention"),
+            kernel="cpu.attention",
+        ),
+        ATTENTION,
+    ),
+    "attention_varlen": Call(
+        function(
+            sk.attention_varlen,
+            **PACKED,
+            cu_seqlens_q=CU,
+            cu_seqlens_k=CU,
+            mask=policy(window=16),
+            scale=None,
+            return_lse=False,
+            deterministic=False,
+        ),
+        VARLEN,
+    ),
+    "attention_varlen (top-k)": Call(
+        function(sk.attention_varlen, **PACKED, cu_seqlens_q=CU, cu_seqlens_k=None, mask=policy(topk=1)),
+        VARLEN,
+    ),
+    "merge": Call(
+        function(sk.merge, o1=dense(2, 3, 8), lse1=dense(2, 3), o2=dense(2, 3, 8), lse2=dense(2, 3))
+    ),
+    "MaskPolicy": Call(function(sk.MaskPolicy, window=64, sinks=2, topk=None, causal=True, block=64), POLICY),
+    "MaskPolicy (stride)": Call(
+        function(sk.MaskPolicy, window=64, stride=256, causal=True, block=(64, 128)), POLICY
+    ),
+    "MaskPolicy.mask": Call(
+        function(policy(window=16).mask, q_len=70, kv_len=100, device="cpu"), PLACE | {"kv_len": "none int"}
+    ),
+    "MaskPolicy.mask_for": Call(function(policy(window=16).mask_for, q=heads(4), k=heads(2))),
+    "MaskPolicy.mask_for (top-k)": Call(function(policy(topk=1).mask_for, q=heads(4), k=heads(2))),
+    "MaskPolicy.packed": Call(
+        function(policy(window=16).packed, cu_seqlens_q=CU, cu_seqlens_k=CU, device="cpu"),
+        PLACE | {"cu_seqlens_k": "none tensor"},
+    ),
+    "Epilogue": Call(function(Epilogue, alpha=1.5, activation="relu", combine="add", beta=2), NUMBERS),
+    "plan_spmm": Call(
+        function(
+            sk.plan_spmm, A=bsr(), B=B, out=None, epilogue=AFTER, kernel="cpu.spmm", config=None, device=None
+        ),
+        PLANNED,
+    ),
+    "plan_spmm (H200)": Call(
+        function(sk.plan_spmm, A=bsr(), B=B, kernel=None, config=None, device="h200"), PLANNED
+    ),
+    "plan_spmm (2:4)": Call(
+        function(sk.plan_spmm, A=two_four(), B=B, epilogue=AFTER, kernel=None, device=None), PLANNED
+    ),
+    "plan_spmm (FP8)": Call(
+        function(
+            sk.plan_spmm,
+            A=fp8(),
+            B=rounded().mT,
+            epilogue=PLAIN,
+            kernel=None,
+            device=None,
+            dtype=torch.float16,
+        ),
+        PLANNED,
+    ),
+    "plan_sddmm": Call(
+        function(
+            sk.plan_sddmm,
+            X=dense(128, 48),
+            Y=dense(48, 64),
+            pattern=bsr().pattern,
+            kernel=None,
+            config=None,
+            device=None,
+        ),
+        PLANNED,
+    ),
+    "plan_spgemm": Call(
+        function(
+            sk.plan_spgemm, A=bsr(), B=bsr(64, 96), out="dense", kernel=None, config=None, device="h200"
+        ),
+        {**NAMED, "device": "none", "out": "BlockPattern"},
+    ),
+    "plan_attention": Call(
+        function(
+            sk.plan_attention, **QKV, mask=mask(), kernel=None, config=None, device=None, return_lse=True
+        ),
+        PLANNED | ATTENTION,
+    ),
+    "plan_attention_backward": Call(
+        function(
+            sk.plan_attention_backward,
+            **QKV,
+            mask=mask(),
+            kernel=None,
+            config=None,
+            device="h200",
+            deterministic=True,
+        ),
+        PLANNED | ATTENTION,
+    ),
+    "plan_linear": Call(
+        function(
+            sk.plan_linear,
+            W=dense(128, 64),
+            x=X,
+            keep=[0.5, 0.25],
+            block=32,
+            formats=["bsr"],
+            max_error=None,
+            min_norm=0.0,
+            device=None,
+        ),
+        {
+            "W": MATRIX,
+            "x": "sequence",
+            "keep": "float int",
+            "block": "none sequence",
+            "formats": "none text",
+            "max_error": "none float int",
+            "min_norm": "none float int",
+            "device": "none text",
+        },
+        every=5,
+    ),
+    "plan_linear (BSR)": Call(
+        function(
+            sk.plan_linear, W=bsr(), x=(48, 64), keep=0.5, block=[32, (32, 64)], formats="bsr", device="h200"
+        ),
+        {
+            "W": f"{MATRIX} tensor",
+            "x": "tensor",
+            "keep": "float int sequence",
+            "block": "none int",
+            "formats": "none sequence",
+            "device": "none",
+        },
+        every=5,
+    ),
+    "LinearPlan": Call(function(plan("linear"), x=X, bias=BIAS, activation="silu", residual=RESIDUAL), LAYER),
+    "Plan": Call(function(plan("spmm"), a=bsr(), b=B, out=None, epilogue=PLAIN)),
+    "Plan (right)": Call(function(plan("right"), a=RESIDUAL, b=bsr(), epilogue=PLAIN)),
+    "Plan (2:4)": Call(function(plan("semi24"), a=two_four(), b=B, out=None, epilogue=PLAIN)),
+    "Plan (2:4, layer)": Call(function(plan("layer24"), a=X, b=two_four(), out=None, epilogue=PLAIN)),
+    "Plan (FP8)": Call(function(plan("fp8"), a=fp8(), b=B.to(BF16), out=None, epilogue=PLAIN)),
+    "Plan (FP8, layer)": Call(function(plan("layer8"), a=X.to(BF16), b=fp8(), out=None, epilogue=PLAIN)),
+    "Plan (sddmm)": Call(function(plan("sddmm"), x=dense(128, 48), y=dense(48, 64), pattern=bsr().pattern)),
+    "Plan (spgemm)": Call(function(plan("spgemm"), a=bsr(), b=bsr(64, 96))),
+    "Plan (attention)": Call(function(plan("attention"), **QKV, mask=mask(), scale=None), ATTENTION),
+    "Plan (backward)": Call(
+        function(
+            plan("backward"),
+            **QKV,
+            mask=mask(),
+            out=forward()[0],
+            lse=forward()[1],
+            grad=forward()[0],
+            grad_lse=None,
+            scale=0.25,
+        ),
+        ATTENTION | {"grad_lse": "tensor"},
+    ),
+    "Plan.follow": Call(function(plan("spmm").follow, a=bsr())),
+    "nn.BlockSparseLinear": Call(
+        function(
+            sk.nn.BlockSparseLinear,
+            pattern=bsr().pattern,
+            bias=True,
+            activation="relu",
+            dtype=BF16,
+            device="cpu",
+        ),
+        {**PLACE, "activation": "none text", "dtype": "none dtype"},
+    ),
+    "nn.BlockSparseLinear.random": Call(
+        function(
+            sk.nn.BlockSparseLinear.random,
+            in_features=64,
+            out_features=128,
+            block=32,
+            density=0.5,
+            seed=1,
+            bias=True,
+            activation=None,
+            dtype=None,
+        ),
+        {"block": "int sequence", "activation": "text", "dtype": "dtype", "density": "int"},
+    ),
+    "nn.BlockSparseLinear.from_dense": Call(
+        function(
+            sk.nn.BlockSparseLinear.from_dense,
+            dense=dense(128, 64),
+            block=32,
+            keep=0.5,
+            scope="row",
+            activation=None,
+        ),
+        {"block": "int sequence", "keep": "none int", "activation": "text"},
+    ),
+    "nn.BlockSparseLinear.from_bsr": Call(
+        function(sk.nn.BlockSparseLinear.from_bsr, a=bsr(), bias=BIAS, activation="gelu"), LAYER
+    ),
+    "nn.BlockSparseLinear.forward": Call(function(layer(), x=X, residual=RESIDUAL), LAYER),
+    "nn.BlockSparseLinear.reset_parameters": Call(_reset, {"generator": "none"}),
+    "nn.SparseAttention": Call(
+        function(
+            sk.nn.SparseAttention,
+            dim=32,
+            heads=4,
+            mask=policy(window=16),
+            kv_heads=2,
+            head_dim=8,
+            bias=False,
+            dtype=None,
+            device="cpu",
+        ),
+        {**PLACE, "mask": "none", "kv_heads": "none", "head_dim": "none", "dtype": "dtype"},
+    ),
+    "nn.SparseAttention.forward": Call(
+        function(attending(window=16), x=dense(2, 100, 32), mask=None, cu_seqlens=None)
+    ),
+    "nn.SparseAttention.forward (packed)": Call(
+        function(attending(window=16), x=dense(100, 32), cu_seqlens=CU)
+    ),
+    "nn.SparseAttention.forward (top-k)": Call(
+        function(attending(topk=1), x=dense(2, 100, 32), mask=mask()), ATTENTION
+    ),
+}
+
+# What has no arguments to spoil, or is no call that users make.
+REASONS = {
+    "explain": "takes no arguments",
+    "headline": "takes no arguments",
+    "details": "takes no arguments",
+    "refuse_unless_ready": "takes no arguments",
+    "extra_repr": "takes no arguments",
+    "MaskPolicy.visible_in": "for the operations: of a scene that was checked",
+}

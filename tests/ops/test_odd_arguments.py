@@ -1,0 +1,186 @@
+"""Arguments that are nearly right: each was taken silently, or ended in an error of torch or Python."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+
+import sparsek as sk
+from sparsek.core.errors import InvalidInput
+from sparsek.reference.epilogue import Epilogue
+
+Untyped: Any = sk
+X, B, BIAS, W = torch.ones(4, 64), torch.ones(64, 4), torch.ones(128), torch.ones(128, 64)
+LOW = torch.bfloat16
+
+
+@pytest.fixture(scope="module")
+def a() -> sk.BSR:
+    return sk.random_bsr(128, 64, 32, 0.5)
+
+
+def policy(**options: Any) -> Any:
+    return Untyped.MaskPolicy(**options, block=64)
+
+
+def in_inference_mode() -> torch.Tensor:
+    with torch.inference_mode():
+        return torch.ones(4, 64)
+
+
+def nested() -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls them a prototype
+        return torch.nested.nested_tensor([torch.ones(64, 4)])
+
+
+REFUSED: dict[str, tuple[Callable[[sk.BSR], object], str]] = {
+    "a bias of one number": (
+        lambda a: sk.linear(X, W, torch.ones(1)),
+        r"bias is \[1\]; it must be \[128\], a number for every output feature",
+    ),
+    "a bias of two dims": (
+        lambda a: sk.linear(X, W, torch.ones(4, 128)),
+        r"bias is \[4, 128\]; it must be \[128\]",
+    ),
+    "a sparse W": (lambda a: sk.linear(X, W.to_sparse()), "W must be a dense torch.Tensor, got layout"),
+    "a W of ints": (lambda a: sk.linear(X.int(), W.int()), "dtype torch.int32 is not supported; use one of"),
+    "a list as kernel": (lambda a: Untyped.spmm(a, B, kernel=[]), r"kernel is \[\]; it must be"),
+    "an array as kernel": (lambda a: Untyped.linear(X, a, kernel=np.ones(2)), "kernel is a numpy.ndarray"),
+    "a long kernel": (lambda a: sk.spmm(a, B, kernel="x" * 9999), "no kernel of spmm is called a str .{80}"),
+    "a list as dtype": (
+        lambda a: Untyped.spmm(sk.quantize(a), B, dtype=[]),
+        r"dtype is \[\]; use one of torch.bf",
+    ),
+    "alpha over float32": (
+        lambda a: sk.spmm(a, B, alpha=1e39),
+        r"alpha is 1e\+39; it must be a finite number from",
+    ),
+    "alpha NaN": (lambda a: sk.spmm(a, B, alpha=float("nan")), "alpha is nan; it must be a finite number"),
+    "beta over float32": (
+        lambda a: Epilogue(beta=10**400),
+        "beta is a int .*; it must be a finite number from",
+    ),
+    "a nested B": (lambda a: sk.spmm(a, nested()), "B must be a dense torch.Tensor, got a nested tensor"),
+    "a nested out": (
+        lambda a: sk.spmm(a, B, out=nested()),
+        "out must be a dense torch.Tensor, got a nested tensor",
+    ),
+    "a negated out": (
+        lambda a: sk.spmm(a, B, out=torch._neg_view(torch.ones(128, 4))),
+        r"out is a lazily negated view.*call .resolve_neg\(\)",
+    ),
+    "no epilogue": (
+        lambda a: Untyped.plan_spmm(a, B, epilogue="relu"),
+        "epilogue is 'relu'; it must be an Epilogue",
+    ),
+    "an other matrix of one dim": (
+        lambda a: sk.plan_spmm(X @ W.T, a, epilogue=Epilogue(other=torch.ones(3))),
+        r"other is \[3\]; it must have the shape of the product",
+    ),
+    "a config of something else": (
+        lambda a: sk.plan_spmm(a, B, kernel="cpu.spmm", config=np.ones(2)),
+        "a numpy.ndarray, .* is no config of",
+    ),
+    "a list as card": (
+        lambda a: Untyped.plan_spmm(a, B, device=[]),
+        r"no measured facts for a card named \[\]",
+    ),
+    "out= beside a plan": (
+        lambda a: Untyped.spgemm(a, a.T, 5, plan=sk.plan_spgemm(a, a.T, "bsr")),
+        'out must be "dense", "bsr" or a',
+    ),
+    "dtype= beside a plan": (
+        lambda a: sk.spmm(q8(a), B, plan=sk.plan_spmm(q8(a), B, dtype=LOW), dtype=torch.float32),
+        "dtype=torch.float32 contradicts plan, whose result is bf16",
+    ),
+    "A that is no matrix beside a plan": (
+        lambda a: Untyped.spgemm(5, a, plan=sk.plan_spgemm(a.T, a)),
+        "A must be",
+    ),
+    "a length of 10.5": (lambda a: policy(window=4).mask(10.5), "q_len is 10.5; it must be an int"),
+    "device=0": (lambda a: policy(window=4).mask(64, device=0), "device is 0; it must be a torch device"),
+    "a tensor as causal": (
+        lambda a: policy(causal=torch.ones(2)),
+        "causal is a torch.Tensor.*; it must be True",
+    ),
+    "return_lse of a text": (
+        lambda a: Untyped.attention(*[torch.ones(1, 1, 64, 8)] * 3, return_lse="yes"),
+        "return_lse is 'yes'; it must be",
+    ),
+    "a sparse part": (
+        lambda a: sk.merge(torch.ones(2, 3).to_sparse(), torch.ones(2), torch.ones(2, 3), torch.ones(2)),
+        "o1 must be a dense torch.Tensor, got layout torch.sparse_coo",
+    ),
+    "a layer's x in float64": (
+        lambda a: sk.nn.SparseAttention(32, 4)(torch.ones(1, 8, 32).double()),
+        "x is torch.float64 on cpu and the parameters torch.float32 on cpu; cast or move one",
+    ),
+    "a layer's x in float64 under autocast": (
+        lambda a: under_autocast(torch.ones(1, 8, 32).double()),
+        "x is torch.float64 on cpu and the parameters",
+    ),
+    "a layer of 2^31 heads": (
+        lambda a: sk.nn.SparseAttention(2**31, 2**31),
+        "dim is 2147483648; it must be an int",
+    ),
+    "a layer of too many rows": (
+        lambda a: sk.nn.SparseAttention(8, 2**30, head_dim=2**20),
+        r"\(heads \+ 2 \* kv_heads\) \* head_dim is \d+; it",
+    ),
+    "a tensor as bias=": (
+        lambda a: Untyped.nn.BlockSparseLinear(a.pattern, torch.ones(2)),
+        "bias is a torch.Tensor.*; it must be True or",
+    ),
+    "a seed as generator": (
+        lambda a: sk.nn.BlockSparseLinear(a.pattern).reset_parameters(cast(Any, 5)),
+        "generator is 5; it must be a torch.Generator or None",
+    ),
+    "x of inference mode in training": (
+        lambda a: sk.nn.BlockSparseLinear.from_bsr(a)(in_inference_mode()),
+        "was made in inference mode, and no",
+    ),
+    "keep of texts": (
+        lambda a: Untyped.plan_linear(W, X, keep=["x"]),
+        "keep is 'x'; it must be a finite number",
+    ),
+    "a W of nothing": (lambda a: Untyped.plan_linear(None, X), "W must be a dense .* got NoneType"),
+    "a shape of floats": (
+        lambda a: Untyped.plan_linear(W, (4.5, 64)),
+        "a side of x is 4.5; it must be an int",
+    ),
+}
+
+
+def q8(a: sk.BSR) -> sk.Scaled:
+    return sk.quantize(a)
+
+
+def under_autocast(x: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return sk.nn.SparseAttention(32, 4)(x)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_it_is_refused_with_what_would_be_right(name: str, a: sk.BSR) -> None:
+    call, text = REFUSED[name]
+    with pytest.raises(InvalidInput, match=text) as raised:
+        call(a)
+    assert len(str(raised.value)) < 400
+
+
+@pytest.mark.parametrize("alpha", [10**30, np.float32(0.5), 2**63, 3])
+def test_numbers_of_any_kind_multiply_as_their_float(a: sk.BSR, alpha: Any) -> None:
+    assert torch.equal(sk.spmm(a, B, alpha=alpha), sk.spmm(a, B, alpha=float(alpha)))
+    plan = sk.plan_spmm(a, B, epilogue=Epilogue(alpha=alpha))
+    assert torch.equal(plan(a, B, epilogue=Epilogue(alpha=alpha)), sk.spmm(a, B, alpha=float(alpha)))
+
+
+def test_autocast_still_casts_what_a_layer_of_attention_multiplies() -> None:
+    layer = sk.nn.SparseAttention(32, 4)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert layer(torch.ones(1, 64, 32, dtype=torch.bfloat16)).dtype == torch.bfloat16
+        assert layer(torch.ones(1, 64, 32)).dtype == torch.bfloat16
