@@ -26,10 +26,8 @@ LONGEST = 80  # characters of a value in a message
 def told(value: Any) -> str:
     """A value as messages show it: its repr where that is short, else its type and what can be said of it."""
     if isinstance(value, Tensor):
-        if value.is_nested:
-            return f"a torch.Tensor, {value.dtype}, nested"
         layout = "" if value.layout == torch.strided else f", layout {value.layout}"
-        return f"a torch.Tensor, {value.dtype} {list(value.shape)}{layout}"
+        return f"a torch.Tensor, {value.dtype} {'nested' if value.is_nested else list(value.shape)}{layout}"
     if isinstance(value, np.ndarray):
         return f"a numpy.ndarray, {value.dtype} {list(value.shape)}"
     try:
@@ -55,6 +53,8 @@ def integer(name: str, value: Any, least: int = 0, most: int | None = None) -> i
 
 def number(name: str, value: Any, least: float = -math.inf, most: float = math.inf) -> float:
     """A finite float from `least` to `most`. No NaN, no bool, no text, and no tensor, which would have to be read."""
+    if type(value) is float and least <= value <= most and -math.inf < value < math.inf:
+        return value
     try:
         found = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
     except OverflowError:
@@ -86,10 +86,10 @@ def one_of(name: str, value: Any, choices: Collection[str]) -> str:
 
 
 def text(name: str, value: Any) -> str:
-    """A str."""
+    """A plain str, such as a name to look up."""
     if isinstance(value, str):
         return value
-    raise InvalidInput(f"{name} is {told(value)}; it must be a text")
+    raise InvalidInput(f"{name} is {told(value)}; it must be a str")
 
 
 def path(name: str, value: Any) -> str:
@@ -149,17 +149,34 @@ def tensor(
     """A dense tensor on the CPU or a CUDA device, not lazily negated or conjugated, of one of these dtypes and with
     `ndim` dimensions.
     """
-    if not isinstance(value, Tensor):
-        raise InvalidInput(f"{name} must be a dense torch.Tensor, got {told(value)}")
-    if value.layout != torch.strided or value.is_nested:
-        kind = "a nested tensor" if value.is_nested else f"layout {value.layout}"
-        raise InvalidInput(f"{name} must be a dense torch.Tensor, got {kind}; call .to_dense()")
+    dense(name, value)
     supported(name, value.device)
     if choices is not None:
         dtype(f"the dtype of {name}", value.dtype, choices)
     if ndim is not None and value.ndim != ndim:
         raise InvalidInput(f"{name} has shape {list(value.shape)}; it must be {ndim}-D")
+    return value
+
+
+def dense(name: str, value: Any) -> Tensor:
+    """As `tensor`, on any device and of any dtype: for one that is compared with another, or only predicted."""
+    if not isinstance(value, Tensor):
+        raise InvalidInput(f"{name} must be a dense torch.Tensor, got {type(value).__name__}")
+    if value.layout != torch.strided or value.is_nested:
+        kind = "a nested tensor" if value.is_nested else f"layout {value.layout}"
+        raise InvalidInput(f"{name} must be a dense torch.Tensor, got {kind}; call .to_dense()")
     if not torch.compiler.is_compiling() and (value.is_neg() or value.is_conj()):  # the op looks again
-        which = ".resolve_neg()" if value.is_neg() else ".resolve_conj()"
-        raise InvalidInput(f"{name} is a lazily negated or conjugated view of other memory; call {which}")
+        how, call = ("negated", "neg") if value.is_neg() else ("conjugated", "conj")
+        raise InvalidInput(
+            f"{name} is a lazily {how} view, whose memory has the other sign; call .resolve_{call}()"
+        )
+    return value
+
+
+def kept(name: str, value: Tensor) -> Tensor:
+    """A tensor that autograd can keep for a backward pass, as none of inference mode can be."""
+    if not torch.compiler.is_compiling() and value.is_inference() and not torch.is_inference_mode_enabled():
+        raise InvalidInput(
+            f"{name} was made in inference mode, and no backward pass can keep it; clone it outside of inference mode"
+        )
     return value
