@@ -16,18 +16,22 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
 
 LONGEST = 80  # characters of a value in a message
+STRIDED = torch.strided
 
 
 def told(value: Any) -> str:
     """A value as messages show it: its repr where that is short, else its type and what can be said of it."""
     if isinstance(value, Tensor):
+        if value.is_nested:
+            return f"a torch.Tensor, {value.dtype}, nested"
         layout = "" if value.layout == torch.strided else f", layout {value.layout}"
-        return f"a torch.Tensor, {value.dtype} {'nested' if value.is_nested else list(value.shape)}{layout}"
+        return f"a torch.Tensor, {value.dtype} {list(value.shape)}{layout}"
     if isinstance(value, np.ndarray):
         return f"a numpy.ndarray, {value.dtype} {list(value.shape)}"
     try:
@@ -86,10 +90,10 @@ def one_of(name: str, value: Any, choices: Collection[str]) -> str:
 
 
 def text(name: str, value: Any) -> str:
-    """A plain str, such as a name to look up."""
+    """A str."""
     if isinstance(value, str):
         return value
-    raise InvalidInput(f"{name} is {told(value)}; it must be a str")
+    raise InvalidInput(f"{name} is {told(value)}; it must be a text")
 
 
 def path(name: str, value: Any) -> str:
@@ -155,6 +159,8 @@ def tensor(
         dtype(f"the dtype of {name}", value.dtype, choices)
     if ndim is not None and value.ndim != ndim:
         raise InvalidInput(f"{name} has shape {list(value.shape)}; it must be {ndim}-D")
+    if not is_compiling() and value.is_conj():  # the op looks again
+        raise InvalidInput(f"{name} is a lazily conjugated view of other memory; call .resolve_conj()")
     return value
 
 
@@ -162,20 +168,19 @@ def dense(name: str, value: Any) -> Tensor:
     """As `tensor`, on any device and of any dtype: for one that is compared with another, or only predicted."""
     if not isinstance(value, Tensor):
         raise InvalidInput(f"{name} must be a dense torch.Tensor, got {type(value).__name__}")
-    if value.layout != torch.strided or value.is_nested:
+    if value.layout != STRIDED or value.is_nested:
         kind = "a nested tensor" if value.is_nested else f"layout {value.layout}"
         raise InvalidInput(f"{name} must be a dense torch.Tensor, got {kind}; call .to_dense()")
-    if not torch.compiler.is_compiling() and (value.is_neg() or value.is_conj()):  # the op looks again
-        how, call = ("negated", "neg") if value.is_neg() else ("conjugated", "conj")
+    if not is_compiling() and value.is_neg():  # the op looks again
         raise InvalidInput(
-            f"{name} is a lazily {how} view, whose memory has the other sign; call .resolve_{call}()"
+            f"{name} is a lazily negated view, whose memory has the other sign; call .resolve_neg()"
         )
     return value
 
 
 def kept(name: str, value: Tensor) -> Tensor:
     """A tensor that autograd can keep for a backward pass, as none of inference mode can be."""
-    if not torch.compiler.is_compiling() and value.is_inference() and not torch.is_inference_mode_enabled():
+    if not is_compiling() and value.is_inference() and not torch.is_inference_mode_enabled():
         raise InvalidInput(
             f"{name} was made in inference mode, and no backward pass can keep it; clone it outside of inference mode"
         )

@@ -104,7 +104,7 @@ def test_a_value_whose_repr_raises_is_told_by_its_type() -> None:
 
 def test_tensors_without_a_shape_are_told_all_the_same() -> None:
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
-    assert arguments.told(nested) == "a torch.Tensor, torch.float32 nested, layout torch.jagged"
+    assert arguments.told(nested) == "a torch.Tensor, torch.float32, nested"
     assert (
         arguments.told(torch.eye(2).to_sparse())
         == "a torch.Tensor, torch.float32 [2, 2], layout torch.sparse_coo"
