@@ -147,7 +147,7 @@ def tensor(
         dtype(f"the dtype of {name}", value.dtype, choices)
     if ndim is not None and value.ndim != ndim:
         raise InvalidInput(f"{name} has shape {list(value.shape)}; it must be {ndim}-D")
-    if value.is_conj():
+    if not is_compiling() and value.is_conj():  # the op looks again
         raise InvalidInput(f"{name} is a lazily conjugated view of other memory; call .resolve_conj()")
     return value
 
@@ -155,7 +155,7 @@ def tensor(
 def dense(name: str, value: Any) -> Tensor:
     """As `tensor`, on any device and of any dtype: for one that is compared with another, or only predicted."""
     if not isinstance(value, Tensor):
-        raise InvalidInput(f"{name} must be a dense torch.Tensor, got {told(value)}")
+        raise InvalidInput(f"{name} must be a dense torch.Tensor, got {type(value).__name__}")
     if value.layout != STRIDED or value.is_nested:
         kind = "a nested tensor" if value.is_nested else f"layout {value.layout}"
         raise InvalidInput(f"{name} must be a dense torch.Tensor, got {kind}; call .to_dense()")

@@ -134,7 +134,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "batch": ({"batch": 0}, "batch is 0; it must be an int of at least 1"),
     "heads": ({"heads": True}, "heads is True"),
     "rows": ({"heads": 2}, "full.starts has 2 entries; batch 1 x heads 2 x 2 query tiles are 4 rows"),
-    "no tensor": ({"lo": [0]}, "lo must be a dense torch.Tensor, got "),
+    "no tensor": ({"lo": [0]}, "lo must be a dense torch.Tensor, got list"),
     "dtype": ({"rules": torch.zeros(3)}, "dtype of rules is torch.float32; it must be torch.int32"),
     "strides": ({"rules": ints(0, 0, 0, 0, 0, 0)[::2]}, r"rules must be contiguous, got stride \(2,\)"),
     "device": ({"rules": torch.empty(3, dtype=torch.int32, device="meta")}, "rules is on meta"),

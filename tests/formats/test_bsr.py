@@ -154,7 +154,7 @@ def unaligned(like: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda v: v.tolist(), "values must be a dense torch.Tensor, got "),
+        (lambda v: v.tolist(), "values must be a dense torch.Tensor, got list"),
         (lambda v: v.int(), "is torch.int32; use one of"),
         (lambda v: v[:-1], r"values have shape \(7, 32, 16\); the pattern needs \(8, 32, 16\)"),
         (lambda v: v.mT, r"values have shape \(8, 16, 32\)"),

@@ -192,8 +192,8 @@ def unaligned(like: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("values", "meta", "message"),
     [
-        (lambda v: v.tolist(), None, "values must be a dense torch.Tensor, got "),
-        (None, lambda m: m.tolist(), "meta must be a dense torch.Tensor, got "),
+        (lambda v: v.tolist(), None, "values must be a dense torch.Tensor, got list"),
+        (None, lambda m: m.tolist(), "meta must be a dense torch.Tensor, got list"),
         (lambda v: v.int(), None, "is torch.int32; use one of"),
         (lambda v: v[1:], None, r"values have shape \(3, 64, 64\); the pattern needs \(4, 64, 64\)"),
         (lambda v: v.view(4, 4096), None, r"values have shape \(4, 4096\)"),

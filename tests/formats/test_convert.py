@@ -259,7 +259,7 @@ def test_a_registered_packer_is_asked_on_a_gpu_where_no_gradient_is_wanted(monke
     [
         (torch.ones(4), {}, "it must be 2-D"),
         (torch.ones(4, 4).to_sparse(), {}, "layout torch.sparse_coo"),
-        ([[1.0]], {}, r"w must be a dense torch.Tensor, got \["),
+        ([[1.0]], {}, r"w must be a dense torch.Tensor, got list"),
         (torch.ones(4, 4, dtype=torch.int32), {}, "is torch.int32; use one of"),
         (torch.ones(4, 4), {"keep": 0.5, "threshold": 1}, "threshold and keep are given"),
         (torch.ones(4, 4), {"keep": 1.5}, "keep is 1.5"),

@@ -405,7 +405,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "a list": (
         lambda: BlockMask.topk([[1.0]], 1, seq_len=128),  # type: ignore[arg-type]
-        r"scores must be a dense torch.Tensor, got \[",
+        r"scores must be a dense torch.Tensor, got list",
     ),
     "scores": (
         lambda: BlockMask.topk(GOOD, 1, seq_len=300),

@@ -156,7 +156,7 @@ def test_leading_sizes_may_be_left_out_and_strides_are_any(ndim: int):
         (torch.ones(64, 64), "must be a bool tensor"),
         (torch.ones(64, dtype=torch.bool), r"got a torch.Tensor, torch.bool \[64\]"),
         (torch.ones(1, 1, 1, 8, 8, dtype=torch.bool), "must be a bool tensor"),
-        ([[True]], "dense must be a dense torch.Tensor, got "),
+        ([[True]], "dense must be a dense torch.Tensor, got list"),
     ],
 )
 def test_what_is_no_dense_mask_is_refused(dense: Any, message: str):

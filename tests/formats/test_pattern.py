@@ -162,7 +162,7 @@ def faulty(**change: object) -> dict[str, object]:
         ({"block": (0, 16)}, "multiples of 16"),
         ({"block": (528, 16)}, "multiples of 16"),
         ({"block": "32"}, "block is '32'; it must be one or two ints"),
-        ({"indptr": [0, 2, 2, 3, 5]}, "indptr must be a dense torch.Tensor, got "),
+        ({"indptr": [0, 2, 2, 3, 5]}, "indptr must be a dense torch.Tensor, got list"),
         ({"indptr": torch.tensor([0, 2, 2, 3, 5])}, "dtype of indptr is torch.int64; it must be torch.int32"),
         ({"indices": torch.zeros(5)}, "dtype of indices is torch.float32; it must be torch.int32"),
         ({"indices": ints(0, 3, 1, 2, 3)[:, None]}, r"indices has shape \[5, 1\]; it must be 1-D"),

@@ -86,7 +86,7 @@ def put(at: int, value: float) -> Callable[[torch.Tensor], torch.Tensor]:
             "matrix must be a BSR, Semi24 or BSR24, got a torch.Tensor, torch.float8_e4m3fn",
         ),
         (changed("matrix", lambda a: bsr()), "values must be FP8, .*, got torch.float32; sparsek.quantize"),
-        (changed("values", lambda v: v.tolist()), "values must be a dense torch.Tensor, got "),
+        (changed("values", lambda v: v.tolist()), "values must be a dense torch.Tensor, got list"),
         (changed("values", lambda v: v[:1]), r"values have shape \(1, 16, 32\)"),
         (changed("values", lambda v: v.mT.contiguous().mT), "values must be contiguous"),
         (changed("values", unaligned), r"values start \d+ bytes past a multiple of 16"),
@@ -103,7 +103,7 @@ def put(at: int, value: float) -> Callable[[torch.Tensor], torch.Tensor]:
             changed("meta", lambda m: m.int(), make=bsr24),
             "dtype of meta is torch.int32; it must be torch.uint8",
         ),
-        (changed("scale", lambda s: s.tolist()), "scale must be a dense torch.Tensor, got "),
+        (changed("scale", lambda s: s.tolist()), "scale must be a dense torch.Tensor, got list"),
         (
             changed("scale", lambda s: s.double()),
             "dtype of scale is torch.float64; it must be torch.float32",

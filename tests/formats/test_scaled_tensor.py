@@ -183,14 +183,14 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "number": (lambda: quantize(torch.ones(())), r"x must be \[..., K\], got a single number"),
     "sparse": (lambda: quantize(torch.eye(8).to_sparse()), "got layout torch.sparse_coo"),
     "bf16": (lambda: of(lambda v: v.bfloat16()), "values must be FP8, .* got torch.bfloat16"),
-    "no tensor": (lambda: of(lambda v: None), "values must be a dense torch.Tensor, got "),
+    "no tensor": (lambda: of(lambda v: None), "values must be a dense torch.Tensor, got NoneType"),
     "strided": (lambda: of(lambda v: v[:, ::2]), "contiguous"),
     "offset": (lambda: of(lambda v: v.flatten()[1:]), "1 bytes past a multiple of 16"),
     "double scale": (
         lambda: of(scale=lambda s: s.double()),
         "dtype of scale is torch.float64; it must be torch.float32",
     ),
-    "no scale": (lambda: of(scale=lambda s: 1.0), "scale must be a dense torch.Tensor, got 1.0"),
+    "no scale": (lambda: of(scale=lambda s: 1.0), "scale must be a dense torch.Tensor, got float"),
     "shape of scale": (
         lambda: of(scale=lambda s: s[:3]),
         r"scale has shape \[3\]; values \[4, 16\] need \[4\]",
