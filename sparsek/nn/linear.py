@@ -132,13 +132,12 @@ class BlockSparseLinear(nn.Module):
             )
         wanted = (torch.Size([a.shape[0]]), a.dtype, a.device)
         if bias is not None:
-            arguments.kept("bias", arguments.dense("bias", bias))
+            arguments.dense("bias", bias)
             if (bias.shape, bias.dtype, bias.device) != wanted:
                 raise InvalidInput(
                     f"bias is {bias.dtype} {list(bias.shape)} on {bias.device}; it must be {a.dtype} [{a.shape[0]}] "
                     f"on {a.device}, or None"
                 )
-        arguments.kept("the matrix", a.values)
         made = cls.__new__(cls)
         nn.Module.__init__(made)
         made._own(a.pattern, a.logical_values().detach(), None if bias is None else bias.detach(), activation)
