@@ -38,7 +38,6 @@ class Visible(NamedTuple):
         if always is None:
             return within
         q, k = values_of(q, "q"), values_of(k, "k")
-        _check_heads(q.shape, k.shape)
         if not q.shape[0]:  # no item to choose for, and a mask is of one at least
             return within
         return untransformed(
@@ -235,16 +234,6 @@ def _least(a: int | None, b: int | None) -> int | None:
 def _within(a: int | None, b: int | None) -> bool:
     """Bound a is no wider than bound b."""
     return b is None or (a is not None and a <= b)
-
-
-def _check_heads(q: torch.Size, k: torch.Size) -> None:
-    """InvalidInput unless keys have scores for the queries."""
-    fits = len(q) == len(k) == 4 and (q[0], q[3]) == (k[0], k[3])
-    if not fits or not q[1] or not k[1] or q[1] % k[1]:
-        raise InvalidInput(
-            f"q is {list(q)} and k {list(k)}; a top-k policy takes q [B, Hq, S, D] and k [B, Hkv, T, D], where Hq is a "
-            "multiple of Hkv"
-        )
 
 
 @torch.no_grad()
