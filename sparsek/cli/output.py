@@ -13,7 +13,7 @@ from io import TextIOWrapper
 from typing import Any
 
 import typer
-from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.console import Console, ConsoleDimensions, ConsoleOptions, RenderableType, RenderResult
 from rich.measure import Measurement
 from rich.padding import Padding
 from rich.progress import (
@@ -217,7 +217,9 @@ def console(stderr: bool = False) -> Console:
     """
     made, width = _Screen(stderr=stderr), env.columns()
     if width is not None:
-        made.width = max(width, NARROWEST)
+        made.size = ConsoleDimensions(
+            max(width, NARROWEST), made.height
+        )  # a width alone is ignored if TERM=dumb
     elif not made.is_terminal:
         made.width = PIPE_WIDTH
     return made

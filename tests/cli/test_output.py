@@ -125,6 +125,12 @@ def test_a_width_of_nothing_is_unknown(monkeypatch: pytest.MonkeyPatch, text: st
     assert screen.file.getvalue() == "words\n"
 
 
+def test_a_dumb_terminal_has_the_width_that_columns_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("FORCE_COLOR", "1"), ("TERM", "dumb"), ("COLUMNS", "40")):
+        monkeypatch.setenv(name, value)
+    assert console().width == 40
+
+
 def test_the_closing_notes_of_a_bench_are_wrapped_between_words(call) -> None:
     lines = call(SMALL_BENCH, 40).stdout.splitlines()
     at = next(at for at, line in enumerate(lines) if line.startswith("a_at_b"))
