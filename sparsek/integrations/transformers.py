@@ -22,9 +22,12 @@ from transformers.masking_utils import (
 )
 from transformers.modeling_utils import AttentionInterface
 
+from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
+from sparsek.formats.pattern import INT32_MAX
 from sparsek.integrations.transformers_masks import Asked, ModelMask, dense_mask, model_mask, policy_of
 from sparsek.ops.attention import attention
+from sparsek.plan import attention_operands as operands
 
 NAME = "sparsek"
 REFUSED = {
@@ -60,17 +63,29 @@ def sparsek_mask(
     """
     if isinstance(attention_mask, ModelMask):  # generate() has made it
         return attention_mask
-    if isinstance(attention_mask, Tensor) and (
+    sizes = {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length}
+    batch_size, q_length, kv_length = (_host_int(name, value, 0) for name, value in sizes.items())
+    q_offset, kv_offset = _host_int("q_offset", q_offset), _host_int("kv_offset", kv_offset, 0)
+    if attention_mask is not None:
+        arguments.tensor("attention_mask", attention_mask)
+    if attention_mask is not None and (
         attention_mask.dim() != 2 or attention_mask.shape[0] not in (1, batch_size)
     ):
         raise InvalidInput(
             f"attention_mask is {attention_mask.dim()}-D {list(attention_mask.shape)}; a model takes padding, 2-D "
             f"[{batch_size}, tokens], or a 4-D mask [{batch_size}, 1 or heads, queries, keys], bool or additive"
         )
-    asked = Asked(
-        batch_size, q_length, kv_length, int(q_offset), int(kv_offset), attention_mask, torch.device(device)
+    where = arguments.device("device", device)
+    asked = Asked(batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask, where)
+    return model_mask(asked, mask_function, policy_of(config), arguments.flag("use_vmap", use_vmap))
+
+
+def _host_int(name: str, value: Any, least: int = -INT32_MAX) -> int:
+    """An int32 on the host, also from a tensor of one, which a static cache has."""
+    is_one = (
+        isinstance(value, Tensor) and arguments.tensor(name, value, (torch.int32, torch.int64)).numel() == 1
     )
-    return model_mask(asked, mask_function, policy_of(config), use_vmap)
+    return arguments.integer(name, value.item() if is_one else value, least, INT32_MAX)
 
 
 @torch.compiler.disable(reason="plans are made and kept outside of graphs")
@@ -91,7 +106,8 @@ def sparsek_attention(
     (read in O(S^2), once for all layers), or None: causal if the module is. Queries that see nothing give 0.
     Raises InvalidInput for dropout and for all that changes scores: capping, biases, learned sinks.
     """
-    if dropout:
+    operands.check_tensors(query, key, value)
+    if arguments.number("dropout", dropout, 0, 1):
         raise InvalidInput(
             f"attention dropout is {dropout}, which SparseK does not have: set config.attention_dropout "
             "(attention_probs_dropout_prob in BERT) to 0, or call model.eval()"
@@ -122,14 +138,16 @@ def _model_mask(
     asked = Asked(batch, q_len, kv_len, kv_len - q_len, 0, None, query.device)
     policy = policy_of(getattr(module, "config", None))
     if given is None:
-        causal = q_len > 1 and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
+        if is_causal is None:
+            is_causal = bool(getattr(module, "is_causal", True))
+        causal = arguments.flag("is_causal", is_causal) and q_len > 1
         if (causal and q_len != kv_len) or options.get("sliding_window"):
             raise InvalidInput(
                 f"attention_mask is None for {q_len} queries and {kv_len} keys, and a causal mask or a window is "
                 "wanted: where the queries stand is not said"
             )
         return model_mask(asked, causal_mask_function if causal else bidirectional_mask_function, policy)
-    if not isinstance(given, Tensor) or given.dim() != 4:
+    if not isinstance(given, Tensor) or arguments.tensor("attention_mask", given).dim() != 4:
         found = f"{given.dim()}-D" if isinstance(given, Tensor) else type(given).__name__
         raise InvalidInput(
             f"attention_mask is {found}; a layer takes 4-D tensors and what sparsek_mask makes"

@@ -51,6 +51,7 @@ def spmm(
     nothing: `B @ A.T` and `A.T @ B` read A's values where they are. Returns C [..., M, N], row-major, of that dtype,
     accumulated in float32 (float64 for float64).
 
+    alpha, beta: numbers that are finite in float32.
     out: written instead of a new tensor; [..., M, N], rows contiguous, no memory shared with A or B. With beta other
     than 0 it is read first and added: C = alpha * A @ B + beta * out, rounded once; by hopper.spmm alpha * A @ B is
     rounded before.

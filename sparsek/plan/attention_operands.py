@@ -150,7 +150,7 @@ def check_backward(q: Tensor, v: Tensor, out: Any, lse: Any, grad: Any, grad_lse
     ):
         if x is None and name == "grad_lse":
             continue
-        arguments.dense(name, x)
+        x = arguments.dense(name, x)
         if (tuple(x.shape), x.dtype, x.device) != (shape, dtype, q.device):
             raise InvalidInput(
                 f"{name} must be {dtype} {list(shape)} on {q.device}, got {x.dtype} {list(x.shape)} on {x.device}"
