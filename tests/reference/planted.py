@@ -225,9 +225,9 @@ class _Attention(NamedTuple):
 
 def _attention(seed: int, dtype: torch.dtype) -> _Attention:
     shapes = (1, 1, 128, 16), (1, 1, 192, 16), (1, 1, 192, 24), (1, 1, 128, 24)
-    tensors = [_normal(seed + at, *shape, dtype=dtype) for at, shape in enumerate(shapes)]
+    q, k, v, grad = (_normal(seed + at, *shape, dtype=dtype) for at, shape in enumerate(shapes))
     mask = BlockMask.from_blocks([0, 2, 4], [0, 2, 1, 2], 128, 192, 64, device="cpu")
-    return _Attention(*tensors, mask)
+    return _Attention(q, k, v, grad, mask)
 
 
 def attention(seed: int, dtype: torch.dtype) -> Trial:
