@@ -87,8 +87,11 @@ class Run:
         if not what:
             count = record.number_of_parts(self.known) or PARTS
             cuts = self.cuts(count)
-            return max([self.part(number, count, cuts) for number in range(1, count + 1)])
+            codes = [self.part(number, count, cuts) for number in range(1, count + 1)]
+            return 1 if any(codes) else 0  # killed by a signal is below 0
         if parts.PART.fullmatch(what[0]):
+            if what[1:]:
+                raise ValueError(f"one part at a time, or all of them: {' '.join(what)}")
             number, count = parts.numbers(what[0])
             return self.part(number, count, self.cuts(count))
         out = ["--evidence", str(Path(self.out).resolve())] if self.out else []
@@ -100,6 +103,8 @@ class Run:
             raise ValueError(
                 "no NVIDIA GPU here, so every test would be skipped; --out FOLDER does that all the same"
             )
+        if self.rest:
+            raise ValueError(f"a part runs whole, so its evidence can hold: leave {' '.join(self.rest)} away")
         print(f"part {number}/{count}: {files[0]} to {files[-1]}", flush=True)
         out = Path(self.out or EVIDENCE).resolve()
         of_part = ["--evidence", str(out), "--part", f"{number}/{count}", "--cuts", ",".join(cuts)]
@@ -127,7 +132,8 @@ class Run:
     def _call(self, arguments: "list[str]", *, capture: bool = False) -> "subprocess.CompletedProcess[str]":
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         # Plugins that happen to be installed there are no part of the tests.
-        env = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": path}
+        env = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
+        env |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": path}
         command = [self.given.python, "-m", "pytest", "-m", "gpu", *arguments]
         return subprocess.run(
             command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE if capture else None

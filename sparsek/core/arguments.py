@@ -62,7 +62,8 @@ def number(name: str, value: Any, least: float = -math.inf, most: float = math.i
         found = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
     except OverflowError:
         found = math.nan
-    if math.isfinite(found) and least <= found <= most:
+    # Comparisons, because torch.compile traces no isfinite of a symbol.
+    if -math.inf < found < math.inf and least <= found <= most:
         return found
     if math.isinf(least) and math.isinf(most):
         right = ""

@@ -50,6 +50,18 @@ def watched(x: torch.Tensor) -> bool:
     )
 
 
+def check_aligned(name: str, x: torch.Tensor, alignment: int) -> None:
+    """InvalidInput unless `x` begins at a multiple of `alignment` bytes, where it has an address that can be asked."""
+    if torch.compiler.is_compiling() or is_functorch_wrapped_tensor(x):
+        return
+    beyond = x.data_ptr() % alignment
+    if beyond:
+        raise InvalidInput(
+            f"{name} start {beyond} bytes past a multiple of {alignment} bytes, as a storage offset can make them; "
+            "call .clone()"
+        )
+
+
 def outside_inference(make: Callable[Given, Made]) -> Callable[Given, Made]:
     """For functions that make what may be trained on later: in inference mode they run under no_grad in its place.
 

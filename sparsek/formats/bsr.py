@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from sparsek.core import arguments, dtypes
-from sparsek.core.eager import concrete, untransformed, watched
+from sparsek.core.eager import check_aligned, concrete, untransformed
 from sparsek.core.errors import InvalidInput
 from sparsek.formats.matrix import OfBlocks
 from sparsek.formats.pattern import BlockPattern
@@ -359,11 +359,7 @@ def _check_values(a: BSR) -> None:
         )
     if not values.is_contiguous():
         raise InvalidInput("values must be contiguous; call .contiguous()")
-    if not watched(values) and values.data_ptr() % ALIGNMENT:
-        raise InvalidInput(
-            f"values start {values.data_ptr() % ALIGNMENT} bytes past a multiple of {ALIGNMENT} bytes, "
-            "as a storage offset can make them; call .clone()"
-        )
+    check_aligned("values", values, ALIGNMENT)
 
 
 def _check_order(a: BSR) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from sparsek.core import arguments, dtypes
-from sparsek.core.eager import concrete, untransformed
+from sparsek.core.eager import check_aligned, concrete, untransformed
 from sparsek.core.errors import InvalidInput
 from sparsek.formats.float8 import MOST, NAMES, rounded, scales_of
 from sparsek.formats.matrix import Multiplied
@@ -221,11 +221,7 @@ def check_fp8_values(values: Any) -> Tensor:
         )
     if not values.is_contiguous():
         raise InvalidInput("values must be contiguous; call .contiguous()")
-    if values.data_ptr() % ALIGNMENT:
-        raise InvalidInput(
-            f"values start {values.data_ptr() % ALIGNMENT} bytes past a multiple of {ALIGNMENT} bytes, as a storage "
-            "offset can make them; call .clone()"
-        )
+    check_aligned("values", values, ALIGNMENT)
     return values
 
 

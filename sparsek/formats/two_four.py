@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sparsek.core import arguments, dtypes
-from sparsek.core.eager import concrete, untransformed
+from sparsek.core.eager import check_aligned, concrete, untransformed
 from sparsek.core.errors import InvalidInput
 
 GROUP = 4
@@ -196,11 +196,7 @@ def check_parts(values: Any, meta: Any) -> None:
     for name, part in (("values", values), ("meta", meta)):
         if not part.is_contiguous():
             raise InvalidInput(f"{name} must be contiguous; call .contiguous()")
-        if part.data_ptr() % ALIGNMENT:
-            raise InvalidInput(
-                f"{name} start {part.data_ptr() % ALIGNMENT} bytes past a multiple of {ALIGNMENT} bytes, "
-                "as a storage offset can make them; call .clone()"
-            )
+        check_aligned(name, part, ALIGNMENT)
 
 
 def group_place(row: int, group: int) -> str:

@@ -198,8 +198,10 @@ def _gradients(call: _Call, tiles: set[int], keys: Tensor, needed: set[int]) -> 
         seen_keys[:, :, to] += seen.sum(2).unflatten(1, (k.shape[1], -1)).sum(2)[..., there]
         if tile in tiles:
             seeing.append(seen.sum(-1))
-    found = ([torch.cat(rows, 2), *more] for rows, more in zip(of_queries, sums, strict=True))
-    return _Truth(*found, [torch.cat(seeing, 2), seen_keys, seen_keys])
+    exact, dense, fused, terms, inner = (
+        [torch.cat(rows, 2), *more] for rows, more in zip(of_queries, sums, strict=True)
+    )
+    return _Truth(exact, dense, fused, terms, inner, [torch.cat(seeing, 2), seen_keys, seen_keys])
 
 
 def _grad_tile(call: _Call, at: slice, keys: Tensor, seen: Tensor) -> Iterator[tuple[Tensor, ...]]:

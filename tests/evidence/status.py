@@ -1,7 +1,7 @@
 """What evidence is worth today: `make gpu-status`.
 
 missing  the part has no evidence
-red      a test failed, none passed, or the run was cut before its last test
+red      a test failed or saw no GPU, none passed, or the run was cut before its last test
 stale    the sources or the tests have changed since, or the parts were cut elsewhere
 fresh    neither
 """
@@ -16,6 +16,7 @@ from tests.evidence import hashes, parts, record
 from tests.evidence.record import Evidence
 
 SHOWN = 5
+NO_GPU = "needs an NVIDIA GPU"  # why tests/conftest.py skips; each worker asks for itself
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,9 @@ def failures(evidence: Evidence) -> list[str]:
         lines.append(f"cut with {evidence['counts']['unrun']} tests to go; running then: {running}")
     elif not evidence["counts"]["passed"]:
         lines.append("no test passed")
+    unseen = evidence["skipped"].get(NO_GPU, 0)
+    if unseen:
+        lines.append(f"{unseen} tests saw no GPU")
     return lines
 
 

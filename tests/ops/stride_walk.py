@@ -43,7 +43,7 @@ class Form:
     sparse, None for nothing. `shapes(sizes)` are the dense operands'. `call(sparse, operands, kernel)` returns a tensor
     or several. `learns`: operands with a gradient; `values`: the sparse matrix' values have one too. `grads` are the
     operands that are gradients of what `call` returns. `written`: an operand that the call writes. `refuses`: layouts,
-    by operand, that InvalidInput may refuse. `scales`: an operand that must be positive, in float32.
+    by operand, that InvalidInput may refuse.
     """
 
     name: str

@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,8 +85,12 @@ def hold(name: str, kind: str, kernel: str | None, dtype: torch.dtype, device: s
     found = _back(lambda *x: run(a, *x, kernel=kernel), tensors)
     plain = _back(lambda *x: dense(a.to_dense(), *x), tensors)
     wide, right = a.to_dense(F64), [x.double() for x in tensors]
-    run = partial(_back, lambda *x: dense(wide, *x), right)
-    for mine, bound, x in zip(found, chain_bounds(run, run(), plain, dtype), tensors, strict=True):
+
+    def in_float64() -> list[Tensor]:
+        return _back(lambda *x: dense(wide, *x), right)
+
+    bounds = chain_bounds(in_float64, in_float64(), plain, dtype)
+    for mine, bound, x in zip(found, bounds, tensors, strict=True):
         assert (mine.shape, mine.dtype) == (x.shape, x.dtype)
         gate = bound.judge(mine)
         assert gate.passed, gate
