@@ -159,7 +159,7 @@ def tensor(
         dtype(f"the dtype of {name}", value.dtype, choices)
     if ndim is not None and value.ndim != ndim:
         raise InvalidInput(f"{name} has shape {list(value.shape)}; it must be {ndim}-D")
-    if value.is_conj():
+    if not is_compiling() and value.is_conj():  # the op looks again
         raise InvalidInput(f"{name} is a lazily conjugated view of other memory; call .resolve_conj()")
     return value
 
