@@ -107,7 +107,7 @@ def tests_pass(tests: "list[str]", workers: int) -> bool:
     print(f"tests of {len(tests)} files, {SECONDS} s at most", flush=True)
     spread = ["-n", str(workers), "--dist", "loadgroup", "-m", "not gpu"]
     command = [sys.executable, "-m", "pytest", "-q", "-rfE", "--maxfail=5", *spread, *tests]
-    failed = False
+    failed = ran = False
     with subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE) as process:
         # Interrupted, pytest still tells what has failed until then.
         limit = threading.Timer(SECONDS, process.send_signal, [signal.SIGINT])
@@ -115,8 +115,9 @@ def tests_pass(tests: "list[str]", workers: int) -> bool:
         for line in process.stdout or ():
             print(line, end="", flush=True)
             failed = failed or line.startswith(("FAILED ", "ERROR "))
+            ran = ran or " passed" in line
         limit.cancel()
-    stopped = process.returncode == 2 and not failed
+    stopped = process.returncode == 2 and ran and not failed
     if stopped:
         print("stopped; nothing had failed until then", flush=True)
     return stopped or process.returncode in (0, 5)

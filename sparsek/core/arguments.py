@@ -21,7 +21,6 @@ from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
 
 LONGEST = 80  # characters of a value in a message
-STRIDED = torch.strided
 
 
 def told(value: Any) -> str:
@@ -157,7 +156,7 @@ def dense(name: str, value: Any) -> Tensor:
     """As `tensor`, on any device and of any dtype: for one that is compared with another, or only predicted."""
     if not isinstance(value, Tensor):
         raise InvalidInput(f"{name} must be a dense torch.Tensor, got {type(value).__name__}")
-    if value.layout != STRIDED or value.is_nested:
+    if value.layout != torch.strided or value.is_nested:
         kind = "a nested tensor" if value.is_nested else f"layout {value.layout}"
         raise InvalidInput(f"{name} must be a dense torch.Tensor, got {kind}; call .to_dense()")
     if not is_compiling() and value.is_neg():  # the op looks again

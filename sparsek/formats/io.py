@@ -82,7 +82,7 @@ def load(path: StrPath, name: str | None = None, device: torch.device | str = "c
         single, records, kinds = _about(path, file.metadata())
         expected = {f"{each}.{part}" for each, kind in kinds.items() for part in kind.parts(records[each])}
         _check_tensors(path, set(file.keys()), expected)
-        if name is not None and (not isinstance(name, str) or name not in records):
+        if name is not None and name not in records:
             raise unknown_name(path, name, records)
         chosen = records if name is None else {name: records[name]}
         loaded = {

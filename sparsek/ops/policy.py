@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 from dataclasses import dataclass, fields, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -99,7 +99,8 @@ class MaskPolicy:
         kv_len = q_len if kv_len is None else arguments.integer("kv_len", kv_len)
         self._refuse_topk("mask_for(q, k) makes one")
         if torch.compiler.is_compiling():
-            return _constant_mask(self, q_len, kv_len, device)
+            rule = self.window, self.sinks, self.stride, self.causal, self.block
+            return _constant_mask(rule, q_len, kv_len, device)
         return self._mask(q_len, kv_len, _as_device(device))
 
     def mask_for(self, q: Tensor, k: Tensor) -> BlockMask:
@@ -262,9 +263,14 @@ def _as_device(device: str | torch.device | None) -> torch.device:
 
 @constant
 def _constant_mask(
-    policy: MaskPolicy, q_len: int, kv_len: int, device: str | torch.device | None
+    rule: tuple[Any, ...], q_len: int, kv_len: int, device: str | torch.device | None
 ) -> BlockMask:
-    """While torch.compile traces; the graph keeps the mask."""
+    """While torch.compile traces; the graph keeps the mask.
+
+    `rule` holds a policy's options: a policy that was made in the traced function would come with its defaults.
+    """
+    window, sinks, stride, causal, block = rule
+    policy = MaskPolicy(window, sinks, stride, causal=causal, block=block)
     return policy._mask(q_len, kv_len, _as_device(device))
 
 

@@ -112,8 +112,9 @@ def test_without_evidence_every_part_is_missing(tree: Path) -> None:
             "cut with 7 tests to go; running then: tests/a.py::c",
         ),
         ({"counts": {"passed": 0, "failed": 0, "skipped": 9, "unrun": 7}}, "no test passed"),
+        ({"skipped": {status.NO_GPU: 900}}, "900 tests saw no GPU"),
     ],
-    ids=["failed", "cut", "all skipped"],
+    ids=["failed", "cut", "all skipped", "workers without a GPU"],
 )
 def test_a_red_part(tree: Path, changed: Evidence, line: str) -> None:
     found = both(tree)
@@ -243,6 +244,9 @@ def test_the_command_line_says_what_is_wrong() -> None:
         "a part is n/m with 1 <= n <= m, as 2/3, got '4/3'"
         in run(sys.executable, script, "run", "4/3").stderr
     )
+    some = run(sys.executable, script, "run", "1/1", "--out", "nowhere", "--", "-k", "gradient")
+    assert "a part runs whole" in some.stderr
+    assert "one part at a time" in run(sys.executable, script, "run", "1/2", "2/2", "--out", "nowhere").stderr
     without = run(sys.executable, script, "run", "1/1", env={"PATH": ""})
     assert without.returncode == 2
     assert "no NVIDIA GPU here" in without.stderr

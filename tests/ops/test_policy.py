@@ -1,6 +1,7 @@
 """MaskPolicy: its masks are those of the builders, made once; what it refuses; what top-k chooses."""
 
 import gc
+from typing import Any
 
 import pytest
 import torch
@@ -222,3 +223,24 @@ def test_heads_that_do_not_fit_have_no_scores(q: tuple[int, ...], k: tuple[int, 
         some, keys = (torch.randn(shape)[0].transpose(0, 1) for shape in (q, k))
         with pytest.raises(InvalidInput, match=r"heads|a top-k policy takes q"):
             sk.attention_varlen(some, keys, keys, torch.tensor([0, 8]), mask=sk.MaskPolicy(topk=1))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"window": 32},
+        {"causal": False},
+        {"window": 64, "sinks": 2},
+        {"window": 64, "stride": 128, "block": 64},
+    ],
+    ids=str,
+)
+def test_a_policy_made_inside_a_compiled_function_keeps_its_options(options: dict[str, Any]):
+    """torch.compile hands a constant function objects that were made in its graph with the defaults of their class."""
+    q = torch.randn(1, 2, 200, 32)
+
+    def attend(q: torch.Tensor) -> torch.Tensor:
+        return sk.attention(q, q, q, sk.MaskPolicy(**options).mask(200))
+
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(attend, backend="eager")(q), attend(q))

@@ -228,3 +228,14 @@ def test_the_op_checks_what_it_is_given():
         with pytest.raises(InvalidInput, match=text):
             torch.ops.sparsek.spmm(*args(a, wrong))
     torch.testing.assert_close(torch.ops.sparsek.spmm(*args(a, torch._neg_view(b))), -(a @ b))
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_alpha_may_be_a_symbol(dynamic: bool | None) -> None:
+    a, b = pair(dtype=torch.float32)
+    torch._dynamo.reset()
+    scaled = torch.compile(
+        lambda b, alpha: sk.spmm(a, b, alpha=alpha), backend="eager", fullgraph=True, dynamic=dynamic
+    )
+    for alpha in (2, 3, 5):
+        assert torch.equal(scaled(b, alpha), sk.spmm(a, b, alpha=alpha))
