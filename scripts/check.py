@@ -9,6 +9,7 @@ others.
 """
 
 import argparse
+import functools
 import signal
 import subprocess
 import sys
@@ -108,8 +109,9 @@ def tests_pass(tests: "list[str]", workers: int) -> bool:
     spread = ["-n", str(workers), "--dist", "loadgroup", "-m", "not gpu"]
     command = [sys.executable, "-m", "pytest", "-q", "-rfE", "--maxfail=5", *spread, *tests]
     failed = ran = False
-    with subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE) as process:
-        # Interrupted, pytest still tells what has failed until then.
+    # Interrupted, pytest still tells what has failed until then; a shell's background jobs ignore that signal.
+    heed = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    with subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, preexec_fn=heed) as process:
         limit = threading.Timer(SECONDS, process.send_signal, [signal.SIGINT])
         limit.start()
         for line in process.stdout or ():

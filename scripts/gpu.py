@@ -89,6 +89,9 @@ class Run:
             cuts = self.cuts(count)
             codes = [self.part(number, count, cuts) for number in range(1, count + 1)]
             return 1 if any(codes) else 0  # killed by a signal is below 0
+        absent = [each for each in what if not (ROOT / each.split("::")[0]).exists()]
+        if absent:
+            parts.numbers(absent[0])  # raises, and says what a part is, for all but parts
         if parts.PART.fullmatch(what[0]):
             if what[1:]:
                 raise ValueError(f"one part at a time, or all of them: {' '.join(what)}")

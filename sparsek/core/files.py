@@ -101,7 +101,9 @@ def blamed_on(path: Path, kind: type[SparseKError], what: str) -> Iterator[None]
         if error.errno == errno.ENAMETOOLONG:
             raise kind(f"{told(str(path))}: {what}: {error.strerror}") from error
         if error.errno == errno.ENOENT and kind is InvalidInput:
-            raise kind(f"{path}: {what}: there is no folder {path.parent}") from error
+            folder = Path(os.path.realpath(path)).parent
+            why = error.strerror if folder.is_dir() else f"there is no folder {folder}"
+            raise kind(f"{path}: {what}: {why}") from error
         if error.errno in OF_A_PATH:
             raise kind(f"{path}: {what}: {error.strerror}") from error
         raise
@@ -137,6 +139,11 @@ def _check_replaceable(path: Path, target: Path) -> None:
         except FileNotFoundError:
             continue
         _check_regular(path, found, InvalidInput, "replaced")
+    # A link of /proc to a file without a name leads on, and its text names nothing.
+    if path.exists() and not target.exists():
+        raise InvalidInput(
+            f"{path}: is an open file without a name of its own; only files that have one are replaced"
+        )
 
 
 def _check_regular(path: Path, found: os.stat_result, kind: type[SparseKError], what: str) -> None:

@@ -92,6 +92,7 @@ class BSR(OfBlocks):
 
     def logical_values(self) -> Tensor:
         """The blocks in the pattern's order, [nnzb, bm, bk]: `values`, or a copy for a transposed view."""
+        check_stored(self)
         if self.order is None:
             return self.values
         return self.values.index_select(0, self.order).mT.contiguous()
@@ -345,6 +346,18 @@ def _padding(pattern: BlockPattern) -> tuple[Tensor, Tensor]:
 
 def _last(grid: tuple[int, int]) -> tuple[int, int]:
     return max(grid[0] - 1, 0), max(grid[1] - 1, 0)
+
+
+def check_stored(a: BSR) -> None:
+    """InvalidInput unless `values` still have as many blocks as the pattern.
+
+    A BlockSparseLinear that loads another pattern gives its `values` another shape, those of `weight` taken before too.
+    """
+    if a.values.shape[0] != a.pattern.nnzb:
+        raise InvalidInput(
+            f"the pattern stores {a.pattern.nnzb} blocks and values hold {a.values.shape[0]}: the layer that this "
+            "matrix was taken from has loaded another pattern; take layer.weight again"
+        )
 
 
 def _check_values(a: BSR) -> None:

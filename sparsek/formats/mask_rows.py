@@ -55,7 +55,7 @@ class Place:
                 "device and q_offset"
             )
         if seq_len is not None:
-            if (q_len, kv_len) != (None, None):
+            if q_len is not None or kv_len is not None:
                 raise InvalidInput(
                     "seq_len and q_len, kv_len are given; use seq_len alone where both are equal"
                 )

@@ -75,6 +75,10 @@ def sparsek_mask(
             f"attention_mask is {attention_mask.dim()}-D {list(attention_mask.shape)}; a model takes padding, 2-D "
             f"[{batch_size}, tokens], or a 4-D mask [{batch_size}, 1 or heads, queries, keys], bool or additive"
         )
+    if not callable(mask_function):
+        raise InvalidInput(
+            f"mask_function is {arguments.told(mask_function)}; transformers has functions there"
+        )
     where = arguments.device("device", device)
     asked = Asked(batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask, where)
     return model_mask(asked, mask_function, policy_of(config), arguments.flag("use_vmap", use_vmap))

@@ -209,6 +209,8 @@ class Asked:
             # Packed documents have first keys of their own; chunks and the whole have the sequence's.
             origin = k_start if ids is not None else np.full_like(q_start, origin)
             made.append(np.stack((q_start, q_end, k_start, k_end, shift, np.minimum(origin, k_start))))
+        if not made:
+            raise InvalidInput("a mask is for one batch item at least; got a batch of 0")
         if all(np.array_equal(each, made[0]) for each in made):
             made = made[:1]
         item = np.repeat(np.arange(len(made)), [each.shape[1] for each in made])

@@ -167,7 +167,8 @@ class BlockSparseLinear(nn.Module):
 
     @property
     def weight(self) -> BSR:
-        """The weight [out_features, in_features], sharing `values`; differentiable."""
+        """The weight [out_features, in_features], sharing `values`; differentiable. Good until another pattern is
+        loaded."""
         return BSR.unchecked(self._pattern, self.values)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
@@ -233,10 +234,11 @@ class BlockSparseLinear(nn.Module):
         """Takes over the pattern of the state dict, of as many blocks as it has, if sides and blocks are these.
 
         `values` stays the same Parameter, of another shape if the number of blocks changes; with assign=True it is a
-        new one, as torch has it. Another pattern takes `values.grad` away, and a loss that was computed before raises
-        InvalidInput in its backward pass: both are of the old blocks. What an optimizer keeps for `values`, as Adam
-        its moments, is of them too, and no longer fits if their number changes: make a new optimizer, or remove
-        `optimizer.state[layer.values]`. Wrap a model in DistributedDataParallel after loading.
+        new one, as torch has it. Another pattern takes `values.grad` away, and `.backward()` of a loss that was
+        computed before raises InvalidInput: both are of the old blocks. So is a `weight` that was taken before: take it
+        again. What an optimizer keeps for `values`, as Adam its moments, is of them too, and no longer fits if their
+        number changes: make a new optimizer, or remove `optimizer.state[layer.values]`. Wrap a model in
+        DistributedDataParallel after loading.
 
         A pattern or values that are wrong change nothing and are told as torch tells its own errors.
         """
@@ -247,7 +249,7 @@ class BlockSparseLinear(nn.Module):
             error_msgs.append(f"{prefix or 'BlockSparseLinear'}: {error}")
             return
         if pattern is not self._pattern and assign:
-            values = state_dict[prefix + "values"].detach()
+            values = saveable(state_dict[prefix + "values"].detach())
             self.values = nn.Parameter(values, self.values.requires_grad)
         elif pattern is not self._pattern:
             _begin_anew(self.values, pattern)
@@ -278,6 +280,8 @@ class BlockSparseLinear(nn.Module):
             raise InvalidInput(
                 f"the state dict has {' and '.join(parts)} only; indptr, indices and values go together"
             )
+        for name, part in parts.items():
+            arguments.tensor(name, part)
         values = parts["values"].detach()
         if assign:
             device = values.device

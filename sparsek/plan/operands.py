@@ -14,7 +14,7 @@ from torch import Tensor
 from sparsek.core import arguments, dtypes
 from sparsek.core.arguments import told
 from sparsek.core.errors import InvalidInput
-from sparsek.formats.bsr import ALIGNMENT, BSR
+from sparsek.formats.bsr import ALIGNMENT, BSR, check_stored
 from sparsek.formats.pattern import BlockPattern
 from sparsek.reference import epilogue as reference
 from sparsek.reference.epilogue import ACTIVATION_NAMES, PLAIN, Epilogue
@@ -43,6 +43,7 @@ def check_left(a: Any, b: Any) -> None:
         raise InvalidInput(
             "B must be a dense torch.Tensor, got BSR; sparsek.spgemm(A, B) multiplies two of them"
         )
+    check_stored(a)
     check_dense("B", b, a.values, "A")
     if b.dim() < 2:
         raise InvalidInput(
@@ -56,6 +57,7 @@ def check_right(a: Any, b: Any) -> None:
     """InvalidInput unless `b` is a BSR [K, N] and `a` a dense [..., M, K] of its dtype on its device."""
     if not isinstance(b, BSR):
         raise InvalidInput(f"B must be a BSR, got {type(b).__name__}; make one with BSR.from_dense")
+    check_stored(b)
     check_dense("A", a, b.values, "B")
     if a.dim() < 2:
         raise InvalidInput(
@@ -123,6 +125,8 @@ def _check_bias(bias: Tensor, count: int, *, contiguous: bool = True) -> None:
 
 def check_linear(x: Any, w: Any, bias: Any, activation: Any, residual: Any) -> None:
     """InvalidInput unless the operands of act(x @ W.T + bias) + residual fit together."""
+    if isinstance(w, BSR):
+        check_stored(w)
     check_dense("x", x, w, "W")
     if x.dim() < 1 or x.shape[-1] != w.shape[1]:
         raise InvalidInput(
@@ -179,6 +183,7 @@ def check_spgemm(a: Any, b: Any, out: Any) -> None:
                 else "use BSR.from_dense"
             )
             raise InvalidInput(f"{name} must be a BSR, got {type(each).__name__}; {hint}")
+        check_stored(each)
     if a.shape[1] != b.shape[0]:
         raise InvalidInput(f"A is {list(a.shape)} and B {list(b.shape)}: B needs {a.shape[1]} rows")
     if a.block[1] != b.block[0]:

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import signal
 import stat
 import sys
@@ -420,3 +421,19 @@ def test_tables_of_configs_and_records_are_regular_files_too(tmp_path: Path, kin
 
 def test_a_list_of_shapes_may_be_longer_than_a_file_name() -> None:
     assert len(shapes_in(",".join(f"{side}x64" for side in range(1, 400)))) == 399
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs /proc")
+def test_a_link_to_an_open_file_without_a_name_is_refused(tmp_path: Path) -> None:
+    """Its text names another file, which would be written in its place."""
+    with (tmp_path / "gone").open("w+b") as file:
+        (tmp_path / "gone").unlink()
+        with pytest.raises(InvalidInput, match="without a name of its own"):
+            sk.save(MATRIX, f"/proc/self/fd/{file.fileno()}")
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_folder_that_is_missing_is_named(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere" / "w.safetensors")
+    with pytest.raises(InvalidInput, match=f"there is no folder {re.escape(str(tmp_path / 'nowhere'))}"):
+        sk.save(MATRIX, tmp_path / "link")

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import sparsek as sk
 from sparsek.core.errors import InvalidInput
 from sparsek.nn import BlockSparseLinear
 
@@ -159,3 +160,35 @@ def test_what_is_missing_is_told_if_torch_is_strict() -> None:
     found = made.load_state_dict(state, strict=False)
     assert found.missing_keys == ["bias"]
     assert torch.equal(made.weight.to_dense(), source.weight.to_dense())
+
+
+@pytest.mark.parametrize("blocks", [(16, 8), (8, 16)], ids=str)
+def test_a_weight_of_an_old_pattern_is_refused(blocks: tuple[int, int]) -> None:
+    """Its pattern would be read beyond its values."""
+    old, new = (sk.random_bsr(64, 64, 16, count / 16, seed=count) for count in blocks)
+    layer = BlockSparseLinear.from_bsr(old)
+    weight = layer.weight
+    layer.load_state_dict(BlockSparseLinear.from_bsr(new).state_dict())
+    x = torch.randn(4, 64)
+    for use in (
+        lambda: weight @ x.T,
+        lambda: x @ weight,
+        lambda: weight.T @ x.T,
+        lambda: sk.linear(x, weight),
+        lambda: sk.spgemm(weight, weight),
+        weight.to_dense,
+    ):
+        with pytest.raises(InvalidInput, match=r"take layer\.weight again"):
+            use()
+    assert torch.equal(layer.weight.to_dense(), new.to_dense())
+
+
+@pytest.mark.parametrize("part", ["values", "indptr", "indices"])
+@pytest.mark.parametrize("odd", [5, "a", torch.zeros(2).to_sparse(), torch.zeros(2, device="meta")], ids=type)
+def test_odd_parts_of_a_state_dict_change_nothing(part: str, odd: Any) -> None:
+    layer = BlockSparseLinear.from_bsr(sk.random_bsr(64, 64, 16, 0.5, seed=1))
+    before = layer.weight.to_dense()
+    state = BlockSparseLinear.from_bsr(sk.random_bsr(64, 64, 16, 1.0, seed=2)).state_dict()
+    with pytest.raises(RuntimeError, match=part):
+        layer.load_state_dict({**state, part: odd})
+    assert torch.equal(layer.weight.to_dense(), before)
