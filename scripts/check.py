@@ -9,7 +9,6 @@ others.
 """
 
 import argparse
-import functools
 import signal
 import subprocess
 import sys
@@ -110,8 +109,8 @@ def tests_pass(tests: "list[str]", workers: int) -> bool:
     command = [sys.executable, "-m", "pytest", "-q", "-rfE", "--maxfail=5", *spread, *tests]
     failed = ran = False
     # Interrupted, pytest still tells what has failed until then; a shell's background jobs ignore that signal.
-    heed = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    with subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, preexec_fn=heed) as process:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    with subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE) as process:
         limit = threading.Timer(SECONDS, process.send_signal, [signal.SIGINT])
         limit.start()
         for line in process.stdout or ():
