@@ -120,7 +120,8 @@ def device(name: str, value: Any) -> torch.device:
         raise InvalidInput(
             f"{name} is {told(value)}; it must be a torch device: 'cpu' or 'cuda:0'"
         ) from error
-    supported(name, found)
+    if found.type not in ("cpu", "cuda"):
+        raise InvalidInput(f"{name} is {told(value)}; use a CUDA device or the CPU")
     if found.type == "cpu":
         return torch.device("cpu")
     count = torch.cuda.device_count()

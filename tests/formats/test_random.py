@@ -99,7 +99,7 @@ def test_products_have_unit_scale(density: float):
         ({"seed": None}, "seed is None; it must be an int"),
         ({"seed": 2**64}, "seed is 18446744073709551616"),
         ({"dtype": torch.int8}, "is torch.int8; use one of"),
-        ({"device": "meta"}, "is on meta, which is not supported"),
+        ({"device": "meta"}, "device is .meta.; use a CUDA device or the CPU"),
         ({"m": -16}, "m is -16; it must be an int of at least 0"),
         ({"block": 24}, "multiples of 16"),
     ],

@@ -167,7 +167,7 @@ def test_a_matrix_is_taken_over_and_a_view_copied():
         (lambda: layer(activation="tanh"), "activation is 'tanh'; use one of relu, gelu, gelu_tanh, silu"),
         (lambda: layer(activation=""), "activation is ''; use one of"),
         (lambda: layer(dtype=torch.int32), r"dtype is torch\.int32; use one of"),
-        (lambda: BlockSparseLinear(layer().pattern, device="meta"), "device is on meta, which is not supported"),
+        (lambda: BlockSparseLinear(layer().pattern, device="meta"), "device is .meta.; use a CUDA device or the CPU"),
         (lambda: BlockSparseLinear(layer().pattern, dtype=torch.complex64), r"dtype is torch\.complex64; use one of"),
         (lambda: Untyped.from_dense(nn.Conv1d(4, 4, 1), 16), "takes a torch.nn.Linear .* got Conv1d"),
         (lambda: Untyped.from_bsr(torch.ones(4, 4)), "takes a BSR, got Tensor; from_dense takes"),

@@ -141,7 +141,7 @@ REFUSED: dict[str, tuple[Callable[[sk.BSR], object], str]] = {
     ),
     "x of inference mode in training": (
         lambda a: sk.nn.BlockSparseLinear.from_bsr(a)(in_inference_mode()),
-        "was made in inference mode, and no",
+        "was made in torch.inference_mode, and no",
     ),
     "keep of texts": (
         lambda a: Untyped.plan_linear(W, X, keep=["x"]),
