@@ -311,7 +311,9 @@ def _packed(w: Tensor, shape: tuple[int, int], block: tuple[int, int], rule: Rul
         if rule.mask is not None
         else concrete(w, "from_dense reads the values of w", "choose outside and pass mask=")
     )
-    rule = rule._replace(mask=concrete(rule.mask, "from_dense reads its mask", "pass one that all share"))
+    # torch.compile of torch 2.11 makes a tuple without elements of what `_replace` gives.
+    mask = concrete(rule.mask, "from_dense reads its mask", "pass one that all share")
+    rule = Rule(mask, rule.threshold, rule.keep, rule.scope)
     pattern = untransformed(lambda: _chosen(tiles if read is w else _tiles(read, block), shape, block, rule))
     if rule.mask is not None and rule.mask.shape != pattern.grid:
         inside = _tiles(rule.mask, block)

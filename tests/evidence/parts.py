@@ -18,7 +18,12 @@ from typing import Any
 
 # Seconds of a test that no evidence knows. Those of the bench compile and time several peers each.
 UNKNOWN = 2.0
-UNKNOWN_IN = {"tests/bench/": 30.0, "tests/cli/": 10.0}
+UNKNOWN_IN = {
+    "tests/bench/": 30.0,
+    "tests/cli/": 10.0,
+    "tests/ops/test_strides.py": 20.0,
+    "tests/ops/test_attention_fuzz.py": 60.0,
+}
 # Tests of one function go to a worker together until they take this long.
 UNIT_SECONDS = 10.0
 PART = re.compile(r"([1-9]\d*)/([1-9]\d*)")

@@ -368,7 +368,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "block": (lambda: BlockMask.full(64, block=32), "block is 32; masks have blocks of 64 or 128"),
     "block pair": (lambda: BlockMask.full(64, block=(64, 256)), "blocks of 64 or 128"),
     "block triple": (lambda: BlockMask.full(64, block=(64, 64, 64)), "blocks of 64 or 128"),  # type: ignore[arg-type]
-    "device": (lambda: BlockMask.full(64, device="meta"), "is on meta, which is not supported"),
+    "device": (lambda: BlockMask.full(64, device="meta"), "use a CUDA device or the CPU"),
     "keyword": (lambda: BlockMask.full(64, blocks=64), "this mask has no option blocks; beside its own"),  # type: ignore[call-arg]
     "no window": (lambda: BlockMask.sliding_window(64), "window is None; it must be an int of at least 1"),
     "window of none": (
