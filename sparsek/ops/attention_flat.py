@@ -27,11 +27,23 @@ def flat_mask(mask: BlockMask | None) -> tuple[list[Tensor | None], list[int]]:
         return [], []
     if not isinstance(mask, BlockMask):
         raise InvalidInput(not_a_mask(mask))
-    tensors = [*mask.full, *mask.partial, mask.lo, mask.hi, mask.rules, mask.bits]
-    stored, partial, longest, exact = mask.sizes
-    sizes = [mask.q_len, mask.kv_len, *mask.block, mask.batch, mask.heads, stored, partial, longest]
+    # By names: torch.compile of torch 2.11 cannot iterate over a tuple inside a mask that is a constant.
+    full, part, sizes, (bq, bk) = mask.full, mask.partial, mask.sizes, mask.block
+    lists = [full.starts, full.counts, full.indices, part.starts, part.counts, part.indices]
+    numbers = [
+        mask.q_len,
+        mask.kv_len,
+        bq,
+        bk,
+        mask.batch,
+        mask.heads,
+        sizes.stored,
+        sizes.partial,
+        sizes.longest,
+    ]
     # The op takes ints, not bools, where torch.compile has made any of them symbolic.
-    return tensors, [*sizes, 1 if exact else 0, 1 if mask.pure else 0]
+    numbers += [1 if sizes.exact else 0, 1 if mask.pure else 0]
+    return [*lists, mask.lo, mask.hi, mask.rules, mask.bits], numbers
 
 
 def mask_of(tensors: Sequence[Tensor | None], numbers: Sequence[int]) -> BlockMask | None:
