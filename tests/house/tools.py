@@ -71,6 +71,15 @@ def python_beside(folder: str, package: str) -> str:
     return str(python)
 
 
+def in_the_interpreter(script: Path) -> None:
+    """Runs the tests of a file with Triton's interpreter, which a process has from its start or never."""
+    done = run(
+        sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", str(script),
+        env={"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+
+
 def next_python() -> str:
     """The Python with the newest Triton."""
     return python_beside(".venv-triton-next", "triton")

@@ -6,10 +6,8 @@ tiles. NEXT_CASES holds every choice once, for the newest release, in that one's
 """
 
 import json
-import os
 import re
 import subprocess
-import sys
 from collections.abc import Hashable
 from dataclasses import fields, replace
 from itertools import product
@@ -30,7 +28,7 @@ pytest.importorskip("triton")
 
 from sparsek.kernels.hopper import attention_fwd
 from sparsek.kernels.hopper.attention_fwd import Config
-from tests.house.tools import ROOT, next_python
+from tests.house.tools import ROOT, in_the_interpreter, next_python
 from tests.kernels.covering import covering
 from tests.kernels.hopper_code import Code, code_from, compiled, fields_of
 
@@ -176,15 +174,7 @@ def test_the_newest_triton_compiles_configs_to_the_same(part: int) -> None:
 
 
 def test_schedules_descriptions_and_parts_hold_in_a_walk_of_the_kernel() -> None:
-    script = Path(__file__).with_name("hopper_attention_walked.py")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(script)],
-        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    in_the_interpreter(Path(__file__).with_name("hopper_attention_walked.py"))
 
 
 FIELDS: dict[str, st.SearchStrategy[Any]] = {

@@ -1,9 +1,6 @@
 """portable.semi24 and portable.bsr24 without a GPU: in Triton's interpreter, and compiled for real cards."""
 
-import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +14,7 @@ pytest.importorskip("triton")
 
 from sparsek.kernels.portable import bsr24, semi24
 from sparsek.kernels.prims.portable_24 import COLUMN_LIMIT, Config, column_unit, tiles
+from tests.house.tools import in_the_interpreter
 from tests.kernels.portable_24_code import bsr24_code, semi24_code
 
 A100 = replace(H200, name="NVIDIA A100", capability=(8, 0), sm_count=108, smem_bytes=166912)
@@ -39,16 +37,7 @@ def check(p: Any, c: Config) -> None:
 
 
 def test_the_arithmetic_holds_in_the_interpreter():
-    script = Path(__file__).with_name("portable_24_interpreted.py")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", str(script)],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    in_the_interpreter(Path(__file__).with_name("portable_24_interpreted.py"))
 
 
 @pytest.mark.parametrize("card", [H200, A100], ids=["sm_90", "sm_80"])

@@ -1,9 +1,6 @@
 """portable.attention_fwd without a GPU: arithmetic in Triton's interpreter, code by compiling for real cards."""
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
@@ -17,7 +14,7 @@ from sparsek.plan.problem import AttentionProblem
 pytest.importorskip("triton")
 
 from sparsek.kernels.portable import attention_fwd as portable
-from tests.house.tools import ROOT, next_triton, under_next_triton
+from tests.house.tools import in_the_interpreter, next_triton, under_next_triton
 from tests.kernels.portable_attention_code import CARDS, Code, compiled, merged
 
 KERNEL: Any = portable.KERNEL
@@ -66,16 +63,7 @@ def check_code(card: str, p: AttentionProblem, c: portable.Config, code: Code, s
 
 
 def test_the_arithmetic_holds_in_the_interpreter() -> None:
-    script = Path(__file__).with_name("portable_attention_interpreted.py")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(script)],
-        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    in_the_interpreter(Path(__file__).with_name("portable_attention_interpreted.py"))
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])

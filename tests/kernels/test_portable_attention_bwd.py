@@ -1,9 +1,6 @@
 """portable.attention_bwd without a GPU: arithmetic in Triton's interpreter, code by compiling for real cards, plans."""
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import asdict, replace
 from itertools import pairwise, product
 from pathlib import Path
@@ -22,7 +19,7 @@ pytest.importorskip("triton")
 from sparsek.kernels.portable import attention_bwd as portable
 from sparsek.kernels.portable.attention_parts import Walk, longest_part, walk
 from sparsek.kernels.prims.portable_attention import DIMS
-from tests.house.tools import ROOT, next_triton, under_next_triton
+from tests.house.tools import in_the_interpreter, next_triton, under_next_triton
 from tests.kernels.portable_attention_bwd_code import CARDS, Code, added, compiled, passes
 
 KERNEL: Any = portable.KERNEL
@@ -66,16 +63,7 @@ def check_code(
 
 
 def test_the_arithmetic_holds_in_the_interpreter() -> None:
-    script = Path(__file__).with_name("portable_attention_bwd_interpreted.py")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(script)],
-        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    in_the_interpreter(Path(__file__).with_name("portable_attention_bwd_interpreted.py"))
 
 
 @pytest.mark.parametrize("rules", ["interval", "both"])

@@ -1,8 +1,5 @@
 """portable/attention_dealt.py: in Triton's interpreter, compiled for real cards, and on a GPU."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,21 +11,12 @@ pytest.importorskip("triton")
 
 from sparsek.kernels.portable import attention_dealt as portable
 from sparsek.plan import attention_grad_schedule as schedule
-from tests.house.tools import ROOT
+from tests.house.tools import in_the_interpreter
 from tests.kernels.portable_code import compiled
 
 
 def test_it_deals_right_in_the_interpreter() -> None:
-    script = Path(__file__).with_name("portable_attention_dealt_interpreted.py")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(script)],
-        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    in_the_interpreter(Path(__file__).with_name("portable_attention_dealt_interpreted.py"))
 
 
 @pytest.mark.parametrize("lanes", [128, 256, 512])

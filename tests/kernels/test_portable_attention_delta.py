@@ -1,8 +1,5 @@
 """portable/attention_delta.py without a GPU: arithmetic in Triton's interpreter, code by compiling for real cards."""
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +10,7 @@ from sparsek.core.device import H200
 pytest.importorskip("triton")
 
 from sparsek.kernels.portable import attention_delta as portable
-from tests.house.tools import ROOT
+from tests.house.tools import in_the_interpreter
 from tests.kernels.portable_code import compiled
 
 A100 = replace(H200, name="NVIDIA A100", capability=(8, 0), sm_count=108, smem_bytes=166912)
@@ -23,16 +20,7 @@ HALVES = dict.fromkeys(("out", "grad", "dq"), "*bf16")
 
 
 def test_the_arithmetic_holds_in_the_interpreter() -> None:
-    script = Path(__file__).with_name("portable_attention_delta_interpreted.py")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(script)],
-        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    in_the_interpreter(Path(__file__).with_name("portable_attention_delta_interpreted.py"))
 
 
 @pytest.mark.parametrize("dim", [64, 96, 128, 256])

@@ -1,8 +1,5 @@
 """The portable FP8 kernels without a GPU: in Triton's interpreter, and compiled for real cards."""
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +14,7 @@ pytest.importorskip("triton")
 
 from sparsek.kernels.portable import bsr24_fp8, round_fp8, semi24_fp8, spmm_fp8
 from sparsek.kernels.prims.portable_fp8 import Config
+from tests.house.tools import in_the_interpreter
 from tests.kernels.portable_fp8_code import bsr24_fp8_code, round_code, semi24_fp8_code, spmm_fp8_code
 
 L40 = replace(H200, name="NVIDIA L40S", capability=(8, 9), sm_count=142, smem_bytes=101376)
@@ -53,16 +51,7 @@ def check(p: Any, c: Config, vectors: bool = True) -> None:
 
 
 def test_the_arithmetic_holds_in_the_interpreter():
-    script = Path(__file__).with_name("portable_fp8_interpreted.py")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", str(script)],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    in_the_interpreter(Path(__file__).with_name("portable_fp8_interpreted.py"))
 
 
 @pytest.mark.parametrize("p", ALL, ids=lambda p: p.op)

@@ -2,10 +2,7 @@
 compiling for real cards, how they are launched, and when torch matches instead.
 """
 
-import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +17,7 @@ pytest.importorskip("triton")
 
 from sparsek.kernels.portable import match as portable
 from sparsek.kernels.portable import spgemm_tiles as tiles
+from tests.house.tools import in_the_interpreter
 from tests.kernels.matched import assert_same, drawn, full
 from tests.kernels.portable_code import compiled
 
@@ -29,16 +27,7 @@ TYPES = dict.fromkeys((*portable._LISTS, *portable._RESULTS), "*i32") | {"sums":
 
 
 def test_the_lists_are_those_of_torch_in_the_interpreter():
-    script = Path(__file__).with_name("portable_match_interpreted.py")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(script)],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    in_the_interpreter(Path(__file__).with_name("portable_match_interpreted.py"))
 
 
 @pytest.mark.parametrize("wanted", [False, True], ids=["found", "wanted"])

@@ -1,8 +1,5 @@
 """kernels/portable/pack24.py: in Triton's interpreter, compiled for cards that are not there, and on a GPU."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +10,7 @@ from torch import Tensor
 
 from sparsek.formats import BSR24, Semi24, random_bsr, two_four
 from tests.formats.two_four import same_bits
-from tests.house.tools import ROOT, next_triton, under_next_triton
+from tests.house.tools import in_the_interpreter, next_triton, under_next_triton
 
 pytest.importorskip("triton")
 
@@ -26,16 +23,7 @@ BYTES = {"b8", "b16"}  # of metadata, those of one thread
 
 
 def test_the_bits_are_those_of_torch_in_the_interpreter():
-    script = Path(__file__).with_name("portable_pack24_interpreted.py")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", str(script)],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    in_the_interpreter(Path(__file__).with_name("portable_pack24_interpreted.py"))
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])

@@ -1,8 +1,5 @@
 """kernels/portable/pack_bsr.py: in Triton's interpreter, compiled for cards that are not there, and on a GPU."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +10,7 @@ from torch import Tensor
 
 from sparsek.core.errors import InvalidInput
 from sparsek.formats import BSR, convert
-from tests.house.tools import ROOT, next_triton, under_next_triton
+from tests.house.tools import in_the_interpreter, next_triton, under_next_triton
 
 pytest.importorskip("triton")
 
@@ -37,16 +34,7 @@ WIDE = {"v4.b32", "v2.b64"}  # 16 bytes
 
 
 def test_the_blocks_are_those_of_torch_in_the_interpreter():
-    script = Path(__file__).with_name("portable_pack_bsr_interpreted.py")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", str(script)],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    in_the_interpreter(Path(__file__).with_name("portable_pack_bsr_interpreted.py"))
 
 
 @pytest.mark.parametrize("block", [(16, 16), (128, 128), (48, 96)], ids=str)

@@ -2,9 +2,6 @@
 compiling for real cards.
 """
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +13,7 @@ from sparsek.plan.problem import SddmmProblem, SpgemmProblem, SpmmProblem
 pytest.importorskip("triton")
 
 from sparsek.kernels.portable import sddmm, spgemm, spmm_skinny
+from tests.house.tools import in_the_interpreter
 from tests.kernels.portable_products_code import sddmm_code, skinny_code, spgemm_code
 
 A100 = replace(H200, name="NVIDIA A100", capability=(8, 0), sm_count=108, smem_bytes=166912)
@@ -47,16 +45,7 @@ def pairing(a_block=(128, 128), b_block=(128, 128), card=H200, **more):
 
 @pytest.mark.parametrize("name", ["portable_skinny_interpreted.py", "portable_products_interpreted.py"])
 def test_the_arithmetic_holds_in_the_interpreter(name):
-    script = Path(__file__).with_name(name)
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(script)],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    in_the_interpreter(Path(__file__).with_name(name))
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,8 @@
 """portable.spmm without a GPU: arithmetic in Triton's interpreter, code by compiling for real cards."""
 
 import math
-import os
 import re
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +21,7 @@ from triton.compiler import ASTSource  # noqa: E402
 
 from sparsek.kernels.portable import spmm as portable  # noqa: E402
 from sparsek.kernels.prims.portable_tensors import tile_side  # noqa: E402
+from tests.house.tools import in_the_interpreter  # noqa: E402
 
 A100 = replace(H200, name="NVIDIA A100", capability=(8, 0), sm_count=108, smem_bytes=166912)
 RTX4090 = replace(H200, name="NVIDIA RTX 4090", capability=(8, 9), sm_count=128, smem_bytes=101376)
@@ -110,16 +109,7 @@ def check_code(p, c, tmp_path):
 
 
 def test_the_arithmetic_holds_in_the_interpreter():
-    script = Path(__file__).with_name("portable_spmm_interpreted.py")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(script)],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    in_the_interpreter(Path(__file__).with_name("portable_spmm_interpreted.py"))
 
 
 @pytest.mark.parametrize("block", [(128, 128), (64, 64), (32, 32), (16, 16), (512, 112), (48, 96)], ids=str)

@@ -1,8 +1,5 @@
 """Gradients of every product: against the float64 reference, of second order, for which inputs, and of what size."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +15,7 @@ import sparsek as sk
 from sparsek.formats import BSR, random_bsr
 from sparsek.formats.bsr import zero_padding
 from sparsek.ops import flat, gradients
+from tests.house.tools import in_the_interpreter
 from tests.ops.gradients import FORMS, hold, inputs_of
 from tests.ops.operands import pair
 
@@ -67,15 +65,7 @@ def test_gradients_hold_for_any_shape(name: str, sizes: dict[str, int], seed: in
 
 def test_gradients_of_the_portable_kernels_hold_in_the_interpreter():
     pytest.importorskip("triton")
-    script = Path(__file__).with_name("portable_gradients_interpreted.py")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(script)],
-        cwd=Path(__file__).parents[2],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    in_the_interpreter(Path(__file__).with_name("portable_gradients_interpreted.py"))
 
 
 @pytest.mark.parametrize("name", FORMS)

@@ -1,8 +1,5 @@
 """Gradients of products with Semi24 and BSR24: to the dense operand, the bias and the residual, never to values."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +17,7 @@ from sparsek.ops import flat
 from sparsek.ops import semi24 as ops
 from sparsek.reference.epilogue import ACTIVATIONS
 from sparsek.testing.chain_budget import chain_bounds
+from tests.house.tools import in_the_interpreter
 from tests.ops.test_semi24 import KINDS, matrix
 
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
@@ -147,15 +145,7 @@ def test_gradients_hold_for_any_shape(m: int, groups: int, n: int, left: bool, a
 
 def test_gradients_of_the_portable_kernels_hold_in_the_interpreter():
     pytest.importorskip("triton")
-    script = Path(__file__).with_name("portable_24_gradients_interpreted.py")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(script)],
-        cwd=Path(__file__).parents[2],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    in_the_interpreter(Path(__file__).with_name("portable_24_gradients_interpreted.py"))
 
 
 @pytest.mark.parametrize("kind", KINDS)

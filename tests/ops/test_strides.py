@@ -1,8 +1,5 @@
 """The stride zoo over every operation: each operand, output and incoming gradient in every layout, by every kernel."""
 
-import os
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +10,7 @@ import torch
 import sparsek as sk
 from sparsek.core.errors import InvalidInput
 from sparsek.testing.strides import ZOO, Layout, layouts, offsets
+from tests.house.tools import in_the_interpreter
 from tests.ops.stride_forms import FORMS, SIZES
 from tests.ops.stride_walk import Form, Outcome, walk
 
@@ -74,16 +72,7 @@ def test_every_layout_by_every_kernel_of_a_gpu(form: Form, dtype: torch.dtype) -
 
 def test_every_layout_in_the_interpreter() -> None:
     pytest.importorskip("triton")
-    script = Path(__file__).with_name("strides_interpreted.py")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(script)],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    in_the_interpreter(Path(__file__).with_name("strides_interpreted.py"))
 
 
 @pytest.mark.parametrize("layout", ZOO, ids=lambda layout: layout.name.replace(" ", "_"))
