@@ -42,7 +42,7 @@ class BlockPattern:
     `shape` is the true (M, K); sides need not be multiples of the block. `block` is (bm, bk), multiples of 16
     from 16 to 512. `indptr` is int32 [Mb+1] with Mb = ceil(M/bm); `indices` is int32 [nnzb], sorted and
     unique in each block row, 0 <= j < Kb = ceil(K/bk). Both are contiguous and on one device. Do not
-    write to them afterwards. Those of torch.inference_mode are copied, so that training may follow.
+    write to them afterwards. Tensors made in torch.inference_mode are copied, so that they can be trained on.
 
     Construction checks everything with one device sync and raises InvalidInput that says where the fault is.
     """

@@ -240,7 +240,7 @@ class BlockSparseLinear(nn.Module):
         number changes: make a new optimizer, or remove `optimizer.state[layer.values]`. Wrap a model in
         DistributedDataParallel after loading.
 
-        A pattern or values that are wrong change nothing and are told as torch tells its own errors.
+        A wrong pattern or wrong values change nothing and are reported as torch reports its own errors.
         """
         assign = local_metadata.get("assign_to_params_buffers", False)
         try:

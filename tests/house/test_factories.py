@@ -10,7 +10,7 @@ import pytest
 
 from tests.house.tools import ROOT, tree
 
-# They follow torch.set_default_device, but for a Generator, which is on the CPU unless it is told otherwise.
+# They follow torch.set_default_device, except for a Generator, which is on the CPU by default.
 OF_DEFAULT_DTYPE = {
     "empty", "empty_permuted", "empty_strided", "eye", "linspace", "logspace", "normal", "ones", "rand", "randn",
     "range", "scalar_tensor", "zeros", "bartlett_window", "blackman_window", "hamming_window", "hann_window",

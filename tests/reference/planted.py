@@ -103,7 +103,7 @@ def _matrix(seed: int, dtype: torch.dtype, shape: tuple[int, int] = (64, 96), bl
 
 
 def _damaged(a: BSR, fault: str) -> Tensor:
-    """A in float32, dense. The last block at a wrong index is in the next column; what is there then goes to its."""
+    """A in float32, dense. The last block at a wrong index swaps places with the block in the next column."""
     dense = a.to_dense().float()
     row, column = int(a.pattern.block_rows[-1]), int(a.pattern.indices[-1])
     strip = dense.view(*a.grid[:1], a.block[0], *a.grid[1:], a.block[1])[row]
