@@ -119,8 +119,8 @@ def test_any_layout_is_read_as_it_is(kernel: Any, seed: int) -> None:
             given.grad.shape, q.stride() if q.stride(3) else (1, 1, 1, 1), dtype=HALF, device="cuda"
         )
         other.copy_(given.grad)
-        again = check(kernel, given._replace(grad=other), f"{name} of grad too, seed {seed}")
-        assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True)), f"{name}, seed {seed}"
+        # Other strides of grad give rowsum(grad * out) another order (prepare_rows), so the budget judges, not bits.
+        check(kernel, given._replace(grad=other), f"{name} of grad too, seed {seed}")
     given = given._replace(
         grad=randn(1).expand(2, 4, 300, 64), grad_lse=torch.ones(1, device="cuda").expand(2, 4, 300)
     )

@@ -56,8 +56,9 @@ def prepare_rows(out: Tensor, grad: Tensor, lse: Tensor, grad_lse: Tensor | None
     """float32 [2, B, Hq, rows], contiguous: lse in base 2, and delta = rowsum(grad * out) - grad_lse.
 
     out, grad: bf16 or fp16 [B, Hq, S, Dv], any strides. lse: float32 [B, Hq, S], natural logarithm; grad_lse: its
-    gradient or None; any strides. `rows` is at least S; sums are float32. Rows that saw nothing (lse = -inf) and rows
-    from S on hold +inf and 0, whatever grad and grad_lse hold there. No sync.
+    gradient or None; any strides. `rows` is at least S. Rows that saw nothing (lse = -inf) and rows from S on hold +inf
+    and 0, whatever grad and grad_lse hold there. Sums are float32, in an order that follows the strides of out and
+    grad (Triton lays a tile over threads by them): the same values in other strides give other last bits. No sync.
     """
     batch, heads, q_len, v_dim = out.shape
     made = torch.empty((2, batch, heads, rows), dtype=torch.float32, device=out.device)
