@@ -134,6 +134,7 @@ POLICY = dict.fromkeys(("window", "stride", "topk"), "none int") | {"block": "in
 QKV = {"q": heads(4), "k": heads(2), "v": heads(2, 8)}
 PACKED = {"q": dense(100, 4, 16), "k": dense(100, 2, 16), "v": dense(100, 2, 8)}
 CU = torch.tensor([0, 40, 100], dtype=torch.int32)
+SAMPLED = {"X": dense(128, 48), "Y": dense(48, 64), "pattern": bsr().pattern}
 X, B, BIAS, RESIDUAL = dense(48, 64), dense(64, 48), dense(128), dense(48, 128)
 LOW = {"bias": BIAS.to(BF16), "residual": RESIDUAL.to(BF16)}
 AFTER = Epilogue(0.5, BIAS, "gelu")
@@ -189,19 +190,9 @@ CALLS: dict[str, Call] = {
         LAYER | {"W_gate": MATRIX, "W_up": MATRIX},
     ),
     "swiglu (FP8)": Call(function(sk.swiglu, x=rounded(), W_gate=fp8(), W_up=fp8(), kernel=None), LAYER),
-    "sddmm": Call(
-        function(sk.sddmm, X=dense(128, 48), Y=dense(48, 64), pattern=bsr().pattern, plan=None, kernel=None),
-        NAMED,
-    ),
+    "sddmm": Call(function(sk.sddmm, **SAMPLED, plan=None, kernel=None), NAMED),
     "sddmm (plan)": Call(
-        function(
-            sk.sddmm,
-            X=dense(128, 48),
-            Y=dense(48, 64),
-            pattern=bsr().pattern,
-            plan=plan("sddmm"),
-            kernel="cpu.sddmm",
-        ),
+        function(sk.sddmm, **SAMPLED, plan=plan("sddmm"), kernel="cpu.sddmm"),
         NAMED | {"plan": "none"},
     ),
     "spgemm": Call(
@@ -295,15 +286,7 @@ CALLS: dict[str, Call] = {
         PLANNED,
     ),
     "plan_sddmm": Call(
-        function(
-            sk.plan_sddmm,
-            X=dense(128, 48),
-            Y=dense(48, 64),
-            pattern=bsr().pattern,
-            kernel=None,
-            config=None,
-            device=None,
-        ),
+        function(sk.plan_sddmm, **SAMPLED, kernel=None, config=None, device=None),
         PLANNED,
     ),
     "plan_spgemm": Call(
