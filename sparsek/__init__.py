@@ -9,20 +9,20 @@ Products are differentiable; a gradient of a BSR has its pattern. Importing this
 
 from sparsek import nn
 from sparsek.core.errors import InvalidFile, InvalidInput, SparseKError, Unsupported
-from sparsek.formats.block_mask import BlockMask
-from sparsek.formats.bsr import BSR
-from sparsek.formats.bsr24 import BSR24
-from sparsek.formats.io import load, save
-from sparsek.formats.pattern import BlockPattern
-from sparsek.formats.random import random_bsr
-from sparsek.formats.scaled import Scaled, quantize
-from sparsek.formats.scaled_tensor import ScaledTensor
-from sparsek.formats.semi24 import Semi24
+from sparsek.files.io import load, save
+from sparsek.mask.mask import BlockMask
+from sparsek.mask.rule import MaskPolicy
+from sparsek.matrix.bsr import BSR
+from sparsek.matrix.bsr24 import BSR24
+from sparsek.matrix.dense8 import ScaledTensor
+from sparsek.matrix.pattern import BlockPattern
+from sparsek.matrix.quantized import Scaled, quantize
+from sparsek.matrix.random import random_bsr
+from sparsek.matrix.semi24 import Semi24
 from sparsek.ops.attention import attention, plan_attention, plan_attention_backward
 from sparsek.ops.attention_varlen import attention_varlen
+from sparsek.ops.choose import LinearPlan, plan_linear
 from sparsek.ops.linear import linear, swiglu
-from sparsek.ops.plan_linear import LinearPlan, plan_linear
-from sparsek.ops.policy import MaskPolicy
 from sparsek.ops.sddmm import plan_sddmm, sddmm
 from sparsek.ops.spgemm import plan_spgemm, spgemm
 from sparsek.ops.spmm import plan_spmm, spmm

@@ -22,12 +22,12 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from sparsek.bench.memory import out_of_memory, peak_bytes
-from sparsek.bench.peer import first_line
+from sparsek.bench.engine.memory import out_of_memory, peak_bytes
+from sparsek.bench.peers.peer import first_line
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput, SparseKError
-from sparsek.formats.bsr import BSR
-from sparsek.formats.random import random_bsr
+from sparsek.matrix.bsr import BSR
+from sparsek.matrix.random import random_bsr
 from sparsek.testing.budget import FACTOR, FLOOR, error
 
 Status = Literal["works", "wrong", "error", "crash", "costly", "warns", "refuses", "skipped"]
@@ -222,7 +222,7 @@ def peak(call: Callable[[], object], device: torch.device) -> int:
     """The most bytes that torch held at once during one call beyond what it held before.
 
     On a CPU from the profiler's record of allocations; what MKL takes for itself is not in it. acc_events as in
-    bench/spgemm.py.
+    bench/suites/spgemm.py.
     """
     on_gpu = peak_bytes(call, device)
     if on_gpu is not None:

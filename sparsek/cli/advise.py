@@ -10,17 +10,17 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from sparsek.bench import advise as advising
-from sparsek.bench.advise import Advice, Failure, NoAdvice, Question
-from sparsek.bench.break_even import check_picture
-from sparsek.bench.case import parse_block
+from sparsek.advise import weights as advising
+from sparsek.advise.break_even import check_picture
+from sparsek.advise.weights import Advice, Failure, NoAdvice, Question
+from sparsek.bench.suites.case import parse_block
 from sparsek.cli.advise_formats import print_break_even, print_formats
 from sparsek.cli.output import EXIT_ERROR, complain, console, duration, middle_out, plain, progress
 from sparsek.cli.output import table as new_table
 from sparsek.core.device import card_named, card_of
 from sparsek.core.errors import InvalidInput
-from sparsek.formats.spy import spy_png
-from sparsek.formats.weights import open_weights
+from sparsek.files.weights import open_weights
+from sparsek.pictures.blocks import spy_png
 
 Cell = tuple[str, ...]  # text in pieces: of one line, or a line each
 SPEEDUP, VERDICT = 6, 7

@@ -6,14 +6,14 @@ from pathlib import Path
 from rich.table import Table
 from rich.text import Text
 
-from sparsek.bench import break_even
-from sparsek.bench.advise import Advice, Question
-from sparsek.bench.advise_formats import fastest
+from sparsek.advise import break_even
+from sparsek.advise.formats import fastest
+from sparsek.advise.weights import Advice, Question
 from sparsek.cli.output import console, duration, middle_out, plain
 from sparsek.cli.output import table as new_table
 from sparsek.core.device import CARDS, card_of
-from sparsek.ops.linear_formats import TITLES
-from sparsek.ops.plan_linear import Option
+from sparsek.ops.choose import Option
+from sparsek.ops.weight_formats import TITLES
 
 # What all columns but the matrix's and the kernel's take, and the width from which on there is room for the kernel.
 TAKEN, WIDE = 72, 118

@@ -5,12 +5,15 @@ from typing import Annotated
 
 import typer
 
-from sparsek.bench import attention as attention_cases
-from sparsek.bench import attention_grad, attention_grad_peers, attention_peers, spmm_peers
-from sparsek.bench import spmm as spmm_cases
-from sparsek.bench.attention import parse_lengths, parse_pair
-from sparsek.bench.attention_masks import KINDS
-from sparsek.bench.case import Case, parse_block
+from sparsek.bench.peers import attention as attention_peers
+from sparsek.bench.peers import attention_grad as attention_grad_peers
+from sparsek.bench.peers import spmm as spmm_peers
+from sparsek.bench.suites import attention as attention_cases
+from sparsek.bench.suites import attention_grad
+from sparsek.bench.suites import spmm as spmm_cases
+from sparsek.bench.suites.attention import parse_lengths, parse_pair
+from sparsek.bench.suites.attention_masks import KINDS
+from sparsek.bench.suites.case import Case, parse_block
 from sparsek.cli import bench_planner, bench_products, bench_two_four
 from sparsek.cli.bench_run import (
     SMALL_PRODUCT,
@@ -30,7 +33,7 @@ from sparsek.cli.bench_run import (
     suite_option,
 )
 from sparsek.cli.output import Commands
-from sparsek.formats.random import PATTERNS
+from sparsek.matrix.random import PATTERNS
 
 app = typer.Typer(
     cls=Commands, help="Measure, with a correctness gate before any time.", no_args_is_help=True

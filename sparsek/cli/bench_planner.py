@@ -5,10 +5,10 @@ from typing import Annotated
 
 import typer
 
-from sparsek.bench.case import Case
-from sparsek.bench.planner import LAYERS, PLANNER, SUITES, PlannerCase
+from sparsek.bench.suites.case import Case
+from sparsek.bench.suites.planner import LAYERS, PLANNER, SUITES, PlannerCase
 from sparsek.cli.bench_run import Asked, Device, Dtypes, Only, Out, Rounds, bench, listed, suite_option
-from sparsek.ops.linear_formats import FORMATS
+from sparsek.ops.weight_formats import FORMATS
 
 
 def planner(

@@ -5,12 +5,15 @@ from typing import Annotated
 
 import typer
 
-from sparsek.bench import linear as linear_cases
-from sparsek.bench import linear_peers, mlp_peers, sddmm_peers, spgemm_peers
-from sparsek.bench import mlp as mlp_cases
-from sparsek.bench import sddmm as sddmm_cases
-from sparsek.bench import spgemm as spgemm_cases
-from sparsek.bench.case import Case, parse_block
+from sparsek.bench.peers import linear as linear_peers
+from sparsek.bench.peers import mlp as mlp_peers
+from sparsek.bench.peers import sddmm as sddmm_peers
+from sparsek.bench.peers import spgemm as spgemm_peers
+from sparsek.bench.suites import linear as linear_cases
+from sparsek.bench.suites import mlp as mlp_cases
+from sparsek.bench.suites import sddmm as sddmm_cases
+from sparsek.bench.suites import spgemm as spgemm_cases
+from sparsek.bench.suites.case import Case, parse_block
 from sparsek.cli.bench_run import (
     SMALL_PRODUCT,
     Asked,
@@ -28,7 +31,7 @@ from sparsek.cli.bench_run import (
     peers_option,
     suite_option,
 )
-from sparsek.formats.random import PATTERNS
+from sparsek.matrix.random import PATTERNS
 
 
 def sddmm(

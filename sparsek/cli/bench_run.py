@@ -9,14 +9,14 @@ import torch
 import typer
 from rich.table import Table as Screen
 
-from sparsek.bench import charts, records
-from sparsek.bench.case import Case, Entry, suite_named
-from sparsek.bench.measure import measure
-from sparsek.bench.memory import out_of_memory
-from sparsek.bench.peer import Peer, peers_named
-from sparsek.bench.report import measured_peers
-from sparsek.bench.run import GateError, Outcome
-from sparsek.bench.tables import Table, case_name, table_of
+from sparsek.bench.engine import charts, records
+from sparsek.bench.engine.measure import measure
+from sparsek.bench.engine.memory import out_of_memory
+from sparsek.bench.engine.report import measured_peers
+from sparsek.bench.engine.run import GateError, Outcome
+from sparsek.bench.engine.tables import Table, case_name, table_of
+from sparsek.bench.peers.peer import Peer, peers_named
+from sparsek.bench.suites.case import Case, Entry, suite_named
 from sparsek.cli.output import complain, console, progress
 from sparsek.cli.output import table as new_table
 from sparsek.core import arguments

@@ -5,11 +5,13 @@ from typing import Annotated
 
 import typer
 
-from sparsek.bench import fp8 as fp8_cases
-from sparsek.bench import fp8_peers, semi24_peers, story
-from sparsek.bench import pack as pack_cases
-from sparsek.bench import semi24 as semi24_cases
-from sparsek.bench.case import Case, parse_block
+from sparsek.bench.peers import fp8 as fp8_peers
+from sparsek.bench.peers import semi24 as semi24_peers
+from sparsek.bench.suites import fp8 as fp8_cases
+from sparsek.bench.suites import pack as pack_cases
+from sparsek.bench.suites import semi24 as semi24_cases
+from sparsek.bench.suites import story
+from sparsek.bench.suites.case import Case, parse_block
 from sparsek.cli.bench_run import (
     SMALL_PRODUCT,
     Asked,

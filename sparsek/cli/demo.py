@@ -10,15 +10,15 @@ import torch
 import typer
 from torch.nn import functional
 
-from sparsek.bench.advise import Question
-from sparsek.bench.case import parse_block
+from sparsek.advise.weights import Question
+from sparsek.bench.suites.case import parse_block
 from sparsek.cli.advise import answer
 from sparsek.cli.output import EXIT_ERROR, complain, console, duration
 from sparsek.cli.output import table as new_table
 from sparsek.core import dtypes
 from sparsek.core.clock import time_rounds
 from sparsek.core.errors import InvalidInput
-from sparsek.formats.block_mask import BlockMask
+from sparsek.mask.mask import BlockMask
 from sparsek.ops.attention import plan_attention
 from sparsek.testing.attention_budget import check_attention
 

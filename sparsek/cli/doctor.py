@@ -10,9 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 import sparsek as sk
-from sparsek.bench.attention import AttentionCase
-from sparsek.bench.records import smi_facts, version_of
-from sparsek.bench.spmm import SpmmCase
+from sparsek.bench.engine.records import smi_facts, version_of
+from sparsek.bench.suites.attention import AttentionCase
+from sparsek.bench.suites.spmm import SpmmCase
 from sparsek.cli.output import console, progress
 from sparsek.cli.output import table as new_table
 from sparsek.core.device import card_of

@@ -30,7 +30,7 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from sparsek import __version__
-from sparsek.bench.memory import out_of_memory
+from sparsek.bench.engine.memory import out_of_memory
 from sparsek.core import env
 from sparsek.core.errors import SparseKError
 

@@ -7,8 +7,8 @@ import typer
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.markdown import Markdown, MarkdownElement, TableElement
 
-from sparsek.bench import charts, records
-from sparsek.bench import report as reporting
+from sparsek.bench.engine import charts, records
+from sparsek.bench.engine import report as reporting
 from sparsek.cli.output import complain, console
 from sparsek.cli.output import table as new_table
 from sparsek.core import env

@@ -7,17 +7,17 @@ import torch
 import typer
 from rich.text import Text
 
-from sparsek.bench import tune as tuning
-from sparsek.bench.case import parse_block
-from sparsek.bench.memory import out_of_memory
-from sparsek.bench.tune import SHAPES, Job, Tuning
+from sparsek.bench.engine.memory import out_of_memory
+from sparsek.bench.suites import tune as tuning
+from sparsek.bench.suites.case import parse_block
+from sparsek.bench.suites.tune import SHAPES, Job, Tuning
 from sparsek.cli.bench_run import listed
 from sparsek.cli.output import complain, console, duration, progress
 from sparsek.cli.output import table as new_table
 from sparsek.core import arguments, env
 from sparsek.core.errors import InvalidFile, InvalidInput, Unsupported
 from sparsek.kernels import names_for
-from sparsek.ops.linear_formats import FORMATS, FP8_OPS, ways
+from sparsek.ops.weight_formats import FORMATS, FP8_OPS, ways
 from sparsek.plan import table
 
 SPARSE = tuple(name for name in FORMATS if not name.startswith("dense"))

@@ -24,10 +24,10 @@ from transformers.modeling_utils import AttentionInterface
 
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
-from sparsek.formats.pattern import INT32_MAX
 from sparsek.integrations.transformers_masks import Asked, ModelMask, dense_mask, model_mask, policy_of
+from sparsek.mask.operands import check_tensors
+from sparsek.matrix.pattern import INT32_MAX
 from sparsek.ops.attention import attention
-from sparsek.plan import attention_operands as operands
 
 NAME = "sparsek"
 REFUSED = {
@@ -110,7 +110,7 @@ def sparsek_attention(
     (read in O(S^2), once for all layers), or None: causal if the module is. Queries that see nothing give 0.
     Raises InvalidInput for dropout and for all that changes scores: capping, biases, learned sinks.
     """
-    operands.check_tensors(query, key, value)
+    check_tensors(query, key, value)
     if arguments.number("dropout", dropout, 0, 1):
         raise InvalidInput(
             f"attention dropout is {dropout}, which SparseK does not have: set config.attention_dropout "

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
-from sparsek.formats.block_mask import BlockMask
-from sparsek.formats.mask_documents import Documents, Near, Scene
-from sparsek.ops.policy import MaskPolicy, Visible
+from sparsek.mask.documents import Documents, Near, Scene
+from sparsek.mask.mask import BlockMask
+from sparsek.mask.rule import MaskPolicy, Visible
 
 if "q_offset" not in inspect.signature(masking_utils.sdpa_mask).parameters:
     raise ImportError(f"SparseK needs transformers 5.4 or newer; this is {version('transformers')}")

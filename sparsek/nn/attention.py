@@ -8,11 +8,11 @@ from torch import Tensor, nn
 from sparsek.core import arguments
 from sparsek.core.eager import outside_inference
 from sparsek.core.errors import InvalidInput
-from sparsek.formats.block_mask import BlockMask
-from sparsek.formats.pattern import INT32_MAX
+from sparsek.mask.mask import BlockMask
+from sparsek.mask.rule import MaskPolicy
+from sparsek.matrix.pattern import INT32_MAX
 from sparsek.ops.attention import attention
 from sparsek.ops.attention_varlen import attention_varlen
-from sparsek.ops.policy import MaskPolicy
 from sparsek.plan import operands
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from sparsek.core import arguments
 from sparsek.core import device as devices
 from sparsek.core.errors import InvalidInput
-from sparsek.formats.block_mask import BlockMask
+from sparsek.mask.mask import BlockMask
 from sparsek.ops.attention_autograd import Attention, Call, TransformedAttention, check_untransformed
 from sparsek.ops.attention_op import through_op
 from sparsek.ops.attention_plans import (

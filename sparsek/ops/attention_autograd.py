@@ -14,7 +14,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 
 from sparsek.core.eager import save_for_backward
 from sparsek.core.errors import InvalidInput
-from sparsek.formats.block_mask import BlockMask
+from sparsek.mask.mask import BlockMask
 from sparsek.ops import gradients
 from sparsek.ops.attention_plans import cached_grad_plan, cached_plan, check_backward_kernel
 from sparsek.plan import attention_operands as operands

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from sparsek.core.errors import InvalidInput
-from sparsek.formats.block_mask import BlockLists, BlockMask, Sizes
+from sparsek.mask.mask import BlockLists, BlockMask, Sizes
 from sparsek.plan.attention_operands import not_a_mask
 
 # Masks that came through the ops, so that plans are made once, each with what it was made of. An entry lives as long

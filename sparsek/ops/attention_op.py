@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sparsek.formats.block_mask import BlockMask
+from sparsek.mask.mask import BlockMask
+from sparsek.mask.operands import check_tensors
 from sparsek.ops import gradients
 from sparsek.ops.attention_flat import TAGS, flat_mask, mask_of, put_together
 from sparsek.ops.attention_plans import cached_grad_plan, cached_plan, checked
@@ -109,7 +110,7 @@ def _check_fake(
     numbers: Sequence[int],
     scale: float | None,
 ) -> None:
-    operands.check_tensors(q, k, v)
+    check_tensors(q, k, v)
     operands.checked_scale(scale, q.shape[3])
     if mask:
         operands.check_mask(q, k, put_together(mask, numbers))

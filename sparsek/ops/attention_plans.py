@@ -14,14 +14,15 @@ from sparsek import kernels
 from sparsek.core import device as devices
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
-from sparsek.formats.block_mask import BlockMask
+from sparsek.core.streams import Made, captured, follow
+from sparsek.mask.mask import BlockMask
+from sparsek.mask.operands import check_tensors
 from sparsek.ops import gradients
 from sparsek.ops.planning import choose
 from sparsek.plan import attention_operands as operands
 from sparsek.plan.attention import AttentionPlan
 from sparsek.plan.attention_grad import AttentionGradPlan, sharing_transposed
 from sparsek.plan.cache import PlanCache
-from sparsek.plan.made import Made, captured, follow
 from sparsek.plan.problem import AttentionGradProblem, AttentionProblem
 from sparsek.plan.select import Choice
 
@@ -39,7 +40,7 @@ def checked(
 
     `planner`: what predicts such a call.
     """
-    operands.check_tensors(q, k, v, predicted=not here, planner=planner)
+    check_tensors(q, k, v, predicted=not here, planner=planner)
     if mask is None:
         return every_block(q.shape[2], k.shape[2], q.device if here else torch.device("cpu"))
     operands.check_mask(q, k, mask, here=here)

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
-from sparsek.formats.block_mask import BlockMask
+from sparsek.mask.mask import BlockMask
+from sparsek.mask.operands import check_tensors
+from sparsek.mask.rule import MaskPolicy, packed_scene
 from sparsek.ops.attention import attention
-from sparsek.ops.policy import MaskPolicy, packed_scene
-from sparsek.plan.attention_operands import check_tensors
 
 DIMS = {"q": "[total_q, Hq, D]", "k": "[total_k, Hkv, D]", "v": "[total_k, Hkv, Dv]"}
 EVERY_KEY = MaskPolicy(causal=False)

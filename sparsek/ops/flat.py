@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from sparsek.formats.bsr import BSR
-from sparsek.formats.bsr24 import BSR24
-from sparsek.formats.pattern import BlockPattern
-from sparsek.formats.semi24 import Semi24
+from sparsek.matrix.bsr import BSR
+from sparsek.matrix.bsr24 import BSR24
+from sparsek.matrix.pattern import BlockPattern
+from sparsek.matrix.semi24 import Semi24
 from sparsek.plan.operands import readable
 
 FlatPattern = tuple[Tensor, Tensor, list[int]]

@@ -15,11 +15,11 @@ from torch.nn import functional
 from sparsek.core import arguments, dtypes
 from sparsek.core.arguments import told
 from sparsek.core.errors import InvalidInput
-from sparsek.formats.bsr import BSR
-from sparsek.formats.bsr24 import BSR24
-from sparsek.formats.scaled import Scaled
-from sparsek.formats.scaled_tensor import ScaledTensor
-from sparsek.formats.semi24 import Semi24
+from sparsek.matrix.bsr import BSR
+from sparsek.matrix.bsr24 import BSR24
+from sparsek.matrix.dense8 import ScaledTensor
+from sparsek.matrix.quantized import Scaled
+from sparsek.matrix.semi24 import Semi24
 from sparsek.ops import flat, scaled, semi24, transforms
 from sparsek.ops.semi24 import TWO_FOUR
 from sparsek.ops.spmm import multiply

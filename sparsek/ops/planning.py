@@ -39,7 +39,7 @@ def matcher(device: torch.device) -> Matcher:
     """What matches two patterns on `device`: plain Triton on a GPU where Triton is, torch elsewhere. The same lists."""
     if device.type == "cuda":
         try:
-            from sparsek.kernels.portable import match as portable
+            from sparsek.kernels.spgemm import match as portable
         except ImportError:
             return match
         return portable.match

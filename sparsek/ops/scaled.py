@@ -2,7 +2,7 @@
 
 `sparsek.spmm`, `sparsek.linear` and the @ operator come here with such matrices. The dense operand is a ScaledTensor,
 which `sparsek.quantize` has made, or a tensor in bf16, fp16 or fp32, which the call rounds to E4M3 with a scale for
-each column of B (row of x): on a GPU by one kernel, `kernels/portable/round_fp8.py`.
+each column of B (row of x): on a GPU by one kernel, `kernels/pack/to_fp8.py`.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from sparsek.core import device as devices
 from sparsek.core import dtypes
 from sparsek.core.arguments import told
 from sparsek.core.errors import InvalidInput
-from sparsek.formats.bsr import BSR
-from sparsek.formats.bsr24 import BSR24
-from sparsek.formats.scaled import Scaled
-from sparsek.formats.scaled_tensor import ScaledTensor, quantize_dense, register_rounder
-from sparsek.formats.semi24 import Semi24
+from sparsek.core.streams import Made, captured
+from sparsek.matrix.bsr import BSR
+from sparsek.matrix.bsr24 import BSR24
+from sparsek.matrix.dense8 import ScaledTensor, quantize_dense, register_rounder
+from sparsek.matrix.quantized import Scaled
+from sparsek.matrix.semi24 import Semi24
 from sparsek.ops import flat, transforms
 from sparsek.ops.planning import choose
 from sparsek.plan import operands, schedule
 from sparsek.plan.cache import PlanCache
-from sparsek.plan.made import Made, captured
 from sparsek.plan.plan import check_plan
 from sparsek.plan.problem import ScaledBsr24Problem, ScaledSemi24Problem, ScaledSpmmProblem
 from sparsek.plan.scaled import (
@@ -322,7 +322,7 @@ def _round_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
     if flat.traced() or not flat.are_plain(x):
         return None
     try:
-        from sparsek.kernels.portable.round_fp8 import round_rows
+        from sparsek.kernels.pack.to_fp8 import round_rows
     except ImportError:
         return None
     return round_rows(x, dtype)

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from sparsek.core import arguments, dtypes
 from sparsek.core import device as devices
-from sparsek.formats.bsr import BSR
-from sparsek.formats.pattern import BlockPattern
+from sparsek.core.streams import Made, captured
+from sparsek.matrix.bsr import BSR
+from sparsek.matrix.pattern import BlockPattern
 from sparsek.ops import flat, gradients, transforms
 from sparsek.ops.planning import allows_tf32, choose
 from sparsek.plan import operands
 from sparsek.plan.cache import PlanCache
-from sparsek.plan.made import Made, captured
 from sparsek.plan.plan import check_plan
 from sparsek.plan.problem import SddmmProblem
 from sparsek.plan.sddmm import SddmmPlan

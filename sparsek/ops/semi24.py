@@ -18,14 +18,14 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from sparsek.core import device as devices
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
-from sparsek.formats import two_four
-from sparsek.formats.bsr24 import BSR24
-from sparsek.formats.semi24 import Semi24
+from sparsek.core.streams import Made, captured
+from sparsek.matrix import two_four
+from sparsek.matrix.bsr24 import BSR24
+from sparsek.matrix.semi24 import Semi24
 from sparsek.ops import flat, gradients, transforms
 from sparsek.ops.planning import allows_tf32, choose
 from sparsek.plan import operands
 from sparsek.plan.cache import PlanCache
-from sparsek.plan.made import Made, captured
 from sparsek.plan.plan import check_plan
 from sparsek.plan.problem import BSR24Problem, Problem24, Semi24Problem
 from sparsek.plan.semi24 import (
@@ -362,7 +362,7 @@ def _pack24(*parts: Tensor | None) -> Any:
     if flat.traced() or not flat.are_plain(*parts):
         return None
     try:
-        from sparsek.kernels.portable import pack24
+        from sparsek.kernels.pack import to_24 as pack24
     except ImportError:
         return None
     return pack24

@@ -13,13 +13,13 @@ from sparsek.core import arguments, dtypes
 from sparsek.core import device as devices
 from sparsek.core.eager import untransformed
 from sparsek.core.errors import InvalidInput
-from sparsek.formats.bsr import BSR
-from sparsek.formats.pattern import BlockPattern
+from sparsek.core.streams import Made, captured
+from sparsek.matrix.bsr import BSR
+from sparsek.matrix.pattern import BlockPattern
 from sparsek.ops import flat, gradients, transforms
 from sparsek.ops.planning import allows_tf32, choose, matcher
 from sparsek.ops.spmm import spmm
 from sparsek.plan import operands
-from sparsek.plan.made import Made, captured
 from sparsek.plan.matches import Matches
 from sparsek.plan.plan import check_plan
 from sparsek.plan.problem import SpgemmProblem

@@ -13,18 +13,18 @@ from torch import Tensor
 from sparsek.core import arguments, dtypes
 from sparsek.core import device as devices
 from sparsek.core.errors import InvalidInput
-from sparsek.formats import convert
-from sparsek.formats.bsr import BSR
-from sparsek.formats.bsr24 import BSR24
-from sparsek.formats.pattern import BlockPattern
-from sparsek.formats.scaled import Scaled
-from sparsek.formats.scaled_tensor import ScaledTensor
-from sparsek.formats.semi24 import Semi24
+from sparsek.core.streams import Made, captured
+from sparsek.matrix import convert
+from sparsek.matrix.bsr import BSR
+from sparsek.matrix.bsr24 import BSR24
+from sparsek.matrix.dense8 import ScaledTensor
+from sparsek.matrix.pattern import BlockPattern
+from sparsek.matrix.quantized import Scaled
+from sparsek.matrix.semi24 import Semi24
 from sparsek.ops import flat, gradients, scaled, semi24, transforms
 from sparsek.ops.planning import allows_tf32, choose
 from sparsek.plan import operands, schedule
 from sparsek.plan.cache import PlanCache
-from sparsek.plan.made import Made, captured
 from sparsek.plan.plan import check_plan
 from sparsek.plan.problem import SpmmProblem
 from sparsek.plan.scaled import ScaledPlan
@@ -427,7 +427,7 @@ def _pack(w: Tensor, block: tuple[int, int], rule: convert.Rule) -> BSR | None:
     if flat.traced() or not flat.are_plain(w, rule.mask):
         return None
     try:
-        from sparsek.kernels.portable.pack_bsr import pack_bsr
+        from sparsek.kernels.pack.to_bsr import pack_bsr
     except ImportError:
         return None
     return pack_bsr(w, block, rule)

@@ -16,8 +16,8 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd import forward_ad
 
 from sparsek.core.errors import InvalidInput
-from sparsek.formats.bsr import BSR
-from sparsek.formats.pattern import BlockPattern
+from sparsek.matrix.bsr import BSR
+from sparsek.matrix.pattern import BlockPattern
 
 NO_TANGENT = (
     "products have no forward-mode derivative (jvp, jacfwd, hessian): torch.autograd.functional.jvp finds the same by "

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
-from sparsek.formats.block_mask import BlockMask
+from sparsek.core.streams import Made, captured, follow, tensors_in
+from sparsek.mask.mask import BlockMask
+from sparsek.mask.operands import check_tensors
 from sparsek.plan import attention_operands as operands
-from sparsek.plan.made import Made, captured, follow, tensors_in
 from sparsek.plan.plan import Plan
 
 
@@ -40,7 +41,7 @@ class MaskPlan(Plan):
                 "plans do not go through torch.compile and torch.func; call attention(q, k, v, mask) there"
             )
         self.refuse_unless_ready()
-        operands.check_tensors(q, k, v, planner=self.planner)
+        check_tensors(q, k, v, planner=self.planner)
         planned = self.mask()
         found = planned if mask is None and self.unmasked else mask
         if found is None or found is not planned:

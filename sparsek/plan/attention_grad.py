@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from sparsek.core import dtypes
-from sparsek.formats.block_mask import BlockMask
+from sparsek.core.streams import Made, captured, follow, tensors_in
+from sparsek.mask.mask import BlockMask
 from sparsek.plan import attention_operands as operands
 from sparsek.plan.attention import MaskPlan, megabytes
-from sparsek.plan.made import Made, captured, follow, tensors_in
 
 
 class Forward(NamedTuple):

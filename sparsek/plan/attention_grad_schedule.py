@@ -23,8 +23,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sparsek.formats.block_mask import BlockMask
-from sparsek.formats.mask_parts import BlockLists
+from sparsek.mask.mask import BlockMask
+from sparsek.mask.parts import BlockLists
 from sparsek.plan.problem import AttentionProblem
 
 TILE_FIELDS = 8
@@ -87,7 +87,7 @@ def heads_in_section(p: AttentionProblem) -> int:
 def deal(ticks: Tensor, ctas: int) -> tuple[Tensor, Tensor]:
     """The CTA of every tile of the line, int32, and when it begins: the first CTA that is through takes the next.
 
-    On the host; kernels/portable/attention_dealt.py does it on a GPU.
+    On the host; kernels/attention/dealt.py does it on a GPU.
     """
     free = [(0, cta) for cta in range(ctas)]
     dealt = []

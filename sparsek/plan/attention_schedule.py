@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sparsek.formats.block_mask import BlockMask
+from sparsek.mask.mask import BlockMask
 from sparsek.plan.problem import AttentionProblem
 
 # Fields of a record: first query, batch item, first head, first partial entry (-1: none) and partial blocks,

@@ -6,9 +6,9 @@ from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
-from sparsek.formats.block_mask import BlockMask
-from sparsek.formats.bsr import BSR
-from sparsek.formats.pattern import BlockPattern
+from sparsek.mask.mask import BlockMask
+from sparsek.matrix.bsr import BSR
+from sparsek.matrix.pattern import BlockPattern
 from sparsek.plan.matches import Matches
 from sparsek.plan.problem import (
     AttentionGradProblem,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sparsek.core.errors import InvalidInput
-from sparsek.formats.pattern import INT32_MAX, BlockPattern
+from sparsek.matrix.pattern import INT32_MAX, BlockPattern
 
 
 class Matches(NamedTuple):

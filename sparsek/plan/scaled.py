@@ -15,14 +15,14 @@ from torch import Tensor
 
 from sparsek.core import arguments, dtypes
 from sparsek.core.errors import InvalidInput
-from sparsek.formats.bsr import BSR
-from sparsek.formats.pattern import BlockPattern
-from sparsek.formats.scaled import Scaled
-from sparsek.formats.scaled_tensor import ScaledTensor, quantize_dense
-from sparsek.formats.semi24 import Semi24
+from sparsek.core.streams import Made, captured, follow, tensors_in
+from sparsek.matrix.bsr import BSR
+from sparsek.matrix.dense8 import ScaledTensor, quantize_dense
+from sparsek.matrix.pattern import BlockPattern
+from sparsek.matrix.quantized import Scaled
+from sparsek.matrix.semi24 import Semi24
 from sparsek.plan import operands
 from sparsek.plan.kernel import Kernel
-from sparsek.plan.made import Made, captured, follow, tensors_in
 from sparsek.plan.plan import Plan
 from sparsek.plan.problem import ScaledProblem, ScaledSemi24Problem
 from sparsek.plan.spmm import epilogue_parts, formula_of, joins

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sparsek.formats.pattern import BlockPattern
+from sparsek.matrix.pattern import BlockPattern
 
 
 class Walk(NamedTuple):

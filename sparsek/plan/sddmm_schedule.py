@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sparsek.formats.pattern import BlockPattern
+from sparsek.matrix.pattern import BlockPattern
 
 FIELDS = 8
 OUTSIDE = 1 << 30  # no matrix has such a column

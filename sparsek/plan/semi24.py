@@ -11,12 +11,12 @@ from torch import Tensor
 
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
-from sparsek.formats.bsr24 import BSR24
-from sparsek.formats.pattern import BlockPattern
-from sparsek.formats.semi24 import Semi24
+from sparsek.core.streams import Made, captured, follow, tensors_in
+from sparsek.matrix.bsr24 import BSR24
+from sparsek.matrix.pattern import BlockPattern
+from sparsek.matrix.semi24 import Semi24
 from sparsek.plan import operands
 from sparsek.plan.kernel import Kernel
-from sparsek.plan.made import Made, captured, follow, tensors_in
 from sparsek.plan.plan import Plan
 from sparsek.plan.problem import BSR24Problem, Problem24
 from sparsek.plan.spmm import OTHER_LAYOUT, epilogue_parts, formula, formula_of, is_aligned, joins, new_rows

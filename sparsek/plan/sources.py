@@ -2,7 +2,7 @@
 
 Of files with device functions (Triton's and Gluon's) it is those functions, the constants of the module and the
 classes Config and Tile: what is compiled. Planning around a kernel may change, and its functions may move to another
-file, and its times still stand. The same counts of files in the Hopper folder without such functions, and of CUDA C++
+file, and its times still stand. The same counts of files of Hopper kernels without such functions, and of CUDA C++
 files everything. Of other files it is everything. SCHEDULES names the exceptions.
 """
 
@@ -34,7 +34,8 @@ def source_files(kernel: str, root: Path = ROOT) -> list[Path]:
     """The kernel's own file and the files of sparsek.kernels that it imports, directly or through them; its schedule's;
     the CUDA C++ files that they name and that lie beside them.
 
-    "hopper.spmm" lies in sparsek/kernels; "formats.mask_build", which is measured too, in sparsek.
+    `kernel` is a name of the kernels' table, or a module of sparsek.kernels ("pack.to_bsr") or of sparsek
+    ("mask.structured").
     """
     waiting = [_file_of(SCHEDULES[kernel], root)] if kernel in SCHEDULES else []
     waiting.append(_file_of(kernel, root))
@@ -58,11 +59,19 @@ def source_files(kernel: str, root: Path = ROOT) -> list[Path]:
 
 
 def _file_of(name: str, root: Path) -> Path:
-    path = name.replace(".", "/") + ".py"
+    path = _modules(root).get(name, name).replace(".", "/") + ".py"
     found = next((file for file in (root / "kernels" / path, root / path) if file.is_file()), None)
     if found is None:
         raise InvalidInput(f"no source file {root / 'kernels' / path} for a kernel called {name!r}")
     return found
+
+
+def _modules(root: Path) -> dict[str, str]:
+    """From names of kernels to their modules, as in the table of sparsek/kernels/__init__.py, which is not loaded."""
+    table = root / "kernels/__init__.py"
+    tree = ast.parse(table.read_text(encoding="utf-8")) if table.is_file() else ast.Module([], [])
+    tables = (node.value for node in tree.body if isinstance(node, ast.AnnAssign) and node.value is not None)
+    return {name: module for table in tables for _, name, module in ast.literal_eval(table)}
 
 
 def source_hash(kernel: str, root: Path = ROOT) -> str:
@@ -104,7 +113,7 @@ def code_in(file: Path) -> list[tuple[str, str]]:
     source = file.read_text(encoding="utf-8")
     if file.suffix == ".cu":
         return [(file.name, " ".join(CUDA_COMMENT.sub(" ", source).split()))]
-    return code_of(source, for_device=file.parent.name == "hopper")
+    return code_of(source, for_device=file.stem.startswith("hopper"))
 
 
 @lru_cache(maxsize=256)  # every record of a page asks for the files of its kernel

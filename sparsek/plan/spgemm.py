@@ -12,11 +12,11 @@ from torch import Tensor
 
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
-from sparsek.formats.bsr import BSR
-from sparsek.formats.pattern import BlockPattern
+from sparsek.core.streams import Made, captured, follow, tensors_in
+from sparsek.matrix.bsr import BSR
+from sparsek.matrix.pattern import BlockPattern
 from sparsek.plan import operands
 from sparsek.plan.cache import PlanCache
-from sparsek.plan.made import Made, captured, follow, tensors_in
 from sparsek.plan.matches import Matches, match
 from sparsek.plan.plan import Plan
 from sparsek.plan.problem import SpgemmProblem

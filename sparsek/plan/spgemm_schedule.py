@@ -34,7 +34,7 @@ def spgemm_tiles(matches: Matches, dense: bool, rows: int, cols: int, ctas: int)
     turns, and every two rounds begin at another CTA. The last slice of a block overlaps the one before it where `rows`
     does not divide the block, and both write the same bits; `cols` divides it, or is wider.
 
-    This is what the tiles are; on a GPU kernels/portable/spgemm_tiles.py makes the same in one launch.
+    This is what the tiles are; on a GPU kernels/spgemm/tiles.py makes the same in one launch.
     """
     pattern, device = matches.pattern, matches.indptr.device
     (bm, bn), block_cols = pattern.block, max(pattern.grid[1], 1)

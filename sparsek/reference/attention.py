@@ -7,7 +7,7 @@ from torch import Tensor
 
 from sparsek.core import arguments, dtypes
 from sparsek.core.errors import InvalidInput
-from sparsek.formats.block_mask import BlockMask
+from sparsek.mask.mask import BlockMask
 
 
 def attention(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from sparsek.formats.bsr24 import BSR24
+from sparsek.matrix.bsr24 import BSR24
 from sparsek.reference.epilogue import PLAIN, Epilogue
 from sparsek.reference.spmm import spmm
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
-from sparsek.formats.bsr import BSR
+from sparsek.matrix.bsr import BSR
 from sparsek.reference.epilogue import Epilogue, check_epilogue
 from sparsek.reference.spmm import spmm
 

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from sparsek.core.errors import InvalidInput
-from sparsek.formats.bsr import BSR
-from sparsek.formats.scaled import Scaled
-from sparsek.formats.scaled_tensor import ScaledTensor
-from sparsek.formats.semi24 import Semi24
+from sparsek.matrix.bsr import BSR
+from sparsek.matrix.dense8 import ScaledTensor
+from sparsek.matrix.quantized import Scaled
+from sparsek.matrix.semi24 import Semi24
 from sparsek.reference.bsr24 import bsr24
 from sparsek.reference.epilogue import PLAIN, Epilogue, check_epilogue, in_float64
 from sparsek.reference.semi24 import semi24

@@ -11,8 +11,8 @@ from torch.nn import functional
 
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
-from sparsek.formats.bsr import BSR, zero_padding
-from sparsek.formats.pattern import BlockPattern
+from sparsek.matrix.bsr import BSR, zero_padding
+from sparsek.matrix.pattern import BlockPattern
 
 # Elements of X and Y that one step gathers: 256 MiB of float32.
 STEP_ELEMENTS = 1 << 26

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
-from sparsek.formats.semi24 import Semi24
+from sparsek.matrix.semi24 import Semi24
 from sparsek.reference.epilogue import PLAIN, Epilogue, check_epilogue
 
 

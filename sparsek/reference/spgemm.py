@@ -10,8 +10,8 @@ from torch import Tensor
 
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
-from sparsek.formats.bsr import BSR, zero_padding
-from sparsek.formats.pattern import BlockPattern, HostPattern
+from sparsek.matrix.bsr import BSR, zero_padding
+from sparsek.matrix.pattern import BlockPattern, HostPattern
 
 
 class Pairs(NamedTuple):

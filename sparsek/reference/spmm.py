@@ -9,8 +9,8 @@ from torch.nn import functional
 
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
-from sparsek.formats.bsr import BSR
-from sparsek.formats.pattern import BlockPattern
+from sparsek.matrix.bsr import BSR
+from sparsek.matrix.pattern import BlockPattern
 from sparsek.reference.epilogue import PLAIN, Epilogue, check_epilogue
 
 

@@ -18,8 +18,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
-from sparsek.formats.block_mask import BlockMask
-from sparsek.formats.mask_view import stored_entries
+from sparsek.mask.mask import BlockMask
+from sparsek.mask.view import stored_entries
 from sparsek.reference.attention import attend, attend_backward, check, met, seen_by
 from sparsek.testing.budget import (
     ROUNDED,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sparsek.core import dtypes
-from sparsek.formats.block_mask import BlockMask
+from sparsek.mask.mask import BlockMask
 
 Lengths = tuple[int, int]
 Block = tuple[int, int]

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
-from sparsek.formats.bsr import BSR
-from sparsek.formats.pattern import BlockPattern
+from sparsek.matrix.bsr import BSR
+from sparsek.matrix.pattern import BlockPattern
 from sparsek.reference.epilogue import ACTIVATIONS, PLAIN, Epilogue, in_float64
 from sparsek.reference.spmm import spmm
 

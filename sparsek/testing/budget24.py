@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparsek.formats.bsr24 import BSR24
-from sparsek.formats.semi24 import Semi24
+from sparsek.matrix.bsr24 import BSR24
+from sparsek.matrix.semi24 import Semi24
 from sparsek.reference.bsr24 import bsr24
 from sparsek.reference.epilogue import PLAIN, Epilogue, in_float64
 from sparsek.reference.semi24 import semi24

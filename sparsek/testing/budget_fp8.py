@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from sparsek.core import dtypes
-from sparsek.formats.scaled import Scaled
-from sparsek.formats.scaled_tensor import ScaledTensor
+from sparsek.matrix.dense8 import ScaledTensor
+from sparsek.matrix.quantized import Scaled
 from sparsek.reference.epilogue import PLAIN, Epilogue, in_float64
 from sparsek.reference.scaled import scaled
 from sparsek.testing.budget import FACTOR, UNIT, Bound, Gate, product_rounding, using_tf32

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from sparsek.core import dtypes
-from sparsek.formats.bsr import BSR
-from sparsek.formats.random import random_bsr
+from sparsek.matrix.bsr import BSR
+from sparsek.matrix.random import random_bsr
 
 
 @dataclass(frozen=True)

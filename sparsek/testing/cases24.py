@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from sparsek.core import dtypes
-from sparsek.formats.bsr24 import BSR24
-from sparsek.formats.random import random_bsr
-from sparsek.formats.semi24 import Semi24
+from sparsek.matrix.bsr24 import BSR24
+from sparsek.matrix.random import random_bsr
+from sparsek.matrix.semi24 import Semi24
 from sparsek.reference.epilogue import Epilogue
 from sparsek.testing.poison import poisoned
 from sparsek.testing.product_cases import laid_out

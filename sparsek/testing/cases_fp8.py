@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsek.formats.bsr24 import BSR24
-from sparsek.formats.random import random_bsr
-from sparsek.formats.scaled import Scaled, quantize
-from sparsek.formats.scaled_tensor import ScaledTensor
-from sparsek.formats.semi24 import Semi24
+from sparsek.matrix.bsr24 import BSR24
+from sparsek.matrix.dense8 import ScaledTensor
+from sparsek.matrix.quantized import Scaled, quantize
+from sparsek.matrix.random import random_bsr
+from sparsek.matrix.semi24 import Semi24
 from sparsek.reference.epilogue import Epilogue
 from sparsek.testing.poison import poisoned
 

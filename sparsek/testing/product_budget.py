@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from sparsek.core import dtypes
-from sparsek.formats.bsr import BSR, padding_nonzeros
-from sparsek.formats.pattern import BlockPattern
+from sparsek.matrix.bsr import BSR, padding_nonzeros
+from sparsek.matrix.pattern import BlockPattern
 from sparsek.reference.epilogue import Epilogue
 from sparsek.reference.linear import swiglu
 from sparsek.reference.sddmm import sddmm

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from sparsek.core import dtypes
-from sparsek.formats.bsr import BSR, zero_padding
-from sparsek.formats.pattern import BlockPattern
-from sparsek.formats.random import random_bsr
+from sparsek.matrix.bsr import BSR, zero_padding
+from sparsek.matrix.pattern import BlockPattern
+from sparsek.matrix.random import random_bsr
 from sparsek.reference.epilogue import Epilogue
 from sparsek.reference.spgemm import pairs
 from sparsek.testing.cases import Case

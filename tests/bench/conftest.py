@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from sparsek.bench import records
-from sparsek.bench.attention import AttentionCase
-from sparsek.bench.case import Case
-from sparsek.bench.spmm import SpmmCase
-from sparsek.bench.tables import TABLES
+from sparsek.bench.engine import records
+from sparsek.bench.engine.tables import TABLES
+from sparsek.bench.suites.attention import AttentionCase
+from sparsek.bench.suites.case import Case
+from sparsek.bench.suites.spmm import SpmmCase
 
 GOOD_CASE = SpmmCase(8192, 8192, 8192, (128, 128), 0.125)
 KERNELS = {
@@ -23,10 +23,10 @@ KERNELS = {
     "semi24": "cpu.semi24",
     "story": "cpu.spmm",
     "fp8": "cpu.spmm_fp8",
-    "pack": "formats.convert",
+    "pack": "matrix.convert",
     "mlp_train": "cpu.spmm + reference.sddmm",
     "mlp_decode": "cpu.spmm",
-    "planner": "ops.linear_formats",
+    "planner": "ops.weight_formats",
 }
 WINDOW_CASE = AttentionCase(1, 16, 16, 32768, 32768, 128, 128, "window:2048")
 

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from sparsek.bench import advise
-from sparsek.bench.advise import Advice, Group, NoAdvice, Pruned, Question, Times
+from sparsek.advise import weights as advise
+from sparsek.advise.weights import Advice, Group, NoAdvice, Pruned, Question, Times
 from sparsek.core.errors import InvalidFile, InvalidInput
-from sparsek.formats.bsr import BSR
-from sparsek.formats.weights import WeightFile, open_weights
+from sparsek.files.weights import WeightFile, open_weights
+from sparsek.matrix.bsr import BSR
 from sparsek.testing.budget import Gate
 
 PREDICT = Question(block=(32, 32), keep=0.25, tokens=256, device="h200")

@@ -7,9 +7,16 @@ from typing import Any
 import pytest
 import torch
 
-from sparsek.bench import attention
-from sparsek.bench.attention import SUITES, AttentionCase, length_name, parse_lengths, parse_pair, product
-from sparsek.bench.attention_masks import KINDS, parse_mask
+from sparsek.bench.suites import attention
+from sparsek.bench.suites.attention import (
+    SUITES,
+    AttentionCase,
+    length_name,
+    parse_lengths,
+    parse_pair,
+    product,
+)
+from sparsek.bench.suites.attention_masks import KINDS, parse_mask
 from sparsek.core.errors import InvalidInput
 
 CPU = torch.device("cpu")

@@ -8,21 +8,23 @@ from typing import Any
 import pytest
 import torch
 
-from sparsek.bench import attention, attention_grad, attention_peers, measure, records, run
-from sparsek.bench import case as cases
-from sparsek.bench.attention import AttentionCase, sampled
-from sparsek.bench.attention_grad import (
+from sparsek.bench.engine import measure, records, run
+from sparsek.bench.peers import attention as attention_peers
+from sparsek.bench.peers.attention_grad import PEERS
+from sparsek.bench.peers.peer import peers_named
+from sparsek.bench.suites import attention, attention_grad
+from sparsek.bench.suites import case as cases
+from sparsek.bench.suites.attention import AttentionCase, sampled
+from sparsek.bench.suites.attention_grad import (
     SUITES,
     AttentionGradCase,
     AttentionTrainCase,
     Group,
     product,
 )
-from sparsek.bench.attention_grad_peers import PEERS
-from sparsek.bench.case import Entry
-from sparsek.bench.peer import peers_named
+from sparsek.bench.suites.case import Entry
 from sparsek.core.errors import InvalidInput
-from sparsek.formats.block_mask import BlockMask
+from sparsek.mask.mask import BlockMask
 from sparsek.ops.attention import attention as attend
 from sparsek.testing.budget import Gate
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsek.bench import case as cases
-from sparsek.bench.attention_grad import AttentionGradCase, AttentionTrainCase, GradOperands
-from sparsek.bench.attention_grad_peers import LONGEST_DENSE_STEP, PEERS, kept_graphs
-from sparsek.bench.attention_peers import transposed_lists
-from sparsek.bench.peer import UnavailableError, peers_named
-from sparsek.formats.block_mask import BlockMask
+from sparsek.bench.peers.attention import transposed_lists
+from sparsek.bench.peers.attention_grad import LONGEST_DENSE_STEP, PEERS, kept_graphs
+from sparsek.bench.peers.peer import UnavailableError, peers_named
+from sparsek.bench.suites import case as cases
+from sparsek.bench.suites.attention_grad import AttentionGradCase, AttentionTrainCase, GradOperands
+from sparsek.mask.mask import BlockMask
 from sparsek.reference.attention import attention as reference
 
 CPU = torch.device("cpu")

@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 import torch
 
-from sparsek.bench import records
-from sparsek.bench.attention_grad import AttentionGradCase, AttentionTrainCase
-from sparsek.bench.attention_grad_peers import PEERS
-from sparsek.bench.peer import UnavailableError, peers_named
-from sparsek.bench.run import run_case
+from sparsek.bench.engine import records
+from sparsek.bench.engine.run import run_case
+from sparsek.bench.peers.attention_grad import PEERS
+from sparsek.bench.peers.peer import UnavailableError, peers_named
+from sparsek.bench.suites.attention_grad import AttentionGradCase, AttentionTrainCase
 
 pytestmark = pytest.mark.gpu
 SHAPES: list[tuple[Any, ...]] = [

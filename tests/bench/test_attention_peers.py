@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsek.bench import attention_peers
-from sparsek.bench.attention import AttentionCase, AttentionOperands
-from sparsek.bench.attention_peers import PEERS, even_lists, flex_tiles
-from sparsek.bench.peer import UnavailableError, peers_named
+from sparsek.bench.peers import attention as attention_peers
+from sparsek.bench.peers.attention import PEERS, even_lists, flex_tiles
+from sparsek.bench.peers.peer import UnavailableError, peers_named
+from sparsek.bench.suites.attention import AttentionCase, AttentionOperands
 from sparsek.core import dtypes
-from sparsek.formats.block_mask import BlockMask
+from sparsek.mask.mask import BlockMask
 from sparsek.reference.attention import attention as reference
 
 CPU = torch.device("cpu")

@@ -5,11 +5,12 @@ from typing import Any
 import pytest
 import torch
 
-from sparsek.bench import attention_run, records
-from sparsek.bench.attention import AttentionCase
-from sparsek.bench.attention_peers import PEERS
-from sparsek.bench.peer import UnavailableError, peers_named
-from sparsek.bench.run import run_case
+from sparsek.bench.engine import records
+from sparsek.bench.engine.run import run_case
+from sparsek.bench.peers.attention import PEERS
+from sparsek.bench.peers.peer import UnavailableError, peers_named
+from sparsek.bench.suites import attention_run
+from sparsek.bench.suites.attention import AttentionCase
 
 pytestmark = pytest.mark.gpu
 CASES = [

@@ -6,13 +6,14 @@ from typing import Any
 import pytest
 import torch
 
-from sparsek.bench import attention, attention_run, measure, records, run, wall
-from sparsek.bench.attention import AttentionCase
-from sparsek.bench.attention_peers import PEERS
-from sparsek.bench.case import Entry
-from sparsek.bench.peer import Ready, peers_named
+from sparsek.bench.engine import measure, records, run, wall
+from sparsek.bench.peers.attention import PEERS
+from sparsek.bench.peers.peer import Ready, peers_named
+from sparsek.bench.suites import attention, attention_run
+from sparsek.bench.suites.attention import AttentionCase
+from sparsek.bench.suites.case import Entry
 from sparsek.core.errors import InvalidInput
-from sparsek.formats.block_mask import BlockMask
+from sparsek.mask.mask import BlockMask
 from sparsek.testing.budget import Gate
 
 CPU = torch.device("cpu")
@@ -72,7 +73,7 @@ def test_every_call_with_a_new_mask_builds_one(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_mask_build_is_held_to_the_rule_of_its_name() -> None:
     record = measured(Entry(SMALL, op="mask_build"))
-    assert record["kernel"] == "formats.mask_build"
+    assert record["kernel"] == "mask.structured"
     assert record["gate"] == {"error": 0.0, "budget": 0.0, "passed": True}
     other = replace(SMALL, mask="window:99+sinks:10").mask_maker(CPU)()
     gate = attention_run.check_mask(SMALL, other)

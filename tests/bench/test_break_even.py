@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from sparsek.bench import break_even as even
-from sparsek.bench.break_even import Curve, Setting
+from sparsek.advise import break_even as even
+from sparsek.advise.break_even import Curve, Setting
 from sparsek.core.errors import InvalidInput, Unsupported
 
 SETTING = Setting((4096, 4096))

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsek.bench import case as cases
-from sparsek.bench import cusparselt, fp8_peers, semi24_peers
-from sparsek.bench.cusparselt import (
+from sparsek.bench.peers import cusparselt
+from sparsek.bench.peers import fp8 as fp8_peers
+from sparsek.bench.peers import semi24 as semi24_peers
+from sparsek.bench.peers.cusparselt import (
     LAYOUTS,
     WAYS,
     Task,
@@ -24,12 +25,13 @@ from sparsek.bench.cusparselt import (
     probe,
     usable,
 )
-from sparsek.bench.fp8 import Fp8Case
-from sparsek.bench.fp8_peers import CublasFp8, CuSparseLtFp8
-from sparsek.bench.peer import UnavailableError
-from sparsek.bench.semi24 import Semi24Case
-from sparsek.bench.semi24_peers import CuSparseLt
-from sparsek.bench.story import StoryCase
+from sparsek.bench.peers.fp8 import CublasFp8, CuSparseLtFp8
+from sparsek.bench.peers.peer import UnavailableError
+from sparsek.bench.peers.semi24 import CuSparseLt
+from sparsek.bench.suites import case as cases
+from sparsek.bench.suites.fp8 import Fp8Case
+from sparsek.bench.suites.semi24 import Semi24Case
+from sparsek.bench.suites.story import StoryCase
 from sparsek.core.clock import Times
 
 CPU = torch.device("cpu")

@@ -8,16 +8,17 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from sparsek.bench import planner, planner_run, records, report
-from sparsek.bench.measure import measure
-from sparsek.bench.planner import LAYERS, PlannerCase
-from sparsek.bench.run import GateError, Outcome
+from sparsek.bench.engine import records, report
+from sparsek.bench.engine.measure import measure
+from sparsek.bench.engine.run import GateError, Outcome
+from sparsek.bench.suites import planner, planner_run
+from sparsek.bench.suites.planner import LAYERS, PlannerCase
 from sparsek.cli.__main__ import app
 from sparsek.core.clock import Times
 from sparsek.core.device import CPU
 from sparsek.core.errors import InvalidInput
-from sparsek.ops import plan_linear
-from sparsek.ops.linear_formats import way_of
+from sparsek.ops import choose as plan_linear
+from sparsek.ops.weight_formats import way_of
 
 FEW = PlannerCase("few", "fp32")
 

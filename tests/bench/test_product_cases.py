@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from sparsek.bench import linear, mlp, sddmm, spgemm
-from sparsek.bench.case import Case, Entry
-from sparsek.bench.linear import LinearCase
-from sparsek.bench.mlp import MlpDecodeCase, MlpTrainCase
-from sparsek.bench.sddmm import SddmmCase
-from sparsek.bench.spgemm import SpgemmCase
+from sparsek.bench.suites import linear, mlp, sddmm, spgemm
+from sparsek.bench.suites.case import Case, Entry
+from sparsek.bench.suites.linear import LinearCase
+from sparsek.bench.suites.mlp import MlpDecodeCase, MlpTrainCase
+from sparsek.bench.suites.sddmm import SddmmCase
+from sparsek.bench.suites.spgemm import SpgemmCase
 from sparsek.core.errors import InvalidInput
-from sparsek.formats.bsr import BSR
+from sparsek.matrix.bsr import BSR
 
 CPU = torch.device("cpu")
 SDDMM = SddmmCase(64, 96, 80, (32, 16), 0.5, dtype="fp32")

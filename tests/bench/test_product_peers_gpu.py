@@ -6,16 +6,21 @@ from typing import Any
 import pytest
 import torch
 
-from sparsek.bench import linear_peers, mlp_peers, records, sddmm_peers, spgemm_peers, spmm_peers
-from sparsek.bench.graph import captured
-from sparsek.bench.linear import LinearCase
-from sparsek.bench.mlp import MlpDecodeCase, MlpTrainCase
-from sparsek.bench.peer import peers_named
-from sparsek.bench.run import run_case
-from sparsek.bench.sddmm import SddmmCase
-from sparsek.bench.sddmm_peers import TorchSampled
-from sparsek.bench.spgemm import SpgemmCase
-from sparsek.bench.spmm import SpmmCase
+from sparsek.bench.engine import records
+from sparsek.bench.engine.graph import captured
+from sparsek.bench.engine.run import run_case
+from sparsek.bench.peers import linear as linear_peers
+from sparsek.bench.peers import mlp as mlp_peers
+from sparsek.bench.peers import sddmm as sddmm_peers
+from sparsek.bench.peers import spgemm as spgemm_peers
+from sparsek.bench.peers import spmm as spmm_peers
+from sparsek.bench.peers.peer import peers_named
+from sparsek.bench.peers.sddmm import TorchSampled
+from sparsek.bench.suites.linear import LinearCase
+from sparsek.bench.suites.mlp import MlpDecodeCase, MlpTrainCase
+from sparsek.bench.suites.sddmm import SddmmCase
+from sparsek.bench.suites.spgemm import SpgemmCase
+from sparsek.bench.suites.spmm import SpmmCase
 
 pytestmark = pytest.mark.gpu
 SDDMM = SddmmCase(1024, 768, 512, (64, 64), 0.25)

@@ -7,30 +7,23 @@ from typing import Any
 import pytest
 import torch
 
-from sparsek.bench import (
-    case as cases,
-)
-from sparsek.bench import (
-    linear_peers,
-    mlp,
-    mlp_peers,
-    records,
-    run,
-    sddmm_peers,
-    spgemm,
-    spgemm_peers,
-    wall,
-)
-from sparsek.bench.case import Entry
-from sparsek.bench.linear import LinearCase
-from sparsek.bench.measure import measure
-from sparsek.bench.mlp import MlpDecodeCase, MlpTrainCase
-from sparsek.bench.peer import Peer, Ready, UnavailableError, peers_named
-from sparsek.bench.run import Outcome
-from sparsek.bench.sddmm import SddmmCase
-from sparsek.bench.spgemm import SpgemmCase
+from sparsek.bench.engine import records, run, wall
+from sparsek.bench.engine.measure import measure
+from sparsek.bench.engine.run import Outcome
+from sparsek.bench.peers import linear as linear_peers
+from sparsek.bench.peers import mlp as mlp_peers
+from sparsek.bench.peers import sddmm as sddmm_peers
+from sparsek.bench.peers import spgemm as spgemm_peers
+from sparsek.bench.peers.peer import Peer, Ready, UnavailableError, peers_named
+from sparsek.bench.suites import case as cases
+from sparsek.bench.suites import mlp, spgemm
+from sparsek.bench.suites.case import Entry
+from sparsek.bench.suites.linear import LinearCase
+from sparsek.bench.suites.mlp import MlpDecodeCase, MlpTrainCase
+from sparsek.bench.suites.sddmm import SddmmCase
+from sparsek.bench.suites.spgemm import SpgemmCase
 from sparsek.core.errors import InvalidInput
-from sparsek.formats.bsr import BSR
+from sparsek.matrix.bsr import BSR
 from sparsek.testing.budget import Gate
 
 CPU = torch.device("cpu")
@@ -263,7 +256,7 @@ def test_results_begin_as_nan(monkeypatch: pytest.MonkeyPatch, case: Any) -> Non
     (one, *_) = case.operands(CPU)
     shapes: list[Any] = []
     module = "sddmm" if case is SDDMM else "spgemm"
-    monkeypatch.setattr(f"sparsek.bench.{module}.poisoned", lambda shape, *rest: shapes.append(tuple(shape)))
+    monkeypatch.setattr(f"sparsek.bench.suites.{module}.poisoned", lambda shape, *rest: shapes.append(tuple(shape)))
     plan = one.plan(None)
     assert one.gate(plan).passed
     out = one.planned(plan)()

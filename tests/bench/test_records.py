@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from sparsek.bench import records
-from sparsek.bench.mlp import MlpTrainCase
-from sparsek.bench.spgemm import SpgemmCase
-from sparsek.bench.spmm import SpmmCase
+from sparsek.bench.engine import records
+from sparsek.bench.suites.mlp import MlpTrainCase
+from sparsek.bench.suites.spgemm import SpgemmCase
+from sparsek.bench.suites.spmm import SpmmCase
 from sparsek.core.errors import InvalidFile, InvalidInput
 from sparsek.testing.budget import Gate
 

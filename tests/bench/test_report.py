@@ -5,28 +5,27 @@ from pathlib import Path
 
 import pytest
 
-from sparsek.bench import (
+from sparsek.bench.engine import charts, report
+from sparsek.bench.engine.records import Record
+from sparsek.bench.engine.tables import SPMM, TABLES
+from sparsek.bench.suites import (
     attention,
     attention_grad,
-    charts,
     fp8,
     linear,
     mlp,
     pack,
     planner,
-    report,
     sddmm,
     semi24,
     spgemm,
     spmm,
     story,
 )
-from sparsek.bench.attention import AttentionCase
-from sparsek.bench.linear import LinearCase
-from sparsek.bench.records import Record
-from sparsek.bench.spgemm import SPARSE
-from sparsek.bench.spmm import SpmmCase
-from sparsek.bench.tables import SPMM, TABLES
+from sparsek.bench.suites.attention import AttentionCase
+from sparsek.bench.suites.linear import LinearCase
+from sparsek.bench.suites.spgemm import SPARSE
+from sparsek.bench.suites.spmm import SpmmCase
 from sparsek.core.errors import InvalidFile
 
 Make = Callable[..., Record]
@@ -185,7 +184,7 @@ def test_what_a_mask_costs_stands_under_the_table(attention_record: Record) -> N
     unrated = {"tflops": None, "gbps": None, "roofline": None, "peers": {}, "ratio": {}}
     common = {name: value for name, value in attention_record.items() if name != "memory"}
     alone = {"kernel_alone": {"ms": attention_record["ms"] | {"median": 0.16}, "tflops": 1.0}}
-    build = common | unrated | {"op": "mask_build", "kernel": "formats.mask_build", "source_hash": "0"}
+    build = common | unrated | {"op": "mask_build", "kernel": "mask.structured", "source_hash": "0"}
     new = common | {"op": "attention_new_mask", "peers": alone, "ratio": {"kernel_alone": 0.8}}
     table = report.markdown([attention_record, build, new], "attention")
     case = "32K window 2048, block 128, 16 heads, D 128, bf16"

@@ -5,11 +5,12 @@ from typing import Any
 import pytest
 import torch
 
-from sparsek.bench import case as cases
-from sparsek.bench import records, run, spmm
-from sparsek.bench.peer import peers_named
-from sparsek.bench.spmm import SpmmCase
-from sparsek.bench.spmm_peers import PEERS
+from sparsek.bench.engine import records, run
+from sparsek.bench.peers.peer import peers_named
+from sparsek.bench.peers.spmm import PEERS
+from sparsek.bench.suites import case as cases
+from sparsek.bench.suites import spmm
+from sparsek.bench.suites.spmm import SpmmCase
 from sparsek.core.device import H200
 
 CPU = torch.device("cpu")

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from sparsek import kernels
-from sparsek.bench import records
+from sparsek.bench.engine import records
 from sparsek.core.errors import InvalidInput
 from sparsek.plan import sources
 from sparsek.plan.sources import code_in, code_of, source_files, source_hash
@@ -35,11 +35,11 @@ class Made:
 def tree(tmp_path: Path) -> Path:
     root = tmp_path / "sparsek"
     files = {
-        "kernels/toy/spmm.py": "from sparsek.kernels.prims import tiles\nimport sparsek.core.device\n",
-        "kernels/prims/tiles.py": "import sparsek.kernels.prims.masks\n",
-        "kernels/prims/masks.py": "X = 1\n",
-        "kernels/prims/other.py": "X = 1\n",
-        "formats/mask_build.py": "Z = 1\n",
+        "kernels/toy/spmm.py": "from sparsek.kernels.lang import tiles\nimport sparsek.core.device\n",
+        "kernels/lang/tiles.py": "import sparsek.kernels.lang.masks\n",
+        "kernels/lang/masks.py": "X = 1\n",
+        "kernels/lang/other.py": "X = 1\n",
+        "mask/structured.py": "Z = 1\n",
         "core/device.py": "X = 1\n",
     }
     for name, text in files.items():
@@ -53,9 +53,9 @@ def tree(tmp_path: Path) -> Path:
     ("name", "counts"),
     [
         ("kernels/toy/spmm.py", True),
-        ("kernels/prims/tiles.py", True),
-        ("kernels/prims/masks.py", True),
-        ("kernels/prims/other.py", False),
+        ("kernels/lang/tiles.py", True),
+        ("kernels/lang/masks.py", True),
+        ("kernels/lang/other.py", False),
         ("core/device.py", False),
     ],
 )
@@ -87,9 +87,9 @@ def test_of_a_device_file_what_is_compiled_counts(old: str, new: str, counts: bo
 
 
 def test_device_functions_may_move_to_another_file(tree: Path) -> None:
-    kernel, prims = tree / "kernels/toy/spmm.py", tree / "kernels/prims/tiles.py"
+    kernel, prims = tree / "kernels/toy/spmm.py", tree / "kernels/lang/tiles.py"
     kernel.write_text(kernel.read_text() + DEVICE + "\n\n@gluon.jit\ndef entry(a):\n    step(a)\n")
-    prims.write_text("import sparsek.kernels.prims.masks\n@gluon.jit\ndef other(a):\n    return a\n")
+    prims.write_text("import sparsek.kernels.lang.masks\n@gluon.jit\ndef other(a):\n    return a\n")
     before = source_hash("toy.spmm", tree)
     start = DEVICE.index("@gluon.jit")
     stop = DEVICE.index("class Config")
@@ -100,7 +100,7 @@ def test_device_functions_may_move_to_another_file(tree: Path) -> None:
 
 def test_the_hash_does_not_depend_on_line_endings(tree: Path) -> None:
     before = source_hash("toy.spmm", tree)
-    path = tree / "kernels/prims/masks.py"
+    path = tree / "kernels/lang/masks.py"
     path.write_bytes(path.read_bytes().replace(b"\n", b"\r\n"))
     assert source_hash("toy.spmm", tree) == before
 
@@ -111,7 +111,7 @@ def test_a_record_is_fresh_until_its_source_changes(
     monkeypatch.setattr(records, "source_hash", lambda kernel: source_hash(kernel, tree))
     made = record | {"kernel": "toy.spmm", "source_hash": source_hash("toy.spmm", tree)}
     assert records.is_fresh(made)
-    (tree / "kernels/prims/masks.py").write_text("X = 2\n")
+    (tree / "kernels/lang/masks.py").write_text("X = 2\n")
     assert not records.is_fresh(made)
     assert not records.is_fresh(made | {"kernel": "gone.spmm"})
 
@@ -132,14 +132,14 @@ def test_a_kernel_may_have_a_schedule_that_counts(tree: Path, monkeypatch: pytes
 
 def test_the_gradients_of_attention_follow_their_schedule_and_what_they_share() -> None:
     files = {path.name for path in source_files("hopper.attention_bwd")}
-    assert {"attention_bwd.py", "attention_grad_schedule.py", "attention_delta.py"} <= files
+    assert {"hopper_bwd.py", "attention_grad_schedule.py", "delta.py"} <= files
 
 
-@pytest.mark.parametrize("name", ["kernels/toy/spmm.py", "kernels/prims/masks.py", "formats/mask_build.py"])
+@pytest.mark.parametrize("name", ["kernels/toy/spmm.py", "kernels/lang/masks.py", "mask/structured.py"])
 def test_the_hash_of_several_follows_each_of_them(tree: Path, name: str) -> None:
-    both = "toy.spmm + formats.mask_build"
+    both = "toy.spmm + mask.structured"
     before = source_hash(both, tree)
-    assert before not in (source_hash("toy.spmm", tree), source_hash("formats.mask_build", tree))
+    assert before not in (source_hash("toy.spmm", tree), source_hash("mask.structured", tree))
     path = tree / name
     path.write_text(path.read_text() + "Y = 2\n")
     assert source_hash(both, tree) != before
@@ -151,27 +151,27 @@ def test_a_record_of_spgemm_follows_the_symbolic_phase_too() -> None:
 
 
 def test_a_source_outside_the_kernels_is_found_too(tree: Path) -> None:
-    assert [path.name for path in source_files("formats.mask_build", tree)] == ["mask_build.py"]
-    with pytest.raises(InvalidInput, match=r"no source file .*formats"):
-        source_files("formats.mask_gone", tree)
+    assert [path.name for path in source_files("mask.structured", tree)] == ["structured.py"]
+    with pytest.raises(InvalidInput, match=r"no source file .*mask"):
+        source_files("mask.gone", tree)
 
 
 def test_cuda_code_counts_with_the_settings_it_is_compiled_with(tree: Path) -> None:
-    folder = tree / "kernels/hopper"
+    folder = tree / "kernels/spmm"
     folder.mkdir()
-    host, code = folder / "twin.py", folder / "twin.cu"
+    host, code = folder / "hopper_twin.py", folder / "hopper_twin.cu"
     host.write_text(
-        'FILE = "twin.cu"\n\n\nclass Config:\n    keys: int = 64\n\n\ndef seconds():\n    return 1\n'
+        'FILE = "hopper_twin.cu"\n\n\nclass Config:\n    keys: int = 64\n\n\ndef seconds():\n    return 1\n'
     )
     code.write_text("int f() { return 1; } // one\n")
-    assert source_files("hopper.twin", tree) == [host, code]
-    before = source_hash("hopper.twin", tree)
+    assert source_files("spmm.hopper_twin", tree) == [host, code]
+    before = source_hash("spmm.hopper_twin", tree)
 
     def changed(file: Path, old: str, new: str) -> bool:
         text = file.read_text()
         assert old in text
         file.write_text(text.replace(old, new))
-        after = source_hash("hopper.twin", tree)
+        after = source_hash("spmm.hopper_twin", tree)
         file.write_text(text)
         return after != before
 
@@ -181,10 +181,10 @@ def test_cuda_code_counts_with_the_settings_it_is_compiled_with(tree: Path) -> N
     assert not changed(code, "{ return", "{\n    return")
     assert not changed(host, "return 1", "return 2")
     (folder / "other.cu").write_text("int g();\n")
-    assert source_hash("hopper.twin", tree) == before
+    assert source_hash("spmm.hopper_twin", tree) == before
 
 
-@pytest.mark.parametrize("name", [name for _, name in kernels.KERNELS])
+@pytest.mark.parametrize("name", [name for _, name, _ in kernels.KERNELS])
 def test_every_kernel_has_code_that_counts(name: str) -> None:
     texts = [part for file in source_files(name) for part in code_in(file)]
     device = [found for found, _ in texts if found]

@@ -9,9 +9,9 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity
 
-from sparsek.bench import case as cases
-from sparsek.bench import spgemm
-from sparsek.bench.spgemm import SpgemmCase
+from sparsek.bench.suites import case as cases
+from sparsek.bench.suites import spgemm
+from sparsek.bench.suites.spgemm import SpgemmCase
 from sparsek.core.clock import Times
 from sparsek.kernels import load
 from sparsek.plan.matches import match

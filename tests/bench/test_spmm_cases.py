@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sparsek.bench.case import parse_block, suite_named
-from sparsek.bench.spmm import A_AT_B, FORMS, SUITES, SpmmCase, product
+from sparsek.bench.suites.case import parse_block, suite_named
+from sparsek.bench.suites.spmm import A_AT_B, FORMS, SUITES, SpmmCase, product
 from sparsek.core.errors import InvalidInput
 
 CPU = torch.device("cpu")

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from sparsek.bench import cusparse, product_peers, spmm_peers
-from sparsek.bench.peer import UnavailableError, peers_named, rotating
-from sparsek.bench.spmm import SpmmCase, SpmmOperands
-from sparsek.bench.spmm_peers import PEERS, meta_space, stage_space
+from sparsek.bench.peers import cusparse
+from sparsek.bench.peers import product as product_peers
+from sparsek.bench.peers import spmm as spmm_peers
+from sparsek.bench.peers.peer import UnavailableError, peers_named, rotating
+from sparsek.bench.peers.spmm import PEERS, meta_space, stage_space
+from sparsek.bench.suites.spmm import SpmmCase, SpmmOperands
 from sparsek.core.clock import Times
 from sparsek.core.errors import InvalidInput
 

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from sparsek.bench import records
-from sparsek.bench.peer import peers_named
-from sparsek.bench.run import run_case
-from sparsek.bench.spmm import SpmmCase
-from sparsek.bench.spmm_peers import PEERS
+from sparsek.bench.engine import records
+from sparsek.bench.engine.run import run_case
+from sparsek.bench.peers.peer import peers_named
+from sparsek.bench.peers.spmm import PEERS
+from sparsek.bench.suites.spmm import SpmmCase
 from sparsek.testing.budget import check_spmm
 
 pytestmark = pytest.mark.gpu

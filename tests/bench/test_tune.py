@@ -11,15 +11,15 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from sparsek.bench import tune as tuning
-from sparsek.bench.layer_gate import Expected
-from sparsek.bench.tune import Job, Tuning
+from sparsek.bench.engine.layer_gate import Expected
+from sparsek.bench.suites import tune as tuning
+from sparsek.bench.suites.tune import Job, Tuning
 from sparsek.cli.__main__ import app
 from sparsek.cli.tune import SPARSE
 from sparsek.core.clock import Times
 from sparsek.core.errors import InvalidInput, Unsupported
 from sparsek.ops.linear import linear
-from sparsek.ops.linear_formats import FORMATS, Way
+from sparsek.ops.weight_formats import FORMATS, Way
 from sparsek.plan import table
 
 CPU = torch.device("cpu")

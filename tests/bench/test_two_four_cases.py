@@ -8,23 +8,26 @@ from typing import Any
 import pytest
 import torch
 
-from sparsek.bench import case as cases
-from sparsek.bench import fp8, fp8_peers, pack, records, semi24, semi24_peers, story
-from sparsek.bench.case import Bar, Case, Entry
-from sparsek.bench.fp8 import Fp8Case
-from sparsek.bench.measure import measure
-from sparsek.bench.pack import PackCase
-from sparsek.bench.peer import peers_named
-from sparsek.bench.run import Outcome
-from sparsek.bench.semi24 import Semi24Case
-from sparsek.bench.story import StoryCase
-from sparsek.bench.tables import FP8, PACK, SEMI24, STORY
+from sparsek.bench.engine import records
+from sparsek.bench.engine.measure import measure
+from sparsek.bench.engine.run import Outcome
+from sparsek.bench.engine.tables import FP8, PACK, SEMI24, STORY
+from sparsek.bench.peers import fp8 as fp8_peers
+from sparsek.bench.peers import semi24 as semi24_peers
+from sparsek.bench.peers.peer import peers_named
+from sparsek.bench.suites import case as cases
+from sparsek.bench.suites import fp8, pack, semi24, story
+from sparsek.bench.suites.case import Bar, Case, Entry
+from sparsek.bench.suites.fp8 import Fp8Case
+from sparsek.bench.suites.pack import PackCase
+from sparsek.bench.suites.semi24 import Semi24Case
+from sparsek.bench.suites.story import StoryCase
 from sparsek.core.errors import InvalidInput, Unsupported
-from sparsek.formats.bsr import BSR
-from sparsek.formats.bsr24 import BSR24
-from sparsek.formats.scaled import Scaled
-from sparsek.formats.scaled_tensor import ScaledTensor
-from sparsek.formats.semi24 import Semi24
+from sparsek.matrix.bsr import BSR
+from sparsek.matrix.bsr24 import BSR24
+from sparsek.matrix.dense8 import ScaledTensor
+from sparsek.matrix.quantized import Scaled
+from sparsek.matrix.semi24 import Semi24
 
 CPU = torch.device("cpu")
 WHOLE = Semi24Case(96, 64, 40, dtype="fp32")
@@ -209,8 +212,8 @@ def measured(case: Any, *kernels: str) -> Outcome:
         (replace(WHOLE, form="A@B"), "cpu.semi24", {"torch_dense"}),
         (BLOCKS, "cpu.bsr24", {"torch_dense", "bsr"}),
         (replace(BLOCKS, form="x@W.T", m=100), "cpu.bsr24", {"torch_dense", "bsr"}),
-        (PACKED, "formats.convert", {"copy"}),
-        (PackCase(16, 24, "semi24", dtype="bf16"), "formats.two_four", {"copy"}),
+        (PACKED, "matrix.convert", {"copy"}),
+        (PackCase(16, 24, "semi24", dtype="bf16"), "matrix.two_four", {"copy"}),
         (IN_FP8, "cpu.spmm_fp8", {"torch_dense", "bf16"}),
         (TWO_FOUR_FP8, "cpu.spmm_fp8", {"torch_dense", "bf16"}),
         (HYBRID_FP8, "cpu.spmm_fp8", {"torch_dense", "bf16"}),
@@ -255,7 +258,7 @@ def test_a_gate_of_packing_finds_what_is_wrong() -> None:
     least = pack.block_norms(w, (32, 16)).flatten().argsort()[:3]
     mask = torch.zeros(12, dtype=torch.bool).scatter(0, least, True).view(2, 6)
     assert not to_bsr.judge(BSR.from_dense(w, PACKED.block or 0, mask=mask)).passed
-    with pytest.raises(Unsupported, match=r"formats\.two_four packs here"):
+    with pytest.raises(Unsupported, match=r"matrix\.two_four packs here"):
         to_24.plan("cpu.semi24")
 
 

@@ -5,14 +5,17 @@ from typing import Any
 import pytest
 import torch
 
-from sparsek.bench import fp8_peers, pack, records, semi24_peers
-from sparsek.bench.case import Entry
-from sparsek.bench.fp8 import Fp8Case
-from sparsek.bench.measure import measure
-from sparsek.bench.pack import PackCase
-from sparsek.bench.peer import peers_named
-from sparsek.bench.semi24 import Semi24Case
-from sparsek.bench.story import StoryCase
+from sparsek.bench.engine import records
+from sparsek.bench.engine.measure import measure
+from sparsek.bench.peers import fp8 as fp8_peers
+from sparsek.bench.peers import semi24 as semi24_peers
+from sparsek.bench.peers.peer import peers_named
+from sparsek.bench.suites import pack
+from sparsek.bench.suites.case import Entry
+from sparsek.bench.suites.fp8 import Fp8Case
+from sparsek.bench.suites.pack import PackCase
+from sparsek.bench.suites.semi24 import Semi24Case
+from sparsek.bench.suites.story import StoryCase
 
 pytestmark = pytest.mark.gpu
 PEERS = {

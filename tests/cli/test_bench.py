@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from sparsek.bench import records
-from sparsek.bench.case import Entry
-from sparsek.bench.report import PAGES
-from sparsek.bench.tables import TABLES
+from sparsek.bench.engine import records
+from sparsek.bench.engine.report import PAGES
+from sparsek.bench.engine.tables import TABLES
+from sparsek.bench.suites.case import Entry
 
 SMALL = ["--m", "64", "--k", "96", "--n", "32", "--block", "32", "--density", "0.5", "--dtype", "fp32"]
 QUICK = [*SMALL, "--kernel", "cpu.spmm", "--rounds", "2", "--device", "cpu"]
@@ -120,9 +120,9 @@ def test_bench_goes_on_after_a_case_that_memory_cannot_hold(run, monkeypatch: py
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two operand sets, and fewer calls of the symbolic phase of BSR x BSR."""
-    monkeypatch.setattr("sparsek.bench.case.MAX_SETS", 2)
-    monkeypatch.setattr("sparsek.bench.wall.CALLS", 2)
-    monkeypatch.setattr("sparsek.bench.spgemm.SYMBOLIC_ROUNDS", 2)
+    monkeypatch.setattr("sparsek.bench.suites.case.MAX_SETS", 2)
+    monkeypatch.setattr("sparsek.bench.engine.wall.CALLS", 2)
+    monkeypatch.setattr("sparsek.bench.suites.spgemm.SYMBOLIC_ROUNDS", 2)
 
 
 @pytest.mark.parametrize(
@@ -197,8 +197,8 @@ def test_bench_pack_shows_bytes_and_no_flops(run, monkeypatch, tmp_path: Path, q
     assert result.exit_code == 0, result.output
     printed = [re.sub(r" +", " ", line) for line in result.stdout.splitlines()]
     for start in (
-        "64×96 bf16 to 2:4 formats.two_four",
-        "64×96 bf16 to BSR, block 32, 50 % kept formats.convert",
+        "64×96 bf16 to 2:4 matrix.two_four",
+        "64×96 bf16 to BSR, block 32, 50 % kept matrix.convert",
     ):
         assert [line.rstrip().endswith("x") for line in printed if line.startswith(start)] == [True]
     assert [(record["tflops"], list(record["peers"])) for record in records.read(out)] == [
@@ -409,7 +409,7 @@ def test_bench_attention_takes_lengths_and_heads_as_people_write_them(run, tmp_p
 
 
 def test_bench_attention_measures_the_host_too(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sparsek.bench.run.host_seconds", lambda call, device, calls: 1e-5)
+    monkeypatch.setattr("sparsek.bench.engine.run.host_seconds", lambda call, device, calls: 1e-5)
     out = tmp_path / "r.jsonl"
     result = run("bench", "attention", *ATTENTION, "--mask", "full", "--host", "--out", out)
     assert result.exit_code == 0, result.output

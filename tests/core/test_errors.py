@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-import sparsek.bench.charts
-import sparsek.bench.peer
-import sparsek.bench.run  # noqa: F401  their errors are found below
+import sparsek.bench.engine.charts
+import sparsek.bench.engine.run  # noqa: F401  their errors are found below
 from sparsek.core.errors import InvalidFile, InvalidInput, SparseKError, Unsupported
 from tests.house.tools import ROOT
 

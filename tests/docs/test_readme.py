@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from sparsek.bench import records, report
+from sparsek.bench.engine import records, report
 from tests.house.tools import need
 
 ROOT = Path(__file__).resolve().parents[2]

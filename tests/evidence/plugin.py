@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from sparsek.bench import records
+from sparsek.bench.engine import records
 from tests.evidence import hashes, parts, record
 
 ROOT = Path(__file__).resolve().parents[2]

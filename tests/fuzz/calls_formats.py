@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 import sparsek as sk
-from sparsek.formats import mask_plot, spy
+from sparsek.pictures import blocks as spy
+from sparsek.pictures import masks
 from tests.fuzz.engine import Call
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -378,11 +379,9 @@ CALLS: dict[str, Call] = {
     "BlockMask.to_fa4": Call(method("to_fa4", any_mask, q_heads=2), HEADS),
     "BlockMask.to_pattern": Call(method("to_pattern", any_mask, head=0, batch=0)),
     "BlockMask.plot": Call(method("plot", any_mask, path=None, head=0, batch=0), PATH, 5, (OSError,)),
-    "mask_plot.plot": Call(
-        _picture(mask_plot.plot, mask=mask(), head=0, batch=0, title=None), PATH, 100, (OSError,)
-    ),
-    "mask_plot.picture": Call(
-        _picture(mask_plot.picture, mask=mask(), head=0, batch=0, title="m"), PATH, 100, (OSError,)
+    "masks.plot": Call(_picture(masks.plot, mask=mask(), head=0, batch=0, title=None), PATH, 100, (OSError,)),
+    "masks.picture": Call(
+        _picture(masks.picture, mask=mask(), head=0, batch=0, title="m"), PATH, 100, (OSError,)
     ),
     "spy.spy": Call(_picture(spy.spy, obj=bsr()), {**PATH, "obj": "BlockPattern"}, 100, (OSError,)),
     "spy.spy_png": Call(

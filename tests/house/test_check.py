@@ -17,8 +17,8 @@ from tests.house.tools import ROOT
             "tests/nn/test_digits.py",
         ),
         ("sparsek/plan/cache.py", ["tests/plan/test_cache.py"], "tests/nn/test_digits.py"),
-        ("tests/ops/operands.py", ["tests/ops/test_gradients.py"], "tests/formats/test_bsr.py"),
-        ("tests/formats/test_bsr.py", ["tests/formats/test_bsr.py"], "tests/formats/test_bsr24.py"),
+        ("tests/ops/operands.py", ["tests/ops/test_gradients.py"], "tests/matrix/test_bsr.py"),
+        ("tests/matrix/test_bsr.py", ["tests/matrix/test_bsr.py"], "tests/matrix/test_bsr24.py"),
         (
             "tests/ops/portable_gradients_interpreted.py",
             ["tests/ops/test_gradients.py"],

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sparsek.core import dtypes
 from sparsek.core.device import card_of
-from sparsek.formats.block_mask import BlockMask
+from sparsek.mask.mask import BlockMask
 from sparsek.ops.attention_plans import grad_problem
 from sparsek.plan import attention_operands as operands
 from sparsek.plan.problem import AttentionGradProblem

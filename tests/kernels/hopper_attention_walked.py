@@ -14,10 +14,10 @@ from torch import Tensor
 
 from sparsek.core import env
 from sparsek.core.device import H200
-from sparsek.formats.block_mask import BlockMask
-from sparsek.kernels.hopper import attention_fwd
-from sparsek.kernels.hopper.attention_fwd import KERNEL, Config
-from sparsek.kernels.prims.gluon import Described
+from sparsek.kernels.attention import hopper_fwd as attention_fwd
+from sparsek.kernels.attention.hopper_fwd import KERNEL, Config
+from sparsek.kernels.lang.gluon import Described
+from sparsek.mask.mask import BlockMask
 from sparsek.plan import attention_operands as operands
 from sparsek.testing.attention_budget import check_attention
 from sparsek.testing.attention_cases import ATTENTION_CASES, AttentionCase, random_bits

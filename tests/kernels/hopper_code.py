@@ -19,8 +19,12 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from sparsek.core import dtypes
-from sparsek.kernels.hopper import attention_bwd, attention_fwd, sddmm, spmm, spmm_fp8
-from sparsek.kernels.prims.gluon import describe_heads, shared_layout
+from sparsek.kernels.attention import hopper_bwd as attention_bwd
+from sparsek.kernels.attention import hopper_fwd as attention_fwd
+from sparsek.kernels.lang.gluon import describe_heads, shared_layout
+from sparsek.kernels.sddmm import hopper as sddmm
+from sparsek.kernels.spmm import hopper as spmm
+from sparsek.kernels.spmm import hopper_fp8 as spmm_fp8
 from tests.kernels import sass
 from tests.kernels.sass import Loop
 

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
-from sparsek.kernels.hopper import sddmm, spmm, spmm_fp8
-from sparsek.kernels.prims.product import owned_boxes, owned_rows
+from sparsek.kernels.sddmm import hopper as sddmm
+from sparsek.kernels.spmm import hopper as spmm
+from sparsek.kernels.spmm import hopper_fp8 as spmm_fp8
+from sparsek.kernels.spmm.multiply import owned_boxes, owned_rows
 from tests.house.tools import ROOT, next_python
 from tests.kernels.hopper_code import Code, code_from, fields_of
 

@@ -3,8 +3,8 @@
 import re
 from typing import NamedTuple
 
-from sparsek.kernels.hopper.semi24 import OPTIONS, SOURCE, Config
-from sparsek.kernels.prims import nvrtc
+from sparsek.kernels.lang import nvrtc
+from sparsek.kernels.spmm.hopper_24 import OPTIONS, SOURCE, Config
 from tests.kernels import sass
 from tests.kernels.sass import Instruction, Program
 

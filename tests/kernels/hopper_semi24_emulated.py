@@ -16,11 +16,12 @@ from typing import Any
 from torch import Tensor
 
 from sparsek.core.device import H200
-from sparsek.formats.bsr24 import BSR24
-from sparsek.formats.semi24 import Semi24
-from sparsek.kernels.hopper import bsr24, semi24
-from sparsek.kernels.hopper.semi24 import SOURCE, Config, Scales, Work
-from sparsek.kernels.prims.driver import Boxed
+from sparsek.kernels.lang.launch import Boxed
+from sparsek.kernels.spmm import hopper_24 as semi24
+from sparsek.kernels.spmm import hopper_bsr24 as bsr24
+from sparsek.kernels.spmm.hopper_24 import SOURCE, Config, Scales, Work
+from sparsek.matrix.bsr24 import BSR24
+from sparsek.matrix.semi24 import Semi24
 from sparsek.reference.epilogue import PLAIN, Epilogue
 from tests.kernels.planned_24 import problem
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from sparsek.formats.pattern import BlockPattern, block_sides, grid_of
+from sparsek.matrix.pattern import BlockPattern, block_sides, grid_of
 from sparsek.plan.matches import Matches
 
 

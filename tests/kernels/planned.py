@@ -6,7 +6,7 @@ from torch import Tensor
 
 from sparsek.core import dtypes
 from sparsek.core.device import card_of
-from sparsek.formats.bsr import BSR
+from sparsek.matrix.bsr import BSR
 from sparsek.plan.problem import SpmmProblem
 from sparsek.testing.poison import poisoned
 

@@ -5,8 +5,8 @@ from typing import Any
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sparsek.formats.bsr24 import BSR24
-from sparsek.formats.semi24 import Semi24
+from sparsek.matrix.bsr24 import BSR24
+from sparsek.matrix.semi24 import Semi24
 from sparsek.ops import semi24 as ops
 from sparsek.plan.problem import Problem24
 from sparsek.plan.semi24 import Product24

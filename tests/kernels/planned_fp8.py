@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsek.formats.scaled import Scaled
-from sparsek.formats.scaled_tensor import ScaledTensor
+from sparsek.matrix.dense8 import ScaledTensor
+from sparsek.matrix.quantized import Scaled
 from sparsek.ops import scaled as ops
 from sparsek.plan.scaled import ScaledProduct
 from sparsek.reference.epilogue import PLAIN, Epilogue

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from sparsek.core import dtypes
 from sparsek.core.device import card_of
-from sparsek.formats.bsr import BSR
-from sparsek.formats.pattern import BlockPattern
+from sparsek.matrix.bsr import BSR
+from sparsek.matrix.pattern import BlockPattern
 from sparsek.plan.matches import Matches, match
 from sparsek.plan.operands import layout
 from sparsek.plan.problem import SddmmProblem, SpgemmProblem, SpmmProblem

@@ -6,8 +6,9 @@ from typing import Any
 import torch
 
 from sparsek.core import dtypes
-from sparsek.kernels.portable import bsr24, semi24
-from sparsek.kernels.prims.portable_24 import Config
+from sparsek.kernels.spmm import portable_24 as semi24
+from sparsek.kernels.spmm import portable_bsr24 as bsr24
+from sparsek.kernels.spmm.unpack_24 import Config
 from sparsek.plan.problem import BSR24Problem, Problem24, Semi24Problem
 from sparsek.reference.epilogue import Epilogue
 from tests.kernels.portable_code import Code, compiled

@@ -6,11 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparsek.core import env
-from sparsek.formats.bsr import BSR
-from sparsek.formats.bsr24 import BSR24
-from sparsek.formats.semi24 import Semi24
-from sparsek.kernels.portable import bsr24, semi24
-from sparsek.kernels.prims.portable_24 import AMPERE, HOPPER, SINGLE, Config
+from sparsek.kernels.spmm import portable_24 as semi24
+from sparsek.kernels.spmm import portable_bsr24 as bsr24
+from sparsek.kernels.spmm.unpack_24 import AMPERE, HOPPER, SINGLE, Config
+from sparsek.matrix.bsr import BSR
+from sparsek.matrix.bsr24 import BSR24
+from sparsek.matrix.semi24 import Semi24
 from sparsek.testing.cases24 import BSR24_CASES, SEMI24_CASES, Case24
 from tests.kernels.planned_24 import EPILOGUES, LAYOUTS, hold, multiply, problem
 

@@ -15,8 +15,8 @@ import torch
 import triton
 
 from sparsek.core.device import H200, Card
-from sparsek.kernels.portable import attention_bwd as portable
-from sparsek.kernels.portable import attention_parts as parts
+from sparsek.kernels.attention import parts
+from sparsek.kernels.attention import portable_bwd as portable
 from tests.kernels import portable_code
 
 CARDS: dict[str, Card] = {

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from sparsek.core import env
-from sparsek.formats import BlockMask
-from sparsek.kernels.portable import attention_bwd as portable
-from sparsek.kernels.portable.attention_bwd import Config, Tile
-from sparsek.kernels.prims.portable_attention import DIMS
+from sparsek.kernels.attention import portable_bwd as portable
+from sparsek.kernels.attention.portable_bwd import Config, Tile
+from sparsek.kernels.attention.portable_tiles import DIMS
+from sparsek.mask.mask import BlockMask
 from sparsek.testing.attention_cases import AttentionCase, random_bits
 from sparsek.testing.poison import poisoned
 from tests.kernels.attention_grad_cases import (

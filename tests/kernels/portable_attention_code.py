@@ -20,8 +20,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from sparsek.core.device import H200, Card
-from sparsek.kernels.portable import attention_fwd as portable
-from sparsek.kernels.portable.attention_merge import FIELDS, ROWS, _merge
+from sparsek.kernels.attention import portable_fwd as portable
+from sparsek.kernels.attention.merge import FIELDS, ROWS, _merge
 
 CARDS: dict[str, Card] = {
     "sm_90": H200,

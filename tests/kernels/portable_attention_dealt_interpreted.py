@@ -1,9 +1,9 @@
-"""kernels/portable/attention_dealt.py in Triton's interpreter: test_portable_attention_dealt.py runs it so."""
+"""kernels/attention/dealt.py in Triton's interpreter: test_portable_attention_dealt.py runs it so."""
 
 import pytest
 import torch
 
-from sparsek.kernels.portable import attention_dealt as portable
+from sparsek.kernels.attention import dealt as portable
 from sparsek.plan import attention_grad_schedule as schedule
 
 

@@ -1,4 +1,4 @@
-"""portable/attention_delta.py in Triton's interpreter. test_portable_attention_delta.py sets TRITON_INTERPRET=1."""
+"""attention/delta.py in Triton's interpreter. test_portable_attention_delta.py sets TRITON_INTERPRET=1."""
 
 import math
 
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from sparsek.core import env
-from sparsek.kernels.portable.attention_delta import cast_scaled, prepare_rows
+from sparsek.kernels.attention.delta import cast_scaled, prepare_rows
 from sparsek.testing.poison import poisoned
 
 assert env.interpreting(), "run through test_portable_attention_delta.py, which sets TRITON_INTERPRET=1"

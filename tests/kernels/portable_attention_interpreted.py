@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 
 from sparsek.core import env
-from sparsek.formats import BlockMask
-from sparsek.formats.block_mask import BlockLists
-from sparsek.kernels.portable import attention_fwd as portable
-from sparsek.kernels.portable.attention_merge import merge_parts
+from sparsek.kernels.attention import portable_fwd as portable
+from sparsek.kernels.attention.merge import merge_parts
+from sparsek.mask.mask import BlockLists, BlockMask
 from sparsek.testing.attention_budget import check_attention
 from sparsek.testing.attention_cases import ATTENTION_CASES, AttentionCase, random_bits
 from sparsek.testing.poison import poisoned

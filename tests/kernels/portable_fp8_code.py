@@ -7,8 +7,11 @@ from typing import Any
 import torch
 
 from sparsek.core.device import Card
-from sparsek.kernels.portable import bsr24_fp8, round_fp8, semi24_fp8, spmm_fp8
-from sparsek.kernels.prims.portable_fp8 import Config
+from sparsek.kernels.pack import to_fp8 as round_fp8
+from sparsek.kernels.spmm import portable_24_fp8 as semi24_fp8
+from sparsek.kernels.spmm import portable_bsr24_fp8 as bsr24_fp8
+from sparsek.kernels.spmm import portable_fp8 as spmm_fp8
+from sparsek.kernels.spmm.tiles_fp8 import Config
 from sparsek.plan.problem import ScaledBsr24Problem, ScaledSemi24Problem, ScaledSpmmProblem
 from sparsek.reference.epilogue import Epilogue
 from tests.kernels.portable_code import Code, compiled

@@ -9,13 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparsek.core import env
-from sparsek.formats import scaled_tensor
-from sparsek.formats.bsr import BSR
-from sparsek.formats.bsr24 import BSR24
-from sparsek.formats.scaled import quantize
 from sparsek.kernels import load
-from sparsek.kernels.portable import bsr24_fp8, round_fp8, semi24_fp8, spmm_fp8
-from sparsek.kernels.prims.portable_fp8 import TABLE, Config
+from sparsek.kernels.pack import to_fp8 as round_fp8
+from sparsek.kernels.spmm import portable_24_fp8 as semi24_fp8
+from sparsek.kernels.spmm import portable_bsr24_fp8 as bsr24_fp8
+from sparsek.kernels.spmm import portable_fp8 as spmm_fp8
+from sparsek.kernels.spmm.tiles_fp8 import TABLE, Config
+from sparsek.matrix import dense8 as scaled_tensor
+from sparsek.matrix.bsr import BSR
+from sparsek.matrix.bsr24 import BSR24
+from sparsek.matrix.quantized import quantize
 from sparsek.testing.cases_fp8 import E4M3, E5M2, FP8_CASES, CaseFp8, Scales
 from tests.kernels.planned_fp8 import hold, multiply, problem
 

@@ -1,4 +1,4 @@
-"""portable/match.py and spgemm_tiles.py in Triton's interpreter.
+"""spgemm/match.py and spgemm_tiles.py in Triton's interpreter.
 
 test_portable_match.py runs this file with TRITON_INTERPRET=1 set.
 """
@@ -10,9 +10,9 @@ import torch
 
 from sparsek.core import env
 from sparsek.core.errors import InvalidInput
-from sparsek.formats.pattern import BlockPattern
-from sparsek.kernels.portable import match as portable
-from sparsek.kernels.portable.spgemm_tiles import spgemm_tiles
+from sparsek.kernels.spgemm import match as portable
+from sparsek.kernels.spgemm.tiles import spgemm_tiles
+from sparsek.matrix.pattern import BlockPattern
 from sparsek.plan import matches, spgemm_schedule
 from tests.kernels.matched import assert_same, drawn, full
 

@@ -1,11 +1,11 @@
-"""What tests of portable/pack24.py share: floats of any bits in any strides, masks, and what is right."""
+"""What tests of pack/to_24.py share: floats of any bits in any strides, masks, and what is right."""
 
 import torch
 from torch import Tensor
 
-from sparsek.formats import two_four
-from sparsek.kernels.portable import pack24 as portable
-from tests.formats.two_four import PAIRS, same_bits
+from sparsek.kernels.pack import to_24 as portable
+from sparsek.matrix import two_four
+from tests.matrix.two_four import PAIRS, same_bits
 
 
 def any_bits(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

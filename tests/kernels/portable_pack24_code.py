@@ -1,4 +1,4 @@
-"""portable/pack24.py compiled for cards that are not there, as its launches specialise it.
+"""pack/to_24.py compiled for cards that are not there, as its launches specialise it.
 
 As a program it prints, for one card, every code's facts: test_portable_pack24.py runs it under the newest Triton.
 """
@@ -13,7 +13,7 @@ import triton
 from torch import Tensor
 
 from sparsek.core.device import H200
-from sparsek.kernels.portable import pack24 as portable
+from sparsek.kernels.pack import to_24 as portable
 from tests.kernels.portable_code import Code, compiled
 
 A100 = replace(H200, name="NVIDIA A100", capability=(8, 0), sm_count=108, smem_bytes=166912)

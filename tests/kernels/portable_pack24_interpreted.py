@@ -1,4 +1,4 @@
-"""portable/pack24.py in Triton's interpreter; test_portable_pack24.py runs this file with TRITON_INTERPRET=1 set."""
+"""pack/to_24.py in Triton's interpreter; test_portable_pack24.py runs this file with TRITON_INTERPRET=1 set."""
 
 import ctypes
 import itertools
@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sparsek.core import env
-from sparsek.formats import two_four
-from sparsek.kernels.portable import pack24 as portable
+from sparsek.kernels.pack import to_24 as portable
+from sparsek.matrix import two_four
 from sparsek.ops import semi24 as ops
-from tests.formats.two_four import PAIRS, VALUES, masks, matrices, packed, random_pairs, same_bits
 from tests.kernels.portable_pack24_cases import LAYOUTS, any_bits, flags, same
+from tests.matrix.two_four import PAIRS, VALUES, masks, matrices, packed, random_pairs, same_bits
 
 assert env.interpreting(), "run through test_portable_pack24.py, which sets TRITON_INTERPRET=1"
 pytestmark = pytest.mark.usefixtures("poisoned_memory")

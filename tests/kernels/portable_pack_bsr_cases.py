@@ -1,12 +1,12 @@
-"""What tests of portable/pack_bsr.py share: matrices, rules, layouts, and what is right."""
+"""What tests of pack/to_bsr.py share: matrices, rules, layouts, and what is right."""
 
 import torch
 from torch import Tensor
 
-from sparsek.formats import convert
-from sparsek.formats.bsr import BSR
-from sparsek.formats.convert import Rule
-from sparsek.kernels.portable import pack_bsr as portable
+from sparsek.kernels.pack import to_bsr as portable
+from sparsek.matrix import convert
+from sparsek.matrix.bsr import BSR
+from sparsek.matrix.convert import Rule
 
 NOTHING = Rule(None, None, None, "global")
 

@@ -1,4 +1,4 @@
-"""portable/pack_bsr.py compiled for cards that are not there, as its launches specialise it.
+"""pack/to_bsr.py compiled for cards that are not there, as its launches specialise it.
 
 As a program it prints, for one card, every code's facts: test_portable_pack_bsr.py runs it under the newest Triton.
 """
@@ -12,7 +12,7 @@ import torch
 import triton
 
 from sparsek.core.device import H200
-from sparsek.kernels.portable import pack_bsr as portable
+from sparsek.kernels.pack import to_bsr as portable
 from tests.kernels.portable_code import Code, compiled
 
 A100 = replace(H200, name="NVIDIA A100", capability=(8, 0), sm_count=108, smem_bytes=166912)

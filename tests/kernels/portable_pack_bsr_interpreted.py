@@ -1,4 +1,4 @@
-"""portable/pack_bsr.py in Triton's interpreter; test_portable_pack_bsr.py runs this with TRITON_INTERPRET=1 set."""
+"""pack/to_bsr.py in Triton's interpreter; test_portable_pack_bsr.py runs this with TRITON_INTERPRET=1 set."""
 
 import ctypes
 import mmap
@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from sparsek.core import env
-from sparsek.formats import convert
-from sparsek.formats.convert import Rule
-from sparsek.kernels.portable import pack_bsr as portable
+from sparsek.kernels.pack import to_bsr as portable
+from sparsek.matrix import convert
+from sparsek.matrix.convert import Rule
 from sparsek.ops import spmm as ops
 from tests.kernels.portable_pack_bsr_cases import (
     LAYOUTS,

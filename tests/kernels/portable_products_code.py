@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 
 from sparsek.core import dtypes
-from sparsek.kernels.portable import sddmm, spgemm, spmm_skinny
-from sparsek.kernels.prims import portable_tensors as tensors
+from sparsek.kernels.lang import tensors
+from sparsek.kernels.sddmm import portable as sddmm
+from sparsek.kernels.spgemm import portable as spgemm
+from sparsek.kernels.spmm import portable_skinny as spmm_skinny
 from sparsek.plan.problem import SddmmProblem, SpgemmProblem, SpmmProblem
 from sparsek.reference.epilogue import Epilogue
 from tests.kernels.portable_code import Code, compiled

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from sparsek.core import env
-from sparsek.formats import BSR, random_bsr
-from sparsek.kernels.portable import sddmm as portable_sddmm
-from sparsek.kernels.portable import spgemm as portable_spgemm
+from sparsek.kernels.sddmm import portable as portable_sddmm
+from sparsek.kernels.spgemm import portable as portable_spgemm
+from sparsek.matrix.bsr import BSR
+from sparsek.matrix.random import random_bsr
 from sparsek.plan.matches import match
 from sparsek.testing.product_budget import check_sddmm, check_spgemm
 from sparsek.testing.product_cases import (

@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from sparsek.core import env
-from sparsek.formats import BSR, BlockPattern, random_bsr
-from sparsek.kernels.portable import spmm_skinny as portable
+from sparsek.kernels.spmm import portable_skinny as portable
+from sparsek.matrix.bsr import BSR
+from sparsek.matrix.pattern import BlockPattern
+from sparsek.matrix.random import random_bsr
 from sparsek.reference.epilogue import PLAIN
 from sparsek.testing.budget import check_spmm
 from sparsek.testing.poison import poisoned

@@ -7,8 +7,9 @@ import torch
 
 from sparsek.core import dtypes, env
 from sparsek.core.device import CPU
-from sparsek.formats import BSR, random_bsr
-from sparsek.kernels.portable import spmm as portable
+from sparsek.kernels.spmm import portable
+from sparsek.matrix.bsr import BSR
+from sparsek.matrix.random import random_bsr
 from sparsek.plan.problem import SpmmProblem
 from sparsek.testing.budget import check_spmm
 from sparsek.testing.cases import SPMM_CASES

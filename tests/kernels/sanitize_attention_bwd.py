@@ -2,8 +2,8 @@
 
 import torch
 
-from sparsek.formats.block_mask import BlockMask
 from sparsek.kernels import load
+from sparsek.mask.mask import BlockMask
 from sparsek.testing.attention_cases import AttentionCase, random_bits
 from tests.kernels.attention_grad_cases import hold
 

@@ -9,7 +9,7 @@ import sys
 import torch
 
 from sparsek import kernels
-from sparsek.formats.random import random_bsr
+from sparsek.matrix.random import random_bsr
 from sparsek.ops.spmm import _problem
 from sparsek.testing.budget import check_spmm
 from sparsek.testing.poison import poisoned

@@ -6,13 +6,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparsek.core.device import CPU, H200
-from sparsek.formats.bsr import BSR
-from sparsek.formats.bsr24 import BSR24
-from sparsek.formats.semi24 import Semi24
 from sparsek.kernels import load
-from sparsek.kernels.cpu import bsr24 as cpu_bsr24
-from sparsek.kernels.cpu import semi24 as cpu_semi24
-from sparsek.kernels.cpu import spmm as cpu_spmm
+from sparsek.kernels.spmm import cpu as cpu_spmm
+from sparsek.kernels.spmm import cpu_24 as cpu_semi24
+from sparsek.kernels.spmm import cpu_bsr24
+from sparsek.matrix.bsr import BSR
+from sparsek.matrix.bsr24 import BSR24
+from sparsek.matrix.semi24 import Semi24
 from sparsek.plan.problem import BSR24Problem, Semi24Problem
 from sparsek.reference.bsr24 import bsr24
 from sparsek.reference.semi24 import semi24

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from sparsek.core.device import H200
-from sparsek.formats.block_mask import BlockMask
 from sparsek.kernels import load
-from sparsek.kernels.cpu.attention import CpuAttentionConfig
-from sparsek.kernels.cpu.spmm import has_bf16_units
+from sparsek.kernels.attention.cpu_fwd import CpuAttentionConfig
+from sparsek.kernels.spmm.cpu import has_bf16_units
+from sparsek.mask.mask import BlockMask
 from sparsek.testing.attention_budget import check_attention
 from sparsek.testing.attention_cases import ATTENTION_CASES, AttentionCase, random_bits
 from sparsek.testing.poison import poisoned

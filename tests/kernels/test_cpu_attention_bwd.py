@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sparsek.core.device import H200
-from sparsek.formats.block_mask import BlockMask
 from sparsek.kernels import load
-from sparsek.kernels.cpu.attention_steps import CpuAttentionConfig
+from sparsek.kernels.attention.cpu_steps import CpuAttentionConfig
+from sparsek.mask.mask import BlockMask
 from sparsek.reference.attention import attention_backward
 from sparsek.testing.attention_cases import ATTENTION_CASES, AttentionCase, random_bits
 from sparsek.testing.poison import poisoned

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from sparsek.core.device import CPU, H200
-from sparsek.formats.bsr import BSR
-from sparsek.formats.scaled import Scaled, quantize
-from sparsek.formats.scaled_tensor import ScaledTensor
 from sparsek.kernels import load, names_for
-from sparsek.kernels.cpu import spmm_fp8 as cpu
-from sparsek.kernels.vendor import cublas_fp8
+from sparsek.kernels.spmm import cpu_fp8 as cpu
+from sparsek.kernels.spmm import vendor_cublas_fp8 as cublas_fp8
+from sparsek.matrix.bsr import BSR
+from sparsek.matrix.dense8 import ScaledTensor
+from sparsek.matrix.quantized import Scaled, quantize
 from sparsek.plan.problem import ScaledBsr24Problem, ScaledSemi24Problem, ScaledSpmmProblem
 from sparsek.reference.scaled import scaled
 from sparsek.testing.cases_fp8 import FP8_CASES, CaseFp8, Scales

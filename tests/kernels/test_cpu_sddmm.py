@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from sparsek.core.device import H200
-from sparsek.formats.random import random_bsr
-from sparsek.kernels.cpu.sddmm import KERNEL, CpuSddmmConfig
+from sparsek.kernels.sddmm.cpu import KERNEL, CpuSddmmConfig
+from sparsek.matrix.random import random_bsr
 from sparsek.reference.sddmm import sddmm as reference
 from sparsek.testing.poison import poisoned
 from sparsek.testing.product_budget import check_sddmm

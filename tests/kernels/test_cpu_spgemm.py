@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from sparsek.core.device import H200
-from sparsek.formats.bsr import BSR
-from sparsek.formats.random import random_bsr
-from sparsek.kernels.cpu.spgemm import KERNEL, CpuSpgemmConfig
+from sparsek.kernels.spgemm.cpu import KERNEL, CpuSpgemmConfig
+from sparsek.matrix.bsr import BSR
+from sparsek.matrix.random import random_bsr
 from sparsek.plan.matches import match
 from sparsek.reference.spgemm import spgemm as reference
 from sparsek.testing.poison import poisoned

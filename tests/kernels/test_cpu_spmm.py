@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from sparsek.core.device import H200
-from sparsek.formats.bsr import BSR
-from sparsek.formats.random import random_bsr
 from sparsek.kernels import load
-from sparsek.kernels.cpu.spmm import CpuConfig
+from sparsek.kernels.spmm.cpu import CpuConfig
+from sparsek.matrix.bsr import BSR
+from sparsek.matrix.random import random_bsr
 from sparsek.reference.epilogue import Epilogue
 from sparsek.reference.spmm import spmm as reference
 from sparsek.testing.budget import check_spmm

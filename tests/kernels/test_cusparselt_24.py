@@ -13,10 +13,10 @@ import sparsek as sk
 from sparsek.core.clock import Times
 from sparsek.core.device import CPU, H200
 from sparsek.core.errors import Unsupported
-from sparsek.formats.semi24 import Semi24
-from sparsek.kernels.prims import kept
-from sparsek.kernels.vendor import cusparselt
-from sparsek.kernels.vendor.cusparselt import KERNEL, CusparseltConfig
+from sparsek.kernels.lang import memo as kept
+from sparsek.kernels.spmm import vendor_cusparselt as cusparselt
+from sparsek.kernels.spmm.vendor_cusparselt import KERNEL, CusparseltConfig
+from sparsek.matrix.semi24 import Semi24
 from sparsek.ops import planning
 from sparsek.ops.semi24 import plan_linear
 from sparsek.plan.problem import Semi24Problem

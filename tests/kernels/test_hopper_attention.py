@@ -19,15 +19,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparsek.core.device import CPU, H200
-from sparsek.formats.block_mask import BlockMask
 from sparsek.kernels import load
+from sparsek.mask.mask import BlockMask
 from sparsek.plan.attention_schedule import part_blocks
 from sparsek.plan.problem import AttentionProblem
 
 pytest.importorskip("triton")
 
-from sparsek.kernels.hopper import attention_fwd
-from sparsek.kernels.hopper.attention_fwd import Config
+from sparsek.kernels.attention import hopper_fwd as attention_fwd
+from sparsek.kernels.attention.hopper_fwd import Config
 from tests.house.tools import ROOT, in_the_interpreter, next_python
 from tests.kernels.covering import covering
 from tests.kernels.hopper_code import Code, code_from, compiled, fields_of

@@ -17,7 +17,7 @@ from sparsek.plan.problem import AttentionGradProblem
 
 pytest.importorskip("triton")
 
-from sparsek.kernels.hopper.attention_bwd import Config
+from sparsek.kernels.attention.hopper_bwd import Config
 from tests.house.tools import ROOT, next_python
 from tests.kernels.covering import covering
 from tests.kernels.hopper_code import Code, code_from, compiled, fields_of

@@ -10,8 +10,8 @@ from itertools import product
 import pytest
 import torch
 
-from sparsek.formats.block_mask import BlockMask
 from sparsek.kernels import load
+from sparsek.mask.mask import BlockMask
 from sparsek.testing.attention_budget import check_attention
 from sparsek.testing.attention_cases import ATTENTION_CASES, AttentionCase, random_bits
 from tests.kernels.planned_attention import attend, problem

@@ -13,8 +13,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from sparsek.kernels.hopper import attention_fwd, sddmm, spmm
-from sparsek.kernels.prims.scaled import carried as carried_bound
+from sparsek.kernels.attention import hopper_fwd as attention_fwd
+from sparsek.kernels.sddmm import hopper as sddmm
+from sparsek.kernels.spmm import hopper as spmm
+from sparsek.kernels.spmm.multiply_fp8 import carried as carried_bound
 from tests.kernels.hopper_code import Config, config_from, fields_of, fixed_bounds
 
 

@@ -18,9 +18,9 @@ from torch import Tensor
 import sparsek as sk
 from sparsek import kernels
 from sparsek.core import dtypes
-from sparsek.formats.bsr import BSR
-from sparsek.formats.pattern import BlockPattern
-from sparsek.formats.random import random_bsr
+from sparsek.matrix.bsr import BSR
+from sparsek.matrix.pattern import BlockPattern
+from sparsek.matrix.random import random_bsr
 from sparsek.ops import sddmm as sddmm_op
 from sparsek.ops import spgemm as spgemm_op
 from sparsek.ops import spmm as spmm_op

@@ -16,16 +16,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparsek.core.device import CPU, H200
-from sparsek.formats.pattern import BlockPattern
-from sparsek.formats.random import random_bsr
 from sparsek.kernels import load
+from sparsek.matrix.pattern import BlockPattern
+from sparsek.matrix.random import random_bsr
 from sparsek.ops.sddmm import plan_sddmm
 from sparsek.plan.problem import SddmmProblem
 from sparsek.plan.sddmm_schedule import OUTSIDE
 
 pytest.importorskip("triton")
 
-from sparsek.kernels.hopper.sddmm import Config, Work
+from sparsek.kernels.sddmm.hopper import Config, Work
 from tests.kernels.covering import covering
 from tests.kernels.hopper_code import compiled, fields_of
 from tests.kernels.hopper_products import SMEM_PER_SM, Memory, boxes_of, check_code, check_code_of_next

@@ -24,11 +24,12 @@ from sparsek.testing.cases24 import Case24
 
 pytest.importorskip("triton")  # its nvdisasm reads the code
 
-from sparsek.kernels.hopper import bsr24, semi24
-from sparsek.kernels.hopper.semi24 import SOURCE, Config, in_wgmma_order
-from sparsek.kernels.prims import nvrtc
-from sparsek.kernels.prims.driver import Boxed
-from sparsek.kernels.prims.kept import Kept
+from sparsek.kernels.lang import nvrtc
+from sparsek.kernels.lang.launch import Boxed
+from sparsek.kernels.lang.memo import Kept
+from sparsek.kernels.spmm import hopper_24 as semi24
+from sparsek.kernels.spmm import hopper_bsr24 as bsr24
+from sparsek.kernels.spmm.hopper_24 import SOURCE, Config, in_wgmma_order
 from tests.kernels import hopper_semi24_code as code
 from tests.kernels import hopper_semi24_emulated as emulated
 from tests.kernels.planned_24 import problem

@@ -18,8 +18,10 @@ from tests.kernels.sanitized import sanitized
 
 pytest.importorskip("triton")  # its nvdisasm reads the code
 
-from sparsek.kernels.hopper import bsr24_fp8, semi24, semi24_fp8
-from sparsek.kernels.hopper.semi24 import Config, in_wgmma_order
+from sparsek.kernels.spmm import hopper_24 as semi24
+from sparsek.kernels.spmm import hopper_24_fp8 as semi24_fp8
+from sparsek.kernels.spmm import hopper_bsr24_fp8 as bsr24_fp8
+from sparsek.kernels.spmm.hopper_24 import Config, in_wgmma_order
 from tests.kernels import hopper_semi24_emulated as emulated
 from tests.kernels.test_hopper_semi24 import check_code, needs_compiler, needs_nvrtc
 

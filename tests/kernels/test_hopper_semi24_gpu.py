@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 import sparsek as sk
-from sparsek.formats.bsr24 import BSR24
-from sparsek.formats.semi24 import Semi24
+from sparsek.matrix.bsr24 import BSR24
+from sparsek.matrix.semi24 import Semi24
 from sparsek.ops.semi24 import plan_linear as plan_layer
 from sparsek.reference.epilogue import PLAIN, Epilogue
 from sparsek.testing.budget24 import check_24, check_linear24
@@ -26,7 +26,8 @@ from tests.kernels.sanitized import sanitized
 
 pytest.importorskip("triton")
 
-from sparsek.kernels.hopper import bsr24, semi24
+from sparsek.kernels.spmm import hopper_24 as semi24
+from sparsek.kernels.spmm import hopper_bsr24 as bsr24
 
 pytestmark = pytest.mark.gpu
 BF16, F16 = torch.bfloat16, torch.float16

@@ -16,17 +16,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparsek.core.device import CPU, H200
-from sparsek.formats.bsr import BSR
-from sparsek.formats.random import random_bsr
 from sparsek.kernels import load
+from sparsek.matrix.bsr import BSR
+from sparsek.matrix.random import random_bsr
 from sparsek.ops.spgemm import plan_spgemm
 from sparsek.plan.matches import Matches, match
 from sparsek.plan.problem import SpgemmProblem
 
 pytest.importorskip("triton")
 
-from sparsek.kernels.hopper.spgemm import Work
-from sparsek.kernels.hopper.spmm import Config
+from sparsek.kernels.spgemm.hopper import Work
+from sparsek.kernels.spmm.hopper import Config
 from tests.kernels.covering import covering
 from tests.kernels.hopper_code import compiled
 from tests.kernels.hopper_products import SMEM_PER_SM, Memory, boxes_of, check_code, check_code_of_next

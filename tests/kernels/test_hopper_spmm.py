@@ -21,16 +21,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparsek.core.device import CPU, H200
-from sparsek.formats.bsr import BSR
-from sparsek.formats.random import random_bsr
 from sparsek.kernels import load
+from sparsek.matrix.bsr import BSR
+from sparsek.matrix.random import random_bsr
 from sparsek.ops.spmm import plan_spmm
 from sparsek.plan import schedule
 from sparsek.plan.problem import SpmmProblem
 
 pytest.importorskip("triton")
 
-from sparsek.kernels.hopper.spmm import Config, Work
+from sparsek.kernels.spmm.hopper import Config, Work
 from tests.kernels.covering import covering
 from tests.kernels.hopper_code import compiled, fields_of
 from tests.kernels.hopper_products import SMEM_PER_SM, Memory, boxes_of, check_code, check_code_of_next

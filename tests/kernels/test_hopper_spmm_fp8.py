@@ -19,18 +19,18 @@ from hypothesis import strategies as st
 
 import sparsek as sk
 from sparsek.core.device import CPU, H200
-from sparsek.formats.bsr import BSR
-from sparsek.formats.random import random_bsr
-from sparsek.formats.scaled import Scaled
 from sparsek.kernels import load
+from sparsek.matrix.bsr import BSR
+from sparsek.matrix.quantized import Scaled
+from sparsek.matrix.random import random_bsr
 from sparsek.plan.problem import ScaledSpmmProblem
 from sparsek.reference.epilogue import Epilogue
 
 pytest.importorskip("triton")
 
-from sparsek.kernels.hopper import spmm_fp8
-from sparsek.kernels.hopper.spmm_fp8 import PROMOTED, Config
-from sparsek.kernels.prims.parts import Dealt
+from sparsek.kernels.spmm import hopper_fp8 as spmm_fp8
+from sparsek.kernels.spmm.hopper_fp8 import PROMOTED, Config
+from sparsek.kernels.spmm.parts import Dealt
 from tests.kernels.hopper_code import compiled
 from tests.kernels.hopper_products import SMEM_PER_SM, Memory, boxes_of, check_code, check_code_of_next
 

@@ -13,11 +13,11 @@ from torch import Tensor
 
 import sparsek as sk
 from sparsek.core import dtypes
-from sparsek.formats.bsr import BSR
-from sparsek.formats.random import random_bsr
-from sparsek.formats.scaled import Scaled
-from sparsek.formats.scaled_tensor import ScaledTensor
 from sparsek.kernels import load
+from sparsek.matrix.bsr import BSR
+from sparsek.matrix.dense8 import ScaledTensor
+from sparsek.matrix.quantized import Scaled
+from sparsek.matrix.random import random_bsr
 from sparsek.plan.scaled import ScaledPlan
 from sparsek.reference.epilogue import PLAIN, Epilogue
 from sparsek.testing.budget_fp8 import check_scaled

@@ -9,8 +9,8 @@ import torch
 
 from sparsek.core import env
 from sparsek.core.errors import Unsupported
-from sparsek.kernels.prims import nvrtc
-from sparsek.kernels.prims.nvrtc import CompilerError, compile_cuda, compiled, library
+from sparsek.kernels.lang import nvrtc
+from sparsek.kernels.lang.nvrtc import CompilerError, compile_cuda, compiled, library
 
 SOURCE = 'extern "C" __global__ void twice(float* x) { x[threadIdx.x] *= 2; }'
 OPTIONS = ["--gpu-architecture=sm_90a"]

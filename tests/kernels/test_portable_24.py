@@ -12,8 +12,9 @@ from sparsek.plan.problem import BSR24Problem, Semi24Problem
 
 pytest.importorskip("triton")
 
-from sparsek.kernels.portable import bsr24, semi24
-from sparsek.kernels.prims.portable_24 import COLUMN_LIMIT, Config, column_unit, tiles
+from sparsek.kernels.spmm import portable_24 as semi24
+from sparsek.kernels.spmm import portable_bsr24 as bsr24
+from sparsek.kernels.spmm.unpack_24 import COLUMN_LIMIT, Config, column_unit, tiles
 from tests.house.tools import in_the_interpreter
 from tests.kernels.portable_24_code import bsr24_code, semi24_code
 

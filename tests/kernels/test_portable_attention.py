@@ -13,7 +13,7 @@ from sparsek.plan.problem import AttentionProblem
 
 pytest.importorskip("triton")
 
-from sparsek.kernels.portable import attention_fwd as portable
+from sparsek.kernels.attention import portable_fwd as portable
 from tests.house.tools import in_the_interpreter, next_triton, under_next_triton
 from tests.kernels.portable_attention_code import CARDS, Code, compiled, merged
 

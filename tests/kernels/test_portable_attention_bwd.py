@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from sparsek.core.device import CPU, H200
-from sparsek.formats import BlockMask
+from sparsek.mask.mask import BlockMask
 from sparsek.plan.problem import AttentionGradProblem
 
 pytest.importorskip("triton")
 
-from sparsek.kernels.portable import attention_bwd as portable
-from sparsek.kernels.portable.attention_parts import Walk, longest_part, walk
-from sparsek.kernels.prims.portable_attention import DIMS
+from sparsek.kernels.attention import portable_bwd as portable
+from sparsek.kernels.attention.parts import Walk, longest_part, walk
+from sparsek.kernels.attention.portable_tiles import DIMS
 from tests.house.tools import in_the_interpreter, next_triton, under_next_triton
 from tests.kernels.portable_attention_bwd_code import CARDS, Code, added, compiled, passes
 

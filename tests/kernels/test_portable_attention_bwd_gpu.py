@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from sparsek.core import dtypes
-from sparsek.formats.block_mask import BlockMask
 from sparsek.kernels import load
+from sparsek.mask.mask import BlockMask
 from sparsek.testing.attention_cases import AttentionCase, random_bits
 from sparsek.testing.poison import poisoned
 from tests.kernels.attention_grad_cases import (
@@ -77,7 +77,7 @@ def test_every_case_is_within_budget_and_gives_the_same_bits(
 def test_cases_in_parts_are_within_budget(
     kernel: Any, case: AttentionCase, part: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sparsek.kernels.portable import attention_bwd as portable
+    from sparsek.kernels.attention import portable_bwd as portable
 
     monkeypatch.setattr(portable, "longest_part", lambda *given: part)
     hold(kernel, case, device="cuda", dtype=HALF, with_lse=True)
@@ -185,8 +185,8 @@ def test_neither_planning_nor_running_waits_for_the_device(kernel: Any, no_sync:
 
 def test_masks_and_lengths_that_are_new_compile_nothing(kernel: Any) -> None:
     """As long as blocks, rules, heads and the layout's strides along rows stay."""
-    from sparsek.kernels.portable import attention_bwd as portable
-    from sparsek.kernels.portable import attention_delta as delta
+    from sparsek.kernels.attention import delta
+    from sparsek.kernels.attention import portable_bwd as portable
 
     device = torch.cuda.current_device()
     jits = (portable._keys, portable._queries, delta._prepare_rows)
@@ -275,7 +275,7 @@ def test_a_column_that_all_visit_does_not_outlast_the_rest(kernel: Any, seed: in
 
 @pytest.mark.parametrize("columns", [64, 96, 256])
 def test_rows_and_casts_are_those_of_torch(columns: int, seed: int) -> None:
-    from sparsek.kernels.portable.attention_delta import cast_scaled, prepare_rows
+    from sparsek.kernels.attention.delta import cast_scaled, prepare_rows
 
     out, grad = randn(2, 3, 1000, columns), randn(2, 1000, 3, columns).transpose(1, 2)
     lse, grad_lse = torch.randn(2, 3, 1000, device="cuda") * 9, torch.randn(2, 3, 1000, device="cuda")

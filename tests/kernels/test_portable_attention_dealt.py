@@ -1,4 +1,4 @@
-"""portable/attention_dealt.py: in Triton's interpreter, compiled for real cards, and on a GPU."""
+"""attention/dealt.py: in Triton's interpreter, compiled for real cards, and on a GPU."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from sparsek.core.device import H200
 
 pytest.importorskip("triton")
 
-from sparsek.kernels.portable import attention_dealt as portable
+from sparsek.kernels.attention import dealt as portable
 from sparsek.plan import attention_grad_schedule as schedule
 from tests.house.tools import in_the_interpreter
 from tests.kernels.portable_code import compiled

@@ -1,4 +1,4 @@
-"""portable/attention_delta.py without a GPU: arithmetic in Triton's interpreter, code by compiling for real cards."""
+"""attention/delta.py without a GPU: arithmetic in Triton's interpreter, code by compiling for real cards."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +9,7 @@ from sparsek.core.device import H200
 
 pytest.importorskip("triton")
 
-from sparsek.kernels.portable import attention_delta as portable
+from sparsek.kernels.attention import delta as portable
 from tests.house.tools import in_the_interpreter
 from tests.kernels.portable_code import compiled
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from sparsek.core import dtypes
-from sparsek.formats.block_mask import BlockMask
 from sparsek.kernels import load
+from sparsek.mask.mask import BlockMask
 from sparsek.testing.attention_budget import check_attention
 from sparsek.testing.attention_cases import ATTENTION_CASES, AttentionCase, random_bits
 from sparsek.testing.poison import poisoned
@@ -143,7 +143,7 @@ def test_neither_planning_nor_running_waits_for_the_device(kernel: Any, no_sync:
 
 def test_masks_and_lengths_that_are_new_compile_nothing(kernel: Any) -> None:
     """As long as blocks, rules, heads and the layout's strides along keys stay."""
-    from sparsek.kernels.portable import attention_fwd as portable
+    from sparsek.kernels.attention import portable_fwd as portable
 
     known = portable._attention.device_caches[torch.cuda.current_device()][0]
     counts = []
@@ -215,7 +215,7 @@ def test_masks_at_random_are_within_budget(kernel: Any, seed: int) -> None:
 @pytest.mark.parametrize("v_dim", [64, 96, 256])
 def test_parts_of_the_keys_merge_to_the_whole(kernel: Any, v_dim: int, dtype: str, seed: int) -> None:
     """Parts come from the kernel itself: a window of keys each. Rows of tiles are queries of one head."""
-    from sparsek.kernels.portable.attention_merge import merge_parts
+    from sparsek.kernels.attention.merge import merge_parts
 
     kind, length, cuts = dtypes.parse(dtype), 640, (0, 128, 512, 640)
     q, k, v = (randn(1, 2, length, d, dtype=kind) for d in (64, 64, v_dim))

@@ -12,8 +12,11 @@ from sparsek.plan.problem import ScaledBsr24Problem, ScaledSemi24Problem, Scaled
 
 pytest.importorskip("triton")
 
-from sparsek.kernels.portable import bsr24_fp8, round_fp8, semi24_fp8, spmm_fp8
-from sparsek.kernels.prims.portable_fp8 import Config
+from sparsek.kernels.pack import to_fp8 as round_fp8
+from sparsek.kernels.spmm import portable_24_fp8 as semi24_fp8
+from sparsek.kernels.spmm import portable_bsr24_fp8 as bsr24_fp8
+from sparsek.kernels.spmm import portable_fp8 as spmm_fp8
+from sparsek.kernels.spmm.tiles_fp8 import Config
 from tests.house.tools import in_the_interpreter
 from tests.kernels.portable_fp8_code import bsr24_fp8_code, round_code, semi24_fp8_code, spmm_fp8_code
 

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from sparsek.formats import scaled_tensor
-from sparsek.formats.bsr import BSR
-from sparsek.formats.scaled import quantize
 from sparsek.kernels import load
+from sparsek.matrix import dense8 as scaled_tensor
+from sparsek.matrix.bsr import BSR
+from sparsek.matrix.quantized import quantize
 from sparsek.testing.budget_fp8 import check_scaled
 from sparsek.testing.cases_fp8 import FP8_CASES, CaseFp8, Scales
 from tests.kernels.planned_fp8 import hold, multiply, problem
@@ -134,6 +134,6 @@ def test_a_stride_of_more_than_31_bits_is_taken_after_a_small_one():
 
 
 def load_round_rows() -> Any:
-    from sparsek.kernels.portable.round_fp8 import round_rows
+    from sparsek.kernels.pack.to_fp8 import round_rows
 
     return round_rows

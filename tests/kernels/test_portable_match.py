@@ -1,4 +1,4 @@
-"""kernels/portable/match.py and spgemm_tiles.py without a GPU: their lists in Triton's interpreter, their code by
+"""kernels/spgemm/match.py and spgemm_tiles.py without a GPU: their lists in Triton's interpreter, their code by
 compiling for real cards, how they are launched, and when torch matches instead.
 """
 
@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from sparsek.core.device import H200
-from sparsek.formats.pattern import BlockPattern
+from sparsek.matrix.pattern import BlockPattern
 from sparsek.plan import matches, spgemm_schedule
 
 pytest.importorskip("triton")
 
-from sparsek.kernels.portable import match as portable
-from sparsek.kernels.portable import spgemm_tiles as tiles
+from sparsek.kernels.spgemm import match as portable
+from sparsek.kernels.spgemm import tiles
 from tests.house.tools import in_the_interpreter
 from tests.kernels.matched import assert_same, drawn, full
 from tests.kernels.portable_code import compiled

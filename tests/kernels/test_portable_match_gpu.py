@@ -1,4 +1,4 @@
-"""kernels/portable/match.py and spgemm_tiles.py on a GPU: the lists of torch bit for bit, every time; one wait for the
+"""kernels/spgemm/match.py and spgemm_tiles.py on a GPU: the lists of torch bit for bit, every time; one wait for the
 matches and none for the tiles; no list past 2^31 pairs.
 """
 
@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from sparsek.core.errors import InvalidInput
-from sparsek.formats.pattern import BlockPattern
-from sparsek.formats.random import random_bsr
-from sparsek.kernels.portable import match as portable
-from sparsek.kernels.portable.spgemm_tiles import _deal, spgemm_tiles
+from sparsek.kernels.spgemm import match as portable
+from sparsek.kernels.spgemm.tiles import _deal, spgemm_tiles
+from sparsek.matrix.pattern import BlockPattern
+from sparsek.matrix.random import random_bsr
 from sparsek.plan import matches, spgemm_schedule
 from tests.kernels.matched import assert_same, drawn, full
 

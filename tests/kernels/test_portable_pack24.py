@@ -1,4 +1,4 @@
-"""kernels/portable/pack24.py: in Triton's interpreter, compiled for cards that are not there, and on a GPU."""
+"""kernels/pack/to_24.py: in Triton's interpreter, compiled for cards that are not there, and on a GPU."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,13 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsek.formats import BSR24, Semi24, random_bsr, two_four
-from tests.formats.two_four import same_bits
+from sparsek.matrix import two_four
+from sparsek.matrix.bsr24 import BSR24
+from sparsek.matrix.random import random_bsr
+from sparsek.matrix.semi24 import Semi24
 from tests.house.tools import in_the_interpreter, next_triton, under_next_triton
+from tests.matrix.two_four import same_bits
 
 pytest.importorskip("triton")
 
-from sparsek.kernels.portable import pack24 as portable
+from sparsek.kernels.pack import to_24 as portable
 from tests.kernels import portable_pack24_code as offline
 from tests.kernels.portable_pack24_cases import LAYOUTS, any_bits, flags, same
 

@@ -1,4 +1,4 @@
-"""kernels/portable/pack_bsr.py: in Triton's interpreter, compiled for cards that are not there, and on a GPU."""
+"""kernels/pack/to_bsr.py: in Triton's interpreter, compiled for cards that are not there, and on a GPU."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from sparsek.core.errors import InvalidInput
-from sparsek.formats import BSR, convert
+from sparsek.matrix import convert
+from sparsek.matrix.bsr import BSR
 from tests.house.tools import in_the_interpreter, next_triton, under_next_triton
 
 pytest.importorskip("triton")
 
-from sparsek.kernels.portable import pack_bsr as portable
+from sparsek.kernels.pack import to_bsr as portable
 from tests.kernels import portable_pack_bsr_code as offline
 from tests.kernels.portable_pack_bsr_cases import (
     LAYOUTS,

@@ -12,7 +12,9 @@ from sparsek.plan.problem import SddmmProblem, SpgemmProblem, SpmmProblem
 
 pytest.importorskip("triton")
 
-from sparsek.kernels.portable import sddmm, spgemm, spmm_skinny
+from sparsek.kernels.sddmm import portable as sddmm
+from sparsek.kernels.spgemm import portable as spgemm
+from sparsek.kernels.spmm import portable_skinny as spmm_skinny
 from tests.house.tools import in_the_interpreter
 from tests.kernels.portable_products_code import sddmm_code, skinny_code, spgemm_code
 

@@ -10,9 +10,12 @@ import torch
 from torch import Tensor
 
 from sparsek.core import dtypes
-from sparsek.formats.bsr import BSR
-from sparsek.formats.random import random_bsr
-from sparsek.kernels.portable import sddmm, spgemm, spmm, spmm_skinny
+from sparsek.kernels.sddmm import portable as sddmm
+from sparsek.kernels.spgemm import portable as spgemm
+from sparsek.kernels.spmm import portable as spmm
+from sparsek.kernels.spmm import portable_skinny as spmm_skinny
+from sparsek.matrix.bsr import BSR
+from sparsek.matrix.random import random_bsr
 from sparsek.reference.epilogue import PLAIN
 from sparsek.testing.budget import check_spmm
 from sparsek.testing.cases import SPMM_CASES

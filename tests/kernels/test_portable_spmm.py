@@ -19,8 +19,8 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from sparsek.kernels.portable import spmm as portable  # noqa: E402
-from sparsek.kernels.prims.portable_tensors import tile_side  # noqa: E402
+from sparsek.kernels.lang.tensors import tile_side  # noqa: E402
+from sparsek.kernels.spmm import portable  # noqa: E402
 from tests.house.tools import in_the_interpreter  # noqa: E402
 
 A100 = replace(H200, name="NVIDIA A100", capability=(8, 0), sm_count=108, smem_bytes=166912)

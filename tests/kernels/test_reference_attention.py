@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from sparsek.core.device import card_named
-from sparsek.formats.block_mask import BlockMask
 from sparsek.kernels import load
+from sparsek.mask.mask import BlockMask
 from sparsek.plan.problem import AttentionProblem
 from sparsek.reference.attention import attention
 from sparsek.testing.attention_cases import ATTENTION_CASES, AttentionCase

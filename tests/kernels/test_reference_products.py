@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from sparsek.core.device import H200
-from sparsek.formats.bsr import BSR
-from sparsek.formats.random import random_bsr
+from sparsek.matrix.bsr import BSR
+from sparsek.matrix.random import random_bsr
 from sparsek.plan.matches import match
 from sparsek.reference.sddmm import sddmm
 from sparsek.reference.spgemm import spgemm

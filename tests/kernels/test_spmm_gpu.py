@@ -19,10 +19,10 @@ from torch import Tensor
 
 import sparsek as sk
 from sparsek import kernels
-from sparsek.bench.spmm import ISSUE2
+from sparsek.bench.suites.spmm import ISSUE2
 from sparsek.core import dtypes
-from sparsek.formats.bsr import BSR
-from sparsek.formats.random import random_bsr
+from sparsek.matrix.bsr import BSR
+from sparsek.matrix.random import random_bsr
 from sparsek.ops.spmm import _problem
 from sparsek.plan.problem import SpmmProblem
 from sparsek.reference.spmm import spmm as reference

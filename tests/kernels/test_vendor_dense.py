@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import sparsek as sk
-from sparsek.formats.bsr import BSR
-from sparsek.formats.random import random_bsr
 from sparsek.kernels import load
-from sparsek.kernels.vendor.dense import _COPIES, dense_copy
+from sparsek.kernels.spmm.vendor_dense import _COPIES, dense_copy
+from sparsek.matrix.bsr import BSR
+from sparsek.matrix.random import random_bsr
 from sparsek.reference.epilogue import Epilogue
 from sparsek.reference.spmm import spmm as reference
 from sparsek.testing.budget import check_spmm

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from sparsek.core.device import H200
-from sparsek.formats.bsr import BSR
-from sparsek.formats.random import random_bsr
-from sparsek.kernels.vendor.dense import dense_copy
+from sparsek.kernels.spmm.vendor_dense import dense_copy
+from sparsek.matrix.bsr import BSR
+from sparsek.matrix.random import random_bsr
 from sparsek.plan.matches import match
 from sparsek.reference.sddmm import sddmm as sddmm_reference
 from sparsek.testing.poison import poisoned

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from sparsek.core.errors import InvalidInput
-from sparsek.formats import BSR, BlockPattern, random_bsr
+from sparsek.matrix.bsr import BSR
+from sparsek.matrix.pattern import BlockPattern
+from sparsek.matrix.random import random_bsr
 from sparsek.nn import BlockSparseLinear
 from tests.house.tools import ROOT, python
 

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 import sparsek as sk
-from sparsek.formats import BSR, BlockPattern, random_bsr
+from sparsek.matrix.bsr import BSR
+from sparsek.matrix.pattern import BlockPattern
+from sparsek.matrix.random import random_bsr
 from sparsek.reference import linear as reference_linear
 from sparsek.reference import sddmm as reference_sddmm
 from sparsek.reference import spgemm as reference_spgemm

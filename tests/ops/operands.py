@@ -5,7 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsek.formats import BSR, random_bsr
+from sparsek.matrix.bsr import BSR
+from sparsek.matrix.random import random_bsr
 from sparsek.testing.budget import check_spmm
 
 BF16 = torch.bfloat16

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from sparsek.core import env
-from sparsek.formats.convert import Rule
-from sparsek.kernels.portable.pack24 import pack24
-from sparsek.kernels.portable.pack_bsr import pack_bsr
-from sparsek.kernels.portable.round_fp8 import round_rows
+from sparsek.kernels.pack.to_24 import pack24
+from sparsek.kernels.pack.to_bsr import pack_bsr
+from sparsek.kernels.pack.to_fp8 import round_rows
+from sparsek.matrix.convert import Rule
 from sparsek.testing.strides import layouts
 from tests.ops.stride_forms import FORMS
 from tests.ops.stride_walk import Form, Sizes, walk

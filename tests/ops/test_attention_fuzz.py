@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import sparsek as sk
 from sparsek.core import dtypes
-from sparsek.formats.block_mask import BlockMask
+from sparsek.mask.mask import BlockMask
 from sparsek.testing.attention_budget import check_attention_backward
 from tests.ops.tensors import Qkv, check
 

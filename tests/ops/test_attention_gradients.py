@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 import sparsek as sk
 from sparsek.core.errors import InvalidInput
-from sparsek.kernels.cpu import attention as cpu_attention
-from sparsek.kernels.cpu import attention_bwd as cpu_attention_bwd
+from sparsek.kernels.attention import cpu_bwd as cpu_attention_bwd
+from sparsek.kernels.attention import cpu_fwd as cpu_attention
 from sparsek.ops.gradients import kin
 from sparsek.testing.attention_budget import check_attention_backward
 from tests.ops.tensors import Qkv, qkv, window
@@ -275,10 +275,10 @@ def test_a_second_step_makes_no_new_plan(plans_made: list[str]):
 def test_the_transposed_lists_are_built_once_and_only_for_kernels_that_read_them(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    from sparsek.formats import mask_view
+    from sparsek.mask import view
 
-    built, real = [], mask_view.transposed
-    monkeypatch.setattr(mask_view, "transposed", lambda mask: built.append(mask) or real(mask))
+    built, real = [], view.transposed
+    monkeypatch.setattr(view, "transposed", lambda mask: built.append(mask) or real(mask))
     mask = window()
     sk.attention(*leaves(qkv()), mask).sum().backward()
     assert not built

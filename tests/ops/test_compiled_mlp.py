@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch._dynamo.testing import AotEagerAndRecordGraphs
 
 import sparsek as sk
-from sparsek.formats import BSR, random_bsr
+from sparsek.matrix.bsr import BSR
+from sparsek.matrix.random import random_bsr
 from sparsek.ops import flat
 
 pytestmark = pytest.mark.filterwarnings(

@@ -12,8 +12,8 @@ from torch.autograd import gradcheck, gradgradcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sparsek as sk
-from sparsek.formats import BSR, random_bsr
-from sparsek.formats.bsr import zero_padding
+from sparsek.matrix.bsr import BSR, zero_padding
+from sparsek.matrix.random import random_bsr
 from sparsek.ops import flat, gradients
 from tests.house.tools import in_the_interpreter
 from tests.ops.gradients import FORMS, hold, inputs_of

@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import sparsek as sk
 from sparsek.core.errors import InvalidInput, Unsupported
-from sparsek.formats import BSR, random_bsr
+from sparsek.matrix.bsr import BSR
+from sparsek.matrix.random import random_bsr
 from sparsek.reference import linear as reference
 from sparsek.reference.epilogue import Epilogue
 from sparsek.testing.product_budget import check_linear, check_swiglu

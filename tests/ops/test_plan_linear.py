@@ -12,9 +12,10 @@ from torch import Tensor
 import sparsek as sk
 from sparsek.core.clock import Times
 from sparsek.core.device import CPU, H200, Card
-from sparsek.ops import linear_formats, plan_linear
-from sparsek.ops.linear_formats import FORMATS, Way
-from sparsek.ops.plan_linear import Bound, Option
+from sparsek.ops import choose as plan_linear
+from sparsek.ops import weight_formats as linear_formats
+from sparsek.ops.choose import Bound, Option
+from sparsek.ops.weight_formats import FORMATS, Way
 from sparsek.plan.dense import dense_seconds
 
 BF16 = torch.bfloat16

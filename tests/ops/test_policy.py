@@ -10,8 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import sparsek as sk
 from sparsek.core.errors import InvalidInput
-from sparsek.ops import kept_masks
-from sparsek.ops.policy import block_scores
+from sparsek.mask import cache as kept_masks
+from sparsek.mask.rule import block_scores
 from tests.ops.tensors import qkv
 
 MASK = sk.BlockMask

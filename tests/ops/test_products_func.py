@@ -12,7 +12,8 @@ from torch.autograd import forward_ad
 
 import sparsek as sk
 from sparsek.core.errors import InvalidInput
-from sparsek.formats import BSR, random_bsr
+from sparsek.matrix.bsr import BSR
+from sparsek.matrix.random import random_bsr
 from sparsek.ops import flat, transforms
 
 F64 = torch.float64

@@ -14,8 +14,8 @@ from torch._dynamo.testing import AotEagerAndRecordGraphs
 
 import sparsek as sk
 from sparsek.core.errors import InvalidInput, Unsupported
-from sparsek.formats.scaled import Scaled
-from sparsek.formats.scaled_tensor import ScaledTensor
+from sparsek.matrix.dense8 import ScaledTensor
+from sparsek.matrix.quantized import Scaled
 from sparsek.ops import scaled as ops
 from sparsek.plan.scaled import ScaledPlan
 from sparsek.reference.epilogue import ACTIVATIONS, Epilogue

@@ -10,8 +10,8 @@ from torch import Tensor
 
 import sparsek as sk
 from sparsek.core.errors import InvalidInput, Unsupported
-from sparsek.formats import BlockPattern
-from sparsek.formats.bsr import padding_nonzeros
+from sparsek.matrix.bsr import padding_nonzeros
+from sparsek.matrix.pattern import BlockPattern
 from sparsek.ops import flat
 from sparsek.plan.cache import PlanCache
 from sparsek.testing.product_budget import check_sddmm

@@ -12,8 +12,8 @@ from torch import Tensor
 
 import sparsek as sk
 from sparsek.core.errors import InvalidInput, Unsupported
-from sparsek.formats.bsr24 import BSR24
-from sparsek.formats.semi24 import Semi24
+from sparsek.matrix.bsr24 import BSR24
+from sparsek.matrix.semi24 import Semi24
 from sparsek.ops import semi24 as ops
 from sparsek.reference.epilogue import ACTIVATIONS, Epilogue
 from sparsek.testing.budget24 import check_24, check_linear24

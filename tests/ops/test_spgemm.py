@@ -10,8 +10,9 @@ import torch
 
 import sparsek as sk
 from sparsek.core.errors import InvalidInput, Unsupported
-from sparsek.formats import BSR, BlockPattern, random_bsr
-from sparsek.formats.bsr import padding_nonzeros, zero_padding
+from sparsek.matrix.bsr import BSR, padding_nonzeros, zero_padding
+from sparsek.matrix.pattern import BlockPattern
+from sparsek.matrix.random import random_bsr
 from sparsek.ops import flat
 from sparsek.ops import spgemm as spgemm_ops
 from sparsek.plan.matches import match

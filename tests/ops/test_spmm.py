@@ -13,7 +13,7 @@ from torch import Tensor
 
 import sparsek as sk
 from sparsek.core.errors import InvalidInput, Unsupported
-from sparsek.formats import BSR
+from sparsek.matrix.bsr import BSR
 from sparsek.plan.cache import LIMIT, PlanCache
 from sparsek.reference.epilogue import Epilogue
 from sparsek.testing.budget import check_spmm

@@ -11,7 +11,8 @@ from torch._dynamo.testing import AotEagerAndRecordGraphs
 
 import sparsek as sk
 from sparsek.core.errors import InvalidInput
-from sparsek.formats import BSR, BlockPattern
+from sparsek.matrix.bsr import BSR
+from sparsek.matrix.pattern import BlockPattern
 from sparsek.ops import flat
 from tests.ops.operands import pair
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 import sparsek as sk
 from sparsek.core.errors import InvalidInput
-from sparsek.formats import BSR, BlockPattern
+from sparsek.matrix.bsr import BSR
+from sparsek.matrix.pattern import BlockPattern
 from sparsek.reference.epilogue import Epilogue
 from tests.ops.operands import BF16, pair
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparsek.core.device import H200
-from sparsek.formats.block_mask import BlockMask
+from sparsek.mask.mask import BlockMask
 from sparsek.plan.attention_grad_schedule import FULL, NO_TICKET, GradSchedule, schedule
 from sparsek.plan.problem import AttentionProblem
 from sparsek.testing.attention_cases import ATTENTION_CASES, random_bits

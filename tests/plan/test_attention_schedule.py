@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from sparsek.core.device import H200
-from sparsek.formats import BlockMask
-from sparsek.formats.block_mask import FIELDS as MASK_FIELDS
+from sparsek.mask.mask import FIELDS as MASK_FIELDS
+from sparsek.mask.mask import BlockMask
 from sparsek.plan.attention_schedule import (
     FIELDS,
     NO_SLOT,

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from sparsek.core.device import H200
 from sparsek.core.errors import InvalidInput
-from sparsek.formats.bsr import BSR
-from sparsek.formats.pattern import BlockPattern
-from sparsek.formats.random import random_bsr
 from sparsek.kernels import load
+from sparsek.matrix.bsr import BSR
+from sparsek.matrix.pattern import BlockPattern
+from sparsek.matrix.random import random_bsr
 from sparsek.ops.spmm import plan_spmm, spmm
 from sparsek.plan.problem import SpmmProblem
 from sparsek.plan.schedule import deal_on_device

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import sparsek as sk
-from sparsek.formats import BlockPattern
-from sparsek.formats.pattern import HostPattern
+from sparsek.matrix.pattern import BlockPattern, HostPattern
 from sparsek.plan.matches import Matches, match
 
 SIDES = (16, 32, 48)  # of blocks: bm, bk, bn

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from sparsek.bench import records
-from sparsek.bench.spmm import SpmmCase
+from sparsek.bench.engine import records
+from sparsek.bench.suites.spmm import SpmmCase
 from sparsek.core import dtypes
-from sparsek.formats import BSR, random_bsr
+from sparsek.matrix.bsr import BSR
+from sparsek.matrix.random import random_bsr
 from sparsek.ops.spmm import plan_spmm
 from sparsek.plan.plan import Plan
 

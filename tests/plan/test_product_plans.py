@@ -9,7 +9,9 @@ from torch import Tensor
 
 import sparsek as sk
 from sparsek.core.errors import InvalidInput
-from sparsek.formats import BSR, BlockPattern, random_bsr
+from sparsek.matrix.bsr import BSR
+from sparsek.matrix.pattern import BlockPattern
+from sparsek.matrix.random import random_bsr
 from sparsek.plan import operands
 from sparsek.plan.spgemm import MatchCache
 from sparsek.plan.spmm import Product, formula

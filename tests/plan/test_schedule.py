@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsek.formats import BlockPattern, random_bsr
-from sparsek.formats.pattern import HostPattern
+from sparsek.matrix.pattern import BlockPattern, HostPattern
+from sparsek.matrix.random import random_bsr
 from sparsek.plan.schedule import (
     Schedule,
     Walk,

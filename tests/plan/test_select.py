@@ -11,8 +11,9 @@ import torch
 import sparsek as sk
 from sparsek.core.device import CPU, H200
 from sparsek.core.errors import InvalidInput, Unsupported
-from sparsek.formats import BSR, random_bsr
-from sparsek.kernels.cpu.spmm import CpuConfig
+from sparsek.kernels.spmm.cpu import CpuConfig
+from sparsek.matrix.bsr import BSR
+from sparsek.matrix.random import random_bsr
 from sparsek.plan.plan import Plan, bound_seconds
 from sparsek.plan.problem import SpmmProblem
 from sparsek.plan.select import select

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsek.formats.random import random_bsr
+from sparsek.matrix.random import random_bsr
 from sparsek.plan.matches import Matches, match
 from sparsek.plan.spgemm_schedule import FIELDS, SpgemmTiles, spgemm_tiles
 

@@ -16,11 +16,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sparsek.formats import BSR, random_bsr
-from sparsek.formats.block_mask import BlockMask
-from sparsek.formats.bsr24 import BSR24
-from sparsek.formats.scaled import quantize
-from sparsek.formats.semi24 import Semi24
+from sparsek.mask.mask import BlockMask
+from sparsek.matrix.bsr import BSR
+from sparsek.matrix.bsr24 import BSR24
+from sparsek.matrix.quantized import quantize
+from sparsek.matrix.random import random_bsr
+from sparsek.matrix.semi24 import Semi24
 from sparsek.reference.epilogue import Epilogue
 from sparsek.testing.attention_budget import check_attention, check_attention_backward
 from sparsek.testing.budget import check_spmm

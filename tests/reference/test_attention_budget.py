@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from sparsek.core.errors import InvalidInput
-from sparsek.formats.block_mask import BlockMask
+from sparsek.mask.mask import BlockMask
 from sparsek.reference.attention import attention
 from sparsek.testing.attention_budget import check_attention
 from sparsek.testing.poison import poisoned

@@ -7,7 +7,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sparsek.core.errors import InvalidInput
-from sparsek.formats.block_mask import BlockMask
+from sparsek.mask.mask import BlockMask
 from sparsek.reference.attention import attention, attention_backward
 from sparsek.testing.attention_budget import check_attention_backward
 from sparsek.testing.attention_cases import random_bits

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.autograd import gradcheck
 
-from sparsek.formats.block_mask import BlockMask
+from sparsek.mask.mask import BlockMask
 from sparsek.reference.attention import attention, attention_backward
 from sparsek.testing.attention_cases import AttentionCase, random_bits
 from tests.kernels.attention_grad_cases import cases

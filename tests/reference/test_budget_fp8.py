@@ -5,10 +5,10 @@ import torch
 from torch import Tensor
 
 from sparsek.core.errors import InvalidInput
-from sparsek.formats.bsr import BSR
-from sparsek.formats.scaled import quantize
-from sparsek.formats.scaled_tensor import ScaledTensor
-from sparsek.formats.semi24 import Semi24
+from sparsek.matrix.bsr import BSR
+from sparsek.matrix.dense8 import ScaledTensor
+from sparsek.matrix.quantized import quantize
+from sparsek.matrix.semi24 import Semi24
 from sparsek.reference.epilogue import Epilogue
 from sparsek.reference.scaled import scaled
 from sparsek.testing.budget_fp8 import check_linear_fp8, check_scaled, tensor_core_error

@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from sparsek.core.errors import InvalidInput
-from sparsek.formats import BSR, random_bsr
+from sparsek.matrix.bsr import BSR
+from sparsek.matrix.random import random_bsr
 from sparsek.reference.epilogue import ACTIVATIONS, PLAIN, Epilogue
 from sparsek.reference.spmm import spmm
 

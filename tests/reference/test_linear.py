@@ -6,7 +6,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from sparsek.core.errors import InvalidInput
-from sparsek.formats import BSR, random_bsr
+from sparsek.matrix.bsr import BSR
+from sparsek.matrix.random import random_bsr
 from sparsek.reference.linear import linear, swiglu
 
 ACTIVATIONS = {

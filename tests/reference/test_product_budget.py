@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from sparsek.formats import BSR, random_bsr
+from sparsek.matrix.bsr import BSR
+from sparsek.matrix.random import random_bsr
 from sparsek.reference.linear import linear, swiglu
 from sparsek.reference.sddmm import sddmm
 from sparsek.reference.spgemm import pairs, spgemm

@@ -5,9 +5,9 @@ import torch
 from torch.autograd import gradcheck
 
 from sparsek.core.errors import InvalidInput
-from sparsek.formats.bsr24 import BSR24
-from sparsek.formats.random import random_bsr
-from sparsek.formats.semi24 import Semi24
+from sparsek.matrix.bsr24 import BSR24
+from sparsek.matrix.random import random_bsr
+from sparsek.matrix.semi24 import Semi24
 from sparsek.reference.bsr24 import bsr24
 from sparsek.reference.epilogue import Epilogue
 from sparsek.reference.semi24 import semi24

@@ -8,10 +8,9 @@ from torch import Tensor
 
 from sparsek.core.dtypes import FLOATS
 from sparsek.core.errors import InvalidInput
-from sparsek.formats import BSR, random_bsr
-from sparsek.formats.bsr import padding_nonzeros
-from sparsek.formats.pattern import BlockPattern
-from sparsek.formats.random import PATTERNS
+from sparsek.matrix.bsr import BSR, padding_nonzeros
+from sparsek.matrix.pattern import BlockPattern
+from sparsek.matrix.random import PATTERNS, random_bsr
 from sparsek.reference import sddmm as module
 from sparsek.reference.sddmm import sddmm
 from sparsek.reference.spmm import spmm

@@ -1,0 +1,1 @@
+"""Which format a layer should take, from figures that were measured."""

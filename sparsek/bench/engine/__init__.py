@@ -1,0 +1,1 @@
+"""How anything is measured, recorded and printed."""

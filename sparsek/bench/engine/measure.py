@@ -1,0 +1,27 @@
+"""From the entry of a suite to the function that measures it."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from sparsek.bench.engine.run import Outcome, run_case, run_host
+from sparsek.bench.peers.peer import Peer
+from sparsek.bench.suites import attention_run, planner_run
+from sparsek.bench.suites.case import Entry
+
+
+def measure(
+    entry: Entry, *, peers: Sequence[Peer], rounds: int, device: torch.device, report: Callable[[str], None]
+) -> Outcome:
+    """The records of one entry. Only device times have peers. Raises GateError for a wrong result."""
+    if entry.op == "planner":
+        return planner_run.run_planner(entry.case, device=device, rounds=rounds, report=report)
+    if entry.op == entry.case.op:
+        return run_case(
+            entry.case, kernels=entry.kernels, peers=peers, rounds=rounds, device=device, report=report
+        )
+    report(entry.op.replace("_", " "))
+    if entry.op == "mask_build":
+        return attention_run.run_mask_build(entry.case, device=device, rounds=rounds)
+    measured = attention_run.run_new_mask if entry.op == "attention_new_mask" else run_host
+    return measured(entry.case, kernels=entry.kernels, device=device, rounds=rounds)

@@ -1,0 +1,331 @@
+"""Records: one JSON object per measured (case, kernel), appended as lines, and the only source of published
+numbers.
+
+A record says what was measured, on what, next to whom, and which source produced it:
+{op, case{}, kernel, config, ms{median,min,max,rounds}, tflops{useful,dense_equivalent}, gbps,
+ roofline{bound_ms,fraction}, gate{error,budget,passed}, peers{name:{ms{},tflops}}, ratio{peer: rate over its
+ rate}, env{gpu,driver,power_limit_w,torch,triton,cuda}, source_hash, date}.
+Some operations have fields of their own, numbers or null. `memory` of attention and of its peers: the largest
+allocation of one call beyond q, k, v and the output, over the bytes of these; of attention_backward beyond dq, dk and
+dv, over the same bytes. `peak_gb` of attention_train: the most that a step and its operands hold at once, in 1e9 bytes.
+Both are null on a CPU. `symbolic_ms` and `symbolic_share` of spgemm: finding out which blocks meet, host included, and
+its share of a call on new patterns.
+Of the same spgemm, `symbolic_gpu_ms` and `symbolic_gpu_share` are of the GPU's own time; null on a CPU.
+What several kernels do together, as the step of an MLP, is recorded under their names joined by " + ".
+
+`op` says what `ms` is, and OPS what its records hold. An operation's own name: one call on the device. "spmm_host",
+"attention_host": the host side of one eager call. "attention_new_mask": mask build, plan and kernel of one call, host
+included. "mask_build": one mask, host included. Where nothing is rated, tflops, gbps and roofline are null. "pack":
+a dense matrix packed; only tflops are null, its peers' too, and ratios are those of bytes a second.
+"""
+
+import datetime
+import json
+import math
+import shutil
+import subprocess
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, fields, is_dataclass
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sparsek.bench.suites import (
+    attention,
+    attention_grad,
+    fp8,
+    linear,
+    mlp,
+    pack,
+    planner,
+    sddmm,
+    semi24,
+    spgemm,
+    spmm,
+    story,
+)
+from sparsek.bench.suites.case import Case, Kind
+from sparsek.core import env, files
+from sparsek.core.clock import Times
+from sparsek.core.device import card_of
+from sparsek.core.errors import InvalidFile, InvalidInput, SparseKError
+from sparsek.plan.sources import JOINED, source_hash
+
+Record = dict[str, Any]
+FIELDS = (
+    "op",
+    "case",
+    "kernel",
+    "config",
+    "ms",
+    "tflops",
+    "gbps",
+    "roofline",
+    "gate",
+    "peers",
+    "ratio",
+    "env",
+    "source_hash",
+    "date",
+)
+ENV_FIELDS = ("gpu", "driver", "power_limit_w", "torch", "triton", "cuda")
+
+
+OPS: Mapping[str, Kind] = {
+    **spmm.KINDS,
+    **sddmm.KINDS,
+    **spgemm.KINDS,
+    **linear.KINDS,
+    **semi24.KINDS,
+    **story.KINDS,
+    **fp8.KINDS,
+    **pack.KINDS,
+    **mlp.KINDS,
+    **attention.KINDS,
+    **attention_grad.KINDS,
+    **planner.KINDS,
+}
+
+
+def fields_of(op: str) -> tuple[str, ...]:
+    """The fields of the records of an op, in order."""
+    return (*FIELDS, *OPS[op].extra)
+
+
+def faults(record: Any) -> list[str]:
+    """Everything that keeps an object from being a record; [] means it is one."""
+    if not isinstance(record, dict):
+        return [f"a record is a JSON object, got {type(record).__name__}"]
+    op = record.get("op", "spmm")
+    if not isinstance(op, str) or op not in OPS:
+        return [f"op {op!r} is not one of {', '.join(OPS)}"]
+    kind = OPS[op]
+    wanted = fields_of(op)
+    found = [f"field {name} is missing" for name in wanted if name not in record]
+    found += [f"field {name} is not part of a record" for name in record if name not in wanted]
+    if found:
+        return found
+    for name in ("case", "ms", "gate", "peers", "ratio", "env"):
+        if not isinstance(record[name], dict):
+            found.append(f"{name} is not an object")
+    if found:
+        return found
+    of_case = tuple(field.name for field in fields(kind.case))  # pyright: ignore[reportArgumentType]
+    found += _wrong_keys("case", record["case"], of_case, kind.later)
+    if not found:
+        try:
+            case_of(record)
+        except (SparseKError, TypeError, ValueError, IndexError) as error:
+            found.append(f"case: {error}")
+    found += _times_faults("ms", record["ms"])
+    found += _numbers("tflops", record["tflops"], ("useful", "dense_equivalent"), may_be_null=not kind.rated)
+    found += _numbers("roofline", record["roofline"], ("bound_ms", "fraction"), may_be_null=not kind.rated)
+    if not (_is_number(record["gbps"]) or (not kind.rated and record["gbps"] is None)):
+        found.append("gbps is not a number")
+    found += _extra_faults("", record, kind.extra)
+    found += _wrong_keys("gate", record["gate"], ("error", "budget", "passed"))
+    if record["gate"].get("passed") is not True:
+        found.append("gate.passed is not true: a time without a passed gate is not a record")
+    for name, peer in record["peers"].items():
+        found += _wrong_keys(f"peers.{name}", peer, ("ms", "tflops", *kind.peer_extra))
+        if isinstance(peer, dict):
+            found += _times_faults(f"peers.{name}.ms", peer.get("ms"))
+            found += _extra_faults(f"peers.{name}.", peer, kind.peer_extra)
+        if name not in record["ratio"]:
+            found.append(f"ratio.{name} is missing")
+    for name, value in record["ratio"].items():
+        if name not in record["peers"]:
+            found.append(f"ratio.{name} has no peer of that name")
+        if not _is_number(value):
+            found.append(f"ratio.{name} is not a number")
+    found += _wrong_keys("env", record["env"], ENV_FIELDS)
+    for name in ("kernel", "source_hash", "date"):
+        if not isinstance(record[name], str) or not record[name]:
+            found.append(f"{name} is not a non-empty string")
+    if not found:
+        try:
+            datetime.datetime.fromisoformat(record["date"])
+        except ValueError:
+            found.append(f"date {record['date']!r} is not an ISO date")
+    return found
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _wrong_keys(where: str, value: Any, keys: tuple[str, ...], may_lack: Iterable[str] = ()) -> list[str]:
+    if not isinstance(value, dict):
+        return [f"{where} is not an object"]
+    if set(keys).difference(may_lack) <= set(value) <= set(keys):
+        return []
+    return [f"{where} has the fields {sorted(value)}, expected {sorted(keys)}"]
+
+
+def _numbers(where: str, value: Any, keys: tuple[str, ...], *, may_be_null: bool) -> list[str]:
+    if value is None and may_be_null:
+        return []
+    wrong = _wrong_keys(where, value, keys)
+    if wrong or value is None:
+        return wrong
+    return [f"{where}.{key} is not a number" for key in keys if not _is_number(value[key])]
+
+
+def _times_faults(where: str, value: Any) -> list[str]:
+    wrong = _numbers(where, value, ("median", "min", "max", "rounds"), may_be_null=False)
+    if wrong or value is None:
+        return wrong
+    if not 0 < value["min"] <= value["median"] <= value["max"]:
+        return [f"{where} does not hold 0 < min <= median <= max"]
+    return [] if value["rounds"] >= 1 else [f"{where}.rounds is not positive"]
+
+
+def _extra_faults(where: str, value: Mapping[str, Any], names: Iterable[str]) -> list[str]:
+    found = ((name, value.get(name)) for name in names)
+    return [
+        f"{where}{name} is neither a number nor null"
+        for name, number in found
+        if not (number is None or _is_number(number))
+    ]
+
+
+def case_of(record: Mapping[str, Any]) -> Case:
+    """The case of a well-formed record."""
+    kind = OPS[record["op"]]
+    return kind.case.from_record({**kind.later, **record["case"]})
+
+
+def append(path: Path, records: Iterable[Record]) -> None:
+    """Appends records to a JSON-lines file, made if needed. Raises InvalidInput for a malformed one."""
+    lines = []
+    for record in records:
+        wrong = faults(record)
+        if wrong:
+            raise InvalidInput(f"not a record: {'; '.join(wrong)}")
+        lines.append(json.dumps(record, sort_keys=False, allow_nan=False) + "\n")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write("".join(lines))
+
+
+def read(path: Path) -> list[Record]:
+    """Records of one .jsonl file, or of every one under a folder, in file order. Raises InvalidFile with
+    file:line.
+    """
+    found: list[Record] = []
+    for file in sorted(path.rglob("*.jsonl")) if path.is_dir() else [path]:
+        try:
+            lines = files.content(file).decode().splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise InvalidFile(f"{file}: cannot be read: {error}") from None
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise InvalidFile(f"{file}:{number}: not JSON: {error}") from None
+            wrong = faults(record)
+            if wrong:
+                raise InvalidFile(f"{file}:{number}: {'; '.join(wrong)}")
+            found.append(record)
+    return found
+
+
+def newest(records: Iterable[Record]) -> list[Record]:
+    """The newest record of every (op, case, kernel, card), in order of first appearance."""
+    best: dict[tuple[Any, ...], Record] = {}
+    for record in records:
+        key = (record["op"], case_of(record), record["kernel"], record["env"]["gpu"])
+        if key not in best or _when(record) >= _when(best[key]):
+            best[key] = record
+    return list(best.values())
+
+
+def _when(record: Record) -> datetime.datetime:
+    moment = datetime.datetime.fromisoformat(record["date"])
+    return moment if moment.tzinfo else moment.replace(tzinfo=datetime.timezone.utc)
+
+
+def now() -> str:
+    """The time of a record: UTC, to the second."""
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+
+
+def times_of(times: Times) -> dict[str, float | int]:
+    """The `ms` object of a record, rounded to nanoseconds."""
+    return {
+        "median": round(times.median, 6),
+        "min": round(times.min, 6),
+        "max": round(times.max, 6),
+        "rounds": times.rounds,
+    }
+
+
+def config_of(config: Any) -> dict[str, Any]:
+    """A kernel's frozen config, or the configs of several by name, as a JSON object; what JSON lacks becomes text."""
+    if isinstance(config, Mapping):
+        return {name: config_of(one) for name, one in config.items()}
+    if not is_dataclass(config) or isinstance(config, type):
+        return {} if config is None else {"config": str(config)}
+    return json.loads(json.dumps(asdict(config), default=str))
+
+
+def hash_of(op: str, kernel: str) -> str:
+    """The source hash of a record: of the kernel, and of what else the op times."""
+    return source_hash(JOINED.join((kernel, *OPS[op].sources)))
+
+
+def is_fresh(record: Mapping[str, Any]) -> bool:
+    """Whether the kernel's source is still the one that was measured."""
+    try:
+        return record["source_hash"] == hash_of(record["op"], record["kernel"])
+    except InvalidInput:
+        return False
+
+
+def version_of(package: str) -> str | None:
+    """The installed version of a distribution, or None."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """The `env` object of a record. On a CPU, driver, power limit and CUDA are null."""
+    on_gpu = device.type == "cuda"
+    driver, power = smi_facts(device.index or 0) if on_gpu else (None, None)
+    return {
+        "gpu": card_of(device).name,
+        "driver": driver,
+        "power_limit_w": power,
+        "torch": torch.__version__,
+        "triton": version_of("triton"),
+        "cuda": torch.version.cuda if on_gpu else None,
+    }
+
+
+@cache
+def smi_facts(index: int) -> tuple[str | None, float | None]:
+    """Driver version and power limit in watts, as nvidia-smi tells them; None for what it does not."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None, None
+    visible = env.visible_gpus()
+    identity = visible[index] if index < len(visible) else str(index)
+    question = ["--query-gpu=driver_version,power.limit", "--format=csv,noheader,nounits", f"--id={identity}"]
+    try:
+        answer = subprocess.run(
+            [program, *question], capture_output=True, text=True, timeout=20, check=True
+        ).stdout
+        driver, power = (part.strip() for part in answer.splitlines()[0].split(","))
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+        return None, None
+    try:
+        return driver, float(power)
+    except ValueError:
+        return driver, None

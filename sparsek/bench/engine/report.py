@@ -1,0 +1,156 @@
+"""Tables and charts, made from records and from nothing else.
+
+The table of an operation stands between `<!-- records:spmm -->` and `<!-- /records -->` in its pages, as README.md and
+docs/spmm.md; `sparsek report --write` puts it there, and a test compares it with the records. A row whose kernel has
+changed since is marked.
+"""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from sparsek.bench.engine import records
+from sparsek.bench.engine.records import Record
+from sparsek.bench.engine.tables import TABLES, Column, Table, below, table_of
+from sparsek.bench.suites.case import Case
+from sparsek.core.errors import InvalidFile
+
+BEGIN = "<!-- records:{op} -->"
+END = "<!-- /records -->"
+# Which operation's table stands on which page.
+PAGES = tuple((page, op) for op, table in TABLES.items() for page in table.pages)
+
+
+def ordered(found: Iterable[Record], table: Table) -> list[Record]:
+    """Newest record per (case, kernel) of one operation: its suite's cases in their order, then the others by size."""
+    place: dict[Case, int] = {}
+    for index, entry in enumerate(table.suite):
+        place.setdefault(entry.case, index)
+
+    def key(record: Record) -> tuple[Any, ...]:
+        case = records.case_of(record)
+        where = place.get(case, len(place))
+        return record["op"], where, case.order, record["env"]["gpu"], record["kernel"]
+
+    return sorted(records.newest(record for record in found if table_of(record) is table), key=key)
+
+
+def measured(found: Iterable[Record]) -> list[str]:
+    """The operations that have records, all of them if none has."""
+    there = {table_of(record).op for record in found}
+    return [op for op in TABLES if op in there or not there]
+
+
+def measured_peers(rows: Sequence[Record], table: Table) -> list[str]:
+    """The peers that any of the rows has, in the table's order."""
+    return [name for name in table.peers if any(name in record["ratio"] for record in rows)]
+
+
+def markdown(found: Sequence[Record], op: str) -> str:
+    """The table of an operation as Markdown, without the markers. Says so when there are no records."""
+    table = TABLES[op]
+    rows = ordered(found, table)
+    device_rows = [record for record in rows if record["op"] == op]
+    if not device_rows:
+        return f"No records yet: run `sparsek bench {table.command}` on an H200."
+    columns = [*table.columns, *(_ratio(name, table) for name in measured_peers(device_rows, table))]
+    lines = [
+        _line(column.heading for column in columns),
+        _line(["---", "---", *["---:"] * (len(columns) - 2)]),
+    ]
+    lines += [_line(column.cell(record) for column in columns) for record in device_rows]
+    for record in rows:
+        if record["op"] != op:
+            lines += ["", below(record)]
+    lines += ["", caption(device_rows, table)]
+    return "\n".join(lines)
+
+
+def _ratio(name: str, table: Table) -> Column:
+    def cell(record: Record) -> str:
+        return f"{record['ratio'][name]:.2f}" if name in record["ratio"] else ""
+
+    return Column(f"over {table.peers[name]}", cell)
+
+
+def _line(cells: Iterable[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def caption(rows: Sequence[Record], table: Table) -> str:
+    """What the numbers were taken on, and what a ratio means."""
+    settings = sorted({_setting(record) for record in rows})
+    dates = sorted(record["date"][:10] for record in rows)
+    span = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
+    rounds = sorted({record["ms"]["rounds"] for record in rows})
+    return (
+        f"{'; '.join(settings)}; {span}; median of {' or '.join(map(str, rounds))} interleaved rounds. "
+        f"{table.note}"
+    )
+
+
+def _setting(record: Record) -> str:
+    env = record["env"]
+    parts = [env["gpu"]]
+    if env["power_limit_w"]:
+        parts.append(f"{env['power_limit_w']:.0f} W")
+    if env["driver"]:
+        parts.append(f"driver {env['driver']}")
+    parts += [f"{name} {env[name]}" for name in ("torch", "triton") if env[name]]
+    return ", ".join(parts)
+
+
+def section(page: str, op: str, path: str = "page") -> tuple[int, int]:
+    """Start and end of the text between the markers. Raises InvalidFile unless they are there once."""
+    begin = BEGIN.format(op=op)
+    if page.count(begin) != 1:
+        raise InvalidFile(f"{path}: expected the marker {begin} once, found it {page.count(begin)} times")
+    start = page.index(begin) + len(begin)
+    stop = page.find(END, start)
+    if stop < 0:
+        raise InvalidFile(f"{path}: the marker {begin} has no {END} after it")
+    return start, stop
+
+
+def replaced(page: str, table: str, op: str, path: str = "page") -> str:
+    """`page` with `table` between the markers of the operation."""
+    start, stop = section(page, op, path)
+    return f"{page[:start]}\n{table}\n{page[stop:]}"
+
+
+def write(root: Path, found: Sequence[Record], pages: Iterable[tuple[str, str]] = PAGES) -> list[Path]:
+    """Puts each operation's table into its pages under `root`; returns those that changed."""
+    pages = list(pages)
+    before = {name: _text(root / name) for name, _ in pages}
+    after = dict(before)
+    for name, op in pages:
+        after[name] = replaced(after[name], markdown(found, op), op, str(root / name))
+    changed = [name for name in after if after[name] != before[name]]
+    for name in changed:
+        (root / name).write_text(after[name], encoding="utf-8")
+    return [root / name for name in changed]
+
+
+def stale(root: Path, found: Sequence[Record], pages: Iterable[tuple[str, str]] = PAGES) -> list[str]:
+    """What differs between the pages and the records, one line each; [] means they agree."""
+    wrong = []
+    for name, op in pages:
+        page, table = _text(root / name), markdown(found, op)
+        start, stop = section(page, op, name)
+        shown = page[start:stop].strip()
+        if shown != table:
+            old, new = shown.splitlines(), table.splitlines()
+            differing = next(
+                (line for line in new if line not in old), f"{len(old)} lines instead of {len(new)}"
+            )
+            wrong.append(
+                f"{name}: table of {op} differs from the records, run `make readme`; first difference: {differing}"
+            )
+    return wrong
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise InvalidFile(f"{path}: cannot be read: {error.strerror}") from None

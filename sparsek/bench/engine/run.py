@@ -1,0 +1,267 @@
+"""Runs one case: gate first, then interleaved rounds of the kernels and their peers, then records."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sparsek.bench.engine import records
+from sparsek.bench.engine.graph import captured
+from sparsek.bench.peers.peer import Peer, Ready, UnavailableError, first_line, rotating
+from sparsek.bench.suites.case import Case, Operands
+from sparsek.core.clock import Times, host_seconds, time_rounds
+from sparsek.core.errors import SparseKError, Unsupported
+from sparsek.testing.budget import Gate
+
+# A dense peer with more FLOPs a call, 0.1 s on an H200, heats the card in its own turn and not before the others'.
+LONGEST_HEATER = 6e13
+
+
+class GateError(SparseKError):
+    """A kernel's result is outside the error budget, so no time is reported."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one case gave: a record per kernel, and why the others and which peers gave nothing."""
+
+    case: Case
+    records: tuple[records.Record, ...]
+    unavailable: dict[str, list[str]]
+    notes: dict[str, str]
+
+
+@dataclass(frozen=True)
+class PeerResult:
+    """A peer's times, its rate in TFLOPS, and what its operation records beside."""
+
+    times: Times
+    rate: float
+    extra: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What is timed: one callable, and how many calls of the case it runs each time. `results`: of a captured graph."""
+
+    call: Callable[[], object]
+    count: int = 1
+    results: tuple[Any, ...] = ()
+
+    @staticmethod
+    def of(case: Case, calls: Sequence[Callable[[], object]], device: torch.device) -> "Turn":
+        """The calls one after another, or a graph that holds all of them."""
+        if not case.in_graph:
+            return Turn(rotating(calls))
+        replay, results = captured(calls, device)
+        return Turn(replay, len(calls), results)
+
+    def per_call(self, times: Times) -> Times:
+        """The times of one call of the case."""
+        count = self.count
+        return Times(times.median / count, times.min / count, times.max / count, times.rounds)
+
+
+def run_case(
+    case: Case,
+    *,
+    kernels: Sequence[str] = ("auto",),
+    peers: Sequence[Peer] = (),
+    rounds: int = 7,
+    device: torch.device,
+    report: Callable[[str], None] = lambda text: None,
+) -> Outcome:
+    """Measures `kernels` ("auto" is the planner's choice) and `peers` on one case, all in the same rounds.
+
+    `report(text)` hears of every step. A kernel that is unsupported here lands in `unavailable` with its
+    reasons. Raises GateError when a kernel's result is outside its error budget.
+    """
+    if case.in_graph and device.type != "cuda":
+        why = (
+            f"its calls are replayed in a CUDA graph, which needs an NVIDIA GPU; the case is on {device.type}"
+        )
+        return Outcome(case, (), {name: [why] for name in kernels}, {})
+    report("data")
+    sets = case.operands(device)
+    plans: dict[str, list[Any]] = {}
+    gates: dict[str, Gate] = {}
+    unavailable: dict[str, list[str]] = {}
+    notes: dict[str, str] = {}
+    for asked in kernels:
+        try:
+            made = [one.plan(None if asked == "auto" else asked) for one in sets]
+        except Unsupported as error:
+            unavailable[asked] = reasons(error, asked)
+            continue
+        name = made[0].kernel
+        if name in plans:
+            continue
+        report(f"{name}: gate")
+        gates[name] = passed(case, name, sets[0].gate(made[0]))
+        plans[name] = made
+    if not plans:
+        return Outcome(case, (), unavailable, notes)
+    turns: dict[str, Turn] = {}
+    for name, made in plans.items():
+        turn = Turn.of(case, [one.planned(plan) for plan, one in zip(made, sets, strict=True)], device)
+        if turn.results:
+            report(f"{name}: gate of the graph")
+            turn.call()
+            passed(case, name, sets[0].judge(turn.results[0]))
+        turns[f"kernel {name}"] = turn
+    ready: dict[str, Ready] = {}
+    for peer, made_ready in _ready_peers(case, peers, sets, device, unavailable, report):
+        try:
+            turns[f"peer {peer.name}"] = Turn.of(case, made_ready.calls, device)
+        except RuntimeError as error:
+            unavailable[peer.name] = [f"cannot be captured in a CUDA graph: {first_line(error)}"]
+            continue
+        ready[peer.name] = made_ready
+    notes.update({name: peer.note for name, peer in ready.items() if peer.note})
+    timed = time_rounds(
+        {name: turn.call for name, turn in turns.items()},
+        device=device,
+        rounds=rounds,
+        heat=_heater(ready) or next(iter(turns)),
+        on_round=lambda index: report(f"round {index + 1} of {rounds}"),
+    )
+    times = {name: turn.per_call(timed[name]) for name, turn in turns.items()}
+    results = {}
+    for name, peer in ready.items():
+        # A peer's rate counts its own FLOPs: useful ones for sparse peers, all of them for dense ones.
+        flops = sets[0].useful_flops if peer.flops is None else peer.flops
+        took = times[f"peer {name}"]
+        results[name] = PeerResult(took, flops / took.median / 1e9, sets[0].peer_extra(peer.calls[0]))
+    made_records = tuple(
+        rated(
+            facts(case.op, case, plans[name][0], times[f"kernel {name}"], gates[name], device),
+            case,
+            sets[0],
+            plans[name][0],
+            results,
+        )
+        | sets[0].kernel_extra(name)
+        for name in plans
+    )
+    return Outcome(case, tuple(map(in_order, made_records)), unavailable, notes)
+
+
+def _heater(ready: Mapping[str, Ready]) -> str | None:
+    """The densest work there is keeps the card as hot as sustained use would."""
+    dense = {name: peer.flops for name, peer in ready.items() if peer.flops and peer.flops <= LONGEST_HEATER}
+    return f"peer {max(dense, key=lambda name: dense[name])}" if dense else None
+
+
+def reasons(error: Unsupported, kernel: str) -> list[str]:
+    """Why a kernel, or "auto", cannot run."""
+    return error.reasons.get(kernel, [str(error)])
+
+
+def passed(case: Case, name: str, gate: Gate) -> Gate:
+    """The gate if it passed. Raises GateError otherwise."""
+    if not gate.passed:
+        raise GateError(f"{name} on {case.name}: error {gate.error:.3e} exceeds the budget {gate.budget:.3e}")
+    return gate
+
+
+def _ready_peers(
+    case: Case,
+    peers: Sequence[Peer],
+    sets: Sequence[Operands],
+    device: torch.device,
+    unavailable: dict[str, list[str]],
+    report: Callable[[str], None],
+) -> Iterator[tuple[Peer, Ready]]:
+    for peer in peers:
+        why_not = peer.why_not(case, device)
+        if why_not:
+            unavailable[peer.name] = why_not
+            continue
+        report(f"{peer.title}: set up")
+        try:
+            ready = peer.ready(case, sets, report)
+        except (UnavailableError, torch.OutOfMemoryError) as error:
+            unavailable[peer.name] = [str(error).splitlines()[0]]
+        else:
+            yield peer, ready
+
+
+def facts(op: str, case: Case, plan: Any, times: Times, gate: Gate, device: torch.device) -> records.Record:
+    """The fields that every record has, with nothing rated. `plan` has a kernel's name and its config."""
+    return {
+        "op": op,
+        "case": case.as_record(),
+        "kernel": plan.kernel,
+        "config": records.config_of(plan.config),
+        "ms": records.times_of(times),
+        "tflops": None,
+        "gbps": None,
+        "roofline": None,
+        "gate": {"error": gate.error, "budget": gate.budget, "passed": bool(gate.passed)},
+        "peers": {},
+        "ratio": {},
+        "env": records.environment(device),
+        "source_hash": records.hash_of(op, plan.kernel),
+        "date": records.now(),
+    }
+
+
+def rated(
+    record: records.Record, case: Case, one: Operands, plan: Any, peers: Mapping[str, PeerResult]
+) -> records.Record:
+    """`record` with its rates, its roofline, and its ratios to peers."""
+    seconds = record["ms"]["median"] / 1e3
+    useful = one.useful_flops / seconds / 1e12
+    return record | {
+        "tflops": {
+            "useful": _digits(useful),
+            "dense_equivalent": _digits(case.dense_flops / seconds / 1e12),
+        },
+        "gbps": round(plan.problem.compulsory_bytes / seconds / 1e9, 2),
+        "roofline": {
+            "bound_ms": round(plan.bound_seconds * 1e3, 6),
+            "fraction": round(plan.bound_seconds / seconds, 4),
+        },
+        "peers": {
+            name: {"ms": records.times_of(peer.times), "tflops": _digits(peer.rate), **peer.extra}
+            for name, peer in peers.items()
+        },
+        "ratio": {name: round(useful / peer.rate, 4) for name, peer in peers.items()},
+    }
+
+
+def _digits(rate: float) -> float:
+    """Eight digits of a rate, slow or fast."""
+    return float(f"{rate:.8g}")
+
+
+def in_order(record: records.Record) -> records.Record:
+    """The fields in the order of the schema."""
+    return {name: record[name] for name in records.fields_of(record["op"])}
+
+
+def run_host(
+    case: Case, *, kernels: Sequence[str] = ("auto",), device: torch.device, rounds: int = 7, calls: int = 200
+) -> Outcome:
+    """Times the host side of one eager call whose plan is kept, in ms.
+
+    Takes `calls` calls a round, fewer than the launch queue holds (about 1000), so the host never waits for
+    the GPU.
+    """
+    one = case.operands(device)[0]
+    made: list[records.Record] = []
+    unavailable: dict[str, list[str]] = {}
+    for asked in kernels:
+        wanted = None if asked == "auto" else asked
+        try:
+            plan = one.plan(wanted)
+        except Unsupported as error:
+            unavailable[asked] = reasons(error, asked)
+            continue
+        gate = passed(case, plan.kernel, one.gate(plan))
+        call = one.eager(wanted)
+        host_seconds(call, device, calls=10)
+        times = Times.of([host_seconds(call, device, calls=calls) * 1e3 for _ in range(rounds)])
+        made.append(facts(f"{case.op}_host", case, plan, times, gate, device))
+    return Outcome(case, tuple(map(in_order, made)), unavailable, {})

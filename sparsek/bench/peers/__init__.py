@@ -1,0 +1,1 @@
+"""What a user would take instead, behind one protocol."""

@@ -1,0 +1,310 @@
+"""What a user would pick instead of `sk.attention`. One line per peer in PEERS, at the end."""
+
+import importlib
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from sparsek.bench.peers.peer import Peer, Ready, UnavailableError, elsewhere, first_line
+from sparsek.bench.suites.attention import AttentionCase, AttentionOperands
+from sparsek.bench.suites.case import block_name
+
+# Masks that a dense peer computes as they are.
+DENSE_MASKS = ("full", "causal")
+LOW = ("bf16", "fp16")
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@contextmanager
+def setting_up() -> Iterator[None]:
+    """Peers warn, compile and refuse in many ways: what they raise becomes the reason why they are not measured."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            yield
+        except UnavailableError:
+            raise
+        except Exception as error:
+            raise UnavailableError(f"{type(error).__name__}: {first_line(error)}") from None
+
+
+def imported(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise UnavailableError(f"{name} cannot be imported: {first_line(error)}") from None
+
+
+def ran(calls: Sequence[Callable[[], Any]]) -> Any:
+    """The first call's result. Every call runs once, so that what fails, fails in the set-up."""
+    first, *_ = [call() for call in calls]
+    return first
+
+
+def gated(one: AttentionOperands, out: Any) -> None:
+    """Raises UnavailableError unless `out` is the result of the set."""
+    gate = one.judge(out)
+    if not gate.passed:
+        raise UnavailableError(f"its result is wrong here: error {gate.error:.2e}, budget {gate.budget:.2e}")
+
+
+class Attention(Protocol):
+    """A peer whose attention is a function of q, k and v that autograd goes through."""
+
+    def attend(self, case: AttentionCase, one: AttentionOperands, *, gradients: bool = False) -> Attend:
+        """The attention of a set, in the peer's own layout. `gradients` will be wanted of it."""
+        ...
+
+    def laid(self, x: Tensor) -> Tensor:
+        """x [B, H, L, D] in the peer's own layout, and a result of it as [B, H, L, D]."""
+        return x
+
+    def counted(self, case: AttentionCase) -> tuple[str, float | None]:
+        """A note, and the FLOPs of a call where it computes more than the stored elements."""
+        return "", None
+
+    def judged(self, case: AttentionCase) -> bool:
+        """Whether it computes the case's mask as it is."""
+        return True
+
+    def ready(
+        self, case: AttentionCase, sets: Sequence[AttentionOperands], tried: Callable[[str], None]
+    ) -> Ready:
+        """The forward pass of every set."""
+        with setting_up():
+            attend = self.attend(case, sets[0])
+            operands = [[self.laid(x).contiguous() for x in (one.q, one.k, one.v)] for one in sets]
+            calls = tuple(partial(attend, *each) for each in operands)
+            out = ran(calls)
+            if self.judged(case):
+                gated(sets[0], self.laid(out))
+        return Ready(calls, *self.counted(case))
+
+
+@dataclass(frozen=True)
+class DenseAttention(Attention):
+    """torch's scaled_dot_product_attention on the same q, k and v: causal if the mask is, else every pair.
+
+    `backend` is one of torch's, by name; "" leaves the choice to torch.
+    """
+
+    name: str
+    title: str
+    device: str
+    backend: str = ""
+
+    def why_not(self, case: AttentionCase, device: torch.device) -> list[str]:
+        reasons = elsewhere(self, device)
+        if case.mask_text.kind.causal and case.q_len != case.kv_len:
+            reasons.append(
+                "torch's is_causal lines up the first query with the first key, not the last with the last"
+            )
+        return reasons
+
+    def attend(self, case: AttentionCase, one: AttentionOperands, *, gradients: bool = False) -> Attend:
+        options = {"is_causal": case.mask_text.kind.causal, "enable_gqa": case.heads != case.kv_heads}
+        call = partial(functional.scaled_dot_product_attention, **options)
+        if not self.backend:
+            return call
+        backend = getattr(SDPBackend, self.backend)
+
+        def chosen(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            with sdpa_kernel(backend):
+                return call(q, k, v)
+
+        return chosen
+
+    def counted(self, case: AttentionCase) -> tuple[str, float | None]:
+        causal = case.mask_text.kind.causal
+        return ("causal", case.causal_flops) if causal else ("every pair", case.dense_flops)
+
+    def judged(self, case: AttentionCase) -> bool:
+        return case.mask in DENSE_MASKS
+
+
+def flex_tiles(case: AttentionCase) -> dict[str, int]:
+    """FlexAttention's `kernel_options` where its own tiles are larger than the mask's blocks, else {}.
+
+    For heads of 64 and 128 in 16 bits on Hopper its tiles are 128 wide (torch 2.11 to 2.13), and it refuses blocks that
+    they do not divide. With 64 x 64 it runs: what it takes itself for other head sizes.
+    """
+    if min(case.block) >= 128 or case.dim > 128 or case.dtype not in LOW:
+        return {}
+    return {"fwd_BLOCK_M": 64, "fwd_BLOCK_N": 64, "fwd_num_warps": 4}
+
+
+@dataclass(frozen=True)
+class Flex(Attention):
+    """torch.compile of FlexAttention with its default options where they run, and the mask as its own BlockMask."""
+
+    name: str = "flex"
+    title: str = "FlexAttention"
+    device: str = "cuda"
+
+    def why_not(self, case: AttentionCase, device: torch.device) -> list[str]:
+        return elsewhere(self, device)
+
+    def attend(self, case: AttentionCase, one: AttentionOperands, *, gradients: bool = False) -> Attend:
+        from torch.nn.attention.flex_attention import flex_attention
+
+        torch.compiler.reset()  # a compiled function stops compiling after 8 kinds of masks
+        compiled = torch.compile(flex_attention, dynamic=False)
+        # One tensor comes back, since neither sums nor maxima are asked for.
+        call: Callable[..., Any] = compiled
+        return partial(
+            call,
+            block_mask=one.mask.to_flex(),
+            enable_gqa=case.heads != case.kv_heads,
+            kernel_options=flex_tiles(case) or None,
+        )
+
+    def counted(self, case: AttentionCase) -> tuple[str, float | None]:
+        return "tiles of 64" if flex_tiles(case) else "", None
+
+
+@dataclass(frozen=True)
+class Flash4(Attention):
+    """FlashAttention-4 (flash_attn.cute) on [B, S, H, D]: its causal and window arguments, or its lists of blocks."""
+
+    name: str = "fa4"
+    title: str = "FlashAttention-4"
+    device: str = "cuda"
+
+    def why_not(self, case: AttentionCase, device: torch.device) -> list[str]:
+        reasons = elsewhere(self, device)
+        form = case.mask_text.kind.form
+        if case.dtype not in LOW:
+            reasons.append(f"takes {' and '.join(LOW)}, not {case.dtype}")
+        if "sinks" in form:
+            reasons.append("its window has no sinks without a mask_mod of its own language")
+        elif _by_lists(case) and case.block != (128, 128):
+            reasons.append(f"its lists hold blocks of 128, not {block_name(case.block)}")
+        return reasons
+
+    def laid(self, x: Tensor) -> Tensor:
+        return x.transpose(1, 2)
+
+    def attend(self, case: AttentionCase, one: AttentionOperands, *, gradients: bool = False) -> Attend:
+        flash = imported("flash_attn.cute.interface").flash_attn_func
+        options = self._options(case, one, gradients)
+
+        def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            out = flash(q, k, v, **options)
+            return out[0] if isinstance(out, tuple) else out
+
+        return call
+
+    def _options(self, case: AttentionCase, one: AttentionOperands, gradients: bool) -> dict[str, Any]:
+        if not _by_lists(case):
+            causal = {"causal": True} if case.mask_text.kind.causal else {}
+            # Its window counts the keys before the query, ours the query too.
+            window = [(int(number) - 1, 0) for number in case.mask_text.numbers]
+            return causal | ({"window_size": window[0]} if window else {})
+        if one.mask.partial_blocks:
+            raise UnavailableError("partial blocks of its lists need a mask_mod of its own language")
+        lists = one.mask.to_fa4()
+        count, index = lists.full_block_cnt, lists.full_block_idx
+        options = {"block_sparse_tensors": _whole_blocks(count, index, case)}
+        if gradients:
+            by_column = transposed_lists(count, index, one.mask.grid[1])
+            options["block_sparse_tensors_bwd"] = _whole_blocks(*by_column, case)
+        return options
+
+
+def _by_lists(case: AttentionCase) -> bool:
+    """Whether FlashAttention-4 needs lists of blocks for the mask; else its own arguments say it."""
+    return case.mask not in DENSE_MASKS and not case.mask_text.kind.causal
+
+
+def _whole_blocks(count: Tensor, index: Tensor, case: AttentionCase) -> Any:
+    """Lists of whole blocks, counts [1, H, rows] and indices [1, H, rows, n], as FlashAttention-4 takes them."""
+    return imported("flash_attn.cute.block_sparsity").BlockSparseTensorsTorch(
+        mask_block_cnt=torch.zeros_like(count),
+        mask_block_idx=torch.zeros_like(index),
+        full_block_cnt=count,
+        full_block_idx=index,
+        block_size=case.block,
+    )
+
+
+def transposed_lists(count: Tensor, index: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+    """The rows of every column: int32 [B, H, columns] and [B, H, columns, n], n of the fullest, ascending.
+
+    `count` [B, H, rows] of the entries of `index` [B, H, rows, n] count.
+    """
+    listed = torch.arange(index.shape[3], device=index.device) < count.unsqueeze(-1)
+    # What a row does not count goes to a column too many.
+    at = index.long().masked_fill(~listed, columns)
+    kept = torch.zeros(*index.shape[:3], columns + 1, dtype=torch.bool, device=index.device)
+    kept = kept.scatter_(3, at, True)[..., :columns].mT
+    counts = kept.sum(-1, dtype=torch.int32)
+    order = torch.argsort(kept.to(torch.int32), dim=-1, descending=True, stable=True)[
+        ..., : max(1, int(counts.max()))
+    ]
+    return counts, order.int().contiguous()
+
+
+@dataclass(frozen=True)
+class CudnnBlocks:
+    """Block-sparse attention of NVIDIA's cuDNN frontend: as many whole blocks in every row, no causal masks."""
+
+    name: str = "cudnn_bsa"
+    title: str = "cuDNN frontend block-sparse"
+    device: str = "cuda"
+
+    def why_not(self, case: AttentionCase, device: torch.device) -> list[str]:
+        reasons = elsewhere(self, device)
+        bq, bk = case.block
+        if not case.mask_text.kind.uniform or case.q_len % bq or case.kv_len % bk:
+            reasons.append(f"takes as many whole blocks in every row, which {case.mask_text.words} has not")
+        if bq != bk:
+            reasons.append(f"takes square blocks, not {block_name(case.block)}")
+        if case.dim != case.v_dim or case.dim not in (64, 96, 128):
+            reasons.append(f"takes head sizes of 64, 96 and 128, not {case.dim} and {case.v_dim}")
+        if case.dtype not in LOW:
+            reasons.append(f"takes {' and '.join(LOW)}, not {case.dtype}")
+        return reasons
+
+    def ready(
+        self, case: AttentionCase, sets: Sequence[AttentionOperands], tried: Callable[[str], None]
+    ) -> Ready:
+        with setting_up():
+            forward = imported("cudnn.block_sparse_attention").block_sparse_attention_forward
+            index = even_lists(sets[0])
+            calls = tuple(
+                lambda one=one: forward(one.q, one.k, one.v, index, sparse_block_size=case.block[0])[
+                    "o_tensor"
+                ]
+                for one in sets
+            )
+            gated(sets[0], ran(calls))
+        return Ready(calls)
+
+
+def even_lists(one: AttentionOperands) -> Tensor:
+    """int32 [B, Hq, Mb, n]: the key blocks of every query tile. Raises UnavailableError for uneven or partial ones."""
+    mask = one.mask
+    starts, counts, indices = mask.full
+    longest = int(counts.max())
+    if mask.partial_blocks or int(counts.min()) != longest:
+        raise UnavailableError("takes as many whole blocks in every row")
+    slots = starts[:, None] + torch.arange(longest, device=mask.device)
+    lists = indices[slots].view(mask.batch, mask.heads, mask.grid[0], longest)
+    return lists.expand(*one.q.shape[:2], -1, -1).contiguous()
+
+
+PEERS: tuple[Peer, ...] = (
+    DenseAttention("cudnn", "cuDNN dense", "cuda", "CUDNN_ATTENTION"),
+    Flex(),
+    Flash4(),
+    CudnnBlocks(),
+    DenseAttention("sdpa", "torch SDPA dense", "cpu"),
+)

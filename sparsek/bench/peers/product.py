@@ -1,0 +1,125 @@
+"""Peers that every product has: the same computed densely, and what sparse peers share."""
+
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from sparsek.bench.peers.peer import Ready, UnavailableError, elsewhere, first_line, rotating
+from sparsek.bench.suites.case import Case
+from sparsek.core.clock import time_rounds
+from sparsek.testing.budget import Gate
+
+# Parameters of a kernel, and the values that are tried for each of them.
+Meta = dict[str, int]
+Space = dict[str, tuple[int, ...]]
+
+
+class HasDense(Protocol):
+    """Operands that have a dense twin."""
+
+    def dense(self, seed: int) -> Callable[[], object]:
+        """The same call on dense random data of the same shapes: zeros of a pruned matrix would make it faster."""
+        ...
+
+
+@dataclass(frozen=True)
+class Dense:
+    """The same call with everything stored, by torch: cuBLAS on a GPU."""
+
+    name: str
+    title: str
+    device: str
+
+    def why_not(self, case: Case, device: torch.device) -> list[str]:
+        return elsewhere(self, device)
+
+    def ready(self, case: Case, sets: Sequence[HasDense], tried: Callable[[str], None]) -> Ready:
+        return Ready(tuple(one.dense(1000 + index) for index, one in enumerate(sets)), flops=case.dense_flops)
+
+
+CUBLAS = Dense("cublas", "cuBLAS dense", "cuda")
+TORCH_DENSE = Dense("torch_dense", "dense torch.matmul", "cpu")
+
+
+def accepted(gate: Gate, what: str) -> None:
+    """Raises UnavailableError unless the gate passed."""
+    if not gate.passed:
+        raise UnavailableError(f"{what} is wrong here: error {gate.error:.2e}, budget {gate.budget:.2e}")
+
+
+@contextmanager
+def setting_up(what: str) -> Iterator[None]:
+    """Peers warn and refuse in many ways: what they raise becomes the reason why they are not measured."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            yield
+        except (UnavailableError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            raise UnavailableError(f"{what}: {first_line(error)}") from None
+
+
+def tuned(
+    spaces: Sequence[Space],
+    calls: Callable[[Meta], Sequence[Callable[[], object]]],
+    right: Callable[[Meta], bool],
+    device: torch.device,
+    tried: Callable[[str], None],
+) -> Meta:
+    """The fastest correct parameters of torch.sparse's kernel that coordinate descent finds, by timing.
+
+    Each space is searched from the best of the one before. `calls(meta)` makes the calls of all sets, `right(meta)`
+    says whether the first set's result is right. Raises UnavailableError if no parameters ran and were right.
+    """
+    timed: dict[tuple[tuple[str, int], ...], float] = {}
+
+    def milliseconds(meta: Meta) -> float:
+        key = tuple(meta.items())
+        if key not in timed:
+            try:
+                call = rotating(calls(meta))
+                got = time_rounds({"one": call}, device=device, rounds=3, inner_ms=3.0, settle_ms=0.0)
+                timed[key] = got["one"].median
+            except Exception as error:  # Triton: out of shared memory or registers, or a compiler fault
+                timed[key] = math.inf
+                tried(f"torch.sparse {meta}: {first_line(error)}")
+            else:
+                tried(f"torch.sparse {meta}: {timed[key]:.3f} ms")
+        return timed[key]
+
+    best: Meta = {}
+    for space in spaces:
+        best = _descend(space, milliseconds, best)
+    for key, value in sorted(timed.items(), key=lambda item: item[1]):
+        if math.isinf(value):
+            break
+        # num_stages has given silently wrong results before (pytorch #113587).
+        if right(dict(key)):
+            return dict(key)
+    raise UnavailableError(f"none of {len(timed)} parameter sets of torch.sparse's kernel ran and was right")
+
+
+def _descend(space: Space, cost: Callable[[Meta], float], start: Meta) -> Meta:
+    """Coordinate descent from `start`: each parameter in turn takes its best value, until a sweep changes nothing.
+
+    Parameters that `start` leaves out begin with their first value. `cost` keeps what it has seen.
+    """
+    best = {name: start.get(name, values[0]) for name, values in space.items()}
+    for _ in range(4):
+        before = dict(best)
+        for name, values in space.items():
+            best[name] = min((*values, best[name]), key=lambda value: cost({**best, name: value}))
+        if best == before:
+            break
+    return best
+
+
+def settings(meta: dict[str, Any]) -> str:
+    """ "num_stages=3, num_warps=4"."""
+    return ", ".join(f"{key}={value}" for key, value in meta.items())

@@ -1,0 +1,181 @@
+"""What a user would pick instead of 2:4 products of this library. One line per peer in PEERS, at the end."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsek.bench.peers.cusparselt import Task, Tried, laid, multiply, probe, usable
+from sparsek.bench.peers.peer import Peer, Ready, UnavailableError, rotating
+from sparsek.bench.peers.product import CUBLAS, TORCH_DENSE, accepted, setting_up
+from sparsek.bench.suites.case import random_dense
+from sparsek.bench.suites.semi24 import Semi24Case, Semi24Operands
+from sparsek.bench.suites.story import StoryCase, StoryOperands
+from sparsek.core.clock import time_rounds
+from sparsek.core.dtypes import LOW, parse
+from sparsek.matrix.bsr import BSR
+from sparsek.ops.spmm import plan_spmm
+from sparsek.testing.budget import check_spmm
+
+# Of the ways that a child process found right, so many are timed once more, in turns and on a warm card.
+BEST = 12
+_FOUND: dict[tuple[Task, torch.device], list[Tried]] = {}
+
+
+@dataclass(frozen=True)
+class CuSparseLt:
+    """NVIDIA's library for 2:4 through torch, by the fastest of all its algorithms and layouts of B and C.
+
+    `alike`: B and C lie as this library has them, x and y of a layer row-major.
+    """
+
+    name: str = "cusparselt"
+    title: str = "cuSPARSELt, best algorithm and layout"
+    device: str = ""
+    alike: bool = False
+
+    def why_not(self, case: Semi24Case | StoryCase, device: torch.device) -> list[str]:
+        reasons = missing(device)
+        if not case.whole:
+            reasons.append("has 2:4 matrices without blocks only")
+        if parse(case.dtype) not in LOW:
+            reasons.append(f"not set up here for {case.dtype}")
+        if case.m % 16 or case.k % 16 or case.n % 8:
+            reasons.append("needs sides of A that are multiples of 16 and N of 8")
+        return reasons
+
+    def ready(
+        self,
+        case: Semi24Case | StoryCase,
+        sets: Sequence[Semi24Operands | StoryOperands],
+        tried: Callable[[str], None],
+    ) -> Ready:
+        task = Task(case.m, case.k, case.n, case.dtype)
+        right = ways_that_run(task, sets[0].b.device, tried)
+        if self.alike:
+            lie = "col" if sets[0].is_linear else "row"
+            right = [one for one in right if (one.way.b_layout, one.way.out_layout) == (lie, lie)]
+        if not right:
+            raise UnavailableError("no algorithm takes B and C as they lie here")
+        factors = [(one.a.to_dense(), one.b_as_factor) for one in sets]
+        with setting_up("cuSPARSELt"):
+            calls, note = fastest(right[:BEST], factors, _judge(sets[0]), tried)
+        return Ready(calls, note)
+
+
+def _judge(one: Semi24Operands | StoryOperands) -> Callable[[Tensor], None]:
+    def judged(c: Tensor) -> None:
+        accepted(one.judge(c.mT if one.is_linear else c), "cuSPARSELt")
+
+    return judged
+
+
+def missing(device: torch.device) -> list[str]:
+    """What this machine lacks for cuSPARSELt."""
+    if device.type != "cuda":
+        return ["cuSPARSELt needs an NVIDIA GPU"]
+    if not torch.backends.cusparselt.is_available():
+        return [f"torch {torch.__version__} was built without cuSPARSELt"]
+    return []
+
+
+def ways_that_run(task: Task, device: torch.device, tried: Callable[[str], None]) -> list[Tried]:
+    """The ways to compute `task` that came back right in a child process, fastest first. UnavailableError for none.
+
+    A task is tried once in the life of this process.
+    """
+    key = task, device
+    if key not in _FOUND:
+        tried("cuSPARSELt: every algorithm in a process of its own")
+        _FOUND[key] = probe([task], device, tried)
+    found = _FOUND[key]
+    right = usable(found)
+    if not right:
+        why = sorted({one.why for one in found if one.why})
+        raise UnavailableError(f"none of {len(found)} ways of cuSPARSELt ran and was right: {'; '.join(why)}")
+    for one in right[:BEST]:
+        tried(f"cuSPARSELt {one.way}: {one.ms:.3f} ms")
+    return right
+
+
+def fastest(
+    right: Sequence[Tried],
+    factors: Sequence[tuple[Tensor, Tensor]],
+    judged: Callable[[Tensor], None],
+    tried: Callable[[str], None],
+) -> tuple[tuple[Callable[[], Tensor], ...], str]:
+    """Calls of the fastest of the given ways, one for each pair of A [m, k] and B [k, n], and what they are.
+
+    A is compressed and B laid out here, before any time. `judged` raises for a wrong C [m, n] of the first pair.
+    """
+    packed = [torch._cslt_compress(a) for a, _ in factors]
+    layouts = {
+        layout: [laid(b, layout) for _, b in factors] for layout in {one.way.b_layout for one in right}
+    }
+    candidates: dict[str, tuple[Callable[[], Tensor], ...]] = {}
+    for one in right:
+        pairs = zip(packed, layouts[one.way.b_layout], strict=True)
+        calls = tuple(lambda a=a, b=b, way=one.way: multiply(a, b, way) for a, b in pairs)
+        try:
+            judged(calls[0]())
+        except UnavailableError as error:
+            tried(f"{one.way}: {error}")
+        else:
+            candidates[str(one.way)] = calls
+    if not candidates:
+        raise UnavailableError("no way of cuSPARSELt is right on these operands")
+    turns = {name: rotating(calls) for name, calls in candidates.items()}
+    times = time_rounds(turns, device=packed[0].device, rounds=5, inner_ms=10.0)
+    best = min(candidates, key=lambda name: times[name].median)
+    return candidates[best], best
+
+
+@dataclass(frozen=True)
+class OwnBlocks:
+    """This library's BSR of the same pattern, all values of its blocks random."""
+
+    name: str = "bsr"
+    title: str = "this library's BSR"
+    device: str = ""
+
+    def why_not(self, case: Semi24Case | StoryCase, device: torch.device) -> list[str]:
+        return [] if case.in_blocks else ["is of blocks, of which the case has none"]
+
+    def ready(self, case: Semi24Case, sets: Sequence[Semi24Operands], tried: Callable[[str], None]) -> Ready:
+        made = [blocks_call(one, 3000 + index, check=not index) for index, one in enumerate(sets)]
+        calls, kernels = zip(*made, strict=True)
+        return Ready(calls, ", ".join(sorted(set(kernels))))
+
+
+def blocks_call(one: Semi24Operands, seed: int, *, check: bool) -> tuple[Callable[[], Any], str]:
+    """The product of a BSR of the set's pattern with its dense operand, and the kernel; judged first if `check`."""
+    pattern = one.pattern
+    assert pattern is not None
+    values = random_dense(pattern.nnzb, *pattern.block, dtype=one.b.dtype, device=one.b.device, seed=seed)
+    a = BSR.unchecked(pattern, values.mul_(pattern.shape[1] ** -0.5)).zero_padding_()
+    factors = (one.b, a.T) if one.is_linear else (a, one.b)
+    out = one.b.new_empty(
+        (one.b.shape[0], pattern.shape[0]) if one.is_linear else (pattern.shape[0], one.b.shape[1])
+    )
+    plan = plan_spmm(*factors)
+
+    def call() -> Any:
+        return plan(*factors, out=out)
+
+    if check:
+        out.fill_(torch.nan)
+        call()
+        found = out.mT if one.is_linear else out
+        accepted(check_spmm(a, one.b_as_factor, found, tf32=plan.problem.tf32), "the BSR")
+    return call, plan.kernel
+
+
+PEERS: tuple[Peer, ...] = (
+    CUBLAS,
+    TORCH_DENSE,
+    CuSparseLt(),
+    CuSparseLt("cusparselt_alike", "cuSPARSELt, best algorithm, same layouts", alike=True),
+    OwnBlocks(),
+)

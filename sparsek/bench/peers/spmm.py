@@ -1,0 +1,190 @@
+"""What a user would pick instead of `sk.spmm`. One line per peer in PEERS, at the end."""
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsek.bench.peers import cusparse
+from sparsek.bench.peers.peer import Peer, Ready, UnavailableError, first_line
+from sparsek.bench.peers.product import CUBLAS, TORCH_DENSE, Meta, Space, accepted, settings, tuned
+from sparsek.bench.suites.case import random_dense
+from sparsek.bench.suites.spmm import A_AT_B, SpmmCase, SpmmOperands, form_name
+
+
+@dataclass(frozen=True)
+class OwnProduct:
+    """This library's A @ B on the same pattern, with B as wide: what the other forms are held against."""
+
+    name: str = "a_at_b"
+    title: str = "this library's A @ B"
+    device: str = ""
+
+    def why_not(self, case: SpmmCase, device: torch.device) -> list[str]:
+        return ["the case is A @ B itself"] if case.form == A_AT_B else []
+
+    def ready(self, case: SpmmCase, sets: Sequence[SpmmOperands], tried: Callable[[str], None]) -> Ready:
+        plain = replace(case, form=A_AT_B)
+        calls, kernels = [], set()
+        for index, one in enumerate(sets):
+            shapes = {"dtype": one.b.dtype, "device": one.b.device}
+            b = random_dense(*plain.b_shape, **shapes, seed=2000 + index)
+            own = SpmmOperands(one.a, b, one.b.new_empty(plain.out_shape))
+            plan = own.plan(None)
+            if not index:
+                accepted(own.gate(plan), "A @ B")
+            kernels.add(plan.kernel)
+            calls.append(own.planned(plan))
+        return Ready(tuple(calls), ", ".join(sorted(kernels)))
+
+
+@dataclass(frozen=True)
+class TorchSparse:
+    """torch.sparse BSR @ dense. On a GPU its Triton kernel, with the parameters tuned here: torch 2.13 ships
+    a table for the A100 only, and runs every other card with num_stages=1.
+
+    `stages_only` leaves the other three parameters as torch sets them where its table has no entry.
+    """
+
+    name: str = "torch_sparse"
+    title: str = "torch.sparse BSR, all parameters tuned"
+    device: str = ""
+    stages_only: bool = False
+
+    def why_not(self, case: SpmmCase, device: torch.device) -> list[str]:
+        reasons = _only_a_at_b(case)
+        bm, bk = case.block
+        if case.m % bm or case.k % bk:
+            reasons.append(f"torch.sparse BSR needs sides that are multiples of the block {case.block_name}")
+        if device.type != "cuda":
+            return [*reasons, "there is nothing to tune on a CPU"] if self.stages_only else reasons
+        if bm & (bm - 1) or bk & (bk - 1):
+            reasons.append(f"its kernel needs block sides that are powers of 2, not {case.block_name}")
+        if case.n % 16:
+            reasons.append(f"its kernel needs N to be a multiple of 16, not {case.n}")
+        return reasons
+
+    def ready(self, case: SpmmCase, sets: Sequence[SpmmOperands], tried: Callable[[str], None]) -> Ready:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # torch calls its BSR support beta on first use
+            matrices = [one.a.to_torch() for one in sets]
+        if sets[0].b.device.type != "cuda":
+            try:
+                accepted(sets[0].judge(matrices[0] @ sets[0].b), "torch.sparse BSR on this CPU")
+            except RuntimeError as error:
+                raise UnavailableError(
+                    f"torch.sparse BSR refuses {case.dtype} on this CPU: {first_line(error)}"
+                ) from None
+            return Ready(tuple(lambda w=w, one=one: w @ one.b for w, one in zip(matrices, sets, strict=True)))
+        meta = self.tuned(case, matrices, sets, tried)
+        calls = tuple(_addmm_call(w, one, meta) for w, one in zip(matrices, sets, strict=True))
+        return Ready(calls, settings(meta))
+
+    def tuned(
+        self,
+        case: SpmmCase,
+        matrices: Sequence[Tensor],
+        sets: Sequence[SpmmOperands],
+        tried: Callable[[str], None],
+    ) -> Meta:
+        """The fastest correct parameters that coordinate descent finds, by timing: num_stages first, then all four."""
+
+        def right(meta: Meta) -> bool:
+            sets[0].out.fill_(float("nan"))
+            _addmm_call(matrices[0], sets[0], meta)()
+            return sets[0].judge(sets[0].out).passed
+
+        return tuned(
+            [stage_space(case)] if self.stages_only else [stage_space(case), meta_space(case)],
+            lambda meta: [_addmm_call(w, one, meta) for w, one in zip(matrices, sets, strict=True)],
+            right,
+            sets[0].b.device,
+            tried,
+        )
+
+
+def _addmm_call(w: Tensor, one: SpmmOperands, meta: Meta) -> Callable[[], object]:
+    from torch.sparse import _triton_ops  # needs Triton, so only where a GPU asks for it
+
+    addmm: Any = _triton_ops.bsr_dense_addmm
+    return lambda: addmm(one.out, w, one.b, alpha=1, beta=0, out=one.out, meta=meta)
+
+
+def meta_space(case: SpmmCase) -> Space:
+    """The values tried for each parameter of torch.sparse's kernel.
+
+    SPLIT_N cuts N into that many column tiles, whose width must be a power of 2 of at least 16.
+    """
+    widths = [width for width in (128, 64, 256, 32, 16) if case.n % width == 0]
+    return {
+        "SPLIT_N": tuple(case.n // width for width in widths),
+        "GROUP_SIZE_ROW": (4, 1, 8, 16),
+        "num_stages": (3, 1, 2, 4, 5, 6),
+        "num_warps": (4, 8, 2) if min(case.block) < 64 else (8, 4),
+    }
+
+
+def stage_space(case: SpmmCase) -> Space:
+    """num_stages alone; the others as torch's `bsr_dense_addmm_meta` sets them for a card it does not know."""
+    split = max(case.n // case.block[0], 1)
+    return {"SPLIT_N": (split,), "GROUP_SIZE_ROW": (4,), "num_stages": (1, 2, 3, 4, 5, 6), "num_warps": (4,)}
+
+
+def _only_a_at_b(case: SpmmCase) -> list[str]:
+    return [] if case.form == A_AT_B else [f"multiplies A @ B, not {form_name(case.form)}"]
+
+
+@dataclass(frozen=True)
+class CuSparse:
+    """cuSPARSE SpMM on Blocked-ELL, through ctypes: torch brings the library but binds no such call."""
+
+    name: str = "cusparse"
+    title: str = "cuSPARSE Blocked-ELL"
+    device: str = ""
+
+    def why_not(self, case: SpmmCase, device: torch.device) -> list[str]:
+        reasons = _only_a_at_b(case)
+        if device.type != "cuda":
+            reasons.append("cuSPARSE needs an NVIDIA GPU")
+        if case.block[0] != case.block[1]:
+            reasons.append(f"Blocked-ELL blocks are square, not {case.block_name}")
+        if case.m % case.block[0] or case.k % case.block[1]:
+            reasons.append(f"Blocked-ELL needs sides that are multiples of the block {case.block_name}")
+        if case.dtype not in cusparse.CUDA_TYPES:
+            reasons.append(f"not set up here for {case.dtype}")
+        return reasons
+
+    def ready(self, case: SpmmCase, sets: Sequence[SpmmOperands], tried: Callable[[str], None]) -> Ready:
+        library = cusparse.load()
+        if isinstance(library, str):
+            raise UnavailableError(library)
+        failures = []
+        # NVIDIA's pages do not say whether a row of blocks is stored row by row or block by block; the gate
+        # decides.
+        for layout in ("rows", "blocks"):
+            try:
+                first = cusparse.prepare(library, sets[0], layout, case.dtype)
+                sets[0].out.fill_(float("nan"))
+                first()
+                accepted(sets[0].judge(sets[0].out), f"Blocked-ELL stored by {layout}")
+            except UnavailableError as error:
+                failures.append(str(error))
+                tried(f"cuSPARSE: {error}")
+                continue
+            others = [cusparse.prepare(library, one, layout, case.dtype) for one in sets[1:]]
+            note = f"Blocked-ELL stored by {layout}, {first.width} blocks in every row"
+            return Ready((first, *others), note)
+        raise UnavailableError("; ".join(failures))
+
+
+PEERS: tuple[Peer, ...] = (
+    CUBLAS,
+    TORCH_DENSE,
+    OwnProduct(),
+    TorchSparse(),
+    TorchSparse("torch_sparse_stages", "torch.sparse BSR, num_stages tuned", "cuda", stages_only=True),
+    CuSparse(),
+)

@@ -1,0 +1,311 @@
+"""Attention as a benchmark: its cases, their operands, its suites."""
+
+import itertools
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from sparsek.bench.engine.memory import peak_bytes
+from sparsek.bench.suites.attention_masks import Geometry, MaskText, parse_mask
+from sparsek.bench.suites.case import (
+    Case,
+    Entry,
+    Kind,
+    Operands,
+    block_name,
+    check_case,
+    random_dense,
+    set_count,
+)
+from sparsek.core import dtypes
+from sparsek.core.device import card_of
+from sparsek.core.errors import InvalidInput
+from sparsek.mask.mask import BLOCK_SIZES, BlockMask
+from sparsek.ops.attention import attention, plan_attention
+from sparsek.plan.attention import AttentionPlan
+from sparsek.testing.attention_budget import check_attention
+from sparsek.testing.budget import Gate
+from sparsek.testing.poison import poisoned
+
+# Up to this many scores of one head a gate looks at every query, beyond at the first, the last and some random tiles.
+GATED_WHOLE = 2**26
+GATED_TILES = 16
+
+
+@dataclass(frozen=True)
+class AttentionOperands(Operands):
+    """One of the rotating sets: its own q [B, Hq, S, D], k [B, Hkv, T, D] and v [B, Hkv, T, Dv], and the shared mask.
+
+    `make` builds the mask anew.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: BlockMask
+    make: Callable[[], BlockMask]
+
+    @property
+    def pairs(self) -> int:
+        """Queries and keys that the mask lets meet, over all heads and batch items."""
+        mask = self.mask
+        batch, heads = self.q.shape[:2]
+        return mask.elements * (batch // mask.batch) * (heads // mask.heads)
+
+    @property
+    def useful_flops(self) -> float:
+        return 2.0 * (self.q.shape[-1] + self.v.shape[-1]) * self.pairs
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        return (*self.q.shape[:-1], self.v.shape[-1])
+
+    def plan(self, kernel: str | None) -> AttentionPlan:
+        return plan_attention(self.q, self.k, self.v, self.mask, kernel=kernel)
+
+    def planned(self, plan: AttentionPlan) -> Callable[[], object]:
+        return lambda: plan(self.q, self.k, self.v, self.mask)
+
+    def eager(self, kernel: str | None) -> Callable[[], object]:
+        return lambda: attention(self.q, self.k, self.v, self.mask, kernel=kernel)
+
+    def anew(self, kernel: str | None) -> Callable[[], object]:
+        """A call that builds its mask, plans and runs."""
+        return lambda: attention(self.q, self.k, self.v, self.make(), kernel=kernel)
+
+    def gate(self, plan: AttentionPlan) -> Gate:
+        # A caching allocator hands the memory of a dropped tensor to the next of its size: the output begins as NaN.
+        poisoned(self.out_shape, self.q.dtype, self.q.device)
+        return self.judge(plan(self.q, self.k, self.v, self.mask))
+
+    def judge(self, out: Any) -> Gate:
+        """Whether `out` is the attention of this set, by all queries or by a sample of the query tiles."""
+        return check_attention(self.q, self.k, self.v, self.mask, out, rows=self.sample())
+
+    def sample(self) -> list[int] | None:
+        """The tiles of queries that a gate looks at; None for all of them."""
+        mask = self.mask
+        return None if mask.q_len * mask.kv_len <= GATED_WHOLE else sampled(mask.grid[0])
+
+    def kernel_extra(self, kernel: str) -> dict[str, Any]:
+        """`memory` of a call that builds its mask, plans and runs."""
+        return self.peer_extra(self.anew(kernel))
+
+    def peer_extra(self, call: Callable[[], object]) -> dict[str, Any]:
+        """`memory`: the largest allocation of a call beyond its output, over the bytes of q, k, v and the output."""
+        peak = peak_bytes(call, self.q.device)
+        out = torch.Size(self.out_shape).numel() * self.q.element_size()
+        whole = out + sum(x.numel() * x.element_size() for x in (self.q, self.k, self.v))
+        return {"memory": None if peak is None else round(max(0, peak - out) / whole, 6)}
+
+
+@dataclass(frozen=True)
+class AttentionCase(Case):
+    """softmax(q k^T / sqrt(dim)) v over a mask: q [batch, heads, q_len, dim], k and v [batch, kv_heads, kv_len, ...].
+
+    `mask` is a text of `attention_masks.KINDS`, over blocks (bq, bk).
+    """
+
+    op: ClassVar[str] = "attention"
+
+    batch: int
+    heads: int
+    kv_heads: int
+    q_len: int
+    kv_len: int
+    dim: int
+    v_dim: int
+    mask: str
+    block: tuple[int, int] = (128, 128)
+    dtype: str = "bf16"
+
+    def __post_init__(self) -> None:
+        check_case(self, "batch", "heads", "kv_heads", "q_len", "kv_len", "dim", "v_dim")
+        if self.heads % self.kv_heads:
+            raise InvalidInput(f"{self.heads} query heads do not divide among {self.kv_heads} heads of keys")
+        if not set(self.block) <= set(BLOCK_SIZES):
+            known = " or ".join(map(str, BLOCK_SIZES))
+            raise InvalidInput(f"a mask's block sides are {known}, got {block_name(self.block)}")
+        parse_mask(self.mask)
+
+    @property
+    def mask_text(self) -> MaskText:
+        return parse_mask(self.mask)
+
+    @property
+    def name(self) -> str:
+        """One short line: "32K window 2048, block 128, 16 heads, D 128, bf16"."""
+        q, kv = length_name(self.q_len), length_name(self.kv_len)
+        heads = str(self.heads) if self.heads == self.kv_heads else f"{self.heads}:{self.kv_heads}"
+        dim = str(self.dim) if self.dim == self.v_dim else f"{self.dim}:{self.v_dim}"
+        return (
+            f"{q if q == kv else f'{q}x{kv}'} {self.mask_text.words}, block {block_name(self.block)}, "
+            f"{f'batch {self.batch}, ' if self.batch > 1 else ''}{heads} heads, D {dim}, {self.dtype}"
+        )
+
+    @property
+    def order(self) -> tuple[Any, ...]:
+        """Sorts cases by mask, then size, then block."""
+        size = self.batch * self.heads * self.q_len * self.kv_len
+        return self.mask, size, self.block, self.dim, self.v_dim, self.kv_heads, self.dtype
+
+    @property
+    def flops_per_pair(self) -> float:
+        """FLOPs for one query and one key that it sees."""
+        return 2.0 * (self.dim + self.v_dim)
+
+    @property
+    def dense_flops(self) -> float:
+        return self.flops_per_pair * self.batch * self.heads * self.q_len * self.kv_len
+
+    @property
+    def causal_flops(self) -> float:
+        """FLOPs of the pairs that a causal mask admits; queries and keys end together."""
+        seen = min(self.q_len, self.kv_len)
+        pairs = seen * (self.kv_len - seen) + seen * (seen + 1) // 2
+        return self.flops_per_pair * self.batch * self.heads * pairs
+
+    @property
+    def operand_bytes(self) -> int:
+        """Bytes of q, k, v and the output."""
+        return sum(torch.Size(shape).numel() for shape in self._shapes()) * dtypes.itemsize(self.dtype)
+
+    @property
+    def set_bytes(self) -> int:
+        """Bytes that one call reads and writes."""
+        return self.operand_bytes
+
+    def mask_maker(self, device: torch.device, seed: int = 0) -> Callable[[], BlockMask]:
+        """A call that builds the mask on `device`; what is random about it is drawn now."""
+        over = Geometry(self.q_len, self.kv_len, self.block, self.heads)
+        return self.mask_text.maker(over, device, seed)
+
+    def operands(self, device: torch.device, seed: int = 0) -> list[Any]:
+        """Sets that share one mask and no memory: 2 to 64, together several times the cache. N(0, 1) values."""
+        make = self.mask_maker(device, seed)
+        mask = make()
+        mask.verify(wait=True)  # plans then know its true sizes, as they do from the second call on
+        sets = []
+        for index in range(set_count(card_of(device), self.set_bytes)):
+            q, k, v = (
+                random_dense(
+                    *shape, dtype=dtypes.parse(self.dtype), device=device, seed=seed + 10 * index + place
+                )
+                for place, shape in enumerate(self._shapes()[:3])
+            )
+            sets.append(AttentionOperands(q, k, v, mask, make))
+        return sets
+
+    def _shapes(self) -> list[tuple[int, ...]]:
+        """Of q, k, v and the output."""
+        queries, keys = (self.batch, self.heads, self.q_len), (self.batch, self.kv_heads, self.kv_len)
+        return [(*queries, self.dim), (*keys, self.dim), (*keys, self.v_dim), (*queries, self.v_dim)]
+
+
+KINDS: Mapping[str, Kind] = {
+    "attention": Kind(AttentionCase, extra=("memory",), peer_extra=("memory",)),
+    "attention_host": Kind(AttentionCase, rated=False),
+    "attention_new_mask": Kind(AttentionCase),
+    "mask_build": Kind(AttentionCase, rated=False),
+}
+
+
+def sampled(tiles: int) -> list[int] | None:
+    """The first, the last and some random ones of so many tiles; None for all of a few."""
+    if tiles <= GATED_TILES:
+        return None
+    draw = torch.Generator("cpu").manual_seed(0)
+    drawn = torch.randperm(tiles - 2, generator=draw, device="cpu")[: GATED_TILES - 2] + 1
+    return sorted([0, tiles - 1, *drawn.tolist()])
+
+
+def length_name(length: int) -> str:
+    """32768 -> "32K"; 1000 -> "1000"."""
+    return f"{length // 1024}K" if length % 1024 == 0 else str(length)
+
+
+def parse_lengths(text: str) -> tuple[int, int]:
+    """Queries and keys: "32K" -> (32768, 32768); "1Kx4000" -> (1024, 4000)."""
+    parts = re.fullmatch(r"(\d+)(K?)(?:X(\d+)(K?))?", text.strip().upper())
+    if parts is None:
+        raise InvalidInput(
+            f"a length is written as 8192, as 8K, or as 1Kx8K for queries and keys, got {text!r}"
+        )
+    q, q_kilo, kv, kv_kilo = parts.groups()
+    q_len = int(q) * (1024 if q_kilo else 1)
+    return q_len, q_len if kv is None else int(kv) * (1024 if kv_kilo else 1)
+
+
+def parse_pair(text: str) -> tuple[int, int]:
+    """ "32" -> (32, 32); "32:4" -> (32, 4): heads of queries and of keys, or head sizes of keys and of values."""
+    parts = text.split(":")
+    if len(parts) > 2 or not all(part.strip().isdigit() for part in parts):
+        raise InvalidInput(f"heads and head sizes are written as 32 or as 32:4, got {text!r}")
+    return int(parts[0]), int(parts[-1])
+
+
+def product(
+    batch: Iterable[int],
+    heads: Iterable[tuple[int, int]],
+    lengths: Iterable[tuple[int, int]],
+    dims: Iterable[tuple[int, int]],
+    masks: Iterable[str],
+    blocks: Iterable[tuple[int, int]],
+    dtype: Iterable[str],
+) -> tuple[AttentionCase, ...]:
+    """Every combination of the given values, the last varying fastest."""
+    combined = itertools.product(batch, heads, lengths, dims, masks, blocks, dtype)
+    return tuple(
+        AttentionCase(b, *head, *length, *dim, mask, block, kind)
+        for b, head, length, dim, mask, block, kind in combined
+    )
+
+
+def _case(
+    mask: str,
+    kilo: int,
+    block: int = 128,
+    heads: tuple[int, int] = (16, 16),
+    dim: int = 128,
+    dtype: str = "bf16",
+) -> AttentionCase:
+    return AttentionCase(1, *heads, kilo * 1024, kilo * 1024, dim, dim, mask, (block, block), dtype)
+
+
+HOPPER = ("hopper.attention_fwd",)
+BOTH = (*HOPPER, "portable.attention_fwd")
+EIGHTH = "blocks:0.125"
+LONG = "window:4096+sinks:128"
+# 5 of 256 block rows and columns are global, 2 %; other rows keep 3 blocks of window and 3 random ones.
+BIGBIRD = "256:640:3"
+
+
+def _entries(kernels: Sequence[str], *cases: AttentionCase) -> tuple[Entry, ...]:
+    return tuple(Entry(case, tuple(kernels)) for case in cases)
+
+
+# Every row of the speed table of issue 3, and other head sizes and fp16.
+ISSUE3: tuple[Entry, ...] = (
+    *_entries(BOTH, _case(EIGHTH, 8)),
+    *_entries(HOPPER, _case(EIGHTH, 32)),
+    *_entries(BOTH, _case("window:2048", 32)),
+    *_entries(HOPPER, _case("causal", 32), _case("full", 8), _case("full", 32)),
+    *_entries(BOTH, _case(EIGHTH, 8, 64)),
+    *_entries(HOPPER, _case(EIGHTH, 32, 64)),
+    *_entries(HOPPER, _case(EIGHTH, 8, dim=64), _case(EIGHTH, 32, dim=64)),
+    *_entries(HOPPER, _case(f"bigbird:{BIGBIRD}", 32), _case(f"uniform-like-bigbird:{BIGBIRD}", 32)),
+    *_entries(HOPPER, _case("window:2048", 32, heads=(32, 4)), _case("window:2048", 32, heads=(32, 32))),
+    *_entries(HOPPER, *(_case(LONG, kilo, heads=(8, 8)) for kilo in (128, 256, 512))),
+    *_entries(HOPPER, _case(EIGHTH, 8, dim=96), _case(EIGHTH, 8, dim=256)),
+    *_entries(HOPPER, _case(EIGHTH, 8, dtype="fp16"), _case("causal", 32, dtype="fp16")),
+    Entry(_case("topk:32", 32), HOPPER, "attention_new_mask"),
+    Entry(_case(LONG, 512, heads=(8, 8)), op="mask_build"),
+    Entry(_case(EIGHTH, 1), HOPPER, "attention_host"),
+)
+# Time and memory of one window over the length.
+SWEEP: tuple[Entry, ...] = _entries(HOPPER, *(_case(LONG, 2**power, heads=(8, 8)) for power in range(10)))
+SUITES: Mapping[str, tuple[Entry, ...]] = {"issue3": ISSUE3, "sweep": SWEEP}

@@ -1,0 +1,354 @@
+"""The gradients of attention as a benchmark, alone and in a training step: cases, their operands, suites."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sparsek import kernels
+from sparsek.bench.engine.memory import peak_bytes
+from sparsek.bench.engine.several import Several, worst
+from sparsek.bench.suites.attention import EIGHTH, AttentionCase, AttentionOperands, sampled
+from sparsek.bench.suites.case import Entry, Kind, random_dense
+from sparsek.core.errors import InvalidInput
+from sparsek.mask.mask import BlockLists, BlockMask, Sizes
+from sparsek.ops.attention import attention, plan_attention, plan_attention_backward
+from sparsek.ops.gradients import kin
+from sparsek.plan.attention_grad import AttentionGradPlan
+from sparsek.plan.sources import JOINED
+from sparsek.testing.attention_budget import check_attention, check_attention_backward
+from sparsek.testing.budget import Gate
+from sparsek.testing.poison import poisoned
+
+Gradients = tuple[Tensor, Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class GradOperands(AttentionOperands):
+    """A set of a backward pass: also dO [B, Hq, S, Dv], and out and lse [B, Hq, S] as the forward pass gave them."""
+
+    grad: Tensor
+    out: Tensor
+    lse: Tensor
+    deterministic: bool
+
+    @property
+    def useful_flops(self) -> float:
+        return 2.0 * (3 * self.q.shape[-1] + 2 * self.v.shape[-1]) * self.pairs
+
+    @property
+    def given(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What every call is given beside q, k, v and the mask."""
+        return self.out, self.lse, self.grad
+
+    def plan(self, kernel: str | None) -> AttentionGradPlan:
+        return self._plan(self.mask, kernel)
+
+    def _plan(self, mask: BlockMask, kernel: str | None) -> AttentionGradPlan:
+        return plan_attention_backward(
+            self.q, self.k, self.v, mask, kernel=kernel, deterministic=self.deterministic
+        )
+
+    def planned(self, plan: AttentionGradPlan) -> Callable[[], Gradients]:
+        return lambda: plan(self.q, self.k, self.v, self.mask, *self.given)
+
+    def eager(self, kernel: str | None) -> Callable[[], Gradients]:
+        return self.planned(self.plan(kernel))
+
+    def anew(self, kernel: str | None) -> Callable[[], Gradients]:
+        """A call that builds its mask, plans and runs."""
+
+        def call() -> Gradients:
+            mask = self.make()
+            return self._plan(mask, kernel)(self.q, self.k, self.v, mask, *self.given)
+
+        return call
+
+    def gate(self, plan: AttentionGradPlan) -> Gate:
+        # A caching allocator hands the memory of a dropped tensor to the next of its size: the gradients begin as NaN.
+        for x in (self.q, self.k, self.v):
+            poisoned(tuple(x.shape), x.dtype, x.device)
+        return self.judge(self.planned(plan)())
+
+    def judge(self, out: Any) -> Gate:
+        """Whether `out` holds dq, dk and dv of this set, by all of them or by those of one or two heads."""
+        return judged_gradients(self, self.grad, out)
+
+    def peer_extra(self, call: Callable[[], object]) -> dict[str, Any]:
+        """`memory`: the largest allocation of a call beyond dq, dk and dv, over the bytes of q, k, v and the output."""
+        peak = peak_bytes(call, self.q.device)
+        own = sum(x.nbytes for x in (self.q, self.k, self.v))
+        return {"memory": None if peak is None else round(max(0, peak - own) / (own + self.out.nbytes), 6)}
+
+
+@dataclass(frozen=True)
+class StepOperands(AttentionOperands):
+    """A set of a training step: q, k and v, which want gradients, and dO [B, Hq, S, Dv]."""
+
+    grad: Tensor
+    deterministic: bool
+
+    @property
+    def useful_flops(self) -> float:
+        """Those of the forward and of the backward pass."""
+        return 2.0 * (4 * self.q.shape[-1] + 3 * self.v.shape[-1]) * self.pairs
+
+    def plan(self, kernel: str | None) -> Several:
+        """`kernel` is the forward pass's; the backward pass takes the one of its family, as `attention` does."""
+        q, k, v = (x.detach() for x in (self.q, self.k, self.v))
+        plans = {
+            "forward": plan_attention(q, k, v, self.mask, kernel=kernel, return_lse=True),
+            "backward": plan_attention_backward(
+                q,
+                k,
+                v,
+                self.mask,
+                kernel=kin(kernel, "attention_backward"),
+                deterministic=self.deterministic,
+            ),
+        }
+        return Several(plans, self.eager(kernel))
+
+    def planned(self, plan: Several) -> Callable[[], object]:
+        return plan.call
+
+    def eager(self, kernel: str | None) -> Callable[[], tuple[Tensor, ...]]:
+        return partial(self._step, lambda: self.mask, kernel)
+
+    def anew(self, kernel: str | None) -> Callable[[], tuple[Tensor, ...]]:
+        """A step that builds its mask and plans, too."""
+        return partial(self._step, self.make, kernel)
+
+    def _step(self, mask: Callable[[], BlockMask], kernel: str | None) -> tuple[Tensor, ...]:
+        """out, dq, dk and dv."""
+        wanted = self.q, self.k, self.v
+        out = attention(*wanted, mask(), kernel=kernel, deterministic=self.deterministic)
+        return (out.detach(), *torch.autograd.grad(out, wanted, self.grad))
+
+    def gate(self, plan: Several) -> Gate:
+        # As for GradOperands, and the output too.
+        for x in (self.q, self.k, self.v, self.grad):
+            poisoned(tuple(x.shape), x.dtype, x.device)
+        return self.judge(plan.call())
+
+    def judge(self, out: Any) -> Gate:
+        """Whether `out` holds the output, dq, dk and dv of this set; the worst of them."""
+        one = replace(self, **{name: getattr(self, name).detach() for name in "qkv"})
+        forward = check_attention(one.q, one.k, one.v, one.mask, out[0], rows=one.sample())
+        return worst([forward, judged_gradients(one, self.grad, out[1:])])
+
+    def kernel_extra(self, kernel: str) -> dict[str, Any]:
+        """`peak_gb` of a step that builds its mask and plans, with the forward kernel among those of `kernel`."""
+        of_forward = kernels.names_for("attention")
+        (forward,) = [name for name in kernel.split(JOINED) if name in of_forward]
+        return self.peer_extra(self.anew(forward))
+
+    def peer_extra(self, call: Callable[[], object]) -> dict[str, Any]:
+        """`peak_gb`: the most memory that a step holds at once, with its q, k, v and dO, in 1e9 bytes."""
+        peak = peak_bytes(call, self.q.device)
+        own = sum(x.nbytes for x in (self.q, self.k, self.v, self.grad))
+        return {"peak_gb": None if peak is None else round((peak + own) / 1e9, 6)}
+
+
+def judged_gradients(one: AttentionOperands, grad: Tensor, gradients: Gradients) -> Gate:
+    """The gate of dq, dk and dv of a set, given dO.
+
+    Of long sequences it looks at some tiles of queries and blocks of keys of the first and of the last head of keys. A
+    head's gradients depend on nothing outside it.
+    """
+    batch, kv_heads = one.k.shape[:2]
+    rows = one.sample()
+    if rows is None:
+        return check_attention_backward(one.q, one.k, one.v, one.mask, grad, gradients)
+    columns = sampled(one.mask.grid[1])
+    gates = []
+    for group in {Group(0, 0), Group(batch - 1, kv_heads - 1)}:
+        q, k, v, of_out, *found = (group.of(x, kv_heads) for x in (one.q, one.k, one.v, grad, *gradients))
+        mask = group.mask(one.mask, kv_heads)
+        gates.append(check_attention_backward(q, k, v, mask, of_out, found, rows=rows, columns=columns))
+    return worst(gates)
+
+
+class Group(NamedTuple):
+    """A head of keys of one batch item, and the heads of queries that it serves."""
+
+    item: int
+    head: int
+
+    def _of(self, heads: int, kv_heads: int) -> slice:
+        """Its heads among `heads`, which is a multiple of kv_heads, or 1 for a list that all share."""
+        count = max(1, heads // kv_heads)
+        first = self.head * count if heads > 1 else 0
+        return slice(first, first + count)
+
+    def of(self, x: Tensor, kv_heads: int) -> Tensor:
+        """Its part of x [B, H, L, E]."""
+        return x[self.item : self.item + 1, self._of(x.shape[1], kv_heads)]
+
+    def mask(self, mask: BlockMask, kv_heads: int) -> BlockMask:
+        """Its part of a mask: the same lists and rules, other rows."""
+        heads = self._of(mask.heads, kv_heads)
+        begin = (self.item if mask.batch > 1 else 0) * mask.heads
+        rows = slice((begin + heads.start) * mask.grid[0], (begin + heads.stop) * mask.grid[0])
+
+        def cut(lists: BlockLists) -> BlockLists:
+            return BlockLists(lists.starts[rows], lists.counts[rows], lists.indices)
+
+        def interval(bound: Tensor | None) -> Tensor | None:
+            if bound is None or len(bound) == 1:
+                return bound
+            return bound[begin + heads.start : begin + heads.stop]
+
+        full, partial = cut(mask.full), cut(mask.partial)
+        stored = full.counts + partial.counts
+        return BlockMask.unchecked(
+            q_len=mask.q_len,
+            kv_len=mask.kv_len,
+            block=mask.block,
+            batch=1,
+            heads=heads.stop - heads.start,
+            full=full,
+            partial=partial,
+            lo=interval(mask.lo),
+            hi=interval(mask.hi),
+            rules=mask.rules,
+            bits=mask.bits,
+            sizes=Sizes(int(stored.sum()), int(partial.counts.sum()), int(stored.max()), exact=True),
+        )
+
+
+@dataclass(frozen=True)
+class AttentionGradCase(AttentionCase):
+    """dq, dk and dv of attention, whose out and lse are there. `deterministic`: the same bits every time."""
+
+    op: ClassVar[str] = "attention_backward"
+
+    deterministic: bool = True
+
+    @property
+    def name(self) -> str:
+        """As the forward pass's; it says if sums may be in any order."""
+        return super().name + ("" if self.deterministic else ", not deterministic")
+
+    @property
+    def order(self) -> tuple[Any, ...]:
+        return (*super().order, not self.deterministic)
+
+    @property
+    def flops_per_pair(self) -> float:
+        return 2.0 * (3 * self.dim + 2 * self.v_dim)
+
+    @property
+    def set_bytes(self) -> int:
+        """Of q, k, v, the output, and the gradient of each."""
+        return 2 * self.operand_bytes
+
+    def operands(self, device: torch.device, seed: int = 0) -> list[Any]:
+        """Sets that share one mask and no memory: 2 to 64, together several times the cache. N(0, 1) values."""
+        return [
+            self.with_grad(one, _grad(one, seed + 10 * index + 3))
+            for index, one in enumerate(super().operands(device, seed))
+        ]
+
+    def with_grad(self, one: AttentionOperands, grad: Tensor) -> AttentionOperands:
+        """The set with dO, after its forward pass."""
+        out, lse = attention(one.q, one.k, one.v, one.mask, return_lse=True)
+        return GradOperands(**_parts(one), grad=grad, out=out, lse=lse, deterministic=self.deterministic)
+
+
+@dataclass(frozen=True)
+class AttentionTrainCase(AttentionGradCase):
+    """A training step: attention, and dq, dk and dv by autograd. What it holds in memory counts, too."""
+
+    op: ClassVar[str] = "attention_train"
+
+    @property
+    def flops_per_pair(self) -> float:
+        return 2.0 * (4 * self.dim + 3 * self.v_dim)
+
+    def with_grad(self, one: AttentionOperands, grad: Tensor) -> AttentionOperands:
+        """The set with dO, whose q, k and v want gradients."""
+        for x in (one.q, one.k, one.v):
+            x.requires_grad_()
+        return StepOperands(**_parts(one), grad=grad, deterministic=self.deterministic)
+
+
+def _grad(one: AttentionOperands, seed: int) -> Tensor:
+    return random_dense(*one.out_shape, dtype=one.q.dtype, device=one.q.device, seed=seed)
+
+
+def _parts(one: AttentionOperands) -> dict[str, Any]:
+    return {field.name: getattr(one, field.name) for field in fields(one)}
+
+
+KINDS: Mapping[str, Kind] = {
+    "attention_backward": Kind(AttentionGradCase, extra=("memory",), peer_extra=("memory",)),
+    "attention_train": Kind(AttentionTrainCase, extra=("peak_gb",), peer_extra=("peak_gb",)),
+}
+MEASURES: Mapping[str, type[AttentionGradCase]] = {"backward": AttentionGradCase, "train": AttentionTrainCase}
+
+
+def product(
+    measure: Iterable[str],
+    batch: Iterable[int],
+    heads: Iterable[tuple[int, int]],
+    lengths: Iterable[tuple[int, int]],
+    dims: Iterable[tuple[int, int]],
+    masks: Iterable[str],
+    blocks: Iterable[tuple[int, int]],
+    dtype: Iterable[str],
+    *,
+    deterministic: bool = True,
+) -> tuple[AttentionGradCase, ...]:
+    """Every combination of the given values, the last varying fastest. `measure`: keys of MEASURES."""
+    wanted = list(measure)
+    for name in wanted:
+        if name not in MEASURES:
+            raise InvalidInput(f"of gradients, {' or '.join(MEASURES)} is measured, not {name!r}")
+    combined = itertools.product(wanted, batch, heads, lengths, dims, masks, blocks, dtype)
+    return tuple(
+        MEASURES[name](b, *head, *length, *dim, mask, block, kind, deterministic)
+        for name, b, head, length, dim, mask, block, kind in combined
+    )
+
+
+def _case(
+    mask: str, kilo: int, block: int = 128, dim: int = 128, deterministic: bool = True
+) -> AttentionGradCase:
+    length = kilo * 1024
+    return AttentionGradCase(
+        1, 16, 16, length, length, dim, dim, mask, (block, block), deterministic=deterministic
+    )
+
+
+def _step(kilo: int) -> AttentionTrainCase:
+    return AttentionTrainCase(1, 8, 8, kilo * 1024, kilo * 1024, 128, 128, "window:4096")
+
+
+AUTO = ("auto",)
+BOTH = (*AUTO, "portable.attention_bwd")
+GPU = ("hopper.attention_bwd", "portable.attention_bwd")
+# Every row of the speed table of issue 5 but the training steps.
+ISSUE5: tuple[Entry, ...] = (
+    Entry(_case("full", 8), AUTO),
+    Entry(_case("full", 32), AUTO),
+    Entry(_case("causal", 32), AUTO),
+    Entry(_case("window:2048", 32), BOTH),
+    Entry(_case(EIGHTH, 8), BOTH),
+    Entry(_case(EIGHTH, 32), AUTO),
+    Entry(_case(EIGHTH, 8, 64), GPU),
+    Entry(_case(EIGHTH, 32, 64), GPU),
+    Entry(_case(EIGHTH, 32, dim=64), AUTO),
+    Entry(_case(EIGHTH, 32, dim=256), AUTO),
+    Entry(_case(EIGHTH, 32, deterministic=False), AUTO),
+    Entry(_case("causal", 32, deterministic=False), AUTO),
+)
+# One window over the length: time and memory must grow no faster.
+ISSUE5_TRAIN: tuple[Entry, ...] = tuple(Entry(_step(kilo), AUTO) for kilo in (64, 128, 256))
+SUITES: Mapping[str, tuple[Entry, ...]] = {"issue5": ISSUE5, "issue5_train": ISSUE5_TRAIN}

@@ -1,0 +1,275 @@
+"""Products of FP8 matrices with FP8 dense operands as a benchmark: its cases, their operands, its suites.
+
+Both operands are in FP8 before any time, the dense one with a scale for each token; C is in bf16. Rates count, as in
+`bench/suites/semi24.py`, every value in stored blocks, and of 2:4 matrices the values that are not there too.
+"""
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from sparsek.bench.suites.case import (
+    Bar,
+    Case,
+    Entry,
+    Kind,
+    Operands,
+    block_name,
+    check_case,
+    random_dense,
+    set_count,
+    shape_name,
+    stored_name,
+)
+from sparsek.bench.suites.semi24 import FORMS, LINEAR
+from sparsek.core import dtypes
+from sparsek.core.device import card_of
+from sparsek.core.errors import InvalidInput
+from sparsek.kernels import names_for
+from sparsek.matrix.bsr import BSR
+from sparsek.matrix.bsr24 import BSR24
+from sparsek.matrix.dense8 import ScaledTensor
+from sparsek.matrix.pattern import block_sides
+from sparsek.matrix.quantized import Scaled, quantize
+from sparsek.matrix.random import random_bsr
+from sparsek.matrix.semi24 import Semi24
+from sparsek.ops.linear import linear
+from sparsek.ops.scaled import plan_linear
+from sparsek.ops.spmm import plan_spmm, spmm
+from sparsek.plan.scaled import ScaledPlan
+from sparsek.testing.budget import Gate
+from sparsek.testing.budget_fp8 import check_scaled
+from sparsek.testing.poison import poisoned
+
+BSR_, SEMI24, BSR24_ = STORED = ("bsr", "semi24", "bsr24")
+OPS = {BSR_: "spmm_fp8", SEMI24: "semi24_fp8", BSR24_: "bsr24_fp8"}
+SCALES = ("tensor", "row", "block")
+DTYPES = {name: dtype for dtype, name in dtypes.FP8.items()}
+OUT = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Fp8Operands(Operands):
+    """One of the rotating sets: its own FP8 matrix [m, k] and FP8 x [n, k], and C [m, n], unless a layer makes it."""
+
+    a: Scaled
+    x: ScaledTensor
+    out: Tensor | None = None
+
+    @property
+    def is_linear(self) -> bool:
+        return self.out is None
+
+    @property
+    def useful_flops(self) -> float:
+        pairs = 1 if isinstance(self.a.matrix, BSR) else 2
+        return 2.0 * pairs * self.a.matrix.values.numel() * self.x.shape[0]
+
+    def plan(self, kernel: str | None) -> ScaledPlan:
+        if self.is_linear:
+            return plan_linear(self.x, self.a, kernel=kernel, dtype=OUT)
+        return plan_spmm(self.a, self.x.mT, kernel=kernel, dtype=OUT)
+
+    def planned(self, plan: ScaledPlan) -> Callable[[], Tensor]:
+        if self.is_linear:
+            return lambda: plan(self.x, self.a)
+        b = self.x.mT
+        return lambda: plan(self.a, b, out=self.out)
+
+    def eager(self, kernel: str | None) -> Callable[[], Tensor]:
+        if self.is_linear:
+            return lambda: linear(self.x, self.a, kernel=kernel, dtype=OUT)
+        return lambda: spmm(self.a, self.x.mT, kernel=kernel, dtype=OUT)
+
+    def gate(self, plan: ScaledPlan) -> Gate:
+        if self.out is None:
+            # A caching allocator hands the memory of a dropped tensor to the next of its size: C begins as NaN.
+            poisoned((self.x.shape[0], self.a.shape[0]), OUT, self.a.device)
+        else:
+            self.out.fill_(torch.nan)
+        return self.judge(self.planned(plan)())
+
+    def judge(self, out: Tensor) -> Gate:
+        """Whether `out`, [n, m] of a layer and [m, n] otherwise, is the product of this set, scales applied."""
+        return check_scaled(self.a, self.x.mT, out.mT if self.is_linear else out)
+
+    def dense(self, seed: int) -> Callable[[], Tensor]:
+        """The same call in bf16 with everything stored."""
+        (m, k), x = self.a.shape, self.x.dequantize(OUT)
+        w = random_dense(m, k, dtype=OUT, device=x.device, seed=seed).mul_(k**-0.5)
+        return lambda: x @ w.T if self.is_linear else torch.matmul(w, x.T, out=self.out)
+
+    def dense_values(self) -> Tensor:
+        """The FP8 values of the matrix [m, k] with zeros where it stores none: exact, FP8 fits into bf16."""
+        m = self.a.matrix
+        wide = m.values.to(torch.bfloat16)
+        if isinstance(m, BSR):
+            made = BSR.unchecked(m.pattern, wide)
+        else:
+            made = (
+                Semi24.unchecked(wide, m.meta)
+                if isinstance(m, Semi24)
+                else BSR24.unchecked(m.pattern, wide, m.meta)
+            )
+        return made.to_dense().to(self.a.dtype)
+
+
+def fp8_product(values: Tensor, scale: Tensor, x: Tensor, x_scale: Tensor, *, fast: bool) -> Tensor:
+    """scale * values [m, k] @ (x_scale * x).T for FP8 x [n, k], in bf16, by cuBLAS: scales of rows, or one for all.
+
+    `fast` sums in fewer bits than float32 has.
+    """
+    return torch._scaled_mm(
+        values,
+        x.mT,
+        scale[:, None] if scale.ndim else scale,
+        x_scale[None] if x_scale.ndim else x_scale,
+        out_dtype=OUT,
+        use_fast_accum=fast,
+    )
+
+
+@dataclass(frozen=True)
+class Fp8Case(Case):
+    """An FP8 matrix [m, k] times a dense FP8 one: "x@W.T", a layer of n tokens, or "A@B" with B [k, n].
+
+    `stored` is "bsr", "semi24" or "bsr24"; `block` and `density` are those of stored blocks. `scale` says what of the
+    matrix shares a scale. `dtype` is that of its values: "e4m3" or "e5m2"; the dense operand is in E4M3. `fast_accum`:
+    sums may stay in the tensor cores.
+    """
+
+    op: ClassVar[str] = "fp8"
+
+    m: int
+    k: int
+    n: int
+    stored: str = BSR_
+    block: tuple[int, int] | None = (128, 128)
+    density: float = 1.0
+    form: str = LINEAR
+    scale: str = "row"
+    dtype: str = "e4m3"
+    fast_accum: bool = False
+
+    def __post_init__(self) -> None:
+        for name, allowed in (
+            ("stored", STORED),
+            ("form", FORMS),
+            ("scale", SCALES),
+            ("dtype", tuple(DTYPES)),
+        ):
+            if getattr(self, name) not in allowed:
+                raise InvalidInput(f"{name} is one of {', '.join(allowed)}, got {getattr(self, name)!r}")
+        check_case(self, "m", "k", "n", dtype=False)
+        if (self.block is None) != (self.stored == SEMI24):
+            raise InvalidInput("bsr and bsr24 have blocks, semi24 has none")
+        if self.block is None and (self.density != 1.0 or self.scale == "block"):
+            raise InvalidInput("a 2:4 matrix without blocks has neither a density nor a scale of blocks")
+        if self.block is not None:
+            block_sides(self.block)
+        if self.stored == BSR24_ and any(side % 64 for side in self.block or ()):
+            raise InvalidInput(
+                f"sides of 2:4 blocks are multiples of 64, got {block_name(self.block or (0, 0))}"
+            )
+        if self.fast_accum and self.scale == "block":
+            raise InvalidInput("scales of blocks are applied to float32 sums, which fast_accum does without")
+        if self.k % 16:
+            raise InvalidInput(f"K of an FP8 product is a multiple of 16 here, got {self.k}")
+
+    @property
+    def name(self) -> str:
+        """One short line: "x @ W.T 8192³ block 128 12.5 % e4m3"; the scale is named unless it is that of rows."""
+        words = [self.dtype, "" if self.scale == "row" else f"scale per {self.scale}"]
+        words += ["fast_accum"] if self.fast_accum else []
+        if self.block is None:
+            stored = " ".join(filter(None, ("2:4", *words)))
+        else:
+            stored = stored_name(block_name(self.block), self.density, *words)
+            stored = f"2:4 in {stored}" if self.stored == BSR24_ else stored
+        return f"{self.form.replace('@', ' @ ')} {shape_name(self.m, self.k, self.n)} {stored}"
+
+    @property
+    def order(self) -> tuple[Any, ...]:
+        """Sorts cases by format, size, block, falling density, sums, form, scale."""
+        size = self.m * self.k * self.n
+        more = self.fast_accum, FORMS.index(self.form), SCALES.index(self.scale), self.dtype
+        return STORED.index(self.stored), size, self.block or (), -self.density, *more
+
+    @property
+    def dense_flops(self) -> float:
+        return 2.0 * self.m * self.k * self.n
+
+    def operands(self, device: torch.device, seed: int = 0) -> list[Fp8Operands]:
+        """Sets of their own memory, of one pattern: 2 to 64, together several times the cache; N(0, 1) before FP8."""
+        footprint = int(self.m * self.k * self.density) + self.n * (self.k + 2 * self.m)
+        first = self._matrix(device, seed)
+        sets = []
+        for index in range(set_count(card_of(device), footprint)):
+            start = seed + 10 * index
+            a = self._like(first, start) if index else first
+            x = random_dense(self.n, self.k, dtype=torch.bfloat16, device=device, seed=start + 1)
+            out = None if self.form == LINEAR else poisoned((self.m, self.n), OUT, device)
+            a8 = quantize(a, DTYPES[self.dtype], self.scale, fast_accum=self.fast_accum)
+            sets.append(Fp8Operands(a8, quantize(x), out))
+        return sets
+
+    def _matrix(self, device: torch.device, seed: int) -> BSR | Semi24 | BSR24:
+        given = {"dtype": torch.bfloat16, "device": device, "seed": seed}
+        if self.block is None:
+            return Semi24.from_dense(random_dense(self.m, self.k, **given).mul_(self.k**-0.5))
+        made = random_bsr(self.m, self.k, self.block, self.density, **given)
+        return BSR24.from_bsr(made) if self.stored == BSR24_ else made
+
+    def _like(self, first: BSR | Semi24 | BSR24, seed: int) -> BSR | Semi24 | BSR24:
+        """Another matrix, of the same pattern if it has one."""
+        if isinstance(first, Semi24):
+            return self._matrix(first.device, seed)
+        values = random_dense(first.nnzb, *first.block, dtype=first.dtype, device=first.device, seed=seed)
+        made = BSR.unchecked(first.pattern, values.mul_(self.k**-0.5)).zero_padding_()
+        return BSR24.from_bsr(made) if isinstance(first, BSR24) else made
+
+
+def kernels_of(stored: str) -> tuple[str, ...]:
+    """The kernels of an FP8 format that run on GPUs and do not make it dense; without any, the planner's choice."""
+    found = tuple(name for name in names_for(OPS[stored]) if name.startswith(("hopper.", "portable.")))
+    return found or ("auto",)
+
+
+KINDS: Mapping[str, Kind] = {"fp8": Kind(Fp8Case, later={"fast_accum": False})}
+BLOCKS = tuple(Fp8Case(8192, 8192, 8192, BSR_, (128, 128), 0.125, form) for form in FORMS)
+WHOLE = tuple(Fp8Case(8192, 8192, 8192, SEMI24, None, form=form) for form in FORMS)
+FAST_BLOCKS, FAST_WHOLE = (
+    tuple(replace(case, fast_accum=True) for case in cases) for cases in (BLOCKS, WHOLE)
+)
+# The rows of the speed table of issue 6 that are in FP8: sums in float32, and as the peers have them. Portable kernels
+# sum in float32 whatever is allowed.
+ISSUE6: tuple[Entry, ...] = (
+    *(Entry(case, kernels_of(case.stored)) for case in (*BLOCKS, *WHOLE)),
+    *(Entry(case, (f"hopper.{OPS[case.stored]}",)) for case in (*FAST_BLOCKS, *FAST_WHOLE)),
+)
+SUITES: Mapping[str, tuple[Entry, ...]] = {"issue6": ISSUE6}
+BARS: Mapping[Case, tuple[Bar, ...]] = {
+    **dict.fromkeys((*BLOCKS, *FAST_BLOCKS), (Bar("cublas_fp8", 0.75, 0.9),)),
+    **dict.fromkeys((*WHOLE, *FAST_WHOLE), (Bar("cusparselt", 0.95, 1.1),)),
+}
+
+
+def product(
+    sizes: tuple[Iterable[int], Iterable[int], Iterable[int]],
+    stored: Iterable[str],
+    block: Iterable[tuple[int, int]],
+    density: Iterable[float],
+    form: Iterable[str],
+    scale: Iterable[str],
+    dtype: Iterable[str],
+    fast_accum: bool = False,
+) -> tuple[Fp8Case, ...]:
+    """Every combination of the given values, the last varying fastest. `sizes`: m, k and n. A Semi24 has no blocks."""
+    kinds = [(kind, one, each) for kind in stored for one in block for each in density]
+    kinds = [(kind, None, 1.0) if kind == SEMI24 else (kind, one, each) for kind, one, each in kinds]
+    combined = itertools.product(*sizes, dict.fromkeys(kinds), form, scale, dtype)
+    return tuple(Fp8Case(m, k, n, *kind, *more, fast_accum=fast_accum) for m, k, n, kind, *more in combined)

@@ -1,0 +1,202 @@
+"""y = act(x @ W.T + bias) + residual as a benchmark: its cases, their operands, its suites."""
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from sparsek.bench.suites.case import (
+    Case,
+    Entry,
+    Kind,
+    Operands,
+    block_name,
+    check_case,
+    random_dense,
+    revalued,
+    set_count,
+    stored_name,
+)
+from sparsek.core import dtypes
+from sparsek.core.device import card_of
+from sparsek.core.errors import InvalidInput
+from sparsek.matrix.bsr import BSR
+from sparsek.matrix.pattern import block_sides
+from sparsek.matrix.random import random_bsr
+from sparsek.ops.linear import linear
+from sparsek.ops.spmm import plan_spmm
+from sparsek.plan.spmm import SpmmPlan
+from sparsek.reference.epilogue import ACTIVATIONS, PLAIN, Epilogue
+from sparsek.testing.budget import Gate
+from sparsek.testing.poison import poisoned
+from sparsek.testing.product_budget import check_linear
+
+# What a case's `epilogue` may name, joined by "+": "bias+gelu", "bias+residual".
+PARTS = ("bias", *filter(None, ACTIVATIONS), "residual")
+
+
+@dataclass(frozen=True)
+class LinearOperands(Operands):
+    """One of the rotating sets: its own x [tokens, k], W [n, k], output, bias [n] and residual [tokens, n]."""
+
+    x: Tensor
+    w: BSR
+    out: Tensor
+    bias: Tensor | None = None
+    activation: str | None = None
+    residual: Tensor | None = None
+
+    @property
+    def useful_flops(self) -> float:
+        return 2.0 * self.w.nnzb * self.w.block[0] * self.w.block[1] * self.x.shape[0]
+
+    @property
+    def after(self) -> tuple[Any, Any, Any]:
+        """Bias, activation and residual."""
+        return self.bias, self.activation, self.residual
+
+    @property
+    def epilogue(self) -> Epilogue:
+        """The same as a plan takes it."""
+        return Epilogue(bias=self.bias, activation=self.activation or "", other=self.residual)
+
+    def plan(self, kernel: str | None) -> SpmmPlan:
+        return plan_spmm(self.x, self.w.T, out=self.out, epilogue=self.epilogue, kernel=kernel)
+
+    def planned(self, plan: SpmmPlan) -> Callable[[], Tensor]:
+        w, epilogue = self.w.T, self.epilogue
+        return lambda: plan(self.x, w, out=self.out, epilogue=epilogue)
+
+    def eager(self, kernel: str | None) -> Callable[[], Tensor]:
+        return lambda: linear(self.x, self.w, *self.after, kernel=kernel)
+
+    def plain(self) -> tuple[SpmmPlan, Callable[[], Tensor]]:
+        """The product alone, into the same output: its plan, and a call of it."""
+        w = self.w.T
+        plan = plan_spmm(self.x, w, out=self.out)
+        return plan, lambda: plan(self.x, w, out=self.out, epilogue=PLAIN)
+
+    def gate(self, plan: SpmmPlan) -> Gate:
+        self.out.fill_(torch.nan)
+        self.planned(plan)()
+        return self.judge(self.out, tf32=plan.problem.tf32)
+
+    def judge(self, out: Tensor, *, tf32: bool = False) -> Gate:
+        """Whether `out` is the result of this set."""
+        return check_linear(self.x, self.w, out, *self.after, tf32=tf32)
+
+    def dense(self, seed: int) -> Callable[[], Tensor]:
+        n, k = self.w.shape
+        w = random_dense(n, k, dtype=self.x.dtype, device=self.x.device, seed=seed).mul_(k**-0.5)
+        return lambda: self._by_torch(w)
+
+    def _by_torch(self, w: Tensor) -> Tensor:
+        y = ACTIVATIONS[self.activation or ""](functional.linear(self.x, w, self.bias))
+        return y if self.residual is None else y + self.residual
+
+
+@dataclass(frozen=True)
+class LinearCase(Case):
+    """y [tokens, n] = act(x [tokens, k] @ W.T + bias) + residual, with `density` of the blocks of W [n, k] stored.
+
+    `epilogue` names what follows the product, joined by "+", in the order bias, activation, residual; "" is nothing.
+    """
+
+    op: ClassVar[str] = "linear"
+
+    tokens: int
+    k: int
+    n: int
+    block: tuple[int, int]
+    density: float
+    epilogue: str = ""
+    dtype: str = "bf16"
+
+    def __post_init__(self) -> None:
+        check_case(self, "tokens", "k", "n")
+        block_sides(self.block)
+        parts = self.parts
+        right = [part for part in PARTS if part in parts]
+        if parts != right or len(self.activations) > 1:
+            raise InvalidInput(
+                f"an epilogue is bias, one of {', '.join(filter(None, ACTIVATIONS))}, and residual, in this order, "
+                f"each if wanted, joined by +; got {self.epilogue!r}"
+            )
+
+    @property
+    def parts(self) -> list[str]:
+        """What follows the product."""
+        return self.epilogue.split("+") if self.epilogue else []
+
+    @property
+    def activations(self) -> list[str]:
+        return [part for part in self.parts if part in ACTIVATIONS]
+
+    @property
+    def name(self) -> str:
+        """One short line: "8192 tokens, 4096 to 16384, block 128 12.5 % bf16, bias + gelu"."""
+        stored = stored_name(block_name(self.block), self.density, self.dtype)
+        after = " + ".join(self.parts) or "plain"
+        return f"{self.tokens} tokens, {self.k} to {self.n}, {stored}, {after}"
+
+    @property
+    def order(self) -> tuple[Any, ...]:
+        """Sorts cases by size, then block, then falling density."""
+        size = self.tokens * self.k * self.n
+        return size, self.block, -self.density, self.epilogue, self.dtype
+
+    @property
+    def dense_flops(self) -> float:
+        return 2.0 * self.tokens * self.k * self.n
+
+    def operands(self, device: torch.device, seed: int = 0) -> list[LinearOperands]:
+        """Sets that share one pattern and no memory: 2 to 64, together several times the cache. N(0, 1) values."""
+        dtype = dtypes.parse(self.dtype)
+        w = random_bsr(self.n, self.k, self.block, self.density, dtype=dtype, device=device, seed=seed)
+        outputs = self.n * (2 if "residual" in self.parts else 1)
+        footprint = (w.values.numel() + self.tokens * (self.k + outputs)) * dtype.itemsize
+
+        def draw(index: int, place: int, *shape: int) -> Tensor:
+            return random_dense(*shape, dtype=dtype, device=device, seed=seed + 10 * index + place)
+
+        return [
+            LinearOperands(
+                draw(index, 1, self.tokens, self.k),
+                revalued(w, seed + 10 * index) if index else w,
+                poisoned((self.tokens, self.n), dtype, device),
+                draw(index, 2, self.n) if "bias" in self.parts else None,
+                next(iter(self.activations), None),
+                draw(index, 3, self.tokens, self.n) if "residual" in self.parts else None,
+            )
+            for index in range(set_count(card_of(device), footprint))
+        ]
+
+
+KINDS: Mapping[str, Kind] = {"linear": Kind(LinearCase)}
+# What each way to go on after the product costs beside the product alone.
+ISSUE4: tuple[Entry, ...] = (
+    *(
+        Entry(LinearCase(8192, 8192, 8192, (128, 128), 0.125, epilogue), ("hopper.spmm",))
+        for epilogue in ("bias+gelu", "bias+gelu_tanh", "bias+silu", "bias+residual")
+    ),
+    Entry(LinearCase(8192, 4096, 16384, (128, 128), 0.125, "bias+gelu"), ("hopper.spmm",)),
+)
+SUITES: Mapping[str, tuple[Entry, ...]] = {"issue4": ISSUE4}
+
+
+def product(
+    tokens: Iterable[int],
+    k: Iterable[int],
+    n: Iterable[int],
+    block: Iterable[tuple[int, int]],
+    density: Iterable[float],
+    epilogue: Iterable[str],
+    dtype: Iterable[str],
+) -> tuple[LinearCase, ...]:
+    """Every combination of the given values, the last varying fastest."""
+    combined = itertools.product(tokens, k, n, block, density, epilogue, dtype)
+    return tuple(LinearCase(*values) for values in combined)

@@ -1,0 +1,243 @@
+"""Packing a dense matrix into Semi24 or BSR as a benchmark: its cases, their operands, its peer, its suites.
+
+What is timed is the call as users write it: `Semi24.from_dense(w)`, and `BSR.from_dense(w, block, keep=...)` with the
+choice of its blocks and the sync that takes. Nothing is multiplied: rates are bytes a second, of w read once and of
+what is stored written once, and a record has no TFLOPS.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from sparsek.bench.engine.several import Moved
+from sparsek.bench.peers.peer import Peer, Ready
+from sparsek.bench.suites.case import (
+    Bar,
+    Case,
+    Entry,
+    Kind,
+    Operands,
+    block_name,
+    check_case,
+    random_dense,
+    set_count,
+)
+from sparsek.core import dtypes
+from sparsek.core.device import card_of
+from sparsek.core.errors import InvalidInput, Unsupported
+from sparsek.matrix import convert, two_four
+from sparsek.matrix.bsr import BSR
+from sparsek.matrix.semi24 import Semi24
+from sparsek.testing.budget import Gate, error, judge
+
+SEMI24, TO_BSR = "semi24", "bsr"
+TARGETS = (SEMI24, TO_BSR)
+# Packing rounds nothing. Norms of blocks are summed in float32, so that of two nearly alike either may be kept.
+EXACT, NORMS = 1e-12, 1e-6
+
+
+@dataclass(frozen=True)
+class Packing:
+    """What packs, in the place of a plan."""
+
+    kernel: str
+    problem: Moved
+    bound_seconds: float
+    config: None = None
+
+
+@dataclass(frozen=True)
+class PackOperands(Operands):
+    """One of the rotating sets: its own w [m, k]."""
+
+    case: "PackCase"
+    w: Tensor
+
+    @property
+    def useful_flops(self) -> float:
+        """Bytes in the place of FLOPs: see the module."""
+        return self.case.moved
+
+    def plan(self, kernel: str | None) -> Packing:
+        name = self._name()
+        if kernel not in (None, name):
+            raise Unsupported(self.case.name, {kernel: [f"{name} packs here; there is nothing to choose"]})
+        bound = self.case.moved / card_of(self.w.device).bandwidth
+        return Packing(name, Moved(self.case.moved), bound)
+
+    def _name(self) -> str:
+        case, w = self.case, self.w
+        packer, torchs = ("to_bsr", "matrix.convert") if case.to == TO_BSR else ("to_24", "matrix.two_four")
+        if not w.is_cuda:
+            return torchs
+        kernel = import_module(f"sparsek.kernels.pack.{packer}")
+        if case.to == TO_BSR:
+            made = kernel.pack_bsr(w, case.block, convert.Rule(None, None, case.keep, "global"))
+        else:
+            made = kernel.pack24(w, None)
+        return torchs if made is None else f"pack.{packer}"
+
+    def planned(self, plan: Packing) -> Callable[[], object]:
+        return self.eager(None)
+
+    def eager(self, kernel: str | None) -> Callable[[], object]:
+        case, w = self.case, self.w
+        if case.to == SEMI24:
+            return lambda: Semi24.from_dense(w)
+        return lambda: BSR.from_dense(w, case.block or (0, 0), keep=case.keep)
+
+    def gate(self, plan: Packing) -> Gate:
+        return self.judge(self.planned(plan)())
+
+    def judge(self, out: Any) -> Gate:
+        """Whether `out` holds what it should of w, and nothing else."""
+        dense = out.to_dense()
+        if isinstance(out, Semi24):
+            return judge(dense, larger_two(self.w), EXACT)
+        best, stored = block_norms(self.w, out.block), block_norms(dense, out.block)
+        kept = torch.linalg.vector_norm(best.flatten().topk(out.nnzb).values)
+        lost = float(1 - torch.linalg.vector_norm(stored) / kept)
+        wrong = error(dense, self.w.double().masked_fill(spread(stored == 0, out.block), 0))
+        found = max(lost, 0.0) + wrong
+        return Gate(found, NORMS, out.nnzb == self.case.blocks and found <= NORMS)
+
+    def kernel_extra(self, kernel: str) -> dict[str, Any]:
+        return {"tflops": None}
+
+    def peer_extra(self, call: Callable[[], object]) -> dict[str, Any]:
+        return {"tflops": None}
+
+
+def larger_two(w: Tensor) -> Tensor:
+    """w in float64, of every four neighbours the two of larger magnitude, of equal ones the lower columns."""
+    wide = two_four.groups(w.double())
+    order = wide.abs().sort(dim=-1, descending=True, stable=True).indices[..., :2]
+    return torch.zeros_like(wide).scatter(-1, order, wide.gather(-1, order)).flatten(-2)
+
+
+def block_norms(w: Tensor, block: tuple[int, int]) -> Tensor:
+    """The Frobenius norm of every block of w [m, k], sides that the block divides, in float64."""
+    tiles = w.double().unflatten(1, (-1, block[1])).unflatten(0, (-1, block[0]))
+    return torch.linalg.vector_norm(tiles, dim=(1, 3))
+
+
+def spread(flags: Tensor, block: tuple[int, int]) -> Tensor:
+    """The flags of blocks as flags of elements."""
+    return flags.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
+
+
+@dataclass(frozen=True)
+class PackCase(Case):
+    """A dense [m, k] to a Semi24, or to a BSR of `block` that keeps the share `keep` of its blocks, by norm."""
+
+    op: ClassVar[str] = "pack"
+
+    m: int
+    k: int
+    to: str
+    block: tuple[int, int] | None = None
+    keep: float = 1.0
+    dtype: str = "bf16"
+
+    def __post_init__(self) -> None:
+        check_case(self, "m", "k")
+        if self.to not in TARGETS:
+            raise InvalidInput(f"packed to one of {', '.join(TARGETS)}, not {self.to!r}")
+        if (self.block is None) != (self.to == SEMI24):
+            raise InvalidInput("a BSR is packed in blocks, a Semi24 is not")
+        if not 0.0 < self.keep <= 1.0:
+            raise InvalidInput(f"keep is a fraction in (0, 1], got {self.keep}")
+        steps = self.block or (1, two_four.STEP)
+        if self.m % steps[0] or self.k % steps[1]:
+            raise InvalidInput(f"{self.m} x {self.k} is not a multiple of {block_name(steps)}")
+
+    @property
+    def name(self) -> str:
+        """One short line: "8192² bf16 to 2:4", "8192² bf16 to BSR, block 128, 12.5 % kept"."""
+        size = f"{self.m}²" if self.m == self.k else f"{self.m}×{self.k}"
+        if self.block is None:
+            return f"{size} {self.dtype} to 2:4"
+        return f"{size} {self.dtype} to BSR, block {block_name(self.block)}, {self.keep * 100:.4g} % kept"
+
+    @property
+    def order(self) -> tuple[Any, ...]:
+        """Sorts cases by target, size, block, falling share."""
+        return TARGETS.index(self.to), self.m * self.k, self.block or (), -self.keep, self.dtype
+
+    @property
+    def dense_flops(self) -> float:
+        """Nothing is multiplied."""
+        return 0.0
+
+    @property
+    def dense_bytes(self) -> float:
+        """Bytes of w."""
+        return float(self.m * self.k * dtypes.itemsize(self.dtype))
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks a BSR keeps."""
+        return max(1, round(self.keep * self.m * self.k / math.prod(self.block or (1, 1))))
+
+    @property
+    def moved(self) -> float:
+        """Bytes of w and of what is stored: values, and metadata or indices."""
+        if self.block is None:
+            return 1.5 * self.dense_bytes + self.m * self.k / 8
+        values = self.blocks * self.block[0] * self.block[1] * dtypes.itemsize(self.dtype)
+        return self.dense_bytes + values + 4 * (self.blocks + self.m // self.block[0] + 1)
+
+    def operands(self, device: torch.device, seed: int = 0) -> list[PackOperands]:
+        """Sets of N(0, 1) values: 2 to 64, together several times the cache."""
+        dtype = dtypes.parse(self.dtype)
+        return [
+            PackOperands(self, random_dense(self.m, self.k, dtype=dtype, device=device, seed=seed + index))
+            for index in range(set_count(card_of(device), int(self.moved)))
+        ]
+
+
+@dataclass(frozen=True)
+class Copy:
+    """torch's copy of w into memory that is there: read once and written once."""
+
+    name: str = "copy"
+    title: str = "a copy"
+    device: str = ""
+
+    def why_not(self, case: PackCase, device: torch.device) -> list[str]:
+        return []
+
+    def ready(self, case: PackCase, sets: Sequence[PackOperands], tried: Callable[[str], None]) -> Ready:
+        pairs = [(one.w, torch.empty_like(one.w)) for one in sets]
+        calls = tuple(lambda w=w, to=to: to.copy_(w) for w, to in pairs)
+        return Ready(calls, flops=2 * case.dense_bytes)
+
+
+PEERS: tuple[Peer, ...] = (Copy(),)
+KINDS: Mapping[str, Kind] = {"pack": Kind(PackCase, rated=False)}
+CASES = (PackCase(8192, 8192, SEMI24), PackCase(8192, 8192, TO_BSR, (128, 128), 0.125))
+# The row of the speed table of issue 6.
+ISSUE6: tuple[Entry, ...] = tuple(Entry(case) for case in CASES)
+SUITES: Mapping[str, tuple[Entry, ...]] = {"issue6": ISSUE6}
+BARS: Mapping[Case, tuple[Bar, ...]] = dict.fromkeys(CASES, (Bar("copy", 0.5, 0.8),))
+
+
+def product(
+    m: Iterable[int],
+    k: Iterable[int],
+    to: Iterable[str],
+    block: Iterable[tuple[int, int]],
+    keep: Iterable[float],
+    dtype: Iterable[str],
+) -> tuple[PackCase, ...]:
+    """Every combination of the given values, the last varying fastest; blocks and shares are a BSR's alone."""
+    kinds = [(kind, one, share) for kind in to for one in block for share in keep]
+    kinds = [(kind, None, 1.0) if kind == SEMI24 else (kind, one, share) for kind, one, share in kinds]
+    combined = itertools.product(m, k, dict.fromkeys(kinds), dtype)
+    return tuple(PackCase(rows, columns, *kind, each) for rows, columns, kind, each in combined)

@@ -1,0 +1,147 @@
+"""S = X @ Y at the blocks of a pattern as a benchmark: its cases, their operands, its suites."""
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from sparsek.bench.suites.case import (
+    Case,
+    Entry,
+    Kind,
+    Operands,
+    block_name,
+    check_case,
+    random_dense,
+    set_count,
+    shape_name,
+    stored_name,
+)
+from sparsek.core import dtypes
+from sparsek.core.device import card_of
+from sparsek.core.errors import InvalidInput
+from sparsek.matrix.bsr import BSR
+from sparsek.matrix.pattern import BlockPattern, block_sides
+from sparsek.matrix.random import PATTERNS, random_bsr
+from sparsek.ops.sddmm import plan_sddmm, sddmm
+from sparsek.plan.sddmm import SddmmPlan
+from sparsek.testing.budget import Gate
+from sparsek.testing.poison import poisoned
+from sparsek.testing.product_budget import check_sddmm
+
+
+@dataclass(frozen=True)
+class SddmmOperands(Operands):
+    """One of the rotating sets: its own X [m, k] and Y [k, n], and the shared pattern of S [m, n]."""
+
+    x: Tensor
+    y: Tensor
+    pattern: BlockPattern
+
+    @property
+    def useful_flops(self) -> float:
+        return 2.0 * self.pattern.nnzb * self.pattern.block[0] * self.pattern.block[1] * self.x.shape[1]
+
+    def plan(self, kernel: str | None) -> SddmmPlan:
+        return plan_sddmm(self.x, self.y, self.pattern, kernel=kernel)
+
+    def planned(self, plan: SddmmPlan) -> Callable[[], BSR]:
+        return lambda: plan(self.x, self.y, self.pattern)
+
+    def eager(self, kernel: str | None) -> Callable[[], BSR]:
+        return lambda: sddmm(self.x, self.y, self.pattern, kernel=kernel)
+
+    def gate(self, plan: SddmmPlan) -> Gate:
+        # A caching allocator hands the memory of a dropped tensor to the next of its size: the values begin as NaN.
+        poisoned((self.pattern.nnzb, *self.pattern.block), self.x.dtype, self.x.device)
+        return self.judge(self.planned(plan)(), tf32=plan.problem.tf32)
+
+    def judge(self, out: BSR, *, tf32: bool = False) -> Gate:
+        """Whether `out` is the product of this set at the blocks of its pattern."""
+        return check_sddmm(self.x, self.y, out, tf32=tf32)
+
+    def dense(self, seed: int) -> Callable[[], object]:
+        """All of X @ Y; both are dense and random already."""
+        out = self.x.new_empty(self.pattern.shape)
+        return lambda: torch.matmul(self.x, self.y, out=out)
+
+
+@dataclass(frozen=True)
+class SddmmCase(Case):
+    """S [m, n] = X [m, k] @ Y [k, n] at `density` of the blocks of S, in a seeded random pattern."""
+
+    op: ClassVar[str] = "sddmm"
+
+    m: int
+    k: int
+    n: int
+    block: tuple[int, int]
+    density: float
+    pattern: str = "uniform"
+    dtype: str = "bf16"
+
+    def __post_init__(self) -> None:
+        check_case(self, "m", "k", "n")
+        block_sides(self.block)
+        if self.pattern not in PATTERNS:
+            raise InvalidInput(f"pattern {self.pattern!r} is not one of {', '.join(PATTERNS)}")
+
+    @property
+    def name(self) -> str:
+        """One short line: "8192³ block 128 12.5 % bf16"."""
+        shown = "" if self.pattern == "uniform" else self.pattern
+        stored = stored_name(block_name(self.block), self.density, shown, self.dtype)
+        return f"{shape_name(self.m, self.k, self.n)} {stored}"
+
+    @property
+    def order(self) -> tuple[Any, ...]:
+        """Sorts cases by size, then block, then falling density."""
+        return self.m * self.k * self.n, self.block, -self.density, self.pattern, self.dtype
+
+    @property
+    def dense_flops(self) -> float:
+        return 2.0 * self.m * self.k * self.n
+
+    def operands(self, device: torch.device, seed: int = 0) -> list[SddmmOperands]:
+        """Sets that share one pattern and no memory: 2 to 64, together several times the cache.
+
+        X is N(0, 1), Y scaled so that S has unit scale.
+        """
+        dtype = dtypes.parse(self.dtype)
+        drawn = random_bsr(
+            self.m, self.n, self.block, self.density, pattern=self.pattern, device=device, seed=seed
+        )
+        values = drawn.nnzb * self.block[0] * self.block[1]
+        footprint = (self.k * (self.m + self.n) + values) * dtype.itemsize
+        sets = []
+        for index in range(set_count(card_of(device), footprint)):
+            x = random_dense(self.m, self.k, dtype=dtype, device=device, seed=seed + 10 * index + 1)
+            y = random_dense(self.k, self.n, dtype=dtype, device=device, seed=seed + 10 * index + 2)
+            sets.append(SddmmOperands(x, y.mul_(self.k**-0.5), drawn.pattern))
+        return sets
+
+
+KINDS: Mapping[str, Kind] = {"sddmm": Kind(SddmmCase)}
+BOTH = ("hopper.sddmm", "portable.sddmm")
+# The rows of the speed table of issue 4.
+ISSUE4: tuple[Entry, ...] = tuple(
+    Entry(SddmmCase(8192, 8192, 8192, (block, block), 0.125), BOTH) for block in (128, 64)
+)
+SUITES: Mapping[str, tuple[Entry, ...]] = {"issue4": ISSUE4}
+
+
+def product(
+    m: Iterable[int],
+    k: Iterable[int],
+    n: Iterable[int],
+    block: Iterable[tuple[int, int]],
+    density: Iterable[float],
+    pattern: Iterable[str],
+    dtype: Iterable[str],
+) -> tuple[SddmmCase, ...]:
+    """Every combination of the given values, the last varying fastest."""
+    combined = itertools.product(m, k, n, block, density, pattern, dtype)
+    return tuple(SddmmCase(*values) for values in combined)

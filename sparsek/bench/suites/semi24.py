@@ -1,0 +1,253 @@
+"""Products of 2:4 matrices, whole or in stored blocks, with dense ones as a benchmark: cases, operands, suites.
+
+Rates count what a dense product does: 2 * m * k * n FLOPs of a Semi24, 2 * n for every value in the blocks of a BSR24,
+stored or not. Half of that is multiplied.
+"""
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from sparsek.bench.suites.case import (
+    Bar,
+    Case,
+    Entry,
+    Kind,
+    Operands,
+    block_name,
+    check_case,
+    parse_block,
+    random_dense,
+    set_count,
+    shape_name,
+    stored_name,
+)
+from sparsek.core import dtypes
+from sparsek.core.device import card_of
+from sparsek.core.errors import InvalidInput
+from sparsek.matrix import two_four
+from sparsek.matrix.bsr24 import BSR24
+from sparsek.matrix.pattern import BlockPattern
+from sparsek.matrix.random import random_bsr
+from sparsek.matrix.semi24 import Semi24
+from sparsek.ops.linear import linear
+from sparsek.ops.semi24 import plan_linear
+from sparsek.ops.spmm import plan_spmm, spmm
+from sparsek.plan.semi24 import Plan24
+from sparsek.testing.budget import Gate
+from sparsek.testing.budget24 import check_24, check_linear24
+from sparsek.testing.poison import poisoned
+
+LINEAR, A_AT_B = "x@W.T", "A@B"
+FORMS = (LINEAR, A_AT_B)
+
+
+@dataclass(frozen=True)
+class Semi24Operands(Operands):
+    """One of the rotating sets: its own 2:4 matrix [m, k], and x [n, k] of a layer, or B [k, n] and C [m, n].
+
+    A layer makes its output.
+    """
+
+    a: Semi24 | BSR24
+    b: Tensor
+    out: Tensor | None = None
+
+    @property
+    def is_linear(self) -> bool:
+        return self.out is None
+
+    @property
+    def b_as_factor(self) -> Tensor:
+        """The right factor [k, n] of A @ B: x.T of a layer."""
+        return self.b.mT if self.is_linear else self.b
+
+    @property
+    def pattern(self) -> BlockPattern | None:
+        """The stored blocks; None of a Semi24."""
+        return self.a.pattern if isinstance(self.a, BSR24) else None
+
+    @property
+    def useful_flops(self) -> float:
+        return 4.0 * self.a.values.numel() * self.b_as_factor.shape[1]
+
+    def plan(self, kernel: str | None) -> Plan24:
+        if self.is_linear:
+            return plan_linear(self.b, self.a, kernel=kernel)
+        return plan_spmm(self.a, self.b, kernel=kernel)
+
+    def planned(self, plan: Plan24) -> Callable[[], Tensor]:
+        if self.is_linear:
+            return lambda: plan(self.b, self.a)
+        return lambda: plan(self.a, self.b, out=self.out)
+
+    def eager(self, kernel: str | None) -> Callable[[], Tensor]:
+        if self.is_linear:
+            return lambda: linear(self.b, self.a, kernel=kernel)
+        return lambda: spmm(self.a, self.b, kernel=kernel)
+
+    def gate(self, plan: Plan24) -> Gate:
+        if self.out is None:
+            # A caching allocator hands the memory of a dropped tensor to the next of its size: C begins as NaN.
+            poisoned((self.b.shape[0], self.a.shape[0]), self.b.dtype, self.b.device)
+        else:
+            self.out.fill_(torch.nan)
+        return self.judge(self.planned(plan)(), tf32=plan.problem.tf32)
+
+    def judge(self, out: Tensor, *, tf32: bool = False) -> Gate:
+        """Whether `out`, [n, m] of a layer and [m, n] otherwise, is the product of this set."""
+        if self.is_linear:
+            return check_linear24(self.b, self.a, out)
+        return check_24(self.a, self.b, out, tf32=tf32)
+
+    def dense(self, seed: int) -> Callable[[], Tensor]:
+        m, k = self.a.shape
+        w = random_dense(m, k, dtype=self.b.dtype, device=self.b.device, seed=seed).mul_(k**-0.5)
+        if self.is_linear:
+            return lambda: functional.linear(self.b, w)
+        return lambda: torch.matmul(w, self.b, out=self.out)
+
+
+@dataclass(frozen=True)
+class Semi24Case(Case):
+    """A 2:4 matrix [m, k] times a dense one: "x@W.T", a layer of n tokens, or "A@B" with B [k, n].
+
+    Without `block` it is a Semi24. With one it is a BSR24 of which `density` of the blocks is stored.
+    """
+
+    op: ClassVar[str] = "semi24"
+
+    m: int
+    k: int
+    n: int
+    form: str = LINEAR
+    block: tuple[int, int] | None = None
+    density: float = 1.0
+    dtype: str = "bf16"
+
+    def __post_init__(self) -> None:
+        check_case(self, "m", "k", "n")
+        if self.form not in FORMS:
+            raise InvalidInput(f"a form of the product is one of {', '.join(FORMS)}, got {self.form!r}")
+        if self.block is None and self.density != 1.0:
+            raise InvalidInput(
+                f"density {self.density} is that of blocks; a 2:4 matrix without blocks has none"
+            )
+        if self.block is not None and any(side % 64 or side < 1 for side in self.block):
+            raise InvalidInput(f"sides of 2:4 blocks are multiples of 64, got {block_name(self.block)}")
+        if self.k % two_four.STEP:
+            raise InvalidInput(f"K of a 2:4 matrix is a multiple of {two_four.STEP}, got {self.k}")
+
+    @property
+    def whole(self) -> bool:
+        """A Semi24."""
+        return self.block is None
+
+    @property
+    def in_blocks(self) -> bool:
+        """A BSR24."""
+        return self.block is not None
+
+    @property
+    def name(self) -> str:
+        """One short line: "x @ W.T 8192³ 2:4 bf16", "A @ B 8192³ 2:4 in block 128 12.5 % bf16"."""
+        stored = self.dtype
+        if self.block is not None:
+            stored = f"in {stored_name(block_name(self.block), self.density, self.dtype)}"
+        return f"{self.form.replace('@', ' @ ')} {shape_name(self.m, self.k, self.n)} 2:4 {stored}"
+
+    @property
+    def order(self) -> tuple[Any, ...]:
+        """Sorts cases by kind, size, then block, falling density, and form."""
+        size = self.m * self.k * self.n
+        return (
+            self.block is not None,
+            size,
+            self.block or (),
+            -self.density,
+            FORMS.index(self.form),
+            self.dtype,
+        )
+
+    @property
+    def dense_flops(self) -> float:
+        return 2.0 * self.m * self.k * self.n
+
+    def operands(self, device: torch.device, seed: int = 0) -> list[Semi24Operands]:
+        """Sets that share one pattern and no memory: 2 to 64, together several times the cache.
+
+        The dense operand is N(0, 1), the 2:4 one holds the larger two of every four such values, times k**-0.5.
+        """
+        dtype = dtypes.parse(self.dtype)
+        stored = self.m * self.k * self.density * 9 / 16
+        footprint = int(stored + self.n * (self.k + self.m)) * dtype.itemsize
+        first = self._matrix(device, dtype, seed)
+        sets = []
+        for index in range(set_count(card_of(device), footprint)):
+            a = self._like(first, seed + 10 * index) if index else first
+            shape = (self.n, self.k) if self.form == LINEAR else (self.k, self.n)
+            b = random_dense(*shape, dtype=dtype, device=device, seed=seed + 10 * index + 1)
+            out = None if self.form == LINEAR else poisoned((self.m, self.n), dtype, device)
+            sets.append(Semi24Operands(a, b, out))
+        return sets
+
+    def _matrix(self, device: torch.device, dtype: torch.dtype, seed: int) -> Semi24 | BSR24:
+        if self.block is None:
+            w = random_dense(self.m, self.k, dtype=dtype, device=device, seed=seed)
+            return Semi24.from_dense(w.mul_(self.k**-0.5))
+        given = {"dtype": dtype, "device": device, "seed": seed}
+        return BSR24.from_bsr(random_bsr(self.m, self.k, self.block, self.density, **given))
+
+    def _like(self, first: Semi24 | BSR24, seed: int) -> Semi24 | BSR24:
+        """Another matrix, of the same pattern if it has one."""
+        if isinstance(first, Semi24):
+            return self._matrix(first.device, first.dtype, seed)
+        generator = torch.Generator(device=first.device).manual_seed(seed)
+        if first.pattern.is_ragged:  # blocks at the edge hold padding
+            return BSR24.unchecked(first.pattern, first.values.clone(), first.meta.clone())
+        places = torch.randperm(first.nnzb, generator=generator, device=first.device)
+        return BSR24.unchecked(first.pattern, first.values[places], first.meta[places])
+
+
+KINDS: Mapping[str, Kind] = {"semi24": Kind(Semi24Case)}
+SQUARE = (8192, 8192, 8192)
+WHOLE = tuple(Semi24Case(*SQUARE, form) for form in FORMS)
+IN_BLOCKS = tuple(Semi24Case(*SQUARE, form, (128, 128), 0.125) for form in FORMS)
+# The rows of the speed table of issue 6 that are in bf16.
+ISSUE6: tuple[Entry, ...] = (
+    *(Entry(case, ("hopper.semi24", "portable.semi24")) for case in WHOLE),
+    *(Entry(case, ("hopper.bsr24", "portable.bsr24")) for case in IN_BLOCKS),
+)
+SUITES: Mapping[str, tuple[Entry, ...]] = {"issue6": ISSUE6}
+BARS: Mapping[Case, tuple[Bar, ...]] = {
+    **dict.fromkeys(WHOLE, (Bar("cusparselt", 1.05, 1.25), Bar("cublas", 1.45, 1.7))),
+    **dict.fromkeys(IN_BLOCKS, (Bar("bsr", 1.25, 1.45),)),
+}
+
+
+def parse_blocks(text: str) -> tuple[int, int] | None:
+    """ "none" -> None, for a 2:4 matrix without blocks; "128" -> (128, 128)."""
+    return None if text == "none" else parse_block(text)
+
+
+def product(
+    m: Iterable[int],
+    k: Iterable[int],
+    n: Iterable[int],
+    form: Iterable[str],
+    block: Iterable[tuple[int, int] | None],
+    density: Iterable[float],
+    dtype: Iterable[str],
+) -> tuple[Semi24Case, ...]:
+    """Every combination of the given values, the last varying fastest. None among blocks has one density, 1."""
+    sides = [(None, 1.0) if one is None else (one, each) for one in block for each in density]
+    combined = itertools.product(m, k, n, form, dict.fromkeys(sides), dtype)
+    return tuple(
+        Semi24Case(rows, inner, columns, kind, one, each, numbers)
+        for rows, inner, columns, kind, (one, each), numbers in combined
+    )

@@ -1,0 +1,264 @@
+"""C = A @ B of two BSR matrices as a benchmark: its cases, their operands, its suites."""
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from sparsek.bench.engine.wall import wall_rounds
+from sparsek.bench.suites.case import (
+    Case,
+    Entry,
+    Kind,
+    Operands,
+    block_name,
+    check_case,
+    parse_block,
+    random_dense,
+    revalued,
+    set_count,
+    shape_name,
+    stored_name,
+)
+from sparsek.core import dtypes
+from sparsek.core.device import card_of
+from sparsek.core.errors import InvalidInput
+from sparsek.matrix.bsr import BSR, zero_padding
+from sparsek.matrix.pattern import BlockPattern, block_sides
+from sparsek.matrix.random import random_bsr
+from sparsek.ops.planning import matcher
+from sparsek.ops.spgemm import plan_spgemm, spgemm
+from sparsek.plan.spgemm import SpgemmPlan
+from sparsek.testing.budget import Gate
+from sparsek.testing.poison import poisoned
+from sparsek.testing.product_budget import check_spgemm
+
+OUTPUTS = ("dense", "bsr")
+SYMBOLIC_ROUNDS = 5
+
+
+@dataclass(frozen=True)
+class SpgemmOperands(Operands):
+    """One of the rotating sets: its own values of A and B, the shared patterns, and what is made of the product.
+
+    `pairs` counts the products of a block of A with a block of B.
+    """
+
+    a: BSR
+    b: BSR
+    out: str
+    pairs: int
+
+    @property
+    def useful_flops(self) -> float:
+        return 2.0 * self.pairs * self.a.block[0] * self.a.block[1] * self.b.block[1]
+
+    def plan(self, kernel: str | None) -> SpgemmPlan:
+        return plan_spgemm(self.a, self.b, self.out, kernel=kernel)
+
+    def planned(self, plan: SpgemmPlan) -> Callable[[], Tensor | BSR]:
+        return lambda: plan(self.a, self.b)
+
+    def eager(self, kernel: str | None) -> Callable[[], Tensor | BSR]:
+        return lambda: self._product(self.a, self.b, kernel)
+
+    def _product(self, a: BSR, b: BSR, kernel: str | None) -> Tensor | BSR:
+        if self.out == "dense":
+            return spgemm(a, b, "dense", kernel=kernel)
+        return spgemm(a, b, "bsr", kernel=kernel)
+
+    def gate(self, plan: SpgemmPlan) -> Gate:
+        # A caching allocator hands the memory of a dropped tensor to the next of its size: the output begins as NaN.
+        p = plan.problem
+        shape = (p.m, p.n) if p.dense_out else (p.nnzb_out, *p.block)
+        poisoned(shape, self.a.dtype, self.a.device)
+        return self.judge(self.planned(plan)(), tf32=p.tf32)
+
+    def judge(self, out: Any, *, tf32: bool = False) -> Gate:
+        """Whether `out`, dense or BSR, is the product of this set."""
+        return check_spgemm(self.a, self.b, out, tf32=tf32)
+
+    def dense(self, seed: int) -> Callable[[], object]:
+        first, second = (
+            random_dense(*one.shape, dtype=one.dtype, device=one.device, seed=seed + 500 * place)
+            for place, one in enumerate((self.a, self.b))
+        )
+        first.mul_(first.shape[1] ** -0.5)
+        out = first.new_empty((first.shape[0], second.shape[1]))
+        return lambda: torch.matmul(first, second, out=out)
+
+    def kernel_extra(self, kernel: str) -> dict[str, Any]:
+        """`symbolic_ms`: what depends on the patterns alone, host included: which blocks meet, as `spgemm` finds it out
+        on this device, and the kernel's list of work. `symbolic_share`: of a call on new patterns, which does both and
+        then runs. `symbolic_gpu_ms`, `symbolic_gpu_share`: the same of the GPU's own time; null on a CPU.
+        """
+        made, match = self.plan(kernel), matcher(self.a.device)
+
+        def symbolic() -> object:
+            matches = match(new_pattern(self.a), new_pattern(self.b), None)
+            return made.choice.kernel.prepare(made.problem, made.config, matches)
+
+        def whole() -> object:
+            first, second = (BSR.unchecked(new_pattern(one), one.values) for one in (self.a, self.b))
+            return self._product(first, second, kernel)
+
+        times = wall_rounds({"symbolic": symbolic, "whole": whole}, self.a.device, SYMBOLIC_ROUNDS)
+        alone = times["symbolic"].median
+        found: dict[str, Any] = {
+            "symbolic_ms": round(alone, 6),
+            "symbolic_share": round(alone / times["whole"].median, 4),
+        }
+        if self.a.device.type != "cuda":
+            return found | {"symbolic_gpu_ms": None, "symbolic_gpu_share": None}
+        busy = gpu_ms(symbolic)
+        return found | {
+            "symbolic_gpu_ms": round(busy, 6),
+            "symbolic_gpu_share": round(busy / gpu_ms(whole), 4),
+        }
+
+
+def gpu_ms(call: Callable[[], object], calls: int = 20) -> float:
+    """Milliseconds of a call's kernels and copies, as the profiler adds them up: no gap between them is in it.
+
+    acc_events: without it the profilers of torch 2.10 to 2.12 warn at every start that cycles lose their events.
+    """
+    call()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as seen:
+        for _ in range(calls):
+            call()
+        torch.cuda.synchronize()
+    spent = (each.device_time_total for each in seen.key_averages() if each.device_type == DeviceType.CUDA)
+    return sum(spent) / 1e3 / calls
+
+
+def new_pattern(a: BSR) -> BlockPattern:
+    """The pattern of `a` as if it had come just now: without anything that was derived from it but its host copy."""
+    p = a.pattern
+    return BlockPattern.unchecked(p.shape, p.block, p.indptr, p.indices, p.host)
+
+
+@dataclass(frozen=True)
+class SpgemmCase(Case):
+    """C [m, n] = A [m, k] @ B [k, n], with `density` of the blocks of either stored; `out` says what C becomes.
+
+    Every block row of A and every block column of B holds as many blocks, in random places: each block of C is the sum
+    of about density² * (k / block) pairs.
+    """
+
+    op: ClassVar[str] = "spgemm"
+
+    m: int
+    k: int
+    n: int
+    a_block: tuple[int, int]
+    b_block: tuple[int, int]
+    density: float
+    out: str = "dense"
+    dtype: str = "bf16"
+
+    def __post_init__(self) -> None:
+        check_case(self, "m", "k", "n")
+        block_sides(self.a_block)
+        block_sides(self.b_block)
+        if self.a_block[1] != self.b_block[0]:
+            raise InvalidInput(
+                f"blocks of {block_name(self.a_block)} meet blocks with {self.a_block[1]} rows, not "
+                f"{block_name(self.b_block)}"
+            )
+        if self.out not in OUTPUTS:
+            raise InvalidInput(f"out is one of {', '.join(OUTPUTS)}, got {self.out!r}")
+
+    @property
+    def name(self) -> str:
+        """One short line: "8192³ block 128 12.5 % bf16 to dense"."""
+        alike = self.a_block == self.b_block and self.a_block[0] == self.a_block[1]
+        blocks = block_name(self.a_block)
+        blocks = blocks if alike else f"{blocks}·{block_name(self.b_block)}"
+        stored = stored_name(blocks, self.density, self.dtype)
+        return f"{shape_name(self.m, self.k, self.n)} {stored} to {self.out}"
+
+    @property
+    def order(self) -> tuple[Any, ...]:
+        """Sorts cases by output, size, then block, then falling density."""
+        size = self.m * self.k * self.n
+        return self.out, size, self.a_block, self.b_block, -self.density, self.dtype
+
+    @property
+    def dense_flops(self) -> float:
+        return 2.0 * self.m * self.k * self.n
+
+    def make(self, device: torch.device, seed: int = 0) -> tuple[BSR, BSR]:
+        """A and B with N(0, 1) values, A scaled so that its product with a dense matrix has unit scale."""
+        dtype = dtypes.parse(self.dtype)
+        a = random_bsr(self.m, self.k, self.a_block, self.density, dtype=dtype, device=device, seed=seed)
+        across = random_bsr(
+            self.n, self.k, (self.b_block[1], self.b_block[0]), self.density, device=device, seed=seed + 1
+        )
+        pattern = across.pattern.T
+        values = random_dense(pattern.nnzb, *self.b_block, dtype=dtype, device=device, seed=seed + 2)
+        return a, BSR.unchecked(pattern, zero_padding(pattern, values))
+
+    def operands(self, device: torch.device, seed: int = 0) -> list[SpgemmOperands]:
+        """Sets that share their patterns and no memory: 2 to 64, together several times the cache."""
+        a, b = self.make(device, seed)
+        pairs = int(b.pattern.row_lengths[a.pattern.indices].sum())
+        sets = []
+        for index in range(set_count(card_of(device), self._footprint(a, b))):
+            first, second = (
+                (revalued(one, seed + 100 + 2 * index + place) if index else one)
+                for place, one in enumerate((a, b))
+            )
+            sets.append(SpgemmOperands(first, second, self.out, pairs))
+        return sets
+
+    def _footprint(self, a: BSR, b: BSR) -> int:
+        """Bytes of the values of A and B, and of a dense C."""
+        written = self.m * self.n if self.out == "dense" else 0
+        return (a.values.numel() + b.values.numel() + written) * a.values.element_size()
+
+
+# What is timed beside the kernel: the symbolic phase.
+EXTRA = ("symbolic_ms", "symbolic_share", "symbolic_gpu_ms", "symbolic_gpu_share")
+KINDS: Mapping[str, Kind] = {"spgemm": Kind(SpgemmCase, extra=EXTRA, sources=("plan.matches",))}
+HOPPER = ("hopper.spgemm",)
+# K is 72 blocks of 112: as many as divide 8192 but for 128 rows. Both A's block rows and B's block columns hold `topk`
+# of them, so that a block of C has about topk² / 72 pairs: 0.9, 3.6, 14 and 57.
+TOPK = tuple(SpgemmCase(8192, 112 * 72, 8192, (512, 112), (112, 128), topk / 72) for topk in (8, 16, 32, 64))
+SPARSE = tuple(SpgemmCase(side, side, side, (64, 64), (64, 64), 0.03, "bsr") for side in (8192, 32768))
+# The rows of the speed table of issue 4.
+ISSUE4: tuple[Entry, ...] = (
+    Entry(SpgemmCase(8192, 8192, 8192, (128, 128), (128, 128), 0.125), (*HOPPER, "portable.spgemm")),
+    *(Entry(case, HOPPER) for case in (*TOPK, *SPARSE)),
+)
+SUITES: Mapping[str, tuple[Entry, ...]] = {"issue4": ISSUE4}
+
+
+def parse_blocks(text: str) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Blocks of A and of B: "128" -> ((128, 128), (128, 128)); "512x112:112x128" -> ((512, 112), (112, 128))."""
+    first, *others = map(parse_block, text.split(":"))
+    if len(others) > 1:
+        raise InvalidInput(f"blocks are written as 128, or as 512x112:112x128 for A and B, got {text!r}")
+    return first, others[0] if others else first
+
+
+def product(
+    m: Iterable[int],
+    k: Iterable[int],
+    n: Iterable[int],
+    blocks: Iterable[tuple[tuple[int, int], tuple[int, int]]],
+    density: Iterable[float],
+    out: Iterable[str],
+    dtype: Iterable[str],
+) -> tuple[SpgemmCase, ...]:
+    """Every combination of the given values, the last varying fastest. `blocks`: those of A and of B."""
+    combined = itertools.product(m, k, n, blocks, density, out, dtype)
+    return tuple(
+        SpgemmCase(rows, inner, columns, of_a, of_b, each, kind, numbers)
+        for rows, inner, columns, (of_a, of_b), each, kind, numbers in combined
+    )

@@ -1,0 +1,249 @@
+"""Products of a BSR and a dense matrix as a benchmark: its cases, their operands, its suites."""
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor
+
+from sparsek.bench.suites.case import (
+    Case,
+    Entry,
+    Kind,
+    Operands,
+    block_name,
+    check_case,
+    random_dense,
+    revalued,
+    set_count,
+    shape_name,
+    stored_name,
+)
+from sparsek.core import dtypes
+from sparsek.core.device import card_of
+from sparsek.core.errors import InvalidInput
+from sparsek.matrix.bsr import BSR
+from sparsek.matrix.pattern import block_sides
+from sparsek.matrix.random import PATTERNS, random_bsr
+from sparsek.ops.spmm import plan_spmm, spmm
+from sparsek.plan.spmm import SpmmPlan
+from sparsek.testing.budget import Gate, check_spmm
+from sparsek.testing.poison import poisoned
+
+Sparse = TypeVar("Sparse", BSR, Tensor)
+A_AT_B = "A@B"
+FORMS = (A_AT_B, "A.T@B", "B@A", "B@A.T")
+
+
+def form_name(form: str) -> str:
+    """ "A.T@B" -> "A.T @ B"."""
+    return form.replace("@", " @ ")
+
+
+@dataclass(frozen=True)
+class SpmmOperands(Operands):
+    """One of the rotating sets: its own values of A, B and output, and the shared pattern.
+
+    A, or its transpose, stands to the left or to the right of B, as `form` says.
+    """
+
+    a: BSR
+    b: Tensor
+    out: Tensor
+    form: str = A_AT_B
+
+    @property
+    def on_right(self) -> bool:
+        """Whether A is the second factor."""
+        return self.form.startswith("B")
+
+    @property
+    def useful_flops(self) -> float:
+        free = self.b.shape[0] if self.on_right else self.b.shape[-1]
+        return 2.0 * self.a.nnzb * self.a.block[0] * self.a.block[1] * free
+
+    def factors(self, a: Sparse) -> tuple[Any, Any]:
+        """The two factors in their order, for this A or another, sparse or dense."""
+        a = a.T if "A.T" in self.form else a
+        return (self.b, a) if self.on_right else (a, self.b)
+
+    def plan(self, kernel: str | None) -> SpmmPlan:
+        return plan_spmm(*self.factors(self.a), kernel=kernel)
+
+    def planned(self, plan: SpmmPlan) -> Callable[[], object]:
+        first, second = self.factors(self.a)
+        return lambda: plan(first, second, out=self.out)
+
+    def eager(self, kernel: str | None) -> Callable[[], object]:
+        first, second = self.factors(self.a)
+        return lambda: spmm(first, second, kernel=kernel)
+
+    def gate(self, plan: SpmmPlan) -> Gate:
+        self.out.fill_(torch.nan)
+        self.planned(plan)()
+        return self.judge(self.out, tf32=plan.problem.tf32)
+
+    def judge(self, out: Any, *, tf32: bool = False) -> Gate:
+        """Whether `out` is the product of this set."""
+        first, second = self.factors(self.a)
+        if self.on_right:
+            return check_spmm(second.T, first.mT, out.mT, tf32=tf32)
+        return check_spmm(first, second, out, tf32=tf32)
+
+    def dense(self, seed: int) -> Callable[[], object]:
+        m, k = self.a.shape
+        full = random_dense(m, k, dtype=self.b.dtype, device=self.b.device, seed=seed)
+        first, second = self.factors(full.mul_(k**-0.5))
+        return lambda: torch.matmul(first, second, out=self.out)
+
+
+@dataclass(frozen=True)
+class SpmmCase(Case):
+    """A product of A [m, k], `density` of whose blocks are stored in a seeded random pattern, and a dense B.
+
+    `form` says which product; `n` is the side of B that A does not meet. "A@B": B is [k, n]. "A.T@B": B is [m, n].
+    "B@A": B is [n, m]. "B@A.T": B is [n, k].
+    """
+
+    op: ClassVar[str] = "spmm"
+
+    m: int
+    k: int
+    n: int
+    block: tuple[int, int]
+    density: float
+    pattern: str = "uniform"
+    dtype: str = "bf16"
+    form: str = A_AT_B
+
+    def __post_init__(self) -> None:
+        check_case(self, "m", "k", "n")
+        block_sides(self.block)
+        if self.pattern not in PATTERNS:
+            raise InvalidInput(f"pattern {self.pattern!r} is not one of {', '.join(PATTERNS)}")
+        if self.form not in FORMS:
+            raise InvalidInput(f"a form of the product is one of {', '.join(FORMS)}, got {self.form!r}")
+
+    @property
+    def block_name(self) -> str:
+        """ "128" for square blocks, "512x112" for others."""
+        return block_name(self.block)
+
+    @property
+    def shape_name(self) -> str:
+        """ "8192³" for a cube, "16384²×16" for a square A, "m×k×n" otherwise."""
+        return shape_name(self.m, self.k, self.n)
+
+    @property
+    def name(self) -> str:
+        """One short line: "8192³ block 128 12.5 % bf16", and the form unless it is A @ B."""
+        shown = "" if self.pattern == "uniform" else self.pattern
+        form = "" if self.form == A_AT_B else f"{form_name(self.form)} "
+        return f"{form}{self.shape_name} {stored_name(self.block_name, self.density, shown, self.dtype)}"
+
+    @property
+    def order(self) -> tuple[Any, ...]:
+        """Sorts cases by form, size, then block, then falling density."""
+        size = self.m * self.k * self.n
+        return FORMS.index(self.form), size, self.block, -self.density, self.pattern, self.dtype
+
+    @property
+    def dense_flops(self) -> float:
+        return 2.0 * self.m * self.k * self.n
+
+    @property
+    def b_shape(self) -> tuple[int, int]:
+        met = self.k if self.form in (A_AT_B, "B@A.T") else self.m
+        return (self.n, met) if self.form.startswith("B") else (met, self.n)
+
+    @property
+    def out_shape(self) -> tuple[int, int]:
+        left = self.m if self.form in (A_AT_B, "B@A.T") else self.k
+        return (self.n, left) if self.form.startswith("B") else (left, self.n)
+
+    def make(self, device: torch.device, seed: int = 0) -> tuple[BSR, torch.Tensor]:
+        """A [m, k] and B, N(0, 1) values (A scaled so that A @ B has unit scale), one seed one pair."""
+        dtype = dtypes.parse(self.dtype)
+        a = random_bsr(
+            self.m,
+            self.k,
+            self.block,
+            self.density,
+            pattern=self.pattern,
+            dtype=dtype,
+            device=device,
+            seed=seed,
+        )
+        return a, random_dense(*self.b_shape, dtype=dtype, device=device, seed=seed + 1)
+
+    def operands(self, device: torch.device, seed: int = 0) -> list[SpmmOperands]:
+        """Sets that share one pattern and no memory: 2 to 64, together several times the cache."""
+        a, b = self.make(device, seed)
+        sets = []
+        for index in range(set_count(card_of(device), self._footprint(a))):
+            if index:
+                one = revalued(a, seed + 100 + index)
+                other = random_dense(*self.b_shape, dtype=b.dtype, device=device, seed=seed + 200 + index)
+            else:
+                one, other = a, b
+            sets.append(SpmmOperands(one, other, poisoned(self.out_shape, b.dtype, device), self.form))
+        return sets
+
+    def _footprint(self, a: BSR) -> int:
+        """Bytes of A's values, B and C."""
+        return (a.values.numel() + (self.k + self.m) * self.n) * a.values.element_size()
+
+
+KINDS: Mapping[str, Kind] = {
+    "spmm": Kind(SpmmCase, later={"form": A_AT_B}),
+    "spmm_host": Kind(SpmmCase, rated=False, later={"form": A_AT_B}),
+}
+
+
+def _square(block: int, density: float, **more: Any) -> SpmmCase:
+    return SpmmCase(8192, 8192, 8192, (block, block), density, **more)
+
+
+# Every row of the Speed table of issue 2. 512x112 with 16 blocks in each of 16 rows holds as many values as
+# block 128 with 14 blocks in each of 64 rows: 14,680,064.
+ISSUE2: tuple[Entry, ...] = (
+    Entry(_square(128, 0.5), ("hopper.spmm",)),
+    Entry(_square(128, 0.25), ("hopper.spmm",)),
+    Entry(_square(128, 0.125), ("hopper.spmm", "portable.spmm")),
+    Entry(_square(128, 0.0625), ("hopper.spmm",)),
+    Entry(_square(64, 0.125), ("hopper.spmm", "portable.spmm")),
+    Entry(_square(32, 0.125), ("hopper.spmm", "portable.spmm")),
+    Entry(_square(16, 0.125), ("hopper.spmm",)),
+    Entry(SpmmCase(8192, 8192, 8192, (512, 112), 16 / 74), ("hopper.spmm",)),
+    Entry(_square(128, 14 / 64), ("hopper.spmm",)),
+    Entry(_square(128, 0.125, pattern="powerlaw"), ("hopper.spmm",)),
+    Entry(SpmmCase(16384, 16384, 16, (64, 64), 0.25), ("hopper.spmm",)),
+    Entry(SpmmCase(16384, 16384, 16, (128, 128), 0.25), ("hopper.spmm",)),
+    Entry(SpmmCase(2048, 2048, 2048, (128, 128), 0.125), ("hopper.spmm",), op="spmm_host"),
+)
+# The other three products of the same size, next to A @ B and its tuned peers.
+ISSUE4: tuple[Entry, ...] = tuple(Entry(_square(128, 0.125, form=form), ("hopper.spmm",)) for form in FORMS)
+# Sides that no tile divides, and uneven rows: the schedule must hold up here too.
+RAGGED: tuple[Entry, ...] = (
+    Entry(SpmmCase(8200, 8136, 8104, (128, 128), 0.125), ("hopper.spmm",)),
+    Entry(SpmmCase(5000, 7000, 3000, (64, 64), 0.125, "powerlaw"), ("hopper.spmm",)),
+    Entry(SpmmCase(4096, 11008, 4096, (128, 128), 0.125), ("hopper.spmm",)),
+)
+SUITES: Mapping[str, tuple[Entry, ...]] = {"issue2": ISSUE2, "issue4": ISSUE4, "ragged": RAGGED}
+
+
+def product(
+    m: Iterable[int],
+    k: Iterable[int],
+    n: Iterable[int],
+    block: Iterable[tuple[int, int]],
+    density: Iterable[float],
+    pattern: Iterable[str],
+    dtype: Iterable[str],
+    form: Iterable[str] = (A_AT_B,),
+) -> tuple[SpmmCase, ...]:
+    """Every combination of the given values, the last varying fastest."""
+    combined = itertools.product(m, k, n, block, density, pattern, dtype, form)
+    return tuple(SpmmCase(*values) for values in combined)

@@ -1,0 +1,198 @@
+"""What formats give at equal stored values: x @ W.T with a W in 2:4, in blocks, and in 2:4 blocks, in the same rounds.
+
+A matrix may store half of its values in two of every four neighbours, in half of its blocks, or in all of its blocks of
+which each is 2:4. An eighth is an eighth of its blocks, or a quarter of its blocks in 2:4.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from sparsek.bench.suites.case import (
+    Case,
+    Entry,
+    Kind,
+    Operands,
+    block_name,
+    check_case,
+    random_dense,
+    set_count,
+    shape_name,
+)
+from sparsek.core import dtypes
+from sparsek.core.device import card_of
+from sparsek.core.errors import InvalidInput, Unsupported
+from sparsek.kernels import KERNELS
+from sparsek.matrix.bsr import BSR
+from sparsek.matrix.bsr24 import BSR24
+from sparsek.matrix.random import random_bsr
+from sparsek.matrix.semi24 import Semi24
+from sparsek.ops.linear import linear
+from sparsek.ops.semi24 import plan_linear
+from sparsek.ops.spmm import plan_spmm
+from sparsek.plan.plan import Plan
+from sparsek.testing.budget import Gate
+from sparsek.testing.budget24 import check_linear24
+from sparsek.testing.poison import poisoned
+from sparsek.testing.product_budget import check_linear
+
+OP_OF = {name: op for op, name, _ in KERNELS}
+HALF = 0.5
+
+
+@dataclass(frozen=True)
+class StoryOperands(Operands):
+    """One of the rotating sets: its own x [n, k], and W [m, k] in each format that can store so much of it."""
+
+    case: "StoryCase"
+    x: Tensor
+    formats: Mapping[str, BSR | BSR24 | Semi24]
+    is_linear: ClassVar[bool] = True
+
+    @property
+    def a(self) -> Semi24:
+        """The 2:4 matrix."""
+        whole = self.formats["semi24"]
+        assert isinstance(whole, Semi24)
+        return whole
+
+    @property
+    def b(self) -> Tensor:
+        return self.x
+
+    @property
+    def b_as_factor(self) -> Tensor:
+        return self.x.mT
+
+    @property
+    def useful_flops(self) -> float:
+        return self.case.stored * self.case.dense_flops
+
+    def _matrix(self, kernel: str | None) -> BSR | BSR24 | Semi24:
+        op = "spmm" if kernel is None else OP_OF.get(kernel, "")
+        if op in self.formats:
+            return self.formats[op]
+        known = {"spmm": "BSR", "bsr24": "a BSR24", "semi24": "a Semi24"}
+        if op not in known:
+            raise InvalidInput(f"{kernel!r} is no kernel of {', '.join(known)}")
+        why = f"{known[op]} cannot store {self.case.stored * 100:.4g} % of the values"
+        raise Unsupported(self.case.name, {str(kernel): [why]})
+
+    def plan(self, kernel: str | None) -> Plan:
+        w = self._matrix(kernel)
+        return (
+            plan_spmm(self.x, w.T, kernel=kernel)
+            if isinstance(w, BSR)
+            else plan_linear(self.x, w, kernel=kernel)
+        )
+
+    def planned(self, plan: Any) -> Callable[[], Tensor]:
+        w = self._matrix(plan.kernel)
+        second = w.T if isinstance(w, BSR) else w
+        return lambda: plan(self.x, second)
+
+    def eager(self, kernel: str | None) -> Callable[[], Tensor]:
+        w = self._matrix(kernel)
+        return lambda: linear(self.x, w, kernel=kernel)
+
+    def gate(self, plan: Any) -> Gate:
+        w = self._matrix(plan.kernel)
+        # A caching allocator hands the memory of a dropped tensor to the next of its size: the output begins as NaN.
+        poisoned((self.x.shape[0], w.shape[0]), self.x.dtype, self.x.device)
+        y = self.planned(plan)()
+        if isinstance(w, BSR):
+            return check_linear(self.x, w, y, tf32=plan.problem.tf32)
+        return check_linear24(self.x, w, y)
+
+    def judge(self, out: Tensor) -> Gate:
+        """Whether `out` is x @ W.T of the 2:4 matrix."""
+        return check_linear24(self.x, self.a, out)
+
+    def dense(self, seed: int) -> Callable[[], Tensor]:
+        shape, like = (self.case.m, self.case.k), self.x
+        w = random_dense(*shape, dtype=like.dtype, device=like.device, seed=seed).mul_(self.case.k**-0.5)
+        return lambda: functional.linear(self.x, w)
+
+
+@dataclass(frozen=True)
+class StoryCase(Case):
+    """x [n, k] @ W.T for a W [m, k] of whose values the share `stored`, at most a half, is there; blocks of `block`."""
+
+    op: ClassVar[str] = "story"
+
+    m: int
+    k: int
+    n: int
+    stored: float
+    block: tuple[int, int] = (128, 128)
+    dtype: str = "bf16"
+
+    def __post_init__(self) -> None:
+        check_case(self, "m", "k", "n")
+        if any(side % 64 or side < 1 for side in self.block):
+            raise InvalidInput(f"sides of 2:4 blocks are multiples of 64, got {block_name(self.block)}")
+        if self.m % self.block[0] or self.k % self.block[1]:
+            raise InvalidInput(f"{self.m} x {self.k} is not a multiple of {block_name(self.block)}")
+        beside = self.stored * self.k / self.block[1]
+        if not 0 < self.stored <= HALF or beside != round(beside):
+            raise InvalidInput(
+                f"stored is a share of at most {HALF} that is whole blocks of a block row, got {self.stored} of "
+                f"{self.k // self.block[1]} blocks"
+            )
+
+    @property
+    def whole(self) -> bool:
+        """Whether a Semi24 stores as much."""
+        return self.stored == HALF
+
+    @property
+    def in_blocks(self) -> bool:
+        """BSR is among the kernels here, not a peer."""
+        return False
+
+    @property
+    def name(self) -> str:
+        """One short line: "8192³, 12.5 % of the values, bf16"."""
+        shown = f", block {block_name(self.block)}" if self.block != (128, 128) else ""
+        return f"{shape_name(self.m, self.k, self.n)}, {self.stored * 100:.4g} % of the values{shown}, {self.dtype}"
+
+    @property
+    def order(self) -> tuple[Any, ...]:
+        """Sorts cases by size, then falling share."""
+        return self.m * self.k * self.n, -self.stored, self.block, self.dtype
+
+    @property
+    def dense_flops(self) -> float:
+        return 2.0 * self.m * self.k * self.n
+
+    def operands(self, device: torch.device, seed: int = 0) -> list[StoryOperands]:
+        """Sets of their own memory: 2 to 64, together several times the cache; N(0, 1), W times k**-0.5."""
+        dtype = dtypes.parse(self.dtype)
+        footprint = int(self.m * self.k * self.stored + self.n * (self.k + self.m)) * dtype.itemsize
+        given = {"dtype": dtype, "device": device}
+        sets = []
+        for index in range(set_count(card_of(device), footprint)):
+            start = seed + 10 * index
+            shares = (("spmm", self.stored), ("bsr24", 2 * self.stored))
+            formats: dict[str, Any] = {
+                name: random_bsr(self.m, self.k, self.block, share, seed=start + place, **given)
+                for place, (name, share) in enumerate(shares)
+            }
+            formats["bsr24"] = BSR24.from_bsr(formats["bsr24"])
+            if self.whole:
+                w = random_dense(self.m, self.k, seed=start + 2, **given)
+                formats["semi24"] = Semi24.from_dense(w.mul_(self.k**-0.5))
+            sets.append(StoryOperands(self, random_dense(self.n, self.k, seed=start + 3, **given), formats))
+        return sets
+
+
+KINDS: Mapping[str, Kind] = {"story": Kind(StoryCase)}
+STORY: tuple[Entry, ...] = tuple(
+    Entry(StoryCase(8192, 8192, 8192, share), ("hopper.semi24", "hopper.bsr24", "hopper.spmm"))
+    for share in (0.5, 0.25, 0.125, 0.0625)
+)
+SUITES: Mapping[str, tuple[Entry, ...]] = {"story": STORY}

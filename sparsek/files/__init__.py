@@ -1,0 +1,1 @@
+"""Sparse matrices and masks in files, and the weights of others."""

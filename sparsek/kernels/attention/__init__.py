@@ -1,0 +1,1 @@
+"""Kernels of attention and its gradient."""

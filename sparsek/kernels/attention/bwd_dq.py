@@ -1,0 +1,57 @@
+"""Device pieces of attention's backward pass: slots of shared memory through which dQ, dK and dV leave a CTA."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from sparsek.kernels.lang.gluon import reinterpret
+
+
+@gluon.jit
+def wait_for_dq(T: gl.constexpr, WG: gl.constexpr, pair, dq_empty):
+    """Until TMA has read the dQ in the slot that warpgroup WG fills in `pair`."""
+    if T.dq_slots == 2 or WG == 0:
+        mbarrier.wait(dq_empty.index(WG), (pair & 1) ^ 1)
+    else:
+        mbarrier.wait(dq_empty.index(WG), pair & 1)  # the slot was warpgroup 0's in the first pair too
+
+
+@gluon.jit
+def staged(T: gl.constexpr, WG: gl.constexpr, DTYPE: gl.constexpr, dk_desc, dv_desc, dq_s, spare_s):
+    """Where warpgroup WG puts dK and dV for TMA: side by side in its slot of dQ, or dV apart if it is not as wide."""
+    halves = reinterpret(dq_s.index(WG), DTYPE, [2] + dk_desc.block_type.shape, dk_desc.layout)
+    dk_s = halves.index(0)
+    if T.spare:
+        dv_s = reinterpret(spare_s.index(WG), DTYPE, [2] + dv_desc.block_type.shape, dv_desc.layout).index(0)
+    else:
+        dv_s = halves.index(1)
+    return dk_s, dv_s
+
+
+@gluon.jit
+def exchanged(T: gl.constexpr, WG: gl.constexpr, dk, dv, pair, turn, dq_s, spare_s, dq_empty, done):
+    """dK of both warpgroups in the first one, dV of both in the second: one sum after the other changes hands."""
+    DIM: gl.constexpr = T.dim
+    VDIM: gl.constexpr = T.v_dim
+    dk_s = dq_s.index(0).reshape((64, DIM))
+    if T.spare:
+        dv_s = spare_s.index(0).reshape((64, VDIM))
+    else:
+        dv_s = dk_s
+    if WG == 0:
+        wait_for_dq(T, 0, pair, dq_empty)
+        dv_s.store(dv)
+    # `done` has three phases a tile: dV is there, dV was read, dK is there.
+    mbarrier.arrive(done, count=1)
+    mbarrier.wait(done, turn)
+    if WG == 1:
+        dv = dv + dv_s.load(dv.type.layout)
+    mbarrier.arrive(done, count=1)
+    mbarrier.wait(done, turn ^ 1)
+    if WG == 1:
+        dk_s.store(dk)
+    mbarrier.arrive(done, count=1)
+    mbarrier.wait(done, turn)
+    if WG == 0:
+        dk = dk + dk_s.load(dk.type.layout)
+    return dk, dv

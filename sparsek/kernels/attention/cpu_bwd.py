@@ -1,0 +1,157 @@
+"""cpu.attention_bwd: the gradients of attention over the stored blocks of a mask, on CPU tensors, in batched torch.
+
+    P  = exp(S - lse)                 [pack*bq, span*bk]   scores once more, from Q and the gathered K
+    dS = P * (dO V^T - delta)         [pack*bq, span*bk]   delta = rowsum(dO * out) - dlse
+    dQ += dS K                        [pack*bq, D]         stays with the unit
+    dV, dK += P^T dO, dS^T Q          [span*bk, Dv], D     added to the blocks they came from
+
+Steps and units are those of cpu.attention. dK and dV are summed in float32, or float64 for float64, in the order of
+the steps and, in a step, of its units: the same bits every time. Heads of q that share keys are rows of one product.
+
+Only stored blocks are read. Keys and values of a stored block must be finite, also those that its rule hides. Rows that
+see nothing may have any gradient.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from sparsek.kernels.attention.cpu_steps import (
+    CONFIGS,
+    STEP_SECONDS,
+    Blocks,
+    CpuAttentionConfig,
+    CpuWork,
+    Footprint,
+    Step,
+    blocks,
+    columns_of,
+    gather,
+    hide,
+    packed,
+    steps,
+    sum_size,
+    tiles,
+)
+from sparsek.mask.mask import BlockMask
+from sparsek.plan.kernel import AttentionGradKernel
+from sparsek.plan.problem import AttentionGradProblem
+
+
+class CpuAttentionBackward:
+    """Batched torch. Chosen for CPU tensors, never for CUDA ones."""
+
+    name = "cpu.attention_bwd"
+
+    def why_not(self, p: AttentionGradProblem) -> list[str]:
+        return [] if p.on_cpu else ["runs on CPU tensors only"]
+
+    def default(self, p: AttentionGradProblem) -> CpuAttentionConfig:
+        return CpuAttentionConfig()
+
+    def configs(self, p: AttentionGradProblem) -> Iterable[CpuAttentionConfig]:
+        return CONFIGS
+
+    def seconds(self, p: AttentionGradProblem, c: CpuAttentionConfig) -> float:
+        bq, bk = p.block
+        size = sum_size(p)
+        gathered = p.visited / packed(p) * bk * (p.dim + p.v_dim) * size
+        scores = p.visited * bq * bk * size
+        count = max(2 * (gathered + scores) / c.step_bytes, 1)
+        rate = p.card.tflops["fp64" if size == 8 else "fp32"] * 1e12
+        # Gathered blocks are read, written and read twice; their gradients written, read and added to what is there.
+        moved = 9 * gathered + 16 * scores + p.compulsory_bytes
+        return p.useful_flops / rate + moved / p.card.bandwidth + count * STEP_SECONDS
+
+    def notes(self, p: AttentionGradProblem, c: CpuAttentionConfig) -> list[str]:
+        pack = packed(p)
+        return [f"{pack} query heads share a gathered block"] if pack > 1 else []
+
+    def prepare(self, p: AttentionGradProblem, c: CpuAttentionConfig, mask: BlockMask) -> CpuWork:
+        rows, bk = packed(p) * p.block[0], p.block[1]
+        footprint = Footprint(2 * rows * (p.dim + p.v_dim), 2 * bk * (p.dim + p.v_dim + rows))
+        return CpuWork(packed(p), tuple(steps(p, c, mask, footprint)))
+
+    def launch(
+        self,
+        c: CpuAttentionConfig,
+        work: CpuWork,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: BlockMask,
+        scale: float,
+        out: Tensor,
+        lse: Tensor,
+        grad: Tensor,
+        grad_lse: Tensor | None,
+        dq: Tensor,
+        dk: Tensor,
+        dv: Tensor,
+    ) -> None:
+        with torch.no_grad():
+            (bq, bk), count = mask.block, mask.grid[1]
+            keys, values = blocks(k, bk), blocks(v, bk)
+            sum_dtype = torch.promote_types(q.dtype, torch.float32)
+            sums = [x.new_zeros((*x.shape[:2], count, bk, x.shape[3]), dtype=sum_dtype) for x in (k, v)]
+            for step in work.steps:
+                at = (step.batch, step.head, slice(None), step.tile if step.height == bq else 0)
+
+                def rows(x: Tensor, height: int = step.height) -> Tensor:
+                    """As tiles [B, Hq / pack, pack, n, height, E]."""
+                    return tiles(x.unflatten(1, (q.shape[1] // work.pack, work.pack)), bq, height)
+
+                of_lse = None if grad_lse is None else rows(grad_lse.unsqueeze(-1))[at]
+                given = [rows(x)[at].to(sum_dtype) for x in (q, out, lse.unsqueeze(-1), grad)]
+                found = _differentiate(step, given, of_lse, (keys, values), mask, scale, sums)
+                rows(dq)[at] = found.to(dq.dtype)
+            for whole, each in zip(sums, (dk, dv), strict=True):
+                each.copy_(whole.flatten(2, 3)[:, :, : each.shape[2]])
+
+
+def _differentiate(
+    step: Step,
+    given: list[Tensor],
+    grad_lse: Tensor | None,
+    blocks_of: tuple[Blocks, Blocks],
+    mask: BlockMask,
+    scale: float,
+    sums: list[Tensor],
+) -> Tensor:
+    """dq [units, pack, height, D] of q, out, lse and grad [units, pack, height, ...]; adds to sums of dk and dv."""
+    units, pack, height, _ = given[0].shape
+    q, out, lse, grad = (x.reshape(units, pack * height, -1) for x in given)
+    left = q * scale
+    empty = lse == -torch.inf
+    grad = grad.masked_fill(empty, 0)
+    delta = (grad * out).sum(-1, keepdim=True)
+    if grad_lse is not None:
+        delta.sub_(grad_lse.reshape(delta.shape).masked_fill(empty, 0))
+    base = lse.masked_fill(empty, torch.inf)  # weights exp(-inf) = 0
+    dq = torch.zeros_like(q)
+    keys, values = blocks_of
+    partial, columns = columns_of(step, mask)
+    for first in range(0, columns.shape[1], step.span):
+        met = columns[:, first : first + step.span]
+        k, v = gather(keys, step, met, q.dtype), gather(values, step, met, q.dtype)
+        scores = torch.bmm(left, k.mT)
+        hide(scores, step, partial[:, first : first + step.span], mask)
+        weights = scores.sub_(base).exp_()
+        of_scores = torch.bmm(grad, v.mT).sub_(delta).mul_(weights)
+        dq.baddbmm_(of_scores, k)
+        for whole, part in zip(
+            sums, (torch.bmm(of_scores.mT, left), torch.bmm(weights.mT, grad)), strict=True
+        ):
+            _add(whole, step, met, part)
+    return dq.mul_(scale).view(given[0].shape)
+
+
+def _add(sums: Tensor, step: Step, columns: Tensor, parts: Tensor) -> None:
+    """Adds parts [units, n * bk, E] to the blocks `columns` [units, n] of each unit's head, one after the other."""
+    batch, heads, count, bk, dim = sums.shape
+    at = (step.batch * heads + step.kv_head)[:, None] * count + columns
+    sums.view(batch * heads * count, bk * dim).index_add_(0, at.flatten(), parts.reshape(-1, bk * dim))
+
+
+KERNEL: AttentionGradKernel = CpuAttentionBackward()

@@ -1,0 +1,133 @@
+"""cpu.attention: out = softmax(scale * Q K^T) V over the stored blocks of a mask, on CPU tensors, in batched torch.
+
+    tiles of queries that visit       Q[u]  [pack*bq, D]
+    equally many blocks go through    K[u]  [span*bk, D], V[u] [span*bk, Dv]   (the blocks they name, gathered)
+    one bmm for each product          S[u]  [pack*bq, span*bk]
+
+A *unit* is one tile of queries with the `pack` query heads that share its list and its keys; a step does a few units
+with equally many partial and equally many full blocks. Where a step cannot hold all blocks of a unit, they go through
+in turns with an online softmax, partial blocks first, then full ones. Sums are float32, or float64 for float64.
+
+Only stored blocks are read: what the others hold never reaches a tile. Keys and values of a stored block must be
+finite, also those that its rule hides, since a weight of 0 times NaN is NaN.
+
+Time over dense scaled_dot_product_attention, S = 4096, D = 64 and 128, one EPYC core (AVX-512), torch 2.13.0,
+2026-11-21. 12.5 % of the blocks: 0.17 to 0.30, float16 0.13 to 0.17. A window of 512, 14 % of the blocks: 0.20 to
+0.37. Causal: 0.6 to 1.1, and with every block up to 2: for those torch's fused kernel does less.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from sparsek.kernels.attention.cpu_steps import (
+    CONFIGS,
+    STEP_SECONDS,
+    Blocks,
+    CpuAttentionConfig,
+    CpuWork,
+    Footprint,
+    Step,
+    blocks,
+    columns_of,
+    gather,
+    hide,
+    packed,
+    steps,
+    sum_size,
+    tiles,
+)
+from sparsek.mask.mask import BlockMask
+from sparsek.plan.kernel import AttentionKernel
+from sparsek.plan.problem import AttentionProblem
+
+
+class CpuAttention:
+    """Batched torch. Chosen for CPU tensors, never for CUDA ones."""
+
+    name = "cpu.attention"
+
+    def why_not(self, p: AttentionProblem) -> list[str]:
+        return [] if p.on_cpu else ["runs on CPU tensors only"]
+
+    def default(self, p: AttentionProblem) -> CpuAttentionConfig:
+        return CpuAttentionConfig()
+
+    def configs(self, p: AttentionProblem) -> Iterable[CpuAttentionConfig]:
+        return CONFIGS
+
+    def seconds(self, p: AttentionProblem, c: CpuAttentionConfig) -> float:
+        bq, bk = p.block
+        size = sum_size(p)
+        gathered = p.visited / packed(p) * bk * (p.dim + p.v_dim) * size
+        scores = p.visited * bq * bk * size
+        count = max((gathered + scores) / c.step_bytes, 1)
+        rate = p.card.tflops["fp64" if size == 8 else "fp32"] * 1e12
+        # Gathered blocks are read, written and read; scores are written, and read and written four times more.
+        moved = 3 * gathered + 9 * scores + p.compulsory_bytes
+        return p.useful_flops / rate + moved / p.card.bandwidth + count * STEP_SECONDS
+
+    def notes(self, p: AttentionProblem, c: CpuAttentionConfig) -> list[str]:
+        pack = packed(p)
+        return [f"{pack} query heads share a gathered block"] if pack > 1 else []
+
+    def prepare(self, p: AttentionProblem, c: CpuAttentionConfig, mask: BlockMask) -> CpuWork:
+        rows, bk = packed(p) * p.block[0], p.block[1]
+        footprint = Footprint(rows * (p.dim + 2 * p.v_dim), bk * (p.dim + p.v_dim + rows))
+        return CpuWork(packed(p), tuple(steps(p, c, mask, footprint)))
+
+    def launch(
+        self,
+        c: CpuAttentionConfig,
+        work: CpuWork,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: BlockMask,
+        scale: float,
+        out: Tensor,
+        lse: Tensor | None,
+    ) -> None:
+        with torch.no_grad():
+            by_unit = (q.shape[1] // work.pack, work.pack)
+            bq, bk = mask.block
+            keys, values = blocks(k, bk), blocks(v, bk)
+            for step in work.steps:
+                at = (step.batch, step.head, slice(None), step.tile if step.height == bq else 0)
+                queries = tiles(q.unflatten(1, by_unit), bq, step.height)[at]
+                found, sums = _attend(step, queries, keys, values, mask, scale)
+                tiles(out.unflatten(1, by_unit), bq, step.height)[at] = found.to(out.dtype)
+                if lse is not None:
+                    tiles(lse.unsqueeze(-1).unflatten(1, by_unit), bq, step.height)[at] = sums.to(lse.dtype)
+
+
+def _attend(
+    step: Step, queries: Tensor, keys: Blocks, values: Blocks, mask: BlockMask, scale: float
+) -> tuple[Tensor, Tensor]:
+    """queries [units, pack, height, D]; their outputs [units, pack, height, Dv] and log-sum-exps [..., 1]."""
+    units, pack, height, dim = queries.shape
+    sum_dtype = torch.promote_types(queries.dtype, torch.float32)
+    left = (queries.to(sum_dtype) * scale).reshape(units, pack * height, dim)
+    partial, columns = columns_of(step, mask)
+    out = left.new_zeros(units, pack * height, values.whole.shape[-1])
+    total = left.new_zeros(units, pack * height, 1)
+    top = torch.full_like(total, -torch.inf)
+    for first in range(0, columns.shape[1], step.span):
+        met = columns[:, first : first + step.span]
+        scores = torch.bmm(left, gather(keys, step, met, sum_dtype).mT)
+        hide(scores, step, partial[:, first : first + step.span], mask)
+        higher = torch.maximum(top, scores.amax(-1, keepdim=True))
+        # A row that has seen no key yet keeps -inf: 0 in its place makes its weights exp(-inf) = 0.
+        base = higher.masked_fill(higher == -torch.inf, 0)
+        weights = scores.sub_(base).exp_()
+        kept = (top - base).exp_()
+        total.mul_(kept).add_(weights.sum(-1, keepdim=True))
+        out.mul_(kept).baddbmm_(weights, gather(values, step, met, sum_dtype))
+        top = higher
+    out.div_(total.masked_fill(total == 0, 1))
+    shape = (units, pack, height, -1)
+    return out.view(shape), (top + total.log()).view(shape)
+
+
+KERNEL: AttentionKernel = CpuAttention()

@@ -1,0 +1,559 @@
+"""dQ, dK and dV of attention on Hopper: one pass over the stored blocks, float32 accumulation.
+
+    P = exp(scale Q K^T - lse) where the mask allows      dV = P^T dO         dK = scale dS^T Q
+    dS = P (dO V^T - delta)                               dQ = scale dS K     delta = rowsum(dO O) - dlse
+
+    a CTA holds a tile of keys       a step brings 64 queries of one head      and computes, keys down, queries across
+    .------- dim -------.
+    |   warpgroup 0     | 64 keys    Q  [64, dim]                              S^T = K Q^T        64 x 64, float32
+    |-------------------|            dO [64, v_dim]                            dP^T = V dO^T      64 x 64
+    |   warpgroup 1     | 64 keys                                              dV += P^T dO       64 x v_dim, kept
+    '-------------------'                                                      dK += dS^T Q       64 x dim, kept
+                                                                               dQ = dS K          64 x dim, to memory
+
+S and dP are computed transposed, so that P^T and dS^T are operands of wgmma where they are, in registers
+(Shah et al. 2024, arXiv:2407.08608). dS goes through shared memory once more for dQ. With blocks of 128 keys (`halves`
+2) dQ takes the dS of both warpgroups, and they do it in turns: while one multiplies a step's dQ, the other is at the
+next step's S. With blocks of 64 keys both hold the same keys, each does every second step whole, and they add up dK and
+dV at the end (`halves` 1).
+
+Two writer warps add the dQ of every second step each to float32 in memory by TMA. Where that is to be deterministic
+every visit of a query tile has a ticket, given by the schedule in the order of its own clock, and waits for its turn.
+To see the turn, to add, to know it written and to pass the turn on takes longer than a step, hence two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from hashlib import sha256
+from math import e, log2
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from sparsek.kernels.attention import bwd_sums as tma_sums
+from sparsek.kernels.attention.bwd_dq import exchanged, staged, wait_for_dq
+from sparsek.kernels.attention.bwd_records import step_at, tile_at
+from sparsek.kernels.attention.bwd_rules import allowed
+from sparsek.kernels.attention.bwd_sums import acquire, release, seen, tma_add, tma_written
+from sparsek.kernels.attention.dealt import deal
+from sparsek.kernels.attention.delta import cast_scaled, prepare_rows
+from sparsek.kernels.lang.gluon import (
+    Described,
+    describe_heads,
+    launch_on,
+    tma_load,
+    tma_store,
+    tma_store_wait,
+)
+from sparsek.mask.mask import BlockMask
+from sparsek.plan.attention_grad_schedule import VISIT_FIELDS, GradSchedule, padded_rows, schedule
+from sparsek.plan.kernel import AttentionGradKernel
+from sparsek.plan.problem import AttentionGradProblem
+
+
+@dataclass(frozen=True, repr=False)
+class Config:
+    """A tile of keys and the rings that feed it. Everything here is known when the kernel is compiled.
+
+    `dim` and `v_dim` are powers of two; narrower heads are filled up with the zeros that TMA reads outside a tensor.
+    `halves`: 64 keys each of the tile, a warpgroup each; with one half the warpgroups share it. Q and dO rings have
+    `stages` slots, dQ has `dq_slots`. `interval` and `bits`: the rules that partial blocks may have; without either
+    only the end of the keys. `ordered`: dQ is added in the order of tickets.
+    """
+
+    dim: int
+    v_dim: int
+    block: tuple[int, int]
+    halves: int
+    stages: int
+    dq_slots: int = 2
+    interval: bool = False
+    bits: bool = False
+    ordered: bool = True
+
+    @property
+    def keys(self) -> int:
+        return 64 * self.halves
+
+    @property
+    def subs(self) -> int:
+        """Steps of a visit."""
+        return self.block[0] // 64
+
+    @property
+    def barriers(self) -> int:
+        """Barriers of a ring. Each is waited for by the same warpgroups every time: one that waits for every second
+        phase could not tell a phase from the last but one, so that with one half there are as many for each.
+        """
+        return self.stages * (2 if self.halves == 1 and self.stages % 2 else 1)
+
+    @property
+    def row_slots(self) -> int:
+        """Numbers of each query that a stage holds: lse and delta, and the bounds of its keys."""
+        return 4 if self.interval else 2
+
+    @property
+    def spare(self) -> bool:
+        """dV has memory of its own on its way out."""
+        return self.v_dim != self.dim
+
+    @property
+    def smem_bytes(self) -> int:
+        halves = (self.keys + 64 * self.stages) * (self.dim + self.v_dim) + 2 * self.keys * 64
+        spare = self.halves * 64 * self.v_dim if self.spare else 0
+        floats = self.dq_slots * 64 * self.dim + spare + 64 * self.row_slots * self.stages
+        return 2 * halves + 4 * floats + 24 * self.barriers + 512
+
+    def __str__(self) -> str:
+        """Names every field: Triton keeps compiled kernels by the text of their constants."""
+        rules = "+".join(name for name in ("interval", "bits") if getattr(self, name)) or "ends"
+        return (
+            f"tile of {self.keys} keys, {self.halves} halves, heads {self.dim}/{self.v_dim}, blocks "
+            f"{self.block[0]}x{self.block[1]}, {self.stages} stages, {self.dq_slots} of dQ, rules {rules}, "
+            f"{'ordered' if self.ordered else 'unordered'}"
+        )
+
+    __repr__ = __str__
+
+
+# Triton keeps compiled kernels by the text of device functions and constants. What Config computes from its fields, and
+# what builtins do, is in neither, so these files' own texts are a constant too.
+SOURCE = sha256(Path(__file__).read_bytes() + Path(tma_sums.__file__).read_bytes()).hexdigest()[:16]
+ORDER_PRICE = {2: 1.06, 1: 1.4}  # of adding dQ in order, by halves: H200, 2026-11-22, scripts
+
+
+@gluon.jit
+def load(
+    T: gl.constexpr, q_desc, k_desc, v_desc, do_desc, rows_desc, bounds_desc, tiles, starts, visits, heads, rows, plane,
+    bounds, k_s, v_s, q_s, do_s, rows_s, bars,
+):  # fmt: skip
+    """Producer warp: K and V of every tile, then Q and dO of its steps."""
+    DIM: gl.constexpr = T.dim
+    VDIM: gl.constexpr = T.v_dim
+    HALVES: gl.constexpr = T.halves
+    NUMBERS: gl.constexpr = T.row_slots
+    kv_full, kv_empty, q_full, do_full, ring_empty, ds_full, dq_full, dq_empty, done = bars
+    bound_item, bound_head, bound_group, bound_plane = bounds
+    turn = 0
+    at = 0
+    for t in range(gl.load(starts + gl.program_id(0)), gl.load(starts + gl.program_id(0) + 1)):
+        b, g, key, first, masked, pairs = tile_at(tiles, t)
+        mbarrier.wait(kv_empty, turn ^ 1)  # until both warpgroups are done with the tile before
+        mbarrier.expect(kv_full, HALVES * 64 * (DIM + VDIM) * 2)
+        for w in gl.static_range(HALVES):
+            tma_load(k_desc, [b, g, key + w * 64, 0], kv_full, k_s.index(w))
+            tma_load(v_desc, [b, g, key + w * 64, 0], kv_full, v_s.index(w))
+        turn ^= 1
+        for i in range(2 * pairs):
+            pos, h, entry, ticket = step_at(T, visits, first, i)
+            slot = at % T.stages
+            bar = at % T.barriers
+            # Until nobody reads the Q and dO in this slot, those of `stages` steps before.
+            freed = at + T.barriers - T.stages
+            mbarrier.wait(ring_empty.index(freed % T.barriers), (freed // T.barriers & 1) ^ 1)
+            q_bar = q_full.index(bar)
+            do_bar = do_full.index(bar)
+            row = ((b * heads + h) * rows + pos) // 64
+            if T.interval:
+                if i < 2 * masked:
+                    bound = (b * bound_item + h // bound_group * bound_head + pos) // 64
+                    mbarrier.expect(q_bar, 64 * DIM * 2 + 3 * 256)
+                    tma_load(bounds_desc, [bound, 0], q_bar, rows_s.index(NUMBERS * slot + 2))
+                    tma_load(bounds_desc, [bound + bound_plane, 0], q_bar, rows_s.index(NUMBERS * slot + 3))
+                else:
+                    mbarrier.expect(q_bar, 64 * DIM * 2 + 256)
+            else:
+                mbarrier.expect(q_bar, 64 * DIM * 2 + 256)
+            tma_load(q_desc, [b, h, pos, 0], q_bar, q_s.index(slot))
+            tma_load(rows_desc, [row, 0], q_bar, rows_s.index(NUMBERS * slot))
+            mbarrier.expect(do_bar, 64 * VDIM * 2 + 256)
+            tma_load(do_desc, [b, h, pos, 0], do_bar, do_s.index(slot))
+            tma_load(rows_desc, [row + plane, 0], do_bar, rows_s.index(NUMBERS * slot + 1))
+            at += 1
+
+
+@gluon.jit
+def write(
+    T: gl.constexpr, SIDE: gl.constexpr, dq_desc, tiles, starts, visits, turns, heads, rows, dq_s, bars
+):
+    """Writer warp of every second step: adds its dQ to memory; in order, the first of a query tile is stored."""
+    kv_full, kv_empty, q_full, do_full, ring_empty, ds_full, dq_full, dq_empty, done = bars
+    at = 0
+    for t in range(gl.load(starts + gl.program_id(0)), gl.load(starts + gl.program_id(0) + 1)):
+        b, g, key, first, masked, pairs = tile_at(tiles, t)
+        for pair in range(pairs):
+            pos, h, entry, ticket = step_at(T, visits, first, 2 * pair + SIDE)
+            slot = SIDE % T.dq_slots
+            row = b * heads + h
+            if T.ordered:
+                turn = turns + row * (rows // 64) + pos // 64
+                if ticket > 0:
+                    while seen(turn) < ticket:  # until those before have been added
+                        pass
+                    acquire()
+            mbarrier.wait(dq_full.index(SIDE), at & 1)  # until dQ is there
+            if ticket == 0:
+                tma_store(dq_desc, [row, pos, 0], dq_s.index(slot))
+            else:
+                tma_add(dq_desc, [row, pos, 0], dq_s.index(slot))
+            tma_store_wait(0)  # until TMA has read it
+            # With one slot the next to fill it is the other warpgroup.
+            mbarrier.arrive(dq_empty.index((SIDE + T.dq_slots) % 2), count=1)
+            if T.ordered:
+                if ticket >= 0:
+                    tma_written()
+                    release(turn, ticket + 1)
+            at += 1
+
+
+@gluon.jit
+def step(
+    T: gl.constexpr, WG: gl.constexpr, side, DTYPE: gl.constexpr, dk, dv, at, partial, visits, first, i, key, scale,
+    lists, k_s, v_s, q_s, do_s, rows_s, ds_s, dq_s, bars,
+):  # fmt: skip
+    """Step `i` of a tile, number `at` of this CTA, by warpgroup WG. Warpgroup `side`, the parity of `at`, does its dQ.
+
+    `partial`: the step may belong to a block that is not seen whole.
+    """
+    DIM: gl.constexpr = T.dim
+    VDIM: gl.constexpr = T.v_dim
+    HALF: gl.constexpr = WG if T.halves == 2 else 0
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, T.dim, 16])
+    COL: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
+    kv_full, kv_empty, q_full, do_full, ring_empty, ds_full, dq_full, dq_empty, done = bars
+    rules, bits, kv_len = lists
+    NUMBERS: gl.constexpr = T.row_slots
+    slot = at % T.stages
+    bar = at % T.barriers
+    phase = at // T.barriers & 1
+    zero = gl.zeros((64, 64), gl.float32, S_LAYOUT)
+    q = q_s.index(slot).reshape((64, DIM))
+    do = do_s.index(slot).reshape((64, VDIM))
+    mbarrier.wait(q_full.index(bar), phase)  # until Q has landed
+    k = k_s.index(HALF).reshape((64, DIM))
+    s = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
+    mbarrier.wait(do_full.index(bar), phase)  # until dO has landed
+    v = v_s.index(HALF).reshape((64, VDIM))
+    dp = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
+    s = warpgroup_mma_wait(1, deps=(s,))  # S is there, dP still runs
+    if partial:
+        pos, h, entry, ticket = step_at(T, visits, first, i)
+        if entry >= 0:
+            # A stage's last two rows of numbers are bounds where the rules need them, and are not read elsewhere.
+            low = rows_s.index(NUMBERS * slot + NUMBERS - 2)
+            high = rows_s.index(NUMBERS * slot + NUMBERS - 1)
+            s = allowed(T, s, entry, key + HALF * 64, pos, rules, bits, low, high, kv_len)
+    p = gl.exp2(s * scale - gl.expand_dims(rows_s.index(NUMBERS * slot).reshape((64,)).load(COL), 0))
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, dv.type.layout, 2)
+    D_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
+    dp = warpgroup_mma_wait(0, deps=(dp,))
+    ds = (p * (dp - gl.expand_dims(rows_s.index(NUMBERS * slot + 1).reshape((64,)).load(COL), 0))).to(DTYPE)
+    dv = warpgroup_mma(gl.convert_layout(p.to(DTYPE), P_LAYOUT), do, dv, is_async=True)
+    # Nobody reads this dS any more: the dQ two steps ago was waited for before the dS of the step before was stored.
+    ds_s.index(side * T.halves + HALF).store(ds)
+    fence_async_shared()
+    dk = warpgroup_mma(gl.convert_layout(ds, D_LAYOUT), q, dk, is_async=True)
+    if T.halves == 2:
+        mbarrier.arrive(ds_full.index(side), count=1)
+    dk, dv = warpgroup_mma_wait(0, deps=(dk, dv))
+    mbarrier.arrive(ring_empty.index(bar), count=1)  # dQ reads dS and K alone
+    if side == WG:
+        if T.halves == 2:
+            mbarrier.wait(ds_full.index(side), at // 2 & 1)  # until the other warpgroup's dS is there too
+        dq = gl.zeros((64, DIM), gl.float32, DQ_LAYOUT)
+        HALVES: gl.constexpr = T.halves
+        for w in gl.static_range(HALVES):
+            left = ds_s.index(side * T.halves + w).permute((1, 0))
+            dq = warpgroup_mma(left, k_s.index(w).reshape((64, DIM)), dq, use_acc=w > 0, is_async=True)
+        dq = warpgroup_mma_wait(0, deps=(dq,))
+        wait_for_dq(T, WG, at // 2, dq_empty)
+        dq_s.index(WG if T.dq_slots == 2 else 0).reshape((64, DIM)).store(dq)
+        fence_async_shared()
+        mbarrier.arrive(dq_full.index(WG), count=1)
+    return dk, dv
+
+
+@gluon.jit
+def differentiate(
+    T: gl.constexpr, WG: gl.constexpr, dk_desc, dv_desc, tiles, starts, visits, lists, scale, factor, k_s,
+    v_s, q_s, do_s, rows_s, ds_s, dq_s, spare_s, bars,
+):  # fmt: skip
+    """Consumer warpgroup WG: dK and dV of its half of every tile, and the dQ of every second step."""
+    DTYPE: gl.constexpr = dk_desc.dtype
+    DIM: gl.constexpr = T.dim
+    VDIM: gl.constexpr = T.v_dim
+    K_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, T.dim, 16])
+    V_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, T.v_dim, 16])
+    kv_full, kv_empty, q_full, do_full, ring_empty, ds_full, dq_full, dq_empty, done = bars
+    turn = 0
+    at = 0
+    for t in range(gl.load(starts + gl.program_id(0)), gl.load(starts + gl.program_id(0) + 1)):
+        b, g, key, first, masked, pairs = tile_at(tiles, t)
+        dk = gl.zeros((64, DIM), gl.float32, K_LAYOUT)
+        dv = gl.zeros((64, VDIM), gl.float32, V_LAYOUT)
+        mbarrier.wait(kv_full, turn)  # until K and V have landed
+        UNROLLED: gl.constexpr = 1 if T.halves == 2 else 2
+        for i in range(0, 2 * pairs, UNROLLED):
+            for side in gl.static_range(UNROLLED):
+                if T.halves == 2 or side == WG:
+                    dk, dv = step(
+                        T, WG, at & 1 if T.halves == 2 else side, DTYPE, dk, dv, at + side, i < 2 * masked, visits,
+                        first, i + side, key, scale, lists, k_s, v_s, q_s, do_s, rows_s, ds_s, dq_s, bars,
+                    )  # fmt: skip
+            at += UNROLLED
+        if T.halves == 2:
+            mbarrier.arrive(kv_empty, count=1)
+            wait_for_dq(T, WG, at // 2, dq_empty)
+            dk_s, dv_s = staged(T, WG, DTYPE, dk_desc, dv_desc, dq_s, spare_s)
+            dk_s.reshape((64, DIM)).store((dk * factor).to(DTYPE))
+            dv_s.reshape((64, VDIM)).store(dv.to(DTYPE))
+            fence_async_shared()
+            tma_store(dk_desc, [b, g, key + WG * 64, 0], dk_s)
+            tma_store(dv_desc, [b, g, key + WG * 64, 0], dv_s)
+            tma_store_wait(0)  # until TMA has read them
+        else:
+            dk, dv = exchanged(T, WG, dk, dv, at // 2, turn, dq_s, spare_s, dq_empty, done)
+            if WG == 0:
+                k_s.index(0).reshape((64, DIM)).store((dk * factor).to(DTYPE))
+                fence_async_shared()
+                tma_store(dk_desc, [b, g, key, 0], k_s.index(0))
+            else:
+                v_s.index(0).reshape((64, VDIM)).store(dv.to(DTYPE))
+                fence_async_shared()
+                tma_store(dv_desc, [b, g, key, 0], v_s.index(0))
+            tma_store_wait(0)  # until TMA has read it
+            mbarrier.arrive(kv_empty, count=1)
+        turn ^= 1
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "kv_len",
+        "rows",
+        "plane",
+        "heads",
+        "bound_item",
+        "bound_head",
+        "bound_group",
+        "bound_plane",
+    ]
+)
+def attention_bwd_kernel(
+    q_desc, k_desc, v_desc, do_desc, rows_desc, bounds_desc, dq_desc, dk_desc, dv_desc, tiles, starts, visits, rules,
+    bits, turns, scale, factor, kv_len, rows, plane, heads, bound_item, bound_head, bound_group, bound_plane,
+    T: gl.constexpr, SOURCE: gl.constexpr,
+):  # fmt: skip
+    """Records: see plan/attention_grad_schedule.py. `factor` is the softmax's scale, `scale` that times log2(e).
+
+    `rows_desc` and `bounds_desc` see numbers of queries in rows of 64. Query x of head h of item b has lse in base 2 at
+    (b * heads + h) * rows + x, and delta `plane` rows further on; its first key is at b * bound_item +
+    h // bound_group * bound_head + x, and the one behind its last `bound_plane` rows further on, int32 seen as float32.
+    SOURCE is there for Triton's cache alone.
+    """
+    DTYPE: gl.constexpr = q_desc.dtype
+    STAGES: gl.constexpr = T.stages
+    BARS: gl.constexpr = T.barriers
+    HALVES: gl.constexpr = T.halves
+    SLOTS: gl.constexpr = T.dq_slots
+    VDIM: gl.constexpr = T.v_dim
+    k_s = gl.allocate_shared_memory(DTYPE, [HALVES] + k_desc.block_type.shape, k_desc.layout)
+    v_s = gl.allocate_shared_memory(DTYPE, [HALVES] + v_desc.block_type.shape, v_desc.layout)
+    q_s = gl.allocate_shared_memory(DTYPE, [STAGES] + q_desc.block_type.shape, q_desc.layout)
+    do_s = gl.allocate_shared_memory(DTYPE, [STAGES] + do_desc.block_type.shape, do_desc.layout)
+    rows_s = gl.allocate_shared_memory(
+        gl.float32, [T.row_slots * STAGES] + rows_desc.block_type.shape, rows_desc.layout
+    )
+    DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], DTYPE)
+    ds_s = gl.allocate_shared_memory(DTYPE, [2 * HALVES, 64, 64], DS)
+    dq_s = gl.allocate_shared_memory(gl.float32, [SLOTS] + dq_desc.block_type.shape, dq_desc.layout)
+    if T.spare:
+        SPARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 64, VDIM], gl.float32)
+        spare_s = gl.allocate_shared_memory(gl.float32, [HALVES, 1, 64, VDIM], SPARE)
+    else:
+        spare_s = dq_s
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    kv_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    kv_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    q_full = gl.allocate_shared_memory(gl.int64, [BARS, 1], BARRIER)
+    do_full = gl.allocate_shared_memory(gl.int64, [BARS, 1], BARRIER)
+    ring_empty = gl.allocate_shared_memory(gl.int64, [BARS, 1], BARRIER)
+    ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    dq_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    dq_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    done = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    mbarrier.init(kv_full, count=1)
+    mbarrier.init(kv_empty, count=2)
+    mbarrier.init(done, count=2)
+    for i in gl.static_range(BARS):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(do_full.index(i), count=1)
+        mbarrier.init(ring_empty.index(i), count=HALVES)
+    for i in gl.static_range(2):
+        mbarrier.init(ds_full.index(i), count=2)
+        mbarrier.init(dq_full.index(i), count=1)
+        mbarrier.init(dq_empty.index(i), count=1)
+    fence_async_shared()
+    bars = (kv_full, kv_empty, q_full, do_full, ring_empty, ds_full, dq_full, dq_empty, done)
+    lists = (rules, bits, kv_len)
+    bounds = (bound_item, bound_head, bound_group, bound_plane)
+    consumer = (
+        dk_desc, dv_desc, tiles, starts, visits, lists, scale, factor, k_s, v_s, q_s, do_s, rows_s, ds_s, dq_s,
+        spare_s, bars,
+    )  # fmt: skip
+    producer = (
+        q_desc, k_desc, v_desc, do_desc, rows_desc, bounds_desc, tiles, starts, visits, heads, rows, plane, bounds, k_s,
+        v_s, q_s, do_s, rows_s, bars,
+    )  # fmt: skip
+    writer = (dq_desc, tiles, starts, visits, turns, heads, rows, dq_s, bars)
+    gl.warp_specialize(
+        [
+            (differentiate, (T, 0) + consumer),
+            (differentiate, (T, 1) + consumer),
+            (load, (T,) + producer),
+            (write, (T, 0) + writer),
+            (write, (T, 1) + writer),
+        ],
+        [4, 1, 1, 1],
+        [240, 24, 24, 24],
+    )
+
+
+class Work(NamedTuple):
+    """A schedule on the device, the mask's bounds [2, lists, rows] as float32, what stands in for what is not there."""
+
+    schedule: GradSchedule
+    bounds: Tensor | None
+    none: Tensor
+
+    @property
+    def imbalance(self) -> Any:
+        return self.schedule.imbalance
+
+
+class HopperAttentionGrad:
+    """The kernel above, behind the planner's protocol."""
+
+    name = "hopper.attention_bwd"
+
+    def why_not(self, p: AttentionGradProblem) -> list[str]:
+        reasons = []
+        if p.card.capability != (9, 0):
+            reasons.append(f"needs a Hopper card (sm_90) for wgmma and TMA, this is {p.card.name}")
+        if p.dtype not in ("bf16", "fp16"):
+            reasons.append(f"multiplies bf16 and fp16, not {p.dtype}")
+        if max(p.dim, p.v_dim) > 128 or p.dim % 8 or p.v_dim % 8:
+            reasons.append(
+                f"TMA moves whole 16 bytes and registers hold dK and dV of at most 128 columns, so head dims must be "
+                f"multiples of 8 up to 128, not {p.dim} and {p.v_dim}"
+            )
+        if not p.aligned:
+            reasons.append(
+                "TMA needs contiguous last dims, and pointers and strides of q, k, v and grad that are multiples of "
+                "16 bytes"
+            )
+        tiles = p.batch * p.kv_heads * p.grid[1]
+        if p.batch * p.q_heads * padded_rows(p) >= 2**31 or VISIT_FIELDS * (p.visited + tiles) >= 2**31:
+            reasons.append(f"numbers of rows and visits are 32 bits: at most 2^31 rows and {2**29} visits")
+        return reasons
+
+    def default(self, p: AttentionGradProblem) -> Config:
+        return next(iter(self.configs(p)))
+
+    def configs(self, p: AttentionGradProblem) -> Iterable[Config]:
+        dim, v_dim = (max(32, 1 << (side - 1).bit_length()) for side in (p.dim, p.v_dim))
+        halves = p.block[1] // 64
+        if halves == 2:
+            rings = [(4, 2), (3, 2), (2, 2)]
+        elif p.deterministic:
+            rings = [(4, 2), (3, 2), (4, 1), (2, 2)]
+        else:  # nobody waits for a ticket with dQ in a slot, so that one slot is enough, used in turns
+            rings = [(4, 2), (4, 1), (3, 2), (2, 2)]
+        found = []
+        for stages, slots in rings:
+            c = Config(dim, v_dim, p.block, halves, stages, slots, p.by_interval, p.by_bits, p.deterministic)
+            if c.smem_bytes <= p.card.smem_bytes:
+                found.append(c)
+        return found
+
+    def seconds(self, p: AttentionGradProblem, c: Config) -> float:
+        """Steps of an SM, what every tile takes to begin and end, and a pass over rows before and after.
+
+        Constants are of an H200 (2026-11-21, scripts): a step takes 1.38 times its products at 2048 multiply-adds a
+        cycle and 1.6 GHz, at least 1.5 us; a tile 10 us more.
+        """
+        steps = p.visited * (p.block[0] // 64)
+        mma = 64 * c.keys * (3 * c.dim + 2 * c.v_dim) / (2048 * 1.6e9)
+        tiles = p.batch * p.kv_heads * p.grid[1]
+        busy = (steps * max(1.5e-6, 1.38 * mma) + tiles * 1e-5) / p.card.sm_count
+        busy *= ORDER_PRICE[c.halves] if c.ordered else 1
+        rows = p.batch * p.q_heads * p.q_len
+        around = rows * (4 * p.v_dim + (8 if c.ordered else 12) * c.dim + 2 * p.dim) / p.card.bandwidth
+        return busy + around + 4 * p.card.launch_seconds
+
+    def notes(self, p: AttentionGradProblem, c: Config) -> list[str]:
+        rows = p.batch * p.q_heads * padded_rows(p)
+        found = [f"dQ is summed in float32: workspace of {rows * (c.dim * 4 + 8) / 1e6:.4g} MB a call"]
+        if c.ordered:
+            price = ORDER_PRICE[c.halves]
+            found.append(
+                f"dQ is added in a fixed order; by scripts, deterministic=False is {price} times as fast"
+            )
+        if (c.dim, c.v_dim) != (p.dim, p.v_dim):
+            found.append(f"heads of {p.dim}/{p.v_dim} are computed as {c.dim}/{c.v_dim}")
+        return found
+
+    def prepare(self, p: AttentionGradProblem, c: Config, mask: BlockMask) -> Work:
+        none = torch.zeros(4, dtype=torch.int32, device=mask.device)
+        made, bounds = schedule(p, mask, p.card.sm_count, ordered=c.ordered, deal=deal), None
+        if c.interval and mask.lo is not None and mask.hi is not None:
+            bounds = none.new_zeros(2, *mask.lo.shape[:-1], made.rows)
+            bounds[0, ..., : mask.q_len], bounds[1, ..., : mask.q_len] = mask.lo, mask.hi
+            bounds = bounds.view(torch.float32)
+        return Work(made, bounds, none)
+
+    def launch(
+        self, c: Config, work: Work, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float, out: Tensor,
+        lse: Tensor, grad: Tensor, grad_lse: Tensor | None, dq: Tensor, dk: Tensor, dv: Tensor,
+    ) -> None:  # fmt: skip
+        made, bounds, none = work
+        batch, heads = q.shape[:2]
+        rows = made.rows
+        known = prepare_rows(out, grad, lse, grad_lse, rows).view(-1, 64)
+        # In order, the first of a tile's dQ is stored and not added; rows that nobody has visited have had no turn.
+        acc = q.new_empty((batch * heads, rows, c.dim), dtype=torch.float32)
+        if not c.ordered:
+            acc.zero_()
+        turns = acc.new_zeros(batch * heads * (rows // 64) if c.ordered else 4, dtype=torch.int32)
+        lists = 1 if bounds is None else bounds[0].numel() // rows
+        held = known if bounds is None else bounds.view(-1, 64)
+        args = (
+            describe_heads(q, 64, c.dim), describe_heads(k, 64, c.dim),
+            describe_heads(v, 64, c.v_dim), describe_heads(grad, 64, c.v_dim),
+            *(Described(x, tuple(x.shape), (64, 1), (1, 64)) for x in (known, held)),
+            Described(acc, tuple(acc.shape), tuple(acc.stride()), (1, 64, c.dim)),
+            describe_heads(dk, 64, c.dim), describe_heads(dv, 64, c.v_dim), made.tiles, made.starts, made.visits,
+            *(none if x is None or x.numel() == 0 else x for x in (mask.rules, mask.bits)), turns,
+            scale * log2(e), scale, k.shape[2], rows, len(known) // 2, heads,
+            mask.heads * rows if lists > 1 and mask.batch > 1 else 0, rows if lists > 1 and mask.heads > 1 else 0,
+            heads // mask.heads, lists * (rows // 64), c, SOURCE,
+        )  # fmt: skip
+        # Tickets wait for CTAs of the same launch: it begins with all of them, or not at all.
+        options = {"launch_cooperative_grid": True} if c.ordered else None
+        launch_on(q.device, attention_bwd_kernel, made.ctas, args, options)
+        cast_scaled(acc.view(batch, heads, rows, c.dim), scale, dq, turns if c.ordered else None)
+
+
+KERNEL: AttentionGradKernel = HopperAttentionGrad()

@@ -1,0 +1,600 @@
+"""O = softmax(scale Q K^T, where the mask allows) V on Hopper: only stored blocks are visited, float32 accumulation.
+
+    one tile of O                    a step brings into shared memory        and holds in registers
+    .------- v_dim -------.
+    |    warpgroup 0      | 64       K [keys, dim]                           S = Q K^T           64 x keys, float32
+    |---------------------|          V [keys, v_dim]                         P = exp2(S - m)     64 x keys, in pairs
+    |    warpgroup 1      | 64                                               O += P V            64 x v_dim, float32
+    '---------------------'
+
+A CTA stays on its SM and takes its tiles of the schedule, longest first. One producer warp brings Q, then K and V of
+the stored blocks, by TMA; steps of partial blocks come first. Each consumer warpgroup owns 64 rows and runs the online
+softmax of FlashAttention (Dao 2023; Shah et al. 2024 for Hopper). S of step i is issued before P V of step i - 1, so
+that the softmax of step i has P V beside it. The scale is folded into exp2. O is rescaled only where a row's maximum
+grew by more than 2^8: a vote of the warp makes that a branch, and until then P may reach 2^8.
+
+A row of a tile is one query of one head. With `pack` > 1 a tile holds `pack` query heads at each position: the tensor
+map makes them neighbours. A tile writes O through shared memory and TMA. Tiles that the schedule cut write float32 O
+and the logarithm of their sum instead, which `merge_parts` puts together in a fixed order.
+
+What limits it (docs/attention.md, docs/lab-notes.md): at dim 128 a step of 128 x 128 is 2048 cycles of tensor core and
+1024 of exp2 on each SM, beside some 400 other instructions a thread, which must hide beside each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from math import e, log2
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from sparsek.kernels.attention.merge import merge_parts
+from sparsek.kernels.attention.softmax import by_bits, by_interval, prefetch, rescaled, softmax, unpacked
+from sparsek.kernels.lang.gluon import (
+    Described,
+    describe_heads,
+    launch_on,
+    tma_load,
+    tma_store,
+    tma_store_wait,
+)
+from sparsek.mask.mask import BlockMask
+from sparsek.plan import attention_schedule as tiling
+from sparsek.plan.attention_schedule import FIELDS, Schedule, Shape
+from sparsek.plan.kernel import AttentionKernel
+from sparsek.plan.problem import AttentionProblem
+
+
+@dataclass(frozen=True, repr=False)
+class Config:
+    """A tile and the rings that feed it. Everything here is known when the kernel is compiled.
+
+    `dim` and `v_dim` are powers of two; narrower heads are filled up with the zeros that TMA reads outside a tensor.
+    `groups` consumer warpgroups own 64 rows each; a step has `keys` keys, and K and V rings have `stages` slots, Q has
+    `q_slots`. `pack` query heads share a tile. `interval` and `bits`: the rules that partial blocks may have; without
+    either only the end of the keys. `split`: tiles may be parts. `lse`: write the logarithms of the sums.
+    """
+
+    dim: int
+    v_dim: int
+    block: tuple[int, int]
+    groups: int
+    keys: int
+    stages: int
+    q_slots: int
+    pack: int = 1
+    interval: bool = False
+    bits: bool = False
+    split: bool = False
+    lse: bool = False
+
+    @property
+    def rows(self) -> int:
+        return 64 * self.groups
+
+    @property
+    def positions(self) -> int:
+        """Query positions of a tile."""
+        return self.rows // self.pack
+
+    @property
+    def o_in_q(self) -> bool:
+        """O is staged where Q lay: that frees memory, and the next Q comes only when O is stored."""
+        return self.q_slots == 1 and self.v_dim == self.dim
+
+    @property
+    def smem_bytes(self) -> int:
+        o = 0 if self.o_in_q else self.rows * self.v_dim
+        halves = self.q_slots * self.rows * self.dim + o + self.stages * self.keys * (self.dim + self.v_dim)
+        return 2 * halves + 16 * self.q_slots * self.groups + 32 * self.stages + 64
+
+    @property
+    def ctas_per_sm(self) -> int:
+        """Two CTAs of one consumer warpgroup each hide one another's softmax."""
+        return 2 if self.groups == 1 and self.smem_bytes <= HALF_AN_SM else 1
+
+    def __str__(self) -> str:
+        """Names every field: Triton keeps compiled kernels by the text of their constants."""
+        rules = "+".join(name for name in ("interval", "bits") if getattr(self, name)) or "ends"
+        extras = "".join(f", {name}" for name in ("split", "lse") if getattr(self, name))
+        packed = f"{self.pack} heads packed, " if self.pack > 1 else ""
+        return (
+            f"tile {self.rows}x{self.keys} for {self.groups} warpgroups, {packed}heads {self.dim}/{self.v_dim}, blocks "
+            f"{self.block[0]}x{self.block[1]}, {self.stages} stages, {self.q_slots} of Q, rules {rules}{extras}"
+        )
+
+    __repr__ = __str__
+
+
+HALF_AN_SM = (228 << 10) // 2 - 1024  # what each of two CTAs on an SM of sm_90 may have
+# Triton keeps compiled kernels by the text of device functions and constants. What Config computes from its fields is
+# in neither, so this file's own text is a constant too.
+SOURCE = sha256(Path(__file__).read_bytes()).hexdigest()[:16]
+RECORD = gl.constexpr(FIELDS)
+NOWHERE = gl.constexpr(1 << 22)  # a block column beyond every key
+LN2 = gl.constexpr(0.6931471805599453)
+
+
+@gluon.jit
+def tile_at(T: gl.constexpr, tiles, t):
+    """Record t: position, batch item, head, first partial entry, masked steps, first full entry, all steps, slot."""
+    SUB: gl.constexpr = T.block[1] // T.keys
+    r = tiles + RECORD * t
+    masked = gl.load(r + 4) * SUB
+    steps = masked + gl.load(r + 6) * SUB
+    # fmt: off
+    return gl.load(r), gl.load(r + 1), gl.load(r + 2), gl.load(r + 3), masked, gl.load(r + 5), steps, gl.load(r + 7)
+    # fmt: on
+
+
+@gluon.jit
+def masked_column(T: gl.constexpr, partial, begin, i):
+    """Block column of masked step i. A tile without blocks has a step without an entry, on keys that are not there."""
+    SUB: gl.constexpr = T.block[1] // T.keys
+    return gl.load(partial + begin + i // SUB, mask=begin >= 0, other=NOWHERE)
+
+
+@gluon.jit
+def load(T: gl.constexpr, q_desc, k_desc, v_desc, tiles, count, partial, full, group, q_s, k_s, v_s, bars):
+    """Producer warp: Q of every tile, then K and V of its steps."""
+    SUB: gl.constexpr = T.block[1] // T.keys
+    POSITIONS: gl.constexpr = 64 // T.pack
+    KEYS: gl.constexpr = T.keys
+    GROUPS: gl.constexpr = T.groups
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
+    slot = 0
+    phase = 1  # a new barrier passes for the phase before its first, so that every slot begins empty
+    q_slot = 0
+    q_phase = 1
+    for t in range(gl.program_id(0), gl.load(count), gl.num_programs(0)):
+        pos, b, h, p_begin, masked, f_begin, steps, part = tile_at(T, tiles, t)
+        kv = h // group
+        following = t + gl.num_programs(0)
+        prefetch(tiles + RECORD * gl.where(following < gl.load(count), following, t))
+        for w in gl.static_range(GROUPS):
+            # Until warpgroup w is done with this slot's Q.
+            mbarrier.wait(q_empty.index(q_slot * GROUPS + w), q_phase)
+            landed = q_full.index(q_slot * GROUPS + w)
+            mbarrier.expect(landed, 64 * T.dim * 2)
+            tma_load(
+                q_desc, [b, h // T.pack, pos + w * POSITIONS, 0, 0], landed, q_s.index(q_slot * GROUPS + w)
+            )
+        q_slot += 1
+        if q_slot == T.q_slots:
+            q_slot = 0
+            q_phase ^= 1
+        for i in range(steps):
+            if i < masked:
+                col = masked_column(T, partial, p_begin, i)
+            else:
+                col = gl.load(full + f_begin + (i - masked) // SUB)
+            key = col * T.block[1] + i % SUB * KEYS
+            # Until every warpgroup has multiplied the K in this slot.
+            mbarrier.wait(k_empty.index(slot), phase)
+            mbarrier.expect(k_full.index(slot), KEYS * T.dim * 2)
+            tma_load(k_desc, [b, kv, key, 0], k_full.index(slot), k_s.index(slot))
+            mbarrier.wait(v_empty.index(slot), phase)  # and the V
+            mbarrier.expect(v_full.index(slot), KEYS * T.v_dim * 2)
+            tma_load(v_desc, [b, kv, key, 0], v_full.index(slot), v_s.index(slot))
+            slot += 1
+            if slot == T.stages:
+                slot = 0
+                phase ^= 1
+
+
+@gluon.jit
+def allowed(T: gl.constexpr, s, i, p_begin, row, lo, hi, partial, rules, bits):
+    """Scores of masked step i after their block's rule. `row` is the warpgroup's first row within the mask's block."""
+    SUB: gl.constexpr = T.block[1] // T.keys
+    key = masked_column(T, partial, p_begin, i) * T.block[1] + i % SUB * T.keys
+    if T.bits:
+        rule = gl.load(rules + p_begin + i // SUB, mask=p_begin >= 0, other=-1)
+        if rule >= 0:
+            block = bits + rule.to(gl.int64) * (T.block[0] * (T.block[1] // 32))
+            s = by_bits(T, s, block + i % SUB * (T.keys // 32), row)
+        else:
+            s = by_interval(T, s, key, lo, hi)
+    else:
+        s = by_interval(T, s, key, lo, hi)
+    return s
+
+
+@gluon.jit
+def scores(T: gl.constexpr, q, k_s, slot):
+    """S = Q K^T, on its way."""
+    KEYS: gl.constexpr = T.keys
+    DIM: gl.constexpr = T.dim
+    k = k_s.index(slot).reshape((KEYS, DIM)).permute((1, 0))
+    zero = gl.zeros((64, KEYS), gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16]))
+    return warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def weighted(T: gl.constexpr, pairs, v_s, slot, acc, DTYPE: gl.constexpr):
+    """acc + P V, on its way."""
+    KEYS: gl.constexpr = T.keys
+    VDIM: gl.constexpr = T.v_dim
+    p = unpacked(T, pairs, DTYPE, gl.DotOperandLayout(0, acc.type.layout, 2))
+    return warpgroup_mma(p, v_s.index(slot).reshape((KEYS, VDIM)), acc, is_async=True)
+
+
+@gluon.jit
+def step(
+    T: gl.constexpr,
+    MASKED: gl.constexpr,
+    DTYPE: gl.constexpr,
+    i,
+    state,
+    tile,
+    scale,
+    lists,
+    q,
+    k_s,
+    v_s,
+    bars,
+):
+    """S of step i beside P V of the step before, whose V is in the slot of `state`; then the softmax of step i."""
+    acc, pairs, m, l, v_slot, v_phase = state
+    p_begin, row, lo, hi = tile
+    partial, rules, bits = lists
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
+    slot = v_slot + 1
+    phase = v_phase
+    if slot == T.stages:
+        slot = 0
+        phase = v_phase ^ 1
+    mbarrier.wait(k_full.index(slot), phase)  # until K has landed
+    s = scores(T, q, k_s, slot)
+    mbarrier.wait(v_full.index(v_slot), v_phase)  # until V of the step before has landed
+    pv = weighted(T, pairs, v_s, v_slot, acc, DTYPE)
+    s = warpgroup_mma_wait(1, deps=(s,))  # S is there, P V still runs
+    mbarrier.arrive(k_empty.index(slot), count=1)
+    if MASKED:
+        s = allowed(T, s, i, p_begin, row, lo, hi, partial, rules, bits)
+    pairs, m, l, alpha = softmax(T, s, m, l, scale, DTYPE)
+    # Passes at once. It holds a branch, above which ptxas does not move the next wait; else P V is waited for before
+    # the softmax that should run beside it.
+    mbarrier.wait(v_full.index(v_slot), v_phase)
+    acc = warpgroup_mma_wait(0, deps=(pv,))
+    mbarrier.arrive(v_empty.index(v_slot), count=1)
+    return rescaled(T, acc, alpha), pairs, m, l, slot, phase
+
+
+@gluon.jit
+def attend(
+    T: gl.constexpr, WG: gl.constexpr, o_desc, tiles, count, lists, bounds, outs, scale, sizes, q_s, k_s, v_s, o_s, bars
+):  # fmt: skip
+    """Consumer warpgroup WG: its 64 rows of every tile."""
+    DTYPE: gl.constexpr = o_desc.dtype
+    DIM: gl.constexpr = T.dim
+    VDIM: gl.constexpr = T.v_dim
+    GROUPS: gl.constexpr = T.groups
+    ROW: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, T.keys, 16]))
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, T.v_dim, 16])
+    O_ROW: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
+    partial, rules, bits = lists
+    lo_ptr, hi_ptr = bounds
+    lse_ptr, part_ptr, part_lse_ptr = outs
+    q_len, heads, kv_len, bound_item, bound_head, bound_group = sizes
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
+    r = WG * 64 + gl.arange(0, 64, ROW)
+    slot = 0
+    phase = 0
+    q_slot = 0
+    q_phase = 0
+    for t in range(gl.program_id(0), gl.load(count), gl.num_programs(0)):
+        pos, b, h, p_begin, masked, f_begin, steps, part = tile_at(T, tiles, t)
+        at = pos + r // T.pack
+        if T.interval:
+            base = b * bound_item + h // bound_group * bound_head
+            lo = gl.load(lo_ptr + base + at, mask=at < q_len, other=0)
+            hi = gl.load(hi_ptr + base + at, mask=at < q_len, other=0)
+        else:
+            lo = at * 0
+            hi = at * 0 + kv_len
+        tile = (p_begin, pos % T.block[0] * T.pack + WG * 64, lo, hi)
+        mbarrier.wait(q_full.index(q_slot * GROUPS + WG), q_phase)  # until Q has landed
+        q = q_s.index(q_slot * GROUPS + WG).reshape((64, DIM))
+        mbarrier.wait(k_full.index(slot), phase)  # and the first K
+        s = warpgroup_mma_wait(0, deps=(scores(T, q, k_s, slot),))
+        mbarrier.arrive(k_empty.index(slot), count=1)
+        if masked > 0:
+            s = allowed(T, s, 0, p_begin, tile[1], lo, hi, partial, rules, bits)
+        m = gl.full((64,), float("-inf"), gl.float32, ROW)
+        l = gl.zeros((64,), gl.float32, ROW)
+        pairs, m, l, alpha = softmax(T, s, m, l, scale, DTYPE)
+        acc = gl.zeros((64, VDIM), gl.float32, O_LAYOUT)
+        for i in range(1, masked):
+            state = (acc, pairs, m, l, slot, phase)
+            acc, pairs, m, l, slot, phase = step(
+                T, True, DTYPE, i, state, tile, scale, lists, q, k_s, v_s, bars
+            )
+        for i in range(gl.maximum(masked, 1), steps):
+            state = (acc, pairs, m, l, slot, phase)
+            acc, pairs, m, l, slot, phase = step(
+                T, False, DTYPE, i, state, tile, scale, lists, q, k_s, v_s, bars
+            )
+        if not T.o_in_q:
+            mbarrier.arrive(q_empty.index(q_slot * GROUPS + WG), count=1)
+        mbarrier.wait(v_full.index(slot), phase)  # until the last V has landed
+        acc = warpgroup_mma_wait(0, deps=(weighted(T, pairs, v_s, slot, acc, DTYPE),))
+        mbarrier.arrive(v_empty.index(slot), count=1)
+        slot += 1
+        if slot == T.stages:
+            slot = 0
+            phase ^= 1
+        seen = l > 0
+        acc = acc * gl.expand_dims(gl.convert_layout(gl.where(seen, 1.0 / l, 0.0), O_ROW), 1)
+        lse = gl.where(seen, m + gl.log2(l), float("-inf"))
+        if T.split:
+            if part >= 0:
+                own = part.to(gl.int64) * 128 + r
+                gl.store(part_lse_ptr + own, lse)
+                own = gl.expand_dims(gl.convert_layout(own, O_ROW), 1) * VDIM
+                gl.store(
+                    part_ptr + own + gl.expand_dims(gl.arange(0, VDIM, gl.SliceLayout(0, O_LAYOUT)), 0), acc
+                )
+        if T.lse:
+            if part < 0:
+                row = (b.to(gl.int64) * heads + h + r % T.pack) * q_len + at
+                gl.store(lse_ptr + row, lse * LN2, mask=at < q_len)
+        if T.o_in_q:
+            o = q_s.index(q_slot * GROUPS + WG)
+        else:
+            o = o_s.index(WG)
+            tma_store_wait(0)  # until TMA has read the O before, which is about to be overwritten
+        if part < 0:
+            o.reshape((64, VDIM)).store(acc.to(DTYPE))
+            fence_async_shared()
+            tma_store(o_desc, [b, h // T.pack, pos + WG * (64 // T.pack), 0, 0], o)
+        if T.o_in_q:
+            tma_store_wait(0)  # until TMA has read O, over which the next Q will come
+            mbarrier.arrive(q_empty.index(q_slot * GROUPS + WG), count=1)
+        q_slot += 1
+        if q_slot == T.q_slots:
+            q_slot = 0
+            q_phase ^= 1
+    tma_store_wait(0)  # shared memory must outlive the copies that read it
+
+
+@gluon.jit(do_not_specialize=["group", "q_len", "heads", "kv_len", "bound_item", "bound_head", "bound_group"])
+def attention_kernel(
+    q_desc, k_desc, v_desc, o_desc, tiles, count, partial, full, rules, bits, lo, hi, lse, part, part_lse, scale, group,
+    q_len, heads, kv_len, bound_item, bound_head, bound_group, T: gl.constexpr, SOURCE: gl.constexpr,
+):  # fmt: skip
+    """Record t of the schedule is tiles[FIELDS t : FIELDS (t + 1)], see plan/attention_schedule.py.
+
+    `scale` is that of the softmax times log2(e). The bounds lo and hi of query x of head h of item b are at
+    b * bound_item + h // bound_group * bound_head + x. SOURCE is there for Triton's cache alone.
+    """
+    DTYPE: gl.constexpr = q_desc.dtype
+    STAGES: gl.constexpr = T.stages
+    GROUPS: gl.constexpr = T.groups
+    QS: gl.constexpr = T.q_slots * T.groups
+    q_s = gl.allocate_shared_memory(DTYPE, [QS] + q_desc.block_type.shape, q_desc.layout)
+    k_s = gl.allocate_shared_memory(DTYPE, [STAGES] + k_desc.block_type.shape, k_desc.layout)
+    v_s = gl.allocate_shared_memory(DTYPE, [STAGES] + v_desc.block_type.shape, v_desc.layout)
+    if T.o_in_q:
+        o_s = q_s
+    else:
+        o_s = gl.allocate_shared_memory(DTYPE, [GROUPS] + o_desc.block_type.shape, o_desc.layout)
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    q_full = gl.allocate_shared_memory(gl.int64, [QS, 1], BARRIER)
+    q_empty = gl.allocate_shared_memory(gl.int64, [QS, 1], BARRIER)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    for i in gl.static_range(QS):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(q_empty.index(i), count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(v_full.index(i), count=1)
+        mbarrier.init(k_empty.index(i), count=GROUPS)
+        mbarrier.init(v_empty.index(i), count=GROUPS)
+    fence_async_shared()
+    bars = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
+    lists = (partial, rules, bits)
+    outs = (lse, part, part_lse)
+    sizes = (q_len, heads, kv_len, bound_item, bound_head, bound_group)
+    consumer = (o_desc, tiles, count, lists, (lo, hi), outs, scale, sizes, q_s, k_s, v_s, o_s, bars)
+    producer = (q_desc, k_desc, v_desc, tiles, count, partial, full, group, q_s, k_s, v_s, bars)
+    if GROUPS == 1:
+        gl.warp_specialize([(attend, (T, 0) + consumer), (load, (T,) + producer)], [1], [40])
+    else:
+        gl.warp_specialize(
+            [(attend, (T, 0) + consumer), (attend, (T, 1) + consumer), (load, (T,) + producer)],
+            [4, 1],
+            [240, 24],
+        )
+
+
+class Work(NamedTuple):
+    """A schedule on the device, and what stands in for lists that a mask has not."""
+
+    schedule: Schedule
+    none: Tensor
+
+    @property
+    def imbalance(self) -> Any:
+        return self.schedule.imbalance
+
+
+class HopperAttention:
+    """The kernel above, behind the planner's protocol."""
+
+    name = "hopper.attention_fwd"
+
+    def why_not(self, p: AttentionProblem) -> list[str]:
+        reasons = []
+        if p.card.capability != (9, 0):
+            reasons.append(f"needs a Hopper card (sm_90) for wgmma and TMA, this is {p.card.name}")
+        if p.dtype not in ("bf16", "fp16"):
+            reasons.append(f"multiplies bf16 and fp16, not {p.dtype}")
+        if max(p.dim, p.v_dim) > 256 or p.dim % 8 or p.v_dim % 8:
+            reasons.append(
+                f"TMA moves whole 16 bytes and registers hold heads of at most 256, so head dims must be multiples "
+                f"of 8 up to 256, not {p.dim} and {p.v_dim}"
+            )
+        if not p.aligned:
+            reasons.append(
+                "TMA needs contiguous last dims and pointers and strides of q, k and v that are multiples of 16 bytes"
+            )
+        if p.mask_batch * p.mask_heads * p.q_len >= 2**31 or max(p.q_len, p.kv_len) > p.block[1] << 22:
+            reasons.append("positions are 32 bits: lengths may be 2^22 key blocks, and bounds 2^31")
+        return reasons
+
+    def default(self, p: AttentionProblem) -> Config:
+        return min(self.configs(p), key=lambda c: self.seconds(p, c))
+
+    def configs(self, p: AttentionProblem) -> Iterable[Config]:
+        dim, v_dim = (max(32, 1 << (side - 1).bit_length()) for side in (p.dim, p.v_dim))
+        widest = 64 if max(dim, v_dim) > 128 else 128
+        rules = {"interval": p.by_interval, "bits": p.by_bits, "lse": p.lse}
+        found: dict[Config, None] = {}
+        for groups in (2, 1) if p.block[0] == 128 else (1,):
+            for keys in (128, 64):
+                if keys > min(widest, p.block[1]) or (groups == 1 and keys == 128 and max(dim, v_dim) > 64):
+                    continue
+                for pack in _packs(p):
+                    c = Config(dim, v_dim, p.block, groups, keys, 2, 2, pack, **rules)
+                    c = _fitted(c, p.card.smem_bytes)
+                    found[replace(c, split=tiling.is_cut(p, self._shape(p, c)))] = None
+        return list(found)
+
+    def _shape(self, p: AttentionProblem, c: Config) -> Shape:
+        return Shape(c.positions, c.pack, p.card.sm_count * c.ctas_per_sm)
+
+    def seconds(self, p: AttentionProblem, c: Config) -> float:
+        """Steps of the fullest SM, and what every tile takes to begin and end; or the traffic, where that is longer.
+
+        Constants are fitted on an H200 (2026-11-21): a step is bound by the tensor core (2048 multiply-adds a cycle) or
+        by the softmax (8 scores a cycle), 3 % above their smooth maximum at 1.6 GHz; steps of 64 keys take 20 % more,
+        two CTAs of one warpgroup 10 % less. CTAs of one warpgroup read every key for half as many rows: L2 bounds them.
+        """
+        shape = self._shape(p, c)
+        tiles = tiling.tiles_of(p, shape)
+        sms = p.card.sm_count
+        per_tile = p.stored / max(1, p.mask_batch * p.mask_heads * p.grid[0]) * (p.block[1] // c.keys)
+        mma = c.rows * c.keys * (c.dim + c.v_dim) / 2048
+        exp = c.rows * c.keys / 8
+        slower = 1.2 if c.keys == 64 else 0.9 if c.groups == 1 else 1.0
+        busy = 1.03 * slower * (mma**3 + exp**3) ** (1 / 3) / 1.6e9
+        fetch = 2 * c.keys * (c.dim + c.v_dim) * sms / (0.9 * p.card.fabric)
+        step = max(busy, fetch)
+        tile = max(1.0, per_tile) * step + 1.2e-6 * c.rows / 128
+        longest = min(p.longest, tiling.part_blocks(p, shape)) * (p.block[1] // c.keys) * step
+        compute = max(tiles * tile / sms, longest * (1 if c.split else c.ctas_per_sm))
+        merge = 1e-5 if c.split else 0.0
+        return max(compute, p.compulsory_bytes / (0.92 * p.card.bandwidth)) + merge + p.card.launch_seconds
+
+    def notes(self, p: AttentionProblem, c: Config) -> list[str]:
+        found = []
+        if c.pack > 1:
+            found.append(f"{c.pack} query heads share a tile, because they share a list and queries are few")
+        if c.split:
+            shape = self._shape(p, c)
+            slots = 2 * tiling.extra_tiles(p, p.stored, shape)
+            found.append(
+                f"tiles of more than {tiling.part_blocks(p, shape)} blocks are cut and merged in a fixed order; "
+                f"workspace of at most {slots * tiling.SLOT_ROWS * (c.v_dim + 1) * 4 / 1e6:.4g} MB a call"
+            )
+        if (c.dim, c.v_dim) != (p.dim, p.v_dim):
+            found.append(f"heads of {p.dim}/{p.v_dim} are computed as {c.dim}/{c.v_dim}")
+        return found
+
+    def prepare(self, p: AttentionProblem, c: Config, mask: BlockMask) -> Work:
+        return Work(tiling.schedule(p, mask, self._shape(p, c)), mask.full.counts.new_zeros(4))
+
+    def launch(
+        self,
+        c: Config,
+        work: Work,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: BlockMask,
+        scale: float,
+        out: Tensor,
+        lse: Tensor | None,
+    ) -> None:
+        schedule, none = work
+        heads, per_key = q.shape[1], q.shape[1] // k.shape[1]
+        room = (max(1, schedule.slots), tiling.SLOT_ROWS)
+        o_part = out.new_empty((*room, c.v_dim), dtype=torch.float32) if c.split else none
+        lse_part = out.new_empty(room, dtype=torch.float32) if c.split else none
+        # Parts are as wide as a tile, and merge_parts reads them as wide as the output.
+        whole = out.new_empty((*out.shape[:3], c.v_dim)) if c.split and c.v_dim != out.shape[3] else out
+        bounds = (none, none) if mask.lo is None or mask.hi is None else (mask.lo, mask.hi)
+        own_bounds = bounds[0].dim() == 2 and bounds[0].shape[0] > 1
+        lists = (mask.partial.indices, mask.full.indices, mask.rules, mask.bits, *bounds)
+        args = (
+            _rows(q, c.pack, c.dim),
+            describe_heads(k, c.keys, c.dim),
+            describe_heads(v, c.keys, c.v_dim),
+            _rows(whole, c.pack, c.v_dim),
+            schedule.tiles,
+            schedule.count,
+            *(none if x is None or x.numel() == 0 else x for x in lists),
+            none if lse is None else lse,
+            o_part,
+            lse_part,
+            scale * log2(e),
+            per_key,
+            q.shape[2],
+            heads,
+            k.shape[2],
+            mask.heads * q.shape[2] if own_bounds and mask.batch > 1 else 0,
+            q.shape[2] if own_bounds and mask.heads > 1 else 0,
+            heads // mask.heads,
+            c,
+            SOURCE,
+        )
+        ctas = min(schedule.ctas, len(schedule.tiles))
+        launch_on(out.device, attention_kernel, ctas, args, {"maxnreg": 128} if c.ctas_per_sm == 2 else None)
+        if c.split and schedule.merges is not None:
+            merge_parts(o_part, lse_part, schedule.merges, whole, lse, c.pack, c.rows)
+        if whole is not out:
+            out.copy_(whole[..., : out.shape[3]])
+
+
+def _packs(p: AttentionProblem) -> list[int]:
+    """Query heads to a tile: 1, and where it makes fewer tiles, the largest power of two that divides the group."""
+    pack = min(64, p.group & -p.group)
+    if pack == 1 or p.mask_heads not in (1, p.kv_heads) or p.q_len > p.block[0] // 2:
+        return [1]
+    return [1, pack]
+
+
+def _fitted(c: Config, smem: int) -> Config:
+    """The same tile with two slots of Q where they fit beside two stages, and then as many stages, up to 4, as fit."""
+    # Two CTAs have 128 registers a thread at launch, too few for 64 x 256 accumulators.
+    room = HALF_AN_SM if c.groups == 1 and c.v_dim <= 128 else smem - 1024
+    for q_slots, stages in ((2, 4), (2, 3), (2, 2), (1, 4), (1, 3)):
+        found = replace(c, q_slots=q_slots, stages=stages)
+        if found.smem_bytes <= room:
+            return found
+    return replace(c, q_slots=1, stages=2)
+
+
+def _rows(x: Tensor, pack: int, dim: int) -> Described:
+    """TMA description of q or out: 64 rows of [query, head of the pack]."""
+    (b, h, s, d), (sb, sh, ss, _) = x.shape, x.stride()
+    return Described(x, (b, h // pack, s, pack, d), (sb, sh * pack, ss, sh, 1), (1, 1, 64 // pack, pack, dim))
+
+
+KERNEL: AttentionKernel = HopperAttention()

@@ -1,0 +1,110 @@
+"""What the plain Triton kernels of attention share: tiles of rows, rules of partial blocks, what they cannot run."""
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from sparsek.core import env
+from sparsek.kernels.lang.tensors import SIZE_LIMIT, at
+
+DIMS = (32, 64, 96, 128, 192, 256)
+LOG2E = 1.4426950408889634
+
+
+@triton.jit
+def load_tile(
+    base, first, limit, row_stride, col_stride,
+    ROWS: tl.constexpr, COLS: tl.constexpr, RAGGED: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """ROWS rows from `first` on, of COLS columns padded to a power of two. RAGGED: zeros from row `limit` on."""
+    PADDED: tl.constexpr = triton.next_power_of_2(COLS)
+    row = tl.arange(0, ROWS)
+    col = tl.arange(0, PADDED)
+    where = base + first.to(tl.int64) * row_stride
+    where = where + ((at(row, WIDE) * row_stride)[:, None] + (at(col, WIDE) * col_stride)[None, :])
+    live = (row < (limit - first if RAGGED else ROWS))[:, None]
+    if PADDED != COLS:
+        live = live & (col < COLS)[None, :]
+    return tl.load(where, mask=live, other=0.0)
+
+
+@triton.jit
+def of_queries(x, KEYS_FIRST: tl.constexpr):
+    """One number for each query, as a row or a column of a tile of scores: [queries, 1], or [1, queries]."""
+    return x[None, :] if KEYS_FIRST else x[:, None]
+
+
+@triton.jit
+def of_keys(x, KEYS_FIRST: tl.constexpr):
+    """One number for each key: [1, keys], or [keys, 1]."""
+    return x[:, None] if KEYS_FIRST else x[None, :]
+
+
+@triton.jit
+def admitted(
+    low, high, rules, bits, entry, inside, first, inner,
+    BM: tl.constexpr, BK: tl.constexpr, TN: tl.constexpr, KEYS_FIRST: tl.constexpr = False,
+):  # fmt: skip
+    """bool [tile_m, TN], KEYS_FIRST [TN, tile_m]: what the rule of a partial block admits of TN keys from `first` on.
+
+    `inside` [tile_m] and `inner` count queries and keys from the block's corner.
+    """
+    c = tl.arange(0, TN)
+    if bits is None:
+        key = of_keys(first + c, KEYS_FIRST)
+        return (of_queries(low, KEYS_FIRST) <= key) & (key < of_queries(high, KEYS_FIRST))
+    else:
+        WORDS: tl.constexpr = BK // 32
+        rule = tl.load(rules + entry)
+        words = bits + tl.maximum(rule, 0).to(tl.int64) * (BM * WORDS) + (inside * WORDS + inner // 32)
+        ok = (of_queries(inside, KEYS_FIRST) < 0) & (of_keys(c, KEYS_FIRST) < 0)
+        for w in tl.static_range((TN + 31) // 32):
+            word = of_queries(tl.load(words + w, mask=rule >= 0, other=0), KEYS_FIRST)
+            bit = (word >> of_keys((inner + c) % 32, KEYS_FIRST)) & 1
+            ok = ok | ((bit != 0) & of_keys(c // 32 == w, KEYS_FIRST))
+        if low is not None:
+            key = of_keys(first + c, KEYS_FIRST)
+            within = (of_queries(low, KEYS_FIRST) <= key) & (key < of_queries(high, KEYS_FIRST))
+            ok = ok | ((rule < 0) & within)
+        return ok
+
+
+def padded(dim: int) -> int:
+    """`dim` padded to a power of two."""
+    return 1 << (dim - 1).bit_length()
+
+
+def is_hopper(p: Any) -> bool:
+    """Whether configs for Hopper suit the problem: also in the interpreter."""
+    return p.on_cpu or p.card.capability[0] == 9
+
+
+def why_not(p: Any) -> list[str]:
+    """Reasons why no plain Triton kernel of attention runs problem `p`: its device, dtype, head dims or lengths."""
+    why = []
+    if p.on_cpu and not env.interpreting():
+        why.append("CPU tensors need Triton's interpreter (TRITON_INTERPRET=1 before the import)")
+    if p.on_cpu and p.dtype == "bf16":
+        why.append("bf16 is wrong in Triton's interpreter; use fp16 there")
+    if not p.on_cpu and p.card.capability < (8, 0):
+        has = ".".join(map(str, p.card.capability))
+        why.append(f"needs compute capability 8.0 or newer; {p.card.name} has {has}")
+    if p.dtype not in ("bf16", "fp16"):
+        why.append(f"dtype must be bf16 or fp16, not {p.dtype}")
+    if p.dim not in DIMS or p.v_dim not in DIMS:
+        why.append(f"head dims must be among {', '.join(map(str, DIMS))}; got {p.dim} and {p.v_dim}")
+    if max(p.q_len, p.kv_len) > SIZE_LIMIT:
+        why.append(f"lengths must be at most {SIZE_LIMIT}; got {p.q_len} queries and {p.kv_len} keys")
+    return why
+
+
+def section(p: Any, heads: int, head_bytes: int, shared_by: int) -> int:
+    """How many of `heads` are walked side by side, where `shared_by` of them read the same `head_bytes`: those whose
+    bytes fit in half of L2, so that programs find there what others have read. More where a section would be so short
+    that its longest row, begun late, outlasts the rest.
+    """
+    held = max(1, p.card.l2_bytes // 2 // max(1, head_bytes)) * shared_by
+    shortest = 2 * p.card.sm_count * max(1, p.longest)
+    sections = max(1, min(-(-heads // held), p.visited // shortest))
+    return -(-heads // sections)

@@ -1,0 +1,1 @@
+"""Kernels that bring dense matrices into a format."""

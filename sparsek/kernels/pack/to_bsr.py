@@ -1,0 +1,479 @@
+"""The blocks of a dense matrix that a BSR stores, chosen and gathered in plain Triton. `BSR.from_dense` on a GPU.
+
+    w [M, K]  --_norms-->  keys [Mb, Kb]  --_choose-->  indptr, where: cell numbers  --_gather-->  indices, values
+
+    _norms    reads w once. A block's key is its Frobenius norm, as the integer of the same bits: floats that are not
+              negative have the order of their bits. Where only zeros are told from the rest it is 0 or 1.
+    _choose   one program for all blocks, or one for every block row where each keeps its own share. The key of the last
+              block that is stored is found by counting how many keys reach it: three are tried at once, so that each
+              step leaves a quarter of the range. Then a scan lists what is stored; of equal keys the first.
+    _gather   copies the stored blocks.
+
+w and values move 16 bytes at once where w lies aligned. Every sum has a fixed order, and nothing is atomic. Ragged
+sides are masked; nothing is padded.
+
+A norm may be NaN or Inf, or so small that squares underflow and the choice falls on it. The kernels note that in a slot
+of the host's memory, and the host leaves all of it to torch, which looks again and refuses NaN and Inf. Under `keep`,
+where the host knows how many blocks there will be, it waits for `_norms` only: the GPU chooses and gathers meanwhile.
+
+`ops/spmm.py` registers a function with `matrix/convert.py` that imports this file when the first CUDA tensor comes.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sparsek.core import env
+from sparsek.kernels.lang.tensors import SIZE_LIMIT, times
+from sparsek.kernels.spgemm.match import launch
+from sparsek.matrix.bsr import BSR
+from sparsek.matrix.convert import Rule, least_sure
+from sparsek.matrix.pattern import INT32_MAX, BlockPattern, grid_of
+from sparsek.matrix.two_four import BITS
+
+# What `_norms` reads in a step: rows of so many bytes, as many blocks side by side as they hold, at least one; fewer
+# than AHEAD steps are under way. 8192^2 in bf16, blocks of 128, on an H200 (2026-11-22): 34 us with four rows of 2 KB,
+# 59 with 32 rows of one block, 60 with one step at a time, of which ptxas has two loads of a thread under way.
+NORM_ROWS, NORM_ROW_BYTES, NORM_WARPS, AHEAD = 4, 2048, 4, 6
+GATHER_BYTES, GATHER_WARPS = 16384, 4
+# Keys that `_choose` reads at once, and how many one program ranks: 1023 to a lane would still be right. For more
+# torch's sort, which has the whole card, should be faster (not measured).
+MIN_CHUNK, MAX_CHUNK, KEYS_PER_THREAD = 256, 4096, 16
+CELLS = 2**20
+
+# What a slot holds: whether a norm is NaN or Inf; whether one is too small to be sure; and how many blocks are stored,
+# where the host does not know.
+STRANGE, SMALL, COUNT = (tl.constexpr(i) for i in range(3))
+
+# Triton does not look at these: neither a size nor an alignment compiles anything anew. Rows of whole 16-byte words are
+# known by UNIT, the elements of such a word; for others it is 1.
+_SIZES = ("rows", "columns", "w_row", "count", "cells", "across", "least")
+_ANYWHERE = ("w", "keys", "where", "indptr", "slot", "indices", "values")
+
+
+@triton.jit
+def _rows(
+    w, offsets, lanes, i, down, rows, w_row,
+    BM: tl.constexpr, UNIT: tl.constexpr, TALL: tl.constexpr, RAGGED: tl.constexpr,
+):  # fmt: skip
+    """TALL rows of block row `i`, from row `down` of it on, in the lanes that are live; None: all of them.
+
+    `offsets` [TALL, .] are those of its first rows from w.
+    """
+    w += offsets + down * w_row
+    if UNIT > 1:
+        w = tl.multiple_of(w, (1, 16))
+    live = lanes
+    if RAGGED:
+        live = lanes & (i * BM + down + tl.arange(0, TALL) < rows)[:, None]
+    if live is None:
+        return tl.load(w)
+    else:
+        return tl.load(w, mask=live, other=0)
+
+
+@triton.jit
+def _there(
+    w, offsets, lanes, i, rows, w_row, BM: tl.constexpr, UNIT: tl.constexpr, TALL: tl.constexpr, RAGGED: tl.constexpr,
+    AHEAD: tl.constexpr,
+):  # fmt: skip
+    """int32: 1 for each lane [.] of `offsets` [TALL, .] that has anything but zeros, of either sign, in BM rows."""
+    bits = tl.core.get_int_dtype(w.dtype.element_ty.primitive_bitwidth, True)
+    found = tl.zeros(offsets.shape, bits)
+    for down in tl.range(0, BM, TALL, num_stages=AHEAD):
+        x = _rows(w, offsets, lanes, i, down, rows, w_row, BM, UNIT, TALL, RAGGED)
+        found |= x.to(bits, bitcast=True) << 1
+    return tl.max((found != 0).to(tl.int32), 0)
+
+
+@triton.jit
+def _note(slot, flags):
+    """Writes 1 if any flag is true."""
+    tl.store(slot + tl.zeros(flags.shape, tl.int32), 1, mask=flags)
+
+
+@triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_ANYWHERE)
+def _norms(
+    w, keys, slot, rows, columns, w_row,
+    SQUARES: tl.constexpr, SURE: tl.constexpr, INFINITY: tl.constexpr,
+    KIND: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, UNIT: tl.constexpr, RAGGED: tl.constexpr,
+    TALL: tl.constexpr, WIDE: tl.constexpr, SIDE: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """SIDE blocks side by side, TALL rows of them a step. A row of a block has WIDE >= BK lanes.
+
+    Keys are of norms if SQUARES. KIND, the dtype of w, keeps apart what was compiled.
+    """
+    across = (columns + (BK - 1)) // BK
+    chunks = (across + (SIDE - 1)) // SIDE
+    i, first = tl.program_id(0) // chunks, tl.program_id(0) % chunks * SIDE
+    w_row, columns = times(w_row, UNIT).to(tl.int64), times(columns, UNIT)
+    lane = tl.arange(0, SIDE * WIDE)
+    column = lane // WIDE * BK + lane % WIDE
+    lanes = None
+    if RAGGED or BK != WIDE or SIDE > 1:
+        lanes = ((lane % WIDE < BK) & (first * BK + column < columns))[None, :]
+    w += i * BM * w_row + first * BK
+    offsets = tl.arange(0, TALL)[:, None] * w_row + column[None, :]
+    block = first + tl.arange(0, SIDE)
+    if SQUARES:
+        sums = tl.zeros(offsets.shape, tl.float64 if w.dtype.element_ty == tl.float64 else tl.float32)
+        for down in tl.range(0, BM, TALL, num_stages=AHEAD):
+            x = _rows(w, offsets, lanes, i, down, rows, w_row, BM, UNIT, TALL, RAGGED).to(sums.dtype)
+            sums += x * x
+        square = tl.sum(tl.reshape(tl.sum(sums, 0), (SIDE, WIDE)), 1)
+        if square.dtype == tl.float64:
+            key = tl.sqrt(square).to(tl.int64, bitcast=True)
+        else:
+            key = tl.sqrt_rn(square).to(tl.int32, bitcast=True)
+        strange = ~(square < float("inf"))
+        key = tl.where(strange, INFINITY, key)
+        if tl.min(tl.where(block < across, key, INFINITY), 0) == 0:
+            # Zeros, or their squares have vanished.
+            there = _there(w, offsets, lanes, i, rows, w_row, BM, UNIT, TALL, RAGGED, AHEAD)
+            key = tl.maximum(key, tl.max(tl.reshape(there, (SIDE, WIDE)), 1).to(key.dtype))
+        _note(slot + STRANGE, strange)
+        _note(slot + SMALL, (key > 0) & (key < SURE))
+    else:
+        there = _there(w, offsets, lanes, i, rows, w_row, BM, UNIT, TALL, RAGGED, AHEAD)
+        key = tl.max(tl.reshape(there, (SIDE, WIDE)), 1)
+    tl.store(keys + (i * across + block), key, mask=block < across)
+
+
+@triton.jit
+def _rank(key, SURE: tl.constexpr):
+    """Those too small to be sure rank alike; zero, and -1 past the last cell, rank below them."""
+    return tl.where(key > 0, tl.maximum(key, SURE), key)
+
+
+@triton.jit
+def _read(keys, begin, cells, UNIT: tl.constexpr, CHUNK: tl.constexpr):
+    """The keys [CHUNK] from `begin` on; -1 past the last cell."""
+    lane = begin + tl.arange(0, CHUNK)
+    source = keys + lane
+    if UNIT > 1:
+        source = tl.multiple_of(source, 16)
+    return tl.load(source, mask=lane < times(cells, UNIT), other=-1)
+
+
+@triton.jit
+def _reach(key, one, two, three):
+    """Whether keys reach each of three, in ten bits each."""
+    return (key >= one).to(tl.int32) + ((key >= two).to(tl.int32) << 10) + ((key >= three).to(tl.int32) << 20)
+
+
+@triton.jit
+def _last(
+    keys, count, cells, UNIT: tl.constexpr, CHUNK: tl.constexpr, SURE: tl.constexpr, INFINITY: tl.constexpr
+):
+    """The key of the last of the `count` largest of `cells` keys, and how many of that key are among them, or more."""
+    own = _rank(_read(keys, 0, cells, UNIT, CHUNK), SURE)
+    highest, lowest = own, tl.where(own < 0, INFINITY, own)
+    for begin in range(CHUNK, cells, CHUNK):
+        key = _rank(_read(keys, begin, cells, UNIT, CHUNK), SURE)
+        highest = tl.maximum(highest, key)
+        lowest = tl.where(key < 0, lowest, tl.minimum(lowest, key))
+    # `reached` keys are at `low` or above, and `beyond` at `high` or above: reached >= count > beyond.
+    low, high = tl.min(lowest, 0), tl.max(highest, 0) + 1
+    reached, beyond = cells, 0
+    while (high - low > 1) & (reached != count):
+        step = (high - low + 3) >> 2
+        one, two, three = low + step, low + 2 * step, low + 3 * step
+        found = _reach(own, one, two, three)
+        for begin in range(CHUNK, cells, CHUNK):
+            found += _reach(_rank(_read(keys, begin, cells, UNIT, CHUNK), SURE), one, two, three)
+        # Three counts of ten bits for each lane become three of 21 bits for all.
+        pair = (found & 1023).to(tl.int64) + ((found >> 10 & 1023).to(tl.int64) << 21)
+        total = tl.sum(pair + ((found >> 20).to(tl.int64) << 42), 0)
+        at_one, at_two, at_three = total & 0x1FFFFF, total >> 21 & 0x1FFFFF, total >> 42
+        over, under = one, at_one  # the first of the three that too few reach
+        if at_one >= count:
+            low, reached, over, under = one, at_one.to(tl.int32), two, at_two
+        if at_two >= count:
+            low, reached, over, under = two, at_two.to(tl.int32), three, at_three
+        if at_three >= count:
+            low, reached, over, under = three, at_three.to(tl.int32), high, total * 0 + beyond
+        if over < high:
+            high, beyond = over, under.to(tl.int32)
+    return low, tl.where(reached == count, count, count - beyond)
+
+
+@triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_ANYWHERE)
+def _choose(
+    keys, where, indptr, slot, least, count, cells, across,
+    RANKED: tl.constexpr, CHECKED: tl.constexpr, SURE: tl.constexpr, INFINITY: tl.constexpr,
+    UNIT: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """A program has `cells` keys in order, of whole block rows of `across` blocks, and stores the `count` largest if
+    RANKED, and otherwise those over `least`. `where` gets the cells that are stored. CHECKED: keys are those of norms.
+    """
+    group = tl.program_id(0)
+    first = group * cells
+    keys += first
+    if RANKED:
+        start = group * count
+        last, wanted = _last(keys, count, cells, UNIT, CHUNK, SURE, INFINITY)
+    else:
+        start = 0
+        last, wanted = least.to(keys.dtype.element_ty), 0
+    above_before, equal_before = 0, 0
+    for begin in range(0, cells, CHUNK):
+        cell = first + begin + tl.arange(0, CHUNK)
+        key = _read(keys, begin, cells, UNIT, CHUNK)
+        rank = _rank(key, SURE) if CHECKED else key
+        above, equal = rank > last, rank == last
+        # One scan counts both: those above in the low half, those that are equal in the high half.
+        both = above.to(tl.int32) + (equal.to(tl.int32) << 16)
+        scan = tl.cumsum(both, 0) - both
+        equals = equal_before + (scan >> 16)
+        stored = above | (equal & (equals < wanted))
+        at = start + above_before + (scan & 0xFFFF) + tl.minimum(equals, wanted)
+        tl.store(where + at, cell, mask=stored)
+        row = cell.to(tl.uint32) // across.to(tl.uint32)
+        tl.store(indptr + row, at, mask=(key >= 0) & (row.to(tl.int32) * across == cell))
+        total = tl.sum(both, 0)
+        above_before += total & 0xFFFF
+        equal_before += total >> 16
+    found = above_before + tl.minimum(equal_before, wanted)
+    if group == tl.num_programs(0) - 1:
+        tl.store(indptr + (first + cells) // across, start + found)
+    if not RANKED:
+        tl.store(slot + COUNT, found)
+
+
+@triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_ANYWHERE)
+def _gather(
+    w, where, indices, values, rows, columns, w_row, count,
+    KIND: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, UNIT: tl.constexpr, RAGGED: tl.constexpr,
+    TALL: tl.constexpr, WIDE: tl.constexpr, SIDE: tl.constexpr,
+):  # fmt: skip
+    """TALL rows of each of SIDE stored blocks, which lie one behind the other in `values`."""
+    PARTS: tl.constexpr = BM // TALL
+    w_row, columns = times(w_row, UNIT), times(columns, UNIT)
+    across = (columns + (BK - 1)) // BK
+    first, down = tl.program_id(0) // PARTS * SIDE, tl.program_id(0) % PARTS * TALL
+    each = first + tl.arange(0, SIDE)
+    column = tl.load(where + each, mask=each < count, other=0) % across
+    tl.store(indices + each, column, mask=(each < count) & (down == 0))
+
+    line, lane = tl.arange(0, SIDE * TALL), tl.arange(0, WIDE)[None, :]
+    block, row = first + line // TALL, down + line % TALL
+    live = block < count
+    cell = tl.load(where + block, mask=live, other=0)
+    row_of_w, column_of_w = cell // across * BM + row, (cell % across * BK)[:, None] + lane
+    inside = live[:, None] & (lane < BK)
+    read = inside
+    if RAGGED:
+        read = inside & (row_of_w < rows)[:, None] & (column_of_w < columns)
+    source = w + ((row_of_w.to(tl.int64) * w_row)[:, None] + column_of_w)
+    if UNIT > 1:
+        source = tl.multiple_of(source, (1, 16))
+    MASKED: tl.constexpr = RAGGED or BK != WIDE or SIDE > 1
+    x = tl.load(source, mask=read, other=0) if MASKED else tl.load(source)
+    target = values + ((block.to(tl.int64) * (BM * BK) + row * BK)[:, None] + lane)
+    tl.store(tl.multiple_of(target, (1, 16)), x, mask=inside)
+
+
+class View(NamedTuple):
+    """How a matrix [M, K] is read in blocks: its grid; rows, columns and elements from row to row; the programs of
+    `_norms`; and what `_norms` and `_gather` are compiled for, from KIND on.
+    """
+
+    block: tuple[int, int]
+    grid: tuple[int, int]
+    sizes: tuple[int, int, int]
+    programs: int
+    norms: tuple[Any, ...]
+    gather: tuple[Any, ...]
+
+
+class Source(NamedTuple):
+    """A matrix, and how it is read."""
+
+    x: Tensor
+    view: View
+
+
+def pack_bsr(w: Tensor, block: tuple[int, int], rule: Rule) -> BSR | None:
+    """The blocks of w [M, K] that `rule` stores, as `convert.from_dense` chooses them. One sync.
+
+    Any float dtype; rows without gaps, of a mask of elements too. None for what the kernels do not take: other strides,
+    sides near 2^31, an empty or lazily negated w, more than CELLS blocks to rank at once; and where norms cannot tell.
+    """
+    mask, source = rule.mask, _source(w, block)
+    if source is None:
+        return None
+    asked, (rows, columns) = source, source.view.grid
+    if mask is not None and tuple(mask.shape) != (rows, columns):
+        asked = _source(mask.view(torch.int8), block)
+    groups = rows if rule.scope == "row" else 1
+    count = None if rule.keep is None else rule.count(rows * columns // groups)
+    if asked is None or (count and rows * columns // groups > CELLS):
+        return None
+
+    free = _free_slot(w.device)
+    slot, event = free
+    if mask is not None and asked is source:
+        keys = mask.to(torch.int32, memory_format=torch.contiguous_format)
+    else:
+        keys = _keys(asked, slot, rule.keep is not None or rule.threshold is not None)
+    # What is known after `_norms` is enough under `keep`: the rest is started, and put together, before the host waits.
+    wait, made = _mark(event, w.device), None
+    indptr, where = _chosen(keys, slot, rule, groups, count)
+    if not count:  # `_choose` writes to the slot, too
+        wait = _mark(event, w.device)
+    if count is not None:
+        made = _gathered(source, indptr, where)
+    wait()
+    strange, small, found = slot.tolist()
+    if strange or small:
+        slot.zero_()
+    _SLOTS[w.device].append(free)
+    where = where if made else where[:found]
+    if strange or (small and _are_unsure(keys, where)):
+        return None
+    made = made or _gathered(source, indptr, where)
+    if asked is not source:
+        made.values.masked_fill_(_gathered(asked, indptr, where).values.view(torch.bool).logical_not_(), 0)
+    return made
+
+
+def _source(x: Tensor, block: tuple[int, int]) -> Source | None:
+    """None for what the kernels do not read."""
+    if x.numel() == 0 or x.is_neg() or not (x.is_cuda or env.interpreting()):
+        return None
+    step, unit = x.stride()
+    if (unit != 1 and x.shape[1] > 1) or step > INT32_MAX or max(x.shape) > SIZE_LIMIT:
+        return None
+    return Source(x, _view(tuple(x.shape), step, x.dtype, x.data_ptr() % 16 == 0, block))
+
+
+@lru_cache(maxsize=1024)
+def _view(
+    shape: tuple[int, int], step: int, dtype: torch.dtype, aligned: bool, block: tuple[int, int]
+) -> View:
+    (rows, columns), unit = shape, 16 // dtype.itemsize
+    if not aligned or step % unit or columns % unit:
+        unit = 1
+    grid = grid_of(shape, block)
+    common = str(dtype), *block, unit, rows % block[0] != 0 or columns % block[1] != 0
+    wide = triton.next_power_of_2(block[1])
+    of_norms = NORM_ROWS, wide, max(1, NORM_ROW_BYTES // dtype.itemsize // wide)
+    of_gather = _tile(block, GATHER_BYTES // dtype.itemsize)
+    programs = grid[0] * -(-grid[1] // of_norms[2])
+    return View(
+        block, grid, (rows, columns, step), programs, (*common, *of_norms, AHEAD), (*common, *of_gather)
+    )
+
+
+def _tile(block: tuple[int, int], elements: int) -> tuple[int, int, int]:
+    """TALL, WIDE and SIDE of a tile of so many elements.
+
+    TALL is a power of two that divides the block's rows, WIDE one that holds its columns.
+    """
+    wide = triton.next_power_of_2(block[1])
+    tall = min(block[0] & -block[0], elements // wide)
+    return tall, wide, elements // (tall * wide)
+
+
+class Slot(NamedTuple):
+    """int32 [3] of pinned memory, where kernels note what they find, and an event of their device. On a CPU: None."""
+
+    memory: Tensor
+    event: torch.cuda.Event | None
+
+
+# The slots of each device that are free, all 0 but for COUNT, and the memory of all that ever were. It is never given
+# back to torch, because a kernel may be about to write to a slot whose call has failed.
+_SLOTS: dict[torch.device, list[Slot]] = defaultdict(list)
+_PINNED: list[Tensor] = []
+
+
+def _free_slot(device: torch.device) -> Slot:
+    try:
+        return _SLOTS[device].pop()
+    except IndexError:
+        on_gpu = device.type == "cuda"
+        with torch.inference_mode(False):
+            _PINNED.append(torch.zeros(64, 3, dtype=torch.int32, device="cpu", pin_memory=on_gpu))
+            first, *rest = (
+                Slot(each, torch.cuda.Event() if on_gpu else None) for each in _PINNED[-1].unbind()
+            )
+        _SLOTS[device] += rest
+        return first
+
+
+def _mark(event: torch.cuda.Event | None, device: torch.device) -> Callable[[], None]:
+    """What waits until the device has done all that is queued on its current stream now."""
+    if event is None:
+        return lambda: None
+    event.record(torch.cuda.current_stream(device))
+    return event.synchronize
+
+
+@lru_cache
+def _bits(x: float, dtype: torch.dtype) -> int:
+    """A float's bits as an integer."""
+    return int(torch.tensor(x, dtype=dtype, device="cpu").view(BITS[dtype][0]))
+
+
+def _floats(keys: torch.dtype) -> torch.dtype:
+    return torch.float64 if keys == torch.int64 else torch.float32
+
+
+@lru_cache
+def _limits(keys: torch.dtype) -> tuple[int, int]:
+    """SURE and INFINITY: the key of the least norm that is sure, and that of infinity."""
+    floats = _floats(keys)
+    return _bits(least_sure(floats), floats), BITS[floats][1]
+
+
+def _keys(source: Source, slot: Tensor, by_norm: bool) -> Tensor:
+    """The keys of the blocks, [Mb, Kb]: of their norms, or 1 where something is there."""
+    x, view = source
+    keys = x.new_empty(view.grid, dtype=torch.int64 if by_norm and x.dtype == torch.float64 else torch.int32)
+    constants = by_norm, *_limits(keys.dtype), *view.norms
+    launch(_norms, x.device, view.programs, (x, keys, slot, *view.sizes), constants, NORM_WARPS)
+    return keys
+
+
+def _are_unsure(keys: Tensor, where: Tensor) -> bool:
+    """Whether one of the cells in `where` has a norm that may be far off: it is small, and not 0. One sync."""
+    stored = keys.view(-1)[where]
+    return bool(((stored > 0) & (stored < _limits(keys.dtype)[0])).any())
+
+
+def _chosen(keys: Tensor, slot: Tensor, rule: Rule, groups: int, count: int | None) -> tuple[Tensor, Tensor]:
+    """indptr [Mb+1], and the cells that are stored: `count` of each group, if that is known."""
+    (rows, columns), (sure, infinity) = keys.shape, _limits(keys.dtype)
+    cells = rows * columns // groups
+    by_norm, least = rule.keep is not None or rule.threshold is not None, 0
+    if rule.threshold is not None:
+        # No norm but 0 ranks below `sure`. So this changes nothing, and gives `least` the width of keys.
+        least = max(_bits(rule.threshold, _floats(keys.dtype)), sure - 1)
+    elif rule.keep is not None:
+        least = infinity
+    indptr = keys.new_empty(rows + 1, dtype=torch.int32)
+    where = keys.new_empty(cells if count is None else groups * count, dtype=torch.int32)
+    chunk = min(MAX_CHUNK, max(MIN_CHUNK, 1 << (cells - 1).bit_length()))
+    args = keys, where, indptr, slot, least, count or 0, cells, columns
+    constants = bool(count), by_norm, sure, infinity, 1 if cells % 4 else 4, chunk
+    launch(_choose, keys.device, groups, args, constants, max(1, chunk // (32 * KEYS_PER_THREAD)))
+    return indptr, where
+
+
+def _gathered(source: Source, indptr: Tensor, where: Tensor) -> BSR:
+    """The matrix of the cells in `where`."""
+    (x, view), count = source, where.numel()
+    indices, values = torch.empty_like(where), x.new_empty((count, *view.block))
+    tall, _, side = view.gather[-3:]
+    programs = view.block[0] // tall * -(-count // side)
+    if programs:
+        args = x, where, indices, values, *view.sizes, count
+        launch(_gather, x.device, programs, args, view.gather, GATHER_WARPS)
+    return BSR.unchecked(BlockPattern.unchecked(view.sizes[:2], view.block, indptr, indices), values)

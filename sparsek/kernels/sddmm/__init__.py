@@ -1,0 +1,1 @@
+"""Kernels of dense x dense at the blocks of a pattern."""

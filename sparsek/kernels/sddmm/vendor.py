@@ -1,0 +1,83 @@
+"""vendor.sddmm: all of X @ Y by torch.matmul (cuBLAS on a GPU), of which the stored blocks are picked. Only by name:
+nothing is densified unasked.
+
+It is in the table so that a plan can say "dense would win here" honestly. Every call allocates the dense product, and
+lets it go again. An element of it has only its own row of X and column of Y, so NaN reaches what it reaches in the
+reference. float32 is multiplied as torch's own TF32 setting says at the time of the call.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sparsek.core import dtypes
+from sparsek.kernels.spmm.vendor_dense import limit_bytes
+from sparsek.matrix.pattern import BlockPattern
+from sparsek.plan.kernel import SddmmKernel
+from sparsek.plan.problem import SddmmProblem
+
+
+@dataclass(frozen=True)
+class DenseConfig:
+    """Nothing to choose: the vendor's library does."""
+
+    def __repr__(self) -> str:
+        return "torch.matmul, then the stored blocks"
+
+
+class VendorSddmm:
+    """Dense matmul. Any device and layout."""
+
+    name = "vendor.sddmm"
+    only_by_name = "it allocates all of X @ Y"
+
+    def why_not(self, p: SddmmProblem) -> list[str]:
+        need, limit = _dense_bytes(p), limit_bytes(p.card)
+        if need > limit:
+            return [f"X @ Y takes {need / 2**30:.1f} GiB; at most {limit / 2**30:.1f} GiB are given to it"]
+        return []
+
+    def default(self, p: SddmmProblem) -> DenseConfig:
+        return DenseConfig()
+
+    def configs(self, p: SddmmProblem) -> Iterable[DenseConfig]:
+        return [DenseConfig()]
+
+    def seconds(self, p: SddmmProblem, c: DenseConfig) -> float:
+        size = dtypes.itemsize(p.dtype)
+        inputs, stored = (p.m + p.n) * p.k * size, p.nnzb * p.block[0] * p.block[1] * size
+        product = max(
+            p.dense_flops / (p.card.tflops[p.rate_name] * 1e12), (inputs + _dense_bytes(p)) / p.card.bandwidth
+        )
+        return product + 2 * stored / p.card.bandwidth + 2 * p.card.launch_seconds
+
+    def prepare(self, p: SddmmProblem, c: DenseConfig, pattern: BlockPattern) -> tuple[Tensor, Tensor]:
+        """Block rows and block columns of the stored blocks, int64."""
+        return pattern.block_rows.long(), pattern.indices.long()
+
+    def launch(
+        self,
+        c: DenseConfig,
+        work: tuple[Tensor, Tensor],
+        x: Tensor,
+        y: Tensor,
+        pattern: BlockPattern,
+        values: Tensor,
+    ) -> None:
+        if values.numel() == 0:
+            return
+        (m, n), (rows, columns), (bm, bn) = pattern.shape, pattern.grid, pattern.block
+        with torch.no_grad():
+            make = x.new_zeros if pattern.is_ragged else x.new_empty
+            dense = make(pattern.padded_shape)
+            torch.matmul(x, y, out=dense[:m, :n])
+            values.copy_(dense.view(rows, bm, columns, bn).transpose(1, 2)[work])
+
+
+def _dense_bytes(p: SddmmProblem) -> int:
+    return p.grid[0] * p.block[0] * p.grid[1] * p.block[1] * dtypes.itemsize(p.dtype)
+
+
+KERNEL: SddmmKernel = VendorSddmm()

@@ -1,0 +1,157 @@
+"""C = A @ B on Hopper for two BSR matrices; C is dense, or BSR with a pattern that is known.
+
+    block (i, j) of C  =  sum over k of  A[i, k] @ B[k, j]  where both are stored
+
+The symbolic phase (plan/matches.py) lists the pairs of every block of C. Then this is hopper.spmm with other lists: a
+tile of C is a block or a part of one, a step is a pair, and B is a stack of blocks where it was a dense matrix. A dense
+C has tiles without a step; they are written as zeros. The work list is made on the device.
+
+What limits it: C is written once and every pair is read from L2. At 12.5 % of blocks of 128 a block of C has one pair
+on average, 64 KB read for 32 KB written and 4.2 MFLOP: memory decides, not the tensor cores.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import product
+
+from torch import Tensor
+
+from sparsek.kernels.lang.gluon import Described, describe, launch_on
+from sparsek.kernels.spgemm.tiles import spgemm_tiles
+from sparsek.kernels.spmm.hopper import SOURCE, Config, spmm_kernel
+from sparsek.kernels.spmm.multiply import deepened
+from sparsek.matrix.bsr import BSR, padding_of, zero_padding
+from sparsek.plan.kernel import SpgemmKernel
+from sparsek.plan.matches import Matches
+from sparsek.plan.plan import arithmetic_seconds, memory_seconds
+from sparsek.plan.problem import SpgemmProblem
+from sparsek.plan.spgemm_schedule import SpgemmTiles
+
+
+@dataclass(frozen=True, eq=False)
+class Work:
+    """A schedule on the device. `placed` keeps lists of pairs as positions among the values of transposed views."""
+
+    tiles: SpgemmTiles
+    ctas: int
+    placed: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def positions(self, side: str, matrix: BSR, listed: Tensor) -> Tensor:
+        """Where the blocks of a list lie among the stored values of `matrix`."""
+        if matrix.order is None:
+            return listed
+        found = self.placed.get(side)
+        if found is not None and found[0] is matrix.order:
+            return found[1]
+        return matrix.order[listed.long()]
+
+
+class HopperSpgemm:
+    """The kernel of hopper.spmm with lists of pairs, behind the planner's protocol."""
+
+    name = "hopper.spgemm"
+
+    def why_not(self, p: SpgemmProblem) -> list[str]:
+        reasons = []
+        if p.card.capability != (9, 0):
+            reasons.append(f"needs a Hopper card (sm_90) for wgmma and TMA, this is {p.card.name}")
+        if p.dtype not in ("bf16", "fp16"):
+            reasons.append(f"multiplies bf16 and fp16, not {p.dtype}")
+        if not p.aligned or (p.dense_out and p.n % 8):
+            reasons.append("TMA needs pointers, and rows of a dense C, that are multiples of 16 bytes")
+        sides = (p.nnzb_a * max(p.a_block), p.nnzb_b * max(p.b_block), p.nnzb_out * p.block[0], p.m, p.n)
+        if max(sides) > 2**31 - 1024:
+            reasons.append("TMA coordinates are 32 bits: all stored blocks' rows must stay 1024 below 2^31")
+        return reasons
+
+    def default(self, p: SpgemmProblem) -> Config:
+        return min(self.configs(p), key=lambda c: self.seconds(p, c))
+
+    def configs(self, p: SpgemmProblem) -> list[Config]:
+        (bm, bn), bk = p.block, p.a_block[1]
+        fits = 1 << (bn - 1).bit_length()
+        columns = fits
+        if fits > (256 if bm > 64 or fits == bn else 128):
+            columns = 256 if bn % 256 == 0 else bn & -bn
+        # (warpgroups below and beside each other, the columns of each)
+        shapes = [(1, 1, columns), (1, 2, columns // 2)] + [(2, 1, columns)] * (bm > 64)
+        found: dict[Config, None] = {}
+        for (wg_m, wg_n, cols), depth in product(shapes, (64, 32)):
+            if cols < 16 or (wg_m * wg_n == 1 and cols > 128) or (wg_n == 2 and min(bn, columns) < columns):
+                continue
+            # A box of 64 reaches over a narrower block, where TMA fills in zeros: cheaper than boxes of 16.
+            width = min(64, depth, bk & -bk) if bk < 64 or p.a_transposed else min(64, depth)
+            pieces = max(1, min(depth // width, 8))
+            c = Config(
+                p.a_block, wg_m, wg_n, cols, width, pieces, 3, a_col=p.a_transposed, b_col=p.b_transposed,
+                every=0, b_stack=True, owned=min(bn, columns), direct=_memory_bound(p),
+            )  # fmt: skip
+            c = deepened(c, p.card.smem_bytes)
+            if c.ctas_per_sm * c.smem_bytes <= p.card.smem_bytes:
+                found[c] = None
+        return list(found)
+
+    def seconds(self, p: SpgemmProblem, c: Config) -> float:
+        """What every SM has to multiply, load and store, each a share of the card, against compulsory traffic."""
+        sms = p.card.sm_count
+        slices = max(1, -(-p.block[0] // c.rows)) * max(1, -(-p.block[1] // c.block_cols))
+        blocks = p.grid[0] * p.grid[1] if p.dense_out else p.nnzb_out
+        depth = c.per_block * c.width
+        mma = c.rows * c.block_cols * depth / (2048 * 1.6e9)
+        fetch = 2 * p.a_block[1] * (c.a_rows + c.block_cols) * sms / p.card.fabric
+        ring = {2: 1.5, 3: 1.25, 4: 1.1}.get(c.stages, 1.0)
+        step = (mma**4 + fetch**4) ** 0.25 * ring
+        stored = 2 * c.rows * c.owned_cols * sms / (0.8 * p.card.bandwidth)
+        fixed = 0.3e-6 / c.ctas_per_sm
+        busy = (p.pairs * slices * step + blocks * slices * (stored + fixed)) / sms
+        longest = p.pairs_max * step
+        traffic = p.compulsory_bytes / (0.85 * p.card.bandwidth)
+        return max(busy, longest, traffic) + p.card.launch_seconds
+
+    def prepare(self, p: SpgemmProblem, c: Config, matches: Matches) -> Work:
+        ctas = p.card.sm_count * c.ctas_per_sm
+        if not p.dense_out and matches.pattern.is_ragged:
+            padding_of(matches.pattern)  # where `launch` writes zeros: looked up once, with a sync
+        tiles = spgemm_tiles(matches, p.dense_out, c.rows, c.block_cols, ctas)
+        return Work(tiles, ctas)
+
+    def place(self, work: Work, a: BSR, b: BSR, matches: Matches) -> None:
+        """Looks up once where the blocks of transposed views lie. Part of planning, never of a captured call."""
+        for side, matrix, listed in (("a", a, matches.left), ("b", b, matches.right)):
+            if matrix.order is not None:
+                work.placed[side] = (matrix.order, matrix.order[listed.long()])
+
+    def launch(self, c: Config, work: Work, a: BSR, b: BSR, matches: Matches, out: Tensor) -> None:
+        if a.nnzb == 0 or b.nnzb == 0:
+            out.zero_()
+            return
+        (bm, bk), bn = a.block, b.block[1]
+        # Blocks of A and B are stacks, in which TMA fills in zeros behind a block's last column or row.
+        if c.a_col:
+            a_desc = Described(a.values, (a.nnzb * bk, bm), (bm, 1), (c.width, 64))
+        else:
+            a_desc = Described(a.values, (a.nnzb * bm, bk), (bk, 1), (c.a_box, c.width))
+        b_box = (1, c.cols, c.width) if c.b_col else (1, c.width, c.cols)
+        b_desc = Described(b.values, tuple(b.values.shape), tuple(b.values.stride()), b_box)
+        if out.dim() == 3:
+            lies = out.view(-1, bn)
+        else:
+            lies = out
+        none = work.tiles.tiles
+        args = (
+            a_desc, b_desc, describe(lies, c.c_shape), *work.tiles, work.positions("b", b, matches.right),
+            work.positions("a", a, matches.left), b.nnzb, a.nnzb, none, 0, 1.0, none,
+            lies, lies.stride(0) // 8, lies.shape[0], lies.shape[1] // 8, 0.0, c, SOURCE,
+        )  # fmt: skip
+        launch_on(out.device, spmm_kernel, work.ctas, args, c.options)
+        if out.dim() == 3:
+            zero_padding(matches.pattern, out)  # zeros of the padding become NaN where they met one
+
+
+def _memory_bound(p: SpgemmProblem) -> bool:
+    """Writing a dense C takes longer than multiplying."""
+    return p.dense_out and memory_seconds(p) > arithmetic_seconds(p)
+
+
+KERNEL: SpgemmKernel = HopperSpgemm()

@@ -1,0 +1,95 @@
+"""vendor.spgemm: A and B written out dense, then torch.matmul (cuBLAS on a GPU); of a BSR C the stored blocks are
+picked. Only by name: nothing is densified unasked.
+
+It is in the table so that a plan can say "dense would win here" honestly. The dense copies are those of vendor.dense:
+shared by all plans, kept as long as the values, renewed when torch has counted a write to them. For a BSR C every call
+allocates the dense product as well, and lets it go again.
+
+A stored zero and a missing block are the same to a dense product: NaN or Inf in a block of A reaches the whole row of
+C, in a block of B the whole column, whether that block has a pair or not. float32 is multiplied as torch's own TF32
+setting says at the time of the call.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sparsek.core import dtypes
+from sparsek.kernels.spmm.vendor_dense import COPYING, dense_copy, limit_bytes
+from sparsek.matrix.bsr import BSR
+from sparsek.plan.kernel import SpgemmKernel
+from sparsek.plan.matches import Matches
+from sparsek.plan.problem import SpgemmProblem
+
+
+@dataclass(frozen=True)
+class DenseConfig:
+    """Nothing to choose: the vendor's library does."""
+
+    def __repr__(self) -> str:
+        return "dense copies of A and B, torch.matmul"
+
+
+class VendorSpgemm:
+    """Dense matmul. Any device; blocks outside the patterns are zeros."""
+
+    name = "vendor.spgemm"
+    only_by_name = "it keeps dense copies of A and B"
+
+    def why_not(self, p: SpgemmProblem) -> list[str]:
+        need, limit = _dense_bytes(p), limit_bytes(p.card)
+        if need > limit:
+            what = "dense copies of A and B" if p.dense_out else "dense copies of A, B and C"
+            return [f"{what} take {need / 2**30:.1f} GiB; at most {limit / 2**30:.1f} GiB are given to them"]
+        return []
+
+    def default(self, p: SpgemmProblem) -> DenseConfig:
+        return DenseConfig()
+
+    def configs(self, p: SpgemmProblem) -> Iterable[DenseConfig]:
+        return [DenseConfig()]
+
+    def seconds(self, p: SpgemmProblem, c: DenseConfig) -> float:
+        size = dtypes.itemsize(p.dtype)
+        moved = (p.m * p.k + p.k * p.n + p.m * p.n) * size
+        product = max(p.dense_flops / (p.card.tflops[p.rate_name] * 1e12), moved / p.card.bandwidth)
+        if p.dense_out:
+            return product + p.card.launch_seconds
+        picked = 2 * p.nnzb_out * p.block[0] * p.block[1] * size
+        return product + picked / p.card.bandwidth + 2 * p.card.launch_seconds
+
+    def notes(self, p: SpgemmProblem, c: DenseConfig) -> list[str]:
+        return ["NaN or Inf in a block of A fills rows of C, in a block of B columns, with or without a pair"]
+
+    def prepare(self, p: SpgemmProblem, c: DenseConfig, matches: Matches) -> tuple[Tensor, Tensor]:
+        """Block rows and block columns of C's stored blocks, int64."""
+        return matches.pattern.block_rows.long(), matches.pattern.indices.long()
+
+    def launch(
+        self, c: DenseConfig, work: tuple[Tensor, Tensor], a: BSR, b: BSR, matches: Matches, out: Tensor
+    ) -> None:
+        if out.numel() == 0:
+            return
+        with torch.no_grad(), COPYING:
+            left, right = dense_copy(a), dense_copy(b)
+            if out.ndim == 2:
+                torch.matmul(left, right, out=out)
+                return
+            pattern = matches.pattern
+            (m, n), (rows, columns), (bm, bn) = pattern.shape, pattern.grid, pattern.block
+            make = out.new_zeros if pattern.is_ragged else out.new_empty
+            dense = make(pattern.padded_shape)
+            torch.matmul(left, right, out=dense[:m, :n])
+            out.copy_(dense.view(rows, bm, columns, bn).transpose(1, 2)[work])
+
+
+def _dense_bytes(p: SpgemmProblem) -> int:
+    """Whole blocks of A and B, and of C where it is not the output."""
+    (mb, nb), kb = p.grid, -(-p.k // p.a_block[1])
+    m, k, n = mb * p.block[0], kb * p.a_block[1], nb * p.block[1]
+    return (m * k + k * n + (0 if p.dense_out else m * n)) * dtypes.itemsize(p.dtype)
+
+
+KERNEL: SpgemmKernel = VendorSpgemm()

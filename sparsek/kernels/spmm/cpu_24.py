@@ -1,0 +1,112 @@
+"""cpu.semi24: C = A @ B on CPU tensors for a Semi24 A, or its transpose, in torch, with an epilogue.
+
+    some rows of A, unpacked        D [r, K]      as many as the cache holds
+    (of A.T: some columns)          C[r]  = epilogue(D @ B)
+
+Every row of C is one dot product over K, so it is rounded once, and A is never there as a whole. What bf16 units and
+`wide` mean for the rounding is told in `spmm/cpu.py`. A NaN or Inf in a row of B reaches every row of C.
+
+Every call unpacks all of A: with few columns of B that is most of its time, and torch's product with the dense matrix,
+where there is room for it, is faster.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from sparsek.core import dtypes
+from sparsek.kernels.spmm.cpu import has_bf16_units
+from sparsek.kernels.spmm.cpu_unpack24 import unpacked
+from sparsek.matrix.semi24 import Semi24
+from sparsek.plan.problem import Semi24Problem
+from sparsek.plan.semi24 import Kernel24
+from sparsek.reference.epilogue import PLAIN, Epilogue
+
+UNPACK_BYTES = 24  # moved for an element of A: its place, in the cache, and what is written
+STEP_SECONDS = 3e-5
+LEAST = 8  # rows or columns of a step; columns come in bytes of metadata
+
+
+@dataclass(frozen=True)
+class CpuConfig:
+    """`step_bytes`: how much of A is unpacked at once. `wide`: 16-bit inputs are multiplied as float32."""
+
+    step_bytes: int = 1 << 21
+    wide: bool = False
+
+    def __repr__(self) -> str:
+        return f"{self.step_bytes >> 10} KiB of A unpacked at a time{', in float32' if self.wide else ''}"
+
+
+class CpuSemi24:
+    """Unpacks A piece by piece. Chosen for CPU tensors, never for CUDA ones."""
+
+    name = "cpu.semi24"
+
+    def why_not(self, p: Semi24Problem) -> list[str]:
+        return [] if p.on_cpu else ["runs on CPU tensors only"]
+
+    def default(self, p: Semi24Problem) -> CpuConfig:
+        return CpuConfig(wide=p.dtype == "fp16" or (p.dtype == "bf16" and not has_bf16_units()))
+
+    def configs(self, p: Semi24Problem) -> Iterable[CpuConfig]:
+        wide = (False, True) if p.dtype in ("bf16", "fp16") else (False,)
+        return [CpuConfig(1 << shift, each) for each in wide for shift in (19, 20, 21, 22)]
+
+    def seconds(self, p: Semi24Problem, c: CpuConfig) -> float:
+        size = 4 if c.wide else dtypes.itemsize(p.dtype)
+        steps = -(-p.m // _side(c, p.k, size))
+        # Units for bf16, which alone is multiplied as it is, are not slower than float32.
+        rate = p.card.tflops["fp64" if p.dtype == "fp64" else "fp32"] * 1e12
+        parts = p.scaled + p.bias + bool(p.activation) + bool(p.combine)
+        moved = UNPACK_BYTES * p.m * p.k + 2 * parts * p.m * p.n * p.batch * 4 + p.compulsory_bytes
+        return p.dense_flops / rate + moved / p.card.bandwidth + steps * STEP_SECONDS
+
+    def prepare(self, p: Semi24Problem, c: CpuConfig, a: Semi24) -> bool:
+        """Whether A stands transposed."""
+        return p.transposed
+
+    def launch(
+        self, c: CpuConfig, work: bool, a: Semi24, b: Tensor, out: Tensor, epilogue: Epilogue = PLAIN
+    ) -> None:
+        if out.numel() == 0:
+            return
+        with torch.no_grad():
+            wanted = torch.float32 if c.wide else a.dtype
+            b = b.to(wanted)
+            by_columns = out.stride(-2) == 1 and out.stride(-1) != 1
+            m, k = out.shape[-2], b.shape[-2]
+            step = _side(c, k, wanted.itemsize)
+            for first in range(0, m, step):
+                rows = slice(first, min(m, first + step))
+                part = _rows_of(a, rows, wanted, work)
+                # What goes out by columns is made by columns: copying it across would be slow.
+                z = torch.matmul(b.mT, part.mT).mT if by_columns else torch.matmul(part, b)
+                if not epilogue.is_plain:
+                    z = _finished(z, rows, epilogue)
+                out[..., rows, :].copy_(z)
+
+
+def _side(c: CpuConfig, k: int, size: int) -> int:
+    """Rows of a step: a multiple of 8."""
+    return max(LEAST, c.step_bytes // max(1, k * size) // LEAST * LEAST)
+
+
+def _rows_of(a: Semi24, rows: slice, dtype: torch.dtype, transposed: bool) -> Tensor:
+    """Some rows of A, or of its transpose, dense."""
+    if not transposed:
+        return unpacked(a.values[rows], a.meta[rows], dtype)
+    values, meta = (slice(rows.start // each, rows.stop // each) for each in (2, 8))
+    return unpacked(a.values[:, values], a.meta[:, meta], dtype).mT
+
+
+def _finished(z: Tensor, rows: slice, epilogue: Epilogue) -> Tensor:
+    """What the epilogue makes of some rows of the product, in float32 or float64."""
+    bias = None if epilogue.bias is None else epilogue.bias[rows]
+    other = None if epilogue.other is None else epilogue.other[..., rows, :]
+    return replace(epilogue, bias=bias, other=other).apply(z.to(torch.promote_types(z.dtype, torch.float32)))
+
+
+KERNEL: Kernel24 = CpuSemi24()

@@ -1,0 +1,75 @@
+"""cpu.bsr24: C = A @ B on CPU tensors for a BSR24 A, or its transpose: its blocks are unpacked, then cpu.spmm.
+
+Every call unpacks all the blocks, into memory of its own that is twice the values. Rows of B under block columns
+without any block never reach C; inside a block a NaN or Inf reaches all its rows.
+"""
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sparsek.core import dtypes
+from sparsek.kernels.spmm import cpu as spmm
+from sparsek.kernels.spmm.cpu import CpuConfig
+from sparsek.kernels.spmm.cpu_24 import UNPACK_BYTES
+from sparsek.kernels.spmm.cpu_unpack24 import unpacked
+from sparsek.matrix.bsr import BSR
+from sparsek.matrix.bsr24 import BSR24
+from sparsek.plan.problem import BSR24Problem
+from sparsek.plan.semi24 import Kernel24
+from sparsek.reference.epilogue import PLAIN, Epilogue
+
+
+class CpuWork24(NamedTuple):
+    """cpu.spmm's work for the unpacked blocks, and whether A stands transposed."""
+
+    product: Any
+    transposed: bool
+
+
+class CpuBsr24:
+    """cpu.spmm of unpacked blocks. Chosen for CPU tensors, never for CUDA ones."""
+
+    name = "cpu.bsr24"
+
+    def why_not(self, p: BSR24Problem) -> list[str]:
+        return [] if p.on_cpu else ["runs on CPU tensors only"]
+
+    def default(self, p: BSR24Problem) -> CpuConfig:
+        return spmm.KERNEL.default(p.unpacked)
+
+    def configs(self, p: BSR24Problem) -> Iterable[CpuConfig]:
+        return spmm.KERNEL.configs(p.unpacked)
+
+    def seconds(self, p: BSR24Problem, c: CpuConfig) -> float:
+        written = UNPACK_BYTES * 2 * p.stored / p.card.bandwidth
+        return spmm.KERNEL.seconds(p.unpacked, c) + written + p.card.launch_seconds
+
+    def notes(self, p: BSR24Problem, c: CpuConfig) -> list[str]:
+        size = 2 * p.stored * dtypes.itemsize(p.dtype)
+        return [f"every call unpacks A's blocks, into {size / 1e6:.3g} MB that it gives back"]
+
+    def prepare(self, p: BSR24Problem, c: CpuConfig, a: BSR24) -> CpuWork24:
+        shown = _turned(
+            BSR.unchecked(a.pattern, a.values), p.transposed
+        )  # of which the pattern is read, and the dtype
+        return CpuWork24(spmm.KERNEL.prepare(p.unpacked, c, shown), p.transposed)
+
+    def launch(
+        self, c: CpuConfig, work: CpuWork24, a: BSR24, b: Tensor, out: Tensor, epilogue: Epilogue = PLAIN
+    ) -> None:
+        if out.numel() == 0:
+            return
+        with torch.no_grad():
+            whole = BSR.unchecked(a.pattern, unpacked(a.values, a.meta, a.dtype))
+            whole = _turned(whole, work.transposed)
+        spmm.KERNEL.launch(c, work.product, whole, b, out, epilogue)
+
+
+def _turned(a: BSR, transposed: bool) -> BSR:
+    return a.T if transposed else a
+
+
+KERNEL: Kernel24 = CpuBsr24()

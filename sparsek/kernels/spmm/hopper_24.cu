@@ -1,0 +1,600 @@
+/* C = act(alpha * (A @ B) + bias[:, None]) on Hopper's sparse tensor cores: A is 2:4, B and C are dense. With COMBINE
+   another matrix is added, times beta (1), or multiplied with that (2).
+
+       one tile of C                       what one step of BK columns brings into a slot of the ring
+       .-------- TN --------.
+       |    warpgroup 0     |  64*MS      A       [TM, BK/2]  the stored values of BK columns
+       |--------------------|             nibbles [TM, BK/4]  which two of four, in the order that wgmma wants
+       |    warpgroup 1     |  64*MS      B       [TN, BK]    or, with B_ROW, [BK, TN]
+       '--------------------'
+         TM = 64*MS*WGS rows              wgmma.sp: D[64, TN] += A24[64, 32] @ B[32, TN]
+
+   A CTA stays on its SM and walks tiles of C. One producer thread fills the ring by TMA (`load`); WGS consumer
+   warpgroups, each with MS slabs of 64 rows, multiply out of it (`multiply`). CLUSTER CTAs take tiles that lie
+   below each other: each brings its part of the B that all need, and multicasts it to all. The finished tile leaves
+   through shared memory, by TMA.
+
+   With LISTS, A is a stack of stored blocks: tiles come from a list of records and every tile has a list of blocks
+   (BSR24). Without it A is one block as large as the matrix.
+
+   The other matrix comes through the ring too: behind a tile's steps, 64 rows in a slot, in the place of B. So it is
+   asked for early and needs no memory or barriers of its own. C may lie over it: what is written was read before.
+
+   What bounds it (H200, 8192^3 bf16, 2026-11-22, docs/lab-notes.md): power, and reads from L2, 7.2 TB/s without any
+   wgmma. So a cluster shares B: CLUSTER 1 has three quarters of the rate of 2.
+
+   With FP8, A and B are e4m3 or e5m2, and a step has 128 columns instead of 64: the same bytes. Tensor cores keep some
+   14 bits of a running FP8 sum, so every PROMOTE steps what they summed is added to float32 sums; with PROMOTE 0 it
+   stays there. A @ B is then times a_scale[row] and b_scale[column].
+
+   Capital names that are not defined here are constants of the compilation: Config.defines in semi24.py, where it also
+   says what a call must be. Sums are float32, in the order of k: the same bits whatever the tile. No include: NVRTC
+   compiles this file as it is. */
+
+#define PTX __device__ __forceinline__
+typedef unsigned short u16; typedef unsigned int u32;
+typedef unsigned long long u64; typedef long long i64;
+
+struct alignas(64) TensorMap { u64 opaque[16]; };
+
+struct Params {
+  const u32* nibbles;    // [slabs of 64 rows of A][chunks of 64 columns][128 threads]
+  const int* tiles;      // LISTS: 8 numbers a tile: first step, end step, row, column of C, -, -, row in the block, -
+  const int* starts;     // LISTS: CTA p does tiles[starts[p]:starts[p+1]]
+  const int* cols;       // LISTS: block column of every step
+  const int* blocks;     // LISTS: stored block of every step
+  const void* bias;      // [m] in C's dtype
+  const float* a_scale;  // FP8: [m], or one number where a_each is 0
+  const float* b_scale;  // FP8: [n], or one number where b_each is 0
+  int m, n, a_each, b_each;
+  int row_groups;        // tiles of CLUSTER * TM rows
+  int col_tiles;
+  int group;             // row groups that are walked together, column by column, so that L2 holds what they share
+  int block_steps;       // steps of BK in one block
+  int chunks;            // chunks of 64 columns in one block, as `nibbles` has them
+  int slabs;             // slabs in all of A
+  int bm, bk;            // LISTS: sides of a block
+  float alpha, beta;
+};
+
+constexpr int TM = 64 * MS * WGS, THREADS = 128 * (WGS + 1);
+constexpr int BK = FP8 ? 128 : 64;                         // columns of A in a slot
+constexpr int CHUNKS = BK / 64;                            // of 64 columns; a thread has a word of nibbles for each
+constexpr int A_BYTES = TM * 64, B_BYTES = TN * 128;       // BK/2 values in a row of A, BK in a column of B
+constexpr int E_BYTES = TM * BK / 8;                       // four bits for four columns
+constexpr int BOX_N = 64, BOX_BYTES = 64 * BOX_N * 2;      // columns of a box of 64 rows of C
+constexpr int BOXES_N = TN / BOX_N, BOXES = MS * BOXES_N;  // boxes side by side, and of a warpgroup's part of a tile
+constexpr int A_AT = 0, B_AT = A_AT + STAGES * A_BYTES;    // where what lies in shared memory
+constexpr int C_AT = B_AT + STAGES * B_BYTES, E_AT = C_AT + WGS * C_BOXES * BOX_BYTES;
+constexpr int FULL_AT = E_AT + STAGES * E_BYTES, EMPTY_AT = FULL_AT + STAGES * 8;
+static_assert(EMPTY_AT + STAGES * 8 <= SMEM_BYTES, "semi24.py counts shared memory differently");
+static_assert(A_BYTES % 1024 == 0 && B_BYTES % 1024 == 0, "swizzled tiles begin at multiples of 1024");
+static_assert(PROMOTE % 2 == 0, "steps go in pairs");
+static_assert(FP8 || !PROMOTE, "16-bit products are summed in float32 as it is");
+static_assert(!FP8 || !B_ROW, "wgmma reads FP8 along K only");
+static_assert(!LISTS || CLUSTER == 1, "tiles below each other have lists of their own");
+
+// ---------------------------------------------------------------------------------------------------- PTX wrappers
+
+PTX void barrier_init(u32 at, u32 count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(at), "r"(count) : "memory");
+}
+
+// Barriers that were initialised are known to TMA and to the other CTAs.
+PTX void barriers_made() {
+  asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
+}
+
+PTX void barrier_expect(u32 at, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes) : "memory");
+}
+
+// Arrives at the barrier that lies at `at` in CTA `rank` of the cluster. It needs no .release.cluster, which would be a
+// fence of all memory in every step: what the barrier guards wgmma and waited for, or threads and fenced, have read.
+PTX void barrier_arrive(u32 at, u32 rank) {
+  if constexpr (CLUSTER == 1)
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(at) : "memory");
+  else
+    asm volatile(
+        "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
+        "mbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(at), "r"(rank) : "memory");
+}
+
+// Until the phase of parity `phase` is over. A fresh barrier passes for parity 1, the phase before its first.
+PTX void barrier_wait(u32 at, u32 phase) {
+  u32 done;
+  do {
+    asm volatile(
+        "{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+        "selp.b32 %0, 1, 0, p;\n}" : "=r"(done) : "r"(at), "r"(phase) : "memory");
+  } while (!done);
+}
+
+PTX void tma_load(u32 to, const TensorMap& map, u32 landed, int x, int y) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
+      ::"r"(to), "l"(&map), "r"(x), "r"(y), "r"(landed) : "memory");
+}
+
+// The same to the same place in every CTA of the cluster; each one's own barrier counts the bytes.
+PTX void tma_load_all(u32 to, const TensorMap& map, u32 landed, int x, int y) {
+  if constexpr (CLUSTER == 1)
+    tma_load(to, map, landed, x, y);
+  else
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
+        " [%0], [%1, {%2, %3}], [%4], %5;"
+        ::"r"(to), "l"(&map), "r"(x), "r"(y), "r"(landed), "h"((u16)((1 << CLUSTER) - 1)) : "memory");
+}
+
+PTX void bulk_load(u32 to, const void* from, u32 bytes, u32 landed) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+      ::"r"(to), "l"(from), "r"(bytes), "r"(landed) : "memory");
+}
+
+PTX void tma_store(const TensorMap& map, u32 from, int x, int y) {
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];"
+               ::"l"(&map), "r"(x), "r"(y), "r"(from) : "memory");
+}
+
+PTX void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// Until shared memory that stores read may be written again.
+PTX void tma_store_wait() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+
+PTX void fence_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+PTX void warpgroup_sync(int wg) { asm volatile("bar.sync %0, 128;" ::"r"(wg + 1) : "memory"); }
+
+// One lane of a whole warp. The compiler knows that it is one, and issues TMA without a loop over lanes.
+PTX bool elected() {
+  u32 yes;
+  asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.b32 %0, 1, 0, p;\n}" : "=r"(yes));
+  return yes;
+}
+
+PTX void cluster_sync() {
+  if constexpr (CLUSTER == 1) asm volatile("bar.sync 0;" ::: "memory");
+  else asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+}
+
+PTX void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+PTX void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+// Until at most N groups are not done.
+template <int N> PTX void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
+}
+
+// The compiler takes x for written here: what reads it stays behind the wait that came before.
+PTX void written_until_here(float& x) { asm volatile("" : "+f"(x)::"memory"); }
+
+// d[64, TN] += A24[64, 32] @ B[32, TN]. `SEL` 0 takes the nibbles of lanes 4i and 4i+1, 1 those of 4i+2 and 4i+3.
+// In FP8 it is A24[64, 64] @ B[64, TN], and takes those of all lanes.
+#define F4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define F16(d, i) F4(d, i), F4(d, i + 4), F4(d, i + 8), F4(d, i + 12)
+#define F32(d, i) F16(d, i), F16(d, i + 16)
+#define TEN(t)                                                                                                         \
+  "%" #t "0, %" #t "1, %" #t "2, %" #t "3, %" #t "4, %" #t "5, %" #t "6, %" #t "7, %" #t "8, %" #t "9, "
+#define THIRTY(a, b, c) TEN(a) TEN(b) TEN(c)
+#define TEXT(x) #x
+#define TEXT_OF(x) TEXT(x)
+#if TN == 256
+#define SUMS(d) F32(d, 0), F32(d, 32), F32(d, 64), F32(d, 96)
+#define SUM_NAMES                                                                                                      \
+  THIRTY(, 1, 2) THIRTY(3, 4, 5) THIRTY(6, 7, 8) THIRTY(9, 10, 11) "%120, %121, %122, %123, %124, %125, %126, %127"
+#define IN(i, after192, after128, after64) "%" #i
+#elif TN == 192
+#define SUMS(d) F32(d, 0), F32(d, 32), F32(d, 64)
+#define SUM_NAMES THIRTY(, 1, 2) THIRTY(3, 4, 5) THIRTY(6, 7, 8) "%90, %91, %92, %93, %94, %95"
+#define IN(after256, i, after128, after64) "%" #i
+#elif TN == 128
+#define SUMS(d) F32(d, 0), F32(d, 32)
+#define SUM_NAMES THIRTY(, 1, 2) THIRTY(3, 4, 5) "%60, %61, %62, %63"
+#define IN(after256, after192, i, after64) "%" #i
+#elif TN == 64
+#define SUMS(d) F32(d, 0)
+#define SUM_NAMES THIRTY(, 1, 2) "%30, %31"
+#define IN(after256, after192, after128, i) "%" #i
+#endif
+#if FP8
+#define TYPE "k64.f32" FP8_TYPE  // ".e4m3.e5m2", of A and B
+#define TURNING ""
+#elif HALF
+#define TYPE "k32.f32.f16.f16"
+#define TURNING ", 0, " IN(132, 100, 68, 36)
+#else
+#define TYPE "k32.f32.bf16.bf16"
+#define TURNING ", 0, " IN(132, 100, 68, 36)
+#endif
+#if C_COL
+#define TURNED ".trans"
+#else
+#define TURNED ""
+#endif
+
+// wgmma reads `nibbles` while it runs: the register must hold them until it was waited for, and nothing in the language
+// says so. See `load_nibbles`.
+template <int SEL>
+PTX void wgmma(float (&d)[TN / 2], u64 a, u64 b, u32 nibbles) {
+  asm volatile(
+      "wgmma.mma_async.sp.sync.aligned.m64n" TEXT_OF(TN) TYPE " {" SUM_NAMES "}, " IN(128, 96, 64, 32)
+      ", " IN(129, 97, 65, 33) ", " IN(130, 98, 66, 34) ", " IN(131, 99, 67, 35) ", 1, 1, 1" TURNING ";"
+      : SUMS(d) : "l"(a), "l"(b), "r"(nibbles), "n"(SEL), "n"(B_ROW));
+}
+
+// x becomes the word at `at`, if `always` is not 0, which the compiler cannot know: so what x held before lives in x's
+// register until this load, and the wgmma that reads it there may still run when this step's barrier is waited for.
+PTX void load_nibbles(u32& x, u32 at, int always) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\n@p ld.shared.b32 %0, [%1];\n}"
+               : "+r"(x) : "r"(at), "r"(always) : "memory");
+}
+
+// Four 8 x 8 matrices; every lane says where one of their rows goes.
+PTX void store_matrix(u32 at, u32 a, u32 b, u32 c, u32 d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4" TURNED ".shared.b16 [%0], {%1, %2, %3, %4};"
+               ::"r"(at), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}
+
+// The other way: pairs as `store_matrix` takes them.
+PTX void load_matrix(u32 (&x)[4], u32 at) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4" TURNED ".shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(at) : "memory");
+}
+
+PTX u32 round_pair(float lower, float upper) {
+  u32 pair;
+  if constexpr (HALF) asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(upper), "f"(lower));
+  else asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(upper), "f"(lower));
+  return pair;
+}
+
+PTX float widen(u16 x) {
+  float y = __uint_as_float((u32)x << 16);
+  if constexpr (HALF) asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
+  return y;
+}
+
+PTX float exp2_of(float x) { asm("ex2.approx.ftz.f32 %0, %0;" : "+f"(x)); return x; }
+PTX float inverse(float x) { asm("rcp.approx.ftz.f32 %0, %0;" : "+f"(x)); return x; }
+PTX float tanh_of(float x) { asm("tanh.approx.f32 %0, %0;" : "+f"(x)); return x; }
+
+PTX u32 cluster_rank() {
+  u32 rank = 0;
+  if constexpr (CLUSTER > 1) asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+// The producer's warpgroup gives registers away, a consumer takes them. Two warpgroups have all they can use as it is.
+PTX void give_registers() { if (WGS > 1) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(LOAD_REGS)); }
+PTX void take_registers() { if (WGS > 1) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MATH_REGS)); }
+
+// ---------------------------------------------------------------------------------------------------- tiles and roles
+
+// The address in a matrix descriptor: 14 bits, in units of 16 bytes. In a cluster the bits above them say whose shared
+// memory it is, and would spill over into the next field.
+__device__ constexpr u64 place(u32 at) { return (at & 0x3FFFF) >> 4; }
+
+// What a matrix descriptor says beside its address: bytes between groups of 8 rows, bytes between panels, swizzle.
+__device__ constexpr u64 described(int group_bytes, int panel_bytes, int swizzle_bytes) {
+  return (u64)(panel_bytes >> 4) << 16 | (u64)(group_bytes >> 4) << 32 | (swizzle_bytes == 128 ? 1ull : 2ull) << 62;
+}
+
+struct Tile {
+  int row, col, first, end;  // of C; of its blocks
+  int in_block;              // row of the tile in its block
+};
+
+// Tile `t` as this CTA has it; all CTAs of a cluster do tiles of the same column and blocks.
+PTX Tile tile_at(const Params& p, int t, int rank) {
+  if constexpr (LISTS) {
+    const int* r = p.tiles + 8 * t;
+    return {r[2], r[3], r[0], r[1], r[6]};
+  } else {
+    const int per_band = p.group * p.col_tiles, band = t / per_band;
+    const int high = min(p.group, p.row_groups - band * p.group);
+    const int col = (t - band * per_band) / high;
+    const int row = band * p.group + (t - band * per_band) - col * high;
+    return {(row * CLUSTER + rank) * TM, col * TN, 0, 1, 0};
+  }
+}
+
+struct Range { int begin, end, by; };
+PTX Range my_tiles(const Params& p) {
+  if constexpr (LISTS)
+    return {p.starts[blockIdx.x], p.starts[blockIdx.x + 1], 1};
+  else
+    return {(int)blockIdx.x / CLUSTER, p.row_groups * p.col_tiles, (int)gridDim.x / CLUSTER};
+}
+
+struct Ring {
+  u32 smem;
+  int slot = 0;
+  u32 phase;
+
+  PTX u32 full() const { return smem + FULL_AT + slot * 8; }
+  PTX u32 empty() const { return smem + EMPTY_AT + slot * 8; }
+  PTX void next() { if (++slot == STAGES) slot = 0, phase ^= 1; }
+};
+
+// One thread: walks the CTA's tiles and, in each, the steps of its blocks, and fills the ring.
+PTX void load(const TensorMap& a_map, const TensorMap& b_map, const TensorMap& other_map, const Params& p, u32 smem,
+              int rank) {
+  Ring ring{smem, 0, 1};  // a fresh barrier passes for parity 1: every slot begins empty
+  const Range tiles = my_tiles(p);
+  for (int t = tiles.begin; t < tiles.end; t += tiles.by) {
+    const Tile tile = tile_at(p, t, rank);
+    int next_col = 0, next_block = 0;
+    if (LISTS && tile.first < tile.end) next_col = p.cols[tile.first], next_block = p.blocks[tile.first];
+    for (int i = tile.first; i < tile.end; i++) {
+      const int a_row = LISTS ? next_block * p.bm + tile.in_block : tile.row;
+      const int k_begin = LISTS ? next_col * p.bk : 0;
+      // Asked for a block early, so that no step waits for it.
+      if (LISTS && i + 1 < tile.end) next_col = p.cols[i + 1], next_block = p.blocks[i + 1];
+      for (int step = 0; step < p.block_steps; step++, ring.next()) {
+        // Until the consumers of every CTA that this slot's B goes to have multiplied what it held.
+        barrier_wait(ring.empty(), ring.phase);
+        const u32 landed = ring.full();
+        barrier_expect(landed, A_BYTES + E_BYTES + B_BYTES);  // all of B, also what other CTAs bring
+        tma_load(smem + A_AT + ring.slot * A_BYTES, a_map, landed, step * (BK / 2), a_row);
+        const int k = k_begin + step * BK;
+        const u32 b = smem + B_AT + ring.slot * B_BYTES;
+        if constexpr (B_ROW) {
+          constexpr int K_PART = BK / CLUSTER;
+#pragma unroll
+          for (int j = 0; j < TN / 64; j++)
+            tma_load_all(b + j * (BK * 128) + rank * (K_PART * 128), b_map, landed, tile.col + j * 64,
+                         k + rank * K_PART);
+        } else {
+          constexpr int N_PART = TN / CLUSTER;
+          tma_load_all(b + rank * (N_PART * 128), b_map, landed, k, tile.col + rank * N_PART);
+        }
+#pragma unroll
+        for (int j = 0; j < TM / 64; j++) {
+          // Below the matrix there are no nibbles, and no row that is stored: any legal ones do.
+          const i64 slab = min(a_row / 64 + j, p.slabs - 1);
+          bulk_load(smem + E_AT + ring.slot * E_BYTES + j * (CHUNKS * 512),
+                    p.nibbles + (slab * p.chunks + step * CHUNKS) * 128, CHUNKS * 512, landed);
+        }
+      }
+    }
+    if constexpr (COMBINE > 0)
+      for (int i = 0; i < MS * WGS; i++, ring.next()) {
+        barrier_wait(ring.empty(), ring.phase);  // as above: other CTAs bring B into this slot, too
+        barrier_expect(ring.full(), B_BYTES);
+#pragma unroll
+        for (int j = 0; j < BOXES_N; j++) {
+          const int row = tile.row + i * 64, col = tile.col + j * BOX_N;
+          const u32 box = smem + B_AT + ring.slot * B_BYTES + j * BOX_BYTES;
+          tma_load(box, other_map, ring.full(), C_COL ? row : col, C_COL ? col : row);
+        }
+      }
+  }
+}
+
+// act(z) in float32. Sigmoid and tanh forms as in kernels/spmm/multiply.py, where their errors are stated.
+PTX float activated(float z) {
+  if constexpr (ACT == 0) return z;
+  if constexpr (ACT == 1) return z < 0.f ? 0.f : z;  // NaN stays
+  float u;                                           // act(z) = z * sigmoid(2u)
+  if constexpr (ACT == 2 && HALF) {                  // gelu
+    const float x = fminf(fmaxf(z, -6.f), 6.f), s = x * x;
+    u = x * fmaf(s, fmaf(s, -0.00035151683f, 0.03700565f), 0.79750788f);
+  } else if constexpr (ACT == 2) {
+    u = z * fmaf(z * z, 0.03470089f, 0.80015708f);
+  } else if constexpr (ACT == 3) {  // gelu_tanh
+    u = z * fmaf(z * z, 0.035677408f, 0.7978846f);
+  } else {  // silu
+    u = 0.5f * z;
+  }
+  return z * (HALF ? inverse(exp2_of(u * -2.8853901f) + 1.f) : fmaf(tanh_of(u), 0.5f, 0.5f));
+}
+
+// What becomes of the sums of rows g and g + 8 of a warp's 16: times `scale`, plus `shift`.
+struct Rows { float scale[2], shift[2]; };
+PTX Rows rows_of(const Params& p, int first, int lane) {
+  Rows rows;
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    const int y = first + 8 * h + lane / 4;
+    rows.scale[h] = SCALED ? p.alpha : 1.f;
+    if (FP8) rows.scale[h] *= p.a_scale[min(y, p.m - 1) * p.a_each];
+    rows.shift[h] = BIAS && y < p.m ? widen(((const u16*)p.bias)[y]) : 0.f;
+  }
+  return rows;
+}
+
+// act(scale * e + shift) of a thread's part of 16 columns from `col` on: of every 8 columns 2q and 2q + 1, e[4j] and
+// e[4j+1] of row g, the next two of row g + 8.
+PTX void finish(float* e, const Params& p, const Rows& rows, int col, int lane) {
+#pragma unroll
+  for (int i = 0; i < 8; i++) {
+    const int h = i / 2 % 2, x = col + 8 * (i / 4) + 2 * (lane % 4) + i % 2;
+    const float scale = FP8 ? rows.scale[h] * p.b_scale[min(x, p.n - 1) * p.b_each] : rows.scale[h];
+    if constexpr (BIAS || SCALED || FP8) e[i] = fmaf(e[i], scale, rows.shift[h]);
+    e[i] = activated(e[i]);
+  }
+}
+
+// Where in a box, which has lines of 128 bytes, swizzled by TMA, the row lies that this lane names to `store_matrix` or
+// `load_matrix`: of the four matrices of 8 x 8 in the warp's 16 rows and 16 columns from 8j on.
+PTX u32 in_box(int j, int warp, int lane) {
+  const int down = (lane / 8) % 2, across = lane / 16;  // two matrices of 8 rows above each other, twice
+  const int line = C_COL ? 8 * (j + across) + lane % 8 : 16 * warp + 8 * down + lane % 8;
+  const int piece = C_COL ? 2 * warp + down : j + across;
+  return line * 128 + ((piece ^ (line & 7)) << 4);
+}
+
+// Finishes a warpgroup's box of 64 x BOX_N sums and joins it with that box of the other matrix.
+PTX void join_box(float* d, u32 other, const Params& p, const Rows& rows, int col, int warp, int lane) {
+#pragma unroll
+  for (int j = 0; j < 8; j += 2) {
+    float* e = d + 4 * j;
+    u32 pairs[4];
+    if constexpr (FP8) __syncwarp();  // or ptxas asks for the scales of all columns at once, and spills
+    load_matrix(pairs, other + in_box(j, warp, lane));
+    finish(e, p, rows, col + 8 * j, lane);
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+      const float with = widen((u16)(pairs[i / 2] >> i % 2 * 16));
+      e[i] = COMBINE == 1 ? fmaf(p.beta, with, e[i]) : e[i] * with;
+    }
+  }
+}
+
+// A warpgroup's box of sums goes to shared memory, rounded and, unless `join_box` did so, finished. A few at a time, so
+// that registers suffice for the activation.
+PTX void stage_box(u32 box, float* d, const Params& p, const Rows& rows, int col, int warp, int lane) {
+#pragma unroll
+  for (int j = 0; j < 8; j += 2) {
+    float* e = d + 4 * j;
+    if constexpr (!COMBINE) finish(e, p, rows, col + 8 * j, lane);
+    store_matrix(box + in_box(j, warp, lane), round_pair(e[0], e[1]), round_pair(e[2], e[3]), round_pair(e[4], e[5]),
+                 round_pair(e[6], e[7]));
+  }
+}
+
+// x += y, and y begins anew.
+template <int M, int N> PTX void add_to(float (&x)[M][N], float (&y)[M][N]) {
+#pragma unroll
+  for (int i = 0; i < M * N; i++) x[i / N][i % N] += y[i / N][i % N], y[i / N][i % N] = 0.f;
+}
+
+// Until all products are in d.
+template <int M, int N> PTX void finish_products(float (&d)[M][N]) {
+  wgmma_wait<0>();
+#pragma unroll
+  for (int i = 0; i < M * N; i++) written_until_here(d[i / N][i % N]);
+}
+
+// Consumer warpgroup `wg`: its 64*MS rows of every tile.
+PTX void multiply(const TensorMap& c_map, const Params& p, u32 smem, int wg, int rank) {
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0) % 4, lane = threadIdx.x % 32;
+  const bool leader = threadIdx.x % 128 == 0;
+  constexpr u64 A_DESC = described(512, 16, 64);
+  constexpr u64 B_DESC = B_ROW ? described(1024, BK * 128, 128) : described(1024, 16, 128);
+  const u32 a_ring = smem + A_AT + wg * (MS * 4096), b_ring = smem + B_AT;
+  const u32 e_ring = smem + E_AT + wg * (MS * CHUNKS * 512) + (threadIdx.x % 128) * 4;
+  const u32 stage = smem + C_AT + wg * (C_BOXES * BOX_BYTES);
+
+  Ring ring{smem, 0, 0};
+  u32 before = 0;  // barrier of the slot that the step before read
+  auto multiply_step = [&](float (&d)[MS][TN / 2], u32 (&nibbles)[MS][CHUNKS], int step) {
+    barrier_wait(ring.full(), ring.phase);  // until A, B and nibbles of this step have landed
+    const u32 a = a_ring + ring.slot * A_BYTES, b = b_ring + ring.slot * B_BYTES;
+#pragma unroll
+    for (int m = 0; m < MS; m++)
+#pragma unroll
+      for (int c = 0; c < CHUNKS; c++)
+        load_nibbles(nibbles[m][c], e_ring + ring.slot * E_BYTES + (m * CHUNKS + c) * 512, p.m);
+    wgmma_fence();  // the registers are written before wgmma reads them
+#pragma unroll
+    for (int s = 0; s < 2; s++) {  // halves of the slot
+      const u64 b_desc = B_DESC | place(b + (B_ROW ? s * 4096 : s * 64));
+#pragma unroll
+      for (int m = 0; m < MS; m++) {
+        const u64 a_desc = A_DESC | place(a + m * 4096 + s * 32);
+        if (s == 1 && !FP8) wgmma<1>(d[m], a_desc, b_desc, nibbles[m][0]);
+        else wgmma<0>(d[m], a_desc, b_desc, nibbles[m][s % CHUNKS]);
+      }
+    }
+    wgmma_commit();
+    wgmma_wait<1>();  // until the step before is multiplied: its slot is free; this step's wgmma run on
+    if (step > 0 && lane < CLUSTER) barrier_arrive(before, lane);
+    before = ring.empty();
+    ring.next();
+  };
+  // wgmma in flight reads nibbles of its step, so two steps have registers of their own: those of a step are written
+  // again two steps later, when the wait of the step between has seen its wgmma done.
+  u32 nibbles[2][MS][CHUNKS] = {};
+  const Range tiles = my_tiles(p);
+  for (int t = tiles.begin; t < tiles.end; t += tiles.by) {
+    const Tile tile = tile_at(p, t, rank);
+    const int steps = (tile.end - tile.first) * p.block_steps;
+    const int row = tile.row + wg * (64 * MS);
+    float d[MS][TN / 2] = {}, sums[MS][TN / 2] = {};  // of this tile alone: nothing is kept for the next
+#pragma unroll 1
+    for (int step = 0; step < steps;) {
+      multiply_step(d, nibbles[0], step);
+      if (++step == steps) break;
+      multiply_step(d, nibbles[1], step);
+      ++step;
+      if constexpr (PROMOTE > 0)
+        if (step % (PROMOTE ? PROMOTE : 2) == 0) {  // the compiler looks at it with PROMOTE 0 too
+          finish_products(d);  // also those of this step: the other warpgroup multiplies meanwhile
+          add_to(sums, d);
+        }
+    }
+    Rows rows[MS];  // asked for before the last products are there
+#pragma unroll
+    for (int m = 0; m < MS; m++) rows[m] = rows_of(p, row + 64 * m + 16 * warp, lane);
+    finish_products(d);
+    if (steps > 0 && lane < CLUSTER) barrier_arrive(before, lane);
+    if (PROMOTE) add_to(d, sums);
+    if constexpr (COMBINE > 0) {
+#pragma unroll 1
+      for (int w = 0; w < WGS; w++)
+#pragma unroll
+        for (int m = 0; m < MS; m++, ring.next()) {
+          // Until 64 rows of the other matrix have landed; for those of the other warpgroup, too: who skips a phase
+          // would take the one before it for the one after it.
+          barrier_wait(ring.full(), ring.phase);
+          if (w == wg)
+#pragma unroll
+            for (int i = 0; i < BOXES_N; i++)
+              join_box(d[m] + i * (BOX_N / 2), b_ring + ring.slot * B_BYTES + i * BOX_BYTES, p, rows[m],
+                       tile.col + i * BOX_N, warp, lane);
+          fence_proxy();  // threads have read what TMA will write
+          __syncwarp();   // all lanes have
+          if (lane < CLUSTER) barrier_arrive(ring.empty(), lane);
+        }
+    }
+
+#pragma unroll
+    for (int begin = 0; begin < BOXES; begin += C_BOXES) {
+      if (leader) tma_store_wait();  // until the boxes before have been read
+      warpgroup_sync(wg);            // everyone waits for that
+#pragma unroll
+      for (int i = begin; i < BOXES && i < begin + C_BOXES; i++)
+        stage_box(stage + (i - begin) * BOX_BYTES, d[i / BOXES_N] + i % BOXES_N * (BOX_N / 2), p, rows[i / BOXES_N],
+                  tile.col + i % BOXES_N * BOX_N, warp, lane);
+      fence_proxy();       // TMA is to read what was just written
+      warpgroup_sync(wg);  // until all four warps have written
+      if (leader) {
+#pragma unroll
+        for (int i = begin; i < BOXES && i < begin + C_BOXES; i++) {
+          const int y = row + i / BOXES_N * 64, x = tile.col + i % BOXES_N * BOX_N;
+          tma_store(c_map, stage + (i - begin) * BOX_BYTES, C_COL ? y : x, C_COL ? x : y);
+        }
+        tma_store_commit();
+      }
+    }
+  }
+  if (leader) tma_store_wait();  // shared memory must live until the last box is read
+}
+
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
+    semi24_kernel(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
+                  const __grid_constant__ TensorMap c_map, const __grid_constant__ Params p,
+                  const __grid_constant__ TensorMap other_map) {
+  extern __shared__ __align__(1024) unsigned char shared[];
+  const u32 smem = (u32)__cvta_generic_to_shared(shared);
+  const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
+  const u32 rank = cluster_rank();
+  if (threadIdx.x == 0) {
+    if (smem % 1024) __trap();
+    for (int i = 0; i < STAGES; i++) {
+      barrier_init(smem + FULL_AT + 8 * i, 1);
+      barrier_init(smem + EMPTY_AT + 8 * i, 4 * WGS * CLUSTER);  // one lane of every consumer warp
+    }
+    barriers_made();
+  }
+  cluster_sync();  // until the barriers of every CTA are there
+  if (group == 0) {
+    give_registers();
+    if (threadIdx.x < 32 && elected()) load(a_map, b_map, other_map, p, smem, rank);
+    cluster_sync();  // the other CTA may still write here and arrive at barriers here
+  } else {
+    take_registers();
+    multiply(c_map, p, smem, group - 1, rank);
+    cluster_sync();
+  }
+}

@@ -1,0 +1,513 @@
+"""C = act(alpha * (A @ B) + bias[:, None]) for a Semi24 A on Hopper's sparse tensor cores: the host's side.
+
+Another matrix may be added to that or multiplied with it, as `reference.epilogue` says; it lies as C does.
+
+The kernel, semi24.cu, is CUDA C++, because Gluon has no wgmma.sp. It is compiled by NVRTC when it is first used
+(lang/nvrtc.py) and launched through the driver (lang/launch.py). What it reads of A:
+
+    values [M, K/2]    as they are stored, by TMA
+    nibbles            the metadata in the order in which threads hand them to wgmma, one word a thread for 64 columns;
+                       as large as `meta`, made at the first plan of a matrix, kept as long as its metadata lives
+
+wgmma.sp multiplies stored values only, so a NaN in a row of B reaches the rows of C whose groups name that row. Sums
+are float32 in the order of k, whatever the config: the same bits.
+
+8192^3 in bf16 on an H200 (2026-11-22): 1068 dense-equivalent TFLOPS for x @ W.T, 1.00 of the best algorithm and layout
+of cuSPARSELt and 1.62 of cuBLAS; 1086 for A @ B, 1.01 and 1.62 of them. What L2 gives bounds it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from itertools import product
+from pathlib import Path
+from threading import RLock
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from sparsek.core.device import H200
+from sparsek.core.errors import InvalidInput
+from sparsek.kernels.lang import launch as driver
+from sparsek.kernels.lang import nvrtc
+from sparsek.kernels.lang.launch import Boxed, Launch
+from sparsek.kernels.lang.memo import Kept
+from sparsek.matrix.bsr24 import BSR24
+from sparsek.matrix.semi24 import Semi24
+from sparsek.plan.kernel import beside
+from sparsek.plan.problem import Problem24, ScaledProblem, Semi24Problem
+from sparsek.plan.semi24 import Kernel24
+from sparsek.reference.epilogue import ACTIVATIONS, COMBINES, PLAIN, Epilogue
+
+SOURCE = Path(__file__).with_name("semi24.cu")
+ENTRY = "semi24_kernel"
+OPTIONS = ("--gpu-architecture=sm_90a", "--std=c++17", "-lineinfo")
+ACTS, JOINS = tuple(ACTIVATIONS), ("", *COMBINES)  # a number for each in the kernel
+BOX_BYTES = 8192  # 64 rows and 64 columns of C
+REMEMBERED = 64  # launches with their tensor maps, of one plan; a batch has as many as items
+
+
+@dataclass(frozen=True)
+class Config:
+    """A compiled kernel: tiles of 64*ms*wgs x tn, `stages` slots of `bk` columns of A in shared memory.
+
+    `cluster` CTAs share what they load of B. `boxes` of a warpgroup's part of C are staged at once. `group` rows of
+    tiles, each of a cluster, are walked together. `half`: C is fp16, and so is what is not in FP8. `fp8` names the
+    types of A and B, ".e4m3.e5m2"; sums leave the tensor core every `promote` steps, an even number, or not before the
+    end (0).
+    """
+
+    wgs: int = 2
+    ms: int = 1
+    tn: int = 256
+    stages: int = 4
+    cluster: int = 2
+    boxes: int = 2
+    group: int = 8
+    b_row: bool = False
+    c_col: bool = False
+    half: bool = False
+    lists: bool = False
+    scaled: bool = False
+    bias: bool = False
+    activation: str = ""
+    combine: str = ""
+    fp8: str = ""
+    promote: int = 0
+
+    def __post_init__(self) -> None:
+        if self.group < 1:
+            raise InvalidInput(
+                f"group is how many rows of tiles are walked together, 1 or more, not {self.group}"
+            )
+
+    @property
+    def tm(self) -> int:
+        return 64 * self.ms * self.wgs
+
+    @property
+    def bk(self) -> int:
+        """Columns of A in a slot."""
+        return 128 if self.fp8 else 64
+
+    @property
+    def a_row(self) -> int:
+        """Bytes of a row of A in a slot, with its nibbles."""
+        return 64 + self.bk // 8
+
+    @property
+    def stage_bytes(self) -> int:
+        """A, B, nibbles, and two barriers."""
+        return self.tm * self.a_row + self.tn * 128 + 16
+
+    @property
+    def smem(self) -> int:
+        return self.stages * self.stage_bytes + self.wgs * self.boxes * BOX_BYTES
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.wgs + 1)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of C."""
+        return torch.float16 if self.half else torch.bfloat16
+
+    @property
+    def defines(self) -> list[str]:
+        """The constants of semi24.cu."""
+        names = {
+            "WGS": self.wgs, "MS": self.ms, "TN": self.tn, "STAGES": self.stages,
+            "CLUSTER": self.cluster, "C_BOXES": self.boxes, "B_ROW": int(self.b_row),
+            "C_COL": int(self.c_col), "HALF": int(self.half), "LISTS": int(self.lists),
+            "SCALED": int(self.scaled), "BIAS": int(self.bias), "ACT": ACTS.index(self.activation),
+            "COMBINE": JOINS.index(self.combine),
+            "FP8": int(bool(self.fp8)), "PROMOTE": self.promote, "SMEM_BYTES": self.smem,
+            "LOAD_REGS": 56 if self.lists else 40, "MATH_REGS": 224 if self.lists else 232,
+        }  # fmt: skip
+        named = [f"-D{name}={value}" for name, value in names.items()]
+        return [*named, f'-DFP8_TYPE="{self.fp8}"'] if self.fp8 else named
+
+    def deepened(self, smem: int) -> Config:
+        """With as many stages as fit into `smem` bytes, 8 at most."""
+        room = (smem - self.wgs * self.boxes * BOX_BYTES) // self.stage_bytes
+        return replace(self, stages=min(8, room))
+
+    def __str__(self) -> str:
+        shape = f"tile {self.tm}x{self.tn} for {self.wgs} warpgroups, {self.stages} stages"
+        more = ("cluster", "boxes", "group", "b_row", "c_col", "half", "lists", "scaled", "bias")
+        flags = [f"{name} {getattr(self, name)}" for name in more if getattr(self, name)]
+        sums = f"float32 sums every {self.promote} steps" if self.promote else "the tensor core's own sums"
+        eight = [f"FP8 {self.fp8}, {sums}"] if self.fp8 else []
+        return ", ".join([shape, *flags, *filter(None, (self.activation, self.combine)), *eight])
+
+    __repr__ = __str__
+
+
+def code_of(c: Config) -> bytes:
+    """The cubin of `c`."""
+    return nvrtc.compiled(SOURCE.read_text(encoding="utf-8"), SOURCE.name, [*OPTIONS, *_compiled(c).defines])
+
+
+def _compiled(c: Config) -> Config:
+    """`c` without what is not compiled in."""
+    return replace(c, group=1)
+
+
+@cache
+def _function(c: Config, device: int) -> ctypes.c_void_p:
+    return driver.function(code_of(c), ENTRY, c.smem, device)
+
+
+class Params(ctypes.Structure):
+    """As in semi24.cu."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("nibbles", "tiles", "starts", "cols", "blocks", "bias")),
+        *((name, ctypes.c_void_p) for name in ("a_scale", "b_scale")),
+        *(
+            (name, ctypes.c_int)
+            for name in ("m", "n", "a_each", "b_each", "row_groups", "col_tiles", "group")
+        ),
+        *((name, ctypes.c_int) for name in ("block_steps", "chunks", "slabs", "bm", "bk")),
+        ("alpha", ctypes.c_float),
+        ("beta", ctypes.c_float),
+    ]
+
+
+def in_wgmma_order(meta: Tensor, fp8: bool = False) -> Tensor:
+    """uint8 [M, K/8] nibbles -> int32 [ceil(M/64), 2*ceil(K/128), 128], the word of every thread of a warpgroup.
+
+    Word of thread 32w + 4g + 2s + h for 64 columns: of the 32 columns s, 16 columns h, rows 16w + g (low half) and
+    16w + g + 8 (high half), four groups each. So lanes 4g, 4g + 1 serve the first wgmma of 32 columns (selector 0) and
+    lanes 4g + 2, 4g + 3 the second (selector 1). In FP8, where one wgmma takes 64 columns: of thread 32w + 4g + 2h + r
+    the 32 columns h of row 16w + g + 8r. Padding is the nibble of columns 0 and 1.
+    Source: PTX ISA, wgmma.mma_async.sp, metadata for .f16/.bf16 and for .e4m3/.e5m2.
+    """
+    m, bytes_ = meta.shape
+    slabs, chunks = -(-m // 64), -(-bytes_ // 16) * 2
+    if not meta.numel():
+        return meta.new_empty((slabs, chunks, 128), dtype=torch.int32)
+    if (m, bytes_) != (slabs * 64, chunks * 8):
+        whole = meta.new_full((slabs * 64, chunks * 8), 0x44)
+        whole[:m, :bytes_] = meta
+        meta = whole
+    columns = meta.view(torch.int32 if fp8 else torch.int16)
+    each = columns.view(slabs, 4, 2, 8, chunks, -1)  # slab, w, row + 8, g, chunk, columns
+    return each.permute(0, 4, 1, 3, 5, 2).contiguous().view(torch.int32).view(slabs, chunks, 128)
+
+
+# meta -> Kept, in 16 bits and in FP8
+_NIBBLES: tuple[WeakTensorKeyDictionary, WeakTensorKeyDictionary] = (
+    WeakTensorKeyDictionary(),
+    WeakTensorKeyDictionary(),
+)
+# A thread that is given nibbles is given the event of these nibbles, not that of those before.
+_one_thread = RLock()
+
+
+def _kept(meta: Tensor, fp8: bool) -> Kept:
+    found: Any = _NIBBLES[fp8].get(meta)
+    if found is None:
+        found = _NIBBLES[fp8][meta] = Kept()
+    return found
+
+
+class Scales(NamedTuple):
+    """Of FP8 operands, float32: `a` [M] or [], `b` [..., N] or []."""
+
+    a: Tensor
+    b: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Lists:
+    """Tiles of a block-sparse A, int32 on the device, as Params has them; `block` is (bm, bk)."""
+
+    tiles: Tensor
+    starts: Tensor
+    cols: Tensor
+    blocks: Tensor
+    block: tuple[int, int]
+    ctas: int
+
+
+@dataclass(frozen=True, eq=False)
+class Work:
+    """Where the planned matrix has its nibbles, the lists of a BSR24, and launches that were made ready.
+
+    Launches, one for each item of a batch, may be repeated while pointers and strides are the same: they hold nothing
+    else. `meta` and `kept` are weak: a plan of many matrices keeps the nibbles of none alive.
+    """
+
+    sms: int
+    fp8: bool
+    meta: Callable[[], Tensor | None]
+    kept: Callable[[], Kept | None]
+    lists: Lists | None = None
+    launches: dict[tuple[Any, ...], list[Launch]] = field(default_factory=dict)
+
+    def nibbles(self, a: Semi24 | BSR24) -> Tensor:
+        """Of `a`, which may be another matrix than the one that was planned."""
+        with _one_thread:
+            kept = self.kept() if self.meta() is a.meta else None
+            kept = _kept(a.meta, self.fp8) if kept is None else kept
+            return kept.of(lambda: in_wgmma_order(a.meta.view(-1, a.meta.shape[-1]), self.fp8), a.meta)
+
+
+def prepared(p: Problem24, c: Config, a: Semi24 | BSR24, lists: Lists | None = None) -> Work:
+    """Orders the nibbles of `a` and, on a GPU, loads the kernel, both once."""
+    fp8 = bool(c.fp8)
+    work = Work(p.card.sm_count, fp8, weakref.ref(a.meta), weakref.ref(_kept(a.meta, fp8)), lists)
+    with torch.no_grad(), torch.cuda.device_of(a.values):
+        work.nibbles(a)
+        if a.values.is_cuda:
+            _function(_compiled(c), a.values.device.index)
+    return work
+
+
+def launch(
+    c: Config,
+    work: Work,
+    a: Semi24 | BSR24,
+    b: Tensor,
+    out: Tensor,
+    epilogue: Epilogue,
+    scales: Scales | None = None,
+) -> None:
+    """C into `out` [..., M, N] from `b` [..., K, N], on torch's current stream; no sync."""
+    if out.numel() == 0:
+        return
+    index = b.device.index
+    if index != torch.cuda.current_device():
+        with torch.cuda.device(index):
+            return launch(c, work, a, b, out, epilogue, scales)
+    nibbles = work.nibbles(a)
+    stream = torch._C._cuda_getCurrentRawStream(index)
+    a_scale, b_scale = (None, None) if scales is None else scales
+    shared, of_items = (nibbles, a.values, epilogue.bias, a_scale), (b, out, epilogue.other, b_scale)
+    key = (
+        *(None if x is None else x.data_ptr() for x in (*shared, *of_items)),
+        *(None if x is None else x.stride() for x in of_items),
+        *(float(epilogue.alpha), float(epilogue.beta), stream, index),
+    )
+    ready = work.launches.get(key)
+    if ready is None:
+        items = list(np.ndindex(*b.shape[:-2]))
+        if (len(work.launches) + 1) * len(items) > REMEMBERED:
+            work.launches.clear()
+        driver.enter(index)  # in a new thread torch may not have done so yet
+        function, ready = _function(_compiled(c), index), []
+        for at in items:
+            b_one, c_one, other = b[at], out[at], None if epilogue.other is None else epilogue.other[at]
+            params, grid = told(c, work, nibbles, b_one, c_one, epilogue, _item(scales, at))
+            maps = [driver.tensor_map(each) for each in boxes(c, a.values, b_one, c_one, other)]
+            # Where no other matrix is, C's map stands for it; the kernel does not look at it.
+            arguments = [*maps[:3], params, maps[-1]]
+            ready.append(Launch(function, grid, c.threads, c.smem, index, stream, arguments))
+        work.launches[key] = ready
+    for each in ready:
+        each()
+
+
+def _item(scales: Scales | None, at: tuple[int, ...]) -> Scales | None:
+    """Of one item of a batch."""
+    return Scales(scales.a, scales.b[at]) if scales is not None and scales.b.ndim else scales
+
+
+def told(
+    c: Config,
+    work: Work,
+    nibbles: Tensor,
+    b: Tensor,
+    out: Tensor,
+    epilogue: Epilogue,
+    scales: Scales | None = None,
+) -> tuple[Params, int]:
+    """What the kernel is told beside tensor maps, and how many CTAs there are."""
+    (k, n), (m, _), lists = b.shape, out.shape, work.lists
+    p = Params(nibbles=nibbles.data_ptr(), m=m, n=n, group=c.group)
+    p.alpha, p.beta = float(epilogue.alpha), float(epilogue.beta)
+    p.bias = None if epilogue.bias is None else epilogue.bias.data_ptr()
+    if scales is not None:
+        p.a_scale, p.a_each = scales.a.data_ptr(), scales.a.ndim
+        p.b_scale, p.b_each = scales.b.data_ptr(), scales.b.ndim
+    p.row_groups, p.col_tiles = -(-m // (c.tm * c.cluster)), -(-n // c.tn)
+    p.slabs, p.chunks = nibbles.shape[:2]
+    if lists is None:
+        p.block_steps = -(-k // c.bk)
+        return p, min(p.row_groups * p.col_tiles, work.sms // c.cluster) * c.cluster
+    p.bm, p.bk = lists.block
+    p.block_steps = lists.block[1] // c.bk
+    for name in ("tiles", "starts", "cols", "blocks"):
+        setattr(p, name, getattr(lists, name).data_ptr())
+    return p, lists.ctas
+
+
+def boxes(c: Config, values: Tensor, b: Tensor, out: Tensor, other: Tensor | None = None) -> list[Boxed]:
+    """A, B [K, N] and C [M, N] as TMA sees them, and the other matrix, if there is one."""
+    half = values.shape[-1]
+    a_box = Boxed(values.data_ptr(), values.dtype, (half, values.numel() // half), half, (c.bk // 2, c.tm))
+    b_lies, b_box = (b, (64, 64 // c.cluster)) if c.b_row else (b.mT, (c.bk, c.tn // c.cluster))
+    like_c = [_by_rows(x.mT if c.c_col else x, (64, 64)) for x in (out, other) if x is not None]
+    return [a_box, _by_rows(b_lies, b_box), *like_c]
+
+
+def _by_rows(x: Tensor, box: tuple[int, int]) -> Boxed:
+    """A row-major matrix. Only one row may have any stride, and gets one that TMA takes."""
+    rows, columns = x.shape
+    return Boxed(
+        x.data_ptr(), x.dtype, (columns, rows), x.stride(0) if rows > 1 else -(-columns // 8) * 8, box
+    )
+
+
+def why_not(p: Problem24, dtype: str) -> list[str]:
+    """Reasons that Semi24 and BSR24 share: of the machine, then of the problem. `dtype` is C's."""
+    reasons = []
+    if p.card.capability != (9, 0):
+        reasons.append(f"needs a Hopper card (sm_90) for wgmma.sp and TMA, this is {p.card.name}")
+    elif torch.cuda.is_available() and nvrtc.library() is None:
+        reasons.append("NVRTC, which compiles it, is not here: install nvidia-cuda-nvrtc or set $NVRTC")
+    if dtype not in ("bf16", "fp16"):
+        reasons.append(f"makes C in bf16 and fp16, not {dtype}")
+    if p.transposed:
+        reasons.append(
+            "A stands transposed, and its pairs then lie along the rows of C, where no tensor core takes them"
+        )
+    if not p.aligned:
+        alike = ", and another matrix that lies as C does" if p.combine else ""
+        reasons.append(f"TMA needs pointers and leading strides that are multiples of 16 bytes{alike}")
+    row = p.m if p.out_layout == "col" else p.n
+    if row % 8:
+        reasons.append(f"TMA writes whole 16 bytes, so a row of C must hold a multiple of 8, not {row}")
+    if p.b_layout == "strided":
+        reasons.append("TMA reads a row-major B or its transpose view; this B has gaps between its elements")
+    if max(p.m, p.k, p.n) > 2**31 - 1024:
+        reasons.append("TMA coordinates are 32 bits: M, K and N must stay 1024 below 2^31")
+    return reasons
+
+
+# (wgs, ms, tn, boxes) of tiles, largest first.
+SHAPES = (
+    (2, 1, 256, 2), (2, 2, 128, 2), (2, 1, 128, 2), (1, 1, 256, 2), (2, 1, 64, 1), (1, 1, 128, 2), (1, 1, 64, 1),
+)  # fmt: skip
+# In FP8 there are two sums for each element, one of them the tensor core's, unless `fast_accum` leaves it alone.
+SHAPES_FP8 = ((2, 1, 192, 3), (2, 1, 128, 2), (1, 1, 128, 2), (2, 1, 64, 1), (1, 1, 64, 1))
+PROMOTE = 4
+# What L2 gives where no CTAs share, dense-equivalent FLOP, and the port of shared memory, 128 bytes a cycle: fitted to
+# 50 layers on an H200 (2026-11-22), most of which end before the card runs into its power limit.
+L2_BYTES_PER_SECOND = 9.6e12
+FLOPS_PER_SECOND = 1270e12
+CYCLES_PER_SECOND = 2.1e9
+TILE_SECONDS = 0.8e-6  # beginning, ending and storing a tile of 128 x 256
+JOIN_SECONDS = 0.7e-6  # finishing one with another matrix, as hopper.spmm has it
+
+
+def tiles_of(p: Problem24, clusters: Sequence[int], lists: bool = False) -> Iterator[Config]:
+    """Every tile of SHAPES for `p`, with as many stages as fit, alone and in clusters."""
+    flags: dict[str, Any] = {
+        "lists": lists,
+        "b_row": p.b_layout == "row",
+        "c_col": p.out_layout == "col",
+        "half": p.dtype == "fp16",
+        "scaled": p.scaled,
+        "bias": p.bias,
+        "activation": p.activation,
+        "combine": p.combine,
+    }
+    shapes = SHAPES
+    if isinstance(p, ScaledProblem):
+        shapes, flags["half"] = SHAPES if p.fast_accum else SHAPES_FP8, p.out_dtype == "fp16"
+        flags |= {"fp8": f".{p.dtype}.{p.b_dtype}", "promote": 0 if p.fast_accum else PROMOTE}
+    for (wgs, ms, tn, staged), cluster in product(shapes, clusters):
+        c = Config(wgs, ms, tn, 2, cluster, staged, **flags)
+        c = c.deepened(p.card.smem_bytes)
+        if c.stages >= 2:
+            yield c
+
+
+def step_seconds(c: Config, p: Problem24, tiles: int) -> float:
+    """One step of one tile: the longest of reading from L2, multiplying, and moving through shared memory.
+
+    A wgmma of 64 rows reads all of B, A's values are read once, and TMA writes both and the nibbles. CTAs of a cluster
+    share B. With few columns and fewer `tiles` than SMs, L2 serves those faster, a quarter at most.
+    """
+    share = p.card.sm_count / H200.sm_count
+    reading = min(max(tiles, 0.75 * p.card.sm_count), p.card.sm_count) if p.n <= 64 else p.card.sm_count
+    fetch = (c.tm * c.a_row + c.tn * 128 / c.cluster) * reading / (L2_BYTES_PER_SECOND * share)
+    products = (
+        2 * c.tm * c.tn * 64 * p.card.sm_count / (FLOPS_PER_SECOND * share)
+    )  # FP8: twice, twice as fast
+    port = c.tm // 64 * c.tn + c.tm / 2 + (c.tm * c.a_row + c.tn * 128) / 128
+    return max(fetch, products, port / CYCLES_PER_SECOND)
+
+
+def whole_seconds(p: Problem24, c: Config) -> float:
+    """A product of all of A: rounds of tiles, beside the compulsory bytes. Each item of a batch is a launch."""
+    if not (p.m and p.n and p.k):
+        return p.card.launch_seconds
+    tiles = -(-p.m // (c.tm * c.cluster)) * -(-p.n // c.tn)
+    rounds = -(-tiles // max(1, p.card.sm_count // c.cluster))
+    busy = rounds * (-(-p.k // c.bk) * step_seconds(c, p, tiles * c.cluster) + tile_seconds(c))
+    return items_seconds(p, c, busy)
+
+
+def items_seconds(p: Problem24, c: Config, busy: float) -> float:
+    """All items of a batch, of which each takes `busy` seconds beside its compulsory bytes, and a launch.
+
+    Bytes come at 85 % of copy bandwidth. With few columns tiles wait for A, of which a step reads 64 bytes a row: at
+    55 %, and at 42 % where a tile has 64 rows (16 columns, H200, 2026-11-22). For a launch through the driver 0.7 of
+    the card's fits them best.
+    """
+    share = 0.85 if p.n > 64 else 0.55 if c.tm > 64 else 0.42
+    moved = p.compulsory_bytes / max(1, p.batch) / (share * p.card.bandwidth)
+    return p.batch * (beside(busy, moved) + 0.7 * p.card.launch_seconds)
+
+
+def tile_seconds(c: Config) -> float:
+    """What a tile takes beside its steps. Another matrix comes through the ring: its elements for B's of some steps.
+
+    A residual of 14336 -> 4096 with 4096 tokens takes 7 us by this, and took 11 on an H200 (2026-11-22).
+    """
+    area = c.tm * c.tn / 32768
+    joining = area * (JOIN_SECONDS + 65536 * H200.sm_count / L2_BYTES_PER_SECOND) if c.combine else 0.0
+    return TILE_SECONDS * max(0.25, area) + joining
+
+
+class HopperSemi24:
+    """The kernel above, behind the planner's protocol."""
+
+    name = "hopper.semi24"
+
+    def why_not(self, p: Semi24Problem) -> list[str]:
+        reasons = why_not(p, p.dtype)
+        if p.k % 16 or not p.k:
+            reasons.append(f"a row of A's values must be whole 16 bytes: K a multiple of 16, not {p.k}")
+        return reasons
+
+    def default(self, p: Semi24Problem) -> Config:
+        return min(self.configs(p), key=lambda c: self.seconds(p, c))
+
+    def configs(self, p: Semi24Problem) -> Iterator[Config]:
+        return tiles_of(p, (2, 1))
+
+    def seconds(self, p: Semi24Problem, c: Config) -> float:
+        return whole_seconds(p, c)
+
+    def prepare(self, p: Semi24Problem, c: Config, a: Semi24) -> Work:
+        return prepared(p, c, a)
+
+    def launch(
+        self, c: Config, work: Work, a: Semi24, b: Tensor, out: Tensor, epilogue: Epilogue = PLAIN
+    ) -> None:
+        launch(c, work, a, b, out, epilogue)
+
+
+KERNEL: Kernel24 = HopperSemi24()

@@ -1,0 +1,464 @@
+"""C = epilogue(scale_A * scale_B * (A @ B)) on Hopper in FP8: A in BSR, B dense and contiguous along K, C dense.
+
+    one tile of C                             what one step brings into shared memory
+    .------------- cols --------------.
+    |  warpgroup 0: 64 x cols         |       A piece [rows, width]  of stored block s
+    |     chunk 0     |    chunk 1    |       B piece [cols, width]  of the columns of B, along K under its column
+    |-----------------+---------------|
+    |  warpgroup 1: 64 x cols         |       (wg_m = 2; with wg_n = 2 the warpgroups lie beside each other)
+    '---------------------------------'
+
+A CTA stays on its SM and walks the tiles that the schedule gave it. One producer warp brings pieces by TMA into a ring;
+two consumer warpgroups multiply them with wgmma out of shared memory.
+
+Hopper's tensor cores keep about 14 bits of a sum of FP8 products (DeepSeek-V3, 2024, arXiv:2412.19437, 3.3.2). So they
+add up 128 of K at most, starting from zero, and float32 registers take each such sum over, times the scale of its block
+if there is one. That is wrong by 1.3e-4 at K = 32768 (H200, 2026-11-22), as a model in numpy says, which has 5e-4 if
+all products are positive; without it 5e-3 and a third. Two sums of 64 x 256 are more registers than a thread has: wgmma
+makes 64 x `chunk` at a time, and while a warpgroup takes a chunk over, the other one has the tensor cores. Gluon's
+max_num_imprecise_acc means the same, but adds before it waits, and ptxas then runs one wgmma after the other (C7514,
+Triton 3.6, 2026-11-22). With `fast_accum` nobody takes over, and the loop is that of hopper.spmm.
+
+Scales per row of A come in with every sum that is taken over, those per column of B when a tile is done, with bias and
+alpha, in float32; activations and other matrices as in hopper.spmm, on boxes of C on their way out (spmm/multiply.py).
+Rows with far more blocks than others are split: parts leave scaled float32 sums in a workspace, and `merge_parts` adds
+them in order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from hashlib import sha256
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from sparsek.core import dtypes
+from sparsek.kernels.lang.gluon import (
+    Described,
+    describe,
+    describe_transposed,
+    launch_on,
+    tma_load,
+)
+from sparsek.kernels.spmm import multiply as prims
+from sparsek.kernels.spmm import multiply_fp8 as scale_prims
+from sparsek.kernels.spmm.multiply import RECORD, Tile, deepened, most_boxes
+from sparsek.kernels.spmm.multiply_fp8 import multiply
+from sparsek.kernels.spmm.parts import Dealt, dealt, merge_parts, uneven
+from sparsek.matrix.dense8 import ScaledTensor
+from sparsek.matrix.quantized import Scaled
+from sparsek.plan.kernel import beside
+from sparsek.plan.problem import ScaledSpmmProblem
+from sparsek.plan.scaled import KernelScaled, rounding_seconds
+from sparsek.plan.schedule import part_limit, walk
+from sparsek.reference.epilogue import PLAIN, Epilogue
+
+PROMOTED = 128  # values of K that tensor cores add up before float32 does
+
+
+@dataclass(frozen=True, repr=False)
+class Config(Tile):
+    """`promote` pieces are summed in the tensor cores, `chunk` columns at a time; a stage holds a multiple of them.
+    With `promote` 0, for `fast_accum`, all of a tile is, in one chunk.
+
+    `a_scale` is "tensor", "row" or "block", `b_scale` "tensor" or "column". `types`: of A, B and C.
+    """
+
+    b_col: bool = True
+    chunk: int = 128
+    promote: int = 1
+    a_scale: str = "row"
+    b_scale: str = "column"
+    types: tuple[str, str, str] = ("e4m3", "e4m3", "bf16")
+
+    @property
+    def per_block(self) -> int:
+        return self.block[1] // self.width
+
+    @property
+    def chunks(self) -> int:
+        return self.cols // self.chunk
+
+    @property
+    def c_bytes(self) -> int:
+        return dtypes.itemsize(self.types[2])
+
+    @property
+    def a_box(self) -> int:
+        return self.rows
+
+    @property
+    def c_box(self) -> int:
+        fits = 128 // self.c_bytes if self.c_col else 64  # no wider than a swizzle
+        return min(fits, super().c_box)
+
+    @property
+    def panel(self) -> int:
+        fits = self.box if self.c_col else 128 // self.c_bytes
+        return min(fits, super().panel)
+
+    @property
+    def stage_bytes(self) -> int:
+        return self.pieces * self.width * (self.rows + self.block_cols)
+
+    @property
+    def smem_bytes(self) -> int:
+        ring = self.stages * (self.stage_bytes + 16)
+        across = 4 * self.wg_m * self.wg_n * self.chunk if self.b_scale == "column" else 0
+        return ring + self.c_bytes * self.rows * self.block_cols + across + 1024
+
+    def __str__(self) -> str:
+        """Names every field: Triton keeps compiled kernels by the text of their constants."""
+        a, b, out = self.types
+        sums = f"float32 sums of {self.promote}" if self.promote else "the tensor cores' own sums"
+        text = (
+            f"tile {self.rows}x{self.block_cols} for {self.wg_m}x{self.wg_n} warpgroups in chunks of {self.chunk}, "
+            f"blocks {self.block[0]}x{self.block[1]}, {self.stages} stages of {self.pieces}x{self.width}, {sums}, "
+            f"{a} x {b} to {out}, a scale per {self.a_scale} and {self.b_scale}, every {self.every}, box {self.box}"
+        )
+        said = ("block", "wg_m", "wg_n", "cols", "width", "pieces", "stages", "chunk", "promote", "types")
+        said = (*said, "a_scale", "b_scale", "every", "box")
+        rest = {each.name: each.default for each in fields(self) if each.name not in said}
+        unusual = [name for name, usual in rest.items() if getattr(self, name) != usual]
+        return text + "".join(f", {name} {getattr(self, name)}" for name in unusual)
+
+    __repr__ = __str__
+
+
+# Triton keeps compiled kernels by the text of device functions and constants. What Config computes from its fields is
+# in neither, so the text of these files is a constant too.
+SOURCE = sha256(
+    b"".join(Path(str(f)).read_bytes() for f in (__file__, prims.__file__, scale_prims.__file__))
+).hexdigest()[:16]
+
+
+@gluon.jit
+def columns_of(T: gl.constexpr, cols, no_col, begin, end, q):
+    """Block columns of the stage that begins at piece q of a tile's steps; behind the last step one outside B."""
+    PIECES: gl.constexpr = T.pieces
+    PER: gl.constexpr = T.per_block
+    js = ()
+    for i in gl.static_range(PIECES):
+        step = begin + (q + i) // PER
+        js = js + (gl.load(cols + step, mask=step < end, other=no_col),)
+    return js
+
+
+@gluon.jit
+def load(T: gl.constexpr, a_desc, b_desc, lists, steps, ring):
+    """Producer warp: walks the CTA's tiles, and in each the pieces of its blocks, and fills the ring.
+
+    `steps` is (block columns, a column outside B, a block outside A). Step s is stored block s. Pieces behind a tile's
+    last lie outside, where TMA fills in zeros. Records are read two tiles early and block columns one stage early, so
+    that a tile of one stage waits for neither.
+    """
+    tiles, starts = lists
+    cols, no_col, no_block = steps
+    a_s, b_s, full, empty = ring
+    PIECES: gl.constexpr = T.pieces
+    PER: gl.constexpr = T.per_block
+    BM: gl.constexpr = T.block[0]
+    BK: gl.constexpr = T.block[1]
+    WIDTH: gl.constexpr = T.width
+    WG_N: gl.constexpr = T.wg_n
+    first = gl.load(starts + gl.program_id(0))
+    last = gl.load(starts + gl.program_id(0) + 1)
+    slot = 0
+    phase = 1  # a new barrier passes for the phase before its first, so that every slot begins empty
+    at = tiles + RECORD * first
+    begin = gl.load(at)
+    end = gl.load(at + 1)
+    col = gl.load(at + 4)
+    a_row = gl.load(at + 6)
+    next_begin = gl.load(at + RECORD)
+    next_end = gl.load(at + RECORD + 1)
+    next_col = gl.load(at + RECORD + 4)
+    next_row = gl.load(at + RECORD + 6)
+    js = columns_of(T, cols, no_col, begin, end, 0)
+    for t in range(first, last):
+        at = tiles + RECORD * t + 2 * RECORD
+        then_begin = gl.load(at)
+        then_end = gl.load(at + 1)
+        then_col = gl.load(at + 4)
+        then_row = gl.load(at + 6)
+        next_js = columns_of(T, cols, no_col, next_begin, next_end, 0)
+        pieces = gl.maximum(1, (end - begin) * PER)  # a tile without steps gets a stage of zeros
+        for q in range(0, pieces, PIECES):
+            later_js = columns_of(T, cols, no_col, begin, end, q + PIECES)
+            mbarrier.wait(empty.index(slot), phase)  # until every warpgroup has multiplied what the slot held
+            landed = full.index(slot)
+            mbarrier.expect(landed, T.stage_bytes)
+            for i in gl.static_range(PIECES):
+                part = slot * PIECES + i
+                k = (q + i) % PER * WIDTH
+                step = begin + (q + i) // PER
+                block = gl.where(step < end, step, no_block)
+                tma_load(a_desc, [block * BM + a_row, k], landed, a_s.index(part))
+                for w in gl.static_range(WG_N):
+                    tma_load(b_desc, [col + w * T.cols, js[i] * BK + k], landed, b_s.index(part * WG_N + w))
+            js = later_js
+            slot += 1
+            if slot == T.stages:
+                slot = 0
+                phase ^= 1
+        js = next_js
+        begin = next_begin
+        end = next_end
+        col = next_col
+        a_row = next_row
+        next_begin = then_begin
+        next_end = then_end
+        next_col = then_col
+        next_row = then_row
+
+
+@gluon.jit(do_not_specialize=["no_col", "no_block", "alpha", "m", "n", "lead8", "rows", "cols8", "beta"])
+def spmm_fp8_kernel(
+    a_desc, b_desc, c_desc, tiles, starts, cols, no_col, no_block,
+    a_scale, b_scale, alpha, bias, m, n, part_sums, other, lead8, rows, cols8, beta,
+    T: gl.constexpr, SOURCE: gl.constexpr,
+):  # fmt: skip
+    """CTA p does tiles starts[p] to starts[p+1], RECORD numbers each.
+
+    Step s multiplies stored block s with block column cols[s]. `no_col` and `no_block` lie outside B and A. What comes
+    behind belongs to the epilogue, `m` and `n` being the sides of C. SOURCE is there for Triton's cache alone.
+    """
+    PARTS: gl.constexpr = T.stages * T.pieces
+    STAGES: gl.constexpr = T.stages
+    GROUPS: gl.constexpr = T.wg_m * T.wg_n
+    a_s = gl.allocate_shared_memory(a_desc.dtype, [PARTS, T.rows, T.width], a_desc.layout)
+    b_s = gl.allocate_shared_memory(b_desc.dtype, [PARTS * T.wg_n, T.cols, T.width], b_desc.layout)
+    STAGE: gl.constexpr = [T.cols, 64] if T.c_col else [64, T.cols]
+    c_s = gl.allocate_shared_memory(c_desc.dtype, [GROUPS] + STAGE, c_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=GROUPS)
+    fence_async_shared()
+    lists = (tiles, starts)
+    scales = (a_scale, b_scale, alpha)
+    before = (bias, m, n, part_sums)
+    ring = (a_s, b_s, full, empty)
+    steps = (cols, no_col, no_block)
+    joined = (other, lead8, rows, cols8, beta)
+    if GROUPS == 1:
+        gl.warp_specialize(
+            [
+                (multiply, (T, 0, c_desc, lists, scales, before, joined, ring, c_s)),
+                (load, (T, a_desc, b_desc, lists, steps, ring)),
+            ],
+            [1],
+            [56],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (multiply, (T, 0, c_desc, lists, scales, before, joined, ring, c_s)),
+                (multiply, (T, 1, c_desc, lists, scales, before, joined, ring, c_s)),
+                (load, (T, a_desc, b_desc, lists, steps, ring)),
+            ],
+            [4, 1],
+            [232, 40],
+        )
+
+
+class HopperSpmmFp8:
+    """The kernel above, behind the planner's protocol."""
+
+    name = "hopper.spmm_fp8"
+
+    def why_not(self, p: ScaledSpmmProblem) -> list[str]:
+        reasons = []
+        if p.card.capability != (9, 0):
+            reasons.append(f"needs a Hopper card (sm_90) for wgmma and TMA, this is {p.card.name}")
+        if p.transposed:
+            reasons.append(
+                "Hopper's FP8 wgmma reads both operands along K, and the blocks of an A.T lie across it"
+            )
+        if p.block[1] % 32:
+            reasons.append(f"FP8 wgmma is 32 deep, and blocks are {p.block[1]} wide")
+        row = p.m if p.out_layout == "col" else p.n
+        if row * dtypes.itemsize(p.out_dtype) % 16:
+            reasons.append(f"TMA writes whole 16 bytes, and a row of C is {row} numbers of {p.out_dtype}")
+        elif not p.aligned:
+            reasons.append(
+                "TMA needs pointers and rows of B (K values each), of C and of the other matrix that are multiples of "
+                "16 bytes"
+            )
+        if p.out_dtype == "fp32" and (p.combine or p.activation not in ("", "relu")):
+            reasons.append("a C in fp32 takes a bias and relu; other activations and matrices bf16 and fp16")
+        if max(p.nnzb * max(p.block), p.m, p.k, p.n) > 2**31 - 1024:
+            reasons.append(
+                "TMA coordinates are 32 bits: M, K and N must stay 1024 below 2^31, and so must all stored blocks' rows"
+            )
+        if not reasons and not self.configs(p):
+            reasons.append(
+                f"tiles of blocks of {p.block[0]} rows overlap, and C would be added to itself twice there"
+            )
+        return reasons
+
+    def default(self, p: ScaledSpmmProblem) -> Config:
+        return min(self.configs(p), key=lambda c: self.seconds(p, c))
+
+    def configs(self, p: ScaledSpmmProblem) -> list[Config]:
+        bm = p.block[0]
+        flags = {
+            "c_col": p.out_layout == "col",
+            "bias": p.bias,
+            "activation": p.activation,
+            "combine": p.combine,
+            "a_scale": p.a_scale,
+            "b_scale": p.b_scale,
+            "types": (p.dtype, p.b_dtype, p.out_dtype),
+        }
+        found: dict[Config, None] = {}
+        for (wg_m, wg_n), cols in product([(2, 1), (1, 2), (1, 1)], (16, 32, 64, 128, 256)):
+            alone = wg_m * wg_n == 1
+            if p.in_place and bm > 64 * wg_m and bm % (64 * wg_m):
+                continue
+            wasted = wg_m == 2 and bm <= 64
+            too_low = wg_m == 1 and bm > 64 and p.n > 64 and not p.in_place
+            too_wide = (cols > 16 and cols * wg_n >= 2 * p.n) or (alone and cols > 64)
+            too_narrow = p.n > 64 and (cols < 64 or alone)
+            if wasted or too_low or too_wide or too_narrow:
+                continue
+            for depth in (PROMOTED, PROMOTED // 2):
+                width, pieces, promote = _pieces(p, depth)
+                chunk = min(cols, 128)
+                if p.fast_accum:
+                    chunk, promote = cols, 0
+                c = Config(
+                    p.block, wg_m, wg_n, cols, width, pieces, 3, chunk=chunk, promote=promote, **flags
+                )  # fmt: skip
+                c = deepened(c, p.card.smem_bytes)
+                if c.ctas_per_sm * (c.smem_bytes + 1024) <= p.card.smem_bytes + 1024:
+                    found[_paced(p, c)] = None
+                if (
+                    c.stages > 2
+                ):  # with two stages TMA waits for the tensor cores; four of half the depth may be better
+                    break
+        split = [replace(c, split=True) for c in found] if uneven(p) else []
+        return [*found, *split]
+
+    def seconds(self, p: ScaledSpmmProblem, c: Config) -> float:
+        """Tiles of the fullest SM, each the larger of multiplying and loading (a smooth maximum), plus its fixed part;
+        beside that, all bytes from memory once.
+
+        As hopper.spmm's model, at twice its multiply-adds per cycle, half its bytes, and the clock that FP8 leaves an
+        H200 in layers of all sizes (2026-11-22). The same for `fast_accum`, which is as fast with 12.5 % stored in
+        blocks of 128 at 8192^3, and takes 428 us instead of 473 with 50 % (by script).
+        """
+        rounding = rounding_seconds(p)
+        if p.nnzb == 0 or p.n == 0:
+            return p.card.launch_seconds + rounding
+        sms, columns = p.card.sm_count, -(-p.n // c.block_cols)
+        slices = max(1, -(-p.block[0] // c.rows))
+        units = p.grid[0] * slices
+        tiles = units * columns * p.batch
+        mma = c.rows * c.block_cols * p.block[1] / (4096 * 1.36e9)
+        fetch = p.block[1] * (c.rows + min(c.block_cols, -(-p.n // 8) * 8)) * sms / p.card.fabric
+        step = (mma**4 + fetch**4) ** 0.25 * (1.15 if c.stages == 2 else 1.0) + 3.5e-8
+        mean = p.nnzb * slices / units
+        longest = max(mean, min(p.row_max, p.grid[1]))
+        lopsided = min(1.0, max(0.0, (longest / mean - 2) / 2))
+        area = c.rows * c.block_cols / 32768
+        fixed = 0.55e-6 * c.c_bytes + (0.7e-6 if c.finishes else 0.0)
+        tile = mean * step + fixed * max(0.25, area)
+        extra = 0.0
+        if c.split:
+            most = part_limit(p.nnzb * slices * columns, sms)
+            parts = 2 * max(0.0, longest - most) / most * columns * p.batch
+            extra = p.card.launch_seconds + parts * 8 * c.rows * c.block_cols / p.card.bandwidth
+            longest = min(longest, float(most))
+        if longest <= 1.25 * mean:
+            busy = -(-tiles // sms) * tile
+        else:
+            busy = max(tiles / sms, longest / mean) * tile * (1 + 0.25 * lopsided * area**2)
+        traffic = p.compulsory_bytes / ((0.80 if p.n <= 64 else 0.92) * p.card.bandwidth)
+        return beside(busy, traffic) + extra + p.card.launch_seconds + rounding
+
+    def prepare(self, p: ScaledSpmmProblem, c: Config, a: Scaled) -> Dealt:
+        pattern = a.matrix.pattern
+        units = pattern.derived(("walk", c.rows, 1), lambda: walk(pattern, c.rows, 1))
+
+        def put(array: Any) -> Tensor:
+            return torch.from_numpy(array.copy()).to(a.device)
+
+        return dealt(units, c, p.n, p.card.sm_count, put)
+
+    def launch(
+        self, c: Config, work: Dealt, a: Scaled, b: ScaledTensor, out: Tensor, epilogue: Epilogue = PLAIN
+    ) -> None:
+        bm, bk = c.block
+        matrix, dense = a.matrix, b.values
+        values, none = matrix.values, work.tiles  # what is not there is some int32 tensor
+        if matrix.nnzb == 0:  # TMA wants some memory; the lists are empty, so nothing of it is read
+            values, dense = values.new_empty(1, bm, bk), dense.new_empty(*dense.shape[:-1], bk)
+        nnzb = values.shape[0]
+        a_box, b_box, c_box, options = _boxes(c)
+        a_desc = Described(values, (nnzb * bm, bk), (bk, 1), a_box)
+        no_col = max(1, matrix.grid[1])  # behind B's memory, if there is none
+        lists = (work.tiles, work.starts, work.cols, no_col, nnzb)
+        sums = none if work.parts is None else work.parts.workspace(c.rows, c.block_cols)
+        describe_c = describe_transposed if c.c_col else describe
+        bias, alpha = none if epilogue.bias is None else epilogue.bias, float(epilogue.alpha)
+        for at in product(*(range(size) for size in out.shape[:-2])):
+            c_one, other = _item(out, at), None if epilogue.other is None else _item(epilogue.other, at)
+            one, scale = _item(dense, at), _item(b.scale, at) if c.b_scale == "column" else b.scale
+            joined: tuple[Any, ...] = (none, 0, 0, 0, 0.0)
+            if other is not None:
+                lies = other.mT if c.c_col else other
+                joined = (other, lies.stride(0) // 8, lies.shape[0], lies.shape[1] // 8, float(epilogue.beta))
+            args = (  # one row of a contiguous B may have any stride, and gets one that TMA takes
+                a_desc, Described(one, one.shape, (one.shape[1], 1), b_box), describe_c(c_one, c_box), *lists,
+                a.scale, scale, alpha, bias, *out.shape[-2:], sums, *joined, c, SOURCE,
+            )  # fmt: skip
+            launch_on(out.device, spmm_fp8_kernel, work.ctas, args, options)
+            if work.parts is not None:  # its sums are scaled
+                merge_parts(work.parts, sums, c.height, c_one, replace(epilogue, alpha=1.0, other=other))
+
+
+def _pieces(p: ScaledSpmmProblem, depth: int) -> tuple[int, int, int]:
+    """Width of a piece, pieces of a stage about `depth` deep, and how many of them the tensor cores add up."""
+    bk = p.block[1]
+    width = min(depth, bk & -bk)
+    promote = depth // width
+    if p.a_scale == "block":  # no sum reaches over two blocks
+        promote = max(d for d in range(1, promote + 1) if bk // width % d == 0)
+    return width, promote * max(1, depth // (promote * width)), promote
+
+
+def _paced(p: ScaledSpmmProblem, c: Config) -> Config:
+    """With boxes of C that leave during the next tile: one of 64 rows at every stage, which is faster than at every
+    second or fourth (133, 138, 145 us at 8192^3, 12.5 % stored in blocks of 128: H200, 2026-11-22, lab-notes). Those
+    that change on their way have 32 rows, and as many stages between them as a tile of mean length allows.
+    """
+    if not c.finishes:
+        return replace(c, every=1)
+    c = replace(c, box=32)
+    stages = p.nnzb / max(1, p.grid[0]) * c.per_block / c.pieces
+    every = max(1, int(stages / max(1, most_boxes(c))))
+    return replace(c, every=every)
+
+
+@cache
+def _boxes(c: Config) -> tuple[Any, ...]:
+    """The boxes of A, B and C, and the launch options: what a launch would compute again from the config."""
+    return (c.rows, c.width), (c.cols, c.width), c.c_shape, c.options
+
+
+def _item(x: Tensor, at: tuple[int, ...]) -> Tensor:
+    """One matrix, or vector of scales, of a batch."""
+    return x[at] if at else x
+
+
+KERNEL: KernelScaled = HopperSpmmFp8()

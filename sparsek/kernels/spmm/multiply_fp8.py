@@ -1,0 +1,242 @@
+"""Device pieces of FP8 products: who multiplies, where sums are, and how scales reach them.
+
+T is a Config of hopper.spmm_fp8. Float32 registers take over every sum of the tensor cores that is `promote` pieces
+long and `chunk` columns wide, times the scale of its rows or its block. With `promote` 0 nobody takes over before the
+tile is done, and wgmma of one stage runs behind that of the next, as in 16 bits. Scales of columns come in at the end,
+where a tile has no time to lose: no wgmma runs while its warpgroup scales it, stores it and starts the next from zero.
+How a tile gets to memory is in spmm/multiply.py.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+
+from sparsek.kernels.lang.gluon import tma_store_wait
+from sparsek.kernels.spmm.multiply import RECORD, bias_of, boxed, look_ahead, owned_boxes, send_box
+
+
+@gluon.jit
+def record(tiles, t):
+    """First step, end step, row and column of C, and slot of the workspace or -1, of tile t."""
+    at = tiles + RECORD * t
+    return gl.load(at), gl.load(at + 1), gl.load(at + 2), gl.load(at + 3), gl.load(at + 5)
+
+
+@gluon.jit
+def block_scales(T: gl.constexpr, a_scale, begin, end, q):
+    """The scales of the blocks whose sums float32 takes over in the stage that begins at piece q; () if they are not
+    per block. Where a step is missing there is nothing but zeros to scale."""
+    found = ()
+    if T.a_scale == "block":
+        COUNT: gl.constexpr = T.pieces // T.promote
+        for g in gl.static_range(COUNT):
+            step = begin + (q + g * T.promote) // T.per_block
+            found = found + (gl.load(a_scale + step, mask=step < end, other=0.0),)
+    return found
+
+
+@gluon.jit
+def carried(bound):
+    """`bound` of an inner loop, by an instruction that must stay. A bound that the outer loop carries and nothing else
+    reads is the first tile's for every tile under Triton 3.6 (triton-lang/triton, pull request 9036, 2025-12-18)."""
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [bound], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def nothing(T: gl.constexpr, LAYOUT: gl.constexpr):
+    """Sums before the first product."""
+    CHUNK: gl.constexpr = T.chunk
+    CHUNKS: gl.constexpr = T.chunks
+    sums = ()
+    for c in gl.static_range(CHUNKS):
+        sums = sums + (gl.zeros((64, CHUNK), gl.float32, LAYOUT),)
+    return sums
+
+
+@gluon.jit
+def taken_over(T: gl.constexpr, sums, chunk_sums, U: gl.constexpr, stretch, down):
+    """Float32 sums with unit U of a stage, which the tensor cores have summed up, in its chunk, times its scales."""
+    C: gl.constexpr = U % T.chunks
+    if T.a_scale == "block":
+        chunk_sums = chunk_sums * stretch[U // T.chunks]
+    elif T.a_scale == "row":
+        chunk_sums = chunk_sums * gl.expand_dims(down, 1)
+    return sums[:C] + (sums[C] + chunk_sums,) + sums[C + 1 :]
+
+
+@gluon.jit
+def column_scales(T: gl.constexpr, b_scale, col, n):
+    """What each chunk of the columns from `col` on is multiplied with; 0 outside C.
+
+    Asked for while a tile begins. A column's scale is needed by 32 threads; until then one keeps it.
+    """
+    CHUNK: gl.constexpr = T.chunk
+    CHUNKS: gl.constexpr = T.chunks
+    across = ()
+    if T.b_scale == "column":
+        for c in gl.static_range(CHUNKS):
+            at = col + c * CHUNK + gl.arange(0, CHUNK, gl.BlockedLayout([1], [32], [4], [0]))
+            across = across + (gl.load(b_scale + at, mask=at < n, other=0.0),)
+    return across
+
+
+@gluon.jit
+def row_scales(T: gl.constexpr, LAYOUT: gl.constexpr, a_scale, row, m):
+    """What the rows from `row` on are multiplied with, if they have scales of their own; 0 outside C.
+
+    As it comes from memory: what is computed before the first wgmma of a tile would wait for it.
+    """
+    down = 0.0
+    if T.a_scale == "row":
+        r = row + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
+        down = gl.load(a_scale + r, mask=r < m, other=0.0)
+    return down
+
+
+@gluon.jit
+def scaled(T: gl.constexpr, LAYOUT: gl.constexpr, sums, C: gl.constexpr, down, across, factor):
+    """Chunk C of a tile's sums, times the scales of its columns, and of its rows unless float32 sums have them."""
+    z = sums[C]
+    if T.b_scale == "column":
+        z = z * gl.expand_dims(gl.convert_layout(across[C] * factor, gl.SliceLayout(0, LAYOUT)), 0)
+    else:
+        z = z * factor
+    if T.a_scale == "row":
+        if T.promote == 0:
+            z = z * gl.expand_dims(down, 1)
+    return z
+
+
+@gluon.jit
+def multiply(T: gl.constexpr, WG: gl.constexpr, c_desc, lists, scales, before, joined, ring, c_s):
+    """Consumer warpgroup WG: accumulates its 64 x cols of every tile, and sends them while it does the next.
+
+    `lists` is (tiles, starts); `scales` (of A, of B, alpha); `before` (bias, rows and columns of C, workspace);
+    `ring` (A slots, B slots, full, empty); `joined` (other matrix, its leading stride / 8, rows, columns / 8 of C in
+    memory, beta).
+    """
+    tiles, starts = lists
+    a_scale, b_scale, factor = scales
+    bias, m, n, part_sums = before
+    a_s, b_s, full, empty = ring
+    PIECES: gl.constexpr = T.pieces
+    PER: gl.constexpr = T.per_block
+    CHUNK: gl.constexpr = T.chunk
+    CHUNKS: gl.constexpr = T.chunks
+    STAGES: gl.constexpr = T.stages
+    PROMOTE: gl.constexpr = T.promote
+    EVERY: gl.constexpr = T.every
+    ROW0: gl.constexpr = 64 * (WG % T.wg_m)
+    COL0: gl.constexpr = T.cols * (WG // T.wg_m)
+    BOXES: gl.constexpr = owned_boxes(T, WG)
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, T.chunk, 32])
+    stage = c_s.index(WG)
+    boxes = boxed(T, c_desc, stage)
+    if T.a_scale == "tensor":
+        factor = factor * gl.load(a_scale)
+    if T.b_scale == "tensor":
+        factor = factor * gl.load(b_scale)
+    first = gl.load(starts + gl.program_id(0))
+    last = gl.load(starts + gl.program_id(0) + 1)
+    slot = 0
+    phase = 0
+    unsent = 0  # boxes of the previous tile that still wait in shared memory, and where they go
+    old_row = 0
+    old_col = 0
+    begin, end, row, col, part = record(tiles, first)
+    stretch = block_scales(T, a_scale, begin, end, 0)
+    for t in range(first, last):
+        pieces = carried(gl.maximum(1, (end - begin) * PER))  # a tile without steps gets a stage of zeros
+        down = row_scales(T, LAYOUT, a_scale, row + ROW0, m)
+        across = column_scales(T, b_scale, col + COL0, n)
+        if T.bias:
+            shift = bias_of(T, LAYOUT, bias, row + ROW0, m)
+        if PROMOTE == 0:
+            acc = warpgroup_mma_init(gl.zeros((64, CHUNK), gl.float32, LAYOUT))
+        else:
+            sums = nothing(T, LAYOUT)
+        for q in range(0, pieces, PIECES):
+            due = (unsent > 0) & (q // PIECES % EVERY == EVERY // 2 * WG % EVERY)
+            ahead = look_ahead(T, WG, BOXES - unsent, old_row, old_col, joined, due)
+            later = block_scales(T, a_scale, begin, end, q + PIECES)
+            mbarrier.wait(full.index(slot), phase)  # until TMA has written the whole slot
+            if PROMOTE == 0:
+                for i in gl.static_range(PIECES):
+                    a = a_s.index(slot * PIECES + i).slice(ROW0, 64)
+                    b = b_s.index((slot * PIECES + i) * T.wg_n + WG // T.wg_m)
+                    acc = warpgroup_mma(a, b.permute((1, 0)), acc, is_async=True)
+                acc = warpgroup_mma_wait(PIECES, deps=(acc,))  # the stage before this one has been read
+                acc = warpgroup_mma_init(acc)
+                if q > 0:
+                    mbarrier.arrive(empty.index((slot + STAGES - 1) % STAGES), count=1)
+                if due:  # beside this stage's wgmma
+                    send_box(T, WG, c_desc, BOXES - unsent, old_row, old_col, boxes, ahead, joined)
+                    unsent -= 1
+            else:
+                UNITS: gl.constexpr = PIECES // PROMOTE * CHUNKS  # sums that float32 takes over in a stage
+                for u in gl.static_range(UNITS):
+                    place = slot * PIECES + u // CHUNKS * PROMOTE
+                    acc = warpgroup_mma_init(gl.zeros((64, CHUNK), gl.float32, LAYOUT))
+                    for i in gl.static_range(PROMOTE):
+                        a = a_s.index(place + i).slice(ROW0, 64)
+                        b = b_s.index((place + i) * T.wg_n + WG // T.wg_m).slice(u % CHUNKS * CHUNK, CHUNK)
+                        acc = warpgroup_mma(a, b.permute((1, 0)), acc, use_acc=i > 0, is_async=True)
+                    chunk_sums = warpgroup_mma_wait(0, deps=(acc,))  # the other warpgroup's go on
+                    if u == UNITS - 1:
+                        mbarrier.arrive(empty.index(slot), count=1)
+                    sums = taken_over(T, sums, chunk_sums, u, stretch, down)
+                    # Here, where the other warpgroup has the tensor cores. Without a branch between two chunks ptxas
+                    # begins the second one before the first is taken over, and spills.
+                    if u == 0:
+                        if due:
+                            send_box(T, WG, c_desc, BOXES - unsent, old_row, old_col, boxes, ahead, joined)
+                            unsent -= 1
+            stretch = later
+            slot += 1
+            if slot == T.stages:
+                slot = 0
+                phase ^= 1
+        if PROMOTE == 0:
+            sums = (warpgroup_mma_wait(0, deps=(acc,)),)
+            mbarrier.arrive(empty.index((slot + STAGES - 1) % STAGES), count=1)
+        if T.split and part >= 0:
+            coming = record(tiles, t + 1)
+            for c in gl.static_range(CHUNKS):
+                r = ROW0 + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
+                x = COL0 + c * CHUNK + gl.arange(0, CHUNK, gl.SliceLayout(0, LAYOUT))
+                at = (part * T.rows + gl.expand_dims(r, 1)) * T.block_cols + gl.expand_dims(x, 0)
+                gl.store(part_sums + at, scaled(T, LAYOUT, sums, c, down, across, factor))
+        else:
+            while unsent > 0:  # the tile was too short to send everything on the way
+                ahead = look_ahead(T, WG, BOXES - unsent, old_row, old_col, joined, True)
+                send_box(T, WG, c_desc, BOXES - unsent, old_row, old_col, boxes, ahead, joined)
+                unsent -= 1
+            tma_store_wait(0)  # until TMA has read the staged tile, which is about to be overwritten
+            coming = record(tiles, t + 1)  # here its latency hides; the schedule ends with one to spare
+            for c in gl.static_range(CHUNKS):
+                z = scaled(T, LAYOUT, sums, c, down, across, factor)
+                if T.bias:
+                    z = z + gl.expand_dims(shift, 1)
+                if T.c_col:
+                    stage.slice(c * CHUNK, CHUNK).permute((1, 0)).store(z.to(c_desc.dtype))
+                else:
+                    stage.slice(c * CHUNK, CHUNK, dim=1).store(z.to(c_desc.dtype))
+            fence_async_shared()
+            unsent = BOXES + 0
+            old_row = row + ROW0
+            old_col = col
+        begin, end, row, col, part = coming
+        stretch = block_scales(T, a_scale, begin, end, 0)
+    while unsent > 0:
+        ahead = look_ahead(T, WG, BOXES - unsent, old_row, old_col, joined, True)
+        send_box(T, WG, c_desc, BOXES - unsent, old_row, old_col, boxes, ahead, joined)
+        unsent -= 1
+    tma_store_wait(0)  # shared memory must outlive the copies that read it

@@ -1,0 +1,146 @@
+"""The tiles that CTAs of a product walk, and block rows that are split among them.
+
+Parts of a split row leave float32 sums of a tile in slots of a workspace, added here:
+
+    C tile = epilogue(sum of the slots of its parts, in order)
+
+A program adds ROWS rows of one tile. Every slot is read once, in a fixed order, so the bits repeat.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from numpy.typing import NDArray
+from torch import Tensor
+
+from sparsek.kernels.lang.epilogue import constants, finished
+from sparsek.kernels.spmm.multiply import RECORD, Tile
+from sparsek.plan.problem import SpmmProblem
+from sparsek.plan.schedule import Cut, Schedule, Walk, balance, cut, part_limit
+from sparsek.reference.epilogue import Epilogue
+
+ROWS = 16
+
+
+class Parts(NamedTuple):
+    """`table` int32 [tiles, 4]: first slot, slots, row and column of C. A part's slots of all columns lie together.
+
+    `slots` is how many tiles the workspace holds, `columns` how many column tiles C has.
+    """
+
+    table: Tensor
+    slots: int
+    columns: int
+
+    def workspace(self, rows: int, cols: int) -> Tensor:
+        """Float32 [slots, rows, cols], nothing written; from torch's caching allocator, so that no stream waits."""
+        return torch.empty(max(1, self.slots), rows, cols, dtype=torch.float32, device=self.table.device)
+
+
+def parts_of(cut: Cut, columns: int, tile_cols: int, put: Callable[[NDArray[Any]], Tensor]) -> Parts:
+    """The tiles of C that have parts, of which every unit has `columns`."""
+    several = np.flatnonzero(cut.slot >= 0)
+    unit, first, count = np.unique(cut.unit[several], return_index=True, return_counts=True)
+    at = several[first]
+    table = np.zeros((len(unit), columns, 4), np.int32)
+    table[:, :, 0] = cut.slot[at][:, None] * columns + np.arange(columns)
+    table[:, :, 1] = count[:, None]
+    table[:, :, 2] = cut.parts.row[at][:, None]
+    table[:, :, 3] = np.arange(columns) * tile_cols
+    return Parts(put(table.reshape(-1, 4)), len(several) * columns, columns)
+
+
+class Dealt(NamedTuple):
+    """A schedule on the device: records of tiles, where each CTA's begin, the block column of every step."""
+
+    tiles: Tensor
+    starts: Tensor
+    cols: Tensor
+    ctas: int
+    imbalance: float
+    parts: Parts | None
+
+
+def dealt(units: Walk, c: Tile, n: int, sms: int, put: Callable[[NDArray[Any]], Tensor]) -> Dealt:
+    """Deals the tiles of all units over n columns of B to the CTAs of `sms` SMs; with `c.split` long units in parts."""
+    columns = -(-n // c.block_cols)
+    parts, slots, whole = None, -1, units
+    if c.split:
+        made = cut(units, part_limit(float((units.end - units.begin).sum()) * columns, sms))
+        whole = made.parts
+    deal = balance(whole, n, c.block_cols, sms * c.ctas_per_sm)
+    if c.split:
+        row, col = made.slot[deal.unit], deal.tiles[:-1, 3] // c.block_cols
+        slots = np.append(np.where(row < 0, -1, row * columns + col), -1)
+        parts = parts_of(made, columns, c.block_cols, put)
+    tiles = put(records(deal, c.block[0], slots))
+    return Dealt(tiles, put(deal.starts), put(whole.cols), deal.ctas, deal.imbalance, parts)
+
+
+def records(deal: Schedule, bm: int, slots: Any) -> Any:
+    """The tiles of a schedule as the kernel reads them; it reads two records ahead."""
+    begin, end, row, col = deal.tiles.T
+    made = np.zeros((len(deal.tiles) + 1, RECORD.value), np.int32)
+    for at, part in enumerate((begin, end, row, col, col, slots, row % bm)):
+        made[:-1, at] = part
+    return made
+
+
+def uneven(p: SpmmProblem) -> bool:
+    """The longest block row has more to do than most CTAs would have in all."""
+    mean = p.nnzb / max(1, p.grid[0])
+    shared = p.nnzb * -(-p.n // 256) * max(1, p.block[0] // 128) / p.card.sm_count
+    return p.row_max > 2 * mean and p.row_max > 0.7 * shared and p.row_max >= 8
+
+
+@triton.jit(do_not_specialize=["m", "n", "columns", "height", "alpha", "beta"])
+def _merge(
+    sums, table, bias, other, c,
+    m, n, columns, height, alpha, beta, sc_m, sc_n, so_m, so_n,
+    TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr, ROWS: tl.constexpr,
+    SCALED: tl.constexpr, ACTIVATION: tl.constexpr, COMBINE: tl.constexpr,
+):  # fmt: skip
+    entry = table + tl.program_id(0) * 4
+    slot = tl.load(entry)
+    count = tl.load(entry + 1)
+    i = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    j = tl.arange(0, TILE_COLS)
+    row = tl.load(entry + 2) + i
+    col = tl.load(entry + 3) + j
+    inside = (i[:, None] * TILE_COLS) + j[None, :]
+    z = tl.zeros((ROWS, TILE_COLS), dtype=tl.float32)
+    for s in range(count):
+        z += tl.load(sums + (slot + s * columns).to(tl.int64) * (TILE_ROWS * TILE_COLS) + inside)
+    live = ((i < height) & (row < m))[:, None] & (col < n)[None, :]
+    wide_row = row.to(tl.int64)
+    wide_col = col.to(tl.int64)
+    if bias is not None:
+        bias += row
+    if COMBINE != "":
+        other += wide_row[:, None] * so_m + wide_col[None, :] * so_n
+    z = finished(z, alpha, bias, row < m, other, live, beta, SCALED, ACTIVATION, COMBINE)
+    tl.store(c + (wide_row[:, None] * sc_m + wide_col[None, :] * sc_n), z.to(c.dtype.element_ty), mask=live)
+
+
+def merge_parts(parts: Parts, sums: Tensor, height: int, out: Tensor, epilogue: Epilogue) -> None:
+    """Adds the slots of every tile that was split into `out` [M, N], of any strides.
+
+    `height` rows of a tile are C's.
+    """
+    tiles = parts.table.shape[0]
+    if tiles == 0:
+        return
+    _, rows, cols = sums.shape
+    other = out if epilogue.other is None else epilogue.other
+    with torch.cuda.device_of(out):
+        _merge[(tiles, -(-height // ROWS))](
+            sums, parts.table, epilogue.bias, other, out,
+            *out.shape, parts.columns, height, float(epilogue.alpha), float(epilogue.beta),
+            *out.stride(), *other.stride(), TILE_ROWS=rows, TILE_COLS=cols, ROWS=ROWS, **constants(epilogue),
+        )  # fmt: skip

@@ -1,0 +1,254 @@
+"""C = A @ B for a BSR A, in plain Triton with pointers: any CUDA GPU from sm_80, and Triton's interpreter.
+
+One program makes one tile of C, tile_m rows of one block row by tile_n columns, and walks the K axis of that block
+row, tile_k a step:
+
+    stored blocks of the row   | b0      | b1      | b2      |      times   the block rows of B that they name
+    steps                      | s0   | s1   | s2   | s3   | s4 |   C tile  epilogue(sum of A tile @ B tile)
+
+A step may join several small blocks or straddle two (`lang/blocks.py`). Blocks higher than tile_m are walked
+by several programs that share the list. Each element is one sum in fixed order. C goes out in the order in which it
+lies, whole vectors along rows or, for a transpose view, along columns; the epilogue is applied to the sums in float32.
+
+H200, 8192^3 bf16, 12.5 % stored, 2026-11-20, the first config of each table: blocks of 128 276 us (498 TFLOPS
+useful), of 64 318 us, of 32 545 us, of 16 975 us. Tiles lower than 64 leave wgmma for mma.sync; computing
+C^T = B^T A^T, which wgmma takes, was 1 % slower for 32 and 4 % for 16. Writing C past the caches, as these runs
+did, made 128x256 tiles 2 % slower.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sparsek.core import dtypes
+from sparsek.core.errors import InvalidInput
+from sparsek.kernels.lang import tensors
+from sparsek.kernels.lang.blocks import blocks_times_dense, constants
+from sparsek.kernels.lang.epilogue import store_finished
+from sparsek.kernels.lang.tensors import SIZE_LIMIT, times
+from sparsek.matrix.bsr import BSR
+from sparsek.plan.kernel import SpmmKernel, beside
+from sparsek.plan.problem import SpmmProblem
+from sparsek.reference.epilogue import PLAIN, Epilogue
+
+
+@dataclass(frozen=True)
+class Config:
+    """tile_m x tile_n of C per program, tile_k of the joined K axis per step; all powers of two, 16 or more.
+
+    `group`: column tiles walked side by side down all the rows before the next ones, for L2.
+    """
+
+    tile_m: int
+    tile_n: int
+    tile_k: int
+    num_warps: int
+    num_stages: int
+    group: int = 2
+
+    def __post_init__(self) -> None:
+        for name in ("tile_m", "tile_n", "tile_k"):
+            size = getattr(self, name)
+            if size < 16 or size & (size - 1):
+                raise InvalidInput(f"{name} of portable.spmm must be a power of two from 16 up, not {size}")
+
+
+@dataclass(frozen=True, eq=False)
+class Work:
+    """`rows` int32 [3, Mb]: block row, first stored block, stored blocks; longest first, ties by position."""
+
+    rows: Tensor
+    tf32: bool
+
+
+@triton.jit
+def _spmm(
+    values, indices, order, rows, b, c, bias, other,
+    alpha, beta, m, n, k, row_blocks, column_tiles, batch_tiles,
+    sb_batch, sb_k, sb_n, sc_batch, sc_m, sc_n, so_batch, so_m, so_n,
+    BM: tl.constexpr, BK: tl.constexpr, TM: tl.constexpr, TN: tl.constexpr, TK: tl.constexpr,
+    SPAN: tl.constexpr, GROUP: tl.constexpr, VIEW: tl.constexpr, WIDE: tl.constexpr,
+    RAGGED_K: tl.constexpr, RAGGED_N: tl.constexpr, PRECISION: tl.constexpr,
+    UNIT_M: tl.constexpr, UNIT_N: tl.constexpr, UNIT_K: tl.constexpr,
+    UNIT_BK: tl.constexpr, UNIT_BN: tl.constexpr, UNIT_CM: tl.constexpr, UNIT_CN: tl.constexpr,
+    UNIT_OM: tl.constexpr, UNIT_ON: tl.constexpr,
+    SCALED: tl.constexpr, ACTIVATION: tl.constexpr, COMBINE: tl.constexpr,
+):  # fmt: skip
+    SUBS: tl.constexpr = (BM + TM - 1) // TM
+    m, n, k = times(m, UNIT_M), times(n, UNIT_N), times(k, UNIT_K)
+    sb_k, sb_n, sb_batch = times(sb_k, UNIT_BK), times(sb_n, UNIT_BN), times(sb_batch, UNIT_BK * UNIT_BN)
+    sc_m, sc_n, sc_batch = times(sc_m, UNIT_CM), times(sc_n, UNIT_CN), times(sc_batch, UNIT_CM * UNIT_CN)
+    so_m, so_n, so_batch = times(so_m, UNIT_OM), times(so_n, UNIT_ON), times(so_batch, UNIT_OM * UNIT_ON)
+
+    # Groups of GROUP column tiles (of all batches) outermost, then rows, then the columns of the group.
+    pid = tl.program_id(0)
+    in_group = row_blocks * SUBS * GROUP
+    first = pid // in_group * GROUP
+    width = min(batch_tiles - first, GROUP)
+    within = pid % in_group
+    tile = first + within % width
+    batch = (tile // column_tiles).to(tl.int64)
+    place_row = within // width // SUBS
+    sub = within // width % SUBS
+    row = tl.load(rows + place_row)
+    start = tl.load(rows + row_blocks + place_row)
+    length = tl.load(rows + 2 * row_blocks + place_row)
+
+    i = sub * TM + tl.arange(0, TM)  # row inside the block
+    col = tile % column_tiles * TN + tl.arange(0, TN)
+    z = blocks_times_dense(
+        values, indices, order, start, length, i, col, b + batch * sb_batch, n, k, sb_k, sb_n,
+        BM, BK, TM, TN, TK, SPAN, VIEW, WIDE, RAGGED_K, RAGGED_N, PRECISION,
+    )  # fmt: skip
+    store_finished(
+        z, c, row * BM, i, (i < BM) & (row * BM + i < m), col, col < n, batch, sc_batch, sc_m, sc_n,
+        alpha, bias, other, so_batch, so_m, so_n, beta, WIDE, SCALED, ACTIVATION, COMBINE,
+    )  # fmt: skip
+
+
+def _constants(c: Config, a: BSR, b: Tensor, out: Tensor, tf32: bool, epilogue: Epilogue) -> dict[str, Any]:
+    """Every constexpr of `_spmm` for one launch. `b` [batch, K, N], `out` and `epilogue.other` [batch, M, N]."""
+    return {
+        "TM": c.tile_m, "TN": c.tile_n, "TK": c.tile_k, "GROUP": c.group,
+        "RAGGED_N": b.shape[2] % c.tile_n != 0, **constants(c.tile_k, a, b, out, tf32, epilogue, SIZE_LIMIT),
+    }  # fmt: skip
+
+
+def _tiles(p: SpmmProblem, c: Config) -> tuple[int, int]:
+    """Tiles of C down the rows, and along the columns of all batches."""
+    return p.grid[0] * -(-p.block[0] // c.tile_m), -(-p.n // c.tile_n) * p.batch
+
+
+# Tables by tile_m, fastest first: tile_m, tile_n, tile_k, warps, stages, group. HOPPER's order is measured.
+# fmt: off
+HOPPER: dict[int, tuple[Config, ...]] = {
+    128: (Config(128, 128, 64, 4, 3, 4), Config(128, 256, 64, 8, 4), Config(128, 128, 64, 8, 3, 4),
+          Config(128, 256, 64, 8, 3)),
+    64: (Config(64, 256, 32, 4, 5), Config(64, 256, 32, 4, 5, 4), Config(64, 256, 64, 4, 4),
+         Config(64, 128, 64, 4, 3, 4)),
+    32: (Config(32, 256, 64, 4, 3), Config(32, 256, 64, 8, 3), Config(32, 128, 64, 4, 4, 4)),
+    16: (Config(16, 256, 64, 4, 3), Config(16, 256, 64, 8, 3), Config(16, 128, 64, 4, 4, 4)),
+}
+AMPERE: dict[int, tuple[Config, ...]] = {
+    128: (Config(128, 128, 32, 4, 4, 4), Config(128, 128, 64, 8, 3, 4), Config(128, 256, 32, 8, 3)),
+    64: (Config(64, 128, 64, 4, 3, 4), Config(64, 256, 32, 8, 4), Config(64, 128, 32, 4, 4, 4)),
+    32: (Config(32, 128, 64, 4, 3, 4), Config(32, 256, 32, 4, 4), Config(32, 64, 64, 4, 3, 4)),
+    16: (Config(16, 128, 64, 4, 3, 4), Config(16, 256, 32, 4, 4), Config(16, 64, 64, 4, 3, 4)),
+}
+TF32 = (Config(64, 128, 32, 4, 3, 4), Config(128, 128, 32, 8, 3, 4), Config(32, 128, 32, 4, 3, 4),
+        Config(16, 128, 32, 4, 3, 4))
+IEEE = (Config(64, 64, 16, 4, 3, 4), Config(64, 64, 32, 8, 3, 4), Config(32, 64, 32, 4, 3, 4),
+        Config(16, 64, 32, 4, 3, 4))
+# fmt: on
+
+
+def _table(p: SpmmProblem) -> tuple[Config, ...]:
+    tallest = 1 << (p.block[0] - 1).bit_length()
+    if p.dtype == "fp32":
+        table = TF32 if p.tf32 else IEEE
+        return tuple(c for c in table if c.tile_m <= tallest)
+    table = HOPPER if p.on_cpu or p.card.capability[0] == 9 else AMPERE
+    return table[tensors.tile_side(p.block[0], 256)]
+
+
+class PortableSpmm:
+    """Plain Triton twin of hopper.spmm."""
+
+    name = "portable.spmm"
+
+    def why_not(self, p: SpmmProblem) -> list[str]:
+        """Reasons why `p` cannot run here."""
+        why = tensors.why_not(p)
+        if max(p.m, p.k, p.n) > SIZE_LIMIT:
+            why.append(f"M, K and N must be at most {SIZE_LIMIT}; got {p.m}, {p.k}, {p.n}")
+        if not why and math.prod(_tiles(p, self.default(p))) > SIZE_LIMIT:
+            why.append(f"more than {SIZE_LIMIT} tiles of C")
+        return why
+
+    def default(self, p: SpmmProblem) -> Config:
+        """The first of `configs`, made smaller while there are fewer tiles of C than SMs."""
+        c = next(iter(self.configs(p)))
+        while c.tile_n > 64 and math.prod(_tiles(p, c)) < p.card.sm_count:
+            c = replace(c, tile_n=c.tile_n // 2, num_warps=4)
+        while c.tile_m > 32 and math.prod(_tiles(p, c)) < p.card.sm_count:
+            c = replace(c, tile_m=c.tile_m // 2, num_warps=4)
+        return c
+
+    def configs(self, p: SpmmProblem) -> Iterator[Config]:
+        """Serious alternatives, best guess first: the block's table, cut to N and to shared memory."""
+        widest = max(16, 1 << (p.n - 1).bit_length())
+        deepest = max(32, 1 << (max(p.row_max * p.block[1], 1) - 1).bit_length())
+        seen = set()
+        for c in _table(p):
+            tile_n = min(c.tile_n, widest)
+            c = replace(c, tile_n=tile_n, tile_k=min(c.tile_k, deepest))
+            if p.combine and c.tile_m * tile_n > 64 * 32 * c.num_warps:  # two tiles of C at once spill
+                c = replace(c, num_warps=2 * c.num_warps)
+            if p.n <= 64:  # 16 bytes of the smaller tile for each thread to copy
+                copies = c.tile_k * min(c.tile_m, tile_n) * dtypes.itemsize(p.dtype) // 16
+                c = replace(c, num_warps=max(1, min(c.num_warps, copies // 32)))
+            c = replace(c, num_stages=tensors.stages(p, c.num_stages, c.tile_k * (c.tile_m + c.tile_n)))
+            if c not in seen:
+                seen.add(c)
+                yield c
+
+    def seconds(self, p: SpmmProblem, c: Config) -> float:
+        """Launch + the longer of: arithmetic at a rate for each tile_m (masked rows and columns count, so do idle
+        SMs) and 1.5 us for each wave of tiles to begin and end; the longest block row on one SM. Beside it compulsory
+        bytes at 80 % of copy bandwidth. Rates fit the H200's times of 2026-11-20 above. N up to 64, which is
+        portable.spmm_skinny's, is guessed at 60 % of it and 1.5 us until the first bytes come."""
+        down, along = _tiles(p, c)
+        if p.on_cpu:  # the interpreter: about a millisecond for each program and step
+            return 1e-3 * along * (down + p.nnzb * p.block[0] * p.block[1] / (c.tile_m * c.tile_k))
+        if p.dtype == "fp32":
+            rate = p.card.tflops["tf32"] * 0.25 if p.tf32 else p.card.tflops["fp32"] * 0.5
+        else:
+            rate = {128: 614.0, 64: 517.0, 32: 308.0}.get(c.tile_m, 175.0) * p.card.tflops[p.dtype] / 690.0
+        rate *= 1e12 * min(1.0, c.tile_n / 64)
+        tile = 2.0 * c.tile_m * p.block[1] * c.tile_n
+        slices = -(-p.block[0] // c.tile_m)
+        busy = max(1, min(p.card.sm_count, down * along)) / p.card.sm_count
+        waves = 1.5e-6 * -(-down * along // p.card.sm_count)
+        arithmetic = waves + tile * slices * p.nnzb * along / (rate * busy)
+        longest = 1.5e-6 + tile * p.row_max / (rate / p.card.sm_count)
+        first, share = (1.5e-6, 0.6) if p.n <= 64 else (0.0, 0.8)
+        moved = first + p.compulsory_bytes / (share * p.card.bandwidth)
+        return p.card.launch_seconds + beside(max(arithmetic, longest), moved)
+
+    def prepare(self, p: SpmmProblem, c: Config, a: BSR) -> Work:
+        """Block rows, their first stored blocks and lengths, longest first; on A's device, without a sync."""
+        lengths = a.pattern.row_lengths
+        order = torch.argsort(lengths, descending=True, stable=True)
+        starts = a.pattern.indptr[:-1]
+        rows = torch.stack((order.int(), starts[order], lengths[order].int()))
+        return Work(rows, p.tf32)
+
+    def launch(
+        self, c: Config, work: Work, a: BSR, b: Tensor, out: Tensor, epilogue: Epilogue = PLAIN
+    ) -> None:
+        """C into `out` [..., M, N] from `b` [..., K, N], strides as they are; no sync, no allocation."""
+        m, n = out.shape[-2:]
+        if out.numel() == 0:
+            return
+        row_blocks, subs, column_tiles = a.grid[0], -(-a.block[0] // c.tile_m), -(-n // c.tile_n)
+        order = a.pattern.indices if a.order is None else a.order
+        options: dict[str, Any] = {"num_warps": c.num_warps, "num_stages": c.num_stages}
+        for b3, out3, other in tensors.folded(b, out, epilogue.other):
+            whole, batch = replace(epilogue, other=other), b3.shape[0]
+            with torch.cuda.device_of(b3):
+                _spmm[(row_blocks * subs * column_tiles * batch,)](
+                    a.values, a.pattern.indices, order, work.rows, b3, out3, epilogue.bias, other,
+                    float(epilogue.alpha), float(epilogue.beta),
+                    m, n, a.shape[1], row_blocks, column_tiles, column_tiles * batch,
+                    *tensors.strides(b3), *tensors.strides(out3), *tensors.strides(other),
+                    **_constants(c, a, b3, out3, work.tf32, whole), **options,
+                )  # fmt: skip
+
+
+KERNEL: SpmmKernel = PortableSpmm()

@@ -1,0 +1,174 @@
+"""C = A @ B for a Semi24 A, or for its transpose, in plain Triton: any CUDA GPU from sm_80, and Triton's interpreter.
+
+One program makes one tile of C, tile_m x tile_n, and walks the inner side, tile_k a step:
+
+    A @ B      values [TM, TK/2], meta [TM, TK/8]   unpacked  [TM, TK]     times B [TK, TN]
+    A.T @ B    values [TK, TM/2], meta [TK, TM/8]   unpacked  [TK, TM].T   times B [TK, TN]
+
+Tiles are unpacked in registers (`spmm/unpack_24.py`) and multiplied dense: half the products are with zeros, so a
+NaN or Inf in a row of B reaches every row of C. Each element is one sum in fixed order; the epilogue is applied to it
+in float32.
+
+8192^3 in bf16 on an H200 (2026-11-22): 6.5 ms, 0.26 of the rate of cuBLAS on the dense matrix: there it saves memory,
+not time. On Hopper hopper.semi24 multiplies on sparse tensor cores.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sparsek.kernels.lang import tensors
+from sparsek.kernels.lang.blocks import add_product
+from sparsek.kernels.lang.epilogue import store_finished
+from sparsek.kernels.lang.tensors import SIZE_LIMIT, at, times
+from sparsek.kernels.spmm import unpack_24 as pieces
+from sparsek.kernels.spmm.unpack_24 import Config, awaited, tile_of
+from sparsek.matrix.semi24 import Semi24
+from sparsek.plan.problem import Semi24Problem
+from sparsek.plan.semi24 import Kernel24
+from sparsek.reference.epilogue import PLAIN, Epilogue
+
+
+@dataclass(frozen=True)
+class Work:
+    """A stands transposed in the product, and torch allows TF32."""
+
+    transposed: bool
+    tf32: bool
+
+
+@triton.jit
+def _semi24(
+    values, meta, b, c, bias, other,
+    alpha, beta, m, n, k, row_tiles, column_tiles, batch_tiles,
+    sb_batch, sb_k, sb_n, sc_batch, sc_m, sc_n, so_batch, so_m, so_n,
+    TM: tl.constexpr, TN: tl.constexpr, TK: tl.constexpr, GROUP: tl.constexpr,
+    TRANSPOSED: tl.constexpr, WIDE: tl.constexpr,
+    RAGGED_M: tl.constexpr, RAGGED_N: tl.constexpr, RAGGED_K: tl.constexpr, PRECISION: tl.constexpr,
+    UNIT: tl.constexpr, UNIT_N: tl.constexpr,
+    UNIT_BK: tl.constexpr, UNIT_BN: tl.constexpr, UNIT_CM: tl.constexpr, UNIT_CN: tl.constexpr,
+    UNIT_OM: tl.constexpr, UNIT_ON: tl.constexpr,
+    SCALED: tl.constexpr, ACTIVATION: tl.constexpr, COMBINE: tl.constexpr,
+):  # fmt: skip
+    n = times(n, UNIT_N)
+    sb_k, sb_n, sb_batch = times(sb_k, UNIT_BK), times(sb_n, UNIT_BN), times(sb_batch, UNIT_BK * UNIT_BN)
+    sc_m, sc_n, sc_batch = times(sc_m, UNIT_CM), times(sc_n, UNIT_CN), times(sc_batch, UNIT_CM * UNIT_CN)
+    so_m, so_n, so_batch = times(so_m, UNIT_OM), times(so_n, UNIT_ON), times(so_batch, UNIT_OM * UNIT_ON)
+
+    # Groups of GROUP column tiles (of all batches) outermost, then rows, then the columns of the group.
+    pid = tl.program_id(0)
+    in_group = row_tiles * GROUP
+    first = pid // in_group * GROUP
+    width = min(batch_tiles - first, GROUP)
+    within = pid % in_group
+    tile = first + within % width
+    batch = (tile // column_tiles).to(tl.int64)
+    row0 = within // width * TM
+
+    i = tl.arange(0, TM)
+    kt = tl.arange(0, TK)
+    col = tile % column_tiles * TN + tl.arange(0, TN)
+    stored_columns = m if TRANSPOSED else k
+    if not TRANSPOSED:
+        values += row0.to(tl.int64) * (k // 2)
+        meta += row0.to(tl.int64) * (k // 8)
+    b += batch * sb_batch
+    b_off = (at(kt, WIDE) * sb_k)[:, None] + (at(col, WIDE) * sb_n)[None, :]
+    z = tl.zeros((TM, TN), dtype=tl.float32)
+    for k0 in range(0, k, TK):
+        if TRANSPOSED:
+            here = tl.cast(k0, tl.int64)
+            stored = tile_of(
+                values + here * (m // 2), meta + here * (m // 8), kt, k0 + kt < k, stored_columns, row0,
+                TK, TM, UNIT, RAGGED_K, RAGGED_M,
+            )  # fmt: skip
+            a_tile = tl.trans(stored)
+        else:
+            a_tile = tile_of(
+                values, meta, i, row0 + i < m, stored_columns, k0, TM, TK, UNIT, RAGGED_M, RAGGED_K
+            )
+        b_live = (kt < TK)[:, None]
+        if RAGGED_K:
+            b_live = (k0 + kt < k)[:, None]
+        if RAGGED_N:
+            b_live = b_live & (col < n)[None, :]
+        b_tile = tl.load(b + tl.cast(k0, tl.int64) * sb_k + b_off, mask=b_live, other=0.0)
+        z = awaited(add_product(z, a_tile, b_tile, PRECISION))
+    store_finished(
+        z, c, row0, i, row0 + i < m, col, col < n, batch, sc_batch, sc_m, sc_n,
+        alpha, bias, other, so_batch, so_m, so_n, beta, WIDE, SCALED, ACTIVATION, COMBINE,
+    )  # fmt: skip
+
+
+def _constants(
+    c: Config, work: Work, shape: tuple[int, int], b: Tensor, out: Tensor, epilogue: Epilogue
+) -> dict[str, Any]:
+    """Every constexpr of `_semi24` for one launch of a stored matrix of `shape`. `b` and `out` [batch, ., .]."""
+    m, k, n = out.shape[1], b.shape[1], b.shape[2]
+    return {
+        "TM": c.tile_m, "TN": c.tile_n, "TK": c.tile_k, "GROUP": c.group, "TRANSPOSED": work.transposed,
+        "UNIT": pieces.column_unit(shape[1]), "RAGGED_M": m % c.tile_m != 0,
+        "RAGGED_N": n % c.tile_n != 0, "RAGGED_K": k % c.tile_k != 0,
+        **pieces.constants(b, out, work.tf32, epilogue, SIZE_LIMIT),
+    }  # fmt: skip
+
+
+class PortableSemi24:
+    """Plain Triton, for A and its transpose, by unpacking. Sparse tensor cores: hopper.semi24."""
+
+    name = "portable.semi24"
+
+    def why_not(self, p: Semi24Problem) -> list[str]:
+        """Reasons why `p` cannot run here."""
+        why = pieces.why_not(p)
+        if not why and pieces.tiles(self.default(p), p.m, p) > SIZE_LIMIT:
+            why.append(f"more than {SIZE_LIMIT} tiles of C")
+        return why
+
+    def default(self, p: Semi24Problem) -> Config:
+        return pieces.default(p, self._tallest(p), p.m)
+
+    def configs(self, p: Semi24Problem) -> Iterator[Config]:
+        return pieces.configs(p, self._tallest(p))
+
+    def seconds(self, p: Semi24Problem, c: Config) -> float:
+        return pieces.seconds(p, c, p.m, p.dense_flops * (-(-p.m // c.tile_m) * c.tile_m / max(1, p.m)))
+
+    def notes(self, p: Semi24Problem, c: Config) -> list[str]:
+        return ["multiplies the zeros of A too: a NaN or Inf in a row of B reaches every row of C"]
+
+    def prepare(self, p: Semi24Problem, c: Config, a: Semi24) -> Work:
+        return Work(p.transposed, p.tf32)
+
+    def launch(
+        self, c: Config, work: Work, a: Semi24, b: Tensor, out: Tensor, epilogue: Epilogue = PLAIN
+    ) -> None:
+        """C into `out` [..., M, N] from `b` [..., K, N], strides as they are; no sync, no allocation."""
+        if out.numel() == 0:
+            return
+        m, n = out.shape[-2:]
+        row_tiles, column_tiles = -(-m // c.tile_m), -(-n // c.tile_n)
+        options: dict[str, Any] = {"num_warps": c.num_warps, "num_stages": c.num_stages}
+        for b3, out3, other in tensors.folded(b, out, epilogue.other):
+            constants = _constants(c, work, a.shape, b3, out3, replace(epilogue, other=other))
+            batch = b3.shape[0]
+            with torch.cuda.device_of(b3):
+                _semi24[(row_tiles * column_tiles * batch,)](
+                    a.values, a.meta, b3, out3, epilogue.bias, other,
+                    float(epilogue.alpha), float(epilogue.beta),
+                    m, n, b3.shape[1], row_tiles, column_tiles, column_tiles * batch,
+                    *tensors.strides(b3), *tensors.strides(out3), *tensors.strides(other),
+                    **constants, **options,
+                )  # fmt: skip
+
+    def _tallest(self, p: Semi24Problem) -> int:
+        """No tile is more than twice as high as C, nor, transposed, narrower than a step of metadata."""
+        return max(16, min(128, 1 << max(0, p.m - 1).bit_length()))
+
+
+KERNEL: Kernel24 = PortableSemi24()

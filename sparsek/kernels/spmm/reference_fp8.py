@@ -1,0 +1,75 @@
+"""reference.spmm_fp8: the specification of FP8 products, run as a kernel. Any device and matrix; slow, in float64."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsek.kernels.spmm import reference as spmm
+from sparsek.kernels.spmm import reference_24 as semi24
+from sparsek.kernels.spmm import reference_bsr24 as bsr24
+from sparsek.matrix.dense8 import ScaledTensor
+from sparsek.matrix.quantized import Scaled
+from sparsek.plan.problem import ScaledProblem
+from sparsek.plan.scaled import KernelScaled, rounding_seconds
+from sparsek.reference.epilogue import PLAIN, Epilogue
+from sparsek.reference.scaled import scaled
+
+# Kernels of the same product without scales, whose times are known.
+UNSCALED: dict[str, Any] = {
+    "spmm_fp8": spmm.KERNEL,
+    "semi24_fp8": semi24.KERNEL,
+    "bsr24_fp8": bsr24.KERNEL,
+}
+CALLS = 4  # of torch, to multiply both operands by their scales
+PASSES = 3  # over the operands in float64
+
+
+@dataclass(frozen=True)
+class ReferenceConfig:
+    """Nothing to choose."""
+
+    def __repr__(self) -> str:
+        return "both operands times their scales in float64, the reference of their product"
+
+
+class ReferenceSpmmFp8:
+    """`sparsek.reference.scaled` behind the protocol: the last resort, and what the others are compared with."""
+
+    name = "reference.spmm_fp8"
+
+    def why_not(self, p: ScaledProblem) -> list[str]:
+        return []
+
+    def default(self, p: ScaledProblem) -> ReferenceConfig:
+        return ReferenceConfig()
+
+    def configs(self, p: ScaledProblem) -> Iterable[ReferenceConfig]:
+        return [ReferenceConfig()]
+
+    def seconds(self, p: ScaledProblem, c: ReferenceConfig) -> float:
+        whole = p.unscaled("fp64")
+        kernel = UNSCALED[p.op]
+        product = kernel.seconds(whole, kernel.default(whole))
+        stretched = PASSES * 8 * p.k * (p.m + p.n * p.batch) / p.card.bandwidth
+        return product + stretched + CALLS * p.card.launch_seconds + rounding_seconds(p)
+
+    def prepare(self, p: ScaledProblem, c: ReferenceConfig, a: Scaled) -> None:
+        return None
+
+    def launch(
+        self,
+        c: ReferenceConfig,
+        work: None,
+        a: Scaled,
+        b: ScaledTensor,
+        out: Tensor,
+        epilogue: Epilogue = PLAIN,
+    ) -> None:
+        with torch.no_grad():
+            out.copy_(scaled(a, b, epilogue, out.dtype))
+
+
+KERNEL: KernelScaled = ReferenceSpmmFp8()

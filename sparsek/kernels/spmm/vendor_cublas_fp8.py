@@ -1,0 +1,198 @@
+"""vendor.cublas_fp8: an FP8 matrix written out dense, then torch._scaled_mm (cuBLAS on a GPU).
+
+    A dense FP8 [M, K]                                       once for each tensor of values
+    one scale for all of A and of B, or one a row and one a column     torch._scaled_mm applies them
+
+Only by name: it keeps a dense copy of A, one byte an element. All plans share the copy, which goes with the values; it
+is renewed when torch has counted a write to them (`Tensor._version`), and made anew while a CUDA graph is captured.
+
+Sums are float32, unless A's `fast_accum` lets the library keep them in the tensor cores (torch's use_fast_accum).
+
+What torch applies itself is the scales with C in bf16, and a bias where C goes out by columns, as in `linear`. Anything
+else comes after, in float32: scales, alpha, bias, activation, another matrix; then C is rounded once. A missing block
+and a stored zero are the same here: a NaN in a row of B reaches every row of C.
+"""
+
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from sparsek.core.streams import Made, captured, follow
+from sparsek.kernels.spmm.vendor_dense import limit_bytes
+from sparsek.matrix.bsr import BSR
+from sparsek.matrix.bsr24 import BSR24
+from sparsek.matrix.dense8 import ScaledTensor
+from sparsek.matrix.quantized import Matrix, Scaled
+from sparsek.matrix.semi24 import Semi24
+from sparsek.plan.operands import is_readable, readable
+from sparsek.plan.problem import ScaledProblem
+from sparsek.plan.scaled import KernelScaled, rounding_seconds
+from sparsek.reference.epilogue import PLAIN, Epilogue
+
+UNIT = 16  # sides of the operands, which torch asks for
+
+
+@dataclass(frozen=True)
+class CublasConfig:
+    """Nothing to choose: the vendor's library does. `fast` says how it may sum, as `fast_accum` of the problem does."""
+
+    fast: bool = False
+
+    def __repr__(self) -> str:
+        return f"dense FP8 copy of A, torch._scaled_mm with {'fast sums' if self.fast else 'sums in float32'}"
+
+
+class Dense:
+    """One A as a dense FP8 matrix, and which state of its values it shows."""
+
+    def __init__(self) -> None:
+        self.copy: Tensor | None = None
+        self.of_matrix: Any = lambda: None
+        self.version = -1
+        self.made: Made | None = None
+
+    def of(self, a: Matrix) -> Tensor:
+        """The copy, made anew unless the values are known to be as they were."""
+        values = a.values
+        capturing, counted = captured(values), not values.is_inference()
+        told = a.meta if isinstance(a, Semi24) else a.pattern
+        fresh = counted and self.version == values._version and self.of_matrix() is told
+        if self.copy is not None and fresh:
+            if self.made is not None and not capturing:
+                follow(self.made, (self.copy,))
+            return self.copy
+        copy = written_out(a)
+        if not capturing:  # what a graph makes is the graph's
+            self.copy, self.of_matrix = copy, weakref.ref(told)
+            self.version = values._version if counted else -1
+            self.made = Made.here(copy.device)
+        return copy
+
+
+_COPIES: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # values -> {is a view: Dense}
+
+
+def written_out(a: Matrix) -> Tensor:
+    """The FP8 values of `a` as a dense [M, K], contiguous, without scales. By way of bf16, which holds each of them."""
+    values = a.values.to(torch.bfloat16)
+    if isinstance(a, BSR):
+        wide = BSR.unchecked(a.pattern, values, a.order)
+    elif isinstance(a, BSR24):
+        wide = BSR24.unchecked(a.pattern, values, a.meta)
+    else:
+        wide = Semi24.unchecked(values, a.meta)
+    return wide.to_dense().to(a.values.dtype).contiguous()
+
+
+class VendorCublasFp8:
+    """The dense product in FP8, as torch calls it."""
+
+    name = "vendor.cublas_fp8"
+    only_by_name = "it keeps a dense copy of A"
+
+    def why_not(self, p: Any) -> list[str]:
+        """Reasons why `p` cannot run here."""
+        why = []
+        if not p.on_cpu and p.card.capability < (8, 9):
+            why.append(f"FP8 tensor cores came with compute capability 8.9; {p.card.name} has none")
+        if p.a_scale == "block":
+            why.append("a scale per block of A lies inside the sums, where the library applies none")
+        if (p.dtype, p.b_dtype) == ("e5m2", "e5m2"):
+            why.append("the library multiplies no E5M2 with E5M2")
+        across = p.m if p.out_layout == "col" else p.n
+        if p.k % UNIT or across % UNIT or not p.k:
+            side = "M" if p.out_layout == "col" else "N"
+            why.append(f"K and {side} must be multiples of {UNIT}, not {p.k} and {across}")
+        need, limit = p.m * p.k, limit_bytes(p.card)
+        if need > limit:
+            why.append(
+                f"the dense copy of A takes {need / 2**30:.1f} GiB; at most {limit / 2**30:.1f} GiB are given to it"
+            )
+        return why
+
+    def default(self, p: ScaledProblem) -> CublasConfig:
+        return CublasConfig(p.fast_accum)
+
+    def configs(self, p: ScaledProblem) -> Iterable[CublasConfig]:
+        return [self.default(p)]
+
+    def seconds(self, p: Any, c: CublasConfig) -> float:
+        """The dense product at the card's FP8 rate, and passes over C in float32 where torch finishes it."""
+        product = max(
+            p.dense_flops / (p.card.tflops["fp8"] * 1e12), (p.m * p.k + p.dense_bytes) / p.card.bandwidth
+        )
+        along = p.out_dtype == "bf16" and not (p.scaled or p.activation or p.combine)
+        along = along and (p.out_layout == "col" or not p.bias)
+        parts = 0 if along else 3 + p.scaled + p.bias + bool(p.activation) + 2 * bool(p.combine)
+        finished = 2 * 4 * parts * p.m * p.n * p.batch / p.card.bandwidth
+        return product + finished + (p.batch + parts) * p.card.launch_seconds + rounding_seconds(p)
+
+    def prepare(self, p: ScaledProblem, c: CublasConfig, a: Scaled) -> None:
+        with torch.no_grad():
+            _dense(a.matrix)
+
+    def launch(
+        self,
+        c: CublasConfig,
+        work: None,
+        a: Scaled,
+        b: ScaledTensor,
+        out: Tensor,
+        epilogue: Epilogue = PLAIN,
+    ) -> None:
+        if out.numel() == 0:
+            return
+        with torch.no_grad(), torch.cuda.device_of(out):
+            dense = _dense(a.matrix)
+            for at in np.ndindex(*out.shape[:-2]):
+                other = None if epilogue.other is None else epilogue.other[at]
+                scale = b.scale[at] if b.kind == "row" else b.scale
+                one = ScaledTensor.unchecked(b.values[at], scale, True)
+                _multiply(dense, a.scale, one, out[at], replace(epilogue, other=other), c.fast)
+
+
+def _dense(a: Matrix) -> Tensor:
+    kept: Any = _COPIES.setdefault(a.values, {})
+    view = isinstance(a, BSR) and a.order is not None
+    return kept.setdefault(view, Dense()).of(a)
+
+
+def _multiply(
+    dense: Tensor, a_scale: Tensor, b: ScaledTensor, out: Tensor, epilogue: Epilogue, fast: bool
+) -> None:
+    """Writes one product of dense [M, K] and B [K, N], and what the epilogue makes of it."""
+    by_columns = out.stride(-2) == 1 and out.stride(-1) != 1
+    left, right, c = (b.values, dense.mT, out.mT) if by_columns else (dense, b.values.mT, out)
+    along = readable(epilogue.bias) if by_columns and epilogue.bias is not None else None
+    rest = replace(epilogue, bias=None) if by_columns and epilogue.alpha == 1 else epilogue
+    of_left, of_right = (b.scale, a_scale) if by_columns else (a_scale, b.scale)
+    by_rows = bool(a_scale.ndim or b.scale.ndim)
+    if out.dtype == torch.bfloat16 and rest.is_plain and (not by_rows or _takes_rows(left, right)):
+        if by_rows:
+            of_left = of_left.expand(left.shape[0]).contiguous().unsqueeze(1)
+            of_right = of_right.expand(right.shape[1]).contiguous().unsqueeze(0)
+        how: dict[str, Any] = {"bias": along, "out_dtype": out.dtype, "use_fast_accum": fast}
+        if is_readable(c) and c.stride(-2) >= c.shape[-1]:
+            torch._scaled_mm(left, right, of_left, of_right, **how, out=c)
+        else:
+            c.copy_(torch._scaled_mm(left, right, of_left, of_right, **how))
+        return
+    one = torch.ones((), dtype=torch.float32, device=out.device)
+    z = torch._scaled_mm(left, right, one, one, out_dtype=torch.float32, use_fast_accum=fast)
+    z = z * (of_left.unsqueeze(-1) if of_left.ndim else of_left) * of_right
+    out.copy_(epilogue.apply(z.mT if by_columns else z))
+
+
+def _takes_rows(left: Tensor, right: Tensor) -> bool:
+    """Whether torch has a kernel with a scale per row for these."""
+    e4m3 = left.dtype == right.dtype == torch.float8_e4m3fn
+    return e4m3 and (not left.is_cuda or torch.cuda.get_device_capability(left.device) >= (9, 0))
+
+
+KERNEL: KernelScaled = VendorCublasFp8()

@@ -1,0 +1,195 @@
+"""vendor.dense: A written out dense, then torch.matmul (cuBLAS on a GPU). Only by name: nothing is densified unasked.
+
+One addition, of a bias or of another matrix, and alpha and beta go along with the product (torch.addmm, torch.baddbmm).
+Any other epilogue is applied by torch to the rounded product, in float32 or float64, and rounded again.
+
+It is in the table so that a plan can say "dense would win here" honestly.
+
+The dense copy holds [Mb*bm, Kb*bk] values. All plans share it, one for every tensor of values, CUDA stream and side (a
+matrix and its transposed view have one each), and it goes when the values go. It is renewed, into the same memory, when
+torch has counted a write to the values (`Tensor._version`); writes through `.data` are not counted, and values made in
+inference mode carry no count and are copied on every call. In a CUDA graph they are copied too, so that replays see
+what the values hold then.
+
+A stored zero and a missing block are the same to a dense product: a NaN in a row of B reaches every row of C.
+Problems with block columns that nothing is stored in are therefore refused. float32 is multiplied as torch's own TF32
+setting says at the time of the call.
+"""
+
+import os
+import threading
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from sparsek.core import dtypes
+from sparsek.core.device import Card
+from sparsek.core.eager import outside_inference
+from sparsek.matrix.bsr import BSR
+from sparsek.plan.kernel import SpmmKernel
+from sparsek.plan.problem import SpmmProblem
+from sparsek.reference.epilogue import PLAIN, Epilogue
+
+# values -> {(CUDA stream, is a view): dense copy}. A copy is written and read in the order of its stream; the lock
+# keeps threads on one stream, or on the CPU, from coming between a copy and its product.
+_COPIES: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+COPYING = threading.Lock()
+
+
+@dataclass(frozen=True)
+class DenseConfig:
+    """Nothing to choose: the vendor's library does."""
+
+    def __repr__(self) -> str:
+        return "dense copy of A, torch.matmul"
+
+
+class DenseCopy:
+    """The dense copy of one A, and which state of its values it shows."""
+
+    @outside_inference
+    def __init__(self, a: BSR) -> None:
+        (bm, bk), (mb, kb) = a.block, a.grid
+        self.pattern = weakref.ref(a.pattern)
+        self.rows = a.pattern.block_rows.to(torch.int64)
+        self.columns = a.pattern.indices.to(torch.int64)
+        self.cells = a.values.new_zeros(mb, bm, kb, bk)
+        self.dense = self.cells.view(mb * bm, kb * bk)[: a.shape[0], : a.shape[1]]
+        self.version = -1
+
+    def follow(self, a: BSR) -> None:
+        """Copies the values unless they are known to be as they were copied last."""
+        counted = not a.values.is_inference()
+        if counted and self.version == a.values._version:
+            return
+        self.cells.permute(0, 2, 1, 3)[self.rows, self.columns] = a.logical_values().detach()
+        self.version = a.values._version if counted else -1
+
+
+def dense_copy(a: BSR) -> Tensor:
+    """A as a dense matrix that shows its present values, valid until the next call for them on this stream.
+
+    The caller holds COPYING until it has used it.
+    """
+    if a.values.is_cuda and torch.cuda.is_current_stream_capturing():
+        copy = DenseCopy(a)  # lives in the graph's own memory, so it is not kept here
+    else:
+        stream = torch.cuda.current_stream(a.device).cuda_stream if a.values.is_cuda else 0
+        copies: Any = _COPIES.setdefault(a.values, {})
+        key = stream, a.order is not None
+        copy = copies.get(key)
+        if copy is None or copy.pattern() is not a.pattern:
+            copy = copies[key] = DenseCopy(a)
+    copy.follow(a)
+    return copy.dense
+
+
+class VendorDense:
+    """Dense matmul. Any device; blocks outside the pattern are zeros."""
+
+    name = "vendor.dense"
+    only_by_name = "it keeps a dense copy of A"
+
+    def why_not(self, p: SpmmProblem) -> list[str]:
+        reasons = []
+        if not p.touches_all_columns:
+            reasons.append(
+                "a block column of A is empty: NaN or Inf in rows of B that no stored block touches would reach C"
+            )
+        need, limit = _dense_bytes(p), limit_bytes(p.card)
+        if need > limit:
+            reasons.append(
+                f"the dense copy of A takes {need / 2**30:.1f} GiB; at most {limit / 2**30:.1f} GiB are given to it"
+            )
+        return reasons
+
+    def default(self, p: SpmmProblem) -> DenseConfig:
+        return DenseConfig()
+
+    def configs(self, p: SpmmProblem) -> Iterable[DenseConfig]:
+        return [DenseConfig()]
+
+    def seconds(self, p: SpmmProblem, c: DenseConfig) -> float:
+        rate = p.card.tflops[p.rate_name] * 1e12
+        size = dtypes.itemsize(p.dtype)
+        product = max(
+            p.dense_flops / rate, (p.m * p.k + p.batch * p.n * (p.k + p.m)) * size / p.card.bandwidth
+        )
+        # Torch reads and writes C for each part of an epilogue that does not go along with the product.
+        parts = p.scaled + p.bias + bool(p.activation) + bool(p.combine)
+        passes = 0 if _goes_along(p.activation, p.bias, p.combine) else 2 + parts
+        finished = 2 * passes * p.m * p.n * p.batch * size / p.card.bandwidth
+        return product + finished + (1 + passes) * p.card.launch_seconds
+
+    def prepare(self, p: SpmmProblem, c: DenseConfig, a: BSR) -> None:
+        with torch.no_grad(), COPYING:
+            dense_copy(a)
+
+    def launch(
+        self, c: DenseConfig, work: None, a: BSR, b: Tensor, out: Tensor, epilogue: Epilogue = PLAIN
+    ) -> None:
+        if out.numel() == 0:
+            return
+        with torch.no_grad(), COPYING:
+            dense = dense_copy(a)
+            _multiply(dense.expand(*b.shape[:-2], *dense.shape), b, out, epilogue)
+
+
+def _multiply(dense: Tensor, b: Tensor, out: Tensor, epilogue: Epilogue) -> None:
+    """Writes the product of dense [..., M, K] and b [..., K, N], and what the epilogue makes of it."""
+    bias, other = epilogue.bias, epilogue.other
+    combine = "" if other is None else epilogue.combine
+    if epilogue.is_plain and _is_written(out):
+        torch.matmul(dense, b, out=out)
+    elif (
+        out.ndim <= 3
+        and _is_written(out)
+        and epilogue.alpha
+        and _goes_along(epilogue.activation, bias is not None, combine)
+    ):
+        added, beta = out, 0.0
+        if bias is not None:
+            added, beta = bias[:, None].expand(out.shape), 1.0
+        elif other is not None:
+            added, beta = other, epilogue.beta
+        # With alpha 0 torch's bf16 baddbmm of a matrix expanded over the batch ignores beta (torch 2.13, CPU).
+        multiply = torch.addmm if out.ndim == 2 else torch.baddbmm
+        multiply(added, dense, b, beta=beta, alpha=epilogue.alpha, out=out)
+    else:
+        product = torch.matmul(dense, b)
+        out.copy_(epilogue.apply(product.to(torch.promote_types(out.dtype, torch.float32))))
+
+
+def _is_written(out: Tensor) -> bool:
+    """Whether the library can write `out` where it lies. torch hands it the strides of dims of one element too."""
+    (m, n), (rows, columns) = out.shape[-2:], out.stride()[-2:]
+    return (columns == 1 and rows >= n) or (rows == 1 and columns >= m)
+
+
+def _goes_along(activation: str, bias: bool, combine: str) -> bool:
+    """Whether the product can be added to something at once, and needs nothing after that."""
+    return not activation and combine != "mul" and not (bias and combine)
+
+
+def _dense_bytes(p: SpmmProblem) -> int:
+    (bm, bk), (mb, kb) = p.block, p.grid
+    return mb * bm * kb * bk * dtypes.itemsize(p.dtype)
+
+
+def limit_bytes(card: Card) -> int:
+    """Half of the memory of the card, or of this machine for CPU tensors."""
+    if card.is_cpu:
+        return (
+            os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+            if hasattr(os, "sysconf")
+            else 4 << 30
+        )
+    return card.memory_bytes // 2
+
+
+KERNEL: SpmmKernel = VendorDense()

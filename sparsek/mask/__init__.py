@@ -1,0 +1,1 @@
+"""Which blocks of attention exist, and what is masked inside of them."""

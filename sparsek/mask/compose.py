@@ -1,0 +1,250 @@
+"""Masks of masks: what both admit, what either admits, one after the other along heads or batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsek.core import arguments
+from sparsek.core.eager import eager
+from sparsek.core.errors import InvalidInput
+from sparsek.mask.elements import TileMask
+from sparsek.mask.lists import check_stored
+from sparsek.mask.mask import BY_INTERVAL, BlockMask
+from sparsek.mask.parts import BlockLists, Sizes
+from sparsek.mask.scored import Fault
+from sparsek.mask.view import CHUNK, element_mask, stored_entries
+
+
+class Placed:
+    """A mask in the grid of another that has as many or more batch items and heads."""
+
+    def __init__(self, mask: BlockMask, batch: int, heads: int) -> None:
+        self.mask, tiles = mask, mask.grid[0]
+        row = torch.arange(batch * heads * tiles, device=mask.device)
+        b, h, i = row // (heads * tiles), row // tiles % heads, row % tiles
+        b, h = b * mask.batch // batch, h * mask.heads // heads
+        self.rows = (b * mask.heads + h) * tiles + i
+
+    @property
+    def cells(self) -> Tensor:
+        """Row * Nb + column of every stored block, int64, in no order."""
+        found = []
+        for lists in (self.mask.full, self.mask.partial):
+            at, entries = stored_entries(lists, self.rows)
+            found.append(at * self.mask.grid[1] + lists.indices[entries])
+        return torch.cat(found)
+
+    def find(self, cells: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """For each cell whether the mask stores it as full, whether as partial, and then its entry."""
+        columns = self.mask.grid[1]
+        rows, column = self.rows[cells // columns], cells % columns
+        full, _ = _search(self.mask.full, rows, column, self.mask.sizes.longest)
+        partial, entry = _search(self.mask.partial, rows, column, self.mask.sizes.longest)
+        return full, partial, entry
+
+    def seen(self, cells: Tensor) -> Tensor:
+        """What the mask admits in each cell, bool [n, bq, bk]."""
+        full, partial, entry = self.find(cells)
+        seen = full[:, None, None].repeat(1, *self.mask.block)
+        rows = self.rows[cells // self.mask.grid[1]]
+        seen[partial] = element_mask(self.mask, rows[partial], entry[partial])
+        return seen
+
+
+def _search(lists: BlockLists, rows: Tensor, column: Tensor, longest: int) -> tuple[Tensor, Tensor]:
+    """Whether a row holds a column, and at which entry: a binary search in each row at once."""
+    low = lists.starts[rows].long()
+    end = high = low + lists.counts[rows]
+    if not lists.indices.numel():
+        return torch.zeros_like(low, dtype=torch.bool), low
+    most = lists.indices.numel() - 1
+    for _ in range(longest.bit_length()):
+        middle = (low + high) // 2
+        is_less = (low < high) & (lists.indices[middle.clamp(max=most)] < column)
+        low, high = (
+            torch.where(is_less, middle + 1, low),
+            torch.where(is_less, high, torch.minimum(high, middle)),
+        )
+    return (low < end) & (lists.indices[low.clamp(max=most)] == column), low
+
+
+@eager("a block mask")
+def both(a: BlockMask, b: BlockMask) -> BlockMask:
+    """See BlockMask.__and__. Starts from the blocks of the mask that has fewer, and looks for them in the other."""
+    a_placed, b_placed, made = _placed(a, b, "&")
+    fewer, other = sorted(
+        (a_placed, b_placed), key=lambda each: each.mask.sizes.stored / max(each.mask.rows, 1)
+    )
+    cells = fewer.cells
+    full, partial, _ = other.find(cells)
+    return _filled(
+        made, cells[full | partial], a_placed, b_placed, torch.logical_and, f"{_named(a)} & {_named(b)}"
+    )
+
+
+@eager("a block mask")
+def either(a: BlockMask, b: BlockMask) -> BlockMask:
+    """See BlockMask.__or__."""
+    a_placed, b_placed, made = _placed(a, b, "|")
+    cells = torch.cat((a_placed.cells, b_placed.cells)).unique()
+    return _filled(made, cells, a_placed, b_placed, torch.logical_or, f"{_named(a)} | {_named(b)}")
+
+
+def _named(mask: BlockMask) -> str:
+    label = mask.label or "blocks"
+    return f"({label})" if " & " in label or " | " in label else label
+
+
+def _placed(a: BlockMask, b: BlockMask, sign: str) -> tuple[Placed, Placed, TileMask]:
+    """Both masks in the grid of the result, and the result to be filled."""
+    _check_alike((a, b), sign)
+    for mask in (a, b):
+        mask.verify(wait=True)
+    batch, heads = max(a.batch, b.batch), max(a.heads, b.heads)
+    if min(a.batch, b.batch) not in (1, batch):
+        raise InvalidInput(
+            f"masks of {a.batch} {sign} {b.batch} batch items; they must be as many, or 1 for all"
+        )
+    if heads % min(a.heads, b.heads):
+        raise InvalidInput(f"masks of {a.heads} {sign} {b.heads} heads; one number must divide the other")
+    made = TileMask((a.q_len, a.kv_len), a.block, batch, heads, a.device)
+    return Placed(a, batch, heads), Placed(b, batch, heads), made
+
+
+def _filled(
+    made: TileMask,
+    cells: Tensor,
+    a: Placed,
+    b: Placed,
+    joined: Callable[[Tensor, Tensor], Tensor],
+    label: str,
+) -> BlockMask:
+    """The mask of these cells: full where the full ones say so, the others by their elements, some at a time."""
+    whole = joined(a.find(cells)[0], b.find(cells)[0])
+    made.add_full(cells[whole])
+    for some in cells[~whole].split(CHUNK // (made.block[0] * made.block[1])):
+        made.add(some, joined(a.seen(some), b.seen(some)))
+    return made.mask(label)
+
+
+@eager("a block mask")
+def per_head(masks: Sequence[BlockMask]) -> BlockMask:
+    """See BlockMask.per_head."""
+    return _Stack(masks, "per_head", axis=1).mask()
+
+
+@eager("a block mask")
+def per_batch(masks: Sequence[BlockMask]) -> BlockMask:
+    """See BlockMask.per_batch."""
+    return _Stack(masks, "per_batch", axis=0).mask()
+
+
+class _Stack:
+    """Masks one after the other along the batch (axis 0) or the heads (axis 1). One that comes twice is kept once."""
+
+    def __init__(self, masks: Sequence[BlockMask], name: str, axis: int) -> None:
+        if not isinstance(masks, Sequence):
+            raise InvalidInput(f"{name} takes a list of masks, got {arguments.told(masks)}")
+        _check_alike(masks, name)
+        self.masks, self.name, self.axis = list(masks), name, axis
+        self.distinct = list(dict.fromkeys(self.masks))
+        self.first, across = self.masks[0], ("heads", "batch")[axis]
+        self.across = max(getattr(mask, across) for mask in self.masks)
+        for at, mask in enumerate(self.masks):
+            if getattr(mask, across) not in (1, self.across):
+                raise InvalidInput(
+                    f"{name}: mask {at} has {across} {getattr(mask, across)} and others {self.across}; "
+                    f"{across} must be the same in all masks, or 1"
+                )
+
+    def mask(self) -> BlockMask:
+        full, partial = self._lists("full"), self._lists("partial")
+        lo, hi = self._interval()
+        rules, bits = self._bits()
+        along = sum(getattr(mask, ("batch", "heads")[self.axis]) for mask in self.masks)
+        batch, heads = (self.across, along) if self.axis else (along, self.across)
+        made = BlockMask.unchecked(
+            q_len=self.first.q_len, kv_len=self.first.kv_len, block=self.first.block, batch=batch, heads=heads,
+            full=full, partial=partial, lo=lo, hi=hi, rules=rules, bits=bits, sizes=self._sizes(),
+            pure=all(mask.pure for mask in self.masks), label=f"{self.name} of {len(self.masks)}",
+        )  # fmt: skip
+        made._memo["asked"] = tuple(
+            each for mask in self.distinct for each in mask._memo.get("asked", ()) if isinstance(each, Fault)
+        )
+        return made
+
+    def _rows(self, parts: Sequence[Tensor], width: int) -> Tensor:
+        """What masks have for each batch item and head, [1 or batch * heads, width], for the rows of the result."""
+        grown = []
+        for mask, part in zip(self.masks, parts, strict=True):
+            part = part.view(-1, width) if width else part.view(mask.batch * mask.heads, 0)
+            part = part.expand(mask.batch * mask.heads, -1).view(mask.batch, mask.heads, width)
+            grown.append(part.expand(*((self.across, -1) if self.axis else (-1, self.across)), -1))
+        return torch.cat(grown, self.axis).flatten(0, 1)
+
+    def _lists(self, kind: str) -> BlockLists:
+        base, end = {}, 0
+        for mask in self.distinct:
+            base[mask] = end
+            end += getattr(mask, kind).indices.numel()
+        check_stored(end)
+        tiles, found = self.first.grid[0], [getattr(mask, kind) for mask in self.masks]
+        starts = [each.starts + base[mask] for mask, each in zip(self.masks, found, strict=True)]
+        indices = torch.cat([getattr(mask, kind).indices for mask in self.distinct])
+        counts = self._rows([each.counts for each in found], tiles).flatten()
+        return BlockLists(self._rows(starts, tiles).flatten(), counts, indices)
+
+    def _interval(self) -> tuple[Tensor | None, Tensor | None]:
+        """Masks without one admit every key."""
+        first = self.first
+        if all(mask.lo is None for mask in self.masks):
+            return None, None
+        if len(self.distinct) == 1 and first.lo is not None and first.lo.shape[0] == 1:
+            return first.lo, first.hi
+        none = torch.zeros((1, first.q_len), dtype=torch.int32, device=first.device)
+        every = torch.full_like(none, first.kv_len)
+        lo = self._rows([none if mask.lo is None else mask.lo for mask in self.masks], first.q_len)
+        return lo, self._rows([every if mask.hi is None else mask.hi for mask in self.masks], first.q_len)
+
+    def _bits(self) -> tuple[Tensor | None, Tensor | None]:
+        if all(mask.rules is None for mask in self.masks):
+            return None, None
+        rules, bits, end = [], [], 0
+        for mask in self.distinct:
+            rule = torch.full_like(mask.partial.indices, BY_INTERVAL) if mask.rules is None else mask.rules
+            rules.append(torch.where(rule == BY_INTERVAL, rule, rule + end))
+            if mask.bits is not None:
+                bits.append(mask.bits)
+                end += mask.bits.shape[0]
+        return torch.cat(rules), torch.cat(bits) if bits else None
+
+    def _sizes(self) -> Sizes:
+        stored = partial = 0
+        for mask in self.masks:
+            times = self.across // (mask.batch if self.axis else mask.heads)
+            stored, partial = stored + times * mask.sizes.stored, partial + times * mask.sizes.partial
+        check_stored(stored)
+        longest, exact = (
+            max(mask.sizes.longest for mask in self.masks),
+            all(mask.sizes.exact for mask in self.masks),
+        )
+        return Sizes(stored, partial, longest, exact)
+
+
+def _check_alike(masks: Sequence[Any], name: str) -> None:
+    """InvalidInput unless these are masks of one shape, block and device."""
+    if not masks:
+        raise InvalidInput(f"{name} of no masks; give at least one")
+    for at, mask in enumerate(masks):
+        if not isinstance(mask, BlockMask):
+            raise InvalidInput(f"{name}: mask {at} is {arguments.told(mask)}; it must be a BlockMask")
+        for what in ("q_len", "kv_len", "block", "device"):
+            found, right = getattr(mask, what), getattr(masks[0], what)
+            if found != right:
+                raise InvalidInput(
+                    f"{name}: {what} of mask {at} is {found} and of mask 0 {right}; they must agree"
+                )

@@ -1,0 +1,314 @@
+"""Masks of packed documents: each query sees an interval of its own document's keys, and the document's first keys.
+
+The documents' edges may lie anywhere in a block. As in `mask_build`, the host works out which blocks there are, from a
+few numbers for each piece of a document in a tile; the device writes the lists. A tile of one document has three kinds
+of blocks: full ones, partial ones that go by interval, and those that hold some of the document's first keys for
+queries whose window is elsewhere, which have bits. Tiles of several documents have no full blocks.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparsek.core.eager import eager
+from sparsek.mask.elements import pack_bits
+from sparsek.mask.lists import (
+    Place,
+    Runs,
+    check_stored,
+    exact_sizes,
+    heavy_blocks,
+    lists_of_runs,
+    table_of_runs,
+    upload,
+)
+from sparsek.mask.mask import BY_INTERVAL, BlockMask
+from sparsek.mask.parts import BlockLists
+from sparsek.matrix.pattern import INT32_MAX
+
+CHUNK = 1 << 22  # elements of blocks whose bits are made in one step
+
+
+class Near(NamedTuple):
+    """A query at position p sees keys p - `back` < k < p + `ahead` (None: no bound) of its document, and the first
+    `sinks` of it. With `ahead` 1, which is causal, it sees none of these behind p.
+    """
+
+    back: int | None = None
+    ahead: int | None = None
+    sinks: int = 0
+
+
+class Documents(NamedTuple):
+    """Queries and the keys that they may see, int64 [n] arrays: query q_start <= q < q_end of batch item `item` stands
+    at key position q + shift and sees keys of k_start <= k < k_end only. Sinks count from key position `origin`, which
+    is at most k_start: where the first keys of a document are not there, nor are its sinks.
+
+    Sorted by item and query; no query is in two documents, and one that is in none sees nothing.
+    """
+
+    item: np.ndarray
+    q_start: np.ndarray
+    q_end: np.ndarray
+    k_start: np.ndarray
+    k_end: np.ndarray
+    shift: np.ndarray
+    origin: np.ndarray
+
+    @classmethod
+    def packed(cls, q_edges: np.ndarray, k_edges: np.ndarray) -> Documents:
+        """From where each document starts and the last one ends. The last query of each stands at its last key."""
+        start, end = k_edges[:-1], k_edges[1:]
+        return cls(np.zeros_like(start), q_edges[:-1], q_edges[1:], start, end, end - q_edges[1:], start)
+
+    def take(self, at: np.ndarray) -> Documents:
+        """The documents at these positions, in this order."""
+        return Documents(*(each[at] for each in self))
+
+    def sink_end(self, sinks: int) -> np.ndarray:
+        """Where the sinks end, within k_start and k_end."""
+        return np.clip(self.origin + min(sinks, INT32_MAX), self.k_start, self.k_end)
+
+
+class Scene(NamedTuple):
+    """Where a mask is wanted: the documents of `batch` batch items of q_len queries and kv_len keys, and what is near
+    whatever the mask says.
+    """
+
+    docs: Documents
+    q_len: int
+    kv_len: int
+    batch: int = 1
+    near: Near = Near()
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What tells this scene from others."""
+        return tuple(each.tobytes() for each in self.docs), *self[1:]
+
+
+class Span(NamedTuple):
+    """What the bounds of a query follow from, numpy or torch."""
+
+    k_start: Any
+    k_end: Any
+    shift: Any
+    sink_end: Any
+
+    @classmethod
+    def of(cls, docs: Documents, near: Near) -> Span:
+        return cls(docs.k_start, docs.k_end, docs.shift, docs.sink_end(near.sinks))
+
+
+def bounds(query: Any, docs: Span, near: Near, reach: int) -> tuple[Any, Any]:
+    """lo and hi of queries, numpy or torch. Both rise with the query, within a document.
+
+    Where a window reaches down to the sinks, both are one interval from the document's start.
+    """
+    p = query + docs.shift
+    back = reach if near.back is None else min(near.back, reach)
+    ahead = reach if near.ahead is None else min(near.ahead, reach)
+    lo = (p - back + 1).clip(docs.k_start, docs.k_end)
+    hi = (p + ahead).clip(docs.k_start, docs.k_end)
+    lo = docs.k_start + (lo - docs.k_start) * (lo > docs.sink_end)
+    return lo, hi if near.ahead == 1 else hi.clip(docs.sink_end, docs.k_end)
+
+
+@eager("a block mask")
+def documents_mask(scene: Scene, near: Near, block: Any, device: Any, label: str) -> BlockMask:
+    """The mask of a scene in which each query sees what `near` says of its document; `scene.near` is not looked at.
+
+    Costs the host O(tiles + documents + partial blocks) and no wait; the device O(q_len + stored blocks).
+    """
+    place = Place.of(q_len=scene.q_len, kv_len=scene.kv_len, block=block, device=device, q_offset=0)
+    docs = scene.docs.take(np.flatnonzero(scene.docs.q_start < scene.docs.q_end))
+    return _assembled(place, docs, Pieces.of(docs, near, place), near, scene.batch, label)
+
+
+class Pieces(NamedTuple):
+    """Every piece of a document in a tile: int64 and bool [pieces], in rows of tiles that ascend."""
+
+    docs: Span
+    doc: np.ndarray
+    row: np.ndarray
+    alone: np.ndarray  # it is all of its tile
+    first_lo: np.ndarray
+    first_hi: np.ndarray
+    last_lo: np.ndarray
+    last_hi: np.ndarray
+
+    @classmethod
+    def of(cls, docs: Documents, near: Near, place: Place) -> Pieces:
+        bq = place.block[0]
+        top, bottom = docs.q_start // bq, (docs.q_end - 1) // bq
+        count = bottom - top + 1
+        doc = np.repeat(np.arange(count.size), count)
+        tile = top[doc] + np.arange(doc.size) - np.repeat(np.cumsum(count) - count, count)
+        first, end = np.maximum(docs.q_start[doc], tile * bq), np.minimum(docs.q_end[doc], (tile + 1) * bq)
+        alone = (first == tile * bq) & (end == np.minimum((tile + 1) * bq, place.q_len))
+        spans = Span(*(each[doc] for each in Span.of(docs, near)))
+        lo_hi = [bounds(query, spans, near, reach_of(docs, place)) for query in (first, end - 1)]
+        return cls(spans, doc, docs.item[doc] * place.grid[0] + tile, alone, *lo_hi[0], *lo_hi[1])
+
+    @property
+    def split(self) -> np.ndarray:
+        """Some query sees the sinks apart from its window."""
+        return (self.docs.sink_end > self.docs.k_start) & (self.last_lo > self.docs.sink_end)
+
+    @property
+    def apart(self) -> np.ndarray:
+        """Every query does."""
+        return self.split & (self.first_lo > self.docs.sink_end)
+
+
+class Blocks(NamedTuple):
+    """Which blocks a mask has. `sinks` and `window`: columns of full blocks, first and end, int64 [rows]. `cells`:
+    row * Nb + column of the partial ones, sorted; `rules` of these, and of each bits a row and a column that have them.
+    """
+
+    sinks: tuple[np.ndarray, np.ndarray]
+    window: tuple[np.ndarray, np.ndarray]
+    cells: np.ndarray
+    rules: np.ndarray | None
+    bits: tuple[np.ndarray, np.ndarray]
+
+
+def _blocks(pieces: Pieces, place: Place, rows: int) -> Blocks:
+    bk, columns = place.block[1], place.grid[1]
+    docs, split, apart, alone = pieces.docs, pieces.split, pieces.apart, pieces.alone
+    some = pieces.first_lo < pieces.last_hi
+    start = pieces.first_lo // bk
+    end = np.where(some, -(-pieces.last_hi // bk), start)
+    # Of a tile of one document: the blocks that every window holds, and the blocks that hold nothing but sinks.
+    whole = np.clip(-(-pieces.last_lo // bk), start, end)
+    cut = np.where(alone, np.clip(pieces.first_hi // bk, whole, end), whole)
+    left = -(-docs.k_start // bk)
+    right = np.where(alone & split, np.minimum(docs.sink_end, pieces.first_hi) // bk, left)
+    right = np.maximum(left, right)
+    sink_start = docs.k_start // bk
+    sink_end = np.where(apart, -(-docs.sink_end // bk), sink_start)
+    none = left == right
+    runs = (
+        (start, whole),
+        (cut, end),
+        (sink_start, np.where(none, sink_end, np.minimum(left, sink_end))),
+        (np.where(none, sink_end, right), sink_end),
+    )
+    piece, column = _expanded(runs)
+    inside = (left[piece] <= column) & (column < right[piece])
+    piece, column = piece[~inside], column[~inside]
+    by_bits = split[piece] & (column * bk < docs.sink_end[piece])
+    cells, at, back = np.unique(pieces.row[piece] * columns + column, return_index=True, return_inverse=True)
+    full = [np.zeros(rows, np.int64) for _ in range(4)]
+    for made, each in zip(full, (left, right, whole, cut), strict=True):
+        made[pieces.row[alone]] = each[alone]
+    rules, bits = None, (cells[:0], cells[:0])
+    if by_bits.any():
+        # Where no window reaches, the sinks of a document look the same in all of its tiles.
+        same = (alone & apart)[piece] & ((column + 1) * bk <= pieces.first_lo[piece])
+        number = np.where(
+            same, pieces.doc[piece] * columns + column, -1 - pieces.row[piece] * columns - column
+        )
+        has_bits = np.zeros(cells.size, bool)
+        has_bits[back[by_bits]] = True
+        own = number[at][has_bits]
+        _, chosen, which = np.unique(own, return_index=True, return_inverse=True)
+        rules = np.full(cells.size, BY_INTERVAL, np.int64)
+        rules[has_bits] = which
+        representative = cells[has_bits][chosen]
+        bits = representative // columns, representative % columns
+    return Blocks((full[0], full[1]), (full[2], full[3]), cells, rules, bits)
+
+
+def _expanded(runs: tuple[tuple[np.ndarray, np.ndarray], ...]) -> tuple[np.ndarray, np.ndarray]:
+    """Piece and column of every block of runs (first, end) of each piece."""
+    pieces, columns = [], []
+    for first, end in runs:
+        count = np.maximum(end - first, 0)
+        piece = np.repeat(np.arange(count.size), count)
+        pieces.append(piece)
+        columns.append(first[piece] + np.arange(piece.size) - np.repeat(np.cumsum(count) - count, count))
+    return np.concatenate(pieces), np.concatenate(columns)
+
+
+class Queries(NamedTuple):
+    """What each query sees: keys of lo <= k < hi and, up to hi, of start <= k < sink_end; int32 [batch, q_len]."""
+
+    lo: Tensor
+    hi: Tensor
+    start: Tensor
+    sink_end: Tensor
+
+    @classmethod
+    def of(cls, spans: Tensor, near: Near, size: tuple[int, int], reach: int) -> Queries:
+        """From int32 [5, spans]: how many queries each span of them has, and its document; they are all queries."""
+        count, *fields = spans.unbind()
+        total = size[0] * size[1]
+        each = torch.repeat_interleave(torch.stack(fields, 1).long(), count, dim=0, output_size=total)
+        docs = Span(*each.view(*size, len(fields)).unbind(2))
+        lo, hi = bounds(torch.arange(size[1], device=spans.device), docs, near, reach)
+        return cls(*(x.to(torch.int32).contiguous() for x in (lo, hi, docs.k_start, docs.sink_end)))
+
+    def bits(self, rows: Tensor, columns: Tensor, place: Place) -> Tensor:
+        """int32 [n, bq, bk / 32] of the blocks in these rows and columns."""
+        (bq, bk), tiles = place.block, place.grid[0]
+        made, step = [], CHUNK // (bq * bk)
+        for row, column in zip(rows.split(step), columns.split(step), strict=True):
+            query = (row % tiles * bq)[:, None] + torch.arange(bq, dtype=torch.int32, device=row.device)
+            at = (row // tiles * place.q_len)[:, None] + query.clamp(max=place.q_len - 1)
+            lo, hi, start, sink_end = (x.flatten()[at][:, :, None] for x in self)
+            key = (column * bk)[:, None, None] + torch.arange(bk, dtype=torch.int32, device=row.device)
+            sinks = (start <= key) & (key < torch.minimum(sink_end, hi))
+            made.append(pack_bits(sinks | ((lo <= key) & (key < hi))))
+        return torch.cat(made)
+
+
+def _assembled(
+    place: Place, docs: Documents, pieces: Pieces, near: Near, batch: int, label: str
+) -> BlockMask:
+    rows, columns = batch * place.grid[0], max(place.grid[1], 1)
+    found = _blocks(pieces, place, rows)
+    full = Runs.between(*found.window)
+    if (found.sinks[0] < found.sinks[1]).any():
+        full = Runs.between(*found.sinks).then(full)
+    whole = full.count.sum(0)
+    cut = np.bincount(found.cells // columns, minlength=rows)
+    sizes = exact_sizes(whole, cut)
+    check_stored(sizes.stored)
+    table = table_of_runs(full, whole)
+    lists = [np.cumsum(cut) - cut, cut, found.cells % columns]
+    by_bits = [] if found.rules is None else [found.rules, *found.bits]
+    sent = upload([_spans(docs, near, place.q_len, batch), *by_bits, *lists, *table], place.device)
+    queries = Queries.of(sent[0], near, (batch, place.q_len), reach_of(docs, place))
+    rules = bits = None
+    if by_bits:
+        rules, bits = sent[1], queries.bits(sent[2], sent[3], place)
+    behind = 1 + len(by_bits)
+    every = torch.arange(place.grid[1], dtype=torch.int32, device=place.device)
+    full_lists, _ = lists_of_runs(sent[behind + 3 :], every, sizes.stored - sizes.partial)
+    mask = BlockMask.unchecked(
+        q_len=place.q_len, kv_len=place.kv_len, block=place.block, batch=batch, heads=1, full=full_lists,
+        partial=BlockLists(*sent[behind : behind + 3]), lo=queries.lo, hi=queries.hi, rules=rules,
+        bits=bits, sizes=sizes, pure=not pieces.split.any(), label=label,
+    )  # fmt: skip
+    mask._memo["heavy"] = heavy_blocks(whole, cut)
+    return mask
+
+
+def _spans(docs: Documents, near: Near, q_len: int, batch: int) -> np.ndarray:
+    """int64 [5, 2 * n + 1]: the documents, and before, between and behind them spans of queries that see nothing."""
+    starts, ends = docs.item * q_len + docs.q_start, docs.item * q_len + docs.q_end
+    edges = np.stack((starts, ends), 1).flatten()
+    spans = np.zeros((5, edges.size + 1), np.int64)
+    spans[0] = np.diff(edges, prepend=0, append=batch * q_len)
+    spans[1:, 1::2] = Span.of(docs, near)
+    return spans
+
+
+def reach_of(docs: Documents, place: Place) -> int:
+    """More keys than there are between any query and any key."""
+    return place.reach + int(np.abs(docs.shift).max(initial=0))

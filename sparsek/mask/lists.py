@@ -1,0 +1,302 @@
+"""How builders write lists: a few numbers per row are worked out on the host, the entries are written on the device.
+
+A row of a structured mask is a few *runs* of block columns with a fixed step. Their firsts, steps and counts come
+from closed forms (numpy, [rows]), go to the device in one copy, and become entries there. So the host knows every
+size, waits for nothing, and neither side visits a block that is not stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparsek.core import arguments
+from sparsek.core.errors import InvalidInput
+from sparsek.mask.mask import BLOCK_SIZES, BlockMask
+from sparsek.mask.parts import BlockLists, Sizes
+from sparsek.matrix.pattern import INT32_MAX, int_or_pair
+
+ALIGNED = 4  # int32 words in 16 bytes: Triton compiles anew for pointers that are not aligned to that
+
+
+@dataclass(frozen=True)
+class Place:
+    """Lengths, block, device and offset of a mask in the making, checked."""
+
+    q_len: int
+    kv_len: int
+    block: tuple[int, int]
+    device: torch.device
+    q_offset: int
+
+    @classmethod
+    def of(
+        cls,
+        seq_len: int | None = None,
+        *,
+        q_len: int | None = None,
+        kv_len: int | None = None,
+        block: Any = 128,
+        device: Any = None,
+        q_offset: int | None = None,
+        **unknown: Any,
+    ) -> Place:
+        """From what builders take: see `block_mask.Frame`."""
+        if unknown:
+            names = ", ".join(unknown)
+            raise InvalidInput(
+                f"this mask has no option {names}; beside its own, masks take seq_len or q_len and kv_len, block, "
+                "device and q_offset"
+            )
+        if seq_len is not None:
+            if q_len is not None or kv_len is not None:
+                raise InvalidInput(
+                    "seq_len and q_len, kv_len are given; use seq_len alone where both are equal"
+                )
+            q_len = kv_len = seq_len
+        elif q_len is None or kv_len is None:
+            raise InvalidInput("a length is missing; give seq_len, or both q_len and kv_len")
+        sides = mask_block(block)
+        names = ("q_len", "kv_len") if seq_len is None else ("seq_len", "seq_len")
+        q_len, kv_len = mask_length(q_len, names[0], sides[0]), mask_length(kv_len, names[1], sides[1])
+        offset = kv_len - q_len
+        if q_offset is not None:
+            offset = arguments.integer("q_offset", q_offset, -INT32_MAX)
+        if abs(offset) + q_len > INT32_MAX:
+            raise InvalidInput(f"q_offset is {offset}; queries must stand at int32 positions")
+        here = arguments.device("device", torch.get_default_device() if device is None else device)
+        return cls(q_len, kv_len, sides, here, offset)
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Query tiles and key blocks (Mb, Nb)."""
+        return -(-self.q_len // self.block[0]), -(-self.kv_len // self.block[1])
+
+    @property
+    def first(self) -> np.ndarray:
+        """The position of each tile's first query, int64 [Mb]."""
+        return np.arange(self.grid[0]) * self.block[0] + self.q_offset
+
+    @property
+    def last(self) -> np.ndarray:
+        """The position of each tile's last query, int64 [Mb]."""
+        return np.minimum(self.first + self.block[0], self.q_len + self.q_offset) - 1
+
+    @property
+    def reach(self) -> int:
+        """More keys than there are between any query and any key."""
+        return self.q_len + self.kv_len + abs(self.q_offset) + 1
+
+    def blocks(self, keys: int) -> int:
+        """As many keys in blocks, rounded up; no more than matters."""
+        return -(-min(keys, self.reach) // self.block[1])
+
+    def positions(self, shift: int) -> Tensor:
+        """Position + shift of each query, within 0 and kv_len: int32 [1, q_len]."""
+        start = self.q_offset + shift
+        here = torch.arange(start, start + self.q_len, dtype=torch.int64, device=self.device)
+        return here.clamp_(0, self.kv_len).to(torch.int32)[None]
+
+
+def mask_block(block: Any) -> tuple[int, int]:
+    """(bq, bk) from a pair, or from one int for square blocks; each 64 or 128."""
+    with suppress(InvalidInput):
+        sides = int_or_pair("block", block)
+        if all(side in BLOCK_SIZES for side in sides):
+            return sides
+    raise InvalidInput(
+        f"block is {arguments.told(block)}; masks have blocks of 64 or 128, or a pair (bq, bk) of these"
+    )
+
+
+def mask_length(value: Any, name: str, side: int) -> int:
+    """A length as a plain int, which in whole blocks fits int32."""
+    length = arguments.integer(name, value)
+    if -(-length // side) * side > INT32_MAX:
+        raise InvalidInput(f"{name} is {length}; in whole blocks of {side} it must fit int32 ({INT32_MAX})")
+    return length
+
+
+def as_lengths(lengths: Any) -> list[np.ndarray]:
+    """Rows of documents' lengths, int64, from one row or several. InvalidInput for anything but ints of at least 0."""
+    if isinstance(lengths, Tensor) and arguments.tensor("lengths", lengths).device.type != "cpu":
+        raise InvalidInput(f"lengths are on {lengths.device}, and the host needs them; use a list or .cpu()")
+    try:
+        rows = [np.asarray(row) for row in (lengths if np.ndim(lengths[0]) else [lengths])]
+    except (LookupError, TypeError, ValueError, RuntimeError) as error:
+        told = arguments.told(lengths)
+        raise InvalidInput(
+            f"lengths is {told}; it must hold the length of each document, or such a row for each batch item"
+        ) from error
+    for at, row in enumerate(rows):
+        if row.ndim != 1 or not row.size or row.dtype.kind not in "iu":
+            raise InvalidInput(
+                f"lengths of batch item {at} are {row.dtype} {list(row.shape)}; give a row of ints"
+            )
+        if row.min() < 0 or row.max() > INT32_MAX:
+            far = row.min() if row.min() < 0 else row.max()
+            raise InvalidInput(
+                f"lengths of batch item {at} hold {far}; a document has 0 to {INT32_MAX} tokens"
+            )
+    return [row.astype(np.int64) for row in rows]
+
+
+class Runs(NamedTuple):
+    """Block columns of each row: a piece is `count` columns from `first` on, `step` apart. int64 [pieces, rows].
+
+    Pieces of a row ascend. Without `step` a row is one piece of neighbours. Column c of a piece has rule
+    `rule` + c * `rule_step`, if there are rules. Steps may be [pieces, 1].
+    """
+
+    first: np.ndarray
+    count: np.ndarray
+    step: np.ndarray | None = None
+    rule: np.ndarray | None = None
+    rule_step: np.ndarray | None = None
+
+    @classmethod
+    def between(cls, first: np.ndarray, end: np.ndarray) -> Runs:
+        """Neighbouring columns; none where end <= first. Both [rows]."""
+        return cls(first[None], np.maximum(end - first, 0)[None])
+
+    @classmethod
+    def progression(cls, first: np.ndarray, count: np.ndarray, step: int) -> Runs:
+        """Columns with a step; none where count <= 0. Both [rows]."""
+        return cls(first[None], np.maximum(count, 0)[None], np.full((1, 1), step))
+
+    @classmethod
+    def single(cls, column: np.ndarray, there: np.ndarray) -> Runs:
+        """Columns [pieces, rows], those that are there."""
+        return cls(column, there.astype(np.int64), np.ones((len(column), 1), np.int64))
+
+    def then(self, more: Runs) -> Runs:
+        """These pieces, then those of `more`, row by row. Rules are given afterwards."""
+        steps = [np.ones((1, 1), np.int64) if each.step is None else each.step for each in (self, more)]
+        firsts, counts = (self.first, more.first), (self.count, more.count)
+        return Runs(*(np.concatenate(each) for each in (firsts, counts, steps)))
+
+    def before(self, edge: np.ndarray) -> Runs:
+        """The columns before each row's edge."""
+        return self._replace(count=np.minimum(self.count, self._to(edge)))
+
+    def behind(self, edge: np.ndarray) -> Runs:
+        """The columns from each row's edge on."""
+        skipped = np.minimum(self.count, self._to(edge))
+        step = 1 if self.step is None else self.step
+        return self._replace(first=self.first + skipped * step, count=self.count - skipped)
+
+    def _to(self, edge: np.ndarray) -> np.ndarray:
+        """How many columns would be before the edge if pieces never ended."""
+        gap = edge - self.first
+        return np.maximum(gap if self.step is None else -(-gap // self.step), 0)
+
+
+def refuse_capture() -> None:
+    """InvalidInput while a CUDA graph is captured on this stream."""
+    if torch.cuda.is_current_stream_capturing():
+        raise InvalidInput(
+            "a mask is made while a CUDA graph is captured, which replays device work only; make it before. "
+            "topk may be captured if it ran before with the same lengths and options"
+        )
+
+
+def upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
+    """int32 tensors of the same shapes, in one copy that the host does not wait for."""
+    if device.type == "cpu":
+        return [torch.from_numpy(each.astype(np.int32)) for each in arrays]
+    refuse_capture()
+    spans = [-(-each.size // ALIGNED) * ALIGNED for each in arrays]
+    staging = torch.empty(sum(spans), dtype=torch.int32, device="cpu", pin_memory=True)
+    words, start = staging.numpy(), 0
+    for each, span in zip(arrays, spans, strict=True):
+        words[start : start + each.size].reshape(each.shape)[...] = each
+        start += span
+    there = staging.to(device, non_blocking=True).split(spans)
+    return [part[: each.size].view(each.shape) for part, each in zip(there, arrays, strict=True)]
+
+
+def assemble(
+    place: Place,
+    full: Runs,
+    partial: Runs,
+    interval: tuple[Tensor, Tensor] | None,
+    *,
+    pure: bool,
+    label: str,
+    batch: int = 1,
+    heads: int = 1,
+    bits: np.ndarray | None = None,
+) -> BlockMask:
+    """The mask of these runs, one row for each tile of each head of each batch item, and bits [n, bq, bk / 32]."""
+    counts = full.count.sum(0), partial.count.sum(0)
+    sizes = exact_sizes(*counts)
+    check_stored(sizes.stored)
+    tables = table_of_runs(full, counts[0]), table_of_runs(partial, counts[1])
+    sent = upload([*tables[0], *tables[1], *([] if bits is None else [bits])], place.device)
+    every = torch.arange(place.grid[1], dtype=torch.int32, device=place.device)
+    split = len(tables[0])
+    full_lists, _ = lists_of_runs(sent[:split], every, sizes.stored - sizes.partial)
+    partial_lists, rules = lists_of_runs(sent[split : split + len(tables[1])], every, sizes.partial)
+    lo, hi = interval or (None, None)
+    mask = BlockMask.unchecked(
+        q_len=place.q_len, kv_len=place.kv_len, block=place.block, batch=batch, heads=heads, full=full_lists,
+        partial=partial_lists, lo=lo, hi=hi, rules=rules, bits=None if bits is None else sent[-1], sizes=sizes,
+        pure=pure, label=label,
+    )  # fmt: skip
+    mask._memo["heavy"] = heavy_blocks(*counts)
+    return mask
+
+
+def table_of_runs(runs: Runs, counts: np.ndarray) -> list[np.ndarray]:
+    """starts and counts of rows that are one run each: they share the list of all columns.
+
+    Of others starts and counts, and of each piece int32 [4 or 6, pieces, rows]: its count, first column and step, how
+    many entries come before it, and its first rule and their step. Where nothing is counted anything may stand.
+    """
+    if runs.step is None:
+        return [np.where(counts > 0, runs.first[0], 0), counts]
+    starts = np.cumsum(counts) - counts
+    rules = () if runs.rule is None or runs.rule_step is None else (runs.rule, runs.rule_step)
+    pieces = np.empty((4 + len(rules), *runs.count.shape), np.int32)
+    for at, column in enumerate((runs.count, runs.first, runs.step, starts, *rules)):
+        pieces[at] = column
+    for piece in range(1, len(runs.count)):
+        pieces[3, piece] = pieces[3, piece - 1] + pieces[0, piece - 1]
+    return [starts, counts, pieces]
+
+
+def lists_of_runs(table: Sequence[Tensor], every: Tensor, stored: int) -> tuple[BlockLists, Tensor | None]:
+    """The lists and the rules of their entries, from a table that has arrived."""
+    starts, counts = table[:2]
+    if len(table) == 2:
+        return BlockLists(starts, counts, every), None
+    pieces = table[2].permute(2, 1, 0).flatten(0, 1)
+    of = torch.repeat_interleave(pieces[:, 1:], pieces[:, 0], dim=0, output_size=stored)
+    inside = torch.arange(stored, dtype=torch.int32, device=every.device) - of[:, 2]
+    indices = torch.addcmul(of[:, 0], inside, of[:, 1])
+    rules = torch.addcmul(of[:, 3], inside, of[:, 4]) if of.shape[1] > 3 else None
+    return BlockLists(starts, counts, indices), rules
+
+
+def exact_sizes(full: np.ndarray, partial: np.ndarray) -> Sizes:
+    """From how many full and partial blocks each row has."""
+    both = full.astype(np.int64) + partial
+    return Sizes(int(both.sum()), int(partial.sum()), int(both.max(initial=0)), exact=True)
+
+
+def heavy_blocks(full: np.ndarray, partial: np.ndarray) -> int:
+    """Blocks of rows that are more than twice as long as the mean."""
+    both = full.astype(np.int64) + partial
+    return int(both[both * both.size > 2 * both.sum()].sum())
+
+
+def check_stored(stored: int) -> None:
+    """InvalidInput if positions of entries do not fit int32."""
+    if stored > INT32_MAX:
+        raise InvalidInput(f"the mask has {stored} blocks; at most {INT32_MAX} (int32) can be indexed")

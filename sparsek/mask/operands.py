@@ -1,0 +1,65 @@
+"""What q, k and v must be for a mask to apply to them."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsek.core import arguments, dtypes
+from sparsek.core.errors import InvalidInput
+
+DIMS = {"q": "[B, Hq, S, D]", "k": "[B, Hkv, T, D]", "v": "[B, Hkv, T, Dv]"}
+
+
+def check_tensors(
+    q: Any, k: Any, v: Any, *, predicted: bool = False, planner: str = "plan_attention"
+) -> None:
+    """InvalidInput unless q, k and v are dense, of one dtype, on one device, and fit together.
+
+    `predicted`: they may be on the meta device, for a call that is not run. `planner`: what predicts such calls.
+    """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise InvalidInput(f"{name} must be a dense torch.Tensor {DIMS[name]}, got {type(x).__name__}")
+        arguments.dense(name, x)
+        if x.is_meta and not predicted:
+            raise InvalidInput(
+                f"{name} is on the meta device and holds nothing; {planner}(..., device='h200') predicts a call"
+            )
+        if x.dim() != 4:
+            raise InvalidInput(f"{name} must be {DIMS[name]}, got {x.dim()}-D {list(x.shape)}")
+        if x.dtype != q.dtype:
+            raise InvalidInput(
+                f"q is {q.dtype} and {name} {x.dtype}; cast one of them, SparseK does not{_autocast(q.device.type)}"
+            )
+        if x.device != q.device:
+            raise InvalidInput(
+                f"q is on {q.device} and {name} on {x.device}; move one of them, SparseK does not"
+            )
+    dtypes.name(q.dtype)
+    _check_shapes(q.shape, k.shape, v.shape)
+
+
+def _autocast(device: str) -> str:
+    """What a message on dtypes says where torch.autocast is on."""
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return ""
+    return f". torch.autocast does not reach attention: cast all three, to {torch.get_autocast_dtype(device)}"
+
+
+def _check_shapes(q: torch.Size, k: torch.Size, v: torch.Size) -> None:
+    if not q[0] == k[0] == v[0]:
+        raise InvalidInput(f"q, k and v have {q[0]}, {k[0]} and {v[0]} batch items; they must have as many")
+    if k[1] != v[1]:
+        raise InvalidInput(f"k has {k[1]} heads and v {v[1]}; they must have as many")
+    if q[1] == 0 or k[1] == 0 or q[1] % k[1]:
+        raise InvalidInput(
+            f"q has {q[1]} heads and k {k[1]}; q needs a positive multiple of the heads of k, "
+            "each of which serves as many heads of q"
+        )
+    if k[2] != v[2]:
+        raise InvalidInput(f"k has {k[2]} keys and v {v[2]} values; every key needs one value")
+    if q[3] != k[3] or q[3] == 0:
+        raise InvalidInput(f"q has head dim {q[3]} and k {k[3]}; they must agree and be at least 1")
+    if v[3] == 0:
+        raise InvalidInput("v has head dim 0; it must be at least 1")

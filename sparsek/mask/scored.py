@@ -1,0 +1,351 @@
+"""Masks whose blocks the caller chose: the best of a score, or lists. What is on a GPU is read and checked there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparsek.core import arguments, dtypes
+from sparsek.core.eager import eager
+from sparsek.core.errors import InvalidInput
+from sparsek.mask.lists import Place, check_stored, exact_sizes, refuse_capture, upload
+from sparsek.mask.mask import BlockMask
+from sparsek.mask.parts import BlockLists, Sizes
+from sparsek.mask.structured import every_key, up_to_itself, visible
+from sparsek.matrix.pattern import INT32_MAX, BlockPattern
+
+
+class Asked:
+    """Numbers that the device was asked for, int64. Nothing waits for a GPU."""
+
+    def __init__(self, numbers: Tensor) -> None:
+        self.numbers, self.arrived = numbers, None
+        if numbers.device.type == "cuda":
+            self.numbers = torch.empty(numbers.shape, dtype=torch.int64, device="cpu", pin_memory=True)
+            self.numbers.copy_(numbers, non_blocking=True)
+            self.arrived = torch.cuda.Event()
+            self.arrived.record(torch.cuda.current_stream(numbers.device))
+
+    def answer(self, wait: bool) -> Any:
+        """The numbers as an int or ints; None while they are not there, unless `wait`."""
+        if self.arrived is not None:
+            if torch.cuda.is_current_stream_capturing():  # asking would end the capture of a CUDA graph
+                return None
+            if wait:
+                self.arrived.synchronize()
+            elif not self.arrived.query():
+                return None
+            self.arrived = None
+        return self.numbers.tolist()
+
+
+class Fault(Asked):
+    """Where something is wrong: a position, negative if it is not."""
+
+    def __init__(self, at: Tensor, explain: Callable[[int], str]) -> None:
+        super().__init__(at)
+        self.explain = explain
+
+    def tell(self, mask: BlockMask, wait: bool) -> None:
+        """Raises InvalidInput if it is wrong. Says nothing while that is not known."""
+        at = self.answer(wait)
+        if at is not None and at >= 0:
+            raise InvalidInput(self.explain(at))
+
+
+class TrueSizes(Asked):
+    """What the lists hold: in the place of bounds, once it is known. Plans made from then on are better."""
+
+    def __init__(self, full: Tensor, partial: Tensor) -> None:
+        both = (full + partial).long()  # a longest row times the rows is more than int32 holds
+        heavy = torch.where(both * both.numel() > 2 * both.sum(), both, 0).sum()
+        longest = both.max() if both.numel() else both.sum()
+        super().__init__(torch.stack((both.sum(), partial.sum(), longest, heavy)))
+
+    def tell(self, mask: BlockMask, wait: bool) -> None:
+        numbers = self.answer(wait)
+        if numbers is not None and not mask.sizes.exact:
+            *sizes, heavy = numbers
+            object.__setattr__(mask, "sizes", Sizes(*sizes, exact=True))
+            mask._memo["heavy"] = heavy
+
+
+def _asked(found: Tensor, explain: Callable[[int], str]) -> list[Fault]:
+    """Asks the device whether any is True. In a captured CUDA graph nobody asks: a replay has no one to tell."""
+    if found.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return []
+    return [Fault(_first(found), explain)]
+
+
+@lru_cache(maxsize=64)
+def _sent(rows_of: Callable[..., Sequence[np.ndarray]], place: Place, *args: Any) -> tuple[Any, ...]:
+    """Numbers of each row, int32 [Mb, 1] on the device, and when they arrive. Kept: one upload serves every step."""
+    parts = upload([each[:, None] for each in rows_of(place, *args)], place.device)
+    if place.device.type == "cpu":
+        return parts, None
+    arrived = torch.cuda.Event()
+    arrived.record(torch.cuda.current_stream(place.device))
+    return parts, arrived
+
+
+def _on_device(rows_of: Callable[..., Sequence[np.ndarray]], place: Place, *args: Any) -> list[Tensor]:
+    """What rows_of(place, *args) says of each row, for the current stream.
+
+    A CUDA graph cannot upload, but it may capture what was sent before: torch.cuda.graph waits for the device first.
+    """
+    parts, arrived = _sent(rows_of, place, *args)
+    if arrived is not None and not torch.cuda.is_current_stream_capturing():
+        torch.cuda.current_stream(place.device).wait_event(arrived)
+    return parts
+
+
+def _first(found: Tensor) -> Tensor:
+    """The flat position of the first True, int64; -1 if there is none."""
+    if not found.numel():
+        return found.new_full((), -1, dtype=torch.int64)
+    flat = found.flatten()
+    return torch.where(flat.any(), flat.to(torch.uint8).argmax(), -1)
+
+
+def _with_answers(mask: BlockMask, asked: Sequence[Fault | TrueSizes]) -> BlockMask:
+    """The mask, which will hear what was asked for. On the CPU it does so here."""
+    if mask.device.type == "cpu":
+        for each in asked:
+            each.tell(mask, wait=True)
+    else:
+        mask._memo["asked"] = tuple(asked)
+    return mask
+
+
+@eager("a block mask")
+def topk(scores: Any, k: Any, causal: bool, always: Any, seq_len: int | None, **frame: Any) -> BlockMask:
+    """See BlockMask.topk. Rows have room for k entries; partial blocks end a row, so both lists share its entries."""
+    scores, place = _as_scores(scores, seq_len, frame)
+    causal = arguments.flag("causal", causal)
+    (batch, heads), columns = scores.shape[:2], place.grid[1]
+    k = min(arguments.integer("k", k, 1), columns)
+    edge, end = visible(place, causal)
+    edges, ends = _on_device(visible, place, causal)
+    column = torch.arange(columns, dtype=torch.int32, device=place.device)
+    there = column < ends
+    nan, shape = scores.isnan() & there, tuple(scores.shape)
+    faults = _asked(nan, lambda at: f"scores{_index(at, shape)} is NaN; -inf means never")
+    ranked = scores.masked_fill(nan | ~there, -torch.inf)
+    kept = _as_always(always, place, causal, shape, k)
+    if kept is not None:
+        kept = kept & there
+        rows_kept = tuple(kept.shape[:-1])
+        faults += _asked(kept.sum(-1) > k, lambda at: _too_many(at, rows_kept, k))
+        ranked = ranked.clamp_(max=torch.finfo(scores.dtype).max).masked_fill_(kept, torch.inf)
+    best, chosen = torch.topk(ranked, k, dim=-1, sorted=False)
+    chosen = torch.where(best > -torch.inf, chosen, columns).to(torch.int32).sort(-1).values
+    whole = (chosen < edges).sum(-1, dtype=torch.int32).flatten()
+    stored = (chosen < columns).sum(-1, dtype=torch.int32).flatten()
+    rows, indices = whole.numel(), chosen.flatten()
+    check_stored(rows * k)
+    starts = torch.arange(rows, dtype=torch.int32, device=place.device) * k
+    lo, hi = (up_to_itself(place) if causal else every_key(place)) or (None, None)
+    if place.device.type == "cpu":
+        sizes = exact_sizes(whole.numpy(), (stored - whole).numpy())
+    else:
+        most, most_partial, groups = np.minimum(k, end), np.minimum(k, end - edge), batch * heads
+        sizes = Sizes(
+            groups * int(most.sum()), groups * int(most_partial.sum()), int(most.max(initial=0)), exact=False
+        )
+    mask = BlockMask.unchecked(
+        q_len=place.q_len, kv_len=place.kv_len, block=place.block, batch=batch, heads=heads,
+        full=BlockLists(starts, whole, indices), partial=BlockLists(starts + whole, stored - whole, indices),
+        lo=lo, hi=hi, sizes=sizes, pure=True, label=f"topk({k}{', causal' if causal else ''})",
+    )  # fmt: skip
+    return _with_answers(mask, faults)
+
+
+def _as_scores(scores: Any, seq_len: int | None, frame: dict[str, Any]) -> tuple[Tensor, Place]:
+    """Scores [batch, heads, Mb, Nb] that no gradient follows, and the place they are for."""
+    if arguments.tensor("scores", scores, dtypes.FLOATS).ndim not in (2, 4):
+        raise InvalidInput(
+            f"scores are {list(scores.shape)}; they must be [batch, heads, Mb, Nb] or [Mb, Nb]"
+        )
+    device = frame.get("device")
+    if device is not None and arguments.device("device", device) != scores.device:
+        raise InvalidInput(
+            f"scores are on {scores.device} and device is {device}; masks are made where the scores are"
+        )
+    place = Place.of(seq_len, **{**frame, "device": scores.device})
+    scores = scores.detach().view(1, 1, *scores.shape) if scores.ndim == 2 else scores.detach()
+    if tuple(scores.shape[2:]) != place.grid or 0 in scores.shape[:2]:
+        raise InvalidInput(
+            f"scores are {list(scores.shape)}; {place.q_len} queries in tiles of {place.block[0]} and {place.kv_len} "
+            f"keys in blocks of {place.block[1]} need [batch, heads, {place.grid[0]}, {place.grid[1]}]"
+        )
+    return scores, place
+
+
+def _as_always(always: Any, place: Place, causal: bool, shape: tuple[int, ...], k: int) -> Tensor | None:
+    """Which blocks are always kept, bool, of a shape that the scores' can take."""
+    if always is None:
+        return None
+    if isinstance(always, (tuple, list)):
+        return _near_blocks(always, place, causal, k)
+    if arguments.tensor("always", always, (torch.bool,)).device != place.device:
+        raise InvalidInput(
+            f"always is on {always.device} and the scores are on {place.device}; use one device"
+        )
+    wide = (1,) * (4 - always.ndim) + tuple(always.shape)
+    if (
+        always.ndim < 2
+        or len(wide) > 4
+        or wide[2:] != shape[2:]
+        or any(a not in (1, b) for a, b in zip(wide, shape, strict=True))
+    ):
+        raise InvalidInput(
+            f"always is {list(always.shape)}; scores of {list(shape)} need {list(shape[2:])} or {list(shape[1:])}"
+        )
+    return always.view(wide)
+
+
+def _near_blocks(always: Any, place: Place, causal: bool, k: int) -> Tensor:
+    """The first `sinks` blocks and the `local` ones up to the tile's own (not causal: also after it), bool [Mb, Nb]."""
+    sinks, local = (min(each, place.reach) for each in arguments.pair("always", always))
+    end = visible(place, causal)[1]
+    left, right = _near(place, causal, local)
+    held = np.minimum(sinks, end) + np.maximum(right - np.maximum(left, np.minimum(sinks, end)), 0)
+    if (held > k).any():
+        at = int(held.argmax())
+        raise InvalidInput(f"always keeps {held[at]} blocks in query tile {at}; they count among the k = {k}")
+    lefts, rights = _on_device(_near, place, causal, local)
+    column = torch.arange(place.grid[1], dtype=torch.int32, device=place.device)
+    return (column < sinks) | ((lefts <= column) & (column < rights))
+
+
+def _near(place: Place, causal: bool, local: int) -> tuple[np.ndarray, np.ndarray]:
+    """First and last + 1 of the blocks near each tile's own."""
+    end, bk = visible(place, causal)[1], place.block[1]
+    left = np.clip(place.first // bk - local + 1, 0, end)
+    right = np.clip(place.last // bk + (1 if causal else local), left, end) if local else left
+    return left, right
+
+
+def _too_many(at: int, shape: tuple[int, ...], k: int) -> str:
+    return f"always{_index(at, shape)} keeps more than k = {k} blocks; they count among the k"
+
+
+def _index(at: int, shape: tuple[int, ...]) -> str:
+    return f"[{', '.join(str(each) for each in np.unravel_index(at, shape))}]"
+
+
+@eager("a block mask")
+def from_blocks(
+    indptr: Any, indices: Any, lengths: tuple[Any, Any], block: Any, shared: tuple[Any, Any], device: Any
+) -> BlockMask:
+    """See BlockMask.from_blocks. A block that reaches beyond kv_len ends its row, so both lists share the entries."""
+    indptr, indices = _as_list(indptr, "indptr"), _as_list(indices, "indices")
+    here = indptr.device
+    if indices.device != here:
+        raise InvalidInput(f"indptr is on {here} and indices on {indices.device}; use one device")
+    on_gpu = here.type == "cuda"
+    if on_gpu and device is not None and arguments.device("device", device) != here:
+        raise InvalidInput(f"indptr is on {here} and device is {device}; lists on a GPU make masks there")
+    place = Place.of(q_len=lengths[0], kv_len=lengths[1], block=block, device=here if on_gpu else device)
+    batch, heads = (
+        arguments.integer(name, each, 1) for each, name in zip(shared, ("batch", "heads"), strict=True)
+    )
+    (tiles, columns), rows = place.grid, batch * heads * place.grid[0]
+    if indptr.numel() != rows + 1:
+        raise InvalidInput(
+            f"indptr has {indptr.numel()} entries; batch {batch} x heads {heads} x {tiles} query tiles are {rows} rows "
+            f"and need {rows + 1}"
+        )
+    if indices.numel() > rows * columns:
+        raise InvalidInput(
+            f"indices has {indices.numel()} entries; {rows} rows of {columns} blocks hold no more"
+        )
+    check_stored(indices.numel())
+    asked: list[Fault | TrueSizes] = []
+    if on_gpu:
+        refuse_capture()
+        wrong = _wrong(indptr, indices, columns)
+        asked = [
+            Fault(torch.where(wrong, 0, -1), lambda _: _explained(indptr.cpu(), indices.cpu(), place, rows))
+        ]
+        parts = list(_split(torch.where(wrong, 0, indptr), torch.where(wrong, 0, indices), place))
+        most = indices.numel()
+        sizes = Sizes(
+            most, min(most, rows) if place.kv_len % place.block[1] else 0, min(most, columns), exact=False
+        )
+        asked.append(TrueSizes(parts[1], parts[3]))
+    else:
+        _check_lists(indptr, indices, place, rows)
+        arrays = [part.numpy() for part in _split(indptr, indices, place)]
+        sizes = exact_sizes(arrays[1], arrays[3])
+        parts = upload(arrays, place.device)
+    starts, whole, cut_starts, cut, columns_of = parts
+    lo, hi = every_key(place) or (None, None)
+    mask = BlockMask.unchecked(
+        q_len=place.q_len, kv_len=place.kv_len, block=place.block, batch=batch, heads=heads,
+        full=BlockLists(starts, whole, columns_of), partial=BlockLists(cut_starts, cut, columns_of),
+        lo=lo, hi=hi, sizes=sizes, pure=True, label="blocks",
+    )  # fmt: skip
+    return _with_answers(mask, asked)
+
+
+def _as_list(values: Any, name: str) -> Tensor:
+    """A 1-D tensor of ints, where it is."""
+    try:
+        made = (
+            values
+            if isinstance(values, Tensor)
+            else torch.from_numpy(np.array(values, dtype=_int_type(values)))
+        )
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InvalidInput(f"{name} is no row of ints: {error}") from error
+    return arguments.tensor(name, made, (torch.int32, torch.int64), ndim=1).detach().contiguous()
+
+
+def _int_type(values: Any) -> Any:
+    """An empty list has no ints that numpy could see."""
+    return None if np.size(values) else np.int64
+
+
+def _split(indptr: Tensor, indices: Tensor, place: Place) -> tuple[Tensor, ...]:
+    """int32: starts and counts of the full blocks, of the partial ones (a row has one or none), and the indices."""
+    indptr, indices = indptr.to(torch.int32), indices.to(torch.int32)
+    starts, ends = indptr[:-1].contiguous(), indptr[1:]
+    cut = torch.zeros_like(starts)
+    if place.kv_len % place.block[1] and indices.numel():
+        last = indices[(ends - 1).clamp(min=0)]
+        cut = ((ends > starts) & (last == place.grid[1] - 1)).to(torch.int32)
+    return starts, ends - starts - cut, ends - cut, cut, indices
+
+
+def _wrong(indptr: Tensor, indices: Tensor, columns: int) -> Tensor:
+    """Whether lists on the device are not what BlockPattern asks for. No sync; nothing is read out of bounds."""
+    stored = indices.numel()
+    wrong = (indptr[0] != 0) | (indptr[-1] != stored) | (indptr.diff() < 0).any()
+    row_starts = torch.zeros(stored + 1, dtype=torch.bool, device=indptr.device)
+    row_starts.index_fill_(0, indptr.clamp(0, stored).long(), True)  # an assignment would wait for the device
+    stuck = (indices.diff() <= 0) & ~row_starts[1:-1]
+    return wrong | ((indices < 0) | (indices >= columns)).any() | stuck.any()
+
+
+def _check_lists(indptr: Tensor, indices: Tensor, place: Place, rows: int) -> None:
+    """Raises what BlockPattern would say of the lists on the host."""
+    for name, part in (("indptr", indptr), ("indices", indices)):
+        far = torch.nonzero(part.abs() > INT32_MAX)
+        if far.numel():
+            raise InvalidInput(f"{name}[{int(far[0])}] is {int(part[far[0]])}; it must fit int32")
+    shape = (rows * place.block[0], place.kv_len)
+    BlockPattern(shape, place.block, indptr.to(torch.int32), indices.to(torch.int32))
+
+
+def _explained(indptr: Tensor, indices: Tensor, place: Place, rows: int) -> str:
+    try:
+        _check_lists(indptr, indices, place, rows)
+    except InvalidInput as error:
+        return str(error)
+    return "the lists were wrong when the mask was made, and have been written to since"

@@ -1,0 +1,255 @@
+"""A dense operand in FP8: values of eight bits and float32 scales, made once and used by many products."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree
+
+from sparsek.core import arguments, dtypes
+from sparsek.core.eager import check_aligned, concrete, untransformed
+from sparsek.core.errors import InvalidInput
+from sparsek.matrix.base import Multiplied
+from sparsek.matrix.float8 import MOST, NAMES, rounded, scales_of
+
+ALIGNMENT = 16
+SCALES = ("tensor", "row")
+
+# x [..., K] and an FP8 dtype -> (values, scale) with a scale for each row, by one kernel, or None.
+Rounder = Callable[[Tensor, torch.dtype], tuple[Tensor, Tensor] | None]
+_ROUNDERS: list[Rounder] = []
+
+
+def register_rounder(rounder: Rounder) -> None:
+    """Makes `quantize_dense` ask `rounder` first for CUDA tensors. The operations, above formats, do this once."""
+    _ROUNDERS[:] = [rounder]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ScaledTensor(Multiplied):
+    """scale * values for a dense x [..., K] in FP8, or the transpose of one.
+
+    `values` [..., K] are torch.float8_e4m3fn or torch.float8_e5m2, contiguous, on a multiple of 16 bytes. `scale` is
+    float32 and contiguous on their device: [...], one for each row of K values, or [], one for all. `turned` says that
+    this is x.mT: shape [..., K, T] for values [..., T, K], which stay where they are. FP8 tensor cores read both
+    operands along K, so K is always the contiguous side.
+
+    Construction checks this and that scales are positive and finite, with one sync. Raises InvalidInput.
+    `sparsek.quantize` makes one.
+    """
+
+    values: Tensor
+    scale: Tensor
+    turned: bool = False
+
+    def __post_init__(self) -> None:
+        if check_fp8_values(self.values).ndim < 1:
+            raise InvalidInput("values must be [..., K], got a single number")
+        _check_scale(self.scale, self.values)
+        if arguments.flag("turned", self.turned) and self.values.ndim < 2:
+            raise InvalidInput("values are a vector, which has no transpose")
+
+    @classmethod
+    def unchecked(cls, values: Tensor, scale: Tensor, turned: bool = False) -> ScaledTensor:
+        """A ScaledTensor from parts that are known to fit: no check, no sync."""
+        made = object.__new__(cls)
+        for name, part in (("values", values), ("scale", scale), ("turned", turned)):
+            object.__setattr__(made, name, part)
+        return made
+
+    @property
+    def shape(self) -> torch.Size:
+        """[..., K], or [..., K, T] of a transpose."""
+        if not self.turned:
+            return self.values.shape
+        *batch, rows, columns = self.values.shape
+        return torch.Size((*batch, columns, rows))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """torch.float8_e4m3fn or torch.float8_e5m2."""
+        return self.values.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.values.device
+
+    @property
+    def ndim(self) -> int:
+        return self.values.ndim
+
+    @property
+    def kind(self) -> str:
+        """What shares a scale: "row" of `values`, or "tensor"."""
+        return "row" if self.scale.ndim == self.values.ndim - 1 else "tensor"
+
+    @property
+    def mT(self) -> ScaledTensor:  # noqa: N802
+        """The transpose of the last two dims, a view."""
+        if self.ndim < 2:
+            raise InvalidInput(f"a transpose needs two dims, this has shape {list(self.shape)}")
+        return ScaledTensor.unchecked(self.values, self.scale, not self.turned)
+
+    @property
+    def T(self) -> ScaledTensor:  # noqa: N802
+        """The transpose of a matrix, a view. With leading dims write .mT."""
+        if self.ndim != 2:
+            raise InvalidInput(f".T is for matrices, this has shape {list(self.shape)}; use .mT")
+        return self.mT
+
+    def rows(self) -> ScaledTensor:
+        """The same with leading dims joined: values [T, K], scale [T] or []. A view; not of a transpose."""
+        if self.turned:
+            raise InvalidInput("rows of a transpose do not lie side by side")
+        if self.ndim == 2:
+            return self
+        k = self.values.shape[-1]
+        scale = self.scale.reshape(-1) if self.kind == "row" else self.scale
+        return ScaledTensor.unchecked(self.values.reshape(self.values.shape[:-1].numel(), k), scale)
+
+    def to(self, device: str | torch.device | None = None) -> ScaledTensor:
+        """This tensor on `device`; this very object if it is there. For another dtype there is `dequantize`."""
+        if isinstance(device, torch.dtype):
+            raise InvalidInput(f"a ScaledTensor is FP8; .dequantize({device}) is it in another dtype")
+        target = self.device if device is None else arguments.device("device", device)
+        if target == self.device:
+            return self
+        return ScaledTensor.unchecked(self.values.to(target), self.scale.to(target), self.turned)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """scale * values, a torch.Tensor of this shape in `dtype`: multiplied in float32, in float64 for fp64, and
+        rounded. No sync."""
+        arguments.dtype("dtype", dtype)
+        wide = torch.promote_types(dtype, torch.float32)
+        scale = self.scale.unsqueeze(-1) if self.kind == "row" else self.scale
+        made = (self.values.to(wide) * scale).to(dtype)
+        return made.mT if self.turned else made
+
+    def error(self, x: Tensor) -> float:
+        """How far this is from the x that it was made of: ||scale * values - x|| / ||x||, Frobenius, in float64. One
+        sync. Raises InvalidInput if x has another shape."""
+        if arguments.tensor("x", x, dtypes.FLOATS).shape != self.shape or x.device != self.device:
+            raise InvalidInput(
+                f"this was made of a tensor {list(self.shape)} on {self.device}, got {list(x.shape)} on {x.device}"
+            )
+        exact = x.detach().double()
+        size = torch.linalg.vector_norm(exact)
+        off = torch.linalg.vector_norm(self.dequantize(torch.float64) - exact)
+        return float(torch.where(size == 0, off, off / size))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """The values as bytes: torch pickles no FP8 tensor."""
+        return _of_bytes, (self.values.view(torch.uint8), self.dtype, self.scale, self.turned)
+
+    def __repr__(self) -> str:
+        if not isinstance(self.values, Tensor) or not isinstance(self.scale, Tensor):
+            return "ScaledTensor(values not concrete)"
+        size = (self.values.nbytes + self.scale.nbytes) / 1e6
+        turned = ", transposed view" if self.turned else ""
+        sides = "x".join(map(str, self.shape))
+        what = f"{sides} {NAMES.get(self.dtype, self.dtype)}, scale per {self.kind}"
+        return f"ScaledTensor({what}, {size:.3g} MB, {self.device}{turned})"
+
+
+def _of_bytes(values: Tensor, dtype: torch.dtype, scale: Tensor, turned: bool) -> ScaledTensor:
+    """What `ScaledTensor.__reduce__` took apart: of a copy or a pickle, whose parts fit."""
+    return ScaledTensor.unchecked(values.view(dtype), scale, turned)
+
+
+def quantize_dense(x: Tensor, dtype: torch.dtype, scale: str, check: bool) -> ScaledTensor:
+    """A dense x [..., K] in FP8, as `sparsek.quantize` says, which has checked the arguments. On a GPU rows are scaled
+    and rounded by one kernel.
+    """
+    x = x.detach()
+    if check:
+        if torch.compiler.is_compiling():
+            raise InvalidInput(
+                "torch.compile cannot wait to see NaN and Inf; write quantize(..., check=False)"
+            )
+        read = concrete(x, "quantize looks for NaN and Inf in values", "write quantize(..., check=False)")
+        untransformed(lambda: _refuse_strange(read, torch.finfo(dtype).max))
+    by_kernel = x.is_cuda and scale == "row" and _ROUNDERS
+    made = _ROUNDERS[0](x, dtype) if by_kernel and not torch.compiler.is_compiling() else None
+    if made is None:
+        made = _rounded_rows(x, dtype) if scale == "row" else _rounded_whole(x, dtype)
+    return ScaledTensor.unchecked(*made)
+
+
+def _rounded_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    if x.shape[-1]:
+        largest = torch.linalg.vector_norm(x, ord=torch.inf, dim=-1, dtype=wide)
+    else:
+        largest = x.new_zeros(x.shape[:-1], dtype=wide)
+    scale = scales_of(largest, dtype)
+    return rounded(x / scale.unsqueeze(-1), dtype).contiguous(), scale
+
+
+def _rounded_whole(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    largest = (
+        torch.linalg.vector_norm(x, ord=torch.inf, dtype=wide) if x.numel() else x.new_zeros((), dtype=wide)
+    )
+    scale = scales_of(largest, dtype)
+    return rounded(x.to(wide) / scale, dtype).contiguous(), scale
+
+
+def _refuse_strange(x: Tensor, top: float) -> None:
+    """Raises InvalidInput if a value is not finite, or its scale would not be. One sync if all is well."""
+    limit = min(torch.finfo(x.dtype).max, top * MOST)
+    strange = ~(x.abs() <= limit)
+    count = int(torch.count_nonzero(strange))
+    if count:
+        place = torch.nonzero(strange)[0].tolist()
+        huge = f" or beyond {limit:.3g}, where scales leave float32" if x.dtype == torch.float64 else ""
+        raise InvalidInput(
+            f"{count} of {x.numel()} values are NaN or Inf{huge}; the first is at {place}; FP8 with scales holds "
+            "finite values"
+        )
+
+
+def check_fp8_values(values: Any) -> Tensor:
+    """`values`, if they are dense, contiguous and aligned FP8. InvalidInput otherwise."""
+    arguments.tensor("values", values)
+    if values.dtype not in NAMES:
+        raise InvalidInput(
+            f"values must be FP8, one of {', '.join(map(str, NAMES))}, got {values.dtype}; sparsek.quantize makes them"
+        )
+    if not values.is_contiguous():
+        raise InvalidInput("values must be contiguous; call .contiguous()")
+    check_aligned("values", values, ALIGNMENT)
+    return values
+
+
+def _check_scale(scale: Any, values: Tensor) -> None:
+    arguments.tensor("scale", scale, (torch.float32,))
+    if scale.shape not in ((), values.shape[:-1]):
+        raise InvalidInput(
+            f"scale has shape {list(scale.shape)}; values {list(values.shape)} need {list(values.shape[:-1])}, one for "
+            "each row, or [], one for all"
+        )
+    if scale.device != values.device:
+        raise InvalidInput(
+            f"values are on {values.device} and scale on {scale.device}; put both on one device"
+        )
+    if not scale.is_contiguous():
+        raise InvalidInput("scale must be contiguous; call .contiguous()")
+    count = int(torch.count_nonzero(~((scale > 0) & (scale <= MOST))))
+    if count:
+        raise InvalidInput(f"{count} of {scale.numel()} scales are not positive and finite")
+
+
+def _flatten(q: ScaledTensor) -> tuple[list[Any], Any]:
+    return [q.values, q.scale], q.turned
+
+
+def _unflatten(parts: Any, turned: Any) -> ScaledTensor:
+    values, scale = parts
+    return ScaledTensor.unchecked(values, scale, turned)
+
+
+_pytree.register_pytree_node(ScaledTensor, _flatten, _unflatten, serialized_type_name="sparsek.ScaledTensor")

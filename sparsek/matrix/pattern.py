@@ -1,0 +1,367 @@
+"""Which blocks of a matrix exist: row pointers and column indices, checked once, and what follows from them.
+
+The layout is block compressed sparse row (BSR), as in SciPy and torch: block row i stores its blocks at
+positions `indptr[i]` to `indptr[i + 1] - 1`, and `indices` holds their block columns.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Hashable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils import _pytree
+
+from sparsek.core import arguments
+from sparsek.core.eager import saveable, untransformed
+from sparsek.core.errors import InvalidInput
+
+INT32_MAX = 2**31 - 1
+BLOCK_STEP, BLOCK_MAX = 16, 512
+LEAVES = ("indptr", "indices")
+
+Made = TypeVar("Made")
+
+
+class HostPattern(NamedTuple):
+    """The indices of a pattern on the host: read-only int32 arrays, `indptr` [Mb+1] and `indices` [nnzb]."""
+
+    indptr: np.ndarray
+    indices: np.ndarray
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class BlockPattern:
+    """Which blocks of an M x K matrix are stored. No values.
+
+    `shape` is the true (M, K); sides need not be multiples of the block. `block` is (bm, bk), multiples of 16
+    from 16 to 512. `indptr` is int32 [Mb+1] with Mb = ceil(M/bm); `indices` is int32 [nnzb], sorted and
+    unique in each block row, 0 <= j < Kb = ceil(K/bk). Both are contiguous and on one device. Do not
+    write to them afterwards. Tensors made in torch.inference_mode are copied, so that they can be trained on.
+
+    Construction checks everything with one device sync and raises InvalidInput that says where the fault is.
+    """
+
+    shape: tuple[int, int]
+    block: tuple[int, int]
+    indptr: Tensor
+    indices: Tensor
+    _memo: dict[Hashable, Any] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "block", block_sides(self.block))
+        object.__setattr__(self, "shape", matrix_sides(self.shape, self.block))
+        _check_tensors(self)
+        for name in LEAVES:
+            object.__setattr__(self, name, saveable(getattr(self, name)))
+        _check_indices(self.host, self.grid)
+
+    @classmethod
+    def unchecked(
+        cls,
+        shape: tuple[int, int],
+        block: tuple[int, int],
+        indptr: Tensor,
+        indices: Tensor,
+        host: HostPattern | None = None,
+    ) -> BlockPattern:
+        """A pattern from parts that are known to be right: no check, no sync. `host` saves the later copy."""
+        made = object.__new__(cls)
+        leaves = {"indptr": saveable(indptr), "indices": saveable(indices)}
+        parts = {"shape": shape, "block": block, **leaves}
+        for name, part in parts.items():
+            object.__setattr__(made, name, part)
+        object.__setattr__(made, "_memo", {} if host is None else {"host": host})
+        return made
+
+    @classmethod
+    def from_host(
+        cls,
+        shape: tuple[int, int],
+        block: tuple[int, int],
+        host: HostPattern,
+        device: torch.device,
+    ) -> BlockPattern:
+        """A pattern on `device` from host indices that are known to be right. No sync."""
+        host = _frozen(host)
+        indptr, indices = (torch.tensor(part, device=device) for part in host)
+        return cls.unchecked(shape, block, indptr, indices, host)
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Block rows and block columns (Mb, Kb)."""
+        return grid_of(self.shape, self.block)
+
+    @property
+    def padded_shape(self) -> tuple[int, int]:
+        """Sides rounded up to whole blocks."""
+        return self.grid[0] * self.block[0], self.grid[1] * self.block[1]
+
+    @property
+    def is_ragged(self) -> bool:
+        """True if a side is not a multiple of the block."""
+        return self.padded_shape != self.shape
+
+    @property
+    def nnzb(self) -> int:
+        """Number of stored blocks."""
+        return self.indices.shape[0]
+
+    @property
+    def density(self) -> float:
+        """Stored blocks over all blocks; 0.0 for a matrix without blocks."""
+        cells = self.grid[0] * self.grid[1]
+        return self.nnzb / cells if cells else 0.0
+
+    @property
+    def device(self) -> torch.device:
+        return self.indptr.device
+
+    @property
+    def host(self) -> HostPattern:
+        """The indices as read-only numpy arrays. Syncs once at most; a checked pattern did so when made."""
+        return self.derived("host", lambda: _to_host(self))
+
+    @property
+    def row_lengths(self) -> Tensor:
+        """Stored blocks of each block row, int32 [Mb]."""
+        return self.derived("row_lengths", lambda: self.indptr[1:] - self.indptr[:-1])
+
+    @property
+    def block_rows(self) -> Tensor:
+        """The block row of each stored block, int32 [nnzb]."""
+        return self.derived("block_rows", lambda: _block_rows(self))
+
+    @property
+    def transposed(self) -> tuple[BlockPattern, Tensor]:
+        """The transposed pattern and int32 perm [nnzb]: its block q is block perm[q] of this. No sync."""
+        return self.derived("transposed", lambda: _transpose(self))
+
+    def flip(self) -> tuple[BlockPattern, Tensor]:
+        """As `transposed`, made anew and not kept."""
+        return _transpose(self)
+
+    @property
+    def T(self) -> BlockPattern:  # noqa: N802
+        """The transposed pattern; its `.T` is this very object."""
+        return self.transposed[0]
+
+    def derived(self, key: Hashable, build: Callable[[], Made]) -> Made:
+        """What `build()` returned the first time it was asked for under `key`. Plans and schedules live here.
+
+        `build` runs outside inference mode and torch.func: tensors made inside it could never be saved for a backward
+        pass, and those of torch.func end with it. Inside torch.compile nothing is kept: what is made there belongs to
+        its graph.
+        """
+        if torch.compiler.is_compiling():
+            return self._memo[key] if key in self._memo else build()
+        if key not in self._memo:
+            with torch.inference_mode(False):
+                self._memo.setdefault(key, untransformed(build))
+        return self._memo[key]
+
+    def to(self, device: str | torch.device) -> BlockPattern:
+        """The same pattern on `device`; this very object if it is there already."""
+        target = arguments.device("device", device)
+        if target == self.device:
+            return self
+        indptr, indices = self.indptr.to(target), self.indices.to(target)
+        return BlockPattern.unchecked(self.shape, self.block, indptr, indices, self._memo.get("host"))
+
+    def same_as(self, other: BlockPattern) -> bool:
+        """True if both have the same shape, block and stored blocks, on whatever devices."""
+        if self is other:
+            return True
+        if not isinstance(other, BlockPattern):
+            raise InvalidInput(f"other is {arguments.told(other)}; it must be a BlockPattern")
+        if (self.shape, self.block, self.nnzb) != (other.shape, other.block, other.nnzb):
+            return False
+        return all(map(np.array_equal, self.host, other.host))
+
+    def spy(self, path: str | os.PathLike[str] | None = None, max_pixels: int = 1024) -> str:
+        """A text picture of the stored blocks; see `sparsek.pictures.blocks`."""
+        from sparsek.pictures import blocks as spy
+
+        return spy.spy(self, path, max_pixels)
+
+    def __repr__(self) -> str:
+        size = f"{self.shape[0]}x{self.shape[1]}, block {self.block[0]}x{self.block[1]}"
+        if type(self.indptr) is not Tensor:
+            return f"BlockPattern({size}, indices not concrete)"
+        lengths = np.diff(self.host.indptr)
+        rows = f"rows {lengths.min()}..{lengths.max()}" if lengths.size else "no rows"
+        return f"BlockPattern({size}, {self.summary}, {rows}, {self.device})"
+
+    @property
+    def summary(self) -> str:
+        """How much is stored, in words: "512 of 4096 blocks, 12.5 %"."""
+        return f"{self.nnzb} of {self.grid[0] * self.grid[1]} blocks, {100 * self.density:.3g} %"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BlockPattern:
+        return self
+
+    def __copy__(self) -> BlockPattern:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return BlockPattern, (self.shape, self.block, self.indptr, self.indices)
+
+
+def block_sides(block: Any) -> tuple[int, int]:
+    """(bm, bk) from a pair, or from one int for square blocks; multiples of 16 from 16 to 512."""
+    bm, bk = sides = int_or_pair("block", block)
+    for side in sides:
+        if side % BLOCK_STEP or not BLOCK_STEP <= side <= BLOCK_MAX:
+            raise InvalidInput(
+                f"block {bm}x{bk}: sides must be multiples of {BLOCK_STEP} from {BLOCK_STEP} to {BLOCK_MAX}"
+            )
+    return sides
+
+
+def int_or_pair(name: str, value: Any) -> tuple[int, int]:
+    """Two ints from a pair, or one int twice."""
+    with suppress(InvalidInput):
+        if isinstance(value, (tuple, list)):
+            return arguments.pair(name, value)
+        side = arguments.integer(name, value)
+        return side, side
+    raise InvalidInput(f"{name} is {arguments.told(value)}; it must be one or two ints of at least 0")
+
+
+def matrix_sides(shape: Any, block: tuple[int, int]) -> tuple[int, int]:
+    """(M, K) as plain ints. InvalidInput for a side that is negative or overflows int32 in whole blocks."""
+    sides = arguments.pair("shape", shape)
+    for name, side, step in zip("MK", sides, block, strict=True):
+        if -(-side // step) * step > INT32_MAX:
+            raise InvalidInput(
+                f"shape {sides[0]}x{sides[1]}: {name} in whole blocks must fit int32 ({INT32_MAX})"
+            )
+    return sides
+
+
+def grid_of(shape: tuple[int, int], block: tuple[int, int]) -> tuple[int, int]:
+    """Block rows and block columns (Mb, Kb): sides in blocks, rounded up."""
+    return -(-shape[0] // block[0]), -(-shape[1] // block[1])
+
+
+def _check_tensors(pattern: BlockPattern) -> None:
+    """Everything that can be seen without reading the indices."""
+    named = (("indptr", pattern.indptr), ("indices", pattern.indices))
+    for name, part in named:
+        arguments.tensor(name, part, (torch.int32,), ndim=1)
+        if not part.is_contiguous():
+            raise InvalidInput(f"{name} must be contiguous, got stride {part.stride()}; call .contiguous()")
+    if pattern.indptr.device != pattern.indices.device:
+        raise InvalidInput(
+            f"indptr is on {pattern.indptr.device} and indices on {pattern.indices.device}; use one device"
+        )
+    rows = pattern.grid[0]
+    if pattern.indptr.numel() != rows + 1:
+        raise InvalidInput(
+            f"indptr has {pattern.indptr.numel()} entries; {pattern.shape[0]} rows in blocks of "
+            f"{pattern.block[0]} are {rows} block rows and need {rows + 1}"
+        )
+    if pattern.indices.numel() > INT32_MAX:
+        raise InvalidInput(
+            f"{pattern.indices.numel()} stored blocks; at most {INT32_MAX} (int32) can be indexed"
+        )
+
+
+def _check_indices(host: HostPattern, grid: tuple[int, int]) -> None:
+    """Everything the indices themselves can get wrong."""
+    indptr, indices = host
+    if indptr[0] != 0:
+        raise InvalidInput(f"indptr[0] is {indptr[0]}; it must be 0")
+    falls = np.flatnonzero(indptr[1:] < indptr[:-1])
+    if falls.size:
+        row = int(falls[0])
+        raise InvalidInput(
+            f"indptr falls from {indptr[row]} to {indptr[row + 1]} at block row {row}; it must never fall"
+        )
+    if indptr[-1] != indices.size:
+        raise InvalidInput(f"indptr[-1] is {indptr[-1]}; it must be the number of indices, {indices.size}")
+    outside = np.flatnonzero((indices < 0) | (indices >= grid[1]))
+    if outside.size:
+        where = _where(indptr, outside[0])
+        right = f"block columns are 0 to {grid[1] - 1}" if grid[1] else "the matrix has no block columns"
+        raise InvalidInput(f"indices[{outside[0]}] is {indices[outside[0]]}, {where}; {right}")
+    row_starts = np.zeros(indices.size + 1, dtype=bool)
+    row_starts[indptr] = True
+    stuck = np.flatnonzero((indices[1:] <= indices[:-1]) & ~row_starts[1:-1]) + 1
+    if stuck.size:
+        at = stuck[0]
+        fault = "repeats" if indices[at] == indices[at - 1] else "is smaller than"
+        raise InvalidInput(
+            f"indices[{at}] is {indices[at]}, {_where(indptr, at)}, and {fault} the one before it "
+            f"({indices[at - 1]}); indices must be sorted and unique in each block row"
+        )
+
+
+def _where(indptr: np.ndarray, position: Any) -> str:
+    row = int(np.searchsorted(indptr, position, side="right")) - 1
+    return f"entry {position - indptr[row]} of block row {row}"
+
+
+def _frozen(host: HostPattern) -> HostPattern:
+    for part in host:
+        part.flags.writeable = False
+    return host
+
+
+def _to_host(pattern: BlockPattern) -> HostPattern:
+    """One copy from the device, so one sync."""
+    both = torch.cat((pattern.indptr, pattern.indices)).cpu().numpy()
+    split = pattern.indptr.numel()
+    return _frozen(HostPattern(both[:split], both[split:]))
+
+
+def _block_rows(pattern: BlockPattern) -> Tensor:
+    rows = torch.arange(pattern.grid[0], dtype=torch.int32, device=pattern.device)
+    lengths = pattern.indptr[1:] - pattern.indptr[:-1]
+    return torch.repeat_interleave(rows, lengths, output_size=pattern.nnzb)
+
+
+def _transpose(pattern: BlockPattern) -> tuple[BlockPattern, Tensor]:
+    """A stable sort by column: rows stay in order within a column, so the result is sorted and unique."""
+    device, columns = pattern.device, pattern.grid[1]
+    by_column, perm = torch.sort(pattern.indices, stable=True)
+    starts = torch.arange(columns + 1, dtype=torch.int32, device=device)
+    indptr = torch.searchsorted(by_column, starts, out_int32=True)
+    # A look for kept rows would make torch.compile compile again once something else has made and kept them.
+    rows = _block_rows(pattern) if torch.compiler.is_compiling() else pattern.block_rows
+    indices = rows[perm]
+    inverse = torch.empty_like(pattern.indices)
+    inverse[perm] = torch.arange(pattern.nnzb, dtype=torch.int32, device=device)
+    (m, k), (bm, bk) = pattern.shape, pattern.block
+    flipped = BlockPattern.unchecked((k, m), (bk, bm), indptr, indices)
+    flipped._memo["transposed"] = (pattern, inverse)
+    return flipped, perm.to(torch.int32)
+
+
+def _flatten(pattern: BlockPattern) -> tuple[list[Any], Any]:
+    return [pattern.indptr, pattern.indices], (pattern.shape, pattern.block)
+
+
+def _flatten_with_keys(pattern: BlockPattern) -> tuple[list[tuple[Any, Any]], Any]:
+    leaves, context = _flatten(pattern)
+    return [(_pytree.GetAttrKey(name), leaf) for name, leaf in zip(LEAVES, leaves, strict=True)], context
+
+
+def _unflatten(leaves: Any, context: Any) -> BlockPattern:
+    indptr, indices = leaves
+    shape, block = context
+    return BlockPattern.unchecked(shape, block, indptr, indices)
+
+
+_pytree.register_pytree_node(
+    BlockPattern,
+    _flatten,
+    _unflatten,
+    serialized_type_name="sparsek.BlockPattern",
+    flatten_with_keys_fn=_flatten_with_keys,
+)

@@ -1,0 +1,446 @@
+"""FP8 values with scales: a BSR, Semi24 or BSR24 in eight bits a value, and float32 scales that stretch them.
+
+The numbers, their rounding and their scales: `matrix/float8.py`. A dense operand in FP8: `matrix/dense8.py`.
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any, NoReturn, overload
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils import _pytree
+
+from sparsek.core import arguments, dtypes
+from sparsek.core.eager import concrete, untransformed
+from sparsek.core.errors import InvalidInput
+from sparsek.matrix import two_four
+from sparsek.matrix.base import Multiplied
+from sparsek.matrix.bsr import BSR
+from sparsek.matrix.bsr24 import BSR24
+from sparsek.matrix.dense8 import SCALES as ROW_SCALES
+from sparsek.matrix.dense8 import ScaledTensor, check_fp8_values, quantize_dense
+from sparsek.matrix.float8 import MOST, NAMES, rounded, scales_of
+from sparsek.matrix.semi24 import Semi24
+
+Matrix = BSR | Semi24 | BSR24
+
+LEAVES = ("matrix", "scale")
+SCALES = ("tensor", "row", "block")
+
+
+@overload
+def quantize(
+    a: Matrix,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    scale: str = "row",
+    *,
+    fast_accum: bool = False,
+    check: bool = True,
+) -> Scaled: ...
+
+
+@overload
+def quantize(
+    a: Tensor, dtype: torch.dtype = torch.float8_e4m3fn, scale: str = "row", *, check: bool = True
+) -> ScaledTensor: ...
+
+
+def quantize(
+    a: Matrix | Tensor,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    scale: str = "row",
+    *,
+    fast_accum: bool = False,
+    check: bool = True,
+) -> Scaled | ScaledTensor:
+    """A BSR, Semi24 or BSR24 in FP8, torch.float8_e4m3fn or torch.float8_e5m2, with scales that let it use the range.
+
+    scale: "tensor": one for all, float32 []. "row": one for each row of the matrix [M]. "block": one for each stored
+    block [nnzb], of a BSR or BSR24. It is the largest magnitude among its values over the largest number of `dtype`,
+    448 or 57344; 1 where all are zero; 2^-126, the least normal float32, where it would be less. Values are divided by
+    their scale in float32, in float64 for fp64, and rounded to nearest, ties to even.
+
+    A dense tensor a [..., K] becomes a ScaledTensor, with a scale for each of its rows [...] or for all []: an operand
+    of many products, rounded once.
+
+    fast_accum=True lets products of this matrix keep their sums in the tensor cores, as torch._scaled_mm's
+    use_fast_accum does: faster, in about 14 bits, so wrong by more the longer a sum is (`Scaled`). A dense tensor has
+    no such choice, and a scale per block none either: it is applied to float32 sums.
+
+    Pattern and metadata are shared with a. The result is outside autograd. A transposed view of a BSR gives a view with
+    a scale for all or for each block; one for each of its rows is refused, which are columns of what is stored.
+    check=True refuses NaN and Inf, and in fp64 what is so large that its scale overflows float32: it counts them and
+    says where the first one is. One sync. With check=False there is none, and a NaN or Inf makes NaN of all that shares
+    its scale. Inside torch.compile only check=False is traced. Raises InvalidInput.
+    """
+    arguments.dtype("dtype", dtype, NAMES)
+    check = arguments.flag("check", check)
+    if isinstance(a, Tensor):
+        arguments.one_of("scale", scale, ROW_SCALES)
+        if arguments.tensor("x", a, dtypes.FLOATS).ndim < 1:
+            raise InvalidInput("x must be [..., K], got a single number")
+        if arguments.flag("fast_accum", fast_accum):
+            raise InvalidInput(
+                "how a product sums is up to its sparse matrix: write fast_accum=True where that one is quantized"
+            )
+        return quantize_dense(a, dtype, scale, check)
+    _check_source(a, scale)
+    _check_fast_accum(fast_accum, scale)
+    top = torch.finfo(dtype).max
+    values = a.values.detach()
+    parts = _largest(a, values, scale)
+    if check:
+        if torch.compiler.is_compiling():
+            raise InvalidInput(
+                "torch.compile cannot wait to see NaN and Inf; write quantize(..., check=False)"
+            )
+        reads, instead = "quantize looks for NaN and Inf in values", "write quantize(..., check=False)"
+        seen, largest = (concrete(each, reads, instead) for each in (values, parts))
+        untransformed(lambda: _refuse_strange(a, seen, largest, top))
+    scales = scales_of(_joined(a, parts, scale), dtype)
+    made = rounded(values / _stretched(a, scales, scale), dtype)
+    return Scaled.unchecked(_with_values(a, made), scales, scale, fast_accum)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Scaled(Multiplied):
+    """scale * matrix: a BSR, Semi24 or BSR24 of FP8 values, each of which stands for itself times its scale.
+
+    `matrix` has values in torch.float8_e4m3fn or torch.float8_e5m2, otherwise as its class describes; those classes
+    refuse FP8 when they are made alone. `kind` says what shares a scale, and `scale` is float32, contiguous, on the
+    values' device: [] for "tensor", [M] for "row", [nnzb] for "block". scale[p] of "block" belongs to values[p], in a
+    transposed view too.
+
+    `fast_accum` says how products may sum. False: in float32, or in tensor cores for no more than 512 columns at a
+    time. True: tensor cores may keep a sum to its end, as torch._scaled_mm's use_fast_accum lets them. Hopper's keep
+    about 14 bits, so the error grows with K: for products of random sign to about 2^-13 sqrt(K / 11), far more where
+    they have one sign (docs/fp8.md). Kernels that gain nothing by it sum in float32 all the same.
+
+    Construction checks all of it: what the class of the matrix checks, on a copy in fp16, and that every scale is
+    positive and finite; a sync more than that class. Raises InvalidInput. `sparsek.quantize` makes one.
+    """
+
+    matrix: Matrix
+    scale: Tensor
+    kind: str
+    fast_accum: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.matrix, Matrix):
+            raise InvalidInput(f"matrix must be a BSR, Semi24 or BSR24, got {arguments.told(self.matrix)}")
+        _check_kind(self.matrix, self.kind, "kind")
+        _check_fast_accum(self.fast_accum, self.kind)
+        _check_float8(self.matrix)
+        _check_scale(self)
+
+    @classmethod
+    def unchecked(cls, matrix: Matrix, scale: Tensor, kind: str, fast_accum: bool = False) -> Scaled:
+        """A Scaled from parts that are known to fit: no check, no sync."""
+        made = object.__new__(cls)
+        for name, part in (("matrix", matrix), ("scale", scale), ("kind", kind), ("fast_accum", fast_accum)):
+            object.__setattr__(made, name, part)
+        return made
+
+    def with_fast_accum(self, fast_accum: bool = True) -> Scaled:
+        """This matrix on the same memory, whose products may keep their sums in tensor cores, or not."""
+        _check_fast_accum(fast_accum, self.kind)
+        return Scaled.unchecked(self.matrix, self.scale, self.kind, fast_accum)
+
+    def _with(self, matrix: Matrix, scale: Tensor) -> Scaled:
+        """Other parts, of which all is said that is said of these."""
+        return Scaled.unchecked(matrix, scale, self.kind, self.fast_accum)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(M, K)."""
+        return self.matrix.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """torch.float8_e4m3fn or torch.float8_e5m2."""
+        return self.matrix.values.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.matrix.values.device
+
+    @property
+    def T(self) -> Scaled:  # noqa: N802
+        """The transposed view of a BSR with its scales, by index only; InvalidInput where there is none."""
+        if self.kind == "row":
+            raise InvalidInput(
+                "a Scaled with a scale for each row has no .T: there it would be one for each column, which no product "
+                "takes out of its sums; quantize with scale='tensor' or 'block'"
+            )
+        return self._with(self.matrix.T, self.scale)
+
+    def to(self, device: str | torch.device | None = None, dtype: Any = None) -> Scaled:
+        """This matrix on `device`; this very object if it is there. For another dtype there is `dequantize`."""
+        if isinstance(device, torch.dtype) and dtype is None:
+            device, dtype = None, device
+        if dtype is not None and (not isinstance(dtype, torch.dtype) or dtype != self.dtype):
+            raise InvalidInput(
+                f"a Scaled is FP8; .dequantize({arguments.told(dtype)}) is the matrix in another dtype"
+            )
+        target = self.device if device is None else arguments.device("device", device)
+        if target == self.device:
+            return self
+        return self._with(_moved(self.matrix, target), self.scale.to(target))
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Matrix:
+        """scale * matrix as a BSR, Semi24 or BSR24 in bf16, fp16, fp32 or fp64, on the same pattern or metadata.
+
+        Multiplied in float32, in float64 for fp64, then rounded to `dtype`. No sync.
+        """
+        arguments.dtype("dtype", dtype)
+        wide = torch.promote_types(dtype, torch.float32)
+        values = self.matrix.values.to(wide) * _stretched(self.matrix, self.scale, self.kind)
+        return _with_values(self.matrix, values.to(dtype))
+
+    def to_dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The dense scale * matrix [M, K], contiguous, in `dtype`. No sync."""
+        return self.dequantize(dtype).to_dense()
+
+    def error(self, a: Matrix) -> float:
+        """How far this is from the matrix a that it was made of: ||scale * matrix - a|| / ||a||, Frobenius.
+
+        In float64 all through; 0.0 if a is zero. One sync; more if a has a pattern or metadata that are equal and not
+        the same objects. Raises InvalidInput if a is of another class or shape, or stores other elements.
+        """
+        _check_original(self.matrix, a)
+        original = a.values.detach().double()
+        if not original.numel():
+            return 0.0
+        # Divided by the largest magnitude first, so that no square that counts over- or underflows.
+        largest = torch.linalg.vector_norm(original, ord=torch.inf)
+        largest = torch.where(largest == 0, 1.0, largest)
+        off = self.dequantize(torch.float64).values.sub_(original)
+        norms = [torch.linalg.vector_norm(x / largest) for x in (off, original)]
+        wrong, whole = torch.stack(norms).tolist()
+        return wrong / whole if whole else 0.0
+
+    def __repr__(self) -> str:
+        if not isinstance(self.scale, Tensor):
+            return "Scaled(values not concrete)"
+        matrix = self.matrix
+        words = [f"{type(matrix).__name__} {self.shape[0]}x{self.shape[1]} {NAMES[self.dtype]}"]
+        meta = 0
+        if not isinstance(matrix, Semi24):
+            words += [f"block {matrix.block[0]}x{matrix.block[1]}", matrix.pattern.summary]
+        if not isinstance(matrix, BSR):
+            meta = matrix.meta.nbytes
+        size = (matrix.values.nbytes + meta + self.scale.nbytes) / 1e6
+        words.append(f"scale per {self.kind}")
+        if self.fast_accum:
+            words.append("fast_accum")
+        words += [f"{size:.3g} MB", str(self.device)]
+        if _is_view(matrix):
+            words.append("transposed view")
+        return f"Scaled({', '.join(words)})"
+
+    def __copy__(self) -> Scaled:
+        return self._with(self.matrix, self.scale)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Scaled:
+        """Copies values and scales, and shares pattern and metadata."""
+        values, scale = (deepcopy(part, memo) for part in (self.matrix.values, self.scale))
+        return self._with(_with_values(self.matrix, values), scale)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise InvalidInput("a Scaled is not pickled; use sparsek.save(q, 'file.safetensors')")
+
+
+def _is_view(a: Matrix) -> bool:
+    return isinstance(a, BSR) and a.order is not None
+
+
+def _check_source(a: Any, kind: str) -> None:
+    if not isinstance(a, Matrix):
+        raise InvalidInput(f"expected a BSR, Semi24, BSR24 or dense torch.Tensor, got {arguments.told(a)}")
+    _check_kind(a, kind, "scale")
+    arguments.dtype("the dtype of a", a.dtype)
+
+
+def _check_kind(a: Matrix, kind: Any, name: str) -> None:
+    arguments.one_of(name, kind, SCALES)
+    if kind == "block" and isinstance(a, Semi24):
+        raise InvalidInput("a Semi24 has no blocks; use scale='row' or 'tensor'")
+    if kind == "row" and _is_view(a):
+        raise InvalidInput(
+            "this BSR is a transposed view, whose rows are columns of the stored matrix; use scale='tensor' or "
+            "'block', quantize the matrix that it views, or copy it: BSR(a.pattern, a.logical_values())"
+        )
+
+
+def _check_fast_accum(fast_accum: Any, kind: str) -> None:
+    if arguments.flag("fast_accum", fast_accum) and kind == "block":
+        raise InvalidInput(
+            "a scale per block multiplies the float32 sum of a block, and fast_accum leaves sums of all blocks in the "
+            "tensor cores; use scale='row' or 'tensor', or fast_accum=False"
+        )
+
+
+def _largest(a: Matrix, values: Tensor, kind: str) -> Tensor:
+    """Largest magnitudes [], [M], [nnzb], or [nnzb, bm] for rows of blocks; float32, float64 for fp64. NaN wins."""
+    if kind == "tensor":
+        dims = tuple(range(values.ndim))
+    else:
+        dims = (values.ndim - 1,) if kind == "row" else (1, 2)
+    dtype = torch.promote_types(values.dtype, torch.float32)
+    if not values.numel():
+        return values.new_zeros([side for at, side in enumerate(values.shape) if at not in dims], dtype=dtype)
+    return torch.linalg.vector_norm(values, ord=torch.inf, dim=dims, dtype=dtype)
+
+
+def _joined(a: Matrix, parts: Tensor, kind: str) -> Tensor:
+    """Largest magnitudes as scales are: those of one row in several blocks become one. A maximum has no order."""
+    if kind != "row" or isinstance(a, Semi24):
+        return parts
+    index = a.pattern.block_rows.long()[:, None].expand(parts.shape)
+    rows = parts.new_zeros(a.pattern.grid[0], a.pattern.block[0])
+    return rows.scatter_reduce_(0, index, parts, "amax").reshape(-1)[: a.shape[0]]
+
+
+def _stretched(a: Matrix, scale: Tensor, kind: str) -> Tensor:
+    """Scales with the dimensions of values, so that both multiply element by element. A row outside M has 1."""
+    dims = a.values.ndim
+    if kind == "tensor":
+        return scale.reshape((1,) * dims)
+    if kind == "block" or isinstance(a, Semi24):
+        return scale.reshape(-1, *(1,) * (dims - 1))
+    rows, bm = a.pattern.grid[0], a.pattern.block[0]
+    by_block = functional.pad(scale, (0, rows * bm - a.shape[0]), value=1.0).view(rows, bm)
+    return by_block.index_select(0, a.pattern.block_rows).unsqueeze(-1)
+
+
+def _with_values(a: Matrix, values: Tensor) -> Matrix:
+    """The same format with other values; pattern, order and metadata are shared."""
+    if isinstance(a, BSR):
+        return BSR.unchecked(a.pattern, values, a.order)
+    if isinstance(a, BSR24):
+        return BSR24.unchecked(a.pattern, values, a.meta)
+    return Semi24.unchecked(values, a.meta)
+
+
+def _moved(a: Matrix, target: torch.device) -> Matrix:
+    if isinstance(a, BSR):
+        if a.order is not None:
+            base = a.T
+            return BSR.unchecked(base.pattern.to(target), base.values.to(target)).T
+        return BSR.unchecked(a.pattern.to(target), a.values.to(target))
+    if isinstance(a, BSR24):
+        return BSR24.unchecked(a.pattern.to(target), a.values.to(target), a.meta.to(target))
+    return Semi24.unchecked(a.values.to(target), a.meta.to(target))
+
+
+def _refuse_strange(a: Matrix, values: Tensor, parts: Tensor, top: float) -> None:
+    """Raises InvalidInput if a value is not finite, or its scale would not be. One sync if all is well."""
+    limit = min(torch.finfo(values.dtype).max, top * MOST)
+    if not int(torch.count_nonzero(~(parts <= limit))):
+        return
+    strange = ~(values.abs() <= limit)
+    row, column = _place(a, torch.nonzero(strange)[0].tolist())
+    huge = f" or beyond {limit:.3g}, where scales leave float32" if values.dtype == torch.float64 else ""
+    raise InvalidInput(
+        f"{int(torch.count_nonzero(strange))} of {values.numel()} stored values are NaN or Inf{huge}; the first is at "
+        f"row {row}, column {column}; FP8 with scales holds finite values"
+    )
+
+
+def _place(a: Matrix, at: list[int]) -> tuple[int, int]:
+    """Row and column of a stored value, by its indices in `values`."""
+    if _is_view(a):
+        row, column = _place(a.T, at)
+        return column, row
+    *block, row, slot = at
+    column = slot
+    if not isinstance(a, BSR):
+        group, second = divmod(slot, 2)
+        nibble = int(a.meta[(*block, row, group // 2)]) >> 4 * (group % 2)
+        column = two_four.GROUP * group + (nibble >> 2 * second & 3)
+    if not isinstance(a, Semi24):
+        indptr, indices = a.pattern.host
+        row += a.pattern.block[0] * (int(np.searchsorted(indptr, block[0], side="right")) - 1)
+        column += a.pattern.block[1] * int(indices[block[0]])
+    return row, column
+
+
+def _check_float8(a: Matrix) -> None:
+    """What the class of `a` asks of its parts, but in FP8."""
+    values = check_fp8_values(a.values)
+    wide = values.detach().to(torch.float16)  # exact: nothing becomes zero, and no zero anything else
+    if isinstance(a, BSR):
+        BSR(a.pattern, wide, a.order)
+    elif isinstance(a, BSR24):
+        BSR24(a.pattern, wide, a.meta)
+    else:
+        Semi24(wide, a.meta)
+
+
+def _check_scale(q: Scaled) -> None:
+    scale, a = q.scale, q.matrix
+    arguments.tensor("scale", scale, (torch.float32,))
+    wanted = () if q.kind == "tensor" else a.shape[:1] if q.kind == "row" else a.values.shape[:1]
+    if tuple(scale.shape) != tuple(wanted):
+        raise InvalidInput(f"scale has shape {tuple(scale.shape)}; one per {q.kind} needs {tuple(wanted)}")
+    if scale.device != q.device:
+        raise InvalidInput(f"values are on {q.device} and scale on {scale.device}; put both on one device")
+    if not scale.is_contiguous():
+        raise InvalidInput("scale must be contiguous; call .contiguous()")
+    count = int(torch.count_nonzero(~((scale > 0) & (scale <= MOST))))
+    if count:
+        raise InvalidInput(f"{count} of {scale.numel()} scales are not positive and finite")
+
+
+def _check_original(matrix: Matrix, a: Any) -> None:
+    if type(a) is not type(matrix) or (a.shape, a.values.shape) != (matrix.shape, matrix.values.shape):
+        found = f"{type(a).__name__} {a.shape}" if isinstance(a, Matrix) else arguments.told(a)
+        raise InvalidInput(
+            f"this was made of a {type(matrix).__name__} {matrix.shape} with values {tuple(matrix.values.shape)}; "
+            f"got {found}"
+        )
+    arguments.dtype("the dtype of a", a.dtype)
+    if a.device != matrix.values.device:
+        raise InvalidInput(
+            f"this is on {matrix.values.device} and the original on {a.device}; put both on one device"
+        )
+    if not _stores_the_same(matrix, a):
+        raise InvalidInput("the original stores other elements than this, so it is not what this was made of")
+
+
+def _stores_the_same(a: Matrix, b: Matrix) -> bool:
+    """Whether both, of one class, store the same elements in one order. Waits only for what is not one object."""
+    if _is_view(a) != _is_view(b):
+        return False
+    if not isinstance(a, Semi24) and not isinstance(b, Semi24) and not a.pattern.same_as(b.pattern):
+        return False
+    if isinstance(a, BSR) or isinstance(b, BSR):
+        return True
+    return a.meta is b.meta or torch.equal(a.meta, b.meta)
+
+
+def _flatten(q: Scaled) -> tuple[list[Any], Any]:
+    return [q.matrix, q.scale], (q.kind, q.fast_accum)
+
+
+def _flatten_with_keys(q: Scaled) -> tuple[list[tuple[Any, Any]], Any]:
+    return [(_pytree.GetAttrKey(name), getattr(q, name)) for name in LEAVES], (q.kind, q.fast_accum)
+
+
+def _unflatten(parts: Any, said: Any) -> Scaled:
+    matrix, scale = parts
+    return Scaled.unchecked(matrix, scale, *said)
+
+
+_pytree.register_pytree_node(
+    Scaled,
+    _flatten,
+    _unflatten,
+    serialized_type_name="sparsek.Scaled",
+    flatten_with_keys_fn=_flatten_with_keys,
+)

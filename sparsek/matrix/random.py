@@ -1,0 +1,111 @@
+"""Random block-sparse matrices, seeded, for tests, benchmarks and demos."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from sparsek.core import arguments
+from sparsek.core.eager import outside_inference
+from sparsek.matrix.bsr import BSR, zero_padding
+from sparsek.matrix.pattern import BlockPattern, HostPattern, block_sides, grid_of, matrix_sides
+
+ZIPF = 1.2
+SEEDS = 2**64  # torch takes seeds below this
+
+
+@outside_inference
+def random_bsr(
+    m: int,
+    k: int,
+    block: int | tuple[int, int],
+    density: float,
+    *,
+    pattern: str = "uniform",
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    seed: int = 0,
+) -> BSR:
+    """An m x k matrix with about `density` of its blocks stored.
+
+    Patterns, all with the same number of blocks:
+    - "uniform": every block row has max(1, round(density * Kb)) blocks in random columns; none if
+      density is 0.
+    - "banded": as many, side by side around the diagonal.
+    - "powerlaw": the lengths of the rows follow Zipf's law, rank^-1.2, over shuffled rows; none is longer
+      than Kb, and short ones may be empty.
+
+    Values are N(0, 1) / sqrt(stored elements per row), so that the product with an N(0, 1) matrix has unit
+    scale. The pattern depends on the seed alone; the values also on the kind of device. Raises InvalidInput
+    for sizes, a density, a pattern, a dtype, a device or a seed (0 to 2^64 - 1) that do not exist.
+    """
+    block = block_sides(block)
+    shape = matrix_sides((arguments.integer("m", m), arguments.integer("k", k)), block)
+    target = arguments.device("device", device)
+    dtype = arguments.dtype("dtype", dtype)
+    density, seed = arguments.number("density", density, 0, 1), arguments.integer("seed", seed, 0, SEEDS - 1)
+    draw_pattern = PATTERNS[arguments.one_of("pattern", pattern, PATTERNS)]
+    rows, columns = grid_of(shape, block)
+    each = min(columns, max(1, round(density * columns))) if density > 0 else 0
+    host = draw_pattern(np.random.default_rng(seed), (rows, columns), each)
+    made = BlockPattern.from_host(shape, block, host, target)
+    draw = torch.Generator(target).manual_seed(seed)
+    values = torch.randn((made.nnzb, *block), generator=draw, dtype=dtype, device=target)
+    values /= math.sqrt(max(1, each * block[1]))
+    return BSR.unchecked(made, zero_padding(made, values))
+
+
+def _uniform(rng: np.random.Generator, grid: tuple[int, int], each: int) -> HostPattern:
+    return _scattered(rng, grid[1], np.full(grid[0], each))
+
+
+def _banded(rng: np.random.Generator, grid: tuple[int, int], each: int) -> HostPattern:
+    rows, columns = grid
+    centers = (np.arange(rows) + 0.5) * columns / max(rows, 1)
+    starts = np.clip(np.round(centers - each / 2).astype(np.int64), 0, columns - each)
+    return _pattern(np.full(rows, each), (starts[:, None] + np.arange(each)).reshape(-1))
+
+
+def _powerlaw(rng: np.random.Generator, grid: tuple[int, int], each: int) -> HostPattern:
+    lengths = powerlaw_lengths(grid[0], grid[1], each * grid[0])
+    return _scattered(rng, grid[1], rng.permutation(lengths))
+
+
+PATTERNS: dict[str, Callable[[np.random.Generator, tuple[int, int], int], HostPattern]] = {
+    "uniform": _uniform,
+    "banded": _banded,
+    "powerlaw": _powerlaw,
+}
+
+
+def powerlaw_lengths(rows: int, columns: int, total: int, exponent: float = ZIPF) -> np.ndarray:
+    """Falling int64 lengths [rows] in proportion to rank^-exponent, at most `columns`, that sum to `total`.
+
+    What the longest rows cannot hold goes to the others in proportion, the last few to the largest remainders.
+    """
+    weights = np.arange(1, rows + 1, dtype=np.float64) ** -exponent
+    full = 0
+    while True:
+        shares = (total - full * columns) * weights[full:] / max(weights[full:].sum(), 1e-300)
+        over = int((shares >= columns).sum())
+        if over == 0 or columns == 0:
+            break
+        full += over
+    lengths = np.concatenate((np.full(full, columns), np.floor(shares).astype(np.int64)))
+    missing = total - int(lengths.sum())
+    lengths[full + np.argsort(np.floor(shares) - shares, kind="stable")[:missing]] += 1
+    return -np.sort(-lengths)
+
+
+def _scattered(rng: np.random.Generator, columns: int, lengths: np.ndarray) -> HostPattern:
+    """Random columns without repeats in each row."""
+    rows = [np.sort(rng.choice(columns, n, replace=False, shuffle=False)) for n in lengths if n]
+    return _pattern(lengths, np.concatenate(rows) if rows else np.empty(0))
+
+
+def _pattern(lengths: np.ndarray, indices: np.ndarray) -> HostPattern:
+    indptr = np.concatenate(([0], np.cumsum(lengths)))
+    return HostPattern(indptr.astype(np.int32), indices.astype(np.int32))

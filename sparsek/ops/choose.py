@@ -1,0 +1,478 @@
+"""Which way of storing a weight is fastest, and what it costs in accuracy: dense, 2:4, BSR, BSR24, also in FP8."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from sparsek.core import arguments, dtypes
+from sparsek.core.arguments import told
+from sparsek.core.clock import Times, time_rounds
+from sparsek.core.device import Card, card_named, card_of
+from sparsek.core.errors import InvalidInput, Unsupported
+from sparsek.matrix.bsr import BSR
+from sparsek.matrix.bsr24 import BSR24
+from sparsek.matrix.pattern import INT32_MAX, block_sides
+from sparsek.matrix.quantized import Scaled
+from sparsek.matrix.semi24 import Semi24
+from sparsek.ops import transforms
+from sparsek.ops.linear import linear
+from sparsek.ops.weight_formats import (
+    Way,
+    Weight,
+    another,
+    kept_norm,
+    parts_of,
+    predict,
+    stored_fraction,
+    way_of,
+    ways,
+)
+
+KEEP = (0.5, 0.25, 0.125)
+BLOCK = (64, 128)
+# Errors are of so many tokens at most, spread over x, and on a CPU of so few that the dense product has these FLOPs.
+ERROR_TOKENS = 4096
+ERROR_FLOPS = 2e8
+# Measured on a GPU: copies of weight and x in turns, so that nothing is found in the cache.
+MOST_COPIES = 8
+ROUNDS = 5
+INNER_MS = 5.0
+SETTLE_MS = 100.0
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way to store the weight, and what is known of it.
+
+    `predicted`: seconds by the kernel's own model. `measured`: the median of interleaved rounds, None where nothing was
+    timed. `stored`: stored values over N * K. `kept_norm`: ||stored values|| over ||W||; `error`: ||y - x @ W.T|| over
+    ||x @ W.T|| on the given x; both Frobenius, None where the dense W is not known. `why_not`: why it cannot run.
+    """
+
+    way: Way
+    kernel: str = ""
+    predicted: float = math.inf
+    measured: float | None = None
+    stored: float = 0.0
+    kept_norm: float | None = None
+    error: float | None = None
+    why_not: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self.way.name
+
+    @property
+    def seconds(self) -> float:
+        """What decides: the measured time if there is one, otherwise the predicted."""
+        return self.predicted if self.measured is None else self.measured
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What an option must hold to be chosen: an error of at most, a share of the norm of at least."""
+
+    max_error: float | None = None
+    min_norm: float | None = None
+
+    def __post_init__(self) -> None:
+        """InvalidInput for bounds that are no shares: no option could hold them, or every one would."""
+        for name, most in (("max_error", math.inf), ("min_norm", 1)):
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, arguments.number(name, value, 0, most))
+
+    def faults(self, option: Option) -> list[str]:
+        """Why the option is out of bounds; [] if it is not. What is not known holds no bound."""
+        out = []
+        if self.max_error is not None and not (option.error is not None and option.error <= self.max_error):
+            out.append(f"error {_number(option.error)} is not within {self.max_error:.3g}")
+        if self.min_norm is not None and not (
+            option.kept_norm is not None and option.kept_norm >= self.min_norm
+        ):
+            out.append(f"it keeps {_number(option.kept_norm)} of the norm, not {self.min_norm:.3g}")
+        return out
+
+    @property
+    def words(self) -> str:
+        parts = []
+        if self.max_error is not None:
+            parts.append(f"an error of at most {self.max_error:.3g}")
+        if self.min_norm is not None:
+            parts.append(f"at least {self.min_norm:.3g} of the norm kept")
+        return " and ".join(parts)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class LinearPlan:
+    """A weight in the format that was chosen, ready to multiply: `plan(x, bias, activation)`.
+
+    `options` are all that were considered, in the order of `sparsek.plan_linear`; `choice` is one of them. `weight`
+    is W stored so: keep it, and pass it to `sparsek.linear`. `tokens`: of the x that was planned for; others run too.
+    """
+
+    shape: tuple[int, int]
+    tokens: int
+    dtype: str
+    card: Card
+    options: tuple[Option, ...]
+    choice: Option
+    bound: Bound
+    weight: Any = field(repr=False)
+
+    def __copy__(self) -> LinearPlan:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LinearPlan:
+        """Copies the weight, as its own class does, and shares what is known of it."""
+        return replace(self, weight=deepcopy(self.weight, memo))
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise InvalidInput(
+            "a LinearPlan is not pickled (torch.save pickles too), for it holds times of this machine: save its weight "
+            "with sparsek.save and pass it to sparsek.linear, or plan anew"
+        )
+
+    @property
+    def is_measured(self) -> bool:
+        """Times were measured; if not, they are predictions."""
+        return self.choice.measured is not None
+
+    @property
+    def losers(self) -> tuple[Option, ...]:
+        """Every option that was not chosen."""
+        return tuple(option for option in self.options if option is not self.choice)
+
+    def __repr__(self) -> str:
+        n, k = self.shape
+        how = "measured" if self.is_measured else "predicted"
+        return (
+            f"LinearPlan(W [{n}, {k}] {self.dtype}, {self.choice.name} by {self.choice.kernel}: "
+            f"{_time(self.choice.seconds)} {how} on {self.card.name}, of {len(self.options)} options)"
+        )
+
+    def __call__(
+        self,
+        x: Tensor,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """act(x @ W.T + bias) + residual with the chosen weight, as `sparsek.linear` does it."""
+        return linear(x, self.weight, bias, activation, residual, kernel=self.choice.way.kernel)
+
+    def explain(self) -> str:
+        """The choice in words, and a line for every option: what it takes, keeps and errs, and why it lost."""
+        n, k = self.shape
+        chosen, how = self.choice, "measured" if self.is_measured else "predicted"
+        dense = next((each for each in self.options if each.way.format == "dense"), None)
+        lead = ""
+        if dense is not None and dense is not chosen and not dense.why_not:
+            lead = f", {dense.seconds / chosen.seconds:.2f}x as fast as dense"
+        lines = [
+            f"y = x @ W.T   x [{self.tokens}, {k}], W [{n}, {k}] {self.dtype}, on {self.card.name}",
+            f"  choice     {chosen.name} by {chosen.kernel}: {_time(chosen.seconds)} {how}{lead}",
+            f"  decided    by {how} time, {self._subject}",
+            "  "
+            + self._line(("option", "kernel", "predicted", "measured", "stored", "norm", "error", "why not")),
+        ]
+        for option in self.options:
+            if not option.why_not:
+                mark = "*" if option is chosen else " "
+                lines.append(f"{mark} {self._line(_cells(option), self._lost(option))}")
+        lines.extend(
+            f"  not        {each.name}: {'; '.join(each.why_not)}" for each in self.options if each.why_not
+        )
+        return "\n".join(lines)
+
+    def _line(self, cells: Sequence[str], lost: str = "") -> str:
+        """One line of the table; without the column of measured times where there are none."""
+        name, kernel, predicted, measured, stored, norm, error, *last = cells
+        times = f"{predicted:>10} {measured:>10}" if self.is_measured else f"{predicted:>10}"
+        end = last[0] if last else lost
+        first = max(len("option"), *(len(each.name) for each in self.options))
+        second = max(len("kernel"), *(len(each.kernel) for each in self.options))
+        return f"{name:<{first}}  {kernel:<{second}} {times} {stored:>7} {norm:>7} {error:>7}  {end}".rstrip()
+
+    @property
+    def _subject(self) -> str:
+        words = self.bound.words
+        return (
+            f"of options with {words}"
+            if words
+            else "the fastest of all: no max_error= and no min_norm= was given"
+        )
+
+    def _lost(self, option: Option) -> str:
+        if option is self.choice:
+            return ""
+        faults = self.bound.faults(option)
+        return "; ".join(faults) or f"{option.seconds / self.choice.seconds:.2f}x the time"
+
+
+def plan_linear(
+    W: Weight,
+    x: Tensor | Sequence[int],
+    *,
+    keep: float | Sequence[float] = KEEP,
+    block: int | tuple[int, int] | Sequence[int | tuple[int, int]] | None = None,
+    formats: str | Sequence[str] | None = None,
+    max_error: float | None = None,
+    min_norm: float | None = None,
+    device: str | None = None,
+) -> LinearPlan:
+    """The fastest way to store W [N, K] for y = x @ W.T, with what each way costs in accuracy.
+
+    W: a dense tensor, which is pruned by magnitude for each option, or a BSR, Semi24, BSR24 or Scaled, which then is
+    the only option. x: [..., K] of W's dtype on its device, the more like real activations the better; or its shape,
+    and N(0, 1) values are drawn.
+
+    formats: one or some of "dense", "semi24", "bsr", "bsr24" and of the same with "_fp8" ("dense_fp8"); None: all that
+    have kernels. block, keep: blocks and the fractions of them that stay, every combination. A block is a side or a
+    pair (bm, bk); several are a list; None: 64 and 128. BSR24 keeps half of the values in its blocks.
+    max_error, min_norm: only options whose output errs at most so much against the dense product on x, and which keep
+    at least this share of W's norm, may be chosen. Without either the fastest is, whatever it loses.
+    device: as in `sparsek advise`. None: times are measured where W is on a GPU, and predicted for the H200 where it
+    is not. "cuda" or "cpu": measured there. A card's name ("h200"): predicted for that card, on any machine.
+
+    Measured times decide where there are some, otherwise the kernels' predictions. Every option is made and multiplied
+    with some tokens of x; while times are measured all are in memory at once. The weight is outside autograd.
+    Raises InvalidInput for operands that do not fit, and Unsupported, with what each option lacks, if none is left.
+    """
+    transforms.refuse("plan_linear")
+    if isinstance(W, Tensor):
+        arguments.tensor("W", W, dtypes.FLOATS)
+    elif not isinstance(W, (BSR, Semi24, BSR24, Scaled)):
+        raise InvalidInput(
+            f"W must be a dense torch.Tensor, a BSR, Semi24, BSR24 or Scaled, got {type(W).__name__}"
+        )
+    arguments.supported("W", W.device)
+    bound, blocks = Bound(max_error, min_norm), _blocks(BLOCK if block is None else block)
+    keeps = [arguments.number("keep", each, 0, 1) for each in _listed(keep)]
+    asked = None if formats is None else [arguments.text("formats", each) for each in _listed(formats)]
+    card, timed = _where(W, device)
+    dense = W if isinstance(W, Tensor) else None
+    rows, tokens = _rows(W, x, timed)
+    listed = list(ways(asked, blocks, keeps))
+    if dense is None:
+        listed = [way_of(W)]
+    with torch.no_grad():
+        found = list(consider(W, rows, listed, card, tokens, keep_weights=timed))
+        options = [option for option, _ in found]
+        if timed:
+            times = measure(found, rows, card)
+            options = [
+                replace(each, measured=times[at].median / 1e3) if at in times else each
+                for at, each in enumerate(options)
+            ]
+        choice = choose(options, bound)
+        weight = next(weight for each, (_, weight) in zip(options, found, strict=True) if each is choice)
+        if weight is None:
+            weight = W if dense is None else choice.way.convert(dense)
+    shape = (W.shape[0], W.shape[1])
+    return LinearPlan(shape, tokens, dtypes.shown(rows.dtype), card, tuple(options), choice, bound, weight)
+
+
+def consider(
+    W: Weight, x: Tensor, listed: Sequence[Way], card: Card, tokens: int = 0, *, keep_weights: bool = True
+) -> Iterator[tuple[Option, Any]]:
+    """What is known of each way to store W for x [T, K] before it is timed, and W stored so.
+
+    None instead of that where it cannot run, and without `keep_weights`. A W that is no dense tensor is taken as it is.
+    `tokens`: what predictions are for, where x is a sample; 0: T.
+    """
+    tokens = tokens or x.shape[0]
+    dense = W if isinstance(W, Tensor) else None
+    exact = None if dense is None else _Exact.of(dense, x)
+    made: dict[Way, tuple[Any, float]] = {}  # by format without FP8: W stored so, and what that keeps
+    for way in listed:
+        why = way.why_not(dense) if dense is not None else []
+        if why:
+            yield Option(way, why_not=tuple(why)), None
+            continue
+        weight: Any = W
+        if dense is not None:
+            if way.plain not in made:
+                plain = way.plain.convert(dense)
+                made[way.plain] = plain, kept_norm(plain, dense)
+            weight = way.convert(dense, made[way.plain][0]) if way.is_fp8 else made[way.plain][0]
+        try:
+            found = predict(weight, tokens, x.dtype, card, way.kernel)
+            error = None if exact is None else exact.error(way, weight)
+        except Unsupported as refused:
+            why = [f"{name}: {'; '.join(reasons)}" for name, reasons in refused.reasons.items()]
+            yield Option(way, why_not=tuple(why or [str(refused)])), None
+            continue
+        kept = None if dense is None else made[way.plain][1]
+        option = Option(way, found.kernel, found.seconds, None, stored_fraction(weight), kept, error)
+        yield option, weight if keep_weights else None
+
+
+def measure(
+    found: Sequence[tuple[Option, Any]],
+    x: Tensor,
+    card: Card,
+    rounds: int = ROUNDS,
+    inner_ms: float | None = None,
+) -> dict[int, Times]:
+    """Times of x [T, K] @ W.T by `sparsek.linear` for what `consider` found, in interleaved rounds, by place.
+
+    `inner_ms`: of a batch of calls.
+    """
+    calls = {
+        str(at): _rotating(option.way, weight, x, card)
+        for at, (option, weight) in enumerate(found)
+        if weight is not None
+    }
+    if not calls:
+        return {}
+    heat = next(iter(calls))
+    times = time_rounds(
+        calls, device=x.device, rounds=rounds, inner_ms=inner_ms or INNER_MS, settle_ms=SETTLE_MS, heat=heat
+    )
+    return {int(name): each for name, each in times.items()}
+
+
+def choose(options: Sequence[Option], bound: Bound) -> Option:
+    """The fastest option within the bound. Raises Unsupported with what each lacks if there is none."""
+    able = [each for each in options if not each.why_not and not bound.faults(each)]
+    if not able:
+        what = f"no option has {bound.words}" if bound.words else "no option can run"
+        raise Unsupported(what, {each.name: each.why_not or bound.faults(each) for each in options})
+    return min(able, key=lambda each: each.seconds)
+
+
+def _where(w: Weight, device: str | None) -> tuple[Card, bool]:
+    """The card whose times are asked for, and whether they are measured."""
+    if device is None:
+        return (card_of(w.device), True) if w.device.type == "cuda" else (card_named("h200"), False)
+    if arguments.text("device", device) == "cpu" or device.startswith("cuda"):
+        if arguments.device("device", device).type != w.device.type:
+            raise InvalidInput(
+                f"W is on {w.device}; times of {device} are measured where W is, W.to({device!r})"
+            )
+        return card_of(w.device), True
+    return card_named(device), False
+
+
+def _blocks(block: Any) -> list[int | tuple[int, int]]:
+    """One side, a pair (bm, bk), or a list of both."""
+    is_pair = isinstance(block, tuple) and not any(isinstance(side, (list, tuple)) for side in block)
+    made = [(each, block_sides(each)) for each in ([block] if is_pair else _listed(block))]
+    return [sides if isinstance(each, (list, tuple)) else sides[0] for each, sides in made]
+
+
+def _listed(value: Any) -> list[Any]:
+    """The items of a list or tuple; anything else is the only one."""
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _rows(w: Weight, x: Any, timed: bool) -> tuple[Tensor, int]:
+    """x as [T, K], and how many tokens are planned for. Of a shape that is not timed fewer are drawn."""
+    if len(w.shape) != 2:
+        raise InvalidInput(f"W must be [N, K], got {list(w.shape)}")
+    if not isinstance(x, (Tensor, list, tuple)):
+        raise InvalidInput(
+            f"x must be a torch.Tensor [..., {w.shape[1]}] or its shape, like (4096, {w.shape[1]}); got {told(x)}"
+        )
+    if isinstance(x, Tensor):
+        shape = tuple(arguments.dense("x", x).shape)
+    else:
+        shape = tuple(arguments.integer("a side of x", side) for side in x)
+    if not shape or shape[-1] != w.shape[1] or not math.prod(shape) or not w.shape[0]:
+        raise InvalidInput(
+            f"x is {list(shape)} and W {list(w.shape)}: the last dim of x must be {w.shape[1]}, and no side 0"
+        )
+    tokens = arguments.integer("the number of tokens of x", math.prod(shape[:-1]), most=INT32_MAX)
+    if isinstance(x, Tensor):
+        if x.device != w.device or (x.dtype != w.dtype and w.dtype in dtypes.NAMES):
+            raise InvalidInput(
+                f"x is {x.dtype} on {x.device} and W {w.dtype} on {w.device}; they must be of one dtype on one device"
+            )
+        return x.detach().reshape(tokens, shape[-1]), tokens
+    dtype = w.dtype if w.dtype in dtypes.NAMES else torch.bfloat16
+    generator = torch.Generator(device=w.device).manual_seed(0)
+    drawn = tokens if timed else min(tokens, ERROR_TOKENS)
+    x = torch.randn(drawn, shape[-1], dtype=dtype, device=w.device, generator=generator)
+    return x, tokens
+
+
+@dataclass(frozen=True)
+class _Exact:
+    """Some tokens of x, and their dense product, in float32, float64 for float64."""
+
+    some: Tensor
+    product: Tensor
+
+    @classmethod
+    def of(cls, dense: Tensor, x: Tensor) -> _Exact:
+        limit = ERROR_TOKENS
+        if not x.is_cuda:
+            limit = min(limit, max(8, int(ERROR_FLOPS / (2.0 * dense.numel()))))
+        some = x[:: -(-x.shape[0] // limit)]
+        wide = torch.promote_types(dense.dtype, torch.float32)
+        return cls(some, some.to(wide) @ dense.to(wide).T)
+
+    def error(self, way: Way, weight: Any) -> float:
+        """||linear(x, weight) - x @ W.T|| / ||x @ W.T||."""
+        off = linear(self.some, weight, kernel=way.kernel).to(self.product.dtype) - self.product
+        wrong, whole = (
+            float(torch.linalg.vector_norm(each, dtype=torch.float64)) for each in (off, self.product)
+        )
+        return wrong / whole if whole else (0.0 if wrong == 0 else math.inf)
+
+
+def _rotating(way: Way, weight: Any, x: Tensor, card: Card) -> Callable[[], object]:
+    """A call of `sparsek.linear`, each time with the next of its copies."""
+    kernel = way.kernel
+    turns = itertools.cycle(
+        [lambda w=w, x=x: linear(x, w, kernel=kernel) for w, x in copies(weight, x, card)]
+    )
+
+    def call() -> object:
+        return next(turns)()
+
+    return call
+
+
+def copies(weight: Any, x: Tensor, card: Card) -> list[tuple[Any, Tensor]]:
+    """Weight and x, on a GPU with so many copies of both that a turn through them is two caches, at most eight."""
+    count = 1
+    if x.is_cuda:
+        size = sum(part.nbytes for part in (*parts_of(weight), x))
+        count = max(1, min(MOST_COPIES, -(-2 * card.l2_bytes // max(1, size))))
+    return [(weight, x), *((another(weight), x.clone()) for _ in range(count - 1))]
+
+
+def _cells(option: Option) -> tuple[str, ...]:
+    return (
+        option.name,
+        option.kernel,
+        _time(option.predicted),
+        _time(option.measured),
+        _share(option.stored),
+        _share(option.kept_norm),
+        _number(option.error) if option.error is not None else "",
+    )
+
+
+def _time(seconds: float | None) -> str:
+    if seconds is None:
+        return ""
+    return f"{seconds * 1e6:.1f} us" if seconds < 1e-3 else f"{seconds * 1e3:.2f} ms"
+
+
+def _share(value: float | None) -> str:
+    return "" if value is None else f"{value * 100:.3g} %"
+
+
+def _number(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.2g}"

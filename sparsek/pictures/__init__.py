@@ -1,0 +1,1 @@
+"""Pictures of blocks and masks."""

@@ -1,0 +1,209 @@
+"""Pictures of a block mask, one head at a time: text for a terminal, PNG or SVG for people.
+
+Query tiles go down, key blocks to the right. A grid finer than the picture is binned, some rows at a time, so that no
+picture needs memory for all blocks of a large mask. A bin with any block in it shows.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from sparsek.core import arguments, files
+from sparsek.core.errors import InvalidInput
+from sparsek.mask.interop import as_row
+from sparsek.mask.mask import BlockMask
+from sparsek.mask.parts import BlockLists
+from sparsek.matrix.pattern import BlockPattern, HostPattern
+from sparsek.pictures import blocks as spy
+
+if TYPE_CHECKING:
+    from matplotlib.colors import LinearSegmentedColormap
+    from matplotlib.figure import Figure
+
+ENTRIES = 1 << 22  # of the lists, counted in one step
+FULL, PARTIAL = (
+    ("#b3cde8", "#12355b"),
+    ("#fdd9a0", "#d3436e"),
+)  # colour of a bin with few blocks stored, and with all
+
+
+def plot(
+    mask: BlockMask,
+    path: str | os.PathLike[str] | None = None,
+    head: int = 0,
+    batch: int = 0,
+    *,
+    title: str | None = None,
+    max_pixels: int = 1024,
+) -> str:
+    """A text picture of the blocks that one head of one batch item visits, framed, with what the mask is below.
+
+    █ is a full block, ▒ a partial one, blank is not stored. Up to 32 x 64 blocks are drawn one by one. A larger grid
+    is binned to at most 32 lines of 64 characters: ░▒▓█ up to 25, 50, 75 and 100 % of a bin's blocks stored, where a
+    partial one counts half.
+
+    With `path`, which ends in .png or .svg, `picture` writes one there too, with `title` and `max_pixels`. Syncs.
+    """
+    first = _row(mask, head, batch)
+    mask.verify(wait=True)
+    if path is not None:
+        picture(mask, path, head, batch, title=title, max_pixels=max_pixels)
+    lines, scale = _text(mask, first)
+    return "\n".join([*spy.framed(lines), repr(mask), *_which(mask, head, batch), *scale])
+
+
+def picture(
+    mask: BlockMask,
+    path: str | os.PathLike[str],
+    head: int = 0,
+    batch: int = 0,
+    *,
+    title: str | None = None,
+    max_pixels: int = 1024,
+) -> None:
+    """Write a PNG or SVG picture of the blocks that one head of one batch item visits.
+
+    Full blocks are blue and partial ones red. A bin of several blocks is the paler the fewer are stored, and between
+    blue and red if it has both. To the right stand the stored blocks of each row of tiles, below those of each column.
+    The longer side has `max_pixels` (64 to 4096) pixels, or a few less so that all blocks are drawn alike. Needs
+    matplotlib, whose global state is not touched. Syncs.
+    """
+    first, path = _row(mask, head, batch), files.as_path("path", path)
+    form = path.suffix.lower().removeprefix(".")
+    if form not in ("png", "svg"):
+        raise InvalidInput(f"{arguments.told(str(path))}: a picture is a .png or a .svg file")
+    arguments.integer("max_pixels", max_pixels, *spy.PIXELS)
+    bins = MaskBins.counted(mask, first, spy.Bins.of(_blank(mask), max_pixels))
+    page = spy.Page(bins.width, bins.height, has_scale=True)
+    figure = spy.new_figure(page)
+    _draw_cells(figure, page, bins, as_pixels=form == "png")
+    spy.draw_sides(figure, page, bins, bins.pattern)
+    names = [] if title is None else [arguments.text("title", title)]
+    spy.write_titles(figure, page, [*names, *_facts(mask, bins, _which(mask, head, batch))])
+    with files.blamed_on(path, InvalidInput, "cannot be written"):
+        figure.savefig(path, format=form, metadata={"Date": None}, **spy.LOOK)
+
+
+def _row(mask: Any, head: int, batch: int) -> int:
+    """The first row of what is drawn."""
+    if not isinstance(mask, BlockMask):
+        raise InvalidInput(f"mask is {arguments.told(mask)}; it must be a BlockMask")
+    return as_row(mask, head, batch)
+
+
+@dataclass(frozen=True)
+class MaskBins(spy.Bins):
+    """How the grid of a head falls into the cells of a picture, and how many blocks each cell has, int64 [cells]."""
+
+    full: np.ndarray
+    partial: np.ndarray
+
+    @classmethod
+    def counted(cls, mask: BlockMask, first: int, bins: spy.Bins) -> MaskBins:
+        """The blocks of a head, whose rows begin with `first`, counted into the cells of `bins`."""
+        full, partial = (_counts(each, first, bins) for each in (mask.full, mask.partial))
+        return cls(bins.pattern, bins.blocks, bins.cells, bins.pixels, full, partial)
+
+    def sums(self, weights: np.ndarray | None = None) -> np.ndarray:
+        """The number of stored blocks in each cell; a mask has no weights."""
+        return self.full + self.partial
+
+
+def _blank(mask: BlockMask) -> BlockPattern:
+    """The grid of a head, for what only asks for sizes."""
+    indptr, indices = np.zeros(mask.grid[0] + 1, np.int32), np.zeros(0, np.int32)
+    shape = (mask.q_len, mask.kv_len)
+    return BlockPattern.from_host(shape, mask.block, HostPattern(indptr, indices), torch.device("cpu"))
+
+
+def _counts(lists: BlockLists, first: int, bins: spy.Bins) -> np.ndarray:
+    """How many blocks of the rows from `first` on fall into each cell. The entries of some rows at a time."""
+    rows = slice(first, first + bins.pattern.grid[0])
+    starts, counts = (part[rows].cpu().numpy().astype(np.int64) for part in (lists.starts, lists.counts))
+    columns = lists.indices.cpu().numpy()
+    ends = counts.cumsum()
+    total = int(ends[-1]) if ends.size else 0
+    sums = np.zeros(bins.cells[0] * bins.cells[1], np.int64)
+    edges = np.searchsorted(ends, np.arange(ENTRIES, total, ENTRIES))
+    for some in np.split(np.arange(counts.size), edges):
+        row = np.repeat(some, counts[some])
+        skipped = np.repeat(starts[some] - (ends[some] - counts[some]), counts[some])
+        before = int(ends[some[0]] - counts[some[0]]) if some.size else 0
+        column = columns[skipped + np.arange(before, before + row.size)]
+        sums += np.bincount(
+            row // bins.blocks[0] * bins.cells[1] + column // bins.blocks[1], minlength=sums.size
+        )
+    return sums.reshape(bins.cells)
+
+
+def _text(mask: BlockMask, first: int) -> tuple[list[str], list[str]]:
+    """The lines of the picture, and a line that explains it."""
+    rows, columns = mask.grid
+    if not rows or not columns:
+        return [], []
+    bins = MaskBins.counted(mask, first, spy.Bins.of_text(_blank(mask)))
+    shares = (bins.full + bins.partial / 2) / np.outer(bins.capacity(0), bins.capacity(1))
+    if bins.is_coarse:
+        return spy.shaded(shares), [f"{bins.text_scale}, where a partial one counts half"]
+    wide = 2 if 2 * columns <= spy.TEXT_COLUMNS else 1
+    return spy.shaded(shares.repeat(wide, axis=1)), ["█ full, ▒ partial"]
+
+
+def _which(mask: BlockMask, head: int, batch: int) -> list[str]:
+    """Which of the mask's heads and batch items is drawn, if there are more."""
+    parts = (("head", head, mask.heads), ("batch item", batch, mask.batch))
+    named = [f"{name} {at} of 0 to {count - 1}" for name, at, count in parts if count > 1]
+    return [", ".join(named)] if named else []
+
+
+def _draw_cells(figure: Figure, page: spy.Page, bins: MaskBins, as_pixels: bool) -> None:
+    """The blocks, pixel by pixel in a PNG so that no resampling drops one; and the colours by the side."""
+    from matplotlib.colors import LinearSegmentedColormap, to_rgb
+
+    full, partial = (LinearSegmentedColormap.from_list("sparsek", names) for names in (FULL, PARTIAL))
+    stored, shares = bins.sums(), bins.shares()
+    of_partial = (bins.partial / np.maximum(stored, 1))[..., None]
+    colours = (1 - of_partial) * full(shares)[..., :3] + of_partial * partial(shares)[..., :3]
+    cells = np.where(stored[..., None] > 0, colours, to_rgb(spy.EMPTY))
+    if as_pixels:
+        image = spy.as_image(bins, cells)
+        figure.figimage(image, page.left, page.height - page.top - page.panel_height, origin="upper")
+    else:
+        axes = figure.add_axes(page.box(page.left, page.top, page.panel_width, page.panel_height))
+        axes.imshow(cells, aspect="auto", interpolation="none")
+        axes.set_axis_off()
+    for at, (label, colours) in enumerate((("full", full), ("partial", partial))):
+        _draw_scale(figure, page, at, label, colours, bins.is_coarse)
+
+
+def _draw_scale(
+    figure: Figure, page: spy.Page, at: int, label: str, colours: LinearSegmentedColormap, is_coarse: bool
+) -> None:
+    """What a colour means: one of two bars, by share stored if cells hold several blocks."""
+    height = min(page.panel_height, 480 if is_coarse else 22)
+    axes = figure.add_axes(page.box(page.scale_left + 72 * at, page.top, 22, height))
+    levels = np.linspace(1, 0, 256) if is_coarse else np.ones(1)
+    axes.imshow(colours(levels)[:, None], aspect="auto", extent=(0, 1, 0, 1))
+    axes.set_title(label, loc="left", pad=9, color=spy.FAINT, fontsize=7, fontfamily=spy.FONT)
+    axes.yaxis.tick_right()
+    axes.set(xticks=[], yticks=[])
+    if is_coarse and at:
+        axes.set_yticks([0, 1], ["few", "all"])
+    spy.style_axes(axes)
+
+
+def _facts(mask: BlockMask, bins: MaskBins, which: list[str]) -> list[str]:
+    """What the mask is, which of its heads is drawn, and what is stored of it."""
+    full, partial, cells = int(bins.full.sum()), int(bins.partial.sum()), mask.grid[0] * mask.grid[1]
+    share = 100 * (full + partial) / cells if cells else 0.0
+    return [
+        f"{mask.label or 'block mask'}, {mask.q_len} × {mask.kv_len}",
+        *which,
+        f"blocks of {mask.block[0]} × {mask.block[1]}",
+        f"{full} full and {partial} partial of {cells}, {share:.3g} %",
+    ]

@@ -1,0 +1,244 @@
+"""Saving and loading block masks: what was saved comes back, and no damaged or hostile file does anything else."""
+
+import json
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from sparsek.core.errors import InvalidFile, InvalidInput
+from sparsek.files import io
+from sparsek.mask.mask import BlockMask
+from sparsek.mask.parts import BlockLists
+from sparsek.matrix.bsr import BSR
+from sparsek.matrix.random import random_bsr
+from sparsek.testing.attention_cases import ATTENTION_CASES, random_bits
+
+MASKS = {case.note: case.mask for case in ATTENTION_CASES}
+PLAIN = ("q_len", "kv_len", "block", "batch", "heads", "pure", "label")
+RULE = ("lo", "hi", "rules", "bits")
+
+
+def tensors_of(mask: BlockMask) -> dict[str, Tensor]:
+    """The tensors of a mask by the names that they have in a file."""
+    lists = {"full": mask.full, "partial": mask.partial}
+    found = {
+        f"{name}_{part}": tensor for name, each in lists.items() for part, tensor in each._asdict().items()
+    }
+    rule = {name: getattr(mask, name) for name in RULE}
+    return found | {name: tensor for name, tensor in rule.items() if tensor is not None}
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal to the last entry of every list and rule; of a matrix, to the last value."""
+    if isinstance(a, BSR) or isinstance(b, BSR):
+        return isinstance(b, BSR) and a.pattern.same_as(b.pattern) and torch.equal(a.values, b.values)
+    if any(getattr(a, name) != getattr(b, name) for name in PLAIN):
+        return False
+    left, right = tensors_of(a), tensors_of(b)
+    return list(left) == list(right) and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def small() -> BlockMask:
+    return random_bits("cpu", (130, 200), (64, 64), heads=2, density=1.0)
+
+
+def record(mask: BlockMask, tensors: dict[str, Tensor], **changes: Any) -> dict[str, Any]:
+    checksum = 0
+    for tensor in tensors.values():
+        checksum = zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy().tobytes(), checksum)
+    return {
+        "kind": "block_mask",
+        "lengths": [mask.q_len, mask.kv_len],
+        "block": list(mask.block),
+        "batch": mask.batch,
+        "heads": mask.heads,
+        "pure": mask.pure,
+        "label": mask.label,
+        "rule": [name for name in RULE if name in tensors],
+        "crc32": checksum,
+    } | changes
+
+
+def forge(path: Path, mask: BlockMask, tensors: dict[str, Tensor], **changes: Any) -> Path:
+    """A file with any record and any tensors, and with the right checksums over them."""
+    text = json.dumps(
+        {"version": 1, "single": True, "matrices": {"matrix": record(mask, tensors, **changes)}}
+    )
+    named = {f"matrix.{name}": tensor.clone() for name, tensor in tensors.items()}
+    save_file(named, path, {"sparsek": text, "sparsek.crc32": str(zlib.crc32(text.encode()))})
+    return path
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_a_mask_comes_back(tmp_path: Path, name: str):
+    mask = MASKS[name]("cpu")
+    io.save(mask, tmp_path / "m.safetensors")
+    loaded = io.load(tmp_path / "m.safetensors")
+    assert same(mask, loaded)
+    assert loaded.sizes.exact
+    assert torch.equal(loaded.to_dense(), mask.to_dense())
+
+
+def test_masks_and_matrices_come_back_together_by_name(tmp_path: Path):
+    objects = {"m": small(), "m.full": random_bsr(70, 50, (16, 32), 0.4), "other": BlockMask.causal(300)}
+    io.save(objects, tmp_path / "d.safetensors")
+    loaded = io.load(tmp_path / "d.safetensors")
+    assert list(loaded) == list(objects)
+    assert all(same(objects[name], loaded[name]) for name in objects)
+    assert same(io.load(tmp_path / "d.safetensors", "other"), objects["other"])
+
+
+def test_any_safetensors_reader_finds_the_lists(tmp_path: Path):
+    mask = small()
+    io.save({"m": mask}, tmp_path / "m.safetensors")
+    found = load_file(tmp_path / "m.safetensors")
+    assert torch.equal(found["m.partial_indices"], mask.partial.indices)
+    assert set(found) == {f"m.{name}" for name in tensors_of(mask)}
+
+
+def test_lists_that_are_views_are_saved_as_they_look(tmp_path: Path):
+    causal = BlockMask.causal(500, block=64)
+    wide = torch.zeros(2, 500, dtype=torch.int32)
+    wide[1:] = causal.hi  # pyright: ignore[reportArgumentType]
+    rows = BlockLists(torch.zeros((), dtype=torch.int32).expand(8), causal.full.counts, causal.full.indices)
+    parts = {name: getattr(causal, name) for name in (*PLAIN, "sizes", "rules", "bits")}
+    mask = BlockMask.unchecked(full=rows, partial=causal.partial, lo=causal.lo, hi=wide[1:], **parts)
+    io.save(mask, tmp_path / "m.safetensors")
+    assert same(io.load(tmp_path / "m.safetensors"), causal)
+
+
+def test_a_large_mask_that_shares_its_lists_stays_small(tmp_path: Path):
+    mask = BlockMask.causal(1 << 19, block=64)
+    io.save(mask, tmp_path / "m.safetensors")
+    assert (tmp_path / "m.safetensors").stat().st_size < 5_000_000
+
+
+def test_a_label_that_cannot_be_printed_is_not_saved(tmp_path: Path):
+    mask = BlockMask.causal(64)
+    object.__setattr__(mask, "label", "two\nlines")
+    with pytest.raises(InvalidInput, match=r"the label 'two\\nlines' holds characters"):
+        io.save(mask, tmp_path / "m.safetensors")
+
+
+def test_the_forgery_without_changes_is_a_right_file(tmp_path: Path):
+    mask = small()
+    assert same(io.load(forge(tmp_path / "m.safetensors", mask, tensors_of(mask))), mask)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"kind": "bsr"}, {"kind": "mask"}, {"kind": ["block_mask"]}, {"extra": 1}, {"crc32": 1}, {"crc32": None},
+        {"lengths": [130]}, {"lengths": "130"}, {"lengths": [130.0, 200]}, {"lengths": [-130, 200]},
+        {"lengths": [300, 200]}, {"lengths": [130, 60]}, {"lengths": [2**40, 200]}, {"lengths": [130, 2**40]},
+        {"lengths": [130, 10**30]},
+        {"block": [64, 128]}, {"block": [32, 32]}, {"block": [128, 128]}, {"block": [0, 64]}, {"block": None},
+        {"batch": 2}, {"batch": 0}, {"batch": -1}, {"batch": True}, {"batch": "1"}, {"heads": 1}, {"heads": 10**18},
+        {"heads": 2.0}, {"pure": True}, {"pure": 0}, {"pure": None}, {"label": 3}, {"label": "a\nb"},
+        {"rule": []}, {"rule": ["bits"]}, {"rule": ["bits", "rules"]}, {"rule": "rules"}, {"rule": [["rules"]]},
+        {"rule": ["rules", "rules", "bits"]}, {"rule": ["lo", "rules", "bits"]}, {"rule": {"rules": 1}},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_forged_record_is_refused(tmp_path: Path, changes: dict[str, Any]):
+    mask = small()
+    with pytest.raises(InvalidFile, match=r"m\.safetensors: "):
+        io.load(forge(tmp_path / "m.safetensors", mask, tensors_of(mask), **changes))
+
+
+def put(tensor: Tensor, at: int, value: int) -> Tensor:
+    """The tensor with one element changed."""
+    changed = tensor.clone()
+    changed.view(-1)[at] = value
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("part", "damage"),
+    [
+        ("full_starts", lambda x: x - 1000),
+        ("full_starts", lambda x: x + 2**30),
+        ("partial_counts", lambda x: put(x, 1, -1)),
+        ("partial_counts", lambda x: put(x, -1, 1000)),
+        ("partial_indices", lambda x: put(x, 0, 4)),
+        ("partial_indices", lambda x: put(x, 0, -1)),
+        ("partial_indices", lambda x: x.flip(0)),
+        ("full_indices", lambda x: x[:0]),
+        ("rules", lambda x: put(x, 0, 1000)),
+        ("rules", lambda x: put(x, 0, -2)),
+        ("rules", lambda x: x[1:]),
+        ("bits", lambda x: x[:-1]),
+        ("bits", lambda x: x[:, :32]),
+        ("bits", lambda x: x.to(torch.float32)),
+        ("bits", lambda x: x.flatten()),
+        ("bits", lambda x: torch.full_like(x, -1)),
+        ("full_counts", lambda x: x.long()),
+        ("full_counts", lambda x: x[None]),
+        ("full_counts", lambda x: x[1:]),
+    ],
+    ids=range(19),
+)
+def test_forged_tensors_are_refused_even_with_the_right_checksum(tmp_path: Path, part: str, damage: Any):
+    mask = small()
+    tensors = tensors_of(mask)
+    tensors[part] = damage(tensors[part])
+    with pytest.raises(InvalidFile, match=r"m\.safetensors: "):
+        io.load(forge(tmp_path / "m.safetensors", mask, tensors))
+
+
+@pytest.mark.parametrize("change", [{"lo": None}, {"hi": None}, {"lo": 5}, {"hi": -1}, {"hi": 301}], ids=str)
+def test_forged_intervals_are_refused(tmp_path: Path, change: dict[str, int | None]):
+    mask = BlockMask.causal(300, block=64)
+    tensors = tensors_of(mask)
+    for name, value in change.items():
+        if value is None:
+            del tensors[name]
+        else:
+            tensors[name] = put(tensors[name], -1, value)
+    with pytest.raises(InvalidFile, match=r"m\.safetensors: "):
+        io.load(forge(tmp_path / "m.safetensors", mask, tensors))
+
+
+SAVED = {"bits": small(), "causal": BlockMask.causal(300, block=64), "w": random_bsr(70, 50, (16, 32), 0.4)}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes]:
+    path = tmp_path_factory.mktemp("fuzz") / "saved.safetensors"
+    io.save(SAVED, path)
+    return path.with_name("damaged.safetensors"), path.read_bytes()
+
+
+def assert_refused_or_equal(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
+    try:
+        loaded = io.load(path)
+    except InvalidFile as error:
+        assert str(path) in str(error)
+    else:
+        assert all(same(SAVED[name], loaded[name]) for name in SAVED)
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(at=st.integers(0, 2**32), bits=st.binary(min_size=1, max_size=8), in_header=st.booleans())
+def test_a_damaged_file_is_refused_or_equal(saved: tuple[Path, bytes], at: int, bits: bytes, in_header: bool):
+    path, content = saved
+    start = at % (3000 if in_header else len(content))
+    hit = content[start : start + len(bits)]
+    flipped = bytes(x ^ y for x, y in zip(hit, bits, strict=False))
+    assert_refused_or_equal(path, content[:start] + flipped + content[start + len(hit) :])
+
+
+def test_every_cut_is_found(saved: tuple[Path, bytes]):
+    path, content = saved
+    for end in range(0, len(content), 997):
+        path.write_bytes(content[:end])
+        with pytest.raises(InvalidFile):
+            io.load(path)

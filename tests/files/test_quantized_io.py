@@ -1,0 +1,254 @@
+"""Saving and loading FP8 with scales: what was saved comes back, and damaged or forged files are refused."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from safetensors.torch import load_file
+from torch import Tensor
+
+from sparsek.core.errors import InvalidFile, InvalidInput
+from sparsek.files import io
+from sparsek.matrix.bsr import BSR
+from sparsek.matrix.bsr24 import BSR24
+from sparsek.matrix.quantized import Scaled, quantize
+from sparsek.matrix.random import random_bsr
+from sparsek.matrix.semi24 import Semi24
+from tests.files.test_io import crc_of, damaged, damages, forge
+from tests.files.test_io import same as same_matrix
+from tests.matrix.fp8 import CASES, E4M3, E5M2, FP8, KINDS, MAKERS, bsr, bsr24, same, semi24
+
+
+@pytest.mark.parametrize(("make", "kind"), CASES)
+@pytest.mark.parametrize("dtype", FP8, ids=str)
+def test_it_comes_back_to_the_last_bit(
+    tmp_path: Path, make: Callable[..., Any], kind: str, dtype: torch.dtype, device: str
+):
+    q = quantize(make(), dtype, kind).to(device)
+    io.save(q, tmp_path / "q.safetensors")
+    loaded = io.load(tmp_path / "q.safetensors", device=device)
+    assert loaded.device.type == loaded.scale.device.type == device
+    assert same(loaded.to("cpu"), q.to("cpu"))
+    io.save({"a": q, "b": q.to("cpu")}, tmp_path / "d.safetensors")
+    assert same(io.load(tmp_path / "d.safetensors", "b"), q.to("cpu"))
+
+
+@pytest.mark.parametrize("kind", ["tensor", "block"])
+def test_a_transposed_view_comes_back_as_a_view(tmp_path: Path, kind: str):
+    q = quantize(bsr(), scale=kind)
+    io.save({"t": q.T}, tmp_path / "t.safetensors")
+    loaded = io.load(tmp_path / "t.safetensors", "t")
+    assert same(loaded, q.T)
+    assert same(loaded.T, q)
+
+
+def test_fast_accum_is_kept_and_missing_in_files_of_before(tmp_path: Path):
+    q = quantize(bsr(), fast_accum=True)
+    io.save(q, tmp_path / "q.safetensors")
+    assert same(io.load(tmp_path / "q.safetensors"), q)
+    of_before = forged(tmp_path / "f.safetensors", q, parts(q))
+    assert same(io.load(of_before), q.with_fast_accum(False))
+    assert same(io.load(forged(of_before, q, parts(q), fast_accum=True)), q)
+
+
+@pytest.mark.parametrize("shape", [(0, 64), (64, 0), (0, 0), (64, 64)], ids=str)
+def test_matrices_without_values_come_back(tmp_path: Path, shape: tuple[int, int]):
+    blocks = random_bsr(*shape, 64, 0.0)
+    sources: list[Any] = [blocks, BSR24.from_bsr(blocks), Semi24.from_dense(torch.zeros(shape))]
+    all_of = {
+        f"{type(a).__name__} {kind}": quantize(a, scale=kind)
+        for a in sources
+        for kind in KINDS
+        if (type(a), kind) != (Semi24, "block")
+    }
+    io.save(all_of, tmp_path / "d.safetensors")
+    loaded = io.load(tmp_path / "d.safetensors")
+    assert list(loaded) == list(all_of)
+    assert all(same(loaded[name], all_of[name]) for name in all_of)
+
+
+def test_a_file_with_all_sorts_is_aligned_and_any_reader_opens_it(tmp_path: Path):
+    saved: dict[str, Any] = {
+        "a": quantize(semi24(1, 8)), "b": semi24(3, 8, torch.float64), "c": quantize(bsr(16, 16, density=1.0)),
+        "d": bsr(dtype=torch.float64), "e": quantize(semi24(5, 8), E5M2, "tensor"),
+        "f": quantize(bsr24(), scale="block"),
+    }  # fmt: skip
+    io.save(saved, tmp_path / "d.safetensors")
+    loaded = io.load(tmp_path / "d.safetensors")
+    for name, each in saved.items():
+        assert (same if isinstance(each, Scaled) else same_matrix)(loaded[name], each)
+    tensors = load_file(tmp_path / "d.safetensors")
+    assert tensors["f.values"].dtype == E4M3
+    assert torch.equal(tensors["f.scale"], saved["f"].scale)
+    content = (tmp_path / "d.safetensors").read_bytes()
+    start = 8 + int.from_bytes(content[:8], "little")
+    for name, entry in json.loads(content[8:start]).items():
+        if name != "__metadata__":
+            blocks = name.endswith(".values") and len(entry["shape"]) == 3
+            step = 64 if blocks else tensors[name].element_size()
+            assert (start + entry["data_offsets"][0]) % step == 0
+
+
+def test_what_was_spoiled_in_place_is_not_saved(tmp_path: Path):
+    a, b, c = quantize(bsr()), quantize(semi24()), quantize(bsr24())
+    a.matrix.values.view(torch.uint8).fill_(1)
+    b.matrix.meta.zero_()  # type: ignore[union-attr]
+    c.scale[5] = 0
+    for each, message in (
+        (a, "values in the padding"),
+        (b, "groups have malformed metadata"),
+        (c, "1 of 150 scales are not positive"),
+    ):
+        with pytest.raises(InvalidInput, match=message):
+            io.save({"q": each}, tmp_path / "q.safetensors")
+    assert os.listdir(tmp_path) == []
+
+
+def parts(q: Scaled) -> dict[str, Tensor]:
+    a: Any = q.matrix
+    found = {} if isinstance(a, Semi24) else {"indptr": a.pattern.indptr, "indices": a.pattern.indices}
+    found["values"] = a.values
+    if not isinstance(a, BSR):
+        found["meta"] = a.meta
+    return {f"matrix.{name}": part for name, part in (found | {"scale": q.scale}).items()}
+
+
+def forged(path: Path, q: Scaled, tensors: dict[str, Tensor], **changes: Any) -> Path:
+    record = {
+        "kind": "scaled",
+        "of": type(q.matrix).__name__.lower(),
+        "shape": list(q.shape),
+        "block": None if isinstance(q.matrix, Semi24) else list(q.matrix.block),
+        "dtype": {E4M3: "e4m3", E5M2: "e5m2"}[q.dtype],
+        "transposed": False,
+        "scale": q.kind,
+        "crc32": crc_of(tensors),
+    }
+    return forge(path, {"version": 1, "single": True, "matrices": {"matrix": record | changes}}, tensors)
+
+
+@pytest.mark.parametrize(("make", "kind"), CASES)
+def test_the_forgery_without_changes_is_a_right_file(tmp_path: Path, make: Callable[..., Any], kind: str):
+    q = quantize(make(), scale=kind)
+    assert same(io.load(forged(tmp_path / "f.safetensors", q, parts(q))), q)
+
+
+OF_ALL = [
+    {"kind": "bsr"}, {"kind": "semi24"}, {"kind": "bsr24"}, {"of": "csr"}, {"of": None}, {"of": ["bsr"]},
+    {"dtype": "e5m2"}, {"dtype": "fp8"}, {"dtype": "fp16"}, {"dtype": 8}, {"scale": "tensor"}, {"scale": "column"},
+    {"scale": None}, {"scale": "block"}, {"transposed": True}, {"transposed": 0}, {"extra": 1}, {"crc32": 1},
+    {"shape": [70]}, {"shape": None}, {"shape": [1, 1]}, {"shape": [10**30, 50]}, {"shape": [70.0, 50]},
+    {"block": [16, 32, 1]}, {"block": "x"}, {"block": [17, 32]}, {"block": [10**30, 64]}, {"fast_accum": 1},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize("changes", OF_ALL, ids=str)
+def test_a_forged_record_is_refused(tmp_path: Path, make: Callable[..., Any], changes: dict[str, Any]):
+    q = quantize(make())
+    with pytest.raises(InvalidFile, match=r"f\.safetensors: "):
+        io.load(forged(tmp_path / "f.safetensors", q, parts(q), **changes))
+
+
+@pytest.mark.parametrize(
+    ("make", "changes"),
+    [
+        (bsr, {"of": "bsr24"}), (bsr, {"of": "semi24"}), (bsr, {"block": None}), (bsr, {"block": [32, 16]}),
+        (bsr, {"shape": [50, 70]}), (bsr24, {"of": "bsr"}), (bsr24, {"block": [64, 32]}), (bsr24, {"of": "semi24"}),
+        (bsr24, {"block": None}), (semi24, {"block": [16, 16]}), (semi24, {"of": "bsr24"}),
+        (semi24, {"shape": [9, 48]}), (semi24, {"shape": [9, 20]}),
+    ],
+)  # fmt: skip
+def test_a_record_of_another_format_is_refused(
+    tmp_path: Path, make: Callable[..., Any], changes: dict[str, Any]
+):
+    q = quantize(make())
+    with pytest.raises(InvalidFile, match=r"f\.safetensors: "):
+        io.load(forged(tmp_path / "f.safetensors", q, parts(q), **changes))
+
+
+def put(part: Tensor, value: float) -> Tensor:
+    part = part.clone()
+    part.view(-1)[0] = value
+    return part
+
+
+@pytest.mark.parametrize(
+    ("make", "part", "change"),
+    [
+        *((make, "scale", change) for make in MAKERS for change in (
+            lambda s: put(s, 0.0), lambda s: put(s, -1.0), lambda s: put(s, float("nan")),
+            lambda s: put(s, float("inf")), lambda s: s[1:], lambda s: s[None],
+            lambda s: s[0], lambda s: s.double(), lambda s: s.int(),
+        )),
+        *((make, "values", change) for make in MAKERS for change in (
+            lambda v: v.view(-1), lambda v: v[:1], lambda v: v.to(torch.float16), lambda v: v.view(torch.uint8),
+            lambda v: v.to(E5M2), lambda v: v[..., :4],
+        )),
+        *((make, "meta", change) for make in (semi24, bsr24) for change in (
+            torch.zeros_like, lambda m: m | 0x0F, lambda m: m[:1], lambda m: m.int(), lambda m: m[..., :1],
+        )),
+        (bsr, "values", lambda v: v.view(torch.uint8).fill_(1).view(v.dtype)),
+        (bsr, "indices", lambda i: i - i.min() - 1),
+        (bsr24, "indptr", lambda i: i + 1),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)  # fmt: skip
+def test_forged_tensors_are_refused_even_with_the_right_checksum(
+    tmp_path: Path, make: Callable[..., Any], part: str, change: Callable[[Tensor], Tensor]
+):
+    q = quantize(make())
+    tensors = parts(q)
+    tensors[f"matrix.{part}"] = change(tensors[f"matrix.{part}"]).contiguous()
+    with pytest.raises(InvalidFile, match=r"f\.safetensors: "):
+        io.load(forged(tmp_path / "f.safetensors", q, tensors))
+
+
+SAVED = {
+    "b": quantize(bsr(), scale="block").T,
+    "s": quantize(semi24(3, 24), E5M2),
+    "h": quantize(bsr24(70, 50), scale="tensor"),
+}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes]:
+    path = tmp_path_factory.mktemp("fuzz") / "saved.safetensors"
+    io.save(SAVED, path)
+    return path.with_name("damaged.safetensors"), path.read_bytes()
+
+
+def refused_or_equal(path: Path, content: bytes) -> bool:
+    """True if the file was refused, False if it still holds exactly what was saved."""
+    path.write_bytes(content)
+    try:
+        loaded = io.load(path)
+    except InvalidFile as error:
+        assert str(path) in str(error)
+        return True
+    assert list(loaded) == list(SAVED)
+    assert all(same(loaded[name], SAVED[name]) for name in SAVED)
+    return False
+
+
+@settings(max_examples=200, suppress_health_check=[HealthCheck.too_slow])
+@given(steps=damages())
+def test_a_damaged_file_is_refused_or_equal(saved: tuple[Path, bytes], steps: list[tuple[str, int, bytes]]):
+    path, content = saved
+    refused_or_equal(path, damaged(content, steps, 2000))
+
+
+def test_every_flipped_bit_of_the_header_and_every_cut_is_found(saved: tuple[Path, bytes]):
+    path, content = saved
+    assert not refused_or_equal(path, content)
+    end = 8 + int.from_bytes(content[:8], "little")
+    text = len(content[:end].rstrip())
+    for at in range(text):
+        bit = 1 << at % 8
+        assert refused_or_equal(path, content[:at] + bytes([content[at] ^ bit]) + content[at + 1 :]), at
+    assert all(refused_or_equal(path, content[:cut]) for cut in range(0, len(content), 97))

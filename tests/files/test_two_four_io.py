@@ -1,0 +1,161 @@
+"""Saving and loading Semi24 and BSR24: what was saved comes back, and forged metadata is refused.
+
+Damaged bytes are tried on them in test_io.py, together with the other kinds.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from sparsek.core.errors import InvalidFile, InvalidInput
+from sparsek.files import io
+from sparsek.matrix.bsr24 import BSR24
+from sparsek.matrix.random import random_bsr
+from sparsek.matrix.semi24 import Semi24
+from tests.files.test_io import crc_of, forge, same, small
+from tests.matrix.two_four import DTYPES, bsr24, semi24
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("make", [semi24, bsr24])
+def test_a_2_4_matrix_comes_back_to_the_last_bit(tmp_path, make, dtype):
+    a = make(dtype=dtype)
+    a.values.view(-1)[:3] = torch.tensor([float("nan"), float("-inf"), -0.0], dtype=dtype)
+    io.save(a, tmp_path / "a.safetensors")
+    assert same(io.load(tmp_path / "a.safetensors"), a)
+    io.save({"s": a}, tmp_path / "d.safetensors")
+    assert same(io.load(tmp_path / "d.safetensors", "s"), a)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("make", [semi24, bsr24])
+def test_a_2_4_matrix_is_saved_from_a_gpu_and_loaded_onto_it(tmp_path, make):
+    a = make()
+    io.save(a.to("cuda"), tmp_path / "a.safetensors")
+    loaded = io.load(tmp_path / "a.safetensors", device="cuda")
+    assert loaded.device.type == loaded.meta.device.type == "cuda"
+    assert same(loaded.to("cpu"), a)
+
+
+@pytest.mark.parametrize("shape", [(0, 64), (64, 0), (0, 0)], ids=str)
+def test_a_2_4_matrix_without_values_comes_back(tmp_path, shape):
+    both = {"s": semi24(*shape), "b": bsr24(*shape)}
+    io.save(both, tmp_path / "d.safetensors")
+    assert same(io.load(tmp_path / "d.safetensors"), both)
+
+
+def test_all_kinds_in_one_file_are_aligned_for_any_reader(tmp_path):
+    torch.manual_seed(0)
+    saved = {
+        "a": semi24(1, 8), "b": semi24(3, 8, torch.float64), "c": bsr24(64, 64), "d": semi24(5, 8, torch.float32),
+        "e": small(dtype=torch.float64), "f": bsr24(dtype=torch.float64),
+    }  # fmt: skip
+    io.save(saved, tmp_path / "d.safetensors")
+    assert same(io.load(tmp_path / "d.safetensors"), saved)
+    assert torch.equal(load_file(tmp_path / "d.safetensors")["c.meta"], saved["c"].meta)
+    content = (tmp_path / "d.safetensors").read_bytes()
+    start = 8 + int.from_bytes(content[:8], "little")
+    entries = json.loads(content[8:start])
+    for name, entry in entries.items():
+        if name != "__metadata__":
+            size = {"F16": 2, "F32": 4, "F64": 8, "I32": 4, "U8": 1}[entry["dtype"]]
+            blocks = name.endswith(".values") and len(entry["shape"]) == 3
+            assert (start + entry["data_offsets"][0]) % (64 if blocks else size) == 0
+
+
+def test_metadata_that_was_spoiled_in_place_is_not_saved(tmp_path):
+    for a in (semi24(), bsr24()):
+        a.meta.zero_()
+        with pytest.raises(InvalidInput, match="groups have malformed metadata"):
+            io.save(a, tmp_path / "a.safetensors")
+    assert os.listdir(tmp_path) == []
+
+
+def record24(a: Semi24 | BSR24, **changes: Any) -> dict[str, Any]:
+    about: dict[str, Any] = {"kind": "semi24", "shape": list(a.shape), "dtype": "fp16"}
+    if isinstance(a, BSR24):
+        about |= {"kind": "bsr24", "block": list(a.block)}
+    return about | {"crc32": crc_of(parts24("", a))} | changes
+
+
+def parts24(name: str, a: Semi24 | BSR24) -> dict[str, torch.Tensor]:
+    pattern = {} if isinstance(a, Semi24) else {"indptr": a.pattern.indptr, "indices": a.pattern.indices}
+    return {f"{name}.{part}": each for part, each in (pattern | {"values": a.values, "meta": a.meta}).items()}
+
+
+def forge24(path: Path, a: Semi24 | BSR24, tensors: dict[str, torch.Tensor], **changes: Any) -> Path:
+    about = {
+        "version": 1,
+        "single": True,
+        "matrices": {"matrix": record24(a, crc32=crc_of(tensors)) | changes},
+    }
+    return forge(path, about, tensors)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"kind": "bsr"}, {"kind": "bsr24"}, {"kind": "block_mask"}, {"extra": 1}, {"block": [64, 64]},
+        {"dtype": "bf16"}, {"dtype": 16}, {"crc32": 1}, {"shape": [6]}, {"shape": [6, 20]}, {"shape": [7, 40]},
+        {"shape": [6.0, 40]}, {"shape": [6, 10**30]}, {"shape": None},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_forged_record_of_a_semi24_is_refused(tmp_path, changes):
+    a = semi24()
+    with pytest.raises(InvalidFile, match=r"forged\.safetensors: "):
+        io.load(forge24(tmp_path / "forged.safetensors", a, parts24("matrix", a), **changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"kind": "bsr"}, {"kind": "semi24"}, {"extra": 1}, {"transposed": False}, {"dtype": "bf16"}, {"dtype": None},
+        {"crc32": 1}, {"shape": [150]}, {"shape": [150, 100]}, {"shape": [15, 190]}, {"shape": [10**30, 190]},
+        {"shape": [150, 129]}, {"block": [64, 32]}, {"block": [32, 64]}, {"block": [128, 128]}, {"block": [64, True]},
+        {"block": 64},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_forged_record_of_a_bsr24_is_refused(tmp_path, changes):
+    a = BSR24.from_bsr(random_bsr(150, 190, 64, 1.0, dtype=torch.float16))
+    with pytest.raises(InvalidFile, match=r"forged\.safetensors: "):
+        io.load(forge24(tmp_path / "forged.safetensors", a, parts24("matrix", a), **changes))
+
+
+@pytest.mark.parametrize("make", [semi24, bsr24])
+def test_the_2_4_forgery_without_changes_is_a_right_file(tmp_path, make):
+    a = make()
+    assert same(io.load(forge24(tmp_path / "forged.safetensors", a, parts24("matrix", a))), a)
+
+
+@pytest.mark.parametrize(
+    ("part", "change"),
+    [
+        ("meta", torch.zeros_like),
+        ("meta", lambda m: m | 0x0F),
+        ("meta", lambda m: m.view(-1)),
+        ("meta", lambda m: m[:1]),
+        ("meta", lambda m: m[..., :1]),
+        ("meta", lambda m: m.int()),
+        ("meta", lambda m: m.view(torch.int8)),
+        ("values", lambda v: v.view(-1)),
+        ("values", lambda v: v[:1]),
+        ("values", lambda v: v[..., :4]),
+        ("values", lambda v: v.bfloat16()),
+        ("values", lambda v: v.to(torch.float8_e4m3fn)),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+@pytest.mark.parametrize("make", [semi24, bsr24])
+def test_forged_2_4_tensors_are_refused_even_with_the_right_checksum(tmp_path, make, part, change):
+    a = make()
+    tensors = parts24("matrix", a)
+    tensors[f"matrix.{part}"] = change(tensors[f"matrix.{part}"]).contiguous()
+    with pytest.raises(InvalidFile, match=r"forged\.safetensors: "):
+        io.load(forge24(tmp_path / "forged.safetensors", a, tensors))
