@@ -1,4 +1,4 @@
-"""Runs the roles of semi24.cu on the CPU: g++ compiles them with the wrappers of semi24_emulated.h.
+"""Runs the roles of hopper_24.cu on the CPU: g++ compiles them with the wrappers of semi24_emulated.h.
 
 What is right here: tiles, addresses, swizzles, descriptors, nibbles, phases and counts of barriers, the reuse of slots,
 of staged boxes and of registers that wgmma reads, the end of a cluster. What PTX instructions do is what the wrappers
@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from sparsek.core.device import H200
-from sparsek.kernels.lang.launch import Boxed
+from sparsek.kernels.lang.driver import Boxed
 from sparsek.kernels.spmm import hopper_24 as semi24
 from sparsek.kernels.spmm import hopper_bsr24 as bsr24
 from sparsek.kernels.spmm.hopper_24 import SOURCE, Config, Scales, Work
@@ -32,7 +32,7 @@ EARLY, MIXED, LATE = range(3)  # what is asynchronous happens at once, at random
 
 @cache
 def library(c: Config, source: str) -> ctypes.CDLL:
-    """`source` in the place of semi24.cu, for this machine."""
+    """`source` in the place of hopper_24.cu, for this machine."""
     constants, rest = source.split("// " + "-" * 100 + " PTX wrappers")
     roles = rest.split("// " + "-" * 100 + " tiles and roles")[1]
     include = f'#include "{WRAPPERS}"\n'

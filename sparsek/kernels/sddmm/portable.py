@@ -32,6 +32,7 @@ from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.kernels.lang import tensors
 from sparsek.kernels.lang.blocks import add_product, find, inside_blocks, span
+from sparsek.kernels.lang.launch import launch
 from sparsek.kernels.lang.tensors import SIZE_LIMIT, at, times
 from sparsek.matrix.pattern import BlockPattern
 from sparsek.plan.kernel import SddmmKernel
@@ -261,7 +262,8 @@ class PortableSddmm:
         subs = math.ceil(pattern.block[0] / c.tile_m)
         options: dict[str, Any] = {"num_warps": c.num_warps, "num_stages": c.num_stages}
         with torch.cuda.device_of(x):
-            _sddmm[(work.tiles.shape[0] * subs,)](
+            launch(
+                _sddmm, (work.tiles.shape[0] * subs,),
                 x, y, values, pattern.indices, work.tiles, m, n, k,
                 *tensors.strides(x[None])[1:], *tensors.strides(y[None])[1:],
                 **_constants(c, pattern.block, x, y, work.tf32, SIZE_LIMIT), **options,

@@ -30,6 +30,7 @@ from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.kernels.lang import tensors
 from sparsek.kernels.lang.blocks import add_product, find, inside_blocks, span
+from sparsek.kernels.lang.launch import launch
 from sparsek.kernels.lang.tensors import SIZE_LIMIT, at, times
 from sparsek.matrix.bsr import BSR
 from sparsek.plan.kernel import SpgemmKernel
@@ -281,7 +282,8 @@ class PortableSpgemm:
         options: dict[str, Any] = {"num_warps": c.num_warps, "num_stages": c.num_stages}
         strides = tensors.strides(out[None])[1:] if work.dense else (0, 0)
         with torch.cuda.device_of(out):
-            _spgemm[(tiles,)](
+            launch(
+                _spgemm, (tiles,),
                 a.values, b.values, a.order, b.order, matches.left, matches.right, work.targets, work.places, out,
                 a.shape[0], b.shape[1], *strides,
                 **_constants(c, a, b, out, work, SIZE_LIMIT), **options,

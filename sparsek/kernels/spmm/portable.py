@@ -31,6 +31,7 @@ from sparsek.core.errors import InvalidInput
 from sparsek.kernels.lang import tensors
 from sparsek.kernels.lang.blocks import blocks_times_dense, constants
 from sparsek.kernels.lang.epilogue import store_finished
+from sparsek.kernels.lang.launch import launch
 from sparsek.kernels.lang.tensors import SIZE_LIMIT, times
 from sparsek.matrix.bsr import BSR
 from sparsek.plan.kernel import SpmmKernel, beside
@@ -242,7 +243,8 @@ class PortableSpmm:
         for b3, out3, other in tensors.folded(b, out, epilogue.other):
             whole, batch = replace(epilogue, other=other), b3.shape[0]
             with torch.cuda.device_of(b3):
-                _spmm[(row_blocks * subs * column_tiles * batch,)](
+                launch(
+                    _spmm, (row_blocks * subs * column_tiles * batch,),
                     a.values, a.pattern.indices, order, work.rows, b3, out3, epilogue.bias, other,
                     float(epilogue.alpha), float(epilogue.beta),
                     m, n, a.shape[1], row_blocks, column_tiles, column_tiles * batch,

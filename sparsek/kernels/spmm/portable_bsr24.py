@@ -25,6 +25,7 @@ from torch import Tensor
 from sparsek.kernels.lang import tensors
 from sparsek.kernels.lang.blocks import add_product, find
 from sparsek.kernels.lang.epilogue import store_finished
+from sparsek.kernels.lang.launch import launch
 from sparsek.kernels.lang.tensors import SIZE_LIMIT, at, times
 from sparsek.kernels.spmm import unpack_24 as pieces
 from sparsek.kernels.spmm.unpack_24 import Config, awaited, tile_of
@@ -178,7 +179,8 @@ class PortableBsr24:
             batch = b3.shape[0]
             programs = row_blocks * (constants["BM"] // c.tile_m) * column_tiles * batch
             with torch.cuda.device_of(b3):
-                _bsr24[(programs,)](
+                launch(
+                    _bsr24, (programs,),
                     a.values, a.meta, work.indices, order, work.rows, b3, out3, epilogue.bias, other,
                     float(epilogue.alpha), float(epilogue.beta),
                     m, n, b3.shape[1], row_blocks, column_tiles, column_tiles * batch,
