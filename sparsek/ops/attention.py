@@ -11,11 +11,19 @@ from sparsek.core import arguments
 from sparsek.core import device as devices
 from sparsek.core.errors import InvalidInput
 from sparsek.mask.mask import BlockMask
-from sparsek.ops.attention_autograd import Attention, Call, TransformedAttention, check_untransformed
+from sparsek.ops import bound
+from sparsek.ops.attention_autograd import (
+    Attention,
+    Call,
+    TransformedAttention,
+    check_untransformed,
+    run_forward,
+)
 from sparsek.ops.attention_op import through_op
 from sparsek.ops.attention_plans import (
-    cached_plan,
+    calls_of,
     checked,
+    every_block,
     grad_problem,
     make_grad_plan,
     make_plan,
@@ -104,6 +112,17 @@ def attention(
         arguments.flag("deterministic", deterministic)
     if kernel is not None:
         arguments.text("kernel", kernel)
+    slot = None
+    if plan is None and (scale is None or type(scale) is float) and (calls := calls_of(mask)) is not None:
+        slot = bound.look_up(calls, ("attention", scale, return_lse, kernel), (q, k, v))
+        if slot is not None and slot.call is not None:
+            if not slot.learns:
+                both = slot.call(q, k, v)
+            else:
+                found = every_block(q.shape[2], k.shape[2], q.device) if mask is None else mask
+                factor = q.shape[3] ** -0.5 if scale is None else scale
+                both = Attention.apply(q, k, v, Call(found, None, factor, kernel, deterministic, slot=slot))
+            return cast(Any, both if return_lse else both[0])
     if plan is None and _traced():
         wanted = return_lse or operands.wants_gradient(q, k, v)
         out, lse = through_op(q, k, v, mask, scale, wanted, kernel, deterministic)
@@ -124,10 +143,9 @@ def attention(
             raise InvalidInput(
                 "gradients need lse, and plan was made with return_lse=False; use plan_attention(..., return_lse=True)"
             )
-        both = Attention.apply(q, k, v, Call(found, plan, factor, kernel, deterministic))
+        both = Attention.apply(q, k, v, Call(found, plan, factor, kernel, deterministic, slot=slot))
     else:
-        plan = plan or cached_plan(q, k, v, found, kernel, return_lse)
-        both = plan.run(q, k, v, found, factor)
+        both = run_forward(q, k, v, Call(found, plan, factor, kernel, deterministic, slot=slot), return_lse)
     return cast(Any, both if return_lse else both[0])
 
 

@@ -35,6 +35,15 @@ class LaunchConfig(ctypes.Structure):
     ]
 
 
+class LaunchAttribute(ctypes.Structure):
+    """CUlaunchAttribute, whose value is a union of 64 bytes."""
+
+    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int * 16)]
+
+
+COOPERATIVE = 2
+
+
 class Boxed(NamedTuple):
     """A matrix in memory and the box of it that one copy moves. Sizes in elements, the contiguous side first.
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparsek.kernels.lang import driver
-from sparsek.kernels.lang.driver import Boxed, LaunchConfig
+from sparsek.kernels.lang.driver import COOPERATIVE, Boxed, LaunchAttribute, LaunchConfig
 
 # Releases whose compiled kernels have the argument block that `_triton_step` builds. Others launch through their JIT.
 TESTED = ("3.6.",)
@@ -49,12 +49,14 @@ CELLS = {
 # What torch may do during a recorded call: allocate, and make views.
 ALLOCATIONS = {"aten::empty.memory_format", "aten::new_empty", "aten::empty_strided", "aten::empty_like",
                "aten::new_empty_strided"}  # fmt: skip
-VIEWS = {
+ZEROS = {"aten::zeros", "aten::new_zeros", "aten::zero_"}
+VIEWS = {  # and what only looks at dtypes
+    "promote_types", "result_type",
     "alias", "as_strided", "detach", "expand", "flatten", "permute", "reshape", "select", "slice", "squeeze", "t",
     "transpose", "unflatten", "unsqueeze", "view", "_unsafe_view", "_reshape_alias", "movedim", "unbind", "split",
 }  # fmt: skip
 
-_threads = threading.local()
+_threads = threading.local()  # .recorder: that of a call which is being recorded
 
 
 class Address(NamedTuple):
@@ -65,11 +67,13 @@ class Address(NamedTuple):
 
 
 class Allocation(NamedTuple):
-    """A tensor that the call allocates."""
+    """A tensor that the call allocates. `stride` is None for a contiguous one on the first operand's device, and
+    `dtype` then for one of its dtype.
+    """
 
     shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
+    stride: tuple[int, ...] | None
+    dtype: torch.dtype | None
     device: torch.device
 
 
@@ -89,14 +93,24 @@ class Step:
     __slots__ = ("config", "function", "kept", "launch", "pointers")
 
     def __init__(
-        self, function: Any, grid: Sequence[int], block: int, shared: int, cells: Sequence[Any], *kept: Any
+        self,
+        function: Any,
+        grid: Sequence[int],
+        block: int,
+        shared: int,
+        cells: Sequence[Any],
+        *kept: Any,
+        cooperative: bool = False,
     ) -> None:
         gx, gy, gz = (*grid, 1, 1)[:3]
-        self.config = LaunchConfig(gx, gy, gz, block, 1, 1, shared, None, None, 0)
+        # With the attribute all CTAs begin together or the launch fails, so that one may wait for another.
+        attribute = LaunchAttribute(COOPERATIVE, 0, (ctypes.c_int * 16)(1))
+        attributes = (ctypes.addressof(attribute), 1) if cooperative else (None, 0)
+        self.config = LaunchConfig(gx, gy, gz, block, 1, 1, shared, None, *attributes)
         self.pointers = (ctypes.c_void_p * len(cells))(*map(ctypes.addressof, cells))
         self.function = function if isinstance(function, ctypes.c_void_p) else ctypes.c_void_p(function)
         self.launch = ctypes.byref(self.config), self.function, self.pointers, None
-        self.kept = cells, kept
+        self.kept = cells, attribute, kept
 
 
 class Recorded:
@@ -106,22 +120,19 @@ class Recorded:
     """
 
     __slots__ = (
-        "allocations", "cells", "device", "fresh", "kept", "last", "maps", "result", "run", "single", "steps", "stream",
+        "allocations", "cells", "device", "fresh", "kept", "last", "maps", "result", "single", "steps",
     )  # fmt: skip
 
     def __init__(self, recorder: Recorder, results: Sequence[Result], single: bool, kept: Any) -> None:
         self.allocations = tuple(recorder.allocations)
         self.cells = tuple((cell, at.role, at.offset) for at, cell in recorder.cells.items())
         self.maps = tuple((ctypes.byref(made), at.role, at.offset, made) for made, at in recorder.maps)
-        self.steps = tuple(step.launch for step in recorder.steps)
+        self.steps = tuple(recorder.steps)
         self.fresh = tuple(recorder.sources)
         self.result, self.single = tuple(results), single
-        self.kept = recorder.steps, recorder.constants, kept
-        self.stream, self.device = recorder.stream, recorder.device
+        self.kept = recorder.launches, recorder.constants, kept
+        self.device = recorder.device
         self.last: tuple[int, ...] = ()
-        self.run = driver.cuda().cuLaunchKernelEx
-        for step in recorder.steps:
-            step.config.stream = self.stream
 
     def is_current(self) -> bool:
         """False once a tensor was written from which the call's constants were made, or a profiler hooks launches."""
@@ -132,12 +143,14 @@ class Recorded:
 
     def __call__(self, *operands: Tensor) -> Any:
         first = operands[0]
-        made = [
-            first.new_empty(shape, dtype=dtype)
-            if stride is None
-            else torch.empty_strided(shape, stride, dtype=dtype, device=device)
-            for shape, stride, dtype, device in self.allocations
-        ]
+        made = []
+        for shape, stride, dtype, device in self.allocations:
+            if stride is not None:
+                made.append(torch.empty_strided(shape, stride, dtype=dtype, device=device))
+            elif dtype is None:
+                made.append(first.new_empty(shape))
+            else:
+                made.append(first.new_empty(shape, dtype=dtype))
         addresses = tuple([x.data_ptr() for x in (*operands, *made)])
         if addresses != self.last:
             replace = driver.cuda().cuTensorMapReplaceAddress
@@ -146,19 +159,18 @@ class Recorded:
             for tensor_map, role, offset, _ in self.maps:
                 driver.check(replace(tensor_map, ctypes.c_void_p(addresses[role] + offset)))
             self.last = addresses
-        run = self.run
-        for launch in self.steps:
-            status = run(*launch)
+        for run, given in self.steps:
+            status = run(*given)
             if status:
-                self._again(launch, status)
+                self._again(run, given, status)
         if self.single:
             return made[self.result[0].allocation] if not self.result[0].view else _seen(made, self.result[0])
         return tuple(_seen(made, each) for each in self.result)
 
-    def _again(self, launch: Any, status: int) -> None:
-        if status == driver.INVALID_CONTEXT:
+    def _again(self, run: Any, given: Any, status: int) -> None:
+        if status == driver.INVALID_CONTEXT:  # in a new thread torch may not have set one yet
             driver.enter(self.device)
-            status = self.run(*launch)
+            status = run(*given)
         driver.check(status)
 
 
@@ -175,7 +187,8 @@ class Recorder(TorchDispatchMode):
     def __init__(self, operands: Sequence[Tensor]) -> None:
         super().__init__()
         self.reason = ""
-        self.steps: list[Step] = []
+        self.steps: list[tuple[Any, Any]] = []
+        self.launches: list[Step] = []
         self.cells: dict[Address, Any] = {}
         self.maps: list[tuple[Any, Address]] = []
         self.allocations: list[Allocation] = []
@@ -193,15 +206,23 @@ class Recorder(TorchDispatchMode):
         name = func._schema.name
         full = f"{name}.{func._schema.overload_name}" if func._schema.overload_name else name
         if full in ALLOCATIONS:
-            if made.device.type == "cuda":
-                stride = (
-                    None if made.is_contiguous() and made.device == self.roles[0].device else made.stride()
-                )
-                self.allocations.append(Allocation(tuple(made.shape), stride, made.dtype, made.device))
-                self.roles.append(made)
+            if made.is_cuda:
+                self._allocated(made)
+        elif name in ZEROS and isinstance(made, Tensor) and made.is_cuda and made.is_contiguous():
+            if name != "aten::zero_":
+                self._allocated(made)
+            size = ctypes.c_size_t(made.nbytes)
+            step = self.cell(made.data_ptr(), made), ctypes.c_ubyte(0), size, ctypes.c_void_p(self.stream)
+            self.steps.append((driver.cuda().cuMemsetD8Async, step))
         elif name.removeprefix("aten::") not in VIEWS:
             self.reason = self.reason or f"{name} runs between its launches"
         return made
+
+    def _allocated(self, made: Tensor) -> None:
+        stride = None if made.is_contiguous() and made.device == self.roles[0].device else made.stride()
+        dtype = None if stride is None and made.dtype == self.roles[0].dtype else made.dtype
+        self.allocations.append(Allocation(made.shape, stride, dtype, made.device))
+        self.roles.append(made)
 
     def at(self, pointer: int, tensor: Tensor | None = None) -> Address | None:
         """The role whose memory an address is in; None for a constant."""
@@ -222,6 +243,12 @@ class Recorder(TorchDispatchMode):
         if tensor is not None:
             self.constants.append(tensor)
         return None
+
+    def add(self, step: Step) -> None:
+        """Notes a launch."""
+        step.config.stream = self.stream
+        self.launches.append(step)
+        self.steps.append((driver.cuda().cuLaunchKernelEx, step.launch))
 
     def cell(self, pointer: int, tensor: Tensor | None = None) -> Any:
         """An 8-byte cell of the argument block that holds an address."""
@@ -382,7 +409,7 @@ def record_triton(made: Recorder, compiled: Any, grid: Sequence[int], values: Se
     """Notes a launch of a compiled kernel with `values` of its parameters, constants among them."""
     run = compiled.run
     scratch = getattr(run, "global_scratch_size", 1) or getattr(run, "profile_scratch_size", 1)
-    special = scratch or run.launch_pdl or run.launch_cooperative_grid or run.num_ctas != 1
+    special = scratch or run.launch_pdl or run.num_ctas != 1
     if special or not _is_tested():
         made.reason = made.reason or "this Triton's launches are not known here"
         return
@@ -407,8 +434,16 @@ def record_triton(made: Recorder, compiled: Any, grid: Sequence[int], values: Se
             cells += [ctypes.c_int64(stride) for stride in value.strides]
     cells += [ctypes.c_uint64(0), ctypes.c_uint64(0)]  # scratch memory, which these kernels do without
     metadata = compiled.metadata
-    step = Step(compiled.function, grid, 32 * metadata.num_warps, metadata.shared, cells, compiled)
-    made.steps.append(step)
+    step = Step(
+        compiled.function,
+        grid,
+        32 * metadata.num_warps,
+        metadata.shared,
+        cells,
+        compiled,
+        cooperative=bool(run.launch_cooperative_grid),
+    )
+    made.add(step)
 
 
 def launch_cuda(
@@ -440,7 +475,7 @@ def launch_cuda(
         status = run(*step.launch)
     driver.check(status)
     if made is not None:
-        made.steps.append(step)
+        made.add(step)
 
 
 def _follow_fields(made: Recorder, structure: ctypes.Structure) -> None:
