@@ -114,6 +114,8 @@ def __getattr__(name: str) -> Any:
     """A public name, loaded when it is first used and then kept here."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if _HOMES[name] != "sparsek.core.errors":
+        import_module("sparsek.ops")  # matrices multiply by them, and gradients of one operation are others
     home = import_module(_HOMES[name])
     globals()[name] = found = home if name == "nn" else getattr(home, name)
     return found

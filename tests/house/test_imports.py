@@ -71,6 +71,26 @@ def test_a_name_is_loaded_once_and_an_unknown_one_is_refused() -> None:
         sparsek.spmv  # noqa: B018
 
 
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import sparsek as sk; A = sk.BSR.from_dense(ones(32, 32), 16)",
+        "from sparsek.matrix.random import random_bsr; A = random_bsr(32, 32, 16, 1.0)",
+        "import sparsek as sk; A = sk.Semi24.from_dense(ones(32, 32))",
+    ],
+)
+def test_a_matrix_multiplies_and_learns_however_it_came(code: str, tmp_path: Path) -> None:
+    more = """
+x = ones(32, 2, requires_grad=True)
+if hasattr(A, "order"):
+    A.requires_grad_()
+(A @ x).sum().backward()
+print(x.grad.shape)
+"""
+    head = "from torch import ones\n"
+    assert python(head + code + more, cwd=tmp_path, env=HERE) == "torch.Size([32, 2])"
+
+
 HELP = """
 import sys
 from sparsek.cli.__main__ import main
