@@ -23,6 +23,7 @@ from sparsek.matrix import two_four
 from sparsek.matrix.bsr24 import BSR24
 from sparsek.matrix.semi24 import Semi24
 from sparsek.ops import flat, gradients, transforms
+from sparsek.ops.autocast import follow_autocast
 from sparsek.ops.planning import allows_tf32, choose
 from sparsek.plan import operands
 from sparsek.plan.cache import PlanCache
@@ -351,7 +352,7 @@ class Multiplied(torch.autograd.Function):
 
 
 for kind in TWO_FOUR:
-    kind.register_matmul(lambda a, b: product(a, b, None, PLAIN, None, None))
+    kind.register_matmul(lambda a, b: product(*follow_autocast(a, b), None, PLAIN, None, None))
 
 
 def _pack24(*parts: Tensor | None) -> Any:
