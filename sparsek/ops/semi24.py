@@ -351,8 +351,14 @@ class Multiplied(torch.autograd.Function):
         return *gradients.of_24(ctx, grad), None
 
 
+def _multiply(a: Any, b: Any) -> Tensor:
+    """What `a @ b` means where one is a Semi24 or a BSR24."""
+    a, b = follow_autocast(a, b)
+    return product(a, b, None, PLAIN, None, None)
+
+
 for kind in TWO_FOUR:
-    kind.register_matmul(lambda a, b: product(*follow_autocast(a, b), None, PLAIN, None, None))
+    kind.register_matmul(_multiply)
 
 
 def _pack24(*parts: Tensor | None) -> Any:

@@ -373,8 +373,8 @@ def test_checkpointing_gives_the_same_gradients(reentrant: bool):
 
 def test_autocast_casts_the_operands_of_a_training_step_and_no_gradient():
     tensors, mask = leaves(qkv()), window()
-    low = (x.bfloat16() for x in tensors)
-    expected = torch.autograd.grad(sk.attention(*low, mask).sum(), tensors)
+    q, k, v = (x.bfloat16() for x in tensors)
+    expected = torch.autograd.grad(sk.attention(q, k, v, mask).sum(), tensors)
     with torch.autocast("cpu", torch.bfloat16):
         found = torch.autograd.grad(sk.attention(*tensors, mask).sum(), tensors)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

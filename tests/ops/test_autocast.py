@@ -62,12 +62,12 @@ def test_attention_has_the_dtypes_of_torchs(low: torch.dtype, given: torch.dtype
 
 @LOW
 def test_packed_attention_and_its_layer_follow(low: torch.dtype):
-    packed = [torch.randn(100, 2, 16, requires_grad=True) for _ in "qkv"]
+    q, k, v = packed = tuple(torch.randn(100, 2, 16, requires_grad=True) for _ in "qkv")
     ends, layer = torch.tensor([0, 40, 100], dtype=torch.int32), sk.nn.SparseAttention(32, 4)
     with torch.autocast("cpu", low):
-        out = sk.attention_varlen(*packed, ends, mask=sk.MaskPolicy())
+        out = sk.attention_varlen(q, k, v, ends, mask=sk.MaskPolicy())
         assert layer(torch.randn(1, 64, 32)).dtype == low
-        mixed = sk.attention_varlen(packed[0], *(x.to(low) for x in packed[1:]), ends, mask=sk.MaskPolicy())
+        mixed = sk.attention_varlen(q, k.to(low), v.to(low), ends, mask=sk.MaskPolicy())
     assert out.dtype == low
     assert torch.equal(mixed, out)
     assert all(g.dtype == F32 for g in torch.autograd.grad(out.sum(), packed))

@@ -220,7 +220,8 @@ def test_autocast_casts_the_operands_and_nothing_behind_them(wanted: bool, compi
         dense = sk.linear(x, w.values[0, :, :1].expand(32, 96), None, "gelu")
         return sk.linear(x, w, bias, "gelu", residual), sk.swiglu(x, w, w), dense
 
-    alone = run(*(each.to(dtype=BF16) for each in given))
+    x, w, bias, residual = given
+    alone = run(x.to(BF16), w.to(dtype=BF16), bias.to(BF16), residual.to(BF16))
     torch._dynamo.reset()
     call = torch.compile(run, fullgraph=True, backend="aot_eager") if compiled else run
     with torch.autocast("cpu", BF16):
