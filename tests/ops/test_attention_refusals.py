@@ -143,7 +143,7 @@ BAD_OPERANDS: dict[str, tuple[Callable[..., Any], str]] = {
     ),
     "card": (
         lambda q, k, v: sk.plan_attention(q, k, v, device="b200"),
-        "no measured facts for a card named 'b200'; known: h200, cpu",
+        "no facts about a card named 'b200'; known: h200, .*, cpu",
     ),
 }
 
