@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from sparsek.core import arguments
+from sparsek.core import arguments, operations
 from sparsek.core.errors import InvalidInput
 from sparsek.matrix.pattern import BlockPattern
 
@@ -37,6 +37,8 @@ class Multiplied:
         return self._multiply()(other, self)
 
     def _multiply(self) -> Callable[[Any, Any], Any]:
+        if type(self)._matmul is None:
+            operations.load()
         multiply = type(self)._matmul
         if multiply is None:
             raise InvalidInput("a product with @ needs the operations; import sparsek")

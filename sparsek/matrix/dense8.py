@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
-from sparsek.core import arguments, dtypes
+from sparsek.core import arguments, dtypes, operations
 from sparsek.core.eager import check_aligned, concrete, untransformed
 from sparsek.core.errors import InvalidInput
 from sparsek.matrix.base import Multiplied
@@ -172,6 +172,8 @@ def quantize_dense(x: Tensor, dtype: torch.dtype, scale: str, check: bool) -> Sc
             )
         read = concrete(x, "quantize looks for NaN and Inf in values", "write quantize(..., check=False)")
         untransformed(lambda: _refuse_strange(read, torch.finfo(dtype).max))
+    if x.is_cuda and not _ROUNDERS:
+        operations.load()
     by_kernel = x.is_cuda and scale == "row" and _ROUNDERS
     made = _ROUNDERS[0](x, dtype) if by_kernel and not torch.compiler.is_compiling() else None
     if made is None:

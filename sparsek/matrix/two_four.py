@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from sparsek.core import arguments, dtypes
+from sparsek.core import arguments, dtypes, operations
 from sparsek.core.eager import check_aligned, concrete, untransformed
 from sparsek.core.errors import InvalidInput
 
@@ -72,6 +72,8 @@ def pack(w: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
     With `mask`, bool like w and true at most twice in a group, it keeps the elements where that is true and fills up
     with zeros at the lowest free columns. No sync, no sort: six comparisons decide a group. Differentiable in w.
     """
+    if w.is_cuda and not _PACKERS:
+        operations.load()
     made = _PACKERS[0](w, mask) if _PACKERS and _goes_to_kernels(w) else None
     if made is not None:
         return made
@@ -99,6 +101,8 @@ def pack(w: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
 
 def unpack(values: Tensor, meta: Tensor) -> Tensor:
     """The dense [..., K] of values [..., K/2] and meta [..., K/8]; what is not kept is 0. No sync. Differentiable."""
+    if values.is_cuda and not _UNPACKERS:
+        operations.load()
     made = _UNPACKERS[0](values, meta) if _UNPACKERS and _goes_to_kernels(values) else None
     if made is not None:
         return made

@@ -29,6 +29,7 @@ from sparsek.ops.attention_plans import (
     make_plan,
     problem,
 )
+from sparsek.ops.autocast import autocasts, follow_autocast
 from sparsek.plan import attention_operands as operands
 from sparsek.plan.attention import AttentionPlan
 from sparsek.plan.attention_grad import AttentionGradPlan
@@ -100,13 +101,16 @@ def attention(
 
     Same plan, same bits. Once planned, GPU kernels do not sync; they allocate their outputs and, where the plan cuts
     long tiles, a workspace. A plan for lists on a GPU is made anew once these have been counted: mask.verify(wait=True)
-    first, and the first call has the final one. torch.autocast does not touch the operands.
+    first, and the first call has the final one.
+    Under torch.autocast q, k and v are cast to its dtype, as by scaled_dot_product_attention; with plan= they are not.
     Raises InvalidInput for operands that do not fit and Unsupported with every reason if no kernel can run.
 
     Sources: online softmax, Milakov and Gimelshein, arXiv:1805.02867; tiles of it, and weights computed again for the
     gradients, FlashAttention, Dao et al., arXiv:2205.14135; the Hopper kernel's overlap of products and softmax,
     FlashAttention-3, Shah et al., arXiv:2407.08608.
     """
+    if autocasts() and plan is None:
+        q, k, v = follow_autocast(q, k, v)
     if type(return_lse) is not bool or type(deterministic) is not bool:
         arguments.flag("return_lse", return_lse)
         arguments.flag("deterministic", deterministic)

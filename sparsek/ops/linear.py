@@ -21,6 +21,7 @@ from sparsek.matrix.dense8 import ScaledTensor
 from sparsek.matrix.quantized import Scaled
 from sparsek.matrix.semi24 import Semi24
 from sparsek.ops import flat, scaled, semi24, transforms
+from sparsek.ops.autocast import autocasts, follow_autocast_fp8
 from sparsek.ops.semi24 import TWO_FOUR
 from sparsek.ops.spmm import multiply
 from sparsek.plan import operands
@@ -59,11 +60,14 @@ def linear(
     Differentiable in x, the values of W (not those of a 2:4 one), bias and residual. Where a gradient is wanted and
     the activation is gelu, gelu_tanh or silu, torch applies it to the rounded x @ W.T + bias, which the backward pass
     needs; a residual after any activation is added by torch too.
-    torch.autocast does not touch the operands. Once planned, no sync and no allocation but y.
+    Under torch.autocast x, W, bias and residual are cast to its dtype, which is y's; in FP8 with dtype= they are not.
+    Once planned, no sync and no allocation but y.
     Raises InvalidInput for operands that do not fit and Unsupported with every reason if no kernel can run.
 
     GELU: Hendrycks and Gimpel, arXiv:1606.08415.
     """
+    if autocasts():
+        dtype, x, W, bias, residual = follow_autocast_fp8(dtype, x, W, bias, residual)
     if kernel is not None:
         arguments.text("kernel", kernel)
     if isinstance(x, ScaledTensor) or isinstance(W, Scaled):
@@ -97,15 +101,19 @@ def swiglu(
     kernel= is given; each with its own pattern. Or both in FP8, a Scaled: x as in `linear`, rounded once for both.
     Returns y [..., N], contiguous. The gate is rounded, then the product.
     Differentiable in x and in the values; where a gradient is wanted torch applies silu and multiplies, and both
-    products stay for the backward pass.
+    products stay for the backward pass. Under torch.autocast as `linear`.
     Raises InvalidInput for operands that do not fit and Unsupported with every reason if no kernel can run.
 
     Source: Shazeer, arXiv:2002.05202.
     """
+    if autocasts():
+        dtype, x, W_gate, W_up = follow_autocast_fp8(None, x, W_gate, W_up)
+    else:
+        dtype = None
     if kernel is not None:
         arguments.text("kernel", kernel)
     if isinstance(x, ScaledTensor) or isinstance(W_gate, Scaled) or isinstance(W_up, Scaled):
-        return scaled.swiglu(x, W_gate, W_up, kernel)
+        return scaled.swiglu(x, W_gate, W_up, kernel, dtype)
     for name, w in (("W_gate", W_gate), ("W_up", W_up)):
         if not isinstance(w, BSR) and not isinstance(w, TWO_FOUR):
             raise InvalidInput(f"{name} must be a BSR, got {type(w).__name__}; make one with BSR.from_dense")

@@ -26,6 +26,7 @@ from sparsek.matrix.dense8 import ScaledTensor, quantize_dense, register_rounder
 from sparsek.matrix.quantized import Scaled
 from sparsek.matrix.semi24 import Semi24
 from sparsek.ops import flat, transforms
+from sparsek.ops.autocast import follow_autocast_fp8
 from sparsek.ops.planning import choose
 from sparsek.plan import operands, schedule
 from sparsek.plan.cache import PlanCache
@@ -92,7 +93,9 @@ def linear(
     return y.view(*x.shape[:-1], W.shape[0])
 
 
-def swiglu(x: Tensor | ScaledTensor, W_gate: Any, W_up: Any, kernel: str | None) -> Tensor:
+def swiglu(
+    x: Tensor | ScaledTensor, W_gate: Any, W_up: Any, kernel: str | None, dtype: torch.dtype | None
+) -> Tensor:
     """`sparsek.swiglu` with matrices in FP8. x is rounded once for both products; the gate is rounded to y's dtype."""
     for w in (W_gate, W_up):
         check_layer(x, w)
@@ -100,7 +103,7 @@ def swiglu(x: Tensor | ScaledTensor, W_gate: Any, W_up: Any, kernel: str | None)
         raise InvalidInput(f"W_gate is {list(W_gate.shape)} and W_up {list(W_up.shape)}; they must agree")
     if isinstance(x, Tensor) and operands.wants_gradient(x):
         raise InvalidInput(NO_GRADIENT)
-    dtype = dtype_of(x, None)
+    dtype = dtype_of(x, dtype)
     x8 = x if isinstance(x, ScaledTensor) else quantize_dense(x, E4M3, "row", check=False)
     gate = linear(x8, W_gate, Epilogue(activation="silu"), kernel, dtype)
     return linear(x8, W_up, Epilogue(other=gate, combine="mul"), kernel, dtype)
@@ -328,6 +331,12 @@ def _round_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
     return round_rows(x, dtype)
 
 
+def _multiply(a: Any, b: Any) -> Tensor:
+    """What `a @ b` means where one is in FP8."""
+    dtype, a, b = follow_autocast_fp8(None, a, b)
+    return product(a, b, None, PLAIN, None, None, dtype)
+
+
 register_rounder(_round_rows)
-Scaled.register_matmul(lambda a, b: product(a, b, None, PLAIN, None, None, None))
-ScaledTensor.register_matmul(lambda a, b: product(a, b, None, PLAIN, None, None, None))
+Scaled.register_matmul(_multiply)
+ScaledTensor.register_matmul(_multiply)

@@ -23,6 +23,7 @@ from sparsek.matrix import two_four
 from sparsek.matrix.bsr24 import BSR24
 from sparsek.matrix.semi24 import Semi24
 from sparsek.ops import flat, gradients, transforms
+from sparsek.ops.autocast import follow_autocast
 from sparsek.ops.planning import allows_tf32, choose
 from sparsek.plan import operands
 from sparsek.plan.cache import PlanCache
@@ -350,8 +351,14 @@ class Multiplied(torch.autograd.Function):
         return *gradients.of_24(ctx, grad), None
 
 
+def _multiply(a: Any, b: Any) -> Tensor:
+    """What `a @ b` means where one is a Semi24 or a BSR24."""
+    a, b = follow_autocast(a, b)
+    return product(a, b, None, PLAIN, None, None)
+
+
 for kind in TWO_FOUR:
-    kind.register_matmul(lambda a, b: product(a, b, None, PLAIN, None, None))
+    kind.register_matmul(_multiply)
 
 
 def _pack24(*parts: Tensor | None) -> Any:

@@ -398,11 +398,15 @@ def test_values_that_ask_for_a_gradient_multiply_where_nobody_learns(kind: str):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_autocast_does_not_touch_the_operands(kind: str):
+def test_autocast_casts_the_operands_and_nothing_inside_a_kernel(kind: str):
     a, x = matrix(kind, torch.float32), torch.randn(5, 192)
-    plain = sk.linear(x, a, None, "gelu")
+    low, plan = a.to(dtype=BF16), sk.plan_spmm(a, x.mT)
+    right, product = sk.linear(x.to(BF16), low, None, "gelu"), low @ x.mT.to(BF16)
     with torch.autocast("cpu", dtype=BF16):
-        assert torch.equal(sk.linear(x, a, None, "gelu"), plain)
+        assert torch.equal(sk.linear(x, a, None, "gelu"), right)
+        assert torch.equal(a @ x.mT, product)
+        assert torch.equal(sk.spmm(a, x.mT), product)
+        assert sk.spmm(a, x.mT, plan=plan).dtype == torch.float32
 
 
 def test_an_aligned_plan_refuses_what_is_not():

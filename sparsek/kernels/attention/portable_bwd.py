@@ -449,7 +449,7 @@ class PortableAttentionGrad:
             (bq, bk), k, q = p.block, c.keys, c.queries
             steps = p.visited * (bk // k.rows * (bq // k.step) + bq // q.rows * (bk // q.step))
             return 1e-3 * (sum(programs) + steps)
-        rate = 1e12 * RATES[_table(p)] * p.card.tflops[p.dtype] / 690.0
+        rate = 1e12 * RATES[_table(p)] * p.card.sustained(p.dtype) / 690.0
         d, dv = padded(p.dim), padded(p.v_dim)
         block = 2.0 * p.block[0] * p.block[1] * ((5 if c.apart else 4) * d + 3 * dv)
         resident = p.card.sm_count * (1 if min(c.keys.rows, c.queries.rows) >= 128 else 2)

@@ -288,7 +288,7 @@ class PortableAttention:
         if p.on_cpu:  # the interpreter: about a millisecond for each program and step
             steps = p.visited * p.block[0] // c.tile_m * p.block[1] // c.tile_n
             return 1e-3 * (programs + steps)
-        rate = 1e12 * RATES[_table(p)] * p.card.tflops[p.dtype] / 690.0
+        rate = 1e12 * RATES[_table(p)] * p.card.sustained(p.dtype) / 690.0
         rate *= 1.0 if c.tile_m >= 128 else 0.85  # half as many FLOP for each byte of K and V
         block = 2.0 * p.block[0] * p.block[1] * (padded(p.dim) + padded(p.v_dim))
         busy = max(1, min(p.card.sm_count, programs)) / p.card.sm_count

@@ -242,9 +242,9 @@ class PortableSpgemm:
         if p.on_cpu:  # the interpreter: about a millisecond for each program and step
             return 1e-3 * (programs + depth / c.tile_k)
         if p.dtype == "fp32":
-            rate = p.card.tflops["tf32"] * 0.25 if p.tf32 else p.card.tflops["fp32"] * 0.5
+            rate = p.card.sustained("tf32") * 0.25 if p.tf32 else p.card.sustained("fp32") * 0.5
         else:
-            rate = {128: 560.0, 64: 450.0, 32: 280.0}.get(c.tile_m, 150.0) * p.card.tflops[p.dtype] / 690.0
+            rate = {128: 560.0, 64: 450.0, 32: 280.0}.get(c.tile_m, 150.0) * p.card.sustained(p.dtype) / 690.0
         rate *= 1e12 * min(1.0, c.tile_n / 128)
         busy = max(1, min(p.card.sm_count, p.nnzb_out * subs)) / p.card.sm_count
         waves = 1.5e-6 * -(-programs // (4 * p.card.sm_count))

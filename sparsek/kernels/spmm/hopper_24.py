@@ -423,9 +423,8 @@ def step_seconds(c: Config, p: Problem24, tiles: int) -> float:
     share = p.card.sm_count / H200.sm_count
     reading = min(max(tiles, 0.75 * p.card.sm_count), p.card.sm_count) if p.n <= 64 else p.card.sm_count
     fetch = (c.tm * c.a_row + c.tn * 128 / c.cluster) * reading / (L2_BYTES_PER_SECOND * share)
-    products = (
-        2 * c.tm * c.tn * 64 * p.card.sm_count / (FLOPS_PER_SECOND * share)
-    )  # FP8: twice, twice as fast
+    rate = FLOPS_PER_SECOND * share * p.card.pace
+    products = 2 * c.tm * c.tn * 64 * p.card.sm_count / rate  # FP8: twice, twice as fast
     port = c.tm // 64 * c.tn + c.tm / 2 + (c.tm * c.a_row + c.tn * 128) / 128
     return max(fetch, products, port / CYCLES_PER_SECOND)
 

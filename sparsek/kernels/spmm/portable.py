@@ -208,9 +208,9 @@ class PortableSpmm:
         if p.on_cpu:  # the interpreter: about a millisecond for each program and step
             return 1e-3 * along * (down + p.nnzb * p.block[0] * p.block[1] / (c.tile_m * c.tile_k))
         if p.dtype == "fp32":
-            rate = p.card.tflops["tf32"] * 0.25 if p.tf32 else p.card.tflops["fp32"] * 0.5
+            rate = p.card.sustained("tf32") * 0.25 if p.tf32 else p.card.sustained("fp32") * 0.5
         else:
-            rate = {128: 614.0, 64: 517.0, 32: 308.0}.get(c.tile_m, 175.0) * p.card.tflops[p.dtype] / 690.0
+            rate = {128: 614.0, 64: 517.0, 32: 308.0}.get(c.tile_m, 175.0) * p.card.sustained(p.dtype) / 690.0
         rate *= 1e12 * min(1.0, c.tile_n / 64)
         tile = 2.0 * c.tile_m * p.block[1] * c.tile_n
         slices = -(-p.block[0] // c.tile_m)

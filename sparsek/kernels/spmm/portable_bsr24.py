@@ -147,7 +147,7 @@ class PortableBsr24:
     def seconds(self, p: BSR24Problem, c: Config) -> float:
         """As the Semi24 twin's, and at least the longest block row on one SM."""
         spread = pieces.seconds(p, c, p.grid[0] * p.block[0], 2 * p.useful_flops)
-        rate = p.card.tflops[p.dtype] * 0.5e12 / p.card.sm_count
+        rate = p.card.sustained(p.dtype) * 0.5e12 / p.card.sm_count
         longest = 2.0 * c.tile_m * p.block[1] * c.tile_n * p.row_max / rate
         return spread if p.on_cpu else max(spread, p.card.launch_seconds + longest)
 
