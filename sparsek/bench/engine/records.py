@@ -15,7 +15,9 @@ What several kernels do together, as the step of an MLP, is recorded under their
 
 `op` says what `ms` is, and OPS what its records hold. An operation's own name: one call on the device. "spmm_host",
 "attention_host": the host side of one eager call. "attention_new_mask": mask build, plan and kernel of one call, host
-included. "mask_build": one mask, host included. Where nothing is rated, tflops, gbps and roofline are null. "pack":
+included. "mask_build": one mask, host included. "host": a call as users write it, on the clock on the wall: how long
+the host is busy with it, or, of layers and of first calls of a process, until the GPU is idle; its peers' tflops are
+null. Where nothing is rated, tflops, gbps and roofline are null. "pack":
 a dense matrix packed; only tflops are null, its peers' too, and ratios are those of bytes a second.
 """
 
@@ -37,6 +39,7 @@ from sparsek.bench.suites import (
     attention,
     attention_grad,
     fp8,
+    host,
     linear,
     mlp,
     pack,
@@ -52,7 +55,7 @@ from sparsek.core import env, files
 from sparsek.core.clock import Times
 from sparsek.core.device import card_of
 from sparsek.core.errors import InvalidFile, InvalidInput, SparseKError
-from sparsek.plan.sources import JOINED, source_hash
+from sparsek.plan.sources import JOINED, ROOT, files_hash, source_hash
 
 Record = dict[str, Any]
 FIELDS = (
@@ -87,6 +90,7 @@ OPS: Mapping[str, Kind] = {
     **attention.KINDS,
     **attention_grad.KINDS,
     **planner.KINDS,
+    **host.KINDS,
 }
 
 
@@ -276,7 +280,17 @@ def config_of(config: Any) -> dict[str, Any]:
 
 def hash_of(op: str, kernel: str) -> str:
     """The source hash of a record: of the kernel, and of what else the op times."""
-    return source_hash(JOINED.join((kernel, *OPS[op].sources)))
+    kind = OPS[op]
+    if not kind.rooms:
+        return source_hash(JOINED.join((kernel, *kind.sources)))
+    source_hash(kernel)  # raises for a module that is not there
+    return _rooms_hash(kind.rooms)
+
+
+@cache
+def _rooms_hash(rooms: tuple[str, ...]) -> str:
+    files = {file for room in rooms for file in (ROOT / room).rglob("*") if file.suffix in (".py", ".cu")}
+    return files_hash(files, ROOT)
 
 
 def is_fresh(record: Mapping[str, Any]) -> bool:

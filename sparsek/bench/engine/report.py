@@ -42,8 +42,9 @@ def measured(found: Iterable[Record]) -> list[str]:
 
 
 def measured_peers(rows: Sequence[Record], table: Table) -> list[str]:
-    """The peers that any of the rows has, in the table's order."""
-    return [name for name in table.peers if any(name in record["ratio"] for record in rows)]
+    """The peers whose ratios a table shows and that any of the rows has, in the table's order."""
+    shown = table.peers if table.ratios else {}
+    return [name for name in shown if any(name in record["ratio"] for record in rows)]
 
 
 def markdown(found: Sequence[Record], op: str) -> str:
