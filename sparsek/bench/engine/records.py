@@ -4,7 +4,9 @@ numbers.
 A record says what was measured, on what, next to whom, and which source produced it:
 {op, case{}, kernel, config, ms{median,min,max,rounds}, tflops{useful,dense_equivalent}, gbps,
  roofline{bound_ms,fraction}, gate{error,budget,passed}, peers{name:{ms{},tflops}}, ratio{peer: rate over its
- rate}, env{gpu,driver,power_limit_w,torch,triton,cuda}, source_hash, date}.
+ rate}, env{gpu,driver,power_limit_w,torch,triton,cuda,watts,sm_mhz}, source_hash, date}.
+`watts` and `sm_mhz`: means over the rounds of the power and of the SM clock; null on a CPU and where NVML is missing.
+Records of before 2026-11-23 lack both, and are read as if they were null.
 Some operations have fields of their own, numbers or null. `memory` of attention and of its peers: the largest
 allocation of one call beyond q, k, v and the output, over the bytes of these; of attention_backward beyond dq, dk and
 dv, over the same bytes. `peak_gb` of attention_train: the most that a step and its operands hold at once, in 1e9 bytes.
@@ -35,6 +37,7 @@ from typing import Any
 
 import torch
 
+from sparsek.bench.engine import sensors
 from sparsek.bench.suites import (
     attention,
     attention_grad,
@@ -74,7 +77,7 @@ FIELDS = (
     "source_hash",
     "date",
 )
-ENV_FIELDS = ("gpu", "driver", "power_limit_w", "torch", "triton", "cuda")
+ENV_FIELDS = ("gpu", "driver", "power_limit_w", "torch", "triton", "cuda", *sensors.FIELDS)
 
 
 OPS: Mapping[str, Kind] = {
@@ -145,7 +148,8 @@ def faults(record: Any) -> list[str]:
             found.append(f"ratio.{name} has no peer of that name")
         if not _is_number(value):
             found.append(f"ratio.{name} is not a number")
-    found += _wrong_keys("env", record["env"], ENV_FIELDS)
+    found += _wrong_keys("env", record["env"], ENV_FIELDS, sensors.FIELDS)
+    found += _extra_faults("env.", record["env"], sensors.FIELDS)
     for name in ("kernel", "source_hash", "date"):
         if not isinstance(record[name], str) or not record[name]:
             found.append(f"{name} is not a non-empty string")
@@ -235,6 +239,7 @@ def read(path: Path) -> list[Record]:
             wrong = faults(record)
             if wrong:
                 raise InvalidFile(f"{file}:{number}: {'; '.join(wrong)}")
+            record["env"] = dict.fromkeys(sensors.FIELDS) | record["env"]
             found.append(record)
     return found
 
@@ -309,8 +314,11 @@ def version_of(package: str) -> str | None:
         return None
 
 
-def environment(device: torch.device) -> dict[str, Any]:
-    """The `env` object of a record. On a CPU, driver, power limit and CUDA are null."""
+def environment(device: torch.device, seen: sensors.Sensors | None = None) -> dict[str, Any]:
+    """What a measurement ran on; with what the sensors saw, the `env` object of a record.
+
+    On a CPU, driver, power limit and CUDA are null.
+    """
     on_gpu = device.type == "cuda"
     driver, power = smi_facts(device.index or 0) if on_gpu else (None, None)
     return {
@@ -320,6 +328,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "torch": torch.__version__,
         "triton": version_of("triton"),
         "cuda": torch.version.cuda if on_gpu else None,
+        **(seen.means() if seen else {}),
     }
 
 

@@ -18,10 +18,12 @@ def wall_rounds(
     *,
     count: int | None = None,
     until_idle: bool = True,
+    on_sample: Callable[[], None] = lambda: None,
 ) -> dict[str, Times]:
     """Milliseconds per call: `count` calls back to back, CALLS unless given, the named ones in turns.
 
     `until_idle=False` stops the clock when the host has queued them: its own time, if all of them fit the launch queue.
+    `on_sample()` is called after each sample.
     """
     count = CALLS if count is None else count
     samples: dict[str, list[float]] = {name: [] for name in calls}
@@ -39,6 +41,7 @@ def wall_rounds(
             if until_idle:
                 wait(device)
             samples[name].append((time.perf_counter() - begin) / count * 1e3)
+            on_sample()
     wait(device)
     return {name: Times.of(values) for name, values in samples.items()}
 

@@ -14,6 +14,7 @@ import torch
 
 from sparsek.bench.engine import records
 from sparsek.bench.engine.run import GateError, Outcome, facts, in_order, passed
+from sparsek.bench.engine.sensors import Sensors
 from sparsek.bench.engine.wall import wall_rounds
 from sparsek.bench.suites.host import TORCH, HostCase
 from sparsek.bench.suites.host_calls import CALLS, HostCall
@@ -60,15 +61,18 @@ def run_host_time(
         report("samples")
         gc.collect()
         calls = {"ours": made.ours, TORCH: made.torchs}
+        seen = Sensors(device)
         count = None if case.on_wall else (CALLS_BACKWARD if case.trains else CALLS_EACH)
-        times = wall_rounds(calls, device, rounds * SAMPLES, count=count, until_idle=case.on_wall)
-    return _outcome(case, gate, times["ours"], {TORCH: times[TORCH]}, device)
+        times = wall_rounds(
+            calls, device, rounds * SAMPLES, count=count, until_idle=case.on_wall, on_sample=seen.sample
+        )
+    return _outcome(case, gate, times["ours"], {TORCH: times[TORCH]}, device, seen)
 
 
 def _outcome(
-    case: HostCase, gate: Gate, took: Times, peers: dict[str, Times], device: torch.device
+    case: HostCase, gate: Gate, took: Times, peers: dict[str, Times], device: torch.device, seen: Sensors
 ) -> Outcome:
-    record = facts(case.op, case, Called(case.module), took, gate, device)
+    record = facts(case.op, case, Called(case.module), took, gate, device, seen)
     record["peers"] = {name: {"ms": records.times_of(each), "tflops": None} for name, each in peers.items()}
     record["ratio"] = {name: round(each.median / took.median, 4) for name, each in peers.items()}
     return Outcome(case, (in_order(record),), {}, {})
@@ -77,6 +81,7 @@ def _outcome(
 def _first_calls(case: HostCase, device: torch.device, rounds: int, report: Callable[[str], None]) -> Outcome:
     """Each sample is a process of its own: with empty caches in a new folder each, else after one that filled them."""
     samples: list[dict[str, Any]] = []
+    seen = Sensors(device)
     while len(samples) < rounds:
         with tempfile.TemporaryDirectory() as folder:
             if case.caches == "filled":
@@ -85,12 +90,13 @@ def _first_calls(case: HostCase, device: torch.device, rounds: int, report: Call
             for _ in range(rounds if case.caches == "filled" else 1):
                 report(f"process {len(samples) + 1} of {rounds}")
                 samples.append(_in_a_process(case, device, Path(folder)))
+                seen.sample()
     worst = max(samples, key=lambda each: each["error"])
     gate = passed(
         case, case.module, Gate(worst["error"], worst["budget"], all(each["passed"] for each in samples))
     )
     times = Times.of([each["seconds"] * 1e3 for each in samples])
-    return _outcome(case, gate, times, {}, device)
+    return _outcome(case, gate, times, {}, device, seen)
 
 
 def _in_a_process(case: HostCase, device: torch.device, folder: Path) -> dict[str, Any]:
