@@ -156,30 +156,36 @@ def _run(
 ) -> tuple[list[Outcome], bool]:
     """Every entry in turn; records are on disk as soon as a case is done. The flag: one failed."""
     outcomes: list[Outcome] = []
-    failed = False
     with progress(len(entries), "start") as (say, advance):
         for entry in entries:
-            name = entry.case.name
-            try:
-                outcome = measure(
-                    entry,
-                    peers=peers,
-                    rounds=asked.rounds,
-                    device=device,
-                    report=lambda text, name=name: say(f"{name}: {text}"),
-                )
-            except (GateError, MemoryError, RuntimeError) as error:
-                why = str(error) if isinstance(error, GateError) else out_of_memory(error)
-                if why is None:
-                    raise
-                complain(f"{name}: {why}")
-                failed = True
-            else:
+            outcome = measured_entry(entry, peers, device, asked.rounds, say)
+            if outcome is not None:
                 outcomes.append(outcome)
                 if asked.out is not None:
                     records.append(asked.out, outcome.records)
             advance()
-    return outcomes, failed
+    return outcomes, len(outcomes) < len(entries)
+
+
+def measured_entry(
+    entry: Entry,
+    peers: Sequence[Peer],
+    device: torch.device,
+    rounds: int,
+    say: Callable[[str], None] = lambda text: None,
+) -> Outcome | None:
+    """What an entry gave; None, and a line on standard error, if its result is wrong or memory cannot hold it."""
+    name = entry.case.name
+    try:
+        return measure(
+            entry, peers=peers, rounds=rounds, device=device, report=lambda text: say(f"{name}: {text}")
+        )
+    except (GateError, MemoryError, RuntimeError) as error:
+        why = str(error) if isinstance(error, GateError) else out_of_memory(error)
+        if why is None:
+            raise
+        complain(f"{name}: {why}")
+        return None
 
 
 def _table(of: Table, found: Sequence[records.Record]) -> Screen:

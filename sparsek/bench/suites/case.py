@@ -158,10 +158,10 @@ def set_count(card: Card, footprint: int) -> int:
     return max(2, min(MAX_SETS, math.ceil(CACHE_MULTIPLE * card.l2_bytes / max(1, footprint))))
 
 
-def suite_named(suites: Mapping[str, Made], name: str) -> Made:
-    """The suite of that name. Raises InvalidInput that lists the known names."""
+def suite_named(suites: Mapping[str, Made], name: str, what: str = "suite") -> Made:
+    """The suite, or another thing, of that name. Raises InvalidInput that lists the known names."""
     if name not in suites:
-        raise InvalidInput(f"no suite is called {name!r}; known: {', '.join(suites)}")
+        raise InvalidInput(f"no {what} is called {name!r}; known: {', '.join(suites)}")
     return suites[name]
 
 
