@@ -1,8 +1,8 @@
-"""`sparsek`: doctor, demo, bench, report, advise, tune, repro."""
+"""`sparsek`: doctor, demo, bench, report, advise, tune."""
 
 import typer
 
-from sparsek.cli import advise, bench, demo, doctor, report, repro, tune
+from sparsek.cli import advise, bench, demo, doctor, report, tune
 from sparsek.cli.output import Commands
 
 app = typer.Typer(
@@ -19,7 +19,6 @@ app.command("advise")(advise.advise)
 app.add_typer(bench.app, name="bench")
 app.command("report")(report.report)
 app.command("tune")(tune.tune)
-app.add_typer(repro.app, name="repro")
 
 
 def main() -> None:
