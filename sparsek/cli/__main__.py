@@ -1,4 +1,4 @@
-"""`sparsek`: doctor, demo, advise, bench, report, tune, repro. A command's module is loaded when the command runs."""
+"""`sparsek`: doctor, demo, advise, bench, report, tune. A command's module is loaded when the command runs."""
 
 from importlib import import_module
 from typing import Any
@@ -18,7 +18,6 @@ COMMANDS = {
     "report": "Prints the tables of the newest records, and writes or checks the pages that show them.",
     "tune": "Measures configs of each kernel, each checked first, and keeps the winners in a table that plans consult.",
     "bench": "Measure, with a correctness gate before any time.",
-    "repro": "Run the documented failures of other libraries here.",
 }
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import sparsek as sk
-from sparsek.bench.repro import Answer, Case, Measured, Operands
+from benchmarks.torch_bsr.attempts import Answer, Case, Measured, Operands
 from sparsek.core.clock import time_rounds
 from sparsek.core.device import CARDS, card_of
 
