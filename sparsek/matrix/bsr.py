@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -15,13 +15,12 @@ from torch.utils import _pytree
 from sparsek.core import arguments, dtypes
 from sparsek.core.eager import check_aligned, concrete, untransformed
 from sparsek.core.errors import InvalidInput
-from sparsek.matrix.base import OfBlocks
+from sparsek.matrix.base import ALIGNMENT, OfBlocks
 from sparsek.matrix.pattern import BlockPattern
 
 if TYPE_CHECKING:
     from scipy import sparse
 
-ALIGNMENT = 16
 # What Dynamo (torch 2.13) calls an arithmetic operator between a tensor and a BSR, which it hands over in this order
 # whichever stood first, and the BSR's method for it.
 COMPILED_TENSOR_AND_BSR = {
@@ -81,14 +80,19 @@ class BSR(OfBlocks):
         flipped, perm = self.pattern.flip() if traced else self.pattern.transposed
         return BSR.unchecked(flipped, self.values, perm if self.order is None else None)
 
-    def to(self, device: str | torch.device | None = None, dtype: torch.dtype | None = None) -> BSR:
-        """This matrix on `device` and in `dtype`; this very object if nothing changes. Differentiable."""
-        target, wanted = self._place(device, dtype)
-        if (target, wanted) == (self.device, self.dtype):
-            return self
+    def _at(self, device: torch.device, dtype: torch.dtype) -> BSR:
         if self.order is not None:
-            return self.T.to(target, wanted).T
-        return BSR.unchecked(self.pattern.to(target), self.values.to(target, wanted))
+            return self.T._at(device, dtype).T
+        return BSR.unchecked(self.pattern.to(device), self.values.to(device, dtype))
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> BSR:
+        return BSR.unchecked(self.pattern, change(self.values), self.order)
+
+    def _zero_outside(self, values: Tensor) -> Tensor:
+        return zero_outside(self.pattern if self.order is None else self.pattern.T, values)
+
+    def _layer(self, x: Tensor) -> Tensor:
+        return self._multiply(x, self.T)
 
     def logical_values(self) -> Tensor:
         """The blocks in the pattern's order, [nnzb, bm, bk]: `values`, or a copy for a transposed view."""
@@ -213,10 +217,6 @@ class BSR(OfBlocks):
 
         return arithmetic.gradient(self)
 
-    def detach(self) -> BSR:
-        """This matrix on the same memory, outside autograd."""
-        return BSR.unchecked(self.pattern, self.values.detach(), self.order)
-
     def state_dict(self) -> dict[str, Tensor]:
         """All of this matrix as tensors by name, nothing copied; see `arithmetic.state_dict`."""
         from sparsek.matrix import algebra as arithmetic
@@ -321,6 +321,22 @@ def zero_padding(pattern: BlockPattern, values: Tensor) -> Tensor:
     if pattern.is_ragged:
         at, outside = padding_of(pattern)
         values[at] = values.index_select(0, at).masked_fill(outside, 0)
+    return values
+
+
+def zero_outside(pattern: BlockPattern, values: Tensor, columns: Tensor | None = None) -> Tensor:
+    """Values [nnzb, bm, bk] with 0 outside the true shape; the same tensor where no side is ragged. No sync.
+
+    `columns`: in which column of its block each value stands, if values do not stand side by side.
+    """
+    (m, k), (bm, bk), here = pattern.shape, pattern.block, values.device
+    if m % bm:
+        rows = pattern.block_rows[:, None] * bm + torch.arange(bm, dtype=torch.int32, device=here)
+        values = values.masked_fill((rows >= m)[:, :, None], 0)
+    if k % bk:
+        if columns is None:
+            columns = torch.arange(bk, dtype=torch.int32, device=here)
+        values = values.masked_fill(pattern.indices[:, None, None] * bk + columns >= k, 0)
     return values
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -15,7 +16,7 @@ from sparsek.core.eager import outside_inference
 from sparsek.core.errors import InvalidInput
 from sparsek.matrix import two_four
 from sparsek.matrix.base import OfBlocks
-from sparsek.matrix.bsr import BSR, padding_of
+from sparsek.matrix.bsr import BSR, padding_of, zero_outside
 from sparsek.matrix.pattern import BlockPattern
 
 LEAVES = ("pattern", "values", "meta")
@@ -67,16 +68,14 @@ class BSR24(OfBlocks):
             "transpose would lie along columns; x @ W.T is sparsek.linear(x, W), and A.to_bsr().T is a BSR"
         )
 
-    def detach(self) -> BSR24:
-        """This matrix on the same memory, outside autograd."""
-        return BSR24.unchecked(self.pattern, self.values.detach(), self.meta)
+    def _at(self, device: torch.device, dtype: torch.dtype) -> BSR24:
+        return BSR24.unchecked(self.pattern.to(device), self.values.to(device, dtype), self.meta.to(device))
 
-    def to(self, device: str | torch.device | None = None, dtype: torch.dtype | None = None) -> BSR24:
-        """This matrix on `device` and in `dtype`; this very object if nothing changes. Differentiable."""
-        target, wanted = self._place(device, dtype)
-        if (target, wanted) == (self.device, self.dtype):
-            return self
-        return BSR24.unchecked(self.pattern.to(target), self.values.to(target, wanted), self.meta.to(target))
+    def _each(self, change: Callable[[Tensor], Tensor]) -> BSR24:
+        return BSR24.unchecked(self.pattern, change(self.values), self.meta)
+
+    def _zero_outside(self, values: Tensor) -> Tensor:
+        return zero_outside(self.pattern, values, two_four.columns(self.meta))
 
     @classmethod
     @outside_inference

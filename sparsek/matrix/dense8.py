@@ -13,10 +13,9 @@ from torch.utils import _pytree
 from sparsek.core import arguments, dtypes
 from sparsek.core.eager import check_aligned, concrete, untransformed
 from sparsek.core.errors import InvalidInput
-from sparsek.matrix.base import Multiplied
+from sparsek.matrix.base import ALIGNMENT, Multiplied
 from sparsek.matrix.float8 import MOST, NAMES, rounded, scales_of
 
-ALIGNMENT = 16
 SCALES = ("tensor", "row")
 
 # x [..., K] and an FP8 dtype -> (values, scale) with a scale for each row, by one kernel, or None.
@@ -45,6 +44,7 @@ class ScaledTensor(Multiplied):
     values: Tensor
     scale: Tensor
     turned: bool = False
+    _as_tensor = "x.dequantize()"
 
     def __post_init__(self) -> None:
         if check_fp8_values(self.values).ndim < 1:

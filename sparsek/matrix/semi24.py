@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -61,16 +61,11 @@ class Semi24(Stored):
             "transpose would lie along columns; x @ W.T is sparsek.linear(x, W)"
         )
 
-    def detach(self) -> Semi24:
-        """This matrix on the same memory, outside autograd."""
-        return Semi24.unchecked(self.values.detach(), self.meta)
+    def _at(self, device: torch.device, dtype: torch.dtype) -> Semi24:
+        return Semi24.unchecked(self.values.to(device, dtype), self.meta.to(device))
 
-    def to(self, device: str | torch.device | None = None, dtype: torch.dtype | None = None) -> Semi24:
-        """This matrix on `device` and in `dtype`; this very object if nothing changes. Differentiable."""
-        target, wanted = self._place(device, dtype)
-        if (target, wanted) == (self.device, self.dtype):
-            return self
-        return Semi24.unchecked(self.values.to(target, wanted), self.meta.to(target))
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Semi24:
+        return Semi24.unchecked(change(self.values), self.meta)
 
     @classmethod
     @outside_inference
