@@ -5,16 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils import _pytree
 
 from sparsek.core import arguments, dtypes
 from sparsek.core.eager import check_aligned, concrete, untransformed
 from sparsek.core.errors import InvalidInput
+from sparsek.core.record import Record, record
 from sparsek.matrix.base import ALIGNMENT, OfBlocks
 from sparsek.matrix.pattern import BlockPattern
 
@@ -30,10 +30,15 @@ COMPILED_TENSOR_AND_BSR = {
     "sub": "__rsub__",
     "__rsub__": "__sub__",
 }
+NOT_PICKLED = (
+    "a BSR is not pickled (torch.save pickles too); use sparsek.save(A, 'file.safetensors'), or "
+    "torch.save(A.state_dict(), 'file.pt') and BSR.from_state_dict"
+)
 
 
+@record(leaves=("pattern", "values", "order"), own=("values",), picklable=NOT_PICKLED)
 @dataclass(frozen=True, eq=False, repr=False)
-class BSR(OfBlocks):
+class BSR(OfBlocks, Record):
     """An M x K matrix whose stored blocks are dense and whose other elements are zero.
 
     `values` is [nnzb, bm, bk] in bf16, fp16, fp32 or fp64: contiguous, 16-byte aligned, on the pattern's
@@ -62,14 +67,6 @@ class BSR(OfBlocks):
                 f"{outside} values in the padding of a {self.shape[0]}x{self.shape[1]} matrix in blocks of "
                 f"{self.block[0]}x{self.block[1]} are not zero; values outside the matrix must be 0"
             )
-
-    @classmethod
-    def unchecked(cls, pattern: BlockPattern, values: Tensor, order: Tensor | None = None) -> BSR:
-        """A BSR from parts that are known to fit: no check, no sync."""
-        made = object.__new__(cls)
-        for name, part in (("pattern", pattern), ("values", values), ("order", order)):
-            object.__setattr__(made, name, part)
-        return made
 
     @property
     def T(self) -> BSR:  # noqa: N802
@@ -283,21 +280,6 @@ class BSR(OfBlocks):
             f"{self.pattern.summary}, {size}, {self.device}{kind})"
         )
 
-    def __copy__(self) -> BSR:
-        return BSR.unchecked(self.pattern, self.values, self.order)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> BSR:
-        """Copies the values and shares the pattern, which nobody writes to."""
-        from copy import deepcopy
-
-        return BSR.unchecked(self.pattern, deepcopy(self.values, memo), self.order)
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise InvalidInput(
-            "a BSR is not pickled (torch.save pickles too); use sparsek.save(A, 'file.safetensors'), or "
-            "torch.save(A.state_dict(), 'file.pt') and BSR.from_state_dict"
-        )
-
 
 def padding_nonzeros(a: BSR) -> int:
     """How many values outside the true shape are not zero; NaN counts. Syncs only if a side is ragged."""
@@ -406,23 +388,3 @@ def _check_order(a: BSR) -> None:
         raise InvalidInput(
             "order is not the one of this pattern's transposition; transposed views come from .T"
         )
-
-
-def _flatten(a: BSR) -> tuple[list[Any], Any]:
-    parts = [a.pattern, a.values]
-    return (parts, False) if a.order is None else ([*parts, a.order], True)
-
-
-def _flatten_with_keys(a: BSR) -> tuple[list[tuple[Any, Any]], Any]:
-    parts, is_view = _flatten(a)
-    keys = [_pytree.GetAttrKey(name) for name in ("pattern", "values", "order")]
-    return list(zip(keys, parts, strict=False)), is_view
-
-
-def _unflatten(parts: Any, is_view: Any) -> BSR:
-    return BSR.unchecked(*parts)
-
-
-_pytree.register_pytree_node(
-    BSR, _flatten, _unflatten, serialized_type_name="sparsek.BSR", flatten_with_keys_fn=_flatten_with_keys
-)

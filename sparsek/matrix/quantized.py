@@ -6,7 +6,6 @@ The numbers, their rounding and their scales: `matrix/float8.py`. A dense operan
 from __future__ import annotations
 
 from collections.abc import Callable
-from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, NoReturn, overload
 
@@ -14,11 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.utils import _pytree
 
 from sparsek.core import arguments, dtypes
 from sparsek.core.eager import concrete, untransformed
 from sparsek.core.errors import InvalidInput
+from sparsek.core.record import Record, record
 from sparsek.matrix import two_four
 from sparsek.matrix.base import Matrix as AnyMatrix
 from sparsek.matrix.bsr import BSR
@@ -30,8 +29,8 @@ from sparsek.matrix.semi24 import Semi24
 
 Matrix = BSR | Semi24 | BSR24
 
-LEAVES = ("matrix", "scale")
 SCALES = ("tensor", "row", "block")
+NOT_PICKLED = "a Scaled is not pickled; use sparsek.save(q, 'file.safetensors')"
 
 
 @overload
@@ -108,8 +107,9 @@ def quantize(
     return Scaled.unchecked(a._each(lambda _: made), scales, scale, fast_accum)
 
 
+@record(leaves=("matrix", "scale"), own=("matrix", "scale"), picklable=NOT_PICKLED)
 @dataclass(frozen=True, eq=False, repr=False)
-class Scaled(AnyMatrix):
+class Scaled(AnyMatrix, Record):
     """scale * matrix: a BSR, Semi24 or BSR24 of FP8 values, each of which stands for itself times its scale.
 
     `matrix` has values in torch.float8_e4m3fn or torch.float8_e5m2, otherwise as its class describes; those classes
@@ -138,14 +138,6 @@ class Scaled(AnyMatrix):
         _check_fast_accum(self.fast_accum, self.kind)
         _check_float8(self.matrix)
         _check_scale(self)
-
-    @classmethod
-    def unchecked(cls, matrix: Matrix, scale: Tensor, kind: str, fast_accum: bool = False) -> Scaled:
-        """A Scaled from parts that are known to fit: no check, no sync."""
-        made = object.__new__(cls)
-        for name, part in (("matrix", matrix), ("scale", scale), ("kind", kind), ("fast_accum", fast_accum)):
-            object.__setattr__(made, name, part)
-        return made
 
     def with_fast_accum(self, fast_accum: bool = True) -> Scaled:
         """This matrix on the same memory, whose products may keep their sums in tensor cores, or not."""
@@ -250,17 +242,6 @@ class Scaled(AnyMatrix):
         if _is_view(matrix):
             words.append("transposed view")
         return f"Scaled({', '.join(words)})"
-
-    def __copy__(self) -> Scaled:
-        return self._with(self.matrix, self.scale)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Scaled:
-        """Copies values and scales, and shares pattern and metadata."""
-        values, scale = (deepcopy(part, memo) for part in (self.matrix.values, self.scale))
-        return self._with(self.matrix._each(lambda _: values), scale)
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise InvalidInput("a Scaled is not pickled; use sparsek.save(q, 'file.safetensors')")
 
 
 def _is_view(a: Matrix) -> bool:
@@ -410,25 +391,3 @@ def _stores_the_same(a: Matrix, b: Matrix) -> bool:
     if isinstance(a, BSR) or isinstance(b, BSR):
         return True
     return a.meta is b.meta or torch.equal(a.meta, b.meta)
-
-
-def _flatten(q: Scaled) -> tuple[list[Any], Any]:
-    return [q.matrix, q.scale], (q.kind, q.fast_accum)
-
-
-def _flatten_with_keys(q: Scaled) -> tuple[list[tuple[Any, Any]], Any]:
-    return [(_pytree.GetAttrKey(name), getattr(q, name)) for name in LEAVES], (q.kind, q.fast_accum)
-
-
-def _unflatten(parts: Any, said: Any) -> Scaled:
-    matrix, scale = parts
-    return Scaled.unchecked(matrix, scale, *said)
-
-
-_pytree.register_pytree_node(
-    Scaled,
-    _flatten,
-    _unflatten,
-    serialized_type_name="sparsek.Scaled",
-    flatten_with_keys_fn=_flatten_with_keys,
-)
