@@ -19,7 +19,8 @@ from torch.nn import functional
 from sparsek.core import arguments, dtypes, operations
 from sparsek.core.eager import concrete, outside_inference, untransformed, watched
 from sparsek.core.errors import InvalidInput
-from sparsek.matrix.bsr import ALIGNMENT, BSR, zero_padding
+from sparsek.matrix.base import ALIGNMENT
+from sparsek.matrix.bsr import BSR, zero_padding
 from sparsek.matrix.pattern import (
     BLOCK_MAX,
     INT32_MAX,

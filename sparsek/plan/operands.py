@@ -14,7 +14,8 @@ from torch import Tensor
 from sparsek.core import arguments, dtypes
 from sparsek.core.arguments import told
 from sparsek.core.errors import InvalidInput
-from sparsek.matrix.bsr import ALIGNMENT, BSR, check_stored
+from sparsek.matrix.base import ALIGNMENT
+from sparsek.matrix.bsr import BSR, check_stored
 from sparsek.matrix.pattern import BlockPattern
 from sparsek.reference import epilogue as reference
 from sparsek.reference.epilogue import ACTIVATION_NAMES, PLAIN, Epilogue

@@ -295,10 +295,13 @@ BAD: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
         "must be a dense torch.Tensor, got .*",
     ),
     "vector": (
-        lambda a, b: a @ b[:, 0],
+        lambda a, b: sk.spmm(a, b[:, 0]),
         r"B must be \[K, N\] .* got 1-D; for a vector use B.unsqueeze\(-1\)",
     ),
-    "vector left": (lambda a, b: b[:128, 0] @ a, r"A must be \[M, K\] .* got 1-D; .* A.unsqueeze\(0\)"),
+    "vector left": (
+        lambda a, b: sk.spmm(b[:128, 0], a),
+        r"A must be \[M, K\] .* got 1-D; .* A.unsqueeze\(0\)",
+    ),
     "rows": (lambda a, b: a @ b[:64], r"A is \[128, 192\] and B \[64, 40\]: B needs 192 rows"),
     "columns": (lambda a, b: sk.spmm(b, a), r"A is \[192, 40\] and B \[128, 192\]: A needs 128 columns"),
     "dtype": (lambda a, b: a @ b.double(), "A is torch.bfloat16 and B torch.float64; cast one of them"),
