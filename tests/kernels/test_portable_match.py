@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import triton
+from triton import knobs
 
 from sparsek.core.device import H200
 from sparsek.matrix.pattern import BlockPattern
@@ -127,7 +127,7 @@ def test_a_kernel_that_ran_before_is_launched_directly_under_triton_3_6(monkeypa
 def test_where_a_profiler_listens_triton_launches_and_tells_it(monkeypatch, name):
     monkeypatch.setattr(launch, "_is_tested", lambda: True)
     monkeypatch.setattr(launch, "_COMPILED", {})
-    ready, hooks = Launches(None), getattr(triton.knobs.runtime, name)
+    ready, hooks = Launches(None), getattr(knobs.runtime, name)
     kernel, cpu, some = Launches(ready), torch.device("cpu"), torch.zeros(1)
     launch_unspecialized(kernel, cpu, 7, (some, 5), (16,), 4)
     hooks.add(print)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.func import grad, vmap
 from torch.nn import functional
+from torch.utils._pytree import tree_map_only
 
 import sparsek as sk
 from sparsek.core.errors import InvalidInput
@@ -170,11 +171,12 @@ def test_map_changes_stored_values_only(make: Callable[..., Any]):
         checked = shifted.T if view else shifted
         parts = [checked.pattern, checked.values, *([a.meta] if isinstance(a, sk.BSR24) else [])]
         type(a)(*parts)
-    for fn, text in (
+    refused: Any = (
         (lambda x: x.sum(), "it must work element by element"),
         (lambda x: x > 0, "use one of"),
         (lambda x: 3, "what fn returns must be a dense torch.Tensor"),
-    ):
+    )
+    for fn, text in refused:
         with pytest.raises(InvalidInput, match=text):
             a.map(fn)
 
@@ -225,7 +227,8 @@ def test_f_linear_and_torchs_products_are_the_operator(make: Callable[..., Any])
     for product in (torch.mm, torch.matmul):
         assert torch.equal(product(a, x.mT), a @ x.mT)
     if isinstance(a, sk.BSR):
-        torch.testing.assert_close(torch.mm(x, any_type(a.T)), x @ a.to_dense().T)
+        turned: Any = a.T
+        torch.testing.assert_close(torch.mm(x, turned), x @ a.to_dense().T)
         torch.testing.assert_close(x @ a.T, x @ a.to_dense().T)
 
 
