@@ -120,3 +120,7 @@ class OfBlocks(Stored):
     def density(self) -> float:
         """Stored blocks over all blocks."""
         return self.pattern.density
+
+    def home(self) -> BlockPattern:
+        """Where its plans are kept."""
+        return self.pattern

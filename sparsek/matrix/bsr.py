@@ -17,6 +17,7 @@ from sparsek.core.eager import check_aligned, concrete, untransformed
 from sparsek.core.errors import InvalidInput
 from sparsek.matrix.base import OfBlocks
 from sparsek.matrix.pattern import BlockPattern
+from sparsek.matrix.storage import Parts, Storage, block_stats
 
 if TYPE_CHECKING:
     from scipy import sparse
@@ -89,6 +90,20 @@ class BSR(OfBlocks):
         if self.order is not None:
             return self.T.to(target, wanted).T
         return BSR.unchecked(self.pattern.to(target), self.values.to(target, wanted))
+
+    def storage(self, transposed: bool = False) -> Storage:
+        """How this matrix, or its transpose, is stored, for the planner."""
+        pattern, view = (
+            (self.pattern.T if transposed else self.pattern),
+            (self.order is not None) != transposed,
+        )
+        return Storage(dtypes.shown(self.dtype), block_stats(pattern, not view), transposed=view)
+
+    def parts(self, transposed: bool = False) -> Parts:
+        """The tensors and numbers of this matrix, or of its transpose, for ops of torch.library."""
+        pattern = self.pattern if self.order is None else self.pattern.T
+        sizes, view = [*pattern.shape, *pattern.block], (self.order is not None) != transposed
+        return Parts(self.values, None, None, pattern.indptr, pattern.indices, sizes, "", False, view)
 
     def logical_values(self) -> Tensor:
         """The blocks in the pattern's order, [nnzb, bm, bk]: `values`, or a copy for a transposed view."""

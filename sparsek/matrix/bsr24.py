@@ -17,6 +17,7 @@ from sparsek.matrix import two_four
 from sparsek.matrix.base import OfBlocks
 from sparsek.matrix.bsr import BSR, padding_of
 from sparsek.matrix.pattern import BlockPattern
+from sparsek.matrix.storage import Parts, Storage, block_stats
 
 LEAVES = ("pattern", "values", "meta")
 BLOCK_STEP = 64
@@ -65,6 +66,19 @@ class BSR24(OfBlocks):
         raise InvalidInput(
             "a BSR24 has no .T: its pairs lie along rows, where sparse tensor cores read them, and those of the "
             "transpose would lie along columns; x @ W.T is sparsek.linear(x, W), and A.to_bsr().T is a BSR"
+        )
+
+    def storage(self, transposed: bool = False) -> Storage:
+        """How this matrix, or its transpose, is stored, for the planner."""
+        blocks = block_stats(self.pattern.T if transposed else self.pattern, False)
+        return Storage(dtypes.shown(self.dtype), blocks, True, transposed=transposed)
+
+    def parts(self, transposed: bool = False) -> Parts:
+        """The tensors and numbers of this matrix, or of its transpose, for ops of torch.library."""
+        pattern = self.pattern
+        sizes = [*pattern.shape, *pattern.block]
+        return Parts(
+            self.values, None, self.meta, pattern.indptr, pattern.indices, sizes, "", False, transposed
         )
 
     def detach(self) -> BSR24:

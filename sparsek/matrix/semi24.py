@@ -17,6 +17,7 @@ from sparsek.core.eager import outside_inference
 from sparsek.core.errors import InvalidInput, Unsupported
 from sparsek.matrix import two_four
 from sparsek.matrix.base import Stored
+from sparsek.matrix.storage import Parts, Storage, TensorHome, home_of
 
 LEAVES = ("values", "meta")
 
@@ -60,6 +61,18 @@ class Semi24(Stored):
             "a Semi24 has no .T: its pairs lie along rows, where sparse tensor cores read them, and those of the "
             "transpose would lie along columns; x @ W.T is sparsek.linear(x, W)"
         )
+
+    def storage(self, transposed: bool = False) -> Storage:
+        """How this matrix, or its transpose, is stored, for the planner."""
+        return Storage(dtypes.shown(self.dtype), two_four=True, transposed=transposed)
+
+    def parts(self, transposed: bool = False) -> Parts:
+        """The tensors of this matrix, or of its transpose, for ops of torch.library."""
+        return Parts(self.values, None, self.meta, None, None, [], "", False, transposed)
+
+    def home(self) -> TensorHome:
+        """Where its plans are kept."""
+        return home_of(self.meta)
 
     def detach(self) -> Semi24:
         """This matrix on the same memory, outside autograd."""

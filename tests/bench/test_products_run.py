@@ -256,7 +256,9 @@ def test_results_begin_as_nan(monkeypatch: pytest.MonkeyPatch, case: Any) -> Non
     (one, *_) = case.operands(CPU)
     shapes: list[Any] = []
     module = "sddmm" if case is SDDMM else "spgemm"
-    monkeypatch.setattr(f"sparsek.bench.suites.{module}.poisoned", lambda shape, *rest: shapes.append(tuple(shape)))
+    monkeypatch.setattr(
+        f"sparsek.bench.suites.{module}.poisoned", lambda shape, *rest: shapes.append(tuple(shape))
+    )
     plan = one.plan(None)
     assert one.gate(plan).passed
     out = one.planned(plan)()
