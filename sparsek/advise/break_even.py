@@ -5,18 +5,18 @@ is timed, and no matrix made.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from sparsek.bench.engine.charts import COLOURS, pyplot
 from sparsek.core.device import card_named
 from sparsek.core.errors import InvalidInput, Unsupported
 from sparsek.matrix import two_four
 from sparsek.matrix.bsr24 import BLOCK_STEP
+from sparsek.matrix.storage import BlockStats, Storage
 from sparsek.ops.planning import choose
 from sparsek.plan.dense import dense_seconds
-from sparsek.plan.problem import BSR24Problem, Semi24Problem, SpmmProblem
+from sparsek.plan.problem import DenseSpec, SpmmProblem
 
 FORMATS = {"semi24": "2:4", "bsr": "BSR", "bsr24": "BSR24"}
 BLOCKS = (16, 32, 64, 128)
@@ -50,29 +50,27 @@ class Setting:
         except Unsupported:
             return float("inf")
 
-    def _problem(self, form: str, block: int, tokens: int, share: float) -> Any:
+    def _problem(self, form: str, block: int, tokens: int, share: float) -> SpmmProblem:
         n, k = self.shape
-        given: dict[str, Any] = {
-            "m": n,
-            "k": k,
-            "n": tokens,
-            "dtype": self.dtype,
-            "card": card_named(self.card),
-            "b_layout": "col",
-            "out_layout": "col",
-        }
+        dense = DenseSpec(self.dtype, "col")
+        a = Storage(self.dtype, self._blocks(form, block, share), two_four=form != "bsr")
+        return SpmmProblem(a, dense, dense, n, k, tokens, card_named(self.card))
+
+    def _blocks(self, form: str, block: int, share: float) -> BlockStats | None:
+        """So large a share of blocks at random places, as many in each row."""
         if form == "semi24":
-            return Semi24Problem(**given)
+            return None
+        n, k = self.shape
         rows, columns = -(-n // block), -(-k // block)
         nnzb = max(1, round(share * rows * columns))
-        given |= {"block": (block, block), "nnzb": nnzb, "row_max": -(-nnzb // rows)}
+        stats = BlockStats((block, block), nnzb, -(-nnzb // rows))
         if form == "bsr24":
-            return BSR24Problem(**given)
+            return stats
         # R rows of blocks at random places have this many distinct columns.
         apart = 1 - min(1.0, nnzb / (rows * columns))
         factors = [each for each in (2, 4, 8) if block <= 64 and each * block <= 128]
         merged = tuple((each, round(-(-rows // each) * columns * (1 - apart**each))) for each in factors)
-        return SpmmProblem(**given, merged=merged)
+        return replace(stats, merged=merged)
 
 
 def break_even(form: str, block: int, tokens: int, setting: Setting | None = None) -> float:

@@ -393,7 +393,7 @@ def _refuse_beyond_memory(a: BSR, tokens: int) -> None:
 def best_sparse(a: BSR, b: torch.Tensor, card: str | None) -> Any:
     """The plan of the sparse kernel that the planner thinks fastest. Raises Unsupported when none runs."""
     plans, reasons = [], {}
-    for name in names_for("spmm"):
+    for name in names_for("spmm", "bsr"):
         if name in NOT_SPARSE:
             continue
         try:

@@ -91,10 +91,10 @@ def _kernels(device: torch.device) -> tuple[Table, list[str]]:
     table.add_column("why")
     wrong: list[str] = []
     checks = [
-        *_checks("spmm", _product(device)),
-        *_checks("semi24", _two_four(device, SEMI24_CASES[0])),
-        *_checks("bsr24", _two_four(device, BSR24_CASES[0])),
-        *(check for kind in IN_FP8 for check in _checks(kind.op, _in_fp8(device, kind))),
+        *_checks("spmm", _product(device), "bsr"),
+        *_checks("spmm", _two_four(device, SEMI24_CASES[0]), "semi24"),
+        *_checks("spmm", _two_four(device, BSR24_CASES[0]), "bsr24"),
+        *(check for one in IN_FP8 for check in _checks("spmm", _in_fp8(device, one), f"{one.kind}_fp8")),
         *_checks("sddmm", _sampled(device)),
         *_checks("spgemm", _sparse(device)),
         *_checks("attention", _attention(device)),
@@ -123,8 +123,8 @@ def _kernels(device: torch.device) -> tuple[Table, list[str]]:
 Check = Callable[[str], Gate]
 
 
-def _checks(op: str, check: Check) -> list[tuple[str, str, Check]]:
-    return [(op, name, check) for name in names_for(op)]
+def _checks(op: str, check: Check, storage: str | None = None) -> list[tuple[str, str, Check]]:
+    return [(storage or op, name, check) for name in names_for(op, storage)]
 
 
 def _product(device: torch.device) -> Check:

@@ -17,12 +17,11 @@ from sparsek.cli.output import table as new_table
 from sparsek.core import arguments, env
 from sparsek.core.errors import InvalidFile, InvalidInput, Unsupported
 from sparsek.kernels import names_for
-from sparsek.ops.weight_formats import FORMATS, FP8_OPS, ways
+from sparsek.ops.weight_formats import FORMATS, ways
 from sparsek.plan import table
 
 SPARSE = tuple(name for name in FORMATS if not name.startswith("dense"))
-OPS = ("spmm", "semi24", "bsr24", *FP8_OPS.values())
-TUNABLE = dict.fromkeys(name for op in OPS for name in names_for(op) if not name.startswith("reference."))
+TUNABLE = [name for name in names_for("spmm") if not name.startswith("reference.")]
 
 
 def tune(

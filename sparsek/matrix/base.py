@@ -305,3 +305,7 @@ class OfBlocks(Stored):
     def density(self) -> float:
         """Stored blocks over all blocks."""
         return self.pattern.density
+
+    def home(self) -> BlockPattern:
+        """Where its plans are kept."""
+        return self.pattern

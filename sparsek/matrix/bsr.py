@@ -17,6 +17,7 @@ from sparsek.core.errors import InvalidInput
 from sparsek.core.record import Record, record
 from sparsek.matrix.base import ALIGNMENT, OfBlocks
 from sparsek.matrix.pattern import BlockPattern
+from sparsek.matrix.storage import Parts, Storage, block_stats
 
 if TYPE_CHECKING:
     from scipy import sparse
@@ -90,6 +91,20 @@ class BSR(OfBlocks, Record):
 
     def _layer(self, x: Tensor) -> Tensor:
         return self._multiply(x, self.T)
+
+    def storage(self, transposed: bool = False) -> Storage:
+        """How this matrix, or its transpose, is stored, for the planner."""
+        pattern, view = (
+            (self.pattern.T if transposed else self.pattern),
+            (self.order is not None) != transposed,
+        )
+        return Storage(dtypes.shown(self.dtype), block_stats(pattern, not view), transposed=view)
+
+    def parts(self, transposed: bool = False) -> Parts:
+        """The tensors and numbers of this matrix, or of its transpose, for ops of torch.library."""
+        pattern = self.pattern if self.order is None else self.pattern.T
+        sizes, view = [*pattern.shape, *pattern.block], (self.order is not None) != transposed
+        return Parts(self.values, None, None, pattern.indptr, pattern.indices, sizes, "", False, view)
 
     def logical_values(self) -> Tensor:
         """The blocks in the pattern's order, [nnzb, bm, bk]: `values`, or a copy for a transposed view."""

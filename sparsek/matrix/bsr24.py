@@ -18,6 +18,7 @@ from sparsek.matrix import two_four
 from sparsek.matrix.base import OfBlocks
 from sparsek.matrix.bsr import BSR, padding_of, zero_outside
 from sparsek.matrix.pattern import BlockPattern
+from sparsek.matrix.storage import Parts, Storage, block_stats
 
 BLOCK_STEP = 64
 
@@ -62,6 +63,19 @@ class BSR24(OfBlocks, Record):
 
     def _at(self, device: torch.device, dtype: torch.dtype) -> BSR24:
         return BSR24.unchecked(self.pattern.to(device), self.values.to(device, dtype), self.meta.to(device))
+
+    def storage(self, transposed: bool = False) -> Storage:
+        """How this matrix, or its transpose, is stored, for the planner."""
+        blocks = block_stats(self.pattern.T if transposed else self.pattern, False)
+        return Storage(dtypes.shown(self.dtype), blocks, True, transposed=transposed)
+
+    def parts(self, transposed: bool = False) -> Parts:
+        """The tensors and numbers of this matrix, or of its transpose, for ops of torch.library."""
+        pattern = self.pattern
+        sizes = [*pattern.shape, *pattern.block]
+        return Parts(
+            self.values, None, self.meta, pattern.indptr, pattern.indices, sizes, "", False, transposed
+        )
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> BSR24:
         return BSR24.unchecked(self.pattern, change(self.values), self.meta)

@@ -6,7 +6,7 @@ The numbers, their rounding and their scales: `matrix/float8.py`. A dense operan
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn, overload
 
 import numpy as np
@@ -26,6 +26,7 @@ from sparsek.matrix.dense8 import SCALES as ROW_SCALES
 from sparsek.matrix.dense8 import ScaledTensor, check_fp8_values, quantize_dense
 from sparsek.matrix.float8 import MOST, NAMES, rounded, scales_of
 from sparsek.matrix.semi24 import Semi24
+from sparsek.matrix.storage import Home, Parts, Storage
 
 Matrix = BSR | Semi24 | BSR24
 
@@ -147,6 +148,24 @@ class Scaled(AnyMatrix, Record):
     def _with(self, matrix: Matrix, scale: Tensor) -> Scaled:
         """Other parts, of which all is said that is said of these."""
         return Scaled.unchecked(matrix, scale, self.kind, self.fast_accum)
+
+    @property
+    def values(self) -> Tensor:
+        """The FP8 values, without scales."""
+        return self.matrix.values
+
+    def storage(self, transposed: bool = False) -> Storage:
+        """How this matrix, or its transpose, is stored, for the planner."""
+        return replace(self.matrix.storage(transposed), scale=self.kind, fast_accum=self.fast_accum)
+
+    def parts(self, transposed: bool = False) -> Parts:
+        """The tensors and numbers of this matrix, or of its transpose, for ops of torch.library."""
+        plain = self.matrix.parts(transposed)
+        return plain._replace(scale=self.scale, scale_kind=self.kind, fast_accum=self.fast_accum)
+
+    def home(self) -> Home:
+        """Where its plans are kept."""
+        return self.matrix.home()
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -17,6 +17,7 @@ from sparsek.core.errors import InvalidInput, Unsupported
 from sparsek.core.record import Record, record
 from sparsek.matrix import two_four
 from sparsek.matrix.base import Stored
+from sparsek.matrix.storage import Parts, Storage, TensorHome, home_of
 
 
 @record(leaves=("values", "meta"), own=("values",))
@@ -54,6 +55,18 @@ class Semi24(Stored, Record):
 
     def _at(self, device: torch.device, dtype: torch.dtype) -> Semi24:
         return Semi24.unchecked(self.values.to(device, dtype), self.meta.to(device))
+
+    def storage(self, transposed: bool = False) -> Storage:
+        """How this matrix, or its transpose, is stored, for the planner."""
+        return Storage(dtypes.shown(self.dtype), two_four=True, transposed=transposed)
+
+    def parts(self, transposed: bool = False) -> Parts:
+        """The tensors of this matrix, or of its transpose, for ops of torch.library."""
+        return Parts(self.values, None, self.meta, None, None, [], "", False, transposed)
+
+    def home(self) -> TensorHome:
+        """Where its plans are kept."""
+        return home_of(self.meta)
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> Semi24:
         return Semi24.unchecked(change(self.values), self.meta)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,8 +19,52 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.bsr24 import BSR24
 from sparsek.matrix.pattern import BlockPattern
+from sparsek.matrix.quantized import Scaled
 from sparsek.matrix.semi24 import Semi24
+from sparsek.matrix.storage import Parts
 from sparsek.plan.operands import readable
+from sparsek.plan.spmm import Matrix
+
+
+class SpmmArgs(NamedTuple):
+    """The arguments of `sparsek::spmm`: the parts of A, and what is done with them.
+
+    `b` is [..., K, N]; or, where there is a `b_scale`, the FP8 values [..., N, K] of a ScaledTensor. `by_columns`: C is
+    written by columns, and C.mT is returned, [..., N, M], row-major. `dtype` is C's.
+    """
+
+    values: Tensor
+    scale: Tensor | None
+    meta: Tensor | None
+    indptr: Tensor | None
+    indices: Tensor | None
+    sizes: list[int]
+    scale_kind: str
+    fast_accum: bool
+    transposed: bool
+    b: Tensor
+    b_scale: Tensor | None
+    by_columns: bool
+    alpha: float
+    bias: Tensor | None
+    activation: str
+    other: Tensor | None
+    combine: str
+    dtype: torch.dtype
+    kernel: str | None
+
+    @property
+    def parts(self) -> Parts:
+        """Those of A."""
+        parts: Any = self[: len(Parts._fields)]
+        return Parts(*parts)
+
+
+SPMM_SCHEMA = (
+    "(Tensor values, Tensor? scale, Tensor? meta, Tensor? indptr, Tensor? indices, SymInt[] sizes, str scale_kind, "
+    "bool fast_accum, bool transposed, Tensor b, Tensor? b_scale, bool by_columns, float alpha, Tensor? bias, "
+    "str activation, Tensor? other, str combine, ScalarType dtype, str? kernel) -> Tensor"
+)
 
 FlatPattern = tuple[Tensor, Tensor, list[int]]
 FlatMatrix = tuple[Tensor, Tensor, Tensor, list[int], bool]
@@ -54,9 +99,7 @@ def flat(a: BSR) -> FlatMatrix:
 def flat_pattern(pattern: BlockPattern) -> FlatPattern:
     """indptr, indices and the sizes of a pattern."""
     if not torch.compiler.is_compiling():
-        known = _PATTERNS.get(pattern.indptr)
-        if known is None or known() is not pattern:
-            _PATTERNS[pattern.indptr] = weakref.ref(pattern)
+        _remember(pattern)
     return pattern.indptr, pattern.indices, [*pattern.shape, *pattern.block]
 
 
@@ -81,23 +124,40 @@ def matrix(
     return a.T if transposed else a
 
 
-def flat24(a: Semi24 | BSR24) -> tuple[Tensor | list[int], ...]:
-    """Values and metadata; of a BSR24 its pattern too, as `flat_pattern` takes it apart."""
-    return (a.values, a.meta) if isinstance(a, Semi24) else (a.values, a.meta, *flat_pattern(a.pattern))
+def parts(a: Matrix, transposed: bool = False) -> Parts:
+    """The tensors and numbers of a sparse matrix, or of its transpose. Its pattern is found again in the op."""
+    plain = a.matrix if isinstance(a, Scaled) else a
+    if not isinstance(plain, Semi24) and not torch.compiler.is_compiling():
+        view = isinstance(plain, BSR) and plain.order is not None
+        _remember(plain.pattern.T if view else plain.pattern)
+    return a.parts(transposed)
 
 
-def matrix24(
-    values: Tensor,
-    meta: Tensor,
-    indptr: Tensor | None = None,
-    indices: Tensor | None = None,
-    sizes: Sequence[int] = (),
-) -> Semi24 | BSR24:
-    """The matrix that `flat24` took apart, with copies of parts that lie otherwise than kernels read them."""
-    values, meta = readable(values), readable(meta)
-    if indptr is None or indices is None:
-        return Semi24.unchecked(values, meta)
-    return BSR24.unchecked(pattern_of(indptr, indices, sizes), values, meta)
+def whole(given: Parts) -> tuple[Matrix, bool]:
+    """The matrix that `parts` took apart, and whether its transpose is meant, of which a BSR has a view.
+
+    Parts without the order or the alignment that kernels read, as gradients may have, are copied.
+    """
+    values, scale, meta, indptr, indices, sizes, scale_kind, fast_accum, transposed = given
+    made: BSR | Semi24 | BSR24
+    if meta is not None:
+        values, meta = readable(values), readable(meta)
+        made = Semi24.unchecked(values, meta)
+        if indptr is not None and indices is not None:
+            made = BSR24.unchecked(pattern_of(indptr, indices, sizes), values, meta)
+    else:
+        assert indptr is not None
+        assert indices is not None
+        made, transposed = matrix(values, indptr, indices, sizes, transposed), False
+    if scale is None:
+        return made, transposed
+    return Scaled.unchecked(made, scale.contiguous(), scale_kind, fast_accum), transposed
+
+
+def shape_of(given: Parts) -> tuple[int, int]:
+    """M and K of the matrix of these parts, which may be fake."""
+    rows, columns = given.sizes[:2] if given.sizes else (given.values.shape[0], 2 * given.values.shape[1])
+    return (columns, rows) if given.transposed else (rows, columns)
 
 
 def fake(
@@ -109,6 +169,12 @@ def fake(
         rows, columns, bm, bk = columns, rows, bk, bm
     pattern = BlockPattern.unchecked((rows, columns), (bm, bk), indptr, indices)
     return BSR.unchecked(pattern, values, indices if transposed else None)
+
+
+def _remember(pattern: BlockPattern) -> None:
+    known = _PATTERNS.get(pattern.indptr)
+    if known is None or known() is not pattern:
+        _PATTERNS[pattern.indptr] = weakref.ref(pattern)
 
 
 def _unknown(indptr: Tensor, indices: Tensor, sizes: Sequence[int]) -> BlockPattern:

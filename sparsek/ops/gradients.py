@@ -25,9 +25,11 @@ from torch import Tensor
 from sparsek import kernels
 from sparsek.core.eager import save_for_backward
 from sparsek.core.errors import InvalidInput
+from sparsek.matrix.storage import Parts
 from sparsek.ops import transforms
+from sparsek.ops.flat import SpmmArgs
 from sparsek.plan.attention_operands import NO_SECOND_GRADIENT
-from sparsek.plan.semi24 import VALUES_HAVE_NO_GRADIENT
+from sparsek.plan.operands import FP8_HAS_NO_GRADIENT, VALUES_HAVE_NO_GRADIENT
 
 Gradients = tuple[Any, ...]
 
@@ -47,84 +49,53 @@ def kin(kernel: str | None, op: str) -> str | None:
 
 
 def save_spmm(ctx: Any, inputs: Any, output: Tensor) -> None:
-    """Keeps what the gradients of spmm read: A's values for B's, B for those of A, C where relu has cut."""
-    values, indptr, indices, sizes, transposed, b, _, alpha, bias, activation, other, combine, kernel = inputs
-    of_values, of_b = ctx.needs_input_grad[0], ctx.needs_input_grad[5]
-    of_bias = bias is not None and ctx.needs_input_grad[8]
-    cut = activation == "relu" and (of_values or of_b or of_bias)
-    save_for_backward(
-        ctx, indptr, indices, values if of_b else None, b if of_values else None, output if cut else None
-    )
-    ctx.call = sizes, transposed, alpha, kernel
-    ctx.b_by_columns = _by_columns(b)
-    ctx.without = activation not in ("", "relu") or (
-        other is not None and bool(activation or combine == "mul")
+    """Keeps what the gradients of spmm read: A's values for B's, B for those of A, C where relu has cut. Refuses values
+    that ask for a gradient and have none."""
+    args, needs = SpmmArgs(*inputs), SpmmArgs(*ctx.needs_input_grad[: len(SpmmArgs._fields)])
+    if args.scale is not None:
+        raise InvalidInput(FP8_HAS_NO_GRADIENT)
+    if needs.values and args.meta is not None:
+        kind = "Semi24" if args.indptr is None else "BSR24"
+        raise InvalidInput(VALUES_HAVE_NO_GRADIENT.format(kind=kind))
+    learns = needs.values or needs.b or (args.bias is not None and needs.bias)
+    cut = output if args.activation == "relu" and learns else None
+    matrix = (args.values, args.meta) if needs.b else (None, None)
+    save_for_backward(ctx, *matrix, args.indptr, args.indices, args.b if needs.values else None, cut)
+    none: Any = None
+    ctx.call = args._replace(values=none, meta=None, indptr=None, indices=None, b=none, bias=None, other=None)
+    ctx.b_by_columns = _by_columns(args.b)
+    ctx.without = args.activation not in ("", "relu") or (
+        args.other is not None and bool(args.activation or args.combine == "mul")
     )
 
 
 def of_spmm(ctx: Any, grad: Tensor) -> Gradients:
-    """The gradients of values, B, bias and other."""
+    """The gradients of values, B, bias and other; `grad` lies as the op's output does."""
     if ctx.without:
         raise InvalidInput(
             "torch.ops.sparsek.spmm has no gradient with this epilogue; sparsek.linear and sparsek.swiglu have one"
         )
-    indptr, indices, values, b, out = ctx.saved_tensors
-    sizes, transposed, alpha, kernel = ctx.call
+    values, meta, indptr, indices, b, out = ctx.saved_tensors
+    args: SpmmArgs = ctx.call
+    needs = SpmmArgs(*ctx.needs_input_grad[: len(SpmmArgs._fields)])
     dz = grad if out is None else torch.where(out <= 0, 0, grad)
-    found: list[Tensor | None] = [None] * 13
+    dz, grad = (dz.mT, grad.mT) if args.by_columns else (dz, grad)
+    found: dict[str, Any] = dict.fromkeys(SpmmArgs._fields)
     if b is not None:
-        left, right = (_joined(b), _joined(dz)) if transposed else (_joined(dz), _joined(b))
-        made = transforms.call("sddmm", left, right.mT, indptr, indices, sizes, kin(kernel, "sddmm"))
-        found[0] = made if alpha == 1 else made * alpha
-    if values is not None:
-        a = values, indptr, indices, sizes, not transposed
-        found[5] = _spmm(*a, dz, ctx.b_by_columns, kernel, alpha)
-    if ctx.needs_input_grad[8]:
-        found[8] = dz.sum([dim for dim in range(dz.ndim) if dim != dz.ndim - 2])
-    if ctx.needs_input_grad[10]:
-        found[10] = grad
-    return tuple(found)
-
-
-def save_24(ctx: Any, inputs: Any, output: Tensor) -> None:
-    """Keeps a 2:4 matrix for B's gradient, and C where relu has cut. Refuses values that ask for a gradient."""
-    *matrix, transposed, b, by_columns, alpha, bias, activation, other, combine, kernel = inputs
-    if ctx.needs_input_grad[0]:
-        raise InvalidInput(VALUES_HAVE_NO_GRADIENT.format(kind="Semi24" if len(matrix) == 2 else "BSR24"))
-    at = len(matrix) + 1
-    of_b, of_bias = ctx.needs_input_grad[at], bias is not None and ctx.needs_input_grad[at + 3]
-    cut = activation == "relu" and (of_b or of_bias)
-    tensors, sizes = (matrix[:-1], matrix[-1:]) if len(matrix) == 5 else (matrix, [])
-    save_for_backward(ctx, *(x if of_b else None for x in tensors), output if cut else None)
-    ctx.call = sizes, transposed, by_columns, alpha, kernel
-    ctx.b_by_columns = _by_columns(b)
-    ctx.without = activation not in ("", "relu") or (
-        other is not None and bool(activation or combine == "mul")
-    )
-
-
-def of_24(ctx: Any, grad: Tensor) -> Gradients:
-    """The gradients of B, bias and other of a product with a 2:4 matrix; grad lies as the op's output does."""
-    *tensors, out = ctx.saved_tensors
-    sizes, transposed, by_columns, alpha, kernel = ctx.call
-    name, at = ("bsr24", 6) if sizes else ("semi24", 3)
-    if ctx.without:
-        raise InvalidInput(
-            f"torch.ops.sparsek.{name} has no gradient with this epilogue; sparsek.linear has one"
+        left, right = (_joined(b), _joined(dz)) if args.transposed else (_joined(dz), _joined(b))
+        kernel = kin(args.kernel, "sddmm")
+        made = transforms.call("sddmm", left, right.mT, indptr, indices, args.sizes, kernel)
+        found["values"] = made if args.alpha == 1 else made * args.alpha
+    if needs.b:
+        flipped = args.parts._replace(
+            values=values, meta=meta, indptr=indptr, indices=indices, transposed=not args.transposed
         )
-    dz = grad if out is None else torch.where(out <= 0, 0, grad)
-    dz, grad = (dz.mT, grad.mT) if by_columns else (dz, grad)
-    found: list[Tensor | None] = [None] * (at + 8)
-    if ctx.needs_input_grad[at]:
-        turned = None if kernel is None or kernel.split(".")[0] not in TURNING else kernel
-        plain = alpha, None, "", None, "add", turned
-        made = transforms.call(name, *tensors, *sizes, not transposed, dz, ctx.b_by_columns, *plain)
-        found[at] = made.mT if ctx.b_by_columns else made
-    if ctx.needs_input_grad[at + 3]:
-        found[at + 3] = dz.sum([dim for dim in range(dz.ndim) if dim != dz.ndim - 2])
-    if ctx.needs_input_grad[at + 5]:
-        found[at + 5] = grad
-    return tuple(found)
+        found["b"] = _spmm(flipped, dz, ctx.b_by_columns, args.kernel, args.alpha)
+    if needs.bias:
+        found["bias"] = dz.sum([dim for dim in range(dz.ndim) if dim != dz.ndim - 2])
+    if needs.other:
+        found["other"] = grad
+    return tuple(found.values())
 
 
 def save_sddmm(ctx: Any, inputs: Any, output: Tensor) -> None:
@@ -144,9 +115,11 @@ def of_sddmm(ctx: Any, grad: Tensor) -> Gradients:
     grad = inside(grad, indptr, indices, sizes)
     of_x = of_y = None
     if y is not None:
-        of_x = _spmm(grad, indptr, indices, sizes, False, y.mT, x_by_columns, kernel)
+        a = Parts(grad, None, None, indptr, indices, sizes, "", False, False)
+        of_x = _spmm(a, y.mT, x_by_columns, kernel)
     if x is not None:
-        of_y = _spmm(grad, indptr, indices, sizes, True, x, not y_by_columns, kernel).mT
+        a = Parts(grad, None, None, indptr, indices, sizes, "", False, True)
+        of_y = _spmm(a, x, not y_by_columns, kernel).mT
     return of_x, of_y, *[None] * 4
 
 
@@ -242,24 +215,15 @@ def of_attention_backward(ctx: Any, *grads: Tensor) -> Gradients:
     raise InvalidInput(NO_SECOND_GRADIENT)
 
 
-def _spmm(
-    values: Any, indptr: Tensor, indices: Tensor, sizes: Any, transposed: bool, b: Tensor, *how: Any
-) -> Tensor:
-    by_columns, kernel, *alpha = how
-    plain = None, "", None, "add"
-    return transforms.call(
-        "spmm",
-        values,
-        indptr,
-        indices,
-        sizes,
-        transposed,
-        b,
-        by_columns,
-        *(alpha or [1.0]),
-        *plain,
-        kin(kernel, "spmm"),
-    )
+def _spmm(a: Parts, b: Tensor, by_columns: bool, kernel: str | None, alpha: float = 1.0) -> Tensor:
+    """alpha * A @ B as an op, C written by columns or by rows."""
+    if a.meta is None:
+        kernel = kin(kernel, "spmm")
+    elif kernel is not None and kernel.split(".")[0] not in TURNING:
+        kernel = None
+    args = SpmmArgs(*a, b, None, by_columns, alpha, None, "", None, "add", b.dtype, kernel)
+    c = transforms.call("spmm", *args)
+    return c.mT if by_columns else c
 
 
 def _at(x: Any, y: Any, p: Any, kernel: str | None) -> Tensor:

@@ -5,7 +5,7 @@ x @ W.T is (W @ x.T).T: spmm with an epilogue, whose C is written by columns.
 
 from __future__ import annotations
 
-import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,25 +17,22 @@ from sparsek.core.arguments import told
 from sparsek.core.errors import InvalidInput
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.bsr24 import BSR24
-from sparsek.matrix.dense8 import ScaledTensor
+from sparsek.matrix.dense8 import ScaledTensor, quantize_dense
 from sparsek.matrix.quantized import Scaled
 from sparsek.matrix.semi24 import Semi24
-from sparsek.ops import flat, scaled, semi24, transforms
+from sparsek.ops import flat, transforms
 from sparsek.ops.autocast import autocasts, follow_autocast_fp8
-from sparsek.ops.semi24 import TWO_FOUR
-from sparsek.ops.spmm import multiply
+from sparsek.ops.spmm import SPMM, multiply
 from sparsek.plan import operands
-from sparsek.plan.scaled import check_layer
-from sparsek.plan.semi24 import Product24
-from sparsek.plan.spmm import Product
+from sparsek.plan.spmm import E4M3, Product, SpmmPlan, dtype_of, tokens
 from sparsek.reference.epilogue import ACTIVATIONS, PLAIN, Epilogue
 
-Weight = BSR | Semi24 | BSR24
+Weight = BSR | Semi24 | BSR24 | Scaled
 
 
 def linear(
     x: Tensor | ScaledTensor,
-    W: Weight | Scaled | Tensor,
+    W: Weight | Tensor,
     bias: Tensor | None = None,
     activation: str | None = None,
     residual: Tensor | None = None,
@@ -70,31 +67,25 @@ def linear(
         dtype, x, W, bias, residual = follow_autocast_fp8(dtype, x, W, bias, residual)
     if kernel is not None:
         arguments.text("kernel", kernel)
-    if isinstance(x, ScaledTensor) or isinstance(W, Scaled):
-        return _in_fp8(x, W, bias, activation, residual, kernel, dtype)
-    if dtype is not None:
-        raise InvalidInput("dtype= is for a W in FP8; other products have the dtype of their operands")
-    if not isinstance(W, BSR) and not isinstance(W, TWO_FOUR):
-        return _dense(x, W, bias, activation, residual, kernel)
     operands.check_linear(x, W, bias, activation, residual)
+    if isinstance(W, Tensor):
+        return _dense(x, W, bias, activation, residual, kernel, dtype)
+    dtype_of(W, x, dtype)  # InvalidInput for a dtype that C cannot have
     bias, residual = _in_rows(bias), _in_rows(residual)
-    rows, act = _tokens(x), activation or ""
-    joined = None if residual is None else _tokens(residual)
-    wanted = act != "" and _wanted(x, W.values, bias, residual)
+    act, learns = activation or "", not isinstance(W, Scaled)
+    wanted = act != "" and learns and _wanted(x, W.values, bias, residual)
     cut, apart = wanted and act != "relu", wanted
-    other = None if joined is None or apart else joined.mT
-    y = _product(rows, W, Epilogue(bias=bias, activation="" if cut else act, other=other), kernel)
+    epilogue = Epilogue(bias=bias, activation="" if cut else act, other=None if apart else residual)
+    y = _product(x, W, epilogue, kernel, dtype)
     with dtypes.as_given(x.device):
         if cut:
             y = ACTIVATIONS[act](y)
-        if joined is not None and apart:
-            y = y + joined
-    return y if x.dim() == 2 else y.view(*x.shape[:-1], W.shape[0])
+        if residual is not None and apart:
+            y = y + tokens(residual)
+    return y if x.ndim == 2 else y.view(*x.shape[:-1], W.shape[0])
 
 
-def swiglu(
-    x: Tensor | ScaledTensor, W_gate: Weight | Scaled, W_up: Weight | Scaled, *, kernel: str | None = None
-) -> Tensor:
+def swiglu(x: Tensor | ScaledTensor, W_gate: Weight, W_up: Weight, *, kernel: str | None = None) -> Tensor:
     """silu(x @ W_gate.T) * (x @ W_up.T), in two kernels: the second multiplies what the first has left in y.
 
     x: [..., K] as in `linear`. W_gate, W_up: BSR, Semi24 or BSR24 [N, K] of x's dtype on its device, of one kind where
@@ -112,37 +103,68 @@ def swiglu(
         dtype = None
     if kernel is not None:
         arguments.text("kernel", kernel)
-    if isinstance(x, ScaledTensor) or isinstance(W_gate, Scaled) or isinstance(W_up, Scaled):
-        return scaled.swiglu(x, W_gate, W_up, kernel, dtype)
     for name, w in (("W_gate", W_gate), ("W_up", W_up)):
-        if not isinstance(w, BSR) and not isinstance(w, TWO_FOUR):
+        if not operands.is_sparse(w):
             raise InvalidInput(f"{name} must be a BSR, got {type(w).__name__}; make one with BSR.from_dense")
-        operands.check_linear(x, w, None, None, None)
+        operands.check_layer(x, w)
     if W_gate.shape != W_up.shape:
         raise InvalidInput(f"W_gate is {list(W_gate.shape)} and W_up {list(W_up.shape)}; they must agree")
-    rows = _tokens(x)
-    if _wanted(x, W_gate.values, W_up.values):
-        gate, up = _product(rows, W_gate, PLAIN, kernel), _product(rows, W_up, PLAIN, kernel)
+    if isinstance(W_gate, Scaled) or isinstance(W_up, Scaled):
+        if not (isinstance(W_gate, Scaled) and isinstance(W_up, Scaled)):
+            raise InvalidInput("W_gate and W_up must both be a Scaled, or none of them")
+        dtype = dtype_of(W_gate, x, dtype)
+        if isinstance(x, Tensor):
+            if operands.wants_gradient(x):
+                raise InvalidInput(operands.FP8_HAS_NO_GRADIENT)
+            x = quantize_dense(x, E4M3, "row", check=False)
+    if dtype is None and _wanted(x, W_gate.values, W_up.values):
+        gate, up = (_product(x, w, PLAIN, kernel) for w in (W_gate, W_up))
         with dtypes.as_given(x.device):
             y = functional.silu(gate) * up
     else:
-        gate = _product(rows, W_gate, Epilogue(activation="silu"), kernel)
-        epilogue = Epilogue(other=gate.mT, combine="mul")
-        y = _product(rows, W_up, epilogue, kernel, None if flat.traced() else gate)
-    return y if x.dim() == 2 else y.view(*x.shape[:-1], W_up.shape[0])
+        gate = _product(x, W_gate, Epilogue(activation="silu"), kernel, dtype)
+        epilogue = Epilogue(other=gate, combine="mul")
+        out = gate if dtype is None and not flat.traced() else None
+        y = _product(x, W_up, epilogue, kernel, dtype, out)
+    return y if x.ndim == 2 else y.view(*x.shape[:-1], W_up.shape[0])
+
+
+def plan_layer(
+    x: Tensor | ScaledTensor,
+    W: Weight,
+    *,
+    epilogue: Epilogue = PLAIN,
+    kernel: str | None = None,
+    config: Any = None,
+    device: str | None = None,
+    dtype: torch.dtype | None = None,
+) -> SpmmPlan:
+    """The plan that `linear(x, W)` uses for a sparse W; call it as `plan(x, W, epilogue=...)`.
+
+    epilogue: of bias [N], an activation and a residual [..., N] as `other`, in y's dtype. Otherwise as `plan_spmm`.
+    """
+    operands.check_given(epilogue)
+    operands.check_layer(x, W)
+    call = Product.layer(x, W, epilogue, dtype)
+    call.check_epilogue()
+    return replace(SPMM.plan(call, kernel, config, device), layer=True)
 
 
 def _product(
-    x: Tensor, w: Weight, epilogue: Epilogue, kernel: str | None, out: Tensor | None = None
+    x: Tensor | ScaledTensor,
+    w: Weight,
+    epilogue: Epilogue,
+    kernel: str | None,
+    dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """x [T, K] times W.T, written to `out` [T, N] if there is one; the epilogue is that of (x @ W.T).T."""
-    columns = None if out is None else out.mT
-    if isinstance(w, BSR):
-        return multiply(Product(w, x.mT, columns, epilogue, "col"), kernel)
-    return semi24.multiply(Product24(w, False, x.mT, columns, epilogue, "col"), kernel)
+    """x @ W.T as [T, N], written to `out` [T, N] if there is one. `epilogue` is about [..., N]."""
+    call = Product.layer(x, w, epilogue, dtype)
+    call.check_epilogue()
+    return multiply(call if out is None else call._replace(out=out.mT), kernel)
 
 
-def _wanted(*tensors: Tensor | None) -> bool:
+def _wanted(*tensors: Any) -> bool:
     """A gradient is wanted, or may be: vmap hides whether what it stands in wants one."""
     return operands.wants_gradient(*tensors) or transforms.active()
 
@@ -152,64 +174,21 @@ def _in_rows(x: Tensor | None) -> Tensor | None:
     return x if x is None or x.dim() == 0 or x.stride(-1) == 1 else x.contiguous()
 
 
-def _tokens(x: Tensor) -> Tensor:
-    """x [..., K] as [T, K]: a view where x lies so."""
-    return x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-
-
-def _in_fp8(
+def _dense(
     x: Any,
-    w: Any,
+    w: Tensor,
     bias: Tensor | None,
     activation: str | None,
     residual: Tensor | None,
     kernel: str | None,
     dtype: torch.dtype | None,
 ) -> Tensor:
-    operands.check_activation(activation)
-    if not isinstance(w, Scaled):
-        raise InvalidInput(
-            f"x is a ScaledTensor, so W must be a Scaled, got {type(w).__name__}; or x.dequantize()"
-        )
-    if residual is not None:
-        check_layer(x, w)
-        operands.check_dense("residual", residual)
-        operands.check_shape("residual", residual, (*x.shape[:-1], w.shape[0]))
-    if bias is not None:
-        arguments.dense("bias", bias)
-    epilogue = Epilogue(bias=_in_rows(bias), activation=activation or "", other=_in_rows(residual))
-    return scaled.linear(x, w, epilogue, kernel, dtype)
-
-
-def _dense(
-    x: Tensor,
-    w: Tensor,
-    bias: Tensor | None,
-    activation: str | None,
-    residual: Tensor | None,
-    kernel: str | None,
-) -> Tensor:
-    if not isinstance(w, Tensor):
-        raise InvalidInput(
-            f"W must be a BSR, a Semi24, a BSR24 or a dense torch.Tensor, got {type(w).__name__}"
-        )
-    operands.check_dense("W", w)
+    if dtype is not None:
+        raise InvalidInput("dtype= is for a W in FP8; other products have the dtype of their operands")
     if kernel is not None:
         raise InvalidInput(
             f"kernel={told(kernel)} multiplies a sparse W; W is dense, and torch multiplies it"
         )
-    operands.check_activation(activation)
-    operands.check_dense("x", x, w, "W")
-    if w.dim() != 2 or x.dim() < 1 or x.shape[-1] != w.shape[1]:
-        raise InvalidInput(
-            f"x is {list(x.shape)} and W {list(w.shape)}: W must be [N, K] and the last dim of x K"
-        )
-    if bias is not None:
-        operands.check_dense("bias", bias, w, "W")
-        operands.check_shape("bias", bias, (w.shape[0],))
-    if residual is not None:
-        operands.check_dense("residual", residual, w, "W")
-        operands.check_shape("residual", residual, (*x.shape[:-1], w.shape[0]))
     if operands.wants_gradient(x, w):
         arguments.kept("x", x)
         arguments.kept("W", w)

@@ -12,7 +12,7 @@ from sparsek.core.errors import InvalidInput
 from sparsek.plan import table
 from sparsek.plan.kernel import MissingKernel
 from sparsek.plan.matches import match
-from sparsek.plan.problem import Problem
+from sparsek.plan.problem import Problem, SpmmProblem
 from sparsek.plan.select import Choice, select
 from sparsek.plan.spgemm import Matcher
 
@@ -30,11 +30,6 @@ def choose(p: Problem, only: str | None = None, config: Any = None) -> Choice:
     return _decided(p, only, table.generation()) if config is None else _decide(p, only, config)
 
 
-def allows_tf32(dtype: torch.dtype) -> bool:
-    """Whether torch may multiply these as TF32. Older settings show here too, and newer ones break reading those."""
-    return dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
-
-
 def matcher(device: torch.device) -> Matcher:
     """What matches two patterns on `device`: plain Triton on a GPU where Triton is, torch elsewhere. The same lists."""
     if device.type == "cuda":
@@ -47,9 +42,11 @@ def matcher(device: torch.device) -> Matcher:
 
 
 def _decide(p: Problem, only: str | None, config: Any = None) -> Choice:
-    names = kernels.names_for(p.op)
+    names = kernels.names_for(p.op, p.a.kind if isinstance(p, SpmmProblem) else None)
     if only is not None and only not in names:
-        raise InvalidInput(f"no kernel of {p.op} is called {told(only)}; known: {', '.join(names)}")
+        if only not in kernels.names_for(p.op):
+            raise InvalidInput(f"no kernel of {p.op} is called {told(only)}; known: {', '.join(names)}")
+        names = (*names, only)  # of another storage: it says so itself
     return select(p, [_load(name) for name in names], only=only, config=config)
 
 

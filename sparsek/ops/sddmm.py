@@ -16,7 +16,7 @@ from sparsek.matrix.bsr import BSR
 from sparsek.matrix.pattern import BlockPattern
 from sparsek.ops import flat, gradients, transforms
 from sparsek.ops.autocast import autocasts, follow_autocast
-from sparsek.ops.planning import allows_tf32, choose
+from sparsek.ops.planning import choose
 from sparsek.plan import operands
 from sparsek.plan.cache import PlanCache
 from sparsek.plan.plan import check_plan
@@ -110,7 +110,7 @@ def _run(x: Tensor, y: Tensor, pattern: BlockPattern, kernel: str | None) -> Ten
 def _cached_plan(
     x: Tensor, y: Tensor, pattern: BlockPattern, kernel: str | None, capturing: bool
 ) -> SddmmPlan:
-    tf32 = allows_tf32(x.dtype)
+    tf32 = operands.allows_tf32(x.dtype)
     key = kernel, x.shape[1], x.stride(), y.stride(), x.dtype, x.data_ptr() % 16, y.data_ptr() % 16, tf32
     plans: PlanCache[SddmmPlan] = pattern.derived("sddmm plans", PlanCache)
     return plans.get(
@@ -131,7 +131,7 @@ def _problem(x: Tensor, y: Tensor, pattern: BlockPattern, card_name: str | None)
         x_layout=operands.layout(x),
         y_layout=operands.layout(y),
         aligned=operands.aligned(x, y),
-        tf32=allows_tf32(x.dtype),
+        tf32=operands.allows_tf32(x.dtype),
         row_max=int(lengths.max()) if len(lengths) else 0,
     )
 

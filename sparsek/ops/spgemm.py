@@ -18,7 +18,7 @@ from sparsek.matrix.bsr import BSR
 from sparsek.matrix.pattern import BlockPattern
 from sparsek.ops import flat, gradients, transforms
 from sparsek.ops.autocast import autocasts, follow_autocast
-from sparsek.ops.planning import allows_tf32, choose, matcher
+from sparsek.ops.planning import choose, matcher
 from sparsek.ops.spmm import spmm
 from sparsek.plan import operands
 from sparsek.plan.matches import Matches
@@ -164,7 +164,7 @@ def _cached_plan(a: BSR, b: BSR, out: str | BlockPattern, kernel: str | None) ->
         )
 
     placed = a.values.data_ptr() % 16, b.values.data_ptr() % 16
-    key = kernel, dense, a.order is None, b.order is None, a.dtype, placed, allows_tf32(a.dtype)
+    key = kernel, dense, a.order is None, b.order is None, a.dtype, placed, operands.allows_tf32(a.dtype)
     return kept.plans.get(key, make, captured(a.values))
 
 
@@ -189,7 +189,7 @@ def _problem(a: BSR, b: BSR, matches: Matches, dense: bool, card_name: str | Non
         aligned=(a.values.data_ptr() | b.values.data_ptr() | (n * a.values.element_size() if dense else 0))
         % 16
         == 0,
-        tf32=allows_tf32(a.dtype),
+        tf32=operands.allows_tf32(a.dtype),
     )
 
 

@@ -1,37 +1,34 @@
-"""C = A @ B with A or B in BSR: checks, the torch.library op, plan and launch."""
+"""C = A @ B with a sparse matrix on either side: checks, the torch.library op, plan and launch.
+
+One op serves every storage. A product of the transpose of a 2:4 matrix, as in B @ A and in the gradient of B, is a
+kernel of its own: its pairs lie along C, where sparse tensor cores do not take them. portable.semi24 and portable.bsr24
+unpack tiles in registers for it, on a CPU cpu.semi24 and cpu.bsr24 by rows.
+"""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Sequence
-from types import SimpleNamespace
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from sparsek.core import arguments, dtypes
-from sparsek.core import device as devices
+from sparsek.core.arguments import told
 from sparsek.core.errors import InvalidInput
-from sparsek.core.streams import Made, captured
-from sparsek.matrix import convert
-from sparsek.matrix.bsr import BSR
 from sparsek.matrix.bsr24 import BSR24
 from sparsek.matrix.dense8 import ScaledTensor
-from sparsek.matrix.pattern import BlockPattern
 from sparsek.matrix.quantized import Scaled
 from sparsek.matrix.semi24 import Semi24
-from sparsek.ops import flat, gradients, scaled, semi24, transforms
+from sparsek.ops import flat, gradients, packing, transforms
 from sparsek.ops.autocast import autocasts, follow_autocast_fp8
-from sparsek.ops.planning import allows_tf32, choose
-from sparsek.plan import operands, schedule
-from sparsek.plan.cache import PlanCache
+from sparsek.ops.flat import SpmmArgs
+from sparsek.ops.planning import choose
+from sparsek.plan import operands
 from sparsek.plan.plan import check_plan
-from sparsek.plan.problem import SpmmProblem
-from sparsek.plan.scaled import ScaledPlan
-from sparsek.plan.semi24 import Plan24
-from sparsek.plan.spmm import Product, SpmmPlan, empty_out, epilogue_parts, facts, is_aligned
+from sparsek.plan.spmm import Product, Spmm, SpmmPlan, dtype_of, new_rows
 from sparsek.reference.epilogue import PLAIN, Epilogue
+
+SPMM = Spmm(choose)
 
 
 def spmm(
@@ -41,7 +38,7 @@ def spmm(
     out: Tensor | None = None,
     alpha: float = 1.0,
     beta: float = 0.0,
-    plan: SpmmPlan | Plan24 | ScaledPlan | None = None,
+    plan: SpmmPlan | None = None,
     kernel: str | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
@@ -86,94 +83,21 @@ def spmm(
     epilogue = _epilogue(alpha, beta, out)
     if kernel is not None:
         arguments.text("kernel", kernel)
-    if scaled.takes(A, B):
-        return scaled.product(A, B, out, epilogue, plan, kernel, dtype)
-    _refuse_dtype(dtype)
-    if not isinstance(A, BSR) and not isinstance(B, BSR) and semi24.takes(A, B):
-        return semi24.product(A, B, out, epilogue, plan, kernel)
     if plan is not None:
         check_plan(plan, SpmmPlan, "plan_spmm", kernel)
-        transforms.check(*(x.values if isinstance(x, BSR) else x for x in (A, B)), out)
+        transforms.check(*(getattr(x, "values", x) if operands.is_sparse(x) else x for x in (A, B)), out)
         transforms.refuse("plan=")
+        _check_dtype(A, B, dtype, plan)
         return plan(A, B, out, epilogue)
-    operands.check_operands(A, B)
     if out is not None:
         if torch.compiler.is_compiling():
             raise InvalidInput("out= and plan= do not go through torch.compile; call spmm(A, B) there")
         transforms.refuse("out=")
-        operands.check_out(A, B, out, epilogue)
-    call = Product.of(A, B, out, epilogue)
+    call = _checked(A, B, out, epilogue, dtype)
     c = multiply(call, kernel)
     return call.seen(c, A) if out is None else out
 
 
-@overload
-def plan_spmm(
-    A: Scaled,
-    B: Any,
-    *,
-    out: Tensor | None = None,
-    epilogue: Epilogue = PLAIN,
-    kernel: str | None = None,
-    config: Any = None,
-    device: str | None = None,
-    dtype: torch.dtype | None = None,
-) -> ScaledPlan: ...
-
-
-@overload
-def plan_spmm(
-    A: Tensor | ScaledTensor,
-    B: Scaled,
-    *,
-    out: Tensor | None = None,
-    epilogue: Epilogue = PLAIN,
-    kernel: str | None = None,
-    config: Any = None,
-    device: str | None = None,
-    dtype: torch.dtype | None = None,
-) -> ScaledPlan: ...
-
-
-@overload
-def plan_spmm(
-    A: Semi24 | BSR24,
-    B: Any,
-    *,
-    out: Tensor | None = None,
-    epilogue: Epilogue = PLAIN,
-    kernel: str | None = None,
-    config: Any = None,
-    device: str | None = None,
-) -> Plan24: ...
-
-
-@overload
-def plan_spmm(
-    A: Tensor,
-    B: Semi24 | BSR24,
-    *,
-    out: Tensor | None = None,
-    epilogue: Epilogue = PLAIN,
-    kernel: str | None = None,
-    config: Any = None,
-    device: str | None = None,
-) -> Plan24: ...
-
-
-@overload
-def plan_spmm(
-    A: Any,
-    B: Any,
-    *,
-    out: Tensor | None = None,
-    epilogue: Epilogue = PLAIN,
-    kernel: str | None = None,
-    config: Any = None,
-    device: str | None = None,
-) -> SpmmPlan: ...
-
-
 def plan_spmm(
     A: Any,
     B: Any,
@@ -184,7 +108,7 @@ def plan_spmm(
     config: Any = None,
     device: str | None = None,
     dtype: torch.dtype | None = None,
-) -> SpmmPlan | Plan24 | ScaledPlan:
+) -> SpmmPlan:
     """The plan that `spmm(A, B)` would use: frozen, callable, and able to explain itself.
 
     out, epilogue: what the calls will be given; `linear(x, W, bias, activation)` is `plan_spmm(x, W.T,
@@ -195,46 +119,57 @@ def plan_spmm(
     """
     transforms.refuse("plan_spmm")
     operands.check_given(epilogue)
-    if scaled.takes(A, B):
-        return scaled.plan(A, B, out, epilogue, kernel, config, device, dtype)
-    _refuse_dtype(dtype)
-    if not isinstance(A, BSR) and not isinstance(B, BSR) and semi24.takes(A, B):
-        return semi24.plan(A, B, out, epilogue, kernel, config, device)
-    operands.check_operands(A, B)
-    if out is not None:
-        operands.check_out(A, B, out, epilogue)
-    call = Product.of(A, B, out, epilogue)
+    call = _checked(A, B, out, epilogue, dtype)
     call.check_epilogue()
-    p = _problem(call.a, call.b, call.out, device, *call[3:])
-    return _make_plan(call.a, p, kernel, config, ready=device is None)
+    return SPMM.plan(call, kernel, config, device)
 
 
 def multiply(call: Product, kernel: str | None) -> Tensor:
     """The product by rows, as `SpmmPlan.run` leaves it; by the op where something traces."""
-    a, b, out, epilogue, out_layout = call
-    bias, other = epilogue.bias, epilogue.other
-    transforms.check(a.values, b, bias, other, out)
-    learns = operands.wants_gradient(a.values, b, bias, other, out)
+    a, transposed, b, out, epilogue, out_layout, dtype = call
+    bias, other, values = epilogue.bias, epilogue.other, a.values
+    quantized = isinstance(a, Scaled)
+    if quantized:
+        transforms.refuse("FP8 products have no gradient; they do not go")
+    transforms.check(values, call.wide, bias, other, out)
+    call.refuse_gradients()
+    learns = not quantized and operands.wants_gradient(values, call.wide, bias, other, out)
     if out is not None:
         if learns or torch.compiler.is_compiling():
             raise InvalidInput(operands.OUT_HAS_NO_GRADIENT)
-        return _run(call, kernel)
+        return SPMM.run(call, kernel)
     traced = flat.traced()
     if not (learns or traced):
-        return _run(call, kernel)
-    transforms.check_untransformed(a)
-    by_columns = out_layout == "col"
-    more = by_columns, epilogue.alpha, bias, epilogue.activation, other, epilogue.combine, kernel
-    args = *flat.flat(a), b, *more
-    if not traced and flat.are_plain(a.values, b, bias, other):
-        return Spmm.apply(*args, call)
-    c = transforms.call("spmm", *args)
-    return c.mT if by_columns else c
+        return SPMM.run(call, kernel)
+    if not isinstance(call.matrix, Semi24):
+        transforms.check_untransformed(call.matrix.pattern)
+    dense = (b.values, b.scale) if isinstance(b, ScaledTensor) else (b, None)
+    more = epilogue.alpha, bias, epilogue.activation, other, epilogue.combine, dtype, kernel
+    args = *flat.parts(a, transposed), *dense, out_layout == "col", *more
+    if not traced and flat.are_plain(values, dense[0], bias, other):
+        return Multiplied.apply(*args, call)
+    return transforms.call("spmm", *args)
 
 
-def _refuse_dtype(dtype: torch.dtype | None) -> None:
-    if dtype is not None:
-        raise InvalidInput("dtype= is for products of FP8 matrices; others have the dtype of their operands")
+def _checked(A: Any, B: Any, out: Tensor | None, epilogue: Epilogue, dtype: torch.dtype | None) -> Product:
+    """The call in the kernels' form, if its operands fit each other."""
+    operands.check_operands(A, B)
+    if out is not None:
+        operands.check_out(A, B, out, epilogue)
+        if dtype is not None and dtype is not out.dtype:
+            raise InvalidInput(f"dtype= is {told(dtype)} and out {out.dtype}; leave one of them away")
+    return Product.of(A, B, out, epilogue, dtype)
+
+
+def _check_dtype(A: Any, B: Any, dtype: torch.dtype | None, plan: SpmmPlan) -> None:
+    """InvalidInput for a dtype= that contradicts the plan."""
+    if dtype is None:
+        return
+    operands.check_operands(A, B)
+    asked = dtype_of(A, B, dtype) if operands.is_sparse(A) else dtype_of(B, A, dtype)
+    planned = plan.problem.c.dtype
+    if dtypes.name(asked) != planned:
+        raise InvalidInput(f"dtype={dtype} contradicts plan, whose result is {planned}")
 
 
 def _epilogue(alpha: float, beta: float, out: Tensor | None) -> Epilogue:
@@ -247,148 +182,55 @@ def _epilogue(alpha: float, beta: float, out: Tensor | None) -> Epilogue:
     return Epilogue(alpha=alpha, other=out, beta=beta)
 
 
-def _make_plan(a: BSR, p: SpmmProblem, kernel: str | None, config: Any, ready: bool) -> SpmmPlan:
-    choice = choose(p, kernel, config)
-    work = choice.kernel.prepare(p, choice.config, a) if ready else None
-    made = Made.here(a.device) if ready else None
-    return SpmmPlan(p, choice, work, ready, weakref.ref(a.pattern), made=made)
-
-
-def _run(call: Product, kernel: str | None) -> Tensor:
-    capturing = captured(call.b)
-    return _cached_plan(call, kernel, capturing).run(call, capturing)
-
-
-def _cached_plan(call: Product, kernel: str | None, capturing: bool) -> SpmmPlan:
-    a, b, out, epilogue, out_layout = call
-
-    def make() -> SpmmPlan:
-        return _make_plan(a, _problem(a, b, out, None, epilogue, out_layout), kernel, None, ready=True)
-
-    plans: PlanCache[SpmmPlan] = a.pattern.derived("plans", PlanCache)
-    return plans.get((kernel, allows_tf32(b.dtype), facts(call)), make, capturing)
-
-
-def _problem(
-    a: BSR,
-    b: Tensor,
-    out: Tensor | None,
-    card_name: str | None,
-    epilogue: Epilogue = PLAIN,
-    out_layout: str = "row",
-) -> SpmmProblem:
-    pattern = a.pattern
-    m, k = a.shape
-    n = b.shape[-1]
-    card = devices.card_of(b.device) if card_name is None else devices.card_named(card_name)
-    lengths = pattern.host.indptr[1:] - pattern.host.indptr[:-1]
-    has_alpha, bias, activation, combine, in_place = epilogue_parts(epilogue, out)
-    return SpmmProblem(
-        m=m,
-        k=k,
-        n=n,
-        block=a.block,
-        nnzb=a.nnzb,
-        dtype=dtypes.name(a.dtype),
-        card=card,
-        batch=b.shape[:-2].numel(),
-        b_layout=operands.layout(b),
-        aligned=is_aligned(a.values, b, out, epilogue.other, m, out_layout),
-        transposed=a.order is not None,
-        tf32=allows_tf32(b.dtype),
-        row_max=int(lengths.max()) if len(lengths) else 0,
-        touches_all_columns=pattern.derived("touches_all", lambda: _touches_all(pattern)),
-        merged=schedule.merges(pattern, a.order is not None),
-        out_layout=out_layout,
-        scaled=has_alpha,
-        bias=bias,
-        activation=activation,
-        combine=combine,
-        in_place=in_place,
-    )
-
-
-def _touches_all(pattern: BlockPattern) -> bool:
-    touched = torch.zeros(pattern.grid[1], dtype=torch.bool, device="cpu")
-    touched[torch.from_numpy(pattern.host.indices.astype("int64"))] = True
-    return bool(touched.all())
-
-
-@torch.library.custom_op("sparsek::spmm", mutates_args=(), tags=flat.TAGS)
-def _spmm_op(
-    values: Tensor,
-    indptr: Tensor,
-    indices: Tensor,
-    sizes: Sequence[int],
-    transposed: bool,
-    b: Tensor,
-    by_columns: bool,
-    alpha: float,
-    bias: Tensor | None,
-    activation: str,
-    other: Tensor | None,
-    combine: str,
-    kernel: str | None,
-) -> Tensor:
-    a = flat.matrix(values, indptr, indices, sizes, transposed)
-    call = _call(a, b, by_columns, alpha, bias, activation, other, combine)
+@torch.library.custom_op("sparsek::spmm", mutates_args=(), schema=flat.SPMM_SCHEMA, tags=flat.TAGS)
+def _spmm_op(*given: Any) -> Tensor:
+    args = SpmmArgs(*given)
+    a, transposed = flat.whole(args.parts)
+    b: Any = args.b
+    if args.b_scale is not None:
+        b = ScaledTensor.unchecked(operands.readable(b), args.b_scale.contiguous(), True)
+    epilogue, layout = _op_epilogue(args), "col" if args.by_columns else "row"
     with torch.no_grad():
-        c = _run(call, kernel)
-    return c.mT if by_columns else c
+        return SPMM.run(Product(a, transposed, b, None, epilogue, layout, args.dtype), args.kernel)
 
 
 @_spmm_op.register_fake
-def _(
-    values: Tensor,
-    indptr: Tensor,
-    indices: Tensor,
-    sizes: Sequence[int],
-    transposed: bool,
-    b: Tensor,
-    by_columns: bool,
-    alpha: float,
-    bias: Tensor | None,
-    activation: str,
-    other: Tensor | None,
-    combine: str,
-    kernel: str | None,
-) -> Tensor:
-    a = flat.fake(values, indptr, indices, sizes, transposed)
-    call = _call(a, b, by_columns, alpha, bias, activation, other, combine)
-    return empty_out(b, a.shape[0], call.out_layout)
+def _(*given: Any) -> Tensor:
+    args = SpmmArgs(*given)
+    _op_epilogue(args)
+    b = args.b if args.b_scale is None else args.b.mT
+    return new_rows(b, flat.shape_of(args.parts)[0], args.by_columns, args.dtype)
 
 
-def _call(
-    a: BSR,
-    b: Tensor,
-    by_columns: bool,
-    alpha: float,
-    bias: Tensor | None,
-    activation: str,
-    other: Tensor | None,
-    combine: str,
-) -> Product:
-    operands.check_left(a, b)
-    epilogue = Epilogue(alpha=alpha, bias=bias, activation=activation, other=other, combine=combine)
-    call = Product(a, b, None, epilogue, "col" if by_columns else "row")
-    call.check_epilogue()
-    return call
+def _op_epilogue(args: SpmmArgs) -> Epilogue:
+    """The epilogue of an op's call, whose arguments may be fake. InvalidInput for those that do not fit."""
+    b, (m, k) = args.b.shape if args.b_scale is None else args.b.mT.shape, flat.shape_of(args.parts)
+    if args.scale is None:
+        operands.check_dense("B", args.b, args.values, "A")
+    if len(b) < 2 or b[-2] != k or (args.scale is None and args.dtype != args.b.dtype):
+        raise InvalidInput(f"A of the product is {[m, k]} and B {list(b)} for a C in {args.dtype}")
+    epilogue = Epilogue(args.alpha, args.bias, args.activation, args.other, args.combine)
+    layout = "col" if args.by_columns else "row"
+    operands.check_epilogue(epilogue, (*b[:-2], m, b[-1]), args.dtype, args.b.device, layout)
+    return epilogue
 
 
-def _at_once(size: int, in_dims: Any, args: Any) -> tuple[Tensor, int] | None:
+def _at_once(size: int, in_dims: Any, given: Any) -> tuple[Tensor, int] | None:
     """All items of a vmap in one product where they share A and the bias: tokens are joined, matrices make a batch."""
-    b, by_columns, other = args[5], args[6], args[10]
-    of_values, of_b, of_bias, of_other = (in_dims[at] for at in (0, 5, 8, 10))
-    if of_values is not None or of_bias is not None or of_b is None or (other is None) != (of_other is None):
+    args = SpmmArgs(*given)
+    dims: Any = SpmmArgs(*in_dims)
+    shared = dims.values is None and dims.meta is None and dims.bias is None
+    if not shared or dims.b is None or (args.other is None) != (dims.other is None):
         return None
-    b, other = b.movedim(of_b, 0), None if other is None else other.movedim(of_other, 0)
-    joins = by_columns and b.dim() == 3
+    b = args.b.movedim(dims.b, 0)
+    other = None if args.other is None else args.other.movedim(dims.other, 0)
+    joins = args.by_columns and b.dim() == 3
     if joins:
         b, other = _beside(b), None if other is None else _beside(other)
     elif operands.layout(b) == "strided":
         b = b.contiguous()
-    c = transforms.call("spmm", *args[:5], b, *args[6:10], other, *args[11:])
-    return (c.mT.unflatten(0, (size, b.shape[1] // max(size, 1))).mT if joins else c), 0
+    c = transforms.call("spmm", *args._replace(b=b, other=other))
+    return (c.unflatten(0, (size, c.shape[0] // max(size, 1))) if joins else c), 0
 
 
 def _beside(x: Tensor) -> Tensor:
@@ -399,42 +241,21 @@ def _beside(x: Tensor) -> Tensor:
 transforms.differentiable(_spmm_op, gradients.of_spmm, gradients.save_spmm, _at_once)
 
 
-class Spmm(torch.autograd.Function):
-    """The product by rows, with gradients, of the op's arguments and their call: the op costs the host more.
-
-    What it returns is no view, so that `y += x` may follow.
-    """
+class Multiplied(torch.autograd.Function):
+    """The product by rows, with gradients, of the op's arguments and their call: the op costs the host more."""
 
     @staticmethod
     def forward(ctx: Any, *given: Any) -> Tensor:
         *args, call = given
-        c = _run(call, args[-1])
+        c = SPMM.run(call, args[-1])
         gradients.save_spmm(ctx, args, c)
-        ctx.by_columns = call.out_layout == "col"
         return c
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        as_op = ctx
-        if ctx.by_columns:
-            *saved, out = ctx.saved_tensors
-            grad, out = grad.mT, None if out is None else out.mT
-            as_op = SimpleNamespace(
-                **vars(ctx), saved_tensors=(*saved, out), needs_input_grad=ctx.needs_input_grad
-            )
-        return *gradients.of_spmm(as_op, grad), None
+        return *gradients.of_spmm(ctx, grad), None
 
 
-def _pack(w: Tensor, block: tuple[int, int], rule: convert.Rule) -> BSR | None:
-    """The blocks of w that `rule` stores by kernels, loaded when the first CUDA tensor comes. None, and torch packs,
-    where Triton is missing, and where something looks at calls op by op."""
-    if flat.traced() or not flat.are_plain(w, rule.mask):
-        return None
-    try:
-        from sparsek.kernels.pack.to_bsr import pack_bsr
-    except ImportError:
-        return None
-    return pack_bsr(w, block, rule)
-
-
-convert.register_pack(_pack)
+packing.register()
+for kind in (Semi24, BSR24, Scaled, ScaledTensor):
+    kind.register_matmul(spmm)

@@ -14,27 +14,19 @@ from sparsek.core import dtypes
 from sparsek.core.arguments import told
 from sparsek.core.device import CARDS, Card
 from sparsek.core.errors import InvalidInput, Unsupported
-from sparsek.kernels import names_for
 from sparsek.matrix import two_four
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.bsr24 import BLOCK_STEP, BSR24
 from sparsek.matrix.quantized import Scaled, quantize
 from sparsek.matrix.semi24 import Semi24
-from sparsek.ops import scaled, semi24
+from sparsek.ops.linear import plan_layer
 from sparsek.ops.spmm import plan_spmm
 from sparsek.plan.dense import dense_seconds
 
 Weight = Tensor | BSR | Semi24 | BSR24 | Scaled
 
 FP8 = "_fp8"
-# Which operations of the kernels' table a format in FP8 needs.
-FP8_OPS = {
-    "dense_fp8": "spmm_fp8",
-    "semi24_fp8": "semi24_fp8",
-    "bsr_fp8": "spmm_fp8",
-    "bsr24_fp8": "bsr24_fp8",
-}
-FORMATS = ("dense", "semi24", "bsr", "bsr24", *FP8_OPS)
+FORMATS = ("dense", "semi24", "bsr", "bsr24", "dense_fp8", "semi24_fp8", "bsr_fp8", "bsr24_fp8")
 TITLES = {"dense": "dense", "semi24": "2:4", "bsr": "BSR", "bsr24": "BSR24"}
 META = torch.device("meta")
 # A dense W in FP8 is a Scaled BSR that stores every block of so many rows and columns, multiplied by this kernel.
@@ -94,11 +86,8 @@ class Way:
             why.append(f"its blocks are multiples of {BLOCK_STEP}")
         if self.block and (sides[0] > w.shape[0] or sides[1] > w.shape[1]):
             why.append(f"W [{w.shape[0]}, {w.shape[1]}] is smaller than a block")
-        if self.is_fp8:
-            if not names_for(FP8_OPS[self.format]):
-                why.append("no kernel multiplies it in FP8 yet")
-            if w.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-                why.append(f"FP8 is made of bf16, fp16 or fp32, not {w.dtype}")
+        if self.is_fp8 and w.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            why.append(f"FP8 is made of bf16, fp16 or fp32, not {w.dtype}")
         return why
 
     def convert(self, w: Tensor, plain: Any = None) -> Weight:
@@ -133,9 +122,9 @@ def block_text(block: int | tuple[int, int]) -> str:
 def ways(
     formats: Sequence[str] | None, blocks: Sequence[int | tuple[int, int]], keeps: Sequence[float]
 ) -> Iterator[Way]:
-    """Every combination: formats with blocks once for each block and fraction. None: all formats that have kernels."""
+    """Every combination: formats with blocks once for each block and fraction. None: all formats."""
     if formats is None:
-        formats = [name for name in FORMATS if name not in FP8_OPS or names_for(FP8_OPS[name])]
+        formats = FORMATS
     for name in formats:
         if name not in FORMATS:
             raise InvalidInput(f"no format is called {told(name)}; known: {', '.join(FORMATS)}")
@@ -231,10 +220,8 @@ def plan_of(
     """The plan of x [T, K] @ W.T for a sparse weight; call it with `run_plan`. Options as in `plan_spmm`."""
     if isinstance(weight, BSR):
         return plan_spmm(x, weight.T, kernel=kernel, config=config, device=device)
-    if isinstance(weight, (Semi24, BSR24)):
-        return semi24.plan_linear(x, weight, kernel=kernel, config=config, device=device)
-    if isinstance(weight, Scaled):
-        return scaled.plan_linear(x, weight, kernel=kernel, config=config, device=device)
+    if isinstance(weight, (Semi24, BSR24, Scaled)):
+        return plan_layer(x, weight, kernel=kernel, config=config, device=device)
     raise InvalidInput(f"no plan of a {type(weight).__name__}: torch multiplies it")
 
 

@@ -1,11 +1,10 @@
 """What can be said of the tensors of one call without reading them: do they fit together, and how do they lie.
 
-A product has one form for its kernels, C = A @ B with A in BSR. B @ A is (A.T @ B.mT).mT in that form.
+A product has one form for its kernels, C = A @ B with a sparse A. B @ A is (A.T @ B.mT).mT in that form.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,56 +15,118 @@ from sparsek.core.arguments import told
 from sparsek.core.errors import InvalidInput
 from sparsek.matrix.base import ALIGNMENT
 from sparsek.matrix.bsr import BSR, check_stored
+from sparsek.matrix.bsr24 import BSR24
+from sparsek.matrix.dense8 import ScaledTensor
 from sparsek.matrix.pattern import BlockPattern
+from sparsek.matrix.quantized import Scaled
+from sparsek.matrix.semi24 import Semi24
 from sparsek.reference import epilogue as reference
 from sparsek.reference.epilogue import ACTIVATION_NAMES, PLAIN, Epilogue
+
+SPARSE = (BSR, Semi24, BSR24, Scaled)
+OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+"""What C of an FP8 product may be in, and what such a product rounds."""
 
 PLAN_HAS_NO_GRADIENT = (
     "a plan has no gradient; call it under torch.no_grad(), or call sparsek.{op} without plan=, which has one"
 )
+FP8_HAS_NO_GRADIENT = (
+    "products of FP8 matrices have no gradient; call them under torch.no_grad(), or multiply .dequantize(dtype), "
+    "which has one for the dense operand"
+)
+VALUES_HAVE_NO_GRADIENT = (
+    "the values of a {kind} ask for a gradient, which products of 2:4 matrices do not compute; use A.detach(). "
+    "Gradients reach the dense operand, the bias and the residual"
+)
 OUT_HAS_NO_GRADIENT = "out= takes no part in autograd; call it under torch.no_grad(), or leave out= away"
 
 
+def is_sparse(x: Any) -> bool:
+    """Whether `x` is a matrix that products read as it is stored."""
+    return isinstance(x, SPARSE)
+
+
 def check_operands(a: Any, b: Any) -> None:
-    """InvalidInput unless one operand is a BSR and the other a dense [..., K, N] or [..., M, K] that fits it."""
-    if isinstance(b, BSR) and not isinstance(a, BSR):
-        check_right(a, b)
-    else:
-        check_left(a, b)
-
-
-def check_left(a: Any, b: Any) -> None:
-    """InvalidInput unless `a` is a BSR [M, K] and `b` a dense [..., K, N] of its dtype on its device."""
-    if not isinstance(a, BSR):
+    """InvalidInput unless one operand is sparse and the other a dense [..., K, N] or [..., M, K] that fits it."""
+    on_left = is_sparse(a)
+    if not on_left and not is_sparse(b):
+        fp8 = "sparsek.quantize makes one of a BSR, Semi24 or BSR24, and .dequantize() a tensor of a ScaledTensor"
+        hint = fp8 if ScaledTensor in (type(a), type(b)) else "BSR.from_dense makes one of a dense matrix"
         raise InvalidInput(
-            f"A must be a BSR, got {type(a).__name__}; make one with BSR.from_dense, or let B be one"
+            f"A or B must be a BSR, Semi24, BSR24 or Scaled, got {type(a).__name__} and {type(b).__name__}; {hint}"
         )
-    if isinstance(b, BSR):
+    name, sparse, other, dense = ("A", a, "B", b) if on_left else ("B", b, "A", a)
+    if is_sparse(dense):
+        both = isinstance(a, BSR) and isinstance(b, BSR)
+        hint = (
+            "sparsek.spgemm(A, B) multiplies two of them"
+            if both
+            else f"a {type(sparse).__name__} is multiplied with dense matrices only"
+        )
+        raise InvalidInput(f"{other} must be a dense torch.Tensor, got {type(dense).__name__}; {hint}")
+    if not on_left and isinstance(sparse, Scaled) and not isinstance(sparse.matrix, BSR):
         raise InvalidInput(
-            "B must be a dense torch.Tensor, got BSR; sparsek.spgemm(A, B) multiplies two of them"
+            f"a {type(sparse.matrix).__name__} in FP8 stands on the left, or is the W of sparsek.linear(x, W)"
         )
-    check_stored(a)
-    check_dense("B", b, a.values, "A")
-    if b.dim() < 2:
+    _check_beside(other, dense, sparse, name)
+    if dense.ndim < 2:
+        sides, how = ("[K, N] or [..., K, N]", "-1") if on_left else ("[M, K] or [..., M, K]", "0")
         raise InvalidInput(
-            f"B must be [K, N] or [..., K, N], got {b.dim()}-D; for a vector use B.unsqueeze(-1)"
+            f"{other} must be {sides}, got {dense.ndim}-D; for a vector use {other}.unsqueeze({how})"
         )
-    if b.shape[-2] != a.shape[1]:
+    if on_left and dense.shape[-2] != a.shape[1]:
         raise InvalidInput(f"A is {list(a.shape)} and B {list(b.shape)}: B needs {a.shape[1]} rows")
-
-
-def check_right(a: Any, b: Any) -> None:
-    """InvalidInput unless `b` is a BSR [K, N] and `a` a dense [..., M, K] of its dtype on its device."""
-    if not isinstance(b, BSR):
-        raise InvalidInput(f"B must be a BSR, got {type(b).__name__}; make one with BSR.from_dense")
-    check_stored(b)
-    check_dense("A", a, b.values, "B")
-    if a.dim() < 2:
-        raise InvalidInput(
-            f"A must be [M, K] or [..., M, K], got {a.dim()}-D; for a vector use A.unsqueeze(0)"
-        )
-    if a.shape[-1] != b.shape[0]:
+    if not on_left and dense.shape[-1] != b.shape[0]:
         raise InvalidInput(f"A is {list(a.shape)} and B {list(b.shape)}: A needs {b.shape[0]} columns")
+    if isinstance(dense, ScaledTensor) and dense.turned != on_left:
+        how = "sparsek.quantize(B.mT).mT" if on_left else "sparsek.quantize(A)"
+        raise InvalidInput(f"{other} is scaled along the wrong side; both operands lie along K: {how}")
+
+
+def check_layer(x: Any, w: Any) -> None:
+    """InvalidInput unless w [N, K] is sparse and x [..., K] dense, and they fit each other."""
+    if not is_sparse(w):
+        raise InvalidInput(f"W must be a BSR, Semi24, BSR24 or Scaled, got {type(w).__name__}")
+    _check_beside("x", x, w, "W")
+    _check_columns(x, w)
+    if isinstance(x, ScaledTensor) and x.turned:
+        raise InvalidInput("x is a transposed view, scaled along the wrong side; use sparsek.quantize(x)")
+
+
+def _check_columns(x: Any, w: Any) -> None:
+    if x.ndim < 1 or x.shape[-1] != w.shape[1]:
+        raise InvalidInput(
+            f"x is {list(x.shape)} and W [N, K] {list(w.shape)}: the last dim of x must be {w.shape[1]}"
+        )
+
+
+def _check_beside(name: str, x: Any, sparse: Any, other: str) -> None:
+    """InvalidInput unless `x`, called `name`, is a dense operand for `sparse`, called `other`: where it is, and in a
+    dtype that goes with it."""
+    if isinstance(sparse, BSR):
+        check_stored(sparse)
+    if not isinstance(sparse, Scaled):
+        _refuse_fp8(name, x, sparse, other)
+        check_dense(name, x, sparse, other)
+        return
+    if isinstance(x, Tensor) and x.dtype not in OUT_DTYPES:
+        raise InvalidInput(
+            f"{name} is {x.dtype}; FP8 products round {', '.join(map(str, OUT_DTYPES))}, or take "
+            f"sparsek.quantize({name}), which has scales beside its FP8 values"
+        )
+    device = x.device if isinstance(x, ScaledTensor) else arguments.dense(name, x).device
+    if device != sparse.device:
+        raise InvalidInput(
+            f"{other} is on {sparse.device} and {name} on {device}; move one of them, SparseK does not"
+        )
+
+
+def _refuse_fp8(name: str, x: Any, w: Any, other: str) -> None:
+    if isinstance(x, ScaledTensor):
+        raise InvalidInput(
+            f"{name} is a ScaledTensor, so {other} must be a Scaled, got {type(w).__name__}; sparsek.quantize makes "
+            f"one of a sparse matrix, and {name}.dequantize() is a tensor"
+        )
 
 
 def check_dense(name: str, x: Any, like: Any = None, other: str = "") -> None:
@@ -94,13 +155,16 @@ def check_given(epilogue: Any) -> None:
         raise InvalidInput(f"other is {list(epilogue.other.shape)}; it must have the shape of the product")
 
 
-def check_epilogue(m: int, b: Tensor, epilogue: Epilogue, out_layout: str) -> None:
-    """InvalidInput unless `epilogue` fits C [..., m, N] = A @ B, with another matrix that lies as C does."""
+def check_epilogue(
+    epilogue: Epilogue, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, out_layout: str
+) -> None:
+    """InvalidInput unless `epilogue` fits a C [..., M, N] of that shape and dtype, with another matrix that lies as C
+    does."""
     if epilogue.is_plain:
         return
-    reference.check_epilogue(epilogue, (*b.shape[:-2], m, b.shape[-1]), b.dtype, b.device)
+    reference.check_epilogue(epilogue, shape, dtype, device)
     if epilogue.bias is not None:
-        _check_bias(epilogue.bias, m)
+        _check_bias(epilogue.bias, shape[-2])
     other = epilogue.other
     if other is not None:
         along = -1 if out_layout == "row" else -2
@@ -126,19 +190,27 @@ def _check_bias(bias: Tensor, count: int, *, contiguous: bool = True) -> None:
 
 def check_linear(x: Any, w: Any, bias: Any, activation: Any, residual: Any) -> None:
     """InvalidInput unless the operands of act(x @ W.T + bias) + residual fit together."""
-    if isinstance(w, BSR):
-        check_stored(w)
-    check_dense("x", x, w, "W")
-    if x.dim() < 1 or x.shape[-1] != w.shape[1]:
-        raise InvalidInput(
-            f"x is {list(x.shape)} and W [N, K] {list(w.shape)}: the last dim of x must be {w.shape[1]}"
-        )
     check_activation(activation)
+    if is_sparse(w):
+        check_layer(x, w)
+    elif isinstance(w, Tensor):
+        _refuse_fp8("x", x, w, "W")
+        check_dense("W", w)
+        check_dense("x", x, w, "W")
+        if w.dim() != 2 or x.dim() < 1 or x.shape[-1] != w.shape[1]:
+            raise InvalidInput(
+                f"x is {list(x.shape)} and W {list(w.shape)}: W must be [N, K] and the last dim of x K"
+            )
+    else:
+        raise InvalidInput(
+            f"W must be a BSR, a Semi24, a BSR24, a Scaled or a dense torch.Tensor, got {type(w).__name__}"
+        )
+    like = None if isinstance(w, Scaled) else w
     if bias is not None:
-        check_dense("bias", bias, w, "W")
+        check_dense("bias", bias, like, "W")
         _check_bias(bias, w.shape[0], contiguous=False)
     if residual is not None:
-        check_dense("residual", residual, w, "W")
+        check_dense("residual", residual, like, "W")
         check_shape("residual", residual, (*x.shape[:-1], w.shape[0]))
 
 
@@ -236,23 +308,32 @@ def autocasts(x: Tensor) -> bool:
     return torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu")
 
 
-def check_out(
-    a: Any, b: Any, out: Any, epilogue: Epilogue = PLAIN, also: Mapping[str, Tensor] | None = None
-) -> None:
-    """InvalidInput unless `out` has the shape, dtype and device of a @ b, contiguous rows, and memory of its own.
+def allows_tf32(dtype: torch.dtype) -> bool:
+    """Whether torch may multiply these as TF32. Older settings show here too, and newer ones break reading those."""
+    return dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
 
-    The matrix that the epilogue joins with the product may be `out` itself. `also` is read too.
+
+def check_out(a: Any, b: Any, out: Any, epilogue: Epilogue = PLAIN) -> None:
+    """InvalidInput unless `out` has the shape of a @ b, a dtype of C, contiguous rows, and memory of its own.
+
+    The matrix that the epilogue joins with the product may be `out` itself, and `out` may lie over a dense operand
+    that is rounded to FP8 before anything is written.
     """
-    if not isinstance(a, Tensor):
-        like, shape = b, (*b.shape[:-2], a.shape[0], b.shape[-1])
-        read = {"B": b, "A's values": a.values}
+    name, sparse, other, dense = ("A", a, "B", b) if is_sparse(a) else ("B", b, "A", a)
+    dtype = arguments.dense("out", out).dtype
+    read = {f"{name}'s values": sparse.values}
+    if isinstance(sparse, Scaled):
+        arguments.dtype("the dtype of out", dtype, OUT_DTYPES)
+        read[f"{name}'s scales"] = sparse.scale
+        if isinstance(dense, ScaledTensor):
+            read |= {f"{other}'s values": dense.values, f"{other}'s scales": dense.scale}
     else:
-        like, shape = a, (*a.shape[:-1], b.shape[1])
-        read = {"A": a, "B's values": b.values}
-    arguments.dense("out", out)
-    if (tuple(out.shape), out.dtype, out.device) != (shape, like.dtype, like.device):
+        dtype = dense.dtype
+        read[other] = dense
+    shape = (*dense.shape[:-2], a.shape[-2], b.shape[-1])
+    if (tuple(out.shape), out.dtype, out.device) != (shape, dtype, dense.device):
         found = f"{out.dtype} {list(out.shape)} on {out.device}"
-        raise InvalidInput(f"out must be {like.dtype} {list(shape)} on {like.device}, got {found}")
+        raise InvalidInput(f"out must be {dtype} {list(shape)} on {dense.device}, got {found}")
     if out.is_inference() and not torch.is_inference_mode_enabled():
         raise InvalidInput(
             "out was made in inference mode, outside of which nothing may write to it; clone it"
@@ -269,9 +350,9 @@ def check_out(
         read["the bias"] = epilogue.bias
     if epilogue.other is not None and not same_memory(out, epilogue.other):
         read["the matrix that is joined with the product"] = epilogue.other
-    for name, other in {**read, **(also or {})}.items():
-        if _overlap(out, other):
-            raise InvalidInput(f"out overlaps the memory of {name}; C would be written where that is read")
+    for each, held in read.items():
+        if _overlap(out, held):
+            raise InvalidInput(f"out overlaps the memory of {each}; C would be written where that is read")
 
 
 def same_memory(x: Tensor, y: Tensor) -> bool:
@@ -290,6 +371,12 @@ def layout(b: Tensor) -> str:
     if col and (n == 1 or not row):
         return "col"
     return "row" if row else "strided"
+
+
+def gapless(b: Tensor) -> bool:
+    """Whether every matrix of b [..., K, N] is contiguous, or the transpose view of a contiguous one."""
+    k, n = b.shape[-2:]
+    return b.stride()[-2:] in ((n, 1), (1, k))
 
 
 def aligned(*tensors: Tensor | None) -> bool:

@@ -1,11 +1,14 @@
 """One call, described without tensors, so that it can be planned anywhere and compared by value."""
 
+from __future__ import annotations
+
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol
 
 from sparsek.core import dtypes
 from sparsek.core.device import Card
+from sparsek.matrix.storage import BlockStats, Storage
 
 
 class Problem(Protocol):
@@ -71,66 +74,81 @@ class OfBlocks(ABC):
         return self.nnzb / cells if cells else 0.0
 
 
-class WithDense(ProductProblem):
-    """What products with a dense matrix have in common: C [batch, m, n] = A [m, k] @ B [batch, k, n], an epilogue."""
+@dataclass(frozen=True)
+class DenseSpec:
+    """How a dense matrix X [..., R, C] lies that a product reads or writes.
 
-    m: int
-    k: int
-    n: int
-    batch: int
-    bias: bool
-    combine: str
+    `layout` is "row" for a row-major one, "col" for the transpose view of one, "strided" for any other. `gapless`: in
+    every item of the batch it is contiguous, or the transpose view of a contiguous one. An FP8 one has a `scale` for
+    each "column" or for the whole "tensor". `rounds` is the dtype that it comes in where the call rounds it to FP8.
+    """
 
-    @property
-    def dense_flops(self) -> float:
-        return 2.0 * self.m * self.k * self.n * self.batch
-
-    @property
-    def dense_bytes(self) -> float:
-        """B and the epilogue's matrices read once, C written once."""
-        of_c = self.m * (2 if self.combine else 1)
-        elements = self.batch * self.n * (self.k + of_c) + (self.m if self.bias else 0)
-        return float(elements * dtypes.itemsize(self.dtype))
+    dtype: str
+    layout: str = "row"
+    gapless: bool = True
+    scale: str = ""
+    rounds: str = ""
 
 
 @dataclass(frozen=True)
-class SpmmProblem(WithDense, OfBlocks):
-    """C [batch, m, n] = A [m, k] @ B [batch, k, n] with A in BSR.
+class SpmmProblem(ProductProblem):
+    """C [batch, m, n] = A [m, k] @ B [batch, k, n] with a sparse A, stored as `a` says, and dense B and C.
 
-    `block` is (bm, bk) of A, `nnzb` its stored blocks. `row_max` is the largest number of stored blocks in a block row.
-    `b_layout` is "row" for row-major B, "col" for the transpose view of a row-major [n, k], "strided" for any other.
     `aligned` says that pointers and leading strides of A's values, B and C are multiples of 16 bytes.
-    `transposed` says that A is a `.T` view. `touches_all_columns` says that every block column of A has a block.
-    `merged` holds (R, steps) for factors R > 1: what is left to do when R block rows share a tile is the distinct
-    block columns of each R rows, summed over groups of R block rows.
-    `out_layout` is "row", or "col" where C is the transpose view of a row-major [n, m]: B^T A^T is computed so.
-    What `reference.epilogue.Epilogue` does to the product: `scaled` (alpha is not 1), `bias`, `activation`, and
+    c.layout is "col" where C is the transpose view of a row-major [n, m]: B^T A^T is computed so.
+    What `reference.epilogue.Epilogue` does to the product: `has_alpha` (alpha is not 1), `bias`, `activation`, and
     `combine`: "add" or "mul" with another matrix, "" without one. `in_place` says that the other matrix is C.
+
+    A quantized A has a quantized B, whose values lie along k: C = act(alpha * scale_A[m] * scale_B[n] * (A8 @ B8) +
+    bias), and so on. A scale per block of A lies inside the sum.
     """
 
     op: ClassVar[str] = "spmm"
 
+    a: Storage
+    b: DenseSpec
+    c: DenseSpec
     m: int
     k: int
     n: int
-    block: tuple[int, int]
-    nnzb: int
-    dtype: str
     card: Card
     batch: int = 1
-    b_layout: str = "row"
     aligned: bool = True
-    transposed: bool = False
     tf32: bool = False
-    row_max: int = 0
-    touches_all_columns: bool = True
-    merged: tuple[tuple[int, int], ...] = ()
-    out_layout: str = "row"
-    scaled: bool = False
+    has_alpha: bool = False
     bias: bool = False
     activation: str = ""
     combine: str = ""
     in_place: bool = False
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of A's values."""
+        return self.a.dtype
+
+    @property
+    def rate_name(self) -> str:
+        return "fp8" if self.a.quantized else super().rate_name
+
+    @property
+    def stats(self) -> BlockStats:
+        """The stored blocks of A, as they stand in the product."""
+        assert self.a.blocks is not None, "all of A is stored"
+        return self.a.blocks
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """(bm, bk): the sides of A's blocks along m and along k."""
+        return self.stats.block
+
+    @property
+    def nnzb(self) -> int:
+        return self.stats.nnzb
+
+    @property
+    def row_max(self) -> int:
+        """The largest number of stored blocks in a block row; 0 without blocks."""
+        return 0 if self.a.blocks is None else self.a.blocks.row_max
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -138,55 +156,16 @@ class SpmmProblem(WithDense, OfBlocks):
         return -(-self.m // self.block[0]), -(-self.k // self.block[1])
 
     @property
-    def useful_flops(self) -> float:
-        """2 FLOP for every stored element and column of B."""
-        return 2.0 * self.nnzb * self.block[0] * self.block[1] * self.n * self.batch
+    def density(self) -> float:
+        """Stored blocks over all blocks."""
+        cells = self.grid[0] * self.grid[1]
+        return self.nnzb / cells if cells else 0.0
 
     @property
-    def compulsory_bytes(self) -> float:
-        """Stored values and indices read once, B and the epilogue's matrices read once, C written once."""
-        size = dtypes.itemsize(self.dtype)
-        values = self.nnzb * self.block[0] * self.block[1] * size
-        return float(values + self.dense_bytes + 4 * (self.nnzb + self.grid[0] + 1))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Problem24(WithDense, ABC):
-    """C [batch, m, n] = A [m, k] @ B [batch, k, n] with an A of which every four neighbours in a row hold two values.
-
-    `transposed`: A is the transpose of such a matrix, whose pairs then lie along m. `gapless` says that in every item
-    of the batch B is contiguous, or the transpose view of a contiguous [n, k]. Other fields are as in SpmmProblem.
-    """
-
-    op: ClassVar[str]
-
-    m: int
-    k: int
-    n: int
-    dtype: str
-    card: Card
-    batch: int = 1
-    b_layout: str = "row"
-    aligned: bool = True
-    gapless: bool = True
-    transposed: bool = False
-    tf32: bool = False
-    out_layout: str = "row"
-    scaled: bool = False
-    bias: bool = False
-    activation: str = ""
-    combine: str = ""
-    in_place: bool = False
-
-    @property
-    @abstractmethod
     def stored(self) -> int:
         """Stored values of A."""
-
-    @property
-    def index_bytes(self) -> int:
-        """What says where the values stand: a nibble for two of them, and a pattern's indices."""
-        return self.stored // 4
+        whole = self.m * self.k if self.a.blocks is None else self.nnzb * self.block[0] * self.block[1]
+        return whole // 2 if self.a.two_four else whole
 
     @property
     def useful_flops(self) -> float:
@@ -194,124 +173,38 @@ class Problem24(WithDense, ABC):
         return 2.0 * self.stored * self.n * self.batch
 
     @property
-    def compulsory_bytes(self) -> float:
-        """Values, metadata and indices read once, B and the epilogue's matrices read once, C written once."""
-        return float(self.stored * dtypes.itemsize(self.dtype) + self.index_bytes + self.dense_bytes)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Semi24Problem(Problem24):
-    """A is a Semi24: all of it is stored."""
-
-    op: ClassVar[str] = "semi24"
-
-    @property
-    def stored(self) -> int:
-        return self.m * self.k // 2
-
-
-@dataclass(frozen=True, kw_only=True)
-class BSR24Problem(Problem24, OfBlocks):
-    """A is a BSR24 of `nnzb` stored blocks of `block`, sides as they stand in the product: (along m, along k).
-
-    `row_max` is the largest number of stored blocks along m's block rows.
-    """
-
-    op: ClassVar[str] = "bsr24"
-
-    block: tuple[int, int]
-    nnzb: int
-    row_max: int = 0
-
-    @property
-    def grid(self) -> tuple[int, int]:
-        """Block rows and block columns of A."""
-        return -(-self.m // self.block[0]), -(-self.k // self.block[1])
-
-    @property
-    def stored(self) -> int:
-        return self.nnzb * self.block[0] * self.block[1] // 2
-
-    @property
-    def index_bytes(self) -> int:
-        return self.stored // 4 + 4 * (self.nnzb + self.grid[0] + 1)
-
-    @property
-    def unpacked(self) -> SpmmProblem:
-        """The same product of the BSR that holds all the values of these blocks."""
-        shared = {each.name: getattr(self, each.name) for each in fields(Problem24) if each.name != "gapless"}
-        return SpmmProblem(block=self.block, nnzb=self.nnzb, row_max=self.row_max, **shared)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScaledProblem(WithDense):
-    """An FP8 product: C = act(alpha * scale_A[m] * scale_B[n] * sum over k of A8[m, k] B8[k, n] + bias), and so on.
-
-    `dtype` is that of A's values and `b_dtype` that of B's: "e4m3" or "e5m2". C, the bias and the other matrix are in
-    `out_dtype`: "bf16", "fp16" or "fp32". `a_scale` says what of A shares a scale: "tensor", "row" or "block", the last
-    one inside the sum. `b_scale`: "tensor", or "column" of B, which is a row of x in `linear`. `rounds` is the dtype
-    of a B that the call rounds to FP8 before the product, "" for one that came in FP8. `fast_accum`: sums may stay in
-    the tensor cores, in fewer bits than float32 has.
-
-    `b_layout` is "col": B is the transpose view of contiguous values [n, k]. `aligned` speaks of these too, so k is
-    then a multiple of 16.
-    """
-
-    op: ClassVar[str]
-    kind: ClassVar[type]
-    """The class of the same product without scales."""
-
-    b_layout: str = "col"
-    out_dtype: str = "bf16"
-    b_dtype: str = "e4m3"
-    a_scale: str = "row"
-    b_scale: str = "column"
-    rounds: str = ""
-    fast_accum: bool = False
-
-    @property
-    def rate_name(self) -> str:
-        return "fp8"
+    def dense_flops(self) -> float:
+        return 2.0 * self.m * self.k * self.n * self.batch
 
     @property
     def dense_bytes(self) -> float:
-        """B as it came read once, the epilogue's matrices and C once in C's dtype, float32 scales."""
-        of_c = (self.batch * self.n * (2 if self.combine else 1) + bool(self.bias)) * self.m
-        of_b = self.batch * self.n * self.k * dtypes.itemsize(self.rounds or self.b_dtype)
-        scales = (self.batch * self.n if self.b_scale == "column" else 1) + (
-            self.m if self.a_scale == "row" else 1
-        )
-        return float(of_b + of_c * dtypes.itemsize(self.out_dtype) + 4 * scales)
+        """B as it came and the epilogue's matrices read once, C written once; float32 scales of rows and columns."""
+        of_c = (self.batch * self.n * (2 if self.combine else 1) + self.bias) * self.m
+        of_b = self.batch * self.n * self.k * dtypes.itemsize(self.b.rounds or self.b.dtype)
+        scales = 0
+        if self.a.quantized:
+            scales = self.batch * self.n if self.b.scale == "column" else 1
+            scales += self.m if self.a.scale == "row" else 1
+        return float(of_b + of_c * dtypes.itemsize(self.c.dtype) + 4 * scales)
 
-    def unscaled(self, dtype: str) -> "SpmmProblem | Semi24Problem | BSR24Problem":
+    @property
+    def compulsory_bytes(self) -> float:
+        """Stored values, metadata and indices read once, and `dense_bytes`."""
+        index = self.stored // 4 if self.a.two_four else 0
+        if self.a.blocks is not None:
+            index += 4 * (self.nnzb + self.grid[0] + 1)
+        return float(self.stored * dtypes.itemsize(self.dtype) + index + self.dense_bytes)
+
+    def plain(self, dtype: str) -> SpmmProblem:
         """The same product in another dtype, without scales."""
-        return self.kind(
-            **{each.name: getattr(self, each.name) for each in fields(self.kind)} | {"dtype": dtype}
-        )
+        a = replace(self.a, dtype=dtype, scale="", fast_accum=False)
+        b = replace(self.b, dtype=dtype, scale="", rounds="")
+        return replace(self, a=a, b=b, c=replace(self.c, dtype=dtype))
 
-
-@dataclass(frozen=True, kw_only=True)
-class ScaledSpmmProblem(ScaledProblem, SpmmProblem):
-    """A is a Scaled BSR, or the transposed view of one."""
-
-    op: ClassVar[str] = "spmm_fp8"
-    kind: ClassVar[type] = SpmmProblem
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScaledSemi24Problem(ScaledProblem, Semi24Problem):
-    """A is a Scaled Semi24."""
-
-    op: ClassVar[str] = "semi24_fp8"
-    kind: ClassVar[type] = Semi24Problem
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScaledBsr24Problem(ScaledProblem, BSR24Problem):
-    """A is a Scaled BSR24."""
-
-    op: ClassVar[str] = "bsr24_fp8"
-    kind: ClassVar[type] = BSR24Problem
+    @property
+    def unpacked(self) -> SpmmProblem:
+        """The same product of the BSR that holds all the values of a BSR24's blocks."""
+        return replace(self, a=replace(self.a, two_four=False))
 
 
 @dataclass(frozen=True)

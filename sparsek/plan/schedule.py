@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sparsek.matrix.pattern import BlockPattern
+from sparsek.matrix.storage import merged_keys
 
 
 class Walk(NamedTuple):
@@ -54,19 +55,6 @@ class Cut(NamedTuple):
     slot: NDArray[np.int64]
 
 
-def merges(pattern: BlockPattern, transposed: bool) -> tuple[tuple[int, int], ...]:
-    """The field `merged` of an SpmmProblem: (R, steps) for each R of block rows that may share a tile."""
-    height = pattern.block[0]
-    if transposed or height > 64 or height & (height - 1):
-        return ()
-    return tuple((r, merged_steps(pattern, r)) for r in (2, 4, 8) if r * height <= 128)
-
-
-def merged_steps(pattern: BlockPattern, merge: int) -> int:
-    """Steps of all units when `merge` consecutive block rows share a tile: distinct columns, summed over units."""
-    return pattern.derived(("merged_steps", merge), lambda: len(np.unique(_merged_keys(pattern, merge))))
-
-
 def walk(pattern: BlockPattern, tile_rows: int, merge: int = 1) -> Walk:
     """Units and steps of a pattern for tiles of `tile_rows` rows.
 
@@ -87,7 +75,7 @@ def walk(pattern: BlockPattern, tile_rows: int, merge: int = 1) -> Walk:
             begin, end = np.repeat(begin, slices), np.repeat(end, slices)
             row = (row[:, None] + offset[None, :]).ravel()
     else:
-        keys, place = np.unique(_merged_keys(pattern, merge), return_inverse=True)
+        keys, place = np.unique(merged_keys(pattern, merge), return_inverse=True)
         units = -(-rows // merge)
         width = max(pattern.grid[1], 1)
         cols = (keys % width).astype(np.int32)
@@ -163,12 +151,6 @@ def deal_on_device(
     tiles = torch.empty(len(tile), 5, dtype=torch.int32, device=device)
     tiles[starts[place] + turn] = torch.stack([each.int() for each in record], 1)
     return DeviceSchedule(tiles, starts.int())
-
-
-def _merged_keys(pattern: BlockPattern, merge: int) -> NDArray[np.int64]:
-    indptr = pattern.host.indptr.astype(np.int64)
-    unit = np.repeat(np.arange(pattern.grid[0]), np.diff(indptr)) // merge
-    return unit * max(pattern.grid[1], 1) + pattern.host.indices
 
 
 def balance(units: Walk, n: int, tile_cols: int, workers: int, tile_cost: float = 1.0) -> Schedule:

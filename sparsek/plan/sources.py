@@ -71,7 +71,7 @@ def _modules(root: Path) -> dict[str, str]:
     table = root / "kernels/__init__.py"
     tree = ast.parse(table.read_text(encoding="utf-8")) if table.is_file() else ast.Module([], [])
     tables = (node.value for node in tree.body if isinstance(node, ast.AnnAssign) and node.value is not None)
-    return {name: module for table in tables for _, name, module in ast.literal_eval(table)}
+    return {name: module for table in tables for _, name, module, _ in ast.literal_eval(table)}
 
 
 def source_hash(kernel: str, root: Path = ROOT) -> str:

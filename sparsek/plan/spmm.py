@@ -1,90 +1,163 @@
-"""The plan of C = A @ B with a BSR on either side."""
+"""The plan of C = A @ B with a sparse matrix on either side: BSR, Semi24 or BSR24, quantized to FP8 or not.
+
+B, bf16    -- rounded to FP8 by one kernel, a scale for each column -->  B8     (where A is FP8 and B is not)
+A, B       -- a kernel -->  C = act(alpha * A @ B + bias) + other, for FP8 with scales on the sums
+"""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from sparsek.core import dtypes
+from sparsek.core import arguments, dtypes
+from sparsek.core.device import Card
 from sparsek.core.errors import InvalidInput, Unsupported
 from sparsek.core.streams import Made, captured, follow, tensors_in
-from sparsek.matrix.bsr import BSR
+from sparsek.matrix.bsr import ALIGNMENT, BSR
+from sparsek.matrix.bsr24 import BSR24
+from sparsek.matrix.dense8 import ScaledTensor, quantize_dense
 from sparsek.matrix.pattern import BlockPattern
+from sparsek.matrix.quantized import Scaled
+from sparsek.matrix.semi24 import Semi24
+from sparsek.matrix.storage import BlockStats, Home
 from sparsek.plan import operands
+from sparsek.plan.kernel import rounding_seconds
+from sparsek.plan.op import Operation
 from sparsek.plan.plan import Plan
-from sparsek.plan.problem import Problem24, SpmmProblem
+from sparsek.plan.problem import DenseSpec, SpmmProblem
 from sparsek.plan.select import Candidate, Choice
 from sparsek.reference.epilogue import PLAIN, Epilogue
 
 OTHER_LAYOUT = {"row": "col", "col": "row", "strided": "strided"}
+E4M3 = torch.float8_e4m3fn
+ANEW = "call plan_spmm(A, B) for this A, or spmm(A, B)"
+
+Matrix = BSR | Semi24 | BSR24 | Scaled
+Dense = Tensor | ScaledTensor
 
 
 class Product(NamedTuple):
-    """A call in the form that kernels take: the BSR on the left.
+    """A call in the form that kernels take: the sparse matrix on the left, b [..., K, N].
 
-    `out_layout` is "col" where it stood on the right: B @ A is (A.T @ B.mT).mT, and C is then the transpose view of
-    what the caller sees.
+    `transposed`: A is the transpose of `a`, a 2:4 matrix, of which there is no view. `out_layout` is "col" where the
+    sparse matrix stood on the right: B @ A is (A.T @ B.mT).mT, and C is then the transpose view of what the caller
+    sees. `dtype` is C's.
     """
 
-    a: BSR
-    b: Tensor
+    a: Matrix
+    transposed: bool
+    b: Dense
     out: Tensor | None
     epilogue: Epilogue
     out_layout: str
+    dtype: torch.dtype
 
     @classmethod
-    def of(cls, a: Any, b: Any, out: Tensor | None = None, epilogue: Epilogue = PLAIN) -> Product:
-        """The form of a @ b, one of them a BSR. By views only. `epilogue` is about C as the caller sees it.
+    def of(
+        cls,
+        a: Any,
+        b: Any,
+        out: Tensor | None = None,
+        epilogue: Epilogue = PLAIN,
+        dtype: torch.dtype | None = None,
+    ) -> Product:
+        """The form of a @ b, one of them sparse. By views only. `epilogue` is about C as the caller sees it.
 
         Leading dims of a dense left operand are rows as well, and become so where all matrices lie so in memory.
         """
-        if isinstance(a, BSR):
-            return cls(a, b, out, epilogue, "row")
-        other = epilogue.other
-        if a.dim() > 2 and all(x is None or joins(x, a) for x in (a, out, other)):
-            a, out, other = (None if x is None else x.flatten(0, -2) for x in (a, out, other))
+        on_left = operands.is_sparse(a)
+        found = dtype_of(a, b, dtype) if on_left else dtype_of(b, a, dtype)
+        dtype, other = (found if out is None else out.dtype), epilogue.other
+        if on_left:
+            return cls(a, False, b, out, epilogue, "row", dtype)
+        lies = not a.turned if isinstance(a, ScaledTensor) else joins(a, a)
+        if a.ndim > 2 and lies and all(x is None or joins(x, a) for x in (out, other)):
+            a = a.rows() if isinstance(a, ScaledTensor) else a.flatten(0, -2)
+            out, other = (None if x is None else x.flatten(0, -2) for x in (out, other))
         if other is not None:
             epilogue = replace(epilogue, other=other.mT)
-        return cls(b.T, a.mT, None if out is None else out.mT, epilogue, "col")
+        stands, transposed = (b, True) if isinstance(b, (Semi24, BSR24)) else (b.T, False)
+        return cls(stands, transposed, a.mT, None if out is None else out.mT, epilogue, "col", dtype)
+
+    @classmethod
+    def layer(
+        cls, x: Dense, w: Matrix, epilogue: Epilogue = PLAIN, dtype: torch.dtype | None = None
+    ) -> Product:
+        """The form of x [..., K] @ w.T, which is (w @ x.T).T, for w [N, K]. `epilogue` is about [..., N]."""
+        dtype = dtype_of(w, x, dtype)
+        rows: Any = x.rows() if isinstance(x, ScaledTensor) else tokens(x)
+        if epilogue.other is not None:
+            epilogue = replace(epilogue, other=tokens(epilogue.other).mT)
+        return cls(w, False, rows.mT, None, epilogue, "col", dtype)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """M, K of the product."""
+        rows, columns = self.a.shape
+        return (columns, rows) if self.transposed else (rows, columns)
+
+    @property
+    def matrix(self) -> BSR | Semi24 | BSR24:
+        """The sparse matrix without its scales."""
+        return self.a.matrix if isinstance(self.a, Scaled) else self.a
+
+    @property
+    def wide(self) -> Tensor | None:
+        """B, unless it came in FP8."""
+        return self.b if isinstance(self.b, Tensor) else None
 
     def seen(self, c: Tensor, a: Any) -> Tensor:
         """C as `SpmmPlan.run` leaves it as the caller sees it, who gave `a` as the left operand: its leading dims."""
-        if self.out_layout == "row" or c.dim() == a.dim():
+        if self.out_layout == "row" or c.shape[:-1] == a.shape[:-1]:
             return c
         return c.view(*a.shape[:-1], c.shape[-1])
 
     def check_epilogue(self) -> None:
         """InvalidInput unless the epilogue fits the operands, which fit each other."""
-        operands.check_epilogue(self.a.shape[0], self.b, self.epilogue, self.out_layout)
+        if self.epilogue is not PLAIN:
+            shape = (*self.b.shape[:-2], self.shape[0], self.b.shape[-1])
+            operands.check_epilogue(self.epilogue, shape, self.dtype, self.b.device, self.out_layout)
+
+    def refuse_gradients(self) -> None:
+        """InvalidInput where autograd would expect a gradient that no product of this matrix has."""
+        if isinstance(self.a, Scaled):
+            if operands.wants_gradient(self.wide, self.epilogue.bias, self.epilogue.other, self.out):
+                raise InvalidInput(operands.FP8_HAS_NO_GRADIENT)
+        elif not isinstance(self.a, BSR) and operands.wants_gradient(self.a.values):
+            kind = type(self.a).__name__
+            raise InvalidInput(operands.VALUES_HAVE_NO_GRADIENT.format(kind=kind))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class SpmmPlan(Plan):
-    """How to multiply one pattern of blocks with one shape of a dense matrix, and what to do to the product.
+    """How to multiply sparse matrices of one kind with dense ones of one shape, and what to do to the product.
 
-    Call it as it was planned: `plan(A, B, out=None, epilogue=...)`, the BSR on the side where it was.
-    `problem` is an SpmmProblem. `pattern` is a weak reference to the pattern of the BSR as it stands on the left:
-    a pattern keeps its plans. `limit` is how many stored blocks a plan that followed may have.
+    Call it as it was planned: `plan(A, B, out=None, epilogue=...)`, the sparse matrix on the side where it was; the
+    plan of a `layer` as `plan(x, W, epilogue=...)`. `problem` is an SpmmProblem. `pattern` is a weak reference to the
+    pattern of A as it stands on the left: a plan fits matrices of that pattern; that of a Semi24, None, every one of
+    its shape. `limit` is how many stored blocks a plan that followed may have.
     """
 
-    pattern: Callable[[], BlockPattern | None] = field(default=lambda: None)
+    problem: SpmmProblem
+    pattern: Callable[[], BlockPattern | None] | None = None
+    layer: bool = False
     limit: int | None = None
     made: Made | None = None
-    # The facts of the last call that was found to fit.
+    # The key of the last call that was found to fit.
     _passed: list[Any] = field(default_factory=list, init=False)
 
     @property
     def on_right(self) -> bool:
-        """The BSR is the right operand."""
-        return self.problem.out_layout == "col"
+        """The sparse matrix is the right operand."""
+        return self.problem.c.layout == "col"
 
     def __call__(self, a: Any, b: Any, out: Tensor | None = None, epilogue: Epilogue = PLAIN) -> Tensor:
-        """C = A @ B for a BSR of the planned pattern and a dense matrix as planned. No host sync.
+        """C = A @ B for operands as planned. No host sync, but where vendor.cusparselt compresses values anew.
 
         `out`, of C's shape, is overwritten. `epilogue` has the parts that were planned. Raises InvalidInput for other
         operands. Values may change between calls, the pattern may not.
@@ -93,36 +166,57 @@ class SpmmPlan(Plan):
             raise InvalidInput("plans do not go through torch.compile; call spmm(A, B) there")
         self.refuse_unless_ready()
         operands.check_given(epilogue)
-        (operands.check_right if self.on_right else operands.check_left)(a, b)
-        if out is not None:
-            operands.check_out(a, b, out, epilogue)
-        product = Product.of(a, b, out, epilogue)
-        product.check_epilogue()
-        if operands.wants_gradient(product.a.values, product.b, epilogue.bias, epilogue.other):
+        dtype = dtypes.parse(self.problem.c.dtype)
+        if self.layer:
+            if out is not None:
+                raise InvalidInput("a plan of a layer makes its output; leave out= away")
+            operands.check_layer(a, b)
+            call = Product.layer(a, b, epilogue, dtype if isinstance(b, Scaled) else None)
+        else:
+            on_left = operands.is_sparse(a)
+            if on_left != operands.is_sparse(b) and on_left == self.on_right:
+                side = "right" if self.on_right else "left"
+                raise InvalidInput(f"this plan was made for a sparse matrix on the {side}; {ANEW}")
+            operands.check_operands(a, b)
+            if out is not None:
+                operands.check_out(a, b, out, epilogue)
+            scaled = isinstance(a, Scaled) or isinstance(b, Scaled)
+            call = Product.of(a, b, out, epilogue, dtype if scaled else None)
+        call.check_epilogue()
+        if isinstance(call.a, Scaled):
+            call.refuse_gradients()
+        elif operands.wants_gradient(call.a.values, call.wide, epilogue.bias, epilogue.other):
             raise InvalidInput(operands.PLAN_HAS_NO_GRADIENT.format(op="spmm"))
-        self._check_planned(product)
-        c = self.run(product, captured(product.b))
-        return product.seen(c, a) if out is None else out
+        self._check_planned(call)
+        c = self.run(call.a, call.b, call.out, call.epilogue, captured(call.a.values))
+        return call.seen(c, a) if out is None else out
 
-    def run(self, product: Product, capturing: bool) -> Tensor:
+    def run(self, a: Matrix, b: Dense, out: Tensor | None, epilogue: Epilogue, capturing: bool) -> Tensor:
         """The call without its checks, for operands that are known to fit. `capturing`: a CUDA graph is.
 
-        Returns C by rows: in the kernels' form [..., M, N], or [..., N, M] where the BSR stood on the right.
+        Returns C by rows: in the kernels' form [..., M, N], or [..., N, M] where c.layout is "col".
         """
-        a, b, out, epilogue, out_layout = product
-        if operands.autocasts(b):
-            with dtypes.as_given(b.device):
-                return self.run(product, capturing)
-        by_columns = out_layout == "col"
+        if operands.autocasts(a.values):
+            with dtypes.as_given(a.device):
+                return self.run(a, b, out, epilogue, capturing)
+        p = self.problem
+        by_columns = p.c.layout == "col"
+        kernel, config, _ = self.choice
+        if self.made is not None and not capturing:
+            follow(self.made, tensors_in(self.work))
+        if isinstance(a, Scaled) and isinstance(b, Tensor):
+            b = quantize_dense(b.mT, E4M3, "row", check=False).mT
+        make = getattr(kernel, "make", None)
+        if out is None and make is not None and p.m * p.n * p.batch:
+            made = make(config, self.work, a, b, epilogue, by_columns)
+            if made is not None:
+                return made
         if out is None:
-            c = new_rows(b, self.problem.m, by_columns)
+            c = new_rows(b, p.m, by_columns, dtypes.parse(p.c.dtype))
             out = c.mT if by_columns else c
         else:
             c = out.mT if by_columns else out
         if out.numel():
-            if self.made is not None and not capturing:
-                follow(self.made, tensors_in(self.work))
-            kernel, config, _ = self.choice
             kernel.launch(config, self.work, a, b, out, epilogue)
         return c
 
@@ -134,15 +228,19 @@ class SpmmPlan(Plan):
         Raises InvalidInput for another shape, block, device or more blocks.
         """
         self.refuse_unless_ready()
-        if not isinstance(a, BSR):
-            raise InvalidInput(f"a plan follows a BSR, got {type(a).__name__}")
-        stands = a.T if self.on_right else a
-        p, old, limit = self.problem, self.pattern(), self.limit or self.problem.nnzb
+        p = self.problem
+        if not isinstance(a, BSR) or p.a.kind != "bsr":
+            raise InvalidInput(
+                f"a plan of a BSR follows a BSR; this is one of {p.a.kind}, got {type(a).__name__}"
+            )
+        turned = self.on_right and not self.layer
+        stands = a.T if turned else a
+        old, limit = self.pattern and self.pattern(), self.limit or p.nnzb
         new = stands.pattern
-        same = (new.shape, new.block, stands.order is not None) == ((p.m, p.k), p.block, p.transposed)
+        same = (new.shape, new.block, stands.order is not None) == ((p.m, p.k), p.block, p.a.transposed)
         if not same or new.nnzb > limit or dtypes.name(a.dtype) != p.dtype:
-            sides, block = ((p.k, p.m), p.block[::-1]) if self.on_right else ((p.m, p.k), p.block)
-            view = ", a transposed view" if p.transposed != self.on_right else ""
+            sides, block = ((p.k, p.m), p.block[::-1]) if turned else ((p.m, p.k), p.block)
+            view = ", a transposed view" if p.a.transposed != turned else ""
             raise InvalidInput(
                 f"this plan follows {p.dtype} matrices of {sides[0]}x{sides[1]} in blocks of {block[0]}x{block[1]}"
                 f"{view}, with at most {limit} stored; got {a!r}"
@@ -150,8 +248,8 @@ class SpmmPlan(Plan):
         if old is not None and new.device != old.device:
             raise InvalidInput(f"this plan is on {old.device} and A on {new.device}")
         # What only a sync could tell is bounded.
-        most = min(new.grid[1], new.nnzb)
-        bounded = replace(p, nnzb=new.nnzb, row_max=most, merged=(), touches_all_columns=False)
+        bounds = BlockStats(p.block, new.nnzb, min(new.grid[1], new.nnzb), touches_all_columns=False)
+        bounded = replace(p, a=replace(p.a, blocks=bounds))
         kernel, config, _ = self.choice
         why_not = kernel.why_not(bounded)
         if why_not:
@@ -167,126 +265,243 @@ class SpmmPlan(Plan):
         )
 
     def headline(self) -> list[str]:
-        p: SpmmProblem = self.problem
-        batch = f"{p.batch} x " if p.batch != 1 else ""
-        (rows, columns), (bm, bk) = (p.m, p.k), p.block
-        product, dense, lies = "A @ B", [p.k, p.n], p.b_layout
-        if self.on_right:
-            rows, columns, bm, bk = columns, rows, bk, bm
-            product, dense, lies = "B @ A", [p.n, p.k], OTHER_LAYOUT[p.b_layout]
-        line = (
-            f"C = {formula(p, product)}   A [{rows}, {columns}] {p.dtype}, {p.nnzb} blocks of {bm}x{bk} "
-            f"({100 * p.density:.3g} % stored), B {batch}{dense} {lies}-major, on {p.card.name}"
-        )
-        return [line]
+        p = self.problem
+        return [f"C = {formula(p, self._product(p))}   {self._words(p)}, on {p.card.name}"]
 
-    def _check_planned(self, product: Product) -> None:
-        p: SpmmProblem = self.problem
-        a, b, out, epilogue, _ = product
-        if self.pattern() is not a.pattern or p.transposed != (a.order is not None):
-            raise InvalidInput(
-                "this plan was made for another pattern of blocks; call plan_spmm(A, B) for this A, or spmm(A, B)"
-            )
-        told = facts(product)
-        if self._passed == [told]:
+    def details(self) -> list[str]:
+        spent, b = rounding_seconds(self.problem), self.problem.b
+        line = f"  rounding   {spent * 1e6:.1f} us of it to round B from {b.rounds} to {b.dtype}"
+        return [line, *super().details()] if spent else super().details()
+
+    def _product(self, p: SpmmProblem) -> str:
+        if p.c.layout == "col":
+            return "B @ A.T" if self.layer else "B @ A"
+        return "A.T @ B" if p.a.two_four and p.a.transposed else "A @ B"
+
+    def _words(self, p: SpmmProblem) -> str:
+        """The operands of a problem like this plan's, as the caller sees them."""
+        turned = (p.c.layout == "col" and not self.layer) or (p.a.two_four and p.a.transposed)
+        rows, columns = (p.k, p.m) if turned else (p.m, p.k)
+        stored = "2:4"
+        if p.a.blocks is not None:
+            bm, bk = p.block[::-1] if turned else p.block
+            inside = "2:4 in " if p.a.two_four else ""
+            stored = f"{inside}{p.nnzb} blocks of {bm}x{bk} ({100 * p.density:.3g} % stored)"
+        scale = f", a scale per {p.a.scale}" if p.a.quantized else ""
+        right, batch = p.c.layout == "col", f"{p.batch} x " if p.batch != 1 else ""
+        dense = f"{batch}{[p.n, p.k] if right else [p.k, p.n]}"
+        if not p.a.quantized:
+            lies = OTHER_LAYOUT[p.b.layout] if right else p.b.layout
+            other = "" if p.b.dtype == p.dtype else f" {p.b.dtype}"
+            return f"A [{rows}, {columns}] {p.dtype}, {stored}, B {dense}{other} {lies}-major"
+        came = f"{p.b.rounds}, rounded to {p.b.dtype}" if p.b.rounds else p.b.dtype
+        shares = "row" if right and p.b.scale == "column" else p.b.scale
+        sums = ", fast_accum" if p.a.fast_accum else ""
+        return (
+            f"A [{rows}, {columns}] {p.dtype}{scale}, {stored}, B {dense} {came}, a scale per {shares}, "
+            f"C {p.c.dtype}{sums}"
+        )
+
+    def _dense(self, p: SpmmProblem) -> str:
+        """The dense operand of a problem like this plan's, as the caller sees it."""
+        right = p.c.layout == "col"
+        name, sides = ("x" if self.layer else "A", [p.n, p.k]) if right else ("B", [p.k, p.n])
+        lies = OTHER_LAYOUT[p.b.layout] if right else p.b.layout
+        came = f"{p.b.rounds}, rounded to {p.b.dtype}," if p.b.rounds else p.b.dtype
+        how = f"a scale per {p.b.scale}" if p.b.scale else f"{lies}-major"
+        return f"{came} {name} of {p.batch} x {sides}, {how}"
+
+    def _check_planned(self, call: Product) -> None:
+        p = self.problem
+        ours = getattr(call.matrix, "pattern", None)
+        known = key(call)
+        planned = None if self.pattern is None else self.pattern()
+        if self._passed == [known] and ours is planned and call.shape == (p.m, p.k):
             return
-        batch, layout = b.shape[:-2].numel(), operands.layout(b)
-        if (batch, b.shape[-1], layout, dtypes.name(b.dtype)) != (p.batch, p.n, p.b_layout, p.dtype):
-            name, planned, got, lies = "B", [p.k, p.n], list(b.shape), OTHER_LAYOUT
-            if self.on_right:
-                name, planned, got = "A", planned[::-1], [*b.shape[:-2], b.shape[-1], b.shape[-2]]
-            else:
-                lies = {each: each for each in OTHER_LAYOUT}
+        found = problem(call, p.card)
+        kinds = [(each.a.kind, each.a.transposed, each.m, each.k) for each in (p, found)]
+        if ours is not planned or kinds[0] != kinds[1]:
+            blocks = kinds[0][0] == kinds[1][0] and ours is not None
+            what = "another pattern of blocks" if blocks else "another matrix"
             raise InvalidInput(
-                f"this plan multiplies {p.dtype} {name} of {p.batch} x {planned}, {lies[p.b_layout]}-major; got "
-                f"{b.dtype} {got}, {lies[layout]}-major"
+                f"this plan was made for {what}; {ANEW}. It multiplies {self._words(p)}; got {call.a!r}"
             )
-        parts = epilogue_parts(epilogue, out)
-        planned_parts = p.scaled, p.bias, p.activation, p.combine, p.in_place
-        if parts != planned_parts:
+        if _operands(found) != _operands(p):
+            dense = self._dense(p), self._dense(found)
+            mine, others = dense if dense[0] != dense[1] else (self._words(p), self._words(found))
+            raise InvalidInput(f"this plan multiplies {mine}; got {others}. Plan anew, or call spmm(A, B)")
+        if _epilogue(found) != _epilogue(p):
             raise InvalidInput(
-                f"this plan was made for C = {formula(p, 'A @ B')}; got {formula_of(*parts, 'A @ B')}. Hand over the "
+                f"this plan was made for C = {formula(p, 'A @ B')}; got {formula(found, 'A @ B')}. Hand over the "
                 "epilogue that was planned, epilogue=..., or plan with this one"
             )
-        if p.aligned and not is_aligned(a.values, b, out, epilogue.other, p.m, p.out_layout):
+        gaps = p.a.two_four and p.b.gapless and not found.b.gapless
+        if (p.aligned and not found.aligned) or gaps:
             raise InvalidInput(
-                "this plan needs pointers and leading strides of A's values, B and out that are multiples of 16 bytes; "
-                "spmm(A, B) takes any"
+                "this plan needs pointers and leading strides of A's values, B and out that are multiples of 16 bytes"
+                f"{', and a B without gaps' if p.a.two_four else ''}; spmm(A, B) takes any"
             )
-        self._passed[:] = [told]
+        self._passed[:] = [known]
 
 
-def joins(x: Tensor, a: Tensor) -> bool:
+def _operands(p: SpmmProblem) -> tuple[Any, ...]:
+    return replace(p.a, blocks=None), replace(p.b, gapless=True), p.c, p.n, p.batch
+
+
+def _epilogue(p: SpmmProblem) -> tuple[Any, ...]:
+    return p.has_alpha, p.bias, p.activation, p.combine, p.in_place
+
+
+class Spmm(Operation[Product, SpmmPlan]):
+    """C = A @ B."""
+
+    def problem(self, call: Product, card: Card) -> SpmmProblem:
+        return problem(call, card)
+
+    def key(self, call: Product) -> Hashable:
+        return key(call)
+
+    def home(self, call: Product) -> Home:
+        return call.a.home()
+
+    def like(self, call: Product) -> Tensor:
+        return call.b if isinstance(call.b, Tensor) else call.b.values
+
+    def prepare(self, call: Product, p: SpmmProblem, choice: Choice) -> Any:
+        return choice.kernel.prepare(p, choice.config, call.a)
+
+    def planned(
+        self, call: Product, p: SpmmProblem, choice: Choice, work: Any, made: Made | None, ready: bool
+    ) -> SpmmPlan:
+        pattern = getattr(call.matrix, "pattern", None)
+        return SpmmPlan(p, choice, work, ready, None if pattern is None else weakref.ref(pattern), made=made)
+
+    def arguments(self, call: Product) -> tuple[Any, ...]:
+        return call.a, call.b, call.out, call.epilogue
+
+
+def problem(call: Product, card: Card) -> SpmmProblem:
+    """What the call asks of `card`."""
+    m, k = call.shape
+    b, epilogue = call.b, call.epilogue
+    other, plain = epilogue.other, epilogue.is_plain
+    if isinstance(call.a, Scaled):
+        wide = isinstance(b, Tensor)
+        dtype, rounds = (E4M3, dtypes.name(b.dtype)) if wide else (b.dtype, "")
+        scale = "column" if wide or b.kind == "row" else "tensor"
+        of_b = DenseSpec(dtypes.FP8[dtype], "col", True, scale, rounds)
+    else:
+        assert isinstance(b, Tensor)
+        of_b = DenseSpec(dtypes.name(b.dtype), operands.layout(b), operands.gapless(b))
+    return SpmmProblem(
+        a=call.a.storage(call.transposed),
+        b=of_b,
+        c=DenseSpec(dtypes.name(call.dtype), call.out_layout),
+        m=m,
+        k=k,
+        n=b.shape[-1],
+        card=card,
+        batch=b.shape[:-2].numel(),
+        aligned=is_aligned(call),
+        tf32=operands.allows_tf32(b.dtype) and not isinstance(call.a, Scaled),
+        has_alpha=epilogue.alpha != 1,
+        bias=epilogue.bias is not None,
+        activation=epilogue.activation,
+        combine="" if plain or other is None else epilogue.combine,
+        in_place=_in_place(call),
+    )
+
+
+def key(call: Product) -> tuple[Any, ...]:
+    """All of a call that its plan depends on but the home of A: calls alike in this fit the same plan."""
+    a, transposed, b, out, epilogue, out_layout, dtype = call
+    if isinstance(a, Scaled):
+        matrix = a.matrix
+        stored = type(matrix), a.kind, a.fast_accum
+        dense = (
+            (b.shape, 0)
+            if isinstance(b, Tensor)
+            else (b.values.shape, b.scale.ndim, b.values.data_ptr() % 16)
+        )
+    else:
+        assert isinstance(b, Tensor)
+        matrix, stored = a, type(a)
+        dense = b.shape, b.stride(), b.data_ptr() % 16, operands.allows_tf32(b.dtype)
+    values = matrix.values
+    view = transposed or (type(matrix) is BSR and matrix.order is not None)
+    said = stored, view, values.dtype, values.data_ptr() % 16, b.dtype, dense, out_layout, dtype
+    if out is None and (epilogue is PLAIN or epilogue.is_plain):
+        return said
+    more = [None if x is None else (x.stride(), x.data_ptr() % 16) for x in (out, epilogue.other)]
+    combine = epilogue.combine if epilogue.other is not None else ""
+    after = epilogue.alpha != 1, epilogue.bias is not None, epilogue.activation, combine, _in_place(call)
+    return *said, *more, *after
+
+
+def is_aligned(call: Product) -> bool:
+    """Whether A's values, B, C and the epilogue's matrix begin and step by multiples of 16 bytes.
+
+    The latter must lie as C does, and step by less than 2^31 elements. Of an FP8 B its values count, along K.
+    """
+    a, _, b, out, epilogue, out_layout, dtype = call
+    other = epilogue.other
+    if other is not None:
+        lies = 1 in other.shape[-2:] or operands.layout(other) == out_layout
+        if not lies or max(other.stride()) >= 2**31:
+            return False
+    if a.values.data_ptr() % ALIGNMENT:
+        return False
+    if isinstance(a, Scaled):
+        start = 0 if isinstance(b, Tensor) else b.values.data_ptr()
+        if b.shape[-2] % ALIGNMENT or start % ALIGNMENT:
+            return False
+    elif not operands.aligned(call.wide):
+        return False
+    row = call.shape[0] if out_layout == "col" else b.shape[-1]
+    return (row * dtype.itemsize % ALIGNMENT == 0 if out is None else True) and operands.aligned(out, other)
+
+
+def _in_place(call: Product) -> bool:
+    other, out = call.epilogue.other, call.out
+    return other is not None and out is not None and operands.same_memory(other, out)
+
+
+def dtype_of(sparse: Matrix, dense: Dense, asked: torch.dtype | None) -> torch.dtype:
+    """C's dtype: that of the operands; in FP8 the one asked for, or that of a dense operand that came wide, or bf16."""
+    if isinstance(sparse, Scaled):
+        if asked is not None:
+            return arguments.dtype("dtype", asked, operands.OUT_DTYPES)
+        return dense.dtype if isinstance(dense, Tensor) else torch.bfloat16
+    if asked is not None:
+        raise InvalidInput("dtype= is for products of FP8 matrices; others have the dtype of their operands")
+    return dense.dtype
+
+
+def joins(x: Any, a: Any) -> bool:
     """Whether `x` has the leading dims of `a`, and lies as one matrix with as many rows as all of them together."""
     if x.shape[:-1] != a.shape[:-1] or x.numel() == 0:
         return False
     return all(x.stride(i) == x.stride(i + 1) * x.shape[i + 1] for i in range(x.dim() - 2))
 
 
-def empty_out(b: Tensor, m: int, out_layout: str) -> Tensor:
-    """An uninitialised C [..., M, N]: contiguous, or the transpose view of a contiguous [..., N, M]."""
-    by_columns = out_layout == "col"
-    new = new_rows(b, m, by_columns)
-    return new.mT if by_columns else new
+def tokens(x: Tensor) -> Tensor:
+    """x [..., K] as [T, K]: a view where x lies so."""
+    return x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 
-def new_rows(b: Tensor, m: int, by_columns: bool) -> Tensor:
+def new_rows(b: Dense, m: int, by_columns: bool, dtype: torch.dtype) -> Tensor:
     """An uninitialised C by rows: [..., M, N], or [..., N, M] if `by_columns`."""
     *batch, _, n = b.shape
-    if batch:
-        return b.new_empty((*batch, n, m) if by_columns else (*batch, m, n))
-    return b.new_empty((n, m) if by_columns else (m, n))
+    return torch.empty((*batch, n, m) if by_columns else (*batch, m, n), dtype=dtype, device=b.device)
 
 
-def facts(call: Product) -> tuple[Any, ...]:
-    """All of a call that its plan depends on but the pattern: calls alike in this fit the same plan."""
-    a, b, out, epilogue, out_layout = call
-    starts = a.values.data_ptr() % 16, b.data_ptr() % 16
-    told = a.order is None, out_layout, b.shape, b.stride(), b.dtype, starts
-    if out is None and (epilogue is PLAIN or epilogue.is_plain):
-        return told
-    more = [None if x is None else (x.stride(), x.data_ptr() % 16) for x in (out, epilogue.other)]
-    return *told, *more, *epilogue_parts(epilogue, out)
-
-
-def is_aligned(
-    values: Tensor, b: Tensor, out: Tensor | None, other: Tensor | None, m: int, out_layout: str
-) -> bool:
-    """Whether A's values, B, C and the epilogue's matrix begin and step by multiples of 16 bytes.
-
-    The latter must lie as C does, and step by less than 2^31 elements.
-    """
-    if other is not None:
-        lies = 1 in other.shape[-2:] or operands.layout(other) == out_layout
-        if not lies or max(other.stride()) >= 2**31:
-            return False
-    if values.data_ptr() % 16:
-        return False
-    new = (m if out_layout == "col" else b.shape[-1]) * b.element_size() % 16 == 0
-    return (new if out is None else True) and operands.aligned(b, out, other)
-
-
-def epilogue_parts(epilogue: Epilogue, out: Tensor | None) -> tuple[bool, bool, str, str, bool]:
-    """The fields of an SpmmProblem that describe an epilogue: scaled, bias, activation, combine, in_place."""
-    if epilogue.is_plain:
-        return False, False, "", "", False
-    other = epilogue.other
-    in_place = other is not None and out is not None and operands.same_memory(other, out)
-    combine = "" if other is None else epilogue.combine
-    return epilogue.alpha != 1, epilogue.bias is not None, epilogue.activation, combine, in_place
-
-
-def formula(p: SpmmProblem | Problem24, product: str) -> str:
+def formula(p: SpmmProblem, product: str) -> str:
     """What becomes of the product, in words: "gelu(A @ B + bias) + other"."""
-    return formula_of(p.scaled, p.bias, p.activation, p.combine, p.in_place, product)
-
-
-def formula_of(scaled: bool, bias: bool, activation: str, combine: str, in_place: bool, product: str) -> str:
-    inner = f"alpha * {product}" if scaled else product
-    inner = f"{inner} + bias" if bias else inner
-    if activation:
-        inner = f"{activation}({inner})"
-    elif combine == "mul" and bias:
+    inner = f"alpha * {product}" if p.has_alpha else product
+    inner = f"{inner} + bias" if p.bias else inner
+    if p.activation:
+        inner = f"{p.activation}({inner})"
+    elif p.combine == "mul" and p.bias:
         inner = f"({inner})"
-    other = "C" if in_place else "other"
-    return {"": inner, "add": f"{inner} + beta * {other}", "mul": f"{inner} * {other}"}[combine]
+    other = "C" if p.in_place else "other"
+    return {"": inner, "add": f"{inner} + beta * {other}", "mul": f"{inner} * {other}"}[p.combine]

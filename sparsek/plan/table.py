@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
 from functools import cache
 from pathlib import Path
@@ -29,7 +29,7 @@ EXACT_UP_TO = 16
 EXACT = ("block", "a_block", "b_block", "dim", "v_dim", "q_heads", "kv_heads")
 # A longest row of blocks of so many times the mean is another problem.
 UNEVEN = 3
-LEFT_OUT = ("card", "row_max", "touches_all_columns")
+LEFT_OUT = ("card", "row_max", "touches_all_columns", "gapless")
 Key = tuple[str, str, str]
 
 
@@ -68,20 +68,27 @@ Entries = dict[Key, Entry]
 
 
 def key_of(p: Any) -> str:
-    """A problem in words, without its card: "spmm m=4096 k=4096 n=5793 block=128x128 nnzb=128 dtype=bf16".
+    """A problem in words, without its card: "spmm a.dtype=bf16 a.block=128x128 a.nnzb=128 ... m=4096 k=4096 n=5793".
 
     Fields at their default are left out. Sizes above 16 are rounded to the nearest half power of two. Of the longest
     row it only counts whether it is far longer than the mean.
     """
-    parts = [p.op]
+    parts = [p.op, *_words(p, "")]
+    if getattr(p, "row_max", 0) and p.row_max * p.grid[0] > UNEVEN * p.nnzb:
+        parts.append("uneven")
+    return " ".join(parts)
+
+
+def _words(p: Any, prefix: str) -> Iterator[str]:
+    """The fields of a problem, and of the parts that it has."""
     for each in fields(p):
         value = getattr(p, each.name)
         if each.name in LEFT_OUT or (each.default is not MISSING and value == each.default):
             continue
-        parts.append(f"{each.name}={_rounded(value, each.name in EXACT)}")
-    if hasattr(p, "row_max") and p.row_max * p.grid[0] > UNEVEN * p.nnzb:
-        parts.append("uneven")
-    return " ".join(parts)
+        if is_dataclass(value):
+            yield from _words(value, prefix if each.name == "blocks" else f"{prefix}{each.name}.")
+        else:
+            yield f"{prefix}{each.name}={_rounded(value, each.name in EXACT)}"
 
 
 def _rounded(value: Any, exact: bool) -> str:

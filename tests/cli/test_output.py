@@ -45,7 +45,9 @@ def call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setenv("TERM", "dumb")
     monkeypatch.setenv("SPARSEK_TUNING", str(tmp_path / "none.json"))
     every = doctor.names_for
-    monkeypatch.setattr(doctor, "names_for", lambda op: every(op) if op == "spmm" else ())
+    monkeypatch.setattr(
+        doctor, "names_for", lambda op, storage=None: every(op, storage) if storage == "bsr" else ()
+    )
     save_file({"layer.weight": torch.randn(64, 64)}, tmp_path / "m.safetensors")
 
     def run(arguments: list[str], width: int, charset: str = "utf-8") -> Result:

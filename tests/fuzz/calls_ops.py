@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import sparsek as sk
-from sparsek.ops import scaled, semi24
+from sparsek.ops.linear import plan_layer
 from sparsek.reference.epilogue import Epilogue
 from tests.fuzz.engine import Call, Made
 
@@ -74,9 +74,9 @@ def plan(name: str) -> Any:
         "spmm": lambda: sk.plan_spmm(bsr(), dense(64, 48)),
         "right": lambda: sk.plan_spmm(dense(48, 128), bsr()),
         "semi24": lambda: sk.plan_spmm(two_four(), dense(64, 48)),
-        "layer24": lambda: semi24.plan_linear(dense(48, 64), two_four()),
+        "layer24": lambda: plan_layer(dense(48, 64), two_four()),
         "fp8": lambda: sk.plan_spmm(fp8(), dense(64, 48, dtype=BF16)),
-        "layer8": lambda: scaled.plan_linear(dense(48, 64, dtype=BF16), fp8()),
+        "layer8": lambda: plan_layer(dense(48, 64, dtype=BF16), fp8()),
         "sddmm": lambda: sk.plan_sddmm(dense(128, 48), dense(48, 64), bsr().pattern),
         "spgemm": lambda: sk.plan_spgemm(bsr(), bsr(64, 96)),
         "attention": lambda: sk.plan_attention(q, k, v, mask(), return_lse=True),

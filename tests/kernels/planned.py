@@ -7,15 +7,19 @@ from torch import Tensor
 from sparsek.core import dtypes
 from sparsek.core.device import card_of
 from sparsek.matrix.bsr import BSR
+from sparsek.plan import spmm as plans
 from sparsek.plan.problem import SpmmProblem
+from sparsek.plan.spmm import Product
+from sparsek.reference.epilogue import PLAIN, Epilogue
 from sparsek.testing.poison import poisoned
+from tests.problems import spmm_problem
 
 
 def problem(a: BSR, b: Tensor) -> SpmmProblem:
     """The problem that A @ B poses."""
     touched = int(a.pattern.indices.unique().numel())
     longest = int(a.pattern.row_lengths.max()) if a.grid[0] else 0
-    return SpmmProblem(
+    return spmm_problem(
         m=a.shape[0],
         k=a.shape[1],
         n=b.shape[-1],
@@ -29,6 +33,22 @@ def problem(a: BSR, b: Tensor) -> SpmmProblem:
         row_max=longest,
         touches_all_columns=touched == a.grid[1],
     )
+
+
+def posed(
+    a: Any,
+    b: Any,
+    out: "Tensor | None" = None,
+    epilogue: Epilogue = PLAIN,
+    lies: str = "",
+    *,
+    turned: bool = False,
+) -> SpmmProblem:
+    """The problem that a @ b, or a.T @ b of a 2:4 matrix, poses. C lies as `out` or `lies` says."""
+    if not lies:
+        lies = "col" if out is not None and out.stride(-2) == 1 and out.stride(-1) != 1 else "row"
+    dtype = b.dtype if out is None else out.dtype
+    return plans.problem(Product(a, turned, b, out, epilogue, lies, dtype), card_of(b.device))
 
 
 def multiply(kernel: Any, a: BSR, b: Tensor, config: Any = None, out: "Tensor | None" = None) -> Tensor:

@@ -7,13 +7,12 @@ from torch import Tensor
 
 from sparsek.matrix.bsr24 import BSR24
 from sparsek.matrix.semi24 import Semi24
-from sparsek.ops import semi24 as ops
-from sparsek.plan.problem import Problem24
-from sparsek.plan.semi24 import Product24
+from sparsek.plan.problem import SpmmProblem
 from sparsek.reference.epilogue import ACTIVATIONS, PLAIN, Epilogue
 from sparsek.testing.budget24 import check_24
 from sparsek.testing.cases24 import Case24
 from sparsek.testing.poison import poisoned
+from tests.kernels.planned import posed
 
 # What hypothesis draws for a Case24: layouts of B, C and the epilogue's matrix; alpha, bias, activation, combine.
 LAYOUTS = st.tuples(
@@ -31,10 +30,9 @@ EPILOGUES = st.tuples(
 
 def problem(
     a: Semi24 | BSR24, b: Tensor, epilogue: Epilogue = PLAIN, out: Tensor | None = None, turned: bool = False
-) -> Problem24:
+) -> SpmmProblem:
     """The problem that a @ b, or a.T @ b, poses, C lying as `out` does."""
-    by_columns = out is not None and out.stride(-2) == 1 and out.stride(-1) != 1
-    return ops._problem(Product24(a, turned, b, out, epilogue, "col" if by_columns else "row"), None)
+    return posed(a, b, out, epilogue, turned=turned)
 
 
 def multiply(

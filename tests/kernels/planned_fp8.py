@@ -7,18 +7,16 @@ from torch import Tensor
 
 from sparsek.matrix.dense8 import ScaledTensor
 from sparsek.matrix.quantized import Scaled
-from sparsek.ops import scaled as ops
-from sparsek.plan.scaled import ScaledProduct
 from sparsek.reference.epilogue import PLAIN, Epilogue
 from sparsek.testing.budget_fp8 import CORE, check_scaled
 from sparsek.testing.cases_fp8 import CaseFp8
 from sparsek.testing.poison import poisoned
+from tests.kernels.planned import posed
 
 
 def problem(a: Scaled, b: ScaledTensor, out: Tensor, epilogue: Epilogue = PLAIN) -> Any:
     """The problem that a @ b poses, C lying as `out` does."""
-    by_columns = out.stride(-2) == 1 and out.stride(-1) != 1
-    return ops._problem(ScaledProduct(a, b, out, epilogue, "col" if by_columns else "row", out.dtype), None)
+    return posed(a, b, out, epilogue)
 
 
 def multiply(

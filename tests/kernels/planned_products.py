@@ -30,7 +30,7 @@ def epilogue_problem(a: BSR, b: Tensor, epilogue: Epilogue, out: Tensor) -> Spmm
         planned.problem(a, b),
         b_layout=layout(b),
         out_layout=layout(out),
-        scaled=epilogue.alpha != 1,
+        has_alpha=epilogue.alpha != 1,
         bias=epilogue.bias is not None,
         activation=epilogue.activation,
         combine="" if epilogue.other is None else epilogue.combine,

@@ -9,16 +9,16 @@ from sparsek.core import dtypes
 from sparsek.kernels.spmm import portable_24 as semi24
 from sparsek.kernels.spmm import portable_bsr24 as bsr24
 from sparsek.kernels.spmm.unpack_24 import Config
-from sparsek.plan.problem import BSR24Problem, Problem24, Semi24Problem
+from sparsek.plan.problem import SpmmProblem
 from sparsek.reference.epilogue import Epilogue
 from tests.kernels.portable_code import Code, compiled
 from tests.kernels.portable_products_code import NAMES, meta, ones
 
 
-def _shared(p: Problem24) -> tuple[Any, Any, Epilogue, dict[str, Any], dict[str, str]]:
-    b, out = meta(p.k, p.n, p.b_layout, p.dtype), meta(p.m, p.n, p.out_layout, p.dtype)
-    other = meta(p.m, p.n, p.out_layout, p.dtype) if p.combine else None
-    epilogue = Epilogue(2.0 if p.scaled else 1.0, None, p.activation, other, p.combine or "add")
+def _shared(p: SpmmProblem) -> tuple[Any, Any, Epilogue, dict[str, Any], dict[str, str]]:
+    b, out = meta(p.k, p.n, p.b.layout, p.dtype), meta(p.m, p.n, p.c.layout, p.dtype)
+    other = meta(p.m, p.n, p.c.layout, p.dtype) if p.combine else None
+    epilogue = Epilogue(2.0 if p.has_alpha else 1.0, None, p.activation, other, p.combine or "add")
     constants = ones("sb", b, "kn") | ones("sc", out, "mn")
     constants |= {"other": None} if other is None else ones("so", other, "mn")
     constants |= {} if p.bias else {"bias": None}
@@ -26,20 +26,20 @@ def _shared(p: Problem24) -> tuple[Any, Any, Epilogue, dict[str, Any], dict[str,
     return b, out, epilogue, constants, types | {"meta": "*u8", "alpha": "fp32", "beta": "fp32"}
 
 
-def semi24_code(p: Semi24Problem, c: Config) -> Code:
+def semi24_code(p: SpmmProblem, c: Config) -> Code:
     b, out, epilogue, constants, types = _shared(p)
-    work = semi24.Work(p.transposed, p.tf32)
-    shape = (p.k, p.m) if p.transposed else (p.m, p.k)
+    work = semi24.Work(p.a.transposed, p.tf32)
+    shape = (p.k, p.m) if p.a.transposed else (p.m, p.k)
     constants |= semi24._constants(c, work, shape, b, out, epilogue)
     return compiled(semi24._semi24, types, constants, p.card, c.num_warps, c.num_stages)
 
 
-def bsr24_code(p: BSR24Problem, c: Config) -> Code:
+def bsr24_code(p: SpmmProblem, c: Config) -> Code:
     b, out, epilogue, constants, types = _shared(p)
-    bm, bk = p.block[::-1] if p.transposed else p.block
+    bm, bk = p.block[::-1] if p.a.transposed else p.block
     a: Any = SimpleNamespace(block=(bm, bk))
     values: Any = torch.empty(p.nnzb, bm, bk // 2, dtype=dtypes.parse(p.dtype), device="meta")
-    work: Any = SimpleNamespace(order=values if p.transposed else None, tf32=p.tf32)
+    work: Any = SimpleNamespace(order=values if p.a.transposed else None, tf32=p.tf32)
     constants |= bsr24._constants(c, work, a, b, out, epilogue)
     types |= dict.fromkeys(("indices", "order", "rows"), "*i32")
     return compiled(bsr24._bsr24, types, constants, p.card, c.num_warps, c.num_stages)

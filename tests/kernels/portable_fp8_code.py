@@ -12,7 +12,7 @@ from sparsek.kernels.spmm import portable_24_fp8 as semi24_fp8
 from sparsek.kernels.spmm import portable_bsr24_fp8 as bsr24_fp8
 from sparsek.kernels.spmm import portable_fp8 as spmm_fp8
 from sparsek.kernels.spmm.tiles_fp8 import Config
-from sparsek.plan.problem import ScaledBsr24Problem, ScaledSemi24Problem, ScaledSpmmProblem
+from sparsek.plan.problem import SpmmProblem
 from sparsek.reference.epilogue import Epilogue
 from tests.kernels.portable_code import Code, compiled
 from tests.kernels.portable_products_code import NAMES, meta, ones
@@ -23,40 +23,40 @@ DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 def _shared(p: Any) -> tuple[Any, Any, Epilogue, dict[str, Any], dict[str, str]]:
     """B [1, N, K], C, the epilogue, the constants and the types that all three have."""
-    b = torch.empty((1, p.n, p.k), dtype=DTYPES[p.b_dtype], device="meta")
-    out = meta(p.m, p.n, p.out_layout, p.out_dtype)
-    other = meta(p.m, p.n, p.out_layout, p.out_dtype) if p.combine else None
-    epilogue = Epilogue(2.0 if p.scaled else 1.0, None, p.activation, other, p.combine or "add")
+    b = torch.empty((1, p.n, p.k), dtype=DTYPES[p.b.dtype], device="meta")
+    out = meta(p.m, p.n, p.c.layout, p.c.dtype)
+    other = meta(p.m, p.n, p.c.layout, p.c.dtype) if p.combine else None
+    epilogue = Epilogue(2.0 if p.has_alpha else 1.0, None, p.activation, other, p.combine or "add")
     constants = ones("sc", out, "mn") | ({"other": None} if other is None else ones("so", other, "mn"))
     constants |= {} if p.bias else {"bias": None}
-    types = {"values": FP8[p.dtype], "b": FP8[p.b_dtype], "a_scale": "*fp32", "b_scale": "*fp32"}
-    types |= dict.fromkeys(("c", "bias", "other"), NAMES[p.out_dtype]) | {"alpha": "fp32", "beta": "fp32"}
+    types = {"values": FP8[p.dtype], "b": FP8[p.b.dtype], "a_scale": "*fp32", "b_scale": "*fp32"}
+    types |= dict.fromkeys(("c", "bias", "other"), NAMES[p.c.dtype]) | {"alpha": "fp32", "beta": "fp32"}
     return b, out, epilogue, constants, types
 
 
 def kinds(p: Any) -> tuple[str, str]:
     """What shares a scale, as A and B say it."""
-    return p.a_scale, "row" if p.b_scale == "column" else "tensor"
+    return p.a.scale, "row" if p.b.scale == "column" else "tensor"
 
 
-def spmm_fp8_code(p: ScaledSpmmProblem, c: Config) -> Code:
+def spmm_fp8_code(p: SpmmProblem, c: Config) -> Code:
     b, out, epilogue, constants, types = _shared(p)
     values = torch.empty((p.nnzb, *p.block), dtype=DTYPES[p.dtype], device="meta")
-    a = SimpleNamespace(block=p.block, shape=(p.m, p.k), order=values if p.transposed else None)
+    a = SimpleNamespace(block=p.block, shape=(p.m, p.k), order=values if p.a.transposed else None)
     of_a, of_b = kinds(p)
     constants |= spmm_fp8._constants(c, a, of_a, b, of_b, out, epilogue)
     types |= dict.fromkeys(("indices", "order", "rows"), "*i32")
     return compiled(spmm_fp8._spmm_fp8, types, constants, p.card, c.num_warps, c.num_stages)
 
 
-def semi24_fp8_code(p: ScaledSemi24Problem, c: Config) -> Code:
+def semi24_fp8_code(p: SpmmProblem, c: Config) -> Code:
     b, out, epilogue, constants, types = _shared(p)
     constants |= semi24_fp8._constants(c, (p.m, p.k), DTYPES[p.dtype], kinds(p), b, out, epilogue)
     types |= {"values": "*u8", "meta": "*u8"}
     return compiled(semi24_fp8._semi24_fp8, types, constants, p.card, c.num_warps, c.num_stages)
 
 
-def bsr24_fp8_code(p: ScaledBsr24Problem, c: Config) -> Code:
+def bsr24_fp8_code(p: SpmmProblem, c: Config) -> Code:
     b, out, epilogue, constants, types = _shared(p)
     constants |= bsr24_fp8._constants(c, p.block, DTYPES[p.dtype], kinds(p), b, out, epilogue)
     types |= {"values": "*u8", "meta": "*u8", "indices": "*i32", "rows": "*i32"}

@@ -37,11 +37,11 @@ def ones(name: str, x: Tensor, dims: str) -> dict[str, int]:
 
 
 def skinny_code(p: SpmmProblem, c: spmm_skinny.Config) -> Code:
-    b, out = meta(p.k, p.n, p.b_layout, p.dtype), meta(p.m, p.n, p.out_layout, p.dtype)
-    other = meta(p.m, p.n, p.out_layout, p.dtype) if p.combine else None
-    a = matrix((p.m, p.k), p.block, p.nnzb, p.transposed, p.dtype)
+    b, out = meta(p.k, p.n, p.b.layout, p.dtype), meta(p.m, p.n, p.c.layout, p.dtype)
+    other = meta(p.m, p.n, p.c.layout, p.dtype) if p.combine else None
+    a = matrix((p.m, p.k), p.block, p.nnzb, p.a.transposed, p.dtype)
     work: Any = SimpleNamespace(slots=spmm_skinny._counts(p, c)[1], tf32=p.tf32)
-    epilogue = Epilogue(2.0 if p.scaled else 1.0, None, p.activation, other, p.combine or "add")
+    epilogue = Epilogue(2.0 if p.has_alpha else 1.0, None, p.activation, other, p.combine or "add")
     constants = spmm_skinny._constants(c, work, a, b, out, epilogue)
     constants |= ones("sb", b, "kn") | ones("sc", out, "mn")
     constants |= {"other": None} if other is None else ones("so", other, "mn")

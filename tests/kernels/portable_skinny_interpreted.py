@@ -15,6 +15,7 @@ from sparsek.testing.budget import check_spmm
 from sparsek.testing.poison import poisoned
 from sparsek.testing.product_cases import EPILOGUE_CASES, judged_by, laid_out
 from tests.kernels.planned_products import epilogue_problem, multiply
+from tests.problems import changed
 
 assert env.interpreting(), "run through test_portable_skinny.py, which sets TRITON_INTERPRET=1"
 HALF = torch.float16
@@ -86,7 +87,7 @@ def test_batches_that_no_view_joins():
 def test_fp32(tf32):
     a = heavy((32, 32), torch.float32)
     b, out = operands(a, 12, "row", "col")
-    p = replace(epilogue_problem(a, b, PLAIN, out), tf32=tf32)
+    p = changed(epilogue_problem(a, b, PLAIN, out), tf32=tf32)
     c = KERNEL.default(p)
     KERNEL.launch(c, KERNEL.prepare(p, c, a), a, b, out)
     assert check_spmm(a, b, out).passed

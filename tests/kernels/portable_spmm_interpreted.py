@@ -10,12 +10,12 @@ from sparsek.core.device import CPU
 from sparsek.kernels.spmm import portable
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.random import random_bsr
-from sparsek.plan.problem import SpmmProblem
 from sparsek.testing.budget import check_spmm
 from sparsek.testing.cases import SPMM_CASES
 from sparsek.testing.poison import poisoned
 from sparsek.testing.product_cases import EPILOGUE_CASES, judged_by
 from tests.kernels.planned_products import multiply
+from tests.problems import spmm_problem
 
 assert env.interpreting(), "run through test_portable_spmm.py, which sets TRITON_INTERPRET=1"
 HALF = torch.float16
@@ -24,7 +24,7 @@ HALF = torch.float16
 def problem(a, b, tf32=False):
     lengths = a.pattern.host.indptr[1:] - a.pattern.host.indptr[:-1]
     m, k = a.shape
-    return SpmmProblem(
+    return spmm_problem(
         m=m,
         k=k,
         n=b.shape[-1],

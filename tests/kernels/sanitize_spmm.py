@@ -10,9 +10,9 @@ import torch
 
 from sparsek import kernels
 from sparsek.matrix.random import random_bsr
-from sparsek.ops.spmm import _problem
 from sparsek.testing.budget import check_spmm
 from sparsek.testing.poison import poisoned
+from tests.kernels.planned import posed
 
 # m, k, n, block, density, B's layout
 CASES = (
@@ -36,7 +36,7 @@ def main(name: str) -> None:
         b = torch.randn(k, n, device="cuda").bfloat16()
         if layout == "col":
             b = b.mT.contiguous().mT
-        p = _problem(a, b, None, None)
+        p = posed(a, b)
         every = list(kernel.configs(p))
         chosen = [kernel.default(p)]
         if kernel.name == "hopper.spmm":

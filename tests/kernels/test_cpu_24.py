@@ -13,11 +13,11 @@ from sparsek.kernels.spmm import cpu_bsr24
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.bsr24 import BSR24
 from sparsek.matrix.semi24 import Semi24
-from sparsek.plan.problem import BSR24Problem, Semi24Problem
 from sparsek.reference.bsr24 import bsr24
 from sparsek.reference.semi24 import semi24
 from sparsek.testing.cases24 import BSR24_CASES, SEMI24_CASES, Case24
 from tests.kernels.planned_24 import EPILOGUES, LAYOUTS, hold, multiply, problem
+from tests.problems import spmm_problem
 
 FLOATS = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 CASES = [*SEMI24_CASES, *BSR24_CASES]
@@ -130,17 +130,17 @@ def test_values_that_ask_for_a_gradient_are_read_and_c_does_not():
 
 @pytest.mark.parametrize("n", [1, 16, 256, 1024])
 def test_the_cpu_kernels_are_predicted_faster_than_the_references(n: int):
-    for kind, more in ((Semi24Problem, {}), (BSR24Problem, {"block": (64, 64), "nnzb": 256, "row_max": 8})):
+    for more in ({}, {"block": (64, 64), "nnzb": 256, "row_max": 8}):
         for dtype in ("bf16", "fp32", "fp64"):
-            p = kind(m=2048, k=2048, n=n, dtype=dtype, card=CPU, **more)
-            fast, slow = load(f"cpu.{p.op}"), load(f"reference.{p.op}")
+            p = spmm_problem(two_four=True, m=2048, k=2048, n=n, dtype=dtype, card=CPU, **more)
+            fast, slow = load(f"cpu.{p.a.kind}"), load(f"reference.{p.a.kind}")
             assert slow.seconds(p, slow.default(p)) > fast.seconds(p, fast.default(p)) > 0
 
 
 def test_the_cpu_kernels_refuse_cuda_tensors():
     for p in (
-        Semi24Problem(m=64, k=64, n=8, dtype="bf16", card=H200),
-        BSR24Problem(m=64, k=64, n=8, dtype="bf16", card=H200, block=(64, 64), nnzb=1),
+        spmm_problem(two_four=True, m=64, k=64, n=8, dtype="bf16", card=H200),
+        spmm_problem(two_four=True, m=64, k=64, n=8, dtype="bf16", card=H200, block=(64, 64), nnzb=1),
     ):
-        assert load(f"cpu.{p.op}").why_not(p) == ["runs on CPU tensors only"]
-        assert load(f"reference.{p.op}").why_not(p) == []
+        assert load(f"cpu.{p.a.kind}").why_not(p) == ["runs on CPU tensors only"]
+        assert load(f"reference.{p.a.kind}").why_not(p) == []

@@ -1,6 +1,5 @@
 """cpu.spmm_fp8, reference.spmm_fp8 and vendor.cublas_fp8 on a CPU: every case, what C may be, and predictions."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,22 +12,22 @@ from sparsek.kernels.spmm import vendor_cublas_fp8 as cublas_fp8
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.dense8 import ScaledTensor
 from sparsek.matrix.quantized import Scaled, quantize
-from sparsek.plan.problem import ScaledBsr24Problem, ScaledSemi24Problem, ScaledSpmmProblem
 from sparsek.reference.scaled import scaled
 from sparsek.testing.cases_fp8 import FP8_CASES, CaseFp8, Scales
 from tests.kernels.planned_fp8 import hold, multiply, problem
+from tests.problems import changed, fp8_problem
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 DTYPES = [BF16, F16, F32]
-OPS = ("spmm_fp8", "semi24_fp8", "bsr24_fp8")
+STORAGES = ("bsr_fp8", "semi24_fp8", "bsr24_fp8")
 BLOCKS: dict[str, Any] = {"block": (64, 64), "nnzb": 256, "row_max": 8}
 
 
 def problems(**more: Any) -> list[Any]:
     return [
-        ScaledSpmmProblem(**more, **BLOCKS),
-        ScaledSemi24Problem(**more),
-        ScaledBsr24Problem(**more, **BLOCKS),
+        fp8_problem(**more, **BLOCKS),
+        fp8_problem(two_four=True, **more),
+        fp8_problem(two_four=True, **more, **BLOCKS),
     ]
 
 
@@ -130,11 +129,11 @@ def test_the_library_refuses_in_words():
     why_not = cublas_fp8.KERNEL.why_not
     for p in problems(**shared):
         assert why_not(p) == []
-    p = replace(ScaledSpmmProblem(**shared, **BLOCKS, a_scale="block"), n=17)
+    p = changed(fp8_problem(**shared, **BLOCKS, a_scale="block"), n=17)
     assert [each[:24] for each in why_not(p)] == ["a scale per block of A l", "K and N must be multiple"]
-    p = ScaledSemi24Problem(**shared)
-    assert "E5M2 with E5M2" in why_not(replace(p, dtype="e5m2", b_dtype="e5m2"))[0]
-    assert "GiB" in why_not(replace(p, m=1 << 20, k=1 << 20))[0]
+    p = fp8_problem(two_four=True, **shared)
+    assert "E5M2 with E5M2" in why_not(changed(p, dtype="e5m2", b_dtype="e5m2"))[0]
+    assert "GiB" in why_not(changed(p, m=1 << 20, k=1 << 20))[0]
     assert cublas_fp8.VendorCublasFp8.only_by_name
 
 
@@ -152,9 +151,10 @@ def test_the_cpu_kernel_refuses_cuda_tensors():
 
 
 def test_every_operation_has_its_kernels():
-    for op in OPS:
-        assert {f"portable.{op}", "vendor.cublas_fp8", "cpu.spmm_fp8", "reference.spmm_fp8"} <= set(
-            names_for(op)
+    for storage in STORAGES:
+        name = {"bsr_fp8": "spmm_fp8"}.get(storage, storage)
+        assert {f"portable.{name}", "vendor.cublas_fp8", "cpu.spmm_fp8", "reference.spmm_fp8"} <= set(
+            names_for("spmm", storage)
         )
 
 

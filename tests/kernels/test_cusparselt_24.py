@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from sparsek.ops.semi24 import plan_linear
 from torch import Tensor
 
 import sparsek as sk
@@ -18,12 +19,11 @@ from sparsek.kernels.spmm import vendor_cusparselt as cusparselt
 from sparsek.kernels.spmm.vendor_cusparselt import KERNEL, CusparseltConfig
 from sparsek.matrix.semi24 import Semi24
 from sparsek.ops import planning
-from sparsek.ops.semi24 import plan_linear
-from sparsek.plan.problem import Semi24Problem
 from sparsek.reference.epilogue import PLAIN, Epilogue
 from sparsek.testing.budget24 import check_24, check_linear24
 from sparsek.testing.poison import poisoned
 from tests.kernels.planned_24 import problem
+from tests.problems import changed, spmm_problem
 
 GOOD: dict[str, Any] = {"m": 64, "k": 128, "n": 32, "dtype": "bf16", "card": H200}
 BF16 = torch.bfloat16
@@ -85,7 +85,7 @@ def operands(n: int = 32, batch: tuple[int, ...] = ()) -> tuple[Semi24, Tensor]:
 
 
 def test_it_says_what_this_machine_lacks(monkeypatch: pytest.MonkeyPatch):
-    p = Semi24Problem(**GOOD)
+    p = spmm_problem(two_four=True, **GOOD)
     lacks = []
     if not torch.cuda.is_available():
         lacks.append("torch sees no CUDA device here")
@@ -116,13 +116,15 @@ REASONS: dict[str, tuple[dict[str, Any], str]] = {
 def test_it_says_what_is_wrong_with_a_problem(name: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(cusparselt, "missing", list)
     change, text = REASONS[name]
-    (why,) = KERNEL.why_not(Semi24Problem(**GOOD | change))
+    (why,) = KERNEL.why_not(spmm_problem(two_four=True, **GOOD | change))
     assert re.search(text, why), why
 
 
 def test_several_reasons_come_together(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(cusparselt, "missing", list)
-    assert len(KERNEL.why_not(Semi24Problem(**GOOD | {"n": 12, "k": 120, "dtype": "fp32"}))) == 3
+    assert (
+        len(KERNEL.why_not(spmm_problem(two_four=True, **GOOD | {"n": 12, "k": 120, "dtype": "fp32"}))) == 3
+    )
 
 
 def test_it_runs_by_name_only_and_explain_says_so():
@@ -131,7 +133,7 @@ def test_it_runs_by_name_only_and_explain_says_so():
     with pytest.raises(Unsupported, match=r"vendor\.cusparselt cannot run this") as caught:
         sk.spmm(a, b[:, :12], kernel="vendor.cusparselt")
     assert "N must be a multiple of 8, not 12" in caught.value.reasons["vendor.cusparselt"]
-    choice = planning.choose(Semi24Problem(**GOOD))
+    choice = planning.choose(spmm_problem(two_four=True, **GOOD))
     assert choice.kernel.name != "vendor.cusparselt"
 
 
@@ -242,7 +244,7 @@ def test_a_graph_keeps_what_it_saw_and_times_nothing(library: Library, monkeypat
     KERNEL.launch(KERNEL.default(p), work, a, b, poisoned((64, 32), BF16))
     assert [each is packed for each in work.compressed.in_graphs] == [True]
     other, _ = operands()
-    q = replace(p, n=2 * p.n)
+    q = changed(p, n=2 * p.n)
     assert KERNEL.prepare(q, KERNEL.default(q), other).alg_id == 0
     assert library.timed == 1
     a.values.mul_(2)
@@ -294,13 +296,13 @@ def test_gradients_of_the_dense_operand_come_from_another_kernel(library: Librar
 
 @pytest.mark.parametrize("n", [8, 4096])
 def test_predictions_respect_the_roofline_and_grow_with_an_epilogue(n: int):
-    p = replace(Semi24Problem(**GOOD), m=4096, k=4096, n=n)
+    p = changed(spmm_problem(two_four=True, **GOOD), m=4096, k=4096, n=n)
     c = KERNEL.default(p)
     assert KERNEL.seconds(p, c) > max(
         p.useful_flops / (H200.tflops["bf16"] * 1e12), p.compulsory_bytes / H200.bandwidth
     )
-    assert KERNEL.seconds(replace(p, activation="gelu"), c) > KERNEL.seconds(p, c)
-    assert KERNEL.seconds(replace(p, bias=True), c) == pytest.approx(KERNEL.seconds(p, c), rel=0.01)
+    assert KERNEL.seconds(changed(p, activation="gelu"), c) > KERNEL.seconds(p, c)
+    assert KERNEL.seconds(changed(p, bias=True), c) == pytest.approx(KERNEL.seconds(p, c), rel=0.01)
 
 
 @pytest.mark.gpu

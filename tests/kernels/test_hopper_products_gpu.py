@@ -23,7 +23,6 @@ from sparsek.matrix.pattern import BlockPattern
 from sparsek.matrix.random import random_bsr
 from sparsek.ops import sddmm as sddmm_op
 from sparsek.ops import spgemm as spgemm_op
-from sparsek.ops import spmm as spmm_op
 from sparsek.plan.matches import match
 from sparsek.plan.operands import layout
 from sparsek.plan.problem import SddmmProblem, SpgemmProblem, SpmmProblem
@@ -43,6 +42,8 @@ from sparsek.testing.product_cases import (
     unmet_blocks_poisoned,
     unmet_rows_poisoned,
 )
+from tests.kernels.planned import posed
+from tests.problems import changed
 
 pytestmark = pytest.mark.gpu
 SPMM, SDDMM, SPGEMM = (kernels.load(f"hopper.{op}") for op in ("spmm", "sddmm", "spgemm"))
@@ -113,7 +114,7 @@ def kept_inside(x: Tensor) -> bool:
 
 
 def spmm_problem(a: BSR, b: Tensor, out: Tensor, epilogue: Epilogue = PLAIN, lies: str = "") -> SpmmProblem:
-    return spmm_op._problem(a, b, out, None, epilogue, lies or layout(out))
+    return posed(a, b, out, epilogue, lies or layout(out))
 
 
 def sddmm_problem(x: Tensor, y: Tensor, pattern: BlockPattern) -> SddmmProblem:
@@ -265,7 +266,7 @@ def test_batches_with_split_rows_share_one_workspace(lies: str) -> None:
     other = padded(laid_out(lies, (2, 3, 1024, 136), HALF, "cuda", seed + 1))
     epilogue = Epilogue(other=other, combine="mul")
     p = spmm_problem(a, b, out, epilogue, lies)
-    check_c(replace(SPMM.default(p), split=True), p, a, b, out, epilogue, seed)
+    check_c(changed(SPMM.default(p), split=True), p, a, b, out, epilogue, seed)
 
 
 @pytest.mark.parametrize("m", [256, 0], ids=["inner side", "no inner side"])
@@ -283,7 +284,7 @@ def test_no_stored_blocks_leave_the_epilogue_of_zero(name: str, m: int) -> None:
         Epilogue(0.5, bias, "gelu", other, "add", 2.0),
     ):
         p = spmm_problem(a, b, out, epilogue, lies)
-        for c in (SPMM.default(p), replace(SPMM.default(p), split=True)):
+        for c in (SPMM.default(p), changed(SPMM.default(p), split=True)):
             check_c(c, p, a, b, out.fill_(torch.nan), epilogue, 0)
             if epilogue.other is None:
                 exact = epilogue.apply(torch.zeros(192, 72, device="cuda")).to(HALF)

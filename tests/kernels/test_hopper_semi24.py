@@ -17,10 +17,10 @@ import torch
 
 import sparsek as sk
 from sparsek.core.device import CPU, H200
-from sparsek.plan.problem import BSR24Problem, Semi24Problem
 from sparsek.reference.epilogue import Epilogue
 from sparsek.testing.budget24 import check_24
 from sparsek.testing.cases24 import Case24
+from tests.problems import changed, spmm_problem
 
 pytest.importorskip("triton")  # its nvdisasm reads the code
 
@@ -38,31 +38,31 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is 
 BIG: dict[str, Any] = {"m": 8192, "k": 8192, "n": 8192, "dtype": "bf16", "card": H200}
 LAYER: dict[str, Any] = {"b_layout": "col", "out_layout": "col"}
 BLOCKS: dict[str, Any] = {"block": (128, 128), "nnzb": 512, "row_max": 8}
-SEMI, BSR = Semi24Problem(**BIG), BSR24Problem(**BIG, **BLOCKS)
+SEMI, BSR = spmm_problem(two_four=True, **BIG), spmm_problem(two_four=True, **BIG, **BLOCKS)
 FORMS: tuple[dict[str, Any], ...] = (
     {},
     LAYER,
     LAYER | {"bias": True},
     LAYER | {"bias": True, "activation": "gelu", "dtype": "fp16"},
-    {"b_layout": "col", "scaled": True, "activation": "relu"},
+    {"b_layout": "col", "has_alpha": True, "activation": "relu"},
     {"out_layout": "col", "bias": True, "activation": "gelu_tanh", "dtype": "fp16"},
-    {"scaled": True, "bias": True, "activation": "silu"},
+    {"has_alpha": True, "bias": True, "activation": "silu"},
     LAYER | {"combine": "add", "bias": True, "activation": "gelu"},
-    {"scaled": True, "combine": "add", "dtype": "fp16", "activation": "gelu_tanh"},
+    {"has_alpha": True, "combine": "add", "dtype": "fp16", "activation": "gelu_tanh"},
     LAYER | {"combine": "mul"},
 )
 
 
 def every_config() -> Iterator[Config]:
     for form in FORMS:
-        yield from semi24.KERNEL.configs(replace(SEMI, **form))
-        yield from bsr24.KERNEL.configs(replace(BSR, **form))
+        yield from semi24.KERNEL.configs(changed(SEMI, **form))
+        yield from bsr24.KERNEL.configs(changed(BSR, **form))
 
 
 # The tile that large problems get in every form, and some of the others.
 COMPILED = list(
     dict.fromkeys(
-        [*(semi24.KERNEL.default(replace(SEMI, **form)) for form in FORMS[1::2]), *list(every_config())[::17]]
+        [*(semi24.KERNEL.default(changed(SEMI, **form)) for form in FORMS[1::2]), *list(every_config())[::17]]
     )
 )
 
@@ -212,7 +212,7 @@ def test_threads_share_the_nibbles_that_one_of_them_made(monkeypatch: pytest.Mon
 
 def test_a_plan_keeps_no_nibbles_alive() -> None:
     a, other = (sk.Semi24.from_dense(torch.randn(64, 64).bfloat16()) for _ in range(2))
-    work = semi24.prepared(replace(SEMI, m=64, k=64), Config(), a)
+    work = semi24.prepared(changed(SEMI, m=64, k=64), Config(), a)
     kept = [weakref.ref(work.nibbles(each)) for each in (a, other)]
     assert all(ref() is work.nibbles(each) for ref, each in zip(kept, (a, other), strict=True))
     del a
@@ -257,18 +257,18 @@ REASONS: dict[str, tuple[dict[str, Any], str]] = {
 def test_it_says_what_is_wrong_with_a_problem(name: str) -> None:
     change, text = REASONS[name]
     for kernel, p in ((semi24.KERNEL, SEMI), (bsr24.KERNEL, BSR)):
-        (why,) = kernel.why_not(replace(p, **change))
+        (why,) = kernel.why_not(changed(p, **change))
         assert text in why
 
 
 def test_each_kind_has_reasons_of_its_own() -> None:
     assert semi24.KERNEL.why_not(SEMI) == bsr24.KERNEL.why_not(BSR) == []
-    assert semi24.KERNEL.why_not(replace(SEMI, combine="mul")) == []
-    assert "K a multiple of 16, not 8200" in semi24.KERNEL.why_not(replace(SEMI, k=8200))[0]
-    assert "not 0" in semi24.KERNEL.why_not(replace(SEMI, k=0))[0]
-    assert "stores no block" in bsr24.KERNEL.why_not(replace(BSR, nnzb=0))[0]
-    assert "rows of all stored blocks" in bsr24.KERNEL.why_not(replace(BSR, nnzb=2**24))[0]
-    assert bsr24.KERNEL.why_not(replace(BSR, k=8200)) == []
+    assert semi24.KERNEL.why_not(changed(SEMI, combine="mul")) == []
+    assert "K a multiple of 16, not 8200" in semi24.KERNEL.why_not(changed(SEMI, k=8200))[0]
+    assert "not 0" in semi24.KERNEL.why_not(changed(SEMI, k=0))[0]
+    assert "stores no block" in bsr24.KERNEL.why_not(changed(BSR, nnzb=0))[0]
+    assert "rows of all stored blocks" in bsr24.KERNEL.why_not(changed(BSR, nnzb=2**24))[0]
+    assert bsr24.KERNEL.why_not(changed(BSR, k=8200)) == []
 
 
 def test_plans_for_an_h200_name_the_kernel_and_its_tile() -> None:
@@ -285,11 +285,11 @@ def test_plans_for_an_h200_name_the_kernel_and_its_tile() -> None:
 def test_tiles_follow_the_problem() -> None:
     c = semi24.KERNEL.default(SEMI)
     assert (c.tm, c.tn, c.cluster) == (128, 256, 2)
-    small = semi24.KERNEL.default(replace(SEMI, m=1024, n=1024))
+    small = semi24.KERNEL.default(changed(SEMI, m=1024, n=1024))
     assert small.tm * small.tn < 128 * 128
-    assert semi24.KERNEL.default(replace(SEMI, n=16)).tn == 64
+    assert semi24.KERNEL.default(changed(SEMI, n=16)).tn == 64
     for block in (64, 128, 192, 256):
-        for c in bsr24.KERNEL.configs(replace(BSR, block=(block, 64))):
+        for c in bsr24.KERNEL.configs(changed(BSR, block=(block, 64))):
             assert block % c.tm == 0
             assert c.cluster == 1
     assert bsr24.KERNEL.default(BSR).tm == 128
@@ -299,15 +299,15 @@ def test_predictions_grow_with_work_and_never_beat_memory() -> None:
     for kernel, p in ((semi24.KERNEL, SEMI), (bsr24.KERNEL, BSR)):
         for c in kernel.configs(p):
             seconds = kernel.seconds(p, c)
-            assert kernel.seconds(replace(p, n=2 * p.n), c) > 1.8 * seconds
-            assert kernel.seconds(replace(p, batch=3), c) == pytest.approx(
+            assert kernel.seconds(changed(p, n=2 * p.n), c) > 1.8 * seconds
+            assert kernel.seconds(changed(p, batch=3), c) == pytest.approx(
                 3 * seconds, rel=0.01
             )  # A comes once
-            assert kernel.seconds(replace(p, n=8), c) > p.stored * 2 / H200.bandwidth
-            joined, more = replace(c, combine="add"), replace(p, combine="add")
+            assert kernel.seconds(changed(p, n=8), c) > p.stored * 2 / H200.bandwidth
+            joined, more = replace(c, combine="add"), changed(p, combine="add")
             assert kernel.seconds(more, joined) > seconds + 2 * p.m * p.n / (H200.fabric * 2)
     (c, *_) = bsr24.KERNEL.configs(BSR)
-    assert bsr24.KERNEL.seconds(replace(BSR, row_max=4096), c) > 2 * bsr24.KERNEL.seconds(BSR, c)
+    assert bsr24.KERNEL.seconds(changed(BSR, row_max=4096), c) > 2 * bsr24.KERNEL.seconds(BSR, c)
 
 
 def test_one_row_gets_a_stride_that_tma_takes() -> None:

@@ -10,11 +10,11 @@ import torch
 
 import sparsek as sk
 from sparsek.core.device import H200
-from sparsek.plan.problem import ScaledBsr24Problem, ScaledSemi24Problem
 from sparsek.testing.budget_fp8 import check_scaled
 from sparsek.testing.cases_fp8 import E4M3, E5M2, CaseFp8, Scales
 from tests.kernels import planned_fp8
 from tests.kernels.sanitized import sanitized
+from tests.problems import changed, fp8_problem
 
 pytest.importorskip("triton")  # its nvdisasm reads the code
 
@@ -27,15 +27,15 @@ from tests.kernels.test_hopper_semi24 import check_code, needs_compiler, needs_n
 
 BIG: dict[str, Any] = {"m": 8192, "k": 8192, "n": 8192, "dtype": "e4m3", "card": H200}
 LAYER: dict[str, Any] = {"out_layout": "col", "bias": True, "activation": "gelu"}
-SEMI = ScaledSemi24Problem(**BIG)
-BSR = ScaledBsr24Problem(**BIG, block=(128, 128), nnzb=512, row_max=8)
+SEMI = fp8_problem(two_four=True, **BIG)
+BSR = fp8_problem(two_four=True, **BIG, block=(128, 128), nnzb=512, row_max=8)
 KERNELS = {"semi24": semi24_fp8.KERNEL, "bsr24": bsr24_fp8.KERNEL}
 COMPILED = [
-    semi24_fp8.KERNEL.default(replace(SEMI, **LAYER, out_dtype="fp16")),
-    semi24_fp8.KERNEL.default(replace(SEMI, m=512, n=512, dtype="e5m2")),
-    bsr24_fp8.KERNEL.default(replace(BSR, **LAYER, b_dtype="e5m2", combine="mul")),
-    semi24_fp8.KERNEL.default(replace(SEMI, **LAYER, fast_accum=True)),
-    bsr24_fp8.KERNEL.default(replace(BSR, fast_accum=True)),
+    semi24_fp8.KERNEL.default(changed(SEMI, **LAYER, out_dtype="fp16")),
+    semi24_fp8.KERNEL.default(changed(SEMI, m=512, n=512, dtype="e5m2")),
+    bsr24_fp8.KERNEL.default(changed(BSR, **LAYER, b_dtype="e5m2", combine="mul")),
+    semi24_fp8.KERNEL.default(changed(SEMI, **LAYER, fast_accum=True)),
+    bsr24_fp8.KERNEL.default(changed(BSR, fast_accum=True)),
 ]
 
 
@@ -59,7 +59,7 @@ def test_the_roles_multiply_whatever_comes_first(name: str) -> None:
     kernel = KERNELS[case.kind]
     for order in (emulated.MIXED, emulated.LATE):
         a, b, epilogue, out = case.make("cpu", torch.bfloat16, order)
-        p = replace(planned_fp8.problem(a, b, out, epilogue), card=replace(H200, sm_count=ctas))
+        p = changed(planned_fp8.problem(a, b, out, epilogue), card=replace(H200, sm_count=ctas))
         assert kernel.why_not(p) == []
         c = next(c for c in kernel.configs(p) if (c.tm, c.tn, c.cluster) == (128, columns, cluster))
         scales = semi24.Scales(a.scale if a.kind == "row" else a.scale.view(()), b.scale)
@@ -98,29 +98,29 @@ def test_it_says_what_is_wrong_with_a_problem(name: str) -> None:
     change, text = REASONS[name]
     for kernel, p in ((semi24_fp8.KERNEL, SEMI), (bsr24_fp8.KERNEL, BSR)):
         assert kernel.why_not(p) == []
-        (why,) = kernel.why_not(replace(p, **change))
+        (why,) = kernel.why_not(changed(p, **change))
         assert text in why
 
 
 def test_each_kind_has_reasons_of_its_own() -> None:
-    assert "K a multiple of 32, not 8208" in semi24_fp8.KERNEL.why_not(replace(SEMI, k=8208))[0]
-    assert "not 64" in bsr24_fp8.KERNEL.why_not(replace(BSR, block=(128, 64)))[0]
-    assert "stores no block" in bsr24_fp8.KERNEL.why_not(replace(BSR, nnzb=0))[0]
+    assert "K a multiple of 32, not 8208" in semi24_fp8.KERNEL.why_not(changed(SEMI, k=8208))[0]
+    assert "not 64" in bsr24_fp8.KERNEL.why_not(changed(BSR, block=(128, 64)))[0]
+    assert "stores no block" in bsr24_fp8.KERNEL.why_not(changed(BSR, nnzb=0))[0]
 
 
 def test_predictions_grow_with_work_and_count_rounding() -> None:
     for kernel, p in ((semi24_fp8.KERNEL, SEMI), (bsr24_fp8.KERNEL, BSR)):
         for c in kernel.configs(p):
             seconds = kernel.seconds(p, c)
-            assert kernel.seconds(replace(p, n=2 * p.n), c) > 1.8 * seconds
-            assert kernel.seconds(replace(p, rounds="bf16"), c) > seconds + 1e-5
+            assert kernel.seconds(changed(p, n=2 * p.n), c) > 1.8 * seconds
+            assert kernel.seconds(changed(p, rounds="bf16"), c) > seconds + 1e-5
             assert isinstance(c, Config)
             assert c.promote % 2 == 0
 
 
 def test_fast_accum_gives_tiles_as_wide_as_in_16_bits() -> None:
     for kernel, p in ((semi24_fp8.KERNEL, SEMI), (bsr24_fp8.KERNEL, BSR)):
-        kept, fast = kernel.configs(p), kernel.configs(replace(p, fast_accum=True))
+        kept, fast = kernel.configs(p), kernel.configs(changed(p, fast_accum=True))
         assert {(c.promote, c.tn == 256) for c in kept} == {(4, False)}
         assert {(c.promote, c.tn == 256) for c in fast} == {(0, False), (0, True)}
 

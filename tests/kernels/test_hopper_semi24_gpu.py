@@ -16,7 +16,7 @@ from torch import Tensor
 import sparsek as sk
 from sparsek.matrix.bsr24 import BSR24
 from sparsek.matrix.semi24 import Semi24
-from sparsek.ops.semi24 import plan_linear as plan_layer
+from sparsek.ops.linear import plan_layer
 from sparsek.reference.epilogue import PLAIN, Epilogue
 from sparsek.testing.budget24 import check_24, check_linear24
 from sparsek.testing.cases24 import Case24

@@ -27,6 +27,7 @@ from sparsek.matrix.random import random_bsr
 from sparsek.ops.spmm import plan_spmm
 from sparsek.plan import schedule
 from sparsek.plan.problem import SpmmProblem
+from tests.problems import changed, spmm_problem
 
 pytest.importorskip("triton")
 
@@ -68,7 +69,7 @@ def problem(block: tuple[int, int], n: int, layout: str = "row", **more: object)
         "b_layout": layout,
         "merged": tuple((r, int(stored * 0.94)) for r in factors),
     }
-    return SpmmProblem(**fields | more)  # pyright: ignore[reportArgumentType]
+    return spmm_problem(**fields | more)  # pyright: ignore[reportArgumentType]
 
 
 PROBLEMS = [problem(block, n, layout) for block, n, layout in product(BLOCKS, SIDES, ("row", "col"))]
@@ -78,13 +79,13 @@ ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
 EPILOGUES: tuple[dict[str, Any], ...] = (
     {},
     {"bias": True},
-    {"scaled": True},
+    {"has_alpha": True},
     *({"bias": True, "activation": name} for name in ACTIVATIONS),
-    {"scaled": True, "activation": "silu"},
+    {"has_alpha": True, "activation": "silu"},
     {"combine": "mul", "activation": "gelu_tanh"},
     {"combine": "mul", "activation": "silu"},
     {"combine": "add"},
-    {"combine": "add", "bias": True, "scaled": True, "activation": "gelu"},
+    {"combine": "add", "bias": True, "has_alpha": True, "activation": "gelu"},
     {"combine": "add", "in_place": True},
 )
 
@@ -225,7 +226,7 @@ def test_all_the_planners_configs_have_texts_of_their_own() -> None:
 )
 def test_a_reason_names_what_is_in_the_way(change: dict[str, object], reason: str) -> None:
     assert KERNEL.why_not(problem((64, 64), 64)) == []
-    (found,) = KERNEL.why_not(replace(problem((64, 64), 64), **change))
+    (found,) = KERNEL.why_not(changed(problem((64, 64), 64), **change))
     assert re.search(reason, found), found
 
 
@@ -292,7 +293,7 @@ def test_every_config_fits_the_card(
 ) -> None:
     form = {"transposed": transposed, "out_layout": out_layout, "row_max": longest}
     p = problem(block, n, layout, nnzb=500, **form, **epilogue)
-    p = p if merge else replace(p, merged=())
+    p = p if merge else changed(p, merged=())
     configs = list(KERNEL.configs(p))
     if not configs:
         assert p.in_place
@@ -305,7 +306,12 @@ def test_every_config_fits_the_card(
         assert c.block == block, c
         assert c.width * c.per_block == block[1], "a block is whole pieces"
         assert (c.a_col, c.b_col, c.c_col) == (transposed, layout == "col", out_layout == "col"), c
-        assert (c.bias, c.scaled, c.activation, c.combine) == (p.bias, p.scaled, p.activation, p.combine), c
+        assert (c.bias, c.scaled, c.activation, c.combine) == (
+            p.bias,
+            p.has_alpha,
+            p.activation,
+            p.combine,
+        ), c
         assert max(c.a_boxed, c.c_box, c.panel, c.cols) <= 256, "a TMA box has at most 256 rows"
         assert 2 * c.c_shape[1] <= 128, "a box of C is no wider than a swizzle"
         assert c.rows % c.a_boxed == 0, c
@@ -432,7 +438,7 @@ def test_walking_the_schedule_as_the_kernel_does_gives_the_product(
 def test_rows_of_one_length_are_not_split_and_one_long_row_is() -> None:
     even = problem((128, 128), 128)
     assert not any(c.split for c in KERNEL.configs(even))
-    long = replace(even, nnzb=64 + 60, row_max=64)
+    long = changed(even, nnzb=64 + 60, row_max=64)
     assert any(c.split for c in KERNEL.configs(long))
     assert KERNEL.default(long).split, "a row of 64 blocks takes one CTA as long as 64 steps"
     assert any(not c.split for c in KERNEL.configs(long)), "the tuner may try both"

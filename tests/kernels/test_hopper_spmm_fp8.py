@@ -23,8 +23,9 @@ from sparsek.kernels import load
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.quantized import Scaled
 from sparsek.matrix.random import random_bsr
-from sparsek.plan.problem import ScaledSpmmProblem
+from sparsek.plan.problem import SpmmProblem
 from sparsek.reference.epilogue import Epilogue
+from tests.problems import changed, fp8_problem
 
 pytest.importorskip("triton")
 
@@ -40,15 +41,15 @@ EPILOGUES: tuple[dict[str, Any], ...] = (
     {},
     {"bias": True, "activation": "gelu"},
     {"combine": "mul", "activation": "silu"},
-    {"combine": "add", "in_place": True, "scaled": True},
+    {"combine": "add", "in_place": True, "has_alpha": True},
 )
 
 
-def problem(block: tuple[int, int], n: int, **more: object) -> ScaledSpmmProblem:
+def problem(block: tuple[int, int], n: int, **more: object) -> SpmmProblem:
     """8192 x 8192, one block of eight stored."""
     stored = 8192 * 8192 // 8 // block[0] // block[1]
     fields = {"m": 8192, "k": 8192, "n": n, "block": block, "nnzb": stored, "dtype": "e4m3", "card": H200}
-    return ScaledSpmmProblem(**fields | {"row_max": 8192 // 8 // block[1]} | more)  # pyright: ignore[reportArgumentType]
+    return fp8_problem(**fields | {"row_max": 8192 // 8 // block[1]} | more)  # pyright: ignore[reportArgumentType]
 
 
 WIDE = KERNEL.default(problem((128, 128), 8192))
@@ -166,7 +167,7 @@ def test_two_configs_never_share_a_text(c: Config, name: str, data: st.DataObjec
 )
 def test_a_reason_names_what_is_in_the_way(change: dict[str, object], reason: str) -> None:
     assert KERNEL.why_not(problem((64, 64), 64)) == []
-    (found,) = KERNEL.why_not(replace(problem((64, 64), 64), **change))
+    (found,) = KERNEL.why_not(changed(problem((64, 64), 64), **change))
     assert re.search(reason, found), found
 
 
@@ -223,7 +224,7 @@ def test_every_config_fits_the_card(
 def test_rows_of_one_length_are_not_split_and_one_long_row_is() -> None:
     even = problem((128, 128), 128)
     assert not any(c.split for c in KERNEL.configs(even))
-    long = replace(even, nnzb=64 + 60, row_max=64)
+    long = changed(even, nnzb=64 + 60, row_max=64)
     assert KERNEL.default(long).split
     assert any(not c.split for c in KERNEL.configs(long)), "the tuner may try both"
 
@@ -298,7 +299,7 @@ def test_walking_the_schedule_as_the_kernel_does_gives_the_product(
     stretch = torch.rand(a.nnzb, dtype=torch.float64) if a_scale == "block" else torch.ones(m)
     q = Scaled.unchecked(a, stretch, a_scale)
     p = problem(block, n, m=m, k=k, nnzb=a.nnzb, a_scale=a_scale, out_layout=out_layout)
-    p = replace(p, card=replace(H200, sm_count=data.draw(st.sampled_from((1, 3, 132)))))
+    p = changed(p, card=replace(H200, sm_count=data.draw(st.sampled_from((1, 3, 132)))))
     c = replace(data.draw(st.sampled_from(KERNEL.configs(p))), split=split)
     work = KERNEL.prepare(p, c, q)
     b = torch.randn(k, n, dtype=torch.float64).numpy()

@@ -18,7 +18,7 @@ from sparsek.matrix.bsr import BSR
 from sparsek.matrix.dense8 import ScaledTensor
 from sparsek.matrix.quantized import Scaled
 from sparsek.matrix.random import random_bsr
-from sparsek.plan.scaled import ScaledPlan
+from sparsek.plan.spmm import SpmmPlan
 from sparsek.reference.epilogue import PLAIN, Epilogue
 from sparsek.testing.budget_fp8 import check_scaled
 from sparsek.testing.poison import poisoned
@@ -65,7 +65,7 @@ def check(a: Scaled, b: ScaledTensor, out: Tensor, epilogue: Epilogue = PLAIN) -
 
 def planned(
     a: Scaled, b: ScaledTensor, out: Tensor, epilogue: Epilogue = PLAIN, config: Any = None
-) -> ScaledPlan:
+) -> SpmmPlan:
     return sk.plan_spmm(a, b, out=out, epilogue=epilogue, kernel=NAME, config=config)
 
 

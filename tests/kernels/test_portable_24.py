@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sparsek.core.device import CPU, H200
-from sparsek.plan.problem import BSR24Problem, Semi24Problem
+from tests.problems import changed, spmm_problem
 
 pytest.importorskip("triton")
 
@@ -24,7 +24,7 @@ BLOCKS: dict[str, Any] = {"block": (128, 128), "nnzb": 512, "row_max": 8}
 
 
 def check(p: Any, c: Config) -> None:
-    code = semi24_code(p, c) if p.op == "semi24" else bsr24_code(p, c)
+    code = semi24_code(p, c) if p.a.blocks is None else bsr24_code(p, c)
     what = f"{p} {c}"
     assert code.stack == 0, f"{what} spills {code.stack} bytes"
     assert code.shared <= p.card.smem_bytes, what
@@ -44,12 +44,12 @@ def test_the_arithmetic_holds_in_the_interpreter():
 @pytest.mark.parametrize("card", [H200, A100], ids=["sm_90", "sm_80"])
 @pytest.mark.parametrize("transposed", [False, True], ids=["", "transposed"])
 def test_every_config_of_both_compiles_without_spills(transposed: bool, card: Any):
-    p = Semi24Problem(**BIG | {"card": card}, transposed=transposed)
+    p = spmm_problem(two_four=True, **BIG | {"card": card}, transposed=transposed)
     configs = list(semi24.KERNEL.configs(p))
     assert len(configs) >= 8
     for c in configs:
         check(p, c)
-    q = BSR24Problem(**BIG | {"card": card}, **BLOCKS, transposed=transposed)
+    q = spmm_problem(two_four=True, **BIG | {"card": card}, **BLOCKS, transposed=transposed)
     assert list(bsr24.KERNEL.configs(q)) == configs
     for c in configs[:4]:
         check(q, c)
@@ -63,7 +63,7 @@ LAYER = {"out_layout": "col", "b_layout": "col"}
     [
         LAYER,
         LAYER | {"bias": True, "activation": "gelu", "combine": "add", "in_place": True},
-        {"bias": True, "activation": "silu", "combine": "mul", "scaled": True, "transposed": True},
+        {"bias": True, "activation": "silu", "combine": "mul", "has_alpha": True, "transposed": True},
         {"dtype": "fp32"},
         {"dtype": "fp32", "tf32": True},
         {"dtype": "fp16", "m": 8200, "k": 8200, "n": 8200},
@@ -82,58 +82,67 @@ LAYER = {"out_layout": "col", "b_layout": "col"}
     ],
 )
 def test_what_products_may_be_compiles_without_spills(change: dict[str, Any]):
-    p = Semi24Problem(**BIG | change)
+    p = spmm_problem(two_four=True, **BIG | change)
     check(p, semi24.KERNEL.default(p))
     if "m" not in change:
         for block in ((128, 128), (192, 64)):
-            q = replace(BSR24Problem(**BIG, **BLOCKS), **change, block=block)
+            q = changed(spmm_problem(two_four=True, **BIG, **BLOCKS), **change, block=block)
             check(q, bsr24.KERNEL.default(q))
 
 
 def test_reasons_name_what_is_wrong():
-    for kernel, p in ((semi24.KERNEL, Semi24Problem(**BIG)), (bsr24.KERNEL, BSR24Problem(**BIG, **BLOCKS))):
+    for kernel, p in (
+        (semi24.KERNEL, spmm_problem(two_four=True, **BIG)),
+        (bsr24.KERNEL, spmm_problem(two_four=True, **BIG, **BLOCKS)),
+    ):
         assert kernel.why_not(p) == []
         old = replace(H200, capability=(7, 5))
-        assert "8.0 or newer" in kernel.why_not(replace(p, card=old))[0]
-        assert "fp64" in kernel.why_not(replace(p, dtype="fp64"))[0]
-        assert "TRITON_INTERPRET=1" in kernel.why_not(replace(p, card=CPU))[0]
-        assert f"at most {COLUMN_LIMIT}" in kernel.why_not(replace(p, k=COLUMN_LIMIT + 8))[0]
+        assert "8.0 or newer" in kernel.why_not(changed(p, card=old))[0]
+        assert "fp64" in kernel.why_not(changed(p, dtype="fp64"))[0]
+        assert "TRITON_INTERPRET=1" in kernel.why_not(changed(p, card=CPU))[0]
+        assert f"at most {COLUMN_LIMIT}" in kernel.why_not(changed(p, k=COLUMN_LIMIT + 8))[0]
 
 
 def test_items_of_a_batch_run_side_by_side():
-    small = replace(Semi24Problem(**BIG), m=128, k=4096, n=16)
+    small = changed(spmm_problem(two_four=True, **BIG), m=128, k=4096, n=16)
     c = semi24.KERNEL.default(small)
     one = semi24.KERNEL.seconds(small, c)
-    assert semi24.KERNEL.seconds(replace(small, batch=8), c) < 1.5 * one
-    assert semi24.KERNEL.seconds(replace(small, batch=512), c) > 4 * one
-    few = replace(BSR24Problem(**BIG, **BLOCKS), m=128, k=4096, n=16, nnzb=8)
+    assert semi24.KERNEL.seconds(changed(small, batch=8), c) < 1.5 * one
+    assert semi24.KERNEL.seconds(changed(small, batch=512), c) > 4 * one
+    few = changed(spmm_problem(two_four=True, **BIG, **BLOCKS), m=128, k=4096, n=16, nnzb=8)
     c = bsr24.KERNEL.default(few)
-    assert bsr24.KERNEL.seconds(replace(few, batch=8), c) < 2 * bsr24.KERNEL.seconds(few, c)
+    assert bsr24.KERNEL.seconds(changed(few, batch=8), c) < 2 * bsr24.KERNEL.seconds(few, c)
 
 
 def test_defaults_fill_the_card_where_they_can():
-    p = Semi24Problem(**BIG)
+    p = spmm_problem(two_four=True, **BIG)
     assert semi24.KERNEL.default(p).tile_m == 128
-    assert bsr24.KERNEL.default(BSR24Problem(**BIG, **BLOCKS)).tile_m == 128
-    assert bsr24.KERNEL.default(replace(BSR24Problem(**BIG, **BLOCKS), block=(192, 64))).tile_m == 64
-    small = replace(p, m=1024, n=512)
+    assert bsr24.KERNEL.default(spmm_problem(two_four=True, **BIG, **BLOCKS)).tile_m == 128
+    assert (
+        bsr24.KERNEL.default(changed(spmm_problem(two_four=True, **BIG, **BLOCKS), block=(192, 64))).tile_m
+        == 64
+    )
+    small = changed(p, m=1024, n=512)
     c = semi24.KERNEL.default(small)
     assert tiles(c, small.m, small) >= H200.sm_count
     assert c.tile_m * c.tile_n < 128 * 128
-    for each in semi24.KERNEL.configs(replace(p, m=5)):
+    for each in semi24.KERNEL.configs(changed(p, m=5)):
         assert each.tile_m == 16
 
 
 def test_predictions_grow_with_work_and_never_beat_the_roofline():
-    for kernel, p in ((semi24.KERNEL, Semi24Problem(**BIG)), (bsr24.KERNEL, BSR24Problem(**BIG, **BLOCKS))):
+    for kernel, p in (
+        (semi24.KERNEL, spmm_problem(two_four=True, **BIG)),
+        (bsr24.KERNEL, spmm_problem(two_four=True, **BIG, **BLOCKS)),
+    ):
         for c in kernel.configs(p):
             seconds = kernel.seconds(p, c)
-            assert kernel.seconds(replace(p, n=2 * p.n), c) > 1.8 * seconds
+            assert kernel.seconds(changed(p, n=2 * p.n), c) > 1.8 * seconds
             assert seconds > p.useful_flops / (H200.tflops["bf16"] * 1e12)
-            assert kernel.seconds(replace(p, n=8), c) > p.stored * 2 / H200.bandwidth
-    q = BSR24Problem(**BIG, **BLOCKS)
+            assert kernel.seconds(changed(p, n=8), c) > p.stored * 2 / H200.bandwidth
+    q = spmm_problem(two_four=True, **BIG, **BLOCKS)
     c = bsr24.KERNEL.default(q)
-    assert bsr24.KERNEL.seconds(replace(q, row_max=4096), c) > bsr24.KERNEL.seconds(q, c)
+    assert bsr24.KERNEL.seconds(changed(q, row_max=4096), c) > bsr24.KERNEL.seconds(q, c)
 
 
 def test_config_sides_that_do_not_fit_are_refused():

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sparsek.core.device import CPU, H200
-from sparsek.plan.problem import ScaledBsr24Problem, ScaledSemi24Problem, ScaledSpmmProblem
+from tests.problems import changed, fp8_problem
 
 pytest.importorskip("triton")
 
@@ -24,12 +24,12 @@ L40 = replace(H200, name="NVIDIA L40S", capability=(8, 9), sm_count=142, smem_by
 BIG: dict[str, Any] = {"m": 8192, "k": 8192, "n": 8192, "dtype": "e4m3", "card": H200}
 BLOCKS: dict[str, Any] = {"block": (128, 128), "nnzb": 512, "row_max": 8}
 SPMM, SEMI24, BSR24 = (
-    ScaledSpmmProblem(**BIG, **BLOCKS),
-    ScaledSemi24Problem(**BIG),
-    ScaledBsr24Problem(**BIG, **BLOCKS),
+    fp8_problem(**BIG, **BLOCKS),
+    fp8_problem(two_four=True, **BIG),
+    fp8_problem(two_four=True, **BIG, **BLOCKS),
 )
 KERNELS = {
-    "spmm_fp8": (spmm_fp8.KERNEL, spmm_fp8_code),
+    "bsr_fp8": (spmm_fp8.KERNEL, spmm_fp8_code),
     "semi24_fp8": (semi24_fp8.KERNEL, semi24_fp8_code),
     "bsr24_fp8": (bsr24_fp8.KERNEL, bsr24_fp8_code),
 }
@@ -37,33 +37,33 @@ ALL = [SPMM, SEMI24, BSR24]
 
 
 def of(p: Any) -> Any:
-    return KERNELS[p.op][0]
+    return KERNELS[p.a.kind][0]
 
 
 def check(p: Any, c: Config, vectors: bool = True) -> None:
-    code = KERNELS[p.op][1](p, c)
+    code = KERNELS[p.a.kind][1](p, c)
     what = f"{p} {c}"
     assert code.stack == 0, f"{what} spills {code.stack} bytes"
     assert code.shared <= p.card.smem_bytes, what
     assert code.copies or not vectors, f"{what}: 16-byte asynchronous copies are missing"
     if p.card.capability[0] == 9 and c.tile_m >= 64:
-        assert f"k32.f32.{p.dtype}.{p.b_dtype}" in code.ptx, what
+        assert f"k32.f32.{p.dtype}.{p.b.dtype}" in code.ptx, what
         assert "wgmma.mma_async" in code.ptx, what
     elif p.card.capability == (8, 9):
-        assert f"m16n8k32.row.col.f32.{p.dtype}.{p.b_dtype}.f32" in code.ptx, what
+        assert f"m16n8k32.row.col.f32.{p.dtype}.{p.b.dtype}.f32" in code.ptx, what
 
 
 def test_the_arithmetic_holds_in_the_interpreter():
     in_the_interpreter(Path(__file__).with_name("portable_fp8_interpreted.py"))
 
 
-@pytest.mark.parametrize("p", ALL, ids=lambda p: p.op)
+@pytest.mark.parametrize("p", ALL, ids=lambda p: p.a.kind)
 def test_every_config_compiles_without_spills(p: Any):
     configs = list(of(p).configs(p))
     assert len(configs) >= 3
     for c in configs:
         check(p, c)
-    other = replace(p, card=L40)
+    other = changed(p, card=L40)
     check(other, of(p).default(other))
 
 
@@ -74,7 +74,7 @@ LAYER: dict[str, Any] = {"out_layout": "col", "bias": True}
     "change",
     [
         LAYER | {"activation": "gelu", "combine": "add"},
-        {"activation": "silu", "combine": "mul", "scaled": True, "out_dtype": "fp32"},
+        {"activation": "silu", "combine": "mul", "has_alpha": True, "out_dtype": "fp32"},
         {"a_scale": "tensor", "b_scale": "tensor", "out_dtype": "fp16", "b_dtype": "e5m2"},
         {"dtype": "e5m2", "n": 16, **LAYER},
     ],
@@ -82,7 +82,7 @@ LAYER: dict[str, Any] = {"out_layout": "col", "bias": True}
 )
 def test_what_products_may_be_compiles_without_spills(change: dict[str, Any]):
     for p in ALL:
-        q = replace(p, **change)
+        q = changed(p, **change)
         check(q, of(q).default(q))
 
 
@@ -99,10 +99,10 @@ def test_what_products_may_be_compiles_without_spills(change: dict[str, Any]):
     ids=["scale per block", "block 64", "block 32", "no power of two", "view", "ragged"],
 )
 def test_blocks_and_views_compile_without_spills(change: dict[str, Any]):
-    p = replace(SPMM, **change)
+    p = changed(SPMM, **change)
     check(p, spmm_fp8.KERNEL.default(p), vectors=p.k % 16 == 0)
     if not set(change) & {"transposed"} and p.block[0] % 64 == 0:
-        q = replace(BSR24, **change)
+        q = changed(BSR24, **change)
         check(q, bsr24_fp8.KERNEL.default(q), vectors=q.k % 16 == 0)
 
 
@@ -136,34 +136,34 @@ def test_reasons_name_what_is_wrong():
     for p in ALL:
         assert of(p).why_not(p) == []
         old = replace(H200, name="NVIDIA A100", capability=(8, 0))
-        assert "capability 8.9; NVIDIA A100 has 8.0" in of(p).why_not(replace(p, card=old))[0]
-        assert "TRITON_INTERPRET=1" in of(p).why_not(replace(p, card=CPU))[0]
-        assert "at most" in of(p).why_not(replace(p, k=2**31 - 8))[0]
+        assert "capability 8.9; NVIDIA A100 has 8.0" in of(p).why_not(changed(p, card=old))[0]
+        assert "TRITON_INTERPRET=1" in of(p).why_not(changed(p, card=CPU))[0]
+        assert "at most" in of(p).why_not(changed(p, k=2**31 - 8))[0]
     # Offsets inside a tile of 128 rows of 2:4 values are 32 bits.
-    assert "at most 16777216" in of(SEMI24).why_not(replace(SEMI24, k=2**26, m=256, n=256))[0]
+    assert "at most 16777216" in of(SEMI24).why_not(changed(SEMI24, k=2**26, m=256, n=256))[0]
 
 
 def test_defaults_fill_the_card_where_they_can():
     for p in ALL:
         assert of(p).default(p).tile_m == of(p).default(p).tile_n == 128
-        c = of(p).default(replace(p, m=1024, n=512))
+        c = of(p).default(changed(p, m=1024, n=512))
         assert c.tile_m * c.tile_n < 128 * 128
-    for each in semi24_fp8.KERNEL.configs(replace(SEMI24, m=5)):
+    for each in semi24_fp8.KERNEL.configs(changed(SEMI24, m=5)):
         assert each.tile_m == 16
-    assert spmm_fp8.KERNEL.default(replace(SPMM, block=(16, 16))).tile_k == 32
-    assert spmm_fp8.KERNEL.default(replace(SPMM, n=3)).tile_n == 16
+    assert spmm_fp8.KERNEL.default(changed(SPMM, block=(16, 16))).tile_k == 32
+    assert spmm_fp8.KERNEL.default(changed(SPMM, n=3)).tile_n == 16
 
 
 def test_predictions_grow_with_work_and_never_beat_the_roofline():
     for p in ALL:
         for c in of(p).configs(p):
             seconds = of(p).seconds(p, c)
-            assert of(p).seconds(replace(p, n=2 * p.n), c) > 1.8 * seconds
+            assert of(p).seconds(changed(p, n=2 * p.n), c) > 1.8 * seconds
             assert seconds > p.useful_flops / (H200.tflops["fp8"] * 1e12)
             assert seconds > p.compulsory_bytes / H200.bandwidth
-            assert of(p).seconds(replace(p, rounds="bf16"), c) > seconds + p.k * p.n * 3 / H200.bandwidth
+            assert of(p).seconds(changed(p, rounds="bf16"), c) > seconds + p.k * p.n * 3 / H200.bandwidth
     c = spmm_fp8.KERNEL.default(SPMM)
-    assert spmm_fp8.KERNEL.seconds(replace(SPMM, row_max=4096), c) > spmm_fp8.KERNEL.seconds(SPMM, c)
+    assert spmm_fp8.KERNEL.seconds(changed(SPMM, row_max=4096), c) > spmm_fp8.KERNEL.seconds(SPMM, c)
 
 
 def test_config_sides_that_do_not_fit_are_refused():

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from sparsek.core.device import CPU, H200
-from sparsek.plan.problem import SddmmProblem, SpgemmProblem, SpmmProblem
+from sparsek.plan.problem import SddmmProblem, SpgemmProblem
+from tests.problems import changed, spmm_problem
 
 pytest.importorskip("triton")
 
@@ -26,7 +27,7 @@ WHOLE = {"v4.b32"}
 def decode(m=16384, k=4096, n=16, block=(128, 128), card=H200, **more):
     cells = -(-m // block[0]) * -(-k // block[1])
     row = max(1, -(-k // block[1]) // 8)
-    return SpmmProblem(
+    return spmm_problem(
         m, k, n, block, cells // 8, "bf16", card, b_layout="col", out_layout="col", row_max=row, **more
     )
 
@@ -146,10 +147,10 @@ PROBLEMS = {
 def test_reasons_name_what_is_wrong(name):
     kernel, p = PROBLEMS[name]
     assert kernel.why_not(p) == []
-    assert "8.0 or newer" in kernel.why_not(replace(p, card=replace(H200, capability=(7, 5))))[0]
-    assert "fp64" in kernel.why_not(replace(p, dtype="fp64"))[0]
-    assert "TRITON_INTERPRET=1" in kernel.why_not(replace(p, card=CPU))[0]
-    assert "at most" in kernel.why_not(replace(p, m=2**31))[0]
+    assert "8.0 or newer" in kernel.why_not(changed(p, card=replace(H200, capability=(7, 5))))[0]
+    assert "fp64" in kernel.why_not(changed(p, dtype="fp64"))[0]
+    assert "TRITON_INTERPRET=1" in kernel.why_not(changed(p, card=CPU))[0]
+    assert "at most" in kernel.why_not(changed(p, m=2**31))[0]
 
 
 def test_more_than_64_columns_are_refused():
@@ -162,7 +163,7 @@ def test_more_than_64_columns_are_refused():
 @pytest.mark.parametrize("card", CARDS)
 def test_the_default_is_among_distinct_configs_that_fit(name, dtype, card):
     kernel, p = PROBLEMS[name]
-    p = replace(p, dtype=dtype, card=CARDS[card])
+    p = changed(p, dtype=dtype, card=CARDS[card])
     configs = list(kernel.configs(p))
     assert len(set(configs)) == len(configs) >= 2
     assert kernel.default(p) in configs
@@ -180,9 +181,9 @@ def test_predictions_grow_with_work_and_never_beat_the_bandwidth(name):
     assert seconds > p.compulsory_bytes / H200.bandwidth
     assert seconds > p.useful_flops / (H200.tflops["bf16"] * 1e12)
     more = (
-        replace(p, pairs=8 * p.pairs, pairs_max=8 * p.pairs_max)
+        changed(p, pairs=8 * p.pairs, pairs_max=8 * p.pairs_max)
         if name == "spgemm"
-        else replace(p, nnzb=8 * p.nnzb, row_max=8 * p.row_max)
+        else changed(p, nnzb=8 * p.nnzb, row_max=8 * p.row_max)
     )
     assert kernel.seconds(more, c) > 1.5 * seconds
 

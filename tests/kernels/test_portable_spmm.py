@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from sparsek.core.device import CPU, H200
-from sparsek.plan.problem import SpmmProblem
 from sparsek.reference.epilogue import Epilogue
+from tests.problems import changed, spmm_problem
 
 triton = pytest.importorskip("triton")
 
@@ -34,7 +34,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 def problem(card, block, n=8192, dtype="bf16", m=8192, k=8192, **more):
     cells = -(-m // block[0]) * -(-k // block[1])
     row = max(1, -(-k // block[1]) // 8)
-    return SpmmProblem(m, k, n, block, max(1, cells // 8), dtype, card, row_max=row, **more)
+    return spmm_problem(m, k, n, block, max(1, cells // 8), dtype, card, row_max=row, **more)
 
 
 def compiled(p, c, tmp_path):
@@ -43,17 +43,17 @@ def compiled(p, c, tmp_path):
         torch.empty((1, rows, p.n), dtype=DTYPES[p.dtype], device="meta")
         if layout == "row"
         else torch.empty((1, p.n, rows), dtype=DTYPES[p.dtype], device="meta").mT
-        for rows, layout in ((p.k, p.b_layout), (p.m, p.out_layout))
+        for rows, layout in ((p.k, p.b.layout), (p.m, p.c.layout))
     )
     other = out if p.combine else None
-    epilogue = Epilogue(2.0 if p.scaled else 1.0, None, p.activation, other, p.combine or "add")
+    epilogue = Epilogue(2.0 if p.has_alpha else 1.0, None, p.activation, other, p.combine or "add")
     values = torch.empty((p.nnzb, *p.block), dtype=DTYPES[p.dtype], device="meta")
     a = SimpleNamespace(
-        block=p.block, shape=(p.m, p.k), values=values, order=values if p.transposed else None
+        block=p.block, shape=(p.m, p.k), values=values, order=values if p.a.transposed else None
     )
     consts = dict(portable._constants(c, a, b, out, p.tf32, epilogue))  # pyright: ignore[reportArgumentType]
-    dim = "n" if p.out_layout == "row" else "m"
-    consts |= {f"sc_{dim}": 1, "sb_k" if p.b_layout == "col" else "sb_n": 1}
+    dim = "n" if p.c.layout == "row" else "m"
+    consts |= {f"sc_{dim}": 1, "sb_k" if p.b.layout == "col" else "sb_n": 1}
     consts |= {f"so_{dim}": 1} if p.combine else {"other": None}
     consts |= {} if p.bias else {"bias": None}
     pointers = {"values", "b", "c", "indices", "order", "rows", "bias", "other"} - set(consts)
@@ -149,7 +149,7 @@ def test_every_fp32_config_compiles_without_spills(card, tf32, tmp_path):
         {"k": 8200, "m": 8200, "n": 8200, "dtype": "fp16"},
         {"out_layout": "col", "b_layout": "col"},
         {"out_layout": "col", "b_layout": "col", "bias": True, "activation": "gelu", "combine": "add"},
-        {"bias": True, "activation": "silu", "combine": "mul", "scaled": True},
+        {"bias": True, "activation": "silu", "combine": "mul", "has_alpha": True},
     ],
     ids=["view", "col", "ragged_n", "ragged_all", "linear", "linear_gelu_residual", "swiglu"],
 )
@@ -186,7 +186,7 @@ def test_predictions_grow_with_work_and_never_beat_the_bandwidth():
         p = problem(H200, block)
         c = kernel.default(p)
         seconds = kernel.seconds(p, c)
-        assert kernel.seconds(replace(p, nnzb=2 * p.nnzb, row_max=2 * p.row_max), c) > 1.5 * seconds
+        assert kernel.seconds(changed(p, nnzb=2 * p.nnzb, row_max=2 * p.row_max), c) > 1.5 * seconds
         assert seconds > p.compulsory_bytes / H200.bandwidth
     big = kernel.seconds(problem(H200, (128, 128)), kernel.default(problem(H200, (128, 128))))
     assert 2 * 8192**3 / 8 / big == pytest.approx(498e12, rel=0.1)

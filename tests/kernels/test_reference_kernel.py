@@ -5,10 +5,10 @@ import torch
 
 from sparsek.core.device import card_named
 from sparsek.kernels import load
-from sparsek.plan.problem import SpmmProblem
 from sparsek.reference.spmm import spmm
 from sparsek.testing.cases import SPMM_CASES, Case
 from tests.kernels.planned import multiply, problem
+from tests.problems import spmm_problem
 
 KERNEL = load("reference.spmm")
 
@@ -38,6 +38,6 @@ def test_it_is_predicted_slower_than_the_cpu_kernel(n: int, block: int) -> None:
     side = 2048
     blocks = (side // block) ** 2 // 8
     card = card_named("cpu")
-    p = SpmmProblem(side, side, n, (block, block), blocks, "fp32", card, row_max=side // block // 8)
+    p = spmm_problem(side, side, n, (block, block), blocks, "fp32", card, row_max=side // block // 8)
     fast = load("cpu.spmm")
     assert KERNEL.seconds(p, KERNEL.default(p)) > fast.seconds(p, fast.default(p)) > 0

@@ -23,12 +23,12 @@ from sparsek.bench.suites.spmm import ISSUE2
 from sparsek.core import dtypes
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.random import random_bsr
-from sparsek.ops.spmm import _problem
 from sparsek.plan.problem import SpmmProblem
 from sparsek.reference.spmm import spmm as reference
 from sparsek.testing.budget import budget, check_spmm, error
 from sparsek.testing.cases import SPMM_CASES, Case
 from sparsek.testing.poison import poisoned
+from tests.kernels.planned import posed
 from tests.kernels.sanitized import sanitized
 
 pytestmark = pytest.mark.gpu
@@ -120,7 +120,7 @@ def multiply_case(item: tuple[str, int, str, str]) -> None:
     a, b = operands(case, dtype, layout, seed)
     judge = Judge(a, b)
     target = room(case.m, case.n, b.dtype)
-    p = _problem(a, b, target.out, None)
+    p = posed(a, b, target.out)
     if name == "hopper.spmm" and case.n % 8:
         assert any("multiple of 8" in reason for reason in kernel.why_not(p))
         return
@@ -161,7 +161,7 @@ def test_every_other_kernel_that_can_is_within_budget_or_says_why_not(name: str,
         seed = fresh()
         a, b = operands(case, dtype, "row", seed)
         target = room(case.m, case.n, b.dtype)
-        p = _problem(a, b, target.out, None)
+        p = posed(a, b, target.out)
         if kernel.why_not(p):
             assert all(isinstance(reason, str) and reason for reason in kernel.why_not(p))
             continue
@@ -182,10 +182,10 @@ def test_every_row_of_the_speed_table_is_right_at_full_size(entry: Any) -> None:
     del dense
     for name in (*FAST, "vendor.dense"):
         kernel, out = kernels.load(name), poisoned((case.m, case.n), b.dtype, "cuda")
-        p = _problem(a, b, out, None)
+        p = posed(a, b, out)
         if kernel.why_not(p):
             assert name == "vendor.dense", kernel.why_not(p)
-            assert not p.touches_all_columns, kernel.why_not(p)
+            assert not p.stats.touches_all_columns, kernel.why_not(p)
             continue
         sk.spmm(a, b, out=out, kernel=name)
         found = error(out, exact)
@@ -278,7 +278,7 @@ def test_nan_and_inf_in_untouched_rows_of_b_never_reach_c(
     for j in (0, 2, 3, 5):
         b[j * block[1] : (j + 1) * block[1]] = bad
     out = poisoned((a.shape[0], n), b.dtype, "cuda")
-    p = _problem(a, b, out, None)
+    p = posed(a, b, out)
     if kernel.why_not(p):
         assert name in ("vendor.dense", "cpu.spmm"), kernel.why_not(p)
         return
@@ -297,7 +297,7 @@ def test_nan_in_a_neighbouring_block_of_a_stays_in_its_row(block: tuple[int, int
     a = random_bsr(4 * block[0], 8 * block[1], block, 0.4, dtype=HALF, device="cuda", seed=seed)
     b = randn(a.shape[1], 136)
     out = poisoned((a.shape[0], 136), b.dtype, "cuda")
-    p = _problem(a, b, out, None)
+    p = posed(a, b, out)
     spoiled = a.values.clone()
     odd = a.pattern.block_rows.long() % 2 == 1
     spoiled[odd] = float("nan")

@@ -5,8 +5,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparsek.kernels import names_for
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.random import random_bsr
+from sparsek.matrix.storage import TITLES
+from sparsek.ops import flat
 from sparsek.testing.budget import check_spmm
 
 BF16 = torch.bfloat16
@@ -19,6 +22,31 @@ def pair(
     a = random_bsr(m, k, block, 0.5, pattern="powerlaw", dtype=dtype, device=device, seed=0)
     draw = torch.Generator(device).manual_seed(1)
     return a, torch.randn(k, n, generator=draw, dtype=dtype, device=device)
+
+
+def names_of(storage: str) -> tuple[str, ...]:
+    """Names of the kernels of products with such a matrix, or of another operation."""
+    return names_for("spmm", storage) if storage in TITLES else names_for(storage)
+
+
+def op_args(
+    a: Any,
+    b: Tensor,
+    *,
+    turned: bool = False,
+    b_scale: Tensor | None = None,
+    by_columns: bool = False,
+    alpha: float = 1.0,
+    bias: Any = None,
+    act: str = "",
+    other: Any = None,
+    combine: str = "add",
+    dtype: torch.dtype | None = None,
+    kernel: str | None = None,
+) -> flat.SpmmArgs:
+    """Arguments of `sparsek::spmm` for act(alpha * a @ b + bias) joined with other."""
+    how = by_columns, alpha, bias, act, other, combine, b.dtype if dtype is None else dtype, kernel
+    return flat.SpmmArgs(*flat.parts(a, turned), b, b_scale, *how)
 
 
 def check(a: BSR, b: Tensor, out: Tensor) -> None:

@@ -294,10 +294,10 @@ def _weight(s: Sizes) -> Shapes:
 
 
 FORMS: tuple[Form, ...] = (
-    *_products("bsr", "spmm", _bsr, _bsr, True),
+    *_products("bsr", "bsr", _bsr, _bsr, True),
     Form(
         "bsr A.T @ B",
-        "spmm",
+        "bsr",
         _bsr_view,
         _left,
         lambda A, o, k: sk.spmm(A, o["B"], kernel=k),
@@ -307,7 +307,7 @@ FORMS: tuple[Form, ...] = (
     ),
     Form(
         "bsr X @ A.T",
-        "spmm",
+        "bsr",
         _bsr_view,
         _right,
         lambda A, o, k: sk.spmm(o["X"], A, kernel=k),
@@ -358,8 +358,8 @@ FORMS: tuple[Form, ...] = (
     ),
     *_products("semi24", "semi24", _semi24, _semi24, False),
     *_products("bsr24", "bsr24", _bsr24, _bsr24, False),
-    *_fp8("bsr fp8", "spmm_fp8", _quantized(_bsr)),
-    *_fp8("bsr fp8 scaled by blocks", "spmm_fp8", _quantized(_bsr, "block")),
+    *_fp8("bsr fp8", "bsr_fp8", _quantized(_bsr)),
+    *_fp8("bsr fp8 scaled by blocks", "bsr_fp8", _quantized(_bsr, "block")),
     *_fp8("semi24 fp8", "semi24_fp8", _quantized(_semi24)),
     *_fp8("bsr24 fp8", "bsr24_fp8", _quantized(_bsr24)),
     Form(

@@ -12,8 +12,8 @@ from torch import Tensor
 
 import sparsek as sk
 from sparsek.core.errors import InvalidInput, Unsupported
-from sparsek.kernels import names_for
 from sparsek.testing.strides import Layout, Placed, layouts
+from tests.ops.operands import names_of
 
 CONTIGUOUS = torch.contiguous_format
 # How far a result may be from float64, in units in the last place of its norm. The budgets are for fine errors; a
@@ -68,7 +68,7 @@ class Form:
 
     def kernels(self) -> tuple[str | None, ...]:
         """The planner's choice, and every kernel by its name."""
-        return (None, *names_for(self.op)) if self.op else (None,)
+        return (None, *names_of(self.op)) if self.op else (None,)
 
 
 def run(form: Form, sparse: Any, given: Operands, kernel: str | None) -> dict[str, Tensor]:

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 import sparsek as sk
-from sparsek import kernels
 from sparsek.core.errors import Unsupported
 from tests.house.tools import ROOT, python
+from tests.ops.operands import names_of
 
 
 @contextmanager
@@ -103,7 +103,7 @@ def learned(product: Callable[..., Any], *parts: Tensor) -> Any:
 def of_every_kernel(op: str, call: Callable[[str | None], Any]) -> list[Any]:
     """What each kernel of an operation gives on this machine, and the planner's own choice."""
     found = [call(None)]
-    for name in kernels.names_for(op):
+    for name in names_of(op):
         try:
             found.append((name, call(name)))
         except Unsupported:
@@ -128,7 +128,7 @@ def spmm() -> Any:
             learned(lambda v, x: sk.swiglu(x, weight(v), weight(v.neg()), **yes), a.values, dense(7, 80)),
         )
 
-    return of_every_kernel("spmm", call), matrix() @ dense(80, 5), dense(5, 80) @ matrix().T
+    return of_every_kernel("bsr", call), matrix() @ dense(80, 5), dense(5, 80) @ matrix().T
 
 
 def low() -> Any:
@@ -137,7 +137,7 @@ def low() -> Any:
     for dtype in (torch.bfloat16, torch.float16):
         a = matrix(dtype=dtype)
         found += of_every_kernel(
-            "spmm",
+            "bsr",
             lambda kernel, a=a, dtype=dtype: sk.linear(
                 dense(7, 80, dtype=dtype), a, dense(100, dtype=dtype), "silu", kernel=kernel
             ),
@@ -197,7 +197,7 @@ def two_four() -> Any:
 def fp8() -> Any:
     found: list[Any] = []
     wide = {
-        "spmm_fp8": matrix(),
+        "bsr_fp8": matrix(),
         "semi24_fp8": sk.Semi24.from_dense(dense(128, 128)),
         "bsr24_fp8": sk.BSR24.from_dense(dense(128, 128), 64, keep=0.5),
     }

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import sparsek as sk
-from sparsek import kernels
 from sparsek.core.errors import InvalidInput, Unsupported
+from tests.ops.operands import names_of
 from tests.ops.tensors import qkv
 
 MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
@@ -118,11 +118,11 @@ def test_a_matrix_that_was_used_in_it_learns_and_gives_the_same_there(mode: Any,
 
 
 def kernels_here(op: str) -> list[str]:
-    return [name for name in kernels.names_for(op) if name.startswith(("cpu", "reference", "vendor"))]
+    return [name for name in names_of(op) if name.startswith(("cpu", "reference", "vendor"))]
 
 
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
-@pytest.mark.parametrize("kernel", kernels_here("spmm"))
+@pytest.mark.parametrize("kernel", kernels_here("bsr"))
 def test_every_kernel_of_a_product_keeps_nothing_of_it(kernel: str, mode: Any) -> None:
     a = matrix()
     with mode():

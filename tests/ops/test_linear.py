@@ -207,7 +207,7 @@ def test_a_plan_of_a_layer_explains_its_epilogue():
 def test_one_token_keeps_its_alignment():
     _, w, _, _ = layer()
     p = sk.plan_spmm(torch.randn(1, 96).to(BF16), w.T).problem
-    assert (p.b_layout, p.out_layout, p.aligned, p.n) == ("col", "col", True, 1)
+    assert (p.b.layout, p.c.layout, p.aligned, p.n) == ("col", "col", True, 1)
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
@@ -244,7 +244,7 @@ REFUSED: dict[str, tuple[Callable[[Layer], Any], str]] = {
     "x negated": (lambda o: sk.linear(torch._neg_view(o[0]), o[1]), "x is a lazily negated view"),
     "W": (
         lambda o: sk.linear(o[0], None),  # pyright: ignore[reportArgumentType]
-        "W must be a BSR, a Semi24, a BSR24 or a dense torch.Tensor, got NoneType",
+        "W must be a BSR, a Semi24, a BSR24, a Scaled or a dense torch.Tensor, got NoneType",
     ),
     "bias": (
         lambda o: sk.linear(o[0], o[1], o[2][:96]),

@@ -10,7 +10,7 @@ from torch._dynamo.testing import AotEagerAndRecordGraphs
 
 import sparsek as sk
 from sparsek.core.errors import InvalidInput
-from sparsek.ops import flat
+from tests.ops.operands import op_args as args
 from tests.ops.test_semi24 import KINDS, matrix
 
 F32 = torch.float32
@@ -47,7 +47,7 @@ def test_compiled_it_is_one_node_of_one_graph(kind: str, name: str, recorder: An
     assert torch.equal(compiled(a, b), run(a, b))
     assert torch.equal(compiled(a, 2 * b), run(a, 2 * b))
     (graph,) = map(calls, recorder.fw_graphs)
-    assert [f"sparsek.{kind}" in call for call in graph].count(True) == 1
+    assert ["sparsek.spmm" in call for call in graph].count(True) == 1
     assert all(call.split(".")[0] in ("aten", "sparsek") for call in graph)
 
 
@@ -92,15 +92,7 @@ def test_compiled_what_cannot_be_is_told(kind: str):
             torch.compile(run, fullgraph=True, backend="aot_eager")(b)
 
 
-def args(a: Any, b: Tensor, turned: bool = False, **more: Any) -> tuple[Any, ...]:
-    """Arguments of the op for act(alpha * a @ b + bias) joined with other."""
-    epilogue = {"alpha": 1.0, "bias": None, "act": "", "other": None, "combine": "add", "kernel": None} | more
-    by_columns = epilogue.pop("by_columns", False)
-    return *flat.flat24(a), turned, b, by_columns, *epilogue.values()
-
-
-def op_of(kind: str) -> Any:
-    return getattr(torch.ops.sparsek, kind)
+OP = torch.ops.sparsek.spmm
 
 
 @pytest.mark.parametrize("turned", [False, True], ids=["stored", "transposed"])
@@ -111,8 +103,8 @@ def test_the_op_passes_torchs_own_checks(kind: str, shape: tuple[int, ...], turn
     b = torch.randn(*shape[:-1], 128 if turned else 192, shape[-1])
     by_columns = turned or len(shape) > 1
     b = b.mT.contiguous().mT if by_columns else b
-    given = args(a, b.requires_grad_(), turned, alpha=2.0, by_columns=by_columns)
-    torch.library.opcheck(op_of(kind).default, given)
+    given = tuple(args(a, b.requires_grad_(), turned=turned, alpha=2.0, by_columns=by_columns))
+    torch.library.opcheck(OP.default, given)
 
 
 @pytest.mark.parametrize("act", ["", "relu"])
@@ -125,21 +117,18 @@ def test_the_op_with_an_epilogue_passes_torchs_own_checks(kind: str, by_columns:
     epilogue = {"bias": torch.randn(128).requires_grad_(), "act": act, "by_columns": by_columns}
     if not act:
         epilogue["other"] = other.detach().requires_grad_()
-    torch.library.opcheck(op_of(kind).default, args(a, b.detach().requires_grad_(), **epilogue))
+    torch.library.opcheck(OP.default, tuple(args(a, b.detach().requires_grad_(), **epilogue)))
     fused: dict[str, Any] = {"act": "silu", "other": other, "combine": "mul", "by_columns": by_columns}
-    torch.library.opcheck(op_of(kind).default, args(a, b, **fused))
+    torch.library.opcheck(OP.default, tuple(args(a, b, **fused)))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_op_copies_parts_that_no_kernel_reads(kind: str):
     a, b = matrix(kind, F32), torch.randn(192, 8)
-    values, meta, *rest = flat.flat24(a)
-    assert isinstance(values, Tensor)
-    assert isinstance(meta, Tensor)
+    values, meta = a.values, a.meta
     odd = torch.cat((values.new_zeros(1), values.flatten()))[1:].view(values.shape)
     apart = meta.repeat_interleave(2, -1)[..., ::2]
-    more = args(a, b)[2 + len(rest) :]
-    assert torch.equal(op_of(kind)(odd, apart, *rest, *more), a @ b)
+    assert torch.equal(OP(*args(a, b)._replace(values=odd, meta=apart)), a @ b)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -151,6 +140,6 @@ def test_the_op_checks_what_it_is_given(kind: str):
         (b[:, 0], r"and B \[192\]"),
     ):
         with pytest.raises(InvalidInput, match=text):
-            op_of(kind)(*args(a, wrong))
+            OP(*args(a, wrong))
     with pytest.raises(InvalidInput, match="this product needs"):
-        op_of(kind)(*args(a, b, bias=torch.randn(192)))
+        OP(*args(a, b, bias=torch.randn(192)))

@@ -13,11 +13,11 @@ from torch.autograd import gradcheck, gradgradcheck
 
 import sparsek as sk
 from sparsek.core.errors import InvalidInput
-from sparsek.ops import flat
-from sparsek.ops import semi24 as ops
+from sparsek.ops.spmm import SPMM
 from sparsek.reference.epilogue import ACTIVATIONS
 from sparsek.testing.chain_budget import chain_bounds
 from tests.house.tools import in_the_interpreter
+from tests.ops.operands import op_args
 from tests.ops.test_semi24 import KINDS, matrix
 
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
@@ -182,16 +182,13 @@ def test_a_gradient_lies_as_its_operand_does(kind: str):
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_op_refuses_values_that_learn_and_epilogues_without_a_gradient(kind: str):
     a, b = matrix(kind, F32), torch.randn(192, 24)
-    op = getattr(torch.ops.sparsek, kind)
-    values, *rest = flat.flat24(a)
-    assert isinstance(values, Tensor)
-    plain = 1.0, None, "", None, "add", None
+    op = torch.ops.sparsek.spmm
     with pytest.raises(
         InvalidInput, match=rf"the values of a {kind.capitalize() if kind == 'semi24' else 'BSR24'}"
     ):
-        op(values.clone().requires_grad_(), *rest, False, b, False, *plain)
-    y = op(values, *rest, False, b.requires_grad_(), False, 1.0, None, "gelu", None, "add", None)
-    with pytest.raises(InvalidInput, match=rf"torch.ops.sparsek.{kind} has no gradient with this epilogue"):
+        op(*op_args(a, b)._replace(values=a.values.clone().requires_grad_()))
+    y = op(*op_args(a, b.requires_grad_(), act="gelu"))
+    with pytest.raises(InvalidInput, match=r"torch.ops.sparsek.spmm has no gradient with this epilogue"):
         y.sum().backward()
 
 
@@ -213,8 +210,8 @@ def test_vmap_of_the_dense_operand_is_one_product(kind: str, monkeypatch: pytest
     a = matrix(kind, F64)
     d, b = a.to_dense(), torch.randn(3, 192, 6, dtype=F64)
     x, rest = torch.randn(3, 7, 192, dtype=F64), torch.randn(3, 7, 128, dtype=F64)
-    ran, real = [], ops._run
-    monkeypatch.setattr(ops, "_run", lambda *args: ran.append(1) or real(*args))
+    ran, real = [], SPMM.run
+    monkeypatch.setattr(SPMM, "run", lambda *args: ran.append(1) or real(*args))
     for dim in (0, 2):
         moved = b.movedim(0, dim)
         torch.testing.assert_close(torch.vmap(lambda b: sk.spmm(a, b), dim)(moved), d @ b)

@@ -15,9 +15,9 @@ from sparsek.matrix.bsr import BSR
 from sparsek.matrix.pattern import BlockPattern
 from sparsek.matrix.random import random_bsr
 from sparsek.ops.spmm import plan_spmm, spmm
-from sparsek.plan.problem import SpmmProblem
 from sparsek.plan.schedule import deal_on_device
 from sparsek.testing.budget import check_spmm
+from tests.problems import spmm_problem
 
 GPU = pytest.mark.gpu
 
@@ -109,7 +109,7 @@ def test_what_a_plan_cannot_follow_is_said() -> None:
 def test_merged_and_split_rows_become_plain_ones() -> None:
     kernel = load("hopper.spmm")
     a = random_bsr(1024, 1024, 32, 0.2, dtype=torch.bfloat16, seed=0)
-    p = SpmmProblem(1024, 1024, 512, (32, 32), a.nnzb, "bf16", H200, row_max=32, merged=((2, a.nnzb),))
+    p = spmm_problem(1024, 1024, 512, (32, 32), a.nnzb, "bf16", H200, row_max=32, merged=((2, a.nnzb),))
     merged = next(c for c in kernel.configs(p) if c.merge == 2)
     config, work = kernel.follow(p, merged, a)
     assert config.merge == 1

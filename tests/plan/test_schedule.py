@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from sparsek.matrix.pattern import BlockPattern, HostPattern
 from sparsek.matrix.random import random_bsr
+from sparsek.matrix.storage import merged_steps
 from sparsek.plan.schedule import (
     Schedule,
     Walk,
@@ -16,7 +17,6 @@ from sparsek.plan.schedule import (
     balance,
     cut,
     deal_on_device,
-    merged_steps,
     part_limit,
     walk,
 )

@@ -17,11 +17,11 @@ from sparsek.core.device import CPU, H200
 from sparsek.core.errors import InvalidFile
 from sparsek.ops import planning
 from sparsek.plan import table
-from sparsek.plan.problem import Semi24Problem, SpmmProblem
 from sparsek.plan.select import select
 from sparsek.plan.table import Entry
+from tests.problems import changed, spmm_problem
 
-PROBLEM = SpmmProblem(4096, 4096, 4096, (128, 128), 128, "bf16", H200, b_layout="col", row_max=8)
+PROBLEM = spmm_problem(4096, 4096, 4096, (128, 128), 128, "bf16", H200, b_layout="col", row_max=8)
 
 
 @dataclass(frozen=True)
@@ -93,16 +93,24 @@ def test_the_table_that_ships_is_well_formed() -> None:
 
 def test_sizes_are_rounded_and_blocks_and_small_numbers_are_not() -> None:
     key = table.key_of(PROBLEM)
-    assert key == "spmm m=4096 k=4096 n=4096 block=128x128 nnzb=128 dtype=bf16 b_layout=col"
-    assert table.key_of(replace(PROBLEM, m=4500, n=3700, nnzb=120, row_max=9)) == key
-    assert "n=2896 " in table.key_of(replace(PROBLEM, n=3000))
-    assert "n=13 " in table.key_of(replace(PROBLEM, n=13))
-    assert "block=112x128" in table.key_of(replace(PROBLEM, block=(112, 128)))
-    assert table.key_of(replace(PROBLEM, card=CPU)) == key
-    assert table.key_of(replace(PROBLEM, row_max=24)) == f"{key} uneven"
-    assert table.key_of(replace(PROBLEM, merged=((2, 100), (4, 64)))) == f"{key} merged=2x91x4x64"
-    of_24 = table.key_of(Semi24Problem(m=4096, k=4096, n=64, dtype="fp16", card=H200, bias=True))
-    assert of_24 == "semi24 m=4096 k=4096 n=64 dtype=fp16 bias=True"
+    assert key == (
+        "spmm a.dtype=bf16 a.block=128x128 a.nnzb=128 b.dtype=bf16 b.layout=col c.dtype=bf16 m=4096 k=4096 n=4096"
+    )
+    assert table.key_of(changed(PROBLEM, m=4500, n=3700, nnzb=120, row_max=9)) == key
+    assert table.key_of(changed(PROBLEM, n=3000)).endswith(" n=2896")
+    assert table.key_of(changed(PROBLEM, n=13)).endswith(" n=13")
+    assert "block=112x128" in table.key_of(changed(PROBLEM, block=(112, 128)))
+    assert table.key_of(changed(PROBLEM, card=CPU)) == key
+    assert table.key_of(changed(PROBLEM, row_max=24)) == f"{key} uneven"
+    assert table.key_of(changed(PROBLEM, merged=((2, 100), (4, 64)))) == key.replace(
+        "nnzb=128", "nnzb=128 a.merged=2x91x4x64"
+    )
+    of_24 = table.key_of(
+        spmm_problem(two_four=True, m=4096, k=4096, n=64, dtype="fp16", card=H200, bias=True)
+    )
+    assert of_24 == (
+        "spmm a.dtype=fp16 a.two_four=True b.dtype=fp16 c.dtype=fp16 m=4096 k=4096 n=64 bias=True"
+    )
 
 
 def test_an_entry_wins_over_the_kernel_and_gains_what_was_measured(own: Path) -> None:
@@ -114,7 +122,7 @@ def test_an_entry_wins_over_the_kernel_and_gains_what_was_measured(own: Path) ->
     assert found.seconds == pytest.approx(64e-6 * 0.8)
     assert found.origin == f"tuned: {own}, 2026-11-22: 0.80x the time of the kernel's own choice"
     # The same sizes, nearly.
-    assert chosen(replace(PROBLEM, m=4200)).config == Wide(128)
+    assert chosen(changed(PROBLEM, m=4200)).config == Wide(128)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +131,7 @@ def test_an_entry_wins_over_the_kernel_and_gains_what_was_measured(own: Path) ->
         {"card": "NVIDIA H100"},
         {"kernel": "portable.spmm"},
         {"source": "0123456789abcdef"},
-        {"problem": table.key_of(replace(PROBLEM, n=1024))},
+        {"problem": table.key_of(changed(PROBLEM, n=1024))},
         {"config": asdict(Wide(512))},
         {"config": {"other": 1}},
     ],
@@ -167,10 +175,10 @@ def test_a_field_that_the_kernel_paces_may_follow_the_problem() -> None:
 
 
 def test_a_tuned_tile_of_hopper_spmm_serves_sizes_at_which_its_boxes_go_at_another_pace(own: Path) -> None:
-    tuned_at = replace(PROBLEM, activation="gelu", bias=True)
+    tuned_at = changed(PROBLEM, activation="gelu", bias=True)
     kernel = kernels.load("hopper.spmm")
     configs = {replace(each, every=0): each for each in kernel.configs(tuned_at)}
-    near = replace(tuned_at, nnzb=150, row_max=10)
+    near = changed(tuned_at, nnzb=150, row_max=10)
     moved = next(
         each
         for each in kernel.configs(near)
@@ -289,7 +297,7 @@ def test_tuning_over_a_broken_table_begins_anew(own: Path) -> None:
 
 
 def test_choices_are_remembered_until_the_tables_change(own: Path) -> None:
-    p = replace(PROBLEM, card=CPU, dtype="fp32")
+    p = changed(PROBLEM, card=CPU, dtype="fp32")
     first = planning.choose(p)
     assert planning.choose(p) is first
     table.add(own, [entry()])

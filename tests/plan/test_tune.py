@@ -8,10 +8,10 @@ import pytest
 
 from sparsek.core.device import H200
 from sparsek.plan import table
-from sparsek.plan.problem import SpmmProblem
 from sparsek.plan.tune import Trial, entry_of, shortlist, winner
+from tests.problems import spmm_problem
 
-PROBLEM = SpmmProblem(4096, 4096, 4096, (128, 128), 128, "bf16", H200)
+PROBLEM = spmm_problem(4096, 4096, 4096, (128, 128), 128, "bf16", H200)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from sparsek.bench.suites.fp8 import SEMI24, Fp8Case, Fp8Operands, fp8_product
 from sparsek.core.clock import time_rounds
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.quantized import quantize
-from sparsek.ops import semi24
+from sparsek.ops.linear import plan_layer
 from sparsek.ops.spmm import plan_spmm
 from sparsek.plan.plan import Plan
 from sparsek.testing.budget import judge
@@ -135,7 +135,7 @@ def _wider(one: Fp8Operands) -> tuple[Callable[[], Any], str]:
     if isinstance(w, BSR):
         turned, plan = w.T, plan_spmm(x, w.T)
         return lambda: plan(x, turned), plan.kernel
-    plan = semi24.plan_linear(x, w)
+    plan = plan_layer(x, w)
     return lambda: plan(x, w), plan.kernel
 
 

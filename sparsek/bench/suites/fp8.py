@@ -37,10 +37,9 @@ from sparsek.matrix.pattern import block_sides
 from sparsek.matrix.quantized import Scaled, quantize
 from sparsek.matrix.random import random_bsr
 from sparsek.matrix.semi24 import Semi24
-from sparsek.ops.linear import linear
-from sparsek.ops.scaled import plan_linear
+from sparsek.ops.linear import linear, plan_layer
 from sparsek.ops.spmm import plan_spmm, spmm
-from sparsek.plan.scaled import ScaledPlan
+from sparsek.plan.spmm import SpmmPlan
 from sparsek.testing.budget import Gate
 from sparsek.testing.budget_fp8 import check_scaled
 from sparsek.testing.poison import poisoned
@@ -69,12 +68,12 @@ class Fp8Operands(Operands):
         pairs = 1 if isinstance(self.a.matrix, BSR) else 2
         return 2.0 * pairs * self.a.matrix.values.numel() * self.x.shape[0]
 
-    def plan(self, kernel: str | None) -> ScaledPlan:
+    def plan(self, kernel: str | None) -> SpmmPlan:
         if self.is_linear:
-            return plan_linear(self.x, self.a, kernel=kernel, dtype=OUT)
+            return plan_layer(self.x, self.a, kernel=kernel, dtype=OUT)
         return plan_spmm(self.a, self.x.mT, kernel=kernel, dtype=OUT)
 
-    def planned(self, plan: ScaledPlan) -> Callable[[], Tensor]:
+    def planned(self, plan: SpmmPlan) -> Callable[[], Tensor]:
         if self.is_linear:
             return lambda: plan(self.x, self.a)
         b = self.x.mT
@@ -85,7 +84,7 @@ class Fp8Operands(Operands):
             return lambda: linear(self.x, self.a, kernel=kernel, dtype=OUT)
         return lambda: spmm(self.a, self.x.mT, kernel=kernel, dtype=OUT)
 
-    def gate(self, plan: ScaledPlan) -> Gate:
+    def gate(self, plan: SpmmPlan) -> Gate:
         if self.out is None:
             # A caching allocator hands the memory of a dropped tensor to the next of its size: C begins as NaN.
             poisoned((self.x.shape[0], self.a.shape[0]), OUT, self.a.device)
@@ -235,7 +234,9 @@ class Fp8Case(Case):
 
 def kernels_of(stored: str) -> tuple[str, ...]:
     """The kernels of an FP8 format that run on GPUs and do not make it dense; without any, the planner's choice."""
-    found = tuple(name for name in names_for(OPS[stored]) if name.startswith(("hopper.", "portable.")))
+    found = tuple(
+        name for name in names_for("spmm", f"{stored}_fp8") if name.startswith(("hopper.", "portable."))
+    )
     return found or ("auto",)
 
 

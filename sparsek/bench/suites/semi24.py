@@ -35,10 +35,9 @@ from sparsek.matrix.bsr24 import BSR24
 from sparsek.matrix.pattern import BlockPattern
 from sparsek.matrix.random import random_bsr
 from sparsek.matrix.semi24 import Semi24
-from sparsek.ops.linear import linear
-from sparsek.ops.semi24 import plan_linear
+from sparsek.ops.linear import linear, plan_layer
 from sparsek.ops.spmm import plan_spmm, spmm
-from sparsek.plan.semi24 import Plan24
+from sparsek.plan.spmm import SpmmPlan
 from sparsek.testing.budget import Gate
 from sparsek.testing.budget24 import check_24, check_linear24
 from sparsek.testing.poison import poisoned
@@ -76,12 +75,12 @@ class Semi24Operands(Operands):
     def useful_flops(self) -> float:
         return 4.0 * self.a.values.numel() * self.b_as_factor.shape[1]
 
-    def plan(self, kernel: str | None) -> Plan24:
+    def plan(self, kernel: str | None) -> SpmmPlan:
         if self.is_linear:
-            return plan_linear(self.b, self.a, kernel=kernel)
+            return plan_layer(self.b, self.a, kernel=kernel)
         return plan_spmm(self.a, self.b, kernel=kernel)
 
-    def planned(self, plan: Plan24) -> Callable[[], Tensor]:
+    def planned(self, plan: SpmmPlan) -> Callable[[], Tensor]:
         if self.is_linear:
             return lambda: plan(self.b, self.a)
         return lambda: plan(self.a, self.b, out=self.out)
@@ -91,7 +90,7 @@ class Semi24Operands(Operands):
             return lambda: linear(self.b, self.a, kernel=kernel)
         return lambda: spmm(self.a, self.b, kernel=kernel)
 
-    def gate(self, plan: Plan24) -> Gate:
+    def gate(self, plan: SpmmPlan) -> Gate:
         if self.out is None:
             # A caching allocator hands the memory of a dropped tensor to the next of its size: C begins as NaN.
             poisoned((self.b.shape[0], self.a.shape[0]), self.b.dtype, self.b.device)

@@ -31,8 +31,7 @@ from sparsek.matrix.bsr import BSR
 from sparsek.matrix.bsr24 import BSR24
 from sparsek.matrix.random import random_bsr
 from sparsek.matrix.semi24 import Semi24
-from sparsek.ops.linear import linear
-from sparsek.ops.semi24 import plan_linear
+from sparsek.ops.linear import linear, plan_layer
 from sparsek.ops.spmm import plan_spmm
 from sparsek.plan.plan import Plan
 from sparsek.testing.budget import Gate
@@ -40,7 +39,7 @@ from sparsek.testing.budget24 import check_linear24
 from sparsek.testing.poison import poisoned
 from sparsek.testing.product_budget import check_linear
 
-OP_OF = {name: op for op, name, _ in KERNELS}
+STORAGE_OF = {name: storage for _, name, _, storage in KERNELS}
 HALF = 0.5
 
 
@@ -73,13 +72,14 @@ class StoryOperands(Operands):
         return self.case.stored * self.case.dense_flops
 
     def _matrix(self, kernel: str | None) -> BSR | BSR24 | Semi24:
-        op = "spmm" if kernel is None else OP_OF.get(kernel, "")
-        if op in self.formats:
-            return self.formats[op]
+        storage = "bsr" if kernel is None else STORAGE_OF.get(kernel, "")
+        form = "spmm" if storage == "bsr" else storage
+        if form in self.formats:
+            return self.formats[form]
         known = {"spmm": "BSR", "bsr24": "a BSR24", "semi24": "a Semi24"}
-        if op not in known:
+        if form not in known:
             raise InvalidInput(f"{kernel!r} is no kernel of {', '.join(known)}")
-        why = f"{known[op]} cannot store {self.case.stored * 100:.4g} % of the values"
+        why = f"{known[form]} cannot store {self.case.stored * 100:.4g} % of the values"
         raise Unsupported(self.case.name, {str(kernel): [why]})
 
     def plan(self, kernel: str | None) -> Plan:
@@ -87,7 +87,7 @@ class StoryOperands(Operands):
         return (
             plan_spmm(self.x, w.T, kernel=kernel)
             if isinstance(w, BSR)
-            else plan_linear(self.x, w, kernel=kernel)
+            else plan_layer(self.x, w, kernel=kernel)
         )
 
     def planned(self, plan: Any) -> Callable[[], Tensor]:

@@ -125,15 +125,15 @@ def tune(
     with torch.no_grad():
         expected = Expected.of(x, weight)
         problem = plan_of(x, weight).problem
-        for name in kernels or names_for(problem.op):
+        able = names_for("spmm", problem.a.kind)
+        for name in kernels or able:
             if name.startswith("reference."):
                 continue
             try:
                 kernel = load(name)
             except ImportError:
                 continue
-            # FP8 kernels may serve several operations under one name; each answers for this problem.
-            if name not in names_for(problem.op) or kernel.why_not(problem):
+            if name not in able or kernel.why_not(problem):
                 continue
             configs = shortlist(kernel, problem, most)
             if len(configs) < 2:

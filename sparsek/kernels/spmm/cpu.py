@@ -75,6 +75,8 @@ class CpuSpmm:
     name = "cpu.spmm"
 
     def why_not(self, p: SpmmProblem) -> list[str]:
+        if foreign := p.a.unless("bsr"):
+            return foreign
         return [] if p.on_cpu else ["runs on CPU tensors only"]
 
     def default(self, p: SpmmProblem) -> CpuConfig:
@@ -92,7 +94,7 @@ class CpuSpmm:
         packed = p.nnzb * bm * bk * size * -(-columns // MAX_COLUMNS)
         steps = max((gathered + packed) / c.step_bytes, _distinct_lengths(p))
         rate = p.card.tflops["fp32" if c.wide else p.dtype] * 1e12
-        parts = p.scaled + p.bias + bool(p.activation) + bool(p.combine)
+        parts = p.has_alpha + p.bias + bool(p.activation) + bool(p.combine)
         finished = 2 * parts * p.m * columns * (8 if p.dtype == "fp64" else 4)
         moved = 2 * (gathered + packed) + finished + p.compulsory_bytes
         return p.useful_flops / rate + moved / p.card.bandwidth + steps * STEP_SECONDS

@@ -20,8 +20,8 @@ from sparsek.core import dtypes
 from sparsek.kernels.spmm.cpu import has_bf16_units
 from sparsek.kernels.spmm.cpu_unpack24 import unpacked
 from sparsek.matrix.semi24 import Semi24
-from sparsek.plan.problem import Semi24Problem
-from sparsek.plan.semi24 import Kernel24
+from sparsek.plan.kernel import SpmmKernel
+from sparsek.plan.problem import SpmmProblem
 from sparsek.reference.epilogue import PLAIN, Epilogue
 
 UNPACK_BYTES = 24  # moved for an element of A: its place, in the cache, and what is written
@@ -45,28 +45,30 @@ class CpuSemi24:
 
     name = "cpu.semi24"
 
-    def why_not(self, p: Semi24Problem) -> list[str]:
+    def why_not(self, p: SpmmProblem) -> list[str]:
+        if foreign := p.a.unless("semi24"):
+            return foreign
         return [] if p.on_cpu else ["runs on CPU tensors only"]
 
-    def default(self, p: Semi24Problem) -> CpuConfig:
+    def default(self, p: SpmmProblem) -> CpuConfig:
         return CpuConfig(wide=p.dtype == "fp16" or (p.dtype == "bf16" and not has_bf16_units()))
 
-    def configs(self, p: Semi24Problem) -> Iterable[CpuConfig]:
+    def configs(self, p: SpmmProblem) -> Iterable[CpuConfig]:
         wide = (False, True) if p.dtype in ("bf16", "fp16") else (False,)
         return [CpuConfig(1 << shift, each) for each in wide for shift in (19, 20, 21, 22)]
 
-    def seconds(self, p: Semi24Problem, c: CpuConfig) -> float:
+    def seconds(self, p: SpmmProblem, c: CpuConfig) -> float:
         size = 4 if c.wide else dtypes.itemsize(p.dtype)
         steps = -(-p.m // _side(c, p.k, size))
         # Units for bf16, which alone is multiplied as it is, are not slower than float32.
         rate = p.card.tflops["fp64" if p.dtype == "fp64" else "fp32"] * 1e12
-        parts = p.scaled + p.bias + bool(p.activation) + bool(p.combine)
+        parts = p.has_alpha + p.bias + bool(p.activation) + bool(p.combine)
         moved = UNPACK_BYTES * p.m * p.k + 2 * parts * p.m * p.n * p.batch * 4 + p.compulsory_bytes
         return p.dense_flops / rate + moved / p.card.bandwidth + steps * STEP_SECONDS
 
-    def prepare(self, p: Semi24Problem, c: CpuConfig, a: Semi24) -> bool:
+    def prepare(self, p: SpmmProblem, c: CpuConfig, a: Semi24) -> bool:
         """Whether A stands transposed."""
-        return p.transposed
+        return p.a.transposed
 
     def launch(
         self, c: CpuConfig, work: bool, a: Semi24, b: Tensor, out: Tensor, epilogue: Epilogue = PLAIN
@@ -109,4 +111,4 @@ def _finished(z: Tensor, rows: slice, epilogue: Epilogue) -> Tensor:
     return replace(epilogue, bias=bias, other=other).apply(z.to(torch.promote_types(z.dtype, torch.float32)))
 
 
-KERNEL: Kernel24 = CpuSemi24()
+KERNEL: SpmmKernel = CpuSemi24()

@@ -17,8 +17,8 @@ from sparsek.kernels.spmm.cpu_24 import UNPACK_BYTES
 from sparsek.kernels.spmm.cpu_unpack24 import unpacked
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.bsr24 import BSR24
-from sparsek.plan.problem import BSR24Problem
-from sparsek.plan.semi24 import Kernel24
+from sparsek.plan.kernel import SpmmKernel
+from sparsek.plan.problem import SpmmProblem
 from sparsek.reference.epilogue import PLAIN, Epilogue
 
 
@@ -34,28 +34,30 @@ class CpuBsr24:
 
     name = "cpu.bsr24"
 
-    def why_not(self, p: BSR24Problem) -> list[str]:
+    def why_not(self, p: SpmmProblem) -> list[str]:
+        if foreign := p.a.unless("bsr24"):
+            return foreign
         return [] if p.on_cpu else ["runs on CPU tensors only"]
 
-    def default(self, p: BSR24Problem) -> CpuConfig:
+    def default(self, p: SpmmProblem) -> CpuConfig:
         return spmm.KERNEL.default(p.unpacked)
 
-    def configs(self, p: BSR24Problem) -> Iterable[CpuConfig]:
+    def configs(self, p: SpmmProblem) -> Iterable[CpuConfig]:
         return spmm.KERNEL.configs(p.unpacked)
 
-    def seconds(self, p: BSR24Problem, c: CpuConfig) -> float:
+    def seconds(self, p: SpmmProblem, c: CpuConfig) -> float:
         written = UNPACK_BYTES * 2 * p.stored / p.card.bandwidth
         return spmm.KERNEL.seconds(p.unpacked, c) + written + p.card.launch_seconds
 
-    def notes(self, p: BSR24Problem, c: CpuConfig) -> list[str]:
+    def notes(self, p: SpmmProblem, c: CpuConfig) -> list[str]:
         size = 2 * p.stored * dtypes.itemsize(p.dtype)
         return [f"every call unpacks A's blocks, into {size / 1e6:.3g} MB that it gives back"]
 
-    def prepare(self, p: BSR24Problem, c: CpuConfig, a: BSR24) -> CpuWork24:
+    def prepare(self, p: SpmmProblem, c: CpuConfig, a: BSR24) -> CpuWork24:
         shown = _turned(
-            BSR.unchecked(a.pattern, a.values), p.transposed
+            BSR.unchecked(a.pattern, a.values), p.a.transposed
         )  # of which the pattern is read, and the dtype
-        return CpuWork24(spmm.KERNEL.prepare(p.unpacked, c, shown), p.transposed)
+        return CpuWork24(spmm.KERNEL.prepare(p.unpacked, c, shown), p.a.transposed)
 
     def launch(
         self, c: CpuConfig, work: CpuWork24, a: BSR24, b: Tensor, out: Tensor, epilogue: Epilogue = PLAIN
@@ -72,4 +74,4 @@ def _turned(a: BSR, transposed: bool) -> BSR:
     return a.T if transposed else a
 
 
-KERNEL: Kernel24 = CpuBsr24()
+KERNEL: SpmmKernel = CpuBsr24()

@@ -19,12 +19,13 @@ from sparsek.kernels.spmm import cpu_24 as semi24
 from sparsek.kernels.spmm import cpu_bsr24 as bsr24
 from sparsek.matrix.dense8 import ScaledTensor
 from sparsek.matrix.quantized import Scaled
-from sparsek.plan.problem import ScaledProblem, ScaledSemi24Problem
-from sparsek.plan.scaled import KernelScaled, rounding_seconds
+from sparsek.matrix.storage import FP8
+from sparsek.plan.kernel import SpmmKernel, rounding_seconds
+from sparsek.plan.problem import SpmmProblem
 from sparsek.reference.epilogue import PLAIN, Epilogue
 
-UNSCALED: dict[str, Any] = {
-    "spmm_fp8": spmm.KERNEL,
+PLAIN_KERNELS: dict[str, Any] = {
+    "bsr_fp8": spmm.KERNEL,
     "semi24_fp8": semi24.KERNEL,
     "bsr24_fp8": bsr24.KERNEL,
 }
@@ -54,27 +55,29 @@ class CpuSpmmFp8:
 
     name = "cpu.spmm_fp8"
 
-    def why_not(self, p: ScaledProblem) -> list[str]:
+    def why_not(self, p: SpmmProblem) -> list[str]:
+        if foreign := p.a.unless(*FP8):
+            return foreign
         return [] if p.on_cpu else ["runs on CPU tensors only"]
 
-    def default(self, p: ScaledProblem) -> Config:
-        return Config(UNSCALED[p.op].default(p.unscaled("fp32")))
+    def default(self, p: SpmmProblem) -> Config:
+        return Config(PLAIN_KERNELS[p.a.kind].default(p.plain("fp32")))
 
-    def configs(self, p: ScaledProblem) -> Iterable[Config]:
-        return [Config(each) for each in UNSCALED[p.op].configs(p.unscaled("fp32"))]
+    def configs(self, p: SpmmProblem) -> Iterable[Config]:
+        return [Config(each) for each in PLAIN_KERNELS[p.a.kind].configs(p.plain("fp32"))]
 
     def seconds(self, p: Any, c: Config) -> float:
-        product = UNSCALED[p.op].seconds(p.unscaled("fp32"), c.product)
-        stored = p.stored if isinstance(p, ScaledSemi24Problem) else p.nnzb * p.block[0] * p.block[1]
+        product = PLAIN_KERNELS[p.a.kind].seconds(p.plain("fp32"), c.product)
+        stored = p.stored if p.a.blocks is None else p.nnzb * p.block[0] * p.block[1]
         stretched = STRETCHED_BYTES * (stored + p.k * p.n * p.batch) / p.card.bandwidth
         return product + stretched + 2 * p.card.launch_seconds + rounding_seconds(p)
 
-    def notes(self, p: ScaledProblem, c: Config) -> list[str]:
+    def notes(self, p: SpmmProblem, c: Config) -> list[str]:
         return ["a processor multiplies no FP8: values times scales become float32 in every call"]
 
-    def prepare(self, p: ScaledProblem, c: Config, a: Scaled) -> Work:
-        kernel = UNSCALED[p.op]
-        return Work(kernel, kernel.prepare(p.unscaled("fp32"), c.product, a.dequantize(torch.float32)))
+    def prepare(self, p: SpmmProblem, c: Config, a: Scaled) -> Work:
+        kernel = PLAIN_KERNELS[p.a.kind]
+        return Work(kernel, kernel.prepare(p.plain("fp32"), c.product, a.dequantize(torch.float32)))
 
     def launch(
         self, c: Config, work: Work, a: Scaled, b: ScaledTensor, out: Tensor, epilogue: Epilogue = PLAIN
@@ -90,4 +93,4 @@ class CpuSpmmFp8:
             out.copy_(made)
 
 
-KERNEL: KernelScaled = CpuSpmmFp8()
+KERNEL: SpmmKernel = CpuSpmmFp8()

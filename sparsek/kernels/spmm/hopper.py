@@ -296,6 +296,8 @@ class HopperSpmm:
     paced = ("every",)
 
     def why_not(self, p: SpmmProblem) -> list[str]:
+        if foreign := p.a.unless("bsr"):
+            return foreign
         reasons = []
         if p.card.capability != (9, 0):
             reasons.append(f"needs a Hopper card (sm_90) for wgmma and TMA, this is {p.card.name}")
@@ -303,10 +305,10 @@ class HopperSpmm:
             reasons.append(f"multiplies bf16 and fp16, not {p.dtype}")
         if not p.aligned:
             reasons.append("TMA needs pointers and leading strides of B and C that are multiples of 16 bytes")
-        row = p.m if p.out_layout == "col" else p.n
+        row = p.m if p.c.layout == "col" else p.n
         if row % 8:
             reasons.append(f"TMA writes whole 16 bytes, so a row of C must hold a multiple of 8, not {row}")
-        if p.b_layout == "strided":
+        if p.b.layout == "strided":
             reasons.append(
                 "TMA reads a row-major B or its transpose view; this B has gaps between its elements"
             )
@@ -331,15 +333,15 @@ class HopperSpmm:
         else:
             shapes = [(2, 1), (1, 2)] if bm > 64 else [(1, 2)]
         flags = {
-            "a_col": p.transposed,
-            "b_col": p.b_layout == "col",
-            "c_col": p.out_layout == "col",
+            "a_col": p.a.transposed,
+            "b_col": p.b.layout == "col",
+            "c_col": p.c.layout == "col",
             "bias": p.bias,
-            "scaled": p.scaled,
+            "scaled": p.has_alpha,
             "activation": p.activation,
             "combine": p.combine,
         }
-        merges = [1] if p.transposed else [1, *(merge for merge, _ in p.merged if merge * bm <= 128)]
+        merges = [1] if p.a.transposed else [1, *(merge for merge, _ in p.stats.merged if merge * bm <= 128)]
         found: dict[Config, None] = {}
         for merge in merges:
             for wg_m, wg_n in [(2, 1)] if merge * bm == 128 else shapes:
@@ -374,7 +376,7 @@ class HopperSpmm:
         """
         if p.nnzb == 0 or p.n == 0:
             return p.card.launch_seconds
-        steps = dict(p.merged).get(c.merge, p.nnzb) if c.merge > 1 else p.nnzb
+        steps = dict(p.stats.merged).get(c.merge, p.nnzb) if c.merge > 1 else p.nnzb
         slices = max(1, -(-p.block[0] // c.rows)) if c.merge == 1 else 1
         units = -(-p.grid[0] // c.merge) * slices
         columns = -(-p.n // c.block_cols)
@@ -486,7 +488,7 @@ def _paced(p: SpmmProblem, c: Config) -> Config:
     if not c.finishes:
         return replace(c, every=max(1, 2 * c.c_box // (c.width * c.pieces)))
     c = replace(c, box=32)
-    steps = dict(p.merged).get(c.merge, p.nnzb) * c.merge / max(1, p.grid[0])
+    steps = dict(p.stats.merged).get(c.merge, p.nnzb) * c.merge / max(1, p.grid[0])
     return replace(c, every=max(1, int(steps * c.per_block / c.pieces / max(1, most_boxes(c)))))
 
 

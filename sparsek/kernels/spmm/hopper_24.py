@@ -41,9 +41,8 @@ from sparsek.kernels.lang.launch import launch_cuda
 from sparsek.kernels.lang.memo import Kept
 from sparsek.matrix.bsr24 import BSR24
 from sparsek.matrix.semi24 import Semi24
-from sparsek.plan.kernel import beside
-from sparsek.plan.problem import Problem24, ScaledProblem, Semi24Problem
-from sparsek.plan.semi24 import Kernel24
+from sparsek.plan.kernel import SpmmKernel, beside
+from sparsek.plan.problem import SpmmProblem
 from sparsek.reference.epilogue import ACTIVATIONS, COMBINES, PLAIN, Epilogue
 
 SOURCE = Path(__file__).with_name("hopper_24.cu")
@@ -259,7 +258,7 @@ class Work:
             return kept.of(lambda: in_wgmma_order(a.meta.view(-1, a.meta.shape[-1]), self.fp8), a.meta)
 
 
-def prepared(p: Problem24, c: Config, a: Semi24 | BSR24, lists: Lists | None = None) -> Work:
+def prepared(p: SpmmProblem, c: Config, a: Semi24 | BSR24, lists: Lists | None = None) -> Work:
     """Orders the nibbles of `a` and, on a GPU, loads the kernel, both once."""
     fp8 = bool(c.fp8)
     work = Work(p.card.sm_count, fp8, weakref.ref(a.meta), weakref.ref(_kept(a.meta, fp8)), lists)
@@ -318,8 +317,8 @@ def told(
     p.alpha, p.beta = float(epilogue.alpha), float(epilogue.beta)
     p.bias = None if epilogue.bias is None else epilogue.bias.data_ptr()
     if scales is not None:
-        p.a_scale, p.a_each = scales.a.data_ptr(), scales.a.ndim
-        p.b_scale, p.b_each = scales.b.data_ptr(), scales.b.ndim
+        p.a.scale, p.a_each = scales.a.data_ptr(), scales.a.ndim
+        p.b.scale, p.b_each = scales.b.data_ptr(), scales.b.ndim
     p.row_groups, p.col_tiles = -(-m // (c.tm * c.cluster)), -(-n // c.tn)
     p.slabs, p.chunks = nibbles.shape[:2]
     if lists is None:
@@ -349,7 +348,7 @@ def _by_rows(x: Tensor, box: tuple[int, int]) -> Boxed:
     )
 
 
-def why_not(p: Problem24, dtype: str) -> list[str]:
+def why_not(p: SpmmProblem, dtype: str) -> list[str]:
     """Reasons that Semi24 and BSR24 share: of the machine, then of the problem. `dtype` is C's."""
     reasons = []
     if p.card.capability != (9, 0):
@@ -358,17 +357,17 @@ def why_not(p: Problem24, dtype: str) -> list[str]:
         reasons.append("NVRTC, which compiles it, is not here: install nvidia-cuda-nvrtc or set $NVRTC")
     if dtype not in ("bf16", "fp16"):
         reasons.append(f"makes C in bf16 and fp16, not {dtype}")
-    if p.transposed:
+    if p.a.transposed:
         reasons.append(
             "A stands transposed, and its pairs then lie along the rows of C, where no tensor core takes them"
         )
     if not p.aligned:
         alike = ", and another matrix that lies as C does" if p.combine else ""
         reasons.append(f"TMA needs pointers and leading strides that are multiples of 16 bytes{alike}")
-    row = p.m if p.out_layout == "col" else p.n
+    row = p.m if p.c.layout == "col" else p.n
     if row % 8:
         reasons.append(f"TMA writes whole 16 bytes, so a row of C must hold a multiple of 8, not {row}")
-    if p.b_layout == "strided":
+    if p.b.layout == "strided":
         reasons.append("TMA reads a row-major B or its transpose view; this B has gaps between its elements")
     if max(p.m, p.k, p.n) > 2**31 - 1024:
         reasons.append("TMA coordinates are 32 bits: M, K and N must stay 1024 below 2^31")
@@ -391,22 +390,22 @@ TILE_SECONDS = 0.8e-6  # beginning, ending and storing a tile of 128 x 256
 JOIN_SECONDS = 0.7e-6  # finishing one with another matrix, as hopper.spmm has it
 
 
-def tiles_of(p: Problem24, clusters: Sequence[int], lists: bool = False) -> Iterator[Config]:
+def tiles_of(p: SpmmProblem, clusters: Sequence[int], lists: bool = False) -> Iterator[Config]:
     """Every tile of SHAPES for `p`, with as many stages as fit, alone and in clusters."""
     flags: dict[str, Any] = {
         "lists": lists,
-        "b_row": p.b_layout == "row",
-        "c_col": p.out_layout == "col",
+        "b_row": p.b.layout == "row",
+        "c_col": p.c.layout == "col",
         "half": p.dtype == "fp16",
-        "scaled": p.scaled,
+        "scaled": p.has_alpha,
         "bias": p.bias,
         "activation": p.activation,
         "combine": p.combine,
     }
     shapes = SHAPES
-    if isinstance(p, ScaledProblem):
-        shapes, flags["half"] = SHAPES if p.fast_accum else SHAPES_FP8, p.out_dtype == "fp16"
-        flags |= {"fp8": f".{p.dtype}.{p.b_dtype}", "promote": 0 if p.fast_accum else PROMOTE}
+    if p.a.quantized:
+        shapes, flags["half"] = SHAPES if p.a.fast_accum else SHAPES_FP8, p.c.dtype == "fp16"
+        flags |= {"fp8": f".{p.dtype}.{p.b.dtype}", "promote": 0 if p.a.fast_accum else PROMOTE}
     for (wgs, ms, tn, staged), cluster in product(shapes, clusters):
         c = Config(wgs, ms, tn, 2, cluster, staged, **flags)
         c = c.deepened(p.card.smem_bytes)
@@ -414,7 +413,7 @@ def tiles_of(p: Problem24, clusters: Sequence[int], lists: bool = False) -> Iter
             yield c
 
 
-def step_seconds(c: Config, p: Problem24, tiles: int) -> float:
+def step_seconds(c: Config, p: SpmmProblem, tiles: int) -> float:
     """One step of one tile: the longest of reading from L2, multiplying, and moving through shared memory.
 
     A wgmma of 64 rows reads all of B, A's values are read once, and TMA writes both and the nibbles. CTAs of a cluster
@@ -429,7 +428,7 @@ def step_seconds(c: Config, p: Problem24, tiles: int) -> float:
     return max(fetch, products, port / CYCLES_PER_SECOND)
 
 
-def whole_seconds(p: Problem24, c: Config) -> float:
+def whole_seconds(p: SpmmProblem, c: Config) -> float:
     """A product of all of A: rounds of tiles, beside the compulsory bytes. Each item of a batch is a launch."""
     if not (p.m and p.n and p.k):
         return p.card.launch_seconds
@@ -439,7 +438,7 @@ def whole_seconds(p: Problem24, c: Config) -> float:
     return items_seconds(p, c, busy)
 
 
-def items_seconds(p: Problem24, c: Config, busy: float) -> float:
+def items_seconds(p: SpmmProblem, c: Config, busy: float) -> float:
     """All items of a batch, of which each takes `busy` seconds beside its compulsory bytes, and a launch.
 
     Bytes come at 85 % of copy bandwidth. With few columns tiles wait for A, of which a step reads 64 bytes a row: at
@@ -466,22 +465,24 @@ class HopperSemi24:
 
     name = "hopper.semi24"
 
-    def why_not(self, p: Semi24Problem) -> list[str]:
+    def why_not(self, p: SpmmProblem) -> list[str]:
+        if foreign := p.a.unless("semi24"):
+            return foreign
         reasons = why_not(p, p.dtype)
         if p.k % 16 or not p.k:
             reasons.append(f"a row of A's values must be whole 16 bytes: K a multiple of 16, not {p.k}")
         return reasons
 
-    def default(self, p: Semi24Problem) -> Config:
+    def default(self, p: SpmmProblem) -> Config:
         return min(self.configs(p), key=lambda c: self.seconds(p, c))
 
-    def configs(self, p: Semi24Problem) -> Iterator[Config]:
+    def configs(self, p: SpmmProblem) -> Iterator[Config]:
         return tiles_of(p, (2, 1))
 
-    def seconds(self, p: Semi24Problem, c: Config) -> float:
+    def seconds(self, p: SpmmProblem, c: Config) -> float:
         return whole_seconds(p, c)
 
-    def prepare(self, p: Semi24Problem, c: Config, a: Semi24) -> Work:
+    def prepare(self, p: SpmmProblem, c: Config, a: Semi24) -> Work:
         return prepared(p, c, a)
 
     def launch(
@@ -490,4 +491,4 @@ class HopperSemi24:
         launch(c, work, a, b, out, epilogue)
 
 
-KERNEL: Kernel24 = HopperSemi24()
+KERNEL: SpmmKernel = HopperSemi24()

@@ -19,15 +19,15 @@ from sparsek.matrix.bsr24 import BSR24
 from sparsek.matrix.dense8 import ScaledTensor
 from sparsek.matrix.quantized import Scaled
 from sparsek.matrix.semi24 import Semi24
-from sparsek.plan.problem import ScaledBsr24Problem, ScaledSemi24Problem
-from sparsek.plan.scaled import KernelScaled, rounding_seconds
+from sparsek.plan.kernel import SpmmKernel, rounding_seconds
+from sparsek.plan.problem import SpmmProblem
 from sparsek.reference.epilogue import PLAIN, Epilogue
 
 
-def why_not(p: ScaledSemi24Problem | ScaledBsr24Problem) -> list[str]:
+def why_not(p: SpmmProblem) -> list[str]:
     """Reasons that Semi24 and BSR24 in FP8 share."""
-    reasons = semi24.why_not(p, p.out_dtype)
-    if p.a_scale == "block":
+    reasons = semi24.why_not(p, p.c.dtype)
+    if p.a.scale == "block":
         reasons.append("a scale per block belongs inside the sums, which the tensor core keeps to itself")
     return reasons
 
@@ -41,7 +41,7 @@ def waiting(c: Config) -> float:
 def launch(
     c: Config, work: Work, a: Scaled, b: ScaledTensor, out: Tensor, epilogue: Epilogue = PLAIN
 ) -> None:
-    """As KernelScaled.launch."""
+    """As SpmmKernel.launch."""
     matrix = a.matrix
     assert isinstance(matrix, (Semi24, BSR24))
     scale = a.scale if a.kind == "row" else a.scale.view(())
@@ -53,22 +53,24 @@ class HopperSemi24Fp8:
 
     name = "hopper.semi24_fp8"
 
-    def why_not(self, p: ScaledSemi24Problem) -> list[str]:
+    def why_not(self, p: SpmmProblem) -> list[str]:
+        if foreign := p.a.unless("semi24_fp8"):
+            return foreign
         reasons = why_not(p)
         if p.k % 32 or not p.k:
             reasons.append(f"a row of A's values must be whole 16 bytes: K a multiple of 32, not {p.k}")
         return reasons
 
-    def default(self, p: ScaledSemi24Problem) -> Config:
+    def default(self, p: SpmmProblem) -> Config:
         return min(self.configs(p), key=lambda c: self.seconds(p, c))
 
-    def configs(self, p: ScaledSemi24Problem) -> Iterator[Config]:
+    def configs(self, p: SpmmProblem) -> Iterator[Config]:
         return semi24.tiles_of(p, (2, 1))
 
-    def seconds(self, p: ScaledSemi24Problem, c: Config) -> float:
+    def seconds(self, p: SpmmProblem, c: Config) -> float:
         return waiting(c) * semi24.whole_seconds(p, c) + rounding_seconds(p)
 
-    def prepare(self, p: ScaledSemi24Problem, c: Config, a: Scaled) -> Work:
+    def prepare(self, p: SpmmProblem, c: Config, a: Scaled) -> Work:
         assert isinstance(a.matrix, Semi24)
         return semi24.prepared(p, c, a.matrix)
 
@@ -78,4 +80,4 @@ class HopperSemi24Fp8:
         launch(c, work, a, b, out, epilogue)
 
 
-KERNEL: KernelScaled = HopperSemi24Fp8()
+KERNEL: SpmmKernel = HopperSemi24Fp8()

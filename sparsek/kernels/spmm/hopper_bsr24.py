@@ -21,13 +21,13 @@ from sparsek.kernels.spmm import hopper_24 as semi24
 from sparsek.kernels.spmm.hopper_24 import Config, Lists, Work
 from sparsek.kernels.spmm.parts import records
 from sparsek.matrix.bsr24 import BSR24
-from sparsek.plan.problem import BSR24Problem
+from sparsek.plan.kernel import SpmmKernel
+from sparsek.plan.problem import SpmmProblem
 from sparsek.plan.schedule import balance, walk
-from sparsek.plan.semi24 import Kernel24
 from sparsek.reference.epilogue import PLAIN, Epilogue
 
 
-def blocks_seconds(p: BSR24Problem, c: Config) -> float:
+def blocks_seconds(p: SpmmProblem, c: Config) -> float:
     """Tiles of the fullest SM, one of the longest block row at least, beside the compulsory bytes.
 
     Lists that differ leave 0.4 of a tile to wait for (50 layers on an H200, 2026-11-22).
@@ -43,7 +43,7 @@ def blocks_seconds(p: BSR24Problem, c: Config) -> float:
     return semi24.items_seconds(p, c, busy)
 
 
-def lists_of(p: BSR24Problem, c: Config, a: BSR24) -> Lists:
+def lists_of(p: SpmmProblem, c: Config, a: BSR24) -> Lists:
     """Who does which tile, on A's device."""
     units = a.pattern.derived(("walk", c.tm, 1), lambda: walk(a.pattern, c.tm, 1))
     deal = balance(units, p.n, c.tn, p.card.sm_count)
@@ -55,12 +55,12 @@ def lists_of(p: BSR24Problem, c: Config, a: BSR24) -> Lists:
     return Lists(put(tiles), put(deal.starts), put(units.cols), put(units.blocks), p.block, deal.ctas)
 
 
-def tiles_of_blocks(p: BSR24Problem) -> Iterator[Config]:
+def tiles_of_blocks(p: SpmmProblem) -> Iterator[Config]:
     """Tiles that divide a block's rows."""
     return (c for c in semi24.tiles_of(p, (1,), lists=True) if p.block[0] % c.tm == 0)
 
 
-def why_not_blocks(p: BSR24Problem) -> list[str]:
+def why_not_blocks(p: SpmmProblem) -> list[str]:
     """Reasons of blocks, whatever their dtype."""
     reasons = []
     if not p.nnzb:
@@ -75,19 +75,21 @@ class HopperBsr24:
 
     name = "hopper.bsr24"
 
-    def why_not(self, p: BSR24Problem) -> list[str]:
+    def why_not(self, p: SpmmProblem) -> list[str]:
+        if foreign := p.a.unless("bsr24"):
+            return foreign
         return semi24.why_not(p, p.dtype) + why_not_blocks(p)
 
-    def default(self, p: BSR24Problem) -> Config:
+    def default(self, p: SpmmProblem) -> Config:
         return min(self.configs(p), key=lambda c: self.seconds(p, c))
 
-    def configs(self, p: BSR24Problem) -> Iterator[Config]:
+    def configs(self, p: SpmmProblem) -> Iterator[Config]:
         return tiles_of_blocks(p)
 
-    def seconds(self, p: BSR24Problem, c: Config) -> float:
+    def seconds(self, p: SpmmProblem, c: Config) -> float:
         return blocks_seconds(p, c)
 
-    def prepare(self, p: BSR24Problem, c: Config, a: BSR24) -> Work:
+    def prepare(self, p: SpmmProblem, c: Config, a: BSR24) -> Work:
         return semi24.prepared(p, c, a, lists_of(p, c, a))
 
     def launch(
@@ -96,4 +98,4 @@ class HopperBsr24:
         semi24.launch(c, work, a, b, out, epilogue)
 
 
-KERNEL: Kernel24 = HopperBsr24()
+KERNEL: SpmmKernel = HopperBsr24()

@@ -15,8 +15,8 @@ from sparsek.kernels.spmm.hopper_24 import Config, Work
 from sparsek.matrix.bsr24 import BSR24
 from sparsek.matrix.dense8 import ScaledTensor
 from sparsek.matrix.quantized import Scaled
-from sparsek.plan.problem import ScaledBsr24Problem
-from sparsek.plan.scaled import KernelScaled, rounding_seconds
+from sparsek.plan.kernel import SpmmKernel, rounding_seconds
+from sparsek.plan.problem import SpmmProblem
 from sparsek.reference.epilogue import PLAIN, Epilogue
 
 
@@ -25,23 +25,25 @@ class HopperBsr24Fp8:
 
     name = "hopper.bsr24_fp8"
 
-    def why_not(self, p: ScaledBsr24Problem) -> list[str]:
+    def why_not(self, p: SpmmProblem) -> list[str]:
+        if foreign := p.a.unless("bsr24_fp8"):
+            return foreign
         reasons = semi24_fp8.why_not(p) + bsr24.why_not_blocks(p)
         if p.block[1] % 128:
             reasons.append(f"a step is 128 columns: blocks must be a multiple of that wide, not {p.block[1]}")
         return reasons
 
-    def default(self, p: ScaledBsr24Problem) -> Config:
+    def default(self, p: SpmmProblem) -> Config:
         return min(self.configs(p), key=lambda c: self.seconds(p, c))
 
-    def configs(self, p: ScaledBsr24Problem) -> Iterator[Config]:
+    def configs(self, p: SpmmProblem) -> Iterator[Config]:
         return bsr24.tiles_of_blocks(p)
 
-    def seconds(self, p: ScaledBsr24Problem, c: Config) -> float:
+    def seconds(self, p: SpmmProblem, c: Config) -> float:
         """As hopper.semi24_fp8's, and 6 % less, which fits 50 layers on an H200 (2026-11-22)."""
         return 0.94 * semi24_fp8.waiting(c) * bsr24.blocks_seconds(p, c) + rounding_seconds(p)
 
-    def prepare(self, p: ScaledBsr24Problem, c: Config, a: Scaled) -> Work:
+    def prepare(self, p: SpmmProblem, c: Config, a: Scaled) -> Work:
         assert isinstance(a.matrix, BSR24)
         return semi24.prepared(p, c, a.matrix, bsr24.lists_of(p, c, a.matrix))
 
@@ -51,4 +53,4 @@ class HopperBsr24Fp8:
         semi24_fp8.launch(c, work, a, b, out, epilogue)
 
 
-KERNEL: KernelScaled = HopperBsr24Fp8()
+KERNEL: SpmmKernel = HopperBsr24Fp8()

@@ -55,9 +55,8 @@ from sparsek.kernels.spmm.multiply_fp8 import multiply
 from sparsek.kernels.spmm.parts import Dealt, dealt, merge_parts, uneven
 from sparsek.matrix.dense8 import ScaledTensor
 from sparsek.matrix.quantized import Scaled
-from sparsek.plan.kernel import beside
-from sparsek.plan.problem import ScaledSpmmProblem
-from sparsek.plan.scaled import KernelScaled, rounding_seconds
+from sparsek.plan.kernel import SpmmKernel, beside, rounding_seconds
+from sparsek.plan.problem import SpmmProblem
 from sparsek.plan.schedule import part_limit, walk
 from sparsek.reference.epilogue import PLAIN, Epilogue
 
@@ -276,25 +275,27 @@ class HopperSpmmFp8:
 
     name = "hopper.spmm_fp8"
 
-    def why_not(self, p: ScaledSpmmProblem) -> list[str]:
+    def why_not(self, p: SpmmProblem) -> list[str]:
+        if foreign := p.a.unless("bsr_fp8"):
+            return foreign
         reasons = []
         if p.card.capability != (9, 0):
             reasons.append(f"needs a Hopper card (sm_90) for wgmma and TMA, this is {p.card.name}")
-        if p.transposed:
+        if p.a.transposed:
             reasons.append(
                 "Hopper's FP8 wgmma reads both operands along K, and the blocks of an A.T lie across it"
             )
         if p.block[1] % 32:
             reasons.append(f"FP8 wgmma is 32 deep, and blocks are {p.block[1]} wide")
-        row = p.m if p.out_layout == "col" else p.n
-        if row * dtypes.itemsize(p.out_dtype) % 16:
-            reasons.append(f"TMA writes whole 16 bytes, and a row of C is {row} numbers of {p.out_dtype}")
+        row = p.m if p.c.layout == "col" else p.n
+        if row * dtypes.itemsize(p.c.dtype) % 16:
+            reasons.append(f"TMA writes whole 16 bytes, and a row of C is {row} numbers of {p.c.dtype}")
         elif not p.aligned:
             reasons.append(
                 "TMA needs pointers and rows of B (K values each), of C and of the other matrix that are multiples of "
                 "16 bytes"
             )
-        if p.out_dtype == "fp32" and (p.combine or p.activation not in ("", "relu")):
+        if p.c.dtype == "fp32" and (p.combine or p.activation not in ("", "relu")):
             reasons.append("a C in fp32 takes a bias and relu; other activations and matrices bf16 and fp16")
         if max(p.nnzb * max(p.block), p.m, p.k, p.n) > 2**31 - 1024:
             reasons.append(
@@ -306,19 +307,19 @@ class HopperSpmmFp8:
             )
         return reasons
 
-    def default(self, p: ScaledSpmmProblem) -> Config:
+    def default(self, p: SpmmProblem) -> Config:
         return min(self.configs(p), key=lambda c: self.seconds(p, c))
 
-    def configs(self, p: ScaledSpmmProblem) -> list[Config]:
+    def configs(self, p: SpmmProblem) -> list[Config]:
         bm = p.block[0]
         flags = {
-            "c_col": p.out_layout == "col",
+            "c_col": p.c.layout == "col",
             "bias": p.bias,
             "activation": p.activation,
             "combine": p.combine,
-            "a_scale": p.a_scale,
-            "b_scale": p.b_scale,
-            "types": (p.dtype, p.b_dtype, p.out_dtype),
+            "a_scale": p.a.scale,
+            "b_scale": p.b.scale,
+            "types": (p.dtype, p.b.dtype, p.c.dtype),
         }
         found: dict[Config, None] = {}
         for (wg_m, wg_n), cols in product([(2, 1), (1, 2), (1, 1)], (16, 32, 64, 128, 256)):
@@ -334,7 +335,7 @@ class HopperSpmmFp8:
             for depth in (PROMOTED, PROMOTED // 2):
                 width, pieces, promote = _pieces(p, depth)
                 chunk = min(cols, 128)
-                if p.fast_accum:
+                if p.a.fast_accum:
                     chunk, promote = cols, 0
                 c = Config(
                     p.block, wg_m, wg_n, cols, width, pieces, 3, chunk=chunk, promote=promote, **flags
@@ -349,7 +350,7 @@ class HopperSpmmFp8:
         split = [replace(c, split=True) for c in found] if uneven(p) else []
         return [*found, *split]
 
-    def seconds(self, p: ScaledSpmmProblem, c: Config) -> float:
+    def seconds(self, p: SpmmProblem, c: Config) -> float:
         """Tiles of the fullest SM, each the larger of multiplying and loading (a smooth maximum), plus its fixed part;
         beside that, all bytes from memory once.
 
@@ -386,7 +387,7 @@ class HopperSpmmFp8:
         traffic = p.compulsory_bytes / ((0.80 if p.n <= 64 else 0.92) * p.card.bandwidth)
         return beside(busy, traffic) + extra + p.card.launch_seconds + rounding
 
-    def prepare(self, p: ScaledSpmmProblem, c: Config, a: Scaled) -> Dealt:
+    def prepare(self, p: SpmmProblem, c: Config, a: Scaled) -> Dealt:
         pattern = a.matrix.pattern
         units = pattern.derived(("walk", c.rows, 1), lambda: walk(pattern, c.rows, 1))
 
@@ -427,17 +428,17 @@ class HopperSpmmFp8:
                 merge_parts(work.parts, sums, c.height, c_one, replace(epilogue, alpha=1.0, other=other))
 
 
-def _pieces(p: ScaledSpmmProblem, depth: int) -> tuple[int, int, int]:
+def _pieces(p: SpmmProblem, depth: int) -> tuple[int, int, int]:
     """Width of a piece, pieces of a stage about `depth` deep, and how many of them the tensor cores add up."""
     bk = p.block[1]
     width = min(depth, bk & -bk)
     promote = depth // width
-    if p.a_scale == "block":  # no sum reaches over two blocks
+    if p.a.scale == "block":  # no sum reaches over two blocks
         promote = max(d for d in range(1, promote + 1) if bk // width % d == 0)
     return width, promote * max(1, depth // (promote * width)), promote
 
 
-def _paced(p: ScaledSpmmProblem, c: Config) -> Config:
+def _paced(p: SpmmProblem, c: Config) -> Config:
     """With boxes of C that leave during the next tile: one of 64 rows at every stage, which is faster than at every
     second or fourth (133, 138, 145 us at 8192^3, 12.5 % stored in blocks of 128: H200, 2026-11-22, lab-notes). Those
     that change on their way have 32 rows, and as many stages between them as a tile of mean length allows.
@@ -461,4 +462,4 @@ def _item(x: Tensor, at: tuple[int, ...]) -> Tensor:
     return x[at] if at else x
 
 
-KERNEL: KernelScaled = HopperSpmmFp8()
+KERNEL: SpmmKernel = HopperSpmmFp8()

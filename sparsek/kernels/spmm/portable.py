@@ -165,6 +165,8 @@ class PortableSpmm:
 
     def why_not(self, p: SpmmProblem) -> list[str]:
         """Reasons why `p` cannot run here."""
+        if foreign := p.a.unless("bsr"):
+            return foreign
         why = tensors.why_not(p)
         if max(p.m, p.k, p.n) > SIZE_LIMIT:
             why.append(f"M, K and N must be at most {SIZE_LIMIT}; got {p.m}, {p.k}, {p.n}")

@@ -30,8 +30,8 @@ from sparsek.kernels.lang.tensors import SIZE_LIMIT, at, times
 from sparsek.kernels.spmm import unpack_24 as pieces
 from sparsek.kernels.spmm.unpack_24 import Config, awaited, tile_of
 from sparsek.matrix.semi24 import Semi24
-from sparsek.plan.problem import Semi24Problem
-from sparsek.plan.semi24 import Kernel24
+from sparsek.plan.kernel import SpmmKernel
+from sparsek.plan.problem import SpmmProblem
 from sparsek.reference.epilogue import PLAIN, Epilogue
 
 
@@ -124,27 +124,29 @@ class PortableSemi24:
 
     name = "portable.semi24"
 
-    def why_not(self, p: Semi24Problem) -> list[str]:
+    def why_not(self, p: SpmmProblem) -> list[str]:
         """Reasons why `p` cannot run here."""
+        if foreign := p.a.unless("semi24"):
+            return foreign
         why = pieces.why_not(p)
         if not why and pieces.tiles(self.default(p), p.m, p) > SIZE_LIMIT:
             why.append(f"more than {SIZE_LIMIT} tiles of C")
         return why
 
-    def default(self, p: Semi24Problem) -> Config:
+    def default(self, p: SpmmProblem) -> Config:
         return pieces.default(p, self._tallest(p), p.m)
 
-    def configs(self, p: Semi24Problem) -> Iterator[Config]:
+    def configs(self, p: SpmmProblem) -> Iterator[Config]:
         return pieces.configs(p, self._tallest(p))
 
-    def seconds(self, p: Semi24Problem, c: Config) -> float:
+    def seconds(self, p: SpmmProblem, c: Config) -> float:
         return pieces.seconds(p, c, p.m, p.dense_flops * (-(-p.m // c.tile_m) * c.tile_m / max(1, p.m)))
 
-    def notes(self, p: Semi24Problem, c: Config) -> list[str]:
+    def notes(self, p: SpmmProblem, c: Config) -> list[str]:
         return ["multiplies the zeros of A too: a NaN or Inf in a row of B reaches every row of C"]
 
-    def prepare(self, p: Semi24Problem, c: Config, a: Semi24) -> Work:
-        return Work(p.transposed, p.tf32)
+    def prepare(self, p: SpmmProblem, c: Config, a: Semi24) -> Work:
+        return Work(p.a.transposed, p.tf32)
 
     def launch(
         self, c: Config, work: Work, a: Semi24, b: Tensor, out: Tensor, epilogue: Epilogue = PLAIN
@@ -168,9 +170,9 @@ class PortableSemi24:
                     **constants, **options,
                 )  # fmt: skip
 
-    def _tallest(self, p: Semi24Problem) -> int:
+    def _tallest(self, p: SpmmProblem) -> int:
         """No tile is more than twice as high as C, nor, transposed, narrower than a step of metadata."""
         return max(16, min(128, 1 << max(0, p.m - 1).bit_length()))
 
 
-KERNEL: Kernel24 = PortableSemi24()
+KERNEL: SpmmKernel = PortableSemi24()

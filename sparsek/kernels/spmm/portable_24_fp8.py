@@ -31,8 +31,8 @@ from sparsek.kernels.spmm.unpack_24 import COLUMN_LIMIT, awaited, column_unit, t
 from sparsek.matrix.dense8 import ScaledTensor
 from sparsek.matrix.quantized import Scaled
 from sparsek.matrix.semi24 import Semi24
-from sparsek.plan.problem import ScaledSemi24Problem
-from sparsek.plan.scaled import KernelScaled
+from sparsek.plan.kernel import SpmmKernel
+from sparsek.plan.problem import SpmmProblem
 from sparsek.reference.epilogue import PLAIN, Epilogue
 
 
@@ -106,8 +106,10 @@ class PortableSemi24Fp8:
 
     name = "portable.semi24_fp8"
 
-    def why_not(self, p: ScaledSemi24Problem) -> list[str]:
+    def why_not(self, p: SpmmProblem) -> list[str]:
         """Reasons why `p` cannot run here."""
+        if foreign := p.a.unless("semi24_fp8"):
+            return foreign
         why = pieces.why_not(p)
         if p.k > COLUMN_LIMIT:
             why.append(f"K must be at most {COLUMN_LIMIT}; got {p.k}")
@@ -115,27 +117,27 @@ class PortableSemi24Fp8:
             why.append(f"more than {SIZE_LIMIT} tiles of C")
         return why
 
-    def default(self, p: ScaledSemi24Problem) -> Config:
+    def default(self, p: SpmmProblem) -> Config:
         """The first of `configs`, with smaller tiles while there are fewer of them than SMs."""
         return pieces.default(p, list(self.configs(p)), self._tiles)
 
-    def configs(self, p: ScaledSemi24Problem) -> Iterator[Config]:
+    def configs(self, p: SpmmProblem) -> Iterator[Config]:
         """Serious alternatives, best guess first; no tile is more than twice as high as C."""
         tallest = max(16, min(128, 1 << max(0, p.m - 1).bit_length()))
         for height in (128, 64, 32, 16):
             if height <= tallest:
                 yield from pieces.configs(p, height, 128, p.k)
 
-    def seconds(self, p: ScaledSemi24Problem, c: Config) -> float:
+    def seconds(self, p: SpmmProblem, c: Config) -> float:
         """As `portable_fp8.seconds`, for the dense product of whole tiles."""
         tiles, steps = self._tiles(p, c), -(-p.k // c.tile_k)
         of_tile = 2.0 * c.tile_m * c.tile_n * c.tile_k * steps
         return pieces.seconds(p, c, tiles, of_tile * tiles, of_tile, steps * tiles)
 
-    def notes(self, p: ScaledSemi24Problem, c: Config) -> list[str]:
+    def notes(self, p: SpmmProblem, c: Config) -> list[str]:
         return ["multiplies the zeros of A too: a NaN in a row of B reaches every row of C"]
 
-    def prepare(self, p: ScaledSemi24Problem, c: Config, a: Scaled) -> Work:
+    def prepare(self, p: SpmmProblem, c: Config, a: Scaled) -> Work:
         return Work()
 
     def launch(
@@ -162,8 +164,8 @@ class PortableSemi24Fp8:
                     *tensors.strides(out3), *tensors.strides(other), **constants, **options,
                 )  # fmt: skip
 
-    def _tiles(self, p: ScaledSemi24Problem, c: Config) -> int:
+    def _tiles(self, p: SpmmProblem, c: Config) -> int:
         return -(-p.m // c.tile_m) * -(-p.n // c.tile_n) * p.batch
 
 
-KERNEL: KernelScaled = PortableSemi24Fp8()
+KERNEL: SpmmKernel = PortableSemi24Fp8()

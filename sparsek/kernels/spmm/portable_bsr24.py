@@ -30,8 +30,8 @@ from sparsek.kernels.lang.tensors import SIZE_LIMIT, at, times
 from sparsek.kernels.spmm import unpack_24 as pieces
 from sparsek.kernels.spmm.unpack_24 import Config, awaited, tile_of
 from sparsek.matrix.bsr24 import BSR24
-from sparsek.plan.problem import BSR24Problem
-from sparsek.plan.semi24 import Kernel24
+from sparsek.plan.kernel import SpmmKernel
+from sparsek.plan.problem import SpmmProblem
 from sparsek.reference.epilogue import PLAIN, Epilogue
 
 SMALLEST = 64  # a side of a block
@@ -131,34 +131,36 @@ class PortableBsr24:
 
     name = "portable.bsr24"
 
-    def why_not(self, p: BSR24Problem) -> list[str]:
+    def why_not(self, p: SpmmProblem) -> list[str]:
         """Reasons why `p` cannot run here."""
+        if foreign := p.a.unless("bsr24"):
+            return foreign
         why = pieces.why_not(p)
         if not why and pieces.tiles(self.default(p), p.grid[0] * p.block[0], p) > SIZE_LIMIT:
             why.append(f"more than {SIZE_LIMIT} tiles of C")
         return why
 
-    def default(self, p: BSR24Problem) -> Config:
+    def default(self, p: SpmmProblem) -> Config:
         return pieces.default(p, self._tallest(p), p.grid[0] * p.block[0])
 
-    def configs(self, p: BSR24Problem) -> Iterator[Config]:
+    def configs(self, p: SpmmProblem) -> Iterator[Config]:
         return pieces.configs(p, self._tallest(p))
 
-    def seconds(self, p: BSR24Problem, c: Config) -> float:
+    def seconds(self, p: SpmmProblem, c: Config) -> float:
         """As the Semi24 twin's, and at least the longest block row on one SM."""
         spread = pieces.seconds(p, c, p.grid[0] * p.block[0], 2 * p.useful_flops)
         rate = p.card.sustained(p.dtype) * 0.5e12 / p.card.sm_count
         longest = 2.0 * c.tile_m * p.block[1] * c.tile_n * p.row_max / rate
         return spread if p.on_cpu else max(spread, p.card.launch_seconds + longest)
 
-    def notes(self, p: BSR24Problem, c: Config) -> list[str]:
+    def notes(self, p: SpmmProblem, c: Config) -> list[str]:
         return [
             "multiplies the zeros inside blocks too: a NaN or Inf in B reaches all rows of the blocks that it meets"
         ]
 
-    def prepare(self, p: BSR24Problem, c: Config, a: BSR24) -> Work:
+    def prepare(self, p: SpmmProblem, c: Config, a: BSR24) -> Work:
         """Block rows of the product, their first stored blocks and lengths; on A's device, without a sync."""
-        pattern, order = a.pattern.transposed if p.transposed else (a.pattern, None)
+        pattern, order = a.pattern.transposed if p.a.transposed else (a.pattern, None)
         lengths = pattern.row_lengths
         longest = torch.argsort(lengths, descending=True, stable=True)
         rows = torch.stack((longest.int(), pattern.indptr[:-1][longest], lengths[longest].int()))
@@ -188,9 +190,9 @@ class PortableBsr24:
                     **constants, **options,
                 )  # fmt: skip
 
-    def _tallest(self, p: BSR24Problem) -> int:
+    def _tallest(self, p: SpmmProblem) -> int:
         """The tallest tile that divides a block's rows."""
         return 128 if p.block[0] % 128 == 0 else SMALLEST
 
 
-KERNEL: Kernel24 = PortableBsr24()
+KERNEL: SpmmKernel = PortableBsr24()

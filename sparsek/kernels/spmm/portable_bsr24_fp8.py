@@ -31,8 +31,8 @@ from sparsek.kernels.spmm.unpack_24 import awaited, column_unit, tile_of
 from sparsek.matrix.bsr24 import BSR24
 from sparsek.matrix.dense8 import ScaledTensor
 from sparsek.matrix.quantized import Scaled
-from sparsek.plan.problem import ScaledBsr24Problem
-from sparsek.plan.scaled import KernelScaled
+from sparsek.plan.kernel import SpmmKernel
+from sparsek.plan.problem import SpmmProblem
 from sparsek.reference.epilogue import PLAIN, Epilogue
 
 SMALLEST = 64  # a side of a block
@@ -115,18 +115,20 @@ class PortableBsr24Fp8:
 
     name = "portable.bsr24_fp8"
 
-    def why_not(self, p: ScaledBsr24Problem) -> list[str]:
+    def why_not(self, p: SpmmProblem) -> list[str]:
         """Reasons why `p` cannot run here."""
+        if foreign := p.a.unless("bsr24_fp8"):
+            return foreign
         why = pieces.why_not(p)
         if not why and self._tiles(p, self.default(p)) > SIZE_LIMIT:
             why.append(f"more than {SIZE_LIMIT} tiles of C")
         return why
 
-    def default(self, p: ScaledBsr24Problem) -> Config:
+    def default(self, p: SpmmProblem) -> Config:
         """The first of `configs`, with smaller tiles while there are fewer of them than SMs."""
         return pieces.default(p, list(self.configs(p)), self._tiles)
 
-    def configs(self, p: ScaledBsr24Problem) -> Iterator[Config]:
+    def configs(self, p: SpmmProblem) -> Iterator[Config]:
         """Serious alternatives, best guess first: tiles and steps that divide a block."""
         bm, bk = p.block
         deepest = 128 if bk % 128 == 0 else SMALLEST
@@ -134,7 +136,7 @@ class PortableBsr24Fp8:
             if bm % height == 0:
                 yield from pieces.configs(p, height, deepest, deepest)
 
-    def seconds(self, p: ScaledBsr24Problem, c: Config) -> float:
+    def seconds(self, p: SpmmProblem, c: Config) -> float:
         """As `portable_fp8.seconds`, for the dense product of all blocks; at least the longest row on one SM."""
         bm, bk = p.block
         along = -(-p.n // c.tile_n) * p.batch
@@ -144,12 +146,12 @@ class PortableBsr24Fp8:
         flops = of_block * cut * p.nnzb * along
         return pieces.seconds(p, c, self._tiles(p, c), flops, of_block * p.row_max, steps)
 
-    def notes(self, p: ScaledBsr24Problem, c: Config) -> list[str]:
+    def notes(self, p: SpmmProblem, c: Config) -> list[str]:
         return [
             "multiplies the zeros inside blocks too: a NaN in B reaches all rows of the blocks that it meets"
         ]
 
-    def prepare(self, p: ScaledBsr24Problem, c: Config, a: Scaled) -> Work:
+    def prepare(self, p: SpmmProblem, c: Config, a: Scaled) -> Work:
         """Block rows, their first stored blocks and lengths, longest first; on A's device, without a sync."""
         matrix = a.matrix
         assert isinstance(matrix, BSR24)
@@ -180,8 +182,8 @@ class PortableBsr24Fp8:
                     *tensors.strides(out3), *tensors.strides(other), **constants, **options,
                 )  # fmt: skip
 
-    def _tiles(self, p: ScaledBsr24Problem, c: Config) -> int:
+    def _tiles(self, p: SpmmProblem, c: Config) -> int:
         return p.grid[0] * (p.block[0] // c.tile_m) * -(-p.n // c.tile_n) * p.batch
 
 
-KERNEL: KernelScaled = PortableBsr24Fp8()
+KERNEL: SpmmKernel = PortableBsr24Fp8()

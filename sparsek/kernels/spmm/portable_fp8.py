@@ -35,8 +35,8 @@ from sparsek.kernels.spmm.tiles_fp8 import Config, Work, add_fp8, dense_tile, sc
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.dense8 import ScaledTensor
 from sparsek.matrix.quantized import Scaled
-from sparsek.plan.problem import ScaledSpmmProblem
-from sparsek.plan.scaled import KernelScaled
+from sparsek.plan.kernel import SpmmKernel
+from sparsek.plan.problem import SpmmProblem
 from sparsek.reference.epilogue import PLAIN, Epilogue
 
 
@@ -126,26 +126,28 @@ class PortableSpmmFp8:
 
     name = "portable.spmm_fp8"
 
-    def why_not(self, p: ScaledSpmmProblem) -> list[str]:
+    def why_not(self, p: SpmmProblem) -> list[str]:
         """Reasons why `p` cannot run here."""
+        if foreign := p.a.unless("bsr_fp8"):
+            return foreign
         why = pieces.why_not(p)
         if not why and math.prod(self._tiles(p, self.default(p))) > SIZE_LIMIT:
             why.append(f"more than {SIZE_LIMIT} tiles of C")
         return why
 
-    def default(self, p: ScaledSpmmProblem) -> Config:
+    def default(self, p: SpmmProblem) -> Config:
         """The first of `configs`, with narrower tiles while there are fewer of them than SMs."""
         c = next(iter(self.configs(p)))
         while c.tile_n > 64 and math.prod(self._tiles(p, c)) < p.card.sm_count:
             c = replace(c, tile_n=c.tile_n // 2, num_warps=4)
         return c
 
-    def configs(self, p: ScaledSpmmProblem) -> Iterator[Config]:
+    def configs(self, p: SpmmProblem) -> Iterator[Config]:
         """Serious alternatives, best guess first: tiles as high as a block, as far as one goes."""
         bm, bk = p.block
         return pieces.configs(p, tensors.tile_side(bm, 128), 1 << (bk - 1).bit_length(), p.row_max * bk)
 
-    def seconds(self, p: ScaledSpmmProblem, c: Config) -> float:
+    def seconds(self, p: SpmmProblem, c: Config) -> float:
         """As `portable_fp8.seconds`, where what sticks out of a block costs too; at least the longest row on one SM."""
         bm, bk = p.block
         steps = -(-bk // c.tile_k)
@@ -160,7 +162,7 @@ class PortableSpmmFp8:
             steps * p.nnzb * along,
         )
 
-    def prepare(self, p: ScaledSpmmProblem, c: Config, a: Scaled) -> Work:
+    def prepare(self, p: SpmmProblem, c: Config, a: Scaled) -> Work:
         """Block rows, their first stored blocks and lengths, longest first; on A's device, without a sync."""
         matrix = a.matrix
         assert isinstance(matrix, BSR)
@@ -189,9 +191,9 @@ class PortableSpmmFp8:
                     *tensors.strides(out3), *tensors.strides(other), **constants, **options,
                 )  # fmt: skip
 
-    def _tiles(self, p: ScaledSpmmProblem, c: Config) -> tuple[int, int]:
+    def _tiles(self, p: SpmmProblem, c: Config) -> tuple[int, int]:
         """Tiles of C down the rows, and along the columns of all batches."""
         return p.grid[0] * -(-p.block[0] // c.tile_m), -(-p.n // c.tile_n) * p.batch
 
 
-KERNEL: KernelScaled = PortableSpmmFp8()
+KERNEL: SpmmKernel = PortableSpmmFp8()

@@ -282,6 +282,8 @@ class PortableSpmmSkinny:
 
     def why_not(self, p: SpmmProblem) -> list[str]:
         """Reasons why `p` cannot run here."""
+        if foreign := p.a.unless("bsr"):
+            return foreign
         why = tensors.why_not(p)
         if p.n > WIDEST:
             why.append(f"multiplies up to {WIDEST} columns of B; got {p.n}")

@@ -32,6 +32,8 @@ class ReferenceSpmm:
     name = "reference.spmm"
 
     def why_not(self, p: SpmmProblem) -> list[str]:
+        if foreign := p.a.unless("bsr"):
+            return foreign
         return []
 
     def default(self, p: SpmmProblem) -> ReferenceConfig:
@@ -49,7 +51,7 @@ class ReferenceSpmm:
         gathered = 2 * p.nnzb * bk * columns * size
         added = 4 * p.nnzb * bm * columns * size
         # The epilogue reads and writes C for each of its parts.
-        parts = p.scaled + p.bias + bool(p.activation) + 2 * bool(p.combine)
+        parts = p.has_alpha + p.bias + bool(p.activation) + 2 * bool(p.combine)
         dense = columns * (3 * p.k + (3 + 2 * parts) * p.m) * size
         rate = p.card.tflops["fp64" if p.dtype == "fp64" else "fp32"] * 1e12
         moved = values + gathered + added + dense

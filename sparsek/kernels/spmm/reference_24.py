@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from sparsek.matrix.semi24 import Semi24
-from sparsek.plan.problem import Semi24Problem
-from sparsek.plan.semi24 import Kernel24
+from sparsek.plan.kernel import SpmmKernel
+from sparsek.plan.problem import SpmmProblem
 from sparsek.reference.epilogue import PLAIN, Epilogue
 from sparsek.reference.semi24 import semi24
 
@@ -28,27 +28,29 @@ class ReferenceSemi24:
 
     name = "reference.semi24"
 
-    def why_not(self, p: Semi24Problem) -> list[str]:
+    def why_not(self, p: SpmmProblem) -> list[str]:
+        if foreign := p.a.unless("semi24"):
+            return foreign
         return []
 
-    def default(self, p: Semi24Problem) -> ReferenceConfig:
+    def default(self, p: SpmmProblem) -> ReferenceConfig:
         return ReferenceConfig()
 
-    def configs(self, p: Semi24Problem) -> Iterable[ReferenceConfig]:
+    def configs(self, p: SpmmProblem) -> Iterable[ReferenceConfig]:
         return [ReferenceConfig()]
 
-    def seconds(self, p: Semi24Problem, c: ReferenceConfig) -> float:
+    def seconds(self, p: SpmmProblem, c: ReferenceConfig) -> float:
         size = 8 if p.dtype == "fp64" else 4
         columns = p.n * p.batch
-        parts = p.scaled + p.bias + bool(p.activation) + 2 * bool(p.combine)
+        parts = p.has_alpha + p.bias + bool(p.activation) + 2 * bool(p.combine)
         moved = (UNPACK_PASSES * p.m * p.k + columns * (3 * p.k + (3 + 2 * parts) * p.m)) * size
         rate = p.card.tflops["fp64" if p.dtype == "fp64" else "fp32"] * 1e12
         calls = UNPACK_CALLS + 6 + parts
         return p.dense_flops / rate + moved / p.card.bandwidth + calls * p.card.launch_seconds
 
-    def prepare(self, p: Semi24Problem, c: ReferenceConfig, a: Semi24) -> bool:
+    def prepare(self, p: SpmmProblem, c: ReferenceConfig, a: Semi24) -> bool:
         """Whether A stands transposed."""
-        return p.transposed
+        return p.a.transposed
 
     def launch(
         self, c: ReferenceConfig, work: bool, a: Semi24, b: Tensor, out: Tensor, epilogue: Epilogue = PLAIN
@@ -57,4 +59,4 @@ class ReferenceSemi24:
             out.copy_(semi24(a, b, epilogue, transposed=work))
 
 
-KERNEL: Kernel24 = ReferenceSemi24()
+KERNEL: SpmmKernel = ReferenceSemi24()

@@ -10,8 +10,8 @@ from sparsek.core import dtypes
 from sparsek.kernels.spmm import reference as spmm
 from sparsek.kernels.spmm.reference_24 import UNPACK_CALLS, UNPACK_PASSES
 from sparsek.matrix.bsr24 import BSR24
-from sparsek.plan.problem import BSR24Problem
-from sparsek.plan.semi24 import Kernel24
+from sparsek.plan.kernel import SpmmKernel
+from sparsek.plan.problem import SpmmProblem
 from sparsek.reference.bsr24 import bsr24
 from sparsek.reference.epilogue import PLAIN, Epilogue
 
@@ -29,24 +29,26 @@ class ReferenceBsr24:
 
     name = "reference.bsr24"
 
-    def why_not(self, p: BSR24Problem) -> list[str]:
+    def why_not(self, p: SpmmProblem) -> list[str]:
+        if foreign := p.a.unless("bsr24"):
+            return foreign
         return []
 
-    def default(self, p: BSR24Problem) -> ReferenceConfig:
+    def default(self, p: SpmmProblem) -> ReferenceConfig:
         return ReferenceConfig()
 
-    def configs(self, p: BSR24Problem) -> Iterable[ReferenceConfig]:
+    def configs(self, p: SpmmProblem) -> Iterable[ReferenceConfig]:
         return [ReferenceConfig()]
 
-    def seconds(self, p: BSR24Problem, c: ReferenceConfig) -> float:
+    def seconds(self, p: SpmmProblem, c: ReferenceConfig) -> float:
         blocks = p.unpacked
         written = UNPACK_PASSES * (2 * p.stored * dtypes.itemsize(p.dtype) / p.card.bandwidth)
         product = spmm.KERNEL.seconds(blocks, spmm.KERNEL.default(blocks))
         return product + written + UNPACK_CALLS * p.card.launch_seconds
 
-    def prepare(self, p: BSR24Problem, c: ReferenceConfig, a: BSR24) -> bool:
+    def prepare(self, p: SpmmProblem, c: ReferenceConfig, a: BSR24) -> bool:
         """Whether A stands transposed."""
-        return p.transposed
+        return p.a.transposed
 
     def launch(
         self, c: ReferenceConfig, work: bool, a: BSR24, b: Tensor, out: Tensor, epilogue: Epilogue = PLAIN
@@ -55,4 +57,4 @@ class ReferenceBsr24:
             out.copy_(bsr24(a, b, epilogue, transposed=work))
 
 
-KERNEL: Kernel24 = ReferenceBsr24()
+KERNEL: SpmmKernel = ReferenceBsr24()

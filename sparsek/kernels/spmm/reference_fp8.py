@@ -12,14 +12,15 @@ from sparsek.kernels.spmm import reference_24 as semi24
 from sparsek.kernels.spmm import reference_bsr24 as bsr24
 from sparsek.matrix.dense8 import ScaledTensor
 from sparsek.matrix.quantized import Scaled
-from sparsek.plan.problem import ScaledProblem
-from sparsek.plan.scaled import KernelScaled, rounding_seconds
+from sparsek.matrix.storage import FP8
+from sparsek.plan.kernel import SpmmKernel, rounding_seconds
+from sparsek.plan.problem import SpmmProblem
 from sparsek.reference.epilogue import PLAIN, Epilogue
 from sparsek.reference.scaled import scaled
 
 # Kernels of the same product without scales, whose times are known.
-UNSCALED: dict[str, Any] = {
-    "spmm_fp8": spmm.KERNEL,
+PLAIN_KERNELS: dict[str, Any] = {
+    "bsr_fp8": spmm.KERNEL,
     "semi24_fp8": semi24.KERNEL,
     "bsr24_fp8": bsr24.KERNEL,
 }
@@ -40,23 +41,25 @@ class ReferenceSpmmFp8:
 
     name = "reference.spmm_fp8"
 
-    def why_not(self, p: ScaledProblem) -> list[str]:
+    def why_not(self, p: SpmmProblem) -> list[str]:
+        if foreign := p.a.unless(*FP8):
+            return foreign
         return []
 
-    def default(self, p: ScaledProblem) -> ReferenceConfig:
+    def default(self, p: SpmmProblem) -> ReferenceConfig:
         return ReferenceConfig()
 
-    def configs(self, p: ScaledProblem) -> Iterable[ReferenceConfig]:
+    def configs(self, p: SpmmProblem) -> Iterable[ReferenceConfig]:
         return [ReferenceConfig()]
 
-    def seconds(self, p: ScaledProblem, c: ReferenceConfig) -> float:
-        whole = p.unscaled("fp64")
-        kernel = UNSCALED[p.op]
+    def seconds(self, p: SpmmProblem, c: ReferenceConfig) -> float:
+        whole = p.plain("fp64")
+        kernel = PLAIN_KERNELS[p.a.kind]
         product = kernel.seconds(whole, kernel.default(whole))
         stretched = PASSES * 8 * p.k * (p.m + p.n * p.batch) / p.card.bandwidth
         return product + stretched + CALLS * p.card.launch_seconds + rounding_seconds(p)
 
-    def prepare(self, p: ScaledProblem, c: ReferenceConfig, a: Scaled) -> None:
+    def prepare(self, p: SpmmProblem, c: ReferenceConfig, a: Scaled) -> None:
         return None
 
     def launch(
@@ -72,4 +75,4 @@ class ReferenceSpmmFp8:
             out.copy_(scaled(a, b, epilogue, out.dtype))
 
 
-KERNEL: KernelScaled = ReferenceSpmmFp8()
+KERNEL: SpmmKernel = ReferenceSpmmFp8()

@@ -20,7 +20,7 @@ from sparsek.kernels.lang import tensors
 from sparsek.kernels.lang.tensors import SIZE_LIMIT, at
 from sparsek.matrix.dense8 import ScaledTensor
 from sparsek.matrix.pattern import BlockPattern
-from sparsek.plan.scaled import rounding_seconds
+from sparsek.plan.kernel import rounding_seconds
 from sparsek.reference.epilogue import Epilogue
 
 LEAST_K = 32  # of an FP8 product on tensor cores
@@ -173,7 +173,7 @@ def seconds(p: Any, c: Config, tiles: int, flops: float, longest: float, steps: 
     if p.on_cpu:  # about two milliseconds for each program and step
         return 2e-3 * (tiles + steps)
     rate = p.card.sustained("fp8") * 1e12 * {128: 0.5, 64: 0.4, 32: 0.2}.get(c.tile_m, 0.1)
-    rate *= min(1.0, c.tile_n / 64) * (1.0 if p.op == "spmm_fp8" else 0.55)
+    rate *= min(1.0, c.tile_n / 64) * (1.0 if not p.a.two_four else 0.55)
     busy = max(1, min(p.card.sm_count, tiles)) / p.card.sm_count
     arithmetic = 1.5e-6 * -(-tiles // p.card.sm_count) + flops / (rate * busy)
     alone = 1.5e-6 + longest * p.card.sm_count / rate
@@ -186,7 +186,7 @@ def why_not(p: Any) -> list[str]:
     why = []
     if p.on_cpu and not env.interpreting():
         why.append("CPU tensors need Triton's interpreter (TRITON_INTERPRET=1 before the import)")
-    if p.on_cpu and p.out_dtype == "bf16":
+    if p.on_cpu and p.c.dtype == "bf16":
         why.append("bf16 is wrong in Triton's interpreter; ask for dtype=torch.float16 or float32 there")
     if not p.on_cpu and p.card.capability < (8, 9):
         has = ".".join(map(str, p.card.capability))

@@ -20,7 +20,7 @@ from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.kernels.lang import epilogue as epilogues
 from sparsek.kernels.lang import tensors
-from sparsek.plan.problem import Problem24
+from sparsek.plan.problem import SpmmProblem
 from sparsek.reference.epilogue import Epilogue
 
 GROUP = 4
@@ -136,7 +136,7 @@ SINGLE = (Config(64, 64, 32, 4, 3), Config(64, 64, 32, 8, 3), Config(32, 64, 32,
 # fmt: on
 
 
-def configs(p: Problem24, tallest: int) -> Iterator[Config]:
+def configs(p: SpmmProblem, tallest: int) -> Iterator[Config]:
     """Serious alternatives for tiles of at most `tallest` rows, best guess first, cut to N and to shared memory."""
     widest = max(16, 1 << (p.n - 1).bit_length())
     table = SINGLE if p.dtype == "fp32" else HOPPER if p.on_cpu or p.card.capability[0] == 9 else AMPERE
@@ -153,7 +153,7 @@ def configs(p: Problem24, tallest: int) -> Iterator[Config]:
             yield c
 
 
-def default(p: Problem24, tallest: int, rows: int) -> Config:
+def default(p: SpmmProblem, tallest: int, rows: int) -> Config:
     """The first of `configs`, of those whose tiles are at least as many as the SMs if there is one, else the last.
 
     `rows` are those that tiles cover, all block rows together.
@@ -162,12 +162,12 @@ def default(p: Problem24, tallest: int, rows: int) -> Config:
     return next((c for c in made if tiles(c, rows, p) >= p.card.sm_count), made[-1])
 
 
-def tiles(c: Config, rows: int, p: Problem24) -> int:
+def tiles(c: Config, rows: int, p: SpmmProblem) -> int:
     """How many tiles cover so many rows of C, in all batches."""
     return -(-rows // c.tile_m) * -(-p.n // c.tile_n) * p.batch
 
 
-def seconds(p: Problem24, c: Config, rows: int, dense_flops: float) -> float:
+def seconds(p: SpmmProblem, c: Config, rows: int, dense_flops: float) -> float:
     """Launch + the longest of arithmetic, which is dense, at 26 % of the dense rate (16 bits; less for lower tiles),
     with 1.5 us for each wave of tiles; 0.6 us for each step of one tile, however small; and compulsory bytes at 80 % of
     copy bandwidth. Tiles of 128 rows and of 16 tokens in bf16 are on record (H200, 2026-11-22): a tile is unpacked and
@@ -189,7 +189,7 @@ def seconds(p: Problem24, c: Config, rows: int, dense_flops: float) -> float:
     )
 
 
-def why_not(p: Problem24) -> list[str]:
+def why_not(p: SpmmProblem) -> list[str]:
     """Reasons why no plain Triton kernel multiplies this 2:4 matrix."""
     why = tensors.why_not(p)
     if max(p.m, p.k, p.n) > COLUMN_LIMIT:
@@ -197,6 +197,6 @@ def why_not(p: Problem24) -> list[str]:
     return why
 
 
-def values_bytes(p: Problem24) -> int:
+def values_bytes(p: SpmmProblem) -> int:
     """Bytes of A's values."""
     return p.stored * dtypes.itemsize(p.dtype)

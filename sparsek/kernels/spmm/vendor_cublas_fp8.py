@@ -30,9 +30,10 @@ from sparsek.matrix.bsr24 import BSR24
 from sparsek.matrix.dense8 import ScaledTensor
 from sparsek.matrix.quantized import Matrix, Scaled
 from sparsek.matrix.semi24 import Semi24
+from sparsek.matrix.storage import FP8
+from sparsek.plan.kernel import SpmmKernel, rounding_seconds
 from sparsek.plan.operands import is_readable, readable
-from sparsek.plan.problem import ScaledProblem
-from sparsek.plan.scaled import KernelScaled, rounding_seconds
+from sparsek.plan.problem import SpmmProblem
 from sparsek.reference.epilogue import PLAIN, Epilogue
 
 UNIT = 16  # sides of the operands, which torch asks for
@@ -98,16 +99,18 @@ class VendorCublasFp8:
 
     def why_not(self, p: Any) -> list[str]:
         """Reasons why `p` cannot run here."""
+        if foreign := p.a.unless(*FP8):
+            return foreign
         why = []
         if not p.on_cpu and p.card.capability < (8, 9):
             why.append(f"FP8 tensor cores came with compute capability 8.9; {p.card.name} has none")
-        if p.a_scale == "block":
+        if p.a.scale == "block":
             why.append("a scale per block of A lies inside the sums, where the library applies none")
-        if (p.dtype, p.b_dtype) == ("e5m2", "e5m2"):
+        if (p.dtype, p.b.dtype) == ("e5m2", "e5m2"):
             why.append("the library multiplies no E5M2 with E5M2")
-        across = p.m if p.out_layout == "col" else p.n
+        across = p.m if p.c.layout == "col" else p.n
         if p.k % UNIT or across % UNIT or not p.k:
-            side = "M" if p.out_layout == "col" else "N"
+            side = "M" if p.c.layout == "col" else "N"
             why.append(f"K and {side} must be multiples of {UNIT}, not {p.k} and {across}")
         need, limit = p.m * p.k, limit_bytes(p.card)
         if need > limit:
@@ -116,10 +119,10 @@ class VendorCublasFp8:
             )
         return why
 
-    def default(self, p: ScaledProblem) -> CublasConfig:
-        return CublasConfig(p.fast_accum)
+    def default(self, p: SpmmProblem) -> CublasConfig:
+        return CublasConfig(p.a.fast_accum)
 
-    def configs(self, p: ScaledProblem) -> Iterable[CublasConfig]:
+    def configs(self, p: SpmmProblem) -> Iterable[CublasConfig]:
         return [self.default(p)]
 
     def seconds(self, p: Any, c: CublasConfig) -> float:
@@ -127,13 +130,13 @@ class VendorCublasFp8:
         product = max(
             p.dense_flops / (p.card.tflops["fp8"] * 1e12), (p.m * p.k + p.dense_bytes) / p.card.bandwidth
         )
-        along = p.out_dtype == "bf16" and not (p.scaled or p.activation or p.combine)
-        along = along and (p.out_layout == "col" or not p.bias)
-        parts = 0 if along else 3 + p.scaled + p.bias + bool(p.activation) + 2 * bool(p.combine)
+        along = p.c.dtype == "bf16" and not (p.has_alpha or p.activation or p.combine)
+        along = along and (p.c.layout == "col" or not p.bias)
+        parts = 0 if along else 3 + p.has_alpha + p.bias + bool(p.activation) + 2 * bool(p.combine)
         finished = 2 * 4 * parts * p.m * p.n * p.batch / p.card.bandwidth
         return product + finished + (p.batch + parts) * p.card.launch_seconds + rounding_seconds(p)
 
-    def prepare(self, p: ScaledProblem, c: CublasConfig, a: Scaled) -> None:
+    def prepare(self, p: SpmmProblem, c: CublasConfig, a: Scaled) -> None:
         with torch.no_grad():
             _dense(a.matrix)
 
@@ -195,4 +198,4 @@ def _takes_rows(left: Tensor, right: Tensor) -> bool:
     return e4m3 and (not left.is_cuda or torch.cuda.get_device_capability(left.device) >= (9, 0))
 
 
-KERNEL: KernelScaled = VendorCublasFp8()
+KERNEL: SpmmKernel = VendorCublasFp8()

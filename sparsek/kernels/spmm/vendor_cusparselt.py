@@ -32,9 +32,9 @@ from sparsek.core.clock import time_rounds
 from sparsek.core.streams import captured
 from sparsek.kernels.lang.memo import Kept
 from sparsek.matrix.semi24 import Semi24
+from sparsek.plan.kernel import SpmmKernel
 from sparsek.plan.operands import readable
-from sparsek.plan.problem import Semi24Problem
-from sparsek.plan.semi24 import Kernel24
+from sparsek.plan.problem import SpmmProblem
 from sparsek.reference.epilogue import PLAIN, Epilogue
 
 # What the library's descriptors ask of 16-bit matrices: sides of the 2:4 one, and of dense ones.
@@ -69,7 +69,7 @@ class Work:
 
 
 _COPIES: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # values -> Kept, their copy
-_ALGORITHMS: dict[tuple[Semi24Problem, int], int] = {}
+_ALGORITHMS: dict[tuple[SpmmProblem, int], int] = {}
 
 
 def _compressed(kept: Kept, a: Semi24) -> Tensor:
@@ -93,8 +93,10 @@ class VendorCusparselt:
     name = "vendor.cusparselt"
     only_by_name = "it keeps a compressed copy of A and times algorithms"
 
-    def why_not(self, p: Semi24Problem) -> list[str]:
+    def why_not(self, p: SpmmProblem) -> list[str]:
         """Reasons of the machine, then of the problem."""
+        if foreign := p.a.unless("semi24"):
+            return foreign
         why = missing()
         if p.on_cpu:
             why.append("runs on CUDA tensors only")
@@ -103,7 +105,7 @@ class VendorCusparselt:
         if p.dtype not in ("bf16", "fp16"):
             also = "; it would round float32 to TF32" if p.dtype == "fp32" else ""
             why.append(f"dtype must be bf16 or fp16, not {p.dtype}{also}")
-        if p.transposed:
+        if p.a.transposed:
             why.append(
                 "A stands transposed, and its pairs then lie along the rows of C, where no tensor core takes them"
             )
@@ -111,28 +113,28 @@ class VendorCusparselt:
             why.append(f"A must have sides that are multiples of {SPARSE_UNIT}, not {p.m} x {p.k}")
         if p.n % DENSE_UNIT:
             why.append(f"N must be a multiple of {DENSE_UNIT}, not {p.n}")
-        if not p.gapless:
+        if not p.b.gapless:
             why.append("B must be contiguous, or the transpose view of a contiguous matrix")
         if not p.aligned:
             why.append("pointers and leading strides must be multiples of 16 bytes")
         return why
 
-    def default(self, p: Semi24Problem) -> CusparseltConfig:
+    def default(self, p: SpmmProblem) -> CusparseltConfig:
         return CusparseltConfig()
 
-    def configs(self, p: Semi24Problem) -> Iterable[CusparseltConfig]:
+    def configs(self, p: SpmmProblem) -> Iterable[CusparseltConfig]:
         return [CusparseltConfig(), *map(CusparseltConfig, TRIED)]
 
-    def seconds(self, p: Semi24Problem, c: CusparseltConfig) -> float:
+    def seconds(self, p: SpmmProblem, c: CusparseltConfig) -> float:
         """OVER_DENSE times the dense rate, or the compulsory bytes at 80 % of copy bandwidth, and passes over C."""
         rate = p.card.tflops[p.dtype] * 1e12 * OVER_DENSE
         product = max(p.dense_flops / rate, p.compulsory_bytes / (0.8 * p.card.bandwidth))
-        parts = p.scaled + bool(p.activation) + bool(p.combine)
-        passes = 1 + parts if parts or (p.bias and p.scaled) else 0
+        parts = p.has_alpha + bool(p.activation) + bool(p.combine)
+        passes = 1 + parts if parts or (p.bias and p.has_alpha) else 0
         finished = 2 * passes * p.m * p.n * p.batch * dtypes.itemsize(p.dtype) / p.card.bandwidth
         return product + finished + (p.batch + passes) * p.card.launch_seconds
 
-    def prepare(self, p: Semi24Problem, c: CusparseltConfig, a: Semi24) -> Work:
+    def prepare(self, p: SpmmProblem, c: CusparseltConfig, a: Semi24) -> Work:
         """Compresses A and times algorithms; both at the first plan of this matrix and of this problem."""
         with torch.no_grad(), torch.cuda.device_of(a.values):
             compressed: Any = _COPIES.setdefault(a.values, Kept())
@@ -193,7 +195,7 @@ def _products(work: Work, a: Semi24, b: Tensor, bias: Tensor | None, by_columns:
         return [torch._cslt_sparse_mm(packed, b[at], **how) for at in np.ndindex(*b.shape[:-2])]
 
 
-def _algorithm(p: Semi24Problem, packed: Tensor) -> int:
+def _algorithm(p: SpmmProblem, packed: Tensor) -> int:
     """The fastest of TRIED for `p` on this device; the library's default while a graph is captured."""
     key = p, packed.device.index
     found = _ALGORITHMS.get(key)
@@ -206,14 +208,14 @@ def _algorithm(p: Semi24Problem, packed: Tensor) -> int:
     return found
 
 
-def _fastest(p: Semi24Problem, packed: Tensor) -> int:
+def _fastest(p: SpmmProblem, packed: Tensor) -> int:
     """Times those of TRIED that the library takes for `p`, on normal numbers that lie as B does."""
     if len(TRIED) == 1:
         return TRIED[0]
-    shape = (p.n, p.k) if p.b_layout == "col" else (p.k, p.n)
+    shape = (p.n, p.k) if p.b.layout == "col" else (p.k, p.n)
     b = torch.randn(shape, dtype=packed.dtype, device=packed.device)
-    b = b.mT if p.b_layout == "col" else b
-    how = {"bias": None, "transpose_result": p.out_layout == "col"}
+    b = b.mT if p.b.layout == "col" else b
+    how = {"bias": None, "transpose_result": p.c.layout == "col"}
     calls: dict[int, Callable[[], Tensor]] = {}
     for alg_id in TRIED:
         call = partial(torch._cslt_sparse_mm, packed, b, alg_id=alg_id, **how)
@@ -227,4 +229,4 @@ def _fastest(p: Semi24Problem, packed: Tensor) -> int:
     return min(calls, key=lambda alg_id: times[str(alg_id)].median, default=TRIED[0])
 
 
-KERNEL: Kernel24 = VendorCusparselt()
+KERNEL: SpmmKernel = VendorCusparselt()

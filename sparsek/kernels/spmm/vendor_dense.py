@@ -96,8 +96,10 @@ class VendorDense:
     only_by_name = "it keeps a dense copy of A"
 
     def why_not(self, p: SpmmProblem) -> list[str]:
+        if foreign := p.a.unless("bsr"):
+            return foreign
         reasons = []
-        if not p.touches_all_columns:
+        if not p.stats.touches_all_columns:
             reasons.append(
                 "a block column of A is empty: NaN or Inf in rows of B that no stored block touches would reach C"
             )
@@ -121,7 +123,7 @@ class VendorDense:
             p.dense_flops / rate, (p.m * p.k + p.batch * p.n * (p.k + p.m)) * size / p.card.bandwidth
         )
         # Torch reads and writes C for each part of an epilogue that does not go along with the product.
-        parts = p.scaled + p.bias + bool(p.activation) + bool(p.combine)
+        parts = p.has_alpha + p.bias + bool(p.activation) + bool(p.combine)
         passes = 0 if _goes_along(p.activation, p.bias, p.combine) else 2 + parts
         finished = 2 * passes * p.m * p.n * p.batch * size / p.card.bandwidth
         return product + finished + (1 + passes) * p.card.launch_seconds
