@@ -14,7 +14,7 @@ from sparsek.core import device as devices
 from sparsek.core.streams import Made, captured
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.pattern import BlockPattern
-from sparsek.ops import flat, gradients, transforms
+from sparsek.ops import bound, flat, gradients, transforms
 from sparsek.ops.autocast import autocasts, follow_autocast
 from sparsek.ops.planning import choose
 from sparsek.plan import operands
@@ -103,8 +103,17 @@ def _make_plan(
 
 
 def _run(x: Tensor, y: Tensor, pattern: BlockPattern, kernel: str | None) -> Tensor:
-    capturing = captured(x)
-    return _cached_plan(x, y, pattern, kernel, capturing).run(x, y, pattern, capturing)
+    calls, more = pattern.derived("calls", bound.Calls), ("sddmm", kernel)
+    values = bound.repeat(calls, more, (x, y))
+    if values is not bound.MISS:
+        return values
+    slot = bound.slot(calls, more, (x, y))
+
+    def planned() -> Tensor:
+        capturing = captured(x)
+        return _cached_plan(x, y, pattern, kernel, capturing).run(x, y, pattern, capturing)
+
+    return planned() if slot is None else slot.run((x, y), planned)
 
 
 def _cached_plan(
