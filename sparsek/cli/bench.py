@@ -54,7 +54,6 @@ Dims = Annotated[str, typer.Option("--dim", help="Head sizes, or those of keys a
 Batches = Annotated[str, typer.Option("--batch", help="Batch sizes.")]
 # A second or two of a CPU, whatever the mask.
 ON_A_CPU = "--seq 1K --heads 2 --dim 64 --dtype fp32"
-Host = Annotated[bool, typer.Option("--host", help="Time the host side of an eager call instead.")]
 
 
 @app.callback()
@@ -78,7 +77,6 @@ def spmm(
     rounds: Rounds = 7,
     named: Annotated[str | None, suite_option(spmm_cases.SUITES)] = None,
     only: Only = None,
-    host: Host = False,
     device: Device = None,
     out: Out = None,
     plot: Plot = None,
@@ -98,8 +96,7 @@ def spmm(
         )
 
     asked = Asked(context, peers, rounds, named, only, device, out, plot)
-    op = "spmm_host" if host else ""
-    bench(asked, spmm_cases.SUITES, spmm_peers.PEERS, cases, kernel, op, by_hand=SMALL_PRODUCT)
+    bench(asked, spmm_cases.SUITES, spmm_peers.PEERS, cases, kernel, by_hand=SMALL_PRODUCT)
 
 
 @app.command("attention")
@@ -117,7 +114,6 @@ def attention(
     rounds: Rounds = 7,
     named: Annotated[str | None, suite_option(attention_cases.SUITES)] = None,
     only: Only = None,
-    host: Host = False,
     device: Device = None,
     out: Out = None,
     plot: Plot = None,
@@ -136,8 +132,7 @@ def attention(
         )
 
     asked = Asked(context, peers, rounds, named, only, device, out, plot)
-    op = "attention_host" if host else ""
-    bench(asked, attention_cases.SUITES, attention_peers.PEERS, cases, kernel, op, by_hand=ON_A_CPU)
+    bench(asked, attention_cases.SUITES, attention_peers.PEERS, cases, kernel, by_hand=ON_A_CPU)
 
 
 @app.command("attention-backward")

@@ -69,12 +69,11 @@ def bench(
     table: Sequence[Peer],
     cases: Callable[[], Sequence[Case]],
     kernel: str = "auto",
-    op: str = "",
     by_hand: str = "",
 ) -> None:
     """Measures a suite or the cases, prints what was found, and writes what was asked for.
 
-    `op` of the records, where it is not that of the cases. `by_hand`: where suites and sizes by default would keep a
+    `by_hand`: where suites and sizes by default would keep a
     CPU busy for hours, options of sizes that do not; without any of these a CPU is refused. Exits 1 if a case failed
     or none was measured.
     """
@@ -84,7 +83,7 @@ def bench(
     if asked.named is not None:
         entries = _numbered(suite_named(suites, asked.named), asked.only)
     else:
-        entries = tuple(Entry(case, tuple(listed("kernel", kernel, str)), op) for case in cases())
+        entries = tuple(Entry(case, tuple(listed("kernel", kernel, str))) for case in cases())
     names = {"all": None, "none": []}.get(asked.peers.strip(), listed("peers", asked.peers, str))
     chosen = peers_named(table, names, device)
     if device.type == "cpu" and by_hand and not _sizes_in(by_hand) & set(given):

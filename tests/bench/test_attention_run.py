@@ -92,11 +92,6 @@ def test_a_random_mask_has_no_build_that_could_be_checked() -> None:
         attention_run.run_mask_build(replace(SMALL, mask="topk:2"), device=CPU)
 
 
-def test_host_time_gives_a_record_without_rates(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "host_seconds", lambda call, device, calls: 1e-5)
-    assert measured(Entry(SMALL, KERNEL, "attention_host"))["tflops"] is None
-
-
 def test_long_sequences_are_gated_by_a_sample_of_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
     real = attention.check_attention

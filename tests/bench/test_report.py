@@ -81,14 +81,6 @@ def test_a_peer_that_a_row_lacks_leaves_its_cell_empty(make_record: Make) -> Non
     assert "|  |" in table
 
 
-def test_host_time_stands_under_the_table(make_record: Make) -> None:
-    ms = {"median": 0.018, "min": 0.017, "max": 0.02, "rounds": 7}
-    host = make_record(op="spmm_host", tflops=None, gbps=None, roofline=None, peers={}, ratio={}, ms=ms)
-    table = report.markdown([make_record(), host], "spmm")
-    assert "Host time of an eager call with a cached plan: 18.0 us (8192³ block 128 12.5 % bf16)." in table
-    assert table.count("| cpu.spmm |") == 1
-
-
 def test_attention_has_its_own_table(make_record: Make, attention_record: Record) -> None:
     both = [make_record(), attention_record]
     lines = report.markdown(both, "attention").splitlines()

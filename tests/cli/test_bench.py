@@ -98,7 +98,6 @@ def test_bench_answers_bad_input_with_one_line_and_exit_code_2(run, arguments, s
         (["--suite", "issue2", *SMALL], "leave out --m, --k, --n, --block, --density, --dtype, or"),
         (["--suite", "issue2", "--pattern", "uniform"], "leave out --pattern, or"),
         (["--suite", "issue2", "--kernel", "auto"], "leave out --kernel, or"),
-        (["--suite", "issue2", "--host"], "leave out --host, or"),
     ],
 )
 def test_bench_of_a_suite_refuses_what_it_would_ignore(run, arguments, said) -> None:
@@ -406,14 +405,6 @@ def test_bench_attention_takes_lengths_and_heads_as_people_write_them(run, tmp_p
         (2, 1, 128, 128),
         (2, 1, 100, 192),
     ]
-
-
-def test_bench_attention_measures_the_host_too(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sparsek.bench.engine.run.host_seconds", lambda call, device, calls: 1e-5)
-    out = tmp_path / "r.jsonl"
-    result = run("bench", "attention", *ATTENTION, "--mask", "full", "--host", "--out", out)
-    assert result.exit_code == 0, result.output
-    assert [record["op"] for record in records.read(out)] == ["attention_host"]
 
 
 @pytest.mark.parametrize(

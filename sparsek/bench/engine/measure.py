@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from sparsek.bench.engine.run import Outcome, run_case, run_host
+from sparsek.bench.engine.run import Outcome, run_case
 from sparsek.bench.peers.peer import Peer
 from sparsek.bench.suites import attention_run, host_run, planner_run
 from sparsek.bench.suites.case import Entry
@@ -25,5 +25,4 @@ def measure(
     report(entry.op.replace("_", " "))
     if entry.op == "mask_build":
         return attention_run.run_mask_build(entry.case, device=device, rounds=rounds)
-    measured = attention_run.run_new_mask if entry.op == "attention_new_mask" else run_host
-    return measured(entry.case, kernels=entry.kernels, device=device, rounds=rounds)
+    return attention_run.run_new_mask(entry.case, kernels=entry.kernels, device=device, rounds=rounds)

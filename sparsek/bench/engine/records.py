@@ -15,8 +15,8 @@ its share of a call on new patterns.
 Of the same spgemm, `symbolic_gpu_ms` and `symbolic_gpu_share` are of the GPU's own time; null on a CPU.
 What several kernels do together, as the step of an MLP, is recorded under their names joined by " + ".
 
-`op` says what `ms` is, and OPS what its records hold. An operation's own name: one call on the device. "spmm_host",
-"attention_host": the host side of one eager call. "attention_new_mask": mask build, plan and kernel of one call, host
+`op` says what `ms` is, and OPS what its records hold. An operation's own name: one call on the device.
+"attention_new_mask": mask build, plan and kernel of one call, host
 included. "mask_build": one mask, host included. "host": a call as users write it, on the clock on the wall: how long
 the host is busy with it, or, of layers and of first calls of a process, until the GPU is idle; its peers' tflops are
 null. Where nothing is rated, tflops, gbps and roofline are null. "pack":

@@ -208,7 +208,6 @@ class AttentionCase(Case):
 
 KINDS: Mapping[str, Kind] = {
     "attention": Kind(AttentionCase, extra=("memory",), peer_extra=("memory",)),
-    "attention_host": Kind(AttentionCase, rated=False),
     "attention_new_mask": Kind(AttentionCase),
     "mask_build": Kind(AttentionCase, rated=False),
 }
@@ -304,7 +303,6 @@ ISSUE3: tuple[Entry, ...] = (
     *_entries(HOPPER, _case(EIGHTH, 8, dtype="fp16"), _case("causal", 32, dtype="fp16")),
     Entry(_case("topk:32", 32), HOPPER, "attention_new_mask"),
     Entry(_case(LONG, 512, heads=(8, 8)), op="mask_build"),
-    Entry(_case(EIGHTH, 1), HOPPER, "attention_host"),
 )
 # Time and memory of one window over the length.
 SWEEP: tuple[Entry, ...] = _entries(HOPPER, *(_case(LONG, 2**power, heads=(8, 8)) for power in range(10)))

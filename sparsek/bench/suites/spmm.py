@@ -198,7 +198,6 @@ class SpmmCase(Case):
 
 KINDS: Mapping[str, Kind] = {
     "spmm": Kind(SpmmCase, later={"form": A_AT_B}),
-    "spmm_host": Kind(SpmmCase, rated=False, later={"form": A_AT_B}),
 }
 
 
@@ -221,7 +220,6 @@ ISSUE2: tuple[Entry, ...] = (
     Entry(_square(128, 0.125, pattern="powerlaw"), ("hopper.spmm",)),
     Entry(SpmmCase(16384, 16384, 16, (64, 64), 0.25), ("hopper.spmm",)),
     Entry(SpmmCase(16384, 16384, 16, (128, 128), 0.25), ("hopper.spmm",)),
-    Entry(SpmmCase(2048, 2048, 2048, (128, 128), 0.125), ("hopper.spmm",), op="spmm_host"),
 )
 # The other three products of the same size, next to A @ B and its tuned peers.
 ISSUE4: tuple[Entry, ...] = tuple(Entry(_square(128, 0.125, form=form), ("hopper.spmm",)) for form in FORMS)
