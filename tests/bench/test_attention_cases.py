@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from sparsek.bench.engine.benches import BENCHES
 from sparsek.bench.suites import attention
 from sparsek.bench.suites.attention import (
     SUITES,
@@ -14,7 +15,6 @@ from sparsek.bench.suites.attention import (
     length_name,
     parse_lengths,
     parse_pair,
-    product,
 )
 from sparsek.bench.suites.attention_masks import KINDS, parse_mask
 from sparsek.core.errors import InvalidInput
@@ -193,6 +193,7 @@ def test_pairs_and_lengths_have_short_names() -> None:
 
 
 def test_a_product_of_lists_takes_every_combination() -> None:
-    cases = product([1, 2], [(2, 1)], [(64, 64)], [(32, 32)], ["full", "causal"], [(64, 64)], ["fp16"])
+    lists = {"batch": "1,2", "heads": "2:1", "seq": "64", "dim": "32", "mask": "full,causal", "block": "64"}
+    cases = BENCHES["attention"].cases(lists | {"dtype": "fp16"})
     assert len(cases) == len(set(cases)) == 4
     assert sorted(cases, key=lambda case: case.order)[0].mask == "causal"

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from sparsek.bench.engine import measure, records, run
+from sparsek.bench.engine.benches import BENCHES
 from sparsek.bench.peers import attention as attention_peers
 from sparsek.bench.peers.attention_grad import PEERS
 from sparsek.bench.peers.peer import peers_named
@@ -20,7 +21,6 @@ from sparsek.bench.suites.attention_grad import (
     AttentionGradCase,
     AttentionTrainCase,
     Group,
-    product,
 )
 from sparsek.bench.suites.case import Entry
 from sparsek.core.errors import InvalidInput
@@ -297,13 +297,14 @@ def test_memory_counts_what_a_call_takes_beyond_its_results(monkeypatch: pytest.
 
 
 def test_a_product_of_lists_takes_every_combination() -> None:
-    lists = [1, 2], [(2, 1)], [(64, 64)], [(32, 32)], ["full", "causal"], [(64, 64)], ["fp16"]
-    made = product(["backward", "train"], *lists, deterministic=False)
+    lists = {"batch": "1,2", "heads": "2:1", "seq": "64", "dim": "32", "mask": "full,causal", "block": "64"}
+    cases = BENCHES["attention-backward"].cases
+    made = cases(lists | {"measure": "backward,train", "dtype": "fp16", "deterministic": False})
     assert len(set(made)) == 8
     assert {type(case) for case in made} == {AttentionGradCase, AttentionTrainCase}
     assert not any(case.deterministic for case in made)
     with pytest.raises(InvalidInput, match="backward or train is measured, not 'forward'"):
-        product(["forward"], *lists)
+        cases(lists | {"measure": "forward"})
 
 
 def test_cases_that_differ_in_determinism_alone_stand_side_by_side() -> None:

@@ -1,13 +1,14 @@
 """All published rows in one go: which are stale, how long the others take, when the walk stops."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from sparsek.bench.engine import everything, records
-from sparsek.bench.engine.benches import BENCHES, Bench
+from sparsek.bench.engine.benches import BENCHES
 from sparsek.bench.engine.everything import Row, rows_of, stale_rows, walk
 from sparsek.bench.engine.tables import TABLES
 from sparsek.bench.suites.case import Entry
@@ -21,7 +22,8 @@ Make = Callable[..., records.Record]
 
 
 def rows(*kernels: str) -> list[Row]:
-    bench = Bench("spmm", {"small": tuple(Entry(case, kernels or ("auto",)) for case in SMALL)})
+    suite = tuple(Entry(case, kernels or ("auto",)) for case in SMALL)
+    bench = replace(BENCHES["spmm"], suites={"small": suite})
     return rows_of([bench])
 
 

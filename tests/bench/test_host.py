@@ -28,7 +28,7 @@ RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 LAYER = (8, 64, 128)
 SMALL = (
     HostCase("A @ B", (64, 96, 32), block=(32, 32), dtype="fp32"),
-    HostCase("plan(A, B)", (64, 96, 32), block=(32, 32), dtype="fp32"),
+    HostCase("plan of A @ B", (64, 96, 32), block=(32, 32), dtype="fp32"),
     *(
         HostCase("linear", LAYER, storage, block=(64, 64), density=1.0, dtype="fp32")
         for storage in host.STORAGES

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from sparsek.bench.engine.benches import BENCHES
 from sparsek.bench.suites import linear, mlp, sddmm, spgemm
 from sparsek.bench.suites.case import Case, Entry
 from sparsek.bench.suites.linear import LinearCase
@@ -154,12 +155,14 @@ def test_a_case_that_cannot_be_is_refused(case: Any, change: dict[str, Any], sai
 
 
 def test_products_of_lists_take_every_combination() -> None:
-    sizes = [64], [64, 128], [64]
-    assert len(set(sddmm.product(*sizes, [(16, 16)], [0.5, 1.0], ["uniform"], ["fp16"]))) == 4
-    blocks = [((32, 32), (32, 32)), ((32, 16), (16, 64))]
-    assert len(set(spgemm.product(*sizes, blocks, [0.5], ["dense", "bsr"], ["fp16"]))) == 8
-    assert len(set(linear.product(*sizes, [(16, 16)], [0.5], ["", "bias"], ["fp16"]))) == 4
-    made = mlp.product(["train", "compiled", "decode"], [1, 8], [64], [64], [(16, 16)], [0.5], ["fp16"])
+    sizes = {"m": "64", "k": "64,128", "n": "64", "dtype": "fp16"}
+    assert len(set(BENCHES["sddmm"].cases(sizes | {"block": "16", "density": "0.5,1.0"}))) == 4
+    blocks = {"block": "32:32,32x16:16x64", "density": "0.5", "result": "dense,bsr"}
+    assert len(set(BENCHES["spgemm"].cases(sizes | blocks))) == 8
+    layers = {"tokens": "64", "k": "64,128", "n": "64", "block": "16", "density": "0.5", "dtype": "fp16"}
+    assert len(set(BENCHES["linear"].cases(layers | {"epilogue": ",bias"}))) == 4
+    few = {"tokens": "1,8", "width": "64", "hidden": "64", "block": "16", "density": "0.5", "dtype": "fp16"}
+    made = BENCHES["mlp"].cases(few | {"measure": "train,compiled,decode"})
     assert [(case.op, case.tokens) for case in made[::2]] == [
         ("mlp_train", 1),
         ("mlp_train", 1),
@@ -168,7 +171,7 @@ def test_products_of_lists_take_every_combination() -> None:
     assert [getattr(case, "mode", "") for case in made] == ["eager"] * 2 + ["compiled"] * 2 + [""] * 2
     assert {case.dtype for case in made} == {"fp16"}
     with pytest.raises(InvalidInput, match="train or compiled or decode is measured, not 'serve'"):
-        mlp.product(["serve"], [1], [64], [64], [(16, 16)], [0.5], ["fp16"])
+        BENCHES["mlp"].cases(few | {"measure": "serve"})
 
 
 def test_blocks_of_both_matrices_are_read_as_people_write_them() -> None:

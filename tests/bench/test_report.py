@@ -6,22 +6,12 @@ from pathlib import Path
 import pytest
 
 from sparsek.bench.engine import charts, report
+from sparsek.bench.engine.benches import BENCHES
 from sparsek.bench.engine.records import Record
 from sparsek.bench.engine.tables import SPMM, TABLES
 from sparsek.bench.suites import (
-    attention,
     attention_grad,
-    fp8,
-    host,
-    linear,
     mlp,
-    pack,
-    planner,
-    sddmm,
-    semi24,
-    spgemm,
-    spmm,
-    story,
 )
 from sparsek.bench.suites.attention import AttentionCase
 from sparsek.bench.suites.linear import LinearCase
@@ -31,20 +21,6 @@ from sparsek.core.errors import InvalidFile
 
 Make = Callable[..., Record]
 
-SUITES_OF = {
-    "spmm": spmm.SUITES,
-    "sddmm": sddmm.SUITES,
-    "spgemm": spgemm.SUITES,
-    "linear": linear.SUITES,
-    "semi24": {**semi24.SUITES, **story.SUITES},
-    "fp8": fp8.SUITES,
-    "pack": pack.SUITES,
-    "mlp": mlp.SUITES,
-    "planner": planner.SUITES,
-    "host": host.SUITES,
-    "attention": attention.SUITES,
-    "attention-backward": attention_grad.SUITES,
-}
 PAGE = "# Title\n\n<!-- records:spmm -->\nold\n<!-- /records -->\n\nafter\n"
 
 
@@ -111,7 +87,7 @@ def test_every_table_says_how_its_records_are_made_and_stands_on_two_pages(op: s
     table = TABLES[op]
     command, _, suite = table.command.partition(" --suite ")
     assert f"sparsek bench {table.command}` on an H200" in report.markdown([], op)
-    assert suite in SUITES_OF[command]
+    assert suite in BENCHES[command].suites
     assert table.pages[0] == "README.md"
     assert [page for page, name in report.PAGES if name == op] == list(table.pages)
     assert set(table.dense) <= set(table.peers)

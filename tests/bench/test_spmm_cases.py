@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from sparsek.bench.engine.benches import BENCHES
 from sparsek.bench.suites.case import parse_block, suite_named
-from sparsek.bench.suites.spmm import A_AT_B, FORMS, SUITES, SpmmCase, product
+from sparsek.bench.suites.spmm import A_AT_B, FORMS, SUITES, SpmmCase
 from sparsek.core.errors import InvalidInput
 
 CPU = torch.device("cpu")
@@ -89,10 +90,11 @@ def test_the_same_seed_gives_the_same_bits() -> None:
 
 
 def test_a_product_of_lists_takes_every_combination() -> None:
-    cases = product([64, 128], [64], [8, 16], [(16, 16), (32, 32)], [0.5], ["uniform"], ["fp16"])
+    sizes = {"m": "64", "k": "64", "n": "8", "block": "16", "density": "0.5", "dtype": "fp16"}
+    cases = BENCHES["spmm"].cases(sizes | {"m": "64,128", "n": "8,16", "block": "16,32"})
     assert len(cases) == len(set(cases)) == 8
     assert {case.form for case in cases} == {"A@B"}
-    forms = product([64], [64], [8], [(16, 16)], [0.5], ["uniform"], ["fp16"], FORMS)
+    forms = BENCHES["spmm"].cases(sizes | {"form": ",".join(FORMS)})
     assert [case.form for case in forms] == list(FORMS)
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from sparsek.bench.engine import records
+from sparsek.bench.engine.benches import BENCHES
 from sparsek.bench.engine.measure import measure
 from sparsek.bench.engine.run import Outcome
 from sparsek.bench.engine.tables import FP8, PACK, SEMI24, STORY
@@ -167,21 +168,22 @@ def test_a_case_that_cannot_be_is_refused(case: Any, change: dict[str, Any], sai
 
 
 def test_products_of_lists_take_every_combination() -> None:
-    made = semi24.product([64], [64], [64, 8], ["x@W.T"], [None, (64, 64)], [0.5, 1.0], ["fp16"])
+    size = {"m": "64", "k": "64", "dtype": "fp16"}
+    made = BENCHES["semi24"].cases(size | {"n": "64,8", "block": "none,64", "density": "0.5,1.0"})
     kinds = [(None, 1.0), ((64, 64), 0.5), ((64, 64), 1.0)]
     assert [(case.n, case.block, case.density) for case in made] == [
         (n, *kind) for n in (64, 8) for kind in kinds
     ]
     assert semi24.parse_blocks("none") is None
     assert semi24.parse_blocks("128") == (128, 128)
-    packs = pack.product([64], [64], ["semi24", "bsr"], [(16, 16), (32, 32)], [0.5], ["fp16"])
+    packs = BENCHES["pack"].cases(size | {"to": "semi24,bsr", "block": "16,32", "keep": "0.5"})
     assert [(case.to, case.block) for case in packs] == [
         ("semi24", None),
         ("bsr", (16, 16)),
         ("bsr", (32, 32)),
     ]
-    sizes = ([64], [64], [64])
-    eights = fp8.product(sizes, ["bsr", "semi24"], [(32, 32)], [0.5], ["x@W.T", "A@B"], ["row"], ["e4m3"])
+    listed = {"m": "64", "k": "64", "n": "64", "stored": "bsr,semi24", "block": "32", "density": "0.5"}
+    eights = BENCHES["fp8"].cases(listed | {"form": "x@W.T,A@B"})
     assert [(case.stored, case.form) for case in eights] == [
         ("bsr", "x@W.T"),
         ("bsr", "A@B"),

@@ -417,7 +417,7 @@ def test_bench_attention_takes_lengths_and_heads_as_people_write_them(run, tmp_p
         (["--heads", "1:2:3"], "heads and head sizes are written"),
         (["--block", "32"], "a mask's block sides are 64 or 128, got 32"),
         (["--peers", "cublas"], "no peer is called 'cublas'; known: cudnn, flex, fa4"),
-        (["--suite", "issue3"], "leave out --seq, --mask, --block, --heads, --dim, --dtype, --kernel, or"),
+        (["--suite", "issue3"], "leave out --heads, --seq, --dim, --mask, --block, --dtype, --kernel, or"),
     ],
 )
 def test_bench_attention_answers_bad_input_with_one_line(run, arguments, said) -> None:

@@ -1,8 +1,7 @@
 """Attention as a benchmark: its cases, their operands, its suites."""
 
-import itertools
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -10,14 +9,18 @@ import torch
 from torch import Tensor
 
 from sparsek.bench.engine.memory import peak_bytes
+from sparsek.bench.suites.attention_masks import KINDS as MASKS
 from sparsek.bench.suites.attention_masks import Geometry, MaskText, parse_mask
 from sparsek.bench.suites.case import (
+    DTYPE,
     Case,
     Entry,
     Kind,
     Operands,
+    Option,
     block_name,
     check_case,
+    parse_block,
     random_dense,
     set_count,
 )
@@ -247,21 +250,29 @@ def parse_pair(text: str) -> tuple[int, int]:
     return int(parts[0]), int(parts[-1])
 
 
-def product(
-    batch: Iterable[int],
-    heads: Iterable[tuple[int, int]],
-    lengths: Iterable[tuple[int, int]],
-    dims: Iterable[tuple[int, int]],
-    masks: Iterable[str],
-    blocks: Iterable[tuple[int, int]],
-    dtype: Iterable[str],
-) -> tuple[AttentionCase, ...]:
-    """Every combination of the given values, the last varying fastest."""
-    combined = itertools.product(batch, heads, lengths, dims, masks, blocks, dtype)
-    return tuple(
-        AttentionCase(b, *head, *length, *dim, mask, block, kind)
-        for b, head, length, dim, mask, block, kind in combined
-    )
+OPTIONS: tuple[Option, ...] = (
+    Option("batch", "1", "Batch sizes.", int),
+    Option(
+        "heads", "16", "Heads of queries, or of queries and keys: 16,32:4.", parse_pair, ("heads", "kv_heads")
+    ),
+    Option(
+        "seq",
+        "8K",
+        "Queries and keys: 8K,32768, or 1Kx8K; comma lists give every combination.",
+        parse_lengths,
+        ("q_len", "kv_len"),
+    ),
+    Option(
+        "dim", "128", "Head sizes, or those of keys and values: 64,192:128.", parse_pair, ("dim", "v_dim")
+    ),
+    Option(
+        "mask",
+        "blocks:0.125",
+        f"Masks, with numbers for the letters: {', '.join(kind.form for kind in MASKS)}.",
+    ),
+    Option("block", "128", "Blocks of the masks: 128,64,64x128.", parse_block),
+    DTYPE,
+)
 
 
 def _case(

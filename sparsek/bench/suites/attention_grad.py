@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
@@ -15,7 +14,8 @@ from sparsek import kernels
 from sparsek.bench.engine.memory import peak_bytes
 from sparsek.bench.engine.several import Several, worst
 from sparsek.bench.suites.attention import EIGHTH, AttentionCase, AttentionOperands, sampled
-from sparsek.bench.suites.case import Entry, Kind, random_dense
+from sparsek.bench.suites.attention import OPTIONS as ATTENTION_OPTIONS
+from sparsek.bench.suites.case import Entry, Kind, Option, random_dense
 from sparsek.core.errors import InvalidInput
 from sparsek.mask.mask import BlockLists, BlockMask, Sizes
 from sparsek.ops.attention import attention, plan_attention, plan_attention_backward
@@ -294,28 +294,18 @@ KINDS: Mapping[str, Kind] = {
 MEASURES: Mapping[str, type[AttentionGradCase]] = {"backward": AttentionGradCase, "train": AttentionTrainCase}
 
 
-def product(
-    measure: Iterable[str],
-    batch: Iterable[int],
-    heads: Iterable[tuple[int, int]],
-    lengths: Iterable[tuple[int, int]],
-    dims: Iterable[tuple[int, int]],
-    masks: Iterable[str],
-    blocks: Iterable[tuple[int, int]],
-    dtype: Iterable[str],
-    *,
-    deterministic: bool = True,
-) -> tuple[AttentionGradCase, ...]:
-    """Every combination of the given values, the last varying fastest. `measure`: keys of MEASURES."""
-    wanted = list(measure)
-    for name in wanted:
-        if name not in MEASURES:
-            raise InvalidInput(f"of gradients, {' or '.join(MEASURES)} is measured, not {name!r}")
-    combined = itertools.product(wanted, batch, heads, lengths, dims, masks, blocks, dtype)
-    return tuple(
-        MEASURES[name](b, *head, *length, *dim, mask, block, kind, deterministic)
-        for name, b, head, length, dim, mask, block, kind in combined
-    )
+def make(*, measure: str, **fields: Any) -> AttentionGradCase:
+    """A case. `measure`: a key of MEASURES."""
+    if measure not in MEASURES:
+        raise InvalidInput(f"of gradients, {' or '.join(MEASURES)} is measured, not {measure!r}")
+    return MEASURES[measure](**fields)
+
+
+OPTIONS: tuple[Option, ...] = (
+    Option("measure", "backward", f"{', '.join(MEASURES)}: the gradients, or a training step."),
+    *ATTENTION_OPTIONS,
+    Option("deterministic", True, "The same bits every time, or sums in any order.", off="any-order"),
+)
 
 
 def _case(

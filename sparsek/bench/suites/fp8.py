@@ -4,8 +4,7 @@ Both operands are in FP8 before any time, the dense one with a scale for each to
 `bench/suites/semi24.py`, every value in stored blocks, and of 2:4 matrices the values that are not there too.
 """
 
-import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -13,11 +12,14 @@ import torch
 from torch import Tensor
 
 from sparsek.bench.suites.case import (
+    BLOCK,
+    DENSITY,
     Bar,
     Case,
     Entry,
     Kind,
     Operands,
+    Option,
     block_name,
     check_case,
     random_dense,
@@ -258,18 +260,21 @@ BARS: Mapping[Case, tuple[Bar, ...]] = {
 }
 
 
-def product(
-    sizes: tuple[Iterable[int], Iterable[int], Iterable[int]],
-    stored: Iterable[str],
-    block: Iterable[tuple[int, int]],
-    density: Iterable[float],
-    form: Iterable[str],
-    scale: Iterable[str],
-    dtype: Iterable[str],
-    fast_accum: bool = False,
-) -> tuple[Fp8Case, ...]:
-    """Every combination of the given values, the last varying fastest. `sizes`: m, k and n. A Semi24 has no blocks."""
-    kinds = [(kind, one, each) for kind in stored for one in block for each in density]
-    kinds = [(kind, None, 1.0) if kind == SEMI24 else (kind, one, each) for kind, one, each in kinds]
-    combined = itertools.product(*sizes, dict.fromkeys(kinds), form, scale, dtype)
-    return tuple(Fp8Case(m, k, n, *kind, *more, fast_accum=fast_accum) for m, k, n, kind, *more in combined)
+def make(*, stored: str, block: tuple[int, int], density: float, **fields: Any) -> Fp8Case:
+    """A case; a Semi24 has no blocks."""
+    within = (None, 1.0) if stored == SEMI24 else (block, density)
+    return Fp8Case(**fields, stored=stored, block=within[0], density=within[1])
+
+
+OPTIONS: tuple[Option, ...] = (
+    Option("m", "8192", "Rows of the FP8 matrix; comma lists give every combination.", int),
+    Option("k", "8192", "Its columns.", int),
+    Option("n", "8192", "Rows of x, or columns of B.", int),
+    Option("stored", "bsr", f"Formats: {', '.join(STORED)}."),
+    BLOCK,
+    DENSITY,
+    Option("form", LINEAR, f"Products: {', '.join(FORMS)}."),
+    Option("scale", "row", f"What shares a scale: {', '.join(SCALES)}."),
+    Option("dtype", "e4m3", f"{', '.join(DTYPES)}."),
+    Option("fast-accum", False, "Sums may stay in the tensor cores.", fields=("fast_accum",)),
+)

@@ -1,7 +1,6 @@
 """y = act(x @ W.T + bias) + residual as a benchmark: its cases, their operands, its suites."""
 
-import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -10,10 +9,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from sparsek.bench.suites.case import (
+    BLOCK,
+    DENSITY,
+    DTYPE,
     Case,
     Entry,
     Kind,
     Operands,
+    Option,
     block_name,
     check_case,
     random_dense,
@@ -188,15 +191,12 @@ ISSUE4: tuple[Entry, ...] = (
 SUITES: Mapping[str, tuple[Entry, ...]] = {"issue4": ISSUE4}
 
 
-def product(
-    tokens: Iterable[int],
-    k: Iterable[int],
-    n: Iterable[int],
-    block: Iterable[tuple[int, int]],
-    density: Iterable[float],
-    epilogue: Iterable[str],
-    dtype: Iterable[str],
-) -> tuple[LinearCase, ...]:
-    """Every combination of the given values, the last varying fastest."""
-    combined = itertools.product(tokens, k, n, block, density, epilogue, dtype)
-    return tuple(LinearCase(*values) for values in combined)
+OPTIONS: tuple[Option, ...] = (
+    Option("tokens", "8192", "Rows of x; comma lists give every combination.", int),
+    Option("k", "8192", "Features that come in.", int),
+    Option("n", "8192", "Features that go out.", int),
+    BLOCK,
+    DENSITY,
+    Option("epilogue", "bias+gelu", f"What follows the product, joined by +: {', '.join(PARTS)}."),
+    DTYPE,
+)

@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from sparsek.bench.suites.case import Case, Entry, Kind, Operands, suite_named
+from sparsek.bench.suites.case import DTYPE, Case, Entry, Kind, Operands, Option, suite_named
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
-from sparsek.ops.weight_formats import ways
+from sparsek.ops.weight_formats import FORMATS, ways
 
 # What the records of the planner are hashed over: how W is stored and predicted, and the model of the dense product.
 PLANNER = "ops.weight_formats"
@@ -105,3 +105,13 @@ KINDS: Mapping[str, Kind] = {
 }
 ISSUE6: tuple[Entry, ...] = (Entry(PlannerCase("issue6")),)
 SUITES: Mapping[str, tuple[Entry, ...]] = {"issue6": ISSUE6, "other": (Entry(PlannerCase("other")),)}
+OPTIONS: tuple[Option, ...] = (
+    Option("layers", "issue6", f"Layers with densities: {', '.join(LAYERS)}."),
+    DTYPE,
+    Option(
+        "format",
+        "all",
+        f"all that have kernels, or some of {', '.join(FORMATS)}, joined by +.",
+        fields=("formats",),
+    ),
+)

@@ -1,7 +1,6 @@
 """S = X @ Y at the blocks of a pattern as a benchmark: its cases, their operands, its suites."""
 
-import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -9,10 +8,14 @@ import torch
 from torch import Tensor
 
 from sparsek.bench.suites.case import (
+    BLOCK,
+    DENSITY,
+    DTYPE,
     Case,
     Entry,
     Kind,
     Operands,
+    Option,
     block_name,
     check_case,
     random_dense,
@@ -133,15 +136,12 @@ ISSUE4: tuple[Entry, ...] = tuple(
 SUITES: Mapping[str, tuple[Entry, ...]] = {"issue4": ISSUE4}
 
 
-def product(
-    m: Iterable[int],
-    k: Iterable[int],
-    n: Iterable[int],
-    block: Iterable[tuple[int, int]],
-    density: Iterable[float],
-    pattern: Iterable[str],
-    dtype: Iterable[str],
-) -> tuple[SddmmCase, ...]:
-    """Every combination of the given values, the last varying fastest."""
-    combined = itertools.product(m, k, n, block, density, pattern, dtype)
-    return tuple(SddmmCase(*values) for values in combined)
+OPTIONS: tuple[Option, ...] = (
+    Option("m", "8192", "Rows of X; comma lists give every combination.", int),
+    Option("k", "8192", "Columns of X.", int),
+    Option("n", "8192", "Columns of Y.", int),
+    BLOCK,
+    DENSITY,
+    Option("pattern", "uniform", f"{', '.join(PATTERNS)}."),
+    DTYPE,
+)

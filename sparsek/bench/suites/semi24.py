@@ -4,9 +4,8 @@ Rates count what a dense product does: 2 * m * k * n FLOPs of a Semi24, 2 * n fo
 stored or not. Half of that is multiplied.
 """
 
-import itertools
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -14,11 +13,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from sparsek.bench.suites.case import (
+    DENSITY,
+    DTYPE,
     Bar,
     Case,
     Entry,
     Kind,
     Operands,
+    Option,
     block_name,
     check_case,
     parse_block,
@@ -235,19 +237,17 @@ def parse_blocks(text: str) -> tuple[int, int] | None:
     return None if text == "none" else parse_block(text)
 
 
-def product(
-    m: Iterable[int],
-    k: Iterable[int],
-    n: Iterable[int],
-    form: Iterable[str],
-    block: Iterable[tuple[int, int] | None],
-    density: Iterable[float],
-    dtype: Iterable[str],
-) -> tuple[Semi24Case, ...]:
-    """Every combination of the given values, the last varying fastest. None among blocks has one density, 1."""
-    sides = [(None, 1.0) if one is None else (one, each) for one in block for each in density]
-    combined = itertools.product(m, k, n, form, dict.fromkeys(sides), dtype)
-    return tuple(
-        Semi24Case(rows, inner, columns, kind, one, each, numbers)
-        for rows, inner, columns, kind, (one, each), numbers in combined
-    )
+def make(*, block: tuple[int, int] | None, density: float, **fields: Any) -> Semi24Case:
+    """A case; one without blocks has one density, 1."""
+    return Semi24Case(**fields, block=block, density=1.0 if block is None else density)
+
+
+OPTIONS: tuple[Option, ...] = (
+    Option("m", "8192", "Rows of the 2:4 matrix; comma lists give every combination.", int),
+    Option("k", "8192", "Its columns.", int),
+    Option("n", "8192", "Rows of x, or columns of B.", int),
+    Option("form", LINEAR, f"Products: {', '.join(FORMS)}."),
+    Option("block", "none", "Stored blocks, or none: none,128.", parse_blocks),
+    replace(DENSITY, default="1"),
+    DTYPE,
+)

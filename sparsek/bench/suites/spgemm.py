@@ -1,7 +1,6 @@
 """C = A @ B of two BSR matrices as a benchmark: its cases, their operands, its suites."""
 
-import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -12,10 +11,12 @@ from torch.profiler import ProfilerActivity, profile
 
 from sparsek.bench.engine.wall import wall_rounds
 from sparsek.bench.suites.case import (
+    DTYPE,
     Case,
     Entry,
     Kind,
     Operands,
+    Option,
     block_name,
     check_case,
     parse_block,
@@ -247,18 +248,14 @@ def parse_blocks(text: str) -> tuple[tuple[int, int], tuple[int, int]]:
     return first, others[0] if others else first
 
 
-def product(
-    m: Iterable[int],
-    k: Iterable[int],
-    n: Iterable[int],
-    blocks: Iterable[tuple[tuple[int, int], tuple[int, int]]],
-    density: Iterable[float],
-    out: Iterable[str],
-    dtype: Iterable[str],
-) -> tuple[SpgemmCase, ...]:
-    """Every combination of the given values, the last varying fastest. `blocks`: those of A and of B."""
-    combined = itertools.product(m, k, n, blocks, density, out, dtype)
-    return tuple(
-        SpgemmCase(rows, inner, columns, of_a, of_b, each, kind, numbers)
-        for rows, inner, columns, (of_a, of_b), each, kind, numbers in combined
-    )
+OPTIONS: tuple[Option, ...] = (
+    Option("m", "8192", "Rows of A; comma lists give every combination.", int),
+    Option("k", "8192", "Columns of A.", int),
+    Option("n", "8192", "Columns of B.", int),
+    Option(
+        "block", "128", "Blocks, of A and of B: 128,512x112:112x128.", parse_blocks, ("a_block", "b_block")
+    ),
+    Option("density", "0.125", "Fraction of blocks that either stores.", float),
+    Option("result", "dense", f"What C is: {', '.join(OUTPUTS)}.", fields=("out",)),
+    DTYPE,
+)

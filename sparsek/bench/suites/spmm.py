@@ -1,7 +1,6 @@
 """Products of a BSR and a dense matrix as a benchmark: its cases, their operands, its suites."""
 
-import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
@@ -9,10 +8,14 @@ import torch
 from torch import Tensor
 
 from sparsek.bench.suites.case import (
+    BLOCK,
+    DENSITY,
+    DTYPE,
     Case,
     Entry,
     Kind,
     Operands,
+    Option,
     block_name,
     check_case,
     random_dense,
@@ -232,16 +235,13 @@ RAGGED: tuple[Entry, ...] = (
 SUITES: Mapping[str, tuple[Entry, ...]] = {"issue2": ISSUE2, "issue4": ISSUE4, "ragged": RAGGED}
 
 
-def product(
-    m: Iterable[int],
-    k: Iterable[int],
-    n: Iterable[int],
-    block: Iterable[tuple[int, int]],
-    density: Iterable[float],
-    pattern: Iterable[str],
-    dtype: Iterable[str],
-    form: Iterable[str] = (A_AT_B,),
-) -> tuple[SpmmCase, ...]:
-    """Every combination of the given values, the last varying fastest."""
-    combined = itertools.product(m, k, n, block, density, pattern, dtype, form)
-    return tuple(SpmmCase(*values) for values in combined)
+OPTIONS: tuple[Option, ...] = (
+    Option("m", "8192", "Rows of A; comma lists give every combination.", int),
+    Option("k", "8192", "Columns of A.", int),
+    Option("n", "8192", "The side of B that A does not meet.", int),
+    BLOCK,
+    DENSITY,
+    Option("pattern", "uniform", f"{', '.join(PATTERNS)}."),
+    DTYPE,
+    Option("form", A_AT_B, f"Products: {', '.join(FORMS)}."),
+)
