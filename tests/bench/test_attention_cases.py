@@ -55,7 +55,7 @@ def test_every_suite_case_survives_a_record(name: str) -> None:
 def test_the_suite_holds_every_row_of_the_speed_table() -> None:
     there = {
         (c.mask.split(":")[0], c.q_len // 1024, c.block[0], c.heads, c.kv_heads, c.dim, c.dtype)
-        for c in (entry.case for entry in SUITES["issue3"] if entry.op == "attention")
+        for c in (entry.case for entry in SUITES["published"] if entry.op == "attention")
     }
     common = (128, 16, 16, 128, "bf16")
     wanted = {(mask, s, *common) for mask, s in (("causal", 32), ("full", 8), ("full", 32), ("window", 32))}
@@ -65,8 +65,8 @@ def test_the_suite_holds_every_row_of_the_speed_table() -> None:
     wanted |= {("window", 32, 128, 32, kv, 128, "bf16") for kv in (4, 32)}
     wanted |= {("window", s, 128, 8, 8, 128, "bf16") for s in (128, 256, 512)}
     assert wanted <= there
-    assert {"attention_new_mask", "mask_build"} <= {entry.op for entry in SUITES["issue3"]}
-    long = [entry.case for entry in SUITES["issue3"] if entry.case.q_len >= 2**17]
+    assert {"attention_new_mask", "mask_build"} <= {entry.op for entry in SUITES["published"]}
+    long = [entry.case for entry in SUITES["published"] if entry.case.q_len >= 2**17]
     assert {case.mask for case in long} == {attention.LONG} == {entry.case.mask for entry in SUITES["sweep"]}
 
 
@@ -117,7 +117,7 @@ def test_a_uniform_mask_has_as_many_blocks_as_its_bigbird(heads: int) -> None:
 
 
 def test_bigbird_of_the_suite_has_2_percent_global_rows() -> None:
-    case = next(entry.case for entry in SUITES["issue3"] if entry.case.mask.startswith("bigbird"))
+    case = next(entry.case for entry in SUITES["published"] if entry.case.mask.startswith("bigbird"))
     counts = replace(case, heads=1, kv_heads=1).mask_maker(CPU)().full.counts
     assert int((counts == 256).sum()) == round(0.02 * 256)
     assert set(counts[counts < 256].tolist()) <= {10, 11}

@@ -69,7 +69,7 @@ def test_every_suite_case_survives_a_record_and_has_a_name_of_its_own(name: str)
 def test_the_suites_hold_every_row_of_the_speed_table() -> None:
     there = {
         (c.mask, c.q_len // 1024, c.block[0], c.dim, c.deterministic)
-        for c in (entry.case for entry in SUITES["issue5"])
+        for c in (entry.case for entry in SUITES["published"])
     }
     eighth, fixed, free = "blocks:0.125", (128, 128, True), (128, 128, False)
     wanted = {("full", 8, *fixed), ("full", 32, *fixed), ("causal", 32, *fixed), ("window:2048", 32, *fixed)}
@@ -77,14 +77,14 @@ def test_the_suites_hold_every_row_of_the_speed_table() -> None:
     wanted |= {(eighth, 32, 128, dim, True) for dim in (64, 256)}
     wanted |= {(eighth, 32, *free), ("causal", 32, *free)}
     assert there == wanted
-    assert {(c.batch, c.heads, c.kv_heads, c.dtype) for c in (e.case for e in SUITES["issue5"])} == {
+    assert {(c.batch, c.heads, c.kv_heads, c.dtype) for c in (e.case for e in SUITES["published"])} == {
         (1, 16, 16, "bf16")
     }
-    steps = [entry.case for entry in SUITES["issue5_train"]]
+    steps = [entry.case for entry in SUITES["train"]]
     assert [(c.q_len // 1024, c.mask, c.heads, c.op) for c in steps] == [
         (kilo, "window:4096", 8, "attention_train") for kilo in (64, 128, 256)
     ]
-    assert {kernel for e in SUITES["issue5"] for kernel in e.kernels} == {
+    assert {kernel for e in SUITES["published"] for kernel in e.kernels} == {
         "auto",
         "hopper.attention_bwd",
         "portable.attention_bwd",

@@ -121,7 +121,7 @@ def test_bsr_times_bsr_shows_the_symbolic_phase(make_record: Make) -> None:
 
 
 def test_the_ops_of_one_suite_have_their_own_tables(make_record: Make) -> None:
-    train, *_, decode = [make_record(entry.case) for entry in mlp.ISSUE4]
+    train, *_, decode = [make_record(entry.case) for entry in mlp.PUBLISHED]
     assert report.measured([decode, train]) == ["mlp_train", "mlp_decode"]
     step = "| 4096 to 16384 to 4096 gelu, block 128 12.5 % bf16, 8192 tokens | cpu.spmm + reference.sddmm |"
     assert step in report.markdown([train, decode], "mlp_train")
@@ -130,7 +130,7 @@ def test_the_ops_of_one_suite_have_their_own_tables(make_record: Make) -> None:
 
 
 def test_a_training_step_shows_its_time_per_token_and_its_peak(make_record: Make) -> None:
-    case = attention_grad.ISSUE5_TRAIN[1].case
+    case = attention_grad.TRAINING[1].case
     ms = {"median": 13.1072, "min": 13.0, "max": 14.0, "rounds": 7}
     lines = report.markdown([make_record(case, ms=ms, peak_gb=4.321)], "attention_train").splitlines()
     assert "| us per token | speedup over dense | useful TFLOPS | of the roofline | peak GB |" in lines[0]
@@ -141,7 +141,7 @@ def test_a_training_step_shows_its_time_per_token_and_its_peak(make_record: Make
 
 
 def test_gradients_that_are_not_deterministic_have_rows_of_their_own(make_record: Make) -> None:
-    fixed, free = (entry.case for entry in (attention_grad.ISSUE5[5], attention_grad.ISSUE5[10]))
+    fixed, free = (entry.case for entry in (attention_grad.PUBLISHED[5], attention_grad.PUBLISHED[10]))
     table = report.markdown([make_record(free), make_record(fixed)], "attention_backward")
     name = "| 32K random 12.5 %, block 128, 16 heads, D 128, bf16"
     assert [line[: len(name) + 22] for line in table.splitlines()[2:4]] == [
@@ -185,8 +185,8 @@ def test_a_page_that_is_missing_leaves_the_others_alone(tmp_path: Path, make_rec
 
 
 def test_without_records_the_table_says_how_to_make_them() -> None:
-    assert "sparsek bench spmm --suite issue2" in report.markdown([], "spmm")
-    assert "sparsek bench attention --suite issue3" in report.markdown([], "attention")
+    assert "sparsek bench spmm --suite blocks" in report.markdown([], "spmm")
+    assert "sparsek bench attention --suite published" in report.markdown([], "attention")
 
 
 def test_the_table_goes_between_the_markers_and_nothing_else_moves(tmp_path: Path, make_record: Make) -> None:

@@ -34,18 +34,18 @@ def test_every_suite_case_survives_a_record(name: str) -> None:
 def test_the_suite_holds_every_row_of_the_speed_table() -> None:
     cases = {
         (entry.case.block_name, round(entry.case.density, 4), entry.case.pattern)
-        for entry in SUITES["issue2"]
+        for entry in SUITES["blocks"]
     }
     wanted = {("128", density, "uniform") for density in (0.5, 0.25, 0.125, 0.0625)}
     wanted |= {(block, 0.125, "uniform") for block in ("64", "32", "16")}
     wanted |= {("512x112", round(16 / 74, 4), "uniform"), ("128", 0.125, "powerlaw"), ("64", 0.25, "uniform")}
     assert wanted <= cases
-    portable = {entry.case.block_name for entry in SUITES["issue2"] if "portable.spmm" in entry.kernels}
+    portable = {entry.case.block_name for entry in SUITES["blocks"] if "portable.spmm" in entry.kernels}
     assert portable == {"128", "64", "32"}
 
 
 def test_the_suite_of_issue_4_holds_the_four_products_of_one_size() -> None:
-    cases = [entry.case for entry in SUITES["issue4"]]
+    cases = [entry.case for entry in SUITES["forms"]]
     assert [case.form for case in cases] == list(FORMS)
     assert {replace(case, form=A_AT_B) for case in cases} == {SpmmCase(8192, 8192, 8192, (128, 128), 0.125)}
 
@@ -72,12 +72,12 @@ def test_every_form_is_the_product_it_is_named_after(form: str) -> None:
 
 
 def test_blocks_of_512x112_are_compared_with_as_many_values_in_blocks_of_128() -> None:
-    cases = {entry.case.block_name: entry.case for entry in SUITES["issue2"] if entry.case.density > 0.2}
+    cases = {entry.case.block_name: entry.case for entry in SUITES["blocks"] if entry.case.density > 0.2}
     odd = cases["512x112"]
     rows, columns = 8192 // 512, -(-8192 // 112)
     each = round(odd.density * columns)
     assert each == 16
-    even = next(e.case for e in SUITES["issue2"] if e.case.block == (128, 128) and e.case.density == 14 / 64)
+    even = next(e.case for e in SUITES["blocks"] if e.case.block == (128, 128) and e.case.density == 14 / 64)
     assert rows * each * 512 * 112 == 64 * round(even.density * 64) * 128 * 128
 
 
@@ -129,5 +129,5 @@ def test_a_case_that_cannot_be_is_refused(change: dict, said: str) -> None:
 
 
 def test_an_unknown_suite_names_the_known_ones() -> None:
-    with pytest.raises(InvalidInput, match="known: issue2, issue4, ragged"):
-        suite_named(SUITES, "issue3")
+    with pytest.raises(InvalidInput, match="known: blocks, forms, ragged"):
+        suite_named(SUITES, "issue2")

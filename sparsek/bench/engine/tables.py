@@ -131,7 +131,7 @@ def _ms_of(peer: str) -> Callable[[Record], str]:
 def _against(
     bars: Mapping[Case, Sequence[Bar]], names: Mapping[str, str], kernels: str = "hopper."
 ) -> Callable[[Record], str]:
-    """What the issue asks of `kernels`, the start of their names, beside peers: "cuBLAS 1.45 (aim 1.7): met"."""
+    """What `kernels`, the start of their names, must reach beside peers: "cuBLAS 1.45 (aim 1.7): met"."""
 
     def cell(record: Record) -> str:
         if not record["kernel"].startswith(kernels):
@@ -246,8 +246,8 @@ SPMM = Table(
         "a_at_b": "A @ B",
     },
     dense=("cublas", "torch_dense"),
-    command="spmm --suite issue2",
-    suite=(*spmm.ISSUE2, *spmm.ISSUE4),
+    command="spmm --suite blocks",
+    suite=(*spmm.BY_BLOCK, *spmm.BY_FORM),
     columns=(CASE, KERNEL, MS, SPEEDUP, USEFUL, GBPS, ROOF),
     note=(
         f"{USEFUL_NOTE} A @ B is this library's on the same pattern. "
@@ -265,8 +265,8 @@ SDDMM = Table(
         "torch_dense": "torch dense",
     },
     dense=("cublas", "torch_dense"),
-    command="sddmm --suite issue4",
-    suite=sddmm.ISSUE4,
+    command="sddmm --suite published",
+    suite=sddmm.PUBLISHED,
     columns=(CASE, KERNEL, MS, SPEEDUP, USEFUL, ROOF),
     note=(
         f"{USEFUL_NOTE} torch.sparse is the kernel of its BSR sampled_addmm with the best tile of K, stages and warps."
@@ -278,8 +278,8 @@ SPGEMM = Table(
     title="BSR x BSR",
     peers={"cublas": "cuBLAS", "torch_csr": "torch.sparse CSR", "torch_dense": "torch dense"},
     dense=("cublas", "torch_dense"),
-    command="spgemm --suite issue4",
-    suite=spgemm.ISSUE4,
+    command="spgemm --suite published",
+    suite=spgemm.PUBLISHED,
     columns=(CASE, KERNEL, MS, SPEEDUP, USEFUL, ROOF, SYMBOLIC, SYMBOLIC_GPU),
     note=(
         "Of both matrices the given share of blocks is stored: as many in every block row of A and in every block "
@@ -297,8 +297,8 @@ LINEAR = Table(
     title="linear",
     peers={"cublas": "cuBLAS and torch", "torch_dense": "torch dense", "plain": "the plain product"},
     dense=("cublas", "torch_dense"),
-    command="linear --suite issue4",
-    suite=linear.ISSUE4,
+    command="linear --suite published",
+    suite=linear.PUBLISHED,
     columns=(CASE, KERNEL, MS, BESIDE_PLAIN, SPEEDUP, USEFUL, ROOF),
     note=(
         f"{USEFUL_NOTE} The dense peer is torch's linear layer, followed by torch's activation and addition. The plain "
@@ -319,8 +319,8 @@ SEMI24 = Table(
     title="2:4",
     peers=SEMI24_PEERS,
     dense=("cublas", "torch_dense"),
-    command="semi24 --suite issue6",
-    suite=semi24.ISSUE6,
+    command="semi24 --suite published",
+    suite=semi24.PUBLISHED,
     columns=(
         CASE,
         KERNEL,
@@ -328,7 +328,7 @@ SEMI24 = Table(
         SPEEDUP,
         Column("dense-equivalent TFLOPS", _useful),
         ROOF,
-        Column("asked, over a peer", _against(semi24.BARS, SEMI24_PEERS)),
+        Column("must reach", _against(semi24.BARS, SEMI24_PEERS)),
     ),
     note=(
         "TFLOPS are dense-equivalent: 2 * M * N * K of a 2:4 matrix, 2 * N for every value in the stored blocks of "
@@ -377,8 +377,8 @@ FP8 = Table(
     title="FP8",
     peers=FP8_PEERS,
     dense=("cublas_fp8", "torch_dense"),
-    command="fp8 --suite issue6",
-    suite=fp8.ISSUE6,
+    command="fp8 --suite published",
+    suite=fp8.PUBLISHED,
     columns=(
         CASE,
         KERNEL,
@@ -386,7 +386,7 @@ FP8 = Table(
         SPEEDUP,
         USEFUL,
         ROOF,
-        Column("asked, over a peer", _against(fp8.BARS, FP8_PEERS)),
+        Column("must reach", _against(fp8.BARS, FP8_PEERS)),
     ),
     note=(
         "Both operands are in FP8 before any time, E4M3 with a float32 scale for each row of W and of x unless said, C "
@@ -402,15 +402,15 @@ PACK = Table(
     title="packing",
     peers={"copy": "a copy"},
     dense=("copy",),
-    command="pack --suite issue6",
-    suite=pack.ISSUE6,
+    command="pack --suite published",
+    suite=pack.PUBLISHED,
     columns=(
         CASE,
         KERNEL,
         MS,
         GBPS,
         ROOF,
-        Column("asked, over a peer", _against(pack.BARS, {"copy": "a copy"}, "")),
+        Column("must reach", _against(pack.BARS, {"copy": "a copy"}, "")),
     ),
     note=(
         "GB/s count the dense matrix read once and what is stored written once, 2:4 values with their metadata or "
@@ -426,8 +426,8 @@ MLP_TRAIN = Table(
     title="training step of an MLP",
     peers=MLP_PEERS,
     dense=("torch_dense",),
-    command="mlp --suite issue4",
-    suite=mlp.ISSUE4,
+    command="mlp --suite published",
+    suite=mlp.PUBLISHED,
     columns=(CASE, KERNEL, MS, SPEEDUP, USEFUL, ROOF),
     note=(
         f"{USEFUL_NOTE} A step is the forward and the gradients of x and of both weights, without an optimizer. The "
@@ -441,8 +441,8 @@ MLP_DECODE = Table(
     title="decoding through an MLP",
     peers=MLP_PEERS,
     dense=("torch_dense",),
-    command="mlp --suite issue4",
-    suite=mlp.ISSUE4,
+    command="mlp --suite published",
+    suite=mlp.PUBLISHED,
     columns=(CASE, KERNEL, MS, SPEEDUP, GBPS, ROOF),
     note=(
         f"{USEFUL_NOTE} One CUDA graph holds as many layers one after another as exceed the cache several times, each "
@@ -463,8 +463,8 @@ ATTENTION = Table(
         "sdpa": "torch dense",
     },
     dense=("cudnn", "sdpa"),
-    command="attention --suite issue3",
-    suite=attention.ISSUE3,
+    command="attention --suite published",
+    suite=attention.PUBLISHED,
     columns=(CASE, KERNEL, MS, SPEEDUP, USEFUL, ROOF, MEMORY),
     note=(
         "Useful TFLOPS count the pairs that the mask admits, the roofline whole blocks. A ratio is this library's "
@@ -490,8 +490,8 @@ ATTENTION_BACKWARD = Table(
     title="gradients of attention",
     peers=GRADIENT_PEERS,
     dense=("cudnn", "sdpa"),
-    command="attention-backward --suite issue5",
-    suite=attention_grad.ISSUE5,
+    command="attention-backward --suite published",
+    suite=attention_grad.PUBLISHED,
     columns=(CASE, KERNEL, MS, SPEEDUP, USEFUL, ROOF, MEMORY),
     note=(
         "dq, dk and dv, where out and lse are there. Useful TFLOPS count the pairs that the mask admits, five products "
@@ -508,8 +508,8 @@ ATTENTION_TRAIN = Table(
     title="training step of attention",
     peers=GRADIENT_PEERS,
     dense=("cudnn", "sdpa"),
-    command="attention-backward --suite issue5_train",
-    suite=attention_grad.ISSUE5_TRAIN,
+    command="attention-backward --suite train",
+    suite=attention_grad.TRAINING,
     columns=(CASE, KERNEL, MS, PER_TOKEN, SPEEDUP, USEFUL, ROOF, PEAK),
     note=(
         f"{USEFUL_NOTE} A step is attention and the gradients of q, k and v, by autograd. Peak memory is the most that "
@@ -523,8 +523,8 @@ PLANNER = Table(
     title="the planner's choice",
     peers={"best": "the best measured", "measured": "its own rounds' choice", "dense": "dense", "2:4": "2:4"},
     dense=("dense",),
-    command="planner --suite issue6",
-    suite=planner.ISSUE6,
+    command="planner --suite models",
+    suite=planner.MODELS,
     columns=(CASE, MS, NEAR, WORST, NEAR_MEASURED),
     note=(
         "For every layer each option of `plan_linear` is checked and timed in the same rounds: dense, 2:4, and BSR and "

@@ -298,8 +298,8 @@ def _entries(kernels: Sequence[str], *cases: AttentionCase) -> tuple[Entry, ...]
     return tuple(Entry(case, tuple(kernels)) for case in cases)
 
 
-# Every row of the speed table of issue 3, and other head sizes and fp16.
-ISSUE3: tuple[Entry, ...] = (
+# Masks, lengths, blocks, head sizes and fp16.
+PUBLISHED: tuple[Entry, ...] = (
     *_entries(BOTH, _case(EIGHTH, 8)),
     *_entries(HOPPER, _case(EIGHTH, 32)),
     *_entries(BOTH, _case("window:2048", 32)),
@@ -317,4 +317,4 @@ ISSUE3: tuple[Entry, ...] = (
 )
 # Time and memory of one window over the length.
 SWEEP: tuple[Entry, ...] = _entries(HOPPER, *(_case(LONG, 2**power, heads=(8, 8)) for power in range(10)))
-SUITES: Mapping[str, tuple[Entry, ...]] = {"issue3": ISSUE3, "sweep": SWEEP}
+SUITES: Mapping[str, tuple[Entry, ...]] = {"published": PUBLISHED, "sweep": SWEEP}

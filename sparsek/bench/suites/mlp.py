@@ -296,12 +296,11 @@ class MlpTrainCase(MlpCase):
 
 KINDS: Mapping[str, Kind] = {"mlp_train": Kind(MlpTrainCase), "mlp_decode": Kind(MlpDecodeCase)}
 LAYER = (4096, 16384, (128, 128), 0.125)
-# The rows of the speed table of issue 4.
-ISSUE4: tuple[Entry, ...] = (
+PUBLISHED: tuple[Entry, ...] = (
     *(Entry(MlpTrainCase(8192, *LAYER, mode=mode)) for mode in MODES),
     *(Entry(MlpDecodeCase(tokens, *LAYER)) for tokens in (1, 16, 64)),
 )
-SUITES: Mapping[str, tuple[Entry, ...]] = {"issue4": ISSUE4}
+SUITES: Mapping[str, tuple[Entry, ...]] = {"published": PUBLISHED}
 
 
 MEASURES: Mapping[str, Callable[..., MlpCase]] = {

@@ -224,9 +224,8 @@ class Copy:
 PEERS: tuple[Peer, ...] = (Copy(),)
 KINDS: Mapping[str, Kind] = {"pack": Kind(PackCase, rated=False)}
 CASES = (PackCase(8192, 8192, SEMI24), PackCase(8192, 8192, TO_BSR, (128, 128), 0.125))
-# The row of the speed table of issue 6.
-ISSUE6: tuple[Entry, ...] = tuple(Entry(case) for case in CASES)
-SUITES: Mapping[str, tuple[Entry, ...]] = {"issue6": ISSUE6}
+PUBLISHED: tuple[Entry, ...] = tuple(Entry(case) for case in CASES)
+SUITES: Mapping[str, tuple[Entry, ...]] = {"published": PUBLISHED}
 BARS: Mapping[Case, tuple[Bar, ...]] = dict.fromkeys(CASES, (Bar("copy", 0.5, 0.8),))
 
 

@@ -43,7 +43,7 @@ SHAPES = ((2048, 2048), (4096, 4096), (14336, 4096), (4096, 14336), (8192, 8192)
 TOKENS = (16, 256, 1024, 4096, 8192)
 KEEPS = ((0.5, 0.125), (0.25, 0.0625))
 LAYERS: Mapping[str, tuple[Layer, ...]] = {
-    "issue6": tuple(
+    "models": tuple(
         Layer(tokens, n, k, keep)
         for n, k in SHAPES
         for at, tokens in enumerate(TOKENS)
@@ -65,7 +65,7 @@ class PlannerCase(Case):
 
     op: ClassVar[str] = "planner"
 
-    layers: str = "issue6"
+    layers: str = "models"
     dtype: str = "bf16"
     formats: str = "all"
 
@@ -81,7 +81,7 @@ class PlannerCase(Case):
 
     @property
     def name(self) -> str:
-        """ "50 layers x densities of issue6, bf16"."""
+        """ "50 layers x densities of models, bf16"."""
         shown = "" if self.formats == "all" else f", {self.formats}"
         return f"{len(LAYERS[self.layers])} layers × densities of {self.layers}, {self.dtype}{shown}"
 
@@ -103,10 +103,10 @@ KINDS: Mapping[str, Kind] = {
         PlannerCase, rated=False, extra=("near", "near_measured", "count", "worst"), sources=BESIDE
     ),
 }
-ISSUE6: tuple[Entry, ...] = (Entry(PlannerCase("issue6")),)
-SUITES: Mapping[str, tuple[Entry, ...]] = {"issue6": ISSUE6, "other": (Entry(PlannerCase("other")),)}
+MODELS: tuple[Entry, ...] = (Entry(PlannerCase("models")),)
+SUITES: Mapping[str, tuple[Entry, ...]] = {"models": MODELS, "other": (Entry(PlannerCase("other")),)}
 OPTIONS: tuple[Option, ...] = (
-    Option("layers", "issue6", f"Layers with densities: {', '.join(LAYERS)}."),
+    Option("layers", "models", f"Layers with densities: {', '.join(LAYERS)}."),
     DTYPE,
     Option(
         "format",

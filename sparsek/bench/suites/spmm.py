@@ -208,9 +208,9 @@ def _square(block: int, density: float, **more: Any) -> SpmmCase:
     return SpmmCase(8192, 8192, 8192, (block, block), density, **more)
 
 
-# Every row of the Speed table of issue 2. 512x112 with 16 blocks in each of 16 rows holds as many values as
+# A @ B by block and density. 512x112 with 16 blocks in each of 16 rows holds as many values as
 # block 128 with 14 blocks in each of 64 rows: 14,680,064.
-ISSUE2: tuple[Entry, ...] = (
+BY_BLOCK: tuple[Entry, ...] = (
     Entry(_square(128, 0.5), ("hopper.spmm",)),
     Entry(_square(128, 0.25), ("hopper.spmm",)),
     Entry(_square(128, 0.125), ("hopper.spmm", "portable.spmm")),
@@ -225,14 +225,14 @@ ISSUE2: tuple[Entry, ...] = (
     Entry(SpmmCase(16384, 16384, 16, (128, 128), 0.25), ("hopper.spmm",)),
 )
 # The other three products of the same size, next to A @ B and its tuned peers.
-ISSUE4: tuple[Entry, ...] = tuple(Entry(_square(128, 0.125, form=form), ("hopper.spmm",)) for form in FORMS)
+BY_FORM: tuple[Entry, ...] = tuple(Entry(_square(128, 0.125, form=form), ("hopper.spmm",)) for form in FORMS)
 # Sides that no tile divides, and uneven rows: the schedule must hold up here too.
 RAGGED: tuple[Entry, ...] = (
     Entry(SpmmCase(8200, 8136, 8104, (128, 128), 0.125), ("hopper.spmm",)),
     Entry(SpmmCase(5000, 7000, 3000, (64, 64), 0.125, "powerlaw"), ("hopper.spmm",)),
     Entry(SpmmCase(4096, 11008, 4096, (128, 128), 0.125), ("hopper.spmm",)),
 )
-SUITES: Mapping[str, tuple[Entry, ...]] = {"issue2": ISSUE2, "issue4": ISSUE4, "ragged": RAGGED}
+SUITES: Mapping[str, tuple[Entry, ...]] = {"blocks": BY_BLOCK, "forms": BY_FORM, "ragged": RAGGED}
 
 
 OPTIONS: tuple[Option, ...] = (
