@@ -17,7 +17,7 @@ from sparsek.bench.engine.report import measured_peers
 from sparsek.bench.engine.run import GateError, Outcome
 from sparsek.bench.engine.tables import Table, case_name, table_of
 from sparsek.bench.peers.peer import Peer, peers_named
-from sparsek.bench.suites.case import Entry, listed, suite_named
+from sparsek.bench.suites.case import SuiteRow, listed, suite_named
 from sparsek.cli.output import complain, console, progress
 from sparsek.cli.output import table as new_table
 from sparsek.core import arguments
@@ -59,7 +59,7 @@ def bench(one: Bench, cases: Mapping[str, str | bool], request: Request) -> None
         entries = _numbered(suite_named(one.suites, suite), request.only)
     else:
         kernels = tuple(listed("kernel", request.kernel, str))
-        entries = tuple(Entry(case, kernels) for case in one.cases(cases))
+        entries = tuple(SuiteRow(case, kernels) for case in one.cases(cases))
     names = {"all": None, "none": []}.get(request.peers.strip(), listed("peers", request.peers, str))
     chosen = peers_named(one.peers, names, device)
     if device.type == "cpu" and one.small and not _sizes_in(one.small) & set(given):
@@ -106,7 +106,7 @@ def _refuse_contradictions(given: Sequence[str], suite: str) -> None:
         raise InvalidInput("--only picks entries of a suite; name one with --suite")
 
 
-def _numbered(entries: Sequence[Entry], only: str | None) -> tuple[Entry, ...]:
+def _numbered(entries: Sequence[SuiteRow], only: str | None) -> tuple[SuiteRow, ...]:
     if only is None:
         return tuple(entries)
     numbers = listed("only", only, int)
@@ -117,7 +117,7 @@ def _numbered(entries: Sequence[Entry], only: str | None) -> tuple[Entry, ...]:
 
 
 def _run(
-    entries: Sequence[Entry], peers: Sequence[Peer], device: torch.device, request: Request
+    entries: Sequence[SuiteRow], peers: Sequence[Peer], device: torch.device, request: Request
 ) -> tuple[list[Outcome], bool]:
     """Every entry in turn; records are on disk as soon as a case is done. The flag: one failed."""
     outcomes: list[Outcome] = []
@@ -133,7 +133,7 @@ def _run(
 
 
 def measured_entry(
-    entry: Entry,
+    entry: SuiteRow,
     peers: Sequence[Peer],
     device: torch.device,
     rounds: int,

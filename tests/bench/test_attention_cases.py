@@ -16,7 +16,7 @@ from sparsek.bench.suites.attention import (
     parse_lengths,
     parse_pair,
 )
-from sparsek.bench.suites.attention_masks import KINDS, parse_mask
+from sparsek.bench.suites.attention_masks import MASK_FORMS, parse_mask
 from sparsek.core.errors import InvalidInput
 
 CPU = torch.device("cpu")
@@ -96,7 +96,7 @@ def test_a_mask_is_what_its_text_says(text: str) -> None:
 
 
 def test_every_kind_of_mask_is_tried_here() -> None:
-    assert {parse_mask(text).kind for text in TEXTS} == set(KINDS)
+    assert {parse_mask(text).kind for text in TEXTS} == set(MASK_FORMS)
 
 
 def test_a_random_mask_may_be_drawn_from_other_seeds() -> None:

@@ -22,7 +22,7 @@ from sparsek.bench.suites.attention_grad import (
     AttentionTrainCase,
     Group,
 )
-from sparsek.bench.suites.case import Entry
+from sparsek.bench.suites.case import SuiteRow
 from sparsek.core.errors import InvalidInput
 from sparsek.mask.mask import BlockMask
 from sparsek.ops.attention import attention as attend
@@ -44,7 +44,7 @@ def few_sets(monkeypatch: pytest.MonkeyPatch) -> None:
 def measured(case: AttentionGradCase) -> run.Outcome:
     """The outcome of two rounds on the CPU, whose one record is well-formed."""
     outcome = measure.measure(
-        Entry(case, (KERNELS[case.op],)),
+        SuiteRow(case, (KERNELS[case.op],)),
         peers=peers_named(PEERS, None, CPU),
         rounds=2,
         device=CPU,

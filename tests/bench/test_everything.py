@@ -11,7 +11,7 @@ from sparsek.bench.engine import everything, records
 from sparsek.bench.engine.benches import BENCHES
 from sparsek.bench.engine.everything import Row, rows_of, stale_rows, walk
 from sparsek.bench.engine.tables import TABLES
-from sparsek.bench.suites.case import Entry
+from sparsek.bench.suites.case import SuiteRow
 from sparsek.bench.suites.linear import LinearCase
 from sparsek.bench.suites.spmm import SpmmCase
 
@@ -22,7 +22,7 @@ Make = Callable[..., records.Record]
 
 
 def rows(*kernels: str) -> list[Row]:
-    suite = tuple(Entry(case, kernels or ("auto",)) for case in SMALL)
+    suite = tuple(SuiteRow(case, kernels or ("auto",)) for case in SMALL)
     bench = replace(BENCHES["spmm"], suites={"small": suite})
     return rows_of([bench])
 
@@ -113,7 +113,7 @@ def test_the_walk_stops_before_its_limit(limit: float | None, count: int) -> Non
 def test_a_row_may_take_as_long_as_the_longest_of_its_op() -> None:
     pace = everything.Pace()
     first = rows()[0]
-    other = Row(first.bench, Entry(SMALL[0], op="sddmm"))
+    other = Row(first.bench, SuiteRow(SMALL[0], op="sddmm"))
     assert pace.expected(first) == pace.longest(first) == 0.0
     pace.add(first, 2.0)
     pace.add(first, 6.0)

@@ -13,7 +13,7 @@ from sparsek.bench.engine import records, report
 from sparsek.bench.engine.measure import measure
 from sparsek.bench.engine.run import GateError
 from sparsek.bench.suites import host, host_run
-from sparsek.bench.suites.case import Bar, Entry
+from sparsek.bench.suites.case import Bar, SuiteRow
 from sparsek.bench.suites.host import HOST, HostCase
 from sparsek.bench.suites.host_calls import CALLS, Pair
 from sparsek.core import env
@@ -52,7 +52,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
 def test_every_call_is_checked_and_timed_beside_torchs(case: HostCase, few: None) -> None:
-    outcome = measure(Entry(case), peers=(), rounds=2, device=CPU, report=lambda text: None)
+    outcome = measure(SuiteRow(case), peers=(), rounds=2, device=CPU, report=lambda text: None)
     (record,) = outcome.records
     assert records.faults(record) == []
     assert record["kernel"] == case.module

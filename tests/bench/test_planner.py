@@ -58,7 +58,9 @@ def chooses(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 
 def run() -> Outcome:
     said: list[str] = []
-    outcome = measure(planner.Entry(FEW), peers=(), rounds=3, device=torch.device("cpu"), report=said.append)
+    outcome = measure(
+        planner.SuiteRow(FEW), peers=(), rounds=3, device=torch.device("cpu"), report=said.append
+    )
     assert said == ["layer 1 of 2: 64 x 256 to 128, 50 %", "layer 2 of 2: 48 x 128 to 256, 25 %"]
     return outcome
 

@@ -10,7 +10,7 @@ import torch
 
 from sparsek.bench.engine.benches import BENCHES
 from sparsek.bench.suites import linear, mlp, sddmm, spgemm
-from sparsek.bench.suites.case import Case, Entry
+from sparsek.bench.suites.case import Case, SuiteRow
 from sparsek.bench.suites.linear import LinearCase
 from sparsek.bench.suites.mlp import MlpDecodeCase, MlpTrainCase
 from sparsek.bench.suites.sddmm import SddmmCase
@@ -127,7 +127,7 @@ def test_the_suites_hold_every_row_of_the_speed_table() -> None:
 
 def test_an_entry_takes_its_op_from_its_case() -> None:
     assert {entry.op for entry in PUBLISHED} == {"sddmm", "spgemm", "linear", "mlp_train", "mlp_decode"}
-    assert Entry(DECODE).op == "mlp_decode"
+    assert SuiteRow(DECODE).op == "mlp_decode"
 
 
 @pytest.mark.parametrize(

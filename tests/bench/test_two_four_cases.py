@@ -18,7 +18,7 @@ from sparsek.bench.peers import semi24 as semi24_peers
 from sparsek.bench.peers.peer import peers_named
 from sparsek.bench.suites import case as cases
 from sparsek.bench.suites import fp8, pack, semi24, story
-from sparsek.bench.suites.case import Bar, Case, Entry
+from sparsek.bench.suites.case import Bar, Case, SuiteRow
 from sparsek.bench.suites.fp8 import Fp8Case
 from sparsek.bench.suites.pack import PackCase
 from sparsek.bench.suites.semi24 import Semi24Case
@@ -195,7 +195,7 @@ def test_products_of_lists_take_every_combination() -> None:
 def measured(case: Any, *kernels: str) -> Outcome:
     """The outcome of two rounds on the CPU, whose records are well-formed."""
     outcome = measure(
-        Entry(case, kernels or ("auto",)),
+        SuiteRow(case, kernels or ("auto",)),
         peers=peers_named(PEERS[case.op], None, CPU),
         rounds=2,
         device=CPU,

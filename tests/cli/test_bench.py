@@ -10,7 +10,7 @@ import pytest
 from sparsek.bench.engine import records
 from sparsek.bench.engine.report import PAGES
 from sparsek.bench.engine.tables import TABLES
-from sparsek.bench.suites.case import Entry
+from sparsek.bench.suites.case import SuiteRow
 
 SMALL = ["--m", "64", "--k", "96", "--n", "32", "--block", "32", "--density", "0.5", "--dtype", "fp32"]
 QUICK = [*SMALL, "--kernel", "cpu.spmm", "--rounds", "2", "--device", "cpu"]
@@ -107,7 +107,7 @@ def test_bench_of_a_suite_refuses_what_it_would_ignore(run, arguments, said) -> 
 
 
 def test_bench_goes_on_after_a_case_that_memory_cannot_hold(run, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(entry: Entry, **options: Any) -> Any:
+    def fail(entry: SuiteRow, **options: Any) -> Any:
         raise MemoryError(f"Unable to allocate {entry.case.m}")
 
     monkeypatch.setattr("sparsek.cli.bench_run.measure", fail)

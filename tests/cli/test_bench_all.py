@@ -8,11 +8,11 @@ import pytest
 
 from sparsek.bench.engine import records
 from sparsek.bench.engine.benches import BENCHES
-from sparsek.bench.suites.case import Entry
+from sparsek.bench.suites.case import SuiteRow
 from sparsek.bench.suites.spmm import SpmmCase
 from sparsek.cli import bench_all
 
-SMALL = tuple(Entry(SpmmCase(64, 96, n, (32, 32), 0.5, dtype="fp32")) for n in (16, 32, 48))
+SMALL = tuple(SuiteRow(SpmmCase(64, 96, n, (32, 32), 0.5, dtype="fp32")) for n in (16, 32, 48))
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def test_a_row_that_fails_is_named_and_the_others_are_measured(
 ) -> None:
     measure = bench_all.measured_entry
 
-    def fails(entry: Entry, *rest: Any) -> Any:
+    def fails(entry: SuiteRow, *rest: Any) -> Any:
         return None if entry == SMALL[1] else measure(entry, *rest)
 
     monkeypatch.setattr(bench_all, "measured_entry", fails)

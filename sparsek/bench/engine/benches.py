@@ -29,7 +29,7 @@ from sparsek.bench.suites import (
     spmm,
     story,
 )
-from sparsek.bench.suites.case import Entry, Option, combined
+from sparsek.bench.suites.case import Option, SuiteRow, combined
 
 # Sizes that a CPU multiplies in a second or two.
 SMALL = "--m 512 --k 512 --n 64"
@@ -49,7 +49,7 @@ class Bench:
 
     name: str
     help: str
-    suites: Mapping[str, tuple[Entry, ...]]
+    suites: Mapping[str, tuple[SuiteRow, ...]]
     peers: tuple[Peer, ...]
     options: tuple[Option, ...]
     make: Callable[..., Any]
@@ -64,12 +64,12 @@ class Bench:
         return f"{self.name.replace('-', '_')}.jsonl"
 
     @property
-    def entries(self) -> tuple[Entry, ...]:
+    def entries(self) -> tuple[SuiteRow, ...]:
         """The entries of all suites: each case once, with all the kernels that any suite measures on it."""
         kernels: dict[tuple[str, Any], dict[str, None]] = {}
         for entry in (each for suite in self.suites.values() for each in suite):
             kernels.setdefault((entry.op, entry.case), {}).update(dict.fromkeys(entry.kernels))
-        return tuple(Entry(case, tuple(names), op) for (op, case), names in kernels.items())
+        return tuple(SuiteRow(case, tuple(names), op) for (op, case), names in kernels.items())
 
     def cases(self, given: Mapping[str, str | bool]) -> tuple[Any, ...]:
         """The cases of every combination of what was given for the options."""

@@ -7,11 +7,16 @@ import torch
 from sparsek.bench.engine.run import Outcome, run_case
 from sparsek.bench.peers.peer import Peer
 from sparsek.bench.suites import attention_run, host_run, planner_run
-from sparsek.bench.suites.case import Entry
+from sparsek.bench.suites.case import SuiteRow
 
 
 def measure(
-    entry: Entry, *, peers: Sequence[Peer], rounds: int, device: torch.device, report: Callable[[str], None]
+    entry: SuiteRow,
+    *,
+    peers: Sequence[Peer],
+    rounds: int,
+    device: torch.device,
+    report: Callable[[str], None],
 ) -> Outcome:
     """The records of one entry. Only device times have peers. Raises GateError for a wrong result."""
     if entry.op == "planner":

@@ -53,7 +53,7 @@ from sparsek.bench.suites import (
     spmm,
     story,
 )
-from sparsek.bench.suites.case import Case, Kind
+from sparsek.bench.suites.case import Case, Schema
 from sparsek.core import env, files
 from sparsek.core.clock import Times
 from sparsek.core.device import card_of
@@ -80,20 +80,20 @@ FIELDS = (
 ENV_FIELDS = ("gpu", "driver", "power_limit_w", "torch", "triton", "cuda", *sensors.FIELDS)
 
 
-OPS: Mapping[str, Kind] = {
-    **spmm.KINDS,
-    **sddmm.KINDS,
-    **spgemm.KINDS,
-    **linear.KINDS,
-    **semi24.KINDS,
-    **story.KINDS,
-    **fp8.KINDS,
-    **pack.KINDS,
-    **mlp.KINDS,
-    **attention.KINDS,
-    **attention_grad.KINDS,
-    **planner.KINDS,
-    **host.KINDS,
+OPS: Mapping[str, Schema] = {
+    **spmm.SCHEMAS,
+    **sddmm.SCHEMAS,
+    **spgemm.SCHEMAS,
+    **linear.SCHEMAS,
+    **semi24.SCHEMAS,
+    **story.SCHEMAS,
+    **fp8.SCHEMAS,
+    **pack.SCHEMAS,
+    **mlp.SCHEMAS,
+    **attention.SCHEMAS,
+    **attention_grad.SCHEMAS,
+    **planner.SCHEMAS,
+    **host.SCHEMAS,
 }
 
 

@@ -89,11 +89,11 @@ def run_case(
     gates: dict[str, Gate] = {}
     unavailable: dict[str, list[str]] = {}
     notes: dict[str, str] = {}
-    for asked in kernels:
+    for wanted in kernels:
         try:
-            made = [one.plan(None if asked == "auto" else asked) for one in sets]
+            made = [one.plan(None if wanted == "auto" else wanted) for one in sets]
         except Unsupported as error:
-            unavailable[asked] = reasons(error, asked)
+            unavailable[wanted] = reasons(error, wanted)
             continue
         name = made[0].kernel
         if name in plans:

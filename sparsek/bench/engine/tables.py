@@ -21,7 +21,7 @@ from sparsek.bench.suites import (
     spmm,
     story,
 )
-from sparsek.bench.suites.case import Bar, Case, Entry
+from sparsek.bench.suites.case import Bar, Case, SuiteRow
 
 EARLIER = "earlier version"
 
@@ -48,7 +48,7 @@ class Table:
     peers: Mapping[str, str]
     dense: tuple[str, ...]
     command: str
-    suite: Sequence[Entry]
+    suite: Sequence[SuiteRow]
     columns: tuple[Column, ...]
     note: str
     pages: tuple[str, ...]

@@ -9,15 +9,14 @@ import torch
 from torch import Tensor
 
 from sparsek.bench.engine.memory import peak_bytes
-from sparsek.bench.suites.attention_masks import KINDS as MASKS
-from sparsek.bench.suites.attention_masks import Geometry, MaskText, parse_mask
+from sparsek.bench.suites.attention_masks import MASK_FORMS, Geometry, MaskText, parse_mask
 from sparsek.bench.suites.case import (
     DTYPE,
     Case,
-    Entry,
-    Kind,
     Operands,
     Option,
+    Schema,
+    SuiteRow,
     block_name,
     check_case,
     parse_block,
@@ -110,7 +109,7 @@ class AttentionOperands(Operands):
 class AttentionCase(Case):
     """softmax(q k^T / sqrt(dim)) v over a mask: q [batch, heads, q_len, dim], k and v [batch, kv_heads, kv_len, ...].
 
-    `mask` is a text of `attention_masks.KINDS`, over blocks (bq, bk).
+    `mask` is a text of `attention_masks.MASK_FORMS`, over blocks (bq, bk).
     """
 
     op: ClassVar[str] = "attention"
@@ -209,10 +208,10 @@ class AttentionCase(Case):
         return [(*queries, self.dim), (*keys, self.dim), (*keys, self.v_dim), (*queries, self.v_dim)]
 
 
-KINDS: Mapping[str, Kind] = {
-    "attention": Kind(AttentionCase, extra=("memory",), peer_extra=("memory",)),
-    "attention_new_mask": Kind(AttentionCase),
-    "mask_build": Kind(AttentionCase, rated=False),
+SCHEMAS: Mapping[str, Schema] = {
+    "attention": Schema(AttentionCase, extra=("memory",), peer_extra=("memory",)),
+    "attention_new_mask": Schema(AttentionCase),
+    "mask_build": Schema(AttentionCase, rated=False),
 }
 
 
@@ -268,7 +267,7 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         "mask",
         "blocks:0.125",
-        f"Masks, with numbers for the letters: {', '.join(kind.form for kind in MASKS)}.",
+        f"Masks, with numbers for the letters: {', '.join(each.form for each in MASK_FORMS)}.",
     ),
     Option("block", "128", "Blocks of the masks: 128,64,64x128.", parse_block),
     DTYPE,
@@ -294,12 +293,12 @@ LONG = "window:4096+sinks:128"
 BIGBIRD = "256:640:3"
 
 
-def _entries(kernels: Sequence[str], *cases: AttentionCase) -> tuple[Entry, ...]:
-    return tuple(Entry(case, tuple(kernels)) for case in cases)
+def _entries(kernels: Sequence[str], *cases: AttentionCase) -> tuple[SuiteRow, ...]:
+    return tuple(SuiteRow(case, tuple(kernels)) for case in cases)
 
 
 # Masks, lengths, blocks, head sizes and fp16.
-PUBLISHED: tuple[Entry, ...] = (
+PUBLISHED: tuple[SuiteRow, ...] = (
     *_entries(BOTH, _case(EIGHTH, 8)),
     *_entries(HOPPER, _case(EIGHTH, 32)),
     *_entries(BOTH, _case("window:2048", 32)),
@@ -312,9 +311,9 @@ PUBLISHED: tuple[Entry, ...] = (
     *_entries(HOPPER, *(_case(LONG, kilo, heads=(8, 8)) for kilo in (128, 256, 512))),
     *_entries(HOPPER, _case(EIGHTH, 8, dim=96), _case(EIGHTH, 8, dim=256)),
     *_entries(HOPPER, _case(EIGHTH, 8, dtype="fp16"), _case("causal", 32, dtype="fp16")),
-    Entry(_case("topk:32", 32), HOPPER, "attention_new_mask"),
-    Entry(_case(LONG, 512, heads=(8, 8)), op="mask_build"),
+    SuiteRow(_case("topk:32", 32), HOPPER, "attention_new_mask"),
+    SuiteRow(_case(LONG, 512, heads=(8, 8)), op="mask_build"),
 )
 # Time and memory of one window over the length.
-SWEEP: tuple[Entry, ...] = _entries(HOPPER, *(_case(LONG, 2**power, heads=(8, 8)) for power in range(10)))
-SUITES: Mapping[str, tuple[Entry, ...]] = {"published": PUBLISHED, "sweep": SWEEP}
+SWEEP: tuple[SuiteRow, ...] = _entries(HOPPER, *(_case(LONG, 2**power, heads=(8, 8)) for power in range(10)))
+SUITES: Mapping[str, tuple[SuiteRow, ...]] = {"published": PUBLISHED, "sweep": SWEEP}

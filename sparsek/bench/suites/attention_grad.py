@@ -15,7 +15,7 @@ from sparsek.bench.engine.memory import peak_bytes
 from sparsek.bench.engine.several import Several, worst
 from sparsek.bench.suites.attention import EIGHTH, AttentionCase, AttentionOperands, sampled
 from sparsek.bench.suites.attention import OPTIONS as ATTENTION_OPTIONS
-from sparsek.bench.suites.case import Entry, Kind, Option, random_dense
+from sparsek.bench.suites.case import Option, Schema, SuiteRow, random_dense
 from sparsek.core.errors import InvalidInput
 from sparsek.mask.mask import BlockLists, BlockMask, Sizes
 from sparsek.ops.attention import attention, plan_attention, plan_attention_backward
@@ -287,9 +287,9 @@ def _parts(one: AttentionOperands) -> dict[str, Any]:
     return {field.name: getattr(one, field.name) for field in fields(one)}
 
 
-KINDS: Mapping[str, Kind] = {
-    "attention_backward": Kind(AttentionGradCase, extra=("memory",), peer_extra=("memory",)),
-    "attention_train": Kind(AttentionTrainCase, extra=("peak_gb",), peer_extra=("peak_gb",)),
+SCHEMAS: Mapping[str, Schema] = {
+    "attention_backward": Schema(AttentionGradCase, extra=("memory",), peer_extra=("memory",)),
+    "attention_train": Schema(AttentionTrainCase, extra=("peak_gb",), peer_extra=("peak_gb",)),
 }
 MEASURES: Mapping[str, type[AttentionGradCase]] = {"backward": AttentionGradCase, "train": AttentionTrainCase}
 
@@ -324,20 +324,20 @@ def _step(kilo: int) -> AttentionTrainCase:
 AUTO = ("auto",)
 BOTH = (*AUTO, "portable.attention_bwd")
 GPU = ("hopper.attention_bwd", "portable.attention_bwd")
-PUBLISHED: tuple[Entry, ...] = (
-    Entry(_case("full", 8), AUTO),
-    Entry(_case("full", 32), AUTO),
-    Entry(_case("causal", 32), AUTO),
-    Entry(_case("window:2048", 32), BOTH),
-    Entry(_case(EIGHTH, 8), BOTH),
-    Entry(_case(EIGHTH, 32), AUTO),
-    Entry(_case(EIGHTH, 8, 64), GPU),
-    Entry(_case(EIGHTH, 32, 64), GPU),
-    Entry(_case(EIGHTH, 32, dim=64), AUTO),
-    Entry(_case(EIGHTH, 32, dim=256), AUTO),
-    Entry(_case(EIGHTH, 32, deterministic=False), AUTO),
-    Entry(_case("causal", 32, deterministic=False), AUTO),
+PUBLISHED: tuple[SuiteRow, ...] = (
+    SuiteRow(_case("full", 8), AUTO),
+    SuiteRow(_case("full", 32), AUTO),
+    SuiteRow(_case("causal", 32), AUTO),
+    SuiteRow(_case("window:2048", 32), BOTH),
+    SuiteRow(_case(EIGHTH, 8), BOTH),
+    SuiteRow(_case(EIGHTH, 32), AUTO),
+    SuiteRow(_case(EIGHTH, 8, 64), GPU),
+    SuiteRow(_case(EIGHTH, 32, 64), GPU),
+    SuiteRow(_case(EIGHTH, 32, dim=64), AUTO),
+    SuiteRow(_case(EIGHTH, 32, dim=256), AUTO),
+    SuiteRow(_case(EIGHTH, 32, deterministic=False), AUTO),
+    SuiteRow(_case("causal", 32, deterministic=False), AUTO),
 )
 # One window over the length: time and memory must grow no faster.
-TRAINING: tuple[Entry, ...] = tuple(Entry(_step(kilo), AUTO) for kilo in (64, 128, 256))
-SUITES: Mapping[str, tuple[Entry, ...]] = {"published": PUBLISHED, "train": TRAINING}
+TRAINING: tuple[SuiteRow, ...] = tuple(SuiteRow(_step(kilo), AUTO) for kilo in (64, 128, 256))
+SUITES: Mapping[str, tuple[SuiteRow, ...]] = {"published": PUBLISHED, "train": TRAINING}

@@ -106,7 +106,7 @@ class Case(Protocol):
 
 
 @dataclass(frozen=True)
-class Kind:
+class Schema:
     """What the records of one `op` hold: their class of case, and which fields beside the common ones.
 
     `rated`: they have rates. `extra` and `peer_extra`: fields of the record and of each peer, numbers or null.
@@ -124,7 +124,7 @@ class Kind:
 
 
 @dataclass(frozen=True)
-class Entry:
+class SuiteRow:
     """One line of a suite: a case, the kernels measured on it, and what is measured.
 
     "auto" is the planner's choice. `op` is the `op` of the records; "" stands for the device time of the case.

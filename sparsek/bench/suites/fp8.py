@@ -16,10 +16,10 @@ from sparsek.bench.suites.case import (
     DENSITY,
     Bar,
     Case,
-    Entry,
-    Kind,
     Operands,
     Option,
+    Schema,
+    SuiteRow,
     block_name,
     check_case,
     random_dense,
@@ -241,7 +241,7 @@ def kernels_of(stored: str) -> tuple[str, ...]:
     return found or ("auto",)
 
 
-KINDS: Mapping[str, Kind] = {"fp8": Kind(Fp8Case, later={"fast_accum": False})}
+SCHEMAS: Mapping[str, Schema] = {"fp8": Schema(Fp8Case, later={"fast_accum": False})}
 BLOCKS = tuple(Fp8Case(8192, 8192, 8192, BSR_, (128, 128), 0.125, form) for form in FORMS)
 WHOLE = tuple(Fp8Case(8192, 8192, 8192, SEMI24, None, form=form) for form in FORMS)
 FAST_BLOCKS, FAST_WHOLE = (
@@ -249,11 +249,11 @@ FAST_BLOCKS, FAST_WHOLE = (
 )
 # Sums in float32, and as the peers have them. Portable kernels
 # sum in float32 whatever is allowed.
-PUBLISHED: tuple[Entry, ...] = (
-    *(Entry(case, kernels_of(case.stored)) for case in (*BLOCKS, *WHOLE)),
-    *(Entry(case, (f"hopper.{OPS[case.stored]}",)) for case in (*FAST_BLOCKS, *FAST_WHOLE)),
+PUBLISHED: tuple[SuiteRow, ...] = (
+    *(SuiteRow(case, kernels_of(case.stored)) for case in (*BLOCKS, *WHOLE)),
+    *(SuiteRow(case, (f"hopper.{OPS[case.stored]}",)) for case in (*FAST_BLOCKS, *FAST_WHOLE)),
 )
-SUITES: Mapping[str, tuple[Entry, ...]] = {"published": PUBLISHED}
+SUITES: Mapping[str, tuple[SuiteRow, ...]] = {"published": PUBLISHED}
 BARS: Mapping[Case, tuple[Bar, ...]] = {
     **dict.fromkeys((*BLOCKS, *FAST_BLOCKS), (Bar("cublas_fp8", 0.75, 0.9),)),
     **dict.fromkeys((*WHOLE, *FAST_WHOLE), (Bar("cusparselt", 0.95, 1.1),)),

@@ -13,10 +13,10 @@ from sparsek.bench.suites.case import (
     DTYPE,
     Bar,
     Case,
-    Entry,
-    Kind,
     Operands,
     Option,
+    Schema,
+    SuiteRow,
     block_name,
     check_case,
     shape_name,
@@ -152,7 +152,7 @@ BARS: Mapping[tuple[str, str], Bar] = {
         for caches, limits in zip(CACHES, ((0.5, 0.2), (0.2, 0.05)), strict=True)
     },
 }
-KINDS: Mapping[str, Kind] = {"host": Kind(HostCase, rated=False, rooms=ROOMS)}
+SCHEMAS: Mapping[str, Schema] = {"host": Schema(HostCase, rated=False, rooms=ROOMS)}
 SMALL = (1024, 1024, 1024)
 HEADS = (8, 512, 128)
 FIRST: tuple[HostCase, ...] = tuple(
@@ -165,8 +165,8 @@ FIRST: tuple[HostCase, ...] = tuple(
         ("attention + backward", (8, 4096, 128)),
     )
 )
-HOST: tuple[Entry, ...] = tuple(
-    Entry(case)
+HOST: tuple[SuiteRow, ...] = tuple(
+    SuiteRow(case)
     for case in (
         HostCase("A @ B", SMALL, block=(64, 64)),
         HostCase("plan of A @ B", SMALL, block=(64, 64)),
@@ -178,7 +178,7 @@ HOST: tuple[Entry, ...] = tuple(
         *FIRST,
     )
 )
-SUITES: Mapping[str, tuple[Entry, ...]] = {"host": HOST}
+SUITES: Mapping[str, tuple[SuiteRow, ...]] = {"host": HOST}
 
 
 def parse_sides(text: str) -> tuple[int, ...]:

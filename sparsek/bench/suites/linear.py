@@ -13,10 +13,10 @@ from sparsek.bench.suites.case import (
     DENSITY,
     DTYPE,
     Case,
-    Entry,
-    Kind,
     Operands,
     Option,
+    Schema,
+    SuiteRow,
     block_name,
     check_case,
     random_dense,
@@ -179,16 +179,16 @@ class LinearCase(Case):
         ]
 
 
-KINDS: Mapping[str, Kind] = {"linear": Kind(LinearCase)}
+SCHEMAS: Mapping[str, Schema] = {"linear": Schema(LinearCase)}
 # What each way to go on after the product costs beside the product alone.
-PUBLISHED: tuple[Entry, ...] = (
+PUBLISHED: tuple[SuiteRow, ...] = (
     *(
-        Entry(LinearCase(8192, 8192, 8192, (128, 128), 0.125, epilogue), ("hopper.spmm",))
+        SuiteRow(LinearCase(8192, 8192, 8192, (128, 128), 0.125, epilogue), ("hopper.spmm",))
         for epilogue in ("bias+gelu", "bias+gelu_tanh", "bias+silu", "bias+residual")
     ),
-    Entry(LinearCase(8192, 4096, 16384, (128, 128), 0.125, "bias+gelu"), ("hopper.spmm",)),
+    SuiteRow(LinearCase(8192, 4096, 16384, (128, 128), 0.125, "bias+gelu"), ("hopper.spmm",)),
 )
-SUITES: Mapping[str, tuple[Entry, ...]] = {"published": PUBLISHED}
+SUITES: Mapping[str, tuple[SuiteRow, ...]] = {"published": PUBLISHED}
 
 
 OPTIONS: tuple[Option, ...] = (

@@ -15,10 +15,10 @@ from sparsek.bench.suites.case import (
     DENSITY,
     DTYPE,
     Case,
-    Entry,
-    Kind,
     Operands,
     Option,
+    Schema,
+    SuiteRow,
     block_name,
     check_case,
     random_dense,
@@ -294,13 +294,13 @@ class MlpTrainCase(MlpCase):
         return StepOperands(x, w1, w2, self.activation, dy, self.mode)
 
 
-KINDS: Mapping[str, Kind] = {"mlp_train": Kind(MlpTrainCase), "mlp_decode": Kind(MlpDecodeCase)}
+SCHEMAS: Mapping[str, Schema] = {"mlp_train": Schema(MlpTrainCase), "mlp_decode": Schema(MlpDecodeCase)}
 LAYER = (4096, 16384, (128, 128), 0.125)
-PUBLISHED: tuple[Entry, ...] = (
-    *(Entry(MlpTrainCase(8192, *LAYER, mode=mode)) for mode in MODES),
-    *(Entry(MlpDecodeCase(tokens, *LAYER)) for tokens in (1, 16, 64)),
+PUBLISHED: tuple[SuiteRow, ...] = (
+    *(SuiteRow(MlpTrainCase(8192, *LAYER, mode=mode)) for mode in MODES),
+    *(SuiteRow(MlpDecodeCase(tokens, *LAYER)) for tokens in (1, 16, 64)),
 )
-SUITES: Mapping[str, tuple[Entry, ...]] = {"published": PUBLISHED}
+SUITES: Mapping[str, tuple[SuiteRow, ...]] = {"published": PUBLISHED}
 
 
 MEASURES: Mapping[str, Callable[..., MlpCase]] = {

@@ -21,10 +21,10 @@ from sparsek.bench.suites.case import (
     DTYPE,
     Bar,
     Case,
-    Entry,
-    Kind,
     Operands,
     Option,
+    Schema,
+    SuiteRow,
     block_name,
     check_case,
     random_dense,
@@ -222,10 +222,10 @@ class Copy:
 
 
 PEERS: tuple[Peer, ...] = (Copy(),)
-KINDS: Mapping[str, Kind] = {"pack": Kind(PackCase, rated=False)}
+SCHEMAS: Mapping[str, Schema] = {"pack": Schema(PackCase, rated=False)}
 CASES = (PackCase(8192, 8192, SEMI24), PackCase(8192, 8192, TO_BSR, (128, 128), 0.125))
-PUBLISHED: tuple[Entry, ...] = tuple(Entry(case) for case in CASES)
-SUITES: Mapping[str, tuple[Entry, ...]] = {"published": PUBLISHED}
+PUBLISHED: tuple[SuiteRow, ...] = tuple(SuiteRow(case) for case in CASES)
+SUITES: Mapping[str, tuple[SuiteRow, ...]] = {"published": PUBLISHED}
 BARS: Mapping[Case, tuple[Bar, ...]] = dict.fromkeys(CASES, (Bar("copy", 0.5, 0.8),))
 
 

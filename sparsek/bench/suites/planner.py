@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from sparsek.bench.suites.case import DTYPE, Case, Entry, Kind, Operands, Option, suite_named
+from sparsek.bench.suites.case import DTYPE, Case, Operands, Option, Schema, SuiteRow, suite_named
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.ops.weight_formats import FORMATS, ways
@@ -98,13 +98,13 @@ class PlannerCase(Case):
         raise InvalidInput("a case of the planner is measured by planner_run.run_planner")
 
 
-KINDS: Mapping[str, Kind] = {
-    "planner": Kind(
+SCHEMAS: Mapping[str, Schema] = {
+    "planner": Schema(
         PlannerCase, rated=False, extra=("near", "near_measured", "count", "worst"), sources=BESIDE
     ),
 }
-MODELS: tuple[Entry, ...] = (Entry(PlannerCase("models")),)
-SUITES: Mapping[str, tuple[Entry, ...]] = {"models": MODELS, "other": (Entry(PlannerCase("other")),)}
+MODELS: tuple[SuiteRow, ...] = (SuiteRow(PlannerCase("models")),)
+SUITES: Mapping[str, tuple[SuiteRow, ...]] = {"models": MODELS, "other": (SuiteRow(PlannerCase("other")),)}
 OPTIONS: tuple[Option, ...] = (
     Option("layers", "models", f"Layers with densities: {', '.join(LAYERS)}."),
     DTYPE,

@@ -12,10 +12,10 @@ from sparsek.bench.suites.case import (
     DENSITY,
     DTYPE,
     Case,
-    Entry,
-    Kind,
     Operands,
     Option,
+    Schema,
+    SuiteRow,
     block_name,
     check_case,
     random_dense,
@@ -127,12 +127,12 @@ class SddmmCase(Case):
         return sets
 
 
-KINDS: Mapping[str, Kind] = {"sddmm": Kind(SddmmCase)}
+SCHEMAS: Mapping[str, Schema] = {"sddmm": Schema(SddmmCase)}
 BOTH = ("hopper.sddmm", "portable.sddmm")
-PUBLISHED: tuple[Entry, ...] = tuple(
-    Entry(SddmmCase(8192, 8192, 8192, (block, block), 0.125), BOTH) for block in (128, 64)
+PUBLISHED: tuple[SuiteRow, ...] = tuple(
+    SuiteRow(SddmmCase(8192, 8192, 8192, (block, block), 0.125), BOTH) for block in (128, 64)
 )
-SUITES: Mapping[str, tuple[Entry, ...]] = {"published": PUBLISHED}
+SUITES: Mapping[str, tuple[SuiteRow, ...]] = {"published": PUBLISHED}
 
 
 OPTIONS: tuple[Option, ...] = (

@@ -17,10 +17,10 @@ from sparsek.bench.suites.case import (
     DTYPE,
     Bar,
     Case,
-    Entry,
-    Kind,
     Operands,
     Option,
+    Schema,
+    SuiteRow,
     block_name,
     check_case,
     parse_block,
@@ -216,15 +216,15 @@ class Semi24Case(Case):
         return BSR24.unchecked(first.pattern, first.values[places], first.meta[places])
 
 
-KINDS: Mapping[str, Kind] = {"semi24": Kind(Semi24Case)}
+SCHEMAS: Mapping[str, Schema] = {"semi24": Schema(Semi24Case)}
 SQUARE = (8192, 8192, 8192)
 WHOLE = tuple(Semi24Case(*SQUARE, form) for form in FORMS)
 IN_BLOCKS = tuple(Semi24Case(*SQUARE, form, (128, 128), 0.125) for form in FORMS)
-PUBLISHED: tuple[Entry, ...] = (
-    *(Entry(case, ("hopper.semi24", "portable.semi24")) for case in WHOLE),
-    *(Entry(case, ("hopper.bsr24", "portable.bsr24")) for case in IN_BLOCKS),
+PUBLISHED: tuple[SuiteRow, ...] = (
+    *(SuiteRow(case, ("hopper.semi24", "portable.semi24")) for case in WHOLE),
+    *(SuiteRow(case, ("hopper.bsr24", "portable.bsr24")) for case in IN_BLOCKS),
 )
-SUITES: Mapping[str, tuple[Entry, ...]] = {"published": PUBLISHED}
+SUITES: Mapping[str, tuple[SuiteRow, ...]] = {"published": PUBLISHED}
 BARS: Mapping[Case, tuple[Bar, ...]] = {
     **dict.fromkeys(WHOLE, (Bar("cusparselt", 1.05, 1.25), Bar("cublas", 1.45, 1.7))),
     **dict.fromkeys(IN_BLOCKS, (Bar("bsr", 1.25, 1.45),)),

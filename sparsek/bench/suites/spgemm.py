@@ -13,10 +13,10 @@ from sparsek.bench.engine.wall import wall_rounds
 from sparsek.bench.suites.case import (
     DTYPE,
     Case,
-    Entry,
-    Kind,
     Operands,
     Option,
+    Schema,
+    SuiteRow,
     block_name,
     check_case,
     parse_block,
@@ -226,17 +226,17 @@ class SpgemmCase(Case):
 
 # What is timed beside the kernel: the symbolic phase.
 EXTRA = ("symbolic_ms", "symbolic_share", "symbolic_gpu_ms", "symbolic_gpu_share")
-KINDS: Mapping[str, Kind] = {"spgemm": Kind(SpgemmCase, extra=EXTRA, sources=("plan.matches",))}
+SCHEMAS: Mapping[str, Schema] = {"spgemm": Schema(SpgemmCase, extra=EXTRA, sources=("plan.matches",))}
 HOPPER = ("hopper.spgemm",)
 # K is 72 blocks of 112: as many as divide 8192 but for 128 rows. Both A's block rows and B's block columns hold `topk`
 # of them, so that a block of C has about topk² / 72 pairs: 0.9, 3.6, 14 and 57.
 TOPK = tuple(SpgemmCase(8192, 112 * 72, 8192, (512, 112), (112, 128), topk / 72) for topk in (8, 16, 32, 64))
 SPARSE = tuple(SpgemmCase(side, side, side, (64, 64), (64, 64), 0.03, "bsr") for side in (8192, 32768))
-PUBLISHED: tuple[Entry, ...] = (
-    Entry(SpgemmCase(8192, 8192, 8192, (128, 128), (128, 128), 0.125), (*HOPPER, "portable.spgemm")),
-    *(Entry(case, HOPPER) for case in (*TOPK, *SPARSE)),
+PUBLISHED: tuple[SuiteRow, ...] = (
+    SuiteRow(SpgemmCase(8192, 8192, 8192, (128, 128), (128, 128), 0.125), (*HOPPER, "portable.spgemm")),
+    *(SuiteRow(case, HOPPER) for case in (*TOPK, *SPARSE)),
 )
-SUITES: Mapping[str, tuple[Entry, ...]] = {"published": PUBLISHED}
+SUITES: Mapping[str, tuple[SuiteRow, ...]] = {"published": PUBLISHED}
 
 
 def parse_blocks(text: str) -> tuple[tuple[int, int], tuple[int, int]]:

@@ -12,10 +12,10 @@ from sparsek.bench.suites.case import (
     DENSITY,
     DTYPE,
     Case,
-    Entry,
-    Kind,
     Operands,
     Option,
+    Schema,
+    SuiteRow,
     block_name,
     check_case,
     random_dense,
@@ -199,8 +199,8 @@ class SpmmCase(Case):
         return (a.values.numel() + (self.k + self.m) * self.n) * a.values.element_size()
 
 
-KINDS: Mapping[str, Kind] = {
-    "spmm": Kind(SpmmCase, later={"form": A_AT_B}),
+SCHEMAS: Mapping[str, Schema] = {
+    "spmm": Schema(SpmmCase, later={"form": A_AT_B}),
 }
 
 
@@ -210,29 +210,31 @@ def _square(block: int, density: float, **more: Any) -> SpmmCase:
 
 # A @ B by block and density. 512x112 with 16 blocks in each of 16 rows holds as many values as
 # block 128 with 14 blocks in each of 64 rows: 14,680,064.
-BY_BLOCK: tuple[Entry, ...] = (
-    Entry(_square(128, 0.5), ("hopper.spmm",)),
-    Entry(_square(128, 0.25), ("hopper.spmm",)),
-    Entry(_square(128, 0.125), ("hopper.spmm", "portable.spmm")),
-    Entry(_square(128, 0.0625), ("hopper.spmm",)),
-    Entry(_square(64, 0.125), ("hopper.spmm", "portable.spmm")),
-    Entry(_square(32, 0.125), ("hopper.spmm", "portable.spmm")),
-    Entry(_square(16, 0.125), ("hopper.spmm",)),
-    Entry(SpmmCase(8192, 8192, 8192, (512, 112), 16 / 74), ("hopper.spmm",)),
-    Entry(_square(128, 14 / 64), ("hopper.spmm",)),
-    Entry(_square(128, 0.125, pattern="powerlaw"), ("hopper.spmm",)),
-    Entry(SpmmCase(16384, 16384, 16, (64, 64), 0.25), ("hopper.spmm",)),
-    Entry(SpmmCase(16384, 16384, 16, (128, 128), 0.25), ("hopper.spmm",)),
+BY_BLOCK: tuple[SuiteRow, ...] = (
+    SuiteRow(_square(128, 0.5), ("hopper.spmm",)),
+    SuiteRow(_square(128, 0.25), ("hopper.spmm",)),
+    SuiteRow(_square(128, 0.125), ("hopper.spmm", "portable.spmm")),
+    SuiteRow(_square(128, 0.0625), ("hopper.spmm",)),
+    SuiteRow(_square(64, 0.125), ("hopper.spmm", "portable.spmm")),
+    SuiteRow(_square(32, 0.125), ("hopper.spmm", "portable.spmm")),
+    SuiteRow(_square(16, 0.125), ("hopper.spmm",)),
+    SuiteRow(SpmmCase(8192, 8192, 8192, (512, 112), 16 / 74), ("hopper.spmm",)),
+    SuiteRow(_square(128, 14 / 64), ("hopper.spmm",)),
+    SuiteRow(_square(128, 0.125, pattern="powerlaw"), ("hopper.spmm",)),
+    SuiteRow(SpmmCase(16384, 16384, 16, (64, 64), 0.25), ("hopper.spmm",)),
+    SuiteRow(SpmmCase(16384, 16384, 16, (128, 128), 0.25), ("hopper.spmm",)),
 )
 # The other three products of the same size, next to A @ B and its tuned peers.
-BY_FORM: tuple[Entry, ...] = tuple(Entry(_square(128, 0.125, form=form), ("hopper.spmm",)) for form in FORMS)
-# Sides that no tile divides, and uneven rows: the schedule must hold up here too.
-RAGGED: tuple[Entry, ...] = (
-    Entry(SpmmCase(8200, 8136, 8104, (128, 128), 0.125), ("hopper.spmm",)),
-    Entry(SpmmCase(5000, 7000, 3000, (64, 64), 0.125, "powerlaw"), ("hopper.spmm",)),
-    Entry(SpmmCase(4096, 11008, 4096, (128, 128), 0.125), ("hopper.spmm",)),
+BY_FORM: tuple[SuiteRow, ...] = tuple(
+    SuiteRow(_square(128, 0.125, form=form), ("hopper.spmm",)) for form in FORMS
 )
-SUITES: Mapping[str, tuple[Entry, ...]] = {"blocks": BY_BLOCK, "forms": BY_FORM, "ragged": RAGGED}
+# Sides that no tile divides, and uneven rows: the schedule must hold up here too.
+RAGGED: tuple[SuiteRow, ...] = (
+    SuiteRow(SpmmCase(8200, 8136, 8104, (128, 128), 0.125), ("hopper.spmm",)),
+    SuiteRow(SpmmCase(5000, 7000, 3000, (64, 64), 0.125, "powerlaw"), ("hopper.spmm",)),
+    SuiteRow(SpmmCase(4096, 11008, 4096, (128, 128), 0.125), ("hopper.spmm",)),
+)
+SUITES: Mapping[str, tuple[SuiteRow, ...]] = {"blocks": BY_BLOCK, "forms": BY_FORM, "ragged": RAGGED}
 
 
 OPTIONS: tuple[Option, ...] = (

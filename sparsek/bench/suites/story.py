@@ -14,9 +14,9 @@ from torch.nn import functional
 
 from sparsek.bench.suites.case import (
     Case,
-    Entry,
-    Kind,
     Operands,
+    Schema,
+    SuiteRow,
     block_name,
     check_case,
     random_dense,
@@ -190,9 +190,9 @@ class StoryCase(Case):
         return sets
 
 
-KINDS: Mapping[str, Kind] = {"story": Kind(StoryCase)}
-STORY: tuple[Entry, ...] = tuple(
-    Entry(StoryCase(8192, 8192, 8192, share), ("hopper.semi24", "hopper.bsr24", "hopper.spmm"))
+SCHEMAS: Mapping[str, Schema] = {"story": Schema(StoryCase)}
+STORY: tuple[SuiteRow, ...] = tuple(
+    SuiteRow(StoryCase(8192, 8192, 8192, share), ("hopper.semi24", "hopper.bsr24", "hopper.spmm"))
     for share in (0.5, 0.25, 0.125, 0.0625)
 )
-SUITES: Mapping[str, tuple[Entry, ...]] = {"story": STORY}
+SUITES: Mapping[str, tuple[SuiteRow, ...]] = {"story": STORY}
