@@ -29,7 +29,7 @@ from sparsek.bench.suites import (
     spmm,
     story,
 )
-from sparsek.bench.suites.case import Option, SuiteRow, combined
+from sparsek.bench.suites.case import Option, Schema, SuiteRow, combined
 
 # Sizes that a CPU multiplies in a second or two.
 SMALL = "--m 512 --k 512 --n 64"
@@ -41,15 +41,16 @@ KERNELS = "Kernels by name; auto is the planner's choice."
 class Bench:
     """One benchmark, and all that its command needs to know.
 
-    `name`: of its command, "attention-backward". `make`: the case with the fields that `options` give. `small`: options
-    of sizes for a CPU, which suites and sizes by default would keep busy for hours; "" where these are small.
-    `kernels`: what --kernel names; "" where nothing can be named. `whole`: the suite that is measured where nothing is
-    given; "" for the case of the options' defaults.
+    `name`: of its command, "attention-backward". `schemas`: what its records hold, by their `op`. `make`: the case with
+    the fields that `options` give. `small`: options of sizes for a CPU, which suites and sizes by default would keep
+    busy for hours; "" where these are small. `kernels`: what --kernel names; "" where nothing can be named. `whole`: the
+    suite that is measured where nothing is given; "" for the case of the options' defaults.
     """
 
     name: str
     help: str
     suites: Mapping[str, tuple[SuiteRow, ...]]
+    schemas: Mapping[str, Schema]
     peers: tuple[Peer, ...]
     options: tuple[Option, ...]
     make: Callable[..., Any]
@@ -64,11 +65,11 @@ class Bench:
         return f"{self.name.replace('-', '_')}.jsonl"
 
     @property
-    def entries(self) -> tuple[SuiteRow, ...]:
-        """The entries of all suites: each case once, with all the kernels that any suite measures on it."""
+    def rows(self) -> tuple[SuiteRow, ...]:
+        """The rows of all suites: each case once, with all the kernels that any suite measures on it."""
         kernels: dict[tuple[str, Any], dict[str, None]] = {}
-        for entry in (each for suite in self.suites.values() for each in suite):
-            kernels.setdefault((entry.op, entry.case), {}).update(dict.fromkeys(entry.kernels))
+        for row in (each for suite in self.suites.values() for each in suite):
+            kernels.setdefault((row.op, row.case), {}).update(dict.fromkeys(row.kernels))
         return tuple(SuiteRow(case, tuple(names), op) for (op, case), names in kernels.items())
 
     def cases(self, given: Mapping[str, str | bool]) -> tuple[Any, ...]:
@@ -81,6 +82,7 @@ ALL = (
         "spmm",
         "BSR and dense against its peers: N(0, 1) data, rotating buffers, interleaved rounds, median, spread.",
         spmm.SUITES,
+        spmm.SCHEMAS,
         spmm_peers.PEERS,
         spmm.OPTIONS,
         spmm.SpmmCase,
@@ -89,6 +91,7 @@ ALL = (
         "attention",
         "Attention over the blocks of a mask against its peers: N(0, 1) data, rotating buffers, interleaved rounds.",
         attention.SUITES,
+        attention.SCHEMAS,
         attention_peers.PEERS,
         attention.OPTIONS,
         attention.AttentionCase,
@@ -98,6 +101,7 @@ ALL = (
         "attention-backward",
         "The gradients of attention against their peers, alone or with the forward pass of a training step.",
         attention_grad.SUITES,
+        attention_grad.SCHEMAS,
         attention_grad_peers.PEERS,
         attention_grad.OPTIONS,
         attention_grad.make,
@@ -108,6 +112,7 @@ ALL = (
         "sddmm",
         "X @ Y at the stored blocks of a pattern, against its peers.",
         sddmm.SUITES,
+        sddmm.SCHEMAS,
         sddmm_peers.PEERS,
         sddmm.OPTIONS,
         sddmm.SddmmCase,
@@ -116,6 +121,7 @@ ALL = (
         "spgemm",
         "BSR x BSR against its peers, and what finding out which blocks meet takes of a first call.",
         spgemm.SUITES,
+        spgemm.SCHEMAS,
         spgemm_peers.PEERS,
         spgemm.OPTIONS,
         spgemm.SpgemmCase,
@@ -124,6 +130,7 @@ ALL = (
         "linear",
         "act(x @ W.T + bias) + residual, against torch and against this library's plain product.",
         linear.SUITES,
+        linear.SCHEMAS,
         linear_peers.PEERS,
         linear.OPTIONS,
         linear.LinearCase,
@@ -133,6 +140,7 @@ ALL = (
         "mlp",
         "An MLP with gelu against torch's: a training step, eager or compiled, or decoding in a CUDA graph.",
         mlp.SUITES,
+        mlp.SCHEMAS,
         mlp_peers.PEERS,
         mlp.OPTIONS,
         mlp.make,
@@ -143,6 +151,7 @@ ALL = (
         "semi24",
         "2:4 matrices, whole or in stored blocks, against cuSPARSELt, cuBLAS and this library's BSR.",
         {**semi24.SUITES, **story.SUITES},
+        {**semi24.SCHEMAS, **story.SCHEMAS},
         semi24_peers.PEERS,
         semi24.OPTIONS,
         semi24.make,
@@ -151,6 +160,7 @@ ALL = (
         "fp8",
         "FP8 matrices in blocks or in 2:4 against cuBLAS, cuSPARSELt and the same in bf16.",
         fp8.SUITES,
+        fp8.SCHEMAS,
         fp8_peers.PEERS,
         fp8.OPTIONS,
         fp8.make,
@@ -159,6 +169,7 @@ ALL = (
         "pack",
         "Dense matrices packed into Semi24 or BSR, against a copy of the same matrix.",
         pack.SUITES,
+        pack.SCHEMAS,
         pack.PEERS,
         pack.OPTIONS,
         pack.make,
@@ -169,6 +180,7 @@ ALL = (
         "planner",
         "Every way to store a layer's weight, checked and timed; the one that predictions choose against the fastest.",
         planner.SUITES,
+        planner.SCHEMAS,
         (),
         planner.OPTIONS,
         planner.PlannerCase,
@@ -180,6 +192,7 @@ ALL = (
         "host",
         "The host's time of calls as users write them, each over torch's: the suite, or the calls given by hand.",
         host.SUITES,
+        host.SCHEMAS,
         (),
         host.OPTIONS,
         host.HostCase,

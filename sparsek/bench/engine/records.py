@@ -38,21 +38,7 @@ from typing import Any
 import torch
 
 from sparsek.bench.engine import sensors
-from sparsek.bench.suites import (
-    attention,
-    attention_grad,
-    fp8,
-    host,
-    linear,
-    mlp,
-    pack,
-    planner,
-    sddmm,
-    semi24,
-    spgemm,
-    spmm,
-    story,
-)
+from sparsek.bench.engine.benches import ALL
 from sparsek.bench.suites.case import Case, Schema
 from sparsek.core import env, files
 from sparsek.core.clock import Times
@@ -80,21 +66,7 @@ FIELDS = (
 ENV_FIELDS = ("gpu", "driver", "power_limit_w", "torch", "triton", "cuda", *sensors.FIELDS)
 
 
-OPS: Mapping[str, Schema] = {
-    **spmm.SCHEMAS,
-    **sddmm.SCHEMAS,
-    **spgemm.SCHEMAS,
-    **linear.SCHEMAS,
-    **semi24.SCHEMAS,
-    **story.SCHEMAS,
-    **fp8.SCHEMAS,
-    **pack.SCHEMAS,
-    **mlp.SCHEMAS,
-    **attention.SCHEMAS,
-    **attention_grad.SCHEMAS,
-    **planner.SCHEMAS,
-    **host.SCHEMAS,
-}
+OPS: Mapping[str, Schema] = {op: schema for bench in ALL for op, schema in bench.schemas.items()}
 
 
 def fields_of(op: str) -> tuple[str, ...]:

@@ -4,22 +4,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from sparsek.bench.engine import records
+from sparsek.bench.engine.benches import BENCHES, Bench
 from sparsek.bench.engine.records import Record
 from sparsek.bench.suites import (
-    attention,
-    attention_grad,
     attention_run,
     fp8,
     host,
-    linear,
-    mlp,
     pack,
-    planner,
-    sddmm,
     semi24,
-    spgemm,
-    spmm,
-    story,
 )
 from sparsek.bench.suites.case import Bar, Case, SuiteRow
 
@@ -38,22 +30,34 @@ class Column:
 class Table:
     """The table of one operation: a row for each of its device times, in the order of `suite`, then of cases.
 
-    `peers` maps names in records to headings; `dense` names the dense ones. `note` says what the numbers mean.
-    `pages`: where the table stands. `command`: what makes its records. `shown`: columns of its own that a screen shows
-    beside the usual ones. `ratios`: a column for each peer with the ratio of rates.
+    `bench`: the benchmark that makes its records. `peers` maps names in records to headings; `dense` names the dense
+    ones. `note` says what the numbers mean. `pages`: where the table stands. `shown`: columns of its own that a screen
+    shows beside the usual ones. `ratios`: a column for each peer with the ratio of rates.
     """
 
     op: str
     title: str
     peers: Mapping[str, str]
     dense: tuple[str, ...]
-    command: str
-    suite: Sequence[SuiteRow]
+    bench: Bench
     columns: tuple[Column, ...]
     note: str
     pages: tuple[str, ...]
     shown: tuple[Column, ...] = ()
     ratios: bool = True
+
+    @property
+    def suite(self) -> tuple[SuiteRow, ...]:
+        """The rows of the benchmark's suites that belong here."""
+        return tuple(row for row in self.bench.rows if row.case.op == self.op)
+
+    @property
+    def command(self) -> str:
+        """What makes its records: "spmm --suite blocks", with the first suite that has such rows."""
+        named = (
+            name for name, rows in self.bench.suites.items() if any(row.case.op == self.op for row in rows)
+        )
+        return f"{self.bench.name} --suite {next(named)}"
 
 
 def mark(record: Record) -> str:
@@ -246,8 +250,7 @@ SPMM = Table(
         "a_at_b": "A @ B",
     },
     dense=("cublas", "torch_dense"),
-    command="spmm --suite blocks",
-    suite=(*spmm.BY_BLOCK, *spmm.BY_FORM),
+    bench=BENCHES["spmm"],
     columns=(CASE, KERNEL, MS, SPEEDUP, USEFUL, GBPS, ROOF),
     note=(
         f"{USEFUL_NOTE} A @ B is this library's on the same pattern. "
@@ -265,8 +268,7 @@ SDDMM = Table(
         "torch_dense": "torch dense",
     },
     dense=("cublas", "torch_dense"),
-    command="sddmm --suite published",
-    suite=sddmm.PUBLISHED,
+    bench=BENCHES["sddmm"],
     columns=(CASE, KERNEL, MS, SPEEDUP, USEFUL, ROOF),
     note=(
         f"{USEFUL_NOTE} torch.sparse is the kernel of its BSR sampled_addmm with the best tile of K, stages and warps."
@@ -278,8 +280,7 @@ SPGEMM = Table(
     title="BSR x BSR",
     peers={"cublas": "cuBLAS", "torch_csr": "torch.sparse CSR", "torch_dense": "torch dense"},
     dense=("cublas", "torch_dense"),
-    command="spgemm --suite published",
-    suite=spgemm.PUBLISHED,
+    bench=BENCHES["spgemm"],
     columns=(CASE, KERNEL, MS, SPEEDUP, USEFUL, ROOF, SYMBOLIC, SYMBOLIC_GPU),
     note=(
         "Of both matrices the given share of blocks is stored: as many in every block row of A and in every block "
@@ -297,8 +298,7 @@ LINEAR = Table(
     title="linear",
     peers={"cublas": "cuBLAS and torch", "torch_dense": "torch dense", "plain": "the plain product"},
     dense=("cublas", "torch_dense"),
-    command="linear --suite published",
-    suite=linear.PUBLISHED,
+    bench=BENCHES["linear"],
     columns=(CASE, KERNEL, MS, BESIDE_PLAIN, SPEEDUP, USEFUL, ROOF),
     note=(
         f"{USEFUL_NOTE} The dense peer is torch's linear layer, followed by torch's activation and addition. The plain "
@@ -319,8 +319,7 @@ SEMI24 = Table(
     title="2:4",
     peers=SEMI24_PEERS,
     dense=("cublas", "torch_dense"),
-    command="semi24 --suite published",
-    suite=semi24.PUBLISHED,
+    bench=BENCHES["semi24"],
     columns=(
         CASE,
         KERNEL,
@@ -345,8 +344,7 @@ STORY = Table(
     title="equal stored values",
     peers=SEMI24_PEERS,
     dense=("cublas", "torch_dense"),
-    command="semi24 --suite story",
-    suite=story.STORY,
+    bench=BENCHES["semi24"],
     columns=(
         CASE,
         KERNEL,
@@ -377,8 +375,7 @@ FP8 = Table(
     title="FP8",
     peers=FP8_PEERS,
     dense=("cublas_fp8", "torch_dense"),
-    command="fp8 --suite published",
-    suite=fp8.PUBLISHED,
+    bench=BENCHES["fp8"],
     columns=(
         CASE,
         KERNEL,
@@ -402,8 +399,7 @@ PACK = Table(
     title="packing",
     peers={"copy": "a copy"},
     dense=("copy",),
-    command="pack --suite published",
-    suite=pack.PUBLISHED,
+    bench=BENCHES["pack"],
     columns=(
         CASE,
         KERNEL,
@@ -426,8 +422,7 @@ MLP_TRAIN = Table(
     title="training step of an MLP",
     peers=MLP_PEERS,
     dense=("torch_dense",),
-    command="mlp --suite published",
-    suite=mlp.PUBLISHED,
+    bench=BENCHES["mlp"],
     columns=(CASE, KERNEL, MS, SPEEDUP, USEFUL, ROOF),
     note=(
         f"{USEFUL_NOTE} A step is the forward and the gradients of x and of both weights, without an optimizer. The "
@@ -441,8 +436,7 @@ MLP_DECODE = Table(
     title="decoding through an MLP",
     peers=MLP_PEERS,
     dense=("torch_dense",),
-    command="mlp --suite published",
-    suite=mlp.PUBLISHED,
+    bench=BENCHES["mlp"],
     columns=(CASE, KERNEL, MS, SPEEDUP, GBPS, ROOF),
     note=(
         f"{USEFUL_NOTE} One CUDA graph holds as many layers one after another as exceed the cache several times, each "
@@ -463,8 +457,7 @@ ATTENTION = Table(
         "sdpa": "torch dense",
     },
     dense=("cudnn", "sdpa"),
-    command="attention --suite published",
-    suite=attention.PUBLISHED,
+    bench=BENCHES["attention"],
     columns=(CASE, KERNEL, MS, SPEEDUP, USEFUL, ROOF, MEMORY),
     note=(
         "Useful TFLOPS count the pairs that the mask admits, the roofline whole blocks. A ratio is this library's "
@@ -490,8 +483,7 @@ ATTENTION_BACKWARD = Table(
     title="gradients of attention",
     peers=GRADIENT_PEERS,
     dense=("cudnn", "sdpa"),
-    command="attention-backward --suite published",
-    suite=attention_grad.PUBLISHED,
+    bench=BENCHES["attention-backward"],
     columns=(CASE, KERNEL, MS, SPEEDUP, USEFUL, ROOF, MEMORY),
     note=(
         "dq, dk and dv, where out and lse are there. Useful TFLOPS count the pairs that the mask admits, five products "
@@ -508,8 +500,7 @@ ATTENTION_TRAIN = Table(
     title="training step of attention",
     peers=GRADIENT_PEERS,
     dense=("cudnn", "sdpa"),
-    command="attention-backward --suite train",
-    suite=attention_grad.TRAINING,
+    bench=BENCHES["attention-backward"],
     columns=(CASE, KERNEL, MS, PER_TOKEN, SPEEDUP, USEFUL, ROOF, PEAK),
     note=(
         f"{USEFUL_NOTE} A step is attention and the gradients of q, k and v, by autograd. Peak memory is the most that "
@@ -523,8 +514,7 @@ PLANNER = Table(
     title="the planner's choice",
     peers={"best": "the best measured", "measured": "its own rounds' choice", "dense": "dense", "2:4": "2:4"},
     dense=("dense",),
-    command="planner --suite models",
-    suite=planner.MODELS,
+    bench=BENCHES["planner"],
     columns=(CASE, MS, NEAR, WORST, NEAR_MEASURED),
     note=(
         "For every layer each option of `plan_linear` is checked and timed in the same rounds: dense, 2:4, and BSR and "
@@ -541,8 +531,7 @@ HOST = Table(
     title="host time",
     peers={host.TORCH: "torch"},
     dense=(host.TORCH,),
-    command="host --suite host",
-    suite=host.HOST,
+    bench=BENCHES["host"],
     columns=(CASE, TIME, TORCH_TIME, OVER_TORCH, AT_MOST, AIM),
     note=(
         "Time on the clock on the wall, of calls as users write them, whose plans are kept: how long the host is busy "
