@@ -43,8 +43,8 @@ class Bench:
 
     `name`: of its command, "attention-backward". `schemas`: what its records hold, by their `op`. `make`: the case with
     the fields that `options` give. `small`: options of sizes for a CPU, which suites and sizes by default would keep
-    busy for hours; "" where these are small. `kernels`: what --kernel names; "" where nothing can be named. `whole`: the
-    suite that is measured where nothing is given; "" for the case of the options' defaults.
+    busy for hours; "" where these are small. `kernels`: what --kernel names; "" where nothing can be named. `whole`:
+    the suite that is measured where nothing is given; "" for the case of the options' defaults.
     """
 
     name: str
