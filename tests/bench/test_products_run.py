@@ -120,7 +120,7 @@ def test_the_dense_twin_of_a_linear_layer_does_the_same_after_its_product() -> N
     assert one.judge(dense).passed
     assert one.judge(one.out).passed
     assert not one.judge(full).passed
-    torch.testing.assert_close(one.eager(None)(), one.out)
+    torch.testing.assert_close(one.planned(one.plan(None))(), one.out)
 
 
 def test_a_step_is_recorded_under_every_kernel_it_runs() -> None:

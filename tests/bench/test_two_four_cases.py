@@ -231,7 +231,7 @@ def test_cases_are_measured_with_their_peers(case: Any, kernel: str, peers: set[
     assert (record["tflops"] is None) == (case.op == "pack")
     assert record["ms"]["median"] > 0
     one = case.operands(CPU)[0]
-    assert one.judge(one.eager(None)()).passed
+    assert one.judge(one.planned(one.plan(None))()).passed
 
 
 def test_every_format_is_measured_at_equal_stored_values() -> None:
@@ -267,7 +267,7 @@ def test_a_gate_of_packing_finds_what_is_wrong() -> None:
 def test_a_gate_of_fp8_finds_what_is_wrong() -> None:
     for case in (IN_FP8, TWO_FOUR_FP8, HYBRID_FP8):
         one = case.operands(CPU)[0]
-        c = one.eager(None)()
+        c = one.planned(one.plan(None))()
         assert one.judge(c).passed
         assert not one.judge(c * 1.01).passed
         if case.scale != "block":

@@ -72,9 +72,6 @@ class AttentionOperands(Operands):
     def planned(self, plan: AttentionPlan) -> Callable[[], object]:
         return lambda: plan(self.q, self.k, self.v, self.mask)
 
-    def eager(self, kernel: str | None) -> Callable[[], object]:
-        return lambda: attention(self.q, self.k, self.v, self.mask, kernel=kernel)
-
     def anew(self, kernel: str | None) -> Callable[[], object]:
         """A call that builds its mask, plans and runs."""
         return lambda: attention(self.q, self.k, self.v, self.make(), kernel=kernel)

@@ -58,9 +58,6 @@ class GradOperands(AttentionOperands):
     def planned(self, plan: AttentionGradPlan) -> Callable[[], Gradients]:
         return lambda: plan(self.q, self.k, self.v, self.mask, *self.given)
 
-    def eager(self, kernel: str | None) -> Callable[[], Gradients]:
-        return self.planned(self.plan(kernel))
-
     def anew(self, kernel: str | None) -> Callable[[], Gradients]:
         """A call that builds its mask, plans and runs."""
 

@@ -43,10 +43,6 @@ class Operands(Protocol):
         """A call of the plan and nothing else."""
         ...
 
-    def eager(self, kernel: str | None) -> Callable[[], object]:
-        """A call of the verb, as users write it; its plan is kept after the first."""
-        ...
-
     def gate(self, plan: Any) -> Gate:
         """Runs the plan into poisoned memory and judges the result."""
         ...

@@ -39,9 +39,8 @@ from sparsek.matrix.pattern import block_sides
 from sparsek.matrix.quantized import Scaled, quantize
 from sparsek.matrix.random import random_bsr
 from sparsek.matrix.semi24 import Semi24
-from sparsek.ops.linear import linear
 from sparsek.ops.scaled import plan_linear
-from sparsek.ops.spmm import plan_spmm, spmm
+from sparsek.ops.spmm import plan_spmm
 from sparsek.plan.scaled import ScaledPlan
 from sparsek.testing.budget import Gate
 from sparsek.testing.budget_fp8 import check_scaled
@@ -81,11 +80,6 @@ class Fp8Operands(Operands):
             return lambda: plan(self.x, self.a)
         b = self.x.mT
         return lambda: plan(self.a, b, out=self.out)
-
-    def eager(self, kernel: str | None) -> Callable[[], Tensor]:
-        if self.is_linear:
-            return lambda: linear(self.x, self.a, kernel=kernel, dtype=OUT)
-        return lambda: spmm(self.a, self.x.mT, kernel=kernel, dtype=OUT)
 
     def gate(self, plan: ScaledPlan) -> Gate:
         if self.out is None:

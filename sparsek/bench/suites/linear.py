@@ -30,7 +30,6 @@ from sparsek.core.errors import InvalidInput
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.pattern import block_sides
 from sparsek.matrix.random import random_bsr
-from sparsek.ops.linear import linear
 from sparsek.ops.spmm import plan_spmm
 from sparsek.plan.spmm import SpmmPlan
 from sparsek.reference.epilogue import ACTIVATIONS, PLAIN, Epilogue
@@ -73,9 +72,6 @@ class LinearOperands(Operands):
     def planned(self, plan: SpmmPlan) -> Callable[[], Tensor]:
         w, epilogue = self.w.T, self.epilogue
         return lambda: plan(self.x, w, out=self.out, epilogue=epilogue)
-
-    def eager(self, kernel: str | None) -> Callable[[], Tensor]:
-        return lambda: linear(self.x, self.w, *self.after, kernel=kernel)
 
     def plain(self) -> tuple[SpmmPlan, Callable[[], Tensor]]:
         """The product alone, into the same output: its plan, and a call of it."""

@@ -29,7 +29,7 @@ from sparsek.core.errors import InvalidInput
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.pattern import BlockPattern, block_sides
 from sparsek.matrix.random import PATTERNS, random_bsr
-from sparsek.ops.sddmm import plan_sddmm, sddmm
+from sparsek.ops.sddmm import plan_sddmm
 from sparsek.plan.sddmm import SddmmPlan
 from sparsek.testing.budget import Gate
 from sparsek.testing.poison import poisoned
@@ -53,9 +53,6 @@ class SddmmOperands(Operands):
 
     def planned(self, plan: SddmmPlan) -> Callable[[], BSR]:
         return lambda: plan(self.x, self.y, self.pattern)
-
-    def eager(self, kernel: str | None) -> Callable[[], BSR]:
-        return lambda: sddmm(self.x, self.y, self.pattern, kernel=kernel)
 
     def gate(self, plan: SddmmPlan) -> Gate:
         # A caching allocator hands the memory of a dropped tensor to the next of its size: the values begin as NaN.

@@ -37,9 +37,8 @@ from sparsek.matrix.bsr24 import BSR24
 from sparsek.matrix.pattern import BlockPattern
 from sparsek.matrix.random import random_bsr
 from sparsek.matrix.semi24 import Semi24
-from sparsek.ops.linear import linear
 from sparsek.ops.semi24 import plan_linear
-from sparsek.ops.spmm import plan_spmm, spmm
+from sparsek.ops.spmm import plan_spmm
 from sparsek.plan.semi24 import Plan24
 from sparsek.testing.budget import Gate
 from sparsek.testing.budget24 import check_24, check_linear24
@@ -87,11 +86,6 @@ class Semi24Operands(Operands):
         if self.is_linear:
             return lambda: plan(self.b, self.a)
         return lambda: plan(self.a, self.b, out=self.out)
-
-    def eager(self, kernel: str | None) -> Callable[[], Tensor]:
-        if self.is_linear:
-            return lambda: linear(self.b, self.a, kernel=kernel)
-        return lambda: spmm(self.a, self.b, kernel=kernel)
 
     def gate(self, plan: Plan24) -> Gate:
         if self.out is None:

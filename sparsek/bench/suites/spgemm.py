@@ -65,9 +65,6 @@ class SpgemmOperands(Operands):
     def planned(self, plan: SpgemmPlan) -> Callable[[], Tensor | BSR]:
         return lambda: plan(self.a, self.b)
 
-    def eager(self, kernel: str | None) -> Callable[[], Tensor | BSR]:
-        return lambda: self._product(self.a, self.b, kernel)
-
     def _product(self, a: BSR, b: BSR, kernel: str | None) -> Tensor | BSR:
         if self.out == "dense":
             return spgemm(a, b, "dense", kernel=kernel)

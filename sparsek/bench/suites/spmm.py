@@ -30,7 +30,7 @@ from sparsek.core.errors import InvalidInput
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.pattern import block_sides
 from sparsek.matrix.random import PATTERNS, random_bsr
-from sparsek.ops.spmm import plan_spmm, spmm
+from sparsek.ops.spmm import plan_spmm
 from sparsek.plan.spmm import SpmmPlan
 from sparsek.testing.budget import Gate, check_spmm
 from sparsek.testing.poison import poisoned
@@ -78,10 +78,6 @@ class SpmmOperands(Operands):
     def planned(self, plan: SpmmPlan) -> Callable[[], object]:
         first, second = self.factors(self.a)
         return lambda: plan(first, second, out=self.out)
-
-    def eager(self, kernel: str | None) -> Callable[[], object]:
-        first, second = self.factors(self.a)
-        return lambda: spmm(first, second, kernel=kernel)
 
     def gate(self, plan: SpmmPlan) -> Gate:
         self.out.fill_(torch.nan)

@@ -31,7 +31,6 @@ from sparsek.matrix.bsr import BSR
 from sparsek.matrix.bsr24 import BSR24
 from sparsek.matrix.random import random_bsr
 from sparsek.matrix.semi24 import Semi24
-from sparsek.ops.linear import linear
 from sparsek.ops.semi24 import plan_linear
 from sparsek.ops.spmm import plan_spmm
 from sparsek.plan.plan import Plan
@@ -94,10 +93,6 @@ class StoryOperands(Operands):
         w = self._matrix(plan.kernel)
         second = w.T if isinstance(w, BSR) else w
         return lambda: plan(self.x, second)
-
-    def eager(self, kernel: str | None) -> Callable[[], Tensor]:
-        w = self._matrix(kernel)
-        return lambda: linear(self.x, w, kernel=kernel)
 
     def gate(self, plan: Any) -> Gate:
         w = self._matrix(plan.kernel)
