@@ -8,7 +8,7 @@ queries whose window is elsewhere, which have bits. Tiles of several documents h
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,6 +17,8 @@ from torch import Tensor
 from sparsek.core.eager import eager
 from sparsek.mask.elements import pack_bits
 from sparsek.mask.lists import (
+    BY_INTERVAL,
+    BlockLists,
     Place,
     Runs,
     check_stored,
@@ -26,9 +28,10 @@ from sparsek.mask.lists import (
     table_of_runs,
     upload,
 )
-from sparsek.mask.mask import BY_INTERVAL, BlockMask
-from sparsek.mask.parts import BlockLists
 from sparsek.matrix.pattern import INT32_MAX
+
+if TYPE_CHECKING:
+    from sparsek.mask.mask import BlockMask
 
 CHUNK = 1 << 22  # elements of blocks whose bits are made in one step
 
@@ -119,14 +122,16 @@ def bounds(query: Any, docs: Span, near: Near, reach: int) -> tuple[Any, Any]:
 
 
 @eager("a block mask")
-def documents_mask(scene: Scene, near: Near, block: Any, device: Any, label: str) -> BlockMask:
+def documents_mask(
+    cls: type[BlockMask], scene: Scene, near: Near, block: Any, device: Any, label: str
+) -> BlockMask:
     """The mask of a scene in which each query sees what `near` says of its document; `scene.near` is not looked at.
 
     Costs the host O(tiles + documents + partial blocks) and no wait; the device O(q_len + stored blocks).
     """
     place = Place.of(q_len=scene.q_len, kv_len=scene.kv_len, block=block, device=device, q_offset=0)
     docs = scene.docs.take(np.flatnonzero(scene.docs.q_start < scene.docs.q_end))
-    return _assembled(place, docs, Pieces.of(docs, near, place), near, scene.batch, label)
+    return _assembled(cls, place, docs, Pieces.of(docs, near, place), near, scene.batch, label)
 
 
 class Pieces(NamedTuple):
@@ -268,7 +273,13 @@ class Queries(NamedTuple):
 
 
 def _assembled(
-    place: Place, docs: Documents, pieces: Pieces, near: Near, batch: int, label: str
+    cls: type[BlockMask],
+    place: Place,
+    docs: Documents,
+    pieces: Pieces,
+    near: Near,
+    batch: int,
+    label: str,
 ) -> BlockMask:
     rows, columns = batch * place.grid[0], max(place.grid[1], 1)
     found = _blocks(pieces, place, rows)
@@ -290,7 +301,7 @@ def _assembled(
     behind = 1 + len(by_bits)
     every = torch.arange(place.grid[1], dtype=torch.int32, device=place.device)
     full_lists, _ = lists_of_runs(sent[behind + 3 :], every, sizes.stored - sizes.partial)
-    mask = BlockMask.unchecked(
+    mask = cls.unchecked(
         q_len=place.q_len, kv_len=place.kv_len, block=place.block, batch=batch, heads=1, full=full_lists,
         partial=BlockLists(*sent[behind : behind + 3]), lo=queries.lo, hi=queries.hi, rules=rules,
         bits=bits, sizes=sizes, pure=not pieces.split.any(), label=label,

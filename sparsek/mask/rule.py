@@ -14,13 +14,12 @@ from torch import Tensor
 from sparsek.core import arguments
 from sparsek.core.eager import constant, eager, untransformed
 from sparsek.core.errors import InvalidInput
-from sparsek.mask.best import best_blocks
 from sparsek.mask.cache import edges_of, kept_mask, values_of
 from sparsek.mask.documents import Documents, Near, Scene, documents_mask
-from sparsek.mask.lists import mask_block
+from sparsek.mask.lists import Frame, mask_block
 from sparsek.mask.mask import BlockMask
 from sparsek.mask.operands import check_tensors
-from sparsek.mask.parts import Frame
+from sparsek.mask.scored import best_blocks
 
 
 class Visible(NamedTuple):
@@ -162,10 +161,9 @@ class MaskPolicy:
 
     def _in_scene(self, scene: Scene, device: torch.device) -> BlockMask:
         def build() -> BlockMask:
+            label = f"{self.label}, {scene.docs.item.size} documents"
             masks = [
-                documents_mask(
-                    scene, near, self.block, device, f"{self.label}, {scene.docs.item.size} documents"
-                )
+                documents_mask(BlockMask, scene, near, self.block, device, label)
                 for near in _both(self._near, scene.near)
             ]
             if self.stride is not None:

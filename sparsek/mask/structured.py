@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,9 +18,13 @@ from torch import Tensor
 from sparsek.core import arguments
 from sparsek.core.eager import eager
 from sparsek.core.errors import InvalidInput
-from sparsek.mask.lists import Place, Runs, as_lengths, assemble, upload
-from sparsek.mask.mask import BY_INTERVAL, BlockMask
+from sparsek.mask.lists import BY_INTERVAL, Frame, Place, Runs, as_lengths, assemble, upload
 from sparsek.matrix.pattern import INT32_MAX
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from sparsek.mask.mask import BlockMask
 
 # From positions of queries, where the interval of each starts and ends; int64 of the same shape.
 Interval = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
@@ -73,24 +77,33 @@ def up_to_itself(place: Place) -> tuple[Tensor, Tensor]:
 
 
 @eager("a block mask")
-def full(seq_len: int | None, **frame: Any) -> BlockMask:
-    """See FullBlocks."""
+def full(cls: type[BlockMask], seq_len: int | None = None, **frame: Unpack[Frame]) -> BlockMask:
+    """The mask with which every query sees every key. `frame`: see `Frame`."""
     place = Place.of(seq_len, **frame)
     span = Span.of(place, _near(place, place.reach, place.reach))
-    return assemble(place, *span.runs(place.block[1]), every_key(place), pure=True, label="full")
+    return assemble(cls, place, *span.runs(place.block[1]), every_key(place), pure=True, label="full")
 
 
 @eager("a block mask")
-def causal(seq_len: int | None, **frame: Any) -> BlockMask:
-    """See BlockMask.causal."""
+def causal(cls: type[BlockMask], seq_len: int | None = None, **frame: Unpack[Frame]) -> BlockMask:
+    """Every query sees the keys up to its own position. `frame`: see `Frame`."""
     place = Place.of(seq_len, **frame)
     span = Span.of(place, _near(place, place.reach, 1))
-    return assemble(place, *span.runs(place.block[1]), up_to_itself(place), pure=True, label="causal")
+    return assemble(cls, place, *span.runs(place.block[1]), up_to_itself(place), pure=True, label="causal")
 
 
 @eager("a block mask")
-def sliding_window(seq_len: int | None, window: Any, sinks: Any, causal: bool, **frame: Any) -> BlockMask:
-    """See BlockMask.sliding_window."""
+def sliding_window(
+    cls: type[BlockMask],
+    seq_len: int | None = None,
+    window: int | None = None,
+    sinks: int = 0,
+    causal: bool = True,
+    **frame: Unpack[Frame],
+) -> BlockMask:
+    """A query at position p sees keys p - window < k <= p (not causal: |p - k| < window), and the first `sinks`
+    keys (causal: up to p). The window counts the query's own position. `frame`: see `Frame`.
+    """
     place = Place.of(seq_len, **frame)
     window, sinks = arguments.integer("window", window, 1), arguments.integer("sinks", sinks)
     causal = arguments.flag("causal", causal)
@@ -99,7 +112,9 @@ def sliding_window(seq_len: int | None, window: Any, sinks: Any, causal: bool, *
     ahead = 1 if causal else back
     near, lo, hi = _near(place, back, ahead), place.positions(1 - back), place.positions(ahead)
     if not sinks:
-        return assemble(place, *Span.of(place, near).runs(place.block[1]), (lo, hi), pure=True, label=label)
+        return assemble(
+            cls, place, *Span.of(place, near).runs(place.block[1]), (lo, hi), pure=True, label=label
+        )
 
     def joined(p: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Where the window reaches down to the sinks, both are one interval from 0."""
@@ -111,7 +126,7 @@ def sliding_window(seq_len: int | None, window: Any, sinks: Any, causal: bool, *
         hi.clamp_(min=sinks)
     full, partial, bits = _window_and_sinks(place, joined, sinks)
     pure = bool((joined(place.last)[0] == 0).all())
-    return assemble(place, full, partial, (lo, hi), pure=pure, label=label, bits=bits)
+    return assemble(cls, place, full, partial, (lo, hi), pure=pure, label=label, bits=bits)
 
 
 def _window_and_sinks(place: Place, joined: Interval, sinks: int) -> tuple[Runs, Runs, np.ndarray | None]:
@@ -162,8 +177,20 @@ def _sink_bits(
 
 
 @eager("a block mask")
-def strided(seq_len: int | None, stride: Any, window: Any, causal: bool, **frame: Any) -> BlockMask:
-    """See BlockMask.strided."""
+def strided(
+    cls: type[BlockMask],
+    seq_len: int | None = None,
+    stride: int | None = None,
+    window: int | None = None,
+    causal: bool = True,
+    **frame: Unpack[Frame],
+) -> BlockMask:
+    """Blocks near the diagonal and every (stride / bk)-th block from there. `stride` is a multiple of bk.
+
+    A tile whose queries stand in key blocks p to p' sees blocks j with p - w < j < p' + w, where w is `window`
+    in blocks, rounded up, and further j with (p - j) or (j - p') a multiple of stride / bk. Causal: only keys up
+    to the query. Child et al. 2019, "Generating Long Sequences with Sparse Transformers", in blocks.
+    """
     place = Place.of(seq_len, **frame)
     stride, window = arguments.integer("stride", stride, 1), arguments.integer("window", window, 1)
     causal, bk = arguments.flag("causal", causal), place.block[1]
@@ -177,12 +204,24 @@ def strided(seq_len: int | None, stride: Any, window: Any, causal: bool, **frame
     runs = runs.then(Runs.between(top - near + 1, bottom + near))
     if not causal:
         runs = runs.then(Runs.progression(bottom + gap, np.full_like(bottom, place.reach), step))
-    return _of_blocks(place, runs, causal, f"strided({stride}, {window}{_both_ways(causal)})")
+    return _of_blocks(cls, place, runs, causal, f"strided({stride}, {window}{_both_ways(causal)})")
 
 
 @eager("a block mask")
-def dilated(seq_len: int | None, window: Any, dilation: Any, causal: bool, **frame: Any) -> BlockMask:
-    """See BlockMask.dilated."""
+def dilated(
+    cls: type[BlockMask],
+    seq_len: int | None = None,
+    window: int | None = None,
+    dilation: int = 1,
+    causal: bool = True,
+    **frame: Unpack[Frame],
+) -> BlockMask:
+    """A window with gaps: of every `dilation` blocks one is seen. With `dilation` 1 a window of whole blocks.
+
+    A tile whose queries stand in key blocks p to p' sees these and p - t * dilation, p' + t * dilation for
+    0 < t < w, where w is `window` in blocks, rounded up. Causal: only keys up to the query. Beltagy et al. 2020,
+    "Longformer", in blocks.
+    """
     place = Place.of(seq_len, **frame)
     window, dilation = arguments.integer("window", window, 1), arguments.integer("dilation", dilation, 1)
     causal = arguments.flag("causal", causal)
@@ -192,7 +231,7 @@ def dilated(seq_len: int | None, window: Any, dilation: Any, causal: bool, **fra
     runs = Runs.progression(top - more * step, more, step).then(Runs.between(top, bottom + 1))
     if not causal:
         runs = runs.then(Runs.progression(bottom + step, more, step))
-    return _of_blocks(place, runs, causal, f"dilated({window}, {dilation}{_both_ways(causal)})")
+    return _of_blocks(cls, place, runs, causal, f"dilated({window}, {dilation}{_both_ways(causal)})")
 
 
 def _both_ways(causal: bool) -> str:
@@ -201,16 +240,23 @@ def _both_ways(causal: bool) -> str:
 
 @eager("a block mask")
 def bigbird(
-    seq_len: int | None,
-    window: Any,
-    globals: Any,
-    random: Any,
-    seed: Any,
-    causal: bool,
-    heads: Any,
-    **frame: Any,
+    cls: type[BlockMask],
+    seq_len: int | None = None,
+    window: int | None = None,
+    globals: int = 0,
+    random: int = 0,
+    seed: int = 0,
+    causal: bool = False,
+    heads: int = 1,
+    **frame: Unpack[Frame],
 ) -> BlockMask:
-    """See BlockMask.bigbird."""
+    """Window, global and random blocks: Zaheer et al. 2020, "Big Bird".
+
+    `window` is that of `strided`. The first `globals` keys, rounded up to blocks, are seen by all queries;
+    tiles with a query among the first `globals` positions see all keys. Every other tile sees `random` more
+    blocks (fewer if fewer are left), distinct, near uniform, others for each of `heads`, which share one mask if
+    nothing is drawn. What is drawn depends on `seed` and the shape, not on the device.
+    """
     place = Place.of(seq_len, **frame)
     window, seed = arguments.integer("window", window, 1), arguments.integer("seed", seed)
     globals, random = arguments.integer("globals", globals), arguments.integer("random", random)
@@ -232,7 +278,7 @@ def bigbird(
     column = np.where(before, column, column + right - left)
     stored = Runs.between(np.zeros_like(first), first).then(Runs.single(column, drawn & before))
     stored = stored.then(Runs.between(left, right)).then(Runs.single(column, drawn & ~before))
-    return _of_blocks(place, stored, causal, label, heads)
+    return _of_blocks(cls, place, stored, causal, label, heads)
 
 
 def _draw(rng: np.random.Generator, n: np.ndarray, each: int) -> tuple[np.ndarray, np.ndarray]:
@@ -248,13 +294,15 @@ def _draw(rng: np.random.Generator, n: np.ndarray, each: int) -> tuple[np.ndarra
     return np.sort(np.where(drawn, rank, INT32_MAX), 0) + at, drawn
 
 
-def _of_blocks(place: Place, stored: Runs, causal: bool, label: str, heads: int = 1) -> BlockMask:
+def _of_blocks(
+    cls: type[BlockMask], place: Place, stored: Runs, causal: bool, label: str, heads: int = 1
+) -> BlockMask:
     """The mask of these blocks as far as they exist; causal: of their keys up to the query."""
     edge, end = (np.tile(each, heads) for each in visible(place, causal))
     stored = stored.behind(np.zeros_like(edge)).before(end)
     interval = up_to_itself(place) if causal else every_key(place)
     full, partial = stored.before(edge), stored.behind(edge)
-    return assemble(place, full, partial, interval, pure=True, label=label, heads=heads)
+    return assemble(cls, place, full, partial, interval, pure=True, label=label, heads=heads)
 
 
 def visible(place: Place, causal: bool) -> tuple[np.ndarray, np.ndarray]:
@@ -264,8 +312,19 @@ def visible(place: Place, causal: bool) -> tuple[np.ndarray, np.ndarray]:
 
 
 @eager("a block mask")
-def block_diagonal(lengths: Any, causal: bool, seq_len: int | None, block: Any, device: Any) -> BlockMask:
-    """See BlockMask.block_diagonal."""
+def block_diagonal(
+    cls: type[BlockMask],
+    lengths: Any,
+    causal: bool = True,
+    seq_len: int | None = None,
+    block: int | tuple[int, int] = 128,
+    device: str | torch.device | None = None,
+) -> BlockMask:
+    """Packed documents: a query sees the keys of its own document, causal up to itself.
+
+    `lengths`: ints, one for each document, as a sequence, an array or a CPU tensor; or one such row for each
+    batch item. Each row must sum up to the same length, and to `seq_len` if that is given.
+    """
     rows, causal = as_lengths(lengths), arguments.flag("causal", causal)
     total = int(rows[0].sum()) if seq_len is None else arguments.integer("seq_len", seq_len)
     for at, row in enumerate(rows):
@@ -285,7 +344,7 @@ def block_diagonal(lengths: Any, causal: bool, seq_len: int | None, block: Any, 
     if causal:
         hi = place.positions(1).expand(len(rows), -1).contiguous()
     label = f"block_diagonal({of_all.size} documents{_both_ways(causal)})"
-    return assemble(place, *span.runs(place.block[1]), (lo, hi), pure=True, label=label, batch=len(rows))
+    return assemble(cls, place, *span.runs(place.block[1]), (lo, hi), pure=True, label=label, batch=len(rows))
 
 
 def _document(lengths: np.ndarray, causal: bool) -> Interval:

@@ -84,14 +84,14 @@ def scenes(draw: st.DrawFn) -> Scene:
 def test_packed_documents_are_masked_as_defined_and_store_no_block_too_many(
     scene: Scene, near: Near, block: int
 ):
-    mask = documents_mask(scene, near, block, "cpu", "drawn")
+    mask = documents_mask(BlockMask, scene, near, block, "cpu", "drawn")
     assert torch.equal(check_mask(mask), defined(scene, near))
 
 
 @settings(max_examples=30)
 @given(scenes(), NEARS, BLOCKS)
 def test_any_scene_is_masked_as_defined(scene: Scene, near: Near, block: int):
-    mask = documents_mask(scene, near, block, "cpu", "drawn")
+    mask = documents_mask(BlockMask, scene, near, block, "cpu", "drawn")
     assert torch.equal(mask.to_dense(), defined(scene, near))
     assert mask.sizes.exact
     assert mask.stored_blocks <= BlockMask.from_dense(defined(scene, near), block).stored_blocks
@@ -102,7 +102,7 @@ def test_causal_documents_are_those_of_block_diagonal(causal: bool):
     lengths = [250, 0, 320, 198, 64]
     at = np.cumsum([0, *lengths])
     mask = documents_mask(
-        Scene(Documents.packed(at, at), 832, 832), Near(None, 1 if causal else None), 64, "cpu", ""
+        BlockMask, Scene(Documents.packed(at, at), 832, 832), Near(None, 1 if causal else None), 64, "cpu", ""
     )
     other = BlockMask.block_diagonal(lengths, causal=causal, block=64)
     assert mask.pure
@@ -112,7 +112,9 @@ def test_causal_documents_are_those_of_block_diagonal(causal: bool):
 
 def test_one_document_is_the_sliding_window():
     at = np.array([0, 1000])
-    mask = documents_mask(Scene(Documents.packed(at, at), 1000, 1000), Near(300, 1, 70), 128, "cpu", "")
+    mask = documents_mask(
+        BlockMask, Scene(Documents.packed(at, at), 1000, 1000), Near(300, 1, 70), 128, "cpu", ""
+    )
     other = BlockMask.sliding_window(1000, 300, 70)
     assert (mask.stored_blocks, mask.partial_blocks) == (other.stored_blocks, other.partial_blocks)
     assert torch.equal(mask.to_dense(), other.to_dense())
@@ -121,7 +123,9 @@ def test_one_document_is_the_sliding_window():
 
 def test_tiles_of_one_document_share_the_bits_of_its_sinks():
     at = np.array([0, 5000, 20000])
-    mask = documents_mask(Scene(Documents.packed(at, at), 20000, 20000), Near(256, 1, 10), 128, "cpu", "")
+    mask = documents_mask(
+        BlockMask, Scene(Documents.packed(at, at), 20000, 20000), Near(256, 1, 10), 128, "cpu", ""
+    )
     assert mask.bits is not None
     assert len(mask.bits) < 16
 
@@ -129,7 +133,9 @@ def test_tiles_of_one_document_share_the_bits_of_its_sinks():
 def test_half_a_million_tokens_cost_what_their_blocks_cost():
     at = np.arange(0, 512 * 1024 + 1, 4096)
     start = time.perf_counter()
-    mask = documents_mask(Scene(Documents.packed(at, at), at[-1], at[-1]), Near(1024, 1, 64), 128, "cpu", "")
+    mask = documents_mask(
+        BlockMask, Scene(Documents.packed(at, at), at[-1], at[-1]), Near(1024, 1, 64), 128, "cpu", ""
+    )
     assert time.perf_counter() - start < 10  # measured: 0.2 s; one byte for every pair would be 256 GB
     assert mask.stored_blocks < 11 * mask.rows
     assert mask.nbytes < 40e6
@@ -139,7 +145,7 @@ def test_half_a_million_tokens_cost_what_their_blocks_cost():
 def test_on_a_gpu_nothing_waits(no_sync: Callable[[], AbstractContextManager[None]]):
     at = np.array([0, 100, 100, 400, 1000])
     scene = Scene(Documents.packed(at, at), 1000, 1000)
-    documents_mask(scene, Near(70, 1, 10), 64, "cuda", "")
+    documents_mask(BlockMask, scene, Near(70, 1, 10), 64, "cuda", "")
     with no_sync():
-        mask = documents_mask(scene, Near(70, 1, 10), 64, "cuda", "")
+        mask = documents_mask(BlockMask, scene, Near(70, 1, 10), 64, "cuda", "")
     assert torch.equal(mask.to_dense().cpu(), defined(scene, Near(70, 1, 10)))

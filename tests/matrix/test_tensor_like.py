@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.func import grad, vmap
 from torch.nn import functional
+from torch.utils import _pytree
 
 import sparsek as sk
 from sparsek.core.errors import InvalidInput
@@ -170,11 +171,12 @@ def test_map_changes_stored_values_only(make: Callable[..., Any]):
         checked = shifted.T if view else shifted
         parts = [checked.pattern, checked.values, *([a.meta] if isinstance(a, sk.BSR24) else [])]
         type(a)(*parts)
-    for fn, text in (
+    wrong: list[tuple[Callable[..., Any], str]] = [
         (lambda x: x.sum(), "it must work element by element"),
         (lambda x: x > 0, "use one of"),
         (lambda x: 3, "what fn returns must be a dense torch.Tensor"),
-    ):
+    ]
+    for fn, text in wrong:
         with pytest.raises(InvalidInput, match=text):
             a.map(fn)
 
@@ -225,7 +227,7 @@ def test_f_linear_and_torchs_products_are_the_operator(make: Callable[..., Any])
     for product in (torch.mm, torch.matmul):
         assert torch.equal(product(a, x.mT), a @ x.mT)
     if isinstance(a, sk.BSR):
-        torch.testing.assert_close(torch.mm(x, a.T), x @ a.to_dense().T)
+        torch.testing.assert_close(torch.mm(x, a.T), x @ a.to_dense().T)  # type: ignore[arg-type]
         torch.testing.assert_close(x @ a.T, x @ a.to_dense().T)
 
 
@@ -237,7 +239,7 @@ def test_f_linear_has_gradients():
     )
     dense = a.detach().to_dense()
     weights = torch.randn(5, 72)
-    (functional.linear(x, a, bias) * weights).sum().backward()
+    (functional.linear(x, a, bias) * weights).sum().backward()  # type: ignore[arg-type]
     torch.testing.assert_close(x.grad, weights @ dense)
     torch.testing.assert_close(bias.grad, weights.sum(0))
     assert a.grad is not None
@@ -282,7 +284,7 @@ def test_numpy_gets_no_object_array():
 @every
 def test_they_stay_pytrees_and_are_copied(make: Callable[..., Any]):
     a = make()
-    doubled = torch.utils._pytree.tree_map_only(Tensor, torch.clone, a)
+    doubled = _pytree.tree_map_only(Tensor, torch.clone, a)
     assert torch.equal(doubled.to_dense(), a.to_dense())
     for made in (copy.copy(a), copy.deepcopy(a)):
         assert type(made) is type(a)
