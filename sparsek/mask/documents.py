@@ -36,14 +36,15 @@ if TYPE_CHECKING:
 CHUNK = 1 << 22  # elements of blocks whose bits are made in one step
 
 
-class Near(NamedTuple):
+class Window(NamedTuple):
     """A query at position p sees keys p - `back` < k < p + `ahead` (None: no bound) of its document, and the first
-    `sinks` of it. With `ahead` 1, which is causal, it sees none of these behind p.
+    `sinks` of it. With `ahead` 1, which is causal, it sees none of these behind p, unless `sinks_ahead`.
     """
 
     back: int | None = None
     ahead: int | None = None
     sinks: int = 0
+    sinks_ahead: bool = False
 
 
 class Documents(NamedTuple):
@@ -77,7 +78,7 @@ class Documents(NamedTuple):
         return np.clip(self.origin + min(sinks, INT32_MAX), self.k_start, self.k_end)
 
 
-class Scene(NamedTuple):
+class PackedLayout(NamedTuple):
     """Where a mask is wanted: the documents of `batch` batch items of q_len queries and kv_len keys, and what is near
     whatever the mask says.
     """
@@ -86,7 +87,13 @@ class Scene(NamedTuple):
     q_len: int
     kv_len: int
     batch: int = 1
-    near: Near = Near()
+    near: Window = Window()
+
+    @classmethod
+    def of(cls, place: Place) -> PackedLayout:
+        """One document, which is all of the queries and keys."""
+        fields = (0, 0, place.q_len, 0, place.kv_len, place.q_offset, 0)
+        return cls(Documents(*(np.array([each], np.int64) for each in fields)), place.q_len, place.kv_len)
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -103,11 +110,11 @@ class Span(NamedTuple):
     sink_end: Any
 
     @classmethod
-    def of(cls, docs: Documents, near: Near) -> Span:
+    def of(cls, docs: Documents, near: Window) -> Span:
         return cls(docs.k_start, docs.k_end, docs.shift, docs.sink_end(near.sinks))
 
 
-def bounds(query: Any, docs: Span, near: Near, reach: int) -> tuple[Any, Any]:
+def bounds(query: Any, docs: Span, near: Window, reach: int) -> tuple[Any, Any]:
     """lo and hi of queries, numpy or torch. Both rise with the query, within a document.
 
     Where a window reaches down to the sinks, both are one interval from the document's start.
@@ -118,12 +125,12 @@ def bounds(query: Any, docs: Span, near: Near, reach: int) -> tuple[Any, Any]:
     lo = (p - back + 1).clip(docs.k_start, docs.k_end)
     hi = (p + ahead).clip(docs.k_start, docs.k_end)
     lo = docs.k_start + (lo - docs.k_start) * (lo > docs.sink_end)
-    return lo, hi if near.ahead == 1 else hi.clip(docs.sink_end, docs.k_end)
+    return lo, hi if near.ahead == 1 and not near.sinks_ahead else hi.clip(docs.sink_end, docs.k_end)
 
 
 @eager("a block mask")
 def documents_mask(
-    cls: type[BlockMask], scene: Scene, near: Near, block: Any, device: Any, label: str
+    cls: type[BlockMask], scene: PackedLayout, near: Window, block: Any, device: Any, label: str
 ) -> BlockMask:
     """The mask of a scene in which each query sees what `near` says of its document; `scene.near` is not looked at.
 
@@ -147,7 +154,7 @@ class Pieces(NamedTuple):
     last_hi: np.ndarray
 
     @classmethod
-    def of(cls, docs: Documents, near: Near, place: Place) -> Pieces:
+    def of(cls, docs: Documents, near: Window, place: Place) -> Pieces:
         bq = place.block[0]
         top, bottom = docs.q_start // bq, (docs.q_end - 1) // bq
         count = bottom - top + 1
@@ -249,7 +256,7 @@ class Queries(NamedTuple):
     sink_end: Tensor
 
     @classmethod
-    def of(cls, spans: Tensor, near: Near, size: tuple[int, int], reach: int) -> Queries:
+    def of(cls, spans: Tensor, near: Window, size: tuple[int, int], reach: int) -> Queries:
         """From int32 [5, spans]: how many queries each span of them has, and its document; they are all queries."""
         count, *fields = spans.unbind()
         total = size[0] * size[1]
@@ -277,7 +284,7 @@ def _assembled(
     place: Place,
     docs: Documents,
     pieces: Pieces,
-    near: Near,
+    near: Window,
     batch: int,
     label: str,
 ) -> BlockMask:
@@ -310,7 +317,7 @@ def _assembled(
     return mask
 
 
-def _spans(docs: Documents, near: Near, q_len: int, batch: int) -> np.ndarray:
+def _spans(docs: Documents, near: Window, q_len: int, batch: int) -> np.ndarray:
     """int64 [5, 2 * n + 1]: the documents, and before, between and behind them spans of queries that see nothing."""
     starts, ends = docs.item * q_len + docs.q_start, docs.item * q_len + docs.q_end
     edges = np.stack((starts, ends), 1).flatten()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -159,7 +159,6 @@ def topk(
     NaN scores, and rows with more than k `always` blocks, raise InvalidInput: on the CPU here, on a GPU when the
     mask is next used (`verify`).
     """
-    # Rows have room for k entries; partial blocks end a row, so both lists share its entries.
     scores, place = _as_scores(scores, seq_len, dict(frame))
     causal = arguments.flag("causal", causal)
     (batch, heads), columns = scores.shape[:2], place.grid[1]
@@ -177,27 +176,51 @@ def topk(
         rows_kept = tuple(kept.shape[:-1])
         faults += _asked(kept.sum(-1) > k, lambda at: _too_many(at, rows_kept, k))
         ranked = ranked.clamp_(max=torch.finfo(scores.dtype).max).masked_fill_(kept, torch.inf)
-    best, chosen = torch.topk(ranked, k, dim=-1, sorted=False)
-    chosen = torch.where(best > -torch.inf, chosen, columns).to(torch.int32).sort(-1).values
-    whole = (chosen < edges).sum(-1, dtype=torch.int32).flatten()
-    stored = (chosen < columns).sum(-1, dtype=torch.int32).flatten()
-    rows, indices = whole.numel(), chosen.flatten()
-    check_stored(rows * k)
-    starts = torch.arange(rows, dtype=torch.int32, device=place.device) * k
+    best = _best(ranked, k, k, lambda chosen: chosen < edges)
     lo, hi = (up_to_itself(place) if causal else every_key(place)) or (None, None)
-    if place.device.type == "cpu":
-        sizes = exact_sizes(whole.numpy(), (stored - whole).numpy())
-    else:
-        most, most_partial, groups = np.minimum(k, end), np.minimum(k, end - edge), batch * heads
-        sizes = Sizes(
-            groups * int(most.sum()), groups * int(most_partial.sum()), int(most.max(initial=0)), exact=False
-        )
+    most, most_partial, groups = np.minimum(k, end), np.minimum(k, end - edge), batch * heads
+    bounds = groups * int(most.sum()), groups * int(most_partial.sum()), int(most.max(initial=0))
     mask = cls.unchecked(
         q_len=place.q_len, kv_len=place.kv_len, block=place.block, batch=batch, heads=heads,
-        full=BlockLists(starts, whole, indices), partial=BlockLists(starts + whole, stored - whole, indices),
-        lo=lo, hi=hi, sizes=sizes, pure=True, label=f"topk({k}{', causal' if causal else ''})",
+        full=best.full, partial=best.partial, lo=lo, hi=hi, sizes=best.sizes(bounds), pure=True,
+        label=f"topk({k}{', causal' if causal else ''})",
     )  # fmt: skip
     return _with_answers(mask, faults)
+
+
+class Best(NamedTuple):
+    """The blocks that were chosen, int32 [batch, heads, Mb, k]: full ones, partial ones, then what does not count."""
+
+    chosen: Tensor
+    full: BlockLists
+    partial: BlockLists
+
+    def sizes(self, bounds: tuple[int, int, int]) -> Sizes:
+        """What the lists hold; on a GPU, which would have to be waited for, these bounds."""
+        if self.chosen.device.type != "cpu":
+            return Sizes(*bounds, exact=False)
+        return exact_sizes(self.full.counts.numpy(), self.partial.counts.numpy())
+
+
+def _best(ranked: Tensor, k: int, most: int, is_whole: Callable[[Tensor], Tensor]) -> Best:
+    """For each row of scores [batch, heads, Mb, Nb] the k highest, and up to `most` that are inf; never -inf.
+
+    `is_whole` says of blocks [batch, heads, Mb, most] which ones are full. Rows have room for `most` entries; partial
+    blocks follow the full ones, so both lists share the entries.
+    """
+    columns = ranked.shape[-1]
+    score, chosen = torch.topk(ranked, most, dim=-1, sorted=most > k)
+    kept = score != -torch.inf
+    if most > k:
+        kept &= (torch.arange(most, device=score.device) < k) | (score == torch.inf)
+    whole = kept & is_whole(chosen)
+    key = torch.where(kept, torch.where(whole, chosen, chosen + columns), 2 * columns)
+    chosen = key.to(torch.int32).sort(-1).values % max(columns, 1)
+    full, cut = (each.sum(-1, dtype=torch.int32).flatten() for each in (whole, kept & ~whole))
+    check_stored(full.numel() * most)
+    starts = torch.arange(full.numel(), dtype=torch.int32, device=score.device) * most
+    indices = chosen.flatten()
+    return Best(chosen, BlockLists(starts, full, indices), BlockLists(starts + full, cut, indices))
 
 
 def _as_scores(scores: Any, seq_len: int | None, frame: dict[str, Any]) -> tuple[Tensor, Place]:
@@ -416,32 +439,20 @@ def best_blocks(within: BlockMask, scores: Tensor, k: int, always: BlockMask | N
     if always is not None:
         ranked = ranked.masked_fill(there & (_codes(always) != NOT_STORED), torch.inf)
         most = max(k, always.sizes.longest)
-    most = min(most, columns)
-    best, chosen = torch.topk(ranked, most, dim=-1)
-    slot = torch.arange(most, device=best.device)
-    kept = (best != -torch.inf) & ((slot < k) | (best == torch.inf))
-    batch, heads = scores.shape[:2]
-    code = codes.expand(batch, heads, tiles, columns).gather(-1, chosen)
-    whole = kept & (code == WHOLE)
-    # Full blocks, then partial ones, then those that do not count; ascending.
-    key, order = torch.where(kept, torch.where(whole, chosen, chosen + columns), 3 * columns).sort(-1)
-    full, cut = (each.sum(-1, dtype=torch.int32).flatten() for each in (whole, kept & ~whole))
-    rows = full.numel()
-    check_stored(rows * most)
-    starts = torch.arange(rows, dtype=torch.int32, device=best.device) * most
-    indices = (key % max(columns, 1)).to(torch.int32).flatten()
-    rules = None if within.rules is None else code.gather(-1, order).clamp(min=BY_INTERVAL).flatten()
-    if best.device.type == "cpu":
-        sizes = exact_sizes(full.numpy(), cut.numpy())
-    else:
-        times = batch * heads // within.batch
-        bound = min(rows * most, times * within.sizes.stored)
-        sizes = Sizes(bound, min(bound, times * within.sizes.partial), most, exact=False)
+    most, (batch, heads) = min(most, columns), scores.shape[:2]
+    codes = codes.expand(batch, heads, tiles, columns)
+    best = _best(ranked, k, most, lambda chosen: codes.gather(-1, chosen) == WHOLE)
+    rules = None
+    if within.rules is not None:
+        rules = codes.gather(-1, best.chosen.long()).clamp(min=BY_INTERVAL).flatten()
+    times = batch * heads // within.batch
+    bound = min(batch * heads * tiles * most, times * within.sizes.stored)
     lo, hi = (_of_each_head(each, batch, heads) for each in (within.lo, within.hi))
     return within.unchecked(
         q_len=within.q_len, kv_len=within.kv_len, block=within.block, batch=batch, heads=heads,
-        full=BlockLists(starts, full, indices), partial=BlockLists(starts + full, cut, indices), lo=lo, hi=hi,
-        rules=rules, bits=within.bits, sizes=sizes, pure=within.pure, label=f"{most} best of {within.label}",
+        full=best.full, partial=best.partial, lo=lo, hi=hi, rules=rules, bits=within.bits,
+        sizes=best.sizes((bound, min(bound, times * within.sizes.partial), most)), pure=within.pure,
+        label=f"{most} best of {within.label}",
     )  # fmt: skip
 
 

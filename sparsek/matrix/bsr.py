@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sparsek.core import arguments, dtypes
-from sparsek.core.eager import check_aligned, concrete, untransformed
+from sparsek.core.eager import check_aligned, of_values
 from sparsek.core.errors import InvalidInput
 from sparsek.core.record import Record, record
 from sparsek.matrix import algebra, convert
@@ -183,16 +183,14 @@ def padding_nonzeros(a: BSR) -> int:
     if not a.pattern.is_ragged:
         return 0
     base = a if a.order is None else a.T
-    values = concrete(
-        base.values, "the padding is looked for in values", "BSR.unchecked(pattern, values) takes it as it is"
-    )
 
-    def count() -> int:
+    def count(values: Tensor) -> int:
         at, outside = padding_of(base.pattern)
         edge = values.detach().index_select(0, at)
         return int(torch.count_nonzero(edge.masked_fill(~outside, 0)))
 
-    return untransformed(count)
+    instead = "BSR.unchecked(pattern, values) takes it as it is"
+    return of_values(count, base.values, reads="the padding is looked for in values", instead=instead)
 
 
 def check_stored(a: BSR) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from sparsek.core import arguments, dtypes
-from sparsek.core.eager import concrete, outside_inference, untransformed, watched
+from sparsek.core.eager import concrete, of_values, outside_inference, untransformed, watched
 from sparsek.core.errors import InvalidInput
 from sparsek.matrix.base import ALIGNMENT
 from sparsek.matrix.padding import zero_padding
@@ -238,9 +238,10 @@ def from_coo_blocks(
                 f"{name} has {part.shape[0]} entries on {part.device}; "
                 f"blocks has {blocks.shape[0]} on {blocks.device}"
             )
-    reads, instead = "from_coo_blocks reads coordinates", "make the pattern outside"
-    rows, cols = (concrete(part, reads, instead) for part in (rows, cols))
-    at = untransformed(lambda: torch.stack((rows.long(), cols.long())).cpu().numpy())
+    at = of_values(
+        lambda rows, cols: torch.stack((rows.long(), cols.long())).cpu().numpy(),
+        rows, cols, reads="from_coo_blocks reads coordinates", instead="make the pattern outside",
+    )  # fmt: skip
     host, order = _sorted_cells(at[0], at[1], grid_of(shape, block))
     pattern = BlockPattern.from_host(shape, block, host, blocks.device)
     values = blocks.index_select(0, torch.tensor(order, device=blocks.device))

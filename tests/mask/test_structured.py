@@ -364,14 +364,14 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "half a length": (lambda: BlockMask.causal(q_len=5), "a length is missing"),
     "all lengths": (lambda: BlockMask.causal(5, q_len=5, kv_len=5), "use seq_len alone"),
     "negative length": (lambda: BlockMask.full(-1), "seq_len is -1; it must be an int of at least 0"),
-    "a float": (lambda: BlockMask.full(1.5), "seq_len is 1.5"),
+    "a float": (lambda: BlockMask.full(1.5), "seq_len is 1.5"),  # type: ignore[arg-type]
     "too long": (lambda: BlockMask.full(2**31 - 1), "must fit int32"),
     "far away": (lambda: BlockMask.causal(64, q_offset=2**31 - 2), "must stand at int32 positions"),
     "block": (lambda: BlockMask.full(64, block=32), "block is 32; masks have blocks of 64 or 128"),
     "block pair": (lambda: BlockMask.full(64, block=(64, 256)), "blocks of 64 or 128"),
-    "block triple": (lambda: BlockMask.full(64, block=(64, 64, 64)), "blocks of 64 or 128"),
+    "block triple": (lambda: BlockMask.full(64, block=(64, 64, 64)), "blocks of 64 or 128"),  # type: ignore[arg-type]
     "device": (lambda: BlockMask.full(64, device="meta"), "use a CUDA device or the CPU"),
-    "keyword": (lambda: BlockMask.full(64, blocks=64), "this mask has no option blocks; beside its own"),
+    "keyword": (lambda: BlockMask.full(64, blocks=64), "this mask has no option blocks; beside its own"),  # type: ignore[call-arg]
     "no window": (lambda: BlockMask.sliding_window(64), "window is None; it must be an int of at least 1"),
     "window of none": (
         lambda: BlockMask.sliding_window(64, 0),
