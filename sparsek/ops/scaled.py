@@ -19,7 +19,7 @@ from sparsek.core import device as devices
 from sparsek.core import dtypes
 from sparsek.core.arguments import told
 from sparsek.core.errors import InvalidInput
-from sparsek.core.streams import Made, captured
+from sparsek.core.streams import Ready, captured
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.bsr24 import BSR24
 from sparsek.matrix.dense8 import ScaledTensor, quantize_dense, register_rounder
@@ -184,7 +184,7 @@ def _make_plan(
     ready, matrix = device is None, call.a.matrix
     work = choice.kernel.prepare(p, choice.config, call.a) if ready else None
     pattern = None if isinstance(matrix, Semi24) else weakref.ref(matrix.pattern)
-    made = Made.here(call.a.device) if ready else None
+    made = Ready.here(call.a.device) if ready else None
     return ScaledPlan(p, choice, work, ready, layer, pattern, made)
 
 

@@ -18,7 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from sparsek.core import device as devices
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
-from sparsek.core.streams import Made, captured
+from sparsek.core.streams import Ready, captured
 from sparsek.matrix import two_four
 from sparsek.matrix.bsr24 import BSR24
 from sparsek.matrix.semi24 import Semi24
@@ -137,7 +137,7 @@ def _make_plan(call: Product24, p: Problem24, kernel: str | None, config: Any, r
     a = call.a
     work = choice.kernel.prepare(p, choice.config, a) if ready else None
     pattern = weakref.ref(a.pattern) if isinstance(a, BSR24) else None
-    return Plan24(p, choice, work, ready, pattern, Made.here(a.device) if ready else None)
+    return Plan24(p, choice, work, ready, pattern, Ready.here(a.device) if ready else None)
 
 
 def _run(call: Product24, kernel: str | None) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 from sparsek.core import arguments, dtypes
 from sparsek.core import device as devices
 from sparsek.core.errors import InvalidInput
-from sparsek.core.streams import Made, captured
+from sparsek.core.streams import Ready, captured
 from sparsek.matrix import convert
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.bsr24 import BSR24
@@ -246,7 +246,7 @@ def _epilogue(alpha: float, beta: float, out: Tensor | None) -> Epilogue:
 def _make_plan(a: BSR, p: SpmmProblem, kernel: str | None, config: Any, ready: bool) -> SpmmPlan:
     choice = choose(p, kernel, config)
     work = choice.kernel.prepare(p, choice.config, a) if ready else None
-    made = Made.here(a.device) if ready else None
+    made = Ready.here(a.device) if ready else None
     return SpmmPlan(p, choice, work, ready, weakref.ref(a.pattern), made=made)
 
 

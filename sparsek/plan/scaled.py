@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sparsek.core import arguments, dtypes
 from sparsek.core.errors import InvalidInput
-from sparsek.core.streams import Made, captured, follow, tensors_in
+from sparsek.core.streams import Ready, captured, tensors_in, wait_for
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.dense8 import ScaledTensor, quantize_dense
 from sparsek.matrix.pattern import BlockPattern
@@ -163,7 +163,7 @@ class ScaledPlan(Plan):
     problem: ScaledProblem
     layer: bool = False
     pattern: Callable[[], BlockPattern | None] | None = None
-    made: Made | None = None
+    made: Ready | None = None
 
     def __call__(self, a: Any, b: Any, out: Tensor | None = None, epilogue: Epilogue = PLAIN) -> Tensor:
         """C = A @ B for operands as planned. No host sync.
@@ -210,7 +210,7 @@ class ScaledPlan(Plan):
             c = out.mT if by_columns else out
         if out.numel():
             if self.made is not None and not capturing:
-                follow(self.made, tensors_in(self.work))
+                wait_for(self.made, tensors_in(self.work))
             kernel, config, _ = self.choice
             kernel.launch(config, self.work, a, b, out, epilogue)
         return c

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
-from sparsek.core.streams import Made, captured, follow, tensors_in
+from sparsek.core.streams import Ready, captured, tensors_in, wait_for
 from sparsek.matrix.bsr24 import BSR24
 from sparsek.matrix.pattern import BlockPattern
 from sparsek.matrix.semi24 import Semi24
@@ -105,7 +105,7 @@ class Plan24(Plan):
     """
 
     pattern: Callable[[], BlockPattern | None] | None = None
-    made: Made | None = None
+    made: Ready | None = None
 
     @property
     def on_right(self) -> bool:
@@ -148,7 +148,7 @@ class Plan24(Plan):
         kernel, config, _ = self.choice
         p: Problem24 = self.problem
         if self.made is not None and not capturing:
-            follow(self.made, tensors_in(self.work))
+            wait_for(self.made, tensors_in(self.work))
         make = getattr(kernel, "make", None)
         if out is None and make is not None and p.m * p.n * p.batch:
             made = make(config, self.work, a, b, epilogue, by_columns)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput, Unsupported
-from sparsek.core.streams import Made, captured, follow, tensors_in
+from sparsek.core.streams import Ready, captured, tensors_in, wait_for
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.pattern import BlockPattern
 from sparsek.plan import operands
@@ -74,7 +74,7 @@ class SpmmPlan(Plan):
 
     pattern: Callable[[], BlockPattern | None] = field(default=lambda: None)
     limit: int | None = None
-    made: Made | None = None
+    made: Ready | None = None
     # The facts of the last call that was found to fit.
     _passed: list[Any] = field(default_factory=list, init=False)
 
@@ -121,7 +121,7 @@ class SpmmPlan(Plan):
             c = out.mT if by_columns else out
         if out.numel():
             if self.made is not None and not capturing:
-                follow(self.made, tensors_in(self.work))
+                wait_for(self.made, tensors_in(self.work))
             kernel, config, _ = self.choice
             kernel.launch(config, self.work, a, b, out, epilogue)
         return c
@@ -161,7 +161,7 @@ class SpmmPlan(Plan):
         else:
             work = kernel.prepare(bounded, config, stands)
         choice = Choice(kernel, config, (Candidate(kernel.name, config, kernel.seconds(bounded, config)),))
-        made = Made.here(new.device)
+        made = Ready.here(new.device)
         return replace(
             self, problem=bounded, choice=choice, work=work, pattern=weakref.ref(new), limit=limit, made=made
         )

@@ -26,7 +26,7 @@ pytest.importorskip("triton")  # its nvdisasm reads the code
 
 from sparsek.kernels.lang import nvrtc
 from sparsek.kernels.lang.launch import Boxed
-from sparsek.kernels.lang.memo import Kept
+from sparsek.kernels.lang.memo import Memo
 from sparsek.kernels.spmm import hopper_24 as semi24
 from sparsek.kernels.spmm import hopper_bsr24 as bsr24
 from sparsek.kernels.spmm.hopper_24 import SOURCE, Config, in_wgmma_order
@@ -254,7 +254,7 @@ def test_a_launch_is_made_once_for_pointers_and_strides_in_the_context_of_its_de
 
 
 def test_what_is_kept_is_renewed_when_torch_counted_a_write() -> None:
-    x, kept, made = torch.zeros(4), Kept(), []
+    x, kept, made = torch.zeros(4), Memo(), []
 
     def make() -> torch.Tensor:
         made.append(x.sum())

@@ -38,7 +38,7 @@ from sparsek.core.errors import InvalidInput
 from sparsek.kernels.lang import launch as driver
 from sparsek.kernels.lang import nvrtc
 from sparsek.kernels.lang.launch import Boxed, Launch
-from sparsek.kernels.lang.memo import Kept
+from sparsek.kernels.lang.memo import Memo
 from sparsek.matrix.bsr24 import BSR24
 from sparsek.matrix.semi24 import Semi24
 from sparsek.plan.kernel import beside
@@ -204,7 +204,7 @@ def in_wgmma_order(meta: Tensor, fp8: bool = False) -> Tensor:
     return each.permute(0, 4, 1, 3, 5, 2).contiguous().view(torch.int32).view(slabs, chunks, 128)
 
 
-# meta -> Kept, in 16 bits and in FP8
+# meta -> Memo, in 16 bits and in FP8
 _NIBBLES: tuple[WeakTensorKeyDictionary, WeakTensorKeyDictionary] = (
     WeakTensorKeyDictionary(),
     WeakTensorKeyDictionary(),
@@ -213,10 +213,10 @@ _NIBBLES: tuple[WeakTensorKeyDictionary, WeakTensorKeyDictionary] = (
 _one_thread = RLock()
 
 
-def _kept(meta: Tensor, fp8: bool) -> Kept:
+def _kept(meta: Tensor, fp8: bool) -> Memo:
     found: Any = _NIBBLES[fp8].get(meta)
     if found is None:
-        found = _NIBBLES[fp8][meta] = Kept()
+        found = _NIBBLES[fp8][meta] = Memo()
     return found
 
 
@@ -250,7 +250,7 @@ class Work:
     sms: int
     fp8: bool
     meta: Callable[[], Tensor | None]
-    kept: Callable[[], Kept | None]
+    kept: Callable[[], Memo | None]
     lists: Lists | None = None
     launches: dict[tuple[Any, ...], list[Launch]] = field(default_factory=dict)
 
