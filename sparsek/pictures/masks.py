@@ -80,6 +80,8 @@ def plot(
     With `path`, which ends in .png or .svg, `picture` writes one there too, with `title` and `max_pixels`. Syncs.
     """
     found = _head(mask, head, batch)
+    title = None if title is None else arguments.text("title", title)
+    arguments.integer("max_pixels", max_pixels, *spy.PIXELS)
     if path is not None:
         picture(mask, path, head, batch, title=title, max_pixels=max_pixels)
     lines, scale = _text(found)
