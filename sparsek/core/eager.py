@@ -40,6 +40,12 @@ def concrete(x: Any, reads: str, instead: str) -> Any:
     return x
 
 
+def of_values(look: Callable[..., Made], *given: Any, reads: str, instead: str) -> Made:
+    """`look(*given)`, for what follows values: inside torch.func of the values that it has wrapped. See `concrete`."""
+    plain = [concrete(each, reads, instead) for each in given]
+    return untransformed(lambda: look(*plain))
+
+
 def watched(x: torch.Tensor) -> bool:
     """Whether torch.compile, torch.func or forward-mode differentiation looks at what is done to `x`."""
     return (

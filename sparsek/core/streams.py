@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 
-class Made(NamedTuple):
-    """Where on which stream tensors become ready."""
+class Ready(NamedTuple):
+    """The stream and event after which a plan's tensors are ready."""
 
     stream: torch.cuda.Stream
     event: torch.cuda.Event
@@ -19,7 +19,7 @@ class Made(NamedTuple):
     raw: int  # the stream's handle
 
     @classmethod
-    def here(cls, device: torch.device) -> Made | None:
+    def here(cls, device: torch.device) -> Ready | None:
         """After what the current stream was given so far; None on a CPU."""
         if device.type != "cuda":
             return None
@@ -29,8 +29,8 @@ class Made(NamedTuple):
         return made
 
 
-def follow(made: Made, tensors: Iterable[Tensor | None]) -> None:
-    """Another stream waits for them, and their memory for that stream.
+def wait_for(made: Ready, tensors: Iterable[Tensor | None]) -> None:
+    """Makes the current stream wait for these tensors and keeps their memory alive until it is done.
 
     A captured stream may not wait, and need not: torch.cuda.graph waits for the device first.
     """

@@ -15,8 +15,8 @@ from torch import Tensor
 from sparsek.core import dtypes
 from sparsek.core.arguments import told
 from sparsek.core.errors import InvalidFile, InvalidInput
+from sparsek.mask.lists import BlockLists
 from sparsek.mask.mask import LISTS, BlockMask
-from sparsek.mask.parts import BlockLists
 from sparsek.matrix.bsr import BSR, padding_nonzeros
 from sparsek.matrix.bsr24 import BSR24
 from sparsek.matrix.pattern import BlockPattern

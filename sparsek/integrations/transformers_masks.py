@@ -22,9 +22,9 @@ from torch import Tensor
 
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
-from sparsek.mask.documents import Documents, Near, Scene
+from sparsek.mask.documents import Documents, PackedLayout, Window
 from sparsek.mask.mask import BlockMask
-from sparsek.mask.rule import MaskPolicy, Visible
+from sparsek.mask.rule import MaskPolicy, ResolvedRule
 
 if "q_offset" not in inspect.signature(masking_utils.sdpa_mask).parameters:
     raise ImportError(f"SparseK needs transformers 5.4 or newer; this is {version('transformers')}")
@@ -41,7 +41,7 @@ class ModelMask:
 
     ndim = 4
 
-    def __init__(self, visible: Visible, shape: tuple[int, int, int, int], packed: bool = False) -> None:
+    def __init__(self, visible: ResolvedRule, shape: tuple[int, int, int, int], packed: bool = False) -> None:
         self.visible, self.shape, self.packed = visible, shape, packed
         self._moved: dict[torch.device, ModelMask] = {}
 
@@ -56,7 +56,7 @@ class ModelMask:
         if target == within.device:
             return self
         if target not in self._moved:
-            moved = Visible(within.to(target), None if always is None else always.to(target), k)
+            moved = ResolvedRule(within.to(target), None if always is None else always.to(target), k)
             self._moved[target] = ModelMask(moved, self.shape, self.packed)
         return self._moved[target]
 
@@ -98,8 +98,8 @@ class Rules:
         return rules if known and (no_chunks or no_ids) and not (rules.remapped and no_ids) else None
 
     @property
-    def near(self) -> Near:
-        return Near(min(self.back, default=None), min(self.ahead, default=None))
+    def near(self) -> Window:
+        return Window(min(self.back, default=None), min(self.ahead, default=None))
 
     def _take(self, function: Any) -> bool:
         if function is masking_utils.causal_mask_function:
@@ -191,7 +191,7 @@ class Asked:
         found[:, 2] = np.minimum(found[:, 2], found[:, 0])
         return found[:, :3], bool((found[:, 1] - found[:, 0] == found[:, 3]).all())
 
-    def scene(self, rules: Rules) -> Scene:
+    def scene(self, rules: Rules) -> PackedLayout:
         """The documents, of one batch item if all are the same. Padding counts as if it had no gaps."""
         ids = None if rules.ids is None else rules.ids.expand(self.batch, -1).cpu().numpy()
         size, padding = (0, []) if rules.chunks is None else (rules.chunks[0], rules.chunks[1].tolist())
@@ -215,7 +215,7 @@ class Asked:
             made = made[:1]
         item = np.repeat(np.arange(len(made)), [each.shape[1] for each in made])
         docs = Documents(item, *np.concatenate(made, 1))
-        return Scene(docs, self.q_len, self.kv_len, len(made), rules.near)
+        return PackedLayout(docs, self.q_len, self.kv_len, len(made), rules.near)
 
     def _chunks(self, size: int, padding: int) -> np.ndarray:
         """First and end of the queries and of the keys of each chunk, int64 [4, n]."""
@@ -256,9 +256,9 @@ def dense_mask(asked: Asked, seen: Tensor, policy: MaskPolicy | None, packed: bo
     """What a mask [B or 1, H or 1, q_len, kv_len] admits, bool or additive, as far as `policy` does too. O(S^2)."""
     admitted = BlockMask.from_transformers(seen, (policy or EVERY_KEY).block)
     if policy is None:
-        return ModelMask(Visible(admitted), asked.shape, packed)
+        return ModelMask(ResolvedRule(admitted), asked.shape, packed)
     if admitted.heads > 1 and policy.topk is not None:
         raise InvalidInput(f"top-k goes with masks for all heads; this one is for {admitted.heads}")
     within, always, k = policy.visible_in(asked.scene(Rules()), asked.device)
-    visible = Visible(within & admitted, None if always is None else always & admitted, k)
+    visible = ResolvedRule(within & admitted, None if always is None else always & admitted, k)
     return ModelMask(visible, asked.shape, packed)

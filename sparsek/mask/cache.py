@@ -13,14 +13,14 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from sparsek.core import arguments
 from sparsek.core.eager import concrete, untransformed
 from sparsek.core.errors import InvalidInput
-from sparsek.core.streams import Made, follow
+from sparsek.core.streams import Ready, wait_for
 from sparsek.mask.mask import BlockMask
 
 Result = TypeVar("Result")
 
 LIMIT = 32  # a mask of 512 K queries has about 10 MB
 
-_MASKS: dict[Hashable, tuple[BlockMask, Made | None]] = {}
+_MASKS: dict[Hashable, tuple[BlockMask, Ready | None]] = {}
 # Graphs go on reading the masks that they were captured with.
 _CAPTURED: set[BlockMask] = set()
 _EDGES: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -36,14 +36,14 @@ def kept_mask(key: Hashable, build: Callable[[], BlockMask]) -> BlockMask:
         mask = untransformed(build)
         if type(mask.full.starts) is not Tensor:  # made for tensors that hold nothing
             return mask
-        found = mask, Made.here(mask.device)
+        found = mask, Ready.here(mask.device)
     _MASKS[key] = found
     mask, made = found
     if made is not None:
         if torch.cuda.is_current_stream_capturing():
             _CAPTURED.add(mask)
         else:
-            follow(made, (*mask.full, *mask.partial, mask.lo, mask.hi, mask.rules, mask.bits))
+            wait_for(made, (*mask.full, *mask.partial, mask.lo, mask.hi, mask.rules, mask.bits))
     while len(_MASKS) > LIMIT:
         _MASKS.pop(next(iter(_MASKS)), None)
     return mask

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -11,10 +11,22 @@ import torch
 from sparsek.core import arguments
 from sparsek.core.eager import eager
 from sparsek.core.errors import InvalidInput
-from sparsek.mask.lists import check_stored, exact_sizes, mask_block, mask_length
-from sparsek.mask.mask import BY_INTERVAL, WORD, BlockMask
-from sparsek.mask.parts import BlockLists, HostLists, HostMask, Sizes
+from sparsek.mask.lists import (
+    BY_INTERVAL,
+    WORD,
+    BlockLists,
+    HostLists,
+    HostMask,
+    Sizes,
+    check_stored,
+    exact_sizes,
+    mask_block,
+    mask_length,
+)
 from sparsek.matrix.pattern import INT32_MAX
+
+if TYPE_CHECKING:
+    from sparsek.mask.mask import BlockMask
 
 ENTRIES = (
     1 << 22

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,11 +12,12 @@ from sparsek.core import arguments
 from sparsek.core.eager import eager
 from sparsek.core.errors import InvalidInput
 from sparsek.mask.elements import TileMask
-from sparsek.mask.lists import check_stored
-from sparsek.mask.mask import BY_INTERVAL, BlockMask
-from sparsek.mask.parts import BlockLists, Sizes
+from sparsek.mask.lists import BY_INTERVAL, BlockLists, Sizes, check_stored
 from sparsek.mask.scored import Fault
 from sparsek.mask.view import CHUNK, element_mask, stored_entries
+
+if TYPE_CHECKING:
+    from sparsek.mask.mask import BlockMask
 
 
 class Placed:
@@ -74,7 +75,10 @@ def _search(lists: BlockLists, rows: Tensor, column: Tensor, longest: int) -> tu
 
 @eager("a block mask")
 def both(a: BlockMask, b: BlockMask) -> BlockMask:
-    """See BlockMask.__and__. Starts from the blocks of the mask that has fewer, and looks for them in the other."""
+    """What both masks admit. Lengths and blocks must agree; batch and heads may be 1 in one of them."""
+    if not isinstance(b, type(a)):
+        return NotImplemented
+    # Starts from the blocks of the mask that has fewer, and looks for them in the other.
     a_placed, b_placed, made = _placed(a, b, "&")
     fewer, other = sorted(
         (a_placed, b_placed), key=lambda each: each.mask.sizes.stored / max(each.mask.rows, 1)
@@ -88,7 +92,9 @@ def both(a: BlockMask, b: BlockMask) -> BlockMask:
 
 @eager("a block mask")
 def either(a: BlockMask, b: BlockMask) -> BlockMask:
-    """See BlockMask.__or__."""
+    """What either mask admits. Lengths and blocks must agree; batch and heads may be 1 in one of them."""
+    if not isinstance(b, type(a)):
+        return NotImplemented
     a_placed, b_placed, made = _placed(a, b, "|")
     cells = torch.cat((a_placed.cells, b_placed.cells)).unique()
     return _filled(made, cells, a_placed, b_placed, torch.logical_or, f"{_named(a)} | {_named(b)}")
@@ -101,7 +107,7 @@ def _named(mask: BlockMask) -> str:
 
 def _placed(a: BlockMask, b: BlockMask, sign: str) -> tuple[Placed, Placed, TileMask]:
     """Both masks in the grid of the result, and the result to be filled."""
-    _check_alike((a, b), sign)
+    _check_alike(type(a), (a, b), sign)
     for mask in (a, b):
         mask.verify(wait=True)
     batch, heads = max(a.batch, b.batch), max(a.heads, b.heads)
@@ -128,28 +134,28 @@ def _filled(
     made.add_full(cells[whole])
     for some in cells[~whole].split(CHUNK // (made.block[0] * made.block[1])):
         made.add(some, joined(a.seen(some), b.seen(some)))
-    return made.mask(label)
+    return made.mask(type(a.mask), label)
 
 
 @eager("a block mask")
-def per_head(masks: Sequence[BlockMask]) -> BlockMask:
-    """See BlockMask.per_head."""
-    return _Stack(masks, "per_head", axis=1).mask()
+def per_head(cls: type[BlockMask], masks: Sequence[BlockMask]) -> BlockMask:
+    """One mask after the other along the heads. No sync."""
+    return _Stack(cls, masks, "per_head", axis=1).mask()
 
 
 @eager("a block mask")
-def per_batch(masks: Sequence[BlockMask]) -> BlockMask:
-    """See BlockMask.per_batch."""
-    return _Stack(masks, "per_batch", axis=0).mask()
+def per_batch(cls: type[BlockMask], masks: Sequence[BlockMask]) -> BlockMask:
+    """One mask after the other along the batch. No sync."""
+    return _Stack(cls, masks, "per_batch", axis=0).mask()
 
 
 class _Stack:
     """Masks one after the other along the batch (axis 0) or the heads (axis 1). One that comes twice is kept once."""
 
-    def __init__(self, masks: Sequence[BlockMask], name: str, axis: int) -> None:
+    def __init__(self, cls: type[BlockMask], masks: Sequence[BlockMask], name: str, axis: int) -> None:
         if not isinstance(masks, Sequence):
             raise InvalidInput(f"{name} takes a list of masks, got {arguments.told(masks)}")
-        _check_alike(masks, name)
+        _check_alike(cls, masks, name)
         self.masks, self.name, self.axis = list(masks), name, axis
         self.distinct = list(dict.fromkeys(self.masks))
         self.first, across = self.masks[0], ("heads", "batch")[axis]
@@ -167,7 +173,7 @@ class _Stack:
         rules, bits = self._bits()
         along = sum(getattr(mask, ("batch", "heads")[self.axis]) for mask in self.masks)
         batch, heads = (self.across, along) if self.axis else (along, self.across)
-        made = BlockMask.unchecked(
+        made = self.first.unchecked(
             q_len=self.first.q_len, kv_len=self.first.kv_len, block=self.first.block, batch=batch, heads=heads,
             full=full, partial=partial, lo=lo, hi=hi, rules=rules, bits=bits, sizes=self._sizes(),
             pure=all(mask.pure for mask in self.masks), label=f"{self.name} of {len(self.masks)}",
@@ -235,12 +241,12 @@ class _Stack:
         return Sizes(stored, partial, longest, exact)
 
 
-def _check_alike(masks: Sequence[Any], name: str) -> None:
+def _check_alike(cls: type[BlockMask], masks: Sequence[Any], name: str) -> None:
     """InvalidInput unless these are masks of one shape, block and device."""
     if not masks:
         raise InvalidInput(f"{name} of no masks; give at least one")
     for at, mask in enumerate(masks):
-        if not isinstance(mask, BlockMask):
+        if not isinstance(mask, cls):
             raise InvalidInput(f"{name}: mask {at} is {arguments.told(mask)}; it must be a BlockMask")
         for what in ("q_len", "kv_len", "block", "device"):
             found, right = getattr(mask, what), getattr(masks[0], what)

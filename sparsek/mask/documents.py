@@ -8,7 +8,7 @@ queries whose window is elsewhere, which have bits. Tiles of several documents h
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,6 +17,8 @@ from torch import Tensor
 from sparsek.core.eager import eager
 from sparsek.mask.elements import pack_bits
 from sparsek.mask.lists import (
+    BY_INTERVAL,
+    BlockLists,
     Place,
     Runs,
     check_stored,
@@ -26,21 +28,23 @@ from sparsek.mask.lists import (
     table_of_runs,
     upload,
 )
-from sparsek.mask.mask import BY_INTERVAL, BlockMask
-from sparsek.mask.parts import BlockLists
 from sparsek.matrix.pattern import INT32_MAX
+
+if TYPE_CHECKING:
+    from sparsek.mask.mask import BlockMask
 
 CHUNK = 1 << 22  # elements of blocks whose bits are made in one step
 
 
-class Near(NamedTuple):
+class Window(NamedTuple):
     """A query at position p sees keys p - `back` < k < p + `ahead` (None: no bound) of its document, and the first
-    `sinks` of it. With `ahead` 1, which is causal, it sees none of these behind p.
+    `sinks` of it. With `ahead` 1, which is causal, it sees none of these behind p, unless `sinks_ahead`.
     """
 
     back: int | None = None
     ahead: int | None = None
     sinks: int = 0
+    sinks_ahead: bool = False
 
 
 class Documents(NamedTuple):
@@ -74,7 +78,7 @@ class Documents(NamedTuple):
         return np.clip(self.origin + min(sinks, INT32_MAX), self.k_start, self.k_end)
 
 
-class Scene(NamedTuple):
+class PackedLayout(NamedTuple):
     """Where a mask is wanted: the documents of `batch` batch items of q_len queries and kv_len keys, and what is near
     whatever the mask says.
     """
@@ -83,7 +87,13 @@ class Scene(NamedTuple):
     q_len: int
     kv_len: int
     batch: int = 1
-    near: Near = Near()
+    near: Window = Window()
+
+    @classmethod
+    def of(cls, place: Place) -> PackedLayout:
+        """One document, which is all of the queries and keys."""
+        fields = (0, 0, place.q_len, 0, place.kv_len, place.q_offset, 0)
+        return cls(Documents(*(np.array([each], np.int64) for each in fields)), place.q_len, place.kv_len)
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -100,11 +110,11 @@ class Span(NamedTuple):
     sink_end: Any
 
     @classmethod
-    def of(cls, docs: Documents, near: Near) -> Span:
+    def of(cls, docs: Documents, near: Window) -> Span:
         return cls(docs.k_start, docs.k_end, docs.shift, docs.sink_end(near.sinks))
 
 
-def bounds(query: Any, docs: Span, near: Near, reach: int) -> tuple[Any, Any]:
+def bounds(query: Any, docs: Span, near: Window, reach: int) -> tuple[Any, Any]:
     """lo and hi of queries, numpy or torch. Both rise with the query, within a document.
 
     Where a window reaches down to the sinks, both are one interval from the document's start.
@@ -115,18 +125,20 @@ def bounds(query: Any, docs: Span, near: Near, reach: int) -> tuple[Any, Any]:
     lo = (p - back + 1).clip(docs.k_start, docs.k_end)
     hi = (p + ahead).clip(docs.k_start, docs.k_end)
     lo = docs.k_start + (lo - docs.k_start) * (lo > docs.sink_end)
-    return lo, hi if near.ahead == 1 else hi.clip(docs.sink_end, docs.k_end)
+    return lo, hi if near.ahead == 1 and not near.sinks_ahead else hi.clip(docs.sink_end, docs.k_end)
 
 
 @eager("a block mask")
-def documents_mask(scene: Scene, near: Near, block: Any, device: Any, label: str) -> BlockMask:
+def documents_mask(
+    cls: type[BlockMask], scene: PackedLayout, near: Window, block: Any, device: Any, label: str
+) -> BlockMask:
     """The mask of a scene in which each query sees what `near` says of its document; `scene.near` is not looked at.
 
     Costs the host O(tiles + documents + partial blocks) and no wait; the device O(q_len + stored blocks).
     """
     place = Place.of(q_len=scene.q_len, kv_len=scene.kv_len, block=block, device=device, q_offset=0)
     docs = scene.docs.take(np.flatnonzero(scene.docs.q_start < scene.docs.q_end))
-    return _assembled(place, docs, Pieces.of(docs, near, place), near, scene.batch, label)
+    return _assembled(cls, place, docs, Pieces.of(docs, near, place), near, scene.batch, label)
 
 
 class Pieces(NamedTuple):
@@ -142,7 +154,7 @@ class Pieces(NamedTuple):
     last_hi: np.ndarray
 
     @classmethod
-    def of(cls, docs: Documents, near: Near, place: Place) -> Pieces:
+    def of(cls, docs: Documents, near: Window, place: Place) -> Pieces:
         bq = place.block[0]
         top, bottom = docs.q_start // bq, (docs.q_end - 1) // bq
         count = bottom - top + 1
@@ -244,7 +256,7 @@ class Queries(NamedTuple):
     sink_end: Tensor
 
     @classmethod
-    def of(cls, spans: Tensor, near: Near, size: tuple[int, int], reach: int) -> Queries:
+    def of(cls, spans: Tensor, near: Window, size: tuple[int, int], reach: int) -> Queries:
         """From int32 [5, spans]: how many queries each span of them has, and its document; they are all queries."""
         count, *fields = spans.unbind()
         total = size[0] * size[1]
@@ -268,7 +280,13 @@ class Queries(NamedTuple):
 
 
 def _assembled(
-    place: Place, docs: Documents, pieces: Pieces, near: Near, batch: int, label: str
+    cls: type[BlockMask],
+    place: Place,
+    docs: Documents,
+    pieces: Pieces,
+    near: Window,
+    batch: int,
+    label: str,
 ) -> BlockMask:
     rows, columns = batch * place.grid[0], max(place.grid[1], 1)
     found = _blocks(pieces, place, rows)
@@ -290,7 +308,7 @@ def _assembled(
     behind = 1 + len(by_bits)
     every = torch.arange(place.grid[1], dtype=torch.int32, device=place.device)
     full_lists, _ = lists_of_runs(sent[behind + 3 :], every, sizes.stored - sizes.partial)
-    mask = BlockMask.unchecked(
+    mask = cls.unchecked(
         q_len=place.q_len, kv_len=place.kv_len, block=place.block, batch=batch, heads=1, full=full_lists,
         partial=BlockLists(*sent[behind : behind + 3]), lo=queries.lo, hi=queries.hi, rules=rules,
         bits=bits, sizes=sizes, pure=not pieces.split.any(), label=label,
@@ -299,7 +317,7 @@ def _assembled(
     return mask
 
 
-def _spans(docs: Documents, near: Near, q_len: int, batch: int) -> np.ndarray:
+def _spans(docs: Documents, near: Window, q_len: int, batch: int) -> np.ndarray:
     """int64 [5, 2 * n + 1]: the documents, and before, between and behind them spans of queries that see nothing."""
     starts, ends = docs.item * q_len + docs.q_start, docs.item * q_len + docs.q_end
     edges = np.stack((starts, ends), 1).flatten()

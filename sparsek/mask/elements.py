@@ -6,14 +6,16 @@ first key that it sees anywhere to the last. If some interval explains a block, 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from sparsek.mask.mask import BY_INTERVAL, WORD, BlockMask
-from sparsek.mask.parts import BlockLists
+from sparsek.mask.lists import BY_INTERVAL, WORD, BlockLists
 from sparsek.matrix.pattern import INT32_MAX
+
+if TYPE_CHECKING:
+    from sparsek.mask.mask import BlockMask
 
 
 class Seen(NamedTuple):
@@ -72,8 +74,8 @@ class TileMask:
             :, None
         ] + keys
 
-    def mask(self, label: str) -> BlockMask:
-        """The mask of all blocks that were added. Syncs."""
+    def mask(self, cls: type[BlockMask], label: str) -> BlockMask:
+        """The mask, of class `cls`, of all blocks that were added. Syncs."""
         full = torch.cat(self._full).sort().values
         seen = Seen(*map(torch.cat, zip(*self._partial, strict=True)))
         order = seen.cells.argsort()
@@ -83,7 +85,7 @@ class TileMask:
         pure, by_interval = bool(explained.all()), bool(explained.any())
         rules, bits = (None, None) if pure else _shared_bits(seen.bits, explained)
         full, partial = self._lists(full), self._lists(seen.cells)
-        return BlockMask(
+        return cls(
             self.q_len, self.kv_len, self.block, self.batch, self.heads, full, partial,
             lo=self._per_query(lo, lo < hi) if by_interval else None,
             hi=self._per_query(hi, lo < hi) if by_interval else None,

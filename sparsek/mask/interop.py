@@ -16,14 +16,14 @@ from sparsek.core import arguments, dtypes
 from sparsek.core.eager import eager
 from sparsek.core.errors import InvalidInput
 from sparsek.mask.elements import TileMask
-from sparsek.mask.lists import mask_block
-from sparsek.mask.mask import BLOCK_SIZES, BY_INTERVAL, WORD, BlockMask
-from sparsek.mask.parts import BlockLists
+from sparsek.mask.lists import BLOCK_SIZES, BY_INTERVAL, WORD, BlockLists, mask_block
 from sparsek.mask.view import stored_entries
 from sparsek.matrix.pattern import BlockPattern
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask as FlexMask
+
+    from sparsek.mask.mask import BlockMask
 
 CHUNK = 1 << 22  # elements that are looked at in one step
 CLOSED = -1e4  # the nearest to 0 that transformers closes a pair with, in old models; now the dtype's lowest
@@ -48,7 +48,7 @@ class FlashLists(NamedTuple):
 
 
 @eager("a block mask")
-def from_dense(dense: Tensor, block: int | tuple[int, int] = 128) -> BlockMask:
+def from_dense(cls: type[BlockMask], dense: Tensor, block: int | tuple[int, int] = 128) -> BlockMask:
     """The mask of a bool tensor, true where query q sees key k. Blocks with nothing in them are not stored.
 
     `dense` is [q_len, kv_len], [heads, q_len, kv_len] or [batch, heads, q_len, kv_len], with any strides. If for every
@@ -62,11 +62,11 @@ def from_dense(dense: Tensor, block: int | tuple[int, int] = 128) -> BlockMask:
         )
     while dense.ndim < 4:
         dense = dense[None]
-    return _from_elements(dense, block, lambda slab, _: slab, "from_dense")
+    return _from_elements(cls, dense, block, lambda slab, _: slab, "from_dense")
 
 
 @eager("a block mask")
-def from_transformers(mask: Tensor, block: int | tuple[int, int] = 128) -> BlockMask:
+def from_transformers(cls: type[BlockMask], mask: Tensor, block: int | tuple[int, int] = 128) -> BlockMask:
     """The mask of an `attention_mask` that Hugging Face transformers hands to its models' attention.
 
     `mask` is [B, 1 or H, S, T]: bool, true where query q sees key k, or additive in a float dtype, 0 where it does and
@@ -87,7 +87,7 @@ def from_transformers(mask: Tensor, block: int | tuple[int, int] = 128) -> Block
             f"tokenizer's [B, T]; got {arguments.told(mask)}"
         )
     opened = _additive if mask.dtype in dtypes.FLOATS else lambda slab, _: slab
-    return _from_elements(mask, block, opened, "from_transformers")
+    return _from_elements(cls, mask, block, opened, "from_transformers")
 
 
 def _additive(slab: Tensor, where: tuple[int, ...]) -> Tensor:
@@ -105,6 +105,7 @@ def _additive(slab: Tensor, where: tuple[int, ...]) -> Tensor:
 
 
 def _from_elements(
+    cls: type[BlockMask],
     dense: Tensor,
     block: int | tuple[int, int],
     opened: Callable[[Tensor, tuple[int, ...]], Tensor],
@@ -120,7 +121,7 @@ def _from_elements(
             for q in range(0, q_len, step):
                 slab = opened(dense[b, h, q : q + step], (b, h, q))
                 _look(made, (b * heads + h) * made.tiles + q // sides[0], slab)
-    return made.mask(label)
+    return made.mask(cls, label)
 
 
 def _look(made: TileMask, row: int, slab: Tensor) -> None:
@@ -137,7 +138,7 @@ def _look(made: TileMask, row: int, slab: Tensor) -> None:
 
 
 @eager("a block mask")
-def from_flex(bm: FlexMask) -> BlockMask:
+def from_flex(cls: type[BlockMask], bm: FlexMask) -> BlockMask:
     """The mask of a FlexAttention BlockMask (`torch.nn.attention.flex_attention`) with blocks of 64 or 128.
 
     Full blocks are taken over. `mask_mod` is evaluated at the elements of the partial blocks and nowhere else, under
@@ -179,7 +180,7 @@ def from_flex(bm: FlexMask) -> BlockMask:
         made.add(cells, torch.ones(cells.numel(), *made.block, dtype=torch.bool, device=made.device))
     for cells in partial.split(step):
         made.add(cells, _asked(made, bm.mask_mod, cells))
-    return made.mask("from_flex")
+    return made.mask(cls, "from_flex")
 
 
 def _cells(made: TileMask, counts: Tensor, indices: Tensor, name: str) -> Tensor:
@@ -294,7 +295,7 @@ def to_fa4(mask: BlockMask, q_heads: int | None = None) -> FlashLists:
     return FlashLists(*lists, block_size=mask.block, lo=lo, hi=hi, table=table, bits=bits)
 
 
-def from_pattern(pattern: BlockPattern) -> BlockMask:
+def from_pattern(cls: type[BlockMask], pattern: BlockPattern) -> BlockMask:
     """The mask that sees all of each stored block of a pattern [q_len, kv_len]; blocks of 64 or 128. No sync.
 
     All batch items and heads share it. `& BlockMask.causal(...)` takes the upper triangle away.
@@ -304,7 +305,7 @@ def from_pattern(pattern: BlockPattern) -> BlockMask:
             f"from_pattern takes a BlockPattern, got {arguments.told(pattern)}; of a BSR, its .pattern"
         )
     q_len, kv_len = pattern.shape
-    return BlockMask.from_blocks(
+    return cls.from_blocks(
         pattern.indptr,
         pattern.indices,
         q_len=q_len,

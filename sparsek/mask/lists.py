@@ -1,8 +1,9 @@
-"""How builders write lists: a few numbers per row are worked out on the host, the entries are written on the device.
+"""Lists of blocks, what a mask is made of: on the device, on the host and transposed; and how builders write them.
 
-A row of a structured mask is a few *runs* of block columns with a fixed step. Their firsts, steps and counts come
-from closed forms (numpy, [rows]), go to the device in one copy, and become entries there. So the host knows every
-size, waits for nothing, and neither side visits a block that is not stored.
+A few numbers per row are worked out on the host, the entries are written on the device. A row of a structured mask is a
+few *runs* of block columns with a fixed step. Their firsts, steps and counts come from closed forms (numpy, [rows]), go
+to the device in one copy, and become entries there. So the host knows every size, waits for nothing, and neither side
+visits a block that is not stored.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 import numpy as np
 import torch
@@ -18,11 +19,85 @@ from torch import Tensor
 
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
-from sparsek.mask.mask import BLOCK_SIZES, BlockMask
-from sparsek.mask.parts import BlockLists, Sizes
 from sparsek.matrix.pattern import INT32_MAX, int_or_pair
 
+if TYPE_CHECKING:
+    from sparsek.mask.mask import BlockMask
+
+BLOCK_SIZES = (64, 128)
+BY_INTERVAL = -1
+WORD = 32  # bits of one int32 of `bits`
 ALIGNED = 4  # int32 words in 16 bytes: Triton compiles anew for pointers that are not aligned to that
+
+
+class BlockLists(NamedTuple):
+    """Rows of block columns, int32: row r holds indices[starts[r] : starts[r] + counts[r]], ascending and unique.
+
+    Rows may share entries of `indices`, and `indices` may hold entries of no row. `starts` and `counts` are [rows].
+    """
+
+    starts: Tensor
+    counts: Tensor
+    indices: Tensor
+
+
+class TransposedLists(NamedTuple):
+    """The query tiles that visit each key block. Row (b * heads + h) * Nb + j describes key block j.
+
+    `full.indices` and `partial.indices` are query tiles, ascending in each row. Entry e of them is entry
+    `full_entries[e]` of the mask's own `full.indices` (`partial_entries[e]` of `partial.indices`), int32.
+    Where the mask's sizes are bounds, entries of no row follow the last row.
+    """
+
+    full: BlockLists
+    partial: BlockLists
+    full_entries: Tensor
+    partial_entries: Tensor
+
+
+class HostLists(NamedTuple):
+    """BlockLists as numpy arrays."""
+
+    starts: np.ndarray
+    counts: np.ndarray
+    indices: np.ndarray
+
+
+class HostMask(NamedTuple):
+    """The tensors of a mask as numpy arrays. Do not write to them."""
+
+    full: HostLists
+    partial: HostLists
+    lo: np.ndarray | None
+    hi: np.ndarray | None
+    rules: np.ndarray | None
+    bits: np.ndarray | None
+
+
+class Sizes(NamedTuple):
+    """What the host knows without asking the device, summed over rows: stored blocks, how many of them are partial,
+    and the blocks of the longest row. Upper bounds unless `exact`.
+    """
+
+    stored: int
+    partial: int
+    longest: int
+    exact: bool
+
+
+class Frame(TypedDict, total=False):
+    """What most builders take besides `seq_len`, by keyword.
+
+    `q_len` and `kv_len` replace `seq_len` where they differ. `block` is 64, 128 (the default) or a pair (bq, bk) of
+    them. `device` is torch's default device if left out. Query q stands at key position q + `q_offset`, which is
+    kv_len - q_len if left out: the last query stands at the last key.
+    """
+
+    q_len: int | None
+    kv_len: int | None
+    block: int | tuple[int, int]
+    device: str | torch.device | None
+    q_offset: int | None
 
 
 @dataclass(frozen=True)
@@ -47,7 +122,7 @@ class Place:
         q_offset: int | None = None,
         **unknown: Any,
     ) -> Place:
-        """From what builders take: see `block_mask.Frame`."""
+        """From what builders take: see `Frame`."""
         if unknown:
             names = ", ".join(unknown)
             raise InvalidInput(
@@ -222,6 +297,7 @@ def upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
 
 
 def assemble(
+    cls: type[BlockMask],
     place: Place,
     full: Runs,
     partial: Runs,
@@ -244,7 +320,7 @@ def assemble(
     full_lists, _ = lists_of_runs(sent[:split], every, sizes.stored - sizes.partial)
     partial_lists, rules = lists_of_runs(sent[split : split + len(tables[1])], every, sizes.partial)
     lo, hi = interval or (None, None)
-    mask = BlockMask.unchecked(
+    mask = cls.unchecked(
         q_len=place.q_len, kv_len=place.kv_len, block=place.block, batch=batch, heads=heads, full=full_lists,
         partial=partial_lists, lo=lo, hi=hi, rules=rules, bits=None if bits is None else sent[-1], sizes=sizes,
         pure=pure, label=label,

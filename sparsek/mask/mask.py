@@ -3,15 +3,14 @@
 Two lists per query tile, in compressed rows: *full* blocks need no test, *partial* blocks have an element rule.
 Nothing here grows with the blocks that are absent; rows that visit the same run of blocks share its entries.
 
-This is the face; the work is done by its neighbours. `mask_build` and `mask_select` make masks, `mask_compose` joins
-them, `mask_view` looks at their elements, `mask_check` is the constructor's, `mask_convert` knows other libraries. They
-import this file, so the methods here import them when called.
+The work is done by the modules that this one imports: `structured`, `documents` and `scored` make masks, `compose`
+joins them, `view` looks at their elements, `check` is the constructor's, `interop` knows other libraries. They are
+given the class, or a mask.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
@@ -22,20 +21,14 @@ from torch.utils import _pytree
 from sparsek.core import arguments
 from sparsek.core.eager import saveable
 from sparsek.core.record import Record, record
-from sparsek.mask.parts import BlockLists, Frame, HostLists, HostMask, Sizes, TransposedLists
-from sparsek.matrix.pattern import BlockPattern
-
-if TYPE_CHECKING:
-    from torch.nn.attention.flex_attention import BlockMask as FlexMask
-    from typing_extensions import Unpack
-
-    from sparsek.mask.interop import FlashLists
-
-BLOCK_SIZES = (64, 128)
-BY_INTERVAL = -1
-WORD = 32  # bits of one int32 of `bits`
+from sparsek.mask import check, compose, interop, lists, scored, structured, view
+from sparsek.mask.lists import BlockLists, Frame, HostLists, HostMask, Sizes, TransposedLists
+from sparsek.pictures import masks as pictures
 
 UNKNOWN = Sizes(0, 0, 0, exact=False)
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 Made = TypeVar("Made")
 
@@ -43,23 +36,24 @@ Made = TypeVar("Made")
 class FullBlocks:
     """`full` names two things: `mask.full` are the full blocks of a mask, `BlockMask.full(seq_len)` makes one."""
 
+    def __init__(self, owner: type[BlockMask]) -> None:
+        self.owner = owner
+
     @overload
-    def __get__(self, mask: None, owner: type) -> FullBlocks: ...
+    def __get__(self, mask: None, owner: type[BlockMask]) -> FullBlocks: ...
     @overload
-    def __get__(self, mask: BlockMask, owner: type) -> BlockLists: ...
-    def __get__(self, mask: BlockMask | None, owner: type) -> Any:
+    def __get__(self, mask: BlockMask, owner: type[BlockMask]) -> BlockLists: ...
+    def __get__(self, mask: BlockMask | None, owner: type[BlockMask]) -> Any:
         """Masks keep their lists in their own dictionary, which is asked first: only the class comes here."""
         return self
+
+    def __call__(self, seq_len: int | None = None, **frame: Unpack[Frame]) -> BlockMask:
+        """The mask with which every query sees every key. `frame`: see `Frame`."""
+        return structured.full(self.owner, seq_len, **frame)
 
     if TYPE_CHECKING:
 
         def __set__(self, mask: BlockMask, lists: BlockLists) -> None: ...
-
-    def __call__(self, seq_len: int | None = None, **frame: Unpack[Frame]) -> BlockMask:
-        """The mask with which every query sees every key. `frame`: see `Frame`."""
-        from sparsek.mask import structured
-
-        return structured.full(seq_len, **frame)
 
 
 @record(leaves=("full", "partial", "lo", "hi", "rules", "bits"))
@@ -100,8 +94,6 @@ class BlockMask(Record):
     _memo: dict[Hashable, Any] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        from sparsek.mask import check
-
         parts = {name: getattr(self, name) for name in LISTS + TENSORS} | check.plain(self)
         for name, part in parts.items():
             object.__setattr__(self, name, _saveable(part))
@@ -135,8 +127,6 @@ class BlockMask(Record):
     def heavy_blocks(self) -> int:
         """Blocks of rows more than twice as long as the mean, or an upper bound. Never waits for the device."""
         if "heavy" not in self._memo and "host" in self._memo:
-            from sparsek.mask import lists
-
             host = self.host
             self._memo["heavy"] = lists.heavy_blocks(host.full.counts, host.partial.counts)
         return self._memo.get("heavy", self.sizes.stored)
@@ -159,8 +149,6 @@ class BlockMask(Record):
     @property
     def elements(self) -> int:
         """Query-key pairs that are seen, summed over batch * heads. Waits for the device once."""
-        from sparsek.mask import view
-
         return self.derived("elements", lambda: view.elements(self))
 
     @property
@@ -180,8 +168,6 @@ class BlockMask(Record):
 
         Lists that are built while a CUDA graph is captured belong to the graph: they are not kept.
         """
-        from sparsek.mask import view
-
         in_graph = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         if in_graph and "transposed" not in self._memo:
             return view.transposed(self)
@@ -222,258 +208,53 @@ class BlockMask(Record):
         made._memo.update({key: self._memo[key] for key in KEPT if key in self._memo})
         return made
 
-    def element_mask(self, rows: Tensor, entries: Tensor) -> Tensor:
-        """The rules of partial blocks, bool [n, bq, bk], for int64 `rows` [n] and positions `entries` [n] in
-        `partial.indices`: element i is the rule of entry entries[i] in row rows[i]. Queries beyond q_len see nothing.
-        """
-        from sparsek.mask import view
-
-        return view.checked_element_mask(self, rows, entries)
-
-    def dense_rows(self, first: int, last: int) -> Tensor:
-        """Which keys the queries `first` to `last` - 1 see, bool [batch, heads, last - first, kv_len]."""
-        from sparsek.mask import view
-
-        return view.dense_rows(self, first, last)
-
-    def to_dense(self) -> Tensor:
-        """Which keys every query sees, bool [batch, heads, q_len, kv_len]. InvalidInput above 2^31 elements."""
-        from sparsek.mask import view
-
-        return view.to_dense(self)
+    element_mask = view.checked_element_mask
+    dense_rows = view.dense_rows
+    to_dense = view.to_dense
 
     # Builders. None waits for a CUDA device, and only `topk` looks at blocks that it does not store. torch.compile does
     # not trace them: under fullgraph=True they are refused, otherwise they run between two graphs.
-
-    @classmethod
-    def causal(cls, seq_len: int | None = None, **frame: Unpack[Frame]) -> BlockMask:
-        """Every query sees the keys up to its own position. `frame`: see `Frame`."""
-        from sparsek.mask import structured
-
-        return structured.causal(seq_len, **frame)
-
-    @classmethod
-    def sliding_window(
-        cls,
-        seq_len: int | None = None,
-        window: int | None = None,
-        sinks: int = 0,
-        causal: bool = True,
-        **frame: Unpack[Frame],
-    ) -> BlockMask:
-        """A query at position p sees keys p - window < k <= p (not causal: |p - k| < window), and the first `sinks`
-        keys (causal: up to p). The window counts the query's own position. `frame`: see `Frame`.
-        """
-        from sparsek.mask import structured
-
-        return structured.sliding_window(seq_len, window, sinks, causal, **frame)
-
-    @classmethod
-    def strided(
-        cls,
-        seq_len: int | None = None,
-        stride: int | None = None,
-        window: int | None = None,
-        causal: bool = True,
-        **frame: Unpack[Frame],
-    ) -> BlockMask:
-        """Blocks near the diagonal and every (stride / bk)-th block from there. `stride` is a multiple of bk.
-
-        A tile whose queries stand in key blocks p to p' sees blocks j with p - w < j < p' + w, where w is `window`
-        in blocks, rounded up, and further j with (p - j) or (j - p') a multiple of stride / bk. Causal: only keys up
-        to the query. Child et al. 2019, "Generating Long Sequences with Sparse Transformers", in blocks.
-        """
-        from sparsek.mask import structured
-
-        return structured.strided(seq_len, stride, window, causal, **frame)
-
-    @classmethod
-    def dilated(
-        cls,
-        seq_len: int | None = None,
-        window: int | None = None,
-        dilation: int = 1,
-        causal: bool = True,
-        **frame: Unpack[Frame],
-    ) -> BlockMask:
-        """A window with gaps: of every `dilation` blocks one is seen. With `dilation` 1 a window of whole blocks.
-
-        A tile whose queries stand in key blocks p to p' sees these and p - t * dilation, p' + t * dilation for
-        0 < t < w, where w is `window` in blocks, rounded up. Causal: only keys up to the query. Beltagy et al. 2020,
-        "Longformer", in blocks.
-        """
-        from sparsek.mask import structured
-
-        return structured.dilated(seq_len, window, dilation, causal, **frame)
-
-    @classmethod
-    def bigbird(
-        cls,
-        seq_len: int | None = None,
-        window: int | None = None,
-        globals: int = 0,
-        random: int = 0,
-        seed: int = 0,
-        causal: bool = False,
-        heads: int = 1,
-        **frame: Unpack[Frame],
-    ) -> BlockMask:
-        """Window, global and random blocks: Zaheer et al. 2020, "Big Bird".
-
-        `window` is that of `strided`. The first `globals` keys, rounded up to blocks, are seen by all queries;
-        tiles with a query among the first `globals` positions see all keys. Every other tile sees `random` more
-        blocks (fewer if fewer are left), distinct, near uniform, others for each of `heads`, which share one mask if
-        nothing is drawn. What is drawn depends on `seed` and the shape, not on the device.
-        """
-        from sparsek.mask import structured
-
-        return structured.bigbird(seq_len, window, globals, random, seed, causal, heads, **frame)
-
-    @classmethod
-    def block_diagonal(
-        cls,
-        lengths: Any,
-        causal: bool = True,
-        seq_len: int | None = None,
-        block: int | tuple[int, int] = 128,
-        device: str | torch.device | None = None,
-    ) -> BlockMask:
-        """Packed documents: a query sees the keys of its own document, causal up to itself.
-
-        `lengths`: ints, one for each document, as a sequence, an array or a CPU tensor; or one such row for each
-        batch item. Each row must sum up to the same length, and to `seq_len` if that is given.
-        """
-        from sparsek.mask import structured
-
-        return structured.block_diagonal(lengths, causal, seq_len, block, device)
-
-    @classmethod
-    def topk(
-        cls,
-        scores: Tensor,
-        k: int,
-        causal: bool = False,
-        always: Tensor | tuple[int, int] | None = None,
-        seq_len: int | None = None,
-        **frame: Unpack[Frame],
-    ) -> BlockMask:
-        """For each query tile the `k` key blocks with the highest scores, on the scores' device.
-
-        `scores` is [1 or B, 1 or H, Mb, Nb] or [Mb, Nb], floating point. -inf means never; causal: nor does a block
-        count that lies behind the tile. Rows with fewer blocks to choose from keep them all. Of equal scores any are
-        kept, the same ones every time. Blocks that are `always` kept count among the k and may have any score: bool
-        [Mb, Nb] (or [H, Mb, Nb]), or (sinks, local): the first `sinks` blocks and the `local` blocks up to the tile's
-        own (not causal: and from there on).
-
-        NaN scores, and rows with more than k `always` blocks, raise InvalidInput: on the CPU here, on a GPU when the
-        mask is next used (`verify`).
-        """
-        from sparsek.mask import scored
-
-        return scored.topk(scores, k, causal, always, seq_len, **frame)
-
-    @classmethod
-    def from_blocks(
-        cls,
-        indptr: Any,
-        indices: Any,
-        q_len: int,
-        kv_len: int,
-        block: int | tuple[int, int] = 128,
-        batch: int = 1,
-        heads: int = 1,
-        device: str | torch.device | None = None,
-    ) -> BlockMask:
-        """Every key of the listed blocks: `indptr` [batch * heads * Mb + 1] and `indices` [nnzb], as in BlockPattern.
-
-        Sequences, arrays or int tensors. Lists on the host are checked here; lists on a GPU are checked there, and
-        what is found is raised when the mask is next used (`verify`).
-        """
-        from sparsek.mask import scored
-
-        return scored.from_blocks(indptr, indices, (q_len, kv_len), block, (batch, heads), device)
+    causal = classmethod(structured.causal)
+    sliding_window = classmethod(structured.sliding_window)
+    strided = classmethod(structured.strided)
+    dilated = classmethod(structured.dilated)
+    bigbird = classmethod(structured.bigbird)
+    block_diagonal = classmethod(structured.block_diagonal)
+    topk = classmethod(scored.topk)
+    from_blocks = classmethod(scored.from_blocks)
 
     # Composition. Waits for the device.
+    __and__ = compose.both
+    __or__ = compose.either
+    per_head = classmethod(compose.per_head)
+    per_batch = classmethod(compose.per_batch)
 
-    def __and__(self, other: BlockMask) -> BlockMask:
-        """What both masks admit. Lengths and blocks must agree; batch and heads may be 1 in one of them."""
-        from sparsek.mask import compose
+    # Other libraries. These may wait for the device.
+    from_dense = classmethod(interop.from_dense)
+    from_transformers = classmethod(interop.from_transformers)
+    from_flex = classmethod(interop.from_flex)
+    from_pattern = classmethod(interop.from_pattern)
+    to_flex = interop.to_flex
+    to_fa4 = interop.to_fa4
+    to_pattern = interop.to_pattern
 
-        return compose.both(self, other) if isinstance(other, BlockMask) else NotImplemented
+    def drawn(self, head: int = 0, batch: int = 0) -> pictures.Head:
+        """What pictures show of one head of one batch item. Waits for the device."""
+        first = interop.as_row(self, head, batch)
+        self.verify(wait=True)
+        rows = slice(first, first + self.grid[0])
+        full, partial = (
+            pictures.Rows(
+                *(part.cpu().numpy() for part in (each.starts[rows], each.counts[rows], each.indices))
+            )
+            for each in (self.full, self.partial)
+        )
+        parts = (("head", head, self.heads), ("batch item", batch, self.batch))
+        which = ", ".join(f"{name} {at} of 0 to {count - 1}" for name, at, count in parts if count > 1)
+        shape, name = (self.q_len, self.kv_len), self.label or "block mask"
+        return pictures.Head(shape, self.block, full, partial, name, repr(self), which)
 
-    def __or__(self, other: BlockMask) -> BlockMask:
-        """What either mask admits. Lengths and blocks must agree; batch and heads may be 1 in one of them."""
-        from sparsek.mask import compose
-
-        return compose.either(self, other) if isinstance(other, BlockMask) else NotImplemented
-
-    @classmethod
-    def per_head(cls, masks: Sequence[BlockMask]) -> BlockMask:
-        """One mask after the other along the heads. No sync."""
-        from sparsek.mask import compose
-
-        return compose.per_head(masks)
-
-    @classmethod
-    def per_batch(cls, masks: Sequence[BlockMask]) -> BlockMask:
-        """One mask after the other along the batch. No sync."""
-        from sparsek.mask import compose
-
-        return compose.per_batch(masks)
-
-    # Other libraries: mask_convert says more. These may wait for the device.
-
-    @classmethod
-    def from_dense(cls, dense: Tensor, block: int | tuple[int, int] = 128) -> BlockMask:
-        """From bool [q_len, kv_len], [heads, q_len, kv_len] or [batch, heads, q_len, kv_len]: true where seen."""
-        from sparsek.mask import interop
-
-        return interop.from_dense(dense, block)
-
-    @classmethod
-    def from_transformers(cls, mask: Tensor, block: int | tuple[int, int] = 128) -> BlockMask:
-        """From a 4-D `attention_mask` of Hugging Face transformers, bool or additive."""
-        from sparsek.mask import interop
-
-        return interop.from_transformers(mask, block)
-
-    @classmethod
-    def from_flex(cls, bm: FlexMask) -> BlockMask:
-        """From a FlexAttention BlockMask, whose `mask_mod` is asked about partial blocks only."""
-        from sparsek.mask import interop
-
-        return interop.from_flex(bm)
-
-    @classmethod
-    def from_pattern(cls, pattern: BlockPattern) -> BlockMask:
-        """Every key of the stored blocks of a pattern [q_len, kv_len]."""
-        from sparsek.mask import interop
-
-        return interop.from_pattern(pattern)
-
-    def to_flex(self, q_heads: int | None = None) -> FlexMask:
-        """As a FlexAttention BlockMask. Its lists are dense: eight bytes or more for each block, stored or not."""
-        from sparsek.mask import interop
-
-        return interop.to_flex(self, q_heads)
-
-    def to_fa4(self, q_heads: int | None = None) -> FlashLists:
-        """As the lists that FlashAttention-4 takes, and tensors for the rule of its partial blocks."""
-        from sparsek.mask import interop
-
-        return interop.to_fa4(self, q_heads)
-
-    def to_pattern(self, head: int = 0, batch: int = 0) -> BlockPattern:
-        """Which blocks one head visits, whole or in part."""
-        from sparsek.mask import interop
-
-        return interop.to_pattern(self, head, batch)
-
-    def plot(self, path: str | os.PathLike[str] | None = None, head: int = 0, batch: int = 0) -> str:
-        """A picture of the blocks of one head; see `sparsek.pictures.masks`."""
-        from sparsek.pictures import masks
-
-        return masks.plot(self, path, head, batch)
+    plot = pictures.plot
 
     def __repr__(self) -> str:
         """One line of facts. No sync."""
@@ -505,7 +286,7 @@ KEPT = ("host", "counted", "elements", "asked", "heavy")
 LISTS = ("full", "partial")
 TENSORS = ("lo", "hi", "rules", "bits")
 # After the dataclass has been made: to it the descriptor would be a default.
-setattr(BlockMask, "full", FullBlocks())  # noqa: B010
+setattr(BlockMask, "full", FullBlocks(BlockMask))  # noqa: B010
 
 
 def _saveable(part: Any) -> Any:

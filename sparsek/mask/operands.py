@@ -18,7 +18,19 @@ def check_tensors(
 
     `predicted`: they may be on the meta device, for a call that is not run. `planner`: what predicts such calls.
     """
-    for name, x in (("q", q), ("k", k), ("v", v)):
+    _check_each({"q": q, "k": k, "v": v}, predicted, planner)
+    _check_shapes(q.shape, k.shape, v.shape)
+
+
+def check_queries_and_keys(q: Any, k: Any) -> None:
+    """As `check_tensors`, where there are no values."""
+    _check_each({"q": q, "k": k}, False, "plan_attention")
+    _check_shapes(q.shape, k.shape, k.shape)
+
+
+def _check_each(given: dict[str, Any], predicted: bool, planner: str) -> None:
+    q = given["q"]
+    for name, x in given.items():
         if not isinstance(x, Tensor):
             raise InvalidInput(f"{name} must be a dense torch.Tensor {DIMS[name]}, got {type(x).__name__}")
         arguments.dense(name, x)
@@ -37,7 +49,6 @@ def check_tensors(
                 f"q is on {q.device} and {name} on {x.device}; move one of them, SparseK does not"
             )
     dtypes.name(q.dtype)
-    _check_shapes(q.shape, k.shape, v.shape)
 
 
 def _autocast(device: str) -> str:

@@ -14,16 +14,15 @@ from torch import Tensor
 from sparsek.core import arguments
 from sparsek.core.eager import constant, eager, untransformed
 from sparsek.core.errors import InvalidInput
-from sparsek.mask.best import best_blocks
 from sparsek.mask.cache import edges_of, kept_mask, values_of
-from sparsek.mask.documents import Documents, Near, Scene, documents_mask
-from sparsek.mask.lists import mask_block
+from sparsek.mask.documents import Documents, PackedLayout, Window, documents_mask
+from sparsek.mask.lists import Frame, mask_block
 from sparsek.mask.mask import BlockMask
-from sparsek.mask.operands import check_tensors
-from sparsek.mask.parts import Frame
+from sparsek.mask.operands import check_queries_and_keys
+from sparsek.mask.scored import best_blocks
 
 
-class Visible(NamedTuple):
+class ResolvedRule(NamedTuple):
     """What a policy says at given lengths: `within`, or of each tile of it the `k` blocks that score best, among them
     those of `always`.
     """
@@ -105,7 +104,7 @@ class MaskPolicy:
 
     def mask_for(self, q: Tensor, k: Tensor) -> BlockMask:
         """The mask for q [B, Hq, S, D] and k [B, Hkv, T, D], on their device. Only top-k looks at more than shapes."""
-        check_tensors(q, k, k)
+        check_queries_and_keys(q, k)
         if self.topk is None:
             return self.mask(q.shape[2], k.shape[2], q.device)
         return _chosen(self, q, k)
@@ -125,11 +124,11 @@ class MaskPolicy:
         scene = packed_scene(cu_seqlens_q, cu_seqlens_k)
         return self.visible_in(scene, cu_seqlens_q.device if device is None else _as_device(device)).within
 
-    def visible_in(self, scene: Scene, device: torch.device) -> Visible:
+    def visible_in(self, scene: PackedLayout, device: torch.device) -> ResolvedRule:
         """What this says of a scene, for the current stream. Kept for scenes that are the same."""
         within, always = self._parts
         found = [each._in_scene(scene, device) for each in (within, always) if each is not None]
-        return Visible(*found, k=self.topk or 0)
+        return ResolvedRule(*found, k=self.topk or 0)
 
     @property
     def _parts(self) -> tuple[MaskPolicy, MaskPolicy | None]:
@@ -140,12 +139,12 @@ class MaskPolicy:
         return MaskPolicy(causal=self.causal, block=self.block), always
 
     @property
-    def _near(self) -> Near:
+    def _near(self) -> Window:
         """What is near, and sinks; a stride is not in it."""
         ahead = 1 if self.causal else None
         if self.window is None or self.stride is not None:
-            return Near(None, ahead)
-        return Near(self.window, ahead or self.window, self.sinks)
+            return Window(None, ahead)
+        return Window(self.window, ahead or self.window, self.sinks, sinks_ahead=not self.causal)
 
     def _mask(self, q_len: int, kv_len: int, device: torch.device) -> BlockMask:
         def build() -> BlockMask:
@@ -160,12 +159,11 @@ class MaskPolicy:
 
         return kept_mask((self, q_len, kv_len, device), build)
 
-    def _in_scene(self, scene: Scene, device: torch.device) -> BlockMask:
+    def _in_scene(self, scene: PackedLayout, device: torch.device) -> BlockMask:
         def build() -> BlockMask:
+            label = f"{self.label}, {scene.docs.item.size} documents"
             masks = [
-                documents_mask(
-                    scene, near, self.block, device, f"{self.label}, {scene.docs.item.size} documents"
-                )
+                documents_mask(BlockMask, scene, near, self.block, device, label)
                 for near in _both(self._near, scene.near)
             ]
             if self.stride is not None:
@@ -174,7 +172,7 @@ class MaskPolicy:
 
         return kept_mask((self, scene.key, device), build)
 
-    def _strided_in(self, scene: Scene, device: torch.device) -> BlockMask:
+    def _strided_in(self, scene: PackedLayout, device: torch.device) -> BlockMask:
         """Blocks count from key 0, so queries of all documents must stand at their positions in the same way."""
         shifts = np.unique(scene.docs.shift)
         if shifts.size > 1 or (scene.docs.origin < 0).any():
@@ -204,7 +202,7 @@ class MaskPolicy:
 
 def packed_scene(
     cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None, totals: tuple[int, int] | None = None
-) -> Scene:
+) -> PackedLayout:
     """Packed documents as one batch item; `totals`: how many queries and keys there must be."""
     q_edges = edges_of(cu_seqlens_q, "cu_seqlens_q", totals and totals[0])
     k_edges = q_edges
@@ -216,16 +214,17 @@ def packed_scene(
         raise InvalidInput(
             f"cu_seqlens_q is for {q_edges.size - 1} documents and cu_seqlens_k for {k_edges.size - 1}"
         )
-    return Scene(Documents.packed(q_edges, k_edges), int(q_edges[-1]), int(k_edges[-1]))
+    return PackedLayout(Documents.packed(q_edges, k_edges), int(q_edges[-1]), int(k_edges[-1]))
 
 
-def _both(a: Near, b: Near) -> list[Near]:
+def _both(a: Window, b: Window) -> list[Window]:
     """What is near by both, as few that must all hold: one, unless sinks of `a` lie outside of a window of `b`."""
     unbounded = b.back is None and b.ahead in (None, 1)
     if a.sinks and not unbounded and not (_within(b.back, a.back) and _within(b.ahead, a.ahead)):
         return [a, b]
     sinks = a.sinks if unbounded else 0
-    return [Near(_least(a.back, b.back), _least(a.ahead, b.ahead), sinks)]
+    sinks_ahead = a.sinks_ahead and b.ahead is None
+    return [Window(_least(a.back, b.back), _least(a.ahead, b.ahead), sinks, sinks_ahead)]
 
 
 def _least(a: int | None, b: int | None) -> int | None:
@@ -280,4 +279,4 @@ def _chosen(policy: MaskPolicy, q: Tensor, k: Tensor) -> BlockMask:
     within, always = (
         each._mask(q.shape[2], k.shape[2], q.device) for each in policy._parts if each is not None
     )
-    return Visible(within, always, policy.topk or 0).mask_for(q, k)
+    return ResolvedRule(within, always, policy.topk or 0).mask_for(q, k)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,11 +13,27 @@ from torch import Tensor
 from sparsek.core import arguments, dtypes
 from sparsek.core.eager import eager
 from sparsek.core.errors import InvalidInput
-from sparsek.mask.lists import Place, check_stored, exact_sizes, refuse_capture, upload
-from sparsek.mask.mask import BlockMask
-from sparsek.mask.parts import BlockLists, Sizes
+from sparsek.mask.lists import (
+    BY_INTERVAL,
+    BlockLists,
+    Frame,
+    Place,
+    Sizes,
+    check_stored,
+    exact_sizes,
+    refuse_capture,
+    upload,
+)
 from sparsek.mask.structured import every_key, up_to_itself, visible
+from sparsek.mask.view import stored_entries
 from sparsek.matrix.pattern import INT32_MAX, BlockPattern
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from sparsek.mask.mask import BlockMask
+
+NOT_STORED, WHOLE = -3, -2  # in a table of blocks, beside BY_INTERVAL and the numbers of bits
 
 
 class Asked:
@@ -123,9 +139,27 @@ def _with_answers(mask: BlockMask, asked: Sequence[Fault | TrueSizes]) -> BlockM
 
 
 @eager("a block mask")
-def topk(scores: Any, k: Any, causal: bool, always: Any, seq_len: int | None, **frame: Any) -> BlockMask:
-    """See BlockMask.topk. Rows have room for k entries; partial blocks end a row, so both lists share its entries."""
-    scores, place = _as_scores(scores, seq_len, frame)
+def topk(
+    cls: type[BlockMask],
+    scores: Tensor,
+    k: int,
+    causal: bool = False,
+    always: Tensor | tuple[int, int] | None = None,
+    seq_len: int | None = None,
+    **frame: Unpack[Frame],
+) -> BlockMask:
+    """For each query tile the `k` key blocks with the highest scores, on the scores' device.
+
+    `scores` is [1 or B, 1 or H, Mb, Nb] or [Mb, Nb], floating point. -inf means never; causal: nor does a block
+    count that lies behind the tile. Rows with fewer blocks to choose from keep them all. Of equal scores any are
+    kept, the same ones every time. Blocks that are `always` kept count among the k and may have any score: bool
+    [Mb, Nb] (or [H, Mb, Nb]), or (sinks, local): the first `sinks` blocks and the `local` blocks up to the tile's
+    own (not causal: and from there on).
+
+    NaN scores, and rows with more than k `always` blocks, raise InvalidInput: on the CPU here, on a GPU when the
+    mask is next used (`verify`).
+    """
+    scores, place = _as_scores(scores, seq_len, dict(frame))
     causal = arguments.flag("causal", causal)
     (batch, heads), columns = scores.shape[:2], place.grid[1]
     k = min(arguments.integer("k", k, 1), columns)
@@ -142,27 +176,51 @@ def topk(scores: Any, k: Any, causal: bool, always: Any, seq_len: int | None, **
         rows_kept = tuple(kept.shape[:-1])
         faults += _asked(kept.sum(-1) > k, lambda at: _too_many(at, rows_kept, k))
         ranked = ranked.clamp_(max=torch.finfo(scores.dtype).max).masked_fill_(kept, torch.inf)
-    best, chosen = torch.topk(ranked, k, dim=-1, sorted=False)
-    chosen = torch.where(best > -torch.inf, chosen, columns).to(torch.int32).sort(-1).values
-    whole = (chosen < edges).sum(-1, dtype=torch.int32).flatten()
-    stored = (chosen < columns).sum(-1, dtype=torch.int32).flatten()
-    rows, indices = whole.numel(), chosen.flatten()
-    check_stored(rows * k)
-    starts = torch.arange(rows, dtype=torch.int32, device=place.device) * k
+    best = _best(ranked, k, k, lambda chosen: chosen < edges)
     lo, hi = (up_to_itself(place) if causal else every_key(place)) or (None, None)
-    if place.device.type == "cpu":
-        sizes = exact_sizes(whole.numpy(), (stored - whole).numpy())
-    else:
-        most, most_partial, groups = np.minimum(k, end), np.minimum(k, end - edge), batch * heads
-        sizes = Sizes(
-            groups * int(most.sum()), groups * int(most_partial.sum()), int(most.max(initial=0)), exact=False
-        )
-    mask = BlockMask.unchecked(
+    most, most_partial, groups = np.minimum(k, end), np.minimum(k, end - edge), batch * heads
+    bounds = groups * int(most.sum()), groups * int(most_partial.sum()), int(most.max(initial=0))
+    mask = cls.unchecked(
         q_len=place.q_len, kv_len=place.kv_len, block=place.block, batch=batch, heads=heads,
-        full=BlockLists(starts, whole, indices), partial=BlockLists(starts + whole, stored - whole, indices),
-        lo=lo, hi=hi, sizes=sizes, pure=True, label=f"topk({k}{', causal' if causal else ''})",
+        full=best.full, partial=best.partial, lo=lo, hi=hi, sizes=best.sizes(bounds), pure=True,
+        label=f"topk({k}{', causal' if causal else ''})",
     )  # fmt: skip
     return _with_answers(mask, faults)
+
+
+class Best(NamedTuple):
+    """The blocks that were chosen, int32 [batch, heads, Mb, k]: full ones, partial ones, then what does not count."""
+
+    chosen: Tensor
+    full: BlockLists
+    partial: BlockLists
+
+    def sizes(self, bounds: tuple[int, int, int]) -> Sizes:
+        """What the lists hold; on a GPU, which would have to be waited for, these bounds."""
+        if self.chosen.device.type != "cpu":
+            return Sizes(*bounds, exact=False)
+        return exact_sizes(self.full.counts.numpy(), self.partial.counts.numpy())
+
+
+def _best(ranked: Tensor, k: int, most: int, is_whole: Callable[[Tensor], Tensor]) -> Best:
+    """For each row of scores [batch, heads, Mb, Nb] the k highest, and up to `most` that are inf; never -inf.
+
+    `is_whole` says of blocks [batch, heads, Mb, most] which ones are full. Rows have room for `most` entries; partial
+    blocks follow the full ones, so both lists share the entries.
+    """
+    columns = ranked.shape[-1]
+    score, chosen = torch.topk(ranked, most, dim=-1, sorted=most > k)
+    kept = score != -torch.inf
+    if most > k:
+        kept &= (torch.arange(most, device=score.device) < k) | (score == torch.inf)
+    whole = kept & is_whole(chosen)
+    key = torch.where(kept, torch.where(whole, chosen, chosen + columns), 2 * columns)
+    chosen = key.to(torch.int32).sort(-1).values % max(columns, 1)
+    full, cut = (each.sum(-1, dtype=torch.int32).flatten() for each in (whole, kept & ~whole))
+    check_stored(full.numel() * most)
+    starts = torch.arange(full.numel(), dtype=torch.int32, device=score.device) * most
+    indices = chosen.flatten()
+    return Best(chosen, BlockLists(starts, full, indices), BlockLists(starts + full, cut, indices))
 
 
 def _as_scores(scores: Any, seq_len: int | None, frame: dict[str, Any]) -> tuple[Tensor, Place]:
@@ -241,9 +299,22 @@ def _index(at: int, shape: tuple[int, ...]) -> str:
 
 @eager("a block mask")
 def from_blocks(
-    indptr: Any, indices: Any, lengths: tuple[Any, Any], block: Any, shared: tuple[Any, Any], device: Any
+    cls: type[BlockMask],
+    indptr: Any,
+    indices: Any,
+    q_len: int,
+    kv_len: int,
+    block: int | tuple[int, int] = 128,
+    batch: int = 1,
+    heads: int = 1,
+    device: str | torch.device | None = None,
 ) -> BlockMask:
-    """See BlockMask.from_blocks. A block that reaches beyond kv_len ends its row, so both lists share the entries."""
+    """Every key of the listed blocks: `indptr` [batch * heads * Mb + 1] and `indices` [nnzb], as in BlockPattern.
+
+    Sequences, arrays or int tensors. Lists on the host are checked here; lists on a GPU are checked there, and
+    what is found is raised when the mask is next used (`verify`).
+    """
+    # A block that reaches beyond kv_len ends its row, so both lists share the entries.
     indptr, indices = _as_list(indptr, "indptr"), _as_list(indices, "indices")
     here = indptr.device
     if indices.device != here:
@@ -251,10 +322,8 @@ def from_blocks(
     on_gpu = here.type == "cuda"
     if on_gpu and device is not None and arguments.device("device", device) != here:
         raise InvalidInput(f"indptr is on {here} and device is {device}; lists on a GPU make masks there")
-    place = Place.of(q_len=lengths[0], kv_len=lengths[1], block=block, device=here if on_gpu else device)
-    batch, heads = (
-        arguments.integer(name, each, 1) for each, name in zip(shared, ("batch", "heads"), strict=True)
-    )
+    place = Place.of(q_len=q_len, kv_len=kv_len, block=block, device=here if on_gpu else device)
+    batch, heads = arguments.integer("batch", batch, 1), arguments.integer("heads", heads, 1)
     (tiles, columns), rows = place.grid, batch * heads * place.grid[0]
     if indptr.numel() != rows + 1:
         raise InvalidInput(
@@ -286,7 +355,7 @@ def from_blocks(
         parts = upload(arrays, place.device)
     starts, whole, cut_starts, cut, columns_of = parts
     lo, hi = every_key(place) or (None, None)
-    mask = BlockMask.unchecked(
+    mask = cls.unchecked(
         q_len=place.q_len, kv_len=place.kv_len, block=place.block, batch=batch, heads=heads,
         full=BlockLists(starts, whole, columns_of), partial=BlockLists(cut_starts, cut, columns_of),
         lo=lo, hi=hi, sizes=sizes, pure=True, label="blocks",
@@ -349,3 +418,88 @@ def _explained(indptr: Tensor, indices: Tensor, place: Place, rows: int) -> str:
     except InvalidInput as error:
         return str(error)
     return "the lists were wrong when the mask was made, and have been written to since"
+
+
+@eager("a block mask")
+def best_blocks(within: BlockMask, scores: Tensor, k: int, always: BlockMask | None = None) -> BlockMask:
+    """For each query tile the `k` blocks of `within` with the highest scores, with the rules of `within`.
+
+    scores: floating point [B, H, Mb, Nb] on the mask's device. within, always: one head, and 1 or B batch items. Blocks
+    that `always` stores come first and count among the k; a tile that has more of them keeps all. -inf means never
+    for others. Of equal scores any are kept, the same ones every time.
+
+    No sync where the sizes of `within` and `always` are exact. O(B * H * Mb * Nb), as the scores are.
+    """
+    k, (tiles, columns) = arguments.integer("k", k, 1), within.grid
+    _check(within, scores, always)
+    codes = _codes(within)
+    there = codes != NOT_STORED
+    ranked = scores.detach().masked_fill(~there, -torch.inf)
+    most = k
+    if always is not None:
+        ranked = ranked.masked_fill(there & (_codes(always) != NOT_STORED), torch.inf)
+        most = max(k, always.sizes.longest)
+    most, (batch, heads) = min(most, columns), scores.shape[:2]
+    codes = codes.expand(batch, heads, tiles, columns)
+    best = _best(ranked, k, most, lambda chosen: codes.gather(-1, chosen) == WHOLE)
+    rules = None
+    if within.rules is not None:
+        rules = codes.gather(-1, best.chosen.long()).clamp(min=BY_INTERVAL).flatten()
+    times = batch * heads // within.batch
+    bound = min(batch * heads * tiles * most, times * within.sizes.stored)
+    lo, hi = (_of_each_head(each, batch, heads) for each in (within.lo, within.hi))
+    return within.unchecked(
+        q_len=within.q_len, kv_len=within.kv_len, block=within.block, batch=batch, heads=heads,
+        full=best.full, partial=best.partial, lo=lo, hi=hi, rules=rules, bits=within.bits,
+        sizes=best.sizes((bound, min(bound, times * within.sizes.partial), most)), pure=within.pure,
+        label=f"{most} best of {within.label}",
+    )  # fmt: skip
+
+
+def _check(within: BlockMask, scores: Tensor, always: BlockMask | None) -> None:
+    shape = ["B", "H", *within.grid]
+    if scores.ndim != 4 or tuple(scores.shape[2:]) != within.grid or not scores.is_floating_point():
+        raise InvalidInput(f"scores are {scores.dtype} {list(scores.shape)}; the mask needs floats {shape}")
+    for name, mask in (("within", within), ("always", always)):
+        if mask is None:
+            continue
+        if mask.heads != 1 or mask.batch not in (1, scores.shape[0]):
+            raise InvalidInput(
+                f"{name} has {mask.heads} heads and {mask.batch} batch items; it needs 1 head, and 1 or "
+                f"{scores.shape[0]} batch items"
+            )
+        if (mask.grid, mask.block, mask.device) != (within.grid, within.block, scores.device):
+            raise InvalidInput(f"{name} must have the blocks of within and be on the device of the scores")
+
+
+def _codes(mask: BlockMask) -> Tensor:
+    """What becomes of each block, int32 [batch, 1, Mb, Nb]: NOT_STORED, WHOLE, or the rule of a partial one."""
+    table = torch.full((mask.rows, mask.grid[1]), NOT_STORED, dtype=torch.int32, device=mask.device)
+    rows, entries = _entries(mask, mask.full, mask.sizes.stored - mask.sizes.partial)
+    at = rows * mask.grid[1] + mask.full.indices[entries]
+    table.view(-1).index_fill_(0, at, WHOLE)  # an assignment would wait for the device
+    rows, entries = _entries(mask, mask.partial, mask.sizes.partial)
+    rules = (
+        torch.full_like(entries, BY_INTERVAL, dtype=torch.int32)
+        if mask.rules is None
+        else mask.rules[entries]
+    )
+    table[rows, mask.partial.indices[entries].long()] = rules
+    return table.view(mask.batch, 1, *mask.grid)
+
+
+def _entries(mask: BlockMask, lists: BlockLists, stored: int) -> tuple[Tensor, Tensor]:
+    """Row and position of every entry, int64. Syncs only if the sizes are not exact."""
+    every = torch.arange(mask.rows, device=mask.device)
+    if not mask.sizes.exact:
+        return stored_entries(lists, every)
+    rows = torch.repeat_interleave(every, lists.counts, output_size=stored)
+    before = lists.counts.cumsum(0) - lists.counts
+    return rows, (lists.starts - before)[rows] + torch.arange(stored, device=mask.device)
+
+
+def _of_each_head(bound: Tensor | None, batch: int, heads: int) -> Tensor | None:
+    """[1 or batch * heads, q_len] of [1 or batch, q_len]."""
+    if bound is None or bound.shape[0] == 1:
+        return bound
+    return bound[:, None].expand(batch, heads, -1).flatten(0, 1)

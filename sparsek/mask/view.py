@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
-from sparsek.mask.mask import WORD, BlockMask
-from sparsek.mask.parts import BlockLists, TransposedLists
+from sparsek.mask.lists import WORD, BlockLists, TransposedLists
+
+if TYPE_CHECKING:
+    from sparsek.mask.mask import BlockMask
 
 DENSE_MOST = 2**31
 CHUNK = 2**24  # elements of partial blocks looked at together
@@ -18,7 +21,10 @@ ENTRIES = 2**22  # of the rows whose partial blocks are looked up together, at m
 
 
 def checked_element_mask(mask: BlockMask, rows: Tensor, entries: Tensor) -> Tensor:
-    """See BlockMask.element_mask. What tensors on a GPU hold is not looked at, which would wait."""
+    """The rules of partial blocks, bool [n, bq, bk], for int64 `rows` [n] and positions `entries` [n] in
+    `partial.indices`: element i is the rule of entry entries[i] in row rows[i]. Queries beyond q_len see nothing.
+    """
+    # What tensors on a GPU hold is not looked at, which would wait.
     for name, part, end in (("rows", rows, mask.rows), ("entries", entries, mask.partial.indices.numel())):
         arguments.tensor(name, part, (torch.int64,), ndim=1)
         if part.shape != rows.shape or part.device != mask.device:
@@ -33,7 +39,7 @@ def checked_element_mask(mask: BlockMask, rows: Tensor, entries: Tensor) -> Tens
 
 
 def element_mask(mask: BlockMask, rows: Tensor, entries: Tensor) -> Tensor:
-    """See BlockMask.element_mask; unchecked."""
+    """As `checked_element_mask`; unchecked."""
     (bq, bk), device = mask.block, mask.device
     queries = (rows % max(mask.grid[0], 1) * bq)[:, None] + torch.arange(bq, device=device)
     seen = (queries < mask.q_len)[:, :, None]
@@ -62,7 +68,7 @@ def _by_interval(mask: BlockMask, rows: Tensor, entries: Tensor, queries: Tensor
 
 
 def dense_rows(mask: BlockMask, first: int, last: int) -> Tensor:
-    """See BlockMask.dense_rows. Waits for the device."""
+    """Which keys the queries `first` to `last` - 1 see, bool [batch, heads, last - first, kv_len]. Syncs."""
     first = arguments.integer("first", first, 0, mask.q_len)
     last = arguments.integer("last", last, first, mask.q_len)
     (bq, bk), (tiles, columns), device = mask.block, mask.grid, mask.device
@@ -82,7 +88,7 @@ def dense_rows(mask: BlockMask, first: int, last: int) -> Tensor:
 
 
 def to_dense(mask: BlockMask) -> Tensor:
-    """See BlockMask.to_dense."""
+    """Which keys every query sees, bool [batch, heads, q_len, kv_len]. InvalidInput above 2^31 elements."""
     size = mask.batch * mask.heads * mask.q_len * mask.kv_len
     if size > DENSE_MOST:
         raise InvalidInput(

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import pairwise
 from numbers import Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,8 +19,10 @@ from torch.nn import functional
 
 from sparsek.core import arguments, dtypes
 from sparsek.core.errors import InvalidInput
-from sparsek.matrix.bsr import BSR
 from sparsek.matrix.pattern import BlockPattern, HostPattern
+
+if TYPE_CHECKING:
+    from sparsek.matrix.bsr import BSR
 
 NUMBERS = (Real, torch.SymInt, torch.SymFloat)
 REAL = (*dtypes.FLOATS, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -32,17 +34,17 @@ def scale(a: BSR, factor: Any) -> BSR:
 
     Elements that are not stored stay 0, also times Inf or NaN. Differentiable in a tensor factor too.
     """
-    return _with_values(a, a._zero_outside(a.values * _factor(a, factor, "*")))
+    return a.unchecked(a.pattern, a._zero_outside(a.values * _factor(a, factor, "*")), a.order)
 
 
 def divide(a: BSR, divisor: Any) -> BSR:
     """a / divisor: every stored value by a number or a 0-dim tensor; otherwise as `scale`, by 0 as well."""
-    return _with_values(a, a._zero_outside(a.values / _factor(a, divisor, "/")))
+    return a.unchecked(a.pattern, a._zero_outside(a.values / _factor(a, divisor, "/")), a.order)
 
 
 def negate(a: BSR) -> BSR:
     """-a. A view stays a view."""
-    return _with_values(a, -a.values)
+    return a.unchecked(a.pattern, -a.values, a.order)
 
 
 def add(a: BSR, b: Any) -> BSR:
@@ -56,8 +58,8 @@ def add(a: BSR, b: Any) -> BSR:
         return a
     _check_addend(a, b, "+")
     if (a.order is None) == (b.order is None):
-        return _with_values(a, a.values + b.values)
-    return BSR.unchecked(a.pattern, a.logical_values() + b.logical_values())
+        return a.unchecked(a.pattern, a.values + b.values, a.order)
+    return a.unchecked(a.pattern, a.logical_values() + b.logical_values())
 
 
 def subtract(a: BSR, b: Any) -> BSR:
@@ -66,11 +68,16 @@ def subtract(a: BSR, b: Any) -> BSR:
         return a
     _check_addend(a, b, "-")
     if (a.order is None) == (b.order is None):
-        return _with_values(a, a.values - b.values)
-    return BSR.unchecked(a.pattern, a.logical_values() - b.logical_values())
+        return a.unchecked(a.pattern, a.values - b.values, a.order)
+    return a.unchecked(a.pattern, a.logical_values() - b.logical_values())
 
 
-def total(a: BSR, dim: int | None, dtype: torch.dtype | None) -> Tensor:
+def subtract_from(a: BSR, b: Any) -> BSR:
+    """b - a; otherwise as `add`."""
+    return add(negate(a), b)
+
+
+def total(a: BSR, dim: int | None = None, *, dtype: torch.dtype | None = None) -> Tensor:
     """The sum of all elements [], of every column (dim 0) [K], or of every row (dim 1) [M].
 
     `dtype` is that of the result, a's own if None: one rounding at the end. The blocks of a row are added as a binary
@@ -91,7 +98,7 @@ def total(a: BSR, dim: int | None, dtype: torch.dtype | None) -> Tensor:
     return _row_sums(parts, pattern).reshape(-1)[: pattern.shape[0]].to(dtype)
 
 
-def norm(a: BSR, dtype: torch.dtype | None) -> Tensor:
+def norm(a: BSR, *, dtype: torch.dtype | None = None) -> Tensor:
     """The Frobenius norm [], in `dtype` or a's own. Its gradient at 0 is 0, as in torch.
 
     Squares that overflow float32 (values from 1.8e19 on) make it Inf.
@@ -100,7 +107,7 @@ def norm(a: BSR, dtype: torch.dtype | None) -> Tensor:
     return torch.linalg.vector_norm(a.values, dtype=_sum_dtype(a)).to(dtype)
 
 
-def block_norms(a: BSR, dtype: torch.dtype | None) -> Tensor:
+def block_norms(a: BSR, *, dtype: torch.dtype | None = None) -> Tensor:
     """The Frobenius norm of every stored block [nnzb], in the pattern's order; otherwise as `norm`."""
     dtype = _result_dtype(a, dtype)
     norms = torch.linalg.vector_norm(a.values, dim=(1, 2), dtype=_sum_dtype(a)).to(dtype)
@@ -124,14 +131,14 @@ def block_row_slice(a: BSR, start: int, stop: int) -> BSR:
     first, last = (int(pattern.host.indptr[at]) for at in (start, stop))
     part = pattern.derived(("block rows", start, stop), lambda: _cut(pattern, start, stop))
     if a.order is None:
-        return BSR.unchecked(part, a.values[first:last])
-    return BSR.unchecked(part, a.values.index_select(0, a.order[first:last]).mT.contiguous())
+        return a.unchecked(part, a.values[first:last])
+    return a.unchecked(part, a.values.index_select(0, a.order[first:last]).mT.contiguous())
 
 
 def gradient(a: BSR) -> BSR | None:
     """The gradient that a backward pass left in a.values, as a matrix like `a`; None before one."""
     found = a.values.grad
-    return None if found is None else _with_values(a, found)
+    return None if found is None else a.unchecked(a.pattern, found, a.order)
 
 
 def state_dict(a: BSR) -> dict[str, Tensor]:
@@ -150,7 +157,7 @@ def state_dict(a: BSR) -> dict[str, Tensor]:
     }
 
 
-def from_state_dict(state: Mapping[str, Tensor]) -> BSR:
+def from_state_dict(cls: type[BSR], state: Mapping[str, Tensor]) -> BSR:
     """What `state_dict` took apart, a view as a view. Shares the tensors; checks all of it, with one sync."""
     if not isinstance(state, Mapping):
         raise InvalidInput(
@@ -169,12 +176,8 @@ def from_state_dict(state: Mapping[str, Tensor]) -> BSR:
         _ints(state, name, n) for name, n in (("shape", 2), ("block", 2), ("transposed", 1))
     )
     pattern = BlockPattern((m, k), (bm, bk), state["indptr"], state["indices"])
-    base = BSR(pattern, state["values"])
+    base = cls(pattern, state["values"])
     return base.T if flag else base
-
-
-def _with_values(a: BSR, values: Tensor) -> BSR:
-    return BSR.unchecked(a.pattern, values, a.order)
 
 
 def _sum_dtype(a: BSR) -> torch.dtype:
@@ -194,7 +197,7 @@ def _factor(a: BSR, factor: Any, sign: str) -> Any:
             return factor if isinstance(factor, int) and -(2**63) <= factor < 2**63 else float(factor)
         except OverflowError as error:
             raise InvalidInput(f"A {sign} {arguments.told(factor)}: no float is so large") from error
-    if isinstance(factor, BSR):
+    if isinstance(factor, type(a)):
         raise InvalidInput(
             f"A {sign} B of two BSR is not defined. A @ B is their product; element by element, where both store the "
             f"same blocks, it is BSR(A.pattern, A.logical_values() {sign} B.logical_values())"
@@ -220,7 +223,7 @@ def _is_zero(b: Any) -> bool:
 
 
 def _check_addend(a: BSR, b: Any, sign: str) -> None:
-    if not isinstance(b, BSR):
+    if not isinstance(b, type(a)):
         raise InvalidInput(
             f"a BSR and {arguments.told(b)} do not add up: the sum would be dense. Write A.to_dense() {sign} ... for "
             "that, or add to A.values for a change of the stored elements only"

@@ -180,7 +180,12 @@ class Matrix(Multiplied):
 
     def cuda(self, device: int | str | torch.device | None = None) -> Self:
         """This matrix on a CUDA device, the current one if none is named."""
-        return self.to(torch.device("cuda", device) if isinstance(device, int) else device or "cuda")
+        if isinstance(device, int):
+            device = f"cuda:{arguments.integer('device', device)}"
+        target = arguments.device("device", "cuda" if device is None else device)
+        if target.type != "cuda":
+            raise InvalidInput(f"device is {target}; .cuda() goes to CUDA devices, .to(device) to any")
+        return self.to(target)
 
     def cpu(self) -> Self:
         """This matrix on the CPU."""
@@ -257,6 +262,9 @@ class Stored(Matrix):
         `fn` works element by element and returns as many, in any dtype that matrices have. Elements that are not stored
         stay 0, whatever fn(0) is. Differentiable. Raises InvalidInput for another shape or device.
         """
+
+        if not callable(fn):
+            raise InvalidInput(f"fn is {arguments.told(fn)}; it must be a function of the values")
 
         def change(values: Tensor) -> Tensor:
             made = arguments.tensor("what fn returns", fn(values), dtypes.FLOATS)

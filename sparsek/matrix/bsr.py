@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from sparsek.core import arguments, dtypes
-from sparsek.core.eager import check_aligned, concrete, untransformed
+from sparsek.core.eager import check_aligned, of_values
 from sparsek.core.errors import InvalidInput
 from sparsek.core.record import Record, record
+from sparsek.matrix import algebra, convert
 from sparsek.matrix.base import ALIGNMENT, OfBlocks
+from sparsek.matrix.padding import padding_of, zero_outside, zero_padding
 from sparsek.matrix.pattern import BlockPattern
 from sparsek.matrix.storage import Parts, Storage, block_stats
-
-if TYPE_CHECKING:
-    from scipy import sparse
+from sparsek.pictures import blocks as pictures
 
 # What Dynamo (torch 2.13) calls an arithmetic operator between a tensor and a BSR, which it hands over in this order
 # whichever stood first, and the BSR's method for it.
@@ -113,90 +112,42 @@ class BSR(OfBlocks, Record):
             return self.values
         return self.values.index_select(0, self.order).mT.contiguous()
 
-    def to_dense(self) -> Tensor:
-        """The dense [M, K] matrix, contiguous. Differentiable in the values."""
-        from sparsek.matrix import convert
+    # From and to other forms: `matrix/convert.py`.
+    from_dense = classmethod(convert.from_dense)
+    from_torch = classmethod(convert.from_torch)
+    from_scipy = classmethod(convert.from_scipy)
+    from_coo_blocks = classmethod(convert.from_coo_blocks)
+    to_dense = convert.to_dense
+    to_torch = convert.to_torch
+    to_scipy = convert.to_scipy
 
-        return convert.to_dense(self)
+    # Arithmetic on stored blocks: `matrix/algebra.py`.
+    sum = algebra.total
+    norm = algebra.norm
+    block_norms = algebra.block_norms
+    block_row_slice = algebra.block_row_slice
+    grad = property(algebra.gradient)
+    state_dict = algebra.state_dict
+    from_state_dict = classmethod(algebra.from_state_dict)
+    __mul__ = __rmul__ = algebra.scale
+    __truediv__ = algebra.divide
+    __neg__ = algebra.negate
+    __add__ = __radd__ = algebra.add
+    __sub__ = algebra.subtract
+    __rsub__ = algebra.subtract_from
 
-    def to_torch(self) -> Tensor:
-        """The same matrix as torch.sparse_bsr; see `convert.to_torch`."""
-        from sparsek.matrix import convert
+    def drawn(self) -> pictures.Blocks:
+        """What pictures show of it: its blocks, coloured by norm. Syncs."""
 
-        return convert.to_torch(self)
+        def norms() -> np.ndarray:
+            wide = torch.promote_types(self.dtype, torch.float32)
+            return self.detach().block_norms(dtype=wide).cpu().numpy().astype(np.float64)
 
-    def to_scipy(self) -> sparse.bsr_array:
-        """The same matrix as scipy.sparse.bsr_array on the host; see `convert.to_scipy`."""
-        from sparsek.matrix import convert
+        pattern = self.pattern.drawn()
+        name = f"{pattern.name} {dtypes.name(self.dtype)}"
+        return replace(pattern, name=name, described=repr(self), norms=norms)
 
-        return convert.to_scipy(self)
-
-    @classmethod
-    def from_dense(
-        cls,
-        w: Tensor,
-        block: int | tuple[int, int],
-        *,
-        mask: Tensor | None = None,
-        threshold: float | None = None,
-        keep: float | None = None,
-        scope: str = "global",
-    ) -> BSR:
-        """Blocks of a dense [M, K] matrix, by `mask`, `threshold` or `keep`; see `convert.from_dense`."""
-        from sparsek.matrix import convert
-
-        return convert.from_dense(w, block, mask=mask, threshold=threshold, keep=keep, scope=scope)
-
-    @classmethod
-    def from_torch(cls, matrix: Tensor) -> BSR:
-        """From a torch.sparse_bsr tensor; see `convert.from_torch`."""
-        from sparsek.matrix import convert
-
-        return convert.from_torch(matrix)
-
-    @classmethod
-    def from_scipy(cls, matrix: Any, block: int | tuple[int, int] | None = None) -> BSR:
-        """From any SciPy sparse matrix; see `convert.from_scipy`."""
-        from sparsek.matrix import convert
-
-        return convert.from_scipy(matrix, block)
-
-    @classmethod
-    def from_coo_blocks(cls, rows: Tensor, cols: Tensor, blocks: Tensor, shape: tuple[int, int]) -> BSR:
-        """From blocks [n, bm, bk] at block coordinates, in any order; see `convert.from_coo_blocks`."""
-        from sparsek.matrix import convert
-
-        return convert.from_coo_blocks(rows, cols, blocks, shape)
-
-    def spy(self, path: str | os.PathLike[str] | None = None, max_pixels: int = 1024) -> str:
-        """A text picture of the stored blocks; see `sparsek.pictures.blocks`."""
-        from sparsek.pictures import blocks as spy
-
-        return spy.spy(self, path, max_pixels)
-
-    def sum(self, dim: int | None = None, *, dtype: torch.dtype | None = None) -> Tensor:
-        """Sum of all elements [], of each column (dim 0) [K] or of each row (dim 1) [M]; see `arithmetic.total`."""
-        from sparsek.matrix import algebra as arithmetic
-
-        return arithmetic.total(self, dim, dtype)
-
-    def norm(self, *, dtype: torch.dtype | None = None) -> Tensor:
-        """The Frobenius norm []; see `arithmetic.norm`."""
-        from sparsek.matrix import algebra as arithmetic
-
-        return arithmetic.norm(self, dtype)
-
-    def block_norms(self, *, dtype: torch.dtype | None = None) -> Tensor:
-        """The Frobenius norm of each stored block [nnzb], in the pattern's order; see `arithmetic.block_norms`."""
-        from sparsek.matrix import algebra as arithmetic
-
-        return arithmetic.block_norms(self, dtype)
-
-    def block_row_slice(self, start: int, stop: int) -> BSR:
-        """Block rows `start` to `stop - 1`, in the same memory; see `arithmetic.block_row_slice`."""
-        from sparsek.matrix import algebra as arithmetic
-
-        return arithmetic.block_row_slice(self, start, stop)
+    spy = pictures.spy
 
     def zero_padding_(self) -> BSR:
         """Writes 0 into the values outside the matrix, for values that were written to in place. Returns this object.
@@ -221,60 +172,6 @@ class BSR(OfBlocks, Record):
             )
         self.values.requires_grad_(asked)
         return self
-
-    @property
-    def grad(self) -> BSR | None:
-        """The gradient of the values as a matrix with this pattern, sharing `values.grad`; None if there is none."""
-        from sparsek.matrix import algebra as arithmetic
-
-        return arithmetic.gradient(self)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """All of this matrix as tensors by name, nothing copied; see `arithmetic.state_dict`."""
-        from sparsek.matrix import algebra as arithmetic
-
-        return arithmetic.state_dict(self)
-
-    @classmethod
-    def from_state_dict(cls, state: Mapping[str, Tensor]) -> BSR:
-        """What `state_dict` gave, as it was; see `arithmetic.from_state_dict`."""
-        from sparsek.matrix import algebra as arithmetic
-
-        return arithmetic.from_state_dict(state)
-
-    def __mul__(self, factor: Any) -> BSR:
-        from sparsek.matrix import algebra as arithmetic
-
-        return arithmetic.scale(self, factor)
-
-    __rmul__ = __mul__
-
-    def __truediv__(self, divisor: Any) -> BSR:
-        from sparsek.matrix import algebra as arithmetic
-
-        return arithmetic.divide(self, divisor)
-
-    def __neg__(self) -> BSR:
-        from sparsek.matrix import algebra as arithmetic
-
-        return arithmetic.negate(self)
-
-    def __add__(self, other: Any) -> BSR:
-        from sparsek.matrix import algebra as arithmetic
-
-        return arithmetic.add(self, other)
-
-    __radd__ = __add__
-
-    def __sub__(self, other: Any) -> BSR:
-        from sparsek.matrix import algebra as arithmetic
-
-        return arithmetic.subtract(self, other)
-
-    def __rsub__(self, other: Any) -> BSR:
-        from sparsek.matrix import algebra as arithmetic
-
-        return arithmetic.add(arithmetic.negate(self), other)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -301,64 +198,14 @@ def padding_nonzeros(a: BSR) -> int:
     if not a.pattern.is_ragged:
         return 0
     base = a if a.order is None else a.T
-    values = concrete(
-        base.values, "the padding is looked for in values", "BSR.unchecked(pattern, values) takes it as it is"
-    )
 
-    def count() -> int:
+    def count(values: Tensor) -> int:
         at, outside = padding_of(base.pattern)
         edge = values.detach().index_select(0, at)
         return int(torch.count_nonzero(edge.masked_fill(~outside, 0)))
 
-    return untransformed(count)
-
-
-def zero_padding(pattern: BlockPattern, values: Tensor) -> Tensor:
-    """Writes 0, in place, into values [nnzb, bm, bk] outside the true shape. Returns the same tensor."""
-    if pattern.is_ragged:
-        at, outside = padding_of(pattern)
-        values[at] = values.index_select(0, at).masked_fill(outside, 0)
-    return values
-
-
-def zero_outside(pattern: BlockPattern, values: Tensor, columns: Tensor | None = None) -> Tensor:
-    """Values [nnzb, bm, bk] with 0 outside the true shape; the same tensor where no side is ragged. No sync.
-
-    `columns`: in which column of its block each value stands, if values do not stand side by side.
-    """
-    (m, k), (bm, bk), here = pattern.shape, pattern.block, values.device
-    if m % bm:
-        rows = pattern.block_rows[:, None] * bm + torch.arange(bm, dtype=torch.int32, device=here)
-        values = values.masked_fill((rows >= m)[:, :, None], 0)
-    if k % bk:
-        if columns is None:
-            columns = torch.arange(bk, dtype=torch.int32, device=here)
-        values = values.masked_fill(pattern.indices[:, None, None] * bk + columns >= k, 0)
-    return values
-
-
-def padding_of(pattern: BlockPattern) -> tuple[Tensor, Tensor]:
-    """Positions [e] of the stored blocks that reach over an edge, and bool [e, bm, bk]: what lies outside.
-
-    Kept with a ragged pattern; the first time it syncs.
-    """
-    return pattern.derived("padding", lambda: _padding(pattern))
-
-
-def _padding(pattern: BlockPattern) -> tuple[Tensor, Tensor]:
-    """Positions [e] of the stored blocks that reach over an edge, and bool [e, bm, bk]: what lies outside."""
-    indptr, indices = pattern.host
-    (rows, columns), (bm, bk), (last_row, last_column) = pattern.shape, pattern.block, _last(pattern.grid)
-    in_last_row = np.arange(indices.size) >= indptr[last_row]
-    in_last_column = indices == last_column
-    at = np.flatnonzero((in_last_row & bool(rows % bm)) | (in_last_column & bool(columns % bk)))
-    below = (np.arange(bm) >= rows - last_row * bm)[None, :, None] & in_last_row[at, None, None]
-    beside = (np.arange(bk) >= columns - last_column * bk)[None, None, :] & in_last_column[at, None, None]
-    return torch.tensor(at, device=pattern.device), torch.tensor(below | beside, device=pattern.device)
-
-
-def _last(grid: tuple[int, int]) -> tuple[int, int]:
-    return max(grid[0] - 1, 0), max(grid[1] - 1, 0)
+    instead = "BSR.unchecked(pattern, values) takes it as it is"
+    return of_values(count, base.values, reads="the padding is looked for in values", instead=instead)
 
 
 def check_stored(a: BSR) -> None:

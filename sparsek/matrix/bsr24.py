@@ -16,7 +16,8 @@ from sparsek.core.errors import InvalidInput
 from sparsek.core.record import Record, record
 from sparsek.matrix import two_four
 from sparsek.matrix.base import OfBlocks
-from sparsek.matrix.bsr import BSR, padding_of, zero_outside
+from sparsek.matrix.bsr import BSR
+from sparsek.matrix.padding import padding_of, zero_outside
 from sparsek.matrix.pattern import BlockPattern
 from sparsek.matrix.storage import Parts, Storage, block_stats
 

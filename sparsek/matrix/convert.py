@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from sparsek.core import arguments, dtypes, operations
-from sparsek.core.eager import concrete, outside_inference, untransformed, watched
+from sparsek.core.eager import concrete, of_values, outside_inference, untransformed, watched
 from sparsek.core.errors import InvalidInput
 from sparsek.matrix.base import ALIGNMENT
-from sparsek.matrix.bsr import BSR, zero_padding
+from sparsek.matrix.padding import zero_padding
 from sparsek.matrix.pattern import (
     BLOCK_MAX,
     INT32_MAX,
@@ -33,6 +33,8 @@ from sparsek.matrix.pattern import (
 
 if TYPE_CHECKING:
     from scipy import sparse
+
+    from sparsek.matrix.bsr import BSR
 
 SCOPES = ("global", "row")
 WORD = torch.complex128
@@ -70,6 +72,7 @@ def register_pack(packer: Packer) -> None:
 
 @outside_inference
 def from_dense(
+    cls: type[BSR],
     w: Tensor,
     block: int | tuple[int, int],
     *,
@@ -104,7 +107,7 @@ def from_dense(
     if w.is_cuda and not _PACKERS:
         operations.load()
     made = _PACKERS[0](w, block, rule) if _PACKERS and w.is_cuda and _is_plain(w) else None
-    return _packed(w, shape, block, rule) if made is None else made
+    return cls.unchecked(*_packed(w, shape, block, rule)) if made is None else made
 
 
 def to_dense(a: BSR) -> Tensor:
@@ -130,7 +133,7 @@ def _written_out(pattern: BlockPattern, values: Tensor) -> Tensor:
 
 
 @outside_inference
-def from_torch(matrix: Tensor) -> BSR:
+def from_torch(cls: type[BSR], matrix: Tensor) -> BSR:
     """From a torch.sparse_bsr tensor [M, K] with blocks that are multiples of 16. One sync.
 
     Indices become int32; the values are shared unless they are not contiguous or not 16-byte aligned.
@@ -146,7 +149,7 @@ def from_torch(matrix: Tensor) -> BSR:
         values = values.clone()
     indptr, indices = (_narrow(part) for part in (matrix.crow_indices(), matrix.col_indices()))
     block = (values.shape[1], values.shape[2])
-    return BSR(BlockPattern((matrix.shape[0], matrix.shape[1]), block, indptr, indices), values)
+    return cls(BlockPattern((matrix.shape[0], matrix.shape[1]), block, indptr, indices), values)
 
 
 def to_torch(a: BSR) -> Tensor:
@@ -169,7 +172,7 @@ def to_torch(a: BSR) -> Tensor:
 
 
 @outside_inference
-def from_scipy(matrix: Any, block: int | tuple[int, int] | None = None) -> BSR:
+def from_scipy(cls: type[BSR], matrix: Any, block: int | tuple[int, int] | None = None) -> BSR:
     """From a SciPy sparse matrix or array in any format, float32 or float64, to a BSR on the CPU.
 
     `block` may be left out for SciPy's own BSR, whose blocks are then taken over. Repeated entries are added
@@ -194,11 +197,11 @@ def from_scipy(matrix: Any, block: int | tuple[int, int] | None = None) -> BSR:
     except (ValueError, IndexError) as error:
         raise InvalidInput(f"SciPy finds its {matrix.format} matrix invalid: {error}") from error
     if own != wanted:
-        return _from_elements(matrix, shape, wanted)
+        return cls.unchecked(*_from_elements(matrix, shape, wanted))
     indptr, indices = (
         torch.tensor(part.astype(np.int32), device="cpu") for part in (matrix.indptr, matrix.indices)
     )
-    return BSR(BlockPattern(shape, wanted, indptr, indices), torch.tensor(matrix.data, device="cpu"))
+    return cls(BlockPattern(shape, wanted, indptr, indices), torch.tensor(matrix.data, device="cpu"))
 
 
 def to_scipy(a: BSR) -> sparse.bsr_array:
@@ -219,7 +222,9 @@ def to_scipy(a: BSR) -> sparse.bsr_array:
 
 
 @outside_inference
-def from_coo_blocks(rows: Tensor, cols: Tensor, blocks: Tensor, shape: tuple[int, int]) -> BSR:
+def from_coo_blocks(
+    cls: type[BSR], rows: Tensor, cols: Tensor, blocks: Tensor, shape: tuple[int, int]
+) -> BSR:
     """From blocks [n, bm, bk] at block coordinates rows [n], cols [n] (int32 or int64), in any order.
 
     `shape` is the true (M, K); values outside it become 0. The blocks are copied, on their device; one sync.
@@ -235,13 +240,14 @@ def from_coo_blocks(rows: Tensor, cols: Tensor, blocks: Tensor, shape: tuple[int
                 f"{name} has {part.shape[0]} entries on {part.device}; "
                 f"blocks has {blocks.shape[0]} on {blocks.device}"
             )
-    reads, instead = "from_coo_blocks reads coordinates", "make the pattern outside"
-    rows, cols = (concrete(part, reads, instead) for part in (rows, cols))
-    at = untransformed(lambda: torch.stack((rows.long(), cols.long())).cpu().numpy())
+    at = of_values(
+        lambda rows, cols: torch.stack((rows.long(), cols.long())).cpu().numpy(),
+        rows, cols, reads="from_coo_blocks reads coordinates", instead="make the pattern outside",
+    )  # fmt: skip
     host, order = _sorted_cells(at[0], at[1], grid_of(shape, block))
     pattern = BlockPattern.from_host(shape, block, host, blocks.device)
     values = blocks.index_select(0, torch.tensor(order, device=blocks.device))
-    return BSR.unchecked(pattern, zero_padding(pattern, values))
+    return cls.unchecked(pattern, zero_padding(pattern, values))
 
 
 def _sorted_cells(
@@ -264,8 +270,8 @@ def _sorted_cells(
     return HostPattern(_indptr(rows, grid[0]), cols.astype(np.int32)), order
 
 
-def _from_elements(coo: Any, shape: tuple[int, int], block: tuple[int, int]) -> BSR:
-    """Blocks that hold the entries of a SciPy COO matrix without repeats."""
+def _from_elements(coo: Any, shape: tuple[int, int], block: tuple[int, int]) -> tuple[BlockPattern, Tensor]:
+    """Pattern and values of the blocks that hold the entries of a SciPy COO matrix without repeats."""
     rows, cols = coo.row.astype(np.int64), coo.col.astype(np.int64)
     block_rows, columns = grid_of(shape, block)
     cells, owner = np.unique(rows // block[0] * columns + cols // block[1], return_inverse=True)
@@ -273,9 +279,8 @@ def _from_elements(coo: Any, shape: tuple[int, int], block: tuple[int, int]) -> 
     values[owner, rows % block[0], cols % block[1]] = coo.data
     indptr = _indptr(cells // max(columns, 1), block_rows)
     host = HostPattern(indptr, (cells % max(columns, 1)).astype(np.int32))
-    return BSR.unchecked(
-        BlockPattern.from_host(shape, block, host, torch.device("cpu")), torch.tensor(values, device="cpu")
-    )
+    pattern = BlockPattern.from_host(shape, block, host, torch.device("cpu"))
+    return pattern, torch.tensor(values, device="cpu")
 
 
 def _indptr(rows: np.ndarray, count: int) -> np.ndarray:
@@ -306,8 +311,10 @@ def _check_mask(mask: Any, device: torch.device, shape: tuple[int, int], grid: t
         raise InvalidInput(f"mask is on {mask.device} and w on {device}; put both on one device")
 
 
-def _packed(w: Tensor, shape: tuple[int, int], block: tuple[int, int], rule: Rule) -> BSR:
-    """The blocks of w [M, K] that `rule` stores."""
+def _packed(
+    w: Tensor, shape: tuple[int, int], block: tuple[int, int], rule: Rule
+) -> tuple[BlockPattern, Tensor]:
+    """Pattern and values of the blocks of w [M, K] that `rule` stores."""
     tiles, inside = _tiles(w, block), None
     read = (
         w
@@ -323,7 +330,7 @@ def _packed(w: Tensor, shape: tuple[int, int], block: tuple[int, int], rule: Rul
     values = _gather(tiles, pattern)
     if inside is not None:
         values = values.masked_fill_(_gather(inside, pattern).logical_not_(), 0)
-    return BSR.unchecked(pattern, values)
+    return pattern, values
 
 
 def _chosen(tiles: Tensor, shape: tuple[int, int], block: tuple[int, int], rule: Rule) -> BlockPattern:

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from sparsek.core import arguments, dtypes, operations
-from sparsek.core.eager import check_aligned, concrete, untransformed
+from sparsek.core.eager import check_aligned, of_values
 from sparsek.core.errors import InvalidInput
 from sparsek.core.record import Record, record
 from sparsek.matrix.base import ALIGNMENT, Multiplied
 from sparsek.matrix.float8 import MOST, NAMES, rounded, scales_of
 
 SCALES = ("tensor", "row")
+READS, INSTEAD = "quantize looks for NaN and Inf in values", "write quantize(..., check=False)"
 
 # x [..., K] and an FP8 dtype -> (values, scale) with a scale for each row, by one kernel, or None.
 Rounder = Callable[[Tensor, torch.dtype], tuple[Tensor, Tensor] | None]
@@ -163,8 +164,7 @@ def quantize_dense(x: Tensor, dtype: torch.dtype, scale: str, check: bool) -> Sc
             raise InvalidInput(
                 "torch.compile cannot wait to see NaN and Inf; write quantize(..., check=False)"
             )
-        read = concrete(x, "quantize looks for NaN and Inf in values", "write quantize(..., check=False)")
-        untransformed(lambda: _refuse_strange(read, torch.finfo(dtype).max))
+        of_values(_refuse_strange, x, torch.finfo(dtype).max, reads=READS, instead=INSTEAD)
     if x.is_cuda and not _ROUNDERS:
         operations.load()
     by_kernel = x.is_cuda and scale == "row" and _ROUNDERS

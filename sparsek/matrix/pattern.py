@@ -6,7 +6,6 @@ positions `indptr[i]` to `indptr[i + 1] - 1`, and `indices` holds their block co
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Hashable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from sparsek.core import arguments
 from sparsek.core.eager import saveable, untransformed
 from sparsek.core.errors import InvalidInput
 from sparsek.core.record import Record, record
+from sparsek.pictures import blocks as pictures
 
 INT32_MAX = 2**31 - 1
 BLOCK_STEP, BLOCK_MAX = 16, 512
@@ -180,11 +180,12 @@ class BlockPattern(Record):
             return False
         return all(map(np.array_equal, self.host, other.host))
 
-    def spy(self, path: str | os.PathLike[str] | None = None, max_pixels: int = 1024) -> str:
-        """A text picture of the stored blocks; see `sparsek.pictures.blocks`."""
-        from sparsek.pictures import blocks as spy
+    def drawn(self) -> pictures.Blocks:
+        """What pictures show of it. Syncs once at most."""
+        name = f"{self.shape[0]} × {self.shape[1]}"
+        return pictures.Blocks(self.shape, self.block, *self.host, name, repr(self), self.summary)
 
-        return spy.spy(self, path, max_pixels)
+    spy = pictures.spy
 
     def __repr__(self) -> str:
         size = f"{self.shape[0]}x{self.shape[1]}, block {self.block[0]}x{self.block[1]}"

@@ -15,15 +15,15 @@ from torch import Tensor
 from torch.nn import functional
 
 from sparsek.core import arguments, dtypes
-from sparsek.core.eager import concrete, untransformed
+from sparsek.core.eager import of_values
 from sparsek.core.errors import InvalidInput
 from sparsek.core.record import Record, record
 from sparsek.matrix import two_four
 from sparsek.matrix.base import Matrix as AnyMatrix
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.bsr24 import BSR24
+from sparsek.matrix.dense8 import INSTEAD, READS, ScaledTensor, check_fp8_values, quantize_dense
 from sparsek.matrix.dense8 import SCALES as ROW_SCALES
-from sparsek.matrix.dense8 import ScaledTensor, check_fp8_values, quantize_dense
 from sparsek.matrix.float8 import MOST, NAMES, rounded, scales_of
 from sparsek.matrix.semi24 import Semi24
 from sparsek.matrix.storage import Home, Parts, Storage
@@ -100,9 +100,7 @@ def quantize(
             raise InvalidInput(
                 "torch.compile cannot wait to see NaN and Inf; write quantize(..., check=False)"
             )
-        reads, instead = "quantize looks for NaN and Inf in values", "write quantize(..., check=False)"
-        seen, largest = (concrete(each, reads, instead) for each in (values, parts))
-        untransformed(lambda: _refuse_strange(a, seen, largest, top))
+        of_values(_refuse_strange, a, values, parts, top, reads=READS, instead=INSTEAD)
     scales = scales_of(_joined(a, parts, scale), dtype)
     made = rounded(values / _stretched(a, scales, scale), dtype)
     return Scaled.unchecked(a._each(lambda _: made), scales, scale, fast_accum)

@@ -10,7 +10,8 @@ import torch
 
 from sparsek.core import arguments
 from sparsek.core.eager import outside_inference
-from sparsek.matrix.bsr import BSR, zero_padding
+from sparsek.matrix.bsr import BSR
+from sparsek.matrix.padding import zero_padding
 from sparsek.matrix.pattern import BlockPattern, HostPattern, block_sides, grid_of, matrix_sides
 
 ZIPF = 1.2

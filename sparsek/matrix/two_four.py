@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sparsek.core import arguments, dtypes, operations
-from sparsek.core.eager import check_aligned, concrete, untransformed
+from sparsek.core.eager import check_aligned, concrete, of_values
 from sparsek.core.errors import InvalidInput
 from sparsek.matrix.base import ALIGNMENT
 
@@ -133,14 +133,15 @@ def groups(w: Tensor) -> Tensor:
 
 def crowded(flags: Tensor) -> tuple[int, tuple[int, ...]]:
     """How many groups of bool [..., K] have more than two true elements; indices of the first. One sync, or two."""
-    flags = concrete(flags, "exact=True and masks are checked by their values", "check outside")
 
-    def look() -> tuple[int, tuple[int, ...]]:
+    def look(flags: Tensor) -> tuple[int, tuple[int, ...]]:
         over = groups(flags).sum(-1, dtype=torch.uint8) > 2
         count = int(torch.count_nonzero(over))
         return count, tuple(torch.nonzero(over)[0].tolist()) if count else ()
 
-    return untransformed(look)
+    return of_values(
+        look, flags, reads="exact=True and masks are checked by their values", instead="check outside"
+    )
 
 
 def element_mask(mask: Any, w: Tensor) -> Tensor:

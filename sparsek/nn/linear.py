@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from sparsek.core import arguments
 from sparsek.core.eager import outside_inference, saveable
 from sparsek.core.errors import InvalidInput
-from sparsek.matrix.bsr import BSR, padding_nonzeros, zero_padding
+from sparsek.matrix.bsr import BSR, padding_nonzeros
+from sparsek.matrix.padding import zero_padding
 from sparsek.matrix.pattern import BlockPattern
 from sparsek.matrix.random import random_bsr
 from sparsek.ops.linear import linear

@@ -14,7 +14,7 @@ from sparsek import kernels
 from sparsek.core import device as devices
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
-from sparsek.core.streams import Made, captured, follow
+from sparsek.core.streams import Ready, captured, wait_for
 from sparsek.mask.mask import BlockMask
 from sparsek.mask.operands import check_tensors
 from sparsek.ops import gradients
@@ -55,16 +55,16 @@ def every_block(q_len: int, kv_len: int, device: torch.device) -> BlockMask:
         if torch.cuda.is_current_stream_capturing():
             _CAPTURED.add(mask)
         else:
-            follow(made, (*mask.full, *mask.partial, mask.lo, mask.hi))
+            wait_for(made, (*mask.full, *mask.partial, mask.lo, mask.hi))
     return mask
 
 
 @lru_cache(16)
-def _kept_every_block(q_len: int, kv_len: int, device: torch.device) -> tuple[BlockMask, Made | None]:
+def _kept_every_block(q_len: int, kv_len: int, device: torch.device) -> tuple[BlockMask, Ready | None]:
     # Inside torch.func tensors that are made belong to it, and these outlive it.
     with torch.inference_mode(False), torch._C._DisableFuncTorch():
         mask = BlockMask.full(q_len=q_len, kv_len=kv_len, device=device)
-    return mask, Made.here(device)
+    return mask, Ready.here(device)
 
 
 _UNMASKED = Calls()
@@ -111,7 +111,7 @@ def _parts(
         with torch.inference_mode(False), torch.no_grad(), torch.cuda.device_of(lists):
             work = choice.kernel.prepare(p, choice.config, mask)
         if not captured(lists):
-            made = Made.here(mask.device)
+            made = Ready.here(mask.device)
     kept = (lambda: mask) if unmasked else weakref.ref(mask)
     return p, choice, work, ready, kept, mask.label, unmasked, made
 

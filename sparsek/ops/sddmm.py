@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sparsek.core import arguments, dtypes
 from sparsek.core import device as devices
-from sparsek.core.streams import Made, captured
+from sparsek.core.streams import Ready, captured
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.pattern import BlockPattern
 from sparsek.ops import bound, flat, gradients, transforms
@@ -98,7 +98,7 @@ def _make_plan(
     choice = choose(p, kernel, config)
     work = choice.kernel.prepare(p, choice.config, pattern) if ready else None
     return SddmmPlan(
-        p, choice, work, ready, weakref.ref(pattern), Made.here(pattern.device) if ready else None
+        p, choice, work, ready, weakref.ref(pattern), Ready.here(pattern.device) if ready else None
     )
 
 

@@ -13,7 +13,7 @@ from sparsek.core import arguments, dtypes
 from sparsek.core import device as devices
 from sparsek.core.eager import untransformed
 from sparsek.core.errors import InvalidInput
-from sparsek.core.streams import Made, captured
+from sparsek.core.streams import Ready, captured
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.pattern import BlockPattern
 from sparsek.ops import flat, gradients, transforms
@@ -142,7 +142,7 @@ def _make_plan(
     work = choice.kernel.prepare(p, choice.config, matches) if ready else None
     if ready and hasattr(choice.kernel, "place"):
         choice.kernel.place(work, a, b, matches)
-    made = Made.here(a.device) if ready else None
+    made = Ready.here(a.device) if ready else None
     return SpgemmPlan(p, choice, work, ready, matches, weakref.ref(a.pattern), weakref.ref(b.pattern), made)
 
 

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import os
 import textwrap
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
-import torch
 
-from sparsek.core import arguments, dtypes, files
+from sparsek.core import arguments, files
 from sparsek.core.errors import InvalidInput
-from sparsek.matrix.bsr import BSR
-from sparsek.matrix.pattern import BlockPattern
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -37,22 +35,51 @@ FONT = "DejaVu Sans"  # comes with matplotlib
 LOOK: dict[str, Any] = {"dpi": DPI, "facecolor": PAPER, "bbox_inches": None}
 
 
-def spy(obj: BlockPattern | BSR, path: str | os.PathLike[str] | None = None, max_pixels: int = 1024) -> str:
+@dataclass(frozen=True)
+class Blocks:
+    """What is drawn: the blocks of a matrix that are stored, in compressed rows on the host.
+
+    `name` is the title if no other is given, `described` the line below a text picture, `summary` how much is stored.
+    `norms` gives the Frobenius norm of each stored block, float64 [nnzb]; without it the share of blocks is coloured.
+    """
+
+    shape: tuple[int, int]
+    block: tuple[int, int]
+    indptr: np.ndarray
+    indices: np.ndarray
+    name: str = ""
+    described: str = ""
+    summary: str = ""
+    norms: Callable[[], np.ndarray] | None = None
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Block rows and block columns."""
+        return -(-self.shape[0] // self.block[0]), -(-self.shape[1] // self.block[1])
+
+
+class Drawable(Protocol):
+    """A pattern, or a matrix of blocks."""
+
+    def drawn(self) -> Blocks: ...
+
+
+def spy(obj: Drawable, path: str | os.PathLike[str] | None = None, max_pixels: int = 1024) -> str:
     """A text picture of the stored blocks of a pattern or a matrix, framed, with a line that describes it.
 
     Up to 64 x 64 blocks are drawn one by one. A larger grid is binned to at most 64 columns and 32 lines,
     shaded by the share of blocks stored. With `path`, the PNG of `spy_png` is written there too. Syncs.
     """
-    pattern = _pattern(obj)
+    blocks = _blocks(obj)
     arguments.integer("max_pixels", max_pixels, *PIXELS)
     if path is not None:
         spy_png(obj, path, max_pixels=max_pixels)
-    lines, scale = _text(pattern)
-    return "\n".join([*framed(lines), repr(obj), *scale])
+    lines, scale = _text(blocks)
+    return "\n".join([*framed(lines), blocks.described, *scale])
 
 
 def spy_png(
-    obj: BlockPattern | BSR, path: str | os.PathLike[str], title: str | None = None, max_pixels: int = 1024
+    obj: Drawable, path: str | os.PathLike[str], title: str | None = None, max_pixels: int = 1024
 ) -> None:
     """Write a PNG picture of a pattern, or of a matrix with its blocks coloured by Frobenius norm.
 
@@ -61,15 +88,15 @@ def spy_png(
     blocks is coloured by the share that is stored, or by the root mean square of its stored norms. Norms that
     are not finite are cyan. Needs matplotlib, whose global state is not touched. Syncs.
     """
-    pattern, where = _pattern(obj), files.as_path("path", path)
+    blocks, where = _blocks(obj), files.as_path("path", path)
     title = None if title is None else arguments.text("title", title)
     arguments.integer("max_pixels", max_pixels, *PIXELS)
-    bins = Bins.of(pattern, max_pixels)
-    page = Page(bins.width, bins.height, has_scale=isinstance(obj, BSR) or bins.is_coarse)
+    bins = Bins.of(blocks, max_pixels)
+    page = Page(bins.width, bins.height, has_scale=blocks.norms is not None or bins.is_coarse)
     figure = new_figure(page)
-    _draw_cells(figure, page, bins, obj)
-    draw_sides(figure, page, bins, pattern)
-    _write_facts(figure, page, obj, title)
+    _draw_cells(figure, page, bins)
+    draw_sides(figure, page, bins)
+    _write_facts(figure, page, blocks, title)
     with files.blamed_on(where, InvalidInput, "cannot be written"):
         figure.savefig(where, format="png", **LOOK)
 
@@ -78,26 +105,26 @@ def spy_png(
 class Bins:
     """How the grid of blocks falls into cells of a picture: blocks per cell, cells, and pixels per cell."""
 
-    pattern: BlockPattern
+    drawn: Blocks
     blocks: tuple[int, int]
     cells: tuple[int, int]
     pixels: tuple[int, int]
 
     @classmethod
-    def of(cls, pattern: BlockPattern, longest: int) -> Bins:
-        sides = [max(side, 1) for side in pattern.padded_shape]
+    def of(cls, drawn: Blocks, longest: int) -> Bins:
+        sides = [max(count * side, 1) for count, side in zip(drawn.grid, drawn.block, strict=True)]
         room = [max(round(longest * side / max(sides)), round(longest * FLATTEST)) for side in sides]
-        blocks = [max(-(-side // most), 1) for side, most in zip(pattern.grid, room, strict=True)]
-        cells = [max(-(-side // step), 1) for side, step in zip(pattern.grid, blocks, strict=True)]
+        blocks = [max(-(-side // most), 1) for side, most in zip(drawn.grid, room, strict=True)]
+        cells = [max(-(-side // step), 1) for side, step in zip(drawn.grid, blocks, strict=True)]
         pixels = [most // cell for most, cell in zip(room, cells, strict=True)]
-        return cls(pattern, (blocks[0], blocks[1]), (cells[0], cells[1]), (pixels[0], pixels[1]))
+        return cls(drawn, (blocks[0], blocks[1]), (cells[0], cells[1]), (pixels[0], pixels[1]))
 
     @classmethod
-    def of_text(cls, pattern: BlockPattern) -> Bins:
+    def of_text(cls, drawn: Blocks) -> Bins:
         """Cells of one character, no more of them than a text picture has."""
-        rows, columns = pattern.grid
+        rows, columns = drawn.grid
         blocks = -(-rows // TEXT_LINES), -(-columns // TEXT_COLUMNS)
-        return cls(pattern, blocks, (-(-rows // blocks[0]), -(-columns // blocks[1])), (1, 1))
+        return cls(drawn, blocks, (-(-rows // blocks[0]), -(-columns // blocks[1])), (1, 1))
 
     @property
     def text_scale(self) -> str:
@@ -120,16 +147,15 @@ class Bins:
 
     def sums(self, weights: np.ndarray | None = None) -> np.ndarray:
         """The number of stored blocks in each cell, or the sum of their `weights` [nnzb]; float64 [cells]."""
-        indptr, indices = self.pattern.host
-        rows = np.repeat(np.arange(self.pattern.grid[0]), np.diff(indptr))
-        at = rows // self.blocks[0] * self.cells[1] + indices // self.blocks[1]
+        rows = np.repeat(np.arange(self.drawn.grid[0]), np.diff(self.drawn.indptr))
+        at = rows // self.blocks[0] * self.cells[1] + self.drawn.indices // self.blocks[1]
         flat = np.bincount(at, weights, minlength=self.cells[0] * self.cells[1])
         return flat.astype(np.float64).reshape(self.cells)
 
     def capacity(self, axis: int) -> np.ndarray:
         """How many block rows (axis 0) or block columns (axis 1) fall into each row or column of cells."""
         starts = np.arange(self.cells[axis]) * self.blocks[axis]
-        return np.clip(self.pattern.grid[axis] - starts, 1, self.blocks[axis])
+        return np.clip(self.drawn.grid[axis] - starts, 1, self.blocks[axis])
 
     def shares(self) -> np.ndarray:
         """The part of the blocks of each cell that is stored, 0 to 1."""
@@ -192,51 +218,44 @@ def new_figure(page: Page) -> Figure:
     return figure
 
 
-def _pattern(obj: BlockPattern | BSR) -> BlockPattern:
-    if isinstance(obj, BSR):
-        return obj.pattern
-    if isinstance(obj, BlockPattern):
-        return obj
-    raise InvalidInput(f"spy draws a BlockPattern or a BSR, not {arguments.told(obj)}")
+def _blocks(obj: Any) -> Blocks:
+    drawn = obj.drawn() if hasattr(type(obj), "drawn") else None
+    if not isinstance(drawn, Blocks):
+        raise InvalidInput(f"spy draws a BlockPattern or a BSR, not {arguments.told(obj)}")
+    return drawn
 
 
-def _text(pattern: BlockPattern) -> tuple[list[str], list[str]]:
+def _text(drawn: Blocks) -> tuple[list[str], list[str]]:
     """The lines of the picture, and a line about its scale if it is binned."""
-    rows, columns = pattern.grid
+    rows, columns = drawn.grid
     if not rows or not columns:
         return [], []
     if rows <= TEXT_LINES and 2 * columns <= TEXT_COLUMNS:
-        stored = Bins(pattern, (1, 1), (rows, columns), (1, 1)).sums() > 0
+        stored = Bins(drawn, (1, 1), (rows, columns), (1, 1)).sums() > 0
         return ["".join(line) for line in np.repeat(SHADES[4 * stored], 2, axis=1)], []
     if rows <= 2 * TEXT_LINES and columns <= TEXT_COLUMNS:
-        stored = Bins(pattern, (1, 1), (rows + rows % 2, columns), (1, 1)).sums() > 0
+        stored = Bins(drawn, (1, 1), (rows + rows % 2, columns), (1, 1)).sums() > 0
         return ["".join(line) for line in HALVES[2 * stored[::2] + stored[1::2]]], []
-    bins = Bins.of_text(pattern)
+    bins = Bins.of_text(drawn)
     return shaded(bins.shares()), [bins.text_scale]
 
 
-def _levels(bins: Bins, obj: BlockPattern | BSR) -> np.ndarray:
+def _levels(bins: Bins) -> np.ndarray:
     """What is drawn: the share of blocks stored in each cell, or the RMS of their norms."""
-    if not isinstance(obj, BSR):
+    if bins.drawn.norms is None:
         return bins.shares()
-    values = obj.values.detach()
-    wide = values.dtype if values.dtype not in dtypes.LOW else torch.float32
-    norms = torch.linalg.vector_norm(values, dim=(1, 2), dtype=wide)
-    if obj.order is not None:
-        norms = norms[obj.order]
-    squares = norms.cpu().numpy().astype(np.float64) ** 2
-    return np.sqrt(bins.sums(squares) / np.maximum(bins.sums(), 1))
+    return np.sqrt(bins.sums(bins.drawn.norms() ** 2) / np.maximum(bins.sums(), 1))
 
 
-def _draw_cells(figure: Figure, page: Page, bins: Bins, obj: BlockPattern | BSR) -> None:
+def _draw_cells(figure: Figure, page: Page, bins: Bins) -> None:
     """The matrix, pixel by pixel, so that no resampling blurs it or drops a block; its colour scale."""
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import LinearSegmentedColormap, Normalize, to_rgb
 
-    stored, levels = bins.sums() > 0, _levels(bins, obj)
+    stored, levels = bins.sums() > 0, _levels(bins)
     drawn = stored & np.isfinite(levels)
     low, high = 0.0, 1.0
-    if isinstance(obj, BSR):
+    if bins.drawn.norms is not None:
         label, names = ("RMS of norms" if bins.is_coarse else "block norm"), NORM_COLOURS
         if drawn.any():
             low, high = float(levels[drawn].min()), float(levels[drawn].max())
@@ -270,15 +289,16 @@ def as_image(bins: Bins, cells: np.ndarray) -> np.ndarray:
     return image.repeat(bins.pixels[0], axis=0).repeat(bins.pixels[1], axis=1)
 
 
-def draw_sides(figure: Figure, page: Page, bins: Bins, pattern: BlockPattern) -> None:
+def draw_sides(figure: Figure, page: Page, bins: Bins) -> None:
     """Ticks in elements on top and left; stored blocks of the rows to the right, of the columns below."""
     panel = figure.add_axes(page.box(page.left, page.top, page.panel_width, page.panel_height))
     panel.patch.set_visible(False)
-    rows, columns = (bins.cells[axis] * bins.blocks[axis] * pattern.block[axis] for axis in (0, 1))
+    drawn = bins.drawn
+    rows, columns = (bins.cells[axis] * bins.blocks[axis] * drawn.block[axis] for axis in (0, 1))
     panel.set(xlim=(0, columns), ylim=(rows, 0))  # the last cell is drawn whole, even if it sticks out
     panel.xaxis.tick_top()
-    panel.set_xticks(_ticks(pattern.shape[1], pattern.block[1], columns, page.panel_width))
-    panel.set_yticks(_ticks(pattern.shape[0], pattern.block[0], rows, page.panel_height))
+    panel.set_xticks(_ticks(drawn.shape[1], drawn.block[1], columns, page.panel_width))
+    panel.set_yticks(_ticks(drawn.shape[0], drawn.block[0], rows, page.panel_height))
     style_axes(panel)
 
     sums = bins.sums()
@@ -320,16 +340,12 @@ def style_axes(axes: Any) -> None:
         spine.set_visible(False)
 
 
-def _write_facts(figure: Figure, page: Page, obj: BlockPattern | BSR, title: str | None) -> None:
+def _write_facts(figure: Figure, page: Page, drawn: Blocks, title: str | None) -> None:
     """The title, or else the shape, and what is stored."""
-    pattern = _pattern(obj)
-    lengths = np.diff(pattern.host.indptr)
-    shape = f"{pattern.shape[0]} × {pattern.shape[1]}"
-    if isinstance(obj, BSR):
-        shape += f" {dtypes.name(obj.dtype)}"
+    lengths = np.diff(drawn.indptr)
     rows = f"{lengths.min()} to {lengths.max()} in a row" if lengths.size else "no rows"
-    facts = [f"blocks of {pattern.block[0]} × {pattern.block[1]}", pattern.summary, rows]
-    write_titles(figure, page, [shape, *facts] if title is None else [title, shape, *facts])
+    facts = [drawn.name, f"blocks of {drawn.block[0]} × {drawn.block[1]}", drawn.summary, rows]
+    write_titles(figure, page, facts if title is None else [title, *facts])
 
 
 def write_titles(figure: Figure, page: Page, facts: list[str]) -> None:

@@ -8,17 +8,12 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
-import torch
 
 from sparsek.core import arguments, files
 from sparsek.core.errors import InvalidInput
-from sparsek.mask.interop import as_row
-from sparsek.mask.mask import BlockMask
-from sparsek.mask.parts import BlockLists
-from sparsek.matrix.pattern import BlockPattern, HostPattern
 from sparsek.pictures import blocks as spy
 
 if TYPE_CHECKING:
@@ -32,8 +27,43 @@ FULL, PARTIAL = (
 )  # colour of a bin with few blocks stored, and with all
 
 
+class Rows(NamedTuple):
+    """Rows of block columns on the host: row r holds indices[starts[r] : starts[r] + counts[r]]."""
+
+    starts: np.ndarray
+    counts: np.ndarray
+    indices: np.ndarray
+
+
+@dataclass(frozen=True)
+class Head:
+    """What is drawn of a mask: the blocks of one head. `which` says which one, if there are several."""
+
+    shape: tuple[int, int]
+    block: tuple[int, int]
+    full: Rows
+    partial: Rows
+    name: str
+    described: str
+    which: str
+
+    @property
+    def blank(self) -> spy.Blocks:
+        """The grid, without blocks."""
+        none = np.zeros(0, np.int32)
+        return spy.Blocks(
+            self.shape, self.block, np.zeros(-(-self.shape[0] // self.block[0]) + 1, np.int32), none
+        )
+
+
+class Drawable(Protocol):
+    """A block mask."""
+
+    def drawn(self, head: int, batch: int) -> Head: ...
+
+
 def plot(
-    mask: BlockMask,
+    mask: Drawable,
     path: str | os.PathLike[str] | None = None,
     head: int = 0,
     batch: int = 0,
@@ -49,18 +79,18 @@ def plot(
 
     With `path`, which ends in .png or .svg, `picture` writes one there too, with `title` and `max_pixels`. Syncs.
     """
-    first = _row(mask, head, batch)
-    if title is not None:
-        arguments.text("title", title)
-    mask.verify(wait=True)
+    found = _head(mask, head, batch)
+    title = None if title is None else arguments.text("title", title)
+    arguments.integer("max_pixels", max_pixels, *spy.PIXELS)
     if path is not None:
         picture(mask, path, head, batch, title=title, max_pixels=max_pixels)
-    lines, scale = _text(mask, first)
-    return "\n".join([*spy.framed(lines), repr(mask), *_which(mask, head, batch), *scale])
+    lines, scale = _text(found)
+    which = [found.which] if found.which else []
+    return "\n".join([*spy.framed(lines), found.described, *which, *scale])
 
 
 def picture(
-    mask: BlockMask,
+    mask: Drawable,
     path: str | os.PathLike[str],
     head: int = 0,
     batch: int = 0,
@@ -75,27 +105,27 @@ def picture(
     The longer side has `max_pixels` (64 to 4096) pixels, or a few less so that all blocks are drawn alike. Needs
     matplotlib, whose global state is not touched. Syncs.
     """
-    first, path = _row(mask, head, batch), files.as_path("path", path)
+    found, path = _head(mask, head, batch), files.as_path("path", path)
     form = path.suffix.lower().removeprefix(".")
     if form not in ("png", "svg"):
         raise InvalidInput(f"{arguments.told(str(path))}: a picture is a .png or a .svg file")
     arguments.integer("max_pixels", max_pixels, *spy.PIXELS)
-    bins = MaskBins.counted(mask, first, spy.Bins.of(_blank(mask), max_pixels))
+    bins = MaskBins.counted(found, spy.Bins.of(found.blank, max_pixels))
     page = spy.Page(bins.width, bins.height, has_scale=True)
     figure = spy.new_figure(page)
     _draw_cells(figure, page, bins, as_pixels=form == "png")
-    spy.draw_sides(figure, page, bins, bins.pattern)
+    spy.draw_sides(figure, page, bins)
     names = [] if title is None else [arguments.text("title", title)]
-    spy.write_titles(figure, page, [*names, *_facts(mask, bins, _which(mask, head, batch))])
+    spy.write_titles(figure, page, [*names, *_facts(found, bins)])
     with files.blamed_on(path, InvalidInput, "cannot be written"):
         figure.savefig(path, format=form, metadata={"Date": None}, **spy.LOOK)
 
 
-def _row(mask: Any, head: int, batch: int) -> int:
-    """The first row of what is drawn."""
-    if not isinstance(mask, BlockMask):
+def _head(mask: Any, head: int, batch: int) -> Head:
+    found = mask.drawn(head, batch) if hasattr(type(mask), "plot") else None
+    if not isinstance(found, Head):
         raise InvalidInput(f"mask is {arguments.told(mask)}; it must be a BlockMask")
-    return as_row(mask, head, batch)
+    return found
 
 
 @dataclass(frozen=True)
@@ -106,28 +136,19 @@ class MaskBins(spy.Bins):
     partial: np.ndarray
 
     @classmethod
-    def counted(cls, mask: BlockMask, first: int, bins: spy.Bins) -> MaskBins:
-        """The blocks of a head, whose rows begin with `first`, counted into the cells of `bins`."""
-        full, partial = (_counts(each, first, bins) for each in (mask.full, mask.partial))
-        return cls(bins.pattern, bins.blocks, bins.cells, bins.pixels, full, partial)
+    def counted(cls, head: Head, bins: spy.Bins) -> MaskBins:
+        """The blocks of a head, counted into the cells of `bins`."""
+        full, partial = (_counts(each, bins) for each in (head.full, head.partial))
+        return cls(bins.drawn, bins.blocks, bins.cells, bins.pixels, full, partial)
 
     def sums(self, weights: np.ndarray | None = None) -> np.ndarray:
         """The number of stored blocks in each cell; a mask has no weights."""
         return self.full + self.partial
 
 
-def _blank(mask: BlockMask) -> BlockPattern:
-    """The grid of a head, for what only asks for sizes."""
-    indptr, indices = np.zeros(mask.grid[0] + 1, np.int32), np.zeros(0, np.int32)
-    shape = (mask.q_len, mask.kv_len)
-    return BlockPattern.from_host(shape, mask.block, HostPattern(indptr, indices), torch.device("cpu"))
-
-
-def _counts(lists: BlockLists, first: int, bins: spy.Bins) -> np.ndarray:
-    """How many blocks of the rows from `first` on fall into each cell. The entries of some rows at a time."""
-    rows = slice(first, first + bins.pattern.grid[0])
-    starts, counts = (part[rows].cpu().numpy().astype(np.int64) for part in (lists.starts, lists.counts))
-    columns = lists.indices.cpu().numpy()
+def _counts(rows: Rows, bins: spy.Bins) -> np.ndarray:
+    """How many blocks fall into each cell. The entries of some rows at a time."""
+    starts, counts, columns = rows.starts.astype(np.int64), rows.counts.astype(np.int64), rows.indices
     ends = counts.cumsum()
     total = int(ends[-1]) if ends.size else 0
     sums = np.zeros(bins.cells[0] * bins.cells[1], np.int64)
@@ -143,24 +164,17 @@ def _counts(lists: BlockLists, first: int, bins: spy.Bins) -> np.ndarray:
     return sums.reshape(bins.cells)
 
 
-def _text(mask: BlockMask, first: int) -> tuple[list[str], list[str]]:
+def _text(head: Head) -> tuple[list[str], list[str]]:
     """The lines of the picture, and a line that explains it."""
-    rows, columns = mask.grid
+    rows, columns = head.blank.grid
     if not rows or not columns:
         return [], []
-    bins = MaskBins.counted(mask, first, spy.Bins.of_text(_blank(mask)))
+    bins = MaskBins.counted(head, spy.Bins.of_text(head.blank))
     shares = (bins.full + bins.partial / 2) / np.outer(bins.capacity(0), bins.capacity(1))
     if bins.is_coarse:
         return spy.shaded(shares), [f"{bins.text_scale}, where a partial one counts half"]
     wide = 2 if 2 * columns <= spy.TEXT_COLUMNS else 1
     return spy.shaded(shares.repeat(wide, axis=1)), ["█ full, ▒ partial"]
-
-
-def _which(mask: BlockMask, head: int, batch: int) -> list[str]:
-    """Which of the mask's heads and batch items is drawn, if there are more."""
-    parts = (("head", head, mask.heads), ("batch item", batch, mask.batch))
-    named = [f"{name} {at} of 0 to {count - 1}" for name, at, count in parts if count > 1]
-    return [", ".join(named)] if named else []
 
 
 def _draw_cells(figure: Figure, page: spy.Page, bins: MaskBins, as_pixels: bool) -> None:
@@ -199,13 +213,14 @@ def _draw_scale(
     spy.style_axes(axes)
 
 
-def _facts(mask: BlockMask, bins: MaskBins, which: list[str]) -> list[str]:
+def _facts(head: Head, bins: MaskBins) -> list[str]:
     """What the mask is, which of its heads is drawn, and what is stored of it."""
-    full, partial, cells = int(bins.full.sum()), int(bins.partial.sum()), mask.grid[0] * mask.grid[1]
+    grid = head.blank.grid
+    full, partial, cells = int(bins.full.sum()), int(bins.partial.sum()), grid[0] * grid[1]
     share = 100 * (full + partial) / cells if cells else 0.0
     return [
-        f"{mask.label or 'block mask'}, {mask.q_len} × {mask.kv_len}",
-        *which,
-        f"blocks of {mask.block[0]} × {mask.block[1]}",
+        f"{head.name}, {head.shape[0]} × {head.shape[1]}",
+        *([head.which] if head.which else []),
+        f"blocks of {head.block[0]} × {head.block[1]}",
         f"{full} full and {partial} partial of {cells}, {share:.3g} %",
     ]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
-from sparsek.core.streams import Made, captured, follow, tensors_in
+from sparsek.core.streams import Ready, captured, tensors_in, wait_for
 from sparsek.mask.mask import BlockMask
 from sparsek.mask.operands import check_tensors
 from sparsek.plan import attention_operands as operands
@@ -32,7 +32,7 @@ class MaskPlan(Plan):
     mask: Callable[[], BlockMask | None] = field(default=lambda: None)
     label: str = ""
     unmasked: bool = False
-    made: Made | None = None
+    made: Ready | None = None
 
     def checked(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None) -> BlockMask:
         """The mask to use. InvalidInput for another mask, and for operands of other shapes, dtypes or alignment."""
@@ -75,7 +75,7 @@ class MaskPlan(Plan):
     def _follow(self, x: Tensor) -> None:
         """The current stream waits for the work."""
         if self.made is not None and not captured(x):
-            follow(self.made, tensors_in(self.work))
+            wait_for(self.made, tensors_in(self.work))
 
     def headline(self) -> list[str]:
         p = self.problem

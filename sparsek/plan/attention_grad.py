@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sparsek.core import dtypes
-from sparsek.core.streams import Made, captured, follow, tensors_in
+from sparsek.core.streams import Ready, captured, tensors_in, wait_for
 from sparsek.mask.mask import BlockMask
 from sparsek.plan import attention_operands as operands
 from sparsek.plan.attention import MaskPlan, megabytes
@@ -139,7 +139,7 @@ def sharing_transposed(mask: BlockMask) -> Iterator[None]:
         return
     made = mask.known(TRANSPOSED_MADE)
     if made is not None:
-        follow(made, tensors_in(mask.known(TRANSPOSED)))
+        wait_for(made, tensors_in(mask.known(TRANSPOSED)))
     yield
     if made is None and mask.known(TRANSPOSED) is not None and mask.device.type == "cuda":
-        mask.derived(TRANSPOSED_MADE, lambda: Made.here(mask.device))
+        mask.derived(TRANSPOSED_MADE, lambda: Ready.here(mask.device))

@@ -23,8 +23,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sparsek.mask.lists import BlockLists
 from sparsek.mask.mask import BlockMask
-from sparsek.mask.parts import BlockLists
 from sparsek.plan.problem import AttentionProblem
 
 TILE_FIELDS = 8

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sparsek.core import device as devices
 from sparsek.core.device import Card
-from sparsek.core.streams import Made, captured
+from sparsek.core.streams import Ready, captured
 from sparsek.matrix.storage import Home
 from sparsek.plan.cache import PlanCache
 from sparsek.plan.plan import Plan
@@ -52,7 +52,7 @@ class Operation(ABC, Generic[Call, P]):
         """The work of the chosen kernel for the call."""
 
     @abstractmethod
-    def planned(self, call: Call, p: Any, choice: Choice, work: Any, made: Made | None, ready: bool) -> P:
+    def planned(self, call: Call, p: Any, choice: Choice, work: Any, made: Ready | None, ready: bool) -> P:
         """The plan of these parts."""
 
     def plan(self, call: Call, kernel: str | None = None, config: Any = None, device: str | None = None) -> P:
@@ -61,7 +61,7 @@ class Operation(ABC, Generic[Call, P]):
         p = self.problem(call, devices.card_of(where) if device is None else devices.card_named(device))
         choice = self.choose(p, kernel, config)
         work = self.prepare(call, p, choice) if ready else None
-        return self.planned(call, p, choice, work, Made.here(where) if ready else None, ready)
+        return self.planned(call, p, choice, work, Ready.here(where) if ready else None, ready)
 
     def cached(self, call: Call, kernel: str | None, capturing: bool) -> P:
         """The plan that is kept for calls like this, made if there is none. `capturing`: a CUDA graph is."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
-from sparsek.core.streams import Made, captured, follow, tensors_in
+from sparsek.core.streams import Ready, captured, tensors_in, wait_for
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.pattern import BlockPattern
 from sparsek.plan import operands
@@ -27,7 +27,7 @@ class SddmmPlan(Plan):
     """
 
     pattern: Callable[[], BlockPattern | None] = field(default=lambda: None)
-    made: Made | None = None
+    made: Ready | None = None
 
     def __call__(self, x: Any, y: Any, pattern: Any) -> BSR:
         """S = X @ Y at the planned pattern, for X and Y as planned. No host sync.
@@ -57,7 +57,7 @@ class SddmmPlan(Plan):
         if x.shape[1] == 0:
             return values.zero_()
         if self.made is not None and not capturing:
-            follow(self.made, tensors_in(self.work))
+            wait_for(self.made, tensors_in(self.work))
         kernel, config, _ = self.choice
         kernel.launch(config, self.work, x, y, pattern, values)
         return values

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
-from sparsek.core.streams import Made, captured, follow, tensors_in
+from sparsek.core.streams import Ready, captured, tensors_in, wait_for
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.pattern import BlockPattern
 from sparsek.plan import operands
@@ -39,7 +39,7 @@ class SpgemmPlan(Plan):
     matches: Matches | None = None
     a_pattern: Held = field(default=lambda: None)
     b_pattern: Held = field(default=lambda: None)
-    made: Made | None = None
+    made: Ready | None = None
 
     def __call__(self, a: Any, b: Any) -> Any:
         """C = A @ B for A and B of the planned patterns: dense or BSR, as planned. No host sync.
@@ -65,7 +65,7 @@ class SpgemmPlan(Plan):
         if p.pairs == 0:
             return out.zero_()
         if self.made is not None and not captured(out):
-            follow(self.made, tensors_in(self.work))
+            wait_for(self.made, tensors_in(self.work))
         kernel, config, _ = self.choice
         with dtypes.as_given(a.device):
             kernel.launch(config, self.work, a, b, self.matches, out)

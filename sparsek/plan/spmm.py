@@ -17,7 +17,7 @@ from torch import Tensor
 from sparsek.core import arguments, dtypes
 from sparsek.core.device import Card
 from sparsek.core.errors import InvalidInput, Unsupported
-from sparsek.core.streams import Made, captured, follow, tensors_in
+from sparsek.core.streams import Ready, captured, tensors_in, wait_for
 from sparsek.matrix.bsr import ALIGNMENT, BSR
 from sparsek.matrix.bsr24 import BSR24
 from sparsek.matrix.dense8 import ScaledTensor, quantize_dense
@@ -147,7 +147,7 @@ class SpmmPlan(Plan):
     pattern: Callable[[], BlockPattern | None] | None = None
     layer: bool = False
     limit: int | None = None
-    made: Made | None = None
+    made: Ready | None = None
     # The key of the last call that was found to fit.
     _passed: list[Any] = field(default_factory=list, init=False)
 
@@ -203,7 +203,7 @@ class SpmmPlan(Plan):
         by_columns = p.c.layout == "col"
         kernel, config, _ = self.choice
         if self.made is not None and not capturing:
-            follow(self.made, tensors_in(self.work))
+            wait_for(self.made, tensors_in(self.work))
         if isinstance(a, Scaled) and isinstance(b, Tensor):
             b = quantize_dense(b.mT, E4M3, "row", check=False).mT
         make = getattr(kernel, "make", None)
@@ -220,7 +220,7 @@ class SpmmPlan(Plan):
             kernel.launch(config, self.work, a, b, out, epilogue)
         return c
 
-    def follow(self, a: BSR) -> SpmmPlan:
+    def wait_for(self, a: BSR) -> SpmmPlan:
         """This plan for a matrix whose blocks have moved: same shape, same block, and at most as many stored.
 
         `a` is the BSR as it stands in the product. The work list is made on the device, without a host sync, so that
@@ -259,7 +259,7 @@ class SpmmPlan(Plan):
         else:
             work = kernel.prepare(bounded, config, stands)
         choice = Choice(kernel, config, (Candidate(kernel.name, config, kernel.seconds(bounded, config)),))
-        made = Made.here(new.device)
+        made = Ready.here(new.device)
         return replace(
             self, problem=bounded, choice=choice, work=work, pattern=weakref.ref(new), limit=limit, made=made
         )
@@ -371,7 +371,7 @@ class Spmm(Operation[Product, SpmmPlan]):
         return choice.kernel.prepare(p, choice.config, call.a)
 
     def planned(
-        self, call: Product, p: SpmmProblem, choice: Choice, work: Any, made: Made | None, ready: bool
+        self, call: Product, p: SpmmProblem, choice: Choice, work: Any, made: Ready | None, ready: bool
     ) -> SpmmPlan:
         pattern = getattr(call.matrix, "pattern", None)
         return SpmmPlan(p, choice, work, ready, None if pattern is None else weakref.ref(pattern), made=made)

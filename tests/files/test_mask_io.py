@@ -14,8 +14,8 @@ from torch import Tensor
 
 from sparsek.core.errors import InvalidFile, InvalidInput
 from sparsek.files import io
+from sparsek.mask.lists import BlockLists
 from sparsek.mask.mask import BlockMask
-from sparsek.mask.parts import BlockLists
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.random import random_bsr
 from sparsek.testing.attention_cases import ATTENTION_CASES, random_bits

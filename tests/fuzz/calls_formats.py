@@ -1,4 +1,4 @@
-"""Every public function and method of sparsek.formats, with valid arguments for the fuzz. See `engine.Call`.
+"""Every public function and method of matrices, masks and files, with valid arguments for the fuzz. See `engine.Call`.
 
 To add one: its name as `engine.public_names` gives it, and a function of a `random.Random` that returns what is called
 and its arguments by name. Objects made here are shared by all calls: what a call writes to is copied first.
@@ -267,6 +267,8 @@ CALLS: dict[str, Call] = {
     ),
     "BSR": Call(_bsr_parts, {"order": "none"}),
     "BSR.to": Call(method("to", any_bsr, device="cpu", dtype=torch.float64), PLACE),
+    "BSR.cuda": Call(method("cuda", any_bsr, device="cpu"), {"device": "none int text"}),
+    "BSR.size": Call(method("size", any_bsr, dim=1), {"dim": "none"}),
     "BSR.from_dense": Call(with_rule(sk.BSR.from_dense), RULE),
     "BSR.from_torch": Call(lambda random: (sk.BSR.from_torch, {"matrix": bsr().to_torch()})),
     "BSR.from_scipy": Call(_scipy, {**BLOCK, "block": "int none sequence"}),
@@ -411,6 +413,14 @@ REASONS = {
     "state_dict": "takes no arguments",
     "to_bsr": "takes no arguments",
     "rows": "takes no arguments",
+    **dict.fromkeys(
+        ("bfloat16", "clone", "cpu", "dim", "double", "float", "half", "numel"), "takes no arguments"
+    ),
+    **dict.fromkeys(("cuda", "size"), "drawn under BSR.cuda and BSR.size"),
+    "map": "runs the function that it is given",
+    "BSR.drawn": "takes no arguments",
+    "BlockPattern.drawn": "takes no arguments",
+    "BlockMask.drawn": "drawn under BlockMask.plot",
     "InvalidInput": "an error",
     "InvalidFile": "an error",
     "SparseKError": "an error",
@@ -424,3 +434,9 @@ REASONS = {
     "Scaled.requires_grad_": "drawn under Semi24.requires_grad_",
     "ScaledTensor.requires_grad_": "drawn under Semi24.requires_grad_",
 }
+
+
+def here(module: str) -> bool:
+    """Whether this file has the calls of a module; `calls_ops` has those of the others."""
+    rooms = ("sparsek.matrix.", "sparsek.mask.", "sparsek.files.", "sparsek.core.")
+    return module.startswith(rooms) and module != "sparsek.mask.rule"

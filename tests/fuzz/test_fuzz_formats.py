@@ -1,4 +1,4 @@
-"""Odd arguments for everything public in sparsek.formats: SparseK's own errors or right results, nothing else.
+"""Odd arguments for all that is public of matrices, masks and files: SparseK's own errors or right results only.
 
 SPARSEK_FUZZ_CALLS=200 draws so many calls of each function.
 """
@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.fuzz.calls_formats import CALLS, REASONS
-from tests.fuzz.engine import attack, count_of, is_format, public_names
+from tests.fuzz.calls_formats import CALLS, REASONS, here
+from tests.fuzz.engine import attack, count_of, public_names
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +29,7 @@ def test_odd_arguments_are_refused_or_right(name: str) -> None:
 
 
 def test_every_public_function_is_drawn_or_says_why_not() -> None:
-    names = public_names(is_format)
+    names = public_names(here)
     missing = [name for name in sorted(names) if name not in CALLS and not _reason(name)]
     assert not missing, "neither drawn nor in REASONS"
     known = {name.rpartition(".")[2] for name in names}

@@ -287,14 +287,14 @@ def test_a_causal_model_may_be_made_bidirectional():
 @pytest.mark.gpu
 def test_masks_go_to_other_devices_once():
     visible = transformers_masks.MaskPolicy(window=3).mask(20, device="cpu")
-    mask = transformers_masks.ModelMask(transformers_masks.Visible(visible), (1, 1, 20, 20))
+    mask = transformers_masks.ModelMask(transformers_masks.ResolvedRule(visible), (1, 1, 20, 20))
     moved = mask.to("cuda")
     assert moved is mask.to(torch.device("cuda", 0))
     assert moved.visible.within.device.type == "cuda"
 
 
 def test_the_mask_of_a_model_says_what_it_is():
-    visible = transformers_masks.Visible(transformers_masks.MaskPolicy(window=3).mask(20))
+    visible = transformers_masks.ResolvedRule(transformers_masks.MaskPolicy(window=3).mask(20))
     mask = transformers_masks.ModelMask(visible, (1, 1, 20, 20))
     assert mask.to("cpu") is mask.contiguous() is mask
     assert repr(mask).startswith("ModelMask(BlockMask(sliding_window(3), 20 x 20")

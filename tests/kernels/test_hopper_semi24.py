@@ -25,7 +25,7 @@ from tests.problems import changed, spmm_problem
 pytest.importorskip("triton")  # its nvdisasm reads the code
 
 from sparsek.kernels.lang import nvrtc
-from sparsek.kernels.lang.memo import Kept
+from sparsek.kernels.lang.memo import Memo
 from sparsek.kernels.spmm import hopper_24 as semi24
 from sparsek.kernels.spmm import hopper_bsr24 as bsr24
 from sparsek.kernels.spmm.hopper_24 import SOURCE, Config, in_wgmma_order
@@ -221,7 +221,7 @@ def test_a_plan_keeps_no_nibbles_alive() -> None:
 
 
 def test_what_is_kept_is_renewed_when_torch_counted_a_write() -> None:
-    x, kept, made = torch.zeros(4), Kept(), []
+    x, kept, made = torch.zeros(4), Memo(), []
 
     def make() -> torch.Tensor:
         made.append(x.sum())

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sparsek.core.errors import InvalidInput
-from sparsek.mask.best import best_blocks
 from sparsek.mask.mask import BlockMask
+from sparsek.mask.scored import best_blocks
 from tests.mask.masks import ABSENT, check_mask, kinds
 
 FRAME: dict[str, Any] = {"q_len": 300, "kv_len": 420, "block": 64}

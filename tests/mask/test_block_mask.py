@@ -17,7 +17,8 @@ from torch.utils import _pytree
 
 from sparsek.core.errors import InvalidInput
 from sparsek.mask import check, view
-from sparsek.mask.mask import BY_INTERVAL, BlockLists, BlockMask
+from sparsek.mask.lists import BY_INTERVAL, BlockLists
+from sparsek.mask.mask import BlockMask
 from tests.mask.masks import check_mask
 
 

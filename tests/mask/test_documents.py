@@ -12,12 +12,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sparsek.mask.documents import Documents, Near, Scene, documents_mask
+from sparsek.mask.documents import Documents, PackedLayout, Window, documents_mask
 from sparsek.mask.mask import BlockMask
+from sparsek.mask.rule import MaskPolicy
 from tests.mask.masks import check_mask
 
 NEARS = st.builds(
-    Near,
+    Window,
     st.sampled_from((None, 1, 5, 70, 200)),
     st.sampled_from((None, 1, 1, 30, 100)),
     st.sampled_from((0, 0, 1, 3, 64, 100, 130, 200)),
@@ -25,8 +26,8 @@ NEARS = st.builds(
 BLOCKS = st.sampled_from((64, 128, (64, 128), (128, 64)))
 
 
-def defined(scene: Scene, near: Near) -> Tensor:
-    """What Near and Documents say, bool [batch, 1, q_len, kv_len]."""
+def defined(scene: PackedLayout, near: Window) -> Tensor:
+    """What Window and Documents say, bool [batch, 1, q_len, kv_len]."""
     seen = torch.zeros(scene.batch, 1, scene.q_len, scene.kv_len, dtype=torch.bool)
     k = torch.arange(scene.kv_len)
     for item, q_start, q_end, k_start, k_end, shift, origin in zip(
@@ -38,7 +39,9 @@ def defined(scene: Scene, near: Near) -> Tensor:
             window &= k > p - near.back
         if near.ahead is not None:
             window &= k < p + near.ahead
-        sinks = (k < origin + near.sinks) & ((k <= p) if near.ahead == 1 else torch.tensor(True))
+        sinks = (k < origin + near.sinks) & (
+            (k <= p) if near.ahead == 1 and not near.sinks_ahead else torch.tensor(True)
+        )
         seen[item, 0, q_start:q_end] = (k_start <= k) & (k < k_end) & (window | sinks)
     return seen
 
@@ -50,18 +53,18 @@ def edges(draw: st.DrawFn, length: int, count: int) -> np.ndarray:
 
 
 @st.composite
-def packed(draw: st.DrawFn) -> Scene:
+def packed(draw: st.DrawFn) -> PackedLayout:
     q_len = draw(st.sampled_from((0, 1, 5, 64, 130, 300)))
     count = draw(st.integers(1, 12))
     q_edges = draw(edges(q_len, count))
     if draw(st.booleans()):
-        return Scene(Documents.packed(q_edges, q_edges), q_len, q_len)
+        return PackedLayout(Documents.packed(q_edges, q_edges), q_len, q_len)
     kv_len = draw(st.sampled_from((0, 3, 64, 200, 500)))
-    return Scene(Documents.packed(q_edges, draw(edges(kv_len, count))), q_len, kv_len)
+    return PackedLayout(Documents.packed(q_edges, draw(edges(kv_len, count))), q_len, kv_len)
 
 
 @st.composite
-def scenes(draw: st.DrawFn) -> Scene:
+def scenes(draw: st.DrawFn) -> PackedLayout:
     """Several batch items, gaps between documents, keys and positions of any kind."""
     q_len, kv_len = draw(st.sampled_from((5, 130, 300))), draw(st.sampled_from((0, 64, 200)))
     batch, rows = draw(st.integers(1, 3)), []
@@ -75,23 +78,23 @@ def scenes(draw: st.DrawFn) -> Scene:
                     draw(st.sampled_from((0, 0, 1, 50))),
                 )
                 rows.append((item, q_start, q_end, k_start, k_end, shift, k_start - before))
-    return Scene(Documents(*np.array(rows, np.int64).reshape(-1, 7).T), q_len, kv_len, batch)
+    return PackedLayout(Documents(*np.array(rows, np.int64).reshape(-1, 7).T), q_len, kv_len, batch)
 
 
 @settings(max_examples=30)
 @given(packed(), NEARS, BLOCKS)
-@example(Scene(Documents.packed(*[np.array([0, 450])] * 2), 450, 450), Near(70, 1, 130), 64)
+@example(PackedLayout(Documents.packed(*[np.array([0, 450])] * 2), 450, 450), Window(70, 1, 130), 64)
 def test_packed_documents_are_masked_as_defined_and_store_no_block_too_many(
-    scene: Scene, near: Near, block: int
+    scene: PackedLayout, near: Window, block: int
 ):
-    mask = documents_mask(scene, near, block, "cpu", "drawn")
+    mask = documents_mask(BlockMask, scene, near, block, "cpu", "drawn")
     assert torch.equal(check_mask(mask), defined(scene, near))
 
 
 @settings(max_examples=30)
 @given(scenes(), NEARS, BLOCKS)
-def test_any_scene_is_masked_as_defined(scene: Scene, near: Near, block: int):
-    mask = documents_mask(scene, near, block, "cpu", "drawn")
+def test_any_scene_is_masked_as_defined(scene: PackedLayout, near: Window, block: int):
+    mask = documents_mask(BlockMask, scene, near, block, "cpu", "drawn")
     assert torch.equal(mask.to_dense(), defined(scene, near))
     assert mask.sizes.exact
     assert mask.stored_blocks <= BlockMask.from_dense(defined(scene, near), block).stored_blocks
@@ -102,7 +105,12 @@ def test_causal_documents_are_those_of_block_diagonal(causal: bool):
     lengths = [250, 0, 320, 198, 64]
     at = np.cumsum([0, *lengths])
     mask = documents_mask(
-        Scene(Documents.packed(at, at), 832, 832), Near(None, 1 if causal else None), 64, "cpu", ""
+        BlockMask,
+        PackedLayout(Documents.packed(at, at), 832, 832),
+        Window(None, 1 if causal else None),
+        64,
+        "cpu",
+        "",
     )
     other = BlockMask.block_diagonal(lengths, causal=causal, block=64)
     assert mask.pure
@@ -112,7 +120,9 @@ def test_causal_documents_are_those_of_block_diagonal(causal: bool):
 
 def test_one_document_is_the_sliding_window():
     at = np.array([0, 1000])
-    mask = documents_mask(Scene(Documents.packed(at, at), 1000, 1000), Near(300, 1, 70), 128, "cpu", "")
+    mask = documents_mask(
+        BlockMask, PackedLayout(Documents.packed(at, at), 1000, 1000), Window(300, 1, 70), 128, "cpu", ""
+    )
     other = BlockMask.sliding_window(1000, 300, 70)
     assert (mask.stored_blocks, mask.partial_blocks) == (other.stored_blocks, other.partial_blocks)
     assert torch.equal(mask.to_dense(), other.to_dense())
@@ -121,7 +131,9 @@ def test_one_document_is_the_sliding_window():
 
 def test_tiles_of_one_document_share_the_bits_of_its_sinks():
     at = np.array([0, 5000, 20000])
-    mask = documents_mask(Scene(Documents.packed(at, at), 20000, 20000), Near(256, 1, 10), 128, "cpu", "")
+    mask = documents_mask(
+        BlockMask, PackedLayout(Documents.packed(at, at), 20000, 20000), Window(256, 1, 10), 128, "cpu", ""
+    )
     assert mask.bits is not None
     assert len(mask.bits) < 16
 
@@ -129,7 +141,9 @@ def test_tiles_of_one_document_share_the_bits_of_its_sinks():
 def test_half_a_million_tokens_cost_what_their_blocks_cost():
     at = np.arange(0, 512 * 1024 + 1, 4096)
     start = time.perf_counter()
-    mask = documents_mask(Scene(Documents.packed(at, at), at[-1], at[-1]), Near(1024, 1, 64), 128, "cpu", "")
+    mask = documents_mask(
+        BlockMask, PackedLayout(Documents.packed(at, at), at[-1], at[-1]), Window(1024, 1, 64), 128, "cpu", ""
+    )
     assert time.perf_counter() - start < 10  # measured: 0.2 s; one byte for every pair would be 256 GB
     assert mask.stored_blocks < 11 * mask.rows
     assert mask.nbytes < 40e6
@@ -138,8 +152,16 @@ def test_half_a_million_tokens_cost_what_their_blocks_cost():
 @pytest.mark.gpu
 def test_on_a_gpu_nothing_waits(no_sync: Callable[[], AbstractContextManager[None]]):
     at = np.array([0, 100, 100, 400, 1000])
-    scene = Scene(Documents.packed(at, at), 1000, 1000)
-    documents_mask(scene, Near(70, 1, 10), 64, "cuda", "")
+    scene = PackedLayout(Documents.packed(at, at), 1000, 1000)
+    documents_mask(BlockMask, scene, Window(70, 1, 10), 64, "cuda", "")
     with no_sync():
-        mask = documents_mask(scene, Near(70, 1, 10), 64, "cuda", "")
-    assert torch.equal(mask.to_dense().cpu(), defined(scene, Near(70, 1, 10)))
+        mask = documents_mask(BlockMask, scene, Window(70, 1, 10), 64, "cuda", "")
+    assert torch.equal(mask.to_dense().cpu(), defined(scene, Window(70, 1, 10)))
+
+
+def test_a_window_of_one_that_is_not_causal_sees_later_sinks_in_packed_documents_too():
+    policy = MaskPolicy(window=1, sinks=3, causal=False, block=64)
+    document = policy.mask(70).to_dense()[0, 0]
+    packed = policy.packed(torch.tensor([0, 70, 140])).to_dense()[0, 0]
+    assert document[0, 2]
+    assert torch.equal(packed, torch.block_diag(document, document))

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparsek.core.errors import InvalidInput
 from sparsek.mask import scored
+from sparsek.mask.lists import Sizes
 from sparsek.mask.mask import BlockMask
-from sparsek.mask.parts import Sizes
 from sparsek.matrix.pattern import BlockPattern
 from tests.mask.masks import check_mask
 

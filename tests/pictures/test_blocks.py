@@ -108,7 +108,7 @@ def test_bins_cover_the_grid_and_fit_the_picture(grid, block, longest):
     bm, bk = 16 * block[0], 16 * block[1]
     indptr = torch.zeros(grid[0] + 1, dtype=torch.int32)
     pattern = BlockPattern((grid[0] * bm, grid[1] * bk), (bm, bk), indptr, torch.zeros(0, dtype=torch.int32))
-    bins = Bins.of(pattern, longest)
+    bins = Bins.of(pattern.drawn(), longest)
     for axis in (0, 1):
         covered = bins.cells[axis] * bins.blocks[axis]
         assert grid[axis] <= covered < max(grid[axis], 1) + bins.blocks[axis]
@@ -120,7 +120,7 @@ def test_bins_cover_the_grid_and_fit_the_picture(grid, block, longest):
 def panel(path: Path, obj: BlockPattern | BSR, max_pixels: int) -> np.ndarray:
     """The pixels at the centres of the cells, [cells, 3], as they stand in the PNG."""
     image = pytest.importorskip("matplotlib.image", reason="matplotlib is not installed")
-    bins = Bins.of(obj if isinstance(obj, BlockPattern) else obj.pattern, max_pixels)
+    bins = Bins.of(obj.drawn(), max_pixels)
     pixels = np.round(255 * image.imread(path)[..., :3]).astype(int)
     left, top = 124, 168  # Page.left, Page.top
     whole = pixels[top : top + bins.height, left : left + bins.width]
@@ -135,7 +135,7 @@ EMPTY, CYAN = [0xED, 0xEF, 0xF3], [0x00, 0xB8, 0xD9]
 def test_the_png_shows_exactly_the_stored_blocks(tmp_path, block, max_pixels):
     mask = np.random.default_rng(0).random((11, 23)) < 0.3
     spy_png(pattern_of(mask, block), tmp_path / "a.png", max_pixels=max_pixels)
-    bins = Bins.of(pattern_of(mask, block), max_pixels)
+    bins = Bins.of(pattern_of(mask, block).drawn(), max_pixels)
     cells = panel(tmp_path / "a.png", pattern_of(mask, block), max_pixels)
     assert np.array_equal((cells != EMPTY).any(axis=2), bins.sums() > 0)
     assert bins.is_coarse or np.array_equal(bins.sums() > 0, mask)

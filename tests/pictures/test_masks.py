@@ -93,8 +93,9 @@ def test_a_single_block_of_any_grid_shows(tiles: int, columns: int, seed: int):
 def test_blocks_are_counted_into_bins_however_many_at_a_time(monkeypatch: pytest.MonkeyPatch, entries: int):
     monkeypatch.setattr(masks, "ENTRIES", entries)
     mask = random_bits("cpu", (1000, 800), (64, 64), heads=3, batch=2, density=0.6)
-    for first, (item, head) in ((0, (0, 0)), (4 * 16, (1, 1))):
-        bins = MaskBins.counted(mask, first, spy.Bins(masks._blank(mask), (3, 2), (6, 7), (1, 1)))
+    for item, head in ((0, 0), (1, 1)):
+        shown = mask.drawn(head, item)
+        bins = MaskBins.counted(shown, spy.Bins(shown.blank, (3, 2), (6, 7), (1, 1)))
         blocks = np.zeros((18, 14), int)
         blocks[:16, :13] = kinds(mask, head, item)
         for kind, counts in ((1, bins.partial), (2, bins.full)):
@@ -120,7 +121,7 @@ def test_a_mask_without_blocks_is_an_empty_frame(lengths: tuple[int, int]):
 def panel(path: Path, mask: BlockMask, max_pixels: int) -> np.ndarray:
     """The pixels at the centres of the cells, [cells, 3], as they stand in the PNG."""
     image = pytest.importorskip("matplotlib.image", reason="matplotlib is not installed")
-    bins = spy.Bins.of(masks._blank(mask), max_pixels)
+    bins = spy.Bins.of(mask.drawn().blank, max_pixels)
     pixels = np.round(255 * image.imread(path)[..., :3]).astype(int)
     whole = pixels[168 : 168 + bins.height, 124 : 124 + bins.width]  # Page.top, Page.left
     return whole[bins.pixels[0] // 2 :: bins.pixels[0], bins.pixels[1] // 2 :: bins.pixels[1]]

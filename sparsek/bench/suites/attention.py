@@ -26,7 +26,8 @@ from sparsek.bench.suites.case import (
 from sparsek.core import dtypes
 from sparsek.core.device import card_of
 from sparsek.core.errors import InvalidInput
-from sparsek.mask.mask import BLOCK_SIZES, BlockMask
+from sparsek.mask.lists import BLOCK_SIZES
+from sparsek.mask.mask import BlockMask
 from sparsek.ops.attention import attention, plan_attention
 from sparsek.plan.attention import AttentionPlan
 from sparsek.testing.attention_budget import check_attention

@@ -35,8 +35,8 @@ from sparsek.kernels.attention.parts import FIELDS, Walk, add_parts, longest_par
 from sparsek.kernels.attention.portable_tiles import LOG2E, admitted, is_hopper, load_tile, padded
 from sparsek.kernels.lang.launch import launch
 from sparsek.kernels.lang.tensors import SIZE_LIMIT, at
+from sparsek.mask.lists import TransposedLists
 from sparsek.mask.mask import BlockMask
-from sparsek.mask.parts import TransposedLists
 from sparsek.plan.kernel import AttentionGradKernel
 from sparsek.plan.problem import AttentionGradProblem
 

@@ -6,16 +6,16 @@ from typing import Any
 
 from torch import Tensor
 
-from sparsek.core.streams import Made, captured, follow
+from sparsek.core.streams import Ready, captured, wait_for
 from sparsek.kernels.lang.launch import recorder
 
 
-class Kept:
+class Memo:
     """One tensor, and which state of which tensors it shows. `made` is where on which stream it became ready."""
 
     def __init__(self) -> None:
         self.held: Tensor | None = None
-        self.made: Made | None = None
+        self.made: Ready | None = None
         self.shown: tuple[tuple[Any, int], ...] = ()
         self.in_graphs: list[Tensor] = []
 
@@ -33,14 +33,14 @@ class Kept:
             held = make()
             if capturing:
                 return held
-            self.held, self.made = held, Made.here(held.device)
+            self.held, self.made = held, Ready.here(held.device)
             counted = not any(each.is_inference() for each in sources)
             self.shown = tuple((weakref.ref(each), each._version) for each in sources) if counted else ()
         elif capturing:
             if not any(each is self.held for each in self.in_graphs):
                 self.in_graphs.append(self.held)
         elif self.made is not None:
-            follow(self.made, (self.held,))
+            wait_for(self.made, (self.held,))
         return self.held
 
     def _fresh(self, sources: tuple[Tensor, ...]) -> bool:

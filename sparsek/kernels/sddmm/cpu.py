@@ -26,7 +26,7 @@ from torch.nn import functional
 
 from sparsek.core import dtypes
 from sparsek.kernels.spmm.cpu import has_bf16_units
-from sparsek.matrix.bsr import zero_padding
+from sparsek.matrix.padding import zero_padding
 from sparsek.matrix.pattern import BlockPattern
 from sparsek.plan.kernel import SddmmKernel
 from sparsek.plan.problem import SddmmProblem

@@ -32,7 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from sparsek.kernels.lang.gluon import Described, describe, launch_on, reinterpret, tma_load
 from sparsek.kernels.spmm import multiply as prims
 from sparsek.kernels.spmm.multiply import RECORD, Tile, deepened, multiply
-from sparsek.matrix.bsr import padding_of, zero_padding
+from sparsek.matrix.padding import padding_of, zero_padding
 from sparsek.matrix.pattern import BlockPattern
 from sparsek.plan.kernel import SddmmKernel
 from sparsek.plan.problem import SddmmProblem

@@ -21,7 +21,8 @@ from sparsek.kernels.lang.gluon import Described, describe, launch_on
 from sparsek.kernels.spgemm.tiles import spgemm_tiles
 from sparsek.kernels.spmm.hopper import SOURCE, Config, spmm_kernel
 from sparsek.kernels.spmm.multiply import deepened
-from sparsek.matrix.bsr import BSR, padding_of, zero_padding
+from sparsek.matrix.bsr import BSR
+from sparsek.matrix.padding import padding_of, zero_padding
 from sparsek.plan.kernel import SpgemmKernel
 from sparsek.plan.matches import Matches
 from sparsek.plan.plan import arithmetic_seconds, memory_seconds

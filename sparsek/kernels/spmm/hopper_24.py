@@ -39,7 +39,7 @@ from sparsek.core.streams import tensors_in
 from sparsek.kernels.lang import driver, nvrtc
 from sparsek.kernels.lang.driver import Boxed
 from sparsek.kernels.lang.launch import launch_cuda
-from sparsek.kernels.lang.memo import Kept
+from sparsek.kernels.lang.memo import Memo
 from sparsek.matrix.bsr24 import BSR24
 from sparsek.matrix.semi24 import Semi24
 from sparsek.plan.kernel import SpmmKernel, beside
@@ -203,7 +203,7 @@ def in_wgmma_order(meta: Tensor, fp8: bool = False) -> Tensor:
     return each.permute(0, 4, 1, 3, 5, 2).contiguous().view(torch.int32).view(slabs, chunks, 128)
 
 
-# meta -> Kept, in 16 bits and in FP8
+# meta -> Memo, in 16 bits and in FP8
 _NIBBLES: tuple[WeakTensorKeyDictionary, WeakTensorKeyDictionary] = (
     WeakTensorKeyDictionary(),
     WeakTensorKeyDictionary(),
@@ -212,10 +212,10 @@ _NIBBLES: tuple[WeakTensorKeyDictionary, WeakTensorKeyDictionary] = (
 _one_thread = RLock()
 
 
-def _kept(meta: Tensor, fp8: bool) -> Kept:
+def _kept(meta: Tensor, fp8: bool) -> Memo:
     found: Any = _NIBBLES[fp8].get(meta)
     if found is None:
-        found = _NIBBLES[fp8][meta] = Kept()
+        found = _NIBBLES[fp8][meta] = Memo()
     return found
 
 
@@ -248,7 +248,7 @@ class Work:
     sms: int
     fp8: bool
     meta: Callable[[], Tensor | None]
-    kept: Callable[[], Kept | None]
+    kept: Callable[[], Memo | None]
     lists: Lists | None = None
 
     def nibbles(self, a: Semi24 | BSR24) -> Tensor:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from sparsek.core.streams import Made, captured, follow
+from sparsek.core.streams import Ready, captured, wait_for
 from sparsek.kernels.spmm.vendor_dense import limit_bytes
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.bsr24 import BSR24
@@ -56,7 +56,7 @@ class Dense:
         self.copy: Tensor | None = None
         self.of_matrix: Any = lambda: None
         self.version = -1
-        self.made: Made | None = None
+        self.made: Ready | None = None
 
     def of(self, a: Matrix) -> Tensor:
         """The copy, made anew unless the values are known to be as they were."""
@@ -66,13 +66,13 @@ class Dense:
         fresh = counted and self.version == values._version and self.of_matrix() is told
         if self.copy is not None and fresh:
             if self.made is not None and not capturing:
-                follow(self.made, (self.copy,))
+                wait_for(self.made, (self.copy,))
             return self.copy
         copy = written_out(a)
         if not capturing:  # what a graph makes is the graph's
             self.copy, self.of_matrix = copy, weakref.ref(told)
             self.version = values._version if counted else -1
-            self.made = Made.here(copy.device)
+            self.made = Ready.here(copy.device)
         return copy
 
 

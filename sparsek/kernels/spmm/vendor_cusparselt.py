@@ -30,7 +30,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from sparsek.core import dtypes
 from sparsek.core.clock import time_rounds
 from sparsek.core.streams import captured
-from sparsek.kernels.lang.memo import Kept
+from sparsek.kernels.lang.memo import Memo
 from sparsek.matrix.semi24 import Semi24
 from sparsek.plan.kernel import SpmmKernel
 from sparsek.plan.operands import readable
@@ -65,14 +65,14 @@ class Work:
     """Which algorithm it is, and the copy of the matrix that was planned."""
 
     alg_id: int
-    compressed: Kept
+    compressed: Memo
 
 
-_COPIES: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # values -> Kept, their copy
+_COPIES: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # values -> Memo, their copy
 _ALGORITHMS: dict[tuple[SpmmProblem, int], int] = {}
 
 
-def _compressed(kept: Kept, a: Semi24) -> Tensor:
+def _compressed(kept: Memo, a: Semi24) -> Tensor:
     """`a` in the library's layout."""
     return kept.of(lambda: torch._cslt_compress(a.to_dense().detach()), a.values, a.meta)
 
@@ -137,7 +137,7 @@ class VendorCusparselt:
     def prepare(self, p: SpmmProblem, c: CusparseltConfig, a: Semi24) -> Work:
         """Compresses A and times algorithms; both at the first plan of this matrix and of this problem."""
         with torch.no_grad(), torch.cuda.device_of(a.values):
-            compressed: Any = _COPIES.setdefault(a.values, Kept())
+            compressed: Any = _COPIES.setdefault(a.values, Memo())
             packed = _compressed(compressed, a)
             return Work(_algorithm(p, packed) if c.alg_id is None else c.alg_id, compressed)
 

@@ -1,0 +1,57 @@
+"""What lies outside the true shape in the stored blocks of a pattern whose sides are ragged: zeros."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparsek.matrix.pattern import BlockPattern
+
+
+def zero_padding(pattern: BlockPattern, values: Tensor) -> Tensor:
+    """Writes 0, in place, into values [nnzb, bm, bk] outside the true shape. Returns the same tensor."""
+    if pattern.is_ragged:
+        at, outside = padding_of(pattern)
+        values[at] = values.index_select(0, at).masked_fill(outside, 0)
+    return values
+
+
+def zero_outside(pattern: BlockPattern, values: Tensor, columns: Tensor | None = None) -> Tensor:
+    """Values [nnzb, bm, bk] with 0 outside the true shape; the same tensor where no side is ragged. No sync.
+
+    `columns`: in which column of its block each value stands, if values do not stand side by side.
+    """
+    (m, k), (bm, bk), here = pattern.shape, pattern.block, values.device
+    if m % bm:
+        rows = pattern.block_rows[:, None] * bm + torch.arange(bm, dtype=torch.int32, device=here)
+        values = values.masked_fill((rows >= m)[:, :, None], 0)
+    if k % bk:
+        if columns is None:
+            columns = torch.arange(bk, dtype=torch.int32, device=here)
+        values = values.masked_fill(pattern.indices[:, None, None] * bk + columns >= k, 0)
+    return values
+
+
+def padding_of(pattern: BlockPattern) -> tuple[Tensor, Tensor]:
+    """Positions [e] of the stored blocks that reach over an edge, and bool [e, bm, bk]: what lies outside.
+
+    Kept with a ragged pattern; the first time it syncs.
+    """
+    return pattern.derived("padding", lambda: _padding(pattern))
+
+
+def _padding(pattern: BlockPattern) -> tuple[Tensor, Tensor]:
+    """Positions [e] of the stored blocks that reach over an edge, and bool [e, bm, bk]: what lies outside."""
+    indptr, indices = pattern.host
+    (rows, columns), (bm, bk), (last_row, last_column) = pattern.shape, pattern.block, _last(pattern.grid)
+    in_last_row = np.arange(indices.size) >= indptr[last_row]
+    in_last_column = indices == last_column
+    at = np.flatnonzero((in_last_row & bool(rows % bm)) | (in_last_column & bool(columns % bk)))
+    below = (np.arange(bm) >= rows - last_row * bm)[None, :, None] & in_last_row[at, None, None]
+    beside = (np.arange(bk) >= columns - last_column * bk)[None, None, :] & in_last_column[at, None, None]
+    return torch.tensor(at, device=pattern.device), torch.tensor(below | beside, device=pattern.device)
+
+
+def _last(grid: tuple[int, int]) -> tuple[int, int]:
+    return max(grid[0] - 1, 0), max(grid[1] - 1, 0)
