@@ -1,4 +1,4 @@
-"""Compiles semi24.cu by NVRTC where no GPU is, and reads the machine code."""
+"""Compiles hopper_24.cu by NVRTC where no GPU is, and reads the machine code."""
 
 import re
 from typing import NamedTuple
@@ -31,7 +31,7 @@ class Code(NamedTuple):
 
 
 def compiled(c: Config, source: str = "") -> Code:
-    """The kernel of `c`, of `source` in the place of semi24.cu if given."""
+    """The kernel of `c`, of `source` in the place of hopper_24.cu if given."""
     text = source or SOURCE.read_text(encoding="utf-8")
     cubin, log = nvrtc.compile_cuda(text, SOURCE.name, [*OPTIONS, *VERBOSE, *c.defines])
     program = sass.parsed(sass.disassembled(cubin))

@@ -1,4 +1,4 @@
-"""Runs the roles of semi24.cu on the CPU: g++ compiles them with the wrappers of semi24_emulated.h.
+"""Runs the roles of hopper_24.cu on the CPU: g++ compiles them with the wrappers of semi24_emulated.h.
 
 What is right here: tiles, addresses, swizzles, descriptors, nibbles, phases and counts of barriers, the reuse of slots,
 of staged boxes and of registers that wgmma reads, the end of a cluster. What PTX instructions do is what the wrappers
@@ -32,7 +32,7 @@ EARLY, MIXED, LATE = range(3)  # what is asynchronous happens at once, at random
 
 @cache
 def library(c: Config, source: str) -> ctypes.CDLL:
-    """`source` in the place of semi24.cu, for this machine."""
+    """`source` in the place of hopper_24.cu, for this machine."""
     constants, rest = source.split("// " + "-" * 100 + " PTX wrappers")
     roles = rest.split("// " + "-" * 100 + " tiles and roles")[1]
     include = f'#include "{WRAPPERS}"\n'

@@ -97,7 +97,7 @@ def test_the_code_that_lets_two_steps_share_registers_is_found() -> None:
 
 
 def changed(old: str, new: str) -> str:
-    """semi24.cu with one place changed."""
+    """hopper_24.cu with one place changed."""
     text = SOURCE.read_text(encoding="utf-8")
     assert text.count(old) == 1, old
     return text.replace(old, new)

@@ -2,7 +2,7 @@
 
 Another matrix may be added to that or multiplied with it, as `reference.epilogue` says; it lies as C does.
 
-The kernel, semi24.cu, is CUDA C++, because Gluon has no wgmma.sp. It is compiled by NVRTC when it is first used
+The kernel, hopper_24.cu, is CUDA C++, because Gluon has no wgmma.sp. It is compiled by NVRTC when it is first used
 (lang/nvrtc.py) and launched through the driver (lang/launch.py). What it reads of A:
 
     values [M, K/2]    as they are stored, by TMA
@@ -45,7 +45,7 @@ from sparsek.plan.kernel import SpmmKernel, beside
 from sparsek.plan.problem import SpmmProblem
 from sparsek.reference.epilogue import ACTIVATIONS, COMBINES, PLAIN, Epilogue
 
-SOURCE = Path(__file__).with_name("semi24.cu")
+SOURCE = Path(__file__).with_name("hopper_24.cu")
 ENTRY = "semi24_kernel"
 OPTIONS = ("--gpu-architecture=sm_90a", "--std=c++17", "-lineinfo")
 ACTS, JOINS = tuple(ACTIVATIONS), ("", *COMBINES)  # a number for each in the kernel
@@ -121,7 +121,7 @@ class Config:
 
     @property
     def defines(self) -> list[str]:
-        """The constants of semi24.cu."""
+        """The constants of hopper_24.cu."""
         names = {
             "WGS": self.wgs, "MS": self.ms, "TN": self.tn, "STAGES": self.stages,
             "CLUSTER": self.cluster, "C_BOXES": self.boxes, "B_ROW": int(self.b_row),
@@ -166,7 +166,7 @@ def _function(c: Config, device: int) -> ctypes.c_void_p:
 
 
 class Params(ctypes.Structure):
-    """As in semi24.cu."""
+    """As in hopper_24.cu."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("nibbles", "tiles", "starts", "cols", "blocks", "bias")),
