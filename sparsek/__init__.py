@@ -4,30 +4,36 @@
     y = sk.linear(x, A, bias, "gelu")                   sk.swiglu, sk.sddmm, sk.nn.BlockSparseLinear
     o = sk.attention(q, k, v, sk.BlockMask.causal(n))   sk.plan_spmm(A, B).explain(): what runs, and why
 
-Products are differentiable; a gradient of a BSR has its pattern. Importing this touches no CUDA and loads no kernel.
+Products are differentiable; a gradient of a BSR has its pattern. `import sparsek` takes milliseconds: a name loads its
+module, and torch, when it is first used. Importing touches no CUDA and loads no kernel. `torch.ops.sparsek.*` and the
+pytree nodes of matrices and masks are registered when a name that uses them is loaded.
 """
 
-from sparsek import nn
-from sparsek.core.errors import InvalidFile, InvalidInput, SparseKError, Unsupported
-from sparsek.files.io import load, save
-from sparsek.mask.mask import BlockMask
-from sparsek.mask.rule import MaskPolicy
-from sparsek.matrix.bsr import BSR
-from sparsek.matrix.bsr24 import BSR24
-from sparsek.matrix.dense8 import ScaledTensor
-from sparsek.matrix.pattern import BlockPattern
-from sparsek.matrix.quantized import Scaled, quantize
-from sparsek.matrix.random import random_bsr
-from sparsek.matrix.semi24 import Semi24
-from sparsek.ops.attention import attention, plan_attention, plan_attention_backward
-from sparsek.ops.attention_varlen import attention_varlen
-from sparsek.ops.choose import LinearPlan, plan_linear
-from sparsek.ops.linear import linear, swiglu
-from sparsek.ops.sddmm import plan_sddmm, sddmm
-from sparsek.ops.spgemm import plan_spgemm, spgemm
-from sparsek.ops.spmm import plan_spmm, spmm
-from sparsek.plan.plan import Plan
-from sparsek.reference.attention import merge
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sparsek import nn
+    from sparsek.core.errors import InvalidFile, InvalidInput, SparseKError, Unsupported
+    from sparsek.files.io import load, save
+    from sparsek.mask.mask import BlockMask
+    from sparsek.mask.rule import MaskPolicy
+    from sparsek.matrix.bsr import BSR
+    from sparsek.matrix.bsr24 import BSR24
+    from sparsek.matrix.dense8 import ScaledTensor
+    from sparsek.matrix.pattern import BlockPattern
+    from sparsek.matrix.quantized import Scaled, quantize
+    from sparsek.matrix.random import random_bsr
+    from sparsek.matrix.semi24 import Semi24
+    from sparsek.ops.attention import attention, plan_attention, plan_attention_backward
+    from sparsek.ops.attention_varlen import attention_varlen
+    from sparsek.ops.choose import LinearPlan, plan_linear
+    from sparsek.ops.linear import linear, swiglu
+    from sparsek.ops.sddmm import plan_sddmm, sddmm
+    from sparsek.ops.spgemm import plan_spgemm, spgemm
+    from sparsek.ops.spmm import plan_spmm, spmm
+    from sparsek.plan.plan import Plan
+    from sparsek.reference.attention import merge
 
 __version__ = "0.1.0"
 
@@ -66,3 +72,54 @@ __all__ = [
     "spmm",
     "swiglu",
 ]
+
+_HOMES = {
+    "BSR": "sparsek.matrix.bsr",
+    "BSR24": "sparsek.matrix.bsr24",
+    "BlockMask": "sparsek.mask.mask",
+    "BlockPattern": "sparsek.matrix.pattern",
+    "InvalidFile": "sparsek.core.errors",
+    "InvalidInput": "sparsek.core.errors",
+    "LinearPlan": "sparsek.ops.choose",
+    "MaskPolicy": "sparsek.mask.rule",
+    "Plan": "sparsek.plan.plan",
+    "Scaled": "sparsek.matrix.quantized",
+    "ScaledTensor": "sparsek.matrix.dense8",
+    "Semi24": "sparsek.matrix.semi24",
+    "SparseKError": "sparsek.core.errors",
+    "Unsupported": "sparsek.core.errors",
+    "attention": "sparsek.ops.attention",
+    "attention_varlen": "sparsek.ops.attention_varlen",
+    "linear": "sparsek.ops.linear",
+    "load": "sparsek.files.io",
+    "merge": "sparsek.reference.attention",
+    "nn": "sparsek.nn",
+    "plan_attention": "sparsek.ops.attention",
+    "plan_attention_backward": "sparsek.ops.attention",
+    "plan_linear": "sparsek.ops.choose",
+    "plan_sddmm": "sparsek.ops.sddmm",
+    "plan_spgemm": "sparsek.ops.spgemm",
+    "plan_spmm": "sparsek.ops.spmm",
+    "quantize": "sparsek.matrix.quantized",
+    "random_bsr": "sparsek.matrix.random",
+    "save": "sparsek.files.io",
+    "sddmm": "sparsek.ops.sddmm",
+    "spgemm": "sparsek.ops.spgemm",
+    "spmm": "sparsek.ops.spmm",
+    "swiglu": "sparsek.ops.linear",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """A public name, loaded when it is first used and then kept here."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if _HOMES[name] != "sparsek.core.errors":
+        import_module("sparsek.ops")  # matrices multiply by them, and gradients of one operation are others
+    home = import_module(_HOMES[name])
+    globals()[name] = found = home if name == "nn" else getattr(home, name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -35,9 +35,9 @@ class Setting:
 
     @property
     def words(self) -> str:
-        return (
-            f"W [{self.shape[0]}, {self.shape[1]}] {self.dtype}, predicted for {card_named(self.card).name}"
-        )
+        card = card_named(self.card)
+        rates = f" by {card.source}" if card.source else ""
+        return f"W [{self.shape[0]}, {self.shape[1]}] {self.dtype}, predicted for {card.name}{rates}"
 
     def dense_seconds(self, tokens: int) -> float:
         n, k = self.shape

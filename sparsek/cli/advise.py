@@ -45,7 +45,7 @@ def advise(
     tokens: Annotated[int, typer.Option(help="Rows of x in y = x @ W.T.")] = 4096,
     device: Annotated[
         str | None,
-        typer.Option(help="cuda, cpu, or a card to predict for (h200). Default: the GPU, else h200."),
+        typer.Option(help="cuda, cpu, or a card to predict for (h200, h100). Default: the GPU, else h200."),
     ] = None,
     dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
     scope: Annotated[
@@ -228,6 +228,8 @@ def _notes(advices: list[Advice], question: Question) -> str:
         source = f"Times measured on {card_of(question.run_on).name} ({kernels})."
     else:
         source = f"* Predictions of the planner for {card_named(card).name} ({kernels}); nothing was timed."
+        if card_named(card).source:
+            source += f" Rates are {card_named(card).caveat(question.dtype)}."
     where = "CPU" if question.run_on.type == "cpu" else "GPU"
     lines = [
         source,

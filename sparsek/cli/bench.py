@@ -14,7 +14,7 @@ from sparsek.bench.suites import spmm as spmm_cases
 from sparsek.bench.suites.attention import parse_lengths, parse_pair
 from sparsek.bench.suites.attention_masks import KINDS
 from sparsek.bench.suites.case import Case, parse_block
-from sparsek.cli import bench_planner, bench_products, bench_two_four
+from sparsek.cli import bench_all, bench_host, bench_planner, bench_products, bench_two_four
 from sparsek.cli.bench_run import (
     SMALL_PRODUCT,
     Asked,
@@ -197,4 +197,6 @@ app.command("mlp")(bench_products.mlp)
 app.command("semi24")(bench_two_four.semi24)
 app.command("fp8")(bench_two_four.fp8)
 app.command("pack")(bench_two_four.pack)
+app.command("all")(bench_all.everything)
 app.command("planner")(bench_planner.planner)
+app.command("host")(bench_host.host)

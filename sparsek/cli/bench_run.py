@@ -78,8 +78,8 @@ def bench(
     CPU busy for hours, options of sizes that do not; without any of these a CPU is refused. Exits 1 if a case failed
     or none was measured.
     """
-    given = _given(asked.context)
-    _refuse_contradictions(given)
+    given = given_of(asked.context)
+    _refuse_contradictions(given, suite_chosen=asked.named is not None)
     device = arguments.device("device", asked.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if asked.named is not None:
         entries = _numbered(suite_named(suites, asked.named), asked.only)
@@ -118,7 +118,7 @@ def listed(name: str, text: str, parse: Callable[[str], Value]) -> list[Value]:
         raise InvalidInput(f"--{name} {text!r}: {error}") from None
 
 
-def _given(context: typer.Context) -> list[str]:
+def given_of(context: typer.Context) -> list[str]:
     """The parameters that were written on the command line."""
     names = [parameter.name or "" for parameter in context.command.params]
     sources = ((name, context.get_parameter_source(name)) for name in names)
@@ -130,14 +130,14 @@ def _sizes_in(by_hand: str) -> set[str]:
     return {part[2:] for part in by_hand.split() if part.startswith("--")} - {"dtype"}
 
 
-def _refuse_contradictions(given: Sequence[str]) -> None:
+def _refuse_contradictions(given: Sequence[str], *, suite_chosen: bool) -> None:
     """InvalidInput for options that would be ignored next to the others."""
     extra = ", ".join(f"--{name.replace('_', '-')}" for name in given if name not in BESIDE_A_SUITE)
     if "named" in given and extra:
         raise InvalidInput(
             f"--suite brings its own cases and kernels; leave out {extra}, or leave out --suite"
         )
-    if "only" in given and "named" not in given:
+    if "only" in given and not suite_chosen:
         raise InvalidInput("--only picks entries of a suite; name one with --suite")
 
 
@@ -156,30 +156,36 @@ def _run(
 ) -> tuple[list[Outcome], bool]:
     """Every entry in turn; records are on disk as soon as a case is done. The flag: one failed."""
     outcomes: list[Outcome] = []
-    failed = False
     with progress(len(entries), "start") as (say, advance):
         for entry in entries:
-            name = entry.case.name
-            try:
-                outcome = measure(
-                    entry,
-                    peers=peers,
-                    rounds=asked.rounds,
-                    device=device,
-                    report=lambda text, name=name: say(f"{name}: {text}"),
-                )
-            except (GateError, MemoryError, RuntimeError) as error:
-                why = str(error) if isinstance(error, GateError) else out_of_memory(error)
-                if why is None:
-                    raise
-                complain(f"{name}: {why}")
-                failed = True
-            else:
+            outcome = measured_entry(entry, peers, device, asked.rounds, say)
+            if outcome is not None:
                 outcomes.append(outcome)
                 if asked.out is not None:
                     records.append(asked.out, outcome.records)
             advance()
-    return outcomes, failed
+    return outcomes, len(outcomes) < len(entries)
+
+
+def measured_entry(
+    entry: Entry,
+    peers: Sequence[Peer],
+    device: torch.device,
+    rounds: int,
+    say: Callable[[str], None] = lambda text: None,
+) -> Outcome | None:
+    """What an entry gave; None, and a line on standard error, if its result is wrong or memory cannot hold it."""
+    name = entry.case.name
+    try:
+        return measure(
+            entry, peers=peers, rounds=rounds, device=device, report=lambda text: say(f"{name}: {text}")
+        )
+    except (GateError, MemoryError, RuntimeError) as error:
+        why = str(error) if isinstance(error, GateError) else out_of_memory(error)
+        if why is None:
+            raise
+        complain(f"{name}: {why}")
+        return None
 
 
 def _table(of: Table, found: Sequence[records.Record]) -> Screen:

@@ -31,7 +31,9 @@ def demo(
     block: Annotated[str, typer.Option(help="Block: 64, or 64x128.")] = "64",
     keep: Annotated[float, typer.Option(help="Fraction of blocks that stay.")] = 0.125,
     tokens: Annotated[int, typer.Option(help="Rows of x in y = x @ W.T.")] = 4096,
-    device: Annotated[str | None, typer.Option(help="cuda, cpu, or a card to predict for (h200).")] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cuda, cpu, or a card to predict for (h200, h100).")
+    ] = None,
     picture: Annotated[Path, typer.Option(help="Where the picture of one pruned matrix goes.")] = Path(
         "demo.png"
     ),

@@ -15,7 +15,7 @@ from sparsek.bench.suites.attention import AttentionCase
 from sparsek.bench.suites.spmm import SpmmCase
 from sparsek.cli.output import console, progress
 from sparsek.cli.output import table as new_table
-from sparsek.core.device import card_of
+from sparsek.core.device import Card, card_of
 from sparsek.core.errors import Unsupported
 from sparsek.kernels import names_for
 from sparsek.ops.attention import attention, plan_attention, plan_attention_backward
@@ -68,12 +68,19 @@ def _versions(device: torch.device) -> Table:
         driver, power = smi_facts(device.index or 0)
         facts = f"{card.name}, sm_{card.capability[0]}{card.capability[1]}, {card.sm_count} SMs"
         table.add_row("GPU", f"{facts}, {power:.0f} W" if power else facts)
+        table.add_row("rates", rates_of(card))
         table.add_row("driver", driver or "unknown (nvidia-smi does not answer)")
         table.add_row("CUDA of torch", torch.version.cuda or "none")
     else:
         built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "a CPU build"
         table.add_row("GPU", f"none that torch can use (torch is {built}); everything runs on the CPU")
     return table
+
+
+def rates_of(card: Card) -> str:
+    """What plans take for the card's rates, and where they are from."""
+    shown = f"{card.tflops['bf16']:.0f} TFLOPS in bf16, {card.bandwidth / 1e12:.3g} TB/s"
+    return f"{shown}, {card.caveat('bf16') or 'measured'}"
 
 
 def _kernels(device: torch.device) -> tuple[Table, list[str]]:

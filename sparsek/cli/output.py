@@ -30,7 +30,6 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from sparsek import __version__
-from sparsek.bench.engine.memory import out_of_memory
 from sparsek.core import env
 from sparsek.core.errors import SparseKError
 
@@ -59,7 +58,7 @@ class Commands(TyperGroup):
         become one red line and exit code 2; a pipe that its reader has closed ends the command without a word.
         """
         if (env.columns() or PIPE_WIDTH) < NARROW:
-            _without_boxes(self)
+            without_boxes(self)
         try:
             with _usable_output():
                 return super().main(*args, **kwargs)
@@ -69,6 +68,10 @@ class Commands(TyperGroup):
         except (SparseKError, OSError) as error:
             said = str(error)
         except (MemoryError, RuntimeError) as error:
+            from sparsek.bench.engine.memory import (
+                out_of_memory,
+            )  # and torch, which `sparsek --help` does without
+
             missing = out_of_memory(error)
             if missing is None:
                 raise
@@ -79,11 +82,11 @@ class Commands(TyperGroup):
         sys.exit(EXIT_ERROR)
 
 
-def _without_boxes(command: Any) -> None:
+def without_boxes(command: Any) -> None:
     """Typer's pages of help and of wrong usage in plain lines, which fit where boxes would cut words."""
     command.rich_markup_mode = None
     for each in getattr(command, "commands", {}).values():
-        _without_boxes(each)
+        without_boxes(each)
 
 
 @contextmanager

@@ -52,6 +52,7 @@ def time_rounds(
     settle_ms: float = 300.0,
     heat: str | None = None,
     on_round: Callable[[int], None] | None = None,
+    on_sample: Callable[[], None] = lambda: None,
 ) -> dict[str, Times]:
     """Times every call in turns: `rounds` rounds, in each one batch of every call.
 
@@ -64,7 +65,8 @@ def time_rounds(
     which the host queues a batch: a competitor that is slow to queue, as cuSPARSELt, would rest the card for itself,
     and was timed 10 % faster than in a CUDA graph (H200, 2026-11-22).
 
-    CUDA events on a GPU, the performance counter on a CPU. `on_round(i)` is called after round i.
+    CUDA events on a GPU, the performance counter on a CPU. `on_round(i)` is called after round i, `on_sample()` once in
+    every sample: on a GPU when the host has queued it and waits.
     """
     measure = _batch_cuda if device.type == "cuda" else _batch_cpu
     batches: dict[str, _Batch] = {}
@@ -84,7 +86,7 @@ def time_rounds(
     for index in range(rounds):
         first = index % max(1, len(names))
         for name in names[first:] + names[:first]:
-            samples[name].append(measure(batches[name], device, heater))
+            samples[name].append(measure(batches[name], device, heater, on_sample))
         if on_round is not None:
             on_round(index)
     return {name: Times.of(values) for name, values in samples.items()}
@@ -103,7 +105,12 @@ def host_seconds(call: Callable[[], object], device: torch.device, *, calls: int
     return spent
 
 
-def _batch_cuda(batch: _Batch, device: torch.device, heater: _Batch | None = None) -> float:
+def _batch_cuda(
+    batch: _Batch,
+    device: torch.device,
+    heater: _Batch | None = None,
+    on_sample: Callable[[], None] = lambda: None,
+) -> float:
     start = torch.cuda.Event(enable_timing=True)
     stop = torch.cuda.Event(enable_timing=True)
     with torch.cuda.device(device):
@@ -121,12 +128,20 @@ def _batch_cuda(batch: _Batch, device: torch.device, heater: _Batch | None = Non
         for _ in range(batch.repeats):
             batch.call()
         stop.record()
+        on_sample()
         stop.synchronize()
     return start.elapsed_time(stop) / batch.repeats
 
 
-def _batch_cpu(batch: _Batch, device: torch.device, heater: _Batch | None = None) -> float:
+def _batch_cpu(
+    batch: _Batch,
+    device: torch.device,
+    heater: _Batch | None = None,
+    on_sample: Callable[[], None] = lambda: None,
+) -> float:
     begin = time.perf_counter()
     for _ in range(batch.repeats):
         batch.call()
-    return (time.perf_counter() - begin) * 1e3 / batch.repeats
+    spent = time.perf_counter() - begin
+    on_sample()
+    return spent * 1e3 / batch.repeats

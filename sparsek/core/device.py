@@ -1,11 +1,12 @@
 """Facts about the device a problem runs on. The only module that asks torch.cuda about hardware.
 
-The H200's bandwidth and its fp8, bf16 and fp16 rates are measured (docs/lab-notes.md); `Card.measured` says which
-rates are.
+The H200's bandwidth and its fp8, bf16 and fp16 rates are measured (docs/lab-notes.md). Those of other Hopper cards are
+NVIDIA's data sheets', dense and at boost clocks, and cards without a data sheet here get rates that follow from their
+SMs, clocks and memory bus. `Card.measured` and `Card.source` say which.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from functools import cache
 from types import MappingProxyType
 from typing import Any
@@ -18,10 +19,10 @@ from sparsek.core.errors import InvalidInput
 
 @dataclass(frozen=True)
 class Card:
-    """One kind of device. Bandwidths in bytes per second, rates in 1e12 FLOP per second, memory in bytes.
+    """One kind of device. Bandwidths in bytes per second, rates in 1e12 dense FLOP per second, memory in bytes.
 
-    `measured` names the dtypes whose rates were measured on the card. The others are guesses: for cards other than the
-    H200 its rates, scaled by the number of SMs.
+    `measured` names the dtypes whose rates were measured on the card, as the bandwidth then was. `source` says where
+    the others are from; "" for guesses. `watts`: the power limit; 0 if it is not known.
     """
 
     name: str
@@ -35,6 +36,8 @@ class Card:
     tflops: Mapping[str, float] = field(hash=False)
     launch_seconds: float = 4e-6
     measured: frozenset[str] = frozenset()
+    source: str = ""
+    watts: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tflops", MappingProxyType(dict(self.tflops)))
@@ -47,6 +50,27 @@ class Card:
     @property
     def is_cpu(self) -> bool:
         return self.name == "cpu"
+
+    def caveat(self, rate: str) -> str:
+        """What is to be said of times that were predicted with the rate of this name; "" if it was measured."""
+        if rate in self.measured:
+            return ""
+        origin = f"from {self.source}" if self.source else "guessed for this card and dtype"
+        return f"{origin}, not measured: expect the order of kernels, not the times"
+
+    def sustained(self, rate: str) -> float:
+        """The rate that a long dense product keeps up, in 1e12 FLOP per second, as models of kernels read it.
+
+        It is measured, or guessed. Of a rate that is a peak it is the share that the H200 keeps of its own.
+        """
+        peak = self.tflops[rate]
+        return peak * H200.tflops[rate] / H200_PEAKS[rate] if self.source else peak
+
+    @property
+    def pace(self) -> float:
+        """How fast an SM multiplies in bf16 over one of an H200, which models of Hopper kernels are fitted to."""
+        peak = self.sm_count * H200_PEAKS["bf16"] / H200.sm_count
+        return self.tflops["bf16"] / peak if self.source else 1.0
 
 
 # bandwidth: device-to-device copy, read + written. fabric: L2 to shared memory, fitted to hopper.spmm on blocks of
@@ -63,6 +87,62 @@ H200 = Card(
     fabric=10.8e12,
     tflops={"fp8": 1200.0, "bf16": 690.0, "fp16": 680.0, "tf32": 350.0, "fp32": 50.0, "fp64": 60.0},
     measured=frozenset(("fp8", "bf16", "fp16")),
+    watts=700,
+)
+SHEET = "NVIDIA's data sheet"
+REPORTED = "the SMs, clocks and memory bus that the driver reports"
+# The H100 SXM's, whose chip it has.
+H200_PEAKS = {"fp8": 1978.9, "bf16": 989.4, "fp16": 989.4, "tf32": 494.7, "fp32": 66.9, "fp64": 66.9}
+
+
+def _by_data_sheet(
+    name: str, sm_count: int, memory: int, l2: int, bandwidth: float, watts: int, **tflops: float
+) -> Card:
+    """A Hopper card. `memory` in GiB as torch reports it, `l2` in MiB, `bandwidth` in TB/s. Rates that are not given
+    are an H200's peaks. Data sheets have no rate from L2 to shared memory: it is the H200's for as many SMs.
+    """
+    return Card(
+        name=name,
+        capability=(9, 0),
+        sm_count=sm_count,
+        smem_bytes=H200.smem_bytes,
+        l2_bytes=l2 << 20,
+        memory_bytes=memory << 30,
+        bandwidth=bandwidth * 1e12,
+        fabric=H200.fabric * sm_count / H200.sm_count,
+        tflops={**H200_PEAKS, **tflops},
+        source=SHEET,
+        watts=watts,
+    )
+
+
+# Names as torch reports them. A GH200's watts are the module's, with its CPU.
+H100 = _by_data_sheet("NVIDIA H100 80GB HBM3", 132, 79, 50, 3.35, 700)
+H100_PCIE = _by_data_sheet(
+    "NVIDIA H100 PCIe", 114, 79, 50, 2.0, 350, fp8=1513, bf16=756, fp16=756, tf32=378, fp32=51, fp64=51
+)
+H100_NVL = _by_data_sheet(
+    "NVIDIA H100 NVL", 132, 93, 50, 3.9, 400, fp8=1670.5, bf16=835.5, fp16=835.5, tf32=417.5, fp32=60, fp64=60
+)
+H200_NVL = _by_data_sheet(
+    "NVIDIA H200 NVL",
+    132,
+    139,
+    60,
+    4.8,
+    600,
+    fp8=1670.5,
+    bf16=835.5,
+    fp16=835.5,
+    tf32=417.5,
+    fp32=60,
+    fp64=60,
+)
+GH200 = _by_data_sheet("NVIDIA GH200 480GB", 132, 95, 60, 4.0, 1000)
+GH200_144GB = _by_data_sheet("NVIDIA GH200 144G HBM3e", 132, 139, 60, 4.9, 1000)
+H800 = _by_data_sheet("NVIDIA H800", 132, 79, 50, 3.35, 700, fp64=1)
+H20 = _by_data_sheet(
+    "NVIDIA H20", 78, 95, 60, 4.0, 400, fp8=296, bf16=148, fp16=148, tf32=74, fp32=44, fp64=1
 )
 # Two laptop cores: orders of magnitude only, used to rank the CPU kernels against each other.
 CPU = Card(
@@ -77,15 +157,32 @@ CPU = Card(
     tflops={"fp8": 0.05, "bf16": 0.05, "fp16": 0.05, "tf32": 0.1, "fp32": 0.1, "fp64": 0.05},
     launch_seconds=2e-5,
 )
-CARDS: Mapping[str, Card] = MappingProxyType({"h200": H200, "cpu": CPU})
+CARDS: Mapping[str, Card] = MappingProxyType(
+    {
+        "h200": H200,
+        "h200-nvl": H200_NVL,
+        "h100": H100,
+        "h100-pcie": H100_PCIE,
+        "h100-nvl": H100_NVL,
+        "gh200": GH200,
+        "gh200-144gb": GH200_144GB,
+        "h800": H800,
+        "h20": H20,
+        "cpu": CPU,
+    }
+)
+# Dense bf16 FLOPs of an SM's tensor cores in a cycle, by compute capability; of others by the first number alone.
+TENSOR_FLOPS = {(8, 0): 2048, (8,): 1024, (9,): 4096, (10,): 8192}
+OLDER_FLOPS = 512
+CLOCK, MEMORY_CLOCK, BUS = 1.5e9, 1e9, 2048  # Hz and bits, where the driver reports none
 
 
 def card_named(name: str | torch.device) -> Card:
-    """The card of a short name ("h200"). Raises InvalidInput for a name without measured facts."""
+    """The card of a short name ("h200", "h100-pcie"). Raises InvalidInput for a name without facts."""
     name = str(name) if isinstance(name, torch.device) else name
     key = name.lower() if isinstance(name, str) else ""
     if key not in CARDS:
-        why = f"no measured facts for a card named {told(name)}; known: {', '.join(CARDS)}"
+        why = f"no facts about a card named {told(name)}; known: {', '.join(CARDS)}"
         if key.startswith("cuda"):
             why += ". A plan for a GPU that is there follows from operands on it; leave the device out"
             why += "" if torch.cuda.is_available() else ". There is no GPU here"
@@ -94,7 +191,9 @@ def card_named(name: str | torch.device) -> Card:
 
 
 def card_of(device: torch.device) -> Card:
-    """The card behind a torch device. Cards without measured facts get the H200's, scaled by SM count."""
+    """The card behind a torch device. Where no card here has its name, its rates follow from what the driver reports:
+    also for a slice of one, by MIG.
+    """
     if device.type == "cpu":
         return CPU
     if device.type != "cuda":
@@ -105,19 +204,35 @@ def card_of(device: torch.device) -> Card:
 @cache
 def _cuda_card(index: int) -> Card:
     facts = torch.cuda.get_device_properties(index)
-    if facts.name == H200.name:
-        return H200
-    share = facts.multi_processor_count / H200.sm_count
-    return replace(
-        H200,
+    if facts.name == GH200.name and facts.total_memory > GH200_144GB.memory_bytes * 0.9:
+        return GH200_144GB
+    known = (card for card in CARDS.values() if (card.name, card.sm_count) == _identity(facts))
+    return next(known, None) or _reported(facts)
+
+
+def _identity(facts: Any) -> tuple[str, int]:
+    return facts.name, facts.multi_processor_count
+
+
+def _reported(facts: Any) -> Card:
+    """A card of which nothing is known but what the driver reports: peaks at its highest clocks, the rates of other
+    dtypes to that of bf16 as an H200's. A slice by MIG has its SMs, and the bus of the whole card as the driver says.
+    """
+    sms, capability = facts.multi_processor_count, (facts.major, facts.minor)
+    clock = 1e3 * getattr(facts, "clock_rate", 0) or CLOCK
+    per_cycle = TENSOR_FLOPS.get(capability) or TENSOR_FLOPS.get(capability[:1], OLDER_FLOPS)
+    bf16 = sms * per_cycle * clock / 1e12
+    # Two transfers in a cycle.
+    memory = 2e3 * getattr(facts, "memory_clock_rate", 0) or 2 * MEMORY_CLOCK
+    return Card(
         name=facts.name,
-        capability=(facts.major, facts.minor),
-        sm_count=facts.multi_processor_count,
+        capability=capability,
+        sm_count=sms,
         smem_bytes=getattr(facts, "shared_memory_per_block_optin", 101376),
         l2_bytes=facts.L2_cache_size,
         memory_bytes=facts.total_memory,
-        bandwidth=H200.bandwidth * share,
-        fabric=H200.fabric * share,
-        tflops={name: rate * share for name, rate in H200.tflops.items()},
-        measured=frozenset(),
+        bandwidth=memory * (getattr(facts, "memory_bus_width", 0) or BUS) / 8,
+        fabric=H200.fabric * sms / H200.sm_count,
+        tflops={name: bf16 * peak / H200_PEAKS["bf16"] for name, peak in H200_PEAKS.items()},
+        source=REPORTED,
     )

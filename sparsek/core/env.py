@@ -31,6 +31,12 @@ def cache_dir() -> str:
     return os.environ.get("SPARSEK_CACHE") or _home_cache() or os.devnull
 
 
+def with_caches_in(folder: Path) -> dict[str, str]:
+    """The environment of a process whose caches of compiled code all lie in a folder."""
+    named = ("TRITON_CACHE_DIR", "SPARSEK_CACHE", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH")
+    return {**os.environ, **{name: str(folder / name.lower()) for name in named}}
+
+
 def _home_cache() -> str:
     try:
         return str(Path("~/.cache/sparsek").expanduser())

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
@@ -21,6 +21,7 @@ from torch.utils import _pytree
 
 from sparsek.core import arguments
 from sparsek.core.eager import saveable
+from sparsek.core.record import Record, record
 from sparsek.mask.parts import BlockLists, Frame, HostLists, HostMask, Sizes, TransposedLists
 from sparsek.matrix.pattern import BlockPattern
 
@@ -61,8 +62,9 @@ class FullBlocks:
         return structured.full(seq_len, **frame)
 
 
+@record(leaves=("full", "partial", "lo", "hi", "rules", "bits"))
 @dataclass(frozen=True, eq=False, repr=False)
-class BlockMask:
+class BlockMask(Record):
     """For every (batch item, head, query tile) the key blocks that are visited.
 
     `q_len` queries, `kv_len` keys; `block` is (bq, bk), each 64 or 128. `batch` and `heads` are 1 where all batch
@@ -108,16 +110,7 @@ class BlockMask:
     @classmethod
     def unchecked(cls, **parts: Any) -> BlockMask:
         """A mask from fields that are known to be right: no check, no sync."""
-        made = object.__new__(cls)
-        for name, default in FIELDS.items():
-            part = parts.pop(name, default)
-            if part is MISSING:
-                raise TypeError(f"BlockMask.unchecked needs {name}")
-            object.__setattr__(made, name, _saveable(part))
-        if parts:
-            raise TypeError(f"BlockMask has no field {', '.join(parts)}")
-        object.__setattr__(made, "_memo", {})
-        return made
+        return super().unchecked(**{name: _saveable(part) for name, part in parts.items()})
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -225,8 +218,7 @@ class BlockMask:
         target = arguments.device("device", device)
         if target == self.device:
             return self
-        context = _flatten(self)[1]
-        made = _unflatten([None if part is None else part.to(target) for part in _leaves(self)], context)
+        made = _pytree.tree_map_only(Tensor, lambda part: part.to(target), self)
         made._memo.update({key: self._memo[key] for key in KEPT if key in self._memo})
         return made
 
@@ -504,18 +496,11 @@ class BlockMask:
             f"{most}{self.sizes.stored} of {cells} blocks, {share:.3g} %, {most}{self.sizes.partial} partial"
         )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> BlockMask:
-        return self
-
-    def __copy__(self) -> BlockMask:
-        return self
-
     def __reduce__(self) -> tuple[Any, ...]:
         self.verify(wait=True)
-        return BlockMask, tuple(getattr(self, name) for name in FIELDS)
+        return super().__reduce__()
 
 
-FIELDS = {each.name: each.default for each in fields(BlockMask) if each.init}
 KEPT = ("host", "counted", "elements", "asked", "heavy")
 LISTS = ("full", "partial")
 TENSORS = ("lo", "hi", "rules", "bits")
@@ -547,29 +532,3 @@ def _to_host(mask: BlockMask) -> HostMask:
         torch.cuda.current_stream(mask.device).synchronize()
     arrays: list[Any] = [None if part is None else part.numpy() for part in parts]
     return HostMask(HostLists(*arrays[:3]), HostLists(*arrays[3:6]), *arrays[6:])
-
-
-def _flatten(mask: BlockMask) -> tuple[list[Any], Any]:
-    plain = tuple((name, getattr(mask, name)) for name in FIELDS if name not in LISTS + TENSORS)
-    return _leaves(mask), plain
-
-
-def _flatten_with_keys(mask: BlockMask) -> tuple[list[tuple[Any, Any]], Any]:
-    leaves, context = _flatten(mask)
-    names = [f"{name}_{part}" for name in LISTS for part in BlockLists._fields] + list(TENSORS)
-    return [(_pytree.GetAttrKey(name), leaf) for name, leaf in zip(names, leaves, strict=True)], context
-
-
-def _unflatten(leaves: Any, context: Any) -> BlockMask:
-    leaves = list(leaves)
-    lists = {"full": BlockLists(*leaves[:3]), "partial": BlockLists(*leaves[3:6])}
-    return BlockMask.unchecked(**lists, **dict(zip(TENSORS, leaves[6:], strict=True)), **dict(context))
-
-
-_pytree.register_pytree_node(
-    BlockMask,
-    _flatten,
-    _unflatten,
-    serialized_type_name="sparsek.BlockMask",
-    flatten_with_keys_fn=_flatten_with_keys,
-)

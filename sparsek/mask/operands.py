@@ -44,7 +44,8 @@ def _autocast(device: str) -> str:
     """What a message on dtypes says where torch.autocast is on."""
     if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return ""
-    return f". torch.autocast does not reach attention: cast all three, to {torch.get_autocast_dtype(device)}"
+    wanted = torch.get_autocast_dtype(device)
+    return f". torch.autocast casts neither float64 nor the operands of plan=: cast all three, to {wanted}"
 
 
 def _check_shapes(q: torch.Size, k: torch.Size, v: torch.Size) -> None:

@@ -32,12 +32,12 @@ def scale(a: BSR, factor: Any) -> BSR:
 
     Elements that are not stored stay 0, also times Inf or NaN. Differentiable in a tensor factor too.
     """
-    return _with_values(a, _zero_outside(a, a.values * _factor(a, factor, "*")))
+    return _with_values(a, a._zero_outside(a.values * _factor(a, factor, "*")))
 
 
 def divide(a: BSR, divisor: Any) -> BSR:
     """a / divisor: every stored value by a number or a 0-dim tensor; otherwise as `scale`, by 0 as well."""
-    return _with_values(a, _zero_outside(a, a.values / _factor(a, divisor, "/")))
+    return _with_values(a, a._zero_outside(a.values / _factor(a, divisor, "/")))
 
 
 def negate(a: BSR) -> BSR:
@@ -269,20 +269,9 @@ def _cells(pattern: BlockPattern) -> set[tuple[int, int]]:
     }
 
 
-def _zero_outside(a: BSR, values: Tensor) -> Tensor:
-    """Values of a's blocks with 0 outside the matrix; the same tensor where no side is ragged. No sync."""
-    pattern = a.pattern if a.order is None else a.pattern.T
-    sides = ((pattern.block_rows, 2), (pattern.indices, 1))
-    for (index, axis), size, step in zip(sides, pattern.shape, pattern.block, strict=True):
-        if size % step:
-            at = index[:, None] * step + torch.arange(step, dtype=torch.int32, device=index.device)
-            values = values.masked_fill((at >= size).unsqueeze(axis), 0)
-    return values
-
-
 def _zero_gradient_outside(a: BSR) -> Tensor:
     """The values, whose gradient is 0 outside the matrix. A pass over them only if a side is ragged."""
-    return _zero_outside(a, a.values) if a.values.requires_grad and torch.is_grad_enabled() else a.values
+    return a._zero_outside(a.values) if a.values.requires_grad and torch.is_grad_enabled() else a.values
 
 
 def _row_sums(parts: Tensor, pattern: BlockPattern) -> Tensor:

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils import _pytree
 
 from sparsek.core import arguments, dtypes
 from sparsek.core.eager import check_aligned, concrete, untransformed
 from sparsek.core.errors import InvalidInput
-from sparsek.matrix.base import OfBlocks
+from sparsek.core.record import Record, record
+from sparsek.matrix.base import ALIGNMENT, OfBlocks
 from sparsek.matrix.pattern import BlockPattern
 from sparsek.matrix.storage import Parts, Storage, block_stats
 
 if TYPE_CHECKING:
     from scipy import sparse
 
-ALIGNMENT = 16
 # What Dynamo (torch 2.13) calls an arithmetic operator between a tensor and a BSR, which it hands over in this order
 # whichever stood first, and the BSR's method for it.
 COMPILED_TENSOR_AND_BSR = {
@@ -32,10 +31,15 @@ COMPILED_TENSOR_AND_BSR = {
     "sub": "__rsub__",
     "__rsub__": "__sub__",
 }
+NOT_PICKLED = (
+    "a BSR is not pickled (torch.save pickles too); use sparsek.save(A, 'file.safetensors'), or "
+    "torch.save(A.state_dict(), 'file.pt') and BSR.from_state_dict"
+)
 
 
+@record(leaves=("pattern", "values", "order"), own=("values",), picklable=NOT_PICKLED)
 @dataclass(frozen=True, eq=False, repr=False)
-class BSR(OfBlocks):
+class BSR(OfBlocks, Record):
     """An M x K matrix whose stored blocks are dense and whose other elements are zero.
 
     `values` is [nnzb, bm, bk] in bf16, fp16, fp32 or fp64: contiguous, 16-byte aligned, on the pattern's
@@ -65,14 +69,6 @@ class BSR(OfBlocks):
                 f"{self.block[0]}x{self.block[1]} are not zero; values outside the matrix must be 0"
             )
 
-    @classmethod
-    def unchecked(cls, pattern: BlockPattern, values: Tensor, order: Tensor | None = None) -> BSR:
-        """A BSR from parts that are known to fit: no check, no sync."""
-        made = object.__new__(cls)
-        for name, part in (("pattern", pattern), ("values", values), ("order", order)):
-            object.__setattr__(made, name, part)
-        return made
-
     @property
     def T(self) -> BSR:  # noqa: N802
         """The transposed matrix, by index only: values stay in place. `.T.T` has this pattern again."""
@@ -82,14 +78,19 @@ class BSR(OfBlocks):
         flipped, perm = self.pattern.flip() if traced else self.pattern.transposed
         return BSR.unchecked(flipped, self.values, perm if self.order is None else None)
 
-    def to(self, device: str | torch.device | None = None, dtype: torch.dtype | None = None) -> BSR:
-        """This matrix on `device` and in `dtype`; this very object if nothing changes. Differentiable."""
-        target, wanted = self._place(device, dtype)
-        if (target, wanted) == (self.device, self.dtype):
-            return self
+    def _at(self, device: torch.device, dtype: torch.dtype) -> BSR:
         if self.order is not None:
-            return self.T.to(target, wanted).T
-        return BSR.unchecked(self.pattern.to(target), self.values.to(target, wanted))
+            return self.T._at(device, dtype).T
+        return BSR.unchecked(self.pattern.to(device), self.values.to(device, dtype))
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> BSR:
+        return BSR.unchecked(self.pattern, change(self.values), self.order)
+
+    def _zero_outside(self, values: Tensor) -> Tensor:
+        return zero_outside(self.pattern if self.order is None else self.pattern.T, values)
+
+    def _layer(self, x: Tensor) -> Tensor:
+        return self._multiply(x, self.T)
 
     def storage(self, transposed: bool = False) -> Storage:
         """How this matrix, or its transpose, is stored, for the planner."""
@@ -228,10 +229,6 @@ class BSR(OfBlocks):
 
         return arithmetic.gradient(self)
 
-    def detach(self) -> BSR:
-        """This matrix on the same memory, outside autograd."""
-        return BSR.unchecked(self.pattern, self.values.detach(), self.order)
-
     def state_dict(self) -> dict[str, Tensor]:
         """All of this matrix as tensors by name, nothing copied; see `arithmetic.state_dict`."""
         from sparsek.matrix import algebra as arithmetic
@@ -298,21 +295,6 @@ class BSR(OfBlocks):
             f"{self.pattern.summary}, {size}, {self.device}{kind})"
         )
 
-    def __copy__(self) -> BSR:
-        return BSR.unchecked(self.pattern, self.values, self.order)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> BSR:
-        """Copies the values and shares the pattern, which nobody writes to."""
-        from copy import deepcopy
-
-        return BSR.unchecked(self.pattern, deepcopy(self.values, memo), self.order)
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise InvalidInput(
-            "a BSR is not pickled (torch.save pickles too); use sparsek.save(A, 'file.safetensors'), or "
-            "torch.save(A.state_dict(), 'file.pt') and BSR.from_state_dict"
-        )
-
 
 def padding_nonzeros(a: BSR) -> int:
     """How many values outside the true shape are not zero; NaN counts. Syncs only if a side is ragged."""
@@ -336,6 +318,22 @@ def zero_padding(pattern: BlockPattern, values: Tensor) -> Tensor:
     if pattern.is_ragged:
         at, outside = padding_of(pattern)
         values[at] = values.index_select(0, at).masked_fill(outside, 0)
+    return values
+
+
+def zero_outside(pattern: BlockPattern, values: Tensor, columns: Tensor | None = None) -> Tensor:
+    """Values [nnzb, bm, bk] with 0 outside the true shape; the same tensor where no side is ragged. No sync.
+
+    `columns`: in which column of its block each value stands, if values do not stand side by side.
+    """
+    (m, k), (bm, bk), here = pattern.shape, pattern.block, values.device
+    if m % bm:
+        rows = pattern.block_rows[:, None] * bm + torch.arange(bm, dtype=torch.int32, device=here)
+        values = values.masked_fill((rows >= m)[:, :, None], 0)
+    if k % bk:
+        if columns is None:
+            columns = torch.arange(bk, dtype=torch.int32, device=here)
+        values = values.masked_fill(pattern.indices[:, None, None] * bk + columns >= k, 0)
     return values
 
 
@@ -405,23 +403,3 @@ def _check_order(a: BSR) -> None:
         raise InvalidInput(
             "order is not the one of this pattern's transposition; transposed views come from .T"
         )
-
-
-def _flatten(a: BSR) -> tuple[list[Any], Any]:
-    parts = [a.pattern, a.values]
-    return (parts, False) if a.order is None else ([*parts, a.order], True)
-
-
-def _flatten_with_keys(a: BSR) -> tuple[list[tuple[Any, Any]], Any]:
-    parts, is_view = _flatten(a)
-    keys = [_pytree.GetAttrKey(name) for name in ("pattern", "values", "order")]
-    return list(zip(keys, parts, strict=False)), is_view
-
-
-def _unflatten(parts: Any, is_view: Any) -> BSR:
-    return BSR.unchecked(*parts)
-
-
-_pytree.register_pytree_node(
-    BSR, _flatten, _unflatten, serialized_type_name="sparsek.BSR", flatten_with_keys_fn=_flatten_with_keys
-)

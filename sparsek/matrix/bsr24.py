@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils import _pytree
 
 from sparsek.core import arguments, dtypes
 from sparsek.core.eager import outside_inference
 from sparsek.core.errors import InvalidInput
+from sparsek.core.record import Record, record
 from sparsek.matrix import two_four
 from sparsek.matrix.base import OfBlocks
-from sparsek.matrix.bsr import BSR, padding_of
+from sparsek.matrix.bsr import BSR, padding_of, zero_outside
 from sparsek.matrix.pattern import BlockPattern
 from sparsek.matrix.storage import Parts, Storage, block_stats
 
-LEAVES = ("pattern", "values", "meta")
 BLOCK_STEP = 64
 
 
+@record(leaves=("pattern", "values", "meta"), own=("values",))
 @dataclass(frozen=True, eq=False, repr=False)
-class BSR24(OfBlocks):
+class BSR24(OfBlocks, Record):
     """An M x K matrix of stored blocks, of whose rows every four neighbours hold two stored values; the rest is zero.
 
     `pattern` has blocks whose sides are multiples of 64. `values` is [nnzb, bm, bk/2] in bf16, fp16, fp32 or fp64;
@@ -53,20 +54,15 @@ class BSR24(OfBlocks):
                 f"{self.block[0]}x{self.block[1]} are not zero; values outside the matrix must be 0"
             )
 
-    @classmethod
-    def unchecked(cls, pattern: BlockPattern, values: Tensor, meta: Tensor) -> BSR24:
-        """A BSR24 from parts that are known to fit: no check, no sync."""
-        made = object.__new__(cls)
-        for name, part in zip(LEAVES, (pattern, values, meta), strict=True):
-            object.__setattr__(made, name, part)
-        return made
-
     @property
     def T(self) -> NoReturn:  # noqa: N802
         raise InvalidInput(
             "a BSR24 has no .T: its pairs lie along rows, where sparse tensor cores read them, and those of the "
             "transpose would lie along columns; x @ W.T is sparsek.linear(x, W), and A.to_bsr().T is a BSR"
         )
+
+    def _at(self, device: torch.device, dtype: torch.dtype) -> BSR24:
+        return BSR24.unchecked(self.pattern.to(device), self.values.to(device, dtype), self.meta.to(device))
 
     def storage(self, transposed: bool = False) -> Storage:
         """How this matrix, or its transpose, is stored, for the planner."""
@@ -81,16 +77,11 @@ class BSR24(OfBlocks):
             self.values, None, self.meta, pattern.indptr, pattern.indices, sizes, "", False, transposed
         )
 
-    def detach(self) -> BSR24:
-        """This matrix on the same memory, outside autograd."""
-        return BSR24.unchecked(self.pattern, self.values.detach(), self.meta)
+    def _each(self, change: Callable[[Tensor], Tensor]) -> BSR24:
+        return BSR24.unchecked(self.pattern, change(self.values), self.meta)
 
-    def to(self, device: str | torch.device | None = None, dtype: torch.dtype | None = None) -> BSR24:
-        """This matrix on `device` and in `dtype`; this very object if nothing changes. Differentiable."""
-        target, wanted = self._place(device, dtype)
-        if (target, wanted) == (self.device, self.dtype):
-            return self
-        return BSR24.unchecked(self.pattern.to(target), self.values.to(target, wanted), self.meta.to(target))
+    def _zero_outside(self, values: Tensor) -> Tensor:
+        return zero_outside(self.pattern, values, two_four.columns(self.meta))
 
     @classmethod
     @outside_inference
@@ -158,9 +149,6 @@ class BSR24(OfBlocks):
             f"{two_four.megabytes(self)}, {self.device})"
         )
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return BSR24, (self.pattern, self.values, self.meta)
-
 
 def _padding_nonzeros(a: BSR24) -> int:
     """How many values outside the true shape are not zero; NaN counts. Syncs only if a side is ragged."""
@@ -201,24 +189,3 @@ def _check_values(a: BSR24) -> None:
         raise InvalidInput(
             f"values are on {a.device} and the pattern on {a.pattern.device}; put both on one device"
         )
-
-
-def _flatten(a: BSR24) -> tuple[list[Any], Any]:
-    return [a.pattern, a.values, a.meta], None
-
-
-def _flatten_with_keys(a: BSR24) -> tuple[list[tuple[Any, Any]], Any]:
-    return [(_pytree.GetAttrKey(name), getattr(a, name)) for name in LEAVES], None
-
-
-def _unflatten(parts: Any, context: Any) -> BSR24:
-    return BSR24.unchecked(*parts)
-
-
-_pytree.register_pytree_node(
-    BSR24,
-    _flatten,
-    _unflatten,
-    serialized_type_name="sparsek.BSR24",
-    flatten_with_keys_fn=_flatten_with_keys,
-)

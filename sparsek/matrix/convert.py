@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sparsek.core import arguments, dtypes
+from sparsek.core import arguments, dtypes, operations
 from sparsek.core.eager import concrete, outside_inference, untransformed, watched
 from sparsek.core.errors import InvalidInput
-from sparsek.matrix.bsr import ALIGNMENT, BSR, zero_padding
+from sparsek.matrix.base import ALIGNMENT
+from sparsek.matrix.bsr import BSR, zero_padding
 from sparsek.matrix.pattern import (
     BLOCK_MAX,
     INT32_MAX,
@@ -100,6 +101,8 @@ def from_dense(
     rule = _rule(mask, threshold, keep, scope)
     if mask is not None:
         _check_mask(mask, w.device, shape, grid_of(shape, block))
+    if w.is_cuda and not _PACKERS:
+        operations.load()
     made = _PACKERS[0](w, block, rule) if _PACKERS and w.is_cuda and _is_plain(w) else None
     return _packed(w, shape, block, rule) if made is None else made
 

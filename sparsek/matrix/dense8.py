@@ -8,15 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree
 
-from sparsek.core import arguments, dtypes
+from sparsek.core import arguments, dtypes, operations
 from sparsek.core.eager import check_aligned, concrete, untransformed
 from sparsek.core.errors import InvalidInput
-from sparsek.matrix.base import Multiplied
+from sparsek.core.record import Record, record
+from sparsek.matrix.base import ALIGNMENT, Multiplied
 from sparsek.matrix.float8 import MOST, NAMES, rounded, scales_of
 
-ALIGNMENT = 16
 SCALES = ("tensor", "row")
 
 # x [..., K] and an FP8 dtype -> (values, scale) with a scale for each row, by one kernel, or None.
@@ -29,8 +28,9 @@ def register_rounder(rounder: Rounder) -> None:
     _ROUNDERS[:] = [rounder]
 
 
+@record(leaves=("values", "scale"), own=("values", "scale"))
 @dataclass(frozen=True, eq=False, repr=False)
-class ScaledTensor(Multiplied):
+class ScaledTensor(Multiplied, Record):
     """scale * values for a dense x [..., K] in FP8, or the transpose of one.
 
     `values` [..., K] are torch.float8_e4m3fn or torch.float8_e5m2, contiguous, on a multiple of 16 bytes. `scale` is
@@ -45,6 +45,7 @@ class ScaledTensor(Multiplied):
     values: Tensor
     scale: Tensor
     turned: bool = False
+    _as_tensor = "x.dequantize()"
 
     def __post_init__(self) -> None:
         if check_fp8_values(self.values).ndim < 1:
@@ -52,14 +53,6 @@ class ScaledTensor(Multiplied):
         _check_scale(self.scale, self.values)
         if arguments.flag("turned", self.turned) and self.values.ndim < 2:
             raise InvalidInput("values are a vector, which has no transpose")
-
-    @classmethod
-    def unchecked(cls, values: Tensor, scale: Tensor, turned: bool = False) -> ScaledTensor:
-        """A ScaledTensor from parts that are known to fit: no check, no sync."""
-        made = object.__new__(cls)
-        for name, part in (("values", values), ("scale", scale), ("turned", turned)):
-            object.__setattr__(made, name, part)
-        return made
 
     @property
     def shape(self) -> torch.Size:
@@ -172,6 +165,8 @@ def quantize_dense(x: Tensor, dtype: torch.dtype, scale: str, check: bool) -> Sc
             )
         read = concrete(x, "quantize looks for NaN and Inf in values", "write quantize(..., check=False)")
         untransformed(lambda: _refuse_strange(read, torch.finfo(dtype).max))
+    if x.is_cuda and not _ROUNDERS:
+        operations.load()
     by_kernel = x.is_cuda and scale == "row" and _ROUNDERS
     made = _ROUNDERS[0](x, dtype) if by_kernel and not torch.compiler.is_compiling() else None
     if made is None:
@@ -241,15 +236,3 @@ def _check_scale(scale: Any, values: Tensor) -> None:
     count = int(torch.count_nonzero(~((scale > 0) & (scale <= MOST))))
     if count:
         raise InvalidInput(f"{count} of {scale.numel()} scales are not positive and finite")
-
-
-def _flatten(q: ScaledTensor) -> tuple[list[Any], Any]:
-    return [q.values, q.scale], q.turned
-
-
-def _unflatten(parts: Any, turned: Any) -> ScaledTensor:
-    values, scale = parts
-    return ScaledTensor.unchecked(values, scale, turned)
-
-
-_pytree.register_pytree_node(ScaledTensor, _flatten, _unflatten, serialized_type_name="sparsek.ScaledTensor")

@@ -15,15 +15,14 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils import _pytree
 
 from sparsek.core import arguments
 from sparsek.core.eager import saveable, untransformed
 from sparsek.core.errors import InvalidInput
+from sparsek.core.record import Record, record
 
 INT32_MAX = 2**31 - 1
 BLOCK_STEP, BLOCK_MAX = 16, 512
-LEAVES = ("indptr", "indices")
 
 Made = TypeVar("Made")
 
@@ -35,8 +34,9 @@ class HostPattern(NamedTuple):
     indices: np.ndarray
 
 
+@record(leaves=("indptr", "indices"))
 @dataclass(frozen=True, eq=False, repr=False)
-class BlockPattern:
+class BlockPattern(Record):
     """Which blocks of an M x K matrix are stored. No values.
 
     `shape` is the true (M, K); sides need not be multiples of the block. `block` is (bm, bk), multiples of 16
@@ -57,7 +57,7 @@ class BlockPattern:
         object.__setattr__(self, "block", block_sides(self.block))
         object.__setattr__(self, "shape", matrix_sides(self.shape, self.block))
         _check_tensors(self)
-        for name in LEAVES:
+        for name in ("indptr", "indices"):
             object.__setattr__(self, name, saveable(getattr(self, name)))
         _check_indices(self.host, self.grid)
 
@@ -71,12 +71,9 @@ class BlockPattern:
         host: HostPattern | None = None,
     ) -> BlockPattern:
         """A pattern from parts that are known to be right: no check, no sync. `host` saves the later copy."""
-        made = object.__new__(cls)
-        leaves = {"indptr": saveable(indptr), "indices": saveable(indices)}
-        parts = {"shape": shape, "block": block, **leaves}
-        for name, part in parts.items():
-            object.__setattr__(made, name, part)
-        object.__setattr__(made, "_memo", {} if host is None else {"host": host})
+        made = super().unchecked(shape, block, saveable(indptr), saveable(indices))
+        if host is not None:
+            made._memo["host"] = host
         return made
 
     @classmethod
@@ -201,15 +198,6 @@ class BlockPattern:
     def summary(self) -> str:
         """How much is stored, in words: "512 of 4096 blocks, 12.5 %"."""
         return f"{self.nnzb} of {self.grid[0] * self.grid[1]} blocks, {100 * self.density:.3g} %"
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> BlockPattern:
-        return self
-
-    def __copy__(self) -> BlockPattern:
-        return self
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return BlockPattern, (self.shape, self.block, self.indptr, self.indices)
 
 
 def block_sides(block: Any) -> tuple[int, int]:
@@ -341,27 +329,3 @@ def _transpose(pattern: BlockPattern) -> tuple[BlockPattern, Tensor]:
     flipped = BlockPattern.unchecked((k, m), (bk, bm), indptr, indices)
     flipped._memo["transposed"] = (pattern, inverse)
     return flipped, perm.to(torch.int32)
-
-
-def _flatten(pattern: BlockPattern) -> tuple[list[Any], Any]:
-    return [pattern.indptr, pattern.indices], (pattern.shape, pattern.block)
-
-
-def _flatten_with_keys(pattern: BlockPattern) -> tuple[list[tuple[Any, Any]], Any]:
-    leaves, context = _flatten(pattern)
-    return [(_pytree.GetAttrKey(name), leaf) for name, leaf in zip(LEAVES, leaves, strict=True)], context
-
-
-def _unflatten(leaves: Any, context: Any) -> BlockPattern:
-    indptr, indices = leaves
-    shape, block = context
-    return BlockPattern.unchecked(shape, block, indptr, indices)
-
-
-_pytree.register_pytree_node(
-    BlockPattern,
-    _flatten,
-    _unflatten,
-    serialized_type_name="sparsek.BlockPattern",
-    flatten_with_keys_fn=_flatten_with_keys,
-)

@@ -5,7 +5,7 @@ The numbers, their rounding and their scales: `matrix/float8.py`. A dense operan
 
 from __future__ import annotations
 
-from copy import deepcopy
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn, overload
 
@@ -13,13 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.utils import _pytree
 
 from sparsek.core import arguments, dtypes
 from sparsek.core.eager import concrete, untransformed
 from sparsek.core.errors import InvalidInput
+from sparsek.core.record import Record, record
 from sparsek.matrix import two_four
-from sparsek.matrix.base import Multiplied
+from sparsek.matrix.base import Matrix as AnyMatrix
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.bsr24 import BSR24
 from sparsek.matrix.dense8 import SCALES as ROW_SCALES
@@ -30,8 +30,8 @@ from sparsek.matrix.storage import Home, Parts, Storage
 
 Matrix = BSR | Semi24 | BSR24
 
-LEAVES = ("matrix", "scale")
 SCALES = ("tensor", "row", "block")
+NOT_PICKLED = "a Scaled is not pickled; use sparsek.save(q, 'file.safetensors')"
 
 
 @overload
@@ -105,11 +105,12 @@ def quantize(
         untransformed(lambda: _refuse_strange(a, seen, largest, top))
     scales = scales_of(_joined(a, parts, scale), dtype)
     made = rounded(values / _stretched(a, scales, scale), dtype)
-    return Scaled.unchecked(_with_values(a, made), scales, scale, fast_accum)
+    return Scaled.unchecked(a._each(lambda _: made), scales, scale, fast_accum)
 
 
+@record(leaves=("matrix", "scale"), own=("matrix", "scale"), picklable=NOT_PICKLED)
 @dataclass(frozen=True, eq=False, repr=False)
-class Scaled(Multiplied):
+class Scaled(AnyMatrix, Record):
     """scale * matrix: a BSR, Semi24 or BSR24 of FP8 values, each of which stands for itself times its scale.
 
     `matrix` has values in torch.float8_e4m3fn or torch.float8_e5m2, otherwise as its class describes; those classes
@@ -139,14 +140,6 @@ class Scaled(Multiplied):
         _check_float8(self.matrix)
         _check_scale(self)
 
-    @classmethod
-    def unchecked(cls, matrix: Matrix, scale: Tensor, kind: str, fast_accum: bool = False) -> Scaled:
-        """A Scaled from parts that are known to fit: no check, no sync."""
-        made = object.__new__(cls)
-        for name, part in (("matrix", matrix), ("scale", scale), ("kind", kind), ("fast_accum", fast_accum)):
-            object.__setattr__(made, name, part)
-        return made
-
     def with_fast_accum(self, fast_accum: bool = True) -> Scaled:
         """This matrix on the same memory, whose products may keep their sums in tensor cores, or not."""
         _check_fast_accum(fast_accum, self.kind)
@@ -167,8 +160,8 @@ class Scaled(Multiplied):
 
     def parts(self, transposed: bool = False) -> Parts:
         """The tensors and numbers of this matrix, or of its transpose, for ops of torch.library."""
-        values, _, *plain, _, _, view = self.matrix.parts(transposed)
-        return Parts(values, self.scale, *plain, self.kind, self.fast_accum, view)
+        plain = self.matrix.parts(transposed)
+        return plain._replace(scale=self.scale, scale_kind=self.kind, fast_accum=self.fast_accum)
 
     def home(self) -> Home:
         """Where its plans are kept."""
@@ -198,18 +191,25 @@ class Scaled(Multiplied):
             )
         return self._with(self.matrix.T, self.scale)
 
-    def to(self, device: str | torch.device | None = None, dtype: Any = None) -> Scaled:
-        """This matrix on `device`; this very object if it is there. For another dtype there is `dequantize`."""
-        if isinstance(device, torch.dtype) and dtype is None:
-            device, dtype = None, device
-        if dtype is not None and (not isinstance(dtype, torch.dtype) or dtype != self.dtype):
+    def _at(self, device: torch.device, dtype: torch.dtype) -> Scaled:
+        return self._with(self.matrix._at(device, dtype), self.scale.to(device))
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Scaled:
+        return self._with(self.matrix._each(change), change(self.scale))
+
+    def _checked_dtype(self, dtype: Any) -> torch.dtype:
+        """For another dtype there is `dequantize`."""
+        if not isinstance(dtype, torch.dtype) or dtype != self.dtype:
             raise InvalidInput(
                 f"a Scaled is FP8; .dequantize({arguments.told(dtype)}) is the matrix in another dtype"
             )
-        target = self.device if device is None else arguments.device("device", device)
-        if target == self.device:
-            return self
-        return self._with(_moved(self.matrix, target), self.scale.to(target))
+        return dtype
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> NoReturn:
+        """Refuses: what becomes of FP8 values would need other scales."""
+        raise InvalidInput(
+            "a Scaled is FP8, and other values need other scales: sparsek.quantize(A.dequantize().map(fn))"
+        )
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Matrix:
         """scale * matrix as a BSR, Semi24 or BSR24 in bf16, fp16, fp32 or fp64, on the same pattern or metadata.
@@ -219,7 +219,7 @@ class Scaled(Multiplied):
         arguments.dtype("dtype", dtype)
         wide = torch.promote_types(dtype, torch.float32)
         values = self.matrix.values.to(wide) * _stretched(self.matrix, self.scale, self.kind)
-        return _with_values(self.matrix, values.to(dtype))
+        return self.matrix._each(lambda _: values.to(dtype))
 
     def to_dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The dense scale * matrix [M, K], contiguous, in `dtype`. No sync."""
@@ -261,17 +261,6 @@ class Scaled(Multiplied):
         if _is_view(matrix):
             words.append("transposed view")
         return f"Scaled({', '.join(words)})"
-
-    def __copy__(self) -> Scaled:
-        return self._with(self.matrix, self.scale)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Scaled:
-        """Copies values and scales, and shares pattern and metadata."""
-        values, scale = (deepcopy(part, memo) for part in (self.matrix.values, self.scale))
-        return self._with(_with_values(self.matrix, values), scale)
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise InvalidInput("a Scaled is not pickled; use sparsek.save(q, 'file.safetensors')")
 
 
 def _is_view(a: Matrix) -> bool:
@@ -335,26 +324,6 @@ def _stretched(a: Matrix, scale: Tensor, kind: str) -> Tensor:
     rows, bm = a.pattern.grid[0], a.pattern.block[0]
     by_block = functional.pad(scale, (0, rows * bm - a.shape[0]), value=1.0).view(rows, bm)
     return by_block.index_select(0, a.pattern.block_rows).unsqueeze(-1)
-
-
-def _with_values(a: Matrix, values: Tensor) -> Matrix:
-    """The same format with other values; pattern, order and metadata are shared."""
-    if isinstance(a, BSR):
-        return BSR.unchecked(a.pattern, values, a.order)
-    if isinstance(a, BSR24):
-        return BSR24.unchecked(a.pattern, values, a.meta)
-    return Semi24.unchecked(values, a.meta)
-
-
-def _moved(a: Matrix, target: torch.device) -> Matrix:
-    if isinstance(a, BSR):
-        if a.order is not None:
-            base = a.T
-            return BSR.unchecked(base.pattern.to(target), base.values.to(target)).T
-        return BSR.unchecked(a.pattern.to(target), a.values.to(target))
-    if isinstance(a, BSR24):
-        return BSR24.unchecked(a.pattern.to(target), a.values.to(target), a.meta.to(target))
-    return Semi24.unchecked(a.values.to(target), a.meta.to(target))
 
 
 def _refuse_strange(a: Matrix, values: Tensor, parts: Tensor, top: float) -> None:
@@ -441,25 +410,3 @@ def _stores_the_same(a: Matrix, b: Matrix) -> bool:
     if isinstance(a, BSR) or isinstance(b, BSR):
         return True
     return a.meta is b.meta or torch.equal(a.meta, b.meta)
-
-
-def _flatten(q: Scaled) -> tuple[list[Any], Any]:
-    return [q.matrix, q.scale], (q.kind, q.fast_accum)
-
-
-def _flatten_with_keys(q: Scaled) -> tuple[list[tuple[Any, Any]], Any]:
-    return [(_pytree.GetAttrKey(name), getattr(q, name)) for name in LEAVES], (q.kind, q.fast_accum)
-
-
-def _unflatten(parts: Any, said: Any) -> Scaled:
-    matrix, scale = parts
-    return Scaled.unchecked(matrix, scale, *said)
-
-
-_pytree.register_pytree_node(
-    Scaled,
-    _flatten,
-    _unflatten,
-    serialized_type_name="sparsek.Scaled",
-    flatten_with_keys_fn=_flatten_with_keys,
-)

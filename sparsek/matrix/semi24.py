@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 from torch.sparse import SparseSemiStructuredTensor, to_sparse_semi_structured
-from torch.utils import _pytree
 
 from sparsek.core import arguments, dtypes
 from sparsek.core.eager import outside_inference
 from sparsek.core.errors import InvalidInput, Unsupported
+from sparsek.core.record import Record, record
 from sparsek.matrix import two_four
 from sparsek.matrix.base import Stored
 from sparsek.matrix.storage import Parts, Storage, TensorHome, home_of
 
-LEAVES = ("values", "meta")
 
-
+@record(leaves=("values", "meta"), own=("values",))
 @dataclass(frozen=True, eq=False, repr=False)
-class Semi24(Stored):
+class Semi24(Stored, Record):
     """An M x K matrix of which every four neighbours in a row hold two stored values; the others are zero.
 
     `values` is [M, K/2] in bf16, fp16, fp32 or fp64; `meta` is uint8 [M, K/8] and says in which columns they stand,
@@ -42,14 +41,6 @@ class Semi24(Stored):
         two_four.check_parts(self.values, self.meta)
         two_four.check_nibbles(self.meta)
 
-    @classmethod
-    def unchecked(cls, values: Tensor, meta: Tensor) -> Semi24:
-        """A Semi24 from parts that are known to fit: no check, no sync."""
-        made = object.__new__(cls)
-        object.__setattr__(made, "values", values)
-        object.__setattr__(made, "meta", meta)
-        return made
-
     @property
     def shape(self) -> tuple[int, int]:
         """(M, K)."""
@@ -61,6 +52,9 @@ class Semi24(Stored):
             "a Semi24 has no .T: its pairs lie along rows, where sparse tensor cores read them, and those of the "
             "transpose would lie along columns; x @ W.T is sparsek.linear(x, W)"
         )
+
+    def _at(self, device: torch.device, dtype: torch.dtype) -> Semi24:
+        return Semi24.unchecked(self.values.to(device, dtype), self.meta.to(device))
 
     def storage(self, transposed: bool = False) -> Storage:
         """How this matrix, or its transpose, is stored, for the planner."""
@@ -74,16 +68,8 @@ class Semi24(Stored):
         """Where its plans are kept."""
         return home_of(self.meta)
 
-    def detach(self) -> Semi24:
-        """This matrix on the same memory, outside autograd."""
-        return Semi24.unchecked(self.values.detach(), self.meta)
-
-    def to(self, device: str | torch.device | None = None, dtype: torch.dtype | None = None) -> Semi24:
-        """This matrix on `device` and in `dtype`; this very object if nothing changes. Differentiable."""
-        target, wanted = self._place(device, dtype)
-        if (target, wanted) == (self.device, self.dtype):
-            return self
-        return Semi24.unchecked(self.values.to(target, wanted), self.meta.to(target))
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Semi24:
+        return Semi24.unchecked(change(self.values), self.meta)
 
     @classmethod
     @outside_inference
@@ -156,9 +142,6 @@ class Semi24(Stored):
         size = f"{self.shape[0]}x{self.shape[1]}"
         return f"Semi24({size} {dtypes.shown(self.dtype)}, {two_four.megabytes(self)}, {self.device})"
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Semi24, (self.values, self.meta)
-
 
 def _refuse_crowded(flags: Tensor, what: str, hint: str) -> None:
     count, at = two_four.crowded(flags)
@@ -194,24 +177,3 @@ def _torch_refuses(what: str) -> Iterator[None]:
         raise
     except (RuntimeError, ValueError, AssertionError) as error:
         raise Unsupported(what, {"torch.sparse": [str(error).partition("\n")[0] or repr(error)]}) from error
-
-
-def _flatten(a: Semi24) -> tuple[list[Any], Any]:
-    return [a.values, a.meta], None
-
-
-def _flatten_with_keys(a: Semi24) -> tuple[list[tuple[Any, Any]], Any]:
-    return [(_pytree.GetAttrKey(name), getattr(a, name)) for name in LEAVES], None
-
-
-def _unflatten(parts: Any, context: Any) -> Semi24:
-    return Semi24.unchecked(*parts)
-
-
-_pytree.register_pytree_node(
-    Semi24,
-    _flatten,
-    _unflatten,
-    serialized_type_name="sparsek.Semi24",
-    flatten_with_keys_fn=_flatten_with_keys,
-)

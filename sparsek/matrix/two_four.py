@@ -13,13 +13,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from sparsek.core import arguments, dtypes
+from sparsek.core import arguments, dtypes, operations
 from sparsek.core.eager import check_aligned, concrete, untransformed
 from sparsek.core.errors import InvalidInput
+from sparsek.matrix.base import ALIGNMENT
 
 GROUP = 4
 STEP = 2 * GROUP  # columns of a byte of metadata
-ALIGNMENT = 16
 SURE = 1e-12  # a norm from here on has lost nothing that counts to squares that underflow float32
 # Integers as wide as a float, and the bits of its infinity: magnitudes have the order of their bits without the sign.
 BITS = {
@@ -72,6 +72,8 @@ def pack(w: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
     With `mask`, bool like w and true at most twice in a group, it keeps the elements where that is true and fills up
     with zeros at the lowest free columns. No sync, no sort: six comparisons decide a group. Differentiable in w.
     """
+    if w.is_cuda and not _PACKERS:
+        operations.load()
     made = _PACKERS[0](w, mask) if _PACKERS and _goes_to_kernels(w) else None
     if made is not None:
         return made
@@ -99,15 +101,29 @@ def pack(w: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
 
 def unpack(values: Tensor, meta: Tensor) -> Tensor:
     """The dense [..., K] of values [..., K/2] and meta [..., K/8]; what is not kept is 0. No sync. Differentiable."""
+    if values.is_cuda and not _UNPACKERS:
+        operations.load()
     made = _UNPACKERS[0](values, meta) if _UNPACKERS and _goes_to_kernels(values) else None
     if made is not None:
         return made
-    columns = torch.stack((meta & 3, meta >> 2 & 3, meta >> 4 & 3, meta >> 6), dim=-1).flatten(-2)
-    i0, i1 = columns[..., 0::2], columns[..., 1::2]
+    within = _within_groups(meta)
+    i0, i1 = within[..., 0::2], within[..., 1::2]
     lower, upper = values[..., 0::2], values[..., 1::2]
     zero = values.new_zeros(())
     parts = [torch.where(i0 == at, lower, torch.where(i1 == at, upper, zero)) for at in range(GROUP)]
     return torch.stack(parts, dim=-1).flatten(-2)
+
+
+def columns(meta: Tensor) -> Tensor:
+    """In which column each of values [..., K/2] stands, int32. No sync."""
+    within = _within_groups(meta)
+    first = torch.arange(within.shape[-1] // 2, dtype=torch.int32, device=meta.device) * GROUP
+    return within + first.repeat_interleave(2)
+
+
+def _within_groups(meta: Tensor) -> Tensor:
+    """In which column of its group each of values [..., K/2] stands, uint8."""
+    return torch.stack((meta & 3, meta >> 2 & 3, meta >> 4 & 3, meta >> 6), dim=-1).flatten(-2)
 
 
 def groups(w: Tensor) -> Tensor:

@@ -28,8 +28,9 @@ class BlockSparseLinear(nn.Module):
     [out_features] or None; their gradients have these shapes. Buffers, which a state dict carries: `indptr` and
     `indices` of the pattern. Dtype and device are torch's default and the pattern's own if they are not given.
 
-    x must have the parameters' dtype and be on their device: torch.autocast does not touch it. Raises InvalidInput
-    for a pattern, an activation, a dtype or a device that do not fit.
+    x must have the parameters' dtype and be on their device. Under torch.autocast x, parameters and residual are cast,
+    as those of nn.Linear; the parameters' gradients keep their dtype. Raises InvalidInput for a pattern, an activation,
+    a dtype or a device that do not fit.
     """
 
     values: nn.Parameter
@@ -172,7 +173,7 @@ class BlockSparseLinear(nn.Module):
         return BSR.unchecked(self._pattern, self.values)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """y [..., out_features] of x's dtype; `residual` has y's shape. See `sparsek.linear`."""
+        """y [..., out_features] of x's dtype, or of autocast's; `residual` has y's shape. See `sparsek.linear`."""
         return linear(x, self.weight, self.bias, self.activation, residual)
 
     @torch.no_grad()

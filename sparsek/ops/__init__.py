@@ -1,0 +1,7 @@
+"""The verbs. Loading one of them loads all: their gradients are each other, by name, in torch.ops.sparsek."""
+
+from sparsek.ops import attention_varlen as attention_varlen
+from sparsek.ops import choose as choose
+from sparsek.ops import linear as linear
+from sparsek.ops import sddmm as sddmm
+from sparsek.ops import spgemm as spgemm

@@ -11,16 +11,25 @@ from sparsek.core import arguments
 from sparsek.core import device as devices
 from sparsek.core.errors import InvalidInput
 from sparsek.mask.mask import BlockMask
-from sparsek.ops.attention_autograd import Attention, Call, TransformedAttention, check_untransformed
+from sparsek.ops import bound
+from sparsek.ops.attention_autograd import (
+    Attention,
+    Call,
+    TransformedAttention,
+    check_untransformed,
+    run_forward,
+)
 from sparsek.ops.attention_op import through_op
 from sparsek.ops.attention_plans import (
-    cached_plan,
+    calls_of,
     checked,
+    every_block,
     grad_problem,
     make_grad_plan,
     make_plan,
     problem,
 )
+from sparsek.ops.autocast import autocasts, follow_autocast
 from sparsek.plan import attention_operands as operands
 from sparsek.plan.attention import AttentionPlan
 from sparsek.plan.attention_grad import AttentionGradPlan
@@ -92,18 +101,32 @@ def attention(
 
     Same plan, same bits. Once planned, GPU kernels do not sync; they allocate their outputs and, where the plan cuts
     long tiles, a workspace. A plan for lists on a GPU is made anew once these have been counted: mask.verify(wait=True)
-    first, and the first call has the final one. torch.autocast does not touch the operands.
+    first, and the first call has the final one.
+    Under torch.autocast q, k and v are cast to its dtype, as by scaled_dot_product_attention; with plan= they are not.
     Raises InvalidInput for operands that do not fit and Unsupported with every reason if no kernel can run.
 
     Sources: online softmax, Milakov and Gimelshein, arXiv:1805.02867; tiles of it, and weights computed again for the
     gradients, FlashAttention, Dao et al., arXiv:2205.14135; the Hopper kernel's overlap of products and softmax,
     FlashAttention-3, Shah et al., arXiv:2407.08608.
     """
+    if autocasts() and plan is None:
+        q, k, v = follow_autocast(q, k, v)
     if type(return_lse) is not bool or type(deterministic) is not bool:
         arguments.flag("return_lse", return_lse)
         arguments.flag("deterministic", deterministic)
     if kernel is not None:
         arguments.text("kernel", kernel)
+    slot = None
+    if plan is None and (scale is None or type(scale) is float) and (calls := calls_of(mask)) is not None:
+        slot = bound.look_up(calls, ("attention", scale, return_lse, kernel), (q, k, v))
+        if slot is not None and slot.call is not None:
+            if not slot.learns:
+                both = slot.call(q, k, v)
+            else:
+                found = every_block(q.shape[2], k.shape[2], q.device) if mask is None else mask
+                factor = q.shape[3] ** -0.5 if scale is None else scale
+                both = Attention.apply(q, k, v, Call(found, None, factor, kernel, deterministic, slot=slot))
+            return cast(Any, both if return_lse else both[0])
     if plan is None and _traced():
         wanted = return_lse or operands.wants_gradient(q, k, v)
         out, lse = through_op(q, k, v, mask, scale, wanted, kernel, deterministic)
@@ -124,10 +147,9 @@ def attention(
             raise InvalidInput(
                 "gradients need lse, and plan was made with return_lse=False; use plan_attention(..., return_lse=True)"
             )
-        both = Attention.apply(q, k, v, Call(found, plan, factor, kernel, deterministic))
+        both = Attention.apply(q, k, v, Call(found, plan, factor, kernel, deterministic, slot=slot))
     else:
-        plan = plan or cached_plan(q, k, v, found, kernel, return_lse)
-        both = plan.run(q, k, v, found, factor)
+        both = run_forward(q, k, v, Call(found, plan, factor, kernel, deterministic, slot=slot), return_lse)
     return cast(Any, both if return_lse else both[0])
 
 

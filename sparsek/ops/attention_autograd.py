@@ -15,8 +15,9 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from sparsek.core.eager import save_for_backward
 from sparsek.core.errors import InvalidInput
 from sparsek.mask.mask import BlockMask
-from sparsek.ops import gradients
-from sparsek.ops.attention_plans import cached_grad_plan, cached_plan, check_backward_kernel
+from sparsek.ops import bound, gradients
+from sparsek.ops.attention_plans import cached_grad_plan, cached_plan, calls_of, check_backward_kernel
+from sparsek.ops.bound import Slot
 from sparsek.plan import attention_operands as operands
 from sparsek.plan.attention import AttentionPlan
 from sparsek.plan.attention_grad import Forward
@@ -26,7 +27,7 @@ from sparsek.plan.attention_grad import Forward
 class Call:
     """What a call has besides tensors. `plan` gives lse; without it the mask's is used. `kernel` was named, or None.
 
-    `wanted`: a gradient is. It hides the mask, which is a pytree, from torch.func.
+    `wanted`: a gradient is. `slot` is that of the forward pass. It hides the mask, which is a pytree, from torch.func.
     """
 
     mask: BlockMask
@@ -35,6 +36,7 @@ class Call:
     kernel: str | None
     deterministic: bool
     wanted: bool = True
+    slot: Slot | None = None
 
 
 def check_untransformed(mask: BlockMask) -> None:
@@ -44,11 +46,22 @@ def check_untransformed(mask: BlockMask) -> None:
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor | None]:
-    plan = call.plan or cached_plan(q, k, v, call.mask, call.kernel, True)
+    if call.slot is not None and call.slot.call is not None:
+        return call.slot.call(q, k, v)
     if call.kernel is not None and call.wanted:
         kernel = gradients.kin(call.kernel, "attention_backward")
         check_backward_kernel(q, k, v, call.mask, kernel, call.deterministic)
-    return plan.run(q, k, v, call.mask, call.scale)
+    return run_forward(q, k, v, call, True)
+
+
+def run_forward(q: Tensor, k: Tensor, v: Tensor, call: Call, lse: bool) -> tuple[Tensor, Tensor | None]:
+    """(out, lse) of operands that have been checked, by the plan that was given or is kept for them."""
+    plan = call.plan or cached_plan(q, k, v, call.mask, call.kernel, lse)
+
+    def run() -> tuple[Tensor, Tensor | None]:
+        return plan.run(q, k, v, call.mask, call.scale)
+
+    return run() if call.slot is None else call.slot.run((q, k, v), run, plan)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
@@ -116,9 +129,19 @@ class AttentionBackward(torch.autograd.Function):
         grad_lse: Tensor | None,
         call: Call,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        fixed = call.deterministic or torch.are_deterministic_algorithms_enabled()
+        more = "attention_backward", call.scale, call.kernel, fixed
+        tensors = (q, k, v, out, lse, grad) if grad_lse is None else (q, k, v, out, lse, grad, grad_lse)
+        slot = bound.look_up(calls_of(call.mask) or {}, more, tensors)
+        if slot is not None and slot.call is not None:
+            return slot.call(*tensors)
         kernel = gradients.kin(call.kernel, "attention_backward")
         plan = cached_grad_plan(q, k, v, call.mask, kernel, call.deterministic)
-        return plan.run(q, k, v, call.mask, Forward(out, lse, call.scale), grad, grad_lse)
+
+        def run() -> tuple[Tensor, Tensor, Tensor]:
+            return plan.run(q, k, v, call.mask, Forward(out, lse, call.scale), grad, grad_lse)
+
+        return run() if slot is None else slot.run(tensors, run, plan)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:

@@ -18,6 +18,7 @@ from sparsek.core.streams import Made, captured, follow
 from sparsek.mask.mask import BlockMask
 from sparsek.mask.operands import check_tensors
 from sparsek.ops import gradients
+from sparsek.ops.bound import Calls
 from sparsek.ops.planning import choose
 from sparsek.plan import attention_operands as operands
 from sparsek.plan.attention import AttentionPlan
@@ -64,6 +65,19 @@ def _kept_every_block(q_len: int, kv_len: int, device: torch.device) -> tuple[Bl
     with torch.inference_mode(False), torch._C._DisableFuncTorch():
         mask = BlockMask.full(q_len=q_len, kv_len=kv_len, device=device)
     return mask, Made.here(device)
+
+
+_UNMASKED: Calls = {}
+
+
+def calls_of(mask: Any) -> Calls | None:
+    """The recorded calls of a mask, or of calls without one; None for what is no mask. Verifies the mask."""
+    if mask is None:
+        return _UNMASKED
+    if type(mask) is not BlockMask:
+        return None
+    mask.verify()
+    return mask.derived(("calls", mask.sizes.exact), dict)
 
 
 OTHER_PASS = {"attention": "attention_backward", "attention_backward": "attention"}

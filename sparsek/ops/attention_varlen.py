@@ -13,6 +13,7 @@ from sparsek.mask.mask import BlockMask
 from sparsek.mask.operands import check_tensors
 from sparsek.mask.rule import MaskPolicy, packed_scene
 from sparsek.ops.attention import attention
+from sparsek.ops.autocast import autocasts, follow_autocast
 
 DIMS = {"q": "[total_q, Hq, D]", "k": "[total_k, Hkv, D]", "v": "[total_k, Hkv, Dv]"}
 EVERY_KEY = MaskPolicy(causal=False)
@@ -78,6 +79,8 @@ def attention_varlen(
 
     Raises InvalidInput for what does not fit together, and Unsupported as `attention` does.
     """
+    if autocasts():
+        q, k, v = follow_autocast(q, k, v)
     arguments.flag("return_lse", return_lse)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if arguments.dense(name, x).dim() != 3:

@@ -181,6 +181,7 @@ class LinearPlan:
             f"y = x @ W.T   x [{self.tokens}, {k}], W [{n}, {k}] {self.dtype}, on {self.card.name}",
             f"  choice     {chosen.name} by {chosen.kernel}: {_time(chosen.seconds)} {how}{lead}",
             f"  decided    by {how} time, {self._subject}",
+            *self._caveat(),
             "  "
             + self._line(("option", "kernel", "predicted", "measured", "stored", "norm", "error", "why not")),
         ]
@@ -192,6 +193,14 @@ class LinearPlan:
             f"  not        {each.name}: {'; '.join(each.why_not)}" for each in self.options if each.why_not
         )
         return "\n".join(lines)
+
+    def _caveat(self) -> list[str]:
+        """Where predictions rest on rates that were not measured."""
+        return (
+            [f"  rates      {self.card.caveat(self.dtype)}"]
+            if self.card.source and not self.is_measured
+            else []
+        )
 
     def _line(self, cells: Sequence[str], lost: str = "") -> str:
         """One line of the table; without the column of measured times where there are none."""

@@ -21,6 +21,7 @@ from sparsek.matrix.dense8 import ScaledTensor, quantize_dense
 from sparsek.matrix.quantized import Scaled
 from sparsek.matrix.semi24 import Semi24
 from sparsek.ops import flat, transforms
+from sparsek.ops.autocast import autocasts, follow_autocast_fp8
 from sparsek.ops.spmm import SPMM, multiply
 from sparsek.plan import operands
 from sparsek.plan.spmm import E4M3, Product, SpmmPlan, dtype_of, tokens
@@ -56,11 +57,14 @@ def linear(
     Differentiable in x, the values of W (not those of a 2:4 one), bias and residual. Where a gradient is wanted and
     the activation is gelu, gelu_tanh or silu, torch applies it to the rounded x @ W.T + bias, which the backward pass
     needs; a residual after any activation is added by torch too.
-    torch.autocast does not touch the operands. Once planned, no sync and no allocation but y.
+    Under torch.autocast x, W, bias and residual are cast to its dtype, which is y's; in FP8 with dtype= they are not.
+    Once planned, no sync and no allocation but y.
     Raises InvalidInput for operands that do not fit and Unsupported with every reason if no kernel can run.
 
     GELU: Hendrycks and Gimpel, arXiv:1606.08415.
     """
+    if autocasts():
+        dtype, x, W, bias, residual = follow_autocast_fp8(dtype, x, W, bias, residual)
     if kernel is not None:
         arguments.text("kernel", kernel)
     operands.check_linear(x, W, bias, activation, residual)
@@ -88,11 +92,15 @@ def swiglu(x: Tensor | ScaledTensor, W_gate: Weight, W_up: Weight, *, kernel: st
     kernel= is given; each with its own pattern. Or both in FP8, a Scaled: x as in `linear`, rounded once for both.
     Returns y [..., N], contiguous. The gate is rounded, then the product.
     Differentiable in x and in the values; where a gradient is wanted torch applies silu and multiplies, and both
-    products stay for the backward pass.
+    products stay for the backward pass. Under torch.autocast as `linear`.
     Raises InvalidInput for operands that do not fit and Unsupported with every reason if no kernel can run.
 
     Source: Shazeer, arXiv:2002.05202.
     """
+    if autocasts():
+        dtype, x, W_gate, W_up = follow_autocast_fp8(None, x, W_gate, W_up)
+    else:
+        dtype = None
     if kernel is not None:
         arguments.text("kernel", kernel)
     for name, w in (("W_gate", W_gate), ("W_up", W_up)):
@@ -101,11 +109,10 @@ def swiglu(x: Tensor | ScaledTensor, W_gate: Weight, W_up: Weight, *, kernel: st
         operands.check_layer(x, w)
     if W_gate.shape != W_up.shape:
         raise InvalidInput(f"W_gate is {list(W_gate.shape)} and W_up {list(W_up.shape)}; they must agree")
-    dtype = None
     if isinstance(W_gate, Scaled) or isinstance(W_up, Scaled):
         if not (isinstance(W_gate, Scaled) and isinstance(W_up, Scaled)):
             raise InvalidInput("W_gate and W_up must both be a Scaled, or none of them")
-        dtype = dtype_of(W_gate, x, None)
+        dtype = dtype_of(W_gate, x, dtype)
         if isinstance(x, Tensor):
             if operands.wants_gradient(x):
                 raise InvalidInput(operands.FP8_HAS_NO_GRADIENT)

@@ -15,6 +15,7 @@ from sparsek.core.streams import Made, captured
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.pattern import BlockPattern
 from sparsek.ops import flat, gradients, transforms
+from sparsek.ops.autocast import autocasts, follow_autocast
 from sparsek.ops.planning import choose
 from sparsek.plan import operands
 from sparsek.plan.cache import PlanCache
@@ -44,10 +45,12 @@ def sddmm(
 
     Differentiable in X and Y. plan= has no gradient. A NaN in row i of X or column j of Y reaches stored elements of
     that row or column alone, except with vendor.sddmm, which computes the dense product.
-    The same plan gives the same bits. Once planned, no sync and no allocation but the values. torch.autocast does not
-    touch the operands.
+    The same plan gives the same bits. Once planned, no sync and no allocation but the values. Under torch.autocast X
+    and Y are cast to its dtype, which is S's, as by torch.matmul; with plan= they are not.
     Raises InvalidInput for operands that do not fit and Unsupported with every reason if no kernel can run.
     """
+    if autocasts() and plan is None:
+        X, Y = follow_autocast(X, Y)
     if plan is not None:
         check_plan(plan, SddmmPlan, "plan_sddmm", kernel)
         transforms.check(X, Y)

@@ -17,6 +17,7 @@ from sparsek.core.streams import Made, captured
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.pattern import BlockPattern
 from sparsek.ops import flat, gradients, transforms
+from sparsek.ops.autocast import autocasts, follow_autocast
 from sparsek.ops.planning import choose, matcher
 from sparsek.ops.spmm import spmm
 from sparsek.plan import operands
@@ -66,9 +67,11 @@ def spgemm(
     Differentiable in the values of A and B, whose gradients stay [nnzb, bm, bk]; plan= has no gradient. Inside
     torch.compile out="bsr" is refused, since how many blocks C has is data.
     The same plan gives the same bits. Matching two patterns for the first time waits for the device; after that no sync
-    and no allocation but C. torch.autocast does not touch the operands.
+    and no allocation but C. Under torch.autocast A and B are cast to its dtype, which is C's; with plan= they are not.
     Raises InvalidInput for operands that do not fit and Unsupported with every reason if no kernel can run.
     """
+    if autocasts() and plan is None:
+        A, B = follow_autocast(A, B)
     if plan is not None:
         _check_plan(plan, out, kernel)
         transforms.check(*(x.values for x in (A, B) if isinstance(x, BSR)))

@@ -20,6 +20,7 @@ from sparsek.matrix.dense8 import ScaledTensor
 from sparsek.matrix.quantized import Scaled
 from sparsek.matrix.semi24 import Semi24
 from sparsek.ops import flat, gradients, packing, transforms
+from sparsek.ops.autocast import autocasts, follow_autocast_fp8
 from sparsek.ops.flat import SpmmArgs
 from sparsek.ops.planning import choose
 from sparsek.plan import operands
@@ -73,9 +74,12 @@ def spmm(
     rows of that block; where the plan merges block rows also the rows merged with them; with vendor.dense all rows.
     The same plan gives the same bits. Once planned, GPU kernels neither sync nor allocate more than C, but
     for rows that are split, whose sums go through a workspace.
-    torch.autocast does not touch the operands.
+    Under torch.autocast operands are cast to its dtype, which is C's, as by torch.matmul; with out= and plan= they are
+    not.
     Raises InvalidInput for operands that do not fit and Unsupported with every reason if no kernel can run.
     """
+    if autocasts() and out is None and plan is None:
+        dtype, A, B = follow_autocast_fp8(dtype, A, B)
     epilogue = _epilogue(alpha, beta, out)
     if kernel is not None:
         arguments.text("kernel", kernel)

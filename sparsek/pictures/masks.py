@@ -50,6 +50,8 @@ def plot(
     With `path`, which ends in .png or .svg, `picture` writes one there too, with `title` and `max_pixels`. Syncs.
     """
     first = _row(mask, head, batch)
+    if title is not None:
+        arguments.text("title", title)
     mask.verify(wait=True)
     if path is not None:
         picture(mask, path, head, batch, title=title, max_pixels=max_pixels)

@@ -23,7 +23,7 @@ def dense_seconds(card: Card, dtype: str, m: int, n: int, k: int, *, tf32: bool 
     if not m * n * k:
         return card.launch_seconds
     name = "tf32" if dtype == "fp32" and tf32 else dtype
-    rate = card.tflops[name] * 1e12
+    rate = card.sustained(name) * 1e12
     itemsize = 1 if dtype == "fp8" else dtypes.itemsize(dtype)
     written = max(itemsize, 2)
     moved = (m * k + k * n) * itemsize + m * n * written

@@ -13,7 +13,8 @@ from torch import Tensor
 from sparsek.core import arguments, dtypes
 from sparsek.core.arguments import told
 from sparsek.core.errors import InvalidInput
-from sparsek.matrix.bsr import ALIGNMENT, BSR, check_stored
+from sparsek.matrix.base import ALIGNMENT
+from sparsek.matrix.bsr import BSR, check_stored
 from sparsek.matrix.bsr24 import BSR24
 from sparsek.matrix.dense8 import ScaledTensor
 from sparsek.matrix.pattern import BlockPattern

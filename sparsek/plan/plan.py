@@ -95,10 +95,8 @@ class Plan(ABC):
                 f"{_us(flops)}, {p.compulsory_bytes / 1e6:.4g} MB in {_us(moved)}"
             ),
         ]
-        if p.rate_name not in p.card.measured:
-            lines.append(
-                "  rates      guessed for this card and dtype, not measured: expect the order of kernels, not the times"
-            )
+        if caveat := p.card.caveat(p.rate_name):
+            lines.append(f"  rates      {caveat}")
         imbalance = getattr(self.work, "imbalance", None)
         if imbalance is not None:
             ratio = imbalance() if callable(imbalance) else imbalance

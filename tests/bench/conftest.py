@@ -27,6 +27,7 @@ KERNELS = {
     "mlp_train": "cpu.spmm + reference.sddmm",
     "mlp_decode": "cpu.spmm",
     "planner": "ops.weight_formats",
+    "host": "ops.spmm",
 }
 WINDOW_CASE = AttentionCase(1, 16, 16, 32768, 32768, 128, 128, "window:2048")
 

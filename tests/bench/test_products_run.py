@@ -333,7 +333,7 @@ def test_a_peer_that_cannot_be_captured_is_left_out(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(
         run, "time_rounds", lambda calls, **options: {name: run.Times.of([1.0]) for name in calls}
     )
-    monkeypatch.setattr(records, "environment", lambda device: dict.fromkeys(records.ENV_FIELDS))
+    monkeypatch.setattr(records, "environment", lambda *args: dict.fromkeys(records.ENV_FIELDS))
     pretended: Any = Gpu()
     outcome = run.run_case(DECODE, peers=[Syncs()], device=pretended)
     assert outcome.unavailable["syncs"] == [

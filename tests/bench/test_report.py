@@ -12,6 +12,7 @@ from sparsek.bench.suites import (
     attention,
     attention_grad,
     fp8,
+    host,
     linear,
     mlp,
     pack,
@@ -40,6 +41,7 @@ SUITES_OF = {
     "pack": pack.SUITES,
     "mlp": mlp.SUITES,
     "planner": planner.SUITES,
+    "host": host.SUITES,
     "attention": attention.SUITES,
     "attention-backward": attention_grad.SUITES,
 }

@@ -444,3 +444,34 @@ def test_bench_attention_has_its_own_suites(run) -> None:
         refused = run("bench", "attention", "--suite", suite, "--device", "cpu")
         assert refused.exit_code == 2
         assert f"suite {suite} needs a GPU" in refused.stderr
+
+
+def test_bench_host_times_calls_by_hand(run, monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    monkeypatch.setattr("sparsek.bench.suites.host_run.CALLS_EACH", 2)
+    out = tmp_path / "host.jsonl"
+    given = ["--call", "linear", "--sides", "8x64x128", "--storage", "bsr,semi24", "--block", "32"]
+    result = run("bench", "host", *given, "--dtype", "fp32", *FEW, "--out", out)
+    assert result.exit_code == 0, result.output
+    assert "host time on cpu" in result.output
+    assert re.search(
+        r"^linear \+ bias \+ gelu, 8 tokens, 64 to 128, block 32 25 % fp32", result.stdout, re.MULTILINE
+    )
+    assert [record["case"]["storage"] for record in records.read(out)] == ["bsr", "semi24"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "suite host needs a GPU"),
+        (["--only", "1"], "suite host needs a GPU"),
+        (["--only", "99"], "the suite has entries 1 to 20"),
+        (["--call", "A - B"], "a call is one of A @ B"),
+        (["--sides", "64-64"], "sides are written as 64x1024x1024"),
+        (["--suite", "host", "--call", "linear"], "leave out --call, or leave out --suite"),
+    ],
+)
+def test_bench_host_answers_bad_input_with_one_line(run, arguments: Any, said: str) -> None:
+    result = run("bench", "host", *FEW, *arguments)
+    assert result.exit_code == 2
+    assert said in result.stderr.replace("\n", " ")

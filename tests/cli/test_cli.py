@@ -42,8 +42,8 @@ def masked(text: str) -> list[str]:
 def test_the_commands_are_those_that_work(run) -> None:
     shown = run("--help").output
     listed = re.findall(r"^[ │|]*(\w+)  +\w", shown, re.MULTILINE)
-    named = {"doctor", "demo", "advise", "bench", "report", "repro", "tune", "profile"}
-    assert named.intersection(listed) == {"doctor", "demo", "advise", "bench", "report", "repro", "tune"}
+    named = {"doctor", "demo", "advise", "bench", "report", "tune", "profile"}
+    assert named.intersection(listed) == {"doctor", "demo", "advise", "bench", "report", "tune"}
 
 
 def test_advise_predicts_for_a_named_card_and_says_so(run, model: Path) -> None:
@@ -180,11 +180,11 @@ def test_advise_reads_npy(run, tmp_path: Path) -> None:
         (["--tensor", "layer.0.weigh"], "layer.0.weight"),
         (["--tensor", "bias"], "2-D float matrix"),
         (["--block", "100"], "multiple"),
-        (["--device", "tpu"], "no measured facts for a card named 'tpu'"),
+        (["--device", "tpu"], "no facts about a card named 'tpu'"),
         (["--device", "cuda:x"], "device"),
         (["--block", "big"], "a block is written as"),
         (["--keep", "0"], "keep is a fraction"),
-        (["--device", "b300"], "no measured facts for a card named 'b300'"),
+        (["--device", "b300"], "no facts about a card named 'b300'"),
         (["--dtype", "int4"], "unknown dtype"),
         (["--block", "512"], "none of its 3 float matrices is at least 512x512"),
     ],

@@ -514,6 +514,12 @@ def _bits(x: Tensor) -> Tensor:
 # What there is.
 
 
+def is_format(module: str) -> bool:
+    """Whether a module is about matrices, masks and files, not about what is computed of them."""
+    rooms = ("core", "files", "mask", "matrix", "pictures")
+    return module != "sparsek.mask.rule" and module.startswith(tuple(f"sparsek.{room}" for room in rooms))
+
+
 def public_names(inside: Callable[[str], bool]) -> set[str]:
     """Every function and every public method of `sparsek.__all__` whose module is `inside`: "linear", "BSR.to".
 

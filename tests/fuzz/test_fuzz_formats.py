@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.fuzz.calls_formats import CALLS, REASONS
-from tests.fuzz.engine import attack, count_of, public_names
+from tests.fuzz.engine import attack, count_of, is_format, public_names
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +29,7 @@ def test_odd_arguments_are_refused_or_right(name: str) -> None:
 
 
 def test_every_public_function_is_drawn_or_says_why_not() -> None:
-    names = public_names(lambda module: module.startswith(("sparsek.formats", "sparsek.core")))
+    names = public_names(is_format)
     missing = [name for name in sorted(names) if name not in CALLS and not _reason(name)]
     assert not missing, "neither drawn nor in REASONS"
     known = {name.rpartition(".")[2] for name in names}

@@ -1,10 +1,16 @@
 """What `import sparsek` does not do. Each fact is read in a fresh interpreter."""
 
+import ast
 import json
+import time
 from pathlib import Path
 
 import pytest
+from typer.core import TyperGroup
+from typer.main import get_command
 
+import sparsek
+from sparsek.cli import __main__ as command_line
 from tests.house.tools import ROOT, python
 
 LOADED = """
@@ -12,6 +18,7 @@ import json, sys
 import torch
 before = set(sys.modules)
 import sparsek
+from sparsek import *
 print(json.dumps({"new": sorted(set(sys.modules) - before), "cuda": torch.cuda.is_initialized()}))
 """
 HERE = {"PYTHONPATH": str(ROOT)}
@@ -38,6 +45,83 @@ def test_importing_sparsek_loads_nothing_that_it_can_do_without(loaded: dict, pa
     assert [name for name in loaded["new"] if name.split(".")[0] == package] == []
 
 
+def test_importing_sparsek_waits_with_torch_and_numpy_until_a_name_is_used(tmp_path: Path) -> None:
+    code = """
+import sys, sparsek
+heavy = [name for name in ("torch", "numpy", "safetensors") if name in sys.modules]
+print(heavy, set(sparsek.__all__) <= set(dir(sparsek)), sparsek.BSR.__name__, "torch" in sys.modules)
+"""
+    assert python(code, cwd=tmp_path, env=HERE) == "[] True BSR True"
+
+
+def test_the_names_that_type_checkers_see_are_the_names_that_are_loaded() -> None:
+    tree = ast.parse(Path(sparsek.__file__).read_text("utf-8"))
+    seen = {}
+    for block in (node for node in tree.body if isinstance(node, ast.If)):
+        for line in block.body:
+            assert isinstance(line, ast.ImportFrom)
+            seen |= {each.name: "sparsek.nn" if each.name == "nn" else line.module for each in line.names}
+    assert seen == sparsek._HOMES
+    assert sorted(seen) == sorted(sparsek.__all__)
+
+
+def test_a_name_is_loaded_once_and_an_unknown_one_is_refused() -> None:
+    assert all(getattr(sparsek, name) is vars(sparsek)[name] for name in sparsek.__all__)
+    with pytest.raises(AttributeError, match="module 'sparsek' has no attribute 'spmv'"):
+        sparsek.spmv  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import sparsek as sk; A = sk.BSR.from_dense(ones(32, 32), 16)",
+        "from sparsek.matrix.random import random_bsr; A = random_bsr(32, 32, 16, 1.0)",
+        "import sparsek as sk; A = sk.Semi24.from_dense(ones(32, 32))",
+    ],
+)
+def test_a_matrix_multiplies_and_learns_however_it_came(code: str, tmp_path: Path) -> None:
+    more = """
+x = ones(32, 2, requires_grad=True)
+if hasattr(A, "order"):
+    A.requires_grad_()
+(A @ x).sum().backward()
+print(x.grad.shape)
+"""
+    head = "from torch import ones\n"
+    assert python(head + code + more, cwd=tmp_path, env=HERE) == "torch.Size([32, 2])"
+
+
+HELP = """
+import sys
+from sparsek.cli.__main__ import main
+sys.argv = ["sparsek", *{words}]
+try:
+    main()
+except SystemExit:
+    print("torch" in sys.modules)
+"""
+
+
+def test_the_help_of_the_program_takes_no_torch_and_less_than_a_second(tmp_path: Path) -> None:
+    code, quickest = HELP.format(words=["--help"]), float("inf")
+    for _ in range(3):
+        began = time.perf_counter()
+        lines = python(code, cwd=tmp_path, env=HERE).splitlines()
+        quickest = min(quickest, time.perf_counter() - began)
+        assert lines[-1] == "False"
+        assert all(any(name in line for line in lines) for name in command_line.COMMANDS)
+    assert quickest < 1.0
+
+
+def test_the_help_of_the_program_says_what_each_command_says_of_itself() -> None:
+    program = get_command(command_line.app)
+    assert isinstance(program, TyperGroup)
+    assert list(program.commands) == list(command_line.COMMANDS)
+    for name, shown in program.commands.items():
+        assert isinstance(shown, command_line.Deferred)
+        assert shown.help == shown.load().help, name
+
+
 def test_making_and_checking_a_mask_loads_no_dynamo(tmp_path: Path) -> None:
     code = """
 import sys, sparsek
@@ -48,7 +132,7 @@ print("torch._dynamo" in sys.modules)
 
 
 def test_the_command_line_starts_without_cuda_and_without_kernels(tmp_path: Path) -> None:
-    code = LOADED.replace("import sparsek\n", "import sparsek.cli.__main__\n")
+    code = LOADED.replace("import sparsek\nfrom sparsek import *\n", "import sparsek.cli.__main__\n")
     found = json.loads(python(code, cwd=tmp_path, env=HERE))
     assert found["cuda"] is False
     assert [name for name in found["new"] if name.startswith(("triton", "sparsek.kernels."))] == []

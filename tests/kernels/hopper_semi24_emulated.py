@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from sparsek.core.device import H200
-from sparsek.kernels.lang.launch import Boxed
+from sparsek.kernels.lang.driver import Boxed
 from sparsek.kernels.spmm import hopper_24 as semi24
 from sparsek.kernels.spmm import hopper_bsr24 as bsr24
 from sparsek.kernels.spmm.hopper_24 import SOURCE, Config, Scales, Work

@@ -1,7 +1,6 @@
 """Runs one kernel of a product without the planner: problem, config, work, a poisoned output."""
 
 from dataclasses import replace
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -9,6 +8,7 @@ from torch import Tensor
 
 from sparsek.core import dtypes
 from sparsek.core.device import card_of
+from sparsek.kernels import load
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.pattern import BlockPattern
 from sparsek.plan.matches import Matches, match
@@ -20,8 +20,8 @@ from tests.kernels import planned
 
 
 def kernel(name: str) -> Any:
-    """The kernel of a module ("cpu.sddmm")."""
-    return import_module(f"sparsek.kernels.{name}").KERNEL
+    """The kernel of that name ("cpu.sddmm")."""
+    return load(name)
 
 
 def epilogue_problem(a: BSR, b: Tensor, epilogue: Epilogue, out: Tensor) -> SpmmProblem:

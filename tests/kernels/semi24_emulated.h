@@ -1,4 +1,4 @@
-// The PTX wrappers of semi24.cu on a CPU. Threads are fibers; what is asynchronous happens as late, or as early, as it
+// The PTX wrappers of hopper_24.cu on a CPU. Threads are fibers; what is asynchronous happens as late, or as early, as it
 // may, and reads shared memory and registers when it happens. hopper_semi24_emulated.py includes this in place of the
 // wrappers, and once more behind the roles, with RUNS defined.
 #ifndef RUNS

@@ -25,7 +25,6 @@ from tests.problems import changed, spmm_problem
 pytest.importorskip("triton")  # its nvdisasm reads the code
 
 from sparsek.kernels.lang import nvrtc
-from sparsek.kernels.lang.launch import Boxed
 from sparsek.kernels.lang.memo import Kept
 from sparsek.kernels.spmm import hopper_24 as semi24
 from sparsek.kernels.spmm import hopper_bsr24 as bsr24
@@ -219,38 +218,6 @@ def test_a_plan_keeps_no_nibbles_alive() -> None:
     del a
     assert kept[0]() is None
     assert kept[1]() is work.nibbles(other)
-
-
-def test_a_launch_is_made_once_for_pointers_and_strides_in_the_context_of_its_device(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    did: list[Any] = []
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # a CPU tensor's index
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
-    monkeypatch.setattr(semi24, "_function", lambda c, device: None)
-    monkeypatch.setattr(semi24.driver, "enter", lambda device: did.append("enter"))
-    monkeypatch.setattr(semi24.driver, "tensor_map", did.append)
-    monkeypatch.setattr(semi24, "Launch", lambda *given: lambda: did.append(given[5]))
-    a = sk.Semi24.from_dense(torch.randn(64, 64).bfloat16())
-    work = semi24.Work(132, False, lambda: None, lambda: None)
-    memory, out = torch.randn(64, 160).bfloat16(), torch.empty(64, 64, dtype=torch.bfloat16)
-
-    def boxed(b: torch.Tensor) -> list[Any]:
-        did.clear()
-        semi24.launch(Config(b_row=True), work, a, b, out, Epilogue())
-        return did
-
-    assert boxed(memory[:, :64])[0] == "enter"
-    assert (len(did), did[2].stride, did[-1]) == (5, 160, 7)
-    assert boxed(memory[:, :64]) == [7]
-    assert boxed(memory.view(-1)[: 64 * 64].view(64, 64))[2].stride == 64
-
-    many, outs = torch.randn(70, 64, 8).bfloat16(), torch.empty(70, 64, 8, dtype=torch.bfloat16)
-    for maps in (4 * 70, 0, 0):  # of a batch larger than what is remembered of single products, too
-        did.clear()
-        semi24.launch(Config(b_row=True, combine="add"), work, a, many, outs, Epilogue(other=many))
-        assert sum(isinstance(each, Boxed) for each in did) == maps
-        assert did.count(7) == 70
 
 
 def test_what_is_kept_is_renewed_when_torch_counted_a_write() -> None:

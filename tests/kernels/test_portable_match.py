@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from triton import knobs
 
 from sparsek.core.device import H200
 from sparsek.matrix.pattern import BlockPattern
@@ -15,6 +16,8 @@ from sparsek.plan import matches, spgemm_schedule
 
 pytest.importorskip("triton")
 
+from sparsek.kernels.lang import launch
+from sparsek.kernels.lang.launch import launch_unspecialized
 from sparsek.kernels.spgemm import match as portable
 from sparsek.kernels.spgemm import tiles
 from tests.house.tools import in_the_interpreter
@@ -101,20 +104,20 @@ class Compiled:
 
 @pytest.mark.parametrize("direct", [True, False])
 def test_a_kernel_that_ran_before_is_launched_directly_under_triton_3_6(monkeypatch, direct):
-    monkeypatch.setattr(portable, "_DIRECT", direct)
-    monkeypatch.setattr(portable, "_COMPILED", {})
+    monkeypatch.setattr(launch, "_is_tested", lambda: direct)
+    monkeypatch.setattr(launch, "_COMPILED", {})
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 22, raising=False)
     ready = Compiled()
     kernel, cpu, some = Launches(ready), torch.device("cpu"), torch.zeros(1)
     options = {"num_warps": 4, "num_stages": 1}
-    portable.launch(kernel, cpu, 7, (some, 5), (16,), 4)
+    launch_unspecialized(kernel, cpu, 7, (some, 5), (16,), 4)
     assert kernel.made == [((7,), (some, 5, 16), options)]
     assert ready.ran == []
-    portable.launch(kernel, cpu, 8, (some, 6), (16,), 4)
+    launch_unspecialized(kernel, cpu, 8, (some, 6), (16,), 4)
     assert ready.ran == ([(8, 1, 1, 22, 11, (4, 1), None, None, None, some, 6, 16)] if direct else [])
     for args, constants in (((some, None), (16,)), ((some, 5), (32,))):
         before = len(kernel.made)
-        portable.launch(kernel, cpu, 7, args, constants, 4)
+        launch_unspecialized(kernel, cpu, 7, args, constants, 4)
         assert len(kernel.made) == before + 1, (
             "other constants are another kernel, and so is an argument not given"
         )
@@ -122,25 +125,25 @@ def test_a_kernel_that_ran_before_is_launched_directly_under_triton_3_6(monkeypa
 
 @pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
 def test_where_a_profiler_listens_triton_launches_and_tells_it(monkeypatch, name):
-    monkeypatch.setattr(portable, "_DIRECT", True)
-    monkeypatch.setattr(portable, "_COMPILED", {})
-    ready, hooks = Launches(None), getattr(portable.knobs.runtime, name)
+    monkeypatch.setattr(launch, "_is_tested", lambda: True)
+    monkeypatch.setattr(launch, "_COMPILED", {})
+    ready, hooks = Launches(None), getattr(knobs.runtime, name)
     kernel, cpu, some = Launches(ready), torch.device("cpu"), torch.zeros(1)
-    portable.launch(kernel, cpu, 7, (some, 5), (16,), 4)
+    launch_unspecialized(kernel, cpu, 7, (some, 5), (16,), 4)
     hooks.add(print)
     try:
-        portable.launch(kernel, cpu, 8, (some, 6), (16,), 4)
+        launch_unspecialized(kernel, cpu, 8, (some, 6), (16,), 4)
     finally:
         hooks.remove(print)
     assert ready.made == [((8, 1, 1), (some, 6, 16), {})]
 
 
 def test_what_the_interpreter_ran_is_not_kept(monkeypatch):
-    monkeypatch.setattr(portable, "_DIRECT", True)
-    monkeypatch.setattr(portable, "_COMPILED", {})
+    monkeypatch.setattr(launch, "_is_tested", lambda: True)
+    monkeypatch.setattr(launch, "_COMPILED", {})
     kernel = Launches(None)
     for _ in range(2):
-        portable.launch(kernel, torch.device("cpu"), 1, (), (), 4)
+        launch_unspecialized(kernel, torch.device("cpu"), 1, (), (), 4)
     assert len(kernel.made) == 2
 
 

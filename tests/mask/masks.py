@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from sparsek.mask.mask import FIELDS, BlockLists, BlockMask
+from sparsek.mask.mask import BlockLists, BlockMask
 
 ABSENT, FULL, PARTIAL = 0, 1, 2
 
@@ -19,7 +19,7 @@ def kinds(mask: BlockMask) -> Tensor:
 
 def check_mask(mask: BlockMask) -> Tensor:
     """The dense form of a mask on the CPU, all of whose promises hold."""
-    checked = BlockMask(*(getattr(mask, name) for name in FIELDS))
+    checked = BlockMask(*(getattr(mask, name) for name in BlockMask._fields))
     bounds = zip(checked.sizes[:3], mask.sizes[:3], strict=True)
     assert all(true == said if mask.sizes.exact else true <= said for true, said in bounds)
     assert (mask.stored_blocks, mask.partial_blocks) == checked.sizes[:2]

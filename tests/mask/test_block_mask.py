@@ -348,7 +348,7 @@ def test_pytree_leaves_are_the_tensors(name: str):
     assert torch.equal(again.to_dense(), mask.to_dense())
     assert (again.sizes, again.pure, again.label) == (mask.sizes, mask.pure, mask.label)
     paths = [_pytree.keystr(path) for path, _ in _pytree.tree_flatten_with_path(mask)[0]]
-    assert paths[:4] == [".full_starts", ".full_counts", ".full_indices", ".partial_starts"]
+    assert paths[:4] == [".full.starts", ".full.counts", ".full.indices", ".partial.starts"]
     assert "lists not concrete" in repr(_pytree.tree_unflatten([None] * len(leaves), spec))
 
 

@@ -69,9 +69,7 @@ def test_to_moves_there_and_back(view: bool):
     assert torch.equal(b.to("cpu").to_dense(), a.to_dense())
 
 
-def test_to_refuses_a_dtype_in_the_place_of_the_device():
-    with pytest.raises(InvalidInput, match=r"write .to\(dtype=torch.float64\)"):
-        make().to(torch.float64)  # type: ignore[arg-type]
+def test_to_refuses_other_dtypes():
     with pytest.raises(InvalidInput, match=r"torch.int32; use one of"):
         make().to(dtype=torch.int32)
 

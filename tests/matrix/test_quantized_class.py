@@ -159,7 +159,7 @@ def test_to_stays_where_it_is_and_refuses_a_dtype():
     assert q.to() is q.to(dtype=E4M3) is q
     for asked in ({"device": torch.float32}, {"dtype": torch.float32}):
         with pytest.raises(InvalidInput, match=r"a Scaled is FP8; .dequantize\(torch.float32\)"):
-            q.to(**asked)  # type: ignore[arg-type]
+            q.to(**asked)
     with pytest.raises(InvalidInput, match="it must be a torch device"):
         q.to("nowhere")
 

@@ -213,13 +213,22 @@ def test_a_mask_that_is_let_go_takes_its_plans_along():
     assert "mask 0" not in plan.explain()
 
 
-def test_autocast_does_not_touch_the_operands():
+def test_autocast_casts_the_operands_and_nothing_inside_a_kernel():
     tensors, mask = qkv(), window()
-    alone = sk.attention(*tensors, mask)
+    q, k, v = tensors
+    low = q.bfloat16(), k.bfloat16(), v.bfloat16()
+    plan, full, alone = (
+        sk.plan_attention(*tensors, mask),
+        sk.attention(*tensors, mask),
+        sk.attention(*low, mask),
+    )
     with torch.autocast("cpu", torch.bfloat16):
         for kernel in (None, "cpu.attention", "reference.attention"):
-            check(tensors, mask, sk.attention(*tensors, mask, kernel=kernel))
+            check(low, mask, sk.attention(*tensors, mask, kernel=kernel))
         assert torch.equal(sk.attention(*tensors, mask), alone)
+        assert torch.equal(sk.attention(q, low[1], low[2], mask), alone)
+        assert torch.equal(sk.attention(*tensors, mask, plan=plan), full)
+        assert sk.attention(q.double(), k.double(), v.double(), mask).dtype == torch.float64
 
 
 def test_work_made_in_inference_mode_serves_outside_of_it():

@@ -371,9 +371,10 @@ def test_checkpointing_gives_the_same_gradients(reentrant: bool):
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(alone, again, strict=True))  # type: ignore[arg-type]
 
 
-def test_autocast_does_not_touch_a_training_step():
+def test_autocast_casts_the_operands_of_a_training_step_and_no_gradient():
     tensors, mask = leaves(qkv()), window()
-    expected = torch.autograd.grad(sk.attention(*tensors, mask).sum(), tensors)
+    q, k, v = (x.bfloat16() for x in tensors)
+    expected = torch.autograd.grad(sk.attention(q, k, v, mask).sum(), tensors)
     with torch.autocast("cpu", torch.bfloat16):
         found = torch.autograd.grad(sk.attention(*tensors, mask).sum(), tensors)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

@@ -212,19 +212,21 @@ def test_one_token_keeps_its_alignment():
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("wanted", [False, True], ids=["fused", "for training"])
-def test_autocast_does_not_touch_the_operands(wanted: bool, compiled: bool):
-    x, w, bias, residual = layer(torch.float32)
-    x.requires_grad_(wanted)
+def test_autocast_casts_the_operands_and_nothing_behind_them(wanted: bool, compiled: bool):
+    given = layer(torch.float32)
+    given[0].requires_grad_(wanted)
 
-    def run(x: Tensor) -> tuple[Tensor, ...]:
+    def run(x: Tensor, w: Any, bias: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
         dense = sk.linear(x, w.values[0, :, :1].expand(32, 96), None, "gelu")
         return sk.linear(x, w, bias, "gelu", residual), sk.swiglu(x, w, w), dense
 
-    alone = run(x)
+    x, w, bias, residual = given
+    alone = run(x.to(BF16), w.to(dtype=BF16), bias.to(BF16), residual.to(BF16))
     torch._dynamo.reset()
     call = torch.compile(run, fullgraph=True, backend="aot_eager") if compiled else run
     with torch.autocast("cpu", BF16):
-        for mine, right in zip(call(x), alone, strict=True):
+        for mine, right in zip(call(*given), alone, strict=True):
+            assert mine.dtype == BF16
             assert torch.equal(mine, right)
 
 

@@ -87,7 +87,7 @@ REFUSED: dict[str, tuple[Callable[[sk.BSR], object], str]] = {
     ),
     "a list as card": (
         lambda a: Untyped.plan_spmm(a, B, device=[]),
-        r"no measured facts for a card named \[\]",
+        r"no facts about a card named \[\]",
     ),
     "out= beside a plan": (
         lambda a: Untyped.spgemm(a, a.T, 5, plan=sk.plan_spgemm(a, a.T, "bsr")),

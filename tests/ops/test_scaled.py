@@ -321,11 +321,25 @@ def test_a_bsr_and_a_bsr24_of_one_pattern_have_plans_of_their_own():
         plan(half, b)
 
 
-def test_autocast_does_not_touch_the_operands():
-    a, x = matrix("spmm"), torch.randn(5, 192)
-    plain = sk.linear(x, a, None, "gelu")
-    with torch.autocast("cpu", dtype=BF16):
-        assert torch.equal(sk.linear(x, a, None, "gelu"), plain)
+@pytest.mark.parametrize("low", [BF16, torch.float16], ids=["bf16", "fp16"])
+def test_autocast_casts_the_dense_operand_and_decides_the_dtype_of_the_result(low: torch.dtype):
+    a, x, bias = matrix("spmm"), torch.randn(5, 192), torch.randn(matrix("spmm").shape[0])
+    right, x8 = sk.linear(x.to(low), a, bias.to(low), "gelu"), sk.quantize(x)
+    given, wide = sk.linear(x, a, bias, "gelu", dtype=F32), sk.spmm(a, x8.mT, dtype=low)
+    gated, plan = sk.swiglu(x.to(low), a, a), sk.plan_spmm(a, x.mT)
+    with torch.autocast("cpu", dtype=low):
+        assert torch.equal(sk.linear(x, a, bias, "gelu"), right)
+        assert torch.equal(sk.linear(x, a, bias, "gelu", dtype=F32), given)
+        assert torch.equal(sk.spmm(a, x8.mT), wide)
+        assert torch.equal(a @ x8.mT, wide)
+        assert torch.equal(sk.swiglu(x, a, a), gated)
+        assert (
+            sk.swiglu(x8, a, a).dtype
+            == (x @ sk.random_bsr(192, 64, 64, 1.0)).dtype
+            == (a @ x.mT).dtype
+            == low
+        )
+        assert sk.spmm(a, x.mT, plan=plan).dtype == F32
 
 
 @pytest.mark.gpu

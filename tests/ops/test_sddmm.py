@@ -118,13 +118,18 @@ def test_a_named_kernel_that_cannot_run_says_why_and_which_can():
         sk.sddmm(*given(), kernel="hopper.sddmm")
 
 
-def test_autocast_does_not_touch_the_operands():
+def test_autocast_casts_the_operands_and_nothing_inside_a_kernel():
     x, y, pattern = given(dtype=torch.float32)
-    alone = sk.sddmm(x, y, pattern).values
+    plan = sk.plan_sddmm(x, y, pattern)
+    for kernel in (None, "cpu.sddmm", "reference.sddmm", "vendor.sddmm"):
+        alone = sk.sddmm(x.to(BF16), y.to(BF16), pattern, kernel=kernel).values
+        with torch.autocast("cpu", BF16):
+            found = sk.sddmm(x, y, pattern, kernel=kernel).values
+        assert found.dtype == BF16
+        assert torch.equal(found, alone)
     with torch.autocast("cpu", BF16):
-        for kernel in (None, "cpu.sddmm", "reference.sddmm", "vendor.sddmm"):
-            assert sk.sddmm(x, y, pattern, kernel=kernel).dtype == torch.float32
-        assert torch.equal(sk.sddmm(x, y, pattern).values, alone)
+        assert plan(x, y, pattern).dtype == sk.sddmm(x, y, pattern, plan=plan).dtype == torch.float32
+        assert sk.sddmm(x.double(), y.double(), pattern).dtype == torch.float64
 
 
 @pytest.mark.parametrize("lies", ["row", "col"])

@@ -283,10 +283,13 @@ BAD: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
         "must be a dense torch.Tensor, got .*",
     ),
     "vector": (
-        lambda a, b: a @ b[:, 0],
+        lambda a, b: sk.spmm(a, b[:, 0]),
         r"B must be \[K, N\] .* got 1-D; for a vector use B.unsqueeze\(-1\)",
     ),
-    "vector left": (lambda a, b: b[:128, 0] @ a, r"A must be \[M, K\] .* got 1-D; .* A.unsqueeze\(0\)"),
+    "vector left": (
+        lambda a, b: sk.spmm(b[:128, 0], a),
+        r"A must be \[M, K\] .* got 1-D; .* A.unsqueeze\(0\)",
+    ),
     "rows": (lambda a, b: a @ b[:64], r"A is \[128, 192\] and B \[64, 40\]: B needs 192 rows"),
     "columns": (lambda a, b: sk.spmm(b, a), r"A is \[192, 40\] and B \[128, 192\]: A needs 128 columns"),
     "dtype": (lambda a, b: a @ b.double(), "A is torch.bfloat16 and B torch.float64; cast one of them"),
@@ -386,11 +389,15 @@ def test_values_that_ask_for_a_gradient_multiply_where_nobody_learns(kind: str):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_autocast_does_not_touch_the_operands(kind: str):
+def test_autocast_casts_the_operands_and_nothing_inside_a_kernel(kind: str):
     a, x = matrix(kind, torch.float32), torch.randn(5, 192)
-    plain = sk.linear(x, a, None, "gelu")
+    low, plan = a.to(dtype=BF16), sk.plan_spmm(a, x.mT)
+    right, product = sk.linear(x.to(BF16), low, None, "gelu"), low @ x.mT.to(BF16)
     with torch.autocast("cpu", dtype=BF16):
-        assert torch.equal(sk.linear(x, a, None, "gelu"), plain)
+        assert torch.equal(sk.linear(x, a, None, "gelu"), right)
+        assert torch.equal(a @ x.mT, product)
+        assert torch.equal(sk.spmm(a, x.mT), product)
+        assert sk.spmm(a, x.mT, plan=plan).dtype == torch.float32
 
 
 def test_an_aligned_plan_refuses_what_is_not():

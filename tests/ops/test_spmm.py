@@ -312,13 +312,31 @@ def test_a_pattern_keeps_no_more_plans_than_the_limit():
     assert len(a.pattern.derived(Spmm, PlanCache)) == LIMIT
 
 
-def test_autocast_does_not_touch_the_operands():
+def test_autocast_casts_the_operands_and_nothing_inside_a_kernel():
     a, b = pair(128, 96, 40, (32, 32), torch.float32)
-    alone = a @ b
+    low, b16 = a.to(dtype=torch.bfloat16), b.bfloat16()
     with torch.autocast("cpu", torch.bfloat16):
         for kernel in (None, "cpu.spmm", "reference.spmm", "vendor.dense"):
-            check(a, b, sk.spmm(a, b, kernel=kernel))
-        assert torch.equal(a @ b, alone)
+            check(low, b16, sk.spmm(a, b, kernel=kernel))
+            check(low, b16, sk.spmm(low, b, kernel=kernel))
+        found = a @ b, b.mT @ a.T
+    assert torch.equal(found[0], low @ b16)
+    assert torch.equal(found[1], b16.mT @ low.T)
+
+
+def test_autocast_leaves_out_plan_and_float64_alone():
+    a, b = pair(128, 96, 40, (32, 32), torch.float32)
+    alone, plan, out = a @ b, sk.plan_spmm(a, b), torch.empty(128, 40)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(sk.spmm(a, b, plan=plan), alone)
+        assert torch.equal(plan(a, b), alone)
+        assert sk.spmm(a, b, out=out) is out
+        assert (a.to(dtype=torch.float64) @ b.double()).dtype == torch.float64
+        with pytest.raises(InvalidInput, match=r"A is torch.bfloat16 and B torch.float64; cast one"):
+            a @ b.double()
+        with pytest.raises(InvalidInput, match=r"out must be torch.float32 \[128, 40\]"):
+            sk.spmm(a, b, out=out.bfloat16())
+    assert torch.equal(out, alone)
 
 
 def test_a_pattern_that_is_let_go_takes_its_plans_along():

@@ -55,7 +55,7 @@ BAD_OPERANDS: dict[str, tuple[Callable[[BSR, Tensor], Any], str]] = {
     "A numpy": (lambda a, b: np.zeros((4, 128)) @ a, "A must be a dense torch.Tensor, got ndarray"),
     "A sparse": (lambda a, b: torch.zeros(4, 128).to_sparse() @ a, r"A must be .* torch.sparse_coo"),
     "A 1-D": (
-        lambda a, b: b.new_ones(128) @ a,
+        lambda a, b: sk.spmm(b.new_ones(128), a),
         r"\[M, K\] or .*, got 1-D; for a vector use A.unsqueeze\(0\)",
     ),
     "A shape": (lambda a, b: b @ a, r"A is \[96, 40\] and B \[128, 96\]: A needs 128 columns"),
@@ -96,7 +96,10 @@ BAD_OPERANDS: dict[str, tuple[Callable[[BSR, Tensor], Any], str]] = {
         "activation is 'tanh'; use one of relu, gelu, gelu_tanh, silu",
     ),
     "B sparse": (lambda a, b: a @ b.to_sparse(), r"got layout torch.sparse_coo; call .to_dense\(\)"),
-    "B 1-D": (lambda a, b: a @ b[:, 0], r"must be \[K, N\] or \[..., K, N\], got 1-D; .*B.unsqueeze\(-1\)"),
+    "B 1-D": (
+        lambda a, b: sk.spmm(a, b[:, 0]),
+        r"must be \[K, N\] or \[..., K, N\], got 1-D; .*B.unsqueeze\(-1\)",
+    ),
     "B shape": (lambda a, b: a @ b[:64], r"A is \[128, 96\] and B \[64, 40\]: B needs 96 rows"),
     "B dtype": (lambda a, b: a @ b.double(), "A is torch.float32 and B torch.float64; cast one"),
     "B device": (lambda a, b: a @ b.to("meta"), "A is on cpu and B on meta; move one"),
@@ -166,11 +169,11 @@ BAD_OPERANDS: dict[str, tuple[Callable[[BSR, Tensor], Any], str]] = {
     ),
     "card": (
         lambda a, b: sk.plan_spmm(a, b, device="b200"),
-        "no measured facts for a card named 'b200'; known: h200, cpu",
+        "no facts about a card named 'b200'; known: h200, .*, cpu",
     ),
     "card as a device": (
         lambda a, b: sk.plan_spmm(a, b, device=torch.device("cuda")),  # pyright: ignore[reportCallIssue, reportArgumentType]
-        "no measured facts for a card named 'cuda'; known: h200, cpu. A plan for a GPU that is there follows from "
+        "no facts about a card named 'cuda'; known: h200, .*, cpu. A plan for a GPU that is there follows from "
         "operands on it; leave the device out"
         + ("" if torch.cuda.is_available() else ". There is no GPU here"),
     ),

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from sparsek.core.device import H200
-from sparsek.mask.mask import FIELDS as MASK_FIELDS
 from sparsek.mask.mask import BlockMask
 from sparsek.plan.attention_schedule import (
     FIELDS,
@@ -126,7 +125,7 @@ def bounded(mask: BlockMask, slack: int) -> BlockMask:
     """The same mask, of whose sizes the host knows bounds only."""
     stored, partial, longest, _ = mask.sizes
     sizes = type(mask.sizes)(stored + slack * mask.rows, partial, longest + slack, exact=False)
-    parts = {name: getattr(mask, name) for name in MASK_FIELDS}
+    parts = {name: getattr(mask, name) for name in BlockMask._fields}
     return BlockMask.unchecked(**parts | {"sizes": sizes})
 
 

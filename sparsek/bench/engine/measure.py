@@ -6,7 +6,7 @@ import torch
 
 from sparsek.bench.engine.run import Outcome, run_case, run_host
 from sparsek.bench.peers.peer import Peer
-from sparsek.bench.suites import attention_run, planner_run
+from sparsek.bench.suites import attention_run, host_run, planner_run
 from sparsek.bench.suites.case import Entry
 
 
@@ -16,6 +16,8 @@ def measure(
     """The records of one entry. Only device times have peers. Raises GateError for a wrong result."""
     if entry.op == "planner":
         return planner_run.run_planner(entry.case, device=device, rounds=rounds, report=report)
+    if entry.op == "host":
+        return host_run.run_host_time(entry.case, device=device, rounds=rounds, report=report)
     if entry.op == entry.case.op:
         return run_case(
             entry.case, kernels=entry.kernels, peers=peers, rounds=rounds, device=device, report=report

@@ -4,7 +4,9 @@ numbers.
 A record says what was measured, on what, next to whom, and which source produced it:
 {op, case{}, kernel, config, ms{median,min,max,rounds}, tflops{useful,dense_equivalent}, gbps,
  roofline{bound_ms,fraction}, gate{error,budget,passed}, peers{name:{ms{},tflops}}, ratio{peer: rate over its
- rate}, env{gpu,driver,power_limit_w,torch,triton,cuda}, source_hash, date}.
+ rate}, env{gpu,driver,power_limit_w,torch,triton,cuda,watts,sm_mhz}, source_hash, date}.
+`watts` and `sm_mhz`: means over the rounds of the power and of the SM clock; null on a CPU and where NVML is missing.
+Records of before 2026-11-23 lack both, and are read as if they were null.
 Some operations have fields of their own, numbers or null. `memory` of attention and of its peers: the largest
 allocation of one call beyond q, k, v and the output, over the bytes of these; of attention_backward beyond dq, dk and
 dv, over the same bytes. `peak_gb` of attention_train: the most that a step and its operands hold at once, in 1e9 bytes.
@@ -15,7 +17,9 @@ What several kernels do together, as the step of an MLP, is recorded under their
 
 `op` says what `ms` is, and OPS what its records hold. An operation's own name: one call on the device. "spmm_host",
 "attention_host": the host side of one eager call. "attention_new_mask": mask build, plan and kernel of one call, host
-included. "mask_build": one mask, host included. Where nothing is rated, tflops, gbps and roofline are null. "pack":
+included. "mask_build": one mask, host included. "host": a call as users write it, on the clock on the wall: how long
+the host is busy with it, or, of layers and of first calls of a process, until the GPU is idle; its peers' tflops are
+null. Where nothing is rated, tflops, gbps and roofline are null. "pack":
 a dense matrix packed; only tflops are null, its peers' too, and ratios are those of bytes a second.
 """
 
@@ -33,10 +37,12 @@ from typing import Any
 
 import torch
 
+from sparsek.bench.engine import sensors
 from sparsek.bench.suites import (
     attention,
     attention_grad,
     fp8,
+    host,
     linear,
     mlp,
     pack,
@@ -52,7 +58,7 @@ from sparsek.core import env, files
 from sparsek.core.clock import Times
 from sparsek.core.device import card_of
 from sparsek.core.errors import InvalidFile, InvalidInput, SparseKError
-from sparsek.plan.sources import JOINED, source_hash
+from sparsek.plan.sources import JOINED, ROOT, files_hash, source_hash
 
 Record = dict[str, Any]
 FIELDS = (
@@ -71,7 +77,7 @@ FIELDS = (
     "source_hash",
     "date",
 )
-ENV_FIELDS = ("gpu", "driver", "power_limit_w", "torch", "triton", "cuda")
+ENV_FIELDS = ("gpu", "driver", "power_limit_w", "torch", "triton", "cuda", *sensors.FIELDS)
 
 
 OPS: Mapping[str, Kind] = {
@@ -87,6 +93,7 @@ OPS: Mapping[str, Kind] = {
     **attention.KINDS,
     **attention_grad.KINDS,
     **planner.KINDS,
+    **host.KINDS,
 }
 
 
@@ -141,7 +148,8 @@ def faults(record: Any) -> list[str]:
             found.append(f"ratio.{name} has no peer of that name")
         if not _is_number(value):
             found.append(f"ratio.{name} is not a number")
-    found += _wrong_keys("env", record["env"], ENV_FIELDS)
+    found += _wrong_keys("env", record["env"], ENV_FIELDS, sensors.FIELDS)
+    found += _extra_faults("env.", record["env"], sensors.FIELDS)
     for name in ("kernel", "source_hash", "date"):
         if not isinstance(record[name], str) or not record[name]:
             found.append(f"{name} is not a non-empty string")
@@ -231,6 +239,7 @@ def read(path: Path) -> list[Record]:
             wrong = faults(record)
             if wrong:
                 raise InvalidFile(f"{file}:{number}: {'; '.join(wrong)}")
+            record["env"] = dict.fromkeys(sensors.FIELDS) | record["env"]
             found.append(record)
     return found
 
@@ -276,7 +285,17 @@ def config_of(config: Any) -> dict[str, Any]:
 
 def hash_of(op: str, kernel: str) -> str:
     """The source hash of a record: of the kernel, and of what else the op times."""
-    return source_hash(JOINED.join((kernel, *OPS[op].sources)))
+    kind = OPS[op]
+    if not kind.rooms:
+        return source_hash(JOINED.join((kernel, *kind.sources)))
+    source_hash(kernel)  # raises for a module that is not there
+    return _rooms_hash(kind.rooms)
+
+
+@cache
+def _rooms_hash(rooms: tuple[str, ...]) -> str:
+    files = {file for room in rooms for file in (ROOT / room).rglob("*") if file.suffix in (".py", ".cu")}
+    return files_hash(files, ROOT)
 
 
 def is_fresh(record: Mapping[str, Any]) -> bool:
@@ -295,8 +314,11 @@ def version_of(package: str) -> str | None:
         return None
 
 
-def environment(device: torch.device) -> dict[str, Any]:
-    """The `env` object of a record. On a CPU, driver, power limit and CUDA are null."""
+def environment(device: torch.device, seen: sensors.Sensors | None = None) -> dict[str, Any]:
+    """What a measurement ran on; with what the sensors saw, the `env` object of a record.
+
+    On a CPU, driver, power limit and CUDA are null.
+    """
     on_gpu = device.type == "cuda"
     driver, power = smi_facts(device.index or 0) if on_gpu else (None, None)
     return {
@@ -306,6 +328,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "torch": torch.__version__,
         "triton": version_of("triton"),
         "cuda": torch.version.cuda if on_gpu else None,
+        **(seen.means() if seen else {}),
     }
 
 

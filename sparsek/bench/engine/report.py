@@ -11,6 +11,7 @@ from typing import Any
 
 from sparsek.bench.engine import records
 from sparsek.bench.engine.records import Record
+from sparsek.bench.engine.sensors import FIELDS
 from sparsek.bench.engine.tables import TABLES, Column, Table, below, table_of
 from sparsek.bench.suites.case import Case
 from sparsek.core.errors import InvalidFile
@@ -42,8 +43,9 @@ def measured(found: Iterable[Record]) -> list[str]:
 
 
 def measured_peers(rows: Sequence[Record], table: Table) -> list[str]:
-    """The peers that any of the rows has, in the table's order."""
-    return [name for name in table.peers if any(name in record["ratio"] for record in rows)]
+    """The peers whose ratios a table shows and that any of the rows has, in the table's order."""
+    shown = table.peers if table.ratios else {}
+    return [name for name in shown if any(name in record["ratio"] for record in rows)]
 
 
 def markdown(found: Sequence[Record], op: str) -> str:
@@ -85,8 +87,19 @@ def caption(rows: Sequence[Record], table: Table) -> str:
     rounds = sorted({record["ms"]["rounds"] for record in rows})
     return (
         f"{'; '.join(settings)}; {span}; median of {' or '.join(map(str, rounds))} interleaved rounds. "
-        f"{table.note}"
+        f"{_sensed(rows)}{table.note}"
     )
+
+
+def _sensed(rows: Sequence[Record]) -> str:
+    """What power and clock the rows were measured at, of those that say it."""
+    parts = []
+    for field, what, unit in zip(FIELDS, ("Mean power", "SM clock"), ("W", "MHz"), strict=True):
+        found = [record["env"][field] for record in rows if record["env"].get(field) is not None]
+        if found:
+            least, most = round(min(found)), round(max(found))
+            parts.append(f"{what} {least}{f' to {most}' if most > least else ''} {unit}")
+    return f"{', '.join(parts)}. " if parts else ""
 
 
 def _setting(record: Record) -> str:

@@ -8,6 +8,7 @@ import torch
 
 from sparsek.bench.engine import records
 from sparsek.bench.engine.graph import captured
+from sparsek.bench.engine.sensors import Sensors
 from sparsek.bench.peers.peer import Peer, Ready, UnavailableError, first_line, rotating
 from sparsek.bench.suites.case import Case, Operands
 from sparsek.core.clock import Times, host_seconds, time_rounds
@@ -119,12 +120,14 @@ def run_case(
             continue
         ready[peer.name] = made_ready
     notes.update({name: peer.note for name, peer in ready.items() if peer.note})
+    seen = Sensors(device)
     timed = time_rounds(
         {name: turn.call for name, turn in turns.items()},
         device=device,
         rounds=rounds,
         heat=_heater(ready) or next(iter(turns)),
         on_round=lambda index: report(f"round {index + 1} of {rounds}"),
+        on_sample=seen.sample,
     )
     times = {name: turn.per_call(timed[name]) for name, turn in turns.items()}
     results = {}
@@ -135,7 +138,7 @@ def run_case(
         results[name] = PeerResult(took, flops / took.median / 1e9, sets[0].peer_extra(peer.calls[0]))
     made_records = tuple(
         rated(
-            facts(case.op, case, plans[name][0], times[f"kernel {name}"], gates[name], device),
+            facts(case.op, case, plans[name][0], times[f"kernel {name}"], gates[name], device, seen),
             case,
             sets[0],
             plans[name][0],
@@ -187,7 +190,9 @@ def _ready_peers(
             yield peer, ready
 
 
-def facts(op: str, case: Case, plan: Any, times: Times, gate: Gate, device: torch.device) -> records.Record:
+def facts(
+    op: str, case: Case, plan: Any, times: Times, gate: Gate, device: torch.device, seen: Sensors
+) -> records.Record:
     """The fields that every record has, with nothing rated. `plan` has a kernel's name and its config."""
     return {
         "op": op,
@@ -201,7 +206,7 @@ def facts(op: str, case: Case, plan: Any, times: Times, gate: Gate, device: torc
         "gate": {"error": gate.error, "budget": gate.budget, "passed": bool(gate.passed)},
         "peers": {},
         "ratio": {},
-        "env": records.environment(device),
+        "env": records.environment(device, seen),
         "source_hash": records.hash_of(op, plan.kernel),
         "date": records.now(),
     }
@@ -262,6 +267,9 @@ def run_host(
         gate = passed(case, plan.kernel, one.gate(plan))
         call = one.eager(wanted)
         host_seconds(call, device, calls=10)
-        times = Times.of([host_seconds(call, device, calls=calls) * 1e3 for _ in range(rounds)])
-        made.append(facts(f"{case.op}_host", case, plan, times, gate, device))
+        seen, samples = Sensors(device), []
+        for _ in range(rounds):
+            samples.append(host_seconds(call, device, calls=calls) * 1e3)
+            seen.sample()
+        made.append(facts(f"{case.op}_host", case, plan, Times.of(samples), gate, device, seen))
     return Outcome(case, tuple(map(in_order, made)), unavailable, {})

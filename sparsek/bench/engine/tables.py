@@ -10,6 +10,7 @@ from sparsek.bench.suites import (
     attention_grad,
     attention_run,
     fp8,
+    host,
     linear,
     mlp,
     pack,
@@ -39,7 +40,7 @@ class Table:
 
     `peers` maps names in records to headings; `dense` names the dense ones. `note` says what the numbers mean.
     `pages`: where the table stands. `command`: what makes its records. `shown`: columns of its own that a screen shows
-    beside the usual ones.
+    beside the usual ones. `ratios`: a column for each peer with the ratio of rates.
     """
 
     op: str
@@ -52,6 +53,7 @@ class Table:
     note: str
     pages: tuple[str, ...]
     shown: tuple[Column, ...] = ()
+    ratios: bool = True
 
 
 def mark(record: Record) -> str:
@@ -170,6 +172,49 @@ def below(record: Record) -> str:
     return f"Host time of an eager call with a cached plan: {ms * 1e3:.1f} us ({where})."
 
 
+def _host_case(record: Record) -> host.HostCase:
+    case = records.case_of(record)
+    assert isinstance(case, host.HostCase)
+    return case
+
+
+def _spell(milliseconds: float, case: host.HostCase) -> str:
+    return f"{milliseconds / 1e3:.3g} s" if case.is_first else f"{milliseconds * 1e3:.1f} us"
+
+
+def _host_time(record: Record) -> str:
+    return _spell(record["ms"]["median"], _host_case(record)) + mark(record)
+
+
+def _torch_time(record: Record) -> str:
+    peers = record["peers"]
+    return _spell(peers[host.TORCH]["ms"]["median"], _host_case(record)) if host.TORCH in peers else ""
+
+
+def _over_torch(record: Record) -> str:
+    peer = record["peers"].get(host.TORCH)
+    return "" if peer is None else f"{record['ms']['median'] / peer['ms']['median']:.2f}"
+
+
+def _at_most(record: Record) -> str:
+    case, ms = _host_case(record), record["ms"]["median"]
+    bar, peer = case.bar, record["peers"].get(host.TORCH)
+    if bar is None or (peer is None and not case.is_first):
+        return ""
+    found = ms / 1e3 if peer is None else ms / peer["ms"]["median"]
+    return f"{bar.must:g}{' s' if case.is_first else ''}: {bar.verdict(found)}"
+
+
+def _aim(record: Record) -> str:
+    case = _host_case(record)
+    return "" if case.bar is None else f"{case.bar.aim:g}{' s' if case.is_first else ''}"
+
+
+TIME = Column("time", _host_time)
+TORCH_TIME = Column("torch's time", _torch_time)
+OVER_TORCH = Column("over torch's", _over_torch)
+AT_MOST = Column("at most", _at_most)
+AIM = Column("aim", _aim)
 CASE = Column("case", case_name)
 KERNEL = Column("kernel", lambda record: f"{record['kernel']}{mark(record)}")
 MS = Column("ms (min to max)", _time)
@@ -493,6 +538,26 @@ PLANNER = Table(
     pages=("README.md", "docs/planner.md"),
     shown=(NEAR, WORST, NEAR_MEASURED),
 )
+HOST = Table(
+    op="host",
+    title="host time",
+    peers={host.TORCH: "torch"},
+    dense=(host.TORCH,),
+    command="host --suite host",
+    suite=host.HOST,
+    columns=(CASE, TIME, TORCH_TIME, OVER_TORCH, AT_MOST, AIM),
+    note=(
+        "Time on the clock on the wall, of calls as users write them, whose plans are kept: how long the host is busy "
+        "with one, of so few in a row that none waits for the GPU; of a layer how long one of twenty takes, until the "
+        "GPU is idle. torch multiplies the dense matrix in the same type, in FP8's rows bf16, with the same bias and "
+        "activation, in the same rounds. A first call is the first of a new process, after the import, from an idle "
+        "GPU to an idle GPU; empty caches hold no compiled kernel of Triton's or this library's. 'At most' and 'aim' "
+        "are limits of the time over torch's, or of seconds."
+    ),
+    pages=("README.md", "docs/host.md"),
+    shown=(TIME, TORCH_TIME, OVER_TORCH, AT_MOST),
+    ratios=False,
+)
 TABLES: Mapping[str, Table] = {
     table.op: table
     for table in (
@@ -510,6 +575,7 @@ TABLES: Mapping[str, Table] = {
         ATTENTION_BACKWARD,
         ATTENTION_TRAIN,
         PLANNER,
+        HOST,
     )
 }
 

@@ -12,9 +12,20 @@ WARMUP = 3
 
 
 def wall_rounds(
-    calls: Mapping[str, Callable[[], object]], device: torch.device, rounds: int
+    calls: Mapping[str, Callable[[], object]],
+    device: torch.device,
+    rounds: int,
+    *,
+    count: int | None = None,
+    until_idle: bool = True,
+    on_sample: Callable[[], None] = lambda: None,
 ) -> dict[str, Times]:
-    """Milliseconds per call: CALLS calls back to back, the named ones in turns."""
+    """Milliseconds per call: `count` calls back to back, CALLS unless given, the named ones in turns.
+
+    `until_idle=False` stops the clock when the host has queued them: its own time, if all of them fit the launch queue.
+    `on_sample()` is called after each sample.
+    """
+    count = CALLS if count is None else count
     samples: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
         for _ in range(WARMUP):
@@ -25,10 +36,13 @@ def wall_rounds(
         for name in names[first:] + names[:first]:
             wait(device)
             begin = time.perf_counter()
-            for _ in range(CALLS):
+            for _ in range(count):
                 calls[name]()
-            wait(device)
-            samples[name].append((time.perf_counter() - begin) / CALLS * 1e3)
+            if until_idle:
+                wait(device)
+            samples[name].append((time.perf_counter() - begin) / count * 1e3)
+            on_sample()
+    wait(device)
     return {name: Times.of(values) for name, values in samples.items()}
 
 

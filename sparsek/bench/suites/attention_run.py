@@ -7,6 +7,7 @@ import torch
 
 from sparsek.bench.engine import records
 from sparsek.bench.engine.run import Outcome, PeerResult, facts, in_order, passed, rated, reasons
+from sparsek.bench.engine.sensors import Sensors
 from sparsek.bench.engine.wall import wait, wall_rounds
 from sparsek.bench.peers.peer import rotating
 from sparsek.bench.suites.attention import AttentionCase, AttentionOperands
@@ -42,9 +43,10 @@ def run_new_mask(
             "new": rotating([one.anew(plan.kernel) for one in sets]),
             ALONE: rotating([one.planned(each) for one, each in zip(sets, plans, strict=True)]),
         }
-        times = wall_rounds(calls, device, rounds)
+        seen = Sensors(device)
+        times = wall_rounds(calls, device, rounds, on_sample=seen.sample)
         alone = PeerResult(times[ALONE], sets[0].useful_flops / times[ALONE].median / 1e9, {})
-        record = facts("attention_new_mask", case, plan, times["new"], gate, device)
+        record = facts("attention_new_mask", case, plan, times["new"], gate, device, seen)
         made.append(in_order(rated(record, case, sets[0], plan, {ALONE: alone})))
     return Outcome(case, tuple(made), unavailable, {})
 
@@ -77,8 +79,9 @@ def run_mask_build(case: AttentionCase, *, device: torch.device, rounds: int = 7
         make()
         wait(device)
 
-    times = wall_rounds({"build": build}, device, rounds)["build"]
-    return Outcome(case, (in_order(facts("mask_build", case, Builder(), times, gate, device)),), {}, {})
+    seen = Sensors(device)
+    times = wall_rounds({"build": build}, device, rounds, on_sample=seen.sample)["build"]
+    return Outcome(case, (in_order(facts("mask_build", case, Builder(), times, gate, device, seen)),), {}, {})
 
 
 def check_mask(case: AttentionCase, mask: BlockMask) -> Gate:

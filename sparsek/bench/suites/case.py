@@ -110,7 +110,7 @@ class Kind:
 
     `rated`: they have rates. `extra` and `peer_extra`: fields of the record and of each peer, numbers or null.
     `later`: fields of the case that came later, with what older records mean. `sources`: what is timed beside the
-    kernel, as names of modules ("plan.matches").
+    kernel, as names of modules ("plan.matches"). `rooms`: folders of sparsek of which every file counts as timed.
     """
 
     case: type[Case]
@@ -119,6 +119,7 @@ class Kind:
     peer_extra: tuple[str, ...] = ()
     later: Mapping[str, Any] = field(default_factory=dict)
     sources: tuple[str, ...] = ()
+    rooms: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Bar:
-    """What the ratio to a peer must reach, and what it aims at."""
+    """What the ratio to a peer must reach, and what it aims at. An aim below that makes it a limit from above."""
 
     peer: str
     must: float
@@ -146,9 +147,10 @@ class Bar:
 
     def verdict(self, ratio: float) -> str:
         """ "missed", "met" or "aim met"."""
-        if ratio < self.must:
+        sign = 1 if self.aim >= self.must else -1
+        if sign * ratio < sign * self.must:
             return "missed"
-        return "aim met" if ratio >= self.aim else "met"
+        return "aim met" if sign * ratio >= sign * self.aim else "met"
 
 
 def set_count(card: Card, footprint: int) -> int:
@@ -156,10 +158,10 @@ def set_count(card: Card, footprint: int) -> int:
     return max(2, min(MAX_SETS, math.ceil(CACHE_MULTIPLE * card.l2_bytes / max(1, footprint))))
 
 
-def suite_named(suites: Mapping[str, Made], name: str) -> Made:
-    """The suite of that name. Raises InvalidInput that lists the known names."""
+def suite_named(suites: Mapping[str, Made], name: str, what: str = "suite") -> Made:
+    """The suite, or another thing, of that name. Raises InvalidInput that lists the known names."""
     if name not in suites:
-        raise InvalidInput(f"no suite is called {name!r}; known: {', '.join(suites)}")
+        raise InvalidInput(f"no {what} is called {name!r}; known: {', '.join(suites)}")
     return suites[name]
 
 

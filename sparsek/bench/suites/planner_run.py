@@ -13,6 +13,7 @@ from torch import Tensor
 from sparsek.bench.engine import records
 from sparsek.bench.engine.layer_gate import Expected
 from sparsek.bench.engine.run import GateError, Outcome, in_order
+from sparsek.bench.engine.sensors import Sensors
 from sparsek.bench.engine.several import worst
 from sparsek.bench.suites.case import random_dense
 from sparsek.bench.suites.planner import LAYERS, PLANNER, Layer, PlannerCase
@@ -81,11 +82,13 @@ def run_planner(
     """One record of all layers. Raises GateError if a result of any option is outside its budget."""
     layers = LAYERS[case.layers]
     judged: list[Judged] = []
+    seen = Sensors(device)
     for number, layer in enumerate(layers, start=1):
         report(f"layer {number} of {len(layers)}: {layer.name}")
         judged.append(_judge(layer, case, device, rounds))
+        seen.sample()
     notes = {"planner": _missed(judged), "measured over predicted, median and range": _off(judged)}
-    return Outcome(case, (_record(case, judged, device),), {}, notes)
+    return Outcome(case, (_record(case, judged, device, seen),), {}, notes)
 
 
 def _judge(layer: Layer, case: PlannerCase, device: torch.device, rounds: int) -> Judged:
@@ -117,7 +120,9 @@ def _gated(layer: Layer, option: Option, weight: Any, x: Tensor) -> Gate:
     return gate
 
 
-def _record(case: PlannerCase, judged: Sequence[Judged], device: torch.device) -> records.Record:
+def _record(
+    case: PlannerCase, judged: Sequence[Judged], device: torch.device, seen: Sensors
+) -> records.Record:
     chosen = _total([each.times[each.choice] for each in judged])
     peers = {
         "best": _total([each.times[each.best] for each in judged]),
@@ -142,7 +147,7 @@ def _record(case: PlannerCase, judged: Sequence[Judged], device: torch.device) -
             for name, times in peers.items()
         },
         "ratio": {name: round(times.median / chosen.median, 4) for name, times in peers.items()},
-        "env": records.environment(device),
+        "env": records.environment(device, seen),
         "source_hash": records.hash_of(case.op, PLANNER),
         "date": records.now(),
         "near": sum(each.of_best <= NEAR for each in judged),

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsek.core import env
+from sparsek.kernels.lang.launch import launch
 from sparsek.plan import attention_grad_schedule as schedule
 
 
@@ -39,5 +40,7 @@ def deal(ticks: Tensor, ctas: int) -> tuple[Tensor, Tensor]:
     cta, start = torch.empty_like(ticks), torch.empty_like(ticks)
     options: dict[str, Any] = {"num_warps": 1}
     with torch.cuda.device_of(ticks):
-        _deal[(1,)](ticks, cta, start, len(ticks), ctas, LANES=triton.next_power_of_2(ctas), **options)
+        launch(
+            _deal, (1,), ticks, cta, start, len(ticks), ctas, LANES=triton.next_power_of_2(ctas), **options
+        )
     return cta, start

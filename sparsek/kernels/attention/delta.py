@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sparsek.kernels.lang.launch import launch
+
 # Elements a program holds of each tensor: 32 for each of its 128 threads, which are 4 vectors of 16 bytes in bf16.
 ELEMENTS = 4096
 WARPS = 4
@@ -67,7 +69,8 @@ def prepare_rows(out: Tensor, grad: Tensor, lse: Tensor, grad_lse: Tensor | None
     tile = ELEMENTS // triton.next_power_of_2(v_dim)
     options: dict[str, Any] = {"num_warps": WARPS}
     with torch.cuda.device_of(out):
-        _prepare_rows[(batch * heads * triton.cdiv(rows, tile),)](
+        launch(
+            _prepare_rows, (batch * heads * triton.cdiv(rows, tile),),
             out, grad, lse, grad_lse, made, q_len, rows, heads, batch * heads * rows,
             *out.stride(), *grad.stride(), *lse.stride(), *((0, 0, 0) if grad_lse is None else grad_lse.stride()),
             DV=v_dim, ROWS=tile, **options,
@@ -111,7 +114,8 @@ def cast_scaled(acc: Tensor, scale: float, dq: Tensor, turns: Tensor | None = No
     tile = ELEMENTS // triton.next_power_of_2(dim)
     options: dict[str, Any] = {"num_warps": WARPS}
     with torch.cuda.device_of(dq):
-        _cast_scaled[(batch * heads * triton.cdiv(q_len, tile),)](
+        launch(
+            _cast_scaled, (batch * heads * triton.cdiv(q_len, tile),),
             acc, turns, dq, scale, acc.shape[2], q_len, heads, *dq.stride(),
             D=dim, WIDTH=acc.shape[3], ROWS=tile, **options,
         )  # fmt: skip

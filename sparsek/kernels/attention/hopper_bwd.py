@@ -495,7 +495,7 @@ class HopperAttentionGrad:
         cycle and 1.6 GHz, at least 1.5 us; a tile 10 us more.
         """
         steps = p.visited * (p.block[0] // 64)
-        mma = 64 * c.keys * (3 * c.dim + 2 * c.v_dim) / (2048 * 1.6e9)
+        mma = 64 * c.keys * (3 * c.dim + 2 * c.v_dim) / (2048 * 1.6e9 * p.card.pace)
         tiles = p.batch * p.kv_heads * p.grid[1]
         busy = (steps * max(1.5e-6, 1.38 * mma) + tiles * 1e-5) / p.card.sm_count
         busy *= ORDER_PRICE[c.halves] if c.ordered else 1

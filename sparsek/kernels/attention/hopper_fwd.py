@@ -490,7 +490,7 @@ class HopperAttention:
         tiles = tiling.tiles_of(p, shape)
         sms = p.card.sm_count
         per_tile = p.stored / max(1, p.mask_batch * p.mask_heads * p.grid[0]) * (p.block[1] // c.keys)
-        mma = c.rows * c.keys * (c.dim + c.v_dim) / 2048
+        mma = c.rows * c.keys * (c.dim + c.v_dim) / (2048 * p.card.pace)
         exp = c.rows * c.keys / 8
         slower = 1.2 if c.keys == 64 else 0.9 if c.groups == 1 else 1.0
         busy = 1.03 * slower * (mma**3 + exp**3) ** (1 / 3) / 1.6e9

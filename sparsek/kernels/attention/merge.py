@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sparsek.kernels.lang.launch import launch
+
 # Rows a program: [16, 256] in float32 are 32 registers of each thread, and a tile of 128 rows is 8 programs.
 ROWS = 16
 FIELDS = 5
@@ -81,7 +83,8 @@ def merge_parts(
         return
     options: dict[str, Any] = {"num_warps": 4}
     with torch.cuda.device_of(out):
-        _merge[(len(table), -(-rows // ROWS))](
+        launch(
+            _merge, (len(table), -(-rows // ROWS)),
             o_part, lse_part, table, out, lse, out.shape[2], out.shape[1], rows, *out.stride(),
             SLOT=o_part.shape[1], DV=out.shape[3], GROUP=group, ROWS=ROWS, FIELDS=FIELDS, **options,
         )  # fmt: skip

@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sparsek.kernels.lang.launch import launch
+
 # Fields of `order`: tile (-1: none), first block, block behind the last, slot (-1: the tile is whole).
 # Fields of `merges`: group of heads, tile, first slot, slots (0: none).
 FIELDS = 4
@@ -166,7 +168,8 @@ def add_parts(parts: Tensor, first: int, walk: Walk, mask_batch: int, scale: flo
     rows, width = parts.shape[1:]
     options: dict[str, Any] = {"num_warps": 4}
     with torch.cuda.device_of(out):
-        _add_parts[(walk.replicas * len(merges), rows // ROWS)](
+        launch(
+            _add_parts, (walk.replicas * len(merges), rows // ROWS),
             parts, merges, out, scale, out.shape[2], walk.slots,
             out.shape[1] // group_heads, group_heads, len(merges), *out.stride(),
             WIDTH=width, FIRST=first, COLS=out.shape[3], BLOCK=rows, ROWS=ROWS, FIELDS=FIELDS, **options,

@@ -33,6 +33,7 @@ from sparsek.kernels.attention import portable_tiles as common
 from sparsek.kernels.attention.delta import prepare_rows
 from sparsek.kernels.attention.parts import FIELDS, Walk, add_parts, longest_part, share, turn, walk
 from sparsek.kernels.attention.portable_tiles import LOG2E, admitted, is_hopper, load_tile, padded
+from sparsek.kernels.lang.launch import launch
 from sparsek.kernels.lang.tensors import SIZE_LIMIT, at
 from sparsek.mask.mask import BlockMask
 from sparsek.mask.parts import TransposedLists
@@ -448,7 +449,7 @@ class PortableAttentionGrad:
             (bq, bk), k, q = p.block, c.keys, c.queries
             steps = p.visited * (bk // k.rows * (bq // k.step) + bq // q.rows * (bk // q.step))
             return 1e-3 * (sum(programs) + steps)
-        rate = 1e12 * RATES[_table(p)] * p.card.tflops[p.dtype] / 690.0
+        rate = 1e12 * RATES[_table(p)] * p.card.sustained(p.dtype) / 690.0
         d, dv = padded(p.dim), padded(p.v_dim)
         block = 2.0 * p.block[0] * p.block[1] * ((5 if c.apart else 4) * d + 3 * dv)
         resident = p.card.sm_count * (1 if min(c.keys.rows, c.queries.rows) >= 128 else 2)
@@ -522,7 +523,8 @@ class PortableAttentionGrad:
             order, sums = work.keys.order, _room(work.keys, mask.block[1], dim + v_dim, q.device)
             programs = order.shape[1] * (mask.block[1] // c.keys.rows) * batch * kv_heads
             for each in ((dk, None), (None, dv)) if c.apart else ((dk, dv),):
-                _keys[(programs,)](
+                launch(
+                    _keys, (programs,),
                     q, k, v, grad, rows[0], rows[1], *each, sums, order,
                     *lists.partial, lists.partial_entries if mask.bits is not None else None, *lists.full, *rules,
                     scale * LOG2E, scale, q_len, k.shape[2], rows.shape[3], columns, batch * kv_heads,
@@ -536,7 +538,8 @@ class PortableAttentionGrad:
                 add_parts(sums, 0, work.keys, mask.batch, scale, dk)
                 add_parts(sums, dim, work.keys, mask.batch, 1.0, dv)
             order, sums = work.queries.order, _room(work.queries, mask.block[0], dim, q.device)
-            _queries[(order.shape[1] * (mask.block[0] // c.queries.rows) * batch * heads,)](
+            launch(
+                _queries, (order.shape[1] * (mask.block[0] // c.queries.rows) * batch * heads,),
                 q, k, v, grad, rows[0], rows[1], dq, sums, order, *mask.partial, *mask.full, *rules,
                 scale * LOG2E, scale, q_len, k.shape[2], rows.shape[3], tiles, batch * heads,
                 order.shape[1], work.queries.lead, work.queries.section, work.queries.slots,

@@ -33,6 +33,7 @@ from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.kernels.attention import portable_tiles as common
 from sparsek.kernels.attention.portable_tiles import LOG2E, admitted, is_hopper, load_tile, padded
+from sparsek.kernels.lang.launch import launch
 from sparsek.kernels.lang.tensors import SIZE_LIMIT, at
 from sparsek.mask.mask import BlockMask
 from sparsek.plan.kernel import AttentionKernel
@@ -287,7 +288,7 @@ class PortableAttention:
         if p.on_cpu:  # the interpreter: about a millisecond for each program and step
             steps = p.visited * p.block[0] // c.tile_m * p.block[1] // c.tile_n
             return 1e-3 * (programs + steps)
-        rate = 1e12 * RATES[_table(p)] * p.card.tflops[p.dtype] / 690.0
+        rate = 1e12 * RATES[_table(p)] * p.card.sustained(p.dtype) / 690.0
         rate *= 1.0 if c.tile_m >= 128 else 0.85  # half as many FLOP for each byte of K and V
         block = 2.0 * p.block[0] * p.block[1] * (padded(p.dim) + padded(p.v_dim))
         busy = max(1, min(p.card.sm_count, programs)) / p.card.sm_count
@@ -328,7 +329,8 @@ class PortableAttention:
         tiles = mask.grid[0]
         options: dict[str, Any] = {"num_warps": c.num_warps, "num_stages": c.num_stages}
         with torch.cuda.device_of(q):
-            _attention[(tiles * (mask.block[0] // c.tile_m) * batch * heads,)](
+            launch(
+                _attention, (tiles * (mask.block[0] // c.tile_m) * batch * heads,),
                 q, k, v, out, lse, work.order,
                 *mask.partial, *mask.full, mask.lo, mask.hi, mask.rules, mask.bits,
                 scale * LOG2E, q_len, k.shape[2], tiles, batch * heads, work.section,

@@ -10,13 +10,13 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
-from triton import knobs
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from sparsek.kernels.lang.launch import launch_direct
 
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
@@ -77,11 +77,6 @@ def describe_transposed(tensor: Tensor, box: tuple[int, int]) -> Described:
     return Described(tensor, (columns, rows), (tensor.stride(1), 1), box)
 
 
-# (kernel, device, constants and dtype) -> compiled kernel. A launch through triton's JIT spends 20 us on finding it.
-_COMPILED: dict[tuple[Any, ...], Any] = {}
-_DIRECT = triton.__version__.startswith("3.6.")
-
-
 def launch_on(
     device: torch.device,
     kernel: Any,
@@ -92,26 +87,11 @@ def launch_on(
     """Runs a Gluon kernel of 4-warp groups on `device`'s current stream.
 
     `args` may hold Described matrices; the last two are its constants: a config, and a text that changes with the
-    source. Under Triton 3.6 a kernel that ran before is launched directly, under others always through the JIT.
+    source.
     """
-    if device.index != torch.cuda.current_device():
-        with torch.cuda.device(device):
-            launch_on(device, kernel, ctas, args, options)
-        return
-    key = (kernel, device.index, args[-2], args[0].base.dtype)
-    compiled = _COMPILED.get(key)
-    if compiled is not None:
-        enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-        if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):  # a profiler listens
-            compiled[(ctas, 1, 1)](*args)
-            return
-        stream = torch._C._cuda_getCurrentRawStream(device.index)
-        compiled.run(ctas, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *args)
-        return
     full = [_full(arg) if isinstance(arg, Described) else arg for arg in args]
-    compiled = kernel[(ctas,)](*full, num_warps=4, **(options or {}))
-    if _DIRECT:
-        _COMPILED[key] = compiled
+    key = args[-2], args[0].base.dtype
+    launch_direct(kernel, device, ctas, args, key, full, num_warps=4, **(options or {}))
 
 
 def _full(d: Described) -> TensorDescriptor:

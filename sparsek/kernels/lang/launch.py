@@ -1,145 +1,496 @@
-"""Launches machine code through CUDA's driver: modules, tensor maps for TMA, and a launch that is made ready once.
+"""The one launcher: runs kernels of Triton, Gluon and CUDA C++, and records a call so that it can be repeated quickly.
 
-For kernels in CUDA C++ (lang/nvrtc.py); Triton launches its own. libcuda.so.1 comes with the GPU's driver and is
-called by ctypes: eight functions whose C signatures have not changed since CUDA 12.0. cuda-core and cuda-bindings wrap
-the same ones, but neither is part of every torch that this project runs on, so ctypes would have to be here anyway.
+    first call      launch(kernel, grid, ...)     Triton's JIT finds or compiles the kernel and launches it
+    a repeated one  Recorder                      notes each launch: function, grid, argument block, tensor maps
+    from then on    Recorded(*addresses)          writes the addresses that changed, calls cuLaunchKernelEx
+
+A recorded call holds what a launch through Triton computes again each time: 20 us for a JIT kernel, 10 us for one with
+tensor maps. What changes between two calls of the same shapes, strides and alignments are addresses. Those of operands
+and of tensors allocated during the call are roles; any other address is a constant of the call, whose memory the plan
+keeps alive. cuTensorMapReplaceAddress writes an address into a tensor map.
+
+A call is recorded only if its launches are all there is to repeat: no torch operator but allocations and views.
 """
 
+from __future__ import annotations
+
 import ctypes
-from collections.abc import Sequence
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-# CUtensorMapDataType and CUtensorMapSwizzle, by dtype and by bytes of a row of the box.
-DTYPES = {
-    torch.float8_e4m3fn: 0,  # bytes
-    torch.float8_e5m2: 0,
-    torch.float16: 6,
-    torch.float32: 7,
-    torch.bfloat16: 9,
+from sparsek.kernels.lang import driver
+from sparsek.kernels.lang.driver import COOPERATIVE, Boxed, LaunchAttribute, LaunchConfig
+
+# Releases whose compiled kernels have the argument block that `_triton_step` builds. Others launch through their JIT.
+TESTED = ("3.6.",)
+CELLS = {
+    "i1": ctypes.c_int8,
+    "i8": ctypes.c_int8,
+    "i16": ctypes.c_int16,
+    "i32": ctypes.c_int32,
+    "i64": ctypes.c_int64,
+    "u1": ctypes.c_uint8,
+    "u8": ctypes.c_uint8,
+    "u16": ctypes.c_uint16,
+    "u32": ctypes.c_uint32,
+    "u64": ctypes.c_uint64,
+    "fp32": ctypes.c_float,
+    "f32": ctypes.c_float,
+    "fp64": ctypes.c_double,
 }
-SWIZZLES = {32: 1, 64: 2, 128: 3}
-MAX_DYNAMIC_SHARED, RELAXED, INVALID_CONTEXT = 8, 2, 201
+# What torch may do during a recorded call: allocate, and make views.
+ALLOCATIONS = {"aten::empty.memory_format", "aten::new_empty", "aten::empty_strided", "aten::empty_like",
+               "aten::new_empty_strided"}  # fmt: skip
+ZEROS = {"aten::zeros", "aten::new_zeros", "aten::zero_"}
+VIEWS = {  # and what only looks at dtypes
+    "promote_types", "result_type",
+    "alias", "as_strided", "detach", "expand", "flatten", "permute", "reshape", "select", "slice", "squeeze", "t",
+    "transpose", "unflatten", "unsqueeze", "view", "_unsafe_view", "_reshape_alias", "movedim", "unbind", "split",
+}  # fmt: skip
+
+_threads = threading.local()  # .recorder: that of a call which is being recorded
 
 
-class LaunchConfig(ctypes.Structure):
-    """CUlaunchConfig. Kernels say themselves how large their clusters are, so there are no attributes."""
+class Address(NamedTuple):
+    """Where in a role's memory something begins: bytes behind its first element."""
 
-    _fields_ = [
-        *((name, ctypes.c_uint) for name in ("gx", "gy", "gz", "bx", "by", "bz", "shared")),
-        ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.c_void_p),
-        ("count", ctypes.c_uint),
-    ]
+    role: int
+    offset: int
 
 
-class Boxed(NamedTuple):
-    """A matrix in memory and the box of it that one copy moves. Sizes in elements, the contiguous side first.
-
-    `box[0]` elements are as many bytes as the swizzle is wide. Outside the matrix TMA reads zeros and writes nothing.
+class Allocation(NamedTuple):
+    """A tensor that the call allocates. `stride` is None for a contiguous one on the first operand's device, and
+    `dtype` then for one of its dtype.
     """
 
-    pointer: int
-    dtype: torch.dtype
-    size: tuple[int, int]
-    stride: int
-    box: tuple[int, int]
+    shape: tuple[int, ...]
+    stride: tuple[int, ...] | None
+    dtype: torch.dtype | None
+    device: torch.device
 
 
-@cache
-def _cuda() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")
+class Result(NamedTuple):
+    """A tensor that the call returns: an allocation, or a view of one."""
+
+    allocation: int
+    shape: tuple[int, ...] = ()
+    stride: tuple[int, ...] = ()
+    offset: int = 0
+    view: bool = False
 
 
-def check(status: int) -> None:
-    """RuntimeError with the driver's words unless `status` is 0."""
-    if status:
-        text = ctypes.c_char_p()
-        _cuda().cuGetErrorString(status, ctypes.byref(text))
-        said = text.value.decode() if text.value else "unknown error"
-        raise RuntimeError(f"CUDA driver: error {status}, {said}")
+class Step:
+    """One launch: its function, grid and argument block."""
 
-
-@cache
-def _primary(device: int) -> ctypes.c_void_p:
-    """The context of `device` that torch uses."""
-    context, number = ctypes.c_void_p(), ctypes.c_int()
-    check(_cuda().cuInit(0))
-    check(_cuda().cuDeviceGet(ctypes.byref(number), device))
-    check(_cuda().cuDevicePrimaryCtxRetain(ctypes.byref(context), number))
-    return context
-
-
-def enter(device: int) -> None:
-    """Makes torch's context of `device` that of this thread, which in a new thread nothing else may have done."""
-    check(_cuda().cuCtxSetCurrent(_primary(device)))
-
-
-def function(code: bytes, name: str, shared: int, device: int) -> ctypes.c_void_p:
-    """The kernel `name` of a cubin, loaded on `device`, that may have `shared` bytes of dynamic shared memory.
-
-    Callers keep it: the module stays loaded. Also while a CUDA graph is captured, where loading would else be refused.
-    """
-    module, found, mode = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_int(RELAXED)
-    enter(device)
-    check(_cuda().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)))
-    try:
-        check(_cuda().cuModuleLoadData(ctypes.byref(module), code))
-        check(_cuda().cuModuleGetFunction(ctypes.byref(found), module, name.encode()))
-        check(_cuda().cuFuncSetAttribute(found, MAX_DYNAMIC_SHARED, shared))
-    finally:
-        check(_cuda().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)))
-    return found
-
-
-def tensor_map(m: Boxed) -> Any:
-    """The 128 bytes by which TMA knows a matrix, at a multiple of 64."""
-    raw = ctypes.create_string_buffer(192)
-    at = -(-ctypes.addressof(raw) // 64) * 64
-    size = m.dtype.itemsize
-    dims, strides = (ctypes.c_uint64 * 2)(*m.size), (ctypes.c_uint64 * 1)(m.stride * size)
-    box, steps = (ctypes.c_uint32 * 2)(*m.box), (ctypes.c_uint32 * 2)(1, 1)
-    check(
-        _cuda().cuTensorMapEncodeTiled(
-            ctypes.c_void_p(at), DTYPES[m.dtype], 2, ctypes.c_void_p(m.pointer), dims, strides, box, steps,
-            0, SWIZZLES[m.box[0] * size], 3, 0,  # not interleaved, 256 bytes at once into L2, zeros outside
-        )
-    )  # fmt: skip
-    made = (ctypes.c_char * 128).from_address(at)
-    made.kept = raw
-    return made
-
-
-class Launch:
-    """A launch with its arguments, ready to run any number of times on one stream.
-
-    `arguments` are ctypes objects, in the order of the kernel's parameters. They hold addresses; whoever calls keeps
-    the memory behind them.
-    """
-
-    __slots__ = ("config", "device", "function", "kept", "pointers", "run")
+    __slots__ = ("config", "function", "kept", "launch", "pointers")
 
     def __init__(
         self,
-        function: ctypes.c_void_p,
-        grid: int,
+        function: Any,
+        grid: Sequence[int],
         block: int,
         shared: int,
-        device: int,
-        stream: int,
-        arguments: Sequence[Any],
-    ):
-        self.kept = LaunchConfig(grid, 1, 1, block, 1, 1, shared, stream, None, 0), tuple(arguments)
-        self.config = ctypes.byref(self.kept[0])
-        self.pointers = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
-        self.function, self.device, self.run = function, device, _cuda().cuLaunchKernelEx
+        cells: Sequence[Any],
+        *kept: Any,
+        cooperative: bool = False,
+    ) -> None:
+        gx, gy, gz = (*grid, 1, 1)[:3]
+        # With the attribute all CTAs begin together or the launch fails, so that one may wait for another.
+        attribute = LaunchAttribute(COOPERATIVE, 0, (ctypes.c_int * 16)(1))
+        attributes = (ctypes.addressof(attribute), 1) if cooperative else (None, 0)
+        self.config = LaunchConfig(gx, gy, gz, block, 1, 1, shared, None, *attributes)
+        self.pointers = (ctypes.c_void_p * len(cells))(*map(ctypes.addressof, cells))
+        self.function = function if isinstance(function, ctypes.c_void_p) else ctypes.c_void_p(function)
+        self.launch = ctypes.byref(self.config), self.function, self.pointers, None
+        self.kept = cells, attribute, kept
 
-    def __call__(self) -> None:
-        """Runs it. `device` is torch's current one."""
-        status = self.run(self.config, self.function, self.pointers, None)
-        if status == INVALID_CONTEXT:
-            enter(self.device)
-            status = self.run(self.config, self.function, self.pointers, None)
-        check(status)
+
+class Recorded:
+    """A call ready to run again: `Recorded(*operands)` with operands of the recorded shapes, strides and alignments.
+
+    Not for two threads at once. The caller guarantees the current device, the stream and that no graph is captured.
+    """
+
+    __slots__ = (
+        "allocations", "cells", "device", "fresh", "kept", "last", "maps", "result", "single", "steps",
+    )  # fmt: skip
+
+    def __init__(self, recorder: Recorder, results: Sequence[Result], single: bool, kept: Any) -> None:
+        self.allocations = tuple(recorder.allocations)
+        self.cells = tuple((cell, at.role, at.offset) for at, cell in recorder.cells.items())
+        self.maps = tuple((ctypes.byref(made), at.role, at.offset, made) for made, at in recorder.maps)
+        self.steps = tuple(recorder.steps)
+        self.fresh = tuple(recorder.sources)
+        self.result, self.single = tuple(results), single
+        self.kept = recorder.launches, recorder.constants, kept
+        self.device = recorder.device
+        self.last: tuple[int, ...] = ()
+
+    def is_current(self) -> bool:
+        """False once a tensor was written from which the call's constants were made, or a profiler hooks launches."""
+        for source, version in self.fresh:
+            if source._version != version:
+                return False
+        return not hooked()
+
+    def __call__(self, *operands: Tensor) -> Any:
+        first = operands[0]
+        made = []
+        for shape, stride, dtype, device in self.allocations:
+            if stride is not None:
+                made.append(torch.empty_strided(shape, stride, dtype=dtype, device=device))
+            elif dtype is None:
+                made.append(first.new_empty(shape))
+            else:
+                made.append(first.new_empty(shape, dtype=dtype))
+        addresses = tuple([x.data_ptr() for x in (*operands, *made)])
+        if addresses != self.last:
+            replace = driver.cuda().cuTensorMapReplaceAddress
+            for cell, role, offset in self.cells:
+                cell.value = addresses[role] + offset
+            for tensor_map, role, offset, _ in self.maps:
+                driver.check(replace(tensor_map, ctypes.c_void_p(addresses[role] + offset)))
+            self.last = addresses
+        for run, given in self.steps:
+            status = run(*given)
+            if status:
+                self._again(run, given, status)
+        if self.single:
+            return made[self.result[0].allocation] if not self.result[0].view else _seen(made, self.result[0])
+        return tuple(_seen(made, each) for each in self.result)
+
+    def _again(self, run: Any, given: Any, status: int) -> None:
+        if status == driver.INVALID_CONTEXT:  # in a new thread torch may not have set one yet
+            driver.enter(self.device)
+            status = run(*given)
+        driver.check(status)
+
+
+def _seen(made: list[Tensor], result: Result | None) -> Any:
+    if result is None:
+        return None
+    x = made[result.allocation]
+    return torch.as_strided(x, result.shape, result.stride, result.offset) if result.view else x
+
+
+class Recorder(TorchDispatchMode):
+    """What a call launches and allocates. `reason` says why it cannot be repeated, "" if it can."""
+
+    def __init__(self, operands: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.reason = ""
+        self.steps: list[tuple[Any, Any]] = []
+        self.launches: list[Step] = []
+        self.cells: dict[Address, Any] = {}
+        self.maps: list[tuple[Any, Address]] = []
+        self.allocations: list[Allocation] = []
+        self.sources: list[tuple[Tensor, int]] = []
+        self.constants: list[Tensor] = []
+        self.roles: list[Tensor] = list(operands)
+        self.device = operands[0].device.index or 0
+        self.stream = torch._C._cuda_getCurrentRawStream(self.device)
+        pointers = [x.data_ptr() for x in operands]
+        if len(set(pointers)) < len(pointers):
+            self.reason = "two operands begin at the same address"
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        name = func._schema.name
+        full = f"{name}.{func._schema.overload_name}" if func._schema.overload_name else name
+        if full in ALLOCATIONS:
+            if made.is_cuda:
+                self._allocated(made)
+        elif name in ZEROS and isinstance(made, Tensor) and made.is_cuda and made.is_contiguous():
+            if name != "aten::zero_":
+                self._allocated(made)
+            size = ctypes.c_size_t(made.nbytes)
+            step = self.cell(made.data_ptr(), made), ctypes.c_ubyte(0), size, ctypes.c_void_p(self.stream)
+            self.steps.append((driver.cuda().cuMemsetD8Async, step))
+        elif name.removeprefix("aten::") not in VIEWS:
+            self.reason = self.reason or f"{name} runs between its launches"
+        return made
+
+    def _allocated(self, made: Tensor) -> None:
+        stride = None if made.is_contiguous() and made.device == self.roles[0].device else made.stride()
+        dtype = None if stride is None and made.dtype == self.roles[0].dtype else made.dtype
+        self.allocations.append(Allocation(made.shape, stride, dtype, made.device))
+        self.roles.append(made)
+
+    def at(self, pointer: int, tensor: Tensor | None = None) -> Address | None:
+        """The role whose memory an address is in; None for a constant."""
+        if not pointer:
+            return None
+        exact = [role for role, x in enumerate(self.roles) if x.data_ptr() == pointer and x.numel()]
+        if len(exact) == 1:
+            return Address(exact[0], 0)
+        within = [
+            (role, pointer - x.data_ptr())
+            for role, x in enumerate(self.roles)
+            if x.data_ptr() <= pointer < x.data_ptr() + _span(x)
+        ]
+        if len(exact) > 1 or len(within) > 1:
+            self.reason = self.reason or "an address lies in the memory of two operands"
+        if within:
+            return Address(*within[0])
+        if tensor is not None:
+            self.constants.append(tensor)
+        return None
+
+    def add(self, step: Step) -> None:
+        """Notes a launch."""
+        step.config.stream = self.stream
+        self.launches.append(step)
+        self.steps.append((driver.cuda().cuLaunchKernelEx, step.launch))
+
+    def cell(self, pointer: int, tensor: Tensor | None = None) -> Any:
+        """An 8-byte cell of the argument block that holds an address."""
+        at = self.at(pointer, tensor)
+        if at is None:
+            return ctypes.c_uint64(pointer)
+        return self.cells.setdefault(at, ctypes.c_uint64(pointer))
+
+    def tensor_map(self, made: Any, pointer: int, tensor: Tensor | None = None) -> Any:
+        """A tensor map whose address follows its role."""
+        at = self.at(pointer, tensor)
+        if at is not None:
+            self.maps.append((made, at))
+        return made
+
+    def watch(self, *sources: Tensor) -> None:
+        """The call's constants were made from `sources`; a write to one ends the recorded call."""
+        for source in sources:
+            if source.is_inference():
+                self.reason = self.reason or "torch does not count writes to a tensor of inference mode"
+            else:
+                self.sources.append((source, source._version))
+
+    def recorded(self, output: Any, kept: Any) -> Recorded | None:
+        """The call that returned `output`; None if it cannot be repeated. `kept` lives as long as it."""
+        several = isinstance(output, tuple)
+        results = [self._result(x) for x in (output if several else (output,))]
+        if not self.steps:
+            self.reason = self.reason or "nothing was launched"
+        if self.reason:
+            return None
+        return Recorded(self, results, not several, kept)
+
+    def _result(self, x: Tensor | None) -> Result | None:
+        if x is None:
+            return None
+        for place, made in enumerate(self.roles[len(self.roles) - len(self.allocations) :]):
+            if x is made:
+                return Result(place)
+            if x.untyped_storage().data_ptr() == made.untyped_storage().data_ptr() and x.numel():
+                return Result(place, tuple(x.shape), tuple(x.stride()), x.storage_offset(), True)
+        self.reason = self.reason or "it returns a tensor that it did not allocate"
+        return None
+
+
+def recorder() -> Recorder | None:
+    """That of this thread's recorded call."""
+    return getattr(_threads, "recorder", None)
+
+
+@contextmanager
+def recording(operands: Sequence[Tensor]) -> Any:
+    """A Recorder for what runs inside."""
+    made = Recorder(operands)
+    _threads.recorder = made
+    try:
+        with made:
+            yield made
+    finally:
+        _threads.recorder = None
+
+
+def record(
+    run: Callable[[], Any], operands: Sequence[Tensor], kept: Any = None
+) -> tuple[Any, Recorded | None]:
+    """What `run()` returns, and the same call ready to be repeated, if it can be."""
+    with recording(operands) as made:
+        output = run()
+    return output, made.recorded(output, kept)
+
+
+def hooked() -> bool:
+    """Whether a hook or profiler of Triton listens to launches."""
+    triton = sys.modules.get("triton")
+    if triton is None:
+        return False
+    runtime = triton.knobs.runtime
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+
+
+def launch(kernel: Any, grid: Sequence[int], *args: Any, **named: Any) -> Any:
+    """Runs a kernel of Triton or Gluon on the current device and stream, as `kernel[grid](*args, **named)` does.
+
+    Returns the compiled kernel.
+    """
+    compiled = kernel[tuple(grid)](*args, **named)
+    made = recorder()
+    if made is not None:
+        values = dict(zip(kernel.arg_names, args, strict=False)) | named
+        record_triton(made, compiled, grid, [values.get(name) for name in kernel.arg_names])
+    return compiled
+
+
+# key -> compiled kernel. A launch through Triton's JIT spends 20 us on finding it.
+_COMPILED: dict[Any, Any] = {}
+
+
+def launch_direct(
+    kernel: Any,
+    device: torch.device,
+    ctas: int,
+    args: Sequence[Any],
+    key: Any,
+    first: Sequence[Any],
+    **options: Any,
+) -> None:
+    """Runs a kernel on `device`'s current stream; under a tested Triton without its JIT once it is compiled.
+
+    `args` are all parameters in order, constants too; `first` the same as the JIT takes them. Calls that Triton would
+    compile differently differ in `key`.
+    """
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            launch_direct(kernel, device, ctas, args, key, first, **options)
+        return
+    key = kernel, device.index, key
+    compiled = _COMPILED.get(key)
+    if compiled is None:
+        compiled = kernel[(ctas,)](*first, **options)
+        if compiled is None:  # the interpreter compiles nothing
+            return
+        if _is_tested():
+            _COMPILED[key] = compiled
+    elif hooked():
+        compiled[(ctas, 1, 1)](*args)
+    else:
+        stream, code = torch._C._cuda_getCurrentRawStream(device.index), compiled.function
+        compiled.run(ctas, 1, 1, stream, code, compiled.packed_metadata, None, None, None, *args)
+    made = recorder()
+    if made is not None:
+        record_triton(made, compiled, (ctas,), args)
+
+
+def launch_unspecialized(
+    kernel: Any,
+    device: torch.device,
+    programs: int,
+    args: tuple[Any, ...],
+    constants: tuple[Any, ...],
+    warps: int,
+) -> None:
+    """Runs a kernel on `device`'s current stream: one whose sizes and alignments Triton does not look at.
+
+    `constants` follow `args`, and tell apart what differs in the dtypes of `args`.
+    """
+    key = constants, warps, *[arg is None for arg in args]
+    given = (*args, *constants)
+    launch_direct(kernel, device, programs, given, key, given, num_warps=warps, num_stages=1)
+
+
+@cache
+def _is_tested() -> bool:
+    return sys.modules["triton"].__version__.startswith(TESTED)
+
+
+def record_triton(made: Recorder, compiled: Any, grid: Sequence[int], values: Sequence[Any]) -> None:
+    """Notes a launch of a compiled kernel with `values` of its parameters, constants among them."""
+    run = compiled.run
+    scratch = getattr(run, "global_scratch_size", 1) or getattr(run, "profile_scratch_size", 1)
+    special = scratch or run.launch_pdl or run.num_ctas != 1
+    if special or not _is_tested():
+        made.reason = made.reason or "this Triton's launches are not known here"
+        return
+    metas = iter(getattr(compiled.metadata, "tensordesc_meta", None) or ())
+    cells: list[Any] = []
+    for kind, value in zip(compiled.src.signature.values(), values, strict=True):
+        if kind == "constexpr":
+            continue
+        if not isinstance(kind, str) or not (
+            kind[0] == "*" or kind in CELLS or kind.startswith("tensordesc")
+        ):
+            made.reason = made.reason or f"a parameter is {kind}"
+            return
+        if kind[0] == "*":
+            cells.append(made.cell(value.data_ptr(), value))
+        elif kind in CELLS:
+            cells.append(CELLS[kind](value))
+        else:
+            encoded = driver.encode(value, next(metas))
+            cells.append(made.tensor_map(encoded, value.base.data_ptr(), value.base))
+            cells += [ctypes.c_int32(size) for size in value.shape]
+            cells += [ctypes.c_int64(stride) for stride in value.strides]
+    cells += [ctypes.c_uint64(0), ctypes.c_uint64(0)]  # scratch memory, which these kernels do without
+    metadata = compiled.metadata
+    step = Step(
+        compiled.function,
+        grid,
+        32 * metadata.num_warps,
+        metadata.shared,
+        cells,
+        compiled,
+        cooperative=bool(run.launch_cooperative_grid),
+    )
+    made.add(step)
+
+
+def launch_cuda(
+    function: ctypes.c_void_p, grid: int, block: int, shared: int, device: int, arguments: Sequence[Any]
+) -> None:
+    """Runs a kernel of CUDA C++ on `device`, torch's current one, and its current stream.
+
+    `arguments` are its parameters in order: Boxed matrices, which it gets as tensor maps, or ctypes structures, whose
+    fields of type c_void_p are addresses.
+    """
+    made = recorder()
+    cells = []
+    for each in arguments:
+        if isinstance(each, Boxed):
+            cell = driver.tensor_map(each)
+            if made is not None:
+                made.tensor_map(cell, each.pointer)
+        else:
+            cell = each
+            if made is not None:
+                _follow_fields(made, each)
+        cells.append(cell)
+    step = Step(function, (grid,), block, shared, cells)
+    step.config.stream = torch._C._cuda_getCurrentRawStream(device)
+    run = driver.cuda().cuLaunchKernelEx
+    status = run(*step.launch)
+    if status == driver.INVALID_CONTEXT:
+        driver.enter(device)
+        status = run(*step.launch)
+    driver.check(status)
+    if made is not None:
+        made.add(step)
+
+
+def _follow_fields(made: Recorder, structure: ctypes.Structure) -> None:
+    for name, kind in structure._fields_:
+        at = made.at(getattr(structure, name) or 0) if kind is ctypes.c_void_p else None
+        if at is not None:
+            place = ctypes.c_uint64.from_buffer(structure, getattr(type(structure), name).offset)
+            if at in made.cells:
+                made.reason = made.reason or "one address stands twice in the arguments"
+            made.cells[at] = place
+
+
+def _span(x: Tensor) -> int:
+    """Bytes from the first element to behind the last."""
+    if not x.numel():
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return (last + 1) * x.element_size()

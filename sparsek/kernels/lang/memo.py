@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from sparsek.core.streams import Made, captured, follow
+from sparsek.kernels.lang.launch import recorder
 
 
 class Kept:
@@ -25,6 +26,9 @@ class Kept:
         one that it saw. Another stream waits for it.
         """
         capturing = captured(sources[0])
+        recorded = recorder()
+        if recorded is not None:
+            recorded.watch(*sources)
         if self.held is None or not self._fresh(sources):
             held = make()
             if capturing:

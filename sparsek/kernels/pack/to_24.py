@@ -26,6 +26,7 @@ from torch import Tensor
 
 from sparsek.core import env
 from sparsek.kernels.lang import tensors
+from sparsek.kernels.lang.launch import launch
 from sparsek.kernels.lang.tensors import times
 from sparsek.kernels.spmm.unpack_24 import unpacked
 from sparsek.matrix.two_four import BITS, STEP
@@ -351,7 +352,8 @@ def unpack24(values: Tensor, meta: Tensor) -> Tensor | None:
     dense = values.new_empty((*values.shape[:-1], 2 * values.shape[-1]))
     steps = meta.numel()
     with torch.cuda.device_of(values):
-        _unpack[(-(-steps // LANES),)](
+        launch(
+            _unpack, (-(-steps // LANES),),
             values.view(integers), meta, dense.view(integers), steps,
             LANES=LANES, RAGGED=steps % LANES != 0, num_warps=UNPACK_WARPS,
         )  # fmt: skip

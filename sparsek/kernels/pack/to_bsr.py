@@ -30,8 +30,8 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsek.core import env
+from sparsek.kernels.lang.launch import launch_unspecialized
 from sparsek.kernels.lang.tensors import SIZE_LIMIT, times
-from sparsek.kernels.spgemm.match import launch
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.convert import Rule, least_sure
 from sparsek.matrix.pattern import INT32_MAX, BlockPattern, grid_of
@@ -438,7 +438,7 @@ def _keys(source: Source, slot: Tensor, by_norm: bool) -> Tensor:
     x, view = source
     keys = x.new_empty(view.grid, dtype=torch.int64 if by_norm and x.dtype == torch.float64 else torch.int32)
     constants = by_norm, *_limits(keys.dtype), *view.norms
-    launch(_norms, x.device, view.programs, (x, keys, slot, *view.sizes), constants, NORM_WARPS)
+    launch_unspecialized(_norms, x.device, view.programs, (x, keys, slot, *view.sizes), constants, NORM_WARPS)
     return keys
 
 
@@ -463,7 +463,9 @@ def _chosen(keys: Tensor, slot: Tensor, rule: Rule, groups: int, count: int | No
     chunk = min(MAX_CHUNK, max(MIN_CHUNK, 1 << (cells - 1).bit_length()))
     args = keys, where, indptr, slot, least, count or 0, cells, columns
     constants = bool(count), by_norm, sure, infinity, 1 if cells % 4 else 4, chunk
-    launch(_choose, keys.device, groups, args, constants, max(1, chunk // (32 * KEYS_PER_THREAD)))
+    launch_unspecialized(
+        _choose, keys.device, groups, args, constants, max(1, chunk // (32 * KEYS_PER_THREAD))
+    )
     return indptr, where
 
 
@@ -475,5 +477,5 @@ def _gathered(source: Source, indptr: Tensor, where: Tensor) -> BSR:
     programs = view.block[0] // tall * -(-count // side)
     if programs:
         args = x, where, indices, values, *view.sizes, count
-        launch(_gather, x.device, programs, args, view.gather, GATHER_WARPS)
+        launch_unspecialized(_gather, x.device, programs, args, view.gather, GATHER_WARPS)
     return BSR.unchecked(BlockPattern.unchecked(view.sizes[:2], view.block, indptr, indices), values)

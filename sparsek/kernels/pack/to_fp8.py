@@ -22,8 +22,8 @@ from torch import Tensor
 
 from sparsek.core import env
 from sparsek.kernels.lang import tensors
+from sparsek.kernels.lang.launch import launch, launch_unspecialized
 from sparsek.kernels.lang.tensors import SIZE_LIMIT, at, times
-from sparsek.kernels.spgemm.match import launch
 from sparsek.matrix.float8 import LEAST, rounded
 
 # Rows of up to WHOLE elements stay in registers, EACH of a thread; of longer ones STEP at a time, STEP_EACH of a
@@ -174,7 +174,7 @@ def round_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
         args = (x3, out3, scale3, rows, k, *tensors.strides(x3), tiles)
         if constants.wide:  # sizes of 64 bits are another kernel to Triton
             with torch.cuda.device_of(x3):
-                _round_rows[(tiles * batch,)](*args, *constants, num_warps=warps)
+                launch(_round_rows, (tiles * batch,), *args, *constants, num_warps=warps)
         else:
-            launch(_round_rows, x3.device, tiles * batch, args, constants, warps)
+            launch_unspecialized(_round_rows, x3.device, tiles * batch, args, constants, warps)
     return values if values.dtype == dtype else rounded(values, dtype), scale

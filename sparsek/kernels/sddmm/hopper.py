@@ -230,7 +230,7 @@ class HopperSddmm:
         if p.nnzb == 0:
             return p.card.launch_seconds
         sms = p.card.sm_count
-        mma = c.rows * c.block_cols * p.k / (2048 * 1.6e9)
+        mma = c.rows * c.block_cols * p.k / (2048 * 1.6e9 * p.card.pace)
         fetch = 2 * p.k * (c.rows + c.block_cols) * sms / p.card.fabric
         slices = max(1, -(-p.block[0] // c.rows)) * max(1, -(-p.block[1] // c.piece))
         mean = max(1.0, p.nnzb / max(1, p.grid[0]))

@@ -32,6 +32,7 @@ from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.kernels.lang import tensors
 from sparsek.kernels.lang.blocks import add_product, find, inside_blocks, span
+from sparsek.kernels.lang.launch import launch
 from sparsek.kernels.lang.tensors import SIZE_LIMIT, at, times
 from sparsek.matrix.pattern import BlockPattern
 from sparsek.plan.kernel import SddmmKernel
@@ -223,9 +224,9 @@ class PortableSddmm:
         if p.on_cpu:  # the interpreter: about a millisecond for each program and step
             return 1e-3 * programs * (1 + p.k / c.tile_k)
         if p.dtype == "fp32":
-            rate = p.card.tflops["tf32"] * 0.25 if p.tf32 else p.card.tflops["fp32"] * 0.5
+            rate = p.card.sustained("tf32") * 0.25 if p.tf32 else p.card.sustained("fp32") * 0.5
         else:
-            rate = {128: 560.0, 64: 450.0, 32: 280.0}.get(c.tile_m, 150.0) * p.card.tflops[p.dtype] / 690.0
+            rate = {128: 560.0, 64: 450.0, 32: 280.0}.get(c.tile_m, 150.0) * p.card.sustained(p.dtype) / 690.0
         rate *= 1e12 * min(1.0, c.tile_n / 128)
         one = 2.0 * c.tile_m * c.tile_n * p.k / (rate / p.card.sm_count)
         waves = max(1.0, programs / p.card.sm_count)
@@ -261,7 +262,8 @@ class PortableSddmm:
         subs = math.ceil(pattern.block[0] / c.tile_m)
         options: dict[str, Any] = {"num_warps": c.num_warps, "num_stages": c.num_stages}
         with torch.cuda.device_of(x):
-            _sddmm[(work.tiles.shape[0] * subs,)](
+            launch(
+                _sddmm, (work.tiles.shape[0] * subs,),
                 x, y, values, pattern.indices, work.tiles, m, n, k,
                 *tensors.strides(x[None])[1:], *tensors.strides(y[None])[1:],
                 **_constants(c, pattern.block, x, y, work.tf32, SIZE_LIMIT), **options,

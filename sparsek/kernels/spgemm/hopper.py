@@ -98,7 +98,7 @@ class HopperSpgemm:
         slices = max(1, -(-p.block[0] // c.rows)) * max(1, -(-p.block[1] // c.block_cols))
         blocks = p.grid[0] * p.grid[1] if p.dense_out else p.nnzb_out
         depth = c.per_block * c.width
-        mma = c.rows * c.block_cols * depth / (2048 * 1.6e9)
+        mma = c.rows * c.block_cols * depth / (2048 * 1.6e9 * p.card.pace)
         fetch = 2 * p.a_block[1] * (c.a_rows + c.block_cols) * sms / p.card.fabric
         ring = {2: 1.5, 3: 1.25, 4: 1.1}.get(c.stages, 1.0)
         step = (mma**4 + fetch**4) ** 0.25 * ring

@@ -24,15 +24,13 @@ The host limits it: launches, allocations, one wait. The device looks up nnzb(A)
 about log2 of the longest row's blocks steps: 4 million for 32768 squared in blocks of 64 with 3 % stored.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
-from triton import knobs
 
 from sparsek.core import env
 from sparsek.core.errors import InvalidInput
+from sparsek.kernels.lang.launch import launch_unspecialized
 from sparsek.matrix.pattern import INT32_MAX, BlockPattern
 from sparsek.plan import matches
 from sparsek.plan.matches import Matches
@@ -221,8 +219,8 @@ def _match(a: BlockPattern, b: BlockPattern, wanted: BlockPattern | None) -> Mat
     sums = make(3 * chunks + 3, dtype=torch.int64)  # three of every chunk, then the totals
     given = (None, None) if wanted is None else (wanted.indptr, wanted.indices)
     lists = a.indptr, a.indices, b.indptr, b.indices, *given, counts, sums, columns, per_row
-    launch(_count, device, chunks, lists, (WIDTH, DEEP), WARPS)
-    launch(_sum, device, 1, (sums, chunks), (SUM_STEP,), SUM_WARPS)
+    launch_unspecialized(_count, device, chunks, lists, (WIDTH, DEEP), WARPS)
+    launch_unspecialized(_sum, device, 1, (sums, chunks), (SUM_STEP,), SUM_WARPS)
     indptr = make(rows + 1) if wanted is None else wanted.indptr
     blocks, pairs, longest = sums[3 * chunks :].tolist()
     if pairs > INT32_MAX:
@@ -232,45 +230,9 @@ def _match(a: BlockPattern, b: BlockPattern, wanted: BlockPattern | None) -> Mat
         wanted = BlockPattern.unchecked(shape, block, indptr, make(blocks))
     starts, left, right = make(wanted.nnzb + 1), make(pairs), make(pairs)
     results = indptr, wanted.indices, starts, left, right
-    launch(_fill, device, chunks, lists + results, (WIDTH, DEEP), WARPS)
+    launch_unspecialized(_fill, device, chunks, lists + results, (WIDTH, DEEP), WARPS)
     return Matches(wanted, starts, left, right, longest)
 
 
 # (kernel, device, constants, warps, which arguments are None) -> compiled kernel. A launch through triton's JIT spends
 # 20 us on finding it.
-_COMPILED: dict[tuple[Any, ...], Any] = {}
-_DIRECT = triton.__version__.startswith("3.6.")
-
-
-def launch(
-    kernel: Any,
-    device: torch.device,
-    programs: int,
-    args: tuple[Any, ...],
-    constants: tuple[Any, ...],
-    warps: int,
-) -> None:
-    """Runs a kernel on `device`'s current stream: one whose sizes and alignments Triton does not look at.
-
-    `constants` follow `args`, and tell apart what differs in the dtypes of `args`. Under Triton 3.6 a kernel that ran
-    before is launched directly, under others always through the JIT.
-    """
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
-        with torch.cuda.device(device):
-            launch(kernel, device, programs, args, constants, warps)
-        return
-    key = (kernel.fn, device.index, constants, warps, *[arg is None for arg in args])
-    compiled = _COMPILED.get(key)
-    if compiled is not None:
-        enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-        if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):  # a profiler listens
-            compiled[(programs, 1, 1)](*args, *constants)
-            return
-        stream, code = torch._C._cuda_getCurrentRawStream(device.index), compiled.function
-        compiled.run(
-            programs, 1, 1, stream, code, compiled.packed_metadata, None, None, None, *args, *constants
-        )
-        return
-    compiled = kernel[(programs,)](*args, *constants, num_warps=warps, num_stages=1)
-    if _DIRECT and compiled is not None:  # the interpreter compiles nothing
-        _COMPILED[key] = compiled

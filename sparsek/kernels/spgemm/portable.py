@@ -30,6 +30,7 @@ from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.kernels.lang import tensors
 from sparsek.kernels.lang.blocks import add_product, find, inside_blocks, span
+from sparsek.kernels.lang.launch import launch
 from sparsek.kernels.lang.tensors import SIZE_LIMIT, at, times
 from sparsek.matrix.bsr import BSR
 from sparsek.plan.kernel import SpgemmKernel
@@ -241,9 +242,9 @@ class PortableSpgemm:
         if p.on_cpu:  # the interpreter: about a millisecond for each program and step
             return 1e-3 * (programs + depth / c.tile_k)
         if p.dtype == "fp32":
-            rate = p.card.tflops["tf32"] * 0.25 if p.tf32 else p.card.tflops["fp32"] * 0.5
+            rate = p.card.sustained("tf32") * 0.25 if p.tf32 else p.card.sustained("fp32") * 0.5
         else:
-            rate = {128: 560.0, 64: 450.0, 32: 280.0}.get(c.tile_m, 150.0) * p.card.tflops[p.dtype] / 690.0
+            rate = {128: 560.0, 64: 450.0, 32: 280.0}.get(c.tile_m, 150.0) * p.card.sustained(p.dtype) / 690.0
         rate *= 1e12 * min(1.0, c.tile_n / 128)
         busy = max(1, min(p.card.sm_count, p.nnzb_out * subs)) / p.card.sm_count
         waves = 1.5e-6 * -(-programs // (4 * p.card.sm_count))
@@ -281,7 +282,8 @@ class PortableSpgemm:
         options: dict[str, Any] = {"num_warps": c.num_warps, "num_stages": c.num_stages}
         strides = tensors.strides(out[None])[1:] if work.dense else (0, 0)
         with torch.cuda.device_of(out):
-            _spgemm[(tiles,)](
+            launch(
+                _spgemm, (tiles,),
                 a.values, b.values, a.order, b.order, matches.left, matches.right, work.targets, work.places, out,
                 a.shape[0], b.shape[1], *strides,
                 **_constants(c, a, b, out, work, SIZE_LIMIT), **options,

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from sparsek.core import env
-from sparsek.kernels.spgemm.match import launch
+from sparsek.kernels.lang.launch import launch_unspecialized
 from sparsek.plan import spgemm_schedule as schedule
 from sparsek.plan.matches import Matches
 from sparsek.plan.spgemm_schedule import FIELDS, SpgemmTiles, counts_of, turn
@@ -120,5 +120,5 @@ def spgemm_tiles(matches: Matches, dense: bool, rows: int, cols: int, ctas: int)
     shape = down, across, rows, cols, bm, bn, max(bm - rows, 0)
     args = (*lists, count, ctas, turn(ctas), columns, columns.bit_length(), *shape)
     lanes = 1 << (ctas - 1).bit_length()
-    launch(_deal, indptr.device, max(1, -(-count // ctas)), args, (lanes, STEP), WARPS)
+    launch_unspecialized(_deal, indptr.device, max(1, -(-count // ctas)), args, (lanes, STEP), WARPS)
     return SpgemmTiles(tiles, starts)

@@ -384,7 +384,7 @@ class HopperSpmm:
         tiles = units * columns * p.batch
         depth = p.block[1]
         shallow = c.pieces * c.width <= 32
-        mma = c.rows * c.block_cols * depth / (2048 * 1.75e9)
+        mma = c.rows * c.block_cols * depth / (2048 * 1.75e9 * p.card.pace)
         bytes_ = 2 * depth * (c.a_rows + min(c.block_cols, -(-p.n // 8) * 8))
         fetch = bytes_ * sms / p.card.fabric
         step = (mma**4 + fetch**4) ** 0.25 * (1.02 if shallow else 1.0) + 3.5e-8 + 3e-8 * (c.merge - 1)

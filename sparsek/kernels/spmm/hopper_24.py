@@ -21,7 +21,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -35,9 +35,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from sparsek.core.device import H200
 from sparsek.core.errors import InvalidInput
-from sparsek.kernels.lang import launch as driver
-from sparsek.kernels.lang import nvrtc
-from sparsek.kernels.lang.launch import Boxed, Launch
+from sparsek.kernels.lang import driver, nvrtc
+from sparsek.kernels.lang.driver import Boxed
+from sparsek.kernels.lang.launch import launch_cuda
 from sparsek.kernels.lang.memo import Kept
 from sparsek.matrix.bsr24 import BSR24
 from sparsek.matrix.semi24 import Semi24
@@ -50,7 +50,6 @@ ENTRY = "semi24_kernel"
 OPTIONS = ("--gpu-architecture=sm_90a", "--std=c++17", "-lineinfo")
 ACTS, JOINS = tuple(ACTIVATIONS), ("", *COMBINES)  # a number for each in the kernel
 BOX_BYTES = 8192  # 64 rows and 64 columns of C
-REMEMBERED = 64  # launches with their tensor maps, of one plan; a batch has as many as items
 
 
 @dataclass(frozen=True)
@@ -240,10 +239,9 @@ class Lists:
 
 @dataclass(frozen=True, eq=False)
 class Work:
-    """Where the planned matrix has its nibbles, the lists of a BSR24, and launches that were made ready.
+    """Where the planned matrix has its nibbles, and the lists of a BSR24.
 
-    Launches, one for each item of a batch, may be repeated while pointers and strides are the same: they hold nothing
-    else. `meta` and `kept` are weak: a plan of many matrices keeps the nibbles of none alive.
+    `meta` and `kept` are weak: a plan of many matrices keeps the nibbles of none alive.
     """
 
     sms: int
@@ -251,7 +249,6 @@ class Work:
     meta: Callable[[], Tensor | None]
     kept: Callable[[], Kept | None]
     lists: Lists | None = None
-    launches: dict[tuple[Any, ...], list[Launch]] = field(default_factory=dict)
 
     def nibbles(self, a: Semi24 | BSR24) -> Tensor:
         """Of `a`, which may be another matrix than the one that was planned."""
@@ -289,31 +286,15 @@ def launch(
         with torch.cuda.device(index):
             return launch(c, work, a, b, out, epilogue, scales)
     nibbles = work.nibbles(a)
-    stream = torch._C._cuda_getCurrentRawStream(index)
-    a_scale, b_scale = (None, None) if scales is None else scales
-    shared, of_items = (nibbles, a.values, epilogue.bias, a_scale), (b, out, epilogue.other, b_scale)
-    key = (
-        *(None if x is None else x.data_ptr() for x in (*shared, *of_items)),
-        *(None if x is None else x.stride() for x in of_items),
-        *(float(epilogue.alpha), float(epilogue.beta), stream, index),
-    )
-    ready = work.launches.get(key)
-    if ready is None:
-        items = list(np.ndindex(*b.shape[:-2]))
-        if (len(work.launches) + 1) * len(items) > REMEMBERED:
-            work.launches.clear()
-        driver.enter(index)  # in a new thread torch may not have done so yet
-        function, ready = _function(_compiled(c), index), []
-        for at in items:
-            b_one, c_one, other = b[at], out[at], None if epilogue.other is None else epilogue.other[at]
-            params, grid = told(c, work, nibbles, b_one, c_one, epilogue, _item(scales, at))
-            maps = [driver.tensor_map(each) for each in boxes(c, a.values, b_one, c_one, other)]
-            # Where no other matrix is, C's map stands for it; the kernel does not look at it.
-            arguments = [*maps[:3], params, maps[-1]]
-            ready.append(Launch(function, grid, c.threads, c.smem, index, stream, arguments))
-        work.launches[key] = ready
-    for each in ready:
-        each()
+    driver.enter(index)  # in a new thread torch may not have done so yet
+    function = _function(_compiled(c), index)
+    for at in np.ndindex(*b.shape[:-2]):
+        b_one, c_one, other = b[at], out[at], None if epilogue.other is None else epilogue.other[at]
+        params, grid = told(c, work, nibbles, b_one, c_one, epilogue, _item(scales, at))
+        # Where no other matrix is, C's map stands for it; the kernel does not look at it.
+        of_a, of_b, of_c, *of_other = boxes(c, a.values, b_one, c_one, other)
+        arguments = of_a, of_b, of_c, params, *(of_other or [of_c])
+        launch_cuda(function, grid, c.threads, c.smem, index, arguments)
 
 
 def _item(scales: Scales | None, at: tuple[int, ...]) -> Scales | None:
@@ -441,9 +422,8 @@ def step_seconds(c: Config, p: SpmmProblem, tiles: int) -> float:
     share = p.card.sm_count / H200.sm_count
     reading = min(max(tiles, 0.75 * p.card.sm_count), p.card.sm_count) if p.n <= 64 else p.card.sm_count
     fetch = (c.tm * c.a_row + c.tn * 128 / c.cluster) * reading / (L2_BYTES_PER_SECOND * share)
-    products = (
-        2 * c.tm * c.tn * 64 * p.card.sm_count / (FLOPS_PER_SECOND * share)
-    )  # FP8: twice, twice as fast
+    rate = FLOPS_PER_SECOND * share * p.card.pace
+    products = 2 * c.tm * c.tn * 64 * p.card.sm_count / rate  # FP8: twice, twice as fast
     port = c.tm // 64 * c.tn + c.tm / 2 + (c.tm * c.a_row + c.tn * 128) / 128
     return max(fetch, products, port / CYCLES_PER_SECOND)
 

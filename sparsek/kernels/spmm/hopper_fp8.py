@@ -365,7 +365,7 @@ class HopperSpmmFp8:
         slices = max(1, -(-p.block[0] // c.rows))
         units = p.grid[0] * slices
         tiles = units * columns * p.batch
-        mma = c.rows * c.block_cols * p.block[1] / (4096 * 1.36e9)
+        mma = c.rows * c.block_cols * p.block[1] / (4096 * 1.36e9 * p.card.pace)
         fetch = p.block[1] * (c.rows + min(c.block_cols, -(-p.n // 8) * 8)) * sms / p.card.fabric
         step = (mma**4 + fetch**4) ** 0.25 * (1.15 if c.stages == 2 else 1.0) + 3.5e-8
         mean = p.nnzb * slices / units

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sparsek.kernels.lang.epilogue import constants, finished
+from sparsek.kernels.lang.launch import launch
 from sparsek.kernels.spmm.multiply import RECORD, Tile
 from sparsek.plan.problem import SpmmProblem
 from sparsek.plan.schedule import Cut, Schedule, Walk, balance, cut, part_limit
@@ -139,7 +140,8 @@ def merge_parts(parts: Parts, sums: Tensor, height: int, out: Tensor, epilogue: 
     _, rows, cols = sums.shape
     other = out if epilogue.other is None else epilogue.other
     with torch.cuda.device_of(out):
-        _merge[(tiles, -(-height // ROWS))](
+        launch(
+            _merge, (tiles, -(-height // ROWS)),
             sums, parts.table, epilogue.bias, other, out,
             *out.shape, parts.columns, height, float(epilogue.alpha), float(epilogue.beta),
             *out.stride(), *other.stride(), TILE_ROWS=rows, TILE_COLS=cols, ROWS=ROWS, **constants(epilogue),

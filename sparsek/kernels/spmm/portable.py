@@ -31,6 +31,7 @@ from sparsek.core.errors import InvalidInput
 from sparsek.kernels.lang import tensors
 from sparsek.kernels.lang.blocks import blocks_times_dense, constants
 from sparsek.kernels.lang.epilogue import store_finished
+from sparsek.kernels.lang.launch import launch
 from sparsek.kernels.lang.tensors import SIZE_LIMIT, times
 from sparsek.matrix.bsr import BSR
 from sparsek.plan.kernel import SpmmKernel, beside
@@ -209,9 +210,9 @@ class PortableSpmm:
         if p.on_cpu:  # the interpreter: about a millisecond for each program and step
             return 1e-3 * along * (down + p.nnzb * p.block[0] * p.block[1] / (c.tile_m * c.tile_k))
         if p.dtype == "fp32":
-            rate = p.card.tflops["tf32"] * 0.25 if p.tf32 else p.card.tflops["fp32"] * 0.5
+            rate = p.card.sustained("tf32") * 0.25 if p.tf32 else p.card.sustained("fp32") * 0.5
         else:
-            rate = {128: 614.0, 64: 517.0, 32: 308.0}.get(c.tile_m, 175.0) * p.card.tflops[p.dtype] / 690.0
+            rate = {128: 614.0, 64: 517.0, 32: 308.0}.get(c.tile_m, 175.0) * p.card.sustained(p.dtype) / 690.0
         rate *= 1e12 * min(1.0, c.tile_n / 64)
         tile = 2.0 * c.tile_m * p.block[1] * c.tile_n
         slices = -(-p.block[0] // c.tile_m)
@@ -244,7 +245,8 @@ class PortableSpmm:
         for b3, out3, other in tensors.folded(b, out, epilogue.other):
             whole, batch = replace(epilogue, other=other), b3.shape[0]
             with torch.cuda.device_of(b3):
-                _spmm[(row_blocks * subs * column_tiles * batch,)](
+                launch(
+                    _spmm, (row_blocks * subs * column_tiles * batch,),
                     a.values, a.pattern.indices, order, work.rows, b3, out3, epilogue.bias, other,
                     float(epilogue.alpha), float(epilogue.beta),
                     m, n, a.shape[1], row_blocks, column_tiles, column_tiles * batch,

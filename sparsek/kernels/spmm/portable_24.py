@@ -25,6 +25,7 @@ from torch import Tensor
 from sparsek.kernels.lang import tensors
 from sparsek.kernels.lang.blocks import add_product
 from sparsek.kernels.lang.epilogue import store_finished
+from sparsek.kernels.lang.launch import launch
 from sparsek.kernels.lang.tensors import SIZE_LIMIT, at, times
 from sparsek.kernels.spmm import unpack_24 as pieces
 from sparsek.kernels.spmm.unpack_24 import Config, awaited, tile_of
@@ -160,7 +161,8 @@ class PortableSemi24:
             constants = _constants(c, work, a.shape, b3, out3, replace(epilogue, other=other))
             batch = b3.shape[0]
             with torch.cuda.device_of(b3):
-                _semi24[(row_tiles * column_tiles * batch,)](
+                launch(
+                    _semi24, (row_tiles * column_tiles * batch,),
                     a.values, a.meta, b3, out3, epilogue.bias, other,
                     float(epilogue.alpha), float(epilogue.beta),
                     m, n, b3.shape[1], row_tiles, column_tiles, column_tiles * batch,

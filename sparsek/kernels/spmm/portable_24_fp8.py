@@ -23,6 +23,7 @@ from torch import Tensor
 
 from sparsek.kernels.lang import tensors
 from sparsek.kernels.lang.epilogue import store_finished
+from sparsek.kernels.lang.launch import launch
 from sparsek.kernels.lang.tensors import SIZE_LIMIT, times
 from sparsek.kernels.spmm import tiles_fp8 as pieces
 from sparsek.kernels.spmm.tiles_fp8 import FP8, Config, add_fp8, dense_tile, scaled_sums
@@ -155,7 +156,8 @@ class PortableSemi24Fp8:
             constants = _constants(c, a.shape, a.dtype, scales, b3, out3, whole)
             batch = b3.shape[0]
             with torch.cuda.device_of(b3):
-                _semi24_fp8[(row_tiles * column_tiles * batch,)](
+                launch(
+                    _semi24_fp8, (row_tiles * column_tiles * batch,),
                     matrix.values.view(torch.uint8), matrix.meta, b3, out3, epilogue.bias, other,
                     a.scale, b_scale, float(epilogue.alpha), float(epilogue.beta),
                     m, n, a.shape[1], row_tiles, column_tiles, column_tiles * batch,

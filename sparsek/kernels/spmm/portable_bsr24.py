@@ -25,6 +25,7 @@ from torch import Tensor
 from sparsek.kernels.lang import tensors
 from sparsek.kernels.lang.blocks import add_product, find
 from sparsek.kernels.lang.epilogue import store_finished
+from sparsek.kernels.lang.launch import launch
 from sparsek.kernels.lang.tensors import SIZE_LIMIT, at, times
 from sparsek.kernels.spmm import unpack_24 as pieces
 from sparsek.kernels.spmm.unpack_24 import Config, awaited, tile_of
@@ -148,7 +149,7 @@ class PortableBsr24:
     def seconds(self, p: SpmmProblem, c: Config) -> float:
         """As the Semi24 twin's, and at least the longest block row on one SM."""
         spread = pieces.seconds(p, c, p.grid[0] * p.block[0], 2 * p.useful_flops)
-        rate = p.card.tflops[p.dtype] * 0.5e12 / p.card.sm_count
+        rate = p.card.sustained(p.dtype) * 0.5e12 / p.card.sm_count
         longest = 2.0 * c.tile_m * p.block[1] * c.tile_n * p.row_max / rate
         return spread if p.on_cpu else max(spread, p.card.launch_seconds + longest)
 
@@ -180,7 +181,8 @@ class PortableBsr24:
             batch = b3.shape[0]
             programs = row_blocks * (constants["BM"] // c.tile_m) * column_tiles * batch
             with torch.cuda.device_of(b3):
-                _bsr24[(programs,)](
+                launch(
+                    _bsr24, (programs,),
                     a.values, a.meta, work.indices, order, work.rows, b3, out3, epilogue.bias, other,
                     float(epilogue.alpha), float(epilogue.beta),
                     m, n, b3.shape[1], row_blocks, column_tiles, column_tiles * batch,

@@ -23,6 +23,7 @@ from torch import Tensor
 from sparsek.kernels.lang import tensors
 from sparsek.kernels.lang.blocks import find
 from sparsek.kernels.lang.epilogue import store_finished
+from sparsek.kernels.lang.launch import launch
 from sparsek.kernels.lang.tensors import SIZE_LIMIT, times
 from sparsek.kernels.spmm import tiles_fp8 as pieces
 from sparsek.kernels.spmm.tiles_fp8 import FP8, Config, Work, add_fp8, dense_tile, scaled_sums
@@ -173,7 +174,8 @@ class PortableBsr24Fp8:
             batch = b3.shape[0]
             programs = row_blocks * (matrix.block[0] // c.tile_m) * column_tiles * batch
             with torch.cuda.device_of(b3):
-                _bsr24_fp8[(programs,)](
+                launch(
+                    _bsr24_fp8, (programs,),
                     matrix.values.view(torch.uint8), matrix.meta, work.indices, work.rows, b3, out3,
                     epilogue.bias, other, a.scale, b_scale, float(epilogue.alpha), float(epilogue.beta),
                     m, n, a.shape[1], row_blocks, column_tiles, column_tiles * batch,

@@ -28,6 +28,7 @@ from torch import Tensor
 from sparsek.kernels.lang import tensors
 from sparsek.kernels.lang.blocks import find
 from sparsek.kernels.lang.epilogue import store_finished
+from sparsek.kernels.lang.launch import launch
 from sparsek.kernels.lang.tensors import SIZE_LIMIT, times
 from sparsek.kernels.spmm import tiles_fp8 as pieces
 from sparsek.kernels.spmm.tiles_fp8 import Config, Work, add_fp8, dense_tile, scaled_sums
@@ -182,7 +183,8 @@ class PortableSpmmFp8:
             constants = _constants(c, matrix, a.kind, b3, b.kind, out3, replace(epilogue, other=other))
             batch = b3.shape[0]
             with torch.cuda.device_of(b3):
-                _spmm_fp8[(row_blocks * subs * column_tiles * batch,)](
+                launch(
+                    _spmm_fp8, (row_blocks * subs * column_tiles * batch,),
                     matrix.values, work.indices, work.order, work.rows, b3, out3, epilogue.bias, other,
                     a.scale, b_scale, float(epilogue.alpha), float(epilogue.beta),
                     m, n, matrix.shape[1], row_blocks, column_tiles, column_tiles * batch,

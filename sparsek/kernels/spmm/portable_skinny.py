@@ -34,6 +34,7 @@ from sparsek.core.errors import InvalidInput
 from sparsek.kernels.lang import tensors
 from sparsek.kernels.lang.blocks import blocks_times_dense, constants
 from sparsek.kernels.lang.epilogue import store_finished
+from sparsek.kernels.lang.launch import launch
 from sparsek.kernels.lang.tensors import SIZE_LIMIT, times
 from sparsek.matrix.bsr import BSR
 from sparsek.plan.kernel import SpmmKernel
@@ -377,7 +378,8 @@ class PortableSpmmSkinny:
             sums, arrivals = work.room(b.device)
             for b3, out3, other in tensors.folded(b, out, epilogue.other):
                 whole = replace(epilogue, other=other)
-                _skinny[(pieces * subs * b3.shape[0],)](
+                launch(
+                    _skinny, (pieces * subs * b3.shape[0],),
                     a.values, a.pattern.indices, order, work.parts, sums, arrivals, b3, out3, epilogue.bias, other,
                     float(epilogue.alpha), float(epilogue.beta), m, n, a.shape[1], pieces, work.slots, work.counters,
                     *tensors.strides(b3), *tensors.strides(out3), *tensors.strides(other),

@@ -172,7 +172,7 @@ def seconds(p: Any, c: Config, tiles: int, flops: float, longest: float, steps: 
     of all tiles count in the interpreter."""
     if p.on_cpu:  # about two milliseconds for each program and step
         return 2e-3 * (tiles + steps)
-    rate = p.card.tflops["fp8"] * 1e12 * {128: 0.5, 64: 0.4, 32: 0.2}.get(c.tile_m, 0.1)
+    rate = p.card.sustained("fp8") * 1e12 * {128: 0.5, 64: 0.4, 32: 0.2}.get(c.tile_m, 0.1)
     rate *= min(1.0, c.tile_n / 64) * (1.0 if not p.a.two_four else 0.55)
     busy = max(1, min(p.card.sm_count, tiles)) / p.card.sm_count
     arithmetic = 1.5e-6 * -(-tiles // p.card.sm_count) + flops / (rate * busy)

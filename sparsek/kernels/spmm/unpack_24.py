@@ -177,9 +177,9 @@ def seconds(p: SpmmProblem, c: Config, rows: int, dense_flops: float) -> float:
     if p.on_cpu:  # the interpreter: about two milliseconds for each program and step
         return 2e-3 * count * (1 + p.k / c.tile_k)
     if p.dtype == "fp32":
-        rate = p.card.tflops["tf32"] * 0.25 if p.tf32 else p.card.tflops["fp32"] * 0.5
+        rate = p.card.sustained("tf32") * 0.25 if p.tf32 else p.card.sustained("fp32") * 0.5
     else:
-        rate = p.card.tflops[p.dtype] * {128: 0.26, 64: 0.22, 32: 0.13}.get(c.tile_m, 0.07)
+        rate = p.card.sustained(p.dtype) * {128: 0.26, 64: 0.22, 32: 0.13}.get(c.tile_m, 0.07)
     busy = max(1, min(p.card.sm_count, count)) / p.card.sm_count
     masked = math.prod(-(-side // tile) * tile / side for side, tile in ((p.n, c.tile_n),) if side)
     deep = min(p.k, dense_flops / (2.0 * max(1, rows * p.n * p.batch)))

@@ -1,4 +1,4 @@
-"""`sparsek repro torch-bsr`: documented failures of torch.sparse's BSR, run here, with SparseK's answer beside each."""
+"""`python -m benchmarks.torch_bsr`: documented failures of torch.sparse's BSR, with SparseK's answers beside."""
 
 import json
 from collections.abc import Sequence
@@ -8,8 +8,7 @@ import torch
 import typer
 from rich.text import Text
 
-from sparsek import __version__
-from sparsek.bench.repro import (
+from benchmarks.torch_bsr.attempts import (
     FAILURES,
     Answer,
     Finding,
@@ -19,7 +18,8 @@ from sparsek.bench.repro import (
     describe_operands,
     find,
 )
-from sparsek.bench.repro_cases import TORCH_BSR
+from benchmarks.torch_bsr.cases import TORCH_BSR
+from sparsek import __version__
 from sparsek.cli.output import Commands, console, middle_out, progress
 from sparsek.cli.output import table as new_table
 from sparsek.core import arguments
@@ -36,17 +36,10 @@ STYLES: dict[Status, str] = {
     "skipped": "dim",
 }
 LONGEST = 110
-app = typer.Typer(
-    cls=Commands, help="Run the documented failures of other libraries here.", no_args_is_help=True
-)
+app = typer.Typer(cls=Commands, add_completion=False, pretty_exceptions_enable=False)
 
 
-@app.callback()
-def repro() -> None:
-    """Run the documented failures of other libraries here."""
-
-
-@app.command("torch-bsr")
+@app.callback(invoke_without_command=True)
 def torch_bsr(
     only: Annotated[str | None, typer.Option(help="Only the entries with these names: op-add,right.")] = None,
     verbose: Annotated[
@@ -65,7 +58,7 @@ def torch_bsr(
             found.append(find(case, where))
             advance()
     if as_json:
-        print(json.dumps(_summary(found, where), indent=2))
+        typer.echo(json.dumps(_summary(found, where), indent=2))
         return
     _show(found, where, verbose)
 
@@ -145,3 +138,7 @@ def _show_code(each: Finding, device: torch.device) -> None:
         for line in text.splitlines():
             screen.print(f"    {line}", soft_wrap=True)
     screen.print("")
+
+
+if __name__ == "__main__":
+    app(prog_name="python -m benchmarks.torch_bsr")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import sparsek as sk
-from sparsek.bench.repro import Answer, Case, Measured, Operands
+from benchmarks.torch_bsr.attempts import Answer, Case, Measured, Operands
 from sparsek.core.clock import time_rounds
 from sparsek.core.device import CARDS, card_of
 
@@ -40,7 +40,9 @@ class TuningTable(Case):
 
     def ours(self, o: Operands) -> Any:
         a, x = sk.random_bsr(4096, 4096, 128, 0.25, dtype=torch.float16), o.x.new_empty(4096, 4096).half()
-        plans = [sk.plan_spmm(a.to(x.device), x, device=card) for card in CARDS if card != "cpu"]
+        plans = [
+            sk.plan_spmm(a.to(x.device), x, device=name) for name, card in CARDS.items() if card.measured
+        ]
         each = "; ".join(f"{plan.problem.card.name}: {plan.config}" for plan in plans)
         return Answer("works", f"the planner predicts for any card, from rates measured on {each}")
 

@@ -1,17 +1,21 @@
-"""`sparsek repro torch-bsr`: every attempt runs, is judged against float64, and is said to be what it is."""
+"""`python -m benchmarks.torch_bsr`: every attempt runs, is judged against float64, and is said to be what it is."""
 
 import json
 import os
+import re
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from typer.testing import CliRunner, Result
 
 import sparsek as sk
-from sparsek.bench import repro
-from sparsek.bench.repro import (
+from benchmarks.torch_bsr import attempts as repro
+from benchmarks.torch_bsr.__main__ import app
+from benchmarks.torch_bsr.attempts import (
     Answer,
     Case,
     Finding,
@@ -24,10 +28,21 @@ from sparsek.bench.repro import (
     memory_of,
     peak,
 )
-from sparsek.bench.repro_cases import TORCH_BSR, Add, GradInput
+from benchmarks.torch_bsr.cases import TORCH_BSR, Add, GradInput
+from sparsek.cli.output import NARROWEST, PIPE_WIDTH
 from sparsek.core.errors import InvalidInput
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+    """Runs the program at a width of 100 characters, without colours."""
+    for name, value in (("COLUMNS", "100"), ("NO_COLOR", "1"), ("TERM", "dumb")):
+        monkeypatch.setenv(name, value)
+    return lambda *arguments: CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
 # What SparseK refuses on purpose: blocks that no tensor core multiplies, and blocks without elements.
 REFUSED = {"block-8", "zero-block"}
 HERE = [case for case in TORCH_BSR if not case.needs_gpu]
@@ -202,7 +217,7 @@ def test_names_are_unique_and_others_are_refused() -> None:
 
 
 def test_the_command_shows_both_answers(run) -> None:
-    result = run("repro", "torch-bsr", "--only", "op-divide,dtype-convert,num-stages", "--device", "cpu")
+    result = run("--only", "op-divide,dtype-convert,num-stages", "--device", "cpu")
     assert result.exit_code == 0, result.output
     text = " ".join(result.stdout.split())
     assert f"torch {torch.__version__}, on cpu" in text
@@ -215,8 +230,26 @@ def test_the_command_shows_both_answers(run) -> None:
     assert "SparseK itself fails" not in text
 
 
+@pytest.mark.parametrize("charset", ["utf-8", "ascii"])
+def test_the_table_keeps_its_figures_at_any_width(run, charset: str) -> None:
+    shown = {}
+    for width in (0, 1, 20, 40, 80, 200):
+        environment = {"COLUMNS": str(width), "TERM": "dumb"}
+        result = CliRunner(charset=charset).invoke(
+            app, ["--only", "right,op-add", "--device", "cpu"], env=environment
+        )
+        assert result.exit_code == 0, result.output
+        assert result.stdout.isascii() or charset == "utf-8"
+        assert max(map(len, result.stdout.splitlines())) <= (max(width, NARROWEST) if width else PIPE_WIDTH)
+        shown[width] = result.stdout
+    wide = set(re.findall(r"\d+\.\d+", shown[200])) - set(re.findall(r"\d+\.\d+", torch.__version__))
+    joined = "".join(shown[40].split())
+    assert wide
+    assert [each for each in wide if each not in joined] == []
+
+
 def test_verbose_shows_the_code_and_the_operands(run) -> None:
-    result = run("repro", "torch-bsr", "--only", "op-slice,right", "--verbose", "--device", "cpu")
+    result = run("--only", "op-slice,right", "--verbose", "--device", "cpu")
     assert result.exit_code == 0, result.output
     assert result.stdout.count("return o.left @ o.a") == 1  # written alike for both
     assert "return o.a[:64]" in result.stdout
@@ -225,7 +258,7 @@ def test_verbose_shows_the_code_and_the_operands(run) -> None:
 
 
 def test_json_is_for_machines(run) -> None:
-    result = run("repro", "torch-bsr", "--json", "--only", "op-divide,grad-values,out-transposed")
+    result = run("--json", "--only", "op-divide,grad-values,out-transposed")
     assert result.exit_code == 0, result.output
     told = json.loads(result.stdout)
     assert told["torch"] == torch.__version__
@@ -242,12 +275,12 @@ def test_json_is_for_machines(run) -> None:
 
 def test_a_failure_of_sparsek_is_not_hidden(run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Add, "ours", lambda self, o: o.a)
-    result = run("repro", "torch-bsr", "--only", "op-add", "--device", "cpu")
+    result = run("--only", "op-add", "--device", "cpu")
     assert result.exit_code == 0
     assert "SparseK itself fails: op-add." in result.stdout
 
 
 def test_an_unknown_entry_is_an_error(run) -> None:
-    result = run("repro", "torch-bsr", "--only", "nothing")
+    result = run("--only", "nothing")
     assert result.exit_code == 2
     assert "no entry is called 'nothing'" in result.stderr

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn import functional
 
 import sparsek as sk
-from sparsek.bench.repro import Case, Measured, Operands, in_a_process, memory_of
-from sparsek.bench.repro_triton import TRITON_KERNELS
+from benchmarks.torch_bsr.attempts import Case, Measured, Operands, in_a_process, memory_of
+from benchmarks.torch_bsr.triton_kernels import TRITON_KERNELS
 
 
 class _Product(Case):

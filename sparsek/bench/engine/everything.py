@@ -1,0 +1,103 @@
+"""Every published row in one go: which are fresh already, how long the others will take, and when to stop."""
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import NamedTuple
+
+import torch
+
+from sparsek.bench.engine import records
+from sparsek.bench.engine.benches import Bench
+from sparsek.bench.suites.case import Entry
+
+# What must be the same for a record to stand.
+SAME = ("gpu", "torch", "triton", "cuda")
+
+
+class Row(NamedTuple):
+    """One entry of one benchmark."""
+
+    bench: Bench
+    entry: Entry
+
+    @property
+    def name(self) -> str:
+        return f"{self.entry.op}: {self.entry.case.name}"
+
+
+def rows_of(benches: Iterable[Bench]) -> list[Row]:
+    """All rows, in the order of the benchmarks and their suites."""
+    return [Row(bench, entry) for bench in benches for entry in bench.entries]
+
+
+def stale_rows(rows: Iterable[Row], found: Iterable[records.Record], device: torch.device) -> list[Row]:
+    """Those for which some kernel has no record of today's source, this card and these versions."""
+    here = records.environment(device)
+    measured: dict[tuple[object, ...], dict[str, bool]] = defaultdict(dict)
+    for record in records.newest(each for each in found if each["env"]["gpu"] == here["gpu"]):
+        same = all(record["env"][name] == here[name] for name in SAME)
+        key = record["op"], records.case_of(record)
+        measured[key][record["kernel"]] = same and records.is_fresh(record)
+    return [row for row in rows if not _is_fresh(row.entry, measured[row.entry.op, row.entry.case])]
+
+
+def _is_fresh(entry: Entry, kernels: dict[str, bool]) -> bool:
+    """Whether every kernel of the entry is fresh; "auto" is whichever is not named beside it."""
+    named = [name for name in entry.kernels if name != "auto"]
+    free = [fresh for name, fresh in kernels.items() if name not in named]
+    autos = [any(free)] * (len(entry.kernels) - len(named))
+    return all([*autos, *(kernels.get(name, False) for name in named)])
+
+
+@dataclass
+class Pace:
+    """How long rows have taken, by op, and so how long others will: as their op's mean, else as the mean of all."""
+
+    took: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+
+    def add(self, row: Row, seconds: float) -> None:
+        self.took[row.entry.op].append(seconds)
+
+    def expected(self, row: Row) -> float:
+        """Seconds that a row will take; 0 before any was measured."""
+        known = self.took.get(row.entry.op) or [each for some in self.took.values() for each in some]
+        return fmean(known) if known else 0.0
+
+    def longest(self, row: Row) -> float:
+        """Seconds that a row may take: as the longest of its op, but no less than it is expected to."""
+        return max([*self.took.get(row.entry.op, ()), self.expected(row)])
+
+    def left(self, rows: Iterable[Row]) -> float:
+        """Seconds that these rows will take."""
+        return sum(self.expected(row) for row in rows)
+
+
+class Done(NamedTuple):
+    """One row, done: how long it took, how many are left, and for how many seconds."""
+
+    row: Row
+    seconds: float
+    rows_left: int
+    seconds_left: float
+
+
+def walk(
+    rows: Sequence[Row],
+    measure: Callable[[Row], None],
+    limit: float | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Iterator[Done]:
+    """Measures the rows in turn, and stops before one that may not end within `limit` seconds of the first."""
+    begin, pace = clock(), Pace()
+    for at, row in enumerate(rows):
+        started = clock()
+        if limit is not None and started - begin + pace.longest(row) > limit:
+            return
+        measure(row)
+        spent = clock() - started
+        pace.add(row, spent)
+        rest = rows[at + 1 :]
+        yield Done(row, spent, len(rest), pace.left(rest))

@@ -1,0 +1,118 @@
+"""Frozen dataclasses made of tensors: trees for torch, made without checks, copied and pickled.
+
+@record(leaves=("values", "meta"), own=("values",))
+@dataclass(frozen=True, eq=False, repr=False)
+class Semi24(Record): ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import MISSING, fields
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+from torch.utils import _pytree
+
+from sparsek.core.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+Kind = TypeVar("Kind", bound="Record")
+
+
+class Record:
+    """What `record` adds to a class. Names and defaults are those of the fields that its constructor takes."""
+
+    _fields: ClassVar[dict[str, Any]]  # the default of each, or MISSING
+    _made: ClassVar[dict[str, Callable[[], Any]]]  # fields that every object begins with
+    _leaves: ClassVar[tuple[str, ...]]
+    _plain: ClassVar[tuple[str, ...]]
+    _own: ClassVar[tuple[str, ...]]
+
+    @classmethod
+    def unchecked(cls, *parts: Any, **named: Any) -> Self:
+        """An object of fields that are known to be right, given as to the constructor: no check, no sync."""
+        made = object.__new__(cls)
+        for at, (name, default) in enumerate(cls._fields.items()):
+            part = parts[at] if at < len(parts) else named.pop(name, default)
+            if part is MISSING:
+                raise TypeError(f"{cls.__name__}.unchecked needs {name}")
+            object.__setattr__(made, name, part)
+        if named or len(parts) > len(cls._fields):
+            raise TypeError(f"{cls.__name__} has no field {', '.join(named) or len(parts)}")
+        for name, begin in cls._made.items():
+            object.__setattr__(made, name, begin())
+        return made
+
+    def __copy__(self) -> Self:
+        """The same parts; an object of which nothing is ever written to is its own copy."""
+        return self.unchecked(**self._parts()) if self._own else self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Copies what callers may write to, and shares the rest."""
+        if not self._own:
+            return self
+        copied = {name: deepcopy(getattr(self, name), memo) for name in self._own}
+        return self.unchecked(**{**self._parts(), **copied})
+
+    def __reduce__(self) -> Any:
+        """By the constructor, which checks what was pickled."""
+        return type(self), tuple(self._parts().values())
+
+    def _parts(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self._fields}
+
+
+def record(
+    *, leaves: tuple[str, ...], own: tuple[str, ...] = (), picklable: str = ""
+) -> Callable[[type[Kind]], type[Kind]]:
+    """Registers a frozen dataclass with torch's pytrees, as "sparsek." and its name.
+
+    leaves: the fields that are tensors, or trees of them; those that are None are left out. own: leaves that callers
+    may write to, which deepcopy copies. picklable: why it is not, and what to do instead; "": by the constructor.
+    """
+
+    def decorate(cls: type[Kind]) -> type[Kind]:
+        asked = {each.name: each.default for each in fields(cls) if each.init}  # type: ignore[arg-type]
+        cls._fields, cls._leaves, cls._own = asked, leaves, own
+        cls._plain = tuple(name for name in asked if name not in leaves)
+        cls._made = {each.name: each.default_factory for each in fields(cls) if not each.init}  # type: ignore[arg-type]
+
+        def flatten_with_keys(x: Kind) -> tuple[list[tuple[Any, Any]], Any]:
+            there, context = _split(x)
+            return [(_pytree.GetAttrKey(name), part) for name, part in there.items()], context
+
+        def flatten(x: Kind) -> tuple[list[Any], Any]:
+            there, context = _split(x)
+            return list(there.values()), context
+
+        def unflatten(parts: Any, context: Any) -> Kind:
+            names, plain = context
+            named = dict(zip(names, parts, strict=True))
+            absent = {name: None for name in leaves if name not in named}
+            return cls.unchecked(**named, **absent, **dict(zip(cls._plain, plain, strict=True)))
+
+        _pytree.register_pytree_node(
+            cls,
+            flatten,
+            unflatten,
+            serialized_type_name=f"sparsek.{cls.__name__}",
+            flatten_with_keys_fn=flatten_with_keys,
+        )
+        if picklable:
+
+            def refuse(self: Kind, protocol: Any) -> Any:
+                raise InvalidInput(picklable)
+
+            cls.__reduce_ex__ = refuse
+        return cls
+
+    return decorate
+
+
+def _split(x: Record) -> tuple[dict[str, Any], Any]:
+    """The leaves that are there, and what makes the object of them: their names, and the other fields."""
+    there = {name: part for name in x._leaves if (part := getattr(x, name)) is not None}
+    return there, (tuple(there), tuple(getattr(x, name) for name in x._plain))

@@ -1,0 +1,156 @@
+"""CUDA's driver: modules, tensor maps for TMA, and the structure that describes a launch (lang/launch.py).
+
+libcuda.so.1 comes with the GPU's driver and is
+called by ctypes: eight functions whose C signatures have not changed since CUDA 12.0. cuda-core and cuda-bindings wrap
+the same ones, but neither is part of every torch that this project runs on, so ctypes would have to be here anyway.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+
+# CUtensorMapDataType and CUtensorMapSwizzle, by dtype and by bytes of a row of the box.
+DTYPES = {
+    torch.float8_e4m3fn: 0,  # bytes
+    torch.float8_e5m2: 0,
+    torch.float16: 6,
+    torch.float32: 7,
+    torch.bfloat16: 9,
+}
+SWIZZLES = {32: 1, 64: 2, 128: 3}
+MAX_DYNAMIC_SHARED, RELAXED, INVALID_CONTEXT = 8, 2, 201
+
+
+class LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig. Kernels say themselves how large their clusters are, so there are no attributes."""
+
+    _fields_ = [
+        *((name, ctypes.c_uint) for name in ("gx", "gy", "gz", "bx", "by", "bz", "shared")),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("count", ctypes.c_uint),
+    ]
+
+
+class LaunchAttribute(ctypes.Structure):
+    """CUlaunchAttribute, whose value is a union of 64 bytes."""
+
+    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int * 16)]
+
+
+COOPERATIVE = 2
+
+
+class Boxed(NamedTuple):
+    """A matrix in memory and the box of it that one copy moves. Sizes in elements, the contiguous side first.
+
+    `box[0]` elements are as many bytes as the swizzle is wide. Outside the matrix TMA reads zeros and writes nothing.
+    """
+
+    pointer: int
+    dtype: torch.dtype
+    size: tuple[int, int]
+    stride: int
+    box: tuple[int, int]
+
+
+@cache
+def cuda() -> ctypes.CDLL:
+    """The driver's library."""
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def check(status: int) -> None:
+    """RuntimeError with the driver's words unless `status` is 0."""
+    if status:
+        text = ctypes.c_char_p()
+        cuda().cuGetErrorString(status, ctypes.byref(text))
+        said = text.value.decode() if text.value else "unknown error"
+        raise RuntimeError(f"CUDA driver: error {status}, {said}")
+
+
+@cache
+def _primary(device: int) -> ctypes.c_void_p:
+    """The context of `device` that torch uses."""
+    context, number = ctypes.c_void_p(), ctypes.c_int()
+    check(cuda().cuInit(0))
+    check(cuda().cuDeviceGet(ctypes.byref(number), device))
+    check(cuda().cuDevicePrimaryCtxRetain(ctypes.byref(context), number))
+    return context
+
+
+def enter(device: int) -> None:
+    """Makes torch's context of `device` that of this thread, which in a new thread nothing else may have done."""
+    check(cuda().cuCtxSetCurrent(_primary(device)))
+
+
+def function(code: bytes, name: str, shared: int, device: int) -> ctypes.c_void_p:
+    """The kernel `name` of a cubin, loaded on `device`, that may have `shared` bytes of dynamic shared memory.
+
+    Callers keep it: the module stays loaded. Also while a CUDA graph is captured, where loading would else be refused.
+    """
+    module, found, mode = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_int(RELAXED)
+    enter(device)
+    check(cuda().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)))
+    try:
+        check(cuda().cuModuleLoadData(ctypes.byref(module), code))
+        check(cuda().cuModuleGetFunction(ctypes.byref(found), module, name.encode()))
+        check(cuda().cuFuncSetAttribute(found, MAX_DYNAMIC_SHARED, shared))
+    finally:
+        check(cuda().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)))
+    return found
+
+
+def tensor_map(m: Boxed) -> Any:
+    """The 128 bytes by which TMA knows a matrix, at a multiple of 64."""
+    size = m.dtype.itemsize
+    return _encoded(
+        m.pointer, DTYPES[m.dtype], m.size, (m.stride * size,), m.box, SWIZZLES[m.box[0] * size], 3, 0
+    )
+
+
+def encode(d: Any, meta: Any) -> Any:
+    """The tensor map of a described tensor (lang/gluon.py) as Triton makes it for a compiled kernel.
+
+    `meta` is the entry of the kernel's `tensordesc_meta`.
+    """
+    size, rank = meta["elem_size"], len(d.shape)
+    strides = [stride * size for stride in reversed(d.strides[: rank - 1])]
+    box = list(reversed(meta["block_size"]))
+    kind = HOST_TYPES.get(meta["elem_type"], meta["elem_type"])
+    return _encoded(
+        d.base.data_ptr(), kind, list(reversed(d.shape)), strides, box, meta["swizzle"], 2, d.padding == "nan"
+    )
+
+
+# Triton numbers three element types for the device differently than the driver does.
+HOST_TYPES = {8: 10, 9: 8, 10: 9}
+
+
+def _encoded(
+    pointer: int,
+    kind: int,
+    size: Sequence[int],
+    strides: Sequence[int],
+    box: Sequence[int],
+    swizzle: int,
+    promotion: int,
+    fill: int,
+) -> Any:
+    """cuTensorMapEncodeTiled, the contiguous side first; strides in bytes. Not interleaved."""
+    rank = len(size)
+    raw = ctypes.create_string_buffer(192)
+    at = -(-ctypes.addressof(raw) // 64) * 64
+    check(
+        cuda().cuTensorMapEncodeTiled(
+            ctypes.c_void_p(at), kind, rank, ctypes.c_void_p(pointer), (ctypes.c_uint64 * rank)(*size),
+            (ctypes.c_uint64 * rank)(*strides, *[0] * (rank - len(strides))), (ctypes.c_uint32 * rank)(*box),
+            (ctypes.c_uint32 * rank)(*[1] * rank), 0, swizzle, promotion, int(fill),
+        )
+    )  # fmt: skip
+    made = (ctypes.c_char * 128).from_address(at)
+    made.kept = raw
+    return made

@@ -1,0 +1,116 @@
+"""All published rows in one go: which are stale, how long the others take, when the walk stops."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from sparsek.bench.engine import everything, records
+from sparsek.bench.engine.benches import BENCHES, Bench
+from sparsek.bench.engine.everything import Row, rows_of, stale_rows, walk
+from sparsek.bench.engine.tables import TABLES
+from sparsek.bench.suites.case import Entry
+from sparsek.bench.suites.spmm import SpmmCase
+
+CPU = torch.device("cpu")
+SMALL = [SpmmCase(64, 96, n, (32, 32), 0.5, dtype="fp32") for n in (16, 32, 48)]
+RESULTS = Path(__file__).parents[2] / "benchmarks/results"
+Make = Callable[..., records.Record]
+
+
+def rows(*kernels: str) -> list[Row]:
+    bench = Bench("spmm", {"small": tuple(Entry(case, kernels or ("auto",)) for case in SMALL)})
+    return rows_of([bench])
+
+
+@pytest.fixture
+def here(make_record: Make) -> Make:
+    """Makes a record of this machine."""
+    env = records.environment(CPU)
+    return lambda case, **changes: make_record(case, **({"env": env | {"driver": "1"}} | changes))
+
+
+def test_every_table_and_every_record_belongs_to_a_row() -> None:
+    known = {(row.entry.op, row.entry.case) for row in rows_of(BENCHES.values())}
+    published = {(entry.op, entry.case) for table in TABLES.values() for entry in table.suite}
+    assert published <= known
+    measured = {(record["op"], records.case_of(record)) for record in records.read(RESULTS)}
+    assert measured <= known
+
+
+def test_no_two_benchmarks_share_a_row_or_a_file() -> None:
+    listed = [(row.entry.op, row.entry.case) for row in rows_of(BENCHES.values())]
+    assert len(set(listed)) == len(listed)
+    assert len({bench.file for bench in BENCHES.values()}) == len(BENCHES)
+
+
+def test_rows_with_fresh_records_are_left_out(here: Make) -> None:
+    assert stale_rows(rows(), [here(SMALL[0]), here(SMALL[2])], CPU) == rows()[1:2]
+    assert stale_rows(rows("cpu.spmm"), [here(case) for case in SMALL], CPU) == []
+    assert stale_rows(rows("cpu.spmm", "reference.spmm"), [here(case) for case in SMALL], CPU) != []
+
+
+@pytest.mark.parametrize("name", everything.SAME, ids="field {}".format)
+def test_a_record_of_another_card_or_version_is_stale(here: Make, name: str) -> None:
+    env = records.environment(CPU) | {name: "another"}
+    assert len(stale_rows(rows(), [here(case, env=env) for case in SMALL], CPU)) == 3
+
+
+def test_a_record_of_another_source_or_op_is_stale(here: Make) -> None:
+    assert len(stale_rows(rows(), [here(case, source_hash="0" * 16) for case in SMALL], CPU)) == 3
+    fresh = [here(case, date="2026-11-21T00:00:00+00:00") for case in SMALL]
+    older = [here(case, source_hash="0" * 16, date="2026-11-20T00:00:00+00:00") for case in SMALL]
+    assert stale_rows(rows(), [*fresh, *older], CPU) == []
+    nulls = {"tflops": None, "gbps": None, "roofline": None}
+    assert len(stale_rows(rows(), [here(case, op="spmm_host", **nulls) for case in SMALL], CPU)) == 3
+
+
+def test_auto_is_the_kernel_that_is_not_named_beside_it(here: Make) -> None:
+    mixed, named = rows("auto", "cpu.spmm"), [here(case) for case in SMALL]
+    assert len(stale_rows(mixed, named, CPU)) == 3
+    source = records.hash_of("spmm", "reference.spmm")
+    others = [here(case, kernel="reference.spmm", source_hash=source) for case in SMALL]
+    assert stale_rows(mixed, [*named, *others], CPU) == []
+
+
+class Clock:
+    """A clock that rows move."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def spend(self, seconds: float) -> Callable[[Row], None]:
+        def measure(row: Row) -> None:
+            self.now += seconds
+
+        return measure
+
+
+def test_each_step_says_what_is_left() -> None:
+    clock = Clock()
+    done = list(walk(rows(), clock.spend(4.0), clock=clock))
+    assert [(each.seconds, each.rows_left, each.seconds_left) for each in done] == [
+        (4.0, 2, 8.0),
+        (4.0, 1, 4.0),
+        (4.0, 0, 0.0),
+    ]
+
+
+@pytest.mark.parametrize(("limit", "count"), [(0.0, 1), (7.9, 1), (8.0, 2), (11.9, 2), (12.0, 3), (None, 3)])
+def test_the_walk_stops_before_its_limit(limit: float | None, count: int) -> None:
+    clock = Clock()
+    assert len(list(walk(rows(), clock.spend(4.0), limit, clock))) == count
+
+
+def test_a_row_may_take_as_long_as_the_longest_of_its_op() -> None:
+    pace = everything.Pace()
+    first = rows()[0]
+    other = Row(first.bench, Entry(SMALL[0], op="spmm_host"))
+    assert pace.expected(first) == pace.longest(first) == 0.0
+    pace.add(first, 2.0)
+    pace.add(first, 6.0)
+    assert (pace.expected(first), pace.longest(first), pace.longest(other)) == (4.0, 6.0, 4.0)

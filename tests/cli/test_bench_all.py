@@ -1,0 +1,71 @@
+"""`sparsek bench all`: what it measures, where it stops, and that it goes on there."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparsek.bench.engine import records
+from sparsek.bench.engine.benches import Bench
+from sparsek.bench.suites.case import Entry
+from sparsek.bench.suites.spmm import SpmmCase
+from sparsek.cli import bench_all
+
+SMALL = tuple(Entry(SpmmCase(64, 96, n, (32, 32), 0.5, dtype="fp32")) for n in (16, 32, 48))
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three small rows, which a CPU may measure."""
+    monkeypatch.setattr(bench_all, "BENCHES", {"spmm": Bench("spmm", {"small": SMALL})})
+    monkeypatch.setattr(bench_all, "refuse_cpu", lambda device: None)
+    monkeypatch.setattr("sparsek.bench.suites.case.MAX_SETS", 2)
+
+
+def test_bench_all_goes_on_where_it_stopped(run, small: None, tmp_path: Path) -> None:
+    given = ["bench", "all", "--rounds", "1", "--device", "cpu", "--records", tmp_path]
+
+    def call(*more: Any) -> str:
+        result = run(*given, *more)
+        assert result.exit_code == 0, result.output
+        return result.output
+
+    assert "3 of 3 rows to measure on cpu" in call("--list")
+    first = call("--limit", "0.02")
+    assert "1/3 spmm: 64×96×16 block 32 50 % fp32: " in first
+    assert "stopped before the limit of 0.02 s; 2 rows left, run again to go on:" in first
+    second = call()
+    assert "2 of 3 rows to measure" in second
+    assert "2/2 spmm: 64×96×48 block 32 50 % fp32: " in second
+    assert "none left" in second
+    assert "0 of 3 rows to measure" in call()
+    assert "3/3" in call("--again")
+    assert len(records.read(tmp_path / "cpu" / "spmm.jsonl")) == 6
+
+
+def test_a_row_that_fails_is_named_and_the_others_are_measured(
+    run, small: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    measure = bench_all.measured_entry
+
+    def fails(entry: Entry, *rest: Any) -> Any:
+        return None if entry == SMALL[1] else measure(entry, *rest)
+
+    monkeypatch.setattr(bench_all, "measured_entry", fails)
+    result = run("bench", "all", "--rounds", "1", "--device", "cpu", "--records", tmp_path)
+    assert result.exit_code == 1
+    assert "1 rows gave no record: spmm: 64×96×32" in result.output
+    assert len(records.read(tmp_path)) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "suites need a GPU; a CPU would take hours"),
+        (["--only", "gemm"], "no benchmark is called 'gemm'; known: spmm, sddmm"),
+    ],
+)
+def test_bench_all_answers_bad_input_with_one_line(run, arguments: list[str], said: str) -> None:
+    result = run("bench", "all", "--device", "cpu", *arguments)
+    assert result.exit_code == 2
+    assert said in result.stderr.replace("\n", " ")

@@ -1,0 +1,147 @@
+"""Under torch.autocast the verbs and layers give the dtypes that torch's own give, forward and backward."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import sparsek as sk
+from sparsek.matrix.bsr import BSR
+from sparsek.ops.autocast import follow_autocast
+
+BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+LOW = pytest.mark.parametrize("low", [BF16, F16], ids=["bf16", "fp16"])
+GIVEN = pytest.mark.parametrize("given", [F32, BF16, F16], ids=["from fp32", "from bf16", "from fp16"])
+
+
+def layers(dtype: torch.dtype = F32) -> tuple[sk.nn.BlockSparseLinear, nn.Linear]:
+    """The same layer, sparse and dense."""
+    dense = nn.Linear(96, 64, dtype=dtype)
+    return sk.nn.BlockSparseLinear.from_dense(dense, 32, keep=1.0), dense
+
+
+def learned(call: Callable[..., Tensor], *leaves: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+    out = call()
+    return out, torch.autograd.grad(out.float().square().sum(), leaves)
+
+
+@GIVEN
+@LOW
+def test_a_layer_has_the_dtypes_of_a_dense_layer(low: torch.dtype, given: torch.dtype):
+    mine, dense = layers(given)
+    x = torch.randn(5, 96, requires_grad=True)
+    assert dense.bias is not None
+    assert mine.bias is not None
+    with torch.autocast("cpu", low):
+        out, grads = learned(lambda: mine(x), x, mine.values, mine.bias)
+        right, right_grads = learned(lambda: dense(x), x, dense.weight, dense.bias)
+    assert out.dtype == right.dtype == low
+    assert [g.dtype for g in grads] == [g.dtype for g in right_grads] == [F32, given, given]
+    torch.testing.assert_close(out, right, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(grads[0], right_grads[0], rtol=5e-2, atol=5e-2)
+
+
+@GIVEN
+@LOW
+def test_attention_has_the_dtypes_of_torchs(low: torch.dtype, given: torch.dtype):
+    q, k, v = (torch.randn(1, 2, 64, 16, dtype=given, requires_grad=True) for _ in "qkv")
+    with torch.autocast("cpu", low):
+        out, grads = learned(lambda: sk.attention(q, k, v), q, k, v)
+        right, right_grads = learned(lambda: functional.scaled_dot_product_attention(q, k, v), q, k, v)
+        lse = sk.attention(q, k, v, return_lse=True)[1]
+    assert out.dtype == right.dtype == low
+    assert lse.dtype == F32
+    assert [g.dtype for g in grads] == [g.dtype for g in right_grads] == [given] * 3
+    torch.testing.assert_close(out, right, rtol=2e-2, atol=2e-2)
+    for mine, other in zip(grads, right_grads, strict=True):
+        torch.testing.assert_close(mine, other, rtol=5e-2, atol=5e-2)
+
+
+@LOW
+def test_packed_attention_and_its_layer_follow(low: torch.dtype):
+    q, k, v = packed = tuple(torch.randn(100, 2, 16, requires_grad=True) for _ in "qkv")
+    ends, layer = torch.tensor([0, 40, 100], dtype=torch.int32), sk.nn.SparseAttention(32, 4)
+    with torch.autocast("cpu", low):
+        out = sk.attention_varlen(q, k, v, ends, mask=sk.MaskPolicy())
+        assert layer(torch.randn(1, 64, 32)).dtype == low
+        mixed = sk.attention_varlen(q, k.to(low), v.to(low), ends, mask=sk.MaskPolicy())
+    assert out.dtype == low
+    assert torch.equal(mixed, out)
+    assert all(g.dtype == F32 for g in torch.autograd.grad(out.sum(), packed))
+
+
+def product(a: BSR, x: Tensor, p: sk.BlockPattern) -> dict[str, Any]:
+    return {
+        "a @ b": a @ x.mT,
+        "b @ a.T": x @ a.T,
+        "spmm": sk.spmm(a, x.mT, alpha=2.0),
+        "linear": sk.linear(x, a, activation="silu"),
+        "dense": sk.linear(x, a.to_dense()),
+        "swiglu": sk.swiglu(x, a, a),
+        "sddmm": sk.sddmm(x, x.mT, p).values,
+        "a @ a.T": (a @ a.T).values,
+        "spgemm": sk.spgemm(a, a.T),
+    }
+
+
+@LOW
+def test_every_product_is_that_of_operands_cast_by_hand(low: torch.dtype):
+    a, x = sk.random_bsr(128, 96, 32, 0.5, seed=0), torch.randn(64, 96)
+    p = sk.random_bsr(64, 64, 32, 0.5, seed=1).pattern
+    right = product(a.to(dtype=low), x.to(low), p)
+    with torch.autocast("cpu", low):
+        found = product(a, x, p)
+        wide = product(a.to(dtype=F64), x.double(), p)
+    for name, each in found.items():
+        assert each.dtype == low, name
+        assert torch.equal(each, right[name]), name
+        assert wide[name].dtype == F64, name
+
+
+def test_gradients_of_every_product_come_in_the_operands_dtypes():
+    a, x = sk.random_bsr(128, 96, 32, 0.5, seed=0), torch.randn(64, 96, requires_grad=True)
+    a.requires_grad_()
+    p = sk.random_bsr(64, 64, 32, 0.5, seed=1).pattern
+    with torch.autocast("cpu", BF16):
+        found = product(a, x, p)
+    for name, each in found.items():
+        of_a, of_x = torch.autograd.grad(each.sum(), (a.values, x), retain_graph=True, allow_unused=True)
+        assert {g.dtype for g in (of_a, of_x) if g is not None} == {F32}, name
+
+
+@LOW
+def test_compiled_it_gives_the_same(low: torch.dtype):
+    torch._dynamo.reset()
+    mine, _ = layers()
+    x, q = torch.randn(5, 96, requires_grad=True), torch.randn(1, 2, 64, 16)
+
+    def run(x: Tensor) -> tuple[Tensor, Tensor]:
+        return mine(x), sk.attention(q, q, q)
+
+    def inside(x: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.autocast("cpu", low):
+            return run(x)
+
+    right = inside(x)
+    (grad,) = torch.autograd.grad(right[0].sum(), x)
+    with torch.autocast("cpu", low):
+        around = torch.compile(run, fullgraph=True, backend="aot_eager")(x)
+    for found in (around, torch.compile(inside, fullgraph=True, backend="aot_eager")(x)):
+        assert all(torch.equal(a, b) for a, b in zip(found, right, strict=True))
+        assert torch.equal(torch.autograd.grad(found[0].sum(), x)[0], grad)
+
+
+def test_without_autocast_operands_are_passed_on_as_they_are():
+    a, x = sk.random_bsr(64, 64, 32, 0.5, seed=0), torch.randn(64, 8)
+    assert all(b is c for b, c in zip(follow_autocast(a, x, None), (a, x, None), strict=True))
+    with torch.autocast("cpu", BF16):
+        b, y, text = follow_autocast(a.T, x, "x")
+        assert b.order is a.T.order
+        assert (b.pattern, b.dtype, y.dtype, text) == (a.T.pattern, BF16, BF16, "x")
+        with torch.autocast("cpu", enabled=False):
+            assert follow_autocast(x)[0] is x
+    with torch.autocast("cuda", BF16, enabled=torch.cuda.is_available()):
+        assert follow_autocast(x)[0] is x
