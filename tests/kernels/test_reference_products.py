@@ -30,6 +30,7 @@ from tests.kernels.planned_products import (
     sddmm_problem,
     spgemm_problem,
 )
+from tests.problems import changed
 
 SDDMM, SPGEMM, SPMM = kernel("reference.sddmm"), kernel("reference.spgemm"), kernel("reference.spmm")
 

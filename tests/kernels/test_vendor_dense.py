@@ -75,7 +75,7 @@ def test_every_epilogue_is_within_budget_on_the_gpu(case: EpilogueCase, dtype: t
 
 def _judge_epilogue(case: EpilogueCase, device: str, dtype: torch.dtype) -> None:
     a, b, epilogue, out = case.make(device, dtype)
-    if planned_products.epilogue_problem(a, b, epilogue, out).touches_all_columns:
+    if planned_products.epilogue_problem(a, b, epilogue, out).stats.touches_all_columns:
         judged = judged_by(epilogue)
         gate = check_spmm(a, b, planned_products.multiply(KERNEL, a, b, epilogue, out), judged)
         assert gate.passed, gate
@@ -84,7 +84,7 @@ def _judge_epilogue(case: EpilogueCase, device: str, dtype: torch.dtype) -> None
 
 
 def test_most_cases_of_epilogues_run() -> None:
-    run = [case for case in EPILOGUE_CASES if problem(*case.make()[:2]).touches_all_columns]
+    run = [case for case in EPILOGUE_CASES if problem(*case.make()[:2]).stats.touches_all_columns]
     assert len(run) > len(EPILOGUE_CASES) / 2
 
 
