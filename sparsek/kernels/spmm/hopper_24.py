@@ -317,8 +317,8 @@ def told(
     p.alpha, p.beta = float(epilogue.alpha), float(epilogue.beta)
     p.bias = None if epilogue.bias is None else epilogue.bias.data_ptr()
     if scales is not None:
-        p.a.scale, p.a_each = scales.a.data_ptr(), scales.a.ndim
-        p.b.scale, p.b_each = scales.b.data_ptr(), scales.b.ndim
+        p.a_scale, p.a_each = scales.a.data_ptr(), scales.a.ndim
+        p.b_scale, p.b_each = scales.b.data_ptr(), scales.b.ndim
     p.row_groups, p.col_tiles = -(-m // (c.tm * c.cluster)), -(-n // c.tn)
     p.slabs, p.chunks = nibbles.shape[:2]
     if lists is None:
