@@ -18,7 +18,7 @@ from sparsek.bench.peers.peer import rotating
 from sparsek.bench.suites.case import random_dense
 from sparsek.core import arguments, dtypes
 from sparsek.core.clock import time_rounds
-from sparsek.core.device import CARDS, card_named
+from sparsek.core.device import CARDS, card_named, card_of
 from sparsek.core.errors import InvalidFile, InvalidInput, SparseKError, Unsupported
 from sparsek.files.weights import WeightFile, available_memory
 from sparsek.kernels import names_for
@@ -27,6 +27,7 @@ from sparsek.matrix.pattern import BlockPattern, block_sides
 from sparsek.ops.choose import Option
 from sparsek.ops.spmm import plan_spmm, spmm
 from sparsek.plan.dense import dense_seconds
+from sparsek.plan.host import eager_seconds
 from sparsek.testing.budget import Gate, check_spmm
 
 # Longer lists of matrices are shown one row per group of like names and shapes, and then per shape.
@@ -40,9 +41,6 @@ MAX_TOKENS = 2**31 - 1024  # as hopper.spmm
 TIMED_INPUTS = 4
 # Predictions read the shapes of operands and no value: these take no memory.
 META = torch.device("meta")
-# Seconds that the host takes for one eager call with a cached plan: op spmm_host in benchmarks/results/h200/spmm.jsonl,
-# 2026-11-20. A shorter product waits for it, unless a CUDA graph replays it.
-EAGER_CALL = 24e-6
 # Speedups from which on a sparse product counts as faster, and up to which as slower.
 FASTER, SLOWER = 1.05, 0.95
 # Kernels that are no sparse product: dense on purpose, or there to specify.
@@ -353,7 +351,7 @@ def timed(a: BSR, weight: torch.Tensor, question: Question) -> Times:
         dense = predicted_dense(question, a.shape, card)
         plan = curve.plan(a.pattern)
         even = curve.break_even(a.nnzb, plan.seconds, dense)
-        return Times(dense, plan.seconds, plan.kernel, even, True, EAGER_CALL if card != "cpu" else 0.0)
+        return Times(dense, plan.seconds, plan.kernel, even, True, eager_seconds(card_named(card)))
     if a.device.type == "cpu":
         _refuse_beyond_memory(a, question.tokens)
     plan = curve.plan(a.pattern)
@@ -372,7 +370,7 @@ def timed(a: BSR, weight: torch.Tensor, question: Question) -> Times:
     dense, sparse = measured["dense"].median / 1e3, measured["sparse"].median / 1e3
     # The planner's curve over density, scaled so that it passes through the measured point.
     even = curve.break_even(a.nnzb, plan.seconds, dense * plan.seconds / sparse)
-    return Times(dense, sparse, plan.kernel, even, False, EAGER_CALL if a.device.type == "cuda" else 0.0)
+    return Times(dense, sparse, plan.kernel, even, False, eager_seconds(card_of(a.device)))
 
 
 def _tokens(count: int, width: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

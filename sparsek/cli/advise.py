@@ -244,9 +244,10 @@ def _notes(advices: list[Advice], question: Question) -> str:
         lines.append(
             "Faster: of time alone. It helps if the model survives on the kept norm, which is not tested here."
         )
+    eager = max((times.host for advice in advices for times in advice.times), default=0.0)
     if any(advice.needs_graph for advice in advices):
         lines.append(
-            f"In a CUDA graph: an eager call costs the host about {advising.EAGER_CALL * 1e6:.0f} us; "
+            f"In a CUDA graph: an eager call costs the host about {eager * 1e6:.0f} us; "
             "outside a graph these gain nothing."
         )
     if any(advice.group.lookup for advice in advices):

@@ -11,8 +11,8 @@ from sparsek.bench.engine import records
 from sparsek.bench.engine.benches import BENCHES
 from sparsek.bench.engine.everything import Row, rows_of, stale_rows, walk
 from sparsek.bench.peers.peer import peers_named
-from sparsek.bench.suites.case import suite_named
-from sparsek.cli.bench_run import Device, Rounds, listed, measured_entry
+from sparsek.bench.suites.case import listed, suite_named
+from sparsek.cli.bench_run import Device, Rounds, measured_entry
 from sparsek.cli.output import console
 from sparsek.core import arguments, env
 from sparsek.core.device import CARDS, card_of

@@ -3,94 +3,69 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import torch
 import typer
 from rich.table import Table as Screen
 
 from sparsek.bench.engine import charts, records
+from sparsek.bench.engine.benches import Bench
 from sparsek.bench.engine.measure import measure
 from sparsek.bench.engine.memory import out_of_memory
 from sparsek.bench.engine.report import measured_peers
 from sparsek.bench.engine.run import GateError, Outcome
 from sparsek.bench.engine.tables import Table, case_name, table_of
 from sparsek.bench.peers.peer import Peer, peers_named
-from sparsek.bench.suites.case import Case, Entry, suite_named
+from sparsek.bench.suites.case import SuiteRow, listed, suite_named
 from sparsek.cli.output import complain, console, progress
 from sparsek.cli.output import table as new_table
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 
-Value = TypeVar("Value")
-
-Kernels = Annotated[str, typer.Option("--kernel", help="Kernels by name; auto is the planner's choice.")]
-Dtypes = Annotated[str, typer.Option("--dtype", help="bf16, fp16, fp32, fp64.")]
-Blocks = Annotated[str, typer.Option("--block", help="Blocks: 128,64,512x112.")]
-Densities = Annotated[str, typer.Option("--density", help="Fraction of blocks that are stored.")]
 Rounds = Annotated[int, typer.Option(min=1, help="Interleaved rounds; records want five or more.")]
-Only = Annotated[str | None, typer.Option(help="Of a suite, the entries with these numbers (from 1): 1,3,5.")]
 Device = Annotated[str | None, typer.Option(help="cuda or cpu; default: the GPU if there is one.")]
-Out = Annotated[Path | None, typer.Option(help="Append the records to this .jsonl file.")]
-Plot = Annotated[Path | None, typer.Option(help="Draw charts of what was measured into this folder.")]
-
-
-def suite_option(suites: Mapping[str, object]) -> Any:
-    return typer.Option("--suite", help=f"A named suite instead of sizes: {', '.join(suites)}.")
-
-
-def peers_option(table: Sequence[Peer]) -> Any:
-    return typer.Option(help=f"all, none, or some of {', '.join(peer.name for peer in table)}.")
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What every command is told beside its cases, as it was written."""
+class Request:
+    """What a command was given beside its cases, as it was written."""
 
     context: typer.Context
-    peers: str
     rounds: int
-    named: str | None
+    suite: str | None
     only: str | None
     device: str | None
     out: Path | None
     plot: Path | None
+    kernel: str = "auto"
+    peers: str = "none"
 
 
 # Parameters that go with a suite too; the others describe cases.
-BESIDE_A_SUITE = ("peers", "rounds", "named", "only", "device", "out", "plot")
-# A product that takes a CPU a second or two.
-SMALL_PRODUCT = "--m 512 --k 512 --n 64"
+BESIDE_A_SUITE = ("peers", "rounds", "suite", "only", "device", "out", "plot")
 
 
-def bench(
-    asked: Asked,
-    suites: Mapping[str, tuple[Entry, ...]],
-    table: Sequence[Peer],
-    cases: Callable[[], Sequence[Case]],
-    kernel: str = "auto",
-    op: str = "",
-    by_hand: str = "",
-) -> None:
-    """Measures a suite or the cases, prints what was found, and writes what was asked for.
+def bench(one: Bench, cases: Mapping[str, str | bool], request: Request) -> None:
+    """Measures a suite, or the cases that the options give, prints what was found, and writes what was asked for.
 
-    `op` of the records, where it is not that of the cases. `by_hand`: where suites and sizes by default would keep a
-    CPU busy for hours, options of sizes that do not; without any of these a CPU is refused. Exits 1 if a case failed
-    or none was measured.
+    Exits 1 if a case failed or none was measured. A CPU is refused where it would take hours.
     """
-    given = given_of(asked.context)
-    _refuse_contradictions(given, suite_chosen=asked.named is not None)
-    device = arguments.device("device", asked.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if asked.named is not None:
-        entries = _numbered(suite_named(suites, asked.named), asked.only)
+    given = given_of(request.context)
+    suite = request.suite or (one.whole if not set(given) - set(BESIDE_A_SUITE) else "")
+    _refuse_contradictions(given, suite)
+    device = arguments.device("device", request.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if suite:
+        entries = _numbered(suite_named(one.suites, suite), request.only)
     else:
-        entries = tuple(Entry(case, tuple(listed("kernel", kernel, str)), op) for case in cases())
-    names = {"all": None, "none": []}.get(asked.peers.strip(), listed("peers", asked.peers, str))
-    chosen = peers_named(table, names, device)
-    if device.type == "cpu" and by_hand and not _sizes_in(by_hand) & set(given):
-        why = "sizes by default are a GPU's" if asked.named is None else f"suite {asked.named} needs a GPU"
-        raise InvalidInput(f"{why}; a CPU would take hours. Give sizes by hand: {by_hand}")
-    outcomes, failed = _run(entries, chosen, device, asked)
+        kernels = tuple(listed("kernel", request.kernel, str))
+        entries = tuple(SuiteRow(case, kernels) for case in one.cases(cases))
+    names = {"all": None, "none": []}.get(request.peers.strip(), listed("peers", request.peers, str))
+    chosen = peers_named(one.peers, names, device)
+    if device.type == "cpu" and one.small and not _sizes_in(one.small) & set(given):
+        why = f"suite {suite} needs a GPU" if suite else "sizes by default are a GPU's"
+        raise InvalidInput(f"{why}; a CPU would take hours. Give sizes by hand: {one.small}")
+    outcomes, failed = _run(entries, chosen, device, request)
     found = [record for outcome in outcomes for record in outcome.records]
     screen = console()
     by_table: dict[str, list[records.Record]] = {}
@@ -99,23 +74,13 @@ def bench(
     for rows in by_table.values():
         screen.print(_table(table_of(rows[0]), rows))
     _print_notes(outcomes)
-    if asked.out is not None:
-        screen.print(f"{len(found)} records appended to {asked.out}", soft_wrap=True)
-    if asked.plot is not None:
-        for path in charts.draw(found, asked.plot):
+    if request.out is not None:
+        screen.print(f"{len(found)} records appended to {request.out}", soft_wrap=True)
+    if request.plot is not None:
+        for path in charts.draw(found, request.plot):
             screen.print(f"drew {path}", soft_wrap=True)
     if failed or not found:
         raise typer.Exit(1)
-
-
-def listed(name: str, text: str, parse: Callable[[str], Value]) -> list[Value]:
-    """The values of a comma list. Raises InvalidInput that names the option."""
-    try:
-        return [parse(part.strip()) for part in text.split(",")]
-    except ValueError as error:
-        if isinstance(error, InvalidInput):
-            raise
-        raise InvalidInput(f"--{name} {text!r}: {error}") from None
 
 
 def given_of(context: typer.Context) -> list[str]:
@@ -130,18 +95,18 @@ def _sizes_in(by_hand: str) -> set[str]:
     return {part[2:] for part in by_hand.split() if part.startswith("--")} - {"dtype"}
 
 
-def _refuse_contradictions(given: Sequence[str], *, suite_chosen: bool) -> None:
+def _refuse_contradictions(given: Sequence[str], suite: str) -> None:
     """InvalidInput for options that would be ignored next to the others."""
     extra = ", ".join(f"--{name.replace('_', '-')}" for name in given if name not in BESIDE_A_SUITE)
-    if "named" in given and extra:
+    if "suite" in given and extra:
         raise InvalidInput(
             f"--suite brings its own cases and kernels; leave out {extra}, or leave out --suite"
         )
-    if "only" in given and not suite_chosen:
+    if "only" in given and not suite:
         raise InvalidInput("--only picks entries of a suite; name one with --suite")
 
 
-def _numbered(entries: Sequence[Entry], only: str | None) -> tuple[Entry, ...]:
+def _numbered(entries: Sequence[SuiteRow], only: str | None) -> tuple[SuiteRow, ...]:
     if only is None:
         return tuple(entries)
     numbers = listed("only", only, int)
@@ -152,23 +117,23 @@ def _numbered(entries: Sequence[Entry], only: str | None) -> tuple[Entry, ...]:
 
 
 def _run(
-    entries: Sequence[Entry], peers: Sequence[Peer], device: torch.device, asked: Asked
+    entries: Sequence[SuiteRow], peers: Sequence[Peer], device: torch.device, request: Request
 ) -> tuple[list[Outcome], bool]:
     """Every entry in turn; records are on disk as soon as a case is done. The flag: one failed."""
     outcomes: list[Outcome] = []
     with progress(len(entries), "start") as (say, advance):
         for entry in entries:
-            outcome = measured_entry(entry, peers, device, asked.rounds, say)
+            outcome = measured_entry(entry, peers, device, request.rounds, say)
             if outcome is not None:
                 outcomes.append(outcome)
-                if asked.out is not None:
-                    records.append(asked.out, outcome.records)
+                if request.out is not None:
+                    records.append(request.out, outcome.records)
             advance()
     return outcomes, len(outcomes) < len(entries)
 
 
 def measured_entry(
-    entry: Entry,
+    entry: SuiteRow,
     peers: Sequence[Peer],
     device: torch.device,
     rounds: int,

@@ -9,9 +9,8 @@ from rich.text import Text
 
 from sparsek.bench.engine.memory import out_of_memory
 from sparsek.bench.suites import tune as tuning
-from sparsek.bench.suites.case import parse_block
+from sparsek.bench.suites.case import listed, parse_block
 from sparsek.bench.suites.tune import SHAPES, Job, Tuning
-from sparsek.cli.bench_run import listed
 from sparsek.cli.output import complain, console, duration, progress
 from sparsek.cli.output import table as new_table
 from sparsek.core import arguments, env

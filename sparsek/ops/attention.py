@@ -23,7 +23,6 @@ from sparsek.ops.attention_op import through_op
 from sparsek.ops.attention_plans import (
     calls_of,
     checked,
-    every_block,
     grad_problem,
     make_grad_plan,
     make_plan,
@@ -117,16 +116,13 @@ def attention(
     if kernel is not None:
         arguments.text("kernel", kernel)
     slot = None
-    if plan is None and (scale is None or type(scale) is float) and (calls := calls_of(mask)) is not None:
-        slot = bound.look_up(calls, ("attention", scale, return_lse, kernel), (q, k, v))
-        if slot is not None and slot.call is not None:
-            if not slot.learns:
-                both = slot.call(q, k, v)
-            else:
-                found = every_block(q.shape[2], k.shape[2], q.device) if mask is None else mask
-                factor = q.shape[3] ** -0.5 if scale is None else scale
-                both = Attention.apply(q, k, v, Call(found, None, factor, kernel, deterministic, slot=slot))
-            return cast(Any, both if return_lse else both[0])
+    if plan is None and (scale is None or type(scale) is float):
+        calls, more, given = calls_of(mask), ("attention", scale, return_lse, kernel), (q, k, v)
+        if calls is not None:
+            both = bound.repeat(calls, more, given)
+            if both is not bound.MISS:
+                return cast(Any, both if return_lse else both[0])
+            slot = bound.slot(calls, more, given)
     if plan is None and _traced():
         wanted = return_lse or operands.wants_gradient(q, k, v)
         out, lse = through_op(q, k, v, mask, scale, wanted, kernel, deterministic)

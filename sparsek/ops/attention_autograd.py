@@ -46,8 +46,6 @@ def check_untransformed(mask: BlockMask) -> None:
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor | None]:
-    if call.slot is not None and call.slot.call is not None:
-        return call.slot.call(q, k, v)
     if call.kernel is not None and call.wanted:
         kernel = gradients.kin(call.kernel, "attention_backward")
         check_backward_kernel(q, k, v, call.mask, kernel, call.deterministic)
@@ -132,9 +130,11 @@ class AttentionBackward(torch.autograd.Function):
         fixed = call.deterministic or torch.are_deterministic_algorithms_enabled()
         more = "attention_backward", call.scale, call.kernel, fixed
         tensors = (q, k, v, out, lse, grad) if grad_lse is None else (q, k, v, out, lse, grad, grad_lse)
-        slot = bound.look_up(calls_of(call.mask) or {}, more, tensors)
-        if slot is not None and slot.call is not None:
-            return slot.call(*tensors)
+        calls = calls_of(call.mask)
+        found = bound.MISS if calls is None else bound.repeat(calls, more, tensors)
+        if found is not bound.MISS:
+            return found
+        slot = None if calls is None else bound.slot(calls, more, tensors)
         kernel = gradients.kin(call.kernel, "attention_backward")
         plan = cached_grad_plan(q, k, v, call.mask, kernel, call.deterministic)
 

@@ -67,7 +67,7 @@ def _kept_every_block(q_len: int, kv_len: int, device: torch.device) -> tuple[Bl
     return mask, Made.here(device)
 
 
-_UNMASKED: Calls = {}
+_UNMASKED = Calls()
 
 
 def calls_of(mask: Any) -> Calls | None:
@@ -77,7 +77,7 @@ def calls_of(mask: Any) -> Calls | None:
     if type(mask) is not BlockMask:
         return None
     mask.verify()
-    return mask.derived(("calls", mask.sizes.exact), dict)
+    return mask.derived(("calls", mask.sizes.exact), Calls)
 
 
 OTHER_PASS = {"attention": "attention_backward", "attention_backward": "attention"}

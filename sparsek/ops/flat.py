@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from sparsek.kernels.lang.launch import recorder
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.bsr24 import BSR24
 from sparsek.matrix.pattern import BlockPattern
@@ -82,7 +83,7 @@ def traced() -> bool:
     return (
         torch.compiler.is_compiling()
         or torch._C._are_functorch_transforms_active()
-        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._len_torch_dispatch_stack() > (recorder() is not None)
     )
 
 

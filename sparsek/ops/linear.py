@@ -20,9 +20,9 @@ from sparsek.matrix.bsr24 import BSR24
 from sparsek.matrix.dense8 import ScaledTensor, quantize_dense
 from sparsek.matrix.quantized import Scaled
 from sparsek.matrix.semi24 import Semi24
-from sparsek.ops import flat, transforms
+from sparsek.ops import bound, flat, transforms
 from sparsek.ops.autocast import autocasts, follow_autocast_fp8
-from sparsek.ops.spmm import SPMM, multiply
+from sparsek.ops.spmm import SPMM, Learned, multiply
 from sparsek.plan import operands
 from sparsek.plan.spmm import E4M3, Product, SpmmPlan, dtype_of, tokens
 from sparsek.reference.epilogue import ACTIVATIONS, PLAIN, Epilogue
@@ -67,6 +67,28 @@ def linear(
         dtype, x, W, bias, residual = follow_autocast_fp8(dtype, x, W, bias, residual)
     if kernel is not None:
         arguments.text("kernel", kernel)
+    slot, given = None, ()
+    known = activation.__class__ in (str, type(None)) and (dtype is None or dtype.__class__ is torch.dtype)
+    if known and W.__class__ in bound.SPARSE and x.__class__ in bound.DENSE:
+        also = (
+            () if bias is None and residual is None else tuple(t for t in (bias, residual) if t is not None)
+        )
+        given = (*bound.tensors(W), *bound.tensors(x), *also)
+        form = (*bound.form(W), *bound.form(x))
+        more = "linear", *form, bias is None, residual is None, activation, kernel, dtype
+        calls = bound.calls_of(W)
+        y = bound.repeat(calls, more, given)
+        if y is not bound.MISS:
+            return y
+        slot = bound.slot(calls, more, given)
+    if slot is not None and slot.learns and _is_simple(x, W, activation, residual, kernel):
+        if slot.is_new():
+            operands.check_linear(x, W, bias, activation, residual)
+        assert isinstance(x, Tensor)
+        rows, bias = tokens(x), _in_rows(bias)
+        y = Learned.apply(W.values, rows, bias, W, "layer", lambda: linear(rows, W, bias))
+        y = ACTIVATIONS[activation](y) if activation else y
+        return y if x.ndim == 2 else y.view(*x.shape[:-1], W.shape[0])
     operands.check_linear(x, W, bias, activation, residual)
     if isinstance(W, Tensor):
         return _dense(x, W, bias, activation, residual, kernel, dtype)
@@ -76,6 +98,13 @@ def linear(
     wanted = act != "" and learns and _wanted(x, W.values, bias, residual)
     cut, apart = wanted and act != "relu", wanted
     epilogue = Epilogue(bias=bias, activation="" if cut else act, other=None if apart else residual)
+
+    def run() -> Tensor:
+        y = _product(x, W, epilogue, kernel, dtype)
+        return y if x.ndim == 2 else y.view(*x.shape[:-1], W.shape[0])
+
+    if not wanted:
+        return run() if slot is None or slot.learns else slot.run(given, run, bound.named(W))
     y = _product(x, W, epilogue, kernel, dtype)
     with dtypes.as_given(x.device):
         if cut:
@@ -162,6 +191,12 @@ def _product(
     call = Product.layer(x, w, epilogue, dtype)
     call.check_epilogue()
     return multiply(call if out is None else call._replace(out=out.mT), kernel)
+
+
+def _is_simple(x: Any, w: Any, activation: str | None, residual: Any, kernel: str | None) -> bool:
+    """The gradients are those of the product alone: torch differentiates what follows."""
+    plain = residual is None and kernel is None and activation != "relu"
+    return plain and isinstance(w, BSR) and isinstance(x, Tensor) and x.ndim > 1 and x.stride(-1) == 1
 
 
 def _wanted(*tensors: Any) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 from sparsek.core import arguments
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.pattern import BlockPattern
-from sparsek.ops import flat, gradients, transforms
+from sparsek.ops import bound, flat, gradients, transforms
 from sparsek.ops.autocast import autocasts, follow_autocast
 from sparsek.ops.planning import choose
 from sparsek.plan import operands
@@ -64,7 +64,7 @@ def sddmm(
     elif learns:
         values = Sddmm.apply(X, Y, *flat.flat_pattern(pattern), kernel, pattern)
     else:
-        values = SDDMM.run(Sampled(X, Y, pattern), kernel)
+        values = _run(X, Y, pattern, kernel)
     return BSR.unchecked(pattern, values)
 
 
@@ -88,6 +88,19 @@ def plan_sddmm(
     return SDDMM.plan(Sampled(X, Y, pattern), kernel, config, device)
 
 
+def _run(x: Tensor, y: Tensor, pattern: BlockPattern, kernel: str | None) -> Tensor:
+    calls, more = pattern.derived("calls", bound.Calls), ("sddmm", kernel)
+    values = bound.repeat(calls, more, (x, y))
+    if values is not bound.MISS:
+        return values
+    slot = bound.slot(calls, more, (x, y))
+
+    def planned() -> Tensor:
+        return SDDMM.run(Sampled(x, y, pattern), kernel)
+
+    return planned() if slot is None else slot.run((x, y), planned)
+
+
 @torch.library.custom_op("sparsek::sddmm", mutates_args=(), tags=flat.TAGS)
 def _sddmm_op(
     x: Tensor, y: Tensor, indptr: Tensor, indices: Tensor, sizes: Sequence[int], kernel: str | None
@@ -95,7 +108,7 @@ def _sddmm_op(
     pattern = flat.pattern_of(indptr, indices, sizes)
     operands.check_sddmm(x, y, pattern)
     with torch.no_grad():
-        return SDDMM.run(Sampled(x, y, pattern), kernel)
+        return _run(x, y, pattern, kernel)
 
 
 @_sddmm_op.register_fake
@@ -117,7 +130,7 @@ class Sddmm(torch.autograd.Function):
     def forward(ctx: Any, *given: Any) -> Tensor:
         *args, pattern = given
         x, y, *_, kernel = args
-        values = SDDMM.run(Sampled(x, y, pattern), kernel)
+        values = _run(x, y, pattern, kernel)
         gradients.save_sddmm(ctx, args, values)
         return values
 

@@ -7,6 +7,7 @@ unpack tiles in registers for it, on a CPU cpu.semi24 and cpu.bsr24 by rows.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,15 +15,18 @@ from torch import Tensor
 
 from sparsek.core import arguments, dtypes
 from sparsek.core.arguments import told
+from sparsek.core.eager import save_for_backward
 from sparsek.core.errors import InvalidInput
+from sparsek.matrix.bsr import BSR
 from sparsek.matrix.bsr24 import BSR24
 from sparsek.matrix.dense8 import ScaledTensor
 from sparsek.matrix.quantized import Scaled
 from sparsek.matrix.semi24 import Semi24
-from sparsek.ops import flat, gradients, packing, transforms
+from sparsek.ops import bound, flat, gradients, packing, transforms
 from sparsek.ops.autocast import autocasts, follow_autocast_fp8
 from sparsek.ops.flat import SpmmArgs
 from sparsek.ops.planning import choose
+from sparsek.ops.sddmm import sddmm
 from sparsek.plan import operands
 from sparsek.plan.plan import check_plan
 from sparsek.plan.spmm import Product, Spmm, SpmmPlan, dtype_of, new_rows
@@ -80,9 +84,27 @@ def spmm(
     """
     if autocasts() and out is None and plan is None:
         dtype, A, B = follow_autocast_fp8(dtype, A, B)
-    epilogue = _epilogue(alpha, beta, out)
     if kernel is not None:
         arguments.text("kernel", kernel)
+    slot, given = None, ()
+    known = dtype is None or dtype.__class__ is torch.dtype
+    if out is None and plan is None and known and type(alpha) is float and type(beta) is float and beta == 0:
+        matrix = A if A.__class__ in bound.SPARSE else B
+        if matrix.__class__ in bound.SPARSE and (B if matrix is A else A).__class__ in bound.DENSE:
+            calls, more = bound.calls_of(matrix), (*bound.form(A), *bound.form(B), alpha, kernel, dtype)
+            given = (*bound.tensors(A), *bound.tensors(B))
+            c = bound.repeat(calls, more, given)
+            if c is not bound.MISS:
+                return c
+            slot = bound.slot(calls, more, given)
+    if slot is not None and slot.learns and kernel is None and alpha == 1 and isinstance(matrix, BSR):
+        dense = B if matrix is A else A
+        if dense.ndim == 2 and dense.stride(-1) == 1:
+            if slot.is_new():
+                operands.check_operands(A, B)
+            side = "left" if matrix is A else "right"
+            return Learned.apply(matrix.values, dense, None, matrix, side, lambda: spmm(A, B))
+    epilogue = _epilogue(alpha, beta, out)
     if plan is not None:
         check_plan(plan, SpmmPlan, "plan_spmm", kernel)
         transforms.check(*(getattr(x, "values", x) if operands.is_sparse(x) else x for x in (A, B)), out)
@@ -94,8 +116,14 @@ def spmm(
             raise InvalidInput("out= and plan= do not go through torch.compile; call spmm(A, B) there")
         transforms.refuse("out=")
     call = _checked(A, B, out, epilogue, dtype)
-    c = multiply(call, kernel)
-    return call.seen(c, A) if out is None else out
+    if slot is None or slot.learns:
+        c = multiply(call, kernel)
+        return call.seen(c, A) if out is None else out
+
+    def multiplied() -> Tensor:
+        return call.seen(multiply(call, kernel), A)
+
+    return slot.run(given, multiplied, (bound.named(A), bound.named(B)))
 
 
 def plan_spmm(
@@ -137,10 +165,10 @@ def multiply(call: Product, kernel: str | None) -> Tensor:
     if out is not None:
         if learns or torch.compiler.is_compiling():
             raise InvalidInput(operands.OUT_HAS_NO_GRADIENT)
-        return SPMM.run(call, kernel)
+        return run(call, kernel)
     traced = flat.traced()
     if not (learns or traced):
-        return SPMM.run(call, kernel)
+        return run(call, kernel)
     if not isinstance(call.matrix, Semi24):
         transforms.check_untransformed(call.matrix.pattern)
     dense = (b.values, b.scale) if isinstance(b, ScaledTensor) else (b, None)
@@ -149,6 +177,23 @@ def multiply(call: Product, kernel: str | None) -> Tensor:
     if not traced and flat.are_plain(values, dense[0], bias, other):
         return Multiplied.apply(*args, call)
     return transforms.call("spmm", *args)
+
+
+def run(call: Product, kernel: str | None) -> Tensor:
+    """The product by rows, without autograd, of operands that have been checked; bound where it may be."""
+    a, transposed, b, out, epilogue, *lies = call
+    bias, other = epilogue.bias, epilogue.other
+    parts = epilogue.alpha, epilogue.beta, bias is None, epilogue.activation, epilogue.combine
+    more = "run", *bound.form(a), transposed, *bound.form(b), *lies, kernel, *parts, out is None, other is out
+    also = [x for x in (bias, None if other is out else other, out) if x is not None]
+    calls, given = bound.calls_of(a), (*bound.tensors(a), *bound.tensors(b), *also)
+    c = bound.repeat(calls, more, given)
+    if c is not bound.MISS:
+        return c
+    slot = bound.slot(calls, more, given)
+    if slot is None:
+        return SPMM.run(call, kernel)
+    return slot.run(given, lambda: SPMM.run(call, kernel), (bound.named(a), bound.named(b)))
 
 
 def _checked(A: Any, B: Any, out: Tensor | None, epilogue: Epilogue, dtype: torch.dtype | None) -> Product:
@@ -191,7 +236,7 @@ def _spmm_op(*given: Any) -> Tensor:
         b = ScaledTensor.unchecked(operands.readable(b), args.b_scale.contiguous(), True)
     epilogue, layout = _op_epilogue(args), "col" if args.by_columns else "row"
     with torch.no_grad():
-        return SPMM.run(Product(a, transposed, b, None, epilogue, layout, args.dtype), args.kernel)
+        return run(Product(a, transposed, b, None, epilogue, layout, args.dtype), args.kernel)
 
 
 @_spmm_op.register_fake
@@ -247,13 +292,55 @@ class Multiplied(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *given: Any) -> Tensor:
         *args, call = given
-        c = SPMM.run(call, args[-1])
+        c = run(call, args[-1])
         gradients.save_spmm(ctx, args, c)
         return c
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return *gradients.of_spmm(ctx, grad), None
+
+
+class Learned(torch.autograd.Function):
+    """A product of a BSR and a matrix whose gradients are products again, each a bound call; the op costs more.
+
+    `side` says where A stands: "left", A @ x; "right", x @ A; "layer", x @ A.T + bias. `multiply` does the product.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        values: Tensor,
+        x: Tensor,
+        bias: Tensor | None,
+        a: BSR,
+        side: str,
+        multiply: Callable[[], Tensor],
+    ) -> Tensor:
+        of_values, of_x, *_ = ctx.needs_input_grad
+        save_for_backward(ctx, values if of_x else None, x if of_values else None)
+        ctx.lies = a.pattern, a.order, side
+        return multiply()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        values, x = ctx.saved_tensors
+        pattern, order, side = ctx.lies
+        of_values = of_x = of_bias = None
+        if values is not None:
+            a = BSR.unchecked(pattern, values, order)
+            of_x = spmm(a.T, grad) if side == "left" else spmm(grad, a if side == "layer" else a.T)
+        if x is not None:
+            left, right = (x, grad) if side == "right" else (grad, x)
+            stored = pattern if order is None else pattern.T
+            left, right = (right, left) if order is not None else (left, right)
+            if side == "left":
+                of_values = sddmm(left, right.mT, stored).values
+            else:
+                of_values = sddmm(left.mT, right, stored).values
+        if ctx.needs_input_grad[2]:
+            of_bias = grad.sum(0)
+        return of_values, of_x, of_bias, None, None, None
 
 
 packing.register()

@@ -18,6 +18,7 @@ from torch.autograd import forward_ad
 from sparsek.core.errors import InvalidInput
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.pattern import BlockPattern
+from sparsek.ops import flat
 
 NO_TANGENT = (
     "products have no forward-mode derivative (jvp, jacfwd, hessian): torch.autograd.functional.jvp finds the same by "
@@ -28,6 +29,7 @@ Made = TypeVar("Made")
 Vmap = Callable[[Any, Any, Any], tuple[Tensor, int] | None]
 
 _FUNCTIONS: dict[str, type[torch.autograd.Function]] = {}
+_DIRECT: dict[str, Callable[..., Tensor]] = {}
 
 
 def active() -> bool:
@@ -59,9 +61,19 @@ def refuse(what: str) -> None:
 
 
 def call(name: str, *args: Any) -> Tensor:
-    """The op `sparsek::name`, in the form that torch.func can transform where it does."""
+    """The op `sparsek::name`, in the form that torch.func can transform where it does.
+
+    Where nothing records the call, as in most backward passes, its function itself: torch's dispatcher costs the host
+    more than the product, and its first call imports torch._dynamo.
+    """
     if active():
         return _FUNCTIONS[name].apply(*args)
+    if (
+        not torch.is_grad_enabled()
+        and not flat.traced()
+        and flat.are_plain(*(x for x in args if isinstance(x, Tensor)))
+    ):
+        return _DIRECT[name](*args)
     return getattr(torch.ops.sparsek, name)(*args)
 
 
@@ -73,6 +85,7 @@ def differentiable(op: Any, gradient: Any, save: Any, at_once: Vmap | None = Non
     """
     op.register_autograd(gradient, setup_context=save)
     name = op._opoverload._schema.name.split("::")[1]
+    _DIRECT[name] = op._init_fn
     _FUNCTIONS[name] = _function(op._opoverload, gradient, save, at_once)
 
 

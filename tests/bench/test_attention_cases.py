@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from sparsek.bench.engine.benches import BENCHES
 from sparsek.bench.suites import attention
 from sparsek.bench.suites.attention import (
     SUITES,
@@ -14,9 +15,8 @@ from sparsek.bench.suites.attention import (
     length_name,
     parse_lengths,
     parse_pair,
-    product,
 )
-from sparsek.bench.suites.attention_masks import KINDS, parse_mask
+from sparsek.bench.suites.attention_masks import MASK_FORMS, parse_mask
 from sparsek.core.errors import InvalidInput
 
 CPU = torch.device("cpu")
@@ -55,7 +55,7 @@ def test_every_suite_case_survives_a_record(name: str) -> None:
 def test_the_suite_holds_every_row_of_the_speed_table() -> None:
     there = {
         (c.mask.split(":")[0], c.q_len // 1024, c.block[0], c.heads, c.kv_heads, c.dim, c.dtype)
-        for c in (entry.case for entry in SUITES["issue3"] if entry.op == "attention")
+        for c in (entry.case for entry in SUITES["published"] if entry.op == "attention")
     }
     common = (128, 16, 16, 128, "bf16")
     wanted = {(mask, s, *common) for mask, s in (("causal", 32), ("full", 8), ("full", 32), ("window", 32))}
@@ -65,8 +65,8 @@ def test_the_suite_holds_every_row_of_the_speed_table() -> None:
     wanted |= {("window", 32, 128, 32, kv, 128, "bf16") for kv in (4, 32)}
     wanted |= {("window", s, 128, 8, 8, 128, "bf16") for s in (128, 256, 512)}
     assert wanted <= there
-    assert {"attention_new_mask", "mask_build"} <= {entry.op for entry in SUITES["issue3"]}
-    long = [entry.case for entry in SUITES["issue3"] if entry.case.q_len >= 2**17]
+    assert {"attention_new_mask", "mask_build"} <= {entry.op for entry in SUITES["published"]}
+    long = [entry.case for entry in SUITES["published"] if entry.case.q_len >= 2**17]
     assert {case.mask for case in long} == {attention.LONG} == {entry.case.mask for entry in SUITES["sweep"]}
 
 
@@ -96,7 +96,7 @@ def test_a_mask_is_what_its_text_says(text: str) -> None:
 
 
 def test_every_kind_of_mask_is_tried_here() -> None:
-    assert {parse_mask(text).kind for text in TEXTS} == set(KINDS)
+    assert {parse_mask(text).kind for text in TEXTS} == set(MASK_FORMS)
 
 
 def test_a_random_mask_may_be_drawn_from_other_seeds() -> None:
@@ -117,7 +117,7 @@ def test_a_uniform_mask_has_as_many_blocks_as_its_bigbird(heads: int) -> None:
 
 
 def test_bigbird_of_the_suite_has_2_percent_global_rows() -> None:
-    case = next(entry.case for entry in SUITES["issue3"] if entry.case.mask.startswith("bigbird"))
+    case = next(entry.case for entry in SUITES["published"] if entry.case.mask.startswith("bigbird"))
     counts = replace(case, heads=1, kv_heads=1).mask_maker(CPU)().full.counts
     assert int((counts == 256).sum()) == round(0.02 * 256)
     assert set(counts[counts < 256].tolist()) <= {10, 11}
@@ -193,6 +193,7 @@ def test_pairs_and_lengths_have_short_names() -> None:
 
 
 def test_a_product_of_lists_takes_every_combination() -> None:
-    cases = product([1, 2], [(2, 1)], [(64, 64)], [(32, 32)], ["full", "causal"], [(64, 64)], ["fp16"])
+    lists = {"batch": "1,2", "heads": "2:1", "seq": "64", "dim": "32", "mask": "full,causal", "block": "64"}
+    cases = BENCHES["attention"].cases(lists | {"dtype": "fp16"})
     assert len(cases) == len(set(cases)) == 4
     assert sorted(cases, key=lambda case: case.order)[0].mask == "causal"

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from sparsek.bench.engine import measure, records, run
+from sparsek.bench.engine.benches import BENCHES
 from sparsek.bench.peers import attention as attention_peers
 from sparsek.bench.peers.attention_grad import PEERS
 from sparsek.bench.peers.peer import peers_named
@@ -20,9 +21,8 @@ from sparsek.bench.suites.attention_grad import (
     AttentionGradCase,
     AttentionTrainCase,
     Group,
-    product,
 )
-from sparsek.bench.suites.case import Entry
+from sparsek.bench.suites.case import SuiteRow
 from sparsek.core.errors import InvalidInput
 from sparsek.mask.mask import BlockMask
 from sparsek.ops.attention import attention as attend
@@ -44,7 +44,7 @@ def few_sets(monkeypatch: pytest.MonkeyPatch) -> None:
 def measured(case: AttentionGradCase) -> run.Outcome:
     """The outcome of two rounds on the CPU, whose one record is well-formed."""
     outcome = measure.measure(
-        Entry(case, (KERNELS[case.op],)),
+        SuiteRow(case, (KERNELS[case.op],)),
         peers=peers_named(PEERS, None, CPU),
         rounds=2,
         device=CPU,
@@ -69,7 +69,7 @@ def test_every_suite_case_survives_a_record_and_has_a_name_of_its_own(name: str)
 def test_the_suites_hold_every_row_of_the_speed_table() -> None:
     there = {
         (c.mask, c.q_len // 1024, c.block[0], c.dim, c.deterministic)
-        for c in (entry.case for entry in SUITES["issue5"])
+        for c in (entry.case for entry in SUITES["published"])
     }
     eighth, fixed, free = "blocks:0.125", (128, 128, True), (128, 128, False)
     wanted = {("full", 8, *fixed), ("full", 32, *fixed), ("causal", 32, *fixed), ("window:2048", 32, *fixed)}
@@ -77,14 +77,14 @@ def test_the_suites_hold_every_row_of_the_speed_table() -> None:
     wanted |= {(eighth, 32, 128, dim, True) for dim in (64, 256)}
     wanted |= {(eighth, 32, *free), ("causal", 32, *free)}
     assert there == wanted
-    assert {(c.batch, c.heads, c.kv_heads, c.dtype) for c in (e.case for e in SUITES["issue5"])} == {
+    assert {(c.batch, c.heads, c.kv_heads, c.dtype) for c in (e.case for e in SUITES["published"])} == {
         (1, 16, 16, "bf16")
     }
-    steps = [entry.case for entry in SUITES["issue5_train"]]
+    steps = [entry.case for entry in SUITES["train"]]
     assert [(c.q_len // 1024, c.mask, c.heads, c.op) for c in steps] == [
         (kilo, "window:4096", 8, "attention_train") for kilo in (64, 128, 256)
     ]
-    assert {kernel for e in SUITES["issue5"] for kernel in e.kernels} == {
+    assert {kernel for e in SUITES["published"] for kernel in e.kernels} == {
         "auto",
         "hopper.attention_bwd",
         "portable.attention_bwd",
@@ -297,13 +297,14 @@ def test_memory_counts_what_a_call_takes_beyond_its_results(monkeypatch: pytest.
 
 
 def test_a_product_of_lists_takes_every_combination() -> None:
-    lists = [1, 2], [(2, 1)], [(64, 64)], [(32, 32)], ["full", "causal"], [(64, 64)], ["fp16"]
-    made = product(["backward", "train"], *lists, deterministic=False)
+    lists = {"batch": "1,2", "heads": "2:1", "seq": "64", "dim": "32", "mask": "full,causal", "block": "64"}
+    cases = BENCHES["attention-backward"].cases
+    made = cases(lists | {"measure": "backward,train", "dtype": "fp16", "deterministic": False})
     assert len(set(made)) == 8
     assert {type(case) for case in made} == {AttentionGradCase, AttentionTrainCase}
     assert not any(case.deterministic for case in made)
     with pytest.raises(InvalidInput, match="backward or train is measured, not 'forward'"):
-        product(["forward"], *lists)
+        cases(lists | {"measure": "forward"})
 
 
 def test_cases_that_differ_in_determinism_alone_stand_side_by_side() -> None:

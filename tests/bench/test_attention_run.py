@@ -11,7 +11,7 @@ from sparsek.bench.peers.attention import PEERS
 from sparsek.bench.peers.peer import Ready, peers_named
 from sparsek.bench.suites import attention, attention_run
 from sparsek.bench.suites.attention import AttentionCase
-from sparsek.bench.suites.case import Entry
+from sparsek.bench.suites.case import SuiteRow
 from sparsek.core.errors import InvalidInput
 from sparsek.mask.mask import BlockMask
 from sparsek.testing.budget import Gate
@@ -21,7 +21,7 @@ SMALL = AttentionCase(1, 2, 1, 256, 256, 32, 32, "window:100+sinks:10", (64, 64)
 KERNEL = ("cpu.attention",)
 
 
-def measured(entry: Entry, rounds: int = 2) -> records.Record:
+def measured(entry: SuiteRow, rounds: int = 2) -> records.Record:
     """The one record of an entry, on the CPU."""
     outcome = measure.measure(
         entry, peers=peers_named(PEERS, None, CPU), rounds=rounds, device=CPU, report=lambda text: None
@@ -35,7 +35,7 @@ def measured(entry: Entry, rounds: int = 2) -> records.Record:
 
 
 def test_a_run_gives_well_formed_records_with_the_dense_peer() -> None:
-    record = measured(Entry(SMALL, KERNEL), rounds=3)
+    record = measured(SuiteRow(SMALL, KERNEL), rounds=3)
     assert record["kernel"] == "cpu.attention"
     assert set(record["peers"]) == {"sdpa"}
     assert record["memory"] is None
@@ -52,7 +52,7 @@ def test_a_run_gives_well_formed_records_with_the_dense_peer() -> None:
 
 def test_a_new_mask_every_call_is_compared_with_the_kernel_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wall, "CALLS", 2)
-    record = measured(Entry(replace(SMALL, mask="topk:2"), KERNEL, "attention_new_mask"))
+    record = measured(SuiteRow(replace(SMALL, mask="topk:2"), KERNEL, "attention_new_mask"))
     alone = record["peers"][attention_run.ALONE]["ms"]["median"]
     assert record["ratio"][attention_run.ALONE] == pytest.approx(alone / record["ms"]["median"], abs=1e-3)
 
@@ -72,7 +72,7 @@ def test_every_call_with_a_new_mask_builds_one(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_mask_build_is_held_to_the_rule_of_its_name() -> None:
-    record = measured(Entry(SMALL, op="mask_build"))
+    record = measured(SuiteRow(SMALL, op="mask_build"))
     assert record["kernel"] == "mask.structured"
     assert record["gate"] == {"error": 0.0, "budget": 0.0, "passed": True}
     other = replace(SMALL, mask="window:99+sinks:10").mask_maker(CPU)()
@@ -90,11 +90,6 @@ def test_a_mask_is_checked_where_its_queries_stand(q_len: int, kv_len: int) -> N
 def test_a_random_mask_has_no_build_that_could_be_checked() -> None:
     with pytest.raises(InvalidInput, match="'topk:2' is no rule of positions"):
         attention_run.run_mask_build(replace(SMALL, mask="topk:2"), device=CPU)
-
-
-def test_host_time_gives_a_record_without_rates(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "host_seconds", lambda call, device, calls: 1e-5)
-    assert measured(Entry(SMALL, KERNEL, "attention_host"))["tflops"] is None
 
 
 def test_long_sequences_are_gated_by_a_sample_of_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +119,7 @@ def test_a_wrong_kernel_gets_no_time(monkeypatch: pytest.MonkeyPatch, op: str) -
         attention_run, "wall_rounds", lambda *args, **options: pytest.fail("timed a wrong kernel")
     )
     with pytest.raises(run.GateError, match="exceeds the budget"):
-        measured(Entry(replace(SMALL, mask="causal"), KERNEL, op))
+        measured(SuiteRow(replace(SMALL, mask="causal"), KERNEL, op))
 
 
 def test_the_densest_peer_that_is_not_too_long_heats_the_card() -> None:

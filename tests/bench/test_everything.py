@@ -1,16 +1,18 @@
 """All published rows in one go: which are stale, how long the others take, when the walk stops."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from sparsek.bench.engine import everything, records
-from sparsek.bench.engine.benches import BENCHES, Bench
+from sparsek.bench.engine.benches import BENCHES
 from sparsek.bench.engine.everything import Row, rows_of, stale_rows, walk
 from sparsek.bench.engine.tables import TABLES
-from sparsek.bench.suites.case import Entry
+from sparsek.bench.suites.case import SuiteRow
+from sparsek.bench.suites.linear import LinearCase
 from sparsek.bench.suites.spmm import SpmmCase
 
 CPU = torch.device("cpu")
@@ -20,7 +22,8 @@ Make = Callable[..., records.Record]
 
 
 def rows(*kernels: str) -> list[Row]:
-    bench = Bench("spmm", {"small": tuple(Entry(case, kernels or ("auto",)) for case in SMALL)})
+    suite = tuple(SuiteRow(case, kernels or ("auto",)) for case in SMALL)
+    bench = replace(BENCHES["spmm"], suites={"small": suite})
     return rows_of([bench])
 
 
@@ -60,10 +63,11 @@ def test_a_record_of_another_card_or_version_is_stale(here: Make, name: str) -> 
 def test_a_record_of_another_source_or_op_is_stale(here: Make) -> None:
     assert len(stale_rows(rows(), [here(case, source_hash="0" * 16) for case in SMALL], CPU)) == 3
     fresh = [here(case, date="2026-11-21T00:00:00+00:00") for case in SMALL]
+    linear = [LinearCase(16, 64, 64, (32, 32), 0.5)]
     older = [here(case, source_hash="0" * 16, date="2026-11-20T00:00:00+00:00") for case in SMALL]
     assert stale_rows(rows(), [*fresh, *older], CPU) == []
-    nulls = {"tflops": None, "gbps": None, "roofline": None}
-    assert len(stale_rows(rows(), [here(case, op="spmm_host", **nulls) for case in SMALL], CPU)) == 3
+    other = [here(case) for case in linear]
+    assert len(stale_rows(rows(), other, CPU)) == 3
 
 
 def test_auto_is_the_kernel_that_is_not_named_beside_it(here: Make) -> None:
@@ -109,7 +113,7 @@ def test_the_walk_stops_before_its_limit(limit: float | None, count: int) -> Non
 def test_a_row_may_take_as_long_as_the_longest_of_its_op() -> None:
     pace = everything.Pace()
     first = rows()[0]
-    other = Row(first.bench, Entry(SMALL[0], op="spmm_host"))
+    other = Row(first.bench, SuiteRow(SMALL[0], op="sddmm"))
     assert pace.expected(first) == pace.longest(first) == 0.0
     pace.add(first, 2.0)
     pace.add(first, 6.0)

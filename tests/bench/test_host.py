@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +13,22 @@ from sparsek.bench.engine import records, report
 from sparsek.bench.engine.measure import measure
 from sparsek.bench.engine.run import GateError
 from sparsek.bench.suites import host, host_run
-from sparsek.bench.suites.case import Bar, Entry
+from sparsek.bench.suites.case import Bar, SuiteRow
 from sparsek.bench.suites.host import HOST, HostCase
 from sparsek.bench.suites.host_calls import CALLS, Pair
 from sparsek.core import env
+from sparsek.core.device import CPU as CPU_CARD
+from sparsek.core.device import H200
 from sparsek.core.errors import InvalidInput
+from sparsek.plan import host as host_times
 from sparsek.testing.budget import Gate
 
 CPU = torch.device("cpu")
+RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 LAYER = (8, 64, 128)
 SMALL = (
     HostCase("A @ B", (64, 96, 32), block=(32, 32), dtype="fp32"),
-    HostCase("plan(A, B)", (64, 96, 32), block=(32, 32), dtype="fp32"),
+    HostCase("plan of A @ B", (64, 96, 32), block=(32, 32), dtype="fp32"),
     *(
         HostCase("linear", LAYER, storage, block=(64, 64), density=1.0, dtype="fp32")
         for storage in host.STORAGES
@@ -47,7 +52,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
 def test_every_call_is_checked_and_timed_beside_torchs(case: HostCase, few: None) -> None:
-    outcome = measure(Entry(case), peers=(), rounds=2, device=CPU, report=lambda text: None)
+    outcome = measure(SuiteRow(case), peers=(), rounds=2, device=CPU, report=lambda text: None)
     (record,) = outcome.records
     assert records.faults(record) == []
     assert record["kernel"] == case.module
@@ -190,3 +195,41 @@ def test_the_table_shows_times_limits_and_verdicts(make_record: Callable[..., re
     assert lines[3] == (
         "| first call, empty caches: from_dense, 4096×4096 block 128 25 % bf16 | 0.7 s |  |  | 0.5 s: missed | 0.2 s |"
     )
+
+
+def test_one_figure_says_what_an_eager_call_costs(
+    make_record: Callable[..., records.Record], tmp_path: Path
+) -> None:
+    """The record, the package's table and the pages agree; `advise` and the planner read the table."""
+    found = records.read(RESULTS)
+    told = report.host_table(found)
+    assert not told or Path(host_times.FILE).read_text(encoding="utf-8") == told
+    assert host_times.eager_seconds(H200) == host_times.table()[H200.name]["seconds"] > 0
+    assert host_times.eager_seconds(CPU_CARD) == 0.0
+    assert host_times.eager_seconds(replace(H200, name="NVIDIA H100")) == host_times.eager_seconds(H200)
+
+
+def test_the_report_writes_what_an_eager_call_costs(
+    make_record: Callable[..., records.Record], tmp_path: Path
+) -> None:
+    nulls = {"tflops": None, "gbps": None, "roofline": None}
+    ms = {"median": 0.0123, "min": 0.012, "max": 0.013, "rounds": 21}
+    peers = {"torch": {"ms": ms, "tflops": None}}
+    record = make_record(report.EAGER, ms=ms, peers=peers, ratio={"torch": 1.0}, **nulls)
+    file = tmp_path / report.HOST_FILE
+    file.parent.mkdir(parents=True)
+    file.write_text("{}")
+    assert report.stale(tmp_path, [record], ()) == [
+        f"{report.HOST_FILE} differs from the records, run `make readme`"
+    ]
+    assert report.write(tmp_path, [record], ()) == [file]
+    (told,) = json.loads(file.read_text()).items()
+    assert told == ("NVIDIA H200", {"seconds": 1.23e-5, "case": report.EAGER.name, "date": record["date"]})
+    assert report.stale(tmp_path, [record], ()) == []
+    assert report.host_table([make_record()]) == ""
+
+
+def test_no_other_figure_of_an_eager_call_stands_in_the_code() -> None:
+    root = Path(host_times.__file__).parents[1]
+    found = [path.name for path in root.rglob("*.py") if "EAGER_CALL" in path.read_text(encoding="utf-8")]
+    assert found == []

@@ -58,13 +58,15 @@ def chooses(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 
 def run() -> Outcome:
     said: list[str] = []
-    outcome = measure(planner.Entry(FEW), peers=(), rounds=3, device=torch.device("cpu"), report=said.append)
+    outcome = measure(
+        planner.SuiteRow(FEW), peers=(), rounds=3, device=torch.device("cpu"), report=said.append
+    )
     assert said == ["layer 1 of 2: 64 x 256 to 128, 50 %", "layer 2 of 2: 48 x 128 to 256, 25 %"]
     return outcome
 
 
 def test_the_suite_is_fifty_layers_with_densities() -> None:
-    layers = LAYERS["issue6"]
+    layers = LAYERS["models"]
     assert len(set(layers)) == 50
     assert {layer.keep for layer in layers} == {0.5, 0.25, 0.125, 0.0625}
     assert {layer.tokens for layer in layers} == {16, 256, 1024, 4096, 8192}
@@ -135,7 +137,7 @@ def test_the_table_shows_the_share_and_the_worst(clock, chooses) -> None:
 
 
 def test_a_case_names_a_suite_that_is_there() -> None:
-    with pytest.raises(InvalidInput, match="no suite is called 'all'; known: issue6, other, few"):
+    with pytest.raises(InvalidInput, match="no suite is called 'all'; known: models, other, few"):
         PlannerCase("all")
     with pytest.raises(InvalidInput, match="no format is called 'csr'"):
         PlannerCase("few", formats="dense+csr")

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from sparsek.bench.engine.benches import BENCHES
 from sparsek.bench.suites import linear, mlp, sddmm, spgemm
-from sparsek.bench.suites.case import Case, Entry
+from sparsek.bench.suites.case import Case, SuiteRow
 from sparsek.bench.suites.linear import LinearCase
 from sparsek.bench.suites.mlp import MlpDecodeCase, MlpTrainCase
 from sparsek.bench.suites.sddmm import SddmmCase
@@ -25,7 +26,7 @@ TRAIN = MlpTrainCase(24, 64, 128, (32, 32), 0.5, dtype="fp32")
 DECODE = MlpDecodeCase(1, 64, 128, (32, 32), 0.5, dtype="fp32")
 SMALL = (SDDMM, SPGEMM, LINEAR, TRAIN, DECODE)
 SUITES = {"sddmm": sddmm.SUITES, "spgemm": spgemm.SUITES, "linear": linear.SUITES, "mlp": mlp.SUITES}
-ISSUE4 = [entry for suites in SUITES.values() for entry in suites["issue4"]]
+PUBLISHED = [entry for suites in SUITES.values() for entry in suites["published"]]
 
 
 def tensors_of(one: Any) -> Iterable[torch.Tensor]:
@@ -48,11 +49,11 @@ def test_names_are_short_and_tell_cases_apart() -> None:
         replace(TRAIN, mode="compiled").name
         == "64 to 128 to 64 gelu, block 32 50 % fp32, 24 tokens, compiled"
     )
-    names = [(entry.op, entry.case.name) for entry in ISSUE4]
+    names = [(entry.op, entry.case.name) for entry in PUBLISHED]
     assert len(set(names)) == len(names)
 
 
-@pytest.mark.parametrize("case", [*SMALL, *(entry.case for entry in ISSUE4)], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*SMALL, *(entry.case for entry in PUBLISHED)], ids=lambda case: case.name)
 def test_every_case_survives_a_record(case: Case) -> None:
     assert type(case).from_record(json.loads(json.dumps(case.as_record()))) == case
 
@@ -96,8 +97,8 @@ def test_every_block_column_of_b_holds_as_many_blocks_as_every_block_row_of_a() 
 
 
 def test_the_suites_hold_every_row_of_the_speed_table() -> None:
-    assert [(e.case.block[0], e.case.density) for e in sddmm.ISSUE4] == [(128, 0.125), (64, 0.125)]
-    dense = spgemm.ISSUE4[0].case
+    assert [(e.case.block[0], e.case.density) for e in sddmm.PUBLISHED] == [(128, 0.125), (64, 0.125)]
+    dense = spgemm.PUBLISHED[0].case
     assert (dense.a_block, dense.b_block, dense.density, dense.out) == (
         (128, 128),
         (128, 128),
@@ -112,9 +113,9 @@ def test_the_suites_hold_every_row_of_the_speed_table() -> None:
         (8192, "bsr", 0.03),
         (32768, "bsr", 0.03),
     ]
-    after = {entry.case.epilogue for entry in linear.ISSUE4}
+    after = {entry.case.epilogue for entry in linear.PUBLISHED}
     assert after == {"bias+gelu", "bias+gelu_tanh", "bias+silu", "bias+residual"}
-    steps = [entry.case for entry in mlp.ISSUE4]
+    steps = [entry.case for entry in mlp.PUBLISHED]
     layer = (4096, 16384, (128, 128), 0.125, "gelu")
     assert {(c.width, c.hidden, c.block, c.density, c.activation) for c in steps} == {layer}
     assert [(c.op, c.tokens) for c in steps] == [
@@ -125,8 +126,8 @@ def test_the_suites_hold_every_row_of_the_speed_table() -> None:
 
 
 def test_an_entry_takes_its_op_from_its_case() -> None:
-    assert {entry.op for entry in ISSUE4} == {"sddmm", "spgemm", "linear", "mlp_train", "mlp_decode"}
-    assert Entry(DECODE).op == "mlp_decode"
+    assert {entry.op for entry in PUBLISHED} == {"sddmm", "spgemm", "linear", "mlp_train", "mlp_decode"}
+    assert SuiteRow(DECODE).op == "mlp_decode"
 
 
 @pytest.mark.parametrize(
@@ -154,12 +155,14 @@ def test_a_case_that_cannot_be_is_refused(case: Any, change: dict[str, Any], sai
 
 
 def test_products_of_lists_take_every_combination() -> None:
-    sizes = [64], [64, 128], [64]
-    assert len(set(sddmm.product(*sizes, [(16, 16)], [0.5, 1.0], ["uniform"], ["fp16"]))) == 4
-    blocks = [((32, 32), (32, 32)), ((32, 16), (16, 64))]
-    assert len(set(spgemm.product(*sizes, blocks, [0.5], ["dense", "bsr"], ["fp16"]))) == 8
-    assert len(set(linear.product(*sizes, [(16, 16)], [0.5], ["", "bias"], ["fp16"]))) == 4
-    made = mlp.product(["train", "compiled", "decode"], [1, 8], [64], [64], [(16, 16)], [0.5], ["fp16"])
+    sizes = {"m": "64", "k": "64,128", "n": "64", "dtype": "fp16"}
+    assert len(set(BENCHES["sddmm"].cases(sizes | {"block": "16", "density": "0.5,1.0"}))) == 4
+    blocks = {"block": "32:32,32x16:16x64", "density": "0.5", "result": "dense,bsr"}
+    assert len(set(BENCHES["spgemm"].cases(sizes | blocks))) == 8
+    layers = {"tokens": "64", "k": "64,128", "n": "64", "block": "16", "density": "0.5", "dtype": "fp16"}
+    assert len(set(BENCHES["linear"].cases(layers | {"epilogue": ",bias"}))) == 4
+    few = {"tokens": "1,8", "width": "64", "hidden": "64", "block": "16", "density": "0.5", "dtype": "fp16"}
+    made = BENCHES["mlp"].cases(few | {"measure": "train,compiled,decode"})
     assert [(case.op, case.tokens) for case in made[::2]] == [
         ("mlp_train", 1),
         ("mlp_train", 1),
@@ -168,7 +171,7 @@ def test_products_of_lists_take_every_combination() -> None:
     assert [getattr(case, "mode", "") for case in made] == ["eager"] * 2 + ["compiled"] * 2 + [""] * 2
     assert {case.dtype for case in made} == {"fp16"}
     with pytest.raises(InvalidInput, match="train or compiled or decode is measured, not 'serve'"):
-        mlp.product(["serve"], [1], [64], [64], [(16, 16)], [0.5], ["fp16"])
+        BENCHES["mlp"].cases(few | {"measure": "serve"})
 
 
 def test_blocks_of_both_matrices_are_read_as_people_write_them() -> None:

@@ -17,7 +17,7 @@ from sparsek.bench.peers import spgemm as spgemm_peers
 from sparsek.bench.peers.peer import Peer, Ready, UnavailableError, peers_named
 from sparsek.bench.suites import case as cases
 from sparsek.bench.suites import mlp, spgemm
-from sparsek.bench.suites.case import Entry
+from sparsek.bench.suites.case import SuiteRow
 from sparsek.bench.suites.linear import LinearCase
 from sparsek.bench.suites.mlp import MlpDecodeCase, MlpTrainCase
 from sparsek.bench.suites.sddmm import SddmmCase
@@ -48,7 +48,7 @@ def few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
 def measured(case: Any, peers: Sequence[Peer], kernel: str = "auto") -> Outcome:
     """The outcome of two rounds on the CPU, whose record is well-formed."""
     outcome = measure(
-        Entry(case, (kernel,)),
+        SuiteRow(case, (kernel,)),
         peers=peers_named(peers, None, CPU),
         rounds=2,
         device=CPU,
@@ -120,7 +120,7 @@ def test_the_dense_twin_of_a_linear_layer_does_the_same_after_its_product() -> N
     assert one.judge(dense).passed
     assert one.judge(one.out).passed
     assert not one.judge(full).passed
-    torch.testing.assert_close(one.eager(None)(), one.out)
+    torch.testing.assert_close(one.planned(one.plan(None))(), one.out)
 
 
 def test_a_step_is_recorded_under_every_kernel_it_runs() -> None:

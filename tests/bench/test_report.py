@@ -6,22 +6,12 @@ from pathlib import Path
 import pytest
 
 from sparsek.bench.engine import charts, report
+from sparsek.bench.engine.benches import BENCHES
 from sparsek.bench.engine.records import Record
 from sparsek.bench.engine.tables import SPMM, TABLES
 from sparsek.bench.suites import (
-    attention,
     attention_grad,
-    fp8,
-    host,
-    linear,
     mlp,
-    pack,
-    planner,
-    sddmm,
-    semi24,
-    spgemm,
-    spmm,
-    story,
 )
 from sparsek.bench.suites.attention import AttentionCase
 from sparsek.bench.suites.linear import LinearCase
@@ -31,20 +21,6 @@ from sparsek.core.errors import InvalidFile
 
 Make = Callable[..., Record]
 
-SUITES_OF = {
-    "spmm": spmm.SUITES,
-    "sddmm": sddmm.SUITES,
-    "spgemm": spgemm.SUITES,
-    "linear": linear.SUITES,
-    "semi24": {**semi24.SUITES, **story.SUITES},
-    "fp8": fp8.SUITES,
-    "pack": pack.SUITES,
-    "mlp": mlp.SUITES,
-    "planner": planner.SUITES,
-    "host": host.SUITES,
-    "attention": attention.SUITES,
-    "attention-backward": attention_grad.SUITES,
-}
 PAGE = "# Title\n\n<!-- records:spmm -->\nold\n<!-- /records -->\n\nafter\n"
 
 
@@ -81,14 +57,6 @@ def test_a_peer_that_a_row_lacks_leaves_its_cell_empty(make_record: Make) -> Non
     assert "|  |" in table
 
 
-def test_host_time_stands_under_the_table(make_record: Make) -> None:
-    ms = {"median": 0.018, "min": 0.017, "max": 0.02, "rounds": 7}
-    host = make_record(op="spmm_host", tflops=None, gbps=None, roofline=None, peers={}, ratio={}, ms=ms)
-    table = report.markdown([make_record(), host], "spmm")
-    assert "Host time of an eager call with a cached plan: 18.0 us (8192³ block 128 12.5 % bf16)." in table
-    assert table.count("| cpu.spmm |") == 1
-
-
 def test_attention_has_its_own_table(make_record: Make, attention_record: Record) -> None:
     both = [make_record(), attention_record]
     lines = report.markdown(both, "attention").splitlines()
@@ -119,7 +87,7 @@ def test_every_table_says_how_its_records_are_made_and_stands_on_two_pages(op: s
     table = TABLES[op]
     command, _, suite = table.command.partition(" --suite ")
     assert f"sparsek bench {table.command}` on an H200" in report.markdown([], op)
-    assert suite in SUITES_OF[command]
+    assert suite in BENCHES[command].suites
     assert table.pages[0] == "README.md"
     assert [page for page, name in report.PAGES if name == op] == list(table.pages)
     assert set(table.dense) <= set(table.peers)
@@ -153,7 +121,7 @@ def test_bsr_times_bsr_shows_the_symbolic_phase(make_record: Make) -> None:
 
 
 def test_the_ops_of_one_suite_have_their_own_tables(make_record: Make) -> None:
-    train, *_, decode = [make_record(entry.case) for entry in mlp.ISSUE4]
+    train, *_, decode = [make_record(entry.case) for entry in mlp.PUBLISHED]
     assert report.measured([decode, train]) == ["mlp_train", "mlp_decode"]
     step = "| 4096 to 16384 to 4096 gelu, block 128 12.5 % bf16, 8192 tokens | cpu.spmm + reference.sddmm |"
     assert step in report.markdown([train, decode], "mlp_train")
@@ -162,7 +130,7 @@ def test_the_ops_of_one_suite_have_their_own_tables(make_record: Make) -> None:
 
 
 def test_a_training_step_shows_its_time_per_token_and_its_peak(make_record: Make) -> None:
-    case = attention_grad.ISSUE5_TRAIN[1].case
+    case = attention_grad.TRAINING[1].case
     ms = {"median": 13.1072, "min": 13.0, "max": 14.0, "rounds": 7}
     lines = report.markdown([make_record(case, ms=ms, peak_gb=4.321)], "attention_train").splitlines()
     assert "| us per token | speedup over dense | useful TFLOPS | of the roofline | peak GB |" in lines[0]
@@ -173,7 +141,7 @@ def test_a_training_step_shows_its_time_per_token_and_its_peak(make_record: Make
 
 
 def test_gradients_that_are_not_deterministic_have_rows_of_their_own(make_record: Make) -> None:
-    fixed, free = (entry.case for entry in (attention_grad.ISSUE5[5], attention_grad.ISSUE5[10]))
+    fixed, free = (entry.case for entry in (attention_grad.PUBLISHED[5], attention_grad.PUBLISHED[10]))
     table = report.markdown([make_record(free), make_record(fixed)], "attention_backward")
     name = "| 32K random 12.5 %, block 128, 16 heads, D 128, bf16"
     assert [line[: len(name) + 22] for line in table.splitlines()[2:4]] == [
@@ -217,8 +185,8 @@ def test_a_page_that_is_missing_leaves_the_others_alone(tmp_path: Path, make_rec
 
 
 def test_without_records_the_table_says_how_to_make_them() -> None:
-    assert "sparsek bench spmm --suite issue2" in report.markdown([], "spmm")
-    assert "sparsek bench attention --suite issue3" in report.markdown([], "attention")
+    assert "sparsek bench spmm --suite blocks" in report.markdown([], "spmm")
+    assert "sparsek bench attention --suite published" in report.markdown([], "attention")
 
 
 def test_the_table_goes_between_the_markers_and_nothing_else_moves(tmp_path: Path, make_record: Make) -> None:

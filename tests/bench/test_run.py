@@ -115,10 +115,3 @@ def test_operand_sets_exceed_the_cache_several_times_or_are_two() -> None:
     assert cases.set_count(H200, 1) == cases.MAX_SETS
     assert cases.set_count(H200, 10 * H200.l2_bytes) == 2
     assert len(SpmmCase(2048, 2048, 2048, (128, 128), 1.0, dtype="fp32").operands(CPU)) == 2
-
-
-def test_host_time_gives_a_record_without_rates() -> None:
-    (record,) = run.run_host(SMALL, kernels=["cpu.spmm"], device=CPU, rounds=2, calls=3).records
-    assert records.faults(record) == []
-    assert record["op"] == "spmm_host"
-    assert record["tflops"] is None

@@ -11,7 +11,7 @@ from sparsek.bench.peers import fp8 as fp8_peers
 from sparsek.bench.peers import semi24 as semi24_peers
 from sparsek.bench.peers.peer import peers_named
 from sparsek.bench.suites import pack
-from sparsek.bench.suites.case import Entry
+from sparsek.bench.suites.case import SuiteRow
 from sparsek.bench.suites.fp8 import Fp8Case
 from sparsek.bench.suites.pack import PackCase
 from sparsek.bench.suites.semi24 import Semi24Case
@@ -56,7 +56,7 @@ def test_all_peers_and_kernels_share_the_rounds_of_a_record(
         wanted = wanted - {"cusparselt"}
     device = torch.device("cuda", 0)
     outcome = measure(
-        Entry(case, kernels),
+        SuiteRow(case, kernels),
         peers=peers_named(PEERS[case.op], None, device),
         rounds=3,
         device=device,

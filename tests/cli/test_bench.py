@@ -10,7 +10,7 @@ import pytest
 from sparsek.bench.engine import records
 from sparsek.bench.engine.report import PAGES
 from sparsek.bench.engine.tables import TABLES
-from sparsek.bench.suites.case import Entry
+from sparsek.bench.suites.case import SuiteRow
 
 SMALL = ["--m", "64", "--k", "96", "--n", "32", "--block", "32", "--density", "0.5", "--dtype", "fp32"]
 QUICK = [*SMALL, "--kernel", "cpu.spmm", "--rounds", "2", "--device", "cpu"]
@@ -94,11 +94,10 @@ def test_bench_answers_bad_input_with_one_line_and_exit_code_2(run, arguments, s
     ("arguments", "said"),
     [
         (["--suite", "issue9"], "no suite is called 'issue9'"),
-        (["--suite", "issue2", "--only", "99"], "the suite has entries 1 to"),
-        (["--suite", "issue2", *SMALL], "leave out --m, --k, --n, --block, --density, --dtype, or"),
-        (["--suite", "issue2", "--pattern", "uniform"], "leave out --pattern, or"),
-        (["--suite", "issue2", "--kernel", "auto"], "leave out --kernel, or"),
-        (["--suite", "issue2", "--host"], "leave out --host, or"),
+        (["--suite", "blocks", "--only", "99"], "the suite has entries 1 to"),
+        (["--suite", "blocks", *SMALL], "leave out --m, --k, --n, --block, --density, --dtype, or"),
+        (["--suite", "blocks", "--pattern", "uniform"], "leave out --pattern, or"),
+        (["--suite", "blocks", "--kernel", "auto"], "leave out --kernel, or"),
     ],
 )
 def test_bench_of_a_suite_refuses_what_it_would_ignore(run, arguments, said) -> None:
@@ -108,7 +107,7 @@ def test_bench_of_a_suite_refuses_what_it_would_ignore(run, arguments, said) -> 
 
 
 def test_bench_goes_on_after_a_case_that_memory_cannot_hold(run, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(entry: Entry, **options: Any) -> Any:
+    def fail(entry: SuiteRow, **options: Any) -> Any:
         raise MemoryError(f"Unable to allocate {entry.case.m}")
 
     monkeypatch.setattr("sparsek.cli.bench_run.measure", fail)
@@ -227,7 +226,7 @@ def test_bench_mlp_says_that_decoding_needs_a_gpu(run, quick) -> None:
         ("spgemm", ["--result", "coo"], "out is one of dense, bsr, got 'coo'"),
         ("linear", ["--epilogue", "tanh"], "an epilogue is bias, one of relu, gelu, gelu_tanh, silu"),
         ("semi24", ["--form", "A.T@B"], "a form of the product is one of x@W.T, A@B, got 'A.T@B'"),
-        ("semi24", ["--suite", "issue4"], "no suite is called 'issue4'; known: issue6, story"),
+        ("semi24", ["--suite", "forms"], "no suite is called 'forms'; known: published, story"),
         ("fp8", ["--dtype", "bf16"], "dtype is one of e4m3, e5m2, got 'bf16'"),
         ("pack", ["--to", "coo"], "packed to one of semi24, bsr, not 'coo'"),
         ("mlp", ["--measure", "serve"], "train or compiled or decode is measured, not 'serve'"),
@@ -236,10 +235,14 @@ def test_bench_mlp_says_that_decoding_needs_a_gpu(run, quick) -> None:
             ["--peers", "cublas"],
             "no peer is called 'cublas'; known: torch_dense, torch_dense_compiled",
         ),
-        ("linear", ["--suite", "issue4", "--epilogue", "bias"], "leave out --epilogue, or leave out --suite"),
-        ("mlp", ["--suite", "issue4", "--measure", "train"], "leave out --measure, or leave out --suite"),
-        ("spmm", ["--suite", "issue4", "--form", "B@A"], "leave out --form, or leave out --suite"),
-        ("spgemm", ["--suite", "issue2"], "no suite is called 'issue2'; known: issue4"),
+        (
+            "linear",
+            ["--suite", "published", "--epilogue", "bias"],
+            "leave out --epilogue, or leave out --suite",
+        ),
+        ("mlp", ["--suite", "published", "--measure", "train"], "leave out --measure, or leave out --suite"),
+        ("spmm", ["--suite", "forms", "--form", "B@A"], "leave out --form, or leave out --suite"),
+        ("spgemm", ["--suite", "blocks"], "no suite is called 'blocks'; known: published"),
     ],
 )
 def test_bench_of_a_product_answers_bad_input_with_one_line(run, op: str, arguments: Any, said: str) -> None:
@@ -341,7 +344,7 @@ def test_bench_attention_backward_says_what_it_takes(run) -> None:
         "--measure",
         "--any-order",
         "cudnn, fa2, flex, fa4, cudnn_bsa, any_order, sdpa",
-        "issue5, issue5_train",
+        "published, train",
     ):
         assert words in said
 
@@ -356,14 +359,14 @@ def test_bench_attention_backward_says_what_it_takes(run) -> None:
             "no kernel of attention_backward is called 'cpu.attention'",
         ),
         (["--peers", "fa3"], "no peer is called 'fa3'; known: cudnn, fa2, flex"),
-        (["--suite", "issue3"], "no suite is called 'issue3'; known: issue5, issue5_train"),
-        (["--suite", "issue5", "--any-order"], "leave out --deterministic, or leave out --suite"),
-        (["--suite", "issue5_train", "--only", "4"], "the suite has entries 1 to 3"),
+        (["--suite", "sweep"], "no suite is called 'sweep'; known: published, train"),
+        (["--suite", "published", "--any-order"], "leave out --deterministic, or leave out --suite"),
+        (["--suite", "train", "--only", "4"], "the suite has entries 1 to 3"),
         (
-            ["--suite", "issue5"],
-            "suite issue5 needs a GPU; a CPU would take hours. Give sizes by hand: --seq",
+            ["--suite", "published"],
+            "suite published needs a GPU; a CPU would take hours. Give sizes by hand: --seq",
         ),
-        (["--suite", "issue5_train", "--only", "1"], "suite issue5_train needs a GPU"),
+        (["--suite", "train", "--only", "1"], "suite train needs a GPU"),
     ],
 )
 def test_bench_attention_backward_answers_bad_input_with_one_line(run, arguments, said) -> None:
@@ -408,14 +411,6 @@ def test_bench_attention_takes_lengths_and_heads_as_people_write_them(run, tmp_p
     ]
 
 
-def test_bench_attention_measures_the_host_too(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sparsek.bench.engine.run.host_seconds", lambda call, device, calls: 1e-5)
-    out = tmp_path / "r.jsonl"
-    result = run("bench", "attention", *ATTENTION, "--mask", "full", "--host", "--out", out)
-    assert result.exit_code == 0, result.output
-    assert [record["op"] for record in records.read(out)] == ["attention_host"]
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -426,7 +421,7 @@ def test_bench_attention_measures_the_host_too(run, tmp_path: Path, monkeypatch:
         (["--heads", "1:2:3"], "heads and head sizes are written"),
         (["--block", "32"], "a mask's block sides are 64 or 128, got 32"),
         (["--peers", "cublas"], "no peer is called 'cublas'; known: cudnn, flex, fa4"),
-        (["--suite", "issue3"], "leave out --seq, --mask, --block, --heads, --dim, --dtype, --kernel, or"),
+        (["--suite", "published"], "leave out --heads, --seq, --dim, --mask, --block, --dtype, --kernel, or"),
     ],
 )
 def test_bench_attention_answers_bad_input_with_one_line(run, arguments, said) -> None:
@@ -437,10 +432,10 @@ def test_bench_attention_answers_bad_input_with_one_line(run, arguments, said) -
 
 
 def test_bench_attention_has_its_own_suites(run) -> None:
-    result = run("bench", "attention", "--suite", "issue2", "--device", "cpu")
+    result = run("bench", "attention", "--suite", "blocks", "--device", "cpu")
     assert result.exit_code == 2
-    assert "no suite is called 'issue2'; known: issue3, sweep" in result.stderr
-    for suite in ("issue3", "sweep"):
+    assert "no suite is called 'blocks'; known: published, sweep" in result.stderr
+    for suite in ("published", "sweep"):
         refused = run("bench", "attention", "--suite", suite, "--device", "cpu")
         assert refused.exit_code == 2
         assert f"suite {suite} needs a GPU" in refused.stderr

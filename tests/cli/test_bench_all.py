@@ -1,23 +1,26 @@
 """`sparsek bench all`: what it measures, where it stops, and that it goes on there."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sparsek.bench.engine import records
-from sparsek.bench.engine.benches import Bench
-from sparsek.bench.suites.case import Entry
+from sparsek.bench.engine.benches import BENCHES
+from sparsek.bench.suites.case import SuiteRow
 from sparsek.bench.suites.spmm import SpmmCase
 from sparsek.cli import bench_all
 
-SMALL = tuple(Entry(SpmmCase(64, 96, n, (32, 32), 0.5, dtype="fp32")) for n in (16, 32, 48))
+SMALL = tuple(SuiteRow(SpmmCase(64, 96, n, (32, 32), 0.5, dtype="fp32")) for n in (16, 32, 48))
 
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three small rows, which a CPU may measure."""
-    monkeypatch.setattr(bench_all, "BENCHES", {"spmm": Bench("spmm", {"small": SMALL})})
+    monkeypatch.setattr(
+        bench_all, "BENCHES", {"spmm": replace(BENCHES["spmm"], suites={"small": SMALL}, peers=())}
+    )
     monkeypatch.setattr(bench_all, "refuse_cpu", lambda device: None)
     monkeypatch.setattr("sparsek.bench.suites.case.MAX_SETS", 2)
 
@@ -48,7 +51,7 @@ def test_a_row_that_fails_is_named_and_the_others_are_measured(
 ) -> None:
     measure = bench_all.measured_entry
 
-    def fails(entry: Entry, *rest: Any) -> Any:
+    def fails(entry: SuiteRow, *rest: Any) -> Any:
         return None if entry == SMALL[1] else measure(entry, *rest)
 
     monkeypatch.setattr(bench_all, "measured_entry", fails)
@@ -62,7 +65,7 @@ def test_a_row_that_fails_is_named_and_the_others_are_measured(
     ("arguments", "said"),
     [
         ([], "suites need a GPU; a CPU would take hours"),
-        (["--only", "gemm"], "no benchmark is called 'gemm'; known: spmm, sddmm"),
+        (["--only", "gemm"], "no benchmark is called 'gemm'; known: spmm, attention"),
     ],
 )
 def test_bench_all_answers_bad_input_with_one_line(run, arguments: list[str], said: str) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 import sparsek as sk
 from sparsek import kernels
-from sparsek.bench.suites.spmm import ISSUE2
+from sparsek.bench.suites.spmm import BY_BLOCK
 from sparsek.core import dtypes
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.random import random_bsr
@@ -171,7 +171,7 @@ def test_every_other_kernel_that_can_is_within_budget_or_says_why_not(name: str,
     assert ran or name == "cpu.spmm"
 
 
-@pytest.mark.parametrize("entry", ISSUE2, ids=lambda e: f"{e.case.name}-{e.op}")
+@pytest.mark.parametrize("entry", BY_BLOCK, ids=lambda e: f"{e.case.name}-{e.op}")
 def test_every_row_of_the_speed_table_is_right_at_full_size(entry: Any) -> None:
     case, seed = entry.case, fresh()
     a, b = case.make(torch.device("cuda"), seed=seed)

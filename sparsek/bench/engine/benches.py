@@ -1,6 +1,6 @@
-"""Every benchmark: its command, which names its file of records too, its suites, and its peers."""
+"""Every benchmark: its command and file of records, its suites, its peers, and the options of its cases."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,16 +29,35 @@ from sparsek.bench.suites import (
     spmm,
     story,
 )
-from sparsek.bench.suites.case import Entry
+from sparsek.bench.suites.case import Option, Schema, SuiteRow, combined
+
+# Sizes that a CPU multiplies in a second or two.
+SMALL = "--m 512 --k 512 --n 64"
+SMALL_ATTENTION = "--seq 1K --heads 2 --dim 64 --dtype fp32"
+KERNELS = "Kernels by name; auto is the planner's choice."
 
 
 @dataclass(frozen=True)
 class Bench:
-    """One benchmark. `name`: of its command, "attention-backward"."""
+    """One benchmark, and all that its command needs to know.
+
+    `name`: of its command, "attention-backward". `schemas`: what its records hold, by their `op`. `make`: the case with
+    the fields that `options` give. `small`: options of sizes for a CPU, which suites and sizes by default would keep
+    busy for hours; "" where these are small. `kernels`: what --kernel names; "" where nothing can be named. `whole`:
+    the suite that is measured where nothing is given; "" for the case of the options' defaults.
+    """
 
     name: str
-    suites: Mapping[str, tuple[Entry, ...]]
-    peers: tuple[Peer, ...] = ()
+    help: str
+    suites: Mapping[str, tuple[SuiteRow, ...]]
+    schemas: Mapping[str, Schema]
+    peers: tuple[Peer, ...]
+    options: tuple[Option, ...]
+    make: Callable[..., Any]
+    small: str = SMALL
+    kernels: str = KERNELS
+    whole: str = ""
+    rounds: int = 7
 
     @property
     def file(self) -> str:
@@ -46,28 +65,140 @@ class Bench:
         return f"{self.name.replace('-', '_')}.jsonl"
 
     @property
-    def entries(self) -> tuple[Entry, ...]:
-        """The entries of all suites: each case once, with all the kernels that any suite measures on it."""
+    def rows(self) -> tuple[SuiteRow, ...]:
+        """The rows of all suites: each case once, with all the kernels that any suite measures on it."""
         kernels: dict[tuple[str, Any], dict[str, None]] = {}
-        for entry in (each for suite in self.suites.values() for each in suite):
-            kernels.setdefault((entry.op, entry.case), {}).update(dict.fromkeys(entry.kernels))
-        return tuple(Entry(case, tuple(names), op) for (op, case), names in kernels.items())
+        for row in (each for suite in self.suites.values() for each in suite):
+            kernels.setdefault((row.op, row.case), {}).update(dict.fromkeys(row.kernels))
+        return tuple(SuiteRow(case, tuple(names), op) for (op, case), names in kernels.items())
+
+    def cases(self, given: Mapping[str, str | bool]) -> tuple[Any, ...]:
+        """The cases of every combination of what was given for the options."""
+        return combined(self.make, self.options, given)
 
 
-BENCHES: Mapping[str, Bench] = {
-    bench.name: bench
-    for bench in (
-        Bench("spmm", spmm.SUITES, spmm_peers.PEERS),
-        Bench("sddmm", sddmm.SUITES, sddmm_peers.PEERS),
-        Bench("spgemm", spgemm.SUITES, spgemm_peers.PEERS),
-        Bench("linear", linear.SUITES, linear_peers.PEERS),
-        Bench("mlp", mlp.SUITES, mlp_peers.PEERS),
-        Bench("semi24", {**semi24.SUITES, **story.SUITES}, semi24_peers.PEERS),
-        Bench("fp8", fp8.SUITES, fp8_peers.PEERS),
-        Bench("pack", pack.SUITES, pack.PEERS),
-        Bench("attention", attention.SUITES, attention_peers.PEERS),
-        Bench("attention-backward", attention_grad.SUITES, attention_grad_peers.PEERS),
-        Bench("host", host.SUITES),
-        Bench("planner", planner.SUITES),
-    )
-}
+ALL = (
+    Bench(
+        "spmm",
+        "BSR and dense against its peers: N(0, 1) data, rotating buffers, interleaved rounds, median, spread.",
+        spmm.SUITES,
+        spmm.SCHEMAS,
+        spmm_peers.PEERS,
+        spmm.OPTIONS,
+        spmm.SpmmCase,
+    ),
+    Bench(
+        "attention",
+        "Attention over the blocks of a mask against its peers: N(0, 1) data, rotating buffers, interleaved rounds.",
+        attention.SUITES,
+        attention.SCHEMAS,
+        attention_peers.PEERS,
+        attention.OPTIONS,
+        attention.AttentionCase,
+        SMALL_ATTENTION,
+    ),
+    Bench(
+        "attention-backward",
+        "The gradients of attention against their peers, alone or with the forward pass of a training step.",
+        attention_grad.SUITES,
+        attention_grad.SCHEMAS,
+        attention_grad_peers.PEERS,
+        attention_grad.OPTIONS,
+        attention_grad.make,
+        SMALL_ATTENTION,
+        "Kernels by name, of a step the forward pass's; auto is the planner's choice.",
+    ),
+    Bench(
+        "sddmm",
+        "X @ Y at the stored blocks of a pattern, against its peers.",
+        sddmm.SUITES,
+        sddmm.SCHEMAS,
+        sddmm_peers.PEERS,
+        sddmm.OPTIONS,
+        sddmm.SddmmCase,
+    ),
+    Bench(
+        "spgemm",
+        "BSR x BSR against its peers, and what finding out which blocks meet takes of a first call.",
+        spgemm.SUITES,
+        spgemm.SCHEMAS,
+        spgemm_peers.PEERS,
+        spgemm.OPTIONS,
+        spgemm.SpgemmCase,
+    ),
+    Bench(
+        "linear",
+        "act(x @ W.T + bias) + residual, against torch and against this library's plain product.",
+        linear.SUITES,
+        linear.SCHEMAS,
+        linear_peers.PEERS,
+        linear.OPTIONS,
+        linear.LinearCase,
+        "--tokens 64 --k 512 --n 512",
+    ),
+    Bench(
+        "mlp",
+        "An MLP with gelu against torch's: a training step, eager or compiled, or decoding in a CUDA graph.",
+        mlp.SUITES,
+        mlp.SCHEMAS,
+        mlp_peers.PEERS,
+        mlp.OPTIONS,
+        mlp.make,
+        "--tokens 64 --width 512 --hidden 512",
+        "",
+    ),
+    Bench(
+        "semi24",
+        "2:4 matrices, whole or in stored blocks, against cuSPARSELt, cuBLAS and this library's BSR.",
+        {**semi24.SUITES, **story.SUITES},
+        {**semi24.SCHEMAS, **story.SCHEMAS},
+        semi24_peers.PEERS,
+        semi24.OPTIONS,
+        semi24.make,
+    ),
+    Bench(
+        "fp8",
+        "FP8 matrices in blocks or in 2:4 against cuBLAS, cuSPARSELt and the same in bf16.",
+        fp8.SUITES,
+        fp8.SCHEMAS,
+        fp8_peers.PEERS,
+        fp8.OPTIONS,
+        fp8.make,
+    ),
+    Bench(
+        "pack",
+        "Dense matrices packed into Semi24 or BSR, against a copy of the same matrix.",
+        pack.SUITES,
+        pack.SCHEMAS,
+        pack.PEERS,
+        pack.OPTIONS,
+        pack.make,
+        "",
+        "",
+    ),
+    Bench(
+        "planner",
+        "Every way to store a layer's weight, checked and timed; the one that predictions choose against the fastest.",
+        planner.SUITES,
+        planner.SCHEMAS,
+        (),
+        planner.OPTIONS,
+        planner.PlannerCase,
+        "--layers few --dtype fp32",
+        "",
+        rounds=5,
+    ),
+    Bench(
+        "host",
+        "The host's time of calls as users write them, each over torch's: the suite, or the calls given by hand.",
+        host.SUITES,
+        host.SCHEMAS,
+        (),
+        host.OPTIONS,
+        host.HostCase,
+        "--call linear --sides 16x64x64 --block 32 --dtype fp32",
+        "",
+        "host",
+    ),
+)
+BENCHES: Mapping[str, Bench] = {bench.name: bench for bench in ALL}

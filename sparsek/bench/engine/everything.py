@@ -11,7 +11,7 @@ import torch
 
 from sparsek.bench.engine import records
 from sparsek.bench.engine.benches import Bench
-from sparsek.bench.suites.case import Entry
+from sparsek.bench.suites.case import SuiteRow
 
 # What must be the same for a record to stand.
 SAME = ("gpu", "torch", "triton", "cuda")
@@ -21,7 +21,7 @@ class Row(NamedTuple):
     """One entry of one benchmark."""
 
     bench: Bench
-    entry: Entry
+    entry: SuiteRow
 
     @property
     def name(self) -> str:
@@ -30,7 +30,7 @@ class Row(NamedTuple):
 
 def rows_of(benches: Iterable[Bench]) -> list[Row]:
     """All rows, in the order of the benchmarks and their suites."""
-    return [Row(bench, entry) for bench in benches for entry in bench.entries]
+    return [Row(bench, entry) for bench in benches for entry in bench.rows]
 
 
 def stale_rows(rows: Iterable[Row], found: Iterable[records.Record], device: torch.device) -> list[Row]:
@@ -44,7 +44,7 @@ def stale_rows(rows: Iterable[Row], found: Iterable[records.Record], device: tor
     return [row for row in rows if not _is_fresh(row.entry, measured[row.entry.op, row.entry.case])]
 
 
-def _is_fresh(entry: Entry, kernels: dict[str, bool]) -> bool:
+def _is_fresh(entry: SuiteRow, kernels: dict[str, bool]) -> bool:
     """Whether every kernel of the entry is fresh; "auto" is whichever is not named beside it."""
     named = [name for name in entry.kernels if name != "auto"]
     free = [fresh for name, fresh in kernels.items() if name not in named]

@@ -4,14 +4,19 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from sparsek.bench.engine.run import Outcome, run_case, run_host
+from sparsek.bench.engine.run import Outcome, run_case
 from sparsek.bench.peers.peer import Peer
 from sparsek.bench.suites import attention_run, host_run, planner_run
-from sparsek.bench.suites.case import Entry
+from sparsek.bench.suites.case import SuiteRow
 
 
 def measure(
-    entry: Entry, *, peers: Sequence[Peer], rounds: int, device: torch.device, report: Callable[[str], None]
+    entry: SuiteRow,
+    *,
+    peers: Sequence[Peer],
+    rounds: int,
+    device: torch.device,
+    report: Callable[[str], None],
 ) -> Outcome:
     """The records of one entry. Only device times have peers. Raises GateError for a wrong result."""
     if entry.op == "planner":
@@ -25,5 +30,4 @@ def measure(
     report(entry.op.replace("_", " "))
     if entry.op == "mask_build":
         return attention_run.run_mask_build(entry.case, device=device, rounds=rounds)
-    measured = attention_run.run_new_mask if entry.op == "attention_new_mask" else run_host
-    return measured(entry.case, kernels=entry.kernels, device=device, rounds=rounds)
+    return attention_run.run_new_mask(entry.case, kernels=entry.kernels, device=device, rounds=rounds)

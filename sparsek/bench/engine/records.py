@@ -15,8 +15,8 @@ its share of a call on new patterns.
 Of the same spgemm, `symbolic_gpu_ms` and `symbolic_gpu_share` are of the GPU's own time; null on a CPU.
 What several kernels do together, as the step of an MLP, is recorded under their names joined by " + ".
 
-`op` says what `ms` is, and OPS what its records hold. An operation's own name: one call on the device. "spmm_host",
-"attention_host": the host side of one eager call. "attention_new_mask": mask build, plan and kernel of one call, host
+`op` says what `ms` is, and OPS what its records hold. An operation's own name: one call on the device.
+"attention_new_mask": mask build, plan and kernel of one call, host
 included. "mask_build": one mask, host included. "host": a call as users write it, on the clock on the wall: how long
 the host is busy with it, or, of layers and of first calls of a process, until the GPU is idle; its peers' tflops are
 null. Where nothing is rated, tflops, gbps and roofline are null. "pack":
@@ -38,22 +38,8 @@ from typing import Any
 import torch
 
 from sparsek.bench.engine import sensors
-from sparsek.bench.suites import (
-    attention,
-    attention_grad,
-    fp8,
-    host,
-    linear,
-    mlp,
-    pack,
-    planner,
-    sddmm,
-    semi24,
-    spgemm,
-    spmm,
-    story,
-)
-from sparsek.bench.suites.case import Case, Kind
+from sparsek.bench.engine.benches import ALL
+from sparsek.bench.suites.case import Case, Schema
 from sparsek.core import env, files
 from sparsek.core.clock import Times
 from sparsek.core.device import card_of
@@ -80,21 +66,7 @@ FIELDS = (
 ENV_FIELDS = ("gpu", "driver", "power_limit_w", "torch", "triton", "cuda", *sensors.FIELDS)
 
 
-OPS: Mapping[str, Kind] = {
-    **spmm.KINDS,
-    **sddmm.KINDS,
-    **spgemm.KINDS,
-    **linear.KINDS,
-    **semi24.KINDS,
-    **story.KINDS,
-    **fp8.KINDS,
-    **pack.KINDS,
-    **mlp.KINDS,
-    **attention.KINDS,
-    **attention_grad.KINDS,
-    **planner.KINDS,
-    **host.KINDS,
-}
+OPS: Mapping[str, Schema] = {op: schema for bench in ALL for op, schema in bench.schemas.items()}
 
 
 def fields_of(op: str) -> tuple[str, ...]:

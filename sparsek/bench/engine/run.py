@@ -11,7 +11,7 @@ from sparsek.bench.engine.graph import captured
 from sparsek.bench.engine.sensors import Sensors
 from sparsek.bench.peers.peer import Peer, Ready, UnavailableError, first_line, rotating
 from sparsek.bench.suites.case import Case, Operands
-from sparsek.core.clock import Times, host_seconds, time_rounds
+from sparsek.core.clock import Times, time_rounds
 from sparsek.core.errors import SparseKError, Unsupported
 from sparsek.testing.budget import Gate
 
@@ -89,11 +89,11 @@ def run_case(
     gates: dict[str, Gate] = {}
     unavailable: dict[str, list[str]] = {}
     notes: dict[str, str] = {}
-    for asked in kernels:
+    for wanted in kernels:
         try:
-            made = [one.plan(None if asked == "auto" else asked) for one in sets]
+            made = [one.plan(None if wanted == "auto" else wanted) for one in sets]
         except Unsupported as error:
-            unavailable[asked] = reasons(error, asked)
+            unavailable[wanted] = reasons(error, wanted)
             continue
         name = made[0].kernel
         if name in plans:
@@ -244,32 +244,3 @@ def _digits(rate: float) -> float:
 def in_order(record: records.Record) -> records.Record:
     """The fields in the order of the schema."""
     return {name: record[name] for name in records.fields_of(record["op"])}
-
-
-def run_host(
-    case: Case, *, kernels: Sequence[str] = ("auto",), device: torch.device, rounds: int = 7, calls: int = 200
-) -> Outcome:
-    """Times the host side of one eager call whose plan is kept, in ms.
-
-    Takes `calls` calls a round, fewer than the launch queue holds (about 1000), so the host never waits for
-    the GPU.
-    """
-    one = case.operands(device)[0]
-    made: list[records.Record] = []
-    unavailable: dict[str, list[str]] = {}
-    for asked in kernels:
-        wanted = None if asked == "auto" else asked
-        try:
-            plan = one.plan(wanted)
-        except Unsupported as error:
-            unavailable[asked] = reasons(error, asked)
-            continue
-        gate = passed(case, plan.kernel, one.gate(plan))
-        call = one.eager(wanted)
-        host_seconds(call, device, calls=10)
-        seen, samples = Sensors(device), []
-        for _ in range(rounds):
-            samples.append(host_seconds(call, device, calls=calls) * 1e3)
-            seen.sample()
-        made.append(facts(f"{case.op}_host", case, plan, Times.of(samples), gate, device, seen))
-    return Outcome(case, tuple(map(in_order, made)), unavailable, {})

@@ -4,24 +4,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from sparsek.bench.engine import records
+from sparsek.bench.engine.benches import BENCHES, Bench
 from sparsek.bench.engine.records import Record
 from sparsek.bench.suites import (
-    attention,
-    attention_grad,
     attention_run,
     fp8,
     host,
-    linear,
-    mlp,
     pack,
-    planner,
-    sddmm,
     semi24,
-    spgemm,
-    spmm,
-    story,
 )
-from sparsek.bench.suites.case import Bar, Case, Entry
+from sparsek.bench.suites.case import Bar, Case, SuiteRow
 
 EARLIER = "earlier version"
 
@@ -38,22 +30,34 @@ class Column:
 class Table:
     """The table of one operation: a row for each of its device times, in the order of `suite`, then of cases.
 
-    `peers` maps names in records to headings; `dense` names the dense ones. `note` says what the numbers mean.
-    `pages`: where the table stands. `command`: what makes its records. `shown`: columns of its own that a screen shows
-    beside the usual ones. `ratios`: a column for each peer with the ratio of rates.
+    `bench`: the benchmark that makes its records. `peers` maps names in records to headings; `dense` names the dense
+    ones. `note` says what the numbers mean. `pages`: where the table stands. `shown`: columns of its own that a screen
+    shows beside the usual ones. `ratios`: a column for each peer with the ratio of rates.
     """
 
     op: str
     title: str
     peers: Mapping[str, str]
     dense: tuple[str, ...]
-    command: str
-    suite: Sequence[Entry]
+    bench: Bench
     columns: tuple[Column, ...]
     note: str
     pages: tuple[str, ...]
     shown: tuple[Column, ...] = ()
     ratios: bool = True
+
+    @property
+    def suite(self) -> tuple[SuiteRow, ...]:
+        """The rows of the benchmark's suites that belong here."""
+        return tuple(row for row in self.bench.rows if row.case.op == self.op)
+
+    @property
+    def command(self) -> str:
+        """What makes its records: "spmm --suite blocks", with the first suite that has such rows."""
+        named = (
+            name for name, rows in self.bench.suites.items() if any(row.case.op == self.op for row in rows)
+        )
+        return f"{self.bench.name} --suite {next(named)}"
 
 
 def mark(record: Record) -> str:
@@ -131,7 +135,7 @@ def _ms_of(peer: str) -> Callable[[Record], str]:
 def _against(
     bars: Mapping[Case, Sequence[Bar]], names: Mapping[str, str], kernels: str = "hopper."
 ) -> Callable[[Record], str]:
-    """What the issue asks of `kernels`, the start of their names, beside peers: "cuBLAS 1.45 (aim 1.7): met"."""
+    """What `kernels`, the start of their names, must reach beside peers: "cuBLAS 1.45 (aim 1.7): met"."""
 
     def cell(record: Record) -> str:
         if not record["kernel"].startswith(kernels):
@@ -163,13 +167,11 @@ def below(record: Record) -> str:
     ms, where = record["ms"]["median"], case_name(record) + mark(record)
     if record["op"] == "mask_build":
         return f"A mask, built and ready: {ms:.3f} ms ({where})."
-    if record["op"] == "attention_new_mask":
-        alone = record["peers"][attention_run.ALONE]["ms"]["median"]
-        return (
-            f"Mask build, plan and kernel, a new mask every call: {ms:.3f} ms, {ms / alone:.2f} times the kernel alone "
-            f"({where}, {record['kernel']})."
-        )
-    return f"Host time of an eager call with a cached plan: {ms * 1e3:.1f} us ({where})."
+    alone = record["peers"][attention_run.ALONE]["ms"]["median"]
+    return (
+        f"Mask build, plan and kernel, a new mask every call: {ms:.3f} ms, {ms / alone:.2f} times the kernel alone "
+        f"({where}, {record['kernel']})."
+    )
 
 
 def _host_case(record: Record) -> host.HostCase:
@@ -248,8 +250,7 @@ SPMM = Table(
         "a_at_b": "A @ B",
     },
     dense=("cublas", "torch_dense"),
-    command="spmm --suite issue2",
-    suite=(*spmm.ISSUE2, *spmm.ISSUE4),
+    bench=BENCHES["spmm"],
     columns=(CASE, KERNEL, MS, SPEEDUP, USEFUL, GBPS, ROOF),
     note=(
         f"{USEFUL_NOTE} A @ B is this library's on the same pattern. "
@@ -267,8 +268,7 @@ SDDMM = Table(
         "torch_dense": "torch dense",
     },
     dense=("cublas", "torch_dense"),
-    command="sddmm --suite issue4",
-    suite=sddmm.ISSUE4,
+    bench=BENCHES["sddmm"],
     columns=(CASE, KERNEL, MS, SPEEDUP, USEFUL, ROOF),
     note=(
         f"{USEFUL_NOTE} torch.sparse is the kernel of its BSR sampled_addmm with the best tile of K, stages and warps."
@@ -280,8 +280,7 @@ SPGEMM = Table(
     title="BSR x BSR",
     peers={"cublas": "cuBLAS", "torch_csr": "torch.sparse CSR", "torch_dense": "torch dense"},
     dense=("cublas", "torch_dense"),
-    command="spgemm --suite issue4",
-    suite=spgemm.ISSUE4,
+    bench=BENCHES["spgemm"],
     columns=(CASE, KERNEL, MS, SPEEDUP, USEFUL, ROOF, SYMBOLIC, SYMBOLIC_GPU),
     note=(
         "Of both matrices the given share of blocks is stored: as many in every block row of A and in every block "
@@ -299,8 +298,7 @@ LINEAR = Table(
     title="linear",
     peers={"cublas": "cuBLAS and torch", "torch_dense": "torch dense", "plain": "the plain product"},
     dense=("cublas", "torch_dense"),
-    command="linear --suite issue4",
-    suite=linear.ISSUE4,
+    bench=BENCHES["linear"],
     columns=(CASE, KERNEL, MS, BESIDE_PLAIN, SPEEDUP, USEFUL, ROOF),
     note=(
         f"{USEFUL_NOTE} The dense peer is torch's linear layer, followed by torch's activation and addition. The plain "
@@ -321,8 +319,7 @@ SEMI24 = Table(
     title="2:4",
     peers=SEMI24_PEERS,
     dense=("cublas", "torch_dense"),
-    command="semi24 --suite issue6",
-    suite=semi24.ISSUE6,
+    bench=BENCHES["semi24"],
     columns=(
         CASE,
         KERNEL,
@@ -330,7 +327,7 @@ SEMI24 = Table(
         SPEEDUP,
         Column("dense-equivalent TFLOPS", _useful),
         ROOF,
-        Column("asked, over a peer", _against(semi24.BARS, SEMI24_PEERS)),
+        Column("must reach", _against(semi24.BARS, SEMI24_PEERS)),
     ),
     note=(
         "TFLOPS are dense-equivalent: 2 * M * N * K of a 2:4 matrix, 2 * N for every value in the stored blocks of "
@@ -347,8 +344,7 @@ STORY = Table(
     title="equal stored values",
     peers=SEMI24_PEERS,
     dense=("cublas", "torch_dense"),
-    command="semi24 --suite story",
-    suite=story.STORY,
+    bench=BENCHES["semi24"],
     columns=(
         CASE,
         KERNEL,
@@ -379,8 +375,7 @@ FP8 = Table(
     title="FP8",
     peers=FP8_PEERS,
     dense=("cublas_fp8", "torch_dense"),
-    command="fp8 --suite issue6",
-    suite=fp8.ISSUE6,
+    bench=BENCHES["fp8"],
     columns=(
         CASE,
         KERNEL,
@@ -388,7 +383,7 @@ FP8 = Table(
         SPEEDUP,
         USEFUL,
         ROOF,
-        Column("asked, over a peer", _against(fp8.BARS, FP8_PEERS)),
+        Column("must reach", _against(fp8.BARS, FP8_PEERS)),
     ),
     note=(
         "Both operands are in FP8 before any time, E4M3 with a float32 scale for each row of W and of x unless said, C "
@@ -404,15 +399,14 @@ PACK = Table(
     title="packing",
     peers={"copy": "a copy"},
     dense=("copy",),
-    command="pack --suite issue6",
-    suite=pack.ISSUE6,
+    bench=BENCHES["pack"],
     columns=(
         CASE,
         KERNEL,
         MS,
         GBPS,
         ROOF,
-        Column("asked, over a peer", _against(pack.BARS, {"copy": "a copy"}, "")),
+        Column("must reach", _against(pack.BARS, {"copy": "a copy"}, "")),
     ),
     note=(
         "GB/s count the dense matrix read once and what is stored written once, 2:4 values with their metadata or "
@@ -428,8 +422,7 @@ MLP_TRAIN = Table(
     title="training step of an MLP",
     peers=MLP_PEERS,
     dense=("torch_dense",),
-    command="mlp --suite issue4",
-    suite=mlp.ISSUE4,
+    bench=BENCHES["mlp"],
     columns=(CASE, KERNEL, MS, SPEEDUP, USEFUL, ROOF),
     note=(
         f"{USEFUL_NOTE} A step is the forward and the gradients of x and of both weights, without an optimizer. The "
@@ -443,8 +436,7 @@ MLP_DECODE = Table(
     title="decoding through an MLP",
     peers=MLP_PEERS,
     dense=("torch_dense",),
-    command="mlp --suite issue4",
-    suite=mlp.ISSUE4,
+    bench=BENCHES["mlp"],
     columns=(CASE, KERNEL, MS, SPEEDUP, GBPS, ROOF),
     note=(
         f"{USEFUL_NOTE} One CUDA graph holds as many layers one after another as exceed the cache several times, each "
@@ -465,8 +457,7 @@ ATTENTION = Table(
         "sdpa": "torch dense",
     },
     dense=("cudnn", "sdpa"),
-    command="attention --suite issue3",
-    suite=attention.ISSUE3,
+    bench=BENCHES["attention"],
     columns=(CASE, KERNEL, MS, SPEEDUP, USEFUL, ROOF, MEMORY),
     note=(
         "Useful TFLOPS count the pairs that the mask admits, the roofline whole blocks. A ratio is this library's "
@@ -492,8 +483,7 @@ ATTENTION_BACKWARD = Table(
     title="gradients of attention",
     peers=GRADIENT_PEERS,
     dense=("cudnn", "sdpa"),
-    command="attention-backward --suite issue5",
-    suite=attention_grad.ISSUE5,
+    bench=BENCHES["attention-backward"],
     columns=(CASE, KERNEL, MS, SPEEDUP, USEFUL, ROOF, MEMORY),
     note=(
         "dq, dk and dv, where out and lse are there. Useful TFLOPS count the pairs that the mask admits, five products "
@@ -510,8 +500,7 @@ ATTENTION_TRAIN = Table(
     title="training step of attention",
     peers=GRADIENT_PEERS,
     dense=("cudnn", "sdpa"),
-    command="attention-backward --suite issue5_train",
-    suite=attention_grad.ISSUE5_TRAIN,
+    bench=BENCHES["attention-backward"],
     columns=(CASE, KERNEL, MS, PER_TOKEN, SPEEDUP, USEFUL, ROOF, PEAK),
     note=(
         f"{USEFUL_NOTE} A step is attention and the gradients of q, k and v, by autograd. Peak memory is the most that "
@@ -525,8 +514,7 @@ PLANNER = Table(
     title="the planner's choice",
     peers={"best": "the best measured", "measured": "its own rounds' choice", "dense": "dense", "2:4": "2:4"},
     dense=("dense",),
-    command="planner --suite issue6",
-    suite=planner.ISSUE6,
+    bench=BENCHES["planner"],
     columns=(CASE, MS, NEAR, WORST, NEAR_MEASURED),
     note=(
         "For every layer each option of `plan_linear` is checked and timed in the same rounds: dense, 2:4, and BSR and "
@@ -543,8 +531,7 @@ HOST = Table(
     title="host time",
     peers={host.TORCH: "torch"},
     dense=(host.TORCH,),
-    command="host --suite host",
-    suite=host.HOST,
+    bench=BENCHES["host"],
     columns=(CASE, TIME, TORCH_TIME, OVER_TORCH, AT_MOST, AIM),
     note=(
         "Time on the clock on the wall, of calls as users write them, whose plans are kept: how long the host is busy "

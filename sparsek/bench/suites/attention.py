@@ -1,8 +1,7 @@
 """Attention as a benchmark: its cases, their operands, its suites."""
 
-import itertools
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -10,14 +9,17 @@ import torch
 from torch import Tensor
 
 from sparsek.bench.engine.memory import peak_bytes
-from sparsek.bench.suites.attention_masks import Geometry, MaskText, parse_mask
+from sparsek.bench.suites.attention_masks import MASK_FORMS, Geometry, MaskText, parse_mask
 from sparsek.bench.suites.case import (
+    DTYPE,
     Case,
-    Entry,
-    Kind,
     Operands,
+    Option,
+    Schema,
+    SuiteRow,
     block_name,
     check_case,
+    parse_block,
     random_dense,
     set_count,
 )
@@ -70,9 +72,6 @@ class AttentionOperands(Operands):
     def planned(self, plan: AttentionPlan) -> Callable[[], object]:
         return lambda: plan(self.q, self.k, self.v, self.mask)
 
-    def eager(self, kernel: str | None) -> Callable[[], object]:
-        return lambda: attention(self.q, self.k, self.v, self.mask, kernel=kernel)
-
     def anew(self, kernel: str | None) -> Callable[[], object]:
         """A call that builds its mask, plans and runs."""
         return lambda: attention(self.q, self.k, self.v, self.make(), kernel=kernel)
@@ -107,7 +106,7 @@ class AttentionOperands(Operands):
 class AttentionCase(Case):
     """softmax(q k^T / sqrt(dim)) v over a mask: q [batch, heads, q_len, dim], k and v [batch, kv_heads, kv_len, ...].
 
-    `mask` is a text of `attention_masks.KINDS`, over blocks (bq, bk).
+    `mask` is a text of `attention_masks.MASK_FORMS`, over blocks (bq, bk).
     """
 
     op: ClassVar[str] = "attention"
@@ -206,11 +205,10 @@ class AttentionCase(Case):
         return [(*queries, self.dim), (*keys, self.dim), (*keys, self.v_dim), (*queries, self.v_dim)]
 
 
-KINDS: Mapping[str, Kind] = {
-    "attention": Kind(AttentionCase, extra=("memory",), peer_extra=("memory",)),
-    "attention_host": Kind(AttentionCase, rated=False),
-    "attention_new_mask": Kind(AttentionCase),
-    "mask_build": Kind(AttentionCase, rated=False),
+SCHEMAS: Mapping[str, Schema] = {
+    "attention": Schema(AttentionCase, extra=("memory",), peer_extra=("memory",)),
+    "attention_new_mask": Schema(AttentionCase),
+    "mask_build": Schema(AttentionCase, rated=False),
 }
 
 
@@ -248,21 +246,29 @@ def parse_pair(text: str) -> tuple[int, int]:
     return int(parts[0]), int(parts[-1])
 
 
-def product(
-    batch: Iterable[int],
-    heads: Iterable[tuple[int, int]],
-    lengths: Iterable[tuple[int, int]],
-    dims: Iterable[tuple[int, int]],
-    masks: Iterable[str],
-    blocks: Iterable[tuple[int, int]],
-    dtype: Iterable[str],
-) -> tuple[AttentionCase, ...]:
-    """Every combination of the given values, the last varying fastest."""
-    combined = itertools.product(batch, heads, lengths, dims, masks, blocks, dtype)
-    return tuple(
-        AttentionCase(b, *head, *length, *dim, mask, block, kind)
-        for b, head, length, dim, mask, block, kind in combined
-    )
+OPTIONS: tuple[Option, ...] = (
+    Option("batch", "1", "Batch sizes.", int),
+    Option(
+        "heads", "16", "Heads of queries, or of queries and keys: 16,32:4.", parse_pair, ("heads", "kv_heads")
+    ),
+    Option(
+        "seq",
+        "8K",
+        "Queries and keys: 8K,32768, or 1Kx8K; comma lists give every combination.",
+        parse_lengths,
+        ("q_len", "kv_len"),
+    ),
+    Option(
+        "dim", "128", "Head sizes, or those of keys and values: 64,192:128.", parse_pair, ("dim", "v_dim")
+    ),
+    Option(
+        "mask",
+        "blocks:0.125",
+        f"Masks, with numbers for the letters: {', '.join(each.form for each in MASK_FORMS)}.",
+    ),
+    Option("block", "128", "Blocks of the masks: 128,64,64x128.", parse_block),
+    DTYPE,
+)
 
 
 def _case(
@@ -284,12 +290,12 @@ LONG = "window:4096+sinks:128"
 BIGBIRD = "256:640:3"
 
 
-def _entries(kernels: Sequence[str], *cases: AttentionCase) -> tuple[Entry, ...]:
-    return tuple(Entry(case, tuple(kernels)) for case in cases)
+def _entries(kernels: Sequence[str], *cases: AttentionCase) -> tuple[SuiteRow, ...]:
+    return tuple(SuiteRow(case, tuple(kernels)) for case in cases)
 
 
-# Every row of the speed table of issue 3, and other head sizes and fp16.
-ISSUE3: tuple[Entry, ...] = (
+# Masks, lengths, blocks, head sizes and fp16.
+PUBLISHED: tuple[SuiteRow, ...] = (
     *_entries(BOTH, _case(EIGHTH, 8)),
     *_entries(HOPPER, _case(EIGHTH, 32)),
     *_entries(BOTH, _case("window:2048", 32)),
@@ -302,10 +308,9 @@ ISSUE3: tuple[Entry, ...] = (
     *_entries(HOPPER, *(_case(LONG, kilo, heads=(8, 8)) for kilo in (128, 256, 512))),
     *_entries(HOPPER, _case(EIGHTH, 8, dim=96), _case(EIGHTH, 8, dim=256)),
     *_entries(HOPPER, _case(EIGHTH, 8, dtype="fp16"), _case("causal", 32, dtype="fp16")),
-    Entry(_case("topk:32", 32), HOPPER, "attention_new_mask"),
-    Entry(_case(LONG, 512, heads=(8, 8)), op="mask_build"),
-    Entry(_case(EIGHTH, 1), HOPPER, "attention_host"),
+    SuiteRow(_case("topk:32", 32), HOPPER, "attention_new_mask"),
+    SuiteRow(_case(LONG, 512, heads=(8, 8)), op="mask_build"),
 )
 # Time and memory of one window over the length.
-SWEEP: tuple[Entry, ...] = _entries(HOPPER, *(_case(LONG, 2**power, heads=(8, 8)) for power in range(10)))
-SUITES: Mapping[str, tuple[Entry, ...]] = {"issue3": ISSUE3, "sweep": SWEEP}
+SWEEP: tuple[SuiteRow, ...] = _entries(HOPPER, *(_case(LONG, 2**power, heads=(8, 8)) for power in range(10)))
+SUITES: Mapping[str, tuple[SuiteRow, ...]] = {"published": PUBLISHED, "sweep": SWEEP}

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
@@ -15,7 +14,8 @@ from sparsek import kernels
 from sparsek.bench.engine.memory import peak_bytes
 from sparsek.bench.engine.several import Several, worst
 from sparsek.bench.suites.attention import EIGHTH, AttentionCase, AttentionOperands, sampled
-from sparsek.bench.suites.case import Entry, Kind, random_dense
+from sparsek.bench.suites.attention import OPTIONS as ATTENTION_OPTIONS
+from sparsek.bench.suites.case import Option, Schema, SuiteRow, random_dense
 from sparsek.core.errors import InvalidInput
 from sparsek.mask.mask import BlockLists, BlockMask, Sizes
 from sparsek.ops.attention import attention, plan_attention, plan_attention_backward
@@ -57,9 +57,6 @@ class GradOperands(AttentionOperands):
 
     def planned(self, plan: AttentionGradPlan) -> Callable[[], Gradients]:
         return lambda: plan(self.q, self.k, self.v, self.mask, *self.given)
-
-    def eager(self, kernel: str | None) -> Callable[[], Gradients]:
-        return self.planned(self.plan(kernel))
 
     def anew(self, kernel: str | None) -> Callable[[], Gradients]:
         """A call that builds its mask, plans and runs."""
@@ -287,35 +284,25 @@ def _parts(one: AttentionOperands) -> dict[str, Any]:
     return {field.name: getattr(one, field.name) for field in fields(one)}
 
 
-KINDS: Mapping[str, Kind] = {
-    "attention_backward": Kind(AttentionGradCase, extra=("memory",), peer_extra=("memory",)),
-    "attention_train": Kind(AttentionTrainCase, extra=("peak_gb",), peer_extra=("peak_gb",)),
+SCHEMAS: Mapping[str, Schema] = {
+    "attention_backward": Schema(AttentionGradCase, extra=("memory",), peer_extra=("memory",)),
+    "attention_train": Schema(AttentionTrainCase, extra=("peak_gb",), peer_extra=("peak_gb",)),
 }
 MEASURES: Mapping[str, type[AttentionGradCase]] = {"backward": AttentionGradCase, "train": AttentionTrainCase}
 
 
-def product(
-    measure: Iterable[str],
-    batch: Iterable[int],
-    heads: Iterable[tuple[int, int]],
-    lengths: Iterable[tuple[int, int]],
-    dims: Iterable[tuple[int, int]],
-    masks: Iterable[str],
-    blocks: Iterable[tuple[int, int]],
-    dtype: Iterable[str],
-    *,
-    deterministic: bool = True,
-) -> tuple[AttentionGradCase, ...]:
-    """Every combination of the given values, the last varying fastest. `measure`: keys of MEASURES."""
-    wanted = list(measure)
-    for name in wanted:
-        if name not in MEASURES:
-            raise InvalidInput(f"of gradients, {' or '.join(MEASURES)} is measured, not {name!r}")
-    combined = itertools.product(wanted, batch, heads, lengths, dims, masks, blocks, dtype)
-    return tuple(
-        MEASURES[name](b, *head, *length, *dim, mask, block, kind, deterministic)
-        for name, b, head, length, dim, mask, block, kind in combined
-    )
+def make(*, measure: str, **fields: Any) -> AttentionGradCase:
+    """A case. `measure`: a key of MEASURES."""
+    if measure not in MEASURES:
+        raise InvalidInput(f"of gradients, {' or '.join(MEASURES)} is measured, not {measure!r}")
+    return MEASURES[measure](**fields)
+
+
+OPTIONS: tuple[Option, ...] = (
+    Option("measure", "backward", f"{', '.join(MEASURES)}: the gradients, or a training step."),
+    *ATTENTION_OPTIONS,
+    Option("deterministic", True, "The same bits every time, or sums in any order.", off="any-order"),
+)
 
 
 def _case(
@@ -334,21 +321,20 @@ def _step(kilo: int) -> AttentionTrainCase:
 AUTO = ("auto",)
 BOTH = (*AUTO, "portable.attention_bwd")
 GPU = ("hopper.attention_bwd", "portable.attention_bwd")
-# Every row of the speed table of issue 5 but the training steps.
-ISSUE5: tuple[Entry, ...] = (
-    Entry(_case("full", 8), AUTO),
-    Entry(_case("full", 32), AUTO),
-    Entry(_case("causal", 32), AUTO),
-    Entry(_case("window:2048", 32), BOTH),
-    Entry(_case(EIGHTH, 8), BOTH),
-    Entry(_case(EIGHTH, 32), AUTO),
-    Entry(_case(EIGHTH, 8, 64), GPU),
-    Entry(_case(EIGHTH, 32, 64), GPU),
-    Entry(_case(EIGHTH, 32, dim=64), AUTO),
-    Entry(_case(EIGHTH, 32, dim=256), AUTO),
-    Entry(_case(EIGHTH, 32, deterministic=False), AUTO),
-    Entry(_case("causal", 32, deterministic=False), AUTO),
+PUBLISHED: tuple[SuiteRow, ...] = (
+    SuiteRow(_case("full", 8), AUTO),
+    SuiteRow(_case("full", 32), AUTO),
+    SuiteRow(_case("causal", 32), AUTO),
+    SuiteRow(_case("window:2048", 32), BOTH),
+    SuiteRow(_case(EIGHTH, 8), BOTH),
+    SuiteRow(_case(EIGHTH, 32), AUTO),
+    SuiteRow(_case(EIGHTH, 8, 64), GPU),
+    SuiteRow(_case(EIGHTH, 32, 64), GPU),
+    SuiteRow(_case(EIGHTH, 32, dim=64), AUTO),
+    SuiteRow(_case(EIGHTH, 32, dim=256), AUTO),
+    SuiteRow(_case(EIGHTH, 32, deterministic=False), AUTO),
+    SuiteRow(_case("causal", 32, deterministic=False), AUTO),
 )
 # One window over the length: time and memory must grow no faster.
-ISSUE5_TRAIN: tuple[Entry, ...] = tuple(Entry(_step(kilo), AUTO) for kilo in (64, 128, 256))
-SUITES: Mapping[str, tuple[Entry, ...]] = {"issue5": ISSUE5, "issue5_train": ISSUE5_TRAIN}
+TRAINING: tuple[SuiteRow, ...] = tuple(SuiteRow(_step(kilo), AUTO) for kilo in (64, 128, 256))
+SUITES: Mapping[str, tuple[SuiteRow, ...]] = {"published": PUBLISHED, "train": TRAINING}

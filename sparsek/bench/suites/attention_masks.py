@@ -1,4 +1,4 @@
-"""Masks of a benchmark, each written as one short text: "window:4096+sinks:128". KINDS, at the end, is the grammar."""
+"""Masks of a benchmark, each written as one short text, "window:4096+sinks:128". MASK_FORMS is the grammar."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ class Geometry(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Kind:
+class MaskForm:
     """One kind of mask.
 
     `form` is how it is written; letters stand for numbers. `words(*numbers)` is its name in tables.
@@ -56,7 +56,7 @@ class Kind:
 class MaskText:
     """A parsed text: its kind and its numbers."""
 
-    kind: Kind
+    kind: MaskForm
     numbers: tuple[float, ...]
 
     @property
@@ -75,11 +75,11 @@ class MaskText:
 
 def parse_mask(text: str) -> MaskText:
     """The kind and numbers of a text. Raises InvalidInput that lists the forms."""
-    for kind in KINDS:
+    for kind in MASK_FORMS:
         found = re.fullmatch(kind.pattern, text.strip())
         if found:
             return MaskText(kind, tuple(float(number) for number in found.groups()))
-    forms = ", ".join(kind.form for kind in KINDS)
+    forms = ", ".join(kind.form for kind in MASK_FORMS)
     raise InvalidInput(f"no mask is written {text!r}; known, with numbers for the letters: {forms}")
 
 
@@ -165,13 +165,13 @@ def _sees_window(q: Tensor, k: Tensor, numbers: Sequence[float]) -> Tensor:
     return (k <= q) & ((k > q - window) | (k < sinks))
 
 
-KINDS: tuple[Kind, ...] = (
-    Kind("full", "full".format, _full, sees=_sees_all),
-    Kind("causal", "causal".format, _causal, causal=True, sees=lambda q, k, numbers: k <= q),
-    Kind("window:W", "window {:g}".format, _window, causal=True, sees=_sees_window),
-    Kind("window:W+sinks:S", "window {:g} + sinks {:g}".format, _window, causal=True, sees=_sees_window),
-    Kind("blocks:F", lambda share: f"random {100 * share:g} %", _blocks, uniform=True),
-    Kind("topk:K", "top {:g}".format, _topk, uniform=True),
-    Kind("bigbird:W:G:R", "bigbird {:g} / {:g} / {:g}".format, _bigbird),
-    Kind("uniform-like-bigbird:W:G:R", "uniform as bigbird {:g} / {:g} / {:g}".format, _like_bigbird),
+MASK_FORMS: tuple[MaskForm, ...] = (
+    MaskForm("full", "full".format, _full, sees=_sees_all),
+    MaskForm("causal", "causal".format, _causal, causal=True, sees=lambda q, k, numbers: k <= q),
+    MaskForm("window:W", "window {:g}".format, _window, causal=True, sees=_sees_window),
+    MaskForm("window:W+sinks:S", "window {:g} + sinks {:g}".format, _window, causal=True, sees=_sees_window),
+    MaskForm("blocks:F", lambda share: f"random {100 * share:g} %", _blocks, uniform=True),
+    MaskForm("topk:K", "top {:g}".format, _topk, uniform=True),
+    MaskForm("bigbird:W:G:R", "bigbird {:g} / {:g} / {:g}".format, _bigbird),
+    MaskForm("uniform-like-bigbird:W:G:R", "uniform as bigbird {:g} / {:g} / {:g}".format, _like_bigbird),
 )

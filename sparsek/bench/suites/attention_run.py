@@ -30,12 +30,11 @@ def run_new_mask(
     sets = [_with_own_mask(case, one, index, device) for index, one in enumerate(case.operands(device))]
     made: list[records.Record] = []
     unavailable: dict[str, list[str]] = {}
-    for asked in kernels:
-        wanted = None if asked == "auto" else asked
+    for name in kernels:
         try:
-            plans = [one.plan(wanted) for one in sets]
+            plans = [one.plan(None if name == "auto" else name) for one in sets]
         except Unsupported as error:
-            unavailable[asked] = reasons(error, asked)
+            unavailable[name] = reasons(error, name)
             continue
         plan = plans[0]
         gate = passed(case, plan.kernel, sets[0].judge(sets[0].anew(plan.kernel)()))

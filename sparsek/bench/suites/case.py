@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -40,10 +41,6 @@ class Operands(Protocol):
 
     def planned(self, plan: Any) -> Callable[[], object]:
         """A call of the plan and nothing else."""
-        ...
-
-    def eager(self, kernel: str | None) -> Callable[[], object]:
-        """A call of the verb, as users write it; its plan is kept after the first."""
         ...
 
     def gate(self, plan: Any) -> Gate:
@@ -105,7 +102,7 @@ class Case(Protocol):
 
 
 @dataclass(frozen=True)
-class Kind:
+class Schema:
     """What the records of one `op` hold: their class of case, and which fields beside the common ones.
 
     `rated`: they have rates. `extra` and `peer_extra`: fields of the record and of each peer, numbers or null.
@@ -123,7 +120,7 @@ class Kind:
 
 
 @dataclass(frozen=True)
-class Entry:
+class SuiteRow:
     """One line of a suite: a case, the kernels measured on it, and what is measured.
 
     "auto" is the planner's choice. `op` is the `op` of the records; "" stands for the device time of the case.
@@ -151,6 +148,61 @@ class Bar:
         if sign * ratio < sign * self.must:
             return "missed"
         return "aim met" if sign * ratio >= sign * self.aim else "met"
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option of a benchmark's command: a comma list whose values fill fields of cases, or a switch.
+
+    `fields`: those of the case that a value fills, one or several; the option's own name unless given. `off`: of a
+    switch, how its opposite is written.
+    """
+
+    name: str
+    default: str | bool
+    help: str
+    parse: Callable[[str], Any] = str
+    fields: tuple[str, ...] = ()
+    off: str = ""
+
+    def filled(self, value: Any) -> dict[str, Any]:
+        """The fields of a case that a value of this option fills."""
+        return (
+            dict(zip(self.fields, value, strict=True))
+            if len(self.fields) > 1
+            else {(self.fields or (self.name,))[0]: value}
+        )
+
+    def values(self, given: str | bool) -> list[Any]:
+        """What was given, parsed. Raises InvalidInput that names the option."""
+        return [given] if isinstance(given, bool) else listed(self.name, given, self.parse)
+
+
+def combined(
+    make: Callable[..., Made], options: Sequence[Option], given: Mapping[str, str | bool]
+) -> tuple[Made, ...]:
+    """A case for every combination of the options' values, the last option varying fastest; equal ones once.
+
+    `given` may leave out options, which then have their defaults.
+    """
+    lists = [option.values(given.get(option.name, option.default)) for option in options]
+    found: list[Made] = []
+    for values in itertools.product(*lists):
+        fields: dict[str, Any] = {}
+        for option, value in zip(options, values, strict=True):
+            fields |= option.filled(value)
+        found.append(make(**fields))
+    return tuple(dict.fromkeys(found))
+
+
+def listed(name: str, text: str, parse: Callable[[str], Made]) -> list[Made]:
+    """The values of a comma list. Raises InvalidInput that names the option."""
+    try:
+        return [parse(part.strip()) for part in text.split(",")]
+    except ValueError as error:
+        if isinstance(error, InvalidInput):
+            raise
+        raise InvalidInput(f"--{name} {text!r}: {error}") from None
 
 
 def set_count(card: Card, footprint: int) -> int:
@@ -184,6 +236,11 @@ def parse_block(text: str) -> tuple[int, int]:
         raise InvalidInput(f"a block is written as 128 or as 512x112, got {text!r}")
     sides = [int(part) for part in parts]
     return sides[0], sides[-1]
+
+
+BLOCK = Option("block", "128", "Blocks: 128,64,512x112.", parse_block)
+DENSITY = Option("density", "0.125", "Fraction of blocks that are stored.", float)
+DTYPE = Option("dtype", "bf16", "bf16, fp16, fp32, fp64.")
 
 
 def block_name(block: tuple[int, int]) -> str:

@@ -4,8 +4,7 @@ Both operands are in FP8 before any time, the dense one with a scale for each to
 `bench/suites/semi24.py`, every value in stored blocks, and of 2:4 matrices the values that are not there too.
 """
 
-import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -13,11 +12,14 @@ import torch
 from torch import Tensor
 
 from sparsek.bench.suites.case import (
+    BLOCK,
+    DENSITY,
     Bar,
     Case,
-    Entry,
-    Kind,
     Operands,
+    Option,
+    Schema,
+    SuiteRow,
     block_name,
     check_case,
     random_dense,
@@ -37,8 +39,8 @@ from sparsek.matrix.pattern import block_sides
 from sparsek.matrix.quantized import Scaled, quantize
 from sparsek.matrix.random import random_bsr
 from sparsek.matrix.semi24 import Semi24
-from sparsek.ops.linear import linear, plan_layer
-from sparsek.ops.spmm import plan_spmm, spmm
+from sparsek.ops.linear import plan_layer
+from sparsek.ops.spmm import plan_spmm
 from sparsek.plan.spmm import SpmmPlan
 from sparsek.testing.budget import Gate
 from sparsek.testing.budget_fp8 import check_scaled
@@ -78,11 +80,6 @@ class Fp8Operands(Operands):
             return lambda: plan(self.x, self.a)
         b = self.x.mT
         return lambda: plan(self.a, b, out=self.out)
-
-    def eager(self, kernel: str | None) -> Callable[[], Tensor]:
-        if self.is_linear:
-            return lambda: linear(self.x, self.a, kernel=kernel, dtype=OUT)
-        return lambda: spmm(self.a, self.x.mT, kernel=kernel, dtype=OUT)
 
     def gate(self, plan: SpmmPlan) -> Gate:
         if self.out is None:
@@ -240,37 +237,40 @@ def kernels_of(stored: str) -> tuple[str, ...]:
     return found or ("auto",)
 
 
-KINDS: Mapping[str, Kind] = {"fp8": Kind(Fp8Case, later={"fast_accum": False})}
+SCHEMAS: Mapping[str, Schema] = {"fp8": Schema(Fp8Case, later={"fast_accum": False})}
 BLOCKS = tuple(Fp8Case(8192, 8192, 8192, BSR_, (128, 128), 0.125, form) for form in FORMS)
 WHOLE = tuple(Fp8Case(8192, 8192, 8192, SEMI24, None, form=form) for form in FORMS)
 FAST_BLOCKS, FAST_WHOLE = (
     tuple(replace(case, fast_accum=True) for case in cases) for cases in (BLOCKS, WHOLE)
 )
-# The rows of the speed table of issue 6 that are in FP8: sums in float32, and as the peers have them. Portable kernels
+# Sums in float32, and as the peers have them. Portable kernels
 # sum in float32 whatever is allowed.
-ISSUE6: tuple[Entry, ...] = (
-    *(Entry(case, kernels_of(case.stored)) for case in (*BLOCKS, *WHOLE)),
-    *(Entry(case, (f"hopper.{OPS[case.stored]}",)) for case in (*FAST_BLOCKS, *FAST_WHOLE)),
+PUBLISHED: tuple[SuiteRow, ...] = (
+    *(SuiteRow(case, kernels_of(case.stored)) for case in (*BLOCKS, *WHOLE)),
+    *(SuiteRow(case, (f"hopper.{OPS[case.stored]}",)) for case in (*FAST_BLOCKS, *FAST_WHOLE)),
 )
-SUITES: Mapping[str, tuple[Entry, ...]] = {"issue6": ISSUE6}
+SUITES: Mapping[str, tuple[SuiteRow, ...]] = {"published": PUBLISHED}
 BARS: Mapping[Case, tuple[Bar, ...]] = {
     **dict.fromkeys((*BLOCKS, *FAST_BLOCKS), (Bar("cublas_fp8", 0.75, 0.9),)),
     **dict.fromkeys((*WHOLE, *FAST_WHOLE), (Bar("cusparselt", 0.95, 1.1),)),
 }
 
 
-def product(
-    sizes: tuple[Iterable[int], Iterable[int], Iterable[int]],
-    stored: Iterable[str],
-    block: Iterable[tuple[int, int]],
-    density: Iterable[float],
-    form: Iterable[str],
-    scale: Iterable[str],
-    dtype: Iterable[str],
-    fast_accum: bool = False,
-) -> tuple[Fp8Case, ...]:
-    """Every combination of the given values, the last varying fastest. `sizes`: m, k and n. A Semi24 has no blocks."""
-    kinds = [(kind, one, each) for kind in stored for one in block for each in density]
-    kinds = [(kind, None, 1.0) if kind == SEMI24 else (kind, one, each) for kind, one, each in kinds]
-    combined = itertools.product(*sizes, dict.fromkeys(kinds), form, scale, dtype)
-    return tuple(Fp8Case(m, k, n, *kind, *more, fast_accum=fast_accum) for m, k, n, kind, *more in combined)
+def make(*, stored: str, block: tuple[int, int], density: float, **fields: Any) -> Fp8Case:
+    """A case; a Semi24 has no blocks."""
+    within = (None, 1.0) if stored == SEMI24 else (block, density)
+    return Fp8Case(**fields, stored=stored, block=within[0], density=within[1])
+
+
+OPTIONS: tuple[Option, ...] = (
+    Option("m", "8192", "Rows of the FP8 matrix; comma lists give every combination.", int),
+    Option("k", "8192", "Its columns.", int),
+    Option("n", "8192", "Rows of x, or columns of B.", int),
+    Option("stored", "bsr", f"Formats: {', '.join(STORED)}."),
+    BLOCK,
+    DENSITY,
+    Option("form", LINEAR, f"Products: {', '.join(FORMS)}."),
+    Option("scale", "row", f"What shares a scale: {', '.join(SCALES)}."),
+    Option("dtype", "e4m3", f"{', '.join(DTYPES)}."),
+    Option("fast-accum", False, "Sums may stay in the tensor cores.", fields=("fast_accum",)),
+)

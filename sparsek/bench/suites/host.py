@@ -1,14 +1,26 @@
 """What calls cost the host, beside torch's, as cases: cached calls, layers in eager mode, first calls of a process."""
 
-import itertools
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 
-from sparsek.bench.suites.case import Bar, Case, Entry, Kind, Operands, block_name, check_case, shape_name
+from sparsek.bench.suites.case import (
+    BLOCK,
+    DENSITY,
+    DTYPE,
+    Bar,
+    Case,
+    Operands,
+    Option,
+    Schema,
+    SuiteRow,
+    block_name,
+    check_case,
+    shape_name,
+)
 from sparsek.bench.suites.host_calls import CALLS, STORAGES, HostCall
 from sparsek.core.errors import InvalidInput
 from sparsek.matrix.pattern import block_sides
@@ -18,13 +30,13 @@ LAYER = "layer"
 # What a first call finds on disk: no compiled kernel, or those of a process before.
 CACHES = ("empty", "filled")
 SIDES = {"attention": "heads x length x head size", "from_dense": "rows x columns", "A @ B": "m x k x n"}
-SIDES |= {"plan(A, B)": SIDES["A @ B"], "attention + backward": SIDES["attention"]}
+SIDES |= {"plan of A @ B": SIDES["A @ B"], "attention + backward": SIDES["attention"]}
 LAYER_SIDES = "tokens x features in x features out"
 STORED = {"bsr": "", "semi24": "2:4", "bsr24": "2:4 in", "fp8": "FP8"}
 # The verb, layer or method behind each call, as a module of sparsek: the kernel of its records.
 MODULES = {
     "A @ B": "ops.spmm",
-    "plan(A, B)": "ops.spmm",
+    "plan of A @ B": "ops.spmm",
     "linear": "ops.linear",
     "linear + backward": "ops.linear",
     "layer": "nn.linear",
@@ -93,7 +105,7 @@ class HostCase(HostCall, Case):
             return f"{length} causal, {heads} heads, D {dim}, block {block_name(self.block)} {self.dtype}"
         if self.call == "from_dense":
             size = "×".join(map(str, self.sides))
-        elif self.call in ("A @ B", "plan(A, B)"):
+        elif self.call in ("A @ B", "plan of A @ B"):
             size = shape_name(*self.sides)
         else:
             tokens, k, n = self.sides
@@ -128,7 +140,7 @@ class HostCase(HostCall, Case):
 
 BARS: Mapping[tuple[str, str], Bar] = {
     ("A @ B", "bsr"): Bar(TORCH, 1.6, 1.1),
-    ("plan(A, B)", "bsr"): Bar(TORCH, 1.6, 1.1),
+    ("plan of A @ B", "bsr"): Bar(TORCH, 1.6, 1.1),
     **{("linear", storage): Bar(TORCH, 1.6, 1.1) for storage in STORAGES},
     ("attention", "bsr"): Bar(TORCH, 1.3, 0.9),
     ("linear + backward", "bsr"): Bar(TORCH, 2.0, 1.3),
@@ -140,7 +152,7 @@ BARS: Mapping[tuple[str, str], Bar] = {
         for caches, limits in zip(CACHES, ((0.5, 0.2), (0.2, 0.05)), strict=True)
     },
 }
-KINDS: Mapping[str, Kind] = {"host": Kind(HostCase, rated=False, rooms=ROOMS)}
+SCHEMAS: Mapping[str, Schema] = {"host": Schema(HostCase, rated=False, rooms=ROOMS)}
 SMALL = (1024, 1024, 1024)
 HEADS = (8, 512, 128)
 FIRST: tuple[HostCase, ...] = tuple(
@@ -153,11 +165,11 @@ FIRST: tuple[HostCase, ...] = tuple(
         ("attention + backward", (8, 4096, 128)),
     )
 )
-HOST: tuple[Entry, ...] = tuple(
-    Entry(case)
+HOST: tuple[SuiteRow, ...] = tuple(
+    SuiteRow(case)
     for case in (
         HostCase("A @ B", SMALL, block=(64, 64)),
-        HostCase("plan(A, B)", SMALL, block=(64, 64)),
+        HostCase("plan of A @ B", SMALL, block=(64, 64)),
         *(HostCase("linear", (64, 1024, 1024), storage) for storage in STORAGES),
         HostCase("attention", HEADS),
         HostCase("linear + backward", (256, 1024, 1024)),
@@ -166,7 +178,7 @@ HOST: tuple[Entry, ...] = tuple(
         *FIRST,
     )
 )
-SUITES: Mapping[str, tuple[Entry, ...]] = {"host": HOST}
+SUITES: Mapping[str, tuple[SuiteRow, ...]] = {"host": HOST}
 
 
 def parse_sides(text: str) -> tuple[int, ...]:
@@ -176,15 +188,13 @@ def parse_sides(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.lower().split("x"))
 
 
-def product(
-    call: Iterable[str],
-    sides: Iterable[tuple[int, ...]],
-    storage: Iterable[str],
-    block: Iterable[tuple[int, int]],
-    density: Iterable[float],
-    dtype: Iterable[str],
-    caches: Iterable[str] = ("",),
-) -> tuple[HostCase, ...]:
-    """Every combination of the given values, the last varying fastest."""
-    combined = itertools.product(call, sides, storage, block, density, dtype, caches)
-    return tuple(HostCase(*values) for values in combined)
+FORMS = sorted({*SIDES.values(), LAYER_SIDES})
+OPTIONS: tuple[Option, ...] = (
+    Option("call", "A @ B", f"Calls: {', '.join(CALLS)}."),
+    Option("sides", "1024x1024x1024", f"By call: {'; '.join(FORMS)}, as 64x1024x1024.", parse_sides),
+    Option("storage", "bsr", f"Of a layer's weight: {', '.join(STORAGES)}."),
+    BLOCK,
+    replace(DENSITY, default="0.25"),
+    DTYPE,
+    Option("caches", "", f"The first call of a new process, caches {' or '.join(CACHES)}."),
+)

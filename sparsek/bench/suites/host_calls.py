@@ -205,7 +205,7 @@ def from_dense(call: HostCall, device: torch.device) -> Pair:
 
 CALLS: Mapping[str, Callable[[HostCall, torch.device], Pair]] = {
     "A @ B": product,
-    "plan(A, B)": product_by_plan,
+    "plan of A @ B": product_by_plan,
     "linear": linear,
     "attention": attention,
     "linear + backward": linear_backward,

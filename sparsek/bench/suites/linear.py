@@ -1,7 +1,6 @@
 """y = act(x @ W.T + bias) + residual as a benchmark: its cases, their operands, its suites."""
 
-import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -10,10 +9,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from sparsek.bench.suites.case import (
+    BLOCK,
+    DENSITY,
+    DTYPE,
     Case,
-    Entry,
-    Kind,
     Operands,
+    Option,
+    Schema,
+    SuiteRow,
     block_name,
     check_case,
     random_dense,
@@ -27,7 +30,6 @@ from sparsek.core.errors import InvalidInput
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.pattern import block_sides
 from sparsek.matrix.random import random_bsr
-from sparsek.ops.linear import linear
 from sparsek.ops.spmm import plan_spmm
 from sparsek.plan.spmm import SpmmPlan
 from sparsek.reference.epilogue import ACTIVATIONS, PLAIN, Epilogue
@@ -70,9 +72,6 @@ class LinearOperands(Operands):
     def planned(self, plan: SpmmPlan) -> Callable[[], Tensor]:
         w, epilogue = self.w.T, self.epilogue
         return lambda: plan(self.x, w, out=self.out, epilogue=epilogue)
-
-    def eager(self, kernel: str | None) -> Callable[[], Tensor]:
-        return lambda: linear(self.x, self.w, *self.after, kernel=kernel)
 
     def plain(self) -> tuple[SpmmPlan, Callable[[], Tensor]]:
         """The product alone, into the same output: its plan, and a call of it."""
@@ -176,27 +175,24 @@ class LinearCase(Case):
         ]
 
 
-KINDS: Mapping[str, Kind] = {"linear": Kind(LinearCase)}
+SCHEMAS: Mapping[str, Schema] = {"linear": Schema(LinearCase)}
 # What each way to go on after the product costs beside the product alone.
-ISSUE4: tuple[Entry, ...] = (
+PUBLISHED: tuple[SuiteRow, ...] = (
     *(
-        Entry(LinearCase(8192, 8192, 8192, (128, 128), 0.125, epilogue), ("hopper.spmm",))
+        SuiteRow(LinearCase(8192, 8192, 8192, (128, 128), 0.125, epilogue), ("hopper.spmm",))
         for epilogue in ("bias+gelu", "bias+gelu_tanh", "bias+silu", "bias+residual")
     ),
-    Entry(LinearCase(8192, 4096, 16384, (128, 128), 0.125, "bias+gelu"), ("hopper.spmm",)),
+    SuiteRow(LinearCase(8192, 4096, 16384, (128, 128), 0.125, "bias+gelu"), ("hopper.spmm",)),
 )
-SUITES: Mapping[str, tuple[Entry, ...]] = {"issue4": ISSUE4}
+SUITES: Mapping[str, tuple[SuiteRow, ...]] = {"published": PUBLISHED}
 
 
-def product(
-    tokens: Iterable[int],
-    k: Iterable[int],
-    n: Iterable[int],
-    block: Iterable[tuple[int, int]],
-    density: Iterable[float],
-    epilogue: Iterable[str],
-    dtype: Iterable[str],
-) -> tuple[LinearCase, ...]:
-    """Every combination of the given values, the last varying fastest."""
-    combined = itertools.product(tokens, k, n, block, density, epilogue, dtype)
-    return tuple(LinearCase(*values) for values in combined)
+OPTIONS: tuple[Option, ...] = (
+    Option("tokens", "8192", "Rows of x; comma lists give every combination.", int),
+    Option("k", "8192", "Features that come in.", int),
+    Option("n", "8192", "Features that go out.", int),
+    BLOCK,
+    DENSITY,
+    Option("epilogue", "bias+gelu", f"What follows the product, joined by +: {', '.join(PARTS)}."),
+    DTYPE,
+)

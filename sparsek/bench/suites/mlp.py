@@ -1,7 +1,6 @@
 """y = act(x @ W1.T) @ W2.T as a benchmark: a training step, and decoding in a CUDA graph."""
 
-import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, ClassVar
@@ -12,10 +11,14 @@ from torch.nn import functional
 
 from sparsek.bench.engine.several import Several, worst
 from sparsek.bench.suites.case import (
+    BLOCK,
+    DENSITY,
+    DTYPE,
     Case,
-    Entry,
-    Kind,
     Operands,
+    Option,
+    Schema,
+    SuiteRow,
     block_name,
     check_case,
     random_dense,
@@ -291,14 +294,13 @@ class MlpTrainCase(MlpCase):
         return StepOperands(x, w1, w2, self.activation, dy, self.mode)
 
 
-KINDS: Mapping[str, Kind] = {"mlp_train": Kind(MlpTrainCase), "mlp_decode": Kind(MlpDecodeCase)}
+SCHEMAS: Mapping[str, Schema] = {"mlp_train": Schema(MlpTrainCase), "mlp_decode": Schema(MlpDecodeCase)}
 LAYER = (4096, 16384, (128, 128), 0.125)
-# The rows of the speed table of issue 4.
-ISSUE4: tuple[Entry, ...] = (
-    *(Entry(MlpTrainCase(8192, *LAYER, mode=mode)) for mode in MODES),
-    *(Entry(MlpDecodeCase(tokens, *LAYER)) for tokens in (1, 16, 64)),
+PUBLISHED: tuple[SuiteRow, ...] = (
+    *(SuiteRow(MlpTrainCase(8192, *LAYER, mode=mode)) for mode in MODES),
+    *(SuiteRow(MlpDecodeCase(tokens, *LAYER)) for tokens in (1, 16, 64)),
 )
-SUITES: Mapping[str, tuple[Entry, ...]] = {"issue4": ISSUE4}
+SUITES: Mapping[str, tuple[SuiteRow, ...]] = {"published": PUBLISHED}
 
 
 MEASURES: Mapping[str, Callable[..., MlpCase]] = {
@@ -308,19 +310,19 @@ MEASURES: Mapping[str, Callable[..., MlpCase]] = {
 }
 
 
-def product(
-    measure: Iterable[str],
-    tokens: Iterable[int],
-    width: Iterable[int],
-    hidden: Iterable[int],
-    block: Iterable[tuple[int, int]],
-    density: Iterable[float],
-    dtype: Iterable[str],
-) -> tuple[MlpCase, ...]:
-    """Every combination of the given values, the last varying fastest. `measure`: keys of MEASURES."""
-    wanted = list(measure)
-    for name in wanted:
-        if name not in MEASURES:
-            raise InvalidInput(f"of an MLP, {' or '.join(MEASURES)} is measured, not {name!r}")
-    combined = itertools.product(wanted, tokens, width, hidden, block, density, dtype)
-    return tuple(MEASURES[name](*values, dtype=kind) for name, *values, kind in combined)
+def make(*, measure: str, **fields: Any) -> MlpCase:
+    """A case. `measure`: a key of MEASURES."""
+    if measure not in MEASURES:
+        raise InvalidInput(f"of an MLP, {' or '.join(MEASURES)} is measured, not {measure!r}")
+    return MEASURES[measure](**fields)
+
+
+OPTIONS: tuple[Option, ...] = (
+    Option("measure", "train", f"{', '.join(MEASURES)}; comma lists give every combination."),
+    Option("tokens", "8192", "Rows of x.", int),
+    Option("width", "4096", "Features that come in and go out.", int),
+    Option("hidden", "16384", "Features between the two products.", int),
+    BLOCK,
+    DENSITY,
+    DTYPE,
+)

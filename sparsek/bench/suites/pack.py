@@ -5,9 +5,8 @@ choice of its blocks and the sync that takes. Nothing is multiplied: rates are b
 what is stored written once, and a record has no TFLOPS.
 """
 
-import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, ClassVar
@@ -18,11 +17,14 @@ from torch import Tensor
 from sparsek.bench.engine.several import Moved
 from sparsek.bench.peers.peer import Peer, Ready
 from sparsek.bench.suites.case import (
+    BLOCK,
+    DTYPE,
     Bar,
     Case,
-    Entry,
-    Kind,
     Operands,
+    Option,
+    Schema,
+    SuiteRow,
     block_name,
     check_case,
     random_dense,
@@ -220,24 +222,24 @@ class Copy:
 
 
 PEERS: tuple[Peer, ...] = (Copy(),)
-KINDS: Mapping[str, Kind] = {"pack": Kind(PackCase, rated=False)}
+SCHEMAS: Mapping[str, Schema] = {"pack": Schema(PackCase, rated=False)}
 CASES = (PackCase(8192, 8192, SEMI24), PackCase(8192, 8192, TO_BSR, (128, 128), 0.125))
-# The row of the speed table of issue 6.
-ISSUE6: tuple[Entry, ...] = tuple(Entry(case) for case in CASES)
-SUITES: Mapping[str, tuple[Entry, ...]] = {"issue6": ISSUE6}
+PUBLISHED: tuple[SuiteRow, ...] = tuple(SuiteRow(case) for case in CASES)
+SUITES: Mapping[str, tuple[SuiteRow, ...]] = {"published": PUBLISHED}
 BARS: Mapping[Case, tuple[Bar, ...]] = dict.fromkeys(CASES, (Bar("copy", 0.5, 0.8),))
 
 
-def product(
-    m: Iterable[int],
-    k: Iterable[int],
-    to: Iterable[str],
-    block: Iterable[tuple[int, int]],
-    keep: Iterable[float],
-    dtype: Iterable[str],
-) -> tuple[PackCase, ...]:
-    """Every combination of the given values, the last varying fastest; blocks and shares are a BSR's alone."""
-    kinds = [(kind, one, share) for kind in to for one in block for share in keep]
-    kinds = [(kind, None, 1.0) if kind == SEMI24 else (kind, one, share) for kind, one, share in kinds]
-    combined = itertools.product(m, k, dict.fromkeys(kinds), dtype)
-    return tuple(PackCase(rows, columns, *kind, each) for rows, columns, kind, each in combined)
+def make(*, to: str, block: tuple[int, int], keep: float, **fields: Any) -> PackCase:
+    """A case; blocks and shares are a BSR's alone."""
+    within = (None, 1.0) if to == SEMI24 else (block, keep)
+    return PackCase(**fields, to=to, block=within[0], keep=within[1])
+
+
+OPTIONS: tuple[Option, ...] = (
+    Option("m", "8192", "Rows of the dense matrix; comma lists give every combination.", int),
+    Option("k", "8192", "Its columns.", int),
+    Option("to", ",".join(TARGETS), f"What it becomes: {', '.join(TARGETS)}."),
+    BLOCK,
+    Option("keep", "0.125", "Fraction of blocks that a BSR keeps.", float),
+    DTYPE,
+)

@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from sparsek.bench.suites.case import Case, Entry, Kind, Operands, suite_named
+from sparsek.bench.suites.case import DTYPE, Case, Operands, Option, Schema, SuiteRow, suite_named
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
-from sparsek.ops.weight_formats import ways
+from sparsek.ops.weight_formats import FORMATS, ways
 
 # What the records of the planner are hashed over: how W is stored and predicted, and the model of the dense product.
 PLANNER = "ops.weight_formats"
@@ -43,7 +43,7 @@ SHAPES = ((2048, 2048), (4096, 4096), (14336, 4096), (4096, 14336), (8192, 8192)
 TOKENS = (16, 256, 1024, 4096, 8192)
 KEEPS = ((0.5, 0.125), (0.25, 0.0625))
 LAYERS: Mapping[str, tuple[Layer, ...]] = {
-    "issue6": tuple(
+    "models": tuple(
         Layer(tokens, n, k, keep)
         for n, k in SHAPES
         for at, tokens in enumerate(TOKENS)
@@ -65,7 +65,7 @@ class PlannerCase(Case):
 
     op: ClassVar[str] = "planner"
 
-    layers: str = "issue6"
+    layers: str = "models"
     dtype: str = "bf16"
     formats: str = "all"
 
@@ -81,7 +81,7 @@ class PlannerCase(Case):
 
     @property
     def name(self) -> str:
-        """ "50 layers x densities of issue6, bf16"."""
+        """ "50 layers x densities of models, bf16"."""
         shown = "" if self.formats == "all" else f", {self.formats}"
         return f"{len(LAYERS[self.layers])} layers × densities of {self.layers}, {self.dtype}{shown}"
 
@@ -98,10 +98,20 @@ class PlannerCase(Case):
         raise InvalidInput("a case of the planner is measured by planner_run.run_planner")
 
 
-KINDS: Mapping[str, Kind] = {
-    "planner": Kind(
+SCHEMAS: Mapping[str, Schema] = {
+    "planner": Schema(
         PlannerCase, rated=False, extra=("near", "near_measured", "count", "worst"), sources=BESIDE
     ),
 }
-ISSUE6: tuple[Entry, ...] = (Entry(PlannerCase("issue6")),)
-SUITES: Mapping[str, tuple[Entry, ...]] = {"issue6": ISSUE6, "other": (Entry(PlannerCase("other")),)}
+MODELS: tuple[SuiteRow, ...] = (SuiteRow(PlannerCase("models")),)
+SUITES: Mapping[str, tuple[SuiteRow, ...]] = {"models": MODELS, "other": (SuiteRow(PlannerCase("other")),)}
+OPTIONS: tuple[Option, ...] = (
+    Option("layers", "models", f"Layers with densities: {', '.join(LAYERS)}."),
+    DTYPE,
+    Option(
+        "format",
+        "all",
+        f"all that have kernels, or some of {', '.join(FORMATS)}, joined by +.",
+        fields=("formats",),
+    ),
+)

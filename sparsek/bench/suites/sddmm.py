@@ -1,7 +1,6 @@
 """S = X @ Y at the blocks of a pattern as a benchmark: its cases, their operands, its suites."""
 
-import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -9,10 +8,14 @@ import torch
 from torch import Tensor
 
 from sparsek.bench.suites.case import (
+    BLOCK,
+    DENSITY,
+    DTYPE,
     Case,
-    Entry,
-    Kind,
     Operands,
+    Option,
+    Schema,
+    SuiteRow,
     block_name,
     check_case,
     random_dense,
@@ -26,7 +29,7 @@ from sparsek.core.errors import InvalidInput
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.pattern import BlockPattern, block_sides
 from sparsek.matrix.random import PATTERNS, random_bsr
-from sparsek.ops.sddmm import plan_sddmm, sddmm
+from sparsek.ops.sddmm import plan_sddmm
 from sparsek.plan.sddmm import SddmmPlan
 from sparsek.testing.budget import Gate
 from sparsek.testing.poison import poisoned
@@ -50,9 +53,6 @@ class SddmmOperands(Operands):
 
     def planned(self, plan: SddmmPlan) -> Callable[[], BSR]:
         return lambda: plan(self.x, self.y, self.pattern)
-
-    def eager(self, kernel: str | None) -> Callable[[], BSR]:
-        return lambda: sddmm(self.x, self.y, self.pattern, kernel=kernel)
 
     def gate(self, plan: SddmmPlan) -> Gate:
         # A caching allocator hands the memory of a dropped tensor to the next of its size: the values begin as NaN.
@@ -124,24 +124,20 @@ class SddmmCase(Case):
         return sets
 
 
-KINDS: Mapping[str, Kind] = {"sddmm": Kind(SddmmCase)}
+SCHEMAS: Mapping[str, Schema] = {"sddmm": Schema(SddmmCase)}
 BOTH = ("hopper.sddmm", "portable.sddmm")
-# The rows of the speed table of issue 4.
-ISSUE4: tuple[Entry, ...] = tuple(
-    Entry(SddmmCase(8192, 8192, 8192, (block, block), 0.125), BOTH) for block in (128, 64)
+PUBLISHED: tuple[SuiteRow, ...] = tuple(
+    SuiteRow(SddmmCase(8192, 8192, 8192, (block, block), 0.125), BOTH) for block in (128, 64)
 )
-SUITES: Mapping[str, tuple[Entry, ...]] = {"issue4": ISSUE4}
+SUITES: Mapping[str, tuple[SuiteRow, ...]] = {"published": PUBLISHED}
 
 
-def product(
-    m: Iterable[int],
-    k: Iterable[int],
-    n: Iterable[int],
-    block: Iterable[tuple[int, int]],
-    density: Iterable[float],
-    pattern: Iterable[str],
-    dtype: Iterable[str],
-) -> tuple[SddmmCase, ...]:
-    """Every combination of the given values, the last varying fastest."""
-    combined = itertools.product(m, k, n, block, density, pattern, dtype)
-    return tuple(SddmmCase(*values) for values in combined)
+OPTIONS: tuple[Option, ...] = (
+    Option("m", "8192", "Rows of X; comma lists give every combination.", int),
+    Option("k", "8192", "Columns of X.", int),
+    Option("n", "8192", "Columns of Y.", int),
+    BLOCK,
+    DENSITY,
+    Option("pattern", "uniform", f"{', '.join(PATTERNS)}."),
+    DTYPE,
+)

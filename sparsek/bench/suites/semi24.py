@@ -4,9 +4,8 @@ Rates count what a dense product does: 2 * m * k * n FLOPs of a Semi24, 2 * n fo
 stored or not. Half of that is multiplied.
 """
 
-import itertools
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -14,11 +13,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from sparsek.bench.suites.case import (
+    DENSITY,
+    DTYPE,
     Bar,
     Case,
-    Entry,
-    Kind,
     Operands,
+    Option,
+    Schema,
+    SuiteRow,
     block_name,
     check_case,
     parse_block,
@@ -35,8 +37,8 @@ from sparsek.matrix.bsr24 import BSR24
 from sparsek.matrix.pattern import BlockPattern
 from sparsek.matrix.random import random_bsr
 from sparsek.matrix.semi24 import Semi24
-from sparsek.ops.linear import linear, plan_layer
-from sparsek.ops.spmm import plan_spmm, spmm
+from sparsek.ops.linear import plan_layer
+from sparsek.ops.spmm import plan_spmm
 from sparsek.plan.spmm import SpmmPlan
 from sparsek.testing.budget import Gate
 from sparsek.testing.budget24 import check_24, check_linear24
@@ -84,11 +86,6 @@ class Semi24Operands(Operands):
         if self.is_linear:
             return lambda: plan(self.b, self.a)
         return lambda: plan(self.a, self.b, out=self.out)
-
-    def eager(self, kernel: str | None) -> Callable[[], Tensor]:
-        if self.is_linear:
-            return lambda: linear(self.b, self.a, kernel=kernel)
-        return lambda: spmm(self.a, self.b, kernel=kernel)
 
     def gate(self, plan: SpmmPlan) -> Gate:
         if self.out is None:
@@ -213,16 +210,15 @@ class Semi24Case(Case):
         return BSR24.unchecked(first.pattern, first.values[places], first.meta[places])
 
 
-KINDS: Mapping[str, Kind] = {"semi24": Kind(Semi24Case)}
+SCHEMAS: Mapping[str, Schema] = {"semi24": Schema(Semi24Case)}
 SQUARE = (8192, 8192, 8192)
 WHOLE = tuple(Semi24Case(*SQUARE, form) for form in FORMS)
 IN_BLOCKS = tuple(Semi24Case(*SQUARE, form, (128, 128), 0.125) for form in FORMS)
-# The rows of the speed table of issue 6 that are in bf16.
-ISSUE6: tuple[Entry, ...] = (
-    *(Entry(case, ("hopper.semi24", "portable.semi24")) for case in WHOLE),
-    *(Entry(case, ("hopper.bsr24", "portable.bsr24")) for case in IN_BLOCKS),
+PUBLISHED: tuple[SuiteRow, ...] = (
+    *(SuiteRow(case, ("hopper.semi24", "portable.semi24")) for case in WHOLE),
+    *(SuiteRow(case, ("hopper.bsr24", "portable.bsr24")) for case in IN_BLOCKS),
 )
-SUITES: Mapping[str, tuple[Entry, ...]] = {"issue6": ISSUE6}
+SUITES: Mapping[str, tuple[SuiteRow, ...]] = {"published": PUBLISHED}
 BARS: Mapping[Case, tuple[Bar, ...]] = {
     **dict.fromkeys(WHOLE, (Bar("cusparselt", 1.05, 1.25), Bar("cublas", 1.45, 1.7))),
     **dict.fromkeys(IN_BLOCKS, (Bar("bsr", 1.25, 1.45),)),
@@ -234,19 +230,17 @@ def parse_blocks(text: str) -> tuple[int, int] | None:
     return None if text == "none" else parse_block(text)
 
 
-def product(
-    m: Iterable[int],
-    k: Iterable[int],
-    n: Iterable[int],
-    form: Iterable[str],
-    block: Iterable[tuple[int, int] | None],
-    density: Iterable[float],
-    dtype: Iterable[str],
-) -> tuple[Semi24Case, ...]:
-    """Every combination of the given values, the last varying fastest. None among blocks has one density, 1."""
-    sides = [(None, 1.0) if one is None else (one, each) for one in block for each in density]
-    combined = itertools.product(m, k, n, form, dict.fromkeys(sides), dtype)
-    return tuple(
-        Semi24Case(rows, inner, columns, kind, one, each, numbers)
-        for rows, inner, columns, kind, (one, each), numbers in combined
-    )
+def make(*, block: tuple[int, int] | None, density: float, **fields: Any) -> Semi24Case:
+    """A case; one without blocks has one density, 1."""
+    return Semi24Case(**fields, block=block, density=1.0 if block is None else density)
+
+
+OPTIONS: tuple[Option, ...] = (
+    Option("m", "8192", "Rows of the 2:4 matrix; comma lists give every combination.", int),
+    Option("k", "8192", "Its columns.", int),
+    Option("n", "8192", "Rows of x, or columns of B.", int),
+    Option("form", LINEAR, f"Products: {', '.join(FORMS)}."),
+    Option("block", "none", "Stored blocks, or none: none,128.", parse_blocks),
+    replace(DENSITY, default="1"),
+    DTYPE,
+)

@@ -1,7 +1,6 @@
 """C = A @ B of two BSR matrices as a benchmark: its cases, their operands, its suites."""
 
-import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -12,10 +11,12 @@ from torch.profiler import ProfilerActivity, profile
 
 from sparsek.bench.engine.wall import wall_rounds
 from sparsek.bench.suites.case import (
+    DTYPE,
     Case,
-    Entry,
-    Kind,
     Operands,
+    Option,
+    Schema,
+    SuiteRow,
     block_name,
     check_case,
     parse_block,
@@ -63,9 +64,6 @@ class SpgemmOperands(Operands):
 
     def planned(self, plan: SpgemmPlan) -> Callable[[], Tensor | BSR]:
         return lambda: plan(self.a, self.b)
-
-    def eager(self, kernel: str | None) -> Callable[[], Tensor | BSR]:
-        return lambda: self._product(self.a, self.b, kernel)
 
     def _product(self, a: BSR, b: BSR, kernel: str | None) -> Tensor | BSR:
         if self.out == "dense":
@@ -225,18 +223,17 @@ class SpgemmCase(Case):
 
 # What is timed beside the kernel: the symbolic phase.
 EXTRA = ("symbolic_ms", "symbolic_share", "symbolic_gpu_ms", "symbolic_gpu_share")
-KINDS: Mapping[str, Kind] = {"spgemm": Kind(SpgemmCase, extra=EXTRA, sources=("plan.matches",))}
+SCHEMAS: Mapping[str, Schema] = {"spgemm": Schema(SpgemmCase, extra=EXTRA, sources=("plan.matches",))}
 HOPPER = ("hopper.spgemm",)
 # K is 72 blocks of 112: as many as divide 8192 but for 128 rows. Both A's block rows and B's block columns hold `topk`
 # of them, so that a block of C has about topk² / 72 pairs: 0.9, 3.6, 14 and 57.
 TOPK = tuple(SpgemmCase(8192, 112 * 72, 8192, (512, 112), (112, 128), topk / 72) for topk in (8, 16, 32, 64))
 SPARSE = tuple(SpgemmCase(side, side, side, (64, 64), (64, 64), 0.03, "bsr") for side in (8192, 32768))
-# The rows of the speed table of issue 4.
-ISSUE4: tuple[Entry, ...] = (
-    Entry(SpgemmCase(8192, 8192, 8192, (128, 128), (128, 128), 0.125), (*HOPPER, "portable.spgemm")),
-    *(Entry(case, HOPPER) for case in (*TOPK, *SPARSE)),
+PUBLISHED: tuple[SuiteRow, ...] = (
+    SuiteRow(SpgemmCase(8192, 8192, 8192, (128, 128), (128, 128), 0.125), (*HOPPER, "portable.spgemm")),
+    *(SuiteRow(case, HOPPER) for case in (*TOPK, *SPARSE)),
 )
-SUITES: Mapping[str, tuple[Entry, ...]] = {"issue4": ISSUE4}
+SUITES: Mapping[str, tuple[SuiteRow, ...]] = {"published": PUBLISHED}
 
 
 def parse_blocks(text: str) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -247,18 +244,14 @@ def parse_blocks(text: str) -> tuple[tuple[int, int], tuple[int, int]]:
     return first, others[0] if others else first
 
 
-def product(
-    m: Iterable[int],
-    k: Iterable[int],
-    n: Iterable[int],
-    blocks: Iterable[tuple[tuple[int, int], tuple[int, int]]],
-    density: Iterable[float],
-    out: Iterable[str],
-    dtype: Iterable[str],
-) -> tuple[SpgemmCase, ...]:
-    """Every combination of the given values, the last varying fastest. `blocks`: those of A and of B."""
-    combined = itertools.product(m, k, n, blocks, density, out, dtype)
-    return tuple(
-        SpgemmCase(rows, inner, columns, of_a, of_b, each, kind, numbers)
-        for rows, inner, columns, (of_a, of_b), each, kind, numbers in combined
-    )
+OPTIONS: tuple[Option, ...] = (
+    Option("m", "8192", "Rows of A; comma lists give every combination.", int),
+    Option("k", "8192", "Columns of A.", int),
+    Option("n", "8192", "Columns of B.", int),
+    Option(
+        "block", "128", "Blocks, of A and of B: 128,512x112:112x128.", parse_blocks, ("a_block", "b_block")
+    ),
+    Option("density", "0.125", "Fraction of blocks that either stores.", float),
+    Option("result", "dense", f"What C is: {', '.join(OUTPUTS)}.", fields=("out",)),
+    DTYPE,
+)

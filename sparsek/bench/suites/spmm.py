@@ -1,7 +1,6 @@
 """Products of a BSR and a dense matrix as a benchmark: its cases, their operands, its suites."""
 
-import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
@@ -9,10 +8,14 @@ import torch
 from torch import Tensor
 
 from sparsek.bench.suites.case import (
+    BLOCK,
+    DENSITY,
+    DTYPE,
     Case,
-    Entry,
-    Kind,
     Operands,
+    Option,
+    Schema,
+    SuiteRow,
     block_name,
     check_case,
     random_dense,
@@ -27,7 +30,7 @@ from sparsek.core.errors import InvalidInput
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.pattern import block_sides
 from sparsek.matrix.random import PATTERNS, random_bsr
-from sparsek.ops.spmm import plan_spmm, spmm
+from sparsek.ops.spmm import plan_spmm
 from sparsek.plan.spmm import SpmmPlan
 from sparsek.testing.budget import Gate, check_spmm
 from sparsek.testing.poison import poisoned
@@ -75,10 +78,6 @@ class SpmmOperands(Operands):
     def planned(self, plan: SpmmPlan) -> Callable[[], object]:
         first, second = self.factors(self.a)
         return lambda: plan(first, second, out=self.out)
-
-    def eager(self, kernel: str | None) -> Callable[[], object]:
-        first, second = self.factors(self.a)
-        return lambda: spmm(first, second, kernel=kernel)
 
     def gate(self, plan: SpmmPlan) -> Gate:
         self.out.fill_(torch.nan)
@@ -196,9 +195,8 @@ class SpmmCase(Case):
         return (a.values.numel() + (self.k + self.m) * self.n) * a.values.element_size()
 
 
-KINDS: Mapping[str, Kind] = {
-    "spmm": Kind(SpmmCase, later={"form": A_AT_B}),
-    "spmm_host": Kind(SpmmCase, rated=False, later={"form": A_AT_B}),
+SCHEMAS: Mapping[str, Schema] = {
+    "spmm": Schema(SpmmCase, later={"form": A_AT_B}),
 }
 
 
@@ -206,44 +204,42 @@ def _square(block: int, density: float, **more: Any) -> SpmmCase:
     return SpmmCase(8192, 8192, 8192, (block, block), density, **more)
 
 
-# Every row of the Speed table of issue 2. 512x112 with 16 blocks in each of 16 rows holds as many values as
+# A @ B by block and density. 512x112 with 16 blocks in each of 16 rows holds as many values as
 # block 128 with 14 blocks in each of 64 rows: 14,680,064.
-ISSUE2: tuple[Entry, ...] = (
-    Entry(_square(128, 0.5), ("hopper.spmm",)),
-    Entry(_square(128, 0.25), ("hopper.spmm",)),
-    Entry(_square(128, 0.125), ("hopper.spmm", "portable.spmm")),
-    Entry(_square(128, 0.0625), ("hopper.spmm",)),
-    Entry(_square(64, 0.125), ("hopper.spmm", "portable.spmm")),
-    Entry(_square(32, 0.125), ("hopper.spmm", "portable.spmm")),
-    Entry(_square(16, 0.125), ("hopper.spmm",)),
-    Entry(SpmmCase(8192, 8192, 8192, (512, 112), 16 / 74), ("hopper.spmm",)),
-    Entry(_square(128, 14 / 64), ("hopper.spmm",)),
-    Entry(_square(128, 0.125, pattern="powerlaw"), ("hopper.spmm",)),
-    Entry(SpmmCase(16384, 16384, 16, (64, 64), 0.25), ("hopper.spmm",)),
-    Entry(SpmmCase(16384, 16384, 16, (128, 128), 0.25), ("hopper.spmm",)),
-    Entry(SpmmCase(2048, 2048, 2048, (128, 128), 0.125), ("hopper.spmm",), op="spmm_host"),
+BY_BLOCK: tuple[SuiteRow, ...] = (
+    SuiteRow(_square(128, 0.5), ("hopper.spmm",)),
+    SuiteRow(_square(128, 0.25), ("hopper.spmm",)),
+    SuiteRow(_square(128, 0.125), ("hopper.spmm", "portable.spmm")),
+    SuiteRow(_square(128, 0.0625), ("hopper.spmm",)),
+    SuiteRow(_square(64, 0.125), ("hopper.spmm", "portable.spmm")),
+    SuiteRow(_square(32, 0.125), ("hopper.spmm", "portable.spmm")),
+    SuiteRow(_square(16, 0.125), ("hopper.spmm",)),
+    SuiteRow(SpmmCase(8192, 8192, 8192, (512, 112), 16 / 74), ("hopper.spmm",)),
+    SuiteRow(_square(128, 14 / 64), ("hopper.spmm",)),
+    SuiteRow(_square(128, 0.125, pattern="powerlaw"), ("hopper.spmm",)),
+    SuiteRow(SpmmCase(16384, 16384, 16, (64, 64), 0.25), ("hopper.spmm",)),
+    SuiteRow(SpmmCase(16384, 16384, 16, (128, 128), 0.25), ("hopper.spmm",)),
 )
 # The other three products of the same size, next to A @ B and its tuned peers.
-ISSUE4: tuple[Entry, ...] = tuple(Entry(_square(128, 0.125, form=form), ("hopper.spmm",)) for form in FORMS)
-# Sides that no tile divides, and uneven rows: the schedule must hold up here too.
-RAGGED: tuple[Entry, ...] = (
-    Entry(SpmmCase(8200, 8136, 8104, (128, 128), 0.125), ("hopper.spmm",)),
-    Entry(SpmmCase(5000, 7000, 3000, (64, 64), 0.125, "powerlaw"), ("hopper.spmm",)),
-    Entry(SpmmCase(4096, 11008, 4096, (128, 128), 0.125), ("hopper.spmm",)),
+BY_FORM: tuple[SuiteRow, ...] = tuple(
+    SuiteRow(_square(128, 0.125, form=form), ("hopper.spmm",)) for form in FORMS
 )
-SUITES: Mapping[str, tuple[Entry, ...]] = {"issue2": ISSUE2, "issue4": ISSUE4, "ragged": RAGGED}
+# Sides that no tile divides, and uneven rows: the schedule must hold up here too.
+RAGGED: tuple[SuiteRow, ...] = (
+    SuiteRow(SpmmCase(8200, 8136, 8104, (128, 128), 0.125), ("hopper.spmm",)),
+    SuiteRow(SpmmCase(5000, 7000, 3000, (64, 64), 0.125, "powerlaw"), ("hopper.spmm",)),
+    SuiteRow(SpmmCase(4096, 11008, 4096, (128, 128), 0.125), ("hopper.spmm",)),
+)
+SUITES: Mapping[str, tuple[SuiteRow, ...]] = {"blocks": BY_BLOCK, "forms": BY_FORM, "ragged": RAGGED}
 
 
-def product(
-    m: Iterable[int],
-    k: Iterable[int],
-    n: Iterable[int],
-    block: Iterable[tuple[int, int]],
-    density: Iterable[float],
-    pattern: Iterable[str],
-    dtype: Iterable[str],
-    form: Iterable[str] = (A_AT_B,),
-) -> tuple[SpmmCase, ...]:
-    """Every combination of the given values, the last varying fastest."""
-    combined = itertools.product(m, k, n, block, density, pattern, dtype, form)
-    return tuple(SpmmCase(*values) for values in combined)
+OPTIONS: tuple[Option, ...] = (
+    Option("m", "8192", "Rows of A; comma lists give every combination.", int),
+    Option("k", "8192", "Columns of A.", int),
+    Option("n", "8192", "The side of B that A does not meet.", int),
+    BLOCK,
+    DENSITY,
+    Option("pattern", "uniform", f"{', '.join(PATTERNS)}."),
+    DTYPE,
+    Option("form", A_AT_B, f"Products: {', '.join(FORMS)}."),
+)

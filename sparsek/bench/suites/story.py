@@ -14,9 +14,9 @@ from torch.nn import functional
 
 from sparsek.bench.suites.case import (
     Case,
-    Entry,
-    Kind,
     Operands,
+    Schema,
+    SuiteRow,
     block_name,
     check_case,
     random_dense,
@@ -31,7 +31,7 @@ from sparsek.matrix.bsr import BSR
 from sparsek.matrix.bsr24 import BSR24
 from sparsek.matrix.random import random_bsr
 from sparsek.matrix.semi24 import Semi24
-from sparsek.ops.linear import linear, plan_layer
+from sparsek.ops.linear import plan_layer
 from sparsek.ops.spmm import plan_spmm
 from sparsek.plan.plan import Plan
 from sparsek.testing.budget import Gate
@@ -94,10 +94,6 @@ class StoryOperands(Operands):
         w = self._matrix(plan.kernel)
         second = w.T if isinstance(w, BSR) else w
         return lambda: plan(self.x, second)
-
-    def eager(self, kernel: str | None) -> Callable[[], Tensor]:
-        w = self._matrix(kernel)
-        return lambda: linear(self.x, w, kernel=kernel)
 
     def gate(self, plan: Any) -> Gate:
         w = self._matrix(plan.kernel)
@@ -190,9 +186,9 @@ class StoryCase(Case):
         return sets
 
 
-KINDS: Mapping[str, Kind] = {"story": Kind(StoryCase)}
-STORY: tuple[Entry, ...] = tuple(
-    Entry(StoryCase(8192, 8192, 8192, share), ("hopper.semi24", "hopper.bsr24", "hopper.spmm"))
+SCHEMAS: Mapping[str, Schema] = {"story": Schema(StoryCase)}
+STORY: tuple[SuiteRow, ...] = tuple(
+    SuiteRow(StoryCase(8192, 8192, 8192, share), ("hopper.semi24", "hopper.bsr24", "hopper.spmm"))
     for share in (0.5, 0.25, 0.125, 0.0625)
 )
-SUITES: Mapping[str, tuple[Entry, ...]] = {"story": STORY}
+SUITES: Mapping[str, tuple[SuiteRow, ...]] = {"story": STORY}

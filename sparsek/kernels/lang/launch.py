@@ -56,6 +56,9 @@ VIEWS = {  # and what only looks at dtypes
     "transpose", "unflatten", "unsqueeze", "view", "_unsafe_view", "_reshape_alias", "movedim", "unbind", "split",
 }  # fmt: skip
 
+ALIGNED = 15  # Triton compiles for addresses that are multiples of 16, and TMA takes no others
+MISS: Any = object()
+_address = Tensor.data_ptr
 _threads = threading.local()  # .recorder: that of a call which is being recorded
 
 
@@ -67,20 +70,21 @@ class Address(NamedTuple):
 
 
 class Allocation(NamedTuple):
-    """A tensor that the call allocates. `stride` is None for a contiguous one on the first operand's device, and
-    `dtype` then for one of its dtype.
+    """A tensor that the call allocates. `stride` is None for a contiguous one on the operands' device, and `like` is
+    then an operand of its dtype, if there is one.
     """
 
-    shape: tuple[int, ...]
+    shape: torch.Size
     stride: tuple[int, ...] | None
-    dtype: torch.dtype | None
+    dtype: torch.dtype
     device: torch.device
+    like: int | None
 
 
 class Result(NamedTuple):
-    """A tensor that the call returns: an allocation, or a view of one."""
+    """A tensor that the call returns: one of its roles, or a view of it."""
 
-    allocation: int
+    role: int
     shape: tuple[int, ...] = ()
     stride: tuple[int, ...] = ()
     offset: int = 0
@@ -114,70 +118,95 @@ class Step:
 
 
 class Recorded:
-    """A call ready to run again: `Recorded(*operands)` with operands of the recorded shapes, strides and alignments.
+    """A call ready to run again: `Recorded(*operands)` with operands of the recorded shapes, strides and dtypes.
 
-    Not for two threads at once. The caller guarantees the current device, the stream and that no graph is captured.
+    Not for two threads at once. The caller guarantees thread, device and stream, and that no CUDA graph is captured.
+    Returns MISS, and does nothing, for operands of other alignment, or if a tensor was written from which the call's
+    constants were made, or while a hook of Triton listens to launches.
     """
 
     __slots__ = (
-        "allocations", "cells", "device", "fresh", "kept", "last", "maps", "result", "single", "steps",
+        "aligned",
+        "allocations",
+        "cells",
+        "constants",
+        "device",
+        "fresh",
+        "last",
+        "like",
+        "maps",
+        "results",
+        "runtime",
+        "single",
+        "steps",
+        "stream",
     )  # fmt: skip
 
-    def __init__(self, recorder: Recorder, results: Sequence[Result], single: bool, kept: Any) -> None:
+    def __init__(self, recorder: Recorder, results: Sequence[Result | None], single: bool, kept: Any) -> None:
         self.allocations = tuple(recorder.allocations)
         self.cells = tuple((cell, at.role, at.offset) for at, cell in recorder.cells.items())
         self.maps = tuple((ctypes.byref(made), at.role, at.offset, made) for made, at in recorder.maps)
         self.steps = tuple(recorder.steps)
         self.fresh = tuple(recorder.sources)
-        self.result, self.single = tuple(results), single
-        self.kept = recorder.launches, recorder.constants, kept
-        self.device = recorder.device
-        self.last: tuple[int, ...] = ()
-
-    def is_current(self) -> bool:
-        """False once a tensor was written from which the call's constants were made, or a profiler hooks launches."""
-        for source, version in self.fresh:
-            if source._version != version:
-                return False
-        return not hooked()
+        self.results, self.single = tuple(results), single
+        self.constants = recorder.launches, recorder.constants, kept
+        self.device, self.stream = recorder.device, recorder.stream
+        self.aligned = tuple(x.data_ptr() & ALIGNED for x in recorder.roles[: recorder.operands])
+        self.last: list[int] = []
+        self.runtime = sys.modules["triton"].knobs.runtime if "triton" in sys.modules else None
 
     def __call__(self, *operands: Tensor) -> Any:
-        first = operands[0]
-        made = []
-        for shape, stride, dtype, device in self.allocations:
+        for source, version in self.fresh:
+            if source._version != version:
+                return MISS
+        if self.runtime is not None and _listens(self.runtime):
+            return MISS
+        tensors = [*operands]
+        for shape, stride, dtype, device, like in self.allocations:
             if stride is not None:
-                made.append(torch.empty_strided(shape, stride, dtype=dtype, device=device))
-            elif dtype is None:
-                made.append(first.new_empty(shape))
+                tensors.append(torch.empty_strided(shape, stride, dtype=dtype, device=device))
+            elif like is not None:
+                tensors.append(operands[like].new_empty(shape))
             else:
-                made.append(first.new_empty(shape, dtype=dtype))
-        addresses = tuple([x.data_ptr() for x in (*operands, *made)])
-        if addresses != self.last:
-            replace = driver.cuda().cuTensorMapReplaceAddress
-            for cell, role, offset in self.cells:
-                cell.value = addresses[role] + offset
-            for tensor_map, role, offset, _ in self.maps:
-                driver.check(replace(tensor_map, ctypes.c_void_p(addresses[role] + offset)))
-            self.last = addresses
+                tensors.append(operands[0].new_empty(shape, dtype=dtype))
+        addresses = [*map(_address, tensors)]
+        if addresses != self.last and not self._point(addresses):
+            return MISS
         for run, given in self.steps:
             status = run(*given)
             if status:
-                self._again(run, given, status)
-        if self.single:
-            return made[self.result[0].allocation] if not self.result[0].view else _seen(made, self.result[0])
-        return tuple(_seen(made, each) for each in self.result)
+                self._retry(run, given, status)
+        if not self.single:
+            return tuple([_seen(tensors, each) for each in self.results])
+        result = self.results[0]
+        return tensors[result.role] if result is not None and not result.view else _seen(tensors, result)
 
-    def _again(self, run: Any, given: Any, status: int) -> None:
+    def _point(self, addresses: list[int]) -> bool:
+        """Writes the addresses of this call into the argument blocks. False if an operand is aligned otherwise."""
+        for address, aligned in zip(addresses, self.aligned, strict=False):
+            if address & ALIGNED != aligned:
+                return False
+        replace = driver.cuda().cuTensorMapReplaceAddress
+        last = self.last
+        for cell, role, offset in self.cells:
+            cell.value = addresses[role] + offset
+        for tensor_map, role, offset, _ in self.maps:
+            if not last or last[role] != addresses[role]:
+                driver.check(replace(tensor_map, ctypes.c_void_p(addresses[role] + offset)))
+        self.last = addresses
+        return True
+
+    def _retry(self, run: Any, given: Any, status: int) -> None:
         if status == driver.INVALID_CONTEXT:  # in a new thread torch may not have set one yet
             driver.enter(self.device)
             status = run(*given)
         driver.check(status)
 
 
-def _seen(made: list[Tensor], result: Result | None) -> Any:
+def _seen(tensors: list[Tensor], result: Result | None) -> Tensor | None:
     if result is None:
         return None
-    x = made[result.allocation]
+    x = tensors[result.role]
     return torch.as_strided(x, result.shape, result.stride, result.offset) if result.view else x
 
 
@@ -195,6 +224,7 @@ class Recorder(TorchDispatchMode):
         self.sources: list[tuple[Tensor, int]] = []
         self.constants: list[Tensor] = []
         self.roles: list[Tensor] = list(operands)
+        self.operands = len(operands)
         self.device = operands[0].device.index or 0
         self.stream = torch._C._cuda_getCurrentRawStream(self.device)
         pointers = [x.data_ptr() for x in operands]
@@ -219,9 +249,10 @@ class Recorder(TorchDispatchMode):
         return made
 
     def _allocated(self, made: Tensor) -> None:
-        stride = None if made.is_contiguous() and made.device == self.roles[0].device else made.stride()
-        dtype = None if stride is None and made.dtype == self.roles[0].dtype else made.dtype
-        self.allocations.append(Allocation(made.shape, stride, dtype, made.device))
+        given = self.roles[: self.operands]
+        stride = None if made.is_contiguous() and made.device == given[0].device else made.stride()
+        like = next((role for role, x in enumerate(given) if x.dtype == made.dtype), None)
+        self.allocations.append(Allocation(made.shape, stride, made.dtype, made.device, like))
         self.roles.append(made)
 
     def at(self, pointer: int, tensor: Tensor | None = None) -> Address | None:
@@ -285,12 +316,12 @@ class Recorder(TorchDispatchMode):
     def _result(self, x: Tensor | None) -> Result | None:
         if x is None:
             return None
-        for place, made in enumerate(self.roles[len(self.roles) - len(self.allocations) :]):
+        for place, made in enumerate(self.roles):
             if x is made:
                 return Result(place)
             if x.untyped_storage().data_ptr() == made.untyped_storage().data_ptr() and x.numel():
                 return Result(place, tuple(x.shape), tuple(x.stride()), x.storage_offset(), True)
-        self.reason = self.reason or "it returns a tensor that it did not allocate"
+        self.reason = self.reason or "it returns a tensor that is neither an operand nor allocated in it"
         return None
 
 
@@ -323,9 +354,10 @@ def record(
 def hooked() -> bool:
     """Whether a hook or profiler of Triton listens to launches."""
     triton = sys.modules.get("triton")
-    if triton is None:
-        return False
-    runtime = triton.knobs.runtime
+    return triton is not None and _listens(triton.knobs.runtime)
+
+
+def _listens(runtime: Any) -> bool:
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
@@ -447,12 +479,18 @@ def record_triton(made: Recorder, compiled: Any, grid: Sequence[int], values: Se
 
 
 def launch_cuda(
-    function: ctypes.c_void_p, grid: int, block: int, shared: int, device: int, arguments: Sequence[Any]
+    function: ctypes.c_void_p,
+    grid: int,
+    block: int,
+    shared: int,
+    device: int,
+    arguments: Sequence[Any],
+    held: Sequence[Tensor],
 ) -> None:
     """Runs a kernel of CUDA C++ on `device`, torch's current one, and its current stream.
 
     `arguments` are its parameters in order: Boxed matrices, which it gets as tensor maps, or ctypes structures, whose
-    fields of type c_void_p are addresses.
+    fields of type c_void_p are addresses. `held` are the tensors in whose memory these lie, operands or not.
     """
     made = recorder()
     cells = []
@@ -475,6 +513,7 @@ def launch_cuda(
         status = run(*step.launch)
     driver.check(status)
     if made is not None:
+        made.constants += held
         made.add(step)
 
 

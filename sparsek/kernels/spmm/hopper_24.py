@@ -35,6 +35,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from sparsek.core.device import H200
 from sparsek.core.errors import InvalidInput
+from sparsek.core.streams import tensors_in
 from sparsek.kernels.lang import driver, nvrtc
 from sparsek.kernels.lang.driver import Boxed
 from sparsek.kernels.lang.launch import launch_cuda
@@ -288,13 +289,14 @@ def launch(
     nibbles = work.nibbles(a)
     driver.enter(index)  # in a new thread torch may not have done so yet
     function = _function(_compiled(c), index)
+    held = [nibbles, *([] if work.lists is None else tensors_in(work.lists))]
     for at in np.ndindex(*b.shape[:-2]):
         b_one, c_one, other = b[at], out[at], None if epilogue.other is None else epilogue.other[at]
         params, grid = told(c, work, nibbles, b_one, c_one, epilogue, _item(scales, at))
         # Where no other matrix is, C's map stands for it; the kernel does not look at it.
         of_a, of_b, of_c, *of_other = boxes(c, a.values, b_one, c_one, other)
         arguments = of_a, of_b, of_c, params, *(of_other or [of_c])
-        launch_cuda(function, grid, c.threads, c.smem, index, arguments)
+        launch_cuda(function, grid, c.threads, c.smem, index, arguments, held)
 
 
 def _item(scales: Scales | None, at: tuple[int, ...]) -> Scales | None:
