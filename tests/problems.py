@@ -49,8 +49,10 @@ def fp8_problem(**facts: Any) -> SpmmProblem:
     return spmm_problem(**{**IN_FP8, **facts})
 
 
-def changed(p: SpmmProblem, **facts: Any) -> SpmmProblem:
-    """`p` with other facts. `dtype` is that of all three matrices, in FP8 that of A."""
+def changed(p: Any, **facts: Any) -> Any:
+    """`p`, of any operation, with other facts. `dtype` is that of all three matrices, in FP8 that of A."""
+    if not isinstance(p, SpmmProblem):
+        return replace(p, **facts)
     own = {name: value for name, value in facts.items() if name not in (*NESTED, *OF_BLOCKS, "dtype")}
     blocks = {name: value for name, value in facts.items() if name in OF_BLOCKS}
     parts: dict[str, dict[str, Any]] = {"a": {}, "b": {}, "c": {}}

@@ -49,7 +49,7 @@ def linear(
     or fp32 tensor that is rounded to E4M3 with a scale for each token; bias and residual have y's dtype.
     bias: [N]. activation: "relu", "gelu" (by erf), "gelu_tanh", "silu" or None. residual: [..., N]. A bias that is not
     contiguous, and a residual whose rows are not, are copied first.
-    kernel: a name of the kernels' table of spmm, semi24 or bsr24, after what W is; not for a dense one.
+    kernel: a name of the kernels' table, one that multiplies such a W; not for a dense one.
     dtype: of y, bf16, fp16 or fp32, for a W in FP8 only; without it that of a tensor x, bf16 for a ScaledTensor.
 
     Returns y [..., N], contiguous, summed in float32 (float64 for float64) and rounded once; by hopper.spmm also before

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sparsek.core import arguments, dtypes
-from sparsek.core import device as devices
-from sparsek.core.streams import Ready, captured
+from sparsek.core import arguments
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.pattern import BlockPattern
 from sparsek.ops import bound, flat, gradients, transforms
 from sparsek.ops.autocast import autocasts, follow_autocast
 from sparsek.ops.planning import choose
 from sparsek.plan import operands
-from sparsek.plan.cache import PlanCache
 from sparsek.plan.plan import check_plan
-from sparsek.plan.problem import SddmmProblem
-from sparsek.plan.sddmm import SddmmPlan
+from sparsek.plan.sddmm import Sampled, Sampling, SddmmPlan
+
+SDDMM = Sampling(choose)
 
 
 def sddmm(
@@ -88,18 +85,7 @@ def plan_sddmm(
     """
     transforms.refuse("plan_sddmm")
     operands.check_sddmm(X, Y, pattern)
-    p = _problem(X, Y, pattern, device)
-    return _make_plan(pattern, p, kernel, config, ready=device is None)
-
-
-def _make_plan(
-    pattern: BlockPattern, p: SddmmProblem, kernel: str | None, config: Any, ready: bool
-) -> SddmmPlan:
-    choice = choose(p, kernel, config)
-    work = choice.kernel.prepare(p, choice.config, pattern) if ready else None
-    return SddmmPlan(
-        p, choice, work, ready, weakref.ref(pattern), Ready.here(pattern.device) if ready else None
-    )
+    return SDDMM.plan(Sampled(X, Y, pattern), kernel, config, device)
 
 
 def _run(x: Tensor, y: Tensor, pattern: BlockPattern, kernel: str | None) -> Tensor:
@@ -110,39 +96,9 @@ def _run(x: Tensor, y: Tensor, pattern: BlockPattern, kernel: str | None) -> Ten
     slot = bound.slot(calls, more, (x, y))
 
     def planned() -> Tensor:
-        capturing = captured(x)
-        return _cached_plan(x, y, pattern, kernel, capturing).run(x, y, pattern, capturing)
+        return SDDMM.run(Sampled(x, y, pattern), kernel)
 
     return planned() if slot is None else slot.run((x, y), planned)
-
-
-def _cached_plan(
-    x: Tensor, y: Tensor, pattern: BlockPattern, kernel: str | None, capturing: bool
-) -> SddmmPlan:
-    tf32 = operands.allows_tf32(x.dtype)
-    key = kernel, x.shape[1], x.stride(), y.stride(), x.dtype, x.data_ptr() % 16, y.data_ptr() % 16, tf32
-    plans: PlanCache[SddmmPlan] = pattern.derived("sddmm plans", PlanCache)
-    return plans.get(
-        key, lambda: _make_plan(pattern, _problem(x, y, pattern, None), kernel, None, True), capturing
-    )
-
-
-def _problem(x: Tensor, y: Tensor, pattern: BlockPattern, card_name: str | None) -> SddmmProblem:
-    lengths = pattern.host.indptr[1:] - pattern.host.indptr[:-1]
-    return SddmmProblem(
-        m=x.shape[0],
-        k=x.shape[1],
-        n=y.shape[1],
-        block=pattern.block,
-        nnzb=pattern.nnzb,
-        dtype=dtypes.name(x.dtype),
-        card=devices.card_of(x.device) if card_name is None else devices.card_named(card_name),
-        x_layout=operands.layout(x),
-        y_layout=operands.layout(y),
-        aligned=operands.aligned(x, y),
-        tf32=operands.allows_tf32(x.dtype),
-        row_max=int(lengths.max()) if len(lengths) else 0,
-    )
 
 
 @torch.library.custom_op("sparsek::sddmm", mutates_args=(), tags=flat.TAGS)

@@ -72,7 +72,7 @@ class MaskPlan(Plan):
                 "attention(q, k, v, mask) takes any"
             )
 
-    def _follow(self, x: Tensor) -> None:
+    def _wait(self, x: Tensor) -> None:
         """The current stream waits for the work."""
         if self.made is not None and not captured(x):
             wait_for(self.made, tensors_in(self.work))
@@ -159,7 +159,7 @@ class AttentionPlan(MaskPlan):
             return out, lse
         if mask.kv_len == 0:
             return out.zero_(), None if lse is None else lse.fill_(-torch.inf)
-        self._follow(q)
+        self._wait(q)
         kernel, config, _ = self.choice
         with dtypes.as_given(q.device):
             kernel.launch(config, self.work, q, k, v, mask, scale, out, lse)

@@ -76,7 +76,7 @@ class AttentionGradPlan(MaskPlan):
             return dq.zero_(), dk.zero_(), dv.zero_()
         grad = operands.fitting(grad, forward.out, self.problem.aligned)
         grad_lse = None if grad_lse is None else grad_lse.contiguous()
-        self._follow(q)
+        self._wait(q)
         kernel, config, _ = self.choice
         with dtypes.as_given(q.device):
             kernel.launch(

@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from sparsek.core import dtypes
+from sparsek.core.device import Card
 from sparsek.core.errors import InvalidInput
 from sparsek.core.streams import Ready, captured, tensors_in, wait_for
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.pattern import BlockPattern
+from sparsek.matrix.storage import block_stats
 from sparsek.plan import operands
+from sparsek.plan.op import Operation
 from sparsek.plan.plan import Plan
 from sparsek.plan.problem import SddmmProblem
+from sparsek.plan.select import Choice
+
+
+class Sampled(NamedTuple):
+    """X @ Y at a pattern."""
+
+    x: Tensor
+    y: Tensor
+    pattern: BlockPattern
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -89,3 +102,46 @@ class SddmmPlan(Plan):
                 "this plan needs pointers and leading strides of X and Y that are multiples of 16 bytes; "
                 "sddmm(X, Y, pattern) takes any"
             )
+
+
+class Sampling(Operation[Sampled, SddmmPlan]):
+    """S = X @ Y at the blocks of a pattern, which keeps its plans."""
+
+    def problem(self, call: Sampled, card: Card) -> SddmmProblem:
+        x, y, pattern = call
+        return SddmmProblem(
+            m=x.shape[0],
+            k=x.shape[1],
+            n=y.shape[1],
+            block=pattern.block,
+            nnzb=pattern.nnzb,
+            dtype=dtypes.name(x.dtype),
+            card=card,
+            x_layout=operands.layout(x),
+            y_layout=operands.layout(y),
+            aligned=operands.aligned(x, y),
+            tf32=operands.allows_tf32(x.dtype),
+            row_max=block_stats(pattern, False).row_max,
+        )
+
+    def key(self, call: Sampled) -> Hashable:
+        x, y, _ = call
+        starts = x.data_ptr() % 16, y.data_ptr() % 16
+        return x.shape[1], x.stride(), y.stride(), x.dtype, starts, operands.allows_tf32(x.dtype)
+
+    def home(self, call: Sampled) -> BlockPattern:
+        return call.pattern
+
+    def like(self, call: Sampled) -> Tensor:
+        return call.x
+
+    def prepare(self, call: Sampled, p: SddmmProblem, choice: Choice) -> Any:
+        return choice.kernel.prepare(p, choice.config, call.pattern)
+
+    def planned(
+        self, call: Sampled, p: SddmmProblem, choice: Choice, work: Any, made: Made | None, ready: bool
+    ) -> SddmmPlan:
+        return SddmmPlan(p, choice, work, ready, weakref.ref(call.pattern), made)
+
+    def arguments(self, call: Sampled) -> tuple[Any, ...]:
+        return call

@@ -220,7 +220,7 @@ class SpmmPlan(Plan):
             kernel.launch(config, self.work, a, b, out, epilogue)
         return c
 
-    def wait_for(self, a: BSR) -> SpmmPlan:
+    def retarget(self, a: BSR) -> SpmmPlan:
         """This plan for a matrix whose blocks have moved: same shape, same block, and at most as many stored.
 
         `a` is the BSR as it stands in the product. The work list is made on the device, without a host sync, so that
@@ -253,9 +253,9 @@ class SpmmPlan(Plan):
         kernel, config, _ = self.choice
         why_not = kernel.why_not(bounded)
         if why_not:
-            raise Unsupported(f"{kernel.name} cannot follow", {kernel.name: tuple(why_not)})
-        if hasattr(kernel, "follow"):
-            config, work = kernel.follow(bounded, config, stands)
+            raise Unsupported(f"{kernel.name} cannot take another pattern", {kernel.name: tuple(why_not)})
+        if hasattr(kernel, "adopt"):
+            config, work = kernel.adopt(bounded, config, stands)
         else:
             work = kernel.prepare(bounded, config, stands)
         choice = Choice(kernel, config, (Candidate(kernel.name, config, kernel.seconds(bounded, config)),))

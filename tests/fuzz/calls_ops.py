@@ -374,7 +374,7 @@ CALLS: dict[str, Call] = {
         ),
         ATTENTION | {"grad_lse": "tensor"},
     ),
-    "Plan.follow": Call(function(plan("spmm").follow, a=bsr())),
+    "Plan.retarget": Call(function(plan("spmm").retarget, a=bsr())),
     "nn.BlockSparseLinear": Call(
         function(
             sk.nn.BlockSparseLinear,

@@ -1,6 +1,5 @@
 """Runs one kernel of a product without the planner: problem, config, work, a poisoned output."""
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from sparsek.plan.problem import SddmmProblem, SpgemmProblem, SpmmProblem
 from sparsek.reference.epilogue import Epilogue
 from sparsek.testing.poison import poisoned
 from tests.kernels import planned
+from tests.problems import changed
 
 
 def kernel(name: str) -> Any:
@@ -26,7 +26,7 @@ def kernel(name: str) -> Any:
 
 def epilogue_problem(a: BSR, b: Tensor, epilogue: Epilogue, out: Tensor) -> SpmmProblem:
     """The problem that C = A @ B with an epilogue poses, C lying as `out` does."""
-    return replace(
+    return changed(
         planned.problem(a, b),
         b_layout=layout(b),
         out_layout=layout(out),

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from sparsek.ops.semi24 import plan_linear
 from torch import Tensor
 
 import sparsek as sk
@@ -19,6 +18,7 @@ from sparsek.kernels.spmm import vendor_cusparselt as cusparselt
 from sparsek.kernels.spmm.vendor_cusparselt import KERNEL, CusparseltConfig
 from sparsek.matrix.semi24 import Semi24
 from sparsek.ops import planning
+from sparsek.ops.linear import plan_layer
 from sparsek.reference.epilogue import PLAIN, Epilogue
 from sparsek.testing.budget24 import check_24, check_linear24
 from sparsek.testing.poison import poisoned
@@ -193,7 +193,7 @@ def test_what_torch_makes_is_returned_where_nothing_is_left_to_do(
     y = sk.linear(x, a, bias, "gelu", kernel=KERNEL.name)
     assert y.is_contiguous()
     assert check_linear24(x, a, y, bias, "gelu").passed
-    plan = plan_linear(x, a, epilogue=Epilogue(bias=bias), kernel=KERNEL.name)
+    plan = plan_layer(x, a, epilogue=Epilogue(bias=bias), kernel=KERNEL.name)
     assert torch.equal(plan(x, a, epilogue=Epilogue(bias=bias)), sk.linear(x, a, bias, kernel=KERNEL.name))
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 import sparsek as sk
 from sparsek import kernels
 from sparsek.core import dtypes
+from sparsek.core.device import card_of
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.pattern import BlockPattern
 from sparsek.matrix.random import random_bsr
@@ -118,7 +119,7 @@ def spmm_problem(a: BSR, b: Tensor, out: Tensor, epilogue: Epilogue = PLAIN, lie
 
 
 def sddmm_problem(x: Tensor, y: Tensor, pattern: BlockPattern) -> SddmmProblem:
-    return sddmm_op._problem(x, y, pattern, None)
+    return sddmm_op.SDDMM.problem(sddmm_op.Sampled(x, y, pattern), card_of(x.device))
 
 
 def spgemm_problem(a: BSR, b: BSR, wanted: BlockPattern | None, dense: bool) -> tuple[SpgemmProblem, Any]:

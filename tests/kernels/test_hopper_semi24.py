@@ -90,12 +90,12 @@ def test_configs_compile_to_sparse_wgmma_without_spills(at: int) -> None:
 @needs_nvrtc
 def test_the_code_that_lets_two_steps_share_registers_is_found() -> None:
     """On a GPU it multiplied by the nibbles of the next step (2026-11-22)."""
-    shared = changed("multiply_step(d, nibbles[1], step);", "multiply_step(d, nibbles[0], step);")
+    shared = edited("multiply_step(d, nibbles[1], step);", "multiply_step(d, nibbles[0], step);")
     found = code.compiled(Config(), shared).overwritten
     assert any("LDS" in each for each in found), found
 
 
-def changed(old: str, new: str) -> str:
+def edited(old: str, new: str) -> str:
     """hopper_24.cu with one place changed."""
     text = SOURCE.read_text(encoding="utf-8")
     assert text.count(old) == 1, old
@@ -157,7 +157,7 @@ MISTAKES = {
 @pytest.mark.parametrize("name", MISTAKES)
 def test_mistakes_in_the_roles_are_seen(name: str) -> None:
     c = Config(1, 1, 64, 3, 2, 1, b_row=True)
-    source = changed(*MISTAKES[name])
+    source = edited(*MISTAKES[name])
     if "descriptor" in name:
         c = replace(c, tn=128, boxes=2)  # of more panels than one, whose distance stands beside the address
     c = replace(c, combine="mul" if "other" in name else "")

@@ -24,6 +24,7 @@ from sparsek.core.device import CPU, H200
 from sparsek.kernels import load
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.random import random_bsr
+from sparsek.matrix.storage import merged_steps
 from sparsek.ops.spmm import plan_spmm
 from sparsek.plan import schedule
 from sparsek.plan.problem import SpmmProblem
@@ -420,13 +421,13 @@ def test_walking_the_schedule_as_the_kernel_does_gives_the_product(
         m=m,
         k=k,
         nnzb=a.nnzb,
-        merged=tuple((r, schedule.merged_steps(a.pattern, r)) for r in factors),
+        merged=tuple((r, merged_steps(a.pattern, r)) for r in factors),
         card=replace(H200, sm_count=sms),
         transposed=view,
         out_layout=out_layout,
     )
     c = replace(data.draw(st.sampled_from(list(KERNEL.configs(p)))), split=kind == "split")
-    c, work = KERNEL.follow(p, c, a) if kind == "follow" else (c, KERNEL.prepare(p, c, a))
+    c, work = KERNEL.adopt(p, c, a) if kind == "follow" else (c, KERNEL.prepare(p, c, a))
     b = torch.randn(k, n, dtype=torch.float64).numpy()
     found = walked(c, a, b, m, n, work)
     np.testing.assert_allclose(found, a.to_dense().numpy() @ b, rtol=1e-9, atol=1e-9)

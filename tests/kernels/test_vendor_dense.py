@@ -3,7 +3,6 @@
 import gc
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import pytest
 import torch
@@ -21,6 +20,7 @@ from sparsek.testing.poison import poisoned
 from sparsek.testing.product_cases import EPILOGUE_CASES, EpilogueCase, judged_by
 from tests.kernels import planned_products
 from tests.kernels.planned import multiply, problem
+from tests.problems import changed
 
 KERNEL = load("vendor.dense")
 FLOATS = [torch.bfloat16, torch.float32, torch.float64]
@@ -75,7 +75,7 @@ def test_every_epilogue_is_within_budget_on_the_gpu(case: EpilogueCase, dtype: t
 
 def _judge_epilogue(case: EpilogueCase, device: str, dtype: torch.dtype) -> None:
     a, b, epilogue, out = case.make(device, dtype)
-    if planned_products.epilogue_problem(a, b, epilogue, out).touches_all_columns:
+    if planned_products.epilogue_problem(a, b, epilogue, out).stats.touches_all_columns:
         judged = judged_by(epilogue)
         gate = check_spmm(a, b, planned_products.multiply(KERNEL, a, b, epilogue, out), judged)
         assert gate.passed, gate
@@ -84,7 +84,7 @@ def _judge_epilogue(case: EpilogueCase, device: str, dtype: torch.dtype) -> None
 
 
 def test_most_cases_of_epilogues_run() -> None:
-    run = [case for case in EPILOGUE_CASES if problem(*case.make()[:2]).touches_all_columns]
+    run = [case for case in EPILOGUE_CASES if problem(*case.make()[:2]).stats.touches_all_columns]
     assert len(run) > len(EPILOGUE_CASES) / 2
 
 
@@ -227,7 +227,7 @@ def test_an_empty_block_column_is_refused_because_nan_would_leak() -> None:
 
 
 def test_a_dense_copy_beyond_the_memory_is_refused(matrix: BSR) -> None:
-    p = replace(problem(matrix, torch.randn(96, 16)), m=2**20, k=2**20)
+    p = changed(problem(matrix, torch.randn(96, 16)), m=2**20, k=2**20)
     (reason,) = KERNEL.why_not(p)
     assert reason.startswith("the dense copy of A takes 4096.0 GiB")
 
@@ -239,9 +239,9 @@ def test_it_runs_everything_else(matrix: BSR) -> None:
 def test_the_prediction_does_not_depend_on_the_blocks(matrix: BSR) -> None:
     p = problem(matrix, torch.randn(96, 16))
     c = KERNEL.default(p)
-    assert KERNEL.seconds(p, c) == KERNEL.seconds(replace(p, nnzb=1), c)
-    assert KERNEL.seconds(replace(p, bias=True), c) == KERNEL.seconds(p, c)
-    assert KERNEL.seconds(replace(p, activation="gelu"), c) > KERNEL.seconds(p, c)
+    assert KERNEL.seconds(p, c) == KERNEL.seconds(changed(p, nnzb=1), c)
+    assert KERNEL.seconds(changed(p, bias=True), c) == KERNEL.seconds(p, c)
+    assert KERNEL.seconds(changed(p, activation="gelu"), c) > KERNEL.seconds(p, c)
 
 
 @pytest.mark.gpu

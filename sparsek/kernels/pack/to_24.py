@@ -13,7 +13,7 @@ its bits: magnitudes have the order of their bits without the sign, and every Na
 `unpack24` is the inverse, for contiguous parts. All are limited by memory. An earlier version packed 8192^2 in bf16 by
 rows in 0.052 ms on an H200 (2026-11-22), at the rate of a copy; columns and `unpack24` are not timed.
 
-How they are reached: `ops/semi24.py` registers functions with `matrix/two_four.py` that import this file when the
+How they are reached: `ops/packing.py` registers functions with `matrix/two_four.py` that import this file when the
 first CUDA tensor comes. So formats know no kernel, and `import sparsek` loads no Triton.
 """
 

@@ -10,7 +10,7 @@ contiguous rows, x is B.mT, a program then takes 32 of its columns, and what it 
 
 8192x8192 in bf16 on an H200 (2026-11-22, by script): 58 us, 3.4 TB/s; as B [K, N] with contiguous rows 102 us.
 
-How it is reached: `ops/scaled.py` registers it with `matrix/dense8.py`.
+How it is reached: `ops/packing.py` registers it with `matrix/dense8.py`.
 """
 
 from typing import NamedTuple

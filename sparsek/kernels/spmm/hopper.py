@@ -421,7 +421,7 @@ class HopperSpmm:
         tiles, starts, cols, ctas, imbalance, parts = dealt(units, c, p.n, p.card.sm_count, put)
         return Work(tiles, starts, cols, self._places(a, units.blocks, put), ctas, imbalance, parts)
 
-    def follow(self, p: SpmmProblem, c: Config, a: BSR) -> tuple[Config, Work]:
+    def adopt(self, p: SpmmProblem, c: Config, a: BSR) -> tuple[Config, Work]:
         """As `prepare` for another pattern, on its device without a host sync; no rows are merged or split."""
         if c.merge > 1 or c.split:
             alone = [each for each in self.configs(p) if each.merge == 1 and not each.split]

@@ -65,7 +65,7 @@ def test_a_plan_follows_blocks_that_moved(device: str, on_right: bool) -> None:
     assert second.nnzb < first.nnzb
     b = torch.randn((72, 320) if on_right else (448, 72), dtype=dtype, device=device)
     plan = plan_spmm(b, first) if on_right else plan_spmm(first, b)
-    followed = plan.follow(second)
+    followed = plan.retarget(second)
     assert followed.kernel == plan.kernel
     out = followed(b, second) if on_right else followed(second, b)
     if on_right:
@@ -85,7 +85,7 @@ def test_following_waits_for_nothing(no_sync: Callable[[], AbstractContextManage
     parts = moved.pattern.indptr.clone(), moved.pattern.indices.clone()
     unread = BSR.unchecked(BlockPattern.unchecked((2048, 2048), (128, 128), *parts), moved.values)
     with no_sync():
-        out = plan.follow(unread)(unread, b)
+        out = plan.retarget(unread)(unread, b)
     assert torch.equal(out, spmm(moved, b, kernel="hopper.spmm"))
 
 
@@ -101,9 +101,9 @@ def test_what_a_plan_cannot_follow_is_said() -> None:
         with pytest.raises(
             InvalidInput, match="this plan follows fp32 matrices of 320x448 in blocks of 32x64, with at most"
         ):
-            plan.follow(other)
+            plan.retarget(other)
     with pytest.raises(InvalidInput, match="follows a BSR"):
-        plan.follow(first.values)  # pyright: ignore[reportArgumentType]
+        plan.retarget(first.values)  # pyright: ignore[reportArgumentType]
 
 
 def test_merged_and_split_rows_become_plain_ones() -> None:
@@ -111,7 +111,7 @@ def test_merged_and_split_rows_become_plain_ones() -> None:
     a = random_bsr(1024, 1024, 32, 0.2, dtype=torch.bfloat16, seed=0)
     p = spmm_problem(1024, 1024, 512, (32, 32), a.nnzb, "bf16", H200, row_max=32, merged=((2, a.nnzb),))
     merged = next(c for c in kernel.configs(p) if c.merge == 2)
-    config, work = kernel.follow(p, merged, a)
+    config, work = kernel.adopt(p, merged, a)
     assert config.merge == 1
     assert not config.split
     assert work.imbalance is None
