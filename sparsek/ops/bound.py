@@ -219,4 +219,8 @@ def tensors(x: Any) -> tuple[Tensor, ...]:
     kind = x.__class__
     if kind in PLAIN:
         return (x,)
-    return (x.values, x.scale) if kind is Scaled or kind is ScaledTensor else (x.values,)
+    if kind is BSR:
+        return (x.values,)
+    if kind is Scaled:
+        return x.scale, *tensors(x.matrix)
+    return (x.values, x.scale) if kind is ScaledTensor else (x.values, x.meta)

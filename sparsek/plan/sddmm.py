@@ -139,7 +139,7 @@ class Sampling(Operation[Sampled, SddmmPlan]):
         return choice.kernel.prepare(p, choice.config, call.pattern)
 
     def planned(
-        self, call: Sampled, p: SddmmProblem, choice: Choice, work: Any, made: Made | None, ready: bool
+        self, call: Sampled, p: SddmmProblem, choice: Choice, work: Any, made: Ready | None, ready: bool
     ) -> SddmmPlan:
         return SddmmPlan(p, choice, work, ready, weakref.ref(call.pattern), made)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from sparsek.core import env
 from sparsek.kernels.pack import to_24 as portable
 from sparsek.matrix import two_four
-from sparsek.ops import semi24 as ops
+from sparsek.ops import packing as ops
 from tests.kernels.portable_pack24_cases import LAYOUTS, any_bits, flags, same
 from tests.matrix.two_four import PAIRS, VALUES, masks, matrices, packed, random_pairs, same_bits
 
@@ -211,12 +211,12 @@ def test_the_operations_have_registered_it_and_leave_alone_what_is_looked_at_op_
     made = registered(w, None)
     assert made is not None
     assert all(same_bits(*parts) for parts in zip(made, two_four.pack(w), strict=True))
-    assert registered is ops._pack
+    assert registered is ops._pack24
     (unpacks,) = two_four._UNPACKERS
     dense = unpacks(*made)
     assert dense is not None
     assert same_bits(dense, two_four.unpack(*made))
-    assert unpacks is ops._unpack
+    assert unpacks is ops._unpack24
 
     class Other(Tensor):
         pass

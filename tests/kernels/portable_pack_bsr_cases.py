@@ -66,7 +66,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 def packed(w: Tensor, block: tuple[int, int], rule: Rule) -> BSR:
     """What torch makes of it."""
-    return convert._packed(w, (w.shape[0], w.shape[1]), block, rule)
+    return BSR.unchecked(*convert._packed(w, (w.shape[0], w.shape[1]), block, rule))
 
 
 def same(w: Tensor, block: tuple[int, int], rule: Rule) -> BSR:

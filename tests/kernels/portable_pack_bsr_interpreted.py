@@ -12,7 +12,7 @@ from sparsek.core import env
 from sparsek.kernels.pack import to_bsr as portable
 from sparsek.matrix import convert
 from sparsek.matrix.convert import Rule
-from sparsek.ops import spmm as ops
+from sparsek.ops import packing as ops
 from tests.kernels.portable_pack_bsr_cases import (
     LAYOUTS,
     NOTHING,
@@ -192,7 +192,7 @@ def test_what_the_kernels_do_not_take_is_left_to_torch(monkeypatch: pytest.Monke
 
 def test_the_operations_have_registered_it_and_leave_alone_what_is_looked_at_op_by_op():
     (registered,) = convert._PACKERS
-    assert registered is ops._pack
+    assert registered is ops._pack_bsr
     w = torch.randn(32, 64)
     made = registered(w, (16, 16), kept(0.5))
     assert made is not None

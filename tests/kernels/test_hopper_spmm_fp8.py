@@ -49,7 +49,7 @@ def problem(block: tuple[int, int], n: int, **more: object) -> SpmmProblem:
     """8192 x 8192, one block of eight stored."""
     stored = 8192 * 8192 // 8 // block[0] // block[1]
     fields = {"m": 8192, "k": 8192, "n": n, "block": block, "nnzb": stored, "dtype": "e4m3", "card": H200}
-    return fp8_problem(**fields | {"row_max": 8192 // 8 // block[1]} | more)  # pyright: ignore[reportArgumentType]
+    return fp8_problem(**fields | {"row_max": 8192 // 8 // block[1]} | more)
 
 
 WIDE = KERNEL.default(problem((128, 128), 8192))

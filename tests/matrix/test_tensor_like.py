@@ -241,7 +241,7 @@ def test_f_linear_has_gradients():
     )
     dense = a.detach().to_dense()
     weights = torch.randn(5, 72)
-    (functional.linear(x, a, bias) * weights).sum().backward()  # type: ignore[arg-type]
+    (functional.linear(x, a, bias) * weights).sum().backward()
     torch.testing.assert_close(x.grad, weights @ dense)
     torch.testing.assert_close(bias.grad, weights.sum(0))
     assert a.grad is not None

@@ -180,7 +180,8 @@ def test_the_op_with_an_epilogue_passes_torchs_own_checks(by_columns: bool, act:
 def test_the_op_has_no_gradient_with_an_epilogue_whose_input_is_not_kept():
     a, b = pair(dtype=torch.float32)
     b.requires_grad_()
-    for fused in ({"act": "gelu"}, {"act": "relu", "other": torch.ones(128, 40)}):
+    cases: list[dict[str, Any]] = [{"act": "gelu"}, {"act": "relu", "other": torch.ones(128, 40)}]
+    for fused in cases:
         c = torch.ops.sparsek.spmm(*args(a, b, **fused))
         with pytest.raises(
             InvalidInput, match=r"no gradient with this epilogue; sparsek.linear and sparsek.swiglu"

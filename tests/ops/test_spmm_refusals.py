@@ -172,7 +172,7 @@ BAD_OPERANDS: dict[str, tuple[Callable[[BSR, Tensor], Any], str]] = {
         "no facts about a card named 'b200'; known: h200, .*, cpu",
     ),
     "card as a device": (
-        lambda a, b: sk.plan_spmm(a, b, device=torch.device("cuda")),  # pyright: ignore[reportCallIssue, reportArgumentType]
+        lambda a, b: sk.plan_spmm(a, b, device=torch.device("cuda")),  # pyright: ignore[reportArgumentType]
         "no facts about a card named 'cuda'; known: h200, .*, cpu. A plan for a GPU that is there follows from "
         "operands on it; leave the device out"
         + ("" if torch.cuda.is_available() else ". There is no GPU here"),

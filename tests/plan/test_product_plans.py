@@ -32,6 +32,7 @@ def test_a_product_takes_the_form_of_the_kernels_by_views_alone():
     call = Product.of(x, a, out, Epilogue(bias=bias, other=other))
     assert call.a.values is a.values
     assert call.a.shape == (128, 96)
+    assert isinstance(call.b, torch.Tensor)
     assert (call.b.shape, call.b.data_ptr()) == ((96, 80), x.data_ptr())
     assert call.out is not None
     assert (call.out.shape, call.out.data_ptr(), call.out_layout) == ((128, 80), out.data_ptr(), "col")
@@ -41,6 +42,7 @@ def test_a_product_takes_the_form_of_the_kernels_by_views_alone():
     assert call.seen(call.out.mT, x).shape == out.shape
     left = Product.of(a, x.mT)
     assert (left.a, left.out, left.epilogue, left.out_layout) == (a, None, PLAIN, "row")
+    assert isinstance(left.b, torch.Tensor)
     assert left.b.data_ptr() == x.data_ptr()
 
 

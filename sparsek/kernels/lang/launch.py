@@ -17,6 +17,7 @@ from __future__ import annotations
 import ctypes
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -156,8 +157,9 @@ class Recorded:
         self.runtime = sys.modules["triton"].knobs.runtime if "triton" in sys.modules else None
 
     def __call__(self, *operands: Tensor) -> Any:
-        for source, version in self.fresh:
-            if source._version != version:
+        for ref, version in self.fresh:
+            source = ref()
+            if source is None or source._version != version:
                 return MISS
         if self.runtime is not None and _listens(self.runtime):
             return MISS
@@ -221,7 +223,7 @@ class Recorder(TorchDispatchMode):
         self.cells: dict[Address, Any] = {}
         self.maps: list[tuple[Any, Address]] = []
         self.allocations: list[Allocation] = []
-        self.sources: list[tuple[Tensor, int]] = []
+        self.sources: list[tuple[weakref.ref[Tensor], int]] = []  # their calls may be kept with them
         self.constants: list[Tensor] = []
         self.roles: list[Tensor] = list(operands)
         self.operands = len(operands)
@@ -230,6 +232,10 @@ class Recorder(TorchDispatchMode):
         pointers = [x.data_ptr() for x in operands]
         if len(set(pointers)) < len(pointers):
             self.reason = "two operands begin at the same address"
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch imports torch._dynamo for the first call, which takes seconds
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
@@ -301,7 +307,7 @@ class Recorder(TorchDispatchMode):
             if source.is_inference():
                 self.reason = self.reason or "torch does not count writes to a tensor of inference mode"
             else:
-                self.sources.append((source, source._version))
+                self.sources.append((weakref.ref(source), source._version))
 
     def recorded(self, output: Any, kept: Any) -> Recorded | None:
         """The call that returned `output`; None if it cannot be repeated. `kept` lives as long as it."""
