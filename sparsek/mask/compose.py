@@ -74,30 +74,30 @@ def _search(lists: BlockLists, rows: Tensor, column: Tensor, longest: int) -> tu
 
 
 @eager("a block mask")
-def both(a: BlockMask, b: BlockMask) -> BlockMask:
+def both(a: BlockMask, other: BlockMask) -> BlockMask:
     """What both masks admit. Lengths and blocks must agree; batch and heads may be 1 in one of them."""
-    if not isinstance(b, type(a)):
+    if not isinstance(other, type(a)):
         return NotImplemented
     # Starts from the blocks of the mask that has fewer, and looks for them in the other.
-    a_placed, b_placed, made = _placed(a, b, "&")
-    fewer, other = sorted(
+    a_placed, b_placed, made = _placed(a, other, "&")
+    fewer, more = sorted(
         (a_placed, b_placed), key=lambda each: each.mask.sizes.stored / max(each.mask.rows, 1)
     )
     cells = fewer.cells
-    full, partial, _ = other.find(cells)
+    full, partial, _ = more.find(cells)
     return _filled(
-        made, cells[full | partial], a_placed, b_placed, torch.logical_and, f"{_named(a)} & {_named(b)}"
+        made, cells[full | partial], a_placed, b_placed, torch.logical_and, f"{_named(a)} & {_named(other)}"
     )
 
 
 @eager("a block mask")
-def either(a: BlockMask, b: BlockMask) -> BlockMask:
+def either(a: BlockMask, other: BlockMask) -> BlockMask:
     """What either mask admits. Lengths and blocks must agree; batch and heads may be 1 in one of them."""
-    if not isinstance(b, type(a)):
+    if not isinstance(other, type(a)):
         return NotImplemented
-    a_placed, b_placed, made = _placed(a, b, "|")
+    a_placed, b_placed, made = _placed(a, other, "|")
     cells = torch.cat((a_placed.cells, b_placed.cells)).unique()
-    return _filled(made, cells, a_placed, b_placed, torch.logical_or, f"{_named(a)} | {_named(b)}")
+    return _filled(made, cells, a_placed, b_placed, torch.logical_or, f"{_named(a)} | {_named(other)}")
 
 
 def _named(mask: BlockMask) -> str:

@@ -47,34 +47,34 @@ def negate(a: BSR) -> BSR:
     return a.unchecked(a.pattern, -a.values, a.order)
 
 
-def add(a: BSR, b: Any) -> BSR:
-    """a + b for two matrices that store the same blocks, in one dtype and on one device; a + 0 is a.
+def add(a: BSR, other: Any) -> BSR:
+    """a + other for two matrices that store the same blocks, in one dtype and on one device; a + 0 is a.
 
     Blocks of a stored matrix and a transposed view are met by index: those of the view are copied, and the sum is a
     stored matrix. Two views make a view. Patterns that are one object need no look; those of two objects are compared
     on the host, where each one is copied once. Raises InvalidInput that says what differs.
     """
-    if _is_zero(b):
+    if _is_zero(other):
         return a
-    _check_addend(a, b, "+")
-    if (a.order is None) == (b.order is None):
-        return a.unchecked(a.pattern, a.values + b.values, a.order)
-    return a.unchecked(a.pattern, a.logical_values() + b.logical_values())
+    _check_addend(a, other, "+")
+    if (a.order is None) == (other.order is None):
+        return a.unchecked(a.pattern, a.values + other.values, a.order)
+    return a.unchecked(a.pattern, a.logical_values() + other.logical_values())
 
 
-def subtract(a: BSR, b: Any) -> BSR:
-    """a - b; otherwise as `add`."""
-    if _is_zero(b):
+def subtract(a: BSR, other: Any) -> BSR:
+    """a - other; otherwise as `add`."""
+    if _is_zero(other):
         return a
-    _check_addend(a, b, "-")
-    if (a.order is None) == (b.order is None):
-        return a.unchecked(a.pattern, a.values - b.values, a.order)
-    return a.unchecked(a.pattern, a.logical_values() - b.logical_values())
+    _check_addend(a, other, "-")
+    if (a.order is None) == (other.order is None):
+        return a.unchecked(a.pattern, a.values - other.values, a.order)
+    return a.unchecked(a.pattern, a.logical_values() - other.logical_values())
 
 
-def subtract_from(a: BSR, b: Any) -> BSR:
-    """b - a; otherwise as `add`."""
-    return add(negate(a), b)
+def subtract_from(a: BSR, other: Any) -> BSR:
+    """other - a; otherwise as `add`."""
+    return add(negate(a), other)
 
 
 def total(a: BSR, dim: int | None = None, *, dtype: torch.dtype | None = None) -> Tensor:

@@ -91,13 +91,11 @@ class BSR(OfBlocks, Record):
     def _layer(self, x: Tensor) -> Tensor:
         return self._multiply(x, self.T)
 
-    def storage(self, transposed: bool = False) -> Storage:
-        """How this matrix, or its transpose, is stored, for the planner."""
-        pattern, view = (
-            (self.pattern.T if transposed else self.pattern),
-            (self.order is not None) != transposed,
-        )
-        return Storage(dtypes.shown(self.dtype), block_stats(pattern, not view), transposed=view)
+    def storage(self, transposed: bool = False, counted: bool = True) -> Storage:
+        """How this matrix, or its transpose, is stored, for the planner. `counted`: with its blocks' statistics."""
+        pattern, view = self.pattern.T if transposed else self.pattern, (self.order is not None) != transposed
+        blocks = block_stats(pattern, not view) if counted else None
+        return Storage(dtypes.shown(self.dtype), blocks, transposed=view)
 
     def parts(self, transposed: bool = False) -> Parts:
         """The tensors and numbers of this matrix, or of its transpose, for ops of torch.library."""

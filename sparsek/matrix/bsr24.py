@@ -65,9 +65,9 @@ class BSR24(OfBlocks, Record):
     def _at(self, device: torch.device, dtype: torch.dtype) -> BSR24:
         return BSR24.unchecked(self.pattern.to(device), self.values.to(device, dtype), self.meta.to(device))
 
-    def storage(self, transposed: bool = False) -> Storage:
-        """How this matrix, or its transpose, is stored, for the planner."""
-        blocks = block_stats(self.pattern.T if transposed else self.pattern, False)
+    def storage(self, transposed: bool = False, counted: bool = True) -> Storage:
+        """How this matrix, or its transpose, is stored, for the planner. `counted`: with its blocks' statistics."""
+        blocks = block_stats(self.pattern.T if transposed else self.pattern, False) if counted else None
         return Storage(dtypes.shown(self.dtype), blocks, True, transposed=transposed)
 
     def parts(self, transposed: bool = False) -> Parts:

@@ -152,9 +152,9 @@ class Scaled(AnyMatrix, Record):
         """The FP8 values, without scales."""
         return self.matrix.values
 
-    def storage(self, transposed: bool = False) -> Storage:
+    def storage(self, transposed: bool = False, counted: bool = True) -> Storage:
         """How this matrix, or its transpose, is stored, for the planner."""
-        return replace(self.matrix.storage(transposed), scale=self.kind, fast_accum=self.fast_accum)
+        return replace(self.matrix.storage(transposed, counted), scale=self.kind, fast_accum=self.fast_accum)
 
     def parts(self, transposed: bool = False) -> Parts:
         """The tensors and numbers of this matrix, or of its transpose, for ops of torch.library."""

@@ -56,7 +56,7 @@ class Semi24(Stored, Record):
     def _at(self, device: torch.device, dtype: torch.dtype) -> Semi24:
         return Semi24.unchecked(self.values.to(device, dtype), self.meta.to(device))
 
-    def storage(self, transposed: bool = False) -> Storage:
+    def storage(self, transposed: bool = False, counted: bool = True) -> Storage:
         """How this matrix, or its transpose, is stored, for the planner."""
         return Storage(dtypes.shown(self.dtype), two_four=True, transposed=transposed)
 

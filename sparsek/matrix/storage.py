@@ -116,9 +116,9 @@ class SparseMatrix(Protocol):
     @property
     def values(self) -> Tensor: ...
 
-    def storage(self, transposed: bool = False) -> Storage:
-        """How it is stored. `transposed`: how its transpose is, which has no matrix of its own in 2:4. No sync but the
-        first copy of the pattern's indices to the host."""
+    def storage(self, transposed: bool = False, counted: bool = True) -> Storage:
+        """How it is stored. `transposed`: how its transpose is, which has no matrix of its own in 2:4. `counted`: with
+        the statistics of its blocks, for which the pattern's indices are copied to the host once."""
         ...
 
     def parts(self, transposed: bool = False) -> Parts: ...

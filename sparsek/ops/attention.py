@@ -116,7 +116,7 @@ def attention(
     if kernel is not None:
         arguments.text("kernel", kernel)
     slot = None
-    if plan is None and (scale is None or type(scale) is float):
+    if plan is None and not torch.compiler.is_compiling() and (scale is None or type(scale) is float):
         calls, more, given = calls_of(mask), ("attention", scale, return_lse, kernel), (q, k, v)
         if calls is not None:
             both = bound.repeat(calls, more, given)

@@ -120,7 +120,7 @@ def _guards() -> Any:
     """torch's class of guards; None where this torch has none that behave as `repeat` needs."""
     try:
         guards = torch._C._dynamo.guards.TensorGuards  # pyright: ignore[reportAttributeAccessIssue]
-        x, y = torch.empty(2, 3), torch.empty(3, 2)
+        x, y = (torch.empty(sides, dtype=torch.float32, device="cpu") for sides in ((2, 3), (3, 2)))
         like = guards(x, dynamic_dims_sizes=[[2, 3]], dynamic_dims_strides=[[3, 1]]).check
         return guards if like(x) and not like(y) and not like(y.mT) and not like(x.double()) else None
     except (AttributeError, TypeError, RuntimeError):
@@ -223,4 +223,6 @@ def tensors(x: Any) -> tuple[Tensor, ...]:
         return (x.values,)
     if kind is Scaled:
         return x.scale, *tensors(x.matrix)
-    return (x.values, x.scale) if kind is ScaledTensor else (x.values, x.meta)
+    if kind is ScaledTensor:
+        return x.values, x.scale
+    return (x.values, x.meta) if kind is Semi24 or kind is BSR24 else (x,)

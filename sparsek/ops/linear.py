@@ -68,7 +68,12 @@ def linear(
     if kernel is not None:
         arguments.text("kernel", kernel)
     slot, given = None, ()
-    known = activation.__class__ in (str, type(None)) and (dtype is None or dtype.__class__ is torch.dtype)
+    # Under torch.compile nothing is bound, and nothing of this is traced.
+    known = (
+        not torch.compiler.is_compiling()
+        and activation.__class__ in (str, type(None))
+        and (dtype is None or dtype.__class__ is torch.dtype)
+    )
     if known and W.__class__ in bound.SPARSE and x.__class__ in bound.DENSE:
         also = (
             () if bias is None and residual is None else tuple(t for t in (bias, residual) if t is not None)
@@ -176,7 +181,7 @@ def plan_layer(
     operands.check_layer(x, W)
     call = Product.layer(x, W, epilogue, dtype)
     call.check_epilogue()
-    return replace(SPMM.plan(call, kernel, config, device), layer=True)
+    return replace(SPMM.plan(call, kernel, config, device), layer=True, bound=bound)
 
 
 def _product(

@@ -8,6 +8,7 @@ unpack tiles in registers for it, on a CPU cpu.semi24 and cpu.bsr24 by rows.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -87,7 +88,8 @@ def spmm(
     if kernel is not None:
         arguments.text("kernel", kernel)
     slot, given = None, ()
-    known = dtype is None or dtype.__class__ is torch.dtype
+    # Under torch.compile nothing is bound, and nothing of this is traced.
+    known = not torch.compiler.is_compiling() and (dtype is None or dtype.__class__ is torch.dtype)
     if out is None and plan is None and known and type(alpha) is float and type(beta) is float and beta == 0:
         matrix = A if A.__class__ in bound.SPARSE else B
         if matrix.__class__ in bound.SPARSE and (B if matrix is A else A).__class__ in bound.DENSE:
@@ -149,7 +151,7 @@ def plan_spmm(
     operands.check_given(epilogue)
     call = _checked(A, B, out, epilogue, dtype)
     call.check_epilogue()
-    return SPMM.plan(call, kernel, config, device)
+    return replace(SPMM.plan(call, kernel, config, device), bound=bound)
 
 
 def multiply(call: Product, kernel: str | None) -> Tensor:

@@ -6,6 +6,7 @@ A, B       -- a kernel -->  C = act(alpha * A @ B + bias) + other, for FP8 with 
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
@@ -148,6 +149,9 @@ class SpmmPlan(Plan):
     layer: bool = False
     limit: int | None = None
     made: Ready | None = None
+    # What makes a second call like one before it quick (sparsek.ops.bound); None: every call is checked.
+    bound: Any = None
+    serial: int = field(default_factory=itertools.count().__next__, init=False)
     # The key of the last call that was found to fit.
     _passed: list[Any] = field(default_factory=list, init=False)
 
@@ -164,6 +168,16 @@ class SpmmPlan(Plan):
         """
         if torch.compiler.is_compiling():
             raise InvalidInput("plans do not go through torch.compile; call spmm(A, B) there")
+        bound, slot, given = self.bound, None, ()
+        if bound is not None and out is None and epilogue is PLAIN:
+            matrix = a if a.__class__ in bound.SPARSE else b
+            if matrix.__class__ in bound.SPARSE and (b if matrix is a else a).__class__ in bound.DENSE:
+                calls, more = bound.calls_of(matrix), ("plan", self.serial, *bound.form(a), *bound.form(b))
+                given = (*bound.tensors(a), *bound.tensors(b))
+                c = bound.repeat(calls, more, given)
+                if c is not bound.MISS:
+                    return c
+                slot = bound.slot(calls, more, given)
         self.refuse_unless_ready()
         operands.check_given(epilogue)
         dtype = dtypes.parse(self.problem.c.dtype)
@@ -188,8 +202,14 @@ class SpmmPlan(Plan):
         elif operands.wants_gradient(call.a.values, call.wide, epilogue.bias, epilogue.other):
             raise InvalidInput(operands.PLAN_HAS_NO_GRADIENT.format(op="spmm"))
         self._check_planned(call)
-        c = self.run(call.a, call.b, call.out, call.epilogue, captured(call.a.values))
-        return call.seen(c, a) if out is None else out
+
+        def run() -> Tensor:
+            c = self.run(call.a, call.b, call.out, call.epilogue, captured(call.a.values))
+            return call.seen(c, a) if out is None else out
+
+        if bound is None or slot is None or slot.learns:
+            return run()
+        return slot.run(given, run, (bound.named(a), bound.named(b)))
 
     def run(self, a: Matrix, b: Dense, out: Tensor | None, epilogue: Epilogue, capturing: bool) -> Tensor:
         """The call without its checks, for operands that are known to fit. `capturing`: a CUDA graph is.
@@ -318,15 +338,19 @@ class SpmmPlan(Plan):
         planned = None if self.pattern is None else self.pattern()
         if self._passed == [known] and ours is planned and call.shape == (p.m, p.k):
             return
-        found = problem(call, p.card)
-        kinds = [(each.a.kind, each.a.transposed, each.m, each.k) for each in (p, found)]
-        if ours is not planned or kinds[0] != kinds[1]:
-            blocks = kinds[0][0] == kinds[1][0] and ours is not None
+        found = problem(
+            call, p.card, counted=False
+        )  # counting the blocks of a new pattern may wait for the GPU
+        kinds = [(each.a.two_four, each.a.quantized, each.a.transposed) for each in (p, found)]
+        fits = kinds[0] == kinds[1] and (p.m, p.k) == (found.m, found.k)
+        if ours is not planned or not fits:
+            blocks = kinds[0][:2] == kinds[1][:2] and ours is not None and planned is not None
             what = "another pattern of blocks" if blocks else "another matrix"
             raise InvalidInput(
                 f"this plan was made for {what}; {ANEW}. It multiplies {self._words(p)}; got {call.a!r}"
             )
         if _operands(found) != _operands(p):
+            found = problem(call, p.card)
             dense = self._dense(p), self._dense(found)
             mine, others = dense if dense[0] != dense[1] else (self._words(p), self._words(found))
             raise InvalidInput(f"this plan multiplies {mine}; got {others}. Plan anew, or call spmm(A, B)")
@@ -380,8 +404,8 @@ class Spmm(Operation[Product, SpmmPlan]):
         return call.a, call.b, call.out, call.epilogue
 
 
-def problem(call: Product, card: Card) -> SpmmProblem:
-    """What the call asks of `card`."""
+def problem(call: Product, card: Card, counted: bool = True) -> SpmmProblem:
+    """The call without its tensors, on `card`. `counted`: with the statistics of A's blocks."""
     m, k = call.shape
     b, epilogue = call.b, call.epilogue
     other, plain = epilogue.other, epilogue.is_plain
@@ -394,7 +418,7 @@ def problem(call: Product, card: Card) -> SpmmProblem:
         assert isinstance(b, Tensor)
         of_b = DenseSpec(dtypes.name(b.dtype), operands.layout(b), operands.gapless(b))
     return SpmmProblem(
-        a=call.a.storage(call.transposed),
+        a=call.a.storage(call.transposed, counted),
         b=of_b,
         c=DenseSpec(dtypes.name(call.dtype), call.out_layout),
         m=m,

@@ -198,7 +198,7 @@ def test_the_hash_of_the_tree_follows_kernels_and_not_the_command_line(tmp_path:
     with (tmp_path / "sparsek/cli/doctor.py").open("a") as file:
         file.write("X = 1\n")
     assert hashes.source_hashes(tmp_path) == before
-    with (tmp_path / "sparsek/kernels/hopper/spmm.py").open("a") as file:
+    with (tmp_path / "sparsek/kernels/spmm/hopper.py").open("a") as file:
         file.write("def host_code():\n    return 1\n")
     after = hashes.source_hashes(tmp_path)
     assert {name for name in before if before[name] != after[name]} == {"kernels"}

@@ -403,6 +403,9 @@ REASONS = {
     "from_host": "says that it checks nothing: the indices are known to be right",
     "register_matmul": "for the operations, once, when sparsek is imported",
     "derived": "for the operations: keeps what it is given",
+    **dict.fromkeys(
+        ("home", "parts", "storage"), "for the operations: its arguments say which form they want"
+    ),
     "known": "a look-up by any key that can be hashed",
     "flip": "takes no arguments",
     "logical_values": "takes no arguments",
