@@ -43,9 +43,13 @@ _stream = torch._C._cuda_getCurrentRawStream if hasattr(torch._C, "_cuda_getCurr
 
 
 class Recent(NamedTuple):
-    """The last call with some `more`: torch's guards of its operands, and the rest of its key."""
+    """The last call with some `more`: torch's guards of its operands, and the rest of its key.
+
+    `precision`: that of float32 products, "" where no operand is float32.
+    """
 
     like: Callable[..., bool]
+    precision: str
     thread: int
     learns: bool
     grad: bool
@@ -84,19 +88,21 @@ class Slot(NamedTuple):
 
         `kept` lives as long as the recorded call: whatever its constants need beside the tensors that it launches with.
         """
+        known = self.calls.known
         if self.call is not None:
             output = self.call(*operands)
             if output is not MISS:
                 self._remember(operands, self.call)
                 return output
-        known = self.calls.known
+            if not self.call.is_fresh():
+                known[self.key] = True  # its constants are of the past: this call is recorded anew
         seen = known.get(self.key)
         if seen is None:
             while len(known) >= LIMIT:
                 known.pop(next(iter(known)), None)
             known[self.key] = True
             return run()
-        if seen is False:
+        if seen is not True:  # it cannot be recorded, or a hook of Triton listens now
             return run()
         output, made = record(run, operands, kept)
         known[self.key] = made or False
@@ -111,9 +117,10 @@ class Slot(NamedTuple):
             return
         if len(recent) >= LIMIT:
             recent.clear()
+        precision = _precision() if any(x.dtype is torch.float32 for x in operands) else ""
         sizes, strides = [list(x.shape) for x in operands], [list(x.stride()) for x in operands]
         like = GUARDS(*operands, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
-        recent[self.more] = Recent(like, _thread(), self.learns, _grad(), call)
+        recent[self.more] = Recent(like, precision, _thread(), self.learns, _grad(), call)
 
 
 def _guards() -> Any:
@@ -125,6 +132,10 @@ def _guards() -> Any:
         return guards if like(x) and not like(y) and not like(y.mT) and not like(x.double()) else None
     except (AttributeError, TypeError, RuntimeError):
         return None
+
+
+def _precision() -> str:
+    return str(torch.backends.cuda.matmul.fp32_precision)
 
 
 GUARDS = _guards()
@@ -146,7 +157,9 @@ def repeat(calls: Calls, more: Hashable, operands: Sequence[Tensor], learns: boo
     recent = calls.recent.get(more)
     if recent is None or _compiling() or forward_ad._current_level >= 0:
         return MISS
-    like, thread, recorded_learns, grad, call = recent
+    like, precision, thread, recorded_learns, grad, call = recent
+    if precision and precision != _precision():
+        return MISS
     if recorded_learns is not learns or grad is not _grad() or thread != _thread() or not like(*operands):
         return MISS
     stream = _stream(call.device)  # type: ignore[misc]
@@ -179,7 +192,7 @@ def slot(calls: Calls, more: Hashable, operands: Sequence[Tensor]) -> Slot | Non
         except RuntimeError:  # a tensor without strides or address
             return None
         if x.dtype is torch.float32:
-            facts.append(torch.backends.cuda.matmul.fp32_precision)
+            facts.append(_precision())
     if index < 0 or index != torch._C._cuda_getDevice() or torch._C._cuda_isCurrentStreamCapturing():
         return None
     learns = learns and _grad()

@@ -434,7 +434,7 @@ BAD: dict[str, tuple[Call, str]] = {
         lambda a, b: sk.spmm(sk.quantize(b), b),
         r"got ScaledTensor and Tensor; sparsek.quantize makes one .* \.dequantize\(\) a tensor",
     ),
-    "vector": (lambda a, b: a @ b[:, 0], r"B must be \[K, N\] or \[..., K, N\], got 1-D"),
+    "vector": (lambda a, b: sk.spmm(a, b[:, 0]), r"B must be \[K, N\] or \[..., K, N\], got 1-D"),
     "rows": (lambda a, b: a @ b[:64], r"A is \[128, 192\] and B \[64, 40\]: B needs 192 rows"),
     "columns": (
         lambda a, b: b @ matrix("spmm", "block"),

@@ -183,6 +183,12 @@ class Recorded:
         result = self.results[0]
         return tensors[result.role] if result is not None and not result.view else _seen(tensors, result)
 
+    def is_fresh(self) -> bool:
+        """False once a tensor was written from which the call's constants were made."""
+        return all(
+            (source := ref()) is not None and source._version == version for ref, version in self.fresh
+        )
+
     def _point(self, addresses: list[int]) -> bool:
         """Writes the addresses of this call into the argument blocks. False if an operand is aligned otherwise."""
         for address, aligned in zip(addresses, self.aligned, strict=False):
