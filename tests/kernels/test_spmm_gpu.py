@@ -33,7 +33,7 @@ from tests.kernels.sanitized import sanitized
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).resolve().parents[2]
-NAMES = kernels.names_for("spmm")
+NAMES = kernels.names_for("spmm", "bsr")
 FAST = ("hopper.spmm", "portable.spmm")
 LOW = ("bf16", "fp16")
 HALF = torch.bfloat16
