@@ -10,8 +10,8 @@ help:
 	@echo "make test    environment with them, then every check that needs no GPU"
 	@echo "make gpu     environment, then the tests that need an NVIDIA GPU, in parts; PART=2/3 runs one. Writes benchmarks/evidence/"
 	@echo "make gpu-status  each part of them: fresh, stale, red or missing; fails unless all are fresh"
-	@echo "make check   before a commit, two minutes: ruff, floors, and the types and tests of what has changed"
-	@echo "make lint    ruff, format, types and floors only"
+	@echo "make check   before a commit, two minutes: ruff, layers, and the types and tests of what has changed"
+	@echo "make lint    ruff, format, types and layers only"
 	@echo "make readme  the tables in README.md and docs/, from benchmarks/results/, and docs/gpu-test-log.md, from benchmarks/evidence/"
 	@echo "make env     .venv, .venv-triton-next and .venv-transformers-floor only; make env-demo: what the demo needs of them"
 
@@ -40,7 +40,7 @@ check: env
 	@$(PY) scripts/check.py --workers $(WORKERS)
 
 lint: env
-	@$(PY) -m pytest -q tests/house/test_lint.py tests/house/test_floors.py
+	@$(PY) -m pytest -q tests/house/test_lint.py tests/house/test_layers.py
 
 readme: env
 	@.venv/bin/sparsek report --write

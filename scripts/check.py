@@ -26,7 +26,7 @@ from tests.evidence.parts import test_files  # noqa: E402
 
 SECONDS = 90
 CODE = ("sparsek", "tests", "scripts")
-FLOORS = "from importlinter.cli import lint_imports_command as c; c(['--no-cache'])"
+LAYERS = "from importlinter.cli import lint_imports_command as c; c(['--no-cache'])"
 # The rules about text, without those that the other steps hold.
 RULES = ["tests/house/test_lint.py", "-k", "not ruff and not formatted and not types"]
 
@@ -43,7 +43,7 @@ def main() -> int:
     steps = [
         ("ruff", [*python, "ruff", "check", "--quiet", *CODE]),
         ("format", [*python, "ruff", "format", "--check", "--quiet", *CODE]),
-        ("floors", [sys.executable, "-c", FLOORS]),
+        ("layers", [sys.executable, "-c", LAYERS]),
         ("rules about text", [*python, "pytest", "-q", "-p", "no:cacheprovider", *RULES]),
     ]
     if typed:

@@ -20,20 +20,20 @@ if TYPE_CHECKING:
     from sparsek.mask.rule import MaskPolicy
     from sparsek.matrix.bsr import BSR
     from sparsek.matrix.bsr24 import BSR24
-    from sparsek.matrix.dense8 import ScaledTensor
+    from sparsek.matrix.dense8 import QuantizedTensor
     from sparsek.matrix.pattern import BlockPattern
-    from sparsek.matrix.quantized import Scaled, quantize
+    from sparsek.matrix.quantized import Quantized, quantize
     from sparsek.matrix.random import random_bsr
     from sparsek.matrix.semi24 import Semi24
     from sparsek.ops.attention import attention, plan_attention, plan_attention_backward
     from sparsek.ops.attention_varlen import attention_varlen
-    from sparsek.ops.choose import LinearPlan, plan_linear
+    from sparsek.ops.choose import FormatChoice, choose_format
     from sparsek.ops.linear import linear, swiglu
     from sparsek.ops.sddmm import plan_sddmm, sddmm
     from sparsek.ops.spgemm import plan_spgemm, spgemm
     from sparsek.ops.spmm import plan_spmm, spmm
     from sparsek.plan.plan import Plan
-    from sparsek.reference.attention import merge
+    from sparsek.reference.attention import merge_attention
 
 __version__ = "0.1.0"
 
@@ -42,25 +42,25 @@ __all__ = [
     "BSR24",
     "BlockMask",
     "BlockPattern",
+    "FormatChoice",
     "InvalidFile",
     "InvalidInput",
-    "LinearPlan",
     "MaskPolicy",
     "Plan",
-    "Scaled",
-    "ScaledTensor",
+    "Quantized",
+    "QuantizedTensor",
     "Semi24",
     "SparseKError",
     "Unsupported",
     "attention",
     "attention_varlen",
+    "choose_format",
     "linear",
     "load",
-    "merge",
+    "merge_attention",
     "nn",
     "plan_attention",
     "plan_attention_backward",
-    "plan_linear",
     "plan_sddmm",
     "plan_spgemm",
     "plan_spmm",
@@ -80,11 +80,11 @@ _HOMES = {
     "BlockPattern": "sparsek.matrix.pattern",
     "InvalidFile": "sparsek.core.errors",
     "InvalidInput": "sparsek.core.errors",
-    "LinearPlan": "sparsek.ops.choose",
+    "FormatChoice": "sparsek.ops.choose",
     "MaskPolicy": "sparsek.mask.rule",
     "Plan": "sparsek.plan.plan",
-    "Scaled": "sparsek.matrix.quantized",
-    "ScaledTensor": "sparsek.matrix.dense8",
+    "Quantized": "sparsek.matrix.quantized",
+    "QuantizedTensor": "sparsek.matrix.dense8",
     "Semi24": "sparsek.matrix.semi24",
     "SparseKError": "sparsek.core.errors",
     "Unsupported": "sparsek.core.errors",
@@ -92,11 +92,11 @@ _HOMES = {
     "attention_varlen": "sparsek.ops.attention_varlen",
     "linear": "sparsek.ops.linear",
     "load": "sparsek.files.io",
-    "merge": "sparsek.reference.attention",
+    "merge_attention": "sparsek.reference.attention",
     "nn": "sparsek.nn",
     "plan_attention": "sparsek.ops.attention",
     "plan_attention_backward": "sparsek.ops.attention",
-    "plan_linear": "sparsek.ops.choose",
+    "choose_format": "sparsek.ops.choose",
     "plan_sddmm": "sparsek.ops.sddmm",
     "plan_spgemm": "sparsek.ops.spgemm",
     "plan_spmm": "sparsek.ops.spmm",

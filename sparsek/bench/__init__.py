@@ -1,1 +1,1 @@
-"""Floor 7: cases, peers, the run, its records, and the tables and charts made from them."""
+"""Cases, peers, the run, its records, and the tables and charts made from them."""

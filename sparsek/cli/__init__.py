@@ -1,1 +1,1 @@
-"""Floor 9: the command line. Each module parses, calls, and prints; what it calls lives below."""
+"""The command line. Each module parses, calls, and prints; what it calls lives below."""

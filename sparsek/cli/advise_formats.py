@@ -34,13 +34,13 @@ def print_formats(advices: Sequence[Advice], question: Question) -> None:
     out = console()
     short = len(shown) <= IN_FULL
     out.print((_in_full if short else _in_short)(shown, star, out.width))
-    told = (
+    basis = (
         "Stored: of the values. Error: of the product against the dense one, for N(0, 1) tokens; real activations may "
         "do better or worse."
         if short
         else "Percent: kept norm."
     )
-    out.print(f"{told} Fastest is not best: sk.plan_linear(W, x, max_error=...) chooses within a bound.")
+    out.print(f"{basis} Fastest is not best: sk.choose_format(W, x, max_error=...) chooses within a bound.")
 
 
 def _in_full(shown: Sequence[Advice], star: str, width: int) -> Table:

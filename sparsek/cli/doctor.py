@@ -25,7 +25,7 @@ from sparsek.ops.spmm import plan_spmm
 from sparsek.testing.attention_budget import check_attention, check_attention_backward
 from sparsek.testing.budget import Gate, check_spmm
 from sparsek.testing.budget24 import check_24
-from sparsek.testing.budget_fp8 import check_scaled
+from sparsek.testing.budget_fp8 import check_quantized
 from sparsek.testing.cases24 import BSR24_CASES, SEMI24_CASES, Case24
 from sparsek.testing.cases_fp8 import CaseFp8
 from sparsek.testing.product_budget import check_sddmm, check_spgemm
@@ -140,7 +140,7 @@ def _two_four(device: torch.device, case: Case24) -> Check:
 def _in_fp8(device: torch.device, case: CaseFp8) -> Check:
     a, b, _, _ = case.make(str(device))
     out = torch.bfloat16
-    return lambda name: check_scaled(a, b, plan_spmm(a, b, kernel=name, dtype=out)(a, b))
+    return lambda name: check_quantized(a, b, plan_spmm(a, b, kernel=name, dtype=out)(a, b))
 
 
 def _sampled(device: torch.device) -> Check:

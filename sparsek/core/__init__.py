@@ -1,1 +1,1 @@
-"""Floor 0: device facts, dtypes, environment, errors, timing. Imports nothing of the project."""
+"""Device facts, dtypes, environment, errors, timing. Imports nothing of the project."""

@@ -23,7 +23,7 @@ from sparsek.core.errors import InvalidInput
 LONGEST = 80  # characters of a value in a message
 
 
-def told(value: Any) -> str:
+def shown(value: Any) -> str:
     """A value as messages show it: its repr where that is short, else its type and what can be said of it."""
     if isinstance(value, Tensor):
         if value.is_nested:
@@ -50,7 +50,7 @@ def integer(name: str, value: Any, least: int = 0, most: int | None = None) -> i
     if found is not None and found >= least and (most is None or found <= most):
         return found
     right = f"of at least {least}" if most is None else f"from {least} to {most}"
-    raise InvalidInput(f"{name} is {told(value)}; it must be an int {right}")
+    raise InvalidInput(f"{name} is {shown(value)}; it must be an int {right}")
 
 
 def number(name: str, value: Any, least: float = -math.inf, most: float = math.inf) -> float:
@@ -71,35 +71,35 @@ def number(name: str, value: Any, least: float = -math.inf, most: float = math.i
     else:
         right = f" from {least:g} to {most:g}"
     hint = f"; write float({name}), which waits for the device" if isinstance(value, Tensor) else ""
-    raise InvalidInput(f"{name} is {told(value)}; it must be a finite number{right}{hint}")
+    raise InvalidInput(f"{name} is {shown(value)}; it must be a finite number{right}{hint}")
 
 
 def flag(name: str, value: Any) -> bool:
     """True or False, and nothing that merely counts as one."""
     if isinstance(value, bool):
         return value
-    raise InvalidInput(f"{name} is {told(value)}; it must be True or False")
+    raise InvalidInput(f"{name} is {shown(value)}; it must be True or False")
 
 
 def one_of(name: str, value: Any, choices: Collection[str]) -> str:
     """`value`, if it is one of the texts to choose from."""
     if isinstance(value, str) and value in choices:
         return value
-    raise InvalidInput(f"{name} is {told(value)}; use one of {', '.join(choices)}")
+    raise InvalidInput(f"{name} is {shown(value)}; use one of {', '.join(choices)}")
 
 
 def text(name: str, value: Any) -> str:
     """A str."""
     if isinstance(value, str):
         return value
-    raise InvalidInput(f"{name} is {told(value)}; it must be a text")
+    raise InvalidInput(f"{name} is {shown(value)}; it must be a text")
 
 
 def pair(name: str, value: Any, least: int = 0, most: int | None = None) -> tuple[int, int]:
     """Two ints from `least` to `most`, as a tuple."""
     if isinstance(value, Sequence) and not isinstance(value, (str, bytes)) and len(value) == 2:
         return integer(f"{name}[0]", value[0], least, most), integer(f"{name}[1]", value[1], least, most)
-    raise InvalidInput(f"{name} is {told(value)}; it must be two ints")
+    raise InvalidInput(f"{name} is {shown(value)}; it must be two ints")
 
 
 def dtype(name: str, value: Any, choices: Collection[torch.dtype] = dtypes.FLOATS) -> torch.dtype:
@@ -107,21 +107,21 @@ def dtype(name: str, value: Any, choices: Collection[torch.dtype] = dtypes.FLOAT
     if isinstance(value, torch.dtype) and value in choices:
         return value
     right = "it must be" if len(choices) == 1 else "use one of"
-    raise InvalidInput(f"{name} is {told(value)}; {right} {', '.join(map(str, choices))}")
+    raise InvalidInput(f"{name} is {shown(value)}; {right} {', '.join(map(str, choices))}")
 
 
 def device(name: str, value: Any) -> torch.device:
     """A CPU or CUDA device that this machine has, with its index. An int is refused: write "cuda:0"."""
     if not isinstance(value, (str, torch.device)):
-        raise InvalidInput(f"{name} is {told(value)}; it must be a torch device: 'cpu' or 'cuda:0'")
+        raise InvalidInput(f"{name} is {shown(value)}; it must be a torch device: 'cpu' or 'cuda:0'")
     try:
         found = torch.device(value)
     except (RuntimeError, ValueError) as error:
         raise InvalidInput(
-            f"{name} is {told(value)}; it must be a torch device: 'cpu' or 'cuda:0'"
+            f"{name} is {shown(value)}; it must be a torch device: 'cpu' or 'cuda:0'"
         ) from error
     if found.type not in ("cpu", "cuda"):
-        raise InvalidInput(f"{name} is {told(value)}; use a CUDA device or the CPU")
+        raise InvalidInput(f"{name} is {shown(value)}; use a CUDA device or the CPU")
     if found.type == "cpu":
         return torch.device("cpu")
     count = torch.cuda.device_count()

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from sparsek.core.arguments import told
+from sparsek.core.arguments import shown
 from sparsek.core.errors import InvalidInput
 
 
@@ -182,7 +182,7 @@ def card_named(name: str | torch.device) -> Card:
     name = str(name) if isinstance(name, torch.device) else name
     key = name.lower() if isinstance(name, str) else ""
     if key not in CARDS:
-        why = f"no facts about a card named {told(name)}; known: {', '.join(CARDS)}"
+        why = f"no facts about a card named {shown(name)}; known: {', '.join(CARDS)}"
         if key.startswith("cuda"):
             why += ". A plan for a GPU that is there follows from operands on it; leave the device out"
             why += "" if torch.cuda.is_available() else ". There is no GPU here"

@@ -11,8 +11,8 @@ def bench_records_dir() -> str:
 
 def columns() -> int | None:
     """COLUMNS: how wide output is; None where it says nothing, 0 or no number, as shells mean "unknown" by these."""
-    told = os.environ.get("COLUMNS", "")
-    return int(told) or None if told.isascii() and told.isdigit() and len(told) < 6 else None
+    width = os.environ.get("COLUMNS", "")
+    return int(width) or None if width.isascii() and width.isdigit() and len(width) < 6 else None
 
 
 def visible_gpus() -> list[str]:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
-from sparsek.core.arguments import told
+from sparsek.core.arguments import shown
 from sparsek.core.errors import InvalidFile, InvalidInput, SparseKError
 
 StrPath: TypeAlias = str | os.PathLike[str]
@@ -40,13 +40,13 @@ def as_path(name: str, value: Any) -> Path:
     except TypeError:
         text = None
     if not isinstance(text, str):
-        raise InvalidInput(f"{name} is {told(value)}; it must be a path: a str or an os.PathLike of one")
+        raise InvalidInput(f"{name} is {shown(value)}; it must be a path: a str or an os.PathLike of one")
     try:
         os.fsencode(text)
     except UnicodeEncodeError:
         text = ""
     if not text or "\0" in text:
-        raise InvalidInput(f"{name} is {told(value)}; no file can be named so")
+        raise InvalidInput(f"{name} is {shown(value)}; no file can be named so")
     return Path(text)
 
 
@@ -99,7 +99,7 @@ def blamed_on(path: Path, kind: type[SparseKError], what: str) -> Iterator[None]
         yield
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:
-            raise kind(f"{told(str(path))}: {what}: {error.strerror}") from error
+            raise kind(f"{shown(str(path))}: {what}: {error.strerror}") from error
         if error.errno == errno.ENOENT and kind is InvalidInput:
             folder = Path(os.path.realpath(path)).parent
             why = error.strerror if folder.is_dir() else f"there is no folder {folder}"

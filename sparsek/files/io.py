@@ -2,7 +2,7 @@
 
 A BSR `w` is three tensors: `w.indptr` int32 [Mb+1], `w.indices` int32 [nnzb], `w.values` [nnzb, bm, bk]. A BSR24 has
 `w.values` [nnzb, bm, bk/2] and a fourth, `w.meta` uint8 [nnzb, bm, bk/8]. A Semi24 `w` is `w.values` [M, K/2] and
-`w.meta` uint8 [M, K/8]. A Scaled `w` has the tensors of the matrix in it, its values in F8_E4M3 or F8_E5M2, and
+`w.meta` uint8 [M, K/8]. A Quantized `w` has the tensors of the matrix in it, its values in F8_E4M3 or F8_E5M2, and
 `w.scale` float32 [], [M] or [nnzb]. A block mask `m` is those that it consists of, all int32: `m.full_starts`,
 `m.full_counts`, `m.full_indices`, the same three of `partial`, and of `m.lo`, `m.hi`, `m.rules`, `m.bits` those that it
 has.
@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from sparsek.core import arguments, dtypes, files
-from sparsek.core.arguments import told
+from sparsek.core.arguments import shown
 from sparsek.core.eager import outside_inference
 from sparsek.core.errors import InvalidFile, InvalidInput
 from sparsek.core.files import StrPath
@@ -34,7 +34,7 @@ from sparsek.files.io_kinds import OTHER_TAGS, TAGS, Kind, Record, kind_of_objec
 from sparsek.mask.mask import BlockMask
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.bsr24 import BSR24
-from sparsek.matrix.quantized import Scaled
+from sparsek.matrix.quantized import Quantized
 from sparsek.matrix.semi24 import Semi24
 
 VERSION = 1
@@ -43,11 +43,11 @@ HEADER_LIMIT = 100_000_000  # the limit of the safetensors format
 ALIGNMENT = 64
 LONGEST_FAULT = 300
 
-Saved: TypeAlias = BSR | Semi24 | BSR24 | Scaled | BlockMask
+Saved: TypeAlias = BSR | Semi24 | BSR24 | Quantized | BlockMask
 
 
 def save(obj: Saved | Mapping[str, Saved], path: StrPath) -> None:
-    """Write a BSR, Semi24, BSR24, Scaled or BlockMask, or a dict of them by name, to `path` in the safetensors format.
+    """Write a BSR, Semi24, BSR24, Quantized or BlockMask, or a dict of them by name, to `path` as safetensors.
 
     The file appears whole or not at all: it is written beside `path`, flushed to disk and renamed over it.
     What is on a GPU is copied to the host first. A `.T` view is written as the matrix that it views, with a
@@ -132,33 +132,33 @@ def unknown_name(path: StrPath, name: Any, names: Mapping[str, Any]) -> InvalidI
     """The error for a `name` that a file does not hold; it lists near names, or else the first few."""
     near = get_close_matches(name, names, n=5, cutoff=0.5) if isinstance(name, str) else []
     if near:
-        hint = f"did you mean {', '.join(map(told, near))}?"
+        hint = f"did you mean {', '.join(map(shown, near))}?"
     elif names:
         few = list(names)[:5]
-        hint = f"it holds {', '.join(map(told, few))}{', ...' if len(names) > len(few) else ''}"
+        hint = f"it holds {', '.join(map(shown, few))}{', ...' if len(names) > len(few) else ''}"
     else:
         hint = "it holds none"
-    return InvalidInput(f"{path}: no matrix named {told(name)}; {hint}")
+    return InvalidInput(f"{path}: no matrix named {shown(name)}; {hint}")
 
 
 def _checked(objects: Any) -> dict[str, tuple[Saved, Kind]]:
     if not isinstance(objects, Mapping):
-        found = arguments.told(objects)
+        found = arguments.shown(objects)
         raise InvalidInput(
-            f"save takes a BSR, Semi24, BSR24, Scaled, BlockMask or a dict of them by name, not {found}"
+            f"save takes a BSR, Semi24, BSR24, Quantized, BlockMask or a dict of them by name, not {found}"
         )
     checked: dict[str, tuple[Saved, Kind]] = {}
     for name, each in objects.items():
         if not isinstance(name, str) or not name:
             raise InvalidInput(
-                f"the name of a matrix or mask must be a text that is not empty, not {told(name)}"
+                f"the name of a matrix or mask must be a text that is not empty, not {shown(name)}"
             )
         if not name.isprintable():
-            raise InvalidInput(f"the name {told(name)} holds characters that cannot be printed")
+            raise InvalidInput(f"the name {shown(name)} holds characters that cannot be printed")
         kind = kind_of_object(each)
         if kind is None:
             raise InvalidInput(
-                f"{told(name)} is {told(each)}; save takes BSR, Semi24, BSR24, Scaled and BlockMask"
+                f"{shown(name)} is {shown(each)}; save takes BSR, Semi24, BSR24, Quantized and BlockMask"
             )
         checked[name] = each, kind
     return checked
@@ -225,14 +225,14 @@ def _about(
         raise InvalidFile(f"{path}: its metadata has no version")
     if about["version"] != VERSION:
         raise InvalidFile(
-            f"{path}: format version {told(about['version'])}; this SparseK reads version {VERSION}"
+            f"{path}: format version {shown(about['version'])}; this SparseK reads version {VERSION}"
         )
     single, records = about.get("single"), about.get("matrices")
     if type(single) is not bool or not isinstance(records, dict) or len(about) != 3:
         raise InvalidFile(f"{path}: its metadata must be an object of version, single and matrices")
     if single and list(records) != [SINGLE]:
         raise InvalidFile(f"{path}: it says that it holds a single object, but names {len(records)}")
-    kinds = {name: kind_of_record(f"{path}: {told(name)}", record) for name, record in records.items()}
+    kinds = {name: kind_of_record(f"{path}: {shown(name)}", record) for name, record in records.items()}
     return single, records, kinds
 
 
@@ -259,10 +259,10 @@ def _read(path: StrPath, file: Any, name: str, kind: Kind, record: Record) -> An
         if found != tag or len(shape) != rank:
             must = f"{tag} of {rank} dimensions"
             raise InvalidFile(
-                f"{path}: {told(f'{name}.{part}')} is {found} of {len(shape)} dimensions; must be {must}"
+                f"{path}: {shown(f'{name}.{part}')} is {found} of {len(shape)} dimensions; must be {must}"
             )
         tensors[part] = file.get_tensor(f"{name}.{part}").clone()
     if _crc32(tensors) != record["crc32"]:
-        raise InvalidFile(f"{path}: {told(name)} is damaged: its checksum does not match")
-    with faults(f"{path}: {told(name)}", InvalidInput):
+        raise InvalidFile(f"{path}: {shown(name)} is damaged: its checksum does not match")
+    with faults(f"{path}: {shown(name)}", InvalidInput):
         return kind.made(record, tensors)

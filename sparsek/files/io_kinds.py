@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from sparsek.core import dtypes
-from sparsek.core.arguments import told
+from sparsek.core.arguments import shown
 from sparsek.core.errors import InvalidFile, InvalidInput
 from sparsek.mask.lists import BlockLists
 from sparsek.mask.mask import LISTS, BlockMask
 from sparsek.matrix.bsr import BSR, padding_nonzeros
 from sparsek.matrix.bsr24 import BSR24
 from sparsek.matrix.pattern import BlockPattern
-from sparsek.matrix.quantized import NAMES, SCALES, Matrix, Scaled
+from sparsek.matrix.quantized import NAMES, SCALES, Matrix, Quantized
 from sparsek.matrix.semi24 import Semi24
 
 Record = dict[str, Any]
@@ -29,7 +29,7 @@ Tensors = dict[str, Tensor]
 TAGS = {"fp64": "F64", "fp32": "F32", "fp16": "F16", "bf16": "BF16"}
 FLOAT8_TAGS = {torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"}
 OTHER_TAGS = FLOAT8_TAGS | {torch.int32: "I32", torch.uint8: "U8"}
-SCALED_OF: dict[str, type] = {"bsr": BSR, "semi24": Semi24, "bsr24": BSR24}
+QUANTIZED_OF: dict[str, type] = {"bsr": BSR, "semi24": Semi24, "bsr24": BSR24}
 LATER = frozenset({"fast_accum"})  # fields that files of earlier versions lack
 RULE_RANKS = {"lo": 2, "hi": 2, "rules": 1, "bits": 3}  # of the tensors that a block mask may have or not
 
@@ -165,18 +165,18 @@ class Bsr24Kind:
         return BSR24(pattern, tensors["values"], tensors["meta"])
 
 
-class ScaledKind:
+class QuantizedKind:
     name = "scaled"
-    of = Scaled
+    of = Quantized
     fields = frozenset({"of", "shape", "block", "dtype", "transposed", "scale", "fast_accum"})
 
-    def taken_apart(self, obj: Scaled) -> tuple[Record, Tensors]:
+    def taken_apart(self, obj: Quantized) -> tuple[Record, Tensors]:
         base = obj.T if isinstance(obj.matrix, BSR) and obj.matrix.order is not None else obj
         # Checks what was written in place, or never checked.
-        base = Scaled(base.matrix, base.scale, base.kind, base.fast_accum)
+        base = Quantized(base.matrix, base.scale, base.kind, base.fast_accum)
         matrix = base.matrix
         record: Record = {
-            "of": next(name for name, of in SCALED_OF.items() if isinstance(matrix, of)),
+            "of": next(name for name, of in QUANTIZED_OF.items() if isinstance(matrix, of)),
             "shape": list(base.shape),
             "block": None if isinstance(matrix, Semi24) else list(matrix.block),
             "dtype": NAMES[base.dtype],
@@ -194,7 +194,7 @@ class ScaledKind:
         return record, {part: tensor.cpu() for part, tensor in parts.items()}
 
     def check(self, where: str, record: Record) -> None:
-        _check_one_of(where, record, "of", SCALED_OF)
+        _check_one_of(where, record, "of", QUANTIZED_OF)
         _check_one_of(where, record, "dtype", NAMES.values())
         _check_one_of(where, record, "scale", SCALES)
         _check_pairs(where, record, "shape")
@@ -215,9 +215,9 @@ class ScaledKind:
             parts["meta"] = Part("U8", rank)
         return parts | {"scale": Part("F32", 0 if record["scale"] == "tensor" else 1)}
 
-    def made(self, record: Record, tensors: Tensors) -> Scaled:
+    def made(self, record: Record, tensors: Tensors) -> Quantized:
         fast_accum = record.get("fast_accum", False)
-        made = Scaled(_scaled_matrix(record, tensors), tensors["scale"], record["scale"], fast_accum)
+        made = Quantized(_quantized_matrix(record, tensors), tensors["scale"], record["scale"], fast_accum)
         if list(made.shape) != record["shape"]:
             raise InvalidInput(
                 f"its record says shape {record['shape']}; its values are of shape {made.shape}"
@@ -225,7 +225,7 @@ class ScaledKind:
         return made.T if record["transposed"] else made
 
 
-def _scaled_matrix(record: Record, tensors: Tensors) -> Matrix:
+def _quantized_matrix(record: Record, tensors: Tensors) -> Matrix:
     """The matrix of FP8 values; its parts are not checked."""
     values = tensors["values"]
     if record["of"] == "semi24":
@@ -245,7 +245,7 @@ class BlockMaskKind:
     def taken_apart(self, obj: BlockMask) -> tuple[Record, Tensors]:
         obj.verify(wait=True)
         if not obj.label.isprintable():
-            raise InvalidInput(f"the label {told(obj.label)} holds characters that cannot be printed")
+            raise InvalidInput(f"the label {shown(obj.label)} holds characters that cannot be printed")
         rule = [name for name in RULE_RANKS if getattr(obj, name) is not None]
         record = {
             "lengths": [obj.q_len, obj.kv_len],
@@ -290,7 +290,7 @@ class BlockMaskKind:
         return BlockMask(q_len=q_len, kv_len=kv_len, block=(bq, bk), **fields)
 
 
-KINDS: tuple[Kind, ...] = (BsrKind(), Semi24Kind(), Bsr24Kind(), ScaledKind(), BlockMaskKind())
+KINDS: tuple[Kind, ...] = (BsrKind(), Semi24Kind(), Bsr24Kind(), QuantizedKind(), BlockMaskKind())
 
 
 def kind_of_object(obj: Any) -> Kind | None:

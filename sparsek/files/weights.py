@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from sparsek.core import dtypes, files
-from sparsek.core.arguments import told
+from sparsek.core.arguments import shown
 from sparsek.core.errors import InvalidFile, InvalidInput
 from sparsek.core.files import StrPath
 from sparsek.files.io import faults, opened, shortened, unknown_name
@@ -78,10 +78,10 @@ class Entry(NamedTuple):
     def words(self) -> str:
         """Dtype and shape for a message: "int32 of shape [64, 64]"."""
         if self.dtype in ("|O", "O"):
-            return f"pickled Python objects of shape {told(list(self.shape))}, which are never read"
+            return f"pickled Python objects of shape {shown(list(self.shape))}, which are never read"
         plain = NPY_PLAIN.fullmatch(self.dtype)
         word = np.dtype(self.dtype).name if plain else shortened(self.dtype)
-        return f"{word} of shape {told(list(self.shape))}"
+        return f"{word} of shape {shown(list(self.shape))}"
 
 
 class WeightFile(ABC):
@@ -92,7 +92,7 @@ class WeightFile(ABC):
         self.entries: dict[str, Entry] = {}
         for entry in self._entries():
             if entry.name in self.entries:
-                raise InvalidFile(f"{path}: two arrays are named {told(entry.name)}")
+                raise InvalidFile(f"{path}: two arrays are named {shown(entry.name)}")
             self.entries[entry.name] = entry
 
     def __repr__(self) -> str:
@@ -105,7 +105,7 @@ class WeightFile(ABC):
     def described(self) -> str:
         """What the file holds, in words: name, dtype and shape of its first arrays."""
         found = [
-            f"{told(entry.name)} ({entry.words})" for entry in itertools.islice(self.entries.values(), 3)
+            f"{shown(entry.name)} ({entry.words})" for entry in itertools.islice(self.entries.values(), 3)
         ]
         more = len(self.entries) - len(found)
         return ", ".join(found) + (f" and {more} more" if more else "") if found else "no array at all"
@@ -121,17 +121,17 @@ class WeightFile(ABC):
         if entry is None:
             raise unknown_name(self.path, name, {entry.name: entry for entry in self.names()})
         if not entry.choosable:
-            raise InvalidInput(f"{self.path}: {told(name)} is {entry.words}; choose a 2-D float matrix")
+            raise InvalidInput(f"{self.path}: {shown(name)} is {entry.words}; choose a 2-D float matrix")
         if max(*entry.shape, math.prod(entry.shape)) > MAX_ELEMENTS:
             raise self._fault(
-                f"{told(name)} of shape {list(entry.shape)} is over the limit of {MAX_ELEMENTS} elements"
+                f"{shown(name)} of shape {list(entry.shape)} is over the limit of {MAX_ELEMENTS} elements"
             )
         takes = math.prod(entry.shape) * dtypes.itemsize(entry.dtype)
-        _check_memory(self.path, f"{told(name)} of shape {list(entry.shape)}", takes, " as a dense matrix")
+        _check_memory(self.path, f"{shown(name)} of shape {list(entry.shape)}", takes, " as a dense matrix")
         matrix = self._matrix(entry)
         if tuple(matrix.shape) != entry.shape:
             raise self._fault(
-                f"{told(name)} is of shape {list(matrix.shape)}; {list(entry.shape)} was declared"
+                f"{shown(name)} is of shape {list(matrix.shape)}; {list(entry.shape)} was declared"
             )
         return matrix
 
@@ -164,7 +164,7 @@ class Safetensors(WeightFile):
         with opened(self.path) as file:
             matrix = file.get_tensor(entry.name).clone()  # a view of the mapped file otherwise
         if dtypes.name(matrix.dtype) != entry.dtype:
-            raise self._fault(f"{told(entry.name)} has changed while it was read")
+            raise self._fault(f"{shown(entry.name)} has changed while it was read")
         return matrix
 
 
@@ -211,7 +211,7 @@ class ScipyNpz(WeightFile):
             word = _npz_array(self.path, "format", limit=1).item()
         word = word.decode("ascii", "replace") if isinstance(word, bytes) else word
         if word not in SCIPY_FORMATS:
-            raise self._fault(f"its sparse format is {told(word)}; known: {', '.join(SCIPY_FORMATS)}")
+            raise self._fault(f"its sparse format is {shown(word)}; known: {', '.join(SCIPY_FORMATS)}")
         held = SCIPY_PARTS & set(_npz_headers(self.path))
         parts = {name: _npz_array(self.path, name) for name in held}
         for name, part in parts.items():
@@ -429,7 +429,7 @@ def _npz_member(
     archive: zipfile.ZipFile, path: Path, info: zipfile.ZipInfo
 ) -> Iterator[tuple[IO[bytes], NpyHeader]]:
     """One .npy member: its stream, placed behind its header, which fits the size that the zip declares."""
-    where = f"{path}: {told(info.filename)}"
+    where = f"{path}: {shown(info.filename)}"
     if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
         raise InvalidFile(f"{where}: compressed by method {info.compress_type}; NumPy only deflates")
     if info.file_size > DEFLATE_RATIO * info.compress_size + 64:
@@ -448,7 +448,7 @@ def _npz_headers(path: Path) -> dict[str, NpyHeader]:
             if name == info.filename:
                 continue
             if name in headers:
-                raise InvalidFile(f"{path}: two arrays are named {told(name)}")
+                raise InvalidFile(f"{path}: two arrays are named {shown(name)}")
             with _npz_member(archive, path, info) as (_, header):
                 headers[name] = header
     return headers
@@ -458,11 +458,11 @@ def _npz_array(path: Path, name: str, limit: int = MAX_ELEMENTS) -> np.ndarray:
     with _zip(path) as archive:
         info = archive.getinfo(f"{name}.npy")
         with _npz_member(archive, path, info) as (stream, header):
-            what = f"{told(name)} of shape {told(list(header.shape))}"
+            what = f"{shown(name)} of shape {shown(list(header.shape))}"
             if math.prod(header.shape) > limit:
                 raise InvalidFile(f"{path}: {what} is over {limit} elements")
             _check_memory(path, what, header.nbytes)
-            return header.array(stream, f"{path}: {told(info.filename)}")
+            return header.array(stream, f"{path}: {shown(info.filename)}")
 
 
 def _sparse(sparse: Any, word: str, parts: dict[str, np.ndarray], shape: tuple[int, ...]) -> Any:

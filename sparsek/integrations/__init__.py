@@ -1,1 +1,1 @@
-"""Floor 8: SparseK inside of other libraries. Each module needs its library and registers itself when imported."""
+"""SparseK inside of other libraries. Each module needs its library and registers itself when imported."""

@@ -77,7 +77,7 @@ def sparsek_mask(
         )
     if not callable(mask_function):
         raise InvalidInput(
-            f"mask_function is {arguments.told(mask_function)}; transformers has functions there"
+            f"mask_function is {arguments.shown(mask_function)}; transformers has functions there"
         )
     where = arguments.device("device", device)
     asked = Asked(batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask, where)

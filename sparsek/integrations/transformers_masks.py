@@ -71,7 +71,7 @@ def policy_of(config: Any) -> MaskPolicy | None:
         return None
     if not isinstance(options, Mapping) or not set(options) <= set(OPTIONS):
         raise InvalidInput(
-            f"config.sparsek is {arguments.told(options)}; it must be None or a dict of {', '.join(OPTIONS)}"
+            f"config.sparsek is {arguments.shown(options)}; it must be None or a dict of {', '.join(OPTIONS)}"
         )
     return MaskPolicy(**options, causal=False)
 

@@ -39,7 +39,7 @@ def plain(mask: BlockMask) -> dict[str, Any]:
     block = mask_block(mask.block)
     for name in ("full", "partial"):
         if not isinstance(getattr(mask, name), BlockLists):
-            raise InvalidInput(f"{name} is {arguments.told(getattr(mask, name))}; it must be BlockLists")
+            raise InvalidInput(f"{name} is {arguments.shown(getattr(mask, name))}; it must be BlockLists")
     return {
         "block": block,
         "q_len": mask_length(mask.q_len, "q_len", block[0]),

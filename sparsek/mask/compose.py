@@ -154,7 +154,7 @@ class _Stack:
 
     def __init__(self, cls: type[BlockMask], masks: Sequence[BlockMask], name: str, axis: int) -> None:
         if not isinstance(masks, Sequence):
-            raise InvalidInput(f"{name} takes a list of masks, got {arguments.told(masks)}")
+            raise InvalidInput(f"{name} takes a list of masks, got {arguments.shown(masks)}")
         _check_alike(cls, masks, name)
         self.masks, self.name, self.axis = list(masks), name, axis
         self.distinct = list(dict.fromkeys(self.masks))
@@ -247,7 +247,7 @@ def _check_alike(cls: type[BlockMask], masks: Sequence[Any], name: str) -> None:
         raise InvalidInput(f"{name} of no masks; give at least one")
     for at, mask in enumerate(masks):
         if not isinstance(mask, cls):
-            raise InvalidInput(f"{name}: mask {at} is {arguments.told(mask)}; it must be a BlockMask")
+            raise InvalidInput(f"{name}: mask {at} is {arguments.shown(mask)}; it must be a BlockMask")
         for what in ("q_len", "kv_len", "block", "device"):
             found, right = getattr(mask, what), getattr(masks[0], what)
             if found != right:

@@ -58,7 +58,7 @@ def from_dense(cls: type[BlockMask], dense: Tensor, block: int | tuple[int, int]
     if arguments.tensor("dense", dense).dtype != torch.bool or not 2 <= dense.ndim <= 4:
         raise InvalidInput(
             "a dense mask must be a bool tensor [q_len, kv_len], [heads, q_len, kv_len] or "
-            f"[batch, heads, q_len, kv_len]; got {arguments.told(dense)}"
+            f"[batch, heads, q_len, kv_len]; got {arguments.shown(dense)}"
         )
     while dense.ndim < 4:
         dense = dense[None]
@@ -84,7 +84,7 @@ def from_transformers(cls: type[BlockMask], mask: Tensor, block: int | tuple[int
     if not is_known or mask.ndim != 4:
         raise InvalidInput(
             "attention_mask must be bool or additive float [B, 1 or H, S, T], as a model's attention gets it, not a "
-            f"tokenizer's [B, T]; got {arguments.told(mask)}"
+            f"tokenizer's [B, T]; got {arguments.shown(mask)}"
         )
     opened = _additive if mask.dtype in dtypes.FLOATS else lambda slab, _: slab
     return _from_elements(cls, mask, block, opened, "from_transformers")
@@ -150,7 +150,7 @@ def from_flex(cls: type[BlockMask], bm: FlexMask) -> BlockMask:
     from torch.nn.attention import flex_attention
 
     if not isinstance(bm, flex_attention.BlockMask):
-        raise InvalidInput(f"from_flex takes a FlexAttention BlockMask, got {arguments.told(bm)}")
+        raise InvalidInput(f"from_flex takes a FlexAttention BlockMask, got {arguments.shown(bm)}")
     if any(side not in BLOCK_SIZES for side in bm.BLOCK_SIZE):
         raise InvalidInput(
             f"BLOCK_SIZE is {tuple(bm.BLOCK_SIZE)}; blocks have sides of 64 or 128: "
@@ -302,7 +302,7 @@ def from_pattern(cls: type[BlockMask], pattern: BlockPattern) -> BlockMask:
     """
     if not isinstance(pattern, BlockPattern):
         raise InvalidInput(
-            f"from_pattern takes a BlockPattern, got {arguments.told(pattern)}; of a BSR, its .pattern"
+            f"from_pattern takes a BlockPattern, got {arguments.shown(pattern)}; of a BSR, its .pattern"
         )
     q_len, kv_len = pattern.shape
     return cls.from_blocks(

@@ -186,7 +186,7 @@ def mask_block(block: Any) -> tuple[int, int]:
         if all(side in BLOCK_SIZES for side in sides):
             return sides
     raise InvalidInput(
-        f"block is {arguments.told(block)}; masks have blocks of 64 or 128, or a pair (bq, bk) of these"
+        f"block is {arguments.shown(block)}; masks have blocks of 64 or 128, or a pair (bq, bk) of these"
     )
 
 
@@ -205,9 +205,9 @@ def as_lengths(lengths: Any) -> list[np.ndarray]:
     try:
         rows = [np.asarray(row) for row in (lengths if np.ndim(lengths[0]) else [lengths])]
     except (LookupError, TypeError, ValueError, RuntimeError) as error:
-        told = arguments.told(lengths)
+        given = arguments.shown(lengths)
         raise InvalidInput(
-            f"lengths is {told}; it must hold the length of each document, or such a row for each batch item"
+            f"lengths is {given}; it must hold the length of each document, or such a row for each batch item"
         ) from error
     for at, row in enumerate(rows):
         if row.ndim != 1 or not row.size or row.dtype.kind not in "iu":

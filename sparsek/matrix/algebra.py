@@ -161,10 +161,10 @@ def from_state_dict(cls: type[BSR], state: Mapping[str, Tensor]) -> BSR:
     """What `state_dict` took apart, a view as a view. Shares the tensors; checks all of it, with one sync."""
     if not isinstance(state, Mapping):
         raise InvalidInput(
-            f"a state dict is a mapping of names to tensors, as A.state_dict() gives; got {arguments.told(state)}"
+            f"a state dict is a mapping of names to tensors, as A.state_dict() gives; got {arguments.shown(state)}"
         )
     lacking = [name for name in STATE if name not in state]
-    others = [name if isinstance(name, str) else arguments.told(name) for name in state if name not in STATE]
+    others = [name if isinstance(name, str) else arguments.shown(name) for name in state if name not in STATE]
     if lacking or others:
         faults = [
             f"{word} {', '.join(names)}"
@@ -196,20 +196,20 @@ def _factor(a: BSR, factor: Any, sign: str) -> Any:
         try:
             return factor if isinstance(factor, int) and -(2**63) <= factor < 2**63 else float(factor)
         except OverflowError as error:
-            raise InvalidInput(f"A {sign} {arguments.told(factor)}: no float is so large") from error
+            raise InvalidInput(f"A {sign} {arguments.shown(factor)}: no float is so large") from error
     if isinstance(factor, type(a)):
         raise InvalidInput(
             f"A {sign} B of two BSR is not defined. A @ B is their product; element by element, where both store the "
             f"same blocks, it is BSR(A.pattern, A.logical_values() {sign} B.logical_values())"
         )
     if not isinstance(factor, Tensor):
-        raise InvalidInput(f"A {sign} {arguments.told(factor)}: use a real number or a 0-dim tensor")
+        raise InvalidInput(f"A {sign} {arguments.shown(factor)}: use a real number or a 0-dim tensor")
     if factor.ndim:
         raise InvalidInput(
-            f"A {sign} {arguments.told(factor)}: use a number or a 0-dim tensor; A @ B is the product"
+            f"A {sign} {arguments.shown(factor)}: use a number or a 0-dim tensor; A @ B is the product"
         )
     if factor.layout != torch.strided or factor.dtype not in REAL:
-        raise InvalidInput(f"A {sign} {arguments.told(factor)}: use a dense one of a real dtype")
+        raise InvalidInput(f"A {sign} {arguments.shown(factor)}: use a dense one of a real dtype")
     if factor.device != a.device and factor.device.type != "cpu":
         raise InvalidInput(
             f"A is on {a.device} and the 0-dim tensor on {factor.device}; move it to A's device or to the CPU"
@@ -225,7 +225,7 @@ def _is_zero(b: Any) -> bool:
 def _check_addend(a: BSR, b: Any, sign: str) -> None:
     if not isinstance(b, type(a)):
         raise InvalidInput(
-            f"a BSR and {arguments.told(b)} do not add up: the sum would be dense. Write A.to_dense() {sign} ... for "
+            f"a BSR and {arguments.shown(b)} do not add up: the sum would be dense. Write A.to_dense() {sign} ... for "
             "that, or add to A.values for a change of the stored elements only"
         )
     if (a.dtype, a.device) != (b.dtype, b.device):
@@ -312,6 +312,6 @@ def _ints(state: Mapping[str, Tensor], name: str, count: int) -> tuple[int, ...]
     part = arguments.tensor(f"{name!r} in the state dict", state[name])
     if part.is_floating_point() or part.is_complex() or part.numel() != count:
         raise InvalidInput(
-            f"{name!r} in the state dict must be a tensor of {count} whole numbers, not {arguments.told(part)}"
+            f"{name!r} in the state dict must be a tensor of {count} whole numbers, not {arguments.shown(part)}"
         )
     return tuple(int(each) for each in part.reshape(-1).tolist())

@@ -171,7 +171,7 @@ class Matrix(Multiplied):
         if isinstance(device, torch.dtype):
             if dtype is not None:
                 raise InvalidInput(
-                    f".to({device}, {arguments.told(dtype)}) has two dtypes; write .to(device, dtype)"
+                    f".to({device}, {arguments.shown(dtype)}) has two dtypes; write .to(device, dtype)"
                 )
             device, dtype = None, device
         target = self.device if device is None else arguments.device("device", device)
@@ -264,7 +264,7 @@ class Stored(Matrix):
         """
 
         if not callable(fn):
-            raise InvalidInput(f"fn is {arguments.told(fn)}; it must be a function of the values")
+            raise InvalidInput(f"fn is {arguments.shown(fn)}; it must be a function of the values")
 
         def change(values: Tensor) -> Tensor:
             made = arguments.tensor("what fn returns", fn(values), dtypes.FLOATS)

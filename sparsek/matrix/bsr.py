@@ -58,7 +58,7 @@ class BSR(OfBlocks, Record):
 
     def __post_init__(self) -> None:
         if not isinstance(self.pattern, BlockPattern):
-            raise InvalidInput(f"pattern must be a BlockPattern, got {arguments.told(self.pattern)}")
+            raise InvalidInput(f"pattern must be a BlockPattern, got {arguments.shown(self.pattern)}")
         _check_order(self)
         _check_values(self)
         outside = padding_nonzeros(self)

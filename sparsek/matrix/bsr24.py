@@ -44,7 +44,7 @@ class BSR24(OfBlocks, Record):
 
     def __post_init__(self) -> None:
         if not isinstance(self.pattern, BlockPattern):
-            raise InvalidInput(f"pattern must be a BlockPattern, got {arguments.told(self.pattern)}")
+            raise InvalidInput(f"pattern must be a BlockPattern, got {arguments.shown(self.pattern)}")
         _check_block(self.pattern.block)
         _check_values(self)
         two_four.check_nibbles(self.meta)
@@ -96,7 +96,7 @@ class BSR24(OfBlocks, Record):
         """
         if not isinstance(a, BSR):
             raise InvalidInput(
-                f"expected a BSR, got {arguments.told(a)}; a dense matrix goes to BSR24.from_dense"
+                f"expected a BSR, got {arguments.shown(a)}; a dense matrix goes to BSR24.from_dense"
             )
         _check_block(a.block)
         values = a.logical_values()

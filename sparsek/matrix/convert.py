@@ -140,7 +140,7 @@ def from_torch(cls: type[BSR], matrix: Tensor) -> BSR:
     """
     if not isinstance(matrix, Tensor) or matrix.layout != torch.sparse_bsr:
         raise InvalidInput(
-            f"expected a torch.sparse_bsr tensor, got {arguments.told(matrix)}; use .to_sparse_bsr"
+            f"expected a torch.sparse_bsr tensor, got {arguments.shown(matrix)}; use .to_sparse_bsr"
         )
     values = matrix.values().contiguous()
     if matrix.ndim != 2 or values.ndim != 3:
@@ -180,7 +180,7 @@ def from_scipy(cls: type[BSR], matrix: Any, block: int | tuple[int, int] | None 
     """
     is_sparse = all(hasattr(matrix, name) for name in ("format", "tocoo", "shape", "dtype"))
     if not is_sparse or len(matrix.shape) != 2:
-        raise InvalidInput(f"expected a 2-D SciPy sparse matrix, got {arguments.told(matrix)}")
+        raise InvalidInput(f"expected a 2-D SciPy sparse matrix, got {arguments.shown(matrix)}")
     if matrix.dtype not in (np.float32, np.float64):
         raise InvalidInput(f"SciPy matrix has dtype {matrix.dtype}; call .astype('float32') or 'float64'")
     own = tuple(matrix.blocksize) if matrix.format == "bsr" else None

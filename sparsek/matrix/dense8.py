@@ -31,7 +31,7 @@ def register_rounder(rounder: Rounder) -> None:
 
 @record(leaves=("values", "scale"), own=("values", "scale"))
 @dataclass(frozen=True, eq=False, repr=False)
-class ScaledTensor(Multiplied, Record):
+class QuantizedTensor(Multiplied, Record):
     """scale * values for a dense x [..., K] in FP8, or the transpose of one.
 
     `values` [..., K] are torch.float8_e4m3fn or torch.float8_e5m2, contiguous, on a multiple of 16 bytes. `scale` is
@@ -82,20 +82,20 @@ class ScaledTensor(Multiplied, Record):
         return "row" if self.scale.ndim == self.values.ndim - 1 else "tensor"
 
     @property
-    def mT(self) -> ScaledTensor:  # noqa: N802
+    def mT(self) -> QuantizedTensor:  # noqa: N802
         """The transpose of the last two dims, a view."""
         if self.ndim < 2:
             raise InvalidInput(f"a transpose needs two dims, this has shape {list(self.shape)}")
-        return ScaledTensor.unchecked(self.values, self.scale, not self.turned)
+        return QuantizedTensor.unchecked(self.values, self.scale, not self.turned)
 
     @property
-    def T(self) -> ScaledTensor:  # noqa: N802
+    def T(self) -> QuantizedTensor:  # noqa: N802
         """The transpose of a matrix, a view. With leading dims write .mT."""
         if self.ndim != 2:
             raise InvalidInput(f".T is for matrices, this has shape {list(self.shape)}; use .mT")
         return self.mT
 
-    def rows(self) -> ScaledTensor:
+    def rows(self) -> QuantizedTensor:
         """The same with leading dims joined: values [T, K], scale [T] or []. A view; not of a transpose."""
         if self.turned:
             raise InvalidInput("rows of a transpose do not lie side by side")
@@ -103,16 +103,16 @@ class ScaledTensor(Multiplied, Record):
             return self
         k = self.values.shape[-1]
         scale = self.scale.reshape(-1) if self.kind == "row" else self.scale
-        return ScaledTensor.unchecked(self.values.reshape(self.values.shape[:-1].numel(), k), scale)
+        return QuantizedTensor.unchecked(self.values.reshape(self.values.shape[:-1].numel(), k), scale)
 
-    def to(self, device: str | torch.device | None = None) -> ScaledTensor:
+    def to(self, device: str | torch.device | None = None) -> QuantizedTensor:
         """This tensor on `device`; this very object if it is there. For another dtype there is `dequantize`."""
         if isinstance(device, torch.dtype):
-            raise InvalidInput(f"a ScaledTensor is FP8; .dequantize({device}) is it in another dtype")
+            raise InvalidInput(f"a QuantizedTensor is FP8; .dequantize({device}) is it in another dtype")
         target = self.device if device is None else arguments.device("device", device)
         if target == self.device:
             return self
-        return ScaledTensor.unchecked(self.values.to(target), self.scale.to(target), self.turned)
+        return QuantizedTensor.unchecked(self.values.to(target), self.scale.to(target), self.turned)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """scale * values, a torch.Tensor of this shape in `dtype`: multiplied in float32, in float64 for fp64, and
@@ -141,20 +141,20 @@ class ScaledTensor(Multiplied, Record):
 
     def __repr__(self) -> str:
         if not isinstance(self.values, Tensor) or not isinstance(self.scale, Tensor):
-            return "ScaledTensor(values not concrete)"
+            return "QuantizedTensor(values not concrete)"
         size = (self.values.nbytes + self.scale.nbytes) / 1e6
         turned = ", transposed view" if self.turned else ""
         sides = "x".join(map(str, self.shape))
         what = f"{sides} {NAMES.get(self.dtype, self.dtype)}, scale per {self.kind}"
-        return f"ScaledTensor({what}, {size:.3g} MB, {self.device}{turned})"
+        return f"QuantizedTensor({what}, {size:.3g} MB, {self.device}{turned})"
 
 
-def _of_bytes(values: Tensor, dtype: torch.dtype, scale: Tensor, turned: bool) -> ScaledTensor:
-    """What `ScaledTensor.__reduce__` took apart: of a copy or a pickle, whose parts fit."""
-    return ScaledTensor.unchecked(values.view(dtype), scale, turned)
+def _of_bytes(values: Tensor, dtype: torch.dtype, scale: Tensor, turned: bool) -> QuantizedTensor:
+    """What `QuantizedTensor.__reduce__` took apart: of a copy or a pickle, whose parts fit."""
+    return QuantizedTensor.unchecked(values.view(dtype), scale, turned)
 
 
-def quantize_dense(x: Tensor, dtype: torch.dtype, scale: str, check: bool) -> ScaledTensor:
+def quantize_dense(x: Tensor, dtype: torch.dtype, scale: str, check: bool) -> QuantizedTensor:
     """A dense x [..., K] in FP8, as `sparsek.quantize` says, which has checked the arguments. On a GPU rows are scaled
     and rounded by one kernel.
     """
@@ -171,7 +171,7 @@ def quantize_dense(x: Tensor, dtype: torch.dtype, scale: str, check: bool) -> Sc
     made = _ROUNDERS[0](x, dtype) if by_kernel and not torch.compiler.is_compiling() else None
     if made is None:
         made = _rounded_rows(x, dtype) if scale == "row" else _rounded_whole(x, dtype)
-    return ScaledTensor.unchecked(*made)
+    return QuantizedTensor.unchecked(*made)
 
 
 def _rounded_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

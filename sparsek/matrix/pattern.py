@@ -175,7 +175,7 @@ class BlockPattern(Record):
         if self is other:
             return True
         if not isinstance(other, BlockPattern):
-            raise InvalidInput(f"other is {arguments.told(other)}; it must be a BlockPattern")
+            raise InvalidInput(f"other is {arguments.shown(other)}; it must be a BlockPattern")
         if (self.shape, self.block, self.nnzb) != (other.shape, other.block, other.nnzb):
             return False
         return all(map(np.array_equal, self.host, other.host))
@@ -219,7 +219,7 @@ def int_or_pair(name: str, value: Any) -> tuple[int, int]:
             return arguments.pair(name, value)
         side = arguments.integer(name, value)
         return side, side
-    raise InvalidInput(f"{name} is {arguments.told(value)}; it must be one or two ints of at least 0")
+    raise InvalidInput(f"{name} is {arguments.shown(value)}; it must be one or two ints of at least 0")
 
 
 def matrix_sides(shape: Any, block: tuple[int, int]) -> tuple[int, int]:

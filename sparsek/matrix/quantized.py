@@ -22,7 +22,7 @@ from sparsek.matrix import two_four
 from sparsek.matrix.base import Matrix as AnyMatrix
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.bsr24 import BSR24
-from sparsek.matrix.dense8 import INSTEAD, READS, ScaledTensor, check_fp8_values, quantize_dense
+from sparsek.matrix.dense8 import INSTEAD, READS, QuantizedTensor, check_fp8_values, quantize_dense
 from sparsek.matrix.dense8 import SCALES as ROW_SCALES
 from sparsek.matrix.float8 import MOST, NAMES, rounded, scales_of
 from sparsek.matrix.semi24 import Semi24
@@ -31,7 +31,7 @@ from sparsek.matrix.storage import Home, Parts, Storage
 Matrix = BSR | Semi24 | BSR24
 
 SCALES = ("tensor", "row", "block")
-NOT_PICKLED = "a Scaled is not pickled; use sparsek.save(q, 'file.safetensors')"
+NOT_PICKLED = "a Quantized is not pickled; use sparsek.save(q, 'file.safetensors')"
 
 
 @overload
@@ -42,13 +42,13 @@ def quantize(
     *,
     fast_accum: bool = False,
     check: bool = True,
-) -> Scaled: ...
+) -> Quantized: ...
 
 
 @overload
 def quantize(
     a: Tensor, dtype: torch.dtype = torch.float8_e4m3fn, scale: str = "row", *, check: bool = True
-) -> ScaledTensor: ...
+) -> QuantizedTensor: ...
 
 
 def quantize(
@@ -58,7 +58,7 @@ def quantize(
     *,
     fast_accum: bool = False,
     check: bool = True,
-) -> Scaled | ScaledTensor:
+) -> Quantized | QuantizedTensor:
     """A BSR, Semi24 or BSR24 in FP8, torch.float8_e4m3fn or torch.float8_e5m2, with scales that let it use the range.
 
     scale: "tensor": one for all, float32 []. "row": one for each row of the matrix [M]. "block": one for each stored
@@ -66,12 +66,12 @@ def quantize(
     448 or 57344; 1 where all are zero; 2^-126, the least normal float32, where it would be less. Values are divided by
     their scale in float32, in float64 for fp64, and rounded to nearest, ties to even.
 
-    A dense tensor a [..., K] becomes a ScaledTensor, with a scale for each of its rows [...] or for all []: an operand
-    of many products, rounded once.
+    A dense tensor a [..., K] becomes a QuantizedTensor, with a scale for each of its rows [...] or for all []: an
+    operand of many products, rounded once.
 
     fast_accum=True lets products of this matrix keep their sums in the tensor cores, as torch._scaled_mm's
-    use_fast_accum does: faster, in about 14 bits, so wrong by more the longer a sum is (`Scaled`). A dense tensor has
-    no such choice, and a scale per block none either: it is applied to float32 sums.
+    use_fast_accum does: faster, in about 14 bits, so wrong by more the longer a sum is (`Quantized`). A dense tensor
+    has no such choice, and a scale per block none either: it is applied to float32 sums.
 
     Pattern and metadata are shared with a. The result is outside autograd. A transposed view of a BSR gives a view with
     a scale for all or for each block; one for each of its rows is refused, which are columns of what is stored.
@@ -103,12 +103,12 @@ def quantize(
         of_values(_refuse_strange, a, values, parts, top, reads=READS, instead=INSTEAD)
     scales = scales_of(_joined(a, parts, scale), dtype)
     made = rounded(values / _stretched(a, scales, scale), dtype)
-    return Scaled.unchecked(a._each(lambda _: made), scales, scale, fast_accum)
+    return Quantized.unchecked(a._each(lambda _: made), scales, scale, fast_accum)
 
 
 @record(leaves=("matrix", "scale"), own=("matrix", "scale"), picklable=NOT_PICKLED)
 @dataclass(frozen=True, eq=False, repr=False)
-class Scaled(AnyMatrix, Record):
+class Quantized(AnyMatrix, Record):
     """scale * matrix: a BSR, Semi24 or BSR24 of FP8 values, each of which stands for itself times its scale.
 
     `matrix` has values in torch.float8_e4m3fn or torch.float8_e5m2, otherwise as its class describes; those classes
@@ -132,20 +132,20 @@ class Scaled(AnyMatrix, Record):
 
     def __post_init__(self) -> None:
         if not isinstance(self.matrix, Matrix):
-            raise InvalidInput(f"matrix must be a BSR, Semi24 or BSR24, got {arguments.told(self.matrix)}")
+            raise InvalidInput(f"matrix must be a BSR, Semi24 or BSR24, got {arguments.shown(self.matrix)}")
         _check_kind(self.matrix, self.kind, "kind")
         _check_fast_accum(self.fast_accum, self.kind)
         _check_float8(self.matrix)
         _check_scale(self)
 
-    def with_fast_accum(self, fast_accum: bool = True) -> Scaled:
+    def with_fast_accum(self, fast_accum: bool = True) -> Quantized:
         """This matrix on the same memory, whose products may keep their sums in tensor cores, or not."""
         _check_fast_accum(fast_accum, self.kind)
-        return Scaled.unchecked(self.matrix, self.scale, self.kind, fast_accum)
+        return Quantized.unchecked(self.matrix, self.scale, self.kind, fast_accum)
 
-    def _with(self, matrix: Matrix, scale: Tensor) -> Scaled:
+    def _with(self, matrix: Matrix, scale: Tensor) -> Quantized:
         """Other parts, of which all is said that is said of these."""
-        return Scaled.unchecked(matrix, scale, self.kind, self.fast_accum)
+        return Quantized.unchecked(matrix, scale, self.kind, self.fast_accum)
 
     @property
     def values(self) -> Tensor:
@@ -180,33 +180,33 @@ class Scaled(AnyMatrix, Record):
         return self.matrix.values.device
 
     @property
-    def T(self) -> Scaled:  # noqa: N802
+    def T(self) -> Quantized:  # noqa: N802
         """The transposed view of a BSR with its scales, by index only; InvalidInput where there is none."""
         if self.kind == "row":
             raise InvalidInput(
-                "a Scaled with a scale for each row has no .T: there it would be one for each column, which no product "
-                "takes out of its sums; quantize with scale='tensor' or 'block'"
+                "a Quantized with a scale for each row has no .T: there it would be one for each column, which no "
+                "product takes out of its sums; quantize with scale='tensor' or 'block'"
             )
         return self._with(self.matrix.T, self.scale)
 
-    def _at(self, device: torch.device, dtype: torch.dtype) -> Scaled:
+    def _at(self, device: torch.device, dtype: torch.dtype) -> Quantized:
         return self._with(self.matrix._at(device, dtype), self.scale.to(device))
 
-    def _each(self, change: Callable[[Tensor], Tensor]) -> Scaled:
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Quantized:
         return self._with(self.matrix._each(change), change(self.scale))
 
     def _checked_dtype(self, dtype: Any) -> torch.dtype:
         """For another dtype there is `dequantize`."""
         if not isinstance(dtype, torch.dtype) or dtype != self.dtype:
             raise InvalidInput(
-                f"a Scaled is FP8; .dequantize({arguments.told(dtype)}) is the matrix in another dtype"
+                f"a Quantized is FP8; .dequantize({arguments.shown(dtype)}) is the matrix in another dtype"
             )
         return dtype
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> NoReturn:
         """Refuses: what becomes of FP8 values would need other scales."""
         raise InvalidInput(
-            "a Scaled is FP8, and other values need other scales: sparsek.quantize(A.dequantize().map(fn))"
+            "a Quantized is FP8, and other values need other scales: sparsek.quantize(A.dequantize().map(fn))"
         )
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Matrix:
@@ -243,7 +243,7 @@ class Scaled(AnyMatrix, Record):
 
     def __repr__(self) -> str:
         if not isinstance(self.scale, Tensor):
-            return "Scaled(values not concrete)"
+            return "Quantized(values not concrete)"
         matrix = self.matrix
         words = [f"{type(matrix).__name__} {self.shape[0]}x{self.shape[1]} {NAMES[self.dtype]}"]
         meta = 0
@@ -258,7 +258,7 @@ class Scaled(AnyMatrix, Record):
         words += [f"{size:.3g} MB", str(self.device)]
         if _is_view(matrix):
             words.append("transposed view")
-        return f"Scaled({', '.join(words)})"
+        return f"Quantized({', '.join(words)})"
 
 
 def _is_view(a: Matrix) -> bool:
@@ -267,7 +267,7 @@ def _is_view(a: Matrix) -> bool:
 
 def _check_source(a: Any, kind: str) -> None:
     if not isinstance(a, Matrix):
-        raise InvalidInput(f"expected a BSR, Semi24, BSR24 or dense torch.Tensor, got {arguments.told(a)}")
+        raise InvalidInput(f"expected a BSR, Semi24, BSR24 or dense torch.Tensor, got {arguments.shown(a)}")
     _check_kind(a, kind, "scale")
     arguments.dtype("the dtype of a", a.dtype)
 
@@ -368,7 +368,7 @@ def _check_float8(a: Matrix) -> None:
         Semi24(wide, a.meta)
 
 
-def _check_scale(q: Scaled) -> None:
+def _check_scale(q: Quantized) -> None:
     scale, a = q.scale, q.matrix
     arguments.tensor("scale", scale, (torch.float32,))
     wanted = () if q.kind == "tensor" else a.shape[:1] if q.kind == "row" else a.values.shape[:1]
@@ -385,7 +385,7 @@ def _check_scale(q: Scaled) -> None:
 
 def _check_original(matrix: Matrix, a: Any) -> None:
     if type(a) is not type(matrix) or (a.shape, a.values.shape) != (matrix.shape, matrix.values.shape):
-        found = f"{type(a).__name__} {a.shape}" if isinstance(a, Matrix) else arguments.told(a)
+        found = f"{type(a).__name__} {a.shape}" if isinstance(a, Matrix) else arguments.shown(a)
         raise InvalidInput(
             f"this was made of a {type(matrix).__name__} {matrix.shape} with values {tuple(matrix.values.shape)}; "
             f"got {found}"

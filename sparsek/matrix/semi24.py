@@ -116,7 +116,7 @@ class Semi24(Stored, Record):
         """
         if not isinstance(matrix, SparseSemiStructuredTensor):
             raise InvalidInput(
-                f"expected a torch.sparse.SparseSemiStructuredTensor, got {arguments.told(matrix)}; "
+                f"expected a torch.sparse.SparseSemiStructuredTensor, got {arguments.shown(matrix)}; "
                 "a dense matrix goes to Semi24.from_dense(w, exact=True)"
             )
         what = f"{type(matrix).__name__} {tuple(matrix.shape)} to Semi24"

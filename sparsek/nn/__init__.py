@@ -1,4 +1,4 @@
-"""Floor 6: layers for torch.nn. Importing this touches no CUDA and loads no kernel, as `import sparsek` does."""
+"""Layers for torch.nn. Importing this touches no CUDA and loads no kernel, as `import sparsek` does."""
 
 from sparsek.nn.attention import SparseAttention
 from sparsek.nn.linear import BlockSparseLinear

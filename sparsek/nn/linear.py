@@ -188,7 +188,7 @@ class BlockSparseLinear(nn.Module):
         pattern = self._pattern
         if generator is not None and not isinstance(generator, torch.Generator):
             raise InvalidInput(
-                f"generator is {arguments.told(generator)}; it must be a torch.Generator or None"
+                f"generator is {arguments.shown(generator)}; it must be a torch.Generator or None"
             )
         bound = torch.from_numpy(_bounds(pattern)).to(self.values.device, self.values.dtype)
         self.values.uniform_(-1, 1, generator=generator)

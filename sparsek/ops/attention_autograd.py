@@ -47,7 +47,7 @@ def check_untransformed(mask: BlockMask) -> None:
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor | None]:
     if call.kernel is not None and call.wanted:
-        kernel = gradients.kin(call.kernel, "attention_backward")
+        kernel = gradients.same_family(call.kernel, "attention_backward")
         check_backward_kernel(q, k, v, call.mask, kernel, call.deterministic)
     return run_forward(q, k, v, call, True)
 
@@ -135,7 +135,7 @@ class AttentionBackward(torch.autograd.Function):
         if found is not bound.MISS:
             return found
         slot = None if calls is None else bound.slot(calls, more, tensors)
-        kernel = gradients.kin(call.kernel, "attention_backward")
+        kernel = gradients.same_family(call.kernel, "attention_backward")
         plan = cached_grad_plan(q, k, v, call.mask, kernel, call.deterministic)
 
         def run() -> tuple[Tensor, Tensor, Tensor]:

@@ -121,7 +121,7 @@ def _choice(p: AttentionProblem, kernel: str | None, config: Any = None) -> Choi
     if kernel is not None and kernel in kernels.names_for(other):
         raise InvalidInput(
             f"no kernel of {p.op} is called {kernel!r}, which is one of {other}; that of its family is "
-            f"{gradients.kin(kernel, p.op)!r}"
+            f"{gradients.same_family(kernel, p.op)!r}"
         )
     return choose(p, kernel, config)
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from sparsek.core import dtypes
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.bsr24 import BSR24
-from sparsek.matrix.dense8 import ScaledTensor
-from sparsek.matrix.quantized import Scaled
+from sparsek.matrix.dense8 import QuantizedTensor
+from sparsek.matrix.quantized import Quantized
 from sparsek.matrix.semi24 import Semi24
 
 # Whether torch.autocast is on for any device. The verbs look here first and go on where it is off.
@@ -33,7 +33,7 @@ def follow_autocast_fp8(dtype: torch.dtype | None, *operands: Any) -> tuple[Any,
 
     If it is given, it is what the caller wants, and nothing is cast.
     """
-    fp8 = next((x for x in operands if isinstance(x, Scaled | ScaledTensor)), None)
+    fp8 = next((x for x in operands if isinstance(x, Quantized | QuantizedTensor)), None)
     if fp8 is None or not autocasts():
         return dtype, *follow_autocast(*operands)
     if dtype is not None:

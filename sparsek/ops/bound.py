@@ -26,15 +26,15 @@ from torch.autograd import forward_ad
 from sparsek.kernels.lang.launch import MISS, Recorded, record
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.bsr24 import BSR24
-from sparsek.matrix.dense8 import ScaledTensor
-from sparsek.matrix.quantized import Scaled
+from sparsek.matrix.dense8 import QuantizedTensor
+from sparsek.matrix.quantized import Quantized
 from sparsek.matrix.semi24 import Semi24
 
 # A recorded call holds some KB on the host, and no memory of the device but what its plan holds.
 LIMIT = 256
 PLAIN = (Tensor, torch.nn.Parameter)
-SPARSE = (BSR, Semi24, BSR24, Scaled)
-DENSE = (*PLAIN, ScaledTensor)
+SPARSE = (BSR, Semi24, BSR24, Quantized)
+DENSE = (*PLAIN, QuantizedTensor)
 
 _compiling = torch.compiler.is_compiling
 _thread = threading.get_ident
@@ -216,14 +216,14 @@ def form(x: Any) -> tuple[Any, ...]:
         return kind, id(x.order)
     if kind is BSR24:
         return kind, id(x.meta)
-    if kind is Scaled:
+    if kind is Quantized:
         return kind, x.kind, x.fast_accum, *form(x.matrix)
-    return (kind, x.turned) if kind is ScaledTensor else (kind,)
+    return (kind, x.turned) if kind is QuantizedTensor else (kind,)
 
 
 def named(x: Any) -> Tensor | None:
     """The object that `form` names by its id."""
-    matrix = x.matrix if x.__class__ is Scaled else x
+    matrix = x.matrix if x.__class__ is Quantized else x
     return matrix.order if matrix.__class__ is BSR else matrix.meta if matrix.__class__ is BSR24 else None
 
 
@@ -234,8 +234,8 @@ def tensors(x: Any) -> tuple[Tensor, ...]:
         return (x,)
     if kind is BSR:
         return (x.values,)
-    if kind is Scaled:
+    if kind is Quantized:
         return x.scale, *tensors(x.matrix)
-    if kind is ScaledTensor:
+    if kind is QuantizedTensor:
         return x.values, x.scale
     return (x.values, x.meta) if kind is Semi24 or kind is BSR24 else (x,)

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from sparsek.core import arguments, dtypes
-from sparsek.core.arguments import told
+from sparsek.core.arguments import shown
 from sparsek.core.clock import Times, time_rounds
 from sparsek.core.device import Card, card_named, card_of
 from sparsek.core.errors import InvalidInput, Unsupported
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.bsr24 import BSR24
 from sparsek.matrix.pattern import INT32_MAX, block_sides
-from sparsek.matrix.quantized import Scaled
+from sparsek.matrix.quantized import Quantized
 from sparsek.matrix.semi24 import Semi24
 from sparsek.ops import transforms
 from sparsek.ops.linear import linear
@@ -112,10 +112,10 @@ class Bound:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class LinearPlan:
+class FormatChoice:
     """A weight in the format that was chosen, ready to multiply: `plan(x, bias, activation)`.
 
-    `options` are all that were considered, in the order of `sparsek.plan_linear`; `choice` is one of them. `weight`
+    `options` are all that were considered, in the order of `sparsek.choose_format`; `choice` is one of them. `weight`
     is W stored so: keep it, and pass it to `sparsek.linear`. `tokens`: of the x that was planned for; others run too.
     """
 
@@ -128,17 +128,17 @@ class LinearPlan:
     bound: Bound
     weight: Any = field(repr=False)
 
-    def __copy__(self) -> LinearPlan:
+    def __copy__(self) -> FormatChoice:
         return self
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> LinearPlan:
+    def __deepcopy__(self, memo: dict[int, Any]) -> FormatChoice:
         """Copies the weight, as its own class does, and shares what is known of it."""
         return replace(self, weight=deepcopy(self.weight, memo))
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise InvalidInput(
-            "a LinearPlan is not pickled (torch.save pickles too), for it holds times of this machine: save its weight "
-            "with sparsek.save and pass it to sparsek.linear, or plan anew"
+            "a FormatChoice is not pickled (torch.save pickles too), for it holds times of this machine: save its "
+            "weight with sparsek.save and pass it to sparsek.linear, or plan anew"
         )
 
     @property
@@ -155,7 +155,7 @@ class LinearPlan:
         n, k = self.shape
         how = "measured" if self.is_measured else "predicted"
         return (
-            f"LinearPlan(W [{n}, {k}] {self.dtype}, {self.choice.name} by {self.choice.kernel}: "
+            f"FormatChoice(W [{n}, {k}] {self.dtype}, {self.choice.name} by {self.choice.kernel}: "
             f"{_time(self.choice.seconds)} {how} on {self.card.name}, of {len(self.options)} options)"
         )
 
@@ -227,9 +227,9 @@ class LinearPlan:
         return "; ".join(faults) or f"{option.seconds / self.choice.seconds:.2f}x the time"
 
 
-def plan_linear(
-    W: Weight,
+def choose_format(
     x: Tensor | Sequence[int],
+    W: Weight,
     *,
     keep: float | Sequence[float] = KEEP,
     block: int | tuple[int, int] | Sequence[int | tuple[int, int]] | None = None,
@@ -237,10 +237,10 @@ def plan_linear(
     max_error: float | None = None,
     min_norm: float | None = None,
     device: str | None = None,
-) -> LinearPlan:
+) -> FormatChoice:
     """The fastest way to store W [N, K] for y = x @ W.T, with what each way costs in accuracy.
 
-    W: a dense tensor, which is pruned by magnitude for each option, or a BSR, Semi24, BSR24 or Scaled, which then is
+    W: a dense tensor, which is pruned by magnitude for each option, or a BSR, Semi24, BSR24 or Quantized, which then is
     the only option. x: [..., K] of W's dtype on its device, the more like real activations the better; or its shape,
     and N(0, 1) values are drawn.
 
@@ -256,12 +256,12 @@ def plan_linear(
     with some tokens of x; while times are measured all are in memory at once. The weight is outside autograd.
     Raises InvalidInput for operands that do not fit, and Unsupported, with what each option lacks, if none is left.
     """
-    transforms.refuse("plan_linear")
+    transforms.refuse("choose_format")
     if isinstance(W, Tensor):
         arguments.tensor("W", W, dtypes.FLOATS)
-    elif not isinstance(W, (BSR, Semi24, BSR24, Scaled)):
+    elif not isinstance(W, (BSR, Semi24, BSR24, Quantized)):
         raise InvalidInput(
-            f"W must be a dense torch.Tensor, a BSR, Semi24, BSR24 or Scaled, got {type(W).__name__}"
+            f"W must be a dense torch.Tensor, a BSR, Semi24, BSR24 or Quantized, got {type(W).__name__}"
         )
     arguments.supported("W", W.device)
     bound, blocks = Bound(max_error, min_norm), _blocks(BLOCK if block is None else block)
@@ -287,7 +287,7 @@ def plan_linear(
         if weight is None:
             weight = W if dense is None else choice.way.convert(dense)
     shape = (W.shape[0], W.shape[1])
-    return LinearPlan(shape, tokens, dtypes.shown(rows.dtype), card, tuple(options), choice, bound, weight)
+    return FormatChoice(shape, tokens, dtypes.shown(rows.dtype), card, tuple(options), choice, bound, weight)
 
 
 def consider(
@@ -390,7 +390,7 @@ def _rows(w: Weight, x: Any, timed: bool) -> tuple[Tensor, int]:
         raise InvalidInput(f"W must be [N, K], got {list(w.shape)}")
     if not isinstance(x, (Tensor, list, tuple)):
         raise InvalidInput(
-            f"x must be a torch.Tensor [..., {w.shape[1]}] or its shape, like (4096, {w.shape[1]}); got {told(x)}"
+            f"x must be a torch.Tensor [..., {w.shape[1]}] or its shape, like (4096, {w.shape[1]}); got {shown(x)}"
         )
     if isinstance(x, Tensor):
         shape = tuple(arguments.dense("x", x).shape)

@@ -20,7 +20,7 @@ from sparsek.kernels.lang.launch import recorder
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.bsr24 import BSR24
 from sparsek.matrix.pattern import BlockPattern
-from sparsek.matrix.quantized import Scaled
+from sparsek.matrix.quantized import Quantized
 from sparsek.matrix.semi24 import Semi24
 from sparsek.matrix.storage import Parts
 from sparsek.plan.operands import readable
@@ -30,8 +30,8 @@ from sparsek.plan.spmm import Matrix
 class SpmmArgs(NamedTuple):
     """The arguments of `sparsek::spmm`: the parts of A, and what is done with them.
 
-    `b` is [..., K, N]; or, where there is a `b_scale`, the FP8 values [..., N, K] of a ScaledTensor. `by_columns`: C is
-    written by columns, and C.mT is returned, [..., N, M], row-major. `dtype` is C's.
+    `b` is [..., K, N]; or, where there is a `b_scale`, the FP8 values [..., N, K] of a QuantizedTensor. `by_columns`: C
+    is written by columns, and C.mT is returned, [..., N, M], row-major. `dtype` is C's.
     """
 
     values: Tensor
@@ -127,7 +127,7 @@ def matrix(
 
 def parts(a: Matrix, transposed: bool = False) -> Parts:
     """The tensors and numbers of a sparse matrix, or of its transpose. Its pattern is found again in the op."""
-    plain = a.matrix if isinstance(a, Scaled) else a
+    plain = a.matrix if isinstance(a, Quantized) else a
     if not isinstance(plain, Semi24) and not torch.compiler.is_compiling():
         view = isinstance(plain, BSR) and plain.order is not None
         _remember(plain.pattern.T if view else plain.pattern)
@@ -152,7 +152,7 @@ def whole(given: Parts) -> tuple[Matrix, bool]:
         made, transposed = matrix(values, indptr, indices, sizes, transposed), False
     if scale is None:
         return made, transposed
-    return Scaled.unchecked(made, scale.contiguous(), scale_kind, fast_accum), transposed
+    return Quantized.unchecked(made, scale.contiguous(), scale_kind, fast_accum), transposed
 
 
 def shape_of(given: Parts) -> tuple[int, int]:

@@ -37,7 +37,7 @@ Gradients = tuple[Any, ...]
 TURNING = ("portable", "cpu", "reference")
 
 
-def kin(kernel: str | None, op: str) -> str | None:
+def same_family(kernel: str | None, op: str) -> str | None:
     """The kernel for `op` of the family of `kernel`; that very kernel if it is one of `op`. None for None."""
     if kernel is None:
         return None
@@ -83,7 +83,7 @@ def of_spmm(ctx: Any, grad: Tensor) -> Gradients:
     found: dict[str, Any] = dict.fromkeys(SpmmArgs._fields)
     if b is not None:
         left, right = (_joined(b), _joined(dz)) if args.transposed else (_joined(dz), _joined(b))
-        kernel = kin(args.kernel, "sddmm")
+        kernel = same_family(args.kernel, "sddmm")
         made = transforms.call("sddmm", left, right.mT, indptr, indices, args.sizes, kernel)
         found["values"] = made if args.alpha == 1 else made * args.alpha
     if needs.b:
@@ -202,7 +202,7 @@ def of_attention(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> Grad
         raise InvalidInput("gradients need lse; call torch.ops.sparsek.attention with return_lse=True")
     q, k, v, out, lse, *mask = ctx.saved_tensors
     grad = torch.zeros_like(out) if grad is None else grad
-    args = mask, numbers, scale, deterministic, kin(kernel, "attention_backward")
+    args = mask, numbers, scale, deterministic, same_family(kernel, "attention_backward")
     found = torch.ops.sparsek.attention_backward(q, k, v, out, lse, grad, grad_lse, *args)
     wanted = [x if needed else None for x, needed in zip(found, ctx.needs_input_grad, strict=False)]
     # torch wants the structure of the inputs, where a list of tensors has elements and any other list has none.
@@ -218,7 +218,7 @@ def of_attention_backward(ctx: Any, *grads: Tensor) -> Gradients:
 def _spmm(a: Parts, b: Tensor, by_columns: bool, kernel: str | None, alpha: float = 1.0) -> Tensor:
     """alpha * A @ B as an op, C written by columns or by rows."""
     if a.meta is None:
-        kernel = kin(kernel, "spmm")
+        kernel = same_family(kernel, "spmm")
     elif kernel is not None and kernel.split(".")[0] not in TURNING:
         kernel = None
     args = SpmmArgs(*a, b, None, by_columns, alpha, None, "", None, "add", b.dtype, kernel)

@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from sparsek.core import arguments, dtypes
-from sparsek.core.arguments import told
+from sparsek.core.arguments import shown
 from sparsek.core.errors import InvalidInput
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.bsr24 import BSR24
-from sparsek.matrix.dense8 import ScaledTensor, quantize_dense
-from sparsek.matrix.quantized import Scaled
+from sparsek.matrix.dense8 import QuantizedTensor, quantize_dense
+from sparsek.matrix.quantized import Quantized
 from sparsek.matrix.semi24 import Semi24
 from sparsek.ops import bound, flat, transforms
 from sparsek.ops.autocast import autocasts, follow_autocast_fp8
@@ -27,11 +27,11 @@ from sparsek.plan import operands
 from sparsek.plan.spmm import E4M3, Product, SpmmPlan, dtype_of, tokens
 from sparsek.reference.epilogue import ACTIVATIONS, PLAIN, Epilogue
 
-Weight = BSR | Semi24 | BSR24 | Scaled
+Weight = BSR | Semi24 | BSR24 | Quantized
 
 
 def linear(
-    x: Tensor | ScaledTensor,
+    x: Tensor | QuantizedTensor,
     W: Weight | Tensor,
     bias: Tensor | None = None,
     activation: str | None = None,
@@ -45,12 +45,12 @@ def linear(
     x: [..., K], fastest with the last dim contiguous, or as the transpose view of such a matrix. Its leading dims
     become one: a view where they lie so, as those of a contiguous x do, otherwise a copy, and the same for residual.
     W: BSR [N, K] of x's dtype on its device; a `.T` view costs nothing. Or a Semi24 or BSR24 [N, K]. Or a dense tensor
-    [N, K]: torch multiplies. Or a Scaled [N, K], an FP8 matrix (docs/fp8.md): x is then a ScaledTensor, or a bf16, fp16
-    or fp32 tensor that is rounded to E4M3 with a scale for each token; bias and residual have y's dtype.
+    [N, K]: torch multiplies. Or a Quantized [N, K], an FP8 matrix (docs/fp8.md): x is then a QuantizedTensor, or a
+    bf16, fp16 or fp32 tensor that is rounded to E4M3 with a scale for each token; bias and residual have y's dtype.
     bias: [N]. activation: "relu", "gelu" (by erf), "gelu_tanh", "silu" or None. residual: [..., N]. A bias that is not
     contiguous, and a residual whose rows are not, are copied first.
     kernel: a name of the kernels' table, one that multiplies such a W; not for a dense one.
-    dtype: of y, bf16, fp16 or fp32, for a W in FP8 only; without it that of a tensor x, bf16 for a ScaledTensor.
+    dtype: of y, bf16, fp16 or fp32, for a W in FP8 only; without it that of a tensor x, bf16 for a QuantizedTensor.
 
     Returns y [..., N], contiguous, summed in float32 (float64 for float64) and rounded once; by hopper.spmm also before
     an activation or a residual, as by torch: in fp16 a sum over 65504 is inf there.
@@ -99,7 +99,7 @@ def linear(
         return _dense(x, W, bias, activation, residual, kernel, dtype)
     dtype_of(W, x, dtype)  # InvalidInput for a dtype that C cannot have
     bias, residual = _in_rows(bias), _in_rows(residual)
-    act, learns = activation or "", not isinstance(W, Scaled)
+    act, learns = activation or "", not isinstance(W, Quantized)
     wanted = act != "" and learns and _wanted(x, W.values, bias, residual)
     cut, apart = wanted and act != "relu", wanted
     epilogue = Epilogue(bias=bias, activation="" if cut else act, other=None if apart else residual)
@@ -119,11 +119,11 @@ def linear(
     return y if x.ndim == 2 else y.view(*x.shape[:-1], W.shape[0])
 
 
-def swiglu(x: Tensor | ScaledTensor, W_gate: Weight, W_up: Weight, *, kernel: str | None = None) -> Tensor:
+def swiglu(x: Tensor | QuantizedTensor, W_gate: Weight, W_up: Weight, *, kernel: str | None = None) -> Tensor:
     """silu(x @ W_gate.T) * (x @ W_up.T), in two kernels: the second multiplies what the first has left in y.
 
     x: [..., K] as in `linear`. W_gate, W_up: BSR, Semi24 or BSR24 [N, K] of x's dtype on its device, of one kind where
-    kernel= is given; each with its own pattern. Or both in FP8, a Scaled: x as in `linear`, rounded once for both.
+    kernel= is given; each with its own pattern. Or both in FP8, a Quantized: x as in `linear`, rounded once for both.
     Returns y [..., N], contiguous. The gate is rounded, then the product.
     Differentiable in x and in the values; where a gradient is wanted torch applies silu and multiplies, and both
     products stay for the backward pass. Under torch.autocast as `linear`.
@@ -143,9 +143,9 @@ def swiglu(x: Tensor | ScaledTensor, W_gate: Weight, W_up: Weight, *, kernel: st
         operands.check_layer(x, w)
     if W_gate.shape != W_up.shape:
         raise InvalidInput(f"W_gate is {list(W_gate.shape)} and W_up {list(W_up.shape)}; they must agree")
-    if isinstance(W_gate, Scaled) or isinstance(W_up, Scaled):
-        if not (isinstance(W_gate, Scaled) and isinstance(W_up, Scaled)):
-            raise InvalidInput("W_gate and W_up must both be a Scaled, or none of them")
+    if isinstance(W_gate, Quantized) or isinstance(W_up, Quantized):
+        if not (isinstance(W_gate, Quantized) and isinstance(W_up, Quantized)):
+            raise InvalidInput("W_gate and W_up must both be a Quantized, or none of them")
         dtype = dtype_of(W_gate, x, dtype)
         if isinstance(x, Tensor):
             if operands.wants_gradient(x):
@@ -164,7 +164,7 @@ def swiglu(x: Tensor | ScaledTensor, W_gate: Weight, W_up: Weight, *, kernel: st
 
 
 def plan_layer(
-    x: Tensor | ScaledTensor,
+    x: Tensor | QuantizedTensor,
     W: Weight,
     *,
     epilogue: Epilogue = PLAIN,
@@ -185,7 +185,7 @@ def plan_layer(
 
 
 def _product(
-    x: Tensor | ScaledTensor,
+    x: Tensor | QuantizedTensor,
     w: Weight,
     epilogue: Epilogue,
     kernel: str | None,
@@ -227,7 +227,7 @@ def _dense(
         raise InvalidInput("dtype= is for a W in FP8; other products have the dtype of their operands")
     if kernel is not None:
         raise InvalidInput(
-            f"kernel={told(kernel)} multiplies a sparse W; W is dense, and torch multiplies it"
+            f"kernel={shown(kernel)} multiplies a sparse W; W is dense, and torch multiplies it"
         )
     if operands.wants_gradient(x, w):
         arguments.kept("x", x)

@@ -7,7 +7,7 @@ import torch
 
 from sparsek import kernels
 from sparsek.core import arguments
-from sparsek.core.arguments import told
+from sparsek.core.arguments import shown
 from sparsek.core.errors import InvalidInput
 from sparsek.plan import table
 from sparsek.plan.kernel import MissingKernel
@@ -45,7 +45,7 @@ def _decide(p: Problem, only: str | None, config: Any = None) -> Choice:
     names = kernels.names_for(p.op, p.a.kind if isinstance(p, SpmmProblem) else None)
     if only is not None and only not in names:
         if only not in kernels.names_for(p.op):
-            raise InvalidInput(f"no kernel of {p.op} is called {told(only)}; known: {', '.join(names)}")
+            raise InvalidInput(f"no kernel of {p.op} is called {shown(only)}; known: {', '.join(names)}")
         names = (*names, only)  # of another storage: it says so itself
     return select(p, [_load(name) for name in names], only=only, config=config)
 

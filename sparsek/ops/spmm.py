@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from sparsek.core import arguments, dtypes
-from sparsek.core.arguments import told
+from sparsek.core.arguments import shown
 from sparsek.core.eager import save_for_backward
 from sparsek.core.errors import InvalidInput
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.bsr24 import BSR24
-from sparsek.matrix.dense8 import ScaledTensor
-from sparsek.matrix.quantized import Scaled
+from sparsek.matrix.dense8 import QuantizedTensor
+from sparsek.matrix.quantized import Quantized
 from sparsek.matrix.semi24 import Semi24
 from sparsek.ops import bound, flat, gradients, packing, transforms
 from sparsek.ops.autocast import autocasts, follow_autocast_fp8
@@ -70,10 +70,10 @@ def spmm(
     values. Its transpose, as in X @ A and in the gradient of B, is never unpacked as a whole on a GPU:
     portable.semi24 and portable.bsr24 unpack it by tiles. x @ A.T is sparsek.linear(x, A).
 
-    A or B may be a Scaled, an FP8 matrix (docs/fp8.md). The other operand is then a ScaledTensor, or a bf16, fp16 or
-    fp32 tensor that is rounded to E4M3 with a scale for each column of B (each row of a dense A). C is in `dtype`, one
-    of these three; without it in the tensor's own, bf16 for a ScaledTensor. No gradients. A Semi24 or BSR24 in FP8
-    stands on the left.
+    A or B may be a Quantized, an FP8 matrix (docs/fp8.md). The other operand is then a QuantizedTensor, or a bf16, fp16
+    or fp32 tensor that is rounded to E4M3 with a scale for each column of B (each row of a dense A). C is in `dtype`,
+    one of these three; without it in the tensor's own, bf16 for a QuantizedTensor. No gradients. A Semi24 or BSR24 in
+    FP8 stands on the left.
 
     Rows of B under block columns without any block never reach C, NaN or not. A NaN under a stored block reaches the
     rows of that block; where the plan merges block rows also the rows merged with them; with vendor.dense all rows.
@@ -158,7 +158,7 @@ def multiply(call: Product, kernel: str | None) -> Tensor:
     """The product by rows, as `SpmmPlan.run` leaves it; by the op where something traces."""
     a, transposed, b, out, epilogue, out_layout, dtype = call
     bias, other, values = epilogue.bias, epilogue.other, a.values
-    quantized = isinstance(a, Scaled)
+    quantized = isinstance(a, Quantized)
     if quantized:
         transforms.refuse("FP8 products have no gradient; they do not go")
     transforms.check(values, call.wide, bias, other, out)
@@ -173,7 +173,7 @@ def multiply(call: Product, kernel: str | None) -> Tensor:
         return run(call, kernel)
     if not isinstance(call.matrix, Semi24):
         transforms.check_untransformed(call.matrix.pattern)
-    dense = (b.values, b.scale) if isinstance(b, ScaledTensor) else (b, None)
+    dense = (b.values, b.scale) if isinstance(b, QuantizedTensor) else (b, None)
     more = epilogue.alpha, bias, epilogue.activation, other, epilogue.combine, dtype, kernel
     args = *flat.parts(a, transposed), *dense, out_layout == "col", *more
     if not traced and flat.are_plain(values, dense[0], bias, other):
@@ -204,7 +204,7 @@ def _checked(A: Any, B: Any, out: Tensor | None, epilogue: Epilogue, dtype: torc
     if out is not None:
         operands.check_out(A, B, out, epilogue)
         if dtype is not None and dtype is not out.dtype:
-            raise InvalidInput(f"dtype= is {told(dtype)} and out {out.dtype}; leave one of them away")
+            raise InvalidInput(f"dtype= is {shown(dtype)} and out {out.dtype}; leave one of them away")
     return Product.of(A, B, out, epilogue, dtype)
 
 
@@ -235,7 +235,7 @@ def _spmm_op(*given: Any) -> Tensor:
     a, transposed = flat.whole(args.parts)
     b: Any = args.b
     if args.b_scale is not None:
-        b = ScaledTensor.unchecked(operands.readable(b), args.b_scale.contiguous(), True)
+        b = QuantizedTensor.unchecked(operands.readable(b), args.b_scale.contiguous(), True)
     epilogue, layout = _op_epilogue(args), "col" if args.by_columns else "row"
     with torch.no_grad():
         return run(Product(a, transposed, b, None, epilogue, layout, args.dtype), args.kernel)
@@ -346,5 +346,5 @@ class Learned(torch.autograd.Function):
 
 
 packing.register()
-for kind in (Semi24, BSR24, Scaled, ScaledTensor):
+for kind in (Semi24, BSR24, Quantized, QuantizedTensor):
     kind.register_matmul(spmm)

@@ -11,25 +11,25 @@ import torch
 from torch import Tensor
 
 from sparsek.core import dtypes
-from sparsek.core.arguments import told
+from sparsek.core.arguments import shown
 from sparsek.core.device import CARDS, Card
 from sparsek.core.errors import InvalidInput, Unsupported
 from sparsek.matrix import two_four
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.bsr24 import BLOCK_STEP, BSR24
-from sparsek.matrix.quantized import Scaled, quantize
+from sparsek.matrix.quantized import Quantized, quantize
 from sparsek.matrix.semi24 import Semi24
 from sparsek.ops.linear import plan_layer
 from sparsek.ops.spmm import plan_spmm
 from sparsek.plan.dense import dense_seconds
 
-Weight = Tensor | BSR | Semi24 | BSR24 | Scaled
+Weight = Tensor | BSR | Semi24 | BSR24 | Quantized
 
 FP8 = "_fp8"
 FORMATS = ("dense", "semi24", "bsr", "bsr24", "dense_fp8", "semi24_fp8", "bsr_fp8", "bsr24_fp8")
 TITLES = {"dense": "dense", "semi24": "2:4", "bsr": "BSR", "bsr24": "BSR24"}
 META = torch.device("meta")
-# A dense W in FP8 is a Scaled BSR that stores every block of so many rows and columns, multiplied by this kernel.
+# A dense W in FP8 is a Quantized BSR that stores every block of so many rows and columns, multiplied by this kernel.
 DENSE_FP8 = "vendor.cublas_fp8"
 DENSE_BLOCK = 128
 
@@ -127,7 +127,7 @@ def ways(
         formats = FORMATS
     for name in formats:
         if name not in FORMATS:
-            raise InvalidInput(f"no format is called {told(name)}; known: {', '.join(FORMATS)}")
+            raise InvalidInput(f"no format is called {shown(name)}; known: {', '.join(FORMATS)}")
         if name.removesuffix(FP8) in ("dense", "semi24"):
             yield Way(name)
             continue
@@ -138,7 +138,7 @@ def ways(
 
 def way_of(weight: Weight) -> Way:
     """What a weight that is stored already is."""
-    if isinstance(weight, Scaled):
+    if isinstance(weight, Quantized):
         inner = way_of(weight.matrix)
         return Way(inner.format + FP8, inner.block, inner.keep)
     if isinstance(weight, BSR):
@@ -152,7 +152,7 @@ def parts_of(weight: Weight) -> tuple[Tensor, ...]:
     """The tensors whose bytes a product reads, but for indices."""
     if isinstance(weight, Tensor):
         return (weight,)
-    if isinstance(weight, Scaled):
+    if isinstance(weight, Quantized):
         return (*parts_of(weight.matrix), weight.scale)
     return (weight.values,) if isinstance(weight, BSR) else (weight.values, weight.meta)
 
@@ -161,7 +161,7 @@ def stored_fraction(weight: Weight) -> float:
     """Stored values over N * K; more than 1 where blocks reach over the edge of a small matrix."""
     if isinstance(weight, Tensor):
         return 1.0
-    inner = weight.matrix if isinstance(weight, Scaled) else weight
+    inner = weight.matrix if isinstance(weight, Quantized) else weight
     return inner.values.numel() / max(1, math.prod(weight.shape))
 
 
@@ -174,9 +174,9 @@ def another(weight: Weight) -> Weight:
     """The same matrix with values of its own, on the same pattern or metadata."""
     if isinstance(weight, Tensor):
         return weight.clone()
-    if isinstance(weight, Scaled):
+    if isinstance(weight, Quantized):
         inner: Any = another(weight.matrix)
-        return Scaled.unchecked(inner, weight.scale, weight.kind, weight.fast_accum)
+        return Quantized.unchecked(inner, weight.scale, weight.kind, weight.fast_accum)
     return _with_values(weight, weight.values.clone())
 
 
@@ -220,7 +220,7 @@ def plan_of(
     """The plan of x [T, K] @ W.T for a sparse weight; call it with `run_plan`. Options as in `plan_spmm`."""
     if isinstance(weight, BSR):
         return plan_spmm(x, weight.T, kernel=kernel, config=config, device=device)
-    if isinstance(weight, (Semi24, BSR24, Scaled)):
+    if isinstance(weight, (Semi24, BSR24, Quantized)):
         return plan_layer(x, weight, kernel=kernel, config=config, device=device)
     raise InvalidInput(f"no plan of a {type(weight).__name__}: torch multiplies it")
 
@@ -232,8 +232,8 @@ def run_plan(plan: Any, x: Tensor, weight: Weight) -> Tensor:
 
 def _unwritten(weight: Any) -> Any:
     """The same without values: for planning only."""
-    if isinstance(weight, Scaled):
+    if isinstance(weight, Quantized):
         scale = torch.empty_like(weight.scale, device=META)
-        return Scaled.unchecked(_unwritten(weight.matrix), scale, weight.kind, weight.fast_accum)
+        return Quantized.unchecked(_unwritten(weight.matrix), scale, weight.kind, weight.fast_accum)
     meta = None if isinstance(weight, BSR) else torch.empty_like(weight.meta, device=META)
     return _with_values(weight, torch.empty_like(weight.values, device=META), meta)

@@ -221,7 +221,7 @@ def new_figure(page: Page) -> Figure:
 def _blocks(obj: Any) -> Blocks:
     drawn = obj.drawn() if hasattr(type(obj), "drawn") else None
     if not isinstance(drawn, Blocks):
-        raise InvalidInput(f"spy draws a BlockPattern or a BSR, not {arguments.told(obj)}")
+        raise InvalidInput(f"spy draws a BlockPattern or a BSR, not {arguments.shown(obj)}")
     return drawn
 
 

@@ -108,7 +108,7 @@ def picture(
     found, path = _head(mask, head, batch), files.as_path("path", path)
     form = path.suffix.lower().removeprefix(".")
     if form not in ("png", "svg"):
-        raise InvalidInput(f"{arguments.told(str(path))}: a picture is a .png or a .svg file")
+        raise InvalidInput(f"{arguments.shown(str(path))}: a picture is a .png or a .svg file")
     arguments.integer("max_pixels", max_pixels, *spy.PIXELS)
     bins = MaskBins.counted(found, spy.Bins.of(found.blank, max_pixels))
     page = spy.Page(bins.width, bins.height, has_scale=True)
@@ -124,7 +124,7 @@ def picture(
 def _head(mask: Any, head: int, batch: int) -> Head:
     found = mask.drawn(head, batch) if hasattr(type(mask), "plot") else None
     if not isinstance(found, Head):
-        raise InvalidInput(f"mask is {arguments.told(mask)}; it must be a BlockMask")
+        raise InvalidInput(f"mask is {arguments.shown(mask)}; it must be a BlockMask")
     return found
 
 

@@ -90,10 +90,10 @@ class SpmmKernel(Kernel[SpmmProblem], Protocol):
     def launch(self, c: Any, work: Any, a: Any, b: Any, out: Tensor, epilogue: Epilogue = PLAIN) -> None:
         """Runs. `out` [..., M, N] is preallocated and fully overwritten; it lies as the problem's c.layout says.
 
-        A quantized `a` is a Scaled, and `b` then a ScaledTensor, turned: b.values [..., N, K] is contiguous and begins
-        on a multiple of 16 bytes, B is b.values.mT, and b.scale is float32 [..., N] or []. Of `a`, a.matrix.values is
-        FP8 and a.scale float32 as a.kind says. The epilogue's bias [M] and other matrix [..., M, N] have out's dtype,
-        and apply to the scaled sums in float32.
+        A quantized `a` is a Quantized, and `b` then a QuantizedTensor, turned: b.values [..., N, K] is contiguous and
+        begins on a multiple of 16 bytes, B is b.values.mT, and b.scale is float32 [..., N] or []. Of `a`,
+        a.matrix.values is FP8 and a.scale float32 as a.kind says. The epilogue's bias [M] and other matrix
+        [..., M, N] have out's dtype, and apply to the scaled sums in float32.
         """
         ...
 

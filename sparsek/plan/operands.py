@@ -11,19 +11,19 @@ import torch
 from torch import Tensor
 
 from sparsek.core import arguments, dtypes
-from sparsek.core.arguments import told
+from sparsek.core.arguments import shown
 from sparsek.core.errors import InvalidInput
 from sparsek.matrix.base import ALIGNMENT
 from sparsek.matrix.bsr import BSR, check_stored
 from sparsek.matrix.bsr24 import BSR24
-from sparsek.matrix.dense8 import ScaledTensor
+from sparsek.matrix.dense8 import QuantizedTensor
 from sparsek.matrix.pattern import BlockPattern
-from sparsek.matrix.quantized import Scaled
+from sparsek.matrix.quantized import Quantized
 from sparsek.matrix.semi24 import Semi24
 from sparsek.reference import epilogue as reference
 from sparsek.reference.epilogue import ACTIVATION_NAMES, PLAIN, Epilogue
 
-SPARSE = (BSR, Semi24, BSR24, Scaled)
+SPARSE = (BSR, Semi24, BSR24, Quantized)
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """What C of an FP8 product may be in, and what such a product rounds."""
 
@@ -50,10 +50,10 @@ def check_operands(a: Any, b: Any) -> None:
     """InvalidInput unless one operand is sparse and the other a dense [..., K, N] or [..., M, K] that fits it."""
     on_left = is_sparse(a)
     if not on_left and not is_sparse(b):
-        fp8 = "sparsek.quantize makes one of a BSR, Semi24 or BSR24, and .dequantize() a tensor of a ScaledTensor"
-        hint = fp8 if ScaledTensor in (type(a), type(b)) else "BSR.from_dense makes one of a dense matrix"
+        fp8 = "sparsek.quantize makes one of a BSR, Semi24 or BSR24, and .dequantize() a tensor of a QuantizedTensor"
+        hint = fp8 if QuantizedTensor in (type(a), type(b)) else "BSR.from_dense makes one of a dense matrix"
         raise InvalidInput(
-            f"A or B must be a BSR, Semi24, BSR24 or Scaled, got {type(a).__name__} and {type(b).__name__}; {hint}"
+            f"A or B must be a BSR, Semi24, BSR24 or Quantized, got {type(a).__name__} and {type(b).__name__}; {hint}"
         )
     name, sparse, other, dense = ("A", a, "B", b) if on_left else ("B", b, "A", a)
     if is_sparse(dense):
@@ -64,7 +64,7 @@ def check_operands(a: Any, b: Any) -> None:
             else f"a {type(sparse).__name__} is multiplied with dense matrices only"
         )
         raise InvalidInput(f"{other} must be a dense torch.Tensor, got {type(dense).__name__}; {hint}")
-    if not on_left and isinstance(sparse, Scaled) and not isinstance(sparse.matrix, BSR):
+    if not on_left and isinstance(sparse, Quantized) and not isinstance(sparse.matrix, BSR):
         raise InvalidInput(
             f"a {type(sparse.matrix).__name__} in FP8 stands on the left, or is the W of sparsek.linear(x, W)"
         )
@@ -78,7 +78,7 @@ def check_operands(a: Any, b: Any) -> None:
         raise InvalidInput(f"A is {list(a.shape)} and B {list(b.shape)}: B needs {a.shape[1]} rows")
     if not on_left and dense.shape[-1] != b.shape[0]:
         raise InvalidInput(f"A is {list(a.shape)} and B {list(b.shape)}: A needs {b.shape[0]} columns")
-    if isinstance(dense, ScaledTensor) and dense.turned != on_left:
+    if isinstance(dense, QuantizedTensor) and dense.turned != on_left:
         how = "sparsek.quantize(B.mT).mT" if on_left else "sparsek.quantize(A)"
         raise InvalidInput(f"{other} is scaled along the wrong side; both operands lie along K: {how}")
 
@@ -86,10 +86,10 @@ def check_operands(a: Any, b: Any) -> None:
 def check_layer(x: Any, w: Any) -> None:
     """InvalidInput unless w [N, K] is sparse and x [..., K] dense, and they fit each other."""
     if not is_sparse(w):
-        raise InvalidInput(f"W must be a BSR, Semi24, BSR24 or Scaled, got {type(w).__name__}")
+        raise InvalidInput(f"W must be a BSR, Semi24, BSR24 or Quantized, got {type(w).__name__}")
     _check_beside("x", x, w, "W")
     _check_columns(x, w)
-    if isinstance(x, ScaledTensor) and x.turned:
+    if isinstance(x, QuantizedTensor) and x.turned:
         raise InvalidInput("x is a transposed view, scaled along the wrong side; use sparsek.quantize(x)")
 
 
@@ -105,7 +105,7 @@ def _check_beside(name: str, x: Any, sparse: Any, other: str) -> None:
     dtype that goes with it."""
     if isinstance(sparse, BSR):
         check_stored(sparse)
-    if not isinstance(sparse, Scaled):
+    if not isinstance(sparse, Quantized):
         _refuse_fp8(name, x, sparse, other)
         check_dense(name, x, sparse, other)
         return
@@ -114,7 +114,7 @@ def _check_beside(name: str, x: Any, sparse: Any, other: str) -> None:
             f"{name} is {x.dtype}; FP8 products round {', '.join(map(str, OUT_DTYPES))}, or take "
             f"sparsek.quantize({name}), which has scales beside its FP8 values"
         )
-    device = x.device if isinstance(x, ScaledTensor) else arguments.dense(name, x).device
+    device = x.device if isinstance(x, QuantizedTensor) else arguments.dense(name, x).device
     if device != sparse.device:
         raise InvalidInput(
             f"{other} is on {sparse.device} and {name} on {device}; move one of them, SparseK does not"
@@ -122,10 +122,10 @@ def _check_beside(name: str, x: Any, sparse: Any, other: str) -> None:
 
 
 def _refuse_fp8(name: str, x: Any, w: Any, other: str) -> None:
-    if isinstance(x, ScaledTensor):
+    if isinstance(x, QuantizedTensor):
         raise InvalidInput(
-            f"{name} is a ScaledTensor, so {other} must be a Scaled, got {type(w).__name__}; sparsek.quantize makes "
-            f"one of a sparse matrix, and {name}.dequantize() is a tensor"
+            f"{name} is a QuantizedTensor, so {other} must be a Quantized, got {type(w).__name__}; sparsek.quantize "
+            f"makes one of a sparse matrix, and {name}.dequantize() is a tensor"
         )
 
 
@@ -150,7 +150,7 @@ def check_given(epilogue: Any) -> None:
     if epilogue is PLAIN:
         return
     if not isinstance(epilogue, Epilogue):
-        raise InvalidInput(f"epilogue is {told(epilogue)}; it must be an Epilogue")
+        raise InvalidInput(f"epilogue is {shown(epilogue)}; it must be an Epilogue")
     if epilogue.other is not None and arguments.dense("other", epilogue.other).dim() < 2:
         raise InvalidInput(f"other is {list(epilogue.other.shape)}; it must have the shape of the product")
 
@@ -203,9 +203,9 @@ def check_linear(x: Any, w: Any, bias: Any, activation: Any, residual: Any) -> N
             )
     else:
         raise InvalidInput(
-            f"W must be a BSR, a Semi24, a BSR24, a Scaled or a dense torch.Tensor, got {type(w).__name__}"
+            f"W must be a BSR, a Semi24, a BSR24, a Quantized or a dense torch.Tensor, got {type(w).__name__}"
         )
-    like = None if isinstance(w, Scaled) else w
+    like = None if isinstance(w, Quantized) else w
     if bias is not None:
         check_dense("bias", bias, like, "W")
         _check_bias(bias, w.shape[0], contiguous=False)
@@ -218,7 +218,7 @@ def check_activation(activation: Any) -> None:
     """InvalidInput unless it is None or the name of an activation."""
     if activation is not None and not (isinstance(activation, str) and activation in ACTIVATION_NAMES):
         raise InvalidInput(
-            f"activation is {told(activation)}; use one of {', '.join(ACTIVATION_NAMES)}, or None"
+            f"activation is {shown(activation)}; use one of {', '.join(ACTIVATION_NAMES)}, or None"
         )
 
 
@@ -277,7 +277,7 @@ def check_wanted(out: Any) -> None:
     """InvalidInput unless `out` says what a product of two BSR should be."""
     if not isinstance(out, BlockPattern) and not (isinstance(out, str) and out in ("dense", "bsr")):
         hint = "; hand over its .pattern" if isinstance(out, BSR) else ""
-        said = told(out) if isinstance(out, str) else type(out).__name__
+        said = shown(out) if isinstance(out, str) else type(out).__name__
         raise InvalidInput(f'out must be "dense", "bsr" or a BlockPattern, got {said}{hint}')
 
 
@@ -322,10 +322,10 @@ def check_out(a: Any, b: Any, out: Any, epilogue: Epilogue = PLAIN) -> None:
     name, sparse, other, dense = ("A", a, "B", b) if is_sparse(a) else ("B", b, "A", a)
     dtype = arguments.dense("out", out).dtype
     read = {f"{name}'s values": sparse.values}
-    if isinstance(sparse, Scaled):
+    if isinstance(sparse, Quantized):
         arguments.dtype("the dtype of out", dtype, OUT_DTYPES)
         read[f"{name}'s scales"] = sparse.scale
-        if isinstance(dense, ScaledTensor):
+        if isinstance(dense, QuantizedTensor):
             read |= {f"{other}'s values": dense.values, f"{other}'s scales": dense.scale}
     else:
         dtype = dense.dtype

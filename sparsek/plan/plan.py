@@ -134,7 +134,7 @@ def check_plan(plan: Any, kind: type[Plan], origin: str, kernel: Any) -> None:
     if not isinstance(plan, kind):
         raise InvalidInput(f"plan must come from {origin}, got {type(plan).__name__}")
     if kernel is not None and arguments.text("kernel", kernel) != plan.kernel:
-        raise InvalidInput(f"kernel={arguments.told(kernel)} contradicts plan, which uses {plan.kernel}")
+        raise InvalidInput(f"kernel={arguments.shown(kernel)} contradicts plan, which uses {plan.kernel}")
 
 
 def bound_seconds(p: Problem) -> float:

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from sparsek.core.arguments import told
+from sparsek.core.arguments import shown
 from sparsek.core.errors import InvalidInput, Unsupported
 from sparsek.plan import table
 from sparsek.plan.problem import Problem
@@ -60,7 +60,7 @@ def select(p: Problem, kernels: Iterable[Any], *, only: str | None = None, confi
             known = isinstance(config, type(chosen)) and (config == chosen or config in kernel.configs(p))
             if not known:
                 raise InvalidInput(
-                    f"{told(config)} is no config of {name} for this problem; its default is {chosen!r}"
+                    f"{shown(config)} is no config of {name} for this problem; its default is {chosen!r}"
                 )
             chosen = config
             tuned = None

@@ -21,9 +21,9 @@ from sparsek.core.errors import InvalidInput, Unsupported
 from sparsek.core.streams import Ready, captured, tensors_in, wait_for
 from sparsek.matrix.bsr import ALIGNMENT, BSR
 from sparsek.matrix.bsr24 import BSR24
-from sparsek.matrix.dense8 import ScaledTensor, quantize_dense
+from sparsek.matrix.dense8 import QuantizedTensor, quantize_dense
 from sparsek.matrix.pattern import BlockPattern
-from sparsek.matrix.quantized import Scaled
+from sparsek.matrix.quantized import Quantized
 from sparsek.matrix.semi24 import Semi24
 from sparsek.matrix.storage import BlockStats, Home
 from sparsek.plan import operands
@@ -38,8 +38,8 @@ OTHER_LAYOUT = {"row": "col", "col": "row", "strided": "strided"}
 E4M3 = torch.float8_e4m3fn
 ANEW = "call plan_spmm(A, B) for this A, or spmm(A, B)"
 
-Matrix = BSR | Semi24 | BSR24 | Scaled
-Dense = Tensor | ScaledTensor
+Matrix = BSR | Semi24 | BSR24 | Quantized
+Dense = Tensor | QuantizedTensor
 
 
 class Product(NamedTuple):
@@ -76,9 +76,9 @@ class Product(NamedTuple):
         dtype, other = (found if out is None else out.dtype), epilogue.other
         if on_left:
             return cls(a, False, b, out, epilogue, "row", dtype)
-        lies = not a.turned if isinstance(a, ScaledTensor) else joins(a, a)
+        lies = not a.turned if isinstance(a, QuantizedTensor) else joins(a, a)
         if a.ndim > 2 and lies and all(x is None or joins(x, a) for x in (out, other)):
-            a = a.rows() if isinstance(a, ScaledTensor) else a.flatten(0, -2)
+            a = a.rows() if isinstance(a, QuantizedTensor) else a.flatten(0, -2)
             out, other = (None if x is None else x.flatten(0, -2) for x in (out, other))
         if other is not None:
             epilogue = replace(epilogue, other=other.mT)
@@ -91,7 +91,7 @@ class Product(NamedTuple):
     ) -> Product:
         """The form of x [..., K] @ w.T, which is (w @ x.T).T, for w [N, K]. `epilogue` is about [..., N]."""
         dtype = dtype_of(w, x, dtype)
-        rows: Any = x.rows() if isinstance(x, ScaledTensor) else tokens(x)
+        rows: Any = x.rows() if isinstance(x, QuantizedTensor) else tokens(x)
         if epilogue.other is not None:
             epilogue = replace(epilogue, other=tokens(epilogue.other).mT)
         return cls(w, False, rows.mT, None, epilogue, "col", dtype)
@@ -105,7 +105,7 @@ class Product(NamedTuple):
     @property
     def matrix(self) -> BSR | Semi24 | BSR24:
         """The sparse matrix without its scales."""
-        return self.a.matrix if isinstance(self.a, Scaled) else self.a
+        return self.a.matrix if isinstance(self.a, Quantized) else self.a
 
     @property
     def wide(self) -> Tensor | None:
@@ -126,7 +126,7 @@ class Product(NamedTuple):
 
     def refuse_gradients(self) -> None:
         """InvalidInput where autograd would expect a gradient that no product of this matrix has."""
-        if isinstance(self.a, Scaled):
+        if isinstance(self.a, Quantized):
             if operands.wants_gradient(self.wide, self.epilogue.bias, self.epilogue.other, self.out):
                 raise InvalidInput(operands.FP8_HAS_NO_GRADIENT)
         elif not isinstance(self.a, BSR) and operands.wants_gradient(self.a.values):
@@ -185,7 +185,7 @@ class SpmmPlan(Plan):
             if out is not None:
                 raise InvalidInput("a plan of a layer makes its output; leave out= away")
             operands.check_layer(a, b)
-            call = Product.layer(a, b, epilogue, dtype if isinstance(b, Scaled) else None)
+            call = Product.layer(a, b, epilogue, dtype if isinstance(b, Quantized) else None)
         else:
             on_left = operands.is_sparse(a)
             if on_left != operands.is_sparse(b) and on_left == self.on_right:
@@ -194,10 +194,10 @@ class SpmmPlan(Plan):
             operands.check_operands(a, b)
             if out is not None:
                 operands.check_out(a, b, out, epilogue)
-            scaled = isinstance(a, Scaled) or isinstance(b, Scaled)
+            scaled = isinstance(a, Quantized) or isinstance(b, Quantized)
             call = Product.of(a, b, out, epilogue, dtype if scaled else None)
         call.check_epilogue()
-        if isinstance(call.a, Scaled):
+        if isinstance(call.a, Quantized):
             call.refuse_gradients()
         elif operands.wants_gradient(call.a.values, call.wide, epilogue.bias, epilogue.other):
             raise InvalidInput(operands.PLAN_HAS_NO_GRADIENT.format(op="spmm"))
@@ -224,7 +224,7 @@ class SpmmPlan(Plan):
         kernel, config, _ = self.choice
         if self.made is not None and not capturing:
             wait_for(self.made, tensors_in(self.work))
-        if isinstance(a, Scaled) and isinstance(b, Tensor):
+        if isinstance(a, Quantized) and isinstance(b, Tensor):
             b = quantize_dense(b.mT, E4M3, "row", check=False).mT
         make = getattr(kernel, "make", None)
         if out is None and make is not None and p.m * p.n * p.batch:
@@ -409,7 +409,7 @@ def problem(call: Product, card: Card, counted: bool = True) -> SpmmProblem:
     m, k = call.shape
     b, epilogue = call.b, call.epilogue
     other, plain = epilogue.other, epilogue.is_plain
-    if isinstance(call.a, Scaled):
+    if isinstance(call.a, Quantized):
         wide = isinstance(b, Tensor)
         dtype, rounds = (E4M3, dtypes.name(b.dtype)) if wide else (b.dtype, "")
         scale = "column" if wide or b.kind == "row" else "tensor"
@@ -427,7 +427,7 @@ def problem(call: Product, card: Card, counted: bool = True) -> SpmmProblem:
         card=card,
         batch=b.shape[:-2].numel(),
         aligned=is_aligned(call),
-        tf32=operands.allows_tf32(b.dtype) and not isinstance(call.a, Scaled),
+        tf32=operands.allows_tf32(b.dtype) and not isinstance(call.a, Quantized),
         has_alpha=epilogue.alpha != 1,
         bias=epilogue.bias is not None,
         activation=epilogue.activation,
@@ -439,7 +439,7 @@ def problem(call: Product, card: Card, counted: bool = True) -> SpmmProblem:
 def key(call: Product) -> tuple[Any, ...]:
     """All of a call that its plan depends on but the home of A: calls alike in this fit the same plan."""
     a, transposed, b, out, epilogue, out_layout, dtype = call
-    if isinstance(a, Scaled):
+    if isinstance(a, Quantized):
         matrix = a.matrix
         stored = type(matrix), a.kind, a.fast_accum
         dense = (
@@ -475,7 +475,7 @@ def is_aligned(call: Product) -> bool:
             return False
     if a.values.data_ptr() % ALIGNMENT:
         return False
-    if isinstance(a, Scaled):
+    if isinstance(a, Quantized):
         start = 0 if isinstance(b, Tensor) else b.values.data_ptr()
         if b.shape[-2] % ALIGNMENT or start % ALIGNMENT:
             return False
@@ -492,7 +492,7 @@ def _in_place(call: Product) -> bool:
 
 def dtype_of(sparse: Matrix, dense: Dense, asked: torch.dtype | None) -> torch.dtype:
     """C's dtype: that of the operands; in FP8 the one asked for, or that of a dense operand that came wide, or bf16."""
-    if isinstance(sparse, Scaled):
+    if isinstance(sparse, Quantized):
         if asked is not None:
             return arguments.dtype("dtype", asked, operands.OUT_DTYPES)
         return dense.dtype if isinstance(dense, Tensor) else torch.bfloat16

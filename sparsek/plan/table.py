@@ -112,16 +112,16 @@ def matching(configs: Iterable[Any], wanted: Mapping[str, Any], paced: Sequence[
     """
     near = None
     for config in configs:
-        told = as_json(config)
-        if told == wanted:
+        stated = as_json(config)
+        if stated == wanted:
             return config
-        if near is None and _without(told, paced) == _without(wanted, paced):
+        if near is None and _without(stated, paced) == _without(wanted, paced):
             near = config
     return near
 
 
-def _without(told: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    return {name: value for name, value in told.items() if name not in names}
+def _without(stated: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    return {name: value for name, value in stated.items() if name not in names}
 
 
 def tuned(p: Any, kernel: Any, default: Any) -> Tuned | None:

@@ -1,1 +1,1 @@
-"""Floor 2: every operation in plain torch, differentiable, on any device. The reference is the specification."""
+"""Every operation in plain torch, differentiable, on any device. The reference is the specification."""

@@ -131,7 +131,7 @@ def met(x: Tensor, seen: Tensor) -> Tensor:
     return per_query_head.masked_fill(~seen.any(-2).unsqueeze(-1), 0)
 
 
-def merge(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
+def merge_attention(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
     """(o, lse) of attention to two disjoint sets of keys, from the results for each: o [..., Dv] and lse [...].
 
     lse = log(exp(lse1) + exp(lse2)) and o = exp(lse1 - lse) o1 + exp(lse2 - lse) o2, summed in float32, or float64 if
@@ -199,7 +199,7 @@ def _check_parts(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> None:
     fits = o1.ndim > 0 and o1.shape == o2.shape and lse1.shape == lse2.shape == o1.shape[:-1]
     if not fits or any(len(kind) > 1 for kind in kinds) or o1.device != lse1.device:
         found = ", ".join(f"{name} {_describe(x)}" for name, x in parts.items())
-        raise InvalidInput(f"merge needs o [..., Dv] and lse [...] of one kind each, got {found}")
+        raise InvalidInput(f"merge_attention needs o [..., Dv] and lse [...] of one kind each, got {found}")
     if lse1.dtype not in (torch.float32, torch.float64):
         raise InvalidInput(f"lse must be float32 or float64, got {lse1.dtype}")
 

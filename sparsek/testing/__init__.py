@@ -1,1 +1,1 @@
-"""Floor 3: how kernels are judged: error budgets, poisoned outputs, and the cases. Users may judge theirs with it."""
+"""How kernels are judged: error budgets, poisoned outputs, and the cases. Users may judge theirs with it."""

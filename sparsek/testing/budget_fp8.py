@@ -1,7 +1,7 @@
 """How wrong FP8 products may be: twice as wrong as a dense product of the same FP8 values on a tensor core.
 
 Compared are products of the same FP8 values and scales, in float64. What rounding to FP8 itself costs is no part of it:
-`Scaled.error` and `ScaledTensor.error` tell that.
+`Quantized.error` and `QuantizedTensor.error` tell that.
 
 The dense product is summed in float32 and rounded to C's dtype. A tensor core is not as good: Hopper's aligns the
 products of a step to the largest and keeps some 13 bits below it, before they enter a float32 sum. CORE is what that
@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from sparsek.core import dtypes
-from sparsek.matrix.dense8 import ScaledTensor
-from sparsek.matrix.quantized import Scaled
+from sparsek.matrix.dense8 import QuantizedTensor
+from sparsek.matrix.quantized import Quantized
 from sparsek.reference.epilogue import PLAIN, Epilogue, in_float64
-from sparsek.reference.scaled import scaled
+from sparsek.reference.quantized import product
 from sparsek.testing.budget import FACTOR, UNIT, Bound, Gate, product_rounding, using_tf32
 
 CORE = 2.0**-11
@@ -32,8 +32,8 @@ SCALED = (
 BITS = 13  # that a tensor core keeps below the largest number of a step
 
 
-def check_scaled(
-    a: Scaled, b: ScaledTensor, out: Tensor, epilogue: Epilogue = PLAIN, *, core: float = CORE
+def check_quantized(
+    a: Quantized, b: QuantizedTensor, out: Tensor, epilogue: Epilogue = PLAIN, *, core: float = CORE
 ) -> Gate:
     """Judges out [..., M, N] as the product of `a` and b [..., K, N] with `epilogue`, in any of C's dtypes.
 
@@ -42,7 +42,7 @@ def check_scaled(
     more than twice the error of the dense product.
     """
     with torch.no_grad(), using_tf32(False), dtypes.as_given(out.device):
-        exact = scaled(a, b, in_float64(epilogue), torch.float64)
+        exact = product(a, b, in_float64(epilogue), torch.float64)
         left, right = a.to_dense(torch.float32), b.dequantize(torch.float32)
         bias, other = (None if x is None else x.float() for x in (epilogue.bias, epilogue.other))
         dense = replace(epilogue, bias=bias, other=other).apply(left @ right).to(out.dtype)
@@ -82,8 +82,8 @@ def tensor_core_error(left: Tensor, right: Tensor) -> Tensor:
 
 
 def check_linear_fp8(
-    x: ScaledTensor,
-    w: Scaled,
+    x: QuantizedTensor,
+    w: Quantized,
     out: Tensor,
     bias: Tensor | None = None,
     activation: str | None = None,
@@ -91,9 +91,9 @@ def check_linear_fp8(
     *,
     core: float = CORE,
 ) -> Gate:
-    """Judges out [..., N] as act(x @ W.T + bias) + residual for x [..., K], as `check_scaled` does with an epilogue."""
+    """Judges out [..., N] as act(x @ W.T + bias) + residual for x [..., K], as `check_quantized` does."""
     rows = x.rows()
     tokens = rows.shape[0]
     rest = None if residual is None else residual.reshape(tokens, w.shape[0]).mT
     epilogue = Epilogue(bias=bias, activation=activation or "", other=rest)
-    return check_scaled(w, rows.mT, out.reshape(tokens, w.shape[0]).mT, epilogue, core=core)
+    return check_quantized(w, rows.mT, out.reshape(tokens, w.shape[0]).mT, epilogue, core=core)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from sparsek.matrix.bsr24 import BSR24
-from sparsek.matrix.dense8 import ScaledTensor
-from sparsek.matrix.quantized import Scaled, quantize
+from sparsek.matrix.dense8 import QuantizedTensor
+from sparsek.matrix.quantized import Quantized, quantize
 from sparsek.matrix.random import random_bsr
 from sparsek.matrix.semi24 import Semi24
 from sparsek.reference.epilogue import Epilogue
@@ -67,7 +67,7 @@ class CaseFp8:
 
     def make(
         self, device: str = "cpu", dtype: torch.dtype = torch.float32, seed: int = 0
-    ) -> tuple[Scaled, ScaledTensor, Epilogue, Tensor]:
+    ) -> tuple[Quantized, QuantizedTensor, Epilogue, Tensor]:
         """A, B, the epilogue and an output full of NaN, in `dtype` on `device`.
 
         Rows of A and columns of B differ in size by powers of two, so that a scale in the wrong place is seen.

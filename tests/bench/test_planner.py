@@ -17,7 +17,7 @@ from sparsek.cli.__main__ import app
 from sparsek.core.clock import Times
 from sparsek.core.device import CPU
 from sparsek.core.errors import InvalidInput
-from sparsek.ops import choose as plan_linear
+from sparsek.ops import choose as choose_format
 from sparsek.ops.weight_formats import way_of
 
 FEW = PlannerCase("few", "fp32")
@@ -46,12 +46,12 @@ def chooses(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """`chooses(format)`: the predictions favour it."""
 
     def favour(form: str) -> None:
-        real = plan_linear.predict
+        real = choose_format.predict
 
         def predict(weight: Any, *rest: Any) -> Any:
             return real(weight, *rest)._replace(seconds=1e-6 if way_of(weight).format == form else 1e-3)
 
-        monkeypatch.setattr(plan_linear, "predict", predict)
+        monkeypatch.setattr(choose_format, "predict", predict)
 
     return favour
 

@@ -26,8 +26,8 @@ from sparsek.bench.suites.story import StoryCase
 from sparsek.core.errors import InvalidInput, Unsupported
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.bsr24 import BSR24
-from sparsek.matrix.dense8 import ScaledTensor
-from sparsek.matrix.quantized import Scaled
+from sparsek.matrix.dense8 import QuantizedTensor
+from sparsek.matrix.quantized import Quantized
 from sparsek.matrix.semi24 import Semi24
 
 CPU = torch.device("cpu")
@@ -62,9 +62,9 @@ def floats_in(value: Any) -> Iterable[torch.Tensor]:
     elif isinstance(value, dict):
         for each in value.values():
             yield from floats_in(each)
-    elif isinstance(value, BSR | BSR24 | Semi24 | ScaledTensor):
+    elif isinstance(value, BSR | BSR24 | Semi24 | QuantizedTensor):
         yield value.values
-    elif isinstance(value, Scaled):
+    elif isinstance(value, Quantized):
         yield value.matrix.values
 
 

@@ -98,15 +98,15 @@ def test_a_value_whose_repr_raises_is_told_by_its_type() -> None:
         def __repr__(self) -> str:
             raise RuntimeError
 
-    assert arguments.told(Broken()) == "a Broken"
-    assert arguments.told((Broken(), 1)) == "a tuple"
+    assert arguments.shown(Broken()) == "a Broken"
+    assert arguments.shown((Broken(), 1)) == "a tuple"
 
 
 def test_tensors_without_a_shape_are_told_all_the_same() -> None:
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
-    assert arguments.told(nested) == "a torch.Tensor, torch.float32, nested"
+    assert arguments.shown(nested) == "a torch.Tensor, torch.float32, nested"
     assert (
-        arguments.told(torch.eye(2).to_sparse())
+        arguments.shown(torch.eye(2).to_sparse())
         == "a torch.Tensor, torch.float32 [2, 2], layout torch.sparse_coo"
     )
 

@@ -116,7 +116,7 @@ def test_a_plan_for_a_card_by_its_data_sheet_says_so(name: str) -> None:
     texts = [
         plan.explain(),
         sk.plan_attention(q, q, q, device=name).explain(),
-        sk.plan_linear(a.to_dense(), b.mT, device=name).explain(),
+        sk.choose_format(b.mT, a.to_dense(), device=name).explain(),
     ]
     assert all(said in text.splitlines() for text in texts)
     assert all(f"on {CARDS[name].name}" in text for text in texts)

@@ -16,7 +16,7 @@ from sparsek.core.errors import InvalidFile, InvalidInput
 from sparsek.files import io
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.bsr24 import BSR24
-from sparsek.matrix.quantized import Scaled, quantize
+from sparsek.matrix.quantized import Quantized, quantize
 from sparsek.matrix.random import random_bsr
 from sparsek.matrix.semi24 import Semi24
 from tests.files.test_io import crc_of, damaged, damages, forge
@@ -81,7 +81,7 @@ def test_a_file_with_all_sorts_is_aligned_and_any_reader_opens_it(tmp_path: Path
     io.save(saved, tmp_path / "d.safetensors")
     loaded = io.load(tmp_path / "d.safetensors")
     for name, each in saved.items():
-        assert (same if isinstance(each, Scaled) else same_matrix)(loaded[name], each)
+        assert (same if isinstance(each, Quantized) else same_matrix)(loaded[name], each)
     tensors = load_file(tmp_path / "d.safetensors")
     assert tensors["f.values"].dtype == E4M3
     assert torch.equal(tensors["f.scale"], saved["f"].scale)
@@ -109,7 +109,7 @@ def test_what_was_spoiled_in_place_is_not_saved(tmp_path: Path):
     assert os.listdir(tmp_path) == []
 
 
-def parts(q: Scaled) -> dict[str, Tensor]:
+def parts(q: Quantized) -> dict[str, Tensor]:
     a: Any = q.matrix
     found = {} if isinstance(a, Semi24) else {"indptr": a.pattern.indptr, "indices": a.pattern.indices}
     found["values"] = a.values
@@ -118,7 +118,7 @@ def parts(q: Scaled) -> dict[str, Tensor]:
     return {f"matrix.{name}": part for name, part in (found | {"scale": q.scale}).items()}
 
 
-def forged(path: Path, q: Scaled, tensors: dict[str, Tensor], **changes: Any) -> Path:
+def forged(path: Path, q: Quantized, tensors: dict[str, Tensor], **changes: Any) -> Path:
     record = {
         "kind": "scaled",
         "of": type(q.matrix).__name__.lower(),

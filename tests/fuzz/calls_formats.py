@@ -64,12 +64,12 @@ def _24(kind: Any, dtype: torch.dtype) -> Any:
 
 
 @lru_cache
-def scaled(kind: str = "row", of: str = "bsr") -> sk.Scaled:
+def scaled(kind: str = "row", of: str = "bsr") -> sk.Quantized:
     return sk.quantize(bsr() if of == "bsr" else _24(sk.Semi24, torch.float32), scale=kind)
 
 
 @lru_cache
-def scaled_tensor(turned: bool = False) -> sk.ScaledTensor:
+def scaled_tensor(turned: bool = False) -> sk.QuantizedTensor:
     made = sk.quantize(dense())
     return made.mT if turned else made
 
@@ -171,10 +171,10 @@ def _quantized(random: Random) -> Any:
 
 def _scaled_parts(random: Random) -> Any:
     q = scaled(random.choice(("row", "tensor", "block")))
-    return sk.Scaled, {"matrix": q.matrix, "scale": q.scale, "kind": q.kind, "fast_accum": False}
+    return sk.Quantized, {"matrix": q.matrix, "scale": q.scale, "kind": q.kind, "fast_accum": False}
 
 
-def any_scaled(random: Random) -> sk.Scaled:
+def any_scaled(random: Random) -> sk.Quantized:
     return random.choice((scaled(), scaled("tensor"), scaled("block"), scaled("row", "semi24")))
 
 
@@ -309,28 +309,28 @@ CALLS: dict[str, Call] = {
     "BSR24": Call(lambda random: (sk.BSR24, _parts(_24(sk.BSR24, torch.float32)))),
     "BSR24.from_bsr": Call(function(sk.BSR24.from_bsr, a=bsr(), exact=False)),
     "BSR24.from_dense": Call(with_rule(sk.BSR24.from_dense, exact=True), RULE),
-    "Scaled": Call(_scaled_parts),
-    "Scaled.to": Call(
+    "Quantized": Call(_scaled_parts),
+    "Quantized.to": Call(
         method("to", any_scaled, device="cpu", dtype=E4M3), {**PLACE, "device": "none text dtype"}
     ),
-    "Scaled.with_fast_accum": Call(method("with_fast_accum", any_scaled, fast_accum=False)),
-    "Scaled.dequantize": Call(method("dequantize", any_scaled, dtype=torch.float32)),
-    "Scaled.to_dense": Call(method("to_dense", any_scaled, dtype=torch.float32)),
-    "Scaled.error": Call(method("error", lambda random: scaled(), a=bsr())),
-    "ScaledTensor": Call(
+    "Quantized.with_fast_accum": Call(method("with_fast_accum", any_scaled, fast_accum=False)),
+    "Quantized.dequantize": Call(method("dequantize", any_scaled, dtype=torch.float32)),
+    "Quantized.to_dense": Call(method("to_dense", any_scaled, dtype=torch.float32)),
+    "Quantized.error": Call(method("error", lambda random: scaled(), a=bsr())),
+    "QuantizedTensor": Call(
         lambda random: (
-            sk.ScaledTensor,
+            sk.QuantizedTensor,
             {"values": scaled_tensor().values, "scale": scaled_tensor().scale, "turned": False},
         )
     ),
-    "ScaledTensor.to": Call(method("to", lambda random: scaled_tensor(True), device="cpu"), PLACE),
-    "ScaledTensor.dequantize": Call(
+    "QuantizedTensor.to": Call(method("to", lambda random: scaled_tensor(True), device="cpu"), PLACE),
+    "QuantizedTensor.dequantize": Call(
         method("dequantize", lambda random: scaled_tensor(True), dtype=torch.float32)
     ),
-    "ScaledTensor.error": Call(method("error", lambda random: scaled_tensor(), x=dense())),
+    "QuantizedTensor.error": Call(method("error", lambda random: scaled_tensor(), x=dense())),
     "quantize": Call(_quantized, {"a": "tensor BSR Semi24"}),
     "random_bsr": Call(_sizes, {**BLOCK, **PLACE, "density": "int"}),
-    "save": Call(_saved, {"path": "text", "obj": "dict BSR Semi24 Scaled BlockMask"}, errors=(OSError,)),
+    "save": Call(_saved, {"path": "text", "obj": "dict BSR Semi24 Quantized BlockMask"}, errors=(OSError,)),
     "load": Call(_loaded, {"path": "text", "name": "none text", "device": "none text"}, errors=(OSError,)),
     "BlockMask": Call(_mask_parts, {"lo": "none", "hi": "none", "rules": "none", "bits": "none"}),
     "BlockMask (lists)": Call(_mask_lists, {**BLOCK, "lo": "none", "hi": "none", "sizes": "any"}),
@@ -434,8 +434,8 @@ REASONS = {
     "BSR24.to_dense": "drawn under Semi24.to_dense",
     "BSR24.kept_norm": "drawn under Semi24.kept_norm",
     "BSR24.requires_grad_": "drawn under Semi24.requires_grad_",
-    "Scaled.requires_grad_": "drawn under Semi24.requires_grad_",
-    "ScaledTensor.requires_grad_": "drawn under Semi24.requires_grad_",
+    "Quantized.requires_grad_": "drawn under Semi24.requires_grad_",
+    "QuantizedTensor.requires_grad_": "drawn under Semi24.requires_grad_",
 }
 
 

@@ -41,12 +41,12 @@ def two_four(kind: Any = sk.Semi24) -> Any:
 
 
 @lru_cache
-def fp8() -> sk.Scaled:
+def fp8() -> sk.Quantized:
     return sk.quantize(bsr(dtype=BF16))
 
 
 @lru_cache
-def rounded() -> sk.ScaledTensor:
+def rounded() -> sk.QuantizedTensor:
     return sk.quantize(dense(48, 64, dtype=BF16))
 
 
@@ -81,8 +81,8 @@ def plan(name: str) -> Any:
         "spgemm": lambda: sk.plan_spgemm(bsr(), bsr(64, 96)),
         "attention": lambda: sk.plan_attention(q, k, v, mask(), return_lse=True),
         "backward": lambda: sk.plan_attention_backward(q, k, v, mask()),
-        "linear": lambda: sk.plan_linear(
-            dense(128, 64), dense(48, 64), formats=["dense", "bsr"], block=32, keep=0.5
+        "linear": lambda: sk.choose_format(
+            dense(48, 64), dense(128, 64), formats=["dense", "bsr"], block=32, keep=0.5
         ),
     }
     return made[name]()
@@ -118,8 +118,8 @@ def _reset(random: Random) -> Made:
     return made.reset_parameters, {"generator": torch.Generator().manual_seed(0)}
 
 
-MATRIX = "BSR Semi24 BSR24 Scaled"
-DENSE = "tensor ScaledTensor"
+MATRIX = "BSR Semi24 BSR24 Quantized"
+DENSE = "tensor QuantizedTensor"
 NAMED = {"kernel": "text none"}
 NUMBERS = {"alpha": "int float", "beta": "int float"}
 PRODUCT = {**NUMBERS, **NAMED, "A": MATRIX, "B": DENSE, "out": "tensor none", "dtype": "none dtype"}
@@ -245,7 +245,7 @@ CALLS: dict[str, Call] = {
         VARLEN,
     ),
     "merge": Call(
-        function(sk.merge, o1=dense(2, 3, 8), lse1=dense(2, 3), o2=dense(2, 3, 8), lse2=dense(2, 3))
+        function(sk.merge_attention, o1=dense(2, 3, 8), lse1=dense(2, 3), o2=dense(2, 3, 8), lse2=dense(2, 3))
     ),
     "MaskPolicy": Call(function(sk.MaskPolicy, window=64, sinks=2, topk=None, causal=True, block=64), POLICY),
     "MaskPolicy (stride)": Call(
@@ -313,9 +313,9 @@ CALLS: dict[str, Call] = {
         ),
         PLANNED | ATTENTION,
     ),
-    "plan_linear": Call(
+    "choose_format": Call(
         function(
-            sk.plan_linear,
+            sk.choose_format,
             W=dense(128, 64),
             x=X,
             keep=[0.5, 0.25],
@@ -337,9 +337,15 @@ CALLS: dict[str, Call] = {
         },
         every=5,
     ),
-    "plan_linear (BSR)": Call(
+    "choose_format (BSR)": Call(
         function(
-            sk.plan_linear, W=bsr(), x=(48, 64), keep=0.5, block=[32, (32, 64)], formats="bsr", device="h200"
+            sk.choose_format,
+            W=bsr(),
+            x=(48, 64),
+            keep=0.5,
+            block=[32, (32, 64)],
+            formats="bsr",
+            device="h200",
         ),
         {
             "W": f"{MATRIX} tensor",
@@ -351,7 +357,9 @@ CALLS: dict[str, Call] = {
         },
         every=5,
     ),
-    "LinearPlan": Call(function(plan("linear"), x=X, bias=BIAS, activation="silu", residual=RESIDUAL), LAYER),
+    "FormatChoice": Call(
+        function(plan("linear"), x=X, bias=BIAS, activation="silu", residual=RESIDUAL), LAYER
+    ),
     "Plan": Call(function(plan("spmm"), a=bsr(), b=B, out=None, epilogue=PLAIN)),
     "Plan (right)": Call(function(plan("right"), a=RESIDUAL, b=bsr(), epilogue=PLAIN)),
     "Plan (2:4)": Call(function(plan("semi24"), a=two_four(), b=B, out=None, epilogue=PLAIN)),

@@ -267,8 +267,8 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "BSR.T": lambda: sk.random_bsr(64, 96, 32, 0.5).T,
     "BlockPattern": lambda: sk.random_bsr(64, 64, 64, 0.5).pattern,
     "Semi24": lambda: sk.Semi24.from_dense(torch.ones(64, 64)),
-    "ScaledTensor": lambda: sk.quantize(torch.ones(64, 64)),
-    "Scaled": lambda: sk.quantize(sk.random_bsr(64, 64, 32, 0.5)),
+    "QuantizedTensor": lambda: sk.quantize(torch.ones(64, 64)),
+    "Quantized": lambda: sk.quantize(sk.random_bsr(64, 64, 32, 0.5)),
     "BlockMask": lambda: sk.BlockMask.causal(64, block=64),
 }
 
@@ -457,7 +457,7 @@ def sound(result: Any) -> None:
 
 
 def _matrices(result: Any) -> list[Any]:
-    known = (sk.BSR, sk.Semi24, sk.BSR24, sk.Scaled, sk.ScaledTensor, sk.BlockMask, sk.BlockPattern)
+    known = (sk.BSR, sk.Semi24, sk.BSR24, sk.Quantized, sk.QuantizedTensor, sk.BlockMask, sk.BlockPattern)
     leaves = _pytree.tree_leaves(result, is_leaf=lambda each: isinstance(each, known))
     return [each for each in leaves if isinstance(each, known)]
 
@@ -473,10 +473,10 @@ def _rebuilt(part: Any) -> None:
     elif isinstance(part, sk.BSR24):
         _rebuilt(part.pattern)
         sk.BSR24(part.pattern, part.values, part.meta)
-    elif isinstance(part, sk.Scaled):
-        sk.Scaled(part.matrix, part.scale, part.kind, part.fast_accum)
-    elif isinstance(part, sk.ScaledTensor):
-        sk.ScaledTensor(part.values, part.scale, part.turned)
+    elif isinstance(part, sk.Quantized):
+        sk.Quantized(part.matrix, part.scale, part.kind, part.fast_accum)
+    elif isinstance(part, sk.QuantizedTensor):
+        sk.QuantizedTensor(part.values, part.scale, part.turned)
     elif isinstance(part, sk.BlockMask):
         made, given = part.__reduce__()
         again = made(*given)

@@ -76,7 +76,7 @@ def check_code_of_next(cases: Sequence[tuple[Config, str]]) -> None:
     assert {code.triton for code in codes} == {pinned}
     for (c, dtype), code in zip(cases, codes, strict=True):
         # ptxas of CUDA 13.4 spills 52 bytes where fp16 has every part of an epilogue and rows are split (2026-11-21).
-        fullest = dtype == "fp16" and c.bias and c.scaled and c.split and c.activation and c.combine
+        fullest = dtype == "fp16" and c.bias and c.has_alpha and c.split and c.activation and c.combine
         check_code(c, dtype, code, *((16, 64) if fullest else (0, 0)))
 
 

@@ -5,24 +5,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsek.matrix.dense8 import ScaledTensor
-from sparsek.matrix.quantized import Scaled
+from sparsek.matrix.dense8 import QuantizedTensor
+from sparsek.matrix.quantized import Quantized
 from sparsek.reference.epilogue import PLAIN, Epilogue
-from sparsek.testing.budget_fp8 import CORE, check_scaled
+from sparsek.testing.budget_fp8 import CORE, check_quantized
 from sparsek.testing.cases_fp8 import CaseFp8
 from sparsek.testing.poison import poisoned
 from tests.kernels.planned import posed
 
 
-def problem(a: Scaled, b: ScaledTensor, out: Tensor, epilogue: Epilogue = PLAIN) -> Any:
+def problem(a: Quantized, b: QuantizedTensor, out: Tensor, epilogue: Epilogue = PLAIN) -> Any:
     """The problem that a @ b poses, C lying as `out` does."""
     return posed(a, b, out, epilogue)
 
 
 def multiply(
     kernel: Any,
-    a: Scaled,
-    b: ScaledTensor,
+    a: Quantized,
+    b: QuantizedTensor,
     epilogue: Epilogue = PLAIN,
     out: Tensor | None = None,
     *,
@@ -52,5 +52,5 @@ def hold(
     before = out if epilogue.other is None else epilogue.other.clone()
     multiply(kernel, a, b, epilogue, out, config=config)
     assert epilogue.other is None or torch.equal(epilogue.other, before)
-    gate = check_scaled(a, b, out, epilogue, core=core)
+    gate = check_quantized(a, b, out, epilogue, core=core)
     assert gate.passed, f"{case}: {gate}"

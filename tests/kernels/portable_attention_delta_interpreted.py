@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from sparsek.core import env
-from sparsek.kernels.attention.delta import cast_scaled, prepare_rows
+from sparsek.kernels.attention.delta import cast_quantized, prepare_rows
 from sparsek.testing.poison import poisoned
 
 assert env.interpreting(), "run through test_portable_attention_delta.py, which sets TRITON_INTERPRET=1"
@@ -76,7 +76,7 @@ def test_a_cast_scales_and_rounds_once(dim: int) -> None:
         acc = normal(2, 3, rows, width + more)
         acc[:, :, 70:], acc[..., dim:] = torch.nan, torch.nan
         dq = poisoned((2, 3, 70, dim), HALF)
-        cast_scaled(acc, 0.3, dq)
+        cast_quantized(acc, 0.3, dq)
         assert torch.equal(dq, (acc[:, :, :70, :dim] * torch.tensor(0.3)).to(HALF))
 
 
@@ -84,18 +84,18 @@ def test_rows_without_a_turn_are_zero_whatever_the_sum_holds() -> None:
     acc, dq = normal(2, 3, 256, 64), poisoned((2, 3, 200, 64), HALF)
     turns = torch.randint(0, 3, (2, 3, 4), dtype=torch.int32)
     seen = (turns > 0).repeat_interleave(64, 2)[..., None]
-    cast_scaled(acc.masked_fill(~seen, torch.nan), 0.5, dq, turns.flatten())
+    cast_quantized(acc.masked_fill(~seen, torch.nan), 0.5, dq, turns.flatten())
     assert torch.equal(dq, torch.where(seen, acc * 0.5, 0)[:, :, :200].to(HALF))
 
 
 def test_a_cast_writes_any_strides_and_nothing_beside() -> None:
     acc, room = normal(2, 3, 64, 64), poisoned((2, 60, 4, 72), HALF)
     dq = room[:, :50, :3, :64].transpose(1, 2)
-    cast_scaled(acc, 2.0, dq)
+    cast_quantized(acc, 2.0, dq)
     assert torch.equal(dq, (acc[:, :, :50] * 2).to(HALF))
     dq.fill_(torch.nan)
     assert room.isnan().all()
     turned = poisoned((2, 3, 64, 50), HALF).mT
-    cast_scaled(acc, 1.0, turned)
+    cast_quantized(acc, 1.0, turned)
     assert torch.equal(turned, acc[:, :, :50].to(HALF))
-    cast_scaled(acc[:0], 1.0, turned[:0])
+    cast_quantized(acc[:0], 1.0, turned[:0])

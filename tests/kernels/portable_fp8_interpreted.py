@@ -15,7 +15,7 @@ from sparsek.kernels.spmm import portable_24_fp8 as semi24_fp8
 from sparsek.kernels.spmm import portable_bsr24_fp8 as bsr24_fp8
 from sparsek.kernels.spmm import portable_fp8 as spmm_fp8
 from sparsek.kernels.spmm.tiles_fp8 import TABLE, Config
-from sparsek.matrix import dense8 as scaled_tensor
+from sparsek.matrix import dense8
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.bsr24 import BSR24
 from sparsek.matrix.quantized import quantize
@@ -115,7 +115,7 @@ def test_rows_are_rounded_to_the_bits_that_torch_finds(at: int):
         views = [x, x[..., ::2], x.expand(2, *shape)] + ([x.mT] if x.ndim > 1 and x.shape[-1] < 9000 else [])
         for each in views:
             made = round_fp8.round_rows(each, to)
-            right = scaled_tensor._rounded_rows(each, to)
+            right = dense8._rounded_rows(each, to)
             assert made is not None
             for found, wanted in zip(made, right, strict=True):
                 assert found.shape == wanted.shape
@@ -127,7 +127,7 @@ def test_rows_are_rounded_to_the_bits_that_torch_finds(at: int):
 def test_rows_of_zeros_tiny_numbers_nan_and_inf_have_the_scales_that_torch_finds():
     x = torch.randn(6, 48)
     x[1], x[2], x[3, 5], x[4, 6] = 0, 1e-42, torch.nan, -torch.inf
-    made, right = round_fp8.round_rows(x, E4M3), scaled_tensor._rounded_rows(x, E4M3)
+    made, right = round_fp8.round_rows(x, E4M3), dense8._rounded_rows(x, E4M3)
     assert made is not None
     for found, wanted in zip(made, right, strict=True):
         assert torch.equal(found.float().nan_to_num(-7.0), wanted.float().nan_to_num(-7.0))

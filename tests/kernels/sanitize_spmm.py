@@ -41,8 +41,8 @@ def main(name: str) -> None:
         chosen = [kernel.default(p)]
         if kernel.name == "hopper.spmm":
             # With several merged rows and with none; the widest tile of each.
-            for merge in {c.merge for c in every}:
-                chosen.append(max((c for c in every if c.merge == merge), key=lambda c: c.block_cols))
+            for merge in {c.joined_rows for c in every}:
+                chosen.append(max((c for c in every if c.joined_rows == merge), key=lambda c: c.block_cols))
         for c in dict.fromkeys(chosen):
             out = poisoned((m, n), b.dtype, "cuda")
             kernel.launch(c, kernel.prepare(p, c, a), a, b, out)

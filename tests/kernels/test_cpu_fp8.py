@@ -10,9 +10,9 @@ from sparsek.kernels import load, names_for
 from sparsek.kernels.spmm import cpu_fp8 as cpu
 from sparsek.kernels.spmm import vendor_cublas_fp8 as cublas_fp8
 from sparsek.matrix.bsr import BSR
-from sparsek.matrix.dense8 import ScaledTensor
-from sparsek.matrix.quantized import Scaled, quantize
-from sparsek.reference.scaled import scaled
+from sparsek.matrix.dense8 import QuantizedTensor
+from sparsek.matrix.quantized import Quantized, quantize
+from sparsek.reference.quantized import product
 from sparsek.testing.cases_fp8 import FP8_CASES, CaseFp8, Scales
 from tests.kernels.planned_fp8 import hold, multiply, problem
 from tests.problems import changed, fp8_problem
@@ -87,7 +87,7 @@ def test_the_reference_kernel_gives_the_bits_of_the_reference():
     for at in (0, 19, 26):
         a, b, epilogue, out = FP8_CASES[at].make(dtype=BF16)
         multiply(load("reference.spmm_fp8"), a, b, epilogue, out)
-        assert torch.equal(out, scaled(a, b, epilogue, BF16))
+        assert torch.equal(out, product(a, b, epilogue, BF16))
 
 
 @pytest.mark.parametrize("family", ["cpu", "reference"])
@@ -108,7 +108,7 @@ def test_the_dense_copy_follows_the_values_and_views():
     a.matrix.values.copy_((-a.matrix.values.float()).to(a.dtype))
     assert torch.equal(multiply(cublas_fp8.KERNEL, a, b), -first)
     square = quantize(BSR.from_dense(torch.randn(64, 64), 32), scale="tensor")
-    x: ScaledTensor = quantize(torch.randn(16, 64)).mT
+    x: QuantizedTensor = quantize(torch.randn(16, 64)).mT
     for each in (square, square.T, square):
         dense = each.to_dense() @ x.dequantize()
         torch.testing.assert_close(multiply(cublas_fp8.KERNEL, each, x), dense, rtol=1e-3, atol=1e-3)
@@ -160,7 +160,7 @@ def test_every_operation_has_its_kernels():
 
 def test_a_scaled_needs_no_copy_of_its_values():
     a, b, _, _ = FP8_CASES[0].make()
-    assert isinstance(a, Scaled)
+    assert isinstance(a, Quantized)
     kept = a.matrix.values.clone()
     multiply(cpu.KERNEL, a, b)
     assert torch.equal(kept.view(torch.uint8), a.matrix.values.view(torch.uint8))

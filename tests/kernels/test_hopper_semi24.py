@@ -105,7 +105,7 @@ def edited(old: str, new: str) -> str:
 COL = ("col", "col", "col")
 RUNS: dict[str, tuple[Config, Case24, int]] = {
     "layer": (
-        Config(c_col=True, bias=True, scaled=True, activation="gelu"),
+        Config(c_col=True, bias=True, has_alpha=True, activation="gelu"),
         Case24(296, 272, 300, "layer", layouts=COL, bias=True, activation="gelu", alpha=0.5),
         4,
     ),
@@ -115,7 +115,7 @@ RUNS: dict[str, tuple[Config, Case24, int]] = {
         4,
     ),
     "blocks added in place": (
-        Config(2, 1, 128, 3, 1, 2, lists=True, c_col=True, scaled=True, combine="add"),
+        Config(2, 1, 128, 3, 1, 2, lists=True, c_col=True, has_alpha=True, combine="add"),
         Case24(248, 500, 264, "layer", (128, 128), 0.3, layouts=COL, alpha=2.0, combine="add", beta=-0.5),
         3,
     ),

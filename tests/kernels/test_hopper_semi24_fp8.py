@@ -10,7 +10,7 @@ import torch
 
 import sparsek as sk
 from sparsek.core.device import H200
-from sparsek.testing.budget_fp8 import check_scaled
+from sparsek.testing.budget_fp8 import check_quantized
 from sparsek.testing.cases_fp8 import E4M3, E5M2, CaseFp8, Scales
 from tests.kernels import planned_fp8
 from tests.kernels.sanitized import sanitized
@@ -67,7 +67,7 @@ def test_the_roles_multiply_whatever_comes_first(name: str) -> None:
         assert not isinstance(matrix, sk.BSR)
         said = emulated.run(c, work, matrix, b.values.mT, out, epilogue, scales, order=order)
         assert said == ""
-        gate = check_scaled(a, b, out, epilogue)
+        gate = check_quantized(a, b, out, epilogue)
         assert gate.passed, f"{c} {order}: {gate}"
 
 

@@ -182,7 +182,7 @@ def test_every_config_fits_the_card(
     for c in configs:
         assert c.ctas_per_sm * (c.smem_bytes + 1024) <= SMEM_PER_SM, c
         assert 2 <= c.stages <= 12, c
-        assert (c.block, c.merge, c.b_stack, c.split) == ((bm, bk), 1, True, False), c
+        assert (c.block, c.joined_rows, c.b_stack, c.split) == ((bm, bk), 1, True, False), c
         assert (c.a_col, c.b_col, c.c_col) == (*views, False), c
         assert c.per_block * c.width >= bk > (c.per_block - 1) * c.width, c
         assert max(c.a_boxed, c.c_box, c.cols) <= 256, "a TMA box has at most 256 rows"

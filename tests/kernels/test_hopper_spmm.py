@@ -118,13 +118,13 @@ def choices(case: tuple[Config, str]) -> list[Hashable]:
         "b_col",
         "c_col",
         "bias",
-        "scaled",
+        "has_alpha",
         "activation",
         "combine",
         "split",
         "box",
     )
-    shape = [("groups", c.wg_m, c.wg_n), ("depth", c.width, c.pieces), ("merged", c.merge > 1)]
+    shape = [("groups", c.wg_m, c.wg_n), ("depth", c.width, c.pieces), ("merged", c.joined_rows > 1)]
     return [*((name, fields[name]) for name in names), *shape, dtype]
 
 
@@ -170,9 +170,9 @@ FIELDS = {
     "width": st.sampled_from((16, 32, 64)),
     "pieces": st.sampled_from((1, 2, 4)),
     "stages": st.integers(2, 12),
-    "merge": st.sampled_from((1, 2, 4, 8)),
+    "joined_rows": st.sampled_from((1, 2, 4, 8)),
     **dict.fromkeys(
-        ("a_col", "b_col", "c_col", "bias", "scaled", "split", "b_stack", "direct"), st.booleans()
+        ("a_col", "b_col", "c_col", "bias", "has_alpha", "split", "b_stack", "direct"), st.booleans()
     ),
     "activation": st.sampled_from(("", "relu", "gelu", "gelu_tanh", "silu")),
     "combine": st.sampled_from(("", "add", "mul")),
@@ -252,7 +252,7 @@ def test_a_c_that_is_added_to_itself_is_written_by_no_two_tiles(block: tuple[int
     """Slices of a tall block overlap, and both write the same bits, unless they read what they write."""
     for p in (problem(block, n, in_place=True, combine="add") for n in (64, 8192)):
         for c in KERNEL.configs(p):
-            units = schedule.walk(random_bsr(4 * block[0], 64, block, 1.0).pattern, c.rows, c.merge)
+            units = schedule.walk(random_bsr(4 * block[0], 64, block, 1.0).pattern, c.rows, c.joined_rows)
             assert (np.diff(units.row) >= c.height).all(), c
 
 
@@ -307,7 +307,7 @@ def test_every_config_fits_the_card(
         assert c.block == block, c
         assert c.width * c.per_block == block[1], "a block is whole pieces"
         assert (c.a_col, c.b_col, c.c_col) == (transposed, layout == "col", out_layout == "col"), c
-        assert (c.bias, c.scaled, c.activation, c.combine) == (
+        assert (c.bias, c.has_alpha, c.activation, c.combine) == (
             p.bias,
             p.has_alpha,
             p.activation,
@@ -317,8 +317,8 @@ def test_every_config_fits_the_card(
         assert 2 * c.c_shape[1] <= 128, "a box of C is no wider than a swizzle"
         assert c.rows % c.a_boxed == 0, c
         assert c.cols % c.panel == 0, c
-        assert c.merge == 1 or not c.a_col, "boxes of a transposed A hold one block"
-        assert c.merge == 1 or c.a_box * c.merge <= c.rows, c
+        assert c.joined_rows == 1 or not c.a_col, "boxes of a transposed A hold one block"
+        assert c.joined_rows == 1 or c.a_box * c.joined_rows <= c.rows, c
         assert c.height % c.c_box == 0, c
         assert all(c.height > 64 * w for w in range(c.wg_m)), "every warpgroup owns rows"
         assert c.stage_bytes < 2**20, "a barrier counts less than 1 MB"
@@ -355,8 +355,8 @@ def walked(c: Config, a: BSR, b: np.ndarray, m: int, n: int, work: Work) -> np.n
                     box = values.read((s * bk + k, a_row + w * 64), (c.width, 64))
                     a_part[64 * w : 64 * w + 64] = box.T
             else:
-                for r in range(c.merge):
-                    s = int(blocks[step * c.merge + r]) if inside else nnzb
+                for r in range(c.joined_rows):
+                    s = int(blocks[step * c.joined_rows + r]) if inside else nnzb
                     box = values.read((s * bm + a_row, k), (c.a_box, c.width))
                     a_part[r * c.a_box : (r + 1) * c.a_box] = box
             at, sides = (j * bk + k, b_col), (c.width, c.block_cols)

@@ -21,7 +21,7 @@ import sparsek as sk
 from sparsek.core.device import CPU, H200
 from sparsek.kernels import load
 from sparsek.matrix.bsr import BSR
-from sparsek.matrix.quantized import Scaled
+from sparsek.matrix.quantized import Quantized
 from sparsek.matrix.random import random_bsr
 from sparsek.plan.problem import SpmmProblem
 from sparsek.reference.epilogue import Epilogue
@@ -118,8 +118,8 @@ FIELDS = {
     "width": st.sampled_from((32, 64, 128)),
     "pieces": st.sampled_from((1, 2, 4)),
     "stages": st.integers(2, 12),
-    "merge": st.sampled_from((1, 2)),
-    **dict.fromkeys(("a_col", "b_col", "c_col", "bias", "scaled", "split", "direct"), st.booleans()),
+    "joined_rows": st.sampled_from((1, 2)),
+    **dict.fromkeys(("a_col", "b_col", "c_col", "bias", "has_alpha", "split", "direct"), st.booleans()),
     "activation": st.sampled_from(("", "relu", "gelu", "gelu_tanh", "silu")),
     "combine": st.sampled_from(("", "add", "mul")),
     "every": st.integers(0, 9),
@@ -297,7 +297,7 @@ def test_walking_the_schedule_as_the_kernel_does_gives_the_product(
     m, k = sides[0] * block[0] - cut[0], (5 if split else 1) * sides[1] * block[1] - cut[1]
     a = random_bsr(m, k, block, 0.4, pattern="powerlaw", dtype=torch.float64, device="cpu", seed=n)
     stretch = torch.rand(a.nnzb, dtype=torch.float64) if a_scale == "block" else torch.ones(m)
-    q = Scaled.unchecked(a, stretch, a_scale)
+    q = Quantized.unchecked(a, stretch, a_scale)
     p = problem(block, n, m=m, k=k, nnzb=a.nnzb, a_scale=a_scale, out_layout=out_layout)
     p = changed(p, card=replace(H200, sm_count=data.draw(st.sampled_from((1, 3, 132)))))
     c = replace(data.draw(st.sampled_from(KERNEL.configs(p))), split=split)
@@ -359,7 +359,7 @@ def test_one_row_gets_a_stride_that_tma_takes(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(spmm_fp8, "launch_on", lambda *given: calls.append(given))
     a = sk.quantize(random_bsr(64, 64, (64, 64), 1.0, dtype=torch.bfloat16, device="cpu"), scale="row")
     wide = torch.randn(2, 100).to(torch.float8_e4m3fn)
-    x = sk.ScaledTensor(wide[:1, :64], torch.ones(1))
+    x = sk.QuantizedTensor(wide[:1, :64], torch.ones(1))
     p = problem((64, 64), 1, m=64, k=64, nnzb=1, out_layout="col")
     c = KERNEL.default(p)
     KERNEL.launch(c, KERNEL.prepare(p, c, a), a, x.mT, torch.empty(1, 64).bfloat16().mT)

@@ -15,12 +15,12 @@ import sparsek as sk
 from sparsek.core import dtypes
 from sparsek.kernels import load
 from sparsek.matrix.bsr import BSR
-from sparsek.matrix.dense8 import ScaledTensor
-from sparsek.matrix.quantized import Scaled
+from sparsek.matrix.dense8 import QuantizedTensor
+from sparsek.matrix.quantized import Quantized
 from sparsek.matrix.random import random_bsr
 from sparsek.plan.spmm import SpmmPlan
 from sparsek.reference.epilogue import PLAIN, Epilogue
-from sparsek.testing.budget_fp8 import check_scaled
+from sparsek.testing.budget_fp8 import check_quantized
 from sparsek.testing.poison import poisoned
 
 pytestmark = pytest.mark.gpu
@@ -47,7 +47,7 @@ def operands(
     types: tuple[torch.dtype, torch.dtype] = (E4M3, E4M3),
     batch: tuple[int, ...] = (),
     fast: bool = False,
-) -> tuple[Scaled, ScaledTensor]:
+) -> tuple[Quantized, QuantizedTensor]:
     """A in which blocks differ in size by a factor of 40, and B = x.mT with rows of x that do. Some rows are empty."""
     a = random_bsr(
         m, k, block, density, pattern="powerlaw", dtype=torch.bfloat16, device="cuda", seed=fresh()
@@ -58,13 +58,13 @@ def operands(
     return a8, sk.quantize(x, types[1], b_scale).mT
 
 
-def check(a: Scaled, b: ScaledTensor, out: Tensor, epilogue: Epilogue = PLAIN) -> None:
-    gate = check_scaled(a, b, out, epilogue)
+def check(a: Quantized, b: QuantizedTensor, out: Tensor, epilogue: Epilogue = PLAIN) -> None:
+    gate = check_quantized(a, b, out, epilogue)
     assert gate.passed, gate
 
 
 def planned(
-    a: Scaled, b: ScaledTensor, out: Tensor, epilogue: Epilogue = PLAIN, config: Any = None
+    a: Quantized, b: QuantizedTensor, out: Tensor, epilogue: Epilogue = PLAIN, config: Any = None
 ) -> SpmmPlan:
     return sk.plan_spmm(a, b, out=out, epilogue=epilogue, kernel=NAME, config=config)
 
@@ -165,7 +165,7 @@ def test_with_fast_accum_a_long_sum_stays_in_the_tensor_cores() -> None:
     out = poisoned((256, 256), torch.float32, "cuda")
     planned(a, b, out)(a, b, out=out)
     check(a, b, out)
-    assert not check_scaled(a.with_fast_accum(False), b, out).passed
+    assert not check_quantized(a.with_fast_accum(False), b, out).passed
 
 
 def test_what_a_tile_reads_beside_its_rows_never_reaches_c() -> None:
@@ -174,7 +174,7 @@ def test_what_a_tile_reads_beside_its_rows_never_reaches_c() -> None:
     values = a.matrix.values.clone()
     values.view(torch.uint8)[0] = 0x7F  # NaN in E4M3, in the first block of the first block row
     assert isinstance(a.matrix, BSR)
-    spoiled = Scaled.unchecked(BSR.unchecked(a.matrix.pattern, values), a.scale, a.kind)
+    spoiled = Quantized.unchecked(BSR.unchecked(a.matrix.pattern, values), a.scale, a.kind)
     out = poisoned((256, 136), torch.bfloat16, "cuda")
     planned(spoiled, b, out)(spoiled, b, out=out)
     assert bool(out[:64].isnan().all())

@@ -42,7 +42,7 @@ def test_both_move_16_bytes_at_a_time_without_spills(card: str, dim: int) -> Non
     widths = {"D": dim, "WIDTH": dim, "ROWS": rows, "sq_d": 1}
     for turns in ({}, {"turns": "*i32"}):
         code = compiled(
-            portable._cast_scaled,
+            portable._cast_quantized,
             FLOATS | HALVES | turns,
             widths | ({} if turns else {"turns": None}),
             CARDS[card],

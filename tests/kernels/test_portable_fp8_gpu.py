@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from sparsek.kernels import load
-from sparsek.matrix import dense8 as scaled_tensor
+from sparsek.matrix import dense8
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.quantized import quantize
-from sparsek.testing.budget_fp8 import check_scaled
+from sparsek.testing.budget_fp8 import check_quantized
 from sparsek.testing.cases_fp8 import FP8_CASES, CaseFp8, Scales
 from tests.kernels.planned_fp8 import hold, multiply, problem
 
@@ -45,7 +45,7 @@ def test_every_config_is_within_budget_for_long_k(kind: str):
     a, b, epilogue, out = case.make("cuda", torch.float32, seed())
     for c in kernel.configs(problem(a, b, out, epilogue)):
         multiply(kernel, a, b, epilogue, out.fill_(torch.nan), config=c)
-        gate = check_scaled(a, b, out, epilogue)
+        gate = check_quantized(a, b, out, epilogue)
         assert gate.passed, f"{c}: {gate}"
 
 
@@ -53,7 +53,7 @@ def test_every_config_is_within_budget_for_long_k(kind: str):
 def test_sums_of_one_sign_do_not_drift(kernel: str):
     a = quantize(BSR.from_dense(torch.rand(256, 16384, device="cuda"), 128))
     b = quantize(torch.rand(128, 16384, device="cuda")).mT
-    gate = check_scaled(a, b, multiply(load(kernel), a, b))
+    gate = check_quantized(a, b, multiply(load(kernel), a, b))
     assert gate.passed, gate
 
 
@@ -75,7 +75,7 @@ def test_rows_are_rounded_to_the_bits_that_torch_finds(to: torch.dtype):
             ).to(dtype)
             x.view(-1)[0] = 0
             for each in (x, x[..., ::3], x.mT if x.ndim > 1 else x):
-                made, right = round_rows(each, to), scaled_tensor._rounded_rows(each, to)
+                made, right = round_rows(each, to), dense8._rounded_rows(each, to)
                 assert made is not None
                 assert torch.equal(made[1], right[1])
                 assert torch.equal(made[0].view(torch.uint8), right[0].view(torch.uint8))
@@ -88,7 +88,7 @@ def test_every_fp8_neighbour_and_tie_is_rounded_as_torch_does():
     finite = every[every.isfinite()].view(-1, 128)
     round_rows = load_round_rows()
     for x in (finite, finite.flip(0).T.contiguous(), every.view(-1, 128)):
-        made, right = round_rows(x, torch.float8_e4m3fn), scaled_tensor._rounded_rows(x, torch.float8_e4m3fn)
+        made, right = round_rows(x, torch.float8_e4m3fn), dense8._rounded_rows(x, torch.float8_e4m3fn)
         assert made is not None
         for found, wanted in zip(made, right, strict=True):
             found, wanted = found.float(), wanted.float()
@@ -118,7 +118,7 @@ def test_quotients_near_ties_are_rounded_as_torch_does_at_every_scale(to: torch.
     hard = torch.zeros(1, x.shape[1], device="cuda")
     hard[0, :2] = torch.tensor([float.fromhex("0x1.bffffcp-73"), float.fromhex("0x1.7ffffcp-104")])
     x = torch.cat((x, hard))
-    made, right = load_round_rows()(x, to), scaled_tensor._rounded_rows(x, to)
+    made, right = load_round_rows()(x, to), dense8._rounded_rows(x, to)
     assert torch.equal(made[1], right[1])
     assert torch.equal(made[0].view(torch.uint8), right[0].view(torch.uint8))
 
@@ -129,7 +129,7 @@ def test_a_stride_of_more_than_31_bits_is_taken_after_a_small_one():
         each.normal_()
         for part in (each.contiguous(), each):
             made = load_round_rows()(part, torch.float8_e4m3fn)
-            right = scaled_tensor._rounded_rows(part, torch.float8_e4m3fn)
+            right = dense8._rounded_rows(part, torch.float8_e4m3fn)
             assert torch.equal(made[0].view(torch.uint8), right[0].view(torch.uint8))
 
 

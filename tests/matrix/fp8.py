@@ -11,7 +11,7 @@ from torch import Tensor
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.bsr24 import BSR24
 from sparsek.matrix.pattern import BlockPattern
-from sparsek.matrix.quantized import Scaled
+from sparsek.matrix.quantized import Quantized
 from sparsek.matrix.random import random_bsr
 from sparsek.matrix.semi24 import Semi24
 from tests.matrix.two_four import same_bits
@@ -117,7 +117,7 @@ def rows_of(a: BSR | Semi24 | BSR24) -> np.ndarray:
     return out
 
 
-def same(p: Scaled, q: Scaled) -> bool:
+def same(p: Quantized, q: Quantized) -> bool:
     """Equal to the last bit, class, pattern and metadata with them."""
     a, b = p.matrix, q.matrix
     if type(a) is not type(b) or (p.kind, p.fast_accum, p.shape) != (q.kind, q.fast_accum, q.shape):

@@ -12,7 +12,7 @@ from torch.utils import _pytree
 
 import sparsek
 from sparsek.core.errors import InvalidInput
-from sparsek.matrix.dense8 import ScaledTensor
+from sparsek.matrix.dense8 import QuantizedTensor
 from sparsek.matrix.quantized import quantize
 from tests.matrix import fp8
 from tests.matrix.fp8 import E4M3, E5M2, FP8, codes, grid
@@ -44,7 +44,7 @@ def right(x: Tensor, dtype: torch.dtype, kind: str) -> tuple[np.ndarray, np.ndar
 
 
 def test_it_has_a_name_at_the_top():
-    assert sparsek.ScaledTensor is ScaledTensor
+    assert sparsek.QuantizedTensor is QuantizedTensor
 
 
 @pytest.mark.parametrize("dtype", FP8, ids=str)
@@ -61,7 +61,7 @@ def test_values_over_their_scale_are_rounded(kind: str, source: torch.dtype, dty
             assert q.values.is_contiguous()
             assert np.array_equal(q.scale.cpu().numpy(), scale)
             assert np.array_equal(codes(q.values), values)
-            ScaledTensor(q.values, q.scale)
+            QuantizedTensor(q.values, q.scale)
 
 
 def test_the_default_is_e4m3_with_a_scale_for_each_row():
@@ -109,13 +109,13 @@ def test_it_moves_prints_and_is_a_pytree():
     assert q.to() is q
     with pytest.raises(InvalidInput, match="use a CUDA device or the CPU"):
         q.to("meta")
-    assert repr(q) == "ScaledTensor(4x16 e4m3, scale per tensor, 6.8e-05 MB, cpu)"
-    assert repr(q.T) == "ScaledTensor(16x4 e4m3, scale per tensor, 6.8e-05 MB, cpu, transposed view)"
+    assert repr(q) == "QuantizedTensor(4x16 e4m3, scale per tensor, 6.8e-05 MB, cpu)"
+    assert repr(q.T) == "QuantizedTensor(16x4 e4m3, scale per tensor, 6.8e-05 MB, cpu, transposed view)"
     leaves, spec = _pytree.tree_flatten(q.T)
     assert leaves[0] is q.values
     back = _pytree.tree_unflatten(leaves, spec)
     assert (back.turned, back.scale is q.scale) == (True, True)
-    assert repr(_pytree.tree_unflatten([None, None], spec)) == "ScaledTensor(values not concrete)"
+    assert repr(_pytree.tree_unflatten([None, None], spec)) == "QuantizedTensor(values not concrete)"
 
 
 def test_the_result_is_outside_autograd():
@@ -167,9 +167,9 @@ def test_it_goes_through_torch_compile_without_the_check():
     torch._dynamo.reset()
 
 
-def of(values: Any = None, scale: Any = None, turned: bool = False) -> ScaledTensor:
+def of(values: Any = None, scale: Any = None, turned: bool = False) -> QuantizedTensor:
     q = quantize(torch.randn(4, 16))
-    return ScaledTensor(
+    return QuantizedTensor(
         q.values if values is None else values(q.values), q.scale if scale is None else scale(q.scale), turned
     )
 

@@ -140,7 +140,7 @@ def test_what_reads_values_is_refused_where_vmap_has_many(name: str) -> None:
 def test_plans_and_torchs_sparse_tensors_are_made_outside(transform: Any) -> None:
     a, x = sk.random_bsr(64, 64, 16, 0.5), torch.ones(64, 4)
     calls: list[Callable[[Tensor], Any]] = [
-        lambda w: sk.plan_linear(w, (4, 64)),
+        lambda w: sk.choose_format((4, 64), w),
         lambda w: sk.plan_spmm(a, x),
         lambda w: sk.plan_spgemm(a, a),
         lambda w: sk.plan_sddmm(x, x.T, a.pattern),

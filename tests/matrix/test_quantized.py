@@ -17,7 +17,7 @@ from sparsek.matrix.bsr import BSR
 from sparsek.matrix.bsr24 import BSR24
 from sparsek.matrix.float8 import rounded
 from sparsek.matrix.pattern import BlockPattern
-from sparsek.matrix.quantized import Scaled, quantize
+from sparsek.matrix.quantized import Quantized, quantize
 from sparsek.matrix.random import random_bsr
 from sparsek.matrix.semi24 import Semi24
 from tests.matrix import fp8
@@ -42,7 +42,7 @@ TINY = 2.0**-126
 
 
 def test_it_has_names_at_the_top():
-    assert sparsek.Scaled is Scaled
+    assert sparsek.Quantized is Quantized
     assert sparsek.quantize is quantize
 
 
@@ -118,7 +118,7 @@ def right_scales(a: Any, kind: str, top: float) -> np.ndarray:
     return np.where(largest == 0, np.float32(1), scales)[shared]
 
 
-def check(a: Any, q: Scaled, kind: str, dtype: torch.dtype) -> None:
+def check(a: Any, q: Quantized, kind: str, dtype: torch.dtype) -> None:
     """Scales and bytes as they must be, and the same pattern and metadata."""
     assert isinstance(q.matrix, type(a))
     for part in ("pattern", "meta"):
@@ -148,7 +148,7 @@ def test_values_over_their_scale_are_rounded(
     a = make(dtype=source).to(device)
     q = quantize(a, dtype, kind)
     check(a, q, kind, dtype)
-    assert Scaled(q.matrix, q.scale, q.kind).matrix is q.matrix
+    assert Quantized(q.matrix, q.scale, q.kind).matrix is q.matrix
     top = grid(dtype)[-1]
     largest = q.matrix.values.double().abs()
     if kind == "block":
@@ -225,7 +225,7 @@ def test_the_ends_of_float32_make_normal_scales_and_finite_values(dtype: torch.d
     half = 2.0 ** -(fp8.LAYOUTS[dtype].mantissa + 1)
     off = (q.to_dense(torch.float64) - a.to_dense(torch.float64)).abs().max()
     assert off <= max(half * size, TINY * grid(dtype)[1] / 2)
-    Scaled(q.matrix, q.scale, q.kind)
+    Quantized(q.matrix, q.scale, q.kind)
 
 
 @pytest.mark.parametrize("make", [bsr, bsr24])
@@ -235,7 +235,7 @@ def test_values_outside_a_ragged_matrix_stay_zero(make: Callable[..., Any], dtyp
     a = BSR.from_dense(w, 64) if make is bsr else BSR24.from_dense(w, 64)
     for kind in KINDS:
         q = quantize(a, dtype, kind)
-        Scaled(q.matrix, q.scale, q.kind)  # looks outside the matrix
+        Quantized(q.matrix, q.scale, q.kind)  # looks outside the matrix
         back = q.dequantize()
         assert torch.count_nonzero(back.values) == torch.count_nonzero(a.values) > 0
         assert torch.equal(back.to_dense() != 0, a.to_dense() != 0)
@@ -248,7 +248,7 @@ def test_a_matrix_without_values_has_scales_of_one(shape: tuple[int, int], devic
     for a in (blocks, BSR24.from_bsr(blocks), without):
         for kind in kinds(a):
             q = quantize(a, E5M2, kind)
-            Scaled(q.matrix, q.scale, q.kind)
+            Quantized(q.matrix, q.scale, q.kind)
             assert q.scale.shape == {"tensor": (), "row": shape[:1], "block": (0,)}[kind]
             assert (q.scale == 1).all()
             assert q.to_dense(torch.bfloat16).shape == shape
@@ -451,7 +451,7 @@ def test_without_the_check_nothing_waits_for_the_gpu(
         ({"scale": 1.0}, "scale is 1.0"),
         ({"a": semi24(), "scale": "block"}, "a Semi24 has no blocks"),
         ({"a": bsr().T}, r"transposed view, whose rows are columns .*logical_values\(\)"),
-        ({"a": quantize(bsr())}, "got a Scaled"),
+        ({"a": quantize(bsr())}, "got a Quantized"),
         ({"a": quantize(bsr()).matrix}, "is torch.float8_e4m3fn; use one of"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -1,4 +1,4 @@
-"""Scaled: its parts, transposes, copies, pytrees, what it refuses, and what comes of products."""
+"""Quantized: its parts, transposes, copies, pytrees, what it refuses, and what comes of products."""
 
 import copy
 import math
@@ -12,7 +12,7 @@ from torch.utils import _pytree
 
 from sparsek.core.errors import InvalidInput
 from sparsek.matrix.bsr import BSR
-from sparsek.matrix.quantized import Scaled, quantize
+from sparsek.matrix.quantized import Quantized, quantize
 from sparsek.matrix.random import random_bsr
 from sparsek.matrix.semi24 import Semi24
 from tests.matrix import fp8
@@ -29,7 +29,7 @@ def test_a_transposed_view_is_quantized_as_the_matrix_that_it_views(kind: str, d
     assert q.T.scale is q.scale
     assert q.T.matrix.values is q.matrix.values
     assert fp8.same(q.T.T, q)
-    Scaled(t.matrix, t.scale, kind)
+    Quantized(t.matrix, t.scale, kind)
     assert t.error(a.T) == q.error(a)
 
 
@@ -50,10 +50,10 @@ def test_where_there_is_no_transpose_the_error_says_why():
 
 def changed(
     part: str, change: Callable[[Any], Any], kind: str = "row", make: Any = bsr
-) -> Callable[[], Scaled]:
-    """A call that makes a Scaled with one part changed."""
+) -> Callable[[], Quantized]:
+    """A call that makes a Quantized with one part changed."""
 
-    def build() -> Scaled:
+    def build() -> Quantized:
         q = quantize(make(), scale=kind)
         parts = {"matrix": q.matrix, "scale": q.scale, "kind": q.kind}
         if part in parts:
@@ -63,7 +63,7 @@ def changed(
             inner = {name: getattr(a, name) for name in ("pattern", "values", "meta") if hasattr(a, name)}
             inner[part] = change(inner[part])
             parts["matrix"] = type(a).unchecked(**inner)
-        return Scaled(**parts)
+        return Quantized(**parts)
 
     return build
 
@@ -125,13 +125,13 @@ def put(at: int, value: float) -> Callable[[torch.Tensor], torch.Tensor]:
         (changed("kind", lambda k: "block", make=semi24), "a Semi24 has no blocks"),
         (changed("kind", lambda k: "tensor"), r"scale has shape \(70,\); one per tensor"),
         (
-            lambda: Scaled(quantize(bsr(), scale="tensor").T.matrix, torch.ones(50), "row"),
+            lambda: Quantized(quantize(bsr(), scale="tensor").T.matrix, torch.ones(50), "row"),
             "is a transposed view",
         ),
     ],
     ids=range(29),
 )
-def test_parts_that_do_not_fit_are_refused(build: Callable[[], Scaled], message: str):
+def test_parts_that_do_not_fit_are_refused(build: Callable[[], Quantized], message: str):
     with pytest.raises(InvalidInput, match=message):
         build()
 
@@ -142,7 +142,7 @@ def test_parts_that_fit_are_taken_as_they_are(kind: str, dtype: torch.dtype):
     """NaN and the infinities of E5M2 are values that a matrix may have."""
     q = quantize(bsr(64, 64), dtype, kind)
     q.matrix.values.view(torch.uint8).view(-1)[:2] = torch.tensor([0x7F, 0x7C], dtype=torch.uint8)
-    again = Scaled(q.matrix, q.scale, kind)
+    again = Quantized(q.matrix, q.scale, kind)
     assert again.matrix is q.matrix
     assert again.scale is q.scale
 
@@ -158,7 +158,7 @@ def test_to_stays_where_it_is_and_refuses_a_dtype():
     assert q.to("cpu") is q
     assert q.to() is q.to(dtype=E4M3) is q
     for asked in ({"device": torch.float32}, {"dtype": torch.float32}):
-        with pytest.raises(InvalidInput, match=r"a Scaled is FP8; .dequantize\(torch.float32\)"):
+        with pytest.raises(InvalidInput, match=r"a Quantized is FP8; .dequantize\(torch.float32\)"):
             q.to(**asked)
     with pytest.raises(InvalidInput, match="it must be a torch device"):
         q.to("nowhere")
@@ -178,13 +178,14 @@ def test_to_moves_there_and_back(make: Callable[..., Any], kind: str):
 def test_repr_is_one_line_of_facts():
     a = random_bsr(64, 128, 16, 0.5)
     assert repr(quantize(a)) == (
-        "Scaled(BSR 64x128 e4m3, block 16x16, 16 of 32 blocks, 50 %, scale per row, 0.00435 MB, cpu)"
+        "Quantized(BSR 64x128 e4m3, block 16x16, 16 of 32 blocks, 50 %, scale per row, 0.00435 MB, cpu)"
     )
     assert repr(quantize(a, E5M2, "tensor").T) == (
-        "Scaled(BSR 128x64 e5m2, block 16x16, 16 of 32 blocks, 50 %, scale per tensor, 0.0041 MB, cpu, transposed view)"
+        "Quantized(BSR 128x64 e5m2, block 16x16, 16 of 32 blocks, 50 %, scale per tensor, 0.0041 MB, cpu, "
+        "transposed view)"
     )
-    assert repr(quantize(semi24(64, 64))) == "Scaled(Semi24 64x64 e4m3, scale per row, 0.00282 MB, cpu)"
-    assert repr(_pytree.tree_map(lambda leaf: None, quantize(a))) == "Scaled(values not concrete)"
+    assert repr(quantize(semi24(64, 64))) == "Quantized(Semi24 64x64 e4m3, scale per row, 0.00282 MB, cpu)"
+    assert repr(_pytree.tree_map(lambda leaf: None, quantize(a))) == "Quantized(values not concrete)"
 
 
 @pytest.mark.parametrize(("make", "kind"), CASES)
@@ -224,7 +225,7 @@ def test_fast_accum_goes_wherever_the_matrix_goes(make: Callable[..., Any]):
     assert (q.fast_accum, quantize(make()).fast_accum) == (True, False)
     assert "scale per row, fast_accum, " in repr(q)
     moved = [q.with_fast_accum(False).with_fast_accum(), copy.copy(q), copy.deepcopy(q)]
-    assert all(each.fast_accum for each in [*moved, Scaled(q.matrix, q.scale, "row", True)])
+    assert all(each.fast_accum for each in [*moved, Quantized(q.matrix, q.scale, "row", True)])
     assert _pytree.tree_map(lambda leaf: leaf, q).fast_accum
     assert moved[0].matrix is q.matrix
     if make is bsr:
@@ -238,7 +239,7 @@ def test_fast_accum_is_refused_where_it_means_nothing():
     for build in (
         lambda: quantize(bsr(), scale="block", fast_accum=True),
         a.with_fast_accum,
-        lambda: Scaled(a.matrix, a.scale, "block", True),
+        lambda: Quantized(a.matrix, a.scale, "block", True),
     ):
         with pytest.raises(InvalidInput, match="a scale per block multiplies the float32 sum of a block"):
             build()
@@ -266,10 +267,10 @@ def test_the_operator_calls_what_was_registered_on_both_sides(
     make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ):
     q = quantize(make())
-    monkeypatch.setattr(Scaled, "_matmul", None)
+    monkeypatch.setattr(Quantized, "_matmul", None)
     with pytest.raises(InvalidInput, match="needs the operations; import sparsek"):
         _ = q @ 7
-    Scaled.register_matmul(lambda first, second: ("called", first, second))
+    Quantized.register_matmul(lambda first, second: ("called", first, second))
     assert q @ 7 == ("called", q, 7)
     assert 7 @ q == ("called", 7, q)
 
@@ -278,11 +279,11 @@ def test_it_goes_through_torch_compile_and_is_made_there_without_the_check():
     torch._dynamo.reset()
 
     @torch.compile(fullgraph=True, backend="aot_eager")
-    def run(q: Scaled, a: Semi24) -> tuple[torch.Tensor, Scaled]:
+    def run(q: Quantized, a: Semi24) -> tuple[torch.Tensor, Quantized]:
         return q.to_dense() * 2, quantize(a, E5M2, check=False)
 
     @torch.compile(fullgraph=True, backend="aot_eager")
-    def checked(a: Semi24) -> Scaled:
+    def checked(a: Semi24) -> Quantized:
         return quantize(a)
 
     for make, kind in CASES:

@@ -31,10 +31,10 @@ FLOATING: dict[str, Callable[..., Any]] = {
     "BSR24": lambda dtype=F32: bsr24(150, 190, dtype),
 }
 QUANTIZED: dict[str, Callable[[], Any]] = {
-    "Scaled BSR": lambda: sk.quantize(bsr()),
-    "Scaled view": lambda: sk.quantize(FLOATING["view"](), scale="tensor"),
-    "Scaled Semi24": lambda: sk.quantize(FLOATING["Semi24"](), scale="tensor"),
-    "Scaled BSR24": lambda: sk.quantize(FLOATING["BSR24"]()),
+    "Quantized BSR": lambda: sk.quantize(bsr()),
+    "Quantized view": lambda: sk.quantize(FLOATING["view"](), scale="tensor"),
+    "Quantized Semi24": lambda: sk.quantize(FLOATING["Semi24"](), scale="tensor"),
+    "Quantized BSR24": lambda: sk.quantize(FLOATING["BSR24"]()),
 }
 EVERY = {**FLOATING, **QUANTIZED}
 floating = pytest.mark.parametrize("make", FLOATING.values(), ids=FLOATING)
@@ -187,7 +187,7 @@ def test_a_quantized_matrix_refuses_what_needs_other_scales(make: Callable[..., 
     with pytest.raises(InvalidInput, match=r"quantize\(A.dequantize\(\).map\(fn\)\)"):
         a.map(torch.relu)
     for cast in (a.half, a.float, a.bfloat16, a.double, lambda: a.to(torch.float16)):
-        with pytest.raises(InvalidInput, match=r"a Scaled is FP8; .dequantize\("):
+        with pytest.raises(InvalidInput, match=r"a Quantized is FP8; .dequantize\("):
             cast()
     assert a.to(a.dtype) is a
 

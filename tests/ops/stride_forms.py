@@ -381,7 +381,7 @@ FORMS: tuple[Form, ...] = (
         "",
         _nothing,
         _parts,
-        lambda _, o, k: sk.merge(o["o1"], o["lse1"], o["o2"], o["lse2"]),
+        lambda _, o, k: sk.merge_attention(o["o1"], o["lse1"], o["o2"], o["lse2"]),
         ("o1", "lse1", "o2", "lse2"),
         False,
         ("do", "dlse"),

@@ -255,6 +255,6 @@ def test_merged_parts_are_attention_over_all_keys():
     second = sk.attention(q, k[:, :, 64:], v[:, :, 64:], late, return_lse=True)
     assert (second[1] == -torch.inf).any()
     for parts in ((*first, *second), (*second, *first)):
-        merged, total = sk.merge(*parts)
+        merged, total = sk.merge_attention(*parts)
         torch.testing.assert_close(merged, out)
         torch.testing.assert_close(total, lse)

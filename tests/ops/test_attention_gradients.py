@@ -14,7 +14,7 @@ import sparsek as sk
 from sparsek.core.errors import InvalidInput
 from sparsek.kernels.attention import cpu_bwd as cpu_attention_bwd
 from sparsek.kernels.attention import cpu_fwd as cpu_attention
-from sparsek.ops.gradients import kin
+from sparsek.ops.gradients import same_family
 from sparsek.testing.attention_budget import check_attention_backward
 from tests.ops.tensors import Qkv, qkv, window
 
@@ -61,7 +61,7 @@ def test_attention_has_gradients(dtype: torch.dtype, of_lse: bool, device: str):
 @pytest.mark.parametrize("kernel", FAMILIES)
 def test_every_family_has_gradients(kernel: str, plans_made: list[str]):
     hold(qkv(), window(), of_lse=True, kernel=kernel, scale=0.3)
-    assert plans_made == [kernel, kin(kernel, "attention_backward")]
+    assert plans_made == [kernel, same_family(kernel, "attention_backward")]
 
 
 @pytest.mark.gpu
@@ -70,7 +70,7 @@ def test_every_family_has_gradients(kernel: str, plans_made: list[str]):
 def test_every_family_on_a_gpu_has_gradients(kernel: str, of_lse: bool, plans_made: list[str]):
     tensors = qkv(300, dims=(64, 128), dtype=torch.bfloat16, device="cuda")
     hold(tensors, window(300, device="cuda"), of_lse=of_lse, kernel=kernel)
-    assert plans_made == [kernel, kin(kernel, "attention_backward")]
+    assert plans_made == [kernel, same_family(kernel, "attention_backward")]
 
 
 def test_a_named_kernel_without_a_backward_pass_is_refused_before_it_runs(
@@ -210,7 +210,7 @@ def test_merged_parts_have_the_gradients_of_attention_over_all_keys():
     late = sk.BlockMask.causal(q_len=130, kv_len=128, block=64, q_offset=-2)
     first = sk.attention(q, k[:, :, :64], v[:, :, :64], early, return_lse=True)
     second = sk.attention(q, k[:, :, 64:], v[:, :, 64:], late, return_lse=True)
-    merged, _ = sk.merge(*first, *second)
+    merged, _ = sk.merge_attention(*first, *second)
     whole = sk.attention(q, k, v, sk.BlockMask.causal(q_len=130, kv_len=192, block=64))
     cotangent = torch.randn_like(whole)
     found, expected = (torch.autograd.grad(x, (q, k, v), cotangent) for x in (merged, whole))

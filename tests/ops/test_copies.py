@@ -33,7 +33,7 @@ PLANS: dict[str, Callable[[], Any]] = {
     "spgemm": lambda: sk.plan_spgemm(matrix(), matrix()),
     "attention": lambda: sk.plan_attention(*qkv(), sk.BlockMask.causal(192)),
     "attention_backward": lambda: sk.plan_attention_backward(*qkv(), sk.BlockMask.causal(192)),
-    "linear": lambda: sk.plan_linear(dense(64, 64), (16, 64), formats="bsr", block=16),
+    "linear": lambda: sk.choose_format((16, 64), dense(64, 64), formats="bsr", block=16),
 }
 FROZEN: dict[str, Callable[[], Any]] = {
     "BlockPattern": lambda: matrix().pattern,
@@ -47,19 +47,19 @@ MATRICES: dict[str, Callable[[], Any]] = {
     "view": lambda: matrix().T,
     "Semi24": lambda: sk.Semi24.from_dense(dense(32, 64)),
     "BSR24": lambda: sk.BSR24.from_dense(dense(64, 128), 64, keep=0.5),
-    "Scaled": lambda: sk.quantize(matrix()),
-    "ScaledTensor": lambda: sk.quantize(dense(8, 64)),
-    "ScaledTensor E5M2, turned": lambda: sk.quantize(dense(8, 64), torch.float8_e5m2, "tensor").mT,
+    "Quantized": lambda: sk.quantize(matrix()),
+    "QuantizedTensor": lambda: sk.quantize(dense(8, 64)),
+    "QuantizedTensor E5M2, turned": lambda: sk.quantize(dense(8, 64), torch.float8_e5m2, "tensor").mT,
 }
-NOT_PICKLED = ("BSR", "view", "Scaled")
+NOT_PICKLED = ("BSR", "view", "Quantized")
 
 
 def wide(x: Any) -> Tensor:
-    return x.dequantize() if isinstance(x, sk.ScaledTensor) else x.to_dense()
+    return x.dequantize() if isinstance(x, sk.QuantizedTensor) else x.to_dense()
 
 
 def values(x: Any) -> Tensor:
-    return x.matrix.values if isinstance(x, sk.Scaled) else x.values
+    return x.matrix.values if isinstance(x, sk.Quantized) else x.values
 
 
 def pickled(x: Any) -> Any:

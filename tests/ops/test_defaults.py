@@ -236,7 +236,7 @@ def attention() -> Any:
         of_every_kernel("attention", call),
         [each.to_dense() for each in masks if each is not None],
         sk.attention(q, k, v, sk.MaskPolicy(topk=2, block=64).mask_for(q, k)),
-        sk.merge(*halves[0], *halves[1]),
+        sk.merge_attention(*halves[0], *halves[1]),
     )
 
 
@@ -293,10 +293,10 @@ def plans() -> Any:
     a, b, mask, (q, k, v) = matrix(), dense(80, 5), elements(), qkv()
     small = dense(128, 128)
     found = [
-        sk.plan_linear(small, dense(32, 128)),
-        sk.plan_linear(small, (32, 128), device="cpu", block=64, keep=0.5),
-        sk.plan_linear(small.bfloat16(), (32, 128)),
-        sk.plan_linear(sk.quantize(matrix()), (32, 80)),
+        sk.choose_format(dense(32, 128), small),
+        sk.choose_format((32, 128), small, device="cpu", block=64, keep=0.5),
+        sk.choose_format((32, 128), small.bfloat16()),
+        sk.choose_format((32, 80), sk.quantize(matrix())),
     ]
     options = [(each.name, each.kept_norm, each.error) for plan in found[:1] for each in plan.options]
     spmm, spgemm = sk.plan_spmm(a, b), sk.plan_spgemm(a, a.T)
@@ -306,7 +306,7 @@ def plans() -> Any:
     return (
         options, texts, spmm(a, b), spgemm(a, a.T), sddmm(dense(100, 8), dense(8, 80), a.pattern),
         attend(q, k, v, mask), followed.explain(),
-        sk.plan_linear(small, dense(32, 128), formats="dense_fp8")(dense(32, 128)),
+        sk.choose_format(dense(32, 128), small, formats="dense_fp8")(dense(32, 128)),
     )  # fmt: skip
 
 
@@ -373,9 +373,9 @@ def parts(x: Any) -> list[Any]:
         return [*parts(x.pattern), *parts(x.to_dense()), *parts(x.values)]
     if isinstance(x, sk.Semi24):
         return parts((x.values, x.meta))
-    if isinstance(x, sk.Scaled):
+    if isinstance(x, sk.Quantized):
         return parts((x.matrix.values.view(torch.uint8), x.scale))
-    if isinstance(x, sk.ScaledTensor):
+    if isinstance(x, sk.QuantizedTensor):
         return parts((x.values.view(torch.uint8), x.scale))
     if isinstance(x, sk.BlockPattern):
         return parts((x.indptr, x.indices))
@@ -409,10 +409,10 @@ def test_a_default_of_torch_changes_no_bit(recipe: Any, default: Any, tmp_path: 
 def test_every_public_function_has_a_recipe() -> None:
     source = Path(__file__).read_text(encoding="utf-8")
     made = {
-        "LinearPlan": "plan_linear",
+        "FormatChoice": "choose_format",
         "Plan": "plan_spmm",
-        "Scaled": "quantize",
-        "ScaledTensor": "quantize",
+        "Quantized": "quantize",
+        "QuantizedTensor": "quantize",
     }
     others = {"InvalidFile", "InvalidInput", "SparseKError", "Unsupported"}
     names = {made.get(name, name) for name in sk.__all__} - others

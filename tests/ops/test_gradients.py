@@ -222,11 +222,11 @@ def test_a_second_step_makes_no_new_plan(plans_made: list[str]):
 
 
 def test_named_kernels_lead_to_their_family():
-    assert gradients.kin(None, "spmm") is None
-    assert gradients.kin("cpu.spmm", "sddmm") == "cpu.sddmm"
-    assert gradients.kin("portable.spmm_skinny", "spmm") == "portable.spmm_skinny"
-    assert gradients.kin("portable.sddmm", "spmm") == "portable.spmm"
-    assert gradients.kin("vendor.dense", "sddmm") == "vendor.sddmm"
+    assert gradients.same_family(None, "spmm") is None
+    assert gradients.same_family("cpu.spmm", "sddmm") == "cpu.sddmm"
+    assert gradients.same_family("portable.spmm_skinny", "spmm") == "portable.spmm_skinny"
+    assert gradients.same_family("portable.sddmm", "spmm") == "portable.spmm"
+    assert gradients.same_family("vendor.dense", "sddmm") == "vendor.sddmm"
 
 
 def test_a_backward_pass_runs_the_kernels_of_the_family(plans_made: list[str]):

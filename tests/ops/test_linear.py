@@ -244,7 +244,7 @@ REFUSED: dict[str, tuple[Callable[[Layer], Any], str]] = {
     "x negated": (lambda o: sk.linear(torch._neg_view(o[0]), o[1]), "x is a lazily negated view"),
     "W": (
         lambda o: sk.linear(o[0], None),  # pyright: ignore[reportArgumentType]
-        "W must be a BSR, a Semi24, a BSR24, a Scaled or a dense torch.Tensor, got NoneType",
+        "W must be a BSR, a Semi24, a BSR24, a Quantized or a dense torch.Tensor, got NoneType",
     ),
     "bias": (
         lambda o: sk.linear(o[0], o[1], o[2][:96]),

@@ -112,7 +112,9 @@ REFUSED: dict[str, tuple[Callable[[sk.BSR], object], str]] = {
         "return_lse is 'yes'; it must be",
     ),
     "a sparse part": (
-        lambda a: sk.merge(torch.ones(2, 3).to_sparse(), torch.ones(2), torch.ones(2, 3), torch.ones(2)),
+        lambda a: sk.merge_attention(
+            torch.ones(2, 3).to_sparse(), torch.ones(2), torch.ones(2, 3), torch.ones(2)
+        ),
         "o1 must be a dense torch.Tensor, got layout torch.sparse_coo",
     ),
     "a layer's x in float64": (
@@ -144,18 +146,18 @@ REFUSED: dict[str, tuple[Callable[[sk.BSR], object], str]] = {
         "was made in torch.inference_mode, and no",
     ),
     "keep of texts": (
-        lambda a: Untyped.plan_linear(W, X, keep=["x"]),
+        lambda a: Untyped.choose_format(X, W, keep=["x"]),
         "keep is 'x'; it must be a finite number",
     ),
-    "a W of nothing": (lambda a: Untyped.plan_linear(None, X), "W must be a dense .* got NoneType"),
+    "a W of nothing": (lambda a: Untyped.choose_format(X, None), "W must be a dense .* got NoneType"),
     "a shape of floats": (
-        lambda a: Untyped.plan_linear(W, (4.5, 64)),
+        lambda a: Untyped.choose_format((4.5, 64), W),
         "a side of x is 4.5; it must be an int",
     ),
 }
 
 
-def q8(a: sk.BSR) -> sk.Scaled:
+def q8(a: sk.BSR) -> sk.Quantized:
     return sk.quantize(a)
 
 

@@ -252,7 +252,7 @@ def test_a_plan_of_a_layer_is_that_of_linear(kind: str):
         plan(x, w)
     with pytest.raises(InvalidInput, match="makes its output; leave out= away"):
         plan(x, w, rest, epilogue=epilogue)
-    with pytest.raises(InvalidInput, match="W must be a BSR, Semi24, BSR24 or Scaled, got Tensor"):
+    with pytest.raises(InvalidInput, match="W must be a BSR, Semi24, BSR24 or Quantized, got Tensor"):
         plan(x, w.to_dense())
 
 
@@ -346,7 +346,7 @@ BAD: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
     "linear bias": (lambda a, b: sk.linear(b.T, a, b.new_ones(192)), r"bias is \[192\]; it must be \[128\]"),
     "linear W": (
         lambda a, b: sk.linear(b.T, "w"),  # pyright: ignore[reportArgumentType]
-        "W must be a BSR, a Semi24, a BSR24, a Scaled or a dense torch.Tensor, got str",
+        "W must be a BSR, a Semi24, a BSR24, a Quantized or a dense torch.Tensor, got str",
     ),
     "linear act": (lambda a, b: sk.linear(b.T, a, None, "tanh"), "activation is 'tanh'; use one of relu"),
     "values": (

@@ -48,7 +48,7 @@ def test_other_functions_refuse_a_bsr():
 BAD_OPERANDS: dict[str, tuple[Callable[[BSR, Tensor], Any], str]] = {
     "A dense": (
         lambda a, b: sk.spmm(a.to_dense(), b),
-        "A or B must be a BSR, Semi24, BSR24 or Scaled, got Tensor and Tensor; BSR.from_dense",
+        "A or B must be a BSR, Semi24, BSR24 or Quantized, got Tensor and Tensor; BSR.from_dense",
     ),
     "B numpy": (lambda a, b: a @ np.zeros((96, 4)), "B must be a dense torch.Tensor, got ndarray"),
     "B a BSR": (lambda a, b: sk.spmm(a, a), r"must be a dense torch.Tensor, got BSR; sparsek.spgemm\(A, B\)"),

@@ -94,7 +94,7 @@ def test_parts_of_matrices_are_taken_or_refused(layout: Layout) -> None:
     scale = layout.place((5,), torch.float32, "cpu", draw)
     if scale is not None and not scale.x.is_contiguous():
         with pytest.raises(InvalidInput, match="contiguous"):
-            sk.ScaledTensor(x8.values, scale.x.abs_() if layout.own else scale.x)
+            sk.QuantizedTensor(x8.values, scale.x.abs_() if layout.own else scale.x)
 
 
 def test_the_zoo_lays_out_what_it_says() -> None:

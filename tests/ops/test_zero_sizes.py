@@ -174,5 +174,5 @@ def test_masks(length: int) -> None:
 
 @pytest.mark.parametrize("shape", [(0,), (2, 0), (0, 2, 3)])
 def test_merged_parts(shape: tuple[int, ...]) -> None:
-    out, lse = sk.merge(normal(*shape, 8), normal(*shape), normal(*shape, 8), normal(*shape))
+    out, lse = sk.merge_attention(normal(*shape, 8), normal(*shape), normal(*shape, 8), normal(*shape))
     assert (out.shape, lse.shape) == ((*shape, 8), shape)

@@ -110,9 +110,9 @@ def test_merged_and_split_rows_become_plain_ones() -> None:
     kernel = load("hopper.spmm")
     a = random_bsr(1024, 1024, 32, 0.2, dtype=torch.bfloat16, seed=0)
     p = spmm_problem(1024, 1024, 512, (32, 32), a.nnzb, "bf16", H200, row_max=32, merged=((2, a.nnzb),))
-    merged = next(c for c in kernel.configs(p) if c.merge == 2)
+    merged = next(c for c in kernel.configs(p) if c.joined_rows == 2)
     config, work = kernel.adopt(p, merged, a)
-    assert config.merge == 1
+    assert config.joined_rows == 1
     assert not config.split
     assert work.imbalance is None
     assert len(work.tiles) == 2 + 32 * -(-512 // config.block_cols)

@@ -26,7 +26,7 @@ from sparsek.reference.epilogue import Epilogue
 from sparsek.testing.attention_budget import check_attention, check_attention_backward
 from sparsek.testing.budget import check_spmm
 from sparsek.testing.budget24 import check_24
-from sparsek.testing.budget_fp8 import CORE, check_scaled
+from sparsek.testing.budget_fp8 import CORE, check_quantized
 from sparsek.testing.product_budget import check_sddmm, check_spgemm, stored
 
 BF16, FP16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -197,7 +197,7 @@ def fp8(seed: int, dtype: torch.dtype, core: float = CORE) -> Trial:
     assert isinstance(wide, BSR)
     return Trial(
         lambda add, fault: [add(_damaged(wide, fault), b.dequantize(F32))],
-        lambda out: check_scaled(a, b, out[0], core=core).passed,
+        lambda out: check_quantized(a, b, out[0], core=core).passed,
     )
 
 

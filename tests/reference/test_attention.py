@@ -6,7 +6,7 @@ from torch import Tensor
 
 from sparsek.core.errors import InvalidInput
 from sparsek.mask.mask import BlockMask
-from sparsek.reference.attention import attention, merge
+from sparsek.reference.attention import attention, merge_attention
 from sparsek.testing.attention_budget import check_attention
 from sparsek.testing.attention_cases import ATTENTION_CASES, AttentionCase, random_bits
 from sparsek.testing.poison import poisoned
@@ -186,7 +186,7 @@ def halves(dtype: torch.dtype, seed: int = 0) -> tuple[tuple[Tensor, Tensor], ..
 def test_merged_parts_are_the_whole(dtype: torch.dtype, slack: float) -> None:
     left, right, (out, lse) = halves(dtype)
     assert bool((right[1][:, :, :100] == -torch.inf).all())
-    merged, merged_lse = merge(*left, *right)
+    merged, merged_lse = merge_attention(*left, *right)
     assert (merged.dtype, merged_lse.dtype) == (out.dtype, lse.dtype)
     torch.testing.assert_close(merged, out, rtol=slack, atol=slack)
     torch.testing.assert_close(merged_lse, lse, rtol=min(slack, 1e-6), atol=min(slack, 1e-6))
@@ -194,7 +194,7 @@ def test_merged_parts_are_the_whole(dtype: torch.dtype, slack: float) -> None:
 
 def test_merging_gives_the_same_bits_in_either_order() -> None:
     left, right, _ = halves(torch.float32)
-    for one, other in zip(merge(*left, *right), merge(*right, *left), strict=True):
+    for one, other in zip(merge_attention(*left, *right), merge_attention(*right, *left), strict=True):
         assert torch.equal(one, other)
 
 
@@ -202,17 +202,17 @@ def test_a_part_that_saw_nothing_counts_for_nothing_whatever_it_holds() -> None:
     o, lse = normal(3, 5, 4), normal(3, 5)
     nothing = torch.full_like(lse, -torch.inf)
     for dead in (torch.zeros_like(o), poisoned(o.shape, o.dtype)):
-        merged, merged_lse = merge(o, lse, dead, nothing)
+        merged, merged_lse = merge_attention(o, lse, dead, nothing)
         assert torch.equal(merged, o)
         torch.testing.assert_close(merged_lse, lse)
-        both, both_lse = merge(dead, nothing, dead, nothing)
+        both, both_lse = merge_attention(dead, nothing, dead, nothing)
         assert bool((both == 0).all())
         assert bool((both_lse == -torch.inf).all())
 
 
 def test_merging_lse_far_apart_or_large_does_not_overflow() -> None:
     o1, o2 = torch.ones(2, 1), torch.full((2, 1), 3.0)
-    out, lse = merge(o1, torch.tensor([1000.0, 0.0]), o2, torch.tensor([1000.0, -500.0]))
+    out, lse = merge_attention(o1, torch.tensor([1000.0, 0.0]), o2, torch.tensor([1000.0, -500.0]))
     assert out.flatten().tolist() == [2.0, 1.0]
     torch.testing.assert_close(lse, torch.tensor([1000.6931, 0.0]))
 
@@ -220,9 +220,9 @@ def test_merging_lse_far_apart_or_large_does_not_overflow() -> None:
 def test_merge_has_gradients_that_empty_parts_do_not_spoil() -> None:
     o1, o2 = (normal(4, 3, seed=i).requires_grad_() for i in (1, 2))
     lse1, lse2 = (normal(4, seed=i).requires_grad_() for i in (3, 4))
-    assert torch.autograd.gradcheck(merge, (o1, lse1, o2, lse2))
+    assert torch.autograd.gradcheck(merge_attention, (o1, lse1, o2, lse2))
     nothing = torch.full((4,), -torch.inf, dtype=torch.float64, requires_grad=True)
-    merge(o1, nothing, o2, nothing)[0].sum().backward()
+    merge_attention(o1, nothing, o2, nothing)[0].sum().backward()
     assert o1.grad is not None
     assert nothing.grad is not None
     assert bool((o1.grad == 0).all())
@@ -239,11 +239,11 @@ def test_merge_refuses_what_does_not_fit() -> None:
         (o, lse.to("meta"), o, lse.to("meta")),
     ):
         with pytest.raises(InvalidInput, match="merge needs"):
-            merge(*wrong)
+            merge_attention(*wrong)
     with pytest.raises(InvalidInput, match="lse must be float32 or float64"):
-        merge(o, lse.half(), o, lse.half())
+        merge_attention(o, lse.half(), o, lse.half())
     with pytest.raises(InvalidInput, match=r"lse2 must be a dense torch\.Tensor, got float"):
-        merge(o, lse, o, 1.0)  # type: ignore[arg-type]
+        merge_attention(o, lse, o, 1.0)  # type: ignore[arg-type]
 
 
 def test_the_names_of_cases_are_unique() -> None:

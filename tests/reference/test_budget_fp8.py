@@ -6,12 +6,12 @@ from torch import Tensor
 
 from sparsek.core.errors import InvalidInput
 from sparsek.matrix.bsr import BSR
-from sparsek.matrix.dense8 import ScaledTensor
+from sparsek.matrix.dense8 import QuantizedTensor
 from sparsek.matrix.quantized import quantize
 from sparsek.matrix.semi24 import Semi24
 from sparsek.reference.epilogue import Epilogue
-from sparsek.reference.scaled import scaled
-from sparsek.testing.budget_fp8 import check_linear_fp8, check_scaled, tensor_core_error
+from sparsek.reference.quantized import product
+from sparsek.testing.budget_fp8 import check_linear_fp8, check_quantized, tensor_core_error
 from sparsek.testing.cases_fp8 import FP8_CASES, CaseFp8
 
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
@@ -22,7 +22,7 @@ def test_the_reference_is_the_product_of_the_values_times_their_scales(case: Cas
     a, b, epilogue, _ = case.make(dtype=F64, seed=int(torch.randint(2**31, ())))
     z = a.to_dense(F64) @ b.dequantize(F64)
     expected = epilogue.apply(z)
-    assert torch.allclose(scaled(a, b, epilogue, F64), expected, rtol=1e-12, atol=1e-12)
+    assert torch.allclose(product(a, b, epilogue, F64), expected, rtol=1e-12, atol=1e-12)
 
 
 def test_scales_of_rows_and_columns_come_out_of_the_sums():
@@ -30,17 +30,19 @@ def test_scales_of_rows_and_columns_come_out_of_the_sums():
     assert isinstance(a.matrix, Semi24)
     plain = Semi24.unchecked(a.matrix.values.double(), a.matrix.meta).to_dense() @ b.values.double().mT
     by_hand = a.scale.double()[:, None] * plain * b.scale.double()
-    assert torch.allclose(scaled(a, b, dtype=F64), by_hand, rtol=1e-12)
+    assert torch.allclose(product(a, b, dtype=F64), by_hand, rtol=1e-12)
 
 
 def test_operands_that_do_not_fit_are_refused():
     a, b = quantize(BSR.from_dense(torch.randn(32, 64), 32)), quantize(torch.randn(3, 64)).mT
-    with pytest.raises(InvalidInput, match="needs a Scaled and a ScaledTensor, got Scaled and Tensor"):
-        scaled(a, torch.randn(64, 3))  # pyright: ignore[reportArgumentType]
+    with pytest.raises(
+        InvalidInput, match="needs a Quantized and a QuantizedTensor, got Quantized and Tensor"
+    ):
+        product(a, torch.randn(64, 3))  # pyright: ignore[reportArgumentType]
     with pytest.raises(InvalidInput, match=r"A is \[32, 64\] and b \[3, 64\]"):
-        scaled(a, b.mT)
+        product(a, b.mT)
     with pytest.raises(InvalidInput, match=r"bias is torch.float32 \[32\]"):
-        scaled(a, b, Epilogue(bias=torch.randn(32)))
+        product(a, b, Epilogue(bias=torch.randn(32)))
 
 
 def core(a: Tensor, b: Tensor, promoted: int, bits: int = 13) -> Tensor:
@@ -66,11 +68,11 @@ def test_long_sums_pass_if_a_tensor_core_is_relieved_and_not_if_it_is_left_alone
         relieved = core(values, b.values.float().mT, 128) * stretch
         alone = core(values, b.values.float().mT, k) * stretch
         for dtype in (BF16, torch.float16, F32):
-            assert check_scaled(a, b, relieved.to(dtype)).passed
+            assert check_quantized(a, b, relieved.to(dtype)).passed
         if k > 2048:
-            assert not check_scaled(a, b, alone).passed
+            assert not check_quantized(a, b, alone).passed
         if shifted and k > 2048:  # also after C has been rounded
-            assert not check_scaled(a, b, alone.to(BF16)).passed
+            assert not check_quantized(a, b, alone.to(BF16)).passed
 
 
 MADE = {
@@ -87,31 +89,31 @@ def test_sums_left_alone_pass_where_fast_accum_allows_them(name: str):
         fast, stretch = a.with_fast_accum(), a.scale[:, None] * b.scale
         values = a.to_dense() / a.scale[:, None], b.values.float().mT
         alone = core(*values, k) * stretch
-        assert check_scaled(fast, b, alone).passed
-        assert check_scaled(fast, b, alone.to(BF16)).passed
-        assert not check_scaled(fast, b, alone, core=0.0).passed  # for kernels that make no use of it
-        lost = torch.linalg.vector_norm(alone.double() - scaled(a, b, dtype=F64))
+        assert check_quantized(fast, b, alone).passed
+        assert check_quantized(fast, b, alone.to(BF16)).passed
+        assert not check_quantized(fast, b, alone, core=0.0).passed  # for kernels that make no use of it
+        lost = torch.linalg.vector_norm(alone.double() - product(a, b, dtype=F64))
         expected = torch.linalg.vector_norm(tensor_core_error(a.to_dense(), b.dequantize(F32)))
         assert 1 < expected / lost < 4
         if k == 2048:  # of a longer sum of one sign so much is lost that fewer bits lose little more
-            assert not check_scaled(fast, b, core(*values, k, bits=9) * stretch).passed
+            assert not check_quantized(fast, b, core(*values, k, bits=9) * stretch).passed
 
 
 def test_what_is_wrong_does_not_pass():
     case = CaseFp8("bsr", 64, 128, 32, "x", (32, 32), 0.7)
     a, b, _, _ = case.make(seed=int(torch.randint(2**31, ())))
-    right = scaled(a, b, dtype=F32)
-    assert check_scaled(a, b, right).passed
-    assert check_scaled(a, b, right, core=0.0).passed
-    one_row = ScaledTensor.unchecked(b.values, b.scale.roll(1), True)
+    right = product(a, b, dtype=F32)
+    assert check_quantized(a, b, right).passed
+    assert check_quantized(a, b, right, core=0.0).passed
+    one_row = QuantizedTensor.unchecked(b.values, b.scale.roll(1), True)
     for wrong in (
         right * 1.01,
         right.roll(1, 0),
-        scaled(a, one_row, dtype=F32),
+        product(a, one_row, dtype=F32),
         right.masked_fill(right > 2, torch.nan),
     ):
-        assert not check_scaled(a, b, wrong).passed
-    assert not check_scaled(a, b, right.to(BF16).float(), core=0.0).passed
+        assert not check_quantized(a, b, wrong).passed
+    assert not check_quantized(a, b, right.to(BF16).float(), core=0.0).passed
 
 
 def test_a_layer_is_judged_as_the_product_that_it_is():

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from sparsek.core import dtypes
-from sparsek.matrix.quantized import Scaled, quantize
+from sparsek.matrix.quantized import Quantized, quantize
 from sparsek.testing.budget import Bound, Gate, product_bound
 from sparsek.testing.budget_fp8 import check_linear_fp8
 
@@ -26,7 +26,7 @@ class Expected:
     @classmethod
     def of(cls, x: Tensor, weight: Any) -> "Expected":
         """The exact product of these."""
-        if isinstance(weight, Scaled):
+        if isinstance(weight, Quantized):
             return cls(x, weight)
         with torch.no_grad(), dtypes.as_given(x.device):
             dense = weight if isinstance(weight, Tensor) else weight.to_dense()

@@ -517,11 +517,11 @@ PLANNER = Table(
     bench=BENCHES["planner"],
     columns=(CASE, MS, NEAR, WORST, NEAR_MEASURED),
     note=(
-        "For every layer each option of `plan_linear` is checked and timed in the same rounds: dense, 2:4, and BSR and "
-        "BSR24 in blocks of 64 and 128 with the given share of blocks, in FP8 too where kernels are. The time is that "
-        "of the choice by predictions alone; as `plan_linear` does on a GPU, another choice is made by short rounds of "
-        "its own, timed before. Times are sums over all layers, and ratios those of the sums; 'within 5 %' counts "
-        "layers whose choice takes at most 1.05 times as long as the fastest option."
+        "For every layer each option of `choose_format` is checked and timed in the same rounds: dense, 2:4, and BSR "
+        "and BSR24 in blocks of 64 and 128 with the given share of blocks, in FP8 too where kernels are. The time is "
+        "that of the choice by predictions alone; as `choose_format` does on a GPU, another choice is made by short "
+        "rounds of its own, timed before. Times are sums over all layers, and ratios those of the sums; 'within 5 %' "
+        "counts layers whose choice takes at most 1.05 times as long as the fastest option."
     ),
     pages=("README.md", "docs/planner.md"),
     shown=(NEAR, WORST, NEAR_MEASURED),

@@ -19,7 +19,7 @@ from sparsek.bench.suites.case import Option, Schema, SuiteRow, random_dense
 from sparsek.core.errors import InvalidInput
 from sparsek.mask.mask import BlockLists, BlockMask, Sizes
 from sparsek.ops.attention import attention, plan_attention, plan_attention_backward
-from sparsek.ops.gradients import kin
+from sparsek.ops.gradients import same_family
 from sparsek.plan.attention_grad import AttentionGradPlan
 from sparsek.plan.sources import JOINED
 from sparsek.testing.attention_budget import check_attention, check_attention_backward
@@ -106,7 +106,7 @@ class StepOperands(AttentionOperands):
                 k,
                 v,
                 self.mask,
-                kernel=kin(kernel, "attention_backward"),
+                kernel=same_family(kernel, "attention_backward"),
                 deterministic=self.deterministic,
             ),
         }

@@ -34,16 +34,16 @@ from sparsek.core.errors import InvalidInput
 from sparsek.kernels import names_for
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.bsr24 import BSR24
-from sparsek.matrix.dense8 import ScaledTensor
+from sparsek.matrix.dense8 import QuantizedTensor
 from sparsek.matrix.pattern import block_sides
-from sparsek.matrix.quantized import Scaled, quantize
+from sparsek.matrix.quantized import Quantized, quantize
 from sparsek.matrix.random import random_bsr
 from sparsek.matrix.semi24 import Semi24
 from sparsek.ops.linear import plan_layer
 from sparsek.ops.spmm import plan_spmm
 from sparsek.plan.spmm import SpmmPlan
 from sparsek.testing.budget import Gate
-from sparsek.testing.budget_fp8 import check_scaled
+from sparsek.testing.budget_fp8 import check_quantized
 from sparsek.testing.poison import poisoned
 
 BSR_, SEMI24, BSR24_ = STORED = ("bsr", "semi24", "bsr24")
@@ -57,8 +57,8 @@ OUT = torch.bfloat16
 class Fp8Operands(Operands):
     """One of the rotating sets: its own FP8 matrix [m, k] and FP8 x [n, k], and C [m, n], unless a layer makes it."""
 
-    a: Scaled
-    x: ScaledTensor
+    a: Quantized
+    x: QuantizedTensor
     out: Tensor | None = None
 
     @property
@@ -91,7 +91,7 @@ class Fp8Operands(Operands):
 
     def judge(self, out: Tensor) -> Gate:
         """Whether `out`, [n, m] of a layer and [m, n] otherwise, is the product of this set, scales applied."""
-        return check_scaled(self.a, self.x.mT, out.mT if self.is_linear else out)
+        return check_quantized(self.a, self.x.mT, out.mT if self.is_linear else out)
 
     def dense(self, seed: int) -> Callable[[], Tensor]:
         """The same call in bf16 with everything stored."""

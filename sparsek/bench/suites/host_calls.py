@@ -252,10 +252,10 @@ def _judge_linear(x: Tensor, w: Any, out: Tensor, bias: Tensor | None, activatio
 
 def main(fields: str, device_name: str) -> None:
     """Makes the call once and prints its seconds, from an idle device to an idle one, and its gate."""
-    told: dict[str, Any] = {
+    fields_of: dict[str, Any] = {
         key: tuple(value) if isinstance(value, list) else value for key, value in json.loads(fields).items()
     }
-    call, device = HostCall(**told), torch.device(device_name)
+    call, device = HostCall(**fields_of), torch.device(device_name)
     pair = CALLS[call.call](call, device)
     wait: Callable[[], None] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     wait()

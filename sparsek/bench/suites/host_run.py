@@ -101,8 +101,8 @@ def _first_calls(case: HostCase, device: torch.device, rounds: int, report: Call
 
 def _in_a_process(case: HostCase, device: torch.device, folder: Path) -> dict[str, Any]:
     """Seconds and gate of the call, the first of a process whose caches are in `folder`."""
-    told = {each.name: getattr(case, each.name) for each in fields(HostCall)}
-    command = [sys.executable, "-m", CHILD, json.dumps(told), str(device)]
+    named = {each.name: getattr(case, each.name) for each in fields(HostCall)}
+    command = [sys.executable, "-m", CHILD, json.dumps(named), str(device)]
     ran = subprocess.run(
         command,
         capture_output=True,

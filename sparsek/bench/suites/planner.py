@@ -76,7 +76,7 @@ class PlannerCase(Case):
 
     @property
     def listed(self) -> list[str] | None:
-        """The formats, as `plan_linear` takes them."""
+        """The formats, as `choose_format` takes them."""
         return None if self.formats == "all" else self.formats.split("+")
 
     @property

@@ -1,5 +1,6 @@
-"""Measures the planner: for every layer all options of `sk.plan_linear` are made, checked and timed in the same rounds,
-and what it would choose is held against the fastest of them: without timing, and by rounds of its own, timed before.
+"""Measures the planner: for every layer all options of `sk.choose_format` are made, checked and timed in the same
+rounds, and what it would choose is held against the fastest of them: without timing, and by rounds of its
+own, timed before.
 """
 
 import statistics

@@ -1,7 +1,7 @@
 """What a backward pass of attention needs beside its products: a pass over rows before, and a cast after.
 
     prepare_rows   rows[0] = lse log2(e),  rows[1] = rowsum(grad * out) - grad_lse     reads out and grad once
-    cast_scaled    dq = scale acc                                                      reads acc once, writes dq once
+    cast_quantized    dq = scale acc                                                      reads acc once, writes dq once
 
 With them a weight is exp2(scale log2(e) s - rows[0]), and ds = weight (dp - rows[1]). rows[0] is +inf where there is
 nothing to weigh, behind the last query too: there both are 0, without a test in the kernel that reads them.
@@ -79,7 +79,7 @@ def prepare_rows(out: Tensor, grad: Tensor, lse: Tensor, grad_lse: Tensor | None
 
 
 @triton.jit(do_not_specialize=("scale", "rows", "q_len", "heads"))
-def _cast_scaled(
+def _cast_quantized(
     acc, turns, dq, scale, rows, q_len, heads, sq_b, sq_h, sq_m, sq_d,
     D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -102,7 +102,7 @@ def _cast_scaled(
     tl.store(dq + (at * sq_m)[:, None] + (col * sq_d)[None, :], x.to(dq.dtype.element_ty), mask=live)
 
 
-def cast_scaled(acc: Tensor, scale: float, dq: Tensor, turns: Tensor | None = None) -> None:
+def cast_quantized(acc: Tensor, scale: float, dq: Tensor, turns: Tensor | None = None) -> None:
     """dq = scale * acc, rounded once. No sync.
 
     acc: float32 [B, Hq, R, Dp], contiguous. dq: bf16 or fp16 [B, Hq, S, D], any strides, with S <= R and D <= Dp; what
@@ -115,7 +115,7 @@ def cast_scaled(acc: Tensor, scale: float, dq: Tensor, turns: Tensor | None = No
     options: dict[str, Any] = {"num_warps": WARPS}
     with torch.cuda.device_of(dq):
         launch(
-            _cast_scaled, (batch * heads * triton.cdiv(q_len, tile),),
+            _cast_quantized, (batch * heads * triton.cdiv(q_len, tile),),
             acc, turns, dq, scale, acc.shape[2], q_len, heads, *dq.stride(),
             D=dim, WIDTH=acc.shape[3], ROWS=tile, **options,
         )  # fmt: skip

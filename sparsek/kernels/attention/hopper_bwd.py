@@ -48,7 +48,7 @@ from sparsek.kernels.attention.bwd_records import step_at, tile_at
 from sparsek.kernels.attention.bwd_rules import allowed
 from sparsek.kernels.attention.bwd_sums import acquire, release, seen, tma_add, tma_written
 from sparsek.kernels.attention.dealt import deal
-from sparsek.kernels.attention.delta import cast_scaled, prepare_rows
+from sparsek.kernels.attention.delta import cast_quantized, prepare_rows
 from sparsek.kernels.lang.gluon import (
     Described,
     describe_heads,
@@ -553,7 +553,7 @@ class HopperAttentionGrad:
         # Tickets wait for CTAs of the same launch: it begins with all of them, or not at all.
         options = {"launch_cooperative_grid": True} if c.ordered else None
         launch_on(q.device, attention_bwd_kernel, made.ctas, args, options)
-        cast_scaled(acc.view(batch, heads, rows, c.dim), scale, dq, turns if c.ordered else None)
+        cast_quantized(acc.view(batch, heads, rows, c.dim), scale, dq, turns if c.ordered else None)
 
 
 KERNEL: AttentionGradKernel = HopperAttentionGrad()

@@ -121,8 +121,8 @@ def compile_cuda(source: str, name: str, options: Sequence[str]) -> tuple[bytes,
 
 def compiled(source: str, name: str, options: Sequence[str]) -> bytes:
     """The cubin, from disk if it was compiled before."""
-    told = "\0".join([source, name, *options, *map(str, version())])
-    key = hashlib.sha256(told.encode()).hexdigest()
+    hashed = "\0".join([source, name, *options, *map(str, version())])
+    key = hashlib.sha256(hashed.encode()).hexdigest()
     path = Path(env.cache_dir()) / f"{Path(name).stem}-{key[:32]}.cubin"
     kept = _read(path)
     if kept is None:

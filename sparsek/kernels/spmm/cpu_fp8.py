@@ -17,8 +17,8 @@ from torch import Tensor
 from sparsek.kernels.spmm import cpu as spmm
 from sparsek.kernels.spmm import cpu_24 as semi24
 from sparsek.kernels.spmm import cpu_bsr24 as bsr24
-from sparsek.matrix.dense8 import ScaledTensor
-from sparsek.matrix.quantized import Scaled
+from sparsek.matrix.dense8 import QuantizedTensor
+from sparsek.matrix.quantized import Quantized
 from sparsek.matrix.storage import FP8
 from sparsek.plan.kernel import SpmmKernel, rounding_seconds
 from sparsek.plan.problem import SpmmProblem
@@ -75,12 +75,12 @@ class CpuSpmmFp8:
     def notes(self, p: SpmmProblem, c: Config) -> list[str]:
         return ["a processor multiplies no FP8: values times scales become float32 in every call"]
 
-    def prepare(self, p: SpmmProblem, c: Config, a: Scaled) -> Work:
+    def prepare(self, p: SpmmProblem, c: Config, a: Quantized) -> Work:
         kernel = PLAIN_KERNELS[p.a.kind]
         return Work(kernel, kernel.prepare(p.plain("fp32"), c.product, a.dequantize(torch.float32)))
 
     def launch(
-        self, c: Config, work: Work, a: Scaled, b: ScaledTensor, out: Tensor, epilogue: Epilogue = PLAIN
+        self, c: Config, work: Work, a: Quantized, b: QuantizedTensor, out: Tensor, epilogue: Epilogue = PLAIN
     ) -> None:
         if out.numel() == 0:
             return

@@ -10,7 +10,7 @@
 A CTA stays on its SM and walks the tiles that the schedule gave it. One producer warp brings pieces by TMA into a
 ring of `stages` slots; the consumer warpgroups multiply them with wgmma out of shared memory (spmm/multiply.py).
 Blocks taller than a tile are cut into tiles that share the block row's list; blocks lower than a tile leave rows of
-the tensor core unused, or `merge` block rows share a tile where their columns coincide.
+the tensor core unused, or `joined_rows` block rows share a tile where their columns coincide.
 
 Every product of one BSR matrix is this one: wgmma reads A, B and C's stage row- or column-major alike.
 
@@ -87,12 +87,12 @@ class Config(Tile):
     def __str__(self) -> str:
         """Names every field: Triton keeps compiled kernels by the text of their constants."""
         bm, bk = self.block
-        merged = f"{self.merge} block rows merged, " if self.merge > 1 else ""
+        merged = f"{self.joined_rows} block rows merged, " if self.joined_rows > 1 else ""
         sides = ", ".join(
             f"{'col' if col else 'row'}-major {name}"
             for name, col in (("A", self.a_col), ("B", self.b_col), ("C", self.c_col))
         )
-        flags = ("bias", "scaled", "activation", "combine", "split", "b_stack", "owned", "direct")
+        flags = ("bias", "has_alpha", "activation", "combine", "split", "b_stack", "owned", "direct")
         more = "".join(f", {name} {getattr(self, name)}" for name in flags if getattr(self, name))
         return (
             f"tile {self.rows}x{self.block_cols} for {self.wg_m}x{self.wg_n} warpgroups, {merged}blocks {bm}x{bk}, "
@@ -116,7 +116,7 @@ def indices(T: gl.constexpr, steps, begin, end, q):
     cols, blocks, no_col, no_block = steps
     PER: gl.constexpr = T.per_block
     PIECES: gl.constexpr = T.pieces
-    MERGE: gl.constexpr = T.merge
+    MERGE: gl.constexpr = T.joined_rows
     js = ()
     bs = ()
     for i in gl.static_range(PIECES):
@@ -139,7 +139,7 @@ def load(T: gl.constexpr, a_desc, b_desc, lists, steps, ring):
     a_s, b_s, full, empty = ring
     PIECES: gl.constexpr = T.pieces
     PER: gl.constexpr = T.per_block
-    MERGE: gl.constexpr = T.merge
+    MERGE: gl.constexpr = T.joined_rows
     BM: gl.constexpr = T.block[0]
     BK: gl.constexpr = T.block[1]
     WIDTH: gl.constexpr = T.width
@@ -223,7 +223,7 @@ def spmm_kernel(
 ):  # fmt: skip
     """CTA p does tiles starts[p] to starts[p+1], RECORD numbers each.
 
-    Step s multiplies stored blocks blocks[s*merge : (s+1)*merge] with block column (or stored block of B) cols[s].
+    Step s multiplies stored blocks blocks[s*joined : (s+1)*joined] with block column (or stored block of B) cols[s].
     `no_col` and `no_block` lie outside B and A. What comes behind belongs to the epilogue: `m` rows of C, `other` with
     its leading stride / 8, `rows` and columns / 8 as C lies in memory. SOURCE is there for Triton's cache alone.
     """
@@ -337,14 +337,14 @@ class HopperSpmm:
             "b_col": p.b.layout == "col",
             "c_col": p.c.layout == "col",
             "bias": p.bias,
-            "scaled": p.has_alpha,
+            "has_alpha": p.has_alpha,
             "activation": p.activation,
             "combine": p.combine,
         }
-        merges = [1] if p.a.transposed else [1, *(merge for merge, _ in p.stats.merged if merge * bm <= 128)]
+        merges = [1] if p.a.transposed else [1, *(rows for rows, _ in p.stats.merged if rows * bm <= 128)]
         found: dict[Config, None] = {}
-        for merge in merges:
-            for wg_m, wg_n in [(2, 1)] if merge * bm == 128 else shapes:
+        for joined in merges:
+            for wg_m, wg_n in [(2, 1)] if joined * bm == 128 else shapes:
                 if p.in_place and bm > 64 * wg_m and bm % (64 * wg_m):
                     continue
                 for cols, depth in product((16, 32, 64, 128, 256), (64, 32)):
@@ -357,8 +357,8 @@ class HopperSpmm:
                         continue
                     narrow = min(width, depth)
                     # The producer keeps an index of every A box of a stage in registers; more than 8 would spill.
-                    pieces = min(depth // narrow, 8 // merge)
-                    c = Config(p.block, wg_m, wg_n, cols, narrow, pieces, 3, merge, **flags)
+                    pieces = min(depth // narrow, 8 // joined)
+                    c = Config(p.block, wg_m, wg_n, cols, narrow, pieces, 3, joined, **flags)
                     found[_paced(p, deepened(c, p.card.smem_bytes))] = None
         split = [replace(c, split=True) for c in found] if uneven(p) else []
         return [*found, *split]
@@ -376,9 +376,9 @@ class HopperSpmm:
         """
         if p.nnzb == 0 or p.n == 0:
             return p.card.launch_seconds
-        steps = dict(p.stats.merged).get(c.merge, p.nnzb) if c.merge > 1 else p.nnzb
-        slices = max(1, -(-p.block[0] // c.rows)) if c.merge == 1 else 1
-        units = -(-p.grid[0] // c.merge) * slices
+        steps = dict(p.stats.merged).get(c.joined_rows, p.nnzb) if c.joined_rows > 1 else p.nnzb
+        slices = max(1, -(-p.block[0] // c.rows)) if c.joined_rows == 1 else 1
+        units = -(-p.grid[0] // c.joined_rows) * slices
         columns = -(-p.n // c.block_cols)
         sms = p.card.sm_count
         tiles = units * columns * p.batch
@@ -387,7 +387,7 @@ class HopperSpmm:
         mma = c.rows * c.block_cols * depth / (2048 * 1.75e9 * p.card.pace)
         bytes_ = 2 * depth * (c.a_rows + min(c.block_cols, -(-p.n // 8) * 8))
         fetch = bytes_ * sms / p.card.fabric
-        step = (mma**4 + fetch**4) ** 0.25 * (1.02 if shallow else 1.0) + 3.5e-8 + 3e-8 * (c.merge - 1)
+        step = (mma**4 + fetch**4) ** 0.25 * (1.02 if shallow else 1.0) + 3.5e-8 + 3e-8 * (c.joined_rows - 1)
         mean = steps * slices / units
         longest = max(mean, min(p.row_max, p.grid[1]))
         uneven = min(1.0, max(0.0, (longest / mean - 2) / 2))
@@ -413,7 +413,9 @@ class HopperSpmm:
         return both + extra + p.card.launch_seconds
 
     def prepare(self, p: SpmmProblem, c: Config, a: BSR) -> Work:
-        units = a.pattern.derived(("walk", c.rows, c.merge), lambda: walk(a.pattern, c.rows, c.merge))
+        units = a.pattern.derived(
+            ("walk", c.rows, c.joined_rows), lambda: walk(a.pattern, c.rows, c.joined_rows)
+        )
 
         def put(array: Any) -> Tensor:
             return torch.from_numpy(array.copy()).to(a.device)
@@ -423,8 +425,8 @@ class HopperSpmm:
 
     def adopt(self, p: SpmmProblem, c: Config, a: BSR) -> tuple[Config, Work]:
         """As `prepare` for another pattern, on its device without a host sync; no rows are merged or split."""
-        if c.merge > 1 or c.split:
-            alone = [each for each in self.configs(p) if each.merge == 1 and not each.split]
+        if c.joined_rows > 1 or c.split:
+            alone = [each for each in self.configs(p) if each.joined_rows == 1 and not each.split]
             c = min(alone, key=lambda each: self.seconds(p, each))
         tiles, starts = deal_on_device(a.pattern, p.n, c.rows, c.block_cols, p.card.sm_count * c.ctas_per_sm)
         made = torch.zeros(len(tiles) + 2, RECORD.value, dtype=torch.int32, device=a.device)
@@ -488,7 +490,7 @@ def _paced(p: SpmmProblem, c: Config) -> Config:
     if not c.finishes:
         return replace(c, every=max(1, 2 * c.c_box // (c.width * c.pieces)))
     c = replace(c, box=32)
-    steps = dict(p.stats.merged).get(c.merge, p.nnzb) * c.merge / max(1, p.grid[0])
+    steps = dict(p.stats.merged).get(c.joined_rows, p.nnzb) * c.joined_rows / max(1, p.grid[0])
     return replace(c, every=max(1, int(steps * c.per_block / c.pieces / max(1, most_boxes(c)))))
 
 

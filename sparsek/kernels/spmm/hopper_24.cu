@@ -395,7 +395,7 @@ PTX Rows rows_of(const Params& p, int first, int lane) {
 #pragma unroll
   for (int h = 0; h < 2; h++) {
     const int y = first + 8 * h + lane / 4;
-    rows.scale[h] = SCALED ? p.alpha : 1.f;
+    rows.scale[h] = HAS_ALPHA ? p.alpha : 1.f;
     if (FP8) rows.scale[h] *= p.a_scale[min(y, p.m - 1) * p.a_each];
     rows.shift[h] = BIAS && y < p.m ? widen(((const u16*)p.bias)[y]) : 0.f;
   }
@@ -409,7 +409,7 @@ PTX void finish(float* e, const Params& p, const Rows& rows, int col, int lane) 
   for (int i = 0; i < 8; i++) {
     const int h = i / 2 % 2, x = col + 8 * (i / 4) + 2 * (lane % 4) + i % 2;
     const float scale = FP8 ? rows.scale[h] * p.b_scale[min(x, p.n - 1) * p.b_each] : rows.scale[h];
-    if constexpr (BIAS || SCALED || FP8) e[i] = fmaf(e[i], scale, rows.shift[h]);
+    if constexpr (BIAS || HAS_ALPHA || FP8) e[i] = fmaf(e[i], scale, rows.shift[h]);
     e[i] = activated(e[i]);
   }
 }

@@ -74,7 +74,7 @@ class Config:
     c_col: bool = False
     half: bool = False
     lists: bool = False
-    scaled: bool = False
+    has_alpha: bool = False
     bias: bool = False
     activation: str = ""
     combine: str = ""
@@ -126,7 +126,7 @@ class Config:
             "WGS": self.wgs, "MS": self.ms, "TN": self.tn, "STAGES": self.stages,
             "CLUSTER": self.cluster, "C_BOXES": self.boxes, "B_ROW": int(self.b_row),
             "C_COL": int(self.c_col), "HALF": int(self.half), "LISTS": int(self.lists),
-            "SCALED": int(self.scaled), "BIAS": int(self.bias), "ACT": ACTS.index(self.activation),
+            "HAS_ALPHA": int(self.has_alpha), "BIAS": int(self.bias), "ACT": ACTS.index(self.activation),
             "COMBINE": JOINS.index(self.combine),
             "FP8": int(bool(self.fp8)), "PROMOTE": self.promote, "SMEM_BYTES": self.smem,
             "LOAD_REGS": 56 if self.lists else 40, "MATH_REGS": 224 if self.lists else 232,
@@ -141,7 +141,7 @@ class Config:
 
     def __str__(self) -> str:
         shape = f"tile {self.tm}x{self.tn} for {self.wgs} warpgroups, {self.stages} stages"
-        more = ("cluster", "boxes", "group", "b_row", "c_col", "half", "lists", "scaled", "bias")
+        more = ("cluster", "boxes", "group", "b_row", "c_col", "half", "lists", "has_alpha", "bias")
         flags = [f"{name} {getattr(self, name)}" for name in more if getattr(self, name)]
         sums = f"float32 sums every {self.promote} steps" if self.promote else "the tensor core's own sums"
         eight = [f"FP8 {self.fp8}, {sums}"] if self.fp8 else []
@@ -292,7 +292,7 @@ def launch(
     held = [nibbles, *([] if work.lists is None else tensors_in(work.lists))]
     for at in np.ndindex(*b.shape[:-2]):
         b_one, c_one, other = b[at], out[at], None if epilogue.other is None else epilogue.other[at]
-        params, grid = told(c, work, nibbles, b_one, c_one, epilogue, _item(scales, at))
+        params, grid = launch_params(c, work, nibbles, b_one, c_one, epilogue, _item(scales, at))
         # Where no other matrix is, C's map stands for it; the kernel does not look at it.
         of_a, of_b, of_c, *of_other = boxes(c, a.values, b_one, c_one, other)
         arguments = of_a, of_b, of_c, params, *(of_other or [of_c])
@@ -304,7 +304,7 @@ def _item(scales: Scales | None, at: tuple[int, ...]) -> Scales | None:
     return Scales(scales.a, scales.b[at]) if scales is not None and scales.b.ndim else scales
 
 
-def told(
+def launch_params(
     c: Config,
     work: Work,
     nibbles: Tensor,
@@ -399,7 +399,7 @@ def tiles_of(p: SpmmProblem, clusters: Sequence[int], lists: bool = False) -> It
         "b_row": p.b.layout == "row",
         "c_col": p.c.layout == "col",
         "half": p.dtype == "fp16",
-        "scaled": p.has_alpha,
+        "has_alpha": p.has_alpha,
         "bias": p.bias,
         "activation": p.activation,
         "combine": p.combine,

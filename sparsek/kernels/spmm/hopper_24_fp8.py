@@ -16,8 +16,8 @@ from torch import Tensor
 from sparsek.kernels.spmm import hopper_24 as semi24
 from sparsek.kernels.spmm.hopper_24 import Config, Scales, Work
 from sparsek.matrix.bsr24 import BSR24
-from sparsek.matrix.dense8 import ScaledTensor
-from sparsek.matrix.quantized import Scaled
+from sparsek.matrix.dense8 import QuantizedTensor
+from sparsek.matrix.quantized import Quantized
 from sparsek.matrix.semi24 import Semi24
 from sparsek.plan.kernel import SpmmKernel, rounding_seconds
 from sparsek.plan.problem import SpmmProblem
@@ -39,7 +39,7 @@ def waiting(c: Config) -> float:
 
 
 def launch(
-    c: Config, work: Work, a: Scaled, b: ScaledTensor, out: Tensor, epilogue: Epilogue = PLAIN
+    c: Config, work: Work, a: Quantized, b: QuantizedTensor, out: Tensor, epilogue: Epilogue = PLAIN
 ) -> None:
     """As SpmmKernel.launch."""
     matrix = a.matrix
@@ -70,12 +70,12 @@ class HopperSemi24Fp8:
     def seconds(self, p: SpmmProblem, c: Config) -> float:
         return waiting(c) * semi24.whole_seconds(p, c) + rounding_seconds(p)
 
-    def prepare(self, p: SpmmProblem, c: Config, a: Scaled) -> Work:
+    def prepare(self, p: SpmmProblem, c: Config, a: Quantized) -> Work:
         assert isinstance(a.matrix, Semi24)
         return semi24.prepared(p, c, a.matrix)
 
     def launch(
-        self, c: Config, work: Work, a: Scaled, b: ScaledTensor, out: Tensor, epilogue: Epilogue = PLAIN
+        self, c: Config, work: Work, a: Quantized, b: QuantizedTensor, out: Tensor, epilogue: Epilogue = PLAIN
     ) -> None:
         launch(c, work, a, b, out, epilogue)
 

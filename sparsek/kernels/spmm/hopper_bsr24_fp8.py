@@ -13,8 +13,8 @@ from sparsek.kernels.spmm import hopper_24_fp8 as semi24_fp8
 from sparsek.kernels.spmm import hopper_bsr24 as bsr24
 from sparsek.kernels.spmm.hopper_24 import Config, Work
 from sparsek.matrix.bsr24 import BSR24
-from sparsek.matrix.dense8 import ScaledTensor
-from sparsek.matrix.quantized import Scaled
+from sparsek.matrix.dense8 import QuantizedTensor
+from sparsek.matrix.quantized import Quantized
 from sparsek.plan.kernel import SpmmKernel, rounding_seconds
 from sparsek.plan.problem import SpmmProblem
 from sparsek.reference.epilogue import PLAIN, Epilogue
@@ -43,12 +43,12 @@ class HopperBsr24Fp8:
         """As hopper.semi24_fp8's, and 6 % less, which fits 50 layers on an H200 (2026-11-22)."""
         return 0.94 * semi24_fp8.waiting(c) * bsr24.blocks_seconds(p, c) + rounding_seconds(p)
 
-    def prepare(self, p: SpmmProblem, c: Config, a: Scaled) -> Work:
+    def prepare(self, p: SpmmProblem, c: Config, a: Quantized) -> Work:
         assert isinstance(a.matrix, BSR24)
         return semi24.prepared(p, c, a.matrix, bsr24.lists_of(p, c, a.matrix))
 
     def launch(
-        self, c: Config, work: Work, a: Scaled, b: ScaledTensor, out: Tensor, epilogue: Epilogue = PLAIN
+        self, c: Config, work: Work, a: Quantized, b: QuantizedTensor, out: Tensor, epilogue: Epilogue = PLAIN
     ) -> None:
         semi24_fp8.launch(c, work, a, b, out, epilogue)
 

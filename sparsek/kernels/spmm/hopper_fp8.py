@@ -53,8 +53,8 @@ from sparsek.kernels.spmm import multiply_fp8 as scale_prims
 from sparsek.kernels.spmm.multiply import RECORD, Tile, deepened, most_boxes
 from sparsek.kernels.spmm.multiply_fp8 import multiply
 from sparsek.kernels.spmm.parts import Dealt, dealt, merge_parts, uneven
-from sparsek.matrix.dense8 import ScaledTensor
-from sparsek.matrix.quantized import Scaled
+from sparsek.matrix.dense8 import QuantizedTensor
+from sparsek.matrix.quantized import Quantized
 from sparsek.plan.kernel import SpmmKernel, beside, rounding_seconds
 from sparsek.plan.problem import SpmmProblem
 from sparsek.plan.schedule import part_limit, walk
@@ -387,7 +387,7 @@ class HopperSpmmFp8:
         traffic = p.compulsory_bytes / ((0.80 if p.n <= 64 else 0.92) * p.card.bandwidth)
         return beside(busy, traffic) + extra + p.card.launch_seconds + rounding
 
-    def prepare(self, p: SpmmProblem, c: Config, a: Scaled) -> Dealt:
+    def prepare(self, p: SpmmProblem, c: Config, a: Quantized) -> Dealt:
         pattern = a.matrix.pattern
         units = pattern.derived(("walk", c.rows, 1), lambda: walk(pattern, c.rows, 1))
 
@@ -397,7 +397,13 @@ class HopperSpmmFp8:
         return dealt(units, c, p.n, p.card.sm_count, put)
 
     def launch(
-        self, c: Config, work: Dealt, a: Scaled, b: ScaledTensor, out: Tensor, epilogue: Epilogue = PLAIN
+        self,
+        c: Config,
+        work: Dealt,
+        a: Quantized,
+        b: QuantizedTensor,
+        out: Tensor,
+        epilogue: Epilogue = PLAIN,
     ) -> None:
         bm, bk = c.block
         matrix, dense = a.matrix, b.values

@@ -40,7 +40,7 @@ class Tile:
     """A tile of C and the ring that feeds it. Everything here is known when a kernel is compiled.
 
     `wg_m` x `wg_n` consumer warpgroups own 64 x `cols` of C each. A piece is `width` deep in K; a stage holds `pieces`
-    of them. `block` is a block of A (of S, for a sampled product); `merge` block rows share a tile.
+    of them. `block` is a block of A (of S, for a sampled product); `joined_rows` block rows share a tile.
     `a_col`, `b_col`, `c_col`: the matrix lies in memory as its transpose, row-major. `every` is how many stages lie
     between two boxes of C on their way out, and `box` the most rows or columns that one has. With `every` 0, for tiles
     of few stages, all leave at once; with `direct` also not by TMA, whose queue would hold up loads behind them.
@@ -53,12 +53,12 @@ class Tile:
     width: int
     pieces: int
     stages: int
-    merge: int = 1
+    joined_rows: int = 1
     a_col: bool = False
     b_col: bool = False
     c_col: bool = False
     bias: bool = False
-    scaled: bool = False
+    has_alpha: bool = False
     activation: str = ""
     combine: str = ""
     split: bool = False
@@ -79,7 +79,7 @@ class Tile:
     @property
     def height(self) -> int:
         """Rows of the tile that belong to C."""
-        return min(self.block[0] * self.merge, self.rows)
+        return min(self.block[0] * self.joined_rows, self.rows)
 
     @property
     def owned_cols(self) -> int:
@@ -95,7 +95,7 @@ class Tile:
     @property
     def a_rows(self) -> int:
         """Rows of A that a piece brings."""
-        return self.rows if self.a_col else self.a_box * self.merge
+        return self.rows if self.a_col else self.a_box * self.joined_rows
 
     @property
     def c_box(self) -> int:
@@ -366,7 +366,7 @@ def multiply(T: gl.constexpr, WG: gl.constexpr, c_desc, lists, before, joined, r
         pieces = (end - begin) * PER
         start = gl.zeros((64, COLS), gl.float32, LAYOUT)
         if T.bias:
-            if not T.scaled and not T.split:
+            if not T.has_alpha and not T.split:
                 start = start + gl.expand_dims(shift, 1)
         acc = warpgroup_mma_init(start)
         for q in range(0, pieces, PIECES):
@@ -409,10 +409,10 @@ def multiply(T: gl.constexpr, WG: gl.constexpr, c_desc, lists, before, joined, r
             at = (part * T.rows + gl.expand_dims(r, 1)) * T.block_cols + gl.expand_dims(c, 0)
             gl.store(part_sums + at, out)
         else:
-            if T.scaled:
+            if T.has_alpha:
                 out = out * alpha
             if T.bias:
-                if T.scaled or T.split:
+                if T.has_alpha or T.split:
                     out = out + gl.expand_dims(shift, 1)
             if not T.direct:
                 while unsent > 0:  # the tile was too short to send everything on the way

@@ -28,8 +28,8 @@ from sparsek.kernels.lang.tensors import SIZE_LIMIT, times
 from sparsek.kernels.spmm import tiles_fp8 as pieces
 from sparsek.kernels.spmm.tiles_fp8 import FP8, Config, add_fp8, dense_tile, scaled_sums
 from sparsek.kernels.spmm.unpack_24 import COLUMN_LIMIT, awaited, column_unit, tile_of
-from sparsek.matrix.dense8 import ScaledTensor
-from sparsek.matrix.quantized import Scaled
+from sparsek.matrix.dense8 import QuantizedTensor
+from sparsek.matrix.quantized import Quantized
 from sparsek.matrix.semi24 import Semi24
 from sparsek.plan.kernel import SpmmKernel
 from sparsek.plan.problem import SpmmProblem
@@ -137,11 +137,11 @@ class PortableSemi24Fp8:
     def notes(self, p: SpmmProblem, c: Config) -> list[str]:
         return ["multiplies the zeros of A too: a NaN in a row of B reaches every row of C"]
 
-    def prepare(self, p: SpmmProblem, c: Config, a: Scaled) -> Work:
+    def prepare(self, p: SpmmProblem, c: Config, a: Quantized) -> Work:
         return Work()
 
     def launch(
-        self, c: Config, work: Work, a: Scaled, b: ScaledTensor, out: Tensor, epilogue: Epilogue = PLAIN
+        self, c: Config, work: Work, a: Quantized, b: QuantizedTensor, out: Tensor, epilogue: Epilogue = PLAIN
     ) -> None:
         """C into `out` [..., M, N], strides as they are; no sync, no allocation."""
         if out.numel() == 0:

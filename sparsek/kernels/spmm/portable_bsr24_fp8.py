@@ -29,8 +29,8 @@ from sparsek.kernels.spmm import tiles_fp8 as pieces
 from sparsek.kernels.spmm.tiles_fp8 import FP8, Config, Work, add_fp8, dense_tile, scaled_sums
 from sparsek.kernels.spmm.unpack_24 import awaited, column_unit, tile_of
 from sparsek.matrix.bsr24 import BSR24
-from sparsek.matrix.dense8 import ScaledTensor
-from sparsek.matrix.quantized import Scaled
+from sparsek.matrix.dense8 import QuantizedTensor
+from sparsek.matrix.quantized import Quantized
 from sparsek.plan.kernel import SpmmKernel
 from sparsek.plan.problem import SpmmProblem
 from sparsek.reference.epilogue import PLAIN, Epilogue
@@ -151,14 +151,14 @@ class PortableBsr24Fp8:
             "multiplies the zeros inside blocks too: a NaN in B reaches all rows of the blocks that it meets"
         ]
 
-    def prepare(self, p: SpmmProblem, c: Config, a: Scaled) -> Work:
+    def prepare(self, p: SpmmProblem, c: Config, a: Quantized) -> Work:
         """Block rows, their first stored blocks and lengths, longest first; on A's device, without a sync."""
         matrix = a.matrix
         assert isinstance(matrix, BSR24)
         return pieces.rows_of(matrix.pattern, None)
 
     def launch(
-        self, c: Config, work: Work, a: Scaled, b: ScaledTensor, out: Tensor, epilogue: Epilogue = PLAIN
+        self, c: Config, work: Work, a: Quantized, b: QuantizedTensor, out: Tensor, epilogue: Epilogue = PLAIN
     ) -> None:
         """C into `out` [..., M, N], strides as they are; no sync, no allocation."""
         if out.numel() == 0:

@@ -33,8 +33,8 @@ from sparsek.kernels.lang.tensors import SIZE_LIMIT, times
 from sparsek.kernels.spmm import tiles_fp8 as pieces
 from sparsek.kernels.spmm.tiles_fp8 import Config, Work, add_fp8, dense_tile, scaled_sums
 from sparsek.matrix.bsr import BSR
-from sparsek.matrix.dense8 import ScaledTensor
-from sparsek.matrix.quantized import Scaled
+from sparsek.matrix.dense8 import QuantizedTensor
+from sparsek.matrix.quantized import Quantized
 from sparsek.plan.kernel import SpmmKernel
 from sparsek.plan.problem import SpmmProblem
 from sparsek.reference.epilogue import PLAIN, Epilogue
@@ -162,14 +162,14 @@ class PortableSpmmFp8:
             steps * p.nnzb * along,
         )
 
-    def prepare(self, p: SpmmProblem, c: Config, a: Scaled) -> Work:
+    def prepare(self, p: SpmmProblem, c: Config, a: Quantized) -> Work:
         """Block rows, their first stored blocks and lengths, longest first; on A's device, without a sync."""
         matrix = a.matrix
         assert isinstance(matrix, BSR)
         return pieces.rows_of(matrix.pattern, matrix.order)
 
     def launch(
-        self, c: Config, work: Work, a: Scaled, b: ScaledTensor, out: Tensor, epilogue: Epilogue = PLAIN
+        self, c: Config, work: Work, a: Quantized, b: QuantizedTensor, out: Tensor, epilogue: Epilogue = PLAIN
     ) -> None:
         """C into `out` [..., M, N], strides as they are; no sync, no allocation."""
         if out.numel() == 0:

@@ -10,13 +10,13 @@ from torch import Tensor
 from sparsek.kernels.spmm import reference as spmm
 from sparsek.kernels.spmm import reference_24 as semi24
 from sparsek.kernels.spmm import reference_bsr24 as bsr24
-from sparsek.matrix.dense8 import ScaledTensor
-from sparsek.matrix.quantized import Scaled
+from sparsek.matrix.dense8 import QuantizedTensor
+from sparsek.matrix.quantized import Quantized
 from sparsek.matrix.storage import FP8
 from sparsek.plan.kernel import SpmmKernel, rounding_seconds
 from sparsek.plan.problem import SpmmProblem
 from sparsek.reference.epilogue import PLAIN, Epilogue
-from sparsek.reference.scaled import scaled
+from sparsek.reference.quantized import product
 
 # Kernels of the same product without scales, whose times are known.
 PLAIN_KERNELS: dict[str, Any] = {
@@ -37,7 +37,7 @@ class ReferenceConfig:
 
 
 class ReferenceSpmmFp8:
-    """`sparsek.reference.scaled` behind the protocol: the last resort, and what the others are compared with."""
+    """`sparsek.reference.quantized` behind the protocol: the last resort, and what the others are compared with."""
 
     name = "reference.spmm_fp8"
 
@@ -59,20 +59,20 @@ class ReferenceSpmmFp8:
         stretched = PASSES * 8 * p.k * (p.m + p.n * p.batch) / p.card.bandwidth
         return product + stretched + CALLS * p.card.launch_seconds + rounding_seconds(p)
 
-    def prepare(self, p: SpmmProblem, c: ReferenceConfig, a: Scaled) -> None:
+    def prepare(self, p: SpmmProblem, c: ReferenceConfig, a: Quantized) -> None:
         return None
 
     def launch(
         self,
         c: ReferenceConfig,
         work: None,
-        a: Scaled,
-        b: ScaledTensor,
+        a: Quantized,
+        b: QuantizedTensor,
         out: Tensor,
         epilogue: Epilogue = PLAIN,
     ) -> None:
         with torch.no_grad():
-            out.copy_(scaled(a, b, epilogue, out.dtype))
+            out.copy_(product(a, b, epilogue, out.dtype))
 
 
 KERNEL: SpmmKernel = ReferenceSpmmFp8()

@@ -18,7 +18,7 @@ from sparsek.core.errors import InvalidInput
 from sparsek.kernels.lang import epilogue as epilogues
 from sparsek.kernels.lang import tensors
 from sparsek.kernels.lang.tensors import SIZE_LIMIT, at
-from sparsek.matrix.dense8 import ScaledTensor
+from sparsek.matrix.dense8 import QuantizedTensor
 from sparsek.matrix.pattern import BlockPattern
 from sparsek.plan.kernel import rounding_seconds
 from sparsek.reference.epilogue import Epilogue
@@ -113,7 +113,7 @@ def constants(
     }  # fmt: skip
 
 
-def folded(b: ScaledTensor, out: Tensor, other: Tensor | None) -> Iterator[tuple[Any, ...]]:
+def folded(b: QuantizedTensor, out: Tensor, other: Tensor | None) -> Iterator[tuple[Any, ...]]:
     """Values of B [batch, N, K], its scales, C and the epilogue's matrix [batch, M, N]: one tuple if all collapse."""
     by_row = b.kind == "row"
     scale = b.scale.unsqueeze(-1) if by_row else b.values[..., :1, :1]

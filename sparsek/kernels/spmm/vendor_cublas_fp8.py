@@ -27,8 +27,8 @@ from sparsek.core.streams import Ready, captured, wait_for
 from sparsek.kernels.spmm.vendor_dense import limit_bytes
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.bsr24 import BSR24
-from sparsek.matrix.dense8 import ScaledTensor
-from sparsek.matrix.quantized import Matrix, Scaled
+from sparsek.matrix.dense8 import QuantizedTensor
+from sparsek.matrix.quantized import Matrix, Quantized
 from sparsek.matrix.semi24 import Semi24
 from sparsek.matrix.storage import FP8
 from sparsek.plan.kernel import SpmmKernel, rounding_seconds
@@ -62,15 +62,15 @@ class Dense:
         """The copy, made anew unless the values are known to be as they were."""
         values = a.values
         capturing, counted = captured(values), not values.is_inference()
-        told = a.meta if isinstance(a, Semi24) else a.pattern
-        fresh = counted and self.version == values._version and self.of_matrix() is told
+        identity = a.meta if isinstance(a, Semi24) else a.pattern
+        fresh = counted and self.version == values._version and self.of_matrix() is identity
         if self.copy is not None and fresh:
             if self.made is not None and not capturing:
                 wait_for(self.made, (self.copy,))
             return self.copy
         copy = written_out(a)
         if not capturing:  # what a graph makes is the graph's
-            self.copy, self.of_matrix = copy, weakref.ref(told)
+            self.copy, self.of_matrix = copy, weakref.ref(identity)
             self.version = values._version if counted else -1
             self.made = Ready.here(copy.device)
         return copy
@@ -136,7 +136,7 @@ class VendorCublasFp8:
         finished = 2 * 4 * parts * p.m * p.n * p.batch / p.card.bandwidth
         return product + finished + (p.batch + parts) * p.card.launch_seconds + rounding_seconds(p)
 
-    def prepare(self, p: SpmmProblem, c: CublasConfig, a: Scaled) -> None:
+    def prepare(self, p: SpmmProblem, c: CublasConfig, a: Quantized) -> None:
         with torch.no_grad():
             _dense(a.matrix)
 
@@ -144,8 +144,8 @@ class VendorCublasFp8:
         self,
         c: CublasConfig,
         work: None,
-        a: Scaled,
-        b: ScaledTensor,
+        a: Quantized,
+        b: QuantizedTensor,
         out: Tensor,
         epilogue: Epilogue = PLAIN,
     ) -> None:
@@ -156,7 +156,7 @@ class VendorCublasFp8:
             for at in np.ndindex(*out.shape[:-2]):
                 other = None if epilogue.other is None else epilogue.other[at]
                 scale = b.scale[at] if b.kind == "row" else b.scale
-                one = ScaledTensor.unchecked(b.values[at], scale, True)
+                one = QuantizedTensor.unchecked(b.values[at], scale, True)
                 _multiply(dense, a.scale, one, out[at], replace(epilogue, other=other), c.fast)
 
 
@@ -167,7 +167,7 @@ def _dense(a: Matrix) -> Tensor:
 
 
 def _multiply(
-    dense: Tensor, a_scale: Tensor, b: ScaledTensor, out: Tensor, epilogue: Epilogue, fast: bool
+    dense: Tensor, a_scale: Tensor, b: QuantizedTensor, out: Tensor, epilogue: Epilogue, fast: bool
 ) -> None:
     """Writes one product of dense [M, K] and B [K, N], and what the epilogue makes of it."""
     by_columns = out.stride(-2) == 1 and out.stride(-1) != 1

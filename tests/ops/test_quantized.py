@@ -14,14 +14,14 @@ from torch._dynamo.testing import AotEagerAndRecordGraphs
 
 import sparsek as sk
 from sparsek.core.errors import InvalidInput, Unsupported
-from sparsek.matrix.dense8 import ScaledTensor
-from sparsek.matrix.quantized import Scaled
+from sparsek.matrix.dense8 import QuantizedTensor
+from sparsek.matrix.quantized import Quantized
 from sparsek.ops.linear import plan_layer
 from sparsek.ops.spmm import SPMM
 from sparsek.plan.spmm import SpmmPlan
 from sparsek.reference.epilogue import ACTIVATIONS, Epilogue
 from sparsek.testing.budget import error
-from sparsek.testing.budget_fp8 import check_linear_fp8, check_scaled
+from sparsek.testing.budget_fp8 import check_linear_fp8, check_quantized
 from sparsek.testing.poison import poisoned
 from tests.ops.operands import op_args
 
@@ -29,7 +29,7 @@ BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 KINDS = ("spmm", "semi24", "bsr24")
 
 
-def matrix(kind: str, scale: str = "row", device: str = "cpu", m: int = 128, k: int = 192) -> Scaled:
+def matrix(kind: str, scale: str = "row", device: str = "cpu", m: int = 128, k: int = 192) -> Quantized:
     """A random BSR, Semi24 or BSR24 [128, 192] in FP8, about half of its blocks of 64 stored."""
     dense = torch.randn(m, k, device=device)
     mask = torch.rand(-(-m // 64), -(-k // 64), device=device) < 0.6
@@ -48,7 +48,7 @@ def test_the_operator_rounds_a_wide_operand_and_answers_in_its_dtype(
     a, b = matrix(kind, device=device), torch.randn(192, 40, device=device).to(dtype)
     c, rounded = a @ b, sk.quantize(b.mT).mT
     assert (c.dtype, c.shape, c.is_contiguous()) == (dtype, (128, 40), True)
-    assert check_scaled(a, rounded, c).passed
+    assert check_quantized(a, rounded, c).passed
     for again in (sk.spmm(a, b), torch.matmul(a, b), sk.spmm(a, rounded, dtype=dtype)):  # type: ignore[arg-type]
         assert torch.equal(again, c)
     assert (a @ rounded).dtype == BF16
@@ -70,7 +70,7 @@ def test_fast_accum_is_a_problem_of_its_own(kind: str, plans_made: list[str]):
         sk.plan_spmm(fast, x8.mT)(a, x8.mT)
     dense = sk.plan_spmm(fast, x8.mT, kernel="vendor.cublas_fp8")
     assert "fast sums" in dense.explain()
-    assert check_scaled(fast, x8.mT, dense(fast, x8.mT)).passed
+    assert check_quantized(fast, x8.mT, dense(fast, x8.mT)).passed
     torch._dynamo.reset()
     compiled = torch.compile(lambda b: sk.spmm(fast, b), fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(x8.mT), fast @ x8.mT)
@@ -83,7 +83,7 @@ def test_a_bsr_with_a_scale_for_all_or_a_block_stands_on_the_right_too(scale: st
         c, rounded = x @ a, sk.quantize(x)
         assert c.shape == (*x.shape[:-1], 192)
         assert c.is_contiguous()
-        assert check_scaled(a.T, rounded.mT, c.mT).passed
+        assert check_quantized(a.T, rounded.mT, c.mT).passed
         assert torch.equal(sk.spmm(rounded, a, dtype=F32), c)
         assert torch.equal(torch.matmul(x, a), c)  # type: ignore[call-overload]
     assert torch.equal(a.T @ x[0].mT, (x[0] @ a).mT)
@@ -95,7 +95,7 @@ def test_batches_of_the_dense_operand_multiply(kind: str, shape: tuple[int, ...]
     a, b = matrix(kind, device=device), torch.randn(*shape, 192, 16, device=device).to(BF16)
     c = a @ b
     assert c.shape == (*shape, 128, 16)
-    assert check_scaled(a, sk.quantize(b.mT).mT, c).passed
+    assert check_quantized(a, sk.quantize(b.mT).mT, c).passed
 
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -115,7 +115,7 @@ def test_the_dense_operand_may_lie_in_memory_as_it_likes(name: str, device: str)
     a = matrix("spmm", device=device)
     b = LAYOUTS[name](torch.randn(192, 40, device=device).to(BF16))
     rounded = sk.quantize(b.mT.contiguous())
-    assert check_scaled(a, rounded.mT, a @ b).passed
+    assert check_quantized(a, rounded.mT, a @ b).passed
     y = sk.linear(b.mT, a)
     assert y.is_contiguous()
     assert check_linear_fp8(rounded, a, y).passed
@@ -176,7 +176,7 @@ def test_alpha_beta_and_out(family: str, alpha: float, beta: float):
         out = start.clone()
         assert sk.spmm(a, b, alpha=alpha, beta=beta, out=out, kernel=f"{family}.spmm_fp8") is out
         epilogue = Epilogue(alpha=alpha, other=start if beta else None, beta=beta)
-        gate = check_scaled(a, sk.quantize(b.mT).mT, out, epilogue, core=0.0)
+        gate = check_quantized(a, sk.quantize(b.mT).mT, out, epilogue, core=0.0)
         assert gate.passed, gate
 
 
@@ -201,10 +201,10 @@ def test_out_may_not_lie_over_what_a_product_reads():
     values.copy_(q.values)
     out = memory[2048:].view(BF16).view(128, 24)
     with pytest.raises(InvalidInput, match="out overlaps the memory of B's values"):
-        sk.spmm(a, sk.ScaledTensor(values, q.scale).mT, out=out)
+        sk.spmm(a, sk.QuantizedTensor(values, q.scale).mT, out=out)
     scale = torch.ones(128 * 24)
     with pytest.raises(InvalidInput, match="out overlaps the memory of B's scales"):
-        sk.spmm(a, sk.ScaledTensor(q.values, scale[:24]).mT, out=scale.view(128, 24))
+        sk.spmm(a, sk.QuantizedTensor(q.values, scale[:24]).mT, out=scale.view(128, 24))
 
 
 def test_out_on_the_right_may_be_part_of_a_larger_matrix(device: str):
@@ -212,7 +212,7 @@ def test_out_on_the_right_may_be_part_of_a_larger_matrix(device: str):
     room = poisoned((2, 8, 203), BF16, device)
     out = room[..., 3:195]
     assert sk.spmm(x, a, out=out) is out
-    assert check_scaled(a.T, sk.quantize(x).mT, out.mT).passed
+    assert check_quantized(a.T, sk.quantize(x).mT, out.mT).passed
     assert room[..., :3].isnan().all()
     assert room[..., 195:].isnan().all()
 
@@ -222,7 +222,7 @@ def test_a_named_kernel_runs_or_says_why_not(kind: str):
     a, b = matrix(kind), torch.randn(192, 16)
     for name in ("cpu.spmm_fp8", "reference.spmm_fp8", "vendor.cublas_fp8"):
         assert sk.plan_spmm(a, b, kernel=name).kernel == name
-        assert check_scaled(a, sk.quantize(b.mT).mT, sk.spmm(a, b, kernel=name)).passed
+        assert check_quantized(a, sk.quantize(b.mT).mT, sk.spmm(a, b, kernel=name)).passed
     assert sk.plan_spmm(a, b).kernel == "cpu.spmm_fp8"
     with pytest.raises(
         Unsupported, match=rf"portable\.{kind}_fp8 cannot run this; vendor.cublas_fp8, cpu.spmm_fp8"
@@ -247,7 +247,7 @@ def test_a_plan_explains_itself_and_fits_what_was_planned():
     assert "multiplies no FP8" in plan.explain()
     assert torch.equal(plan(a, b), a @ b)
     assert torch.equal(sk.spmm(a, b, plan=plan), a @ b)
-    twin = Scaled.unchecked(a.matrix, 2 * a.scale, a.kind)
+    twin = Quantized.unchecked(a.matrix, 2 * a.scale, a.kind)
     assert torch.equal(plan(twin, b), 2 * plan(a, b))
     q = sk.quantize(b.mT).mT
     ready = sk.plan_spmm(a, q, dtype=F32)
@@ -316,7 +316,7 @@ def test_a_bsr_and_a_bsr24_of_one_pattern_have_plans_of_their_own():
     whole, half, b = sk.quantize(bsr), sk.quantize(sk.BSR24.from_bsr(bsr)), torch.randn(192, 40)
     plan = sk.plan_spmm(whole, b)
     for a in (whole, half, whole):
-        assert check_scaled(a, sk.quantize(b.mT).mT, a @ b, core=0.0).passed
+        assert check_quantized(a, sk.quantize(b.mT).mT, a @ b, core=0.0).passed
     with pytest.raises(InvalidInput, match="this plan was made for another matrix"):
         plan(half, b)
 
@@ -423,16 +423,16 @@ def test_the_op_passes_torchs_own_checks(kind: str):
 
 Call = Callable[[Any, Tensor], Any]
 BAD: dict[str, tuple[Call, str]] = {
-    "two matrices": (lambda a, b: a @ a, "B must be a dense torch.Tensor, got Scaled"),
+    "two matrices": (lambda a, b: a @ a, "B must be a dense torch.Tensor, got Quantized"),
     "a list": (lambda a, b: sk.spmm(a, [1.0]), "B must be a dense torch.Tensor, got list"),
     "rows on the right": (
         lambda a, b: b.mT[:, :128] @ a,
         r"has no \.T: there it would be one for each column",
     ),
     "2:4 on the right": (lambda a, b: b.mT[:, :128] @ matrix("semi24"), "a Semi24 in FP8 stands on the left"),
-    "no Scaled": (
+    "no Quantized": (
         lambda a, b: sk.spmm(sk.quantize(b), b),
-        r"got ScaledTensor and Tensor; sparsek.quantize makes one .* \.dequantize\(\) a tensor",
+        r"got QuantizedTensor and Tensor; sparsek.quantize makes one .* \.dequantize\(\) a tensor",
     ),
     "vector": (lambda a, b: sk.spmm(a, b[:, 0]), r"B must be \[K, N\] or \[..., K, N\], got 1-D"),
     "rows": (lambda a, b: a @ b[:64], r"A is \[128, 192\] and B \[64, 40\]: B needs 192 rows"),
@@ -456,7 +456,10 @@ BAD: dict[str, tuple[Call, str]] = {
         "x is a transposed view, scaled along the wrong",
     ),
     "x": (lambda a, b: sk.linear(b, a), r"x is \[192, 40\] and W \[N, K\] \[128, 192\]"),
-    "x in FP8 alone": (lambda a, b: sk.linear(sk.quantize(b.mT), b.mT), "so W must be a Scaled, got Tensor"),
+    "x in FP8 alone": (
+        lambda a, b: sk.linear(sk.quantize(b.mT), b.mT),
+        "so W must be a Quantized, got Tensor",
+    ),
     "act": (lambda a, b: sk.linear(b.mT, a, None, "tanh"), "activation is 'tanh'; use one of relu"),
     "bias": (
         lambda a, b: sk.linear(b.mT, a, b.new_ones(192)),
@@ -506,7 +509,7 @@ BAD: dict[str, tuple[Call, str]] = {
     ),
     "swiglu of two kinds": (
         lambda a, b: sk.swiglu(b.mT, a, a.dequantize()),
-        "W_gate and W_up must both be a Scaled",
+        "W_gate and W_up must both be a Quantized",
     ),
     "swiglu of two sizes": (lambda a, b: sk.swiglu(b.mT, a, matrix("spmm", m=64)), "they must agree"),
     "swiglu learns": (lambda a, b: sk.swiglu(b.mT.requires_grad_(), a, a), "have no gradient"),
@@ -526,4 +529,4 @@ def test_an_operand_that_learns_multiplies_where_nobody_learns():
     with torch.no_grad():
         y = sk.linear(x, a)
     assert not y.requires_grad
-    assert isinstance(sk.quantize(x), ScaledTensor)
+    assert isinstance(sk.quantize(x), QuantizedTensor)

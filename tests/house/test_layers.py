@@ -1,4 +1,4 @@
-"""The floors of DESIGN.md, held by import-linter with the contracts in pyproject.toml, and no circle inside a room."""
+"""The layers of DESIGN.md, held by import-linter with the contracts in pyproject.toml, and no circle inside a room."""
 
 import ast
 import shutil
@@ -14,7 +14,7 @@ from tests.house.tools import ROOT, need, run
 LINT = (sys.executable, "-c", "from importlinter.cli import lint_imports_command as c; c(['--no-cache'])")
 
 
-def test_each_floor_imports_only_from_the_floors_below() -> None:
+def test_each_room_imports_only_from_the_rooms_below() -> None:
     need("importlinter")
     done = run(*LINT, env={"PYTHONPATH": str(ROOT)})
     assert done.returncode == 0, done.stdout + done.stderr

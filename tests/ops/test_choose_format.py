@@ -12,7 +12,7 @@ from torch import Tensor
 import sparsek as sk
 from sparsek.core.clock import Times
 from sparsek.core.device import CPU, H200, Card
-from sparsek.ops import choose as plan_linear
+from sparsek.ops import choose as choose_format
 from sparsek.ops import weight_formats as linear_formats
 from sparsek.ops.choose import Bound, Option
 from sparsek.ops.weight_formats import FORMATS, Way
@@ -38,14 +38,14 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[Mapping[int, float]], No
                 call()
             return {name: Times.of([seconds.get(int(name), 1.0) * 1e3]) for name in calls}
 
-        monkeypatch.setattr(plan_linear, "time_rounds", rounds)
+        monkeypatch.setattr(choose_format, "time_rounds", rounds)
 
     return set_times
 
 
 def test_every_combination_is_considered_and_the_fastest_chosen() -> None:
     w, x = operands()
-    plan = sk.plan_linear(w, x, keep=(0.5, 0.25), block=[64, (64, 128)], formats=PLAIN)
+    plan = sk.choose_format(x, w, keep=(0.5, 0.25), block=[64, (64, 128)], formats=PLAIN)
     names = [option.name for option in plan.options]
     assert names == [
         "dense", "2:4",
@@ -61,14 +61,14 @@ def test_every_combination_is_considered_and_the_fastest_chosen() -> None:
 
 def test_formats_are_those_that_have_kernels() -> None:
     w, x = operands()
-    plan = sk.plan_linear(w, x, keep=0.5, block=64)
+    plan = sk.choose_format(x, w, keep=0.5, block=64)
     assert [option.way.format for option in plan.options] == list(FORMATS)
     assert all(option.kernel for option in plan.options if not option.why_not)
 
 
 def test_norms_and_errors_are_those_of_the_stored_weight() -> None:
     w, x = operands(dtype=torch.float32)
-    for option in sk.plan_linear(w, x, keep=0.25, block=64).options:
+    for option in sk.choose_format(x, w, keep=0.25, block=64).options:
         stored = option.way.convert(w)
         dense = stored if isinstance(stored, Tensor) else stored.to_dense()
         exact = x.double() @ w.double().T
@@ -79,7 +79,7 @@ def test_norms_and_errors_are_those_of_the_stored_weight() -> None:
 
 def test_predictions_are_those_of_the_plans_of_each_format() -> None:
     w, x = operands()
-    plan = sk.plan_linear(w, x, keep=0.5, block=64, formats=PLAIN)
+    plan = sk.choose_format(x, w, keep=0.5, block=64, formats=PLAIN)
     dense, semi24, bsr, bsr24 = plan.options
     assert (dense.kernel, dense.predicted) == ("torch", dense_seconds(H200, "bf16", 64, 256, 512))
     expected = sk.plan_spmm(x, sk.BSR.from_dense(w, 64, keep=0.5).T, device="h200")
@@ -91,20 +91,20 @@ def test_predictions_are_those_of_the_plans_of_each_format() -> None:
 
 def test_a_bound_on_the_error_or_the_norm_decides_what_may_be_chosen() -> None:
     w, x = operands()
-    free = sk.plan_linear(w, x, keep=0.25, block=64, formats=PLAIN)
+    free = sk.choose_format(x, w, keep=0.25, block=64, formats=PLAIN)
     assert free.choice.way.keep == 0.25
-    by_error = sk.plan_linear(w, x, keep=0.25, block=64, formats=PLAIN, max_error=0.5)
+    by_error = sk.choose_format(x, w, keep=0.25, block=64, formats=PLAIN, max_error=0.5)
     assert by_error.choice.name in ("dense", "2:4")
     assert by_error.choice.error is not None
     assert by_error.choice.error <= 0.5
-    by_norm = sk.plan_linear(w, x, keep=0.25, block=64, formats=PLAIN, min_norm=0.99)
+    by_norm = sk.choose_format(x, w, keep=0.25, block=64, formats=PLAIN, min_norm=0.99)
     assert by_norm.choice.name == "dense"
 
 
 def test_a_bound_that_nothing_holds_says_what_each_option_lacks() -> None:
     w, x = operands()
     with pytest.raises(sk.Unsupported) as caught:
-        sk.plan_linear(w, x, keep=0.25, block=64, formats=PLAIN, max_error=1e-9)
+        sk.choose_format(x, w, keep=0.25, block=64, formats=PLAIN, max_error=1e-9)
     assert "no option has an error of at most 1e-09" in str(caught.value)
     assert set(caught.value.reasons) == {"dense", "2:4", "BSR 64 25 %", "BSR24 64 25 %"}
     assert re.match(r"error 0\.\d+ is not within 1e-09", caught.value.reasons["2:4"][0])
@@ -113,7 +113,7 @@ def test_a_bound_that_nothing_holds_says_what_each_option_lacks() -> None:
 def test_measured_times_decide_over_predicted_ones(clock: Callable[..., None]) -> None:
     w, x = operands(dtype=torch.float32)
     clock({0: 3e-4, 1: 1e-4, 2: 2e-4})
-    plan = sk.plan_linear(w, x, keep=0.25, block=64, formats=("dense", "semi24", "bsr"), device="cpu")
+    plan = sk.choose_format(x, w, keep=0.25, block=64, formats=("dense", "semi24", "bsr"), device="cpu")
     assert plan.is_measured
     assert plan.card == CPU
     assert [option.measured for option in plan.options] == pytest.approx([3e-4, 1e-4, 2e-4])
@@ -127,9 +127,9 @@ def test_measured_times_decide_over_predicted_ones(clock: Callable[..., None]) -
 
 
 def test_on_a_cpu_times_are_really_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_linear, "INNER_MS", 0.1)
+    monkeypatch.setattr(choose_format, "INNER_MS", 0.1)
     w, x = operands(dtype=torch.float32)
-    plan = sk.plan_linear(w, x, keep=0.25, block=64, formats=("dense", "bsr"), device="cpu")
+    plan = sk.choose_format(x, w, keep=0.25, block=64, formats=("dense", "bsr"), device="cpu")
     times = [option.measured for option in plan.options]
     assert all(time is not None and 0 < time < 1 for time in times)
     assert plan.choice.measured == min(time for time in times if time is not None)
@@ -138,7 +138,7 @@ def test_on_a_cpu_times_are_really_measured(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("form", FORMATS)
 def test_a_plan_multiplies_with_bias_activation_and_residual(form: str) -> None:
     w, x = operands(dtype=torch.float32)
-    plan = sk.plan_linear(w, x, keep=0.5, block=64, formats=[form], device="cpu")
+    plan = sk.choose_format(x, w, keep=0.5, block=64, formats=[form], device="cpu")
     bias, rest = torch.randn(256), torch.randn(3, 7, 256)
     some = torch.randn(3, 7, 512)
     y = plan(some, bias, "relu", rest)
@@ -150,7 +150,7 @@ def test_a_plan_multiplies_with_bias_activation_and_residual(form: str) -> None:
 
 def test_the_table_tells_what_each_option_takes_keeps_and_errs() -> None:
     w, x = operands()
-    plan = sk.plan_linear(w, x, keep=0.25, block=[64, 512], formats=PLAIN, max_error=0.5)
+    plan = sk.choose_format(x, w, keep=0.25, block=[64, 512], formats=PLAIN, max_error=0.5)
     lines = plan.explain().splitlines()
     assert lines[0] == "y = x @ W.T   x [64, 512], W [256, 512] bf16, on NVIDIA H200"
     assert lines[2] == "  decided    by predicted time, of options with an error of at most 0.5"
@@ -164,34 +164,34 @@ def test_the_table_tells_what_each_option_takes_keeps_and_errs() -> None:
 def test_a_weight_that_is_stored_already_is_the_only_option(make: str) -> None:
     w, x = operands()
     stored = Way(make, 0 if make == "semi24" else 64, 0.5).convert(w)
-    plan = sk.plan_linear(stored, x)
+    plan = sk.choose_format(x, stored)
     (option,) = plan.options
     assert plan.weight is stored
     assert (option.error, option.kept_norm, option.way.format) == (None, None, make)
-    assert sk.plan_linear(stored, (64, 512)).choice.predicted == option.predicted
+    assert sk.choose_format((64, 512), stored).choice.predicted == option.predicted
     with pytest.raises(sk.Unsupported, match="an error of at most"):
-        sk.plan_linear(stored, x, max_error=0.5)
+        sk.choose_format(x, stored, max_error=0.5)
 
 
 def test_a_shape_stands_for_x_and_takes_no_memory_to_predict() -> None:
     w, x = operands()
-    plan = sk.plan_linear(w, (4, 16, 512), formats=PLAIN, keep=0.5, block=64)
-    given = sk.plan_linear(w, x, formats=PLAIN, keep=0.5, block=64)
+    plan = sk.choose_format((4, 16, 512), w, formats=PLAIN, keep=0.5, block=64)
+    given = sk.choose_format(x, w, formats=PLAIN, keep=0.5, block=64)
     assert plan.tokens == given.tokens == 64
     assert [each.predicted for each in plan.options] == [each.predicted for each in given.options]
-    assert sk.plan_linear(w, (2**30, 512), formats=["dense", "semi24"]).tokens == 2**30
+    assert sk.choose_format((2**30, 512), w, formats=["dense", "semi24"]).tokens == 2**30
 
 
 def test_the_same_question_has_the_same_answer() -> None:
     w, _ = operands()
-    first, second = (sk.plan_linear(w, (64, 512), keep=0.5, block=64) for _ in range(2))
+    first, second = (sk.choose_format((64, 512), w, keep=0.5, block=64) for _ in range(2))
     assert first.options == second.options
     assert first.choice == second.choice
 
 
 def test_an_option_without_a_fast_kernel_says_why() -> None:
     w, x = operands(dtype=torch.float64)
-    plan = sk.plan_linear(w, x, keep=0.5, block=64, formats=PLAIN)
+    plan = sk.choose_format(x, w, keep=0.5, block=64, formats=PLAIN)
     why = {option.name: option.why_not for option in plan.options if option.why_not}
     assert plan.choice.name == "dense"
     assert "to specify, not to be fast" in " ".join(why["2:4"])
@@ -217,13 +217,13 @@ def test_an_option_without_a_fast_kernel_says_why() -> None:
 def test_operands_that_do_not_fit_are_refused(change: dict[str, Any], said: str) -> None:
     w, x = operands()
     with pytest.raises(sk.InvalidInput, match=said):
-        sk.plan_linear(**{"W": w, "x": x, **change})
+        sk.choose_format(**{"W": w, "x": x, **change})
 
 
 @pytest.mark.parametrize("formats", [None, "semi24"])
 def test_columns_stand_under_one_another(formats: str | None) -> None:
     """In fp32, for few tokens, a kernel with a long name runs."""
-    plan = sk.plan_linear(torch.randn(256, 256), torch.randn(8, 256), block=64, keep=0.5, formats=formats)
+    plan = sk.choose_format(torch.randn(8, 256), torch.randn(256, 256), block=64, keep=0.5, formats=formats)
     head, *rows = plan.explain().splitlines()[3:]
     for row, option in zip(rows, (each for each in plan.options if not each.why_not), strict=False):
         assert row[head.index("kernel") :].startswith(f"{option.kernel} ")
@@ -232,9 +232,9 @@ def test_columns_stand_under_one_another(formats: str | None) -> None:
 
 def test_one_format_needs_no_list_and_a_plan_is_told_in_a_line() -> None:
     w, x = operands()
-    plan = sk.plan_linear(w, x, formats="semi24")
+    plan = sk.choose_format(x, w, formats="semi24")
     assert [option.name for option in plan.options] == ["2:4"]
-    assert repr(plan).startswith(f"LinearPlan(W [{w.shape[0]}, {w.shape[1]}] bf16, 2:4 by ")
+    assert repr(plan).startswith(f"FormatChoice(W [{w.shape[0]}, {w.shape[1]}] bf16, 2:4 by ")
     assert "predicted on NVIDIA H200, of 1 options)" in repr(plan)
     assert len(repr(plan)) < 160
 
@@ -242,7 +242,7 @@ def test_one_format_needs_no_list_and_a_plan_is_told_in_a_line() -> None:
 def test_times_of_a_device_are_measured_where_w_is() -> None:
     w, x = operands()
     with pytest.raises(sk.InvalidInput, match=r"W\.to\('cuda'\)|no GPU|CUDA"):
-        sk.plan_linear(w, x, device="cuda")
+        sk.choose_format(x, w, device="cuda")
 
 
 def test_a_bound_holds_nothing_that_is_not_known() -> None:
@@ -283,7 +283,7 @@ def test_dense_time_grows_with_every_side_and_never_falls_below_the_roofline() -
 def test_on_a_gpu_every_option_is_measured_and_the_choice_is_the_fastest() -> None:
     w = torch.randn(2048, 2048, device="cuda", dtype=BF16)
     x = torch.randn(1024, 2048, device="cuda", dtype=BF16)
-    plan = sk.plan_linear(w, x, keep=0.125, block=128)
+    plan = sk.choose_format(x, w, keep=0.125, block=128)
     able = [option for option in plan.options if not option.why_not]
     assert {"dense", "semi24", "bsr", "bsr24"} <= {option.way.format for option in able}
     assert all(option.measured is not None and option.measured > 0 for option in able)

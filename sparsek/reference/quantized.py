@@ -7,8 +7,8 @@ from torch import Tensor
 
 from sparsek.core.errors import InvalidInput
 from sparsek.matrix.bsr import BSR
-from sparsek.matrix.dense8 import ScaledTensor
-from sparsek.matrix.quantized import Scaled
+from sparsek.matrix.dense8 import QuantizedTensor
+from sparsek.matrix.quantized import Quantized
 from sparsek.matrix.semi24 import Semi24
 from sparsek.reference.bsr24 import bsr24
 from sparsek.reference.epilogue import PLAIN, Epilogue, check_epilogue, in_float64
@@ -16,8 +16,8 @@ from sparsek.reference.semi24 import semi24
 from sparsek.reference.spmm import spmm
 
 
-def scaled(
-    a: Scaled, b: ScaledTensor, epilogue: Epilogue = PLAIN, dtype: torch.dtype = torch.bfloat16
+def product(
+    a: Quantized, b: QuantizedTensor, epilogue: Epilogue = PLAIN, dtype: torch.dtype = torch.bfloat16
 ) -> Tensor:
     """C[m, n] = scale_A * scale_B * sum over k of A8[m, k] B8[k, n], and what `epilogue` makes of it, in `dtype`.
 
@@ -25,9 +25,9 @@ def scaled(
     multiplied by their scales in float64, where that is exact, and everything is summed there and rounded once at the
     end. Raises InvalidInput for shapes, dtypes or devices that do not fit. No gradients.
     """
-    if not isinstance(a, Scaled) or not isinstance(b, ScaledTensor):
+    if not isinstance(a, Quantized) or not isinstance(b, QuantizedTensor):
         raise InvalidInput(
-            f"needs a Scaled and a ScaledTensor, got {type(a).__name__} and {type(b).__name__}"
+            f"needs a Quantized and a QuantizedTensor, got {type(a).__name__} and {type(b).__name__}"
         )
     if b.ndim < 2 or b.shape[-2] != a.shape[1]:
         raise InvalidInput(f"A is {list(a.shape)} and b {list(b.shape)}; it needs [..., {a.shape[1]}, N]")
