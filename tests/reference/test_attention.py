@@ -238,7 +238,7 @@ def test_merge_refuses_what_does_not_fit() -> None:
         (o, lse, o, lse.double()),
         (o, lse.to("meta"), o, lse.to("meta")),
     ):
-        with pytest.raises(InvalidInput, match="merge needs"):
+        with pytest.raises(InvalidInput, match="merge_attention needs"):
             merge_attention(*wrong)
     with pytest.raises(InvalidInput, match="lse must be float32 or float64"):
         merge_attention(o, lse.half(), o, lse.half())
