@@ -3,7 +3,7 @@ PY := .venv/bin/python
 BOOT := $(shell command -v python3 || command -v python3.11 || command -v python3.12 || command -v python3.13 || command -v python3.10)
 WORKERS ?= 2
 
-.PHONY: help env env-demo demo test gpu gpu-status check lint readme clean
+.PHONY: help env env-demo demo test gpu gpu-status check lint readme cubins wheel clean
 
 help:
 	@echo "make demo    .venv without the checks' tools, then: sparsek doctor, sparsek demo (attention, advise on real weights, a picture)"
@@ -13,6 +13,8 @@ help:
 	@echo "make check   before a commit, two minutes: ruff, layers, and the types and tests of what has changed"
 	@echo "make lint    ruff, format, types and layers only"
 	@echo "make readme  the tables in README.md and docs/, from benchmarks/results/, and docs/gpu-test-log.md, from benchmarks/evidence/"
+	@echo "make cubins  common kernels compiled for sm_90a, two minutes on two cores, so that first calls on Hopper compile nothing"
+	@echo "make wheel   dist/sparsek-*.whl, with them"
 	@echo "make env     .venv, .venv-triton-next and .venv-transformers-floor only; make env-demo: what the demo needs of them"
 
 env-demo:
@@ -30,7 +32,7 @@ demo: env-demo
 test: env
 	@$(PY) -m pytest -m "not gpu" -n $(WORKERS) --dist loadgroup
 
-gpu: env
+gpu: env cubins
 	@$(PY) scripts/gpu.py run $(PART)
 
 gpu-status:
@@ -46,5 +48,11 @@ readme: env
 	@.venv/bin/sparsek report --write
 	@$(PY) scripts/gpu.py page
 
+cubins: env
+	@PYTHONPATH=. $(PY) scripts/cubins.py
+
+wheel: cubins
+	@$(PY) -m pip wheel --no-deps --quiet -w dist .
+
 clean:
-	rm -rf .venv .venv-triton-next .venv-transformers-floor build dist
+	rm -rf sparsek/kernels/shipped.zip .venv .venv-triton-next .venv-transformers-floor build dist

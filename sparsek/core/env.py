@@ -31,10 +31,11 @@ def cache_dir() -> str:
     return os.environ.get("SPARSEK_CACHE") or _home_cache() or os.devnull
 
 
-def with_caches_in(folder: Path) -> dict[str, str]:
-    """The environment of a process whose caches of compiled code all lie in a folder."""
+def with_caches_in(folder: Path, bytecode: Path) -> dict[str, str]:
+    """The environment of a process whose caches of compiled kernels lie in a folder, and Python's own in another."""
     named = ("TRITON_CACHE_DIR", "SPARSEK_CACHE", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH")
-    return {**os.environ, **{name: str(folder / name.lower()) for name in named}}
+    caches = {name: str(folder / name.lower()) for name in named} | {"PYTHONPYCACHEPREFIX": str(bytecode)}
+    return {**os.environ, **caches, "PYTHONDONTWRITEBYTECODE": ""}
 
 
 def _home_cache() -> str:

@@ -1,6 +1,6 @@
 """Bound calls: a call like one before it goes from the verb to the launch, with one guard, one key and one look-up.
 
-    repeat(...)     the result of the recorded call (kernels/lang/launch.py), or MISS
+    repeat(...)     the result of the recorded call (kernels/lang/recorder.py), or MISS
     slot(...)       after a MISS: where the call is kept; None where it must not be bound, as something watches it
     slot.run(...)   after every check: runs, and records the second call of a key
 
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from sparsek.kernels.lang.launch import MISS, Recorded, record
+from sparsek.kernels.lang.recorder import MISS, Recorded, record
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.bsr24 import BSR24
 from sparsek.matrix.dense8 import QuantizedTensor

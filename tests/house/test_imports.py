@@ -32,7 +32,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict:
 
 def is_kernel(module: str) -> bool:
     """Of the kernels' room all but the launcher, which needs neither Triton nor a GPU."""
-    launcher = ("sparsek.kernels.lang", "sparsek.kernels.lang.driver", "sparsek.kernels.lang.launch")
+    launcher = ("sparsek.kernels.lang", "sparsek.kernels.lang.driver", "sparsek.kernels.lang.recorder")
     return module.startswith("sparsek.kernels.") and module not in launcher
 
 

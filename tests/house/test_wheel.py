@@ -33,7 +33,7 @@ def test_the_wheel_holds_every_source_file_and_no_test(wheel: Path) -> None:
     sources = {
         str(path.relative_to(ROOT))
         for path in (ROOT / "sparsek").rglob("*")
-        if path.is_file() and path.suffix in (".py", ".cu", ".json", ".typed")
+        if path.is_file() and path.suffix in (".py", ".cu", ".json", ".typed", ".zip")
     }
     assert held == sources
 

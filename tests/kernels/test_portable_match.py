@@ -16,7 +16,7 @@ from sparsek.plan import matches, spgemm_schedule
 
 pytest.importorskip("triton")
 
-from sparsek.kernels.lang import launch
+from sparsek.kernels.lang import driver, launch
 from sparsek.kernels.lang.launch import launch_unspecialized
 from sparsek.kernels.spgemm import match as portable
 from sparsek.kernels.spgemm import tiles
@@ -104,7 +104,7 @@ class Compiled:
 
 @pytest.mark.parametrize("direct", [True, False])
 def test_a_kernel_that_ran_before_is_launched_directly_under_triton_3_6(monkeypatch, direct):
-    monkeypatch.setattr(launch, "_is_tested", lambda: direct)
+    monkeypatch.setattr(driver, "is_tested", lambda: direct)
     monkeypatch.setattr(launch, "_COMPILED", {})
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 22, raising=False)
     ready = Compiled()
@@ -125,7 +125,7 @@ def test_a_kernel_that_ran_before_is_launched_directly_under_triton_3_6(monkeypa
 
 @pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
 def test_where_a_profiler_listens_triton_launches_and_tells_it(monkeypatch, name):
-    monkeypatch.setattr(launch, "_is_tested", lambda: True)
+    monkeypatch.setattr(driver, "is_tested", lambda: True)
     monkeypatch.setattr(launch, "_COMPILED", {})
     ready, hooks = Launches(None), getattr(knobs.runtime, name)
     kernel, cpu, some = Launches(ready), torch.device("cpu"), torch.zeros(1)
@@ -139,7 +139,7 @@ def test_where_a_profiler_listens_triton_launches_and_tells_it(monkeypatch, name
 
 
 def test_what_the_interpreter_ran_is_not_kept(monkeypatch):
-    monkeypatch.setattr(launch, "_is_tested", lambda: True)
+    monkeypatch.setattr(driver, "is_tested", lambda: True)
     monkeypatch.setattr(launch, "_COMPILED", {})
     kernel = Launches(None)
     for _ in range(2):

@@ -6,6 +6,7 @@ the same ones, but neither is part of every torch that this project runs on, so 
 """
 
 import ctypes
+import sys
 from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
@@ -42,6 +43,68 @@ class LaunchAttribute(ctypes.Structure):
 
 
 COOPERATIVE = 2
+# Releases of Triton whose compiled kernels have the argument block that lang/launch.py builds.
+TESTED = ("3.6.",)
+# Its types of numbers.
+CELLS = {
+    "i1": ctypes.c_int8,
+    "i8": ctypes.c_int8,
+    "i16": ctypes.c_int16,
+    "i32": ctypes.c_int32,
+    "i64": ctypes.c_int64,
+    "u1": ctypes.c_uint8,
+    "u8": ctypes.c_uint8,
+    "u16": ctypes.c_uint16,
+    "u32": ctypes.c_uint32,
+    "u64": ctypes.c_uint64,
+    "fp32": ctypes.c_float,
+    "f32": ctypes.c_float,
+    "fp64": ctypes.c_double,
+}
+
+
+class Code(NamedTuple):
+    """A kernel of Triton or Gluon as the driver launches it.
+
+    `kinds`: Triton's types of all parameters in order. `boxes`: how each tensor map is encoded (`encode`). `kept`: what
+    keeps `function` loaded.
+    """
+
+    function: Any
+    kinds: tuple[str, ...]
+    boxes: Sequence[Any]
+    threads: int
+    shared: int
+    cooperative: bool
+    kept: Any = None
+
+
+@cache
+def is_tested() -> bool:
+    """Whether Triton is a release whose compiled kernels may be launched without it."""
+    return sys.modules["triton"].__version__.startswith(TESTED)
+
+
+def code_of(compiled: Any) -> Code | str:
+    """What Triton has compiled and loaded; or why it cannot be launched without Triton."""
+    run, metadata = compiled.run, compiled.metadata
+    scratch = getattr(run, "global_scratch_size", 1) or getattr(run, "profile_scratch_size", 1)
+    if scratch or run.launch_pdl or run.num_ctas != 1 or not is_tested():
+        return "this Triton's launches are not known here"
+    kinds = tuple(compiled.src.signature.values())
+    unknown = [kind for kind in kinds if not _is_known(kind)]
+    if unknown:
+        return f"a parameter is {unknown[0]}"
+    boxes = getattr(metadata, "tensordesc_meta", None) or ()
+    cooperative = bool(run.launch_cooperative_grid)
+    return Code(
+        compiled.function, kinds, boxes, 32 * metadata.num_warps, metadata.shared, cooperative, compiled
+    )
+
+
+def _is_known(kind: Any) -> bool:
+    named = isinstance(kind, str)
+    return named and (kind[0] == "*" or kind in CELLS or kind == "constexpr" or kind.startswith("tensordesc"))
 
 
 class Boxed(NamedTuple):

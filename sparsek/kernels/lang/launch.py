@@ -1,393 +1,56 @@
-"""The one launcher: runs kernels of Triton, Gluon and CUDA C++, and records a call so that it can be repeated quickly.
+"""The one launcher: runs kernels of Triton, Gluon and CUDA C++.
 
-    first call      launch(kernel, grid, ...)     Triton's JIT finds or compiles the kernel and launches it
-    a repeated one  Recorder                      notes each launch: function, grid, argument block, tensor maps
-    from then on    Recorded(*addresses)          writes the addresses that changed, calls cuLaunchKernelEx
+    machine code that came with the package (lang/shipped.py)    is loaded, and launched through the driver
+    any other kernel of Triton or Gluon                          is found or compiled and launched by Triton's JIT
+    a launch during a call that is recorded (lang/recorder.py)   is noted
 
-A recorded call holds what a launch through Triton computes again each time: 20 us for a JIT kernel, 10 us for one with
-tensor maps. What changes between two calls of the same shapes, strides and alignments are addresses. Those of operands
-and of tensors allocated during the call are roles; any other address is a constant of the call, whose memory the plan
-keeps alive. cuTensorMapReplaceAddress writes an address into a tensor map.
-
-A call is recorded only if its launches are all there is to repeat: no torch operator but allocations and views.
+Where a hook or profiler of Triton listens, Triton launches. A compilation of more than two seconds says so on a
+terminal.
 """
 
 from __future__ import annotations
 
 import ctypes
-import sys
-import threading
-import weakref
-from collections.abc import Callable, Sequence
-from contextlib import contextmanager
-from functools import cache
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from sparsek.kernels.lang import driver
-from sparsek.kernels.lang.driver import COOPERATIVE, Boxed, LaunchAttribute, LaunchConfig
-
-# Releases whose compiled kernels have the argument block that `_triton_step` builds. Others launch through their JIT.
-TESTED = ("3.6.",)
-CELLS = {
-    "i1": ctypes.c_int8,
-    "i8": ctypes.c_int8,
-    "i16": ctypes.c_int16,
-    "i32": ctypes.c_int32,
-    "i64": ctypes.c_int64,
-    "u1": ctypes.c_uint8,
-    "u8": ctypes.c_uint8,
-    "u16": ctypes.c_uint16,
-    "u32": ctypes.c_uint32,
-    "u64": ctypes.c_uint64,
-    "fp32": ctypes.c_float,
-    "f32": ctypes.c_float,
-    "fp64": ctypes.c_double,
-}
-# What torch may do during a recorded call: allocate, and make views.
-ALLOCATIONS = {"aten::empty.memory_format", "aten::new_empty", "aten::empty_strided", "aten::empty_like",
-               "aten::new_empty_strided"}  # fmt: skip
-ZEROS = {"aten::zeros", "aten::new_zeros", "aten::zero_"}
-VIEWS = {  # and what only looks at dtypes
-    "promote_types", "result_type",
-    "alias", "as_strided", "detach", "expand", "flatten", "permute", "reshape", "select", "slice", "squeeze", "t",
-    "transpose", "unflatten", "unsqueeze", "view", "_unsafe_view", "_reshape_alias", "movedim", "unbind", "split",
-}  # fmt: skip
-
-ALIGNED = 15  # Triton compiles for addresses that are multiples of 16, and TMA takes no others
-MISS: Any = object()
-_address = Tensor.data_ptr
-_threads = threading.local()  # .recorder: that of a call which is being recorded
+from sparsek.kernels.lang import driver, shipped
+from sparsek.kernels.lang.driver import CELLS, Boxed, Code
+from sparsek.kernels.lang.progress import patient_with
+from sparsek.kernels.lang.recorder import Recorder, Step, hooked, recorder
 
 
-class Address(NamedTuple):
-    """Where in a role's memory something begins: bytes behind its first element."""
-
-    role: int
-    offset: int
-
-
-class Allocation(NamedTuple):
-    """A tensor that the call allocates. `stride` is None for a contiguous one on the operands' device, and `like` is
-    then an operand of its dtype, if there is one.
-    """
-
-    shape: torch.Size
-    stride: tuple[int, ...] | None
-    dtype: torch.dtype
-    device: torch.device
-    like: int | None
-
-
-class Result(NamedTuple):
-    """A tensor that the call returns: one of its roles, or a view of it."""
-
-    role: int
-    shape: tuple[int, ...] = ()
-    stride: tuple[int, ...] = ()
-    offset: int = 0
-    view: bool = False
-
-
-class Step:
-    """One launch: its function, grid and argument block."""
-
-    __slots__ = ("config", "function", "kept", "launch", "pointers")
-
-    def __init__(
-        self,
-        function: Any,
-        grid: Sequence[int],
-        block: int,
-        shared: int,
-        cells: Sequence[Any],
-        *kept: Any,
-        cooperative: bool = False,
-    ) -> None:
-        gx, gy, gz = (*grid, 1, 1)[:3]
-        # With the attribute all CTAs begin together or the launch fails, so that one may wait for another.
-        attribute = LaunchAttribute(COOPERATIVE, 0, (ctypes.c_int * 16)(1))
-        attributes = (ctypes.addressof(attribute), 1) if cooperative else (None, 0)
-        self.config = LaunchConfig(gx, gy, gz, block, 1, 1, shared, None, *attributes)
-        self.pointers = (ctypes.c_void_p * len(cells))(*map(ctypes.addressof, cells))
-        self.function = function if isinstance(function, ctypes.c_void_p) else ctypes.c_void_p(function)
-        self.launch = ctypes.byref(self.config), self.function, self.pointers, None
-        self.kept = cells, attribute, kept
-
-
-class Recorded:
-    """A call ready to run again: `Recorded(*operands)` with operands of the recorded shapes, strides and dtypes.
-
-    Not for two threads at once. The caller guarantees thread, device and stream, and that no CUDA graph is captured.
-    Returns MISS, and does nothing, for operands of other alignment, or if a tensor was written from which the call's
-    constants were made, or while a hook of Triton listens to launches.
-    """
-
-    __slots__ = (
-        "aligned",
-        "allocations",
-        "cells",
-        "constants",
-        "device",
-        "fresh",
-        "last",
-        "like",
-        "maps",
-        "results",
-        "runtime",
-        "single",
-        "steps",
-        "stream",
-    )  # fmt: skip
-
-    def __init__(self, recorder: Recorder, results: Sequence[Result | None], single: bool, kept: Any) -> None:
-        self.allocations = tuple(recorder.allocations)
-        self.cells = tuple((cell, at.role, at.offset) for at, cell in recorder.cells.items())
-        self.maps = tuple((ctypes.byref(made), at.role, at.offset, made) for made, at in recorder.maps)
-        self.steps = tuple(recorder.steps)
-        self.fresh = tuple(recorder.sources)
-        self.results, self.single = tuple(results), single
-        self.constants = recorder.launches, recorder.constants, kept
-        self.device, self.stream = recorder.device, recorder.stream
-        self.aligned = tuple(x.data_ptr() & ALIGNED for x in recorder.roles[: recorder.operands])
-        self.last: list[int] = []
-        self.runtime = sys.modules["triton"].knobs.runtime if "triton" in sys.modules else None
-
-    def __call__(self, *operands: Tensor) -> Any:
-        for ref, version in self.fresh:
-            source = ref()
-            if source is None or source._version != version:
-                return MISS
-        if self.runtime is not None and _listens(self.runtime):
-            return MISS
-        tensors = [*operands]
-        for shape, stride, dtype, device, like in self.allocations:
-            if stride is not None:
-                tensors.append(torch.empty_strided(shape, stride, dtype=dtype, device=device))
-            elif like is not None:
-                tensors.append(operands[like].new_empty(shape))
-            else:
-                tensors.append(operands[0].new_empty(shape, dtype=dtype))
-        addresses = [*map(_address, tensors)]
-        if addresses != self.last and not self._point(addresses):
-            return MISS
-        for run, given in self.steps:
-            status = run(*given)
-            if status:
-                self._retry(run, given, status)
-        if not self.single:
-            return tuple([_seen(tensors, each) for each in self.results])
-        result = self.results[0]
-        return tensors[result.role] if result is not None and not result.view else _seen(tensors, result)
-
-    def is_fresh(self) -> bool:
-        """False once a tensor was written from which the call's constants were made."""
-        return all(
-            (source := ref()) is not None and source._version == version for ref, version in self.fresh
-        )
-
-    def _point(self, addresses: list[int]) -> bool:
-        """Writes the addresses of this call into the argument blocks. False if an operand is aligned otherwise."""
-        for address, aligned in zip(addresses, self.aligned, strict=False):
-            if address & ALIGNED != aligned:
-                return False
-        replace = driver.cuda().cuTensorMapReplaceAddress
-        last = self.last
-        for cell, role, offset in self.cells:
-            cell.value = addresses[role] + offset
-        for tensor_map, role, offset, _ in self.maps:
-            if not last or last[role] != addresses[role]:
-                driver.check(replace(tensor_map, ctypes.c_void_p(addresses[role] + offset)))
-        self.last = addresses
-        return True
-
-    def _retry(self, run: Any, given: Any, status: int) -> None:
-        if status == driver.INVALID_CONTEXT:  # in a new thread torch may not have set one yet
-            driver.enter(self.device)
-            status = run(*given)
-        driver.check(status)
-
-
-def _seen(tensors: list[Tensor], result: Result | None) -> Tensor | None:
-    if result is None:
-        return None
-    x = tensors[result.role]
-    return torch.as_strided(x, result.shape, result.stride, result.offset) if result.view else x
-
-
-class Recorder(TorchDispatchMode):
-    """What a call launches and allocates. `reason` says why it cannot be repeated, "" if it can."""
-
-    def __init__(self, operands: Sequence[Tensor]) -> None:
-        super().__init__()
-        self.reason = ""
-        self.steps: list[tuple[Any, Any]] = []
-        self.launches: list[Step] = []
-        self.cells: dict[Address, Any] = {}
-        self.maps: list[tuple[Any, Address]] = []
-        self.allocations: list[Allocation] = []
-        self.sources: list[tuple[weakref.ref[Tensor], int]] = []  # their calls may be kept with them
-        self.constants: list[Tensor] = []
-        self.roles: list[Tensor] = list(operands)
-        self.operands = len(operands)
-        self.device = operands[0].device.index or 0
-        self.stream = torch._C._cuda_getCurrentRawStream(self.device)
-        pointers = [x.data_ptr() for x in operands]
-        if len(set(pointers)) < len(pointers):
-            self.reason = "two operands begin at the same address"
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # else torch imports torch._dynamo for the first call, which takes seconds
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        name = func._schema.name
-        full = f"{name}.{func._schema.overload_name}" if func._schema.overload_name else name
-        if full in ALLOCATIONS:
-            if made.is_cuda:
-                self._allocated(made)
-        elif name in ZEROS and isinstance(made, Tensor) and made.is_cuda and made.is_contiguous():
-            if name != "aten::zero_":
-                self._allocated(made)
-            size = ctypes.c_size_t(made.nbytes)
-            step = self.cell(made.data_ptr(), made), ctypes.c_ubyte(0), size, ctypes.c_void_p(self.stream)
-            self.steps.append((driver.cuda().cuMemsetD8Async, step))
-        elif name.removeprefix("aten::") not in VIEWS:
-            self.reason = self.reason or f"{name} runs between its launches"
-        return made
-
-    def _allocated(self, made: Tensor) -> None:
-        given = self.roles[: self.operands]
-        stride = None if made.is_contiguous() and made.device == given[0].device else made.stride()
-        like = next((role for role, x in enumerate(given) if x.dtype == made.dtype), None)
-        self.allocations.append(Allocation(made.shape, stride, made.dtype, made.device, like))
-        self.roles.append(made)
-
-    def at(self, pointer: int, tensor: Tensor | None = None) -> Address | None:
-        """The role whose memory an address is in; None for a constant."""
-        if not pointer:
-            return None
-        exact = [role for role, x in enumerate(self.roles) if x.data_ptr() == pointer and x.numel()]
-        if len(exact) == 1:
-            return Address(exact[0], 0)
-        within = [
-            (role, pointer - x.data_ptr())
-            for role, x in enumerate(self.roles)
-            if x.data_ptr() <= pointer < x.data_ptr() + _span(x)
-        ]
-        if len(exact) > 1 or len(within) > 1:
-            self.reason = self.reason or "an address lies in the memory of two operands"
-        if within:
-            return Address(*within[0])
-        if tensor is not None:
-            self.constants.append(tensor)
-        return None
-
-    def add(self, step: Step) -> None:
-        """Notes a launch."""
-        step.config.stream = self.stream
-        self.launches.append(step)
-        self.steps.append((driver.cuda().cuLaunchKernelEx, step.launch))
+class _Unrecorded:
+    """In a Recorder's place where none is: addresses are what they are."""
 
     def cell(self, pointer: int, tensor: Tensor | None = None) -> Any:
-        """An 8-byte cell of the argument block that holds an address."""
-        at = self.at(pointer, tensor)
-        if at is None:
-            return ctypes.c_uint64(pointer)
-        return self.cells.setdefault(at, ctypes.c_uint64(pointer))
+        return ctypes.c_uint64(pointer)
 
     def tensor_map(self, made: Any, pointer: int, tensor: Tensor | None = None) -> Any:
-        """A tensor map whose address follows its role."""
-        at = self.at(pointer, tensor)
-        if at is not None:
-            self.maps.append((made, at))
         return made
 
-    def watch(self, *sources: Tensor) -> None:
-        """The call's constants were made from `sources`; a write to one ends the recorded call."""
-        for source in sources:
-            if source.is_inference():
-                self.reason = self.reason or "torch does not count writes to a tensor of inference mode"
-            else:
-                self.sources.append((weakref.ref(source), source._version))
 
-    def recorded(self, output: Any, kept: Any) -> Recorded | None:
-        """The call that returned `output`; None if it cannot be repeated. `kept` lives as long as it."""
-        several = isinstance(output, tuple)
-        results = [self._result(x) for x in (output if several else (output,))]
-        if not self.steps:
-            self.reason = self.reason or "nothing was launched"
-        if self.reason:
-            return None
-        return Recorded(self, results, not several, kept)
-
-    def _result(self, x: Tensor | None) -> Result | None:
-        if x is None:
-            return None
-        for place, made in enumerate(self.roles):
-            if x is made:
-                return Result(place)
-            if x.untyped_storage().data_ptr() == made.untyped_storage().data_ptr() and x.numel():
-                return Result(place, tuple(x.shape), tuple(x.stride()), x.storage_offset(), True)
-        self.reason = self.reason or "it returns a tensor that is neither an operand nor allocated in it"
-        return None
-
-
-def recorder() -> Recorder | None:
-    """That of this thread's recorded call."""
-    return getattr(_threads, "recorder", None)
-
-
-@contextmanager
-def recording(operands: Sequence[Tensor]) -> Any:
-    """A Recorder for what runs inside."""
-    made = Recorder(operands)
-    _threads.recorder = made
-    try:
-        with made:
-            yield made
-    finally:
-        _threads.recorder = None
-
-
-def record(
-    run: Callable[[], Any], operands: Sequence[Tensor], kept: Any = None
-) -> tuple[Any, Recorded | None]:
-    """What `run()` returns, and the same call ready to be repeated, if it can be."""
-    with recording(operands) as made:
-        output = run()
-    return output, made.recorded(output, kept)
-
-
-def hooked() -> bool:
-    """Whether a hook or profiler of Triton listens to launches."""
-    triton = sys.modules.get("triton")
-    return triton is not None and _listens(triton.knobs.runtime)
-
-
-def _listens(runtime: Any) -> bool:
-    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
-    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
-
-
-def launch(kernel: Any, grid: Sequence[int], *args: Any, **named: Any) -> Any:
-    """Runs a kernel of Triton or Gluon on the current device and stream, as `kernel[grid](*args, **named)` does.
-
-    Returns the compiled kernel.
-    """
-    compiled = kernel[tuple(grid)](*args, **named)
-    made = recorder()
-    if made is not None:
+def launch(kernel: Any, grid: Sequence[int], *args: Any, **named: Any) -> None:
+    """Runs a kernel of Triton or Gluon on the current device and stream, as `kernel[grid](*args, **named)` does."""
+    made, code = recorder(), None if hooked() else shipped.find(kernel, args, named)
+    ready = code is not None
+    if code is None:
+        with patient_with(kernel, args, named):
+            compiled = kernel[tuple(grid)](*args, **named)
+        code = compiled and made and driver.code_of(compiled)
+    if code:
         values = dict(zip(kernel.arg_names, args, strict=False)) | named
-        record_triton(made, compiled, grid, [values.get(name) for name in kernel.arg_names])
-    return compiled
+        in_order = [values.get(name) for name in kernel.arg_names]
+        if ready:
+            _run(code, grid, in_order, torch._C._cuda_getDevice(), made)
+        else:
+            _note(code, grid, in_order, made)
 
 
-# key -> compiled kernel. A launch through Triton's JIT spends 20 us on finding it.
+# key -> what is launched: shipped code, or Triton's compiled kernel, which its JIT takes 20 us to find.
 _COMPILED: dict[Any, Any] = {}
 
 
@@ -409,22 +72,29 @@ def launch_direct(
         with torch.cuda.device(device):
             launch_direct(kernel, device, ctas, args, key, first, **options)
         return
-    key = kernel, device.index, key
+    key, made, listens = (kernel, device.index, key), recorder(), hooked()
     compiled = _COMPILED.get(key)
-    if compiled is None:
-        compiled = kernel[(ctas,)](*first, **options)
+    if compiled is None and not listens:
+        compiled = shipped.find(kernel, first, options)
+        if compiled is not None:
+            _COMPILED[key] = compiled
+    if compiled.__class__ is Code and not listens:
+        _run(compiled, (ctas,), args, device.index, made)
+        return
+    if compiled is None or compiled.__class__ is Code:
+        with patient_with(kernel, first, options):
+            compiled = kernel[(ctas,)](*first, **options)
         if compiled is None:  # the interpreter compiles nothing
             return
-        if _is_tested():
+        if driver.is_tested() and not listens:
             _COMPILED[key] = compiled
-    elif hooked():
+    elif listens:
         compiled[(ctas, 1, 1)](*args)
     else:
-        stream, code = torch._C._cuda_getCurrentRawStream(device.index), compiled.function
-        compiled.run(ctas, 1, 1, stream, code, compiled.packed_metadata, None, None, None, *args)
-    made = recorder()
+        stream, function = torch._C._cuda_getCurrentRawStream(device.index), compiled.function
+        compiled.run(ctas, 1, 1, stream, function, compiled.packed_metadata, None, None, None, *args)
     if made is not None:
-        record_triton(made, compiled, (ctas,), args)
+        _note(driver.code_of(compiled), (ctas,), args, made)
 
 
 def launch_unspecialized(
@@ -442,52 +112,6 @@ def launch_unspecialized(
     key = constants, warps, *[arg is None for arg in args]
     given = (*args, *constants)
     launch_direct(kernel, device, programs, given, key, given, num_warps=warps, num_stages=1)
-
-
-@cache
-def _is_tested() -> bool:
-    return sys.modules["triton"].__version__.startswith(TESTED)
-
-
-def record_triton(made: Recorder, compiled: Any, grid: Sequence[int], values: Sequence[Any]) -> None:
-    """Notes a launch of a compiled kernel with `values` of its parameters, constants among them."""
-    run = compiled.run
-    scratch = getattr(run, "global_scratch_size", 1) or getattr(run, "profile_scratch_size", 1)
-    special = scratch or run.launch_pdl or run.num_ctas != 1
-    if special or not _is_tested():
-        made.reason = made.reason or "this Triton's launches are not known here"
-        return
-    metas = iter(getattr(compiled.metadata, "tensordesc_meta", None) or ())
-    cells: list[Any] = []
-    for kind, value in zip(compiled.src.signature.values(), values, strict=True):
-        if kind == "constexpr":
-            continue
-        if not isinstance(kind, str) or not (
-            kind[0] == "*" or kind in CELLS or kind.startswith("tensordesc")
-        ):
-            made.reason = made.reason or f"a parameter is {kind}"
-            return
-        if kind[0] == "*":
-            cells.append(made.cell(value.data_ptr(), value))
-        elif kind in CELLS:
-            cells.append(CELLS[kind](value))
-        else:
-            encoded = driver.encode(value, next(metas))
-            cells.append(made.tensor_map(encoded, value.base.data_ptr(), value.base))
-            cells += [ctypes.c_int32(size) for size in value.shape]
-            cells += [ctypes.c_int64(stride) for stride in value.strides]
-    cells += [ctypes.c_uint64(0), ctypes.c_uint64(0)]  # scratch memory, which these kernels do without
-    metadata = compiled.metadata
-    step = Step(
-        compiled.function,
-        grid,
-        32 * metadata.num_warps,
-        metadata.shared,
-        cells,
-        compiled,
-        cooperative=bool(run.launch_cooperative_grid),
-    )
-    made.add(step)
 
 
 def launch_cuda(
@@ -514,34 +138,53 @@ def launch_cuda(
         else:
             cell = each
             if made is not None:
-                _follow_fields(made, each)
+                made.fields(each)
         cells.append(cell)
-    step = Step(function, (grid,), block, shared, cells)
+    if made is not None:
+        made.constants += held
+    _go(Step(function, (grid,), block, shared, cells), device, made)
+
+
+def _run(code: Code, grid: Sequence[int], values: Sequence[Any], device: int, made: Recorder | None) -> None:
+    """Launches through the driver, with `values` of all of the kernel's parameters."""
+    _go(_step(code, grid, values, made or _Unrecorded()), device, made)
+
+
+def _note(code: Code | str, grid: Sequence[int], values: Sequence[Any], made: Recorder) -> None:
+    """Notes a launch that Triton has done."""
+    if isinstance(code, str):
+        made.reason = made.reason or code
+    else:
+        made.add(_step(code, grid, values, made))
+
+
+def _go(step: Step, device: int, made: Recorder | None) -> None:
     step.config.stream = torch._C._cuda_getCurrentRawStream(device)
     run = driver.cuda().cuLaunchKernelEx
     status = run(*step.launch)
-    if status == driver.INVALID_CONTEXT:
+    if status == driver.INVALID_CONTEXT:  # in a new thread torch may not have set one yet
         driver.enter(device)
         status = run(*step.launch)
     driver.check(status)
     if made is not None:
-        made.constants += held
         made.add(step)
 
 
-def _follow_fields(made: Recorder, structure: ctypes.Structure) -> None:
-    for name, kind in structure._fields_:
-        at = made.at(getattr(structure, name) or 0) if kind is ctypes.c_void_p else None
-        if at is not None:
-            place = ctypes.c_uint64.from_buffer(structure, getattr(type(structure), name).offset)
-            if at in made.cells:
-                made.reason = made.reason or "one address stands twice in the arguments"
-            made.cells[at] = place
-
-
-def _span(x: Tensor) -> int:
-    """Bytes from the first element to behind the last."""
-    if not x.numel():
-        return 0
-    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-    return (last + 1) * x.element_size()
+def _step(code: Code, grid: Sequence[int], values: Sequence[Any], made: Recorder | _Unrecorded) -> Step:
+    """The launch with `values` of the kernel's parameters, constants among them."""
+    boxes = iter(code.boxes)
+    cells: list[Any] = []
+    for kind, value in zip(code.kinds, values, strict=True):
+        if kind == "constexpr":
+            continue
+        if kind[0] == "*":
+            cells.append(made.cell(value.data_ptr(), value))
+        elif kind in CELLS:
+            cells.append(CELLS[kind](value))
+        else:
+            encoded = driver.encode(value, next(boxes))
+            cells.append(made.tensor_map(encoded, value.base.data_ptr(), value.base))
+            cells += [ctypes.c_int32(size) for size in value.shape]
+            cells += [ctypes.c_int64(stride) for stride in value.strides]
+    cells += [ctypes.c_uint64(0), ctypes.c_uint64(0)]  # scratch memory, which these kernels do without
+    return Step(code.function, grid, code.threads, code.shared, cells, code, cooperative=code.cooperative)

@@ -22,6 +22,8 @@ import torch
 
 from sparsek.core import env
 from sparsek.core.errors import Unsupported
+from sparsek.kernels.lang import shipped
+from sparsek.kernels.lang.progress import patient
 
 NAMES = ("libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so")
 # Where packages put it, below each folder of sys.path, and where a toolkit does.
@@ -120,13 +122,17 @@ def compile_cuda(source: str, name: str, options: Sequence[str]) -> tuple[bytes,
 
 
 def compiled(source: str, name: str, options: Sequence[str]) -> bytes:
-    """The cubin, from disk if it was compiled before."""
+    """The cubin: one that came with the package, or from disk if it was compiled before."""
+    came = shipped.cuda(source, options)
+    if came is not None:
+        return came
     hashed = "\0".join([source, name, *options, *map(str, version())])
     key = hashlib.sha256(hashed.encode()).hexdigest()
     path = Path(env.cache_dir()) / f"{Path(name).stem}-{key[:32]}.cubin"
     kept = _read(path)
     if kept is None:
-        kept = compile_cuda(source, name, options)[0]
+        with patient(name):
+            kept = compile_cuda(source, name, options)[0]
         _write(path, kept)
     return kept
 

@@ -1,0 +1,373 @@
+"""A call that is recorded as it launches its kernels, so that it can be repeated quickly.
+
+    Recorder                notes each launch: function, grid, argument block, tensor maps
+    Recorded(*operands)     writes the addresses that changed, calls cuLaunchKernelEx
+
+A recorded call holds what a launch computes again each time. What changes between two calls of the same shapes,
+strides and alignments are addresses. Those of operands and of tensors allocated during the call are roles; any other
+address is a constant of the call, whose memory the plan keeps alive. cuTensorMapReplaceAddress writes an address into
+a tensor map.
+
+A call is recorded only if its launches are all there is to repeat: no torch operator but allocations and views.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sparsek.kernels.lang import driver
+from sparsek.kernels.lang.driver import COOPERATIVE, LaunchAttribute, LaunchConfig
+
+# What torch may do during a recorded call: allocate, and make views.
+ALLOCATIONS = {"aten::empty.memory_format", "aten::new_empty", "aten::empty_strided", "aten::empty_like",
+               "aten::new_empty_strided"}  # fmt: skip
+ZEROS = {"aten::zeros", "aten::new_zeros", "aten::zero_"}
+VIEWS = {  # and what only looks at dtypes
+    "promote_types", "result_type",
+    "alias", "as_strided", "detach", "expand", "flatten", "permute", "reshape", "select", "slice", "squeeze", "t",
+    "transpose", "unflatten", "unsqueeze", "view", "_unsafe_view", "_reshape_alias", "movedim", "unbind", "split",
+}  # fmt: skip
+
+ALIGNED = 15  # Triton compiles for addresses that are multiples of 16, and TMA takes no others
+MISS: Any = object()
+_address = Tensor.data_ptr
+_threads = threading.local()  # .recorder: that of a call which is being recorded
+
+
+class Address(NamedTuple):
+    """Where in a role's memory something begins: bytes behind its first element."""
+
+    role: int
+    offset: int
+
+
+class Allocation(NamedTuple):
+    """A tensor that the call allocates. `stride` is None for a contiguous one on the operands' device, and `like` is
+    then an operand of its dtype, if there is one.
+    """
+
+    shape: torch.Size
+    stride: tuple[int, ...] | None
+    dtype: torch.dtype
+    device: torch.device
+    like: int | None
+
+
+class Result(NamedTuple):
+    """A tensor that the call returns: one of its roles, or a view of it."""
+
+    role: int
+    shape: tuple[int, ...] = ()
+    stride: tuple[int, ...] = ()
+    offset: int = 0
+    view: bool = False
+
+
+class Step:
+    """One launch: its function, grid and argument block."""
+
+    __slots__ = ("config", "function", "kept", "launch", "pointers")
+
+    def __init__(
+        self,
+        function: Any,
+        grid: Sequence[int],
+        block: int,
+        shared: int,
+        cells: Sequence[Any],
+        *kept: Any,
+        cooperative: bool = False,
+    ) -> None:
+        gx, gy, gz = (*grid, 1, 1)[:3]
+        # With the attribute all CTAs begin together or the launch fails, so that one may wait for another.
+        attribute = LaunchAttribute(COOPERATIVE, 0, (ctypes.c_int * 16)(1))
+        attributes = (ctypes.addressof(attribute), 1) if cooperative else (None, 0)
+        self.config = LaunchConfig(gx, gy, gz, block, 1, 1, shared, None, *attributes)
+        self.pointers = (ctypes.c_void_p * len(cells))(*map(ctypes.addressof, cells))
+        self.function = function if isinstance(function, ctypes.c_void_p) else ctypes.c_void_p(function)
+        self.launch = ctypes.byref(self.config), self.function, self.pointers, None
+        self.kept = cells, attribute, kept
+
+
+class Recorded:
+    """A call ready to run again: `Recorded(*operands)` with operands of the recorded shapes, strides and dtypes.
+
+    Not for two threads at once. The caller guarantees thread, device and stream, and that no CUDA graph is captured.
+    Returns MISS, and does nothing, for operands of other alignment, or if a tensor was written from which the call's
+    constants were made, or while a hook of Triton listens to launches.
+    """
+
+    __slots__ = (
+        "aligned",
+        "allocations",
+        "cells",
+        "constants",
+        "device",
+        "fresh",
+        "last",
+        "like",
+        "maps",
+        "results",
+        "runtime",
+        "single",
+        "steps",
+        "stream",
+    )  # fmt: skip
+
+    def __init__(self, recorder: Recorder, results: Sequence[Result | None], single: bool, kept: Any) -> None:
+        self.allocations = tuple(recorder.allocations)
+        self.cells = tuple((cell, at.role, at.offset) for at, cell in recorder.cells.items())
+        self.maps = tuple((ctypes.byref(made), at.role, at.offset, made) for made, at in recorder.maps)
+        self.steps = tuple(recorder.steps)
+        self.fresh = tuple(recorder.sources)
+        self.results, self.single = tuple(results), single
+        self.constants = recorder.launches, recorder.constants, kept
+        self.device, self.stream = recorder.device, recorder.stream
+        self.aligned = tuple(x.data_ptr() & ALIGNED for x in recorder.roles[: recorder.operands])
+        self.last: list[int] = []
+        self.runtime = sys.modules["triton"].knobs.runtime if "triton" in sys.modules else None
+
+    def __call__(self, *operands: Tensor) -> Any:
+        for ref, version in self.fresh:
+            source = ref()
+            if source is None or source._version != version:
+                return MISS
+        if self.runtime is not None and _listens(self.runtime):
+            return MISS
+        tensors = [*operands]
+        for shape, stride, dtype, device, like in self.allocations:
+            if stride is not None:
+                tensors.append(torch.empty_strided(shape, stride, dtype=dtype, device=device))
+            elif like is not None:
+                tensors.append(operands[like].new_empty(shape))
+            else:
+                tensors.append(operands[0].new_empty(shape, dtype=dtype))
+        addresses = [*map(_address, tensors)]
+        if addresses != self.last and not self._point(addresses):
+            return MISS
+        for run, given in self.steps:
+            status = run(*given)
+            if status:
+                self._retry(run, given, status)
+        if not self.single:
+            return tuple([_seen(tensors, each) for each in self.results])
+        result = self.results[0]
+        return tensors[result.role] if result is not None and not result.view else _seen(tensors, result)
+
+    def is_fresh(self) -> bool:
+        """False once a tensor was written from which the call's constants were made."""
+        return all(
+            (source := ref()) is not None and source._version == version for ref, version in self.fresh
+        )
+
+    def _point(self, addresses: list[int]) -> bool:
+        """Writes the addresses of this call into the argument blocks. False if an operand is aligned otherwise."""
+        for address, aligned in zip(addresses, self.aligned, strict=False):
+            if address & ALIGNED != aligned:
+                return False
+        replace = driver.cuda().cuTensorMapReplaceAddress
+        last = self.last
+        for cell, role, offset in self.cells:
+            cell.value = addresses[role] + offset
+        for tensor_map, role, offset, _ in self.maps:
+            if not last or last[role] != addresses[role]:
+                driver.check(replace(tensor_map, ctypes.c_void_p(addresses[role] + offset)))
+        self.last = addresses
+        return True
+
+    def _retry(self, run: Any, given: Any, status: int) -> None:
+        if status == driver.INVALID_CONTEXT:  # in a new thread torch may not have set one yet
+            driver.enter(self.device)
+            status = run(*given)
+        driver.check(status)
+
+
+def _seen(tensors: list[Tensor], result: Result | None) -> Tensor | None:
+    if result is None:
+        return None
+    x = tensors[result.role]
+    return torch.as_strided(x, result.shape, result.stride, result.offset) if result.view else x
+
+
+class Recorder(TorchDispatchMode):
+    """What a call launches and allocates. `reason` says why it cannot be repeated, "" if it can."""
+
+    def __init__(self, operands: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.reason = ""
+        self.steps: list[tuple[Any, Any]] = []
+        self.launches: list[Step] = []
+        self.cells: dict[Address, Any] = {}
+        self.maps: list[tuple[Any, Address]] = []
+        self.allocations: list[Allocation] = []
+        self.sources: list[tuple[weakref.ref[Tensor], int]] = []  # their calls may be kept with them
+        self.constants: list[Tensor] = []
+        self.roles: list[Tensor] = list(operands)
+        self.operands = len(operands)
+        self.device = operands[0].device.index or 0
+        self.stream = torch._C._cuda_getCurrentRawStream(self.device)
+        pointers = [x.data_ptr() for x in operands]
+        if len(set(pointers)) < len(pointers):
+            self.reason = "two operands begin at the same address"
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch imports torch._dynamo for the first call, which takes seconds
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        name = func._schema.name
+        full = f"{name}.{func._schema.overload_name}" if func._schema.overload_name else name
+        if full in ALLOCATIONS:
+            if made.is_cuda:
+                self._allocated(made)
+        elif name in ZEROS and isinstance(made, Tensor) and made.is_cuda and made.is_contiguous():
+            if name != "aten::zero_":
+                self._allocated(made)
+            size = ctypes.c_size_t(made.nbytes)
+            step = self.cell(made.data_ptr(), made), ctypes.c_ubyte(0), size, ctypes.c_void_p(self.stream)
+            self.steps.append((driver.cuda().cuMemsetD8Async, step))
+        elif name.removeprefix("aten::") not in VIEWS:
+            self.reason = self.reason or f"{name} runs between its launches"
+        return made
+
+    def _allocated(self, made: Tensor) -> None:
+        given = self.roles[: self.operands]
+        stride = None if made.is_contiguous() and made.device == given[0].device else made.stride()
+        like = next((role for role, x in enumerate(given) if x.dtype == made.dtype), None)
+        self.allocations.append(Allocation(made.shape, stride, made.dtype, made.device, like))
+        self.roles.append(made)
+
+    def at(self, pointer: int, tensor: Tensor | None = None) -> Address | None:
+        """The role whose memory an address is in; None for a constant."""
+        if not pointer:
+            return None
+        exact = [role for role, x in enumerate(self.roles) if x.data_ptr() == pointer and x.numel()]
+        if len(exact) == 1:
+            return Address(exact[0], 0)
+        within = [
+            (role, pointer - x.data_ptr())
+            for role, x in enumerate(self.roles)
+            if x.data_ptr() <= pointer < x.data_ptr() + _span(x)
+        ]
+        if len(exact) > 1 or len(within) > 1:
+            self.reason = self.reason or "an address lies in the memory of two operands"
+        if within:
+            return Address(*within[0])
+        if tensor is not None:
+            self.constants.append(tensor)
+        return None
+
+    def add(self, step: Step) -> None:
+        """Notes a launch."""
+        step.config.stream = self.stream
+        self.launches.append(step)
+        self.steps.append((driver.cuda().cuLaunchKernelEx, step.launch))
+
+    def cell(self, pointer: int, tensor: Tensor | None = None) -> Any:
+        """An 8-byte cell of the argument block that holds an address."""
+        at = self.at(pointer, tensor)
+        if at is None:
+            return ctypes.c_uint64(pointer)
+        return self.cells.setdefault(at, ctypes.c_uint64(pointer))
+
+    def tensor_map(self, made: Any, pointer: int, tensor: Tensor | None = None) -> Any:
+        """A tensor map whose address follows its role."""
+        at = self.at(pointer, tensor)
+        if at is not None:
+            self.maps.append((made, at))
+        return made
+
+    def fields(self, structure: ctypes.Structure) -> None:
+        """Has the addresses in a structure among the arguments follow their roles."""
+        for name, kind in structure._fields_:
+            at = self.at(getattr(structure, name) or 0) if kind is ctypes.c_void_p else None
+            if at is not None:
+                place = ctypes.c_uint64.from_buffer(structure, getattr(type(structure), name).offset)
+                if at in self.cells:
+                    self.reason = self.reason or "one address stands twice in the arguments"
+                self.cells[at] = place
+
+    def watch(self, *sources: Tensor) -> None:
+        """The call's constants were made from `sources`; a write to one ends the recorded call."""
+        for source in sources:
+            if source.is_inference():
+                self.reason = self.reason or "torch does not count writes to a tensor of inference mode"
+            else:
+                self.sources.append((weakref.ref(source), source._version))
+
+    def recorded(self, output: Any, kept: Any) -> Recorded | None:
+        """The call that returned `output`; None if it cannot be repeated. `kept` lives as long as it."""
+        several = isinstance(output, tuple)
+        results = [self._result(x) for x in (output if several else (output,))]
+        if not self.steps:
+            self.reason = self.reason or "nothing was launched"
+        if self.reason:
+            return None
+        return Recorded(self, results, not several, kept)
+
+    def _result(self, x: Tensor | None) -> Result | None:
+        if x is None:
+            return None
+        for place, made in enumerate(self.roles):
+            if x is made:
+                return Result(place)
+            if x.untyped_storage().data_ptr() == made.untyped_storage().data_ptr() and x.numel():
+                return Result(place, tuple(x.shape), tuple(x.stride()), x.storage_offset(), True)
+        self.reason = self.reason or "it returns a tensor that is neither an operand nor allocated in it"
+        return None
+
+
+def recorder() -> Recorder | None:
+    """That of this thread's recorded call."""
+    return getattr(_threads, "recorder", None)
+
+
+@contextmanager
+def recording(operands: Sequence[Tensor]) -> Any:
+    """A Recorder for what runs inside."""
+    made = Recorder(operands)
+    _threads.recorder = made
+    try:
+        with made:
+            yield made
+    finally:
+        _threads.recorder = None
+
+
+def record(
+    run: Callable[[], Any], operands: Sequence[Tensor], kept: Any = None
+) -> tuple[Any, Recorded | None]:
+    """What `run()` returns, and the same call ready to be repeated, if it can be."""
+    with recording(operands) as made:
+        output = run()
+    return output, made.recorded(output, kept)
+
+
+def hooked() -> bool:
+    """Whether a hook or profiler of Triton listens to launches."""
+    triton = sys.modules.get("triton")
+    return triton is not None and _listens(triton.knobs.runtime)
+
+
+def _listens(runtime: Any) -> bool:
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+
+
+def _span(x: Tensor) -> int:
+    """Bytes from the first element to behind the last."""
+    if not x.numel():
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return (last + 1) * x.element_size()

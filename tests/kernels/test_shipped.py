@@ -1,0 +1,107 @@
+"""Machine code that comes with the package: what of common calls it holds, when it is valid, and how it is found."""
+
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from scripts import cubins
+from sparsek.kernels.lang import driver, shipped
+from tests.house.tools import ROOT
+
+NAMES = """
+import json
+from scripts import cubins
+walk = cubins.walked(only="first call")
+print(json.dumps(sorted([*walk.kernels, *walk.cuda])))
+"""
+
+
+def names(seed: str) -> list[str]:
+    seeded = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": seed}
+    done = subprocess.run(
+        [sys.executable, "-c", NAMES], capture_output=True, text=True, check=True, env=seeded, cwd=ROOT
+    )
+    return json.loads(done.stdout)
+
+
+def test_kernels_have_the_same_names_in_every_process() -> None:
+    found = names("1")
+    assert found == names("2")
+    assert len(found) > 8
+
+
+@pytest.fixture(scope="module")
+def walk() -> cubins.Walk:
+    return cubins.walked()
+
+
+def test_common_calls_are_planned_without_a_gpu_as_on_one(walk: cubins.Walk) -> None:
+    kernels = {kernel.fn.__module__.rpartition(".")[0] for kernel, *_ in walk.kernels.values()}
+    rooms = ("spmm", "sddmm", "attention", "pack")
+    assert kernels == {f"sparsek.kernels.{room}" for room in rooms}
+    assert walk.cuda
+
+
+@pytest.fixture
+def archive(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, walk: cubins.Walk
+) -> Iterator[tuple[Path, tuple[Any, ...]]]:
+    """With one small kernel of Triton in it, and one of CUDA C++ of two bytes."""
+    name, job = next(
+        (name, job) for name, job in walk.kernels.items() if job[0].fn.__module__.endswith("pack.to_bsr")
+    )
+    path = tmp_path / "shipped.zip"
+    _, entry, cubin = cubins.compiled(name, job)
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr(name, cubin)
+        file.writestr(shipped.cuda_name("text", ["-option"]), b"\1\2")
+        file.writestr(shipped.INDEX, json.dumps({"source": shipped.source(), "kernels": {name: entry}}))
+    monkeypatch.setattr(shipped, "ARCHIVE", path)
+    monkeypatch.setattr(shipped, "_found", {})
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    for each in (shipped.store, shipped._serves, shipped._is_hopper):
+        each.cache_clear()
+    yield path, job
+    for each in (shipped.store, shipped._serves, shipped._is_hopper):
+        each.cache_clear()
+
+
+def test_a_kernel_of_the_archive_is_loaded_once_on_a_hopper_card(archive, monkeypatch) -> None:
+    loaded = []
+    monkeypatch.setattr(driver, "function", lambda code, *of: loaded.append((code, *of)) or 7)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    _, (kernel, args, named) = archive
+    code = shipped.find(kernel, args, named)
+    assert code is not None
+    assert code is shipped.find(kernel, args, named)
+    assert [each[0][:4] for each in loaded] == [b"\x7fELF"]
+    assert (code.function, len(code.kinds)) == (7, len(kernel.arg_names))
+    assert shipped.find(kernel, args, named | {"num_warps": 16}) is None
+    assert shipped.cuda("text", ["-option"]) == b"\1\2"
+    assert shipped.cuda("text", ["-other"]) is None
+
+
+@pytest.mark.parametrize(
+    "change", ["another card", "no GPU", "another source", "another Triton", "no archive"]
+)
+def test_nothing_is_found_where_it_does_not_fit(archive, monkeypatch, change: str) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: change != "no GPU")
+    capability = (10, 0) if change == "another card" else (9, 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    path, (kernel, args, named) = archive
+    if change == "another source":
+        monkeypatch.setattr(shipped, "source", lambda: "of yesterday")
+    if change == "another Triton":
+        monkeypatch.setattr(driver, "is_tested", lambda: False)
+    if change == "no archive":
+        path.unlink()
+    assert shipped.find(kernel, args, named) is None
