@@ -82,7 +82,7 @@ def run(
 ) -> str:
     """As `multiply`, with prepared work and, of FP8, scales."""
     nibbles = work.nibbles(a)
-    params, grid = semi24.shown(c, work, nibbles, b, out, epilogue, scales)
+    params, grid = semi24.launch_params(c, work, nibbles, b, out, epilogue, scales)
     maps = [ctypes.byref(packed(each)) for each in semi24.boxes(c, a.values, b, out, epilogue.other)]
     size = ctypes.c_int64(nibbles.numel() * 4)
     return (

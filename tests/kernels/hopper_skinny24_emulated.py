@@ -37,7 +37,14 @@ def library(c: Config, source: str) -> ctypes.CDLL:
 
 
 def multiply(
-    c: Config, a: Semi24, b: Tensor, out: Tensor, epilogue: Epilogue = PLAIN, *, order: int = LATE, source: str = ""
+    c: Config,
+    a: Semi24,
+    b: Tensor,
+    out: Tensor,
+    epilogue: Epilogue = PLAIN,
+    *,
+    order: int = LATE,
+    source: str = "",
 ) -> str:
     """Writes the product into `out`. What went wrong, or ""."""
     params, grid = launch_params(a, b, out, epilogue), -(-a.shape[0] // c.tm) * c.parts

@@ -109,12 +109,18 @@ class Params(ctypes.Structure):
 def launch_params(a: Semi24, b: Tensor, out: Tensor, epilogue: Epilogue) -> Params:
     """What the kernel is told. `b` is [K, N], `out` [M, N], and the epilogue's matrix, which may be `out`, too."""
     (m, k), n, other = a.shape, b.shape[1], epilogue.other
-    p = Params(values=a.values.data_ptr(), meta=a.meta.data_ptr(), b=b.data_ptr(), c=out.data_ptr(), m=m, n=n, k=k)
+    p = Params(
+        values=a.values.data_ptr(), meta=a.meta.data_ptr(), b=b.data_ptr(), c=out.data_ptr(), m=m, n=n, k=k
+    )
     p.bias = None if epilogue.bias is None else epilogue.bias.data_ptr()
     (p.sb_k, p.sb_n), (p.sc_m, p.sc_n) = b.stride(), out.stride()
     p.wide = p.sb_k == 1 and p.b % 16 == 0 and (n == 1 or p.sb_n % 8 == 0)
     p.by_columns = p.sc_m == 1
-    p.alpha, p.beta, p.activation = float(epilogue.alpha), float(epilogue.beta), ACTS.index(epilogue.activation)
+    p.alpha, p.beta, p.activation = (
+        float(epilogue.alpha),
+        float(epilogue.beta),
+        ACTS.index(epilogue.activation),
+    )
     if other is not None:
         p.combine = JOINS.index(epilogue.combine)
         p.so_m, p.so_n = other.stride()
@@ -180,8 +186,13 @@ class HopperSemi24Skinny:
         under_way = min(each, c.resident) * c.warps * c.ms * c.depth * 1152
         rate = min(under_way / LATENCY_SECONDS, 2 * share)
         port = each * (2 * of_a + of_b * (c.warps + 1)) / PORT
-        moved = p.compulsory_bytes / max(1, p.batch) / (0.9 * p.card.bandwidth)
-        waits = -(-units // c.room) - 1 + -(-each // c.resident) - 1 + 2 * (p.b.layout != "col" or not p.aligned)
+        one = (
+            p.compulsory_bytes - p.dense_bytes + p.dense_bytes / max(1, p.batch)
+        )  # every item reads all of A
+        moved = one / (0.9 * p.card.bandwidth)
+        waits = (
+            -(-units // c.room) - 1 + -(-each // c.resident) - 1 + 2 * (p.b.layout != "col" or not p.aligned)
+        )
         busy = max(each * (of_a + of_b) / rate, port) + waits * PHASE_SECONDS
         return max(1, p.batch) * (0.7 * p.card.launch_seconds + START_SECONDS + max(busy, moved))
 
@@ -205,7 +216,9 @@ class HopperSemi24Skinny:
         function, grid = _function(c, index), -(-a.shape[0] // c.tm) * c.parts
         for at in np.ndindex(*b.shape[:-2]):
             other = None if epilogue.other is None else epilogue.other[at]
-            one = Epilogue(epilogue.alpha, epilogue.bias, epilogue.activation, other, epilogue.combine, epilogue.beta)
+            one = Epilogue(
+                epilogue.alpha, epilogue.bias, epilogue.activation, other, epilogue.combine, epilogue.beta
+            )
             params: Any = launch_params(a, b[at], out[at], one)
             launch_cuda(function, grid, 32 * c.warps, c.smem, index, (params,), ())
 
