@@ -192,13 +192,14 @@ def test_predictions_grow_with_work_and_never_beat_memory() -> None:
         for c in KERNEL.configs(p):
             seconds = KERNEL.seconds(p, c)
             assert seconds > p.stored * 2 / H200.bandwidth
-            assert KERNEL.seconds(changed(p, m=8 * p.m), c) > 1.5 * seconds
+            assert KERNEL.seconds(changed(p, m=8 * p.m), c) >= seconds  # more CTAs draw more bytes
             assert KERNEL.seconds(changed(p, batch=3), c) == pytest.approx(3 * seconds, rel=0.01)
 
 
 def test_defaults_fill_the_card() -> None:
     for p in PROBLEMS:
         c = KERNEL.default(p)
+        assert KERNEL.seconds(changed(p, m=8 * p.m), c) > 4 * KERNEL.seconds(p, c)
         assert 0.9 * H200.sm_count <= -(-p.m // c.tm) * c.parts
 
 
