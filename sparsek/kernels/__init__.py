@@ -16,6 +16,7 @@ KERNELS: tuple[tuple[str, str, str, str], ...] = (
     ("spmm", "cpu.spmm", "spmm.cpu", "bsr"),
     ("spmm", "reference.spmm", "spmm.reference", "bsr"),
     ("spmm", "hopper.semi24", "spmm.hopper_24", "semi24"),
+    ("spmm", "hopper.semi24_skinny", "spmm.hopper_skinny_24", "semi24"),
     ("spmm", "portable.semi24", "spmm.portable_24", "semi24"),
     ("spmm", "vendor.cusparselt", "spmm.vendor_cusparselt", "semi24"),
     ("spmm", "cpu.semi24", "spmm.cpu_24", "semi24"),

@@ -19,6 +19,11 @@ WHOLE = (
     Case24(300, 528, 264, "ragged", combine="add"),
     Case24(296, 1040, 300, "layer", layouts=COL, bias=True, activation="gelu"),
 )
+FEW = (
+    Case24(72, 64, 8, "small"),
+    Case24(300, 576, 13, "ragged", combine="add"),
+    Case24(296, 2112, 61, "layer", layouts=COL, bias=True, activation="gelu"),
+)
 BLOCKS = (
     Case24(64, 64, 8, "small", (64, 64), 1.0),
     Case24(300, 512, 264, "ragged", (64, 64), 0.4),
@@ -32,6 +37,7 @@ BLOCKS_FP8 = (
 )
 CASES: dict[str, Any] = {
     "hopper.semi24": WHOLE,
+    "hopper.semi24_skinny": FEW,
     "hopper.bsr24": BLOCKS,
     "hopper.semi24_fp8": WHOLE_FP8,
     "hopper.bsr24_fp8": BLOCKS_FP8,

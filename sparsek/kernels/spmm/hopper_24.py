@@ -350,11 +350,11 @@ def _by_rows(x: Tensor, box: tuple[int, int]) -> Boxed:
     )
 
 
-def why_not(p: SpmmProblem, dtype: str) -> list[str]:
-    """Reasons that Semi24 and BSR24 share: of the machine, then of the problem. `dtype` is C's."""
+def unable(p: SpmmProblem, dtype: str) -> list[str]:
+    """Reasons of the machine, the dtype and the storage, which kernels of CUDA C++ share. `dtype` is C's."""
     reasons = []
     if p.card.capability != (9, 0):
-        reasons.append(f"needs a Hopper card (sm_90) for wgmma.sp and TMA, this is {p.card.name}")
+        reasons.append(f"needs a Hopper card (sm_90), this is {p.card.name}")
     elif torch.cuda.is_available() and nvrtc.library() is None:
         reasons.append("NVRTC, which compiles it, is not here: install nvidia-cuda-nvrtc or set $NVRTC")
     if dtype not in ("bf16", "fp16"):
@@ -363,6 +363,12 @@ def why_not(p: SpmmProblem, dtype: str) -> list[str]:
         reasons.append(
             "A stands transposed, and its pairs then lie along the rows of C, where no tensor core takes them"
         )
+    return reasons
+
+
+def why_not(p: SpmmProblem, dtype: str) -> list[str]:
+    """Reasons that Semi24 and BSR24 share: of the machine, then of the problem. `dtype` is C's."""
+    reasons = unable(p, dtype)
     if not p.aligned:
         alike = ", and another matrix that lies as C does" if p.combine else ""
         reasons.append(f"TMA needs pointers and leading strides that are multiples of 16 bytes{alike}")

@@ -1,0 +1,226 @@
+"""C = act(alpha * (A @ B) + bias[:, None]) for a Semi24 A and up to 64 columns of B: A's bytes go by once.
+
+Another matrix may be added to that or multiplied with it. The kernel, hopper_skinny_24.cu, is CUDA C++, as Triton has
+no mma.sp; it is compiled by NVRTC when it is first used (lang/nvrtc.py) and launched through the driver
+(lang/launch.py). It reads values and metadata as they are stored, so a plan prepares nothing.
+
+    M / tm tiles of rows  x  `parts` of K = CTAs     parts of one tile are a cluster, whose sums are added in order
+
+What bounds it is memory: an SM needs more than 32 KB under way to draw its share of 4.28 TB/s. hopper.semi24 has tiles
+of 64 columns of B, whose steps bring 64 bytes of a row, and no parts: 64 CTAs of 128 rows for 8192 x 8192, at half of
+the bandwidth.
+
+mma.sp multiplies stored values only, so a NaN in a row of B reaches the rows of C whose groups name that row. Sums are
+float32, in the order of k inside a part, then in the order of the parts: the same bits in every run of a config.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparsek.kernels.lang import driver, nvrtc
+from sparsek.kernels.lang.launch import launch_cuda
+from sparsek.kernels.spmm.hopper_24 import ACTS, JOINS, OPTIONS, unable
+from sparsek.matrix.semi24 import Semi24
+from sparsek.plan.kernel import SpmmKernel
+from sparsek.plan.problem import SpmmProblem
+from sparsek.reference.epilogue import PLAIN, Epilogue
+
+SOURCE = Path(__file__).with_name("hopper_skinny_24.cu")
+ENTRY = "semi24_skinny_kernel"
+WIDEST = 64
+STEP, UNIT = 64, 256  # columns of A in a step of a warp, and of four
+RESERVED = 1024  # bytes of shared memory that CUDA takes for each CTA
+
+
+@dataclass(frozen=True)
+class Config:
+    """A compiled kernel: `warps` of 16*ms rows each, of K cut into `parts`, 1, 2, 4 or 8.
+
+    A warp has `depth` steps of 64 columns under way. B is in shared memory for `room` * 256 columns of A at a time.
+    `resident` CTAs share an SM. `tiles` of 8 columns of B. `half`: fp16.
+    """
+
+    warps: int
+    ms: int
+    parts: int
+    depth: int
+    room: int
+    resident: int
+    tiles: int
+    half: bool = False
+
+    @property
+    def tm(self) -> int:
+        return 16 * self.ms * self.warps
+
+    @property
+    def ring(self) -> int:
+        """Bytes of shared memory for values and metadata."""
+        return self.warps * self.ms * (1024 * self.depth + 512 * (-(-self.depth // 4) + 1))
+
+    @property
+    def smem(self) -> int:
+        """B and what is under way, or the sums, which take their place."""
+        return max(self.room * self.tiles * 4096 + self.ring, 32 * self.tiles * (self.tm + 4))
+
+    @property
+    def defines(self) -> list[str]:
+        """The constants of hopper_skinny_24.cu."""
+        names = {
+            "WARPS": self.warps, "MS": self.ms, "PARTS": self.parts, "DEPTH": self.depth, "ROOM": self.room,
+            "RESIDENT": self.resident, "NT": self.tiles, "HALF": int(self.half), "SMEM_BYTES": self.smem,
+        }  # fmt: skip
+        return [f"-D{name}={value}" for name, value in names.items()]
+
+
+def code_of(c: Config) -> bytes:
+    """The cubin of `c`."""
+    return nvrtc.compiled(SOURCE.read_text(encoding="utf-8"), SOURCE.name, [*OPTIONS, *c.defines])
+
+
+@cache
+def _function(c: Config, device: int) -> ctypes.c_void_p:
+    return driver.function(code_of(c), ENTRY, c.smem, device)
+
+
+class Params(ctypes.Structure):
+    """As in hopper_skinny_24.cu."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("values", "meta", "b", "c", "bias", "other")),
+        *((name, ctypes.c_int64) for name in ("sb_k", "sb_n", "sc_m", "sc_n", "so_m", "so_n")),
+        *((name, ctypes.c_int) for name in ("m", "n", "k", "wide", "by_columns", "activation", "combine")),
+        ("alpha", ctypes.c_float),
+        ("beta", ctypes.c_float),
+    ]
+
+
+def launch_params(a: Semi24, b: Tensor, out: Tensor, epilogue: Epilogue) -> Params:
+    """What the kernel is told. `b` is [K, N], `out` [M, N], and the epilogue's matrix, which may be `out`, too."""
+    (m, k), n, other = a.shape, b.shape[1], epilogue.other
+    p = Params(
+        values=a.values.data_ptr(), meta=a.meta.data_ptr(), b=b.data_ptr(), c=out.data_ptr(), m=m, n=n, k=k
+    )
+    p.bias = None if epilogue.bias is None else epilogue.bias.data_ptr()
+    (p.sb_k, p.sb_n), (p.sc_m, p.sc_n) = b.stride(), out.stride()
+    p.wide = p.sb_k == 1 and p.b % 16 == 0 and (n == 1 or p.sb_n % 8 == 0)
+    p.by_columns = p.sc_m == 1
+    p.alpha, p.beta, p.activation = (
+        float(epilogue.alpha),
+        float(epilogue.beta),
+        ACTS.index(epilogue.activation),
+    )
+    if other is not None:
+        p.combine = JOINS.index(epilogue.combine)
+        p.so_m, p.so_n = other.stride()
+        if other.data_ptr() != p.c or other.stride() != out.stride():
+            p.other = other.data_ptr()
+    return p
+
+
+# (warps, ms, depth, resident), by tiles of 8 columns: of 32 columns and more, two slabs of rows share what a warp reads
+# of B.
+FEW = ((8, 1, 4, 2), (16, 1, 4, 2), (16, 1, 8, 1), (8, 1, 8, 2), (8, 1, 4, 3), (8, 2, 4, 2), (4, 1, 8, 4))  # fmt: skip
+MANY = ((8, 2, 4, 1), (8, 2, 6, 1), (8, 2, 3, 1), (16, 1, 4, 1), (8, 1, 4, 2), (4, 2, 4, 2))
+START_SECONDS = 3.0e-6  # first bytes, the first of B, and the end: sums of the parts, C
+PHASE_SECONDS = 1.2e-6  # bringing more of B, or by single elements; another wave of CTAs
+LATENCY_SECONDS = 1.3e-6  # of bytes under way
+PORT = 128 * 1.7e9  # bytes a second of shared memory
+
+
+class HopperSemi24Skinny:
+    """The kernel above, behind the planner's protocol."""
+
+    name = "hopper.semi24_skinny"
+
+    def why_not(self, p: SpmmProblem) -> list[str]:
+        if foreign := p.a.unless("semi24"):
+            return foreign
+        reasons = unable(p, p.dtype)
+        if p.n > WIDEST:
+            reasons.append(f"multiplies up to {WIDEST} columns of B, not {p.n}")
+        if p.k % STEP or not p.k:
+            reasons.append(f"metadata comes in 8 bytes of a row: K a multiple of {STEP}, not {p.k}")
+        if max(p.m, p.k) > 2**31 - 1024:
+            reasons.append("counts rows and columns in 32 bits: M and K must stay 1024 below 2^31")
+        return reasons
+
+    def default(self, p: SpmmProblem) -> Config:
+        return min(self.configs(p), key=lambda c: self.seconds(p, c))
+
+    def configs(self, p: SpmmProblem) -> Iterator[Config]:
+        """Every shape in every number of parts, with room for a part's B, or for one of equal pieces of it."""
+        tiles = max(1, 1 << (-(-p.n // 8) - 1).bit_length())
+        for (warps, ms, depth, resident), parts in product(FEW if tiles <= 2 else MANY, (4, 8, 2, 1)):
+            units = -(-p.k // (UNIT * parts))
+            free = (p.card.smem_bytes + RESERVED) // resident - RESERVED
+            fit = (free - Config(warps, ms, parts, depth, 0, resident, tiles).ring) // (tiles * 4096)
+            if fit < 1 or (parts > 1 and parts * UNIT > p.k):
+                continue
+            room = -(-units // -(-units // fit))
+            c = Config(warps, ms, parts, depth, room, resident, tiles, p.dtype == "fp16")
+            if c.smem <= free:
+                yield c
+
+    def seconds(self, p: SpmmProblem, c: Config) -> float:
+        """Launch, begin and end, and the longest of: compulsory bytes at 90 % of copy bandwidth, and on the fullest SM
+        its bytes at what is under way there, and shared memory, through which all goes. A model, not yet fitted.
+        """
+        sms, share = p.card.sm_count, p.card.bandwidth / p.card.sm_count
+        ctas = -(-p.m // c.tm) * c.parts
+        each = -(-ctas // sms)  # CTAs of the fullest SM
+        units = -(-p.k // (UNIT * c.parts))
+        of_a = 1.125 * UNIT * units * c.tm  # bytes of a CTA: values and metadata
+        of_b = 16.0 * UNIT * units * c.tiles
+        under_way = min(each, c.resident) * c.warps * c.ms * c.depth * 1152
+        rate = min(under_way / LATENCY_SECONDS, 2 * share)
+        port = each * (2 * of_a + of_b * (c.warps + 1)) / PORT
+        one = (
+            p.compulsory_bytes - p.dense_bytes + p.dense_bytes / max(1, p.batch)
+        )  # every item reads all of A
+        moved = one / (0.9 * p.card.bandwidth)
+        waits = (
+            -(-units // c.room) - 1 + -(-each // c.resident) - 1 + 2 * (p.b.layout != "col" or not p.aligned)
+        )
+        busy = max(each * (of_a + of_b) / rate, port) + waits * PHASE_SECONDS
+        return max(1, p.batch) * (0.7 * p.card.launch_seconds + START_SECONDS + max(busy, moved))
+
+    def prepare(self, p: SpmmProblem, c: Config, a: Semi24) -> None:
+        """On a GPU loads the kernel."""
+        if a.values.is_cuda:
+            with torch.cuda.device_of(a.values):
+                _function(c, a.values.device.index)
+
+    def launch(
+        self, c: Config, work: None, a: Semi24, b: Tensor, out: Tensor, epilogue: Epilogue = PLAIN
+    ) -> None:
+        """C into `out` [..., M, N] from `b` [..., K, N], strides as they are; no sync, no allocation."""
+        if out.numel() == 0:
+            return
+        index = b.device.index
+        if index != torch.cuda.current_device():
+            with torch.cuda.device(index):
+                return self.launch(c, work, a, b, out, epilogue)
+        driver.enter(index)  # in a new thread torch may not have done so yet
+        function, grid = _function(c, index), -(-a.shape[0] // c.tm) * c.parts
+        for at in np.ndindex(*b.shape[:-2]):
+            other = None if epilogue.other is None else epilogue.other[at]
+            one = Epilogue(
+                epilogue.alpha, epilogue.bias, epilogue.activation, other, epilogue.combine, epilogue.beta
+            )
+            params: Any = launch_params(a, b[at], out[at], one)
+            launch_cuda(function, grid, 32 * c.warps, c.smem, index, (params,), ())
+
+
+KERNEL: SpmmKernel = HopperSemi24Skinny()
