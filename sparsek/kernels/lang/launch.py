@@ -145,7 +145,8 @@ class Recorded:
 
     def __init__(self, recorder: Recorder, results: Sequence[Result | None], single: bool, kept: Any) -> None:
         self.allocations = tuple(recorder.allocations)
-        self.cells = tuple((cell, at.role, at.offset) for at, cell in recorder.cells.items())
+        cells = (*recorder.cells.items(), *recorder.fields)
+        self.cells = tuple((cell, at.role, at.offset) for at, cell in cells)
         self.maps = tuple((ctypes.byref(made), at.role, at.offset, made) for made, at in recorder.maps)
         self.steps = tuple(recorder.steps)
         self.fresh = tuple(recorder.sources)
@@ -227,6 +228,7 @@ class Recorder(TorchDispatchMode):
         self.steps: list[tuple[Any, Any]] = []
         self.launches: list[Step] = []
         self.cells: dict[Address, Any] = {}
+        self.fields: list[tuple[Address, Any]] = []  # of structures, each with memory of its own
         self.maps: list[tuple[Any, Address]] = []
         self.allocations: list[Allocation] = []
         self.sources: list[tuple[weakref.ref[Tensor], int]] = []  # their calls may be kept with them
@@ -534,9 +536,7 @@ def _follow_fields(made: Recorder, structure: ctypes.Structure) -> None:
         at = made.at(getattr(structure, name) or 0) if kind is ctypes.c_void_p else None
         if at is not None:
             place = ctypes.c_uint64.from_buffer(structure, getattr(type(structure), name).offset)
-            if at in made.cells:
-                made.reason = made.reason or "one address stands twice in the arguments"
-            made.cells[at] = place
+            made.fields.append((at, place))
 
 
 def _span(x: Tensor) -> int:
