@@ -198,6 +198,19 @@ def made_of(*operands: Tensor, call: Callable[..., Any] = CALLS["sum"][0], kept:
     return made
 
 
+def test_a_view_of_an_operand_comes_back_wherever_that_lies() -> None:
+    """Recorded with operands in one storage, as parts of a workspace are."""
+
+    def call(x: Tensor, y: Tensor, out: Tensor) -> Tensor:
+        return add(x, y, out).mT
+
+    made = made_of(*drawn(3, 8, 48).unbind(), call=call)
+    for x, y, out in ([drawn() for _ in range(3)], drawn(5, 8, 48)[2:].unbind(), drawn(3, 8, 48).unbind()):
+        found = made(x, y, out)
+        same(found, (x + y).mT)
+        assert found.data_ptr() == out.data_ptr()
+
+
 def test_other_alignments_are_missed_and_nothing_is_done() -> None:
     made = made_of(drawn(), drawn(), call=written_to)
     x, y = drawn(8 * 48 + 1)[1:].view(8, 48), drawn()

@@ -28,16 +28,14 @@ Operands = tuple[Any, ...]
 class Subject(NamedTuple):
     """A call of operands that `draw` makes, and the gates of its result.
 
-    The first `fixed` operands are matrices or patterns. `repeats` recorded calls are what a bound one is made of, None
-    where it is never recorded. `home` is what holds plans and recorded calls.
+    The first `fixed` operands are matrices or patterns. A bound call is made of `repeats` recorded ones.
     """
 
     draw: Callable[[], Operands]
     call: Callable[..., Any]
     gates: Callable[..., list[Gate]]
-    repeats: int | None = 1
+    repeats: int = 1
     fixed: int = 1
-    home: Any = None
 
     def check(self, given: Operands, out: Any) -> None:
         with torch.no_grad():
@@ -97,7 +95,6 @@ def times(device: str) -> Subject:
         lambda: (a(), randn(K, N, device=device)),
         lambda a, b: a @ b,
         lambda out, a, b: [check_spmm(a, b, out)],
-        home=a().home(),
     )
 
 
@@ -152,7 +149,7 @@ def by_plan(device: str) -> Subject:
     """plan(A, B)."""
     a = weights("bsr", M, K, device)
     plan = sk.plan_spmm(a(), randn(K, N, device=device))
-    return times(device)._replace(draw=lambda: (a(), randn(K, N, device=device)), call=plan, home=None)
+    return times(device)._replace(draw=lambda: (a(), randn(K, N, device=device)), call=plan)
 
 
 def skinny(device: str) -> Subject:
@@ -181,7 +178,6 @@ def layer(storage: str) -> Callable[[str], Subject]:
             lambda: (w(), *(randn(*each, device=device) for each in ((2, 64, K), (M,), (2, 64, M)))),
             lambda w, x, bias, residual: sk.linear(x, w, bias, "gelu", residual),
             gates,
-            home=w().home(),
         )
 
     return make
@@ -195,7 +191,7 @@ def copied(device: str) -> Subject:
         return w(), randn(N, K, device=device), bias, residual
 
     w = weights("bsr", M, K, device)
-    return layer("bsr")(device)._replace(draw=draw, repeats=None)
+    return layer("bsr")(device)._replace(draw=draw)
 
 
 def gated(device: str) -> Subject:
@@ -288,7 +284,7 @@ def attention(kind: str, packed: bool = False, lse: bool = False) -> Callable[[s
         def call(q: Tensor, k: Tensor, v: Tensor) -> Any:
             return sk.attention(q, k, v, mask, return_lse=lse)
 
-        return Subject(lambda: qkv(device, packed), call, gates, fixed=0, home=mask)
+        return Subject(lambda: qkv(device, packed), call, gates, fixed=0)
 
     return make
 
@@ -312,7 +308,7 @@ def learned_attention(kind: str) -> Callable[[str], Subject]:
         def draw() -> Operands:
             return *qkv(device), randn(2, HEADS[0], LENGTH, DIM, device=device)
 
-        return Subject(draw, call, gates, repeats=2, fixed=0, home=mask)
+        return Subject(draw, call, gates, repeats=2, fixed=0)
 
     return make
 

@@ -83,7 +83,7 @@ class Allocation(NamedTuple):
 
 
 class Result(NamedTuple):
-    """A tensor that the call returns: one of its roles, or a view of it."""
+    """A tensor that the call returns: one of its roles, or a view of it, `offset` elements behind its first."""
 
     role: int
     shape: tuple[int, ...] = ()
@@ -216,7 +216,9 @@ def _seen(tensors: list[Tensor], result: Result | None) -> Tensor | None:
     if result is None:
         return None
     x = tensors[result.role]
-    return torch.as_strided(x, result.shape, result.stride, result.offset) if result.view else x
+    if not result.view:
+        return x
+    return torch.as_strided(x, result.shape, result.stride, x.storage_offset() + result.offset)
 
 
 class Recorder(TorchDispatchMode):
@@ -333,8 +335,12 @@ class Recorder(TorchDispatchMode):
         for place, made in enumerate(self.roles):
             if x is made:
                 return Result(place)
-            if x.untyped_storage().data_ptr() == made.untyped_storage().data_ptr() and x.numel():
-                return Result(place, tuple(x.shape), tuple(x.stride()), x.storage_offset(), True)
+        storage = x.untyped_storage().data_ptr() if x.numel() else None
+        shared = [at for at, made in enumerate(self.roles) if made.untyped_storage().data_ptr() == storage]
+        if shared:  # of operands in one storage it is a view of the one that it begins with
+            place = min(shared, key=lambda at: self.roles[at].data_ptr() != x.data_ptr())
+            offset = x.storage_offset() - self.roles[place].storage_offset()
+            return Result(place, tuple(x.shape), tuple(x.stride()), offset, True)
         self.reason = self.reason or "it returns a tensor that is neither an operand nor allocated in it"
         return None
 
