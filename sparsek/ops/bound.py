@@ -67,6 +67,18 @@ class Calls:
         ] = {}  # Recorded; True: the key came once; False: it cannot be recorded
         self.recent: dict[Hashable, Recent] = {}
 
+    def begin(self, key: Hashable, state: bool) -> None:
+        """Notes a new key. Calls that can never be repeated go, as those of a tensor that is gone, and the oldest."""
+        for more, last in list(self.recent.items()):
+            if not last.call.is_fresh():
+                self.recent.pop(more, None)
+        for old, call in list(self.known.items()):
+            if call.__class__ is Recorded and not call.is_fresh():
+                self.known.pop(old, None)
+        while len(self.known) >= LIMIT:
+            self.known.pop(next(iter(self.known)), None)
+        self.known[key] = state
+
 
 class Slot(NamedTuple):
     """Where a call is kept, and the recorded call if there is one. `learns`: autograd wants a gradient of the call."""
@@ -77,11 +89,11 @@ class Slot(NamedTuple):
     call: Recorded | None
     learns: bool
 
-    def is_new(self) -> bool:
-        """Whether no call of this key has come before, so that its operands must be checked. One has come now."""
-        known = self.key in self.calls.known
-        self.calls.known[self.key] = False
-        return not known
+    def check_once(self, check: Callable[..., Any], *given: Any) -> None:
+        """`check(*given)`, which raises for operands that do not fit, unless a call of this key has passed it."""
+        if self.key not in self.calls.known:
+            check(*given)
+            self.calls.begin(self.key, False)
 
     def run(self, operands: Sequence[Tensor], run: Callable[[], Any], kept: Any = None) -> Any:
         """What `run()` returns, whose operands have been checked. A call that comes a second time is recorded.
@@ -98,9 +110,7 @@ class Slot(NamedTuple):
                 known[self.key] = True  # its constants are of the past: this call is recorded anew
         seen = known.get(self.key)
         if seen is None:
-            while len(known) >= LIMIT:
-                known.pop(next(iter(known)), None)
-            known[self.key] = True
+            self.calls.begin(self.key, True)
             return run()
         if seen is not True:  # it cannot be recorded, or a hook of Triton listens now
             return run()
@@ -209,7 +219,8 @@ def calls_of(matrix: Any) -> Calls:
 def form(x: Any) -> tuple[Any, ...]:
     """What a call depends on of a sparse matrix, or of an FP8 tensor, beside its home and its `tensors`.
 
-    Whoever keeps a call of this form keeps what it is `named` by.
+    Whoever keeps a call of this form keeps what it is `named` by. The metadata of a BSR24 is an operand, or what a call
+    makes of it watches it: a call of metadata that is gone is never repeated.
     """
     kind = x.__class__
     if kind is BSR:
@@ -224,7 +235,7 @@ def form(x: Any) -> tuple[Any, ...]:
 def named(x: Any) -> Tensor | None:
     """The object that `form` names by its id."""
     matrix = x.matrix if x.__class__ is Quantized else x
-    return matrix.order if matrix.__class__ is BSR else matrix.meta if matrix.__class__ is BSR24 else None
+    return matrix.order if matrix.__class__ is BSR else None
 
 
 def tensors(x: Any) -> tuple[Tensor, ...]:

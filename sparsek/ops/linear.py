@@ -86,9 +86,8 @@ def linear(
         if y is not bound.MISS:
             return y
         slot = bound.slot(calls, more, given)
-    if slot is not None and slot.learns and _is_simple(x, W, activation, residual, kernel):
-        if slot.is_new():
-            operands.check_linear(x, W, bias, activation, residual)
+    if slot is not None and slot.learns and dtype is None and _is_simple(x, W, activation, residual, kernel):
+        slot.check_once(operands.check_linear, x, W, bias, activation, residual)
         assert isinstance(x, Tensor)
         rows, bias = tokens(x), _in_rows(bias)
         y = Learned.apply(W.values, rows, bias, W, "layer", lambda: linear(rows, W, bias))
@@ -98,7 +97,10 @@ def linear(
     if isinstance(W, Tensor):
         return _dense(x, W, bias, activation, residual, kernel, dtype)
     dtype_of(W, x, dtype)  # InvalidInput for a dtype that C cannot have
-    bias, residual = _in_rows(bias), _in_rows(residual)
+    rows = _in_rows(bias), _in_rows(residual)
+    if rows[0] is not bias or rows[1] is not residual:
+        slot = None  # recorded, a copy that was made before the launch would be a constant of the call
+    bias, residual = rows
     act, learns = activation or "", not isinstance(W, Quantized)
     wanted = act != "" and learns and _wanted(x, W.values, bias, residual)
     cut, apart = wanted and act != "relu", wanted

@@ -99,11 +99,17 @@ def spmm(
             if c is not bound.MISS:
                 return c
             slot = bound.slot(calls, more, given)
-    if slot is not None and slot.learns and kernel is None and alpha == 1 and isinstance(matrix, BSR):
+    if (
+        slot is not None
+        and slot.learns
+        and kernel is None
+        and dtype is None
+        and alpha == 1
+        and isinstance(matrix, BSR)
+    ):
         dense = B if matrix is A else A
-        if dense.ndim == 2 and dense.stride(-1) == 1:
-            if slot.is_new():
-                operands.check_operands(A, B)
+        if isinstance(dense, Tensor) and dense.ndim == 2 and dense.stride(-1) == 1:
+            slot.check_once(operands.check_operands, A, B)
             side = "left" if matrix is A else "right"
             return Learned.apply(matrix.values, dense, None, matrix, side, lambda: spmm(A, B))
     epilogue = _epilogue(alpha, beta, out)
@@ -185,9 +191,11 @@ def run(call: Product, kernel: str | None) -> Tensor:
     """The product by rows, without autograd, of operands that have been checked; bound where it may be."""
     a, transposed, b, out, epilogue, *lies = call
     bias, other = epilogue.bias, epilogue.other
+    in_place = out is not None and other is not None and operands.same_memory(out, other)
     parts = epilogue.alpha, epilogue.beta, bias is None, epilogue.activation, epilogue.combine
-    more = "run", *bound.form(a), transposed, *bound.form(b), *lies, kernel, *parts, out is None, other is out
-    also = [x for x in (bias, None if other is out else other, out) if x is not None]
+    joins = out is None, other is None, in_place
+    more = "run", *bound.form(a), transposed, *bound.form(b), *lies, kernel, *parts, *joins
+    also = [x for x in (bias, None if in_place else other, out) if x is not None]
     calls, given = bound.calls_of(a), (*bound.tensors(a), *bound.tensors(b), *also)
     c = bound.repeat(calls, more, given)
     if c is not bound.MISS:

@@ -138,7 +138,7 @@ def launch_cuda(
         else:
             cell = each
             if made is not None:
-                made.fields(each)
+                made.structure(each)
         cells.append(cell)
     if made is not None:
         made.constants += held

@@ -64,7 +64,7 @@ class Allocation(NamedTuple):
 
 
 class Result(NamedTuple):
-    """A tensor that the call returns: one of its roles, or a view of it."""
+    """A tensor that the call returns: one of its roles, or a view of it, `offset` elements behind its first."""
 
     role: int
     shape: tuple[int, ...] = ()
@@ -126,7 +126,8 @@ class Recorded:
 
     def __init__(self, recorder: Recorder, results: Sequence[Result | None], single: bool, kept: Any) -> None:
         self.allocations = tuple(recorder.allocations)
-        self.cells = tuple((cell, at.role, at.offset) for at, cell in recorder.cells.items())
+        cells = (*recorder.cells.items(), *recorder.fields)
+        self.cells = tuple((cell, at.role, at.offset) for at, cell in cells)
         self.maps = tuple((ctypes.byref(made), at.role, at.offset, made) for made, at in recorder.maps)
         self.steps = tuple(recorder.steps)
         self.fresh = tuple(recorder.sources)
@@ -196,7 +197,9 @@ def _seen(tensors: list[Tensor], result: Result | None) -> Tensor | None:
     if result is None:
         return None
     x = tensors[result.role]
-    return torch.as_strided(x, result.shape, result.stride, result.offset) if result.view else x
+    if not result.view:
+        return x
+    return torch.as_strided(x, result.shape, result.stride, x.storage_offset() + result.offset)
 
 
 class Recorder(TorchDispatchMode):
@@ -208,6 +211,7 @@ class Recorder(TorchDispatchMode):
         self.steps: list[tuple[Any, Any]] = []
         self.launches: list[Step] = []
         self.cells: dict[Address, Any] = {}
+        self.fields: list[tuple[Address, Any]] = []  # of structures, each with memory of its own
         self.maps: list[tuple[Any, Address]] = []
         self.allocations: list[Allocation] = []
         self.sources: list[tuple[weakref.ref[Tensor], int]] = []  # their calls may be kept with them
@@ -288,15 +292,13 @@ class Recorder(TorchDispatchMode):
             self.maps.append((made, at))
         return made
 
-    def fields(self, structure: ctypes.Structure) -> None:
+    def structure(self, given: ctypes.Structure) -> None:
         """Has the addresses in a structure among the arguments follow their roles."""
-        for name, kind in structure._fields_:
-            at = self.at(getattr(structure, name) or 0) if kind is ctypes.c_void_p else None
+        for name, kind in given._fields_:
+            at = self.at(getattr(given, name) or 0) if kind is ctypes.c_void_p else None
             if at is not None:
-                place = ctypes.c_uint64.from_buffer(structure, getattr(type(structure), name).offset)
-                if at in self.cells:
-                    self.reason = self.reason or "one address stands twice in the arguments"
-                self.cells[at] = place
+                place = ctypes.c_uint64.from_buffer(given, getattr(type(given), name).offset)
+                self.fields.append((at, place))
 
     def watch(self, *sources: Tensor) -> None:
         """The call's constants were made from `sources`; a write to one ends the recorded call."""
@@ -322,8 +324,12 @@ class Recorder(TorchDispatchMode):
         for place, made in enumerate(self.roles):
             if x is made:
                 return Result(place)
-            if x.untyped_storage().data_ptr() == made.untyped_storage().data_ptr() and x.numel():
-                return Result(place, tuple(x.shape), tuple(x.stride()), x.storage_offset(), True)
+        storage = x.untyped_storage().data_ptr() if x.numel() else None
+        shared = [at for at, made in enumerate(self.roles) if made.untyped_storage().data_ptr() == storage]
+        if shared:  # of operands in one storage it is a view of the one that it begins with
+            place = min(shared, key=lambda at: self.roles[at].data_ptr() != x.data_ptr())
+            offset = x.storage_offset() - self.roles[place].storage_offset()
+            return Result(place, tuple(x.shape), tuple(x.stride()), offset, True)
         self.reason = self.reason or "it returns a tensor that is neither an operand nor allocated in it"
         return None
 
