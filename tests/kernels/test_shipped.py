@@ -6,6 +6,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,18 @@ import pytest
 import torch
 
 from scripts import cubins
+from sparsek.bench.suites.host import FIRST, HostCase
+from sparsek.bench.suites.host_calls import HostCall
+from sparsek.core import env
 from sparsek.kernels.lang import driver, shipped
 from tests.house.tools import ROOT
 
 NAMES = """
 import json
 from scripts import cubins
+from sparsek.bench.suites.host import FIRST, HostCase
+from sparsek.bench.suites.host_calls import HostCall
+from sparsek.core import env
 walk = cubins.walked(only="first call")
 print(json.dumps(sorted([*walk.kernels, *walk.cuda])))
 """
@@ -105,3 +112,25 @@ def test_nothing_is_found_where_it_does_not_fit(archive, monkeypatch, change: st
     if change == "no archive":
         path.unlink()
     assert shipped.find(kernel, args, named) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "case", [case for case in FIRST if case.caches == "empty"], ids=lambda case: case.call
+)
+def test_a_first_call_compiles_nothing(case: HostCase, tmp_path: Path) -> None:
+    """In a process of its own, with empty caches: what is shipped runs, and Triton and NVRTC are not asked."""
+    if shipped.store() is None:
+        pytest.skip("no archive of this source: make cubins")
+    named = json.dumps({each.name: getattr(case, each.name) for each in fields(HostCall)})
+    done = subprocess.run(
+        [sys.executable, "-m", "sparsek.bench.suites.host_calls", named, "cuda:0"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=env.with_caches_in(tmp_path / "kernels", tmp_path / "bytecode") | {"PYTHONPATH": str(ROOT)},
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads(done.stdout.splitlines()[-1])["passed"]
+    assert [path for path in (tmp_path / "kernels").rglob("*") if path.suffix in (".cubin", ".so")] == []
