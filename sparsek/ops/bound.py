@@ -107,7 +107,7 @@ class Slot(NamedTuple):
                 self._remember(operands, self.call)
                 return output
             if not self.call.is_fresh():
-                known[self.key] = True  # its constants are of the past: this call is recorded anew
+                known.pop(self.key, None)  # its constants are of the past: this call makes them, the next is recorded
         seen = known.get(self.key)
         if seen is None:
             self.calls.begin(self.key, True)

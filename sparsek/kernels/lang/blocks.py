@@ -19,11 +19,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sparsek.core import env
 from sparsek.kernels.lang import epilogue as epilogues
 from sparsek.kernels.lang import tensors
 from sparsek.kernels.lang.tensors import at, times
 from sparsek.matrix.bsr import BSR
 from sparsek.reference.epilogue import Epilogue
+
+ROUNDS = tl.constexpr(not env.interpreting())
+
+
+@triton.jit
+def _to_tf32(x):
+    """Rounded to nearest, as cuBLAS rounds. The tensor core cuts off the low bits of what it gets: twice the error."""
+    if ROUNDS:
+        x = tl.inline_asm_elementwise("cvt.rna.tf32.f32 $0, $1;", "=r,f", [x], tl.int32, is_pure=True, pack=1)
+        x = x.to(tl.float32, bitcast=True)
+    return x
 
 
 @triton.jit
@@ -33,6 +45,8 @@ def add_product(acc, a, b, PRECISION: tl.constexpr):
     if a.dtype == tl.float32 and PRECISION == "ieee":
         step = tl.dot(a, b, input_precision=PRECISION)
         return tl.fma(step, tl.full(acc.shape, 1.0, tl.float32), acc)
+    if a.dtype == tl.float32:
+        a, b = _to_tf32(a), _to_tf32(b)
     return tl.dot(a, b, acc, input_precision=PRECISION)
 
 

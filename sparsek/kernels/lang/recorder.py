@@ -32,8 +32,8 @@ from sparsek.kernels.lang.driver import COOPERATIVE, LaunchAttribute, LaunchConf
 ALLOCATIONS = {"aten::empty.memory_format", "aten::new_empty", "aten::empty_strided", "aten::empty_like",
                "aten::new_empty_strided"}  # fmt: skip
 ZEROS = {"aten::zeros", "aten::new_zeros", "aten::zero_"}
-VIEWS = {  # and what only looks at dtypes
-    "promote_types", "result_type",
+VIEWS = {  # and what only looks at dtypes, or keeps memory for a stream, once for all calls on it
+    "promote_types", "result_type", "record_stream",
     "alias", "as_strided", "detach", "expand", "flatten", "permute", "reshape", "select", "slice", "squeeze", "t",
     "transpose", "unflatten", "unsqueeze", "view", "_unsafe_view", "_reshape_alias", "movedim", "unbind", "split",
 }  # fmt: skip
