@@ -107,7 +107,8 @@ class Slot(NamedTuple):
                 self._remember(operands, self.call)
                 return output
             if not self.call.is_fresh():
-                known.pop(self.key, None)  # its constants are of the past: this call makes them, the next is recorded
+                # Its constants are of the past: this call makes them anew, and the next is recorded.
+                known.pop(self.key, None)
         seen = known.get(self.key)
         if seen is None:
             self.calls.begin(self.key, True)
