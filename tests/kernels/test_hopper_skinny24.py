@@ -3,7 +3,6 @@
 The machine code needs NVRTC, which nvidia-cuda-nvrtc brings, and the roles g++.
 """
 
-import re
 import shutil
 from dataclasses import replace
 from typing import Any

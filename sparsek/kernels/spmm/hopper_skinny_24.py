@@ -8,7 +8,8 @@ no mma.sp; it is compiled by NVRTC when it is first used (lang/nvrtc.py) and lau
 
 What bounds it is memory: an SM needs more than 32 KB under way to draw its share of 4.28 TB/s. So each warp copies its
 own piece of A, metadata and B, whole lines of 128 bytes of 16*ms rows, and no barrier holds it up before the end, where
-the sums of all warps are added. hopper.semi24 has no parts: 64 CTAs of 128 rows for 8192 x 8192, at half of the bandwidth.
+the sums of all warps are added. hopper.semi24 has no parts: 64 CTAs of 128 rows for 8192 x 8192, at half of the
+bandwidth.
 
 mma.sp multiplies stored values only, so a NaN in a row of B reaches the rows of C whose groups name that row. Sums are
 float32, in the order of k inside a piece, then in the order of the pieces: the same bits in every run of a config.
