@@ -20,9 +20,9 @@ WHOLE = (
     Case24(296, 1040, 300, "layer", layouts=COL, bias=True, activation="gelu"),
 )
 FEW = (
-    Case24(72, 64, 8, "small"),
-    Case24(300, 576, 13, "ragged", combine="add"),
-    Case24(296, 2112, 61, "layer", layouts=COL, bias=True, activation="gelu"),
+    Case24(72, 128, 8, "small"),
+    Case24(300, 640, 13, "ragged", combine="add"),
+    Case24(296, 4224, 29, "layer", layouts=COL, bias=True, activation="gelu"),
 )
 BLOCKS = (
     Case24(64, 64, 8, "small", (64, 64), 1.0),

@@ -20,10 +20,10 @@ using std::max; using std::min;
 
 struct Dim { unsigned x; };
 struct Meet { int arrived = 0; unsigned generation = 0; };
-struct Operands { u32 a[4]; Quad b; u32 meta; };
-struct Cta { std::vector<u8> smem; int rank; unsigned block; std::map<int, Meet> meets; std::vector<Operands> handed[2]; };
+struct Operands { Quad a, b; u32 meta; };
+struct Cta { std::vector<u8> smem; int rank; unsigned block; std::map<int, Meet> meets; std::vector<Operands> handed[2]; std::vector<const u8*> rows[2]; };
 struct Fiber {
-  ucontext_t at; std::vector<char> stack; Cta* cta; Dim tid; bool done = false; unsigned products = 0;
+  ucontext_t at; std::vector<char> stack; Cta* cta; Dim tid; bool done = false; unsigned products = 0, reads = 0;
   std::function<bool()> ready;  // null: may run
   std::deque<std::vector<std::function<void()>>> groups; std::vector<std::function<void()>> open;
 };
@@ -42,10 +42,9 @@ static void meet(Meet& m, int n) {
 }
 static float __fdividef(float x, float y) { return x / y; }
 #define __expf std::exp
-static u32 halves(u32 x, u32 y) { return (x & 0xffff) | y << 16; }
+static u32 halves(u32 x, u32 y, int high) { return high ? x >> 16 | (y & 0xffff0000) : (x & 0xffff) | y << 16; }
 static u8* shared_memory() { return me->cta->smem.data(); }
 static void warp_sync() { meet(me->cta->meets[1 + (int)me->tid.x / 32], 32); }
-static void block_sync() { meet(me->cta->meets[0], THREADS); }
 static int cluster_rank() { return me->cta->rank; }
 static void cluster_sync() { meet(cluster_meet, PARTS * THREADS); }
 static float of_peer(const float* at, int rank) {
@@ -53,25 +52,37 @@ static float of_peer(const float* at, int rank) {
   memcpy(&x, cluster[rank]->smem.data() + ((const u8*)at - me->cta->smem.data()), 4);
   return x;
 }
-static void copy(void* to, const u8* from, int size, const u8* whole, i64 bytes) {
+static bool holds(const void* whole, i64 bytes, const u8* from) { return from >= (const u8*)whole && from + 16 <= (const u8*)whole + bytes; }
+static void copy16(void* to, const u8* from) {
   const u8* inside = me->cta->smem.data();
-  if ((u8*)to < inside || (u8*)to + size > inside + SMEM_BYTES || ((u8*)to - inside) % size) fail("copy to a wrong place");
-  if (from < whole || from + size > whole + bytes || (i64)from % size) fail("copy from a wrong place");
+  const Params& p = *g_p;
+  if ((u8*)to < inside || (u8*)to + 16 > inside + SMEM_BYTES || ((u8*)to - inside) % 16) fail("copy to a wrong place");
+  const bool known = holds(p.values, (i64)p.m * p.k, from) || holds(p.meta, (i64)p.m * (p.k / 8), from) ||
+                     holds(p.b, 2 * ((p.n - 1) * p.sb_n + p.k), from);
+  if (!known || (i64)from % 16) fail("copy from a wrong place");
   if (!trouble.empty()) return;
-  auto f = [=] { memcpy(to, from, size); };
+  auto f = [=] { memcpy(to, from, 16); };
   if (lateness) me->open.push_back(f);
   else f();
 }
-static void copy16(void* to, const u8* from) { copy(to, from, 16, g_p->values, (i64)g_p->m * g_p->k); }
-static void copy8(void* to, const u8* from) { copy(to, from, 8, g_p->meta, (i64)g_p->m * (g_p->k / 8)); }
 static void commit_copies() { me->groups.push_back(std::move(me->open)), me->open.clear(); }
 template <int N> static void wait_copies() {
   for (; me->groups.size() > N; me->groups.pop_front()) for (auto& f : me->groups.front()) f();
 }
-static Quad load_quad(const u16* at) {
+// Eight rows in a row must lie in all 32 banks.
+static Quad load_matrices(const u8* at) {
+  auto& all = me->cta->rows[me->reads++ % 2];
+  all.resize(THREADS);
+  all[me->tid.x] = at;
+  warp_sync();
+  const int lane = (int)me->tid.x % 32;
+  const u8** of = all.data() + ((int)me->tid.x - lane);
   Quad q;
-  if ((i64)at % 16) fail("a load that is not aligned");
-  memcpy(&q, at, 16);
+  for (int i = 0, banks = 0; i < 4; i++, banks = 0) {
+    for (int r = 0; r < 8; r++) banks |= 1 << (i64)(of[8 * i + r] - me->cta->smem.data()) / 16 % 8;
+    if (banks != 255) fail("matrices in few banks");
+    memcpy(&q.x[i], of[8 * i + lane / 4] + lane % 4 * 4, 4);
+  }
   return q;
 }
 static u16 rounded(float x) {
@@ -87,10 +98,10 @@ static float widen(u16 x) {
 }
 static float half_of(u32 pair, int i) { return widen((u16)(pair >> 16 * i)); }
 // Source: PTX ISA, fragments and metadata of mma.sp.m16n8k32 in 16 bits. A warp is at most one product ahead of a lane.
-template <int SEL> static void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, const Quad& b, u32 meta) {
+template <int SEL> static void mma(float (&d)[4], const Quad& a, const Quad& b, u32 meta) {
   auto& all = me->cta->handed[me->products++ % 2];
   all.resize(THREADS);
-  all[me->tid.x] = {{a0, a1, a2, a3}, b, meta};
+  all[me->tid.x] = {a, b, meta};
   warp_sync();
   const Operands* of = all.data() + me->tid.x / 32 * 32;
   const int g = (int)me->tid.x % 32 / 4, t = (int)me->tid.x % 4;
@@ -100,8 +111,8 @@ template <int SEL> static void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3
       const u32 nibbles = of[4 * g + 2 * SEL + stored / 8].meta >> 16 * high, nibble = nibbles >> 4 * (stored / 2 % 4) & 15;
       if ((nibble & 3) >= nibble >> 2) fail("malformed nibble");
       const int k = stored / 2 * 4 + (stored % 2 ? nibble >> 2 : nibble & 3);
-      const float a = half_of(of[4 * g + stored % 8 / 2].a[stored / 8 * 2 + high], stored % 2);
-      d[i] += a * half_of(of[4 * n + k % 8 / 2].b.x[k / 8], k % 2);
+      const float value = half_of(of[4 * g + stored % 8 / 2].a.x[stored / 8 * 2 + high], stored % 2);
+      d[i] += value * half_of(of[4 * n + k % 8 / 2].b.x[k / 8], k % 2);
     }
 }
 

@@ -3,7 +3,6 @@
 The machine code needs NVRTC, which nvidia-cuda-nvrtc brings, and the roles g++.
 """
 
-import re
 import shutil
 from dataclasses import replace
 from typing import Any
@@ -34,19 +33,19 @@ needs_nvrtc = pytest.mark.skipif(nvrtc.library() is None, reason="NVRTC is not h
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not here")
 LAYER: dict[str, Any] = {"b_layout": "col", "out_layout": "col"}
 DECODE = spmm_problem(two_four=True, m=8192, k=8192, n=16, dtype="bf16", card=H200, **LAYER)
-PROBLEMS = [changed(DECODE, n=n) for n in (8, 16, 32, 64)] + [changed(DECODE, m=4096, k=14336, dtype="fp16")]
+PROBLEMS = [changed(DECODE, n=n) for n in (8, 16, 32)] + [changed(DECODE, m=4096, k=14336, dtype="fp16")]
 
 
 def every_shape() -> list[Config]:
-    """A config of every shape of both tables, and both dtypes."""
+    """A config of every shape and both dtypes."""
     found: dict[Any, Config] = {}
     for p in PROBLEMS:
         for c in KERNEL.configs(p):
-            found.setdefault((c.warps, c.ms, c.depth, c.resident, c.tiles, c.half), c)
+            found.setdefault((c.warps, c.ms, c.parts > 1, c.resident, c.tiles, c.half), c)
     return list(found.values())
 
 
-COMPILED = every_shape()[::4]
+COMPILED = every_shape()[::3]
 
 
 @needs_nvrtc
@@ -56,7 +55,8 @@ def test_configs_compile_to_sparse_mma_and_wide_copies_without_spills(c: Config)
     opcodes = [each.opcode for each in sass.parsed(sass.disassembled(cubin)).code]
     kind = "" if c.half else ".BF16"
     assert {each for each in opcodes if "MMA" in each} == {f"HMMA.SP.16832.F32{kind}"}
-    assert any(re.match(r"LDGSTS.*\.LTC256B\.128", each) for each in opcodes)
+    assert {each for each in opcodes if "LDGSTS" in each} == {"LDGSTS.E.BYPASS.LTC256B.128"}
+    assert {each for each in opcodes if "LDSM" in each} == {"LDSM.16.M88.4"}
     spills = SPILLS.search(log)
     assert spills is not None, log
     assert set(map(int, spills.groups())) == {0}, log
@@ -66,7 +66,7 @@ def test_configs_compile_to_sparse_mma_and_wide_copies_without_spills(c: Config)
 def test_resident_ctas_fit_on_an_sm() -> None:
     for p in PROBLEMS:
         configs = list(KERNEL.configs(p))
-        assert len(configs) >= 12
+        assert len(configs) >= 4
         for c in configs:
             assert c.resident * (c.smem + skinny.RESERVED) <= H200.smem_bytes + skinny.RESERVED
             assert c.smem <= H200.smem_bytes
@@ -75,24 +75,24 @@ def test_resident_ctas_fit_on_an_sm() -> None:
 
 COL = ("col", "col", "col")
 RUNS: dict[str, tuple[Config, Case24]] = {
-    "one part": (Config(2, 1, 1, 4, 1, 1, 1), Case24(32, 64, 8, "one", layouts=COL)),
+    "one warp": (Config(1, 2, 1, 2, 1, 1), Case24(32, 128, 8, "one", layouts=COL)),
     "layer": (
-        Config(2, 1, 2, 3, 1, 1, 2),
-        Case24(40, 832, 13, "layer", layouts=COL, bias=True, activation="gelu", alpha=0.5),
+        Config(4, 2, 1, 2, 1, 2),
+        Case24(40, 1408, 13, "layer", layouts=COL, bias=True, activation="gelu", alpha=0.5),
     ),
     "four parts and a residual": (
-        Config(2, 2, 4, 6, 2, 1, 4, True),
-        Case24(150, 1984, 30, "four", combine="add", beta=-0.5, activation="silu"),
+        Config(2, 4, 4, 3, 1, 4, True),
+        Case24(150, 2048, 30, "four", combine="add", beta=-0.5, activation="silu"),
     ),
     "a gate": (
-        Config(4, 1, 2, 8, 2, 1, 8),
+        Config(4, 8, 2, 2, 1, 4),
         Case24(
-            64, 1024, 57, "gate", layouts=("strided", "row", "row"), combine="mul", activation="gelu_tanh"
+            160, 1152, 25, "gate", layouts=("strided", "row", "row"), combine="mul", activation="gelu_tanh"
         ),
     ),
-    "parts without work": (
-        Config(1, 1, 8, 1, 1, 1, 1),
-        Case24(9, 320, 1, "short", layouts=COL, activation="relu"),
+    "warps without work": (
+        Config(2, 2, 4, 1, 1, 1),
+        Case24(9, 384, 1, "short", layouts=COL, activation="relu"),
     ),
 }
 
@@ -114,22 +114,22 @@ def test_the_roles_multiply_whenever_copies_land(name: str) -> None:
 
 @needs_compiler
 def test_nan_in_rows_of_b_reaches_those_rows_of_c_that_name_it() -> None:
-    mask = torch.zeros(32, 64, dtype=torch.bool)
+    mask = torch.zeros(32, 128, dtype=torch.bool)
     mask[::2, 0::4] = mask[::2, 1::4] = mask[1::2, 2::4] = mask[1::2, 3::4] = True
-    a = sk.Semi24.from_dense(torch.randn(32, 64).bfloat16(), mask)
-    b, out = torch.randn(8, 64).bfloat16().mT, torch.empty(8, 32).bfloat16().mT
+    a = sk.Semi24.from_dense(torch.randn(32, 128).bfloat16(), mask)
+    b, out = torch.randn(8, 128).bfloat16().mT, torch.empty(8, 32).bfloat16().mT
     b[6] = torch.nan
-    assert emulated.multiply(Config(2, 1, 1, 4, 1, 1, 1), a, b, out) == ""
+    assert emulated.multiply(Config(1, 2, 1, 2, 1, 1), a, b, out) == ""
     assert out[1::2].isnan().all()
     assert not out[::2].isnan().any()
 
 
 MISTAKES = {
     "copies that nobody waits for": ("wait_copies<DEPTH - 1>();", "wait_copies<DEPTH>();"),
-    "metadata has one place too few": ("(DEPTH + 3) / 4 + 1;", "(DEPTH + 3) / 4;"),
-    "sums over B that is still read": ("  block_sync();  // all warps have multiplied: sums", "  // sums"),
-    "B that is still read is written": ("    block_sync();  // all warps have multiplied by", "    // by"),
-    "the metadata of another lane": ("g * 4 + step % 4;", "g * 4 + t;"),
+    "rows that are not swizzled": ("(piece ^ row % 8) * 16", "piece * 16"),
+    "metadata of the other block": ("% 2 * 2 + 1], h);", "% 2 * 2 + 1], 1 - h);"),
+    "a slot too early": ("if (++slot == DEPTH) slot = 0;", "if (++slot >= DEPTH - 1) slot = 0;"),
+    "sums that are still written": ("  cluster_sync();  // the sums", "  // the sums"),
 }
 
 
@@ -138,7 +138,7 @@ MISTAKES = {
 def test_mistakes_in_the_roles_are_seen(name: str) -> None:
     source, (old, new) = SOURCE.read_text(encoding="utf-8"), MISTAKES[name]
     assert source.count(old) == 1
-    c, found = Config(2, 1, 2, 4, 2, 1, 2), []
+    c, found = Config(2, 2, 2, 3, 1, 2), []
     a, b, epilogue, out = Case24(64, 2048, 16, "small", layouts=COL).make("cpu", torch.bfloat16)
     assert isinstance(a, sk.Semi24)
     for order in (emulated.EARLY, emulated.LATE):
@@ -151,8 +151,8 @@ REASONS: dict[str, tuple[dict[str, Any], str]] = {
     "old": ({"card": replace(H200, capability=(8, 0))}, "Hopper card"),
     "fp32": ({"dtype": "fp32"}, "C in bf16 and fp16, not fp32"),
     "transposed": ({"transposed": True}, "no tensor core takes them"),
-    "columns": ({"n": 65}, "up to 64 columns of B, not 65"),
-    "metadata": ({"k": 8224}, "K a multiple of 64, not 8224"),
+    "columns": ({"n": 33}, "up to 32 columns of B, not 33"),
+    "metadata": ({"k": 8256}, "K a multiple of 128, not 8256"),
     "nothing": ({"k": 0}, "not 0"),
     "tall": ({"m": 2**31}, "32 bits"),
 }
@@ -177,7 +177,7 @@ def test_any_layout_and_alignment_will_do() -> None:
 
 def test_it_is_chosen_for_few_columns_alone() -> None:
     others = [load(name) for name in names_for("spmm", "semi24") if name != KERNEL.name]
-    for n, wanted in ((1, True), (16, True), (64, True), (65, False), (4096, False)):
+    for n, wanted in ((1, True), (16, True), (32, True), (33, False), (4096, False)):
         p = changed(DECODE, n=n)
         able = [each for each in others if not each.why_not(p)]
         fastest = min(each.seconds(p, each.default(p)) for each in able)
@@ -204,12 +204,12 @@ def test_defaults_fill_the_card() -> None:
 
 
 def test_one_token_and_odd_strides_are_told_as_they_are() -> None:
-    w = sk.Semi24.from_dense(torch.randn(64, 64).bfloat16())
-    wide = torch.empty(8, 72).bfloat16()
+    w = sk.Semi24.from_dense(torch.randn(64, 128).bfloat16())
+    wide = torch.empty(8, 136).bfloat16()
     for b, vectors in (
-        (wide[:1, :64].mT, 1),
-        (wide[:, :64].mT, 1),
-        (wide[:, 1:65].mT, 0),
+        (wide[:1, :128].mT, 1),
+        (wide[:, :128].mT, 1),
+        (wide[:, 1:129].mT, 0),
         (wide[:, 8:].T, 1),
     ):
         out = torch.empty(b.shape[1], 64, dtype=torch.bfloat16).mT

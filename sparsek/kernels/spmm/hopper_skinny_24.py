@@ -1,26 +1,26 @@
-"""C = act(alpha * (A @ B) + bias[:, None]) for a Semi24 A and up to 64 columns of B: A's bytes go by once.
+"""C = act(alpha * (A @ B) + bias[:, None]) for a Semi24 A and up to 32 columns of B: A's bytes go by once.
 
 Another matrix may be added to that or multiplied with it. The kernel, hopper_skinny_24.cu, is CUDA C++, as Triton has
 no mma.sp; it is compiled by NVRTC when it is first used (lang/nvrtc.py) and launched through the driver
 (lang/launch.py). It reads values and metadata as they are stored, so a plan prepares nothing.
 
-    M / tm tiles of rows  x  `parts` of K = CTAs     parts of one tile are a cluster, whose sums are added in order
+    M / tm tiles of rows  x  `parts` of K = CTAs     each part is cut once more, a piece for every warp
 
-What bounds it is memory: an SM needs more than 32 KB under way to draw its share of 4.28 TB/s. hopper.semi24 has tiles
-of 64 columns of B, whose steps bring 64 bytes of a row, and no parts: 64 CTAs of 128 rows for 8192 x 8192, at half of
-the bandwidth.
+What bounds it is memory: an SM needs more than 32 KB under way to draw its share of 4.28 TB/s. So each warp copies its
+own piece of A, metadata and B, whole lines of 128 bytes of 16*ms rows, and no barrier holds it up before the end, where
+the sums of all warps are added. hopper.semi24 has no parts: 64 CTAs of 128 rows for 8192 x 8192, at half of the
+bandwidth.
 
 mma.sp multiplies stored values only, so a NaN in a row of B reaches the rows of C whose groups name that row. Sums are
-float32, in the order of k inside a part, then in the order of the parts: the same bits in every run of a config.
+float32, in the order of k inside a piece, then in the order of the pieces: the same bits in every run of a config.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -38,47 +38,45 @@ from sparsek.reference.epilogue import PLAIN, Epilogue
 
 SOURCE = Path(__file__).with_name("hopper_skinny_24.cu")
 ENTRY = "semi24_skinny_kernel"
-WIDEST = 64
-STEP, UNIT = 64, 256  # columns of A in a step of a warp, and of four
+WIDEST = 32
+STEP = 128  # columns of A in a step of a warp
 RESERVED = 1024  # bytes of shared memory that CUDA takes for each CTA
 
 
 @dataclass(frozen=True)
 class Config:
-    """A compiled kernel: `warps` of 16*ms rows each, of K cut into `parts`, 1, 2, 4 or 8.
+    """A compiled kernel: tiles of 16*ms rows, of K cut into `parts`, 1, 2 or 4, and each of them for `warps`.
 
-    A warp has `depth` steps of 64 columns under way. B is in shared memory for `room` * 256 columns of A at a time.
-    `resident` CTAs share an SM. `tiles` of 8 columns of B. `half`: fp16.
+    A warp has `depth` steps of 128 columns under way. `resident` CTAs share an SM. `tiles` of 8 columns of B. `half`:
+    fp16.
     """
 
     warps: int
     ms: int
     parts: int
     depth: int
-    room: int
     resident: int
     tiles: int
     half: bool = False
 
     @property
     def tm(self) -> int:
-        return 16 * self.ms * self.warps
+        return 16 * self.ms
 
     @property
-    def ring(self) -> int:
-        """Bytes of shared memory for values and metadata."""
-        return self.warps * self.ms * (1024 * self.depth + 512 * (-(-self.depth // 4) + 1))
+    def step_bytes(self) -> int:
+        """Values, metadata and B of a step."""
+        return self.tm * (128 + 16) + 8 * self.tiles * 256
 
     @property
     def smem(self) -> int:
-        """B and what is under way, or the sums, which take their place."""
-        return max(self.room * self.tiles * 4096 + self.ring, 32 * self.tiles * (self.tm + 4))
+        return self.warps * self.depth * self.step_bytes
 
     @property
     def defines(self) -> list[str]:
         """The constants of hopper_skinny_24.cu."""
         names = {
-            "WARPS": self.warps, "MS": self.ms, "PARTS": self.parts, "DEPTH": self.depth, "ROOM": self.room,
+            "WARPS": self.warps, "MS": self.ms, "PARTS": self.parts, "DEPTH": self.depth,
             "RESIDENT": self.resident, "NT": self.tiles, "HALF": int(self.half), "SMEM_BYTES": self.smem,
         }  # fmt: skip
         return [f"-D{name}={value}" for name, value in names.items()]
@@ -129,14 +127,13 @@ def launch_params(a: Semi24, b: Tensor, out: Tensor, epilogue: Epilogue) -> Para
     return p
 
 
-# (warps, ms, depth, resident), by tiles of 8 columns: of 32 columns and more, two slabs of rows share what a warp reads
-# of B.
-FEW = ((8, 1, 4, 2), (16, 1, 4, 2), (16, 1, 8, 1), (8, 1, 8, 2), (8, 1, 4, 3), (8, 2, 4, 2), (4, 1, 8, 4))  # fmt: skip
-MANY = ((8, 2, 4, 1), (8, 2, 6, 1), (8, 2, 3, 1), (16, 1, 4, 1), (8, 1, 4, 2), (4, 2, 4, 2))
-START_SECONDS = 3.0e-6  # first bytes, the first of B, and the end: sums of the parts, C
-PHASE_SECONDS = 1.2e-6  # bringing more of B, or by single elements; another wave of CTAs
+# (warps, ms, resident). Shared memory holds two steps of eight warps of 64 rows and 16 columns of B.
+SHAPES = ((8, 4, 1), (4, 4, 2), (4, 4, 1), (8, 2, 1), (4, 2, 3), (8, 2, 2), (4, 8, 1))
+DEEPEST = 4  # steps under way
+START_SECONDS = 3.0e-6  # first bytes, and the end: sums of the warps, C
+PHASE_SECONDS = 1.2e-6  # another wave of CTAs
 LATENCY_SECONDS = 1.3e-6  # of bytes under way
-PORT = 128 * 1.7e9  # bytes a second of shared memory
+GATHER_SECONDS = 0.8e-6  # of 8 columns in a step of B that come by single elements
 
 
 class HopperSemi24Skinny:
@@ -151,7 +148,7 @@ class HopperSemi24Skinny:
         if p.n > WIDEST:
             reasons.append(f"multiplies up to {WIDEST} columns of B, not {p.n}")
         if p.k % STEP or not p.k:
-            reasons.append(f"metadata comes in 8 bytes of a row: K a multiple of {STEP}, not {p.k}")
+            reasons.append(f"metadata comes in 16 bytes of a row: K a multiple of {STEP}, not {p.k}")
         if max(p.m, p.k) > 2**31 - 1024:
             reasons.append("counts rows and columns in 32 bits: M and K must stay 1024 below 2^31")
         return reasons
@@ -160,40 +157,35 @@ class HopperSemi24Skinny:
         return min(self.configs(p), key=lambda c: self.seconds(p, c))
 
     def configs(self, p: SpmmProblem) -> Iterator[Config]:
-        """Every shape in every number of parts, with room for a part's B, or for one of equal pieces of it."""
+        """Every shape that fits, as deep as it fits, in the two largest numbers of parts that make one wave of CTAs."""
         tiles = max(1, 1 << (-(-p.n // 8) - 1).bit_length())
-        for (warps, ms, depth, resident), parts in product(FEW if tiles <= 2 else MANY, (4, 8, 2, 1)):
-            units = -(-p.k // (UNIT * parts))
+        for warps, ms, resident in SHAPES:
             free = (p.card.smem_bytes + RESERVED) // resident - RESERVED
-            fit = (free - Config(warps, ms, parts, depth, 0, resident, tiles).ring) // (tiles * 4096)
-            if fit < 1 or (parts > 1 and parts * UNIT > p.k):
+            one = Config(warps, ms, 1, 1, resident, tiles, p.dtype == "fp16")
+            depth = min(DEEPEST, free // one.smem)
+            if depth < 2:
                 continue
-            room = -(-units // -(-units // fit))
-            c = Config(warps, ms, parts, depth, room, resident, tiles, p.dtype == "fp16")
-            if c.smem <= free:
-                yield c
+            slots, each = resident * p.card.sm_count, -(-p.m // one.tm)
+            waves = [n for n in (2, 4) if each * n <= slots and warps * n <= p.k // STEP]
+            for parts in [1, *waves][-2:]:
+                yield replace(one, parts=parts, depth=depth)
 
     def seconds(self, p: SpmmProblem, c: Config) -> float:
-        """Launch, begin and end, and the longest of: compulsory bytes at 90 % of copy bandwidth, and on the fullest SM
-        its bytes at what is under way there, and shared memory, through which all goes. A model, not yet fitted.
+        """Launch, begin and end, and the longer of: compulsory bytes at 90 % of copy bandwidth, and on the fullest SM
+        its bytes at what is under way there. A model, not yet fitted.
         """
         sms, share = p.card.sm_count, p.card.bandwidth / p.card.sm_count
-        ctas = -(-p.m // c.tm) * c.parts
-        each = -(-ctas // sms)  # CTAs of the fullest SM
-        units = -(-p.k // (UNIT * c.parts))
-        of_a = 1.125 * UNIT * units * c.tm  # bytes of a CTA: values and metadata
-        of_b = 16.0 * UNIT * units * c.tiles
-        under_way = min(each, c.resident) * c.warps * c.ms * c.depth * 1152
+        each = -(-(-(-p.m // c.tm) * c.parts) // sms)  # CTAs of the fullest SM
+        pieces = c.parts * c.warps
+        steps = -(-p.k // (STEP * pieces)) * c.warps
+        gathers = 0 if p.b.layout == "col" and p.aligned else steps // c.warps * c.tiles * GATHER_SECONDS
+        under_way = min(each, c.resident) * c.warps * c.depth * c.step_bytes
         rate = min(under_way / LATENCY_SECONDS, 2 * share)
-        port = each * (2 * of_a + of_b * (c.warps + 1)) / PORT
-        one = (
-            p.compulsory_bytes - p.dense_bytes + p.dense_bytes / max(1, p.batch)
-        )  # every item reads all of A
+        # Every item of a batch reads all of A.
+        one = p.compulsory_bytes - p.dense_bytes + p.dense_bytes / max(1, p.batch)
         moved = one / (0.9 * p.card.bandwidth)
-        waits = (
-            -(-units // c.room) - 1 + -(-each // c.resident) - 1 + 2 * (p.b.layout != "col" or not p.aligned)
-        )
-        busy = max(each * (of_a + of_b) / rate, port) + waits * PHASE_SECONDS
+        waves = -(-each // c.resident)
+        busy = each * steps * c.step_bytes / rate + (waves - 1) * PHASE_SECONDS + waves * gathers
         return max(1, p.batch) * (0.7 * p.card.launch_seconds + START_SECONDS + max(busy, moved))
 
     def prepare(self, p: SpmmProblem, c: Config, a: Semi24) -> None:
