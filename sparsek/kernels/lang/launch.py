@@ -50,7 +50,8 @@ def launch(kernel: Any, grid: Sequence[int], *args: Any, **named: Any) -> None:
             _note(code, grid, in_order, made)
 
 
-# key -> what is launched: shipped code, or Triton's compiled kernel, which its JIT takes 20 us to find.
+# key -> what is launched: shipped code, or Triton's compiled kernel, which its JIT takes 20 us to find. Kernels stand in
+# keys by their id, for they live as long as their module, and Triton's hash of one is that of its source: 8 ms at first.
 _COMPILED: dict[Any, Any] = {}
 
 
@@ -72,7 +73,7 @@ def launch_direct(
         with torch.cuda.device(device):
             launch_direct(kernel, device, ctas, args, key, first, **options)
         return
-    key, made, listens = (kernel, device.index, key), recorder(), hooked()
+    key, made, listens = (id(kernel), device.index, key), recorder(), hooked()
     compiled = _COMPILED.get(key)
     if compiled is None and not listens:
         compiled = shipped.find(kernel, first, options)
