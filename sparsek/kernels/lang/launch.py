@@ -50,8 +50,8 @@ def launch(kernel: Any, grid: Sequence[int], *args: Any, **named: Any) -> None:
             _note(code, grid, in_order, made)
 
 
-# key -> what is launched: shipped code, or Triton's compiled kernel, which its JIT takes 20 us to find. Kernels stand in
-# keys by their id, for they live as long as their module, and Triton's hash of one is that of its source: 8 ms at first.
+# key -> what is launched: shipped code, or Triton's compiled kernel, which its JIT takes 20 us to find. Kernels stand
+# in keys by their id, for they live as long as their module, and Triton's hash of one reads its source: 8 ms at first.
 _COMPILED: dict[Any, Any] = {}
 
 
