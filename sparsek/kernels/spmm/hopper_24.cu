@@ -53,6 +53,7 @@ struct Params {
   int block_steps;       // steps of BK in one block
   int chunks;            // chunks of 64 columns in one block, as `nibbles` has them
   int slabs;             // slabs in all of A
+  int b_cols;            // columns of B that each CTA of a cluster brings, where B is [N, K]
   int bm, bk;            // LISTS: sides of a block
   float alpha, beta;
 };
@@ -333,7 +334,8 @@ PTX void load(const TensorMap& a_map, const TensorMap& b_map, const TensorMap& o
         // Until the consumers of every CTA that this slot's B goes to have multiplied what it held.
         barrier_wait(ring.empty(), ring.phase);
         const u32 landed = ring.full();
-        barrier_expect(landed, A_BYTES + E_BYTES + B_BYTES);  // all of B, also what other CTAs bring
+        // All of B, also what other CTAs bring.
+        barrier_expect(landed, A_BYTES + E_BYTES + (B_ROW ? B_BYTES : CLUSTER * 128 * p.b_cols));
         tma_load(smem + A_AT + ring.slot * A_BYTES, a_map, landed, step * (BK / 2), a_row);
         const int k = k_begin + step * BK;
         const u32 b = smem + B_AT + ring.slot * B_BYTES;
@@ -344,8 +346,8 @@ PTX void load(const TensorMap& a_map, const TensorMap& b_map, const TensorMap& o
             tma_load_all(b + j * (BK * 128) + rank * (K_PART * 128), b_map, landed, tile.col + j * 64,
                          k + rank * K_PART);
         } else {
-          constexpr int N_PART = TN / CLUSTER;
-          tma_load_all(b + rank * (N_PART * 128), b_map, landed, k, tile.col + rank * N_PART);
+          const int first = rank * p.b_cols;
+          tma_load_all(b + first * 128, b_map, landed, k, tile.col + first);
         }
 #pragma unroll
         for (int j = 0; j < TM / 64; j++) {
