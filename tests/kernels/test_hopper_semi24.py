@@ -114,6 +114,11 @@ RUNS: dict[str, tuple[Config, Case24, int]] = {
         Case24(300, 400, 72, "four", bias=True, activation="silu", combine="mul"),
         4,
     ),
+    "fewer columns than a tile": (
+        Config(2, 1, 64, 3, 2, 1, c_col=True, bias=True),
+        Case24(296, 272, 13, "few", layouts=COL, bias=True),
+        4,
+    ),
     "blocks added in place": (
         Config(2, 1, 128, 3, 1, 2, lists=True, c_col=True, has_alpha=True, combine="add"),
         Case24(248, 500, 264, "layer", (128, 128), 0.3, layouts=COL, alpha=2.0, combine="add", beta=-0.5),
@@ -317,7 +322,7 @@ def test_one_row_gets_a_stride_that_tma_takes() -> None:
     out = torch.empty(1, 64, dtype=torch.bfloat16).as_strided((64, 1), (1, 3))
     a, b, made = semi24.boxes(c, w.values, x.mT, out)
     assert (a.size, a.stride, a.box) == ((16, 64), 16, (32, 128))
-    assert (b.size, b.stride, b.box) == ((32, 1), 32, (64, 128))
+    assert (b.size, b.stride, b.box) == ((32, 1), 32, (64, 8))
     assert (made.size, made.stride, made.box) == ((64, 1), 64, (64, 64))
 
 

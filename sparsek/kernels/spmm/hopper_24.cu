@@ -47,12 +47,12 @@ struct Params {
   const float* a_scale;  // FP8: [m], or one number where a_each is 0
   const float* b_scale;  // FP8: [n], or one number where b_each is 0
   int m, n, a_each, b_each;
-  int row_groups;        // tiles of CLUSTER * TM rows
-  int col_tiles;
+  int row_groups, col_tiles;  // tiles of CLUSTER * TM rows, of TN columns
   int group;             // row groups that are walked together, column by column, so that L2 holds what they share
   int block_steps;       // steps of BK in one block
   int chunks;            // chunks of 64 columns in one block, as `nibbles` has them
   int slabs;             // slabs in all of A
+  int b_cols;            // columns of B that each CTA of a cluster brings, where B is [N, K]
   int bm, bk;            // LISTS: sides of a block
   float alpha, beta;
 };
@@ -333,7 +333,8 @@ PTX void load(const TensorMap& a_map, const TensorMap& b_map, const TensorMap& o
         // Until the consumers of every CTA that this slot's B goes to have multiplied what it held.
         barrier_wait(ring.empty(), ring.phase);
         const u32 landed = ring.full();
-        barrier_expect(landed, A_BYTES + E_BYTES + B_BYTES);  // all of B, also what other CTAs bring
+        const int b_bytes = B_ROW ? B_BYTES : CLUSTER * 128 * p.b_cols;  // also what other CTAs bring
+        barrier_expect(landed, A_BYTES + E_BYTES + b_bytes);
         tma_load(smem + A_AT + ring.slot * A_BYTES, a_map, landed, step * (BK / 2), a_row);
         const int k = k_begin + step * BK;
         const u32 b = smem + B_AT + ring.slot * B_BYTES;
@@ -344,8 +345,7 @@ PTX void load(const TensorMap& a_map, const TensorMap& b_map, const TensorMap& o
             tma_load_all(b + j * (BK * 128) + rank * (K_PART * 128), b_map, landed, tile.col + j * 64,
                          k + rank * K_PART);
         } else {
-          constexpr int N_PART = TN / CLUSTER;
-          tma_load_all(b + rank * (N_PART * 128), b_map, landed, k, tile.col + rank * N_PART);
+          tma_load_all(b + rank * p.b_cols * 128, b_map, landed, k, tile.col + rank * p.b_cols);
         }
 #pragma unroll
         for (int j = 0; j < TM / 64; j++) {
