@@ -258,8 +258,8 @@ def main(fields: str, device_name: str) -> None:
     call, device = HostCall(**fields_of), torch.device(device_name)
     pair = CALLS[call.call](call, device)
     # What torch loads for its own first gradient (sympy, 2 s) is not this library's.
-    x = torch.ones(1, requires_grad=True, device=device)
-    torch.autograd.grad(x * x, x, torch.ones(1, device=device))
+    x = torch.ones(1, dtype=torch.float32, device=device).requires_grad_()
+    torch.autograd.grad(x * x, x, x.detach())
     wait: Callable[[], None] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     wait()
     begin = time.perf_counter()
