@@ -105,7 +105,8 @@ def test_first_calls_are_made_in_processes_with_caches_of_their_own(
 ) -> None:
     folders: list[tuple[str, bool]] = []
     answers = iter(
-        {"seconds": s, "error": 0.1, "budget": 1.0, "passed": True} for s in (3.0, 1.0, 9.0, 0.2, 0.4)
+        {"seconds": s, "error": 0.1, "budget": 1.0, "passed": True}
+        for s in (3.0, 1.0, 0.2, 0.4, 9.0, 0.6, 0.8)
     )
 
     def process(case: HostCase, device: torch.device, folder: Path) -> dict[str, Any]:
@@ -121,7 +122,12 @@ def test_first_calls_are_made_in_processes_with_caches_of_their_own(
     filled = HostCase("A @ B", (64, 96, 32), block=(32, 32), caches="filled")
     (again,) = host_run.run_host_time(filled, device=CPU, rounds=7).records
     assert again["ms"]["median"] == pytest.approx(300.0)
-    assert [used for _, used in folders] == [False, False, False, True, True]
+    # The last process with empty caches has filled them.
+    assert [used for _, used in folders] == [False, False, True, True]
+    assert len({folder for folder, _ in folders}) == 2
+    (alone,) = host_run.run_host_time(filled, device=CPU, rounds=7).records
+    assert alone["ms"]["median"] == pytest.approx(700.0)
+    assert [used for _, used in folders[4:]] == [False, True, True]
     assert len({folder for folder, _ in folders}) == 3
     assert not any(Path(folder).exists() for folder, _ in folders)
 

@@ -1,6 +1,6 @@
 """Every benchmark: its command and file of records, its suites, its peers, and the options of its cases."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,7 +44,8 @@ class Bench:
     `name`: of its command, "attention-backward". `schemas`: what its records hold, by their `op`. `make`: the case with
     the fields that `options` give. `small`: options of sizes for a CPU, which suites and sizes by default would keep
     busy for hours; "" where these are small. `kernels`: what --kernel names; "" where nothing can be named. `whole`:
-    the suite that is measured where nothing is given; "" for the case of the options' defaults.
+    the suite that is measured where nothing is given; "" for the case of the options' defaults. `slowest`: seconds that
+    a row took at most on an H200 with empty caches. `by_hand`: suites that `bench all` leaves out.
     """
 
     name: str
@@ -58,6 +59,8 @@ class Bench:
     kernels: str = KERNELS
     whole: str = ""
     rounds: int = 7
+    slowest: float = 20.0
+    by_hand: tuple[str, ...] = ()
 
     @property
     def file(self) -> str:
@@ -67,8 +70,16 @@ class Bench:
     @property
     def rows(self) -> tuple[SuiteRow, ...]:
         """The rows of all suites: each case once, with all the kernels that any suite measures on it."""
+        return self._rows(self.suites)
+
+    @property
+    def published(self) -> tuple[SuiteRow, ...]:
+        """Those of the suites whose records are published."""
+        return self._rows(name for name in self.suites if name not in self.by_hand)
+
+    def _rows(self, suites: Iterable[str]) -> tuple[SuiteRow, ...]:
         kernels: dict[tuple[str, Any], dict[str, None]] = {}
-        for row in (each for suite in self.suites.values() for each in suite):
+        for row in (each for name in suites for each in self.suites[name]):
             kernels.setdefault((row.op, row.case), {}).update(dict.fromkeys(row.kernels))
         return tuple(SuiteRow(case, tuple(names), op) for (op, case), names in kernels.items())
 
@@ -96,6 +107,8 @@ ALL = (
         attention.OPTIONS,
         attention.AttentionCase,
         SMALL_ATTENTION,
+        slowest=90.0,
+        by_hand=("sweep",),
     ),
     Bench(
         "attention-backward",
@@ -107,6 +120,7 @@ ALL = (
         attention_grad.make,
         SMALL_ATTENTION,
         "Kernels by name, of a step the forward pass's; auto is the planner's choice.",
+        slowest=65.0,
     ),
     Bench(
         "sddmm",
@@ -146,6 +160,7 @@ ALL = (
         mlp.make,
         "--tokens 64 --width 512 --hidden 512",
         "",
+        slowest=30.0,
     ),
     Bench(
         "semi24",
@@ -187,6 +202,7 @@ ALL = (
         "--layers few --dtype fp32",
         "",
         rounds=5,
+        slowest=150.0,
     ),
     Bench(
         "host",
@@ -199,6 +215,7 @@ ALL = (
         "--call linear --sides 16x64x64 --block 32 --dtype fp32",
         "",
         "host",
+        slowest=60.0,
     ),
 )
 BENCHES: Mapping[str, Bench] = {bench.name: bench for bench in ALL}

@@ -225,7 +225,7 @@ class AnyOrder:
         if (plans[0].kernel, plans[0].config) == (fixed.kernel, fixed.config):
             raise UnavailableError("the planner's choice is the same for both")
         calls = tuple(one.planned(plan) for one, plan in zip(free, plans, strict=True))
-        gated(free[0], ran(calls))
+        gated(sets[0], ran(calls))
         return Ready(calls, note=plans[0].kernel)
 
 

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -30,7 +31,7 @@ from sparsek.mask.lists import BLOCK_SIZES
 from sparsek.mask.mask import BlockMask
 from sparsek.ops.attention import attention, plan_attention
 from sparsek.plan.attention import AttentionPlan
-from sparsek.testing.attention_budget import check_attention
+from sparsek.testing.attention_budget import ExpectedAttention, expected_attention
 from sparsek.testing.budget import Gate
 from sparsek.testing.poison import poisoned
 
@@ -84,7 +85,13 @@ class AttentionOperands(Operands):
 
     def judge(self, out: Any) -> Gate:
         """Whether `out` is the attention of this set, by all queries or by a sample of the query tiles."""
-        return check_attention(self.q, self.k, self.v, self.mask, out, rows=self.sample())
+        return self.expected.judge(out)
+
+    @cached_property
+    def expected(self) -> ExpectedAttention:
+        """The reference, computed once for the kernels and peers of a case."""
+        q, k, v = (x.detach() for x in (self.q, self.k, self.v))
+        return expected_attention(q, k, v, self.mask, rows=self.sample())
 
     def sample(self) -> list[int] | None:
         """The tiles of queries that a gate looks at; None for all of them."""

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,8 @@ SAMPLES = 3
 FIRST_ROUNDS = 2
 CHILD = "sparsek.bench.suites.host_calls"
 CHILD_SECONDS = 120
+# By call, the folder of caches that its last process left behind.
+_FILLED: dict[HostCase, tempfile.TemporaryDirectory[str]] = {}
 
 
 @dataclass(frozen=True)
@@ -79,24 +81,35 @@ def _outcome(
 
 
 def _first_calls(case: HostCase, device: torch.device, rounds: int, report: Callable[[str], None]) -> Outcome:
-    """Each sample is a process of its own: with empty caches in a new folder each, else after one that filled them."""
+    """Each sample is a process of its own: with empty caches in a new folder each, else after one that filled them,
+    which may be a sample of the same call with empty ones.
+    """
+    call = replace(case, caches="")
     samples: list[dict[str, Any]] = []
     seen = Sensors(device)
     while len(samples) < rounds:
-        with tempfile.TemporaryDirectory() as folder:
-            if case.caches == "filled":
-                report("a process fills the caches")
-                _in_a_process(case, device, Path(folder))
-            for _ in range(rounds if case.caches == "filled" else 1):
-                report(f"process {len(samples) + 1} of {rounds}")
-                samples.append(_in_a_process(case, device, Path(folder)))
-                seen.sample()
+        report(f"process {len(samples) + 1} of {rounds}")
+        fills = case.caches == "empty" or call not in _FILLED
+        if fills:
+            _drop_caches(call)
+            _FILLED[call] = tempfile.TemporaryDirectory()
+        sample = _in_a_process(case, device, Path(_FILLED[call].name))
+        if not fills or case.caches == "empty":
+            samples.append(sample)
+            seen.sample()
+    if case.caches == "filled":
+        _drop_caches(call)
     worst = max(samples, key=lambda each: each["error"])
     gate = passed(
         case, case.module, Gate(worst["error"], worst["budget"], all(each["passed"] for each in samples))
     )
     times = Times.of([each["seconds"] * 1e3 for each in samples])
     return _outcome(case, gate, times, {}, device, seen)
+
+
+def _drop_caches(call: HostCase) -> None:
+    if call in _FILLED:
+        _FILLED.pop(call).cleanup()
 
 
 def _in_a_process(case: HostCase, device: torch.device, folder: Path) -> dict[str, Any]:
