@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from sparsek.bench.engine import measure, records, run
-from sparsek.bench.engine.benches import BENCHES
+from sparsek.bench.benches import BENCHES
+from sparsek.bench.engine import case as cases
+from sparsek.bench.engine import records, run
+from sparsek.bench.engine.case import SuiteRow
+from sparsek.bench.engine.peer import peers_named
 from sparsek.bench.peers import attention as attention_peers
 from sparsek.bench.peers.attention_grad import PEERS
-from sparsek.bench.peers.peer import peers_named
 from sparsek.bench.suites import attention, attention_grad
-from sparsek.bench.suites import case as cases
 from sparsek.bench.suites.attention import AttentionCase, sampled
 from sparsek.bench.suites.attention_grad import (
     SUITES,
@@ -22,7 +23,6 @@ from sparsek.bench.suites.attention_grad import (
     AttentionTrainCase,
     Group,
 )
-from sparsek.bench.suites.case import SuiteRow
 from sparsek.core.errors import InvalidInput
 from sparsek.mask.mask import BlockMask
 from sparsek.ops.attention import attention as attend
@@ -44,7 +44,7 @@ def few_sets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def measured(case: AttentionGradCase) -> run.Outcome:
     """The outcome of two rounds on the CPU, whose one record is well-formed."""
-    outcome = measure.measure(
+    outcome = run.measure(
         SuiteRow(case, (KERNELS[case.op],)),
         peers=peers_named(PEERS, None, CPU),
         rounds=2,

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 
-from sparsek.bench.engine import measure, records, run, wall
+from sparsek.bench.engine import records, run, wall
+from sparsek.bench.engine.case import SuiteRow
+from sparsek.bench.engine.peer import Ready, peers_named
 from sparsek.bench.peers.attention import PEERS
-from sparsek.bench.peers.peer import Ready, peers_named
 from sparsek.bench.suites import attention, attention_run
 from sparsek.bench.suites.attention import AttentionCase
-from sparsek.bench.suites.case import SuiteRow
 from sparsek.core.errors import InvalidInput
 from sparsek.mask.mask import BlockMask
 from sparsek.testing.attention_budget import ExpectedAttention
@@ -24,7 +24,7 @@ KERNEL = ("cpu.attention",)
 
 def measured(entry: SuiteRow, rounds: int = 2) -> records.Record:
     """The one record of an entry, on the CPU."""
-    outcome = measure.measure(
+    outcome = run.measure(
         entry, peers=peers_named(PEERS, None, CPU), rounds=rounds, device=CPU, report=lambda text: None
     )
     (record,) = outcome.records

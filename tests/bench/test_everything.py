@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from sparsek.bench.benches import BENCHES
 from sparsek.bench.engine import everything, records
-from sparsek.bench.engine.benches import BENCHES
+from sparsek.bench.engine.bench import TABLES
+from sparsek.bench.engine.case import SuiteRow
 from sparsek.bench.engine.everything import Row, rows_of, stale_rows, walk
-from sparsek.bench.engine.tables import TABLES
-from sparsek.bench.suites.case import SuiteRow
 from sparsek.bench.suites.linear import LinearCase
 from sparsek.bench.suites.spmm import SpmmCase
 

@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 import torch
 
+from sparsek.bench.engine import case as cases
 from sparsek.bench.engine import records, run
-from sparsek.bench.peers.peer import peers_named
+from sparsek.bench.engine.peer import peers_named
 from sparsek.bench.peers.spmm import PEERS
-from sparsek.bench.suites import case as cases
 from sparsek.bench.suites import spmm
 from sparsek.bench.suites.spmm import SpmmCase
 from sparsek.core.device import H200

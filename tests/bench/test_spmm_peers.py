@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from sparsek.bench.engine.peer import UnavailableError, peers_named, rotating
 from sparsek.bench.peers import cusparse
 from sparsek.bench.peers import product as product_peers
 from sparsek.bench.peers import spmm as spmm_peers
-from sparsek.bench.peers.peer import UnavailableError, peers_named, rotating
 from sparsek.bench.peers.spmm import PEERS, meta_space, stage_space
 from sparsek.bench.suites.spmm import SpmmCase, SpmmOperands
 from sparsek.core.clock import Times
@@ -96,10 +96,10 @@ def test_every_peer_but_the_dense_of_the_cpu_takes_the_main_case() -> None:
         able = [peer.name for peer in peers_named(PEERS, None, CUDA) if not peer.why_not(other, CUDA)]
         assert able == ["cublas", "a_at_b"]
     assert [peer.name for peer in peers_named(PEERS, None, CPU)] == [
-        "torch_dense",
-        "a_at_b",
         "torch_sparse",
         "cusparse",
+        "torch_dense",
+        "a_at_b",
     ]
 
 

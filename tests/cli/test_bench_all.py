@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from sparsek.bench.benches import BENCHES
 from sparsek.bench.engine import records
-from sparsek.bench.engine.benches import BENCHES
-from sparsek.bench.suites.case import SuiteRow
+from sparsek.bench.engine.case import SuiteRow
 from sparsek.bench.suites.spmm import SpmmCase
 from sparsek.cli import bench_all
 
@@ -22,7 +22,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         bench_all, "BENCHES", {"spmm": replace(BENCHES["spmm"], suites={"small": SMALL}, peers=())}
     )
     monkeypatch.setattr(bench_all, "refuse_cpu", lambda device: None)
-    monkeypatch.setattr("sparsek.bench.suites.case.MAX_SETS", 2)
+    monkeypatch.setattr("sparsek.bench.engine.case.MAX_SETS", 2)
 
 
 def test_bench_all_goes_on_where_it_stopped(run, small: None, tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_a_row_that_fails_is_named_and_the_others_are_measured(
     ("arguments", "said"),
     [
         ([], "suites need a GPU; a CPU would take hours"),
-        (["--only", "gemm"], "no benchmark is called 'gemm'; known: spmm, attention"),
+        (["--only", "gemm"], "no benchmark is called 'gemm'; known: spmm, sddmm"),
     ],
 )
 def test_bench_all_answers_bad_input_with_one_line(run, arguments: list[str], said: str) -> None:

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 
 from sparsek.bench.engine import records
-from sparsek.bench.engine.benches import Bench
-from sparsek.bench.suites.case import SuiteRow
+from sparsek.bench.engine.bench import Bench
+from sparsek.bench.engine.case import SuiteRow
 
 # What must be the same for a record to stand.
 SAME = ("gpu", "torch", "triton", "cuda")

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from sparsek.bench.peers.peer import Peer, Ready, UnavailableError, elsewhere, first_line
+from sparsek.bench.engine.case import block_name
+from sparsek.bench.engine.peer import Peer, Ready, UnavailableError, elsewhere, first_line
 from sparsek.bench.suites.attention import AttentionCase, AttentionOperands
-from sparsek.bench.suites.case import block_name
 
 # Masks that a dense peer computes as they are.
 DENSE_MASKS = ("full", "causal")
@@ -257,7 +257,7 @@ class CudnnBlocks:
     """Block-sparse attention of NVIDIA's cuDNN frontend: as many whole blocks in every row, no causal masks."""
 
     name: str = "cudnn_bsa"
-    title: str = "cuDNN frontend block-sparse"
+    title: str = "cuDNN block-sparse"
     device: str = "cuda"
 
     def why_not(self, case: AttentionCase, device: torch.device) -> list[str]:
@@ -303,8 +303,8 @@ def even_lists(one: AttentionOperands) -> Tensor:
 
 PEERS: tuple[Peer, ...] = (
     DenseAttention("cudnn", "cuDNN dense", "cuda", "CUDNN_ATTENTION"),
-    Flex(),
     Flash4(),
+    Flex(),
     CudnnBlocks(),
-    DenseAttention("sdpa", "torch SDPA dense", "cpu"),
+    DenseAttention("sdpa", "torch dense", "cpu"),
 )

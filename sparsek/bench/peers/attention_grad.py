@@ -12,6 +12,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from sparsek.bench.engine.case import block_name
+from sparsek.bench.engine.peer import Peer, Ready, UnavailableError, elsewhere
 from sparsek.bench.peers.attention import (
     DENSE_MASKS,
     LOW,
@@ -26,7 +28,6 @@ from sparsek.bench.peers.attention import (
     ran,
     setting_up,
 )
-from sparsek.bench.peers.peer import Peer, Ready, UnavailableError, elsewhere
 from sparsek.bench.suites.attention import AttentionCase, length_name
 from sparsek.bench.suites.attention_grad import (
     AttentionGradCase,
@@ -34,7 +35,6 @@ from sparsek.bench.suites.attention_grad import (
     GradOperands,
     StepOperands,
 )
-from sparsek.bench.suites.case import block_name
 
 Sets = Sequence[GradOperands] | Sequence[StepOperands]
 # A dense step beyond this length is not measured: its time grows with the square of the length.
@@ -153,7 +153,7 @@ class CudnnBlocksBackward:
     """The explicit backward pass of cuDNN frontend's block-sparse attention, on its own forward pass's out and lse."""
 
     name: str = "cudnn_bsa"
-    title: str = "cuDNN frontend block-sparse"
+    title: str = "cuDNN block-sparse"
     device: str = "cuda"
 
     def why_not(self, case: AttentionGradCase, device: torch.device) -> list[str]:
@@ -232,9 +232,9 @@ class AnyOrder:
 PEERS: tuple[Peer, ...] = (
     Autograd(DenseAttention("cudnn", "cuDNN dense", "cuda", "CUDNN_ATTENTION")),
     Autograd(DenseAttention("fa2", "FlashAttention-2 dense", "cuda", "FLASH_ATTENTION"), dense=True),
-    FlexAutograd(Flex()),
     Autograd(Flash4()),
+    FlexAutograd(Flex()),
     CudnnBlocksBackward(),
     AnyOrder(),
-    Autograd(DenseAttention("sdpa", "torch SDPA dense", "cpu")),
+    Autograd(DenseAttention("sdpa", "torch dense", "cpu")),
 )

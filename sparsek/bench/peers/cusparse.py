@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsek.bench.peers.peer import UnavailableError
+from sparsek.bench.engine.peer import UnavailableError
 from sparsek.bench.suites.spmm import SpmmOperands
 
 # Values of library_types.h and cusparse.h.

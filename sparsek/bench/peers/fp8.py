@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparsek.bench.engine.case import random_dense
+from sparsek.bench.engine.peer import Peer, Ready, UnavailableError, elsewhere, rotating
 from sparsek.bench.peers.cusparselt import Task
-from sparsek.bench.peers.peer import Peer, Ready, UnavailableError, elsewhere, rotating
 from sparsek.bench.peers.product import Dense, accepted, setting_up
 from sparsek.bench.peers.semi24 import BEST, fastest, missing, ways_that_run
-from sparsek.bench.suites.case import random_dense
 from sparsek.bench.suites.fp8 import SEMI24, Fp8Case, Fp8Operands, fp8_product
 from sparsek.core.clock import time_rounds
 from sparsek.matrix.bsr import BSR
@@ -32,7 +32,7 @@ class CublasFp8:
     """torch._scaled_mm with everything stored: the fastest of one scale for all and one a row, for each of its sums."""
 
     name: str = "cublas_fp8"
-    title: str = "cuBLAS FP8, the fastest"
+    title: str = "cuBLAS FP8"
     device: str = "cuda"
     sums: tuple[bool, ...] = (False, True)
 
@@ -81,7 +81,7 @@ class CuSparseLtFp8:
     """cuSPARSELt in FP8, by the fastest of all its algorithms and layouts: values without scales, C in bf16."""
 
     name: str = "cusparselt"
-    title: str = "cuSPARSELt FP8, best algorithm and layout"
+    title: str = "cuSPARSELt FP8"
     device: str = ""
 
     def why_not(self, case: Fp8Case, device: torch.device) -> list[str]:
@@ -141,8 +141,8 @@ def _wider(one: Fp8Operands) -> tuple[Callable[[], Any], str]:
 
 PEERS: tuple[Peer, ...] = (
     CublasFp8(),
-    CublasFp8("cublas_fp8_float32", "cuBLAS FP8, sums in float32", sums=(False,)),
-    Dense("torch_dense", "dense torch.matmul in bf16", "cpu"),
+    CublasFp8("cublas_fp8_float32", "cuBLAS FP8, float32 sums", sums=(False,)),
     CuSparseLtFp8(),
     Wider(),
+    Dense("torch_dense", "torch dense, bf16", "cpu"),
 )

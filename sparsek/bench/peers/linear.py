@@ -1,11 +1,11 @@
 """What `sk.linear` is held against. One line per peer in PEERS, at the end."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from sparsek.bench.peers.peer import Peer, Ready
+from sparsek.bench.engine.peer import Peer, Ready
 from sparsek.bench.peers.product import CUBLAS, TORCH_DENSE, accepted
 from sparsek.bench.suites.linear import LinearCase, LinearOperands
 from sparsek.testing.product_budget import check_linear
@@ -16,7 +16,7 @@ class Plain:
     """This library's x @ W.T, with nothing after it."""
 
     name: str = "plain"
-    title: str = "this library's plain product"
+    title: str = "the plain product"
     device: str = ""
 
     def why_not(self, case: LinearCase, device: torch.device) -> list[str]:
@@ -30,4 +30,4 @@ class Plain:
         return Ready(calls, plans[0].kernel)
 
 
-PEERS: tuple[Peer, ...] = (CUBLAS, TORCH_DENSE, Plain())
+PEERS: tuple[Peer, ...] = (replace(CUBLAS, title="cuBLAS and torch"), TORCH_DENSE, Plain())

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 import torch
 
-from sparsek.bench.peers.peer import Ready, UnavailableError, elsewhere, first_line, rotating
-from sparsek.bench.suites.case import Case
+from sparsek.bench.engine.case import Case
+from sparsek.bench.engine.peer import Ready, UnavailableError, elsewhere, first_line, rotating
 from sparsek.core.clock import time_rounds
 from sparsek.testing.budget import Gate
 
@@ -42,8 +42,8 @@ class Dense:
         return Ready(tuple(one.dense(1000 + index) for index, one in enumerate(sets)), flops=case.dense_flops)
 
 
-CUBLAS = Dense("cublas", "cuBLAS dense", "cuda")
-TORCH_DENSE = Dense("torch_dense", "dense torch.matmul", "cpu")
+CUBLAS = Dense("cublas", "cuBLAS", "cuda")
+TORCH_DENSE = Dense("torch_dense", "torch dense", "cpu")
 
 
 def accepted(gate: Gate, what: str) -> None:

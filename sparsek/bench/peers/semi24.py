@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparsek.bench.engine.case import random_dense
+from sparsek.bench.engine.peer import Peer, Ready, UnavailableError, rotating
 from sparsek.bench.peers.cusparselt import Task, Tried, laid, multiply, probe, usable
-from sparsek.bench.peers.peer import Peer, Ready, UnavailableError, rotating
 from sparsek.bench.peers.product import CUBLAS, TORCH_DENSE, accepted, setting_up
-from sparsek.bench.suites.case import random_dense
 from sparsek.bench.suites.semi24 import Semi24Case, Semi24Operands
 from sparsek.bench.suites.story import StoryCase, StoryOperands
 from sparsek.core.clock import time_rounds
@@ -32,7 +32,7 @@ class CuSparseLt:
     """
 
     name: str = "cusparselt"
-    title: str = "cuSPARSELt, best algorithm and layout"
+    title: str = "cuSPARSELt"
     device: str = ""
     alike: bool = False
 
@@ -174,8 +174,8 @@ def blocks_call(one: Semi24Operands, seed: int, *, check: bool) -> tuple[Callabl
 
 PEERS: tuple[Peer, ...] = (
     CUBLAS,
-    TORCH_DENSE,
     CuSparseLt(),
-    CuSparseLt("cusparselt_alike", "cuSPARSELt, best algorithm, same layouts", alike=True),
+    CuSparseLt("cusparselt_alike", "cuSPARSELt, same layouts", alike=True),
     OwnBlocks(),
+    TORCH_DENSE,
 )

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparsek.bench.engine.case import random_dense
+from sparsek.bench.engine.peer import Peer, Ready, UnavailableError, first_line
 from sparsek.bench.peers import cusparse
-from sparsek.bench.peers.peer import Peer, Ready, UnavailableError, first_line
 from sparsek.bench.peers.product import CUBLAS, TORCH_DENSE, Meta, Space, accepted, settings, tuned
-from sparsek.bench.suites.case import random_dense
 from sparsek.bench.suites.spmm import A_AT_B, SpmmCase, SpmmOperands, form_name
 
 
@@ -20,7 +20,7 @@ class OwnProduct:
     """This library's A @ B on the same pattern, with B as wide: what the other forms are held against."""
 
     name: str = "a_at_b"
-    title: str = "this library's A @ B"
+    title: str = "A @ B"
     device: str = ""
 
     def why_not(self, case: SpmmCase, device: torch.device) -> list[str]:
@@ -50,7 +50,7 @@ class TorchSparse:
     """
 
     name: str = "torch_sparse"
-    title: str = "torch.sparse BSR, all parameters tuned"
+    title: str = "torch.sparse"
     device: str = ""
     stages_only: bool = False
 
@@ -142,7 +142,7 @@ class CuSparse:
     """cuSPARSE SpMM on Blocked-ELL, through ctypes: torch brings the library but binds no such call."""
 
     name: str = "cusparse"
-    title: str = "cuSPARSE Blocked-ELL"
+    title: str = "cuSPARSE"
     device: str = ""
 
     def why_not(self, case: SpmmCase, device: torch.device) -> list[str]:
@@ -182,9 +182,9 @@ class CuSparse:
 
 PEERS: tuple[Peer, ...] = (
     CUBLAS,
+    TorchSparse(),
+    TorchSparse("torch_sparse_stages", "torch.sparse, stages", "cuda", stages_only=True),
+    CuSparse(),
     TORCH_DENSE,
     OwnProduct(),
-    TorchSparse(),
-    TorchSparse("torch_sparse_stages", "torch.sparse BSR, num_stages tuned", "cuda", stages_only=True),
-    CuSparse(),
 )

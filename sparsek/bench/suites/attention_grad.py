@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 from sparsek import kernels
+from sparsek.bench.engine.bench import Bench, Column, Record, Table
+from sparsek.bench.engine.case import Option, Schema, SuiteRow, random_dense
 from sparsek.bench.engine.memory import peak_bytes
 from sparsek.bench.engine.several import Several, worst
-from sparsek.bench.suites.attention import EIGHTH, AttentionCase, AttentionOperands, sampled
+from sparsek.bench.engine.tables import CASE, KERNEL, MS, ROOF, SPEEDUP, USEFUL, USEFUL_NOTE, number
+from sparsek.bench.suites.attention import EIGHTH, MEMORY, SMALL, AttentionCase, AttentionOperands, sampled
 from sparsek.bench.suites.attention import OPTIONS as ATTENTION_OPTIONS
-from sparsek.bench.suites.case import Option, Schema, SuiteRow, random_dense
 from sparsek.core.errors import InvalidInput
 from sparsek.mask.mask import BlockLists, BlockMask, Sizes
 from sparsek.ops.attention import attention, plan_attention, plan_attention_backward
@@ -358,3 +360,54 @@ PUBLISHED: tuple[SuiteRow, ...] = (
 # One window over the length: time and memory must grow no faster.
 TRAINING: tuple[SuiteRow, ...] = tuple(SuiteRow(_step(kilo), AUTO) for kilo in (64, 128, 256))
 SUITES: Mapping[str, tuple[SuiteRow, ...]] = {"published": PUBLISHED, "train": TRAINING}
+
+
+def _per_token(record: Record) -> str:
+    """Microseconds over the queries: the same at every length, where the time is linear in it."""
+    case = record["case"]
+    return f"{record['ms']['median'] * 1e3 / (case['batch'] * case['q_len']):.3g}"
+
+
+PER_TOKEN = Column("us per token", _per_token)
+PEAK = Column("peak GB", number("peak_gb", "{:.3g}".format))
+BACKWARD_TABLE = Table(
+    op="attention_backward",
+    title="gradients of attention",
+    dense=("cudnn", "sdpa"),
+    columns=(CASE, KERNEL, MS, SPEEDUP, USEFUL, ROOF, MEMORY),
+    note=(
+        "dq, dk and dv, where out and lse are there. Useful TFLOPS count the pairs that the mask admits, five products "
+        "each, 2.5 times the forward pass; the roofline whole blocks. A ratio is this library's useful rate over "
+        "the peer's rate in the same rounds; dense peers run causal where the mask is, else every pair, and count "
+        "these. Peers run as they come, FlashAttention-4 and cuDNN with atomics; this library gives the same bits "
+        "every time unless a row says that it is not deterministic. Extra memory is what a call that builds its mask, "
+        "plans and runs takes at most beyond dq, dk and dv, over the bytes of q, k, v and the output."
+    ),
+    pages=("README.md", "docs/attention-backward.md"),
+)
+TRAIN_TABLE = Table(
+    op="attention_train",
+    title="training step of attention",
+    dense=("cudnn", "sdpa"),
+    columns=(CASE, KERNEL, MS, PER_TOKEN, SPEEDUP, USEFUL, ROOF, PEAK),
+    note=(
+        f"{USEFUL_NOTE} A step is attention and the gradients of q, k and v, by autograd. Peak memory is the most that "
+        "a step, the first on its mask, holds at once, q, k, v and the gradient of the output included."
+    ),
+    pages=("README.md", "docs/attention-backward.md"),
+    shown=(PER_TOKEN, PEAK),
+)
+BENCH = Bench(
+    "attention-backward",
+    SUITES,
+    SCHEMAS,
+    (
+        BACKWARD_TABLE,
+        TRAIN_TABLE,
+    ),
+    OPTIONS,
+    make,
+    SMALL,
+    "Kernels by name, of a step the forward pass's; auto is the planner's choice.",
+    slowest=65.0,
+)

@@ -11,7 +11,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from sparsek.bench.suites.case import (
+from sparsek.bench.engine.bench import Bench, Table
+from sparsek.bench.engine.case import (
     BLOCK,
     DENSITY,
     Bar,
@@ -27,6 +28,7 @@ from sparsek.bench.suites.case import (
     shape_name,
     stored_name,
 )
+from sparsek.bench.engine.tables import CASE, KERNEL, MS, ROOF, SPEEDUP, USEFUL, must_reach
 from sparsek.bench.suites.semi24 import FORMS, LINEAR
 from sparsek.core import dtypes
 from sparsek.core.device import card_of
@@ -273,4 +275,35 @@ OPTIONS: tuple[Option, ...] = (
     Option("scale", "row", f"What shares a scale: {', '.join(SCALES)}."),
     Option("dtype", "e4m3", f"{', '.join(DTYPES)}."),
     Option("fast-accum", False, "Sums may stay in the tensor cores.", fields=("fast_accum",)),
+)
+
+TABLE = Table(
+    op="fp8",
+    title="FP8",
+    dense=("cublas_fp8", "torch_dense"),
+    columns=(
+        CASE,
+        KERNEL,
+        MS,
+        SPEEDUP,
+        USEFUL,
+        ROOF,
+        must_reach(BARS),
+    ),
+    note=(
+        "Both operands are in FP8 before any time, E4M3 with a float32 scale for each row of W and of x unless said, C "
+        "in bf16. Useful TFLOPS count every value in stored blocks; of 2:4 matrices they are dense-equivalent, the "
+        "values that are not there counted too. A ratio compares rates in the same rounds. cuBLAS FP8 is the faster of "
+        "one scale for all and one a row, with the sums that it takes least time for, on dense random data; cuSPARSELt "
+        "the fastest of its algorithms and layouts, without scales."
+    ),
+    pages=("README.md", "docs/fp8.md"),
+)
+BENCH = Bench(
+    "fp8",
+    SUITES,
+    SCHEMAS,
+    (TABLE,),
+    OPTIONS,
+    make,
 )

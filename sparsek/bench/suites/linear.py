@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sparsek.bench.suites.case import (
+from sparsek.bench.engine.bench import Bench, Column, Record, Table
+from sparsek.bench.engine.case import (
     BLOCK,
     DENSITY,
     DTYPE,
@@ -24,6 +25,7 @@ from sparsek.bench.suites.case import (
     set_count,
     stored_name,
 )
+from sparsek.bench.engine.tables import CASE, KERNEL, MS, ROOF, SPEEDUP, USEFUL, USEFUL_NOTE
 from sparsek.core import dtypes
 from sparsek.core.device import card_of
 from sparsek.core.errors import InvalidInput
@@ -195,4 +197,34 @@ OPTIONS: tuple[Option, ...] = (
     DENSITY,
     Option("epilogue", "bias+gelu", f"What follows the product, joined by +: {', '.join(PARTS)}."),
     DTYPE,
+)
+
+
+def _beside_plain(record: Record) -> str:
+    """How much longer than the plain product of the same rounds."""
+    if "plain" not in record["peers"]:
+        return ""
+    return f"{(record['ms']['median'] / record['peers']['plain']['ms']['median'] - 1) * 100:+.1f} %"
+
+
+BESIDE_PLAIN = Column("time beside plain", _beside_plain)
+TABLE = Table(
+    op="linear",
+    title="linear",
+    columns=(CASE, KERNEL, MS, BESIDE_PLAIN, SPEEDUP, USEFUL, ROOF),
+    note=(
+        f"{USEFUL_NOTE} The dense peer is torch's linear layer, followed by torch's activation and addition. The plain "
+        "product is this library's x @ W.T, into the same output."
+    ),
+    pages=("README.md", "docs/linear.md"),
+    shown=(BESIDE_PLAIN,),
+)
+BENCH = Bench(
+    "linear",
+    SUITES,
+    SCHEMAS,
+    (TABLE,),
+    OPTIONS,
+    LinearCase,
+    "--tokens 64 --k 512 --n 512",
 )

@@ -7,7 +7,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from sparsek.bench.suites.case import (
+from sparsek.bench.engine.bench import Bench, Table
+from sparsek.bench.engine.case import (
     BLOCK,
     DENSITY,
     DTYPE,
@@ -23,6 +24,7 @@ from sparsek.bench.suites.case import (
     shape_name,
     stored_name,
 )
+from sparsek.bench.engine.tables import CASE, KERNEL, MS, ROOF, SPEEDUP, USEFUL, USEFUL_NOTE
 from sparsek.core import dtypes
 from sparsek.core.device import card_of
 from sparsek.core.errors import InvalidInput
@@ -140,4 +142,22 @@ OPTIONS: tuple[Option, ...] = (
     DENSITY,
     Option("pattern", "uniform", f"{', '.join(PATTERNS)}."),
     DTYPE,
+)
+
+TABLE = Table(
+    op="sddmm",
+    title="SDDMM",
+    columns=(CASE, KERNEL, MS, SPEEDUP, USEFUL, ROOF),
+    note=(
+        f"{USEFUL_NOTE} torch.sparse is the kernel of its BSR sampled_addmm with the best tile of K, stages and warps."
+    ),
+    pages=("README.md", "docs/sddmm.md"),
+)
+BENCH = Bench(
+    "sddmm",
+    SUITES,
+    SCHEMAS,
+    (TABLE,),
+    OPTIONS,
+    SddmmCase,
 )

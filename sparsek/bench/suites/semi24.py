@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sparsek.bench.suites.case import (
+from sparsek.bench.engine.bench import Bench, Column, Table
+from sparsek.bench.engine.case import (
     DENSITY,
     DTYPE,
     Bar,
@@ -29,6 +30,8 @@ from sparsek.bench.suites.case import (
     shape_name,
     stored_name,
 )
+from sparsek.bench.engine.tables import CASE, KERNEL, MS, ROOF, SPEEDUP, must_reach, useful
+from sparsek.bench.suites import story
 from sparsek.core import dtypes
 from sparsek.core.device import card_of
 from sparsek.core.errors import InvalidInput
@@ -243,4 +246,38 @@ OPTIONS: tuple[Option, ...] = (
     Option("block", "none", "Stored blocks, or none: none,128.", parse_blocks),
     replace(DENSITY, default="1"),
     DTYPE,
+)
+
+TABLE = Table(
+    op="semi24",
+    title="2:4",
+    columns=(
+        CASE,
+        KERNEL,
+        MS,
+        SPEEDUP,
+        Column("dense-equivalent TFLOPS", useful),
+        ROOF,
+        must_reach(BARS),
+    ),
+    note=(
+        "TFLOPS are dense-equivalent: 2 * M * N * K of a 2:4 matrix, 2 * N for every value in the stored blocks of "
+        "one in blocks, kept or not; half of that is multiplied. A ratio is this library's rate over the peer's in "
+        "the same rounds, cuBLAS on dense random data. cuSPARSELt is the fastest of all its algorithms in all layouts "
+        "of B and C, its B laid out before any time; with the same layouts it takes B and makes C as they lie here. "
+        "BSR is this library's on the same blocks, with all their values. The roofline counts the stored values at the "
+        "dense rate."
+    ),
+    pages=("README.md", "docs/two-four.md"),
+)
+BENCH = Bench(
+    "semi24",
+    {**SUITES, **story.SUITES},
+    {**SCHEMAS, **story.SCHEMAS},
+    (
+        TABLE,
+        story.TABLE,
+    ),
+    OPTIONS,
+    make,
 )

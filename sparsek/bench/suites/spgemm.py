@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from sparsek.bench.engine.wall import wall_rounds
-from sparsek.bench.suites.case import (
+from sparsek.bench.engine.bench import Bench, Column, Record, Table
+from sparsek.bench.engine.case import (
     DTYPE,
     Case,
     Operands,
@@ -26,6 +26,8 @@ from sparsek.bench.suites.case import (
     shape_name,
     stored_name,
 )
+from sparsek.bench.engine.tables import CASE, KERNEL, MS, ROOF, SPEEDUP, USEFUL
+from sparsek.bench.engine.wall import wall_rounds
 from sparsek.core import dtypes
 from sparsek.core.device import card_of
 from sparsek.core.errors import InvalidInput
@@ -254,4 +256,39 @@ OPTIONS: tuple[Option, ...] = (
     Option("density", "0.125", "Fraction of blocks that either stores.", float),
     Option("result", "dense", f"What C is: {', '.join(OUTPUTS)}.", fields=("out",)),
     DTYPE,
+)
+
+
+def _symbolic(name: str) -> Callable[[Record], str]:
+    def cell(record: Record) -> str:
+        ms, share = record[f"{name}_ms"], record[f"{name}_share"]
+        return "" if ms is None or share is None else f"{ms:.3f} ({share * 100:.0f} %)"
+
+    return cell
+
+
+SYMBOLIC = Column("symbolic ms (of a first call)", _symbolic("symbolic"))
+SYMBOLIC_GPU = Column("of it on the GPU (of the call's)", _symbolic("symbolic_gpu"))
+TABLE = Table(
+    op="spgemm",
+    title="BSR x BSR",
+    columns=(CASE, KERNEL, MS, SPEEDUP, USEFUL, ROOF, SYMBOLIC, SYMBOLIC_GPU),
+    note=(
+        "Of both matrices the given share of blocks is stored: as many in every block row of A and in every block "
+        "column of B. Useful TFLOPS count pairs of stored blocks that meet. A ratio is this library's useful rate over "
+        "the peer's rate in the same rounds: useful FLOPs for sparse peers, dense FLOPs on dense random data for dense "
+        "ones. The symbolic phase finds out which blocks meet and deals them out, timed on the wall from an idle GPU "
+        "to an idle GPU; its share is that of a call on patterns seen for the first time, which also plans and "
+        "multiplies. On the GPU: the kernels and copies alone, and their share of those of the call."
+    ),
+    pages=("README.md", "docs/spgemm.md"),
+    shown=(SYMBOLIC, SYMBOLIC_GPU),
+)
+BENCH = Bench(
+    "spgemm",
+    SUITES,
+    SCHEMAS,
+    (TABLE,),
+    OPTIONS,
+    SpgemmCase,
 )

@@ -7,7 +7,8 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from sparsek.bench.suites.case import (
+from sparsek.bench.engine.bench import Bench, Table
+from sparsek.bench.engine.case import (
     BLOCK,
     DENSITY,
     DTYPE,
@@ -24,6 +25,7 @@ from sparsek.bench.suites.case import (
     shape_name,
     stored_name,
 )
+from sparsek.bench.engine.tables import CASE, GBPS, KERNEL, MS, ROOF, SPEEDUP, USEFUL, USEFUL_NOTE
 from sparsek.core import dtypes
 from sparsek.core.device import card_of
 from sparsek.core.errors import InvalidInput
@@ -242,4 +244,23 @@ OPTIONS: tuple[Option, ...] = (
     Option("pattern", "uniform", f"{', '.join(PATTERNS)}."),
     DTYPE,
     Option("form", A_AT_B, f"Products: {', '.join(FORMS)}."),
+)
+
+TABLE = Table(
+    op="spmm",
+    title="BSR x dense",
+    columns=(CASE, KERNEL, MS, SPEEDUP, USEFUL, GBPS, ROOF),
+    note=(
+        f"{USEFUL_NOTE} A @ B is this library's on the same pattern. "
+        "torch.sparse runs with the best of all four parameters of its kernel, 'stages' with its own but num_stages."
+    ),
+    pages=("README.md", "docs/spmm.md"),
+)
+BENCH = Bench(
+    "spmm",
+    SUITES,
+    SCHEMAS,
+    (TABLE,),
+    OPTIONS,
+    SpmmCase,
 )

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sparsek.bench.suites.case import (
+from sparsek.bench.engine.bench import Column, Record, Table
+from sparsek.bench.engine.case import (
     Case,
     Operands,
     Schema,
@@ -23,6 +24,7 @@ from sparsek.bench.suites.case import (
     set_count,
     shape_name,
 )
+from sparsek.bench.engine.tables import CASE, KERNEL, MS, ROOF, SPEEDUP, useful
 from sparsek.core import dtypes
 from sparsek.core.device import card_of
 from sparsek.core.errors import InvalidInput, Unsupported
@@ -192,3 +194,33 @@ STORY: tuple[SuiteRow, ...] = tuple(
     for share in (0.5, 0.25, 0.125, 0.0625)
 )
 SUITES: Mapping[str, tuple[SuiteRow, ...]] = {"story": STORY}
+
+
+def _ms_of(peer: str) -> Callable[[Record], str]:
+    def cell(record: Record) -> str:
+        return f"{record['peers'][peer]['ms']['median']:.3f}" if peer in record["peers"] else ""
+
+    return cell
+
+
+TABLE = Table(
+    op="story",
+    title="equal stored values",
+    columns=(
+        CASE,
+        KERNEL,
+        MS,
+        Column("cuBLAS ms", _ms_of("cublas")),
+        Column("cuSPARSELt ms", _ms_of("cusparselt")),
+        SPEEDUP,
+        Column("TFLOPS of stored values", useful),
+        ROOF,
+    ),
+    note=(
+        "x @ W.T where the given share of W's values is stored: hopper.semi24 two of every four neighbours; "
+        "hopper.bsr24 twice that share of the blocks of 128, each 2:4; hopper.spmm that share of the blocks, whole. "
+        "All of a case and its peers in the same rounds, cuBLAS on dense random data. A ratio compares rates of stored "
+        "values, of cuBLAS of all values."
+    ),
+    pages=("README.md", "docs/two-four.md"),
+)

@@ -30,7 +30,10 @@ class UnavailableError(SparseKError):
 
 
 class Peer(Protocol):
-    """`name` is the key in records, `title` what people read. `device` is "cuda", "cpu", or "" for both."""
+    """`name` is the key in records, `title` a heading of tables. `device` is "cuda", "cpu", or "" for both.
+
+    Tables show peers in the order of PEERS.
+    """
 
     @property
     def name(self) -> str: ...

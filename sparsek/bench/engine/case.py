@@ -108,6 +108,7 @@ class Schema:
     `rated`: they have rates. `extra` and `peer_extra`: fields of the record and of each peer, numbers or null.
     `later`: fields of the case that came later, with what older records mean. `sources`: what is timed beside the
     kernel, as names of modules ("plan.matches"). `rooms`: folders of sparsek of which every file counts as timed.
+    `run`: what measures a row instead of `run_case`. `below`: what such a record says under the table, as a line.
     """
 
     case: type[Case]
@@ -117,6 +118,8 @@ class Schema:
     later: Mapping[str, Any] = field(default_factory=dict)
     sources: tuple[str, ...] = ()
     rooms: tuple[str, ...] = ()
+    run: Callable[..., Any] | None = None
+    below: Callable[[dict[str, Any]], str] | None = None
 
 
 @dataclass(frozen=True)
