@@ -119,7 +119,7 @@ def test_flops_are_those_of_the_dense_blocks_or_of_the_stored_values() -> None:
     equal = EQUAL.operands(CPU)[0]
     for format_ in equal.formats.values():
         assert 2.0 * format_.values.numel() * EQUAL.n == equal.useful_flops == EQUAL.dense_flops / 2
-    assert set(replace(EQUAL, stored=0.25).operands(CPU)[0].formats) == {"spmm", "bsr24"}
+    assert set(replace(EQUAL, stored=0.25).operands(CPU)[0].formats) == {"bsr", "bsr24"}
 
 
 def test_the_suites_hold_every_row_of_the_speed_table() -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 import torch
 
 from sparsek.core import dtypes
-from sparsek.core.device import Card
+from sparsek.core.device import Card, card_of
 from sparsek.core.errors import InvalidInput
 from sparsek.matrix.bsr import BSR
 from sparsek.testing.budget import Gate
@@ -211,6 +211,11 @@ def listed(name: str, text: str, parse: Callable[[str], Made]) -> list[Made]:
 def set_count(card: Card, footprint: int) -> int:
     """How many operand sets of `footprint` bytes exceed the cache of the card several times, 2 to 64."""
     return max(2, min(MAX_SETS, math.ceil(CACHE_MULTIPLE * card.l2_bytes / max(1, footprint))))
+
+
+def sets_of(device: torch.device, footprint: int, one: Callable[[int], Made]) -> list[Made]:
+    """Operand sets `one(index)` of so many bytes each: 2 to 64, together several times the cache of the card."""
+    return [one(index) for index in range(set_count(card_of(device), footprint))]
 
 
 def suite_named(suites: Mapping[str, Made], name: str, what: str = "suite") -> Made:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from sparsek.bench.engine.case import Case
+from sparsek.bench.engine.case import Case, Operands
 from sparsek.bench.engine.peer import Ready, UnavailableError, elsewhere, first_line, rotating
 from sparsek.core.clock import time_rounds
 from sparsek.testing.budget import Gate
@@ -44,6 +44,30 @@ class Dense:
 
 CUBLAS = Dense("cublas", "cuBLAS", "cuda")
 TORCH_DENSE = Dense("torch_dense", "torch dense", "cpu")
+
+
+@dataclass(frozen=True)
+class Own:
+    """This library by another way: the operands that `other` makes of those of the case, by their place.
+
+    `unless` says why a case has no such peer.
+    """
+
+    name: str
+    title: str
+    other: Callable[[Any, Any, int], Operands]
+    unless: Callable[[Any], list[str]] = lambda case: []
+    device: str = ""
+
+    def why_not(self, case: Case, device: torch.device) -> list[str]:
+        return self.unless(case)
+
+    def ready(self, case: Case, sets: Sequence[Operands], tried: Callable[[str], None]) -> Ready:
+        others = [self.other(case, one, index) for index, one in enumerate(sets)]
+        plans = [one.plan(None) for one in others]
+        accepted(others[0].gate(plans[0]), self.title)
+        calls = tuple(one.planned(plan) for one, plan in zip(others, plans, strict=True))
+        return Ready(calls, ", ".join(sorted({plan.kernel for plan in plans})))
 
 
 def accepted(gate: Gate, what: str) -> None:

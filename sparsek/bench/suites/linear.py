@@ -34,7 +34,7 @@ from sparsek.matrix.pattern import block_sides
 from sparsek.matrix.random import random_bsr
 from sparsek.ops.spmm import plan_spmm
 from sparsek.plan.spmm import SpmmPlan
-from sparsek.reference.epilogue import ACTIVATIONS, PLAIN, Epilogue
+from sparsek.reference.epilogue import ACTIVATIONS, Epilogue
 from sparsek.testing.budget import Gate
 from sparsek.testing.poison import poisoned
 from sparsek.testing.product_budget import check_linear
@@ -74,12 +74,6 @@ class LinearOperands(Operands):
     def planned(self, plan: SpmmPlan) -> Callable[[], Tensor]:
         w, epilogue = self.w.T, self.epilogue
         return lambda: plan(self.x, w, out=self.out, epilogue=epilogue)
-
-    def plain(self) -> tuple[SpmmPlan, Callable[[], Tensor]]:
-        """The product alone, into the same output: its plan, and a call of it."""
-        w = self.w.T
-        plan = plan_spmm(self.x, w, out=self.out)
-        return plan, lambda: plan(self.x, w, out=self.out, epilogue=PLAIN)
 
     def gate(self, plan: SpmmPlan) -> Gate:
         self.out.fill_(torch.nan)

@@ -1,11 +1,10 @@
 """Products of a BSR and a dense matrix as a benchmark: its cases, their operands, its suites."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 
 from sparsek.bench.engine.bench import Bench, Table
 from sparsek.bench.engine.case import (
@@ -13,7 +12,6 @@ from sparsek.bench.engine.case import (
     DENSITY,
     DTYPE,
     Case,
-    Operands,
     Option,
     Schema,
     SuiteRow,
@@ -21,83 +19,20 @@ from sparsek.bench.engine.case import (
     check_case,
     random_dense,
     revalued,
-    set_count,
+    sets_of,
     shape_name,
     stored_name,
 )
 from sparsek.bench.engine.tables import CASE, GBPS, KERNEL, MS, ROOF, SPEEDUP, USEFUL, USEFUL_NOTE
+from sparsek.bench.suites.product import A_AT_B, ProductOperands, form_name
 from sparsek.core import dtypes
-from sparsek.core.device import card_of
 from sparsek.core.errors import InvalidInput
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.pattern import block_sides
 from sparsek.matrix.random import PATTERNS, random_bsr
-from sparsek.ops.spmm import plan_spmm
-from sparsek.plan.spmm import SpmmPlan
-from sparsek.testing.budget import Gate, check_spmm
 from sparsek.testing.poison import poisoned
 
-Sparse = TypeVar("Sparse", BSR, Tensor)
-A_AT_B = "A@B"
 FORMS = (A_AT_B, "A.T@B", "B@A", "B@A.T")
-
-
-def form_name(form: str) -> str:
-    """ "A.T@B" -> "A.T @ B"."""
-    return form.replace("@", " @ ")
-
-
-@dataclass(frozen=True)
-class SpmmOperands(Operands):
-    """One of the rotating sets: its own values of A, B and output, and the shared pattern.
-
-    A, or its transpose, stands to the left or to the right of B, as `form` says.
-    """
-
-    a: BSR
-    b: Tensor
-    out: Tensor
-    form: str = A_AT_B
-
-    @property
-    def on_right(self) -> bool:
-        """Whether A is the second factor."""
-        return self.form.startswith("B")
-
-    @property
-    def useful_flops(self) -> float:
-        free = self.b.shape[0] if self.on_right else self.b.shape[-1]
-        return 2.0 * self.a.nnzb * self.a.block[0] * self.a.block[1] * free
-
-    def factors(self, a: Sparse) -> tuple[Any, Any]:
-        """The two factors in their order, for this A or another, sparse or dense."""
-        a = a.T if "A.T" in self.form else a
-        return (self.b, a) if self.on_right else (a, self.b)
-
-    def plan(self, kernel: str | None) -> SpmmPlan:
-        return plan_spmm(*self.factors(self.a), kernel=kernel)
-
-    def planned(self, plan: SpmmPlan) -> Callable[[], object]:
-        first, second = self.factors(self.a)
-        return lambda: plan(first, second, out=self.out)
-
-    def gate(self, plan: SpmmPlan) -> Gate:
-        self.out.fill_(torch.nan)
-        self.planned(plan)()
-        return self.judge(self.out, tf32=plan.problem.tf32)
-
-    def judge(self, out: Any, *, tf32: bool = False) -> Gate:
-        """Whether `out` is the product of this set."""
-        first, second = self.factors(self.a)
-        if self.on_right:
-            return check_spmm(second.T, first.mT, out.mT, tf32=tf32)
-        return check_spmm(first, second, out, tf32=tf32)
-
-    def dense(self, seed: int) -> Callable[[], object]:
-        m, k = self.a.shape
-        full = random_dense(m, k, dtype=self.b.dtype, device=self.b.device, seed=seed)
-        first, second = self.factors(full.mul_(k**-0.5))
-        return lambda: torch.matmul(first, second, out=self.out)
 
 
 @dataclass(frozen=True)
@@ -179,18 +114,17 @@ class SpmmCase(Case):
         )
         return a, random_dense(*self.b_shape, dtype=dtype, device=device, seed=seed + 1)
 
-    def operands(self, device: torch.device, seed: int = 0) -> list[SpmmOperands]:
+    def operands(self, device: torch.device, seed: int = 0) -> list[ProductOperands]:
         """Sets that share one pattern and no memory: 2 to 64, together several times the cache."""
         a, b = self.make(device, seed)
-        sets = []
-        for index in range(set_count(card_of(device), self._footprint(a))):
-            if index:
-                one = revalued(a, seed + 100 + index)
-                other = random_dense(*self.b_shape, dtype=b.dtype, device=device, seed=seed + 200 + index)
-            else:
-                one, other = a, b
-            sets.append(SpmmOperands(one, other, poisoned(self.out_shape, b.dtype, device), self.form))
-        return sets
+        given = {"dtype": b.dtype, "device": device}
+
+        def one(index: int) -> ProductOperands:
+            mine = revalued(a, seed + 100 + index) if index else a
+            other = random_dense(*self.b_shape, **given, seed=seed + 200 + index) if index else b
+            return ProductOperands(mine, other, poisoned(self.out_shape, b.dtype, device), self.form)
+
+        return sets_of(device, self._footprint(a), one)
 
     def _footprint(self, a: BSR) -> int:
         """Bytes of A's values, B and C."""
