@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsek.bench.engine.peer import UnavailableError, peers_named
-from sparsek.bench.peers import attention as attention_peers
+from sparsek.bench.engine.peer import UnavailableError, peers_named, setting_up
 from sparsek.bench.peers.attention import PEERS, even_lists, flex_tiles
 from sparsek.bench.suites.attention import AttentionCase, AttentionOperands
 from sparsek.core import dtypes
@@ -262,5 +261,5 @@ def test_flex_attention_is_given_its_tiles(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_whatever_a_peer_raises_is_its_reason() -> None:
-    with pytest.raises(UnavailableError, match="RuntimeError: no such kernel"), attention_peers.setting_up():
+    with pytest.raises(UnavailableError, match="RuntimeError: no such kernel"), setting_up():
         raise RuntimeError("no such kernel\nand a long story")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sparsek.bench.engine.case import block_name
-from sparsek.bench.engine.peer import Peer, Ready, UnavailableError, elsewhere
+from sparsek.bench.engine.peer import Peer, Ready, UnavailableError, accepted, elsewhere, setting_up
 from sparsek.bench.peers.attention import (
     DENSE_MASKS,
     LOW,
@@ -23,10 +23,8 @@ from sparsek.bench.peers.attention import (
     Flash4,
     Flex,
     even_lists,
-    gated,
     imported,
     ran,
-    setting_up,
 )
 from sparsek.bench.suites.attention import AttentionCase, length_name
 from sparsek.bench.suites.attention_grad import (
@@ -102,7 +100,7 @@ class Autograd:
             calls = tuple(tracing(attend, *self._operands(one)) for one in sets)
             results = [self.forward.laid(x) for x in ran(calls)]
             if self.forward.judged(case):
-                gated(sets[0], results)
+                accepted(sets[0].judge(results), "its result")
         return Ready(calls, *self.forward.counted(case))
 
     def _operands(self, one: GradOperands | StepOperands) -> list[Tensor]:
@@ -170,7 +168,7 @@ class CudnnBlocksBackward:
         with setting_up():
             index = even_lists(sets[0])
             calls = tuple(self._call(case, one, index) for one in sets)
-            gated(sets[0], ran(calls))
+            accepted(sets[0].judge(ran(calls)), "its result")
         return Ready(calls)
 
     def _call(
@@ -225,7 +223,7 @@ class AnyOrder:
         if (plans[0].kernel, plans[0].config) == (fixed.kernel, fixed.config):
             raise UnavailableError("the planner's choice is the same for both")
         calls = tuple(one.planned(plan) for one, plan in zip(free, plans, strict=True))
-        gated(sets[0], ran(calls))
+        accepted(sets[0].judge(ran(calls)), "its result")
         return Ready(calls, note=plans[0].kernel)
 
 

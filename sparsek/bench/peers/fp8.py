@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from sparsek.bench.engine.case import random_dense
-from sparsek.bench.engine.peer import Peer, Ready, UnavailableError, elsewhere, rotating
+from sparsek.bench.engine.peer import Peer, Ready, UnavailableError, accepted, elsewhere, rotating, setting_up
 from sparsek.bench.peers.cusparselt import Task
-from sparsek.bench.peers.product import Dense, Own, accepted, setting_up
+from sparsek.bench.peers.product import Dense, Own
 from sparsek.bench.peers.semi24 import BEST, fastest, missing, ways_that_run
 from sparsek.bench.suites.fp8 import SEMI24, Fp8Case, Fp8Operands, fp8_product
 from sparsek.bench.suites.product import WIDE, ProductOperands

@@ -1,18 +1,15 @@
 """Peers that every product has: the same computed densely, and what sparse peers share."""
 
 import math
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from sparsek.bench.engine.case import Case, Operands
-from sparsek.bench.engine.peer import Ready, UnavailableError, elsewhere, first_line, rotating
+from sparsek.bench.engine.peer import Ready, UnavailableError, accepted, elsewhere, first_line, rotating
 from sparsek.core.clock import time_rounds
-from sparsek.testing.budget import Gate
 
 # Parameters of a kernel, and the values that are tried for each of them.
 Meta = dict[str, int]
@@ -68,25 +65,6 @@ class Own:
         accepted(others[0].gate(plans[0]), self.title)
         calls = tuple(one.planned(plan) for one, plan in zip(others, plans, strict=True))
         return Ready(calls, ", ".join(sorted({plan.kernel for plan in plans})))
-
-
-def accepted(gate: Gate, what: str) -> None:
-    """Raises UnavailableError unless the gate passed."""
-    if not gate.passed:
-        raise UnavailableError(f"{what} is wrong here: error {gate.error:.2e}, budget {gate.budget:.2e}")
-
-
-@contextmanager
-def setting_up(what: str) -> Iterator[None]:
-    """Peers warn and refuse in many ways: what they raise becomes the reason why they are not measured."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            yield
-        except (UnavailableError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:
-            raise UnavailableError(f"{what}: {first_line(error)}") from None
 
 
 def tuned(

@@ -8,17 +8,8 @@ import torch
 from torch import Tensor
 
 from sparsek.bench.engine.case import block_name
-from sparsek.bench.engine.peer import Peer, Ready, elsewhere
-from sparsek.bench.peers.product import (
-    CUBLAS,
-    TORCH_DENSE,
-    Meta,
-    Space,
-    accepted,
-    setting_up,
-    settings,
-    tuned,
-)
+from sparsek.bench.engine.peer import Peer, Ready, accepted, elsewhere, setting_up
+from sparsek.bench.peers.product import CUBLAS, TORCH_DENSE, Meta, Space, settings, tuned
 from sparsek.bench.suites.sddmm import SddmmCase, SddmmOperands
 from sparsek.matrix.bsr import BSR
 from sparsek.testing.product_budget import stored

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from sparsek.bench.engine.case import random_dense
-from sparsek.bench.engine.peer import Peer, Ready, UnavailableError, rotating
+from sparsek.bench.engine.peer import Peer, Ready, UnavailableError, accepted, rotating, setting_up
 from sparsek.bench.peers.cusparselt import Task, Tried, laid, multiply, probe, usable
-from sparsek.bench.peers.product import CUBLAS, TORCH_DENSE, Own, accepted, setting_up
+from sparsek.bench.peers.product import CUBLAS, TORCH_DENSE, Own
 from sparsek.bench.suites.product import ProductOperands
 from sparsek.bench.suites.semi24 import Semi24Case
 from sparsek.bench.suites.story import StoryCase

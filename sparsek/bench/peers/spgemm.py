@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
-from sparsek.bench.engine.peer import Peer, Ready
-from sparsek.bench.peers.product import CUBLAS, TORCH_DENSE, accepted, setting_up
+from sparsek.bench.engine.peer import Peer, Ready, accepted, setting_up
+from sparsek.bench.peers.product import CUBLAS, TORCH_DENSE
 from sparsek.bench.suites.spgemm import SpgemmCase, SpgemmOperands
 
 # cuSPARSE's buffers hold every product of two elements: 12 bytes each.

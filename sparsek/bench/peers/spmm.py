@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from sparsek.bench.engine.case import random_dense
-from sparsek.bench.engine.peer import Peer, Ready, UnavailableError, first_line
+from sparsek.bench.engine.peer import Peer, Ready, UnavailableError, accepted, first_line
 from sparsek.bench.peers import cusparse
-from sparsek.bench.peers.product import CUBLAS, TORCH_DENSE, Meta, Own, Space, accepted, settings, tuned
+from sparsek.bench.peers.product import CUBLAS, TORCH_DENSE, Meta, Own, Space, settings, tuned
 from sparsek.bench.suites.product import A_AT_B, ProductOperands, form_name
 from sparsek.bench.suites.spmm import SpmmCase
 

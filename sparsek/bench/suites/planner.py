@@ -26,7 +26,7 @@ from sparsek.bench.engine.case import (
     suite_named,
 )
 from sparsek.bench.engine.layer_gate import Expected
-from sparsek.bench.engine.run import GateError, Outcome, in_order
+from sparsek.bench.engine.run import GateError, Outcome, facts, in_order
 from sparsek.bench.engine.sensors import Sensors
 from sparsek.bench.engine.several import worst
 from sparsek.bench.engine.tables import CASE, MS
@@ -131,6 +131,13 @@ INNER_MS = 2.0
 OWN_ROUNDS = 3
 
 
+class Chosen(NamedTuple):
+    """The planner, in the place of a kernel."""
+
+    kernel: str = PLANNER
+    config: None = None
+
+
 class Judged(NamedTuple):
     """One layer: its options with both times, those that predictions and a measurement choose, and the worst gate."""
 
@@ -230,30 +237,22 @@ def _record(
         if all(name in each.times for each in judged):
             peers[name] = _total([each.times[name] for each in judged])
     gate = worst([each.gate for each in judged])
-    record = {
-        "op": case.op,
-        "case": case.as_record(),
-        "kernel": PLANNER,
-        "config": {"layers": [each.as_config() for each in judged]},
-        "ms": records.times_of(chosen),
-        "tflops": None,
-        "gbps": None,
-        "roofline": None,
-        "gate": {"error": gate.error, "budget": gate.budget, "passed": bool(gate.passed)},
-        "peers": {
-            name: {"ms": records.times_of(times), "tflops": case.dense_flops / times.median / 1e9}
-            for name, times in peers.items()
-        },
-        "ratio": {name: round(times.median / chosen.median, 4) for name, times in peers.items()},
-        "env": records.environment(device, seen),
-        "source_hash": records.hash_of(case.op, PLANNER),
-        "date": records.now(),
-        "near": sum(each.of_best <= NEAR for each in judged),
-        "near_measured": sum(each.measured_of_best <= NEAR for each in judged),
-        "count": len(judged),
-        "worst": round(max(each.of_best for each in judged), 4),
-    }
-    return in_order(record)
+    record = facts(case.op, case, Chosen(), chosen, gate, device, seen)
+    return in_order(
+        record
+        | {
+            "config": {"layers": [each.as_config() for each in judged]},
+            "peers": {
+                name: {"ms": records.times_of(times), "tflops": case.dense_flops / times.median / 1e9}
+                for name, times in peers.items()
+            },
+            "ratio": {name: round(times.median / chosen.median, 4) for name, times in peers.items()},
+            "near": sum(each.of_best <= NEAR for each in judged),
+            "near_measured": sum(each.measured_of_best <= NEAR for each in judged),
+            "count": len(judged),
+            "worst": round(max(each.of_best for each in judged), 4),
+        }
+    )
 
 
 def _total(times: Sequence[Times]) -> Times:
