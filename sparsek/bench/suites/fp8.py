@@ -24,11 +24,10 @@ from sparsek.bench.engine.case import (
     check_case,
     random_dense,
     sets_of,
-    shape_name,
     stored_name,
 )
 from sparsek.bench.engine.tables import CASE, KERNEL, MS, ROOF, SPEEDUP, USEFUL, must_reach
-from sparsek.bench.suites.product import LINEAR, WIDE, ProductOperands, form_name
+from sparsek.bench.suites.product import LINEAR, WIDE, ProductOperands, SidesCase, form_name, sides
 from sparsek.bench.suites.semi24 import FORMS
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
@@ -91,7 +90,7 @@ def fp8_product(values: Tensor, scale: Tensor, x: Tensor, x_scale: Tensor, *, fa
 
 
 @dataclass(frozen=True)
-class Fp8Case(Case):
+class Fp8Case(SidesCase):
     """An FP8 matrix [m, k] times a dense FP8 one: "x@W.T", a layer of n tokens, or "A@B" with B [k, n].
 
     `stored` is "bsr", "semi24" or "bsr24"; `block` and `density` are those of stored blocks. `scale` says what of the
@@ -101,9 +100,6 @@ class Fp8Case(Case):
 
     op: ClassVar[str] = "fp8"
 
-    m: int
-    k: int
-    n: int
     stored: str = BSR_
     block: tuple[int, int] | None = (128, 128)
     density: float = 1.0
@@ -147,18 +143,13 @@ class Fp8Case(Case):
         else:
             stored = stored_name(block_name(self.block), self.density, *words)
             stored = f"2:4 in {stored}" if self.stored == BSR24_ else stored
-        return f"{form_name(self.form)} {shape_name(self.m, self.k, self.n)} {stored}"
+        return f"{form_name(self.form)} {self.shape_name} {stored}"
 
     @property
     def order(self) -> tuple[Any, ...]:
-        """Sorts cases by format, size, block, falling density, sums, form, scale."""
-        size = self.m * self.k * self.n
+        """Sorts cases by format, self.size, block, falling density, sums, form, scale."""
         more = self.fast_accum, FORMS.index(self.form), SCALES.index(self.scale), self.dtype
-        return STORED.index(self.stored), size, self.block or (), -self.density, *more
-
-    @property
-    def dense_flops(self) -> float:
-        return 2.0 * self.m * self.k * self.n
+        return STORED.index(self.stored), self.size, self.block or (), -self.density, *more
 
     def operands(self, device: torch.device, seed: int = 0) -> list[Fp8Operands]:
         """Sets of their own memory, of one pattern: 2 to 64, together several times the cache; N(0, 1) before FP8."""
@@ -225,9 +216,7 @@ def make(*, stored: str, block: tuple[int, int], density: float, **fields: Any) 
 
 
 OPTIONS: tuple[Option, ...] = (
-    Option("m", "8192", "Rows of the FP8 matrix; comma lists give every combination.", int),
-    Option("k", "8192", "Its columns.", int),
-    Option("n", "8192", "Rows of x, or columns of B.", int),
+    *sides("Rows of the FP8 matrix", "Its columns", "Rows of x, or columns of B"),
     Option("stored", "bsr", f"Formats: {', '.join(STORED)}."),
     BLOCK,
     DENSITY,

@@ -27,7 +27,7 @@ from sparsek.bench.engine.case import (
     block_name,
     check_case,
     random_dense,
-    set_count,
+    sets_of,
 )
 from sparsek.bench.engine.several import Moved
 from sparsek.bench.engine.tables import CASE, GBPS, KERNEL, MS, ROOF, must_reach
@@ -199,10 +199,12 @@ class PackCase(Case):
     def operands(self, device: torch.device, seed: int = 0) -> list[PackOperands]:
         """Sets of N(0, 1) values: 2 to 64, together several times the cache."""
         dtype = dtypes.parse(self.dtype)
-        return [
-            PackOperands(self, random_dense(self.m, self.k, dtype=dtype, device=device, seed=seed + index))
-            for index in range(set_count(card_of(device), int(self.moved)))
-        ]
+        given = {"dtype": dtype, "device": device}
+        return sets_of(
+            device,
+            int(self.moved),
+            lambda index: PackOperands(self, random_dense(self.m, self.k, seed=seed + index, **given)),
+        )
 
 
 SCHEMAS: Mapping[str, Schema] = {"pack": Schema(PackCase, rated=False)}

@@ -8,10 +8,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sparsek.bench.engine.case import Operands, random_dense
+from sparsek.bench.engine.case import (
+    Case,
+    Operands,
+    Option,
+    block_name,
+    check_case,
+    random_dense,
+    shape_name,
+    stored_name,
+)
+from sparsek.core.errors import InvalidInput
 from sparsek.matrix.bsr import BSR
-from sparsek.matrix.pattern import BlockPattern
+from sparsek.matrix.pattern import BlockPattern, block_sides
 from sparsek.matrix.quantized import Quantized
+from sparsek.matrix.random import PATTERNS
 from sparsek.ops.linear import plan_layer
 from sparsek.ops.spmm import plan_spmm
 from sparsek.plan.spmm import SpmmPlan
@@ -23,6 +34,72 @@ from sparsek.testing.poison import poisoned
 A_AT_B, LINEAR = "A@B", "x@W.T"
 # What products of FP8 give, and what they are compared with.
 WIDE = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class SidesCase(Case):
+    """A case with the sides of a product [m, k] @ [k, n]."""
+
+    m: int
+    k: int
+    n: int
+
+    @property
+    def size(self) -> int:
+        return self.m * self.k * self.n
+
+    @property
+    def shape_name(self) -> str:
+        """ "8192³" for a cube, "16384²×16" for a square first matrix, "m×k×n" otherwise."""
+        return shape_name(self.m, self.k, self.n)
+
+    @property
+    def dense_flops(self) -> float:
+        return 2.0 * self.size
+
+
+@dataclass(frozen=True)
+class BlocksCase(SidesCase):
+    """One whose sparse matrix stores the share `density` of its blocks, in a seeded random pattern."""
+
+    block: tuple[int, int]
+    density: float
+    pattern: str = "uniform"
+    dtype: str = "bf16"
+
+    def __post_init__(self) -> None:
+        check_case(self, "m", "k", "n")
+        block_sides(self.block)
+        if self.pattern not in PATTERNS:
+            raise InvalidInput(f"pattern {self.pattern!r} is not one of {', '.join(PATTERNS)}")
+
+    @property
+    def block_name(self) -> str:
+        """ "128" for square blocks, "512x112" for others."""
+        return block_name(self.block)
+
+    @property
+    def name(self) -> str:
+        """One short line: "8192³ block 128 12.5 % bf16"."""
+        shown = "" if self.pattern == "uniform" else self.pattern
+        return f"{self.shape_name} {stored_name(self.block_name, self.density, shown, self.dtype)}"
+
+    @property
+    def order(self) -> tuple[Any, ...]:
+        """Sorts cases by size, then block, then falling density."""
+        return self.size, self.block, -self.density, self.pattern, self.dtype
+
+
+def sides(*what: str) -> tuple[Option, ...]:
+    """The options m, k and n, of which `what` says what they are."""
+    more = "; comma lists give every combination"
+    return tuple(
+        Option(name, "8192", f"{text}{'' if at else more}.", int)
+        for at, (name, text) in enumerate(zip("mkn", what, strict=True))
+    )
+
+
+PATTERN = Option("pattern", "uniform", f"{', '.join(PATTERNS)}.")
 
 
 def form_name(form: str) -> str:

@@ -24,12 +24,11 @@ from sparsek.bench.engine.case import (
     parse_block,
     random_dense,
     sets_of,
-    shape_name,
     stored_name,
 )
 from sparsek.bench.engine.tables import CASE, KERNEL, MS, ROOF, SPEEDUP, must_reach, useful
 from sparsek.bench.suites import story
-from sparsek.bench.suites.product import A_AT_B, LINEAR, ProductOperands, form_name
+from sparsek.bench.suites.product import A_AT_B, LINEAR, ProductOperands, SidesCase, form_name, sides
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.matrix import two_four
@@ -42,7 +41,7 @@ FORMS = (LINEAR, A_AT_B)
 
 
 @dataclass(frozen=True)
-class Semi24Case(Case):
+class Semi24Case(SidesCase):
     """A 2:4 matrix [m, k] times a dense one: "x@W.T", a layer of n tokens, or "A@B" with B [k, n].
 
     Without `block` it is a Semi24. With one it is a BSR24 of which `density` of the blocks is stored.
@@ -50,9 +49,6 @@ class Semi24Case(Case):
 
     op: ClassVar[str] = "semi24"
 
-    m: int
-    k: int
-    n: int
     form: str = LINEAR
     block: tuple[int, int] | None = None
     density: float = 1.0
@@ -87,24 +83,19 @@ class Semi24Case(Case):
         stored = self.dtype
         if self.block is not None:
             stored = f"in {stored_name(block_name(self.block), self.density, self.dtype)}"
-        return f"{form_name(self.form)} {shape_name(self.m, self.k, self.n)} 2:4 {stored}"
+        return f"{form_name(self.form)} {self.shape_name} 2:4 {stored}"
 
     @property
     def order(self) -> tuple[Any, ...]:
-        """Sorts cases by kind, size, then block, falling density, and form."""
-        size = self.m * self.k * self.n
+        """Sorts cases by kind, self.size, then block, falling density, and form."""
         return (
             self.block is not None,
-            size,
+            self.size,
             self.block or (),
             -self.density,
             FORMS.index(self.form),
             self.dtype,
         )
-
-    @property
-    def dense_flops(self) -> float:
-        return 2.0 * self.m * self.k * self.n
 
     def operands(self, device: torch.device, seed: int = 0) -> list[ProductOperands]:
         """Sets that share one pattern and no memory: 2 to 64, together several times the cache.
@@ -169,9 +160,7 @@ def make(*, block: tuple[int, int] | None, density: float, **fields: Any) -> Sem
 
 
 OPTIONS: tuple[Option, ...] = (
-    Option("m", "8192", "Rows of the 2:4 matrix; comma lists give every combination.", int),
-    Option("k", "8192", "Its columns.", int),
-    Option("n", "8192", "Rows of x, or columns of B.", int),
+    *sides("Rows of the 2:4 matrix", "Its columns", "Rows of x, or columns of B"),
     Option("form", LINEAR, f"Products: {', '.join(FORMS)}."),
     Option("block", "none", "Stored blocks, or none: none,128.", parse_blocks),
     replace(DENSITY, default="1"),

@@ -11,32 +11,26 @@ from sparsek.bench.engine.case import (
     BLOCK,
     DENSITY,
     DTYPE,
-    Case,
     Option,
     Schema,
     SuiteRow,
-    block_name,
-    check_case,
     random_dense,
     revalued,
     sets_of,
-    shape_name,
-    stored_name,
 )
 from sparsek.bench.engine.tables import CASE, GBPS, KERNEL, MS, ROOF, SPEEDUP, USEFUL, USEFUL_NOTE
-from sparsek.bench.suites.product import A_AT_B, ProductOperands, form_name
+from sparsek.bench.suites.product import A_AT_B, PATTERN, BlocksCase, ProductOperands, form_name, sides
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.matrix.bsr import BSR
-from sparsek.matrix.pattern import block_sides
-from sparsek.matrix.random import PATTERNS, random_bsr
+from sparsek.matrix.random import random_bsr
 from sparsek.testing.poison import poisoned
 
 FORMS = (A_AT_B, "A.T@B", "B@A", "B@A.T")
 
 
 @dataclass(frozen=True)
-class SpmmCase(Case):
+class SpmmCase(BlocksCase):
     """A product of A [m, k], `density` of whose blocks are stored in a seeded random pattern, and a dense B.
 
     `form` says which product; `n` is the side of B that A does not meet. "A@B": B is [k, n]. "A.T@B": B is [m, n].
@@ -45,49 +39,22 @@ class SpmmCase(Case):
 
     op: ClassVar[str] = "spmm"
 
-    m: int
-    k: int
-    n: int
-    block: tuple[int, int]
-    density: float
-    pattern: str = "uniform"
-    dtype: str = "bf16"
     form: str = A_AT_B
 
     def __post_init__(self) -> None:
-        check_case(self, "m", "k", "n")
-        block_sides(self.block)
-        if self.pattern not in PATTERNS:
-            raise InvalidInput(f"pattern {self.pattern!r} is not one of {', '.join(PATTERNS)}")
+        super().__post_init__()
         if self.form not in FORMS:
             raise InvalidInput(f"a form of the product is one of {', '.join(FORMS)}, got {self.form!r}")
 
     @property
-    def block_name(self) -> str:
-        """ "128" for square blocks, "512x112" for others."""
-        return block_name(self.block)
-
-    @property
-    def shape_name(self) -> str:
-        """ "8192³" for a cube, "16384²×16" for a square A, "m×k×n" otherwise."""
-        return shape_name(self.m, self.k, self.n)
-
-    @property
     def name(self) -> str:
-        """One short line: "8192³ block 128 12.5 % bf16", and the form unless it is A @ B."""
-        shown = "" if self.pattern == "uniform" else self.pattern
-        form = "" if self.form == A_AT_B else f"{form_name(self.form)} "
-        return f"{form}{self.shape_name} {stored_name(self.block_name, self.density, shown, self.dtype)}"
+        """As for all such cases, after the form unless it is A @ B."""
+        return super().name if self.form == A_AT_B else f"{form_name(self.form)} {super().name}"
 
     @property
     def order(self) -> tuple[Any, ...]:
-        """Sorts cases by form, size, then block, then falling density."""
-        size = self.m * self.k * self.n
-        return FORMS.index(self.form), size, self.block, -self.density, self.pattern, self.dtype
-
-    @property
-    def dense_flops(self) -> float:
-        return 2.0 * self.m * self.k * self.n
+        """Sorts cases by form first."""
+        return FORMS.index(self.form), *super().order
 
     @property
     def b_shape(self) -> tuple[int, int]:
@@ -170,12 +137,10 @@ SUITES: Mapping[str, tuple[SuiteRow, ...]] = {"blocks": BY_BLOCK, "forms": BY_FO
 
 
 OPTIONS: tuple[Option, ...] = (
-    Option("m", "8192", "Rows of A; comma lists give every combination.", int),
-    Option("k", "8192", "Columns of A.", int),
-    Option("n", "8192", "The side of B that A does not meet.", int),
+    *sides("Rows of A", "Columns of A", "The side of B that A does not meet"),
     BLOCK,
     DENSITY,
-    Option("pattern", "uniform", f"{', '.join(PATTERNS)}."),
+    PATTERN,
     DTYPE,
     Option("form", A_AT_B, f"Products: {', '.join(FORMS)}."),
 )

@@ -13,17 +13,15 @@ from torch import Tensor
 
 from sparsek.bench.engine.bench import Column, Record, Table
 from sparsek.bench.engine.case import (
-    Case,
     Schema,
     SuiteRow,
     block_name,
     check_case,
     random_dense,
     sets_of,
-    shape_name,
 )
 from sparsek.bench.engine.tables import CASE, KERNEL, MS, ROOF, SPEEDUP, useful
-from sparsek.bench.suites.product import LINEAR, ProductOperands
+from sparsek.bench.suites.product import LINEAR, ProductOperands, SidesCase
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput, Unsupported
 from sparsek.kernels import KERNELS
@@ -75,14 +73,11 @@ class StoryOperands(ProductOperands):
 
 
 @dataclass(frozen=True)
-class StoryCase(Case):
+class StoryCase(SidesCase):
     """x [n, k] @ W.T for a W [m, k] of whose values the share `stored`, at most a half, is there; blocks of `block`."""
 
     op: ClassVar[str] = "story"
 
-    m: int
-    k: int
-    n: int
     stored: float
     block: tuple[int, int] = (128, 128)
     dtype: str = "bf16"
@@ -114,16 +109,12 @@ class StoryCase(Case):
     def name(self) -> str:
         """One short line: "8192³, 12.5 % of the values, bf16"."""
         shown = f", block {block_name(self.block)}" if self.block != (128, 128) else ""
-        return f"{shape_name(self.m, self.k, self.n)}, {self.stored * 100:.4g} % of the values{shown}, {self.dtype}"
+        return f"{self.shape_name}, {self.stored * 100:.4g} % of the values{shown}, {self.dtype}"
 
     @property
     def order(self) -> tuple[Any, ...]:
-        """Sorts cases by size, then falling share."""
-        return self.m * self.k * self.n, -self.stored, self.block, self.dtype
-
-    @property
-    def dense_flops(self) -> float:
-        return 2.0 * self.m * self.k * self.n
+        """Sorts cases by self.size, then falling share."""
+        return self.size, -self.stored, self.block, self.dtype
 
     def operands(self, device: torch.device, seed: int = 0) -> list[StoryOperands]:
         """Sets of their own memory: 2 to 64, together several times the cache; N(0, 1), W times k**-0.5."""
