@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from sparsek.bench.engine.memory import out_of_memory, peak_bytes
-from sparsek.bench.peers.peer import first_line
+from sparsek.bench.engine.peer import first_line
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput, SparseKError
 from sparsek.matrix.bsr import BSR

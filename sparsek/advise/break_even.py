@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from sparsek.bench.engine.charts import COLOURS, pyplot
+from sparsek.bench.charts import COLOURS, pyplot
 from sparsek.core.device import card_named
 from sparsek.core.errors import InvalidInput, Unsupported
 from sparsek.matrix import two_four

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from sparsek.advise.formats import compared
+from sparsek.bench.engine.case import random_dense
 from sparsek.bench.engine.memory import gigabytes, out_of_memory
-from sparsek.bench.peers.peer import rotating
-from sparsek.bench.suites.case import random_dense
+from sparsek.bench.engine.peer import rotating
 from sparsek.core import arguments, dtypes
 from sparsek.core.clock import time_rounds
 from sparsek.core.device import CARDS, card_named, card_of

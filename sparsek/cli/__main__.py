@@ -1,13 +1,13 @@
 """`sparsek`: doctor, demo, advise, bench, report, tune. A command's module is loaded when the command runs."""
 
+from functools import partial
 from importlib import import_module
 from typing import Any
 
 import typer
-from typer.core import TyperCommand
-from typer.main import get_command
 
-from sparsek.cli.output import Commands, without_boxes
+from sparsek.cli.deferred import Deferred
+from sparsek.cli.output import Commands
 
 # Each is a function of its name in sparsek.cli, or a group called `app`; with the first line of its help.
 COMMANDS = {
@@ -21,25 +21,10 @@ COMMANDS = {
 }
 
 
-class Deferred(TyperCommand):
-    """A command that is known by its name and its help, until it runs or its own help is printed."""
-
-    def make_context(self, *args: Any, **kwargs: Any) -> Any:
-        return self.load().make_context(*args, **kwargs)
-
-    def load(self) -> Any:
-        """The command itself."""
-        name = str(self.name)
-        module = import_module(f"sparsek.cli.{name}")
-        holder = typer.Typer(callback=lambda: None, add_completion=False)
-        if hasattr(module, "app"):
-            holder.add_typer(module.app, name=name)
-        else:
-            holder.command(name)(getattr(module, name))
-        command = get_command(holder).commands[name]  # pyright: ignore[reportAttributeAccessIssue]
-        if self.rich_markup_mode is None:
-            without_boxes(command)
-        return command
+def loaded(name: str) -> Any:
+    """The function of a command, or its group."""
+    module = import_module(f"sparsek.cli.{name}")
+    return getattr(module, "app", None) or getattr(module, name)
 
 
 class Program(Commands):
@@ -48,7 +33,7 @@ class Program(Commands):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         for name, text in COMMANDS.items():
-            self.add_command(Deferred(name, help=text, rich_markup_mode=self.rich_markup_mode))
+            self.add_command(Deferred(name, text, self.rich_markup_mode, partial(loaded, name)))
 
 
 app = typer.Typer(

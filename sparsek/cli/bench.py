@@ -1,80 +1,37 @@
-"""`sparsek bench spmm`, `sparsek bench attention` and the others: one command for each of `engine/benches.py`."""
+"""`sparsek bench`: a command for each benchmark of `bench/benches.py`, and one for all."""
 
-import inspect
-from collections.abc import Callable
-from pathlib import Path
-from typing import Annotated, Any
+from functools import partial
+from importlib import import_module
+from typing import Any
 
 import typer
 
-from sparsek.bench.engine.benches import BENCHES, Bench
-from sparsek.bench.suites.case import Option
-from sparsek.cli import bench_all
-from sparsek.cli.bench_run import Device, Request, Rounds, bench
+from sparsek.bench.benches import BENCHES, HELP
+from sparsek.cli.deferred import Deferred
 from sparsek.cli.output import Commands
 
+ALL = "Measures every published row whose record is not of this source, card and versions; run again, it goes on."
+
+
+def loaded(name: str) -> Any:
+    """The function of a command, which brings torch with it."""
+    if name == "all":
+        return import_module("sparsek.cli.bench_all").everything
+    return import_module("sparsek.cli.bench_one").command(BENCHES[name])
+
+
+class Benchmarks(Commands):
+    """A command for each benchmark, and one for all."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        for name, text in {**HELP, "all": ALL}.items():
+            self.add_command(Deferred(name, text, self.rich_markup_mode, partial(loaded, name)))
+
+
 app = typer.Typer(
-    cls=Commands, help="Measure, with a correctness gate before any time.", no_args_is_help=True
+    cls=Benchmarks,
+    callback=lambda: None,
+    help="Measure, with a correctness gate before any time.",
+    no_args_is_help=True,
 )
-Only = Annotated[str | None, typer.Option(help="Of a suite, the entries with these numbers (from 1): 1,3,5.")]
-Out = Annotated[Path | None, typer.Option(help="Append the records to this .jsonl file.")]
-Plot = Annotated[Path | None, typer.Option(help="Draw charts of what was measured into this folder.")]
-
-
-@app.callback()
-def group() -> None:
-    """Measure, with a correctness gate before any time."""
-
-
-def command(one: Bench) -> Callable[..., None]:
-    """A function with the options of a benchmark as its parameters, as typer reads them."""
-    parameters = {"context": _parameter("context", typer.Context, inspect.Parameter.empty)}
-    for option in one.options:
-        parameters[_python(option.name)] = _case_parameter(option)
-    if one.kernels:
-        parameters["kernel"] = _parameter("kernel", Annotated[str, typer.Option(help=one.kernels)], "auto")
-    if one.peers:
-        named = f"all, none, or some of {', '.join(peer.name for peer in one.peers)}."
-        parameters["peers"] = _parameter("peers", Annotated[str, typer.Option(help=named)], "all")
-    suites = f"A named suite instead of sizes: {', '.join(one.suites)}."
-    for name, kind, default in (
-        ("rounds", Rounds, one.rounds),
-        ("suite", Annotated[str | None, typer.Option(help=suites)], None),
-        ("only", Only, None),
-        ("device", Device, None),
-        ("out", Out, None),
-        ("plot", Plot, None),
-    ):
-        parameters[name] = _parameter(name, kind, default)
-
-    def run(**given: Any) -> None:
-        context = given.pop("context")
-        cases = {option.name: given.pop(_python(option.name)) for option in one.options}
-        bench(one, cases, Request(context, **given))
-
-    run.__annotations__ = {name: each.annotation for name, each in parameters.items()}
-    vars(run)["__signature__"] = inspect.Signature(list(parameters.values()))
-    return run
-
-
-def _python(name: str) -> str:
-    return name.replace("-", "_")
-
-
-def _parameter(name: str, kind: Any, default: Any) -> inspect.Parameter:
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
-
-
-def _case_parameter(option: Option) -> inspect.Parameter:
-    if isinstance(option.default, bool):
-        written = f"--{option.name}" + (f"/--{option.off}" if option.off else "")
-        return _parameter(
-            _python(option.name), Annotated[bool, typer.Option(written, help=option.help)], option.default
-        )
-    kind = Annotated[str, typer.Option(f"--{option.name}", help=option.help)]
-    return _parameter(_python(option.name), kind, option.default)
-
-
-for each in BENCHES.values():
-    app.command(each.name, help=each.help)(command(each))
-app.command("all")(bench_all.everything)

@@ -9,15 +9,15 @@ import torch
 import typer
 from rich.table import Table as Screen
 
-from sparsek.bench.engine import charts, records
-from sparsek.bench.engine.benches import Bench
-from sparsek.bench.engine.measure import measure
+from sparsek.bench import charts
+from sparsek.bench.engine import records
+from sparsek.bench.engine.bench import Bench, Table, table_of
+from sparsek.bench.engine.case import SuiteRow, listed, suite_named
 from sparsek.bench.engine.memory import out_of_memory
+from sparsek.bench.engine.peer import Peer, peers_named
 from sparsek.bench.engine.report import measured_peers
-from sparsek.bench.engine.run import GateError, Outcome
-from sparsek.bench.engine.tables import Table, case_name, table_of
-from sparsek.bench.peers.peer import Peer, peers_named
-from sparsek.bench.suites.case import SuiteRow, listed, suite_named
+from sparsek.bench.engine.run import GateError, Outcome, measure
+from sparsek.bench.engine.tables import case_name
 from sparsek.cli.output import complain, console, progress
 from sparsek.cli.output import table as new_table
 from sparsek.core import arguments
@@ -176,7 +176,7 @@ def _row(record: records.Record, of: Table, names: Sequence[str]) -> list[str]:
             own = [column.cell(record) for column in of.shown]
             return [*first, "", "", "", *own, *(f"{record['ratio'][name]:.2f}x" for name in names)]
         blank = [""] * (len(of.shown) + len(names))
-        return [*first, "build" if record["op"] == "mask_build" else "host", "", "", *blank]
+        return [*first, record["op"].rsplit("_", 1)[-1], "", "", *blank]
     rates = [
         "" if record["tflops"] is None else f"{record['tflops']['useful']:.3g}",
         f"{record['gbps']:.4g}",

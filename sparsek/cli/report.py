@@ -7,7 +7,8 @@ import typer
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.markdown import Markdown, MarkdownElement, TableElement
 
-from sparsek.bench.engine import charts, records
+from sparsek.bench import charts
+from sparsek.bench.engine import records
 from sparsek.bench.engine import report as reporting
 from sparsek.cli.output import complain, console
 from sparsek.cli.output import table as new_table

@@ -75,7 +75,7 @@ class Documents(NamedTuple):
 
     def sink_end(self, sinks: int) -> np.ndarray:
         """Where the sinks end, within k_start and k_end."""
-        return np.clip(self.origin + min(sinks, INT32_MAX), self.k_start, self.k_end)
+        return _within(self.origin + min(sinks, INT32_MAX), self.k_start, self.k_end)
 
 
 class PackedLayout(NamedTuple):
@@ -119,13 +119,21 @@ def bounds(query: Any, docs: Span, near: Window, reach: int) -> tuple[Any, Any]:
 
     Where a window reaches down to the sinks, both are one interval from the document's start.
     """
-    p = query + docs.shift
-    back = reach if near.back is None else min(near.back, reach)
-    ahead = reach if near.ahead is None else min(near.ahead, reach)
-    lo = (p - back + 1).clip(docs.k_start, docs.k_end)
-    hi = (p + ahead).clip(docs.k_start, docs.k_end)
-    lo = docs.k_start + (lo - docs.k_start) * (lo > docs.sink_end)
-    return lo, hi if near.ahead == 1 and not near.sinks_ahead else hi.clip(docs.sink_end, docs.k_end)
+    p, lo, hi = query + docs.shift, docs.k_start, docs.k_end
+    if near.back is not None:
+        lo = _within(p + (1 - min(near.back, reach)), docs.k_start, docs.k_end)
+    if near.ahead is not None:
+        hi = _within(p + min(near.ahead, reach), docs.k_start, docs.k_end)
+    if near.sinks:
+        lo = docs.k_start + (lo - docs.k_start) * (lo > docs.sink_end)
+        if near.ahead not in (None, 1) or near.sinks_ahead:
+            hi = _within(hi, docs.sink_end, docs.k_end)
+    return lo, hi
+
+
+def _within(x: Any, low: Any, high: Any) -> Any:
+    """x between low and high. numpy's own clip takes the host five times as long on few numbers."""
+    return x.clamp(low, high) if isinstance(x, Tensor) else np.minimum(np.maximum(x, low), high)
 
 
 @eager("a block mask")
@@ -163,8 +171,9 @@ class Pieces(NamedTuple):
         first, end = np.maximum(docs.q_start[doc], tile * bq), np.minimum(docs.q_end[doc], (tile + 1) * bq)
         alone = (first == tile * bq) & (end == np.minimum((tile + 1) * bq, place.q_len))
         spans = Span(*(each[doc] for each in Span.of(docs, near)))
-        lo_hi = [bounds(query, spans, near, reach_of(docs, place)) for query in (first, end - 1)]
-        return cls(spans, doc, docs.item[doc] * place.grid[0] + tile, alone, *lo_hi[0], *lo_hi[1])
+        ends = np.stack((first, end - 1))
+        lo, hi = (np.broadcast_to(x, ends.shape) for x in bounds(ends, spans, near, reach_of(docs, place)))
+        return cls(spans, doc, docs.item[doc] * place.grid[0] + tile, alone, lo[0], hi[0], lo[1], hi[1])
 
     @property
     def split(self) -> np.ndarray:
@@ -191,13 +200,26 @@ class Blocks(NamedTuple):
 
 def _blocks(pieces: Pieces, place: Place, rows: int) -> Blocks:
     bk, columns = place.block[1], place.grid[1]
-    docs, split, apart, alone = pieces.docs, pieces.split, pieces.apart, pieces.alone
+    docs, split, alone = pieces.docs, pieces.split, pieces.alone
     some = pieces.first_lo < pieces.last_hi
     start = pieces.first_lo // bk
     end = np.where(some, -(-pieces.last_hi // bk), start)
     # Of a tile of one document: the blocks that every window holds, and the blocks that hold nothing but sinks.
-    whole = np.clip(-(-pieces.last_lo // bk), start, end)
-    cut = np.where(alone, np.clip(pieces.first_hi // bk, whole, end), whole)
+    whole = _within(-(-pieces.last_lo // bk), start, end)
+    cut = np.where(alone, _within(pieces.first_hi // bk, whole, end), whole)
+
+    def by_row(first: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        made = np.zeros((2, rows), np.int64)
+        made[:, pieces.row[alone]] = first[alone], end[alone]
+        return made[0], made[1]
+
+    window = by_row(whole, cut)
+    if not split.any():
+        piece, column = _expanded(((start, whole), (cut, end)))
+        cells = np.unique(pieces.row[piece] * columns + column)
+        nothing = np.zeros(rows, np.int64)
+        return Blocks((nothing, nothing), window, cells, None, (cells[:0], cells[:0]))
+    apart = pieces.apart
     left = -(-docs.k_start // bk)
     right = np.where(alone & split, np.minimum(docs.sink_end, pieces.first_hi) // bk, left)
     right = np.maximum(left, right)
@@ -215,9 +237,6 @@ def _blocks(pieces: Pieces, place: Place, rows: int) -> Blocks:
     piece, column = piece[~inside], column[~inside]
     by_bits = split[piece] & (column * bk < docs.sink_end[piece])
     cells, at, back = np.unique(pieces.row[piece] * columns + column, return_index=True, return_inverse=True)
-    full = [np.zeros(rows, np.int64) for _ in range(4)]
-    for made, each in zip(full, (left, right, whole, cut), strict=True):
-        made[pieces.row[alone]] = each[alone]
     rules, bits = None, (cells[:0], cells[:0])
     if by_bits.any():
         # Where no window reaches, the sinks of a document look the same in all of its tiles.
@@ -233,7 +252,7 @@ def _blocks(pieces: Pieces, place: Place, rows: int) -> Blocks:
         rules[has_bits] = which
         representative = cells[has_bits][chosen]
         bits = representative // columns, representative % columns
-    return Blocks((full[0], full[1]), (full[2], full[3]), cells, rules, bits)
+    return Blocks(by_row(left, right), window, cells, rules, bits)
 
 
 def _expanded(runs: tuple[tuple[np.ndarray, np.ndarray], ...]) -> tuple[np.ndarray, np.ndarray]:
@@ -256,14 +275,25 @@ class Queries(NamedTuple):
     sink_end: Tensor
 
     @classmethod
-    def of(cls, spans: Tensor, near: Window, size: tuple[int, int], reach: int) -> Queries:
-        """From int32 [5, spans]: how many queries each span of them has, and its document; they are all queries."""
+    def of(cls, docs: Span, near: Window, size: tuple[int, int], reach: int, device: torch.device) -> Queries:
+        """From the document of each query: [batch, q_len], or ints of the only one."""
+        kind = torch.int32 if 2 * reach <= INT32_MAX else torch.int64
+        lo, hi = bounds(torch.arange(size[1], dtype=kind, device=device), docs, near, reach)
+        given = (lo, hi, docs.k_start, docs.sink_end) if near.sinks else (lo, hi, lo, lo)  # no bits are made
+        made = (
+            x if isinstance(x, Tensor) else torch.full((1,), x, dtype=torch.int32, device=device)
+            for x in given
+        )
+        return cls(*(x.to(torch.int32).expand(size).contiguous() for x in made))
+
+    @staticmethod
+    def documents(spans: Tensor, near: Window, size: tuple[int, int], reach: int) -> Span:
+        """The document of each query from int32 [5, spans]: how many queries each span has, and its document."""
+        kind = torch.int32 if 2 * reach <= INT32_MAX else torch.int64
         count, *fields = spans.unbind()
-        total = size[0] * size[1]
-        each = torch.repeat_interleave(torch.stack(fields, 1).long(), count, dim=0, output_size=total)
-        docs = Span(*each.view(*size, len(fields)).unbind(2))
-        lo, hi = bounds(torch.arange(size[1], device=spans.device), docs, near, reach)
-        return cls(*(x.to(torch.int32).contiguous() for x in (lo, hi, docs.k_start, docs.sink_end)))
+        at = torch.repeat_interleave(count, output_size=size[0] * size[1])
+        start, *more = (x.to(kind).index_select(0, at).view(size) for x in fields[: 4 if near.sinks else 3])
+        return Span(start, *more, *[start] * (3 - len(more)))
 
     def bits(self, rows: Tensor, columns: Tensor, place: Place) -> Tensor:
         """int32 [n, bq, bk / 32] of the blocks in these rows and columns."""
@@ -300,17 +330,25 @@ def _assembled(
     table = table_of_runs(full, whole)
     lists = [np.cumsum(cut) - cut, cut, found.cells % columns]
     by_bits = [] if found.rules is None else [found.rules, *found.bits]
-    sent = upload([_spans(docs, near, place.q_len, batch), *by_bits, *lists, *table], place.device)
-    queries = Queries.of(sent[0], near, (batch, place.q_len), reach_of(docs, place))
+    only = batch == docs.item.size == 1 and docs.q_end[0] - docs.q_start[0] == place.q_len
+    spans = [] if only else [_spans(docs, near, place.q_len, batch)]
+    sent = upload([*lists, *table, *by_bits, *spans], place.device)
+    size, reach = (batch, place.q_len), reach_of(docs, place)
+    of_queries = (
+        Span(*(int(each[0]) for each in Span.of(docs, near)))
+        if only
+        else Queries.documents(sent[-1], near, size, reach)
+    )
+    queries = Queries.of(of_queries, near, size, reach, place.device)
     rules = bits = None
+    behind = 3 + len(table)
     if by_bits:
-        rules, bits = sent[1], queries.bits(sent[2], sent[3], place)
-    behind = 1 + len(by_bits)
+        rules, bits = sent[behind], queries.bits(sent[behind + 1], sent[behind + 2], place)
     every = torch.arange(place.grid[1], dtype=torch.int32, device=place.device)
-    full_lists, _ = lists_of_runs(sent[behind + 3 :], every, sizes.stored - sizes.partial)
+    full_lists, _ = lists_of_runs(sent[3:behind], every, sizes.stored - sizes.partial)
     mask = cls.unchecked(
         q_len=place.q_len, kv_len=place.kv_len, block=place.block, batch=batch, heads=1, full=full_lists,
-        partial=BlockLists(*sent[behind : behind + 3]), lo=queries.lo, hi=queries.hi, rules=rules,
+        partial=BlockLists(*sent[:3]), lo=queries.lo, hi=queries.hi, rules=rules,
         bits=bits, sizes=sizes, pure=not pieces.split.any(), label=label,
     )  # fmt: skip
     mask._memo["heavy"] = heavy_blocks(whole, cut)

@@ -67,11 +67,45 @@ def check_attention(
     looked at, all unless given; work and memory are proportional to their number times T. Raises InvalidInput for
     inputs that the reference refuses, and for results of another shape.
     """
+    return expected_attention(q, k, v, mask, scale=scale, rows=rows).judge(out, lse)
+
+
+@dataclass(frozen=True)
+class ExpectedAttention:
+    """What attention is judged by, computed once for any number of results: of the queries `at`, in float64 and dense,
+    the variance of its sums and the sums of its terms' squares. `shape` is that of out.
+    """
+
+    shape: tuple[int, ...]
+    at: Tensor
+    exact: Tensor
+    dense: Tensor
+    lse: Tensor
+    sums: Tensor
+    squares: Tensor
+
+    def judge(self, out: Tensor, lse: Tensor | None = None) -> AttentionGate:
+        """The gate of a result, as of `check_attention`."""
+        if out.shape != self.shape or (lse is not None and lse.shape != self.shape[:3]):
+            found = f"out {list(out.shape)}" + ("" if lse is None else f", lse {list(lse.shape)}")
+            raise InvalidInput(f"out must be {list(self.shape)} and lse {list(self.shape[:3])}, got {found}")
+        with torch.no_grad(), dtypes.as_given(out.device):
+            bound = Bound(self.exact, _rounding(self.exact, self.sums, self.squares, out.dtype), [self.dense])
+            at = self.at
+            return _judge(out[:, :, at], None if lse is None else lse[:, :, at], self.exact, self.lse, bound)
+
+
+def expected_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: BlockMask,
+    *,
+    scale: float | None = None,
+    rows: Sequence[int] | None = None,
+) -> ExpectedAttention:
+    """What `check_attention` holds results to."""
     check(q, k, v, mask)
-    shape = (*q.shape[:3], v.shape[3])
-    if out.shape != shape or (lse is not None and lse.shape != shape[:3]):
-        found = f"out {list(out.shape)}" + ("" if lse is None else f", lse {list(lse.shape)}")
-        raise InvalidInput(f"out must be {list(shape)} and lse {list(shape[:3])}, got {found}")
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     tile = mask.block[0]
     chosen = range(mask.grid[0]) if rows is None else rows
@@ -80,10 +114,8 @@ def check_attention(
     queries = [torch.arange(i * tile, min((i + 1) * tile, mask.q_len), device=q.device) for i in chosen]
     with torch.no_grad(), dtypes.as_given(q.device):
         tiles = zip(*(_tile(q, k, v, mask, at, factor) for at in queries), strict=True)
-        exact, dense, exact_lse, sums, squares = (torch.cat(each, 2) for each in tiles)
-        at = torch.cat(queries)
-        bound = Bound(exact, _rounding(exact, sums, squares, out.dtype), [dense])
-        return _judge(out[:, :, at], None if lse is None else lse[:, :, at], exact, exact_lse, bound)
+        parts = (torch.cat(each, 2) for each in tiles)
+        return ExpectedAttention((*q.shape[:3], v.shape[3]), torch.cat(queries), *parts)
 
 
 @dataclass(frozen=True)
@@ -124,14 +156,48 @@ def check_attention_backward(
     blocks of `rows` and of all tiles that visit `columns`; memory to one tile. Raises InvalidInput for inputs that the
     reference refuses, and for gradients of another shape.
     """
+    expected = expected_gradients(q, k, v, mask, grad, grad_lse, scale=scale, rows=rows, columns=columns)
+    return expected.judge(found)
+
+
+@dataclass(frozen=True)
+class ExpectedGradients:
+    """What dq, dk and dv are judged by, computed once for any number of results: those of these queries and keys."""
+
+    shapes: list[list[int]]
+    queries: Tensor
+    keys: Tensor
+    truth: _Truth
+
+    def judge(self, found: Sequence[Tensor]) -> AttentionGradGate:
+        """The gate of dq, dk and dv, as of `check_attention_backward`."""
+        if [list(x.shape) for x in found] != self.shapes:
+            raise InvalidInput(
+                f"dq, dk and dv must have the shapes {self.shapes}, got {[list(x.shape) for x in found]}"
+            )
+        with torch.no_grad(), dtypes.as_given(self.keys.device):
+            dq, dk, dv = found
+            mine = dq[:, :, self.queries], dk[:, :, self.keys], dv[:, :, self.keys]
+            return _judge_gradients(mine, self.truth)
+
+
+def expected_gradients(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: BlockMask,
+    grad: Tensor,
+    grad_lse: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    rows: Sequence[int] | None = None,
+    columns: Sequence[int] | None = None,
+) -> ExpectedGradients:
+    """What `check_attention_backward` holds gradients to."""
     check(q, k, v, mask)
-    shapes = [list(x.shape) for x in (q, k, v)]
     of_out = (*q.shape[:3], v.shape[3])
-    if [list(x.shape) for x in found] != shapes or grad.shape != of_out:
-        raise InvalidInput(
-            f"dq, dk and dv must have the shapes {shapes} and grad {list(of_out)}, got "
-            f"{[list(x.shape) for x in found]} and {list(grad.shape)}"
-        )
+    if grad.shape != of_out:
+        raise InvalidInput(f"dq, dk and dv need a grad {list(of_out)}, got {list(grad.shape)}")
     if grad_lse is not None and grad_lse.shape != of_out[:3]:
         raise InvalidInput(f"grad_lse must be {list(of_out[:3])}, got {list(grad_lse.shape)}")
     tiles = _chosen("rows", rows, mask.grid[0])
@@ -141,8 +207,7 @@ def check_attention_backward(
     with torch.no_grad(), dtypes.as_given(q.device):
         call = _Call(q, k, v, mask, grad, grad_lse, q.shape[-1] ** -0.5 if scale is None else scale)
         truth = _gradients(call, set(tiles), keys, set(tiles) | _visiting(mask, blocks))
-        mine = found[0][:, :, queries], found[1][:, :, keys], found[2][:, :, keys]
-        return _judge_gradients(mine, truth)
+    return ExpectedGradients([list(x.shape) for x in (q, k, v)], queries, keys, truth)
 
 
 class _Call(NamedTuple):

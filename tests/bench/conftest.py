@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from sparsek.bench.engine import records
-from sparsek.bench.engine.tables import TABLES
+from sparsek.bench.engine.bench import TABLES
+from sparsek.bench.engine.case import Case
 from sparsek.bench.suites.attention import AttentionCase
-from sparsek.bench.suites.case import Case
 from sparsek.bench.suites.spmm import SpmmCase
 
 GOOD_CASE = SpmmCase(8192, 8192, 8192, (128, 128), 0.125)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from sparsek.bench.engine.benches import BENCHES
+from sparsek.bench.benches import BENCHES
 from sparsek.bench.suites import attention
 from sparsek.bench.suites.attention import (
     SUITES,

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from sparsek.bench.engine import measure, records, run
-from sparsek.bench.engine.benches import BENCHES
+from sparsek.bench.benches import BENCHES
+from sparsek.bench.engine import case as cases
+from sparsek.bench.engine import records, run
+from sparsek.bench.engine.case import SuiteRow
+from sparsek.bench.engine.peer import peers_named
 from sparsek.bench.peers import attention as attention_peers
 from sparsek.bench.peers.attention_grad import PEERS
-from sparsek.bench.peers.peer import peers_named
 from sparsek.bench.suites import attention, attention_grad
-from sparsek.bench.suites import case as cases
 from sparsek.bench.suites.attention import AttentionCase, sampled
 from sparsek.bench.suites.attention_grad import (
     SUITES,
@@ -22,10 +23,10 @@ from sparsek.bench.suites.attention_grad import (
     AttentionTrainCase,
     Group,
 )
-from sparsek.bench.suites.case import SuiteRow
 from sparsek.core.errors import InvalidInput
 from sparsek.mask.mask import BlockMask
 from sparsek.ops.attention import attention as attend
+from sparsek.testing.attention_budget import ExpectedGradients
 from sparsek.testing.budget import Gate
 
 CPU = torch.device("cpu")
@@ -43,7 +44,7 @@ def few_sets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def measured(case: AttentionGradCase) -> run.Outcome:
     """The outcome of two rounds on the CPU, whose one record is well-formed."""
-    outcome = measure.measure(
+    outcome = run.measure(
         SuiteRow(case, (KERNELS[case.op],)),
         peers=peers_named(PEERS, None, CPU),
         rounds=2,
@@ -198,7 +199,7 @@ def test_results_begin_as_nan(monkeypatch: pytest.MonkeyPatch, case: AttentionGr
 @BOTH
 def test_a_wrong_kernel_gets_no_time(monkeypatch: pytest.MonkeyPatch, case: AttentionGradCase) -> None:
     wrong = Gate(1.0, 0.5, False)
-    monkeypatch.setattr(attention_grad, "check_attention_backward", lambda *args, **options: wrong)
+    monkeypatch.setattr(ExpectedGradients, "judge", lambda *args: wrong)
     monkeypatch.setattr(run, "time_rounds", lambda *args, **options: pytest.fail("timed a wrong kernel"))
     with pytest.raises(run.GateError, match="exceeds the budget"):
         measured(case)
@@ -244,13 +245,13 @@ def test_a_group_of_heads_has_its_part_of_a_mask(mask: str, heads: tuple[int, in
 def looked_at(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Gates look at samples from 256 x 256 scores on. What each was asked: heads of q, rows and columns."""
     seen: list[Any] = []
-    real = attention_grad.check_attention_backward
+    real = attention_grad.expected_gradients
 
-    def check(q: Any, *args: Any, rows: Any = None, columns: Any = None) -> Gate:
+    def check(q: Any, *args: Any, rows: Any = None, columns: Any = None) -> ExpectedGradients:
         seen.append((q.shape[1], rows, columns))
         return real(q, *args, rows=rows, columns=columns)
 
-    monkeypatch.setattr(attention_grad, "check_attention_backward", check)
+    monkeypatch.setattr(attention_grad, "expected_gradients", check)
     monkeypatch.setattr(attention, "GATED_WHOLE", 2**16)
     return seen
 

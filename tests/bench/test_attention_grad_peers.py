@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from sparsek.bench.engine import case as cases
+from sparsek.bench.engine.peer import UnavailableError, peers_named
 from sparsek.bench.peers.attention import transposed_lists
 from sparsek.bench.peers.attention_grad import LONGEST_DENSE_STEP, PEERS, kept_graphs
-from sparsek.bench.peers.peer import UnavailableError, peers_named
-from sparsek.bench.suites import case as cases
 from sparsek.bench.suites.attention_grad import AttentionGradCase, AttentionTrainCase, GradOperands
 from sparsek.mask.mask import BlockMask
 from sparsek.reference.attention import attention as reference
@@ -48,8 +48,8 @@ def test_each_device_has_its_peers() -> None:
     assert [peer.name for peer in peers_named(PEERS, None, CUDA)] == [
         "cudnn",
         "fa2",
-        "flex",
         "fa4",
+        "flex",
         "cudnn_bsa",
         "any_order",
     ]
@@ -62,10 +62,10 @@ def test_each_device_has_its_peers() -> None:
 @pytest.mark.parametrize(
     ("mask", "names"),
     [
-        ("blocks:0.125", ["cudnn", "flex", "fa4", "cudnn_bsa", "any_order"]),
-        ("full", ["cudnn", "fa2", "flex", "fa4", "any_order"]),
-        ("causal", ["cudnn", "fa2", "flex", "fa4", "any_order"]),
-        ("window:2048", ["cudnn", "flex", "fa4", "any_order"]),
+        ("blocks:0.125", ["cudnn", "fa4", "flex", "cudnn_bsa", "any_order"]),
+        ("full", ["cudnn", "fa2", "fa4", "flex", "any_order"]),
+        ("causal", ["cudnn", "fa2", "fa4", "flex", "any_order"]),
+        ("window:2048", ["cudnn", "fa4", "flex", "any_order"]),
     ],
 )
 def test_which_peers_take_which_masks(mask: str, names: list[str]) -> None:
@@ -74,9 +74,9 @@ def test_which_peers_take_which_masks(mask: str, names: list[str]) -> None:
 
 
 def test_a_long_step_has_no_dense_peer() -> None:
-    assert able(LONG) == ["cudnn", "flex", "fa4"]
+    assert able(LONG) == ["cudnn", "fa4", "flex"]
     longer = replace(LONG, q_len=2 * LONGEST_DENSE_STEP, kv_len=2 * LONGEST_DENSE_STEP)
-    assert able(longer) == ["flex", "fa4"]
+    assert able(longer) == ["fa4", "flex"]
     assert BY_NAME["cudnn"].why_not(longer, CUDA) == [
         "takes time by the square of the length: not measured beyond 64K"
     ]

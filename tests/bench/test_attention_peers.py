@@ -12,9 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsek.bench.peers import attention as attention_peers
+from sparsek.bench.engine.peer import UnavailableError, peers_named, setting_up
 from sparsek.bench.peers.attention import PEERS, even_lists, flex_tiles
-from sparsek.bench.peers.peer import UnavailableError, peers_named
 from sparsek.bench.suites.attention import AttentionCase, AttentionOperands
 from sparsek.core import dtypes
 from sparsek.mask.mask import BlockMask
@@ -25,7 +24,7 @@ CUDA = torch.device("cuda")
 SMALL = AttentionCase(1, 2, 2, 256, 256, 32, 32, "causal", (128, 128), "fp32")
 LARGE = AttentionCase(1, 16, 16, 8192, 8192, 128, 128, "blocks:0.125")
 BY_NAME: dict[str, Any] = {peer.name: peer for peer in PEERS}
-GPU_PEERS = ["cudnn", "flex", "fa4", "cudnn_bsa"]
+GPU_PEERS = ["cudnn", "fa4", "flex", "cudnn_bsa"]
 
 
 def ignore(text: str) -> None:
@@ -46,11 +45,11 @@ def test_each_device_has_its_peers() -> None:
     [
         ("blocks:0.125", GPU_PEERS),
         ("topk:8", GPU_PEERS),
-        ("full", ["cudnn", "flex", "fa4"]),
-        ("causal", ["cudnn", "flex", "fa4"]),
-        ("window:2048", ["cudnn", "flex", "fa4"]),
+        ("full", ["cudnn", "fa4", "flex"]),
+        ("causal", ["cudnn", "fa4", "flex"]),
+        ("window:2048", ["cudnn", "fa4", "flex"]),
         ("window:2048+sinks:128", ["cudnn", "flex"]),
-        ("bigbird:256:640:3", ["cudnn", "flex", "fa4"]),
+        ("bigbird:256:640:3", ["cudnn", "fa4", "flex"]),
     ],
 )
 def test_which_peers_take_which_masks(mask: str, able: list[str]) -> None:
@@ -262,5 +261,5 @@ def test_flex_attention_is_given_its_tiles(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_whatever_a_peer_raises_is_its_reason() -> None:
-    with pytest.raises(UnavailableError, match="RuntimeError: no such kernel"), attention_peers.setting_up():
+    with pytest.raises(UnavailableError, match="RuntimeError: no such kernel"), setting_up():
         raise RuntimeError("no such kernel\nand a long story")

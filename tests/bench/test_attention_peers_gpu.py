@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from sparsek.bench.engine import records
+from sparsek.bench.engine.peer import UnavailableError, peers_named
 from sparsek.bench.engine.run import run_case
 from sparsek.bench.peers.attention import PEERS
-from sparsek.bench.peers.peer import UnavailableError, peers_named
 from sparsek.bench.suites import attention_run
 from sparsek.bench.suites.attention import AttentionCase
 
@@ -22,7 +22,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("name", ["cudnn", "flex", "fa4", "cudnn_bsa"])
+@pytest.mark.parametrize("name", ["cudnn", "fa4", "flex", "cudnn_bsa"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_peer_computes_every_set_within_the_budget(case: AttentionCase, name: str) -> None:
     device = torch.device("cuda", 0)

@@ -6,14 +6,15 @@ from typing import Any
 import pytest
 import torch
 
-from sparsek.bench.engine import measure, records, run, wall
+from sparsek.bench.engine import records, run, wall
+from sparsek.bench.engine.case import SuiteRow
+from sparsek.bench.engine.peer import Ready, peers_named
 from sparsek.bench.peers.attention import PEERS
-from sparsek.bench.peers.peer import Ready, peers_named
 from sparsek.bench.suites import attention, attention_run
 from sparsek.bench.suites.attention import AttentionCase
-from sparsek.bench.suites.case import SuiteRow
 from sparsek.core.errors import InvalidInput
 from sparsek.mask.mask import BlockMask
+from sparsek.testing.attention_budget import ExpectedAttention
 from sparsek.testing.budget import Gate
 
 CPU = torch.device("cpu")
@@ -23,7 +24,7 @@ KERNEL = ("cpu.attention",)
 
 def measured(entry: SuiteRow, rounds: int = 2) -> records.Record:
     """The one record of an entry, on the CPU."""
-    outcome = measure.measure(
+    outcome = run.measure(
         entry, peers=peers_named(PEERS, None, CPU), rounds=rounds, device=CPU, report=lambda text: None
     )
     (record,) = outcome.records
@@ -94,17 +95,19 @@ def test_a_random_mask_has_no_build_that_could_be_checked() -> None:
 
 def test_long_sequences_are_gated_by_a_sample_of_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    real = attention.check_attention
+    real = attention.expected_attention
 
-    def check(*args: Any, rows: Any) -> Gate:
+    def check(*args: Any, rows: Any) -> ExpectedAttention:
         seen.append(rows)
         return real(*args, rows=rows)
 
-    monkeypatch.setattr(attention, "check_attention", check)
+    monkeypatch.setattr(attention, "expected_attention", check)
     monkeypatch.setattr(attention, "GATED_WHOLE", 2**20)
     for length in (256, 2048):
         (one, *_) = replace(SMALL, q_len=length, kv_len=length).operands(CPU)
         assert one.gate(one.plan("cpu.attention")).passed
+        assert one.gate(one.plan("reference.attention")).passed
+    assert len(seen) == 2  # the reference is computed once, whoever is judged by it
     assert seen[0] is None
     assert len(seen[1]) == len(set(seen[1])) == attention.GATED_TILES
     assert (seen[1][0], seen[1][-1]) == (0, 31)
@@ -113,7 +116,7 @@ def test_long_sequences_are_gated_by_a_sample_of_tiles(monkeypatch: pytest.Monke
 @pytest.mark.parametrize("op", ["attention", "attention_new_mask"])
 def test_a_wrong_kernel_gets_no_time(monkeypatch: pytest.MonkeyPatch, op: str) -> None:
     wrong = Gate(1.0, 0.5, False)
-    monkeypatch.setattr(attention, "check_attention", lambda *args, **options: wrong)
+    monkeypatch.setattr(ExpectedAttention, "judge", lambda *args: wrong)
     monkeypatch.setattr(run, "time_rounds", lambda *args, **options: pytest.fail("timed a wrong kernel"))
     monkeypatch.setattr(
         attention_run, "wall_rounds", lambda *args, **options: pytest.fail("timed a wrong kernel")

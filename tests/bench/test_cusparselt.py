@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from sparsek.bench.engine import case as cases
+from sparsek.bench.engine.peer import UnavailableError
 from sparsek.bench.peers import cusparselt
 from sparsek.bench.peers import fp8 as fp8_peers
 from sparsek.bench.peers import semi24 as semi24_peers
@@ -26,9 +28,7 @@ from sparsek.bench.peers.cusparselt import (
     usable,
 )
 from sparsek.bench.peers.fp8 import CublasFp8, CuSparseLtFp8
-from sparsek.bench.peers.peer import UnavailableError
 from sparsek.bench.peers.semi24 import CuSparseLt
-from sparsek.bench.suites import case as cases
 from sparsek.bench.suites.fp8 import Fp8Case
 from sparsek.bench.suites.semi24 import Semi24Case
 from sparsek.bench.suites.story import StoryCase

@@ -9,9 +9,8 @@ import torch
 from typer.testing import CliRunner
 
 from sparsek.bench.engine import records, report
-from sparsek.bench.engine.measure import measure
-from sparsek.bench.engine.run import GateError, Outcome
-from sparsek.bench.suites import planner, planner_run
+from sparsek.bench.engine.run import GateError, Outcome, measure
+from sparsek.bench.suites import planner
 from sparsek.bench.suites.planner import LAYERS, PlannerCase
 from sparsek.cli.__main__ import app
 from sparsek.core.clock import Times
@@ -36,7 +35,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[Mapping[str, float]], No
                     times[at] = Times(took, took / 2, took * 2, rounds)
             return times
 
-        monkeypatch.setattr(planner_run, "measure", measured)
+        monkeypatch.setattr(planner.choosing, "measure", measured)
 
     return set_times
 
@@ -114,8 +113,8 @@ def test_within_five_percent_is_near_enough(clock, chooses) -> None:
 
 def test_a_wrong_result_is_no_record(clock, monkeypatch: pytest.MonkeyPatch) -> None:
     clock({})
-    real = planner_run.linear
-    monkeypatch.setattr(planner_run, "linear", lambda x, w, kernel: real(x, w, kernel=kernel) * 1.01)
+    real = planner.linear
+    monkeypatch.setattr(planner, "linear", lambda x, w, kernel: real(x, w, kernel=kernel) * 1.01)
     with pytest.raises(
         GateError, match=r"dense by torch on 64 x 256 to 128, 50 %: error .* exceeds the budget"
     ):
@@ -141,7 +140,7 @@ def test_a_case_names_a_suite_that_is_there() -> None:
         PlannerCase("all")
     with pytest.raises(InvalidInput, match="no format is called 'csr'"):
         PlannerCase("few", formats="dense+csr")
-    with pytest.raises(InvalidInput, match="planner_run"):
+    with pytest.raises(InvalidInput, match="run_planner"):
         FEW.operands(torch.device("cpu"))
 
 

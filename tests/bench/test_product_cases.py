@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from sparsek.bench.engine.benches import BENCHES
+from sparsek.bench.benches import BENCHES
+from sparsek.bench.engine.case import Case, SuiteRow
 from sparsek.bench.suites import linear, mlp, sddmm, spgemm
-from sparsek.bench.suites.case import Case, SuiteRow
 from sparsek.bench.suites.linear import LinearCase
 from sparsek.bench.suites.mlp import MlpDecodeCase, MlpTrainCase
 from sparsek.bench.suites.sddmm import SddmmCase

@@ -8,13 +8,13 @@ import torch
 
 from sparsek.bench.engine import records
 from sparsek.bench.engine.graph import captured
+from sparsek.bench.engine.peer import peers_named
 from sparsek.bench.engine.run import run_case
 from sparsek.bench.peers import linear as linear_peers
 from sparsek.bench.peers import mlp as mlp_peers
 from sparsek.bench.peers import sddmm as sddmm_peers
 from sparsek.bench.peers import spgemm as spgemm_peers
 from sparsek.bench.peers import spmm as spmm_peers
-from sparsek.bench.peers.peer import peers_named
 from sparsek.bench.peers.sddmm import TorchSampled
 from sparsek.bench.suites.linear import LinearCase
 from sparsek.bench.suites.mlp import MlpDecodeCase, MlpTrainCase

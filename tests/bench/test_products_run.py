@@ -7,17 +7,16 @@ from typing import Any
 import pytest
 import torch
 
+from sparsek.bench.engine import case as cases
 from sparsek.bench.engine import records, run, wall
-from sparsek.bench.engine.measure import measure
-from sparsek.bench.engine.run import Outcome
+from sparsek.bench.engine.case import SuiteRow
+from sparsek.bench.engine.peer import Peer, Ready, UnavailableError, peers_named
+from sparsek.bench.engine.run import Outcome, measure
 from sparsek.bench.peers import linear as linear_peers
 from sparsek.bench.peers import mlp as mlp_peers
 from sparsek.bench.peers import sddmm as sddmm_peers
 from sparsek.bench.peers import spgemm as spgemm_peers
-from sparsek.bench.peers.peer import Peer, Ready, UnavailableError, peers_named
-from sparsek.bench.suites import case as cases
 from sparsek.bench.suites import mlp, spgemm
-from sparsek.bench.suites.case import SuiteRow
 from sparsek.bench.suites.linear import LinearCase
 from sparsek.bench.suites.mlp import MlpDecodeCase, MlpTrainCase
 from sparsek.bench.suites.sddmm import SddmmCase

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from sparsek.bench.engine import charts, report
-from sparsek.bench.engine.benches import BENCHES
+from sparsek.bench import charts
+from sparsek.bench.benches import BENCHES
+from sparsek.bench.engine import report
+from sparsek.bench.engine.bench import TABLES
 from sparsek.bench.engine.records import Record
-from sparsek.bench.engine.tables import SPMM, TABLES
 from sparsek.bench.suites import (
     attention_grad,
     mlp,
@@ -46,7 +47,7 @@ def test_rows_follow_the_suite_and_only_the_newest_counts(make_record: Make) -> 
     half = make_record(SpmmCase(8192, 8192, 8192, (128, 128), 0.5))
     old = make_record(gbps=1.0, date="2020-01-01T00:00:00+00:00")
     stray = make_record(SpmmCase(64, 64, 64, (16, 16), 0.5))
-    shown = report.ordered([stray, old, make_record(), half], SPMM)
+    shown = report.ordered([stray, old, make_record(), half], TABLES["spmm"])
     assert shown == [half, make_record(), stray]
 
 
@@ -89,7 +90,7 @@ def test_every_table_says_how_its_records_are_made_and_stands_on_two_pages(op: s
     assert f"sparsek bench {table.command}` on an H200" in report.markdown([], op)
     assert suite in BENCHES[command].suites
     assert table.pages[0] == "README.md"
-    assert [page for page, name in report.PAGES if name == op] == list(table.pages)
+    assert [page for page, name in report.pages() if name == op] == list(table.pages)
     assert set(table.dense) <= set(table.peers)
 
 

@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 import torch
 
+from sparsek.bench.engine import case as cases
 from sparsek.bench.engine import records, run
-from sparsek.bench.peers.peer import peers_named
+from sparsek.bench.engine.peer import peers_named
 from sparsek.bench.peers.spmm import PEERS
-from sparsek.bench.suites import case as cases
-from sparsek.bench.suites import spmm
+from sparsek.bench.suites import product
 from sparsek.bench.suites.spmm import SpmmCase
 from sparsek.core.device import H200
 
@@ -58,7 +58,7 @@ def test_auto_and_the_kernel_it_chooses_give_one_record() -> None:
 
 
 def test_a_wrong_kernel_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = spmm.plan_spmm
+    real = product.plan_spmm
 
     class Wrong:
         def __init__(self, plan: Any) -> None:
@@ -67,7 +67,7 @@ def test_a_wrong_kernel_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
         def __call__(self, a: Any, b: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
             return out.zero_()
 
-    monkeypatch.setattr(spmm, "plan_spmm", lambda a, b, kernel=None: Wrong(real(a, b, kernel=kernel)))
+    monkeypatch.setattr(product, "plan_spmm", lambda a, b, kernel=None: Wrong(real(a, b, kernel=kernel)))
     monkeypatch.setattr(run, "time_rounds", lambda *args, **options: pytest.fail("timed a wrong kernel"))
     with pytest.raises(run.GateError, match="exceeds the budget"):
         run.run_case(SMALL, kernels=["cpu.spmm"], rounds=1, device=CPU)
@@ -76,13 +76,13 @@ def test_a_wrong_kernel_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("tf32", [False, True])
 def test_the_gate_allows_tf32_where_the_problem_does(monkeypatch: pytest.MonkeyPatch, tf32: bool) -> None:
     seen: list[bool] = []
-    real = spmm.check_spmm
+    real = product.check_spmm
 
     def check(a: Any, b: torch.Tensor, out: torch.Tensor, *, tf32: bool = False) -> Any:
         seen.append(tf32)
         return real(a, b, out)
 
-    monkeypatch.setattr(spmm, "check_spmm", check)
+    monkeypatch.setattr(product, "check_spmm", check)
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = tf32
     try:

@@ -9,7 +9,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity
 
-from sparsek.bench.suites import case as cases
+from sparsek.bench.engine import case as cases
 from sparsek.bench.suites import spgemm
 from sparsek.bench.suites.spgemm import SpgemmCase
 from sparsek.core.clock import Times

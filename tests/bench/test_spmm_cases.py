@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sparsek.bench.engine.benches import BENCHES
-from sparsek.bench.suites.case import parse_block, suite_named
+from sparsek.bench.benches import BENCHES
+from sparsek.bench.engine.case import parse_block, suite_named
 from sparsek.bench.suites.spmm import A_AT_B, FORMS, SUITES, SpmmCase
 from sparsek.core.errors import InvalidInput
 

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from sparsek.bench.engine.peer import UnavailableError, peers_named, rotating
 from sparsek.bench.peers import cusparse
 from sparsek.bench.peers import product as product_peers
 from sparsek.bench.peers import spmm as spmm_peers
-from sparsek.bench.peers.peer import UnavailableError, peers_named, rotating
 from sparsek.bench.peers.spmm import PEERS, meta_space, stage_space
-from sparsek.bench.suites.spmm import SpmmCase, SpmmOperands
+from sparsek.bench.suites.product import ProductOperands
+from sparsek.bench.suites.spmm import SpmmCase
 from sparsek.core.clock import Times
 from sparsek.core.errors import InvalidInput
 
@@ -24,12 +25,12 @@ SMALL = SpmmCase(64, 96, 32, (32, 32), 0.5, dtype="fp32")
 BY_NAME = {peer.name: peer for peer in PEERS}
 
 
-def operands(case: SpmmCase, count: int = 2) -> list[SpmmOperands]:
+def operands(case: SpmmCase, count: int = 2) -> list[ProductOperands]:
     """Operand sets whose outputs hold NaN."""
     sets = []
     for seed in range(count):
         a, b = case.make(CPU, seed)
-        sets.append(SpmmOperands(a, b, torch.full((case.m, case.n), float("nan"), dtype=b.dtype)))
+        sets.append(ProductOperands(a, b, torch.full((case.m, case.n), float("nan"), dtype=b.dtype)))
     return sets
 
 
@@ -96,10 +97,10 @@ def test_every_peer_but_the_dense_of_the_cpu_takes_the_main_case() -> None:
         able = [peer.name for peer in peers_named(PEERS, None, CUDA) if not peer.why_not(other, CUDA)]
         assert able == ["cublas", "a_at_b"]
     assert [peer.name for peer in peers_named(PEERS, None, CPU)] == [
-        "torch_dense",
-        "a_at_b",
         "torch_sparse",
         "cusparse",
+        "torch_dense",
+        "a_at_b",
     ]
 
 
@@ -149,7 +150,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, int]]:
     ) -> dict[str, int]:
         chosen: list[dict[str, int]] = []
 
-        def addmm_call(w: Any, one: SpmmOperands, meta: dict[str, int]) -> Callable[[], object]:
+        def addmm_call(w: Any, one: ProductOperands, meta: dict[str, int]) -> Callable[[], object]:
             chosen.append(meta)
             return lambda: one.out.copy_(
                 one.a.to_dense() @ one.b if right(meta) else torch.zeros_like(one.out)

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from sparsek.bench.engine import records
+from sparsek.bench.engine.peer import peers_named
 from sparsek.bench.engine.run import run_case
-from sparsek.bench.peers.peer import peers_named
 from sparsek.bench.peers.spmm import PEERS
 from sparsek.bench.suites.spmm import SpmmCase
 from sparsek.testing.budget import check_spmm

@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 import torch
 
+from sparsek.bench.benches import BENCHES
+from sparsek.bench.engine import case as cases
 from sparsek.bench.engine import records
-from sparsek.bench.engine.benches import BENCHES
-from sparsek.bench.engine.measure import measure
-from sparsek.bench.engine.run import Outcome
-from sparsek.bench.engine.tables import FP8, PACK, SEMI24, STORY
+from sparsek.bench.engine.bench import TABLES
+from sparsek.bench.engine.case import Bar, Case, SuiteRow
+from sparsek.bench.engine.peer import peers_named
+from sparsek.bench.engine.run import Outcome, measure
 from sparsek.bench.peers import fp8 as fp8_peers
+from sparsek.bench.peers import pack as pack_peers
 from sparsek.bench.peers import semi24 as semi24_peers
-from sparsek.bench.peers.peer import peers_named
-from sparsek.bench.suites import case as cases
 from sparsek.bench.suites import fp8, pack, semi24, story
-from sparsek.bench.suites.case import Bar, Case, SuiteRow
 from sparsek.bench.suites.fp8 import Fp8Case
 from sparsek.bench.suites.pack import PackCase
 from sparsek.bench.suites.semi24 import Semi24Case
@@ -44,7 +44,7 @@ ENTRIES = (*semi24.PUBLISHED, *story.STORY, *pack.PUBLISHED, *fp8.PUBLISHED)
 PEERS = {
     "semi24": semi24_peers.PEERS,
     "story": semi24_peers.PEERS,
-    "pack": pack.PEERS,
+    "pack": pack_peers.PEERS,
     "fp8": fp8_peers.PEERS,
 }
 
@@ -119,7 +119,7 @@ def test_flops_are_those_of_the_dense_blocks_or_of_the_stored_values() -> None:
     equal = EQUAL.operands(CPU)[0]
     for format_ in equal.formats.values():
         assert 2.0 * format_.values.numel() * EQUAL.n == equal.useful_flops == EQUAL.dense_flops / 2
-    assert set(replace(EQUAL, stored=0.25).operands(CPU)[0].formats) == {"spmm", "bsr24"}
+    assert set(replace(EQUAL, stored=0.25).operands(CPU)[0].formats) == {"bsr", "bsr24"}
 
 
 def test_the_suites_hold_every_row_of_the_speed_table() -> None:
@@ -133,8 +133,8 @@ def test_the_suites_hold_every_row_of_the_speed_table() -> None:
     assert fp8.BARS[fp8.WHOLE[1]] == fp8.BARS[fp8.FAST_WHOLE[1]] == (Bar("cusparselt", 0.95, 1.1),)
     for module in (semi24, pack, fp8):
         assert set(module.BARS) == {entry.case for entry in module.PUBLISHED}
-    for table, bars in ((SEMI24, semi24.BARS), (PACK, pack.BARS), (FP8, fp8.BARS)):
-        assert {bar.peer for row in bars.values() for bar in row} <= set(table.peers)
+    for op, bars in (("semi24", semi24.BARS), ("pack", pack.BARS), ("fp8", fp8.BARS)):
+        assert {bar.peer for row in bars.values() for bar in row} <= set(TABLES[op].peers)
     assert [entry.case.stored for entry in story.STORY] == [0.5, 0.25, 0.125, 0.0625]
     assert all(entry.case.m == 8192 for entry in ENTRIES)
 
@@ -279,7 +279,7 @@ def test_a_gate_of_fp8_finds_what_is_wrong() -> None:
 def test_a_table_says_whether_a_bar_is_met(make_record: Any, ratio: float, said: str) -> None:
     peer = {"ms": {"median": 1.6, "min": 1.5, "max": 1.7, "rounds": 7}, "tflops": 900.0}
     shown = {"peers": {"cusparselt": peer}, "ratio": {"cusparselt": ratio}}
-    (column,) = [column for column in SEMI24.columns if column.heading == "must reach"]
+    (column,) = [column for column in TABLES["semi24"].columns if column.heading == "must reach"]
     cell = column.cell(make_record(semi24.WHOLE[0], "hopper.semi24", **shown))
     assert cell == f"cuSPARSELt 1.05 (aim 1.25): {said}"
     assert column.cell(make_record(semi24.WHOLE[0], "cpu.semi24", **shown)) == ""
@@ -287,7 +287,7 @@ def test_a_table_says_whether_a_bar_is_met(make_record: Any, ratio: float, said:
 
 
 def test_the_story_shows_the_times_of_its_peers(make_record: Any) -> None:
-    cells = {column.heading: column.cell for column in STORY.columns}
+    cells = {column.heading: column.cell for column in TABLES["story"].columns}
     record = make_record(story.STORY[0].case)
     assert cells["cuBLAS ms"](record) == "1.600"
     assert cells["cuSPARSELt ms"](record) == ""

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from sparsek.bench.engine import records
-from sparsek.bench.engine.report import PAGES
-from sparsek.bench.engine.tables import TABLES
-from sparsek.bench.suites.case import SuiteRow
+from sparsek.bench.engine import records, report
+from sparsek.bench.engine.bench import TABLES
+from sparsek.bench.engine.case import SuiteRow
 
 SMALL = ["--m", "64", "--k", "96", "--n", "32", "--block", "32", "--density", "0.5", "--dtype", "fp32"]
 QUICK = [*SMALL, "--kernel", "cpu.spmm", "--rounds", "2", "--device", "cpu"]
@@ -119,7 +118,7 @@ def test_bench_goes_on_after_a_case_that_memory_cannot_hold(run, monkeypatch: py
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two operand sets, and fewer calls of the symbolic phase of BSR x BSR."""
-    monkeypatch.setattr("sparsek.bench.suites.case.MAX_SETS", 2)
+    monkeypatch.setattr("sparsek.bench.engine.case.MAX_SETS", 2)
     monkeypatch.setattr("sparsek.bench.engine.wall.CALLS", 2)
     monkeypatch.setattr("sparsek.bench.suites.spgemm.SYMBOLIC_ROUNDS", 2)
 
@@ -272,7 +271,7 @@ def test_report_prints_writes_and_checks(
     run("bench", op, *arguments, "--peers", "none", "--out", out)
     (tmp_path / "docs").mkdir()
     pages: dict[str, str] = {}
-    for page, name in PAGES:
+    for page, name in report.pages():
         pages[page] = pages.get(page, "# Page\n") + f"\n<!-- records:{name} -->\n<!-- /records -->\n"
     for page, text in pages.items():
         (tmp_path / page).write_text(text)
@@ -343,7 +342,7 @@ def test_bench_attention_backward_says_what_it_takes(run) -> None:
     for words in (
         "--measure",
         "--any-order",
-        "cudnn, fa2, flex, fa4, cudnn_bsa, any_order, sdpa",
+        "cudnn, fa2, fa4, flex, cudnn_bsa, any_order, sdpa",
         "published, train",
     ):
         assert words in said
@@ -358,7 +357,7 @@ def test_bench_attention_backward_says_what_it_takes(run) -> None:
             ["--seq", "128", "--kernel", "cpu.attention"],
             "no kernel of attention_backward is called 'cpu.attention'",
         ),
-        (["--peers", "fa3"], "no peer is called 'fa3'; known: cudnn, fa2, flex"),
+        (["--peers", "fa3"], "no peer is called 'fa3'; known: cudnn, fa2, fa4"),
         (["--suite", "sweep"], "no suite is called 'sweep'; known: published, train"),
         (["--suite", "published", "--any-order"], "leave out --deterministic, or leave out --suite"),
         (["--suite", "train", "--only", "4"], "the suite has entries 1 to 3"),
@@ -420,7 +419,7 @@ def test_bench_attention_takes_lengths_and_heads_as_people_write_them(run, tmp_p
         (["--heads", "2:3"], "2 query heads do not divide among 3"),
         (["--heads", "1:2:3"], "heads and head sizes are written"),
         (["--block", "32"], "a mask's block sides are 64 or 128, got 32"),
-        (["--peers", "cublas"], "no peer is called 'cublas'; known: cudnn, flex, fa4"),
+        (["--peers", "cublas"], "no peer is called 'cublas'; known: cudnn, fa4, flex"),
         (["--suite", "published"], "leave out --heads, --seq, --dim, --mask, --block, --dtype, --kernel, or"),
     ],
 )
@@ -443,7 +442,7 @@ def test_bench_attention_has_its_own_suites(run) -> None:
 
 def test_bench_host_times_calls_by_hand(run, monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setenv("COLUMNS", "300")
-    monkeypatch.setattr("sparsek.bench.suites.host_run.CALLS_EACH", 2)
+    monkeypatch.setattr("sparsek.bench.suites.host.CALLS_EACH", 2)
     out = tmp_path / "host.jsonl"
     given = ["--call", "linear", "--sides", "8x64x128", "--storage", "bsr,semi24", "--block", "32"]
     result = run("bench", "host", *given, "--dtype", "fp32", *FEW, "--out", out)

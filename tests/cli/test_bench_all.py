@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from sparsek.bench.benches import BENCHES
 from sparsek.bench.engine import records
-from sparsek.bench.engine.benches import BENCHES
-from sparsek.bench.suites.case import SuiteRow
+from sparsek.bench.engine.case import SuiteRow
 from sparsek.bench.suites.spmm import SpmmCase
 from sparsek.cli import bench_all
 
@@ -22,7 +22,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         bench_all, "BENCHES", {"spmm": replace(BENCHES["spmm"], suites={"small": SMALL}, peers=())}
     )
     monkeypatch.setattr(bench_all, "refuse_cpu", lambda device: None)
-    monkeypatch.setattr("sparsek.bench.suites.case.MAX_SETS", 2)
+    monkeypatch.setattr("sparsek.bench.engine.case.MAX_SETS", 2)
 
 
 def test_bench_all_goes_on_where_it_stopped(run, small: None, tmp_path: Path) -> None:
@@ -36,7 +36,7 @@ def test_bench_all_goes_on_where_it_stopped(run, small: None, tmp_path: Path) ->
     assert "3 of 3 rows to measure on cpu" in call("--list")
     first = call("--limit", "0.02")
     assert "1/3 spmm: 64×96×16 block 32 50 % fp32: " in first
-    assert "stopped before the limit of 0.02 s; 2 rows left, run again to go on:" in first
+    assert "stopped with 2 rows left, run again to go on:" in first
     second = call()
     assert "2 of 3 rows to measure" in second
     assert "2/2 spmm: 64×96×48 block 32 50 % fp32: " in second
@@ -46,13 +46,54 @@ def test_bench_all_goes_on_where_it_stopped(run, small: None, tmp_path: Path) ->
     assert len(records.read(tmp_path / "cpu" / "spmm.jsonl")) == 6
 
 
-def test_a_row_that_fails_is_named_and_the_others_are_measured(
+def test_bench_all_keeps_new_records_in_one_file_which_can_be_taken_over(
+    run, small: None, tmp_path: Path
+) -> None:
+    out, folder = tmp_path / "new.jsonl", tmp_path / "records"
+    given = ["bench", "all", "--rounds", "1", "--device", "cpu", "--records", folder]
+    run(*given, "--limit", "0", "--out", out)
+    assert len(records.read(out)) == 1
+    result = run(*given, "--out", out)
+    assert "2 of 3 rows to measure" in result.output
+    assert len(records.read(out)) == 3
+    assert not folder.exists()
+    assert "3 of 3 rows" in run(*given, "--list").output
+    assert "3 records put into" in run("bench", "all", "--records", folder, "--take", out).output
+    assert [path.name for path in (folder / "cpu").iterdir()] == ["spmm.jsonl"]
+    assert "0 of 3 rows" in run(*given, "--list").output
+
+
+def test_an_interrupted_row_loses_no_other(
     run, small: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     measure = bench_all.measured_entry
 
+    def interrupted(entry: SuiteRow, *rest: Any) -> Any:
+        if entry == SMALL[1]:
+            raise KeyboardInterrupt
+        return measure(entry, *rest)
+
+    given = ["bench", "all", "--rounds", "1", "--device", "cpu", "--records", tmp_path]
+    monkeypatch.setattr(bench_all, "measured_entry", interrupted)
+    assert "stopped with 2 rows left" in run(*given).output
+    assert len(records.read(tmp_path)) == 1
+    monkeypatch.setattr(bench_all, "measured_entry", measure)
+    assert "2 of 3 rows to measure" in run(*given).output
+    assert len(records.read(tmp_path)) == 3
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("CUDA went away"), AssertionError()])
+def test_a_row_that_fails_is_named_and_the_others_are_measured(
+    run, small: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: Exception | None
+) -> None:
+    measure = bench_all.measured_entry
+
     def fails(entry: SuiteRow, *rest: Any) -> Any:
-        return None if entry == SMALL[1] else measure(entry, *rest)
+        if entry != SMALL[1]:
+            return measure(entry, *rest)
+        if error is not None:
+            raise error
+        return None
 
     monkeypatch.setattr(bench_all, "measured_entry", fails)
     result = run("bench", "all", "--rounds", "1", "--device", "cpu", "--records", tmp_path)
@@ -65,7 +106,7 @@ def test_a_row_that_fails_is_named_and_the_others_are_measured(
     ("arguments", "said"),
     [
         ([], "suites need a GPU; a CPU would take hours"),
-        (["--only", "gemm"], "no benchmark is called 'gemm'; known: spmm, attention"),
+        (["--only", "gemm"], "no benchmark is called 'gemm'; known: spmm, sddmm"),
     ],
 )
 def test_bench_all_answers_bad_input_with_one_line(run, arguments: list[str], said: str) -> None:

@@ -9,6 +9,8 @@ from sparsek.plan import sources
 
 # A file of tests/ named in another, as a script that a test runs in a process of its own.
 BESIDE = re.compile(r"""["'](\w+\.(?:py|h|cu))["']""")
+# A module, or a folder of them, that is loaded by its name: f"sparsek.bench.suites.{stem}".
+LATE = re.compile(r"""["'](sparsek\.(?:bench|cli)\.\w+(?:\.\w+)*)""")
 FOLLOWED = ("tests.", "sparsek.bench", "sparsek.cli")
 # Only such a file can hold tests marked `gpu`: by the mark, or by the fixture `device`.
 MARKED = re.compile(r"mark\.gpu\b|[(,]\s*device\b\s*[:,)]|^\s+device: ", re.MULTILINE)
@@ -51,8 +53,10 @@ def needed(file: Path, root: Path) -> set[Path]:
         if file.suffix == ".py":
             source = file.read_text(encoding="utf-8")
             waiting += [file.with_name(name) for name in BESIDE.findall(source)]
-            for name in sources.imports(source):
+            late = LATE.findall(source) if file.is_relative_to(root / "sparsek") else []
+            for name in (*sources.imports(source), *late):
                 if name.startswith(FOLLOWED):
                     module = root / name.replace(".", "/")
                     waiting += [module.with_suffix(".py"), module / "__init__.py"]
+                    waiting += module.glob("*.py") if name in late else []
     return found

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 
 from sparsek.bench.engine import records
-from sparsek.bench.engine.benches import Bench
-from sparsek.bench.suites.case import SuiteRow
+from sparsek.bench.engine.bench import Bench
+from sparsek.bench.engine.case import SuiteRow
 
 # What must be the same for a record to stand.
 SAME = ("gpu", "torch", "triton", "cuda")
@@ -29,8 +29,8 @@ class Row(NamedTuple):
 
 
 def rows_of(benches: Iterable[Bench]) -> list[Row]:
-    """All rows, in the order of the benchmarks and their suites."""
-    return [Row(bench, entry) for bench in benches for entry in bench.rows]
+    """All published rows, in the order of the benchmarks and their suites."""
+    return [Row(bench, entry) for bench in benches for entry in bench.published]
 
 
 def stale_rows(rows: Iterable[Row], found: Iterable[records.Record], device: torch.device) -> list[Row]:
@@ -67,8 +67,10 @@ class Pace:
         return fmean(known) if known else 0.0
 
     def longest(self, row: Row) -> float:
-        """Seconds that a row may take: as the longest of its op, but no less than it is expected to."""
-        return max([*self.took.get(row.entry.op, ()), self.expected(row)])
+        """Seconds that a row may take: as the longest of its op so far but the first, which compiles and imports;
+        before there are two, as long as its benchmark says.
+        """
+        return max(self.took.get(row.entry.op, [])[1:], default=row.bench.slowest)
 
     def left(self, rows: Iterable[Row]) -> float:
         """Seconds that these rows will take."""
@@ -90,11 +92,13 @@ def walk(
     limit: float | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Done]:
-    """Measures the rows in turn, and stops before one that may not end within `limit` seconds of the first."""
+    """Measures the rows in turn, the first in any case, and stops before one that may not end within `limit` seconds
+    of the beginning.
+    """
     begin, pace = clock(), Pace()
     for at, row in enumerate(rows):
         started = clock()
-        if limit is not None and started - begin + pace.longest(row) > limit:
+        if at and limit is not None and started - begin + pace.longest(row) > limit:
             return
         measure(row)
         spent = clock() - started

@@ -38,15 +38,14 @@ from typing import Any
 import torch
 
 from sparsek.bench.engine import sensors
-from sparsek.bench.engine.benches import ALL
-from sparsek.bench.suites.case import Case, Schema
+from sparsek.bench.engine.bench import OPS, Record
+from sparsek.bench.engine.case import Case
 from sparsek.core import env, files
 from sparsek.core.clock import Times
 from sparsek.core.device import card_of
 from sparsek.core.errors import InvalidFile, InvalidInput, SparseKError
 from sparsek.plan.sources import JOINED, ROOT, files_hash, source_hash
 
-Record = dict[str, Any]
 FIELDS = (
     "op",
     "case",
@@ -64,9 +63,6 @@ FIELDS = (
     "date",
 )
 ENV_FIELDS = ("gpu", "driver", "power_limit_w", "torch", "triton", "cuda", *sensors.FIELDS)
-
-
-OPS: Mapping[str, Schema] = {op: schema for bench in ALL for op, schema in bench.schemas.items()}
 
 
 def fields_of(op: str) -> tuple[str, ...]:

@@ -5,26 +5,23 @@ docs/spmm.md; `sparsek report --write` puts it there, and a test compares it wit
 changed since is marked.
 """
 
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from sparsek.bench.engine import records
-from sparsek.bench.engine.records import Record
+from sparsek.bench.engine.bench import FILES, OPS, TABLES, Column, Record, Table, table_of
+from sparsek.bench.engine.case import Case
 from sparsek.bench.engine.sensors import FIELDS
-from sparsek.bench.engine.tables import HOST, TABLES, Column, Table, below, case_name, table_of
-from sparsek.bench.suites import host
-from sparsek.bench.suites.case import Case
 from sparsek.core.errors import InvalidFile
 
 BEGIN = "<!-- records:{op} -->"
 END = "<!-- /records -->"
-# What a call costs the host of a card, for the planner and `advise`: the record of this case.
-HOST_FILE = "sparsek/plan/host.json"
-EAGER = host.HOST[0].case
-# Which operation's table stands on which page.
-PAGES = tuple((page, op) for op, table in TABLES.items() for page in table.pages)
+
+
+def pages() -> list[tuple[str, str]]:
+    """Which operation's table stands on which page."""
+    return [(page, op) for op, table in TABLES.items() for page in table.pages]
 
 
 def ordered(found: Iterable[Record], table: Table) -> list[Record]:
@@ -68,9 +65,16 @@ def markdown(found: Sequence[Record], op: str) -> str:
     lines += [_line(column.cell(record) for column in columns) for record in device_rows]
     for record in rows:
         if record["op"] != op:
-            lines += ["", below(record)]
+            lines += ["", _below(record)]
     lines += ["", caption(device_rows, table)]
     return "\n".join(lines)
+
+
+def _below(record: Record) -> str:
+    """What a record without a row says under the table."""
+    say = OPS[record["op"]].below
+    assert say is not None
+    return say(record)
 
 
 def _ratio(name: str, table: Table) -> Column:
@@ -136,43 +140,37 @@ def replaced(page: str, table: str, op: str, path: str = "page") -> str:
     return f"{page[:start]}\n{table}\n{page[stop:]}"
 
 
-def host_table(found: Iterable[Record]) -> str:
-    """What `plan/host.py` reads, by card, from the records: the host's seconds of a cached `A @ B`. "" without any."""
-    rows = ordered((each for each in found if each["op"] == HOST.op), HOST)
-    told = {
-        row["env"]["gpu"]: {
-            "seconds": round(row["ms"]["median"] / 1e3, 9),
-            "case": case_name(row),
-            "date": row["date"],
-        }
-        for row in rows
-        if records.case_of(row) == EAGER
-    }
-    return json.dumps(told, indent=2, ensure_ascii=False) + "\n" if told else ""
-
-
-def write(root: Path, found: Sequence[Record], pages: Iterable[tuple[str, str]] = PAGES) -> list[Path]:
-    """Puts each operation's table into its pages under `root`, and host times into HOST_FILE; returns what changed."""
-    pages = list(pages)
-    before = {name: _text(root / name) for name, _ in pages}
+def write(root: Path, found: Sequence[Record], on: Iterable[tuple[str, str]] | None = None) -> list[Path]:
+    """Puts each operation's table into its pages under `root`, all unless given `on` which, and writes the files that
+    are made of records; returns what changed.
+    """
+    on = pages() if on is None else list(on)
+    before = {name: _text(root / name) for name, _ in on}
     after = dict(before)
-    for name, op in pages:
+    for name, op in on:
         after[name] = replaced(after[name], markdown(found, op), op, str(root / name))
-    if measured_host := host_table(found):
-        before[HOST_FILE], after[HOST_FILE] = _text(root / HOST_FILE), measured_host
+    for name, made in _files(found):
+        before[name], after[name] = _text(root / name), made
     changed = [name for name in after if after[name] != before[name]]
     for name in changed:
         (root / name).write_text(after[name], encoding="utf-8")
     return [root / name for name in changed]
 
 
-def stale(root: Path, found: Sequence[Record], pages: Iterable[tuple[str, str]] = PAGES) -> list[str]:
+def _files(found: Sequence[Record]) -> list[tuple[str, str]]:
+    """Path and text of the files that are made of records, of those that have any."""
+    made = ((name, make(found)) for name, make in FILES.items())
+    return [(name, text) for name, text in made if text]
+
+
+def stale(root: Path, found: Sequence[Record], on: Iterable[tuple[str, str]] | None = None) -> list[str]:
     """What differs between the pages and the records, one line each; [] means they agree."""
-    wrong = []
-    measured_host = host_table(found)
-    if measured_host and _text(root / HOST_FILE) != measured_host:
-        wrong.append(f"{HOST_FILE} differs from the records, run `make readme`")
-    for name, op in pages:
+    wrong = [
+        f"{name} differs from the records, run `make readme`"
+        for name, made in _files(found)
+        if _text(root / name) != made
+    ]
+    for name, op in pages() if on is None else on:
         page, table = _text(root / name), markdown(found, op)
         start, stop = section(page, op, name)
         shown = page[start:stop].strip()

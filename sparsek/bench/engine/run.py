@@ -7,10 +7,11 @@ from typing import Any
 import torch
 
 from sparsek.bench.engine import records
+from sparsek.bench.engine.bench import OPS
+from sparsek.bench.engine.case import Case, Operands, SuiteRow
 from sparsek.bench.engine.graph import captured
+from sparsek.bench.engine.peer import Peer, Ready, UnavailableError, first_line, rotating
 from sparsek.bench.engine.sensors import Sensors
-from sparsek.bench.peers.peer import Peer, Ready, UnavailableError, first_line, rotating
-from sparsek.bench.suites.case import Case, Operands
 from sparsek.core.clock import Times, time_rounds
 from sparsek.core.errors import SparseKError, Unsupported
 from sparsek.testing.budget import Gate
@@ -62,6 +63,20 @@ class Turn:
         """The times of one call of the case."""
         count = self.count
         return Times(times.median / count, times.min / count, times.max / count, times.rounds)
+
+
+def measure(
+    entry: SuiteRow,
+    *,
+    peers: Sequence[Peer],
+    rounds: int,
+    device: torch.device,
+    report: Callable[[str], None],
+) -> Outcome:
+    """The records of a row of a suite. Only device times have peers. Raises GateError for a wrong result."""
+    given = {"kernels": entry.kernels, "rounds": rounds, "device": device, "report": report}
+    run = OPS[entry.op].run
+    return run_case(entry.case, peers=peers, **given) if run is None else run(entry.case, **given)
 
 
 def run_case(

@@ -1,9 +1,7 @@
 """What a user would pick instead of `sk.attention`. One line per peer in PEERS, at the end."""
 
 import importlib
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -13,27 +11,22 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from sparsek.bench.peers.peer import Peer, Ready, UnavailableError, elsewhere, first_line
+from sparsek.bench.engine.case import block_name
+from sparsek.bench.engine.peer import (
+    Peer,
+    Ready,
+    UnavailableError,
+    accepted,
+    elsewhere,
+    first_line,
+    setting_up,
+)
 from sparsek.bench.suites.attention import AttentionCase, AttentionOperands
-from sparsek.bench.suites.case import block_name
 
 # Masks that a dense peer computes as they are.
 DENSE_MASKS = ("full", "causal")
 LOW = ("bf16", "fp16")
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
-@contextmanager
-def setting_up() -> Iterator[None]:
-    """Peers warn, compile and refuse in many ways: what they raise becomes the reason why they are not measured."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            yield
-        except UnavailableError:
-            raise
-        except Exception as error:
-            raise UnavailableError(f"{type(error).__name__}: {first_line(error)}") from None
 
 
 def imported(name: str) -> Any:
@@ -47,13 +40,6 @@ def ran(calls: Sequence[Callable[[], Any]]) -> Any:
     """The first call's result. Every call runs once, so that what fails, fails in the set-up."""
     first, *_ = [call() for call in calls]
     return first
-
-
-def gated(one: AttentionOperands, out: Any) -> None:
-    """Raises UnavailableError unless `out` is the result of the set."""
-    gate = one.judge(out)
-    if not gate.passed:
-        raise UnavailableError(f"its result is wrong here: error {gate.error:.2e}, budget {gate.budget:.2e}")
 
 
 class Attention(Protocol):
@@ -85,7 +71,7 @@ class Attention(Protocol):
             calls = tuple(partial(attend, *each) for each in operands)
             out = ran(calls)
             if self.judged(case):
-                gated(sets[0], self.laid(out))
+                accepted(sets[0].judge(self.laid(out)), "its result")
         return Ready(calls, *self.counted(case))
 
 
@@ -257,7 +243,7 @@ class CudnnBlocks:
     """Block-sparse attention of NVIDIA's cuDNN frontend: as many whole blocks in every row, no causal masks."""
 
     name: str = "cudnn_bsa"
-    title: str = "cuDNN frontend block-sparse"
+    title: str = "cuDNN block-sparse"
     device: str = "cuda"
 
     def why_not(self, case: AttentionCase, device: torch.device) -> list[str]:
@@ -285,7 +271,7 @@ class CudnnBlocks:
                 ]
                 for one in sets
             )
-            gated(sets[0], ran(calls))
+            accepted(sets[0].judge(ran(calls)), "its result")
         return Ready(calls)
 
 
@@ -303,8 +289,8 @@ def even_lists(one: AttentionOperands) -> Tensor:
 
 PEERS: tuple[Peer, ...] = (
     DenseAttention("cudnn", "cuDNN dense", "cuda", "CUDNN_ATTENTION"),
-    Flex(),
     Flash4(),
+    Flex(),
     CudnnBlocks(),
-    DenseAttention("sdpa", "torch SDPA dense", "cpu"),
+    DenseAttention("sdpa", "torch dense", "cpu"),
 )

@@ -12,6 +12,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from sparsek.bench.engine.case import block_name
+from sparsek.bench.engine.peer import Peer, Ready, UnavailableError, accepted, elsewhere, setting_up
 from sparsek.bench.peers.attention import (
     DENSE_MASKS,
     LOW,
@@ -21,12 +23,9 @@ from sparsek.bench.peers.attention import (
     Flash4,
     Flex,
     even_lists,
-    gated,
     imported,
     ran,
-    setting_up,
 )
-from sparsek.bench.peers.peer import Peer, Ready, UnavailableError, elsewhere
 from sparsek.bench.suites.attention import AttentionCase, length_name
 from sparsek.bench.suites.attention_grad import (
     AttentionGradCase,
@@ -34,7 +33,6 @@ from sparsek.bench.suites.attention_grad import (
     GradOperands,
     StepOperands,
 )
-from sparsek.bench.suites.case import block_name
 
 Sets = Sequence[GradOperands] | Sequence[StepOperands]
 # A dense step beyond this length is not measured: its time grows with the square of the length.
@@ -102,7 +100,7 @@ class Autograd:
             calls = tuple(tracing(attend, *self._operands(one)) for one in sets)
             results = [self.forward.laid(x) for x in ran(calls)]
             if self.forward.judged(case):
-                gated(sets[0], results)
+                accepted(sets[0].judge(results), "its result")
         return Ready(calls, *self.forward.counted(case))
 
     def _operands(self, one: GradOperands | StepOperands) -> list[Tensor]:
@@ -153,7 +151,7 @@ class CudnnBlocksBackward:
     """The explicit backward pass of cuDNN frontend's block-sparse attention, on its own forward pass's out and lse."""
 
     name: str = "cudnn_bsa"
-    title: str = "cuDNN frontend block-sparse"
+    title: str = "cuDNN block-sparse"
     device: str = "cuda"
 
     def why_not(self, case: AttentionGradCase, device: torch.device) -> list[str]:
@@ -170,7 +168,7 @@ class CudnnBlocksBackward:
         with setting_up():
             index = even_lists(sets[0])
             calls = tuple(self._call(case, one, index) for one in sets)
-            gated(sets[0], ran(calls))
+            accepted(sets[0].judge(ran(calls)), "its result")
         return Ready(calls)
 
     def _call(
@@ -225,16 +223,16 @@ class AnyOrder:
         if (plans[0].kernel, plans[0].config) == (fixed.kernel, fixed.config):
             raise UnavailableError("the planner's choice is the same for both")
         calls = tuple(one.planned(plan) for one, plan in zip(free, plans, strict=True))
-        gated(free[0], ran(calls))
+        accepted(sets[0].judge(ran(calls)), "its result")
         return Ready(calls, note=plans[0].kernel)
 
 
 PEERS: tuple[Peer, ...] = (
     Autograd(DenseAttention("cudnn", "cuDNN dense", "cuda", "CUDNN_ATTENTION")),
     Autograd(DenseAttention("fa2", "FlashAttention-2 dense", "cuda", "FLASH_ATTENTION"), dense=True),
-    FlexAutograd(Flex()),
     Autograd(Flash4()),
+    FlexAutograd(Flex()),
     CudnnBlocksBackward(),
     AnyOrder(),
-    Autograd(DenseAttention("sdpa", "torch SDPA dense", "cpu")),
+    Autograd(DenseAttention("sdpa", "torch dense", "cpu")),
 )

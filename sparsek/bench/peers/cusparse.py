@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsek.bench.peers.peer import UnavailableError
-from sparsek.bench.suites.spmm import SpmmOperands
+from sparsek.bench.engine.peer import UnavailableError
+from sparsek.bench.suites.product import ProductOperands
 
 # Values of library_types.h and cusparse.h.
 CUDA_TYPES = {"fp32": 0, "fp16": 2, "bf16": 14}
@@ -90,7 +90,7 @@ class Call:
         checked("cusparseSpMM", self.library.cusparseSpMM(self.handle, *self.arguments))
 
 
-def prepare(library: ctypes.CDLL, one: SpmmOperands, layout: str, dtype: str) -> Call:
+def prepare(library: ctypes.CDLL, one: ProductOperands, layout: str, dtype: str) -> Call:
     """Descriptors and workspace for one operand set. Raises UnavailableError when a cuSPARSE call fails."""
     kind = CUDA_TYPES[dtype]
     columns, values = blocked_ell(one.a.pattern.indptr, one.a.pattern.indices, one.a.logical_values(), layout)

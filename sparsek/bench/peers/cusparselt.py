@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sparsek.bench.peers.peer import first_line
+from sparsek.bench.engine.peer import first_line
 from sparsek.core.clock import host_seconds
 
 # Ids from here on were refused by every version that was seen; get_max_alg_id knows up to 0.6.2, whose last is 37.

@@ -3,23 +3,19 @@
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from sparsek.bench.engine.case import random_dense
+from sparsek.bench.engine.peer import Peer, Ready, UnavailableError, accepted, elsewhere, rotating, setting_up
 from sparsek.bench.peers.cusparselt import Task
-from sparsek.bench.peers.peer import Peer, Ready, UnavailableError, elsewhere, rotating
-from sparsek.bench.peers.product import Dense, accepted, setting_up
+from sparsek.bench.peers.product import Dense, Own
 from sparsek.bench.peers.semi24 import BEST, fastest, missing, ways_that_run
-from sparsek.bench.suites.case import random_dense
 from sparsek.bench.suites.fp8 import SEMI24, Fp8Case, Fp8Operands, fp8_product
+from sparsek.bench.suites.product import WIDE, ProductOperands
 from sparsek.core.clock import time_rounds
-from sparsek.matrix.bsr import BSR
 from sparsek.matrix.quantized import quantize
-from sparsek.ops.linear import plan_layer
-from sparsek.ops.spmm import plan_spmm
-from sparsek.plan.plan import Plan
 from sparsek.testing.budget import judge
 
 E4M3 = torch.float8_e4m3fn
@@ -32,7 +28,7 @@ class CublasFp8:
     """torch._scaled_mm with everything stored: the fastest of one scale for all and one a row, for each of its sums."""
 
     name: str = "cublas_fp8"
-    title: str = "cuBLAS FP8, the fastest"
+    title: str = "cuBLAS FP8"
     device: str = "cuda"
     sums: tuple[bool, ...] = (False, True)
 
@@ -69,9 +65,9 @@ class CublasFp8:
 
 def _dense(case: Fp8Case, one: Fp8Operands, scale: str, fast: bool, seed: int) -> Callable[[], Tensor]:
     """x @ W.T, or W @ x.T, of a dense random W."""
-    given = {"dtype": torch.bfloat16, "device": one.a.device}
+    given = {"dtype": WIDE, "device": one.a.device}
     w = quantize(random_dense(case.m, case.k, seed=seed, **given).mul_(case.k**-0.5), E4M3, scale)
-    x = quantize(one.x.dequantize(torch.bfloat16), E4M3, scale)
+    x = quantize(one.x.dequantize(WIDE), E4M3, scale)
     first, second = (x, w) if one.is_linear else (w, x)
     return lambda: fp8_product(first.values, first.scale, second.values, second.scale, fast=fast)
 
@@ -81,7 +77,7 @@ class CuSparseLtFp8:
     """cuSPARSELt in FP8, by the fastest of all its algorithms and layouts: values without scales, C in bf16."""
 
     name: str = "cusparselt"
-    title: str = "cuSPARSELt FP8, best algorithm and layout"
+    title: str = "cuSPARSELt FP8"
     device: str = ""
 
     def why_not(self, case: Fp8Case, device: torch.device) -> list[str]:
@@ -108,41 +104,16 @@ class CuSparseLtFp8:
         return Ready(calls, note)
 
 
-@dataclass(frozen=True)
-class Wider:
+def wider(case: Fp8Case, one: Fp8Operands, index: int) -> ProductOperands:
     """This library's product of the same matrix in bf16."""
-
-    name: str = "bf16"
-    title: str = "this library in bf16"
-    device: str = ""
-
-    def why_not(self, case: Fp8Case, device: torch.device) -> list[str]:
-        return []
-
-    def ready(self, case: Fp8Case, sets: Sequence[Fp8Operands], tried: Callable[[str], None]) -> Ready:
-        made = [_wider(one) for one in sets]
-        calls, kernels = zip(*made, strict=True)
-        calls[0]()
-        return Ready(calls, ", ".join(sorted(set(kernels))))
-
-
-def _wider(one: Fp8Operands) -> tuple[Callable[[], Any], str]:
-    w, x = one.a.dequantize(torch.bfloat16), one.x.dequantize(torch.bfloat16)
-    if not one.is_linear:
-        b = x.mT.contiguous()
-        plan: Plan = plan_spmm(w, b)
-        return lambda: plan(w, b, out=one.out), plan.kernel
-    if isinstance(w, BSR):
-        turned, plan = w.T, plan_spmm(x, w.T)
-        return lambda: plan(x, turned), plan.kernel
-    plan = plan_layer(x, w)
-    return lambda: plan(x, w), plan.kernel
+    b = one.wide if one.is_linear else one.wide.contiguous()
+    return ProductOperands(one.a.dequantize(WIDE), b, one.out, one.form)
 
 
 PEERS: tuple[Peer, ...] = (
     CublasFp8(),
-    CublasFp8("cublas_fp8_float32", "cuBLAS FP8, sums in float32", sums=(False,)),
-    Dense("torch_dense", "dense torch.matmul in bf16", "cpu"),
+    CublasFp8("cublas_fp8_float32", "cuBLAS FP8, float32 sums", sums=(False,)),
     CuSparseLtFp8(),
-    Wider(),
+    Own("bf16", "this library in bf16", wider),
+    Dense("torch_dense", "torch dense, bf16", "cpu"),
 )

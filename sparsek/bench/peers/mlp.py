@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
-from sparsek.bench.peers.peer import Peer, Ready, elsewhere
-from sparsek.bench.peers.product import Dense, setting_up
+from sparsek.bench.engine.peer import Peer, Ready, elsewhere, setting_up
+from sparsek.bench.peers.product import Dense
 from sparsek.bench.suites.mlp import MlpCase, MlpOperands
 
 

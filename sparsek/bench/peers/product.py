@@ -1,18 +1,15 @@
 """Peers that every product has: the same computed densely, and what sparse peers share."""
 
 import math
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
-from sparsek.bench.peers.peer import Ready, UnavailableError, elsewhere, first_line, rotating
-from sparsek.bench.suites.case import Case
+from sparsek.bench.engine.case import Case, Operands
+from sparsek.bench.engine.peer import Ready, UnavailableError, accepted, elsewhere, first_line, rotating
 from sparsek.core.clock import time_rounds
-from sparsek.testing.budget import Gate
 
 # Parameters of a kernel, and the values that are tried for each of them.
 Meta = dict[str, int]
@@ -42,27 +39,32 @@ class Dense:
         return Ready(tuple(one.dense(1000 + index) for index, one in enumerate(sets)), flops=case.dense_flops)
 
 
-CUBLAS = Dense("cublas", "cuBLAS dense", "cuda")
-TORCH_DENSE = Dense("torch_dense", "dense torch.matmul", "cpu")
+CUBLAS = Dense("cublas", "cuBLAS", "cuda")
+TORCH_DENSE = Dense("torch_dense", "torch dense", "cpu")
 
 
-def accepted(gate: Gate, what: str) -> None:
-    """Raises UnavailableError unless the gate passed."""
-    if not gate.passed:
-        raise UnavailableError(f"{what} is wrong here: error {gate.error:.2e}, budget {gate.budget:.2e}")
+@dataclass(frozen=True)
+class Own:
+    """This library by another way: the operands that `other` makes of those of the case, by their place.
 
+    `unless` says why a case has no such peer.
+    """
 
-@contextmanager
-def setting_up(what: str) -> Iterator[None]:
-    """Peers warn and refuse in many ways: what they raise becomes the reason why they are not measured."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            yield
-        except (UnavailableError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:
-            raise UnavailableError(f"{what}: {first_line(error)}") from None
+    name: str
+    title: str
+    other: Callable[[Any, Any, int], Operands]
+    unless: Callable[[Any], list[str]] = lambda case: []
+    device: str = ""
+
+    def why_not(self, case: Case, device: torch.device) -> list[str]:
+        return self.unless(case)
+
+    def ready(self, case: Case, sets: Sequence[Operands], tried: Callable[[str], None]) -> Ready:
+        others = [self.other(case, one, index) for index, one in enumerate(sets)]
+        plans = [one.plan(None) for one in others]
+        accepted(others[0].gate(plans[0]), self.title)
+        calls = tuple(one.planned(plan) for one, plan in zip(others, plans, strict=True))
+        return Ready(calls, ", ".join(sorted({plan.kernel for plan in plans})))
 
 
 def tuned(

@@ -7,18 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsek.bench.peers.peer import Peer, Ready, elsewhere
-from sparsek.bench.peers.product import (
-    CUBLAS,
-    TORCH_DENSE,
-    Meta,
-    Space,
-    accepted,
-    setting_up,
-    settings,
-    tuned,
-)
-from sparsek.bench.suites.case import block_name
+from sparsek.bench.engine.case import block_name
+from sparsek.bench.engine.peer import Peer, Ready, accepted, elsewhere, setting_up
+from sparsek.bench.peers.product import CUBLAS, TORCH_DENSE, Meta, Space, settings, tuned
 from sparsek.bench.suites.sddmm import SddmmCase, SddmmOperands
 from sparsek.matrix.bsr import BSR
 from sparsek.testing.product_budget import stored
@@ -32,7 +23,7 @@ class TorchSampled:
     """
 
     name: str = "torch_sparse"
-    title: str = "torch.sparse BSR sampled_addmm, tuned"
+    title: str = "torch.sparse"
     device: str = "cuda"
 
     def why_not(self, case: SddmmCase, device: torch.device) -> list[str]:
@@ -103,7 +94,7 @@ class TorchCsr:
     """torch.sparse.sampled_addmm on a CSR matrix of all elements of the blocks: cuSPARSE on a GPU, MKL on a CPU."""
 
     name: str = "torch_csr"
-    title: str = "torch.sparse CSR sampled_addmm"
+    title: str = "torch.sparse CSR"
     device: str = ""
 
     def why_not(self, case: SddmmCase, device: torch.device) -> list[str]:
@@ -129,4 +120,4 @@ def _full_csr(one: SddmmOperands) -> Tensor:
     return ones.to_sparse_csr()
 
 
-PEERS: tuple[Peer, ...] = (CUBLAS, TORCH_DENSE, TorchSampled(), TorchCsr())
+PEERS: tuple[Peer, ...] = (CUBLAS, TorchSampled(), TorchCsr(), TORCH_DENSE)

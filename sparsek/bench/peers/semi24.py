@@ -1,23 +1,21 @@
 """What a user would pick instead of 2:4 products of this library. One line per peer in PEERS, at the end."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from sparsek.bench.engine.case import random_dense
+from sparsek.bench.engine.peer import Peer, Ready, UnavailableError, accepted, rotating, setting_up
 from sparsek.bench.peers.cusparselt import Task, Tried, laid, multiply, probe, usable
-from sparsek.bench.peers.peer import Peer, Ready, UnavailableError, rotating
-from sparsek.bench.peers.product import CUBLAS, TORCH_DENSE, accepted, setting_up
-from sparsek.bench.suites.case import random_dense
-from sparsek.bench.suites.semi24 import Semi24Case, Semi24Operands
-from sparsek.bench.suites.story import StoryCase, StoryOperands
+from sparsek.bench.peers.product import CUBLAS, TORCH_DENSE, Own
+from sparsek.bench.suites.product import ProductOperands
+from sparsek.bench.suites.semi24 import Semi24Case
+from sparsek.bench.suites.story import StoryCase
 from sparsek.core.clock import time_rounds
 from sparsek.core.dtypes import LOW, parse
 from sparsek.matrix.bsr import BSR
-from sparsek.ops.spmm import plan_spmm
-from sparsek.testing.budget import check_spmm
 
 # Of the ways that a child process found right, so many are timed once more, in turns and on a warm card.
 BEST = 12
@@ -32,7 +30,7 @@ class CuSparseLt:
     """
 
     name: str = "cusparselt"
-    title: str = "cuSPARSELt, best algorithm and layout"
+    title: str = "cuSPARSELt"
     device: str = ""
     alike: bool = False
 
@@ -49,7 +47,7 @@ class CuSparseLt:
     def ready(
         self,
         case: Semi24Case | StoryCase,
-        sets: Sequence[Semi24Operands | StoryOperands],
+        sets: Sequence[ProductOperands],
         tried: Callable[[str], None],
     ) -> Ready:
         task = Task(case.m, case.k, case.n, case.dtype)
@@ -65,7 +63,7 @@ class CuSparseLt:
         return Ready(calls, note)
 
 
-def _judge(one: Semi24Operands | StoryOperands) -> Callable[[Tensor], None]:
+def _judge(one: ProductOperands) -> Callable[[Tensor], None]:
     def judged(c: Tensor) -> None:
         accepted(one.judge(c.mT if one.is_linear else c), "cuSPARSELt")
 
@@ -132,50 +130,25 @@ def fastest(
     return candidates[best], best
 
 
-@dataclass(frozen=True)
-class OwnBlocks:
+def own_blocks(case: Semi24Case, one: ProductOperands, index: int) -> ProductOperands:
     """This library's BSR of the same pattern, all values of its blocks random."""
-
-    name: str = "bsr"
-    title: str = "this library's BSR"
-    device: str = ""
-
-    def why_not(self, case: Semi24Case | StoryCase, device: torch.device) -> list[str]:
-        return [] if case.in_blocks else ["is of blocks, of which the case has none"]
-
-    def ready(self, case: Semi24Case, sets: Sequence[Semi24Operands], tried: Callable[[str], None]) -> Ready:
-        made = [blocks_call(one, 3000 + index, check=not index) for index, one in enumerate(sets)]
-        calls, kernels = zip(*made, strict=True)
-        return Ready(calls, ", ".join(sorted(set(kernels))))
-
-
-def blocks_call(one: Semi24Operands, seed: int, *, check: bool) -> tuple[Callable[[], Any], str]:
-    """The product of a BSR of the set's pattern with its dense operand, and the kernel; judged first if `check`."""
-    pattern = one.pattern
+    pattern, b = one.pattern, one.b
     assert pattern is not None
-    values = random_dense(pattern.nnzb, *pattern.block, dtype=one.b.dtype, device=one.b.device, seed=seed)
+    values = random_dense(pattern.nnzb, *pattern.block, dtype=b.dtype, device=b.device, seed=3000 + index)
     a = BSR.unchecked(pattern, values.mul_(pattern.shape[1] ** -0.5)).zero_padding_()
-    factors = (one.b, a.T) if one.is_linear else (a, one.b)
-    out = one.b.new_empty(
-        (one.b.shape[0], pattern.shape[0]) if one.is_linear else (pattern.shape[0], one.b.shape[1])
-    )
-    plan = plan_spmm(*factors)
-
-    def call() -> Any:
-        return plan(*factors, out=out)
-
-    if check:
-        out.fill_(torch.nan)
-        call()
-        found = out.mT if one.is_linear else out
-        accepted(check_spmm(a, one.b_as_factor, found, tf32=plan.problem.tf32), "the BSR")
-    return call, plan.kernel
+    shape = (b.shape[0], pattern.shape[0]) if one.is_linear else (pattern.shape[0], b.shape[1])
+    return replace(one, a=a, out=b.new_empty(shape))
 
 
 PEERS: tuple[Peer, ...] = (
     CUBLAS,
-    TORCH_DENSE,
     CuSparseLt(),
-    CuSparseLt("cusparselt_alike", "cuSPARSELt, best algorithm, same layouts", alike=True),
-    OwnBlocks(),
+    CuSparseLt("cusparselt_alike", "cuSPARSELt, same layouts", alike=True),
+    Own(
+        "bsr",
+        "this library's BSR",
+        own_blocks,
+        lambda case: [] if case.in_blocks else ["is of blocks, of which the case has none"],
+    ),
+    TORCH_DENSE,
 )

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
-from sparsek.bench.peers.peer import Peer, Ready
-from sparsek.bench.peers.product import CUBLAS, TORCH_DENSE, accepted, setting_up
+from sparsek.bench.engine.peer import Peer, Ready, accepted, setting_up
+from sparsek.bench.peers.product import CUBLAS, TORCH_DENSE
 from sparsek.bench.suites.spgemm import SpgemmCase, SpgemmOperands
 
 # cuSPARSE's buffers hold every product of two elements: 12 bytes each.
@@ -21,7 +21,7 @@ class TorchCsr:
     """
 
     name: str = "torch_csr"
-    title: str = "torch.sparse CSR @ CSR"
+    title: str = "torch.sparse CSR"
     device: str = ""
 
     def why_not(self, case: SpgemmCase, device: torch.device) -> list[str]:
@@ -39,4 +39,4 @@ class TorchCsr:
         return Ready(calls)
 
 
-PEERS: tuple[Peer, ...] = (CUBLAS, TORCH_DENSE, TorchCsr())
+PEERS: tuple[Peer, ...] = (CUBLAS, TorchCsr(), TORCH_DENSE)

@@ -8,37 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparsek.bench.engine.case import random_dense
+from sparsek.bench.engine.peer import Peer, Ready, UnavailableError, accepted, first_line
 from sparsek.bench.peers import cusparse
-from sparsek.bench.peers.peer import Peer, Ready, UnavailableError, first_line
-from sparsek.bench.peers.product import CUBLAS, TORCH_DENSE, Meta, Space, accepted, settings, tuned
-from sparsek.bench.suites.case import random_dense
-from sparsek.bench.suites.spmm import A_AT_B, SpmmCase, SpmmOperands, form_name
+from sparsek.bench.peers.product import CUBLAS, TORCH_DENSE, Meta, Own, Space, settings, tuned
+from sparsek.bench.suites.product import A_AT_B, ProductOperands, form_name
+from sparsek.bench.suites.spmm import SpmmCase
 
 
-@dataclass(frozen=True)
-class OwnProduct:
-    """This library's A @ B on the same pattern, with B as wide: what the other forms are held against."""
-
-    name: str = "a_at_b"
-    title: str = "this library's A @ B"
-    device: str = ""
-
-    def why_not(self, case: SpmmCase, device: torch.device) -> list[str]:
-        return ["the case is A @ B itself"] if case.form == A_AT_B else []
-
-    def ready(self, case: SpmmCase, sets: Sequence[SpmmOperands], tried: Callable[[str], None]) -> Ready:
-        plain = replace(case, form=A_AT_B)
-        calls, kernels = [], set()
-        for index, one in enumerate(sets):
-            shapes = {"dtype": one.b.dtype, "device": one.b.device}
-            b = random_dense(*plain.b_shape, **shapes, seed=2000 + index)
-            own = SpmmOperands(one.a, b, one.b.new_empty(plain.out_shape))
-            plan = own.plan(None)
-            if not index:
-                accepted(own.gate(plan), "A @ B")
-            kernels.add(plan.kernel)
-            calls.append(own.planned(plan))
-        return Ready(tuple(calls), ", ".join(sorted(kernels)))
+def a_at_b(case: SpmmCase, one: ProductOperands, index: int) -> ProductOperands:
+    """A @ B on the same pattern, with B as wide: what the other forms are held against."""
+    plain = replace(case, form=A_AT_B)
+    b = random_dense(*plain.b_shape, dtype=one.b.dtype, device=one.b.device, seed=2000 + index)
+    return ProductOperands(one.a, b, one.b.new_empty(plain.out_shape))
 
 
 @dataclass(frozen=True)
@@ -50,7 +32,7 @@ class TorchSparse:
     """
 
     name: str = "torch_sparse"
-    title: str = "torch.sparse BSR, all parameters tuned"
+    title: str = "torch.sparse"
     device: str = ""
     stages_only: bool = False
 
@@ -67,7 +49,7 @@ class TorchSparse:
             reasons.append(f"its kernel needs N to be a multiple of 16, not {case.n}")
         return reasons
 
-    def ready(self, case: SpmmCase, sets: Sequence[SpmmOperands], tried: Callable[[str], None]) -> Ready:
+    def ready(self, case: SpmmCase, sets: Sequence[ProductOperands], tried: Callable[[str], None]) -> Ready:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # torch calls its BSR support beta on first use
             matrices = [one.a.to_torch() for one in sets]
@@ -87,7 +69,7 @@ class TorchSparse:
         self,
         case: SpmmCase,
         matrices: Sequence[Tensor],
-        sets: Sequence[SpmmOperands],
+        sets: Sequence[ProductOperands],
         tried: Callable[[str], None],
     ) -> Meta:
         """The fastest correct parameters that coordinate descent finds, by timing: num_stages first, then all four."""
@@ -106,7 +88,7 @@ class TorchSparse:
         )
 
 
-def _addmm_call(w: Tensor, one: SpmmOperands, meta: Meta) -> Callable[[], object]:
+def _addmm_call(w: Tensor, one: ProductOperands, meta: Meta) -> Callable[[], object]:
     from torch.sparse import _triton_ops  # needs Triton, so only where a GPU asks for it
 
     addmm: Any = _triton_ops.bsr_dense_addmm
@@ -142,7 +124,7 @@ class CuSparse:
     """cuSPARSE SpMM on Blocked-ELL, through ctypes: torch brings the library but binds no such call."""
 
     name: str = "cusparse"
-    title: str = "cuSPARSE Blocked-ELL"
+    title: str = "cuSPARSE"
     device: str = ""
 
     def why_not(self, case: SpmmCase, device: torch.device) -> list[str]:
@@ -157,7 +139,7 @@ class CuSparse:
             reasons.append(f"not set up here for {case.dtype}")
         return reasons
 
-    def ready(self, case: SpmmCase, sets: Sequence[SpmmOperands], tried: Callable[[str], None]) -> Ready:
+    def ready(self, case: SpmmCase, sets: Sequence[ProductOperands], tried: Callable[[str], None]) -> Ready:
         library = cusparse.load()
         if isinstance(library, str):
             raise UnavailableError(library)
@@ -182,9 +164,9 @@ class CuSparse:
 
 PEERS: tuple[Peer, ...] = (
     CUBLAS,
-    TORCH_DENSE,
-    OwnProduct(),
     TorchSparse(),
-    TorchSparse("torch_sparse_stages", "torch.sparse BSR, num_stages tuned", "cuda", stages_only=True),
+    TorchSparse("torch_sparse_stages", "torch.sparse, stages", "cuda", stages_only=True),
     CuSparse(),
+    TORCH_DENSE,
+    Own("a_at_b", "A @ B", a_at_b, lambda case: ["the case is A @ B itself"] if case.form == A_AT_B else []),
 )

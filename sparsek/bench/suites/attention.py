@@ -3,14 +3,14 @@
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from sparsek.bench.engine.memory import peak_bytes
-from sparsek.bench.suites.attention_masks import MASK_FORMS, Geometry, MaskText, parse_mask
-from sparsek.bench.suites.case import (
+from sparsek.bench.engine.bench import Bench, Column, Record, Table
+from sparsek.bench.engine.case import (
     DTYPE,
     Case,
     Operands,
@@ -23,6 +23,10 @@ from sparsek.bench.suites.case import (
     random_dense,
     set_count,
 )
+from sparsek.bench.engine.memory import peak_bytes
+from sparsek.bench.engine.tables import CASE, KERNEL, MS, ROOF, SPEEDUP, USEFUL, case_name, mark, number
+from sparsek.bench.suites import attention_run
+from sparsek.bench.suites.attention_masks import MASK_FORMS, Geometry, MaskText, parse_mask
 from sparsek.core import dtypes
 from sparsek.core.device import card_of
 from sparsek.core.errors import InvalidInput
@@ -30,7 +34,7 @@ from sparsek.mask.lists import BLOCK_SIZES
 from sparsek.mask.mask import BlockMask
 from sparsek.ops.attention import attention, plan_attention
 from sparsek.plan.attention import AttentionPlan
-from sparsek.testing.attention_budget import check_attention
+from sparsek.testing.attention_budget import ExpectedAttention, expected_attention
 from sparsek.testing.budget import Gate
 from sparsek.testing.poison import poisoned
 
@@ -84,7 +88,13 @@ class AttentionOperands(Operands):
 
     def judge(self, out: Any) -> Gate:
         """Whether `out` is the attention of this set, by all queries or by a sample of the query tiles."""
-        return check_attention(self.q, self.k, self.v, self.mask, out, rows=self.sample())
+        return self.expected.judge(out)
+
+    @cached_property
+    def expected(self) -> ExpectedAttention:
+        """The reference, computed once for the kernels and peers of a case."""
+        q, k, v = (x.detach() for x in (self.q, self.k, self.v))
+        return expected_attention(q, k, v, self.mask, rows=self.sample())
 
     def sample(self) -> list[int] | None:
         """The tiles of queries that a gate looks at; None for all of them."""
@@ -206,13 +216,6 @@ class AttentionCase(Case):
         return [(*queries, self.dim), (*keys, self.dim), (*keys, self.v_dim), (*queries, self.v_dim)]
 
 
-SCHEMAS: Mapping[str, Schema] = {
-    "attention": Schema(AttentionCase, extra=("memory",), peer_extra=("memory",)),
-    "attention_new_mask": Schema(AttentionCase),
-    "mask_build": Schema(AttentionCase, rated=False),
-}
-
-
 def sampled(tiles: int) -> list[int] | None:
     """The first, the last and some random ones of so many tiles; None for all of a few."""
     if tiles <= GATED_TILES:
@@ -315,3 +318,50 @@ PUBLISHED: tuple[SuiteRow, ...] = (
 # Time and memory of one window over the length.
 SWEEP: tuple[SuiteRow, ...] = _entries(HOPPER, *(_case(LONG, 2**power, heads=(8, 8)) for power in range(10)))
 SUITES: Mapping[str, tuple[SuiteRow, ...]] = {"published": PUBLISHED, "sweep": SWEEP}
+
+
+def _mask_built(record: Record) -> str:
+    return f"A mask, built and ready: {record['ms']['median']:.3f} ms ({case_name(record)}{mark(record)})."
+
+
+def _new_mask(record: Record) -> str:
+    ms, alone = record["ms"]["median"], record["peers"][attention_run.ALONE]["ms"]["median"]
+    return (
+        f"Mask build, plan and kernel, a new mask every call: {ms:.3f} ms, {ms / alone:.2f} times the kernel alone "
+        f"({case_name(record)}{mark(record)}, {record['kernel']})."
+    )
+
+
+SCHEMAS: Mapping[str, Schema] = {
+    "attention": Schema(AttentionCase, extra=("memory",), peer_extra=("memory",)),
+    "attention_new_mask": Schema(AttentionCase, run=attention_run.run_new_mask, below=_new_mask),
+    "mask_build": Schema(AttentionCase, rated=False, run=attention_run.run_mask_build, below=_mask_built),
+}
+SMALL = "--seq 1K --heads 2 --dim 64 --dtype fp32"
+MEMORY = Column("extra memory", number("memory", lambda share: f"{share * 100:.3g} %"))
+TABLE = Table(
+    op="attention",
+    title="attention",
+    dense=("cudnn", "sdpa"),
+    columns=(CASE, KERNEL, MS, SPEEDUP, USEFUL, ROOF, MEMORY),
+    note=(
+        "Useful TFLOPS count the pairs that the mask admits, the roofline whole blocks. A ratio is this library's "
+        "useful rate over the peer's rate in the same rounds; dense peers run causal where the mask is, else every "
+        "pair, and count these. FlashAttention-4 runs on its own layout, FlexAttention with its default options, "
+        "in blocks of 64 with tiles of 64. "
+        "Extra memory is what a call that builds its mask, plans and runs takes at most beyond q, k, v and the output, "
+        "over the bytes of these."
+    ),
+    pages=("README.md", "docs/attention.md"),
+)
+BENCH = Bench(
+    "attention",
+    SUITES,
+    SCHEMAS,
+    (TABLE,),
+    OPTIONS,
+    AttentionCase,
+    SMALL,
+    slowest=90.0,
+    by_hand=("sweep",),
+)

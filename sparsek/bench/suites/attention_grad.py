@@ -4,29 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from sparsek import kernels
+from sparsek.bench.engine.bench import Bench, Column, Record, Table
+from sparsek.bench.engine.case import Option, Schema, SuiteRow, random_dense
 from sparsek.bench.engine.memory import peak_bytes
 from sparsek.bench.engine.several import Several, worst
-from sparsek.bench.suites.attention import EIGHTH, AttentionCase, AttentionOperands, sampled
+from sparsek.bench.engine.tables import CASE, KERNEL, MS, ROOF, SPEEDUP, USEFUL, USEFUL_NOTE, number
+from sparsek.bench.suites.attention import EIGHTH, MEMORY, SMALL, AttentionCase, AttentionOperands, sampled
 from sparsek.bench.suites.attention import OPTIONS as ATTENTION_OPTIONS
-from sparsek.bench.suites.case import Option, Schema, SuiteRow, random_dense
 from sparsek.core.errors import InvalidInput
 from sparsek.mask.mask import BlockLists, BlockMask, Sizes
 from sparsek.ops.attention import attention, plan_attention, plan_attention_backward
 from sparsek.ops.gradients import same_family
 from sparsek.plan.attention_grad import AttentionGradPlan
 from sparsek.plan.sources import JOINED
-from sparsek.testing.attention_budget import check_attention, check_attention_backward
+from sparsek.testing.attention_budget import ExpectedGradients, expected_gradients
 from sparsek.testing.budget import Gate
 from sparsek.testing.poison import poisoned
 
 Gradients = tuple[Tensor, Tensor, Tensor]
+# By the heads that are looked at, None for all.
+Expected = dict["Group | None", ExpectedGradients]
 
 
 @dataclass(frozen=True)
@@ -75,7 +79,12 @@ class GradOperands(AttentionOperands):
 
     def judge(self, out: Any) -> Gate:
         """Whether `out` holds dq, dk and dv of this set, by all of them or by those of one or two heads."""
-        return judged_gradients(self, self.grad, out)
+        return judged_gradients(self.expected_gradients, out)
+
+    @cached_property
+    def expected_gradients(self) -> Expected:
+        """The reference, computed once for the kernels and peers of a case."""
+        return expected_of(self, self.grad)
 
     def peer_extra(self, call: Callable[[], object]) -> dict[str, Any]:
         """`memory`: the largest allocation of a call beyond dq, dk and dv, over the bytes of q, k, v and the output."""
@@ -136,9 +145,12 @@ class StepOperands(AttentionOperands):
 
     def judge(self, out: Any) -> Gate:
         """Whether `out` holds the output, dq, dk and dv of this set; the worst of them."""
-        one = replace(self, **{name: getattr(self, name).detach() for name in "qkv"})
-        forward = check_attention(one.q, one.k, one.v, one.mask, out[0], rows=one.sample())
-        return worst([forward, judged_gradients(one, self.grad, out[1:])])
+        return worst([self.expected.judge(out[0]), judged_gradients(self.expected_gradients, out[1:])])
+
+    @cached_property
+    def expected_gradients(self) -> Expected:
+        """The reference, computed once for the kernels and peers of a case."""
+        return expected_of(replace(self, **{name: getattr(self, name).detach() for name in "qkv"}), self.grad)
 
     def kernel_extra(self, kernel: str) -> dict[str, Any]:
         """`peak_gb` of a step that builds its mask and plans, with the forward kernel among those of `kernel`."""
@@ -153,23 +165,33 @@ class StepOperands(AttentionOperands):
         return {"peak_gb": None if peak is None else round((peak + own) / 1e9, 6)}
 
 
-def judged_gradients(one: AttentionOperands, grad: Tensor, gradients: Gradients) -> Gate:
-    """The gate of dq, dk and dv of a set, given dO.
+def expected_of(one: AttentionOperands, grad: Tensor) -> Expected:
+    """What dq, dk and dv of a set are judged by, given dO.
 
-    Of long sequences it looks at some tiles of queries and blocks of keys of the first and of the last head of keys. A
+    Of long sequences that is some tiles of queries and blocks of keys of the first and of the last head of keys. A
     head's gradients depend on nothing outside it.
     """
     batch, kv_heads = one.k.shape[:2]
     rows = one.sample()
     if rows is None:
-        return check_attention_backward(one.q, one.k, one.v, one.mask, grad, gradients)
-    columns = sampled(one.mask.grid[1])
-    gates = []
+        return {None: expected_gradients(one.q, one.k, one.v, one.mask, grad)}
+    found: Expected = {}
     for group in {Group(0, 0), Group(batch - 1, kv_heads - 1)}:
-        q, k, v, of_out, *found = (group.of(x, kv_heads) for x in (one.q, one.k, one.v, grad, *gradients))
-        mask = group.mask(one.mask, kv_heads)
-        gates.append(check_attention_backward(q, k, v, mask, of_out, found, rows=rows, columns=columns))
-    return worst(gates)
+        q, k, v, of_out = (group.of(x, kv_heads) for x in (one.q, one.k, one.v, grad))
+        given = {"rows": rows, "columns": sampled(one.mask.grid[1])}
+        found[group] = expected_gradients(q, k, v, group.mask(one.mask, kv_heads), of_out, **given)
+    return found
+
+
+def judged_gradients(expected: Expected, gradients: Gradients) -> Gate:
+    """The gate of dq, dk and dv, of all of them or of those of some heads."""
+    heads = gradients[1].shape[1]
+    return worst(
+        [
+            each.judge(gradients if group is None else [group.of(x, heads) for x in gradients])
+            for group, each in expected.items()
+        ]
+    )
 
 
 class Group(NamedTuple):
@@ -338,3 +360,54 @@ PUBLISHED: tuple[SuiteRow, ...] = (
 # One window over the length: time and memory must grow no faster.
 TRAINING: tuple[SuiteRow, ...] = tuple(SuiteRow(_step(kilo), AUTO) for kilo in (64, 128, 256))
 SUITES: Mapping[str, tuple[SuiteRow, ...]] = {"published": PUBLISHED, "train": TRAINING}
+
+
+def _per_token(record: Record) -> str:
+    """Microseconds over the queries: the same at every length, where the time is linear in it."""
+    case = record["case"]
+    return f"{record['ms']['median'] * 1e3 / (case['batch'] * case['q_len']):.3g}"
+
+
+PER_TOKEN = Column("us per token", _per_token)
+PEAK = Column("peak GB", number("peak_gb", "{:.3g}".format))
+BACKWARD_TABLE = Table(
+    op="attention_backward",
+    title="gradients of attention",
+    dense=("cudnn", "sdpa"),
+    columns=(CASE, KERNEL, MS, SPEEDUP, USEFUL, ROOF, MEMORY),
+    note=(
+        "dq, dk and dv, where out and lse are there. Useful TFLOPS count the pairs that the mask admits, five products "
+        "each, 2.5 times the forward pass; the roofline whole blocks. A ratio is this library's useful rate over "
+        "the peer's rate in the same rounds; dense peers run causal where the mask is, else every pair, and count "
+        "these. Peers run as they come, FlashAttention-4 and cuDNN with atomics; this library gives the same bits "
+        "every time unless a row says that it is not deterministic. Extra memory is what a call that builds its mask, "
+        "plans and runs takes at most beyond dq, dk and dv, over the bytes of q, k, v and the output."
+    ),
+    pages=("README.md", "docs/attention-backward.md"),
+)
+TRAIN_TABLE = Table(
+    op="attention_train",
+    title="training step of attention",
+    dense=("cudnn", "sdpa"),
+    columns=(CASE, KERNEL, MS, PER_TOKEN, SPEEDUP, USEFUL, ROOF, PEAK),
+    note=(
+        f"{USEFUL_NOTE} A step is attention and the gradients of q, k and v, by autograd. Peak memory is the most that "
+        "a step, the first on its mask, holds at once, q, k, v and the gradient of the output included."
+    ),
+    pages=("README.md", "docs/attention-backward.md"),
+    shown=(PER_TOKEN, PEAK),
+)
+BENCH = Bench(
+    "attention-backward",
+    SUITES,
+    SCHEMAS,
+    (
+        BACKWARD_TABLE,
+        TRAIN_TABLE,
+    ),
+    OPTIONS,
+    make,
+    SMALL,
+    "Kernels by name, of a step the forward pass's; auto is the planner's choice.",
+    slowest=65.0,
+)

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +26,10 @@ class Geometry(NamedTuple):
     def grid(self) -> tuple[int, int]:
         """Query tiles and key blocks of one head."""
         return -(-self.q_len // self.block[0]), -(-self.kv_len // self.block[1])
+
+    def frame(self, device: torch.device) -> dict[str, Any]:
+        """Lengths, block and device, as builders of masks take them."""
+        return {"q_len": self.q_len, "kv_len": self.kv_len, "block": self.block, "device": device}
 
 
 @dataclass(frozen=True)
@@ -84,39 +88,22 @@ def parse_mask(text: str) -> MaskText:
 
 
 def _full(over: Geometry, numbers: tuple[float, ...], device: torch.device, seed: int) -> Maker:
-    return lambda: BlockMask.full(q_len=over.q_len, kv_len=over.kv_len, block=over.block, device=device)
+    return lambda: BlockMask.full(**over.frame(device))
 
 
 def _causal(over: Geometry, numbers: tuple[float, ...], device: torch.device, seed: int) -> Maker:
-    return lambda: BlockMask.causal(q_len=over.q_len, kv_len=over.kv_len, block=over.block, device=device)
+    return lambda: BlockMask.causal(**over.frame(device))
 
 
 def _window(over: Geometry, numbers: tuple[float, ...], device: torch.device, seed: int) -> Maker:
     window, sinks = (int(number) for number in (*numbers, 0)[:2])
-    return lambda: BlockMask.sliding_window(
-        q_len=over.q_len,
-        kv_len=over.kv_len,
-        window=window,
-        sinks=sinks,
-        causal=True,
-        block=over.block,
-        device=device,
-    )
+    return lambda: BlockMask.sliding_window(window=window, sinks=sinks, causal=True, **over.frame(device))
 
 
 def _bigbird(over: Geometry, numbers: tuple[float, ...], device: torch.device, seed: int) -> Maker:
-    window, everywhere, drawn = (int(number) for number in numbers)
-    return lambda: BlockMask.bigbird(
-        q_len=over.q_len,
-        kv_len=over.kv_len,
-        window=window,
-        globals=everywhere,
-        random=drawn,
-        seed=seed,
-        heads=over.heads,
-        block=over.block,
-        device=device,
-    )
+    names = ("window", "globals", "random")
+    given = dict(zip(names, map(int, numbers), strict=True)) | {"seed": seed, "heads": over.heads}
+    return lambda: BlockMask.bigbird(**given, **over.frame(device))
 
 
 def _topk(over: Geometry, numbers: tuple[float, ...], device: torch.device, seed: int) -> Maker:

@@ -1,32 +1,43 @@
 """What a mask costs: a new one for every call of attention, and building one. Host time counts in both."""
 
-from collections.abc import Sequence
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from sparsek.bench.engine import records
+from sparsek.bench.engine.peer import rotating
 from sparsek.bench.engine.run import Outcome, PeerResult, facts, in_order, passed, rated, reasons
 from sparsek.bench.engine.sensors import Sensors
 from sparsek.bench.engine.wall import wait, wall_rounds
-from sparsek.bench.peers.peer import rotating
-from sparsek.bench.suites.attention import AttentionCase, AttentionOperands
 from sparsek.core.errors import InvalidInput, Unsupported
 from sparsek.mask.mask import BlockMask
 from sparsek.testing.budget import Gate
+
+if TYPE_CHECKING:
+    from sparsek.bench.suites.attention import AttentionCase, AttentionOperands
 
 ALONE = "kernel_alone"
 CHECKED_TILES = 16
 
 
 def run_new_mask(
-    case: AttentionCase, *, kernels: Sequence[str] = ("auto",), device: torch.device, rounds: int = 7
+    case: AttentionCase,
+    *,
+    kernels: Sequence[str] = ("auto",),
+    device: torch.device,
+    rounds: int = 7,
+    report: Callable[[str], None] = lambda text: None,
 ) -> Outcome:
     """Calls that build a mask, plan and run, back to back on the stream, next to calls of ready plans.
 
     Every call's mask comes from scores of its own set. Both are timed by the clock on the wall, from an idle GPU to an
     idle GPU, so that whatever the host does not hide is there. The ready plans are the record's peer "kernel_alone".
     """
+    report("masks of their own")
     sets = [_with_own_mask(case, one, index, device) for index, one in enumerate(case.operands(device))]
     made: list[records.Record] = []
     unavailable: dict[str, list[str]] = {}
@@ -65,7 +76,7 @@ class Builder:
     config: None = None
 
 
-def run_mask_build(case: AttentionCase, *, device: torch.device, rounds: int = 7) -> Outcome:
+def run_mask_build(case: AttentionCase, *, device: torch.device, rounds: int = 7, **_: Any) -> Outcome:
     """Times building the mask of a case, each time until the GPU is idle again. Its gate compares query tiles with the
     rule that the mask is named after: not one pair may be wrong.
 

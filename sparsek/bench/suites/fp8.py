@@ -4,32 +4,32 @@ Both operands are in FP8 before any time, the dense one with a scale for each to
 `bench/suites/semi24.py`, every value in stored blocks, and of 2:4 matrices the values that are not there too.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from sparsek.bench.suites.case import (
+from sparsek.bench.engine.bench import Bench, Table
+from sparsek.bench.engine.case import (
     BLOCK,
     DENSITY,
     Bar,
     Case,
-    Operands,
     Option,
     Schema,
     SuiteRow,
     block_name,
     check_case,
     random_dense,
-    set_count,
-    shape_name,
+    sets_of,
     stored_name,
 )
-from sparsek.bench.suites.semi24 import FORMS, LINEAR
+from sparsek.bench.engine.tables import CASE, KERNEL, MS, ROOF, SPEEDUP, USEFUL, must_reach
+from sparsek.bench.suites.product import LINEAR, WIDE, ProductOperands, SidesCase, form_name, sides
+from sparsek.bench.suites.semi24 import FORMS
 from sparsek.core import dtypes
-from sparsek.core.device import card_of
 from sparsek.core.errors import InvalidInput
 from sparsek.kernels import names_for
 from sparsek.matrix.bsr import BSR
@@ -39,70 +39,30 @@ from sparsek.matrix.pattern import block_sides
 from sparsek.matrix.quantized import Quantized, quantize
 from sparsek.matrix.random import random_bsr
 from sparsek.matrix.semi24 import Semi24
-from sparsek.ops.linear import plan_layer
-from sparsek.ops.spmm import plan_spmm
-from sparsek.plan.spmm import SpmmPlan
-from sparsek.testing.budget import Gate
-from sparsek.testing.budget_fp8 import check_quantized
 from sparsek.testing.poison import poisoned
 
 BSR_, SEMI24, BSR24_ = STORED = ("bsr", "semi24", "bsr24")
 OPS = {BSR_: "spmm_fp8", SEMI24: "semi24_fp8", BSR24_: "bsr24_fp8"}
 SCALES = ("tensor", "row", "block")
 DTYPES = {name: dtype for dtype, name in dtypes.FP8.items()}
-OUT = torch.bfloat16
 
 
 @dataclass(frozen=True)
-class Fp8Operands(Operands):
+class Fp8Operands(ProductOperands):
     """One of the rotating sets: its own FP8 matrix [m, k] and FP8 x [n, k], and C [m, n], unless a layer makes it."""
 
     a: Quantized
-    x: QuantizedTensor
-    out: Tensor | None = None
+    b: QuantizedTensor
 
     @property
-    def is_linear(self) -> bool:
-        return self.out is None
-
-    @property
-    def useful_flops(self) -> float:
-        pairs = 1 if isinstance(self.a.matrix, BSR) else 2
-        return 2.0 * pairs * self.a.matrix.values.numel() * self.x.shape[0]
-
-    def plan(self, kernel: str | None) -> SpmmPlan:
-        if self.is_linear:
-            return plan_layer(self.x, self.a, kernel=kernel, dtype=OUT)
-        return plan_spmm(self.a, self.x.mT, kernel=kernel, dtype=OUT)
-
-    def planned(self, plan: SpmmPlan) -> Callable[[], Tensor]:
-        if self.is_linear:
-            return lambda: plan(self.x, self.a)
-        b = self.x.mT
-        return lambda: plan(self.a, b, out=self.out)
-
-    def gate(self, plan: SpmmPlan) -> Gate:
-        if self.out is None:
-            # A caching allocator hands the memory of a dropped tensor to the next of its size: C begins as NaN.
-            poisoned((self.x.shape[0], self.a.shape[0]), OUT, self.a.device)
-        else:
-            self.out.fill_(torch.nan)
-        return self.judge(self.planned(plan)())
-
-    def judge(self, out: Tensor) -> Gate:
-        """Whether `out`, [n, m] of a layer and [m, n] otherwise, is the product of this set, scales applied."""
-        return check_quantized(self.a, self.x.mT, out.mT if self.is_linear else out)
-
-    def dense(self, seed: int) -> Callable[[], Tensor]:
-        """The same call in bf16 with everything stored."""
-        (m, k), x = self.a.shape, self.x.dequantize(OUT)
-        w = random_dense(m, k, dtype=OUT, device=x.device, seed=seed).mul_(k**-0.5)
-        return lambda: x @ w.T if self.is_linear else torch.matmul(w, x.T, out=self.out)
+    def x(self) -> QuantizedTensor:
+        """[n, k] of both forms."""
+        return self.b if self.is_linear else self.b.mT
 
     def dense_values(self) -> Tensor:
         """The FP8 values of the matrix [m, k] with zeros where it stores none: exact, FP8 fits into bf16."""
         m = self.a.matrix
-        wide = m.values.to(torch.bfloat16)
+        wide = m.values.to(WIDE)
         if isinstance(m, BSR):
             made = BSR.unchecked(m.pattern, wide)
         else:
@@ -124,13 +84,13 @@ def fp8_product(values: Tensor, scale: Tensor, x: Tensor, x_scale: Tensor, *, fa
         x.mT,
         scale[:, None] if scale.ndim else scale,
         x_scale[None] if x_scale.ndim else x_scale,
-        out_dtype=OUT,
+        out_dtype=WIDE,
         use_fast_accum=fast,
     )
 
 
 @dataclass(frozen=True)
-class Fp8Case(Case):
+class Fp8Case(SidesCase):
     """An FP8 matrix [m, k] times a dense FP8 one: "x@W.T", a layer of n tokens, or "A@B" with B [k, n].
 
     `stored` is "bsr", "semi24" or "bsr24"; `block` and `density` are those of stored blocks. `scale` says what of the
@@ -140,9 +100,6 @@ class Fp8Case(Case):
 
     op: ClassVar[str] = "fp8"
 
-    m: int
-    k: int
-    n: int
     stored: str = BSR_
     block: tuple[int, int] | None = (128, 128)
     density: float = 1.0
@@ -186,35 +143,31 @@ class Fp8Case(Case):
         else:
             stored = stored_name(block_name(self.block), self.density, *words)
             stored = f"2:4 in {stored}" if self.stored == BSR24_ else stored
-        return f"{self.form.replace('@', ' @ ')} {shape_name(self.m, self.k, self.n)} {stored}"
+        return f"{form_name(self.form)} {self.shape_name} {stored}"
 
     @property
     def order(self) -> tuple[Any, ...]:
-        """Sorts cases by format, size, block, falling density, sums, form, scale."""
-        size = self.m * self.k * self.n
+        """Sorts cases by format, self.size, block, falling density, sums, form, scale."""
         more = self.fast_accum, FORMS.index(self.form), SCALES.index(self.scale), self.dtype
-        return STORED.index(self.stored), size, self.block or (), -self.density, *more
-
-    @property
-    def dense_flops(self) -> float:
-        return 2.0 * self.m * self.k * self.n
+        return STORED.index(self.stored), self.size, self.block or (), -self.density, *more
 
     def operands(self, device: torch.device, seed: int = 0) -> list[Fp8Operands]:
         """Sets of their own memory, of one pattern: 2 to 64, together several times the cache; N(0, 1) before FP8."""
         footprint = int(self.m * self.k * self.density) + self.n * (self.k + 2 * self.m)
-        first = self._matrix(device, seed)
-        sets = []
-        for index in range(set_count(card_of(device), footprint)):
+        first, linear = self._matrix(device, seed), self.form == LINEAR
+
+        def one(index: int) -> Fp8Operands:
             start = seed + 10 * index
             a = self._like(first, start) if index else first
-            x = random_dense(self.n, self.k, dtype=torch.bfloat16, device=device, seed=start + 1)
-            out = None if self.form == LINEAR else poisoned((self.m, self.n), OUT, device)
+            x = quantize(random_dense(self.n, self.k, dtype=WIDE, device=device, seed=start + 1))
             a8 = quantize(a, DTYPES[self.dtype], self.scale, fast_accum=self.fast_accum)
-            sets.append(Fp8Operands(a8, quantize(x), out))
-        return sets
+            out = None if linear else poisoned((self.m, self.n), WIDE, device)
+            return Fp8Operands(a8, x if linear else x.mT, out, self.form)
+
+        return sets_of(device, footprint, one)
 
     def _matrix(self, device: torch.device, seed: int) -> BSR | Semi24 | BSR24:
-        given = {"dtype": torch.bfloat16, "device": device, "seed": seed}
+        given = {"dtype": WIDE, "device": device, "seed": seed}
         if self.block is None:
             return Semi24.from_dense(random_dense(self.m, self.k, **given).mul_(self.k**-0.5))
         made = random_bsr(self.m, self.k, self.block, self.density, **given)
@@ -263,9 +216,7 @@ def make(*, stored: str, block: tuple[int, int], density: float, **fields: Any) 
 
 
 OPTIONS: tuple[Option, ...] = (
-    Option("m", "8192", "Rows of the FP8 matrix; comma lists give every combination.", int),
-    Option("k", "8192", "Its columns.", int),
-    Option("n", "8192", "Rows of x, or columns of B.", int),
+    *sides("Rows of the FP8 matrix", "Its columns", "Rows of x, or columns of B"),
     Option("stored", "bsr", f"Formats: {', '.join(STORED)}."),
     BLOCK,
     DENSITY,
@@ -273,4 +224,35 @@ OPTIONS: tuple[Option, ...] = (
     Option("scale", "row", f"What shares a scale: {', '.join(SCALES)}."),
     Option("dtype", "e4m3", f"{', '.join(DTYPES)}."),
     Option("fast-accum", False, "Sums may stay in the tensor cores.", fields=("fast_accum",)),
+)
+
+TABLE = Table(
+    op="fp8",
+    title="FP8",
+    dense=("cublas_fp8", "torch_dense"),
+    columns=(
+        CASE,
+        KERNEL,
+        MS,
+        SPEEDUP,
+        USEFUL,
+        ROOF,
+        must_reach(BARS),
+    ),
+    note=(
+        "Both operands are in FP8 before any time, E4M3 with a float32 scale for each row of W and of x unless said, C "
+        "in bf16. Useful TFLOPS count every value in stored blocks; of 2:4 matrices they are dense-equivalent, the "
+        "values that are not there counted too. A ratio compares rates in the same rounds. cuBLAS FP8 is the faster of "
+        "one scale for all and one a row, with the sums that it takes least time for, on dense random data; cuSPARSELt "
+        "the fastest of its algorithms and layouts, without scales."
+    ),
+    pages=("README.md", "docs/fp8.md"),
+)
+BENCH = Bench(
+    "fp8",
+    SUITES,
+    SCHEMAS,
+    (TABLE,),
+    OPTIONS,
+    make,
 )

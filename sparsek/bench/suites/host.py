@@ -1,13 +1,22 @@
 """What calls cost the host, beside torch's, as cases: cached calls, layers in eager mode, first calls of a process."""
 
+import gc
+import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 
-from sparsek.bench.suites.case import (
+from sparsek.bench.engine import records
+from sparsek.bench.engine.bench import Bench, Column, Record, Table
+from sparsek.bench.engine.case import (
     BLOCK,
     DENSITY,
     DTYPE,
@@ -21,9 +30,16 @@ from sparsek.bench.suites.case import (
     check_case,
     shape_name,
 )
+from sparsek.bench.engine.run import GateError, Outcome, facts, in_order, passed
+from sparsek.bench.engine.sensors import Sensors
+from sparsek.bench.engine.tables import CASE, case_name, mark
+from sparsek.bench.engine.wall import wall_rounds
 from sparsek.bench.suites.host_calls import CALLS, STORAGES, HostCall
-from sparsek.core.errors import InvalidInput
+from sparsek.core import env
+from sparsek.core.clock import Times
+from sparsek.core.errors import InvalidInput, Unsupported
 from sparsek.matrix.pattern import block_sides
+from sparsek.testing.budget import Gate
 
 TORCH = "torch"
 LAYER = "layer"
@@ -134,8 +150,8 @@ class HostCase(HostCall, Case):
         return 0.0
 
     def operands(self, device: torch.device, seed: int = 0) -> Sequence[Operands]:
-        """None: `host_run` makes each call on operands of its own."""
-        raise InvalidInput("a case of host time is measured by host_run.run_host_time")
+        """None: `run_host_time` makes each call on operands of its own."""
+        raise InvalidInput("a case of host time is measured by run_host_time")
 
 
 BARS: Mapping[tuple[str, str], Bar] = {
@@ -152,7 +168,175 @@ BARS: Mapping[tuple[str, str], Bar] = {
         for caches, limits in zip(CACHES, ((0.5, 0.2), (0.2, 0.05)), strict=True)
     },
 }
-SCHEMAS: Mapping[str, Schema] = {"host": Schema(HostCase, rated=False, rooms=ROOMS)}
+# Calls of a sample, so few that the launch queue of CUDA, about a thousand, never makes the host wait; a call with its
+# backward pass may be ten launches.
+CALLS_EACH = 80
+CALLS_BACKWARD = 40
+# Samples for each round that was asked for: they are short, and the host's time scatters more than the GPU's.
+SAMPLES = 3
+FIRST_ROUNDS = 2
+CHILD = "sparsek.bench.suites.host_calls"
+CHILD_SECONDS = 120
+# What first calls import at the most.
+IMPORTS = """
+import sympy, triton.experimental.gluon.nvidia.hopper
+from sparsek import kernels
+for _, name, *_ in kernels.KERNELS:
+    kernels.load(name)
+"""
+# By call, the folder of caches that its last process left behind.
+_FILLED: dict[HostCase, tempfile.TemporaryDirectory[str]] = {}
+
+
+@dataclass(frozen=True)
+class Called:
+    """The module that is called, in the place of a kernel."""
+
+    kernel: str
+    config: None = None
+
+
+def run_host_time(
+    case: HostCase,
+    *,
+    device: torch.device,
+    rounds: int,
+    report: Callable[[str], None] = lambda text: None,
+    **_: Any,
+) -> Outcome:
+    """The record of one case: after a gate, samples of this library's call and torch's in turns.
+
+    Raises GateError for a wrong result.
+    """
+    if case.is_first:
+        return _first_calls(case, device, min(rounds, FIRST_ROUNDS), report)
+    report("operands")
+    made = CALLS[case.call](case, device)
+    with torch.set_grad_enabled(case.trains):
+        try:
+            gate = passed(case, case.module, made.judge(made.ours()))
+        except Unsupported as error:
+            return Outcome(case, (), {case.module: [str(error)]}, {})
+        report("samples")
+        gc.collect()
+        calls = {"ours": made.ours, TORCH: made.torchs}
+        seen = Sensors(device)
+        count = None if case.on_wall else (CALLS_BACKWARD if case.trains else CALLS_EACH)
+        times = wall_rounds(
+            calls, device, rounds * SAMPLES, count=count, until_idle=case.on_wall, on_sample=seen.sample
+        )
+    return _outcome(case, gate, times["ours"], {TORCH: times[TORCH]}, device, seen)
+
+
+def _outcome(
+    case: HostCase, gate: Gate, took: Times, peers: dict[str, Times], device: torch.device, seen: Sensors
+) -> Outcome:
+    record = facts(case.op, case, Called(case.module), took, gate, device, seen)
+    record["peers"] = {name: {"ms": records.times_of(each), "tflops": None} for name, each in peers.items()}
+    record["ratio"] = {name: round(each.median / took.median, 4) for name, each in peers.items()}
+    return Outcome(case, (in_order(record),), {}, {})
+
+
+def _first_calls(case: HostCase, device: torch.device, rounds: int, report: Callable[[str], None]) -> Outcome:
+    """Each sample is a process of its own: with empty caches in a new folder each, else after one that filled them,
+    which may be a sample of the same call with empty ones. Python's bytecode is there, as after an installation.
+    """
+    call = replace(case, caches="")
+    samples: list[dict[str, Any]] = []
+    seen = Sensors(device)
+    while len(samples) < rounds:
+        report(f"process {len(samples) + 1} of {rounds}")
+        fills = case.caches == "empty" or call not in _FILLED
+        if fills:
+            _drop_caches(call)
+            _FILLED[call] = tempfile.TemporaryDirectory()
+        sample = _in_a_process(case, device, Path(_FILLED[call].name))
+        if not fills or case.caches == "empty":
+            samples.append(sample)
+            seen.sample()
+    if case.caches == "filled":
+        _drop_caches(call)
+    worst = max(samples, key=lambda each: each["error"])
+    gate = passed(
+        case, case.module, Gate(worst["error"], worst["budget"], all(each["passed"] for each in samples))
+    )
+    times = Times.of([each["seconds"] * 1e3 for each in samples])
+    return _outcome(case, gate, times, {}, device, seen)
+
+
+def _drop_caches(call: HostCase) -> None:
+    if call in _FILLED:
+        _FILLED.pop(call).cleanup()
+
+
+@cache
+def _bytecode() -> "tempfile.TemporaryDirectory[str]":
+    """Where a process has left the bytecode of what first calls import."""
+    folder = tempfile.TemporaryDirectory()
+    where = env.with_caches_in(Path(folder.name), Path(folder.name))
+    subprocess.run(
+        [sys.executable, "-c", IMPORTS], capture_output=True, timeout=CHILD_SECONDS, check=False, env=where
+    )
+    return folder
+
+
+def _in_a_process(case: HostCase, device: torch.device, folder: Path) -> dict[str, Any]:
+    """Seconds and gate of the call, the first of a process whose caches are in `folder`."""
+    named = {each.name: getattr(case, each.name) for each in fields(HostCall)}
+    command = [sys.executable, "-m", CHILD, json.dumps(named), str(device)]
+    ran = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=CHILD_SECONDS,
+        check=False,
+        env=env.with_caches_in(folder, Path(_bytecode().name)),
+    )
+    if ran.returncode:
+        last = (ran.stderr.strip().splitlines() or [f"exit status {ran.returncode}"])[-1]
+        raise GateError(f"{case.name}: the process failed: {last[:300]}")
+    return json.loads(ran.stdout.splitlines()[-1])
+
+
+def _host_case(record: Record) -> HostCase:
+    case = records.case_of(record)
+    assert isinstance(case, HostCase)
+    return case
+
+
+def _spell(milliseconds: float, case: HostCase) -> str:
+    return f"{milliseconds / 1e3:.3g} s" if case.is_first else f"{milliseconds * 1e3:.1f} us"
+
+
+def _host_time(record: Record) -> str:
+    return _spell(record["ms"]["median"], _host_case(record)) + mark(record)
+
+
+def _torch_time(record: Record) -> str:
+    peers = record["peers"]
+    return _spell(peers[TORCH]["ms"]["median"], _host_case(record)) if TORCH in peers else ""
+
+
+def _over_torch(record: Record) -> str:
+    peer = record["peers"].get(TORCH)
+    return "" if peer is None else f"{record['ms']['median'] / peer['ms']['median']:.2f}"
+
+
+def _at_most(record: Record) -> str:
+    case, ms = _host_case(record), record["ms"]["median"]
+    bar, peer = case.bar, record["peers"].get(TORCH)
+    if bar is None or (peer is None and not case.is_first):
+        return ""
+    found = ms / 1e3 if peer is None else ms / peer["ms"]["median"]
+    return f"{bar.must:g}{' s' if case.is_first else ''}: {bar.verdict(found)}"
+
+
+def _aim(record: Record) -> str:
+    case = _host_case(record)
+    return "" if case.bar is None else f"{case.bar.aim:g}{' s' if case.is_first else ''}"
+
+
+SCHEMAS: Mapping[str, Schema] = {"host": Schema(HostCase, rated=False, rooms=ROOMS, run=run_host_time)}
 SMALL = (1024, 1024, 1024)
 HEADS = (8, 512, 128)
 FIRST: tuple[HostCase, ...] = tuple(
@@ -197,4 +381,60 @@ OPTIONS: tuple[Option, ...] = (
     replace(DENSITY, default="0.25"),
     DTYPE,
     Option("caches", "", f"The first call of a new process, caches {' or '.join(CACHES)}."),
+)
+# What a call costs the host of a card, for the planner and `advise`: the record of this case.
+EAGER: HostCase = HOST[0].case
+
+
+def host_table(found: Sequence[Record]) -> str:
+    """What `plan/host.py` reads, by card, from the records: the host's seconds of a cached `A @ B`. "" without any."""
+    rows = records.newest(each for each in found if each["op"] == HostCase.op)
+    told = {
+        row["env"]["gpu"]: {
+            "seconds": round(row["ms"]["median"] / 1e3, 9),
+            "case": case_name(row),
+            "date": row["date"],
+        }
+        for row in rows
+        if records.case_of(row) == EAGER
+    }
+    return json.dumps(told, indent=2, ensure_ascii=False) + "\n" if told else ""
+
+
+COLUMNS = (
+    Column("time", _host_time),
+    Column("torch's time", _torch_time),
+    Column("over torch's", _over_torch),
+    Column("at most", _at_most),
+)
+TABLE = Table(
+    op="host",
+    title="host time",
+    headings={TORCH: "torch"},
+    dense=(TORCH,),
+    columns=(CASE, *COLUMNS, Column("aim", _aim)),
+    note=(
+        "Time on the clock on the wall, of calls as users write them, whose plans are kept: how long the host is busy "
+        "with one, of so few in a row that none waits for the GPU; of a layer how long one of twenty takes, until the "
+        "GPU is idle. torch multiplies the dense matrix in the same type, in FP8's rows bf16, with the same bias and "
+        "activation, in the same rounds. A first call is the first of a new process, after the import, from an idle "
+        "GPU to an idle GPU; empty caches hold no compiled kernel of Triton's or this library's. 'At most' and 'aim' "
+        "are limits of the time over torch's, or of seconds."
+    ),
+    pages=("README.md", "docs/host.md"),
+    shown=COLUMNS,
+    ratios=False,
+)
+BENCH = Bench(
+    "host",
+    SUITES,
+    SCHEMAS,
+    (TABLE,),
+    OPTIONS,
+    HostCase,
+    "--call linear --sides 16x64x64 --block 32 --dtype fp32",
+    "",
+    "host",
+    slowest=60.0,
+    files={"sparsek/plan/host.json": host_table},
 )

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -50,32 +51,19 @@ class Pair(NamedTuple):
     judge: Callable[[Any], "Gate"]
 
 
-def product(call: HostCall, device: torch.device) -> Pair:
-    """A @ B beside torch.mm."""
+def product(call: HostCall, device: torch.device, *, planned: bool = False) -> Pair:
+    """A @ B, or a plan of it that is called, beside torch.mm."""
     m, k, n = call.sides
     a, b = _sparse(call, m, k, device), _normal(call, device, 1, k, n)
     dense = a.to_dense()
+    ours: Callable[[], Tensor] = partial(sk.plan_spmm(a, b), a, b) if planned else lambda: a @ b
 
     def judge(out: Tensor) -> "Gate":
         from sparsek.testing.budget import check_spmm
 
         return check_spmm(a, b, out)
 
-    return Pair(lambda: a @ b, lambda: torch.mm(dense, b), judge)
-
-
-def product_by_plan(call: HostCall, device: torch.device) -> Pair:
-    """A plan of A @ B, called, beside torch.mm."""
-    m, k, n = call.sides
-    a, b = _sparse(call, m, k, device), _normal(call, device, 1, k, n)
-    plan, dense = sk.plan_spmm(a, b), a.to_dense()
-
-    def judge(out: Tensor) -> "Gate":
-        from sparsek.testing.budget import check_spmm
-
-        return check_spmm(a, b, out)
-
-    return Pair(lambda: plan(a, b), lambda: torch.mm(dense, b), judge)
+    return Pair(ours, lambda: torch.mm(dense, b), judge)
 
 
 def linear(call: HostCall, device: torch.device) -> Pair:
@@ -147,44 +135,33 @@ def _dense_step(x: Tensor, w: Tensor, dy: Tensor, dtype: torch.dtype) -> tuple[T
         return y.detach(), *torch.autograd.grad(y, wanted, dy.to(dtype))
 
 
-def attention(call: HostCall, device: torch.device) -> Pair:
-    """Causal sk.attention beside scaled_dot_product_attention."""
+def attention(call: HostCall, device: torch.device, *, trains: bool = False) -> Pair:
+    """Causal sk.attention beside scaled_dot_product_attention, or both with the gradients of q, k and v."""
     heads, length, dim = call.sides
-    q, k, v = (_normal(call, device, place, 1, heads, length, dim) for place in (1, 2, 3))
+    q, k, v, dy = (_normal(call, device, place, 1, heads, length, dim) for place in (1, 2, 3, 4))
     mask = sk.BlockMask.causal(length, block=call.block, device=device)
+    wanted = tuple(x.requires_grad_(trains) for x in (q, k, v))
 
-    def judge(out: Tensor) -> "Gate":
-        from sparsek.testing.attention_budget import check_attention
+    def judge(found: Any) -> "Gate":
+        from sparsek.testing.attention_budget import check_attention, check_attention_backward
 
-        return check_attention(q, k, v, mask, out)
-
-    return Pair(
-        lambda: sk.attention(q, k, v, mask),
-        lambda: functional.scaled_dot_product_attention(q, k, v, is_causal=True),
-        judge,
-    )
-
-
-def attention_backward(call: HostCall, device: torch.device) -> Pair:
-    """Causal sk.attention and the gradients of q, k and v, beside torch's."""
-    heads, length, dim = call.sides
-    q, k, v = (_normal(call, device, place, 1, heads, length, dim).requires_grad_() for place in (1, 2, 3))
-    dy = _normal(call, device, 4, 1, heads, length, dim)
-    mask = sk.BlockMask.causal(length, block=call.block, device=device)
-
-    def judge(found: tuple[Tensor, ...]) -> "Gate":
-        from sparsek.testing.attention_budget import check_attention_backward
-
+        if not trains:
+            return check_attention(q, k, v, mask, found)
         return check_attention_backward(q.detach(), k.detach(), v.detach(), mask, dy, found)
 
-    def ours() -> tuple[Tensor, ...]:
-        return torch.autograd.grad(sk.attention(q, k, v, mask), (q, k, v), dy)
+    def ours() -> Tensor:
+        return sk.attention(q, k, v, mask)
 
-    def torchs() -> tuple[Tensor, ...]:
-        out = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return torch.autograd.grad(out, (q, k, v), dy)
+    def torchs() -> Tensor:
+        return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
-    return Pair(ours, torchs, judge)
+    if not trains:
+        return Pair(ours, torchs, judge)
+    return Pair(
+        lambda: torch.autograd.grad(ours(), wanted, dy),
+        lambda: torch.autograd.grad(torchs(), wanted, dy),
+        judge,
+    )
 
 
 def from_dense(call: HostCall, device: torch.device) -> Pair:
@@ -205,11 +182,11 @@ def from_dense(call: HostCall, device: torch.device) -> Pair:
 
 CALLS: Mapping[str, Callable[[HostCall, torch.device], Pair]] = {
     "A @ B": product,
-    "plan of A @ B": product_by_plan,
+    "plan of A @ B": partial(product, planned=True),
     "linear": linear,
     "attention": attention,
     "linear + backward": linear_backward,
-    "attention + backward": attention_backward,
+    "attention + backward": partial(attention, trains=True),
     "layer": layer,
     "from_dense": from_dense,
 }

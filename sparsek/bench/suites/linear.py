@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sparsek.bench.suites.case import (
+from sparsek.bench.engine.bench import Bench, Column, Record, Table
+from sparsek.bench.engine.case import (
     BLOCK,
     DENSITY,
     DTYPE,
@@ -24,6 +25,7 @@ from sparsek.bench.suites.case import (
     set_count,
     stored_name,
 )
+from sparsek.bench.engine.tables import CASE, KERNEL, MS, ROOF, SPEEDUP, USEFUL, USEFUL_NOTE
 from sparsek.core import dtypes
 from sparsek.core.device import card_of
 from sparsek.core.errors import InvalidInput
@@ -32,7 +34,7 @@ from sparsek.matrix.pattern import block_sides
 from sparsek.matrix.random import random_bsr
 from sparsek.ops.spmm import plan_spmm
 from sparsek.plan.spmm import SpmmPlan
-from sparsek.reference.epilogue import ACTIVATIONS, PLAIN, Epilogue
+from sparsek.reference.epilogue import ACTIVATIONS, Epilogue
 from sparsek.testing.budget import Gate
 from sparsek.testing.poison import poisoned
 from sparsek.testing.product_budget import check_linear
@@ -72,12 +74,6 @@ class LinearOperands(Operands):
     def planned(self, plan: SpmmPlan) -> Callable[[], Tensor]:
         w, epilogue = self.w.T, self.epilogue
         return lambda: plan(self.x, w, out=self.out, epilogue=epilogue)
-
-    def plain(self) -> tuple[SpmmPlan, Callable[[], Tensor]]:
-        """The product alone, into the same output: its plan, and a call of it."""
-        w = self.w.T
-        plan = plan_spmm(self.x, w, out=self.out)
-        return plan, lambda: plan(self.x, w, out=self.out, epilogue=PLAIN)
 
     def gate(self, plan: SpmmPlan) -> Gate:
         self.out.fill_(torch.nan)
@@ -195,4 +191,34 @@ OPTIONS: tuple[Option, ...] = (
     DENSITY,
     Option("epilogue", "bias+gelu", f"What follows the product, joined by +: {', '.join(PARTS)}."),
     DTYPE,
+)
+
+
+def _beside_plain(record: Record) -> str:
+    """How much longer than the plain product of the same rounds."""
+    if "plain" not in record["peers"]:
+        return ""
+    return f"{(record['ms']['median'] / record['peers']['plain']['ms']['median'] - 1) * 100:+.1f} %"
+
+
+BESIDE_PLAIN = Column("time beside plain", _beside_plain)
+TABLE = Table(
+    op="linear",
+    title="linear",
+    columns=(CASE, KERNEL, MS, BESIDE_PLAIN, SPEEDUP, USEFUL, ROOF),
+    note=(
+        f"{USEFUL_NOTE} The dense peer is torch's linear layer, followed by torch's activation and addition. The plain "
+        "product is this library's x @ W.T, into the same output."
+    ),
+    pages=("README.md", "docs/linear.md"),
+    shown=(BESIDE_PLAIN,),
+)
+BENCH = Bench(
+    "linear",
+    SUITES,
+    SCHEMAS,
+    (TABLE,),
+    OPTIONS,
+    LinearCase,
+    "--tokens 64 --k 512 --n 512",
 )

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sparsek.bench.engine.several import Several, worst
-from sparsek.bench.suites.case import (
+from sparsek.bench.engine.bench import Bench, Table
+from sparsek.bench.engine.case import (
     BLOCK,
     DENSITY,
     DTYPE,
@@ -26,6 +26,8 @@ from sparsek.bench.suites.case import (
     set_count,
     stored_name,
 )
+from sparsek.bench.engine.several import Several, worst
+from sparsek.bench.engine.tables import CASE, GBPS, KERNEL, MS, ROOF, SPEEDUP, USEFUL, USEFUL_NOTE
 from sparsek.core import dtypes
 from sparsek.core.device import card_of
 from sparsek.core.errors import InvalidInput
@@ -325,4 +327,44 @@ OPTIONS: tuple[Option, ...] = (
     BLOCK,
     DENSITY,
     DTYPE,
+)
+
+TRAIN_TABLE = Table(
+    op="mlp_train",
+    dense=("torch_dense",),
+    title="training step of an MLP",
+    columns=(CASE, KERNEL, MS, SPEEDUP, USEFUL, ROOF),
+    note=(
+        f"{USEFUL_NOTE} A step is the forward and the gradients of x and of both weights, without an optimizer. The "
+        "roofline is the sum of those of its six products."
+    ),
+    pages=("README.md", "docs/linear.md"),
+    shown=(SPEEDUP,),
+)
+DECODE_TABLE = Table(
+    op="mlp_decode",
+    dense=("torch_dense",),
+    title="decoding through an MLP",
+    columns=(CASE, KERNEL, MS, SPEEDUP, GBPS, ROOF),
+    note=(
+        f"{USEFUL_NOTE} One CUDA graph holds as many layers one after another as exceed the cache several times, each "
+        "with weights of its own; the time is that of the replay over their number, for the peers too. The roofline is "
+        "the sum of those of the two products."
+    ),
+    pages=("README.md", "docs/linear.md"),
+    shown=(SPEEDUP,),
+)
+BENCH = Bench(
+    "mlp",
+    SUITES,
+    SCHEMAS,
+    (
+        TRAIN_TABLE,
+        DECODE_TABLE,
+    ),
+    OPTIONS,
+    make,
+    "--tokens 64 --width 512 --hidden 512",
+    "",
+    slowest=30.0,
 )

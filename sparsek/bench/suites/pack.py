@@ -6,7 +6,7 @@ what is stored written once, and a record has no TFLOPS.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, ClassVar
@@ -14,9 +14,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from sparsek.bench.engine.several import Moved
-from sparsek.bench.peers.peer import Peer, Ready
-from sparsek.bench.suites.case import (
+from sparsek.bench.engine.bench import Bench, Table
+from sparsek.bench.engine.case import (
     BLOCK,
     DTYPE,
     Bar,
@@ -28,8 +27,10 @@ from sparsek.bench.suites.case import (
     block_name,
     check_case,
     random_dense,
-    set_count,
+    sets_of,
 )
+from sparsek.bench.engine.several import Moved
+from sparsek.bench.engine.tables import CASE, GBPS, KERNEL, MS, ROOF, must_reach
 from sparsek.core import dtypes
 from sparsek.core.device import card_of
 from sparsek.core.errors import InvalidInput, Unsupported
@@ -198,30 +199,14 @@ class PackCase(Case):
     def operands(self, device: torch.device, seed: int = 0) -> list[PackOperands]:
         """Sets of N(0, 1) values: 2 to 64, together several times the cache."""
         dtype = dtypes.parse(self.dtype)
-        return [
-            PackOperands(self, random_dense(self.m, self.k, dtype=dtype, device=device, seed=seed + index))
-            for index in range(set_count(card_of(device), int(self.moved)))
-        ]
+        given = {"dtype": dtype, "device": device}
+        return sets_of(
+            device,
+            int(self.moved),
+            lambda index: PackOperands(self, random_dense(self.m, self.k, seed=seed + index, **given)),
+        )
 
 
-@dataclass(frozen=True)
-class Copy:
-    """torch's copy of w into memory that is there: read once and written once."""
-
-    name: str = "copy"
-    title: str = "a copy"
-    device: str = ""
-
-    def why_not(self, case: PackCase, device: torch.device) -> list[str]:
-        return []
-
-    def ready(self, case: PackCase, sets: Sequence[PackOperands], tried: Callable[[str], None]) -> Ready:
-        pairs = [(one.w, torch.empty_like(one.w)) for one in sets]
-        calls = tuple(lambda w=w, to=to: to.copy_(w) for w, to in pairs)
-        return Ready(calls, flops=2 * case.dense_bytes)
-
-
-PEERS: tuple[Peer, ...] = (Copy(),)
 SCHEMAS: Mapping[str, Schema] = {"pack": Schema(PackCase, rated=False)}
 CASES = (PackCase(8192, 8192, SEMI24), PackCase(8192, 8192, TO_BSR, (128, 128), 0.125))
 PUBLISHED: tuple[SuiteRow, ...] = tuple(SuiteRow(case) for case in CASES)
@@ -242,4 +227,35 @@ OPTIONS: tuple[Option, ...] = (
     BLOCK,
     Option("keep", "0.125", "Fraction of blocks that a BSR keeps.", float),
     DTYPE,
+)
+
+TABLE = Table(
+    op="pack",
+    title="packing",
+    dense=("copy",),
+    columns=(
+        CASE,
+        KERNEL,
+        MS,
+        GBPS,
+        ROOF,
+        must_reach(BARS, ""),
+    ),
+    note=(
+        "GB/s count the dense matrix read once and what is stored written once, 2:4 values with their metadata or "
+        "blocks with their indices; those of a copy the same matrix read and written, by torch, in the same rounds. "
+        "Timed are Semi24.from_dense(w) and BSR.from_dense(w, block, keep=...), the choice of blocks and its sync "
+        "included."
+    ),
+    pages=("README.md", "docs/two-four.md"),
+)
+BENCH = Bench(
+    "pack",
+    SUITES,
+    SCHEMAS,
+    (TABLE,),
+    OPTIONS,
+    make,
+    "",
+    "",
 )

@@ -2,33 +2,29 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from sparsek.bench.suites.case import (
+from sparsek.bench.engine.bench import Bench, Table
+from sparsek.bench.engine.case import (
     BLOCK,
     DENSITY,
     DTYPE,
-    Case,
     Operands,
     Option,
     Schema,
     SuiteRow,
-    block_name,
-    check_case,
     random_dense,
-    set_count,
-    shape_name,
-    stored_name,
+    sets_of,
 )
+from sparsek.bench.engine.tables import CASE, KERNEL, MS, ROOF, SPEEDUP, USEFUL, USEFUL_NOTE
+from sparsek.bench.suites.product import PATTERN, BlocksCase, sides
 from sparsek.core import dtypes
-from sparsek.core.device import card_of
-from sparsek.core.errors import InvalidInput
 from sparsek.matrix.bsr import BSR
-from sparsek.matrix.pattern import BlockPattern, block_sides
-from sparsek.matrix.random import PATTERNS, random_bsr
+from sparsek.matrix.pattern import BlockPattern
+from sparsek.matrix.random import random_bsr
 from sparsek.ops.sddmm import plan_sddmm
 from sparsek.plan.sddmm import SddmmPlan
 from sparsek.testing.budget import Gate
@@ -70,40 +66,10 @@ class SddmmOperands(Operands):
 
 
 @dataclass(frozen=True)
-class SddmmCase(Case):
+class SddmmCase(BlocksCase):
     """S [m, n] = X [m, k] @ Y [k, n] at `density` of the blocks of S, in a seeded random pattern."""
 
     op: ClassVar[str] = "sddmm"
-
-    m: int
-    k: int
-    n: int
-    block: tuple[int, int]
-    density: float
-    pattern: str = "uniform"
-    dtype: str = "bf16"
-
-    def __post_init__(self) -> None:
-        check_case(self, "m", "k", "n")
-        block_sides(self.block)
-        if self.pattern not in PATTERNS:
-            raise InvalidInput(f"pattern {self.pattern!r} is not one of {', '.join(PATTERNS)}")
-
-    @property
-    def name(self) -> str:
-        """One short line: "8192³ block 128 12.5 % bf16"."""
-        shown = "" if self.pattern == "uniform" else self.pattern
-        stored = stored_name(block_name(self.block), self.density, shown, self.dtype)
-        return f"{shape_name(self.m, self.k, self.n)} {stored}"
-
-    @property
-    def order(self) -> tuple[Any, ...]:
-        """Sorts cases by size, then block, then falling density."""
-        return self.m * self.k * self.n, self.block, -self.density, self.pattern, self.dtype
-
-    @property
-    def dense_flops(self) -> float:
-        return 2.0 * self.m * self.k * self.n
 
     def operands(self, device: torch.device, seed: int = 0) -> list[SddmmOperands]:
         """Sets that share one pattern and no memory: 2 to 64, together several times the cache.
@@ -116,12 +82,13 @@ class SddmmCase(Case):
         )
         values = drawn.nnzb * self.block[0] * self.block[1]
         footprint = (self.k * (self.m + self.n) + values) * dtype.itemsize
-        sets = []
-        for index in range(set_count(card_of(device), footprint)):
+
+        def one(index: int) -> SddmmOperands:
             x = random_dense(self.m, self.k, dtype=dtype, device=device, seed=seed + 10 * index + 1)
             y = random_dense(self.k, self.n, dtype=dtype, device=device, seed=seed + 10 * index + 2)
-            sets.append(SddmmOperands(x, y.mul_(self.k**-0.5), drawn.pattern))
-        return sets
+            return SddmmOperands(x, y.mul_(self.k**-0.5), drawn.pattern)
+
+        return sets_of(device, footprint, one)
 
 
 SCHEMAS: Mapping[str, Schema] = {"sddmm": Schema(SddmmCase)}
@@ -133,11 +100,27 @@ SUITES: Mapping[str, tuple[SuiteRow, ...]] = {"published": PUBLISHED}
 
 
 OPTIONS: tuple[Option, ...] = (
-    Option("m", "8192", "Rows of X; comma lists give every combination.", int),
-    Option("k", "8192", "Columns of X.", int),
-    Option("n", "8192", "Columns of Y.", int),
+    *sides("Rows of X", "Columns of X", "Columns of Y"),
     BLOCK,
     DENSITY,
-    Option("pattern", "uniform", f"{', '.join(PATTERNS)}."),
+    PATTERN,
     DTYPE,
+)
+
+TABLE = Table(
+    op="sddmm",
+    title="SDDMM",
+    columns=(CASE, KERNEL, MS, SPEEDUP, USEFUL, ROOF),
+    note=(
+        f"{USEFUL_NOTE} torch.sparse is the kernel of its BSR sampled_addmm with the best tile of K, stages and warps."
+    ),
+    pages=("README.md", "docs/sddmm.md"),
+)
+BENCH = Bench(
+    "sddmm",
+    SUITES,
+    SCHEMAS,
+    (TABLE,),
+    OPTIONS,
+    SddmmCase,
 )

@@ -9,10 +9,9 @@ from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from sparsek.bench.engine.wall import wall_rounds
-from sparsek.bench.suites.case import (
+from sparsek.bench.engine.bench import Bench, Column, Record, Table
+from sparsek.bench.engine.case import (
     DTYPE,
-    Case,
     Operands,
     Option,
     Schema,
@@ -22,12 +21,13 @@ from sparsek.bench.suites.case import (
     parse_block,
     random_dense,
     revalued,
-    set_count,
-    shape_name,
+    sets_of,
     stored_name,
 )
+from sparsek.bench.engine.tables import CASE, KERNEL, MS, ROOF, SPEEDUP, USEFUL
+from sparsek.bench.engine.wall import wall_rounds
+from sparsek.bench.suites.product import SidesCase, sides
 from sparsek.core import dtypes
-from sparsek.core.device import card_of
 from sparsek.core.errors import InvalidInput
 from sparsek.matrix.bsr import BSR, zero_padding
 from sparsek.matrix.pattern import BlockPattern, block_sides
@@ -142,7 +142,7 @@ def new_pattern(a: BSR) -> BlockPattern:
 
 
 @dataclass(frozen=True)
-class SpgemmCase(Case):
+class SpgemmCase(SidesCase):
     """C [m, n] = A [m, k] @ B [k, n], with `density` of the blocks of either stored; `out` says what C becomes.
 
     Every block row of A and every block column of B holds as many blocks, in random places: each block of C is the sum
@@ -151,9 +151,6 @@ class SpgemmCase(Case):
 
     op: ClassVar[str] = "spgemm"
 
-    m: int
-    k: int
-    n: int
     a_block: tuple[int, int]
     b_block: tuple[int, int]
     density: float
@@ -179,17 +176,12 @@ class SpgemmCase(Case):
         blocks = block_name(self.a_block)
         blocks = blocks if alike else f"{blocks}·{block_name(self.b_block)}"
         stored = stored_name(blocks, self.density, self.dtype)
-        return f"{shape_name(self.m, self.k, self.n)} {stored} to {self.out}"
+        return f"{self.shape_name} {stored} to {self.out}"
 
     @property
     def order(self) -> tuple[Any, ...]:
-        """Sorts cases by output, size, then block, then falling density."""
-        size = self.m * self.k * self.n
-        return self.out, size, self.a_block, self.b_block, -self.density, self.dtype
-
-    @property
-    def dense_flops(self) -> float:
-        return 2.0 * self.m * self.k * self.n
+        """Sorts cases by output, self.size, then block, then falling density."""
+        return self.out, self.size, self.a_block, self.b_block, -self.density, self.dtype
 
     def make(self, device: torch.device, seed: int = 0) -> tuple[BSR, BSR]:
         """A and B with N(0, 1) values, A scaled so that its product with a dense matrix has unit scale."""
@@ -206,14 +198,15 @@ class SpgemmCase(Case):
         """Sets that share their patterns and no memory: 2 to 64, together several times the cache."""
         a, b = self.make(device, seed)
         pairs = int(b.pattern.row_lengths[a.pattern.indices].sum())
-        sets = []
-        for index in range(set_count(card_of(device), self._footprint(a, b))):
+
+        def one(index: int) -> SpgemmOperands:
             first, second = (
-                (revalued(one, seed + 100 + 2 * index + place) if index else one)
-                for place, one in enumerate((a, b))
+                (revalued(each, seed + 100 + 2 * index + place) if index else each)
+                for place, each in enumerate((a, b))
             )
-            sets.append(SpgemmOperands(first, second, self.out, pairs))
-        return sets
+            return SpgemmOperands(first, second, self.out, pairs)
+
+        return sets_of(device, self._footprint(a, b), one)
 
     def _footprint(self, a: BSR, b: BSR) -> int:
         """Bytes of the values of A and B, and of a dense C."""
@@ -245,13 +238,46 @@ def parse_blocks(text: str) -> tuple[tuple[int, int], tuple[int, int]]:
 
 
 OPTIONS: tuple[Option, ...] = (
-    Option("m", "8192", "Rows of A; comma lists give every combination.", int),
-    Option("k", "8192", "Columns of A.", int),
-    Option("n", "8192", "Columns of B.", int),
+    *sides("Rows of A", "Columns of A", "Columns of B"),
     Option(
         "block", "128", "Blocks, of A and of B: 128,512x112:112x128.", parse_blocks, ("a_block", "b_block")
     ),
     Option("density", "0.125", "Fraction of blocks that either stores.", float),
     Option("result", "dense", f"What C is: {', '.join(OUTPUTS)}.", fields=("out",)),
     DTYPE,
+)
+
+
+def _symbolic(name: str) -> Callable[[Record], str]:
+    def cell(record: Record) -> str:
+        ms, share = record[f"{name}_ms"], record[f"{name}_share"]
+        return "" if ms is None or share is None else f"{ms:.3f} ({share * 100:.0f} %)"
+
+    return cell
+
+
+SYMBOLIC = Column("symbolic ms (of a first call)", _symbolic("symbolic"))
+SYMBOLIC_GPU = Column("of it on the GPU (of the call's)", _symbolic("symbolic_gpu"))
+TABLE = Table(
+    op="spgemm",
+    title="BSR x BSR",
+    columns=(CASE, KERNEL, MS, SPEEDUP, USEFUL, ROOF, SYMBOLIC, SYMBOLIC_GPU),
+    note=(
+        "Of both matrices the given share of blocks is stored: as many in every block row of A and in every block "
+        "column of B. Useful TFLOPS count pairs of stored blocks that meet. A ratio is this library's useful rate over "
+        "the peer's rate in the same rounds: useful FLOPs for sparse peers, dense FLOPs on dense random data for dense "
+        "ones. The symbolic phase finds out which blocks meet and deals them out, timed on the wall from an idle GPU "
+        "to an idle GPU; its share is that of a call on patterns seen for the first time, which also plans and "
+        "multiplies. On the GPU: the kernels and copies alone, and their share of those of the call."
+    ),
+    pages=("README.md", "docs/spgemm.md"),
+    shown=(SYMBOLIC, SYMBOLIC_GPU),
+)
+BENCH = Bench(
+    "spgemm",
+    SUITES,
+    SCHEMAS,
+    (TABLE,),
+    OPTIONS,
+    SpgemmCase,
 )

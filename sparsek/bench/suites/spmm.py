@@ -1,105 +1,36 @@
 """Products of a BSR and a dense matrix as a benchmark: its cases, their operands, its suites."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 
-from sparsek.bench.suites.case import (
+from sparsek.bench.engine.bench import Bench, Table
+from sparsek.bench.engine.case import (
     BLOCK,
     DENSITY,
     DTYPE,
-    Case,
-    Operands,
     Option,
     Schema,
     SuiteRow,
-    block_name,
-    check_case,
     random_dense,
     revalued,
-    set_count,
-    shape_name,
-    stored_name,
+    sets_of,
 )
+from sparsek.bench.engine.tables import CASE, GBPS, KERNEL, MS, ROOF, SPEEDUP, USEFUL, USEFUL_NOTE
+from sparsek.bench.suites.product import A_AT_B, PATTERN, BlocksCase, ProductOperands, form_name, sides
 from sparsek.core import dtypes
-from sparsek.core.device import card_of
 from sparsek.core.errors import InvalidInput
 from sparsek.matrix.bsr import BSR
-from sparsek.matrix.pattern import block_sides
-from sparsek.matrix.random import PATTERNS, random_bsr
-from sparsek.ops.spmm import plan_spmm
-from sparsek.plan.spmm import SpmmPlan
-from sparsek.testing.budget import Gate, check_spmm
+from sparsek.matrix.random import random_bsr
 from sparsek.testing.poison import poisoned
 
-Sparse = TypeVar("Sparse", BSR, Tensor)
-A_AT_B = "A@B"
 FORMS = (A_AT_B, "A.T@B", "B@A", "B@A.T")
 
 
-def form_name(form: str) -> str:
-    """ "A.T@B" -> "A.T @ B"."""
-    return form.replace("@", " @ ")
-
-
 @dataclass(frozen=True)
-class SpmmOperands(Operands):
-    """One of the rotating sets: its own values of A, B and output, and the shared pattern.
-
-    A, or its transpose, stands to the left or to the right of B, as `form` says.
-    """
-
-    a: BSR
-    b: Tensor
-    out: Tensor
-    form: str = A_AT_B
-
-    @property
-    def on_right(self) -> bool:
-        """Whether A is the second factor."""
-        return self.form.startswith("B")
-
-    @property
-    def useful_flops(self) -> float:
-        free = self.b.shape[0] if self.on_right else self.b.shape[-1]
-        return 2.0 * self.a.nnzb * self.a.block[0] * self.a.block[1] * free
-
-    def factors(self, a: Sparse) -> tuple[Any, Any]:
-        """The two factors in their order, for this A or another, sparse or dense."""
-        a = a.T if "A.T" in self.form else a
-        return (self.b, a) if self.on_right else (a, self.b)
-
-    def plan(self, kernel: str | None) -> SpmmPlan:
-        return plan_spmm(*self.factors(self.a), kernel=kernel)
-
-    def planned(self, plan: SpmmPlan) -> Callable[[], object]:
-        first, second = self.factors(self.a)
-        return lambda: plan(first, second, out=self.out)
-
-    def gate(self, plan: SpmmPlan) -> Gate:
-        self.out.fill_(torch.nan)
-        self.planned(plan)()
-        return self.judge(self.out, tf32=plan.problem.tf32)
-
-    def judge(self, out: Any, *, tf32: bool = False) -> Gate:
-        """Whether `out` is the product of this set."""
-        first, second = self.factors(self.a)
-        if self.on_right:
-            return check_spmm(second.T, first.mT, out.mT, tf32=tf32)
-        return check_spmm(first, second, out, tf32=tf32)
-
-    def dense(self, seed: int) -> Callable[[], object]:
-        m, k = self.a.shape
-        full = random_dense(m, k, dtype=self.b.dtype, device=self.b.device, seed=seed)
-        first, second = self.factors(full.mul_(k**-0.5))
-        return lambda: torch.matmul(first, second, out=self.out)
-
-
-@dataclass(frozen=True)
-class SpmmCase(Case):
+class SpmmCase(BlocksCase):
     """A product of A [m, k], `density` of whose blocks are stored in a seeded random pattern, and a dense B.
 
     `form` says which product; `n` is the side of B that A does not meet. "A@B": B is [k, n]. "A.T@B": B is [m, n].
@@ -108,49 +39,22 @@ class SpmmCase(Case):
 
     op: ClassVar[str] = "spmm"
 
-    m: int
-    k: int
-    n: int
-    block: tuple[int, int]
-    density: float
-    pattern: str = "uniform"
-    dtype: str = "bf16"
     form: str = A_AT_B
 
     def __post_init__(self) -> None:
-        check_case(self, "m", "k", "n")
-        block_sides(self.block)
-        if self.pattern not in PATTERNS:
-            raise InvalidInput(f"pattern {self.pattern!r} is not one of {', '.join(PATTERNS)}")
+        super().__post_init__()
         if self.form not in FORMS:
             raise InvalidInput(f"a form of the product is one of {', '.join(FORMS)}, got {self.form!r}")
 
     @property
-    def block_name(self) -> str:
-        """ "128" for square blocks, "512x112" for others."""
-        return block_name(self.block)
-
-    @property
-    def shape_name(self) -> str:
-        """ "8192³" for a cube, "16384²×16" for a square A, "m×k×n" otherwise."""
-        return shape_name(self.m, self.k, self.n)
-
-    @property
     def name(self) -> str:
-        """One short line: "8192³ block 128 12.5 % bf16", and the form unless it is A @ B."""
-        shown = "" if self.pattern == "uniform" else self.pattern
-        form = "" if self.form == A_AT_B else f"{form_name(self.form)} "
-        return f"{form}{self.shape_name} {stored_name(self.block_name, self.density, shown, self.dtype)}"
+        """As for all such cases, after the form unless it is A @ B."""
+        return super().name if self.form == A_AT_B else f"{form_name(self.form)} {super().name}"
 
     @property
     def order(self) -> tuple[Any, ...]:
-        """Sorts cases by form, size, then block, then falling density."""
-        size = self.m * self.k * self.n
-        return FORMS.index(self.form), size, self.block, -self.density, self.pattern, self.dtype
-
-    @property
-    def dense_flops(self) -> float:
-        return 2.0 * self.m * self.k * self.n
+        """Sorts cases by form first."""
+        return FORMS.index(self.form), *super().order
 
     @property
     def b_shape(self) -> tuple[int, int]:
@@ -177,18 +81,17 @@ class SpmmCase(Case):
         )
         return a, random_dense(*self.b_shape, dtype=dtype, device=device, seed=seed + 1)
 
-    def operands(self, device: torch.device, seed: int = 0) -> list[SpmmOperands]:
+    def operands(self, device: torch.device, seed: int = 0) -> list[ProductOperands]:
         """Sets that share one pattern and no memory: 2 to 64, together several times the cache."""
         a, b = self.make(device, seed)
-        sets = []
-        for index in range(set_count(card_of(device), self._footprint(a))):
-            if index:
-                one = revalued(a, seed + 100 + index)
-                other = random_dense(*self.b_shape, dtype=b.dtype, device=device, seed=seed + 200 + index)
-            else:
-                one, other = a, b
-            sets.append(SpmmOperands(one, other, poisoned(self.out_shape, b.dtype, device), self.form))
-        return sets
+        given = {"dtype": b.dtype, "device": device}
+
+        def one(index: int) -> ProductOperands:
+            mine = revalued(a, seed + 100 + index) if index else a
+            other = random_dense(*self.b_shape, **given, seed=seed + 200 + index) if index else b
+            return ProductOperands(mine, other, poisoned(self.out_shape, b.dtype, device), self.form)
+
+        return sets_of(device, self._footprint(a), one)
 
     def _footprint(self, a: BSR) -> int:
         """Bytes of A's values, B and C."""
@@ -234,12 +137,29 @@ SUITES: Mapping[str, tuple[SuiteRow, ...]] = {"blocks": BY_BLOCK, "forms": BY_FO
 
 
 OPTIONS: tuple[Option, ...] = (
-    Option("m", "8192", "Rows of A; comma lists give every combination.", int),
-    Option("k", "8192", "Columns of A.", int),
-    Option("n", "8192", "The side of B that A does not meet.", int),
+    *sides("Rows of A", "Columns of A", "The side of B that A does not meet"),
     BLOCK,
     DENSITY,
-    Option("pattern", "uniform", f"{', '.join(PATTERNS)}."),
+    PATTERN,
     DTYPE,
     Option("form", A_AT_B, f"Products: {', '.join(FORMS)}."),
+)
+
+TABLE = Table(
+    op="spmm",
+    title="BSR x dense",
+    columns=(CASE, KERNEL, MS, SPEEDUP, USEFUL, GBPS, ROOF),
+    note=(
+        f"{USEFUL_NOTE} A @ B is this library's on the same pattern. "
+        "torch.sparse runs with the best of all four parameters of its kernel, 'stages' with its own but num_stages."
+    ),
+    pages=("README.md", "docs/spmm.md"),
+)
+BENCH = Bench(
+    "spmm",
+    SUITES,
+    SCHEMAS,
+    (TABLE,),
+    OPTIONS,
+    SpmmCase,
 )

@@ -5,124 +5,79 @@ which each is 2:4. An eighth is an eighth of its blocks, or a quarter of its blo
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from sparsek.bench.suites.case import (
-    Case,
-    Operands,
+from sparsek.bench.engine.bench import Column, Record, Table
+from sparsek.bench.engine.case import (
     Schema,
     SuiteRow,
     block_name,
     check_case,
     random_dense,
-    set_count,
-    shape_name,
+    sets_of,
 )
+from sparsek.bench.engine.tables import CASE, KERNEL, MS, ROOF, SPEEDUP, useful
+from sparsek.bench.suites.product import LINEAR, ProductOperands, SidesCase
 from sparsek.core import dtypes
-from sparsek.core.device import card_of
 from sparsek.core.errors import InvalidInput, Unsupported
 from sparsek.kernels import KERNELS
-from sparsek.matrix.bsr import BSR
 from sparsek.matrix.bsr24 import BSR24
 from sparsek.matrix.random import random_bsr
 from sparsek.matrix.semi24 import Semi24
-from sparsek.ops.linear import plan_layer
-from sparsek.ops.spmm import plan_spmm
-from sparsek.plan.plan import Plan
+from sparsek.plan.spmm import SpmmPlan
 from sparsek.testing.budget import Gate
-from sparsek.testing.budget24 import check_linear24
-from sparsek.testing.poison import poisoned
-from sparsek.testing.product_budget import check_linear
 
 STORAGE_OF = {name: storage for _, name, _, storage in KERNELS}
 HALF = 0.5
 
 
 @dataclass(frozen=True)
-class StoryOperands(Operands):
-    """One of the rotating sets: its own x [n, k], and W [m, k] in each format that can store so much of it."""
+class StoryOperands(ProductOperands):
+    """One of the rotating sets: a layer's own x [n, k], and its W [m, k] in each format that can store so much of it.
 
-    case: "StoryCase"
-    x: Tensor
-    formats: Mapping[str, BSR | BSR24 | Semi24]
-    is_linear: ClassVar[bool] = True
+    Where there is one, `a` is the 2:4 matrix.
+    """
 
-    @property
-    def a(self) -> Semi24:
-        """The 2:4 matrix."""
-        whole = self.formats["semi24"]
-        assert isinstance(whole, Semi24)
-        return whole
-
-    @property
-    def b(self) -> Tensor:
-        return self.x
-
-    @property
-    def b_as_factor(self) -> Tensor:
-        return self.x.mT
+    case: "StoryCase | None" = None
+    formats: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def useful_flops(self) -> float:
+        assert self.case is not None
         return self.case.stored * self.case.dense_flops
 
-    def _matrix(self, kernel: str | None) -> BSR | BSR24 | Semi24:
-        storage = "bsr" if kernel is None else STORAGE_OF.get(kernel, "")
-        form = "spmm" if storage == "bsr" else storage
-        if form in self.formats:
-            return self.formats[form]
-        known = {"spmm": "BSR", "bsr24": "a BSR24", "semi24": "a Semi24"}
+    def _of(self, kernel: str | None) -> ProductOperands:
+        """The layer of the matrix that the kernel multiplies."""
+        assert self.case is not None
+        form = "bsr" if kernel is None else STORAGE_OF.get(kernel, "")
+        known = {"bsr": "BSR", "bsr24": "a BSR24", "semi24": "a Semi24"}
         if form not in known:
-            raise InvalidInput(f"{kernel!r} is no kernel of {', '.join(known)}")
-        why = f"{known[form]} cannot store {self.case.stored * 100:.4g} % of the values"
-        raise Unsupported(self.case.name, {str(kernel): [why]})
+            raise InvalidInput(f"{kernel!r} is no kernel of spmm, bsr24, semi24")
+        if form not in self.formats:
+            why = f"{known[form]} cannot store {self.case.stored * 100:.4g} % of the values"
+            raise Unsupported(self.case.name, {str(kernel): [why]})
+        return ProductOperands(self.formats[form], self.b, form=LINEAR)
 
-    def plan(self, kernel: str | None) -> Plan:
-        w = self._matrix(kernel)
-        return (
-            plan_spmm(self.x, w.T, kernel=kernel)
-            if isinstance(w, BSR)
-            else plan_layer(self.x, w, kernel=kernel)
-        )
+    def plan(self, kernel: str | None) -> SpmmPlan:
+        return self._of(kernel).plan(kernel)
 
-    def planned(self, plan: Any) -> Callable[[], Tensor]:
-        w = self._matrix(plan.kernel)
-        second = w.T if isinstance(w, BSR) else w
-        return lambda: plan(self.x, second)
+    def planned(self, plan: SpmmPlan) -> Callable[[], Tensor]:
+        return self._of(plan.kernel).planned(plan)
 
-    def gate(self, plan: Any) -> Gate:
-        w = self._matrix(plan.kernel)
-        # A caching allocator hands the memory of a dropped tensor to the next of its size: the output begins as NaN.
-        poisoned((self.x.shape[0], w.shape[0]), self.x.dtype, self.x.device)
-        y = self.planned(plan)()
-        if isinstance(w, BSR):
-            return check_linear(self.x, w, y, tf32=plan.problem.tf32)
-        return check_linear24(self.x, w, y)
-
-    def judge(self, out: Tensor) -> Gate:
-        """Whether `out` is x @ W.T of the 2:4 matrix."""
-        return check_linear24(self.x, self.a, out)
-
-    def dense(self, seed: int) -> Callable[[], Tensor]:
-        shape, like = (self.case.m, self.case.k), self.x
-        w = random_dense(*shape, dtype=like.dtype, device=like.device, seed=seed).mul_(self.case.k**-0.5)
-        return lambda: functional.linear(self.x, w)
+    def gate(self, plan: SpmmPlan) -> Gate:
+        return self._of(plan.kernel).gate(plan)
 
 
 @dataclass(frozen=True)
-class StoryCase(Case):
+class StoryCase(SidesCase):
     """x [n, k] @ W.T for a W [m, k] of whose values the share `stored`, at most a half, is there; blocks of `block`."""
 
     op: ClassVar[str] = "story"
 
-    m: int
-    k: int
-    n: int
     stored: float
     block: tuple[int, int] = (128, 128)
     dtype: str = "bf16"
@@ -154,26 +109,22 @@ class StoryCase(Case):
     def name(self) -> str:
         """One short line: "8192³, 12.5 % of the values, bf16"."""
         shown = f", block {block_name(self.block)}" if self.block != (128, 128) else ""
-        return f"{shape_name(self.m, self.k, self.n)}, {self.stored * 100:.4g} % of the values{shown}, {self.dtype}"
+        return f"{self.shape_name}, {self.stored * 100:.4g} % of the values{shown}, {self.dtype}"
 
     @property
     def order(self) -> tuple[Any, ...]:
-        """Sorts cases by size, then falling share."""
-        return self.m * self.k * self.n, -self.stored, self.block, self.dtype
-
-    @property
-    def dense_flops(self) -> float:
-        return 2.0 * self.m * self.k * self.n
+        """Sorts cases by self.size, then falling share."""
+        return self.size, -self.stored, self.block, self.dtype
 
     def operands(self, device: torch.device, seed: int = 0) -> list[StoryOperands]:
         """Sets of their own memory: 2 to 64, together several times the cache; N(0, 1), W times k**-0.5."""
         dtype = dtypes.parse(self.dtype)
         footprint = int(self.m * self.k * self.stored + self.n * (self.k + self.m)) * dtype.itemsize
         given = {"dtype": dtype, "device": device}
-        sets = []
-        for index in range(set_count(card_of(device), footprint)):
+
+        def one(index: int) -> StoryOperands:
             start = seed + 10 * index
-            shares = (("spmm", self.stored), ("bsr24", 2 * self.stored))
+            shares = (("bsr", self.stored), ("bsr24", 2 * self.stored))
             formats: dict[str, Any] = {
                 name: random_bsr(self.m, self.k, self.block, share, seed=start + place, **given)
                 for place, (name, share) in enumerate(shares)
@@ -182,8 +133,11 @@ class StoryCase(Case):
             if self.whole:
                 w = random_dense(self.m, self.k, seed=start + 2, **given)
                 formats["semi24"] = Semi24.from_dense(w.mul_(self.k**-0.5))
-            sets.append(StoryOperands(self, random_dense(self.n, self.k, seed=start + 3, **given), formats))
-        return sets
+            x = random_dense(self.n, self.k, seed=start + 3, **given)
+            a = formats.get("semi24", formats["bsr"])
+            return StoryOperands(a, x, form=LINEAR, case=self, formats=formats)
+
+        return sets_of(device, footprint, one)
 
 
 SCHEMAS: Mapping[str, Schema] = {"story": Schema(StoryCase)}
@@ -192,3 +146,33 @@ STORY: tuple[SuiteRow, ...] = tuple(
     for share in (0.5, 0.25, 0.125, 0.0625)
 )
 SUITES: Mapping[str, tuple[SuiteRow, ...]] = {"story": STORY}
+
+
+def _ms_of(peer: str) -> Callable[[Record], str]:
+    def cell(record: Record) -> str:
+        return f"{record['peers'][peer]['ms']['median']:.3f}" if peer in record["peers"] else ""
+
+    return cell
+
+
+TABLE = Table(
+    op="story",
+    title="equal stored values",
+    columns=(
+        CASE,
+        KERNEL,
+        MS,
+        Column("cuBLAS ms", _ms_of("cublas")),
+        Column("cuSPARSELt ms", _ms_of("cusparselt")),
+        SPEEDUP,
+        Column("TFLOPS of stored values", useful),
+        ROOF,
+    ),
+    note=(
+        "x @ W.T where the given share of W's values is stored: hopper.semi24 two of every four neighbours; "
+        "hopper.bsr24 twice that share of the blocks of 128, each 2:4; hopper.spmm that share of the blocks, whole. "
+        "All of a case and its peers in the same rounds, cuBLAS on dense random data. A ratio compares rates of stored "
+        "values, of cuBLAS of all values."
+    ),
+    pages=("README.md", "docs/two-four.md"),
+)

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from sparsek.bench.engine import records
+from sparsek.bench.engine.case import random_dense
 from sparsek.bench.engine.layer_gate import Expected
 from sparsek.bench.engine.memory import out_of_memory
-from sparsek.bench.peers.peer import first_line, rotating
-from sparsek.bench.suites.case import random_dense
+from sparsek.bench.engine.peer import first_line, rotating
 from sparsek.core import dtypes
 from sparsek.core.clock import time_rounds
 from sparsek.core.device import card_of

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 import torch
 
 from sparsek.core import dtypes
-from sparsek.core.device import Card
+from sparsek.core.device import Card, card_of
 from sparsek.core.errors import InvalidInput
 from sparsek.matrix.bsr import BSR
 from sparsek.testing.budget import Gate
@@ -108,6 +108,7 @@ class Schema:
     `rated`: they have rates. `extra` and `peer_extra`: fields of the record and of each peer, numbers or null.
     `later`: fields of the case that came later, with what older records mean. `sources`: what is timed beside the
     kernel, as names of modules ("plan.matches"). `rooms`: folders of sparsek of which every file counts as timed.
+    `run`: what measures a row instead of `run_case`. `below`: what such a record says under the table, as a line.
     """
 
     case: type[Case]
@@ -117,6 +118,8 @@ class Schema:
     later: Mapping[str, Any] = field(default_factory=dict)
     sources: tuple[str, ...] = ()
     rooms: tuple[str, ...] = ()
+    run: Callable[..., Any] | None = None
+    below: Callable[[dict[str, Any]], str] | None = None
 
 
 @dataclass(frozen=True)
@@ -208,6 +211,11 @@ def listed(name: str, text: str, parse: Callable[[str], Made]) -> list[Made]:
 def set_count(card: Card, footprint: int) -> int:
     """How many operand sets of `footprint` bytes exceed the cache of the card several times, 2 to 64."""
     return max(2, min(MAX_SETS, math.ceil(CACHE_MULTIPLE * card.l2_bytes / max(1, footprint))))
+
+
+def sets_of(device: torch.device, footprint: int, one: Callable[[int], Made]) -> list[Made]:
+    """Operand sets `one(index)` of so many bytes each: 2 to 64, together several times the cache of the card."""
+    return [one(index) for index in range(set_count(card_of(device), footprint))]
 
 
 def suite_named(suites: Mapping[str, Made], name: str, what: str = "suite") -> Made:

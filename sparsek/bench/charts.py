@@ -7,9 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from sparsek.bench.engine.records import Record, case_of
+from sparsek.bench.engine.bench import TABLES, Record, Table
+from sparsek.bench.engine.records import case_of
 from sparsek.bench.engine.report import measured_peers, ordered
-from sparsek.bench.engine.tables import ATTENTION, SPMM, TABLES, Table, case_name
+from sparsek.bench.engine.tables import case_name
 from sparsek.bench.suites.attention import AttentionCase, length_name
 from sparsek.bench.suites.spmm import A_AT_B, SpmmCase
 from sparsek.core.errors import SparseKError
@@ -81,11 +82,11 @@ def _rates(plt: Any, rows: Sequence[Record], path: Path) -> Path:
             linestyle=("-", "--", ":", "-.")[kernels.index(kernel) % 4],
             label=f"{kernel}, block {block}",
         )
-    for name in SPMM.dense:
+    for name in TABLES["spmm"].dense:
         rates = [record["peers"][name]["tflops"] for record in chosen if name in record["peers"]]
         if rates:
             axes.axhline(statistics.median(rates), color=DENSE_COLOUR, linewidth=1)
-            title = f"{SPMM.peers[name]} dense, all FLOPs"
+            title = f"{TABLES['spmm'].peers[name]} dense, all FLOPs"
             axes.annotate(
                 title,
                 (0.01, statistics.median(rates)),
@@ -100,7 +101,7 @@ def _rates(plt: Any, rows: Sequence[Record], path: Path) -> Path:
     axes.set_ylim(0, 1.12 * axes.dataLim.ymax)
     axes.set_xlabel("stored blocks")
     axes.set_ylabel("useful TFLOPS")
-    axes.set_title(f"{SPMM.title}, {shape[0]}, {chosen[0]['env']['gpu']}")
+    axes.set_title(f"{TABLES['spmm'].title}, {shape[0]}, {chosen[0]['env']['gpu']}")
     axes.grid(alpha=0.25)
     axes.legend(fontsize=8, frameon=False)
     figure.savefig(path, dpi=150)
@@ -149,12 +150,12 @@ def _lengths(plt: Any, rows: Sequence[Record], path: Path) -> Path:
     lengths = [case.q_len for case in cases]
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 4.2), layout="constrained")
     measured = {rows[0]["kernel"]: list(zip(cases, rows, strict=True))}
-    for name in ATTENTION.dense:
+    for name in TABLES["attention"].dense:
         found = [
             (case, row["peers"][name]) for case, row in measured[rows[0]["kernel"]] if name in row["peers"]
         ]
         if found:
-            measured[ATTENTION.peers[name]] = found
+            measured[TABLES["attention"].peers[name]] = found
     for (title, found), colour in zip(
         measured.items(), (COLOURS[0], DENSE_COLOUR, DENSE_COLOUR), strict=False
     ):

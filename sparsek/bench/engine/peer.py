@@ -4,13 +4,16 @@ A peer that cannot run says why. A sparse peer's result passes the same gate as 
 time.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from sparsek.core.errors import InvalidInput, SparseKError
+from sparsek.testing.budget import Gate
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,10 @@ class UnavailableError(SparseKError):
 
 
 class Peer(Protocol):
-    """`name` is the key in records, `title` what people read. `device` is "cuda", "cpu", or "" for both."""
+    """`name` is the key in records, `title` a heading of tables. `device` is "cuda", "cpu", or "" for both.
+
+    Tables show peers in the order of PEERS.
+    """
 
     @property
     def name(self) -> str: ...
@@ -48,6 +54,27 @@ class Peer(Protocol):
     def ready(self, case: Any, sets: Sequence[Any], tried: Callable[[str], None]) -> Ready:
         """Sets up and tunes; `tried(text)` reports progress. Raises UnavailableError with the reason."""
         ...
+
+
+def accepted(gate: Gate, what: str) -> None:
+    """Raises UnavailableError unless the gate passed."""
+    if not gate.passed:
+        raise UnavailableError(f"{what} is wrong here: error {gate.error:.2e}, budget {gate.budget:.2e}")
+
+
+@contextmanager
+def setting_up(what: str = "") -> Iterator[None]:
+    """Peers warn, compile and refuse in many ways: what they raise becomes the reason why they are not measured, after
+    `what` or the name of the error.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            yield
+        except (UnavailableError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            raise UnavailableError(f"{what or type(error).__name__}: {first_line(error)}") from None
 
 
 def peers_named(table: Iterable[Peer], names: Iterable[str] | None, device: torch.device) -> tuple[Peer, ...]:

@@ -1,0 +1,57 @@
+"""Every benchmark, by the name of its command, with the help that this shows. One is loaded when it is looked up."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sparsek.bench.engine.bench import Bench
+
+# The module of that name in suites/ has a BENCH, the one in peers/, if there is one, PEERS.
+HELP = {
+    "spmm": "BSR and dense against its peers: N(0, 1) data, rotating buffers, interleaved rounds, median, spread.",
+    "sddmm": "X @ Y at the stored blocks of a pattern, against its peers.",
+    "spgemm": "BSR x BSR against its peers, and what finding out which blocks meet takes of a first call.",
+    "linear": "act(x @ W.T + bias) + residual, against torch and against this library's plain product.",
+    "semi24": "2:4 matrices, whole or in stored blocks, against cuSPARSELt, cuBLAS and this library's BSR.",
+    "fp8": "FP8 matrices in blocks or in 2:4 against cuBLAS, cuSPARSELt and the same in bf16.",
+    "pack": "Dense matrices packed into Semi24 or BSR, against a copy of the same matrix.",
+    "mlp": "An MLP with gelu against torch's: a training step, eager or compiled, or decoding in a CUDA graph.",
+    "attention": "Attention over the blocks of a mask against its peers: N(0, 1) data, rotating buffers, interleaved "
+    "rounds.",
+    "attention-backward": "The gradients of attention against their peers, alone or with the forward pass of a "
+    "training step.",
+    "planner": "Every way to store a layer's weight, checked and timed; the one that predictions choose against the "
+    "fastest.",
+    "host": "The host's time of calls as users write them, each over torch's: the suite, or the calls given by hand.",
+}
+MODULES = {"attention-backward": "attention_grad"}
+
+
+class Benches(Mapping[str, "Bench"]):
+    """The benchmarks of HELP."""
+
+    def __getitem__(self, name: str) -> "Bench":
+        if name not in HELP:
+            raise KeyError(name)
+        return _loaded(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(HELP)
+
+    def __len__(self) -> int:
+        return len(HELP)
+
+
+BENCHES = Benches()
+
+
+@cache
+def _loaded(name: str) -> "Bench":
+    stem = MODULES.get(name, name)
+    peers = f"sparsek.bench.peers.{stem}"
+    bench = import_module(f"sparsek.bench.suites.{stem}").BENCH
+    return replace(bench, peers=import_module(peers).PEERS if find_spec(peers) else ())

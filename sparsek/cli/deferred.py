@@ -1,0 +1,34 @@
+"""Commands whose modules are loaded when they run, or when their own help is printed."""
+
+from collections.abc import Callable
+from typing import Any
+
+import typer
+from typer.core import TyperCommand
+from typer.main import get_command
+
+from sparsek.cli.output import without_boxes
+
+
+class Deferred(TyperCommand):
+    """A command that is known by its name and its help. `loaded()` gives its function, or its group as a Typer."""
+
+    def __init__(self, name: str, text: str, markup: Any, loaded: Callable[[], Any]) -> None:
+        super().__init__(name, help=text, rich_markup_mode=markup)
+        self._loaded = loaded
+
+    def make_context(self, *args: Any, **kwargs: Any) -> Any:
+        return self.load().make_context(*args, **kwargs)
+
+    def load(self) -> Any:
+        """The command itself."""
+        name, found = str(self.name), self._loaded()
+        holder = typer.Typer(callback=lambda: None, add_completion=False)
+        if isinstance(found, typer.Typer):
+            holder.add_typer(found, name=name)
+        else:
+            holder.command(name, help=None if found.__doc__ else self.help)(found)
+        command = get_command(holder).commands[name]  # pyright: ignore[reportAttributeAccessIssue]
+        if self.rich_markup_mode is None:
+            without_boxes(command)
+        return command
