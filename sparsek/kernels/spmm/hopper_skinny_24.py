@@ -127,8 +127,8 @@ def launch_params(a: Semi24, b: Tensor, out: Tensor, epilogue: Epilogue) -> Para
     return p
 
 
-# (warps, ms, resident), the faster of equal predictions first. Shared memory holds two steps of eight warps of 64 rows and
-# 16 columns of B.
+# (warps, ms, resident), the faster of equal predictions first. Shared memory holds two steps of eight warps of 64 rows
+# and 16 columns of B.
 SHAPES = ((4, 2, 3), (4, 4, 2), (8, 4, 1), (4, 4, 1), (8, 2, 1))
 DEEPEST = 4  # steps under way
 START_SECONDS = 1.0e-6  # first bytes, and the end: sums of the warps, C
