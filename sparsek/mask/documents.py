@@ -281,7 +281,7 @@ class Queries(NamedTuple):
         lo, hi = bounds(torch.arange(size[1], dtype=kind, device=device), docs, near, reach)
         given = (lo, hi, docs.k_start, docs.sink_end) if near.sinks else (lo, hi, lo, lo)  # no bits are made
         made = (
-            x if isinstance(x, Tensor) else torch.full((1,), x, dtype=torch.int32, device=device)
+            x if isinstance(x, Tensor) else torch.full(size, x, dtype=torch.int32, device=device)
             for x in given
         )
         return cls(*(x.to(torch.int32).expand(size).contiguous() for x in made))
@@ -300,13 +300,15 @@ class Queries(NamedTuple):
         (bq, bk), tiles = place.block, place.grid[0]
         made, step = [], CHUNK // (bq * bk)
         for row, column in zip(rows.split(step), columns.split(step), strict=True):
-            query = (row % tiles * bq)[:, None] + torch.arange(bq, dtype=torch.int32, device=row.device)
-            at = (row // tiles * place.q_len)[:, None] + query.clamp(max=place.q_len - 1)
+            item, tile = (row // tiles, row % tiles) if len(self.lo) > 1 else (None, row)
+            query = (tile * bq)[:, None] + torch.arange(bq, dtype=torch.int32, device=row.device)
+            at = query.clamp(max=place.q_len - 1)
+            at = at if item is None else at + (item * place.q_len)[:, None]
             lo, hi, start, sink_end = (x.flatten()[at][:, :, None] for x in self)
             key = (column * bk)[:, None, None] + torch.arange(bk, dtype=torch.int32, device=row.device)
             sinks = (start <= key) & (key < torch.minimum(sink_end, hi))
             made.append(pack_bits(sinks | ((lo <= key) & (key < hi))))
-        return torch.cat(made)
+        return made[0] if len(made) == 1 else torch.cat(made)
 
 
 def _assembled(
