@@ -3,7 +3,6 @@ them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from sparsek.core.eager import untransformed
+from sparsek.core.home import Home
 from sparsek.matrix.pattern import BlockPattern
 
 TITLES = {
@@ -96,14 +95,6 @@ class Parts(NamedTuple):
     transposed: bool
 
 
-class Home(Protocol):
-    """Where plans of a matrix are kept: its pattern, or what stands for one."""
-
-    def derived(self, key: Hashable, build: Callable[[], Any]) -> Any:
-        """What `build()` returned the first time it was asked for under `key`."""
-        ...
-
-
 class SparseMatrix(Protocol):
     """A BSR, Semi24 or BSR24, or one of them quantized."""
 
@@ -154,28 +145,12 @@ def merged_keys(pattern: BlockPattern, merge: int) -> np.ndarray:
     return unit * max(pattern.grid[1], 1) + pattern.host.indices
 
 
-class TensorHome:
-    """What follows from a tensor, kept as long as the tensor lives."""
-
-    def __init__(self) -> None:
-        self._memo: dict[Hashable, Any] = {}
-
-    def derived(self, key: Hashable, build: Callable[[], Any]) -> Any:
-        """As `BlockPattern.derived`."""
-        if torch.compiler.is_compiling():
-            return self._memo[key] if key in self._memo else build()
-        if key not in self._memo:
-            with torch.inference_mode(False):
-                self._memo.setdefault(key, untransformed(build))
-        return self._memo[key]
-
-
 _HOMES: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
-def home_of(meta: Tensor) -> TensorHome:
+def home_of(meta: Tensor) -> Home:
     """The home of the 2:4 matrices with this metadata, which is to them what a pattern is to a BSR."""
     found: Any = _HOMES.get(meta)
     if found is None:
-        found = _HOMES[meta] = TensorHome()
+        found = _HOMES[meta] = Home()
     return found

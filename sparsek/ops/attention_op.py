@@ -11,9 +11,10 @@ from sparsek.mask.mask import BlockMask
 from sparsek.mask.operands import check_tensors
 from sparsek.ops import gradients
 from sparsek.ops.attention_flat import TAGS, flat_mask, mask_of, put_together
-from sparsek.ops.attention_plans import cached_grad_plan, cached_plan, checked
+from sparsek.ops.attention_plans import ATTENTION, ATTENTION_BACKWARD, checked, fixed
 from sparsek.plan import attention_operands as operands
-from sparsek.plan.attention_grad import Forward
+from sparsek.plan.attention import Attended
+from sparsek.plan.attention_grad import Differentiated, Forward
 
 
 @torch.library.custom_op("sparsek::attention", mutates_args=(), tags=TAGS)
@@ -35,7 +36,7 @@ def attention_op(
     with torch.no_grad():
         found = checked(q, k, v, mask_of(mask, numbers))
         factor = operands.checked_scale(scale, q.shape[3])
-        out, lse = cached_plan(q, k, v, found, kernel, return_lse).run(q, k, v, found, factor)
+        out, lse = ATTENTION.run(Attended(q, k, v, found, factor, return_lse), kernel)
     return out, q.new_empty(0) if lse is None else lse
 
 
@@ -78,8 +79,8 @@ def attention_backward_op(
         found = checked(q, k, v, mask_of(mask, numbers))
         operands.check_backward(q, v, out, lse, grad, grad_lse)
         forward = Forward(out, lse, operands.checked_scale(scale, q.shape[3]))
-        plan = cached_grad_plan(q, k, v, found, kernel, deterministic)
-        return plan.run(q, k, v, found, forward, grad, grad_lse)
+        call = Differentiated(q, k, v, found, fixed(deterministic), forward, grad, grad_lse)
+        return ATTENTION_BACKWARD.run(call, kernel)
 
 
 @attention_backward_op.register_fake

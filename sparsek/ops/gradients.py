@@ -22,12 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsek import kernels
 from sparsek.core.eager import save_for_backward
 from sparsek.core.errors import InvalidInput
 from sparsek.matrix.storage import Parts
 from sparsek.ops import transforms
 from sparsek.ops.flat import SpmmArgs
+from sparsek.ops.planning import same_family
 from sparsek.plan.attention_operands import NO_SECOND_GRADIENT
 from sparsek.plan.operands import FP8_HAS_NO_GRADIENT, VALUES_HAVE_NO_GRADIENT
 
@@ -35,17 +35,6 @@ Gradients = tuple[Any, ...]
 
 # Families whose 2:4 kernels multiply the transpose too. After another one the planner chooses among these.
 TURNING = ("portable", "cpu", "reference")
-
-
-def same_family(kernel: str | None, op: str) -> str | None:
-    """The kernel for `op` of the family of `kernel`; that very kernel if it is one of `op`. None for None."""
-    if kernel is None:
-        return None
-    names = kernels.names_for(op)
-    if kernel in names:
-        return kernel
-    family = kernel.split(".", maxsplit=1)[0]
-    return next((name for name in names if name.startswith(f"{family}.")), None)
 
 
 def save_spmm(ctx: Any, inputs: Any, output: Tensor) -> None:

@@ -15,10 +15,11 @@ from sparsek.ops import bound, flat, gradients, transforms
 from sparsek.ops.autocast import autocasts, follow_autocast
 from sparsek.ops.planning import choose
 from sparsek.plan import operands
+from sparsek.plan.op import Operation
 from sparsek.plan.plan import check_plan
-from sparsek.plan.sddmm import Sampled, Sampling, SddmmPlan
+from sparsek.plan.sddmm import Sampled, SddmmPlan
 
-SDDMM = Sampling(choose)
+SDDMM = Operation(SddmmPlan, choose)
 
 
 def sddmm(

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
-from sparsek.core import arguments, dtypes
-from sparsek.core import device as devices
+from sparsek.core import arguments
 from sparsek.core.eager import untransformed
 from sparsek.core.errors import InvalidInput
-from sparsek.core.streams import Ready, captured
+from sparsek.core.streams import captured
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.pattern import BlockPattern
 from sparsek.ops import flat, gradients, transforms
@@ -21,10 +19,11 @@ from sparsek.ops.autocast import autocasts, follow_autocast
 from sparsek.ops.planning import choose, matcher
 from sparsek.ops.spmm import spmm
 from sparsek.plan import operands
-from sparsek.plan.matches import Matches
+from sparsek.plan.op import Operation
 from sparsek.plan.plan import check_plan
-from sparsek.plan.problem import SpgemmProblem
-from sparsek.plan.spgemm import Kept, MatchCache, SpgemmPlan
+from sparsek.plan.spgemm import Kept, MatchCache, Pair, SpgemmPlan
+
+SPGEMM = Operation(SpgemmPlan, choose)
 
 
 @overload
@@ -93,11 +92,11 @@ def spgemm(
                     'out="bsr" does not go through torch.compile, as the number of blocks depends on the patterns; '
                     'make the pattern outside, spgemm(A, B, "bsr").pattern, and hand it over as out='
                 )
-            out = untransformed(lambda: _matched(A, B, None)).matches.pattern
+            out = untransformed(lambda: _matched(A.pattern, B.pattern, None)).matches.pattern
         indptr, indices, _ = flat.flat_pattern(out)
         return BSR.unchecked(out, transforms.call("spgemm", *both, indptr, indices, kernel))
-    found = _cached_plan(A, B, out, kernel)
-    return found.result(found.run(A, B))
+    call = _pair(A, B, out)
+    return call.seen(SPGEMM.run(call, kernel))
 
 
 def plan_spgemm(
@@ -118,9 +117,7 @@ def plan_spgemm(
     """
     transforms.refuse("plan_spgemm")
     operands.check_spgemm(A, B, out)
-    matches = _matched(A, B, out if isinstance(out, BlockPattern) else None).matches
-    p = _problem(A, B, matches, out == "dense", device)
-    return _make_plan(A, B, matches, p, kernel, config, ready=device is None)
+    return SPGEMM.plan(_pair(A, B, out), kernel, config, device)
 
 
 def _check_plan(plan: Any, out: str | BlockPattern, kernel: str | None) -> None:
@@ -135,62 +132,15 @@ def _check_plan(plan: Any, out: str | BlockPattern, kernel: str | None) -> None:
         )
 
 
-def _make_plan(
-    a: BSR, b: BSR, matches: Matches, p: SpgemmProblem, kernel: str | None, config: Any, ready: bool
-) -> SpgemmPlan:
-    choice = choose(p, kernel, config)
-    work = choice.kernel.prepare(p, choice.config, matches) if ready else None
-    if ready and hasattr(choice.kernel, "place"):
-        choice.kernel.place(work, a, b, matches)
-    made = Ready.here(a.device) if ready else None
-    return SpgemmPlan(p, choice, work, ready, matches, weakref.ref(a.pattern), weakref.ref(b.pattern), made)
+def _matched(a: BlockPattern, b: BlockPattern, wanted: Any) -> Kept:
+    """The matches of both patterns, at those blocks of C that `wanted` has if it is a pattern."""
+    at = wanted if isinstance(wanted, BlockPattern) else None
+    return a.derived("matches", MatchCache).get(a, b, at, captured(a.indptr), matcher(a.device))
 
 
-def _matched(a: BSR, b: BSR, wanted: BlockPattern | None) -> Kept:
-    return _match(a.pattern, b.pattern, wanted)
-
-
-def _match(a: BlockPattern, b: BlockPattern, wanted: BlockPattern | None) -> Kept:
-    return a.derived("matches", MatchCache).get(a, b, wanted, captured(a.indptr), matcher(a.device))
-
-
-def _cached_plan(a: BSR, b: BSR, out: str | BlockPattern, kernel: str | None) -> SpgemmPlan:
-    kept = _matched(a, b, out if isinstance(out, BlockPattern) else None)
-    dense = isinstance(out, str) and out == "dense"
-
-    def make() -> SpgemmPlan:
-        return _make_plan(
-            a, b, kept.matches, _problem(a, b, kept.matches, dense, None), kernel, None, ready=True
-        )
-
-    placed = a.values.data_ptr() % 16, b.values.data_ptr() % 16
-    key = kernel, dense, a.order is None, b.order is None, a.dtype, placed, operands.allows_tf32(a.dtype)
-    return kept.plans.get(key, make, captured(a.values))
-
-
-def _problem(a: BSR, b: BSR, matches: Matches, dense: bool, card_name: str | None) -> SpgemmProblem:
-    n = b.shape[1]
-    return SpgemmProblem(
-        m=a.shape[0],
-        k=a.shape[1],
-        n=n,
-        a_block=a.block,
-        b_block=b.block,
-        nnzb_a=a.nnzb,
-        nnzb_b=b.nnzb,
-        nnzb_out=matches.pattern.nnzb,
-        pairs=matches.pairs,
-        pairs_max=matches.longest,
-        dtype=dtypes.name(a.dtype),
-        card=devices.card_of(a.device) if card_name is None else devices.card_named(card_name),
-        dense_out=dense,
-        a_transposed=a.order is not None,
-        b_transposed=b.order is not None,
-        aligned=(a.values.data_ptr() | b.values.data_ptr() | (n * a.values.element_size() if dense else 0))
-        % 16
-        == 0,
-        tf32=operands.allows_tf32(a.dtype),
-    )
+def _pair(a: BSR, b: BSR, out: str | BlockPattern) -> Pair:
+    kept = _matched(a.pattern, b.pattern, out)
+    return Pair(a, b, kept.matches, isinstance(out, str) and out == "dense", kept.home)
 
 
 def _gathered(x: Tensor, pattern: BlockPattern) -> BSR:
@@ -226,7 +176,7 @@ def _spgemm_op(
     operands.check_spgemm(a, b, "bsr")
     sizes = a.shape[0], b.shape[1], a.block[0], b.block[1]
     with torch.no_grad():
-        return _cached_plan(a, b, flat.pattern_of(c_indptr, c_indices, sizes), kernel).run(a, b)
+        return SPGEMM.run(_pair(a, b, flat.pattern_of(c_indptr, c_indices, sizes)), kernel)
 
 
 @_spgemm_op.register_fake
@@ -270,7 +220,7 @@ def _spgemm_dense_op(
     b = flat.matrix(b_values, b_indptr, b_indices, b_sizes, b_transposed)
     operands.check_spgemm(a, b, "dense")
     with torch.no_grad():
-        return _cached_plan(a, b, "dense", kernel).run(a, b)
+        return SPGEMM.run(_pair(a, b, "dense"), kernel)
 
 
 @_spgemm_dense_op.register_fake
@@ -315,11 +265,11 @@ def _sampled_op(
     a = flat.matrix(values, indptr, indices, sizes, transposed)
     p = flat.pattern_of(p_indptr, p_indices, p_sizes)
     with torch.no_grad():
-        met = _match(p.T if p_transposed else p, a.T.pattern, None).matches.pattern
+        met = _matched(p.T if p_transposed else p, a.T.pattern, None).matches.pattern
         left, right = _gathered(x, met), a
         if p_transposed:
             left, right = right.T, left.T
-        return _cached_plan(left, right, p, kernel).run(left, right)
+        return SPGEMM.run(_pair(left, right, p), kernel)
 
 
 @_sampled_op.register_fake

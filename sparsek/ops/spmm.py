@@ -29,11 +29,12 @@ from sparsek.ops.flat import SpmmArgs
 from sparsek.ops.planning import choose
 from sparsek.ops.sddmm import sddmm
 from sparsek.plan import operands
+from sparsek.plan.op import Operation
 from sparsek.plan.plan import check_plan
-from sparsek.plan.spmm import Product, Spmm, SpmmPlan, dtype_of, new_rows
+from sparsek.plan.spmm import Product, SpmmPlan, dtype_of, new_rows
 from sparsek.reference.epilogue import PLAIN, Epilogue
 
-SPMM = Spmm(choose)
+SPMM = Operation(SpmmPlan, choose)
 
 
 def spmm(
