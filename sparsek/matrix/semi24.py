@@ -18,7 +18,7 @@ from sparsek.core.home import Home
 from sparsek.core.record import Record, record
 from sparsek.matrix import two_four
 from sparsek.matrix.base import Stored
-from sparsek.matrix.storage import Parts, Storage, home_of
+from sparsek.matrix.storage import Parts, Signature, Storage, home_of
 
 
 @record(leaves=("values", "meta"), own=("values",))
@@ -68,6 +68,10 @@ class Semi24(Stored, Record):
     def home(self) -> Home:
         """Where its plans are kept."""
         return home_of(self.meta)
+
+    def signature(self) -> Signature:
+        """What a bound call reads of it."""
+        return home_of(self.meta), Semi24, (self.values, self.meta), None
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> Semi24:
         return Semi24.unchecked(change(self.values), self.meta)

@@ -3,6 +3,7 @@ them."""
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -95,6 +96,11 @@ class Parts(NamedTuple):
     transposed: bool
 
 
+# What a bound call (ops/bound.py) reads of a matrix: its home; what else the call depends on but the tensors that may
+# differ from call to call; these; and what the second names by its id, which whoever keeps the call keeps.
+Signature = tuple[Home, Hashable, tuple[Tensor, ...], Any]
+
+
 class SparseMatrix(Protocol):
     """A BSR, Semi24 or BSR24, or one of them quantized."""
 
@@ -115,6 +121,8 @@ class SparseMatrix(Protocol):
     def parts(self, transposed: bool = False) -> Parts: ...
 
     def home(self) -> Home: ...
+
+    def signature(self) -> Signature: ...
 
 
 def block_stats(pattern: BlockPattern, merges: bool) -> BlockStats:

@@ -22,6 +22,7 @@ from sparsek.ops.attention_autograd import (
 from sparsek.ops.attention_op import through_op
 from sparsek.ops.attention_plans import ATTENTION, ATTENTION_BACKWARD, calls_of, checked
 from sparsek.ops.autocast import autocasts, follow_autocast
+from sparsek.ops.bound import Slot
 from sparsek.plan import attention_operands as operands
 from sparsek.plan.attention import Attended, AttentionPlan
 from sparsek.plan.attention_grad import AttentionGradPlan, Differentiated
@@ -108,14 +109,13 @@ def attention(
         arguments.flag("deterministic", deterministic)
     if kernel is not None:
         arguments.text("kernel", kernel)
-    slot = None
+    slot = bound.UNBOUND
     if plan is None and not torch.compiler.is_compiling() and (scale is None or type(scale) is float):
-        calls, more, given = calls_of(mask), ("attention", scale, return_lse, kernel), (q, k, v)
+        calls = calls_of(mask)
         if calls is not None:
-            both = bound.repeat(calls, more, given)
-            if both is not bound.MISS:
+            both = slot = bound.repeat(calls, ("attention", scale, return_lse, kernel), (q, k, v))
+            if slot.__class__ is not Slot:
                 return cast(Any, both if return_lse else both[0])
-            slot = bound.slot(calls, more, given)
     if plan is None and _traced():
         wanted = return_lse or operands.wants_gradient(q, k, v)
         out, lse = through_op(q, k, v, mask, scale, wanted, kernel, deterministic)

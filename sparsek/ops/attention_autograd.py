@@ -43,7 +43,7 @@ class Call:
     kernel: str | None
     deterministic: bool
     wanted: bool = True
-    slot: Slot | None = None
+    slot: Slot = bound.UNBOUND
 
 
 def check_untransformed(mask: BlockMask) -> None:
@@ -64,9 +64,7 @@ def run_forward(q: Tensor, k: Tensor, v: Tensor, call: Call, lse: bool) -> tuple
     given = Attended(q, k, v, call.mask, call.scale, lse)
     if call.plan is not None:
         return call.plan.run(given, captured(q))
-    if call.slot is None:
-        return ATTENTION.run(given, call.kernel)
-    return call.slot.run((q, k, v), lambda: ATTENTION.run(given, call.kernel))
+    return call.slot.run(lambda: ATTENTION.run(given, call.kernel), inside=True)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
@@ -137,16 +135,15 @@ class AttentionBackward(torch.autograd.Function):
         more = "attention_backward", call.scale, call.kernel, fixed(call.deterministic)
         tensors = (q, k, v, out, lse, grad) if grad_lse is None else (q, k, v, out, lse, grad, grad_lse)
         calls = calls_of(call.mask)
-        found = bound.MISS if calls is None else bound.repeat(calls, more, tensors)
-        if found is not bound.MISS:
-            return found
-        slot = None if calls is None else bound.slot(calls, more, tensors)
+        slot: Any = bound.UNBOUND
+        if calls is not None and not torch.compiler.is_compiling():
+            slot = bound.repeat(calls, more, tensors)
+        if slot.__class__ is not Slot:
+            return slot
         kernel = gradients.same_family(call.kernel, "attention_backward")
         forward = Forward(out, lse, call.scale)
         given = Differentiated(q, k, v, call.mask, fixed(call.deterministic), forward, grad, grad_lse)
-        if slot is None:
-            return ATTENTION_BACKWARD.run(given, kernel)
-        return slot.run(tensors, lambda: ATTENTION_BACKWARD.run(given, kernel))
+        return slot.run(lambda: ATTENTION_BACKWARD.run(given, kernel))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:

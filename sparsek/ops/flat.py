@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from sparsek.kernels.lang.launch import recorder
@@ -23,7 +22,7 @@ from sparsek.matrix.pattern import BlockPattern
 from sparsek.matrix.quantized import Quantized
 from sparsek.matrix.semi24 import Semi24
 from sparsek.matrix.storage import Parts
-from sparsek.plan.operands import readable
+from sparsek.plan.operands import TENSORS, readable
 from sparsek.plan.spmm import Matrix
 
 
@@ -89,7 +88,7 @@ def traced() -> bool:
 
 def are_plain(*tensors: Tensor | None) -> bool:
     """None of these is of a subclass, which may look at calls op by op too."""
-    return all(x is None or type(x) in (Tensor, Parameter) for x in tensors)
+    return all(x is None or type(x) in TENSORS for x in tensors)
 
 
 def flat(a: BSR) -> FlatMatrix:

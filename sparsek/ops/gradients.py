@@ -17,7 +17,8 @@ same family: cpu.spmm leads to cpu.sddmm.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,7 +53,7 @@ def save_spmm(ctx: Any, inputs: Any, output: Tensor) -> None:
     save_for_backward(ctx, *matrix, args.indptr, args.indices, args.b if needs.values else None, cut)
     none: Any = None
     ctx.call = args._replace(values=none, meta=None, indptr=None, indices=None, b=none, bias=None, other=None)
-    ctx.b_by_columns = _by_columns(args.b)
+    ctx.b_by_columns = lies_by_columns(args.b)
     ctx.without = args.activation not in ("", "relu") or (
         args.other is not None and bool(args.activation or args.combine == "mul")
     )
@@ -67,24 +68,61 @@ def of_spmm(ctx: Any, grad: Tensor) -> Gradients:
     values, meta, indptr, indices, b, out = ctx.saved_tensors
     args: SpmmArgs = ctx.call
     needs = SpmmArgs(*ctx.needs_input_grad[: len(SpmmArgs._fields)])
-    dz = grad if out is None else torch.where(out <= 0, 0, grad)
-    dz, grad = (dz.mT, grad.mT) if args.by_columns else (dz, grad)
-    found: dict[str, Any] = dict.fromkeys(SpmmArgs._fields)
-    if b is not None:
-        left, right = (_joined(b), _joined(dz)) if args.transposed else (_joined(dz), _joined(b))
-        kernel = same_family(args.kernel, "sddmm")
-        made = transforms.call("sddmm", left, right.mT, indptr, indices, args.sizes, kernel)
-        found["values"] = made if args.alpha == 1 else made * args.alpha
-    if needs.b:
+
+    def sample(x: Tensor, y: Tensor) -> Tensor:
+        return transforms.call("sddmm", x, y, indptr, indices, args.sizes, same_family(args.kernel, "sddmm"))
+
+    def turn(dz: Tensor) -> Tensor:
         flipped = args.parts._replace(
             values=values, meta=meta, indptr=indptr, indices=indices, transposed=not args.transposed
         )
-        found["b"] = _spmm(flipped, dz, ctx.b_by_columns, args.kernel, args.alpha)
-    if needs.bias:
-        found["bias"] = dz.sum([dim for dim in range(dz.ndim) if dim != dz.ndim - 2])
-    if needs.other:
-        found["other"] = grad
-    return tuple(found.values())
+        return _spmm(flipped, dz, ctx.b_by_columns, args.kernel, args.alpha)
+
+    of_values, of_b, of_bias, of_other = of_product(
+        (needs.values, needs.b, needs.bias, needs.other), grad, b, out, args, sample, turn
+    )
+    found: dict[str, Any] = dict.fromkeys(SpmmArgs._fields)
+    return tuple((found | {"values": of_values, "b": of_b, "bias": of_bias, "other": of_other}).values())
+
+
+class How(NamedTuple):
+    """What the gradients of a product read beside tensors; `SpmmArgs` has the same names.
+
+    `by_columns`: C was left by columns. `transposed`: A is the transpose of what is stored.
+    """
+
+    by_columns: bool
+    transposed: bool
+    alpha: float
+
+
+def of_product(
+    needs: Sequence[Any],
+    grad: Tensor,
+    b: Tensor | None,
+    out: Tensor | None,
+    how: How | SpmmArgs,
+    sample: Callable[[Tensor, Tensor], Tensor],
+    turn: Callable[[Tensor], Tensor],
+) -> tuple[Tensor | None, ...]:
+    """The gradients of values, B, bias and other in C = act(alpha A B + bias) + other, those that it `needs`.
+
+    `grad` lies as C was left. `out`: C, where relu has cut. sample(X, Y): the values of X Y at A's stored blocks.
+    turn(dZ): alpha A^T dZ.
+    """
+    of_values = of_b = of_bias = None
+    dz = grad if out is None else torch.where(out <= 0, 0, grad)
+    dz, grad = (dz.mT, grad.mT) if how.by_columns else (dz, grad)
+    if needs[0]:
+        assert b is not None
+        left, right = (_joined(b), _joined(dz)) if how.transposed else (_joined(dz), _joined(b))
+        of_values = sample(left, right.mT)
+        of_values = of_values if how.alpha == 1 else of_values * how.alpha
+    if needs[1]:
+        of_b = turn(dz)
+    if needs[2]:
+        of_bias = dz.sum([dim for dim in range(dz.ndim) if dim != dz.ndim - 2])
+    return of_values, of_b, of_bias, grad if needs[3] else None
 
 
 def save_sddmm(ctx: Any, inputs: Any, output: Tensor) -> None:
@@ -93,7 +131,7 @@ def save_sddmm(ctx: Any, inputs: Any, output: Tensor) -> None:
     of_x, of_y, *_ = ctx.needs_input_grad
     save_for_backward(ctx, indptr, indices, x if of_y else None, y if of_x else None)
     ctx.call = sizes, kernel
-    ctx.by_columns = _by_columns(x), _by_columns(y)
+    ctx.by_columns = lies_by_columns(x), lies_by_columns(y)
 
 
 def of_sddmm(ctx: Any, grad: Tensor) -> Gradients:
@@ -206,13 +244,17 @@ def of_attention_backward(ctx: Any, *grads: Tensor) -> Gradients:
 
 def _spmm(a: Parts, b: Tensor, by_columns: bool, kernel: str | None, alpha: float = 1.0) -> Tensor:
     """alpha * A @ B as an op, C written by columns or by rows."""
-    if a.meta is None:
-        kernel = same_family(kernel, "spmm")
-    elif kernel is not None and kernel.split(".")[0] not in TURNING:
-        kernel = None
+    kernel = turning(kernel, a.meta is not None)
     args = SpmmArgs(*a, b, None, by_columns, alpha, None, "", None, "add", b.dtype, kernel)
     c = transforms.call("spmm", *args)
     return c.mT if by_columns else c
+
+
+def turning(kernel: str | None, two_four: bool) -> str | None:
+    """The kernel that multiplies by the transpose, where `kernel` was named for the product."""
+    if not two_four:
+        return same_family(kernel, "spmm")
+    return kernel if kernel is None or kernel.split(".")[0] in TURNING else None
 
 
 def _at(x: Any, y: Any, p: Any, kernel: str | None) -> Tensor:
@@ -265,7 +307,7 @@ def inside(values: Tensor, indptr: Tensor, indices: Tensor, sizes: Any) -> Tenso
     return values
 
 
-def _by_columns(x: Tensor) -> bool:
+def lies_by_columns(x: Tensor) -> bool:
     """True for the transpose view of a matrix with contiguous rows; a gradient then lies so too."""
     return x.stride(-2) == 1 and x.stride(-1) != 1
 

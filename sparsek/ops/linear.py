@@ -22,7 +22,8 @@ from sparsek.matrix.quantized import Quantized
 from sparsek.matrix.semi24 import Semi24
 from sparsek.ops import bound, flat, transforms
 from sparsek.ops.autocast import autocasts, follow_autocast_fp8
-from sparsek.ops.spmm import SPMM, Learned, multiply
+from sparsek.ops.bound import Slot
+from sparsek.ops.spmm import SPMM, multiply
 from sparsek.plan import operands
 from sparsek.plan.spmm import E4M3, Product, SpmmPlan, dtype_of, tokens
 from sparsek.reference.epilogue import ACTIVATIONS, PLAIN, Epilogue
@@ -67,56 +68,38 @@ def linear(
         dtype, x, W, bias, residual = follow_autocast_fp8(dtype, x, W, bias, residual)
     if kernel is not None:
         arguments.text("kernel", kernel)
-    slot, given = None, ()
+    slot = bound.UNBOUND
     # Under torch.compile nothing is bound, and nothing of this is traced.
-    known = (
+    if (
         not torch.compiler.is_compiling()
         and activation.__class__ in (str, type(None))
         and (dtype is None or dtype.__class__ is torch.dtype)
-    )
-    if known and W.__class__ in bound.SPARSE and x.__class__ in bound.DENSE:
-        also = (
-            () if bias is None and residual is None else tuple(t for t in (bias, residual) if t is not None)
-        )
-        given = (*bound.tensors(W), *bound.tensors(x), *also)
-        form = (*bound.form(W), *bound.form(x))
-        more = "linear", *form, bias is None, residual is None, activation, kernel, dtype
-        calls = bound.calls_of(W)
-        y = bound.repeat(calls, more, given)
-        if y is not bound.MISS:
-            return y
-        slot = bound.slot(calls, more, given)
-    if slot is not None and slot.learns and _is_simple(x, W, activation, residual, kernel):
-        if slot.is_new():
-            operands.check_linear(x, W, bias, activation, residual)
-        assert isinstance(x, Tensor)
-        rows, bias = tokens(x), _in_rows(bias)
-        y = Learned.apply(W.values, rows, bias, W, "layer", lambda: linear(rows, W, bias))
-        y = ACTIVATIONS[activation](y) if activation else y
-        return y if x.ndim == 2 else y.view(*x.shape[:-1], W.shape[0])
-    operands.check_linear(x, W, bias, activation, residual)
+    ):
+        also = () if bias is None and residual is None else [t for t in (bias, residual) if t is not None]
+        more = "linear", bias is None, residual is None, activation, kernel, dtype
+        slot = bound.product(W, x, more, also)
+        if slot.__class__ is not Slot:
+            return slot
+    if slot.is_new():
+        operands.check_linear(x, W, bias, activation, residual)
     if isinstance(W, Tensor):
         return _dense(x, W, bias, activation, residual, kernel, dtype)
-    dtype_of(W, x, dtype)  # InvalidInput for a dtype that C cannot have
     bias, residual = _in_rows(bias), _in_rows(residual)
-    act, learns = activation or "", not isinstance(W, Quantized)
-    wanted = act != "" and learns and _wanted(x, W.values, bias, residual)
-    cut, apart = wanted and act != "relu", wanted
+    act = activation or ""
+    # Gradients of an epilogue are torch's: it applies what they do not go through.
+    apart = act != "" and not isinstance(W, Quantized) and _wanted(x, W.values, bias, residual)
+    cut = apart and act != "relu"
     epilogue = Epilogue(bias=bias, activation="" if cut else act, other=None if apart else residual)
 
     def run() -> Tensor:
-        y = _product(x, W, epilogue, kernel, dtype)
+        y = _product(x, W, epilogue, kernel, dtype, slot=slot)
+        if apart:
+            with dtypes.as_given(x.device):
+                y = ACTIVATIONS[act](y) if cut else y
+                y = y if residual is None else y + tokens(residual)
         return y if x.ndim == 2 else y.view(*x.shape[:-1], W.shape[0])
 
-    if not wanted:
-        return run() if slot is None or slot.learns else slot.run(given, run, bound.named(W))
-    y = _product(x, W, epilogue, kernel, dtype)
-    with dtypes.as_given(x.device):
-        if cut:
-            y = ACTIVATIONS[act](y)
-        if residual is not None and apart:
-            y = y + tokens(residual)
-    return y if x.ndim == 2 else y.view(*x.shape[:-1], W.shape[0])
+    return slot.run(run)
 
 
 def swiglu(x: Tensor | QuantizedTensor, W_gate: Weight, W_up: Weight, *, kernel: str | None = None) -> Tensor:
@@ -181,7 +164,7 @@ def plan_layer(
     operands.check_layer(x, W)
     call = Product.layer(x, W, epilogue, dtype)
     call.check_epilogue()
-    return replace(SPMM.plan(call, kernel, config, device), layer=True, bound=bound)
+    return replace(SPMM.plan(call, kernel, config, device), layer=True)
 
 
 def _product(
@@ -191,17 +174,13 @@ def _product(
     kernel: str | None,
     dtype: torch.dtype | None = None,
     out: Tensor | None = None,
+    slot: Slot = bound.UNBOUND,
 ) -> Tensor:
     """x @ W.T as [T, N], written to `out` [T, N] if there is one. `epilogue` is about [..., N]."""
     call = Product.layer(x, w, epilogue, dtype)
-    call.check_epilogue()
-    return multiply(call if out is None else call._replace(out=out.mT), kernel)
-
-
-def _is_simple(x: Any, w: Any, activation: str | None, residual: Any, kernel: str | None) -> bool:
-    """The gradients are those of the product alone: torch differentiates what follows."""
-    plain = residual is None and kernel is None and activation != "relu"
-    return plain and isinstance(w, BSR) and isinstance(x, Tensor) and x.ndim > 1 and x.stride(-1) == 1
+    if slot.is_new():
+        call.check_epilogue()
+    return multiply(call if out is None else call._replace(out=out.mT), kernel, slot)
 
 
 def _wanted(*tensors: Any) -> bool:

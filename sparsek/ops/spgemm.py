@@ -14,8 +14,9 @@ from sparsek.core.errors import InvalidInput
 from sparsek.core.streams import captured
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.pattern import BlockPattern
-from sparsek.ops import flat, gradients, transforms
+from sparsek.ops import bound, flat, gradients, transforms
 from sparsek.ops.autocast import autocasts, follow_autocast
+from sparsek.ops.bound import Slot
 from sparsek.ops.planning import choose, matcher
 from sparsek.ops.spmm import spmm
 from sparsek.plan import operands
@@ -78,9 +79,17 @@ def spgemm(
         return plan(A, B)
     if kernel is not None:
         arguments.text("kernel", kernel)
+    compiling = torch.compiler.is_compiling()
+    if not compiling and A.__class__ is B.__class__ is BSR:
+        at = out if isinstance(out, BlockPattern) else None
+        kept = A.pattern.derived("matches", MatchCache).find(B.pattern, at)
+        if kept is not None and (at is not None or (isinstance(out, str) and out in ("dense", "bsr"))):
+            call = Pair(A, B, kept.matches, at is None and out == "dense", kept.home)
+            c = _repeat(call, kernel)
+            if c.__class__ is not Slot:
+                return call.seen(c)
     operands.check_spgemm(A, B, out)
     transforms.check(A.values, B.values)
-    compiling = torch.compiler.is_compiling()
     if compiling or transforms.active() or operands.wants_gradient(A.values, B.values):
         transforms.check_untransformed(A, B)
         both = *flat.flat(A), *flat.flat(B)
@@ -96,7 +105,7 @@ def spgemm(
         indptr, indices, _ = flat.flat_pattern(out)
         return BSR.unchecked(out, transforms.call("spgemm", *both, indptr, indices, kernel))
     call = _pair(A, B, out)
-    return call.seen(SPGEMM.run(call, kernel))
+    return call.seen(_run(call, kernel))
 
 
 def plan_spgemm(
@@ -143,6 +152,19 @@ def _pair(a: BSR, b: BSR, out: str | BlockPattern) -> Pair:
     return Pair(a, b, kept.matches, isinstance(out, str) and out == "dense", kept.home)
 
 
+def _repeat(call: Pair, kernel: str | None) -> Any:
+    a, b, _, dense, home = call
+    more = dense, a.order is None, b.order is None, kernel
+    assert home is not None
+    return bound.repeat(home.derived("calls", bound.Calls), more, (a.values, b.values))
+
+
+def _run(call: Pair, kernel: str | None) -> Tensor:
+    """C or its values, without autograd, of operands that have been checked; bound where it may be."""
+    slot = _repeat(call, kernel)
+    return slot.run(lambda: SPGEMM.run(call, kernel)) if slot.__class__ is Slot else slot
+
+
 def _gathered(x: Tensor, pattern: BlockPattern) -> BSR:
     """The blocks of a dense matrix, any strides, that `pattern` names. Reads and writes O(stored). No sync."""
     (m, n), (bm, bn) = pattern.shape, pattern.block
@@ -176,7 +198,7 @@ def _spgemm_op(
     operands.check_spgemm(a, b, "bsr")
     sizes = a.shape[0], b.shape[1], a.block[0], b.block[1]
     with torch.no_grad():
-        return SPGEMM.run(_pair(a, b, flat.pattern_of(c_indptr, c_indices, sizes)), kernel)
+        return _run(_pair(a, b, flat.pattern_of(c_indptr, c_indices, sizes)), kernel)
 
 
 @_spgemm_op.register_fake
@@ -220,7 +242,7 @@ def _spgemm_dense_op(
     b = flat.matrix(b_values, b_indptr, b_indices, b_sizes, b_transposed)
     operands.check_spgemm(a, b, "dense")
     with torch.no_grad():
-        return SPGEMM.run(_pair(a, b, "dense"), kernel)
+        return _run(_pair(a, b, "dense"), kernel)
 
 
 @_spgemm_dense_op.register_fake
@@ -269,7 +291,7 @@ def _sampled_op(
         left, right = _gathered(x, met), a
         if p_transposed:
             left, right = right.T, left.T
-        return SPGEMM.run(_pair(left, right, p), kernel)
+        return _run(_pair(left, right, p), kernel)
 
 
 @_sampled_op.register_fake

@@ -7,8 +7,6 @@ unpack tiles in registers for it, on a CPU cpu.semi24 and cpu.bsr24 by rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,9 +23,10 @@ from sparsek.matrix.quantized import Quantized
 from sparsek.matrix.semi24 import Semi24
 from sparsek.ops import bound, flat, gradients, packing, transforms
 from sparsek.ops.autocast import autocasts, follow_autocast_fp8
+from sparsek.ops.bound import Slot
 from sparsek.ops.flat import SpmmArgs
 from sparsek.ops.planning import choose
-from sparsek.ops.sddmm import sddmm
+from sparsek.ops.sddmm import sampled
 from sparsek.plan import operands
 from sparsek.plan.op import Operation
 from sparsek.plan.plan import check_plan
@@ -88,25 +87,19 @@ def spmm(
         dtype, A, B = follow_autocast_fp8(dtype, A, B)
     if kernel is not None:
         arguments.text("kernel", kernel)
-    slot, given = None, ()
+    slot = bound.UNBOUND
     # Under torch.compile nothing is bound, and nothing of this is traced.
-    known = not torch.compiler.is_compiling() and (dtype is None or dtype.__class__ is torch.dtype)
-    if out is None and plan is None and known and type(alpha) is float and type(beta) is float and beta == 0:
-        matrix = A if A.__class__ in bound.SPARSE else B
-        if matrix.__class__ in bound.SPARSE and (B if matrix is A else A).__class__ in bound.DENSE:
-            calls, more = bound.calls_of(matrix), (*bound.form(A), *bound.form(B), alpha, kernel, dtype)
-            given = (*bound.tensors(A), *bound.tensors(B))
-            c = bound.repeat(calls, more, given)
-            if c is not bound.MISS:
-                return c
-            slot = bound.slot(calls, more, given)
-    if slot is not None and slot.learns and kernel is None and alpha == 1 and isinstance(matrix, BSR):
-        dense = B if matrix is A else A
-        if dense.ndim == 2 and dense.stride(-1) == 1:
-            if slot.is_new():
-                operands.check_operands(A, B)
-            side = "left" if matrix is A else "right"
-            return Learned.apply(matrix.values, dense, None, matrix, side, lambda: spmm(A, B))
+    if (
+        out is None
+        and plan is None
+        and not torch.compiler.is_compiling()
+        and (dtype is None or dtype.__class__ is torch.dtype)
+        and type(alpha) is type(beta) is float
+        and beta == 0
+    ):
+        slot = bound.product(A, B, ("spmm", alpha, kernel, dtype))
+        if slot.__class__ is not Slot:
+            return slot
     epilogue = _epilogue(alpha, beta, out)
     if plan is not None:
         check_plan(plan, SpmmPlan, "plan_spmm", kernel)
@@ -118,15 +111,11 @@ def spmm(
         if torch.compiler.is_compiling():
             raise InvalidInput("out= and plan= do not go through torch.compile; call spmm(A, B) there")
         transforms.refuse("out=")
-    call = _checked(A, B, out, epilogue, dtype)
-    if slot is None or slot.learns:
-        c = multiply(call, kernel)
-        return call.seen(c, A) if out is None else out
-
-    def multiplied() -> Tensor:
-        return call.seen(multiply(call, kernel), A)
-
-    return slot.run(given, multiplied, (bound.named(A), bound.named(B)))
+    if out is not None:
+        multiply(_checked(A, B, out, epilogue, dtype), kernel)
+        return out
+    call = (_checked if slot.is_new() else Product.of)(A, B, None, epilogue, dtype)
+    return slot.run(lambda: call.seen(multiply(call, kernel, slot), A))
 
 
 def plan_spmm(
@@ -152,11 +141,26 @@ def plan_spmm(
     operands.check_given(epilogue)
     call = _checked(A, B, out, epilogue, dtype)
     call.check_epilogue()
-    return replace(SPMM.plan(call, kernel, config, device), bound=bound)
+    return SPMM.plan(call, kernel, config, device)
 
 
-def multiply(call: Product, kernel: str | None) -> Tensor:
-    """The product by rows, as `SpmmPlan.run` leaves it; by the op where something traces."""
+def _by_plan(plan: SpmmPlan, a: Any, b: Any) -> Tensor:
+    """plan(A, B) for a call like one before it."""
+    slot = bound.product(a, b, "plan", plan=plan)
+    return slot.run(plan.checked(a, b)) if slot.__class__ is Slot else slot
+
+
+SpmmPlan.quick = _by_plan
+
+
+def multiply(call: Product, kernel: str | None, slot: Slot = bound.UNBOUND) -> Tensor:
+    """The product by rows, as `SpmmPlan.run` leaves it; by the op where something traces.
+
+    `slot`: that of a verb, in which nothing traces.
+    """
+    if slot.learns and not isinstance(call.a, Quantized):
+        call.refuse_gradients()
+        return Multiplied.of(call, kernel)
     a, transposed, b, out, epilogue, out_layout, dtype = call
     bias, other, values = epilogue.bias, epilogue.other, a.values
     quantized = isinstance(a, Quantized)
@@ -174,12 +178,11 @@ def multiply(call: Product, kernel: str | None) -> Tensor:
         return run(call, kernel)
     if not isinstance(call.matrix, Semi24):
         transforms.check_untransformed(call.matrix.pattern)
+    if not traced and flat.are_plain(values, call.wide, bias, other):
+        return Multiplied.of(call, kernel)
     dense = (b.values, b.scale) if isinstance(b, QuantizedTensor) else (b, None)
     more = epilogue.alpha, bias, epilogue.activation, other, epilogue.combine, dtype, kernel
-    args = *flat.parts(a, transposed), *dense, out_layout == "col", *more
-    if not traced and flat.are_plain(values, dense[0], bias, other):
-        return Multiplied.apply(*args, call)
-    return transforms.call("spmm", *args)
+    return transforms.call("spmm", *flat.parts(a, transposed), *dense, out_layout == "col", *more)
 
 
 def run(call: Product, kernel: str | None) -> Tensor:
@@ -187,16 +190,10 @@ def run(call: Product, kernel: str | None) -> Tensor:
     a, transposed, b, out, epilogue, *lies = call
     bias, other = epilogue.bias, epilogue.other
     parts = epilogue.alpha, epilogue.beta, bias is None, epilogue.activation, epilogue.combine
-    more = "run", *bound.form(a), transposed, *bound.form(b), *lies, kernel, *parts, out is None, other is out
+    more = "run", transposed, *lies, kernel, *parts, out is None, other is out
     also = [x for x in (bias, None if other is out else other, out) if x is not None]
-    calls, given = bound.calls_of(a), (*bound.tensors(a), *bound.tensors(b), *also)
-    c = bound.repeat(calls, more, given)
-    if c is not bound.MISS:
-        return c
-    slot = bound.slot(calls, more, given)
-    if slot is None:
-        return SPMM.run(call, kernel)
-    return slot.run(given, lambda: SPMM.run(call, kernel), (bound.named(a), bound.named(b)))
+    slot = bound.product(a, b, more, also)
+    return slot.run(lambda: SPMM.run(call, kernel)) if slot.__class__ is Slot else slot
 
 
 def _checked(A: Any, B: Any, out: Tensor | None, epilogue: Epilogue, dtype: torch.dtype | None) -> Product:
@@ -290,60 +287,53 @@ transforms.differentiable(_spmm_op, gradients.of_spmm, gradients.save_spmm, _at_
 
 
 class Multiplied(torch.autograd.Function):
-    """The product by rows, with gradients, of the op's arguments and their call: the op costs the host more."""
+    """The product by rows, with gradients, of operands that are plain tensors: the op costs the host more."""
 
-    @staticmethod
-    def forward(ctx: Any, *given: Any) -> Tensor:
-        *args, call = given
-        c = run(call, args[-1])
-        gradients.save_spmm(ctx, args, c)
-        return c
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return *gradients.of_spmm(ctx, grad), None
-
-
-class Learned(torch.autograd.Function):
-    """A product of a BSR and a matrix whose gradients are products again, each a bound call; the op costs more.
-
-    `side` says where A stands: "left", A @ x; "right", x @ A; "layer", x @ A.T + bias. `multiply` does the product.
-    """
+    @classmethod
+    def of(cls, call: Product, kernel: str | None) -> Tensor:
+        return cls.apply(call.a.values, call.b, call.epilogue.bias, call.epilogue.other, call, kernel)
 
     @staticmethod
     def forward(
         ctx: Any,
         values: Tensor,
-        x: Tensor,
+        b: Tensor,
         bias: Tensor | None,
-        a: BSR,
-        side: str,
-        multiply: Callable[[], Tensor],
+        other: Tensor | None,
+        call: Product,
+        kernel: str | None,
     ) -> Tensor:
-        of_values, of_x, *_ = ctx.needs_input_grad
-        save_for_backward(ctx, values if of_x else None, x if of_values else None)
-        ctx.lies = a.pattern, a.order, side
-        return multiply()
+        c = run(call, kernel)
+        of_values, of_b, of_bias, *_ = ctx.needs_input_grad
+        cut = c if call.epilogue.activation == "relu" and (of_values or of_b or of_bias) else None
+        save_for_backward(ctx, values if of_b else None, b if of_values else None, cut)
+        none: Any = None
+        ctx.lies = gradients.lies_by_columns(b), call.epilogue.alpha, kernel
+        ctx.call = call._replace(a=call.a._each(lambda _: none), b=none, epilogue=PLAIN)
+        return c
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        values, x = ctx.saved_tensors
-        pattern, order, side = ctx.lies
-        of_values = of_x = of_bias = None
-        if values is not None:
-            a = BSR.unchecked(pattern, values, order)
-            of_x = spmm(a.T, grad) if side == "left" else spmm(grad, a if side == "layer" else a.T)
-        if x is not None:
-            left, right = (x, grad) if side == "right" else (grad, x)
-            stored = pattern if order is None else pattern.T
-            left, right = (right, left) if order is not None else (left, right)
-            if side == "left":
-                of_values = sddmm(left, right.mT, stored).values
-            else:
-                of_values = sddmm(left.mT, right, stored).values
-        if ctx.needs_input_grad[2]:
-            of_bias = grad.sum(0)
-        return of_values, of_x, of_bias, None, None, None
+        values, b, out = ctx.saved_tensors
+        b_by_columns, alpha, kernel = ctx.lies
+        call: Product = ctx.call
+        a: Any = call.a
+        view = isinstance(a, BSR) and a.order is not None
+
+        def sample(x: Tensor, y: Tensor) -> Tensor:
+            return sampled(x, y, a.pattern.T if view else a.pattern, gradients.same_family(kernel, "sddmm"))
+
+        def turn(dz: Tensor) -> Tensor:
+            whole = a._each(lambda _: values)
+            flipped, transposed = (whole.T, False) if isinstance(a, BSR) else (whole, not call.transposed)
+            epilogue = PLAIN if alpha == 1 else Epilogue(alpha=alpha)
+            lies = "col" if b_by_columns else "row"
+            product = Product(flipped, transposed, dz, None, epilogue, lies, dz.dtype)
+            c = multiply(product, gradients.turning(kernel, not isinstance(a, BSR)))
+            return c.mT if b_by_columns else c
+
+        how = gradients.How(call.out_layout == "col", view, alpha)
+        return *gradients.of_product(ctx.needs_input_grad, grad, b, out, how, sample, turn), None, None
 
 
 packing.register()

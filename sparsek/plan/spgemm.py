@@ -198,9 +198,8 @@ class MatchCache:
         make: Matcher = match,
     ) -> Kept:
         """The matches of `a`, whose cache this is, and `b`. If there are none `make` finds them, with a host sync."""
-        key = id(b), None if wanted is None else id(wanted)
-        kept = self._kept.pop(key, None)
-        if kept is None or kept.b() is not b or (kept.wanted is not None and kept.wanted() is not wanted):
+        kept = self.find(b, wanted)
+        if kept is None:
             with torch.inference_mode(False):
                 matches = make(a, b, wanted)
             if a.device.type == "cuda" and not captured:
@@ -210,9 +209,18 @@ class MatchCache:
             if wanted is None:
                 also = matches.pattern
                 self._kept[id(b), id(also)] = kept._replace(wanted=weakref.ref(also))
-        self._kept[key] = kept
+            self._kept[id(b), None if wanted is None else id(wanted)] = kept
         if captured:
             self._captured[id(kept.home)] = kept
+        return kept
+
+    def find(self, b: BlockPattern, wanted: BlockPattern | None) -> Kept | None:
+        """The matches that are kept for `b` and C's pattern."""
+        key = id(b), None if wanted is None else id(wanted)
+        kept = self._kept.pop(key, None)
+        if kept is None or kept.b() is not b or (kept.wanted is not None and kept.wanted() is not wanted):
+            return None
+        self._kept[key] = kept  # as the one that was used last
         return kept
 
     def _drop(self) -> None:

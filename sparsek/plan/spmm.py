@@ -6,11 +6,10 @@ A, B       -- a kernel -->  C = act(alpha * A @ B + bias) + other, for FP8 with 
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -248,9 +247,8 @@ class SpmmPlan(Plan):
     pattern: Callable[[], BlockPattern | None] | None = None
     layer: bool = False
     limit: int | None = None
-    # What makes a second call like one before it quick (sparsek.ops.bound); None: every call is checked.
-    bound: Any = None
-    serial: int = field(default_factory=itertools.count().__next__, init=False)
+    # The operations, above plans, give `plan(A, B)` its quick way here; without it every call is checked.
+    quick: ClassVar[Callable[..., Tensor] | None] = None
     # The key of the last call that was found to fit.
     _passed: list[Any] = field(default_factory=list, init=False)
 
@@ -267,16 +265,14 @@ class SpmmPlan(Plan):
         """
         if torch.compiler.is_compiling():
             raise InvalidInput("plans do not go through torch.compile; call spmm(A, B) there")
-        bound, slot, given = self.bound, None, ()
-        if bound is not None and out is None and epilogue is PLAIN:
-            matrix = a if a.__class__ in bound.SPARSE else b
-            if matrix.__class__ in bound.SPARSE and (b if matrix is a else a).__class__ in bound.DENSE:
-                calls, more = bound.calls_of(matrix), ("plan", self.serial, *bound.form(a), *bound.form(b))
-                given = (*bound.tensors(a), *bound.tensors(b))
-                c = bound.repeat(calls, more, given)
-                if c is not bound.MISS:
-                    return c
-                slot = bound.slot(calls, more, given)
+        if self.quick is not None and out is None and epilogue is PLAIN:
+            return self.quick(a, b)
+        return self.checked(a, b, out, epilogue)()
+
+    def checked(
+        self, a: Any, b: Any, out: Tensor | None = None, epilogue: Epilogue = PLAIN
+    ) -> Callable[[], Tensor]:
+        """The call, ready to run: its operands have been checked."""
         self.refuse_unless_ready()
         operands.check_given(epilogue)
         dtype = dtypes.parse(self.problem.c.dtype)
@@ -306,9 +302,7 @@ class SpmmPlan(Plan):
             c = self.run(call, captured(call.a.values))
             return call.seen(c, a) if out is None else out
 
-        if bound is None or slot is None or slot.learns:
-            return run()
-        return slot.run(given, run, (bound.named(a), bound.named(b)))
+        return run
 
     def _run(self, call: Product) -> Tensor:
         """C by rows: in the kernels' form [..., M, N], or [..., N, M] where c.layout is "col"."""
