@@ -107,23 +107,15 @@ class Slot(NamedTuple):
     learns: bool
     kept: Any
 
-    def is_new(self) -> bool:
-        """Whether the operands must be checked: not those of a call that has run before inside autograd."""
-        return not self.learns or self.key not in self.calls.known
-
     def run(self, run: Callable[[], Any], inside: bool = False) -> Any:
         """What `run()` returns, whose operands have been checked. A call that comes a second time is recorded.
 
         `inside`: `run` is the inner part of a differentiable function, and may be recorded if a gradient is wanted too.
         """
         calls = self.calls
-        if self.key is None:
+        if self.key is None or (self.learns and not inside):
             return run()
-        seen = calls.known.get(self.key)
-        if self.learns and not inside:
-            if seen is None:
-                calls.note(self.key, False)
-            return run()
+        seen: Any = calls.known.get(self.key)
         if self.learns and isinstance(seen, Recorded):
             output = self.again(seen)
             if output is not self:

@@ -18,7 +18,7 @@ same family: cpu.spmm leads to cpu.sddmm.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,22 +78,14 @@ def of_spmm(ctx: Any, grad: Tensor) -> Gradients:
         )
         return _spmm(flipped, dz, ctx.b_by_columns, args.kernel, args.alpha)
 
+    if args.by_columns:
+        grad, out = grad.mT, None if out is None else out.mT
+    wanted = needs.values, needs.b, needs.bias, needs.other
     of_values, of_b, of_bias, of_other = of_product(
-        (needs.values, needs.b, needs.bias, needs.other), grad, b, out, args, sample, turn
+        wanted, grad, b, out, args.transposed, args.alpha, sample, turn
     )
     found: dict[str, Any] = dict.fromkeys(SpmmArgs._fields)
     return tuple((found | {"values": of_values, "b": of_b, "bias": of_bias, "other": of_other}).values())
-
-
-class How(NamedTuple):
-    """What the gradients of a product read beside tensors; `SpmmArgs` has the same names.
-
-    `by_columns`: C was left by columns. `transposed`: A is the transpose of what is stored.
-    """
-
-    by_columns: bool
-    transposed: bool
-    alpha: float
 
 
 def of_product(
@@ -101,27 +93,27 @@ def of_product(
     grad: Tensor,
     b: Tensor | None,
     out: Tensor | None,
-    how: How | SpmmArgs,
+    transposed: bool,
+    alpha: float,
     sample: Callable[[Tensor, Tensor], Tensor],
     turn: Callable[[Tensor], Tensor],
 ) -> tuple[Tensor | None, ...]:
     """The gradients of values, B, bias and other in C = act(alpha A B + bias) + other, those that it `needs`.
 
-    `grad` lies as C was left. `out`: C, where relu has cut. sample(X, Y): the values of X Y at A's stored blocks.
-    turn(dZ): alpha A^T dZ.
+    `out`: C, where relu has cut; it lies as `grad` does. `transposed`: A is the transpose of what is stored.
+    sample(X, Y): the values of X Y at A's stored blocks. turn(dZ): alpha A^T dZ, as the caller wants it.
     """
     of_values = of_b = of_bias = None
     dz = grad if out is None else torch.where(out <= 0, 0, grad)
-    dz, grad = (dz.mT, grad.mT) if how.by_columns else (dz, grad)
     if needs[0]:
         assert b is not None
-        left, right = (_joined(b), _joined(dz)) if how.transposed else (_joined(dz), _joined(b))
+        left, right = (_joined(b), _joined(dz)) if transposed else (_joined(dz), _joined(b))
         of_values = sample(left, right.mT)
-        of_values = of_values if how.alpha == 1 else of_values * how.alpha
+        of_values = of_values if alpha == 1 else of_values * alpha
     if needs[1]:
         of_b = turn(dz)
     if needs[2]:
-        of_bias = dz.sum([dim for dim in range(dz.ndim) if dim != dz.ndim - 2])
+        of_bias = dz.sum(1 if dz.ndim == 2 else [dim for dim in range(dz.ndim) if dim != dz.ndim - 2])
     return of_values, of_b, of_bias, grad if needs[3] else None
 
 

@@ -5,6 +5,7 @@ x @ W.T is (W @ x.T).T: spmm with an epilogue, whose C is written by columns.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -23,9 +24,9 @@ from sparsek.matrix.semi24 import Semi24
 from sparsek.ops import bound, flat, transforms
 from sparsek.ops.autocast import autocasts, follow_autocast_fp8
 from sparsek.ops.bound import Slot
-from sparsek.ops.spmm import SPMM, multiply
+from sparsek.ops.spmm import SPMM, How, Multiplied, multiply
 from sparsek.plan import operands
-from sparsek.plan.spmm import E4M3, Product, SpmmPlan, dtype_of, tokens
+from sparsek.plan.spmm import E4M3, Product, SpmmPlan, dtype_of
 from sparsek.reference.epilogue import ACTIVATIONS, PLAIN, Epilogue
 
 Weight = BSR | Semi24 | BSR24 | Quantized
@@ -80,7 +81,7 @@ def linear(
         slot = bound.product(W, x, more, also)
         if slot.__class__ is not Slot:
             return slot
-    if slot.is_new():
+    if slot is bound.UNBOUND or not slot.learns:
         operands.check_linear(x, W, bias, activation, residual)
     if isinstance(W, Tensor):
         return _dense(x, W, bias, activation, residual, kernel, dtype)
@@ -89,17 +90,24 @@ def linear(
     # Gradients of an epilogue are torch's: it applies what they do not go through.
     apart = act != "" and not isinstance(W, Quantized) and _wanted(x, W.values, bias, residual)
     cut = apart and act != "relu"
-    epilogue = Epilogue(bias=bias, activation="" if cut else act, other=None if apart else residual)
+    inside, beside = (None if cut else activation), (None if apart else residual)
+    if slot.learns and isinstance(x, Tensor) and not isinstance(W, Quantized):
+        how = How(True, False, 1.0, inside == "relu", kernel)
+        again = functools.partial(linear, x, W, bias, inside, beside, kernel=kernel)
+        y = Multiplied.apply(W.values, x, bias, beside, W, how, again)
+    else:
+        call = _layer(x, W, Epilogue(bias=bias, activation=inside or "", other=beside), dtype)
 
-    def run() -> Tensor:
-        y = _product(x, W, epilogue, kernel, dtype, slot=slot)
-        if apart:
-            with dtypes.as_given(x.device):
-                y = ACTIVATIONS[act](y) if cut else y
-                y = y if residual is None else y + tokens(residual)
-        return y if x.ndim == 2 else y.view(*x.shape[:-1], W.shape[0])
+        def run() -> Tensor:
+            y = multiply(call, kernel)
+            return y if x.ndim == 2 else y.view(*x.shape[:-1], W.shape[0])
 
-    return slot.run(run)
+        y = slot.run(run)
+    if apart:
+        with dtypes.as_given(x.device):
+            y = ACTIVATIONS[act](y) if cut else y
+            y = y if residual is None else y + residual
+    return y
 
 
 def swiglu(x: Tensor | QuantizedTensor, W_gate: Weight, W_up: Weight, *, kernel: str | None = None) -> Tensor:
@@ -135,14 +143,14 @@ def swiglu(x: Tensor | QuantizedTensor, W_gate: Weight, W_up: Weight, *, kernel:
                 raise InvalidInput(operands.FP8_HAS_NO_GRADIENT)
             x = quantize_dense(x, E4M3, "row", check=False)
     if dtype is None and _wanted(x, W_gate.values, W_up.values):
-        gate, up = (_product(x, w, PLAIN, kernel) for w in (W_gate, W_up))
+        gate, up = (multiply(_layer(x, w, PLAIN), kernel) for w in (W_gate, W_up))
         with dtypes.as_given(x.device):
             y = functional.silu(gate) * up
     else:
-        gate = _product(x, W_gate, Epilogue(activation="silu"), kernel, dtype)
-        epilogue = Epilogue(other=gate, combine="mul")
-        out = gate if dtype is None and not flat.traced() else None
-        y = _product(x, W_up, epilogue, kernel, dtype, out)
+        gate = multiply(_layer(x, W_gate, Epilogue(activation="silu"), dtype), kernel)
+        call = _layer(x, W_up, Epilogue(other=gate, combine="mul"), dtype)
+        in_place = dtype is None and not flat.traced()
+        y = multiply(call._replace(out=gate.mT) if in_place else call, kernel)
     return y if x.ndim == 2 else y.view(*x.shape[:-1], W_up.shape[0])
 
 
@@ -162,25 +170,16 @@ def plan_layer(
     """
     operands.check_given(epilogue)
     operands.check_layer(x, W)
-    call = Product.layer(x, W, epilogue, dtype)
-    call.check_epilogue()
-    return replace(SPMM.plan(call, kernel, config, device), layer=True)
+    return replace(SPMM.plan(_layer(x, W, epilogue, dtype), kernel, config, device), layer=True)
 
 
-def _product(
-    x: Tensor | QuantizedTensor,
-    w: Weight,
-    epilogue: Epilogue,
-    kernel: str | None,
-    dtype: torch.dtype | None = None,
-    out: Tensor | None = None,
-    slot: Slot = bound.UNBOUND,
-) -> Tensor:
-    """x @ W.T as [T, N], written to `out` [T, N] if there is one. `epilogue` is about [..., N]."""
+def _layer(
+    x: Tensor | QuantizedTensor, w: Weight, epilogue: Epilogue, dtype: torch.dtype | None = None
+) -> Product:
+    """x @ W.T as [T, N], checked. `epilogue` is about [..., N]."""
     call = Product.layer(x, w, epilogue, dtype)
-    if slot.is_new():
-        call.check_epilogue()
-    return multiply(call if out is None else call._replace(out=out.mT), kernel, slot)
+    call.check_epilogue()
+    return call
 
 
 def _wanted(*tensors: Any) -> bool:

@@ -87,7 +87,7 @@ def sampled(x: Tensor, y: Tensor, pattern: BlockPattern, kernel: str | None) -> 
         slot = _repeat(x, y, pattern, kernel)
         if slot.__class__ is not Slot:
             return slot
-    if slot.is_new():
+    if not slot.learns:
         operands.check_sddmm(x, y, pattern)
         transforms.check(x, y)
     learns = operands.wants_gradient(x, y)
@@ -95,7 +95,7 @@ def sampled(x: Tensor, y: Tensor, pattern: BlockPattern, kernel: str | None) -> 
         transforms.check_untransformed(pattern)
         return transforms.call("sddmm", x, y, *flat.flat_pattern(pattern), kernel)
     if learns:
-        return slot.run(lambda: Sddmm.apply(x, y, *flat.flat_pattern(pattern), kernel, pattern))
+        return Sddmm.apply(x, y, *flat.flat_pattern(pattern), kernel, pattern)
     return slot.run(lambda: SDDMM.run(Sampled(x, y, pattern), kernel))
 
 
@@ -138,7 +138,7 @@ class Sddmm(torch.autograd.Function):
     def forward(ctx: Any, *given: Any) -> Tensor:
         *args, pattern = given
         x, y, *_, kernel = args
-        values = _run(x, y, pattern, kernel)
+        values = sampled(x, y, pattern, kernel)
         gradients.save_sddmm(ctx, args, values)
         return values
 

@@ -7,7 +7,9 @@ unpack tiles in registers for it, on a CPU cpu.semi24 and cpu.bsr24 by rows.
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,7 +32,7 @@ from sparsek.ops.sddmm import sampled
 from sparsek.plan import operands
 from sparsek.plan.op import Operation
 from sparsek.plan.plan import check_plan
-from sparsek.plan.spmm import Product, SpmmPlan, dtype_of, new_rows
+from sparsek.plan.spmm import Product, SpmmPlan, dtype_of, new_rows, tokens
 from sparsek.reference.epilogue import PLAIN, Epilogue
 
 SPMM = Operation(SpmmPlan, choose)
@@ -111,11 +113,15 @@ def spmm(
         if torch.compiler.is_compiling():
             raise InvalidInput("out= and plan= do not go through torch.compile; call spmm(A, B) there")
         transforms.refuse("out=")
-    if out is not None:
         multiply(_checked(A, B, out, epilogue, dtype), kernel)
         return out
-    call = (_checked if slot.is_new() else Product.of)(A, B, None, epilogue, dtype)
-    return slot.run(lambda: call.seen(multiply(call, kernel, slot), A))
+    if slot.learns and not (isinstance(A, Quantized) or isinstance(B, Quantized)):
+        matrix, dense = (A, B) if operands.is_sparse(A) else (B, A)
+        how = How(matrix is B, matrix is B, alpha, False, kernel)
+        again = functools.partial(spmm, A, B, alpha=alpha, kernel=kernel)
+        return Multiplied.apply(matrix.values, dense, None, None, matrix, how, again)
+    call = _checked(A, B, None, epilogue, dtype)
+    return slot.run(lambda: call.seen(multiply(call, kernel), A))
 
 
 def plan_spmm(
@@ -153,14 +159,8 @@ def _by_plan(plan: SpmmPlan, a: Any, b: Any) -> Tensor:
 SpmmPlan.quick = _by_plan
 
 
-def multiply(call: Product, kernel: str | None, slot: Slot = bound.UNBOUND) -> Tensor:
-    """The product by rows, as `SpmmPlan.run` leaves it; by the op where something traces.
-
-    `slot`: that of a verb, in which nothing traces.
-    """
-    if slot.learns and not isinstance(call.a, Quantized):
-        call.refuse_gradients()
-        return Multiplied.of(call, kernel)
+def multiply(call: Product, kernel: str | None) -> Tensor:
+    """The product by rows, as `SpmmPlan.run` leaves it; by the op where something traces."""
     a, transposed, b, out, epilogue, out_layout, dtype = call
     bias, other, values = epilogue.bias, epilogue.other, a.values
     quantized = isinstance(a, Quantized)
@@ -179,7 +179,10 @@ def multiply(call: Product, kernel: str | None, slot: Slot = bound.UNBOUND) -> T
     if not isinstance(call.matrix, Semi24):
         transforms.check_untransformed(call.matrix.pattern)
     if not traced and flat.are_plain(values, call.wide, bias, other):
-        return Multiplied.of(call, kernel)
+        rows = out_layout == "col"
+        how = How(rows, transposed, epilogue.alpha, epilogue.activation == "relu", kernel)
+        dense, other = (b.mT, None if other is None else other.mT) if rows else (b, other)
+        return Multiplied.apply(values, dense, bias, other, a, how, lambda: run(call, kernel))
     dense = (b.values, b.scale) if isinstance(b, QuantizedTensor) else (b, None)
     more = epilogue.alpha, bias, epilogue.activation, other, epilogue.combine, dtype, kernel
     return transforms.call("spmm", *flat.parts(a, transposed), *dense, out_layout == "col", *more)
@@ -286,54 +289,79 @@ def _beside(x: Tensor) -> Tensor:
 transforms.differentiable(_spmm_op, gradients.of_spmm, gradients.save_spmm, _at_once)
 
 
-class Multiplied(torch.autograd.Function):
-    """The product by rows, with gradients, of operands that are plain tensors: the op costs the host more."""
+class How(NamedTuple):
+    """What `Multiplied` makes of a matrix A and a dense operand.
 
-    @classmethod
-    def of(cls, call: Product, kernel: str | None) -> Tensor:
-        return cls.apply(call.a.values, call.b, call.epilogue.bias, call.epilogue.other, call, kernel)
+    `rows`: it is X A^T, with X [..., T, K], or X A if `turned` too; otherwise A B, or A^T B. `relu` cuts it.
+    """
+
+    rows: bool
+    turned: bool
+    alpha: float
+    relu: bool
+    kernel: str | None
+
+
+class Multiplied(torch.autograd.Function):
+    """A product with gradients, of operands that are plain tensors: the op costs the host more.
+
+    `multiply()` is act(alpha * product + bias) + other, which has the leading dims and the form of `dense`.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
         values: Tensor,
-        b: Tensor,
+        dense: Tensor,
         bias: Tensor | None,
         other: Tensor | None,
-        call: Product,
-        kernel: str | None,
+        a: BSR | Semi24 | BSR24,
+        how: How,
+        multiply: Callable[[], Tensor],
     ) -> Tensor:
-        c = run(call, kernel)
         of_values, of_b, of_bias, *_ = ctx.needs_input_grad
-        cut = c if call.epilogue.activation == "relu" and (of_values or of_b or of_bias) else None
-        save_for_backward(ctx, values if of_b else None, b if of_values else None, cut)
+        two_four = not isinstance(a, BSR)
+        if of_values and two_four:
+            raise InvalidInput(operands.VALUES_HAVE_NO_GRADIENT.format(kind=type(a).__name__))
+        c = multiply()
+        cut = c if how.relu and (of_values or of_b or of_bias) else None
+        save_for_backward(ctx, values if of_b else None, dense if of_values else None, cut)
         none: Any = None
-        ctx.lies = gradients.lies_by_columns(b), call.epilogue.alpha, kernel
-        ctx.call = call._replace(a=call.a._each(lambda _: none), b=none, epilogue=PLAIN)
+        ctx.a, ctx.how, ctx.shape = a._each(lambda _: none), how, dense.shape
+        ctx.b_by_columns = how.rows or gradients.lies_by_columns(dense)
         return c
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        values, b, out = ctx.saved_tensors
-        b_by_columns, alpha, kernel = ctx.lies
-        call: Product = ctx.call
-        a: Any = call.a
-        view = isinstance(a, BSR) and a.order is not None
+        values, dense, out = ctx.saved_tensors
+        a, (rows, turned, alpha, _, kernel), by_columns = ctx.a, ctx.how, ctx.b_by_columns
+        two_four = not isinstance(a, BSR)
+        view = not two_four and a.order is not None
 
         def sample(x: Tensor, y: Tensor) -> Tensor:
             return sampled(x, y, a.pattern.T if view else a.pattern, gradients.same_family(kernel, "sddmm"))
 
         def turn(dz: Tensor) -> Tensor:
-            whole = a._each(lambda _: values)
-            flipped, transposed = (whole.T, False) if isinstance(a, BSR) else (whole, not call.transposed)
-            epilogue = PLAIN if alpha == 1 else Epilogue(alpha=alpha)
-            lies = "col" if b_by_columns else "row"
-            product = Product(flipped, transposed, dz, None, epilogue, lies, dz.dtype)
-            c = multiply(product, gradients.turning(kernel, not isinstance(a, BSR)))
-            return c.mT if b_by_columns else c
+            whole, named = a._each(lambda _: values), gradients.turning(kernel, two_four)
+            if two_four or (by_columns and not rows):
+                flipped = whole if two_four or turned else whole.T
+                epilogue, lies = Epilogue(alpha=alpha), "col" if by_columns else "row"
+                call = Product(flipped, two_four and not turned, dz, None, epilogue, lies, dz.dtype)
+                c = multiply(call, named)
+                return c.mT if by_columns and not rows else c
+            if rows:
+                return spmm(dz.mT, whole.T if turned else whole, alpha=alpha, kernel=named)
+            return spmm(whole if turned else whole.T, dz, alpha=alpha, kernel=named)
 
-        how = gradients.How(call.out_layout == "col", view, alpha)
-        return *gradients.of_product(ctx.needs_input_grad, grad, b, out, how, sample, turn), None, None
+        of_other = grad
+        if rows:
+            parts = (None if x is None else tokens(x).mT for x in (grad, dense, out))
+            grad, dense, out = parts  # type: ignore[assignment]
+        transposed = view != (turned and not two_four)
+        found = gradients.of_product(ctx.needs_input_grad, grad, dense, out, transposed, alpha, sample, turn)
+        of_values, of_b, of_bias, _ = found
+        of_b = of_b.view(ctx.shape) if rows and of_b is not None else of_b
+        return of_values, of_b, of_bias, of_other if ctx.needs_input_grad[3] else None, None, None, None
 
 
 packing.register()
