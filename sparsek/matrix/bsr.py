@@ -88,9 +88,6 @@ class BSR(OfBlocks, Record):
     def _zero_outside(self, values: Tensor) -> Tensor:
         return zero_outside(self.pattern if self.order is None else self.pattern.T, values)
 
-    def _layer(self, x: Tensor) -> Tensor:
-        return self._multiply(x, self.T)
-
     def storage(self, transposed: bool = False, counted: bool = True) -> Storage:
         """How this matrix, or its transpose, is stored, for the planner. `counted`: with its blocks' statistics."""
         pattern, view = self.pattern.T if transposed else self.pattern, (self.order is not None) != transposed

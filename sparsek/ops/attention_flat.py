@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -16,9 +15,6 @@ from sparsek.plan.attention_operands import not_a_mask
 # Masks that came through the ops, so that plans are made once, each with what it was made of. An entry lives as long
 # as its first tensor: the mask holds another tensor object on the same memory.
 MASKS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-
-# Plans are kept from call to call; the memory of a graph that torch.compile captures by itself would not outlive them.
-TAGS = tuple(tag for tag in (getattr(torch.Tag, "cudagraph_unsafe", None),) if tag is not None)
 
 
 def flat_mask(mask: BlockMask | None) -> tuple[list[Tensor | None], list[int]]:

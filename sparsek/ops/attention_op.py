@@ -10,8 +10,9 @@ from torch import Tensor
 from sparsek.mask.mask import BlockMask
 from sparsek.mask.operands import check_tensors
 from sparsek.ops import gradients
-from sparsek.ops.attention_flat import TAGS, flat_mask, mask_of, put_together
+from sparsek.ops.attention_flat import flat_mask, mask_of, put_together
 from sparsek.ops.attention_plans import ATTENTION, ATTENTION_BACKWARD, checked, fixed
+from sparsek.ops.flat import TAGS
 from sparsek.plan import attention_operands as operands
 from sparsek.plan.attention import Attended
 from sparsek.plan.attention_grad import Differentiated, Forward

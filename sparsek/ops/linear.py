@@ -213,3 +213,7 @@ def _dense(
     with dtypes.as_given(x.device):
         y = ACTIVATIONS[activation or ""](functional.linear(x, w, bias))
         return y if residual is None else y + residual
+
+
+for kind in (BSR, Semi24, BSR24, Quantized):
+    kind.register_linear(linear)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Literal, overload
 
 import torch
@@ -17,6 +16,7 @@ from sparsek.matrix.pattern import BlockPattern
 from sparsek.ops import bound, flat, gradients, transforms
 from sparsek.ops.autocast import autocasts, follow_autocast
 from sparsek.ops.bound import Slot
+from sparsek.ops.flat import SampledArgs, SpgemmArgs
 from sparsek.ops.planning import choose, matcher
 from sparsek.ops.spmm import spmm
 from sparsek.plan import operands
@@ -176,139 +176,64 @@ def _gathered(x: Tensor, pattern: BlockPattern) -> BSR:
     return BSR.unchecked(pattern, gradients.inside(values, pattern.indptr, pattern.indices, (m, n, bm, bn)))
 
 
-@torch.library.custom_op("sparsek::spgemm", mutates_args=(), tags=flat.TAGS)
-def _spgemm_op(
-    a_values: Tensor,
-    a_indptr: Tensor,
-    a_indices: Tensor,
-    a_sizes: Sequence[int],
-    a_transposed: bool,
-    b_values: Tensor,
-    b_indptr: Tensor,
-    b_indices: Tensor,
-    b_sizes: Sequence[int],
-    b_transposed: bool,
-    c_indptr: Tensor,
-    c_indices: Tensor,
-    kernel: str | None,
-) -> Tensor:
+@torch.library.custom_op("sparsek::spgemm", mutates_args=(), schema=flat.SPGEMM_SCHEMA, tags=flat.TAGS)
+def _spgemm_op(*given: Any) -> Tensor:
     """The values of A @ B at the blocks of C."""
-    a = flat.matrix(a_values, a_indptr, a_indices, a_sizes, a_transposed)
-    b = flat.matrix(b_values, b_indptr, b_indices, b_sizes, b_transposed)
+    args = SpgemmArgs(*given)
+    a, b = flat.matrix(*args.a), flat.matrix(*args.b)
     operands.check_spgemm(a, b, "bsr")
-    sizes = a.shape[0], b.shape[1], a.block[0], b.block[1]
     with torch.no_grad():
-        return _run(_pair(a, b, flat.pattern_of(c_indptr, c_indices, sizes)), kernel)
+        c = flat.pattern_of(args.c_indptr, args.c_indices, args.c_sizes)
+        return _run(_pair(a, b, c), args.kernel)
 
 
 @_spgemm_op.register_fake
-def _(
-    a_values: Tensor,
-    a_indptr: Tensor,
-    a_indices: Tensor,
-    a_sizes: Sequence[int],
-    a_transposed: bool,
-    b_values: Tensor,
-    b_indptr: Tensor,
-    b_indices: Tensor,
-    b_sizes: Sequence[int],
-    b_transposed: bool,
-    c_indptr: Tensor,
-    c_indices: Tensor,
-    kernel: str | None,
-) -> Tensor:
-    a = flat.fake(a_values, a_indptr, a_indices, a_sizes, a_transposed)
-    b = flat.fake(b_values, b_indptr, b_indices, b_sizes, b_transposed)
-    operands.check_spgemm(a, b, "bsr")
-    return a_values.new_empty((c_indices.shape[0], a.block[0], b.block[1]))
+def _(*given: Any) -> Tensor:
+    args = SpgemmArgs(*given)
+    operands.check_spgemm(flat.fake(*args.a), flat.fake(*args.b), "bsr")
+    return args.a_values.new_empty((args.c_indices.shape[0], *args.c_sizes[2:]))
 
 
-@torch.library.custom_op("sparsek::spgemm_dense", mutates_args=(), tags=flat.TAGS)
-def _spgemm_dense_op(
-    a_values: Tensor,
-    a_indptr: Tensor,
-    a_indices: Tensor,
-    a_sizes: Sequence[int],
-    a_transposed: bool,
-    b_values: Tensor,
-    b_indptr: Tensor,
-    b_indices: Tensor,
-    b_sizes: Sequence[int],
-    b_transposed: bool,
-    kernel: str | None,
-) -> Tensor:
+@torch.library.custom_op(
+    "sparsek::spgemm_dense", mutates_args=(), schema=flat.SPGEMM_DENSE_SCHEMA, tags=flat.TAGS
+)
+def _spgemm_dense_op(*given: Any) -> Tensor:
     """A @ B, dense."""
-    a = flat.matrix(a_values, a_indptr, a_indices, a_sizes, a_transposed)
-    b = flat.matrix(b_values, b_indptr, b_indices, b_sizes, b_transposed)
+    args = SpgemmArgs.dense(given)
+    a, b = flat.matrix(*args.a), flat.matrix(*args.b)
     operands.check_spgemm(a, b, "dense")
     with torch.no_grad():
-        return _run(_pair(a, b, "dense"), kernel)
+        return _run(_pair(a, b, "dense"), args.kernel)
 
 
 @_spgemm_dense_op.register_fake
-def _(
-    a_values: Tensor,
-    a_indptr: Tensor,
-    a_indices: Tensor,
-    a_sizes: Sequence[int],
-    a_transposed: bool,
-    b_values: Tensor,
-    b_indptr: Tensor,
-    b_indices: Tensor,
-    b_sizes: Sequence[int],
-    b_transposed: bool,
-    kernel: str | None,
-) -> Tensor:
-    a = flat.fake(a_values, a_indptr, a_indices, a_sizes, a_transposed)
-    b = flat.fake(b_values, b_indptr, b_indices, b_sizes, b_transposed)
-    operands.check_spgemm(a, b, "dense")
-    return a_values.new_empty((a.shape[0], b.shape[1]))
+def _(*given: Any) -> Tensor:
+    args = SpgemmArgs.dense(given)
+    operands.check_spgemm(flat.fake(*args.a), flat.fake(*args.b), "dense")
+    return args.a_values.new_empty(args.c_sizes[:2])
 
 
-@torch.library.custom_op("sparsek::sampled", mutates_args=(), tags=flat.TAGS)
-def _sampled_op(
-    x: Tensor,
-    values: Tensor,
-    indptr: Tensor,
-    indices: Tensor,
-    sizes: Sequence[int],
-    transposed: bool,
-    p_indptr: Tensor,
-    p_indices: Tensor,
-    p_sizes: Sequence[int],
-    p_transposed: bool,
-    kernel: str | None,
-) -> Tensor:
+@torch.library.custom_op("sparsek::sampled", mutates_args=(), schema=flat.SAMPLED_SCHEMA, tags=flat.TAGS)
+def _sampled_op(*given: Any) -> Tensor:
     """The values of X @ A at the blocks of P, X dense and A in BSR: what the adjoint of `spgemm_dense` is made of.
 
     X is read at the blocks that add to some block of P. With `p_transposed` P is the transpose of the pattern that is
     given, and the values are in that one's order and blocks.
     """
-    a = flat.matrix(values, indptr, indices, sizes, transposed)
-    p = flat.pattern_of(p_indptr, p_indices, p_sizes)
+    args = SampledArgs(*given)
+    a, p = flat.matrix(*args.a), flat.pattern_of(args.p_indptr, args.p_indices, args.p_sizes)
     with torch.no_grad():
-        met = _matched(p.T if p_transposed else p, a.T.pattern, None).matches.pattern
-        left, right = _gathered(x, met), a
-        if p_transposed:
+        met = _matched(p.T if args.p_transposed else p, a.T.pattern, None).matches.pattern
+        left, right = _gathered(args.x, met), a
+        if args.p_transposed:
             left, right = right.T, left.T
-        return _run(_pair(left, right, p), kernel)
+        return _run(_pair(left, right, p), args.kernel)
 
 
 @_sampled_op.register_fake
-def _(
-    x: Tensor,
-    values: Tensor,
-    indptr: Tensor,
-    indices: Tensor,
-    sizes: Sequence[int],
-    transposed: bool,
-    p_indptr: Tensor,
-    p_indices: Tensor,
-    p_sizes: Sequence[int],
-    p_transposed: bool,
-    kernel: str | None,
-) -> Tensor:
-    return values.new_empty((p_indices.shape[0], p_sizes[2], p_sizes[3]))
+def _(*given: Any) -> Tensor:
+    args = SampledArgs(*given)
+    return args.values.new_empty((args.p_indices.shape[0], *args.p_sizes[2:]))
 
 
 def _multiply(a: Any, b: Any) -> Any:
@@ -317,6 +242,6 @@ def _multiply(a: Any, b: Any) -> Any:
 
 
 transforms.differentiable(_spgemm_op, gradients.of_spgemm, gradients.save_spgemm)
-transforms.differentiable(_spgemm_dense_op, gradients.of_spgemm_dense, gradients.save_spgemm_dense)
+transforms.differentiable(_spgemm_dense_op, gradients.of_spgemm, gradients.save_spgemm)
 transforms.differentiable(_sampled_op, gradients.of_sampled, gradients.save_sampled)
 BSR.register_matmul(_multiply)
