@@ -27,6 +27,7 @@ from sparsek.core.eager import save_for_backward
 from sparsek.core.errors import InvalidInput
 from sparsek.matrix.storage import Parts
 from sparsek.ops import transforms
+from sparsek.ops.attention_flat import AttentionArgs
 from sparsek.ops.flat import FlatMatrix, SampledArgs, SddmmArgs, SpgemmArgs, SpmmArgs
 from sparsek.ops.planning import same_family
 from sparsek.plan.attention_operands import NO_SECOND_GRADIENT
@@ -180,25 +181,26 @@ def of_sampled(ctx: Any, grad: Tensor) -> Gradients:
 
 def save_attention(ctx: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
     """Keeps q, k, v, the mask's tensors, and out and lse, from which the weights are computed again."""
-    q, k, v, mask, numbers, scale, return_lse, kernel, deterministic = inputs
-    save_for_backward(ctx, q, k, v, *output, *mask)
+    args, none = AttentionArgs(*inputs), cast(Any, None)
+    save_for_backward(ctx, *args[:3], *output, *args.mask)
     ctx.set_materialize_grads(False)
-    ctx.call = numbers, scale, deterministic, kernel, return_lse
+    ctx.call = args._replace(q=none, k=none, v=none, mask=none)
 
 
 def of_attention(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> Gradients:
     """The gradients of q, k and v. One that is not wanted costs no less, since they share their products."""
-    numbers, scale, deterministic, kernel, with_lse = ctx.call
-    if not with_lse:
+    args: AttentionArgs = ctx.call
+    if not args.return_lse:
         raise InvalidInput("gradients need lse; call torch.ops.sparsek.attention with return_lse=True")
     q, k, v, out, lse, *mask = ctx.saved_tensors
     grad = torch.zeros_like(out) if grad is None else grad
-    args = mask, numbers, scale, deterministic, same_family(kernel, "attention_backward")
-    found = torch.ops.sparsek.attention_backward(q, k, v, out, lse, grad, grad_lse, *args)
+    kernel = same_family(args.kernel, "attention_backward")
+    settings = mask, args.numbers, args.scale, args.deterministic, kernel
+    found = torch.ops.sparsek.attention_backward(q, k, v, out, lse, grad, grad_lse, *settings)
     wanted = [x if needed else None for x, needed in zip(found, ctx.needs_input_grad, strict=False)]
     # torch wants the structure of the inputs, where a list of tensors has elements and any other list has none.
     listed = all(isinstance(x, Tensor) for x in mask)
-    return *wanted, [None] * len(mask) if listed else None, None if numbers else [], *[None] * 4
+    return *wanted, [None] * len(mask) if listed else None, None if args.numbers else [], *[None] * 4
 
 
 def of_attention_backward(ctx: Any, *grads: Tensor) -> Gradients:
