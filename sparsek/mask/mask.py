@@ -10,9 +10,9 @@ given the class, or a mask.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from torch.utils import _pytree
 
 from sparsek.core import arguments
 from sparsek.core.eager import saveable
+from sparsek.core.home import Home
 from sparsek.core.record import Record, record
 from sparsek.mask import check, compose, interop, lists, scored, structured, view
 from sparsek.mask.lists import BlockLists, Frame, HostLists, HostMask, Sizes, TransposedLists
@@ -29,8 +30,6 @@ UNKNOWN = Sizes(0, 0, 0, exact=False)
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-Made = TypeVar("Made")
 
 
 class FullBlocks:
@@ -58,7 +57,7 @@ class FullBlocks:
 
 @record(leaves=("full", "partial", "lo", "hi", "rules", "bits"))
 @dataclass(frozen=True, eq=False, repr=False)
-class BlockMask(Record):
+class BlockMask(Home, Record):
     """For every (batch item, head, query tile) the key blocks that are visited.
 
     `q_len` queries, `kv_len` keys; `block` is (bq, bk), each 64 or 128. `batch` and `heads` are 1 where all batch
@@ -172,20 +171,6 @@ class BlockMask(Record):
         if in_graph and "transposed" not in self._memo:
             return view.transposed(self)
         return self.derived("transposed", lambda: view.transposed(self))
-
-    def derived(self, key: Hashable, build: Callable[[], Made]) -> Made:
-        """What `build()` returned the first time it was asked for under `key`. Plans and transposed lists live here.
-
-        `build` runs outside inference mode: tensors made inside it could never be saved for a backward pass.
-        """
-        if key not in self._memo:
-            with torch.inference_mode(False):
-                self._memo.setdefault(key, build())
-        return self._memo[key]
-
-    def known(self, key: Hashable) -> Any:
-        """What `derived` keeps under `key`, or None if it was never asked for."""
-        return self._memo.get(key)
 
     def verify(self, wait: bool = False) -> None:
         """Raises InvalidInput if the device found a fault in what the mask was made from, such as a NaN score.

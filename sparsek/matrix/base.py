@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
@@ -32,6 +31,7 @@ class Multiplied:
     """`A @ B` and `B @ A` for a matrix A of a class of its own: both go to what `register_matmul` was given."""
 
     _matmul: ClassVar[Callable[[Any, Any], Any] | None] = None
+    _linear: ClassVar[Callable[..., Tensor] | None] = None
     _as_tensor: ClassVar[str] = "A.to_dense()"
     __array_ufunc__ = None  # numpy arrays then leave `array @ A` to __rmatmul__
     shape: Any
@@ -40,6 +40,11 @@ class Multiplied:
     def register_matmul(cls, multiply: Callable[[Any, Any], Any]) -> None:
         """Makes `A @ B` and `B @ A` call `multiply` with both in that order. The operations, above formats, do this."""
         cls._matmul = staticmethod(multiply)
+
+    @classmethod
+    def register_linear(cls, linear: Callable[..., Tensor]) -> None:
+        """Makes F.linear(x, A, bias) call `linear(x, A, bias)`."""
+        cls._linear = staticmethod(linear)
 
     def requires_grad_(self, requires_grad: bool = True) -> Any:
         """Refuses: no product has a gradient for the values. A BSR has a `requires_grad_` of its own."""
@@ -64,10 +69,6 @@ class Multiplied:
         if multiply is None:
             raise InvalidInput("a product with @ needs the operations; import sparsek")
         return multiply
-
-    def _layer(self, x: Tensor) -> Tensor:
-        """x @ self.T for x [T, K], by rows."""
-        return self._multiply(self, x.mT).mT.contiguous()
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> NoReturn:
         raise NotDense(
@@ -121,17 +122,11 @@ def _linear(input: Any, weight: Any, bias: Any = None) -> Tensor:
             f"F.linear(x, W, bias) takes a dense x and a sparse W, not a {type(input).__name__} and a "
             f"{type(weight).__name__}; A @ B is the product of others"
         )
-    n, k = weight.shape
-    if input.dim() < 1 or input.shape[-1] != k:
-        raise InvalidInput(f"x is {list(input.shape)} and W [N, K] {[n, k]}: the last dim of x must be {k}")
-    y = weight._layer(input.reshape(math.prod(input.shape[:-1]), k))
-    if bias is not None:
-        if arguments.tensor("bias", bias, (y.dtype,)).shape != (n,):
-            raise InvalidInput(
-                f"bias is {list(bias.shape)}; it must be [{n}], a number for every output feature"
-            )
-        y = y + bias
-    return y.view(*input.shape[:-1], n)
+    if type(weight)._linear is None:
+        operations.load()
+    linear = type(weight)._linear
+    assert linear is not None
+    return linear(input, weight, bias)
 
 
 class Matrix(Multiplied):

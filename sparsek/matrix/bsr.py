@@ -18,7 +18,7 @@ from sparsek.matrix import algebra, convert
 from sparsek.matrix.base import ALIGNMENT, OfBlocks
 from sparsek.matrix.padding import padding_of, zero_outside, zero_padding
 from sparsek.matrix.pattern import BlockPattern
-from sparsek.matrix.storage import Parts, Storage, block_stats
+from sparsek.matrix.storage import Parts, Signature, Storage, block_stats
 from sparsek.pictures import blocks as pictures
 
 # What Dynamo (torch 2.13) calls an arithmetic operator between a tensor and a BSR, which it hands over in this order
@@ -88,9 +88,6 @@ class BSR(OfBlocks, Record):
     def _zero_outside(self, values: Tensor) -> Tensor:
         return zero_outside(self.pattern if self.order is None else self.pattern.T, values)
 
-    def _layer(self, x: Tensor) -> Tensor:
-        return self._multiply(x, self.T)
-
     def storage(self, transposed: bool = False, counted: bool = True) -> Storage:
         """How this matrix, or its transpose, is stored, for the planner. `counted`: with its blocks' statistics."""
         pattern, view = self.pattern.T if transposed else self.pattern, (self.order is not None) != transposed
@@ -102,6 +99,10 @@ class BSR(OfBlocks, Record):
         pattern = self.pattern if self.order is None else self.pattern.T
         sizes, view = [*pattern.shape, *pattern.block], (self.order is not None) != transposed
         return Parts(self.values, None, None, pattern.indptr, pattern.indices, sizes, "", False, view)
+
+    def signature(self) -> Signature:
+        """What a bound call reads of it. The order of a view follows from its pattern."""
+        return self.pattern, (BSR, self.order is None), (self.values,), None
 
     def logical_values(self) -> Tensor:
         """The blocks in the pattern's order, [nnzb, bm, bk]: `values`, or a copy for a transposed view."""

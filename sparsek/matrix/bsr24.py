@@ -19,7 +19,7 @@ from sparsek.matrix.base import OfBlocks
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.padding import padding_of, zero_outside
 from sparsek.matrix.pattern import BlockPattern
-from sparsek.matrix.storage import Parts, Storage, block_stats
+from sparsek.matrix.storage import Parts, Signature, Storage, block_stats
 
 BLOCK_STEP = 64
 
@@ -77,6 +77,10 @@ class BSR24(OfBlocks, Record):
         return Parts(
             self.values, None, self.meta, pattern.indptr, pattern.indices, sizes, "", False, transposed
         )
+
+    def signature(self) -> Signature:
+        """What a bound call reads of it. What a call makes of the metadata watches them."""
+        return self.pattern, (BSR24, id(self.meta)), (self.values, self.meta), None
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> BSR24:
         return BSR24.unchecked(self.pattern, change(self.values), self.meta)

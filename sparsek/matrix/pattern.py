@@ -6,25 +6,24 @@ positions `indptr[i]` to `indptr[i + 1] - 1`, and `indices` holds their block co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from sparsek.core import arguments
-from sparsek.core.eager import saveable, untransformed
+from sparsek.core.eager import saveable
 from sparsek.core.errors import InvalidInput
+from sparsek.core.home import Home
 from sparsek.core.record import Record, record
 from sparsek.pictures import blocks as pictures
 
 INT32_MAX = 2**31 - 1
 BLOCK_STEP, BLOCK_MAX = 16, 512
-
-Made = TypeVar("Made")
 
 
 class HostPattern(NamedTuple):
@@ -36,7 +35,7 @@ class HostPattern(NamedTuple):
 
 @record(leaves=("indptr", "indices"))
 @dataclass(frozen=True, eq=False, repr=False)
-class BlockPattern(Record):
+class BlockPattern(Home, Record):
     """Which blocks of an M x K matrix are stored. No values.
 
     `shape` is the true (M, K); sides need not be multiples of the block. `block` is (bm, bk), multiples of 16
@@ -147,20 +146,6 @@ class BlockPattern(Record):
     def T(self) -> BlockPattern:  # noqa: N802
         """The transposed pattern; its `.T` is this very object."""
         return self.transposed[0]
-
-    def derived(self, key: Hashable, build: Callable[[], Made]) -> Made:
-        """What `build()` returned the first time it was asked for under `key`. Plans and schedules live here.
-
-        `build` runs outside inference mode and torch.func: tensors made inside it could never be saved for a backward
-        pass, and those of torch.func end with it. Inside torch.compile nothing is kept: what is made there belongs to
-        its graph.
-        """
-        if torch.compiler.is_compiling():
-            return self._memo[key] if key in self._memo else build()
-        if key not in self._memo:
-            with torch.inference_mode(False):
-                self._memo.setdefault(key, untransformed(build))
-        return self._memo[key]
 
     def to(self, device: str | torch.device) -> BlockPattern:
         """The same pattern on `device`; this very object if it is there already."""

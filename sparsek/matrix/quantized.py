@@ -17,6 +17,7 @@ from torch.nn import functional
 from sparsek.core import arguments, dtypes
 from sparsek.core.eager import of_values
 from sparsek.core.errors import InvalidInput
+from sparsek.core.home import Home
 from sparsek.core.record import Record, record
 from sparsek.matrix import two_four
 from sparsek.matrix.base import Matrix as AnyMatrix
@@ -26,7 +27,7 @@ from sparsek.matrix.dense8 import INSTEAD, READS, QuantizedTensor, check_fp8_val
 from sparsek.matrix.dense8 import SCALES as ROW_SCALES
 from sparsek.matrix.float8 import MOST, NAMES, rounded, scales_of
 from sparsek.matrix.semi24 import Semi24
-from sparsek.matrix.storage import Home, Parts, Storage
+from sparsek.matrix.storage import Parts, Signature, Storage
 
 Matrix = BSR | Semi24 | BSR24
 
@@ -164,6 +165,11 @@ class Quantized(AnyMatrix, Record):
     def home(self) -> Home:
         """Where its plans are kept."""
         return self.matrix.home()
+
+    def signature(self) -> Signature:
+        """What a bound call reads of it."""
+        home, form, tensors, kept = self.matrix.signature()
+        return home, (self.kind, self.fast_accum, form), (self.scale, *tensors), kept
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -14,10 +14,11 @@ from torch.sparse import SparseSemiStructuredTensor, to_sparse_semi_structured
 from sparsek.core import arguments, dtypes
 from sparsek.core.eager import outside_inference
 from sparsek.core.errors import InvalidInput, Unsupported
+from sparsek.core.home import Home
 from sparsek.core.record import Record, record
 from sparsek.matrix import two_four
 from sparsek.matrix.base import Stored
-from sparsek.matrix.storage import Parts, Storage, TensorHome, home_of
+from sparsek.matrix.storage import Parts, Signature, Storage, home_of
 
 
 @record(leaves=("values", "meta"), own=("values",))
@@ -64,9 +65,13 @@ class Semi24(Stored, Record):
         """The tensors of this matrix, or of its transpose, for ops of torch.library."""
         return Parts(self.values, None, self.meta, None, None, [], "", False, transposed)
 
-    def home(self) -> TensorHome:
+    def home(self) -> Home:
         """Where its plans are kept."""
         return home_of(self.meta)
+
+    def signature(self) -> Signature:
+        """What a bound call reads of it."""
+        return home_of(self.meta), Semi24, (self.values, self.meta), None
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> Semi24:
         return Semi24.unchecked(change(self.values), self.meta)

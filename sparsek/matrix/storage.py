@@ -3,7 +3,7 @@ them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from sparsek.core.eager import untransformed
+from sparsek.core.home import Home
 from sparsek.matrix.pattern import BlockPattern
 
 TITLES = {
@@ -96,12 +96,9 @@ class Parts(NamedTuple):
     transposed: bool
 
 
-class Home(Protocol):
-    """Where plans of a matrix are kept: its pattern, or what stands for one."""
-
-    def derived(self, key: Hashable, build: Callable[[], Any]) -> Any:
-        """What `build()` returned the first time it was asked for under `key`."""
-        ...
+# What a bound call (ops/bound.py) reads of a matrix: its home; what else the call depends on but the tensors that may
+# differ from call to call; these; and what the second names by its id, which whoever keeps the call keeps.
+Signature = tuple[Home, Hashable, tuple[Tensor, ...], Any]
 
 
 class SparseMatrix(Protocol):
@@ -124,6 +121,8 @@ class SparseMatrix(Protocol):
     def parts(self, transposed: bool = False) -> Parts: ...
 
     def home(self) -> Home: ...
+
+    def signature(self) -> Signature: ...
 
 
 def block_stats(pattern: BlockPattern, merges: bool) -> BlockStats:
@@ -154,28 +153,12 @@ def merged_keys(pattern: BlockPattern, merge: int) -> np.ndarray:
     return unit * max(pattern.grid[1], 1) + pattern.host.indices
 
 
-class TensorHome:
-    """What follows from a tensor, kept as long as the tensor lives."""
-
-    def __init__(self) -> None:
-        self._memo: dict[Hashable, Any] = {}
-
-    def derived(self, key: Hashable, build: Callable[[], Any]) -> Any:
-        """As `BlockPattern.derived`."""
-        if torch.compiler.is_compiling():
-            return self._memo[key] if key in self._memo else build()
-        if key not in self._memo:
-            with torch.inference_mode(False):
-                self._memo.setdefault(key, untransformed(build))
-        return self._memo[key]
-
-
 _HOMES: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
-def home_of(meta: Tensor) -> TensorHome:
+def home_of(meta: Tensor) -> Home:
     """The home of the 2:4 matrices with this metadata, which is to them what a pattern is to a BSR."""
     found: Any = _HOMES.get(meta)
     if found is None:
-        found = _HOMES[meta] = TensorHome()
+        found = _HOMES[meta] = Home()
     return found

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Literal, cast, overload
 
 import torch
 from torch import Tensor
 
 from sparsek.core import arguments
-from sparsek.core import device as devices
 from sparsek.core.errors import InvalidInput
 from sparsek.mask.mask import BlockMask
 from sparsek.ops import bound
@@ -20,18 +20,12 @@ from sparsek.ops.attention_autograd import (
     run_forward,
 )
 from sparsek.ops.attention_op import through_op
-from sparsek.ops.attention_plans import (
-    calls_of,
-    checked,
-    grad_problem,
-    make_grad_plan,
-    make_plan,
-    problem,
-)
+from sparsek.ops.attention_plans import ATTENTION, ATTENTION_BACKWARD, calls_of, checked
 from sparsek.ops.autocast import autocasts, follow_autocast
+from sparsek.ops.bound import Slot
 from sparsek.plan import attention_operands as operands
-from sparsek.plan.attention import AttentionPlan
-from sparsek.plan.attention_grad import AttentionGradPlan
+from sparsek.plan.attention import Attended, AttentionPlan
+from sparsek.plan.attention_grad import AttentionGradPlan, Differentiated
 from sparsek.plan.plan import check_plan
 
 
@@ -115,14 +109,13 @@ def attention(
         arguments.flag("deterministic", deterministic)
     if kernel is not None:
         arguments.text("kernel", kernel)
-    slot = None
+    slot = bound.UNBOUND
     if plan is None and not torch.compiler.is_compiling() and (scale is None or type(scale) is float):
-        calls, more, given = calls_of(mask), ("attention", scale, return_lse, kernel), (q, k, v)
+        calls = calls_of(mask)
         if calls is not None:
-            both = bound.repeat(calls, more, given)
-            if both is not bound.MISS:
+            both = slot = bound.repeat(calls, ("attention", scale, return_lse, kernel), (q, k, v))
+            if slot.__class__ is not Slot:
                 return cast(Any, both if return_lse else both[0])
-            slot = bound.slot(calls, more, given)
     if plan is None and _traced():
         wanted = return_lse or operands.wants_gradient(q, k, v)
         out, lse = through_op(q, k, v, mask, scale, wanted, kernel, deterministic)
@@ -168,9 +161,9 @@ def plan_attention(
     Costs: the schedule is made on the mask's device, without a host sync.
     """
     arguments.flag("return_lse", return_lse)
-    found, card = _planned(q, k, v, mask, kernel, device, "plan_attention")
-    p = problem(q, k, v, found, operands.layout(q, k, v), return_lse, card)
-    return make_plan(found, p, kernel, config, ready=device is None, unmasked=mask is None)
+    found = _planned(q, k, v, mask, kernel, device, "plan_attention")
+    plan = ATTENTION.plan(Attended(q, k, v, found, lse=return_lse), kernel, config, device)
+    return plan if mask is not None else replace(plan, mask=lambda: found, unmasked=True)
 
 
 def plan_attention_backward(
@@ -194,9 +187,9 @@ def plan_attention_backward(
     on the mask's device, without a host sync.
     """
     arguments.flag("deterministic", deterministic)
-    found, card = _planned(q, k, v, mask, kernel, device, "plan_attention_backward")
-    p = grad_problem(q, k, v, found, operands.backward_layout(q, k, v), deterministic, card)
-    return make_grad_plan(found, p, kernel, config, ready=device is None, unmasked=mask is None)
+    found = _planned(q, k, v, mask, kernel, device, "plan_attention_backward")
+    plan = ATTENTION_BACKWARD.plan(Differentiated(q, k, v, found, deterministic), kernel, config, device)
+    return plan if mask is not None else replace(plan, mask=lambda: found, unmasked=True)
 
 
 def _planned(
@@ -207,15 +200,13 @@ def _planned(
     kernel: str | None,
     device: str | None,
     planner: str,
-) -> tuple[BlockMask, devices.Card]:
-    """The mask to plan for and the card, after all checks."""
+) -> BlockMask:
+    """The mask to plan for, after all checks."""
     if kernel is not None:
         arguments.text("kernel", kernel)
     if torch._C._are_functorch_transforms_active():
         raise InvalidInput("plans are made outside of functions that torch.func transforms")
-    found = checked(q, k, v, mask, here=device is None, planner=planner)
-    card = devices.card_of(q.device) if device is None else devices.card_named(device)
-    return found, card
+    return checked(q, k, v, mask, here=device is None, planner=planner)
 
 
 def _traced() -> bool:

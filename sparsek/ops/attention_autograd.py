@@ -14,13 +14,20 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 
 from sparsek.core.eager import save_for_backward
 from sparsek.core.errors import InvalidInput
+from sparsek.core.streams import captured
 from sparsek.mask.mask import BlockMask
 from sparsek.ops import bound, gradients
-from sparsek.ops.attention_plans import cached_grad_plan, cached_plan, calls_of, check_backward_kernel
+from sparsek.ops.attention_plans import (
+    ATTENTION,
+    ATTENTION_BACKWARD,
+    calls_of,
+    check_backward_kernel,
+    fixed,
+)
 from sparsek.ops.bound import Slot
 from sparsek.plan import attention_operands as operands
-from sparsek.plan.attention import AttentionPlan
-from sparsek.plan.attention_grad import Forward
+from sparsek.plan.attention import Attended, AttentionPlan
+from sparsek.plan.attention_grad import Differentiated, Forward
 
 
 @dataclass(frozen=True)
@@ -36,7 +43,7 @@ class Call:
     kernel: str | None
     deterministic: bool
     wanted: bool = True
-    slot: Slot | None = None
+    slot: Slot = bound.UNBOUND
 
 
 def check_untransformed(mask: BlockMask) -> None:
@@ -48,18 +55,16 @@ def check_untransformed(mask: BlockMask) -> None:
 def _forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor | None]:
     if call.kernel is not None and call.wanted:
         kernel = gradients.same_family(call.kernel, "attention_backward")
-        check_backward_kernel(q, k, v, call.mask, kernel, call.deterministic)
+        check_backward_kernel(Differentiated(q, k, v, call.mask, fixed(call.deterministic)), kernel)
     return run_forward(q, k, v, call, True)
 
 
 def run_forward(q: Tensor, k: Tensor, v: Tensor, call: Call, lse: bool) -> tuple[Tensor, Tensor | None]:
     """(out, lse) of operands that have been checked, by the plan that was given or is kept for them."""
-    plan = call.plan or cached_plan(q, k, v, call.mask, call.kernel, lse)
-
-    def run() -> tuple[Tensor, Tensor | None]:
-        return plan.run(q, k, v, call.mask, call.scale)
-
-    return run() if call.slot is None else call.slot.run((q, k, v), run, plan)
+    given = Attended(q, k, v, call.mask, call.scale, lse)
+    if call.plan is not None:
+        return call.plan.run(given, captured(q))
+    return call.slot.run(lambda: ATTENTION.run(given, call.kernel), inside=True)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
@@ -127,21 +132,18 @@ class AttentionBackward(torch.autograd.Function):
         grad_lse: Tensor | None,
         call: Call,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        fixed = call.deterministic or torch.are_deterministic_algorithms_enabled()
-        more = "attention_backward", call.scale, call.kernel, fixed
+        more = "attention_backward", call.scale, call.kernel, fixed(call.deterministic)
         tensors = (q, k, v, out, lse, grad) if grad_lse is None else (q, k, v, out, lse, grad, grad_lse)
         calls = calls_of(call.mask)
-        found = bound.MISS if calls is None else bound.repeat(calls, more, tensors)
-        if found is not bound.MISS:
-            return found
-        slot = None if calls is None else bound.slot(calls, more, tensors)
+        slot: Any = bound.UNBOUND
+        if calls is not None and not torch.compiler.is_compiling():
+            slot = bound.repeat(calls, more, tensors)
+        if slot.__class__ is not Slot:
+            return slot
         kernel = gradients.same_family(call.kernel, "attention_backward")
-        plan = cached_grad_plan(q, k, v, call.mask, kernel, call.deterministic)
-
-        def run() -> tuple[Tensor, Tensor, Tensor]:
-            return plan.run(q, k, v, call.mask, Forward(out, lse, call.scale), grad, grad_lse)
-
-        return run() if slot is None else slot.run(tensors, run, plan)
+        forward = Forward(out, lse, call.scale)
+        given = Differentiated(q, k, v, call.mask, fixed(call.deterministic), forward, grad, grad_lse)
+        return slot.run(lambda: ATTENTION_BACKWARD.run(given, kernel))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -17,8 +16,46 @@ from sparsek.plan.attention_operands import not_a_mask
 # as its first tensor: the mask holds another tensor object on the same memory.
 MASKS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
-# Plans are kept from call to call; the memory of a graph that torch.compile captures by itself would not outlive them.
-TAGS = tuple(tag for tag in (getattr(torch.Tag, "cudagraph_unsafe", None),) if tag is not None)
+
+class AttentionArgs(NamedTuple):
+    """The arguments of `sparsek::attention`. `mask` and `numbers` come from `flat_mask`."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Sequence[Tensor | None]
+    numbers: Sequence[int]
+    scale: float | None
+    return_lse: bool
+    kernel: str | None
+    deterministic: bool
+
+
+class AttentionBackwardArgs(NamedTuple):
+    """The arguments of `sparsek::attention_backward`. `kernel` is one of that operation."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+    grad: Tensor
+    grad_lse: Tensor | None
+    mask: Sequence[Tensor | None]
+    numbers: Sequence[int]
+    scale: float | None
+    deterministic: bool
+    kernel: str | None
+
+
+ATTENTION_SCHEMA = (
+    "(Tensor q, Tensor k, Tensor v, Tensor?[] mask, SymInt[] numbers, float? scale, bool return_lse, str? kernel, "
+    "bool deterministic) -> (Tensor, Tensor)"
+)
+ATTENTION_BACKWARD_SCHEMA = (
+    "(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor grad, Tensor? grad_lse, Tensor?[] mask, "
+    "SymInt[] numbers, float? scale, bool deterministic, str? kernel) -> (Tensor, Tensor, Tensor)"
+)
 
 
 def flat_mask(mask: BlockMask | None) -> tuple[list[Tensor | None], list[int]]:

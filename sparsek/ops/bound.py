@@ -1,8 +1,13 @@
 """Bound calls: a call like one before it goes from the verb to the launch, with one guard, one key and one look-up.
 
-    repeat(...)     the result of the recorded call (kernels/lang/recorder.py), or MISS
-    slot(...)       after a MISS: where the call is kept; None where it must not be bound, as something watches it
-    slot.run(...)   after every check: runs, and records the second call of a key
+    slot = repeat(...)    the result of the recorded call (kernels/lang/recorder.py), or the Slot of this one
+    slot.run(...)         after every check: runs, and records the second call of a key
+
+    slot = bound.product(A, B, more)
+    if slot.__class__ is not bound.Slot:
+        return slot
+    ...                   # checks
+    return slot.run(lambda: ...)
 
 What checks, plan and launch read of a call is its `more` (verb, settings, form of the sparse operand), the operands'
 shapes, strides, dtypes and alignments, the thread, the device and the stream. torch.compile, torch.func, a dispatch
@@ -10,7 +15,7 @@ mode, autocast, forward-mode differentiation, a tensor subclass and a CUDA graph
 call of which a vendor's library or torch's operators do a part: it is never recorded.
 
 `repeat` asks torch's own guards (torch._C._dynamo.guards.TensorGuards, one call into C++) whether the operands are like
-those of the last call with this `more`; only then the key is made.
+those of one of the last calls with this `more`; only then the key is made.
 """
 
 from __future__ import annotations
@@ -18,32 +23,32 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from sparsek.core.home import Home
 from sparsek.kernels.lang.recorder import MISS, Recorded, record
-from sparsek.matrix.bsr import BSR
-from sparsek.matrix.bsr24 import BSR24
 from sparsek.matrix.dense8 import QuantizedTensor
-from sparsek.matrix.quantized import Quantized
-from sparsek.matrix.semi24 import Semi24
+from sparsek.plan.operands import SPARSE, TENSORS
 
 # A recorded call holds some KB on the host, and no memory of the device but what its plan holds.
 LIMIT = 256
-PLAIN = (Tensor, torch.nn.Parameter)
-SPARSE = (BSR, Semi24, BSR24, Quantized)
-DENSE = (*PLAIN, QuantizedTensor)
+# Calls with one `more` that `repeat` finds: alternating shapes do not push each other out.
+SHAPES = 4
 
 _compiling = torch.compiler.is_compiling
 _thread = threading.get_ident
 _grad = torch.is_grad_enabled
-_stream = torch._C._cuda_getCurrentRawStream if hasattr(torch._C, "_cuda_getCurrentRawStream") else None
+_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+_device: Any = getattr(torch._C, "_cuda_getDevice", None)
+_capturing: Any = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
 
 
 class Recent(NamedTuple):
-    """The last call with some `more`: torch's guards of its operands, and the rest of its key.
+    """A call that `repeat` finds: torch's guards of its operands, and the rest of its key.
 
     `precision`: that of float32 products, "" where no operand is float32.
     """
@@ -51,87 +56,108 @@ class Recent(NamedTuple):
     like: Callable[..., bool]
     precision: str
     thread: int
-    learns: bool
     grad: bool
     call: Recorded
 
 
 class Calls:
-    """The calls of a pattern, a mask, or a 2:4 matrix's metadata."""
+    """The calls of a pattern, a mask, or a 2:4 matrix's metadata. What `recent` has is `known` too."""
 
     __slots__ = ("known", "recent")
 
     def __init__(self) -> None:
-        self.known: dict[
-            Hashable, Any
-        ] = {}  # Recorded; True: the key came once; False: it cannot be recorded
-        self.recent: dict[Hashable, Recent] = {}
+        # Recorded; True: the key came once; False: it cannot be recorded
+        self.known: dict[Hashable, Any] = {}
+        self.recent: dict[Hashable, tuple[Recent, ...]] = {}
 
-    def begin(self, key: Hashable, state: bool) -> None:
-        """Notes a new key. Calls that can never be repeated go, as those of a tensor that is gone, and the oldest."""
-        for more, last in list(self.recent.items()):
-            if not last.call.is_fresh():
-                self.recent.pop(more, None)
-        for old, call in list(self.known.items()):
-            if call.__class__ is Recorded and not call.is_fresh():
-                self.known.pop(old, None)
-        while len(self.known) >= LIMIT:
-            self.known.pop(next(iter(self.known)), None)
-        self.known[key] = state
+    def forget(self, key: Hashable) -> None:
+        """Of a key as of one that has not come."""
+        self.note(key, None)
+        self.known.pop(key, None)
 
-
-class Slot(NamedTuple):
-    """Where a call is kept, and the recorded call if there is one. `learns`: autograd wants a gradient of the call."""
-
-    calls: Calls
-    more: Hashable
-    key: Hashable
-    call: Recorded | None
-    learns: bool
-
-    def check_once(self, check: Callable[..., Any], *given: Any) -> None:
-        """`check(*given)`, which raises for operands that do not fit, unless a call of this key has passed it."""
-        if self.key not in self.calls.known:
-            check(*given)
-            self.calls.begin(self.key, False)
-
-    def run(self, operands: Sequence[Tensor], run: Callable[[], Any], kept: Any = None) -> Any:
-        """What `run()` returns, whose operands have been checked. A call that comes a second time is recorded.
-
-        `kept` lives as long as the recorded call: whatever its constants need beside the tensors that it launches with.
+    def note(self, key: Hashable, state: Any) -> None:
+        """Keeps what is known of a key. Calls that can never be repeated go, as those of a tensor that is gone; and of
+        LIMIT keys the oldest.
         """
-        known = self.calls.known
-        if self.call is not None:
-            output = self.call(*operands)
-            if output is not MISS:
-                self._remember(operands, self.call)
-                return output
-            if not self.call.is_fresh():
-                # Its constants are of the past: this call makes them anew, and the next is recorded.
-                known.pop(self.key, None)
-        seen = known.get(self.key)
-        if seen is None:
-            self.calls.begin(self.key, True)
-            return run()
-        if seen is not True:  # it cannot be recorded, or a hook of Triton listens now
-            return run()
-        output, made = record(run, operands, kept)
-        known[self.key] = made or False
-        if made is not None:
-            self._remember(operands, made)
-        return output
+        gone = [self.known.pop(key, None)]
+        past = [
+            old
+            for old, call in list(self.known.items())
+            if isinstance(call, Recorded) and not call.is_fresh()
+        ]
+        gone += [self.known.pop(old, None) for old in past]
+        while len(self.known) >= LIMIT:
+            gone.append(self.known.pop(next(iter(self.known)), None))
+        self.known[key] = state
+        if any(isinstance(each, Recorded) for each in gone):
+            left = {
+                more: tuple(x for x in xs if x.call not in gone) for more, xs in list(self.recent.items())
+            }
+            self.recent = {more: xs for more, xs in left.items() if xs}
 
-    def _remember(self, operands: Sequence[Tensor], call: Recorded) -> None:
+    def find_again(self, more: Hashable, operands: Sequence[Tensor], call: Recorded) -> None:
         """Has `repeat` find the call."""
-        recent = self.calls.recent
-        if GUARDS is None or _single() is False:
+        if GUARDS is None:
             return
-        if len(recent) >= LIMIT:
-            recent.clear()
         precision = _precision() if any(x.dtype is torch.float32 for x in operands) else ""
         sizes, strides = [list(x.shape) for x in operands], [list(x.stride()) for x in operands]
         like = GUARDS(*operands, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
-        recent[self.more] = Recent(like, precision, _thread(), self.learns, _grad(), call)
+        made = Recent(like, precision, _thread(), _grad(), call)
+        others = [x for x in self.recent.get(more, ()) if x.call is not call]
+        self.recent[more] = (made, *others)[:SHAPES]
+
+
+class Slot(NamedTuple):
+    """Where a call is kept. `key`: None where it must not be bound, as something watches it.
+
+    `learns`: autograd wants a gradient of the call. `kept` lives as long as the recorded call: what `more` names by id.
+    """
+
+    calls: Calls
+    more: Hashable
+    operands: Sequence[Tensor]
+    key: Hashable | None
+    learns: bool
+    kept: Any
+
+    def run(self, run: Callable[[], Any], inside: bool = False) -> Any:
+        """What `run()` returns, whose operands have been checked. A call that comes a second time is recorded.
+
+        `inside`: `run` is the inner part of a differentiable function, and may be recorded if a gradient is wanted too.
+        """
+        calls = self.calls
+        if self.key is None or (self.learns and not inside):
+            return run()
+        seen: Any = calls.known.get(self.key)
+        if self.learns and isinstance(seen, Recorded):
+            output = self.again(seen)
+            if output is not self:
+                return output
+            seen = calls.known.get(self.key)
+        if seen is None:
+            calls.note(self.key, True)
+        if seen is not True:  # it is new, it cannot be recorded, or a hook of Triton listens now
+            return run()
+        output, made = record(run, self.operands, self.kept)
+        calls.note(self.key, made or False)
+        if made is not None and not self.learns:
+            calls.find_again(self.more, self.operands, made)
+        return output
+
+    def again(self, call: Recorded) -> Any:
+        """The result of the recorded call with this slot's key, or this slot if it cannot run now."""
+        output = call(*self.operands)
+        if output is MISS:
+            if not call.is_fresh():
+                # Its constants are of the past: this call makes them anew, and the next is recorded.
+                self.calls.forget(self.key)
+            return self
+        if not self.learns:
+            self.calls.find_again(self.more, self.operands, call)
+        return output
+
+
+UNBOUND = Slot(Calls(), None, (), None, False, None)
 
 
 def _guards() -> Any:
@@ -150,39 +176,68 @@ def _precision() -> str:
 
 
 GUARDS = _guards()
-_devices: list[bool] = []
 
 
-def _single() -> bool:
-    """Whether there is one GPU, so that it is the current one."""
-    if not _devices:
-        _devices.append(torch.cuda.device_count() == 1)
-    return _devices[0]
+def repeat(calls: Calls, more: Hashable, operands: Sequence[Tensor], kept: Any = None) -> Any:
+    """The result of a call before this one with the same `more` and operands like these, run again; or a Slot.
 
-
-def repeat(calls: Calls, more: Hashable, operands: Sequence[Tensor], learns: bool = False) -> Any:
-    """The result of the last call with this `more`, run again with operands like its own; MISS if they differ.
-
-    `learns`: the call is one inside of autograd, for operands of which a gradient is wanted.
+    Not for a function that torch.compile traces.
     """
     recent = calls.recent.get(more)
-    if recent is None or _compiling() or forward_ad._current_level >= 0:
-        return MISS
-    like, precision, thread, recorded_learns, grad, call = recent
-    if precision and precision != _precision():
-        return MISS
-    if recorded_learns is not learns or grad is not _grad() or thread != _thread() or not like(*operands):
-        return MISS
-    stream = _stream(call.device)  # type: ignore[misc]
-    if stream != call.stream or (
-        stream and torch._C._cuda_isCurrentStreamCapturing()
-    ):  # none captures stream 0
-        return MISS
-    return call(*operands)
+    if recent is not None and forward_ad._current_level < 0:
+        thread, grad = _thread(), _grad()
+        for each in recent:
+            like, precision, of_thread, of_grad, call = each
+            if of_grad is not grad or of_thread != thread or not like(*operands):
+                continue
+            stream = call.stream
+            if _stream(call.device) != stream or _device() != call.device or (stream and _capturing()):
+                continue  # none captures stream 0
+            if precision and precision != _precision():
+                continue
+            output = call(*operands)
+            if output is not MISS:
+                if each is not recent[0]:
+                    calls.recent[more] = (each, *[x for x in recent if x is not each])
+                return output
+    key, learns = _key(more, operands)
+    if key is None:
+        return UNBOUND
+    slot = Slot(calls, more, operands, key, learns, kept)
+    found: Any = calls.known.get(key)
+    return slot.again(found) if isinstance(found, Recorded) and not learns else slot
 
 
-def slot(calls: Calls, more: Hashable, operands: Sequence[Tensor]) -> Slot | None:
-    """The slot of a call of `operands`; `more` is all else that it depends on. None where it must not be bound."""
+def product(a: Any, b: Any, more: Hashable, also: Sequence[Tensor] = (), plan: Any = None) -> Any:
+    """As `repeat`, for a product of a sparse matrix and a dense one, in this order or the other; UNBOUND for others.
+
+    `also`: its other tensors. `plan`: the call is one of this plan, and is kept no longer than it.
+    """
+    on_left = a.__class__ in SPARSE
+    matrix, dense = (a, b) if on_left else (b, a)
+    if matrix.__class__ not in SPARSE:
+        return UNBOUND
+    home, form, own, kept = matrix.signature()
+    if dense.__class__ in TENSORS:
+        given, turned = (*own, dense, *also), None
+    elif dense.__class__ is QuantizedTensor:
+        given, turned = (*own, dense.values, dense.scale, *also), dense.turned
+    else:
+        return UNBOUND
+    calls = home.derived("calls", Calls) if plan is None else _of_plan(home, plan)
+    return repeat(calls, (more, on_left, turned, form), given, kept)
+
+
+def _of_plan(home: Home, plan: Any) -> Calls:
+    plans: WeakKeyDictionary[Any, Calls] = home.derived("calls of plans", WeakKeyDictionary)
+    calls = plans.get(plan)
+    if calls is None:
+        calls = plans[plan] = Calls()
+    return calls
+
+
+def _key(more: Hashable, operands: Sequence[Tensor]) -> tuple[Hashable, bool]:
+    """The key of a call of `operands`, None where it must not be bound, and whether autograd wants a gradient of it."""
     if (
         _compiling()
         or torch._C._are_functorch_transforms_active()
@@ -190,64 +245,21 @@ def slot(calls: Calls, more: Hashable, operands: Sequence[Tensor]) -> Slot | Non
         or forward_ad._current_level >= 0
         or torch._C._is_any_autocast_enabled()
     ):
-        return None
+        return None, False
     facts: list[Any] = [more, _thread()]
     index, learns = -1, False
     for x in operands:
-        on = x.get_device() if x.__class__ in PLAIN else -1
+        on = x.get_device() if x.__class__ in TENSORS else -1
         if on < 0 or (index >= 0 and on != index) or x.is_neg():
-            return None
+            return None, False
         index, learns = on, learns or x.requires_grad
         try:
             facts += (x.shape, x.stride(), x.dtype, x.data_ptr() & 15)
         except RuntimeError:  # a tensor without strides or address
-            return None
+            return None, False
         if x.dtype is torch.float32:
             facts.append(_precision())
-    if index < 0 or index != torch._C._cuda_getDevice() or torch._C._cuda_isCurrentStreamCapturing():
-        return None
+    if index < 0 or index != _device() or _capturing():
+        return None, False
     learns = learns and _grad()
-    key = (*facts, index, torch._C._cuda_getCurrentRawStream(index), learns)
-    found = calls.known.get(key)
-    return Slot(calls, more, key, found if found.__class__ is Recorded else None, learns)
-
-
-def calls_of(matrix: Any) -> Calls:
-    """The calls of a sparse matrix."""
-    return matrix.home().derived("calls", Calls)
-
-
-def form(x: Any) -> tuple[Any, ...]:
-    """What a call depends on of a sparse matrix, or of an FP8 tensor, beside its home and its `tensors`.
-
-    Whoever keeps a call of this form keeps what it is `named` by. The metadata of a BSR24 is an operand, or what a call
-    makes of it watches it: a call of metadata that is gone is never repeated.
-    """
-    kind = x.__class__
-    if kind is BSR:
-        return kind, id(x.order)
-    if kind is BSR24:
-        return kind, id(x.meta)
-    if kind is Quantized:
-        return kind, x.kind, x.fast_accum, *form(x.matrix)
-    return (kind, x.turned) if kind is QuantizedTensor else (kind,)
-
-
-def named(x: Any) -> Tensor | None:
-    """The object that `form` names by its id."""
-    matrix = x.matrix if x.__class__ is Quantized else x
-    return matrix.order if matrix.__class__ is BSR else None
-
-
-def tensors(x: Any) -> tuple[Tensor, ...]:
-    """The tensors of an operand that may differ from call to call."""
-    kind = x.__class__
-    if kind in PLAIN:
-        return (x,)
-    if kind is BSR:
-        return (x.values,)
-    if kind is Quantized:
-        return x.scale, *tensors(x.matrix)
-    if kind is QuantizedTensor:
-        return x.values, x.scale
-    return (x.values, x.meta) if kind is Semi24 or kind is BSR24 else (x,)
+    return (*facts, index, _stream(index), learns), learns

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from sparsek.kernels.lang.recorder import recorder
@@ -23,7 +22,7 @@ from sparsek.matrix.pattern import BlockPattern
 from sparsek.matrix.quantized import Quantized
 from sparsek.matrix.semi24 import Semi24
 from sparsek.matrix.storage import Parts
-from sparsek.plan.operands import readable
+from sparsek.plan.operands import TENSORS, readable
 from sparsek.plan.spmm import Matrix
 
 
@@ -67,8 +66,107 @@ SPMM_SCHEMA = (
     "str activation, Tensor? other, str combine, ScalarType dtype, str? kernel) -> Tensor"
 )
 
+
+class FlatMatrix(NamedTuple):
+    """A BSR: the matrix as it is stored, and whether its transpose is meant."""
+
+    values: Tensor
+    indptr: Tensor
+    indices: Tensor
+    sizes: list[int]
+    transposed: bool
+
+    def flip(self) -> FlatMatrix:
+        """The transpose."""
+        return self._replace(transposed=not self.transposed)
+
+    def side(self, at: int) -> tuple[int, int]:
+        """Rows (0) or columns (1) of the matrix and of its blocks."""
+        at = 1 - at if self.transposed else at
+        return self.sizes[at], self.sizes[2 + at]
+
+
+class SddmmArgs(NamedTuple):
+    """The arguments of `sparsek::sddmm`."""
+
+    x: Tensor
+    y: Tensor
+    indptr: Tensor
+    indices: Tensor
+    sizes: list[int]
+    kernel: str | None
+
+
+class SpgemmArgs(NamedTuple):
+    """The arguments of `sparsek::spgemm`; those of `spgemm_dense` are these without C's pattern."""
+
+    a_values: Tensor
+    a_indptr: Tensor
+    a_indices: Tensor
+    a_sizes: list[int]
+    a_transposed: bool
+    b_values: Tensor
+    b_indptr: Tensor
+    b_indices: Tensor
+    b_sizes: list[int]
+    b_transposed: bool
+    c_indptr: Any
+    c_indices: Any
+    kernel: str | None
+
+    @classmethod
+    def dense(cls, given: Sequence[Any]) -> SpgemmArgs:
+        """Of the arguments of `spgemm_dense`."""
+        return cls._make((*given[:10], None, None, *given[10:]))
+
+    @property
+    def a(self) -> FlatMatrix:
+        return FlatMatrix(*self[:5])
+
+    @property
+    def b(self) -> FlatMatrix:
+        return FlatMatrix(*self[5:10])
+
+    @property
+    def c_sizes(self) -> list[int]:
+        """Shape and block of C."""
+        (rows, bm), (columns, bn) = self.a.side(0), self.b.side(1)
+        return [rows, columns, bm, bn]
+
+
+class SampledArgs(NamedTuple):
+    """The arguments of `sparsek::sampled`."""
+
+    x: Tensor
+    values: Tensor
+    indptr: Tensor
+    indices: Tensor
+    sizes: list[int]
+    transposed: bool
+    p_indptr: Tensor
+    p_indices: Tensor
+    p_sizes: list[int]
+    p_transposed: bool
+    kernel: str | None
+
+    @property
+    def a(self) -> FlatMatrix:
+        return FlatMatrix(*self[1:6])
+
+
+def _schema(*matrices: str) -> str:
+    kinds = "Tensor {}values, Tensor {}indptr, Tensor {}indices, SymInt[] {}sizes, bool {}transposed"
+    return ", ".join(kinds.replace("{}", name) for name in matrices)
+
+
+SPGEMM_SCHEMA = f"({_schema('a_', 'b_')}, Tensor c_indptr, Tensor c_indices, str? kernel) -> Tensor"
+SPGEMM_DENSE_SCHEMA = f"({_schema('a_', 'b_')}, str? kernel) -> Tensor"
+SAMPLED_SCHEMA = (
+    f"(Tensor x, {_schema('')}, Tensor p_indptr, Tensor p_indices, SymInt[] p_sizes, bool p_transposed, str? kernel) "
+    "-> Tensor"
+)
+
 FlatPattern = tuple[Tensor, Tensor, list[int]]
-FlatMatrix = tuple[Tensor, Tensor, Tensor, list[int], bool]
 
 # Plans are kept from call to call; the memory of a graph that torch.compile captures by itself would not outlive them.
 TAGS = tuple(tag for tag in (getattr(torch.Tag, "cudagraph_unsafe", None),) if tag is not None)
@@ -89,12 +187,13 @@ def traced() -> bool:
 
 def are_plain(*tensors: Tensor | None) -> bool:
     """None of these is of a subclass, which may look at calls op by op too."""
-    return all(x is None or type(x) in (Tensor, Parameter) for x in tensors)
+    return all(x is None or type(x) in TENSORS for x in tensors)
 
 
 def flat(a: BSR) -> FlatMatrix:
     """Values, indptr, indices and (rows, columns, bm, bk) of the matrix as it is stored; whether `a` is its `.T`."""
-    return a.values, *flat_pattern(a.pattern if a.order is None else a.pattern.T), a.order is not None
+    pattern = a.pattern if a.order is None else a.pattern.T
+    return FlatMatrix(a.values, *flat_pattern(pattern), a.order is not None)
 
 
 def flat_pattern(pattern: BlockPattern) -> FlatPattern:

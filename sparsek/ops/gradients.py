@@ -17,17 +17,19 @@ same family: cpu.spmm leads to cpu.sddmm.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from sparsek import kernels
 from sparsek.core.eager import save_for_backward
 from sparsek.core.errors import InvalidInput
 from sparsek.matrix.storage import Parts
 from sparsek.ops import transforms
-from sparsek.ops.flat import SpmmArgs
+from sparsek.ops.attention_flat import AttentionArgs
+from sparsek.ops.flat import FlatMatrix, SampledArgs, SddmmArgs, SpgemmArgs, SpmmArgs
+from sparsek.ops.planning import same_family
 from sparsek.plan.attention_operands import NO_SECOND_GRADIENT
 from sparsek.plan.operands import FP8_HAS_NO_GRADIENT, VALUES_HAVE_NO_GRADIENT
 
@@ -37,36 +39,26 @@ Gradients = tuple[Any, ...]
 TURNING = ("portable", "cpu", "reference")
 
 
-def same_family(kernel: str | None, op: str) -> str | None:
-    """The kernel for `op` of the family of `kernel`; that very kernel if it is one of `op`. None for None."""
-    if kernel is None:
-        return None
-    names = kernels.names_for(op)
-    if kernel in names:
-        return kernel
-    family = kernel.split(".", maxsplit=1)[0]
-    return next((name for name in names if name.startswith(f"{family}.")), None)
-
-
 def save_spmm(ctx: Any, inputs: Any, output: Tensor) -> None:
     """Keeps what the gradients of spmm read: A's values for B's, B for those of A, C where relu has cut. Refuses values
     that ask for a gradient and have none."""
-    args, needs = SpmmArgs(*inputs), SpmmArgs(*ctx.needs_input_grad[: len(SpmmArgs._fields)])
+    args, needs = SpmmArgs(*inputs), _needs(ctx, SpmmArgs)
     if args.scale is not None:
         raise InvalidInput(FP8_HAS_NO_GRADIENT)
     if needs.values and args.meta is not None:
         kind = "Semi24" if args.indptr is None else "BSR24"
         raise InvalidInput(VALUES_HAVE_NO_GRADIENT.format(kind=kind))
-    learns = needs.values or needs.b or (args.bias is not None and needs.bias)
-    cut = output if args.activation == "relu" and learns else None
-    matrix = (args.values, args.meta) if needs.b else (None, None)
-    save_for_backward(ctx, *matrix, args.indptr, args.indices, args.b if needs.values else None, cut)
-    none: Any = None
-    ctx.call = args._replace(values=none, meta=None, indptr=None, indices=None, b=none, bias=None, other=None)
-    ctx.b_by_columns = _by_columns(args.b)
     ctx.without = args.activation not in ("", "relu") or (
         args.other is not None and bool(args.activation or args.combine == "mul")
     )
+    ctx.b_by_columns = lies_by_columns(args.b)
+    learns = needs.values or needs.b or (args.bias is not None and needs.bias)
+    none: Any = None
+    if not needs.values:
+        args = args._replace(b=none)
+    if not needs.b:
+        args = args._replace(values=none, meta=none)
+    _save(ctx, args._replace(bias=none, other=none), output if args.activation == "relu" and learns else None)
 
 
 def of_spmm(ctx: Any, grad: Tensor) -> Gradients:
@@ -75,139 +67,140 @@ def of_spmm(ctx: Any, grad: Tensor) -> Gradients:
         raise InvalidInput(
             "torch.ops.sparsek.spmm has no gradient with this epilogue; sparsek.linear and sparsek.swiglu have one"
         )
-    values, meta, indptr, indices, b, out = ctx.saved_tensors
-    args: SpmmArgs = ctx.call
-    needs = SpmmArgs(*ctx.needs_input_grad[: len(SpmmArgs._fields)])
+    args, out = _saved(ctx, SpmmArgs)
+    needs = _needs(ctx, SpmmArgs)
+
+    def sample(x: Tensor, y: Tensor) -> Tensor:
+        lists = args.indptr, args.indices, args.sizes
+        return transforms.call("sddmm", x, y, *lists, same_family(args.kernel, "sddmm"))
+
+    def turn(dz: Tensor) -> Tensor:
+        flipped = args.parts._replace(transposed=not args.transposed)
+        return _spmm(flipped, dz, ctx.b_by_columns, args.kernel, args.alpha)
+
+    if args.by_columns:
+        grad, out = grad.mT, None if out is None else out.mT
+    wanted = needs.values, needs.b, needs.bias, needs.other
+    found = of_product(wanted, grad, args.b, out, args.transposed, args.alpha, sample, turn)
+    return _named(SpmmArgs, **dict(zip(("values", "b", "bias", "other"), found, strict=True)))
+
+
+def of_product(
+    needs: Sequence[Any],
+    grad: Tensor,
+    b: Tensor | None,
+    out: Tensor | None,
+    transposed: bool,
+    alpha: float,
+    sample: Callable[[Tensor, Tensor], Tensor],
+    turn: Callable[[Tensor], Tensor],
+) -> tuple[Tensor | None, ...]:
+    """The gradients of values, B, bias and other in C = act(alpha A B + bias) + other, those that it `needs`.
+
+    `out`: C, where relu has cut; it lies as `grad` does. `transposed`: A is the transpose of what is stored.
+    sample(X, Y): the values of X Y at A's stored blocks. turn(dZ): alpha A^T dZ, as the caller wants it.
+    """
+    of_values = of_b = of_bias = None
     dz = grad if out is None else torch.where(out <= 0, 0, grad)
-    dz, grad = (dz.mT, grad.mT) if args.by_columns else (dz, grad)
-    found: dict[str, Any] = dict.fromkeys(SpmmArgs._fields)
-    if b is not None:
-        left, right = (_joined(b), _joined(dz)) if args.transposed else (_joined(dz), _joined(b))
-        kernel = same_family(args.kernel, "sddmm")
-        made = transforms.call("sddmm", left, right.mT, indptr, indices, args.sizes, kernel)
-        found["values"] = made if args.alpha == 1 else made * args.alpha
-    if needs.b:
-        flipped = args.parts._replace(
-            values=values, meta=meta, indptr=indptr, indices=indices, transposed=not args.transposed
-        )
-        found["b"] = _spmm(flipped, dz, ctx.b_by_columns, args.kernel, args.alpha)
-    if needs.bias:
-        found["bias"] = dz.sum([dim for dim in range(dz.ndim) if dim != dz.ndim - 2])
-    if needs.other:
-        found["other"] = grad
-    return tuple(found.values())
+    if needs[0]:
+        assert b is not None
+        left, right = (_joined(b), _joined(dz)) if transposed else (_joined(dz), _joined(b))
+        of_values = sample(left, right.mT)
+        of_values = of_values if alpha == 1 else of_values * alpha
+    if needs[1]:
+        of_b = turn(dz)
+    if needs[2]:
+        of_bias = dz.sum(1 if dz.ndim == 2 else [dim for dim in range(dz.ndim) if dim != dz.ndim - 2])
+    return of_values, of_b, of_bias, grad if needs[3] else None
 
 
 def save_sddmm(ctx: Any, inputs: Any, output: Tensor) -> None:
     """Keeps X for the gradient of Y and Y for that of X."""
-    x, y, indptr, indices, sizes, kernel = inputs
-    of_x, of_y, *_ = ctx.needs_input_grad
-    save_for_backward(ctx, indptr, indices, x if of_y else None, y if of_x else None)
-    ctx.call = sizes, kernel
-    ctx.by_columns = _by_columns(x), _by_columns(y)
+    args, needs, none = SddmmArgs(*inputs), _needs(ctx, SddmmArgs), cast(Any, None)
+    ctx.by_columns = lies_by_columns(args.x), lies_by_columns(args.y)
+    _save(ctx, args._replace(x=args.x if needs.y else none, y=args.y if needs.x else none))
 
 
 def of_sddmm(ctx: Any, grad: Tensor) -> Gradients:
     """The gradients of X and Y."""
-    indptr, indices, x, y = ctx.saved_tensors
-    sizes, kernel = ctx.call
-    x_by_columns, y_by_columns = ctx.by_columns
-    grad = inside(grad, indptr, indices, sizes)
+    args, _ = _saved(ctx, SddmmArgs)
+    lists = args.indptr, args.indices, args.sizes
+    a = Parts(inside(grad, *lists), None, None, *lists, "", False, False)
     of_x = of_y = None
-    if y is not None:
-        a = Parts(grad, None, None, indptr, indices, sizes, "", False, False)
-        of_x = _spmm(a, y.mT, x_by_columns, kernel)
-    if x is not None:
-        a = Parts(grad, None, None, indptr, indices, sizes, "", False, True)
-        of_y = _spmm(a, x, not y_by_columns, kernel).mT
-    return of_x, of_y, *[None] * 4
+    if args.y is not None:
+        of_x = _spmm(a, args.y.mT, ctx.by_columns[0], args.kernel)
+    if args.x is not None:
+        of_y = _spmm(a._replace(transposed=True), args.x, not ctx.by_columns[1], args.kernel).mT
+    return _named(SddmmArgs, x=of_x, y=of_y)
 
 
 def save_spgemm(ctx: Any, inputs: Any, output: Tensor) -> None:
     """Keeps A's values for the gradient of B's and the other way round, and the three patterns."""
-    a, b, c, kernel = inputs[:5], inputs[5:10], inputs[10:12], inputs[12]
-    _save_two(ctx, a, b, c)
-    ctx.call = a[3], a[4], b[3], b[4], kernel
+    dense = len(inputs) < len(SpgemmArgs._fields)
+    args, none = SpgemmArgs.dense(inputs) if dense else SpgemmArgs(*inputs), cast(Any, None)
+    of_a, of_b = ctx.needs_input_grad[0], ctx.needs_input_grad[5]
+    a_values, b_values = args.a_values if of_b else none, args.b_values if of_a else none
+    _save(ctx, args._replace(a_values=a_values, b_values=b_values))
 
 
 def of_spgemm(ctx: Any, grad: Tensor) -> Gradients:
-    """The gradients of the values of A and of B."""
-    *two, c_indptr, c_indices = ctx.saved_tensors
-    a_sizes, a_transposed, b_sizes, b_transposed, kernel = ctx.call
-    a, b = (*two[:3], a_sizes, a_transposed), (*two[3:], b_sizes, b_transposed)
-    c_sizes = _sizes_of_product(a, b)
-    c = inside(grad, c_indptr, c_indices, c_sizes), c_indptr, c_indices, c_sizes, False
+    """The gradients of the values of A and of B; of a C in BSR, or of a dense one, whose gradient is dense too."""
+    args, _ = _saved(ctx, SpgemmArgs)
+    a, b, kernel, dense = args.a, args.b, args.kernel, args.c_indptr is None
     of_a = of_b = None
-    if b[0] is not None:
-        of_a = _at(c, _flip(b), a[1:], kernel)
-    if a[0] is not None:
-        of_b = _at(_flip(a), c, b[1:], kernel)
-    return of_a, *[None] * 4, of_b, *[None] * 7
-
-
-def save_spgemm_dense(ctx: Any, inputs: Any, output: Tensor) -> None:
-    """As `save_spgemm`."""
-    a, b, kernel = inputs[:5], inputs[5:10], inputs[10]
-    _save_two(ctx, a, b, ())
-    ctx.call = a[3], a[4], b[3], b[4], kernel
-
-
-def of_spgemm_dense(ctx: Any, grad: Tensor) -> Gradients:
-    """The gradients of the values of A and of B, from a dense gradient of C."""
-    two = ctx.saved_tensors
-    a_sizes, a_transposed, b_sizes, b_transposed, kernel = ctx.call
-    a, b = (*two[:3], a_sizes, a_transposed), (*two[3:], b_sizes, b_transposed)
-    of_a = of_b = None
-    if b[0] is not None:
-        of_a = _dense_at(grad, _flip(b), a[1:], kernel)
-    if a[0] is not None:
-        of_b = _dense_at(grad.mT, a, _flip(b)[1:], kernel)
-    return of_a, *[None] * 4, of_b, *[None] * 5
+    if dense:
+        of_a = None if b.values is None else _dense_at(grad, b.flip(), a, kernel)
+        of_b = None if a.values is None else _dense_at(grad.mT, a, b.flip(), kernel)
+        return of_a, *[None] * 4, of_b, *[None] * 5
+    lists = args.c_indptr, args.c_indices, args.c_sizes
+    c = FlatMatrix(inside(grad, *lists), *lists, False)
+    of_a = None if b.values is None else _at(c, b.flip(), a, kernel)
+    of_b = None if a.values is None else _at(a.flip(), c, b, kernel)
+    return _named(SpgemmArgs, a_values=of_a, b_values=of_b)
 
 
 def save_sampled(ctx: Any, inputs: Any, output: Tensor) -> None:
     """Keeps X for the gradient of A's values and these for that of X, and both patterns."""
-    x, a, p, kernel = inputs[0], inputs[1:6], inputs[6:10], inputs[10]
-    of_x, of_a = ctx.needs_input_grad[:2]
-    save_for_backward(ctx, x if of_a else None, a[0] if of_x else None, *a[1:3], *p[:2])
-    ctx.call = a[3], a[4], p[2], p[3], kernel
+    args, needs, none = SampledArgs(*inputs), _needs(ctx, SampledArgs), cast(Any, None)
+    x, values = args.x if needs.values else none, args.values if needs.x else none
+    _save(ctx, args._replace(x=x, values=values))
 
 
 def of_sampled(ctx: Any, grad: Tensor) -> Gradients:
     """S = (X A) at P, with A in BSR and X read where it matters: the gradients of X, dense, and of A's values."""
-    x, values, a_indptr, a_indices, p_indptr, p_indices = ctx.saved_tensors
-    a_sizes, a_transposed, p_sizes, p_transposed, kernel = ctx.call
-    s = inside(grad, p_indptr, p_indices, p_sizes), p_indptr, p_indices, p_sizes, p_transposed
-    a = values, a_indptr, a_indices, a_sizes, a_transposed
-    of_x = of_a = None
-    if values is not None:
-        of_x = transforms.call("spgemm_dense", *s, *_flip(a), kernel)
-    if x is not None:
-        of_a = _dense_at(x.mT, s, a[1:], kernel)
-    return of_x, of_a, *[None] * 9
+    args, _ = _saved(ctx, SampledArgs)
+    lists = args.p_indptr, args.p_indices, args.p_sizes
+    s = FlatMatrix(inside(grad, *lists), *lists, args.p_transposed)
+    of_x = of_values = None
+    if args.values is not None:
+        of_x = transforms.call("spgemm_dense", *s, *args.a.flip(), args.kernel)
+    if args.x is not None:
+        of_values = _dense_at(args.x.mT, s, args.a, args.kernel)
+    return _named(SampledArgs, x=of_x, values=of_values)
 
 
 def save_attention(ctx: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
     """Keeps q, k, v, the mask's tensors, and out and lse, from which the weights are computed again."""
-    q, k, v, mask, numbers, scale, return_lse, kernel, deterministic = inputs
-    save_for_backward(ctx, q, k, v, *output, *mask)
+    args, none = AttentionArgs(*inputs), cast(Any, None)
+    save_for_backward(ctx, *args[:3], *output, *args.mask)
     ctx.set_materialize_grads(False)
-    ctx.call = numbers, scale, deterministic, kernel, return_lse
+    ctx.call = args._replace(q=none, k=none, v=none, mask=none)
 
 
 def of_attention(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> Gradients:
     """The gradients of q, k and v. One that is not wanted costs no less, since they share their products."""
-    numbers, scale, deterministic, kernel, with_lse = ctx.call
-    if not with_lse:
+    args: AttentionArgs = ctx.call
+    if not args.return_lse:
         raise InvalidInput("gradients need lse; call torch.ops.sparsek.attention with return_lse=True")
     q, k, v, out, lse, *mask = ctx.saved_tensors
     grad = torch.zeros_like(out) if grad is None else grad
-    args = mask, numbers, scale, deterministic, same_family(kernel, "attention_backward")
-    found = torch.ops.sparsek.attention_backward(q, k, v, out, lse, grad, grad_lse, *args)
+    kernel = same_family(args.kernel, "attention_backward")
+    settings = mask, args.numbers, args.scale, args.deterministic, kernel
+    found = torch.ops.sparsek.attention_backward(q, k, v, out, lse, grad, grad_lse, *settings)
     wanted = [x if needed else None for x, needed in zip(found, ctx.needs_input_grad, strict=False)]
     # torch wants the structure of the inputs, where a list of tensors has elements and any other list has none.
     listed = all(isinstance(x, Tensor) for x in mask)
-    return *wanted, [None] * len(mask) if listed else None, None if numbers else [], *[None] * 4
+    return *wanted, [None] * len(mask) if listed else None, None if args.numbers else [], *[None] * 4
 
 
 def of_attention_backward(ctx: Any, *grads: Tensor) -> Gradients:
@@ -217,48 +210,54 @@ def of_attention_backward(ctx: Any, *grads: Tensor) -> Gradients:
 
 def _spmm(a: Parts, b: Tensor, by_columns: bool, kernel: str | None, alpha: float = 1.0) -> Tensor:
     """alpha * A @ B as an op, C written by columns or by rows."""
-    if a.meta is None:
-        kernel = same_family(kernel, "spmm")
-    elif kernel is not None and kernel.split(".")[0] not in TURNING:
-        kernel = None
+    kernel = turning(kernel, a.meta is not None)
     args = SpmmArgs(*a, b, None, by_columns, alpha, None, "", None, "add", b.dtype, kernel)
     c = transforms.call("spmm", *args)
     return c.mT if by_columns else c
 
 
-def _at(x: Any, y: Any, p: Any, kernel: str | None) -> Tensor:
+def turning(kernel: str | None, two_four: bool) -> str | None:
+    """The kernel that multiplies by the transpose, where `kernel` was named for the product."""
+    if not two_four:
+        return same_family(kernel, "spmm")
+    return kernel if kernel is None or kernel.split(".")[0] in TURNING else None
+
+
+def _at(x: FlatMatrix, y: FlatMatrix, p: FlatMatrix, kernel: str | None) -> Tensor:
     """X Y, both BSR, at the blocks of P, in the order in which P's values are stored."""
-    indptr, indices, _, transposed = p
-    if transposed:  # V^T = X Y at P, so V = Y^T X^T
-        x, y = _flip(y), _flip(x)
-    return transforms.call("spgemm", *x, *y, indptr, indices, kernel)
+    if p.transposed:  # V^T = X Y at P, so V = Y^T X^T
+        x, y = y.flip(), x.flip()
+    return transforms.call("spgemm", *x, *y, p.indptr, p.indices, kernel)
 
 
-def _dense_at(x: Tensor, a: Any, p: Any, kernel: str | None) -> Tensor:
+def _dense_at(x: Tensor, a: FlatMatrix, p: FlatMatrix, kernel: str | None) -> Tensor:
     """X A, X dense and A in BSR, at the blocks of P, in the order in which P's values are stored."""
-    return transforms.call("sampled", x, *a, *p, kernel)
+    return transforms.call("sampled", x, *a, *p[1:], kernel)
 
 
-def _save_two(ctx: Any, a: Any, b: Any, more: Any) -> None:
-    of_a, of_b = ctx.needs_input_grad[0], ctx.needs_input_grad[5]
-    save_for_backward(ctx, a[0] if of_b else None, *a[1:3], b[0] if of_a else None, *b[1:3], *more)
+Args = TypeVar("Args", bound=tuple[Any, ...])
 
 
-def _flip(a: Any) -> Any:
-    *parts, transposed = a
-    return (*parts, not transposed)
+def _save(ctx: Any, args: tuple[Any, ...], *more: Tensor | None) -> None:
+    """Keeps an op's arguments for `_saved`, and one tensor more."""
+    save_for_backward(ctx, *[x if isinstance(x, Tensor) else None for x in args], *more)
+    ctx.rest = [None if isinstance(x, Tensor) else x for x in args]
 
 
-def _sizes_of_product(a: Any, b: Any) -> list[int]:
-    """Shape and block of A B."""
-    (rows, bm), (columns, bn) = _sides(a, 0), _sides(b, 1)
-    return [rows, columns, bm, bn]
+def _saved(ctx: Any, kind: type[Args]) -> tuple[Args, Tensor | None]:
+    saved, rest = ctx.saved_tensors, ctx.rest
+    both = [x if tensor is None else tensor for tensor, x in zip(saved, rest, strict=False)]
+    return kind(*both), saved[len(rest)] if len(saved) > len(rest) else None
 
 
-def _sides(a: Any, side: int) -> tuple[int, int]:
-    sizes, transposed = a[3:]
-    side = 1 - side if transposed else side
-    return sizes[side], sizes[2 + side]
+def _needs(ctx: Any, kind: type[Args]) -> Args:
+    """Which of an op's arguments need a gradient."""
+    return kind(*ctx.needs_input_grad[: len(kind._fields)])  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _named(kind: Any, **found: Tensor | None) -> Gradients:
+    """Gradients by the names of an op's arguments; the others have none."""
+    return tuple(found.get(name) for name in kind._fields)
 
 
 def inside(values: Tensor, indptr: Tensor, indices: Tensor, sizes: Any) -> Tensor:
@@ -276,7 +275,7 @@ def inside(values: Tensor, indptr: Tensor, indices: Tensor, sizes: Any) -> Tenso
     return values
 
 
-def _by_columns(x: Tensor) -> bool:
+def lies_by_columns(x: Tensor) -> bool:
     """True for the transpose view of a matrix with contiguous rows; a gradient then lies so too."""
     return x.stride(-2) == 1 and x.stride(-1) != 1
 

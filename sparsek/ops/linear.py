@@ -5,6 +5,7 @@ x @ W.T is (W @ x.T).T: spmm with an epilogue, whose C is written by columns.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -22,9 +23,10 @@ from sparsek.matrix.quantized import Quantized
 from sparsek.matrix.semi24 import Semi24
 from sparsek.ops import bound, flat, transforms
 from sparsek.ops.autocast import autocasts, follow_autocast_fp8
-from sparsek.ops.spmm import SPMM, Learned, multiply
+from sparsek.ops.bound import Slot
+from sparsek.ops.spmm import SPMM, How, Multiplied, multiply
 from sparsek.plan import operands
-from sparsek.plan.spmm import E4M3, Product, SpmmPlan, dtype_of, tokens
+from sparsek.plan.spmm import E4M3, Product, SpmmPlan, dtype_of
 from sparsek.reference.epilogue import ACTIVATIONS, PLAIN, Epilogue
 
 Weight = BSR | Semi24 | BSR24 | Quantized
@@ -67,58 +69,50 @@ def linear(
         dtype, x, W, bias, residual = follow_autocast_fp8(dtype, x, W, bias, residual)
     if kernel is not None:
         arguments.text("kernel", kernel)
-    slot, given = None, ()
+    slot = bound.UNBOUND
     # Under torch.compile nothing is bound, and nothing of this is traced.
-    known = (
+    if (
         not torch.compiler.is_compiling()
         and activation.__class__ in (str, type(None))
         and (dtype is None or dtype.__class__ is torch.dtype)
-    )
-    if known and W.__class__ in bound.SPARSE and x.__class__ in bound.DENSE:
-        also = (
-            () if bias is None and residual is None else tuple(t for t in (bias, residual) if t is not None)
-        )
-        given = (*bound.tensors(W), *bound.tensors(x), *also)
-        form = (*bound.form(W), *bound.form(x))
-        more = "linear", *form, bias is None, residual is None, activation, kernel, dtype
-        calls = bound.calls_of(W)
-        y = bound.repeat(calls, more, given)
-        if y is not bound.MISS:
-            return y
-        slot = bound.slot(calls, more, given)
-    if slot is not None and slot.learns and dtype is None and _is_simple(x, W, activation, residual, kernel):
-        slot.check_once(operands.check_linear, x, W, bias, activation, residual)
-        assert isinstance(x, Tensor)
-        rows, bias = tokens(x), _in_rows(bias)
-        y = Learned.apply(W.values, rows, bias, W, "layer", lambda: linear(rows, W, bias))
-        y = ACTIVATIONS[activation](y) if activation else y
-        return y if x.ndim == 2 else y.view(*x.shape[:-1], W.shape[0])
-    operands.check_linear(x, W, bias, activation, residual)
+    ):
+        also = () if bias is None and residual is None else [t for t in (bias, residual) if t is not None]
+        more = "linear", bias is None, residual is None, activation, kernel, dtype
+        slot = bound.product(W, x, more, also)
+        if slot.__class__ is not Slot:
+            return slot
+    if slot is bound.UNBOUND or not slot.learns:
+        operands.check_linear(x, W, bias, activation, residual)
     if isinstance(W, Tensor):
         return _dense(x, W, bias, activation, residual, kernel, dtype)
-    dtype_of(W, x, dtype)  # InvalidInput for a dtype that C cannot have
     rows = _in_rows(bias), _in_rows(residual)
-    if rows[0] is not bias or rows[1] is not residual:
-        slot = None  # recorded, a copy that was made before the launch would be a constant of the call
+    if not slot.learns and (rows[0] is not bias or rows[1] is not residual):
+        slot = (
+            bound.UNBOUND
+        )  # recorded, a copy that was made before the launch would be a constant of the call
     bias, residual = rows
-    act, learns = activation or "", not isinstance(W, Quantized)
-    wanted = act != "" and learns and _wanted(x, W.values, bias, residual)
-    cut, apart = wanted and act != "relu", wanted
-    epilogue = Epilogue(bias=bias, activation="" if cut else act, other=None if apart else residual)
+    act = activation or ""
+    # Gradients of an epilogue are torch's: it applies what they do not go through.
+    apart = act != "" and not isinstance(W, Quantized) and _wanted(x, W.values, bias, residual)
+    cut = apart and act != "relu"
+    inside, beside = (None if cut else activation), (None if apart else residual)
+    if slot.learns and isinstance(x, Tensor) and not isinstance(W, Quantized):
+        how = How(True, False, 1.0, inside == "relu", kernel)
+        again = functools.partial(linear, x, W, bias, inside, beside, kernel=kernel, dtype=dtype)
+        y = Multiplied.apply(W.values, x, bias, beside, W, how, again)
+    else:
+        call = _layer(x, W, Epilogue(bias=bias, activation=inside or "", other=beside), dtype)
 
-    def run() -> Tensor:
-        y = _product(x, W, epilogue, kernel, dtype)
-        return y if x.ndim == 2 else y.view(*x.shape[:-1], W.shape[0])
+        def run() -> Tensor:
+            y = multiply(call, kernel)
+            return y if x.ndim == 2 else y.view(*x.shape[:-1], W.shape[0])
 
-    if not wanted:
-        return run() if slot is None or slot.learns else slot.run(given, run, bound.named(W))
-    y = _product(x, W, epilogue, kernel, dtype)
-    with dtypes.as_given(x.device):
-        if cut:
-            y = ACTIVATIONS[act](y)
-        if residual is not None and apart:
-            y = y + tokens(residual)
-    return y if x.ndim == 2 else y.view(*x.shape[:-1], W.shape[0])
+        y = slot.run(run)
+    if apart:
+        with dtypes.as_given(x.device):
+            y = ACTIVATIONS[act](y) if cut else y
+            y = y if residual is None else y + residual
+    return y
 
 
 def swiglu(x: Tensor | QuantizedTensor, W_gate: Weight, W_up: Weight, *, kernel: str | None = None) -> Tensor:
@@ -154,14 +148,14 @@ def swiglu(x: Tensor | QuantizedTensor, W_gate: Weight, W_up: Weight, *, kernel:
                 raise InvalidInput(operands.FP8_HAS_NO_GRADIENT)
             x = quantize_dense(x, E4M3, "row", check=False)
     if dtype is None and _wanted(x, W_gate.values, W_up.values):
-        gate, up = (_product(x, w, PLAIN, kernel) for w in (W_gate, W_up))
+        gate, up = (multiply(_layer(x, w, PLAIN), kernel) for w in (W_gate, W_up))
         with dtypes.as_given(x.device):
             y = functional.silu(gate) * up
     else:
-        gate = _product(x, W_gate, Epilogue(activation="silu"), kernel, dtype)
-        epilogue = Epilogue(other=gate, combine="mul")
-        out = gate if dtype is None and not flat.traced() else None
-        y = _product(x, W_up, epilogue, kernel, dtype, out)
+        gate = multiply(_layer(x, W_gate, Epilogue(activation="silu"), dtype), kernel)
+        call = _layer(x, W_up, Epilogue(other=gate, combine="mul"), dtype)
+        in_place = dtype is None and not flat.traced()
+        y = multiply(call._replace(out=gate.mT) if in_place else call, kernel)
     return y if x.ndim == 2 else y.view(*x.shape[:-1], W_up.shape[0])
 
 
@@ -181,29 +175,16 @@ def plan_layer(
     """
     operands.check_given(epilogue)
     operands.check_layer(x, W)
-    call = Product.layer(x, W, epilogue, dtype)
-    call.check_epilogue()
-    return replace(SPMM.plan(call, kernel, config, device), layer=True, bound=bound)
+    return replace(SPMM.plan(_layer(x, W, epilogue, dtype), kernel, config, device), layer=True)
 
 
-def _product(
-    x: Tensor | QuantizedTensor,
-    w: Weight,
-    epilogue: Epilogue,
-    kernel: str | None,
-    dtype: torch.dtype | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
-    """x @ W.T as [T, N], written to `out` [T, N] if there is one. `epilogue` is about [..., N]."""
+def _layer(
+    x: Tensor | QuantizedTensor, w: Weight, epilogue: Epilogue, dtype: torch.dtype | None = None
+) -> Product:
+    """x @ W.T as [T, N], checked. `epilogue` is about [..., N]."""
     call = Product.layer(x, w, epilogue, dtype)
     call.check_epilogue()
-    return multiply(call if out is None else call._replace(out=out.mT), kernel)
-
-
-def _is_simple(x: Any, w: Any, activation: str | None, residual: Any, kernel: str | None) -> bool:
-    """The gradients are those of the product alone: torch differentiates what follows."""
-    plain = residual is None and kernel is None and activation != "relu"
-    return plain and isinstance(w, BSR) and isinstance(x, Tensor) and x.ndim > 1 and x.stride(-1) == 1
+    return call
 
 
 def _wanted(*tensors: Any) -> bool:
@@ -237,3 +218,7 @@ def _dense(
     with dtypes.as_given(x.device):
         y = ACTIVATIONS[activation or ""](functional.linear(x, w, bias))
         return y if residual is None else y + residual
+
+
+for kind in (BSR, Semi24, BSR24, Quantized):
+    kind.register_linear(linear)

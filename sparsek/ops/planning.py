@@ -19,6 +19,7 @@ from sparsek.plan.spgemm import Matcher
 # A choice costs the host some 100 us. It depends on the problem alone, so the masks and patterns that pose the same
 # problem share it.
 REMEMBERED = 1024
+OTHER_PASS = {"attention": "attention_backward", "attention_backward": "attention"}
 
 
 def choose(p: Problem, only: str | None = None, config: Any = None) -> Choice:
@@ -41,9 +42,26 @@ def matcher(device: torch.device) -> Matcher:
     return match
 
 
+def same_family(kernel: str | None, op: str) -> str | None:
+    """The kernel for `op` of the family of `kernel`; that very kernel if it is one of `op`. None for None."""
+    if kernel is None:
+        return None
+    names = kernels.names_for(op)
+    if kernel in names:
+        return kernel
+    family = kernel.split(".", maxsplit=1)[0]
+    return next((name for name in names if name.startswith(f"{family}.")), None)
+
+
 def _decide(p: Problem, only: str | None, config: Any = None) -> Choice:
     names = kernels.names_for(p.op, p.a.kind if isinstance(p, SpmmProblem) else None)
     if only is not None and only not in names:
+        other = OTHER_PASS.get(p.op)
+        if other is not None and only in kernels.names_for(other):
+            raise InvalidInput(
+                f"no kernel of {p.op} is called {only!r}, which is one of {other}; that of its family is "
+                f"{same_family(only, p.op)!r}"
+            )
         if only not in kernels.names_for(p.op):
             raise InvalidInput(f"no kernel of {p.op} is called {shown(only)}; known: {', '.join(names)}")
         names = (*names, only)  # of another storage: it says so itself

@@ -13,12 +13,14 @@ from sparsek.matrix.bsr import BSR
 from sparsek.matrix.pattern import BlockPattern
 from sparsek.ops import bound, flat, gradients, transforms
 from sparsek.ops.autocast import autocasts, follow_autocast
+from sparsek.ops.bound import Slot
 from sparsek.ops.planning import choose
 from sparsek.plan import operands
+from sparsek.plan.op import Operation
 from sparsek.plan.plan import check_plan
-from sparsek.plan.sddmm import Sampled, Sampling, SddmmPlan
+from sparsek.plan.sddmm import Sampled, SddmmPlan
 
-SDDMM = Sampling(choose)
+SDDMM = Operation(SddmmPlan, choose)
 
 
 def sddmm(
@@ -55,17 +57,7 @@ def sddmm(
         return plan(X, Y, pattern)
     if kernel is not None:
         arguments.text("kernel", kernel)
-    operands.check_sddmm(X, Y, pattern)
-    transforms.check(X, Y)
-    learns = operands.wants_gradient(X, Y)
-    if flat.traced() or (learns and not flat.are_plain(X, Y)):
-        transforms.check_untransformed(pattern)
-        values = transforms.call("sddmm", X, Y, *flat.flat_pattern(pattern), kernel)
-    elif learns:
-        values = Sddmm.apply(X, Y, *flat.flat_pattern(pattern), kernel, pattern)
-    else:
-        values = _run(X, Y, pattern, kernel)
-    return BSR.unchecked(pattern, values)
+    return BSR.unchecked(pattern, sampled(X, Y, pattern, kernel))
 
 
 def plan_sddmm(
@@ -88,17 +80,33 @@ def plan_sddmm(
     return SDDMM.plan(Sampled(X, Y, pattern), kernel, config, device)
 
 
+def sampled(x: Tensor, y: Tensor, pattern: BlockPattern, kernel: str | None) -> Tensor:
+    """The values of X @ Y at the blocks of a pattern, with gradients."""
+    slot = bound.UNBOUND
+    if not torch.compiler.is_compiling() and pattern.__class__ is BlockPattern:
+        slot = _repeat(x, y, pattern, kernel)
+        if slot.__class__ is not Slot:
+            return slot
+    if not slot.learns:
+        operands.check_sddmm(x, y, pattern)
+        transforms.check(x, y)
+    learns = operands.wants_gradient(x, y)
+    if flat.traced() or (learns and not flat.are_plain(x, y)):
+        transforms.check_untransformed(pattern)
+        return transforms.call("sddmm", x, y, *flat.flat_pattern(pattern), kernel)
+    if learns:
+        return Sddmm.apply(x, y, *flat.flat_pattern(pattern), kernel, pattern)
+    return slot.run(lambda: SDDMM.run(Sampled(x, y, pattern), kernel))
+
+
+def _repeat(x: Tensor, y: Tensor, pattern: BlockPattern, kernel: str | None) -> Any:
+    return bound.repeat(pattern.derived("calls", bound.Calls), ("sddmm", kernel), (x, y))
+
+
 def _run(x: Tensor, y: Tensor, pattern: BlockPattern, kernel: str | None) -> Tensor:
-    calls, more = pattern.derived("calls", bound.Calls), ("sddmm", kernel)
-    values = bound.repeat(calls, more, (x, y))
-    if values is not bound.MISS:
-        return values
-    slot = bound.slot(calls, more, (x, y))
-
-    def planned() -> Tensor:
-        return SDDMM.run(Sampled(x, y, pattern), kernel)
-
-    return planned() if slot is None else slot.run((x, y), planned)
+    """The values, without autograd, of operands that have been checked; bound where it may be."""
+    slot = _repeat(x, y, pattern, kernel)
+    return slot.run(lambda: SDDMM.run(Sampled(x, y, pattern), kernel)) if slot.__class__ is Slot else slot
 
 
 @torch.library.custom_op("sparsek::sddmm", mutates_args=(), tags=flat.TAGS)
@@ -130,7 +138,7 @@ class Sddmm(torch.autograd.Function):
     def forward(ctx: Any, *given: Any) -> Tensor:
         *args, pattern = given
         x, y, *_, kernel = args
-        values = _run(x, y, pattern, kernel)
+        values = sampled(x, y, pattern, kernel)
         gradients.save_sddmm(ctx, args, values)
         return values
 

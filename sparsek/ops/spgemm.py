@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Sequence
 from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
-from sparsek.core import arguments, dtypes
-from sparsek.core import device as devices
+from sparsek.core import arguments
 from sparsek.core.eager import untransformed
 from sparsek.core.errors import InvalidInput
-from sparsek.core.streams import Ready, captured
+from sparsek.core.streams import captured
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.pattern import BlockPattern
-from sparsek.ops import flat, gradients, transforms
+from sparsek.ops import bound, flat, gradients, transforms
 from sparsek.ops.autocast import autocasts, follow_autocast
+from sparsek.ops.bound import Slot
+from sparsek.ops.flat import SampledArgs, SpgemmArgs
 from sparsek.ops.planning import choose, matcher
 from sparsek.ops.spmm import spmm
 from sparsek.plan import operands
-from sparsek.plan.matches import Matches
+from sparsek.plan.op import Operation
 from sparsek.plan.plan import check_plan
-from sparsek.plan.problem import SpgemmProblem
-from sparsek.plan.spgemm import Kept, MatchCache, SpgemmPlan
+from sparsek.plan.spgemm import Kept, MatchCache, Pair, SpgemmPlan
+
+SPGEMM = Operation(SpgemmPlan, choose)
 
 
 @overload
@@ -79,9 +79,17 @@ def spgemm(
         return plan(A, B)
     if kernel is not None:
         arguments.text("kernel", kernel)
+    compiling = torch.compiler.is_compiling()
+    if not compiling and A.__class__ is B.__class__ is BSR:
+        at = out if isinstance(out, BlockPattern) else None
+        kept = A.pattern.derived("matches", MatchCache).find(B.pattern, at)
+        if kept is not None and (at is not None or (isinstance(out, str) and out in ("dense", "bsr"))):
+            call = Pair(A, B, kept.matches, at is None and out == "dense", kept.home)
+            c = _repeat(call, kernel)
+            if c.__class__ is not Slot:
+                return call.seen(c)
     operands.check_spgemm(A, B, out)
     transforms.check(A.values, B.values)
-    compiling = torch.compiler.is_compiling()
     if compiling or transforms.active() or operands.wants_gradient(A.values, B.values):
         transforms.check_untransformed(A, B)
         both = *flat.flat(A), *flat.flat(B)
@@ -93,11 +101,11 @@ def spgemm(
                     'out="bsr" does not go through torch.compile, as the number of blocks depends on the patterns; '
                     'make the pattern outside, spgemm(A, B, "bsr").pattern, and hand it over as out='
                 )
-            out = untransformed(lambda: _matched(A, B, None)).matches.pattern
+            out = untransformed(lambda: _matched(A.pattern, B.pattern, None)).matches.pattern
         indptr, indices, _ = flat.flat_pattern(out)
         return BSR.unchecked(out, transforms.call("spgemm", *both, indptr, indices, kernel))
-    found = _cached_plan(A, B, out, kernel)
-    return found.result(found.run(A, B))
+    call = _pair(A, B, out)
+    return call.seen(_run(call, kernel))
 
 
 def plan_spgemm(
@@ -118,9 +126,7 @@ def plan_spgemm(
     """
     transforms.refuse("plan_spgemm")
     operands.check_spgemm(A, B, out)
-    matches = _matched(A, B, out if isinstance(out, BlockPattern) else None).matches
-    p = _problem(A, B, matches, out == "dense", device)
-    return _make_plan(A, B, matches, p, kernel, config, ready=device is None)
+    return SPGEMM.plan(_pair(A, B, out), kernel, config, device)
 
 
 def _check_plan(plan: Any, out: str | BlockPattern, kernel: str | None) -> None:
@@ -135,62 +141,28 @@ def _check_plan(plan: Any, out: str | BlockPattern, kernel: str | None) -> None:
         )
 
 
-def _make_plan(
-    a: BSR, b: BSR, matches: Matches, p: SpgemmProblem, kernel: str | None, config: Any, ready: bool
-) -> SpgemmPlan:
-    choice = choose(p, kernel, config)
-    work = choice.kernel.prepare(p, choice.config, matches) if ready else None
-    if ready and hasattr(choice.kernel, "place"):
-        choice.kernel.place(work, a, b, matches)
-    made = Ready.here(a.device) if ready else None
-    return SpgemmPlan(p, choice, work, ready, matches, weakref.ref(a.pattern), weakref.ref(b.pattern), made)
+def _matched(a: BlockPattern, b: BlockPattern, wanted: Any) -> Kept:
+    """The matches of both patterns, at those blocks of C that `wanted` has if it is a pattern."""
+    at = wanted if isinstance(wanted, BlockPattern) else None
+    return a.derived("matches", MatchCache).get(a, b, at, captured(a.indptr), matcher(a.device))
 
 
-def _matched(a: BSR, b: BSR, wanted: BlockPattern | None) -> Kept:
-    return _match(a.pattern, b.pattern, wanted)
+def _pair(a: BSR, b: BSR, out: str | BlockPattern) -> Pair:
+    kept = _matched(a.pattern, b.pattern, out)
+    return Pair(a, b, kept.matches, isinstance(out, str) and out == "dense", kept.home)
 
 
-def _match(a: BlockPattern, b: BlockPattern, wanted: BlockPattern | None) -> Kept:
-    return a.derived("matches", MatchCache).get(a, b, wanted, captured(a.indptr), matcher(a.device))
+def _repeat(call: Pair, kernel: str | None) -> Any:
+    a, b, _, dense, home = call
+    more = dense, a.order is None, b.order is None, kernel
+    assert home is not None
+    return bound.repeat(home.derived("calls", bound.Calls), more, (a.values, b.values))
 
 
-def _cached_plan(a: BSR, b: BSR, out: str | BlockPattern, kernel: str | None) -> SpgemmPlan:
-    kept = _matched(a, b, out if isinstance(out, BlockPattern) else None)
-    dense = isinstance(out, str) and out == "dense"
-
-    def make() -> SpgemmPlan:
-        return _make_plan(
-            a, b, kept.matches, _problem(a, b, kept.matches, dense, None), kernel, None, ready=True
-        )
-
-    placed = a.values.data_ptr() % 16, b.values.data_ptr() % 16
-    key = kernel, dense, a.order is None, b.order is None, a.dtype, placed, operands.allows_tf32(a.dtype)
-    return kept.plans.get(key, make, captured(a.values))
-
-
-def _problem(a: BSR, b: BSR, matches: Matches, dense: bool, card_name: str | None) -> SpgemmProblem:
-    n = b.shape[1]
-    return SpgemmProblem(
-        m=a.shape[0],
-        k=a.shape[1],
-        n=n,
-        a_block=a.block,
-        b_block=b.block,
-        nnzb_a=a.nnzb,
-        nnzb_b=b.nnzb,
-        nnzb_out=matches.pattern.nnzb,
-        pairs=matches.pairs,
-        pairs_max=matches.longest,
-        dtype=dtypes.name(a.dtype),
-        card=devices.card_of(a.device) if card_name is None else devices.card_named(card_name),
-        dense_out=dense,
-        a_transposed=a.order is not None,
-        b_transposed=b.order is not None,
-        aligned=(a.values.data_ptr() | b.values.data_ptr() | (n * a.values.element_size() if dense else 0))
-        % 16
-        == 0,
-        tf32=operands.allows_tf32(a.dtype),
-    )
+def _run(call: Pair, kernel: str | None) -> Tensor:
+    """C or its values, without autograd, of operands that have been checked; bound where it may be."""
+    slot = _repeat(call, kernel)
+    return slot.run(lambda: SPGEMM.run(call, kernel)) if slot.__class__ is Slot else slot
 
 
 def _gathered(x: Tensor, pattern: BlockPattern) -> BSR:
@@ -204,139 +176,64 @@ def _gathered(x: Tensor, pattern: BlockPattern) -> BSR:
     return BSR.unchecked(pattern, gradients.inside(values, pattern.indptr, pattern.indices, (m, n, bm, bn)))
 
 
-@torch.library.custom_op("sparsek::spgemm", mutates_args=(), tags=flat.TAGS)
-def _spgemm_op(
-    a_values: Tensor,
-    a_indptr: Tensor,
-    a_indices: Tensor,
-    a_sizes: Sequence[int],
-    a_transposed: bool,
-    b_values: Tensor,
-    b_indptr: Tensor,
-    b_indices: Tensor,
-    b_sizes: Sequence[int],
-    b_transposed: bool,
-    c_indptr: Tensor,
-    c_indices: Tensor,
-    kernel: str | None,
-) -> Tensor:
+@torch.library.custom_op("sparsek::spgemm", mutates_args=(), schema=flat.SPGEMM_SCHEMA, tags=flat.TAGS)
+def _spgemm_op(*given: Any) -> Tensor:
     """The values of A @ B at the blocks of C."""
-    a = flat.matrix(a_values, a_indptr, a_indices, a_sizes, a_transposed)
-    b = flat.matrix(b_values, b_indptr, b_indices, b_sizes, b_transposed)
+    args = SpgemmArgs(*given)
+    a, b = flat.matrix(*args.a), flat.matrix(*args.b)
     operands.check_spgemm(a, b, "bsr")
-    sizes = a.shape[0], b.shape[1], a.block[0], b.block[1]
     with torch.no_grad():
-        return _cached_plan(a, b, flat.pattern_of(c_indptr, c_indices, sizes), kernel).run(a, b)
+        c = flat.pattern_of(args.c_indptr, args.c_indices, args.c_sizes)
+        return _run(_pair(a, b, c), args.kernel)
 
 
 @_spgemm_op.register_fake
-def _(
-    a_values: Tensor,
-    a_indptr: Tensor,
-    a_indices: Tensor,
-    a_sizes: Sequence[int],
-    a_transposed: bool,
-    b_values: Tensor,
-    b_indptr: Tensor,
-    b_indices: Tensor,
-    b_sizes: Sequence[int],
-    b_transposed: bool,
-    c_indptr: Tensor,
-    c_indices: Tensor,
-    kernel: str | None,
-) -> Tensor:
-    a = flat.fake(a_values, a_indptr, a_indices, a_sizes, a_transposed)
-    b = flat.fake(b_values, b_indptr, b_indices, b_sizes, b_transposed)
-    operands.check_spgemm(a, b, "bsr")
-    return a_values.new_empty((c_indices.shape[0], a.block[0], b.block[1]))
+def _(*given: Any) -> Tensor:
+    args = SpgemmArgs(*given)
+    operands.check_spgemm(flat.fake(*args.a), flat.fake(*args.b), "bsr")
+    return args.a_values.new_empty((args.c_indices.shape[0], *args.c_sizes[2:]))
 
 
-@torch.library.custom_op("sparsek::spgemm_dense", mutates_args=(), tags=flat.TAGS)
-def _spgemm_dense_op(
-    a_values: Tensor,
-    a_indptr: Tensor,
-    a_indices: Tensor,
-    a_sizes: Sequence[int],
-    a_transposed: bool,
-    b_values: Tensor,
-    b_indptr: Tensor,
-    b_indices: Tensor,
-    b_sizes: Sequence[int],
-    b_transposed: bool,
-    kernel: str | None,
-) -> Tensor:
+@torch.library.custom_op(
+    "sparsek::spgemm_dense", mutates_args=(), schema=flat.SPGEMM_DENSE_SCHEMA, tags=flat.TAGS
+)
+def _spgemm_dense_op(*given: Any) -> Tensor:
     """A @ B, dense."""
-    a = flat.matrix(a_values, a_indptr, a_indices, a_sizes, a_transposed)
-    b = flat.matrix(b_values, b_indptr, b_indices, b_sizes, b_transposed)
+    args = SpgemmArgs.dense(given)
+    a, b = flat.matrix(*args.a), flat.matrix(*args.b)
     operands.check_spgemm(a, b, "dense")
     with torch.no_grad():
-        return _cached_plan(a, b, "dense", kernel).run(a, b)
+        return _run(_pair(a, b, "dense"), args.kernel)
 
 
 @_spgemm_dense_op.register_fake
-def _(
-    a_values: Tensor,
-    a_indptr: Tensor,
-    a_indices: Tensor,
-    a_sizes: Sequence[int],
-    a_transposed: bool,
-    b_values: Tensor,
-    b_indptr: Tensor,
-    b_indices: Tensor,
-    b_sizes: Sequence[int],
-    b_transposed: bool,
-    kernel: str | None,
-) -> Tensor:
-    a = flat.fake(a_values, a_indptr, a_indices, a_sizes, a_transposed)
-    b = flat.fake(b_values, b_indptr, b_indices, b_sizes, b_transposed)
-    operands.check_spgemm(a, b, "dense")
-    return a_values.new_empty((a.shape[0], b.shape[1]))
+def _(*given: Any) -> Tensor:
+    args = SpgemmArgs.dense(given)
+    operands.check_spgemm(flat.fake(*args.a), flat.fake(*args.b), "dense")
+    return args.a_values.new_empty(args.c_sizes[:2])
 
 
-@torch.library.custom_op("sparsek::sampled", mutates_args=(), tags=flat.TAGS)
-def _sampled_op(
-    x: Tensor,
-    values: Tensor,
-    indptr: Tensor,
-    indices: Tensor,
-    sizes: Sequence[int],
-    transposed: bool,
-    p_indptr: Tensor,
-    p_indices: Tensor,
-    p_sizes: Sequence[int],
-    p_transposed: bool,
-    kernel: str | None,
-) -> Tensor:
+@torch.library.custom_op("sparsek::sampled", mutates_args=(), schema=flat.SAMPLED_SCHEMA, tags=flat.TAGS)
+def _sampled_op(*given: Any) -> Tensor:
     """The values of X @ A at the blocks of P, X dense and A in BSR: what the adjoint of `spgemm_dense` is made of.
 
     X is read at the blocks that add to some block of P. With `p_transposed` P is the transpose of the pattern that is
     given, and the values are in that one's order and blocks.
     """
-    a = flat.matrix(values, indptr, indices, sizes, transposed)
-    p = flat.pattern_of(p_indptr, p_indices, p_sizes)
+    args = SampledArgs(*given)
+    a, p = flat.matrix(*args.a), flat.pattern_of(args.p_indptr, args.p_indices, args.p_sizes)
     with torch.no_grad():
-        met = _match(p.T if p_transposed else p, a.T.pattern, None).matches.pattern
-        left, right = _gathered(x, met), a
-        if p_transposed:
+        met = _matched(p.T if args.p_transposed else p, a.T.pattern, None).matches.pattern
+        left, right = _gathered(args.x, met), a
+        if args.p_transposed:
             left, right = right.T, left.T
-        return _cached_plan(left, right, p, kernel).run(left, right)
+        return _run(_pair(left, right, p), args.kernel)
 
 
 @_sampled_op.register_fake
-def _(
-    x: Tensor,
-    values: Tensor,
-    indptr: Tensor,
-    indices: Tensor,
-    sizes: Sequence[int],
-    transposed: bool,
-    p_indptr: Tensor,
-    p_indices: Tensor,
-    p_sizes: Sequence[int],
-    p_transposed: bool,
-    kernel: str | None,
-) -> Tensor:
-    return values.new_empty((p_indices.shape[0], p_sizes[2], p_sizes[3]))
+def _(*given: Any) -> Tensor:
+    args = SampledArgs(*given)
+    return args.values.new_empty((args.p_indices.shape[0], *args.p_sizes[2:]))
 
 
 def _multiply(a: Any, b: Any) -> Any:
@@ -345,6 +242,6 @@ def _multiply(a: Any, b: Any) -> Any:
 
 
 transforms.differentiable(_spgemm_op, gradients.of_spgemm, gradients.save_spgemm)
-transforms.differentiable(_spgemm_dense_op, gradients.of_spgemm_dense, gradients.save_spgemm_dense)
+transforms.differentiable(_spgemm_dense_op, gradients.of_spgemm, gradients.save_spgemm)
 transforms.differentiable(_sampled_op, gradients.of_sampled, gradients.save_sampled)
 BSR.register_matmul(_multiply)

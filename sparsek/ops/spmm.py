@@ -7,9 +7,9 @@ unpack tiles in registers for it, on a CPU cpu.semi24 and cpu.bsr24 by rows.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,15 +25,17 @@ from sparsek.matrix.quantized import Quantized
 from sparsek.matrix.semi24 import Semi24
 from sparsek.ops import bound, flat, gradients, packing, transforms
 from sparsek.ops.autocast import autocasts, follow_autocast_fp8
+from sparsek.ops.bound import Slot
 from sparsek.ops.flat import SpmmArgs
 from sparsek.ops.planning import choose
-from sparsek.ops.sddmm import sddmm
+from sparsek.ops.sddmm import sampled
 from sparsek.plan import operands
+from sparsek.plan.op import Operation
 from sparsek.plan.plan import check_plan
-from sparsek.plan.spmm import Product, Spmm, SpmmPlan, dtype_of, new_rows
+from sparsek.plan.spmm import Product, SpmmPlan, dtype_of, new_rows, tokens
 from sparsek.reference.epilogue import PLAIN, Epilogue
 
-SPMM = Spmm(choose)
+SPMM = Operation(SpmmPlan, choose)
 
 
 def spmm(
@@ -87,31 +89,19 @@ def spmm(
         dtype, A, B = follow_autocast_fp8(dtype, A, B)
     if kernel is not None:
         arguments.text("kernel", kernel)
-    slot, given = None, ()
+    slot = bound.UNBOUND
     # Under torch.compile nothing is bound, and nothing of this is traced.
-    known = not torch.compiler.is_compiling() and (dtype is None or dtype.__class__ is torch.dtype)
-    if out is None and plan is None and known and type(alpha) is float and type(beta) is float and beta == 0:
-        matrix = A if A.__class__ in bound.SPARSE else B
-        if matrix.__class__ in bound.SPARSE and (B if matrix is A else A).__class__ in bound.DENSE:
-            calls, more = bound.calls_of(matrix), (*bound.form(A), *bound.form(B), alpha, kernel, dtype)
-            given = (*bound.tensors(A), *bound.tensors(B))
-            c = bound.repeat(calls, more, given)
-            if c is not bound.MISS:
-                return c
-            slot = bound.slot(calls, more, given)
     if (
-        slot is not None
-        and slot.learns
-        and kernel is None
-        and dtype is None
-        and alpha == 1
-        and isinstance(matrix, BSR)
+        out is None
+        and plan is None
+        and not torch.compiler.is_compiling()
+        and (dtype is None or dtype.__class__ is torch.dtype)
+        and type(alpha) is type(beta) is float
+        and beta == 0
     ):
-        dense = B if matrix is A else A
-        if isinstance(dense, Tensor) and dense.ndim == 2 and dense.stride(-1) == 1:
-            slot.check_once(operands.check_operands, A, B)
-            side = "left" if matrix is A else "right"
-            return Learned.apply(matrix.values, dense, None, matrix, side, lambda: spmm(A, B))
+        slot = bound.product(A, B, ("spmm", alpha, kernel, dtype))
+        if slot.__class__ is not Slot:
+            return slot
     epilogue = _epilogue(alpha, beta, out)
     if plan is not None:
         check_plan(plan, SpmmPlan, "plan_spmm", kernel)
@@ -123,15 +113,15 @@ def spmm(
         if torch.compiler.is_compiling():
             raise InvalidInput("out= and plan= do not go through torch.compile; call spmm(A, B) there")
         transforms.refuse("out=")
-    call = _checked(A, B, out, epilogue, dtype)
-    if slot is None or slot.learns:
-        c = multiply(call, kernel)
-        return call.seen(c, A) if out is None else out
-
-    def multiplied() -> Tensor:
-        return call.seen(multiply(call, kernel), A)
-
-    return slot.run(given, multiplied, (bound.named(A), bound.named(B)))
+        multiply(_checked(A, B, out, epilogue, dtype), kernel)
+        return out
+    if slot.learns and not (isinstance(A, Quantized) or isinstance(B, Quantized)):
+        matrix, dense = (A, B) if operands.is_sparse(A) else (B, A)
+        how = How(matrix is B, matrix is B, alpha, False, kernel)
+        again = functools.partial(spmm, A, B, alpha=alpha, kernel=kernel, dtype=dtype)
+        return Multiplied.apply(matrix.values, dense, None, None, matrix, how, again)
+    call = _checked(A, B, None, epilogue, dtype)
+    return slot.run(lambda: call.seen(multiply(call, kernel), A))
 
 
 def plan_spmm(
@@ -157,7 +147,16 @@ def plan_spmm(
     operands.check_given(epilogue)
     call = _checked(A, B, out, epilogue, dtype)
     call.check_epilogue()
-    return replace(SPMM.plan(call, kernel, config, device), bound=bound)
+    return SPMM.plan(call, kernel, config, device)
+
+
+def _by_plan(plan: SpmmPlan, a: Any, b: Any) -> Tensor:
+    """plan(A, B) for a call like one before it."""
+    slot = bound.product(a, b, "plan", plan=plan)
+    return slot.run(plan.checked(a, b)) if slot.__class__ is Slot else slot
+
+
+SpmmPlan.quick = _by_plan
 
 
 def multiply(call: Product, kernel: str | None) -> Tensor:
@@ -179,12 +178,14 @@ def multiply(call: Product, kernel: str | None) -> Tensor:
         return run(call, kernel)
     if not isinstance(call.matrix, Semi24):
         transforms.check_untransformed(call.matrix.pattern)
+    if not traced and flat.are_plain(values, call.wide, bias, other):
+        rows = out_layout == "col"
+        how = How(rows, transposed, epilogue.alpha, epilogue.activation == "relu", kernel)
+        dense, other = (b.mT, None if other is None else other.mT) if rows else (b, other)
+        return Multiplied.apply(values, dense, bias, other, a, how, lambda: run(call, kernel))
     dense = (b.values, b.scale) if isinstance(b, QuantizedTensor) else (b, None)
     more = epilogue.alpha, bias, epilogue.activation, other, epilogue.combine, dtype, kernel
-    args = *flat.parts(a, transposed), *dense, out_layout == "col", *more
-    if not traced and flat.are_plain(values, dense[0], bias, other):
-        return Multiplied.apply(*args, call)
-    return transforms.call("spmm", *args)
+    return transforms.call("spmm", *flat.parts(a, transposed), *dense, out_layout == "col", *more)
 
 
 def run(call: Product, kernel: str | None) -> Tensor:
@@ -193,17 +194,10 @@ def run(call: Product, kernel: str | None) -> Tensor:
     bias, other = epilogue.bias, epilogue.other
     in_place = out is not None and other is not None and operands.same_memory(out, other)
     parts = epilogue.alpha, epilogue.beta, bias is None, epilogue.activation, epilogue.combine
-    joins = out is None, other is None, in_place
-    more = "run", *bound.form(a), transposed, *bound.form(b), *lies, kernel, *parts, *joins
+    more = "run", transposed, *lies, kernel, *parts, out is None, other is None, in_place
     also = [x for x in (bias, None if in_place else other, out) if x is not None]
-    calls, given = bound.calls_of(a), (*bound.tensors(a), *bound.tensors(b), *also)
-    c = bound.repeat(calls, more, given)
-    if c is not bound.MISS:
-        return c
-    slot = bound.slot(calls, more, given)
-    if slot is None:
-        return SPMM.run(call, kernel)
-    return slot.run(given, lambda: SPMM.run(call, kernel), (bound.named(a), bound.named(b)))
+    slot = bound.product(a, b, more, also)
+    return slot.run(lambda: SPMM.run(call, kernel)) if slot.__class__ is Slot else slot
 
 
 def _checked(A: Any, B: Any, out: Tensor | None, epilogue: Epilogue, dtype: torch.dtype | None) -> Product:
@@ -296,61 +290,79 @@ def _beside(x: Tensor) -> Tensor:
 transforms.differentiable(_spmm_op, gradients.of_spmm, gradients.save_spmm, _at_once)
 
 
+class How(NamedTuple):
+    """What `Multiplied` makes of a matrix A and a dense operand.
+
+    `rows`: it is X A^T, with X [..., T, K], or X A if `turned` too; otherwise A B, or A^T B. `relu` cuts it.
+    """
+
+    rows: bool
+    turned: bool
+    alpha: float
+    relu: bool
+    kernel: str | None
+
+
 class Multiplied(torch.autograd.Function):
-    """The product by rows, with gradients, of the op's arguments and their call: the op costs the host more."""
+    """A product with gradients, of operands that are plain tensors: the op costs the host more.
 
-    @staticmethod
-    def forward(ctx: Any, *given: Any) -> Tensor:
-        *args, call = given
-        c = run(call, args[-1])
-        gradients.save_spmm(ctx, args, c)
-        return c
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return *gradients.of_spmm(ctx, grad), None
-
-
-class Learned(torch.autograd.Function):
-    """A product of a BSR and a matrix whose gradients are products again, each a bound call; the op costs more.
-
-    `side` says where A stands: "left", A @ x; "right", x @ A; "layer", x @ A.T + bias. `multiply` does the product.
+    `multiply()` is act(alpha * product + bias) + other, which has the leading dims and the form of `dense`.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
         values: Tensor,
-        x: Tensor,
+        dense: Tensor,
         bias: Tensor | None,
-        a: BSR,
-        side: str,
+        other: Tensor | None,
+        a: BSR | Semi24 | BSR24,
+        how: How,
         multiply: Callable[[], Tensor],
     ) -> Tensor:
-        of_values, of_x, *_ = ctx.needs_input_grad
-        save_for_backward(ctx, values if of_x else None, x if of_values else None)
-        ctx.lies = a.pattern, a.order, side
-        return multiply()
+        of_values, of_b, of_bias, *_ = ctx.needs_input_grad
+        two_four = not isinstance(a, BSR)
+        if of_values and two_four:
+            raise InvalidInput(operands.VALUES_HAVE_NO_GRADIENT.format(kind=type(a).__name__))
+        c = multiply()
+        cut = c if how.relu and (of_values or of_b or of_bias) else None
+        save_for_backward(ctx, values if of_b else None, dense if of_values else None, cut)
+        none: Any = None
+        ctx.a, ctx.how, ctx.shape = a._each(lambda _: none), how, dense.shape
+        ctx.b_by_columns = how.rows or gradients.lies_by_columns(dense)
+        return c
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        values, x = ctx.saved_tensors
-        pattern, order, side = ctx.lies
-        of_values = of_x = of_bias = None
-        if values is not None:
-            a = BSR.unchecked(pattern, values, order)
-            of_x = spmm(a.T, grad) if side == "left" else spmm(grad, a if side == "layer" else a.T)
-        if x is not None:
-            left, right = (x, grad) if side == "right" else (grad, x)
-            stored = pattern if order is None else pattern.T
-            left, right = (right, left) if order is not None else (left, right)
-            if side == "left":
-                of_values = sddmm(left, right.mT, stored).values
-            else:
-                of_values = sddmm(left.mT, right, stored).values
-        if ctx.needs_input_grad[2]:
-            of_bias = grad.sum(0)
-        return of_values, of_x, of_bias, None, None, None
+        values, dense, out = ctx.saved_tensors
+        a, (rows, turned, alpha, _, kernel), by_columns = ctx.a, ctx.how, ctx.b_by_columns
+        two_four = not isinstance(a, BSR)
+        view = not two_four and a.order is not None
+
+        def sample(x: Tensor, y: Tensor) -> Tensor:
+            return sampled(x, y, a.pattern.T if view else a.pattern, gradients.same_family(kernel, "sddmm"))
+
+        def turn(dz: Tensor) -> Tensor:
+            whole, named = a._each(lambda _: values), gradients.turning(kernel, two_four)
+            if two_four or (by_columns and not rows):
+                flipped = whole if two_four or turned else whole.T
+                epilogue, lies = Epilogue(alpha=alpha), "col" if by_columns else "row"
+                call = Product(flipped, two_four and not turned, dz, None, epilogue, lies, dz.dtype)
+                c = multiply(call, named)
+                return c.mT if by_columns and not rows else c
+            if rows:
+                return spmm(dz.mT, whole.T if turned else whole, alpha=alpha, kernel=named)
+            return spmm(whole if turned else whole.T, dz, alpha=alpha, kernel=named)
+
+        of_other = grad
+        if rows:
+            parts = (None if x is None else tokens(x).mT for x in (grad, dense, out))
+            grad, dense, out = parts  # type: ignore[assignment]
+        transposed = view != (turned and not two_four)
+        found = gradients.of_product(ctx.needs_input_grad, grad, dense, out, transposed, alpha, sample, turn)
+        of_values, of_b, of_bias, _ = found
+        of_b = of_b.view(ctx.shape) if rows and of_b is not None else of_b
+        return of_values, of_b, of_bias, of_other if ctx.needs_input_grad[3] else None, None, None, None
 
 
 packing.register()

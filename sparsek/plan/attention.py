@@ -2,20 +2,89 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from sparsek.core import dtypes
+from sparsek.core.device import Card
 from sparsek.core.errors import InvalidInput
-from sparsek.core.streams import Ready, captured, tensors_in, wait_for
+from sparsek.core.streams import captured, tensors_in
 from sparsek.mask.mask import BlockMask
 from sparsek.mask.operands import check_tensors
 from sparsek.plan import attention_operands as operands
 from sparsek.plan.plan import Plan
+from sparsek.plan.problem import AttentionProblem
+from sparsek.plan.select import Choice
+
+
+class Attended(NamedTuple):
+    """Attention of q, k and v over the blocks of a mask, which keeps the plans of such calls. `lse`: it is wanted."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: BlockMask
+    scale: float = 1.0
+    lse: bool = False
+
+    @property
+    def like(self) -> Tensor:
+        return self.q
+
+    def problem(self, card: Card) -> AttentionProblem:
+        layout = operands.layout(self.q, self.k, self.v)
+        return AttentionProblem(**sizes(*self[:4], layout), card=card, lse=self.lse)
+
+    def key(self) -> Hashable:
+        return *alike(*self[:4]), operands.layout(self.q, self.k, self.v), self.lse
+
+    def home(self) -> BlockMask:
+        return self.mask
+
+    def prepare(self, p: AttentionProblem, choice: Choice) -> Any:
+        return choice.kernel.prepare(p, choice.config, self.mask)
+
+    def about(self) -> dict[str, Any]:
+        return about(self.mask)
+
+
+def about(mask: BlockMask) -> dict[str, Any]:
+    """What a plan for `mask` has of it."""
+    return {"mask": weakref.ref(mask), "label": mask.label}
+
+
+def alike(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> tuple[Any, ...]:
+    """What calls that share a plan have in common, but how q, k and v lie."""
+    # Bounds of a mask's sizes may give way to what its lists hold, and then to a better plan.
+    return q.shape, k.shape[1], v.shape[3], q.dtype, mask.sizes.exact
+
+
+def sizes(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, layout: operands.Layout) -> dict[str, Any]:
+    """What the problems of both passes have in common."""
+    batch, q_heads, q_len, dim = q.shape
+    return {
+        "batch": batch,
+        "q_heads": q_heads,
+        "kv_heads": k.shape[1],
+        "q_len": q_len,
+        "kv_len": k.shape[2],
+        "dim": dim,
+        "v_dim": v.shape[3],
+        "dtype": dtypes.name(q.dtype),
+        "block": mask.block,
+        "mask_batch": mask.batch,
+        "mask_heads": mask.heads,
+        **mask.sizes._asdict(),
+        "by_interval": mask.lo is not None,
+        "by_bits": mask.bits is not None and mask.rules is not None,
+        "aligned": layout.aligned,
+        "unit_stride": layout.unit_stride,
+    }
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -23,7 +92,7 @@ class MaskPlan(Plan):
     """A plan over the blocks of one mask for one shape of q, k and v. `problem` is an AttentionProblem.
 
     `mask` is a weak reference: a mask keeps its plans. A plan that was made without a mask is `unmasked` and keeps the
-    mask of every block. `made` is where on which stream the work became ready.
+    mask of every block.
     """
 
     planner: ClassVar[str] = "plan_attention"
@@ -32,7 +101,6 @@ class MaskPlan(Plan):
     mask: Callable[[], BlockMask | None] = field(default=lambda: None)
     label: str = ""
     unmasked: bool = False
-    made: Ready | None = None
 
     def checked(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None) -> BlockMask:
         """The mask to use. InvalidInput for another mask, and for operands of other shapes, dtypes or alignment."""
@@ -71,11 +139,6 @@ class MaskPlan(Plan):
                 "this plan needs pointers and strides of q, k and v that are multiples of 16 bytes; "
                 "attention(q, k, v, mask) takes any"
             )
-
-    def _wait(self, x: Tensor) -> None:
-        """The current stream waits for the work."""
-        if self.made is not None and not captured(x):
-            wait_for(self.made, tensors_in(self.work))
 
     def headline(self) -> list[str]:
         p = self.problem
@@ -146,23 +209,21 @@ class AttentionPlan(MaskPlan):
         """
         found = self.checked(q, k, v, mask)
         operands.check_no_gradient(q, k, v)
-        out, lse = self.run(q, k, v, found, operands.checked_scale(scale, q.shape[3]))
+        call = Attended(q, k, v, found, operands.checked_scale(scale, q.shape[3]))
+        out, lse = self.run(call, captured(q))
         return out if lse is None else (out, lse)
 
-    def run(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float
-    ) -> tuple[Tensor, Tensor | None]:
-        """The call without its checks, for operands that are known to fit. lse is None unless it was planned."""
+    def _run(self, call: Attended) -> tuple[Tensor, Tensor | None]:
+        """lse is None unless it was planned."""
+        q, k, v, mask, scale, _ = call
         out = operands.empty_out(q, v.shape[3])
         lse = q.new_empty(q.shape[:3], dtype=operands.lse_dtype(q.dtype)) if self.problem.lse else None
         if out.numel() == 0:
             return out, lse
         if mask.kv_len == 0:
             return out.zero_(), None if lse is None else lse.fill_(-torch.inf)
-        self._wait(q)
         kernel, config, _ = self.choice
-        with dtypes.as_given(q.device):
-            kernel.launch(config, self.work, q, k, v, mask, scale, out, lse)
+        kernel.launch(config, self.work, q, k, v, mask, scale, out, lse)
         return out, lse
 
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from sparsek.core import dtypes
+from sparsek.core.device import Card
 from sparsek.core.streams import Ready, captured, tensors_in, wait_for
 from sparsek.mask.mask import BlockMask
 from sparsek.plan import attention_operands as operands
-from sparsek.plan.attention import MaskPlan, megabytes
+from sparsek.plan.attention import MaskPlan, about, alike, megabytes, sizes
+from sparsek.plan.problem import AttentionGradProblem
+from sparsek.plan.select import Choice
 
 
 class Forward(NamedTuple):
@@ -23,6 +26,40 @@ class Forward(NamedTuple):
     out: Tensor
     lse: Tensor
     scale: float
+
+
+class Differentiated(NamedTuple):
+    """The gradients of q, k and v, for those of what `forward` left. The mask keeps the plans of such calls."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: BlockMask
+    deterministic: bool = True
+    forward: Forward | None = None
+    grad: Tensor | None = None
+    grad_lse: Tensor | None = None
+
+    @property
+    def like(self) -> Tensor:
+        return self.q
+
+    def problem(self, card: Card) -> AttentionGradProblem:
+        shared = sizes(*self[:4], operands.backward_layout(self.q, self.k, self.v))
+        return AttentionGradProblem(**shared, card=card, deterministic=self.deterministic)
+
+    def key(self) -> Hashable:
+        return *alike(*self[:4]), operands.backward_layout(self.q, self.k, self.v), self.deterministic
+
+    def home(self) -> BlockMask:
+        return self.mask
+
+    def prepare(self, p: AttentionGradProblem, choice: Choice) -> Any:
+        with sharing_transposed(self.mask):
+            return choice.kernel.prepare(p, choice.config, self.mask)
+
+    def about(self) -> dict[str, Any]:
+        return about(self.mask)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -57,44 +94,22 @@ class AttentionGradPlan(MaskPlan):
         found = self.checked(q, k, v, mask)
         operands.check_backward(q, v, out, lse, grad, grad_lse)
         forward = Forward(out, lse, operands.checked_scale(scale, q.shape[3]))
+        call = Differentiated(q, k, v, found, self.problem.deterministic, forward, grad, grad_lse)
         with torch.no_grad():
-            return self.run(q, k, v, found, forward, grad, grad_lse)
+            return self.run(call, captured(q))
 
-    def run(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: BlockMask,
-        forward: Forward,
-        grad: Tensor,
-        grad_lse: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The call without its checks, for operands that are known to fit."""
+    def _run(self, call: Differentiated) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v, mask, _, forward, grad, grad_lse = call
+        assert forward is not None
+        assert grad is not None
         dq, dk, dv = (operands.empty_out(x, x.shape[3]) for x in (q, k, v))
         if q.numel() == 0 or k.numel() == 0:
             return dq.zero_(), dk.zero_(), dv.zero_()
-        grad = operands.fitting(grad, forward.out, self.problem.aligned)
+        out, lse, scale = forward
+        grad = operands.fitting(grad, out, self.problem.aligned)
         grad_lse = None if grad_lse is None else grad_lse.contiguous()
-        self._wait(q)
         kernel, config, _ = self.choice
-        with dtypes.as_given(q.device):
-            kernel.launch(
-                config,
-                self.work,
-                q,
-                k,
-                v,
-                mask,
-                forward.scale,
-                forward.out,
-                forward.lse,
-                grad,
-                grad_lse,
-                dq,
-                dk,
-                dv,
-            )
+        kernel.launch(config, self.work, q, k, v, mask, scale, out, lse, grad, grad_lse, dq, dk, dv)
         return dq, dk, dv
 
     def headline(self) -> list[str]:

@@ -24,6 +24,8 @@ from sparsek.reference import epilogue as reference
 from sparsek.reference.epilogue import ACTIVATION_NAMES, PLAIN, Epilogue
 
 SPARSE = (BSR, Semi24, BSR24, Quantized)
+TENSORS = (Tensor, torch.nn.Parameter)
+"""Tensors that look at no call op by op, as one of another subclass may."""
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """What C of an FP8 product may be in, and what such a product rounds."""
 

@@ -5,8 +5,9 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from sparsek.core import arguments
+from sparsek.core import arguments, dtypes
 from sparsek.core.errors import InvalidInput
+from sparsek.core.streams import Ready, tensors_in, wait_for
 from sparsek.plan.problem import Problem
 from sparsek.plan.select import Candidate, Choice
 
@@ -15,14 +16,16 @@ from sparsek.plan.select import Candidate, Choice
 class Plan(ABC):
     """A kernel and a config for one problem, with what had to be made ready once. Each operation's plan is callable.
 
-    A plan that is not `ready` was made for a card that is named, not there: it predicts and explains.
-    Copies are the plan itself, as those of its pattern or mask are. It is not pickled.
+    A plan that is not `ready` was made for a card that is named, not there: it predicts and explains. `made` is where
+    on which stream the work became ready. Copies are the plan itself, as those of its pattern or mask are. It is not
+    pickled.
     """
 
     problem: Any
     choice: Choice
     work: Any = None
     ready: bool = True
+    made: Ready | None = None
 
     def __repr__(self) -> str:
         about = re.sub(r"\s{2,}", ": ", self.headline()[0])
@@ -113,6 +116,17 @@ class Plan(ABC):
         """Lines of `explain()` between the schedule and the kernels that lost."""
         notes = getattr(self.implementation, "notes", None)
         return [f"  note       {line}" for line in notes(self.problem, self.config)] if notes else []
+
+    def run(self, call: Any, capturing: bool) -> Any:
+        """The result of an operation's call, without its checks. `capturing`: a CUDA graph is."""
+        if self.made is not None and not capturing:
+            wait_for(self.made, tensors_in(self.work))
+        with dtypes.as_given(call.like.device):
+            return self._run(call)
+
+    @abstractmethod
+    def _run(self, call: Any) -> Any:
+        """Allocates what the call returns, and launches the kernel."""
 
     def refuse_unless_ready(self) -> None:
         """InvalidInput for a plan that only predicts."""

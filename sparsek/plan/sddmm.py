@@ -13,23 +13,57 @@ from torch import Tensor
 from sparsek.core import dtypes
 from sparsek.core.device import Card
 from sparsek.core.errors import InvalidInput
-from sparsek.core.streams import Ready, captured, tensors_in, wait_for
+from sparsek.core.streams import captured
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.pattern import BlockPattern
 from sparsek.matrix.storage import block_stats
 from sparsek.plan import operands
-from sparsek.plan.op import Operation
 from sparsek.plan.plan import Plan
 from sparsek.plan.problem import SddmmProblem
 from sparsek.plan.select import Choice
 
 
 class Sampled(NamedTuple):
-    """X @ Y at a pattern."""
+    """S = X @ Y at a pattern, which keeps the plans of such calls."""
 
     x: Tensor
     y: Tensor
     pattern: BlockPattern
+
+    @property
+    def like(self) -> Tensor:
+        return self.x
+
+    def problem(self, card: Card) -> SddmmProblem:
+        x, y, pattern = self
+        return SddmmProblem(
+            m=x.shape[0],
+            k=x.shape[1],
+            n=y.shape[1],
+            block=pattern.block,
+            nnzb=pattern.nnzb,
+            dtype=dtypes.name(x.dtype),
+            card=card,
+            x_layout=operands.layout(x),
+            y_layout=operands.layout(y),
+            aligned=operands.aligned(x, y),
+            tf32=operands.allows_tf32(x.dtype),
+            row_max=block_stats(pattern, False).row_max,
+        )
+
+    def key(self) -> Hashable:
+        x, y, _ = self
+        starts = x.data_ptr() % 16, y.data_ptr() % 16
+        return x.shape[1], x.stride(), y.stride(), x.dtype, starts, operands.allows_tf32(x.dtype)
+
+    def home(self) -> BlockPattern:
+        return self.pattern
+
+    def prepare(self, p: SddmmProblem, choice: Choice) -> Any:
+        return choice.kernel.prepare(p, choice.config, self.pattern)
+
+    def about(self) -> dict[str, Any]:
+        return {"pattern": weakref.ref(self.pattern)}
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -40,7 +74,6 @@ class SddmmPlan(Plan):
     """
 
     pattern: Callable[[], BlockPattern | None] = field(default=lambda: None)
-    made: Ready | None = None
 
     def __call__(self, x: Any, y: Any, pattern: Any) -> BSR:
         """S = X @ Y at the planned pattern, for X and Y as planned. No host sync.
@@ -54,23 +87,16 @@ class SddmmPlan(Plan):
         if operands.wants_gradient(x, y):
             raise InvalidInput(operands.PLAN_HAS_NO_GRADIENT.format(op="sddmm"))
         self._check_planned(x, y, pattern)
-        return BSR.unchecked(pattern, self.run(x, y, pattern, captured(x)))
+        return BSR.unchecked(pattern, self.run(Sampled(x, y, pattern), captured(x)))
 
-    def run(self, x: Tensor, y: Tensor, pattern: BlockPattern, capturing: bool) -> Tensor:
-        """The values of S [nnzb, bm, bn], without the checks, for operands that are known to fit.
-
-        `capturing`: a CUDA graph is.
-        """
-        if operands.autocasts(x):
-            with dtypes.as_given(x.device):
-                return self.run(x, y, pattern, capturing)
+    def _run(self, call: Sampled) -> Tensor:
+        """The values of S [nnzb, bm, bn]."""
+        x, y, pattern = call
         values = x.new_empty((pattern.nnzb, *pattern.block))
         if values.numel() == 0:
             return values
         if x.shape[1] == 0:
             return values.zero_()
-        if self.made is not None and not capturing:
-            wait_for(self.made, tensors_in(self.work))
         kernel, config, _ = self.choice
         kernel.launch(config, self.work, x, y, pattern, values)
         return values
@@ -102,46 +128,3 @@ class SddmmPlan(Plan):
                 "this plan needs pointers and leading strides of X and Y that are multiples of 16 bytes; "
                 "sddmm(X, Y, pattern) takes any"
             )
-
-
-class Sampling(Operation[Sampled, SddmmPlan]):
-    """S = X @ Y at the blocks of a pattern, which keeps its plans."""
-
-    def problem(self, call: Sampled, card: Card) -> SddmmProblem:
-        x, y, pattern = call
-        return SddmmProblem(
-            m=x.shape[0],
-            k=x.shape[1],
-            n=y.shape[1],
-            block=pattern.block,
-            nnzb=pattern.nnzb,
-            dtype=dtypes.name(x.dtype),
-            card=card,
-            x_layout=operands.layout(x),
-            y_layout=operands.layout(y),
-            aligned=operands.aligned(x, y),
-            tf32=operands.allows_tf32(x.dtype),
-            row_max=block_stats(pattern, False).row_max,
-        )
-
-    def key(self, call: Sampled) -> Hashable:
-        x, y, _ = call
-        starts = x.data_ptr() % 16, y.data_ptr() % 16
-        return x.shape[1], x.stride(), y.stride(), x.dtype, starts, operands.allows_tf32(x.dtype)
-
-    def home(self, call: Sampled) -> BlockPattern:
-        return call.pattern
-
-    def like(self, call: Sampled) -> Tensor:
-        return call.x
-
-    def prepare(self, call: Sampled, p: SddmmProblem, choice: Choice) -> Any:
-        return choice.kernel.prepare(p, choice.config, call.pattern)
-
-    def planned(
-        self, call: Sampled, p: SddmmProblem, choice: Choice, work: Any, made: Ready | None, ready: bool
-    ) -> SddmmPlan:
-        return SddmmPlan(p, choice, work, ready, weakref.ref(call.pattern), made)
-
-    def arguments(self, call: Sampled) -> tuple[Any, ...]:
-        return call

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -11,21 +11,94 @@ import torch
 from torch import Tensor
 
 from sparsek.core import dtypes
+from sparsek.core.device import Card
 from sparsek.core.errors import InvalidInput
-from sparsek.core.streams import Ready, captured, tensors_in, wait_for
+from sparsek.core.home import Home
+from sparsek.core.streams import captured
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.pattern import BlockPattern
 from sparsek.plan import operands
-from sparsek.plan.cache import PlanCache
 from sparsek.plan.matches import Matches, match
 from sparsek.plan.plan import Plan
 from sparsek.plan.problem import SpgemmProblem
+from sparsek.plan.select import Choice
 
 # A pair is 8 bytes on the device. A serving engine multiplies the same few matrices.
 LIMIT = 64
 
 Held = Callable[[], BlockPattern | None]
 Matcher = Callable[[BlockPattern, BlockPattern, BlockPattern | None], Matches]
+
+
+class Kept(NamedTuple):
+    """The matches of a pattern with B's, at `wanted` if that is a pattern, and where the plans for them are kept."""
+
+    b: Held
+    wanted: Held | None
+    matches: Matches
+    home: Home
+
+
+class Pair(NamedTuple):
+    """C = A @ B, both BSR, whose blocks have been matched. `dense`: C is. `kept_at`: where its plans are kept."""
+
+    a: BSR
+    b: BSR
+    matches: Matches
+    dense: bool
+    kept_at: Home | None = None
+
+    def seen(self, c: Tensor) -> Any:
+        """C as `SpgemmPlan.run` leaves it, as a BSR if it is one."""
+        return c if self.dense else BSR.unchecked(self.matches.pattern, c)
+
+    @property
+    def like(self) -> Tensor:
+        return self.a.values
+
+    def problem(self, card: Card) -> SpgemmProblem:
+        a, b, matches, dense, _ = self
+        (m, k), n = a.shape, b.shape[1]
+        starts = a.values.data_ptr() | b.values.data_ptr() | (n * a.values.element_size() if dense else 0)
+        return SpgemmProblem(
+            m=m,
+            k=k,
+            n=n,
+            a_block=a.block,
+            b_block=b.block,
+            nnzb_a=a.nnzb,
+            nnzb_b=b.nnzb,
+            nnzb_out=matches.pattern.nnzb,
+            pairs=matches.pairs,
+            pairs_max=matches.longest,
+            dtype=dtypes.name(a.dtype),
+            card=card,
+            dense_out=dense,
+            a_transposed=a.order is not None,
+            b_transposed=b.order is not None,
+            aligned=starts % 16 == 0,
+            tf32=operands.allows_tf32(a.dtype),
+        )
+
+    def key(self) -> Hashable:
+        a, b, _, dense, _ = self
+        placed = a.values.data_ptr() % 16, b.values.data_ptr() % 16
+        return dense, a.order is None, b.order is None, a.dtype, placed, operands.allows_tf32(a.dtype)
+
+    def home(self) -> Home:
+        assert self.kept_at is not None
+        return self.kept_at
+
+    def prepare(self, p: SpgemmProblem, choice: Choice) -> Any:
+        kernel, config, _ = choice
+        work = kernel.prepare(p, config, self.matches)
+        if hasattr(kernel, "place"):
+            kernel.place(work, self.a, self.b, self.matches)
+        return work
+
+    def about(self) -> dict[str, Any]:
+        patterns = {"a_pattern": weakref.ref(self.a.pattern), "b_pattern": weakref.ref(self.b.pattern)}
+        return {"matches": self.matches, **patterns}
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -39,7 +112,6 @@ class SpgemmPlan(Plan):
     matches: Matches | None = None
     a_pattern: Held = field(default=lambda: None)
     b_pattern: Held = field(default=lambda: None)
-    made: Ready | None = None
 
     def __call__(self, a: Any, b: Any) -> Any:
         """C = A @ B for A and B of the planned patterns: dense or BSR, as planned. No host sync.
@@ -53,28 +125,21 @@ class SpgemmPlan(Plan):
         if operands.wants_gradient(a.values, b.values):
             raise InvalidInput(operands.PLAN_HAS_NO_GRADIENT.format(op="spgemm"))
         self._check_planned(a, b)
-        return self.result(self.run(a, b))
-
-    def run(self, a: BSR, b: BSR) -> Tensor:
-        """C [M, N], or its values [nnzb, bm, bn], without the checks, for operands that are known to fit."""
-        p: SpgemmProblem = self.problem
         assert self.matches is not None
-        out = a.values.new_empty((p.m, p.n) if p.dense_out else (p.nnzb_out, *p.block))
+        call = Pair(a, b, self.matches, self.problem.dense_out)
+        return call.seen(self.run(call, captured(a.values)))
+
+    def _run(self, call: Pair) -> Tensor:
+        """C [M, N], or its values [nnzb, bm, bn]."""
+        p: SpgemmProblem = self.problem
+        out = call.a.values.new_empty((p.m, p.n) if p.dense_out else (p.nnzb_out, *p.block))
         if out.numel() == 0:
             return out
         if p.pairs == 0:
             return out.zero_()
-        if self.made is not None and not captured(out):
-            wait_for(self.made, tensors_in(self.work))
         kernel, config, _ = self.choice
-        with dtypes.as_given(a.device):
-            kernel.launch(config, self.work, a, b, self.matches, out)
+        kernel.launch(config, self.work, call.a, call.b, call.matches, out)
         return out
-
-    def result(self, out: Tensor) -> Any:
-        """What `run` returned, as a BSR if C is one."""
-        assert self.matches is not None
-        return out if self.problem.dense_out else BSR.unchecked(self.matches.pattern, out)
 
     def headline(self) -> list[str]:
         p: SpgemmProblem = self.problem
@@ -113,15 +178,6 @@ def _kind(view: bool) -> str:
     return "transposed view" if view else "stored"
 
 
-class Kept(NamedTuple):
-    """The matches of a pattern with B's, at `wanted` if that is a pattern, and the plans made for them."""
-
-    b: Held
-    wanted: Held | None
-    matches: Matches
-    plans: PlanCache[SpgemmPlan]
-
-
 class MatchCache:
     """What A's pattern keeps of its products: at most LIMIT pairs of patterns, the least recently used dropped first.
 
@@ -142,21 +198,29 @@ class MatchCache:
         make: Matcher = match,
     ) -> Kept:
         """The matches of `a`, whose cache this is, and `b`. If there are none `make` finds them, with a host sync."""
-        key = id(b), None if wanted is None else id(wanted)
-        kept = self._kept.pop(key, None)
-        if kept is None or kept.b() is not b or (kept.wanted is not None and kept.wanted() is not wanted):
+        kept = self.find(b, wanted)
+        if kept is None:
             with torch.inference_mode(False):
                 matches = make(a, b, wanted)
             if a.device.type == "cuda" and not captured:
                 torch.cuda.current_stream(a.device).synchronize()  # plans on other streams read them unawares
-            kept = Kept(weakref.ref(b), None if wanted is None else weakref.ref(wanted), matches, PlanCache())
+            kept = Kept(weakref.ref(b), None if wanted is None else weakref.ref(wanted), matches, Home())
             self._drop()
             if wanted is None:
                 also = matches.pattern
                 self._kept[id(b), id(also)] = kept._replace(wanted=weakref.ref(also))
-        self._kept[key] = kept
+            self._kept[id(b), None if wanted is None else id(wanted)] = kept
         if captured:
-            self._captured[id(kept.plans)] = kept
+            self._captured[id(kept.home)] = kept
+        return kept
+
+    def find(self, b: BlockPattern, wanted: BlockPattern | None) -> Kept | None:
+        """The matches that are kept for `b` and C's pattern."""
+        key = id(b), None if wanted is None else id(wanted)
+        kept = self._kept.pop(key, None)
+        if kept is None or kept.b() is not b or (kept.wanted is not None and kept.wanted() is not wanted):
+            return None
+        self._kept[key] = kept  # as the one that was used last
         return kept
 
     def _drop(self) -> None:

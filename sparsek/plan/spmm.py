@@ -6,11 +6,10 @@ A, B       -- a kernel -->  C = act(alpha * A @ B + bias) + other, for FP8 with 
 
 from __future__ import annotations
 
-import itertools
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,17 +17,17 @@ from torch import Tensor
 from sparsek.core import arguments, dtypes
 from sparsek.core.device import Card
 from sparsek.core.errors import InvalidInput, Unsupported
-from sparsek.core.streams import Ready, captured, tensors_in, wait_for
+from sparsek.core.home import Home
+from sparsek.core.streams import Ready, captured
 from sparsek.matrix.bsr import ALIGNMENT, BSR
 from sparsek.matrix.bsr24 import BSR24
 from sparsek.matrix.dense8 import QuantizedTensor, quantize_dense
 from sparsek.matrix.pattern import BlockPattern
 from sparsek.matrix.quantized import Quantized
 from sparsek.matrix.semi24 import Semi24
-from sparsek.matrix.storage import BlockStats, Home
+from sparsek.matrix.storage import BlockStats
 from sparsek.plan import operands
 from sparsek.plan.kernel import rounding_seconds
-from sparsek.plan.op import Operation
 from sparsek.plan.plan import Plan
 from sparsek.plan.problem import DenseSpec, SpmmProblem
 from sparsek.plan.select import Candidate, Choice
@@ -133,6 +132,106 @@ class Product(NamedTuple):
             kind = type(self.a).__name__
             raise InvalidInput(operands.VALUES_HAVE_NO_GRADIENT.format(kind=kind))
 
+    @property
+    def like(self) -> Tensor:
+        return self.b if isinstance(self.b, Tensor) else self.b.values
+
+    def problem(self, card: Card, counted: bool = True) -> SpmmProblem:
+        """The call without its tensors, on `card`. `counted`: with the statistics of A's blocks."""
+        m, k = self.shape
+        b, epilogue = self.b, self.epilogue
+        other, plain = epilogue.other, epilogue.is_plain
+        if isinstance(self.a, Quantized):
+            wide = isinstance(b, Tensor)
+            dtype, rounds = (E4M3, dtypes.name(b.dtype)) if wide else (b.dtype, "")
+            scale = "column" if wide or b.kind == "row" else "tensor"
+            of_b = DenseSpec(dtypes.FP8[dtype], "col", True, scale, rounds)
+        else:
+            assert isinstance(b, Tensor)
+            of_b = DenseSpec(dtypes.name(b.dtype), operands.layout(b), operands.gapless(b))
+        return SpmmProblem(
+            a=self.a.storage(self.transposed, counted),
+            b=of_b,
+            c=DenseSpec(dtypes.name(self.dtype), self.out_layout),
+            m=m,
+            k=k,
+            n=b.shape[-1],
+            card=card,
+            batch=b.shape[:-2].numel(),
+            aligned=self.is_aligned,
+            tf32=operands.allows_tf32(b.dtype) and not isinstance(self.a, Quantized),
+            has_alpha=epilogue.alpha != 1,
+            bias=epilogue.bias is not None,
+            activation=epilogue.activation,
+            combine="" if plain or other is None else epilogue.combine,
+            in_place=self._in_place,
+        )
+
+    def key(self) -> tuple[Any, ...]:
+        """All of a call that its plan depends on but the home of A: calls alike in this fit the same plan."""
+        a, transposed, b, out, epilogue, out_layout, dtype = self
+        if isinstance(a, Quantized):
+            matrix = a.matrix
+            stored = type(matrix), a.kind, a.fast_accum
+            dense = (
+                (b.shape, 0)
+                if isinstance(b, Tensor)
+                else (b.values.shape, b.scale.ndim, b.values.data_ptr() % 16)
+            )
+        else:
+            assert isinstance(b, Tensor)
+            matrix, stored = a, type(a)
+            dense = b.shape, b.stride(), b.data_ptr() % 16, operands.allows_tf32(b.dtype)
+        values = matrix.values
+        view = transposed or (type(matrix) is BSR and matrix.order is not None)
+        said = stored, view, values.dtype, values.data_ptr() % 16, b.dtype, dense, out_layout, dtype
+        if out is None and (epilogue is PLAIN or epilogue.is_plain):
+            return said
+        more = [None if x is None else (x.stride(), x.data_ptr() % 16) for x in (out, epilogue.other)]
+        combine = epilogue.combine if epilogue.other is not None else ""
+        after = epilogue.alpha != 1, epilogue.bias is not None, epilogue.activation, combine, self._in_place
+        return *said, *more, *after
+
+    def home(self) -> Home:
+        return self.a.home()
+
+    def prepare(self, p: SpmmProblem, choice: Choice) -> Any:
+        return choice.kernel.prepare(p, choice.config, self.a)
+
+    def about(self) -> dict[str, Any]:
+        pattern = getattr(self.matrix, "pattern", None)
+        return {"pattern": None if pattern is None else weakref.ref(pattern)}
+
+    @property
+    def is_aligned(self) -> bool:
+        """Whether A's values, B, C and the epilogue's matrix begin and step by multiples of 16 bytes.
+
+        The latter must lie as C does, and step by less than 2^31 elements. Of an FP8 B its values count, along K.
+        """
+        a, _, b, out, epilogue, out_layout, dtype = self
+        other = epilogue.other
+        if other is not None:
+            lies = 1 in other.shape[-2:] or operands.layout(other) == out_layout
+            if not lies or max(other.stride()) >= 2**31:
+                return False
+        if a.values.data_ptr() % ALIGNMENT:
+            return False
+        if isinstance(a, Quantized):
+            start = 0 if isinstance(b, Tensor) else b.values.data_ptr()
+            if b.shape[-2] % ALIGNMENT or start % ALIGNMENT:
+                return False
+        elif not operands.aligned(self.wide):
+            return False
+        row = self.shape[0] if out_layout == "col" else b.shape[-1]
+        return (row * dtype.itemsize % ALIGNMENT == 0 if out is None else True) and operands.aligned(
+            out, other
+        )
+
+    @property
+    def _in_place(self) -> bool:
+        other, out = self.epilogue.other, self.out
+        return other is not None and out is not None and operands.same_memory(other, out)
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class SpmmPlan(Plan):
@@ -148,10 +247,8 @@ class SpmmPlan(Plan):
     pattern: Callable[[], BlockPattern | None] | None = None
     layer: bool = False
     limit: int | None = None
-    made: Ready | None = None
-    # What makes a second call like one before it quick (sparsek.ops.bound); None: every call is checked.
-    bound: Any = None
-    serial: int = field(default_factory=itertools.count().__next__, init=False)
+    # The operations, above plans, give `plan(A, B)` its quick way here; without it every call is checked.
+    quick: ClassVar[Callable[..., Tensor] | None] = None
     # The key of the last call that was found to fit.
     _passed: list[Any] = field(default_factory=list, init=False)
 
@@ -168,16 +265,14 @@ class SpmmPlan(Plan):
         """
         if torch.compiler.is_compiling():
             raise InvalidInput("plans do not go through torch.compile; call spmm(A, B) there")
-        bound, slot, given = self.bound, None, ()
-        if bound is not None and out is None and epilogue is PLAIN:
-            matrix = a if a.__class__ in bound.SPARSE else b
-            if matrix.__class__ in bound.SPARSE and (b if matrix is a else a).__class__ in bound.DENSE:
-                calls, more = bound.calls_of(matrix), ("plan", self.serial, *bound.form(a), *bound.form(b))
-                given = (*bound.tensors(a), *bound.tensors(b))
-                c = bound.repeat(calls, more, given)
-                if c is not bound.MISS:
-                    return c
-                slot = bound.slot(calls, more, given)
+        if self.quick is not None and out is None and epilogue is PLAIN:
+            return self.quick(a, b)
+        return self.checked(a, b, out, epilogue)()
+
+    def checked(
+        self, a: Any, b: Any, out: Tensor | None = None, epilogue: Epilogue = PLAIN
+    ) -> Callable[[], Tensor]:
+        """The call, ready to run: its operands have been checked."""
         self.refuse_unless_ready()
         operands.check_given(epilogue)
         dtype = dtypes.parse(self.problem.c.dtype)
@@ -204,31 +299,21 @@ class SpmmPlan(Plan):
         self._check_planned(call)
 
         def run() -> Tensor:
-            c = self.run(call.a, call.b, call.out, call.epilogue, captured(call.a.values))
+            c = self.run(call, captured(call.a.values))
             return call.seen(c, a) if out is None else out
 
-        if bound is None or slot is None or slot.learns:
-            return run()
-        return slot.run(given, run, (bound.named(a), bound.named(b)))
+        return run
 
-    def run(self, a: Matrix, b: Dense, out: Tensor | None, epilogue: Epilogue, capturing: bool) -> Tensor:
-        """The call without its checks, for operands that are known to fit. `capturing`: a CUDA graph is.
-
-        Returns C by rows: in the kernels' form [..., M, N], or [..., N, M] where c.layout is "col".
-        """
-        if operands.autocasts(a.values):
-            with dtypes.as_given(a.device):
-                return self.run(a, b, out, epilogue, capturing)
-        p = self.problem
+    def _run(self, call: Product) -> Tensor:
+        """C by rows: in the kernels' form [..., M, N], or [..., N, M] where c.layout is "col"."""
+        p, a, b, out = self.problem, call.a, call.b, call.out
         by_columns = p.c.layout == "col"
         kernel, config, _ = self.choice
-        if self.made is not None and not capturing:
-            wait_for(self.made, tensors_in(self.work))
         if isinstance(a, Quantized) and isinstance(b, Tensor):
             b = quantize_dense(b.mT, E4M3, "row", check=False).mT
         make = getattr(kernel, "make", None)
         if out is None and make is not None and p.m * p.n * p.batch:
-            made = make(config, self.work, a, b, epilogue, by_columns)
+            made = make(config, self.work, a, b, call.epilogue, by_columns)
             if made is not None:
                 return made
         if out is None:
@@ -237,7 +322,7 @@ class SpmmPlan(Plan):
         else:
             c = out.mT if by_columns else out
         if out.numel():
-            kernel.launch(config, self.work, a, b, out, epilogue)
+            kernel.launch(config, self.work, a, b, out, call.epilogue)
         return c
 
     def retarget(self, a: BSR) -> SpmmPlan:
@@ -334,13 +419,11 @@ class SpmmPlan(Plan):
     def _check_planned(self, call: Product) -> None:
         p = self.problem
         ours = getattr(call.matrix, "pattern", None)
-        known = key(call)
+        known = call.key()
         planned = None if self.pattern is None else self.pattern()
         if self._passed == [known] and ours is planned and call.shape == (p.m, p.k):
             return
-        found = problem(
-            call, p.card, counted=False
-        )  # counting the blocks of a new pattern may wait for the GPU
+        found = call.problem(p.card, counted=False)  # counting blocks of a new pattern may wait for the GPU
         kinds = [(each.a.two_four, each.a.quantized, each.a.transposed) for each in (p, found)]
         fits = kinds[0] == kinds[1] and (p.m, p.k) == (found.m, found.k)
         if ours is not planned or not fits:
@@ -350,7 +433,7 @@ class SpmmPlan(Plan):
                 f"this plan was made for {what}; {ANEW}. It multiplies {self._words(p)}; got {call.a!r}"
             )
         if _operands(found) != _operands(p):
-            found = problem(call, p.card)
+            found = call.problem(p.card)
             dense = self._dense(p), self._dense(found)
             mine, others = dense if dense[0] != dense[1] else (self._words(p), self._words(found))
             raise InvalidInput(f"this plan multiplies {mine}; got {others}. Plan anew, or call spmm(A, B)")
@@ -374,120 +457,6 @@ def _operands(p: SpmmProblem) -> tuple[Any, ...]:
 
 def _epilogue(p: SpmmProblem) -> tuple[Any, ...]:
     return p.has_alpha, p.bias, p.activation, p.combine, p.in_place
-
-
-class Spmm(Operation[Product, SpmmPlan]):
-    """C = A @ B."""
-
-    def problem(self, call: Product, card: Card) -> SpmmProblem:
-        return problem(call, card)
-
-    def key(self, call: Product) -> Hashable:
-        return key(call)
-
-    def home(self, call: Product) -> Home:
-        return call.a.home()
-
-    def like(self, call: Product) -> Tensor:
-        return call.b if isinstance(call.b, Tensor) else call.b.values
-
-    def prepare(self, call: Product, p: SpmmProblem, choice: Choice) -> Any:
-        return choice.kernel.prepare(p, choice.config, call.a)
-
-    def planned(
-        self, call: Product, p: SpmmProblem, choice: Choice, work: Any, made: Ready | None, ready: bool
-    ) -> SpmmPlan:
-        pattern = getattr(call.matrix, "pattern", None)
-        return SpmmPlan(p, choice, work, ready, None if pattern is None else weakref.ref(pattern), made=made)
-
-    def arguments(self, call: Product) -> tuple[Any, ...]:
-        return call.a, call.b, call.out, call.epilogue
-
-
-def problem(call: Product, card: Card, counted: bool = True) -> SpmmProblem:
-    """The call without its tensors, on `card`. `counted`: with the statistics of A's blocks."""
-    m, k = call.shape
-    b, epilogue = call.b, call.epilogue
-    other, plain = epilogue.other, epilogue.is_plain
-    if isinstance(call.a, Quantized):
-        wide = isinstance(b, Tensor)
-        dtype, rounds = (E4M3, dtypes.name(b.dtype)) if wide else (b.dtype, "")
-        scale = "column" if wide or b.kind == "row" else "tensor"
-        of_b = DenseSpec(dtypes.FP8[dtype], "col", True, scale, rounds)
-    else:
-        assert isinstance(b, Tensor)
-        of_b = DenseSpec(dtypes.name(b.dtype), operands.layout(b), operands.gapless(b))
-    return SpmmProblem(
-        a=call.a.storage(call.transposed, counted),
-        b=of_b,
-        c=DenseSpec(dtypes.name(call.dtype), call.out_layout),
-        m=m,
-        k=k,
-        n=b.shape[-1],
-        card=card,
-        batch=b.shape[:-2].numel(),
-        aligned=is_aligned(call),
-        tf32=operands.allows_tf32(b.dtype) and not isinstance(call.a, Quantized),
-        has_alpha=epilogue.alpha != 1,
-        bias=epilogue.bias is not None,
-        activation=epilogue.activation,
-        combine="" if plain or other is None else epilogue.combine,
-        in_place=_in_place(call),
-    )
-
-
-def key(call: Product) -> tuple[Any, ...]:
-    """All of a call that its plan depends on but the home of A: calls alike in this fit the same plan."""
-    a, transposed, b, out, epilogue, out_layout, dtype = call
-    if isinstance(a, Quantized):
-        matrix = a.matrix
-        stored = type(matrix), a.kind, a.fast_accum
-        dense = (
-            (b.shape, 0)
-            if isinstance(b, Tensor)
-            else (b.values.shape, b.scale.ndim, b.values.data_ptr() % 16)
-        )
-    else:
-        assert isinstance(b, Tensor)
-        matrix, stored = a, type(a)
-        dense = b.shape, b.stride(), b.data_ptr() % 16, operands.allows_tf32(b.dtype)
-    values = matrix.values
-    view = transposed or (type(matrix) is BSR and matrix.order is not None)
-    said = stored, view, values.dtype, values.data_ptr() % 16, b.dtype, dense, out_layout, dtype
-    if out is None and (epilogue is PLAIN or epilogue.is_plain):
-        return said
-    more = [None if x is None else (x.stride(), x.data_ptr() % 16) for x in (out, epilogue.other)]
-    combine = epilogue.combine if epilogue.other is not None else ""
-    after = epilogue.alpha != 1, epilogue.bias is not None, epilogue.activation, combine, _in_place(call)
-    return *said, *more, *after
-
-
-def is_aligned(call: Product) -> bool:
-    """Whether A's values, B, C and the epilogue's matrix begin and step by multiples of 16 bytes.
-
-    The latter must lie as C does, and step by less than 2^31 elements. Of an FP8 B its values count, along K.
-    """
-    a, _, b, out, epilogue, out_layout, dtype = call
-    other = epilogue.other
-    if other is not None:
-        lies = 1 in other.shape[-2:] or operands.layout(other) == out_layout
-        if not lies or max(other.stride()) >= 2**31:
-            return False
-    if a.values.data_ptr() % ALIGNMENT:
-        return False
-    if isinstance(a, Quantized):
-        start = 0 if isinstance(b, Tensor) else b.values.data_ptr()
-        if b.shape[-2] % ALIGNMENT or start % ALIGNMENT:
-            return False
-    elif not operands.aligned(call.wide):
-        return False
-    row = call.shape[0] if out_layout == "col" else b.shape[-1]
-    return (row * dtype.itemsize % ALIGNMENT == 0 if out is None else True) and operands.aligned(out, other)
-
-
-def _in_place(call: Product) -> bool:
-    other, out = call.epilogue.other, call.out
-    return other is not None and out is not None and operands.same_memory(other, out)
 
 
 def dtype_of(sparse: Matrix, dense: Dense, asked: torch.dtype | None) -> torch.dtype:

@@ -16,8 +16,8 @@ from torch import Tensor
 from sparsek.core import dtypes
 from sparsek.core.device import card_of
 from sparsek.mask.mask import BlockMask
-from sparsek.ops.attention_plans import grad_problem
 from sparsek.plan import attention_operands as operands
+from sparsek.plan.attention_grad import Differentiated
 from sparsek.plan.problem import AttentionGradProblem
 from sparsek.reference.attention import attention
 from sparsek.testing.attention_budget import AttentionGradGate, check_attention_backward
@@ -129,7 +129,7 @@ def problem(
     q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, *, deterministic: bool = True
 ) -> AttentionGradProblem:
     """The problem that the gradients of attention of q, k and v under `mask` pose."""
-    return grad_problem(q, k, v, mask, operands.backward_layout(q, k, v), deterministic, card_of(q.device))
+    return Differentiated(q, k, v, mask, deterministic).problem(card_of(q.device))
 
 
 def differentiate(

@@ -7,7 +7,6 @@ from torch import Tensor
 from sparsek.core import dtypes
 from sparsek.core.device import card_of
 from sparsek.matrix.bsr import BSR
-from sparsek.plan import spmm as plans
 from sparsek.plan.problem import SpmmProblem
 from sparsek.plan.spmm import Product
 from sparsek.reference.epilogue import PLAIN, Epilogue
@@ -48,7 +47,7 @@ def posed(
     if not lies:
         lies = "col" if out is not None and out.stride(-2) == 1 and out.stride(-1) != 1 else "row"
     dtype = b.dtype if out is None else out.dtype
-    return plans.problem(Product(a, turned, b, out, epilogue, lies, dtype), card_of(b.device))
+    return Product(a, turned, b, out, epilogue, lies, dtype).problem(card_of(b.device))
 
 
 def multiply(kernel: Any, a: BSR, b: Tensor, config: Any = None, out: "Tensor | None" = None) -> Tensor:

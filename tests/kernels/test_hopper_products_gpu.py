@@ -22,11 +22,11 @@ from sparsek.core.device import card_of
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.pattern import BlockPattern
 from sparsek.matrix.random import random_bsr
-from sparsek.ops import sddmm as sddmm_op
-from sparsek.ops import spgemm as spgemm_op
 from sparsek.plan.matches import match
 from sparsek.plan.operands import layout
 from sparsek.plan.problem import SddmmProblem, SpgemmProblem, SpmmProblem
+from sparsek.plan.sddmm import Sampled
+from sparsek.plan.spgemm import Pair
 from sparsek.reference.epilogue import PLAIN, Epilogue
 from sparsek.testing.budget import check_spmm
 from sparsek.testing.poison import poisoned
@@ -119,12 +119,12 @@ def spmm_problem(a: BSR, b: Tensor, out: Tensor, epilogue: Epilogue = PLAIN, lie
 
 
 def sddmm_problem(x: Tensor, y: Tensor, pattern: BlockPattern) -> SddmmProblem:
-    return sddmm_op.SDDMM.problem(sddmm_op.Sampled(x, y, pattern), card_of(x.device))
+    return Sampled(x, y, pattern).problem(card_of(x.device))
 
 
 def spgemm_problem(a: BSR, b: BSR, wanted: BlockPattern | None, dense: bool) -> tuple[SpgemmProblem, Any]:
     matches = match(a.pattern, b.pattern, wanted)
-    return spgemm_op._problem(a, b, matches, dense, None), matches
+    return Pair(a, b, matches, dense).problem(card_of(a.device)), matches
 
 
 def check_c(c: Any, p: SpmmProblem, a: BSR, b: Tensor, out: Tensor, epilogue: Epilogue, seed: int) -> None:

@@ -13,6 +13,7 @@ import sparsek as sk
 from sparsek.core.errors import Unsupported
 from sparsek.ops import attention_plans as ops
 from sparsek.plan import cache
+from sparsek.plan.attention import AttentionPlan
 from tests.ops.tensors import check, qkv, window
 
 
@@ -183,7 +184,7 @@ def test_a_mask_keeps_no_more_plans_than_the_limit(monkeypatch: pytest.MonkeyPat
     mask = window(64, 8)
     for batch in range(1, 9):
         sk.attention(*qkv(64, heads=(1, 1), dims=(1, 1), batch=batch), mask)
-    assert len(mask.derived("plans", cache.PlanCache)) == 5
+    assert len(mask.derived(AttentionPlan, cache.PlanCache)) == 5
 
 
 def test_a_new_mask_that_poses_a_known_problem_asks_no_kernel_again(monkeypatch: pytest.MonkeyPatch):

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import sparsek as sk
+from sparsek.plan.attention import AttentionPlan
 from sparsek.plan.cache import PlanCache
 from tests.ops.tensors import Qkv, check, qkv
 
@@ -64,7 +65,7 @@ def test_another_stream_waits_for_the_work_of_a_plan():
 def test_a_captured_graph_replays_with_new_values_in_place():
     tensors, mask = inputs(), mask_of(scores())
     sk.attention(*tensors, mask)
-    plans: PlanCache = mask.derived("plans", PlanCache)
+    plans: PlanCache = mask.derived(AttentionPlan, PlanCache)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = sk.attention(*tensors, mask)

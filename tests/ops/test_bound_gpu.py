@@ -262,7 +262,7 @@ def test_no_more_than_LIMIT_calls_are_kept(  # noqa: N802
 ) -> None:
     monkeypatch.setattr(bound, "LIMIT", 6)
     draw = weights("bsr", M, K, device)
-    calls = bound.calls_of(draw())
+    calls = draw().pattern.derived("calls", bound.Calls)
     for learns in (False, True):
         for n in (72, 80, 88, 96, 104, 112, 120, 128, 72):
             for _ in range(3):

@@ -14,7 +14,7 @@ from sparsek.matrix.bsr import padding_nonzeros
 from sparsek.matrix.pattern import BlockPattern
 from sparsek.ops import flat
 from sparsek.plan.cache import PlanCache
-from sparsek.plan.sddmm import Sampling
+from sparsek.plan.sddmm import SddmmPlan
 from sparsek.testing.product_budget import check_sddmm
 from tests.ops.operands import BF16, pair
 
@@ -97,7 +97,7 @@ def test_a_second_call_makes_no_new_plan_and_another_layout_does(plans_made: lis
         for count, call in enumerate(calls, start=1):
             call()
             assert len(plans_made) == (count if round_ == 0 else len(calls))
-    assert len(pattern.derived(Sampling, PlanCache)) == len(calls)
+    assert len(pattern.derived(SddmmPlan, PlanCache)) == len(calls)
 
 
 def test_a_plan_for_an_h200_is_made_on_any_machine_and_predicts():

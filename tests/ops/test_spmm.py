@@ -15,7 +15,7 @@ import sparsek as sk
 from sparsek.core.errors import InvalidInput, Unsupported
 from sparsek.matrix.bsr import BSR
 from sparsek.plan.cache import LIMIT, PlanCache
-from sparsek.plan.spmm import Spmm
+from sparsek.plan.spmm import SpmmPlan
 from sparsek.reference.epilogue import Epilogue
 from sparsek.testing.budget import check_spmm
 from sparsek.testing.poison import poisoned
@@ -309,7 +309,7 @@ def test_a_pattern_keeps_no_more_plans_than_the_limit():
     a = pair(64, 64, 8, (32, 32), torch.float32)[0]
     for n in range(1, LIMIT + 20):
         sk.spmm(a, torch.randn(64, n))
-    assert len(a.pattern.derived(Spmm, PlanCache)) == LIMIT
+    assert len(a.pattern.derived(SpmmPlan, PlanCache)) == LIMIT
 
 
 def test_autocast_casts_the_operands_and_nothing_inside_a_kernel():

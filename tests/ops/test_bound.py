@@ -1,0 +1,279 @@
+"""How a bound call is found again, on a CPU that passes for a GPU: what is recorded runs the plan again."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import sparsek as sk
+from sparsek.core.errors import InvalidInput
+from sparsek.kernels.lang.recorder import MISS, Recorded
+from sparsek.ops import bound, flat
+from sparsek.plan import operands
+
+
+class Again(Recorded):
+    """A recorded call that runs the recorded function, on the tensors that it had."""
+
+    __slots__ = ("__weakref__", "made_of", "ran", "rerun", "version")
+
+    def __init__(self, rerun: Callable[[], Any], made_of: torch.Tensor) -> None:
+        self.rerun, self.made_of, self.version, self.ran = rerun, made_of, made_of._version, 0
+        self.device, self.stream = 0, NOW["stream"]
+
+    def __call__(self, *given: torch.Tensor) -> Any:
+        if not self.is_fresh():
+            return MISS
+        self.ran += 1
+        return self.rerun()
+
+    def is_fresh(self) -> bool:
+        return self.made_of._version == self.version
+
+
+class Mode(TorchDispatchMode):
+    """What records a call is a dispatch mode too, in which nothing is bound."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+NOW = {"device": 0, "stream": 0}
+
+
+@pytest.fixture(autouse=True)
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Again]]:
+    """The calls that were recorded."""
+    made: list[weakref.ref[Again]] = []
+    modes: list[Mode] = []
+
+    def record(run: Callable[[], Any], given: Any, kept: Any = None) -> tuple[Any, Again]:
+        def within() -> Any:
+            with Mode() as mode:
+                modes.append(mode)
+                try:
+                    return run()
+                finally:
+                    modes.pop()
+
+        again = Again(within, given[0])
+        made.append(weakref.ref(again))
+        return within(), again
+
+    monkeypatch.setattr(flat, "recorder", lambda: modes[-1] if modes else None)
+    monkeypatch.setattr(bound, "record", record)
+    monkeypatch.setattr(bound, "_device", lambda: NOW["device"])
+    monkeypatch.setattr(bound, "_stream", lambda device: NOW["stream"])
+    monkeypatch.setattr(bound, "_capturing", lambda: False)
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda self: 0)
+    monkeypatch.setitem(NOW, "device", 0)
+    monkeypatch.setitem(NOW, "stream", 0)
+    return made
+
+
+@pytest.fixture
+def unchecked(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """From its call on a full key, and so a check of operands, fails the test."""
+
+    def forbid() -> None:
+        def key(*given: Any) -> tuple[None, bool]:
+            assert torch._C._len_torch_dispatch_stack(), "the key was made"
+            return None, False
+
+        monkeypatch.setattr(bound, "_key", key)
+
+    return forbid
+
+
+def matrices() -> list[Any]:
+    a = sk.random_bsr(128, 192, 64, 0.5, seed=0)
+    return [a, a.T.T, sk.Semi24.from_dense(torch.randn(128, 192)), sk.BSR24.from_bsr(a), sk.quantize(a)]
+
+
+def calls(n: int = 24) -> list[Callable[[], Any]]:
+    x, y = torch.randn(192, n), torch.randn(n, 192)
+    q, k, v = torch.randn(3, 1, 2, 64 + n, 16).unbind()
+    mask, a, bias = sk.BlockMask.causal(64 + n), matrices()[0], torch.randn(128)
+    b = sk.random_bsr(192, 64, 64, 0.7, seed=2)
+    at, plan = (a @ b).pattern, sk.plan_spmm(a, x)
+    return [
+        *(lambda m=m: sk.spmm(m, x) for m in matrices()),
+        *(lambda m=m: sk.linear(y, m, bias, "gelu") for m in matrices()),
+        lambda: plan(a, x),
+        lambda: sk.spmm(y, a.T, alpha=0.5),
+        lambda: sk.spmm(a.T, torch.ones(128, 3)),
+        lambda: sk.sddmm(torch.ones(128, 8), torch.ones(8, 192), a.pattern).values,
+        lambda: sk.spgemm(a, b),
+        lambda: (a @ b).values,
+        lambda: sk.spgemm(a, b, at).values,
+        lambda: sk.attention(q, k, v, mask),
+        lambda: torch.stack(sk.attention(q, k, v, return_lse=True)[1:]),
+    ]
+
+
+@pytest.mark.parametrize("index", range(len(calls())))
+def test_a_call_is_bound_after_it_was_recorded(index: int, recorded: list[Any], unchecked: Any):
+    call = calls()[index]
+    first = [call() for _ in range(4)]
+    assert len(recorded) == 1
+    unchecked()
+    for found in (*first, call()):
+        torch.testing.assert_close(found, first[0], rtol=0, atol=0, equal_nan=True)
+
+
+def test_alternating_shapes_keep_their_guards(recorded: list[Any], unchecked: Any):
+    a = matrices()[0]
+    xs = [torch.randn(192, n) for n in range(8, 8 + bound.SHAPES)]
+    for _ in range(4):
+        for x in xs:
+            sk.spmm(a, x)
+    assert len(recorded) == len(xs)
+    unchecked()
+    for x in (*xs, *xs[::-1]):
+        torch.testing.assert_close(a @ x, a.to_dense() @ x)
+
+
+def test_more_shapes_than_have_guards_are_recorded_once(recorded: list[Any], monkeypatch: pytest.MonkeyPatch):
+    a = matrices()[0]
+    xs = [torch.randn(192, n) for n in range(8, 10 + bound.SHAPES)]
+    for _ in range(2):
+        for x in xs:
+            sk.spmm(a, x)
+    monkeypatch.setattr(operands, "check_operands", lambda *given: pytest.fail("checked again"))
+    for x in xs:
+        torch.testing.assert_close(sk.spmm(a, x), a.to_dense() @ x)
+    assert len(recorded) == len(xs)
+
+
+def test_a_call_belongs_to_its_device_and_stream(recorded: list[Any]):
+    a, x = matrices()[0], torch.randn(192, 8)
+    for _ in range(3):
+        sk.spmm(a, x)
+    (again,) = (each() for each in recorded)
+    assert again.ran == 1
+    NOW["device"] = 1
+    for _ in range(3):
+        torch.testing.assert_close(sk.spmm(a, x), a.to_dense() @ x)
+    assert (again.ran, len(recorded)) == (1, 1), (
+        "its operands are not on the current device: nothing is bound"
+    )
+    NOW.update(device=0, stream=7)
+    for _ in range(3):
+        sk.spmm(a, x)
+    assert (again.ran, len(recorded)) == (1, 2)
+    NOW["stream"] = 0
+    sk.spmm(a, x)
+    assert (again.ran, len(recorded)) == (2, 2)
+
+
+def test_a_write_to_what_a_call_was_made_of_ends_it(recorded: list[Any]):
+    a, x = matrices()[0], torch.randn(192, 8)
+    for _ in range(3):
+        sk.spmm(a, x)
+    a.values.mul_(2)
+    for _ in range(3):
+        torch.testing.assert_close(sk.spmm(a, x), a.to_dense() @ x)
+    gc.collect()
+    assert [each() is None for each in recorded] == [True, False]
+
+
+def test_a_call_that_is_pushed_out_is_let_go(recorded: list[Any], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(bound, "LIMIT", 8)
+    a = matrices()[0]
+    for n in range(1, 20):
+        for _ in range(2):
+            sk.spmm(a, torch.randn(192, n), alpha=float(n))
+    gc.collect()
+    known = a.pattern.derived("calls", bound.Calls)
+    assert len(known.known) == 8
+    assert sum(each() is not None for each in recorded) <= 8
+    assert sum(map(len, known.recent.values())) <= 8
+
+
+def test_a_plan_that_is_let_go_takes_its_calls_along(recorded: list[Any]):
+    a, x = matrices()[0], torch.randn(192, 8)
+    plan = sk.plan_spmm(a, x)
+    for _ in range(3):
+        plan(a, x)
+    recorded[0]().rerun = None  # which has the plan, as what is really recorded has not
+    del plan
+    gc.collect()
+    assert recorded[0]() is None
+
+
+def test_refused_operands_are_refused_again(recorded: list[Any]):
+    a = matrices()[0]
+    wrong = torch.randn(100, 8)
+    for x in (wrong, wrong.requires_grad_()):
+        for _ in range(3):
+            with pytest.raises(InvalidInput, match="B needs 192 rows"):
+                sk.spmm(a, x)
+            with pytest.raises(InvalidInput, match="last dim of x must be 192"):
+                sk.linear(x.mT, a)
+            with pytest.raises(InvalidInput, match="they must agree"):
+                sk.sddmm(x, torch.randn(8, 192), a.pattern)
+    assert not recorded
+
+
+@pytest.mark.parametrize("verb", ["A @ x", "x @ A.T", "linear", "linear relu", "2:4", "sddmm", "attention"])
+def test_gradients_of_bound_calls(verb: str, recorded: list[Any]):
+    a = sk.random_bsr(128, 192, 64, 0.5, dtype=torch.float64, seed=0)
+    values, x, bias = a.values.clone(), torch.randn(24, 192).double(), torch.randn(128).double()
+    w = sk.Semi24.from_dense(torch.randn(128, 192).double())
+    mask = sk.BlockMask.causal(64)
+    q, k, v = torch.randn(3, 1, 2, 64, 16).double().unbind()
+
+    def forward(learned: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        one, two, three = learned
+        b = sk.BSR.unchecked(a.pattern, one)
+        if verb == "attention":
+            return sk.attention(one, two, three, mask)
+        if verb == "sddmm":
+            return sk.sddmm(two[:, :64].T.repeat(2, 1), two, a.pattern).values
+        if verb == "2:4":
+            return sk.linear(two, w, three, "gelu")
+        if verb.startswith("linear"):
+            return sk.linear(two, b, three, verb[7:] or None, two[:, :128])
+        return b @ two.T if verb == "A @ x" else two @ b.T
+
+    def gradients(bind: bool) -> list[Any]:
+        given = (q, k, v) if verb == "attention" else (values, x, bias)
+        learned = tuple(each.clone().requires_grad_() for each in given)
+        with pytest.MonkeyPatch.context() as patch:
+            if not bind:
+                patch.setattr(bound, "_key", lambda *given: (None, False))
+            out = forward(learned)
+            torch.manual_seed(0)
+            return [out, *torch.autograd.grad(out, learned, torch.randn_like(out), allow_unused=True)]
+
+    expected = gradients(bind=False)
+    assert not recorded
+    for _ in range(2):  # a third round would run what was recorded on the tensors of the second
+        for found, right in zip(gradients(bind=True), expected, strict=True):
+            torch.testing.assert_close(found, right)
+    assert len(recorded) >= 2
+
+
+@pytest.mark.parametrize(("index", "most"), [(0, 5), (5, 6), (10, 8), (13, 6), (14, 7), (17, 5)])
+def test_a_bound_call_takes_few_calls_of_python(index: int, most: int, monkeypatch: pytest.MonkeyPatch):
+    """The verb, what it asks of its matrices, and `repeat`: everything else of a call is C, or the recorded call."""
+    call = calls()[index]
+    for _ in range(3):
+        call()
+    monkeypatch.setattr(Again, "__call__", lambda self, *given: (None, None))
+    seen: list[str] = []
+    sys.setprofile(lambda frame, event, arg: event == "call" and seen.append(frame.f_code.co_name))
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    torchs = "is_compiling", "is_scripting", "_precision", "__getattr__", "cast", "<lambda>"
+    ours = [name for name in seen if name not in torchs]
+    assert len(ours) <= most, ours
