@@ -39,6 +39,9 @@ LIMIT = 256
 # Calls with one `more` that `repeat` finds: alternating shapes do not push each other out.
 SHAPES = 4
 
+# A recorded call's constants are of the past. Recorded anew, the call may have to make them, and is then recorded next.
+STALE: Any = object()
+
 _compiling = torch.compiler.is_compiling
 _thread = threading.get_ident
 _grad = torch.is_grad_enabled
@@ -66,14 +69,9 @@ class Calls:
     __slots__ = ("known", "recent")
 
     def __init__(self) -> None:
-        # Recorded; True: the key came once; False: it cannot be recorded
+        # Recorded; STALE; True: the key came once; False: it cannot be recorded
         self.known: dict[Hashable, Any] = {}
         self.recent: dict[Hashable, tuple[Recent, ...]] = {}
-
-    def forget(self, key: Hashable) -> None:
-        """Of a key as of one that has not come."""
-        self.note(key, None)
-        self.known.pop(key, None)
 
     def note(self, key: Hashable, state: Any) -> None:
         """Keeps what is known of a key. Calls that can never be repeated go, as those of a tensor that is gone; and of
@@ -136,10 +134,12 @@ class Slot(NamedTuple):
             seen = calls.known.get(self.key)
         if seen is None:
             calls.note(self.key, True)
-        if seen is not True:  # it is new, it cannot be recorded, or a hook of Triton listens now
+        if (
+            seen is not True and seen is not STALE
+        ):  # it is new, it cannot be recorded, or a hook of Triton listens now
             return run()
         output, made = record(run, self.operands, self.kept)
-        calls.note(self.key, made or False)
+        calls.note(self.key, made or seen is STALE)
         if made is not None and not self.learns:
             calls.find_again(self.more, self.operands, made)
         return output
@@ -149,8 +149,7 @@ class Slot(NamedTuple):
         output = call(*self.operands)
         if output is MISS:
             if not call.is_fresh():
-                # Its constants are of the past: this call makes them anew, and the next is recorded.
-                self.calls.forget(self.key)
+                self.calls.note(self.key, STALE)
             return self
         if not self.learns:
             self.calls.find_again(self.more, self.operands, call)

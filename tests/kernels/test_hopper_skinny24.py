@@ -66,7 +66,7 @@ def test_configs_compile_to_sparse_mma_and_wide_copies_without_spills(c: Config)
 def test_resident_ctas_fit_on_an_sm() -> None:
     for p in PROBLEMS:
         configs = list(KERNEL.configs(p))
-        assert len(configs) >= 4
+        assert len(configs) >= 2
         for c in configs:
             assert c.resident * (c.smem + skinny.RESERVED) <= H200.smem_bytes + skinny.RESERVED
             assert c.smem <= H200.smem_bytes

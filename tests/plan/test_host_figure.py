@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from sparsek.bench.engine import records
-from sparsek.bench.engine.report import EAGER
 from sparsek.bench.engine.tables import case_name
+from sparsek.bench.suites.host import EAGER
 from sparsek.core.device import CARDS
 from sparsek.plan import host
 
