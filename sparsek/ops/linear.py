@@ -81,15 +81,15 @@ def linear(
         slot = bound.product(W, x, more, also)
         if slot.__class__ is not Slot:
             return slot
-    if slot is bound.UNBOUND or not slot.learns:
+    # Where a gradient is wanted the product checks its operands, and the activation may be torch's.
+    if slot is bound.UNBOUND or not slot.learns or (activation and activation not in ACTIVATIONS):
         operands.check_linear(x, W, bias, activation, residual)
     if isinstance(W, Tensor):
         return _dense(x, W, bias, activation, residual, kernel, dtype)
     rows = _in_rows(bias), _in_rows(residual)
     if not slot.learns and (rows[0] is not bias or rows[1] is not residual):
-        slot = (
-            bound.UNBOUND
-        )  # recorded, a copy that was made before the launch would be a constant of the call
+        # Recorded, a copy that was made before the launch would be a constant of the call.
+        slot = bound.UNBOUND
     bias, residual = rows
     act = activation or ""
     # Gradients of an epilogue are torch's: it applies what they do not go through.
