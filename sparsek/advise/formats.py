@@ -12,7 +12,7 @@ from sparsek.bench.engine.case import random_dense
 from sparsek.core import dtypes
 from sparsek.core.device import card_named, card_of
 from sparsek.ops.choose import ERROR_TOKENS, Option, consider, measure
-from sparsek.ops.weight_formats import ways
+from sparsek.ops.weight_formats import combinations
 
 if TYPE_CHECKING:
     from sparsek.advise.weights import Question
@@ -27,7 +27,9 @@ def compared(weight: torch.Tensor, question: Question) -> tuple[Option, ...]:
     dense = weight.to(device=device, dtype=dtypes.parse(question.dtype))
     drawn = question.tokens if card is None else min(question.tokens, ERROR_TOKENS)
     x = random_dense(drawn, dense.shape[1], dtype=dense.dtype, device=device, seed=0)
-    listed = [replace(way, scope=question.scope) for way in ways(None, [question.block], [question.keep])]
+    listed = [
+        replace(form, scope=question.scope) for form in combinations(None, [question.block], [question.keep])
+    ]
     on = card_of(device) if card is None else card_named(card)
     with torch.no_grad():
         found = list(consider(dense, x, listed, on, question.tokens, keep_weights=card is None))

@@ -70,22 +70,22 @@ def _in_full(shown: Sequence[Advice], star: str, width: int) -> Table:
 
 def _in_short(shown: Sequence[Advice], star: str, width: int) -> Table:
     """A column for each format but dense; without kept norms where there is little room."""
-    ways = dict.fromkeys(
-        option.way for advice in shown for option in advice.formats if option.way.name != "dense"
+    combinations = dict.fromkeys(
+        option.form for advice in shown for option in advice.formats if option.form.name != "dense"
     )
     cell_width = 13 if width >= NORMS else 7
     table = new_table(f"The same in other formats: speed over dense{star}")
-    longest = min(LONGEST_NAME, max(SHORTEST_NAME, width - cell_width * len(ways) - 1))
+    longest = min(LONGEST_NAME, max(SHORTEST_NAME, width - cell_width * len(combinations) - 1))
     table.add_column("matrix", no_wrap=True)
-    for way in ways:
-        title = f"{TITLES[way.base]} fp8" if way.is_fp8 else TITLES[way.base]
+    for form in combinations:
+        title = f"{TITLES[form.base]} fp8" if form.is_fp8 else TITLES[form.base]
         table.add_column(title, justify="right", min_width=cell_width - 1)
     for advice in shown:
         best = fastest(advice.formats)
-        by_way = {option.way: option for option in advice.formats}
+        by_way = {option.form: option for option in advice.formats}
         cells = [Text(middle_out(plain(advice.group.label), longest))]
-        for way in ways:
-            option = by_way.get(way)
+        for form in combinations:
+            option = by_way.get(form)
             norm = "" if option is None or width < NORMS else f" {(option.kept_norm or 0) * 100:3.0f} %"
             said = "" if option is None else f"{_over_dense(advice, option)}{norm}"
             cells.append(Text(said, "green" if option is best else ""))
@@ -94,7 +94,7 @@ def _in_short(shown: Sequence[Advice], star: str, width: int) -> Table:
 
 
 def _over_dense(advice: Advice, option: Option) -> str:
-    dense = next((each.seconds for each in advice.formats if each.way.format == "dense"), None)
+    dense = next((each.seconds for each in advice.formats if each.form.format == "dense"), None)
     return "" if dense is None else f"{dense / option.seconds:.2f}x"
 
 

@@ -16,7 +16,7 @@ from sparsek.cli.output import table as new_table
 from sparsek.core import arguments, env
 from sparsek.core.errors import InvalidFile, InvalidInput, Unsupported
 from sparsek.kernels import names_for
-from sparsek.ops.weight_formats import FORMATS, ways
+from sparsek.ops.weight_formats import FORMATS, combinations
 from sparsek.plan import table
 
 SPARSE = tuple(name for name in FORMATS if not name.startswith("dense"))
@@ -91,12 +91,12 @@ def _jobs(what: str | None, tokens: str, formats: str, block: str, keep: str, dt
     for each in keeps:
         if not 0 < each <= 1:
             raise InvalidInput(f"--keep {each}: a fraction of blocks in (0, 1]")
-    stored = list(ways(wanted, blocks, keeps))
+    stored = list(combinations(wanted, blocks, keeps))
     return [
-        Job(rows, n, k, way, dtype)
+        Job(rows, n, k, form, dtype)
         for rows in listed("tokens", tokens, int)
         for n, k in shapes
-        for way in stored
+        for form in stored
     ]
 
 

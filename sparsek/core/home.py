@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from sparsek.core.eager import untransformed
+from sparsek.core.tracing import untransformed
 
 Made = TypeVar("Made")
 

@@ -27,9 +27,9 @@ from torch import Tensor
 
 from sparsek.core import arguments, dtypes, files
 from sparsek.core.arguments import shown
-from sparsek.core.eager import outside_inference
 from sparsek.core.errors import InvalidFile, InvalidInput
 from sparsek.core.files import StrPath
+from sparsek.core.tracing import outside_inference
 from sparsek.files.io_kinds import OTHER_TAGS, TAGS, Kind, Record, kind_of_object, kind_of_record
 from sparsek.mask.mask import BlockMask
 from sparsek.matrix.bsr import BSR

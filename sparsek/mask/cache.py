@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from sparsek.core import arguments
-from sparsek.core.eager import concrete, untransformed
 from sparsek.core.errors import InvalidInput
 from sparsek.core.streams import Ready, wait_for
+from sparsek.core.tracing import concrete, untransformed
 from sparsek.mask.mask import BlockMask
 
 Result = TypeVar("Result")

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from sparsek.core import arguments
-from sparsek.core.eager import eager
 from sparsek.core.errors import InvalidInput
+from sparsek.core.tracing import not_traced
 from sparsek.mask.lists import (
     BY_INTERVAL,
     WORD,
@@ -33,7 +33,7 @@ ENTRIES = (
 )  # partial blocks of rows that are looked at together: rows may share entries, and a file is small
 
 
-@eager("a block mask")
+@not_traced("a block mask")
 def plain(mask: BlockMask) -> dict[str, Any]:
     """Lengths, block, batch and heads as plain ints, whether it is pure, and its label."""
     block = mask_block(mask.block)
@@ -51,7 +51,7 @@ def plain(mask: BlockMask) -> dict[str, Any]:
     }
 
 
-@eager("a block mask")
+@not_traced("a block mask")
 def check(mask: BlockMask) -> Sizes:
     """Checks the tensors of a mask whose other fields are checked. Waits for the device once. The true sizes."""
     _check_tensors(mask)

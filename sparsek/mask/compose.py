@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from sparsek.core import arguments
-from sparsek.core.eager import eager
 from sparsek.core.errors import InvalidInput
+from sparsek.core.tracing import not_traced
 from sparsek.mask.elements import TileMask
 from sparsek.mask.lists import BY_INTERVAL, BlockLists, Sizes, check_stored
 from sparsek.mask.scored import Fault
@@ -73,7 +73,7 @@ def _search(lists: BlockLists, rows: Tensor, column: Tensor, longest: int) -> tu
     return (low < end) & (lists.indices[low.clamp(max=most)] == column), low
 
 
-@eager("a block mask")
+@not_traced("a block mask")
 def both(a: BlockMask, other: BlockMask) -> BlockMask:
     """What both masks admit. Lengths and blocks must agree; batch and heads may be 1 in one of them."""
     if not isinstance(other, type(a)):
@@ -90,7 +90,7 @@ def both(a: BlockMask, other: BlockMask) -> BlockMask:
     )
 
 
-@eager("a block mask")
+@not_traced("a block mask")
 def either(a: BlockMask, other: BlockMask) -> BlockMask:
     """What either mask admits. Lengths and blocks must agree; batch and heads may be 1 in one of them."""
     if not isinstance(other, type(a)):
@@ -137,13 +137,13 @@ def _filled(
     return made.mask(type(a.mask), label)
 
 
-@eager("a block mask")
+@not_traced("a block mask")
 def per_head(cls: type[BlockMask], masks: Sequence[BlockMask]) -> BlockMask:
     """One mask after the other along the heads. No sync."""
     return _Stack(cls, masks, "per_head", axis=1).mask()
 
 
-@eager("a block mask")
+@not_traced("a block mask")
 def per_batch(cls: type[BlockMask], masks: Sequence[BlockMask]) -> BlockMask:
     """One mask after the other along the batch. No sync."""
     return _Stack(cls, masks, "per_batch", axis=0).mask()

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparsek.core.eager import eager
+from sparsek.core.tracing import not_traced
 from sparsek.mask.elements import pack_bits
 from sparsek.mask.lists import (
     BY_INTERVAL,
@@ -136,7 +136,7 @@ def _within(x: Any, low: Any, high: Any) -> Any:
     return x.clamp(low, high) if isinstance(x, Tensor) else np.minimum(np.maximum(x, low), high)
 
 
-@eager("a block mask")
+@not_traced("a block mask")
 def documents_mask(
     cls: type[BlockMask], scene: PackedLayout, near: Window, block: Any, device: Any, label: str
 ) -> BlockMask:

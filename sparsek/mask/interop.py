@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from sparsek.core import arguments, dtypes
-from sparsek.core.eager import eager
 from sparsek.core.errors import InvalidInput
+from sparsek.core.tracing import not_traced
 from sparsek.mask.elements import TileMask
 from sparsek.mask.lists import BLOCK_SIZES, BY_INTERVAL, WORD, BlockLists, mask_block
 from sparsek.mask.view import stored_entries
@@ -47,7 +47,7 @@ class FlashLists(NamedTuple):
     bits: Tensor | None
 
 
-@eager("a block mask")
+@not_traced("a block mask")
 def from_dense(cls: type[BlockMask], dense: Tensor, block: int | tuple[int, int] = 128) -> BlockMask:
     """The mask of a bool tensor, true where query q sees key k. Blocks with nothing in them are not stored.
 
@@ -65,7 +65,7 @@ def from_dense(cls: type[BlockMask], dense: Tensor, block: int | tuple[int, int]
     return _from_elements(cls, dense, block, lambda slab, _: slab, "from_dense")
 
 
-@eager("a block mask")
+@not_traced("a block mask")
 def from_transformers(cls: type[BlockMask], mask: Tensor, block: int | tuple[int, int] = 128) -> BlockMask:
     """The mask of an `attention_mask` that Hugging Face transformers hands to its models' attention.
 
@@ -137,7 +137,7 @@ def _look(made: TileMask, row: int, slab: Tensor) -> None:
     made.add((row + tiles) * made.columns + columns, blocks[tiles, :, columns])
 
 
-@eager("a block mask")
+@not_traced("a block mask")
 def from_flex(cls: type[BlockMask], bm: FlexMask) -> BlockMask:
     """The mask of a FlexAttention BlockMask (`torch.nn.attention.flex_attention`) with blocks of 64 or 128.
 

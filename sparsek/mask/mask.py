@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from sparsek.core import arguments
-from sparsek.core.eager import saveable
 from sparsek.core.home import Home
 from sparsek.core.record import Record, record
+from sparsek.core.tracing import saveable
 from sparsek.mask import check, compose, interop, lists, scored, structured, view
 from sparsek.mask.lists import BlockLists, Frame, HostLists, HostMask, Sizes, TransposedLists
 from sparsek.pictures import masks as pictures

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from sparsek.core import arguments
-from sparsek.core.eager import constant, eager, untransformed
 from sparsek.core.errors import InvalidInput
+from sparsek.core.tracing import constant, not_traced, untransformed
 from sparsek.mask.cache import edges_of, kept_mask, values_of
 from sparsek.mask.documents import Documents, PackedLayout, Window, documents_mask
 from sparsek.mask.lists import Frame, mask_block
@@ -273,7 +273,7 @@ def _constant_mask(
     return policy._mask(q_len, kv_len, _as_device(device))
 
 
-@eager("a top-k mask")
+@not_traced("a top-k mask")
 def _chosen(policy: MaskPolicy, q: Tensor, k: Tensor) -> BlockMask:
     """Outside of inference mode, as builders are."""
     within, always = (

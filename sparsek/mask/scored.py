@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from sparsek.core import arguments, dtypes
-from sparsek.core.eager import eager
 from sparsek.core.errors import InvalidInput
+from sparsek.core.tracing import not_traced
 from sparsek.mask.lists import (
     BY_INTERVAL,
     BlockLists,
@@ -138,7 +138,7 @@ def _with_answers(mask: BlockMask, asked: Sequence[Fault | TrueSizes]) -> BlockM
     return mask
 
 
-@eager("a block mask")
+@not_traced("a block mask")
 def topk(
     cls: type[BlockMask],
     scores: Tensor,
@@ -297,7 +297,7 @@ def _index(at: int, shape: tuple[int, ...]) -> str:
     return f"[{', '.join(str(each) for each in np.unravel_index(at, shape))}]"
 
 
-@eager("a block mask")
+@not_traced("a block mask")
 def from_blocks(
     cls: type[BlockMask],
     indptr: Any,
@@ -420,7 +420,7 @@ def _explained(indptr: Tensor, indices: Tensor, place: Place, rows: int) -> str:
     return "the lists were wrong when the mask was made, and have been written to since"
 
 
-@eager("a block mask")
+@not_traced("a block mask")
 def best_blocks(within: BlockMask, scores: Tensor, k: int, always: BlockMask | None = None) -> BlockMask:
     """For each query tile the `k` blocks of `within` with the highest scores, with the rules of `within`.
 

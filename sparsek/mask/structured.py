@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from sparsek.core import arguments
-from sparsek.core.eager import eager
 from sparsek.core.errors import InvalidInput
+from sparsek.core.tracing import not_traced
 from sparsek.mask.documents import Documents, PackedLayout, Window, documents_mask
 from sparsek.mask.lists import Frame, Place, Runs, as_lengths, assemble
 from sparsek.matrix.pattern import INT32_MAX
@@ -35,21 +35,21 @@ def up_to_itself(place: Place) -> tuple[Tensor, Tensor]:
     return torch.zeros_like(hi), hi
 
 
-@eager("a block mask")
+@not_traced("a block mask")
 def full(cls: type[BlockMask], seq_len: int | None = None, **frame: Unpack[Frame]) -> BlockMask:
     """The mask with which every query sees every key. `frame`: see `Frame`."""
     place = Place.of(seq_len, **frame)
     return _of_blocks(cls, place, _all_blocks(place), False, "full")
 
 
-@eager("a block mask")
+@not_traced("a block mask")
 def causal(cls: type[BlockMask], seq_len: int | None = None, **frame: Unpack[Frame]) -> BlockMask:
     """Every query sees the keys up to its own position. `frame`: see `Frame`."""
     place = Place.of(seq_len, **frame)
     return _of_blocks(cls, place, _all_blocks(place), True, "causal")
 
 
-@eager("a block mask")
+@not_traced("a block mask")
 def sliding_window(
     cls: type[BlockMask],
     seq_len: int | None = None,
@@ -69,7 +69,7 @@ def sliding_window(
     return documents_mask(cls, PackedLayout.of(place), near, place.block, place.device, label)
 
 
-@eager("a block mask")
+@not_traced("a block mask")
 def strided(
     cls: type[BlockMask],
     seq_len: int | None = None,
@@ -100,7 +100,7 @@ def strided(
     return _of_blocks(cls, place, runs, causal, f"strided({stride}, {window}{_both_ways(causal)})")
 
 
-@eager("a block mask")
+@not_traced("a block mask")
 def dilated(
     cls: type[BlockMask],
     seq_len: int | None = None,
@@ -131,7 +131,7 @@ def _both_ways(causal: bool) -> str:
     return "" if causal else ", causal=False"
 
 
-@eager("a block mask")
+@not_traced("a block mask")
 def bigbird(
     cls: type[BlockMask],
     seq_len: int | None = None,
@@ -210,7 +210,7 @@ def visible(place: Place, causal: bool) -> tuple[np.ndarray, np.ndarray]:
     return first // place.block[1], -(-last // place.block[1])
 
 
-@eager("a block mask")
+@not_traced("a block mask")
 def block_diagonal(
     cls: type[BlockMask],
     lengths: Any,

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from sparsek.core import arguments, dtypes, operations
-from sparsek.core.eager import check_aligned
 from sparsek.core.errors import InvalidInput
+from sparsek.core.tracing import check_aligned
 from sparsek.matrix.pattern import BlockPattern
 
 if TYPE_CHECKING:

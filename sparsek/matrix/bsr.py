@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from sparsek.core import arguments, dtypes
-from sparsek.core.eager import check_aligned, of_values
 from sparsek.core.errors import InvalidInput
 from sparsek.core.record import Record, record
+from sparsek.core.tracing import check_aligned, of_values
 from sparsek.matrix import algebra, convert
 from sparsek.matrix.base import ALIGNMENT, OfBlocks
 from sparsek.matrix.padding import padding_of, zero_outside, zero_padding

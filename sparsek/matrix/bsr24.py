@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from sparsek.core import arguments, dtypes
-from sparsek.core.eager import outside_inference
 from sparsek.core.errors import InvalidInput
 from sparsek.core.record import Record, record
+from sparsek.core.tracing import outside_inference
 from sparsek.matrix import two_four
 from sparsek.matrix.base import OfBlocks
 from sparsek.matrix.bsr import BSR

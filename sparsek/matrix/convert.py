@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from sparsek.core import arguments, dtypes, operations
-from sparsek.core.eager import concrete, of_values, outside_inference, untransformed, watched
 from sparsek.core.errors import InvalidInput
+from sparsek.core.tracing import concrete, of_values, outside_inference, untransformed, watched
 from sparsek.matrix.base import ALIGNMENT
 from sparsek.matrix.padding import zero_padding
 from sparsek.matrix.pattern import (

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from sparsek.core import arguments, dtypes, operations
-from sparsek.core.eager import check_aligned, of_values
 from sparsek.core.errors import InvalidInput
 from sparsek.core.record import Record, record
+from sparsek.core.tracing import check_aligned, of_values
 from sparsek.matrix.base import ALIGNMENT, Multiplied
 from sparsek.matrix.float8 import MOST, NAMES, rounded, scales_of
 

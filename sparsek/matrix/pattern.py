@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from sparsek.core import arguments
-from sparsek.core.eager import saveable
 from sparsek.core.errors import InvalidInput
 from sparsek.core.home import Home
 from sparsek.core.record import Record, record
+from sparsek.core.tracing import saveable
 from sparsek.pictures import blocks as pictures
 
 INT32_MAX = 2**31 - 1

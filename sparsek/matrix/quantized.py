@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from sparsek.core import arguments, dtypes
-from sparsek.core.eager import of_values
 from sparsek.core.errors import InvalidInput
 from sparsek.core.home import Home
 from sparsek.core.record import Record, record
+from sparsek.core.tracing import of_values
 from sparsek.matrix import two_four
 from sparsek.matrix.base import Matrix as AnyMatrix
 from sparsek.matrix.bsr import BSR

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from sparsek.core import arguments
-from sparsek.core.eager import outside_inference
+from sparsek.core.tracing import outside_inference
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.padding import zero_padding
 from sparsek.matrix.pattern import BlockPattern, HostPattern, block_sides, grid_of, matrix_sides

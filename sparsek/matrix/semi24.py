@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.sparse import SparseSemiStructuredTensor, to_sparse_semi_structured
 
 from sparsek.core import arguments, dtypes
-from sparsek.core.eager import outside_inference
 from sparsek.core.errors import InvalidInput, Unsupported
 from sparsek.core.home import Home
 from sparsek.core.record import Record, record
+from sparsek.core.tracing import outside_inference
 from sparsek.matrix import two_four
 from sparsek.matrix.base import Stored
 from sparsek.matrix.storage import Parts, Signature, Storage, home_of

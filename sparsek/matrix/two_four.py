@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from sparsek.core import arguments, dtypes, operations
-from sparsek.core.eager import check_aligned, concrete, of_values
 from sparsek.core.errors import InvalidInput
+from sparsek.core.tracing import check_aligned, concrete, of_values
 from sparsek.matrix.base import ALIGNMENT
 
 GROUP = 4

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from sparsek.core import arguments
-from sparsek.core.eager import outside_inference
 from sparsek.core.errors import InvalidInput
+from sparsek.core.tracing import outside_inference
 from sparsek.mask.mask import BlockMask
 from sparsek.mask.rule import MaskPolicy
 from sparsek.matrix.pattern import INT32_MAX

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from sparsek.core import arguments
-from sparsek.core.eager import outside_inference, saveable
 from sparsek.core.errors import InvalidInput
+from sparsek.core.tracing import outside_inference, saveable
 from sparsek.matrix.bsr import BSR, padding_nonzeros
 from sparsek.matrix.padding import zero_padding
 from sparsek.matrix.pattern import BlockPattern

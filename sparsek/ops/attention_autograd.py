@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 
-from sparsek.core.eager import save_for_backward
 from sparsek.core.errors import InvalidInput
 from sparsek.core.streams import captured
+from sparsek.core.tracing import save_for_backward
 from sparsek.mask.mask import BlockMask
 from sparsek.ops import bound, gradients
 from sparsek.ops.attention_plans import (

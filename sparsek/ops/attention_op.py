@@ -10,7 +10,7 @@ from torch import Tensor
 from sparsek.mask.mask import BlockMask
 from sparsek.mask.operands import check_tensors
 from sparsek.ops import gradients
-from sparsek.ops.attention_flat import (
+from sparsek.ops.attention_args import (
     ATTENTION_BACKWARD_SCHEMA,
     ATTENTION_SCHEMA,
     AttentionArgs,
@@ -20,7 +20,7 @@ from sparsek.ops.attention_flat import (
     put_together,
 )
 from sparsek.ops.attention_plans import ATTENTION, ATTENTION_BACKWARD, checked, fixed
-from sparsek.ops.flat import TAGS
+from sparsek.ops.library_args import TAGS
 from sparsek.plan import attention_operands as operands
 from sparsek.plan.attention import Attended
 from sparsek.plan.attention_grad import Differentiated, Forward

@@ -25,15 +25,15 @@ from sparsek.matrix.semi24 import Semi24
 from sparsek.ops import transforms
 from sparsek.ops.linear import linear
 from sparsek.ops.weight_formats import (
-    Way,
     Weight,
+    WeightFormat,
     another,
+    combinations,
+    format_of,
     kept_norm,
     parts_of,
     predict,
     stored_fraction,
-    way_of,
-    ways,
 )
 
 KEEP = (0.5, 0.25, 0.125)
@@ -57,7 +57,7 @@ class Option:
     ||x @ W.T|| on the given x; both Frobenius, None where the dense W is not known. `why_not`: why it cannot run.
     """
 
-    way: Way
+    form: WeightFormat
     kernel: str = ""
     predicted: float = math.inf
     measured: float | None = None
@@ -68,7 +68,7 @@ class Option:
 
     @property
     def name(self) -> str:
-        return self.way.name
+        return self.form.name
 
     @property
     def seconds(self) -> float:
@@ -167,13 +167,13 @@ class FormatChoice:
         residual: Tensor | None = None,
     ) -> Tensor:
         """act(x @ W.T + bias) + residual with the chosen weight, as `sparsek.linear` does it."""
-        return linear(x, self.weight, bias, activation, residual, kernel=self.choice.way.kernel)
+        return linear(x, self.weight, bias, activation, residual, kernel=self.choice.form.kernel)
 
     def explain(self) -> str:
         """The choice in words, and a line for every option: what it takes, keeps and errs, and why it lost."""
         n, k = self.shape
         chosen, how = self.choice, "measured" if self.is_measured else "predicted"
-        dense = next((each for each in self.options if each.way.format == "dense"), None)
+        dense = next((each for each in self.options if each.form.format == "dense"), None)
         lead = ""
         if dense is not None and dense is not chosen and not dense.why_not:
             lead = f", {dense.seconds / chosen.seconds:.2f}x as fast as dense"
@@ -270,9 +270,9 @@ def choose_format(
     card, timed = _where(W, device)
     dense = W if isinstance(W, Tensor) else None
     rows, tokens = _rows(W, x, timed)
-    listed = list(ways(asked, blocks, keeps))
+    listed = list(combinations(asked, blocks, keeps))
     if dense is None:
-        listed = [way_of(W)]
+        listed = [format_of(W)]
     with torch.no_grad():
         found = list(consider(W, rows, listed, card, tokens, keep_weights=timed))
         options = [option for option, _ in found]
@@ -285,13 +285,19 @@ def choose_format(
         choice = choose(options, bound)
         weight = next(weight for each, (_, weight) in zip(options, found, strict=True) if each is choice)
         if weight is None:
-            weight = W if dense is None else choice.way.convert(dense)
+            weight = W if dense is None else choice.form.convert(dense)
     shape = (W.shape[0], W.shape[1])
     return FormatChoice(shape, tokens, dtypes.shown(rows.dtype), card, tuple(options), choice, bound, weight)
 
 
 def consider(
-    W: Weight, x: Tensor, listed: Sequence[Way], card: Card, tokens: int = 0, *, keep_weights: bool = True
+    W: Weight,
+    x: Tensor,
+    listed: Sequence[WeightFormat],
+    card: Card,
+    tokens: int = 0,
+    *,
+    keep_weights: bool = True,
 ) -> Iterator[tuple[Option, Any]]:
     """What is known of each way to store W for x [T, K] before it is timed, and W stored so.
 
@@ -301,27 +307,29 @@ def consider(
     tokens = tokens or x.shape[0]
     dense = W if isinstance(W, Tensor) else None
     exact = None if dense is None else _Exact.of(dense, x)
-    made: dict[Way, tuple[Any, float]] = {}  # by format without FP8: W stored so, and what that keeps
-    for way in listed:
-        why = way.why_not(dense) if dense is not None else []
+    made: dict[
+        WeightFormat, tuple[Any, float]
+    ] = {}  # by format without FP8: W stored so, and what that keeps
+    for form in listed:
+        why = form.why_not(dense) if dense is not None else []
         if why:
-            yield Option(way, why_not=tuple(why)), None
+            yield Option(form, why_not=tuple(why)), None
             continue
         weight: Any = W
         if dense is not None:
-            if way.plain not in made:
-                plain = way.plain.convert(dense)
-                made[way.plain] = plain, kept_norm(plain, dense)
-            weight = way.convert(dense, made[way.plain][0]) if way.is_fp8 else made[way.plain][0]
+            if form.plain not in made:
+                plain = form.plain.convert(dense)
+                made[form.plain] = plain, kept_norm(plain, dense)
+            weight = form.convert(dense, made[form.plain][0]) if form.is_fp8 else made[form.plain][0]
         try:
-            found = predict(weight, tokens, x.dtype, card, way.kernel)
-            error = None if exact is None else exact.error(way, weight)
+            found = predict(weight, tokens, x.dtype, card, form.kernel)
+            error = None if exact is None else exact.error(form, weight)
         except Unsupported as refused:
             why = [f"{name}: {'; '.join(reasons)}" for name, reasons in refused.reasons.items()]
-            yield Option(way, why_not=tuple(why or [str(refused)])), None
+            yield Option(form, why_not=tuple(why or [str(refused)])), None
             continue
-        kept = None if dense is None else made[way.plain][1]
-        option = Option(way, found.kernel, found.seconds, None, stored_fraction(weight), kept, error)
+        kept = None if dense is None else made[form.plain][1]
+        option = Option(form, found.kernel, found.seconds, None, stored_fraction(weight), kept, error)
         yield option, weight if keep_weights else None
 
 
@@ -337,7 +345,7 @@ def measure(
     `inner_ms`: of a batch of calls.
     """
     calls = {
-        str(at): _rotating(option.way, weight, x, card)
+        str(at): _rotating(option.form, weight, x, card)
         for at, (option, weight) in enumerate(found)
         if weight is not None
     }
@@ -430,18 +438,18 @@ class _Exact:
         wide = torch.promote_types(dense.dtype, torch.float32)
         return cls(some, some.to(wide) @ dense.to(wide).T)
 
-    def error(self, way: Way, weight: Any) -> float:
+    def error(self, form: WeightFormat, weight: Any) -> float:
         """||linear(x, weight) - x @ W.T|| / ||x @ W.T||."""
-        off = linear(self.some, weight, kernel=way.kernel).to(self.product.dtype) - self.product
+        off = linear(self.some, weight, kernel=form.kernel).to(self.product.dtype) - self.product
         wrong, whole = (
             float(torch.linalg.vector_norm(each, dtype=torch.float64)) for each in (off, self.product)
         )
         return wrong / whole if whole else (0.0 if wrong == 0 else math.inf)
 
 
-def _rotating(way: Way, weight: Any, x: Tensor, card: Card) -> Callable[[], object]:
+def _rotating(form: WeightFormat, weight: Any, x: Tensor, card: Card) -> Callable[[], object]:
     """A call of `sparsek.linear`, each time with the next of its copies."""
-    kernel = way.kernel
+    kernel = form.kernel
     turns = itertools.cycle(
         [lambda w=w, x=x: linear(x, w, kernel=kernel) for w, x in copies(weight, x, card)]
     )

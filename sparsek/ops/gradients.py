@@ -23,12 +23,12 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from sparsek.core.eager import save_for_backward
 from sparsek.core.errors import InvalidInput
+from sparsek.core.tracing import save_for_backward
 from sparsek.matrix.storage import Parts
 from sparsek.ops import transforms
-from sparsek.ops.attention_flat import AttentionArgs
-from sparsek.ops.flat import FlatMatrix, SampledArgs, SddmmArgs, SpgemmArgs, SpmmArgs
+from sparsek.ops.attention_args import AttentionArgs
+from sparsek.ops.library_args import FlatMatrix, SampledArgs, SddmmArgs, SpgemmArgs, SpmmArgs
 from sparsek.ops.planning import same_family
 from sparsek.plan.attention_operands import NO_SECOND_GRADIENT
 from sparsek.plan.operands import FP8_HAS_NO_GRADIENT, VALUES_HAVE_NO_GRADIENT

@@ -21,7 +21,7 @@ from sparsek.matrix.bsr24 import BSR24
 from sparsek.matrix.dense8 import QuantizedTensor, quantize_dense
 from sparsek.matrix.quantized import Quantized
 from sparsek.matrix.semi24 import Semi24
-from sparsek.ops import bound, flat, transforms
+from sparsek.ops import bound, library_args, transforms
 from sparsek.ops.autocast import autocasts, follow_autocast_fp8
 from sparsek.ops.bound import Slot
 from sparsek.ops.spmm import SPMM, How, Multiplied, multiply
@@ -154,7 +154,7 @@ def swiglu(x: Tensor | QuantizedTensor, W_gate: Weight, W_up: Weight, *, kernel:
     else:
         gate = multiply(_layer(x, W_gate, Epilogue(activation="silu"), dtype), kernel)
         call = _layer(x, W_up, Epilogue(other=gate, combine="mul"), dtype)
-        in_place = dtype is None and not flat.traced()
+        in_place = dtype is None and not library_args.traced()
         y = multiply(call._replace(out=gate.mT) if in_place else call, kernel)
     return y if x.ndim == 2 else y.view(*x.shape[:-1], W_up.shape[0])
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from sparsek.matrix import convert, two_four
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.dense8 import register_rounder
-from sparsek.ops import flat
+from sparsek.ops import library_args
 
 
 def register() -> None:
@@ -26,7 +26,7 @@ def register() -> None:
 def _kernel(name: str, function: str, *tensors: Tensor | None) -> Callable[..., Any] | None:
     """A function of kernels/pack; None, and torch does the work, where Triton is missing, and where something looks at
     calls op by op."""
-    if flat.traced() or not flat.are_plain(*tensors):
+    if library_args.traced() or not library_args.are_plain(*tensors):
         return None
     try:
         return getattr(import_module(f"sparsek.kernels.pack.{name}"), function)

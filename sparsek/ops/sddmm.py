@@ -11,7 +11,7 @@ from torch import Tensor
 from sparsek.core import arguments
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.pattern import BlockPattern
-from sparsek.ops import bound, flat, gradients, transforms
+from sparsek.ops import bound, gradients, library_args, transforms
 from sparsek.ops.autocast import autocasts, follow_autocast
 from sparsek.ops.bound import Slot
 from sparsek.ops.planning import choose
@@ -91,11 +91,11 @@ def sampled(x: Tensor, y: Tensor, pattern: BlockPattern, kernel: str | None) -> 
         operands.check_sddmm(x, y, pattern)
         transforms.check(x, y)
     learns = operands.wants_gradient(x, y)
-    if flat.traced() or (learns and not flat.are_plain(x, y)):
+    if library_args.traced() or (learns and not library_args.are_plain(x, y)):
         transforms.check_untransformed(pattern)
-        return transforms.call("sddmm", x, y, *flat.flat_pattern(pattern), kernel)
+        return transforms.call("sddmm", x, y, *library_args.flat_pattern(pattern), kernel)
     if learns:
-        return Sddmm.apply(x, y, *flat.flat_pattern(pattern), kernel, pattern)
+        return Sddmm.apply(x, y, *library_args.flat_pattern(pattern), kernel, pattern)
     return slot.run(lambda: SDDMM.run(Sampled(x, y, pattern), kernel))
 
 
@@ -109,11 +109,11 @@ def _run(x: Tensor, y: Tensor, pattern: BlockPattern, kernel: str | None) -> Ten
     return slot.run(lambda: SDDMM.run(Sampled(x, y, pattern), kernel)) if slot.__class__ is Slot else slot
 
 
-@torch.library.custom_op("sparsek::sddmm", mutates_args=(), tags=flat.TAGS)
+@torch.library.custom_op("sparsek::sddmm", mutates_args=(), tags=library_args.TAGS)
 def _sddmm_op(
     x: Tensor, y: Tensor, indptr: Tensor, indices: Tensor, sizes: Sequence[int], kernel: str | None
 ) -> Tensor:
-    pattern = flat.pattern_of(indptr, indices, sizes)
+    pattern = library_args.pattern_of(indptr, indices, sizes)
     operands.check_sddmm(x, y, pattern)
     with torch.no_grad():
         return _run(x, y, pattern, kernel)

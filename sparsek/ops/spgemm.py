@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from sparsek.core import arguments
-from sparsek.core.eager import untransformed
 from sparsek.core.errors import InvalidInput
 from sparsek.core.streams import captured
+from sparsek.core.tracing import untransformed
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.pattern import BlockPattern
-from sparsek.ops import bound, flat, gradients, transforms
+from sparsek.ops import bound, gradients, library_args, transforms
 from sparsek.ops.autocast import autocasts, follow_autocast
 from sparsek.ops.bound import Slot
-from sparsek.ops.flat import SampledArgs, SpgemmArgs
+from sparsek.ops.library_args import SampledArgs, SpgemmArgs
 from sparsek.ops.planning import choose, matcher
 from sparsek.ops.spmm import spmm
 from sparsek.plan import operands
@@ -92,7 +92,7 @@ def spgemm(
     transforms.check(A.values, B.values)
     if compiling or transforms.active() or operands.wants_gradient(A.values, B.values):
         transforms.check_untransformed(A, B)
-        both = *flat.flat(A), *flat.flat(B)
+        both = *library_args.flat(A), *library_args.flat(B)
         if isinstance(out, str) and out == "dense":
             return transforms.call("spgemm_dense", *both, kernel)
         if isinstance(out, str):
@@ -102,7 +102,7 @@ def spgemm(
                     'make the pattern outside, spgemm(A, B, "bsr").pattern, and hand it over as out='
                 )
             out = untransformed(lambda: _matched(A.pattern, B.pattern, None)).matches.pattern
-        indptr, indices, _ = flat.flat_pattern(out)
+        indptr, indices, _ = library_args.flat_pattern(out)
         return BSR.unchecked(out, transforms.call("spgemm", *both, indptr, indices, kernel))
     call = _pair(A, B, out)
     return call.seen(_run(call, kernel))
@@ -176,31 +176,33 @@ def _gathered(x: Tensor, pattern: BlockPattern) -> BSR:
     return BSR.unchecked(pattern, gradients.inside(values, pattern.indptr, pattern.indices, (m, n, bm, bn)))
 
 
-@torch.library.custom_op("sparsek::spgemm", mutates_args=(), schema=flat.SPGEMM_SCHEMA, tags=flat.TAGS)
+@torch.library.custom_op(
+    "sparsek::spgemm", mutates_args=(), schema=library_args.SPGEMM_SCHEMA, tags=library_args.TAGS
+)
 def _spgemm_op(*given: Any) -> Tensor:
     """The values of A @ B at the blocks of C."""
     args = SpgemmArgs(*given)
-    a, b = flat.matrix(*args.a), flat.matrix(*args.b)
+    a, b = library_args.matrix(*args.a), library_args.matrix(*args.b)
     operands.check_spgemm(a, b, "bsr")
     with torch.no_grad():
-        c = flat.pattern_of(args.c_indptr, args.c_indices, args.c_sizes)
+        c = library_args.pattern_of(args.c_indptr, args.c_indices, args.c_sizes)
         return _run(_pair(a, b, c), args.kernel)
 
 
 @_spgemm_op.register_fake
 def _(*given: Any) -> Tensor:
     args = SpgemmArgs(*given)
-    operands.check_spgemm(flat.fake(*args.a), flat.fake(*args.b), "bsr")
+    operands.check_spgemm(library_args.fake(*args.a), library_args.fake(*args.b), "bsr")
     return args.a_values.new_empty((args.c_indices.shape[0], *args.c_sizes[2:]))
 
 
 @torch.library.custom_op(
-    "sparsek::spgemm_dense", mutates_args=(), schema=flat.SPGEMM_DENSE_SCHEMA, tags=flat.TAGS
+    "sparsek::spgemm_dense", mutates_args=(), schema=library_args.SPGEMM_DENSE_SCHEMA, tags=library_args.TAGS
 )
 def _spgemm_dense_op(*given: Any) -> Tensor:
     """A @ B, dense."""
     args = SpgemmArgs.dense(given)
-    a, b = flat.matrix(*args.a), flat.matrix(*args.b)
+    a, b = library_args.matrix(*args.a), library_args.matrix(*args.b)
     operands.check_spgemm(a, b, "dense")
     with torch.no_grad():
         return _run(_pair(a, b, "dense"), args.kernel)
@@ -209,11 +211,13 @@ def _spgemm_dense_op(*given: Any) -> Tensor:
 @_spgemm_dense_op.register_fake
 def _(*given: Any) -> Tensor:
     args = SpgemmArgs.dense(given)
-    operands.check_spgemm(flat.fake(*args.a), flat.fake(*args.b), "dense")
+    operands.check_spgemm(library_args.fake(*args.a), library_args.fake(*args.b), "dense")
     return args.a_values.new_empty(args.c_sizes[:2])
 
 
-@torch.library.custom_op("sparsek::sampled", mutates_args=(), schema=flat.SAMPLED_SCHEMA, tags=flat.TAGS)
+@torch.library.custom_op(
+    "sparsek::sampled", mutates_args=(), schema=library_args.SAMPLED_SCHEMA, tags=library_args.TAGS
+)
 def _sampled_op(*given: Any) -> Tensor:
     """The values of X @ A at the blocks of P, X dense and A in BSR: what the adjoint of `spgemm_dense` is made of.
 
@@ -221,7 +225,7 @@ def _sampled_op(*given: Any) -> Tensor:
     given, and the values are in that one's order and blocks.
     """
     args = SampledArgs(*given)
-    a, p = flat.matrix(*args.a), flat.pattern_of(args.p_indptr, args.p_indices, args.p_sizes)
+    a, p = library_args.matrix(*args.a), library_args.pattern_of(args.p_indptr, args.p_indices, args.p_sizes)
     with torch.no_grad():
         met = _matched(p.T if args.p_transposed else p, a.T.pattern, None).matches.pattern
         left, right = _gathered(args.x, met), a

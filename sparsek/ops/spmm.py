@@ -16,17 +16,17 @@ from torch import Tensor
 
 from sparsek.core import arguments, dtypes
 from sparsek.core.arguments import shown
-from sparsek.core.eager import save_for_backward
 from sparsek.core.errors import InvalidInput
+from sparsek.core.tracing import save_for_backward
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.bsr24 import BSR24
 from sparsek.matrix.dense8 import QuantizedTensor
 from sparsek.matrix.quantized import Quantized
 from sparsek.matrix.semi24 import Semi24
-from sparsek.ops import bound, flat, gradients, packing, transforms
+from sparsek.ops import bound, gradients, library_args, packing, transforms
 from sparsek.ops.autocast import autocasts, follow_autocast_fp8
 from sparsek.ops.bound import Slot
-from sparsek.ops.flat import SpmmArgs
+from sparsek.ops.library_args import SpmmArgs
 from sparsek.ops.planning import choose
 from sparsek.ops.sddmm import sampled
 from sparsek.plan import operands
@@ -173,19 +173,19 @@ def multiply(call: Product, kernel: str | None) -> Tensor:
         if learns or torch.compiler.is_compiling():
             raise InvalidInput(operands.OUT_HAS_NO_GRADIENT)
         return run(call, kernel)
-    traced = flat.traced()
+    traced = library_args.traced()
     if not (learns or traced):
         return run(call, kernel)
     if not isinstance(call.matrix, Semi24):
         transforms.check_untransformed(call.matrix.pattern)
-    if not traced and flat.are_plain(values, call.wide, bias, other):
+    if not traced and library_args.are_plain(values, call.wide, bias, other):
         rows = out_layout == "col"
         how = How(rows, transposed, epilogue.alpha, epilogue.activation == "relu", kernel)
         dense, other = (b.mT, None if other is None else other.mT) if rows else (b, other)
         return Multiplied.apply(values, dense, bias, other, a, how, lambda: run(call, kernel))
     dense = (b.values, b.scale) if isinstance(b, QuantizedTensor) else (b, None)
     more = epilogue.alpha, bias, epilogue.activation, other, epilogue.combine, dtype, kernel
-    return transforms.call("spmm", *flat.parts(a, transposed), *dense, out_layout == "col", *more)
+    return transforms.call("spmm", *library_args.parts(a, transposed), *dense, out_layout == "col", *more)
 
 
 def run(call: Product, kernel: str | None) -> Tensor:
@@ -231,10 +231,12 @@ def _epilogue(alpha: float, beta: float, out: Tensor | None) -> Epilogue:
     return Epilogue(alpha=alpha, other=out, beta=beta)
 
 
-@torch.library.custom_op("sparsek::spmm", mutates_args=(), schema=flat.SPMM_SCHEMA, tags=flat.TAGS)
+@torch.library.custom_op(
+    "sparsek::spmm", mutates_args=(), schema=library_args.SPMM_SCHEMA, tags=library_args.TAGS
+)
 def _spmm_op(*given: Any) -> Tensor:
     args = SpmmArgs(*given)
-    a, transposed = flat.whole(args.parts)
+    a, transposed = library_args.whole(args.parts)
     b: Any = args.b
     if args.b_scale is not None:
         b = QuantizedTensor.unchecked(operands.readable(b), args.b_scale.contiguous(), True)
@@ -248,12 +250,12 @@ def _(*given: Any) -> Tensor:
     args = SpmmArgs(*given)
     _op_epilogue(args)
     b = args.b if args.b_scale is None else args.b.mT
-    return new_rows(b, flat.shape_of(args.parts)[0], args.by_columns, args.dtype)
+    return new_rows(b, library_args.shape_of(args.parts)[0], args.by_columns, args.dtype)
 
 
 def _op_epilogue(args: SpmmArgs) -> Epilogue:
     """The epilogue of an op's call, whose arguments may be fake. InvalidInput for those that do not fit."""
-    b, (m, k) = args.b.shape if args.b_scale is None else args.b.mT.shape, flat.shape_of(args.parts)
+    b, (m, k) = args.b.shape if args.b_scale is None else args.b.mT.shape, library_args.shape_of(args.parts)
     if args.scale is None:
         operands.check_dense("B", args.b, args.values, "A")
     if len(b) < 2 or b[-2] != k or (args.scale is None and args.dtype != args.b.dtype):

@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 from sparsek.core.errors import InvalidInput
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.pattern import BlockPattern
-from sparsek.ops import flat
+from sparsek.ops import library_args
 
 NO_TANGENT = (
     "products have no forward-mode derivative (jvp, jacfwd, hessian): torch.autograd.functional.jvp finds the same by "
@@ -70,8 +70,8 @@ def call(name: str, *args: Any) -> Tensor:
         return _FUNCTIONS[name].apply(*args)
     if (
         not torch.is_grad_enabled()
-        and not flat.traced()
-        and flat.are_plain(*(x for x in args if isinstance(x, Tensor)))
+        and not library_args.traced()
+        and library_args.are_plain(*(x for x in args if isinstance(x, Tensor)))
     ):
         return _DIRECT[name](*args)
     return getattr(torch.ops.sparsek, name)(*args)

@@ -42,7 +42,7 @@ class Predicted(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Way:
+class WeightFormat:
     """One way to store a weight: a format of FORMATS, and of one with blocks their side and the fraction that stays.
 
     `scope`: where these are chosen, "global" or "row", as in `BSR.from_dense`.
@@ -107,7 +107,7 @@ class Way:
         return BSR24.from_bsr(made) if self.format == "bsr24" else made
 
     @property
-    def plain(self) -> Way:
+    def plain(self) -> WeightFormat:
         """The same not in FP8."""
         return replace(self, format=self.base)
 
@@ -119,9 +119,9 @@ def block_text(block: int | tuple[int, int]) -> str:
     return str(block[0]) if block[0] == block[1] else f"{block[0]}x{block[1]}"
 
 
-def ways(
+def combinations(
     formats: Sequence[str] | None, blocks: Sequence[int | tuple[int, int]], keeps: Sequence[float]
-) -> Iterator[Way]:
+) -> Iterator[WeightFormat]:
     """Every combination: formats with blocks once for each block and fraction. None: all formats."""
     if formats is None:
         formats = FORMATS
@@ -129,23 +129,23 @@ def ways(
         if name not in FORMATS:
             raise InvalidInput(f"no format is called {shown(name)}; known: {', '.join(FORMATS)}")
         if name.removesuffix(FP8) in ("dense", "semi24"):
-            yield Way(name)
+            yield WeightFormat(name)
             continue
         for block in blocks:
             for keep in keeps:
-                yield Way(name, block, keep)
+                yield WeightFormat(name, block, keep)
 
 
-def way_of(weight: Weight) -> Way:
+def format_of(weight: Weight) -> WeightFormat:
     """What a weight that is stored already is."""
     if isinstance(weight, Quantized):
-        inner = way_of(weight.matrix)
-        return Way(inner.format + FP8, inner.block, inner.keep)
+        inner = format_of(weight.matrix)
+        return WeightFormat(inner.format + FP8, inner.block, inner.keep)
     if isinstance(weight, BSR):
-        return Way("bsr", weight.block, weight.density)
+        return WeightFormat("bsr", weight.block, weight.density)
     if isinstance(weight, BSR24):
-        return Way("bsr24", weight.block, weight.pattern.density)
-    return Way("semi24" if isinstance(weight, Semi24) else "dense")
+        return WeightFormat("bsr24", weight.block, weight.pattern.density)
+    return WeightFormat("semi24" if isinstance(weight, Semi24) else "dense")
 
 
 def parts_of(weight: Weight) -> tuple[Tensor, ...]:

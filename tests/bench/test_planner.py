@@ -17,7 +17,7 @@ from sparsek.core.clock import Times
 from sparsek.core.device import CPU
 from sparsek.core.errors import InvalidInput
 from sparsek.ops import choose as choose_format
-from sparsek.ops.weight_formats import way_of
+from sparsek.ops.weight_formats import format_of
 
 FEW = PlannerCase("few", "fp32")
 
@@ -31,7 +31,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[Mapping[str, float]], No
             times = {}
             for at, (option, weight) in enumerate(found):
                 if weight is not None:
-                    took = ms.get(option.way.format, 1.0)
+                    took = ms.get(option.form.format, 1.0)
                     times[at] = Times(took, took / 2, took * 2, rounds)
             return times
 
@@ -48,7 +48,7 @@ def chooses(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
         real = choose_format.predict
 
         def predict(weight: Any, *rest: Any) -> Any:
-            return real(weight, *rest)._replace(seconds=1e-6 if way_of(weight).format == form else 1e-3)
+            return real(weight, *rest)._replace(seconds=1e-6 if format_of(weight).format == form else 1e-3)
 
         monkeypatch.setattr(choose_format, "predict", predict)
 

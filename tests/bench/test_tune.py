@@ -19,11 +19,11 @@ from sparsek.cli.tune import SPARSE
 from sparsek.core.clock import Times
 from sparsek.core.errors import InvalidInput, Unsupported
 from sparsek.ops.linear import linear
-from sparsek.ops.weight_formats import FORMATS, Way
+from sparsek.ops.weight_formats import FORMATS, WeightFormat
 from sparsek.plan import table
 
 CPU = torch.device("cpu")
-JOB = Job(24, 64, 128, Way("bsr", 32, 0.5), "fp32")
+JOB = Job(24, 64, 128, WeightFormat("bsr", 32, 0.5), "fp32")
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +74,7 @@ def test_every_kernel_that_can_and_has_a_choice_is_tuned(clock: dict[str, float]
 @pytest.mark.parametrize("form", SPARSE)
 def test_every_format_can_be_tuned(form: str) -> None:
     block = 0 if form.startswith("semi24") else 64
-    every = tuned(Job(16, 64, 128, Way(form, block, 0.5), "fp32"), most=2)
+    every = tuned(Job(16, 64, 128, WeightFormat(form, block, 0.5), "fp32"), most=2)
     assert every or form.endswith("fp8")  # whose kernels for a CPU have one config each
     for found in every:
         assert all(each.seconds == 1.0 for each in found.trials), found.line
@@ -162,12 +162,12 @@ def test_where_the_kernels_own_choice_is_wrong_nothing_is_kept(faulty) -> None:
     assert found.entry is None
 
 
-@pytest.mark.parametrize("form", FORMATS)
-def test_the_expected_product_is_passed_by_the_library_and_not_by_others(form: str) -> None:
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_expected_product_is_passed_by_the_library_and_not_by_others(name: str) -> None:
     w, x = torch.randn(64, 128), torch.randn(24, 128)
-    way = Way(form, 0 if form in ("dense", "semi24", "dense_fp8", "semi24_fp8") else 64, 0.5)
-    weight = way.convert(w)
-    expected, y = Expected.of(x, weight), linear(x, weight, kernel=way.kernel)
+    form = WeightFormat(name, 0 if name in ("dense", "semi24", "dense_fp8", "semi24_fp8") else 64, 0.5)
+    weight = form.convert(w)
+    expected, y = Expected.of(x, weight), linear(x, weight, kernel=form.kernel)
     assert expected.judge(y).passed
     assert not expected.judge(y + 1e-2 * y.std()).passed
     assert not expected.judge(torch.full_like(y, torch.nan)).passed
@@ -180,12 +180,12 @@ def test_shapes_are_written_or_those_of_a_file(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="'64' is neither a file nor a shape of W like 4096x14336"):
         tuning.shapes_in("64")
     with pytest.raises(InvalidInput, match="tokens must be at least 1"):
-        Job(0, 64, 64, Way("semi24"))
+        Job(0, 64, 64, WeightFormat("semi24"))
 
 
 def test_a_weight_that_cannot_be_stored_so_is_refused() -> None:
     with pytest.raises(Unsupported, match="K must be a multiple of 8"):
-        tuned(Job(8, 64, 12, Way("semi24"), "fp32"))
+        tuned(Job(8, 64, 12, WeightFormat("semi24"), "fp32"))
 
 
 SMALL = (
@@ -284,7 +284,7 @@ def test_without_a_gpu_it_says_so() -> None:
 def test_on_a_gpu_the_fastest_right_config_is_kept(monkeypatch: pytest.MonkeyPatch, own: Path) -> None:
     monkeypatch.undo()
     monkeypatch.setenv("SPARSEK_TUNING", str(own))
-    job = Job(512, 1024, 1024, Way("bsr", 128, 0.25))
+    job = Job(512, 1024, 1024, WeightFormat("bsr", 128, 0.25))
     found = list(tuning.tune(job, device=torch.device("cuda"), kernels=["hopper.spmm"], most=3, rounds=3))
     assert [each.kernel for each in found] == ["hopper.spmm"]
     assert all(not trial.why_not for trial in found[0].trials)

@@ -9,7 +9,7 @@ from sparsek.kernels import names_for
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.random import random_bsr
 from sparsek.matrix.storage import TITLES
-from sparsek.ops import flat
+from sparsek.ops import library_args
 from sparsek.testing.budget import check_spmm
 
 BF16 = torch.bfloat16
@@ -43,10 +43,10 @@ def op_args(
     combine: str = "add",
     dtype: torch.dtype | None = None,
     kernel: str | None = None,
-) -> flat.SpmmArgs:
+) -> library_args.SpmmArgs:
     """Arguments of `sparsek::spmm` for act(alpha * a @ b + bias) joined with other."""
     how = by_columns, alpha, bias, act, other, combine, b.dtype if dtype is None else dtype, kernel
-    return flat.SpmmArgs(*flat.parts(a, turned), b, b_scale, *how)
+    return library_args.SpmmArgs(*library_args.parts(a, turned), b, b_scale, *how)
 
 
 def check(a: BSR, b: Tensor, out: Tensor) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._dynamo.testing import AotEagerAndRecordGraphs
 
 import sparsek as sk
-from sparsek.ops import attention_flat as flat
+from sparsek.ops import attention_args as library_args
 from tests.ops.tensors import qkv, window
 
 
@@ -112,15 +112,15 @@ def test_compiled_out_lies_in_memory_as_q_does():
 def test_the_op_plans_once_and_forgets_a_mask_with_its_tensors(plans_made: list[str]):
     tensors, mask = qkv(), window()
     gc.collect()
-    kept = len(flat.MASKS)
-    args = (*tensors, *flat.flat_mask(mask), None, False, None, True)
+    kept = len(library_args.MASKS)
+    args = (*tensors, *library_args.flat_mask(mask), None, False, None, True)
     for _ in range(2):
         torch.ops.sparsek.attention(*args)
     assert len(plans_made) == 1
-    assert len(flat.MASKS) == kept + 1
+    assert len(library_args.MASKS) == kept + 1
     del mask, args
     gc.collect()
-    assert len(flat.MASKS) == kept
+    assert len(library_args.MASKS) == kept
 
 
 def test_masks_that_share_lists_are_told_apart():
@@ -129,14 +129,14 @@ def test_masks_that_share_lists_are_told_apart():
     fields = {name: getattr(one, name) for name in one.__dataclass_fields__ if name != "_memo"}
     wider = sk.BlockMask.unchecked(**{**fields, "lo": torch.zeros_like(fields["lo"])})
     for mask in (one, wider, one):
-        got, _ = torch.ops.sparsek.attention(q, k, v, *flat.flat_mask(mask), None, False, None, True)
+        got, _ = torch.ops.sparsek.attention(q, k, v, *library_args.flat_mask(mask), None, False, None, True)
         torch.testing.assert_close(got, sk.attention(q, k, v, mask))
 
 
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("lse", [False, True])
 def test_the_op_passes_torchs_own_checks(name: str, lse: bool):
-    args = (*qkv(), *flat.flat_mask(MASKS[name]()), 0.1, lse, None, True)
+    args = (*qkv(), *library_args.flat_mask(MASKS[name]()), 0.1, lse, None, True)
     torch.library.opcheck(torch.ops.sparsek.attention.default, args)
 
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import sparsek as sk
 from sparsek.core.errors import InvalidInput
-from sparsek.ops import attention_flat as flat
+from sparsek.ops import attention_args as library_args
 from tests.ops.tensors import Qkv, qkv, window
 
 # torch._dynamo's tracer of custom ops warns of attributes that leaves do not have.
@@ -174,7 +174,17 @@ def backward_args(mask: "sk.BlockMask | None", with_lse: bool) -> tuple[Any, ...
     tensors = qkv()
     out, lse = sk.attention(*tensors, mask, return_lse=True)
     grad_lse = torch.randn_like(lse) if with_lse else None
-    return *tensors, out, lse, torch.randn_like(out), grad_lse, *flat.flat_mask(mask), None, True, None
+    return (
+        *tensors,
+        out,
+        lse,
+        torch.randn_like(out),
+        grad_lse,
+        *library_args.flat_mask(mask),
+        None,
+        True,
+        None,
+    )
 
 
 @pytest.mark.parametrize("name", MASKS)
@@ -188,13 +198,13 @@ def test_the_op_of_the_gradients_passes_torchs_own_checks(name: str, with_lse: b
 @pytest.mark.parametrize("name", MASKS)
 def test_the_op_passes_torchs_own_checks_of_its_gradients(name: str):
     q, k, v = (x.requires_grad_() for x in qkv())
-    args = q, k, v, *flat.flat_mask(MASKS[name]()), 0.1, True, None, True
+    args = q, k, v, *library_args.flat_mask(MASKS[name]()), 0.1, True, None, True
     torch.library.opcheck(torch.ops.sparsek.attention.default, args)
 
 
 def test_the_op_without_lse_says_that_gradients_need_it():
     q, k, v = (x.requires_grad_() for x in qkv())
-    out, _ = torch.ops.sparsek.attention(q, k, v, *flat.flat_mask(window()), None, False, None, True)
+    out, _ = torch.ops.sparsek.attention(q, k, v, *library_args.flat_mask(window()), None, False, None, True)
     with pytest.raises(InvalidInput, match=r"gradients need lse; call .* with return_lse=True"):
         out.sum().backward()
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import sparsek as sk
 from sparsek.core.errors import InvalidInput
 from sparsek.kernels.lang.recorder import MISS, Recorded
-from sparsek.ops import bound, flat
+from sparsek.ops import bound, library_args
 from sparsek.plan import operands
 
 
@@ -67,7 +67,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Again]]:
         made.append(weakref.ref(again))
         return within(), again
 
-    monkeypatch.setattr(flat, "recorder", lambda: modes[-1] if modes else None)
+    monkeypatch.setattr(library_args, "recorder", lambda: modes[-1] if modes else None)
     monkeypatch.setattr(bound, "record", record)
     monkeypatch.setattr(bound, "_device", lambda: NOW["device"])
     monkeypatch.setattr(bound, "_stream", lambda device: NOW["stream"])

@@ -15,7 +15,7 @@ from sparsek.core.device import CPU, H200, Card
 from sparsek.ops import choose as choose_format
 from sparsek.ops import weight_formats as linear_formats
 from sparsek.ops.choose import Bound, Option
-from sparsek.ops.weight_formats import FORMATS, Way
+from sparsek.ops.weight_formats import FORMATS, WeightFormat
 from sparsek.plan.dense import dense_seconds
 
 BF16 = torch.bfloat16
@@ -62,17 +62,17 @@ def test_every_combination_is_considered_and_the_fastest_chosen() -> None:
 def test_formats_are_those_that_have_kernels() -> None:
     w, x = operands()
     plan = sk.choose_format(x, w, keep=0.5, block=64)
-    assert [option.way.format for option in plan.options] == list(FORMATS)
+    assert [option.form.format for option in plan.options] == list(FORMATS)
     assert all(option.kernel for option in plan.options if not option.why_not)
 
 
 def test_norms_and_errors_are_those_of_the_stored_weight() -> None:
     w, x = operands(dtype=torch.float32)
     for option in sk.choose_format(x, w, keep=0.25, block=64).options:
-        stored = option.way.convert(w)
+        stored = option.form.convert(w)
         dense = stored if isinstance(stored, Tensor) else stored.to_dense()
         exact = x.double() @ w.double().T
-        off = sk.linear(x, stored, kernel=option.way.kernel).double() - exact
+        off = sk.linear(x, stored, kernel=option.form.kernel).double() - exact
         assert option.error == pytest.approx(float(off.norm() / exact.norm()), rel=1e-2, abs=1e-6)
         assert option.kept_norm == pytest.approx(float(dense.norm() / w.norm()), rel=1e-3)
 
@@ -92,7 +92,7 @@ def test_predictions_are_those_of_the_plans_of_each_format() -> None:
 def test_a_bound_on_the_error_or_the_norm_decides_what_may_be_chosen() -> None:
     w, x = operands()
     free = sk.choose_format(x, w, keep=0.25, block=64, formats=PLAIN)
-    assert free.choice.way.keep == 0.25
+    assert free.choice.form.keep == 0.25
     by_error = sk.choose_format(x, w, keep=0.25, block=64, formats=PLAIN, max_error=0.5)
     assert by_error.choice.name in ("dense", "2:4")
     assert by_error.choice.error is not None
@@ -142,7 +142,7 @@ def test_a_plan_multiplies_with_bias_activation_and_residual(form: str) -> None:
     bias, rest = torch.randn(256), torch.randn(3, 7, 256)
     some = torch.randn(3, 7, 512)
     y = plan(some, bias, "relu", rest)
-    assert torch.equal(y, sk.linear(some, plan.weight, bias, "relu", rest, kernel=plan.choice.way.kernel))
+    assert torch.equal(y, sk.linear(some, plan.weight, bias, "relu", rest, kernel=plan.choice.form.kernel))
     stored = plan.weight if isinstance(plan.weight, Tensor) else plan.weight.to_dense()
     near = torch.relu(some @ stored.T + bias) + rest
     assert (y - near).norm() / near.norm() < (0.05 if form.endswith("fp8") else 1e-5)
@@ -163,11 +163,11 @@ def test_the_table_tells_what_each_option_takes_keeps_and_errs() -> None:
 @pytest.mark.parametrize("make", ["bsr", "semi24", "bsr24", "bsr_fp8"])
 def test_a_weight_that_is_stored_already_is_the_only_option(make: str) -> None:
     w, x = operands()
-    stored = Way(make, 0 if make == "semi24" else 64, 0.5).convert(w)
+    stored = WeightFormat(make, 0 if make == "semi24" else 64, 0.5).convert(w)
     plan = sk.choose_format(x, stored)
     (option,) = plan.options
     assert plan.weight is stored
-    assert (option.error, option.kept_norm, option.way.format) == (None, None, make)
+    assert (option.error, option.kept_norm, option.form.format) == (None, None, make)
     assert sk.choose_format((64, 512), stored).choice.predicted == option.predicted
     with pytest.raises(sk.Unsupported, match="an error of at most"):
         sk.choose_format(x, stored, max_error=0.5)
@@ -246,7 +246,7 @@ def test_times_of_a_device_are_measured_where_w_is() -> None:
 
 
 def test_a_bound_holds_nothing_that_is_not_known() -> None:
-    option = Option(Way("bsr", 64, 0.5))
+    option = Option(WeightFormat("bsr", 64, 0.5))
     assert Bound().faults(option) == []
     assert Bound(0.1, 0.9).faults(option) == [
         "error unknown is not within 0.1",
@@ -285,7 +285,7 @@ def test_on_a_gpu_every_option_is_measured_and_the_choice_is_the_fastest() -> No
     x = torch.randn(1024, 2048, device="cuda", dtype=BF16)
     plan = sk.choose_format(x, w, keep=0.125, block=128)
     able = [option for option in plan.options if not option.why_not]
-    assert {"dense", "semi24", "bsr", "bsr24"} <= {option.way.format for option in able}
+    assert {"dense", "semi24", "bsr", "bsr24"} <= {option.form.format for option in able}
     assert all(option.measured is not None and option.measured > 0 for option in able)
     assert plan.choice.measured == min(option.seconds for option in able)
     y, near = plan(x).double(), x.double() @ w.double().T

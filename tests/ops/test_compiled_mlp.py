@@ -12,7 +12,7 @@ from torch._dynamo.testing import AotEagerAndRecordGraphs
 import sparsek as sk
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.random import random_bsr
-from sparsek.ops import flat
+from sparsek.ops import library_args
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Your compiler for AOTAutograd is returning a function:UserWarning"
@@ -114,11 +114,11 @@ def test_a_compiled_step_plans_once_for_the_matrices_that_eager_calls_use(plans_
     step(compiled, list(model.parameters()), x)
     made = len(plans_made)
     gc.collect()
-    kept = len(flat._PATTERNS)
+    kept = len(library_args._PATTERNS)
     for _ in range(2):
         step(compiled, list(model.parameters()), torch.randn(20, 96))
     assert len(plans_made) == made
-    assert len(flat._PATTERNS) == kept
+    assert len(library_args._PATTERNS) == kept
 
 
 def test_training_steps_follow_those_of_eager():

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import sparsek as sk
 from sparsek.matrix.bsr import BSR, zero_padding
 from sparsek.matrix.random import random_bsr
-from sparsek.ops import flat, gradients
+from sparsek.ops import gradients, library_args
 from tests.house.tools import in_the_interpreter
 from tests.ops.gradients import FORMS, hold, inputs_of
 from tests.ops.operands import pair
@@ -253,7 +253,7 @@ def test_gradients_outlive_the_matrix(plans_made: list[str]):
     a = pair(dtype=F32)[0]
     dense = a.to_dense()
     c = a @ b
-    assert flat.flat_pattern(a.pattern)[0] is a.pattern.indptr
+    assert library_args.flat_pattern(a.pattern)[0] is a.pattern.indptr
     del a
     c.sum().backward()
     torch.testing.assert_close(b.grad, dense.T @ torch.ones(128, 5))

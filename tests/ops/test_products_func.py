@@ -14,7 +14,7 @@ import sparsek as sk
 from sparsek.core.errors import InvalidInput
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.random import random_bsr
-from sparsek.ops import flat, transforms
+from sparsek.ops import library_args, transforms
 
 F64 = torch.float64
 CASES = ["A @ B", "x @ W", "A.T @ B", "linear", "linear relu", "linear gelu", "swiglu", "sddmm", "A @ A.T"]
@@ -147,8 +147,8 @@ def test_vmap_and_gradients_of_each_item(case: str, in_dims: tuple[int | None, .
 
 def test_vmap_of_tokens_is_one_product(a: BSR, monkeypatch: pytest.MonkeyPatch):
     calls: list[Any] = []
-    true = flat.matrix
-    monkeypatch.setattr(flat, "matrix", lambda *args: calls.append(0) or true(*args))
+    true = library_args.matrix
+    monkeypatch.setattr(library_args, "matrix", lambda *args: calls.append(0) or true(*args))
     y = torch.vmap(lambda x: sk.linear(x, a))(draw(4, 3, a.shape[1]))
     assert y.shape == (4, 3, a.shape[0])
     assert len(calls) == 1

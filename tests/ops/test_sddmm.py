@@ -12,7 +12,7 @@ import sparsek as sk
 from sparsek.core.errors import InvalidInput, Unsupported
 from sparsek.matrix.bsr import padding_nonzeros
 from sparsek.matrix.pattern import BlockPattern
-from sparsek.ops import flat
+from sparsek.ops import library_args
 from sparsek.plan.cache import PlanCache
 from sparsek.plan.sddmm import SddmmPlan
 from sparsek.testing.product_budget import check_sddmm
@@ -138,7 +138,7 @@ def test_autocast_casts_the_operands_and_nothing_inside_a_kernel():
 def test_the_op_passes_torchs_own_checks(sizes: tuple[int, int, int], lies: str):
     x, y, pattern = given(*sizes, dtype=torch.float32)
     x, y = (LAYOUTS[lies](each).detach().requires_grad_() for each in (x, y))
-    torch.library.opcheck(torch.ops.sparsek.sddmm.default, (x, y, *flat.flat_pattern(pattern), None))
+    torch.library.opcheck(torch.ops.sparsek.sddmm.default, (x, y, *library_args.flat_pattern(pattern), None))
 
 
 def test_compiled_it_gives_the_same_matrix():

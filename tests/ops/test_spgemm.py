@@ -13,7 +13,7 @@ from sparsek.core.errors import InvalidInput, Unsupported
 from sparsek.matrix.bsr import BSR, padding_nonzeros, zero_padding
 from sparsek.matrix.pattern import BlockPattern
 from sparsek.matrix.random import random_bsr
-from sparsek.ops import flat
+from sparsek.ops import library_args
 from sparsek.ops import spgemm as spgemm_ops
 from sparsek.plan.matches import match
 from sparsek.plan.spgemm import LIMIT, MatchCache
@@ -204,12 +204,12 @@ def test_the_ops_pass_torchs_own_checks(views: tuple[bool, bool]):
     at, x = wanted(a, b), torch.randn(90, 70, requires_grad=True)
     for each in (a, b):
         each.requires_grad_()
-    both = *flat.flat(a), *flat.flat(b)
+    both = *library_args.flat(a), *library_args.flat(b)
     torch.library.opcheck(torch.ops.sparsek.spgemm_dense.default, (*both, None))
-    torch.library.opcheck(torch.ops.sparsek.spgemm.default, (*both, *flat.flat_pattern(at)[:2], None))
+    torch.library.opcheck(torch.ops.sparsek.spgemm.default, (*both, *library_args.flat_pattern(at)[:2], None))
     for operand, sampled in ((b, a), (b.T.T, BSR.unchecked(a.T.pattern, a.values).T)):
-        _, *pattern = flat.flat(sampled)
-        args = x, *flat.flat(operand.T), *pattern, None
+        _, *pattern = library_args.flat(sampled)
+        args = x, *library_args.flat(operand.T), *pattern, None
         torch.library.opcheck(torch.ops.sparsek.sampled.default, args)
 
 

@@ -13,7 +13,7 @@ import sparsek as sk
 from sparsek.core.errors import InvalidInput
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.pattern import BlockPattern
-from sparsek.ops import flat
+from sparsek.ops import library_args
 from tests.ops.operands import op_args as args
 from tests.ops.operands import pair
 
@@ -117,16 +117,16 @@ def test_compiled_once_for_every_n(recorder: Any):
 def test_the_op_plans_once_and_forgets_a_pattern_with_its_matrix(plans_made: list[str]):
     a, b = pair(dtype=torch.float32)
     gc.collect()
-    kept = len(flat._PATTERNS)
+    kept = len(library_args._PATTERNS)
     given = args(a, b)
     torch.ops.sparsek.spmm(*given)
     torch.ops.sparsek.spmm(*given)
     assert a @ b is not None
     assert len(plans_made) == 1
-    assert len(flat._PATTERNS) == kept + 1
+    assert len(library_args._PATTERNS) == kept + 1
     del a, given
     gc.collect()
-    assert len(flat._PATTERNS) == kept
+    assert len(library_args._PATTERNS) == kept
 
 
 def test_the_op_finds_its_pattern_after_the_object_that_held_it_is_gone(plans_made: list[str]):

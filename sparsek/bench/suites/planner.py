@@ -36,7 +36,7 @@ from sparsek.core.device import card_of
 from sparsek.core.errors import InvalidInput
 from sparsek.ops import choose as choosing
 from sparsek.ops.linear import linear
-from sparsek.ops.weight_formats import FORMATS, Way, ways
+from sparsek.ops.weight_formats import FORMATS, WeightFormat, combinations
 from sparsek.testing.budget import Gate
 
 # What the records of the planner are hashed over: how W is stored and predicted, and the model of the dense product.
@@ -97,7 +97,7 @@ class PlannerCase(Case):
     def __post_init__(self) -> None:
         suite_named(LAYERS, self.layers)
         dtypes.parse(self.dtype)
-        list(ways(self.listed, (), ()))
+        list(combinations(self.listed, (), ()))
 
     @property
     def listed(self) -> list[str] | None:
@@ -200,7 +200,7 @@ def _judge(layer: Layer, case: PlannerCase, device: torch.device, rounds: int) -
     kind = dtypes.parse(case.dtype)
     w = random_dense(layer.n, layer.k, dtype=kind, device=device, seed=1).mul_(layer.k**-0.5)
     x = random_dense(layer.tokens, layer.k, dtype=kind, device=device, seed=2)
-    listed: list[Way] = list(ways(case.listed, choosing.BLOCK, [layer.keep]))
+    listed: list[WeightFormat] = list(combinations(case.listed, choosing.BLOCK, [layer.keep]))
     with torch.no_grad():
         found = list(choosing.consider(w, x, listed, card_of(device)))
         gates = [_gated(layer, option, weight, x) for option, weight in found if weight is not None]
@@ -215,7 +215,7 @@ def _judge(layer: Layer, case: PlannerCase, device: torch.device, rounds: int) -
 
 def _gated(layer: Layer, option: choosing.Option, weight: Any, x: Tensor) -> Gate:
     step = max(1, x.shape[0] // GATE_TOKENS)
-    y = linear(x, weight, kernel=option.way.kernel)
+    y = linear(x, weight, kernel=option.form.kernel)
     gate = Expected.of(x[::step], weight).judge(y[::step])
     if not gate.passed:
         raise GateError(

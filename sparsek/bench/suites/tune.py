@@ -21,7 +21,7 @@ from sparsek.files.weights import open_weights
 from sparsek.kernels import load, names_for
 from sparsek.matrix.bsr import BSR
 from sparsek.ops.choose import copies
-from sparsek.ops.weight_formats import Way, plan_of, run_plan
+from sparsek.ops.weight_formats import WeightFormat, plan_of, run_plan
 from sparsek.plan.table import Entry
 from sparsek.plan.tune import Trial, entry_of, shortlist, winner
 from sparsek.testing.poison import poisoned
@@ -39,7 +39,7 @@ class Job:
     tokens: int
     n: int
     k: int
-    way: Way
+    form: WeightFormat
     dtype: str = "bf16"
 
     def __post_init__(self) -> None:
@@ -51,17 +51,17 @@ class Job:
     @property
     def name(self) -> str:
         """ "4096 x 8192 to 8192, BSR 128 12.5 % bf16"."""
-        return f"{self.tokens} x {self.k} to {self.n}, {self.way.name} {self.dtype}"
+        return f"{self.tokens} x {self.k} to {self.n}, {self.form.name} {self.dtype}"
 
     def make(self, device: torch.device) -> tuple[Tensor, Any]:
         """x and the weight, N(0, 1) values and what a random W keeps of them."""
         dtype = dtypes.parse(self.dtype)
         w = random_dense(self.n, self.k, dtype=dtype, device=device, seed=1).mul_(self.k**-0.5)
-        why = self.way.why_not(w)
+        why = self.form.why_not(w)
         if why:
-            raise Unsupported(f"{self.name}", {self.way.name: why})
+            raise Unsupported(f"{self.name}", {self.form.name: why})
         x = random_dense(self.tokens, self.k, dtype=dtype, device=device, seed=2)
-        return x, self.way.convert(w)
+        return x, self.form.convert(w)
 
 
 class Tuning(NamedTuple):

@@ -20,7 +20,7 @@ from torch import Tensor
 from sparsek.kernels.lang import driver, shipped
 from sparsek.kernels.lang.driver import CELLS, Boxed, Code
 from sparsek.kernels.lang.progress import patient_with
-from sparsek.kernels.lang.recorder import Recorder, Step, hooked, recorder
+from sparsek.kernels.lang.recorder import Launch, Recorder, hooked, recorder
 
 
 class _Unrecorded:
@@ -143,7 +143,7 @@ def launch_cuda(
         cells.append(cell)
     if made is not None:
         made.constants += held
-    _go(Step(function, (grid,), block, shared, cells), device, made)
+    _go(Launch(function, (grid,), block, shared, cells), device, made)
 
 
 def _run(code: Code, grid: Sequence[int], values: Sequence[Any], device: int, made: Recorder | None) -> None:
@@ -159,7 +159,7 @@ def _note(code: Code | str, grid: Sequence[int], values: Sequence[Any], made: Re
         made.add(_step(code, grid, values, made))
 
 
-def _go(step: Step, device: int, made: Recorder | None) -> None:
+def _go(step: Launch, device: int, made: Recorder | None) -> None:
     step.config.stream = torch._C._cuda_getCurrentRawStream(device)
     run = driver.cuda().cuLaunchKernelEx
     status = run(*step.launch)
@@ -171,7 +171,7 @@ def _go(step: Step, device: int, made: Recorder | None) -> None:
         made.add(step)
 
 
-def _step(code: Code, grid: Sequence[int], values: Sequence[Any], made: Recorder | _Unrecorded) -> Step:
+def _step(code: Code, grid: Sequence[int], values: Sequence[Any], made: Recorder | _Unrecorded) -> Launch:
     """The launch with `values` of the kernel's parameters, constants among them."""
     boxes = iter(code.boxes)
     cells: list[Any] = []
@@ -188,4 +188,4 @@ def _step(code: Code, grid: Sequence[int], values: Sequence[Any], made: Recorder
             cells += [ctypes.c_int32(size) for size in value.shape]
             cells += [ctypes.c_int64(stride) for stride in value.strides]
     cells += [ctypes.c_uint64(0), ctypes.c_uint64(0)]  # scratch memory, which these kernels do without
-    return Step(code.function, grid, code.threads, code.shared, cells, code, cooperative=code.cooperative)
+    return Launch(code.function, grid, code.threads, code.shared, cells, code, cooperative=code.cooperative)

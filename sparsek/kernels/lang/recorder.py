@@ -73,7 +73,7 @@ class Result(NamedTuple):
     view: bool = False
 
 
-class Step:
+class Launch:
     """One launch: its function, grid and argument block."""
 
     __slots__ = ("config", "function", "kept", "launch", "pointers")
@@ -209,7 +209,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.reason = ""
         self.steps: list[tuple[Any, Any]] = []
-        self.launches: list[Step] = []
+        self.launches: list[Launch] = []
         self.cells: dict[Address, Any] = {}
         self.fields: list[tuple[Address, Any]] = []  # of structures, each with memory of its own
         self.maps: list[tuple[Any, Address]] = []
@@ -272,7 +272,7 @@ class Recorder(TorchDispatchMode):
             self.constants.append(tensor)
         return None
 
-    def add(self, step: Step) -> None:
+    def add(self, step: Launch) -> None:
         """Notes a launch."""
         step.config.stream = self.stream
         self.launches.append(step)

@@ -29,7 +29,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from sparsek.core import dtypes
 from sparsek.core.device import Card
-from sparsek.core.eager import outside_inference
+from sparsek.core.tracing import outside_inference
 from sparsek.matrix.bsr import BSR
 from sparsek.plan.kernel import SpmmKernel
 from sparsek.plan.problem import SpmmProblem

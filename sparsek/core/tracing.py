@@ -108,7 +108,7 @@ _CONSTANT: list[None] = []
 def constant(make: Callable[Given, Made]) -> Callable[Given, Made]:
     """For functions that torch.compile runs as Python while it traces: what they return is a constant of the graph.
 
-    Their arguments must be constants too. In them `eager` functions run.
+    Their arguments must be constants too. In them `not_traced` functions run.
     """
 
     @functools.wraps(make)
@@ -139,7 +139,7 @@ def _of_values(what: str, make: Callable[Given, Made]) -> Callable[Given, Made]:
     return made
 
 
-def eager(what: str) -> Callable[[Callable[Given, Made]], Callable[Given, Made]]:
+def not_traced(what: str) -> Callable[[Callable[Given, Made]], Callable[Given, Made]]:
     """For functions that make what is kept: they run as Python and outside inference mode, whose tensors no backward
     pass can save.
 
