@@ -84,7 +84,7 @@ class Run:
 
     def all(self) -> int:
         what = self.given.what
-        if shutil.which("nvidia-smi"):  # what is shipped is tested; another Triton than the shipped kernels' is too
+        if shutil.which("nvidia-smi"):  # what is shipped is tested, if this Triton can launch it
             path = os.environ | {"PYTHONPATH": str(ROOT)}
             subprocess.run([self.given.python, "scripts/cubins.py"], check=False, cwd=ROOT, env=path)
         if not what:
