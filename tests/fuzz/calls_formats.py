@@ -401,7 +401,10 @@ def _parts(a: Any) -> dict[str, Any]:
 REASONS = {
     "unchecked": "says that it checks nothing: parts are known to be right",
     "from_host": "says that it checks nothing: the indices are known to be right",
-    "register_matmul": "for the operations, once, when sparsek is imported",
+    **dict.fromkeys(
+        ("register_matmul", "register_linear"), "for the operations, once, when sparsek is imported"
+    ),
+    "signature": "takes no arguments",
     "derived": "for the operations: keeps what it is given",
     **dict.fromkeys(
         ("home", "parts", "storage"), "for the operations: its arguments say which form they want"

@@ -244,7 +244,7 @@ CALLS: dict[str, Call] = {
         function(sk.attention_varlen, **PACKED, cu_seqlens_q=CU, cu_seqlens_k=None, mask=policy(topk=1)),
         VARLEN,
     ),
-    "merge": Call(
+    "merge_attention": Call(
         function(sk.merge_attention, o1=dense(2, 3, 8), lse1=dense(2, 3), o2=dense(2, 3, 8), lse2=dense(2, 3))
     ),
     "MaskPolicy": Call(function(sk.MaskPolicy, window=64, sinks=2, topk=None, causal=True, block=64), POLICY),
@@ -455,6 +455,7 @@ REASONS = {
     "headline": "takes no arguments",
     "details": "takes no arguments",
     "refuse_unless_ready": "takes no arguments",
+    "Plan.run": "for the operations: runs operands that were checked",
     "extra_repr": "takes no arguments",
     "MaskPolicy.visible_in": "for the operations: of a scene that was checked",
 }

@@ -377,7 +377,7 @@ FORMS: tuple[Form, ...] = (
         "attention of packed documents", "", _nothing, _packed_qkv, _varlen, ("q", "k", "v"), False, ("dout",)
     ),
     Form(
-        "merge",
+        "merge_attention",
         "",
         _nothing,
         _parts,
