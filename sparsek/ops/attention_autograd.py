@@ -132,7 +132,7 @@ class AttentionBackward(torch.autograd.Function):
         grad_lse: Tensor | None,
         call: Call,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        more = "attention_backward", call.scale, call.kernel, fixed(call.deterministic)
+        more = "attention_backward", call.scale, call.kernel, fixed(call.deterministic), grad_lse is None
         tensors = (q, k, v, out, lse, grad) if grad_lse is None else (q, k, v, out, lse, grad, grad_lse)
         calls = calls_of(call.mask)
         slot: Any = bound.UNBOUND

@@ -121,6 +121,7 @@ class Slot(NamedTuple):
     def run(self, run: Callable[[], Any], inside: bool = False) -> Any:
         """What `run()` returns, whose operands have been checked. A call that comes a second time is recorded.
 
+        What `run` reads lies in the slot's operands or belongs to a plan: a copy of an operand is made inside of `run`.
         `inside`: `run` is the inner part of a differentiable function, and may be recorded if a gradient is wanted too.
         """
         calls = self.calls
@@ -180,7 +181,8 @@ GUARDS = _guards()
 def repeat(calls: Calls, more: Hashable, operands: Sequence[Tensor], kept: Any = None) -> Any:
     """The result of a call before this one with the same `more` and operands like these, run again; or a Slot.
 
-    Not for a function that torch.compile traces.
+    Calls with the same `more` have as many operands: torch's guards raise TypeError for another number. Not for a
+    function that torch.compile traces.
     """
     recent = calls.recent.get(more)
     if recent is not None and forward_ad._current_level < 0:

@@ -81,8 +81,12 @@ def linear(
         slot = bound.product(W, x, more, also)
         if slot.__class__ is not Slot:
             return slot
-    # Where a gradient is wanted the product checks its operands, and the activation may be torch's.
-    if slot is bound.UNBOUND or not slot.learns or (activation and activation not in ACTIVATIONS):
+    # Where a gradient is wanted the product checks its operands; the activation, and what follows it, may be torch's.
+    if (
+        slot is bound.UNBOUND
+        or not slot.learns
+        or (activation and (activation not in ACTIVATIONS or residual is not None))
+    ):
         operands.check_linear(x, W, bias, activation, residual)
     if isinstance(W, Tensor):
         return _dense(x, W, bias, activation, residual, kernel, dtype)
@@ -101,9 +105,11 @@ def linear(
         again = functools.partial(linear, x, W, bias, inside, beside, kernel=kernel, dtype=dtype)
         y = Multiplied.apply(W.values, x, bias, beside, W, how, again)
     else:
-        call = _layer(x, W, Epilogue(bias=bias, activation=inside or "", other=beside), dtype)
 
-        def run() -> Tensor:
+        def run() -> (
+            Tensor
+        ):  # all of it, for leading dims that do not join are copied, and a copy is no operand
+            call = _layer(x, W, Epilogue(bias=bias, activation=inside or "", other=beside), dtype)
             y = multiply(call, kernel)
             return y if x.ndim == 2 else y.view(*x.shape[:-1], W.shape[0])
 

@@ -153,7 +153,14 @@ def plan_spmm(
 def _by_plan(plan: SpmmPlan, a: Any, b: Any) -> Tensor:
     """plan(A, B) for a call like one before it."""
     slot = bound.product(a, b, "plan", plan=plan)
-    return slot.run(plan.checked(a, b)) if slot.__class__ is Slot else slot
+    if slot.__class__ is not Slot:
+        return slot
+
+    def run() -> Tensor:  # the checks too, for they may copy x, and a copy is no operand
+        checked = plan.checked(a, b)
+        return checked()
+
+    return slot.run(run)
 
 
 SpmmPlan.quick = _by_plan

@@ -98,7 +98,17 @@ def test_a_kernel_of_the_archive_is_loaded_once_on_a_hopper_card(archive, monkey
 
 
 @pytest.mark.parametrize(
-    "change", ["another card", "no GPU", "another source", "another Triton", "no archive"]
+    "change",
+    [
+        "another card",
+        "no GPU",
+        "another source",
+        "another Triton",
+        "no archive",
+        "no index",
+        "a list",
+        "broken",
+    ],
 )
 def test_nothing_is_found_where_it_does_not_fit(archive, monkeypatch, change: str) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: change != "no GPU")
@@ -111,6 +121,13 @@ def test_nothing_is_found_where_it_does_not_fit(archive, monkeypatch, change: st
         monkeypatch.setattr(driver, "is_tested", lambda: False)
     if change == "no archive":
         path.unlink()
+    if change in ("no index", "a list"):
+        with zipfile.ZipFile(path, "w") as file:
+            file.writestr(shipped.INDEX, "[]" if change == "a list" else '{"kernels": {}}')
+    if change == "broken":  # a byte of the first cubin
+        held = bytearray(path.read_bytes())
+        held[200] ^= 1
+        path.write_bytes(held)
     assert shipped.find(kernel, args, named) is None
 
 

@@ -16,7 +16,9 @@ import sparsek as sk
 from sparsek.core.errors import InvalidInput
 from sparsek.kernels.lang.recorder import MISS, Recorded
 from sparsek.ops import bound, library_args
+from sparsek.ops.linear import plan_layer
 from sparsek.plan import operands
+from sparsek.plan import spmm as plan_spmm
 
 
 class Again(Recorded):
@@ -220,6 +222,57 @@ def test_refused_operands_are_refused_again(recorded: list[Any]):
             with pytest.raises(InvalidInput, match="they must agree"):
                 sk.sddmm(x, torch.randn(8, 192), a.pattern)
     assert not recorded
+
+
+@pytest.mark.parametrize("activation", [None, "relu", "gelu"])
+def test_a_residual_is_checked_where_a_gradient_is_wanted(activation: str | None, recorded: list[Any]):
+    a, x = matrices()[0], torch.randn(24, 192, requires_grad=True)
+    for residual in (torch.randn(128), torch.randn(1, 128), torch.randn(24, 128).double()):
+        for _ in range(3):
+            with pytest.raises(InvalidInput, match="residual"):
+                sk.linear(x, a, None, activation, residual)
+
+
+@pytest.mark.parametrize("what", ["x", "residual", "plan", "fp8"])
+def test_what_is_copied_for_a_call_is_copied_inside_of_it(
+    what: str, recorded: list[Any], monkeypatch: pytest.MonkeyPatch
+):
+    """A recorded call reads its operands: of what was copied before it, it would read the old copy for good."""
+    a, running = matrices()[0], []
+    inside: list[torch.Tensor] = []
+    plan = plan_layer(torch.randn(4, 6, 192), a)
+    record, joined = bound.record, plan_spmm.tokens
+
+    def recording(run: Callable[[], Any], *given: Any) -> Any:
+        running.append(run)
+        found = record(run, *given)
+        running.pop()
+        return found
+
+    def tokens(x: torch.Tensor) -> torch.Tensor:
+        if running:
+            inside.append(x)
+        return joined(x)
+
+    monkeypatch.setattr(bound, "record", recording)
+    monkeypatch.setattr(plan_spmm, "tokens", tokens)
+    call = {
+        "x": lambda x: sk.linear(x, a),
+        "residual": lambda x: sk.linear(x.contiguous(), a, None, None, x[..., :128]),
+        "plan": lambda x: plan(x, a),
+        "fp8": lambda x: sk.linear(x, sk.quantize(a)),
+    }[what]
+    for count in (0, 1):
+        call(torch.randn(4, 7, 192)[:, :6])
+        assert bool(inside) == bool(count)
+    assert len(recorded) == 1
+
+
+def test_a_gradient_of_lse_may_come_after_calls_without_one(recorded: list[Any]):
+    mask, (q, k, v) = sk.BlockMask.causal(64), torch.randn(3, 1, 2, 64, 16).requires_grad_().unbind()
+    for through_lse in (False, False, False, True, True, False):
+        out, lse = sk.attention(q, k, v, mask, return_lse=True)
+        (out.sum() + lse.sum() if through_lse else out.sum()).backward()
 
 
 @pytest.mark.parametrize("verb", ["A @ x", "x @ A.T", "linear", "linear relu", "2:4", "sddmm", "attention"])

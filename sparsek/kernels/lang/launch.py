@@ -35,6 +35,8 @@ class _Unrecorded:
 
 def launch(kernel: Any, grid: Sequence[int], *args: Any, **named: Any) -> None:
     """Runs a kernel of Triton or Gluon on the current device and stream, as `kernel[grid](*args, **named)` does."""
+    if 0 in grid:  # the driver refuses what Triton's launcher passes over
+        return
     made, code = recorder(), None if hooked() else shipped.find(kernel, args, named)
     ready = code is not None
     if code is None:

@@ -13,7 +13,7 @@ _launched: set[Any] = set()  # kernels and their constants: a second launch comp
 @contextmanager
 def patient_with(kernel: Any, args: Sequence[Any], named: Mapping[str, Any]) -> Iterator[None]:
     """`patient` for a launch through Triton's JIT, which compiles the kernel unless it knows it."""
-    if not sys.stderr.isatty():
+    if not _on_terminal():
         yield
         return
     constants = [arg for arg, param in zip(args, kernel.params, strict=False) if param.is_constexpr]
@@ -29,7 +29,7 @@ def patient_with(kernel: Any, args: Sequence[Any], named: Mapping[str, Any]) -> 
 @contextmanager
 def patient(name: str) -> Iterator[None]:
     """Says on a terminal that a kernel is being compiled, if what runs inside takes longer than PATIENCE."""
-    if not sys.stderr.isatty():
+    if not _on_terminal():
         yield
         return
     timer = threading.Timer(PATIENCE, _say, [name])
@@ -39,6 +39,14 @@ def patient(name: str) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
+
+
+def _on_terminal() -> bool:
+    """False also where a service runs without stderr, or with a closed one, or one of its own."""
+    try:
+        return sys.stderr.isatty()
+    except (AttributeError, ValueError):
+        return False
 
 
 def _say(name: str) -> None:

@@ -34,6 +34,7 @@ ALLOCATIONS = {"aten::empty.memory_format", "aten::new_empty", "aten::empty_stri
 ZEROS = {"aten::zeros", "aten::new_zeros", "aten::zero_"}
 VIEWS = {  # and what only looks at dtypes, or keeps memory for a stream, once for all calls on it
     "promote_types", "result_type", "record_stream",
+    "mT", "numpy_T", "narrow", "contiguous", "to",  # these come here in inference mode only, as `_is_copy` says
     "alias", "as_strided", "detach", "expand", "flatten", "permute", "reshape", "select", "slice", "squeeze", "t",
     "transpose", "unflatten", "unsqueeze", "view", "_unsafe_view", "_reshape_alias", "movedim", "unbind", "split",
 }  # fmt: skip
@@ -193,6 +194,13 @@ class Recorded:
         driver.check(status)
 
 
+def _is_copy(made: Any, args: Sequence[Any]) -> bool:
+    """Whether a view is none: in inference mode `reshape` and others come here whole, with the copy they may make."""
+    if not isinstance(made, Tensor) or not made.numel():
+        return False
+    return made.untyped_storage().data_ptr() != args[0].untyped_storage().data_ptr()
+
+
 def _seen(tensors: list[Tensor], result: Result | None) -> Tensor | None:
     if result is None:
         return None
@@ -241,7 +249,7 @@ class Recorder(TorchDispatchMode):
             size = ctypes.c_size_t(made.nbytes)
             step = self.cell(made.data_ptr(), made), ctypes.c_ubyte(0), size, ctypes.c_void_p(self.stream)
             self.steps.append((driver.cuda().cuMemsetD8Async, step))
-        elif name.removeprefix("aten::") not in VIEWS:
+        elif name.removeprefix("aten::") not in VIEWS or _is_copy(made, args):
             self.reason = self.reason or f"{name} runs between its launches"
         return made
 

@@ -11,8 +11,10 @@ when it is first used.
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import threading
+import zlib
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -37,15 +39,21 @@ _lock = threading.Lock()
 
 
 class Store(NamedTuple):
-    """The archive. `kernels`: by `name_of`, what Code holds beside the function. Cubins
-    have the same names."""
+    """The archive, all of it in memory: processes that are forked share no place in a file, and another release that is
+    installed meanwhile is not seen. `kernels`: by `name_of`, what Code holds beside the function. Cubins have the same
+    names.
+    """
 
     archive: ZipFile
     kernels: Mapping[str, Mapping[str, Any]]
 
-    def read(self, name: str) -> bytes:
-        with _lock:
-            return self.archive.read(name)
+    def read(self, name: str) -> bytes | None:
+        """None for what is not there, or broken."""
+        try:
+            with _lock:
+                return self.archive.read(name)
+        except (KeyError, BadZipFile, zlib.error):
+            return None
 
 
 def source() -> str:
@@ -60,11 +68,12 @@ def source() -> str:
 def store() -> Store | None:
     """The archive, None where there is none for this source."""
     try:
-        archive = ZipFile(ARCHIVE)
+        archive = ZipFile(io.BytesIO(ARCHIVE.read_bytes()))
         index = json.loads(archive.read(INDEX))
-    except (OSError, BadZipFile, KeyError, ValueError):
+        found = Store(archive, index["kernels"])
+        return found if index["source"] == source() else None
+    except (OSError, BadZipFile, zlib.error, KeyError, TypeError, ValueError):
         return None
-    return Store(archive, index["kernels"]) if index["source"] == source() else None
 
 
 def find(kernel: Any, args: Sequence[Any], named: Mapping[str, Any]) -> Code | None:
@@ -125,9 +134,10 @@ def name_of(kernel: Any, special: Sequence[Any], options: Sequence[Any]) -> str:
 def _load(name: str, device: int) -> Code | None:
     held = store()
     entry = held and held.kernels.get(name)
-    if not held or not entry:
+    code = held.read(name) if held and entry else None
+    if not entry or code is None:
         return None
-    function = driver.function(held.read(name), entry["name"], entry["shared"], device)
+    function = driver.function(code, entry["name"], entry["shared"], device)
     kinds, boxes = tuple(entry["kinds"]), entry["boxes"]
     return Code(function, kinds, boxes, entry["threads"], entry["shared"], entry["cooperative"])
 
@@ -140,10 +150,7 @@ def cuda_name(text: str, options: Sequence[str]) -> str:
 def cuda(text: str, options: Sequence[str]) -> bytes | None:
     """The cubin of CUDA C++, if it is here."""
     held = store()
-    try:
-        return held and held.read(cuda_name(text, options))
-    except KeyError:
-        return None
+    return held and held.read(cuda_name(text, options))
 
 
 def _hash(*parts: str) -> str:
