@@ -10,14 +10,13 @@ Every call unpacks all of A: with few columns of B that is most of its time, and
 where there is room for it, is faster.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from sparsek.core import dtypes
-from sparsek.kernels.spmm.cpu import has_bf16_units
+from sparsek.kernels.kinds import CpuConfig, CpuKernel
 from sparsek.kernels.spmm.cpu_unpack24 import unpacked
 from sparsek.matrix.semi24 import Semi24
 from sparsek.plan.kernel import SpmmKernel
@@ -30,32 +29,19 @@ LEAST = 8  # rows or columns of a step; columns come in bytes of metadata
 
 
 @dataclass(frozen=True)
-class CpuConfig:
+class Pieces(CpuConfig):
     """`step_bytes`: how much of A is unpacked at once. `wide`: 16-bit inputs are multiplied as float32."""
-
-    step_bytes: int = 1 << 21
-    wide: bool = False
 
     def __repr__(self) -> str:
         return f"{self.step_bytes >> 10} KiB of A unpacked at a time{', in float32' if self.wide else ''}"
 
 
-class CpuSemi24:
+class CpuSemi24(CpuKernel):
     """Unpacks A piece by piece. Chosen for CPU tensors, never for CUDA ones."""
 
     name = "cpu.semi24"
-
-    def why_not(self, p: SpmmProblem) -> list[str]:
-        if foreign := p.a.unless("semi24"):
-            return foreign
-        return [] if p.on_cpu else ["runs on CPU tensors only"]
-
-    def default(self, p: SpmmProblem) -> CpuConfig:
-        return CpuConfig(wide=p.dtype == "fp16" or (p.dtype == "bf16" and not has_bf16_units()))
-
-    def configs(self, p: SpmmProblem) -> Iterable[CpuConfig]:
-        wide = (False, True) if p.dtype in ("bf16", "fp16") else (False,)
-        return [CpuConfig(1 << shift, each) for each in wide for shift in (19, 20, 21, 22)]
+    storages = ("semi24",)
+    config = Pieces
 
     def seconds(self, p: SpmmProblem, c: CpuConfig) -> float:
         size = 4 if c.wide else dtypes.itemsize(p.dtype)

@@ -19,8 +19,6 @@ setting says at the time of the call.
 import os
 import threading
 import weakref
-from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,6 +28,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from sparsek.core import dtypes
 from sparsek.core.device import Card
 from sparsek.core.eager import outside_inference
+from sparsek.kernels.kinds import Fixed, FixedKernel
 from sparsek.matrix.bsr import BSR
 from sparsek.plan.kernel import SpmmKernel
 from sparsek.plan.problem import SpmmProblem
@@ -39,14 +38,6 @@ from sparsek.reference.epilogue import PLAIN, Epilogue
 # keeps threads on one stream, or on the CPU, from coming between a copy and its product.
 _COPIES: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 COPYING = threading.Lock()
-
-
-@dataclass(frozen=True)
-class DenseConfig:
-    """Nothing to choose: the vendor's library does."""
-
-    def __repr__(self) -> str:
-        return "dense copy of A, torch.matmul"
 
 
 class DenseCopy:
@@ -89,14 +80,16 @@ def dense_copy(a: BSR) -> Tensor:
     return copy.dense
 
 
-class VendorDense:
+class VendorDense(FixedKernel):
     """Dense matmul. Any device; blocks outside the pattern are zeros."""
 
     name = "vendor.dense"
     only_by_name = "it keeps a dense copy of A"
+    config = Fixed("dense copy of A, torch.matmul")
+    storages = ("bsr",)
 
     def why_not(self, p: SpmmProblem) -> list[str]:
-        if foreign := p.a.unless("bsr"):
+        if foreign := super().why_not(p):
             return foreign
         reasons = []
         if not p.stats.touches_all_columns:
@@ -110,13 +103,7 @@ class VendorDense:
             )
         return reasons
 
-    def default(self, p: SpmmProblem) -> DenseConfig:
-        return DenseConfig()
-
-    def configs(self, p: SpmmProblem) -> Iterable[DenseConfig]:
-        return [DenseConfig()]
-
-    def seconds(self, p: SpmmProblem, c: DenseConfig) -> float:
+    def seconds(self, p: SpmmProblem, c: Fixed) -> float:
         rate = p.card.tflops[p.rate_name] * 1e12
         size = dtypes.itemsize(p.dtype)
         product = max(
@@ -128,12 +115,12 @@ class VendorDense:
         finished = 2 * passes * p.m * p.n * p.batch * size / p.card.bandwidth
         return product + finished + (1 + passes) * p.card.launch_seconds
 
-    def prepare(self, p: SpmmProblem, c: DenseConfig, a: BSR) -> None:
+    def prepare(self, p: SpmmProblem, c: Fixed, a: BSR) -> None:
         with torch.no_grad(), COPYING:
             dense_copy(a)
 
     def launch(
-        self, c: DenseConfig, work: None, a: BSR, b: Tensor, out: Tensor, epilogue: Epilogue = PLAIN
+        self, c: Fixed, work: None, a: BSR, b: Tensor, out: Tensor, epilogue: Epilogue = PLAIN
     ) -> None:
         if out.numel() == 0:
             return
