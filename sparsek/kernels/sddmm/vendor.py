@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sparsek.core import dtypes
 from sparsek.kernels.kinds import Fixed, FixedKernel
-from sparsek.kernels.spmm.vendor_dense import limit_bytes
+from sparsek.kernels.spmm.vendor_dense import limit_bytes, product_of_blocks
 from sparsek.matrix.pattern import BlockPattern
 from sparsek.plan.kernel import SddmmKernel
 from sparsek.plan.problem import SddmmProblem
@@ -53,12 +53,8 @@ class VendorSddmm(FixedKernel):
     ) -> None:
         if values.numel() == 0:
             return
-        (m, n), (rows, columns), (bm, bn) = pattern.shape, pattern.grid, pattern.block
         with torch.no_grad():
-            make = x.new_zeros if pattern.is_ragged else x.new_empty
-            dense = make(pattern.padded_shape)
-            torch.matmul(x, y, out=dense[:m, :n])
-            values.copy_(dense.view(rows, bm, columns, bn).transpose(1, 2)[work])
+            values.copy_(product_of_blocks(x, y, pattern, work))
 
 
 def _dense_bytes(p: SddmmProblem) -> int:

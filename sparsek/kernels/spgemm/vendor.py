@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sparsek.core import dtypes
 from sparsek.kernels.kinds import Fixed, FixedKernel
-from sparsek.kernels.spmm.vendor_dense import COPYING, dense_copy, limit_bytes
+from sparsek.kernels.spmm.vendor_dense import COPYING, dense_copy, limit_bytes, product_of_blocks
 from sparsek.matrix.bsr import BSR
 from sparsek.plan.kernel import SpgemmKernel
 from sparsek.plan.matches import Matches
@@ -61,13 +61,8 @@ class VendorSpgemm(FixedKernel):
             left, right = dense_copy(a), dense_copy(b)
             if out.ndim == 2:
                 torch.matmul(left, right, out=out)
-                return
-            pattern = matches.pattern
-            (m, n), (rows, columns), (bm, bn) = pattern.shape, pattern.grid, pattern.block
-            make = out.new_zeros if pattern.is_ragged else out.new_empty
-            dense = make(pattern.padded_shape)
-            torch.matmul(left, right, out=dense[:m, :n])
-            out.copy_(dense.view(rows, bm, columns, bn).transpose(1, 2)[work])
+            else:
+                out.copy_(product_of_blocks(left, right, matches.pattern, work))
 
 
 def _dense_bytes(p: SpgemmProblem) -> int:

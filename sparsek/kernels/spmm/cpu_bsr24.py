@@ -12,8 +12,7 @@ from torch import Tensor
 from sparsek.core import dtypes
 from sparsek.kernels.kinds import CpuConfig, CpuKernel
 from sparsek.kernels.spmm import cpu as spmm
-from sparsek.kernels.spmm.cpu_24 import UNPACK_BYTES
-from sparsek.kernels.spmm.cpu_unpack24 import unpacked
+from sparsek.kernels.spmm.cpu_24 import UNPACK_BYTES, unpacked
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.bsr24 import BSR24
 from sparsek.plan.kernel import SpmmKernel

@@ -30,6 +30,7 @@ from sparsek.core.device import Card
 from sparsek.core.eager import outside_inference
 from sparsek.kernels.kinds import Fixed, FixedKernel
 from sparsek.matrix.bsr import BSR
+from sparsek.matrix.pattern import BlockPattern
 from sparsek.plan.kernel import SpmmKernel
 from sparsek.plan.problem import SpmmProblem
 from sparsek.reference.epilogue import PLAIN, Epilogue
@@ -168,6 +169,17 @@ def _goes_along(activation: str, bias: bool, combine: str) -> bool:
 def _dense_bytes(p: SpmmProblem) -> int:
     (bm, bk), (mb, kb) = p.block, p.grid
     return mb * bm * kb * bk * dtypes.itemsize(p.dtype)
+
+
+def product_of_blocks(
+    left: Tensor, right: Tensor, pattern: BlockPattern, at: tuple[Tensor, Tensor]
+) -> Tensor:
+    """left @ right at the stored blocks of `pattern`, [nnzb, bm, bn], which stand at block rows and columns `at`."""
+    (m, n), (rows, columns), (bm, bn) = pattern.shape, pattern.grid, pattern.block
+    make = left.new_zeros if pattern.is_ragged else left.new_empty
+    dense = make(pattern.padded_shape)
+    torch.matmul(left, right, out=dense[:m, :n])
+    return dense.view(rows, bm, columns, bn).transpose(1, 2)[at]
 
 
 def limit_bytes(card: Card) -> int:
