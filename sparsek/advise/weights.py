@@ -23,6 +23,7 @@ from sparsek.core.errors import InvalidFile, InvalidInput, SparseKError, Unsuppo
 from sparsek.files.weights import WeightFile, available_memory
 from sparsek.kernels import names_for
 from sparsek.matrix.bsr import BSR
+from sparsek.matrix.padding import tiles_of
 from sparsek.matrix.pattern import BlockPattern, block_sides
 from sparsek.ops.choose import Option
 from sparsek.ops.spmm import plan_spmm, spmm
@@ -423,15 +424,12 @@ class Curve:
 
     @classmethod
     def of(cls, dense: torch.Tensor, question: Question) -> "Curve":
-        below, beside = (-side % step for side, step in zip(dense.shape, question.block, strict=True))
-        padded = torch.nn.functional.pad(dense, (0, beside, 0, below)) if below or beside else dense
-        rows, columns = (side // step for side, step in zip(padded.shape, question.block, strict=True))
-        tiles = padded.view(rows, question.block[0], columns, question.block[1])
+        tiles = tiles_of(dense, question.block)
         norms = torch.linalg.vector_norm(tiles, dim=3, dtype=torch.float64).square().sum(dim=1)
         groups = norms if question.scope == "row" else norms.reshape(1, -1)
         order = groups.argsort(dim=1, descending=True, stable=True)
         places = torch.arange(groups.shape[1], device=dense.device).expand_as(order)
-        ranks = torch.empty_like(order).scatter_(1, order, places).view(rows, columns)
+        ranks = torch.empty_like(order).scatter_(1, order, places).view(norms.shape)
         return cls(question, (dense.shape[0], dense.shape[1]), dense.device, ranks)
 
     @property

@@ -6,7 +6,7 @@ A record read from a file is hostile until its kind has checked it. The names of
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -29,7 +29,7 @@ Tensors = dict[str, Tensor]
 TAGS = {"fp64": "F64", "fp32": "F32", "fp16": "F16", "bf16": "BF16"}
 FLOAT8_TAGS = {torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"}
 OTHER_TAGS = FLOAT8_TAGS | {torch.int32: "I32", torch.uint8: "U8"}
-QUANTIZED_OF: dict[str, type] = {"bsr": BSR, "semi24": Semi24, "bsr24": BSR24}
+MATRICES: dict[str, Any] = {"bsr": BSR, "semi24": Semi24, "bsr24": BSR24}
 LATER = frozenset({"fast_accum"})  # fields that files of earlier versions lack
 RULE_RANKS = {"lo": 2, "hi": 2, "rules": 1, "bits": 3}  # of the tensors that a block mask may have or not
 
@@ -65,104 +65,42 @@ class Kind(Protocol):
         ...
 
 
-class BsrKind:
-    name = "bsr"
-    of = BSR
-    fields = frozenset({"shape", "block", "dtype", "transposed"})
+class MatrixKind:
+    """A BSR, Semi24 or BSR24."""
 
-    def taken_apart(self, obj: BSR) -> tuple[Record, Tensors]:
-        base = obj if obj.order is None else obj.T
-        outside = padding_nonzeros(base)
-        if outside:
-            raise InvalidInput(
-                f"{outside} values outside the {base.shape[0]}x{base.shape[1]} matrix are not zero, as writes to "
-                "`values` in place can make them, and no file may hold them; call A.zero_padding_() first"
-            )
-        record = {
-            "shape": list(base.shape),
-            "block": list(base.block),
-            "dtype": dtypes.name(base.dtype),
-            "transposed": base is not obj,
-        }
-        parts = {
-            "indptr": base.pattern.indptr,
-            "indices": base.pattern.indices,
-            "values": base.values.detach(),
-        }
-        return record, {part: tensor.cpu() for part, tensor in parts.items()}
+    def __init__(self, name: str) -> None:
+        self.name, self.of = name, MATRICES[name]
+        self.of_blocks, self.views = name != "semi24", name == "bsr"
+        self.fields = frozenset({"shape", "dtype", *["block"] * self.of_blocks, *["transposed"] * self.views})
 
-    def check(self, where: str, record: Record) -> None:
-        _check_pairs(where, record, "shape", "block")
-        _check_dtype(where, record)
-        _check_types(where, record, bool, "transposed")
-
-    def parts(self, record: Record) -> dict[str, Part]:
-        values = Part(TAGS[record["dtype"]], 3)
-        return {"indptr": Part("I32", 1), "indices": Part("I32", 1), "values": values}
-
-    def made(self, record: Record, tensors: Tensors) -> BSR:
-        (m, k), (bm, bk) = record["shape"], record["block"]
-        pattern = BlockPattern((m, k), (bm, bk), tensors["indptr"], tensors["indices"])
-        matrix = BSR(pattern, tensors["values"])
-        return matrix.T if record["transposed"] else matrix
-
-
-class Semi24Kind:
-    name = "semi24"
-    of = Semi24
-    fields = frozenset({"shape", "dtype"})
-
-    def taken_apart(self, obj: Semi24) -> tuple[Record, Tensors]:
-        obj = Semi24(obj.values.detach(), obj.meta)  # checks what was written in place, or never checked
-        record = {"shape": list(obj.shape), "dtype": dtypes.name(obj.dtype)}
-        return record, {"values": obj.values.cpu(), "meta": obj.meta.cpu()}
+    def taken_apart(self, obj: Any) -> tuple[Record, Tensors]:
+        base = _as_stored(obj)
+        record: Record = {"shape": list(base.shape)}
+        if self.of_blocks:
+            record["block"] = list(base.block)
+        record["dtype"] = dtypes.name(base.dtype)
+        if self.views:
+            record["transposed"] = base is not obj
+        # Checks what was written in place, or never checked.
+        if isinstance(base, BSR):
+            _check_padding(base)
+        elif isinstance(base, BSR24):
+            BSR24(base.pattern, base.values.detach(), base.meta)
+        else:
+            Semi24(base.values.detach(), base.meta)
+        return record, {part: tensor.cpu() for part, tensor in _stored(base).items()}
 
     def check(self, where: str, record: Record) -> None:
-        _check_pairs(where, record, "shape")
-        _check_dtype(where, record)
+        _check_pairs(where, record, "shape", *["block"] * self.of_blocks)
+        _check_one_of(where, record, "dtype", TAGS)
+        _check_types(where, record, bool, *["transposed"] * self.views)
 
     def parts(self, record: Record) -> dict[str, Part]:
-        return {"values": Part(TAGS[record["dtype"]], 2), "meta": Part("U8", 2)}
+        return _needed(self.name, TAGS[record["dtype"]])
 
-    def made(self, record: Record, tensors: Tensors) -> Semi24:
-        matrix = Semi24(tensors["values"], tensors["meta"])
-        if list(matrix.shape) != record["shape"]:
-            raise InvalidInput(
-                f"its record says shape {record['shape']}; its values are of shape {matrix.shape}"
-            )
-        return matrix
-
-
-class Bsr24Kind:
-    name = "bsr24"
-    of = BSR24
-    fields = frozenset({"shape", "block", "dtype"})
-
-    def taken_apart(self, obj: BSR24) -> tuple[Record, Tensors]:
-        obj = BSR24(
-            obj.pattern, obj.values.detach(), obj.meta
-        )  # checks what was written in place, or never checked
-        record = {"shape": list(obj.shape), "block": list(obj.block), "dtype": dtypes.name(obj.dtype)}
-        parts = {
-            "indptr": obj.pattern.indptr,
-            "indices": obj.pattern.indices,
-            "values": obj.values,
-            "meta": obj.meta,
-        }
-        return record, {part: tensor.cpu() for part, tensor in parts.items()}
-
-    def check(self, where: str, record: Record) -> None:
-        _check_pairs(where, record, "shape", "block")
-        _check_dtype(where, record)
-
-    def parts(self, record: Record) -> dict[str, Part]:
-        values = Part(TAGS[record["dtype"]], 3)
-        return {"indptr": Part("I32", 1), "indices": Part("I32", 1), "values": values, "meta": Part("U8", 3)}
-
-    def made(self, record: Record, tensors: Tensors) -> BSR24:
-        (m, k), (bm, bk) = record["shape"], record["block"]
-        pattern = BlockPattern((m, k), (bm, bk), tensors["indptr"], tensors["indices"])
-        return BSR24(pattern, tensors["values"], tensors["meta"])
+    def made(self, record: Record, tensors: Tensors) -> Any:
+        matrix = _of_shape(_joined(self.of, record, tensors), record)
+        return matrix.T if self.views and record["transposed"] else matrix
 
 
 class QuantizedKind:
@@ -171,12 +109,12 @@ class QuantizedKind:
     fields = frozenset({"of", "shape", "block", "dtype", "transposed", "scale", "fast_accum"})
 
     def taken_apart(self, obj: Quantized) -> tuple[Record, Tensors]:
-        base = obj.T if isinstance(obj.matrix, BSR) and obj.matrix.order is not None else obj
+        base = obj if _as_stored(obj.matrix) is obj.matrix else obj.T
         # Checks what was written in place, or never checked.
         base = Quantized(base.matrix, base.scale, base.kind, base.fast_accum)
         matrix = base.matrix
         record: Record = {
-            "of": next(name for name, of in QUANTIZED_OF.items() if isinstance(matrix, of)),
+            "of": next(name for name, of in MATRICES.items() if isinstance(matrix, of)),
             "shape": list(base.shape),
             "block": None if isinstance(matrix, Semi24) else list(matrix.block),
             "dtype": NAMES[base.dtype],
@@ -184,17 +122,11 @@ class QuantizedKind:
             "scale": base.kind,
             "fast_accum": base.fast_accum,
         }
-        parts: Tensors = {}
-        if not isinstance(matrix, Semi24):
-            parts |= {"indptr": matrix.pattern.indptr, "indices": matrix.pattern.indices}
-        parts["values"] = matrix.values.detach()
-        if not isinstance(matrix, BSR):
-            parts["meta"] = matrix.meta
-        parts["scale"] = base.scale.detach()
+        parts = _stored(matrix) | {"scale": base.scale.detach()}
         return record, {part: tensor.cpu() for part, tensor in parts.items()}
 
     def check(self, where: str, record: Record) -> None:
-        _check_one_of(where, record, "of", QUANTIZED_OF)
+        _check_one_of(where, record, "of", MATRICES)
         _check_one_of(where, record, "dtype", NAMES.values())
         _check_one_of(where, record, "scale", SCALES)
         _check_pairs(where, record, "shape")
@@ -207,34 +139,59 @@ class QuantizedKind:
             )
 
     def parts(self, record: Record) -> dict[str, Part]:
-        rank = 2 if record["of"] == "semi24" else 3
         tag = next(FLOAT8_TAGS[dtype] for dtype, name in NAMES.items() if name == record["dtype"])
-        parts = {"indptr": Part("I32", 1), "indices": Part("I32", 1)} if rank == 3 else {}
-        parts["values"] = Part(tag, rank)
-        if record["of"] != "bsr":
-            parts["meta"] = Part("U8", rank)
-        return parts | {"scale": Part("F32", 0 if record["scale"] == "tensor" else 1)}
+        scale = Part("F32", 0 if record["scale"] == "tensor" else 1)
+        return _needed(record["of"], tag) | {"scale": scale}
 
     def made(self, record: Record, tensors: Tensors) -> Quantized:
+        matrix = _joined(MATRICES[record["of"]].unchecked, record, tensors)
         fast_accum = record.get("fast_accum", False)
-        made = Quantized(_quantized_matrix(record, tensors), tensors["scale"], record["scale"], fast_accum)
-        if list(made.shape) != record["shape"]:
-            raise InvalidInput(
-                f"its record says shape {record['shape']}; its values are of shape {made.shape}"
-            )
+        made = _of_shape(Quantized(matrix, tensors["scale"], record["scale"], fast_accum), record)
         return made.T if record["transposed"] else made
 
 
-def _quantized_matrix(record: Record, tensors: Tensors) -> Matrix:
-    """The matrix of FP8 values; its parts are not checked."""
-    values = tensors["values"]
-    if record["of"] == "semi24":
-        return Semi24.unchecked(values, tensors["meta"])
-    (m, k), (bm, bk) = record["shape"], record["block"]
-    pattern = BlockPattern((m, k), (bm, bk), tensors["indptr"], tensors["indices"])
-    if record["of"] == "bsr":
-        return BSR.unchecked(pattern, values)
-    return BSR24.unchecked(pattern, values, tensors["meta"])
+def _as_stored(a: Matrix) -> Any:
+    """The matrix that a transposed view views, or else the matrix itself."""
+    return a.T if isinstance(a, BSR) and a.order is not None else a
+
+
+def _check_padding(a: BSR) -> None:
+    outside = padding_nonzeros(a)
+    if outside:
+        raise InvalidInput(
+            f"{outside} values outside the {a.shape[0]}x{a.shape[1]} matrix are not zero, as writes to "
+            "`values` in place can make them, and no file may hold them; call A.zero_padding_() first"
+        )
+
+
+def _stored(a: Matrix) -> Tensors:
+    """The tensors of a matrix, in the order of its checksum."""
+    parts = {} if isinstance(a, Semi24) else {"indptr": a.pattern.indptr, "indices": a.pattern.indices}
+    parts["values"] = a.values.detach()
+    return parts if isinstance(a, BSR) else parts | {"meta": a.meta}
+
+
+def _needed(of: str, tag: str) -> dict[str, Part]:
+    """What a file must hold for them, with values of that tag."""
+    rank = 2 if of == "semi24" else 3
+    parts = {"indptr": Part("I32", 1), "indices": Part("I32", 1)} if rank == 3 else {}
+    parts["values"] = Part(tag, rank)
+    return parts if of == "bsr" else parts | {"meta": Part("U8", rank)}
+
+
+def _joined(make: Callable[..., Matrix], record: Record, tensors: Tensors) -> Matrix:
+    """What `make` makes of the tensors: a class, or its `unchecked`."""
+    stored: list[Any] = [tensors[part] for part in ("values", "meta") if part in tensors]
+    if "indptr" in tensors:
+        (m, k), (bm, bk) = record["shape"], record["block"]
+        stored.insert(0, BlockPattern((m, k), (bm, bk), tensors["indptr"], tensors["indices"]))
+    return make(*stored)
+
+
+def _of_shape(matrix: Any, record: Record) -> Any:
+    if list(matrix.shape) != record["shape"]:
+        raise InvalidInput(f"its record says shape {record['shape']}; its values are of shape {matrix.shape}")
+    return matrix
 
 
 class BlockMaskKind:
@@ -290,7 +247,7 @@ class BlockMaskKind:
         return BlockMask(q_len=q_len, kv_len=kv_len, block=(bq, bk), **fields)
 
 
-KINDS: tuple[Kind, ...] = (BsrKind(), Semi24Kind(), Bsr24Kind(), QuantizedKind(), BlockMaskKind())
+KINDS: tuple[Kind, ...] = (*map(MatrixKind, MATRICES), QuantizedKind(), BlockMaskKind())
 
 
 def kind_of_object(obj: Any) -> Kind | None:
@@ -319,10 +276,6 @@ def _check_pairs(where: str, record: Record, *names: str) -> None:
         pair = record[name]
         if not isinstance(pair, list) or len(pair) != 2 or any(type(side) is not int for side in pair):
             raise InvalidFile(f"{where}: {name} must be two integers, not {reprlib.repr(pair)}")
-
-
-def _check_dtype(where: str, record: Record) -> None:
-    _check_one_of(where, record, "dtype", TAGS)
 
 
 def _check_one_of(where: str, record: Record, name: str, known: Iterable[str]) -> None:

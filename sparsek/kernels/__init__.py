@@ -1,4 +1,7 @@
-"""The kernels, in order of preference: one line each. A module loads on first use, so importing this costs nothing."""
+"""The kernels, in order of preference: one line each. A module loads on first use, so importing this costs nothing.
+
+It holds its kernel as KERNEL, or several by name in KERNELS.
+"""
 
 from importlib import import_module
 from typing import Any
@@ -20,11 +23,11 @@ KERNELS: tuple[tuple[str, str, str, str], ...] = (
     ("spmm", "portable.semi24", "spmm.portable_24", "semi24"),
     ("spmm", "vendor.cusparselt", "spmm.vendor_cusparselt", "semi24"),
     ("spmm", "cpu.semi24", "spmm.cpu_24", "semi24"),
-    ("spmm", "reference.semi24", "spmm.reference_24", "semi24"),
+    ("spmm", "reference.semi24", "spmm.reference", "semi24"),
     ("spmm", "hopper.bsr24", "spmm.hopper_bsr24", "bsr24"),
     ("spmm", "portable.bsr24", "spmm.portable_bsr24", "bsr24"),
     ("spmm", "cpu.bsr24", "spmm.cpu_bsr24", "bsr24"),
-    ("spmm", "reference.bsr24", "spmm.reference_bsr24", "bsr24"),
+    ("spmm", "reference.bsr24", "spmm.reference", "bsr24"),
     ("spmm", "hopper.spmm_fp8", "spmm.hopper_fp8", "bsr_fp8"),
     ("spmm", "portable.spmm_fp8", "spmm.portable_fp8", "bsr_fp8"),
     ("spmm", "hopper.semi24_fp8", "spmm.hopper_24_fp8", "semi24_fp8"),
@@ -33,7 +36,7 @@ KERNELS: tuple[tuple[str, str, str, str], ...] = (
     ("spmm", "portable.bsr24_fp8", "spmm.portable_bsr24_fp8", "bsr24_fp8"),
     ("spmm", "vendor.cublas_fp8", "spmm.vendor_cublas_fp8", "fp8"),
     ("spmm", "cpu.spmm_fp8", "spmm.cpu_fp8", "fp8"),
-    ("spmm", "reference.spmm_fp8", "spmm.reference_fp8", "fp8"),
+    ("spmm", "reference.spmm_fp8", "spmm.reference", "fp8"),
     ("sddmm", "hopper.sddmm", "sddmm.hopper", ""),
     ("sddmm", "portable.sddmm", "sddmm.portable", ""),
     ("sddmm", "vendor.sddmm", "sddmm.vendor", ""),
@@ -47,11 +50,11 @@ KERNELS: tuple[tuple[str, str, str, str], ...] = (
     ("attention", "hopper.attention_fwd", "attention.hopper_fwd", ""),
     ("attention", "portable.attention_fwd", "attention.portable_fwd", ""),
     ("attention", "cpu.attention", "attention.cpu_fwd", ""),
-    ("attention", "reference.attention", "attention.reference_fwd", ""),
+    ("attention", "reference.attention", "attention.reference", ""),
     ("attention_backward", "hopper.attention_bwd", "attention.hopper_bwd", ""),
     ("attention_backward", "portable.attention_bwd", "attention.portable_bwd", ""),
     ("attention_backward", "cpu.attention_bwd", "attention.cpu_bwd", ""),
-    ("attention_backward", "reference.attention_bwd", "attention.reference_bwd", ""),
+    ("attention_backward", "reference.attention_bwd", "attention.reference", ""),
 )
 
 
@@ -62,7 +65,8 @@ def load(name: str) -> Any:
         raise InvalidInput(
             f"no kernel is called {name!r}; known: {', '.join(known for _, known, *_ in KERNELS)}"
         )
-    return import_module(f"sparsek.kernels.{module}").KERNEL
+    found = import_module(f"sparsek.kernels.{module}")
+    return found.KERNELS[name] if hasattr(found, "KERNELS") else found.KERNEL
 
 
 def names_for(op: str, storage: str | None = None) -> tuple[str, ...]:

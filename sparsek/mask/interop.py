@@ -17,7 +17,8 @@ from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import not_traced
 from sparsek.mask.elements import TileMask
 from sparsek.mask.lists import BLOCK_SIZES, BY_INTERVAL, WORD, BlockLists, mask_block
-from sparsek.mask.view import stored_entries
+from sparsek.mask.view import NOT_STORED, WHOLE, stored_entries, table_of
+from sparsek.matrix.padding import tiles_of
 from sparsek.matrix.pattern import BlockPattern
 
 if TYPE_CHECKING:
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 CHUNK = 1 << 22  # elements that are looked at in one step
 CLOSED = -1e4  # the nearest to 0 that transformers closes a pair with, in old models; now the dtype's lowest
 HEADS_MOST = 65535  # rows of a CUDA grid, of which FlexAttention takes one for each head
-NOT_STORED, WHOLE = -3, -2  # in a table of blocks, beside BY_INTERVAL and the numbers of bits
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -126,10 +126,7 @@ def _from_elements(
 
 def _look(made: TileMask, row: int, slab: Tensor) -> None:
     """Add the blocks of bool [rows, kv_len], whose first query tile is row `row` of the mask."""
-    below, beside = (-side % step for side, step in zip(slab.shape, made.block, strict=True))
-    if below or beside:
-        slab = functional.pad(slab, (0, beside, 0, below))
-    blocks = slab.unflatten(1, (-1, made.block[1])).unflatten(0, (-1, made.block[0]))
+    blocks = tiles_of(slab, made.block)
     some, whole = blocks.any(3).any(1), blocks.all(3).all(1)
     tiles, columns = torch.nonzero(whole, as_tuple=True)
     made.add_full((row + tiles) * made.columns + columns)
@@ -291,7 +288,7 @@ def to_fa4(mask: BlockMask, q_heads: int | None = None) -> FlashLists:
         longest = int(each.counts.amax()) if mask.rows else 0
         lists += _padded(mask, each, max(longest, 1), repeat)
     lo, hi = (_whole_tiles(mask, bound, repeat) for bound in _interval(mask))
-    table, bits = (None, None) if mask.pure else (_by_head(mask, _table(mask), repeat), mask.bits)
+    table, bits = (None, None) if mask.pure else (table_of(mask).repeat_interleave(repeat, 1), mask.bits)
     return FlashLists(*lists, block_size=mask.block, lo=lo, hi=hi, table=table, bits=bits)
 
 
@@ -349,7 +346,7 @@ def _mask_mod(mask: BlockMask, repeat: int) -> MaskMod:
     per_batch = mask.heads if mask.batch > 1 else 0
     per_head = 1 if mask.heads > 1 else 0
     per_group = q_len if lo.shape[0] > 1 else 0
-    rules = _table(mask)
+    rules = table_of(mask)
     needs_rules = not _is_all_of_interval(mask, rules)
     lo, hi, rules = lo.flatten(), hi.flatten(), rules.flatten()
     bits = None if mask.bits is None else mask.bits.flatten()
@@ -378,21 +375,6 @@ def _interval(mask: BlockMask) -> tuple[Tensor, Tensor]:
     return torch.zeros_like(hi), hi
 
 
-def _table(mask: BlockMask) -> Tensor:
-    """What to do with each block, int32 [rows, Nb]: NOT_STORED, WHOLE, BY_INTERVAL or the number of its bits."""
-    every = torch.arange(mask.rows, device=mask.device)
-    table = torch.full((mask.rows, mask.grid[1]), NOT_STORED, dtype=torch.int32, device=mask.device)
-    rows, entries = stored_entries(mask.full, every)
-    table[rows, mask.full.indices[entries].long()] = WHOLE
-    rows, entries = stored_entries(mask.partial, every)
-    columns = mask.partial.indices[entries].long()
-    if mask.rules is None:
-        table[rows, columns] = BY_INTERVAL
-    else:
-        table[rows, columns] = mask.rules[entries]
-    return table
-
-
 def _is_all_of_interval(mask: BlockMask, table: Tensor) -> bool:
     """Whether every query sees exactly its interval: the stored blocks of a row are one run, and all that is needed."""
     if not mask.pure:
@@ -403,7 +385,7 @@ def _is_all_of_interval(mask: BlockMask, table: Tensor) -> bool:
     hi = _tiles(mask, torch.where(sees, hi, 0), 0).amax(2, keepdim=True)
     start = torch.arange(mask.grid[1], device=mask.device) * mask.block[1]
     needed = (start + mask.block[1] > lo) & (start < hi)
-    return bool(((table != NOT_STORED).view(-1, *mask.grid) == needed).all())
+    return bool(((table != NOT_STORED).flatten(0, 1) == needed).all())
 
 
 def _whole_tiles(mask: BlockMask, bound: Tensor, repeat: int) -> Tensor:

@@ -25,15 +25,13 @@ from sparsek.mask.lists import (
     upload,
 )
 from sparsek.mask.structured import every_key, up_to_itself, visible
-from sparsek.mask.view import stored_entries
+from sparsek.mask.view import NOT_STORED, WHOLE, table_of
 from sparsek.matrix.pattern import INT32_MAX, BlockPattern
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from sparsek.mask.mask import BlockMask
-
-NOT_STORED, WHOLE = -3, -2  # in a table of blocks, beside BY_INTERVAL and the numbers of bits
 
 
 class Asked:
@@ -432,12 +430,12 @@ def best_blocks(within: BlockMask, scores: Tensor, k: int, always: BlockMask | N
     """
     k, (tiles, columns) = arguments.integer("k", k, 1), within.grid
     _check(within, scores, always)
-    codes = _codes(within)
+    codes = table_of(within)
     there = codes != NOT_STORED
     ranked = scores.detach().masked_fill(~there, -torch.inf)
     most = k
     if always is not None:
-        ranked = ranked.masked_fill(there & (_codes(always) != NOT_STORED), torch.inf)
+        ranked = ranked.masked_fill(there & (table_of(always) != NOT_STORED), torch.inf)
         most = max(k, always.sizes.longest)
     most, (batch, heads) = min(most, columns), scores.shape[:2]
     codes = codes.expand(batch, heads, tiles, columns)
@@ -470,32 +468,6 @@ def _check(within: BlockMask, scores: Tensor, always: BlockMask | None) -> None:
             )
         if (mask.grid, mask.block, mask.device) != (within.grid, within.block, scores.device):
             raise InvalidInput(f"{name} must have the blocks of within and be on the device of the scores")
-
-
-def _codes(mask: BlockMask) -> Tensor:
-    """What becomes of each block, int32 [batch, 1, Mb, Nb]: NOT_STORED, WHOLE, or the rule of a partial one."""
-    table = torch.full((mask.rows, mask.grid[1]), NOT_STORED, dtype=torch.int32, device=mask.device)
-    rows, entries = _entries(mask, mask.full, mask.sizes.stored - mask.sizes.partial)
-    at = rows * mask.grid[1] + mask.full.indices[entries]
-    table.view(-1).index_fill_(0, at, WHOLE)  # an assignment would wait for the device
-    rows, entries = _entries(mask, mask.partial, mask.sizes.partial)
-    rules = (
-        torch.full_like(entries, BY_INTERVAL, dtype=torch.int32)
-        if mask.rules is None
-        else mask.rules[entries]
-    )
-    table[rows, mask.partial.indices[entries].long()] = rules
-    return table.view(mask.batch, 1, *mask.grid)
-
-
-def _entries(mask: BlockMask, lists: BlockLists, stored: int) -> tuple[Tensor, Tensor]:
-    """Row and position of every entry, int64. Syncs only if the sizes are not exact."""
-    every = torch.arange(mask.rows, device=mask.device)
-    if not mask.sizes.exact:
-        return stored_entries(lists, every)
-    rows = torch.repeat_interleave(every, lists.counts, output_size=stored)
-    before = lists.counts.cumsum(0) - lists.counts
-    return rows, (lists.starts - before)[rows] + torch.arange(stored, device=mask.device)
 
 
 def _of_each_head(bound: Tensor | None, batch: int, heads: int) -> Tensor | None:

@@ -10,12 +10,13 @@ from torch import Tensor
 
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
-from sparsek.mask.lists import WORD, BlockLists, TransposedLists
+from sparsek.mask.lists import BY_INTERVAL, WORD, BlockLists, TransposedLists
 
 if TYPE_CHECKING:
     from sparsek.mask.mask import BlockMask
 
 DENSE_MOST = 2**31
+NOT_STORED, WHOLE = -3, -2  # in a table of blocks, beside BY_INTERVAL and the numbers of bits
 CHUNK = 2**24  # elements of partial blocks looked at together
 ENTRIES = 2**22  # of the rows whose partial blocks are looked up together, at most: rows may share entries
 
@@ -150,3 +151,31 @@ def _flipped(mask: BlockMask, lists: BlockLists, most: int) -> tuple[BlockLists,
     edges = torch.searchsorted(key, torch.arange(rows_below + 1, device=device), out_int32=True)
     tile, position = (row % max(tiles, 1))[order].to(torch.int32), position[order].to(torch.int32)
     return BlockLists(edges[:-1].contiguous(), edges.diff(), tile), position
+
+
+def table_of(mask: BlockMask) -> Tensor:
+    """What becomes of each block, int32 [batch, heads, Mb, Nb]: NOT_STORED, WHOLE, BY_INTERVAL or the number of its
+    bits. Syncs only if the sizes are not exact.
+    """
+    table = torch.full((mask.rows, mask.grid[1]), NOT_STORED, dtype=torch.int32, device=mask.device)
+    rows, entries = _entries(mask, mask.full, mask.sizes.stored - mask.sizes.partial)
+    at = rows * mask.grid[1] + mask.full.indices[entries]
+    table.view(-1).index_fill_(0, at, WHOLE)  # an assignment would wait for the device
+    rows, entries = _entries(mask, mask.partial, mask.sizes.partial)
+    rules = (
+        torch.full_like(entries, BY_INTERVAL, dtype=torch.int32)
+        if mask.rules is None
+        else mask.rules[entries]
+    )
+    table[rows, mask.partial.indices[entries].long()] = rules
+    return table.view(mask.batch, mask.heads, *mask.grid)
+
+
+def _entries(mask: BlockMask, lists: BlockLists, stored: int) -> tuple[Tensor, Tensor]:
+    """Row and position of every entry, int64. Syncs only if the sizes are not exact."""
+    every = torch.arange(mask.rows, device=mask.device)
+    if not mask.sizes.exact:
+        return stored_entries(lists, every)
+    rows = torch.repeat_interleave(every, lists.counts, output_size=stored)
+    before = lists.counts.cumsum(0) - lists.counts
+    return rows, (lists.starts - before)[rows] + torch.arange(stored, device=mask.device)

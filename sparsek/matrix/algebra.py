@@ -8,7 +8,7 @@ matrix gives the same bits. Everything is differentiable in the values, twice as
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from numbers import Real
 from typing import TYPE_CHECKING, Any
@@ -54,22 +54,21 @@ def add(a: BSR, other: Any) -> BSR:
     stored matrix. Two views make a view. Patterns that are one object need no look; those of two objects are compared
     on the host, where each one is copied once. Raises InvalidInput that says what differs.
     """
-    if _is_zero(other):
-        return a
-    _check_addend(a, other, "+")
-    if (a.order is None) == (other.order is None):
-        return a.unchecked(a.pattern, a.values + other.values, a.order)
-    return a.unchecked(a.pattern, a.logical_values() + other.logical_values())
+    return _joined(a, other, "+", torch.add)
 
 
 def subtract(a: BSR, other: Any) -> BSR:
     """a - other; otherwise as `add`."""
+    return _joined(a, other, "-", torch.sub)
+
+
+def _joined(a: BSR, other: Any, sign: str, join: Callable[[Tensor, Tensor], Tensor]) -> BSR:
     if _is_zero(other):
         return a
-    _check_addend(a, other, "-")
+    _check_addend(a, other, sign)
     if (a.order is None) == (other.order is None):
-        return a.unchecked(a.pattern, a.values - other.values, a.order)
-    return a.unchecked(a.pattern, a.logical_values() - other.logical_values())
+        return a.unchecked(a.pattern, join(a.values, other.values), a.order)
+    return a.unchecked(a.pattern, join(a.logical_values(), other.logical_values()))
 
 
 def subtract_from(a: BSR, other: Any) -> BSR:

@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from sparsek.core import arguments, dtypes, operations
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import concrete, of_values, outside_inference, untransformed, watched
 from sparsek.matrix.base import ALIGNMENT
-from sparsek.matrix.padding import zero_padding
+from sparsek.matrix.padding import tiles_of, zero_padding
 from sparsek.matrix.pattern import (
     BLOCK_MAX,
     INT32_MAX,
@@ -116,7 +115,7 @@ def to_dense(a: BSR) -> Tensor:
     if torch._C._are_functorch_transforms_active():
         return _written_out(a.pattern, values)
     out = torch.zeros(a.pattern.padded_shape, dtype=a.dtype, device=a.device)
-    target = _tiles(out, a.block)
+    target = tiles_of(out, a.block)
     if _has_words(values) and _has_words(target):
         target, values = target.view(WORD), values.view(WORD)
     target[a.pattern.block_rows, :, a.pattern.indices] = values
@@ -315,7 +314,7 @@ def _packed(
     w: Tensor, shape: tuple[int, int], block: tuple[int, int], rule: Rule
 ) -> tuple[BlockPattern, Tensor]:
     """Pattern and values of the blocks of w [M, K] that `rule` stores."""
-    tiles, inside = _tiles(w, block), None
+    tiles, inside = tiles_of(w, block), None
     read = (
         w
         if rule.mask is not None
@@ -324,9 +323,11 @@ def _packed(
     # torch.compile of torch 2.11 makes a tuple without elements of what `_replace` gives.
     mask = concrete(rule.mask, "from_dense reads its mask", "pass one that all share")
     rule = Rule(mask, rule.threshold, rule.keep, rule.scope)
-    pattern = untransformed(lambda: _chosen(tiles if read is w else _tiles(read, block), shape, block, rule))
+    pattern = untransformed(
+        lambda: _chosen(tiles if read is w else tiles_of(read, block), shape, block, rule)
+    )
     if rule.mask is not None and rule.mask.shape != pattern.grid:
-        inside = _tiles(rule.mask, block)
+        inside = tiles_of(rule.mask, block)
     values = _gather(tiles, pattern)
     if inside is not None:
         values = values.masked_fill_(_gather(inside, pattern).logical_not_(), 0)
@@ -338,7 +339,7 @@ def _chosen(tiles: Tensor, shape: tuple[int, int], block: tuple[int, int], rule:
     if rule.mask is not None:
         stored = rule.mask
         if tuple(stored.shape) != grid_of(shape, block):
-            stored = _tiles(stored, block).any(dim=3).any(dim=1)
+            stored = tiles_of(stored, block).any(dim=3).any(dim=1)
         count = int(stored.sum())
     elif rule.threshold is None and rule.keep is None:
         stored = _norms(tiles.detach(), order=1) != 0
@@ -418,14 +419,6 @@ def _pattern_of(stored: Tensor, count: int, shape: tuple[int, int], block: tuple
     cells = torch.nonzero_static(stored.reshape(-1), size=count).reshape(-1)
     indices = cells.remainder(max(columns, 1)).to(torch.int32)
     return BlockPattern.unchecked(shape, block, indptr, indices)
-
-
-def _tiles(dense: Tensor, block: tuple[int, int]) -> Tensor:
-    """A view [Mb, bm, Kb, bk] of a dense matrix; of a copy padded with zeros if a side is ragged."""
-    below, beside = (-side % step for side, step in zip(dense.shape, block, strict=True))
-    if below or beside:
-        dense = functional.pad(dense, (0, beside, 0, below))
-    return dense.view(dense.shape[0] // block[0], block[0], dense.shape[1] // block[1], block[1])
 
 
 def _gather(tiles: Tensor, pattern: BlockPattern) -> Tensor:

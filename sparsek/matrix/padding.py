@@ -1,12 +1,21 @@
-"""What lies outside the true shape in the stored blocks of a pattern whose sides are ragged: zeros."""
+"""Sides that are no multiples of a block: what lies outside the true shape is zeros."""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from sparsek.matrix.pattern import BlockPattern
+
+
+def tiles_of(dense: Tensor, block: tuple[int, int]) -> Tensor:
+    """A view [Mb, bm, Kb, bk] of a dense matrix; of a copy padded with zeros if a side is ragged."""
+    below, beside = (-side % step for side, step in zip(dense.shape, block, strict=True))
+    if below or beside:
+        dense = functional.pad(dense, (0, beside, 0, below))
+    return dense.view(dense.shape[0] // block[0], block[0], dense.shape[1] // block[1], block[1])
 
 
 def zero_padding(pattern: BlockPattern, values: Tensor) -> Tensor:

@@ -129,6 +129,13 @@ class BlockPattern(Home, Record):
         return self.derived("row_lengths", lambda: self.indptr[1:] - self.indptr[:-1])
 
     @property
+    def longest_first(self) -> Tensor:
+        """int32 [3, Mb]: block rows, their first stored blocks, stored blocks; longest first, ties by position."""
+        lengths = self.row_lengths
+        rows = torch.argsort(lengths, descending=True, stable=True)
+        return torch.stack((rows.int(), self.indptr[:-1][rows], lengths[rows].int()))
+
+    @property
     def block_rows(self) -> Tensor:
         """The block row of each stored block, int32 [nnzb]."""
         return self.derived("block_rows", lambda: _block_rows(self))

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from sparsek.core import dtypes
 from sparsek.matrix.bsr import BSR, padding_nonzeros
+from sparsek.matrix.padding import tiles_of
 from sparsek.matrix.pattern import BlockPattern
 from sparsek.reference.epilogue import Epilogue
 from sparsek.reference.linear import swiglu
@@ -138,10 +139,7 @@ def _dense(left: Tensor, right: Tensor, tf32: bool) -> tuple[Tensor, Rounding]:
 
 def stored(dense: Tensor, pattern: BlockPattern) -> Tensor:
     """The blocks [nnzb, bm, bn] of a dense [M, N] that `pattern` stores, 0 outside the matrix."""
-    (rows, columns), (bm, bn) = pattern.grid, pattern.block
-    beside, below = columns * bn - dense.shape[1], rows * bm - dense.shape[0]
-    tiles = functional.pad(dense, (0, beside, 0, below)).view(rows, bm, columns, bn)
-    return tiles.transpose(1, 2)[pattern.block_rows.long(), pattern.indices.long()]
+    return tiles_of(dense, pattern.block).transpose(1, 2)[pattern.block_rows.long(), pattern.indices.long()]
 
 
 def _cells(pattern: BlockPattern) -> Tensor:

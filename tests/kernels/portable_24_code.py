@@ -1,13 +1,10 @@
 """portable.semi24 and portable.bsr24 compiled for cards that are not there, as `launch` specialises them."""
 
-from types import SimpleNamespace
 from typing import Any
 
-import torch
-
-from sparsek.core import dtypes
 from sparsek.kernels.spmm import portable_24 as semi24
 from sparsek.kernels.spmm import portable_bsr24 as bsr24
+from sparsek.kernels.spmm import unpack_24
 from sparsek.kernels.spmm.unpack_24 import Config
 from sparsek.plan.problem import SpmmProblem
 from sparsek.reference.epilogue import Epilogue
@@ -28,18 +25,15 @@ def _shared(p: SpmmProblem) -> tuple[Any, Any, Epilogue, dict[str, Any], dict[st
 
 def semi24_code(p: SpmmProblem, c: Config) -> Code:
     b, out, epilogue, constants, types = _shared(p)
-    work = semi24.Work(p.a.transposed, p.tf32)
     shape = (p.k, p.m) if p.a.transposed else (p.m, p.k)
-    constants |= semi24._constants(c, work, shape, b, out, epilogue)
+    constants |= semi24._own(c, shape, p.a.transposed) | unpack_24.constants(c, b, out, p.tf32, epilogue)
     return compiled(semi24._semi24, types, constants, p.card, c.num_warps, c.num_stages)
 
 
 def bsr24_code(p: SpmmProblem, c: Config) -> Code:
     b, out, epilogue, constants, types = _shared(p)
     bm, bk = p.block[::-1] if p.a.transposed else p.block
-    a: Any = SimpleNamespace(block=(bm, bk))
-    values: Any = torch.empty(p.nnzb, bm, bk // 2, dtype=dtypes.parse(p.dtype), device="meta")
-    work: Any = SimpleNamespace(order=values if p.a.transposed else None, tf32=p.tf32)
-    constants |= bsr24._constants(c, work, a, b, out, epilogue)
+    constants |= bsr24._own(c, (bm, bk), p.a.transposed, p.k)
+    constants |= unpack_24.constants(c, b, out, p.tf32, epilogue)
     types |= dict.fromkeys(("indices", "order", "rows"), "*i32")
     return compiled(bsr24._bsr24, types, constants, p.card, c.num_warps, c.num_stages)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from sparsek.core import env
 from sparsek.kernels.spmm import portable_24 as semi24
 from sparsek.kernels.spmm import portable_bsr24 as bsr24
+from sparsek.kernels.spmm import unpack_24
 from sparsek.kernels.spmm.unpack_24 import AMPERE, HOPPER, SINGLE, Config
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.bsr24 import BSR24
@@ -113,8 +114,7 @@ def test_offsets_of_64_bits_and_a_second_run_give_the_same_bits(case: Case24, mo
     narrow = multiply(kernel, a, b, epilogue, out.clone(), turned=case.transposed)
     assert torch.equal(multiply(kernel, a, b, epilogue, out.clone(), turned=case.transposed), narrow)
     with monkeypatch.context() as patch:
-        patch.setattr(semi24, "SIZE_LIMIT", 1000)
-        patch.setattr(bsr24, "SIZE_LIMIT", 1000)
+        patch.setattr(unpack_24, "SIZE_LIMIT", 1000)
         p = problem(a, b, epilogue, out, case.transposed)
         c = kernel.default(p)
         kernel.launch(c, kernel.prepare(p, c, a), a, b, out, epilogue)

@@ -11,6 +11,7 @@ from sparsek.kernels.pack import to_fp8 as round_fp8
 from sparsek.kernels.spmm import portable_24_fp8 as semi24_fp8
 from sparsek.kernels.spmm import portable_bsr24_fp8 as bsr24_fp8
 from sparsek.kernels.spmm import portable_fp8 as spmm_fp8
+from sparsek.kernels.spmm import tiles_fp8
 from sparsek.kernels.spmm.tiles_fp8 import Config
 from sparsek.plan.problem import SpmmProblem
 from sparsek.reference.epilogue import Epilogue
@@ -21,8 +22,8 @@ FP8 = {"e4m3": "*fp8e4nv", "e5m2": "*fp8e5"}
 DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
-def _shared(p: Any) -> tuple[Any, Any, Epilogue, dict[str, Any], dict[str, str]]:
-    """B [1, N, K], C, the epilogue, the constants and the types that all three have."""
+def _shared(p: Any, c: Config) -> tuple[dict[str, Any], dict[str, str]]:
+    """The constants and the types that all three have."""
     b = torch.empty((1, p.n, p.k), dtype=DTYPES[p.b.dtype], device="meta")
     out = meta(p.m, p.n, p.c.layout, p.c.dtype)
     other = meta(p.m, p.n, p.c.layout, p.c.dtype) if p.combine else None
@@ -31,34 +32,29 @@ def _shared(p: Any) -> tuple[Any, Any, Epilogue, dict[str, Any], dict[str, str]]
     constants |= {} if p.bias else {"bias": None}
     types = {"values": FP8[p.dtype], "b": FP8[p.b.dtype], "a_scale": "*fp32", "b_scale": "*fp32"}
     types |= dict.fromkeys(("c", "bias", "other"), NAMES[p.c.dtype]) | {"alpha": "fp32", "beta": "fp32"}
-    return b, out, epilogue, constants, types
-
-
-def kinds(p: Any) -> tuple[str, str]:
-    """What shares a scale, as A and B say it."""
-    return p.a.scale, "row" if p.b.scale == "column" else "tensor"
+    b_kind = "row" if p.b.scale == "column" else "tensor"
+    return constants | tiles_fp8.constants(c, b, out, epilogue, p.a.scale, b_kind), types
 
 
 def spmm_fp8_code(p: SpmmProblem, c: Config) -> Code:
-    b, out, epilogue, constants, types = _shared(p)
+    constants, types = _shared(p, c)
     values = torch.empty((p.nnzb, *p.block), dtype=DTYPES[p.dtype], device="meta")
     a = SimpleNamespace(block=p.block, shape=(p.m, p.k), order=values if p.a.transposed else None)
-    of_a, of_b = kinds(p)
-    constants |= spmm_fp8._constants(c, a, of_a, b, of_b, out, epilogue)
+    constants |= spmm_fp8._own(a)
     types |= dict.fromkeys(("indices", "order", "rows"), "*i32")
     return compiled(spmm_fp8._spmm_fp8, types, constants, p.card, c.num_warps, c.num_stages)
 
 
 def semi24_fp8_code(p: SpmmProblem, c: Config) -> Code:
-    b, out, epilogue, constants, types = _shared(p)
-    constants |= semi24_fp8._constants(c, (p.m, p.k), DTYPES[p.dtype], kinds(p), b, out, epilogue)
+    constants, types = _shared(p, c)
+    constants |= semi24_fp8._own(c, (p.m, p.k), DTYPES[p.dtype])
     types |= {"values": "*u8", "meta": "*u8"}
     return compiled(semi24_fp8._semi24_fp8, types, constants, p.card, c.num_warps, c.num_stages)
 
 
 def bsr24_fp8_code(p: SpmmProblem, c: Config) -> Code:
-    b, out, epilogue, constants, types = _shared(p)
-    constants |= bsr24_fp8._constants(c, p.block, DTYPES[p.dtype], kinds(p), b, out, epilogue)
+    constants, types = _shared(p, c)
+    constants |= bsr24_fp8._own(p.block, DTYPES[p.dtype], p.k)
     types |= {"values": "*u8", "meta": "*u8", "indices": "*i32", "rows": "*i32"}
     return compiled(bsr24_fp8._bsr24_fp8, types, constants, p.card, c.num_warps, c.num_stages)
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from sparsek.core import env
 from sparsek.kernels import load
 from sparsek.kernels.pack import to_fp8 as round_fp8
-from sparsek.kernels.spmm import portable_24_fp8 as semi24_fp8
 from sparsek.kernels.spmm import portable_bsr24_fp8 as bsr24_fp8
 from sparsek.kernels.spmm import portable_fp8 as spmm_fp8
+from sparsek.kernels.spmm import tiles_fp8
 from sparsek.kernels.spmm.tiles_fp8 import TABLE, Config
 from sparsek.matrix import dense8
 from sparsek.matrix.bsr import BSR
@@ -90,8 +90,7 @@ def test_offsets_of_64_bits_and_a_second_run_give_the_same_bits(case: CaseFp8, m
     p = problem(a, b, out, epilogue)
     c = kernel.default(p)
     with monkeypatch.context() as patch:
-        for module in (spmm_fp8, semi24_fp8, bsr24_fp8):
-            patch.setattr(module, "SIZE_LIMIT", 100)
+        patch.setattr(tiles_fp8, "SIZE_LIMIT", 100)
         kernel.launch(c, kernel.prepare(p, c, a), a, b, out, epilogue)
     assert torch.equal(out, narrow)
 

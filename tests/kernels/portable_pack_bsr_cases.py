@@ -100,7 +100,7 @@ def norms_of(w: Tensor, block: tuple[int, int]) -> Tensor:
     keys = portable._keys(source, portable._free_slot(w.device).memory, True)
     norms = keys.view(torch.float64 if w.dtype == torch.float64 else torch.float32)
     # By rows first: over both dims at once a CPU adds all squares in one chain.
-    by_row = torch.linalg.vector_norm(convert._tiles(w, block).double(), dim=3)
+    by_row = torch.linalg.vector_norm(convert.tiles_of(w, block).double(), dim=3)
     right = torch.linalg.vector_norm(by_row, dim=1)
     sure = convert.least_sure(norms.dtype)
     # At most 2^18 squares are added, in a tree but for 128 in a row; the root halves what is off.

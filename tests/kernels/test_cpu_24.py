@@ -42,7 +42,9 @@ def test_every_config_gives_every_case_within_budget(op: str):
         configs = list(kernel.configs(problem(a, b, epilogue, out, case.transposed)))
         assert len(configs) == 8
         hold(kernel, case, torch.bfloat16, seed=at, config=configs[at % 8])
-        smallest = (cpu_semi24 if op == "semi24" else cpu_spmm).CpuConfig(step_bytes=1, wide=bool(at % 2))
+        smallest = (cpu_semi24.Pieces if op == "semi24" else cpu_spmm.CpuConfig)(
+            step_bytes=1, wide=bool(at % 2)
+        )
         hold(kernel, case, torch.bfloat16, seed=at, config=smallest)
 
 
@@ -63,7 +65,7 @@ def test_any_semi24_is_within_budget(rows, groups, n, transposed, layouts, epilo
     case = Case24(
         rows, 8 * groups, n, "any", None, 1.0, transposed, alpha, bias, activation, combine, 0.5, layouts, batch
     )  # fmt: skip
-    config = cpu_semi24.CpuConfig(step_bytes=4096, wide=dtype == torch.float16)
+    config = cpu_semi24.Pieces(step_bytes=4096, wide=dtype == torch.float16)
     hold(cpu_semi24.KERNEL, case, dtype, seed=seed, config=config)
 
 
@@ -100,7 +102,7 @@ def test_the_reference_kernel_gives_the_bits_of_the_reference():
 def test_a_sum_is_rounded_once_where_it_is_wide():
     a = Semi24.from_dense(torch.eye(16, dtype=torch.bfloat16))
     b = torch.full((16, 8), 1 + 2.0**-7, dtype=torch.bfloat16)
-    out = multiply(cpu_semi24.KERNEL, a, b, config=cpu_semi24.CpuConfig(wide=True))
+    out = multiply(cpu_semi24.KERNEL, a, b, config=cpu_semi24.Pieces(wide=True))
     assert torch.equal(out, b)
 
 

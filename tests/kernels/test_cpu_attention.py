@@ -13,7 +13,7 @@ from torch.nn import functional
 from sparsek.core.device import H200
 from sparsek.kernels import load
 from sparsek.kernels.attention.cpu_fwd import CpuAttentionConfig
-from sparsek.kernels.spmm.cpu import has_bf16_units
+from sparsek.kernels.kinds import has_bf16_units
 from sparsek.mask.mask import BlockMask
 from sparsek.testing.attention_budget import check_attention
 from sparsek.testing.attention_cases import ATTENTION_CASES, AttentionCase, random_bits

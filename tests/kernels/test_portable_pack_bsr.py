@@ -191,7 +191,7 @@ def test_a_gpu_refuses_nan_and_inf_and_ranks_what_is_tiny_and_huge(dtype: torch.
             stored = torch.zeros(a.grid, dtype=torch.bool)
             stored[a.pattern.block_rows.cpu(), a.pattern.indices.cpu()] = True
             # Which of two nearly equal norms is larger a GPU and a CPU may see differently.
-            norms = torch.linalg.vector_norm(convert._tiles(other.cpu(), (32, 48)).double(), dim=(1, 3))
+            norms = torch.linalg.vector_norm(convert.tiles_of(other.cpu(), (32, 48)).double(), dim=(1, 3))
             for of_row, kept_of_row in (
                 zip(norms, stored, strict=True) if scope == "row" else [(norms, stored)]
             ):

@@ -12,16 +12,13 @@ Only stored blocks are read. Keys and values of a stored block must be finite, a
 see nothing may have any gradient.
 """
 
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor
 
 from sparsek.kernels.attention.cpu_steps import (
-    CONFIGS,
-    STEP_SECONDS,
     Blocks,
     CpuAttentionConfig,
+    CpuAttentionKernel,
     CpuWork,
     Footprint,
     Step,
@@ -29,49 +26,23 @@ from sparsek.kernels.attention.cpu_steps import (
     columns_of,
     gather,
     hide,
-    packed,
-    steps,
-    sum_size,
     tiles,
 )
 from sparsek.mask.mask import BlockMask
 from sparsek.plan.kernel import AttentionGradKernel
-from sparsek.plan.problem import AttentionGradProblem
+from sparsek.plan.problem import AttentionProblem
 
 
-class CpuAttentionBackward:
+class CpuAttentionBackward(CpuAttentionKernel):
     """Batched torch. Chosen for CPU tensors, never for CUDA ones."""
 
     name = "cpu.attention_bwd"
+    gathers = 9  # read, written and read twice; their gradients written, read and added to what is there
+    passes = 16
+    products = 2
 
-    def why_not(self, p: AttentionGradProblem) -> list[str]:
-        return [] if p.on_cpu else ["runs on CPU tensors only"]
-
-    def default(self, p: AttentionGradProblem) -> CpuAttentionConfig:
-        return CpuAttentionConfig()
-
-    def configs(self, p: AttentionGradProblem) -> Iterable[CpuAttentionConfig]:
-        return CONFIGS
-
-    def seconds(self, p: AttentionGradProblem, c: CpuAttentionConfig) -> float:
-        bq, bk = p.block
-        size = sum_size(p)
-        gathered = p.visited / packed(p) * bk * (p.dim + p.v_dim) * size
-        scores = p.visited * bq * bk * size
-        count = max(2 * (gathered + scores) / c.step_bytes, 1)
-        rate = p.card.tflops["fp64" if size == 8 else "fp32"] * 1e12
-        # Gathered blocks are read, written and read twice; their gradients written, read and added to what is there.
-        moved = 9 * gathered + 16 * scores + p.compulsory_bytes
-        return p.useful_flops / rate + moved / p.card.bandwidth + count * STEP_SECONDS
-
-    def notes(self, p: AttentionGradProblem, c: CpuAttentionConfig) -> list[str]:
-        pack = packed(p)
-        return [f"{pack} query heads share a gathered block"] if pack > 1 else []
-
-    def prepare(self, p: AttentionGradProblem, c: CpuAttentionConfig, mask: BlockMask) -> CpuWork:
-        rows, bk = packed(p) * p.block[0], p.block[1]
-        footprint = Footprint(2 * rows * (p.dim + p.v_dim), 2 * bk * (p.dim + p.v_dim + rows))
-        return CpuWork(packed(p), tuple(steps(p, c, mask, footprint)))
+    def footprint(self, p: AttentionProblem, rows: int, bk: int) -> Footprint:
+        return Footprint(2 * rows * (p.dim + p.v_dim), 2 * bk * (p.dim + p.v_dim + rows))
 
     def launch(
         self,

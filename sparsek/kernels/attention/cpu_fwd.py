@@ -16,16 +16,13 @@ Time over dense scaled_dot_product_attention, S = 4096, D = 64 and 128, one EPYC
 0.37. Causal: 0.6 to 1.1, and with every block up to 2: for those torch's fused kernel does less.
 """
 
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor
 
 from sparsek.kernels.attention.cpu_steps import (
-    CONFIGS,
-    STEP_SECONDS,
     Blocks,
     CpuAttentionConfig,
+    CpuAttentionKernel,
     CpuWork,
     Footprint,
     Step,
@@ -33,9 +30,6 @@ from sparsek.kernels.attention.cpu_steps import (
     columns_of,
     gather,
     hide,
-    packed,
-    steps,
-    sum_size,
     tiles,
 )
 from sparsek.mask.mask import BlockMask
@@ -43,39 +37,16 @@ from sparsek.plan.kernel import AttentionKernel
 from sparsek.plan.problem import AttentionProblem
 
 
-class CpuAttention:
+class CpuAttention(CpuAttentionKernel):
     """Batched torch. Chosen for CPU tensors, never for CUDA ones."""
 
     name = "cpu.attention"
+    gathers = 3  # read, written and read
+    passes = 9  # written, and read and written four times more
+    products = 1
 
-    def why_not(self, p: AttentionProblem) -> list[str]:
-        return [] if p.on_cpu else ["runs on CPU tensors only"]
-
-    def default(self, p: AttentionProblem) -> CpuAttentionConfig:
-        return CpuAttentionConfig()
-
-    def configs(self, p: AttentionProblem) -> Iterable[CpuAttentionConfig]:
-        return CONFIGS
-
-    def seconds(self, p: AttentionProblem, c: CpuAttentionConfig) -> float:
-        bq, bk = p.block
-        size = sum_size(p)
-        gathered = p.visited / packed(p) * bk * (p.dim + p.v_dim) * size
-        scores = p.visited * bq * bk * size
-        count = max((gathered + scores) / c.step_bytes, 1)
-        rate = p.card.tflops["fp64" if size == 8 else "fp32"] * 1e12
-        # Gathered blocks are read, written and read; scores are written, and read and written four times more.
-        moved = 3 * gathered + 9 * scores + p.compulsory_bytes
-        return p.useful_flops / rate + moved / p.card.bandwidth + count * STEP_SECONDS
-
-    def notes(self, p: AttentionProblem, c: CpuAttentionConfig) -> list[str]:
-        pack = packed(p)
-        return [f"{pack} query heads share a gathered block"] if pack > 1 else []
-
-    def prepare(self, p: AttentionProblem, c: CpuAttentionConfig, mask: BlockMask) -> CpuWork:
-        rows, bk = packed(p) * p.block[0], p.block[1]
-        footprint = Footprint(rows * (p.dim + 2 * p.v_dim), bk * (p.dim + p.v_dim + rows))
-        return CpuWork(packed(p), tuple(steps(p, c, mask, footprint)))
+    def footprint(self, p: AttentionProblem, rows: int, bk: int) -> Footprint:
+        return Footprint(rows * (p.dim + 2 * p.v_dim), bk * (p.dim + p.v_dim + rows))
 
     def launch(
         self,

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from sparsek.kernels.kinds import CpuKernel, wide_size
 from sparsek.mask.mask import BlockMask
 from sparsek.mask.view import element_mask
 from sparsek.plan.problem import AttentionProblem
@@ -28,9 +29,6 @@ class CpuAttentionConfig:
 
     def __repr__(self) -> str:
         return f"steps of {self.step_bytes >> 10} KiB"
-
-
-CONFIGS = [CpuAttentionConfig(1 << shift) for shift in (20, 21, 22, 23, 24)]
 
 
 class Step(NamedTuple):
@@ -71,6 +69,43 @@ class Footprint(NamedTuple):
 
     unit: int
     block: int
+
+
+class CpuAttentionKernel(CpuKernel):
+    """What both answer alike. `gathers`, `passes`: how often a gathered block and a score are read or written.
+    `products`: how much a step gathers and computes, over the forward pass.
+    """
+
+    gathers: int
+    passes: int
+    products: int
+
+    def default(self, p: AttentionProblem) -> CpuAttentionConfig:
+        return CpuAttentionConfig()
+
+    def configs(self, p: AttentionProblem) -> list[CpuAttentionConfig]:
+        return [CpuAttentionConfig(1 << shift) for shift in (20, 21, 22, 23, 24)]
+
+    def seconds(self, p: AttentionProblem, c: CpuAttentionConfig) -> float:
+        (bq, bk), size = p.block, wide_size(p)
+        gathered = p.visited / packed(p) * bk * (p.dim + p.v_dim) * size
+        scores = p.visited * bq * bk * size
+        count = max(self.products * (gathered + scores) / c.step_bytes, 1)
+        moved = self.gathers * gathered + self.passes * scores + p.compulsory_bytes
+        rate = p.card.tflops["fp64" if size == 8 else "fp32"] * 1e12
+        return p.useful_flops / rate + moved / p.card.bandwidth + count * STEP_SECONDS
+
+    def notes(self, p: AttentionProblem, c: CpuAttentionConfig) -> list[str]:
+        pack = packed(p)
+        return [f"{pack} query heads share a gathered block"] if pack > 1 else []
+
+    def footprint(self, p: AttentionProblem, rows: int, bk: int) -> Footprint:
+        """What a step holds of units of so many rows and blocks of so many keys."""
+        raise NotImplementedError
+
+    def prepare(self, p: AttentionProblem, c: CpuAttentionConfig, mask: BlockMask) -> CpuWork:
+        footprint = self.footprint(p, packed(p) * p.block[0], p.block[1])
+        return CpuWork(packed(p), tuple(steps(p, c, mask, footprint)))
 
 
 def columns_of(step: Step, mask: BlockMask) -> tuple[Tensor, Tensor]:
@@ -144,7 +179,7 @@ def steps(p: AttentionProblem, c: CpuAttentionConfig, mask: BlockMask, size: Foo
     kinds = np.stack((height, partial, full))
     order = np.lexsort(kinds)
     cuts = np.flatnonzero((kinds[:, order][:, 1:] != kinds[:, order][:, :-1]).any(0)) + 1
-    unit_bytes, block_bytes = (elements * sum_size(p) for elements in size)
+    unit_bytes, block_bytes = (elements * wide_size(p) for elements in size)
     for group in np.split(order, cuts):
         high, some, rest = kinds[:, group[0]].tolist()
         span = max(1, min(some + rest, c.step_bytes // block_bytes))
@@ -159,7 +194,3 @@ def steps(p: AttentionProblem, c: CpuAttentionConfig, mask: BlockMask, size: Foo
 def packed(p: AttentionProblem) -> int:
     """Query heads that share keys and lists."""
     return p.group if p.mask_heads in (1, p.kv_heads) else 1
-
-
-def sum_size(p: AttentionProblem) -> int:
-    return 8 if p.dtype == "fp64" else 4

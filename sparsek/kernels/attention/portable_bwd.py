@@ -18,7 +18,6 @@ with zeros to 128 and 256.
 Tiles go longest first; those with more than their share of the blocks are cut into parts (attention_parts).
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -387,11 +386,6 @@ AMPERE: dict[int, tuple[Config, ...]] = {
 RATES = {64: 450.0, 128: 540.0, 256: 400.0}
 
 
-def _table(p: AttentionGradProblem) -> int:
-    """The key of `p` in the tables."""
-    return max(64, padded(p.dim), padded(p.v_dim))
-
-
 def _shared(p: AttentionGradProblem, c: Config) -> int:
     """Bytes of shared memory of the kernel that needs more, 4 KiB of small things included. On sm_80 one stage is in
     registers, and P and dS may not be.
@@ -405,51 +399,33 @@ def _shared(p: AttentionGradProblem, c: Config) -> int:
     return max(elements(c.keys), elements(c.queries)) * dtypes.itemsize(p.dtype) + 4096
 
 
-def _programs(p: AttentionGradProblem, c: Config) -> tuple[int, int]:
-    """Of `_keys` and of `_queries`, parts left out."""
-    (tiles, columns), (bq, bk) = p.grid, p.block
-    keys = columns * (bk // c.keys.rows) * p.batch * p.kv_heads
-    return keys, tiles * (bq // c.queries.rows) * p.batch * p.q_heads
-
-
-class PortableAttentionGrad:
+class PortableAttentionGrad(common.PortableKernel):
     """Gradients of attention in plain Triton; always deterministic."""
 
     name = "portable.attention_bwd"
+    tables = (HOPPER, AMPERE)
+    most, tiled = SIZE_LIMIT // 2, "queries or keys"  # parts may be half as many again
 
-    def why_not(self, p: AttentionGradProblem) -> list[str]:
-        """Reasons why `p` cannot run here."""
-        why = common.why_not(p)
-        if not why and not any(True for _ in self.configs(p)):
-            why.append(f"no tile fits into {p.card.smem_bytes} bytes of shared memory")
-        # Parts may be half as many again.
-        if not why and 2 * max(_programs(p, self.default(p))) > SIZE_LIMIT:
-            why.append(f"more than {SIZE_LIMIT // 2} tiles of queries or keys")
-        return why
+    def programs(self, p: AttentionGradProblem, c: Config) -> tuple[int, int]:
+        """Of `_keys` and of `_queries`, parts left out."""
+        (tiles, columns), (bq, bk) = p.grid, p.block
+        keys = columns * (bk // c.keys.rows) * p.batch * p.kv_heads
+        return keys, tiles * (bq // c.queries.rows) * p.batch * p.q_heads
 
-    def default(self, p: AttentionGradProblem) -> Config:
-        """The first of `configs` whose tiles are enough for all SMs, else the first with the most tiles."""
-        configs = list(self.configs(p))
-        enough = min(p.card.sm_count, max(min(_programs(p, c)) for c in configs))
-        return next(c for c in configs if min(_programs(p, c)) >= enough)
-
-    def configs(self, p: AttentionGradProblem) -> Iterator[Config]:
-        """Serious alternatives, best guess first: what suits the mask's block and the card's shared memory."""
+    def fits(self, p: AttentionGradProblem, c: Config) -> bool:
         bq, bk = p.block
-        for c in (HOPPER if is_hopper(p) else AMPERE)[_table(p)]:
-            divides = max(c.keys.rows, c.queries.step) <= bk and max(c.queries.rows, c.keys.step) <= bq
-            if divides and (p.on_cpu or _shared(p, c) <= p.card.smem_bytes):
-                yield c
+        divides = max(c.keys.rows, c.queries.step) <= bk and max(c.queries.rows, c.keys.step) <= bq
+        return divides and (p.on_cpu or _shared(p, c) <= p.card.smem_bytes)
 
     def seconds(self, p: AttentionGradProblem, c: Config) -> float:
         """Three launches, two passes over the rows, and the longer of: arithmetic, padding included, plus 1.5 us for
         each wave of tiles to begin and end; the longest tile of queries on one SM. Two tiles of 64 rows fit an SM."""
-        programs = _programs(p, c)
+        programs = self.programs(p, c)
         if p.on_cpu:  # the interpreter: about a millisecond for each program and step
             (bq, bk), k, q = p.block, c.keys, c.queries
             steps = p.visited * (bk // k.rows * (bq // k.step) + bq // q.rows * (bk // q.step))
             return 1e-3 * (sum(programs) + steps)
-        rate = 1e12 * RATES[_table(p)] * p.card.sustained(p.dtype) / 690.0
+        rate = 1e12 * RATES[common.table_of(p)] * p.card.sustained(p.dtype) / 690.0
         d, dv = padded(p.dim), padded(p.v_dim)
         block = 2.0 * p.block[0] * p.block[1] * ((5 if c.apart else 4) * d + 3 * dv)
         resident = p.card.sm_count * (1 if min(c.keys.rows, c.queries.rows) >= 128 else 2)
@@ -464,8 +440,7 @@ class PortableAttentionGrad:
         )
 
     def notes(self, p: AttentionGradProblem, c: Config) -> list[str]:
-        wider = [f"{d} as {padded(d)}" for d in sorted({p.dim, p.v_dim}) if padded(d) != d]
-        said = [f"head dim {' and '.join(wider)}, padded with zeros"] if wider else []
+        said = super().notes(p, c)
         part = longest_part(p.visited, p.block, p.card.sm_count)
         if max(p.grid[0] * p.group, p.longest) > part:
             said.append(

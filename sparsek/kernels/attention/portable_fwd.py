@@ -20,7 +20,6 @@ another program on the SM uses them. hopper.attention_fwd overlaps the two. On s
 rows of both products only where tile_m is at least tile_n and Dv; elsewhere P goes through shared memory.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -230,11 +229,6 @@ AMPERE: dict[int, tuple[Config, ...]] = {
 RATES = {64: 320.0, 128: 380.0, 256: 340.0}
 
 
-def _table(p: AttentionProblem) -> int:
-    """The key of `p` in the tables."""
-    return max(64, padded(p.dim), padded(p.v_dim))
-
-
 def _shared(p: AttentionProblem, c: Config) -> int:
     """Bytes of shared memory, 3 KiB of small things included. On sm_80 one stage is in registers, and P may not be."""
     buffers = c.num_stages if is_hopper(p) else c.num_stages - 1
@@ -244,51 +238,34 @@ def _shared(p: AttentionProblem, c: Config) -> int:
     return elements * dtypes.itemsize(p.dtype) + 3072
 
 
-def _programs(p: AttentionProblem, c: Config) -> int:
-    return p.grid[0] * (p.block[0] // c.tile_m) * p.batch * p.q_heads
-
-
 def _section(p: AttentionProblem) -> int:
     """How many heads of queries are walked side by side: those that share K and V, as far as these fit in L2."""
     head_bytes = p.kv_len * (p.dim + p.v_dim) * dtypes.itemsize(p.dtype)
     return common.section(p, p.batch * p.q_heads, head_bytes, p.group)
 
 
-class PortableAttention:
+class PortableAttention(common.PortableKernel):
     """Plain Triton twin of hopper.attention_fwd."""
 
     name = "portable.attention_fwd"
+    tables = (HOPPER, AMPERE)
+    most, tiled = SIZE_LIMIT, "queries"
 
-    def why_not(self, p: AttentionProblem) -> list[str]:
-        """Reasons why `p` cannot run here."""
-        why = common.why_not(p)
-        if not why and not any(True for _ in self.configs(p)):
-            why.append(f"no tile fits into {p.card.smem_bytes} bytes of shared memory")
-        if not why and _programs(p, self.default(p)) > SIZE_LIMIT:
-            why.append(f"more than {SIZE_LIMIT} tiles of queries")
-        return why
+    def programs(self, p: AttentionProblem, c: Config) -> tuple[int]:
+        return (p.grid[0] * (p.block[0] // c.tile_m) * p.batch * p.q_heads,)
 
-    def default(self, p: AttentionProblem) -> Config:
-        """The first of `configs` whose tiles of queries are enough for all SMs, else the first with the most tiles."""
-        configs = list(self.configs(p))
-        enough = min(p.card.sm_count, max(_programs(p, c) for c in configs))
-        return next(c for c in configs if _programs(p, c) >= enough)
-
-    def configs(self, p: AttentionProblem) -> Iterator[Config]:
-        """Serious alternatives, best guess first: what suits the mask's block and the card's shared memory."""
-        for c in (HOPPER if is_hopper(p) else AMPERE)[_table(p)]:
-            divides = c.tile_m <= p.block[0] and c.tile_n <= p.block[1]
-            if divides and (p.on_cpu or _shared(p, c) <= p.card.smem_bytes):
-                yield c
+    def fits(self, p: AttentionProblem, c: Config) -> bool:
+        divides = c.tile_m <= p.block[0] and c.tile_n <= p.block[1]
+        return divides and (p.on_cpu or _shared(p, c) <= p.card.smem_bytes)
 
     def seconds(self, p: AttentionProblem, c: Config) -> float:
         """Launch + the longest of: arithmetic, padding included, plus 1.5 us for each wave of tiles to begin and end;
         the longest row on one SM; compulsory bytes at 80 % of copy bandwidth. Its rates are guesses (`RATES`)."""
-        programs = _programs(p, c)
+        (programs,) = self.programs(p, c)
         if p.on_cpu:  # the interpreter: about a millisecond for each program and step
             steps = p.visited * p.block[0] // c.tile_m * p.block[1] // c.tile_n
             return 1e-3 * (programs + steps)
-        rate = 1e12 * RATES[_table(p)] * p.card.sustained(p.dtype) / 690.0
+        rate = 1e12 * RATES[common.table_of(p)] * p.card.sustained(p.dtype) / 690.0
         rate *= 1.0 if c.tile_m >= 128 else 0.85  # half as many FLOP for each byte of K and V
         block = 2.0 * p.block[0] * p.block[1] * (padded(p.dim) + padded(p.v_dim))
         busy = max(1, min(p.card.sm_count, programs)) / p.card.sm_count
@@ -297,10 +274,6 @@ class PortableAttention:
         tile = block * c.tile_m / p.block[0]
         longest = 1.5e-6 + tile * p.longest / (rate / p.card.sm_count)
         return p.card.launch_seconds + max(arithmetic, longest, p.compulsory_bytes / (0.8 * p.card.bandwidth))
-
-    def notes(self, p: AttentionProblem, c: Config) -> list[str]:
-        wider = [f"{d} as {padded(d)}" for d in sorted({p.dim, p.v_dim}) if padded(d) != d]
-        return [f"head dim {' and '.join(wider)}, padded with zeros"] if wider else []
 
     def prepare(self, p: AttentionProblem, c: Config, mask: BlockMask) -> Work:
         """The order of the query tiles, on the mask's device, without a sync. Rows of one length are not sorted."""

@@ -1,5 +1,6 @@
 """What the plain Triton kernels of attention share: tiles of rows, rules of partial blocks, what they cannot run."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import triton
@@ -97,6 +98,52 @@ def why_not(p: Any) -> list[str]:
     if max(p.q_len, p.kv_len) > SIZE_LIMIT:
         why.append(f"lengths must be at most {SIZE_LIMIT}; got {p.q_len} queries and {p.kv_len} keys")
     return why
+
+
+def table_of(p: Any) -> int:
+    """The key of `p` in the tables of configs: the wider head dim, padded."""
+    return max(64, padded(p.dim), padded(p.v_dim))
+
+
+class PortableKernel:
+    """What both kernels answer alike. `tables`: configs by `table_of`, for Hopper and before. At most `most` programs,
+    one for each tile of `tiled`.
+    """
+
+    tables: tuple[dict[int, tuple[Any, ...]], dict[int, tuple[Any, ...]]]
+    most: int
+    tiled: str
+
+    def programs(self, p: Any, c: Any) -> tuple[int, ...]:
+        """Programs of each launch."""
+        raise NotImplementedError
+
+    def fits(self, p: Any, c: Any) -> bool:
+        """Whether tiles divide the mask's blocks and fit into the card's shared memory."""
+        raise NotImplementedError
+
+    def why_not(self, p: Any) -> list[str]:
+        """Reasons why `p` cannot run here."""
+        why = why_not(p)
+        if not why and not any(True for _ in self.configs(p)):
+            why.append(f"no tile fits into {p.card.smem_bytes} bytes of shared memory")
+        if not why and max(self.programs(p, self.default(p))) > self.most:
+            why.append(f"more than {self.most} tiles of {self.tiled}")
+        return why
+
+    def default(self, p: Any) -> Any:
+        """The first of `configs` whose tiles are enough for all SMs, else the first with the most tiles."""
+        configs = list(self.configs(p))
+        enough = min(p.card.sm_count, max(min(self.programs(p, c)) for c in configs))
+        return next(c for c in configs if min(self.programs(p, c)) >= enough)
+
+    def configs(self, p: Any) -> Iterator[Any]:
+        """Serious alternatives, best guess first: what suits the mask's block and the card's shared memory."""
+        return (c for c in self.tables[not is_hopper(p)][table_of(p)] if self.fits(p, c))
+
+    def notes(self, p: Any, c: Any) -> list[str]:
+        wider = [f"{d} as {padded(d)}" for d in sorted({p.dim, p.v_dim}) if padded(d) != d]
+        return [f"head dim {' and '.join(wider)}, padded with zeros"] if wider else []
 
 
 def section(p: Any, heads: int, head_bytes: int, shared_by: int) -> int:

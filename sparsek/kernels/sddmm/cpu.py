@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from sparsek.core import dtypes
-from sparsek.kernels.spmm.cpu import has_bf16_units
+from sparsek.kernels.kinds import CpuConfig, CpuKernel, goes_wide, has_bf16_units, widths
 from sparsek.matrix.padding import zero_padding
 from sparsek.matrix.pattern import BlockPattern
 from sparsek.plan.kernel import SddmmKernel
@@ -37,13 +37,11 @@ UNITS_OVER_FP32 = 4
 
 
 @dataclass(frozen=True)
-class CpuSddmmConfig:
+class CpuSddmmConfig(CpuConfig):
     """`step_bytes`: what one step gathers, or a strip computes, at most. `wide`: 16-bit inputs are multiplied as
     float32. `strips`: all of Y is multiplied, and the stored blocks are picked.
     """
 
-    step_bytes: int = 1 << 21
-    wide: bool = False
     strips: bool = False
 
     def __repr__(self) -> str:
@@ -73,24 +71,20 @@ class Strip(NamedTuple):
     columns: Tensor
 
 
-class CpuSddmm:
+class CpuSddmm(CpuKernel):
     """Batched torch. Chosen for CPU tensors, never for CUDA ones."""
 
     name = "cpu.sddmm"
 
-    def why_not(self, p: SddmmProblem) -> list[str]:
-        return [] if p.on_cpu else ["runs on CPU tensors only"]
-
     def default(self, p: SddmmProblem) -> CpuSddmmConfig:
-        wide = p.dtype == "fp16" or (p.dtype == "bf16" and not has_bf16_units())
+        wide = goes_wide(p)
         both = (CpuSddmmConfig(wide=wide), CpuSddmmConfig(wide=wide, strips=True))
         return min(both, key=lambda c: self.seconds(p, c))
 
     def configs(self, p: SddmmProblem) -> Iterable[CpuSddmmConfig]:
-        wide = (False, True) if p.dtype in ("bf16", "fp16") else (False,)
         return [
             CpuSddmmConfig(1 << shift, each, strips)
-            for each in wide
+            for each in widths(p)
             for strips in (False, True)
             for shift in (19, 20, 21, 22)
         ]

@@ -6,32 +6,23 @@ lets it go again. An element of it has only its own row of X and column of Y, so
 reference. float32 is multiplied as torch's own TF32 setting says at the time of the call.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from sparsek.core import dtypes
-from sparsek.kernels.spmm.vendor_dense import limit_bytes
+from sparsek.kernels.kinds import Fixed, FixedKernel
+from sparsek.kernels.spmm.vendor_dense import limit_bytes, product_of_blocks
 from sparsek.matrix.pattern import BlockPattern
 from sparsek.plan.kernel import SddmmKernel
 from sparsek.plan.problem import SddmmProblem
 
 
-@dataclass(frozen=True)
-class DenseConfig:
-    """Nothing to choose: the vendor's library does."""
-
-    def __repr__(self) -> str:
-        return "torch.matmul, then the stored blocks"
-
-
-class VendorSddmm:
+class VendorSddmm(FixedKernel):
     """Dense matmul. Any device and layout."""
 
     name = "vendor.sddmm"
     only_by_name = "it allocates all of X @ Y"
+    config = Fixed("torch.matmul, then the stored blocks")
 
     def why_not(self, p: SddmmProblem) -> list[str]:
         need, limit = _dense_bytes(p), limit_bytes(p.card)
@@ -39,13 +30,7 @@ class VendorSddmm:
             return [f"X @ Y takes {need / 2**30:.1f} GiB; at most {limit / 2**30:.1f} GiB are given to it"]
         return []
 
-    def default(self, p: SddmmProblem) -> DenseConfig:
-        return DenseConfig()
-
-    def configs(self, p: SddmmProblem) -> Iterable[DenseConfig]:
-        return [DenseConfig()]
-
-    def seconds(self, p: SddmmProblem, c: DenseConfig) -> float:
+    def seconds(self, p: SddmmProblem, c: Fixed) -> float:
         size = dtypes.itemsize(p.dtype)
         inputs, stored = (p.m + p.n) * p.k * size, p.nnzb * p.block[0] * p.block[1] * size
         product = max(
@@ -53,13 +38,13 @@ class VendorSddmm:
         )
         return product + 2 * stored / p.card.bandwidth + 2 * p.card.launch_seconds
 
-    def prepare(self, p: SddmmProblem, c: DenseConfig, pattern: BlockPattern) -> tuple[Tensor, Tensor]:
+    def prepare(self, p: SddmmProblem, c: Fixed, pattern: BlockPattern) -> tuple[Tensor, Tensor]:
         """Block rows and block columns of the stored blocks, int64."""
         return pattern.block_rows.long(), pattern.indices.long()
 
     def launch(
         self,
-        c: DenseConfig,
+        c: Fixed,
         work: tuple[Tensor, Tensor],
         x: Tensor,
         y: Tensor,
@@ -68,12 +53,8 @@ class VendorSddmm:
     ) -> None:
         if values.numel() == 0:
             return
-        (m, n), (rows, columns), (bm, bn) = pattern.shape, pattern.grid, pattern.block
         with torch.no_grad():
-            make = x.new_zeros if pattern.is_ragged else x.new_empty
-            dense = make(pattern.padded_shape)
-            torch.matmul(x, y, out=dense[:m, :n])
-            values.copy_(dense.view(rows, bm, columns, bn).transpose(1, 2)[work])
+            values.copy_(product_of_blocks(x, y, pattern, work))
 
 
 def _dense_bytes(p: SddmmProblem) -> int:

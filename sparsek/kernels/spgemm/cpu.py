@@ -12,7 +12,7 @@ CPU time over dense matmul, 12.5 % of both stored, sides 1024 and 2048, dense C,
 0.4, of 32 0.15 to 0.19, of 64 0.09, of 128 0.04. A BSR C takes two thirds of that; Zipf(1.2) rows change little.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from sparsek.core import dtypes
-from sparsek.kernels.spmm.cpu import has_bf16_units
+from sparsek.kernels.kinds import CpuConfig, CpuKernel
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.pattern import BlockPattern
 from sparsek.plan.kernel import SpgemmKernel
@@ -31,17 +31,13 @@ from sparsek.plan.problem import SpgemmProblem
 STEP_SECONDS = 4e-5
 
 
-@dataclass(frozen=True)
-class CpuSpgemmConfig:
+@dataclass(frozen=True, repr=False)
+class CpuSpgemmConfig(CpuConfig):
     """`step_bytes`: what one step gathers at most, one block of C at least. `wide`: 16-bit inputs are multiplied as
     float32.
     """
 
     step_bytes: int = 1 << 20
-    wide: bool = False
-
-    def __repr__(self) -> str:
-        return f"steps of {self.step_bytes >> 10} KiB{', in float32' if self.wide else ''}"
 
 
 class Step(NamedTuple):
@@ -68,20 +64,11 @@ class CpuSpgemmWork:
     all_cells: bool
 
 
-class CpuSpgemm:
+class CpuSpgemm(CpuKernel):
     """Batched torch. Chosen for CPU tensors, never for CUDA ones."""
 
     name = "cpu.spgemm"
-
-    def why_not(self, p: SpgemmProblem) -> list[str]:
-        return [] if p.on_cpu else ["runs on CPU tensors only"]
-
-    def default(self, p: SpgemmProblem) -> CpuSpgemmConfig:
-        return CpuSpgemmConfig(wide=p.dtype == "fp16" or (p.dtype == "bf16" and not has_bf16_units()))
-
-    def configs(self, p: SpgemmProblem) -> Iterable[CpuSpgemmConfig]:
-        wide = (False, True) if p.dtype in ("bf16", "fp16") else (False,)
-        return [CpuSpgemmConfig(1 << shift, each) for each in wide for shift in (19, 20, 21, 22)]
+    config = CpuSpgemmConfig
 
     def seconds(self, p: SpgemmProblem, c: CpuSpgemmConfig) -> float:
         (bm, bn), bk = p.block, p.a_block[1]

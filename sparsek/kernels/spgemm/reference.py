@@ -3,13 +3,11 @@
 Any device and dtype; slow, and predicted to be. It finds the pairs again, on the host.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from sparsek.core import dtypes
+from sparsek.kernels.kinds import Fixed, FixedKernel, wide_seconds, wide_size
 from sparsek.matrix.bsr import BSR
 from sparsek.plan.kernel import SpgemmKernel
 from sparsek.plan.matches import Matches
@@ -21,45 +19,24 @@ CALLS_PER_STEP = 9
 PAIR_SECONDS = 5e-7
 
 
-@dataclass(frozen=True)
-class ReferenceConfig:
-    """Nothing to choose."""
-
-    def __repr__(self) -> str:
-        return "one bmm for each place among a block's pairs, summed in float32 or float64"
-
-
-class ReferenceSpgemm:
+class ReferenceSpgemm(FixedKernel):
     """`sparsek.reference.spgemm` behind the protocol: the last resort, and what the others are compared with."""
 
     name = "reference.spgemm"
+    config = Fixed("one bmm for each place among a block's pairs, summed in float32 or float64")
 
-    def why_not(self, p: SpgemmProblem) -> list[str]:
-        return []
-
-    def default(self, p: SpgemmProblem) -> ReferenceConfig:
-        return ReferenceConfig()
-
-    def configs(self, p: SpgemmProblem) -> Iterable[ReferenceConfig]:
-        return [ReferenceConfig()]
-
-    def seconds(self, p: SpgemmProblem, c: ReferenceConfig) -> float:
+    def seconds(self, p: SpgemmProblem, c: Fixed) -> float:
         (bm, bn), bk = p.block, p.a_block[1]
-        narrow, wide = dtypes.itemsize(p.dtype), 8 if p.dtype == "fp64" else 4
+        narrow, wide = dtypes.itemsize(p.dtype), wide_size(p)
         gathered, stored = p.pairs * bk * (bm + bn), p.nnzb_out * bm * bn
         # Blocks are gathered (read, written), widened (read, written) and read; products are written, and read and
         # added to C's blocks, which are cleared first and rounded last.
         moved = gathered * (3 * narrow + 2 * wide) + 4 * p.pairs * bm * bn * wide + 4 * stored * wide
         moved += 3 * p.m * p.n * narrow if p.dense_out else 0
-        rate = p.card.tflops["fp64" if p.dtype == "fp64" else "fp32"] * 1e12
         calls = CALLS_PER_STEP * (1 + p.pairs_max)
-        found = p.pairs * PAIR_SECONDS
-        return found + p.useful_flops / rate + moved / p.card.bandwidth + calls * p.card.launch_seconds
+        return p.pairs * PAIR_SECONDS + wide_seconds(p, p.useful_flops, moved, calls)
 
-    def prepare(self, p: SpgemmProblem, c: ReferenceConfig, matches: Matches) -> None:
-        return None
-
-    def launch(self, c: ReferenceConfig, work: None, a: BSR, b: BSR, matches: Matches, out: Tensor) -> None:
+    def launch(self, c: Fixed, work: None, a: BSR, b: BSR, matches: Matches, out: Tensor) -> None:
         with torch.no_grad():
             made = spgemm(a, b, matches.pattern)
             out.copy_(made.values if out.ndim == 3 else made.to_dense())

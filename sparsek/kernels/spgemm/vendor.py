@@ -10,33 +10,24 @@ C, in a block of B the whole column, whether that block has a pair or not. float
 setting says at the time of the call.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from sparsek.core import dtypes
-from sparsek.kernels.spmm.vendor_dense import COPYING, dense_copy, limit_bytes
+from sparsek.kernels.kinds import Fixed, FixedKernel
+from sparsek.kernels.spmm.vendor_dense import COPYING, dense_copy, limit_bytes, product_of_blocks
 from sparsek.matrix.bsr import BSR
 from sparsek.plan.kernel import SpgemmKernel
 from sparsek.plan.matches import Matches
 from sparsek.plan.problem import SpgemmProblem
 
 
-@dataclass(frozen=True)
-class DenseConfig:
-    """Nothing to choose: the vendor's library does."""
-
-    def __repr__(self) -> str:
-        return "dense copies of A and B, torch.matmul"
-
-
-class VendorSpgemm:
+class VendorSpgemm(FixedKernel):
     """Dense matmul. Any device; blocks outside the patterns are zeros."""
 
     name = "vendor.spgemm"
     only_by_name = "it keeps dense copies of A and B"
+    config = Fixed("dense copies of A and B, torch.matmul")
 
     def why_not(self, p: SpgemmProblem) -> list[str]:
         need, limit = _dense_bytes(p), limit_bytes(p.card)
@@ -45,13 +36,7 @@ class VendorSpgemm:
             return [f"{what} take {need / 2**30:.1f} GiB; at most {limit / 2**30:.1f} GiB are given to them"]
         return []
 
-    def default(self, p: SpgemmProblem) -> DenseConfig:
-        return DenseConfig()
-
-    def configs(self, p: SpgemmProblem) -> Iterable[DenseConfig]:
-        return [DenseConfig()]
-
-    def seconds(self, p: SpgemmProblem, c: DenseConfig) -> float:
+    def seconds(self, p: SpgemmProblem, c: Fixed) -> float:
         size = dtypes.itemsize(p.dtype)
         moved = (p.m * p.k + p.k * p.n + p.m * p.n) * size
         product = max(p.dense_flops / (p.card.tflops[p.rate_name] * 1e12), moved / p.card.bandwidth)
@@ -60,15 +45,15 @@ class VendorSpgemm:
         picked = 2 * p.nnzb_out * p.block[0] * p.block[1] * size
         return product + picked / p.card.bandwidth + 2 * p.card.launch_seconds
 
-    def notes(self, p: SpgemmProblem, c: DenseConfig) -> list[str]:
+    def notes(self, p: SpgemmProblem, c: Fixed) -> list[str]:
         return ["NaN or Inf in a block of A fills rows of C, in a block of B columns, with or without a pair"]
 
-    def prepare(self, p: SpgemmProblem, c: DenseConfig, matches: Matches) -> tuple[Tensor, Tensor]:
+    def prepare(self, p: SpgemmProblem, c: Fixed, matches: Matches) -> tuple[Tensor, Tensor]:
         """Block rows and block columns of C's stored blocks, int64."""
         return matches.pattern.block_rows.long(), matches.pattern.indices.long()
 
     def launch(
-        self, c: DenseConfig, work: tuple[Tensor, Tensor], a: BSR, b: BSR, matches: Matches, out: Tensor
+        self, c: Fixed, work: tuple[Tensor, Tensor], a: BSR, b: BSR, matches: Matches, out: Tensor
     ) -> None:
         if out.numel() == 0:
             return
@@ -76,13 +61,8 @@ class VendorSpgemm:
             left, right = dense_copy(a), dense_copy(b)
             if out.ndim == 2:
                 torch.matmul(left, right, out=out)
-                return
-            pattern = matches.pattern
-            (m, n), (rows, columns), (bm, bn) = pattern.shape, pattern.grid, pattern.block
-            make = out.new_zeros if pattern.is_ragged else out.new_empty
-            dense = make(pattern.padded_shape)
-            torch.matmul(left, right, out=dense[:m, :n])
-            out.copy_(dense.view(rows, bm, columns, bn).transpose(1, 2)[work])
+            else:
+                out.copy_(product_of_blocks(left, right, matches.pattern, work))
 
 
 def _dense_bytes(p: SpgemmProblem) -> int:

@@ -20,7 +20,7 @@ CPU time of gelu(x @ W.T + bias), which goes by columns, over torch's linear and
 1.1, worst with 16 tokens. One token: 1.2 and 1.4, all of it calls.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from sparsek.core import dtypes
+from sparsek.kernels.kinds import CpuConfig, CpuKernel
 from sparsek.matrix.bsr import BSR
 from sparsek.plan.kernel import SpmmKernel
 from sparsek.plan.problem import SpmmProblem
@@ -37,17 +38,6 @@ from sparsek.reference.epilogue import PLAIN, Epilogue
 MAX_COLUMNS = 1024
 MIN_COLUMNS = 64
 STEP_SECONDS = 3e-5
-
-
-@dataclass(frozen=True)
-class CpuConfig:
-    """`step_bytes`: what one step gathers and packs at most. `wide`: 16-bit inputs are multiplied as float32."""
-
-    step_bytes: int = 1 << 21
-    wide: bool = False
-
-    def __repr__(self) -> str:
-        return f"steps of {self.step_bytes >> 10} KiB{', in float32' if self.wide else ''}"
 
 
 class Step(NamedTuple):
@@ -69,22 +59,11 @@ class CpuWork:
     items: int
 
 
-class CpuSpmm:
+class CpuSpmm(CpuKernel):
     """Batched torch. Chosen for CPU tensors, never for CUDA ones."""
 
     name = "cpu.spmm"
-
-    def why_not(self, p: SpmmProblem) -> list[str]:
-        if foreign := p.a.unless("bsr"):
-            return foreign
-        return [] if p.on_cpu else ["runs on CPU tensors only"]
-
-    def default(self, p: SpmmProblem) -> CpuConfig:
-        return CpuConfig(wide=p.dtype == "fp16" or (p.dtype == "bf16" and not has_bf16_units()))
-
-    def configs(self, p: SpmmProblem) -> Iterable[CpuConfig]:
-        wide = (False, True) if p.dtype in ("bf16", "fp16") else (False,)
-        return [CpuConfig(1 << shift, each) for each in wide for shift in (19, 20, 21, 22)]
+    storages = ("bsr",)
 
     def seconds(self, p: SpmmProblem, c: CpuConfig) -> float:
         bm, bk = p.block
@@ -249,10 +228,6 @@ def _distinct_lengths(p: SpmmProblem) -> int:
     """A guess of how many row lengths there are: one when rows are even."""
     even = p.row_max * p.grid[0] <= p.nnzb
     return 1 if even else min(p.row_max, p.grid[0])
-
-
-def has_bf16_units() -> bool:
-    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
 KERNEL: SpmmKernel = CpuSpmm()

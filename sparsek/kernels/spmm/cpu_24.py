@@ -10,15 +10,14 @@ Every call unpacks all of A: with few columns of B that is most of its time, and
 where there is room for it, is faster.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from sparsek.core import dtypes
-from sparsek.kernels.spmm.cpu import has_bf16_units
-from sparsek.kernels.spmm.cpu_unpack24 import unpacked
+from sparsek.kernels.kinds import CpuConfig, CpuKernel
 from sparsek.matrix.semi24 import Semi24
 from sparsek.plan.kernel import SpmmKernel
 from sparsek.plan.problem import SpmmProblem
@@ -27,35 +26,24 @@ from sparsek.reference.epilogue import PLAIN, Epilogue
 UNPACK_BYTES = 24  # moved for an element of A: its place, in the cache, and what is written
 STEP_SECONDS = 3e-5
 LEAST = 8  # rows or columns of a step; columns come in bytes of metadata
+PIECE = 1 << 15  # bytes of metadata that are unpacked at once, whose places take 32 bytes each
+COLUMNS, VALUES = 8, 4  # of a byte
 
 
 @dataclass(frozen=True)
-class CpuConfig:
+class Pieces(CpuConfig):
     """`step_bytes`: how much of A is unpacked at once. `wide`: 16-bit inputs are multiplied as float32."""
-
-    step_bytes: int = 1 << 21
-    wide: bool = False
 
     def __repr__(self) -> str:
         return f"{self.step_bytes >> 10} KiB of A unpacked at a time{', in float32' if self.wide else ''}"
 
 
-class CpuSemi24:
+class CpuSemi24(CpuKernel):
     """Unpacks A piece by piece. Chosen for CPU tensors, never for CUDA ones."""
 
     name = "cpu.semi24"
-
-    def why_not(self, p: SpmmProblem) -> list[str]:
-        if foreign := p.a.unless("semi24"):
-            return foreign
-        return [] if p.on_cpu else ["runs on CPU tensors only"]
-
-    def default(self, p: SpmmProblem) -> CpuConfig:
-        return CpuConfig(wide=p.dtype == "fp16" or (p.dtype == "bf16" and not has_bf16_units()))
-
-    def configs(self, p: SpmmProblem) -> Iterable[CpuConfig]:
-        wide = (False, True) if p.dtype in ("bf16", "fp16") else (False,)
-        return [CpuConfig(1 << shift, each) for each in wide for shift in (19, 20, 21, 22)]
+    storages = ("semi24",)
+    config = Pieces
 
     def seconds(self, p: SpmmProblem, c: CpuConfig) -> float:
         size = 4 if c.wide else dtypes.itemsize(p.dtype)
@@ -109,6 +97,29 @@ def _finished(z: Tensor, rows: slice, epilogue: Epilogue) -> Tensor:
     bias = None if epilogue.bias is None else epilogue.bias[rows]
     other = None if epilogue.other is None else epilogue.other[..., rows, :]
     return replace(epilogue, bias=bias, other=other).apply(z.to(torch.promote_types(z.dtype, torch.float32)))
+
+
+def unpacked(values: Tensor, meta: Tensor, dtype: torch.dtype) -> Tensor:
+    """The dense [..., C] of values [..., C/2] and meta uint8 [..., C/8] of any strides, in `dtype`. No gradient.
+
+    One pass over what is written, by a table of where the four values of a byte go. `matrix.two_four.unpack` makes
+    several, and can be differentiated.
+    """
+    flat_values, flat_meta = values.reshape(-1, VALUES), meta.reshape(-1)
+    dense = torch.zeros(flat_meta.shape[0], COLUMNS, dtype=dtype, device=meta.device)
+    for first in range(0, flat_meta.shape[0], PIECE):
+        part = slice(first, first + PIECE)
+        places = _places().index_select(0, flat_meta[part].int())
+        dense[part].scatter_(1, places, flat_values[part].to(dtype))
+    return dense.view(*meta.shape[:-1], COLUMNS * meta.shape[-1])
+
+
+@cache
+def _places() -> Tensor:
+    """int64 [256, 4]: in which of its 8 columns each value of a byte stands."""
+    byte = torch.arange(256, device="cpu")
+    fields = [byte >> shift & 3 for shift in (0, 2, 4, 6)]
+    return torch.stack((fields[0], fields[1], fields[2] + 4, fields[3] + 4), 1)
 
 
 KERNEL: SpmmKernel = CpuSemi24()

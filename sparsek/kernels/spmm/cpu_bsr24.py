@@ -4,17 +4,15 @@ Every call unpacks all the blocks, into memory of its own that is twice the valu
 without any block never reach C; inside a block a NaN or Inf reaches all its rows.
 """
 
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from sparsek.core import dtypes
+from sparsek.kernels.kinds import CpuConfig, CpuKernel
 from sparsek.kernels.spmm import cpu as spmm
-from sparsek.kernels.spmm.cpu import CpuConfig
-from sparsek.kernels.spmm.cpu_24 import UNPACK_BYTES
-from sparsek.kernels.spmm.cpu_unpack24 import unpacked
+from sparsek.kernels.spmm.cpu_24 import UNPACK_BYTES, unpacked
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.bsr24 import BSR24
 from sparsek.plan.kernel import SpmmKernel
@@ -29,21 +27,11 @@ class CpuWork24(NamedTuple):
     transposed: bool
 
 
-class CpuBsr24:
+class CpuBsr24(CpuKernel):
     """cpu.spmm of unpacked blocks. Chosen for CPU tensors, never for CUDA ones."""
 
     name = "cpu.bsr24"
-
-    def why_not(self, p: SpmmProblem) -> list[str]:
-        if foreign := p.a.unless("bsr24"):
-            return foreign
-        return [] if p.on_cpu else ["runs on CPU tensors only"]
-
-    def default(self, p: SpmmProblem) -> CpuConfig:
-        return spmm.KERNEL.default(p.unpacked)
-
-    def configs(self, p: SpmmProblem) -> Iterable[CpuConfig]:
-        return spmm.KERNEL.configs(p.unpacked)
+    storages = ("bsr24",)
 
     def seconds(self, p: SpmmProblem, c: CpuConfig) -> float:
         written = UNPACK_BYTES * 2 * p.stored / p.card.bandwidth
@@ -54,9 +42,8 @@ class CpuBsr24:
         return [f"every call unpacks A's blocks, into {size / 1e6:.3g} MB that it gives back"]
 
     def prepare(self, p: SpmmProblem, c: CpuConfig, a: BSR24) -> CpuWork24:
-        shown = _turned(
-            BSR.unchecked(a.pattern, a.values), p.a.transposed
-        )  # of which the pattern is read, and the dtype
+        # Of which the pattern is read, and the dtype.
+        shown = _turned(BSR.unchecked(a.pattern, a.values), p.a.transposed)
         return CpuWork24(spmm.KERNEL.prepare(p.unpacked, c, shown), p.a.transposed)
 
     def launch(

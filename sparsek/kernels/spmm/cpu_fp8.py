@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparsek.kernels.kinds import CpuKernel
 from sparsek.kernels.spmm import cpu as spmm
 from sparsek.kernels.spmm import cpu_24 as semi24
 from sparsek.kernels.spmm import cpu_bsr24 as bsr24
@@ -50,15 +51,11 @@ class Work:
     product: Any
 
 
-class CpuSpmmFp8:
+class CpuSpmmFp8(CpuKernel):
     """The float32 kernels, of values times scales. Chosen for CPU tensors, never for CUDA ones."""
 
     name = "cpu.spmm_fp8"
-
-    def why_not(self, p: SpmmProblem) -> list[str]:
-        if foreign := p.a.unless(*FP8):
-            return foreign
-        return [] if p.on_cpu else ["runs on CPU tensors only"]
+    storages = FP8
 
     def default(self, p: SpmmProblem) -> Config:
         return Config(PLAIN_KERNELS[p.a.kind].default(p.plain("fp32")))

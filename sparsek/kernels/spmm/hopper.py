@@ -51,11 +51,11 @@ from sparsek.kernels.lang.gluon import (
 )
 from sparsek.kernels.spmm import multiply as prims
 from sparsek.kernels.spmm.multiply import RECORD, Tile, deepened, most_boxes, multiply
-from sparsek.kernels.spmm.parts import Parts, dealt, merge_parts, uneven
+from sparsek.kernels.spmm.parts import Parts, beside_c, busy_seconds, dealt, limits, merge_parts, uneven
 from sparsek.matrix.bsr import BSR
 from sparsek.plan.kernel import SpmmKernel, beside
 from sparsek.plan.problem import SpmmProblem
-from sparsek.plan.schedule import deal_on_device, part_limit, walk
+from sparsek.plan.schedule import deal_on_device, walk
 from sparsek.reference.epilogue import PLAIN, Epilogue
 
 
@@ -312,15 +312,7 @@ class HopperSpmm:
             reasons.append(
                 "TMA reads a row-major B or its transpose view; this B has gaps between its elements"
             )
-        if max(p.nnzb * max(p.block), p.m, p.k, p.n) > 2**31 - 1024:
-            reasons.append(
-                "TMA coordinates are 32 bits: M, K and N must stay 1024 below 2^31, and so must all stored blocks' rows"
-            )
-        if not reasons and not self.configs(p):
-            reasons.append(
-                f"tiles of blocks of {p.block[0]} rows overlap, and C would be added to itself twice there"
-            )
-        return reasons
+        return limits(p, self.configs, reasons)
 
     def default(self, p: SpmmProblem) -> Config:
         return min(self.configs(p), key=lambda c: self.seconds(p, c))
@@ -379,33 +371,16 @@ class HopperSpmm:
         steps = dict(p.stats.merged).get(c.joined_rows, p.nnzb) if c.joined_rows > 1 else p.nnzb
         slices = max(1, -(-p.block[0] // c.rows)) if c.joined_rows == 1 else 1
         units = -(-p.grid[0] // c.joined_rows) * slices
-        columns = -(-p.n // c.block_cols)
-        sms = p.card.sm_count
-        tiles = units * columns * p.batch
         depth = p.block[1]
         shallow = c.pieces * c.width <= 32
         mma = c.rows * c.block_cols * depth / (2048 * 1.75e9 * p.card.pace)
         bytes_ = 2 * depth * (c.a_rows + min(c.block_cols, -(-p.n // 8) * 8))
-        fetch = bytes_ * sms / p.card.fabric
+        fetch = bytes_ * p.card.sm_count / p.card.fabric
         step = (mma**4 + fetch**4) ** 0.25 * (1.02 if shallow else 1.0) + 3.5e-8 + 3e-8 * (c.joined_rows - 1)
-        mean = steps * slices / units
-        longest = max(mean, min(p.row_max, p.grid[1]))
-        uneven = min(1.0, max(0.0, (longest / mean - 2) / 2))
-        area = c.rows * c.block_cols / 32768
         fixed = 0.9e-6 if shallow else 1.1e-6
         if c.finishes:  # beside stages 32 deep there is little time for it
             fixed += 2.5e-6 if shallow else 0.7e-6
-        tile = mean * step + fixed * max(0.25, area)
-        extra = 0.0
-        if c.split:
-            most = part_limit(steps * slices * columns, sms)
-            parts = 2 * max(0.0, longest - most) / most * columns * p.batch
-            extra = p.card.launch_seconds + parts * 8 * c.rows * c.block_cols / p.card.bandwidth
-            longest = min(longest, float(most))
-        if longest <= 1.25 * mean:
-            busy = -(-tiles // sms) * tile
-        else:
-            busy = max(tiles / sms, longest / mean) * tile * (1 + 0.25 * uneven * area**2)
+        busy, extra = busy_seconds(p, c, steps * slices, units, step, fixed)
         # 2026-11-21: 16384^2, 25 %, N = 16 at 0.80 of a copy; 2026-11-22: N = 256 at 0.7
         share = 0.80 if p.n <= 64 else 0.7 if p.n <= 256 else 0.92
         traffic = p.compulsory_bytes / (share * p.card.bandwidth)
@@ -463,19 +438,9 @@ class HopperSpmm:
         describe_c = describe_transposed if c.c_col else describe
         bias, alpha = none if epilogue.bias is None else epilogue.bias, float(epilogue.alpha)
         for b_one, c_one, other in _triples(b, out, epilogue.other):
-            joined: tuple[Any, ...] = (none, 0, 0, 0, 0.0)
-            if other is not None:
-                lies = other.mT if c.c_col else other
-                joined = (
-                    other,
-                    lies.stride(0) // 8,
-                    *lies.shape[:1],
-                    lies.shape[1] // 8,
-                    float(epilogue.beta),
-                )
             args = (
                 a_desc, describe_b(b_one, b_box), describe_c(c_one, c_box), *lists,
-                bias, out.shape[-2], alpha, sums, *joined, c, SOURCE,
+                bias, out.shape[-2], alpha, sums, *beside_c(other, c.c_col, epilogue.beta, none), c, SOURCE,
             )  # fmt: skip
             launch_on(out.device, spmm_kernel, work.ctas, args, options)
             if work.parts is not None:

@@ -52,12 +52,12 @@ from sparsek.kernels.spmm import multiply as prims
 from sparsek.kernels.spmm import multiply_fp8 as scale_prims
 from sparsek.kernels.spmm.multiply import RECORD, Tile, deepened, most_boxes
 from sparsek.kernels.spmm.multiply_fp8 import multiply
-from sparsek.kernels.spmm.parts import Dealt, dealt, merge_parts, uneven
+from sparsek.kernels.spmm.parts import Dealt, beside_c, busy_seconds, dealt, limits, merge_parts, uneven
 from sparsek.matrix.dense8 import QuantizedTensor
 from sparsek.matrix.quantized import Quantized
 from sparsek.plan.kernel import SpmmKernel, beside, rounding_seconds
 from sparsek.plan.problem import SpmmProblem
-from sparsek.plan.schedule import part_limit, walk
+from sparsek.plan.schedule import walk
 from sparsek.reference.epilogue import PLAIN, Epilogue
 
 PROMOTED = 128  # values of K that tensor cores add up before float32 does
@@ -297,15 +297,7 @@ class HopperSpmmFp8:
             )
         if p.c.dtype == "fp32" and (p.combine or p.activation not in ("", "relu")):
             reasons.append("a C in fp32 takes a bias and relu; other activations and matrices bf16 and fp16")
-        if max(p.nnzb * max(p.block), p.m, p.k, p.n) > 2**31 - 1024:
-            reasons.append(
-                "TMA coordinates are 32 bits: M, K and N must stay 1024 below 2^31, and so must all stored blocks' rows"
-            )
-        if not reasons and not self.configs(p):
-            reasons.append(
-                f"tiles of blocks of {p.block[0]} rows overlap, and C would be added to itself twice there"
-            )
-        return reasons
+        return limits(p, self.configs, reasons)
 
     def default(self, p: SpmmProblem) -> Config:
         return min(self.configs(p), key=lambda c: self.seconds(p, c))
@@ -361,29 +353,13 @@ class HopperSpmmFp8:
         rounding = rounding_seconds(p)
         if p.nnzb == 0 or p.n == 0:
             return p.card.launch_seconds + rounding
-        sms, columns = p.card.sm_count, -(-p.n // c.block_cols)
         slices = max(1, -(-p.block[0] // c.rows))
-        units = p.grid[0] * slices
-        tiles = units * columns * p.batch
         mma = c.rows * c.block_cols * p.block[1] / (4096 * 1.36e9 * p.card.pace)
-        fetch = p.block[1] * (c.rows + min(c.block_cols, -(-p.n // 8) * 8)) * sms / p.card.fabric
+        bytes_ = p.block[1] * (c.rows + min(c.block_cols, -(-p.n // 8) * 8))
+        fetch = bytes_ * p.card.sm_count / p.card.fabric
         step = (mma**4 + fetch**4) ** 0.25 * (1.15 if c.stages == 2 else 1.0) + 3.5e-8
-        mean = p.nnzb * slices / units
-        longest = max(mean, min(p.row_max, p.grid[1]))
-        lopsided = min(1.0, max(0.0, (longest / mean - 2) / 2))
-        area = c.rows * c.block_cols / 32768
         fixed = 0.55e-6 * c.c_bytes + (0.7e-6 if c.finishes else 0.0)
-        tile = mean * step + fixed * max(0.25, area)
-        extra = 0.0
-        if c.split:
-            most = part_limit(p.nnzb * slices * columns, sms)
-            parts = 2 * max(0.0, longest - most) / most * columns * p.batch
-            extra = p.card.launch_seconds + parts * 8 * c.rows * c.block_cols / p.card.bandwidth
-            longest = min(longest, float(most))
-        if longest <= 1.25 * mean:
-            busy = -(-tiles // sms) * tile
-        else:
-            busy = max(tiles / sms, longest / mean) * tile * (1 + 0.25 * lopsided * area**2)
+        busy, extra = busy_seconds(p, c, p.nnzb * slices, p.grid[0] * slices, step, fixed)
         traffic = p.compulsory_bytes / ((0.80 if p.n <= 64 else 0.92) * p.card.bandwidth)
         return beside(busy, traffic) + extra + p.card.launch_seconds + rounding
 
@@ -421,13 +397,10 @@ class HopperSpmmFp8:
         for at in product(*(range(size) for size in out.shape[:-2])):
             c_one, other = _item(out, at), None if epilogue.other is None else _item(epilogue.other, at)
             one, scale = _item(dense, at), _item(b.scale, at) if c.b_scale == "column" else b.scale
-            joined: tuple[Any, ...] = (none, 0, 0, 0, 0.0)
-            if other is not None:
-                lies = other.mT if c.c_col else other
-                joined = (other, lies.stride(0) // 8, lies.shape[0], lies.shape[1] // 8, float(epilogue.beta))
             args = (  # one row of a contiguous B may have any stride, and gets one that TMA takes
                 a_desc, Described(one, one.shape, (one.shape[1], 1), b_box), describe_c(c_one, c_box), *lists,
-                a.scale, scale, alpha, bias, *out.shape[-2:], sums, *joined, c, SOURCE,
+                a.scale, scale, alpha, bias, *out.shape[-2:], sums,
+                *beside_c(other, c.c_col, epilogue.beta, none), c, SOURCE,
             )  # fmt: skip
             launch_on(out.device, spmm_fp8_kernel, work.ctas, args, options)
             if work.parts is not None:  # its sums are scaled

@@ -100,6 +100,51 @@ def uneven(p: SpmmProblem) -> bool:
     return p.row_max > 2 * mean and p.row_max > 0.7 * shared and p.row_max >= 8
 
 
+def limits(p: SpmmProblem, configs: Callable[[SpmmProblem], list[Any]], reasons: list[str]) -> list[str]:
+    """`reasons`, and those of sizes and of tiles."""
+    if max(p.nnzb * max(p.block), p.m, p.k, p.n) > 2**31 - 1024:
+        reasons.append(
+            "TMA coordinates are 32 bits: M, K and N must stay 1024 below 2^31, and so must all stored blocks' rows"
+        )
+    if not reasons and not configs(p):
+        reasons.append(
+            f"tiles of blocks of {p.block[0]} rows overlap, and C would be added to itself twice there"
+        )
+    return reasons
+
+
+def busy_seconds(
+    p: SpmmProblem, c: Any, steps: int, units: int, step: float, fixed: float
+) -> tuple[float, float]:
+    """Seconds of the fullest SM, and of adding the parts of split rows.
+
+    `steps` of `step` seconds in `units` rows of tiles, which take `fixed` each besides if they are of 128x256.
+    """
+    sms, columns = p.card.sm_count, -(-p.n // c.block_cols)
+    tiles, mean = units * columns * p.batch, steps / units
+    longest = max(mean, min(p.row_max, p.grid[1]))
+    lopsided = min(1.0, max(0.0, (longest / mean - 2) / 2))
+    area = c.rows * c.block_cols / 32768
+    tile = mean * step + fixed * max(0.25, area)
+    extra = 0.0
+    if c.split:
+        most = part_limit(steps * columns, sms)
+        parts = 2 * max(0.0, longest - most) / most * columns * p.batch
+        extra = p.card.launch_seconds + parts * 8 * c.rows * c.block_cols / p.card.bandwidth
+        longest = min(longest, float(most))
+    if longest <= 1.25 * mean:
+        return -(-tiles // sms) * tile, extra
+    return max(tiles / sms, longest / mean) * tile * (1 + 0.25 * lopsided * area**2), extra
+
+
+def beside_c(other: Tensor | None, c_col: bool, beta: float, none: Tensor) -> tuple[Any, ...]:
+    """Arguments of a kernel for the matrix that joins C: it, its leading stride / 8, rows and columns / 8, beta."""
+    if other is None:
+        return none, 0, 0, 0, 0.0
+    lies = other.mT if c_col else other
+    return other, lies.stride(0) // 8, lies.shape[0], lies.shape[1] // 8, float(beta)
+
+
 @triton.jit(do_not_specialize=["m", "n", "columns", "height", "alpha", "beta"])
 def _merge(
     sums, table, bias, other, c,

@@ -226,11 +226,7 @@ class PortableSpmm:
 
     def prepare(self, p: SpmmProblem, c: Config, a: BSR) -> Work:
         """Block rows, their first stored blocks and lengths, longest first; on A's device, without a sync."""
-        lengths = a.pattern.row_lengths
-        order = torch.argsort(lengths, descending=True, stable=True)
-        starts = a.pattern.indptr[:-1]
-        rows = torch.stack((order.int(), starts[order], lengths[order].int()))
-        return Work(rows, p.tf32)
+        return Work(a.pattern.longest_first, p.tf32)
 
     def launch(
         self, c: Config, work: Work, a: BSR, b: Tensor, out: Tensor, epilogue: Epilogue = PLAIN

@@ -13,20 +13,16 @@ in float32.
 not time. On Hopper hopper.semi24 multiplies on sparse tensor cores.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsek.kernels.lang import tensors
 from sparsek.kernels.lang.blocks import add_product
 from sparsek.kernels.lang.epilogue import store_finished
-from sparsek.kernels.lang.launch import launch
-from sparsek.kernels.lang.tensors import SIZE_LIMIT, at, times
+from sparsek.kernels.lang.tensors import at, times
 from sparsek.kernels.spmm import unpack_24 as pieces
 from sparsek.kernels.spmm.unpack_24 import Config, awaited, tile_of
 from sparsek.matrix.semi24 import Semi24
@@ -106,38 +102,27 @@ def _semi24(
     )  # fmt: skip
 
 
-def _constants(
-    c: Config, work: Work, shape: tuple[int, int], b: Tensor, out: Tensor, epilogue: Epilogue
-) -> dict[str, Any]:
-    """Every constexpr of `_semi24` for one launch of a stored matrix of `shape`. `b` and `out` [batch, ., .]."""
-    m, k, n = out.shape[1], b.shape[1], b.shape[2]
+def _own(c: Config, shape: tuple[int, int], transposed: bool) -> dict[str, Any]:
+    """Constexprs of `_semi24` that follow from a stored matrix of `shape`."""
+    m, k = shape[::-1] if transposed else shape
     return {
-        "TM": c.tile_m, "TN": c.tile_n, "TK": c.tile_k, "GROUP": c.group, "TRANSPOSED": work.transposed,
-        "UNIT": pieces.column_unit(shape[1]), "RAGGED_M": m % c.tile_m != 0,
-        "RAGGED_N": n % c.tile_n != 0, "RAGGED_K": k % c.tile_k != 0,
-        **pieces.constants(b, out, work.tf32, epilogue, SIZE_LIMIT),
+        "TRANSPOSED": transposed, "UNIT": pieces.column_unit(shape[1]),
+        "RAGGED_M": m % c.tile_m != 0, "RAGGED_K": k % c.tile_k != 0,
     }  # fmt: skip
 
 
-class PortableSemi24:
+class PortableSemi24(pieces.Unpacking):
     """Plain Triton, for A and its transpose, by unpacking. Sparse tensor cores: hopper.semi24."""
 
     name = "portable.semi24"
+    storage = "semi24"
 
-    def why_not(self, p: SpmmProblem) -> list[str]:
-        """Reasons why `p` cannot run here."""
-        if foreign := p.a.unless("semi24"):
-            return foreign
-        why = pieces.why_not(p)
-        if not why and pieces.tiles(self.default(p), p.m, p) > SIZE_LIMIT:
-            why.append(f"more than {SIZE_LIMIT} tiles of C")
-        return why
+    def rows(self, p: SpmmProblem) -> int:
+        return p.m
 
-    def default(self, p: SpmmProblem) -> Config:
-        return pieces.default(p, self._tallest(p), p.m)
-
-    def configs(self, p: SpmmProblem) -> Iterator[Config]:
-        return pieces.configs(p, self._tallest(p))
+    def tallest(self, p: SpmmProblem) -> int:
+        """No tile is more than twice as high as C, nor, transposed, narrower than a step of metadata."""
+        return max(16, min(128, 1 << max(0, p.m - 1).bit_length()))
 
     def seconds(self, p: SpmmProblem, c: Config) -> float:
         return pieces.seconds(p, c, p.m, p.dense_flops * (-(-p.m // c.tile_m) * c.tile_m / max(1, p.m)))
@@ -151,28 +136,10 @@ class PortableSemi24:
     def launch(
         self, c: Config, work: Work, a: Semi24, b: Tensor, out: Tensor, epilogue: Epilogue = PLAIN
     ) -> None:
-        """C into `out` [..., M, N] from `b` [..., K, N], strides as they are; no sync, no allocation."""
-        if out.numel() == 0:
-            return
-        m, n = out.shape[-2:]
-        row_tiles, column_tiles = -(-m // c.tile_m), -(-n // c.tile_n)
-        options: dict[str, Any] = {"num_warps": c.num_warps, "num_stages": c.num_stages}
-        for b3, out3, other in tensors.folded(b, out, epilogue.other):
-            constants = _constants(c, work, a.shape, b3, out3, replace(epilogue, other=other))
-            batch = b3.shape[0]
-            with torch.cuda.device_of(b3):
-                launch(
-                    _semi24, (row_tiles * column_tiles * batch,),
-                    a.values, a.meta, b3, out3, epilogue.bias, other,
-                    float(epilogue.alpha), float(epilogue.beta),
-                    m, n, b3.shape[1], row_tiles, column_tiles, column_tiles * batch,
-                    *tensors.strides(b3), *tensors.strides(out3), *tensors.strides(other),
-                    **constants, **options,
-                )  # fmt: skip
-
-    def _tallest(self, p: SpmmProblem) -> int:
-        """No tile is more than twice as high as C, nor, transposed, narrower than a step of metadata."""
-        return max(16, min(128, 1 << max(0, p.m - 1).bit_length()))
+        if out.numel():
+            own = _own(c, a.shape, work.transposed)
+            down = -(-out.shape[-2] // c.tile_m)
+            pieces.start(_semi24, c, (a.values, a.meta), down, 1, b, out, epilogue, work.tf32, own)
 
 
 KERNEL: SpmmKernel = PortableSemi24()

@@ -13,7 +13,6 @@ every row of C. The tensor core sums one step, float32 the steps (`spmm/portable
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,10 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsek.kernels.lang import tensors
 from sparsek.kernels.lang.epilogue import store_finished
-from sparsek.kernels.lang.launch import launch
-from sparsek.kernels.lang.tensors import SIZE_LIMIT, times
+from sparsek.kernels.lang.tensors import times
 from sparsek.kernels.spmm import tiles_fp8 as pieces
 from sparsek.kernels.spmm.tiles_fp8 import FP8, Config, add_fp8, dense_tile, scaled_sums
 from sparsek.kernels.spmm.unpack_24 import COLUMN_LIMIT, awaited, column_unit, tile_of
@@ -83,43 +80,22 @@ def _semi24_fp8(
     )  # fmt: skip
 
 
-def _constants(
-    c: Config, shape: tuple[int, int], dtype: torch.dtype, scales: tuple[str, str], b: Tensor, out: Tensor,
-    epilogue: Epilogue,
-) -> dict[str, Any]:  # fmt: skip
-    """Every constexpr of `_semi24_fp8` for an A of that shape and dtype. `scales`: what shares one in A and in B."""
+def _own(c: Config, shape: tuple[int, int], dtype: torch.dtype) -> dict[str, Any]:
+    """Constexprs of `_semi24_fp8` that follow from an A of that shape and dtype."""
     m, k = shape
-    return {
-        "TM": c.tile_m, "TN": c.tile_n, "TK": c.tile_k, "GROUP": c.group, "UNIT": column_unit(k),
-        "RAGGED_M": m % c.tile_m != 0, "RAGGED_K": k % c.tile_k != 0, "A_TYPE": FP8[dtype],
-        **pieces.constants(c, b, out, epilogue, *scales, SIZE_LIMIT),
-    }  # fmt: skip
+    ragged = {"RAGGED_M": m % c.tile_m != 0, "RAGGED_K": k % c.tile_k != 0}
+    return {"UNIT": column_unit(k), "A_TYPE": FP8[dtype], **ragged}
 
 
-@dataclass(frozen=True)
-class Work:
-    """Nothing is prepared."""
-
-
-class PortableSemi24Fp8:
+class PortableSemi24Fp8(pieces.Fp8Kernel):
     """Plain Triton, by unpacking; no sparse tensor cores."""
 
     name = "portable.semi24_fp8"
+    storage = "semi24_fp8"
+    most_k = COLUMN_LIMIT
 
-    def why_not(self, p: SpmmProblem) -> list[str]:
-        """Reasons why `p` cannot run here."""
-        if foreign := p.a.unless("semi24_fp8"):
-            return foreign
-        why = pieces.why_not(p)
-        if p.k > COLUMN_LIMIT:
-            why.append(f"K must be at most {COLUMN_LIMIT}; got {p.k}")
-        if not why and self._tiles(p, self.default(p)) > SIZE_LIMIT:
-            why.append(f"more than {SIZE_LIMIT} tiles of C")
-        return why
-
-    def default(self, p: SpmmProblem) -> Config:
-        """The first of `configs`, with smaller tiles while there are fewer of them than SMs."""
-        return pieces.default(p, list(self.configs(p)), self._tiles)
+    def down(self, p: SpmmProblem, c: Config) -> int:
+        return -(-p.m // c.tile_m)
 
     def configs(self, p: SpmmProblem) -> Iterator[Config]:
         """Serious alternatives, best guess first; no tile is more than twice as high as C."""
@@ -129,43 +105,25 @@ class PortableSemi24Fp8:
                 yield from pieces.configs(p, height, 128, p.k)
 
     def seconds(self, p: SpmmProblem, c: Config) -> float:
-        """As `portable_fp8.seconds`, for the dense product of whole tiles."""
-        tiles, steps = self._tiles(p, c), -(-p.k // c.tile_k)
+        """As `tiles_fp8.seconds`, for the dense product of whole tiles."""
+        tiles, steps = self.tiles(p, c), -(-p.k // c.tile_k)
         of_tile = 2.0 * c.tile_m * c.tile_n * c.tile_k * steps
         return pieces.seconds(p, c, tiles, of_tile * tiles, of_tile, steps * tiles)
 
     def notes(self, p: SpmmProblem, c: Config) -> list[str]:
         return ["multiplies the zeros of A too: a NaN in a row of B reaches every row of C"]
 
-    def prepare(self, p: SpmmProblem, c: Config, a: Quantized) -> Work:
-        return Work()
+    def prepare(self, p: SpmmProblem, c: Config, a: Quantized) -> None:
+        return None
 
     def launch(
-        self, c: Config, work: Work, a: Quantized, b: QuantizedTensor, out: Tensor, epilogue: Epilogue = PLAIN
+        self, c: Config, work: None, a: Quantized, b: QuantizedTensor, out: Tensor, epilogue: Epilogue = PLAIN
     ) -> None:
-        """C into `out` [..., M, N], strides as they are; no sync, no allocation."""
-        if out.numel() == 0:
-            return
         matrix = a.matrix
         assert isinstance(matrix, Semi24)
-        m, n = out.shape[-2:]
-        row_tiles, column_tiles = -(-m // c.tile_m), -(-n // c.tile_n)
-        options: dict[str, Any] = {"num_warps": c.num_warps, "num_stages": c.num_stages}
-        for b3, b_scale, out3, other in pieces.folded(b, out, epilogue.other):
-            scales, whole = (a.kind, b.kind), replace(epilogue, other=other)
-            constants = _constants(c, a.shape, a.dtype, scales, b3, out3, whole)
-            batch = b3.shape[0]
-            with torch.cuda.device_of(b3):
-                launch(
-                    _semi24_fp8, (row_tiles * column_tiles * batch,),
-                    matrix.values.view(torch.uint8), matrix.meta, b3, out3, epilogue.bias, other,
-                    a.scale, b_scale, float(epilogue.alpha), float(epilogue.beta),
-                    m, n, a.shape[1], row_tiles, column_tiles, column_tiles * batch,
-                    *tensors.strides(out3), *tensors.strides(other), **constants, **options,
-                )  # fmt: skip
-
-    def _tiles(self, p: SpmmProblem, c: Config) -> int:
-        return -(-p.m // c.tile_m) * -(-p.n // c.tile_n) * p.batch
+        if out.numel():
+            stored, down = (matrix.values.view(torch.uint8), matrix.meta), -(-a.shape[0] // c.tile_m)
+            pieces.start(_semi24_fp8, c, stored, down, 1, a, b, out, epilogue, _own(c, a.shape, a.dtype))
 
 
 KERNEL: SpmmKernel = PortableSemi24Fp8()

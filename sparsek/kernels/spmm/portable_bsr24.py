@@ -13,20 +13,16 @@ Blocks of 128, 12.5 % stored, 8192^3 in bf16 on an H200 (2026-11-22): 0.88 ms, a
 the same blocks with all values. On Hopper hopper.bsr24 multiplies on sparse tensor cores.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsek.kernels.lang import tensors
 from sparsek.kernels.lang.blocks import add_product, find
 from sparsek.kernels.lang.epilogue import store_finished
-from sparsek.kernels.lang.launch import launch
-from sparsek.kernels.lang.tensors import SIZE_LIMIT, at, times
+from sparsek.kernels.lang.tensors import at, times
 from sparsek.kernels.spmm import unpack_24 as pieces
 from sparsek.kernels.spmm.unpack_24 import Config, awaited, tile_of
 from sparsek.matrix.bsr24 import BSR24
@@ -114,41 +110,30 @@ def _bsr24(
     )  # fmt: skip
 
 
-def _constants(c: Config, work: Work, a: BSR24, b: Tensor, out: Tensor, epilogue: Epilogue) -> dict[str, Any]:
-    """Every constexpr of `_bsr24` for one launch. `b` [batch, K, N], `out` and `epilogue.other` [batch, M, N]."""
-    k, n, transposed = b.shape[1], b.shape[2], work.order is not None
-    bm, bk = a.block[::-1] if transposed else a.block
+def _own(c: Config, block: tuple[int, int], transposed: bool, k: int) -> dict[str, Any]:
+    """Constexprs of `_bsr24` that follow from an A with stored blocks of `block` and from K."""
+    bm, bk = block[::-1] if transposed else block
     return {
-        "BM": bm, "BK": bk, "TM": c.tile_m, "TN": c.tile_n, "TK": c.tile_k, "GROUP": c.group,
-        "TRANSPOSED": transposed, "UNIT": pieces.column_unit(a.block[1]),
-        "RAGGED_N": n % c.tile_n != 0, "RAGGED_K": k % bk != 0,
-        **pieces.constants(b, out, work.tf32, epilogue, SIZE_LIMIT),
+        "BM": bm, "BK": bk, "TRANSPOSED": transposed, "UNIT": pieces.column_unit(block[1]), "RAGGED_K": k % bk != 0,
     }  # fmt: skip
 
 
-class PortableBsr24:
+class PortableBsr24(pieces.Unpacking):
     """Plain Triton, for A and its transpose, by unpacking. Sparse tensor cores: hopper.bsr24."""
 
     name = "portable.bsr24"
+    storage = "bsr24"
 
-    def why_not(self, p: SpmmProblem) -> list[str]:
-        """Reasons why `p` cannot run here."""
-        if foreign := p.a.unless("bsr24"):
-            return foreign
-        why = pieces.why_not(p)
-        if not why and pieces.tiles(self.default(p), p.grid[0] * p.block[0], p) > SIZE_LIMIT:
-            why.append(f"more than {SIZE_LIMIT} tiles of C")
-        return why
+    def rows(self, p: SpmmProblem) -> int:
+        return p.grid[0] * p.block[0]
 
-    def default(self, p: SpmmProblem) -> Config:
-        return pieces.default(p, self._tallest(p), p.grid[0] * p.block[0])
-
-    def configs(self, p: SpmmProblem) -> Iterator[Config]:
-        return pieces.configs(p, self._tallest(p))
+    def tallest(self, p: SpmmProblem) -> int:
+        """The tallest tile that divides a block's rows."""
+        return 128 if p.block[0] % 128 == 0 else SMALLEST
 
     def seconds(self, p: SpmmProblem, c: Config) -> float:
         """As the Semi24 twin's, and at least the longest block row on one SM."""
-        spread = pieces.seconds(p, c, p.grid[0] * p.block[0], 2 * p.useful_flops)
+        spread = pieces.seconds(p, c, self.rows(p), 2 * p.useful_flops)
         rate = p.card.sustained(p.dtype) * 0.5e12 / p.card.sm_count
         longest = 2.0 * c.tile_m * p.block[1] * c.tile_n * p.row_max / rate
         return spread if p.on_cpu else max(spread, p.card.launch_seconds + longest)
@@ -161,38 +146,16 @@ class PortableBsr24:
     def prepare(self, p: SpmmProblem, c: Config, a: BSR24) -> Work:
         """Block rows of the product, their first stored blocks and lengths; on A's device, without a sync."""
         pattern, order = a.pattern.transposed if p.a.transposed else (a.pattern, None)
-        lengths = pattern.row_lengths
-        longest = torch.argsort(lengths, descending=True, stable=True)
-        rows = torch.stack((longest.int(), pattern.indptr[:-1][longest], lengths[longest].int()))
-        return Work(rows, pattern.indices, order, p.tf32)
+        return Work(pattern.longest_first, pattern.indices, order, p.tf32)
 
     def launch(
         self, c: Config, work: Work, a: BSR24, b: Tensor, out: Tensor, epilogue: Epilogue = PLAIN
     ) -> None:
-        """C into `out` [..., M, N] from `b` [..., K, N], strides as they are; no sync, no allocation."""
-        if out.numel() == 0:
-            return
-        m, n = out.shape[-2:]
-        row_blocks, column_tiles = work.rows.shape[1], -(-n // c.tile_n)
-        order = work.indices if work.order is None else work.order
-        options: dict[str, Any] = {"num_warps": c.num_warps, "num_stages": c.num_stages}
-        for b3, out3, other in tensors.folded(b, out, epilogue.other):
-            constants = _constants(c, work, a, b3, out3, replace(epilogue, other=other))
-            batch = b3.shape[0]
-            programs = row_blocks * (constants["BM"] // c.tile_m) * column_tiles * batch
-            with torch.cuda.device_of(b3):
-                launch(
-                    _bsr24, (programs,),
-                    a.values, a.meta, work.indices, order, work.rows, b3, out3, epilogue.bias, other,
-                    float(epilogue.alpha), float(epilogue.beta),
-                    m, n, b3.shape[1], row_blocks, column_tiles, column_tiles * batch,
-                    *tensors.strides(b3), *tensors.strides(out3), *tensors.strides(other),
-                    **constants, **options,
-                )  # fmt: skip
-
-    def _tallest(self, p: SpmmProblem) -> int:
-        """The tallest tile that divides a block's rows."""
-        return 128 if p.block[0] % 128 == 0 else SMALLEST
+        if out.numel():
+            order = work.indices if work.order is None else work.order
+            own = _own(c, a.block, work.order is not None, b.shape[-2])
+            stored, down = (a.values, a.meta, work.indices, order, work.rows), work.rows.shape[1]
+            pieces.start(_bsr24, c, stored, down, own["BM"] // c.tile_m, b, out, epilogue, work.tf32, own)
 
 
 KERNEL: SpmmKernel = PortableBsr24()

@@ -12,7 +12,6 @@ The tensor core sums one step, float32 the steps (`spmm/portable_fp8.py` says wh
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,13 +19,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsek.kernels.lang import tensors
 from sparsek.kernels.lang.blocks import find
 from sparsek.kernels.lang.epilogue import store_finished
-from sparsek.kernels.lang.launch import launch
-from sparsek.kernels.lang.tensors import SIZE_LIMIT, times
+from sparsek.kernels.lang.tensors import times
 from sparsek.kernels.spmm import tiles_fp8 as pieces
-from sparsek.kernels.spmm.tiles_fp8 import FP8, Config, Work, add_fp8, dense_tile, scaled_sums
+from sparsek.kernels.spmm.tiles_fp8 import FP8, Config, add_fp8, dense_tile, scaled_sums
 from sparsek.kernels.spmm.unpack_24 import awaited, column_unit, tile_of
 from sparsek.matrix.bsr24 import BSR24
 from sparsek.matrix.dense8 import QuantizedTensor
@@ -97,36 +94,17 @@ def _bsr24_fp8(
     )  # fmt: skip
 
 
-def _constants(
-    c: Config, block: tuple[int, int], dtype: torch.dtype, scales: tuple[str, str], b: Tensor, out: Tensor,
-    epilogue: Epilogue,
-) -> dict[str, Any]:  # fmt: skip
-    """Every constexpr of `_bsr24_fp8` for an A of that block and dtype. `scales`: what shares one in A and in B."""
+def _own(block: tuple[int, int], dtype: torch.dtype, k: int) -> dict[str, Any]:
+    """Constexprs of `_bsr24_fp8` that follow from an A of that block and dtype, and from K."""
     bm, bk = block
-    return {
-        "BM": bm, "BK": bk, "TM": c.tile_m, "TN": c.tile_n, "TK": c.tile_k, "GROUP": c.group,
-        "RAGGED_K": b.shape[2] % bk != 0, "UNIT": column_unit(bk), "A_TYPE": FP8[dtype],
-        **pieces.constants(c, b, out, epilogue, *scales, SIZE_LIMIT),
-    }  # fmt: skip
+    return {"BM": bm, "BK": bk, "RAGGED_K": k % bk != 0, "UNIT": column_unit(bk), "A_TYPE": FP8[dtype]}
 
 
-class PortableBsr24Fp8:
+class PortableBsr24Fp8(pieces.Fp8Kernel):
     """Plain Triton, by unpacking; no sparse tensor cores."""
 
     name = "portable.bsr24_fp8"
-
-    def why_not(self, p: SpmmProblem) -> list[str]:
-        """Reasons why `p` cannot run here."""
-        if foreign := p.a.unless("bsr24_fp8"):
-            return foreign
-        why = pieces.why_not(p)
-        if not why and self._tiles(p, self.default(p)) > SIZE_LIMIT:
-            why.append(f"more than {SIZE_LIMIT} tiles of C")
-        return why
-
-    def default(self, p: SpmmProblem) -> Config:
-        """The first of `configs`, with smaller tiles while there are fewer of them than SMs."""
-        return pieces.default(p, list(self.configs(p)), self._tiles)
+    storage = "bsr24_fp8"
 
     def configs(self, p: SpmmProblem) -> Iterator[Config]:
         """Serious alternatives, best guess first: tiles and steps that divide a block."""
@@ -137,53 +115,39 @@ class PortableBsr24Fp8:
                 yield from pieces.configs(p, height, deepest, deepest)
 
     def seconds(self, p: SpmmProblem, c: Config) -> float:
-        """As `portable_fp8.seconds`, for the dense product of all blocks; at least the longest row on one SM."""
+        """As `tiles_fp8.seconds`, for the dense product of all blocks; at least the longest row on one SM."""
         bm, bk = p.block
-        along = -(-p.n // c.tile_n) * p.batch
         of_block = 2.0 * c.tile_m * bk * c.tile_n
-        cut = bm // c.tile_m
-        steps = p.nnzb * cut * along * (bk // c.tile_k)
-        flops = of_block * cut * p.nnzb * along
-        return pieces.seconds(p, c, self._tiles(p, c), flops, of_block * p.row_max, steps)
+        visits = p.nnzb * (bm // c.tile_m) * -(-p.n // c.tile_n) * p.batch
+        steps = visits * (bk // c.tile_k)
+        return pieces.seconds(p, c, self.tiles(p, c), of_block * visits, of_block * p.row_max, steps)
 
     def notes(self, p: SpmmProblem, c: Config) -> list[str]:
         return [
             "multiplies the zeros inside blocks too: a NaN in B reaches all rows of the blocks that it meets"
         ]
 
-    def prepare(self, p: SpmmProblem, c: Config, a: Quantized) -> Work:
+    def prepare(self, p: SpmmProblem, c: Config, a: Quantized) -> Tensor:
         """Block rows, their first stored blocks and lengths, longest first; on A's device, without a sync."""
-        matrix = a.matrix
-        assert isinstance(matrix, BSR24)
-        return pieces.rows_of(matrix.pattern, None)
+        assert isinstance(a.matrix, BSR24)
+        return a.matrix.pattern.longest_first
 
     def launch(
-        self, c: Config, work: Work, a: Quantized, b: QuantizedTensor, out: Tensor, epilogue: Epilogue = PLAIN
+        self,
+        c: Config,
+        work: Tensor,
+        a: Quantized,
+        b: QuantizedTensor,
+        out: Tensor,
+        epilogue: Epilogue = PLAIN,
     ) -> None:
-        """C into `out` [..., M, N], strides as they are; no sync, no allocation."""
-        if out.numel() == 0:
-            return
         matrix = a.matrix
         assert isinstance(matrix, BSR24)
-        m, n = out.shape[-2:]
-        row_blocks, column_tiles = matrix.grid[0], -(-n // c.tile_n)
-        options: dict[str, Any] = {"num_warps": c.num_warps, "num_stages": c.num_stages}
-        for b3, b_scale, out3, other in pieces.folded(b, out, epilogue.other):
-            scales, whole = (a.kind, b.kind), replace(epilogue, other=other)
-            constants = _constants(c, matrix.block, a.dtype, scales, b3, out3, whole)
-            batch = b3.shape[0]
-            programs = row_blocks * (matrix.block[0] // c.tile_m) * column_tiles * batch
-            with torch.cuda.device_of(b3):
-                launch(
-                    _bsr24_fp8, (programs,),
-                    matrix.values.view(torch.uint8), matrix.meta, work.indices, work.rows, b3, out3,
-                    epilogue.bias, other, a.scale, b_scale, float(epilogue.alpha), float(epilogue.beta),
-                    m, n, a.shape[1], row_blocks, column_tiles, column_tiles * batch,
-                    *tensors.strides(out3), *tensors.strides(other), **constants, **options,
-                )  # fmt: skip
-
-    def _tiles(self, p: SpmmProblem, c: Config) -> int:
-        return p.grid[0] * (p.block[0] // c.tile_m) * -(-p.n // c.tile_n) * p.batch
+        if out.numel():
+            stored = (matrix.values.view(torch.uint8), matrix.meta, matrix.pattern.indices, work)
+            down, cut = matrix.grid[0], matrix.block[0] // c.tile_m
+            own = _own(matrix.block, a.dtype, a.shape[1])
+            pieces.start(_bsr24_fp8, c, stored, down, cut, a, b, out, epilogue, own)
 
 
 KERNEL: SpmmKernel = PortableBsr24Fp8()

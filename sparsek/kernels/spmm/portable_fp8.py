@@ -15,12 +15,10 @@ Blocks of 128, 12.5 % stored, 8192^3 on an H200 (2026-11-22): 0.29 to 0.30 ms, 0
 dense matrix. hopper.spmm_fp8 is the kernel for Hopper.
 """
 
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -28,10 +26,9 @@ from torch import Tensor
 from sparsek.kernels.lang import tensors
 from sparsek.kernels.lang.blocks import find
 from sparsek.kernels.lang.epilogue import store_finished
-from sparsek.kernels.lang.launch import launch
-from sparsek.kernels.lang.tensors import SIZE_LIMIT, times
+from sparsek.kernels.lang.tensors import times
 from sparsek.kernels.spmm import tiles_fp8 as pieces
-from sparsek.kernels.spmm.tiles_fp8 import Config, Work, add_fp8, dense_tile, scaled_sums
+from sparsek.kernels.spmm.tiles_fp8 import Config, add_fp8, dense_tile, scaled_sums
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.dense8 import QuantizedTensor
 from sparsek.matrix.quantized import Quantized
@@ -109,36 +106,22 @@ def _spmm_fp8(
     )  # fmt: skip
 
 
-def _constants(
-    c: Config, a: Any, a_kind: str, b: Any, b_kind: str, out: Tensor, epilogue: Epilogue
-) -> dict[str, Any]:
-    """Every constexpr of `_spmm_fp8` for one launch. `b` [batch, N, K], `out` and `epilogue.other` [batch, M, N]."""
-    (bm, bk), k = a.block, a.shape[1]
-    return {
-        "BM": bm, "BK": bk, "TM": c.tile_m, "TN": c.tile_n, "TK": c.tile_k, "GROUP": c.group,
-        "VIEW": a.order is not None, "RAGGED_K": k % bk != 0,
-        **pieces.constants(c, b, out, epilogue, a_kind, b_kind, SIZE_LIMIT),
-    }  # fmt: skip
+def _own(a: Any) -> dict[str, Any]:
+    """Constexprs of `_spmm_fp8` that follow from A."""
+    bm, bk = a.block
+    return {"BM": bm, "BK": bk, "VIEW": a.order is not None, "RAGGED_K": a.shape[1] % bk != 0}
 
 
-class PortableSpmmFp8:
+class PortableSpmmFp8(pieces.Fp8Kernel):
     """Plain Triton twin of hopper.spmm_fp8."""
 
     name = "portable.spmm_fp8"
-
-    def why_not(self, p: SpmmProblem) -> list[str]:
-        """Reasons why `p` cannot run here."""
-        if foreign := p.a.unless("bsr_fp8"):
-            return foreign
-        why = pieces.why_not(p)
-        if not why and math.prod(self._tiles(p, self.default(p))) > SIZE_LIMIT:
-            why.append(f"more than {SIZE_LIMIT} tiles of C")
-        return why
+    storage = "bsr_fp8"
 
     def default(self, p: SpmmProblem) -> Config:
         """The first of `configs`, with narrower tiles while there are fewer of them than SMs."""
         c = next(iter(self.configs(p)))
-        while c.tile_n > 64 and math.prod(self._tiles(p, c)) < p.card.sm_count:
+        while c.tile_n > 64 and self.tiles(p, c) < p.card.sm_count:
             c = replace(c, tile_n=c.tile_n // 2, num_warps=4)
         return c
 
@@ -148,52 +131,34 @@ class PortableSpmmFp8:
         return pieces.configs(p, tensors.tile_side(bm, 128), 1 << (bk - 1).bit_length(), p.row_max * bk)
 
     def seconds(self, p: SpmmProblem, c: Config) -> float:
-        """As `portable_fp8.seconds`, where what sticks out of a block costs too; at least the longest row on one SM."""
+        """As `tiles_fp8.seconds`, where what sticks out of a block costs too; at least the longest row on one SM."""
         bm, bk = p.block
-        steps = -(-bk // c.tile_k)
-        down, along = self._tiles(p, c)
-        padded = 2.0 * c.tile_m * -(-bm // c.tile_m) * steps * c.tile_k * c.tile_n * along
-        return pieces.seconds(
-            p,
-            c,
-            down * along,
-            padded * p.nnzb,
-            2.0 * c.tile_m * steps * c.tile_k * c.tile_n * p.row_max,
-            steps * p.nnzb * along,
-        )
+        steps, along = -(-bk // c.tile_k), -(-p.n // c.tile_n) * p.batch
+        of_block = 2.0 * c.tile_m * steps * c.tile_k * c.tile_n
+        flops = of_block * -(-bm // c.tile_m) * along * p.nnzb
+        return pieces.seconds(p, c, self.tiles(p, c), flops, of_block * p.row_max, steps * p.nnzb * along)
 
-    def prepare(self, p: SpmmProblem, c: Config, a: Quantized) -> Work:
+    def prepare(self, p: SpmmProblem, c: Config, a: Quantized) -> Tensor:
         """Block rows, their first stored blocks and lengths, longest first; on A's device, without a sync."""
-        matrix = a.matrix
-        assert isinstance(matrix, BSR)
-        return pieces.rows_of(matrix.pattern, matrix.order)
+        assert isinstance(a.matrix, BSR)
+        return a.matrix.pattern.longest_first
 
     def launch(
-        self, c: Config, work: Work, a: Quantized, b: QuantizedTensor, out: Tensor, epilogue: Epilogue = PLAIN
+        self,
+        c: Config,
+        work: Tensor,
+        a: Quantized,
+        b: QuantizedTensor,
+        out: Tensor,
+        epilogue: Epilogue = PLAIN,
     ) -> None:
-        """C into `out` [..., M, N], strides as they are; no sync, no allocation."""
-        if out.numel() == 0:
-            return
         matrix = a.matrix
         assert isinstance(matrix, BSR)
-        m, n = out.shape[-2:]
-        row_blocks, subs, column_tiles = matrix.grid[0], -(-matrix.block[0] // c.tile_m), -(-n // c.tile_n)
-        options: dict[str, Any] = {"num_warps": c.num_warps, "num_stages": c.num_stages}
-        for b3, b_scale, out3, other in pieces.folded(b, out, epilogue.other):
-            constants = _constants(c, matrix, a.kind, b3, b.kind, out3, replace(epilogue, other=other))
-            batch = b3.shape[0]
-            with torch.cuda.device_of(b3):
-                launch(
-                    _spmm_fp8, (row_blocks * subs * column_tiles * batch,),
-                    matrix.values, work.indices, work.order, work.rows, b3, out3, epilogue.bias, other,
-                    a.scale, b_scale, float(epilogue.alpha), float(epilogue.beta),
-                    m, n, matrix.shape[1], row_blocks, column_tiles, column_tiles * batch,
-                    *tensors.strides(out3), *tensors.strides(other), **constants, **options,
-                )  # fmt: skip
-
-    def _tiles(self, p: SpmmProblem, c: Config) -> tuple[int, int]:
-        """Tiles of C down the rows, and along the columns of all batches."""
-        return p.grid[0] * -(-p.block[0] // c.tile_m), -(-p.n // c.tile_n) * p.batch
+        if out.numel():
+            indices = matrix.pattern.indices
+            stored = (matrix.values, indices, indices if matrix.order is None else matrix.order, work)
+            down, cut = matrix.grid[0], -(-matrix.block[0] // c.tile_m)
+            pieces.start(_spmm_fp8, c, stored, down, cut, a, b, out, epilogue, _own(matrix))
 
 
 KERNEL: SpmmKernel = PortableSpmmFp8()

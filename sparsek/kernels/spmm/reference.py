@@ -1,78 +1,119 @@
-"""reference.spmm: the specification, run as a kernel.
+"""reference.spmm, reference.semi24, reference.bsr24 and reference.spmm_fp8: the specification, run as kernels.
 
-Any device, dtype and layout; slow, and predicted to be.
+Any device, dtype and layout; slow, and predicted to be. They are the last resort, and what the others are compared
+with. FP8 products are in float64.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from sparsek.matrix.bsr import BSR
-from sparsek.plan.kernel import SpmmKernel
+from sparsek.core import dtypes
+from sparsek.kernels.kinds import Fixed, FixedKernel, wide_seconds, wide_size
+from sparsek.matrix.storage import FP8
+from sparsek.plan.kernel import SpmmKernel, rounding_seconds
 from sparsek.plan.problem import SpmmProblem
+from sparsek.reference.bsr24 import bsr24
 from sparsek.reference.epilogue import PLAIN, Epilogue
+from sparsek.reference.quantized import product
+from sparsek.reference.semi24 import semi24
 from sparsek.reference.spmm import spmm
 
 CALLS_PER_STEP = 6
+UNPACK_PASSES, UNPACK_CALLS = 36, 20  # of torch, which strides over the dense matrix
+SCALE_CALLS = 4  # of torch, to multiply both operands by their scales
+SCALE_PASSES = 3  # over the operands in float64
+
+
+def _bsr_seconds(p: SpmmProblem) -> float:
+    (bm, bk), size, columns = p.block, wide_size(p), p.n * p.batch
+    # Values and B are widened (read, written, read), one row of B is gathered and one of C added for each block.
+    values = 3 * p.nnzb * bm * bk * size
+    gathered = 2 * p.nnzb * bk * columns * size
+    added = 4 * p.nnzb * bm * columns * size
+    parts, dense = _passes(p)
+    # One step for each place in the longest block row.
+    calls = CALLS_PER_STEP * (1 + p.row_max) + parts
+    return wide_seconds(p, p.useful_flops, values + gathered + added + dense, calls)
+
+
+def _semi24_seconds(p: SpmmProblem) -> float:
+    parts, dense = _passes(p)
+    unpacked = UNPACK_PASSES * p.m * p.k * wide_size(p)
+    return wide_seconds(p, p.dense_flops, unpacked + dense, UNPACK_CALLS + 6 + parts)
+
+
+def _bsr24_seconds(p: SpmmProblem) -> float:
+    written = UNPACK_PASSES * (2 * p.stored * dtypes.itemsize(p.dtype) / p.card.bandwidth)
+    return _bsr_seconds(p.unpacked) + written + UNPACK_CALLS * p.card.launch_seconds
+
+
+def _fp8_seconds(p: SpmmProblem) -> float:
+    whole = p.plain("fp64")
+    scaled = SCALE_PASSES * 8 * p.k * (p.m + p.n * p.batch) / p.card.bandwidth
+    return SECONDS[whole.a.kind](whole) + scaled + SCALE_CALLS * p.card.launch_seconds + rounding_seconds(p)
+
+
+def _passes(p: SpmmProblem) -> tuple[int, int]:
+    """Passes of the epilogue, each of which reads and writes C; bytes of these, of B and of C."""
+    parts = p.has_alpha + p.bias + bool(p.activation) + 2 * bool(p.combine)
+    return parts, p.n * p.batch * (3 * p.k + (3 + 2 * parts) * p.m) * wide_size(p)
+
+
+SECONDS = {"bsr": _bsr_seconds, "semi24": _semi24_seconds, "bsr24": _bsr24_seconds}
 
 
 @dataclass(frozen=True)
-class ReferenceConfig:
-    """Nothing to choose."""
+class ReferenceSpmm(FixedKernel):
+    """A function of `sparsek.reference` behind the protocol: made(a, b, epilogue, A stands transposed, dtype of C)."""
 
-    def __repr__(self) -> str:
-        return "one bmm for each place in a block row, summed in float32 or float64"
+    name: str
+    config: Fixed
+    predicted: Callable[[SpmmProblem], float]
+    made: Callable[..., Tensor]
+    storages: tuple[str, ...]
 
+    def seconds(self, p: SpmmProblem, c: Fixed) -> float:
+        return self.predicted(p)
 
-class ReferenceSpmm:
-    """`sparsek.reference.spmm` behind the protocol: the last resort, and what the others are compared with."""
+    def prepare(self, p: SpmmProblem, c: Fixed, source: Any) -> bool:
+        """Whether A stands transposed."""
+        return p.a.transposed
 
-    name = "reference.spmm"
-
-    def why_not(self, p: SpmmProblem) -> list[str]:
-        if foreign := p.a.unless("bsr"):
-            return foreign
-        return []
-
-    def default(self, p: SpmmProblem) -> ReferenceConfig:
-        return ReferenceConfig()
-
-    def configs(self, p: SpmmProblem) -> Iterable[ReferenceConfig]:
-        return [ReferenceConfig()]
-
-    def seconds(self, p: SpmmProblem, c: ReferenceConfig) -> float:
-        bm, bk = p.block
-        size = 8 if p.dtype == "fp64" else 4
-        columns = p.n * p.batch
-        # Values and B are widened (read, written, read), one row of B is gathered and one of C added for each block.
-        values = 3 * p.nnzb * bm * bk * size
-        gathered = 2 * p.nnzb * bk * columns * size
-        added = 4 * p.nnzb * bm * columns * size
-        # The epilogue reads and writes C for each of its parts.
-        parts = p.has_alpha + p.bias + bool(p.activation) + 2 * bool(p.combine)
-        dense = columns * (3 * p.k + (3 + 2 * parts) * p.m) * size
-        rate = p.card.tflops["fp64" if p.dtype == "fp64" else "fp32"] * 1e12
-        moved = values + gathered + added + dense
-        # One step for each place in the longest block row.
-        calls = CALLS_PER_STEP * (1 + p.row_max) + parts
-        return p.useful_flops / rate + moved / p.card.bandwidth + calls * p.card.launch_seconds
-
-    def prepare(self, p: SpmmProblem, c: ReferenceConfig, a: BSR) -> None:
-        return None
-
-    def launch(
-        self,
-        c: ReferenceConfig,
-        work: None,
-        a: BSR,
-        b: Tensor,
-        out: Tensor,
-        epilogue: Epilogue = PLAIN,
-    ) -> None:
+    def launch(self, c: Fixed, work: bool, a: Any, b: Any, out: Tensor, epilogue: Epilogue = PLAIN) -> None:
         with torch.no_grad():
-            out.copy_(spmm(a, b, epilogue))
+            out.copy_(self.made(a, b, epilogue, work, out.dtype))
 
 
-KERNEL: SpmmKernel = ReferenceSpmm()
+_SPMM = ReferenceSpmm(
+    "reference.spmm",
+    Fixed("one bmm for each place in a block row, summed in float32 or float64"),
+    _bsr_seconds,
+    lambda a, b, epilogue, transposed, dtype: spmm(a, b, epilogue),
+    ("bsr",),
+)
+_SEMI24 = ReferenceSpmm(
+    "reference.semi24",
+    Fixed("A written out dense, one matmul in float32 or float64"),
+    _semi24_seconds,
+    lambda a, b, epilogue, transposed, dtype: semi24(a, b, epilogue, transposed=transposed),
+    ("semi24",),
+)
+_BSR24 = ReferenceSpmm(
+    "reference.bsr24",
+    Fixed("blocks written out, then one bmm for each place in a block row, in float32 or float64"),
+    _bsr24_seconds,
+    lambda a, b, epilogue, transposed, dtype: bsr24(a, b, epilogue, transposed=transposed),
+    ("bsr24",),
+)
+_FP8 = ReferenceSpmm(
+    "reference.spmm_fp8",
+    Fixed("both operands times their scales in float64, the reference of their product"),
+    _fp8_seconds,
+    lambda a, b, epilogue, transposed, dtype: product(a, b, epilogue, dtype),
+    FP8,
+)
+KERNELS: dict[str, SpmmKernel] = {each.name: each for each in (_SPMM, _SEMI24, _BSR24, _FP8)}

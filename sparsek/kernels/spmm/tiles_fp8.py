@@ -4,7 +4,7 @@ B lies along K: b [batch, N, K], contiguous, because FP8 tensor cores read both 
 and per column of B multiplies the finished sums; a scale per block of A multiplies every step.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,10 +17,12 @@ from sparsek.core import env
 from sparsek.core.errors import InvalidInput
 from sparsek.kernels.lang import epilogue as epilogues
 from sparsek.kernels.lang import tensors
+from sparsek.kernels.lang.launch import launch
 from sparsek.kernels.lang.tensors import SIZE_LIMIT, at
 from sparsek.matrix.dense8 import QuantizedTensor
-from sparsek.matrix.pattern import BlockPattern
+from sparsek.matrix.quantized import Quantized
 from sparsek.plan.kernel import rounding_seconds
+from sparsek.plan.problem import SpmmProblem
 from sparsek.reference.epilogue import Epilogue
 
 LEAST_K = 32  # of an FP8 product on tensor cores
@@ -48,17 +50,6 @@ class Config:
                 raise InvalidInput(
                     f"{name} of an FP8 kernel must be a power of two from {least} up, not {size}"
                 )
-
-
-@dataclass(frozen=True, eq=False)
-class Work:
-    """`rows` int32 [3, Mb]: block row, first stored block, stored blocks; longest first, ties by position. `indices`
-    are block columns, and `order` where the blocks are stored (`indices` again where they lie one after the other).
-    """
-
-    rows: Tensor
-    indices: Tensor
-    order: Tensor
 
 
 @triton.jit
@@ -98,15 +89,42 @@ def scaled_sums(
         return z * of_b
 
 
+def start(
+    kernel: Any, c: Config, stored: tuple[Any, ...], down: int, cut: int, a: Quantized, b: QuantizedTensor,
+    out: Tensor, epilogue: Epilogue, own: dict[str, Any],
+) -> None:  # fmt: skip
+    """Launches a kernel for C [..., M, N], strides as they are; no sync, no allocation.
+
+    Its first arguments are `stored`, and `own` its constexprs that follow from A. `down` rows of tiles or block rows,
+    `cut` tiles high.
+    """
+    m, n = out.shape[-2:]
+    column_tiles = -(-n // c.tile_n)
+    for b3, b_scale, out3, other in folded(b, out, epilogue.other):
+        shared = constants(c, b3, out3, replace(epilogue, other=other), a.kind, b.kind)
+        batch = b3.shape[0]
+        with torch.cuda.device_of(b3):
+            launch(
+                kernel, (down * cut * column_tiles * batch,),
+                *stored, b3, out3, epilogue.bias, other, a.scale, b_scale,
+                float(epilogue.alpha), float(epilogue.beta),
+                m, n, a.shape[1], down, column_tiles, column_tiles * batch,
+                *tensors.strides(out3), *tensors.strides(other),
+                **own, **shared, num_warps=c.num_warps, num_stages=c.num_stages,
+            )  # fmt: skip
+
+
 def constants(
-    c: Config, b: Tensor, out: Tensor, epilogue: Epilogue, a_kind: str, b_kind: str, limit: int
+    c: Config, b: Tensor, out: Tensor, epilogue: Epilogue, a_kind: str, b_kind: str
 ) -> dict[str, Any]:
-    """Constexprs that follow from `b` [batch, N, K], `out` and `epilogue.other` [batch, M, N]. Offsets beyond `limit`
-    are counted in 64 bits."""
+    """Constexprs that follow from the config, `b` [batch, N, K], `out` and `epilogue.other` [batch, M, N], and from
+    what shares a scale in A and in B.
+    """
     (_, n, k), other = b.shape, epilogue.other
     (unit_cm, unit_cn), (unit_om, unit_on) = tensors.units(out), tensors.units(other)
     return {
-        "WIDE": max(map(tensors.extent, (b, out, other))) > limit, "RAGGED_N": n % c.tile_n != 0,
+        "TM": c.tile_m, "TN": c.tile_n, "TK": c.tile_k, "GROUP": c.group, "RAGGED_N": n % c.tile_n != 0,
+        "WIDE": max(map(tensors.extent, (b, out, other))) > SIZE_LIMIT,
         "UNIT_K": 16 if k % 16 == 0 else 1, "UNIT_CM": unit_cm, "UNIT_CN": unit_cn,
         "UNIT_OM": unit_om, "UNIT_ON": unit_on, "A_SCALE": a_kind,
         "B_SCALE": "column" if b_kind == "row" else "tensor", **epilogues.constants(epilogue),
@@ -119,14 +137,6 @@ def folded(b: QuantizedTensor, out: Tensor, other: Tensor | None) -> Iterator[tu
     scale = b.scale.unsqueeze(-1) if by_row else b.values[..., :1, :1]
     for values, of_b, out3, other3 in tensors.folded(b.values, scale, out, other):
         yield values, of_b if by_row else b.scale, out3, other3
-
-
-def rows_of(pattern: BlockPattern, order: Tensor | None) -> Work:
-    """Block rows, their first stored blocks and lengths, longest first; on the pattern's device, without a sync."""
-    lengths = pattern.row_lengths
-    longest = torch.argsort(lengths, descending=True, stable=True)
-    rows = torch.stack((longest.int(), pattern.indptr[:-1][longest], lengths[longest].int()))
-    return Work(rows, pattern.indices, pattern.indices if order is None else order)
 
 
 # By falling tile_m: tile_m, tile_n, tile_k, warps, stages; the order is a guess. A step of 128 is 128 bytes of a row,
@@ -158,11 +168,40 @@ def configs(p: Any, tallest: int, deepest: int, inner: int) -> Iterator[Config]:
             yield c
 
 
-def default(p: Any, made: list[Config], tiles: Callable[[Any, Config], int]) -> Config:
-    """The first of `made` that has a tile for every SM if there is one, else the one of the most tiles."""
-    return next(
-        (c for c in made if tiles(p, c) >= p.card.sm_count), max(made, key=lambda each: tiles(p, each))
-    )
+class Fp8Kernel:
+    """What the three kernels answer alike. `storage` is what they multiply, `most_k` the longest K."""
+
+    storage: str
+    most_k: int | None = None
+
+    def down(self, p: SpmmProblem, c: Config) -> int:
+        """Tiles of C down the rows."""
+        return p.grid[0] * -(-p.block[0] // c.tile_m)
+
+    def tiles(self, p: SpmmProblem, c: Config) -> int:
+        """Tiles of C of all batches."""
+        return self.down(p, c) * -(-p.n // c.tile_n) * p.batch
+
+    def why_not(self, p: SpmmProblem) -> list[str]:
+        """Reasons why `p` cannot run here."""
+        if foreign := p.a.unless(self.storage):
+            return foreign
+        why = why_not(p)
+        if self.most_k and p.k > self.most_k:
+            why.append(f"K must be at most {self.most_k}; got {p.k}")
+        if not why and self.tiles(p, self.default(p)) > SIZE_LIMIT:
+            why.append(f"more than {SIZE_LIMIT} tiles of C")
+        return why
+
+    def configs(self, p: SpmmProblem) -> Iterator[Config]:
+        """Serious alternatives, best guess first."""
+        raise NotImplementedError
+
+    def default(self, p: SpmmProblem) -> Config:
+        """The first of `configs` that has a tile for every SM if there is one, else the one of the most tiles."""
+        made = list(self.configs(p))
+        most = max(made, key=lambda c: self.tiles(p, c))
+        return next((c for c in made if self.tiles(p, c) >= p.card.sm_count), most)
 
 
 def seconds(p: Any, c: Config, tiles: int, flops: float, longest: float, steps: int) -> float:

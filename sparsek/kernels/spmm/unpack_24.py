@@ -12,14 +12,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.kernels.lang import epilogue as epilogues
 from sparsek.kernels.lang import tensors
+from sparsek.kernels.lang.launch import launch
+from sparsek.kernels.lang.tensors import SIZE_LIMIT
 from sparsek.plan.problem import SpmmProblem
 from sparsek.reference.epilogue import Epilogue
 
@@ -110,14 +112,37 @@ def column_unit(columns: int) -> int:
     return next(unit for unit in (128, 64, 32, 16, 8) if columns % unit == 0)
 
 
-def constants(b: Tensor, out: Tensor, tf32: bool, epilogue: Epilogue, limit: int) -> dict[str, Any]:
-    """Constexprs that follow from `b` [batch, K, N], `out` and `epilogue.other` [batch, M, N]. Offsets beyond `limit`
-    are counted in 64 bits.
+def start(
+    kernel: Any, c: Config, stored: tuple[Any, ...], down: int, cut: int, b: Tensor, out: Tensor,
+    epilogue: Epilogue, tf32: bool, own: dict[str, Any],
+) -> None:  # fmt: skip
+    """Launches a kernel for C [..., M, N] and b [..., K, N], strides as they are; no sync, no allocation.
+
+    Its first arguments are `stored`, and `own` its constexprs that follow from A. `down` rows of tiles or block rows,
+    `cut` tiles high.
     """
+    m, n = out.shape[-2:]
+    column_tiles = -(-n // c.tile_n)
+    for b3, out3, other in tensors.folded(b, out, epilogue.other):
+        shared = constants(c, b3, out3, tf32, replace(epilogue, other=other))
+        batch = b3.shape[0]
+        with torch.cuda.device_of(b3):
+            launch(
+                kernel, (down * cut * column_tiles * batch,),
+                *stored, b3, out3, epilogue.bias, other, float(epilogue.alpha), float(epilogue.beta),
+                m, n, b3.shape[1], down, column_tiles, column_tiles * batch,
+                *tensors.strides(b3), *tensors.strides(out3), *tensors.strides(other),
+                **own, **shared, num_warps=c.num_warps, num_stages=c.num_stages,
+            )  # fmt: skip
+
+
+def constants(c: Config, b: Tensor, out: Tensor, tf32: bool, epilogue: Epilogue) -> dict[str, Any]:
+    """Constexprs that follow from the config, `b` [batch, K, N], `out` and `epilogue.other` [batch, M, N]."""
     n, other = b.shape[2], epilogue.other
     (unit_bk, unit_bn), (unit_cm, unit_cn), (unit_om, unit_on) = map(tensors.units, (b, out, other))
     return {
-        "WIDE": max(map(tensors.extent, (b, out, other))) > limit,
+        "TM": c.tile_m, "TN": c.tile_n, "TK": c.tile_k, "GROUP": c.group, "RAGGED_N": n % c.tile_n != 0,
+        "WIDE": max(map(tensors.extent, (b, out, other))) > SIZE_LIMIT,
         "PRECISION": "tf32" if tf32 else "ieee", "UNIT_N": tensors.unit(n, b),
         "UNIT_BK": unit_bk, "UNIT_BN": unit_bn, "UNIT_CM": unit_cm, "UNIT_CN": unit_cn,
         "UNIT_OM": unit_om, "UNIT_ON": unit_on, **epilogues.constants(epilogue),
@@ -136,30 +161,50 @@ SINGLE = (Config(64, 64, 32, 4, 3), Config(64, 64, 32, 8, 3), Config(32, 64, 32,
 # fmt: on
 
 
-def configs(p: SpmmProblem, tallest: int) -> Iterator[Config]:
-    """Serious alternatives for tiles of at most `tallest` rows, best guess first, cut to N and to shared memory."""
-    widest = max(16, 1 << (p.n - 1).bit_length())
-    table = SINGLE if p.dtype == "fp32" else HOPPER if p.on_cpu or p.card.capability[0] == 9 else AMPERE
-    seen = set()
-    for c in table:
-        if c.tile_m > tallest:
-            continue
-        c = replace(c, tile_n=min(c.tile_n, widest))
-        if p.combine and c.tile_m * c.tile_n > 64 * 32 * c.num_warps:  # two tiles of C at once spill
-            c = replace(c, num_warps=2 * c.num_warps)
-        c = replace(c, num_stages=tensors.stages(p, c.num_stages, c.tile_k * (c.tile_m + c.tile_n)))
-        if c not in seen:
-            seen.add(c)
-            yield c
+class Unpacking:
+    """What both kernels answer alike. `storage` is what they multiply."""
 
+    storage: str
 
-def default(p: SpmmProblem, tallest: int, rows: int) -> Config:
-    """The first of `configs`, of those whose tiles are at least as many as the SMs if there is one, else the last.
+    def rows(self, p: SpmmProblem) -> int:
+        """Rows that tiles cover, all block rows together."""
+        raise NotImplementedError
 
-    `rows` are those that tiles cover, all block rows together.
-    """
-    made = list(configs(p, tallest))
-    return next((c for c in made if tiles(c, rows, p) >= p.card.sm_count), made[-1])
+    def tallest(self, p: SpmmProblem) -> int:
+        """Rows of a tile at most."""
+        raise NotImplementedError
+
+    def why_not(self, p: SpmmProblem) -> list[str]:
+        """Reasons why `p` cannot run here."""
+        if foreign := p.a.unless(self.storage):
+            return foreign
+        why = tensors.why_not(p)
+        if max(p.m, p.k, p.n) > COLUMN_LIMIT:
+            why.append(f"M, K and N must be at most {COLUMN_LIMIT}; got {p.m}, {p.k}, {p.n}")
+        if not why and tiles(self.default(p), self.rows(p), p) > SIZE_LIMIT:
+            why.append(f"more than {SIZE_LIMIT} tiles of C")
+        return why
+
+    def default(self, p: SpmmProblem) -> Config:
+        """The first of `configs` of whose tiles there are as many as SMs if there is one, else the last."""
+        made = list(self.configs(p))
+        return next((c for c in made if tiles(c, self.rows(p), p) >= p.card.sm_count), made[-1])
+
+    def configs(self, p: SpmmProblem) -> Iterator[Config]:
+        """Serious alternatives, best guess first, cut to N and to shared memory."""
+        widest = max(16, 1 << (p.n - 1).bit_length())
+        table = SINGLE if p.dtype == "fp32" else HOPPER if p.on_cpu or p.card.capability[0] == 9 else AMPERE
+        seen = set()
+        for c in table:
+            if c.tile_m > self.tallest(p):
+                continue
+            c = replace(c, tile_n=min(c.tile_n, widest))
+            if p.combine and c.tile_m * c.tile_n > 64 * 32 * c.num_warps:  # two tiles of C at once spill
+                c = replace(c, num_warps=2 * c.num_warps)
+            c = replace(c, num_stages=tensors.stages(p, c.num_stages, c.tile_k * (c.tile_m + c.tile_n)))
+            if c not in seen:
+                seen.add(c)
+                yield c
 
 
 def tiles(c: Config, rows: int, p: SpmmProblem) -> int:
@@ -187,16 +232,3 @@ def seconds(p: SpmmProblem, c: Config, rows: int, dense_flops: float) -> float:
     return p.card.launch_seconds + max(
         arithmetic, 0.6e-6 * deep / c.tile_k, 1.5e-6 + p.compulsory_bytes / (0.8 * p.card.bandwidth)
     )
-
-
-def why_not(p: SpmmProblem) -> list[str]:
-    """Reasons why no plain Triton kernel multiplies this 2:4 matrix."""
-    why = tensors.why_not(p)
-    if max(p.m, p.k, p.n) > COLUMN_LIMIT:
-        why.append(f"M, K and N must be at most {COLUMN_LIMIT}; got {p.m}, {p.k}, {p.n}")
-    return why
-
-
-def values_bytes(p: SpmmProblem) -> int:
-    """Bytes of A's values."""
-    return p.stored * dtypes.itemsize(p.dtype)

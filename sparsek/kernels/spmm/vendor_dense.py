@@ -19,8 +19,6 @@ setting says at the time of the call.
 import os
 import threading
 import weakref
-from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,7 +28,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from sparsek.core import dtypes
 from sparsek.core.device import Card
 from sparsek.core.tracing import outside_inference
+from sparsek.kernels.kinds import Fixed, FixedKernel
 from sparsek.matrix.bsr import BSR
+from sparsek.matrix.pattern import BlockPattern
 from sparsek.plan.kernel import SpmmKernel
 from sparsek.plan.problem import SpmmProblem
 from sparsek.reference.epilogue import PLAIN, Epilogue
@@ -39,14 +39,6 @@ from sparsek.reference.epilogue import PLAIN, Epilogue
 # keeps threads on one stream, or on the CPU, from coming between a copy and its product.
 _COPIES: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 COPYING = threading.Lock()
-
-
-@dataclass(frozen=True)
-class DenseConfig:
-    """Nothing to choose: the vendor's library does."""
-
-    def __repr__(self) -> str:
-        return "dense copy of A, torch.matmul"
 
 
 class DenseCopy:
@@ -89,14 +81,16 @@ def dense_copy(a: BSR) -> Tensor:
     return copy.dense
 
 
-class VendorDense:
+class VendorDense(FixedKernel):
     """Dense matmul. Any device; blocks outside the pattern are zeros."""
 
     name = "vendor.dense"
     only_by_name = "it keeps a dense copy of A"
+    config = Fixed("dense copy of A, torch.matmul")
+    storages = ("bsr",)
 
     def why_not(self, p: SpmmProblem) -> list[str]:
-        if foreign := p.a.unless("bsr"):
+        if foreign := super().why_not(p):
             return foreign
         reasons = []
         if not p.stats.touches_all_columns:
@@ -110,13 +104,7 @@ class VendorDense:
             )
         return reasons
 
-    def default(self, p: SpmmProblem) -> DenseConfig:
-        return DenseConfig()
-
-    def configs(self, p: SpmmProblem) -> Iterable[DenseConfig]:
-        return [DenseConfig()]
-
-    def seconds(self, p: SpmmProblem, c: DenseConfig) -> float:
+    def seconds(self, p: SpmmProblem, c: Fixed) -> float:
         rate = p.card.tflops[p.rate_name] * 1e12
         size = dtypes.itemsize(p.dtype)
         product = max(
@@ -128,12 +116,12 @@ class VendorDense:
         finished = 2 * passes * p.m * p.n * p.batch * size / p.card.bandwidth
         return product + finished + (1 + passes) * p.card.launch_seconds
 
-    def prepare(self, p: SpmmProblem, c: DenseConfig, a: BSR) -> None:
+    def prepare(self, p: SpmmProblem, c: Fixed, a: BSR) -> None:
         with torch.no_grad(), COPYING:
             dense_copy(a)
 
     def launch(
-        self, c: DenseConfig, work: None, a: BSR, b: Tensor, out: Tensor, epilogue: Epilogue = PLAIN
+        self, c: Fixed, work: None, a: BSR, b: Tensor, out: Tensor, epilogue: Epilogue = PLAIN
     ) -> None:
         if out.numel() == 0:
             return
@@ -181,6 +169,17 @@ def _goes_along(activation: str, bias: bool, combine: str) -> bool:
 def _dense_bytes(p: SpmmProblem) -> int:
     (bm, bk), (mb, kb) = p.block, p.grid
     return mb * bm * kb * bk * dtypes.itemsize(p.dtype)
+
+
+def product_of_blocks(
+    left: Tensor, right: Tensor, pattern: BlockPattern, at: tuple[Tensor, Tensor]
+) -> Tensor:
+    """left @ right at the stored blocks of `pattern`, [nnzb, bm, bn], which stand at block rows and columns `at`."""
+    (m, n), (rows, columns), (bm, bn) = pattern.shape, pattern.grid, pattern.block
+    make = left.new_zeros if pattern.is_ragged else left.new_empty
+    dense = make(pattern.padded_shape)
+    torch.matmul(left, right, out=dense[:m, :n])
+    return dense.view(rows, bm, columns, bn).transpose(1, 2)[at]
 
 
 def limit_bytes(card: Card) -> int:

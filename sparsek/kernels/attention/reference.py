@@ -1,0 +1,94 @@
+"""reference.attention and reference.attention_bwd: the specification, run as kernels.
+
+Any device, dtype and layout; they visit every query-key pair, so they are slow, and predicted to be.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsek.core import dtypes
+from sparsek.kernels.kinds import Fixed, FixedKernel, wide_seconds, wide_size
+from sparsek.mask.mask import BlockMask
+from sparsek.plan.problem import AttentionProblem
+from sparsek.reference.attention import attention, attention_backward
+
+
+class _Reference(FixedKernel):
+    """`passes`: reads and writes of one score. `widths`: of k and v in float32, for every tile of queries. `calls`: of
+    torch, for every tile.
+    """
+
+    config = Fixed("every key for one tile of queries at a time, in float32 or float64")
+    passes: int
+    widths: int
+    calls: int
+
+    def seconds(self, p: AttentionProblem, c: Fixed) -> float:
+        heads, tiles, size = p.batch * p.q_heads, p.grid[0], wide_size(p)
+        keys = heads * tiles * p.kv_len * (p.dim + p.v_dim)
+        moved = self.passes * heads * p.q_len * p.kv_len * size
+        moved += keys * (4 * dtypes.itemsize(p.dtype) + self.widths * size)
+        return wide_seconds(p, p.dense_flops, moved, self.calls * tiles)
+
+
+class ReferenceAttention(_Reference):
+    """`sparsek.reference.attention` behind the protocol: the last resort, and what the others are compared with."""
+
+    name = "reference.attention"
+    passes = 12  # scaled, masked, log-sum-exp, difference, exponential, product
+    widths = 2  # k and v are repeated, masked and widened
+    calls = 24
+
+    def launch(
+        self,
+        c: Fixed,
+        work: None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: BlockMask,
+        scale: float,
+        out: Tensor,
+        lse: Tensor | None,
+    ) -> None:
+        with torch.no_grad():
+            result, sums = attention(q, k, v, mask, scale=scale)
+            out.copy_(result)
+            if lse is not None:
+                lse.copy_(sums)
+
+
+class ReferenceAttentionBackward(_Reference):
+    """`sparsek.reference.attention.attention_backward` behind the protocol: the last resort."""
+
+    name = "reference.attention_bwd"
+    passes = 18  # scaled, masked, difference, exponential, gradients of weights and scores, products
+    widths = 6  # and dk and dv are added to
+    calls = 48
+
+    def launch(
+        self,
+        c: Fixed,
+        work: None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: BlockMask,
+        scale: float,
+        out: Tensor,
+        lse: Tensor,
+        grad: Tensor,
+        grad_lse: Tensor | None,
+        dq: Tensor,
+        dk: Tensor,
+        dv: Tensor,
+    ) -> None:
+        with torch.no_grad():
+            found = attention_backward(q, k, v, mask, out, lse, grad, grad_lse, scale=scale)
+            for mine, theirs in zip((dq, dk, dv), found, strict=True):
+                mine.copy_(theirs)
+
+
+KERNELS: dict[str, Any] = {each.name: each for each in (ReferenceAttention(), ReferenceAttentionBackward())}

@@ -1,0 +1,94 @@
+"""What kernels of one kind answer alike: those with nothing to choose, and those of CPU tensors."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """Nothing to choose. `text` says what the kernel does."""
+
+    text: str
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+class FixedKernel:
+    """A kernel of one config that prepares nothing: a reference, or a vendor's library.
+
+    `storages`: the kinds of storage that it multiplies, () outside spmm.
+    """
+
+    config: Fixed
+    storages: tuple[str, ...] = ()
+
+    def why_not(self, p: Any) -> list[str]:
+        return p.a.unless(*self.storages) if self.storages else []
+
+    def default(self, p: Any) -> Fixed:
+        return self.config
+
+    def configs(self, p: Any) -> list[Fixed]:
+        return [self.config]
+
+    def prepare(self, p: Any, c: Fixed, source: Any) -> Any:
+        return None
+
+
+def wide_size(p: Any) -> int:
+    """Bytes of an element in float32, or float64 for float64."""
+    return 8 if p.dtype == "fp64" else 4
+
+
+def wide_seconds(p: Any, flops: float, moved: float, calls: float) -> float:
+    """The time of some FLOP in float32 or float64, bytes moved and calls of torch, one after the other."""
+    rate = p.card.tflops["fp64" if p.dtype == "fp64" else "fp32"] * 1e12
+    return flops / rate + moved / p.card.bandwidth + calls * p.card.launch_seconds
+
+
+@dataclass(frozen=True)
+class CpuConfig:
+    """`step_bytes`: what one step gathers and packs at most. `wide`: 16-bit inputs are multiplied as float32."""
+
+    step_bytes: int = 1 << 21
+    wide: bool = False
+
+    def __repr__(self) -> str:
+        return f"steps of {self.step_bytes >> 10} KiB{', in float32' if self.wide else ''}"
+
+
+class CpuKernel:
+    """A kernel in batched torch, which works in steps that the cache holds. Never chosen for CUDA tensors.
+
+    `storages`: the kinds of storage that it multiplies, () outside spmm.
+    """
+
+    storages: tuple[str, ...] = ()
+    config: type[CpuConfig] = CpuConfig
+
+    def why_not(self, p: Any) -> list[str]:
+        foreign = p.a.unless(*self.storages) if self.storages else []
+        return foreign or ([] if p.on_cpu else ["runs on CPU tensors only"])
+
+    def default(self, p: Any) -> Any:
+        return self.config(wide=goes_wide(p))
+
+    def configs(self, p: Any) -> list[Any]:
+        return [self.config(1 << shift, each) for each in widths(p) for shift in (19, 20, 21, 22)]
+
+
+def goes_wide(p: Any) -> bool:
+    """Whether this processor is faster at `p` in float32."""
+    return p.dtype == "fp16" or (p.dtype == "bf16" and not has_bf16_units())
+
+
+def widths(p: Any) -> tuple[bool, ...]:
+    """What `wide` may be."""
+    return (False, True) if p.dtype in ("bf16", "fp16") else (False,)
+
+
+def has_bf16_units() -> bool:
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
