@@ -16,7 +16,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.kernels.lang import epilogue as epilogues
 from sparsek.kernels.lang import tensors
@@ -195,8 +194,3 @@ def why_not(p: SpmmProblem) -> list[str]:
     if max(p.m, p.k, p.n) > COLUMN_LIMIT:
         why.append(f"M, K and N must be at most {COLUMN_LIMIT}; got {p.m}, {p.k}, {p.n}")
     return why
-
-
-def values_bytes(p: SpmmProblem) -> int:
-    """Bytes of A's values."""
-    return p.stored * dtypes.itemsize(p.dtype)
