@@ -24,7 +24,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
-from sparsek.integrations.transformers_masks import Asked, ModelMask, dense_mask, model_mask, policy_of
+from sparsek.integrations.transformers_masks import MaskRequest, ModelMask, dense_mask, model_mask, policy_of
 from sparsek.mask.operands import check_tensors
 from sparsek.matrix.pattern import INT32_MAX
 from sparsek.ops.attention import attention
@@ -80,7 +80,7 @@ def sparsek_mask(
             f"mask_function is {arguments.shown(mask_function)}; transformers has functions there"
         )
     where = arguments.device("device", device)
-    asked = Asked(batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask, where)
+    asked = MaskRequest(batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask, where)
     return model_mask(asked, mask_function, policy_of(config), arguments.flag("use_vmap", use_vmap))
 
 
@@ -139,7 +139,7 @@ def _model_mask(
     if isinstance(given, ModelMask):
         return given.to(query.device)
     batch, q_len, kv_len = query.shape[0], query.shape[2], key.shape[2]
-    asked = Asked(batch, q_len, kv_len, kv_len - q_len, 0, None, query.device)
+    asked = MaskRequest(batch, q_len, kv_len, kv_len - q_len, 0, None, query.device)
     policy = policy_of(getattr(module, "config", None))
     if given is None:
         if is_causal is None:

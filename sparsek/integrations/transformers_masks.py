@@ -157,7 +157,7 @@ MAKERS: dict[str, Callable[..., bool]] = {
 
 
 @dataclass(frozen=True)
-class Asked:
+class MaskRequest:
     """A mask that transformers wants: lengths, where queries and keys start, and the 2-D mask of padding [B, keys]."""
 
     batch: int
@@ -241,7 +241,7 @@ def _runs(ids: np.ndarray) -> np.ndarray:
 
 
 def model_mask(
-    asked: Asked, function: Callable[..., Any], policy: MaskPolicy | None, use_vmap: bool = False
+    asked: MaskRequest, function: Callable[..., Any], policy: MaskPolicy | None, use_vmap: bool = False
 ) -> ModelMask:
     """What `function` and the padding admit, as far as `policy` does too."""
     rules = Rules.of(function)
@@ -252,7 +252,9 @@ def model_mask(
     return dense_mask(asked, asked.seen(function, use_vmap), policy, packed)
 
 
-def dense_mask(asked: Asked, seen: Tensor, policy: MaskPolicy | None, packed: bool = False) -> ModelMask:
+def dense_mask(
+    asked: MaskRequest, seen: Tensor, policy: MaskPolicy | None, packed: bool = False
+) -> ModelMask:
     """What a mask [B or 1, H or 1, q_len, kv_len] admits, bool or additive, as far as `policy` does too. O(S^2)."""
     admitted = BlockMask.from_transformers(seen, (policy or EVERY_KEY).block)
     if policy is None:

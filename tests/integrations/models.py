@@ -142,6 +142,6 @@ def no_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("every pair is looked at")
 
-    monkeypatch.setattr(transformers_masks.Asked, "seen", refuse)
+    monkeypatch.setattr(transformers_masks.MaskRequest, "seen", refuse)
     monkeypatch.setattr(transformers_masks.BlockMask, "from_dense", refuse)
     monkeypatch.setattr(transformers_masks.BlockMask, "from_transformers", refuse)

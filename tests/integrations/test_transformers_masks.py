@@ -13,7 +13,7 @@ need("transformers")
 
 from sparsek.core.errors import InvalidInput
 from sparsek.integrations.transformers import sparsek_mask
-from sparsek.integrations.transformers_masks import Asked, ModelMask, Rules, policy_of
+from sparsek.integrations.transformers_masks import MaskRequest, ModelMask, Rules, policy_of
 from tests.integrations.models import masking_utils, transformers
 
 PACKED = torch.tensor([[0] * 30 + [1] * 100 + [2] * 20, [0] * 150])
@@ -215,7 +215,7 @@ def test_a_policy_of_a_config_has_the_causality_of_the_model(options: "dict[str,
 def test_padding_is_looked_at_as_far_as_the_keys_reach():
     for length, q_offset, kv_offset in itertools.product((20, 60), (0, 100), (0, 30)):
         there = two_dims("left", 150)
-        found = Asked(2, 5, length, q_offset, kv_offset, there, torch.device("cpu")).keys
+        found = MaskRequest(2, 5, length, q_offset, kv_offset, there, torch.device("cpu")).keys
         assert there is not None
         here = there[:, kv_offset : kv_offset + length]
         assert [(end - start) for start, end, _ in found[0].tolist()] == here.sum(1).tolist()

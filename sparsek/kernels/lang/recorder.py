@@ -248,7 +248,8 @@ class Recorder(TorchDispatchMode):
                 self._allocated(made)
             size = ctypes.c_size_t(made.nbytes)
             step = self.cell(made.data_ptr(), made), ctypes.c_ubyte(0), size, ctypes.c_void_p(self.stream)
-            self.steps.append((driver.cuda().cuMemsetD8Async, step))
+            if made.nbytes:
+                self.steps.append((driver.cuda().cuMemsetD8Async, step))
         elif name.removeprefix("aten::") not in VIEWS or _is_copy(made, args):
             self.reason = self.reason or f"{name} runs between its launches"
         return made

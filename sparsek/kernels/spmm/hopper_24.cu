@@ -27,7 +27,7 @@
    14 bits of a running FP8 sum, so every PROMOTE steps what they summed is added to float32 sums; with PROMOTE 0 it
    stays there. A @ B is then times a_scale[row] and b_scale[column].
 
-   Capital names that are not defined here are constants of the compilation: Config.defines in semi24.py, where it also
+   Capital names that are not defined here are constants of the compilation: Config.defines in hopper_24.py, which also
    says what a call must be. Sums are float32, in the order of k: the same bits whatever the tile. No include: NVRTC
    compiles this file as it is. */
 
@@ -67,7 +67,7 @@ constexpr int BOXES_N = TN / BOX_N, BOXES = MS * BOXES_N;  // boxes side by side
 constexpr int A_AT = 0, B_AT = A_AT + STAGES * A_BYTES;    // where what lies in shared memory
 constexpr int C_AT = B_AT + STAGES * B_BYTES, E_AT = C_AT + WGS * C_BOXES * BOX_BYTES;
 constexpr int FULL_AT = E_AT + STAGES * E_BYTES, EMPTY_AT = FULL_AT + STAGES * 8;
-static_assert(EMPTY_AT + STAGES * 8 <= SMEM_BYTES, "semi24.py counts shared memory differently");
+static_assert(EMPTY_AT + STAGES * 8 <= SMEM_BYTES, "hopper_24.py counts shared memory differently");
 static_assert(A_BYTES % 1024 == 0 && B_BYTES % 1024 == 0, "swizzled tiles begin at multiples of 1024");
 static_assert(PROMOTE % 2 == 0, "steps go in pairs");
 static_assert(FP8 || !PROMOTE, "16-bit products are summed in float32 as it is");
