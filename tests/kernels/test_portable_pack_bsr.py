@@ -218,7 +218,7 @@ def test_a_gpu_packs_what_lies_past_2_to_the_31():
 def test_memory_is_that_of_the_result_and_one_number_for_every_block(monkeypatch: pytest.MonkeyPatch):
     w = torch.randn(4090, 4090, device="cuda").bfloat16()
     BSR.from_dense(w, 64, keep=0.125)
-    monkeypatch.setattr(convert, "_tiles", lambda *given: pytest.fail("torch packed"))
+    monkeypatch.setattr(convert, "tiles_of", lambda *given: pytest.fail("torch packed"))
 
     def asked(when: str) -> int:
         """Bytes as they were asked for: what torch holds for them may be a part of its cache 1 MB too large."""

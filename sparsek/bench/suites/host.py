@@ -1,8 +1,10 @@
 """What calls cost the host, beside torch's, as cases: cached calls, layers in eager mode, first calls of a process."""
 
+import atexit
 import gc
 import json
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -185,7 +187,7 @@ for _, name, *_ in kernels.KERNELS:
     kernels.load(name)
 """
 # By call, the folder of caches that its last process left behind.
-_FILLED: dict[HostCase, tempfile.TemporaryDirectory[str]] = {}
+_FILLED: dict[HostCase, Path] = {}
 
 
 @dataclass(frozen=True)
@@ -249,8 +251,8 @@ def _first_calls(case: HostCase, device: torch.device, rounds: int, report: Call
         fills = case.caches == "empty" or call not in _FILLED
         if fills:
             _drop_caches(call)
-            _FILLED[call] = tempfile.TemporaryDirectory()
-        sample = _in_a_process(case, device, Path(_FILLED[call].name))
+            _FILLED[call] = _folder()
+        sample = _in_a_process(case, device, _FILLED[call])
         if not fills or case.caches == "empty":
             samples.append(sample)
             seen.sample()
@@ -266,14 +268,21 @@ def _first_calls(case: HostCase, device: torch.device, rounds: int, report: Call
 
 def _drop_caches(call: HostCase) -> None:
     if call in _FILLED:
-        _FILLED.pop(call).cleanup()
+        shutil.rmtree(_FILLED.pop(call), ignore_errors=True)
+
+
+def _folder() -> Path:
+    """A new one, gone when this process ends."""
+    folder = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 @cache
-def _bytecode() -> "tempfile.TemporaryDirectory[str]":
+def _bytecode() -> Path:
     """Where a process has left the bytecode of what first calls import."""
-    folder = tempfile.TemporaryDirectory()
-    where = env.with_caches_in(Path(folder.name), Path(folder.name))
+    folder = _folder()
+    where = env.with_caches_in(folder, folder)
     subprocess.run(
         [sys.executable, "-c", IMPORTS], capture_output=True, timeout=CHILD_SECONDS, check=False, env=where
     )
@@ -290,7 +299,7 @@ def _in_a_process(case: HostCase, device: torch.device, folder: Path) -> dict[st
         text=True,
         timeout=CHILD_SECONDS,
         check=False,
-        env=env.with_caches_in(folder, Path(_bytecode().name)),
+        env=env.with_caches_in(folder, _bytecode()),
     )
     if ran.returncode:
         last = (ran.stderr.strip().splitlines() or [f"exit status {ran.returncode}"])[-1]
