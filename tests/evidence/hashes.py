@@ -11,6 +11,7 @@ from sparsek.plan import sources
 BESIDE = re.compile(r"""["'](\w+\.(?:py|h|cu))["']""")
 # A module, or a folder of them, that is loaded by its name: f"sparsek.bench.suites.{stem}".
 LATE = re.compile(r"""["'](sparsek\.(?:bench|cli)\.\w+(?:\.\w+)*)""")
+COMPILED = (".pyc", ".zip", ".new")
 FOLLOWED = ("tests.", "sparsek.bench", "sparsek.cli")
 # Only such a file can hold tests marked `gpu`: by the mark, or by the fixture `device`.
 MARKED = re.compile(r"mark\.gpu\b|[(,]\s*device\b\s*[:,)]|^\s+device: ", re.MULTILINE)
@@ -18,13 +19,13 @@ MARKED = re.compile(r"mark\.gpu\b|[(,]\s*device\b\s*[:,)]|^\s+device: ", re.MULT
 
 def source_hashes(root: Path) -> dict[str, str]:
     """The hash of each folder of sparsek/ that the kernels, plans and operations are made of, so of all but bench and
-    cli, and of the files beside them.
+    cli, and of the files beside them; without what is compiled from these.
     """
     top = root / "sparsek"
     found = {"sparsek": sources.files_hash(top.glob("*.py"), top)}
     for folder in sorted(path for path in top.iterdir() if (path / "__init__.py").exists()):
         if folder.name not in ("bench", "cli"):
-            files = (path for path in folder.rglob("*") if path.is_file() and path.suffix != ".pyc")
+            files = (path for path in folder.rglob("*") if path.is_file() and path.suffix not in COMPILED)
             found[folder.name] = sources.files_hash(files, top)
     return found
 
