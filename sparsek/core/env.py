@@ -25,6 +25,21 @@ def interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
+def compiling_differently() -> bool:
+    """Whether one of Triton's variables asks for other machine code than it compiles by default, or to see it compile."""
+    asking = (
+        "ALWAYS_COMPILE",
+        "DEBUG",
+        "DEFAULT_FP_FUSION",
+        "ENABLE_ASAN",
+        "F32_DEFAULT",
+        "INSTRUMENTATION_MODE",
+    )
+    asking += ("KERNEL_DUMP", "KERNEL_OVERRIDE", "OVERRIDE_ARCH")
+    named = (*(f"TRITON_{name}" for name in asking), "DISABLE_PTXAS_OPT", "PTXAS_OPTIONS")
+    return any(os.environ.get(name) for name in named)
+
+
 def cache_dir() -> str:
     """SPARSEK_CACHE: folder for compiled CUDA C++ kernels; default ~/.cache/sparsek. Whoever runs this and has no home
     gets the null device, below which nothing can be kept."""

@@ -104,6 +104,7 @@ def test_a_kernel_of_the_archive_is_loaded_once_on_a_hopper_card(archive, monkey
         "no GPU",
         "another source",
         "another Triton",
+        "another setting",
         "no archive",
         "no index",
         "a list",
@@ -119,6 +120,8 @@ def test_nothing_is_found_where_it_does_not_fit(archive, monkeypatch, change: st
         monkeypatch.setattr(shipped, "source", lambda: "of yesterday")
     if change == "another Triton":
         monkeypatch.setattr(driver, "is_tested", lambda: False)
+    if change == "another setting":
+        monkeypatch.setenv("TRITON_DEBUG", "1")
     if change == "no archive":
         path.unlink()
     if change in ("no index", "a list"):

@@ -2,7 +2,7 @@
 
     key      kernel, what Triton specializes it for of these arguments, launch options     -> name of a cubin
     valid    while the source of all kernels is the one that it was compiled from, under a Triton whose argument block
-             is known (lang/driver.py)
+             is known (lang/driver.py) and that no variable asks to compile otherwise
 
 `make cubins` writes ARCHIVE (scripts/cubins.py says of which calls); no GPU is needed. What is not in it is compiled
 when it is first used.
@@ -92,7 +92,9 @@ def find(kernel: Any, args: Sequence[Any], named: Mapping[str, Any]) -> Code | N
 
 @cache
 def _serves() -> bool:
-    return torch.cuda.is_available() and not env.interpreting() and driver.is_tested() and store() is not None
+    if env.interpreting() or env.compiling_differently():
+        return False
+    return torch.cuda.is_available() and driver.is_tested() and store() is not None
 
 
 @cache
