@@ -26,7 +26,7 @@ def interpreting() -> bool:
 
 
 def compiling_differently() -> bool:
-    """Whether one of Triton's variables asks for other machine code than it compiles by default, or to see it compile."""
+    """Whether one of Triton's variables asks for other machine code than its default, or to see it compile."""
     asking = (
         "ALWAYS_COMPILE",
         "DEBUG",
