@@ -225,7 +225,10 @@ def main() -> None:
             if entry:
                 index["kernels"][name] = entry
             archive.writestr(name, cubin)
-            print(f"\r{done} of {len(JOBS)} kernels, {time.monotonic() - began:.0f} s", end="", flush=True)
+            if sys.stdout.isatty() or done == len(JOBS):
+                print(
+                    f"\r{done} of {len(JOBS)} kernels, {time.monotonic() - began:.0f} s", end="", flush=True
+                )
         archive.writestr(shipped.INDEX, json.dumps(index))
     print(f"\n{shipped.ARCHIVE}: {made.stat().st_size / 1e6:.1f} MB")
     if made.stat().st_size > MOST_BYTES:
