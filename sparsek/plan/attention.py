@@ -17,6 +17,7 @@ from sparsek.core.streams import captured, tensors_in
 from sparsek.mask.mask import BlockMask
 from sparsek.mask.operands import check_tensors
 from sparsek.plan import attention_operands as operands
+from sparsek.plan.kernel import AttentionCall
 from sparsek.plan.plan import Plan
 from sparsek.plan.problem import AttentionProblem
 from sparsek.plan.select import Choice
@@ -223,7 +224,7 @@ class AttentionPlan(MaskPlan):
         if mask.kv_len == 0:
             return out.zero_(), None if lse is None else lse.fill_(-torch.inf)
         kernel, config, _ = self.choice
-        kernel.launch(config, self.work, q, k, v, mask, scale, out, lse)
+        kernel.launch(config, self.work, AttentionCall(q, k, v, mask, scale, out, lse))
         return out, lse
 
 

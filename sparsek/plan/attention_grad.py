@@ -16,6 +16,7 @@ from sparsek.core.streams import Ready, captured, tensors_in, wait_for
 from sparsek.mask.mask import BlockMask
 from sparsek.plan import attention_operands as operands
 from sparsek.plan.attention import MaskPlan, about, alike, megabytes, sizes
+from sparsek.plan.kernel import AttentionGradCall
 from sparsek.plan.problem import AttentionGradProblem
 from sparsek.plan.select import Choice
 
@@ -109,7 +110,8 @@ class AttentionGradPlan(MaskPlan):
         grad = operands.fitting(grad, out, self.problem.aligned)
         grad_lse = None if grad_lse is None else grad_lse.contiguous()
         kernel, config, _ = self.choice
-        kernel.launch(config, self.work, q, k, v, mask, scale, out, lse, grad, grad_lse, dq, dk, dv)
+        given = AttentionGradCall(q, k, v, mask, scale, out, lse, grad, grad_lse, dq, dk, dv)
+        kernel.launch(config, self.work, given)
         return dq, dk, dv
 
     def headline(self) -> list[str]:

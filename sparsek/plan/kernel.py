@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -122,6 +122,23 @@ class SpgemmKernel(Kernel[SpgemmProblem], Protocol):
         ...
 
 
+class AttentionCall(NamedTuple):
+    """What a launch of attention reads and writes.
+
+    `out` [B, Hq, S, Dv] and `lse` [B, Hq, S] are preallocated and fully overwritten. `out` lies in memory as
+    [B, Hq, S, Dv] or as [B, S, Hq, Dv], without gaps; `lse` is contiguous. No side of either and not T is 0. `scale` is
+    positive and multiplies q k^T, base e.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: BlockMask
+    scale: float
+    out: Tensor
+    lse: Tensor | None
+
+
 class AttentionKernel(Kernel[AttentionProblem], Protocol):
     """One implementation of attention over the blocks of a mask."""
 
@@ -133,24 +150,36 @@ class AttentionKernel(Kernel[AttentionProblem], Protocol):
         """
         ...
 
-    def launch(
-        self,
-        c: Any,
-        work: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: BlockMask,
-        scale: float,
-        out: Tensor,
-        lse: Tensor | None,
-    ) -> None:
-        """Runs. `out` [B, Hq, S, Dv] and `lse` [B, Hq, S] are preallocated and fully overwritten.
-
-        `out` lies in memory as [B, Hq, S, Dv] or as [B, S, Hq, Dv], without gaps; `lse` is contiguous. No side of
-        either and not T is 0. `scale` is positive and multiplies q k^T, base e.
-        """
+    def launch(self, c: Any, work: Any, call: AttentionCall) -> None:
+        """Runs."""
         ...
+
+
+class AttentionGradCall(NamedTuple):
+    """What a launch of the gradients of attention reads and writes: `dq`, `dk` and `dv`.
+
+    P = exp(scale q k^T - lse) where the mask admits it, delta = rowsum(grad * out) - grad_lse,
+    dv = P^T grad, dS = P * (grad v^T - delta), dq = scale dS k, dk = scale dS^T q. Rows of lse = -inf, which see
+    nothing, give nothing. dk and dv are summed over the heads of q that a head of k serves.
+
+    `out` and `lse` are as the forward pass gave them, `lse` contiguous. `grad` [B, Hq, S, Dv] is of q's dtype.
+    `grad_lse` [B, Hq, S] is float32 (float64 for float64) and contiguous, or None for 0. dq, dk and dv have the
+    shapes of q, k and v, are preallocated and fully overwritten, and lie in memory as [B, H, L, E] or as [B, L, H, E],
+    without gaps. No side of anything is 0.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: BlockMask
+    scale: float
+    out: Tensor
+    lse: Tensor
+    grad: Tensor
+    grad_lse: Tensor | None
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
 
 
 class AttentionGradKernel(Kernel[AttentionGradProblem], Protocol):
@@ -162,33 +191,8 @@ class AttentionGradKernel(Kernel[AttentionGradProblem], Protocol):
         """
         ...
 
-    def launch(
-        self,
-        c: Any,
-        work: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: BlockMask,
-        scale: float,
-        out: Tensor,
-        lse: Tensor,
-        grad: Tensor,
-        grad_lse: Tensor | None,
-        dq: Tensor,
-        dk: Tensor,
-        dv: Tensor,
-    ) -> None:
-        """Runs. `dq`, `dk` and `dv` have the shapes of q, k and v, and are preallocated and fully overwritten.
-
-        P = exp(scale q k^T - lse) where the mask admits it, delta = rowsum(grad * out) - grad_lse,
-        dv = P^T grad, dS = P * (grad v^T - delta), dq = scale dS k, dk = scale dS^T q. Rows of lse = -inf, which see
-        nothing, give nothing. dk and dv are summed over the heads of q that a head of k serves.
-
-        `out` and `lse` are as the forward pass gave them, `lse` contiguous. `grad` [B, Hq, S, Dv] is of q's dtype.
-        `grad_lse` [B, Hq, S] is float32 (float64 for float64) and contiguous, or None for 0. dq, dk and dv lie in
-        memory as [B, H, L, E] or as [B, L, H, E], without gaps. No side of anything is 0.
-        """
+    def launch(self, c: Any, work: Any, call: AttentionGradCall) -> None:
+        """Runs."""
         ...
 
 

@@ -18,6 +18,7 @@ from sparsek.core.device import card_of
 from sparsek.mask.mask import BlockMask
 from sparsek.plan import attention_operands as operands
 from sparsek.plan.attention_grad import Differentiated
+from sparsek.plan.kernel import AttentionGradCall
 from sparsek.plan.problem import AttentionGradProblem
 from sparsek.reference.attention import attention
 from sparsek.testing.attention_budget import AttentionGradGate, check_attention_backward
@@ -136,12 +137,12 @@ def differentiate(
     kernel: Any, given: Inputs, config: Any = None, *, deterministic: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of `kernel`, written over NaN. Without a config its default."""
-    q, k, v, mask, scale, *rest = given
+    q, k, v, mask = given[:4]
     p = problem(q, k, v, mask, deterministic=deterministic)
     c = kernel.default(p) if config is None else config
     dq, dk, dv = (operands.empty_out(x, x.shape[3]).fill_(torch.nan) for x in (q, k, v))
     with torch.no_grad(), dtypes.as_given(q.device):
-        kernel.launch(c, kernel.prepare(p, c, mask), q, k, v, mask, scale, *rest, dq, dk, dv)
+        kernel.launch(c, kernel.prepare(p, c, mask), AttentionGradCall(*given, dq, dk, dv))
     return dq, dk, dv
 
 

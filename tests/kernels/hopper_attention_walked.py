@@ -19,6 +19,7 @@ from sparsek.kernels.attention.hopper_fwd import KERNEL, Config
 from sparsek.kernels.lang.gluon import Described
 from sparsek.mask.mask import BlockMask
 from sparsek.plan import attention_operands as operands
+from sparsek.plan.kernel import AttentionCall
 from sparsek.testing.attention_budget import check_attention
 from sparsek.testing.attention_cases import ATTENTION_CASES, AttentionCase, random_bits
 from sparsek.testing.poison import poisoned
@@ -150,12 +151,13 @@ def hold(case: AttentionCase) -> list[Config]:
         out = operands.empty_out(q, v.shape[3]).fill_(torch.nan)
         lse = poisoned(q.shape[:3], torch.float32)
         work = KERNEL.prepare(p, c, mask)
-        KERNEL.launch(c, work, q, k, v, mask, q.shape[3] ** -0.5, out, lse)
+        KERNEL.launch(c, work, AttentionCall(q, k, v, mask, q.shape[3] ** -0.5, out, lse))
         gate = check_attention(q, k, v, mask, out, lse)
         assert gate.passed, f"{c}: {gate}"
     c = replace(configs[0], lse=False)
     out = operands.empty_out(q, v.shape[3]).fill_(torch.nan)
-    KERNEL.launch(c, KERNEL.prepare(p, c, mask), q, k, v, mask, q.shape[3] ** -0.5, out, None)
+    call = AttentionCall(q, k, v, mask, q.shape[3] ** -0.5, out, None)
+    KERNEL.launch(c, KERNEL.prepare(p, c, mask), call)
     assert check_attention(q, k, v, mask, out).passed
     return configs
 

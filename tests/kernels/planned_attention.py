@@ -8,6 +8,7 @@ from sparsek.core import dtypes
 from sparsek.core.device import card_of
 from sparsek.mask.mask import BlockMask
 from sparsek.plan import attention_operands as operands
+from sparsek.plan.kernel import AttentionCall
 from sparsek.plan.problem import AttentionProblem
 from sparsek.testing.poison import poisoned
 
@@ -52,5 +53,6 @@ def attend(
     out = operands.empty_out(q, v.shape[3]).fill_(float("nan"))
     lse = poisoned(q.shape[:3], operands.lse_dtype(q.dtype), q.device)
     work = kernel.prepare(p, c, mask)
-    kernel.launch(c, work, q, k, v, mask, operands.checked_scale(scale, q.shape[3]), out, lse)
+    factor = operands.checked_scale(scale, q.shape[3])
+    kernel.launch(c, work, AttentionCall(q, k, v, mask, factor, out, lse))
     return out, lse

@@ -12,6 +12,7 @@ from sparsek.kernels.attention import portable_bwd as portable
 from sparsek.kernels.attention.portable_bwd import Config, Tile
 from sparsek.kernels.attention.portable_tiles import DIMS
 from sparsek.mask.mask import BlockMask
+from sparsek.plan.kernel import AttentionGradCall
 from sparsek.testing.attention_cases import AttentionCase, random_bits
 from sparsek.testing.poison import poisoned
 from tests.kernels.attention_grad_cases import (
@@ -178,8 +179,7 @@ def test_results_have_any_strides_and_nothing_beside_them_is_written() -> None:
     rooms = [poisoned((1, 110, 3, 40), HALF) for _ in range(3)]
     heads = (2, 1, 1)
     found = [room[:, :100, :h, :32].transpose(1, 2) for room, h in zip(rooms, heads, strict=True)]
-    q, k, v, _, scale, *rest = given
-    KERNEL.launch(FEW, KERNEL.prepare(p, FEW, mask), q, k, v, mask, scale, *rest, *found)
+    KERNEL.launch(FEW, KERNEL.prepare(p, FEW, mask), AttentionGradCall(*given, *found))
     assert judged(given, (found[0], found[1], found[2])).passed
     for room, x in zip(rooms, found, strict=True):
         x.fill_(torch.nan)
@@ -259,7 +259,7 @@ def test_every_order_of_heads_gives_the_same_bits(lead: int, section: int) -> No
         work, **{x: replace(getattr(work, x), lead=lead, section=section) for x in ("keys", "queries")}
     )
     found = [poisoned(x.shape, HALF) for x in (q, k, v)]
-    KERNEL.launch(FEW, other, q, k, v, mask, *given[4:], *found)
+    KERNEL.launch(FEW, other, AttentionGradCall(*given, *found))
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 

@@ -10,6 +10,7 @@ from sparsek.core import env
 from sparsek.kernels.attention import portable_fwd as portable
 from sparsek.kernels.attention.merge import merge_parts
 from sparsek.mask.mask import BlockLists, BlockMask
+from sparsek.plan.kernel import AttentionCall
 from sparsek.testing.attention_budget import check_attention
 from sparsek.testing.attention_cases import ATTENTION_CASES, AttentionCase, random_bits
 from sparsek.testing.poison import poisoned
@@ -122,10 +123,9 @@ def test_out_has_any_strides_and_nothing_beside_it_is_written() -> None:
     room = poisoned((1, 110, 2, 40), HALF)
     p = problem(q, k, v, mask, lse=False)
     c = KERNEL.default(p)
-    KERNEL.launch(
-        c, KERNEL.prepare(p, c, mask), q, k, v, mask, 0.2, room[:, :100, :, :32].transpose(1, 2), None
-    )
-    assert check_attention(q, k, v, mask, room[:, :100, :, :32].transpose(1, 2), scale=0.2).passed
+    out = room[:, :100, :, :32].transpose(1, 2)
+    KERNEL.launch(c, KERNEL.prepare(p, c, mask), AttentionCall(q, k, v, mask, 0.2, out, None))
+    assert check_attention(q, k, v, mask, out, scale=0.2).passed
     assert room[:, 100:].isnan().all()
     assert room[..., 32:].isnan().all()
 
@@ -218,7 +218,7 @@ def test_every_section_of_heads_gives_the_same_bits() -> None:
     order = KERNEL.prepare(p, c, mask).order
     for section in (1, 3, 8):
         out, lse = poisoned(q.shape, HALF), poisoned(q.shape[:3], torch.float32)
-        KERNEL.launch(c, portable.Work(order, section), q, k, v, mask, 32**-0.5, out, lse)
+        KERNEL.launch(c, portable.Work(order, section), AttentionCall(q, k, v, mask, 32**-0.5, out, lse))
         assert torch.equal(out, expected[0]), section
         assert torch.equal(lse, expected[1]), section
 

@@ -15,6 +15,7 @@ from sparsek.kernels import load
 from sparsek.kernels.attention.cpu_fwd import CpuAttentionConfig
 from sparsek.kernels.kinds import has_bf16_units
 from sparsek.mask.mask import BlockMask
+from sparsek.plan.kernel import AttentionCall
 from sparsek.testing.attention_budget import check_attention
 from sparsek.testing.attention_cases import ATTENTION_CASES, AttentionCase, random_bits
 from sparsek.testing.poison import poisoned
@@ -120,7 +121,7 @@ def test_outputs_may_have_any_strides() -> None:
         (poisoned((2, 150, 4, 8), q.dtype).transpose(1, 2), poisoned((2, 150, 4), q.dtype).mT),
         (poisoned((2, 4, 150, 16), q.dtype)[..., ::2], poisoned((2, 4, 300), q.dtype)[..., ::2]),
     ):
-        KERNEL.launch(config, KERNEL.prepare(p, config, mask), q, k, v, mask, 0.25, out, lse)
+        KERNEL.launch(config, KERNEL.prepare(p, config, mask), AttentionCall(q, k, v, mask, 0.25, out, lse))
         assert check_attention(q, k, v, mask, out, lse).passed
 
 
@@ -230,11 +231,11 @@ def test_an_eighth_of_the_blocks_takes_less_than_half_the_time_of_dense(
     config = KERNEL.default(p)
     work = KERNEL.prepare(p, config, mask)
     calls: dict[str, Any] = {
-        "cpu.attention": lambda: KERNEL.launch(config, work, q, k, v, mask, 0.125, out, None),
+        "cpu.attention": lambda: KERNEL.launch(config, work, AttentionCall(q, k, v, mask, 0.125, out, None)),
         "dense": lambda: functional.scaled_dot_product_attention(q, k, v),
     }
     if dtype == torch.bfloat16 and has_bf16_units():
         every = BlockMask.full(length, block=block, device="cpu")
         whole = KERNEL.prepare(problem(q, k, v, every, lse=False), config, every)
-        calls["dense"] = lambda: KERNEL.launch(config, whole, q, k, v, every, 0.125, out, None)
+        calls["dense"] = lambda: KERNEL.launch(config, whole, AttentionCall(q, k, v, every, 0.125, out, None))
     timed.hold(calls, 0.5)

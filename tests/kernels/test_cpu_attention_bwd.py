@@ -14,6 +14,7 @@ from sparsek.core.device import H200
 from sparsek.kernels import load
 from sparsek.kernels.attention.cpu_steps import CpuAttentionConfig
 from sparsek.mask.mask import BlockMask
+from sparsek.plan.kernel import AttentionGradCall
 from sparsek.reference.attention import attention_backward
 from sparsek.testing.attention_cases import ATTENTION_CASES, AttentionCase, random_bits
 from sparsek.testing.poison import poisoned
@@ -131,8 +132,7 @@ def test_results_may_lie_by_heads_or_by_positions() -> None:
     results = [
         poisoned((x.shape[0], x.shape[2], x.shape[1], x.shape[3]), x.dtype).transpose(1, 2) for x in (q, k, v)
     ]
-    *_, out, lse, grad, grad_lse = of
-    KERNEL.launch(KERNEL.default(p), work, q, k, v, mask, of.scale, out, lse, grad, grad_lse, *results)
+    KERNEL.launch(KERNEL.default(p), work, AttentionGradCall(*of, *results))
     assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
 
 

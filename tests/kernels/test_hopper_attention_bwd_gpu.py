@@ -11,6 +11,7 @@ import torch
 
 from sparsek.kernels import load
 from sparsek.mask.mask import BlockMask
+from sparsek.plan.kernel import AttentionGradCall
 from sparsek.testing.attention_cases import AttentionCase, random_bits
 from tests.kernels.attention_grad_cases import (
     cases,
@@ -128,9 +129,8 @@ def test_ten_thousand_launches_give_the_same_bits() -> None:
     with torch.no_grad():
         for launch in range(10_000):
             given, found, c, work = stored[launch % len(stored)]
-            q, k, v, mask, scale, *rest = given
-            again = [torch.empty_like(x) for x in (q, k, v)]
-            kernel.launch(c, work, q, k, v, mask, scale, *rest, *again)
+            again = [torch.empty_like(x) for x in given[:3]]
+            kernel.launch(c, work, AttentionGradCall(*given, *again))
             wrong += sum((a != b).any() for a, b in zip(found, again, strict=True))
     assert int(wrong) == 0, f"seed {seed}: {int(wrong)} tensors differ"
 

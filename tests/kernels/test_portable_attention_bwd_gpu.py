@@ -14,6 +14,7 @@ from torch import Tensor
 from sparsek.core import dtypes
 from sparsek.kernels import load
 from sparsek.mask.mask import BlockMask
+from sparsek.plan.kernel import AttentionGradCall
 from sparsek.testing.attention_cases import AttentionCase, random_bits
 from sparsek.testing.poison import poisoned
 from tests.kernels.attention_grad_cases import (
@@ -130,7 +131,7 @@ def test_any_layout_is_read_as_it_is(kernel: Any, seed: int) -> None:
 def test_nothing_beside_the_results_is_written(kernel: Any, seed: int) -> None:
     mask = BlockMask.causal(q_len=333, kv_len=500, device="cuda")
     given = inputs(randn(2, 4, 333, 96), randn(2, 2, 500, 96), randn(2, 2, 500, 64), mask)
-    q, k, v, _, scale, *rest = given
+    q, k, v = given[:3]
     p = problem(q, k, v, mask)
     for c in kernel.configs(p):
         rooms = [poisoned((2, 510, 5, 104), HALF, "cuda") for _ in range(3)]
@@ -138,7 +139,7 @@ def test_nothing_beside_the_results_is_written(kernel: Any, seed: int) -> None:
             room[:, : x.shape[2], : x.shape[1], : x.shape[3]].transpose(1, 2)
             for room, x in zip(rooms, (q, k, v), strict=True)
         )
-        kernel.launch(c, kernel.prepare(p, c, mask), q, k, v, mask, scale, *rest, dq, dk, dv)
+        kernel.launch(c, kernel.prepare(p, c, mask), AttentionGradCall(*given, dq, dk, dv))
         gate = judged(given, (dq, dk, dv))
         assert gate.passed, f"{c}, seed {seed}: {gate}"
         for room, x in zip(rooms, (dq, dk, dv), strict=True):

@@ -15,6 +15,7 @@ from torch import Tensor
 from sparsek.core import dtypes
 from sparsek.kernels import load
 from sparsek.mask.mask import BlockMask
+from sparsek.plan.kernel import AttentionCall
 from sparsek.testing.attention_budget import check_attention
 from sparsek.testing.attention_cases import ATTENTION_CASES, AttentionCase, random_bits
 from sparsek.testing.poison import poisoned
@@ -97,7 +98,7 @@ def test_nothing_beside_out_and_lse_is_written(kernel: Any, seed: int) -> None:
     for c in kernel.configs(p):
         room.fill_(torch.nan)
         beside.fill_(torch.nan)
-        kernel.launch(c, kernel.prepare(p, c, mask), q, k, v, mask, 0.1, out, lse)
+        kernel.launch(c, kernel.prepare(p, c, mask), AttentionCall(q, k, v, mask, 0.1, out, lse))
         gate = check_attention(q, k, v, mask, out, lse, scale=0.1)
         assert gate.passed, f"{c}, seed {seed}: {gate}"
         assert room[:, 333:].isnan().all()

@@ -6,6 +6,7 @@ import torch
 from sparsek.core.device import card_named
 from sparsek.kernels import load
 from sparsek.mask.mask import BlockMask
+from sparsek.plan.kernel import AttentionCall
 from sparsek.plan.problem import AttentionProblem
 from sparsek.reference.attention import attention
 from sparsek.testing.attention_cases import ATTENTION_CASES, AttentionCase
@@ -31,9 +32,8 @@ def test_it_takes_a_scale_inputs_that_need_gradients_and_no_lse() -> None:
     mask = BlockMask.causal(70, device="cpu")
     out = torch.empty_like(q, requires_grad=False)
     p = problem(q, q, q, mask, lse=False)
-    KERNEL.launch(
-        KERNEL.default(p), KERNEL.prepare(p, KERNEL.default(p), mask), q, q, q, mask, 0.3, out, None
-    )
+    c = KERNEL.default(p)
+    KERNEL.launch(c, KERNEL.prepare(p, c, mask), AttentionCall(q, q, q, mask, 0.3, out, None))
     assert not out.requires_grad
     assert torch.equal(out, attention(q, q, q, mask, scale=0.3)[0])
 

@@ -29,7 +29,7 @@ from sparsek.kernels.attention.cpu_steps import (
     tiles,
 )
 from sparsek.mask.mask import BlockMask
-from sparsek.plan.kernel import AttentionGradKernel
+from sparsek.plan.kernel import AttentionGradCall, AttentionGradKernel
 from sparsek.plan.problem import AttentionProblem
 
 
@@ -44,23 +44,8 @@ class CpuAttentionBackward(CpuAttentionKernel):
     def footprint(self, p: AttentionProblem, rows: int, bk: int) -> Footprint:
         return Footprint(2 * rows * (p.dim + p.v_dim), 2 * bk * (p.dim + p.v_dim + rows))
 
-    def launch(
-        self,
-        c: CpuAttentionConfig,
-        work: CpuWork,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: BlockMask,
-        scale: float,
-        out: Tensor,
-        lse: Tensor,
-        grad: Tensor,
-        grad_lse: Tensor | None,
-        dq: Tensor,
-        dk: Tensor,
-        dv: Tensor,
-    ) -> None:
+    def launch(self, c: CpuAttentionConfig, work: CpuWork, call: AttentionGradCall) -> None:
+        q, k, v, mask, scale, out, lse, grad, grad_lse, dq, dk, dv = call
         with torch.no_grad():
             (bq, bk), count = mask.block, mask.grid[1]
             keys, values = blocks(k, bk), blocks(v, bk)
@@ -68,15 +53,12 @@ class CpuAttentionBackward(CpuAttentionKernel):
             sums = [x.new_zeros((*x.shape[:2], count, bk, x.shape[3]), dtype=sum_dtype) for x in (k, v)]
             for step in work.steps:
                 at = (step.batch, step.head, slice(None), step.tile if step.height == bq else 0)
-
-                def rows(x: Tensor, height: int = step.height) -> Tensor:
-                    """As tiles [B, Hq / pack, pack, n, height, E]."""
-                    return tiles(x.unflatten(1, (q.shape[1] // work.pack, work.pack)), bq, height)
-
-                of_lse = None if grad_lse is None else rows(grad_lse.unsqueeze(-1))[at]
-                given = [rows(x)[at].to(sum_dtype) for x in (q, out, lse.unsqueeze(-1), grad)]
+                as_tiles = work.pack, bq, step.height
+                of_lse = None if grad_lse is None else tiles(grad_lse.unsqueeze(-1), *as_tiles)[at]
+                rows = (q, out, lse.unsqueeze(-1), grad)
+                given = [tiles(x, *as_tiles)[at].to(sum_dtype) for x in rows]
                 found = _differentiate(step, given, of_lse, (keys, values), mask, scale, sums)
-                rows(dq)[at] = found.to(dq.dtype)
+                tiles(dq, *as_tiles)[at] = found.to(dq.dtype)
             for whole, each in zip(sums, (dk, dv), strict=True):
                 each.copy_(whole.flatten(2, 3)[:, :, : each.shape[2]])
 

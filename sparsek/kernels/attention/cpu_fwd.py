@@ -33,7 +33,7 @@ from sparsek.kernels.attention.cpu_steps import (
     tiles,
 )
 from sparsek.mask.mask import BlockMask
-from sparsek.plan.kernel import AttentionKernel
+from sparsek.plan.kernel import AttentionCall, AttentionKernel
 from sparsek.plan.problem import AttentionProblem
 
 
@@ -48,29 +48,18 @@ class CpuAttention(CpuAttentionKernel):
     def footprint(self, p: AttentionProblem, rows: int, bk: int) -> Footprint:
         return Footprint(rows * (p.dim + 2 * p.v_dim), bk * (p.dim + p.v_dim + rows))
 
-    def launch(
-        self,
-        c: CpuAttentionConfig,
-        work: CpuWork,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: BlockMask,
-        scale: float,
-        out: Tensor,
-        lse: Tensor | None,
-    ) -> None:
+    def launch(self, c: CpuAttentionConfig, work: CpuWork, call: AttentionCall) -> None:
+        q, k, v, mask, scale, out, lse = call
         with torch.no_grad():
-            by_unit = (q.shape[1] // work.pack, work.pack)
-            bq, bk = mask.block
+            (bq, bk), pack = mask.block, work.pack
             keys, values = blocks(k, bk), blocks(v, bk)
             for step in work.steps:
                 at = (step.batch, step.head, slice(None), step.tile if step.height == bq else 0)
-                queries = tiles(q.unflatten(1, by_unit), bq, step.height)[at]
+                queries = tiles(q, pack, bq, step.height)[at]
                 found, sums = _attend(step, queries, keys, values, mask, scale)
-                tiles(out.unflatten(1, by_unit), bq, step.height)[at] = found.to(out.dtype)
+                tiles(out, pack, bq, step.height)[at] = found.to(out.dtype)
                 if lse is not None:
-                    tiles(lse.unsqueeze(-1).unflatten(1, by_unit), bq, step.height)[at] = sums.to(lse.dtype)
+                    tiles(lse.unsqueeze(-1), pack, bq, step.height)[at] = sums.to(lse.dtype)
 
 
 def _attend(

@@ -150,8 +150,9 @@ def blocks(x: Tensor, size: int) -> Blocks:
     return Blocks(uncut, last) if whole else Blocks(last.unsqueeze(2), None)
 
 
-def tiles(x: Tensor, size: int, height: int) -> Tensor:
-    """A view of x [..., S, E] as tiles [..., n, size, E], or as its ragged last tile [..., 1, height, E]."""
+def tiles(x: Tensor, pack: int, size: int, height: int) -> Tensor:
+    """A view of x [B, Hq, S, E] as tiles [B, Hq / pack, pack, n, size, E], or its ragged last tile [..., height, E]."""
+    x = x.unflatten(1, (x.shape[1] // pack, pack))
     whole = x.shape[-2] // size
     if height == size:
         return x[..., : whole * size, :].unflatten(-2, (whole, size))

@@ -59,7 +59,7 @@ from sparsek.kernels.lang.gluon import (
 )
 from sparsek.mask.mask import BlockMask
 from sparsek.plan.attention_grad_schedule import VISIT_FIELDS, GradSchedule, padded_rows, schedule
-from sparsek.plan.kernel import AttentionGradKernel
+from sparsek.plan.kernel import AttentionGradCall, AttentionGradKernel
 from sparsek.plan.problem import AttentionGradProblem
 
 
@@ -524,10 +524,8 @@ class HopperAttentionGrad:
             bounds = bounds.view(torch.float32)
         return Work(made, bounds, none)
 
-    def launch(
-        self, c: Config, work: Work, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float, out: Tensor,
-        lse: Tensor, grad: Tensor, grad_lse: Tensor | None, dq: Tensor, dk: Tensor, dv: Tensor,
-    ) -> None:  # fmt: skip
+    def launch(self, c: Config, work: Work, call: AttentionGradCall) -> None:
+        q, k, v, mask, scale, out, lse, grad, grad_lse, dq, dk, dv = call
         made, bounds, none = work
         batch, heads = q.shape[:2]
         rows = made.rows

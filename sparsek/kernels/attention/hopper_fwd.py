@@ -54,7 +54,7 @@ from sparsek.kernels.lang.gluon import (
 from sparsek.mask.mask import BlockMask
 from sparsek.plan import attention_schedule as tiling
 from sparsek.plan.attention_schedule import FIELDS, Schedule, Shape
-from sparsek.plan.kernel import AttentionKernel
+from sparsek.plan.kernel import AttentionCall, AttentionKernel
 from sparsek.plan.problem import AttentionProblem
 
 
@@ -520,18 +520,8 @@ class HopperAttention:
     def prepare(self, p: AttentionProblem, c: Config, mask: BlockMask) -> Work:
         return Work(tiling.schedule(p, mask, self._shape(p, c)), mask.full.counts.new_zeros(4))
 
-    def launch(
-        self,
-        c: Config,
-        work: Work,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: BlockMask,
-        scale: float,
-        out: Tensor,
-        lse: Tensor | None,
-    ) -> None:
+    def launch(self, c: Config, work: Work, call: AttentionCall) -> None:
+        q, k, v, mask, scale, out, lse = call
         schedule, none = work
         heads, per_key = q.shape[1], q.shape[1] // k.shape[1]
         room = (max(1, schedule.slots), tiling.SLOT_ROWS)

@@ -36,7 +36,7 @@ from sparsek.kernels.lang.launch import launch
 from sparsek.kernels.lang.tensors import SIZE_LIMIT, at
 from sparsek.mask.lists import TransposedLists
 from sparsek.mask.mask import BlockMask
-from sparsek.plan.kernel import AttentionGradKernel
+from sparsek.plan.kernel import AttentionGradCall, AttentionGradKernel
 from sparsek.plan.problem import AttentionGradProblem
 
 
@@ -466,27 +466,12 @@ class PortableAttentionGrad(common.PortableKernel):
         visits = (mask.full.counts + mask.partial.counts).view(-1, tiles)
         return Work(keys, walk(visits, p.longest, p.visited, part, side_by_side, heads), lists)
 
-    def launch(
-        self,
-        c: Config,
-        work: Work,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: BlockMask,
-        scale: float,
-        out: Tensor,
-        lse: Tensor,
-        grad: Tensor,
-        grad_lse: Tensor | None,
-        dq: Tensor,
-        dk: Tensor,
-        dv: Tensor,
-    ) -> None:
+    def launch(self, c: Config, work: Work, call: AttentionGradCall) -> None:
         """Gradients of attention into `dq`, `dk` and `dv`; all tensors may have any strides. No sync.
 
         Allocates two float32 a row of q, and where tiles are cut into parts the float32 sums of these.
         """
+        q, k, v, mask, scale, out, lse, grad, grad_lse, dq, dk, dv = call
         batch, heads, q_len, dim = q.shape
         (tiles, columns), kv_heads, v_dim = mask.grid, k.shape[1], v.shape[3]
         rows = prepare_rows(out, grad, lse, grad_lse, tiles * mask.block[0])

@@ -35,7 +35,7 @@ from sparsek.kernels.attention.portable_tiles import LOG2E, admitted, is_hopper,
 from sparsek.kernels.lang.launch import launch
 from sparsek.kernels.lang.tensors import SIZE_LIMIT, at
 from sparsek.mask.mask import BlockMask
-from sparsek.plan.kernel import AttentionKernel
+from sparsek.plan.kernel import AttentionCall, AttentionKernel
 from sparsek.plan.problem import AttentionProblem
 
 DIMS = common.DIMS
@@ -284,20 +284,10 @@ class PortableAttention(common.PortableKernel):
             order = torch.argsort(counts, dim=1, descending=True, stable=True).int()
         return Work(order, _section(p))
 
-    def launch(
-        self,
-        c: Config,
-        work: Work,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: BlockMask,
-        scale: float,
-        out: Tensor,
-        lse: Tensor | None,
-    ) -> None:
+    def launch(self, c: Config, work: Work, call: AttentionCall) -> None:
         """Attention of `q`, `k` and `v` into `out` [B, Hq, S, Dv], all with any strides, and `lse` [B, Hq, S],
         contiguous; no sync, no allocation. `scale` is above 0."""
+        q, k, v, mask, scale, out, lse = call
         batch, heads, q_len, _ = q.shape
         tiles = mask.grid[0]
         options: dict[str, Any] = {"num_warps": c.num_warps, "num_stages": c.num_stages}

@@ -6,11 +6,10 @@ Any device, dtype and layout; they visit every query-key pair, so they are slow,
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from sparsek.core import dtypes
 from sparsek.kernels.kinds import Fixed, FixedKernel, wide_seconds, wide_size
-from sparsek.mask.mask import BlockMask
+from sparsek.plan.kernel import AttentionCall, AttentionGradCall
 from sparsek.plan.problem import AttentionProblem
 from sparsek.reference.attention import attention, attention_backward
 
@@ -41,18 +40,8 @@ class ReferenceAttention(_Reference):
     widths = 2  # k and v are repeated, masked and widened
     calls = 24
 
-    def launch(
-        self,
-        c: Fixed,
-        work: None,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: BlockMask,
-        scale: float,
-        out: Tensor,
-        lse: Tensor | None,
-    ) -> None:
+    def launch(self, c: Fixed, work: None, call: AttentionCall) -> None:
+        q, k, v, mask, scale, out, lse = call
         with torch.no_grad():
             result, sums = attention(q, k, v, mask, scale=scale)
             out.copy_(result)
@@ -68,26 +57,11 @@ class ReferenceAttentionBackward(_Reference):
     widths = 6  # and dk and dv are added to
     calls = 48
 
-    def launch(
-        self,
-        c: Fixed,
-        work: None,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: BlockMask,
-        scale: float,
-        out: Tensor,
-        lse: Tensor,
-        grad: Tensor,
-        grad_lse: Tensor | None,
-        dq: Tensor,
-        dk: Tensor,
-        dv: Tensor,
-    ) -> None:
+    def launch(self, c: Fixed, work: None, call: AttentionGradCall) -> None:
+        q, k, v, mask, scale, out, lse, grad, grad_lse, *results = call
         with torch.no_grad():
             found = attention_backward(q, k, v, mask, out, lse, grad, grad_lse, scale=scale)
-            for mine, theirs in zip((dq, dk, dv), found, strict=True):
+            for mine, theirs in zip(results, found, strict=True):
                 mine.copy_(theirs)
 
 
