@@ -15,6 +15,7 @@ from sparsek.plan.problem import (
     AttentionGradProblem,
     AttentionProblem,
     Problem,
+    ProductProblem,
     SddmmProblem,
     SpgemmProblem,
     SpmmProblem,
@@ -43,6 +44,16 @@ def rounding_seconds(p: SpmmProblem) -> float:
         return 0.0
     moved = p.batch * p.n * p.k * (dtypes.itemsize(p.b.rounds) + 1)
     return 1.5e-6 + max(moved / (0.78 * p.card.bandwidth), 0.2e-9 * p.k)
+
+
+def unless_hopper(p: ProductProblem | AttentionProblem) -> list[str]:
+    """Why wgmma of 16 bits and TMA cannot run `p`: its card, its dtype."""
+    reasons = []
+    if p.card.capability != (9, 0):
+        reasons.append(f"needs a Hopper card (sm_90) for wgmma and TMA, this is {p.card.name}")
+    if p.dtype not in ("bf16", "fp16"):
+        reasons.append(f"multiplies bf16 and fp16, not {p.dtype}")
+    return reasons
 
 
 class Kernel(Protocol[P]):

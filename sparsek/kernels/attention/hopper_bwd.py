@@ -59,7 +59,7 @@ from sparsek.kernels.lang.gluon import (
 )
 from sparsek.mask.mask import BlockMask
 from sparsek.plan.attention_grad_schedule import VISIT_FIELDS, GradSchedule, padded_rows, schedule
-from sparsek.plan.kernel import AttentionGradCall, AttentionGradKernel
+from sparsek.plan.kernel import AttentionGradCall, AttentionGradKernel, unless_hopper
 from sparsek.plan.problem import AttentionGradProblem
 
 
@@ -449,11 +449,7 @@ class HopperAttentionGrad:
     name = "hopper.attention_bwd"
 
     def why_not(self, p: AttentionGradProblem) -> list[str]:
-        reasons = []
-        if p.card.capability != (9, 0):
-            reasons.append(f"needs a Hopper card (sm_90) for wgmma and TMA, this is {p.card.name}")
-        if p.dtype not in ("bf16", "fp16"):
-            reasons.append(f"multiplies bf16 and fp16, not {p.dtype}")
+        reasons = unless_hopper(p)
         if max(p.dim, p.v_dim) > 128 or p.dim % 8 or p.v_dim % 8:
             reasons.append(
                 f"TMA moves whole 16 bytes and registers hold dK and dV of at most 128 columns, so head dims must be "

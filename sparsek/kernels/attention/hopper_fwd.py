@@ -54,7 +54,7 @@ from sparsek.kernels.lang.gluon import (
 from sparsek.mask.mask import BlockMask
 from sparsek.plan import attention_schedule as tiling
 from sparsek.plan.attention_schedule import FIELDS, Schedule, Shape
-from sparsek.plan.kernel import AttentionCall, AttentionKernel
+from sparsek.plan.kernel import AttentionCall, AttentionKernel, unless_hopper
 from sparsek.plan.problem import AttentionProblem
 
 
@@ -440,11 +440,7 @@ class HopperAttention:
     name = "hopper.attention_fwd"
 
     def why_not(self, p: AttentionProblem) -> list[str]:
-        reasons = []
-        if p.card.capability != (9, 0):
-            reasons.append(f"needs a Hopper card (sm_90) for wgmma and TMA, this is {p.card.name}")
-        if p.dtype not in ("bf16", "fp16"):
-            reasons.append(f"multiplies bf16 and fp16, not {p.dtype}")
+        reasons = unless_hopper(p)
         if max(p.dim, p.v_dim) > 256 or p.dim % 8 or p.v_dim % 8:
             reasons.append(
                 f"TMA moves whole 16 bytes and registers hold heads of at most 256, so head dims must be multiples "

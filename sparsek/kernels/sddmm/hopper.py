@@ -34,7 +34,7 @@ from sparsek.kernels.spmm import multiply as prims
 from sparsek.kernels.spmm.multiply import RECORD, Tile, deepened, multiply
 from sparsek.matrix.padding import padding_of, zero_padding
 from sparsek.matrix.pattern import BlockPattern
-from sparsek.plan.kernel import SddmmKernel
+from sparsek.plan.kernel import SddmmKernel, unless_hopper
 from sparsek.plan.problem import SddmmProblem
 from sparsek.plan.sddmm_schedule import OUTSIDE, SddmmTiles, sddmm_tiles
 
@@ -183,11 +183,7 @@ class HopperSddmm:
     name = "hopper.sddmm"
 
     def why_not(self, p: SddmmProblem) -> list[str]:
-        reasons = []
-        if p.card.capability != (9, 0):
-            reasons.append(f"needs a Hopper card (sm_90) for wgmma and TMA, this is {p.card.name}")
-        if p.dtype not in ("bf16", "fp16"):
-            reasons.append(f"multiplies bf16 and fp16, not {p.dtype}")
+        reasons = unless_hopper(p)
         for name, layout in (("X", p.x_layout), ("Y", p.y_layout)):
             if layout == "strided":
                 reasons.append(

@@ -23,7 +23,7 @@ from sparsek.kernels.spmm.hopper import SOURCE, Config, spmm_kernel
 from sparsek.kernels.spmm.multiply import deepened
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.padding import padding_of, zero_padding
-from sparsek.plan.kernel import SpgemmKernel
+from sparsek.plan.kernel import SpgemmKernel, unless_hopper
 from sparsek.plan.matches import Matches
 from sparsek.plan.plan import arithmetic_seconds, memory_seconds
 from sparsek.plan.problem import SpgemmProblem
@@ -54,11 +54,7 @@ class HopperSpgemm:
     name = "hopper.spgemm"
 
     def why_not(self, p: SpgemmProblem) -> list[str]:
-        reasons = []
-        if p.card.capability != (9, 0):
-            reasons.append(f"needs a Hopper card (sm_90) for wgmma and TMA, this is {p.card.name}")
-        if p.dtype not in ("bf16", "fp16"):
-            reasons.append(f"multiplies bf16 and fp16, not {p.dtype}")
+        reasons = unless_hopper(p)
         if not p.aligned or (p.dense_out and p.n % 8):
             reasons.append("TMA needs pointers, and rows of a dense C, that are multiples of 16 bytes")
         sides = (p.nnzb_a * max(p.a_block), p.nnzb_b * max(p.b_block), p.nnzb_out * p.block[0], p.m, p.n)

@@ -53,7 +53,7 @@ from sparsek.kernels.spmm import multiply as prims
 from sparsek.kernels.spmm.multiply import RECORD, Tile, deepened, most_boxes, multiply
 from sparsek.kernels.spmm.parts import Parts, beside_c, busy_seconds, dealt, limits, merge_parts, uneven
 from sparsek.matrix.bsr import BSR
-from sparsek.plan.kernel import SpmmKernel, beside
+from sparsek.plan.kernel import SpmmKernel, beside, unless_hopper
 from sparsek.plan.problem import SpmmProblem
 from sparsek.plan.schedule import deal_on_device, walk
 from sparsek.reference.epilogue import PLAIN, Epilogue
@@ -298,11 +298,7 @@ class HopperSpmm:
     def why_not(self, p: SpmmProblem) -> list[str]:
         if foreign := p.a.unless("bsr"):
             return foreign
-        reasons = []
-        if p.card.capability != (9, 0):
-            reasons.append(f"needs a Hopper card (sm_90) for wgmma and TMA, this is {p.card.name}")
-        if p.dtype not in ("bf16", "fp16"):
-            reasons.append(f"multiplies bf16 and fp16, not {p.dtype}")
+        reasons = unless_hopper(p)
         if not p.aligned:
             reasons.append("TMA needs pointers and leading strides of B and C that are multiples of 16 bytes")
         row = p.m if p.c.layout == "col" else p.n
