@@ -105,7 +105,7 @@ class Params(ctypes.Structure):
 
 
 def launch_params(a: Semi24, b: Tensor, out: Tensor, epilogue: Epilogue) -> Params:
-    """What the kernel is told. `b` is [K, N], `out` [M, N], and the epilogue's matrix, which may be `out`, too."""
+    """The kernel's parameters. `b` is [K, N], `out` [M, N], and the epilogue's matrix, which may be `out`, too."""
     (m, k), n, other = a.shape, b.shape[1], epilogue.other
     p = Params(
         values=a.values.data_ptr(), meta=a.meta.data_ptr(), b=b.data_ptr(), c=out.data_ptr(), m=m, n=n, k=k
