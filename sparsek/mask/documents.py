@@ -187,13 +187,14 @@ class Pieces(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """Which blocks a mask has. `sinks` and `window`: columns of full blocks, first and end, int64 [rows]. `cells`:
-    row * Nb + column of the partial ones, sorted; `rules` of these, and of each bits a row and a column that have them.
+    """Which blocks a mask has. `sinks` and `window`: columns of full blocks, first and end, int64 [rows]. `row` and
+    `column` of the partial ones, sorted; `rules` of these, and of each bits a row and a column that have them.
     """
 
     sinks: tuple[np.ndarray, np.ndarray]
     window: tuple[np.ndarray, np.ndarray]
-    cells: np.ndarray
+    row: np.ndarray
+    column: np.ndarray
     rules: np.ndarray | None
     bits: tuple[np.ndarray, np.ndarray]
 
@@ -207,18 +208,21 @@ def _blocks(pieces: Pieces, place: Place, rows: int) -> Blocks:
     # Of a tile of one document: the blocks that every window holds, and the blocks that hold nothing but sinks.
     whole = _within(-(-pieces.last_lo // bk), start, end)
     cut = np.where(alone, _within(pieces.first_hi // bk, whole, end), whole)
+    every_tile = len(pieces.row) == rows and bool(alone.all())
 
     def by_row(first: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        made = np.zeros((2, rows), np.int64)
-        made[:, pieces.row[alone]] = first[alone], end[alone]
+        if every_tile:
+            return first, end
+        made, at = np.zeros((2, rows), np.int64), pieces.row[alone]
+        made[0, at], made[1, at] = first[alone], end[alone]
         return made[0], made[1]
 
     window = by_row(whole, cut)
     if not split.any():
         piece, column = _expanded(((start, whole), (cut, end)))
-        cells = np.unique(pieces.row[piece] * columns + column)
+        cells, _, _ = _distinct(pieces.row[piece] * columns + column)
         nothing = np.zeros(rows, np.int64)
-        return Blocks((nothing, nothing), window, cells, None, (cells[:0], cells[:0]))
+        return Blocks((nothing, nothing), window, *np.divmod(cells, columns), None, (cells[:0], cells[:0]))
     apart = pieces.apart
     left = -(-docs.k_start // bk)
     right = np.where(alone & split, np.minimum(docs.sink_end, pieces.first_hi) // bk, left)
@@ -227,16 +231,17 @@ def _blocks(pieces: Pieces, place: Place, rows: int) -> Blocks:
     sink_end = np.where(apart, -(-docs.sink_end // bk), sink_start)
     none = left == right
     runs = (
-        (start, whole),
-        (cut, end),
         (sink_start, np.where(none, sink_end, np.minimum(left, sink_end))),
         (np.where(none, sink_end, right), sink_end),
+        (start, whole),
+        (cut, end),
     )
     piece, column = _expanded(runs)
-    inside = (left[piece] <= column) & (column < right[piece])
-    piece, column = piece[~inside], column[~inside]
+    outside = (column < left[piece]) | (right[piece] <= column)
+    if not outside.all():
+        piece, column = piece[outside], column[outside]
     by_bits = split[piece] & (column * bk < docs.sink_end[piece])
-    cells, at, back = np.unique(pieces.row[piece] * columns + column, return_index=True, return_inverse=True)
+    cells, at, back = _distinct(pieces.row[piece] * columns + column)
     rules, bits = None, (cells[:0], cells[:0])
     if by_bits.any():
         # Where no window reaches, the sinks of a document look the same in all of its tiles.
@@ -250,20 +255,26 @@ def _blocks(pieces: Pieces, place: Place, rows: int) -> Blocks:
         _, chosen, which = np.unique(own, return_index=True, return_inverse=True)
         rules = np.full(cells.size, BY_INTERVAL, np.int64)
         rules[has_bits] = which
-        representative = cells[has_bits][chosen]
-        bits = representative // columns, representative % columns
-    return Blocks(by_row(left, right), window, cells, rules, bits)
+        bits = np.divmod(cells[has_bits][chosen], columns)
+    return Blocks(by_row(left, right), window, *np.divmod(cells, columns), rules, bits)
 
 
 def _expanded(runs: tuple[tuple[np.ndarray, np.ndarray], ...]) -> tuple[np.ndarray, np.ndarray]:
-    """Piece and column of every block of runs (first, end) of each piece."""
-    pieces, columns = [], []
-    for first, end in runs:
-        count = np.maximum(end - first, 0)
-        piece = np.repeat(np.arange(count.size), count)
-        pieces.append(piece)
-        columns.append(first[piece] + np.arange(piece.size) - np.repeat(np.cumsum(count) - count, count))
-    return np.concatenate(pieces), np.concatenate(columns)
+    """Piece and column of every block of runs (first, end) of each piece, piece by piece."""
+    first, end = (np.stack(each, 1).ravel() for each in zip(*runs, strict=True))
+    count = np.maximum(end - first, 0)
+    run = np.repeat(np.arange(count.size), count)
+    return run // len(runs), (first - (np.cumsum(count) - count))[run] + np.arange(run.size)
+
+
+def _distinct(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The distinct numbers of x, sorted; where each stands in x; and where each of x stands among them. Sorting is left
+    out where they rise already, as those of one document do.
+    """
+    if (x[1:] > x[:-1]).all():
+        at = np.arange(x.size)
+        return x, at, at
+    return np.unique(x, return_index=True, return_inverse=True)
 
 
 class Queries(NamedTuple):
@@ -320,17 +331,17 @@ def _assembled(
     batch: int,
     label: str,
 ) -> BlockMask:
-    rows, columns = batch * place.grid[0], max(place.grid[1], 1)
+    rows = batch * place.grid[0]
     found = _blocks(pieces, place, rows)
     full = Runs.between(*found.window)
     if (found.sinks[0] < found.sinks[1]).any():
         full = Runs.between(*found.sinks).then(full)
     whole = full.count.sum(0)
-    cut = np.bincount(found.cells // columns, minlength=rows)
+    cut = np.bincount(found.row, minlength=rows)
     sizes = exact_sizes(whole, cut)
     check_stored(sizes.stored)
     table = table_of_runs(full, whole)
-    lists = [np.cumsum(cut) - cut, cut, found.cells % columns]
+    lists = [np.cumsum(cut) - cut, cut, found.column]
     by_bits = [] if found.rules is None else [found.rules, *found.bits]
     only = batch == docs.item.size == 1 and docs.q_end[0] - docs.q_start[0] == place.q_len
     spans = [] if only else [_spans(docs, near, place.q_len, batch)]
