@@ -3,7 +3,7 @@
 Of files with device functions (Triton's and Gluon's) it is those functions, the constants of the module and the
 classes Config and Tile: what is compiled. Planning around a kernel may change, and its functions may move to another
 file, and its times still stand. The same counts of files of Hopper kernels without such functions, and of CUDA C++
-files everything. Of other files it is everything. SCHEDULES names the exceptions.
+files everything. Of other files it is everything. SCHEDULES and LAUNCHING name the exceptions.
 """
 
 from __future__ import annotations
@@ -28,11 +28,13 @@ DEVICE = ("jit", "constexpr_function", "builtin")
 SETTINGS = ("Config", "Tile")
 # Kernels whose schedule is part of what is timed: it says for which sums their CTAs wait.
 SCHEDULES = {"hopper.attention_bwd": "plan.attention_grad_schedule"}
+# What launches kernels decides what a call takes the host, and not what a kernel takes: whoever times calls names it.
+LAUNCHING = tuple(f"sparsek.kernels.lang.{name}" for name in ("launch", "recorder", "shipped", "progress"))
 
 
 def source_files(kernel: str, root: Path = ROOT) -> list[Path]:
-    """The kernel's own file and the files of sparsek.kernels that it imports, directly or through them; its schedule's;
-    the CUDA C++ files that they name and that lie beside them.
+    """The kernel's own file and the files of sparsek.kernels that it imports, directly or through them, but for those
+    that launch; its schedule's; the CUDA C++ files that they name and that lie beside them.
 
     `kernel` is a name of the kernels' table, or a module of sparsek.kernels ("pack.to_bsr") or of sparsek
     ("mask.structured").
@@ -53,7 +55,8 @@ def source_files(kernel: str, root: Path = ROOT) -> list[Path]:
         ]
         for module in imports(source):
             target = root.parent / (module.replace(".", "/") + ".py")
-            if module.startswith("sparsek.kernels.") and target.is_file():
+            followed = module.startswith("sparsek.kernels.") and module not in LAUNCHING
+            if followed and target.is_file():
                 waiting.append(target)
     return [found[0], *sorted(found[1:])]
 

@@ -35,7 +35,8 @@ class Made:
 def tree(tmp_path: Path) -> Path:
     root = tmp_path / "sparsek"
     files = {
-        "kernels/toy/spmm.py": "from sparsek.kernels.lang import tiles\nimport sparsek.core.device\n",
+        "kernels/toy/spmm.py": "from sparsek.kernels.lang import launch, tiles\nimport sparsek.core.device\n",
+        "kernels/lang/launch.py": "X = 1\n",
         "kernels/lang/tiles.py": "import sparsek.kernels.lang.masks\n",
         "kernels/lang/masks.py": "X = 1\n",
         "kernels/lang/other.py": "X = 1\n",
@@ -56,6 +57,7 @@ def tree(tmp_path: Path) -> Path:
         ("kernels/lang/tiles.py", True),
         ("kernels/lang/masks.py", True),
         ("kernels/lang/other.py", False),
+        ("kernels/lang/launch.py", False),
         ("core/device.py", False),
     ],
 )
@@ -96,6 +98,12 @@ def test_device_functions_may_move_to_another_file(tree: Path) -> None:
     kernel.write_text(kernel.read_text().replace(DEVICE[start:stop], ""))
     prims.write_text(prims.read_text() + "\n\n" + DEVICE[start:stop])
     assert source_hash("toy.spmm", tree) == before
+
+
+def test_who_times_calls_names_what_launches_them(tree: Path) -> None:
+    before = source_hash("toy.spmm + lang.launch", tree)
+    (tree / "kernels/lang/launch.py").write_text("X = 2\n")
+    assert source_hash("toy.spmm + lang.launch", tree) != before
 
 
 def test_the_hash_does_not_depend_on_line_endings(tree: Path) -> None:

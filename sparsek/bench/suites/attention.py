@@ -334,8 +334,15 @@ def _new_mask(record: Record) -> str:
 
 SCHEMAS: Mapping[str, Schema] = {
     "attention": Schema(AttentionCase, extra=("memory",), peer_extra=("memory",)),
-    "attention_new_mask": Schema(AttentionCase, run=attention_run.run_new_mask, below=_new_mask),
-    "mask_build": Schema(AttentionCase, rated=False, run=attention_run.run_mask_build, below=_mask_built),
+    "attention_new_mask": Schema(
+        AttentionCase,
+        sources=("lang.launch", "mask.scored", "mask.lists"),
+        run=attention_run.run_new_mask,
+        below=_new_mask,
+    ),
+    "mask_build": Schema(
+        AttentionCase, rated=False, rooms=("mask",), run=attention_run.run_mask_build, below=_mask_built
+    ),
 }
 SMALL = "--seq 1K --heads 2 --dim 64 --dtype fp32"
 MEMORY = Column("extra memory", number("memory", lambda share: f"{share * 100:.3g} %"))

@@ -207,7 +207,7 @@ class PackCase(Case):
         )
 
 
-SCHEMAS: Mapping[str, Schema] = {"pack": Schema(PackCase, rated=False)}
+SCHEMAS: Mapping[str, Schema] = {"pack": Schema(PackCase, rated=False, sources=("lang.launch",))}
 CASES = (PackCase(8192, 8192, SEMI24), PackCase(8192, 8192, TO_BSR, (128, 128), 0.125))
 PUBLISHED: tuple[SuiteRow, ...] = tuple(SuiteRow(case) for case in CASES)
 SUITES: Mapping[str, tuple[SuiteRow, ...]] = {"published": PUBLISHED}
