@@ -27,7 +27,6 @@ from sparsek.ops.linear import linear
 from sparsek.ops.weight_formats import (
     Weight,
     WeightFormat,
-    another,
     combinations,
     format_of,
     kept_norm,
@@ -466,7 +465,7 @@ def copies(weight: Any, x: Tensor, card: Card) -> list[tuple[Any, Tensor]]:
     if x.is_cuda:
         size = sum(part.nbytes for part in (*parts_of(weight), x))
         count = max(1, min(MOST_COPIES, -(-2 * card.l2_bytes // max(1, size))))
-    return [(weight, x), *((another(weight), x.clone()) for _ in range(count - 1))]
+    return [(weight, x), *((weight.clone(), x.clone()) for _ in range(count - 1))]
 
 
 def _cells(option: Option) -> tuple[str, ...]:
