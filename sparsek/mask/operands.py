@@ -8,6 +8,7 @@ from torch import Tensor
 from sparsek.core import arguments, dtypes
 from sparsek.core.errors import InvalidInput
 
+MOVE = "move one of them, SparseK does not"
 DIMS = {"q": "[B, Hq, S, D]", "k": "[B, Hkv, T, D]", "v": "[B, Hkv, T, Dv]"}
 
 
@@ -44,10 +45,7 @@ def _check_each(given: dict[str, Any], predicted: bool, planner: str) -> None:
             raise InvalidInput(
                 f"q is {q.dtype} and {name} {x.dtype}; cast one of them, SparseK does not{_autocast(q.device.type)}"
             )
-        if x.device != q.device:
-            raise InvalidInput(
-                f"q is on {q.device} and {name} on {x.device}; move one of them, SparseK does not"
-            )
+        arguments.one_device("q is", q.device, name, x.device, MOVE)
     dtypes.name(q.dtype)
 
 

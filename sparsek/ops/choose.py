@@ -34,6 +34,7 @@ from sparsek.ops.weight_formats import (
     predict,
     stored_fraction,
 )
+from sparsek.plan.plan import time_text
 
 KEEP = (0.5, 0.25, 0.125)
 BLOCK = (64, 128)
@@ -155,7 +156,7 @@ class FormatChoice:
         how = "measured" if self.is_measured else "predicted"
         return (
             f"FormatChoice(W [{n}, {k}] {self.dtype}, {self.choice.name} by {self.choice.kernel}: "
-            f"{_time(self.choice.seconds)} {how} on {self.card.name}, of {len(self.options)} options)"
+            f"{time_text(self.choice.seconds)} {how} on {self.card.name}, of {len(self.options)} options)"
         )
 
     def __call__(
@@ -178,7 +179,7 @@ class FormatChoice:
             lead = f", {dense.seconds / chosen.seconds:.2f}x as fast as dense"
         lines = [
             f"y = x @ W.T   x [{self.tokens}, {k}], W [{n}, {k}] {self.dtype}, on {self.card.name}",
-            f"  choice     {chosen.name} by {chosen.kernel}: {_time(chosen.seconds)} {how}{lead}",
+            f"  choice     {chosen.name} by {chosen.kernel}: {time_text(chosen.seconds)} {how}{lead}",
             f"  decided    by {how} time, {self._subject}",
             *self._caveat(),
             "  "
@@ -472,18 +473,12 @@ def _cells(option: Option) -> tuple[str, ...]:
     return (
         option.name,
         option.kernel,
-        _time(option.predicted),
-        _time(option.measured),
+        time_text(option.predicted),
+        "" if option.measured is None else time_text(option.measured),
         _share(option.stored),
         _share(option.kept_norm),
         _number(option.error) if option.error is not None else "",
     )
-
-
-def _time(seconds: float | None) -> str:
-    if seconds is None:
-        return ""
-    return f"{seconds * 1e6:.1f} us" if seconds < 1e-3 else f"{seconds * 1e3:.2f} ms"
 
 
 def _share(value: float | None) -> str:

@@ -12,6 +12,7 @@ from sparsek.core.errors import InvalidInput
 from sparsek.core.streams import captured
 from sparsek.core.tracing import untransformed
 from sparsek.matrix.bsr import BSR
+from sparsek.matrix.padding import zero_outside
 from sparsek.matrix.pattern import BlockPattern
 from sparsek.ops import bound, gradients, library_args, transforms
 from sparsek.ops.autocast import autocasts, follow_autocast
@@ -173,7 +174,7 @@ def _gathered(x: Tensor, pattern: BlockPattern) -> BSR:
     if pattern.is_ragged:
         rows, columns = rows.clamp(max=m - 1), columns.clamp(max=n - 1)
     values = x[rows[:, :, None], columns[:, None, :]]
-    return BSR.unchecked(pattern, gradients.inside(values, pattern.indptr, pattern.indices, (m, n, bm, bn)))
+    return BSR.unchecked(pattern, zero_outside(pattern, values))
 
 
 @torch.library.custom_op(

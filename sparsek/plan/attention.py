@@ -98,6 +98,7 @@ class MaskPlan(Plan):
 
     planner: ClassVar[str] = "plan_attention"
     """The verb that makes such plans."""
+    title: ClassVar[str] = "attention"
 
     mask: Callable[[], BlockMask | None] = field(default=lambda: None)
     label: str = ""
@@ -148,10 +149,7 @@ class MaskPlan(Plan):
             f"q {[p.batch, p.q_heads, p.q_len, p.dim]} {p.dtype}, k {[p.batch, p.kv_heads, p.kv_len, p.dim]}, "
             f"v {[p.batch, p.kv_heads, p.kv_len, p.v_dim]}{shared}, on {p.card.name}"
         )
-        return [f"{self._title():<11} {shapes}", f"  mask       {self._mask_line()}"]
-
-    def _title(self) -> str:
-        return "attention"
+        return [f"{self.title:<11} {shapes}", f"  mask       {self._mask_line()}"]
 
     def _mask_line(self) -> str:
         p = self.problem
