@@ -61,7 +61,7 @@ class Record:
         """By the constructor, which checks what was pickled."""
         return type(self), tuple(self._parts().values())
 
-    def checked(self) -> Self:
+    def _checked(self) -> Self:
         """The same parts, checked by the constructor."""
         return type(self)(*self._parts().values())
 

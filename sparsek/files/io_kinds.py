@@ -85,7 +85,7 @@ class MatrixKind:
         if isinstance(base, BSR):
             _check_padding(base)
         else:
-            base.detach().checked()
+            base.detach()._checked()
         return record, {part: tensor.cpu() for part, tensor in _stored(base).items()}
 
     def check(self, where: str, record: Record) -> None:
@@ -108,7 +108,7 @@ class QuantizedKind:
 
     def taken_apart(self, obj: Quantized) -> tuple[Record, Tensors]:
         # Checks what was written in place, or never checked.
-        base = (obj if _as_stored(obj.matrix) is obj.matrix else obj.T).checked()
+        base = (obj if _as_stored(obj.matrix) is obj.matrix else obj.T)._checked()
         matrix = base.matrix
         record: Record = {
             "of": next(name for name, of in MATRICES.items() if isinstance(matrix, of)),

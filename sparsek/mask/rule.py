@@ -18,7 +18,7 @@ from sparsek.mask.cache import edges_of, kept_mask, values_of
 from sparsek.mask.documents import Documents, PackedLayout, Window, documents_mask
 from sparsek.mask.lists import Frame, as_device, mask_block
 from sparsek.mask.mask import BlockMask
-from sparsek.mask.operands import check_queries_and_keys
+from sparsek.mask.operands import check_tensors
 from sparsek.mask.scored import best_blocks
 
 
@@ -104,7 +104,7 @@ class MaskPolicy:
 
     def mask_for(self, q: Tensor, k: Tensor) -> BlockMask:
         """The mask for q [B, Hq, S, D] and k [B, Hkv, T, D], on their device. Only top-k looks at more than shapes."""
-        check_queries_and_keys(q, k)
+        check_tensors(q, k, k)
         if self.topk is None:
             return self.mask(q.shape[2], k.shape[2], q.device)
         return _chosen(self, q, k)

@@ -128,7 +128,9 @@ def from_torch(cls: type[BSR], matrix: Tensor) -> BSR:
         raise InvalidInput(f"expected a 2-D matrix without dense dimensions, got shape {tuple(matrix.shape)}")
     if values.data_ptr() % ALIGNMENT:
         values = values.clone()
-    indptr, indices = (_narrow(part) for part in (matrix.crow_indices(), matrix.col_indices()))
+    # What does not fit int32 becomes the limit, which no pattern accepts.
+    lists = (part.clamp(-1, INT32_MAX) for part in (matrix.crow_indices(), matrix.col_indices()))
+    indptr, indices = (part.to(torch.int32).contiguous() for part in lists)
     block = (values.shape[1], values.shape[2])
     return cls(BlockPattern((matrix.shape[0], matrix.shape[1]), block, indptr, indices), values)
 
@@ -423,11 +425,6 @@ def _has_words(blocks: Tensor) -> bool:
     steps = (blocks.storage_offset(), *blocks.stride()[:-1])
     in_bytes = (blocks.data_ptr(), *(step * blocks.element_size() for step in steps))
     return blocks.stride(-1) == 1 and all(address % ALIGNMENT == 0 for address in in_bytes)
-
-
-def _narrow(part: Tensor) -> Tensor:
-    """int32 indices; what does not fit becomes the limit, which no pattern accepts."""
-    return part.clamp(-1, INT32_MAX).to(torch.int32).contiguous()
 
 
 def _refuse_ragged(a: BSR, what: str) -> None:

@@ -172,7 +172,7 @@ class BlockPattern(Home, Record):
             return False
         return all(map(np.array_equal, self.host, other.host))
 
-    def corner(self, p: int) -> tuple[int, int]:
+    def _corner(self, p: int) -> tuple[int, int]:
         """Row and column of the first element of stored block p. Syncs once at most."""
         indptr, indices = self.host
         return (int(np.searchsorted(indptr, p, side="right")) - 1) * self.block[0], int(

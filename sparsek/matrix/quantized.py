@@ -95,7 +95,10 @@ def quantize(
                 "how a product sums is up to its sparse matrix: write fast_accum=True where that one is quantized"
             )
         return quantize_dense(a, dtype, scale, check)
-    _check_source(a, scale)
+    if not isinstance(a, Matrix):
+        raise InvalidInput(f"expected a BSR, Semi24, BSR24 or dense torch.Tensor, got {arguments.shown(a)}")
+    _check_kind(a, scale, "scale")
+    arguments.dtype("the dtype of a", a.dtype)
     _check_fast_accum(fast_accum, scale)
     values = a.values.detach()
     parts = _largest(a, values, scale)
@@ -270,13 +273,6 @@ def _is_view(a: Matrix) -> bool:
     return isinstance(a, BSR) and a.order is not None
 
 
-def _check_source(a: Any, kind: str) -> None:
-    if not isinstance(a, Matrix):
-        raise InvalidInput(f"expected a BSR, Semi24, BSR24 or dense torch.Tensor, got {arguments.shown(a)}")
-    _check_kind(a, kind, "scale")
-    arguments.dtype("the dtype of a", a.dtype)
-
-
 def _check_kind(a: Matrix, kind: Any, name: str) -> None:
     arguments.one_of(name, kind, SCALES)
     if kind == "block" and isinstance(a, Semi24):
@@ -338,7 +334,7 @@ def _place(a: Matrix, at: list[int]) -> str:
         nibble = int(a.meta[(*block, row, group // 2)]) >> 4 * (group % 2)
         column = two_four.GROUP * group + (nibble >> 2 * second & 3)
     if not isinstance(a, Semi24):
-        top, left = (a.pattern.T if _is_view(a) else a.pattern).corner(block[0])
+        top, left = (a.pattern.T if _is_view(a) else a.pattern)._corner(block[0])
         row, column = row + top, column + left
     if _is_view(a):
         row, column = column, row
@@ -349,7 +345,7 @@ def _check_float8(a: Matrix) -> None:
     """What the class of `a` asks of its parts, but in FP8."""
     values = check_fp8_values(a.values)
     wide = values.detach().to(torch.float16)  # exact: nothing becomes zero, and no zero anything else
-    a._each(lambda _: wide).checked()
+    a._each(lambda _: wide)._checked()
 
 
 def _check_scale(q: Quantized) -> None:

@@ -3,7 +3,7 @@ them."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -89,7 +89,7 @@ class Parts(NamedTuple):
     meta: Tensor | None
     indptr: Tensor | None
     indices: Tensor | None
-    sizes: list[int]
+    sizes: Sequence[int]
     scale_kind: str
     fast_accum: bool
     transposed: bool

@@ -121,7 +121,7 @@ def refuse_crowded(flags: Tensor, what: str, hint: str, pattern: BlockPattern | 
     *block, row, group = at
     where = ""
     if pattern is not None:
-        top, left = pattern.corner(block[0])
+        top, left = pattern._corner(block[0])
         row, group, where = row + top, group + left // GROUP, " in the stored blocks"
     raise InvalidInput(
         f"{count} of {flags.numel() // GROUP} groups of four neighbours{where} have more than two {what}; "

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsek.core import device as devices
 from sparsek.mask.cache import kept_mask
 from sparsek.mask.lists import Frame
 from sparsek.mask.mask import BlockMask
@@ -16,7 +15,7 @@ from sparsek.ops.bound import Calls
 from sparsek.ops.planning import choose
 from sparsek.plan import attention_operands as operands
 from sparsek.plan.attention import AttentionPlan
-from sparsek.plan.attention_grad import AttentionGradPlan, Differentiated
+from sparsek.plan.attention_grad import AttentionGradPlan
 from sparsek.plan.op import Operation
 
 ATTENTION = Operation(AttentionPlan, choose)
@@ -60,8 +59,3 @@ def calls_of(mask: Any) -> Calls | None:
 def fixed(deterministic: bool) -> bool:
     """Whether sums have a fixed order: always where torch.use_deterministic_algorithms is on."""
     return deterministic or torch.are_deterministic_algorithms_enabled()
-
-
-def check_backward_kernel(call: Differentiated, kernel: str | None) -> None:
-    """Unsupported, with its reasons, where `kernel` cannot give the gradients."""
-    ATTENTION_BACKWARD.choose(call.problem(devices.card_of(call.q.device)), kernel, None)

@@ -26,6 +26,7 @@ from sparsek.plan.plan import check_plan
 from sparsek.plan.spgemm import Kept, MatchCache, Pair, SpgemmPlan
 
 SPGEMM = Operation(SpgemmPlan, choose)
+DENSE_SCHEMA = library_args.schema_of(SpgemmArgs, without=("c_indptr", "c_indices"))
 
 
 @overload
@@ -178,7 +179,7 @@ def _gathered(x: Tensor, pattern: BlockPattern) -> BSR:
 
 
 @torch.library.custom_op(
-    "sparsek::spgemm", mutates_args=(), schema=library_args.SPGEMM_SCHEMA, tags=library_args.TAGS
+    "sparsek::spgemm", mutates_args=(), schema=library_args.schema_of(SpgemmArgs), tags=library_args.TAGS
 )
 def _spgemm_op(*given: Any) -> Tensor:
     """The values of A @ B at the blocks of C."""
@@ -198,7 +199,10 @@ def _(*given: Any) -> Tensor:
 
 
 @torch.library.custom_op(
-    "sparsek::spgemm_dense", mutates_args=(), schema=library_args.SPGEMM_DENSE_SCHEMA, tags=library_args.TAGS
+    "sparsek::spgemm_dense",
+    mutates_args=(),
+    schema=DENSE_SCHEMA,
+    tags=library_args.TAGS,
 )
 def _spgemm_dense_op(*given: Any) -> Tensor:
     """A @ B, dense."""
@@ -217,7 +221,7 @@ def _(*given: Any) -> Tensor:
 
 
 @torch.library.custom_op(
-    "sparsek::sampled", mutates_args=(), schema=library_args.SAMPLED_SCHEMA, tags=library_args.TAGS
+    "sparsek::sampled", mutates_args=(), schema=library_args.schema_of(SampledArgs), tags=library_args.TAGS
 )
 def _sampled_op(*given: Any) -> Tensor:
     """The values of X @ A at the blocks of P, X dense and A in BSR: what the adjoint of `spgemm_dense` is made of.

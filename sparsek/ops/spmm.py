@@ -239,7 +239,7 @@ def _epilogue(alpha: float, beta: float, out: Tensor | None) -> Epilogue:
 
 
 @torch.library.custom_op(
-    "sparsek::spmm", mutates_args=(), schema=library_args.SPMM_SCHEMA, tags=library_args.TAGS
+    "sparsek::spmm", mutates_args=(), schema=library_args.schema_of(SpmmArgs), tags=library_args.TAGS
 )
 def _spmm_op(*given: Any) -> Tensor:
     args = SpmmArgs(*given)

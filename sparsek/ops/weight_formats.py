@@ -200,11 +200,11 @@ def plan_of(
     x: Tensor, weight: Weight, device: str | None = None, kernel: str | None = None, config: Any = None
 ) -> Any:
     """The plan of x [T, K] @ W.T for a sparse weight; call it with `run_plan`. Options as in `plan_spmm`."""
+    if isinstance(weight, Tensor):
+        raise InvalidInput(f"no plan of a {type(weight).__name__}: torch multiplies it")
     if isinstance(weight, BSR):
         return plan_spmm(x, weight.T, kernel=kernel, config=config, device=device)
-    if isinstance(weight, (Semi24, BSR24, Quantized)):
-        return plan_layer(x, weight, kernel=kernel, config=config, device=device)
-    raise InvalidInput(f"no plan of a {type(weight).__name__}: torch multiplies it")
+    return plan_layer(x, weight, kernel=kernel, config=config, device=device)
 
 
 def run_plan(plan: Any, x: Tensor, weight: Weight) -> Tensor:

@@ -18,6 +18,7 @@ from sparsek.mask.mask import BlockMask
 from sparsek.mask.operands import check_tensors
 from sparsek.plan import attention_operands as operands
 from sparsek.plan.kernel import AttentionCall
+from sparsek.plan.operands import wants_gradient
 from sparsek.plan.plan import Plan
 from sparsek.plan.problem import AttentionProblem
 from sparsek.plan.select import Choice
@@ -207,7 +208,8 @@ class AttentionPlan(MaskPlan):
         wanted: `sk.attention(q, k, v, mask, plan=plan)` has one.
         """
         found = self.checked(q, k, v, mask)
-        operands.check_no_gradient(q, k, v)
+        if wants_gradient(q, k, v):
+            raise InvalidInput(operands.PLAN_HAS_NO_GRADIENT)
         call = Attended(q, k, v, found, operands.checked_scale(scale, q.shape[3]))
         out, lse = self.run(call, captured(q))
         return out if lse is None else (out, lse)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from sparsek.core import arguments, dtypes
 from sparsek.core.arguments import shown
@@ -291,6 +292,15 @@ def wants_gradient(*tensors: Tensor | None) -> bool:
             if x is not None and x.requires_grad:
                 return True
     return False
+
+
+def check_no_tangent(refusal: str, *operands: Any) -> None:
+    """InvalidInput where forward-mode differentiation would expect a tangent, with this text."""
+    if forward_ad._current_level >= 0 and (
+        torch.compiler.is_compiling()  # what it traces does not tell its tangents
+        or any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in operands)
+    ):
+        raise InvalidInput(refusal)
 
 
 def autocasts(x: Tensor) -> bool:
