@@ -6,13 +6,12 @@ x.
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 
-from sparsek.advise.formats import compared
 from sparsek.bench.engine.case import random_dense
 from sparsek.bench.engine.memory import gigabytes, out_of_memory
 from sparsek.bench.engine.peer import rotating
@@ -25,8 +24,9 @@ from sparsek.kernels import names_for
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.padding import tiles_of
 from sparsek.matrix.pattern import BlockPattern, block_sides
-from sparsek.ops.choose import Option
+from sparsek.ops.choose import ERROR_TOKENS, Option, compare
 from sparsek.ops.spmm import plan_spmm, spmm
+from sparsek.ops.weight_formats import combinations
 from sparsek.plan.dense import dense_seconds
 from sparsek.plan.host import eager_seconds
 from sparsek.testing.budget import Gate, check_spmm
@@ -184,6 +184,11 @@ class Advice:
         return len(self.group.names) - len(self.failures)
 
     @property
+    def fastest(self) -> Option:
+        """The format of least time."""
+        return min(self.formats, key=lambda option: option.seconds)
+
+    @property
     def needs_graph(self) -> bool:
         return not self.group.lookup and any(times.needs_graph for times in self.times)
 
@@ -281,6 +286,24 @@ def prune(name: str, weight: torch.Tensor, question: Question) -> Pruned:
     tokens = min(question.tokens, cheap, CHECK_TOKENS)
     x = random_dense(tokens, weight.shape[1], dtype=dtype, device=device, seed=0)
     return Pruned(name, matrix, kept, check_spmm(matrix, x.T, spmm(matrix, x.T)), tokens)
+
+
+def compared(weight: torch.Tensor, question: Question) -> tuple[Option, ...]:
+    """Every way to store W [N, K] that some kernel multiplies, with the question's blocks: measured or predicted.
+
+    Errors are those of N(0, 1) tokens, which follow the kept norm; those of real activations may differ.
+    """
+    card, device = question.predicted_for, question.run_on
+    dense = weight.to(device=device, dtype=dtypes.parse(question.dtype))
+    drawn = question.tokens if card is None else min(question.tokens, ERROR_TOKENS)
+    x = random_dense(drawn, dense.shape[1], dtype=dense.dtype, device=device, seed=0)
+    listed = [
+        replace(form, scope=question.scope) for form in combinations(None, [question.block], [question.keep])
+    ]
+    on = card_of(device) if card is None else card_named(card)
+    with torch.no_grad():
+        options, _ = compare(dense, x, listed, on, question.tokens, timed=card is None)
+    return tuple(option for option in options if not option.why_not)
 
 
 def _not_finite(weight: torch.Tensor, broken: int, dtype: str) -> SparseKError:

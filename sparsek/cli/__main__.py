@@ -1,13 +1,11 @@
 """`sparsek`: doctor, demo, advise, bench, report, tune. A command's module is loaded when the command runs."""
 
-from functools import partial
 from importlib import import_module
 from typing import Any
 
 import typer
 
-from sparsek.cli.deferred import Deferred
-from sparsek.cli.output import Commands
+from sparsek.cli.deferred import group
 
 # Each is a function of its name in sparsek.cli, or a group called `app`; with the first line of its help.
 COMMANDS = {
@@ -27,18 +25,9 @@ def loaded(name: str) -> Any:
     return getattr(module, "app", None) or getattr(module, name)
 
 
-class Program(Commands):
-    """All commands."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        for name, text in COMMANDS.items():
-            self.add_command(Deferred(name, text, self.rich_markup_mode, partial(loaded, name)))
-
-
 app = typer.Typer(
     name="sparsek",
-    cls=Program,
+    cls=group(COMMANDS, loaded),
     callback=lambda: None,
     help="Block-sparse matrix products and attention for NVIDIA Hopper: look, plan, measure.",
     no_args_is_help=True,

@@ -7,7 +7,6 @@ from rich.table import Table
 from rich.text import Text
 
 from sparsek.advise import break_even
-from sparsek.advise.formats import fastest
 from sparsek.advise.weights import Advice, Question
 from sparsek.cli.output import console, duration, middle_out, plain
 from sparsek.cli.output import table as new_table
@@ -50,7 +49,7 @@ def _in_full(shown: Sequence[Advice], star: str, width: int) -> Table:
     for title in (*named, f"time{star}", f"over dense{star}", "stored", "kept norm", "error"):
         table.add_column(title, justify="left" if title in named else "right", no_wrap=True)
     for advice in shown:
-        best, name = fastest(advice.formats), middle_out(plain(advice.group.label), longest)
+        best, name = advice.fastest, middle_out(plain(advice.group.label), longest)
         for option in advice.formats:
             cells = (
                 name,
@@ -81,7 +80,7 @@ def _in_short(shown: Sequence[Advice], star: str, width: int) -> Table:
         title = f"{TITLES[form.base]} fp8" if form.is_fp8 else TITLES[form.base]
         table.add_column(title, justify="right", min_width=cell_width - 1)
     for advice in shown:
-        best = fastest(advice.formats)
+        best = advice.fastest
         by_way = {option.form: option for option in advice.formats}
         cells = [Text(middle_out(plain(advice.group.label), longest))]
         for form in combinations:

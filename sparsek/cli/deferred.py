@@ -1,13 +1,26 @@
 """Commands whose modules are loaded when they run, or when their own help is printed."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import typer
 from typer.core import TyperCommand
 from typer.main import get_command
 
-from sparsek.cli.output import without_boxes
+from sparsek.cli.output import Commands, without_boxes
+
+
+def group(texts: Mapping[str, str], loaded: Callable[[str], Any]) -> type[Commands]:
+    """A group of deferred commands by name, with the help of each; `loaded(name)` gives its function or group."""
+
+    class Group(Commands):
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**options)
+            for name, text in texts.items():
+                self.add_command(Deferred(name, text, self.rich_markup_mode, partial(loaded, name)))
+
+    return Group
 
 
 class Deferred(TyperCommand):

@@ -3,6 +3,7 @@
 import platform
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import typer
@@ -26,7 +27,7 @@ from sparsek.testing.attention_budget import check_attention, check_attention_ba
 from sparsek.testing.budget import Gate, check_spmm
 from sparsek.testing.budget24 import check_24
 from sparsek.testing.budget_fp8 import check_quantized
-from sparsek.testing.cases24 import BSR24_CASES, SEMI24_CASES, Case24
+from sparsek.testing.cases24 import BSR24_CASES, SEMI24_CASES
 from sparsek.testing.cases_fp8 import CaseFp8
 from sparsek.testing.product_budget import check_sddmm, check_spgemm
 
@@ -90,11 +91,16 @@ def _kernels(device: torch.device) -> tuple[Table, list[str]]:
     table.add_column("here", no_wrap=True)
     table.add_column("why")
     wrong: list[str] = []
+    bf16 = torch.bfloat16
     checks = [
-        *_checks("spmm", _product(device), "bsr"),
-        *_checks("spmm", _two_four(device, SEMI24_CASES[0]), "semi24"),
-        *_checks("spmm", _two_four(device, BSR24_CASES[0]), "bsr24"),
-        *(check for one in IN_FP8 for check in _checks("spmm", _in_fp8(device, one), f"{one.kind}_fp8")),
+        *_checks("spmm", _product(check_spmm, *PRODUCT.make(device)), "bsr"),
+        *_checks("spmm", _product(check_24, *SEMI24_CASES[0].make(str(device), bf16)), "semi24"),
+        *_checks("spmm", _product(check_24, *BSR24_CASES[0].make(str(device), bf16)), "bsr24"),
+    ]
+    for one in IN_FP8:
+        product = _product(check_quantized, *one.make(str(device)), dtype=bf16)
+        checks += _checks("spmm", product, f"{one.kind}_fp8")
+    checks += [
         *_checks("sddmm", _sampled(device)),
         *_checks("spgemm", _sparse(device)),
         *_checks("attention", _attention(device)),
@@ -127,20 +133,8 @@ def _checks(op: str, check: Check, storage: str | None = None) -> list[tuple[str
     return [(storage or op, name, check) for name in names_for(op, storage)]
 
 
-def _product(device: torch.device) -> Check:
-    a, b = PRODUCT.make(device)
-    return lambda name: check_spmm(a, b, plan_spmm(a, b, kernel=name)(a, b))
-
-
-def _two_four(device: torch.device, case: Case24) -> Check:
-    a, b, _, _ = case.make(str(device), torch.bfloat16)
-    return lambda name: check_24(a, b, plan_spmm(a, b, kernel=name)(a, b))
-
-
-def _in_fp8(device: torch.device, case: CaseFp8) -> Check:
-    a, b, _, _ = case.make(str(device))
-    out = torch.bfloat16
-    return lambda name: check_quantized(a, b, plan_spmm(a, b, kernel=name, dtype=out)(a, b))
+def _product(gate: Callable[..., Gate], a: Any, b: Any, *_: Any, dtype: torch.dtype | None = None) -> Check:
+    return lambda name: gate(a, b, plan_spmm(a, b, kernel=name, dtype=dtype)(a, b))
 
 
 def _sampled(device: torch.device) -> Check:

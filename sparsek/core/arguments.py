@@ -136,6 +136,14 @@ def supported(name: str, value: torch.device) -> None:
         raise InvalidInput(f"{name} is on {value}, which is not supported; use a CUDA device or the CPU")
 
 
+def one_device(
+    what: str, here: torch.device, other: str, there: torch.device, cure: str = "put both on one device"
+) -> None:
+    """InvalidInput unless both devices are one: "values are on cpu and scale on cuda:0; put both on one device"."""
+    if here != there:
+        raise InvalidInput(f"{what} on {here} and {other} on {there}; {cure}")
+
+
 def tensor(
     name: str, value: Any, choices: Collection[torch.dtype] | None = None, ndim: int | None = None
 ) -> Tensor:

@@ -61,6 +61,10 @@ class Record:
         """By the constructor, which checks what was pickled."""
         return type(self), tuple(self._parts().values())
 
+    def _checked(self) -> Self:
+        """The same parts, checked by the constructor."""
+        return type(self)(*self._parts().values())
+
     def _parts(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self._fields}
 

@@ -84,10 +84,8 @@ class MatrixKind:
         # Checks what was written in place, or never checked.
         if isinstance(base, BSR):
             _check_padding(base)
-        elif isinstance(base, BSR24):
-            BSR24(base.pattern, base.values.detach(), base.meta)
         else:
-            Semi24(base.values.detach(), base.meta)
+            base.detach()._checked()
         return record, {part: tensor.cpu() for part, tensor in _stored(base).items()}
 
     def check(self, where: str, record: Record) -> None:
@@ -109,9 +107,8 @@ class QuantizedKind:
     fields = frozenset({"of", "shape", "block", "dtype", "transposed", "scale", "fast_accum"})
 
     def taken_apart(self, obj: Quantized) -> tuple[Record, Tensors]:
-        base = obj if _as_stored(obj.matrix) is obj.matrix else obj.T
         # Checks what was written in place, or never checked.
-        base = Quantized(base.matrix, base.scale, base.kind, base.fast_accum)
+        base = (obj if _as_stored(obj.matrix) is obj.matrix else obj.T)._checked()
         matrix = base.matrix
         record: Record = {
             "of": next(name for name, of in MATRICES.items() if isinstance(matrix, of)),

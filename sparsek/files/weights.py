@@ -172,16 +172,20 @@ class Npy(WeightFile):
     """A .npy file: one array, named after the file."""
 
     def _entries(self) -> Iterator[Entry]:
-        with files.regular(self.path) as file:
-            header = NpyHeader.read(file, self.path)
-            header.check(os.fstat(file.fileno()).st_size, self.path)
-        yield header.entry(self.path.stem)
+        with self._opened() as (_, header):
+            yield header.entry(self.path.stem)
 
     def _matrix(self, entry: Entry) -> Tensor:
+        with self._opened() as (file, header):
+            return torch.from_numpy(header.array(file, self.path))
+
+    @contextmanager
+    def _opened(self) -> Iterator[tuple[IO[bytes], "NpyHeader"]]:
+        """The file, placed behind its header, which fits its size."""
         with files.regular(self.path) as file:
             header = NpyHeader.read(file, self.path)
             header.check(os.fstat(file.fileno()).st_size, self.path)
-            return torch.from_numpy(header.array(file, self.path))
+            yield file, header
 
 
 class Npz(WeightFile):

@@ -15,7 +15,6 @@ from sparsek.mask.lists import (
     BY_INTERVAL,
     WORD,
     BlockLists,
-    HostLists,
     HostMask,
     Sizes,
     check_stored,
@@ -23,7 +22,9 @@ from sparsek.mask.lists import (
     mask_block,
     mask_length,
 )
+from sparsek.mask.view import find
 from sparsek.matrix.pattern import INT32_MAX
+from sparsek.pictures.masks import Rows
 
 if TYPE_CHECKING:
     from sparsek.mask.mask import BlockMask
@@ -113,7 +114,7 @@ def _check_tensor(name: str, part: Any, dimensions: int, device: torch.device) -
         raise InvalidInput(f"{name} is on {part.device} and full.starts on {device}; use one device")
 
 
-def _check_rows(mask: BlockMask, kind: str, lists: HostLists) -> None:
+def _check_rows(mask: BlockMask, kind: str, lists: Rows) -> None:
     """Rows lie in the list, and their columns in the mask, ascending."""
     starts, ends = lists.starts.astype(np.int64), lists.starts.astype(np.int64) + lists.counts
     columns = mask.grid[1]
@@ -169,13 +170,10 @@ def _check_apart(mask: BlockMask, host: HostMask, rows: np.ndarray) -> None:
     counts = host.partial.counts[rows].astype(np.int64)
     row, before = np.repeat(rows, counts), np.repeat(np.cumsum(counts) - counts, counts)
     column = host.partial.indices[host.partial.starts[row] + np.arange(row.size) - before]
-    low = host.full.starts[row].astype(np.int64)
-    end = high = low + host.full.counts[row]
-    for _ in range(int(host.full.counts[rows].max(initial=0)).bit_length()):
-        middle = (low + high) // 2
-        less = (low < high) & (_at(host.full.indices, middle) < column)
-        low, high = np.where(less, middle + 1, low), np.where(less, high, np.minimum(high, middle))
-    twice = np.flatnonzero((low < end) & (_at(host.full.indices, low) == column))
+    full = BlockLists(*map(torch.from_numpy, host.full))
+    longest = int(host.full.counts[rows].max(initial=0))
+    held, _ = find(full, torch.from_numpy(row), torch.from_numpy(column), longest)
+    twice = np.flatnonzero(held)
     if twice.size:
         at = twice[0]
         raise InvalidInput(
@@ -183,12 +181,7 @@ def _check_apart(mask: BlockMask, host: HostMask, rows: np.ndarray) -> None:
         )
 
 
-def _at(indices: np.ndarray, position: np.ndarray) -> np.ndarray:
-    """Entries, anything where the position is beyond the last."""
-    return indices[np.minimum(position, indices.size - 1)]
-
-
-def _held_entries(lists: HostLists) -> np.ndarray:
+def _held_entries(lists: Rows) -> np.ndarray:
     """Positions in `indices` that some row has, int64, ascending. Those that rows share come once."""
     starts, counts = (part[lists.counts > 0].astype(np.int64) for part in (lists.starts, lists.counts))
     size = lists.indices.size + 1

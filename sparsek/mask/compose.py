@@ -14,7 +14,7 @@ from sparsek.core.tracing import not_traced
 from sparsek.mask.elements import TileMask
 from sparsek.mask.lists import BY_INTERVAL, BlockLists, Sizes, check_stored
 from sparsek.mask.scored import Fault
-from sparsek.mask.view import CHUNK, element_mask, stored_entries
+from sparsek.mask.view import CHUNK, element_mask, find, stored_cells
 
 if TYPE_CHECKING:
     from sparsek.mask.mask import BlockMask
@@ -33,18 +33,14 @@ class Placed:
     @property
     def cells(self) -> Tensor:
         """Row * Nb + column of every stored block, int64, in no order."""
-        found = []
-        for lists in (self.mask.full, self.mask.partial):
-            at, entries = stored_entries(lists, self.rows)
-            found.append(at * self.mask.grid[1] + lists.indices[entries])
-        return torch.cat(found)
+        return stored_cells(self.mask, self.rows)
 
     def find(self, cells: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """For each cell whether the mask stores it as full, whether as partial, and then its entry."""
         columns = self.mask.grid[1]
         rows, column = self.rows[cells // columns], cells % columns
-        full, _ = _search(self.mask.full, rows, column, self.mask.sizes.longest)
-        partial, entry = _search(self.mask.partial, rows, column, self.mask.sizes.longest)
+        full, _ = find(self.mask.full, rows, column, self.mask.sizes.longest)
+        partial, entry = find(self.mask.partial, rows, column, self.mask.sizes.longest)
         return full, partial, entry
 
     def seen(self, cells: Tensor) -> Tensor:
@@ -54,23 +50,6 @@ class Placed:
         rows = self.rows[cells // self.mask.grid[1]]
         seen[partial] = element_mask(self.mask, rows[partial], entry[partial])
         return seen
-
-
-def _search(lists: BlockLists, rows: Tensor, column: Tensor, longest: int) -> tuple[Tensor, Tensor]:
-    """Whether a row holds a column, and at which entry: a binary search in each row at once."""
-    low = lists.starts[rows].long()
-    end = high = low + lists.counts[rows]
-    if not lists.indices.numel():
-        return torch.zeros_like(low, dtype=torch.bool), low
-    most = lists.indices.numel() - 1
-    for _ in range(longest.bit_length()):
-        middle = (low + high) // 2
-        is_less = (low < high) & (lists.indices[middle.clamp(max=most)] < column)
-        low, high = (
-            torch.where(is_less, middle + 1, low),
-            torch.where(is_less, high, torch.minimum(high, middle)),
-        )
-    return (low < end) & (lists.indices[low.clamp(max=most)] == column), low
 
 
 @not_traced("a block mask")

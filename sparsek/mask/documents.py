@@ -358,7 +358,7 @@ def _assembled(
     if by_bits:
         rules, bits = sent[behind], queries.bits(sent[behind + 1], sent[behind + 2], place)
     every = torch.arange(place.grid[1], dtype=torch.int32, device=place.device)
-    full_lists, _ = lists_of_runs(sent[3:behind], every, sizes.stored - sizes.partial)
+    full_lists = lists_of_runs(sent[3:behind], every, sizes.stored - sizes.partial)
     mask = cls.unchecked(
         q_len=place.q_len, kv_len=place.kv_len, block=place.block, batch=batch, heads=1, full=full_lists,
         partial=BlockLists(*sent[:3]), lo=queries.lo, hi=queries.hi, rules=rules,

@@ -126,9 +126,14 @@ class TileMask:
 
     def _lists(self, cells: Tensor) -> BlockLists:
         """Rows of block columns from sorted cells."""
-        edges = torch.arange(self.rows + 1, device=self.device) * self.columns
-        indptr = torch.searchsorted(cells, edges, out_int32=True)
-        return BlockLists(indptr[:-1].contiguous(), indptr.diff(), (cells % self.columns).to(torch.int32))
+        indptr, columns = rows_of_cells(cells, self.rows, self.columns)
+        return BlockLists(indptr[:-1].contiguous(), indptr.diff(), columns)
+
+
+def rows_of_cells(cells: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor]:
+    """Row pointers and block columns, int32, of sorted cells row * columns + column."""
+    edges = torch.arange(rows + 1, device=cells.device) * columns
+    return torch.searchsorted(cells, edges, out_int32=True), (cells % columns).to(torch.int32)
 
 
 def pack_bits(tiles: Tensor) -> Tensor:

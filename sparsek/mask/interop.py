@@ -15,9 +15,9 @@ from torch.nn import functional
 from sparsek.core import arguments, dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import not_traced
-from sparsek.mask.elements import TileMask
+from sparsek.mask.elements import TileMask, rows_of_cells
 from sparsek.mask.lists import BLOCK_SIZES, BY_INTERVAL, WORD, BlockLists, mask_block
-from sparsek.mask.view import NOT_STORED, WHOLE, stored_entries, table_of
+from sparsek.mask.view import NOT_STORED, WHOLE, stored_cells, stored_entries, table_of
 from sparsek.matrix.padding import tiles_of
 from sparsek.matrix.pattern import BlockPattern
 
@@ -317,16 +317,8 @@ def to_pattern(mask: BlockMask, head: int = 0, batch: int = 0) -> BlockPattern:
     first, (tiles, columns) = as_row(mask, head, batch), mask.grid
     mask.verify(wait=True)
     rows = torch.arange(first, first + tiles, device=mask.device)
-    cells = []
-    for lists in (mask.full, mask.partial):
-        tile, entries = stored_entries(lists, rows)
-        cells.append(tile * columns + lists.indices[entries])
-    stored = torch.cat(cells).sort().values
-    edges = torch.arange(tiles + 1, device=mask.device) * columns
-    indptr = torch.searchsorted(stored, edges, out_int32=True)
-    return BlockPattern.unchecked(
-        (mask.q_len, mask.kv_len), mask.block, indptr, (stored % columns).to(torch.int32)
-    )
+    lists = rows_of_cells(stored_cells(mask, rows).sort().values, tiles, columns)
+    return BlockPattern.unchecked((mask.q_len, mask.kv_len), mask.block, *lists)
 
 
 def as_row(mask: BlockMask, head: int, batch: int) -> int:

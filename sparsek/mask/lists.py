@@ -20,6 +20,7 @@ from torch import Tensor
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.matrix.pattern import INT32_MAX, int_or_pair
+from sparsek.pictures.masks import Rows
 
 if TYPE_CHECKING:
     from sparsek.mask.mask import BlockMask
@@ -55,19 +56,11 @@ class TransposedLists(NamedTuple):
     partial_entries: Tensor
 
 
-class HostLists(NamedTuple):
-    """BlockLists as numpy arrays."""
-
-    starts: np.ndarray
-    counts: np.ndarray
-    indices: np.ndarray
-
-
 class HostMask(NamedTuple):
     """The tensors of a mask as numpy arrays. Do not write to them."""
 
-    full: HostLists
-    partial: HostLists
+    full: Rows
+    partial: Rows
     lo: np.ndarray | None
     hi: np.ndarray | None
     rules: np.ndarray | None
@@ -145,8 +138,7 @@ class Place:
             offset = arguments.integer("q_offset", q_offset, -INT32_MAX)
         if abs(offset) + q_len > INT32_MAX:
             raise InvalidInput(f"q_offset is {offset}; queries must stand at int32 positions")
-        here = arguments.device("device", torch.get_default_device() if device is None else device)
-        return cls(q_len, kv_len, sides, here, offset)
+        return cls(q_len, kv_len, sides, as_device(device), offset)
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -177,6 +169,11 @@ class Place:
         start = self.q_offset + shift
         here = torch.arange(start, start + self.q_len, dtype=torch.int64, device=self.device)
         return here.clamp_(0, self.kv_len).to(torch.int32)[None]
+
+
+def as_device(device: str | torch.device | None) -> torch.device:
+    """A device as builders take it: torch's default one for None."""
+    return arguments.device("device", torch.get_default_device() if device is None else device)
 
 
 def mask_block(block: Any) -> tuple[int, int]:
@@ -225,15 +222,12 @@ def as_lengths(lengths: Any) -> list[np.ndarray]:
 class Runs(NamedTuple):
     """Block columns of each row: a piece is `count` columns from `first` on, `step` apart. int64 [pieces, rows].
 
-    Pieces of a row ascend. Without `step` a row is one piece of neighbours. Column c of a piece has rule
-    `rule` + c * `rule_step`, if there are rules. Steps may be [pieces, 1].
+    Pieces of a row ascend. Without `step` a row is one piece of neighbours. Steps may be [pieces, 1].
     """
 
     first: np.ndarray
     count: np.ndarray
     step: np.ndarray | None = None
-    rule: np.ndarray | None = None
-    rule_step: np.ndarray | None = None
 
     @classmethod
     def between(cls, first: np.ndarray, end: np.ndarray) -> Runs:
@@ -251,7 +245,7 @@ class Runs(NamedTuple):
         return cls(column, there.astype(np.int64), np.ones((len(column), 1), np.int64))
 
     def then(self, more: Runs) -> Runs:
-        """These pieces, then those of `more`, row by row. Rules are given afterwards."""
+        """These pieces, then those of `more`, row by row."""
         steps = [np.ones((1, 1), np.int64) if each.step is None else each.step for each in (self, more)]
         firsts, counts = (self.first, more.first), (self.count, more.count)
         return Runs(*(np.concatenate(each) for each in (firsts, counts, steps)))
@@ -305,25 +299,22 @@ def assemble(
     *,
     pure: bool,
     label: str,
-    batch: int = 1,
     heads: int = 1,
-    bits: np.ndarray | None = None,
 ) -> BlockMask:
-    """The mask of these runs, one row for each tile of each head of each batch item, and bits [n, bq, bk / 32]."""
+    """The mask of these runs, one row for each tile of each head."""
     counts = full.count.sum(0), partial.count.sum(0)
     sizes = exact_sizes(*counts)
     check_stored(sizes.stored)
     tables = table_of_runs(full, counts[0]), table_of_runs(partial, counts[1])
-    sent = upload([*tables[0], *tables[1], *([] if bits is None else [bits])], place.device)
+    sent = upload([*tables[0], *tables[1]], place.device)
     every = torch.arange(place.grid[1], dtype=torch.int32, device=place.device)
     split = len(tables[0])
-    full_lists, _ = lists_of_runs(sent[:split], every, sizes.stored - sizes.partial)
-    partial_lists, rules = lists_of_runs(sent[split : split + len(tables[1])], every, sizes.partial)
+    full_lists = lists_of_runs(sent[:split], every, sizes.stored - sizes.partial)
+    partial_lists = lists_of_runs(sent[split:], every, sizes.partial)
     lo, hi = interval or (None, None)
     mask = cls.unchecked(
-        q_len=place.q_len, kv_len=place.kv_len, block=place.block, batch=batch, heads=heads, full=full_lists,
-        partial=partial_lists, lo=lo, hi=hi, rules=rules, bits=None if bits is None else sent[-1], sizes=sizes,
-        pure=pure, label=label,
+        q_len=place.q_len, kv_len=place.kv_len, block=place.block, batch=1, heads=heads, full=full_lists,
+        partial=partial_lists, lo=lo, hi=hi, sizes=sizes, pure=pure, label=label,
     )  # fmt: skip
     mask._memo["heavy"] = heavy_blocks(*counts)
     return mask
@@ -332,32 +323,29 @@ def assemble(
 def table_of_runs(runs: Runs, counts: np.ndarray) -> list[np.ndarray]:
     """starts and counts of rows that are one run each: they share the list of all columns.
 
-    Of others starts and counts, and of each piece int32 [4 or 6, pieces, rows]: its count, first column and step, how
-    many entries come before it, and its first rule and their step. Where nothing is counted anything may stand.
+    Of others starts and counts, and of each piece int32 [4, pieces, rows]: its count, first column and step, and how
+    many entries come before it. Where nothing is counted anything may stand.
     """
     if runs.step is None:
         return [np.where(counts > 0, runs.first[0], 0), counts]
     starts = np.cumsum(counts) - counts
-    rules = () if runs.rule is None or runs.rule_step is None else (runs.rule, runs.rule_step)
-    pieces = np.empty((4 + len(rules), *runs.count.shape), np.int32)
-    for at, column in enumerate((runs.count, runs.first, runs.step, starts, *rules)):
+    pieces = np.empty((4, *runs.count.shape), np.int32)
+    for at, column in enumerate((runs.count, runs.first, runs.step, starts)):
         pieces[at] = column
     for piece in range(1, len(runs.count)):
         pieces[3, piece] = pieces[3, piece - 1] + pieces[0, piece - 1]
     return [starts, counts, pieces]
 
 
-def lists_of_runs(table: Sequence[Tensor], every: Tensor, stored: int) -> tuple[BlockLists, Tensor | None]:
-    """The lists and the rules of their entries, from a table that has arrived."""
+def lists_of_runs(table: Sequence[Tensor], every: Tensor, stored: int) -> BlockLists:
+    """The lists, from a table that has arrived."""
     starts, counts = table[:2]
     if len(table) == 2:
-        return BlockLists(starts, counts, every), None
+        return BlockLists(starts, counts, every)
     pieces = table[2].permute(2, 1, 0).flatten(0, 1)
     of = torch.repeat_interleave(pieces[:, 1:], pieces[:, 0], dim=0, output_size=stored)
     inside = torch.arange(stored, dtype=torch.int32, device=every.device) - of[:, 2]
-    indices = torch.addcmul(of[:, 0], inside, of[:, 1])
-    rules = torch.addcmul(of[:, 3], inside, of[:, 4]) if of.shape[1] > 3 else None
-    return BlockLists(starts, counts, indices), rules
+    return BlockLists(starts, counts, torch.addcmul(of[:, 0], inside, of[:, 1]))
 
 
 def exact_sizes(full: np.ndarray, partial: np.ndarray) -> Sizes:

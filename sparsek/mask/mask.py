@@ -23,7 +23,7 @@ from sparsek.core.home import Home
 from sparsek.core.record import Record, record
 from sparsek.core.tracing import saveable
 from sparsek.mask import check, compose, interop, lists, scored, structured, view
-from sparsek.mask.lists import BlockLists, Frame, HostLists, HostMask, Sizes, TransposedLists
+from sparsek.mask.lists import BlockLists, Frame, HostMask, Sizes, TransposedLists
 from sparsek.pictures import masks as pictures
 
 UNKNOWN = Sizes(0, 0, 0, exact=False)
@@ -297,4 +297,4 @@ def _to_host(mask: BlockMask) -> HostMask:
     if mask.device.type == "cuda":
         torch.cuda.current_stream(mask.device).synchronize()
     arrays: list[Any] = [None if part is None else part.numpy() for part in parts]
-    return HostMask(HostLists(*arrays[:3]), HostLists(*arrays[3:6]), *arrays[6:])
+    return HostMask(pictures.Rows(*arrays[:3]), pictures.Rows(*arrays[3:6]), *arrays[6:])

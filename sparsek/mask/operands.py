@@ -8,6 +8,7 @@ from torch import Tensor
 from sparsek.core import arguments, dtypes
 from sparsek.core.errors import InvalidInput
 
+MOVE = "move one of them, SparseK does not"
 DIMS = {"q": "[B, Hq, S, D]", "k": "[B, Hkv, T, D]", "v": "[B, Hkv, T, Dv]"}
 
 
@@ -16,21 +17,10 @@ def check_tensors(
 ) -> None:
     """InvalidInput unless q, k and v are dense, of one dtype, on one device, and fit together.
 
-    `predicted`: they may be on the meta device, for a call that is not run. `planner`: what predicts such calls.
+    `predicted`: they may be on the meta device, for a call that is not run. `planner`: what predicts such calls. Where
+    values do not matter, `v` is k.
     """
-    _check_each({"q": q, "k": k, "v": v}, predicted, planner)
-    _check_shapes(q.shape, k.shape, v.shape)
-
-
-def check_queries_and_keys(q: Any, k: Any) -> None:
-    """As `check_tensors`, where there are no values."""
-    _check_each({"q": q, "k": k}, False, "plan_attention")
-    _check_shapes(q.shape, k.shape, k.shape)
-
-
-def _check_each(given: dict[str, Any], predicted: bool, planner: str) -> None:
-    q = given["q"]
-    for name, x in given.items():
+    for name, x in (("q", q), ("k", k)) if v is k else (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise InvalidInput(f"{name} must be a dense torch.Tensor {DIMS[name]}, got {type(x).__name__}")
         arguments.dense(name, x)
@@ -44,11 +34,9 @@ def _check_each(given: dict[str, Any], predicted: bool, planner: str) -> None:
             raise InvalidInput(
                 f"q is {q.dtype} and {name} {x.dtype}; cast one of them, SparseK does not{_autocast(q.device.type)}"
             )
-        if x.device != q.device:
-            raise InvalidInput(
-                f"q is on {q.device} and {name} on {x.device}; move one of them, SparseK does not"
-            )
+        arguments.one_device("q is", q.device, name, x.device, MOVE)
     dtypes.name(q.dtype)
+    _check_shapes(q.shape, k.shape, v.shape)
 
 
 def _autocast(device: str) -> str:

@@ -16,9 +16,9 @@ from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import constant, not_traced, untransformed
 from sparsek.mask.cache import edges_of, kept_mask, values_of
 from sparsek.mask.documents import Documents, PackedLayout, Window, documents_mask
-from sparsek.mask.lists import Frame, mask_block
+from sparsek.mask.lists import Frame, as_device, mask_block
 from sparsek.mask.mask import BlockMask
-from sparsek.mask.operands import check_queries_and_keys
+from sparsek.mask.operands import check_tensors
 from sparsek.mask.scored import best_blocks
 
 
@@ -100,11 +100,11 @@ class MaskPolicy:
         if torch.compiler.is_compiling():
             rule = self.window, self.sinks, self.stride, self.causal, self.block
             return _constant_mask(rule, q_len, kv_len, device)
-        return self._mask(q_len, kv_len, _as_device(device))
+        return self._mask(q_len, kv_len, as_device(device))
 
     def mask_for(self, q: Tensor, k: Tensor) -> BlockMask:
         """The mask for q [B, Hq, S, D] and k [B, Hkv, T, D], on their device. Only top-k looks at more than shapes."""
-        check_queries_and_keys(q, k)
+        check_tensors(q, k, k)
         if self.topk is None:
             return self.mask(q.shape[2], k.shape[2], q.device)
         return _chosen(self, q, k)
@@ -122,7 +122,7 @@ class MaskPolicy:
         """
         self._refuse_topk("attention_varlen takes the policy as it is")
         scene = packed_scene(cu_seqlens_q, cu_seqlens_k)
-        return self.visible_in(scene, cu_seqlens_q.device if device is None else _as_device(device)).within
+        return self.visible_in(scene, cu_seqlens_q.device if device is None else as_device(device)).within
 
     def visible_in(self, scene: PackedLayout, device: torch.device) -> ResolvedRule:
         """What this says of a scene, for the current stream. Kept for scenes that are the same."""
@@ -256,10 +256,6 @@ def _means(x: Tensor, side: int) -> Tensor:
     return torch.cat(means, 2) if means else x[:, :, :0].float()
 
 
-def _as_device(device: str | torch.device | None) -> torch.device:
-    return arguments.device("device", torch.get_default_device() if device is None else device)
-
-
 @constant
 def _constant_mask(
     rule: tuple[Any, ...], q_len: int, kv_len: int, device: str | torch.device | None
@@ -270,7 +266,7 @@ def _constant_mask(
     """
     window, sinks, stride, causal, block = rule
     policy = MaskPolicy(window, sinks, stride, causal=causal, block=block)
-    return policy._mask(q_len, kv_len, _as_device(device))
+    return policy._mask(q_len, kv_len, as_device(device))
 
 
 @not_traced("a top-k mask")

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sparsek.core import arguments, dtypes
 from sparsek.core.errors import InvalidInput
+from sparsek.core.streams import Ready, wait_for
 from sparsek.core.tracing import not_traced
 from sparsek.mask.lists import (
     BY_INTERVAL,
@@ -100,11 +101,7 @@ def _asked(found: Tensor, explain: Callable[[int], str]) -> list[Fault]:
 def _sent(rows_of: Callable[..., Sequence[np.ndarray]], place: Place, *args: Any) -> tuple[Any, ...]:
     """Numbers of each row, int32 [Mb, 1] on the device, and when they arrive. Kept: one upload serves every step."""
     parts = upload([each[:, None] for each in rows_of(place, *args)], place.device)
-    if place.device.type == "cpu":
-        return parts, None
-    arrived = torch.cuda.Event()
-    arrived.record(torch.cuda.current_stream(place.device))
-    return parts, arrived
+    return parts, Ready.here(place.device)
 
 
 def _on_device(rows_of: Callable[..., Sequence[np.ndarray]], place: Place, *args: Any) -> list[Tensor]:
@@ -112,9 +109,9 @@ def _on_device(rows_of: Callable[..., Sequence[np.ndarray]], place: Place, *args
 
     A CUDA graph cannot upload, but it may capture what was sent before: torch.cuda.graph waits for the device first.
     """
-    parts, arrived = _sent(rows_of, place, *args)
-    if arrived is not None and not torch.cuda.is_current_stream_capturing():
-        torch.cuda.current_stream(place.device).wait_event(arrived)
+    parts, ready = _sent(rows_of, place, *args)
+    if ready is not None and not torch.cuda.is_current_stream_capturing():
+        wait_for(ready, parts)
     return parts
 
 
@@ -172,7 +169,12 @@ def topk(
     if kept is not None:
         kept = kept & there
         rows_kept = tuple(kept.shape[:-1])
-        faults += _asked(kept.sum(-1) > k, lambda at: _too_many(at, rows_kept, k))
+        faults += _asked(
+            kept.sum(-1) > k,
+            lambda at: (
+                f"always{_index(at, rows_kept)} keeps more than k = {k} blocks; they count among the k"
+            ),
+        )
         ranked = ranked.clamp_(max=torch.finfo(scores.dtype).max).masked_fill_(kept, torch.inf)
     best = _best(ranked, k, k, lambda chosen: chosen < edges)
     lo, hi = (up_to_itself(place) if causal else every_key(place)) or (None, None)
@@ -287,10 +289,6 @@ def _near(place: Place, causal: bool, local: int) -> tuple[np.ndarray, np.ndarra
     return left, right
 
 
-def _too_many(at: int, shape: tuple[int, ...], k: int) -> str:
-    return f"always{_index(at, shape)} keeps more than k = {k} blocks; they count among the k"
-
-
 def _index(at: int, shape: tuple[int, ...]) -> str:
     return f"[{', '.join(str(each) for each in np.unravel_index(at, shape))}]"
 
@@ -363,20 +361,13 @@ def from_blocks(
 
 def _as_list(values: Any, name: str) -> Tensor:
     """A 1-D tensor of ints, where it is."""
+    made = values
     try:
-        made = (
-            values
-            if isinstance(values, Tensor)
-            else torch.from_numpy(np.array(values, dtype=_int_type(values)))
-        )
+        if not isinstance(values, Tensor):  # numpy sees no ints in an empty list
+            made = torch.from_numpy(np.array(values, dtype=None if np.size(values) else np.int64))
     except (TypeError, ValueError, OverflowError) as error:
         raise InvalidInput(f"{name} is no row of ints: {error}") from error
     return arguments.tensor(name, made, (torch.int32, torch.int64), ndim=1).detach().contiguous()
-
-
-def _int_type(values: Any) -> Any:
-    """An empty list has no ints that numpy could see."""
-    return None if np.size(values) else np.int64
 
 
 def _split(indptr: Tensor, indices: Tensor, place: Place) -> tuple[Tensor, ...]:

@@ -128,6 +128,32 @@ def stored_entries(lists: BlockLists, rows: Tensor) -> tuple[Tensor, Tensor]:
     return at, lists.starts[rows].long()[at] + inside
 
 
+def stored_cells(mask: BlockMask, rows: Tensor) -> Tensor:
+    """Place in `rows` * Nb + column of every block that these rows store, int64, in no order. Syncs."""
+    cells = []
+    for lists in (mask.full, mask.partial):
+        at, entries = stored_entries(lists, rows)
+        cells.append(at * mask.grid[1] + lists.indices[entries])
+    return torch.cat(cells)
+
+
+def find(lists: BlockLists, rows: Tensor, column: Tensor, longest: int) -> tuple[Tensor, Tensor]:
+    """Whether a row holds a column, and at which entry: a binary search in each row at once."""
+    low = lists.starts[rows].long()
+    end = high = low + lists.counts[rows]
+    if not lists.indices.numel():
+        return torch.zeros_like(low, dtype=torch.bool), low
+    most = lists.indices.numel() - 1
+    for _ in range(longest.bit_length()):
+        middle = (low + high) // 2
+        is_less = (low < high) & (lists.indices[middle.clamp(max=most)] < column)
+        low, high = (
+            torch.where(is_less, middle + 1, low),
+            torch.where(is_less, high, torch.minimum(high, middle)),
+        )
+    return (low < end) & (lists.indices[low.clamp(max=most)] == column), low
+
+
 def transposed(mask: BlockMask) -> TransposedLists:
     """See BlockMask.transposed."""
     sizes = mask.sizes

@@ -94,6 +94,13 @@ class Multiplied:
         )
 
 
+def check_readable(name: str, x: Tensor) -> None:
+    """InvalidInput unless `x` is contiguous and begins on a multiple of ALIGNMENT bytes, as kernels read it."""
+    if not x.is_contiguous():
+        raise InvalidInput(f"{name} must be contiguous; call .contiguous()")
+    check_aligned(name, x, ALIGNMENT)
+
+
 def _is_vector(x: Any) -> bool:
     return isinstance(x, Tensor) and x.dim() == 1
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from sparsek.core import arguments, dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.core.record import Record, record
-from sparsek.core.tracing import check_aligned, of_values
+from sparsek.core.tracing import of_values
 from sparsek.matrix import algebra, convert
-from sparsek.matrix.base import ALIGNMENT, OfBlocks
+from sparsek.matrix.base import OfBlocks, check_readable
 from sparsek.matrix.padding import padding_of, zero_outside, zero_padding
 from sparsek.matrix.pattern import BlockPattern
 from sparsek.matrix.storage import Parts, Signature, Storage, block_stats
@@ -225,13 +225,8 @@ def _check_values(a: BSR) -> None:
     wanted = (pattern.nnzb, *(pattern.block if a.order is None else pattern.block[::-1]))
     if tuple(values.shape) != wanted:
         raise InvalidInput(f"values have shape {tuple(values.shape)}; the pattern needs {wanted}")
-    if values.device != pattern.device:
-        raise InvalidInput(
-            f"values are on {values.device} and the pattern on {pattern.device}; put both on one device"
-        )
-    if not values.is_contiguous():
-        raise InvalidInput("values must be contiguous; call .contiguous()")
-    check_aligned("values", values, ALIGNMENT)
+    arguments.one_device("values are", values.device, "the pattern", pattern.device)
+    check_readable("values", values)
 
 
 def _check_order(a: BSR) -> None:

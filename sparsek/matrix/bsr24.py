@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NoReturn
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -105,7 +104,7 @@ class BSR24(OfBlocks, Record):
         _check_block(a.block)
         values = a.logical_values()
         if arguments.flag("exact", exact):
-            _refuse_crowded(a.pattern, values != 0, "nonzeros", "without exact=True the two largest are kept")
+            two_four.refuse_crowded(values != 0, *two_four.NONZEROS, a.pattern)
         return cls.unchecked(a.pattern, *two_four.pack(values))
 
     @classmethod
@@ -130,7 +129,7 @@ class BSR24(OfBlocks, Record):
         made = BSR.from_dense(w, block, mask=mask, threshold=threshold, keep=keep, scope=scope)
         if mask is not None and mask.shape == w.shape and mask.shape != made.grid:
             flags = BSR.from_dense(mask.to(w.dtype), block, mask=mask).values != 0
-            _refuse_crowded(made.pattern, flags, "elements of the mask", "a mask for 2:4 has at most two")
+            two_four.refuse_crowded(flags, *two_four.MASKED, made.pattern)
         return cls.from_bsr(made, exact=exact)
 
     def to_bsr(self) -> BSR:
@@ -141,9 +140,7 @@ class BSR24(OfBlocks, Record):
         """The dense matrix [M, K], contiguous, in `dtype` or its own. No sync. Differentiable in the values."""
         return self.to(dtype=dtype).to_bsr().to_dense()
 
-    def kept_norm(self, w: Tensor) -> float:
-        """How much of the dense w [M, K] that this was made from is kept: ||values|| / ||w||, Frobenius. One sync."""
-        return two_four.kept_norm(self, w)
+    kept_norm = two_four.kept_norm
 
     def __repr__(self) -> str:
         size, block = f"{self.shape[0]}x{self.shape[1]}", f"block {self.block[0]}x{self.block[1]}"
@@ -164,19 +161,6 @@ def _padding_nonzeros(a: BSR24) -> int:
     return int(torch.count_nonzero(edge.masked_fill(~outside, 0)))
 
 
-def _refuse_crowded(pattern: BlockPattern, flags: Tensor, what: str, hint: str) -> None:
-    count, at = two_four.crowded(flags)
-    if count:
-        p, row, group = at
-        indptr, indices = pattern.host
-        row += pattern.block[0] * (int(np.searchsorted(indptr, p, side="right")) - 1)
-        group += pattern.block[1] * int(indices[p]) // two_four.GROUP
-        raise InvalidInput(
-            f"{count} of {flags.numel() // two_four.GROUP} groups of four neighbours in the stored blocks have more "
-            f"than two {what}; the first is {two_four.group_place(row, group)}; {hint}"
-        )
-
-
 def _check_block(block: tuple[int, int]) -> None:
     if any(side % BLOCK_STEP for side in block):
         raise InvalidInput(
@@ -190,7 +174,4 @@ def _check_values(a: BSR24) -> None:
     if tuple(arguments.tensor("values", a.values).shape) != wanted:
         raise InvalidInput(f"values have shape {tuple(a.values.shape)}; the pattern needs {wanted}")
     two_four.check_parts(a.values, a.meta)
-    if a.device != a.pattern.device:
-        raise InvalidInput(
-            f"values are on {a.device} and the pattern on {a.pattern.device}; put both on one device"
-        )
+    arguments.one_device("values are", a.device, "the pattern", a.pattern.device)

@@ -9,14 +9,15 @@ element, and one wide element moves eight bf16 at the price of one. On a GPU a r
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from sparsek.core import arguments, dtypes, operations
+from sparsek.core import arguments, dtypes
 from sparsek.core.errors import InvalidInput
+from sparsek.core.operations import by_kernel
 from sparsek.core.tracing import concrete, of_values, outside_inference, untransformed, watched
 from sparsek.matrix.base import ALIGNMENT
 from sparsek.matrix.padding import tiles_of, zero_padding
@@ -50,23 +51,6 @@ class Rule(NamedTuple):
     def count(self, cells: int) -> int:
         """How many of so many blocks `keep` stores."""
         return max(1, round(self.keep * cells)) if self.keep else 0
-
-
-class Packer(Protocol):
-    """`from_dense` by kernels: the same matrix, or None for what they do not take or cannot decide."""
-
-    def __call__(self, w: Tensor, block: tuple[int, int], rule: Rule) -> BSR | None: ...
-
-
-_PACKERS: list[Packer] = []
-
-
-def register_pack(packer: Packer) -> None:
-    """Makes `from_dense` ask `packer` first for CUDA tensors, where no gradient is wanted and nothing traces.
-
-    The operations, which stand above formats and know kernels, do this once.
-    """
-    _PACKERS[:] = [packer]
 
 
 @outside_inference
@@ -103,9 +87,7 @@ def from_dense(
     rule = _rule(mask, threshold, keep, scope)
     if mask is not None:
         _check_mask(mask, w.device, shape, grid_of(shape, block))
-    if w.is_cuda and not _PACKERS:
-        operations.load()
-    made = _PACKERS[0](w, block, rule) if _PACKERS and w.is_cuda and _is_plain(w) else None
+    made = by_kernel("pack_bsr", w, block, rule) if w.is_cuda and _is_plain(w) else None
     return cls.unchecked(*_packed(w, shape, block, rule)) if made is None else made
 
 
@@ -146,7 +128,9 @@ def from_torch(cls: type[BSR], matrix: Tensor) -> BSR:
         raise InvalidInput(f"expected a 2-D matrix without dense dimensions, got shape {tuple(matrix.shape)}")
     if values.data_ptr() % ALIGNMENT:
         values = values.clone()
-    indptr, indices = (_narrow(part) for part in (matrix.crow_indices(), matrix.col_indices()))
+    # What does not fit int32 becomes the limit, which no pattern accepts.
+    lists = (part.clamp(-1, INT32_MAX) for part in (matrix.crow_indices(), matrix.col_indices()))
+    indptr, indices = (part.to(torch.int32).contiguous() for part in lists)
     block = (values.shape[1], values.shape[2])
     return cls(BlockPattern((matrix.shape[0], matrix.shape[1]), block, indptr, indices), values)
 
@@ -306,8 +290,7 @@ def _check_mask(mask: Any, device: torch.device, shape: tuple[int, int], grid: t
         raise InvalidInput(
             f"mask has shape {tuple(mask.shape)}; it must be of blocks {grid} or of elements {shape}"
         )
-    if mask.device != device:
-        raise InvalidInput(f"mask is on {mask.device} and w on {device}; put both on one device")
+    arguments.one_device("mask is", mask.device, "w", device)
 
 
 def _packed(
@@ -442,11 +425,6 @@ def _has_words(blocks: Tensor) -> bool:
     steps = (blocks.storage_offset(), *blocks.stride()[:-1])
     in_bytes = (blocks.data_ptr(), *(step * blocks.element_size() for step in steps))
     return blocks.stride(-1) == 1 and all(address % ALIGNMENT == 0 for address in in_bytes)
-
-
-def _narrow(part: Tensor) -> Tensor:
-    """int32 indices; what does not fit becomes the limit, which no pattern accepts."""
-    return part.clamp(-1, INT32_MAX).to(torch.int32).contiguous()
 
 
 def _refuse_ragged(a: BSR, what: str) -> None:

@@ -9,24 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsek.core import arguments, dtypes, operations
+from sparsek.core import arguments, dtypes
 from sparsek.core.errors import InvalidInput
+from sparsek.core.operations import by_kernel
 from sparsek.core.record import Record, record
-from sparsek.core.tracing import check_aligned, of_values
-from sparsek.matrix.base import ALIGNMENT, Multiplied
+from sparsek.core.tracing import of_values
+from sparsek.matrix.base import Multiplied, check_readable
 from sparsek.matrix.float8 import MOST, NAMES, rounded, scales_of
 
 SCALES = ("tensor", "row")
-READS, INSTEAD = "quantize looks for NaN and Inf in values", "write quantize(..., check=False)"
-
-# x [..., K] and an FP8 dtype -> (values, scale) with a scale for each row, by one kernel, or None.
-Rounder = Callable[[Tensor, torch.dtype], tuple[Tensor, Tensor] | None]
-_ROUNDERS: list[Rounder] = []
-
-
-def register_rounder(rounder: Rounder) -> None:
-    """Makes `quantize_dense` ask `rounder` first for CUDA tensors. The operations, above formats, do this once."""
-    _ROUNDERS[:] = [rounder]
 
 
 @record(leaves=("values", "scale"), own=("values", "scale"))
@@ -51,7 +42,7 @@ class QuantizedTensor(Multiplied, Record):
     def __post_init__(self) -> None:
         if check_fp8_values(self.values).ndim < 1:
             raise InvalidInput("values must be [..., K], got a single number")
-        _check_scale(self.scale, self.values)
+        _check_shape(self.scale, self.values)
         if arguments.flag("turned", self.turned) and self.values.ndim < 2:
             raise InvalidInput("values are a vector, which has no transpose")
 
@@ -160,15 +151,9 @@ def quantize_dense(x: Tensor, dtype: torch.dtype, scale: str, check: bool) -> Qu
     """
     x = x.detach()
     if check:
-        if torch.compiler.is_compiling():
-            raise InvalidInput(
-                "torch.compile cannot wait to see NaN and Inf; write quantize(..., check=False)"
-            )
-        of_values(_refuse_strange, x, torch.finfo(dtype).max, reads=READS, instead=INSTEAD)
-    if x.is_cuda and not _ROUNDERS:
-        operations.load()
-    by_kernel = x.is_cuda and scale == "row" and _ROUNDERS
-    made = _ROUNDERS[0](x, dtype) if by_kernel and not torch.compiler.is_compiling() else None
+        check_finite(x, None, dtype, "values", str)
+    plain = x.is_cuda and scale == "row" and not torch.compiler.is_compiling()
+    made = by_kernel("round_rows", x, dtype) if plain else None
     if made is None:
         made = _rounded_rows(x, dtype) if scale == "row" else _rounded_whole(x, dtype)
     return QuantizedTensor.unchecked(*made)
@@ -193,18 +178,29 @@ def _rounded_whole(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return rounded(x.to(wide) / scale, dtype).contiguous(), scale
 
 
-def _refuse_strange(x: Tensor, top: float) -> None:
-    """Raises InvalidInput if a value is not finite, or its scale would not be. One sync if all is well."""
-    limit = min(torch.finfo(x.dtype).max, top * MOST)
-    strange = ~(x.abs() <= limit)
-    count = int(torch.count_nonzero(strange))
-    if count:
-        place = torch.nonzero(strange)[0].tolist()
-        huge = f" or beyond {limit:.3g}, where scales leave float32" if x.dtype == torch.float64 else ""
+def check_finite(
+    values: Tensor, largest: Tensor | None, dtype: torch.dtype, what: str, place: Callable[[list[int]], str]
+) -> None:
+    """InvalidInput if a value is not finite, or its scale in `dtype` would not be. One sync if all is well.
+
+    `largest`: magnitudes that are looked at first. place(indices of a value): where it stands, in words.
+    """
+    if torch.compiler.is_compiling():
+        raise InvalidInput("torch.compile cannot wait to see NaN and Inf; write quantize(..., check=False)")
+    limit = min(torch.finfo(values.dtype).max, torch.finfo(dtype).max * MOST)
+
+    def look(values: Tensor, largest: Tensor | None) -> None:
+        if not int(torch.count_nonzero(~((values.abs() if largest is None else largest) <= limit))):
+            return
+        strange = ~(values.abs() <= limit)
+        huge = f" or beyond {limit:.3g}, where scales leave float32" if values.dtype == torch.float64 else ""
         raise InvalidInput(
-            f"{count} of {x.numel()} values are NaN or Inf{huge}; the first is at {place}; FP8 with scales holds "
-            "finite values"
+            f"{int(torch.count_nonzero(strange))} of {values.numel()} {what} are NaN or Inf{huge}; the first is at "
+            f"{place(torch.nonzero(strange)[0].tolist())}; FP8 with scales holds finite values"
         )
+
+    reads = "quantize looks for NaN and Inf in values"
+    of_values(look, values, largest, reads=reads, instead="write quantize(..., check=False)")
 
 
 def check_fp8_values(values: Any) -> Tensor:
@@ -214,23 +210,24 @@ def check_fp8_values(values: Any) -> Tensor:
         raise InvalidInput(
             f"values must be FP8, one of {', '.join(map(str, NAMES))}, got {values.dtype}; sparsek.quantize makes them"
         )
-    if not values.is_contiguous():
-        raise InvalidInput("values must be contiguous; call .contiguous()")
-    check_aligned("values", values, ALIGNMENT)
+    check_readable("values", values)
     return values
 
 
-def _check_scale(scale: Any, values: Tensor) -> None:
+def _check_shape(scale: Any, values: Tensor) -> None:
     arguments.tensor("scale", scale, (torch.float32,))
     if scale.shape not in ((), values.shape[:-1]):
         raise InvalidInput(
             f"scale has shape {list(scale.shape)}; values {list(values.shape)} need {list(values.shape[:-1])}, one for "
             "each row, or [], one for all"
         )
-    if scale.device != values.device:
-        raise InvalidInput(
-            f"values are on {values.device} and scale on {scale.device}; put both on one device"
-        )
+    check_scale(scale, values.device)
+
+
+def check_scale(scale: Tensor, device: torch.device) -> None:
+    """InvalidInput unless scales, float32 and as many as are needed, are contiguous, on the `device` of the values,
+    positive and finite. One sync."""
+    arguments.one_device("values are", device, "scale", scale.device)
     if not scale.is_contiguous():
         raise InvalidInput("scale must be contiguous; call .contiguous()")
     count = int(torch.count_nonzero(~((scale > 0) & (scale <= MOST))))

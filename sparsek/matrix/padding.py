@@ -51,16 +51,12 @@ def padding_of(pattern: BlockPattern) -> tuple[Tensor, Tensor]:
 
 
 def _padding(pattern: BlockPattern) -> tuple[Tensor, Tensor]:
-    """Positions [e] of the stored blocks that reach over an edge, and bool [e, bm, bk]: what lies outside."""
     indptr, indices = pattern.host
-    (rows, columns), (bm, bk), (last_row, last_column) = pattern.shape, pattern.block, _last(pattern.grid)
+    (rows, columns), (bm, bk) = pattern.shape, pattern.block
+    last_row, last_column = (max(count - 1, 0) for count in pattern.grid)
     in_last_row = np.arange(indices.size) >= indptr[last_row]
     in_last_column = indices == last_column
     at = np.flatnonzero((in_last_row & bool(rows % bm)) | (in_last_column & bool(columns % bk)))
     below = (np.arange(bm) >= rows - last_row * bm)[None, :, None] & in_last_row[at, None, None]
     beside = (np.arange(bk) >= columns - last_column * bk)[None, None, :] & in_last_column[at, None, None]
     return torch.tensor(at, device=pattern.device), torch.tensor(below | beside, device=pattern.device)
-
-
-def _last(grid: tuple[int, int]) -> tuple[int, int]:
-    return max(grid[0] - 1, 0), max(grid[1] - 1, 0)

@@ -172,6 +172,13 @@ class BlockPattern(Home, Record):
             return False
         return all(map(np.array_equal, self.host, other.host))
 
+    def _corner(self, p: int) -> tuple[int, int]:
+        """Row and column of the first element of stored block p. Syncs once at most."""
+        indptr, indices = self.host
+        return (int(np.searchsorted(indptr, p, side="right")) - 1) * self.block[0], int(
+            indices[p]
+        ) * self.block[1]
+
     def drawn(self) -> pictures.Blocks:
         """What pictures show of it. Syncs once at most."""
         name = f"{self.shape[0]} × {self.shape[1]}"

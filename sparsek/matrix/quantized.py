@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn, overload
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -18,14 +17,19 @@ from sparsek.core import arguments, dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.core.home import Home
 from sparsek.core.record import Record, record
-from sparsek.core.tracing import of_values
 from sparsek.matrix import two_four
 from sparsek.matrix.base import Matrix as AnyMatrix
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.bsr24 import BSR24
-from sparsek.matrix.dense8 import INSTEAD, READS, QuantizedTensor, check_fp8_values, quantize_dense
 from sparsek.matrix.dense8 import SCALES as ROW_SCALES
-from sparsek.matrix.float8 import MOST, NAMES, rounded, scales_of
+from sparsek.matrix.dense8 import (
+    QuantizedTensor,
+    check_finite,
+    check_fp8_values,
+    check_scale,
+    quantize_dense,
+)
+from sparsek.matrix.float8 import NAMES, rounded, scales_of
 from sparsek.matrix.semi24 import Semi24
 from sparsek.matrix.storage import Parts, Signature, Storage
 
@@ -91,17 +95,15 @@ def quantize(
                 "how a product sums is up to its sparse matrix: write fast_accum=True where that one is quantized"
             )
         return quantize_dense(a, dtype, scale, check)
-    _check_source(a, scale)
+    if not isinstance(a, Matrix):
+        raise InvalidInput(f"expected a BSR, Semi24, BSR24 or dense torch.Tensor, got {arguments.shown(a)}")
+    _check_kind(a, scale, "scale")
+    arguments.dtype("the dtype of a", a.dtype)
     _check_fast_accum(fast_accum, scale)
-    top = torch.finfo(dtype).max
     values = a.values.detach()
     parts = _largest(a, values, scale)
     if check:
-        if torch.compiler.is_compiling():
-            raise InvalidInput(
-                "torch.compile cannot wait to see NaN and Inf; write quantize(..., check=False)"
-            )
-        of_values(_refuse_strange, a, values, parts, top, reads=READS, instead=INSTEAD)
+        check_finite(values, parts, dtype, "stored values", lambda at: _place(a, at))
     scales = scales_of(_joined(a, parts, scale), dtype)
     made = rounded(values / _stretched(a, scales, scale), dtype)
     return Quantized.unchecked(a._each(lambda _: made), scales, scale, fast_accum)
@@ -271,13 +273,6 @@ def _is_view(a: Matrix) -> bool:
     return isinstance(a, BSR) and a.order is not None
 
 
-def _check_source(a: Any, kind: str) -> None:
-    if not isinstance(a, Matrix):
-        raise InvalidInput(f"expected a BSR, Semi24, BSR24 or dense torch.Tensor, got {arguments.shown(a)}")
-    _check_kind(a, kind, "scale")
-    arguments.dtype("the dtype of a", a.dtype)
-
-
 def _check_kind(a: Matrix, kind: Any, name: str) -> None:
     arguments.one_of(name, kind, SCALES)
     if kind == "block" and isinstance(a, Semi24):
@@ -330,25 +325,8 @@ def _stretched(a: Matrix, scale: Tensor, kind: str) -> Tensor:
     return by_block.index_select(0, a.pattern.block_rows).unsqueeze(-1)
 
 
-def _refuse_strange(a: Matrix, values: Tensor, parts: Tensor, top: float) -> None:
-    """Raises InvalidInput if a value is not finite, or its scale would not be. One sync if all is well."""
-    limit = min(torch.finfo(values.dtype).max, top * MOST)
-    if not int(torch.count_nonzero(~(parts <= limit))):
-        return
-    strange = ~(values.abs() <= limit)
-    row, column = _place(a, torch.nonzero(strange)[0].tolist())
-    huge = f" or beyond {limit:.3g}, where scales leave float32" if values.dtype == torch.float64 else ""
-    raise InvalidInput(
-        f"{int(torch.count_nonzero(strange))} of {values.numel()} stored values are NaN or Inf{huge}; the first is at "
-        f"row {row}, column {column}; FP8 with scales holds finite values"
-    )
-
-
-def _place(a: Matrix, at: list[int]) -> tuple[int, int]:
+def _place(a: Matrix, at: list[int]) -> str:
     """Row and column of a stored value, by its indices in `values`."""
-    if _is_view(a):
-        row, column = _place(a.T, at)
-        return column, row
     *block, row, slot = at
     column = slot
     if not isinstance(a, BSR):
@@ -356,22 +334,18 @@ def _place(a: Matrix, at: list[int]) -> tuple[int, int]:
         nibble = int(a.meta[(*block, row, group // 2)]) >> 4 * (group % 2)
         column = two_four.GROUP * group + (nibble >> 2 * second & 3)
     if not isinstance(a, Semi24):
-        indptr, indices = a.pattern.host
-        row += a.pattern.block[0] * (int(np.searchsorted(indptr, block[0], side="right")) - 1)
-        column += a.pattern.block[1] * int(indices[block[0]])
-    return row, column
+        top, left = (a.pattern.T if _is_view(a) else a.pattern)._corner(block[0])
+        row, column = row + top, column + left
+    if _is_view(a):
+        row, column = column, row
+    return f"row {row}, column {column}"
 
 
 def _check_float8(a: Matrix) -> None:
     """What the class of `a` asks of its parts, but in FP8."""
     values = check_fp8_values(a.values)
     wide = values.detach().to(torch.float16)  # exact: nothing becomes zero, and no zero anything else
-    if isinstance(a, BSR):
-        BSR(a.pattern, wide, a.order)
-    elif isinstance(a, BSR24):
-        BSR24(a.pattern, wide, a.meta)
-    else:
-        Semi24(wide, a.meta)
+    a._each(lambda _: wide)._checked()
 
 
 def _check_scale(q: Quantized) -> None:
@@ -380,13 +354,7 @@ def _check_scale(q: Quantized) -> None:
     wanted = () if q.kind == "tensor" else a.shape[:1] if q.kind == "row" else a.values.shape[:1]
     if tuple(scale.shape) != tuple(wanted):
         raise InvalidInput(f"scale has shape {tuple(scale.shape)}; one per {q.kind} needs {tuple(wanted)}")
-    if scale.device != q.device:
-        raise InvalidInput(f"values are on {q.device} and scale on {scale.device}; put both on one device")
-    if not scale.is_contiguous():
-        raise InvalidInput("scale must be contiguous; call .contiguous()")
-    count = int(torch.count_nonzero(~((scale > 0) & (scale <= MOST))))
-    if count:
-        raise InvalidInput(f"{count} of {scale.numel()} scales are not positive and finite")
+    check_scale(scale, q.device)
 
 
 def _check_original(matrix: Matrix, a: Any) -> None:
@@ -397,10 +365,7 @@ def _check_original(matrix: Matrix, a: Any) -> None:
             f"got {found}"
         )
     arguments.dtype("the dtype of a", a.dtype)
-    if a.device != matrix.values.device:
-        raise InvalidInput(
-            f"this is on {matrix.values.device} and the original on {a.device}; put both on one device"
-        )
+    arguments.one_device("this is", matrix.values.device, "the original", a.device)
     if not _stores_the_same(matrix, a):
         raise InvalidInput("the original stores other elements than this, so it is not what this was made of")
 

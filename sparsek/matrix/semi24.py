@@ -94,22 +94,18 @@ class Semi24(Stored, Record):
         if w.shape[1] % two_four.STEP:
             raise InvalidInput(f"w has {w.shape[1]} columns; K must be a multiple of {two_four.STEP}")
         if mask is not None:
-            _refuse_crowded(
-                two_four.element_mask(mask, w), "elements of the mask", "a mask for 2:4 has at most two"
-            )
+            two_four.refuse_crowded(two_four.element_mask(mask, w), *two_four.MASKED)
             if exact:
                 _refuse_outside(w, mask)
         elif exact:
-            _refuse_crowded(w != 0, "nonzeros", "without exact=True the two largest are kept")
+            two_four.refuse_crowded(w != 0, *two_four.NONZEROS)
         return cls.unchecked(*two_four.pack(w, mask))
 
     def to_dense(self, dtype: torch.dtype | None = None) -> Tensor:
         """The dense matrix [M, K], contiguous, in `dtype` or its own. No sync. Differentiable in the values."""
         return two_four.unpack(self.to(dtype=dtype).values, self.meta)
 
-    def kept_norm(self, w: Tensor) -> float:
-        """How much of the dense w [M, K] that this was made from is kept: ||values|| / ||w||, Frobenius. One sync."""
-        return two_four.kept_norm(self, w)
+    kept_norm = two_four.kept_norm
 
     @classmethod
     @outside_inference
@@ -146,15 +142,6 @@ class Semi24(Stored, Record):
             return "Semi24(values not concrete)"
         size = f"{self.shape[0]}x{self.shape[1]}"
         return f"Semi24({size} {dtypes.shown(self.dtype)}, {two_four.megabytes(self)}, {self.device})"
-
-
-def _refuse_crowded(flags: Tensor, what: str, hint: str) -> None:
-    count, at = two_four.crowded(flags)
-    if count:
-        raise InvalidInput(
-            f"{count} of {flags.numel() // two_four.GROUP} groups of four neighbours have more than two {what}; "
-            f"the first is {two_four.group_place(*at)}; {hint}"
-        )
 
 
 def _refuse_outside(w: Tensor, mask: Tensor) -> None:

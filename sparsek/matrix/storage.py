@@ -3,12 +3,11 @@ them."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -90,7 +89,7 @@ class Parts(NamedTuple):
     meta: Tensor | None
     indptr: Tensor | None
     indices: Tensor | None
-    sizes: list[int]
+    sizes: Sequence[int]
     scale_kind: str
     fast_accum: bool
     transposed: bool
@@ -99,30 +98,6 @@ class Parts(NamedTuple):
 # What a bound call (ops/bound.py) reads of a matrix: its home; what else the call depends on but the tensors that may
 # differ from call to call; these; and what the second names by its id, which whoever keeps the call keeps.
 Signature = tuple[Home, Hashable, tuple[Tensor, ...], Any]
-
-
-class SparseMatrix(Protocol):
-    """A BSR, Semi24 or BSR24, or one of them quantized."""
-
-    @property
-    def shape(self) -> Any: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def device(self) -> torch.device: ...
-    @property
-    def values(self) -> Tensor: ...
-
-    def storage(self, transposed: bool = False, counted: bool = True) -> Storage:
-        """How it is stored. `transposed`: how its transpose is, which has no matrix of its own in 2:4. `counted`: with
-        the statistics of its blocks, for which the pattern's indices are copied to the host once."""
-        ...
-
-    def parts(self, transposed: bool = False) -> Parts: ...
-
-    def home(self) -> Home: ...
-
-    def signature(self) -> Signature: ...
 
 
 def block_stats(pattern: BlockPattern, merges: bool) -> BlockStats:

@@ -8,18 +8,23 @@ sparse tensor cores take it (PTX ISA, "Sparse matrix storage" of mma.sp and wgmm
 from __future__ import annotations
 
 import math
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from sparsek.core import arguments, dtypes, operations
+from sparsek.core import arguments, dtypes
 from sparsek.core.errors import InvalidInput
-from sparsek.core.tracing import check_aligned, concrete, of_values
-from sparsek.matrix.base import ALIGNMENT
+from sparsek.core.operations import by_kernel
+from sparsek.core.tracing import concrete, of_values
+from sparsek.matrix.base import check_readable
+from sparsek.matrix.pattern import BlockPattern
 
 GROUP = 4
 STEP = 2 * GROUP  # columns of a byte of metadata
+# What `refuse_crowded` says of these flags.
+NONZEROS = "nonzeros", "without exact=True the two largest are kept"
+MASKED = "elements of the mask", "a mask for 2:4 has at most two"
 SURE = 1e-12  # a norm from here on has lost nothing that counts to squares that underflow float32
 # Integers as wide as a float, and the bits of its infinity: magnitudes have the order of their bits without the sign.
 BITS = {
@@ -28,35 +33,6 @@ BITS = {
     torch.float32: (torch.int32, 0x7F80_0000),
     torch.float64: (torch.int64, 0x7FF0_0000_0000_0000),
 }
-
-
-class Packer(Protocol):
-    """`pack` by one kernel: the same bits, or None for what it does not take."""
-
-    def __call__(self, w: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor] | None: ...
-
-
-class Unpacker(Protocol):
-    """`unpack` by one kernel: the same bits, or None for what it does not take."""
-
-    def __call__(self, values: Tensor, meta: Tensor) -> Tensor | None: ...
-
-
-_PACKERS: list[Packer] = []
-_UNPACKERS: list[Unpacker] = []
-
-
-def register_pack(packer: Packer) -> None:
-    """Makes `pack` ask `packer` first for CUDA tensors, where no gradient is wanted and nothing traces.
-
-    The operations, which stand above formats and know kernels, do this once.
-    """
-    _PACKERS[:] = [packer]
-
-
-def register_unpack(unpacker: Unpacker) -> None:
-    """The same for `unpack`."""
-    _UNPACKERS[:] = [unpacker]
 
 
 def _goes_to_kernels(x: Tensor) -> bool:
@@ -72,9 +48,7 @@ def pack(w: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
     With `mask`, bool like w and true at most twice in a group, it keeps the elements where that is true and fills up
     with zeros at the lowest free columns. No sync, no sort: six comparisons decide a group. Differentiable in w.
     """
-    if w.is_cuda and not _PACKERS:
-        operations.load()
-    made = _PACKERS[0](w, mask) if _PACKERS and _goes_to_kernels(w) else None
+    made = by_kernel("pack24", w, mask) if _goes_to_kernels(w) else None
     if made is not None:
         return made
     if mask is None:
@@ -101,9 +75,7 @@ def pack(w: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
 
 def unpack(values: Tensor, meta: Tensor) -> Tensor:
     """The dense [..., K] of values [..., K/2] and meta [..., K/8]; what is not kept is 0. No sync. Differentiable."""
-    if values.is_cuda and not _UNPACKERS:
-        operations.load()
-    made = _UNPACKERS[0](values, meta) if _UNPACKERS and _goes_to_kernels(values) else None
+    made = by_kernel("unpack24", values, meta) if _goes_to_kernels(values) else None
     if made is not None:
         return made
     within = _within_groups(meta)
@@ -131,16 +103,29 @@ def groups(w: Tensor) -> Tensor:
     return w.unflatten(-1, (w.shape[-1] // GROUP, GROUP))
 
 
-def crowded(flags: Tensor) -> tuple[int, tuple[int, ...]]:
-    """How many groups of bool [..., K] have more than two true elements; indices of the first. One sync, or two."""
+def refuse_crowded(flags: Tensor, what: str, hint: str, pattern: BlockPattern | None = None) -> None:
+    """InvalidInput if a group of bool [M, K] has more than two true elements: how many do, and where the first is.
+
+    `pattern`: flags [nnzb, bm, bk] are those of its stored blocks. `what` they are, and a `hint`. One sync, or two.
+    """
 
     def look(flags: Tensor) -> tuple[int, tuple[int, ...]]:
         over = groups(flags).sum(-1, dtype=torch.uint8) > 2
         count = int(torch.count_nonzero(over))
         return count, tuple(torch.nonzero(over)[0].tolist()) if count else ()
 
-    return of_values(
-        look, flags, reads="exact=True and masks are checked by their values", instead="check outside"
+    reads = "exact=True and masks are checked by their values"
+    count, at = of_values(look, flags, reads=reads, instead="check outside")
+    if not count:
+        return
+    *block, row, group = at
+    where = ""
+    if pattern is not None:
+        top, left = pattern._corner(block[0])
+        row, group, where = row + top, group + left // GROUP, " in the stored blocks"
+    raise InvalidInput(
+        f"{count} of {flags.numel() // GROUP} groups of four neighbours{where} have more than two {what}; "
+        f"the first is {group_place(row, group)}; {hint}"
     )
 
 
@@ -148,8 +133,7 @@ def element_mask(mask: Any, w: Tensor) -> Tensor:
     """`mask`, if it is a bool tensor with w's shape and device. InvalidInput otherwise."""
     if arguments.tensor("mask", mask, (torch.bool,)).shape != w.shape:
         raise InvalidInput(f"mask has shape {list(mask.shape)}; it must be of elements {list(w.shape)}")
-    if mask.device != w.device:
-        raise InvalidInput(f"mask is on {mask.device} and w on {w.device}; put both on one device")
+    arguments.one_device("mask is", mask.device, "w", w.device)
     return mask
 
 
@@ -159,7 +143,8 @@ def megabytes(a: Any) -> str:
 
 
 def kept_norm(a: Any, w: Any) -> float:
-    """The Frobenius norm of a's values over that of w [M, K], from which they were taken; 1.0 if w is zero. One sync.
+    """How much is kept of the dense w [M, K] that this was made from: ||values|| / ||w||, Frobenius; 1.0 if w is zero.
+    One sync.
 
     Summed in float32, in float64 for float64; in float64 for all where a square over- or underflows.
     """
@@ -208,12 +193,9 @@ def check_parts(values: Any, meta: Any) -> None:
         raise InvalidInput(
             f"meta has shape {tuple(meta.shape)}; values {tuple(values.shape)} need {wanted}: a byte for {GROUP} values"
         )
-    if meta.device != values.device:
-        raise InvalidInput(f"values are on {values.device} and meta on {meta.device}; put both on one device")
-    for name, part in (("values", values), ("meta", meta)):
-        if not part.is_contiguous():
-            raise InvalidInput(f"{name} must be contiguous; call .contiguous()")
-        check_aligned(name, part, ALIGNMENT)
+    arguments.one_device("values are", values.device, "meta", meta.device)
+    check_readable("values", values)
+    check_readable("meta", meta)
 
 
 def group_place(row: int, group: int) -> str:

@@ -26,6 +26,7 @@ from sparsek.ops.bound import Slot
 from sparsek.plan import attention_operands as operands
 from sparsek.plan.attention import Attended, AttentionPlan
 from sparsek.plan.attention_grad import AttentionGradPlan, Differentiated
+from sparsek.plan.operands import check_no_tangent, wants_gradient
 from sparsek.plan.plan import check_plan
 
 
@@ -117,7 +118,7 @@ def attention(
             if slot.__class__ is not Slot:
                 return cast(Any, both if return_lse else both[0])
     if plan is None and _traced():
-        wanted = return_lse or operands.wants_gradient(q, k, v)
+        wanted = return_lse or wants_gradient(q, k, v)
         out, lse = through_op(q, k, v, mask, scale, wanted, kernel, deterministic)
         return (out, lse) if return_lse else out
     if plan is not None:
@@ -126,12 +127,12 @@ def attention(
     else:
         found = checked(q, k, v, mask)
     factor = operands.checked_scale(scale, q.shape[3])
-    operands.check_no_tangent(q, k, v)
+    check_no_tangent(operands.NO_TANGENT, q, k, v)
     if torch._C._are_functorch_transforms_active():
         check_untransformed(found)
-        wanted = operands.wants_gradient(q, k, v)
+        wanted = wants_gradient(q, k, v)
         both = TransformedAttention.apply(q, k, v, Call(found, plan, factor, kernel, deterministic, wanted))
-    elif operands.wants_gradient(q, k, v):
+    elif wants_gradient(q, k, v):
         if plan is not None and not plan.problem.lse:
             raise InvalidInput(
                 "gradients need lse, and plan was made with return_lse=False; use plan_attention(..., return_lse=True)"

@@ -48,16 +48,6 @@ class AttentionBackwardArgs(NamedTuple):
     kernel: str | None
 
 
-ATTENTION_SCHEMA = (
-    "(Tensor q, Tensor k, Tensor v, Tensor?[] mask, SymInt[] numbers, float? scale, bool return_lse, str? kernel, "
-    "bool deterministic) -> (Tensor, Tensor)"
-)
-ATTENTION_BACKWARD_SCHEMA = (
-    "(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor grad, Tensor? grad_lse, Tensor?[] mask, "
-    "SymInt[] numbers, float? scale, bool deterministic, str? kernel) -> (Tensor, Tensor, Tensor)"
-)
-
-
 def flat_mask(mask: BlockMask | None) -> tuple[list[Tensor | None], list[int]]:
     """A mask as tensors and ints; without a mask there are none."""
     if mask is None:
@@ -67,19 +57,10 @@ def flat_mask(mask: BlockMask | None) -> tuple[list[Tensor | None], list[int]]:
     # By names: torch.compile of torch 2.11 cannot iterate over a tuple inside a mask that is a constant.
     full, part, sizes, (bq, bk) = mask.full, mask.partial, mask.sizes, mask.block
     lists = [full.starts, full.counts, full.indices, part.starts, part.counts, part.indices]
-    numbers = [
-        mask.q_len,
-        mask.kv_len,
-        bq,
-        bk,
-        mask.batch,
-        mask.heads,
-        sizes.stored,
-        sizes.partial,
-        sizes.longest,
-    ]
+    numbers = [mask.q_len, mask.kv_len, bq, bk, mask.batch, mask.heads]
     # The op takes ints, not bools, where torch.compile has made any of them symbolic.
-    numbers += [1 if sizes.exact else 0, 1 if mask.pure else 0]
+    exact, pure = 1 if sizes.exact else 0, 1 if mask.pure else 0
+    numbers += [sizes.stored, sizes.partial, sizes.longest, exact, pure]
     return [*lists, mask.lo, mask.hi, mask.rules, mask.bits], numbers
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 
+from sparsek.core.device import card_of
 from sparsek.core.errors import InvalidInput
 from sparsek.core.streams import captured
 from sparsek.core.tracing import save_for_backward
@@ -21,13 +22,13 @@ from sparsek.ops.attention_plans import (
     ATTENTION,
     ATTENTION_BACKWARD,
     calls_of,
-    check_backward_kernel,
     fixed,
 )
 from sparsek.ops.bound import Slot
 from sparsek.plan import attention_operands as operands
 from sparsek.plan.attention import Attended, AttentionPlan
 from sparsek.plan.attention_grad import Differentiated, Forward
+from sparsek.plan.operands import wants_gradient
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,9 @@ def check_untransformed(mask: BlockMask) -> None:
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor | None]:
     if call.kernel is not None and call.wanted:
-        kernel = gradients.same_family(call.kernel, "attention_backward")
-        check_backward_kernel(Differentiated(q, k, v, call.mask, fixed(call.deterministic)), kernel)
+        # Unsupported, with its reasons, where that one cannot give the gradients.
+        p = Differentiated(q, k, v, call.mask, fixed(call.deterministic)).problem(card_of(q.device))
+        ATTENTION_BACKWARD.choose(p, gradients.same_family(call.kernel, "attention_backward"), None)
     return run_forward(q, k, v, call, True)
 
 
@@ -112,7 +114,7 @@ class TransformedAttention(torch.autograd.Function):
     def vmap(info: Any, in_dims: tuple[int | None, ...], q: Tensor, k: Tensor, v: Tensor, call: Call) -> Any:
         joined: Any = _joined(info.batch_size, in_dims, (q, k, v), call)
         # Under vmap tensors do not say what a transform around it wants.
-        call = replace(call, wanted=call.wanted or operands.wants_gradient(*joined))
+        call = replace(call, wanted=call.wanted or wants_gradient(*joined))
         return _apart(info.batch_size, TransformedAttention.apply(*joined, call))
 
 

@@ -11,8 +11,6 @@ from sparsek.mask.mask import BlockMask
 from sparsek.mask.operands import check_tensors
 from sparsek.ops import gradients
 from sparsek.ops.attention_args import (
-    ATTENTION_BACKWARD_SCHEMA,
-    ATTENTION_SCHEMA,
     AttentionArgs,
     AttentionBackwardArgs,
     flat_mask,
@@ -20,13 +18,16 @@ from sparsek.ops.attention_args import (
     put_together,
 )
 from sparsek.ops.attention_plans import ATTENTION, ATTENTION_BACKWARD, checked, fixed
-from sparsek.ops.library_args import TAGS
+from sparsek.ops.library_args import TAGS, schema_of
 from sparsek.plan import attention_operands as operands
 from sparsek.plan.attention import Attended
 from sparsek.plan.attention_grad import Differentiated, Forward
 
+FORWARD = schema_of(AttentionArgs, "(Tensor, Tensor)")
+BACKWARD = schema_of(AttentionBackwardArgs, "(Tensor, Tensor, Tensor)")
 
-@torch.library.custom_op("sparsek::attention", mutates_args=(), schema=ATTENTION_SCHEMA, tags=TAGS)
+
+@torch.library.custom_op("sparsek::attention", mutates_args=(), schema=FORWARD, tags=TAGS)
 def attention_op(*given: Any) -> tuple[Tensor, Tensor]:
     """(out, lse) of `sparsek.attention`; lse is empty unless it is wanted. Gradients need it.
 
@@ -53,7 +54,10 @@ def _(*given: Any) -> tuple[Tensor, Tensor]:
 
 
 @torch.library.custom_op(
-    "sparsek::attention_backward", mutates_args=(), schema=ATTENTION_BACKWARD_SCHEMA, tags=TAGS
+    "sparsek::attention_backward",
+    mutates_args=(),
+    schema=BACKWARD,
+    tags=TAGS,
 )
 def attention_backward_op(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) for the gradients `grad` of out and `grad_lse` of lse."""
@@ -87,15 +91,7 @@ attention_backward_op.register_autograd(gradients.of_attention_backward)
 
 
 def through_op(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: BlockMask | None,
-    scale: float | None,
-    return_lse: bool,
-    kernel: str | None,
-    deterministic: bool,
+    q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None, *settings: Any
 ) -> tuple[Tensor, Tensor]:
-    """The call as an op of torch.library."""
-    args = *flat_mask(mask), scale, return_lse, kernel, deterministic
-    return torch.ops.sparsek.attention(q, k, v, *args)
+    """The call as an op of torch.library, whose `settings` stand as there."""
+    return torch.ops.sparsek.attention(q, k, v, *flat_mask(mask), *settings)

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sparsek.core import device as devices
-from sparsek.core.streams import Ready, wait_for
+from sparsek.mask.cache import kept_mask
+from sparsek.mask.lists import Frame
 from sparsek.mask.mask import BlockMask
 from sparsek.mask.operands import check_tensors
 from sparsek.ops.bound import Calls
 from sparsek.ops.planning import choose
 from sparsek.plan import attention_operands as operands
 from sparsek.plan.attention import AttentionPlan
-from sparsek.plan.attention_grad import AttentionGradPlan, Differentiated
+from sparsek.plan.attention_grad import AttentionGradPlan
 from sparsek.plan.op import Operation
 
 ATTENTION = Operation(AttentionPlan, choose)
@@ -38,28 +37,10 @@ def checked(
     """
     check_tensors(q, k, v, predicted=not here, planner=planner)
     if mask is None:
-        return every_block(q.shape[2], k.shape[2], q.device if here else torch.device("cpu"))
+        frame = Frame(q_len=q.shape[2], kv_len=k.shape[2], device=q.device if here else "cpu")
+        return kept_mask(("every block", *frame.values()), lambda: BlockMask.full(**frame))
     operands.check_mask(q, k, mask, here=here)
     return mask
-
-
-def every_block(q_len: int, kv_len: int, device: torch.device) -> BlockMask:
-    """The mask of a call without one, for the current stream. A CUDA graph may capture one that was used before."""
-    mask, made = _kept_every_block(q_len, kv_len, device)
-    if made is not None:
-        if torch.cuda.is_current_stream_capturing():
-            _CAPTURED.add(mask)
-        else:
-            wait_for(made, (*mask.full, *mask.partial, mask.lo, mask.hi))
-    return mask
-
-
-@lru_cache(16)
-def _kept_every_block(q_len: int, kv_len: int, device: torch.device) -> tuple[BlockMask, Ready | None]:
-    # Inside torch.func tensors that are made belong to it, and these outlive it.
-    with torch.inference_mode(False), torch._C._DisableFuncTorch():
-        mask = BlockMask.full(q_len=q_len, kv_len=kv_len, device=device)
-    return mask, Ready.here(device)
 
 
 _UNMASKED = Calls()
@@ -75,15 +56,6 @@ def calls_of(mask: Any) -> Calls | None:
     return mask.derived(("calls", mask.sizes.exact), Calls)
 
 
-# Graphs go on reading the masks of calls without one, which nobody else holds.
-_CAPTURED: set[BlockMask] = set()
-
-
 def fixed(deterministic: bool) -> bool:
     """Whether sums have a fixed order: always where torch.use_deterministic_algorithms is on."""
     return deterministic or torch.are_deterministic_algorithms_enabled()
-
-
-def check_backward_kernel(call: Differentiated, kernel: str | None) -> None:
-    """Unsupported, with its reasons, where `kernel` cannot give the gradients."""
-    ATTENTION_BACKWARD.choose(call.problem(devices.card_of(call.q.device)), kernel, None)

@@ -55,8 +55,4 @@ def _cast(x: Any) -> Any:
     if wanted is None or wanted == values.dtype:
         return x
     made = values.to(wanted)
-    if isinstance(x, BSR):
-        return BSR.unchecked(x.pattern, made, x.order)
-    if isinstance(x, BSR24):
-        return BSR24.unchecked(x.pattern, made, x.meta)
-    return Semi24.unchecked(made, x.meta) if isinstance(x, Semi24) else made
+    return made if isinstance(x, Tensor) else x._each(lambda _: made)

@@ -27,7 +27,6 @@ from sparsek.ops.linear import linear
 from sparsek.ops.weight_formats import (
     Weight,
     WeightFormat,
-    another,
     combinations,
     format_of,
     kept_norm,
@@ -35,6 +34,7 @@ from sparsek.ops.weight_formats import (
     predict,
     stored_fraction,
 )
+from sparsek.plan.plan import time_text
 
 KEEP = (0.5, 0.25, 0.125)
 BLOCK = (64, 128)
@@ -156,7 +156,7 @@ class FormatChoice:
         how = "measured" if self.is_measured else "predicted"
         return (
             f"FormatChoice(W [{n}, {k}] {self.dtype}, {self.choice.name} by {self.choice.kernel}: "
-            f"{_time(self.choice.seconds)} {how} on {self.card.name}, of {len(self.options)} options)"
+            f"{time_text(self.choice.seconds)} {how} on {self.card.name}, of {len(self.options)} options)"
         )
 
     def __call__(
@@ -174,51 +174,37 @@ class FormatChoice:
         n, k = self.shape
         chosen, how = self.choice, "measured" if self.is_measured else "predicted"
         dense = next((each for each in self.options if each.form.format == "dense"), None)
+        subject = "the fastest of all: no max_error= and no min_norm= was given"
+        if self.bound.words:
+            subject = f"of options with {self.bound.words}"
         lead = ""
         if dense is not None and dense is not chosen and not dense.why_not:
             lead = f", {dense.seconds / chosen.seconds:.2f}x as fast as dense"
+        unsure = self.card.source and not self.is_measured  # predictions rest on rates that were not measured
         lines = [
             f"y = x @ W.T   x [{self.tokens}, {k}], W [{n}, {k}] {self.dtype}, on {self.card.name}",
-            f"  choice     {chosen.name} by {chosen.kernel}: {_time(chosen.seconds)} {how}{lead}",
-            f"  decided    by {how} time, {self._subject}",
-            *self._caveat(),
+            f"  choice     {chosen.name} by {chosen.kernel}: {time_text(chosen.seconds)} {how}{lead}",
+            f"  decided    by {how} time, {subject}",
+            *([f"  rates      {self.card.caveat(self.dtype)}"] if unsure else []),
             "  "
             + self._line(("option", "kernel", "predicted", "measured", "stored", "norm", "error", "why not")),
         ]
         for option in self.options:
             if not option.why_not:
                 mark = "*" if option is chosen else " "
-                lines.append(f"{mark} {self._line(_cells(option), self._lost(option))}")
+                lines.append(f"{mark} {self._line((*_cells(option), self._lost(option)))}")
         lines.extend(
             f"  not        {each.name}: {'; '.join(each.why_not)}" for each in self.options if each.why_not
         )
         return "\n".join(lines)
 
-    def _caveat(self) -> list[str]:
-        """Where predictions rest on rates that were not measured."""
-        return (
-            [f"  rates      {self.card.caveat(self.dtype)}"]
-            if self.card.source and not self.is_measured
-            else []
-        )
-
-    def _line(self, cells: Sequence[str], lost: str = "") -> str:
+    def _line(self, cells: Sequence[str]) -> str:
         """One line of the table; without the column of measured times where there are none."""
-        name, kernel, predicted, measured, stored, norm, error, *last = cells
+        name, kernel, predicted, measured, stored, norm, error, end = cells
         times = f"{predicted:>10} {measured:>10}" if self.is_measured else f"{predicted:>10}"
-        end = last[0] if last else lost
         first = max(len("option"), *(len(each.name) for each in self.options))
         second = max(len("kernel"), *(len(each.kernel) for each in self.options))
         return f"{name:<{first}}  {kernel:<{second}} {times} {stored:>7} {norm:>7} {error:>7}  {end}".rstrip()
-
-    @property
-    def _subject(self) -> str:
-        words = self.bound.words
-        return (
-            f"of options with {words}"
-            if words
-            else "the fastest of all: no max_error= and no min_norm= was given"
-        )
 
     def _lost(self, option: Option) -> str:
         if option is self.choice:
@@ -274,20 +260,26 @@ def choose_format(
     if dense is None:
         listed = [format_of(W)]
     with torch.no_grad():
-        found = list(consider(W, rows, listed, card, tokens, keep_weights=timed))
-        options = [option for option, _ in found]
-        if timed:
-            times = measure(found, rows, card)
-            options = [
-                replace(each, measured=times[at].median / 1e3) if at in times else each
-                for at, each in enumerate(options)
-            ]
+        options, weights = compare(W, rows, listed, card, tokens, timed)
         choice = choose(options, bound)
-        weight = next(weight for each, (_, weight) in zip(options, found, strict=True) if each is choice)
+        weight = next(weight for each, weight in zip(options, weights, strict=True) if each is choice)
         if weight is None:
             weight = W if dense is None else choice.form.convert(dense)
     shape = (W.shape[0], W.shape[1])
     return FormatChoice(shape, tokens, dtypes.shown(rows.dtype), card, tuple(options), choice, bound, weight)
+
+
+def compare(
+    W: Weight, x: Tensor, listed: Sequence[WeightFormat], card: Card, tokens: int, timed: bool
+) -> tuple[list[Option], list[Any]]:
+    """What `consider` finds, with measured times if it is `timed`, and the weights."""
+    found = list(consider(W, x, listed, card, tokens, keep_weights=timed))
+    times = measure(found, x, card) if timed else {}
+    options = [
+        replace(option, measured=times[at].median / 1e3) if at in times else option
+        for at, (option, _) in enumerate(found)
+    ]
+    return options, [weight for _, weight in found]
 
 
 def consider(
@@ -466,25 +458,19 @@ def copies(weight: Any, x: Tensor, card: Card) -> list[tuple[Any, Tensor]]:
     if x.is_cuda:
         size = sum(part.nbytes for part in (*parts_of(weight), x))
         count = max(1, min(MOST_COPIES, -(-2 * card.l2_bytes // max(1, size))))
-    return [(weight, x), *((another(weight), x.clone()) for _ in range(count - 1))]
+    return [(weight, x), *((weight.clone(), x.clone()) for _ in range(count - 1))]
 
 
 def _cells(option: Option) -> tuple[str, ...]:
     return (
         option.name,
         option.kernel,
-        _time(option.predicted),
-        _time(option.measured),
+        time_text(option.predicted),
+        "" if option.measured is None else time_text(option.measured),
         _share(option.stored),
         _share(option.kept_norm),
         _number(option.error) if option.error is not None else "",
     )
-
-
-def _time(seconds: float | None) -> str:
-    if seconds is None:
-        return ""
-    return f"{seconds * 1e6:.1f} us" if seconds < 1e-3 else f"{seconds * 1e3:.2f} ms"
 
 
 def _share(value: float | None) -> str:

@@ -25,6 +25,8 @@ from torch import Tensor
 
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import save_for_backward
+from sparsek.matrix.padding import zero_outside
+from sparsek.matrix.pattern import BlockPattern
 from sparsek.matrix.storage import Parts
 from sparsek.ops import transforms
 from sparsek.ops.attention_args import AttentionArgs
@@ -263,16 +265,9 @@ def _named(kind: Any, **found: Tensor | None) -> Gradients:
 def inside(values: Tensor, indptr: Tensor, indices: Tensor, sizes: Any) -> Tensor:
     """Values [nnzb, bm, bn] with 0 outside the matrix. Those are no outputs, but their gradient may be anything."""
     rows, columns, bm, bn = sizes
-    if rows % bm:
-        place = torch.arange(indices.shape[0], device=indices.device, dtype=indices.dtype)
-        last = torch.searchsorted(indptr, place, right=True) == -(-rows // bm)
-        beyond = torch.arange(bm, device=indices.device) >= rows % bm
-        values = values.masked_fill((last[:, None] & beyond)[:, :, None], 0)
-    if columns % bn:
-        last = indices == columns // bn
-        beyond = torch.arange(bn, device=indices.device) >= columns % bn
-        values = values.masked_fill((last[:, None] & beyond)[:, None, :], 0)
-    return values
+    if not rows % bm and not columns % bn:
+        return values
+    return zero_outside(BlockPattern.unchecked((rows, columns), (bm, bn), indptr, indices), values)
 
 
 def lies_by_columns(x: Tensor) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 import torch
 from torch import Tensor
@@ -38,7 +38,7 @@ class SpmmArgs(NamedTuple):
     meta: Tensor | None
     indptr: Tensor | None
     indices: Tensor | None
-    sizes: list[int]
+    sizes: Sequence[int]
     scale_kind: str
     fast_accum: bool
     transposed: bool
@@ -60,20 +60,13 @@ class SpmmArgs(NamedTuple):
         return Parts(*parts)
 
 
-SPMM_SCHEMA = (
-    "(Tensor values, Tensor? scale, Tensor? meta, Tensor? indptr, Tensor? indices, SymInt[] sizes, str scale_kind, "
-    "bool fast_accum, bool transposed, Tensor b, Tensor? b_scale, bool by_columns, float alpha, Tensor? bias, "
-    "str activation, Tensor? other, str combine, ScalarType dtype, str? kernel) -> Tensor"
-)
-
-
 class FlatMatrix(NamedTuple):
     """A BSR: the matrix as it is stored, and whether its transpose is meant."""
 
     values: Tensor
     indptr: Tensor
     indices: Tensor
-    sizes: list[int]
+    sizes: Sequence[int]
     transposed: bool
 
     def flip(self) -> FlatMatrix:
@@ -93,7 +86,7 @@ class SddmmArgs(NamedTuple):
     y: Tensor
     indptr: Tensor
     indices: Tensor
-    sizes: list[int]
+    sizes: Sequence[int]
     kernel: str | None
 
 
@@ -103,15 +96,15 @@ class SpgemmArgs(NamedTuple):
     a_values: Tensor
     a_indptr: Tensor
     a_indices: Tensor
-    a_sizes: list[int]
+    a_sizes: Sequence[int]
     a_transposed: bool
     b_values: Tensor
     b_indptr: Tensor
     b_indices: Tensor
-    b_sizes: list[int]
+    b_sizes: Sequence[int]
     b_transposed: bool
-    c_indptr: Any
-    c_indices: Any
+    c_indptr: Tensor
+    c_indices: Tensor
     kernel: str | None
 
     @classmethod
@@ -141,11 +134,11 @@ class SampledArgs(NamedTuple):
     values: Tensor
     indptr: Tensor
     indices: Tensor
-    sizes: list[int]
+    sizes: Sequence[int]
     transposed: bool
     p_indptr: Tensor
     p_indices: Tensor
-    p_sizes: list[int]
+    p_sizes: Sequence[int]
     p_transposed: bool
     kernel: str | None
 
@@ -154,17 +147,26 @@ class SampledArgs(NamedTuple):
         return FlatMatrix(*self[1:6])
 
 
-def _schema(*matrices: str) -> str:
-    kinds = "Tensor {}values, Tensor {}indptr, Tensor {}indices, SymInt[] {}sizes, bool {}transposed"
-    return ", ".join(kinds.replace("{}", name) for name in matrices)
+SCHEMA_TYPES: dict[Any, str] = {
+    Tensor: "Tensor",
+    Tensor | None: "Tensor?",
+    Sequence[Tensor | None]: "Tensor?[]",
+    Sequence[int]: "SymInt[]",
+    bool: "bool",
+    float: "float",
+    float | None: "float?",
+    str: "str",
+    str | None: "str?",
+    torch.dtype: "ScalarType",
+}
 
 
-SPGEMM_SCHEMA = f"({_schema('a_', 'b_')}, Tensor c_indptr, Tensor c_indices, str? kernel) -> Tensor"
-SPGEMM_DENSE_SCHEMA = f"({_schema('a_', 'b_')}, str? kernel) -> Tensor"
-SAMPLED_SCHEMA = (
-    f"(Tensor x, {_schema('')}, Tensor p_indptr, Tensor p_indices, SymInt[] p_sizes, bool p_transposed, str? kernel) "
-    "-> Tensor"
-)
+def schema_of(args: Any, returns: str = "Tensor", without: Sequence[str] = ()) -> str:
+    """The schema of an op from its named arguments."""
+    kinds = get_type_hints(args).items()
+    named = ", ".join(f"{SCHEMA_TYPES[kind]} {name}" for name, kind in kinds if name not in without)
+    return f"({named}) -> {returns}"
+
 
 FlatPattern = tuple[Tensor, Tensor, list[int]]
 

@@ -1,4 +1,5 @@
-"""Gives formats their kernels on GPUs: packing to blocks and to 2:4, rounding to FP8."""
+"""Gives formats their kernels on GPUs: packing to blocks and to 2:4, rounding to FP8. They load with the first CUDA
+tensor."""
 
 from __future__ import annotations
 
@@ -9,18 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsek.matrix import convert, two_four
+from sparsek.core.operations import KERNELS
+from sparsek.matrix import convert
 from sparsek.matrix.bsr import BSR
-from sparsek.matrix.dense8 import register_rounder
 from sparsek.ops import library_args
-
-
-def register() -> None:
-    """Makes formats ask these kernels first. They load when the first CUDA tensor comes."""
-    convert.register_pack(_pack_bsr)
-    two_four.register_pack(_pack24)
-    two_four.register_unpack(_unpack24)
-    register_rounder(_round_rows)
 
 
 def _kernel(name: str, function: str, *tensors: Tensor | None) -> Callable[..., Any] | None:
@@ -52,3 +45,6 @@ def _unpack24(values: Tensor, meta: Tensor) -> Tensor | None:
 def _round_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
     kernel = _kernel("to_fp8", "round_rows", x)
     return None if kernel is None else kernel(x, dtype)
+
+
+KERNELS.update(pack_bsr=_pack_bsr, pack24=_pack24, unpack24=_unpack24, round_rows=_round_rows)

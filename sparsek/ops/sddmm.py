@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from sparsek.matrix.pattern import BlockPattern
 from sparsek.ops import bound, gradients, library_args, transforms
 from sparsek.ops.autocast import autocasts, follow_autocast
 from sparsek.ops.bound import Slot
+from sparsek.ops.library_args import SddmmArgs
 from sparsek.ops.planning import choose
 from sparsek.plan import operands
 from sparsek.plan.op import Operation
@@ -109,10 +109,11 @@ def _run(x: Tensor, y: Tensor, pattern: BlockPattern, kernel: str | None) -> Ten
     return slot.run(lambda: SDDMM.run(Sampled(x, y, pattern), kernel)) if slot.__class__ is Slot else slot
 
 
-@torch.library.custom_op("sparsek::sddmm", mutates_args=(), tags=library_args.TAGS)
-def _sddmm_op(
-    x: Tensor, y: Tensor, indptr: Tensor, indices: Tensor, sizes: Sequence[int], kernel: str | None
-) -> Tensor:
+@torch.library.custom_op(
+    "sparsek::sddmm", mutates_args=(), schema=library_args.schema_of(SddmmArgs), tags=library_args.TAGS
+)
+def _sddmm_op(*given: Any) -> Tensor:
+    x, y, indptr, indices, sizes, kernel = SddmmArgs(*given)
     pattern = library_args.pattern_of(indptr, indices, sizes)
     operands.check_sddmm(x, y, pattern)
     with torch.no_grad():
@@ -120,9 +121,8 @@ def _sddmm_op(
 
 
 @_sddmm_op.register_fake
-def _(
-    x: Tensor, y: Tensor, indptr: Tensor, indices: Tensor, sizes: Sequence[int], kernel: str | None
-) -> Tensor:
+def _(*given: Any) -> Tensor:
+    x, y, indptr, indices, sizes, _ = SddmmArgs(*given)
     rows, columns, bm, bn = sizes
     operands.check_sddmm(x, y, BlockPattern.unchecked((rows, columns), (bm, bn), indptr, indices))
     return x.new_empty((indices.shape[0], bm, bn))

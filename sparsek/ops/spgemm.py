@@ -12,6 +12,7 @@ from sparsek.core.errors import InvalidInput
 from sparsek.core.streams import captured
 from sparsek.core.tracing import untransformed
 from sparsek.matrix.bsr import BSR
+from sparsek.matrix.padding import zero_outside
 from sparsek.matrix.pattern import BlockPattern
 from sparsek.ops import bound, gradients, library_args, transforms
 from sparsek.ops.autocast import autocasts, follow_autocast
@@ -25,6 +26,7 @@ from sparsek.plan.plan import check_plan
 from sparsek.plan.spgemm import Kept, MatchCache, Pair, SpgemmPlan
 
 SPGEMM = Operation(SpgemmPlan, choose)
+DENSE_SCHEMA = library_args.schema_of(SpgemmArgs, without=("c_indptr", "c_indices"))
 
 
 @overload
@@ -173,11 +175,11 @@ def _gathered(x: Tensor, pattern: BlockPattern) -> BSR:
     if pattern.is_ragged:
         rows, columns = rows.clamp(max=m - 1), columns.clamp(max=n - 1)
     values = x[rows[:, :, None], columns[:, None, :]]
-    return BSR.unchecked(pattern, gradients.inside(values, pattern.indptr, pattern.indices, (m, n, bm, bn)))
+    return BSR.unchecked(pattern, zero_outside(pattern, values))
 
 
 @torch.library.custom_op(
-    "sparsek::spgemm", mutates_args=(), schema=library_args.SPGEMM_SCHEMA, tags=library_args.TAGS
+    "sparsek::spgemm", mutates_args=(), schema=library_args.schema_of(SpgemmArgs), tags=library_args.TAGS
 )
 def _spgemm_op(*given: Any) -> Tensor:
     """The values of A @ B at the blocks of C."""
@@ -197,7 +199,10 @@ def _(*given: Any) -> Tensor:
 
 
 @torch.library.custom_op(
-    "sparsek::spgemm_dense", mutates_args=(), schema=library_args.SPGEMM_DENSE_SCHEMA, tags=library_args.TAGS
+    "sparsek::spgemm_dense",
+    mutates_args=(),
+    schema=DENSE_SCHEMA,
+    tags=library_args.TAGS,
 )
 def _spgemm_dense_op(*given: Any) -> Tensor:
     """A @ B, dense."""
@@ -216,7 +221,7 @@ def _(*given: Any) -> Tensor:
 
 
 @torch.library.custom_op(
-    "sparsek::sampled", mutates_args=(), schema=library_args.SAMPLED_SCHEMA, tags=library_args.TAGS
+    "sparsek::sampled", mutates_args=(), schema=library_args.schema_of(SampledArgs), tags=library_args.TAGS
 )
 def _sampled_op(*given: Any) -> Tensor:
     """The values of X @ A at the blocks of P, X dense and A in BSR: what the adjoint of `spgemm_dense` is made of.

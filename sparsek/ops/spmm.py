@@ -23,7 +23,7 @@ from sparsek.matrix.bsr24 import BSR24
 from sparsek.matrix.dense8 import QuantizedTensor
 from sparsek.matrix.quantized import Quantized
 from sparsek.matrix.semi24 import Semi24
-from sparsek.ops import bound, gradients, library_args, packing, transforms
+from sparsek.ops import bound, gradients, library_args, transforms
 from sparsek.ops.autocast import autocasts, follow_autocast_fp8
 from sparsek.ops.bound import Slot
 from sparsek.ops.library_args import SpmmArgs
@@ -239,7 +239,7 @@ def _epilogue(alpha: float, beta: float, out: Tensor | None) -> Epilogue:
 
 
 @torch.library.custom_op(
-    "sparsek::spmm", mutates_args=(), schema=library_args.SPMM_SCHEMA, tags=library_args.TAGS
+    "sparsek::spmm", mutates_args=(), schema=library_args.schema_of(SpmmArgs), tags=library_args.TAGS
 )
 def _spmm_op(*given: Any) -> Tensor:
     args = SpmmArgs(*given)
@@ -374,6 +374,5 @@ class Multiplied(torch.autograd.Function):
         return of_values, of_b, of_bias, of_other if ctx.needs_input_grad[3] else None, None, None, None
 
 
-packing.register()
 for kind in (Semi24, BSR24, Quantized, QuantizedTensor):
     kind.register_matmul(spmm)

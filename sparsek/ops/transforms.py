@@ -19,6 +19,7 @@ from sparsek.core.errors import InvalidInput
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.pattern import BlockPattern
 from sparsek.ops import library_args
+from sparsek.plan.operands import check_no_tangent
 
 NO_TANGENT = (
     "products have no forward-mode derivative (jvp, jacfwd, hessian): torch.autograd.functional.jvp finds the same by "
@@ -40,7 +41,7 @@ def active() -> bool:
 def check(*tensors: Any) -> None:
     """InvalidInput where forward-mode differentiation would expect a tangent; under torch.func its jvp tells that."""
     if forward_ad._current_level >= 0 and not active():
-        _check_no_tangent(tensors)
+        check_no_tangent(NO_TANGENT, *tensors)
 
 
 def check_untransformed(*made: BSR | BlockPattern) -> None:
@@ -124,11 +125,3 @@ def _item(x: Tensor, dim: int, i: int) -> Tensor:
     """Item i, copied if neither its rows nor its columns are contiguous."""
     found = x.select(dim, i)
     return found if 1 in found.stride()[-2:] else found.contiguous()
-
-
-def _check_no_tangent(tensors: tuple[Any, ...]) -> None:
-    # What torch.compile traces does not tell its tangents.
-    if torch.compiler.is_compiling() or any(
-        isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in tensors
-    ):
-        raise InvalidInput(NO_TANGENT)

@@ -170,25 +170,6 @@ def kept_norm(weight: Weight, w: Tensor) -> float:
     return 1.0 if isinstance(weight, Tensor) else two_four.kept_norm(weight, w)
 
 
-def another(weight: Weight) -> Weight:
-    """The same matrix with values of its own, on the same pattern or metadata."""
-    if isinstance(weight, Tensor):
-        return weight.clone()
-    if isinstance(weight, Quantized):
-        inner: Any = another(weight.matrix)
-        return Quantized.unchecked(inner, weight.scale, weight.kind, weight.fast_accum)
-    return _with_values(weight, weight.values.clone())
-
-
-def _with_values(weight: BSR | Semi24 | BSR24, values: Tensor, meta: Tensor | None = None) -> Any:
-    if isinstance(weight, BSR):
-        return BSR.unchecked(weight.pattern, values, weight.order)
-    meta = weight.meta if meta is None else meta
-    if isinstance(weight, BSR24):
-        return BSR24.unchecked(weight.pattern, values, meta)
-    return Semi24.unchecked(values, meta)
-
-
 def predict(
     weight: Weight, tokens: int, dtype: torch.dtype, card: Card, kernel: str | None = None
 ) -> Predicted:
@@ -205,7 +186,8 @@ def predict(
     short = next((name for name, known in CARDS.items() if known == card), None)
     where = weight.device if short is None else META
     x = torch.empty(tokens, weight.shape[1], dtype=dtype, device=where)
-    plan = plan_of(x, weight if short is None else _unwritten(weight), short, kernel)
+    stored: Any = weight if short is None else weight._each(lambda part: torch.empty_like(part, device=META))
+    plan = plan_of(x, stored, short, kernel)
     if plan.kernel.startswith("reference.") and not card.is_cpu:
         raise Unsupported("no kernel", {plan.kernel: ["runs it, and is there to specify, not to be fast"]})
     seconds = plan.seconds
@@ -218,22 +200,13 @@ def plan_of(
     x: Tensor, weight: Weight, device: str | None = None, kernel: str | None = None, config: Any = None
 ) -> Any:
     """The plan of x [T, K] @ W.T for a sparse weight; call it with `run_plan`. Options as in `plan_spmm`."""
+    if isinstance(weight, Tensor):
+        raise InvalidInput(f"no plan of a {type(weight).__name__}: torch multiplies it")
     if isinstance(weight, BSR):
         return plan_spmm(x, weight.T, kernel=kernel, config=config, device=device)
-    if isinstance(weight, (Semi24, BSR24, Quantized)):
-        return plan_layer(x, weight, kernel=kernel, config=config, device=device)
-    raise InvalidInput(f"no plan of a {type(weight).__name__}: torch multiplies it")
+    return plan_layer(x, weight, kernel=kernel, config=config, device=device)
 
 
 def run_plan(plan: Any, x: Tensor, weight: Weight) -> Tensor:
     """x [T, K] @ W.T by a plan of `plan_of`."""
     return plan(x, weight.T) if isinstance(weight, BSR) else plan(x, weight)
-
-
-def _unwritten(weight: Any) -> Any:
-    """The same without values: for planning only."""
-    if isinstance(weight, Quantized):
-        scale = torch.empty_like(weight.scale, device=META)
-        return Quantized.unchecked(_unwritten(weight.matrix), scale, weight.kind, weight.fast_accum)
-    meta = None if isinstance(weight, BSR) else torch.empty_like(weight.meta, device=META)
-    return _with_values(weight, torch.empty_like(weight.values, device=META), meta)

@@ -18,6 +18,7 @@ from sparsek.mask.mask import BlockMask
 from sparsek.mask.operands import check_tensors
 from sparsek.plan import attention_operands as operands
 from sparsek.plan.kernel import AttentionCall
+from sparsek.plan.operands import wants_gradient
 from sparsek.plan.plan import Plan
 from sparsek.plan.problem import AttentionProblem
 from sparsek.plan.select import Choice
@@ -98,6 +99,7 @@ class MaskPlan(Plan):
 
     planner: ClassVar[str] = "plan_attention"
     """The verb that makes such plans."""
+    title: ClassVar[str] = "attention"
 
     mask: Callable[[], BlockMask | None] = field(default=lambda: None)
     label: str = ""
@@ -148,10 +150,7 @@ class MaskPlan(Plan):
             f"q {[p.batch, p.q_heads, p.q_len, p.dim]} {p.dtype}, k {[p.batch, p.kv_heads, p.kv_len, p.dim]}, "
             f"v {[p.batch, p.kv_heads, p.kv_len, p.v_dim]}{shared}, on {p.card.name}"
         )
-        return [f"{self._title():<11} {shapes}", f"  mask       {self._mask_line()}"]
-
-    def _title(self) -> str:
-        return "attention"
+        return [f"{self.title:<11} {shapes}", f"  mask       {self._mask_line()}"]
 
     def _mask_line(self) -> str:
         p = self.problem
@@ -209,7 +208,8 @@ class AttentionPlan(MaskPlan):
         wanted: `sk.attention(q, k, v, mask, plan=plan)` has one.
         """
         found = self.checked(q, k, v, mask)
-        operands.check_no_gradient(q, k, v)
+        if wants_gradient(q, k, v):
+            raise InvalidInput(operands.PLAN_HAS_NO_GRADIENT)
         call = Attended(q, k, v, found, operands.checked_scale(scale, q.shape[3]))
         out, lse = self.run(call, captured(q))
         return out if lse is None else (out, lse)

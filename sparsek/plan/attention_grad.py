@@ -72,6 +72,7 @@ class AttentionGradPlan(MaskPlan):
     """
 
     planner: ClassVar[str] = "plan_attention_backward"
+    title: ClassVar[str] = "gradients"
 
     def __call__(
         self,
@@ -118,9 +119,6 @@ class AttentionGradPlan(MaskPlan):
         order = "" if self.problem.deterministic else ", sums in any order"
         first, *rest = super().headline()
         return [f"{first}{order}", *rest]
-
-    def _title(self) -> str:
-        return "gradients"
 
     def _tensors(self) -> tuple[str, int]:
         p = self.problem

@@ -4,7 +4,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
@@ -64,25 +63,6 @@ def not_a_mask(mask: Any) -> str:
     )
 
 
-def wants_gradient(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether autograd expects a gradient."""
-    return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-
-
-def check_no_gradient(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """InvalidInput where autograd would expect a gradient of a plan's call."""
-    if wants_gradient(q, k, v):
-        raise InvalidInput(PLAN_HAS_NO_GRADIENT)
-
-
-def check_no_tangent(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """InvalidInput where forward-mode differentiation would expect a tangent."""
-    if forward_ad._current_level >= 0 and any(
-        forward_ad.unpack_dual(x).tangent is not None for x in (q, k, v)
-    ):
-        raise InvalidInput(NO_TANGENT)
-
-
 def check_backward(q: Tensor, v: Tensor, out: Any, lse: Any, grad: Any, grad_lse: Any) -> None:
     """InvalidInput unless out and lse can be those of q and v, and grad and grad_lse the gradients of these."""
     of_out = (*q.shape[:3], v.shape[3]), q.dtype
@@ -100,15 +80,12 @@ def check_backward(q: Tensor, v: Tensor, out: Any, lse: Any, grad: Any, grad_lse
             raise InvalidInput(
                 f"{name} must be {dtype} {list(shape)} on {q.device}, got {x.dtype} {list(x.shape)} on {x.device}"
             )
-    if not _gapless(out) or not lse.is_contiguous():
+    gapless = out.is_contiguous() or out.transpose(1, 2).is_contiguous()
+    if not gapless or not lse.is_contiguous():
         raise InvalidInput(
             "out and lse must lie in memory as attention gave them: out as [B, Hq, S, Dv] or [B, S, Hq, Dv], without "
             "gaps"
         )
-
-
-def _gapless(x: Tensor) -> bool:
-    return x.is_contiguous() or x.transpose(1, 2).is_contiguous()
 
 
 def fitting(grad: Tensor, out: Tensor, aligned: bool) -> Tensor:

@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from sparsek.core import arguments, dtypes
 from sparsek.core.arguments import shown
 from sparsek.core.errors import InvalidInput
+from sparsek.mask.operands import MOVE
 from sparsek.matrix.base import ALIGNMENT
 from sparsek.matrix.bsr import BSR, check_stored
 from sparsek.matrix.bsr24 import BSR24
@@ -90,16 +92,12 @@ def check_layer(x: Any, w: Any) -> None:
     if not is_sparse(w):
         raise InvalidInput(f"W must be a BSR, Semi24, BSR24 or Quantized, got {type(w).__name__}")
     _check_beside("x", x, w, "W")
-    _check_columns(x, w)
-    if isinstance(x, QuantizedTensor) and x.turned:
-        raise InvalidInput("x is a transposed view, scaled along the wrong side; use sparsek.quantize(x)")
-
-
-def _check_columns(x: Any, w: Any) -> None:
     if x.ndim < 1 or x.shape[-1] != w.shape[1]:
         raise InvalidInput(
             f"x is {list(x.shape)} and W [N, K] {list(w.shape)}: the last dim of x must be {w.shape[1]}"
         )
+    if isinstance(x, QuantizedTensor) and x.turned:
+        raise InvalidInput("x is a transposed view, scaled along the wrong side; use sparsek.quantize(x)")
 
 
 def _check_beside(name: str, x: Any, sparse: Any, other: str) -> None:
@@ -117,10 +115,7 @@ def _check_beside(name: str, x: Any, sparse: Any, other: str) -> None:
             f"sparsek.quantize({name}), which has scales beside its FP8 values"
         )
     device = x.device if isinstance(x, QuantizedTensor) else arguments.dense(name, x).device
-    if device != sparse.device:
-        raise InvalidInput(
-            f"{other} is on {sparse.device} and {name} on {device}; move one of them, SparseK does not"
-        )
+    arguments.one_device(f"{other} is", sparse.device, name, device, MOVE)
 
 
 def _refuse_fp8(name: str, x: Any, w: Any, other: str) -> None:
@@ -141,10 +136,7 @@ def check_dense(name: str, x: Any, like: Any = None, other: str = "") -> None:
         raise InvalidInput(
             f"{other} is {like.dtype} and {name} {x.dtype}; cast one of them, SparseK does not"
         )
-    if x.device != like.device:
-        raise InvalidInput(
-            f"{other} is on {like.device} and {name} on {x.device}; move one of them, SparseK does not"
-        )
+    arguments.one_device(f"{other} is", like.device, name, x.device, MOVE)
 
 
 def check_given(epilogue: Any) -> None:
@@ -266,10 +258,7 @@ def check_spgemm(a: Any, b: Any, out: Any) -> None:
             f"blocks of A are {a.block[0]}x{a.block[1]} and of B {b.block[0]}x{b.block[1]}: "
             f"those of B need {a.block[1]} rows"
         )
-    if a.dtype != b.dtype:
-        raise InvalidInput(f"A is {a.dtype} and B {b.dtype}; cast one of them, SparseK does not")
-    if a.device != b.device:
-        raise InvalidInput(f"A is on {a.device} and B on {b.device}; move one of them, SparseK does not")
+    check_dense("B", b.values, a, "A")
     check_wanted(out)
     if isinstance(out, BlockPattern):
         _check_pattern(a, b, out)
@@ -303,6 +292,15 @@ def wants_gradient(*tensors: Tensor | None) -> bool:
             if x is not None and x.requires_grad:
                 return True
     return False
+
+
+def check_no_tangent(refusal: str, *operands: Any) -> None:
+    """InvalidInput where forward-mode differentiation would expect a tangent, with this text."""
+    if forward_ad._current_level >= 0 and (
+        torch.compiler.is_compiling()  # what it traces does not tell its tangents
+        or any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in operands)
+    ):
+        raise InvalidInput(refusal)
 
 
 def autocasts(x: Tensor) -> bool:

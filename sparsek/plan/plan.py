@@ -90,12 +90,12 @@ class Plan(ABC):
                 if each.name == self.kernel and each.origin
             ),
             (
-                f"  predicted  {_us(self.seconds)}, {_tflops(p.useful_flops, self.seconds)} useful, "
+                f"  predicted  {time_text(self.seconds)}, {_tflops(p.useful_flops, self.seconds)} useful, "
                 f"{_tflops(p.dense_flops, self.seconds)} dense-equivalent"
             ),
             (
-                f"  roofline   {_us(self.bound_seconds)}, bound by {limit}: {p.useful_flops / 1e9:.4g} GFLOP in "
-                f"{_us(flops)}, {p.compulsory_bytes / 1e6:.4g} MB in {_us(moved)}"
+                f"  roofline   {time_text(self.bound_seconds)}, bound by {limit}: {p.useful_flops / 1e9:.4g} GFLOP in "
+                f"{time_text(flops)}, {p.compulsory_bytes / 1e6:.4g} MB in {time_text(moved)}"
             ),
         ]
         if caveat := p.card.caveat(p.rate_name):
@@ -140,7 +140,7 @@ class Plan(ABC):
             return "; ".join(c.why_not)
         aside = f"; only by name: {c.only_by_name}" if c.only_by_name else ""
         times = f", {c.seconds / self.seconds:.2f}x the time" if self.seconds else ""
-        return f"{_us(c.seconds)}{times}{aside}"
+        return f"{time_text(c.seconds)}{times}{aside}"
 
 
 def check_plan(plan: Any, kind: type[Plan], origin: str, kernel: Any) -> None:
@@ -166,7 +166,8 @@ def memory_seconds(p: Problem) -> float:
     return p.compulsory_bytes / p.card.bandwidth
 
 
-def _us(seconds: float) -> str:
+def time_text(seconds: float) -> str:
+    """ "41.2 us" or "1.52 ms"."""
     return f"{seconds * 1e6:.1f} us" if seconds < 1e-3 else f"{seconds * 1e3:.2f} ms"
 
 

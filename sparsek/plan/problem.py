@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol
 
@@ -42,11 +41,17 @@ class Problem(Protocol):
 
 
 class ProductProblem:
-    """What problems of matrix products have in common."""
+    """What problems of matrix products [batch, m, n] over k have in common; `nnzb` blocks of `block` are stored."""
 
     card: Card
     dtype: str
     tf32: bool
+    m: int
+    k: int
+    n: int
+    batch: int = 1
+    block: tuple[int, int]
+    nnzb: int
 
     @property
     def on_cpu(self) -> bool:
@@ -56,22 +61,20 @@ class ProductProblem:
     def rate_name(self) -> str:
         return "tf32" if self.dtype == "fp32" and self.tf32 else self.dtype
 
-
-class OfBlocks(ABC):
-    """What problems with a pattern of blocks have in common."""
-
-    nnzb: int
-
     @property
-    @abstractmethod
     def grid(self) -> tuple[int, int]:
-        """Block rows and block columns."""
+        """Block rows and block columns of the product."""
+        return -(-self.m // self.block[0]), -(-self.n // self.block[1])
 
     @property
     def density(self) -> float:
         """Stored blocks over all blocks."""
         cells = self.grid[0] * self.grid[1]
         return self.nnzb / cells if cells else 0.0
+
+    @property
+    def dense_flops(self) -> float:
+        return 2.0 * self.m * self.k * self.n * self.batch
 
 
 @dataclass(frozen=True)
@@ -156,12 +159,6 @@ class SpmmProblem(ProductProblem):
         return -(-self.m // self.block[0]), -(-self.k // self.block[1])
 
     @property
-    def density(self) -> float:
-        """Stored blocks over all blocks."""
-        cells = self.grid[0] * self.grid[1]
-        return self.nnzb / cells if cells else 0.0
-
-    @property
     def stored(self) -> int:
         """Stored values of A."""
         whole = self.m * self.k if self.a.blocks is None else self.nnzb * self.block[0] * self.block[1]
@@ -171,10 +168,6 @@ class SpmmProblem(ProductProblem):
     def useful_flops(self) -> float:
         """2 FLOP for every stored value and column of B."""
         return 2.0 * self.stored * self.n * self.batch
-
-    @property
-    def dense_flops(self) -> float:
-        return 2.0 * self.m * self.k * self.n * self.batch
 
     @property
     def dense_bytes(self) -> float:
@@ -208,7 +201,7 @@ class SpmmProblem(ProductProblem):
 
 
 @dataclass(frozen=True)
-class SddmmProblem(ProductProblem, OfBlocks):
+class SddmmProblem(ProductProblem):
     """S = X [m, k] @ Y [k, n] at the `nnzb` stored blocks of a pattern in blocks of (bm, bn).
 
     `row_max` is the largest number of stored blocks in a block row. `x_layout` and `y_layout` are "row" for a row-major
@@ -232,18 +225,9 @@ class SddmmProblem(ProductProblem, OfBlocks):
     row_max: int = 0
 
     @property
-    def grid(self) -> tuple[int, int]:
-        """Block rows and block columns of S."""
-        return -(-self.m // self.block[0]), -(-self.n // self.block[1])
-
-    @property
     def useful_flops(self) -> float:
         """2 FLOP for every stored element and every column of X."""
         return 2.0 * self.nnzb * self.block[0] * self.block[1] * self.k
-
-    @property
-    def dense_flops(self) -> float:
-        return 2.0 * self.m * self.k * self.n
 
     @property
     def compulsory_bytes(self) -> float:
@@ -291,18 +275,13 @@ class SpgemmProblem(ProductProblem):
         return self.a_block[0], self.b_block[1]
 
     @property
-    def grid(self) -> tuple[int, int]:
-        """Block rows and block columns of C."""
-        return -(-self.m // self.block[0]), -(-self.n // self.block[1])
+    def nnzb(self) -> int:
+        return self.nnzb_out
 
     @property
     def useful_flops(self) -> float:
         """2 FLOP for every multiplication of two stored elements."""
         return 2.0 * self.pairs * self.block[0] * self.block[1] * self.a_block[1]
-
-    @property
-    def dense_flops(self) -> float:
-        return 2.0 * self.m * self.k * self.n
 
     @property
     def compulsory_bytes(self) -> float:

@@ -143,10 +143,7 @@ class SpgemmPlan(Plan):
 
     def headline(self) -> list[str]:
         p: SpgemmProblem = self.problem
-        cells = p.grid[0] * p.grid[1]
-        stored = (
-            f"{p.nnzb_out} blocks of {p.block[0]}x{p.block[1]} ({100 * p.nnzb_out / max(cells, 1):.3g} %)"
-        )
+        stored = f"{p.nnzb} blocks of {p.block[0]}x{p.block[1]} ({100 * p.density:.3g} %)"
         c = f"C dense [{p.m}, {p.n}], {stored} with a pair" if p.dense_out else f"C [{p.m}, {p.n}], {stored}"
         line = (
             f"C = A @ B   A {_matrix(p.m, p.k, p.nnzb_a, p.a_block, p.dtype)}, B "

@@ -19,7 +19,8 @@ from sparsek.core.device import Card
 from sparsek.core.errors import InvalidInput, Unsupported
 from sparsek.core.home import Home
 from sparsek.core.streams import Ready, captured
-from sparsek.matrix.bsr import ALIGNMENT, BSR
+from sparsek.matrix.base import ALIGNMENT
+from sparsek.matrix.bsr import BSR
 from sparsek.matrix.bsr24 import BSR24
 from sparsek.matrix.dense8 import QuantizedTensor, quantize_dense
 from sparsek.matrix.pattern import BlockPattern

@@ -197,15 +197,12 @@ def forget() -> None:
 def _lenient(path: Path) -> Entries:
     """The entries of a file; none, and a warning that names it, where it cannot be used. None if it is not there."""
     try:
-        if not path.exists():
-            return {}
-    except OSError:
-        return {}
-    try:
-        return read(path)
+        return read(path) if path.exists() else {}
     except InvalidFile as error:
         warnings.warn(f"tuned configs are ignored: {error}", stacklevel=2)
-        return {}
+    except OSError:
+        pass
+    return {}
 
 
 def read(path: Path) -> Entries:

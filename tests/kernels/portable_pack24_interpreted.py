@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sparsek.core import env
+from sparsek.core.operations import KERNELS
 from sparsek.kernels.pack import to_24 as portable
 from sparsek.matrix import two_four
 from sparsek.ops import packing as ops
@@ -206,13 +207,13 @@ def test_any_values_in_any_columns_are_unpacked_as_by_torch(shape: tuple[int, ..
 
 
 def test_the_operations_have_registered_it_and_leave_alone_what_is_looked_at_op_by_op():
-    (registered,) = two_four._PACKERS
+    registered = KERNELS["pack24"]
     w = any_bits((6, 40), torch.float16)
     made = registered(w, None)
     assert made is not None
     assert all(same_bits(*parts) for parts in zip(made, two_four.pack(w), strict=True))
     assert registered is ops._pack24
-    (unpacks,) = two_four._UNPACKERS
+    unpacks = KERNELS["unpack24"]
     dense = unpacks(*made)
     assert dense is not None
     assert same_bits(dense, two_four.unpack(*made))

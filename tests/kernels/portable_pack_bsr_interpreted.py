@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from sparsek.core import env
+from sparsek.core.operations import KERNELS
 from sparsek.kernels.pack import to_bsr as portable
 from sparsek.matrix import convert
 from sparsek.matrix.convert import Rule
@@ -191,7 +192,7 @@ def test_what_the_kernels_do_not_take_is_left_to_torch(monkeypatch: pytest.Monke
 
 
 def test_the_operations_have_registered_it_and_leave_alone_what_is_looked_at_op_by_op():
-    (registered,) = convert._PACKERS
+    registered = KERNELS["pack_bsr"]
     assert registered is ops._pack_bsr
     w = torch.randn(32, 64)
     made = registered(w, (16, 16), kept(0.5))

@@ -11,6 +11,7 @@ from scipy import sparse
 
 from sparsek.core.dtypes import FLOATS
 from sparsek.core.errors import InvalidInput
+from sparsek.core.operations import KERNELS
 from sparsek.matrix import convert
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.pattern import BlockPattern
@@ -237,23 +238,23 @@ def test_from_dense_is_differentiable():
 
 
 def test_a_registered_packer_is_not_asked_for_a_matrix_on_the_cpu(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(convert, "_PACKERS", [])
-    convert.register_pack(lambda w, block, rule: pytest.fail("asked"))
+    monkeypatch.setitem(KERNELS, "pack_bsr", lambda w, block, rule: pytest.fail("asked"))
     assert BSR.from_dense(normal(32, 32), 16, keep=0.5).nnzb == 2
 
 
 @pytest.mark.gpu
 def test_a_registered_packer_is_asked_on_a_gpu_where_no_gradient_is_wanted(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(convert, "_PACKERS", [])
     asked = []
-    convert.register_pack(lambda w, block, rule: asked.append((tuple(w.shape), block, rule)))
+    monkeypatch.setitem(
+        KERNELS, "pack_bsr", lambda w, block, rule: asked.append((tuple(w.shape), block, rule))
+    )
     w = normal(32, 64).cuda()
     right = BSR.from_dense(w.cpu(), 16, keep=0.5)
     made = BSR.from_dense(w, 16, keep=0.5)  # the packer answered None, so torch packed
     assert torch.equal(made.values.cpu(), right.values)
     BSR.from_dense(w.requires_grad_(), 16, keep=0.5)
     assert asked == [((32, 64), (16, 16), convert.Rule(None, None, 0.5, "global"))]
-    convert.register_pack(lambda w, block, rule: made)
+    monkeypatch.setitem(KERNELS, "pack_bsr", lambda w, block, rule: made)
     assert BSR.from_dense(w.detach(), 16, threshold=1.0) is made
 
 

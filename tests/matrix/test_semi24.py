@@ -16,6 +16,7 @@ from torch.utils import _pytree
 
 import sparsek
 from sparsek.core.errors import InvalidInput, Unsupported
+from sparsek.core.operations import KERNELS
 from sparsek.matrix import two_four
 from sparsek.matrix.semi24 import Semi24
 from tests.matrix.two_four import (
@@ -151,41 +152,37 @@ def test_a_gpu_packs_the_same_bits_without_a_sync(dtype: torch.dtype, no_sync: A
 
 @pytest.mark.gpu
 def test_a_registered_packer_is_asked_on_a_gpu_where_no_gradient_is_wanted(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(two_four, "_PACKERS", [])
     asked = []
-    two_four.register_pack(lambda w, mask: asked.append(tuple(w.shape)))
+    monkeypatch.setitem(KERNELS, "pack24", lambda w, mask: asked.append(tuple(w.shape)))
     w = torch.randn(8, 16, device="cuda")
     right = Semi24.from_dense(w.cpu())
     assert same_bits(Semi24.from_dense(w).values.cpu(), right.values)  # it answered None, so torch packed
     Semi24.from_dense(w.requires_grad_())
     assert asked == [(8, 16)]
     made = right.to("cuda")
-    two_four.register_pack(lambda w, mask: (made.values, made.meta))
+    monkeypatch.setitem(KERNELS, "pack24", lambda w, mask: (made.values, made.meta))
     assert Semi24.from_dense(w.detach()).values is made.values
 
 
 def test_a_registered_packer_is_not_asked_for_a_matrix_on_the_cpu(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(two_four, "_PACKERS", [])
-
     def never(w: torch.Tensor, mask: torch.Tensor | None) -> None:
         raise AssertionError
 
-    two_four.register_pack(never)
+    monkeypatch.setitem(KERNELS, "pack24", never)
     w = torch.randn(2, 8)
     assert Semi24.from_dense(w).kept_norm(w) < 1
 
 
 @pytest.mark.gpu
 def test_a_registered_unpacker_is_asked_on_a_gpu_where_no_gradient_is_wanted(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(two_four, "_UNPACKERS", [])
     asked = []
-    two_four.register_unpack(lambda values, meta: asked.append(tuple(values.shape)))
+    monkeypatch.setitem(KERNELS, "unpack24", lambda values, meta: asked.append(tuple(values.shape)))
     a = Semi24.from_dense(torch.randn(8, 16)).to("cuda")
     right = a.to("cpu").to_dense()
     assert same_bits(a.to_dense().cpu(), right)  # it answered None, so torch unpacked
     Semi24.unchecked(a.values.clone().requires_grad_(), a.meta).to_dense()
     assert asked == [(8, 8)]
-    two_four.register_unpack(lambda values, meta: right)
+    monkeypatch.setitem(KERNELS, "unpack24", lambda values, meta: right)
     assert a.to_dense() is right
 
 

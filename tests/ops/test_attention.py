@@ -11,7 +11,7 @@ from torch import Tensor
 
 import sparsek as sk
 from sparsek.core.errors import Unsupported
-from sparsek.ops import attention_plans as ops
+from sparsek.mask import cache as masks
 from sparsek.plan import cache
 from sparsek.plan.attention import AttentionPlan
 from tests.ops.tensors import check, qkv, window
@@ -143,7 +143,7 @@ def test_a_second_call_makes_no_new_plan(plans_made: list[str]):
 
 
 def test_without_a_mask_plans_are_kept_too(plans_made: list[str]):
-    ops._kept_every_block.cache_clear()
+    masks._MASKS.clear()
     for _ in range(3):
         sk.attention(*qkv(77))
     assert len(plans_made) == 1
