@@ -300,7 +300,10 @@ def test_the_peers_of_a_gpu_take_the_main_cases(peers: Sequence[Peer], case: Any
 
 def test_a_peer_that_is_wrong_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = Gate(1.0, 0.5, False)
-    both: list[tuple[Any, Any]] = [(sddmm_peers.TorchCsr(), SDDMM), (spgemm_peers.TorchCsr(), SPARSE)]
+    both: list[tuple[Any, Any]] = [
+        (sddmm_peers.TorchCsr("", ""), SDDMM),
+        (spgemm_peers.TorchCsr("", ""), SPARSE),
+    ]
     for peer, case in both:
         sets = case.operands(CPU)[:1]
         monkeypatch.setattr(type(sets[0]), "judge", lambda self, out, tf32=False: wrong)
@@ -312,12 +315,7 @@ def test_a_peer_that_cannot_be_captured_is_left_out(monkeypatch: pytest.MonkeyPa
     class Gpu:
         type = "cuda"
 
-    class Syncs:
-        name, title, device = "syncs", "a peer that syncs", ""
-
-        def why_not(self, case: Any, device: Any) -> list[str]:
-            return []
-
+    class Syncs(Peer):
         def ready(self, case: Any, sets: Any, tried: Any) -> Ready:
             return Ready((lambda: "sync",))
 
@@ -334,7 +332,7 @@ def test_a_peer_that_cannot_be_captured_is_left_out(monkeypatch: pytest.MonkeyPa
     )
     monkeypatch.setattr(records, "environment", lambda *args: dict.fromkeys(records.ENV_FIELDS))
     pretended: Any = Gpu()
-    outcome = run.run_case(DECODE, peers=[Syncs()], device=pretended)
+    outcome = run.run_case(DECODE, peers=[Syncs("syncs", "a peer that syncs")], device=pretended)
     assert outcome.unavailable["syncs"] == [
         "cannot be captured in a CUDA graph: operation not permitted when stream is capturing"
     ]

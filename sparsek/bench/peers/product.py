@@ -1,14 +1,14 @@
 """Peers that every product has: the same computed densely, and what sparse peers share."""
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Protocol
 
 import torch
 
 from sparsek.bench.engine.case import Case, Operands
-from sparsek.bench.engine.peer import Ready, UnavailableError, accepted, elsewhere, first_line, rotating
+from sparsek.bench.engine.peer import Peer, Ready, UnavailableError, accepted, first_line, rotating
 from sparsek.core.clock import time_rounds
 
 # Parameters of a kernel, and the values that are tried for each of them.
@@ -25,15 +25,8 @@ class HasDense(Protocol):
 
 
 @dataclass(frozen=True)
-class Dense:
+class Dense(Peer):
     """The same call with everything stored, by torch: cuBLAS on a GPU."""
-
-    name: str
-    title: str
-    device: str
-
-    def why_not(self, case: Case, device: torch.device) -> list[str]:
-        return elsewhere(self, device)
 
     def ready(self, case: Case, sets: Sequence[HasDense], tried: Callable[[str], None]) -> Ready:
         return Ready(tuple(one.dense(1000 + index) for index, one in enumerate(sets)), flops=case.dense_flops)
@@ -44,17 +37,15 @@ TORCH_DENSE = Dense("torch_dense", "torch dense", "cpu")
 
 
 @dataclass(frozen=True)
-class Own:
+class Own(Peer):
     """This library by another way: the operands that `other` makes of those of the case, by their place.
 
     `unless` says why a case has no such peer.
     """
 
-    name: str
-    title: str
+    _: KW_ONLY
     other: Callable[[Any, Any, int], Operands]
     unless: Callable[[Any], list[str]] = lambda case: []
-    device: str = ""
 
     def why_not(self, case: Case, device: torch.device) -> list[str]:
         return self.unless(case)
@@ -65,6 +56,20 @@ class Own:
         accepted(others[0].gate(plans[0]), self.title)
         calls = tuple(one.planned(plan) for one, plan in zip(others, plans, strict=True))
         return Ready(calls, ", ".join(sorted({plan.kernel for plan in plans})))
+
+
+def fastest(
+    what: str,
+    candidates: Mapping[str, Sequence[Callable[[], object]]],
+    device: torch.device,
+    tried: Callable[[str], None],
+) -> str:
+    """The name of the fastest candidate in the same rounds, each the calls of all sets."""
+    turns = {name: rotating(calls) for name, calls in candidates.items()}
+    times = time_rounds(turns, device=device, rounds=5, inner_ms=10.0)
+    for name, found in times.items():
+        tried(f"{what}, {name}: {found.median:.3f} ms")
+    return min(candidates, key=lambda name: times[name].median)
 
 
 def tuned(

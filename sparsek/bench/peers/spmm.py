@@ -24,16 +24,13 @@ def a_at_b(case: SpmmCase, one: ProductOperands, index: int) -> ProductOperands:
 
 
 @dataclass(frozen=True)
-class TorchSparse:
+class TorchSparse(Peer):
     """torch.sparse BSR @ dense. On a GPU its Triton kernel, with the parameters tuned here: torch 2.13 ships
     a table for the A100 only, and runs every other card with num_stages=1.
 
     `stages_only` leaves the other three parameters as torch sets them where its table has no entry.
     """
 
-    name: str = "torch_sparse"
-    title: str = "torch.sparse"
-    device: str = ""
     stages_only: bool = False
 
     def why_not(self, case: SpmmCase, device: torch.device) -> list[str]:
@@ -61,6 +58,7 @@ class TorchSparse:
                     f"torch.sparse BSR refuses {case.dtype} on this CPU: {first_line(error)}"
                 ) from None
             return Ready(tuple(lambda w=w, one=one: w @ one.b for w, one in zip(matrices, sets, strict=True)))
+
         meta = self.tuned(case, matrices, sets, tried)
         calls = tuple(_addmm_call(w, one, meta) for w, one in zip(matrices, sets, strict=True))
         return Ready(calls, settings(meta))
@@ -74,18 +72,16 @@ class TorchSparse:
     ) -> Meta:
         """The fastest correct parameters that coordinate descent finds, by timing: num_stages first, then all four."""
 
+        def calls(meta: Meta) -> list[Callable[[], object]]:
+            return [_addmm_call(w, one, meta) for w, one in zip(matrices, sets, strict=True)]
+
         def right(meta: Meta) -> bool:
             sets[0].out.fill_(float("nan"))
-            _addmm_call(matrices[0], sets[0], meta)()
+            calls(meta)[0]()
             return sets[0].judge(sets[0].out).passed
 
-        return tuned(
-            [stage_space(case)] if self.stages_only else [stage_space(case), meta_space(case)],
-            lambda meta: [_addmm_call(w, one, meta) for w, one in zip(matrices, sets, strict=True)],
-            right,
-            sets[0].b.device,
-            tried,
-        )
+        spaces = [stage_space(case)] if self.stages_only else [stage_space(case), meta_space(case)]
+        return tuned(spaces, calls, right, sets[0].b.device, tried)
 
 
 def _addmm_call(w: Tensor, one: ProductOperands, meta: Meta) -> Callable[[], object]:
@@ -120,12 +116,8 @@ def _only_a_at_b(case: SpmmCase) -> list[str]:
 
 
 @dataclass(frozen=True)
-class CuSparse:
+class CuSparse(Peer):
     """cuSPARSE SpMM on Blocked-ELL, through ctypes: torch brings the library but binds no such call."""
-
-    name: str = "cusparse"
-    title: str = "cuSPARSE"
-    device: str = ""
 
     def why_not(self, case: SpmmCase, device: torch.device) -> list[str]:
         reasons = _only_a_at_b(case)
@@ -164,9 +156,14 @@ class CuSparse:
 
 PEERS: tuple[Peer, ...] = (
     CUBLAS,
-    TorchSparse(),
+    TorchSparse("torch_sparse", "torch.sparse"),
     TorchSparse("torch_sparse_stages", "torch.sparse, stages", "cuda", stages_only=True),
-    CuSparse(),
+    CuSparse("cusparse", "cuSPARSE"),
     TORCH_DENSE,
-    Own("a_at_b", "A @ B", a_at_b, lambda case: ["the case is A @ B itself"] if case.form == A_AT_B else []),
+    Own(
+        "a_at_b",
+        "A @ B",
+        other=a_at_b,
+        unless=lambda case: ["the case is A @ B itself"] if case.form == A_AT_B else [],
+    ),
 )

@@ -134,6 +134,11 @@ class Fp8Case(SidesCase):
             raise InvalidInput(f"K of an FP8 product is a multiple of 16 here, got {self.k}")
 
     @property
+    def whole(self) -> bool:
+        """A Semi24."""
+        return self.stored == SEMI24
+
+    @property
     def name(self) -> str:
         """One short line: "x @ W.T 8192³ block 128 12.5 % e4m3"; the scale is named unless it is that of rows."""
         words = [self.dtype, "" if self.scale == "row" else f"scale per {self.scale}"]
