@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sparsek.bench.engine.case import random_dense
+from sparsek.bench.engine.data import random_dense
 from sparsek.core import dtypes
 from sparsek.core.device import card_named, card_of
 from sparsek.ops.choose import ERROR_TOKENS, Option, consider, measure

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from sparsek.bench.benches import BENCHES
-from sparsek.bench.engine import case as cases
-from sparsek.bench.engine import records, run
+from sparsek.bench.engine import data, records, run
 from sparsek.bench.engine.case import SuiteRow
 from sparsek.bench.engine.peer import peers_named
 from sparsek.bench.peers import attention as attention_peers
@@ -39,7 +38,7 @@ KERNELS = {"attention_backward": "reference.attention_bwd", "attention_train": "
 @pytest.fixture(autouse=True)
 def few_sets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two operand sets are enough here."""
-    monkeypatch.setattr(cases, "MAX_SETS", 2)
+    monkeypatch.setattr(data, "MAX_SETS", 2)
 
 
 def measured(case: AttentionGradCase) -> run.Outcome:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsek.bench.engine import case as cases
+from sparsek.bench.engine import data
 from sparsek.bench.engine.peer import UnavailableError, peers_named
 from sparsek.bench.peers.attention import LONGEST_DENSE_STEP, kept_graphs, transposed_lists
 from sparsek.bench.peers.attention_grad import PEERS
@@ -32,7 +32,7 @@ BOTH = pytest.mark.parametrize("case", [SMALL, STEP], ids=["backward", "step"])
 @pytest.fixture(autouse=True)
 def few_sets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two operand sets are enough here."""
-    monkeypatch.setattr(cases, "MAX_SETS", 2)
+    monkeypatch.setattr(data, "MAX_SETS", 2)
 
 
 def ready(name: str, case: AttentionGradCase, sets: Any) -> Any:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsek.bench.engine import case as cases
+from sparsek.bench.engine import data
 from sparsek.bench.engine.peer import UnavailableError
 from sparsek.bench.peers import cusparselt
 from sparsek.bench.peers import fp8 as fp8_peers
@@ -60,7 +60,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     monkeypatch.setattr(torch, "_cslt_compress", lambda a: a.clone())
     monkeypatch.setattr(torch, "_cslt_sparse_mm", multiply)
     monkeypatch.setattr(torch, "_cslt_sparse_mm_search", None)
-    monkeypatch.setattr(cases, "MAX_SETS", 2)
+    monkeypatch.setattr(data, "MAX_SETS", 2)
     instant = lambda calls, **options: {name: Times.of([float(len(name))]) for name in calls}  # noqa: E731
     monkeypatch.setattr(product_peers, "time_rounds", instant)
     return told

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from sparsek.bench.engine import case as cases
-from sparsek.bench.engine import records, run, wall
+from sparsek.bench.engine import data, records, run, wall
 from sparsek.bench.engine.case import SuiteRow
 from sparsek.bench.engine.peer import Peer, Ready, UnavailableError, peers_named
 from sparsek.bench.engine.run import Outcome, measure
@@ -39,7 +38,7 @@ MLP_KERNELS = {"mlp_train": "cpu.sddmm + cpu.spmm", "mlp_decode": "cpu.spmm"}
 @pytest.fixture(autouse=True)
 def few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two operand sets are enough here, and fewer calls of the symbolic phase."""
-    monkeypatch.setattr(cases, "MAX_SETS", 2)
+    monkeypatch.setattr(data, "MAX_SETS", 2)
     monkeypatch.setattr(wall, "CALLS", 2)
     monkeypatch.setattr(spgemm, "SYMBOLIC_ROUNDS", 2)
 

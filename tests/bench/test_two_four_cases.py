@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from sparsek.bench.benches import BENCHES
-from sparsek.bench.engine import case as cases
-from sparsek.bench.engine import records
+from sparsek.bench.engine import data, records
 from sparsek.bench.engine.bench import TABLES
 from sparsek.bench.engine.case import Bar, Case, SuiteRow
 from sparsek.bench.engine.peer import peers_named
@@ -51,7 +50,7 @@ PEERS = {
 
 @pytest.fixture(autouse=True)
 def few_sets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cases, "MAX_SETS", 2)
+    monkeypatch.setattr(data, "MAX_SETS", 2)
 
 
 def floats_in(value: Any) -> Iterable[torch.Tensor]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from sparsek.bench.engine.case import block_name
+from sparsek.bench.engine.names import block_name
 from sparsek.bench.engine.peer import Peer, Ready, UnavailableError, accepted, first_line, setting_up
 from sparsek.bench.suites.attention import AttentionCase, AttentionOperands, length_name
 from sparsek.bench.suites.attention_grad import AttentionGradCase, AttentionTrainCase

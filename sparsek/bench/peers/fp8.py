@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from sparsek.bench.engine.case import random_dense
+from sparsek.bench.engine.data import random_dense
 from sparsek.bench.engine.peer import Peer, Ready, UnavailableError, setting_up
 from sparsek.bench.peers.cusparselt import Task
 from sparsek.bench.peers.product import Dense, Own, fastest

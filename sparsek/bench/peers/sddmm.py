@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsek.bench.engine.case import block_name
+from sparsek.bench.engine.names import block_name
 from sparsek.bench.engine.peer import Peer, Ready, accepted, setting_up
 from sparsek.bench.peers.product import CUBLAS, TORCH_DENSE, Meta, Space, settings, tuned
 from sparsek.bench.suites.sddmm import SddmmCase, SddmmOperands

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from sparsek.bench.engine.case import random_dense
+from sparsek.bench.engine.data import random_dense
 from sparsek.bench.engine.peer import Peer, Ready, UnavailableError, accepted, setting_up
 from sparsek.bench.peers.cusparselt import Task, Tried, laid, multiply, probe, usable
 from sparsek.bench.peers.product import CUBLAS, TORCH_DENSE, Own, fastest

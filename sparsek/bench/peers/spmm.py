@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsek.bench.engine.case import random_dense
+from sparsek.bench.engine.data import random_dense
 from sparsek.bench.engine.peer import Peer, Ready, UnavailableError, accepted, first_line
 from sparsek.bench.peers import cusparse
 from sparsek.bench.peers.product import CUBLAS, TORCH_DENSE, Meta, Own, Space, settings, tuned

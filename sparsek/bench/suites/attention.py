@@ -10,20 +10,11 @@ import torch
 from torch import Tensor
 
 from sparsek.bench.engine.bench import Bench, Column, Record, Table
-from sparsek.bench.engine.case import (
-    DTYPE,
-    Case,
-    Operands,
-    Option,
-    Schema,
-    SuiteRow,
-    block_name,
-    check_case,
-    parse_block,
-    random_dense,
-    set_count,
-)
+from sparsek.bench.engine.case import Case, Operands, Schema, SuiteRow, check_case
+from sparsek.bench.engine.data import random_dense, set_count
 from sparsek.bench.engine.memory import peak_bytes
+from sparsek.bench.engine.names import block_name
+from sparsek.bench.engine.options import DTYPE, Option, parse_block
 from sparsek.bench.engine.tables import CASE, KERNEL, MS, ROOF, SPEEDUP, USEFUL, case_name, mark, number
 from sparsek.bench.suites import attention_run
 from sparsek.bench.suites.attention_masks import MASK_FORMS, Geometry, MaskText, parse_mask

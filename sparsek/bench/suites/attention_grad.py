@@ -12,8 +12,10 @@ from torch import Tensor
 
 from sparsek import kernels
 from sparsek.bench.engine.bench import Bench, Column, Record, Table
-from sparsek.bench.engine.case import Option, Schema, SuiteRow, random_dense
+from sparsek.bench.engine.case import Schema, SuiteRow
+from sparsek.bench.engine.data import random_dense
 from sparsek.bench.engine.memory import peak_bytes
+from sparsek.bench.engine.options import Option
 from sparsek.bench.engine.several import Several, worst
 from sparsek.bench.engine.tables import CASE, KERNEL, MS, ROOF, SPEEDUP, USEFUL, USEFUL_NOTE, number
 from sparsek.bench.suites.attention import EIGHTH, MEMORY, SMALL, AttentionCase, AttentionOperands, sampled

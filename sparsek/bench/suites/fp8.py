@@ -12,20 +12,10 @@ import torch
 from torch import Tensor
 
 from sparsek.bench.engine.bench import Bench, Table
-from sparsek.bench.engine.case import (
-    BLOCK,
-    DENSITY,
-    Bar,
-    Case,
-    Option,
-    Schema,
-    SuiteRow,
-    block_name,
-    check_case,
-    random_dense,
-    sets_of,
-    stored_name,
-)
+from sparsek.bench.engine.case import Bar, Case, Schema, SuiteRow, check_case
+from sparsek.bench.engine.data import random_dense, sets_of
+from sparsek.bench.engine.names import block_name, stored_name
+from sparsek.bench.engine.options import BLOCK, DENSITY, Option
 from sparsek.bench.engine.tables import CASE, KERNEL, MS, ROOF, SPEEDUP, USEFUL, must_reach
 from sparsek.bench.suites.product import LINEAR, WIDE, ProductOperands, SidesCase, form_name, sides
 from sparsek.bench.suites.semi24 import FORMS

@@ -18,20 +18,9 @@ import torch
 
 from sparsek.bench.engine import records
 from sparsek.bench.engine.bench import Bench, Column, Record, Table
-from sparsek.bench.engine.case import (
-    BLOCK,
-    DENSITY,
-    DTYPE,
-    Bar,
-    Case,
-    Operands,
-    Option,
-    Schema,
-    SuiteRow,
-    block_name,
-    check_case,
-    shape_name,
-)
+from sparsek.bench.engine.case import Bar, Case, Operands, Schema, SuiteRow, check_case
+from sparsek.bench.engine.names import block_name, shape_name
+from sparsek.bench.engine.options import BLOCK, DENSITY, DTYPE, Option
 from sparsek.bench.engine.run import GateError, Outcome, facts, in_order, passed
 from sparsek.bench.engine.sensors import Sensors
 from sparsek.bench.engine.tables import CASE, case_name, mark

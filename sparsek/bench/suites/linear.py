@@ -9,22 +9,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from sparsek.bench.engine.bench import Bench, Column, Record, Table
-from sparsek.bench.engine.case import (
-    BLOCK,
-    DENSITY,
-    DTYPE,
-    Case,
-    Operands,
-    Option,
-    Schema,
-    SuiteRow,
-    block_name,
-    check_case,
-    random_dense,
-    revalued,
-    set_count,
-    stored_name,
-)
+from sparsek.bench.engine.case import Case, Operands, Schema, SuiteRow, check_case
+from sparsek.bench.engine.data import random_dense, revalued, set_count
+from sparsek.bench.engine.names import block_name, stored_name
+from sparsek.bench.engine.options import BLOCK, DENSITY, DTYPE, Option
 from sparsek.bench.engine.tables import CASE, KERNEL, MS, ROOF, SPEEDUP, USEFUL, USEFUL_NOTE
 from sparsek.core import dtypes
 from sparsek.core.device import card_of

@@ -10,22 +10,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from sparsek.bench.engine.bench import Bench, Table
-from sparsek.bench.engine.case import (
-    BLOCK,
-    DENSITY,
-    DTYPE,
-    Case,
-    Operands,
-    Option,
-    Schema,
-    SuiteRow,
-    block_name,
-    check_case,
-    random_dense,
-    revalued,
-    set_count,
-    stored_name,
-)
+from sparsek.bench.engine.case import Case, Operands, Schema, SuiteRow, check_case
+from sparsek.bench.engine.data import random_dense, revalued, set_count
+from sparsek.bench.engine.names import block_name, stored_name
+from sparsek.bench.engine.options import BLOCK, DENSITY, DTYPE, Option
 from sparsek.bench.engine.several import Several, worst
 from sparsek.bench.engine.tables import CASE, GBPS, KERNEL, MS, ROOF, SPEEDUP, USEFUL, USEFUL_NOTE
 from sparsek.core import dtypes

@@ -15,20 +15,10 @@ import torch
 from torch import Tensor
 
 from sparsek.bench.engine.bench import Bench, Table
-from sparsek.bench.engine.case import (
-    BLOCK,
-    DTYPE,
-    Bar,
-    Case,
-    Operands,
-    Option,
-    Schema,
-    SuiteRow,
-    block_name,
-    check_case,
-    random_dense,
-    sets_of,
-)
+from sparsek.bench.engine.case import Bar, Case, Operands, Schema, SuiteRow, check_case
+from sparsek.bench.engine.data import random_dense, sets_of
+from sparsek.bench.engine.names import block_name
+from sparsek.bench.engine.options import BLOCK, DTYPE, Option
 from sparsek.bench.engine.several import Moved
 from sparsek.bench.engine.tables import CASE, GBPS, KERNEL, MS, ROOF, must_reach
 from sparsek.core import dtypes

@@ -15,17 +15,10 @@ from torch import Tensor
 
 from sparsek.bench.engine import records
 from sparsek.bench.engine.bench import Bench, Column, Table
-from sparsek.bench.engine.case import (
-    DTYPE,
-    Case,
-    Operands,
-    Option,
-    Schema,
-    SuiteRow,
-    random_dense,
-    suite_named,
-)
+from sparsek.bench.engine.case import Case, Operands, Schema, SuiteRow, suite_named
+from sparsek.bench.engine.data import random_dense
 from sparsek.bench.engine.layer_gate import Expected
+from sparsek.bench.engine.options import DTYPE, Option
 from sparsek.bench.engine.run import GateError, Outcome, facts, in_order
 from sparsek.bench.engine.sensors import Sensors
 from sparsek.bench.engine.several import worst

@@ -8,16 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sparsek.bench.engine.case import (
-    Case,
-    Operands,
-    Option,
-    block_name,
-    check_case,
-    random_dense,
-    shape_name,
-    stored_name,
-)
+from sparsek.bench.engine.case import Case, Operands, check_case
+from sparsek.bench.engine.data import random_dense
+from sparsek.bench.engine.names import block_name, shape_name, stored_name
+from sparsek.bench.engine.options import Option
 from sparsek.core.errors import InvalidInput
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.pattern import BlockPattern, block_sides

@@ -8,17 +8,9 @@ import torch
 from torch import Tensor
 
 from sparsek.bench.engine.bench import Bench, Table
-from sparsek.bench.engine.case import (
-    BLOCK,
-    DENSITY,
-    DTYPE,
-    Operands,
-    Option,
-    Schema,
-    SuiteRow,
-    random_dense,
-    sets_of,
-)
+from sparsek.bench.engine.case import Operands, Schema, SuiteRow
+from sparsek.bench.engine.data import random_dense, sets_of
+from sparsek.bench.engine.options import BLOCK, DENSITY, DTYPE, Option
 from sparsek.bench.engine.tables import CASE, KERNEL, MS, ROOF, SPEEDUP, USEFUL, USEFUL_NOTE
 from sparsek.bench.suites.product import PATTERN, BlocksCase, sides
 from sparsek.core import dtypes

@@ -11,21 +11,10 @@ from typing import Any, ClassVar
 import torch
 
 from sparsek.bench.engine.bench import Bench, Column, Table
-from sparsek.bench.engine.case import (
-    DENSITY,
-    DTYPE,
-    Bar,
-    Case,
-    Option,
-    Schema,
-    SuiteRow,
-    block_name,
-    check_case,
-    parse_block,
-    random_dense,
-    sets_of,
-    stored_name,
-)
+from sparsek.bench.engine.case import Bar, Case, Schema, SuiteRow, check_case
+from sparsek.bench.engine.data import random_dense, sets_of
+from sparsek.bench.engine.names import block_name, stored_name
+from sparsek.bench.engine.options import DENSITY, DTYPE, Option, parse_block
 from sparsek.bench.engine.tables import CASE, KERNEL, MS, ROOF, SPEEDUP, must_reach, useful
 from sparsek.bench.suites import story
 from sparsek.bench.suites.product import A_AT_B, LINEAR, ProductOperands, SidesCase, form_name, sides

@@ -10,20 +10,10 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from sparsek.bench.engine.bench import Bench, Column, Record, Table
-from sparsek.bench.engine.case import (
-    DTYPE,
-    Operands,
-    Option,
-    Schema,
-    SuiteRow,
-    block_name,
-    check_case,
-    parse_block,
-    random_dense,
-    revalued,
-    sets_of,
-    stored_name,
-)
+from sparsek.bench.engine.case import Operands, Schema, SuiteRow, check_case
+from sparsek.bench.engine.data import random_dense, revalued, sets_of
+from sparsek.bench.engine.names import block_name, stored_name
+from sparsek.bench.engine.options import DTYPE, Option, parse_block
 from sparsek.bench.engine.tables import CASE, KERNEL, MS, ROOF, SPEEDUP, USEFUL
 from sparsek.bench.engine.wall import wall_rounds
 from sparsek.bench.suites.product import SidesCase, sides

@@ -7,17 +7,9 @@ from typing import Any, ClassVar
 import torch
 
 from sparsek.bench.engine.bench import Bench, Table
-from sparsek.bench.engine.case import (
-    BLOCK,
-    DENSITY,
-    DTYPE,
-    Option,
-    Schema,
-    SuiteRow,
-    random_dense,
-    revalued,
-    sets_of,
-)
+from sparsek.bench.engine.case import Schema, SuiteRow
+from sparsek.bench.engine.data import random_dense, revalued, sets_of
+from sparsek.bench.engine.options import BLOCK, DENSITY, DTYPE, Option
 from sparsek.bench.engine.tables import CASE, GBPS, KERNEL, MS, ROOF, SPEEDUP, USEFUL, USEFUL_NOTE
 from sparsek.bench.suites.product import A_AT_B, PATTERN, BlocksCase, ProductOperands, form_name, sides
 from sparsek.core import dtypes

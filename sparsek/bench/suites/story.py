@@ -12,14 +12,9 @@ import torch
 from torch import Tensor
 
 from sparsek.bench.engine.bench import Column, Record, Table
-from sparsek.bench.engine.case import (
-    Schema,
-    SuiteRow,
-    block_name,
-    check_case,
-    random_dense,
-    sets_of,
-)
+from sparsek.bench.engine.case import Schema, SuiteRow, check_case
+from sparsek.bench.engine.data import random_dense, sets_of
+from sparsek.bench.engine.names import block_name
 from sparsek.bench.engine.tables import CASE, KERNEL, MS, ROOF, SPEEDUP, useful
 from sparsek.bench.suites.product import LINEAR, ProductOperands, SidesCase
 from sparsek.core import dtypes

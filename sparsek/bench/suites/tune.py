@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sparsek.bench.engine import records
-from sparsek.bench.engine.case import random_dense
+from sparsek.bench.engine.data import random_dense
 from sparsek.bench.engine.layer_gate import Expected
 from sparsek.bench.engine.memory import out_of_memory
 from sparsek.bench.engine.peer import first_line, rotating
