@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 import torch
@@ -12,6 +13,7 @@ import torch
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.testing.budget import Gate
+from sparsek.testing.poison import poisoned
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -27,17 +29,35 @@ class Operands(Protocol):
         """FLOPs of the stored elements alone."""
         ...
 
+    @property
+    def given(self) -> tuple[Any, ...]:
+        """What a plan is called with."""
+        ...
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What it is called with by keyword."""
+        return {}
+
     def plan(self, kernel: str | None) -> Any:
         """The plan of a kernel, None for the planner's choice. Raises Unsupported with its reasons."""
         ...
 
-    def planned(self, plan: Any) -> Callable[[], object]:
+    def planned(self, plan: Any) -> Callable[[], Any]:
         """A call of the plan and nothing else."""
-        ...
+        return partial(plan, *self.given, **self.options)
+
+    def shapes(self, plan: Any) -> Iterable[Sequence[int]]:
+        """Those of the tensors that a plan makes in the dtype of its first operand."""
+        return ()
 
     def gate(self, plan: Any) -> Gate:
         """Runs the plan into poisoned memory and judges the result."""
-        ...
+        # A caching allocator hands the memory of a dropped tensor to the next of its size: results begin as NaN.
+        for shape in self.shapes(plan):
+            poisoned(shape, self.given[0].dtype, self.given[0].device)
+        allowed = {"tf32": True} if getattr(plan.problem, "tf32", False) else {}
+        return self.judge(self.planned(plan)(), **allowed)
 
     def judge(self, out: Any) -> Gate:
         """Whether `out` is the result of this set."""
@@ -77,8 +97,11 @@ class Case(Protocol):
         ...
 
     def operands(self, device: torch.device, seed: int = 0) -> Sequence[Operands]:
-        """Sets that share their structure and no memory: 2 to 64, together several times the cache."""
-        ...
+        """Sets that share their structure and no memory: 2 to 64, together several times the cache.
+
+        Raises InvalidInput where the records are measured in their own way, as `Schema.run` has it.
+        """
+        raise InvalidInput(f"{self.op} is measured in its own way, on operands of its own")
 
     def as_record(self) -> dict[str, Any]:
         """The `case` object of a record: the fields, tuples as lists."""
@@ -150,6 +173,13 @@ def suite_named(suites: Mapping[str, Made], name: str, what: str = "suite") -> M
     if name not in suites:
         raise InvalidInput(f"no {what} is called {name!r}; known: {', '.join(suites)}")
     return suites[name]
+
+
+def check_choice(what: str, value: str, allowed: Iterable[str]) -> None:
+    """Raises InvalidInput unless the value is one of those allowed."""
+    allowed = tuple(allowed)
+    if value not in allowed:
+        raise InvalidInput(f"{what} is one of {', '.join(allowed)}, got {value!r}")
 
 
 def check_case(case: Any, *sides: str, dtype: bool = True) -> None:

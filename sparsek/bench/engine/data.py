@@ -8,12 +8,14 @@ import torch
 
 from sparsek.core.device import Card, card_of
 from sparsek.matrix.bsr import BSR
+from sparsek.matrix.bsr24 import BSR24
 
 # The sets together exceed the last-level cache this many times, so that nothing sits in it by accident.
 CACHE_MULTIPLE = 4
 MAX_SETS = 64
 
 Made = TypeVar("Made")
+Stored = TypeVar("Stored", BSR, BSR24)
 
 
 def set_count(card: Card, footprint: int) -> int:
@@ -32,12 +34,15 @@ def random_dense(*shape: int, dtype: torch.dtype, device: torch.device, seed: in
     return torch.randn(*shape, dtype=dtype, device=device, generator=generator)
 
 
-def revalued(a: BSR, seed: int) -> BSR:
+def revalued(a: Stored, seed: int) -> Stored:
     """A matrix of the same pattern with memory of its own: its blocks have changed places.
 
     In ragged matrices they stay where they are, since those at the edge hold padding.
     """
-    if a.pattern.is_ragged:
-        return BSR.unchecked(a.pattern, a.values.clone())
-    generator = torch.Generator(device=a.device).manual_seed(seed)
-    return BSR.unchecked(a.pattern, a.values[torch.randperm(a.nnzb, generator=generator, device=a.device)])
+    order = torch.arange(a.nnzb, device=a.device)
+    if not a.pattern.is_ragged:
+        generator = torch.Generator(device=a.device).manual_seed(seed)
+        order = torch.randperm(a.nnzb, generator=generator, device=a.device)
+    if isinstance(a, BSR24):
+        return BSR24.unchecked(a.pattern, a.values[order], a.meta[order])
+    return BSR.unchecked(a.pattern, a.values[order])

@@ -55,6 +55,17 @@ def combined(
     return tuple(dict.fromkeys(found))
 
 
+def by_measure(what: str, measures: Mapping[str, Callable[..., Made]]) -> Callable[..., Made]:
+    """A function that makes a case, whose option `measure` is a key of `measures`. `what`: "an MLP"."""
+
+    def make(*, measure: str, **fields: Any) -> Made:
+        if measure not in measures:
+            raise InvalidInput(f"of {what}, {' or '.join(measures)} is measured, not {measure!r}")
+        return measures[measure](**fields)
+
+    return make
+
+
 def listed(name: str, text: str, parse: Callable[[str], Made]) -> list[Made]:
     """The values of a comma list. Raises InvalidInput that names the option."""
     try:

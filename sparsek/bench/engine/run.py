@@ -251,6 +251,18 @@ def rated(
     }
 
 
+def beside(record: records.Record, peers: Mapping[str, Times], flops: float | None = None) -> records.Record:
+    """`record` with peers that are compared by their times. `flops`: of a call, where their rates are recorded."""
+    ours = record["ms"]["median"]
+    return record | {
+        "peers": {
+            name: {"ms": records.times_of(took), "tflops": flops and flops / took.median / 1e9}
+            for name, took in peers.items()
+        },
+        "ratio": {name: round(took.median / ours, 4) for name, took in peers.items()},
+    }
+
+
 def _digits(rate: float) -> float:
     """Eight digits of a rate, slow or fast."""
     return float(f"{rate:.8g}")

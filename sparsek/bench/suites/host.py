@@ -18,11 +18,12 @@ import torch
 
 from sparsek.bench.engine import records
 from sparsek.bench.engine.bench import Bench, Column, Record, Table
-from sparsek.bench.engine.case import Bar, Case, Operands, Schema, SuiteRow, check_case
+from sparsek.bench.engine.case import Bar, Case, Schema, SuiteRow, check_case, check_choice
 from sparsek.bench.engine.names import block_name, shape_name
 from sparsek.bench.engine.options import BLOCK, DENSITY, DTYPE, Option
-from sparsek.bench.engine.run import GateError, Outcome, facts, in_order, passed
+from sparsek.bench.engine.run import GateError, Outcome, beside, facts, in_order, passed
 from sparsek.bench.engine.sensors import Sensors
+from sparsek.bench.engine.several import Named
 from sparsek.bench.engine.tables import CASE, case_name, mark
 from sparsek.bench.engine.wall import wall_rounds
 from sparsek.bench.suites.host_calls import CALLS, STORAGES, HostCall
@@ -64,13 +65,11 @@ class HostCase(HostCall, Case):
     caches: str = ""
 
     def __post_init__(self) -> None:
-        if self.call not in CALLS:
-            raise InvalidInput(f"a call is one of {', '.join(CALLS)}, got {self.call!r}")
+        check_choice("a call", self.call, CALLS)
         wanted = SIDES.get(self.call, LAYER_SIDES)
         if len(self.sides) != wanted.count(" x ") + 1 or min(self.sides) < 1:
             raise InvalidInput(f"{self.call} measures {wanted}, got {'x'.join(map(str, self.sides))}")
-        if self.storage not in STORAGES:
-            raise InvalidInput(f"a storage is one of {', '.join(STORAGES)}, got {self.storage!r}")
+        check_choice("a storage", self.storage, STORAGES)
         if self.storage != "bsr" and self.call not in ("linear", LAYER):
             raise InvalidInput(f"{self.call} is measured of blocks, not of {self.storage}")
         if self.caches not in ("", *CACHES):
@@ -140,10 +139,6 @@ class HostCase(HostCall, Case):
         """Nothing is rated."""
         return 0.0
 
-    def operands(self, device: torch.device, seed: int = 0) -> Sequence[Operands]:
-        """None: `run_host_time` makes each call on operands of its own."""
-        raise InvalidInput("a case of host time is measured by run_host_time")
-
 
 BARS: Mapping[tuple[str, str], Bar] = {
     ("A @ B", "bsr"): Bar(TORCH, 1.6, 1.1),
@@ -177,14 +172,6 @@ for _, name, *_ in kernels.KERNELS:
 """
 # By call, the folder of caches that its last process left behind.
 _FILLED: dict[HostCase, Path] = {}
-
-
-@dataclass(frozen=True)
-class Called:
-    """The module that is called, in the place of a kernel."""
-
-    kernel: str
-    config: None = None
 
 
 def run_host_time(
@@ -222,10 +209,8 @@ def run_host_time(
 def _outcome(
     case: HostCase, gate: Gate, took: Times, peers: dict[str, Times], device: torch.device, seen: Sensors
 ) -> Outcome:
-    record = facts(case.op, case, Called(case.module), took, gate, device, seen)
-    record["peers"] = {name: {"ms": records.times_of(each), "tflops": None} for name, each in peers.items()}
-    record["ratio"] = {name: round(each.median / took.median, 4) for name, each in peers.items()}
-    return Outcome(case, (in_order(record),), {}, {})
+    record = facts(case.op, case, Named(case.module), took, gate, device, seen)
+    return Outcome(case, (in_order(beside(record, peers)),), {}, {})
 
 
 def _first_calls(case: HostCase, device: torch.device, rounds: int, report: Callable[[str], None]) -> Outcome:
@@ -334,7 +319,6 @@ def _aim(record: Record) -> str:
     return "" if case.bar is None else f"{case.bar.aim:g}{' s' if case.is_first else ''}"
 
 
-SCHEMAS: Mapping[str, Schema] = {"host": Schema(HostCase, rated=False, rooms=ROOMS, run=run_host_time)}
 SMALL = (1024, 1024, 1024)
 HEADS = (8, 512, 128)
 FIRST: tuple[HostCase, ...] = tuple(
@@ -360,7 +344,6 @@ HOST: tuple[SuiteRow, ...] = tuple(
         *FIRST,
     )
 )
-SUITES: Mapping[str, tuple[SuiteRow, ...]] = {"host": HOST}
 
 
 def parse_sides(text: str) -> tuple[int, ...]:
@@ -425,14 +408,14 @@ TABLE = Table(
 )
 BENCH = Bench(
     "host",
-    SUITES,
-    SCHEMAS,
-    (TABLE,),
-    OPTIONS,
-    HostCase,
-    "--call linear --sides 16x64x64 --block 32 --dtype fp32",
-    "",
-    "host",
+    suites={"host": HOST},
+    schemas={"host": Schema(HostCase, rated=False, rooms=ROOMS, run=run_host_time)},
+    tables=(TABLE,),
+    options=OPTIONS,
+    make=HostCase,
+    small="--call linear --sides 16x64x64 --block 32 --dtype fp32",
+    kernels="",
+    whole="host",
     slowest=60.0,
     files={"sparsek/plan/host.json": host_table},
 )

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from sparsek.bench.engine.bench import Column, Record, Table
-from sparsek.bench.engine.case import Schema, SuiteRow, check_case
+from sparsek.bench.engine.case import SuiteRow, check_case
 from sparsek.bench.engine.data import random_dense, sets_of
 from sparsek.bench.engine.names import block_name
 from sparsek.bench.engine.tables import CASE, KERNEL, MS, ROOF, SPEEDUP, useful
-from sparsek.bench.suites.product import LINEAR, ProductOperands, SidesCase
+from sparsek.bench.suites.product import LINEAR, ProductOperands, SidesCase, check_24
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput, Unsupported
 from sparsek.kernels import KERNELS
@@ -79,8 +79,7 @@ class StoryCase(SidesCase):
 
     def __post_init__(self) -> None:
         check_case(self, "m", "k", "n")
-        if any(side % 64 or side < 1 for side in self.block):
-            raise InvalidInput(f"sides of 2:4 blocks are multiples of 64, got {block_name(self.block)}")
+        check_24(self.block)
         if self.m % self.block[0] or self.k % self.block[1]:
             raise InvalidInput(f"{self.m} x {self.k} is not a multiple of {block_name(self.block)}")
         beside = self.stored * self.k / self.block[1]
@@ -135,12 +134,10 @@ class StoryCase(SidesCase):
         return sets_of(device, footprint, one)
 
 
-SCHEMAS: Mapping[str, Schema] = {"story": Schema(StoryCase)}
 STORY: tuple[SuiteRow, ...] = tuple(
     SuiteRow(StoryCase(8192, 8192, 8192, share), ("hopper.semi24", "hopper.bsr24", "hopper.spmm"))
     for share in (0.5, 0.25, 0.125, 0.0625)
 )
-SUITES: Mapping[str, tuple[SuiteRow, ...]] = {"story": STORY}
 
 
 def _ms_of(peer: str) -> Callable[[Record], str]:
