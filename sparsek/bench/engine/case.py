@@ -12,6 +12,7 @@ import torch
 
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
+from sparsek.matrix.pattern import block_sides
 from sparsek.testing.budget import Gate
 from sparsek.testing.poison import poisoned
 
@@ -62,6 +63,10 @@ class Operands(Protocol):
     def judge(self, out: Any) -> Gate:
         """Whether `out` is the result of this set."""
         ...
+
+    def dense(self, seed: int) -> Callable[[], object]:
+        """The same call on dense random data of the same shapes: zeros of a pruned matrix would make it faster."""
+        raise InvalidInput("these operands have no dense twin")
 
     def kernel_extra(self, kernel: str) -> dict[str, Any]:
         """Fields of a kernel's record that only this operation has."""
@@ -183,12 +188,14 @@ def check_choice(what: str, value: str, allowed: Iterable[str]) -> None:
 
 
 def check_case(case: Any, *sides: str, dtype: bool = True) -> None:
-    """Raises InvalidInput unless the named sides are positive, and the density and, if wanted, the dtype can be."""
+    """Raises InvalidInput unless the named sides are positive, and density, block and, if wanted, dtype can be."""
     for side in sides:
         if getattr(case, side) < 1:
             raise InvalidInput(f"a benchmark case needs {side} >= 1, got {getattr(case, side)}")
     density = getattr(case, "density", 1.0)
     if not 0.0 < density <= 1.0:
         raise InvalidInput(f"density is a fraction in (0, 1], got {density}")
+    if getattr(case, "block", None) is not None:
+        block_sides(case.block)
     if dtype:
         dtypes.parse(case.dtype)

@@ -234,10 +234,7 @@ def rated(
     seconds = record["ms"]["median"] / 1e3
     useful = one.useful_flops / seconds / 1e12
     return record | {
-        "tflops": {
-            "useful": _digits(useful),
-            "dense_equivalent": _digits(case.dense_flops / seconds / 1e12),
-        },
+        "tflops": {"useful": _digits(useful), "dense_equivalent": _digits(case.dense_flops / seconds / 1e12)},
         "gbps": round(plan.problem.compulsory_bytes / seconds / 1e9, 2),
         "roofline": {
             "bound_ms": round(plan.bound_seconds * 1e3, 6),

@@ -6,15 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from sparsek.bench.engine.peer import Peer, Ready, UnavailableError, accepted
-from sparsek.bench.peers.attention import (
-    CUDNN,
-    CUDNN_BLOCKS,
-    FLASH4,
-    FLEX,
-    TORCH_DENSE,
-    DenseAttention,
-    ran,
-)
+from sparsek.bench.peers.attention import CUDNN, CUDNN_BLOCKS, FLASH4, FLEX, TORCH_DENSE, DenseAttention, ran
 from sparsek.bench.suites.attention_grad import AttentionGradCase, AttentionTrainCase, GradOperands
 
 

@@ -3,11 +3,12 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from sparsek.bench.engine.case import Case, Operands
+from sparsek.bench.engine.names import block_name
 from sparsek.bench.engine.peer import Peer, Ready, UnavailableError, accepted, first_line, rotating
 from sparsek.core.clock import time_rounds
 
@@ -16,19 +17,11 @@ Meta = dict[str, int]
 Space = dict[str, tuple[int, ...]]
 
 
-class HasDense(Protocol):
-    """Operands that have a dense twin."""
-
-    def dense(self, seed: int) -> Callable[[], object]:
-        """The same call on dense random data of the same shapes: zeros of a pruned matrix would make it faster."""
-        ...
-
-
 @dataclass(frozen=True)
 class Dense(Peer):
     """The same call with everything stored, by torch: cuBLAS on a GPU."""
 
-    def ready(self, case: Case, sets: Sequence[HasDense], tried: Callable[[str], None]) -> Ready:
+    def ready(self, case: Case, sets: Sequence[Operands], tried: Callable[[str], None]) -> Ready:
         return Ready(tuple(one.dense(1000 + index) for index, one in enumerate(sets)), flops=case.dense_flops)
 
 
@@ -110,6 +103,16 @@ def tuned(
         if right(dict(key)):
             return dict(key)
     raise UnavailableError(f"none of {len(timed)} parameter sets of torch.sparse's kernel ran and was right")
+
+
+def refused_blocks(rows: int, columns: int, block: tuple[int, int], *, by_kernel: bool) -> list[str]:
+    """Why torch.sparse takes no BSR of this shape and block. `by_kernel`: its Triton kernel, on a GPU."""
+    reasons, shown = [], block_name(block)
+    if rows % block[0] or columns % block[1]:
+        reasons.append(f"torch.sparse BSR needs sides that are multiples of the block {shown}")
+    if by_kernel and any(side & (side - 1) for side in block):
+        reasons.append(f"its kernel needs block sides that are powers of 2, not {shown}")
+    return reasons
 
 
 def _descend(space: Space, cost: Callable[[Meta], float], start: Meta) -> Meta:

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsek.bench.engine.names import block_name
 from sparsek.bench.engine.peer import Peer, Ready, accepted, setting_up
-from sparsek.bench.peers.product import CUBLAS, TORCH_DENSE, Meta, Space, settings, tuned
+from sparsek.bench.peers.product import CUBLAS, TORCH_DENSE, Meta, Space, refused_blocks, settings, tuned
 from sparsek.bench.suites.sddmm import SddmmCase, SddmmOperands
 from sparsek.matrix.bsr import BSR
 from sparsek.testing.product_budget import stored
@@ -24,11 +23,7 @@ class TorchSampled(Peer):
 
     def why_not(self, case: SddmmCase, device: torch.device) -> list[str]:
         reasons = super().why_not(case, device)
-        (bm, bn), shown = case.block, block_name(case.block)
-        if case.m % bm or case.n % bn:
-            reasons.append(f"torch.sparse BSR needs sides that are multiples of the block {shown}")
-        if bm & (bm - 1) or bn & (bn - 1):
-            reasons.append(f"its kernel needs block sides that are powers of 2, not {shown}")
+        reasons += refused_blocks(case.m, case.n, case.block, by_kernel=True)
         if case.dtype == "fp64":
             reasons.append("its kernel multiplies no fp64")
         return reasons

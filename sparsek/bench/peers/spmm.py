@@ -11,7 +11,7 @@ from torch import Tensor
 from sparsek.bench.engine.data import random_dense
 from sparsek.bench.engine.peer import Peer, Ready, UnavailableError, accepted, first_line
 from sparsek.bench.peers import cusparse
-from sparsek.bench.peers.product import CUBLAS, TORCH_DENSE, Meta, Own, Space, settings, tuned
+from sparsek.bench.peers.product import CUBLAS, TORCH_DENSE, Meta, Own, Space, refused_blocks, settings, tuned
 from sparsek.bench.suites.product import A_AT_B, ProductOperands, form_name
 from sparsek.bench.suites.spmm import SpmmCase
 
@@ -35,13 +35,9 @@ class TorchSparse(Peer):
 
     def why_not(self, case: SpmmCase, device: torch.device) -> list[str]:
         reasons = _only_a_at_b(case)
-        bm, bk = case.block
-        if case.m % bm or case.k % bk:
-            reasons.append(f"torch.sparse BSR needs sides that are multiples of the block {case.block_name}")
+        reasons += refused_blocks(case.m, case.k, case.block, by_kernel=device.type == "cuda")
         if device.type != "cuda":
             return [*reasons, "there is nothing to tune on a CPU"] if self.stages_only else reasons
-        if bm & (bm - 1) or bk & (bk - 1):
-            reasons.append(f"its kernel needs block sides that are powers of 2, not {case.block_name}")
         if case.n % 16:
             reasons.append(f"its kernel needs N to be a multiple of 16, not {case.n}")
         return reasons

@@ -125,12 +125,12 @@ class AttentionCase(Case):
     dtype: str = "bf16"
 
     def __post_init__(self) -> None:
-        check_case(self, "batch", "heads", "kv_heads", "q_len", "kv_len", "dim", "v_dim")
-        if self.heads % self.kv_heads:
-            raise InvalidInput(f"{self.heads} query heads do not divide among {self.kv_heads} heads of keys")
         if not set(self.block) <= set(BLOCK_SIZES):
             known = " or ".join(map(str, BLOCK_SIZES))
             raise InvalidInput(f"a mask's block sides are {known}, got {block_name(self.block)}")
+        check_case(self, "batch", "heads", "kv_heads", "q_len", "kv_len", "dim", "v_dim")
+        if self.heads % self.kv_heads:
+            raise InvalidInput(f"{self.heads} query heads do not divide among {self.kv_heads} heads of keys")
         parse_mask(self.mask)
 
     @property

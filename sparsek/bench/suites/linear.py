@@ -17,7 +17,6 @@ from sparsek.bench.engine.tables import CASE, KERNEL, MS, ROOF, SPEEDUP, USEFUL,
 from sparsek.bench.suites.product import LINEAR, ProductOperands
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
-from sparsek.matrix.pattern import block_sides
 from sparsek.matrix.random import random_bsr
 from sparsek.ops.spmm import plan_spmm
 from sparsek.plan.spmm import SpmmPlan
@@ -84,7 +83,6 @@ class LinearCase(Case):
 
     def __post_init__(self) -> None:
         check_case(self, "tokens", "k", "n")
-        block_sides(self.block)
         parts = self.parts
         right = [part for part in PARTS if part in parts]
         if parts != right or len(self.activations) > 1:

@@ -19,7 +19,6 @@ from sparsek.bench.engine.tables import CASE, GBPS, KERNEL, MS, ROOF, SPEEDUP, U
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.matrix.bsr import BSR
-from sparsek.matrix.pattern import block_sides
 from sparsek.matrix.random import random_bsr
 from sparsek.ops.linear import linear
 from sparsek.ops.sddmm import plan_sddmm
@@ -196,7 +195,6 @@ class MlpCase(Case):
 
     def __post_init__(self) -> None:
         check_case(self, "tokens", "width", "hidden")
-        block_sides(self.block)
         check_choice("an activation", self.activation, filter(None, ACTIVATIONS))
 
     @property

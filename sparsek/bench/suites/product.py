@@ -15,7 +15,7 @@ from sparsek.bench.engine.options import Option
 from sparsek.core.errors import InvalidInput
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.bsr24 import BSR24
-from sparsek.matrix.pattern import BlockPattern, block_sides
+from sparsek.matrix.pattern import BlockPattern
 from sparsek.matrix.quantized import Quantized
 from sparsek.matrix.random import PATTERNS, random_bsr
 from sparsek.matrix.semi24 import Semi24
@@ -65,7 +65,6 @@ class BlocksCase(SidesCase):
 
     def __post_init__(self) -> None:
         check_case(self, "m", "k", "n")
-        block_sides(self.block)
         if self.pattern not in PATTERNS:
             raise InvalidInput(f"pattern {self.pattern!r} is not one of {', '.join(PATTERNS)}")
 
@@ -105,11 +104,7 @@ PATTERN = Option("pattern", "uniform", f"{', '.join(PATTERNS)}.")
 
 
 def matrices(
-    stored: str,
-    case: Any,
-    dtype: torch.dtype,
-    device: torch.device,
-    seed: int,
+    stored: str, case: Any, dtype: torch.dtype, device: torch.device, seed: int
 ) -> Callable[[int], Any]:
     """Matrices [m, k] of a case by their place, "bsr", "semi24" or "bsr24": N(0, 1) values times k**-0.5, of 2:4 ones
     the larger two of every four. All have one pattern, if any.

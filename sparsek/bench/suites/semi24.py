@@ -50,14 +50,14 @@ class Semi24Case(SidesCase):
     dtype: str = "bf16"
 
     def __post_init__(self) -> None:
+        if self.block is not None:
+            check_24(self.block)
         check_case(self, "m", "k", "n")
         check_choice("a form of the product", self.form, FORMS)
         if self.block is None and self.density != 1.0:
             raise InvalidInput(
                 f"density {self.density} is that of blocks; a 2:4 matrix without blocks has none"
             )
-        if self.block is not None:
-            check_24(self.block)
         if self.k % two_four.STEP:
             raise InvalidInput(f"K of a 2:4 matrix is a multiple of {two_four.STEP}, got {self.k}")
 

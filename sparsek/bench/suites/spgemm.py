@@ -88,17 +88,11 @@ class SpgemmOperands(Operands):
 
         times = wall_rounds({"symbolic": symbolic, "whole": whole}, self.a.device, SYMBOLIC_ROUNDS)
         alone = times["symbolic"].median
-        found: dict[str, Any] = {
-            "symbolic_ms": round(alone, 6),
-            "symbolic_share": round(alone / times["whole"].median, 4),
-        }
-        if self.a.device.type != "cuda":
-            return found | {"symbolic_gpu_ms": None, "symbolic_gpu_share": None}
-        busy = gpu_ms(symbolic)
-        return found | {
-            "symbolic_gpu_ms": round(busy, 6),
-            "symbolic_gpu_share": round(busy / gpu_ms(whole), 4),
-        }
+        found = [round(alone, 6), round(alone / times["whole"].median, 4), None, None]
+        if self.a.device.type == "cuda":
+            busy = gpu_ms(symbolic)
+            found[2:] = round(busy, 6), round(busy / gpu_ms(whole), 4)
+        return dict(zip(EXTRA, found, strict=True))
 
 
 def gpu_ms(call: Callable[[], object], calls: int = 20) -> float:

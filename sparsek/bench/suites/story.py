@@ -78,8 +78,8 @@ class StoryCase(SidesCase):
     dtype: str = "bf16"
 
     def __post_init__(self) -> None:
-        check_case(self, "m", "k", "n")
         check_24(self.block)
+        check_case(self, "m", "k", "n")
         if self.m % self.block[0] or self.k % self.block[1]:
             raise InvalidInput(f"{self.m} x {self.k} is not a multiple of {block_name(self.block)}")
         beside = self.stored * self.k / self.block[1]

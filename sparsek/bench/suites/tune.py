@@ -141,13 +141,7 @@ def tune(
             yield _tuned(job, kernel, problem, configs, x, weight, expected, rounds, step)
 
 
-def _tuned(
-    job: Job,
-    kernel: Any,
-    problem: Any,
-    configs: Sequence[Any],
-    *given: Any,
-) -> Tuning:
+def _tuned(job: Job, kernel: Any, problem: Any, configs: Sequence[Any], *given: Any) -> Tuning:
     x, weight, expected, rounds, step = given
     sets = copies(weight, x, card_of(x.device))
     calls: dict[str, Callable[[], object]] = {}
