@@ -4,7 +4,7 @@ import importlib
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -147,22 +147,6 @@ def test_the_dense_peer_differentiates_its_own_mask(case: AttentionGradCase, mas
     dense = BlockMask.full(256) if mask == "full" else BlockMask.causal(256)
     for call, one in zip(made.calls, sets, strict=True):
         agree(case, call, exact(one, dense), swapped=False)
-
-
-@pytest.fixture
-def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Puts a module with the given names where an import finds it."""
-
-    def install(name: str, **names: Any) -> None:
-        parts = name.split(".")
-        for count in range(1, len(parts) + 1):
-            parent = ".".join(parts[:count])
-            if parent not in sys.modules:
-                monkeypatch.setitem(sys.modules, parent, ModuleType(parent))
-        for key, value in names.items():
-            monkeypatch.setattr(sys.modules[name], key, value, raising=False)
-
-    return install
 
 
 def seen(count: Tensor, index: Tensor, block: int) -> Tensor:

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from sparsek.bench.engine.data import random_dense
+from sparsek.bench.engine.data import random_weight
 from sparsek.bench.engine.peer import Peer, Ready, UnavailableError, setting_up
 from sparsek.bench.peers.cusparselt import Task
 from sparsek.bench.peers.product import Dense, Own, fastest
@@ -52,7 +52,7 @@ class CublasFp8(Peer):
 def _dense(case: Fp8Case, one: Fp8Operands, scale: str, fast: bool, seed: int) -> Callable[[], Tensor]:
     """x @ W.T, or W @ x.T, of a dense random W."""
     given = {"dtype": WIDE, "device": one.a.device}
-    w = quantize(random_dense(case.m, case.k, seed=seed, **given).mul_(case.k**-0.5), E4M3, scale)
+    w = quantize(random_weight(case.m, case.k, seed=seed, **given), E4M3, scale)
     x = quantize(one.x.dequantize(WIDE), E4M3, scale)
     first, second = (x, w) if one.is_linear else (w, x)
     return lambda: fp8_product(first.values, first.scale, second.values, second.scale, fast=fast)

@@ -22,7 +22,7 @@ from sparsek.bench.suites.product import (
     WIDE,
     ProductOperands,
     SidesCase,
-    check_24,
+    check_24_sides,
     form_name,
     matrices,
     sides,
@@ -114,7 +114,7 @@ class Fp8Case(SidesCase):
         if self.block is None and (self.density != 1.0 or self.scale == "block"):
             raise InvalidInput("a 2:4 matrix without blocks has neither a density nor a scale of blocks")
         if self.block is not None and self.stored == BSR24_:
-            check_24(self.block)
+            check_24_sides(self.block)
         if self.fast_accum and self.scale == "block":
             raise InvalidInput("scales of blocks are applied to float32 sums, which fast_accum does without")
         if self.k % 16:

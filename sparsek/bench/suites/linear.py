@@ -1,6 +1,5 @@
 """y = act(x @ W.T + bias) + residual as a benchmark: its cases, their operands, its suites."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -54,13 +53,8 @@ class LinearOperands(ProductOperands):
         """Whether `out` is the result of this set."""
         return check_linear(self.b, self.a, out, *self.after, tf32=tf32)
 
-    def dense(self, seed: int) -> Callable[[], Tensor]:
-        n, k = self.a.shape
-        w = random_dense(n, k, dtype=self.b.dtype, device=self.b.device, seed=seed).mul_(k**-0.5)
-        return lambda: self._by_torch(w)
-
-    def _by_torch(self, w: Tensor) -> Tensor:
-        y = ACTIVATIONS[self.activation or ""](functional.linear(self.b, w, self.bias))
+    def layer(self, x: Tensor, w: Tensor) -> Tensor:
+        y = ACTIVATIONS[self.activation or ""](functional.linear(x, w, self.bias))
         return y if self.residual is None else y + self.residual
 
 

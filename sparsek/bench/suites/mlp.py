@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from sparsek.bench.engine.bench import Bench, Table
 from sparsek.bench.engine.case import Case, Operands, Schema, SuiteRow, check_case, check_choice
-from sparsek.bench.engine.data import random_dense, revalued, sets_of
+from sparsek.bench.engine.data import random_dense, random_weight, revalued, sets_of
 from sparsek.bench.engine.names import block_name, stored_name
 from sparsek.bench.engine.options import BLOCK, DENSITY, DTYPE, Option, by_measure
 from sparsek.bench.engine.several import Several, worst
@@ -57,7 +57,8 @@ class MlpOperands(Operands):
         return self.x, self.w1, self.w2
 
     def eager(self) -> Callable[[], Any]:
-        return lambda: self.forward(*self.given)
+        given = self.given
+        return lambda: self.forward(*given)
 
     def planned(self, plan: Several) -> Callable[[], Any]:
         return plan.call
@@ -80,9 +81,7 @@ class MlpOperands(Operands):
     def dense_weights(self, seed: int) -> tuple[Tensor, Tensor]:
         """Dense random weights of the same shapes, scaled for outputs of unit scale."""
         first, second = (
-            random_dense(*w.shape, dtype=w.dtype, device=w.device, seed=seed + 500 * place).mul_(
-                w.shape[1] ** -0.5
-            )
+            random_weight(*w.shape, dtype=w.dtype, device=w.device, seed=seed + 500 * place)
             for place, w in enumerate((self.w1, self.w2))
         )
         return first, second
@@ -127,8 +126,8 @@ class StepOperands(MlpOperands):
 
     def eager(self) -> Callable[[], tuple[Tensor, ...]]:
         forward = self.forward if self.mode == "eager" else _compiled(self.activation)
-        wanted = (self.x, self.w1.values, self.w2.values)
-        return lambda: self.step(forward(*self.given), wanted)
+        given, wanted = self.given, (self.x, self.w1.values, self.w2.values)
+        return lambda: self.step(forward(*given), wanted)
 
     def step(self, y: Tensor, wanted: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """y, and the gradients of what is wanted."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from sparsek.bench.engine import records
 from sparsek.bench.engine.bench import Bench, Column, Table
 from sparsek.bench.engine.case import Case, Schema, SuiteRow, suite_named
-from sparsek.bench.engine.data import random_dense
+from sparsek.bench.engine.data import random_dense, random_weight
 from sparsek.bench.engine.layer_gate import Expected
 from sparsek.bench.engine.options import DTYPE, Option
 from sparsek.bench.engine.run import GateError, Outcome, beside, facts, in_order
@@ -179,7 +179,7 @@ def run_planner(
 
 def _judge(layer: Layer, case: PlannerCase, device: torch.device, rounds: int) -> Judged:
     kind = dtypes.parse(case.dtype)
-    w = random_dense(layer.n, layer.k, dtype=kind, device=device, seed=1).mul_(layer.k**-0.5)
+    w = random_weight(layer.n, layer.k, dtype=kind, device=device, seed=1)
     x = random_dense(layer.tokens, layer.k, dtype=kind, device=device, seed=2)
     listed: list[WeightFormat] = list(combinations(case.listed, choosing.BLOCK, [layer.keep]))
     with torch.no_grad():

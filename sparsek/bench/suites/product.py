@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from sparsek.bench.engine.case import Case, Operands, check_case
-from sparsek.bench.engine.data import random_dense, revalued
+from sparsek.bench.engine.data import random_weight, revalued
 from sparsek.bench.engine.names import block_name, shape_name, stored_name
 from sparsek.bench.engine.options import Option
 from sparsek.core.errors import InvalidInput
@@ -23,7 +23,7 @@ from sparsek.ops.linear import plan_layer
 from sparsek.ops.spmm import plan_spmm
 from sparsek.plan.spmm import SpmmPlan
 from sparsek.testing.budget import Gate, check_spmm
-from sparsek.testing.budget24 import check_24 as judge_24
+from sparsek.testing.budget24 import check_24
 from sparsek.testing.budget_fp8 import check_quantized
 from sparsek.testing.poison import poisoned
 
@@ -94,7 +94,7 @@ def sides(*what: str) -> tuple[Option, ...]:
     )
 
 
-def check_24(block: tuple[int, int]) -> None:
+def check_24_sides(block: tuple[int, int]) -> None:
     """Raises InvalidInput unless every block can be 2:4."""
     if any(side % 64 or side < 1 for side in block):
         raise InvalidInput(f"sides of 2:4 blocks are multiples of 64, got {block_name(block)}")
@@ -113,7 +113,7 @@ def matrices(
 
     def drawn(seed: int) -> Any:
         if stored == "semi24":
-            return Semi24.from_dense(random_dense(case.m, case.k, seed=seed, **given).mul_(case.k**-0.5))
+            return Semi24.from_dense(random_weight(case.m, case.k, seed=seed, **given))
         made = random_bsr(case.m, case.k, case.block, case.density, seed=seed, **given)
         return BSR24.from_bsr(made) if stored == "bsr24" else made
 
@@ -208,14 +208,18 @@ class ProductOperands(Operands):
         out = out.mT if self.on_right else out
         if isinstance(a, Quantized):
             return check_quantized(a, self.b_as_factor, out)
-        check: Callable[..., Gate] = check_spmm if isinstance(a, BSR) else judge_24
+        check: Callable[..., Gate] = check_spmm if isinstance(a, BSR) else check_24
         return check(a, self.b_as_factor, out, tf32=tf32)
+
+    def layer(self, x: Tensor, w: Tensor) -> Tensor:
+        """A layer as torch computes it."""
+        return functional.linear(x, w)
 
     def dense(self, seed: int) -> Callable[[], Tensor]:
         """The same call with everything stored, in bf16 for FP8."""
         (m, k), b = self.a.shape, self.wide
-        full = random_dense(m, k, dtype=b.dtype, device=b.device, seed=seed).mul_(k**-0.5)
+        full = random_weight(m, k, dtype=b.dtype, device=b.device, seed=seed)
         if self.is_linear:
-            return lambda: functional.linear(b, full)
+            return lambda: self.layer(b, full)
         first, second = self.factors(full, b)
         return lambda: torch.matmul(first, second, out=self.out)

@@ -22,7 +22,7 @@ from sparsek.bench.suites.product import (
     LINEAR,
     ProductOperands,
     SidesCase,
-    check_24,
+    check_24_sides,
     form_name,
     matrices,
     sides,
@@ -51,7 +51,7 @@ class Semi24Case(SidesCase):
 
     def __post_init__(self) -> None:
         if self.block is not None:
-            check_24(self.block)
+            check_24_sides(self.block)
         check_case(self, "m", "k", "n")
         check_choice("a form of the product", self.form, FORMS)
         if self.block is None and self.density != 1.0:
