@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from sparsek.bench.engine.case import random_dense
+from sparsek.bench.engine.data import random_dense
 from sparsek.bench.engine.memory import gigabytes, out_of_memory
 from sparsek.bench.engine.peer import rotating
 from sparsek.core import arguments, dtypes

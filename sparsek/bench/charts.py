@@ -47,7 +47,7 @@ def draw(found: Sequence[Record], folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     plt = pyplot()
     drawn = []
-    plain = [record for record in rows["spmm"] if _spmm(record).form == A_AT_B]
+    plain = [record for record in rows["spmm"] if case_of(record).form == A_AT_B]
     if plain:
         drawn.append(_rates(plt, plain, folder / "spmm-rate.png"))
     sweep = _sweep_of(rows["attention"])
@@ -67,7 +67,7 @@ def _rates(plt: Any, rows: Sequence[Record], path: Path) -> Path:
     figure, axes = plt.subplots(figsize=(8, 4.8), layout="constrained")
     lines: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for record in chosen:
-        case = _spmm(record)
+        case: SpmmCase = case_of(record)
         if case.pattern == "uniform":
             point = (case.density * 100, record["tflops"]["useful"])
             lines.setdefault((record["kernel"], case.block_name), []).append(point)
@@ -104,6 +104,10 @@ def _rates(plt: Any, rows: Sequence[Record], path: Path) -> Path:
     axes.set_title(f"{TABLES['spmm'].title}, {shape[0]}, {chosen[0]['env']['gpu']}")
     axes.grid(alpha=0.25)
     axes.legend(fontsize=8, frameon=False)
+    return _saved(plt, figure, path)
+
+
+def _saved(plt: Any, figure: Any, path: Path) -> Path:
     figure.savefig(path, dpi=150)
     plt.close(figure)
     return path
@@ -118,14 +122,8 @@ def _readable(places: Iterable[float]) -> list[float]:
     return sorted(kept)
 
 
-def _spmm(record: Record) -> SpmmCase:
-    case = case_of(record)
-    assert isinstance(case, SpmmCase)
-    return case
-
-
 def _shape(record: Record) -> tuple[str, str]:
-    case = _spmm(record)
+    case: SpmmCase = case_of(record)
     return f"{case.shape_name} {case.dtype}", record["env"]["gpu"]
 
 
@@ -183,9 +181,7 @@ def _lengths(plt: Any, rows: Sequence[Record], path: Path) -> Path:
         axes.legend(fontsize=8, frameon=False)
     about = f"{cases[0].mask_text.words}, {cases[0].heads} heads, D {cases[0].dim}, {cases[0].dtype}"
     figure.suptitle(f"attention, {about}, {rows[0]['env']['gpu']}", fontsize=10)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
-    return path
+    return _saved(plt, figure, path)
 
 
 def _ratios(plt: Any, rows: Sequence[Record], table: Table, path: Path) -> Path:
@@ -213,6 +209,4 @@ def _ratios(plt: Any, rows: Sequence[Record], table: Table, path: Path) -> Path:
     axes.set_title(f"{table.title}, {rows[0]['env']['gpu']}")
     axes.legend(fontsize=8, frameon=False, loc="lower right")
     axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
-    return path
+    return _saved(plt, figure, path)

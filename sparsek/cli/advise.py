@@ -13,7 +13,7 @@ from rich.text import Text
 from sparsek.advise import weights as advising
 from sparsek.advise.break_even import check_picture
 from sparsek.advise.weights import Advice, Failure, NoAdvice, Question
-from sparsek.bench.engine.case import parse_block
+from sparsek.bench.engine.options import parse_block
 from sparsek.cli.advise_formats import print_break_even, print_formats
 from sparsek.cli.output import EXIT_ERROR, complain, console, duration, middle_out, plain, progress
 from sparsek.cli.output import table as new_table

@@ -10,8 +10,9 @@ import typer
 
 from sparsek.bench.benches import BENCHES
 from sparsek.bench.engine import records
-from sparsek.bench.engine.case import listed, suite_named
+from sparsek.bench.engine.case import suite_named
 from sparsek.bench.engine.everything import Row, rows_of, stale_rows, walk
+from sparsek.bench.engine.options import listed
 from sparsek.bench.engine.peer import first_line, peers_named
 from sparsek.cli.bench_run import Device, Rounds, measured_entry
 from sparsek.cli.output import complain, console

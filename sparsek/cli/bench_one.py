@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from sparsek.bench.engine.bench import Bench
-from sparsek.bench.engine.case import Option
+from sparsek.bench.engine.options import Option
 from sparsek.cli.bench_run import Device, Request, Rounds, bench
 
 Only = Annotated[str | None, typer.Option(help="Of a suite, the entries with these numbers (from 1): 1,3,5.")]

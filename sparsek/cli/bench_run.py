@@ -12,8 +12,9 @@ from rich.table import Table as Screen
 from sparsek.bench import charts
 from sparsek.bench.engine import records
 from sparsek.bench.engine.bench import Bench, Table, table_of
-from sparsek.bench.engine.case import SuiteRow, listed, suite_named
+from sparsek.bench.engine.case import SuiteRow, suite_named
 from sparsek.bench.engine.memory import out_of_memory
+from sparsek.bench.engine.options import listed
 from sparsek.bench.engine.peer import Peer, peers_named
 from sparsek.bench.engine.report import measured_peers
 from sparsek.bench.engine.run import GateError, Outcome, measure

@@ -11,7 +11,7 @@ import typer
 from torch.nn import functional
 
 from sparsek.advise.weights import Question
-from sparsek.bench.engine.case import parse_block
+from sparsek.bench.engine.options import parse_block
 from sparsek.cli.advise import answer
 from sparsek.cli.output import EXIT_ERROR, complain, console, duration
 from sparsek.cli.output import table as new_table

@@ -7,8 +7,8 @@ import torch
 import typer
 from rich.text import Text
 
-from sparsek.bench.engine.case import listed, parse_block
 from sparsek.bench.engine.memory import out_of_memory
+from sparsek.bench.engine.options import listed, parse_block
 from sparsek.bench.suites import tune as tuning
 from sparsek.bench.suites.tune import SHAPES, Job, Tuning
 from sparsek.cli.output import complain, console, duration, progress

@@ -1,6 +1,8 @@
 """A well-formed record to start from."""
 
+import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -79,3 +81,19 @@ def record() -> records.Record:
 @pytest.fixture
 def attention_record() -> records.Record:
     return _record(WINDOW_CASE)
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Puts a module with the given names where an import finds it."""
+
+    def install(name: str, **names: Any) -> None:
+        parts = name.split(".")
+        for count in range(1, len(parts) + 1):
+            parent = ".".join(parts[:count])
+            if parent not in sys.modules:
+                monkeypatch.setitem(sys.modules, parent, ModuleType(parent))
+        for key, value in names.items():
+            monkeypatch.setattr(sys.modules[name], key, value, raising=False)
+
+    return install

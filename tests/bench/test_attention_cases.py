@@ -10,7 +10,7 @@ import torch
 from sparsek.bench.benches import BENCHES
 from sparsek.bench.suites import attention
 from sparsek.bench.suites.attention import (
-    SUITES,
+    BENCH,
     AttentionCase,
     length_name,
     parse_lengths,
@@ -41,21 +41,21 @@ def test_names_are_short_and_tell_cases_apart() -> None:
     assert SMALL.name == "256 causal, block 64, 2:1 heads, D 32, fp32"
     other = AttentionCase(2, 16, 16, 1024, 32768, 192, 128, "blocks:0.125", (64, 128))
     assert other.name == "1Kx32K random 12.5 %, block 64x128, batch 2, 16 heads, D 192:128, bf16"
-    for entries in SUITES.values():
+    for entries in BENCH.suites.values():
         named = [(entry.case.name, entry.op) for entry in entries]
         assert len(set(named)) == len(named)
 
 
-@pytest.mark.parametrize("name", SUITES)
+@pytest.mark.parametrize("name", BENCH.suites)
 def test_every_suite_case_survives_a_record(name: str) -> None:
-    for entry in SUITES[name]:
+    for entry in BENCH.suites[name]:
         assert AttentionCase.from_record(json.loads(json.dumps(entry.case.as_record()))) == entry.case
 
 
 def test_the_suite_holds_every_row_of_the_speed_table() -> None:
     there = {
         (c.mask.split(":")[0], c.q_len // 1024, c.block[0], c.heads, c.kv_heads, c.dim, c.dtype)
-        for c in (entry.case for entry in SUITES["published"] if entry.op == "attention")
+        for c in (entry.case for entry in BENCH.suites["published"] if entry.op == "attention")
     }
     common = (128, 16, 16, 128, "bf16")
     wanted = {(mask, s, *common) for mask, s in (("causal", 32), ("full", 8), ("full", 32), ("window", 32))}
@@ -65,13 +65,17 @@ def test_the_suite_holds_every_row_of_the_speed_table() -> None:
     wanted |= {("window", 32, 128, 32, kv, 128, "bf16") for kv in (4, 32)}
     wanted |= {("window", s, 128, 8, 8, 128, "bf16") for s in (128, 256, 512)}
     assert wanted <= there
-    assert {"attention_new_mask", "mask_build"} <= {entry.op for entry in SUITES["published"]}
-    long = [entry.case for entry in SUITES["published"] if entry.case.q_len >= 2**17]
-    assert {case.mask for case in long} == {attention.LONG} == {entry.case.mask for entry in SUITES["sweep"]}
+    assert {"attention_new_mask", "mask_build"} <= {entry.op for entry in BENCH.suites["published"]}
+    long = [entry.case for entry in BENCH.suites["published"] if entry.case.q_len >= 2**17]
+    assert (
+        {case.mask for case in long}
+        == {attention.LONG}
+        == {entry.case.mask for entry in BENCH.suites["sweep"]}
+    )
 
 
 def test_the_sweep_doubles_from_1k_to_512k() -> None:
-    assert [entry.case.q_len for entry in SUITES["sweep"]] == [1024 * 2**power for power in range(10)]
+    assert [entry.case.q_len for entry in BENCH.suites["sweep"]] == [1024 * 2**power for power in range(10)]
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -117,7 +121,7 @@ def test_a_uniform_mask_has_as_many_blocks_as_its_bigbird(heads: int) -> None:
 
 
 def test_bigbird_of_the_suite_has_2_percent_global_rows() -> None:
-    case = next(entry.case for entry in SUITES["published"] if entry.case.mask.startswith("bigbird"))
+    case = next(entry.case for entry in BENCH.suites["published"] if entry.case.mask.startswith("bigbird"))
     counts = replace(case, heads=1, kv_heads=1).mask_maker(CPU)().full.counts
     assert int((counts == 256).sum()) == round(0.02 * 256)
     assert set(counts[counts < 256].tolist()) <= {10, 11}

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from sparsek.bench.benches import BENCHES
-from sparsek.bench.engine import case as cases
-from sparsek.bench.engine import records, run
+from sparsek.bench.engine import case as case_module
+from sparsek.bench.engine import data, records, run
 from sparsek.bench.engine.case import SuiteRow
 from sparsek.bench.engine.peer import peers_named
 from sparsek.bench.peers import attention as attention_peers
@@ -18,7 +18,7 @@ from sparsek.bench.peers.attention_grad import PEERS
 from sparsek.bench.suites import attention, attention_grad
 from sparsek.bench.suites.attention import AttentionCase, sampled
 from sparsek.bench.suites.attention_grad import (
-    SUITES,
+    BENCH,
     AttentionGradCase,
     AttentionTrainCase,
     Group,
@@ -39,7 +39,7 @@ KERNELS = {"attention_backward": "reference.attention_bwd", "attention_train": "
 @pytest.fixture(autouse=True)
 def few_sets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two operand sets are enough here."""
-    monkeypatch.setattr(cases, "MAX_SETS", 2)
+    monkeypatch.setattr(data, "MAX_SETS", 2)
 
 
 def measured(case: AttentionGradCase) -> run.Outcome:
@@ -58,9 +58,9 @@ def measured(case: AttentionGradCase) -> run.Outcome:
     return outcome
 
 
-@pytest.mark.parametrize("name", SUITES)
+@pytest.mark.parametrize("name", BENCH.suites)
 def test_every_suite_case_survives_a_record_and_has_a_name_of_its_own(name: str) -> None:
-    entries = SUITES[name]
+    entries = BENCH.suites[name]
     for entry in entries:
         again = type(entry.case).from_record(json.loads(json.dumps(entry.case.as_record())))
         assert again == entry.case
@@ -70,7 +70,7 @@ def test_every_suite_case_survives_a_record_and_has_a_name_of_its_own(name: str)
 def test_the_suites_hold_every_row_of_the_speed_table() -> None:
     there = {
         (c.mask, c.q_len // 1024, c.block[0], c.dim, c.deterministic)
-        for c in (entry.case for entry in SUITES["published"])
+        for c in (entry.case for entry in BENCH.suites["published"])
     }
     eighth, fixed, free = "blocks:0.125", (128, 128, True), (128, 128, False)
     wanted = {("full", 8, *fixed), ("full", 32, *fixed), ("causal", 32, *fixed), ("window:2048", 32, *fixed)}
@@ -78,14 +78,14 @@ def test_the_suites_hold_every_row_of_the_speed_table() -> None:
     wanted |= {(eighth, 32, 128, dim, True) for dim in (64, 256)}
     wanted |= {(eighth, 32, *free), ("causal", 32, *free)}
     assert there == wanted
-    assert {(c.batch, c.heads, c.kv_heads, c.dtype) for c in (e.case for e in SUITES["published"])} == {
+    assert {(c.batch, c.heads, c.kv_heads, c.dtype) for c in (e.case for e in BENCH.suites["published"])} == {
         (1, 16, 16, "bf16")
     }
-    steps = [entry.case for entry in SUITES["train"]]
+    steps = [entry.case for entry in BENCH.suites["train"]]
     assert [(c.q_len // 1024, c.mask, c.heads, c.op) for c in steps] == [
         (kilo, "window:4096", 8, "attention_train") for kilo in (64, 128, 256)
     ]
-    assert {kernel for e in SUITES["published"] for kernel in e.kernels} == {
+    assert {kernel for e in BENCH.suites["published"] for kernel in e.kernels} == {
         "auto",
         "hopper.attention_bwd",
         "portable.attention_bwd",
@@ -190,7 +190,7 @@ def test_results_begin_as_nan(monkeypatch: pytest.MonkeyPatch, case: AttentionGr
     """Memory of every result's size was poisoned right before."""
     (one, *_) = replace(case, v_dim=16).operands(CPU)
     shapes: list[Any] = []
-    monkeypatch.setattr(attention_grad, "poisoned", lambda shape, *rest: shapes.append(shape))
+    monkeypatch.setattr(case_module, "poisoned", lambda shape, *rest: shapes.append(shape))
     plan = one.plan(KERNELS[case.op])
     assert one.gate(plan).passed
     assert sorted(shapes) == sorted(tuple(x.shape) for x in one.planned(plan)())
@@ -286,6 +286,7 @@ def test_memory_counts_what_a_call_takes_beyond_its_results(monkeypatch: pytest.
         called.append(call())
         return 10**6
 
+    monkeypatch.setattr(attention, "peak_bytes", peak)
     monkeypatch.setattr(attention_grad, "peak_bytes", peak)
     (one, *_) = SMALL.operands(CPU)
     own = 4 * (2 + 1 + 1) * 256 * 32

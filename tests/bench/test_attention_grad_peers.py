@@ -4,17 +4,17 @@ import importlib
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from sparsek.bench.engine import case as cases
+from sparsek.bench.engine import data
 from sparsek.bench.engine.peer import UnavailableError, peers_named
-from sparsek.bench.peers.attention import transposed_lists
-from sparsek.bench.peers.attention_grad import LONGEST_DENSE_STEP, PEERS, kept_graphs
+from sparsek.bench.peers.attention import LONGEST_DENSE_STEP, kept_graphs, transposed_lists
+from sparsek.bench.peers.attention_grad import PEERS
 from sparsek.bench.suites.attention_grad import AttentionGradCase, AttentionTrainCase, GradOperands
 from sparsek.mask.mask import BlockMask
 from sparsek.reference.attention import attention as reference
@@ -32,7 +32,7 @@ BOTH = pytest.mark.parametrize("case", [SMALL, STEP], ids=["backward", "step"])
 @pytest.fixture(autouse=True)
 def few_sets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two operand sets are enough here."""
-    monkeypatch.setattr(cases, "MAX_SETS", 2)
+    monkeypatch.setattr(data, "MAX_SETS", 2)
 
 
 def ready(name: str, case: AttentionGradCase, sets: Any) -> Any:
@@ -147,22 +147,6 @@ def test_the_dense_peer_differentiates_its_own_mask(case: AttentionGradCase, mas
     dense = BlockMask.full(256) if mask == "full" else BlockMask.causal(256)
     for call, one in zip(made.calls, sets, strict=True):
         agree(case, call, exact(one, dense), swapped=False)
-
-
-@pytest.fixture
-def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Puts a module with the given names where an import finds it."""
-
-    def install(name: str, **names: Any) -> None:
-        parts = name.split(".")
-        for count in range(1, len(parts) + 1):
-            parent = ".".join(parts[:count])
-            if parent not in sys.modules:
-                monkeypatch.setitem(sys.modules, parent, ModuleType(parent))
-        for key, value in names.items():
-            monkeypatch.setattr(sys.modules[name], key, value, raising=False)
-
-    return install
 
 
 def seen(count: Tensor, index: Tensor, block: int) -> Tensor:

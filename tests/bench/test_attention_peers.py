@@ -3,9 +3,8 @@
 import importlib
 import itertools
 import sys
-from collections.abc import Callable
 from dataclasses import replace
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -98,22 +97,6 @@ def test_the_dense_peer_of_a_sparse_mask_counts_its_own_flops(mask: str, causal:
     dense = BlockMask.causal(256) if causal else BlockMask.full(256)
     one = replace(sets[0], mask=dense)
     torch.testing.assert_close(ready.calls[0](), expected(one))
-
-
-@pytest.fixture
-def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Puts a module with the given names where an import finds it."""
-
-    def install(name: str, **names: Any) -> None:
-        parts = name.split(".")
-        for count in range(1, len(parts) + 1):
-            parent = ".".join(parts[:count])
-            if parent not in sys.modules:
-                monkeypatch.setitem(sys.modules, parent, ModuleType(parent))
-        for key, value in names.items():
-            monkeypatch.setattr(sys.modules[name], key, value, raising=False)
-
-    return install
 
 
 def listed(count: Tensor, index: Tensor, one: AttentionOperands) -> BlockMask:

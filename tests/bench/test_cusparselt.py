@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsek.bench.engine import case as cases
+from sparsek.bench.engine import data
 from sparsek.bench.engine.peer import UnavailableError
 from sparsek.bench.peers import cusparselt
 from sparsek.bench.peers import fp8 as fp8_peers
+from sparsek.bench.peers import product as product_peers
 from sparsek.bench.peers import semi24 as semi24_peers
 from sparsek.bench.peers.cusparselt import (
     LAYOUTS,
@@ -27,8 +28,6 @@ from sparsek.bench.peers.cusparselt import (
     probe,
     usable,
 )
-from sparsek.bench.peers.fp8 import CublasFp8, CuSparseLtFp8
-from sparsek.bench.peers.semi24 import CuSparseLt
 from sparsek.bench.suites.fp8 import Fp8Case
 from sparsek.bench.suites.semi24 import Semi24Case
 from sparsek.bench.suites.story import StoryCase
@@ -36,6 +35,9 @@ from sparsek.core.clock import Times
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda")
+CUSPARSELT: Any = next(peer for peer in semi24_peers.PEERS if peer.name == "cusparselt")
+CUSPARSELT_FP8: Any = next(peer for peer in fp8_peers.PEERS if peer.name == "cusparselt")
+CUBLAS_FP8: Any = next(peer for peer in fp8_peers.PEERS if peer.name == "cublas_fp8")
 TASK = Task(32, 64, 16, "bf16")
 ROWS, TURNED = Way(1, "row", "row"), Way(3, "col", "col")
 WHOLE = Semi24Case(64, 96, 32)
@@ -58,10 +60,9 @@ def library(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     monkeypatch.setattr(torch, "_cslt_compress", lambda a: a.clone())
     monkeypatch.setattr(torch, "_cslt_sparse_mm", multiply)
     monkeypatch.setattr(torch, "_cslt_sparse_mm_search", None)
-    monkeypatch.setattr(cases, "MAX_SETS", 2)
+    monkeypatch.setattr(data, "MAX_SETS", 2)
     instant = lambda calls, **options: {name: Times.of([float(len(name))]) for name in calls}  # noqa: E731
-    for module in (semi24_peers, fp8_peers):
-        monkeypatch.setattr(module, "time_rounds", instant)
+    monkeypatch.setattr(product_peers, "time_rounds", instant)
     return told
 
 
@@ -192,8 +193,8 @@ def test_the_fastest_right_way_is_the_peer(
 ) -> None:
     sets = case.operands(CPU)
     said: list[str] = []
-    ready = CuSparseLt().ready(case, sets, said.append)
-    CuSparseLt().ready(case, sets, lambda text: None)
+    ready = CUSPARSELT.ready(case, sets, said.append)
+    CUSPARSELT.ready(case, sets, lambda text: None)
     assert found == [Task(case.m, case.k, case.n, case.dtype)]  # tried once
     assert ready.note == "algorithm 1, B by rows, C by rows"  # of equal names the first
     assert ready.flops is None
@@ -218,7 +219,7 @@ def test_the_same_layouts_are_a_peer_of_their_own(case: Any, note: str, found: l
 def test_fp8_is_judged_without_scales(found: list[Task]) -> None:
     case = Fp8Case(64, 96, 32, "semi24", None)
     sets = case.operands(CPU)
-    ready = CuSparseLtFp8().ready(case, sets, lambda text: None)
+    ready = CUSPARSELT_FP8.ready(case, sets, lambda text: None)
     assert found == [Task(64, 96, 32, "fp8")]
     for one, call in zip(sets, ready.calls, strict=True):
         c: Any = call()
@@ -230,13 +231,13 @@ def test_fp8_is_judged_without_scales(found: list[Task]) -> None:
 @pytest.mark.parametrize(
     ("peer", "case", "said"),
     [
-        (CuSparseLt(), replace(WHOLE, block=(64, 64), m=128, k=128), "without blocks only"),
-        (CuSparseLt(), replace(WHOLE, dtype="fp32"), "not set up here for fp32"),
-        (CuSparseLt(), replace(WHOLE, m=72), "multiples of 16 and N of 8"),
-        (CuSparseLt(), StoryCase(64, 256, 32, 0.25, (64, 64)), "without blocks only"),
-        (CuSparseLtFp8(), Fp8Case(64, 64, 32, "bsr", (32, 32)), "without blocks only"),
-        (CuSparseLtFp8(), Fp8Case(64, 64, 32, "semi24", None, dtype="e5m2"), "not set up here for e5m2"),
-        (CuSparseLtFp8(), Fp8Case(48, 64, 32, "semi24", None), "multiples of 32 and N of 16"),
+        (CUSPARSELT, replace(WHOLE, block=(64, 64), m=128, k=128), "without blocks only"),
+        (CUSPARSELT, replace(WHOLE, dtype="fp32"), "not set up here for fp32"),
+        (CUSPARSELT, replace(WHOLE, m=72), "multiples of 16 and N of 8"),
+        (CUSPARSELT, StoryCase(64, 256, 32, 0.25, (64, 64)), "without blocks only"),
+        (CUSPARSELT_FP8, Fp8Case(64, 64, 32, "bsr", (32, 32)), "without blocks only"),
+        (CUSPARSELT_FP8, Fp8Case(64, 64, 32, "semi24", None, dtype="e5m2"), "not set up here for e5m2"),
+        (CUSPARSELT_FP8, Fp8Case(48, 64, 32, "semi24", None), "multiples of 32 and N of 16"),
     ],
 )
 def test_it_says_what_it_cannot_do(peer: Any, case: Any, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,15 +262,15 @@ def test_cublas_in_fp8_is_the_fastest_that_it_takes(
 
     case = Fp8Case(64, 96, 32, "semi24", None, form=form)
     (one, *_) = sets = case.operands(CPU)
-    ready = CublasFp8().ready(case, sets, lambda text: None)
+    ready = CUBLAS_FP8.ready(case, sets, lambda text: None)
     assert (ready.note, ready.flops) == ("a scale per row, fast sums", case.dense_flops)  # the shortest name
     c: Any = ready.calls[0]()
     assert c.shape == ((32, 64) if form == "x@W.T" else (64, 32))
     w = torch.randn(64, 96)
     assert 0.1 < float(c.float().norm() / (one.x.dequantize() @ w.T).norm()) * 96**0.5 < 10
     monkeypatch.setattr(torch, "_scaled_mm", no_rows)
-    assert CublasFp8().ready(case, sets, lambda text: None).note == "a scale per tensor, float32 sums"
+    assert CUBLAS_FP8.ready(case, sets, lambda text: None).note == "a scale per tensor, float32 sums"
     with pytest.raises(
         UnavailableError, match="a scale per tensor, fast sums: no such product; a scale per row"
     ):
-        CublasFp8(sums=(True,)).ready(case, sets, lambda text: None)
+        replace(CUBLAS_FP8, sums=(True,)).ready(case, sets, lambda text: None)

@@ -33,7 +33,7 @@ def test_the_kernel_of_sampled_addmm_is_right_on_every_set(case: SddmmCase) -> N
     device = torch.device("cuda", 0)
     sets = case.operands(device)[:2]
     tried: list[str] = []
-    ready = TorchSampled().ready(case, sets, tried.append)
+    ready = TorchSampled("", "").ready(case, sets, tried.append)
     assert "num_stages=" in ready.note
     assert any("ms" in text for text in tried)
     for call in ready.calls:

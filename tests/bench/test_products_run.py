@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from sparsek.bench.engine import case as cases
-from sparsek.bench.engine import records, run, wall
+from sparsek.bench.engine import case as case_module
+from sparsek.bench.engine import data, records, run, wall
 from sparsek.bench.engine.case import SuiteRow
 from sparsek.bench.engine.peer import Peer, Ready, UnavailableError, peers_named
 from sparsek.bench.engine.run import Outcome, measure
@@ -39,7 +39,7 @@ MLP_KERNELS = {"mlp_train": "cpu.sddmm + cpu.spmm", "mlp_decode": "cpu.spmm"}
 @pytest.fixture(autouse=True)
 def few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two operand sets are enough here, and fewer calls of the symbolic phase."""
-    monkeypatch.setattr(cases, "MAX_SETS", 2)
+    monkeypatch.setattr(data, "MAX_SETS", 2)
     monkeypatch.setattr(wall, "CALLS", 2)
     monkeypatch.setattr(spgemm, "SYMBOLIC_ROUNDS", 2)
 
@@ -115,7 +115,7 @@ def test_the_dense_twin_of_a_linear_layer_does_the_same_after_its_product() -> N
     assert full.shape == one.out.shape
     assert one.bias is not None
     assert one.residual is not None
-    dense = torch.nn.functional.gelu(one.x @ one.w.to_dense().T + one.bias) + one.residual
+    dense = torch.nn.functional.gelu(one.b @ one.a.to_dense().T + one.bias) + one.residual
     assert one.judge(dense).passed
     assert one.judge(one.out).passed
     assert not one.judge(full).passed
@@ -140,7 +140,7 @@ def test_a_step_is_recorded_under_every_kernel_it_runs() -> None:
 
 def test_a_step_gives_the_output_and_the_gradients_of_both_weights_and_of_x() -> None:
     (one, *_) = replace(TRAIN, dtype="fp64").operands(CPU)
-    y, dx, d1, d2 = one.eager(None)()
+    y, dx, d1, d2 = one.eager()()
     x = one.x.detach().requires_grad_()
     w1, w2 = (w.to_dense().detach().requires_grad_() for w in (one.w1, one.w2))
     exact = torch.nn.functional.gelu(x @ w1.T) @ w2.T
@@ -155,7 +155,7 @@ def test_a_step_gives_the_output_and_the_gradients_of_both_weights_and_of_x() ->
 @pytest.mark.parametrize("place", range(4))
 def test_one_wrong_gradient_fails_the_gate_of_a_step(place: int) -> None:
     (one, *_) = TRAIN.operands(CPU)
-    out = list(one.eager(None)())
+    out = list(one.eager()())
     assert one.judge(out).passed
     out[place] = out[place] * 1.01
     gate = one.judge(out)
@@ -204,7 +204,7 @@ def test_a_replay_that_holds_several_calls_is_timed_by_the_call(monkeypatch: pyt
 
     monkeypatch.setattr(run, "captured", captured)
     sets = DECODE.operands(CPU)
-    turn = run.Turn.of(DECODE, [one.eager(None) for one in sets], CPU)
+    turn = run.Turn.of(DECODE, [one.eager() for one in sets], CPU)
     assert turn.count == len(turn.results) == 2
     turn.call()
     assert sets[1].judge(turn.results[1]).passed
@@ -254,10 +254,7 @@ def test_results_begin_as_nan(monkeypatch: pytest.MonkeyPatch, case: Any) -> Non
     """Memory of the output's size was poisoned right before."""
     (one, *_) = case.operands(CPU)
     shapes: list[Any] = []
-    module = "sddmm" if case is SDDMM else "spgemm"
-    monkeypatch.setattr(
-        f"sparsek.bench.suites.{module}.poisoned", lambda shape, *rest: shapes.append(tuple(shape))
-    )
+    monkeypatch.setattr(case_module, "poisoned", lambda shape, *rest: shapes.append(tuple(shape)))
     plan = one.plan(None)
     assert one.gate(plan).passed
     out = one.planned(plan)()
@@ -300,7 +297,10 @@ def test_the_peers_of_a_gpu_take_the_main_cases(peers: Sequence[Peer], case: Any
 
 def test_a_peer_that_is_wrong_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = Gate(1.0, 0.5, False)
-    both: list[tuple[Any, Any]] = [(sddmm_peers.TorchCsr(), SDDMM), (spgemm_peers.TorchCsr(), SPARSE)]
+    both: list[tuple[Any, Any]] = [
+        (sddmm_peers.TorchCsr("", ""), SDDMM),
+        (spgemm_peers.TorchCsr("", ""), SPARSE),
+    ]
     for peer, case in both:
         sets = case.operands(CPU)[:1]
         monkeypatch.setattr(type(sets[0]), "judge", lambda self, out, tf32=False: wrong)
@@ -312,12 +312,7 @@ def test_a_peer_that_cannot_be_captured_is_left_out(monkeypatch: pytest.MonkeyPa
     class Gpu:
         type = "cuda"
 
-    class Syncs:
-        name, title, device = "syncs", "a peer that syncs", ""
-
-        def why_not(self, case: Any, device: Any) -> list[str]:
-            return []
-
+    class Syncs(Peer):
         def ready(self, case: Any, sets: Any, tried: Any) -> Ready:
             return Ready((lambda: "sync",))
 
@@ -334,7 +329,7 @@ def test_a_peer_that_cannot_be_captured_is_left_out(monkeypatch: pytest.MonkeyPa
     )
     monkeypatch.setattr(records, "environment", lambda *args: dict.fromkeys(records.ENV_FIELDS))
     pretended: Any = Gpu()
-    outcome = run.run_case(DECODE, peers=[Syncs()], device=pretended)
+    outcome = run.run_case(DECODE, peers=[Syncs("syncs", "a peer that syncs")], device=pretended)
     assert outcome.unavailable["syncs"] == [
         "cannot be captured in a CUDA graph: operation not permitted when stream is capturing"
     ]

@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from sparsek.bench.engine import case as cases
-from sparsek.bench.engine import records, run
+from sparsek.bench.engine import data, records, run
 from sparsek.bench.engine.peer import peers_named
 from sparsek.bench.peers.spmm import PEERS
 from sparsek.bench.suites import product
@@ -110,8 +109,8 @@ def test_operand_sets_of_a_ragged_case_keep_zeros_in_the_padding() -> None:
 
 def test_operand_sets_exceed_the_cache_several_times_or_are_two() -> None:
     footprint = 10 << 20
-    count = cases.set_count(H200, footprint)
-    assert count * footprint >= cases.CACHE_MULTIPLE * H200.l2_bytes > (count - 1) * footprint
-    assert cases.set_count(H200, 1) == cases.MAX_SETS
-    assert cases.set_count(H200, 10 * H200.l2_bytes) == 2
+    count = data.set_count(H200, footprint)
+    assert count * footprint >= data.CACHE_MULTIPLE * H200.l2_bytes > (count - 1) * footprint
+    assert data.set_count(H200, 1) == data.MAX_SETS
+    assert data.set_count(H200, 10 * H200.l2_bytes) == 2
     assert len(SpmmCase(2048, 2048, 2048, (128, 128), 1.0, dtype="fp32").operands(CPU)) == 2

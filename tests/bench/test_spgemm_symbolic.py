@@ -9,7 +9,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity
 
-from sparsek.bench.engine import case as cases
+from sparsek.bench.engine import data
 from sparsek.bench.suites import spgemm
 from sparsek.bench.suites.spgemm import SpgemmCase
 from sparsek.core.clock import Times
@@ -30,7 +30,7 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[[], object]]:
         calls.update(given)
         return {"symbolic": Times(2.0, 1.0, 3.0, 1), "whole": Times(8.0, 7.0, 9.0, 1)}
 
-    monkeypatch.setattr(cases, "MAX_SETS", 2)
+    monkeypatch.setattr(data, "MAX_SETS", 2)
     monkeypatch.setattr(spgemm, "wall_rounds", wall_rounds)
     return calls
 
@@ -76,7 +76,7 @@ def test_the_time_of_the_gpu_is_that_of_its_kernels_and_copies(monkeypatch: pyte
 @pytest.mark.gpu
 @pytest.mark.parametrize("out", ["dense", "bsr"])
 def test_a_gpu_is_busy_for_less_than_the_wall_shows(out: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cases, "MAX_SETS", 2)
+    monkeypatch.setattr(data, "MAX_SETS", 2)
     (one, *_) = SpgemmCase(2048, 2048, 2048, (64, 64), (64, 64), 0.1, out).operands(torch.device("cuda"))
     for _ in range(5):  # the two clocks run one after the other, and other processes may come in between
         found = one.kernel_extra("hopper.spgemm")

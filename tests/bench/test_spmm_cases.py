@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from sparsek.bench.benches import BENCHES
-from sparsek.bench.engine.case import parse_block, suite_named
+from sparsek.bench.engine.case import suite_named
+from sparsek.bench.engine.options import parse_block
 from sparsek.bench.suites.spmm import A_AT_B, FORMS, SUITES, SpmmCase
 from sparsek.core.errors import InvalidInput
 

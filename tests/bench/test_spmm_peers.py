@@ -162,7 +162,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, int]]:
         monkeypatch.setattr(spmm_peers, "_addmm_call", addmm_call)
         monkeypatch.setattr(product_peers, "time_rounds", time_rounds)
         sets = operands(SMALL)
-        return spmm_peers.TorchSparse().tuned(SMALL, [one.a.to_torch() for one in sets], sets, ignore)
+        return spmm_peers.TorchSparse("", "").tuned(SMALL, [one.a.to_torch() for one in sets], sets, ignore)
 
     return tune
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from sparsek.bench.benches import BENCHES
-from sparsek.bench.engine import case as cases
-from sparsek.bench.engine import records
+from sparsek.bench.engine import data, records
 from sparsek.bench.engine.bench import TABLES
 from sparsek.bench.engine.case import Bar, Case, SuiteRow
 from sparsek.bench.engine.peer import peers_named
@@ -51,7 +50,7 @@ PEERS = {
 
 @pytest.fixture(autouse=True)
 def few_sets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cases, "MAX_SETS", 2)
+    monkeypatch.setattr(data, "MAX_SETS", 2)
 
 
 def floats_in(value: Any) -> Iterable[torch.Tensor]:
@@ -250,10 +249,10 @@ def test_every_format_is_measured_at_equal_stored_values() -> None:
 
 def test_a_gate_of_packing_finds_what_is_wrong() -> None:
     (to_bsr, *_), (to_24, *_) = PACKED.operands(CPU), PackCase(64, 96, "semi24").operands(CPU)
-    packed: Any = to_24.eager(None)()
+    packed: Any = to_24.eager()()
     assert to_24.judge(packed).passed
     assert not to_24.judge(Semi24.from_dense(packed.to_dense() * torch.tensor([1.0, 0.0] * 48))).passed
-    assert to_bsr.judge(to_bsr.eager(None)()).passed
+    assert to_bsr.judge(to_bsr.eager()()).passed
     w = to_bsr.w
     assert not to_bsr.judge(BSR.from_dense(w, PACKED.block or 0, keep=0.5)).passed
     assert not to_bsr.judge(BSR.from_dense(-w, PACKED.block or 0, keep=PACKED.keep)).passed

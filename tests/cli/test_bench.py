@@ -118,7 +118,7 @@ def test_bench_goes_on_after_a_case_that_memory_cannot_hold(run, monkeypatch: py
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two operand sets, and fewer calls of the symbolic phase of BSR x BSR."""
-    monkeypatch.setattr("sparsek.bench.engine.case.MAX_SETS", 2)
+    monkeypatch.setattr("sparsek.bench.engine.data.MAX_SETS", 2)
     monkeypatch.setattr("sparsek.bench.engine.wall.CALLS", 2)
     monkeypatch.setattr("sparsek.bench.suites.spgemm.SYMBOLIC_ROUNDS", 2)
 

@@ -22,7 +22,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         bench_all, "BENCHES", {"spmm": replace(BENCHES["spmm"], suites={"small": SMALL}, peers=())}
     )
     monkeypatch.setattr(bench_all, "refuse_cpu", lambda device: None)
-    monkeypatch.setattr("sparsek.bench.engine.case.MAX_SETS", 2)
+    monkeypatch.setattr("sparsek.bench.engine.data.MAX_SETS", 2)
 
 
 def test_bench_all_goes_on_where_it_stopped(run, small: None, tmp_path: Path) -> None:

@@ -6,7 +6,8 @@ from functools import cached_property
 from importlib import import_module
 from typing import Any, Generic, TypeVar
 
-from sparsek.bench.engine.case import Option, Schema, SuiteRow, combined
+from sparsek.bench.engine.case import Schema, SuiteRow
+from sparsek.bench.engine.options import Option, combined
 from sparsek.bench.engine.peer import Peer
 
 Record = dict[str, Any]

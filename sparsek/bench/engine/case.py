@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 import torch
 
 from sparsek.core import dtypes
-from sparsek.core.device import Card, card_of
 from sparsek.core.errors import InvalidInput
-from sparsek.matrix.bsr import BSR
+from sparsek.matrix.pattern import block_sides
 from sparsek.testing.budget import Gate
+from sparsek.testing.poison import poisoned
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-# The sets together exceed the last-level cache this many times, so that nothing sits in it by accident.
-CACHE_MULTIPLE = 4
-MAX_SETS = 64
 
 Made = TypeVar("Made")
 
@@ -35,21 +30,43 @@ class Operands(Protocol):
         """FLOPs of the stored elements alone."""
         ...
 
+    @property
+    def given(self) -> tuple[Any, ...]:
+        """What a plan is called with."""
+        ...
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What it is called with by keyword."""
+        return {}
+
     def plan(self, kernel: str | None) -> Any:
         """The plan of a kernel, None for the planner's choice. Raises Unsupported with its reasons."""
         ...
 
-    def planned(self, plan: Any) -> Callable[[], object]:
+    def planned(self, plan: Any) -> Callable[[], Any]:
         """A call of the plan and nothing else."""
-        ...
+        return partial(plan, *self.given, **self.options)
+
+    def shapes(self, plan: Any) -> Iterable[Sequence[int]]:
+        """Those of the tensors that a plan makes in the dtype of its first operand."""
+        return ()
 
     def gate(self, plan: Any) -> Gate:
         """Runs the plan into poisoned memory and judges the result."""
-        ...
+        # A caching allocator hands the memory of a dropped tensor to the next of its size: results begin as NaN.
+        for shape in self.shapes(plan):
+            poisoned(shape, self.given[0].dtype, self.given[0].device)
+        allowed = {"tf32": True} if getattr(plan.problem, "tf32", False) else {}
+        return self.judge(self.planned(plan)(), **allowed)
 
     def judge(self, out: Any) -> Gate:
         """Whether `out` is the result of this set."""
         ...
+
+    def dense(self, seed: int) -> Callable[[], object]:
+        """The same call on dense random data of the same shapes: zeros of a pruned matrix would make it faster."""
+        raise InvalidInput("these operands have no dense twin")
 
     def kernel_extra(self, kernel: str) -> dict[str, Any]:
         """Fields of a kernel's record that only this operation has."""
@@ -85,8 +102,11 @@ class Case(Protocol):
         ...
 
     def operands(self, device: torch.device, seed: int = 0) -> Sequence[Operands]:
-        """Sets that share their structure and no memory: 2 to 64, together several times the cache."""
-        ...
+        """Sets that share their structure and no memory: 2 to 64, together several times the cache.
+
+        Raises InvalidInput where the records are measured in their own way, as `Schema.run` has it.
+        """
+        raise InvalidInput(f"{self.op} is measured in its own way, on operands of its own")
 
     def as_record(self) -> dict[str, Any]:
         """The `case` object of a record: the fields, tuples as lists."""
@@ -153,71 +173,6 @@ class Bar:
         return "aim met" if sign * ratio >= sign * self.aim else "met"
 
 
-@dataclass(frozen=True)
-class Option:
-    """An option of a benchmark's command: a comma list whose values fill fields of cases, or a switch.
-
-    `fields`: those of the case that a value fills, one or several; the option's own name unless given. `off`: of a
-    switch, how its opposite is written.
-    """
-
-    name: str
-    default: str | bool
-    help: str
-    parse: Callable[[str], Any] = str
-    fields: tuple[str, ...] = ()
-    off: str = ""
-
-    def filled(self, value: Any) -> dict[str, Any]:
-        """The fields of a case that a value of this option fills."""
-        return (
-            dict(zip(self.fields, value, strict=True))
-            if len(self.fields) > 1
-            else {(self.fields or (self.name,))[0]: value}
-        )
-
-    def values(self, given: str | bool) -> list[Any]:
-        """What was given, parsed. Raises InvalidInput that names the option."""
-        return [given] if isinstance(given, bool) else listed(self.name, given, self.parse)
-
-
-def combined(
-    make: Callable[..., Made], options: Sequence[Option], given: Mapping[str, str | bool]
-) -> tuple[Made, ...]:
-    """A case for every combination of the options' values, the last option varying fastest; equal ones once.
-
-    `given` may leave out options, which then have their defaults.
-    """
-    lists = [option.values(given.get(option.name, option.default)) for option in options]
-    found: list[Made] = []
-    for values in itertools.product(*lists):
-        fields: dict[str, Any] = {}
-        for option, value in zip(options, values, strict=True):
-            fields |= option.filled(value)
-        found.append(make(**fields))
-    return tuple(dict.fromkeys(found))
-
-
-def listed(name: str, text: str, parse: Callable[[str], Made]) -> list[Made]:
-    """The values of a comma list. Raises InvalidInput that names the option."""
-    try:
-        return [parse(part.strip()) for part in text.split(",")]
-    except ValueError as error:
-        if isinstance(error, InvalidInput):
-            raise
-        raise InvalidInput(f"--{name} {text!r}: {error}") from None
-
-
-def set_count(card: Card, footprint: int) -> int:
-    """How many operand sets of `footprint` bytes exceed the cache of the card several times, 2 to 64."""
-    return max(2, min(MAX_SETS, math.ceil(CACHE_MULTIPLE * card.l2_bytes / max(1, footprint))))
-
-
-def sets_of(device: torch.device, footprint: int, one: Callable[[int], Made]) -> list[Made]:
-    """Operand sets `one(index)` of so many bytes each: 2 to 64, together several times the cache of the card."""
-    return [one(index) for index in range(set_count(card_of(device), footprint))]
-
-
 def suite_named(suites: Mapping[str, Made], name: str, what: str = "suite") -> Made:
     """The suite, or another thing, of that name. Raises InvalidInput that lists the known names."""
     if name not in suites:
@@ -225,61 +180,22 @@ def suite_named(suites: Mapping[str, Made], name: str, what: str = "suite") -> M
     return suites[name]
 
 
+def check_choice(what: str, value: str, allowed: Iterable[str]) -> None:
+    """Raises InvalidInput unless the value is one of those allowed."""
+    allowed = tuple(allowed)
+    if value not in allowed:
+        raise InvalidInput(f"{what} is one of {', '.join(allowed)}, got {value!r}")
+
+
 def check_case(case: Any, *sides: str, dtype: bool = True) -> None:
-    """Raises InvalidInput unless the named sides are positive, and the density and, if wanted, the dtype can be."""
+    """Raises InvalidInput unless the named sides are positive, and density, block and, if wanted, dtype can be."""
     for side in sides:
         if getattr(case, side) < 1:
             raise InvalidInput(f"a benchmark case needs {side} >= 1, got {getattr(case, side)}")
     density = getattr(case, "density", 1.0)
     if not 0.0 < density <= 1.0:
         raise InvalidInput(f"density is a fraction in (0, 1], got {density}")
+    if getattr(case, "block", None) is not None:
+        block_sides(case.block)
     if dtype:
         dtypes.parse(case.dtype)
-
-
-def parse_block(text: str) -> tuple[int, int]:
-    """ "128" -> (128, 128); "512x112" -> (512, 112)."""
-    parts = text.lower().split("x")
-    if len(parts) > 2 or not all(part.strip().isdigit() for part in parts):
-        raise InvalidInput(f"a block is written as 128 or as 512x112, got {text!r}")
-    sides = [int(part) for part in parts]
-    return sides[0], sides[-1]
-
-
-BLOCK = Option("block", "128", "Blocks: 128,64,512x112.", parse_block)
-DENSITY = Option("density", "0.125", "Fraction of blocks that are stored.", float)
-DTYPE = Option("dtype", "bf16", "bf16, fp16, fp32, fp64.")
-
-
-def block_name(block: tuple[int, int]) -> str:
-    """ "128" for square blocks, "512x112" for others."""
-    return str(block[0]) if block[0] == block[1] else f"{block[0]}x{block[1]}"
-
-
-def random_dense(*shape: int, dtype: torch.dtype, device: torch.device, seed: int) -> torch.Tensor:
-    """N(0, 1) values, drawn there. Never zeros: on an H200 their product runs 13 % faster."""
-    generator = torch.Generator(device=device).manual_seed(seed)
-    return torch.randn(*shape, dtype=dtype, device=device, generator=generator)
-
-
-def shape_name(m: int, k: int, n: int) -> str:
-    """ "8192³" for a cube, "16384²×16" for a square first matrix, "m×k×n" otherwise."""
-    if m == k == n:
-        return f"{m}³"
-    return f"{m}²×{n}" if m == k else f"{m}×{k}×{n}"
-
-
-def stored_name(block: str, density: float, *words: str) -> str:
-    """ "block 128 12.5 % powerlaw bf16"; empty words are left out."""
-    return " ".join(filter(None, (f"block {block}", f"{density * 100:.4g} %", *words)))
-
-
-def revalued(a: BSR, seed: int) -> BSR:
-    """A matrix of the same pattern with memory of its own: its blocks have changed places.
-
-    In ragged matrices they stay where they are, since those at the edge hold padding.
-    """
-    if a.pattern.is_ragged:
-        return BSR.unchecked(a.pattern, a.values.clone())
-    generator = torch.Generator(device=a.device).manual_seed(seed)
-    return BSR.unchecked(a.pattern, a.values[torch.randperm(a.nnzb, generator=generator, device=a.device)])

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -32,28 +32,26 @@ class UnavailableError(SparseKError):
     """A peer found out only while it was set up that it cannot run this case."""
 
 
-class Peer(Protocol):
+@dataclass(frozen=True)
+class Peer:
     """`name` is the key in records, `title` a heading of tables. `device` is "cuda", "cpu", or "" for both.
 
     Tables show peers in the order of PEERS.
     """
 
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def title(self) -> str: ...
-
-    @property
-    def device(self) -> str: ...
+    name: str
+    title: str
+    device: str = ""
 
     def why_not(self, case: Any, device: torch.device) -> list[str]:
         """Every reason why this peer cannot run the case; [] means it can be tried."""
-        ...
+        if self.device in ("", device.type):
+            return []
+        return [f"runs on {self.device}, the case is on {device.type}"]
 
     def ready(self, case: Any, sets: Sequence[Any], tried: Callable[[str], None]) -> Ready:
         """Sets up and tunes; `tried(text)` reports progress. Raises UnavailableError with the reason."""
-        ...
+        raise NotImplementedError
 
 
 def accepted(gate: Gate, what: str) -> None:
@@ -87,13 +85,6 @@ def peers_named(table: Iterable[Peer], names: Iterable[str] | None, device: torc
         if name not in (peer.name for peer in known):
             raise InvalidInput(f"no peer is called {name!r}; known: {', '.join(peer.name for peer in known)}")
     return tuple(peer for peer in known if peer.name in wanted)
-
-
-def elsewhere(peer: Peer, device: torch.device) -> list[str]:
-    """The reason why a peer for one kind of device does not run on another; [] if it does."""
-    return (
-        [] if peer.device in ("", device.type) else [f"runs on {peer.device}, the case is on {device.type}"]
-    )
 
 
 def first_line(error: BaseException) -> str:

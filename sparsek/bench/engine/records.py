@@ -39,7 +39,6 @@ import torch
 
 from sparsek.bench.engine import sensors
 from sparsek.bench.engine.bench import OPS, Record
-from sparsek.bench.engine.case import Case
 from sparsek.core import env, files
 from sparsek.core.clock import Times
 from sparsek.core.device import card_of
@@ -47,20 +46,8 @@ from sparsek.core.errors import InvalidFile, InvalidInput, SparseKError
 from sparsek.plan.sources import JOINED, ROOT, files_hash, source_hash
 
 FIELDS = (
-    "op",
-    "case",
-    "kernel",
-    "config",
-    "ms",
-    "tflops",
-    "gbps",
-    "roofline",
-    "gate",
-    "peers",
-    "ratio",
-    "env",
-    "source_hash",
-    "date",
+    *("op", "case", "kernel", "config", "ms", "tflops", "gbps", "roofline", "gate", "peers", "ratio"),
+    *("env", "source_hash", "date"),
 )
 ENV_FIELDS = ("gpu", "driver", "power_limit_w", "torch", "triton", "cuda", *sensors.FIELDS)
 
@@ -96,11 +83,11 @@ def faults(record: Any) -> list[str]:
         except (SparseKError, TypeError, ValueError, IndexError) as error:
             found.append(f"case: {error}")
     found += _times_faults("ms", record["ms"])
-    found += _numbers("tflops", record["tflops"], ("useful", "dense_equivalent"), may_be_null=not kind.rated)
-    found += _numbers("roofline", record["roofline"], ("bound_ms", "fraction"), may_be_null=not kind.rated)
-    if not (_is_number(record["gbps"]) or (not kind.rated and record["gbps"] is None)):
-        found.append("gbps is not a number")
-    found += _extra_faults("", record, kind.extra)
+    for name, keys in (("tflops", ("useful", "dense_equivalent")), ("roofline", ("bound_ms", "fraction"))):
+        if kind.rated or record[name] is not None:
+            found += _wrong_keys(name, record[name], keys) or _not_numbers(f"{name}.", record[name], keys)
+    found += _not_numbers("", record, ("gbps",), or_null=not kind.rated)
+    found += _not_numbers("", record, kind.extra, or_null=True)
     found += _wrong_keys("gate", record["gate"], ("error", "budget", "passed"))
     if record["gate"].get("passed") is not True:
         found.append("gate.passed is not true: a time without a passed gate is not a record")
@@ -108,16 +95,13 @@ def faults(record: Any) -> list[str]:
         found += _wrong_keys(f"peers.{name}", peer, ("ms", "tflops", *kind.peer_extra))
         if isinstance(peer, dict):
             found += _times_faults(f"peers.{name}.ms", peer.get("ms"))
-            found += _extra_faults(f"peers.{name}.", peer, kind.peer_extra)
-        if name not in record["ratio"]:
-            found.append(f"ratio.{name} is missing")
-    for name, value in record["ratio"].items():
-        if name not in record["peers"]:
-            found.append(f"ratio.{name} has no peer of that name")
-        if not _is_number(value):
-            found.append(f"ratio.{name} is not a number")
+            found += _not_numbers(f"peers.{name}.", peer, kind.peer_extra, or_null=True)
+    ratios = record["ratio"]
+    found += [f"ratio.{name} is missing" for name in record["peers"] if name not in ratios]
+    found += [f"ratio.{name} has no peer of that name" for name in ratios if name not in record["peers"]]
+    found += _not_numbers("ratio.", ratios, ratios)
     found += _wrong_keys("env", record["env"], ENV_FIELDS, sensors.FIELDS)
-    found += _extra_faults("env.", record["env"], sensors.FIELDS)
+    found += _not_numbers("env.", record["env"], sensors.FIELDS, or_null=True)
     for name in ("kernel", "source_hash", "date"):
         if not isinstance(record[name], str) or not record[name]:
             found.append(f"{name} is not a non-empty string")
@@ -141,34 +125,29 @@ def _wrong_keys(where: str, value: Any, keys: tuple[str, ...], may_lack: Iterabl
     return [f"{where} has the fields {sorted(value)}, expected {sorted(keys)}"]
 
 
-def _numbers(where: str, value: Any, keys: tuple[str, ...], *, may_be_null: bool) -> list[str]:
-    if value is None and may_be_null:
-        return []
-    wrong = _wrong_keys(where, value, keys)
-    if wrong or value is None:
-        return wrong
-    return [f"{where}.{key} is not a number" for key in keys if not _is_number(value[key])]
-
-
 def _times_faults(where: str, value: Any) -> list[str]:
-    wrong = _numbers(where, value, ("median", "min", "max", "rounds"), may_be_null=False)
-    if wrong or value is None:
+    keys = ("median", "min", "max", "rounds")
+    wrong = _wrong_keys(where, value, keys) or _not_numbers(f"{where}.", value, keys)
+    if wrong:
         return wrong
     if not 0 < value["min"] <= value["median"] <= value["max"]:
         return [f"{where} does not hold 0 < min <= median <= max"]
     return [] if value["rounds"] >= 1 else [f"{where}.rounds is not positive"]
 
 
-def _extra_faults(where: str, value: Mapping[str, Any], names: Iterable[str]) -> list[str]:
-    found = ((name, value.get(name)) for name in names)
+def _not_numbers(
+    where: str, value: Mapping[str, Any], names: Iterable[str], *, or_null: bool = False
+) -> list[str]:
+    wrong = "neither a number nor null" if or_null else "not a number"
+    found = {name: value.get(name) for name in names}
     return [
-        f"{where}{name} is neither a number nor null"
-        for name, number in found
-        if not (number is None or _is_number(number))
+        f"{where}{name} is {wrong}"
+        for name, each in found.items()
+        if not (_is_number(each) or (or_null and each is None))
     ]
 
 
-def case_of(record: Mapping[str, Any]) -> Case:
+def case_of(record: Mapping[str, Any]) -> Any:
     """The case of a well-formed record."""
     kind = OPS[record["op"]]
     return kind.case.from_record({**kind.later, **record["case"]})

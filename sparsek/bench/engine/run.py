@@ -234,10 +234,7 @@ def rated(
     seconds = record["ms"]["median"] / 1e3
     useful = one.useful_flops / seconds / 1e12
     return record | {
-        "tflops": {
-            "useful": _digits(useful),
-            "dense_equivalent": _digits(case.dense_flops / seconds / 1e12),
-        },
+        "tflops": {"useful": _digits(useful), "dense_equivalent": _digits(case.dense_flops / seconds / 1e12)},
         "gbps": round(plan.problem.compulsory_bytes / seconds / 1e9, 2),
         "roofline": {
             "bound_ms": round(plan.bound_seconds * 1e3, 6),
@@ -248,6 +245,18 @@ def rated(
             for name, peer in peers.items()
         },
         "ratio": {name: round(useful / peer.rate, 4) for name, peer in peers.items()},
+    }
+
+
+def beside(record: records.Record, peers: Mapping[str, Times], flops: float | None = None) -> records.Record:
+    """`record` with peers that are compared by their times. `flops`: of a call, where their rates are recorded."""
+    ours = record["ms"]["median"]
+    return record | {
+        "peers": {
+            name: {"ms": records.times_of(took), "tflops": flops and flops / took.median / 1e9}
+            for name, took in peers.items()
+        },
+        "ratio": {name: round(took.median / ours, 4) for name, took in peers.items()},
     }
 
 

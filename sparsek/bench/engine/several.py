@@ -16,6 +16,14 @@ class Moved(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Named:
+    """A module of sparsek that is timed, in the place of a plan."""
+
+    kernel: str
+    config: None = None
+
+
+@dataclass(frozen=True)
 class Several:
     """The plans of the parts of one call, by name, in the place of one plan. `call` is what is measured."""
 

@@ -1,31 +1,31 @@
-"""What a user would pick instead of `sk.attention`. One line per peer in PEERS, at the end."""
+"""What a user would pick instead of `sk.attention`, and of its gradients. One line per peer in PEERS, at the end.
+
+A peer of the gradients runs its own forward pass when it is set up, on the same q, k, v and dO, and is timed by its
+backward pass alone; of a training step both are timed. Its dq, dk and dv pass the same gate as a kernel's.
+"""
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from sparsek.bench.engine.case import block_name
-from sparsek.bench.engine.peer import (
-    Peer,
-    Ready,
-    UnavailableError,
-    accepted,
-    elsewhere,
-    first_line,
-    setting_up,
-)
-from sparsek.bench.suites.attention import AttentionCase, AttentionOperands
+from sparsek.bench.engine.names import block_name
+from sparsek.bench.engine.peer import Peer, Ready, UnavailableError, accepted, first_line, setting_up
+from sparsek.bench.suites.attention import AttentionCase, AttentionOperands, length_name
+from sparsek.bench.suites.attention_grad import AttentionGradCase, AttentionTrainCase
 
 # Masks that a dense peer computes as they are.
 DENSE_MASKS = ("full", "causal")
 LOW = ("bf16", "fp16")
+# A dense step beyond this length is not measured: its time grows with the square of the length.
+LONGEST_DENSE_STEP = 2**16
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -42,12 +42,25 @@ def ran(calls: Sequence[Callable[[], Any]]) -> Any:
     return first
 
 
-class Attention(Protocol):
+@contextmanager
+def kept_graphs() -> Iterator[None]:
+    """Inside, a graph of torch.compile can be gone back through more than once.
+
+    torch gives such a graph its saved tensors as scratch memory, unless donated_buffer says no when it is compiled and
+    when it runs. The setting is the thread's own, so the backward pass stays on this thread.
+    """
+    config = imported("torch._functorch.config")
+    with config.patch(donated_buffer=False), torch.autograd.set_multithreading_enabled(False):
+        yield
+
+
+@dataclass(frozen=True)
+class Attention(Peer):
     """A peer whose attention is a function of q, k and v that autograd goes through."""
 
-    def attend(self, case: AttentionCase, one: AttentionOperands, *, gradients: bool = False) -> Attend:
-        """The attention of a set, in the peer's own layout. `gradients` will be wanted of it."""
-        ...
+    def attend(self, case: AttentionCase, one: AttentionOperands) -> Attend:
+        """The attention of a set, in the peer's own layout."""
+        raise NotImplementedError
 
     def laid(self, x: Tensor) -> Tensor:
         """x [B, H, L, D] in the peer's own layout, and a result of it as [B, H, L, D]."""
@@ -61,41 +74,72 @@ class Attention(Protocol):
         """Whether it computes the case's mask as it is."""
         return True
 
-    def ready(
-        self, case: AttentionCase, sets: Sequence[AttentionOperands], tried: Callable[[str], None]
-    ) -> Ready:
-        """The forward pass of every set."""
-        with setting_up():
+    def ready(self, case: AttentionCase, sets: Sequence[Any], tried: Callable[[str], None]) -> Ready:
+        """What the case measures, of every set: the forward pass, the backward pass, or both."""
+        backward_alone = isinstance(case, AttentionGradCase) and not isinstance(case, AttentionTrainCase)
+        with setting_up(), kept_graphs() if backward_alone else nullcontext():
             attend = self.attend(case, sets[0])
-            operands = [[self.laid(x).contiguous() for x in (one.q, one.k, one.v)] for one in sets]
-            calls = tuple(partial(attend, *each) for each in operands)
+            calls = tuple(self._timed(case, attend, one) for one in sets)
             out = ran(calls)
             if self.judged(case):
-                accepted(sets[0].judge(self.laid(out)), "its result")
+                laid = self.laid(out) if isinstance(out, Tensor) else [self.laid(x) for x in out]
+                accepted(sets[0].judge(laid), "its result")
         return Ready(calls, *self.counted(case))
+
+    def _timed(self, case: AttentionCase, attend: Attend, one: Any) -> Callable[[], Any]:
+        q, k, v = (self.laid(x.detach()).contiguous() for x in (one.q, one.k, one.v))
+        if not isinstance(case, AttentionGradCase):
+            return partial(attend, q, k, v)
+        grad = self.laid(one.grad).contiguous()
+        wanted = tuple(x.requires_grad_() for x in (q, k, v))
+        return (step if isinstance(case, AttentionTrainCase) else backward)(attend, wanted, grad)
+
+
+def backward(attend: Attend, wanted: tuple[Tensor, ...], grad: Tensor) -> Callable[[], tuple[Tensor, ...]]:
+    """A call of the backward pass alone: dq, dk and dv. The forward pass runs now."""
+    out = attend(*wanted)
+
+    def call() -> tuple[Tensor, ...]:
+        with kept_graphs():
+            return torch.autograd.grad(out, wanted, grad, retain_graph=True)
+
+    return call
+
+
+def step(attend: Attend, wanted: tuple[Tensor, ...], grad: Tensor) -> Callable[[], tuple[Tensor, ...]]:
+    """A call of both passes: out, dq, dk and dv."""
+
+    def call() -> tuple[Tensor, ...]:
+        out = attend(*wanted)
+        return (out.detach(), *torch.autograd.grad(out, wanted, grad))
+
+    return call
 
 
 @dataclass(frozen=True)
 class DenseAttention(Attention):
     """torch's scaled_dot_product_attention on the same q, k and v: causal if the mask is, else every pair.
 
-    `backend` is one of torch's, by name; "" leaves the choice to torch.
+    `backend` is one of torch's, by name; "" leaves the choice to torch. `as_is`: for masks alone that it computes so.
     """
 
-    name: str
-    title: str
-    device: str
     backend: str = ""
+    as_is: bool = False
 
     def why_not(self, case: AttentionCase, device: torch.device) -> list[str]:
-        reasons = elsewhere(self, device)
+        reasons = super().why_not(case, device)
         if case.mask_text.kind.causal and case.q_len != case.kv_len:
             reasons.append(
                 "torch's is_causal lines up the first query with the first key, not the last with the last"
             )
+        if self.as_is and not self.judged(case):
+            reasons.append(f"is measured for masks that it computes as they are: {' and '.join(DENSE_MASKS)}")
+        if isinstance(case, AttentionTrainCase) and case.kv_len > LONGEST_DENSE_STEP:
+            longest = length_name(LONGEST_DENSE_STEP)
+            reasons.append(f"takes time by the square of the length: not measured beyond {longest}")
         return reasons
 
-    def attend(self, case: AttentionCase, one: AttentionOperands, *, gradients: bool = False) -> Attend:
+    def attend(self, case: AttentionCase, one: AttentionOperands) -> Attend:
         options = {"is_causal": case.mask_text.kind.causal, "enable_gqa": case.heads != case.kv_heads}
         call = partial(functional.scaled_dot_product_attention, **options)
         if not self.backend:
@@ -131,14 +175,18 @@ def flex_tiles(case: AttentionCase) -> dict[str, int]:
 class Flex(Attention):
     """torch.compile of FlexAttention with its default options where they run, and the mask as its own BlockMask."""
 
-    name: str = "flex"
-    title: str = "FlexAttention"
-    device: str = "cuda"
-
     def why_not(self, case: AttentionCase, device: torch.device) -> list[str]:
-        return elsewhere(self, device)
+        """Its backward pass drops tiles that are larger than blocks before it reads options."""
+        reasons = super().why_not(case, device)
+        backward = isinstance(case, AttentionGradCase)
+        if backward and min(case.block) < 128 and 64 <= case.dim <= 128 and case.dtype in LOW:
+            reasons.append(
+                "the only tile of its backward pass for heads of 64 to 128 on Hopper, 64 x 128, needs blocks of 128, "
+                f"not {block_name(case.block)}"
+            )
+        return reasons
 
-    def attend(self, case: AttentionCase, one: AttentionOperands, *, gradients: bool = False) -> Attend:
+    def attend(self, case: AttentionCase, one: AttentionOperands) -> Attend:
         from torch.nn.attention.flex_attention import flex_attention
 
         torch.compiler.reset()  # a compiled function stops compiling after 8 kinds of masks
@@ -160,12 +208,8 @@ class Flex(Attention):
 class Flash4(Attention):
     """FlashAttention-4 (flash_attn.cute) on [B, S, H, D]: its causal and window arguments, or its lists of blocks."""
 
-    name: str = "fa4"
-    title: str = "FlashAttention-4"
-    device: str = "cuda"
-
     def why_not(self, case: AttentionCase, device: torch.device) -> list[str]:
-        reasons = elsewhere(self, device)
+        reasons = super().why_not(case, device)
         form = case.mask_text.kind.form
         if case.dtype not in LOW:
             reasons.append(f"takes {' and '.join(LOW)}, not {case.dtype}")
@@ -178,9 +222,9 @@ class Flash4(Attention):
     def laid(self, x: Tensor) -> Tensor:
         return x.transpose(1, 2)
 
-    def attend(self, case: AttentionCase, one: AttentionOperands, *, gradients: bool = False) -> Attend:
+    def attend(self, case: AttentionCase, one: AttentionOperands) -> Attend:
         flash = imported("flash_attn.cute.interface").flash_attn_func
-        options = self._options(case, one, gradients)
+        options = self._options(case, one)
 
         def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             out = flash(q, k, v, **options)
@@ -188,7 +232,7 @@ class Flash4(Attention):
 
         return call
 
-    def _options(self, case: AttentionCase, one: AttentionOperands, gradients: bool) -> dict[str, Any]:
+    def _options(self, case: AttentionCase, one: AttentionOperands) -> dict[str, Any]:
         if not _by_lists(case):
             causal = {"causal": True} if case.mask_text.kind.causal else {}
             # Its window counts the keys before the query, ours the query too.
@@ -199,7 +243,7 @@ class Flash4(Attention):
         lists = one.mask.to_fa4()
         count, index = lists.full_block_cnt, lists.full_block_idx
         options = {"block_sparse_tensors": _whole_blocks(count, index, case)}
-        if gradients:
+        if isinstance(case, AttentionGradCase):
             by_column = transposed_lists(count, index, one.mask.grid[1])
             options["block_sparse_tensors_bwd"] = _whole_blocks(*by_column, case)
         return options
@@ -239,15 +283,14 @@ def transposed_lists(count: Tensor, index: Tensor, columns: int) -> tuple[Tensor
 
 
 @dataclass(frozen=True)
-class CudnnBlocks:
-    """Block-sparse attention of NVIDIA's cuDNN frontend: as many whole blocks in every row, no causal masks."""
+class CudnnBlocks(Peer):
+    """Block-sparse attention of NVIDIA's cuDNN frontend: as many whole blocks in every row, no causal masks.
 
-    name: str = "cudnn_bsa"
-    title: str = "cuDNN block-sparse"
-    device: str = "cuda"
+    Its backward pass is a function of its own, on its own forward pass's out and lse.
+    """
 
     def why_not(self, case: AttentionCase, device: torch.device) -> list[str]:
-        reasons = elsewhere(self, device)
+        reasons = super().why_not(case, device)
         bq, bk = case.block
         if not case.mask_text.kind.uniform or case.q_len % bq or case.kv_len % bk:
             reasons.append(f"takes as many whole blocks in every row, which {case.mask_text.words} has not")
@@ -257,22 +300,49 @@ class CudnnBlocks:
             reasons.append(f"takes head sizes of 64, 96 and 128, not {case.dim} and {case.v_dim}")
         if case.dtype not in LOW:
             reasons.append(f"takes {' and '.join(LOW)}, not {case.dtype}")
+        if not isinstance(case, AttentionGradCase):
+            return reasons
+        if case.dtype != "bf16":
+            reasons.append(f"its gradients are bf16, not {case.dtype}")
+        if (case.dim, case.v_dim) != (128, 128):
+            reasons.append(f"its gradients take heads of 128 on Hopper, not {case.dim} and {case.v_dim}")
+        if case.heads != case.kv_heads:
+            reasons.append(f"its gradients take no shared heads, not {case.heads} to {case.kv_heads}")
         return reasons
 
-    def ready(
-        self, case: AttentionCase, sets: Sequence[AttentionOperands], tried: Callable[[str], None]
-    ) -> Ready:
+    def ready(self, case: AttentionCase, sets: Sequence[Any], tried: Callable[[str], None]) -> Ready:
         with setting_up():
-            forward = imported("cudnn.block_sparse_attention").block_sparse_attention_forward
+            module = imported("cudnn.block_sparse_attention")
             index = even_lists(sets[0])
-            calls = tuple(
-                lambda one=one: forward(one.q, one.k, one.v, index, sparse_block_size=case.block[0])[
-                    "o_tensor"
-                ]
-                for one in sets
-            )
+            calls = tuple(_by_cudnn(module, case, one, index) for one in sets)
             accepted(sets[0].judge(ran(calls)), "its result")
         return Ready(calls)
+
+
+def _by_cudnn(module: Any, case: AttentionCase, one: Any, index: Tensor) -> Callable[[], Any]:
+    """What the case measures of a set: the forward pass, the backward pass, or both."""
+    q, k, v = (x.detach() for x in (one.q, one.k, one.v))
+    block = case.block[0]
+
+    def forward() -> Any:
+        return module.block_sparse_attention_forward(q, k, v, index, sparse_block_size=block)
+
+    def backward(out: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
+        made = module.block_sparse_attention_backward(
+            one.grad, q, k, v, out, lse, index, sparse_block_size=block
+        )
+        return made["dq_tensor"], made["dk_tensor"], made["dv_tensor"]
+
+    def step() -> tuple[Tensor, ...]:
+        made = forward()
+        return made["o_tensor"], *backward(made["o_tensor"], made["lse_tensor"])
+
+    if not isinstance(case, AttentionGradCase):
+        return lambda: forward()["o_tensor"]
+    if isinstance(case, AttentionTrainCase):
+        return step
+    made = forward()
+    return lambda: backward(made["o_tensor"], made["lse_tensor"])
 
 
 def even_lists(one: AttentionOperands) -> Tensor:
@@ -287,10 +357,9 @@ def even_lists(one: AttentionOperands) -> Tensor:
     return lists.expand(*one.q.shape[:2], -1, -1).contiguous()
 
 
-PEERS: tuple[Peer, ...] = (
-    DenseAttention("cudnn", "cuDNN dense", "cuda", "CUDNN_ATTENTION"),
-    Flash4(),
-    Flex(),
-    CudnnBlocks(),
-    DenseAttention("sdpa", "torch dense", "cpu"),
-)
+CUDNN = DenseAttention("cudnn", "cuDNN dense", "cuda", "CUDNN_ATTENTION")
+FLASH4 = Flash4("fa4", "FlashAttention-4", "cuda")
+FLEX = Flex("flex", "FlexAttention", "cuda")
+CUDNN_BLOCKS = CudnnBlocks("cudnn_bsa", "cuDNN block-sparse", "cuda")
+TORCH_DENSE = DenseAttention("sdpa", "torch dense", "cpu")
+PEERS: tuple[Peer, ...] = (CUDNN, FLASH4, FLEX, CUDNN_BLOCKS, TORCH_DENSE)

@@ -18,7 +18,7 @@ PEERS: tuple[Peer, ...] = (
     Own(
         "plain",
         "the plain product",
-        plain,
-        lambda case: [] if case.epilogue else ["the case is the plain product itself"],
+        other=plain,
+        unless=lambda case: [] if case.epilogue else ["the case is the plain product itself"],
     ),
 )

@@ -5,21 +5,14 @@ from dataclasses import dataclass
 
 import torch
 
-from sparsek.bench.engine.peer import Peer, Ready, elsewhere, setting_up
+from sparsek.bench.engine.peer import Peer, Ready, setting_up
 from sparsek.bench.peers.product import Dense
 from sparsek.bench.suites.mlp import MlpCase, MlpOperands
 
 
 @dataclass(frozen=True)
-class CompiledDense:
+class CompiledDense(Peer):
     """torch.compile of the dense layer with its default options; the backward of a training step is compiled too."""
-
-    name: str = "torch_dense_compiled"
-    title: str = "torch dense, compiled"
-    device: str = "cuda"
-
-    def why_not(self, case: MlpCase, device: torch.device) -> list[str]:
-        return elsewhere(self, device)
 
     def ready(self, case: MlpCase, sets: Sequence[MlpOperands], tried: Callable[[str], None]) -> Ready:
         with setting_up("torch.compile"):
@@ -30,4 +23,7 @@ class CompiledDense:
         return Ready(calls, flops=case.dense_flops)
 
 
-PEERS: tuple[Peer, ...] = (Dense("torch_dense", "torch dense", ""), CompiledDense())
+PEERS: tuple[Peer, ...] = (
+    Dense("torch_dense", "torch dense"),
+    CompiledDense("torch_dense_compiled", "torch dense, compiled", "cuda"),
+)

@@ -10,15 +10,8 @@ from sparsek.bench.suites.pack import PackCase, PackOperands
 
 
 @dataclass(frozen=True)
-class Copy:
+class Copy(Peer):
     """torch's copy of w into memory that is there: read once and written once."""
-
-    name: str = "copy"
-    title: str = "a copy"
-    device: str = ""
-
-    def why_not(self, case: PackCase, device: torch.device) -> list[str]:
-        return []
 
     def ready(self, case: PackCase, sets: Sequence[PackOperands], tried: Callable[[str], None]) -> Ready:
         pairs = [(one.w, torch.empty_like(one.w)) for one in sets]
@@ -26,4 +19,4 @@ class Copy:
         return Ready(calls, flops=2 * case.dense_bytes)
 
 
-PEERS: tuple[Peer, ...] = (Copy(),)
+PEERS: tuple[Peer, ...] = (Copy("copy", "a copy"),)

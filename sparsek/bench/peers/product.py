@@ -1,14 +1,15 @@
 """Peers that every product has: the same computed densely, and what sparse peers share."""
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
 
 import torch
 
 from sparsek.bench.engine.case import Case, Operands
-from sparsek.bench.engine.peer import Ready, UnavailableError, accepted, elsewhere, first_line, rotating
+from sparsek.bench.engine.names import block_name
+from sparsek.bench.engine.peer import Peer, Ready, UnavailableError, accepted, first_line, rotating
 from sparsek.core.clock import time_rounds
 
 # Parameters of a kernel, and the values that are tried for each of them.
@@ -16,26 +17,11 @@ Meta = dict[str, int]
 Space = dict[str, tuple[int, ...]]
 
 
-class HasDense(Protocol):
-    """Operands that have a dense twin."""
-
-    def dense(self, seed: int) -> Callable[[], object]:
-        """The same call on dense random data of the same shapes: zeros of a pruned matrix would make it faster."""
-        ...
-
-
 @dataclass(frozen=True)
-class Dense:
+class Dense(Peer):
     """The same call with everything stored, by torch: cuBLAS on a GPU."""
 
-    name: str
-    title: str
-    device: str
-
-    def why_not(self, case: Case, device: torch.device) -> list[str]:
-        return elsewhere(self, device)
-
-    def ready(self, case: Case, sets: Sequence[HasDense], tried: Callable[[str], None]) -> Ready:
+    def ready(self, case: Case, sets: Sequence[Operands], tried: Callable[[str], None]) -> Ready:
         return Ready(tuple(one.dense(1000 + index) for index, one in enumerate(sets)), flops=case.dense_flops)
 
 
@@ -44,17 +30,15 @@ TORCH_DENSE = Dense("torch_dense", "torch dense", "cpu")
 
 
 @dataclass(frozen=True)
-class Own:
+class Own(Peer):
     """This library by another way: the operands that `other` makes of those of the case, by their place.
 
     `unless` says why a case has no such peer.
     """
 
-    name: str
-    title: str
+    _: KW_ONLY
     other: Callable[[Any, Any, int], Operands]
     unless: Callable[[Any], list[str]] = lambda case: []
-    device: str = ""
 
     def why_not(self, case: Case, device: torch.device) -> list[str]:
         return self.unless(case)
@@ -65,6 +49,20 @@ class Own:
         accepted(others[0].gate(plans[0]), self.title)
         calls = tuple(one.planned(plan) for one, plan in zip(others, plans, strict=True))
         return Ready(calls, ", ".join(sorted({plan.kernel for plan in plans})))
+
+
+def fastest(
+    what: str,
+    candidates: Mapping[str, Sequence[Callable[[], object]]],
+    device: torch.device,
+    tried: Callable[[str], None],
+) -> str:
+    """The name of the fastest candidate in the same rounds, each the calls of all sets."""
+    turns = {name: rotating(calls) for name, calls in candidates.items()}
+    times = time_rounds(turns, device=device, rounds=5, inner_ms=10.0)
+    for name, found in times.items():
+        tried(f"{what}, {name}: {found.median:.3f} ms")
+    return min(candidates, key=lambda name: times[name].median)
 
 
 def tuned(
@@ -105,6 +103,16 @@ def tuned(
         if right(dict(key)):
             return dict(key)
     raise UnavailableError(f"none of {len(timed)} parameter sets of torch.sparse's kernel ran and was right")
+
+
+def refused_blocks(rows: int, columns: int, block: tuple[int, int], *, by_kernel: bool) -> list[str]:
+    """Why torch.sparse takes no BSR of this shape and block. `by_kernel`: its Triton kernel, on a GPU."""
+    reasons, shown = [], block_name(block)
+    if rows % block[0] or columns % block[1]:
+        reasons.append(f"torch.sparse BSR needs sides that are multiples of the block {shown}")
+    if by_kernel and any(side & (side - 1) for side in block):
+        reasons.append(f"its kernel needs block sides that are powers of 2, not {shown}")
+    return reasons
 
 
 def _descend(space: Space, cost: Callable[[Meta], float], start: Meta) -> Meta:

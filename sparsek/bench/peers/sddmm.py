@@ -7,32 +7,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsek.bench.engine.case import block_name
-from sparsek.bench.engine.peer import Peer, Ready, accepted, elsewhere, setting_up
-from sparsek.bench.peers.product import CUBLAS, TORCH_DENSE, Meta, Space, settings, tuned
+from sparsek.bench.engine.peer import Peer, Ready, accepted, setting_up
+from sparsek.bench.peers.product import CUBLAS, TORCH_DENSE, Meta, Space, refused_blocks, settings, tuned
 from sparsek.bench.suites.sddmm import SddmmCase, SddmmOperands
 from sparsek.matrix.bsr import BSR
 from sparsek.testing.product_budget import stored
 
 
 @dataclass(frozen=True)
-class TorchSampled:
+class TorchSampled(Peer):
     """The Triton kernel of torch.sparse's sampled_addmm on BSR, with its tile of K, stages and warps tuned here.
 
     torch 2.13 runs it with one stage, four warps and a tile of the block's side, which is the first choice tried.
     """
 
-    name: str = "torch_sparse"
-    title: str = "torch.sparse"
-    device: str = "cuda"
-
     def why_not(self, case: SddmmCase, device: torch.device) -> list[str]:
-        reasons = elsewhere(self, device)
-        (bm, bn), shown = case.block, block_name(case.block)
-        if case.m % bm or case.n % bn:
-            reasons.append(f"torch.sparse BSR needs sides that are multiples of the block {shown}")
-        if bm & (bm - 1) or bn & (bn - 1):
-            reasons.append(f"its kernel needs block sides that are powers of 2, not {shown}")
+        reasons = super().why_not(case, device)
+        reasons += refused_blocks(case.m, case.n, case.block, by_kernel=True)
         if case.dtype == "fp64":
             reasons.append("its kernel multiplies no fp64")
         return reasons
@@ -90,12 +81,8 @@ def _sampled_call(matrix: Tensor, one: SddmmOperands, meta: Meta) -> Callable[[]
 
 
 @dataclass(frozen=True)
-class TorchCsr:
+class TorchCsr(Peer):
     """torch.sparse.sampled_addmm on a CSR matrix of all elements of the blocks: cuSPARSE on a GPU, MKL on a CPU."""
-
-    name: str = "torch_csr"
-    title: str = "torch.sparse CSR"
-    device: str = ""
 
     def why_not(self, case: SddmmCase, device: torch.device) -> list[str]:
         if case.dtype in ("fp32", "fp64"):
@@ -120,4 +107,9 @@ def _full_csr(one: SddmmOperands) -> Tensor:
     return ones.to_sparse_csr()
 
 
-PEERS: tuple[Peer, ...] = (CUBLAS, TorchSampled(), TorchCsr(), TORCH_DENSE)
+PEERS: tuple[Peer, ...] = (
+    CUBLAS,
+    TorchSampled("torch_sparse", "torch.sparse", "cuda"),
+    TorchCsr("torch_csr", "torch.sparse CSR"),
+    TORCH_DENSE,
+)

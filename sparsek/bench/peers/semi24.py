@@ -2,20 +2,20 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from sparsek.bench.engine.case import random_dense
-from sparsek.bench.engine.peer import Peer, Ready, UnavailableError, accepted, rotating, setting_up
+from sparsek.bench.engine.data import random_dense
+from sparsek.bench.engine.peer import Peer, Ready, UnavailableError, accepted, setting_up
 from sparsek.bench.peers.cusparselt import Task, Tried, laid, multiply, probe, usable
-from sparsek.bench.peers.product import CUBLAS, TORCH_DENSE, Own
+from sparsek.bench.peers.product import CUBLAS, TORCH_DENSE, Own, fastest
 from sparsek.bench.suites.product import ProductOperands
 from sparsek.bench.suites.semi24 import Semi24Case
-from sparsek.bench.suites.story import StoryCase
-from sparsek.core.clock import time_rounds
 from sparsek.core.dtypes import LOW, parse
 from sparsek.matrix.bsr import BSR
+from sparsek.testing.budget import Gate
 
 # Of the ways that a child process found right, so many are timed once more, in turns and on a warm card.
 BEST = 12
@@ -23,51 +23,52 @@ _FOUND: dict[tuple[Task, torch.device], list[Tried]] = {}
 
 
 @dataclass(frozen=True)
-class CuSparseLt:
+class CuSparseLt(Peer):
     """NVIDIA's library for 2:4 through torch, by the fastest of all its algorithms and layouts of B and C.
 
     `alike`: B and C lie as this library has them, x and y of a layer row-major.
     """
 
-    name: str = "cusparselt"
-    title: str = "cuSPARSELt"
-    device: str = ""
     alike: bool = False
+    # What the sides of A must be multiples of, and N.
+    STEPS: ClassVar[tuple[int, int]] = (16, 8)
 
-    def why_not(self, case: Semi24Case | StoryCase, device: torch.device) -> list[str]:
-        reasons = missing(device)
+    def why_not(self, case: Any, device: torch.device) -> list[str]:
+        reasons, (side, n) = missing(device), self.STEPS
         if not case.whole:
             reasons.append("has 2:4 matrices without blocks only")
-        if parse(case.dtype) not in LOW:
+        if not self.takes(case.dtype):
             reasons.append(f"not set up here for {case.dtype}")
-        if case.m % 16 or case.k % 16 or case.n % 8:
-            reasons.append("needs sides of A that are multiples of 16 and N of 8")
+        if case.m % side or case.k % side or case.n % n:
+            reasons.append(f"needs sides of A that are multiples of {side} and N of {n}")
         return reasons
 
-    def ready(
-        self,
-        case: Semi24Case | StoryCase,
-        sets: Sequence[ProductOperands],
-        tried: Callable[[str], None],
-    ) -> Ready:
-        task = Task(case.m, case.k, case.n, case.dtype)
-        right = ways_that_run(task, sets[0].b.device, tried)
+    def takes(self, dtype: str) -> bool:
+        return parse(dtype) in LOW
+
+    def task(self, case: Any) -> Task:
+        return Task(case.m, case.k, case.n, case.dtype)
+
+    def factors(self, one: Any) -> tuple[Tensor, Tensor]:
+        """A [m, k] of a set, dense, and B [k, n]."""
+        return one.a.to_dense(), one.b_as_factor
+
+    def judge(self, one: Any, a: Tensor, b: Tensor) -> Callable[[Tensor], Gate]:
+        """Whether C [m, n] is the product of a set, whose factors are A and B."""
+        return lambda c: one.judge(c.mT if one.is_linear else c)
+
+    def ready(self, case: Any, sets: Sequence[Any], tried: Callable[[str], None]) -> Ready:
+        right = ways_that_run(self.task(case), sets[0].a.device, tried)
         if self.alike:
             lie = "col" if sets[0].is_linear else "row"
             right = [one for one in right if (one.way.b_layout, one.way.out_layout) == (lie, lie)]
         if not right:
             raise UnavailableError("no algorithm takes B and C as they lie here")
-        factors = [(one.a.to_dense(), one.b_as_factor) for one in sets]
+        factors = [self.factors(one) for one in sets]
         with setting_up("cuSPARSELt"):
-            calls, note = fastest(right[:BEST], factors, _judge(sets[0]), tried)
-        return Ready(calls, note)
-
-
-def _judge(one: ProductOperands) -> Callable[[Tensor], None]:
-    def judged(c: Tensor) -> None:
-        accepted(one.judge(c.mT if one.is_linear else c), "cuSPARSELt")
-
-    return judged
+            candidates = right_calls(right[:BEST], factors, self.judge(sets[0], *factors[0]), tried)
+            best = fastest("cuSPARSELt", candidates, sets[0].a.device, tried)
+        return Ready(candidates[best], best)
 
 
 def missing(device: torch.device) -> list[str]:
@@ -98,36 +99,31 @@ def ways_that_run(task: Task, device: torch.device, tried: Callable[[str], None]
     return right
 
 
-def fastest(
-    right: Sequence[Tried],
+def right_calls(
+    ways: Sequence[Tried],
     factors: Sequence[tuple[Tensor, Tensor]],
-    judged: Callable[[Tensor], None],
+    judge: Callable[[Tensor], Gate],
     tried: Callable[[str], None],
-) -> tuple[tuple[Callable[[], Tensor], ...], str]:
-    """Calls of the fastest of the given ways, one for each pair of A [m, k] and B [k, n], and what they are.
+) -> dict[str, tuple[Callable[[], Tensor], ...]]:
+    """By what they are, the calls of each way, one for each pair of A [m, k] and B [k, n]. UnavailableError for none.
 
-    A is compressed and B laid out here, before any time. `judged` raises for a wrong C [m, n] of the first pair.
+    A is compressed and B laid out here, before any time. `judge` judges C [m, n] of the first pair.
     """
     packed = [torch._cslt_compress(a) for a, _ in factors]
-    layouts = {
-        layout: [laid(b, layout) for _, b in factors] for layout in {one.way.b_layout for one in right}
-    }
+    layouts = {layout: [laid(b, layout) for _, b in factors] for layout in {one.way.b_layout for one in ways}}
     candidates: dict[str, tuple[Callable[[], Tensor], ...]] = {}
-    for one in right:
+    for one in ways:
         pairs = zip(packed, layouts[one.way.b_layout], strict=True)
         calls = tuple(lambda a=a, b=b, way=one.way: multiply(a, b, way) for a, b in pairs)
         try:
-            judged(calls[0]())
+            accepted(judge(calls[0]()), "cuSPARSELt")
         except UnavailableError as error:
             tried(f"{one.way}: {error}")
         else:
             candidates[str(one.way)] = calls
     if not candidates:
         raise UnavailableError("no way of cuSPARSELt is right on these operands")
-    turns = {name: rotating(calls) for name, calls in candidates.items()}
-    times = time_rounds(turns, device=packed[0].device, rounds=5, inner_ms=10.0)
-    best = min(candidates, key=lambda name: times[name].median)
-    return candidates[best], best
+    return candidates
 
 
 def own_blocks(case: Semi24Case, one: ProductOperands, index: int) -> ProductOperands:
@@ -142,13 +138,13 @@ def own_blocks(case: Semi24Case, one: ProductOperands, index: int) -> ProductOpe
 
 PEERS: tuple[Peer, ...] = (
     CUBLAS,
-    CuSparseLt(),
+    CuSparseLt("cusparselt", "cuSPARSELt"),
     CuSparseLt("cusparselt_alike", "cuSPARSELt, same layouts", alike=True),
     Own(
         "bsr",
         "this library's BSR",
-        own_blocks,
-        lambda case: [] if case.in_blocks else ["is of blocks, of which the case has none"],
+        other=own_blocks,
+        unless=lambda case: [] if case.in_blocks else ["is of blocks, of which the case has none"],
     ),
     TORCH_DENSE,
 )

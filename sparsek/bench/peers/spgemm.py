@@ -14,15 +14,11 @@ MOST_PRODUCTS = 2e9
 
 
 @dataclass(frozen=True)
-class TorchCsr:
+class TorchCsr(Peer):
     """torch's product of two CSR matrices of all elements of the blocks: cuSPARSE on a GPU, MKL on a CPU.
 
     It is told of no pattern: every call finds it anew.
     """
-
-    name: str = "torch_csr"
-    title: str = "torch.sparse CSR"
-    device: str = ""
 
     def why_not(self, case: SpgemmCase, device: torch.device) -> list[str]:
         products = case.dense_flops / 2 * case.density**2
@@ -39,4 +35,4 @@ class TorchCsr:
         return Ready(calls)
 
 
-PEERS: tuple[Peer, ...] = (CUBLAS, TorchCsr(), TORCH_DENSE)
+PEERS: tuple[Peer, ...] = (CUBLAS, TorchCsr("torch_csr", "torch.sparse CSR"), TORCH_DENSE)

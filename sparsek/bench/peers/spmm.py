@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsek.bench.engine.case import random_dense
+from sparsek.bench.engine.data import random_dense
 from sparsek.bench.engine.peer import Peer, Ready, UnavailableError, accepted, first_line
 from sparsek.bench.peers import cusparse
-from sparsek.bench.peers.product import CUBLAS, TORCH_DENSE, Meta, Own, Space, settings, tuned
+from sparsek.bench.peers.product import CUBLAS, TORCH_DENSE, Meta, Own, Space, refused_blocks, settings, tuned
 from sparsek.bench.suites.product import A_AT_B, ProductOperands, form_name
 from sparsek.bench.suites.spmm import SpmmCase
 
@@ -24,27 +24,20 @@ def a_at_b(case: SpmmCase, one: ProductOperands, index: int) -> ProductOperands:
 
 
 @dataclass(frozen=True)
-class TorchSparse:
+class TorchSparse(Peer):
     """torch.sparse BSR @ dense. On a GPU its Triton kernel, with the parameters tuned here: torch 2.13 ships
     a table for the A100 only, and runs every other card with num_stages=1.
 
     `stages_only` leaves the other three parameters as torch sets them where its table has no entry.
     """
 
-    name: str = "torch_sparse"
-    title: str = "torch.sparse"
-    device: str = ""
     stages_only: bool = False
 
     def why_not(self, case: SpmmCase, device: torch.device) -> list[str]:
         reasons = _only_a_at_b(case)
-        bm, bk = case.block
-        if case.m % bm or case.k % bk:
-            reasons.append(f"torch.sparse BSR needs sides that are multiples of the block {case.block_name}")
+        reasons += refused_blocks(case.m, case.k, case.block, by_kernel=device.type == "cuda")
         if device.type != "cuda":
             return [*reasons, "there is nothing to tune on a CPU"] if self.stages_only else reasons
-        if bm & (bm - 1) or bk & (bk - 1):
-            reasons.append(f"its kernel needs block sides that are powers of 2, not {case.block_name}")
         if case.n % 16:
             reasons.append(f"its kernel needs N to be a multiple of 16, not {case.n}")
         return reasons
@@ -61,6 +54,7 @@ class TorchSparse:
                     f"torch.sparse BSR refuses {case.dtype} on this CPU: {first_line(error)}"
                 ) from None
             return Ready(tuple(lambda w=w, one=one: w @ one.b for w, one in zip(matrices, sets, strict=True)))
+
         meta = self.tuned(case, matrices, sets, tried)
         calls = tuple(_addmm_call(w, one, meta) for w, one in zip(matrices, sets, strict=True))
         return Ready(calls, settings(meta))
@@ -74,18 +68,16 @@ class TorchSparse:
     ) -> Meta:
         """The fastest correct parameters that coordinate descent finds, by timing: num_stages first, then all four."""
 
+        def calls(meta: Meta) -> list[Callable[[], object]]:
+            return [_addmm_call(w, one, meta) for w, one in zip(matrices, sets, strict=True)]
+
         def right(meta: Meta) -> bool:
             sets[0].out.fill_(float("nan"))
-            _addmm_call(matrices[0], sets[0], meta)()
+            calls(meta)[0]()
             return sets[0].judge(sets[0].out).passed
 
-        return tuned(
-            [stage_space(case)] if self.stages_only else [stage_space(case), meta_space(case)],
-            lambda meta: [_addmm_call(w, one, meta) for w, one in zip(matrices, sets, strict=True)],
-            right,
-            sets[0].b.device,
-            tried,
-        )
+        spaces = [stage_space(case)] if self.stages_only else [stage_space(case), meta_space(case)]
+        return tuned(spaces, calls, right, sets[0].b.device, tried)
 
 
 def _addmm_call(w: Tensor, one: ProductOperands, meta: Meta) -> Callable[[], object]:
@@ -120,12 +112,8 @@ def _only_a_at_b(case: SpmmCase) -> list[str]:
 
 
 @dataclass(frozen=True)
-class CuSparse:
+class CuSparse(Peer):
     """cuSPARSE SpMM on Blocked-ELL, through ctypes: torch brings the library but binds no such call."""
-
-    name: str = "cusparse"
-    title: str = "cuSPARSE"
-    device: str = ""
 
     def why_not(self, case: SpmmCase, device: torch.device) -> list[str]:
         reasons = _only_a_at_b(case)
@@ -164,9 +152,14 @@ class CuSparse:
 
 PEERS: tuple[Peer, ...] = (
     CUBLAS,
-    TorchSparse(),
+    TorchSparse("torch_sparse", "torch.sparse"),
     TorchSparse("torch_sparse_stages", "torch.sparse, stages", "cuda", stages_only=True),
-    CuSparse(),
+    CuSparse("cusparse", "cuSPARSE"),
     TORCH_DENSE,
-    Own("a_at_b", "A @ B", a_at_b, lambda case: ["the case is A @ B itself"] if case.form == A_AT_B else []),
+    Own(
+        "a_at_b",
+        "A @ B",
+        other=a_at_b,
+        unless=lambda case: ["the case is A @ B itself"] if case.form == A_AT_B else [],
+    ),
 )

@@ -1,5 +1,6 @@
 """Attention as a benchmark: its cases, their operands, its suites."""
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,25 +11,15 @@ import torch
 from torch import Tensor
 
 from sparsek.bench.engine.bench import Bench, Column, Record, Table
-from sparsek.bench.engine.case import (
-    DTYPE,
-    Case,
-    Operands,
-    Option,
-    Schema,
-    SuiteRow,
-    block_name,
-    check_case,
-    parse_block,
-    random_dense,
-    set_count,
-)
+from sparsek.bench.engine.case import Case, Operands, Schema, SuiteRow, check_case
+from sparsek.bench.engine.data import random_dense, sets_of
 from sparsek.bench.engine.memory import peak_bytes
+from sparsek.bench.engine.names import block_name
+from sparsek.bench.engine.options import DTYPE, Option, parse_block
 from sparsek.bench.engine.tables import CASE, KERNEL, MS, ROOF, SPEEDUP, USEFUL, case_name, mark, number
 from sparsek.bench.suites import attention_run
 from sparsek.bench.suites.attention_masks import MASK_FORMS, Geometry, MaskText, parse_mask
 from sparsek.core import dtypes
-from sparsek.core.device import card_of
 from sparsek.core.errors import InvalidInput
 from sparsek.mask.lists import BLOCK_SIZES
 from sparsek.mask.mask import BlockMask
@@ -36,7 +27,6 @@ from sparsek.ops.attention import attention, plan_attention
 from sparsek.plan.attention import AttentionPlan
 from sparsek.testing.attention_budget import ExpectedAttention, expected_attention
 from sparsek.testing.budget import Gate
-from sparsek.testing.poison import poisoned
 
 # Up to this many scores of one head a gate looks at every query, beyond at the first, the last and some random tiles.
 GATED_WHOLE = 2**26
@@ -72,19 +62,18 @@ class AttentionOperands(Operands):
         return (*self.q.shape[:-1], self.v.shape[-1])
 
     def plan(self, kernel: str | None) -> AttentionPlan:
-        return plan_attention(self.q, self.k, self.v, self.mask, kernel=kernel)
+        return plan_attention(*self.given, kernel=kernel)
 
-    def planned(self, plan: AttentionPlan) -> Callable[[], object]:
-        return lambda: plan(self.q, self.k, self.v, self.mask)
+    @property
+    def given(self) -> tuple[Any, ...]:
+        return self.q, self.k, self.v, self.mask
+
+    def shapes(self, plan: Any) -> list[tuple[int, ...]]:
+        return [self.out_shape]
 
     def anew(self, kernel: str | None) -> Callable[[], object]:
         """A call that builds its mask, plans and runs."""
         return lambda: attention(self.q, self.k, self.v, self.make(), kernel=kernel)
-
-    def gate(self, plan: AttentionPlan) -> Gate:
-        # A caching allocator hands the memory of a dropped tensor to the next of its size: the output begins as NaN.
-        poisoned(self.out_shape, self.q.dtype, self.q.device)
-        return self.judge(plan(self.q, self.k, self.v, self.mask))
 
     def judge(self, out: Any) -> Gate:
         """Whether `out` is the attention of this set, by all queries or by a sample of the query tiles."""
@@ -106,11 +95,13 @@ class AttentionOperands(Operands):
         return self.peer_extra(self.anew(kernel))
 
     def peer_extra(self, call: Callable[[], object]) -> dict[str, Any]:
-        """`memory`: the largest allocation of a call beyond its output, over the bytes of q, k, v and the output."""
+        """`memory`: the largest allocation of a call beyond its results, over the bytes of q, k, v and the output."""
         peak = peak_bytes(call, self.q.device)
-        out = torch.Size(self.out_shape).numel() * self.q.element_size()
-        whole = out + sum(x.numel() * x.element_size() for x in (self.q, self.k, self.v))
-        return {"memory": None if peak is None else round(max(0, peak - out) / whole, 6)}
+        own = sum(map(math.prod, self.shapes(None))) * self.q.element_size()
+        whole = math.prod(self.out_shape) * self.q.element_size() + sum(
+            x.nbytes for x in (self.q, self.k, self.v)
+        )
+        return {"memory": None if peak is None else round(max(0, peak - own) / whole, 6)}
 
 
 @dataclass(frozen=True)
@@ -134,12 +125,12 @@ class AttentionCase(Case):
     dtype: str = "bf16"
 
     def __post_init__(self) -> None:
-        check_case(self, "batch", "heads", "kv_heads", "q_len", "kv_len", "dim", "v_dim")
-        if self.heads % self.kv_heads:
-            raise InvalidInput(f"{self.heads} query heads do not divide among {self.kv_heads} heads of keys")
         if not set(self.block) <= set(BLOCK_SIZES):
             known = " or ".join(map(str, BLOCK_SIZES))
             raise InvalidInput(f"a mask's block sides are {known}, got {block_name(self.block)}")
+        check_case(self, "batch", "heads", "kv_heads", "q_len", "kv_len", "dim", "v_dim")
+        if self.heads % self.kv_heads:
+            raise InvalidInput(f"{self.heads} query heads do not divide among {self.kv_heads} heads of keys")
         parse_mask(self.mask)
 
     @property
@@ -199,16 +190,16 @@ class AttentionCase(Case):
         make = self.mask_maker(device, seed)
         mask = make()
         mask.verify(wait=True)  # plans then know its true sizes, as they do from the second call on
-        sets = []
-        for index in range(set_count(card_of(device), self.set_bytes)):
+        given = {"dtype": dtypes.parse(self.dtype), "device": device}
+
+        def one(index: int) -> AttentionOperands:
             q, k, v = (
-                random_dense(
-                    *shape, dtype=dtypes.parse(self.dtype), device=device, seed=seed + 10 * index + place
-                )
+                random_dense(*shape, seed=seed + 10 * index + place, **given)
                 for place, shape in enumerate(self._shapes()[:3])
             )
-            sets.append(AttentionOperands(q, k, v, mask, make))
-        return sets
+            return AttentionOperands(q, k, v, mask, make)
+
+        return sets_of(device, self.set_bytes, one)
 
     def _shapes(self) -> list[tuple[int, ...]]:
         """Of q, k, v and the output."""
@@ -317,7 +308,6 @@ PUBLISHED: tuple[SuiteRow, ...] = (
 )
 # Time and memory of one window over the length.
 SWEEP: tuple[SuiteRow, ...] = _entries(HOPPER, *(_case(LONG, 2**power, heads=(8, 8)) for power in range(10)))
-SUITES: Mapping[str, tuple[SuiteRow, ...]] = {"published": PUBLISHED, "sweep": SWEEP}
 
 
 def _mask_built(record: Record) -> str:
@@ -363,12 +353,12 @@ TABLE = Table(
 )
 BENCH = Bench(
     "attention",
-    SUITES,
-    SCHEMAS,
-    (TABLE,),
-    OPTIONS,
-    AttentionCase,
-    SMALL,
+    suites={"published": PUBLISHED, "sweep": SWEEP},
+    schemas=SCHEMAS,
+    tables=(TABLE,),
+    options=OPTIONS,
+    make=AttentionCase,
+    small=SMALL,
     slowest=90.0,
     by_hand=("sweep",),
 )

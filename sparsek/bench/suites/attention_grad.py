@@ -12,13 +12,14 @@ from torch import Tensor
 
 from sparsek import kernels
 from sparsek.bench.engine.bench import Bench, Column, Record, Table
-from sparsek.bench.engine.case import Option, Schema, SuiteRow, random_dense
+from sparsek.bench.engine.case import Schema, SuiteRow
+from sparsek.bench.engine.data import random_dense
 from sparsek.bench.engine.memory import peak_bytes
+from sparsek.bench.engine.options import Option, by_measure
 from sparsek.bench.engine.several import Several, worst
 from sparsek.bench.engine.tables import CASE, KERNEL, MS, ROOF, SPEEDUP, USEFUL, USEFUL_NOTE, number
 from sparsek.bench.suites.attention import EIGHTH, MEMORY, SMALL, AttentionCase, AttentionOperands, sampled
 from sparsek.bench.suites.attention import OPTIONS as ATTENTION_OPTIONS
-from sparsek.core.errors import InvalidInput
 from sparsek.mask.mask import BlockLists, BlockMask, Sizes
 from sparsek.ops.attention import attention, plan_attention, plan_attention_backward
 from sparsek.ops.gradients import same_family
@@ -26,7 +27,6 @@ from sparsek.plan.attention_grad import AttentionGradPlan
 from sparsek.plan.sources import JOINED
 from sparsek.testing.attention_budget import ExpectedGradients, expected_gradients
 from sparsek.testing.budget import Gate
-from sparsek.testing.poison import poisoned
 
 Gradients = tuple[Tensor, Tensor, Tensor]
 # By the heads that are looked at, None for all.
@@ -34,71 +34,56 @@ Expected = dict["Group | None", ExpectedGradients]
 
 
 @dataclass(frozen=True)
-class GradOperands(AttentionOperands):
-    """A set of a backward pass: also dO [B, Hq, S, Dv], and out and lse [B, Hq, S] as the forward pass gave them."""
+class DifferentiableOperands(AttentionOperands):
+    """A set with dO [B, Hq, S, Dv], the gradient of the output."""
 
     grad: Tensor
-    out: Tensor
-    lse: Tensor
     deterministic: bool
-
-    @property
-    def useful_flops(self) -> float:
-        return 2.0 * (3 * self.q.shape[-1] + 2 * self.v.shape[-1]) * self.pairs
-
-    @property
-    def given(self) -> tuple[Tensor, Tensor, Tensor]:
-        """What every call is given beside q, k, v and the mask."""
-        return self.out, self.lse, self.grad
-
-    def plan(self, kernel: str | None) -> AttentionGradPlan:
-        return self._plan(self.mask, kernel)
-
-    def _plan(self, mask: BlockMask, kernel: str | None) -> AttentionGradPlan:
-        return plan_attention_backward(
-            self.q, self.k, self.v, mask, kernel=kernel, deterministic=self.deterministic
-        )
-
-    def planned(self, plan: AttentionGradPlan) -> Callable[[], Gradients]:
-        return lambda: plan(self.q, self.k, self.v, self.mask, *self.given)
-
-    def anew(self, kernel: str | None) -> Callable[[], Gradients]:
-        """A call that builds its mask, plans and runs."""
-
-        def call() -> Gradients:
-            mask = self.make()
-            return self._plan(mask, kernel)(self.q, self.k, self.v, mask, *self.given)
-
-        return call
-
-    def gate(self, plan: AttentionGradPlan) -> Gate:
-        # A caching allocator hands the memory of a dropped tensor to the next of its size: the gradients begin as NaN.
-        for x in (self.q, self.k, self.v):
-            poisoned(tuple(x.shape), x.dtype, x.device)
-        return self.judge(self.planned(plan)())
-
-    def judge(self, out: Any) -> Gate:
-        """Whether `out` holds dq, dk and dv of this set, by all of them or by those of one or two heads."""
-        return judged_gradients(self.expected_gradients, out)
 
     @cached_property
     def expected_gradients(self) -> Expected:
         """The reference, computed once for the kernels and peers of a case."""
         return expected_of(self, self.grad)
 
-    def peer_extra(self, call: Callable[[], object]) -> dict[str, Any]:
-        """`memory`: the largest allocation of a call beyond dq, dk and dv, over the bytes of q, k, v and the output."""
-        peak = peak_bytes(call, self.q.device)
-        own = sum(x.nbytes for x in (self.q, self.k, self.v))
-        return {"memory": None if peak is None else round(max(0, peak - own) / (own + self.out.nbytes), 6)}
+
+@dataclass(frozen=True)
+class GradOperands(DifferentiableOperands):
+    """A set of a backward pass: also out and lse [B, Hq, S] as the forward pass gave them."""
+
+    out: Tensor
+    lse: Tensor
+
+    @property
+    def useful_flops(self) -> float:
+        return 2.0 * (3 * self.q.shape[-1] + 2 * self.v.shape[-1]) * self.pairs
+
+    @property
+    def given(self) -> tuple[Any, ...]:
+        return *super().given, self.out, self.lse, self.grad
+
+    def shapes(self, plan: Any) -> list[tuple[int, ...]]:
+        return [x.shape for x in (self.q, self.k, self.v)]
+
+    def plan(self, kernel: str | None) -> AttentionGradPlan:
+        return plan_attention_backward(*self.given[:4], kernel=kernel, deterministic=self.deterministic)
+
+    def anew(self, kernel: str | None) -> Callable[[], Gradients]:
+        """A call that builds its mask, plans and runs."""
+
+        def call() -> Gradients:
+            one = replace(self, mask=self.make())
+            return one.plan(kernel)(*one.given)
+
+        return call
+
+    def judge(self, out: Any) -> Gate:
+        """Whether `out` holds dq, dk and dv of this set, by all of them or by those of one or two heads."""
+        return judged_gradients(self.expected_gradients, out)
 
 
 @dataclass(frozen=True)
-class StepOperands(AttentionOperands):
-    """A set of a training step: q, k and v, which want gradients, and dO [B, Hq, S, Dv]."""
-
-    grad: Tensor
-    deterministic: bool
+class StepOperands(DifferentiableOperands):
+    """A set of a training step, whose q, k and v want gradients."""
 
     @property
     def useful_flops(self) -> float:
@@ -108,16 +93,11 @@ class StepOperands(AttentionOperands):
     def plan(self, kernel: str | None) -> Several:
         """`kernel` is the forward pass's; the backward pass takes the one of its family, as `attention` does."""
         q, k, v = (x.detach() for x in (self.q, self.k, self.v))
+        given = (q, k, v, self.mask)
+        family, fixed = same_family(kernel, "attention_backward"), self.deterministic
         plans = {
-            "forward": plan_attention(q, k, v, self.mask, kernel=kernel, return_lse=True),
-            "backward": plan_attention_backward(
-                q,
-                k,
-                v,
-                self.mask,
-                kernel=same_family(kernel, "attention_backward"),
-                deterministic=self.deterministic,
-            ),
+            "forward": plan_attention(*given, kernel=kernel, return_lse=True),
+            "backward": plan_attention_backward(*given, kernel=family, deterministic=fixed),
         }
         return Several(plans, self.eager(kernel))
 
@@ -137,20 +117,12 @@ class StepOperands(AttentionOperands):
         out = attention(*wanted, mask(), kernel=kernel, deterministic=self.deterministic)
         return (out.detach(), *torch.autograd.grad(out, wanted, self.grad))
 
-    def gate(self, plan: Several) -> Gate:
-        # As for GradOperands, and the output too.
-        for x in (self.q, self.k, self.v, self.grad):
-            poisoned(tuple(x.shape), x.dtype, x.device)
-        return self.judge(plan.call())
+    def shapes(self, plan: Any) -> list[tuple[int, ...]]:
+        return [x.shape for x in (self.q, self.k, self.v, self.grad)]
 
     def judge(self, out: Any) -> Gate:
         """Whether `out` holds the output, dq, dk and dv of this set; the worst of them."""
         return worst([self.expected.judge(out[0]), judged_gradients(self.expected_gradients, out[1:])])
-
-    @cached_property
-    def expected_gradients(self) -> Expected:
-        """The reference, computed once for the kernels and peers of a case."""
-        return expected_of(replace(self, **{name: getattr(self, name).detach() for name in "qkv"}), self.grad)
 
     def kernel_extra(self, kernel: str) -> dict[str, Any]:
         """`peak_gb` of a step that builds its mask and plans, with the forward kernel among those of `kernel`."""
@@ -173,13 +145,16 @@ def expected_of(one: AttentionOperands, grad: Tensor) -> Expected:
     """
     batch, kv_heads = one.k.shape[:2]
     rows = one.sample()
+    q, k, v = (x.detach() for x in (one.q, one.k, one.v))
     if rows is None:
-        return {None: expected_gradients(one.q, one.k, one.v, one.mask, grad)}
+        return {None: expected_gradients(q, k, v, one.mask, grad)}
     found: Expected = {}
     for group in {Group(0, 0), Group(batch - 1, kv_heads - 1)}:
-        q, k, v, of_out = (group.of(x, kv_heads) for x in (one.q, one.k, one.v, grad))
         given = {"rows": rows, "columns": sampled(one.mask.grid[1])}
-        found[group] = expected_gradients(q, k, v, group.mask(one.mask, kv_heads), of_out, **given)
+        mask, of_out = group.mask(one.mask, kv_heads), group.of(grad, kv_heads)
+        found[group] = expected_gradients(
+            group.of(q, kv_heads), group.of(k, kv_heads), group.of(v, kv_heads), mask, of_out, **given
+        )
     return found
 
 
@@ -306,18 +281,7 @@ def _parts(one: AttentionOperands) -> dict[str, Any]:
     return {field.name: getattr(one, field.name) for field in fields(one)}
 
 
-SCHEMAS: Mapping[str, Schema] = {
-    "attention_backward": Schema(AttentionGradCase, extra=("memory",), peer_extra=("memory",)),
-    "attention_train": Schema(AttentionTrainCase, extra=("peak_gb",), peer_extra=("peak_gb",)),
-}
 MEASURES: Mapping[str, type[AttentionGradCase]] = {"backward": AttentionGradCase, "train": AttentionTrainCase}
-
-
-def make(*, measure: str, **fields: Any) -> AttentionGradCase:
-    """A case. `measure`: a key of MEASURES."""
-    if measure not in MEASURES:
-        raise InvalidInput(f"of gradients, {' or '.join(MEASURES)} is measured, not {measure!r}")
-    return MEASURES[measure](**fields)
 
 
 OPTIONS: tuple[Option, ...] = (
@@ -359,7 +323,6 @@ PUBLISHED: tuple[SuiteRow, ...] = (
 )
 # One window over the length: time and memory must grow no faster.
 TRAINING: tuple[SuiteRow, ...] = tuple(SuiteRow(_step(kilo), AUTO) for kilo in (64, 128, 256))
-SUITES: Mapping[str, tuple[SuiteRow, ...]] = {"published": PUBLISHED, "train": TRAINING}
 
 
 def _per_token(record: Record) -> str:
@@ -399,15 +362,15 @@ TRAIN_TABLE = Table(
 )
 BENCH = Bench(
     "attention-backward",
-    SUITES,
-    SCHEMAS,
-    (
-        BACKWARD_TABLE,
-        TRAIN_TABLE,
-    ),
-    OPTIONS,
-    make,
-    SMALL,
-    "Kernels by name, of a step the forward pass's; auto is the planner's choice.",
+    suites={"published": PUBLISHED, "train": TRAINING},
+    schemas={
+        "attention_backward": Schema(AttentionGradCase, extra=("memory",), peer_extra=("memory",)),
+        "attention_train": Schema(AttentionTrainCase, extra=("peak_gb",), peer_extra=("peak_gb",)),
+    },
+    tables=(BACKWARD_TABLE, TRAIN_TABLE),
+    options=OPTIONS,
+    make=by_measure("gradients", MEASURES),
+    small=SMALL,
+    kernels="Kernels by name, of a step the forward pass's; auto is the planner's choice.",
     slowest=65.0,
 )

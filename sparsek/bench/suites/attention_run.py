@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +12,7 @@ from sparsek.bench.engine import records
 from sparsek.bench.engine.peer import rotating
 from sparsek.bench.engine.run import Outcome, PeerResult, facts, in_order, passed, rated, reasons
 from sparsek.bench.engine.sensors import Sensors
+from sparsek.bench.engine.several import Named
 from sparsek.bench.engine.wall import wait, wall_rounds
 from sparsek.core.errors import InvalidInput, Unsupported
 from sparsek.mask.mask import BlockMask
@@ -68,12 +69,8 @@ def _with_own_mask(
     return replace(one, mask=make(), make=make)
 
 
-@dataclass(frozen=True)
-class Builder:
-    """The source of the masks, in the place of a kernel."""
-
-    kernel: str = "mask.structured"
-    config: None = None
+# The source of the masks, in the place of a kernel.
+BUILDER = Named("mask.structured")
 
 
 def run_mask_build(case: AttentionCase, *, device: torch.device, rounds: int = 7, **_: Any) -> Outcome:
@@ -83,7 +80,7 @@ def run_mask_build(case: AttentionCase, *, device: torch.device, rounds: int = 7
     Raises InvalidInput for a mask that is drawn at random, GateError for a wrong mask.
     """
     make = case.mask_maker(device)
-    gate = passed(case, Builder.kernel, check_mask(case, make()))
+    gate = passed(case, BUILDER.kernel, check_mask(case, make()))
 
     def build() -> None:
         make()
@@ -91,7 +88,7 @@ def run_mask_build(case: AttentionCase, *, device: torch.device, rounds: int = 7
 
     seen = Sensors(device)
     times = wall_rounds({"build": build}, device, rounds, on_sample=seen.sample)["build"]
-    return Outcome(case, (in_order(facts("mask_build", case, Builder(), times, gate, device, seen)),), {}, {})
+    return Outcome(case, (in_order(facts("mask_build", case, BUILDER, times, gate, device, seen)),), {}, {})
 
 
 def check_mask(case: AttentionCase, mask: BlockMask) -> Gate:

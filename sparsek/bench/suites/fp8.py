@@ -12,22 +12,21 @@ import torch
 from torch import Tensor
 
 from sparsek.bench.engine.bench import Bench, Table
-from sparsek.bench.engine.case import (
-    BLOCK,
-    DENSITY,
-    Bar,
-    Case,
-    Option,
-    Schema,
-    SuiteRow,
-    block_name,
-    check_case,
-    random_dense,
-    sets_of,
-    stored_name,
-)
+from sparsek.bench.engine.case import Bar, Case, Schema, SuiteRow, check_case, check_choice
+from sparsek.bench.engine.data import random_dense, sets_of
+from sparsek.bench.engine.names import block_name, stored_name
+from sparsek.bench.engine.options import BLOCK, DENSITY, Option
 from sparsek.bench.engine.tables import CASE, KERNEL, MS, ROOF, SPEEDUP, USEFUL, must_reach
-from sparsek.bench.suites.product import LINEAR, WIDE, ProductOperands, SidesCase, form_name, sides
+from sparsek.bench.suites.product import (
+    LINEAR,
+    WIDE,
+    ProductOperands,
+    SidesCase,
+    check_24_sides,
+    form_name,
+    matrices,
+    sides,
+)
 from sparsek.bench.suites.semi24 import FORMS
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
@@ -35,9 +34,7 @@ from sparsek.kernels import names_for
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.bsr24 import BSR24
 from sparsek.matrix.dense8 import QuantizedTensor
-from sparsek.matrix.pattern import block_sides
 from sparsek.matrix.quantized import Quantized, quantize
-from sparsek.matrix.random import random_bsr
 from sparsek.matrix.semi24 import Semi24
 from sparsek.testing.poison import poisoned
 
@@ -64,13 +61,12 @@ class Fp8Operands(ProductOperands):
         m = self.a.matrix
         wide = m.values.to(WIDE)
         if isinstance(m, BSR):
-            made = BSR.unchecked(m.pattern, wide)
-        else:
-            made = (
-                Semi24.unchecked(wide, m.meta)
-                if isinstance(m, Semi24)
-                else BSR24.unchecked(m.pattern, wide, m.meta)
-            )
+            return BSR.unchecked(m.pattern, wide).to_dense().to(self.a.dtype)
+        made = (
+            Semi24.unchecked(wide, m.meta)
+            if isinstance(m, Semi24)
+            else BSR24.unchecked(m.pattern, wide, m.meta)
+        )
         return made.to_dense().to(self.a.dtype)
 
 
@@ -109,29 +105,25 @@ class Fp8Case(SidesCase):
     fast_accum: bool = False
 
     def __post_init__(self) -> None:
-        for name, allowed in (
-            ("stored", STORED),
-            ("form", FORMS),
-            ("scale", SCALES),
-            ("dtype", tuple(DTYPES)),
-        ):
-            if getattr(self, name) not in allowed:
-                raise InvalidInput(f"{name} is one of {', '.join(allowed)}, got {getattr(self, name)!r}")
+        choices = {"stored": STORED, "form": FORMS, "scale": SCALES, "dtype": DTYPES}
+        for name, allowed in choices.items():
+            check_choice(name, getattr(self, name), allowed)
         check_case(self, "m", "k", "n", dtype=False)
         if (self.block is None) != (self.stored == SEMI24):
             raise InvalidInput("bsr and bsr24 have blocks, semi24 has none")
         if self.block is None and (self.density != 1.0 or self.scale == "block"):
             raise InvalidInput("a 2:4 matrix without blocks has neither a density nor a scale of blocks")
-        if self.block is not None:
-            block_sides(self.block)
-        if self.stored == BSR24_ and any(side % 64 for side in self.block or ()):
-            raise InvalidInput(
-                f"sides of 2:4 blocks are multiples of 64, got {block_name(self.block or (0, 0))}"
-            )
+        if self.block is not None and self.stored == BSR24_:
+            check_24_sides(self.block)
         if self.fast_accum and self.scale == "block":
             raise InvalidInput("scales of blocks are applied to float32 sums, which fast_accum does without")
         if self.k % 16:
             raise InvalidInput(f"K of an FP8 product is a multiple of 16 here, got {self.k}")
+
+    @property
+    def whole(self) -> bool:
+        """A Semi24."""
+        return self.stored == SEMI24
 
     @property
     def name(self) -> str:
@@ -154,32 +146,15 @@ class Fp8Case(SidesCase):
     def operands(self, device: torch.device, seed: int = 0) -> list[Fp8Operands]:
         """Sets of their own memory, of one pattern: 2 to 64, together several times the cache; N(0, 1) before FP8."""
         footprint = int(self.m * self.k * self.density) + self.n * (self.k + 2 * self.m)
-        first, linear = self._matrix(device, seed), self.form == LINEAR
+        matrix, linear = matrices(self.stored, self, WIDE, device, seed), self.form == LINEAR
 
         def one(index: int) -> Fp8Operands:
-            start = seed + 10 * index
-            a = self._like(first, start) if index else first
-            x = quantize(random_dense(self.n, self.k, dtype=WIDE, device=device, seed=start + 1))
-            a8 = quantize(a, DTYPES[self.dtype], self.scale, fast_accum=self.fast_accum)
+            x = quantize(random_dense(self.n, self.k, dtype=WIDE, device=device, seed=seed + 10 * index + 1))
+            a8 = quantize(matrix(index), DTYPES[self.dtype], self.scale, fast_accum=self.fast_accum)
             out = None if linear else poisoned((self.m, self.n), WIDE, device)
             return Fp8Operands(a8, x if linear else x.mT, out, self.form)
 
         return sets_of(device, footprint, one)
-
-    def _matrix(self, device: torch.device, seed: int) -> BSR | Semi24 | BSR24:
-        given = {"dtype": WIDE, "device": device, "seed": seed}
-        if self.block is None:
-            return Semi24.from_dense(random_dense(self.m, self.k, **given).mul_(self.k**-0.5))
-        made = random_bsr(self.m, self.k, self.block, self.density, **given)
-        return BSR24.from_bsr(made) if self.stored == BSR24_ else made
-
-    def _like(self, first: BSR | Semi24 | BSR24, seed: int) -> BSR | Semi24 | BSR24:
-        """Another matrix, of the same pattern if it has one."""
-        if isinstance(first, Semi24):
-            return self._matrix(first.device, seed)
-        values = random_dense(first.nnzb, *first.block, dtype=first.dtype, device=first.device, seed=seed)
-        made = BSR.unchecked(first.pattern, values.mul_(self.k**-0.5)).zero_padding_()
-        return BSR24.from_bsr(made) if isinstance(first, BSR24) else made
 
 
 def kernels_of(stored: str) -> tuple[str, ...]:
@@ -190,7 +165,6 @@ def kernels_of(stored: str) -> tuple[str, ...]:
     return found or ("auto",)
 
 
-SCHEMAS: Mapping[str, Schema] = {"fp8": Schema(Fp8Case, later={"fast_accum": False})}
 BLOCKS = tuple(Fp8Case(8192, 8192, 8192, BSR_, (128, 128), 0.125, form) for form in FORMS)
 WHOLE = tuple(Fp8Case(8192, 8192, 8192, SEMI24, None, form=form) for form in FORMS)
 FAST_BLOCKS, FAST_WHOLE = (
@@ -202,7 +176,6 @@ PUBLISHED: tuple[SuiteRow, ...] = (
     *(SuiteRow(case, kernels_of(case.stored)) for case in (*BLOCKS, *WHOLE)),
     *(SuiteRow(case, (f"hopper.{OPS[case.stored]}",)) for case in (*FAST_BLOCKS, *FAST_WHOLE)),
 )
-SUITES: Mapping[str, tuple[SuiteRow, ...]] = {"published": PUBLISHED}
 BARS: Mapping[Case, tuple[Bar, ...]] = {
     **dict.fromkeys((*BLOCKS, *FAST_BLOCKS), (Bar("cublas_fp8", 0.75, 0.9),)),
     **dict.fromkeys((*WHOLE, *FAST_WHOLE), (Bar("cusparselt", 0.95, 1.1),)),
@@ -230,15 +203,7 @@ TABLE = Table(
     op="fp8",
     title="FP8",
     dense=("cublas_fp8", "torch_dense"),
-    columns=(
-        CASE,
-        KERNEL,
-        MS,
-        SPEEDUP,
-        USEFUL,
-        ROOF,
-        must_reach(BARS),
-    ),
+    columns=(CASE, KERNEL, MS, SPEEDUP, USEFUL, ROOF, must_reach(BARS)),
     note=(
         "Both operands are in FP8 before any time, E4M3 with a float32 scale for each row of W and of x unless said, C "
         "in bf16. Useful TFLOPS count every value in stored blocks; of 2:4 matrices they are dense-equivalent, the "
@@ -250,9 +215,9 @@ TABLE = Table(
 )
 BENCH = Bench(
     "fp8",
-    SUITES,
-    SCHEMAS,
-    (TABLE,),
-    OPTIONS,
-    make,
+    suites={"published": PUBLISHED},
+    schemas={"fp8": Schema(Fp8Case, later={"fast_accum": False})},
+    tables=(TABLE,),
+    options=OPTIONS,
+    make=make,
 )

@@ -18,38 +18,24 @@ import torch
 
 from sparsek.bench.engine import records
 from sparsek.bench.engine.bench import Bench, Column, Record, Table
-from sparsek.bench.engine.case import (
-    BLOCK,
-    DENSITY,
-    DTYPE,
-    Bar,
-    Case,
-    Operands,
-    Option,
-    Schema,
-    SuiteRow,
-    block_name,
-    check_case,
-    shape_name,
-)
-from sparsek.bench.engine.run import GateError, Outcome, facts, in_order, passed
+from sparsek.bench.engine.case import Bar, Case, Schema, SuiteRow, check_case, check_choice
+from sparsek.bench.engine.names import block_name, shape_name, stored_name
+from sparsek.bench.engine.options import BLOCK, DENSITY, DTYPE, Option
+from sparsek.bench.engine.run import GateError, Outcome, beside, facts, in_order, passed
 from sparsek.bench.engine.sensors import Sensors
+from sparsek.bench.engine.several import Named
 from sparsek.bench.engine.tables import CASE, case_name, mark
 from sparsek.bench.engine.wall import wall_rounds
 from sparsek.bench.suites.host_calls import CALLS, STORAGES, HostCall
 from sparsek.core import env
 from sparsek.core.clock import Times
 from sparsek.core.errors import InvalidInput, Unsupported
-from sparsek.matrix.pattern import block_sides
 from sparsek.testing.budget import Gate
 
 TORCH = "torch"
 LAYER = "layer"
 # What a first call finds on disk: no compiled kernel, or those of a process before.
 CACHES = ("empty", "filled")
-SIDES = {"attention": "heads x length x head size", "from_dense": "rows x columns", "A @ B": "m x k x n"}
-SIDES |= {"plan of A @ B": SIDES["A @ B"], "attention + backward": SIDES["attention"]}
-LAYER_SIDES = "tokens x features in x features out"
 STORED = {"bsr": "", "semi24": "2:4", "bsr24": "2:4 in", "fp8": "FP8"}
 # The verb, layer or method behind each call, as a module of sparsek: the kernel of its records.
 MODULES = {
@@ -62,6 +48,13 @@ MODULES = {
     "attention + backward": "ops.attention",
     "from_dense": "matrix.bsr",
 }
+PRODUCT, LAYERS, HEADED, WHOLE = SIDES = (
+    "m x k x n",
+    "tokens x features in x features out",
+    "heads x length x head size",
+    "rows x columns",
+)
+MEASURED = {"ops.spmm": PRODUCT, "ops.attention": HEADED, "matrix.bsr": WHOLE}
 # What host time is made of: every file of these rooms.
 ROOMS = ("core", "kernels/lang", "matrix", "mask", "nn", "ops", "plan")
 
@@ -75,19 +68,21 @@ class HostCase(HostCall, Case):
     caches: str = ""
 
     def __post_init__(self) -> None:
-        if self.call not in CALLS:
-            raise InvalidInput(f"a call is one of {', '.join(CALLS)}, got {self.call!r}")
-        wanted = SIDES.get(self.call, LAYER_SIDES)
+        check_choice("a call", self.call, CALLS)
+        wanted = self.measured
         if len(self.sides) != wanted.count(" x ") + 1 or min(self.sides) < 1:
             raise InvalidInput(f"{self.call} measures {wanted}, got {'x'.join(map(str, self.sides))}")
-        if self.storage not in STORAGES:
-            raise InvalidInput(f"a storage is one of {', '.join(STORAGES)}, got {self.storage!r}")
+        check_choice("a storage", self.storage, STORAGES)
         if self.storage != "bsr" and self.call not in ("linear", LAYER):
             raise InvalidInput(f"{self.call} is measured of blocks, not of {self.storage}")
         if self.caches not in ("", *CACHES):
             raise InvalidInput(f"caches are {' or '.join(CACHES)} before a first call, got {self.caches!r}")
-        block_sides(self.block)
         check_case(self)
+
+    @property
+    def measured(self) -> str:
+        """What the sides are, one of SIDES."""
+        return MEASURED.get(self.module, LAYERS)
 
     @property
     def is_first(self) -> bool:
@@ -107,7 +102,7 @@ class HostCase(HostCall, Case):
     @property
     def module(self) -> str:
         """What is called, as a module of sparsek."""
-        return MODULES[self.call] if self.call != LAYER or self.storage == "bsr" else MODULES["linear"]
+        return MODULES["linear" if self.call == LAYER and self.storage != "bsr" else self.call]
 
     @property
     def name(self) -> str:
@@ -118,21 +113,18 @@ class HostCase(HostCall, Case):
 
     @property
     def _measures(self) -> str:
-        if self.call.startswith("attention"):
+        if self.measured == HEADED:
             heads, length, dim = self.sides
             return f"{length} causal, {heads} heads, D {dim}, block {block_name(self.block)} {self.dtype}"
-        if self.call == "from_dense":
+        if self.measured == WHOLE:
             size = "×".join(map(str, self.sides))
-        elif self.call in ("A @ B", "plan of A @ B"):
+        elif self.measured == PRODUCT:
             size = shape_name(*self.sides)
         else:
             tokens, k, n = self.sides
             size = f"{tokens} token{'s' if tokens > 1 else ''}, {k} to {n},"
-        stored = STORED[self.storage]
-        blocks = (
-            "" if self.storage == "semi24" else f"block {block_name(self.block)} {self.density * 100:.4g} %"
-        )
-        return " ".join(filter(None, (size, stored, blocks, self.dtype)))
+        blocks = "" if self.storage == "semi24" else stored_name(block_name(self.block), self.density)
+        return " ".join(filter(None, (size, STORED[self.storage], blocks, self.dtype)))
 
     @property
     def bar(self) -> Bar | None:
@@ -150,10 +142,6 @@ class HostCase(HostCall, Case):
     def dense_flops(self) -> float:
         """Nothing is rated."""
         return 0.0
-
-    def operands(self, device: torch.device, seed: int = 0) -> Sequence[Operands]:
-        """None: `run_host_time` makes each call on operands of its own."""
-        raise InvalidInput("a case of host time is measured by run_host_time")
 
 
 BARS: Mapping[tuple[str, str], Bar] = {
@@ -188,14 +176,6 @@ for _, name, *_ in kernels.KERNELS:
 """
 # By call, the folder of caches that its last process left behind.
 _FILLED: dict[HostCase, Path] = {}
-
-
-@dataclass(frozen=True)
-class Called:
-    """The module that is called, in the place of a kernel."""
-
-    kernel: str
-    config: None = None
 
 
 def run_host_time(
@@ -233,10 +213,8 @@ def run_host_time(
 def _outcome(
     case: HostCase, gate: Gate, took: Times, peers: dict[str, Times], device: torch.device, seen: Sensors
 ) -> Outcome:
-    record = facts(case.op, case, Called(case.module), took, gate, device, seen)
-    record["peers"] = {name: {"ms": records.times_of(each), "tflops": None} for name, each in peers.items()}
-    record["ratio"] = {name: round(each.median / took.median, 4) for name, each in peers.items()}
-    return Outcome(case, (in_order(record),), {}, {})
+    record = facts(case.op, case, Named(case.module), took, gate, device, seen)
+    return Outcome(case, (in_order(beside(record, peers)),), {}, {})
 
 
 def _first_calls(case: HostCase, device: torch.device, rounds: int, report: Callable[[str], None]) -> Outcome:
@@ -307,45 +285,44 @@ def _in_a_process(case: HostCase, device: torch.device, folder: Path) -> dict[st
     return json.loads(ran.stdout.splitlines()[-1])
 
 
-def _host_case(record: Record) -> HostCase:
-    case = records.case_of(record)
-    assert isinstance(case, HostCase)
-    return case
-
-
 def _spell(milliseconds: float, case: HostCase) -> str:
     return f"{milliseconds / 1e3:.3g} s" if case.is_first else f"{milliseconds * 1e3:.1f} us"
 
 
 def _host_time(record: Record) -> str:
-    return _spell(record["ms"]["median"], _host_case(record)) + mark(record)
+    return _spell(record["ms"]["median"], records.case_of(record)) + mark(record)
 
 
 def _torch_time(record: Record) -> str:
-    peers = record["peers"]
-    return _spell(peers[TORCH]["ms"]["median"], _host_case(record)) if TORCH in peers else ""
+    peer = record["peers"].get(TORCH)
+    return "" if peer is None else _spell(peer["ms"]["median"], records.case_of(record))
+
+
+def _limited(record: Record) -> float | None:
+    """What a bar limits: the time over torch's, or, of a first call, in seconds."""
+    ms, peer = record["ms"]["median"], record["peers"].get(TORCH)
+    if records.case_of(record).is_first:
+        return ms / 1e3
+    return None if peer is None else ms / peer["ms"]["median"]
 
 
 def _over_torch(record: Record) -> str:
-    peer = record["peers"].get(TORCH)
-    return "" if peer is None else f"{record['ms']['median'] / peer['ms']['median']:.2f}"
+    found = _limited(record)
+    return "" if found is None or records.case_of(record).is_first else f"{found:.2f}"
 
 
 def _at_most(record: Record) -> str:
-    case, ms = _host_case(record), record["ms"]["median"]
-    bar, peer = case.bar, record["peers"].get(TORCH)
-    if bar is None or (peer is None and not case.is_first):
+    case, found = records.case_of(record), _limited(record)
+    if case.bar is None or found is None:
         return ""
-    found = ms / 1e3 if peer is None else ms / peer["ms"]["median"]
-    return f"{bar.must:g}{' s' if case.is_first else ''}: {bar.verdict(found)}"
+    return f"{case.bar.must:g}{' s' if case.is_first else ''}: {case.bar.verdict(found)}"
 
 
 def _aim(record: Record) -> str:
-    case = _host_case(record)
+    case = records.case_of(record)
     return "" if case.bar is None else f"{case.bar.aim:g}{' s' if case.is_first else ''}"
 
 
-SCHEMAS: Mapping[str, Schema] = {"host": Schema(HostCase, rated=False, rooms=ROOMS, run=run_host_time)}
 SMALL = (1024, 1024, 1024)
 HEADS = (8, 512, 128)
 FIRST: tuple[HostCase, ...] = tuple(
@@ -371,7 +348,6 @@ HOST: tuple[SuiteRow, ...] = tuple(
         *FIRST,
     )
 )
-SUITES: Mapping[str, tuple[SuiteRow, ...]] = {"host": HOST}
 
 
 def parse_sides(text: str) -> tuple[int, ...]:
@@ -381,10 +357,9 @@ def parse_sides(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.lower().split("x"))
 
 
-FORMS = sorted({*SIDES.values(), LAYER_SIDES})
 OPTIONS: tuple[Option, ...] = (
     Option("call", "A @ B", f"Calls: {', '.join(CALLS)}."),
-    Option("sides", "1024x1024x1024", f"By call: {'; '.join(FORMS)}, as 64x1024x1024.", parse_sides),
+    Option("sides", "1024x1024x1024", f"By call: {'; '.join(sorted(SIDES))}, as 64x1024x1024.", parse_sides),
     Option("storage", "bsr", f"Of a layer's weight: {', '.join(STORAGES)}."),
     BLOCK,
     replace(DENSITY, default="0.25"),
@@ -436,14 +411,14 @@ TABLE = Table(
 )
 BENCH = Bench(
     "host",
-    SUITES,
-    SCHEMAS,
-    (TABLE,),
-    OPTIONS,
-    HostCase,
-    "--call linear --sides 16x64x64 --block 32 --dtype fp32",
-    "",
-    "host",
+    suites={"host": HOST},
+    schemas={"host": Schema(HostCase, rated=False, rooms=ROOMS, run=run_host_time)},
+    tables=(TABLE,),
+    options=OPTIONS,
+    make=HostCase,
+    small="--call linear --sides 16x64x64 --block 32 --dtype fp32",
+    kernels="",
+    whole="host",
     slowest=60.0,
     files={"sparsek/plan/host.json": host_table},
 )

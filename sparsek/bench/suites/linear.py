@@ -1,6 +1,5 @@
 """y = act(x @ W.T + bias) + residual as a benchmark: its cases, their operands, its suites."""
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -9,28 +8,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from sparsek.bench.engine.bench import Bench, Column, Record, Table
-from sparsek.bench.engine.case import (
-    BLOCK,
-    DENSITY,
-    DTYPE,
-    Case,
-    Operands,
-    Option,
-    Schema,
-    SuiteRow,
-    block_name,
-    check_case,
-    random_dense,
-    revalued,
-    set_count,
-    stored_name,
-)
+from sparsek.bench.engine.case import Case, Schema, SuiteRow, check_case
+from sparsek.bench.engine.data import random_dense, revalued, sets_of
+from sparsek.bench.engine.names import block_name, stored_name
+from sparsek.bench.engine.options import BLOCK, DENSITY, DTYPE, Option
 from sparsek.bench.engine.tables import CASE, KERNEL, MS, ROOF, SPEEDUP, USEFUL, USEFUL_NOTE
+from sparsek.bench.suites.product import LINEAR, ProductOperands
 from sparsek.core import dtypes
-from sparsek.core.device import card_of
 from sparsek.core.errors import InvalidInput
-from sparsek.matrix.bsr import BSR
-from sparsek.matrix.pattern import block_sides
 from sparsek.matrix.random import random_bsr
 from sparsek.ops.spmm import plan_spmm
 from sparsek.plan.spmm import SpmmPlan
@@ -44,19 +29,12 @@ PARTS = ("bias", *filter(None, ACTIVATIONS), "residual")
 
 
 @dataclass(frozen=True)
-class LinearOperands(Operands):
-    """One of the rotating sets: its own x [tokens, k], W [n, k], output, bias [n] and residual [tokens, n]."""
+class LinearOperands(ProductOperands):
+    """One of the rotating sets: its own x [tokens, k], W [n, k] and output, and bias [n] and residual [tokens, n]."""
 
-    x: Tensor
-    w: BSR
-    out: Tensor
     bias: Tensor | None = None
     activation: str | None = None
     residual: Tensor | None = None
-
-    @property
-    def useful_flops(self) -> float:
-        return 2.0 * self.w.nnzb * self.w.block[0] * self.w.block[1] * self.x.shape[0]
 
     @property
     def after(self) -> tuple[Any, Any, Any]:
@@ -64,33 +42,19 @@ class LinearOperands(Operands):
         return self.bias, self.activation, self.residual
 
     @property
-    def epilogue(self) -> Epilogue:
-        """The same as a plan takes it."""
-        return Epilogue(bias=self.bias, activation=self.activation or "", other=self.residual)
+    def options(self) -> dict[str, Any]:
+        epilogue = Epilogue(bias=self.bias, activation=self.activation or "", other=self.residual)
+        return {"out": self.out, "epilogue": epilogue}
 
     def plan(self, kernel: str | None) -> SpmmPlan:
-        return plan_spmm(self.x, self.w.T, out=self.out, epilogue=self.epilogue, kernel=kernel)
-
-    def planned(self, plan: SpmmPlan) -> Callable[[], Tensor]:
-        w, epilogue = self.w.T, self.epilogue
-        return lambda: plan(self.x, w, out=self.out, epilogue=epilogue)
-
-    def gate(self, plan: SpmmPlan) -> Gate:
-        self.out.fill_(torch.nan)
-        self.planned(plan)()
-        return self.judge(self.out, tf32=plan.problem.tf32)
+        return plan_spmm(*self.given, **self.options, kernel=kernel)
 
     def judge(self, out: Tensor, *, tf32: bool = False) -> Gate:
         """Whether `out` is the result of this set."""
-        return check_linear(self.x, self.w, out, *self.after, tf32=tf32)
+        return check_linear(self.b, self.a, out, *self.after, tf32=tf32)
 
-    def dense(self, seed: int) -> Callable[[], Tensor]:
-        n, k = self.w.shape
-        w = random_dense(n, k, dtype=self.x.dtype, device=self.x.device, seed=seed).mul_(k**-0.5)
-        return lambda: self._by_torch(w)
-
-    def _by_torch(self, w: Tensor) -> Tensor:
-        y = ACTIVATIONS[self.activation or ""](functional.linear(self.x, w, self.bias))
+    def layer(self, x: Tensor, w: Tensor) -> Tensor:
+        y = ACTIVATIONS[self.activation or ""](functional.linear(x, w, self.bias))
         return y if self.residual is None else y + self.residual
 
 
@@ -113,7 +77,6 @@ class LinearCase(Case):
 
     def __post_init__(self) -> None:
         check_case(self, "tokens", "k", "n")
-        block_sides(self.block)
         parts = self.parts
         right = [part for part in PARTS if part in parts]
         if parts != right or len(self.activations) > 1:
@@ -158,20 +121,20 @@ class LinearCase(Case):
         def draw(index: int, place: int, *shape: int) -> Tensor:
             return random_dense(*shape, dtype=dtype, device=device, seed=seed + 10 * index + place)
 
-        return [
-            LinearOperands(
-                draw(index, 1, self.tokens, self.k),
+        def one(index: int) -> LinearOperands:
+            return LinearOperands(
                 revalued(w, seed + 10 * index) if index else w,
+                draw(index, 1, self.tokens, self.k),
                 poisoned((self.tokens, self.n), dtype, device),
+                LINEAR,
                 draw(index, 2, self.n) if "bias" in self.parts else None,
                 next(iter(self.activations), None),
                 draw(index, 3, self.tokens, self.n) if "residual" in self.parts else None,
             )
-            for index in range(set_count(card_of(device), footprint))
-        ]
+
+        return sets_of(device, footprint, one)
 
 
-SCHEMAS: Mapping[str, Schema] = {"linear": Schema(LinearCase)}
 # What each way to go on after the product costs beside the product alone.
 PUBLISHED: tuple[SuiteRow, ...] = (
     *(
@@ -180,9 +143,6 @@ PUBLISHED: tuple[SuiteRow, ...] = (
     ),
     SuiteRow(LinearCase(8192, 4096, 16384, (128, 128), 0.125, "bias+gelu"), ("hopper.spmm",)),
 )
-SUITES: Mapping[str, tuple[SuiteRow, ...]] = {"published": PUBLISHED}
-
-
 OPTIONS: tuple[Option, ...] = (
     Option("tokens", "8192", "Rows of x; comma lists give every combination.", int),
     Option("k", "8192", "Features that come in.", int),
@@ -215,10 +175,10 @@ TABLE = Table(
 )
 BENCH = Bench(
     "linear",
-    SUITES,
-    SCHEMAS,
-    (TABLE,),
-    OPTIONS,
-    LinearCase,
-    "--tokens 64 --k 512 --n 512",
+    suites={"published": PUBLISHED},
+    schemas={"linear": Schema(LinearCase)},
+    tables=(TABLE,),
+    options=OPTIONS,
+    make=LinearCase,
+    small="--tokens 64 --k 512 --n 512",
 )

@@ -10,29 +10,15 @@ from torch import Tensor
 from torch.nn import functional
 
 from sparsek.bench.engine.bench import Bench, Table
-from sparsek.bench.engine.case import (
-    BLOCK,
-    DENSITY,
-    DTYPE,
-    Case,
-    Operands,
-    Option,
-    Schema,
-    SuiteRow,
-    block_name,
-    check_case,
-    random_dense,
-    revalued,
-    set_count,
-    stored_name,
-)
+from sparsek.bench.engine.case import Case, Operands, Schema, SuiteRow, check_case, check_choice
+from sparsek.bench.engine.data import random_dense, random_weight, revalued, sets_of
+from sparsek.bench.engine.names import block_name, stored_name
+from sparsek.bench.engine.options import BLOCK, DENSITY, DTYPE, Option, by_measure
 from sparsek.bench.engine.several import Several, worst
 from sparsek.bench.engine.tables import CASE, GBPS, KERNEL, MS, ROOF, SPEEDUP, USEFUL, USEFUL_NOTE
 from sparsek.core import dtypes
-from sparsek.core.device import card_of
 from sparsek.core.errors import InvalidInput
 from sparsek.matrix.bsr import BSR
-from sparsek.matrix.pattern import block_sides
 from sparsek.matrix.random import random_bsr
 from sparsek.ops.linear import linear
 from sparsek.ops.sddmm import plan_sddmm
@@ -66,8 +52,13 @@ class MlpOperands(Operands):
         activate = ACTIVATIONS[self.activation]
         return lambda x, w1, w2: functional.linear(activate(functional.linear(x, w1)), w2)
 
-    def eager(self, kernel: str | None) -> Callable[[], Tensor]:
-        return lambda: self.forward(self.x, self.w1, self.w2)
+    @property
+    def given(self) -> tuple[Tensor, BSR, BSR]:
+        return self.x, self.w1, self.w2
+
+    def eager(self) -> Callable[[], Any]:
+        given = self.given
+        return lambda: self.forward(*given)
 
     def planned(self, plan: Several) -> Callable[[], Any]:
         return plan.call
@@ -79,10 +70,7 @@ class MlpOperands(Operands):
             "up": plan_spmm(self.x, self.w1.T, epilogue=Epilogue(activation=self.activation)),
             "down": plan_spmm(hidden, self.w2.T),
         }
-        return Several(plans, self.eager(None))
-
-    def gate(self, plan: Several) -> Gate:
-        return self.judge(plan.call())
+        return Several(plans, self.eager())
 
     def judge(self, out: Any) -> Gate:
         """Whether `out` is the output of this set: no further from float64 than twice the dense layer is."""
@@ -93,9 +81,7 @@ class MlpOperands(Operands):
     def dense_weights(self, seed: int) -> tuple[Tensor, Tensor]:
         """Dense random weights of the same shapes, scaled for outputs of unit scale."""
         first, second = (
-            random_dense(*w.shape, dtype=w.dtype, device=w.device, seed=seed + 500 * place).mul_(
-                w.shape[1] ** -0.5
-            )
+            random_weight(*w.shape, dtype=w.dtype, device=w.device, seed=seed + 500 * place)
             for place, w in enumerate((self.w1, self.w2))
         )
         return first, second
@@ -136,12 +122,12 @@ class StepOperands(MlpOperands):
             "gradient of x": plan_spmm(hidden, w1),
             "gradient of W1": plan_sddmm(hidden.mT, x, w1.pattern),
         }
-        return Several(plans, self.eager(None))
+        return Several(plans, self.eager())
 
-    def eager(self, kernel: str | None) -> Callable[[], tuple[Tensor, ...]]:
+    def eager(self) -> Callable[[], tuple[Tensor, ...]]:
         forward = self.forward if self.mode == "eager" else _compiled(self.activation)
-        wanted = (self.x, self.w1.values, self.w2.values)
-        return lambda: self.step(forward(self.x, self.w1, self.w2), wanted)
+        given, wanted = self.given, (self.x, self.w1.values, self.w2.values)
+        return lambda: self.step(forward(*given), wanted)
 
     def step(self, y: Tensor, wanted: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """y, and the gradients of what is wanted."""
@@ -208,11 +194,7 @@ class MlpCase(Case):
 
     def __post_init__(self) -> None:
         check_case(self, "tokens", "width", "hidden")
-        block_sides(self.block)
-        if self.activation not in ACTIVATIONS or not self.activation:
-            raise InvalidInput(
-                f"an activation is one of {', '.join(filter(None, ACTIVATIONS))}, got {self.activation!r}"
-            )
+        check_choice("an activation", self.activation, filter(None, ACTIVATIONS))
 
     @property
     def name(self) -> str:
@@ -239,17 +221,14 @@ class MlpCase(Case):
         w2 = random_bsr(self.width, self.hidden, self.block, self.density, seed=seed + 1, **options)
         dense = self.tokens * (2 * self.width + self.hidden)
         footprint = (w1.values.numel() + w2.values.numel() + dense) * dtype.itemsize
-        sets = []
-        for index in range(set_count(card_of(device), footprint)):
-            x, dy = (
-                random_dense(
-                    self.tokens, self.width, dtype=dtype, device=device, seed=seed + 10 * index + place
-                )
-                for place in (2, 3)
-            )
-            up, down = (revalued(w, seed + 10 * index) if index else w for w in (w1, w2))
-            sets.append(self.one_set(x, up, down, dy))
-        return sets
+
+        def one(index: int) -> MlpOperands:
+            start = seed + 10 * index
+            x, dy = (random_dense(self.tokens, self.width, seed=start + place, **options) for place in (2, 3))
+            up, down = (revalued(w, start) if index else w for w in (w1, w2))
+            return self.one_set(x, up, down, dy)
+
+        return sets_of(device, footprint, one)
 
     def one_set(self, x: Tensor, w1: BSR, w2: BSR, dy: Tensor) -> MlpOperands:
         """The operands made of these tensors."""
@@ -274,8 +253,7 @@ class MlpTrainCase(MlpCase):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.mode not in MODES:
-            raise InvalidInput(f"a mode is one of {', '.join(MODES)}, got {self.mode!r}")
+        check_choice("a mode", self.mode, MODES)
 
     @property
     def name(self) -> str:
@@ -296,27 +274,16 @@ class MlpTrainCase(MlpCase):
         return StepOperands(x, w1, w2, self.activation, dy, self.mode)
 
 
-SCHEMAS: Mapping[str, Schema] = {"mlp_train": Schema(MlpTrainCase), "mlp_decode": Schema(MlpDecodeCase)}
 LAYER = (4096, 16384, (128, 128), 0.125)
 PUBLISHED: tuple[SuiteRow, ...] = (
     *(SuiteRow(MlpTrainCase(8192, *LAYER, mode=mode)) for mode in MODES),
     *(SuiteRow(MlpDecodeCase(tokens, *LAYER)) for tokens in (1, 16, 64)),
 )
-SUITES: Mapping[str, tuple[SuiteRow, ...]] = {"published": PUBLISHED}
-
-
 MEASURES: Mapping[str, Callable[..., MlpCase]] = {
     "train": MlpTrainCase,
     "compiled": partial(MlpTrainCase, mode="compiled"),
     "decode": MlpDecodeCase,
 }
-
-
-def make(*, measure: str, **fields: Any) -> MlpCase:
-    """A case. `measure`: a key of MEASURES."""
-    if measure not in MEASURES:
-        raise InvalidInput(f"of an MLP, {' or '.join(MEASURES)} is measured, not {measure!r}")
-    return MEASURES[measure](**fields)
 
 
 OPTIONS: tuple[Option, ...] = (
@@ -356,15 +323,12 @@ DECODE_TABLE = Table(
 )
 BENCH = Bench(
     "mlp",
-    SUITES,
-    SCHEMAS,
-    (
-        TRAIN_TABLE,
-        DECODE_TABLE,
-    ),
-    OPTIONS,
-    make,
-    "--tokens 64 --width 512 --hidden 512",
-    "",
+    suites={"published": PUBLISHED},
+    schemas={"mlp_train": Schema(MlpTrainCase), "mlp_decode": Schema(MlpDecodeCase)},
+    tables=(TRAIN_TABLE, DECODE_TABLE),
+    options=OPTIONS,
+    make=by_measure("an MLP", MEASURES),
+    small="--tokens 64 --width 512 --hidden 512",
+    kernels="",
     slowest=30.0,
 )

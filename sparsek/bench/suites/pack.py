@@ -7,7 +7,7 @@ what is stored written once, and a record has no TFLOPS.
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from importlib import import_module
 from typing import Any, ClassVar
 
@@ -15,21 +15,11 @@ import torch
 from torch import Tensor
 
 from sparsek.bench.engine.bench import Bench, Table
-from sparsek.bench.engine.case import (
-    BLOCK,
-    DTYPE,
-    Bar,
-    Case,
-    Operands,
-    Option,
-    Schema,
-    SuiteRow,
-    block_name,
-    check_case,
-    random_dense,
-    sets_of,
-)
-from sparsek.bench.engine.several import Moved
+from sparsek.bench.engine.case import Bar, Case, Operands, Schema, SuiteRow, check_case
+from sparsek.bench.engine.data import random_dense, sets_of
+from sparsek.bench.engine.names import block_name
+from sparsek.bench.engine.options import BLOCK, DTYPE, Option
+from sparsek.bench.engine.several import Moved, Named
 from sparsek.bench.engine.tables import CASE, GBPS, KERNEL, MS, ROOF, must_reach
 from sparsek.core import dtypes
 from sparsek.core.device import card_of
@@ -46,13 +36,12 @@ EXACT, NORMS = 1e-12, 1e-6
 
 
 @dataclass(frozen=True)
-class Packing:
-    """What packs, in the place of a plan."""
+class Packing(Named):
+    """What packs, with what it moves."""
 
-    kernel: str
+    _: KW_ONLY
     problem: Moved
     bound_seconds: float
-    config: None = None
 
 
 @dataclass(frozen=True)
@@ -67,12 +56,16 @@ class PackOperands(Operands):
         """Bytes in the place of FLOPs: see the module."""
         return self.case.moved
 
+    @property
+    def given(self) -> tuple[Tensor]:
+        return (self.w,)
+
     def plan(self, kernel: str | None) -> Packing:
         name = self._name()
         if kernel not in (None, name):
             raise Unsupported(self.case.name, {kernel: [f"{name} packs here; there is nothing to choose"]})
         bound = self.case.moved / card_of(self.w.device).bandwidth
-        return Packing(name, Moved(self.case.moved), bound)
+        return Packing(name, problem=Moved(self.case.moved), bound_seconds=bound)
 
     def _name(self) -> str:
         case, w = self.case, self.w
@@ -87,16 +80,13 @@ class PackOperands(Operands):
         return torchs if made is None else f"pack.{packer}"
 
     def planned(self, plan: Packing) -> Callable[[], object]:
-        return self.eager(None)
+        return self.eager()
 
-    def eager(self, kernel: str | None) -> Callable[[], object]:
+    def eager(self) -> Callable[[], object]:
         case, w = self.case, self.w
         if case.to == SEMI24:
             return lambda: Semi24.from_dense(w)
         return lambda: BSR.from_dense(w, case.block or (0, 0), keep=case.keep)
-
-    def gate(self, plan: Packing) -> Gate:
-        return self.judge(self.planned(plan)())
 
     def judge(self, out: Any) -> Gate:
         """Whether `out` holds what it should of w, and nothing else."""
@@ -207,10 +197,8 @@ class PackCase(Case):
         )
 
 
-SCHEMAS: Mapping[str, Schema] = {"pack": Schema(PackCase, rated=False, sources=("lang.launch",))}
 CASES = (PackCase(8192, 8192, SEMI24), PackCase(8192, 8192, TO_BSR, (128, 128), 0.125))
 PUBLISHED: tuple[SuiteRow, ...] = tuple(SuiteRow(case) for case in CASES)
-SUITES: Mapping[str, tuple[SuiteRow, ...]] = {"published": PUBLISHED}
 BARS: Mapping[Case, tuple[Bar, ...]] = dict.fromkeys(CASES, (Bar("copy", 0.5, 0.8),))
 
 
@@ -233,14 +221,7 @@ TABLE = Table(
     op="pack",
     title="packing",
     dense=("copy",),
-    columns=(
-        CASE,
-        KERNEL,
-        MS,
-        GBPS,
-        ROOF,
-        must_reach(BARS, ""),
-    ),
+    columns=(CASE, KERNEL, MS, GBPS, ROOF, must_reach(BARS, "")),
     note=(
         "GB/s count the dense matrix read once and what is stored written once, 2:4 values with their metadata or "
         "blocks with their indices; those of a copy the same matrix read and written, by torch, in the same rounds. "
@@ -251,11 +232,11 @@ TABLE = Table(
 )
 BENCH = Bench(
     "pack",
-    SUITES,
-    SCHEMAS,
-    (TABLE,),
-    OPTIONS,
-    make,
-    "",
-    "",
+    suites={"published": PUBLISHED},
+    schemas={"pack": Schema(PackCase, rated=False, sources=("lang.launch",))},
+    tables=(TABLE,),
+    options=OPTIONS,
+    make=make,
+    small="",
+    kernels="",
 )

@@ -15,25 +15,17 @@ from torch import Tensor
 
 from sparsek.bench.engine import records
 from sparsek.bench.engine.bench import Bench, Column, Table
-from sparsek.bench.engine.case import (
-    DTYPE,
-    Case,
-    Operands,
-    Option,
-    Schema,
-    SuiteRow,
-    random_dense,
-    suite_named,
-)
+from sparsek.bench.engine.case import Case, Schema, SuiteRow, suite_named
+from sparsek.bench.engine.data import random_dense, random_weight
 from sparsek.bench.engine.layer_gate import Expected
-from sparsek.bench.engine.run import GateError, Outcome, facts, in_order
+from sparsek.bench.engine.options import DTYPE, Option
+from sparsek.bench.engine.run import GateError, Outcome, beside, facts, in_order
 from sparsek.bench.engine.sensors import Sensors
-from sparsek.bench.engine.several import worst
+from sparsek.bench.engine.several import Named, worst
 from sparsek.bench.engine.tables import CASE, MS
 from sparsek.core import dtypes
 from sparsek.core.clock import Times
 from sparsek.core.device import card_of
-from sparsek.core.errors import InvalidInput
 from sparsek.ops import choose as choosing
 from sparsek.ops.linear import linear
 from sparsek.ops.weight_formats import FORMATS, WeightFormat, combinations
@@ -118,10 +110,6 @@ class PlannerCase(Case):
     def dense_flops(self) -> float:
         return sum(layer.flops for layer in LAYERS[self.layers])
 
-    def operands(self, device: torch.device, seed: int = 0) -> Sequence[Operands]:
-        """None: every layer makes its own while it is measured."""
-        raise InvalidInput("a case of the planner is measured by run_planner")
-
 
 # A choice within this of the best counts as good.
 NEAR = 1.05
@@ -129,13 +117,6 @@ GATE_TOKENS = 64
 # Fifty layers with a dozen options each are to take a minute and a half.
 INNER_MS = 2.0
 OWN_ROUNDS = 3
-
-
-class Chosen(NamedTuple):
-    """The planner, in the place of a kernel."""
-
-    kernel: str = PLANNER
-    config: None = None
 
 
 class Judged(NamedTuple):
@@ -198,7 +179,7 @@ def run_planner(
 
 def _judge(layer: Layer, case: PlannerCase, device: torch.device, rounds: int) -> Judged:
     kind = dtypes.parse(case.dtype)
-    w = random_dense(layer.n, layer.k, dtype=kind, device=device, seed=1).mul_(layer.k**-0.5)
+    w = random_weight(layer.n, layer.k, dtype=kind, device=device, seed=1)
     x = random_dense(layer.tokens, layer.k, dtype=kind, device=device, seed=2)
     listed: list[WeightFormat] = list(combinations(case.listed, choosing.BLOCK, [layer.keep]))
     with torch.no_grad():
@@ -237,16 +218,11 @@ def _record(
         if all(name in each.times for each in judged):
             peers[name] = _total([each.times[name] for each in judged])
     gate = worst([each.gate for each in judged])
-    record = facts(case.op, case, Chosen(), chosen, gate, device, seen)
+    record = facts(case.op, case, Named(PLANNER), chosen, gate, device, seen)
     return in_order(
-        record
+        beside(record, peers, case.dense_flops)
         | {
             "config": {"layers": [each.as_config() for each in judged]},
-            "peers": {
-                name: {"ms": records.times_of(times), "tflops": case.dense_flops / times.median / 1e9}
-                for name, times in peers.items()
-            },
-            "ratio": {name: round(times.median / chosen.median, 4) for name, times in peers.items()},
             "near": sum(each.of_best <= NEAR for each in judged),
             "near_measured": sum(each.measured_of_best <= NEAR for each in judged),
             "count": len(judged),
@@ -294,17 +270,6 @@ def _off(judged: Sequence[Judged]) -> str:
     )
 
 
-SCHEMAS: Mapping[str, Schema] = {
-    "planner": Schema(
-        PlannerCase,
-        rated=False,
-        extra=("near", "near_measured", "count", "worst"),
-        sources=BESIDE,
-        run=run_planner,
-    ),
-}
-MODELS: tuple[SuiteRow, ...] = (SuiteRow(PlannerCase("models")),)
-SUITES: Mapping[str, tuple[SuiteRow, ...]] = {"models": MODELS, "other": (SuiteRow(PlannerCase("other")),)}
 OPTIONS: tuple[Option, ...] = (
     Option("layers", "models", f"Layers with densities: {', '.join(LAYERS)}."),
     DTYPE,
@@ -343,13 +308,21 @@ TABLE = Table(
 )
 BENCH = Bench(
     "planner",
-    SUITES,
-    SCHEMAS,
-    (TABLE,),
-    OPTIONS,
-    PlannerCase,
-    "--layers few --dtype fp32",
-    "",
+    suites={name: (SuiteRow(PlannerCase(name)),) for name in ("models", "other")},
+    schemas={
+        "planner": Schema(
+            PlannerCase,
+            rated=False,
+            extra=("near", "near_measured", "count", "worst"),
+            sources=BESIDE,
+            run=run_planner,
+        )
+    },
+    tables=(TABLE,),
+    options=OPTIONS,
+    make=PlannerCase,
+    small="--layers few --dtype fp32",
+    kernels="",
     rounds=5,
     slowest=150.0,
 )

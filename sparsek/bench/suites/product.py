@@ -8,21 +8,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sparsek.bench.engine.case import (
-    Case,
-    Operands,
-    Option,
-    block_name,
-    check_case,
-    random_dense,
-    shape_name,
-    stored_name,
-)
+from sparsek.bench.engine.case import Case, Operands, check_case
+from sparsek.bench.engine.data import random_weight, revalued
+from sparsek.bench.engine.names import block_name, shape_name, stored_name
+from sparsek.bench.engine.options import Option
 from sparsek.core.errors import InvalidInput
 from sparsek.matrix.bsr import BSR
-from sparsek.matrix.pattern import BlockPattern, block_sides
+from sparsek.matrix.bsr24 import BSR24
+from sparsek.matrix.pattern import BlockPattern
 from sparsek.matrix.quantized import Quantized
-from sparsek.matrix.random import PATTERNS
+from sparsek.matrix.random import PATTERNS, random_bsr
+from sparsek.matrix.semi24 import Semi24
 from sparsek.ops.linear import plan_layer
 from sparsek.ops.spmm import plan_spmm
 from sparsek.plan.spmm import SpmmPlan
@@ -69,7 +65,6 @@ class BlocksCase(SidesCase):
 
     def __post_init__(self) -> None:
         check_case(self, "m", "k", "n")
-        block_sides(self.block)
         if self.pattern not in PATTERNS:
             raise InvalidInput(f"pattern {self.pattern!r} is not one of {', '.join(PATTERNS)}")
 
@@ -99,7 +94,37 @@ def sides(*what: str) -> tuple[Option, ...]:
     )
 
 
+def check_24_sides(block: tuple[int, int]) -> None:
+    """Raises InvalidInput unless every block can be 2:4."""
+    if any(side % 64 or side < 1 for side in block):
+        raise InvalidInput(f"sides of 2:4 blocks are multiples of 64, got {block_name(block)}")
+
+
 PATTERN = Option("pattern", "uniform", f"{', '.join(PATTERNS)}.")
+
+
+def matrices(
+    stored: str, case: Any, dtype: torch.dtype, device: torch.device, seed: int
+) -> Callable[[int], Any]:
+    """Matrices [m, k] of a case by their place, "bsr", "semi24" or "bsr24": N(0, 1) values times k**-0.5, of 2:4 ones
+    the larger two of every four. All have one pattern, if any.
+    """
+    given: dict[str, Any] = {"dtype": dtype, "device": device}
+
+    def drawn(seed: int) -> Any:
+        if stored == "semi24":
+            return Semi24.from_dense(random_weight(case.m, case.k, seed=seed, **given))
+        made = random_bsr(case.m, case.k, case.block, case.density, seed=seed, **given)
+        return BSR24.from_bsr(made) if stored == "bsr24" else made
+
+    first = drawn(seed)
+
+    def one(index: int) -> Any:
+        if not index:
+            return first
+        return drawn(seed + 10 * index) if stored == "semi24" else revalued(first, seed + 10 * index)
+
+    return one
 
 
 def form_name(form: str) -> str:
@@ -156,24 +181,26 @@ class ProductOperands(Operands):
         a = a.T if "A.T" in self.form or (self.is_linear and isinstance(a, BSR | Tensor)) else a
         return (b, a) if self.on_right else (a, b)
 
+    @property
+    def given(self) -> tuple[Any, ...]:
+        return self.factors(self.a)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {} if self.out is None else {"out": self.out}
+
     def plan(self, kernel: str | None) -> SpmmPlan:
         given: dict[str, Any] = {"dtype": WIDE} if isinstance(self.a, Quantized) else {}
         plan = plan_layer if self.is_linear and not isinstance(self.a, BSR) else plan_spmm
-        return plan(*self.factors(self.a), kernel=kernel, **given)
-
-    def planned(self, plan: SpmmPlan) -> Callable[[], Tensor]:
-        first, second = self.factors(self.a)
-        if self.out is None:
-            return lambda: plan(first, second)
-        return lambda: plan(first, second, out=self.out)
+        return plan(*self.given, kernel=kernel, **given)
 
     def gate(self, plan: SpmmPlan) -> Gate:
         if self.out is None:
-            # A caching allocator hands the memory of a dropped tensor to the next of its size: C begins as NaN.
+            # As `Operands.gate` has it, in the dtype of C.
             poisoned((self.b.shape[0], self.a.shape[0]), self.wide.dtype, self.b.device)
         else:
             self.out.fill_(torch.nan)
-        return self.judge(self.planned(plan)(), tf32=plan.problem.tf32)
+        return super().gate(plan)
 
     def judge(self, out: Tensor, *, tf32: bool = False) -> Gate:
         """Whether `out` is the product of this set, of FP8 with scales applied."""
@@ -184,11 +211,15 @@ class ProductOperands(Operands):
         check: Callable[..., Gate] = check_spmm if isinstance(a, BSR) else check_24
         return check(a, self.b_as_factor, out, tf32=tf32)
 
+    def layer(self, x: Tensor, w: Tensor) -> Tensor:
+        """A layer as torch computes it."""
+        return functional.linear(x, w)
+
     def dense(self, seed: int) -> Callable[[], Tensor]:
         """The same call with everything stored, in bf16 for FP8."""
         (m, k), b = self.a.shape, self.wide
-        full = random_dense(m, k, dtype=b.dtype, device=b.device, seed=seed).mul_(k**-0.5)
+        full = random_weight(m, k, dtype=b.dtype, device=b.device, seed=seed)
         if self.is_linear:
-            return lambda: functional.linear(b, full)
+            return lambda: self.layer(b, full)
         first, second = self.factors(full, b)
         return lambda: torch.matmul(first, second, out=self.out)

@@ -1,24 +1,16 @@
 """S = X @ Y at the blocks of a pattern as a benchmark: its cases, their operands, its suites."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from sparsek.bench.engine.bench import Bench, Table
-from sparsek.bench.engine.case import (
-    BLOCK,
-    DENSITY,
-    DTYPE,
-    Operands,
-    Option,
-    Schema,
-    SuiteRow,
-    random_dense,
-    sets_of,
-)
+from sparsek.bench.engine.case import Operands, Schema, SuiteRow
+from sparsek.bench.engine.data import random_dense, sets_of
+from sparsek.bench.engine.options import BLOCK, DENSITY, DTYPE
 from sparsek.bench.engine.tables import CASE, KERNEL, MS, ROOF, SPEEDUP, USEFUL, USEFUL_NOTE
 from sparsek.bench.suites.product import PATTERN, BlocksCase, sides
 from sparsek.core import dtypes
@@ -28,7 +20,6 @@ from sparsek.matrix.random import random_bsr
 from sparsek.ops.sddmm import plan_sddmm
 from sparsek.plan.sddmm import SddmmPlan
 from sparsek.testing.budget import Gate
-from sparsek.testing.poison import poisoned
 from sparsek.testing.product_budget import check_sddmm
 
 
@@ -44,16 +35,15 @@ class SddmmOperands(Operands):
     def useful_flops(self) -> float:
         return 2.0 * self.pattern.nnzb * self.pattern.block[0] * self.pattern.block[1] * self.x.shape[1]
 
+    @property
+    def given(self) -> tuple[Any, ...]:
+        return self.x, self.y, self.pattern
+
     def plan(self, kernel: str | None) -> SddmmPlan:
-        return plan_sddmm(self.x, self.y, self.pattern, kernel=kernel)
+        return plan_sddmm(*self.given, kernel=kernel)
 
-    def planned(self, plan: SddmmPlan) -> Callable[[], BSR]:
-        return lambda: plan(self.x, self.y, self.pattern)
-
-    def gate(self, plan: SddmmPlan) -> Gate:
-        # A caching allocator hands the memory of a dropped tensor to the next of its size: the values begin as NaN.
-        poisoned((self.pattern.nnzb, *self.pattern.block), self.x.dtype, self.x.device)
-        return self.judge(self.planned(plan)(), tf32=plan.problem.tf32)
+    def shapes(self, plan: SddmmPlan) -> list[tuple[int, ...]]:
+        return [(self.pattern.nnzb, *self.pattern.block)]
 
     def judge(self, out: BSR, *, tf32: bool = False) -> Gate:
         """Whether `out` is the product of this set at the blocks of its pattern."""
@@ -91,21 +81,11 @@ class SddmmCase(BlocksCase):
         return sets_of(device, footprint, one)
 
 
-SCHEMAS: Mapping[str, Schema] = {"sddmm": Schema(SddmmCase)}
 BOTH = ("hopper.sddmm", "portable.sddmm")
 PUBLISHED: tuple[SuiteRow, ...] = tuple(
     SuiteRow(SddmmCase(8192, 8192, 8192, (block, block), 0.125), BOTH) for block in (128, 64)
 )
-SUITES: Mapping[str, tuple[SuiteRow, ...]] = {"published": PUBLISHED}
-
-
-OPTIONS: tuple[Option, ...] = (
-    *sides("Rows of X", "Columns of X", "Columns of Y"),
-    BLOCK,
-    DENSITY,
-    PATTERN,
-    DTYPE,
-)
+OPTIONS = (*sides("Rows of X", "Columns of X", "Columns of Y"), BLOCK, DENSITY, PATTERN, DTYPE)
 
 TABLE = Table(
     op="sddmm",
@@ -118,9 +98,9 @@ TABLE = Table(
 )
 BENCH = Bench(
     "sddmm",
-    SUITES,
-    SCHEMAS,
-    (TABLE,),
-    OPTIONS,
-    SddmmCase,
+    suites={"published": PUBLISHED},
+    schemas={"sddmm": Schema(SddmmCase)},
+    tables=(TABLE,),
+    options=OPTIONS,
+    make=SddmmCase,
 )

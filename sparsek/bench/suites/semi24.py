@@ -11,30 +11,25 @@ from typing import Any, ClassVar
 import torch
 
 from sparsek.bench.engine.bench import Bench, Column, Table
-from sparsek.bench.engine.case import (
-    DENSITY,
-    DTYPE,
-    Bar,
-    Case,
-    Option,
-    Schema,
-    SuiteRow,
-    block_name,
-    check_case,
-    parse_block,
-    random_dense,
-    sets_of,
-    stored_name,
-)
+from sparsek.bench.engine.case import Bar, Case, Schema, SuiteRow, check_case, check_choice
+from sparsek.bench.engine.data import random_dense, sets_of
+from sparsek.bench.engine.names import block_name, stored_name
+from sparsek.bench.engine.options import DENSITY, DTYPE, Option, parse_block
 from sparsek.bench.engine.tables import CASE, KERNEL, MS, ROOF, SPEEDUP, must_reach, useful
 from sparsek.bench.suites import story
-from sparsek.bench.suites.product import A_AT_B, LINEAR, ProductOperands, SidesCase, form_name, sides
+from sparsek.bench.suites.product import (
+    A_AT_B,
+    LINEAR,
+    ProductOperands,
+    SidesCase,
+    check_24_sides,
+    form_name,
+    matrices,
+    sides,
+)
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.matrix import two_four
-from sparsek.matrix.bsr24 import BSR24
-from sparsek.matrix.random import random_bsr
-from sparsek.matrix.semi24 import Semi24
 from sparsek.testing.poison import poisoned
 
 FORMS = (LINEAR, A_AT_B)
@@ -55,15 +50,14 @@ class Semi24Case(SidesCase):
     dtype: str = "bf16"
 
     def __post_init__(self) -> None:
+        if self.block is not None:
+            check_24_sides(self.block)
         check_case(self, "m", "k", "n")
-        if self.form not in FORMS:
-            raise InvalidInput(f"a form of the product is one of {', '.join(FORMS)}, got {self.form!r}")
+        check_choice("a form of the product", self.form, FORMS)
         if self.block is None and self.density != 1.0:
             raise InvalidInput(
                 f"density {self.density} is that of blocks; a 2:4 matrix without blocks has none"
             )
-        if self.block is not None and any(side % 64 or side < 1 for side in self.block):
-            raise InvalidInput(f"sides of 2:4 blocks are multiples of 64, got {block_name(self.block)}")
         if self.k % two_four.STEP:
             raise InvalidInput(f"K of a 2:4 matrix is a multiple of {two_four.STEP}, got {self.k}")
 
@@ -88,14 +82,8 @@ class Semi24Case(SidesCase):
     @property
     def order(self) -> tuple[Any, ...]:
         """Sorts cases by kind, self.size, then block, falling density, and form."""
-        return (
-            self.block is not None,
-            self.size,
-            self.block or (),
-            -self.density,
-            FORMS.index(self.form),
-            self.dtype,
-        )
+        block = self.block or ()
+        return self.in_blocks, self.size, block, -self.density, FORMS.index(self.form), self.dtype
 
     def operands(self, device: torch.device, seed: int = 0) -> list[ProductOperands]:
         """Sets that share one pattern and no memory: 2 to 64, together several times the cache.
@@ -104,37 +92,18 @@ class Semi24Case(SidesCase):
         """
         dtype = dtypes.parse(self.dtype)
         stored = self.m * self.k * self.density * 9 / 16
-        first, linear = self._matrix(device, dtype, seed), self.form == LINEAR
+        matrix = matrices("bsr24" if self.in_blocks else "semi24", self, dtype, device, seed)
+        linear = self.form == LINEAR
 
         def one(index: int) -> ProductOperands:
-            a = self._like(first, seed + 10 * index) if index else first
             shape = (self.n, self.k) if linear else (self.k, self.n)
             b = random_dense(*shape, dtype=dtype, device=device, seed=seed + 10 * index + 1)
-            return ProductOperands(
-                a, b, None if linear else poisoned((self.m, self.n), dtype, device), self.form
-            )
+            out = None if linear else poisoned((self.m, self.n), dtype, device)
+            return ProductOperands(matrix(index), b, out, self.form)
 
         return sets_of(device, int(stored + self.n * (self.k + self.m)) * dtype.itemsize, one)
 
-    def _matrix(self, device: torch.device, dtype: torch.dtype, seed: int) -> Semi24 | BSR24:
-        if self.block is None:
-            w = random_dense(self.m, self.k, dtype=dtype, device=device, seed=seed)
-            return Semi24.from_dense(w.mul_(self.k**-0.5))
-        given = {"dtype": dtype, "device": device, "seed": seed}
-        return BSR24.from_bsr(random_bsr(self.m, self.k, self.block, self.density, **given))
 
-    def _like(self, first: Semi24 | BSR24, seed: int) -> Semi24 | BSR24:
-        """Another matrix, of the same pattern if it has one."""
-        if isinstance(first, Semi24):
-            return self._matrix(first.device, first.dtype, seed)
-        generator = torch.Generator(device=first.device).manual_seed(seed)
-        if first.pattern.is_ragged:  # blocks at the edge hold padding
-            return BSR24.unchecked(first.pattern, first.values.clone(), first.meta.clone())
-        places = torch.randperm(first.nnzb, generator=generator, device=first.device)
-        return BSR24.unchecked(first.pattern, first.values[places], first.meta[places])
-
-
-SCHEMAS: Mapping[str, Schema] = {"semi24": Schema(Semi24Case)}
 SQUARE = (8192, 8192, 8192)
 WHOLE = tuple(Semi24Case(*SQUARE, form) for form in FORMS)
 IN_BLOCKS = tuple(Semi24Case(*SQUARE, form, (128, 128), 0.125) for form in FORMS)
@@ -142,7 +111,6 @@ PUBLISHED: tuple[SuiteRow, ...] = (
     *(SuiteRow(case, ("hopper.semi24", "portable.semi24")) for case in WHOLE),
     *(SuiteRow(case, ("hopper.bsr24", "portable.bsr24")) for case in IN_BLOCKS),
 )
-SUITES: Mapping[str, tuple[SuiteRow, ...]] = {"published": PUBLISHED}
 BARS: Mapping[Case, tuple[Bar, ...]] = {
     **dict.fromkeys(WHOLE, (Bar("cusparselt", 1.05, 1.25), Bar("cublas", 1.45, 1.7))),
     **dict.fromkeys(IN_BLOCKS, (Bar("bsr", 1.25, 1.45),)),
@@ -170,15 +138,7 @@ OPTIONS: tuple[Option, ...] = (
 TABLE = Table(
     op="semi24",
     title="2:4",
-    columns=(
-        CASE,
-        KERNEL,
-        MS,
-        SPEEDUP,
-        Column("dense-equivalent TFLOPS", useful),
-        ROOF,
-        must_reach(BARS),
-    ),
+    columns=(CASE, KERNEL, MS, SPEEDUP, Column("dense-equivalent TFLOPS", useful), ROOF, must_reach(BARS)),
     note=(
         "TFLOPS are dense-equivalent: 2 * M * N * K of a 2:4 matrix, 2 * N for every value in the stored blocks of "
         "one in blocks, kept or not; half of that is multiplied. A ratio is this library's rate over the peer's in "
@@ -191,12 +151,9 @@ TABLE = Table(
 )
 BENCH = Bench(
     "semi24",
-    {**SUITES, **story.SUITES},
-    {**SCHEMAS, **story.SCHEMAS},
-    (
-        TABLE,
-        story.TABLE,
-    ),
-    OPTIONS,
-    make,
+    suites={"published": PUBLISHED, "story": story.STORY},
+    schemas={"semi24": Schema(Semi24Case), "story": Schema(story.StoryCase)},
+    tables=(TABLE, story.TABLE),
+    options=OPTIONS,
+    make=make,
 )

@@ -1,29 +1,18 @@
 """C = A @ B of two BSR matrices as a benchmark: its cases, their operands, its suites."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from sparsek.bench.engine.bench import Bench, Column, Record, Table
-from sparsek.bench.engine.case import (
-    DTYPE,
-    Operands,
-    Option,
-    Schema,
-    SuiteRow,
-    block_name,
-    check_case,
-    parse_block,
-    random_dense,
-    revalued,
-    sets_of,
-    stored_name,
-)
+from sparsek.bench.engine.case import Operands, Schema, SuiteRow, check_case, check_choice
+from sparsek.bench.engine.data import random_dense, revalued, sets_of
+from sparsek.bench.engine.names import block_name, stored_name
+from sparsek.bench.engine.options import DTYPE, Option, parse_block
 from sparsek.bench.engine.tables import CASE, KERNEL, MS, ROOF, SPEEDUP, USEFUL
 from sparsek.bench.engine.wall import wall_rounds
 from sparsek.bench.suites.product import SidesCase, sides
@@ -36,7 +25,6 @@ from sparsek.ops.planning import matcher
 from sparsek.ops.spgemm import plan_spgemm, spgemm
 from sparsek.plan.spgemm import SpgemmPlan
 from sparsek.testing.budget import Gate
-from sparsek.testing.poison import poisoned
 from sparsek.testing.product_budget import check_spgemm
 
 OUTPUTS = ("dense", "bsr")
@@ -52,30 +40,23 @@ class SpgemmOperands(Operands):
 
     a: BSR
     b: BSR
-    out: str
+    out: Any
     pairs: int
 
     @property
     def useful_flops(self) -> float:
         return 2.0 * self.pairs * self.a.block[0] * self.a.block[1] * self.b.block[1]
 
+    @property
+    def given(self) -> tuple[BSR, BSR]:
+        return self.a, self.b
+
     def plan(self, kernel: str | None) -> SpgemmPlan:
         return plan_spgemm(self.a, self.b, self.out, kernel=kernel)
 
-    def planned(self, plan: SpgemmPlan) -> Callable[[], Tensor | BSR]:
-        return lambda: plan(self.a, self.b)
-
-    def _product(self, a: BSR, b: BSR, kernel: str | None) -> Tensor | BSR:
-        if self.out == "dense":
-            return spgemm(a, b, "dense", kernel=kernel)
-        return spgemm(a, b, "bsr", kernel=kernel)
-
-    def gate(self, plan: SpgemmPlan) -> Gate:
-        # A caching allocator hands the memory of a dropped tensor to the next of its size: the output begins as NaN.
+    def shapes(self, plan: SpgemmPlan) -> list[tuple[int, ...]]:
         p = plan.problem
-        shape = (p.m, p.n) if p.dense_out else (p.nnzb_out, *p.block)
-        poisoned(shape, self.a.dtype, self.a.device)
-        return self.judge(self.planned(plan)(), tf32=p.tf32)
+        return [(p.m, p.n) if p.dense_out else (p.nnzb_out, *p.block)]
 
     def judge(self, out: Any, *, tf32: bool = False) -> Gate:
         """Whether `out`, dense or BSR, is the product of this set."""
@@ -103,21 +84,15 @@ class SpgemmOperands(Operands):
 
         def whole() -> object:
             first, second = (BSR.unchecked(new_pattern(one), one.values) for one in (self.a, self.b))
-            return self._product(first, second, kernel)
+            return spgemm(first, second, self.out, kernel=kernel)
 
         times = wall_rounds({"symbolic": symbolic, "whole": whole}, self.a.device, SYMBOLIC_ROUNDS)
         alone = times["symbolic"].median
-        found: dict[str, Any] = {
-            "symbolic_ms": round(alone, 6),
-            "symbolic_share": round(alone / times["whole"].median, 4),
-        }
-        if self.a.device.type != "cuda":
-            return found | {"symbolic_gpu_ms": None, "symbolic_gpu_share": None}
-        busy = gpu_ms(symbolic)
-        return found | {
-            "symbolic_gpu_ms": round(busy, 6),
-            "symbolic_gpu_share": round(busy / gpu_ms(whole), 4),
-        }
+        found = [round(alone, 6), round(alone / times["whole"].median, 4), None, None]
+        if self.a.device.type == "cuda":
+            busy = gpu_ms(symbolic)
+            found[2:] = round(busy, 6), round(busy / gpu_ms(whole), 4)
+        return dict(zip(EXTRA, found, strict=True))
 
 
 def gpu_ms(call: Callable[[], object], calls: int = 20) -> float:
@@ -166,8 +141,7 @@ class SpgemmCase(SidesCase):
                 f"blocks of {block_name(self.a_block)} meet blocks with {self.a_block[1]} rows, not "
                 f"{block_name(self.b_block)}"
             )
-        if self.out not in OUTPUTS:
-            raise InvalidInput(f"out is one of {', '.join(OUTPUTS)}, got {self.out!r}")
+        check_choice("out", self.out, OUTPUTS)
 
     @property
     def name(self) -> str:
@@ -206,17 +180,13 @@ class SpgemmCase(SidesCase):
             )
             return SpgemmOperands(first, second, self.out, pairs)
 
-        return sets_of(device, self._footprint(a, b), one)
-
-    def _footprint(self, a: BSR, b: BSR) -> int:
-        """Bytes of the values of A and B, and of a dense C."""
         written = self.m * self.n if self.out == "dense" else 0
-        return (a.values.numel() + b.values.numel() + written) * a.values.element_size()
+        footprint = (a.values.numel() + b.values.numel() + written) * a.values.element_size()
+        return sets_of(device, footprint, one)
 
 
 # What is timed beside the kernel: the symbolic phase.
 EXTRA = ("symbolic_ms", "symbolic_share", "symbolic_gpu_ms", "symbolic_gpu_share")
-SCHEMAS: Mapping[str, Schema] = {"spgemm": Schema(SpgemmCase, extra=EXTRA, sources=("plan.matches",))}
 HOPPER = ("hopper.spgemm",)
 # K is 72 blocks of 112: as many as divide 8192 but for 128 rows. Both A's block rows and B's block columns hold `topk`
 # of them, so that a block of C has about topk² / 72 pairs: 0.9, 3.6, 14 and 57.
@@ -226,7 +196,6 @@ PUBLISHED: tuple[SuiteRow, ...] = (
     SuiteRow(SpgemmCase(8192, 8192, 8192, (128, 128), (128, 128), 0.125), (*HOPPER, "portable.spgemm")),
     *(SuiteRow(case, HOPPER) for case in (*TOPK, *SPARSE)),
 )
-SUITES: Mapping[str, tuple[SuiteRow, ...]] = {"published": PUBLISHED}
 
 
 def parse_blocks(text: str) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -275,9 +244,9 @@ TABLE = Table(
 )
 BENCH = Bench(
     "spgemm",
-    SUITES,
-    SCHEMAS,
-    (TABLE,),
-    OPTIONS,
-    SpgemmCase,
+    suites={"published": PUBLISHED},
+    schemas={"spgemm": Schema(SpgemmCase, extra=EXTRA, sources=("plan.matches",))},
+    tables=(TABLE,),
+    options=OPTIONS,
+    make=SpgemmCase,
 )

@@ -7,21 +7,12 @@ from typing import Any, ClassVar
 import torch
 
 from sparsek.bench.engine.bench import Bench, Table
-from sparsek.bench.engine.case import (
-    BLOCK,
-    DENSITY,
-    DTYPE,
-    Option,
-    Schema,
-    SuiteRow,
-    random_dense,
-    revalued,
-    sets_of,
-)
+from sparsek.bench.engine.case import Schema, SuiteRow, check_choice
+from sparsek.bench.engine.data import random_dense, revalued, sets_of
+from sparsek.bench.engine.options import BLOCK, DENSITY, DTYPE, Option
 from sparsek.bench.engine.tables import CASE, GBPS, KERNEL, MS, ROOF, SPEEDUP, USEFUL, USEFUL_NOTE
 from sparsek.bench.suites.product import A_AT_B, PATTERN, BlocksCase, ProductOperands, form_name, sides
 from sparsek.core import dtypes
-from sparsek.core.errors import InvalidInput
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.random import random_bsr
 from sparsek.testing.poison import poisoned
@@ -43,8 +34,7 @@ class SpmmCase(BlocksCase):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.form not in FORMS:
-            raise InvalidInput(f"a form of the product is one of {', '.join(FORMS)}, got {self.form!r}")
+        check_choice("a form of the product", self.form, FORMS)
 
     @property
     def name(self) -> str:
@@ -69,38 +59,22 @@ class SpmmCase(BlocksCase):
     def make(self, device: torch.device, seed: int = 0) -> tuple[BSR, torch.Tensor]:
         """A [m, k] and B, N(0, 1) values (A scaled so that A @ B has unit scale), one seed one pair."""
         dtype = dtypes.parse(self.dtype)
-        a = random_bsr(
-            self.m,
-            self.k,
-            self.block,
-            self.density,
-            pattern=self.pattern,
-            dtype=dtype,
-            device=device,
-            seed=seed,
-        )
+        given = {"pattern": self.pattern, "dtype": dtype, "device": device, "seed": seed}
+        a = random_bsr(self.m, self.k, self.block, self.density, **given)
         return a, random_dense(*self.b_shape, dtype=dtype, device=device, seed=seed + 1)
 
     def operands(self, device: torch.device, seed: int = 0) -> list[ProductOperands]:
         """Sets that share one pattern and no memory: 2 to 64, together several times the cache."""
         a, b = self.make(device, seed)
         given = {"dtype": b.dtype, "device": device}
+        footprint = (a.values.numel() + (self.k + self.m) * self.n) * b.element_size()
 
         def one(index: int) -> ProductOperands:
             mine = revalued(a, seed + 100 + index) if index else a
             other = random_dense(*self.b_shape, **given, seed=seed + 200 + index) if index else b
             return ProductOperands(mine, other, poisoned(self.out_shape, b.dtype, device), self.form)
 
-        return sets_of(device, self._footprint(a), one)
-
-    def _footprint(self, a: BSR) -> int:
-        """Bytes of A's values, B and C."""
-        return (a.values.numel() + (self.k + self.m) * self.n) * a.values.element_size()
-
-
-SCHEMAS: Mapping[str, Schema] = {
-    "spmm": Schema(SpmmCase, later={"form": A_AT_B}),
-}
+        return sets_of(device, footprint, one)
 
 
 def _square(block: int, density: float, **more: Any) -> SpmmCase:
@@ -157,9 +131,9 @@ TABLE = Table(
 )
 BENCH = Bench(
     "spmm",
-    SUITES,
-    SCHEMAS,
-    (TABLE,),
-    OPTIONS,
-    SpmmCase,
+    suites=SUITES,
+    schemas={"spmm": Schema(SpmmCase, later={"form": A_AT_B})},
+    tables=(TABLE,),
+    options=OPTIONS,
+    make=SpmmCase,
 )

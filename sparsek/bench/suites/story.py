@@ -12,16 +12,11 @@ import torch
 from torch import Tensor
 
 from sparsek.bench.engine.bench import Column, Record, Table
-from sparsek.bench.engine.case import (
-    Schema,
-    SuiteRow,
-    block_name,
-    check_case,
-    random_dense,
-    sets_of,
-)
+from sparsek.bench.engine.case import SuiteRow, check_case
+from sparsek.bench.engine.data import random_dense, random_weight, sets_of
+from sparsek.bench.engine.names import block_name
 from sparsek.bench.engine.tables import CASE, KERNEL, MS, ROOF, SPEEDUP, useful
-from sparsek.bench.suites.product import LINEAR, ProductOperands, SidesCase
+from sparsek.bench.suites.product import LINEAR, ProductOperands, SidesCase, check_24_sides
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput, Unsupported
 from sparsek.kernels import KERNELS
@@ -83,9 +78,8 @@ class StoryCase(SidesCase):
     dtype: str = "bf16"
 
     def __post_init__(self) -> None:
+        check_24_sides(self.block)
         check_case(self, "m", "k", "n")
-        if any(side % 64 or side < 1 for side in self.block):
-            raise InvalidInput(f"sides of 2:4 blocks are multiples of 64, got {block_name(self.block)}")
         if self.m % self.block[0] or self.k % self.block[1]:
             raise InvalidInput(f"{self.m} x {self.k} is not a multiple of {block_name(self.block)}")
         beside = self.stored * self.k / self.block[1]
@@ -131,8 +125,8 @@ class StoryCase(SidesCase):
             }
             formats["bsr24"] = BSR24.from_bsr(formats["bsr24"])
             if self.whole:
-                w = random_dense(self.m, self.k, seed=start + 2, **given)
-                formats["semi24"] = Semi24.from_dense(w.mul_(self.k**-0.5))
+                w = random_weight(self.m, self.k, seed=start + 2, **given)
+                formats["semi24"] = Semi24.from_dense(w)
             x = random_dense(self.n, self.k, seed=start + 3, **given)
             a = formats.get("semi24", formats["bsr"])
             return StoryOperands(a, x, form=LINEAR, case=self, formats=formats)
@@ -140,12 +134,10 @@ class StoryCase(SidesCase):
         return sets_of(device, footprint, one)
 
 
-SCHEMAS: Mapping[str, Schema] = {"story": Schema(StoryCase)}
 STORY: tuple[SuiteRow, ...] = tuple(
     SuiteRow(StoryCase(8192, 8192, 8192, share), ("hopper.semi24", "hopper.bsr24", "hopper.spmm"))
     for share in (0.5, 0.25, 0.125, 0.0625)
 )
-SUITES: Mapping[str, tuple[SuiteRow, ...]] = {"story": STORY}
 
 
 def _ms_of(peer: str) -> Callable[[Record], str]:

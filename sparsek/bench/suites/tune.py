@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sparsek.bench.engine import records
-from sparsek.bench.engine.case import random_dense
+from sparsek.bench.engine.data import random_dense, random_weight
 from sparsek.bench.engine.layer_gate import Expected
 from sparsek.bench.engine.memory import out_of_memory
 from sparsek.bench.engine.peer import first_line, rotating
@@ -56,7 +56,7 @@ class Job:
     def make(self, device: torch.device) -> tuple[Tensor, Any]:
         """x and the weight, N(0, 1) values and what a random W keeps of them."""
         dtype = dtypes.parse(self.dtype)
-        w = random_dense(self.n, self.k, dtype=dtype, device=device, seed=1).mul_(self.k**-0.5)
+        w = random_weight(self.n, self.k, dtype=dtype, device=device, seed=1)
         why = self.form.why_not(w)
         if why:
             raise Unsupported(f"{self.name}", {self.form.name: why})
@@ -141,13 +141,7 @@ def tune(
             yield _tuned(job, kernel, problem, configs, x, weight, expected, rounds, step)
 
 
-def _tuned(
-    job: Job,
-    kernel: Any,
-    problem: Any,
-    configs: Sequence[Any],
-    *given: Any,
-) -> Tuning:
+def _tuned(job: Job, kernel: Any, problem: Any, configs: Sequence[Any], *given: Any) -> Tuning:
     x, weight, expected, rounds, step = given
     sets = copies(weight, x, card_of(x.device))
     calls: dict[str, Callable[[], object]] = {}
