@@ -24,15 +24,16 @@ from sparsek.ops.spgemm import plan_spgemm
 from sparsek.ops.spmm import plan_spmm
 from sparsek.testing.attention_budget import check_attention, check_attention_backward
 from sparsek.testing.budget import Gate, check_spmm
-from sparsek.testing.budget24 import check_24
-from sparsek.testing.budget_fp8 import check_quantized
-from sparsek.testing.cases24 import BSR24_CASES, SEMI24_CASES, Case24
-from sparsek.testing.cases_fp8 import CaseFp8
+from sparsek.testing.cases import BSR24_CASES, ROW, SEMI24_CASES, Case
 from sparsek.testing.product_budget import check_sddmm, check_spgemm
 
 # As many columns as every kernel takes.
 PRODUCT = SpmmCase(512, 512, 64, (64, 64), 0.5)
-IN_FP8 = tuple(CaseFp8(kind, 512, 512, 64, "doctor", (128, 128)) for kind in ("bsr", "semi24", "bsr24"))
+IN_FP8 = {
+    "bsr_fp8": Case(512, 512, 64, (128, 128), "doctor", scales=ROW),
+    "semi24_fp8": Case(512, 512, 64, None, "doctor", scales=ROW),
+    "bsr24_fp8": Case(512, 512, 64, (128, 128), "doctor", two_four=True, scales=ROW),
+}
 ATTENTION = AttentionCase(
     batch=1, heads=2, kv_heads=1, q_len=500, kv_len=500, dim=64, v_dim=64, mask="window:150"
 )
@@ -94,7 +95,7 @@ def _kernels(device: torch.device) -> tuple[Table, list[str]]:
         *_checks("spmm", _product(device), "bsr"),
         *_checks("spmm", _two_four(device, SEMI24_CASES[0]), "semi24"),
         *_checks("spmm", _two_four(device, BSR24_CASES[0]), "bsr24"),
-        *(check for one in IN_FP8 for check in _checks("spmm", _in_fp8(device, one), f"{one.kind}_fp8")),
+        *(check for kind, one in IN_FP8.items() for check in _checks("spmm", _in_fp8(device, one), kind)),
         *_checks("sddmm", _sampled(device)),
         *_checks("spgemm", _sparse(device)),
         *_checks("attention", _attention(device)),
@@ -132,15 +133,15 @@ def _product(device: torch.device) -> Check:
     return lambda name: check_spmm(a, b, plan_spmm(a, b, kernel=name)(a, b))
 
 
-def _two_four(device: torch.device, case: Case24) -> Check:
+def _two_four(device: torch.device, case: Case) -> Check:
     a, b, _, _ = case.make(str(device), torch.bfloat16)
-    return lambda name: check_24(a, b, plan_spmm(a, b, kernel=name)(a, b))
+    return lambda name: check_spmm(a, b, plan_spmm(a, b, kernel=name)(a, b))
 
 
-def _in_fp8(device: torch.device, case: CaseFp8) -> Check:
+def _in_fp8(device: torch.device, case: Case) -> Check:
     a, b, _, _ = case.make(str(device))
     out = torch.bfloat16
-    return lambda name: check_quantized(a, b, plan_spmm(a, b, kernel=name, dtype=out)(a, b))
+    return lambda name: check_spmm(a, b, plan_spmm(a, b, kernel=name, dtype=out)(a, b))
 
 
 def _sampled(device: torch.device) -> Check:

@@ -20,7 +20,7 @@ from sparsek.matrix.quantized import Quantized
 from sparsek.matrix.random import random_bsr
 from sparsek.plan.spmm import SpmmPlan
 from sparsek.reference.epilogue import PLAIN, Epilogue
-from sparsek.testing.budget_fp8 import check_quantized
+from sparsek.testing.budget import check_spmm
 from sparsek.testing.poison import poisoned
 
 pytestmark = pytest.mark.gpu
@@ -59,7 +59,7 @@ def operands(
 
 
 def check(a: Quantized, b: QuantizedTensor, out: Tensor, epilogue: Epilogue = PLAIN) -> None:
-    gate = check_quantized(a, b, out, epilogue)
+    gate = check_spmm(a, b, out, epilogue)
     assert gate.passed, gate
 
 
@@ -165,7 +165,7 @@ def test_with_fast_accum_a_long_sum_stays_in_the_tensor_cores() -> None:
     out = poisoned((256, 256), torch.float32, "cuda")
     planned(a, b, out)(a, b, out=out)
     check(a, b, out)
-    assert not check_quantized(a.with_fast_accum(False), b, out).passed
+    assert not check_spmm(a.with_fast_accum(False), b, out).passed
 
 
 def test_what_a_tile_reads_beside_its_rows_never_reaches_c() -> None:

@@ -20,9 +20,9 @@ from sparsek.ops.linear import plan_layer
 from sparsek.ops.spmm import SPMM
 from sparsek.plan.spmm import SpmmPlan
 from sparsek.reference.epilogue import ACTIVATIONS, Epilogue
-from sparsek.testing.budget import error
-from sparsek.testing.budget_fp8 import check_linear_fp8, check_quantized
+from sparsek.testing.budget import check_spmm, error
 from sparsek.testing.poison import poisoned
+from sparsek.testing.product_budget import check_linear
 from tests.ops.operands import op_args
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -48,7 +48,7 @@ def test_the_operator_rounds_a_wide_operand_and_answers_in_its_dtype(
     a, b = matrix(kind, device=device), torch.randn(192, 40, device=device).to(dtype)
     c, rounded = a @ b, sk.quantize(b.mT).mT
     assert (c.dtype, c.shape, c.is_contiguous()) == (dtype, (128, 40), True)
-    assert check_quantized(a, rounded, c).passed
+    assert check_spmm(a, rounded, c).passed
     for again in (sk.spmm(a, b), torch.matmul(a, b), sk.spmm(a, rounded, dtype=dtype)):  # type: ignore[arg-type]
         assert torch.equal(again, c)
     assert (a @ rounded).dtype == BF16
@@ -60,7 +60,7 @@ def test_fast_accum_is_a_problem_of_its_own(kind: str, plans_made: list[str]):
     a, x8 = matrix(kind), sk.quantize(torch.randn(32, 192))
     fast = a.with_fast_accum()
     for each in (a, fast, a, fast):
-        gate = check_linear_fp8(x8, each, sk.linear(x8, each), core=0.0)
+        gate = check_linear(x8, each, sk.linear(x8, each), core=0.0)
         assert gate.passed  # a CPU sums in float32 all the same
     assert len(plans_made) == 2
     plan = sk.plan_spmm(fast, x8.mT, device="h200")
@@ -70,7 +70,7 @@ def test_fast_accum_is_a_problem_of_its_own(kind: str, plans_made: list[str]):
         sk.plan_spmm(fast, x8.mT)(a, x8.mT)
     dense = sk.plan_spmm(fast, x8.mT, kernel="vendor.cublas_fp8")
     assert "fast sums" in dense.explain()
-    assert check_quantized(fast, x8.mT, dense(fast, x8.mT)).passed
+    assert check_spmm(fast, x8.mT, dense(fast, x8.mT)).passed
     torch._dynamo.reset()
     compiled = torch.compile(lambda b: sk.spmm(fast, b), fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(x8.mT), fast @ x8.mT)
@@ -83,7 +83,7 @@ def test_a_bsr_with_a_scale_for_all_or_a_block_stands_on_the_right_too(scale: st
         c, rounded = x @ a, sk.quantize(x)
         assert c.shape == (*x.shape[:-1], 192)
         assert c.is_contiguous()
-        assert check_quantized(a.T, rounded.mT, c.mT).passed
+        assert check_spmm(a.T, rounded.mT, c.mT).passed
         assert torch.equal(sk.spmm(rounded, a, dtype=F32), c)
         assert torch.equal(torch.matmul(x, a), c)  # type: ignore[call-overload]
     assert torch.equal(a.T @ x[0].mT, (x[0] @ a).mT)
@@ -95,7 +95,7 @@ def test_batches_of_the_dense_operand_multiply(kind: str, shape: tuple[int, ...]
     a, b = matrix(kind, device=device), torch.randn(*shape, 192, 16, device=device).to(BF16)
     c = a @ b
     assert c.shape == (*shape, 128, 16)
-    assert check_quantized(a, sk.quantize(b.mT).mT, c).passed
+    assert check_spmm(a, sk.quantize(b.mT).mT, c).passed
 
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -115,10 +115,10 @@ def test_the_dense_operand_may_lie_in_memory_as_it_likes(name: str, device: str)
     a = matrix("spmm", device=device)
     b = LAYOUTS[name](torch.randn(192, 40, device=device).to(BF16))
     rounded = sk.quantize(b.mT.contiguous())
-    assert check_quantized(a, rounded.mT, a @ b).passed
+    assert check_spmm(a, rounded.mT, a @ b).passed
     y = sk.linear(b.mT, a)
     assert y.is_contiguous()
-    assert check_linear_fp8(rounded, a, y).passed
+    assert check_linear(rounded, a, y).passed
 
 
 @pytest.mark.parametrize("act", [None, *list(ACTIVATIONS)[1:]])
@@ -132,7 +132,7 @@ def test_a_layer_is_one_plan_within_the_error_budget(
     more = bias if "bias" in parts else None, act, rest if "residual" in parts else None
     y = sk.linear(x, w, *more)
     assert (y.shape, y.dtype, y.is_contiguous()) == ((2, 20, 128), BF16, True)
-    gate = check_linear_fp8(sk.quantize(x), w, y, *more)
+    gate = check_linear(sk.quantize(x), w, y, *more)
     assert gate.passed, gate
     assert len(plans_made) == 1
     assert torch.equal(sk.linear(x.clone(), w, *more), y)
@@ -151,7 +151,7 @@ def test_any_leading_dims_are_tokens_and_one_rounding_serves_many_products(
         for each in (w, other):
             y = sk.linear(q, each, None, "silu", rest)
             assert (y.shape, y.dtype) == ((*shape[:-1], 128), BF16)
-            assert check_linear_fp8(q, each, y, None, "silu", rest).passed
+            assert check_linear(q, each, y, None, "silu", rest).passed
     assert torch.equal(sk.linear(sk.quantize(x), w), sk.linear(x, w))
 
 
@@ -176,7 +176,7 @@ def test_alpha_beta_and_out(family: str, alpha: float, beta: float):
         out = start.clone()
         assert sk.spmm(a, b, alpha=alpha, beta=beta, out=out, kernel=f"{family}.spmm_fp8") is out
         epilogue = Epilogue(alpha=alpha, other=start if beta else None, beta=beta)
-        gate = check_quantized(a, sk.quantize(b.mT).mT, out, epilogue, core=0.0)
+        gate = check_spmm(a, sk.quantize(b.mT).mT, out, epilogue, core=0.0)
         assert gate.passed, gate
 
 
@@ -212,7 +212,7 @@ def test_out_on_the_right_may_be_part_of_a_larger_matrix(device: str):
     room = poisoned((2, 8, 203), BF16, device)
     out = room[..., 3:195]
     assert sk.spmm(x, a, out=out) is out
-    assert check_quantized(a.T, sk.quantize(x).mT, out.mT).passed
+    assert check_spmm(a.T, sk.quantize(x).mT, out.mT).passed
     assert room[..., :3].isnan().all()
     assert room[..., 195:].isnan().all()
 
@@ -222,7 +222,7 @@ def test_a_named_kernel_runs_or_says_why_not(kind: str):
     a, b = matrix(kind), torch.randn(192, 16)
     for name in ("cpu.spmm_fp8", "reference.spmm_fp8", "vendor.cublas_fp8"):
         assert sk.plan_spmm(a, b, kernel=name).kernel == name
-        assert check_quantized(a, sk.quantize(b.mT).mT, sk.spmm(a, b, kernel=name)).passed
+        assert check_spmm(a, sk.quantize(b.mT).mT, sk.spmm(a, b, kernel=name)).passed
     assert sk.plan_spmm(a, b).kernel == "cpu.spmm_fp8"
     with pytest.raises(
         Unsupported, match=rf"portable\.{kind}_fp8 cannot run this; vendor.cublas_fp8, cpu.spmm_fp8"
@@ -316,7 +316,7 @@ def test_a_bsr_and_a_bsr24_of_one_pattern_have_plans_of_their_own():
     whole, half, b = sk.quantize(bsr), sk.quantize(sk.BSR24.from_bsr(bsr)), torch.randn(192, 40)
     plan = sk.plan_spmm(whole, b)
     for a in (whole, half, whole):
-        assert check_quantized(a, sk.quantize(b.mT).mT, a @ b, core=0.0).passed
+        assert check_spmm(a, sk.quantize(b.mT).mT, a @ b, core=0.0).passed
     with pytest.raises(InvalidInput, match="this plan was made for another matrix"):
         plan(half, b)
 
@@ -365,7 +365,7 @@ def test_every_kernel_of_the_gpu_agrees_for_long_k(kind: str):
     q, names = sk.quantize(x), [f"portable.{kind}_fp8", "vendor.cublas_fp8", "reference.spmm_fp8", None]
     for name in names:
         for dtype in (BF16, F16, F32):
-            gate = check_linear_fp8(q, w, sk.linear(q, w, kernel=name, dtype=dtype))
+            gate = check_linear(q, w, sk.linear(q, w, kernel=name, dtype=dtype))
             assert gate.passed, f"{name} {dtype}: {gate}"
 
 

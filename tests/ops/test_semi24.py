@@ -16,8 +16,9 @@ from sparsek.matrix.bsr24 import BSR24
 from sparsek.matrix.semi24 import Semi24
 from sparsek.ops.linear import plan_layer
 from sparsek.reference.epilogue import ACTIVATIONS, Epilogue
-from sparsek.testing.budget24 import check_24, check_linear24
+from sparsek.testing.budget import check_spmm
 from sparsek.testing.poison import poisoned
+from sparsek.testing.product_budget import check_linear
 
 BF16 = torch.bfloat16
 KINDS = ("semi24", "bsr24")
@@ -40,8 +41,8 @@ def test_the_operator_multiplies_on_both_sides(kind: str, dtype: torch.dtype, de
     a = matrix(kind, dtype, device)
     b, x = torch.randn(192, 40, device=device).to(dtype), torch.randn(24, 128, device=device).to(dtype)
     c, y = a @ b, x @ a
-    assert check_24(a, b, c).passed
-    assert check_24(a, x.mT, y.mT, transposed=True).passed
+    assert check_spmm(a, b, c).passed
+    assert check_spmm(a, x.mT, y.mT, transposed=True).passed
     for again, first in (
         (sk.spmm(a, b), c),
         (sk.spmm(x, a), y),
@@ -65,8 +66,8 @@ def test_batches_of_the_dense_operand_multiply(kind: str, shape: tuple[int, ...]
     assert y.shape == (*shape, 8, 192)
     assert c.is_contiguous()
     assert y.is_contiguous()
-    assert check_24(a, b, c).passed
-    assert check_24(a, x.mT, y.mT, transposed=True).passed
+    assert check_spmm(a, b, c).passed
+    assert check_spmm(a, x.mT, y.mT, transposed=True).passed
 
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -92,10 +93,10 @@ def test_the_dense_operand_may_lie_in_memory_as_it_likes(kind: str, name: str, d
     b = LAYOUTS[name](torch.randn(192, 40, device=device).to(BF16))
     c = a @ b
     assert c.is_contiguous()
-    assert check_24(a, b, c).passed
+    assert check_spmm(a, b, c).passed
     y = sk.linear(b.mT, a)
     assert y.is_contiguous()
-    assert check_linear24(b.mT, a, y).passed
+    assert check_linear(b.mT, a, y).passed
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -112,7 +113,7 @@ def test_alpha_beta_and_out(kind: str, family: str, alpha: float, beta: float, s
     assert sk.spmm(left, right, alpha=alpha, beta=beta, out=out, kernel=f"{family}.{kind}") is out
     dense, start, out = (left.mT, start.mT, out.mT) if turned else (right, start, out)
     epilogue = Epilogue(alpha=alpha, other=start if beta else None, beta=beta)
-    gate = check_24(a, dense, out, epilogue, transposed=turned)
+    gate = check_spmm(a, dense, out, epilogue, transposed=turned)
     assert gate.passed, gate
 
 
@@ -127,7 +128,7 @@ def test_out_may_be_part_of_a_larger_matrix(kind: str, device: str):
         room = poisoned((*shape[:-1], shape[-1] + 11), BF16, device)
         out = room[..., 3 : shape[-1] + 3]
         assert call(out) is out
-        assert check_24(a, dense, out.mT if turned else out, transposed=turned).passed
+        assert check_spmm(a, dense, out.mT if turned else out, transposed=turned).passed
         assert room[..., :3].isnan().all()
         assert room[..., shape[-1] + 3 :].isnan().all()
 
@@ -144,7 +145,7 @@ def test_a_layer_is_one_launch_within_the_error_budget(
     y = sk.linear(x, w, *more)
     assert y.shape == (2, 20, 128)
     assert y.is_contiguous()
-    gate = check_linear24(x, w, y, *more)
+    gate = check_linear(x, w, y, *more)
     assert gate.passed, gate
     assert len(plans_made) == 1
     assert torch.equal(sk.linear(x.clone(), w, *more), y)
@@ -160,7 +161,7 @@ def test_any_leading_dims_are_tokens(kind: str, shape: tuple[int, ...], device: 
     rest = torch.randn(*shape[:-1], 128, device=device).to(BF16)
     y = sk.linear(x, w, None, "silu", rest)
     assert y.shape == (*shape[:-1], 128)
-    assert check_linear24(x, w, y, None, "silu", rest).passed
+    assert check_linear(x, w, y, None, "silu", rest).passed
 
 
 @pytest.mark.parametrize("learns", [False, True], ids=["fused", "for training"])
@@ -177,7 +178,7 @@ def test_a_named_kernel_runs_or_says_why_not(kind: str):
     a, b = matrix(kind, torch.float32), torch.randn(192, 16)
     for family in ("cpu", "reference"):
         assert sk.plan_spmm(a, b, kernel=f"{family}.{kind}").kernel == f"{family}.{kind}"
-        assert check_24(a, b, sk.spmm(a, b, kernel=f"{family}.{kind}")).passed
+        assert check_spmm(a, b, sk.spmm(a, b, kernel=f"{family}.{kind}")).passed
     with pytest.raises(
         Unsupported, match=rf"portable\.{kind} cannot run this; .*cpu\.{kind}, reference\.{kind} can"
     ):
@@ -405,7 +406,7 @@ def test_an_aligned_plan_refuses_what_is_not():
     wide = torch.randn(192, 48).to(BF16)
     b, odd = wide[:, :40], wide[:, 3:43]
     plan = sk.plan_spmm(a, b)
-    assert check_24(a, b, plan(a, b)).passed
+    assert check_spmm(a, b, plan(a, b)).passed
     with pytest.raises(InvalidInput, match="multiples of 16 bytes"):
         plan(a, odd)
     with pytest.raises(InvalidInput, match="without gaps"):
