@@ -66,7 +66,7 @@ def main(name: str) -> None:
             hold(kernel, case, torch.bfloat16, "cuda", seed, c)
             torch.cuda.synchronize()
             print(kernel.name, c)
-    print("every product is within its budget")
+    print("every result is within its budget")
 
 
 if __name__ == "__main__":

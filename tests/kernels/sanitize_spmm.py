@@ -50,7 +50,7 @@ def main(name: str) -> None:
             gate = check_spmm(a, b, out)
             assert gate.passed, (kernel.name, c, gate)
             print(kernel.name, c)
-    print("every product is within its budget")
+    print("every result is within its budget")
 
 
 if __name__ == "__main__":

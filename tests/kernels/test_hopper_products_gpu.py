@@ -4,7 +4,6 @@ Right on every case and config, the same bits, nothing written beside the output
 run; a failure names the seed.
 """
 
-import os
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -40,6 +39,7 @@ from sparsek.testing.product_cases import (
     unmet_blocks_poisoned,
     unmet_rows_poisoned,
 )
+from tests.kernels.drawn import fresh
 from tests.kernels.planned import problem
 from tests.problems import changed
 
@@ -77,11 +77,6 @@ REFUSED = {  # what hopper.spmm has to leave to others, and why
     "ragged linear": "must hold a multiple of 8",
     "one column": "must hold a multiple of 8",
 }
-
-
-def fresh() -> int:
-    """A seed that no run had before."""
-    return int.from_bytes(os.urandom(4), "little") >> 1
 
 
 def padded(x: Tensor) -> Tensor:

@@ -1,6 +1,5 @@
 """hopper.semi24_fp8 and hopper.bsr24_fp8: machine code and roles without a GPU, reasons; products on one."""
 
-import os
 from dataclasses import replace
 from typing import Any
 
@@ -12,8 +11,8 @@ import sparsek as sk
 from sparsek.core.device import H200
 from sparsek.testing.budget import check_spmm
 from sparsek.testing.cases import COL, E4M3, E5M2, ROW, Case, Scales
+from tests.kernels.drawn import fresh
 from tests.kernels.planned import hold, multiply, problem
-from tests.kernels.sanitized import sanitized
 from tests.problems import changed, fp8_problem
 
 pytest.importorskip("triton")  # its nvdisasm reads the code
@@ -137,11 +136,6 @@ def test_plans_for_an_h200_name_the_kernel() -> None:
     assert "FP8 .e4m3.e4m3" in plan.explain()
 
 
-def fresh() -> int:
-    """A seed that no run had before; a test names it when it fails."""
-    return int.from_bytes(os.urandom(4), "little") >> 1
-
-
 GPU_CASES = [
     Case(64, 32, 8, None, "small", scales=ROW),
     Case(200, 480, 264, None, "ragged", scales=ROW),
@@ -199,13 +193,3 @@ def test_all_runs_give_the_same_bits(fast: bool) -> None:
             multiply(semi24_fp8.KERNEL, a, b, epilogue, out, config=c)
             first = out.clone() if first is None else first
             assert torch.equal(out, first), c
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", ["hopper.semi24_fp8", "hopper.bsr24_fp8"])
-def test_memcheck_finds_nothing(name: str) -> None:
-    done = sanitized("memcheck", "semi24", "sanitize_semi24.py", name)
-    said = done.stdout[-8000:] + done.stderr[-4000:]
-    assert done.returncode == 0, said
-    assert "every product is within its budget" in done.stdout, said
-    assert "ERROR SUMMARY: 0 errors" in said, said

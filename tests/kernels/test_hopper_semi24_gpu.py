@@ -3,7 +3,6 @@
 Inputs are fresh in every run; a failure prints the seed.
 """
 
-import os
 import random
 import threading
 from dataclasses import replace
@@ -22,8 +21,8 @@ from sparsek.testing.budget import check_spmm
 from sparsek.testing.cases import Case
 from sparsek.testing.poison import poisoned
 from sparsek.testing.product_budget import check_linear
+from tests.kernels.drawn import fresh, randn
 from tests.kernels.planned import hold, multiply, problem
-from tests.kernels.sanitized import sanitized
 
 pytest.importorskip("triton")
 
@@ -64,15 +63,6 @@ JOINED: tuple[dict[str, Any], ...] = (
     {"combine": "add", "beta": -1.5, "alpha": 0.5, "bias": True, "activation": "gelu"},
     {"combine": "mul", "activation": "silu"},
 )
-
-
-def fresh() -> int:
-    """A seed that no run had before; a test names it when it fails."""
-    return int.from_bytes(os.urandom(4), "little") >> 1
-
-
-def randn(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
-    return torch.randn(*shape, device="cuda").to(dtype)
 
 
 def configs(kernel: Any, case: Case, dtype: torch.dtype) -> list[Any]:
@@ -299,12 +289,3 @@ def test_automatic_choice_takes_it_for_large_layers() -> None:
     assert sk.plan_spmm(w, x.mT).kernel == "hopper.semi24"
     residual = randn(2048, 4096)
     assert plan_layer(x, w, epilogue=Epilogue(other=residual)).kernel == "hopper.semi24"
-
-
-@pytest.mark.parametrize("kernel", ["hopper.semi24", "hopper.bsr24"])
-def test_memcheck_finds_nothing(kernel: str) -> None:
-    done = sanitized("memcheck", "semi24", "sanitize_semi24.py", kernel)
-    said = done.stdout[-8000:] + done.stderr[-4000:]
-    assert done.returncode == 0, said
-    assert "every product is within its budget" in done.stdout, said
-    assert "ERROR SUMMARY: 0 errors" in said, said

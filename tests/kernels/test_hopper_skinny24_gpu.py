@@ -3,7 +3,6 @@
 Inputs are fresh in every run; a failure prints the seed.
 """
 
-import os
 from typing import Any
 
 import pytest
@@ -17,8 +16,8 @@ from sparsek.testing.budget import check_spmm
 from sparsek.testing.cases import Case
 from sparsek.testing.poison import poisoned
 from sparsek.testing.product_budget import check_linear
+from tests.kernels.drawn import fresh, randn
 from tests.kernels.planned import hold, multiply, problem
-from tests.kernels.sanitized import sanitized
 
 pytest.importorskip("triton")
 
@@ -42,14 +41,6 @@ EPILOGUES: tuple[dict[str, Any], ...] = (
     {"activation": "relu", "combine": "add", "beta": -1.5},
     {"bias": True, "activation": "silu"},
 )
-
-
-def fresh() -> int:
-    return int.from_bytes(os.urandom(4), "little") >> 1
-
-
-def randn(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
-    return torch.randn(*shape, device="cuda").to(dtype)
 
 
 def configs(case: Case, dtype: torch.dtype = BF16) -> list[Any]:
@@ -147,11 +138,3 @@ def test_a_graph_holds_a_product_and_a_launch_does_not_sync(no_sync: Any) -> Non
         out.fill_(torch.nan)
         graph.replay()
         assert check_spmm(a, b, out).passed
-
-
-def test_memcheck_finds_nothing() -> None:
-    done = sanitized("memcheck", "semi24", "sanitize_semi24.py", NAME)
-    said = done.stdout[-8000:] + done.stderr[-4000:]
-    assert done.returncode == 0, said
-    assert "every product is within its budget" in done.stdout, said
-    assert "ERROR SUMMARY: 0 errors" in said, said

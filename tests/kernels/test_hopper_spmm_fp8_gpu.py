@@ -3,7 +3,6 @@
 Inputs are fresh in every run.
 """
 
-import os
 from dataclasses import replace
 from typing import Any
 
@@ -22,18 +21,11 @@ from sparsek.plan.spmm import SpmmPlan
 from sparsek.reference.epilogue import PLAIN, Epilogue
 from sparsek.testing.budget import check_spmm
 from sparsek.testing.poison import poisoned
+from tests.kernels.drawn import fresh
 
 pytestmark = pytest.mark.gpu
 NAME = "hopper.spmm_fp8"
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-
-
-def fresh() -> int:
-    """A seed that no run had before, used and printed: pytest shows it when a test fails."""
-    seed = int.from_bytes(os.urandom(4), "little") >> 1
-    torch.manual_seed(seed)
-    print("seed", seed)
-    return seed
 
 
 def operands(

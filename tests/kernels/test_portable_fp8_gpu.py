@@ -1,6 +1,5 @@
 """The portable FP8 kernels, the rounding of B and vendor.cublas_fp8 on a GPU: every case, long K, the same bits."""
 
-import os
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +12,7 @@ from sparsek.matrix.bsr import BSR
 from sparsek.matrix.quantized import quantize
 from sparsek.testing.budget import check_spmm
 from sparsek.testing.cases import COL, FP8_CASES, ROW, Case
+from tests.kernels.drawn import fresh
 from tests.kernels.planned import hold, multiply, problem
 
 pytestmark = pytest.mark.gpu
@@ -102,9 +102,7 @@ def test_every_fp8_neighbour_and_tie_is_rounded_as_torch_does():
 @pytest.mark.parametrize("to", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 def test_quotients_near_ties_are_rounded_as_torch_does_at_every_scale(to: torch.dtype):
     """The first number of a row makes its scale, the others are ties of FP8 times it, or next to them."""
-    fresh = int.from_bytes(os.urandom(4), "little") >> 1
-    torch.manual_seed(fresh)
-    print("seed", fresh)
+    fresh()
     exponents = torch.arange(-126, 118, device="cuda").repeat_interleave(64).double()
     mantissas = 1 + torch.rand(len(exponents), device="cuda").double()
     mantissas[::3] = 2 - 2.0**-23 * torch.randint(1, 9, (len(mantissas[::3]),), device="cuda")

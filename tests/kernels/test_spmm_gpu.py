@@ -28,8 +28,8 @@ from sparsek.reference.spmm import spmm as reference
 from sparsek.testing.budget import budget, check_spmm, error
 from sparsek.testing.cases import SPMM_CASES, Case
 from sparsek.testing.poison import poisoned
+from tests.kernels.drawn import fresh, randn
 from tests.kernels.planned import problem
-from tests.kernels.sanitized import sanitized
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,15 +37,6 @@ NAMES = kernels.names_for("spmm", "bsr")
 FAST = ("hopper.spmm", "portable.spmm")
 LOW = ("bf16", "fp16")
 HALF = torch.bfloat16
-
-
-def fresh() -> int:
-    """A seed that no run had before; a test names it when it fails."""
-    return int.from_bytes(os.urandom(4), "little") >> 1
-
-
-def randn(*shape: int, dtype: torch.dtype = HALF) -> Tensor:
-    return torch.randn(*shape, device="cuda").to(dtype)
 
 
 def matrix(
@@ -395,12 +386,3 @@ def test_torch_compile_sees_one_node(name: "str | None") -> None:
     step = torch.compile(lambda x: sk.spmm(a, x, kernel=name) + 0, fullgraph=True)
     for x in (b, randn(320, 128)):
         assert check_spmm(a, x, step(x)).passed, f"seed {seed}"
-
-
-@pytest.mark.parametrize("kernel", FAST)
-def test_memcheck_finds_nothing(kernel: str) -> None:
-    done = sanitized("memcheck", "spmm", "sanitize_spmm.py", kernel)
-    said = done.stdout[-8000:] + done.stderr[-4000:]
-    assert done.returncode == 0, said
-    assert "every product is within its budget" in done.stdout, said
-    assert "ERROR SUMMARY: 0 errors" in said, said
