@@ -25,15 +25,16 @@ from sparsek.ops.spgemm import plan_spgemm
 from sparsek.ops.spmm import plan_spmm
 from sparsek.testing.attention_budget import check_attention, check_attention_backward
 from sparsek.testing.budget import Gate, check_spmm
-from sparsek.testing.budget24 import check_24
-from sparsek.testing.budget_fp8 import check_quantized
-from sparsek.testing.cases24 import BSR24_CASES, SEMI24_CASES
-from sparsek.testing.cases_fp8 import CaseFp8
+from sparsek.testing.cases import BSR24_CASES, ROW, SEMI24_CASES, Case
 from sparsek.testing.product_budget import check_sddmm, check_spgemm
 
 # As many columns as every kernel takes.
 PRODUCT = SpmmCase(512, 512, 64, (64, 64), 0.5)
-IN_FP8 = tuple(CaseFp8(kind, 512, 512, 64, "doctor", (128, 128)) for kind in ("bsr", "semi24", "bsr24"))
+IN_FP8 = {
+    "bsr_fp8": Case(512, 512, 64, (128, 128), "doctor", scales=ROW),
+    "semi24_fp8": Case(512, 512, 64, None, "doctor", scales=ROW),
+    "bsr24_fp8": Case(512, 512, 64, (128, 128), "doctor", two_four=True, scales=ROW),
+}
 ATTENTION = AttentionCase(
     batch=1, heads=2, kv_heads=1, q_len=500, kv_len=500, dim=64, v_dim=64, mask="window:150"
 )
@@ -93,13 +94,12 @@ def _kernels(device: torch.device) -> tuple[Table, list[str]]:
     wrong: list[str] = []
     bf16 = torch.bfloat16
     checks = [
-        *_checks("spmm", _product(check_spmm, *PRODUCT.make(device)), "bsr"),
-        *_checks("spmm", _product(check_24, *SEMI24_CASES[0].make(str(device), bf16)), "semi24"),
-        *_checks("spmm", _product(check_24, *BSR24_CASES[0].make(str(device), bf16)), "bsr24"),
+        *_checks("spmm", _product(*PRODUCT.make(device)), "bsr"),
+        *_checks("spmm", _product(*SEMI24_CASES[0].make(str(device), bf16)), "semi24"),
+        *_checks("spmm", _product(*BSR24_CASES[0].make(str(device), bf16)), "bsr24"),
     ]
-    for one in IN_FP8:
-        product = _product(check_quantized, *one.make(str(device)), dtype=bf16)
-        checks += _checks("spmm", product, f"{one.kind}_fp8")
+    for storage, one in IN_FP8.items():
+        checks += _checks("spmm", _product(*one.make(str(device)), dtype=bf16), storage)
     checks += [
         *_checks("sddmm", _sampled(device)),
         *_checks("spgemm", _sparse(device)),
@@ -133,8 +133,8 @@ def _checks(op: str, check: Check, storage: str | None = None) -> list[tuple[str
     return [(storage or op, name, check) for name in names_for(op, storage)]
 
 
-def _product(gate: Callable[..., Gate], a: Any, b: Any, *_: Any, dtype: torch.dtype | None = None) -> Check:
-    return lambda name: gate(a, b, plan_spmm(a, b, kernel=name, dtype=dtype)(a, b))
+def _product(a: Any, b: Any, *_: Any, dtype: torch.dtype | None = None) -> Check:
+    return lambda name: check_spmm(a, b, plan_spmm(a, b, kernel=name, dtype=dtype)(a, b))
 
 
 def _sampled(device: torch.device) -> Check:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -107,59 +108,43 @@ def _listed(device: str, rows: Sequence[Sequence[int]], lengths: Lengths, block:
     return BlockMask.from_blocks(indptr, indices, *lengths, block)
 
 
+def _of(make: Callable[..., BlockMask], *sizes: Any, **rest: Any) -> Callable[[str], BlockMask]:
+    """make(*sizes, **rest) on any device."""
+    return lambda device: make(*sizes, **rest, device=device)
+
+
 SMALL, LARGE, TALL, WIDE = (64, 64), (128, 128), (128, 64), (64, 128)
 
 ATTENTION_CASES: tuple[AttentionCase, ...] = (
-    AttentionCase("all blocks", lambda device: BlockMask.full(256, device=device)),
-    AttentionCase(
-        "all blocks ragged", lambda device: BlockMask.full(q_len=200, kv_len=333, block=SMALL, device=device)
-    ),
-    AttentionCase("causal", lambda device: BlockMask.causal(384, device=device), dims=(128, 128)),
-    AttentionCase("causal bf16", lambda device: BlockMask.causal(384, device=device), dtype="bf16"),
-    AttentionCase("causal bshd", lambda device: BlockMask.causal(256, device=device), batch=2, bshd=True),
-    AttentionCase("causal tall blocks", lambda device: BlockMask.causal(300, block=TALL, device=device)),
-    AttentionCase("causal wide blocks", lambda device: BlockMask.causal(300, block=WIDE, device=device)),
-    AttentionCase("causal gqa", lambda device: BlockMask.causal(320, block=SMALL, device=device), (6, 2)),
-    AttentionCase("causal mqa", lambda device: BlockMask.causal(200, device=device), (4, 1), batch=2),
-    AttentionCase(
-        "chunked prefill", lambda device: BlockMask.causal(q_len=100, kv_len=400, block=SMALL, device=device)
-    ),
+    AttentionCase("all blocks", _of(BlockMask.full, 256)),
+    AttentionCase("all blocks ragged", _of(BlockMask.full, q_len=200, kv_len=333, block=SMALL)),
+    AttentionCase("causal", _of(BlockMask.causal, 384), dims=(128, 128)),
+    AttentionCase("causal bf16", _of(BlockMask.causal, 384), dtype="bf16"),
+    AttentionCase("causal bshd", _of(BlockMask.causal, 256), batch=2, bshd=True),
+    AttentionCase("causal tall blocks", _of(BlockMask.causal, 300, block=TALL)),
+    AttentionCase("causal wide blocks", _of(BlockMask.causal, 300, block=WIDE)),
+    AttentionCase("causal gqa", _of(BlockMask.causal, 320, block=SMALL), (6, 2)),
+    AttentionCase("causal mqa", _of(BlockMask.causal, 200), (4, 1), batch=2),
+    AttentionCase("chunked prefill", _of(BlockMask.causal, q_len=100, kv_len=400, block=SMALL)),
     AttentionCase(
         "more queries than keys, the first see none",
-        lambda device: BlockMask.causal(q_len=400, kv_len=150, block=SMALL, device=device),
+        _of(BlockMask.causal, q_len=400, kv_len=150, block=SMALL),
     ),
-    AttentionCase("one query", lambda device: BlockMask.causal(q_len=1, kv_len=300, device=device)),
-    AttentionCase("one key", lambda device: BlockMask.full(q_len=130, kv_len=1, device=device)),
+    AttentionCase("one query", _of(BlockMask.causal, q_len=1, kv_len=300)),
+    AttentionCase("one key", _of(BlockMask.full, q_len=130, kv_len=1)),
+    AttentionCase("window", _of(BlockMask.sliding_window, 512, 100, block=SMALL), (4, 2)),
+    AttentionCase("window both ways", _of(BlockMask.sliding_window, 300, 70, causal=False)),
+    AttentionCase("window of one", _of(BlockMask.sliding_window, 200, 1, block=SMALL)),
     AttentionCase(
-        "window", lambda device: BlockMask.sliding_window(512, 100, block=SMALL, device=device), (4, 2)
+        "window and sinks", _of(BlockMask.sliding_window, 500, 130, sinks=4, block=SMALL), dims=(128, 64)
     ),
+    AttentionCase("strided", _of(BlockMask.strided, 640, 256, 128, block=SMALL)),
+    AttentionCase("dilated", _of(BlockMask.dilated, 512, 128, 2, block=SMALL)),
+    AttentionCase("bigbird", _of(BlockMask.bigbird, 640, 128, 64, 2, seed=3, block=SMALL)),
+    AttentionCase("documents", _of(BlockMask.block_diagonal, [1, 70, 128, 201], block=SMALL)),
+    AttentionCase("documents both ways", _of(BlockMask.block_diagonal, [130, 126], causal=False)),
     AttentionCase(
-        "window both ways", lambda device: BlockMask.sliding_window(300, 70, causal=False, device=device)
-    ),
-    AttentionCase(
-        "window of one", lambda device: BlockMask.sliding_window(200, 1, block=SMALL, device=device)
-    ),
-    AttentionCase(
-        "window and sinks",
-        lambda device: BlockMask.sliding_window(500, 130, sinks=4, block=SMALL, device=device),
-        dims=(128, 64),
-    ),
-    AttentionCase("strided", lambda device: BlockMask.strided(640, 256, 128, block=SMALL, device=device)),
-    AttentionCase("dilated", lambda device: BlockMask.dilated(512, 128, 2, block=SMALL, device=device)),
-    AttentionCase(
-        "bigbird", lambda device: BlockMask.bigbird(640, 128, 64, 2, seed=3, block=SMALL, device=device)
-    ),
-    AttentionCase(
-        "documents", lambda device: BlockMask.block_diagonal([1, 70, 128, 201], block=SMALL, device=device)
-    ),
-    AttentionCase(
-        "documents both ways",
-        lambda device: BlockMask.block_diagonal([130, 126], causal=False, device=device),
-    ),
-    AttentionCase(
-        "documents per item",
-        lambda device: BlockMask.block_diagonal([[200, 56], [3, 253]], block=SMALL, device=device),
-        batch=2,
+        "documents per item", _of(BlockMask.block_diagonal, [[200, 56], [3, 253]], block=SMALL), batch=2
     ),
     AttentionCase(
         "top k per item and head", lambda device: _top_blocks(device, (384, 384), SMALL, 3), batch=2
@@ -222,11 +207,9 @@ ATTENTION_CASES: tuple[AttentionCase, ...] = (
     AttentionCase(
         "no blocks", lambda device: random_bits(device, (200, 200), LARGE, density=0.0), dims=(64, 32)
     ),
-    AttentionCase("dim 32", lambda device: BlockMask.causal(256, device=device), dims=(32, 32)),
-    AttentionCase("dim 96", lambda device: BlockMask.causal(256, device=device), dims=(96, 96)),
-    AttentionCase("dim 192 128", lambda device: BlockMask.causal(256, device=device), dims=(192, 128)),
-    AttentionCase("dim 256", lambda device: BlockMask.causal(256, device=device), dims=(256, 256)),
-    AttentionCase(
-        "fp32", lambda device: BlockMask.sliding_window(300, 90, block=SMALL, device=device), dtype="fp32"
-    ),
+    AttentionCase("dim 32", _of(BlockMask.causal, 256), dims=(32, 32)),
+    AttentionCase("dim 96", _of(BlockMask.causal, 256), dims=(96, 96)),
+    AttentionCase("dim 192 128", _of(BlockMask.causal, 256), dims=(192, 128)),
+    AttentionCase("dim 256", _of(BlockMask.causal, 256), dims=(256, 256)),
+    AttentionCase("fp32", _of(BlockMask.sliding_window, 300, 90, block=SMALL), dtype="fp32"),
 )

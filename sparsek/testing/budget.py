@@ -10,16 +10,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
-from sparsek.matrix.bsr import BSR
+from sparsek.matrix.bsr24 import BSR24
+from sparsek.matrix.dense8 import QuantizedTensor
 from sparsek.matrix.pattern import BlockPattern
+from sparsek.matrix.quantized import Matrix, Quantized
+from sparsek.matrix.semi24 import Semi24
+from sparsek.reference.bsr24 import bsr24
 from sparsek.reference.epilogue import ACTIVATIONS, PLAIN, Epilogue, in_float64
+from sparsek.reference.quantized import product as quantized_product
+from sparsek.reference.semi24 import semi24
 from sparsek.reference.spmm import spmm
 
 FACTOR = 2.0
@@ -31,6 +37,10 @@ RARE = 1e-6  # how often an element of a right result may be further off than it
 TENSOR_CORE = 2.0**-21  # the unit roundoff of sums of 16-bit terms: tensor cores align terms, and cut them
 TF32 = 2.0**-10  # the largest relative error of cutting a number to TF32
 SLOPE = 1.13  # of the steepest activation, GELU
+CORE = 2.0**-11  # what a tensor core's short sums of FP8 cost, see `fp8_bound`
+BITS = 13  # that a tensor core keeps of FP8 products below the largest number of a step
+# What one rounding to float32 costs at most: twice that for the scale of a row and that of a column.
+SCALED = 2.0**-24
 
 
 @dataclass(frozen=True)
@@ -224,15 +234,102 @@ def budget(
     return product_bound(a_dense, b, exact64, epilogue, tf32=tf32).allowed
 
 
-def check_spmm(a: BSR, b: Tensor, out: Tensor, epilogue: Epilogue = PLAIN, *, tf32: bool = False) -> Gate:
-    """Judges out [..., M, N] as the product of `a` and b [..., K, N] against the reference in float64.
+def check_spmm(
+    a: Matrix | Quantized,
+    b: Tensor | QuantizedTensor,
+    out: Tensor,
+    epilogue: Epilogue = PLAIN,
+    *,
+    transposed: bool = False,
+    tf32: bool = False,
+    core: float = CORE,
+) -> Gate:
+    """Judges out [..., M, N] as the product of `a`, or its transpose, and b [..., K, N] against float64.
 
     `epilogue` is what was done to the product; where its other matrix was written over, it must be given a copy made
-    before. Rows of b that meet no stored block may hold anything, NaN too: they are no part of the product.
+    before. Rows of b that meet no stored block may hold anything, NaN too: they are no part of the product. `core` is
+    of FP8 operands, as in `fp8_bound`.
     """
     with torch.no_grad():
-        exact = spmm(a.to(dtype=torch.float64), b.double(), in_float64(epilogue))
-        return product_bound(a.to_dense(), met(a.pattern, b), exact, epilogue, tf32=tf32).judge(out)
+        if isinstance(a, Quantized):
+            assert isinstance(b, QuantizedTensor)
+            return fp8_bound(a, b, out.dtype, epilogue, core=core).judge(out)
+        assert isinstance(b, Tensor)
+        wide, b64, then = a.to(dtype=torch.float64), b.double(), in_float64(epilogue)
+        if isinstance(wide, Semi24):
+            exact = semi24(wide, b64, then, transposed=transposed)
+        else:
+            if isinstance(wide, BSR24):
+                exact = bsr24(wide, b64, then, transposed=transposed)
+            else:
+                exact = spmm(wide.T if transposed else wide, b64, then)
+            b = met(wide.pattern.T if transposed else wide.pattern, b)
+        dense = a.to_dense().mT if transposed else a.to_dense()
+        return product_bound(dense, b, exact, epilogue, tf32=tf32).judge(out)
+
+
+def fp8_bound(
+    a: Quantized,
+    b: QuantizedTensor,
+    dtype: torch.dtype,
+    epilogue: Epilogue = PLAIN,
+    *,
+    core: float = CORE,
+) -> Bound:
+    """What the product of `a` and b [..., K, N] with `epilogue` is held to in C's `dtype`.
+
+    Compared are products of the same FP8 values and scales, in float64. What rounding to FP8 itself costs is no part of
+    it: `Quantized.error` and `QuantizedTensor.error` tell that.
+
+    The dense product is summed in float32 and rounded to C's dtype. A tensor core is not as good: Hopper's aligns the
+    products of a step to the largest and keeps some 13 bits below it, before they enter a float32 sum. `core` is what
+    that costs where no more than a few hundred of K are summed so, the same for every K: relative to C or, where C is
+    what is left of larger products, to the root of their sum of squares. A kernel that leaves all of a long K to the
+    tensor core loses bits with every step: with sums cut so, K of 8192 is caught in float32. Where the matrix allows
+    that, by its `fast_accum`, `tensor_core_error` says what such a sum loses, and takes the place of `core` where it is
+    more.
+
+    core=0 for kernels that sum in float32 throughout, whatever a.fast_accum is: they may still multiply a sum with its
+    scales, which the dense product has in its values. Of few elements that is more than twice the error of the dense
+    product.
+    """
+    with torch.no_grad(), using_tf32(False), dtypes.as_given(b.device):
+        exact = quantized_product(a, b, in_float64(epilogue), torch.float64)
+        left, right = a.to_dense(torch.float32), b.dequantize(torch.float32)
+        bias, other = (None if x is None else x.float() for x in (epilogue.bias, epilogue.other))
+        dense = replace(epilogue, bias=bias, other=other).apply(left @ right).to(dtype)
+        lost = core * (left.square() @ right.square()).sqrt()
+        if core and a.fast_accum:
+            lost = torch.maximum(lost, tensor_core_error(left, right))
+        lost = abs(epilogue.alpha) * lost
+        if epilogue.other is not None and epilogue.combine == "mul":
+            lost = lost * epilogue.other.float().abs()
+        size = float(torch.linalg.vector_norm(exact))
+        from_core = max(core, SCALED, float(torch.linalg.vector_norm(lost.double())) / size) if size else 0.0
+        rounding = product_rounding(left, right, dtype, epilogue)
+        assert rounding.each is not None
+        # What a tensor core cuts from a sum depends on the walk of that sum, and all cuts go one way: no Gaussian.
+        cut = FACTOR * lost.double() if core and a.fast_accum else lost.double()
+        each = rounding.each + cut.square() + (core * exact).square()
+        return Bound(exact, replace(rounding, each=each), [dense], from_core)
+
+
+def tensor_core_error(left: Tensor, right: Tensor) -> Tensor:
+    """How wrong each element of left [M, K] @ right [..., K, N] may be expected where a tensor core keeps all of a sum.
+
+    A step aligns its products with the running sum s to the largest of them and cuts each towards zero, BITS below it
+    (Fasi et al., "Numerical behavior of NVIDIA tensor cores", PeerJ Computer Science, 2021, for the cut; DeepSeek-V3,
+    arXiv:2412.19437, 3.3.2, for the bits). With unit u = 2^(floor(log2 |s|) - BITS) a product loses u / 2 on average,
+    with a variance of u^2 / 12. Of n products that are not zero, of which d more are positive than negative, the sum
+    so loses about sqrt(n / 12 + d^2 / 4) u. On its way to S, in steps in any order, s^2 is S^2 / 3 + Q^2 / 6 on
+    average, Q^2 being the sum of the products' squares: a walk that ends at S. For products of random sign this makes
+    2^-13 sqrt(K / 11) relative to S. That is 1.3 to 2.3 times what a model of the cut loses from K = 8192 on, and more
+    for short sums, whose products are often whole units.
+    """
+    n = (left != 0).float() @ (right != 0).float()
+    d = left.sign() @ right.sign()
+    square = (left @ right).square() / 3 + (left.square() @ right.square()) / 6
+    return 2.0**-BITS * (UNIT * square * (n / 12 + d.square() / 4)).sqrt()
 
 
 def met(pattern: BlockPattern, b: Tensor) -> Tensor:

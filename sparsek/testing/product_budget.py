@@ -14,13 +14,16 @@ from torch.nn import functional
 
 from sparsek.core import dtypes
 from sparsek.matrix.bsr import BSR, padding_nonzeros
+from sparsek.matrix.dense8 import QuantizedTensor
 from sparsek.matrix.padding import tiles_of
 from sparsek.matrix.pattern import BlockPattern
+from sparsek.matrix.quantized import Matrix, Quantized
 from sparsek.reference.epilogue import Epilogue
 from sparsek.reference.linear import swiglu
 from sparsek.reference.sddmm import sddmm
 from sparsek.reference.spgemm import pairs, spgemm
 from sparsek.testing.budget import (
+    CORE,
     ROUNDED,
     SLOPE,
     Bound,
@@ -82,25 +85,25 @@ def check_spgemm(a: BSR, b: BSR, out: Tensor | BSR, *, tf32: bool = False) -> Ga
 
 
 def check_linear(
-    x: Tensor,
-    w: BSR,
+    x: Tensor | QuantizedTensor,
+    w: Matrix | Quantized,
     out: Tensor,
     bias: Tensor | None = None,
     activation: str | None = None,
     residual: Tensor | None = None,
     *,
     tf32: bool = False,
+    core: float = CORE,
 ) -> Gate:
     """Judges out [..., N] as act(x @ W.T + bias) + residual for x [..., K], as `check_spmm` does with an epilogue.
 
     The dense layer that it is held to does the same in the inputs' dtype, step by step.
     """
     tokens = x.shape[:-1].numel()
+    columns = x.rows().mT if isinstance(x, QuantizedTensor) else x.reshape(tokens, w.shape[1]).mT
     rest = None if residual is None else residual.reshape(tokens, w.shape[0]).mT
     epilogue = Epilogue(bias=bias, activation=activation or "", other=rest)
-    return check_spmm(
-        w, x.reshape(tokens, w.shape[1]).mT, out.reshape(tokens, w.shape[0]).mT, epilogue, tf32=tf32
-    )
+    return check_spmm(w, columns, out.reshape(tokens, w.shape[0]).mT, epilogue, tf32=tf32, core=core)
 
 
 def check_swiglu(x: Tensor, w_gate: BSR, w_up: BSR, out: Tensor, *, tf32: bool = False) -> Gate:

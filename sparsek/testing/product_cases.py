@@ -1,8 +1,8 @@
-"""Cases of SDDMM, of BSR x BSR and of epilogues that every kernel must get right: small, and awkward in every way."""
+"""Cases of SDDMM and of BSR x BSR that every kernel must get right: small, and awkward in every way."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,18 +11,15 @@ from sparsek.core import dtypes
 from sparsek.matrix.bsr import BSR, zero_padding
 from sparsek.matrix.pattern import BlockPattern
 from sparsek.matrix.random import random_bsr
-from sparsek.reference.epilogue import Epilogue
 from sparsek.reference.spgemm import pairs
-from sparsek.testing.cases import Case
-from sparsek.testing.poison import poisoned
+from sparsek.testing.cases import Case, laid_out
 
 
 @dataclass(frozen=True)
 class SddmmCase:
     """S [m, n] = X [m, k] @ Y [k, n] at a pattern. `density`, `pattern` and `blocks` as in `Case`.
 
-    `layouts` are those of X and Y: "row", "col" (the transpose view of a row-major matrix), "strided" (every other
-    column of one), or "wide" (some columns of a wider one, from an address that is no multiple of 16 bytes).
+    `layouts` are those of X and Y (`laid_out`).
     """
 
     m: int
@@ -45,8 +42,10 @@ class SddmmCase:
     ) -> tuple[Tensor, Tensor, BlockPattern]:
         """N(0, 1) matrices X and Y and the pattern on `device`, in the case's dtype unless another is given."""
         kind = dtypes.parse(self.dtype) if dtype is None else dtype
-        case = Case(self.m, self.n, 0, self.block, self.density, self.note, self.pattern, blocks=self.blocks)
-        a, _ = case.make(device, kind, seed)
+        case = Case(
+            self.m, self.n, 0, self.block, self.note, self.density, pattern=self.pattern, blocks=self.blocks
+        )
+        a, *_ = case.make(device, kind, seed)
         x = laid_out(self.layouts[0], (self.m, self.k), kind, device, seed + 1)
         return x, laid_out(self.layouts[1], (self.k, self.n), kind, device, seed + 2), a.pattern
 
@@ -56,7 +55,7 @@ class SpgemmCase:
     """C [m, n] = A [m, k] @ B [k, n] in blocks of `blocks` = (bm, bk, bn), at densities of A and B.
 
     `views` makes A or B a transposed view. `wanted` is the density of C's pattern, None for every block that some
-    pair adds to. `kept` is how many blocks of A and of B are left, -1 for all.
+    pair adds to. `kept` is how many blocks of A and of B are left, None for all.
     """
 
     m: int
@@ -69,7 +68,7 @@ class SpgemmCase:
     dtype: str = "fp16"
     views: tuple[bool, bool] = (False, False)
     wanted: float | None = None
-    kept: tuple[int, int] = (-1, -1)
+    kept: tuple[int | None, int | None] = (None, None)
 
     def __str__(self) -> str:
         sides = "x".join(map(str, self.blocks))
@@ -82,96 +81,25 @@ class SpgemmCase:
         kind = dtypes.parse(self.dtype) if dtype is None else dtype
         bm, bk, bn = self.blocks
         parts = []
-        for index, (shape, block) in enumerate((((self.m, self.k), (bm, bk)), ((self.k, self.n), (bk, bn)))):
-            view = self.views[index]
-            rows, columns = shape[::-1] if view else shape
-            count = self.kept[index]
-            sides = (block[1], block[0]) if view else block
-            case = Case(rows, columns, 0, sides, self.densities[index], self.note, self.pattern)
-            made, _ = replace(case, blocks=None if count < 0 else count).make(device, kind, seed + index)
-            parts.append(made.T if view else made)
+        for index, (rows, columns, block) in enumerate(
+            ((self.m, self.k, (bm, bk)), (self.k, self.n, (bk, bn)))
+        ):
+            case = Case(
+                rows,
+                columns,
+                0,
+                block,
+                self.note,
+                self.densities[index],
+                view=self.views[index],
+                pattern=self.pattern,
+                blocks=self.kept[index],
+            )
+            parts.append(case.make(device, kind, seed + index)[0])
         if self.wanted is None:
             return parts[0], parts[1], None
         of_c = random_bsr(self.m, self.n, (bm, bn), self.wanted, dtype=kind, device=device, seed=seed + 2)
         return parts[0], parts[1], of_c.pattern
-
-
-@dataclass(frozen=True)
-class EpilogueCase:
-    """C = act(alpha * (A @ B) + bias[:, None]), then + beta * other or * other; sizes and A as in `Case`.
-
-    `combine` is "add", "mul" or "" for no other matrix, which is C itself if `in_place`. `layouts` are those of B (as
-    in SddmmCase), of C, and of the other matrix; C's is "row" or "col". `batch` are leading dims of B and C.
-    """
-
-    m: int
-    k: int
-    n: int
-    block: tuple[int, int]
-    note: str
-    density: float = 0.4
-    alpha: float = 1.0
-    bias: bool = False
-    activation: str = ""
-    combine: str = ""
-    beta: float = 1.0
-    in_place: bool = False
-    layouts: tuple[str, str, str] = ("row", "row", "row")
-    batch: tuple[int, ...] = ()
-    view: bool = False
-    dtype: str = "fp16"
-
-    def __str__(self) -> str:
-        bm, bk = self.block
-        return f"{self.m}x{self.k}x{self.n}-b{bm}x{bk}-{self.dtype}-{self.note.replace(' ', '_')}"
-
-    def make(
-        self, device: str = "cpu", dtype: torch.dtype | None = None, seed: int = 0
-    ) -> tuple[BSR, Tensor, Epilogue, Tensor]:
-        """A, B, the epilogue and an output to be written: full of NaN, or the epilogue's other matrix if `in_place`."""
-        kind = dtypes.parse(self.dtype) if dtype is None else dtype
-        bm, bk = self.block
-        case = Case(self.m, self.k, 0, (bm, bk), self.density, self.note)
-        if self.view:
-            case = replace(case, m=self.k, k=self.m, block=(bk, bm))
-        a, _ = case.make(device, kind, seed)
-        b = laid_out(self.layouts[0], (*self.batch, self.k, self.n), kind, device, seed + 1)
-        shape = (*self.batch, self.m, self.n)
-        bias = laid_out("row", (1, self.m), kind, device, seed + 2)[0] if self.bias else None
-        other = None
-        if self.combine:
-            lies = self.layouts[1] if self.in_place else self.layouts[2]
-            other = laid_out(lies, shape, kind, device, seed + 3)
-        made = Epilogue(self.alpha, bias, self.activation, other, self.combine or "add", self.beta)
-        if self.in_place:
-            assert other is not None
-            return a.T if self.view else a, b, made, other
-        out = poisoned(shape, kind, device)
-        if self.layouts[1] == "col":
-            out = poisoned((*self.batch, self.n, self.m), kind, device).mT
-        return a.T if self.view else a, b, made, out
-
-
-def judged_by(epilogue: Epilogue) -> Epilogue:
-    """The same epilogue with its other matrix copied: what a result written in place is to be judged by."""
-    return epilogue if epilogue.other is None else replace(epilogue, other=epilogue.other.clone())
-
-
-def laid_out(layout: str, shape: tuple[int, ...], dtype: torch.dtype, device: str, seed: int) -> Tensor:
-    """An N(0, 1) tensor [..., rows, columns] that lies in memory as `layout` says (SddmmCase)."""
-    *lead, rows, columns = shape
-    draw = torch.Generator(device).manual_seed(seed)
-
-    def normal(*sides: int) -> Tensor:
-        return torch.randn(*lead, *sides, generator=draw, dtype=torch.float32, device=device).to(dtype)
-
-    if layout == "col":
-        return normal(columns, rows).mT
-    if layout == "strided":
-        return normal(rows, 2 * columns)[..., ::2]
-    if layout == "wide":
-        return normal(rows, columns + 5)[..., 3 : columns + 3]
-    return normal(rows, columns)
 
 
 def unmet_rows_poisoned(x: Tensor, y: Tensor, pattern: BlockPattern) -> tuple[Tensor, Tensor]:
@@ -287,54 +215,4 @@ SPGEMM_CASES: tuple[SpgemmCase, ...] = (
     SpgemmCase(250, 190, 120, (64, 32, 48), (0.5, 0.5), "wanted ragged", wanted=0.6, views=(True, True)),
     SpgemmCase(128, 128, 128, _SQUARE64, (0.5, 0.5), "nothing wanted", wanted=0.0),
     SpgemmCase(128, 128, 128, _SQUARE64, (0.0, 0.5), "wanted without pairs", wanted=0.5),
-)
-
-_SMALL = (128, 192, 64, (32, 32))
-_ROWS, _COLUMNS = ("row", "row", "row"), ("col", "col", "col")
-
-EPILOGUE_CASES: tuple[EpilogueCase, ...] = (
-    *(EpilogueCase(*_SMALL, f"{name} and bias", bias=True, activation=name) for name in ("relu", "silu")),
-    *(
-        EpilogueCase(*_SMALL, f"{name} and bias", bias=True, activation=name)
-        for name in ("gelu", "gelu_tanh")
-    ),
-    EpilogueCase(*_SMALL, "gelu and bias bf16", bias=True, activation="gelu", dtype="bf16"),
-    EpilogueCase(*_SMALL, "gelu and bias fp32", bias=True, activation="gelu", dtype="fp32"),
-    EpilogueCase(*_SMALL, "silu alone", activation="silu"),
-    EpilogueCase(*_SMALL, "alpha", alpha=-0.5),
-    EpilogueCase(*_SMALL, "bias", bias=True),
-    EpilogueCase(*_SMALL, "added", combine="add"),
-    EpilogueCase(*_SMALL, "added twice over", combine="add", beta=2.0, alpha=0.5),
-    EpilogueCase(*_SMALL, "multiplied", combine="mul"),
-    EpilogueCase(*_SMALL, "added in place", combine="add", beta=-1.5, alpha=2.0, in_place=True),
-    EpilogueCase(*_SMALL, "multiplied in place", combine="mul", bias=True, in_place=True),
-    EpilogueCase(*_SMALL, "everything added", 0.4, 0.5, True, "gelu", "add", 0.25),
-    EpilogueCase(*_SMALL, "everything multiplied", 0.4, 0.5, True, "silu", "mul"),
-    EpilogueCase(
-        128, 192, 200, (128, 64), "linear", bias=True, activation="gelu", combine="add", layouts=_COLUMNS
-    ),
-    EpilogueCase(128, 192, 64, (64, 64), "linear plain", layouts=_COLUMNS),
-    EpilogueCase(128, 192, 64, (64, 64), "linear of a view", bias=True, layouts=_COLUMNS, view=True),
-    EpilogueCase(*_SMALL, "linear in place", combine="add", in_place=True, layouts=_COLUMNS),
-    EpilogueCase(*_SMALL, "B by columns", bias=True, layouts=("col", "row", "row")),
-    EpilogueCase(*_SMALL, "C by columns", bias=True, layouts=("row", "col", "row")),
-    EpilogueCase(*_SMALL, "C by columns other by rows", combine="mul", layouts=("row", "col", "row")),
-    EpilogueCase(*_SMALL, "C by rows other by columns", combine="add", layouts=("row", "row", "col")),
-    EpilogueCase(*_SMALL, "other strided", combine="mul", layouts=("row", "row", "strided")),
-    EpilogueCase(*_SMALL, "other not aligned", combine="add", layouts=("wide", "row", "wide")),
-    EpilogueCase(100, 77, 61, (32, 32), "ragged", 0.6, 0.5, True, "gelu", "add", 0.25),
-    EpilogueCase(100, 77, 61, (32, 32), "ragged linear", 0.6, 0.5, True, "silu", "mul", layouts=_COLUMNS),
-    EpilogueCase(96, 144, 40, (48, 48), "no power of two", bias=True, activation="gelu"),
-    EpilogueCase(256, 128, 1, (64, 64), "one column", bias=True, activation="gelu"),
-    EpilogueCase(256, 128, 1, (64, 64), "one token", bias=True, activation="gelu", layouts=_COLUMNS),
-    EpilogueCase(256, 128, 7, (64, 64), "seven tokens", bias=True, combine="add", layouts=_COLUMNS),
-    EpilogueCase(256, 128, 16, (128, 128), "decode", bias=True, activation="silu", layouts=_COLUMNS),
-    EpilogueCase(128, 128, 48, (16, 16), "rows without blocks", 0.0, 2.0, True, "gelu", "add", 0.5),
-    EpilogueCase(128, 0, 16, (32, 32), "no inner side", bias=True, activation="relu"),
-    EpilogueCase(0, 128, 16, (32, 32), "no rows", bias=True, activation="relu"),
-    EpilogueCase(128, 128, 0, (32, 32), "no columns", bias=True, activation="relu"),
-    EpilogueCase(64, 96, 24, (32, 32), "batch", 0.5, 0.5, True, "gelu", "add", batch=(3,)),
-    EpilogueCase(
-        64, 96, 24, (32, 32), "batch by columns", bias=True, combine="mul", batch=(2, 2), layouts=_COLUMNS
-    ),
 )

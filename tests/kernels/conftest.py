@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from sparsek.core import env
+from tests.kernels.drawn import fresh
 
 
 @pytest.fixture(autouse=True)
@@ -25,3 +26,9 @@ def poisoned_memory() -> Iterator[None]:
     assert torch.empty(4, dtype=torch.int32, device=device).new_empty(1) == 2**31 - 1
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def seed() -> int:
+    """One that no run had before."""
+    return fresh()

@@ -23,7 +23,7 @@ from sparsek.kernels.spmm.hopper_24 import SOURCE, Config, Scales, Work
 from sparsek.matrix.bsr24 import BSR24
 from sparsek.matrix.semi24 import Semi24
 from sparsek.reference.epilogue import PLAIN, Epilogue
-from tests.kernels.planned_24 import problem
+from tests.kernels.planned import problem
 
 WRAPPERS = Path(__file__).with_name("semi24_emulated.h")
 FLAGS = ("-O1", "-std=c++17", "-shared", "-fPIC", "-w", "-fno-strict-aliasing")
@@ -63,7 +63,7 @@ def multiply(
     source: str = "",
 ) -> str:
     """Writes the product into `out` as `ctas` CTAs do, events in one `order`. What went wrong, or ""."""
-    p = replace(problem(a, b, epilogue, out), card=replace(H200, sm_count=ctas))
+    p = replace(problem(a, b, out, epilogue), card=replace(H200, sm_count=ctas))
     module = semi24 if isinstance(a, Semi24) else bsr24
     return run(c, module.KERNEL.prepare(p, c, a), a, b, out, epilogue, order=order, source=source)
 

@@ -1,40 +1,22 @@
-"""Runs one kernel of the table without the planner: problem, config, work, a poisoned output."""
+"""Runs one kernel of A @ B, A stored in any way, without the planner: problem, config, work, the output."""
 
 from typing import Any
 
+import torch
+from hypothesis import strategies as st
 from torch import Tensor
 
-from sparsek.core import dtypes
 from sparsek.core.device import card_of
-from sparsek.matrix.bsr import BSR
+from sparsek.plan.operands import layout
 from sparsek.plan.problem import SpmmProblem
 from sparsek.plan.spmm import Product
-from sparsek.reference.epilogue import PLAIN, Epilogue
+from sparsek.reference.epilogue import ACTIVATIONS, PLAIN, Epilogue
+from sparsek.testing.budget import CORE, check_spmm
+from sparsek.testing.cases import Case, judged_by
 from sparsek.testing.poison import poisoned
-from tests.problems import spmm_problem
 
 
-def problem(a: BSR, b: Tensor) -> SpmmProblem:
-    """The problem that A @ B poses."""
-    touched = int(a.pattern.indices.unique().numel())
-    longest = int(a.pattern.row_lengths.max()) if a.grid[0] else 0
-    return spmm_problem(
-        m=a.shape[0],
-        k=a.shape[1],
-        n=b.shape[-1],
-        block=a.block,
-        nnzb=a.nnzb,
-        dtype=dtypes.name(b.dtype),
-        card=card_of(b.device),
-        batch=b.shape[:-2].numel(),
-        b_layout="row" if b.stride(-1) == 1 else "col",
-        transposed=a.order is not None,
-        row_max=longest,
-        touches_all_columns=touched == a.grid[1],
-    )
-
-
-def posed(
+def problem(
     a: Any,
     b: Any,
     out: "Tensor | None" = None,
@@ -45,15 +27,79 @@ def posed(
 ) -> SpmmProblem:
     """The problem that a @ b, or a.T @ b of a 2:4 matrix, poses. C lies as `out` or `lies` says."""
     if not lies:
-        lies = "col" if out is not None and out.stride(-2) == 1 and out.stride(-1) != 1 else "row"
-    dtype = b.dtype if out is None else out.dtype
+        lies = "col" if out is not None and layout(out) == "col" else "row"
+    dtype = _dtype(b) if out is None else out.dtype
     return Product(a, turned, b, out, epilogue, lies, dtype).problem(card_of(b.device))
 
 
-def multiply(kernel: Any, a: BSR, b: Tensor, config: Any = None, out: "Tensor | None" = None) -> Tensor:
-    """A @ B by `kernel`, into an output full of NaN."""
-    p = problem(a, b)
+def multiply(
+    kernel: Any,
+    a: Any,
+    b: Any,
+    epilogue: Epilogue = PLAIN,
+    out: "Tensor | None" = None,
+    *,
+    turned: bool = False,
+    config: Any = None,
+    refused: bool = False,
+) -> Tensor:
+    """`out`, once `kernel` has written a @ b, or a.T @ b, with the epilogue into it; a new one starts full of NaN.
+
+    The kernel must take the problem, or refuse it if it is `refused`, and is run all the same.
+    """
+    if out is None:
+        out = poisoned((*b.shape[:-2], a.shape[1 if turned else 0], b.shape[-1]), _dtype(b), b.device)
+    p = problem(a, b, out, epilogue, turned=turned)
+    assert bool(kernel.why_not(p)) == refused
     c = kernel.default(p) if config is None else config
-    result = poisoned((*b.shape[:-2], a.shape[0], b.shape[-1]), b.dtype, b.device) if out is None else out
-    kernel.launch(c, kernel.prepare(p, c, a), a, b, result)
-    return result
+    kernel.launch(c, kernel.prepare(p, c, a), a, b, out, epilogue)
+    return out
+
+
+def hold(
+    kernel: Any,
+    case: Case,
+    dtype: "torch.dtype | None" = None,
+    device: str = "cpu",
+    seed: int = 0,
+    config: Any = None,
+    core: float = CORE,
+    refused: bool = False,
+) -> None:
+    """The kernel's product is within the error budget, and the epilogue's other matrix is as it was."""
+    a, b, epilogue, out = case.make(device, dtype, seed)
+    judged = judged_by(epilogue)
+    multiply(kernel, a, b, epilogue, out, turned=case.turned, config=config, refused=refused)
+    if epilogue.other is not None and not case.in_place:
+        assert judged.other is not None
+        assert torch.equal(epilogue.other, judged.other), f"{case} wrote into its other matrix"
+    gate = check_spmm(a, b, out, judged, transposed=case.turned, core=core)
+    assert gate.passed, f"{case}: {gate}"
+
+
+def _dtype(b: Any) -> torch.dtype:
+    """C's, unless an output says another."""
+    return b.dtype if isinstance(b, Tensor) else torch.float32
+
+
+@st.composite
+def semi24_cases(draw: Any) -> Case:
+    """Any product of a 2:4 matrix."""
+    rows, columns, view = draw(st.integers(0, 70)), 8 * draw(st.integers(0, 17)), draw(st.booleans())
+    m, k = (columns, rows) if view else (rows, columns)
+    row_or_col = st.sampled_from(["row", "col"])
+    return Case(
+        m,
+        k,
+        draw(st.integers(0, 40)),
+        None,
+        "any",
+        view=view,
+        alpha=draw(st.sampled_from([1.0, -0.5])),
+        bias=draw(st.booleans()),
+        activation=draw(st.sampled_from(list(ACTIVATIONS))),
+        combine=draw(st.sampled_from(["", "add", "mul"])),
+        beta=0.5,
+        layouts=draw(st.tuples(st.sampled_from(["row", "col", "strided", "wide"]), row_or_col, row_or_col)),
+        batch=draw(st.sampled_from([(), (2,), (2, 1)])),
+    )

@@ -1,50 +1,17 @@
-"""Runs one kernel of a product without the planner: problem, config, work, a poisoned output."""
+"""Runs one kernel of SDDMM or of BSR x BSR without the planner: problem, config, work, a poisoned output."""
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from sparsek.core import dtypes
 from sparsek.core.device import card_of
-from sparsek.kernels import load
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.pattern import BlockPattern
 from sparsek.plan.matches import Matches, match
 from sparsek.plan.operands import layout
-from sparsek.plan.problem import SddmmProblem, SpgemmProblem, SpmmProblem
-from sparsek.reference.epilogue import Epilogue
+from sparsek.plan.problem import SddmmProblem, SpgemmProblem
 from sparsek.testing.poison import poisoned
-from tests.kernels import planned
-from tests.problems import changed
-
-
-def kernel(name: str) -> Any:
-    """The kernel of that name ("cpu.sddmm")."""
-    return load(name)
-
-
-def epilogue_problem(a: BSR, b: Tensor, epilogue: Epilogue, out: Tensor) -> SpmmProblem:
-    """The problem that C = A @ B with an epilogue poses, C lying as `out` does."""
-    return changed(
-        planned.problem(a, b),
-        b_layout=layout(b),
-        out_layout=layout(out),
-        has_alpha=epilogue.alpha != 1,
-        bias=epilogue.bias is not None,
-        activation=epilogue.activation,
-        combine="" if epilogue.other is None else epilogue.combine,
-        in_place=epilogue.other is out,
-    )
-
-
-def multiply(kernel: Any, a: BSR, b: Tensor, epilogue: Epilogue, out: Tensor, config: Any = None) -> Tensor:
-    """`out`, once `kernel` has written A @ B with the epilogue into it."""
-    p = epilogue_problem(a, b, epilogue, out)
-    assert kernel.why_not(p) == []
-    c = kernel.default(p) if config is None else config
-    kernel.launch(c, kernel.prepare(p, c, a), a, b, out, epilogue)
-    return out
 
 
 def sddmm_problem(x: Tensor, y: Tensor, pattern: BlockPattern) -> SddmmProblem:
@@ -108,7 +75,3 @@ def join(
     out = poisoned(shape, a.dtype, a.device)
     kernel.launch(c, kernel.prepare(p, c, matches), a, b, matches, out)
     return out if dense_out else BSR.unchecked(matches.pattern, out)
-
-
-def torch_dtypes() -> list[torch.dtype]:
-    return [torch.bfloat16, torch.float16, torch.float32, torch.float64]

@@ -13,58 +13,44 @@ from sparsek.kernels.spmm.unpack_24 import AMPERE, HOPPER, SINGLE, Config
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.bsr24 import BSR24
 from sparsek.matrix.semi24 import Semi24
-from sparsek.testing.cases24 import BSR24_CASES, SEMI24_CASES, Case24
-from tests.kernels.planned_24 import EPILOGUES, LAYOUTS, hold, multiply, problem
+from sparsek.testing.cases import BSR24_CASES, SEMI24_CASES, Case
+from tests.kernels.planned import hold, multiply, problem, semi24_cases
 
 assert env.interpreting(), "run through test_portable_24.py, which sets TRITON_INTERPRET=1"
 F16, F32 = torch.float16, torch.float32
 SMALL = Config(32, 32, 32, 1, 1, 2)
 
 
-def kernel_of(case: Case24):
+def kernel_of(case: Case):
     return semi24.KERNEL if case.block is None else bsr24.KERNEL
 
 
 @pytest.mark.parametrize("case", [*SEMI24_CASES, *BSR24_CASES], ids=str)
-def test_every_case_is_within_its_error_budget(case: Case24):
+def test_every_case_is_within_its_error_budget(case: Case):
     hold(kernel_of(case), case, F16)
 
 
 @pytest.mark.parametrize("case", [*SEMI24_CASES[2:18:3], *BSR24_CASES[1:12:3]], ids=str)
-def test_fp32_is_within_its_error_budget(case: Case24):
+def test_fp32_is_within_its_error_budget(case: Case):
     hold(kernel_of(case), case, F32)
 
 
 @settings(max_examples=15)
 @given(
-    rows=st.integers(0, 70),
-    groups=st.integers(0, 17),
-    n=st.integers(0, 40),
-    transposed=st.booleans(),
-    layouts=LAYOUTS,
-    epilogue=EPILOGUES,
-    batch=st.sampled_from([(), (2,)]),
+    case=semi24_cases(),
     config=st.sampled_from([SMALL, Config(16, 16, 64, 1, 1, 3), Config(64, 16, 32, 1, 1, 1)]),
     seed=st.integers(0, 2**20),
 )
-def test_any_semi24_is_within_budget(rows, groups, n, transposed, layouts, epilogue, batch, config, seed):
-    alpha, bias, activation, combine = epilogue
-    case = Case24(
-        rows, 8 * groups, n, "any", None, 1.0, transposed, alpha, bias, activation, combine, 0.5, layouts, batch
-    )  # fmt: skip
+def test_any_semi24_is_within_budget(case, config, seed):
     hold(semi24.KERNEL, case, F16, seed=seed, config=config)
 
 
-@pytest.mark.parametrize("transposed", [False, True])
-def test_every_config_of_the_tables_gives_the_same_product(transposed: bool):
+@pytest.mark.parametrize("view", [False, True])
+def test_every_config_of_the_tables_gives_the_same_product(view: bool):
     configs = {(c.tile_m, c.tile_n, c.tile_k): c for c in (*HOPPER, *AMPERE, *SINGLE)}
     for seed, c in enumerate(configs.values()):
-        hold(semi24.KERNEL, Case24(72, 72, 20, "any", None, 1.0, transposed), F16, seed=seed, config=c)
-        case = (
-            Case24(128, 64, 20, "any", (128, 64), 1.0)
-            if not transposed
-            else Case24(64, 128, 20, "any", (64, 128), 1.0, True)
-        )
+        hold(semi24.KERNEL, Case(72, 72, 20, None, "any", view=view), F16, seed=seed, config=c)
+        case = Case(128, 64, 20, (128, 64), "any", 1.0, two_four=True, view=view)
         hold(bsr24.KERNEL, case, F16, seed=seed, config=c)
 
 
@@ -108,14 +94,14 @@ def test_slices_of_wider_tensors_are_read_and_written_in_place(kernel):
 @pytest.mark.parametrize(
     "case", [SEMI24_CASES[2], SEMI24_CASES[13], BSR24_CASES[3], BSR24_CASES[10]], ids=str
 )
-def test_offsets_of_64_bits_and_a_second_run_give_the_same_bits(case: Case24, monkeypatch):
+def test_offsets_of_64_bits_and_a_second_run_give_the_same_bits(case: Case, monkeypatch):
     a, b, epilogue, out = case.make()
     kernel = kernel_of(case)
-    narrow = multiply(kernel, a, b, epilogue, out.clone(), turned=case.transposed)
-    assert torch.equal(multiply(kernel, a, b, epilogue, out.clone(), turned=case.transposed), narrow)
+    narrow = multiply(kernel, a, b, epilogue, out.clone(), turned=case.turned)
+    assert torch.equal(multiply(kernel, a, b, epilogue, out.clone(), turned=case.turned), narrow)
     with monkeypatch.context() as patch:
         patch.setattr(unpack_24, "SIZE_LIMIT", 1000)
-        p = problem(a, b, epilogue, out, case.transposed)
+        p = problem(a, b, out, epilogue, turned=case.turned)
         c = kernel.default(p)
         kernel.launch(c, kernel.prepare(p, c, a), a, b, out, epilogue)
     assert torch.equal(out, narrow)

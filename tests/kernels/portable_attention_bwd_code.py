@@ -7,23 +7,17 @@ fields, ...]. test_portable_attention_bwd.py runs it so in .venv-triton-next, wh
 import json
 import re
 import sys
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 import triton
 
-from sparsek.core.device import H200, Card
 from sparsek.kernels.attention import parts
 from sparsek.kernels.attention import portable_bwd as portable
 from tests.kernels import portable_code
+from tests.kernels.portable_code import CARDS
 
-CARDS: dict[str, Card] = {
-    "sm_90": H200,
-    "sm_80": replace(H200, name="NVIDIA A100", capability=(8, 0), sm_count=108, smem_bytes=166912),
-    "sm_89": replace(H200, name="NVIDIA RTX 4090", capability=(8, 9), sm_count=128, smem_bytes=101376),
-}
 RULES = {
     "interval": ("rules", "bits", "part_entries"),
     "bits": ("lo", "hi"),

@@ -6,29 +6,18 @@ As a script: reads [[card, dim, v_dim, block, rules, Config's fields], ...] as J
 
 import json
 import re
-import subprocess
 import sys
-import tempfile
-from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
-from sparsek.core.device import H200, Card
 from sparsek.kernels.attention import portable_fwd as portable
 from sparsek.kernels.attention.merge import FIELDS, ROWS, _merge
+from tests.kernels import portable_code
+from tests.kernels.portable_code import CARDS
 
-CARDS: dict[str, Card] = {
-    "sm_90": H200,
-    "sm_80": replace(H200, name="NVIDIA A100", capability=(8, 0), sm_count=108, smem_bytes=166912),
-    "sm_89": replace(H200, name="NVIDIA RTX 4090", capability=(8, 9), sm_count=128, smem_bytes=101376),
-}
-CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 RULES = {
     "interval": ("rules", "bits"),
     "bits": ("lo", "hi"),
@@ -79,36 +68,11 @@ def merged(card: str, v_dim: int) -> Code:
 def _code(
     function: Any, types: dict[str, str], constants: dict[str, Any], card: str, warps: int, stages: int
 ) -> Code:
-    names = list(function.arg_names)
-    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
-    plain = {p.name for p in function.params if p.do_not_specialize or p.do_not_specialize_on_alignment}
-    known = [name for name in names if name not in constants and name not in plain and name != "scale"]
-    source = ASTSource(
-        function,
-        signature,
-        {(names.index(name),): value for name, value in constants.items()},
-        {(names.index(name),): [["tt.divisibility", 16]] for name in known},
-    )
-    major, minor = CARDS[card].capability
-    target = GPUTarget("cuda", 10 * major + minor, 32)
-    kernel: Any = triton.compile(source, target=target, options={"num_warps": warps, "num_stages": stages})
-    with tempfile.TemporaryDirectory() as folder:
-        cubin = Path(folder) / "kernel.cubin"
-        cubin.write_bytes(kernel.asm["cubin"])
-        usage = subprocess.run(
-            [CUOBJDUMP, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True
-        ).stdout
-    stack = re.search(r"STACK:(\d+)", usage)
-    assert stack, usage
-    spread = re.findall(r"nvidia_mma<.*?warpsPerCTA = \[(\d+), \d+\]", kernel.asm["ttgir"])
-    return Code(
-        triton=triton.__version__,
-        stack=int(stack[1]),
-        shared=kernel.metadata.shared,
-        copies="cp.async.cg.shared.global" in kernel.asm["ptx"],
-        wgmma="wgmma.mma_async" in kernel.asm["ptx"],
-        chained=all(int(rows) == warps for rows in spread),
-    )
+    code = portable_code.compiled(function, types, constants, CARDS[card], warps, stages)
+    spread = re.findall(r"nvidia_mma<.*?warpsPerCTA = \[(\d+), \d+\]", code.ttgir)
+    chained = all(int(rows) == warps for rows in spread)
+    wgmma = "wgmma.mma_async" in code.ptx
+    return Code(triton.__version__, code.stack, code.shared, code.copies, wgmma, chained)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,8 @@
 import re
 import subprocess
 import tempfile
+from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,8 +12,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from sparsek.core.device import Card
+from sparsek.core.device import H200, Card
 
+CARDS: dict[str, Card] = {
+    "sm_90": H200,
+    "sm_80": replace(H200, name="NVIDIA A100", capability=(8, 0), sm_count=108, smem_bytes=166912),
+    "sm_89": replace(H200, name="NVIDIA RTX 4090", capability=(8, 9), sm_count=128, smem_bytes=101376),
+}
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
@@ -38,17 +45,27 @@ class Code(NamedTuple):
 
 
 def compiled(
-    function: Any, types: dict[str, str], constants: dict[str, Any], card: Card, warps: int, stages: int
+    function: Any,
+    types: dict[str, str],
+    constants: dict[str, Any],
+    card: Card,
+    warps: int,
+    stages: int,
+    *,
+    aligned: "Collection[str] | None" = None,
 ) -> Code:
-    """`function` with pointers and ints that are multiples of 16, but for those of `constants` (1, 0 and None too).
+    """`function` with pointers and ints that are multiples of 16, or only those `aligned`, but for `constants`.
 
-    `types` names the arguments that are no 32-bit ints.
+    Those are 1, 0 and None too. `types` names the arguments that are no 32-bit ints.
     """
     names = list(function.arg_names)
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
     plain = {p.name for p in function.params if p.do_not_specialize or p.do_not_specialize_on_alignment}
     known = [
-        name for name in names if name not in constants and name not in plain and signature[name] != "fp32"
+        name
+        for name in names
+        if name not in constants and name not in plain and signature[name] != "fp32"
+        if aligned is None or name in aligned
     ]
     source = ASTSource(
         function,

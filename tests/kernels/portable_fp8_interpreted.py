@@ -3,6 +3,8 @@
 The interpreter multiplies FP8 exactly. Its conversion to FP8 does not round to nearest, so there torch does.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -19,8 +21,8 @@ from sparsek.matrix import dense8
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.bsr24 import BSR24
 from sparsek.matrix.quantized import quantize
-from sparsek.testing.cases_fp8 import E4M3, E5M2, FP8_CASES, CaseFp8, Scales
-from tests.kernels.planned_fp8 import hold, multiply, problem
+from sparsek.testing.cases import COL, E4M3, E5M2, FP8_CASES, ROW, Case, Scales
+from tests.kernels.planned import hold, multiply, problem
 
 assert env.interpreting(), "run through test_portable_fp8.py, which sets TRITON_INTERPRET=1"
 F16, F32 = torch.float16, torch.float32
@@ -31,12 +33,12 @@ def seed() -> int:
 
 
 @pytest.mark.parametrize("case", FP8_CASES, ids=str)
-def test_every_case_is_within_the_budget_of_float32_sums(case: CaseFp8):
+def test_every_case_is_within_the_budget_of_float32_sums(case: Case):
     hold(load(f"portable.{case.op}"), case, F32, seed=seed(), core=0.0)
 
 
 @pytest.mark.parametrize("case", FP8_CASES[1::9], ids=str)
-def test_c_in_fp16_is_within_budget(case: CaseFp8):
+def test_c_in_fp16_is_within_budget(case: Case):
     hold(load(f"portable.{case.op}"), case, F16, seed=seed(), core=0.0)
 
 
@@ -46,35 +48,37 @@ def test_c_in_fp16_is_within_budget(case: CaseFp8):
     k=st.integers(0, 90),
     n=st.integers(0, 40),
     block=st.sampled_from([(16, 16), (32, 16), (16, 64), (48, 80)]),
-    scales=st.sampled_from([Scales(), Scales("block", "tensor", E5M2), Scales("tensor", "row", E4M3, E5M2)]),
+    scales=st.sampled_from([ROW, Scales("block", "tensor", E5M2), Scales("tensor", "row", E4M3, E5M2)]),
     view=st.booleans(),
-    by_columns=st.booleans(),
+    layouts=st.sampled_from([("col", "row", "row"), COL]),
     config=st.sampled_from([None, Config(32, 16, 32, 1, 1, 2), Config(16, 32, 64, 1, 1, 1)]),
     drawn=st.integers(0, 2**20),
 )
-def test_any_bsr_is_within_budget(m, k, n, block, scales, view, by_columns, config, drawn):
+def test_any_bsr_is_within_budget(m, k, n, block, scales, view, layouts, config, drawn):
     view = view and scales.a != "row"
-    case = CaseFp8("bsr", m, k, n, "any", block, 0.6, scales, view, by_columns=by_columns, bias=True)
+    case = Case(m, k, n, block, "any", 0.6, scales=scales, view=view, bias=True, layouts=layouts)
     hold(spmm_fp8.KERNEL, case, F32, seed=drawn, config=config, core=0.0)
 
 
-@pytest.mark.parametrize("kind", ["bsr", "semi24", "bsr24"])
-def test_every_config_of_the_table_gives_the_same_product(kind: str):
+SQUARE = Case(128, 128, 20, (128, 128), "any", 1.0, scales=ROW)
+
+
+@pytest.mark.parametrize(
+    "case", [SQUARE, replace(SQUARE, block=None), replace(SQUARE, two_four=True)], ids=str
+)
+def test_every_config_of_the_table_gives_the_same_product(case: Case):
     for c in {(c.tile_m, c.tile_n, c.tile_k): c for c in TABLE}.values():
-        if kind == "bsr24" and c.tile_m < 64:
-            continue
-        case = CaseFp8(kind, 128, 128, 20, "any", (128, 128), 1.0, Scales("row"))
-        hold(load(f"portable.{case.op}"), case, F32, seed=seed(), config=c, core=0.0)
+        if not case.two_four or c.tile_m >= 64:
+            hold(load(f"portable.{case.op}"), case, F32, seed=seed(), config=c, core=0.0)
 
 
 @pytest.mark.parametrize("kernel", [spmm_fp8, bsr24_fp8], ids=["spmm", "bsr24"])
 def test_nan_in_rows_of_b_without_a_block_never_reaches_c(kernel):
-    kind = "bsr" if kernel is spmm_fp8 else "bsr24"
     mask = torch.tensor([[1, 0, 1, 0, 0], [0, 0, 0, 0, 0], [0, 0, 1, 0, 1]]).bool()
-    a, b, _, _ = CaseFp8(kind, 192, 320, 24, "any", density=1.0).make()
+    a, b, _, _ = Case(192, 320, 24, (64, 64), "any", 1.0, two_four=kernel is bsr24_fp8, scales=ROW).make()
     values = a.dequantize().to_dense().view(3, 64, 5, 64) * mask[:, None, :, None]
     made = BSR.from_dense(values.view(192, 320), 64, mask=mask)
-    a = quantize(made if kind == "bsr" else BSR24.from_bsr(made))
+    a = quantize(made if kernel is spmm_fp8 else BSR24.from_bsr(made))
     clean = multiply(kernel.KERNEL, a, b)
     unread = ~mask.any(0).repeat_interleave(64)
     b.values.view(torch.uint8)[:, unread] = 0x7F  # NaN, and 480 to the interpreter
@@ -82,7 +86,7 @@ def test_nan_in_rows_of_b_without_a_block_never_reaches_c(kernel):
 
 
 @pytest.mark.parametrize("case", [FP8_CASES[5], FP8_CASES[11], FP8_CASES[19], FP8_CASES[26]], ids=str)
-def test_offsets_of_64_bits_and_a_second_run_give_the_same_bits(case: CaseFp8, monkeypatch):
+def test_offsets_of_64_bits_and_a_second_run_give_the_same_bits(case: Case, monkeypatch):
     a, b, epilogue, out = case.make()
     kernel = load(f"portable.{case.op}")
     narrow = multiply(kernel, a, b, epilogue, out.clone())

@@ -12,9 +12,9 @@ from sparsek.matrix.pattern import BlockPattern
 from sparsek.matrix.random import random_bsr
 from sparsek.reference.epilogue import PLAIN
 from sparsek.testing.budget import check_spmm
+from sparsek.testing.cases import EPILOGUE_CASES, judged_by, laid_out
 from sparsek.testing.poison import poisoned
-from sparsek.testing.product_cases import EPILOGUE_CASES, judged_by, laid_out
-from tests.kernels.planned_products import epilogue_problem, multiply
+from tests.kernels.planned import multiply, problem
 from tests.problems import changed
 
 assert env.interpreting(), "run through test_portable_skinny.py, which sets TRITON_INTERPRET=1"
@@ -45,7 +45,7 @@ def operands(a, n, layout="row", out_layout="row"):
 
 def check(a, b, out, config=None, epilogue=PLAIN):
     judged = judged_by(epilogue)
-    multiply(KERNEL, a, b, epilogue, out, config)
+    multiply(KERNEL, a, b, epilogue, out, config=config)
     gate = check_spmm(a, b, out, judged)
     assert gate.passed, f"{a} times {tuple(b.shape)} {config}: {gate}"
 
@@ -87,7 +87,7 @@ def test_batches_that_no_view_joins():
 def test_fp32(tf32):
     a = heavy((32, 32), torch.float32)
     b, out = operands(a, 12, "row", "col")
-    p = changed(epilogue_problem(a, b, PLAIN, out), tf32=tf32)
+    p = changed(problem(a, b, out), tf32=tf32)
     c = KERNEL.default(p)
     KERNEL.launch(c, KERNEL.prepare(p, c, a), a, b, out)
     assert check_spmm(a, b, out).passed
@@ -104,7 +104,7 @@ def test_every_tile_of_the_tables_gives_the_same_product():
 def test_the_same_bits_again_and_counters_return_to_zero():
     a = heavy((32, 32))
     b, out = operands(a, 16)
-    work = KERNEL.prepare(epilogue_problem(a, b, PLAIN, out), CUT, a)
+    work = KERNEL.prepare(problem(a, b, out), CUT, a)
     KERNEL.launch(CUT, work, a, b, out)
     first = out.clone()
     ((sums, arrivals),) = work.rooms.values()
@@ -119,7 +119,7 @@ def test_the_same_bits_again_and_counters_return_to_zero():
 def test_offsets_of_64_bits_give_the_same_bits(monkeypatch):
     a = heavy((32, 48))
     b, out = operands(a, 16, "col", "col")
-    work = KERNEL.prepare(epilogue_problem(a, b, PLAIN, out), CUT, a)
+    work = KERNEL.prepare(problem(a, b, out), CUT, a)
     KERNEL.launch(CUT, work, a, b, out)
     narrow = out.clone()
     monkeypatch.setattr(portable, "SIZE_LIMIT", 1000)
@@ -132,10 +132,10 @@ def test_nan_in_untouched_rows_of_b_never_reaches_c():
     b, out = operands(a, 16, "col", "col")
     unused = sorted(set(range(8)) - set(a.pattern.host.indices.tolist()))
     assert unused
-    clean = multiply(KERNEL, a, b, PLAIN, out, CUT).clone()
+    clean = multiply(KERNEL, a, b, out=out, config=CUT).clone()
     for j in unused:
         b[32 * j : 32 * j + 32] = float("nan")
-    assert torch.equal(multiply(KERNEL, a, b, PLAIN, out.fill_(torch.nan), CUT), clean)
+    assert torch.equal(multiply(KERNEL, a, b, PLAIN, out.fill_(torch.nan), config=CUT), clean)
 
 
 def test_slices_of_wider_tensors_are_read_and_written_in_place():
@@ -152,7 +152,7 @@ def test_slices_of_wider_tensors_are_read_and_written_in_place():
 def test_parts_cover_every_row_once_within_the_bounds(part):
     a = random_bsr(800, 1600, (16, 16), 0.3, pattern="powerlaw", dtype=HALF, device="cpu", seed=part)
     b, out = operands(a, 16)
-    work = KERNEL.prepare(epilogue_problem(a, b, PLAIN, out), replace(CUT, part=part), a)
+    work = KERNEL.prepare(problem(a, b, out), replace(CUT, part=part), a)
     indptr = a.pattern.host.indptr
     table = [entry[:7] for entry in work.parts.tolist() if entry[0] >= 0]
     lengths = [length for _, _, length, *_ in table]

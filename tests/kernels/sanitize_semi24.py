@@ -9,31 +9,44 @@ from typing import Any
 import torch
 
 from sparsek import kernels
-from sparsek.testing.cases24 import Case24
-from sparsek.testing.cases_fp8 import CaseFp8
-from tests.kernels import planned_24, planned_fp8
+from sparsek.testing.cases import COL, ROW, Case
+from tests.kernels.planned import hold, problem
 
-COL = ("col", "col", "col")
 WHOLE = (
-    Case24(72, 48, 16, "small"),
-    Case24(300, 528, 264, "ragged", combine="add"),
-    Case24(296, 1040, 300, "layer", layouts=COL, bias=True, activation="gelu"),
+    Case(72, 48, 16, None, "small"),
+    Case(300, 528, 264, None, "ragged", combine="add"),
+    Case(296, 1040, 300, None, "layer", bias=True, activation="gelu", layouts=COL),
 )
 FEW = (
-    Case24(72, 128, 8, "small"),
-    Case24(300, 640, 13, "ragged", combine="add"),
-    Case24(296, 4224, 29, "layer", layouts=COL, bias=True, activation="gelu"),
+    Case(72, 128, 8, None, "small"),
+    Case(300, 640, 13, None, "ragged", combine="add"),
+    Case(296, 4224, 29, None, "layer", bias=True, activation="gelu", layouts=COL),
 )
 BLOCKS = (
-    Case24(64, 64, 8, "small", (64, 64), 1.0),
-    Case24(300, 512, 264, "ragged", (64, 64), 0.4),
-    Case24(504, 512, 264, "layer", (128, 128), 0.4, layouts=COL, bias=True, activation="gelu", combine="mul"),
+    Case(64, 64, 8, (64, 64), "small", 1.0, two_four=True),
+    Case(300, 512, 264, (64, 64), "ragged", 0.4, two_four=True),
+    Case(
+        504,
+        512,
+        264,
+        (128, 128),
+        "layer",
+        0.4,
+        two_four=True,
+        bias=True,
+        activation="gelu",
+        combine="mul",
+        layouts=COL,
+    ),
 )
-MORE = {"by_columns": True, "bias": True, "activation": "gelu"}
-WHOLE_FP8 = (CaseFp8("semi24", 200, 480, 264, "ragged"), CaseFp8("semi24", 296, 1056, 77, "layer", **MORE))
+MORE: dict[str, Any] = {"layouts": COL, "bias": True, "activation": "gelu"}
+WHOLE_FP8 = (
+    Case(200, 480, 264, None, "ragged", scales=ROW),
+    Case(296, 1056, 77, None, "layer", scales=ROW, **MORE),
+)
 BLOCKS_FP8 = (
-    CaseFp8("bsr24", 300, 512, 264, "ragged", (64, 128), 0.4),
-    CaseFp8("bsr24", 504, 512, 77, "layer", (128, 128), 0.4, **MORE),
+    Case(300, 512, 264, (64, 128), "ragged", 0.4, two_four=True, scales=ROW),
+    Case(504, 512, 77, (128, 128), "layer", 0.4, two_four=True, scales=ROW, **MORE),
 )
 CASES: dict[str, Any] = {
     "hopper.semi24": WHOLE,
@@ -48,14 +61,12 @@ def main(name: str) -> None:
     kernel = kernels.load(name)
     for case in CASES[name]:
         a, b, epilogue, out = case.make("cuda", torch.bfloat16)
-        whole = isinstance(case, Case24)
-        p = planned_24.problem(a, b, epilogue, out) if whole else planned_fp8.problem(a, b, out, epilogue)
-        hold: Any = planned_24.hold if whole else planned_fp8.hold
+        p = problem(a, b, out, epilogue)
         for seed, c in enumerate(dict.fromkeys([kernel.default(p), *kernel.configs(p)])):
             hold(kernel, case, torch.bfloat16, "cuda", seed, c)
             torch.cuda.synchronize()
             print(kernel.name, c)
-    print("every product is within its budget")
+    print("every result is within its budget")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from sparsek import kernels
 from sparsek.matrix.random import random_bsr
 from sparsek.testing.budget import check_spmm
 from sparsek.testing.poison import poisoned
-from tests.kernels.planned import posed
+from tests.kernels.planned import problem
 
 # m, k, n, block, density, B's layout
 CASES = (
@@ -36,7 +36,7 @@ def main(name: str) -> None:
         b = torch.randn(k, n, device="cuda").bfloat16()
         if layout == "col":
             b = b.mT.contiguous().mT
-        p = posed(a, b)
+        p = problem(a, b)
         every = list(kernel.configs(p))
         chosen = [kernel.default(p)]
         if kernel.name == "hopper.spmm":
@@ -50,7 +50,7 @@ def main(name: str) -> None:
             gate = check_spmm(a, b, out)
             assert gate.passed, (kernel.name, c, gate)
             print(kernel.name, c)
-    print("every product is within its budget")
+    print("every result is within its budget")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""cpu.semi24, cpu.bsr24 and the references behind the protocol: every case, dtype, layout and config."""
+"""cpu.semi24 and cpu.bsr24: every config, any sizes, and what may never reach C. test_cpu_spmm.py runs the cases."""
 
 import pytest
 import torch
@@ -13,90 +13,48 @@ from sparsek.kernels.spmm import cpu_bsr24
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.bsr24 import BSR24
 from sparsek.matrix.semi24 import Semi24
-from sparsek.reference.bsr24 import bsr24
-from sparsek.reference.semi24 import semi24
-from sparsek.testing.cases24 import BSR24_CASES, SEMI24_CASES, Case24
-from tests.kernels.planned_24 import EPILOGUES, LAYOUTS, hold, multiply, problem
+from sparsek.testing.cases import BSR24_CASES, SEMI24_CASES, Case
+from tests.kernels.planned import hold, multiply, problem, semi24_cases
 from tests.problems import spmm_problem
 
 FLOATS = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
-CASES = [*SEMI24_CASES, *BSR24_CASES]
 
 
-def op_of(case: Case24) -> str:
-    return "semi24" if case.block is None else "bsr24"
-
-
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("family", ["cpu", "reference"])
-def test_every_case_is_within_budget_in_every_dtype(family: str, case: Case24, dtype: torch.dtype):
-    hold(load(f"{family}.{op_of(case)}"), case, dtype)
-
-
-@pytest.mark.parametrize("op", ["semi24", "bsr24"])
-def test_every_config_gives_every_case_within_budget(op: str):
-    kernel = load(f"cpu.{op}")
-    for at, case in enumerate(each for each in CASES if op_of(each) == op):
+@pytest.mark.parametrize("cases", [SEMI24_CASES, BSR24_CASES], ids=["semi24", "bsr24"])
+def test_every_config_gives_every_case_within_budget(cases: tuple[Case, ...]):
+    kernel = load(f"cpu.{cases[0].op}")
+    smallest = cpu_semi24.Pieces if cases is SEMI24_CASES else cpu_spmm.CpuConfig
+    for at, case in enumerate(cases):
         a, b, epilogue, out = case.make(dtype=torch.bfloat16)
-        configs = list(kernel.configs(problem(a, b, epilogue, out, case.transposed)))
+        configs = list(kernel.configs(problem(a, b, out, epilogue, turned=case.turned)))
         assert len(configs) == 8
-        hold(kernel, case, torch.bfloat16, seed=at, config=configs[at % 8])
-        smallest = (cpu_semi24.Pieces if op == "semi24" else cpu_spmm.CpuConfig)(
-            step_bytes=1, wide=bool(at % 2)
-        )
-        hold(kernel, case, torch.bfloat16, seed=at, config=smallest)
+        for config in (configs[at % 8], smallest(step_bytes=1, wide=bool(at % 2))):
+            hold(kernel, case, torch.bfloat16, seed=at, config=config)
 
 
 @settings(max_examples=30)
-@given(
-    rows=st.integers(0, 70),
-    groups=st.integers(0, 14),
-    n=st.integers(0, 40),
-    transposed=st.booleans(),
-    layouts=LAYOUTS,
-    epilogue=EPILOGUES,
-    batch=st.sampled_from([(), (2,), (2, 1)]),
-    dtype=st.sampled_from(FLOATS),
-    seed=st.integers(0, 2**20),
-)
-def test_any_semi24_is_within_budget(rows, groups, n, transposed, layouts, epilogue, batch, dtype, seed):
-    alpha, bias, activation, combine = epilogue
-    case = Case24(
-        rows, 8 * groups, n, "any", None, 1.0, transposed, alpha, bias, activation, combine, 0.5, layouts, batch
-    )  # fmt: skip
+@given(case=semi24_cases(), dtype=st.sampled_from(FLOATS), seed=st.integers(0, 2**20))
+def test_any_semi24_is_within_budget(case, dtype, seed):
     config = cpu_semi24.Pieces(step_bytes=4096, wide=dtype == torch.float16)
     hold(cpu_semi24.KERNEL, case, dtype, seed=seed, config=config)
 
 
 @settings(max_examples=20)
 @given(
-    rows=st.integers(0, 200),
-    columns=st.integers(0, 200),
+    m=st.integers(0, 200),
+    k=st.integers(0, 200),
     n=st.integers(0, 24),
     block=st.sampled_from([(64, 64), (128, 64), (64, 128)]),
     density=st.sampled_from([0.0, 0.4, 1.0]),
-    transposed=st.booleans(),
+    view=st.booleans(),
     bias=st.booleans(),
     layouts=st.tuples(st.sampled_from(["row", "col"]), st.sampled_from(["row", "col"]), st.just("row")),
     seed=st.integers(0, 2**20),
 )
-def test_any_bsr24_is_within_budget(rows, columns, n, block, density, transposed, bias, layouts, seed):
-    case = Case24(
-        rows, columns, n, "any", block, density, transposed, 1.0, bias, "silu", "add", -1.0, layouts
-    )
+def test_any_bsr24_is_within_budget(m, k, n, block, density, view, bias, layouts, seed):
+    how = {"view": view, "bias": bias, "activation": "silu", "combine": "add", "beta": -1.0}
+    case = Case(m, k, n, block, "any", density, two_four=True, layouts=layouts, **how)
     hold(cpu_bsr24.KERNEL, case, torch.float32, seed=seed)
-
-
-def test_the_reference_kernel_gives_the_bits_of_the_reference():
-    for seed, case in enumerate((SEMI24_CASES[2], SEMI24_CASES[13])):
-        a, b, epilogue, out = case.make(seed=seed)
-        assert isinstance(a, Semi24)
-        multiply(load("reference.semi24"), a, b, epilogue, out, turned=case.transposed)
-        assert torch.equal(out, semi24(a, b, epilogue, transposed=case.transposed))
-    a, b, epilogue, out = BSR24_CASES[3].make()
-    assert isinstance(a, BSR24)
-    assert torch.equal(multiply(load("reference.bsr24"), a, b, epilogue, out), bsr24(a, b, epilogue))
 
 
 def test_a_sum_is_rounded_once_where_it_is_wide():

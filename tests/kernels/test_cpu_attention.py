@@ -20,16 +20,12 @@ from sparsek.testing.attention_budget import check_attention
 from sparsek.testing.attention_cases import ATTENTION_CASES, AttentionCase, random_bits
 from sparsek.testing.poison import poisoned
 from tests.kernels import timed
+from tests.kernels.attention_inputs import LARGE, LAYOUTS, SMALL, drawn_inputs, largest_product, normal
 from tests.kernels.planned_attention import attend, problem
 
 KERNEL = load("cpu.attention")
 FLOATS = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
-SMALL, LARGE = (64, 64), (128, 128)
 ONE_BLOCK = CpuAttentionConfig(step_bytes=1)
-
-
-def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -64,44 +60,13 @@ def test_every_config_is_within_budget() -> None:
         assert gate.passed, (config, gate)
 
 
-@st.composite
-def masks(draw: st.DrawFn) -> tuple[BlockMask, int, int, int]:
-    """A mask with batch size and heads of q and k to use it with."""
-    block = draw(st.sampled_from([SMALL, LARGE, (64, 128), (128, 64)]))
-    s, t = draw(st.integers(1, 300)), draw(st.integers(1, 300))
-    batch, kv_heads, group = draw(st.integers(1, 2)), draw(st.integers(1, 2)), draw(st.integers(1, 3))
-    of_mask = draw(st.sampled_from([1, kv_heads, kv_heads * group]))
-    density, seed = draw(st.sampled_from([0.2, 0.6, 1.2])), draw(st.integers(0, 99))
-    mask = random_bits(
-        "cpu",
-        (s, t),
-        block,
-        heads=of_mask,
-        batch=draw(st.sampled_from([1, batch])),
-        density=density,
-        seed=seed,
-    )
-    return mask, batch, kv_heads * group, kv_heads
-
-
-@given(masks(), st.sampled_from([1, 1 << 18, 1 << 22]))
-def test_drawn_masks_are_within_budget(drawn: tuple[BlockMask, int, int, int], step_bytes: int) -> None:
-    mask, batch, q_heads, kv_heads = drawn
-    q = normal(batch, q_heads, mask.q_len, 16)
-    k, v = (normal(batch, kv_heads, mask.kv_len, d, seed=d) for d in (16, 24))
+@given(drawn_inputs(), st.sampled_from([1, 1 << 18, 1 << 22]))
+def test_drawn_masks_are_within_budget(
+    drawn: tuple[Tensor, Tensor, Tensor, BlockMask], step_bytes: int
+) -> None:
+    q, k, v, mask = drawn
     gate = check_attention(q, k, v, mask, *attend(KERNEL, q, k, v, mask, CpuAttentionConfig(step_bytes)))
     assert gate.passed, gate
-
-
-LAYOUTS = {
-    "bshd": lambda b, h, s, d: normal(b, s, h, d).transpose(1, 2),
-    "dims outside": lambda b, h, s, d: normal(b, h, d, s).mT,
-    "every other key": lambda b, h, s, d: normal(b, h, 2 * s, d)[:, :, ::2],
-    "every other dim": lambda b, h, s, d: normal(b, h, s, 2 * d)[..., ::2],
-    "part of a fused projection": lambda b, h, s, d: normal(b, s, 3, h, d)[:, :, 1].transpose(1, 2),
-    "one head repeated": lambda b, h, s, d: normal(b, 1, s, d).expand(b, h, s, d),
-    "backwards in memory": lambda b, h, s, d: normal(h, b, s, d).transpose(0, 1),
-}
 
 
 @pytest.mark.parametrize("layout", list(LAYOUTS))
@@ -183,19 +148,10 @@ def test_memory_stays_within_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """The largest operands of a product, with queries that visit 32 blocks each."""
     mask = BlockMask.full(2048, block=SMALL, device="cpu")
     q, k, v = (normal(1, 2, 2048, 32, seed=i) for i in range(3))
-    largest = 0
-    plain = torch.bmm
-
-    def spying(left: Tensor, right: Tensor) -> Tensor:
-        nonlocal largest
-        result = plain(left, right)
-        largest = max(largest, left.nbytes + right.nbytes + result.nbytes)
-        return result
-
-    monkeypatch.setattr(torch, "bmm", spying)
+    largest = largest_product(monkeypatch)
     config = CpuAttentionConfig(step_bytes=1 << 18)
     assert check_attention(q, k, v, mask, *attend(KERNEL, q, k, v, mask, config)).passed
-    assert 0 < largest <= config.step_bytes
+    assert 0 < largest[0] <= config.step_bytes
 
 
 def test_it_says_that_it_is_for_cpu_tensors_and_what_it_shares() -> None:

@@ -10,9 +10,10 @@ from sparsek.core.device import H200
 from sparsek.kernels.sddmm.cpu import KERNEL, CpuSddmmConfig
 from sparsek.matrix.random import random_bsr
 from sparsek.reference.sddmm import sddmm as reference
+from sparsek.testing.cases import laid_out
 from sparsek.testing.poison import poisoned
 from sparsek.testing.product_budget import check_sddmm
-from sparsek.testing.product_cases import SDDMM_CASES, SddmmCase, laid_out, unmet_rows_poisoned
+from sparsek.testing.product_cases import SDDMM_CASES, SddmmCase, unmet_rows_poisoned
 from tests.kernels import timed
 from tests.kernels.planned_products import sample, sddmm_problem
 

@@ -1,4 +1,7 @@
-"""cpu.spmm against the reference in float64, on every case, dtype, layout and config; and its speed."""
+"""cpu.spmm, cpu.semi24, cpu.bsr24 and cpu.spmm_fp8 against the reference in float64, on every case and dtype.
+
+Then cpu.spmm: layouts, configs and its speed. test_cpu_24.py and test_cpu_fp8.py hold what only the others have.
+"""
 
 from dataclasses import replace
 from itertools import product
@@ -15,57 +18,58 @@ from sparsek.matrix.random import random_bsr
 from sparsek.reference.epilogue import Epilogue
 from sparsek.reference.spmm import spmm as reference
 from sparsek.testing.budget import check_spmm
-from sparsek.testing.cases import SPMM_CASES, Case
+from sparsek.testing.cases import (
+    BSR24_CASES,
+    EPILOGUE_CASES,
+    FP8_CASES,
+    SEMI24_CASES,
+    SPMM_CASES,
+    Case,
+    judged_by,
+)
 from sparsek.testing.poison import poisoned
-from sparsek.testing.product_cases import EPILOGUE_CASES, EpilogueCase, judged_by
-from tests.kernels import planned_products, timed
-from tests.kernels.planned import multiply, problem
+from tests.kernels import timed
+from tests.kernels.planned import hold, multiply, problem
 
 KERNEL = load("cpu.spmm")
 FLOATS = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
+CASES = [
+    pytest.param(case, dtype, id=f"{case}-{dtype}")
+    for case, dtype in (
+        *product((*SPMM_CASES, *EPILOGUE_CASES, *SEMI24_CASES, *BSR24_CASES), FLOATS),
+        # What C may be of FP8 operands, by turns.
+        *((case, FLOATS[at % 3]) for at, case in enumerate(FP8_CASES)),
+    )
+]
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("case", SPMM_CASES, ids=str)
+@pytest.mark.parametrize(("case", "dtype"), CASES)
 def test_every_case_is_within_budget_in_every_dtype(case: Case, dtype: torch.dtype) -> None:
-    a, b = case.make(dtype=dtype)
-    gate = check_spmm(a, b, multiply(KERNEL, a, b))
-    assert gate.passed, gate
+    kernel = load("cpu.spmm_fp8" if case.scales else f"cpu.{case.op}")
+    # Sums of FP8 operands are in float32 throughout: nothing is lost as on a tensor core.
+    hold(kernel, case, dtype, core=0.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("case", SPMM_CASES, ids=str)
 def test_transposed_views_are_within_budget(case: Case, dtype: torch.dtype) -> None:
-    a, _ = case.make(dtype=dtype)
-    b = torch.randn(case.m, min(case.n, 64), generator=torch.Generator().manual_seed(3)).to(dtype)
-    gate = check_spmm(a.T, b, multiply(KERNEL, a.T, b))
-    assert gate.passed, gate
-
-
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("case", EPILOGUE_CASES, ids=str)
-def test_every_epilogue_is_within_budget_in_every_dtype(case: EpilogueCase, dtype: torch.dtype) -> None:
-    a, b, epilogue, out = case.make(dtype=dtype)
-    judged = judged_by(epilogue)
-    gate = check_spmm(a, b, planned_products.multiply(KERNEL, a, b, epilogue, out), judged)
-    assert gate.passed, gate
+    assert case.block is not None
+    bm, bk = case.block
+    turned = replace(case, m=case.k, k=case.m, n=min(case.n, 64), block=(bk, bm), view=True)
+    hold(KERNEL, turned, dtype)
 
 
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("case", EPILOGUE_CASES, ids=str)
-def test_every_epilogue_is_within_budget_in_small_steps(case: EpilogueCase, wide: bool) -> None:
-    a, b, epilogue, out = case.make(dtype=torch.bfloat16 if wide else torch.float32)
-    judged = judged_by(epilogue)
-    config = CpuConfig(1, wide)
-    gate = check_spmm(a, b, planned_products.multiply(KERNEL, a, b, epilogue, out, config), judged)
-    assert gate.passed, gate
+def test_every_epilogue_is_within_budget_in_small_steps(case: Case, wide: bool) -> None:
+    hold(KERNEL, case, torch.bfloat16 if wide else torch.float32, config=CpuConfig(1, wide))
 
 
 def test_wide_products_are_rounded_once() -> None:
     a = BSR.from_dense(torch.eye(32, dtype=torch.bfloat16), 16)
     b = torch.full((32, 8), 1 + 2.0**-7, dtype=torch.bfloat16)
     epilogue = Epilogue(alpha=1 + 2.0**-7, bias=torch.full((32,), -1.0, dtype=torch.bfloat16))
-    out = planned_products.multiply(KERNEL, a, b, epilogue, poisoned((32, 8), b.dtype), CpuConfig(wide=True))
+    out = multiply(KERNEL, a, b, epilogue, poisoned((32, 8), b.dtype), config=CpuConfig(wide=True))
     assert torch.equal(out, reference(a, b, epilogue))
 
 
@@ -76,7 +80,7 @@ def test_the_epilogue_reaches_a_batch_that_no_view_can_join() -> None:
     for other in (torch.randn(2, 3, 70, 8), torch.randn(70, 8).expand(2, 3, 70, 8), out):
         epilogue = Epilogue(bias=bias, activation="silu", other=other)
         judged = judged_by(epilogue)
-        assert check_spmm(a, b, planned_products.multiply(KERNEL, a, b, epilogue, out), judged).passed
+        assert check_spmm(a, b, multiply(KERNEL, a, b, epilogue, out), judged).passed
 
 
 def _layouts(k: int, n: int) -> dict[str, Tensor]:
@@ -128,7 +132,7 @@ def test_every_config_is_within_budget(dtype: torch.dtype) -> None:
     b = torch.randn(300, 70).to(dtype)
     tiny = CpuConfig(step_bytes=1)
     for config in [*KERNEL.configs(problem(a, b)), tiny]:
-        gate = check_spmm(a, b, multiply(KERNEL, a, b, config))
+        gate = check_spmm(a, b, multiply(KERNEL, a, b, config=config))
         assert gate.passed, (config, gate)
 
 
@@ -191,12 +195,12 @@ def test_memory_stays_within_some_steps_and_the_columns_at_work(monkeypatch: pyt
 
     monkeypatch.setattr(torch, "bmm", spying)
     config = CpuConfig()
-    multiply(KERNEL, a, b, config)
+    multiply(KERNEL, a, b, config=config)
     assert 0 < largest <= 8 * config.step_bytes
 
 
 def test_it_says_that_it_is_for_cpu_tensors() -> None:
-    a, b = SPMM_CASES[0].make()
+    a, b, *_ = SPMM_CASES[0].make()
     p = problem(a, b)
     assert KERNEL.why_not(p) == []
     assert KERNEL.why_not(replace(p, card=H200)) == ["runs on CPU tensors only"]

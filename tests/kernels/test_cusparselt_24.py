@@ -20,9 +20,10 @@ from sparsek.matrix.semi24 import Semi24
 from sparsek.ops import planning
 from sparsek.ops.linear import plan_layer
 from sparsek.reference.epilogue import PLAIN, Epilogue
-from sparsek.testing.budget24 import check_24, check_linear24
+from sparsek.testing.budget import check_spmm
 from sparsek.testing.poison import poisoned
-from tests.kernels.planned_24 import problem
+from sparsek.testing.product_budget import check_linear
+from tests.kernels.planned import problem
 from tests.problems import changed, spmm_problem
 
 GOOD: dict[str, Any] = {"m": 64, "k": 128, "n": 32, "dtype": "bf16", "card": H200}
@@ -159,11 +160,11 @@ def test_every_epilogue_and_layout_is_within_budget(
     other = torch.randn(*batch, 32, 64).to(BF16).mT if by_columns else torch.randn(shape).to(BF16)
     epilogue = EPILOGUES[name](torch.randn(64).to(BF16), other)
     out = poisoned((*batch, 32, 64), BF16).mT if by_columns else poisoned(shape, BF16)
-    p = problem(a, b, epilogue, out)
+    p = problem(a, b, out, epilogue)
     work = KERNEL.prepare(p, KERNEL.default(p), a)
     library.told.clear()
     KERNEL.launch(KERNEL.default(p), work, a, b, out, epilogue)
-    gate = check_24(a, b, out, epilogue)
+    gate = check_spmm(a, b, out, epilogue)
     assert gate.passed, gate
     assert len(library.told) == (6 if batch else 1)
     assert all(how["transpose_result"] is by_columns for how in library.told)
@@ -189,10 +190,10 @@ def test_what_torch_makes_is_returned_where_nothing_is_left_to_do(
     assert len(seen) == 0
     sk.linear(x, a, bias, "gelu", kernel=KERNEL.name)
     assert len(seen) == 1
-    assert check_24(a, b, sk.spmm(a, b, kernel=KERNEL.name)).passed
+    assert check_spmm(a, b, sk.spmm(a, b, kernel=KERNEL.name)).passed
     y = sk.linear(x, a, bias, "gelu", kernel=KERNEL.name)
     assert y.is_contiguous()
-    assert check_linear24(x, a, y, bias, "gelu").passed
+    assert check_linear(x, a, y, bias, "gelu").passed
     plan = plan_layer(x, a, epilogue=Epilogue(bias=bias), kernel=KERNEL.name)
     assert torch.equal(plan(x, a, epilogue=Epilogue(bias=bias)), sk.linear(x, a, bias, kernel=KERNEL.name))
 
@@ -213,15 +214,15 @@ def test_values_that_were_written_to_are_compressed_anew(library: Library):
     a, b = operands()
     sk.spmm(a, b, kernel=KERNEL.name)
     a.values.mul_(-2)
-    assert check_24(a, b, sk.spmm(a, b, kernel=KERNEL.name)).passed
+    assert check_spmm(a, b, sk.spmm(a, b, kernel=KERNEL.name)).passed
     assert library.compressed == 2
     turned = Semi24.unchecked(a.values, a.meta.clone())
     turned.meta.copy_(torch.where(a.meta == 0x44, 0xEE, 0x44).to(torch.uint8))
-    assert check_24(turned, b, sk.spmm(turned, b, kernel=KERNEL.name)).passed
+    assert check_spmm(turned, b, sk.spmm(turned, b, kernel=KERNEL.name)).passed
     with torch.inference_mode():
         fresh = Semi24.from_dense(torch.randn(64, 128).to(BF16))
         for _ in range(2):
-            assert check_24(fresh, b, sk.spmm(fresh, b, kernel=KERNEL.name)).passed
+            assert check_spmm(fresh, b, sk.spmm(fresh, b, kernel=KERNEL.name)).passed
             fresh.values.mul_(-3)
 
 
@@ -250,7 +251,7 @@ def test_a_graph_keeps_what_it_saw_and_times_nothing(library: Library, monkeypat
     a.values.mul_(2)
     out = poisoned((64, 32), BF16)
     KERNEL.launch(KERNEL.default(p), work, a, b, out)
-    assert check_24(a, b, out).passed
+    assert check_spmm(a, b, out).passed
     assert work.compressed.held is packed  # what the graph made is its own
 
 
@@ -267,7 +268,7 @@ def test_an_algorithm_may_be_named(library: Library):
     c = CusparseltConfig(3)
     plan = sk.plan_spmm(a, b, kernel=KERNEL.name, config=c)
     assert "algorithm 3, a compressed copy" in plan.explain()
-    assert check_24(a, b, plan(a, b)).passed
+    assert check_spmm(a, b, plan(a, b)).passed
     assert [how["alg_id"] for how in library.told] == [3]
     assert library.timed == 0
     assert "the fastest of algorithms 0, 1, 2, 3" in sk.plan_spmm(a, b, kernel=KERNEL.name).explain()
@@ -291,7 +292,7 @@ def test_gradients_of_the_dense_operand_come_from_another_kernel(library: Librar
     c = sk.spmm(a, b.requires_grad_(), kernel=KERNEL.name)
     grad = torch.randn(64, 32).to(BF16)
     (found,) = torch.autograd.grad(c, b, grad)
-    assert check_24(a, grad, found, transposed=True).passed
+    assert check_spmm(a, grad, found, transposed=True).passed
 
 
 @pytest.mark.parametrize("n", [8, 4096])
@@ -318,14 +319,14 @@ def test_products_on_a_gpu_are_within_budget(shape: tuple[int, int, int], dtype:
     for dense in (b, x.mT, b.expand(2, k, n)):
         out = sk.spmm(a, dense, kernel=KERNEL.name)
         assert out.is_contiguous()
-        assert check_24(a, dense, out).passed
+        assert check_spmm(a, dense, out).passed
     for more in ((None, None, None), (bias, None, None), (bias, "gelu", rest)):
         y = sk.linear(x, a, *more, kernel=KERNEL.name)
         assert y.is_contiguous()
-        assert check_linear24(x, a, y, *more).passed
+        assert check_linear(x, a, y, *more).passed
     out = poisoned((m, n), dtype, "cuda")
     assert sk.spmm(a, b, out=out, kernel=KERNEL.name) is out
-    assert check_24(a, b, out).passed
+    assert check_spmm(a, b, out).passed
 
 
 @pytest.mark.gpu
@@ -341,4 +342,4 @@ def test_a_cuda_graph_replays_a_product():
     x.copy_(torch.randn_like(x))
     y.fill_(torch.nan)
     graph.replay()
-    assert check_linear24(x, a, y, bias).passed
+    assert check_linear(x, a, y, bias).passed

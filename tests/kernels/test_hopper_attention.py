@@ -29,6 +29,7 @@ pytest.importorskip("triton")
 from sparsek.kernels.attention import hopper_fwd as attention_fwd
 from sparsek.kernels.attention.hopper_fwd import Config
 from tests.house.tools import ROOT, in_the_interpreter, next_python
+from tests.kernels.attention_problems import attention_problem
 from tests.kernels.covering import covering
 from tests.kernels.hopper_code import Code, code_from, compiled, fields_of
 
@@ -41,24 +42,7 @@ REGISTERS = 65536
 
 
 def problem(dim: int = 128, v_dim: int | None = None, **more: Any) -> AttentionProblem:
-    """16 heads of 8192 queries, each with its own 12.5 % of the blocks."""
-    parts = {
-        "batch": 1,
-        "q_heads": 16,
-        "kv_heads": 16,
-        "q_len": 8192,
-        "kv_len": 8192,
-        "dtype": "bf16",
-        "card": H200,
-        "block": (128, 128),
-        "mask_batch": 1,
-        "mask_heads": 16,
-        "partial": 0,
-    } | more
-    bq, bk = parts["block"]
-    longest = parts.pop("longest", max(1, parts["kv_len"] // bk // 8))
-    stored = parts.pop("stored", longest * -(-parts["q_len"] // bq) * parts["mask_heads"])
-    return AttentionProblem(dim=dim, v_dim=v_dim or dim, stored=stored, longest=longest, **parts)
+    return attention_problem(AttentionProblem, dim, v_dim, **more)
 
 
 def few_queries(heads: tuple[int, int]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ pytest.importorskip("triton")
 
 from sparsek.kernels.attention.hopper_bwd import Config
 from tests.house.tools import ROOT, next_python
+from tests.kernels.attention_problems import attention_problem
 from tests.kernels.covering import covering
 from tests.kernels.hopper_code import Code, code_from, compiled, fields_of
 
@@ -28,25 +29,7 @@ BLOCKS = ((128, 128), (64, 64), (128, 64), (64, 128))
 
 
 def problem(dim: int = 128, v_dim: int | None = None, **more: Any) -> AttentionGradProblem:
-    """16 heads of 8192 queries and 12.5 % of the blocks."""
-    parts: dict[str, Any] = {
-        "batch": 1,
-        "q_heads": 16,
-        "kv_heads": 16,
-        "q_len": 8192,
-        "kv_len": 8192,
-        "dtype": "bf16",
-        "card": H200,
-        "block": (128, 128),
-        "mask_batch": 1,
-        "mask_heads": 1,
-        "partial": 0,
-        "lse": True,
-    } | more
-    bq, bk = parts["block"]
-    longest = max(1, parts["kv_len"] // bk // 8)
-    stored = parts.pop("stored", longest * -(-parts["q_len"] // bq))
-    return AttentionGradProblem(dim=dim, v_dim=v_dim or dim, stored=stored, longest=longest, **parts)
+    return attention_problem(AttentionGradProblem, dim, v_dim, **{"mask_heads": 1, "lse": True} | more)
 
 
 FLAGS = [

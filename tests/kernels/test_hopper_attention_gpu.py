@@ -3,7 +3,6 @@
 Inputs are fresh in every run; a failure prints the seed. Compiling dominates: run it under pytest-xdist.
 """
 
-import os
 from collections.abc import Callable
 from itertools import product
 
@@ -14,18 +13,13 @@ from sparsek.kernels import load
 from sparsek.mask.mask import BlockMask
 from sparsek.testing.attention_budget import check_attention
 from sparsek.testing.attention_cases import ATTENTION_CASES, AttentionCase, random_bits
+from tests.kernels.drawn import fresh
 from tests.kernels.planned_attention import attend, problem
-from tests.kernels.sanitized import sanitized
 
 pytestmark = pytest.mark.gpu
 LOW = (torch.float16, torch.bfloat16)
 DIMS = ((32, 32), (64, 64), (96, 96), (128, 128), (192, 192), (256, 256), (64, 128), (128, 64), (192, 128))
 BLOCKS = ((128, 128), (64, 64), (128, 64), (64, 128))
-
-
-def fresh() -> int:
-    """A seed that no run had before; a test names it when it fails."""
-    return int.from_bytes(os.urandom(4), "little") >> 1
 
 
 def hold(case: AttentionCase, dtype: torch.dtype) -> None:
@@ -154,10 +148,3 @@ def test_long_sequences_stay_near_float64(dtype: torch.dtype) -> None:
     assert gate.passed, gate
     if dtype == torch.float16:
         assert gate.largest < 2e-3, gate
-
-
-def test_memcheck_finds_nothing() -> None:
-    done = sanitized("memcheck", "attention_kernel", "sanitize_attention.py")
-    said = done.stdout[-8000:] + done.stderr[-4000:]
-    assert done.returncode == 0, said
-    assert "ERROR SUMMARY: 0 errors" in said, said

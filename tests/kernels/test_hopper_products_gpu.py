@@ -4,7 +4,6 @@ Right on every case and config, the same bits, nothing written beside the output
 run; a failure names the seed.
 """
 
-import os
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -29,21 +28,19 @@ from sparsek.plan.sddmm import Sampled
 from sparsek.plan.spgemm import Pair
 from sparsek.reference.epilogue import PLAIN, Epilogue
 from sparsek.testing.budget import check_spmm
+from sparsek.testing.cases import EPILOGUE_CASES, Case, judged_by, laid_out
 from sparsek.testing.poison import poisoned
 from sparsek.testing.product_budget import check_sddmm, check_spgemm
 from sparsek.testing.product_cases import (
-    EPILOGUE_CASES,
     SDDMM_CASES,
     SPGEMM_CASES,
-    EpilogueCase,
     SddmmCase,
     SpgemmCase,
-    judged_by,
-    laid_out,
     unmet_blocks_poisoned,
     unmet_rows_poisoned,
 )
-from tests.kernels.planned import posed
+from tests.kernels.drawn import fresh
+from tests.kernels.planned import problem
 from tests.problems import changed
 
 pytestmark = pytest.mark.gpu
@@ -66,12 +63,10 @@ BLOCKS = (
 COLUMNS = ("col", "col", "col")
 EPILOGUES = (
     *EPILOGUE_CASES,
-    EpilogueCase(100, 77, 64, (32, 32), "ragged for TMA", 0.6, 0.5, True, "gelu", "add", 0.25),
-    EpilogueCase(
-        104, 77, 61, (32, 32), "ragged linear for TMA", 0.6, 0.5, True, "silu", "mul", layouts=COLUMNS
-    ),
-    EpilogueCase(520, 224, 40, (512, 112), "tall blocks", bias=True, activation="relu", layouts=COLUMNS),
-    EpilogueCase(80, 160, 136, (80, 80), "slices that overlap", 0.9, bias=True, combine="mul"),
+    Case(100, 77, 64, (32, 32), "ragged for TMA", 0.6, 0.5, True, "gelu", "add", 0.25),
+    Case(104, 77, 61, (32, 32), "ragged linear for TMA", 0.6, 0.5, True, "silu", "mul", layouts=COLUMNS),
+    Case(520, 224, 40, (512, 112), "tall blocks", bias=True, activation="relu", layouts=COLUMNS),
+    Case(80, 160, 136, (80, 80), "slices that overlap", 0.9, bias=True, combine="mul"),
 )
 REFUSED = {  # what hopper.spmm has to leave to others, and why
     "C by columns other by rows": "16 bytes",
@@ -82,11 +77,6 @@ REFUSED = {  # what hopper.spmm has to leave to others, and why
     "ragged linear": "must hold a multiple of 8",
     "one column": "must hold a multiple of 8",
 }
-
-
-def fresh() -> int:
-    """A seed that no run had before."""
-    return int.from_bytes(os.urandom(4), "little") >> 1
 
 
 def padded(x: Tensor) -> Tensor:
@@ -112,10 +102,6 @@ def kept_inside(x: Tensor) -> bool:
     whole = x._base
     assert whole is not None
     return int(whole.isnan().sum()) - int(x.isnan().sum()) == whole.numel() - x.numel()
-
-
-def spmm_problem(a: BSR, b: Tensor, out: Tensor, epilogue: Epilogue = PLAIN, lies: str = "") -> SpmmProblem:
-    return posed(a, b, out, epilogue, lies or layout(out))
 
 
 def sddmm_problem(x: Tensor, y: Tensor, pattern: BlockPattern) -> SddmmProblem:
@@ -174,7 +160,7 @@ def joined(
 
 @pytest.mark.parametrize("dtype", LOW)
 @pytest.mark.parametrize("case", EPILOGUES, ids=str)
-def test_every_epilogue(case: EpilogueCase, dtype: str) -> None:
+def test_every_epilogue(case: Case, dtype: str) -> None:
     kind, seed = dtypes.parse(dtype), fresh()
 
     def made() -> tuple[BSR, Tensor, Epilogue, Tensor]:
@@ -187,11 +173,11 @@ def test_every_epilogue(case: EpilogueCase, dtype: str) -> None:
 
     if case.note in REFUSED:
         a, b, epilogue, out = case.make("cuda", kind, seed)
-        why = SPMM.why_not(spmm_problem(a, b, out, epilogue, case.layouts[1]))
+        why = SPMM.why_not(problem(a, b, out, epilogue, case.layouts[1]))
         assert any(re.search(REFUSED[case.note], reason) for reason in why), why
         return
     a, b, epilogue, out = made()
-    p = spmm_problem(a, b, out, epilogue, case.layouts[1])
+    p = problem(a, b, out, epilogue, case.layouts[1])
     first = SPMM.default(p)
     for c in dict.fromkeys((first, replace(first, stages=2), replace(first, split=True))):
         a, b, epilogue, out = made()
@@ -218,7 +204,7 @@ FORMS = ("A @ B", "A @ B.T", "A.T @ B", "B @ A", "B @ A.T")
 def test_every_form_of_a_product_in_every_block(name: str, block: tuple[int, int]) -> None:
     for n, seed in ((328, fresh()), (24, fresh())):
         a, b, out, lies = form(name, 1000, 904, n, block, 0.4, seed=seed)
-        p = spmm_problem(a, b, out, PLAIN, lies)
+        p = problem(a, b, out, PLAIN, lies)
         check_c(SPMM.default(p), p, a, b, out, PLAIN, seed)
 
 
@@ -231,7 +217,7 @@ def test_every_config_of_every_form_with_an_epilogue(name: str, block: tuple[int
         bias = torch.randn(a.shape[0], device="cuda").to(HALF)
         other = padded(laid_out(lies, tuple(out.shape), HALF, "cuda", seed + 2))
         epilogue = Epilogue(0.7, bias, "gelu", other, "add", -0.5)
-        p = spmm_problem(a, b, out, epilogue, lies)
+        p = problem(a, b, out, epilogue, lies)
         for c in SPMM.configs(p)[part::4]:
             check_c(c, p, a, b, out.fill_(torch.nan), epilogue, seed)
 
@@ -250,7 +236,7 @@ def test_every_config_with_split_rows(name: str, kind: str) -> None:
         epilogue = Epilogue(0.7, bias, "gelu", other, "add", -2.0)
     if kind == "in place":
         epilogue = Epilogue(other=out, beta=0.5, activation="silu")
-    p = spmm_problem(a, b, out, epilogue, lies)
+    p = problem(a, b, out, epilogue, lies)
     for c in dict.fromkeys(replace(c, split=True) for c in SPMM.configs(p)):
         parts = SPMM.prepare(p, c, a).parts
         assert parts is not None
@@ -266,7 +252,7 @@ def test_batches_with_split_rows_share_one_workspace(lies: str) -> None:
     out = room(lies, 2, 3, 1024, 136)
     other = padded(laid_out(lies, (2, 3, 1024, 136), HALF, "cuda", seed + 1))
     epilogue = Epilogue(other=other, combine="mul")
-    p = spmm_problem(a, b, out, epilogue, lies)
+    p = problem(a, b, out, epilogue, lies)
     check_c(changed(SPMM.default(p), split=True), p, a, b, out, epilogue, seed)
 
 
@@ -284,7 +270,7 @@ def test_no_stored_blocks_leave_the_epilogue_of_zero(name: str, m: int) -> None:
         Epilogue(bias=bias, activation="relu"),
         Epilogue(0.5, bias, "gelu", other, "add", 2.0),
     ):
-        p = spmm_problem(a, b, out, epilogue, lies)
+        p = problem(a, b, out, epilogue, lies)
         for c in (SPMM.default(p), changed(SPMM.default(p), split=True)):
             check_c(c, p, a, b, out.fill_(torch.nan), epilogue, 0)
             if epilogue.other is None:
@@ -299,7 +285,7 @@ def test_a_bias_may_begin_anywhere() -> None:
     long = torch.randn(264, device="cuda").to(HALF)
     for at in (0, 1, 3, 8):
         epilogue = Epilogue(bias=long[at : at + 256])
-        p = spmm_problem(a, b, out, epilogue)
+        p = problem(a, b, out, epilogue)
         check_c(SPMM.default(p), p, a, b, out.fill_(torch.nan), epilogue, seed)
 
 
@@ -317,7 +303,7 @@ def test_nan_in_rows_of_b_without_blocks_never_reaches_c(name: str, block: tuple
     met[a.pattern.indices.long()] = True
     b[~met.repeat_interleave(a.block[1])] = torch.nan
     out = room(lies, a.shape[0], 72)
-    p = spmm_problem(a, b, out, PLAIN, lies)
+    p = problem(a, b, out, PLAIN, lies)
     for c in SPMM.configs(p)[::4]:
         check_c(c, p, a, b, out.fill_(torch.nan), PLAIN, 0)
 

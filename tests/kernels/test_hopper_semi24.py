@@ -18,8 +18,8 @@ import torch
 import sparsek as sk
 from sparsek.core.device import CPU, H200
 from sparsek.reference.epilogue import Epilogue
-from sparsek.testing.budget24 import check_24
-from sparsek.testing.cases24 import Case24
+from sparsek.testing.budget import check_spmm
+from sparsek.testing.cases import Case
 from tests.problems import changed, spmm_problem
 
 pytest.importorskip("triton")  # its nvdisasm reads the code
@@ -31,7 +31,7 @@ from sparsek.kernels.spmm import hopper_bsr24 as bsr24
 from sparsek.kernels.spmm.hopper_24 import SOURCE, Config, in_wgmma_order
 from tests.kernels import hopper_semi24_code as code
 from tests.kernels import hopper_semi24_emulated as emulated
-from tests.kernels.planned_24 import problem
+from tests.kernels.planned import problem
 
 needs_nvrtc = pytest.mark.skipif(nvrtc.library() is None, reason="NVRTC is not here (nvidia-cuda-nvrtc)")
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not here")
@@ -103,25 +103,37 @@ def edited(old: str, new: str) -> str:
 
 
 COL = ("col", "col", "col")
-RUNS: dict[str, tuple[Config, Case24, int]] = {
+RUNS: dict[str, tuple[Config, Case, int]] = {
     "layer": (
         Config(c_col=True, bias=True, has_alpha=True, activation="gelu"),
-        Case24(296, 272, 300, "layer", layouts=COL, bias=True, activation="gelu", alpha=0.5),
+        Case(296, 272, 300, None, "layer", alpha=0.5, bias=True, activation="gelu", layouts=COL),
         4,
     ),
     "four CTAs and a gate": (
         Config(1, 2, 64, 3, 4, 2, b_row=True, half=True, bias=True, activation="silu", combine="mul"),
-        Case24(300, 400, 72, "four", bias=True, activation="silu", combine="mul"),
+        Case(300, 400, 72, None, "four", bias=True, activation="silu", combine="mul"),
         4,
     ),
     "fewer columns than a tile": (
         Config(2, 1, 64, 3, 2, 1, c_col=True, bias=True),
-        Case24(296, 272, 13, "few", layouts=COL, bias=True),
+        Case(296, 272, 13, None, "few", bias=True, layouts=COL),
         4,
     ),
     "blocks added in place": (
         Config(2, 1, 128, 3, 1, 2, lists=True, c_col=True, has_alpha=True, combine="add"),
-        Case24(248, 500, 264, "layer", (128, 128), 0.3, layouts=COL, alpha=2.0, combine="add", beta=-0.5),
+        Case(
+            248,
+            500,
+            264,
+            (128, 128),
+            "layer",
+            0.3,
+            two_four=True,
+            alpha=2.0,
+            combine="add",
+            beta=-0.5,
+            layouts=COL,
+        ),
         3,
     ),
 }
@@ -137,7 +149,7 @@ def test_the_roles_multiply_whatever_comes_first(name: str) -> None:
         if "in place" in name and epilogue.other is not None:
             given = replace(epilogue, other=out.copy_(epilogue.other))
         assert emulated.multiply(c, a, b, out, given, order=order, ctas=ctas) == ""
-        gate = check_24(a, b, out, epilogue)
+        gate = check_spmm(a, b, out, epilogue)
         assert gate.passed, f"{c} {order}: {gate}"
 
 
@@ -166,11 +178,11 @@ def test_mistakes_in_the_roles_are_seen(name: str) -> None:
     if "descriptor" in name:
         c = replace(c, tn=128, boxes=2)  # of more panels than one, whose distance stands beside the address
     c = replace(c, combine="mul" if "other" in name else "")
-    a, b, epilogue, out = Case24(128, 400, 128, "small", combine=c.combine).make("cpu", torch.bfloat16)
+    a, b, epilogue, out = Case(128, 400, 128, None, "small", combine=c.combine).make("cpu", torch.bfloat16)
     found = []
     for order in (emulated.MIXED, emulated.LATE):
         said = emulated.multiply(c, a, b, out, epilogue, order=order, source=source)
-        found.append(said or not check_24(a, b, out, epilogue).passed)
+        found.append(said or not check_spmm(a, b, out, epilogue).passed)
     assert any(found)
 
 
@@ -330,7 +342,7 @@ def test_a_row_that_stands_for_all_rows_is_no_matrix_for_tma() -> None:
     w, x = sk.Semi24.from_dense(torch.randn(64, 32).bfloat16()), torch.randn(8, 32).bfloat16()
     row, out = torch.randn(64).bfloat16(), torch.empty(8, 64, dtype=torch.bfloat16)
     for other, aligned in ((row.repeat(8, 1), True), (row.expand(8, 64), False)):
-        assert problem(w, x.mT, Epilogue(other=other.mT), out.mT).aligned == aligned
+        assert problem(w, x.mT, out.mT, Epilogue(other=other.mT)).aligned == aligned
 
 
 def test_a_group_has_a_row() -> None:

@@ -1,6 +1,5 @@
 """hopper.semi24_fp8 and hopper.bsr24_fp8: machine code and roles without a GPU, reasons; products on one."""
 
-import os
 from dataclasses import replace
 from typing import Any
 
@@ -10,10 +9,10 @@ import torch
 
 import sparsek as sk
 from sparsek.core.device import H200
-from sparsek.testing.budget_fp8 import check_quantized
-from sparsek.testing.cases_fp8 import E4M3, E5M2, CaseFp8, Scales
-from tests.kernels import planned_fp8
-from tests.kernels.sanitized import sanitized
+from sparsek.testing.budget import check_spmm
+from sparsek.testing.cases import COL, E4M3, E5M2, ROW, Case, Scales
+from tests.kernels.drawn import fresh
+from tests.kernels.planned import hold, multiply, problem
 from tests.problems import changed, fp8_problem
 
 pytest.importorskip("triton")  # its nvdisasm reads the code
@@ -29,7 +28,7 @@ BIG: dict[str, Any] = {"m": 8192, "k": 8192, "n": 8192, "dtype": "e4m3", "card":
 LAYER: dict[str, Any] = {"out_layout": "col", "bias": True, "activation": "gelu"}
 SEMI = fp8_problem(two_four=True, **BIG)
 BSR = fp8_problem(two_four=True, **BIG, block=(128, 128), nnzb=512, row_max=8)
-KERNELS = {"semi24": semi24_fp8.KERNEL, "bsr24": bsr24_fp8.KERNEL}
+KERNELS = {"semi24_fp8": semi24_fp8.KERNEL, "bsr24_fp8": bsr24_fp8.KERNEL}
 COMPILED = [
     semi24_fp8.KERNEL.default(changed(SEMI, **LAYER, out_dtype="fp16")),
     semi24_fp8.KERNEL.default(changed(SEMI, m=512, n=512, dtype="e5m2")),
@@ -45,10 +44,15 @@ def test_configs_compile_to_sparse_wgmma_without_spills(at: int) -> None:
     check_code(COMPILED[at])
 
 
-MORE: dict[str, Any] = {"by_columns": True, "bias": True, "activation": "gelu"}
+MORE: dict[str, Any] = {"layouts": COL, "bias": True, "activation": "gelu"}
 RUNS = {
-    "whole": (CaseFp8("semi24", 168, 672, 200, "whole", scales=Scales("tensor", "row", E5M2)), 192, 2, 2),
-    "blocks": (CaseFp8("bsr24", 248, 512, 136, "blocks", (128, 128), **MORE, combine="add"), 128, 1, 3),
+    "whole": (Case(168, 672, 200, None, "whole", scales=Scales("tensor", "row", E5M2)), 192, 2, 2),
+    "blocks": (
+        Case(248, 512, 136, (128, 128), "blocks", two_four=True, scales=ROW, combine="add", **MORE),
+        128,
+        1,
+        3,
+    ),
 }
 
 
@@ -56,10 +60,10 @@ RUNS = {
 @pytest.mark.parametrize("name", RUNS)
 def test_the_roles_multiply_whatever_comes_first(name: str) -> None:
     case, columns, cluster, ctas = RUNS[name]
-    kernel = KERNELS[case.kind]
+    kernel = KERNELS[case.op]
     for order in (emulated.MIXED, emulated.LATE):
         a, b, epilogue, out = case.make("cpu", torch.bfloat16, order)
-        p = changed(planned_fp8.problem(a, b, out, epilogue), card=replace(H200, sm_count=ctas))
+        p = changed(problem(a, b, out, epilogue), card=replace(H200, sm_count=ctas))
         assert kernel.why_not(p) == []
         c = next(c for c in kernel.configs(p) if (c.tm, c.tn, c.cluster) == (128, columns, cluster))
         scales = semi24.Scales(a.scale if a.kind == "row" else a.scale.view(()), b.scale)
@@ -67,7 +71,7 @@ def test_the_roles_multiply_whatever_comes_first(name: str) -> None:
         assert not isinstance(matrix, sk.BSR)
         said = emulated.run(c, work, matrix, b.values.mT, out, epilogue, scales, order=order)
         assert said == ""
-        gate = check_quantized(a, b, out, epilogue)
+        gate = check_spmm(a, b, out, epilogue)
         assert gate.passed, f"{c} {order}: {gate}"
 
 
@@ -132,61 +136,60 @@ def test_plans_for_an_h200_name_the_kernel() -> None:
     assert "FP8 .e4m3.e4m3" in plan.explain()
 
 
-def fresh() -> int:
-    """A seed that no run had before; a test names it when it fails."""
-    return int.from_bytes(os.urandom(4), "little") >> 1
-
-
 GPU_CASES = [
-    CaseFp8("semi24", 64, 32, 8, "small"),
-    CaseFp8("semi24", 200, 480, 264, "ragged"),
-    CaseFp8("semi24", 1000, 2080, 520, "tensor", scales=Scales("tensor", "tensor")),
-    CaseFp8("semi24", 296, 1056, 77, "layer", **MORE, scales=Scales("row", "row", E5M2, E4M3)),
-    CaseFp8("semi24", 296, 1056, 77, "gate", by_columns=True, combine="mul"),
-    CaseFp8("semi24", 136, 8192, 256, "long", scales=Scales("row", "tensor", E4M3, E5M2)),
-    CaseFp8(
-        "semi24", 136, 96, 72, "batch", batch=(2, 2), bias=True, activation="silu", alpha=0.5, combine="add"
+    Case(64, 32, 8, None, "small", scales=ROW),
+    Case(200, 480, 264, None, "ragged", scales=ROW),
+    Case(1000, 2080, 520, None, "tensor", scales=Scales("tensor", "tensor")),
+    Case(296, 1056, 77, None, "layer", scales=Scales("row", "row", E5M2, E4M3), **MORE),
+    Case(296, 1056, 77, None, "gate", scales=ROW, combine="mul", layouts=COL),
+    Case(136, 8192, 256, None, "long", scales=Scales("row", "tensor", E4M3, E5M2)),
+    Case(
+        136,
+        96,
+        72,
+        None,
+        "batch",
+        scales=ROW,
+        alpha=0.5,
+        bias=True,
+        activation="silu",
+        combine="add",
+        batch=(2, 2),
     ),
-    CaseFp8("semi24", 1000, 8192, 520, "fast", scales=Scales(fast=True)),
-    CaseFp8("semi24", 296, 1056, 77, "fast layer", **MORE, scales=Scales("tensor", "row", E5M2, fast=True)),
-    CaseFp8("bsr24", 1000, 4096, 520, "fast", (128, 128), 0.3, scales=Scales(fast=True)),
-    CaseFp8("bsr24", 128, 256, 72, "plain", (64, 128)),
-    CaseFp8("bsr24", 1000, 1024, 520, "blocks", (128, 128), 0.3, scales=Scales("tensor", "row")),
-    CaseFp8("bsr24", 504, 768, 261, "layer", (256, 128), 0.4, **MORE, combine="add", beta=-0.5),
-    CaseFp8("bsr24", 384, 512, 64, "empty rows", (128, 256), 0.2, bias=True, activation="relu"),
+    Case(1000, 8192, 520, None, "fast", scales=Scales(fast=True)),
+    Case(296, 1056, 77, None, "fast layer", scales=Scales("tensor", "row", E5M2, fast=True), **MORE),
+    Case(1000, 4096, 520, (128, 128), "fast", 0.3, two_four=True, scales=Scales(fast=True)),
+    Case(128, 256, 72, (64, 128), "plain", two_four=True, scales=ROW),
+    Case(1000, 1024, 520, (128, 128), "blocks", 0.3, two_four=True, scales=Scales("tensor", "row")),
+    Case(
+        504, 768, 261, (256, 128), "layer", 0.4, two_four=True, scales=ROW, combine="add", beta=-0.5, **MORE
+    ),
+    Case(
+        384, 512, 64, (128, 256), "empty rows", 0.2, two_four=True, scales=ROW, bias=True, activation="relu"
+    ),
 ]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", GPU_CASES, ids=str)
-def test_every_config_is_within_budget(case: CaseFp8, dtype: torch.dtype) -> None:
-    kernel = KERNELS[case.kind]
+def test_every_config_is_within_budget(case: Case, dtype: torch.dtype) -> None:
+    kernel = KERNELS[case.op]
     a, b, epilogue, out = case.make("cuda", dtype)
-    p = planned_fp8.problem(a, b, out, epilogue)
+    p = problem(a, b, out, epilogue)
     assert kernel.why_not(p) == []
     for c in kernel.configs(p):
-        planned_fp8.hold(kernel, case, dtype, "cuda", fresh(), c)
+        hold(kernel, case, dtype, "cuda", fresh(), c)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("fast", [False, True])
 def test_all_runs_give_the_same_bits(fast: bool) -> None:
-    case, first = CaseFp8("semi24", 2048, 4096, 2048, "large", scales=Scales(fast=fast)), None
+    case, first = Case(2048, 4096, 2048, None, "large", scales=Scales(fast=fast)), None
     a, b, epilogue, out = case.make("cuda", torch.bfloat16, fresh())
-    for c in semi24_fp8.KERNEL.configs(planned_fp8.problem(a, b, out, epilogue)):
+    for c in semi24_fp8.KERNEL.configs(problem(a, b, out, epilogue)):
         for _ in range(8):
             out.fill_(torch.nan)
-            planned_fp8.multiply(semi24_fp8.KERNEL, a, b, epilogue, out, config=c)
+            multiply(semi24_fp8.KERNEL, a, b, epilogue, out, config=c)
             first = out.clone() if first is None else first
             assert torch.equal(out, first), c
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", ["hopper.semi24_fp8", "hopper.bsr24_fp8"])
-def test_memcheck_finds_nothing(name: str) -> None:
-    done = sanitized("memcheck", "semi24", "sanitize_semi24.py", name)
-    said = done.stdout[-8000:] + done.stderr[-4000:]
-    assert done.returncode == 0, said
-    assert "every product is within its budget" in done.stdout, said
-    assert "ERROR SUMMARY: 0 errors" in said, said

@@ -13,8 +13,8 @@ import torch
 import sparsek as sk
 from sparsek.core.device import H200
 from sparsek.reference.epilogue import PLAIN
-from sparsek.testing.budget24 import check_24
-from sparsek.testing.cases24 import Case24
+from sparsek.testing.budget import check_spmm
+from sparsek.testing.cases import Case
 from tests.problems import changed, spmm_problem
 
 pytest.importorskip("triton")  # its nvdisasm reads the code
@@ -27,7 +27,7 @@ from sparsek.kernels.spmm.hopper_skinny_24 import KERNEL, SOURCE, Config
 from tests.kernels import hopper_skinny24_emulated as emulated
 from tests.kernels import sass
 from tests.kernels.hopper_semi24_code import SPILLS, VERBOSE
-from tests.kernels.planned_24 import problem
+from tests.kernels.planned import problem
 
 needs_nvrtc = pytest.mark.skipif(nvrtc.library() is None, reason="NVRTC is not here (nvidia-cuda-nvrtc)")
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not here")
@@ -74,25 +74,32 @@ def test_resident_ctas_fit_on_an_sm() -> None:
 
 
 COL = ("col", "col", "col")
-RUNS: dict[str, tuple[Config, Case24]] = {
-    "one warp": (Config(1, 2, 1, 2, 1, 1), Case24(32, 128, 8, "one", layouts=COL)),
+RUNS: dict[str, tuple[Config, Case]] = {
+    "one warp": (Config(1, 2, 1, 2, 1, 1), Case(32, 128, 8, None, "one", layouts=COL)),
     "layer": (
         Config(4, 2, 1, 2, 1, 2),
-        Case24(40, 1408, 13, "layer", layouts=COL, bias=True, activation="gelu", alpha=0.5),
+        Case(40, 1408, 13, None, "layer", alpha=0.5, bias=True, activation="gelu", layouts=COL),
     ),
     "four parts and a residual": (
         Config(2, 4, 4, 3, 1, 4, True),
-        Case24(150, 2048, 30, "four", combine="add", beta=-0.5, activation="silu"),
+        Case(150, 2048, 30, None, "four", activation="silu", combine="add", beta=-0.5),
     ),
     "a gate": (
         Config(4, 8, 2, 2, 1, 4),
-        Case24(
-            160, 1152, 25, "gate", layouts=("strided", "row", "row"), combine="mul", activation="gelu_tanh"
+        Case(
+            160,
+            1152,
+            25,
+            None,
+            "gate",
+            activation="gelu_tanh",
+            combine="mul",
+            layouts=("strided", "row", "row"),
         ),
     ),
     "warps without work": (
         Config(2, 2, 4, 1, 1, 1),
-        Case24(9, 384, 1, "short", layouts=COL, activation="relu"),
+        Case(9, 384, 1, None, "short", activation="relu", layouts=COL),
     ),
 }
 
@@ -108,7 +115,7 @@ def test_the_roles_multiply_whenever_copies_land(name: str) -> None:
         if "residual" in name and epilogue.other is not None:  # in place
             given = replace(epilogue, other=out.copy_(epilogue.other))
         assert emulated.multiply(c, a, b, out, given, order=order) == ""
-        gate = check_24(a, b, out, epilogue)
+        gate = check_spmm(a, b, out, epilogue)
         assert gate.passed, f"{c} {order}: {gate}"
 
 
@@ -139,11 +146,11 @@ def test_mistakes_in_the_roles_are_seen(name: str) -> None:
     source, (old, new) = SOURCE.read_text(encoding="utf-8"), MISTAKES[name]
     assert source.count(old) == 1
     c, found = Config(2, 2, 2, 3, 1, 2), []
-    a, b, epilogue, out = Case24(64, 2048, 16, "small", layouts=COL).make("cpu", torch.bfloat16)
+    a, b, epilogue, out = Case(64, 2048, 16, None, "small", layouts=COL).make("cpu", torch.bfloat16)
     assert isinstance(a, sk.Semi24)
     for order in (emulated.EARLY, emulated.LATE):
         said = emulated.multiply(c, a, b, out, epilogue, order=order, source=source.replace(old, new))
-        found.append(said or not check_24(a, b, out, epilogue).passed)
+        found.append(said or not check_spmm(a, b, out, epilogue).passed)
     assert any(found)
 
 

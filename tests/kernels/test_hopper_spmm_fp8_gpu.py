@@ -3,7 +3,6 @@
 Inputs are fresh in every run.
 """
 
-import os
 from dataclasses import replace
 from typing import Any
 
@@ -20,20 +19,13 @@ from sparsek.matrix.quantized import Quantized
 from sparsek.matrix.random import random_bsr
 from sparsek.plan.spmm import SpmmPlan
 from sparsek.reference.epilogue import PLAIN, Epilogue
-from sparsek.testing.budget_fp8 import check_quantized
+from sparsek.testing.budget import check_spmm
 from sparsek.testing.poison import poisoned
+from tests.kernels.drawn import fresh
 
 pytestmark = pytest.mark.gpu
 NAME = "hopper.spmm_fp8"
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-
-
-def fresh() -> int:
-    """A seed that no run had before, used and printed: pytest shows it when a test fails."""
-    seed = int.from_bytes(os.urandom(4), "little") >> 1
-    torch.manual_seed(seed)
-    print("seed", seed)
-    return seed
 
 
 def operands(
@@ -59,7 +51,7 @@ def operands(
 
 
 def check(a: Quantized, b: QuantizedTensor, out: Tensor, epilogue: Epilogue = PLAIN) -> None:
-    gate = check_quantized(a, b, out, epilogue)
+    gate = check_spmm(a, b, out, epilogue)
     assert gate.passed, gate
 
 
@@ -165,7 +157,7 @@ def test_with_fast_accum_a_long_sum_stays_in_the_tensor_cores() -> None:
     out = poisoned((256, 256), torch.float32, "cuda")
     planned(a, b, out)(a, b, out=out)
     check(a, b, out)
-    assert not check_quantized(a.with_fast_accum(False), b, out).passed
+    assert not check_spmm(a.with_fast_accum(False), b, out).passed
 
 
 def test_what_a_tile_reads_beside_its_rows_never_reaches_c() -> None:

@@ -8,47 +8,23 @@ from typing import Any
 
 import pytest
 
-from sparsek.core.device import CPU, H200
 from sparsek.plan.problem import AttentionProblem
 
 pytest.importorskip("triton")
 
 from sparsek.kernels.attention import portable_fwd as portable
 from tests.house.tools import in_the_interpreter, next_triton, under_next_triton
+from tests.kernels.attention_problems import BLOCKS, attention_problem, hold_predictions, hold_refusals
 from tests.kernels.portable_attention_code import CARDS, Code, compiled, merged
 
 KERNEL: Any = portable.KERNEL
-BLOCKS = ((128, 128), (64, 64), (128, 64), (64, 128))
 # One address of lse's way out, on sm_80; no loop touches it.
 STACK = 8
 
 
-def problem(
-    card: str, dim: int = 128, v_dim: int | None = None, length: int = 8192, **more: Any
-) -> AttentionProblem:
-    """16 heads, each with its own 12.5 % of the blocks."""
-    fields = {
-        "batch": 1,
-        "q_heads": 16,
-        "kv_heads": 16,
-        "block": (128, 128),
-        "mask_heads": 16,
-        "dtype": "bf16",
-    } | more
-    bq, bk = fields["block"]
-    longest = max(1, length // bk // 8)
-    return AttentionProblem(
-        q_len=length,
-        kv_len=length,
-        dim=dim,
-        v_dim=v_dim or dim,
-        card=CARDS[card],
-        mask_batch=1,
-        stored=longest * (length // bq) * fields["mask_heads"],
-        partial=0,
-        longest=longest,
-        **fields,
-    )
+def problem(card: str, *dims: int, length: int = 8192, **more: Any) -> AttentionProblem:
+    """On a card of CARDS, with as many keys as queries."""
+    return attention_problem(AttentionProblem, *dims, card=CARDS[card], q_len=length, kv_len=length, **more)
 
 
 def check_code(card: str, p: AttentionProblem, c: portable.Config, code: Code, stack: int = STACK) -> None:
@@ -125,22 +101,7 @@ def test_every_problem_has_configs_that_divide_its_block_and_fit_its_card() -> N
 
 
 def test_reasons_name_what_is_wrong() -> None:
-    p = problem("sm_90")
-    assert KERNEL.why_not(p) == []
-    assert KERNEL.why_not(replace(p, aligned=False, unit_stride=False)) == []
-    old = replace(H200, name="NVIDIA T4", capability=(7, 5))
-    for change, reason in (
-        ({"card": old}, "8.0 or newer; NVIDIA T4 has 7.5"),
-        ({"card": replace(H200, smem_bytes=49152)}, "49152 bytes of shared memory"),
-        ({"card": CPU, "dtype": "fp16"}, "TRITON_INTERPRET=1"),
-        ({"dtype": "fp32"}, "bf16 or fp16, not fp32"),
-        ({"dim": 80}, "32, 64, 96, 128, 192, 256; got 80 and 128"),
-        ({"v_dim": 512}, "got 128 and 512"),
-        ({"q_len": 2**31 - 1}, "2147483647 queries"),
-        ({"batch": 2**22, "q_heads": 2**10}, "tiles of queries"),
-    ):
-        (found,) = KERNEL.why_not(replace(p, **change))
-        assert reason in found, found
+    hold_refusals(KERNEL, problem("sm_90"), {}, "tiles of queries")
 
 
 def test_the_default_is_the_first_config_unless_tiles_are_fewer_than_sms() -> None:
@@ -162,12 +123,7 @@ def test_heads_are_walked_together_while_their_keys_fit_in_half_of_l2() -> None:
 
 
 def test_predictions_grow_with_work_and_never_beat_the_bandwidth() -> None:
-    for dim, block in product((64, 128, 256), BLOCKS):
-        p = problem("sm_90", dim, block=block)
-        c = KERNEL.default(p)
-        seconds = KERNEL.seconds(p, c)
-        assert KERNEL.seconds(replace(p, stored=4 * p.stored, longest=4 * p.longest), c) > 3 * seconds
-        assert seconds > p.compulsory_bytes / H200.bandwidth
+    hold_predictions(KERNEL, lambda dim, block: problem("sm_90", dim, block=block))
     one_row = replace(problem("sm_90"), longest=64 * 40)
     assert KERNEL.seconds(one_row, KERNEL.default(one_row)) > 2 * KERNEL.seconds(
         problem("sm_90"), KERNEL.default(one_row)

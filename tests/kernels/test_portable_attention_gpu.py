@@ -3,7 +3,6 @@
 Inputs are fresh in every run; a failure prints the seed.
 """
 
-import os
 import random
 from itertools import pairwise
 from typing import Any
@@ -19,6 +18,7 @@ from sparsek.plan.kernel import AttentionCall
 from sparsek.testing.attention_budget import check_attention
 from sparsek.testing.attention_cases import ATTENTION_CASES, AttentionCase, random_bits
 from sparsek.testing.poison import poisoned
+from tests.kernels.drawn import any_mask, layouts_of_attention, randn
 from tests.kernels.planned_attention import attend, problem
 
 pytest.importorskip("triton")
@@ -32,18 +32,6 @@ SMALL, LARGE = (64, 64), (128, 128)
 @pytest.fixture(scope="module")
 def kernel() -> Any:
     return load("portable.attention_fwd")
-
-
-@pytest.fixture
-def seed() -> int:
-    """One that no run had before."""
-    chosen = int.from_bytes(os.urandom(4), "little") >> 1
-    torch.manual_seed(chosen)
-    return chosen
-
-
-def randn(*shape: int, dtype: torch.dtype = HALF) -> Tensor:
-    return torch.randn(*shape, device="cuda").to(dtype)
 
 
 def check(
@@ -72,17 +60,7 @@ def test_every_config_is_within_budget(kernel: Any, block: tuple[int, int], dim:
 
 def test_any_layout_is_read_as_it_is(kernel: Any, seed: int) -> None:
     mask = BlockMask.sliding_window(q_len=300, kv_len=400, window=100, device="cuda")
-    packed = randn(2, 400, 3, 4, 64).permute(2, 0, 3, 1, 4)
-    odd = randn(2 * 4 * 400 * 64 + 1)[1:].view(2, 4, 400, 64)
-    layouts = {
-        "packed": (packed[0, :, :, :300], packed[1], packed[2]),
-        "keys along rows": (randn(2, 4, 64, 300).mT, randn(2, 4, 64, 400).mT, randn(2, 4, 64, 400).mT),
-        "spread": (randn(2, 4, 300, 128)[..., ::2], randn(2, 4, 800, 64)[:, :, ::2], randn(2, 4, 400, 64)),
-        "shared": (randn(2, 4, 300, 64), *randn(2, 1, 1, 400, 64).expand(2, 2, 4, 400, 64)),
-        "odd addresses": (odd[:, :, :300], odd, odd),
-        "odd strides": (randn(2, 4, 300, 67)[..., :64], randn(2, 4, 400, 65)[..., 1:], randn(2, 4, 400, 64)),
-    }
-    for name, (q, k, v) in layouts.items():
+    for name, (q, k, v) in layouts_of_attention().items():
         check(kernel, q, k, v, mask, f"{name}, seed {seed}")
 
 
@@ -176,29 +154,6 @@ def test_rows_of_a_tile_further_apart_than_31_bits_are_right(kernel: Any, seed: 
     v.normal_()
     mask = BlockMask.causal(q_len=70, kv_len=90, block=(64, 128), device="cuda")
     check(kernel, randn(1, 1, 70, 64), k, v, mask, seed)
-
-
-def any_mask(draw: random.Random) -> BlockMask:
-    """Of a random builder, with up to 700 queries and keys."""
-    block = (draw.choice((64, 128)), draw.choice((64, 128)))
-    s, t = draw.randint(1, 700), draw.randint(1, 700)
-    frame: dict[str, Any] = {"q_len": s, "kv_len": t, "block": block, "device": "cuda"}
-    causal = draw.random() < 0.5
-    match draw.randrange(6):
-        case 0:
-            return BlockMask.causal(**frame)
-        case 1:
-            return BlockMask.sliding_window(window=draw.randint(1, 300), causal=causal, **frame)
-        case 2:
-            return BlockMask.strided(stride=2 * block[1], window=draw.randint(1, 200), causal=causal, **frame)
-        case 3:
-            scores = torch.rand(1, 2, -(-s // block[0]), -(-t // block[1]), device="cuda")
-            return BlockMask.topk(scores, draw.randint(1, scores.shape[3]), causal=causal, **frame)
-        case 4:
-            lengths = [draw.randint(1, 200) for _ in range(draw.randint(1, 5))]
-            return BlockMask.block_diagonal(lengths, causal=causal, block=block, device="cuda")
-        case _:
-            return random_bits("cuda", (s, t), block, heads=2, density=draw.random(), seed=draw.randrange(99))
 
 
 def test_masks_at_random_are_within_budget(kernel: Any, seed: int) -> None:

@@ -1,6 +1,6 @@
 """The portable FP8 kernels, the rounding of B and vendor.cublas_fp8 on a GPU: every case, long K, the same bits."""
 
-import os
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,9 +10,10 @@ from sparsek.kernels import load
 from sparsek.matrix import dense8
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.quantized import quantize
-from sparsek.testing.budget_fp8 import check_quantized
-from sparsek.testing.cases_fp8 import FP8_CASES, CaseFp8, Scales
-from tests.kernels.planned_fp8 import hold, multiply, problem
+from sparsek.testing.budget import check_spmm
+from sparsek.testing.cases import COL, FP8_CASES, ROW, Case
+from tests.kernels.drawn import fresh
+from tests.kernels.planned import hold, multiply, problem
 
 pytestmark = pytest.mark.gpu
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -24,13 +25,13 @@ def seed() -> int:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", FP8_CASES, ids=str)
-def test_every_case_is_within_budget(case: CaseFp8, dtype: torch.dtype):
+def test_every_case_is_within_budget(case: Case, dtype: torch.dtype):
     hold(load(f"portable.{case.op}"), case, dtype, "cuda", seed())
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", FP8_CASES, ids=str)
-def test_the_library_is_within_budget_where_it_runs(case: CaseFp8, dtype: torch.dtype):
+def test_the_library_is_within_budget_where_it_runs(case: Case, dtype: torch.dtype):
     kernel = load("vendor.cublas_fp8")
     a, b, epilogue, out = case.make("cuda", dtype)
     if kernel.why_not(problem(a, b, out, epilogue)):
@@ -38,14 +39,16 @@ def test_the_library_is_within_budget_where_it_runs(case: CaseFp8, dtype: torch.
     hold(kernel, case, dtype, "cuda", seed())
 
 
-@pytest.mark.parametrize("kind", ["bsr", "semi24", "bsr24"])
-def test_every_config_is_within_budget_for_long_k(kind: str):
-    case = CaseFp8(kind, 256, 16384, 264, "long", (128, 128), 0.5, Scales("row"), bias=True, by_columns=True)
+LONG = Case(256, 16384, 264, (128, 128), "long", scales=ROW, bias=True, layouts=COL)
+
+
+@pytest.mark.parametrize("case", [LONG, replace(LONG, block=None), replace(LONG, two_four=True)], ids=str)
+def test_every_config_is_within_budget_for_long_k(case: Case):
     kernel: Any = load(f"portable.{case.op}")
     a, b, epilogue, out = case.make("cuda", torch.float32, seed())
     for c in kernel.configs(problem(a, b, out, epilogue)):
         multiply(kernel, a, b, epilogue, out.fill_(torch.nan), config=c)
-        gate = check_quantized(a, b, out, epilogue)
+        gate = check_spmm(a, b, out, epilogue)
         assert gate.passed, f"{c}: {gate}"
 
 
@@ -53,7 +56,7 @@ def test_every_config_is_within_budget_for_long_k(kind: str):
 def test_sums_of_one_sign_do_not_drift(kernel: str):
     a = quantize(BSR.from_dense(torch.rand(256, 16384, device="cuda"), 128))
     b = quantize(torch.rand(128, 16384, device="cuda")).mT
-    gate = check_quantized(a, b, multiply(load(kernel), a, b))
+    gate = check_spmm(a, b, multiply(load(kernel), a, b))
     assert gate.passed, gate
 
 
@@ -99,9 +102,7 @@ def test_every_fp8_neighbour_and_tie_is_rounded_as_torch_does():
 @pytest.mark.parametrize("to", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 def test_quotients_near_ties_are_rounded_as_torch_does_at_every_scale(to: torch.dtype):
     """The first number of a row makes its scale, the others are ties of FP8 times it, or next to them."""
-    fresh = int.from_bytes(os.urandom(4), "little") >> 1
-    torch.manual_seed(fresh)
-    print("seed", fresh)
+    fresh()
     exponents = torch.arange(-126, 118, device="cuda").repeat_interleave(64).double()
     mantissas = 1 + torch.rand(len(exponents), device="cuda").double()
     mantissas[::3] = 2 - 2.0**-23 * torch.randint(1, 9, (len(mantissas[::3]),), device="cuda")

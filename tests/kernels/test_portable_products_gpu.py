@@ -18,19 +18,17 @@ from sparsek.matrix.bsr import BSR
 from sparsek.matrix.random import random_bsr
 from sparsek.reference.epilogue import PLAIN
 from sparsek.testing.budget import check_spmm
-from sparsek.testing.cases import SPMM_CASES
+from sparsek.testing.cases import EPILOGUE_CASES, SPMM_CASES, judged_by, laid_out
 from sparsek.testing.poison import poisoned
 from sparsek.testing.product_budget import check_sddmm, check_spgemm
 from sparsek.testing.product_cases import (
-    EPILOGUE_CASES,
     SDDMM_CASES,
     SPGEMM_CASES,
-    judged_by,
-    laid_out,
     unmet_blocks_poisoned,
     unmet_rows_poisoned,
 )
-from tests.kernels.planned_products import epilogue_problem, join, multiply, sample, sddmm_problem
+from tests.kernels.planned import multiply, problem
+from tests.kernels.planned_products import join, sample, sddmm_problem
 
 pytestmark = pytest.mark.gpu
 HALF = torch.bfloat16
@@ -44,7 +42,7 @@ def kind(case: Any) -> torch.dtype:
 
 def check_c(kernel: Any, a: BSR, b: Tensor, out: Tensor, config: Any = None, epilogue: Any = PLAIN) -> None:
     judged = judged_by(epilogue)
-    multiply(kernel, a, b, epilogue, out, config)
+    multiply(kernel, a, b, epilogue, out, config=config)
     gate = check_spmm(a, b, out, judged)
     assert gate.passed, f"{kernel.name} {a} times {tuple(b.shape)} {config}: {gate}"
 
@@ -58,7 +56,7 @@ def test_every_epilogue(kernel: Any, case: Any) -> None:
     check_c(kernel, a, b, out, None, epilogue)
     if kernel is SKINNY and a.nnzb and out.numel():
         a, b, epilogue, out = case.make("cuda", kind(case))
-        c = replace(SKINNY.default(epilogue_problem(a, b, epilogue, out)), part=1)
+        c = replace(SKINNY.default(problem(a, b, out, epilogue)), part=1)
         check_c(kernel, a, b, out, c, epilogue)
 
 
@@ -66,7 +64,7 @@ def test_every_epilogue(kernel: Any, case: Any) -> None:
 def test_every_narrow_case_in_every_layout(case: Any) -> None:
     for layout in ("row", "col"):
         for out_layout in ("row", "col"):
-            a, _ = case.make("cuda", kind(case))
+            a, *_ = case.make("cuda", kind(case))
             b = laid_out(layout, (case.k, case.n), a.dtype, "cuda", 1)
             out = poisoned((case.m, case.n), a.dtype, "cuda")
             check_c(SKINNY, a, b, out if out_layout == "row" else poisoned(out.mT.shape, a.dtype, "cuda").mT)
@@ -79,7 +77,7 @@ def test_every_config_of_the_skinny_path(shape: tuple[int, int], n: int) -> None
     for matrix in (a, a.T):
         b = laid_out("col", (matrix.shape[1], n), HALF, "cuda", 1)
         out = poisoned((n, matrix.shape[0]), HALF, "cuda").mT
-        p = epilogue_problem(matrix, b, PLAIN, out)
+        p = problem(matrix, b, out)
         for c in {*SKINNY.configs(p), *(replace(c, part=1) for c in SKINNY.configs(p))}:
             check_c(SKINNY, matrix, b, out.fill_(torch.nan), c)
 
@@ -88,7 +86,7 @@ def cut_operands(seed: int) -> tuple[BSR, Tensor, Tensor, Any, Any]:
     a = random_bsr(1024, 8192, (128, 128), 0.5, dtype=HALF, device="cuda", seed=seed)
     b = laid_out("col", (8192, 16), HALF, "cuda", seed)
     out = poisoned((16, 1024), HALF, "cuda").mT
-    p = epilogue_problem(a, b, PLAIN, out)
+    p = problem(a, b, out)
     c = replace(SKINNY.default(p), part=2)
     return a, b, out, c, SKINNY.prepare(p, c, a)
 

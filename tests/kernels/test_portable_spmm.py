@@ -1,8 +1,6 @@
 """portable.spmm without a GPU: arithmetic in Triton's interpreter, code by compiling for real cards."""
 
 import math
-import re
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,19 +12,14 @@ from sparsek.core.device import CPU, H200
 from sparsek.reference.epilogue import Epilogue
 from tests.problems import changed, spmm_problem
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
 
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
+from sparsek.kernels.lang.tensors import tile_side
+from sparsek.kernels.spmm import portable
+from tests.house.tools import in_the_interpreter
+from tests.kernels import portable_code
+from tests.kernels.portable_code import CARDS
 
-from sparsek.kernels.lang.tensors import tile_side  # noqa: E402
-from sparsek.kernels.spmm import portable  # noqa: E402
-from tests.house.tools import in_the_interpreter  # noqa: E402
-
-A100 = replace(H200, name="NVIDIA A100", capability=(8, 0), sm_count=108, smem_bytes=166912)
-RTX4090 = replace(H200, name="NVIDIA RTX 4090", capability=(8, 9), sm_count=128, smem_bytes=101376)
-CARDS = {"sm_90": H200, "sm_80": A100, "sm_89": RTX4090}
-CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 TRITON_NAMES = {"bf16": "*bf16", "fp16": "*fp16", "fp32": "*fp32"}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -37,8 +30,8 @@ def problem(card, block, n=8192, dtype="bf16", m=8192, k=8192, **more):
     return spmm_problem(m, k, n, block, max(1, cells // 8), dtype, card, row_max=row, **more)
 
 
-def compiled(p, c, tmp_path):
-    """The kernel as `launch` specialises it for contiguous, 16-byte aligned tensors, and its stack bytes."""
+def compiled(p, c):
+    """The kernel as `launch` specialises it for contiguous, 16-byte aligned tensors."""
     b, out = (
         torch.empty((1, rows, p.n), dtype=DTYPES[p.dtype], device="meta")
         if layout == "row"
@@ -56,56 +49,31 @@ def compiled(p, c, tmp_path):
     consts |= {f"sc_{dim}": 1, "sb_k" if p.b.layout == "col" else "sb_n": 1}
     consts |= {f"so_{dim}": 1} if p.combine else {"other": None}
     consts |= {} if p.bias else {"bias": None}
-    pointers = {"values", "b", "c", "indices", "order", "rows", "bias", "other"} - set(consts)
-    names = list(portable._spmm.arg_names)
-    types = {}
-    for name in names:
-        if name in consts:
-            types[name] = "constexpr"
-        elif name in pointers:
-            types[name] = "*i32" if name in ("indices", "order", "rows") else TRITON_NAMES[p.dtype]
-        elif name in ("alpha", "beta"):
-            types[name] = "fp32"
-        else:
-            types[name] = "i32"
-    source = ASTSource(
-        portable._spmm,
-        types,
-        {(names.index(name),): value for name, value in consts.items()},
-        {(names.index(name),): [["tt.divisibility", 16]] for name in pointers},
+    types = dict.fromkeys(("values", "b", "c", "bias", "other"), TRITON_NAMES[p.dtype])
+    types |= dict.fromkeys(("indices", "order", "rows"), "*i32")
+    pointers = set(types) - set(consts)
+    types |= {"alpha": "fp32", "beta": "fp32"}
+    return portable_code.compiled(
+        portable._spmm, types, consts, p.card, c.num_warps, c.num_stages, aligned=pointers
     )
-    target = GPUTarget("cuda", 10 * p.card.capability[0] + p.card.capability[1], 32)
-    options = {"num_warps": c.num_warps, "num_stages": c.num_stages}
-    kernel = triton.compile(source, target=target, options=options)
-    cubin = tmp_path / "kernel.cubin"
-    cubin.write_bytes(kernel.asm["cubin"])
-    usage = subprocess.run(
-        [CUOBJDUMP, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True
-    )
-    stack = re.search(r"STACK:(\d+)", usage.stdout)
-    assert stack, usage.stdout
-    return kernel, int(stack[1])
 
 
-def check_code(p, c, tmp_path):
-    kernel, stack = compiled(p, c, tmp_path)
+def check_code(p, c):
+    code = compiled(p, c)
     what = f"{p.block} n={p.n} {p.dtype} {c}"
     stage = c.tile_k * (c.tile_m + c.tile_n) * (4 if p.dtype == "fp32" else 2)
-    assert stack == 0, f"{what} spills {stack} bytes"
-    assert kernel.metadata.shared <= p.card.smem_bytes, what
-    ptx = kernel.asm["ptx"]
-    assert "cp.async.cg.shared.global" in ptx, f"{what}: 16-byte asynchronous copies are missing"
+    assert code.stack == 0, f"{what} spills {code.stack} bytes"
+    assert code.shared <= p.card.smem_bytes, what
+    assert code.copies, f"{what}: 16-byte asynchronous copies are missing"
     words = min(4, c.tile_m * c.tile_n * (4 if p.dtype == "fp32" else 2) // (128 * c.num_warps))
-    assert set(re.findall(r"st\.global\S*(?=\s)", ptx)) == {f"st.global.v{words}.b32".replace(".v1", "")}, (
-        what
-    )
+    assert code.stores == {f"v{words}.b32".replace("v1.", "")}, what
     if p.card.capability[0] == 9 and p.dtype != "fp32" and c.tile_m >= 64:
-        assert "wgmma.mma_async" in ptx, what
-        assert "wgmma.wait_group.sync.aligned 1" in ptx, f"{what}: no wgmma stays in flight"
-        assert kernel.metadata.shared >= c.num_stages * stage, f"{what}: fewer buffers than stages"
+        assert "wgmma.mma_async" in code.ptx, what
+        assert "wgmma.wait_group.sync.aligned 1" in code.ptx, f"{what}: no wgmma stays in flight"
+        assert code.shared >= c.num_stages * stage, f"{what}: fewer buffers than stages"
     elif p.dtype != "fp32" or p.tf32:
-        assert "mma" in ptx, what
-        assert kernel.metadata.shared >= (c.num_stages - 1) * stage, f"{what}: fewer buffers than stages"
+        assert "mma" in code.ptx, what
+        assert code.shared >= (c.num_stages - 1) * stage, f"{what}: fewer buffers than stages"
 
 
 def test_the_arithmetic_holds_in_the_interpreter():
@@ -114,29 +82,29 @@ def test_the_arithmetic_holds_in_the_interpreter():
 
 @pytest.mark.parametrize("block", [(128, 128), (64, 64), (32, 32), (16, 16), (512, 112), (48, 96)], ids=str)
 @pytest.mark.parametrize("card", CARDS)
-def test_every_config_compiles_without_spills_into_shared_memory(card, block, tmp_path):
+def test_every_config_compiles_without_spills_into_shared_memory(card, block):
     p = problem(CARDS[card], block)
     configs = list(portable.KERNEL.configs(p))
     assert len(configs) >= 3
     for c in configs:
-        check_code(p, c, tmp_path)
+        check_code(p, c)
 
 
 @pytest.mark.parametrize("card", ["sm_90", "sm_80"])
-def test_every_narrow_config_compiles_without_spills(card, tmp_path):
+def test_every_narrow_config_compiles_without_spills(card):
     for block, n in (((128, 128), 16), ((64, 64), 64), ((16, 16), 16)):
         p = problem(CARDS[card], block, n=n)
         for c in portable.KERNEL.configs(p):
-            check_code(p, c, tmp_path)
+            check_code(p, c)
 
 
 @pytest.mark.parametrize("tf32", [False, True], ids=["ieee", "tf32"])
 @pytest.mark.parametrize("card", CARDS)
-def test_every_fp32_config_compiles_without_spills(card, tf32, tmp_path):
+def test_every_fp32_config_compiles_without_spills(card, tf32):
     for block in ((128, 128), (16, 16)):
         p = problem(CARDS[card], block, dtype="fp32", tf32=tf32)
         for c in portable.KERNEL.configs(p):
-            check_code(p, c, tmp_path)
+            check_code(p, c)
 
 
 @pytest.mark.parametrize("block", [(128, 128), (64, 64), (32, 32), (16, 16), (512, 112)], ids=str)
@@ -153,9 +121,9 @@ def test_every_fp32_config_compiles_without_spills(card, tf32, tmp_path):
     ],
     ids=["view", "col", "ragged_n", "ragged_all", "linear", "linear_gelu_residual", "swiglu"],
 )
-def test_views_and_ragged_sides_keep_wide_copies_and_full_pipelines(block, change, tmp_path):
+def test_views_and_ragged_sides_keep_wide_copies_and_full_pipelines(block, change):
     p = problem(H200, block, **change)
-    check_code(p, portable.KERNEL.default(p), tmp_path)
+    check_code(p, portable.KERNEL.default(p))
 
 
 def test_reasons_name_what_is_wrong():

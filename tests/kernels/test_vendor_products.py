@@ -6,11 +6,13 @@ import pytest
 import torch
 
 from sparsek.core.device import H200
+from sparsek.kernels import load
 from sparsek.kernels.spmm.vendor_dense import dense_copy
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.random import random_bsr
 from sparsek.plan.matches import match
 from sparsek.reference.sddmm import sddmm as sddmm_reference
+from sparsek.testing.cases import laid_out
 from sparsek.testing.poison import poisoned
 from sparsek.testing.product_budget import check_sddmm, check_spgemm
 from sparsek.testing.product_cases import (
@@ -18,12 +20,11 @@ from sparsek.testing.product_cases import (
     SPGEMM_CASES,
     SddmmCase,
     SpgemmCase,
-    laid_out,
     unmet_rows_poisoned,
 )
-from tests.kernels.planned_products import join, kernel, sample, sddmm_problem, spgemm_problem
+from tests.kernels.planned_products import join, sample, sddmm_problem, spgemm_problem
 
-SDDMM, SPGEMM = kernel("vendor.sddmm"), kernel("vendor.spgemm")
+SDDMM, SPGEMM = load("vendor.sddmm"), load("vendor.spgemm")
 FLOATS = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 
 

@@ -14,8 +14,6 @@ from sparsek.matrix.dense8 import quantize_dense
 from sparsek.reference.epilogue import Epilogue
 from sparsek.testing.attention_budget import check_attention, check_attention_backward
 from sparsek.testing.budget import Gate, check_spmm
-from sparsek.testing.budget24 import check_24, check_linear24
-from sparsek.testing.budget_fp8 import check_linear_fp8, check_quantized
 from sparsek.testing.poison import poisoned
 from sparsek.testing.product_budget import check_linear, check_sddmm, check_swiglu
 
@@ -116,7 +114,7 @@ def fp8_times(device: str) -> Subject:
     return Subject(
         lambda: (a(), sk.quantize(randn(N, K, device=device)).mT),
         lambda a, b: a @ b,
-        lambda out, a, b: [check_quantized(a, b, out)],
+        lambda out, a, b: [check_spmm(a, b, out)],
         fixed=2,
     )
 
@@ -170,9 +168,8 @@ def layer(storage: str) -> Callable[[str], Subject]:
         def gates(out: Tensor, w: Any, x: Tensor, bias: Tensor, residual: Tensor) -> list[Gate]:
             if isinstance(w, sk.Quantized):
                 x8 = quantize_dense(x, E4M3, "row", check=False)
-                return [check_linear_fp8(x8, w, out, bias, "gelu", residual)]
-            judge: Any = check_linear if isinstance(w, sk.BSR) else check_linear24
-            return [judge(x, w, out, bias, "gelu", residual)]
+                return [check_linear(x8, w, out, bias, "gelu", residual)]
+            return [check_linear(x, w, out, bias, "gelu", residual)]
 
         return Subject(
             lambda: (w(), *(randn(*each, device=device) for each in ((2, 64, K), (M,), (2, 64, M)))),
@@ -322,8 +319,8 @@ def strided24(storage: str) -> Callable[[str], Subject]:
             lambda: (a(), randn(K, N, device=device), randn(N, M, device=device)),
             lambda a, b, x: (a @ b, x @ a),
             lambda found, a, b, x: [
-                check_24(a, b, found[0]),
-                check_24(a, x.mT, found[1].mT, transposed=True),
+                check_spmm(a, b, found[0]),
+                check_spmm(a, x.mT, found[1].mT, transposed=True),
             ],
             repeats=2,
         )

@@ -1,10 +1,21 @@
 """What the tests of the verbs share."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
+from torch._dynamo.testing import AotEagerAndRecordGraphs
 
 from sparsek.plan.op import Operation
+
+
+@pytest.fixture
+def recorder() -> Iterator[Any]:
+    """A backend: aot_eager that keeps the graphs it is given."""
+    torch._dynamo.reset()
+    yield AotEagerAndRecordGraphs()
+    torch._dynamo.reset()
 
 
 @pytest.fixture

@@ -54,3 +54,8 @@ def check(a: BSR, b: Tensor, out: Tensor) -> None:
     assert out.dtype == b.dtype
     gate = check_spmm(a, b, out)
     assert gate.passed, f"{a} times {tuple(b.shape)}, strides {b.stride()}: {gate}"
+
+
+def calls(graph: Any) -> list[str]:
+    """Names of the operations in a graph that torch.compile made."""
+    return [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]

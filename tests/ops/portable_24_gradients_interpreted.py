@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from tests.ops.test_semi24 import KINDS
+from tests.ops.storages import TWO_FOUR
 from tests.ops.test_semi24_gradients import hold
 
 
 @pytest.mark.parametrize("name", ["batch of X @ A", "linear relu", "linear None with a residual"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", TWO_FOUR)
 def test_gradients_are_within_the_error_budget(kind: str, name: str):
     hold(name, kind, f"portable.{kind}", torch.float16)

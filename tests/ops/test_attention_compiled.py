@@ -7,19 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._dynamo.testing import AotEagerAndRecordGraphs
 
 import sparsek as sk
 from sparsek.ops import attention_args as library_args
 from tests.ops.tensors import qkv, window
-
-
-@pytest.fixture
-def recorder() -> Any:
-    """A backend: aot_eager that keeps the graphs it is given."""
-    torch._dynamo.reset()
-    yield AotEagerAndRecordGraphs()
-    torch._dynamo.reset()
 
 
 def calls(graph: Any) -> list[str]:

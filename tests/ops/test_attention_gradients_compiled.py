@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._dynamo.testing import AotEagerAndRecordGraphs
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -19,14 +18,6 @@ from tests.ops.tensors import Qkv, qkv, window
 
 # torch._dynamo's tracer of custom ops warns of attributes that leaves do not have.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
-
-
-@pytest.fixture
-def recorder() -> Any:
-    """A backend: aot_eager that keeps the graphs it is given."""
-    torch._dynamo.reset()
-    yield AotEagerAndRecordGraphs()
-    torch._dynamo.reset()
 
 
 def calls(graph: Any) -> list[str]:

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._dynamo.testing import AotEagerAndRecordGraphs
 
 import sparsek as sk
 from sparsek.matrix.bsr import BSR
@@ -42,14 +41,6 @@ class Mlp(nn.Module):
         if self.act == "swiglu":
             return sk.linear(sk.swiglu(x, gate, up), down, residual=x)
         return sk.linear(sk.linear(x, gate, self.bias, self.act), down, residual=x) + (x @ up.T @ up)
-
-
-@pytest.fixture
-def recorder() -> Any:
-    """A backend: aot_eager that keeps the graphs it is given."""
-    torch._dynamo.reset()
-    yield AotEagerAndRecordGraphs()
-    torch._dynamo.reset()
 
 
 def step(model: Callable[[Tensor], Tensor], leaves: Iterable[Tensor], x: Tensor) -> list[Tensor]:

@@ -1,8 +1,6 @@
 """spmm and linear with Semi24 and BSR24: what they multiply eagerly, in how many plans, and what they refuse."""
 
-import gc
 import re
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -11,156 +9,13 @@ import torch
 from torch import Tensor
 
 import sparsek as sk
-from sparsek.core.errors import InvalidInput, Unsupported
+from sparsek.core.errors import InvalidInput
 from sparsek.matrix.bsr24 import BSR24
 from sparsek.matrix.semi24 import Semi24
-from sparsek.ops.linear import plan_layer
-from sparsek.reference.epilogue import ACTIVATIONS, Epilogue
-from sparsek.testing.budget24 import check_24, check_linear24
+from sparsek.reference.epilogue import Epilogue
+from sparsek.testing.budget import check_spmm
 from sparsek.testing.poison import poisoned
-
-BF16 = torch.bfloat16
-KINDS = ("semi24", "bsr24")
-DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
-
-
-def matrix(kind: str, dtype: torch.dtype = BF16, device: str = "cpu", m: int = 128, k: int = 192) -> Any:
-    """A random Semi24 or BSR24 [128, 192], the latter in blocks of 64 of which about half are stored."""
-    dense = torch.randn(m, k, device=device).to(dtype)
-    if kind == "semi24":
-        return Semi24.from_dense(dense)
-    mask = torch.rand(-(-m // 64), -(-k // 64), device=device) < 0.6
-    mask[0, 0], mask[-1, -1] = True, True
-    return BSR24.from_bsr(sk.BSR.from_dense(dense, 64, mask=mask))
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_operator_multiplies_on_both_sides(kind: str, dtype: torch.dtype, device: str):
-    a = matrix(kind, dtype, device)
-    b, x = torch.randn(192, 40, device=device).to(dtype), torch.randn(24, 128, device=device).to(dtype)
-    c, y = a @ b, x @ a
-    assert check_24(a, b, c).passed
-    assert check_24(a, x.mT, y.mT, transposed=True).passed
-    for again, first in (
-        (sk.spmm(a, b), c),
-        (sk.spmm(x, a), y),
-        (torch.matmul(a, b), c),
-        (torch.matmul(x, a), y),
-    ):
-        assert again.is_contiguous()
-        assert torch.equal(again, first)
-
-
-@pytest.mark.parametrize("shape", [(), (1,), (3,), (2, 3), (2, 0), (2, 1, 3)], ids=str)
-@pytest.mark.parametrize("kind", KINDS)
-def test_batches_of_the_dense_operand_multiply(kind: str, shape: tuple[int, ...], device: str):
-    a = matrix(kind, device=device)
-    b, x = (
-        torch.randn(*shape, 192, 16, device=device).to(BF16),
-        torch.randn(*shape, 8, 128, device=device).to(BF16),
-    )
-    c, y = a @ b, x @ a
-    assert c.shape == (*shape, 128, 16)
-    assert y.shape == (*shape, 8, 192)
-    assert c.is_contiguous()
-    assert y.is_contiguous()
-    assert check_24(a, b, c).passed
-    assert check_24(a, x.mT, y.mT, transposed=True).passed
-
-
-LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "col": lambda b: b.T.contiguous().T,
-    "slice of rows": lambda b: torch.cat((b, b, b), 1)[:, 40:80],
-    "slice of a col": lambda b: torch.cat((b, b), 0).T.contiguous().T[: b.shape[0]],
-    "every second column": lambda b: b.repeat_interleave(2, 1)[:, ::2],
-    "every fourth row": lambda b: b.repeat_interleave(4, 0)[::4],
-    "one column for all": lambda b: b[:, :1].expand(-1, 40),
-    "one matrix for all": lambda b: b.expand(3, -1, -1),
-    "swapped batches": lambda b: torch.stack((b, -b, b + 1, b * 2, b, b)).view(2, 3, 192, 40).transpose(0, 1),
-    "batches of cols": lambda b: torch.stack((b.T, -b.T)).mT,
-    "batch innermost": lambda b: torch.stack((b, -b), 2).permute(2, 0, 1),
-    "one column": lambda b: b[:, 7:8],
-    "odd start": lambda b: torch.cat((b.flatten()[:1], b.flatten()))[1:].view(192, 40),
-}
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_dense_operand_may_lie_in_memory_as_it_likes(kind: str, name: str, device: str):
-    a = matrix(kind, device=device)
-    b = LAYOUTS[name](torch.randn(192, 40, device=device).to(BF16))
-    c = a @ b
-    assert c.is_contiguous()
-    assert check_24(a, b, c).passed
-    y = sk.linear(b.mT, a)
-    assert y.is_contiguous()
-    assert check_linear24(b.mT, a, y).passed
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize(("alpha", "beta"), [(2.0, 0.0), (1.0, 1.0), (-0.5, 0.25), (0.0, 2.0)])
-@pytest.mark.parametrize("family", ["cpu", "reference"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_alpha_beta_and_out(kind: str, family: str, alpha: float, beta: float, side: str):
-    a = matrix(kind)
-    turned = side == "right"
-    left, right = (torch.randn(2, 24, 128).to(BF16), a) if turned else (a, torch.randn(2, 192, 24).to(BF16))
-    shape = (2, 24, 192) if turned else (2, 128, 24)
-    start = torch.randn(shape).to(BF16) if beta else poisoned(shape, BF16)
-    out = start.clone()
-    assert sk.spmm(left, right, alpha=alpha, beta=beta, out=out, kernel=f"{family}.{kind}") is out
-    dense, start, out = (left.mT, start.mT, out.mT) if turned else (right, start, out)
-    epilogue = Epilogue(alpha=alpha, other=start if beta else None, beta=beta)
-    gate = check_24(a, dense, out, epilogue, transposed=turned)
-    assert gate.passed, gate
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_out_may_be_part_of_a_larger_matrix(kind: str, device: str):
-    a = matrix(kind, device=device)
-    b, x = torch.randn(192, 40, device=device).to(BF16), torch.randn(2, 8, 128, device=device).to(BF16)
-    for shape, call, turned, dense in (
-        ((128, 40), lambda out: sk.spmm(a, b, out=out), False, b),
-        ((2, 8, 192), lambda out: sk.spmm(x, a, out=out), True, x.mT),
-    ):
-        room = poisoned((*shape[:-1], shape[-1] + 11), BF16, device)
-        out = room[..., 3 : shape[-1] + 3]
-        assert call(out) is out
-        assert check_24(a, dense, out.mT if turned else out, transposed=turned).passed
-        assert room[..., :3].isnan().all()
-        assert room[..., shape[-1] + 3 :].isnan().all()
-
-
-@pytest.mark.parametrize("act", [None, *list(ACTIVATIONS)[1:]])
-@pytest.mark.parametrize("parts", ["", "bias", "residual", "bias and residual"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_layer_is_one_launch_within_the_error_budget(
-    kind: str, parts: str, act: str | None, device: str, plans_made: list[str]
-):
-    w = matrix(kind, device=device)
-    x, bias, rest = (torch.randn(s, device=device).to(BF16) for s in ((2, 20, 192), (128,), (2, 20, 128)))
-    more = bias if "bias" in parts else None, act, rest if "residual" in parts else None
-    y = sk.linear(x, w, *more)
-    assert y.shape == (2, 20, 128)
-    assert y.is_contiguous()
-    gate = check_linear24(x, w, y, *more)
-    assert gate.passed, gate
-    assert len(plans_made) == 1
-    assert torch.equal(sk.linear(x.clone(), w, *more), y)
-    assert len(plans_made) == 1
-
-
-@pytest.mark.parametrize(
-    "shape", [(192,), (1, 192), (64, 192), (2, 3, 4, 192), (0, 192), (2, 0, 192)], ids=str
-)
-@pytest.mark.parametrize("kind", KINDS)
-def test_any_leading_dims_are_tokens(kind: str, shape: tuple[int, ...], device: str):
-    w, x = matrix(kind, device=device), torch.randn(shape, device=device).to(BF16)
-    rest = torch.randn(*shape[:-1], 128, device=device).to(BF16)
-    y = sk.linear(x, w, None, "silu", rest)
-    assert y.shape == (*shape[:-1], 128)
-    assert check_linear24(x, w, y, None, "silu", rest).passed
+from tests.ops.storages import BF16, TWO_FOUR, matrix
 
 
 @pytest.mark.parametrize("learns", [False, True], ids=["fused", "for training"])
@@ -170,24 +25,6 @@ def test_swiglu_takes_them(learns: bool, device: str):
     y = sk.swiglu(x, gate, up)
     expected = torch.nn.functional.silu(x @ gate.to_dense().mT) * (x @ up.to_dense().mT)
     torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_named_kernel_runs_or_says_why_not(kind: str):
-    a, b = matrix(kind, torch.float32), torch.randn(192, 16)
-    for family in ("cpu", "reference"):
-        assert sk.plan_spmm(a, b, kernel=f"{family}.{kind}").kernel == f"{family}.{kind}"
-        assert check_24(a, b, sk.spmm(a, b, kernel=f"{family}.{kind}")).passed
-    with pytest.raises(
-        Unsupported, match=rf"portable\.{kind} cannot run this; .*cpu\.{kind}, reference\.{kind} can"
-    ):
-        sk.spmm(a, b, kernel=f"portable.{kind}")
-    with pytest.raises(Unsupported, match=r"cpu.spmm cannot run this; (.|\n)*cpu.spmm: multiplies BSR, not "):
-        sk.linear(b.mT, a, kernel="cpu.spmm")
-    with pytest.raises(
-        InvalidInput, match=rf"no kernel of spmm is called 'cpu.other'; known: hopper\.{kind}"
-    ):
-        sk.linear(b.mT, a, kernel="cpu.other")
 
 
 def test_a_plan_of_a_semi24_explains_itself_and_fits_others_of_its_shape():
@@ -208,6 +45,15 @@ def test_a_plan_of_a_semi24_explains_itself_and_fits_others_of_its_shape():
     assert torch.equal(sk.spmm(a, b, plan=plan), a @ b)
 
 
+@pytest.mark.parametrize("kind", TWO_FOUR)
+def test_a_plan_for_an_h200_names_the_kernel_of_each_side(kind: str):
+    a, b = matrix(kind), torch.randn(192, 64).to(BF16)
+    assert sk.plan_spmm(a, b, device="h200").kernel == f"hopper.{kind}"
+    back = sk.plan_spmm(b.mT.new_ones(64, 128), a, device="h200")
+    assert back.kernel == f"portable.{kind}"
+    assert back.problem.a.transposed
+
+
 def test_a_plan_of_a_bsr24_belongs_to_its_pattern():
     a, other = matrix("bsr24"), matrix("bsr24")
     x = torch.randn(3, 8, 128).to(BF16)
@@ -223,56 +69,6 @@ def test_a_plan_of_a_bsr24_belongs_to_its_pattern():
         match=r"made for another pattern of blocks; .* multiplies A \[128, 192\] .*; got BSR24\(128x192",
     ):
         plan(x, other)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_plans_for_a_card_that_is_not_there_predict(kind: str):
-    a, b = matrix(kind), torch.randn(192, 64).to(BF16)
-    plan = sk.plan_spmm(a, b, device="h200")
-    assert plan.kernel == f"hopper.{kind}"
-    assert plan.seconds > plan.bound_seconds > 0
-    with pytest.raises(InvalidInput, match="this plan is a prediction for NVIDIA H200"):
-        plan(a, b)
-    back = sk.plan_spmm(b.mT.new_ones(64, 128), a, device="h200")
-    assert back.kernel == f"portable.{kind}"
-    assert back.problem.a.transposed
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_plan_of_a_layer_is_that_of_linear(kind: str):
-    w = matrix(kind)
-    x, bias, rest = (torch.randn(s).to(BF16) for s in ((2, 5, 192), (128,), (2, 5, 128)))
-    epilogue = Epilogue(bias=bias, activation="gelu", other=rest)
-    plan = plan_layer(x, w, epilogue=epilogue)
-    assert plan.explain().startswith("C = gelu(B @ A.T + bias) + beta * other   A [128, 192] bf16, 2:4")
-    assert torch.equal(plan(x, w, epilogue=epilogue), sk.linear(x, w, bias, "gelu", rest))
-    with pytest.raises(
-        InvalidInput, match=r"made for C = gelu\(A @ B \+ bias\) \+ beta \* other; got A @ B\."
-    ):
-        plan(x, w)
-    with pytest.raises(InvalidInput, match="makes its output; leave out= away"):
-        plan(x, w, rest, epilogue=epilogue)
-    with pytest.raises(InvalidInput, match="W must be a BSR, Semi24, BSR24 or Quantized, got Tensor"):
-        plan(x, w.to_dense())
-
-
-def test_plans_are_made_once_and_go_with_the_matrix(plans_made: list[str]):
-    for kind in KINDS:
-        a, b = matrix(kind), torch.randn(192, 40).to(BF16)
-        before = len(plans_made)
-        for _ in range(3):
-            sk.spmm(a, b)
-            sk.spmm(a, b.clone())
-        assert len(plans_made) == before + 1
-        sk.spmm(a, b[:, :16])
-        assert len(plans_made) == before + 2
-        same = type(a).unchecked(*((a.pattern,) if kind == "bsr24" else ()), a.values.clone(), a.meta)
-        sk.spmm(same, b)
-        assert len(plans_made) == before + 2
-        kept = weakref.ref(a.meta)
-        del a, same
-        gc.collect()
-        assert kept() is None
 
 
 BAD: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
@@ -372,7 +168,7 @@ def _learning(a: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", BAD)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", TWO_FOUR)
 def test_what_does_not_fit_is_refused(kind: str, name: str):
     run, text = BAD[name]
     with pytest.raises(InvalidInput) as caught:
@@ -380,7 +176,7 @@ def test_what_does_not_fit_is_refused(kind: str, name: str):
     assert re.search(text, str(caught.value)), caught.value
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", TWO_FOUR)
 def test_values_that_ask_for_a_gradient_multiply_where_nobody_learns(kind: str):
     a, b = matrix(kind), torch.randn(192, 40).to(BF16)
     with torch.no_grad():
@@ -388,7 +184,7 @@ def test_values_that_ask_for_a_gradient_multiply_where_nobody_learns(kind: str):
     assert torch.equal(_learning(a).detach() @ b, a @ b)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", TWO_FOUR)
 def test_autocast_casts_the_operands_and_nothing_inside_a_kernel(kind: str):
     a, x = matrix(kind, torch.float32), torch.randn(5, 192)
     low, plan = a.to(dtype=BF16), sk.plan_spmm(a, x.mT)
@@ -405,25 +201,8 @@ def test_an_aligned_plan_refuses_what_is_not():
     wide = torch.randn(192, 48).to(BF16)
     b, odd = wide[:, :40], wide[:, 3:43]
     plan = sk.plan_spmm(a, b)
-    assert check_24(a, b, plan(a, b)).passed
+    assert check_spmm(a, b, plan(a, b)).passed
     with pytest.raises(InvalidInput, match="multiples of 16 bytes"):
         plan(a, odd)
     with pytest.raises(InvalidInput, match="without gaps"):
         sk.plan_spmm(a, b.contiguous())(a, b)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_planned_product_neither_syncs_nor_allocates_more_than_c(kind: str, no_sync: Any):
-    a = matrix(kind, device="cuda", m=512, k=512)
-    x, bias = torch.randn(256, 512, device="cuda").to(BF16), torch.randn(512, device="cuda").to(BF16)
-    for run in (lambda: a @ x.mT, lambda: x @ a, lambda: sk.linear(x, a, bias, "gelu")):
-        first = run()
-        with no_sync():
-            assert run() is not None
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = run()
-        out.fill_(torch.nan)
-        graph.replay()
-        assert torch.equal(out, first)

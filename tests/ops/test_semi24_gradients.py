@@ -18,7 +18,7 @@ from sparsek.reference.epilogue import ACTIVATIONS
 from sparsek.testing.chain_budget import chain_bounds
 from tests.house.tools import in_the_interpreter
 from tests.ops.operands import op_args
-from tests.ops.test_semi24 import KINDS, matrix
+from tests.ops.storages import TWO_FOUR, matrix
 
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
 
@@ -96,7 +96,7 @@ def hold(name: str, kind: str, kernel: str | None, dtype: torch.dtype, device: s
 
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize(("family", "dtype"), [("cpu", F32), ("reference", F64), (None, BF16)], ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", TWO_FOUR)
 def test_gradients_are_within_the_error_budget(kind: str, family: str | None, dtype: torch.dtype, name: str):
     hold(name, kind, None if family is None else f"{family}.{kind}", dtype)
 
@@ -104,13 +104,13 @@ def test_gradients_are_within_the_error_budget(kind: str, family: str | None, dt
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("dtype", [BF16, torch.float16, F32], ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", TWO_FOUR)
 def test_gradients_on_a_gpu_are_within_the_error_budget(kind: str, dtype: torch.dtype, name: str):
     hold(name, kind, None, dtype, "cuda")
 
 
 @pytest.mark.parametrize("name", FORMS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", TWO_FOUR)
 def test_first_and_second_derivatives_are_those_of_finite_differences(kind: str, name: str):
     run, shapes, _ = FORMS[name]
     a = matrix(kind, F64)
@@ -148,7 +148,7 @@ def test_gradients_of_the_portable_kernels_hold_in_the_interpreter():
     in_the_interpreter(Path(__file__).with_name("portable_24_gradients_interpreted.py"))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", TWO_FOUR)
 def test_a_bias_or_a_residual_may_learn_alone(kind: str):
     a, x = matrix(kind, F32), torch.randn(5, 192)
     bias, rest = torch.randn(128, requires_grad=True), torch.randn(5, 128, requires_grad=True)
@@ -159,7 +159,7 @@ def test_a_bias_or_a_residual_may_learn_alone(kind: str):
 
 
 @pytest.mark.parametrize("act", [None, "relu"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", TWO_FOUR)
 def test_what_learns_may_be_written_to_in_place(kind: str, act: str | None):
     a = matrix(kind, F32)
     x = torch.randn(2, 5, 192, requires_grad=True)
@@ -170,7 +170,7 @@ def test_what_learns_may_be_written_to_in_place(kind: str, act: str | None):
         assert torch.equal(found, torch.autograd.grad(run().sum(), x)[0])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", TWO_FOUR)
 def test_a_gradient_lies_as_its_operand_does(kind: str):
     a = matrix(kind, F32)
     for b in (torch.randn(192, 24), torch.randn(24, 192).mT):
@@ -179,7 +179,7 @@ def test_a_gradient_lies_as_its_operand_does(kind: str):
         assert found.stride() == b.stride()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", TWO_FOUR)
 def test_the_op_refuses_values_that_learn_and_epilogues_without_a_gradient(kind: str):
     a, b = matrix(kind, F32), torch.randn(192, 24)
     op = torch.ops.sparsek.spmm
@@ -192,7 +192,7 @@ def test_the_op_refuses_values_that_learn_and_epilogues_without_a_gradient(kind:
         y.sum().backward()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", TWO_FOUR)
 def test_functional_transforms_reach_the_dense_operand(kind: str):
     a, b, bias = matrix(kind, F64), torch.randn(192, 6, dtype=F64), torch.randn(128, dtype=F64)
     d = a.to_dense()
@@ -205,7 +205,7 @@ def test_functional_transforms_reach_the_dense_operand(kind: str):
         torch.func.grad(lambda v: sk.spmm(_with(a, v), b).sum())(a.values)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", TWO_FOUR)
 def test_vmap_of_the_dense_operand_is_one_product(kind: str, monkeypatch: pytest.MonkeyPatch):
     a = matrix(kind, F64)
     d, b = a.to_dense(), torch.randn(3, 192, 6, dtype=F64)
@@ -230,7 +230,7 @@ def _with(a: Any, values: Tensor) -> Any:
     return sk.Semi24.unchecked(values, a.meta)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", TWO_FOUR)
 def test_forward_mode_is_refused(kind: str):
     a, b = matrix(kind, F32), torch.randn(192, 6)
     with pytest.raises(InvalidInput, match="no forward-mode derivative"):

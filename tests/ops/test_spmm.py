@@ -16,61 +16,15 @@ from sparsek.core.errors import InvalidInput, Unsupported
 from sparsek.matrix.bsr import BSR
 from sparsek.plan.cache import LIMIT, PlanCache
 from sparsek.plan.spmm import SpmmPlan
-from sparsek.reference.epilogue import Epilogue
-from sparsek.testing.budget import check_spmm
 from sparsek.testing.poison import poisoned
 from tests.ops.operands import BF16, check, pair
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
-def test_the_operator_multiplies(dtype: torch.dtype, device: str):
-    a, b = pair(dtype=dtype, device=device)
-    check(a, b, a @ b)
-    assert torch.equal(sk.spmm(a, b), a @ b)
-    assert torch.equal(torch.matmul(a, b), a @ b)  # pyright: ignore[reportArgumentType]
+from tests.ops.storages import LAYOUTS
 
 
 def test_a_transposed_view_multiplies(device: str):
     a, _ = pair(device=device)
     b = torch.randn(128, 40, device=device).to(BF16)
     check(a.T, b, a.T @ b)
-
-
-@pytest.mark.parametrize(
-    "shape", [(1, 96, 40), (3, 96, 40), (2, 3, 96, 8), (2, 0, 96, 8), (2, 1, 3, 96, 1)], ids=str
-)
-def test_batch_dims_of_b_come_back_in_c(shape: tuple[int, ...], device: str):
-    a, _ = pair(device=device)
-    b = torch.randn(shape, device=device).to(BF16)
-    check(a, b, a @ b)
-
-
-LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "row": lambda b: b,
-    "col": lambda b: b.T.contiguous().T,
-    "slice of rows": lambda b: torch.cat((b, b, b), 1)[:, 40:80],
-    "slice of a col": lambda b: torch.cat((b, b), 0).T.contiguous().T[: b.shape[0]],
-    "every second column": lambda b: b.repeat_interleave(2, 1)[:, ::2],
-    "every fourth row": lambda b: b.repeat_interleave(4, 0)[::4],
-    "one column for all": lambda b: b[:, :1].expand(-1, 40),
-    "one row for all": lambda b: b[:1].expand(96, -1),
-    "one matrix for all": lambda b: b.expand(3, -1, -1),
-    "swapped batches": lambda b: torch.stack((b, -b, b + 1, b * 2, b, b)).view(2, 3, 96, 40).transpose(0, 1),
-    "batches of cols": lambda b: torch.stack((b.T, -b.T)).mT,
-    "batch innermost": lambda b: torch.stack((b, -b), 2).permute(2, 0, 1),
-    "one column": lambda b: b[:, 7:8],
-    "seven columns": lambda b: b[:, :7],
-    "odd start": lambda b: torch.cat((b.flatten()[:1], b.flatten()))[1:].view(96, 40),
-}
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_b_may_lie_in_memory_as_it_likes(name: str, device: str):
-    a, whole = pair(device=device)
-    b = LAYOUTS[name](whole)
-    out = a @ b
-    check(a, b, out)
-    assert out.is_contiguous()
 
 
 @pytest.mark.parametrize("shape", [(40, 96), (1, 96), (3, 40, 96), (2, 3, 5, 96), (2, 0, 96)], ids=str)
@@ -112,22 +66,6 @@ def test_leading_dims_of_a_left_operand_are_rows_of_one_product():
     assert sk.plan_spmm(x, a.T).problem.batch == 1
     assert sk.plan_spmm(x, a.T).problem.n == 24
     assert sk.plan_spmm(x.transpose(0, 1), a.T).problem.batch == 8
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize(("alpha", "beta"), [(2.0, 0.0), (1.0, 1.0), (-0.5, 0.25), (0.0, 2.0)])
-@pytest.mark.parametrize("kernel", ["cpu.spmm", "reference.spmm", "vendor.dense"])
-def test_alpha_and_beta_scale_and_accumulate(kernel: str, alpha: float, beta: float, side: str):
-    a = pair(k=64)[0]
-    b = torch.randn(2, 64, 24).to(BF16)
-    left, right = (a, b) if side == "left" else (b.mT.contiguous(), a.T)
-    shape = (2, 128, 24) if side == "left" else (2, 24, 128)
-    start = torch.randn(shape).to(BF16) if beta else poisoned(shape, BF16, "cpu")
-    out = start.clone()
-    assert sk.spmm(left, right, alpha=alpha, beta=beta, out=out, kernel=kernel) is out
-    start, out = (start, out) if side == "left" else (start.mT, out.mT)
-    gate = check_spmm(a, b, out, Epilogue(alpha=alpha, other=start if beta else None, beta=beta))
-    assert gate.passed, gate
 
 
 def test_alpha_without_out_makes_a_new_matrix():
@@ -227,13 +165,6 @@ def test_a_plan_gives_what_spmm_gives(device: str):
     assert torch.equal(sk.spmm(a, b, plan=plan), expected)
     assert sk.spmm(a, b, plan=plan, kernel=plan.kernel, out=out) is out
     assert torch.equal(out, expected)
-
-
-@pytest.mark.parametrize("kernel", ["cpu.spmm", "reference.spmm", "vendor.dense"])
-def test_a_named_kernel_runs(kernel: str):
-    a, b = pair(k=64, dtype=torch.float32)
-    assert sk.plan_spmm(a, b, kernel=kernel).kernel == kernel
-    check(a, b, sk.spmm(a, b, kernel=kernel))
 
 
 def test_a_named_kernel_that_cannot_run_says_why_and_which_can():

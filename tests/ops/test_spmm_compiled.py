@@ -7,29 +7,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._dynamo.testing import AotEagerAndRecordGraphs
 
 import sparsek as sk
 from sparsek.core.errors import InvalidInput
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.pattern import BlockPattern
 from sparsek.ops import library_args
+from tests.ops.operands import calls, pair
 from tests.ops.operands import op_args as args
-from tests.ops.operands import pair
-
-
-@pytest.fixture
-def recorder() -> Any:
-    """A backend: aot_eager that keeps the graphs it is given."""
-    torch._dynamo.reset()
-    yield AotEagerAndRecordGraphs()
-    torch._dynamo.reset()
-
-
-def calls(graph: Any) -> list[str]:
-    """Names of the operations in a graph."""
-    return [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
-
 
 COMPILED: dict[str, tuple[Callable[[BSR, Tensor], Tensor], int]] = {
     "A @ B": (lambda a, b: a @ b, 96),
@@ -104,16 +89,6 @@ def test_compiled_by_aot_eager_it_gives_the_same(shape: tuple[int, ...]):
     assert torch.equal(torch.compile(lambda b: a @ b, fullgraph=True, backend="aot_eager")(b), a @ b)
 
 
-def test_compiled_once_for_every_n(recorder: Any):
-    a, _ = pair(dtype=torch.float32)
-    compiled = torch.compile(lambda b: a @ b, fullgraph=True, backend=recorder)
-    for n in (40, 56, 200):
-        b = torch.randn(96, n)
-        torch._dynamo.mark_dynamic(b, 1)
-        torch.testing.assert_close(compiled(b), a @ b)
-    assert len(recorder.fw_graphs) == 1
-
-
 def test_the_op_plans_once_and_forgets_a_pattern_with_its_matrix(plans_made: list[str]):
     a, b = pair(dtype=torch.float32)
     gc.collect()
@@ -161,22 +136,6 @@ def test_the_op_passes_torchs_own_checks(shape: tuple[int, ...], view: bool):
         torch.library.opcheck(torch.ops.sparsek.spmm.default, tuple(given))
 
 
-@pytest.mark.parametrize("act", ["", "relu"])
-@pytest.mark.parametrize("by_columns", [False, True], ids=["rows", "columns"])
-def test_the_op_with_an_epilogue_passes_torchs_own_checks(by_columns: bool, act: str):
-    a, _ = pair(dtype=torch.float32)
-    b = torch.randn(40, 96).T if by_columns else torch.randn(96, 40)
-    other = torch.randn(40, 128).T if by_columns else torch.randn(128, 40)
-    epilogue = {"bias": torch.randn(128).requires_grad_(), "act": act, "by_columns": by_columns}
-    if not act:
-        epilogue["other"] = other.detach().requires_grad_()
-    torch.library.opcheck(
-        torch.ops.sparsek.spmm.default, tuple(args(a, b.detach().requires_grad_(), **epilogue))
-    )
-    fused: dict[str, Any] = {"act": "silu", "other": other, "combine": "mul", "by_columns": by_columns}
-    torch.library.opcheck(torch.ops.sparsek.spmm.default, tuple(args(a, b, **fused)))
-
-
 def test_the_op_has_no_gradient_with_an_epilogue_whose_input_is_not_kept():
     a, b = pair(dtype=torch.float32)
     b.requires_grad_()
@@ -216,18 +175,6 @@ def test_compiled_wrong_operands_are_told_as_eagerly():
     )
     plan = sk.plan_spmm(a, torch.randn(96, 40))
     fails_to_compile(lambda b: plan(a, b), torch.randn(96, 40), "do not go through torch.compile")
-
-
-def test_the_op_checks_what_it_is_given():
-    a, b = pair(dtype=torch.float32)
-    for wrong, text in (
-        (b[:95], r"A of the product is \[128, 96\] and B \[95, 40\]"),
-        (b.double(), "cast one of them"),
-        (b[:, 0], r"and B \[96\]"),
-    ):
-        with pytest.raises(InvalidInput, match=text):
-            torch.ops.sparsek.spmm(*args(a, wrong))
-    torch.testing.assert_close(torch.ops.sparsek.spmm(*args(a, torch._neg_view(b))), -(a @ b))
 
 
 @pytest.mark.parametrize("dynamic", [None, True])

@@ -24,9 +24,7 @@ from sparsek.matrix.random import random_bsr
 from sparsek.matrix.semi24 import Semi24
 from sparsek.reference.epilogue import Epilogue
 from sparsek.testing.attention_budget import check_attention, check_attention_backward
-from sparsek.testing.budget import check_spmm
-from sparsek.testing.budget24 import check_24
-from sparsek.testing.budget_fp8 import CORE, check_quantized
+from sparsek.testing.budget import CORE, check_spmm
 from sparsek.testing.product_budget import check_sddmm, check_spgemm, stored
 
 BF16, FP16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -177,7 +175,7 @@ def semi24(seed: int, dtype: torch.dtype) -> Trial:
         return dense
 
     return Trial(
-        lambda add, fault: [add(damaged(fault), b.float())], lambda out: check_24(a, b, out[0]).passed
+        lambda add, fault: [add(damaged(fault), b.float())], lambda out: check_spmm(a, b, out[0]).passed
     )
 
 
@@ -186,7 +184,7 @@ def bsr24(seed: int, dtype: torch.dtype) -> Trial:
     plain, b = packed.to_bsr(), _normal(seed + 1, 256, 24, dtype=dtype)
     return Trial(
         lambda add, fault: [add(_damaged(plain, fault), b.float())],
-        lambda out: check_24(packed, b, out[0]).passed,
+        lambda out: check_spmm(packed, b, out[0]).passed,
     )
 
 
@@ -197,7 +195,7 @@ def fp8(seed: int, dtype: torch.dtype, core: float = CORE) -> Trial:
     assert isinstance(wide, BSR)
     return Trial(
         lambda add, fault: [add(_damaged(wide, fault), b.dequantize(F32))],
-        lambda out: check_quantized(a, b, out[0], core=core).passed,
+        lambda out: check_spmm(a, b, out[0], core=core).passed,
     )
 
 

@@ -11,14 +11,15 @@ from sparsek.matrix.quantized import quantize
 from sparsek.matrix.semi24 import Semi24
 from sparsek.reference.epilogue import Epilogue
 from sparsek.reference.quantized import product
-from sparsek.testing.budget_fp8 import check_linear_fp8, check_quantized, tensor_core_error
-from sparsek.testing.cases_fp8 import FP8_CASES, CaseFp8
+from sparsek.testing.budget import check_spmm, tensor_core_error
+from sparsek.testing.cases import FP8_CASES, ROW, Case
+from sparsek.testing.product_budget import check_linear
 
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 
 
 @pytest.mark.parametrize("case", FP8_CASES, ids=str)
-def test_the_reference_is_the_product_of_the_values_times_their_scales(case: CaseFp8):
+def test_the_reference_is_the_product_of_the_values_times_their_scales(case: Case):
     a, b, epilogue, _ = case.make(dtype=F64, seed=int(torch.randint(2**31, ())))
     z = a.to_dense(F64) @ b.dequantize(F64)
     expected = epilogue.apply(z)
@@ -68,11 +69,11 @@ def test_long_sums_pass_if_a_tensor_core_is_relieved_and_not_if_it_is_left_alone
         relieved = core(values, b.values.float().mT, 128) * stretch
         alone = core(values, b.values.float().mT, k) * stretch
         for dtype in (BF16, torch.float16, F32):
-            assert check_quantized(a, b, relieved.to(dtype)).passed
+            assert check_spmm(a, b, relieved.to(dtype)).passed
         if k > 2048:
-            assert not check_quantized(a, b, alone).passed
+            assert not check_spmm(a, b, alone).passed
         if shifted and k > 2048:  # also after C has been rounded
-            assert not check_quantized(a, b, alone.to(BF16)).passed
+            assert not check_spmm(a, b, alone.to(BF16)).passed
 
 
 MADE = {
@@ -89,22 +90,22 @@ def test_sums_left_alone_pass_where_fast_accum_allows_them(name: str):
         fast, stretch = a.with_fast_accum(), a.scale[:, None] * b.scale
         values = a.to_dense() / a.scale[:, None], b.values.float().mT
         alone = core(*values, k) * stretch
-        assert check_quantized(fast, b, alone).passed
-        assert check_quantized(fast, b, alone.to(BF16)).passed
-        assert not check_quantized(fast, b, alone, core=0.0).passed  # for kernels that make no use of it
+        assert check_spmm(fast, b, alone).passed
+        assert check_spmm(fast, b, alone.to(BF16)).passed
+        assert not check_spmm(fast, b, alone, core=0.0).passed  # for kernels that make no use of it
         lost = torch.linalg.vector_norm(alone.double() - product(a, b, dtype=F64))
         expected = torch.linalg.vector_norm(tensor_core_error(a.to_dense(), b.dequantize(F32)))
         assert 1 < expected / lost < 4
         if k == 2048:  # of a longer sum of one sign so much is lost that fewer bits lose little more
-            assert not check_quantized(fast, b, core(*values, k, bits=9) * stretch).passed
+            assert not check_spmm(fast, b, core(*values, k, bits=9) * stretch).passed
 
 
 def test_what_is_wrong_does_not_pass():
-    case = CaseFp8("bsr", 64, 128, 32, "x", (32, 32), 0.7)
+    case = Case(64, 128, 32, (32, 32), "x", 0.7, scales=ROW)
     a, b, _, _ = case.make(seed=int(torch.randint(2**31, ())))
     right = product(a, b, dtype=F32)
-    assert check_quantized(a, b, right).passed
-    assert check_quantized(a, b, right, core=0.0).passed
+    assert check_spmm(a, b, right).passed
+    assert check_spmm(a, b, right, core=0.0).passed
     one_row = QuantizedTensor.unchecked(b.values, b.scale.roll(1), True)
     for wrong in (
         right * 1.01,
@@ -112,13 +113,13 @@ def test_what_is_wrong_does_not_pass():
         product(a, one_row, dtype=F32),
         right.masked_fill(right > 2, torch.nan),
     ):
-        assert not check_quantized(a, b, wrong).passed
-    assert not check_quantized(a, b, right.to(BF16).float(), core=0.0).passed
+        assert not check_spmm(a, b, wrong).passed
+    assert not check_spmm(a, b, right.to(BF16).float(), core=0.0).passed
 
 
 def test_a_layer_is_judged_as_the_product_that_it_is():
     w, x = quantize(BSR.from_dense(torch.randn(32, 64), 32)), quantize(torch.randn(2, 5, 64))
     bias, rest = torch.randn(32), torch.randn(2, 5, 32)
     y = torch.relu(x.dequantize() @ w.to_dense().mT + bias) + rest
-    assert check_linear_fp8(x, w, y, bias, "relu", rest, core=0.0).passed
-    assert not check_linear_fp8(x, w, y, bias, None, rest, core=0.0).passed
+    assert check_linear(x, w, y, bias, "relu", rest, core=0.0).passed
+    assert not check_linear(x, w, y, bias, None, rest, core=0.0).passed

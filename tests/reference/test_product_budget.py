@@ -11,17 +11,14 @@ from sparsek.reference.sddmm import sddmm
 from sparsek.reference.spgemm import pairs, spgemm
 from sparsek.reference.spmm import spmm
 from sparsek.testing.budget import budget, check_spmm, error
+from sparsek.testing.cases import EPILOGUE_CASES, Case, judged_by, laid_out
 from sparsek.testing.poison import poisoned
 from sparsek.testing.product_budget import check_linear, check_sddmm, check_spgemm, check_swiglu, stored
 from sparsek.testing.product_cases import (
-    EPILOGUE_CASES,
     SDDMM_CASES,
     SPGEMM_CASES,
-    EpilogueCase,
     SddmmCase,
     SpgemmCase,
-    judged_by,
-    laid_out,
     unmet_blocks_poisoned,
     unmet_rows_poisoned,
 )
@@ -54,7 +51,7 @@ def test_the_reference_of_spgemm_is_within_budget(case: SpgemmCase, dense_out: b
 
 
 @pytest.mark.parametrize("case", EPILOGUE_CASES, ids=str)
-def test_the_reference_of_spmm_is_within_budget(case: EpilogueCase, device: str):
+def test_the_reference_of_spmm_is_within_budget(case: Case, device: str):
     a, b, epilogue, out = case.make(device)
     gate = check_spmm(a, b, spmm(a, b, epilogue), judged_by(epilogue))
     assert gate.passed, gate

@@ -11,21 +11,22 @@ from sparsek.matrix.semi24 import Semi24
 from sparsek.reference.bsr24 import bsr24
 from sparsek.reference.epilogue import Epilogue
 from sparsek.reference.semi24 import semi24
-from sparsek.testing.budget24 import check_24, check_linear24
-from sparsek.testing.cases24 import BSR24_CASES, SEMI24_CASES, Case24
+from sparsek.testing.budget import check_spmm
+from sparsek.testing.cases import BSR24_CASES, SEMI24_CASES, Case
+from sparsek.testing.product_budget import check_linear
 
 F64 = torch.float64
 
 
 @pytest.mark.parametrize("case", [*SEMI24_CASES, *BSR24_CASES], ids=str)
-def test_it_is_the_dense_product(case: Case24):
+def test_it_is_the_dense_product(case: Case):
     a, b, epilogue, _ = case.make(dtype=F64, seed=5)
     dense = a.to_dense()
-    dense = dense.mT if case.transposed else dense
+    dense = dense.mT if case.turned else dense
     if isinstance(a, Semi24):
-        found = semi24(a, b, epilogue, transposed=case.transposed)
+        found = semi24(a, b, epilogue, transposed=case.turned)
     else:
-        found = bsr24(a, b, epilogue, transposed=case.transposed)
+        found = bsr24(a, b, epilogue, transposed=case.turned)
     assert found.is_contiguous()
     torch.testing.assert_close(found, epilogue.apply(dense @ b))
 
@@ -64,18 +65,18 @@ def test_the_gate_sees_a_wrong_element_and_nothing_else():
     a = BSR24.from_bsr(random_bsr(128, 192, (64, 64), 0.5, dtype=torch.bfloat16, device="cpu", seed=3))
     b = torch.randn(192, 40).bfloat16()
     out = bsr24(a, b)
-    assert check_24(a, b, out).passed
+    assert check_spmm(a, b, out).passed
     b[~_met(a)] = torch.nan
-    assert check_24(a, b, out).passed
+    assert check_spmm(a, b, out).passed
     for wrong in (torch.nan, 3.0):
         bad = out.clone()
         bad[5, 7] += wrong * out.abs().max()
-        assert not check_24(a, b, bad).passed
+        assert not check_spmm(a, b, bad).passed
     x, bias, rest = torch.randn(3, 7, 192), torch.randn(128), torch.randn(3, 7, 128)
     wide = a.to(dtype=torch.float32)
     y = torch.relu(x @ wide.to_dense().mT + bias) + rest
-    assert check_linear24(x, wide, y, bias, "relu", rest).passed
-    assert not check_linear24(x, wide, y + 1e-4, bias, "relu", rest).passed
+    assert check_linear(x, wide, y, bias, "relu", rest).passed
+    assert not check_linear(x, wide, y + 1e-4, bias, "relu", rest).passed
 
 
 def _met(a: BSR24) -> torch.Tensor:

@@ -43,7 +43,7 @@ def test_it_is_the_dense_product(m, k, batch, n, block, density, pattern, view):
 @pytest.mark.parametrize("case", SPMM_CASES, ids=str)
 @pytest.mark.parametrize("view", [False, True])
 def test_every_case_is_within_its_budget(case: Case, view: bool, device: str):
-    a, b = case.make(device)
+    a, b, *_ = case.make(device)
     if view:
         bm, bk = a.block
         a = BSR.from_dense(a.to_dense().T, (bk, bm)).T
@@ -129,7 +129,7 @@ def test_nan_that_a_block_meets_does_reach_the_result():
 
 
 def test_bits_repeat(device: str):
-    a, b = Case(512, 512, 64, (16, 16), 0.3, "", pattern="powerlaw", dtype="fp32").make(device)
+    a, b, *_ = Case(512, 512, 64, (16, 16), "", 0.3, pattern="powerlaw", dtype="fp32").make(device)
     first = spmm(a, b)
     assert all(torch.equal(spmm(a, b), first) for _ in range(5))
 
@@ -170,7 +170,7 @@ def test_the_budget_is_twice_the_error_of_the_dense_product():
 
 
 def test_the_gate_refuses_poison_and_small_faults():
-    a, b = Case(128, 128, 16, (32, 32), 0.5, "").make()
+    a, b, *_ = Case(128, 128, 16, (32, 32), "", 0.5).make()
     c = spmm(a, b)
     assert check_spmm(a, b, c).passed
     assert not check_spmm(a, b, poisoned(c.shape, c.dtype)).passed

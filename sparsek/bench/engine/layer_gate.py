@@ -9,14 +9,14 @@ from torch import Tensor
 from sparsek.core import dtypes
 from sparsek.matrix.quantized import Quantized, quantize
 from sparsek.testing.budget import Bound, Gate, product_bound
-from sparsek.testing.budget_fp8 import check_linear_fp8
+from sparsek.testing.product_budget import check_linear
 
 
 @dataclass(frozen=True)
 class Expected:
     """x [T, K] and a weight [N, K], and what their product [N, T] is held to by `testing/budget.py`.
 
-    A weight in FP8 is judged by `testing/budget_fp8.py`, with x rounded to FP8 as the call does it.
+    With a weight in FP8, x is rounded to FP8 as the call does it.
     """
 
     x: Tensor
@@ -35,5 +35,5 @@ class Expected:
     def judge(self, y: Tensor) -> Gate:
         """Whether y [T, N] is near enough."""
         if self.bound is None:
-            return check_linear_fp8(quantize(self.x), self.weight, y)
+            return check_linear(quantize(self.x), self.weight, y)
         return self.bound.judge(y.T)

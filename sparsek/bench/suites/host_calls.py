@@ -216,15 +216,10 @@ def _dense(w: Any, dtype: torch.dtype) -> Tensor:
 
 
 def _judge_linear(x: Tensor, w: Any, out: Tensor, bias: Tensor | None, activation: str | None) -> "Gate":
-    from sparsek.testing.budget24 import check_linear24
-    from sparsek.testing.budget_fp8 import check_linear_fp8
     from sparsek.testing.product_budget import check_linear
 
-    if isinstance(w, sk.BSR):
-        return check_linear(x, w, out, bias, activation)
-    if isinstance(w, sk.Semi24 | sk.BSR24):
-        return check_linear24(x, w, out, bias, activation)
-    return check_linear_fp8(sk.quantize(x), w, out, bias, activation)
+    rows = sk.quantize(x) if isinstance(w, sk.Quantized) else x
+    return check_linear(rows, w, out, bias, activation)
 
 
 def main(fields: str, device_name: str) -> None:

@@ -23,8 +23,6 @@ from sparsek.ops.linear import plan_layer
 from sparsek.ops.spmm import plan_spmm
 from sparsek.plan.spmm import SpmmPlan
 from sparsek.testing.budget import Gate, check_spmm
-from sparsek.testing.budget24 import check_24
-from sparsek.testing.budget_fp8 import check_quantized
 from sparsek.testing.poison import poisoned
 
 A_AT_B, LINEAR = "A@B", "x@W.T"
@@ -206,10 +204,7 @@ class ProductOperands(Operands):
         """Whether `out` is the product of this set, of FP8 with scales applied."""
         a = self.a.T if self.form in ("A.T@B", "B@A") else self.a
         out = out.mT if self.on_right else out
-        if isinstance(a, Quantized):
-            return check_quantized(a, self.b_as_factor, out)
-        check: Callable[..., Gate] = check_spmm if isinstance(a, BSR) else check_24
-        return check(a, self.b_as_factor, out, tf32=tf32)
+        return check_spmm(a, self.b_as_factor, out, tf32=tf32)
 
     def layer(self, x: Tensor, w: Tensor) -> Tensor:
         """A layer as torch computes it."""

@@ -1,60 +1,55 @@
-"""spmm and linear with Semi24 and BSR24 under torch.compile, and the torch.library ops behind them."""
+"""spmm and linear of a matrix in every storage under torch.compile, and the torch.library op behind them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch._dynamo.testing import AotEagerAndRecordGraphs
 
 import sparsek as sk
 from sparsek.core.errors import InvalidInput
+from tests.ops.operands import calls
 from tests.ops.operands import op_args as args
-from tests.ops.test_semi24 import KINDS, matrix
+from tests.ops.storages import F16, F32, IN_FP8, TWO_FOUR, WIDE, matrix
 
-F32 = torch.float32
-
-
-@pytest.fixture
-def recorder() -> Iterator[Any]:
-    """A backend: aot_eager that keeps the graphs it is given."""
-    torch._dynamo.reset()
-    yield AotEagerAndRecordGraphs()
-    torch._dynamo.reset()
-
-
-def calls(graph: Any) -> list[str]:
-    """Names of the operations in a graph."""
-    return [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
-
-
-COMPILED: dict[str, tuple[Callable[[Any, Tensor], Tensor], tuple[int, ...]]] = {
+OP = torch.ops.sparsek.spmm
+LEFT: dict[str, tuple[Callable[[Any, Tensor], Tensor], tuple[int, ...]]] = {
     "A @ B": (lambda a, b: a @ b, (192, 40)),
-    "X @ A": (lambda a, x: x @ a, (40, 128)),
     "spmm(A, B)": (lambda a, b: sk.spmm(a, b, alpha=0.5), (2, 192, 8)),
-    "spmm(X, A)": (lambda a, x: sk.spmm(x, a), (2, 5, 128)),
     "linear": (lambda a, x: sk.linear(x, a, None, "gelu"), (2, 5, 192)),
 }
+RIGHT: dict[str, tuple[Callable[[Any, Tensor], Tensor], tuple[int, ...]]] = {
+    "X @ A": (lambda a, x: x @ a, (40, 128)),
+    "spmm(X, A)": (lambda a, x: sk.spmm(x, a), (2, 5, 128)),
+}
+ROUNDED: dict[str, tuple[Callable[[Any, Tensor], Tensor], tuple[int, ...]]] = {
+    "rounded before": (lambda a, x: sk.linear(sk.quantize(x, check=False), a, dtype=F16), (5, 192)),
+}
+COMPILED = [
+    pytest.param(storage, *call, id=f"{storage}-{name}")
+    for storages, named in ((TWO_FOUR, LEFT | RIGHT), (IN_FP8, LEFT | ROUNDED))
+    for storage in storages
+    for name, call in named.items()
+]
 
 
-@pytest.mark.parametrize("name", COMPILED)
-@pytest.mark.parametrize("kind", KINDS)
-def test_compiled_it_is_one_node_of_one_graph(kind: str, name: str, recorder: Any):
-    run, shape = COMPILED[name]
-    a, b = matrix(kind, F32), torch.randn(shape)
+@pytest.mark.parametrize(("storage", "run", "shape"), COMPILED)
+def test_compiled_it_is_one_node_of_one_graph(storage: str, run: Any, shape: tuple[int, ...], recorder: Any):
+    a, b = matrix(storage, F32), torch.randn(shape)
     compiled = torch.compile(run, fullgraph=True, backend=recorder)
     assert torch.equal(compiled(a, b), run(a, b))
-    assert torch.equal(compiled(a, 2 * b), run(a, 2 * b))
-    (graph,) = map(calls, recorder.fw_graphs)
-    assert ["sparsek.spmm" in call for call in graph].count(True) == 1
-    assert all(call.split(".")[0] in ("aten", "sparsek") for call in graph)
+    assert torch.equal(compiled(a, -2 * b), run(a, -2 * b))
+    (graph,) = map(calls, recorder.fw_graphs or recorder.graphs)
+    assert ["sparsek" in call for call in graph].count(True) == 1
+    if storage in TWO_FOUR:
+        assert all(call.split(".")[0] in ("aten", "sparsek") for call in graph)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_compiled_a_layer_learns_as_eagerly(kind: str):
+@pytest.mark.parametrize("storage", TWO_FOUR)
+def test_compiled_a_layer_learns_as_eagerly(storage: str):
     torch._dynamo.reset()
-    a = matrix(kind, F32)
+    a = matrix(storage, F32)
     leaves = [torch.randn(shape, requires_grad=True) for shape in ((6, 192), (128,), (6, 128))]
 
     def run(x: Tensor, bias: Tensor, rest: Tensor) -> Tensor:
@@ -67,9 +62,9 @@ def test_compiled_a_layer_learns_as_eagerly(kind: str):
         assert torch.equal(mine, right)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_compiled_once_for_every_n(kind: str, recorder: Any):
-    a = matrix(kind, F32)
+@pytest.mark.parametrize("storage", WIDE)
+def test_compiled_once_for_every_n(storage: str, recorder: Any):
+    a = matrix(storage, F32)
     compiled = torch.compile(lambda x: sk.linear(x, a), fullgraph=True, backend=recorder)
     for n in (40, 56, 200):
         x = torch.randn(n, 192)
@@ -78,9 +73,9 @@ def test_compiled_once_for_every_n(kind: str, recorder: Any):
     assert len(recorder.fw_graphs) == 1
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_compiled_what_cannot_be_is_told(kind: str):
-    a, b = matrix(kind, F32), torch.randn(192, 40)
+@pytest.mark.parametrize("storage", WIDE)
+def test_compiled_what_cannot_be_is_told(storage: str):
+    a, b = matrix(storage, F32), torch.randn(192, 40)
     plan = sk.plan_spmm(a, b)
     for run, text in (
         (lambda b: sk.spmm(a, b, out=torch.empty(128, 40)), "do not go through torch.compile"),
@@ -92,14 +87,11 @@ def test_compiled_what_cannot_be_is_told(kind: str):
             torch.compile(run, fullgraph=True, backend="aot_eager")(b)
 
 
-OP = torch.ops.sparsek.spmm
-
-
 @pytest.mark.parametrize("turned", [False, True], ids=["stored", "transposed"])
 @pytest.mark.parametrize("shape", [(40,), (2, 7), (0,)], ids=str)
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_op_passes_torchs_own_checks(kind: str, shape: tuple[int, ...], turned: bool):
-    a = matrix(kind, F32)
+@pytest.mark.parametrize("storage", TWO_FOUR)
+def test_the_op_passes_torchs_own_checks(storage: str, shape: tuple[int, ...], turned: bool):
+    a = matrix(storage, F32)
     b = torch.randn(*shape[:-1], 128 if turned else 192, shape[-1])
     by_columns = turned or len(shape) > 1
     b = b.mT.contiguous().mT if by_columns else b
@@ -109,9 +101,9 @@ def test_the_op_passes_torchs_own_checks(kind: str, shape: tuple[int, ...], turn
 
 @pytest.mark.parametrize("act", ["", "relu"])
 @pytest.mark.parametrize("by_columns", [False, True], ids=["rows", "columns"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_op_with_an_epilogue_passes_torchs_own_checks(kind: str, by_columns: bool, act: str):
-    a = matrix(kind, F32)
+@pytest.mark.parametrize("storage", WIDE)
+def test_the_op_with_an_epilogue_passes_torchs_own_checks(storage: str, by_columns: bool, act: str):
+    a = matrix(storage, F32)
     b = torch.randn(24, 192).T if by_columns else torch.randn(192, 24)
     other = torch.randn(24, 128).T if by_columns else torch.randn(128, 24)
     epilogue = {"bias": torch.randn(128).requires_grad_(), "act": act, "by_columns": by_columns}
@@ -122,18 +114,18 @@ def test_the_op_with_an_epilogue_passes_torchs_own_checks(kind: str, by_columns:
     torch.library.opcheck(OP.default, tuple(args(a, b, **fused)))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_op_copies_parts_that_no_kernel_reads(kind: str):
-    a, b = matrix(kind, F32), torch.randn(192, 8)
+@pytest.mark.parametrize("storage", TWO_FOUR)
+def test_the_op_copies_parts_that_no_kernel_reads(storage: str):
+    a, b = matrix(storage, F32), torch.randn(192, 8)
     values, meta = a.values, a.meta
     odd = torch.cat((values.new_zeros(1), values.flatten()))[1:].view(values.shape)
     apart = meta.repeat_interleave(2, -1)[..., ::2]
     assert torch.equal(OP(*args(a, b)._replace(values=odd, meta=apart)), a @ b)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_op_checks_what_it_is_given(kind: str):
-    a, b = matrix(kind, F32), torch.randn(192, 8)
+@pytest.mark.parametrize("storage", WIDE)
+def test_the_op_checks_what_it_is_given(storage: str):
+    a, b = matrix(storage, F32), torch.randn(192, 8)
     for wrong, text in (
         (b[:95], r"A of the product is \[128, 192\] and B \[95, 8\]"),
         (b.double(), "cast one of them"),
@@ -143,3 +135,4 @@ def test_the_op_checks_what_it_is_given(kind: str):
             OP(*args(a, wrong))
     with pytest.raises(InvalidInput, match="this product needs"):
         OP(*args(a, b, bias=torch.randn(192)))
+    torch.testing.assert_close(OP(*args(a, torch._neg_view(b))), -(a @ b))

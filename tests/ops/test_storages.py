@@ -1,0 +1,255 @@
+"""spmm and linear of a matrix in every storage: what they multiply eagerly, in how many plans, and by which kernel."""
+
+import gc
+import re
+import weakref
+from typing import Any
+
+import pytest
+import torch
+
+import sparsek as sk
+from sparsek.core.errors import InvalidInput, Unsupported
+from sparsek.ops.linear import plan_layer
+from sparsek.reference.epilogue import ACTIVATIONS, Epilogue
+from sparsek.testing.poison import poisoned
+from tests.ops.storages import (
+    BF16,
+    DTYPES,
+    F32,
+    IN_FP8,
+    KERNELS,
+    LAYOUTS,
+    ON_RIGHT,
+    STORAGES,
+    SUMS_IN_FLOAT32,
+    judged,
+    judged_layer,
+    judged_right,
+    matrix,
+    twin,
+)
+
+BATCHES = [(), (1,), (3,), (2, 3), (2, 0), (2, 1, 3)]
+
+
+@pytest.mark.parametrize(
+    ("storage", "dtype"), [(storage, dtype) for storage in STORAGES for dtype in DTYPES[storage]], ids=str
+)
+def test_the_operator_multiplies(storage: str, dtype: torch.dtype, device: str):
+    a, b = matrix(storage, dtype, device), torch.randn(192, 40, device=device).to(dtype)
+    c = a @ b
+    assert (c.dtype, c.is_contiguous()) == (dtype, True)
+    assert judged(a, b, c).passed
+    assert torch.equal(sk.spmm(a, b), c)
+    assert torch.equal(torch.matmul(a, b), c)
+
+
+@pytest.mark.parametrize(
+    ("storage", "dtype"),
+    [(storage, dtype) for storage in ON_RIGHT for dtype in DTYPES[storage.split()[0]]],
+    ids=str,
+)
+def test_the_operator_multiplies_on_the_right(storage: str, dtype: torch.dtype, device: str):
+    a, x = matrix(storage, dtype, device), torch.randn(24, 128, device=device).to(dtype)
+    y = x @ a
+    assert (y.dtype, y.is_contiguous()) == (dtype, True)
+    assert judged_right(x, a, y).passed
+    assert torch.equal(sk.spmm(x, a), y)
+    assert torch.equal(torch.matmul(x, a), y)
+
+
+@pytest.mark.parametrize("shape", BATCHES, ids=str)
+@pytest.mark.parametrize("storage", STORAGES)
+def test_batches_of_the_dense_operand_multiply(storage: str, shape: tuple[int, ...], device: str):
+    a, b = matrix(storage, device=device), torch.randn(*shape, 192, 16, device=device).to(BF16)
+    c = a @ b
+    assert c.is_contiguous()
+    assert judged(a, b, c).passed
+
+
+@pytest.mark.parametrize("shape", BATCHES, ids=str)
+@pytest.mark.parametrize("storage", ON_RIGHT)
+def test_batches_multiply_on_the_right(storage: str, shape: tuple[int, ...], device: str):
+    a, x = matrix(storage, device=device), torch.randn(*shape, 8, 128, device=device).to(BF16)
+    y = x @ a
+    assert y.is_contiguous()
+    assert judged_right(x, a, y).passed
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("storage", STORAGES)
+def test_the_dense_operand_may_lie_in_memory_as_it_likes(storage: str, name: str, device: str):
+    a = matrix(storage, device=device)
+    b = LAYOUTS[name](torch.randn(192, 40, device=device).to(BF16))
+    c, y = a @ b, sk.linear(b.mT, a)
+    assert c.is_contiguous()
+    assert y.is_contiguous()
+    assert judged(a, b, c).passed
+    assert judged_layer(b.mT, a, y).passed
+
+
+@pytest.mark.parametrize(("alpha", "beta"), [(2.0, 0.0), (1.0, 1.0), (-0.5, 0.25), (0.0, 2.0)])
+@pytest.mark.parametrize(
+    ("storage", "kernel"),
+    [(storage, kernel) for storage in STORAGES for kernel in KERNELS[storage] if kernel in SUMS_IN_FLOAT32],
+)
+def test_alpha_beta_and_out(storage: str, kernel: str, alpha: float, beta: float):
+    a, b = matrix(storage), torch.randn(2, 192, 24).to(BF16)
+    dtype = F32 if storage in IN_FP8 else BF16
+    start = torch.randn(2, 128, 24).to(dtype) if beta else poisoned((2, 128, 24), dtype)
+    out = start.clone()
+    assert sk.spmm(a, b, alpha=alpha, beta=beta, out=out, kernel=kernel) is out
+    gate = judged(a, b, out, Epilogue(alpha=alpha, other=start if beta else None, beta=beta), core=0.0)
+    assert gate.passed, gate
+
+
+@pytest.mark.parametrize(("alpha", "beta"), [(2.0, 0.0), (1.0, 1.0), (-0.5, 0.25), (0.0, 2.0)])
+@pytest.mark.parametrize(
+    ("storage", "kernel"),
+    [
+        (storage, kernel)
+        for storage in ON_RIGHT
+        for kernel in KERNELS[storage.split()[0]]
+        if kernel in SUMS_IN_FLOAT32
+    ],
+)
+def test_alpha_beta_and_out_on_the_right(storage: str, kernel: str, alpha: float, beta: float):
+    a, x = matrix(storage), torch.randn(2, 24, 128).to(BF16)
+    start = torch.randn(2, 24, 192).to(BF16) if beta else poisoned((2, 24, 192), BF16)
+    out = start.clone()
+    assert sk.spmm(x, a, alpha=alpha, beta=beta, out=out, kernel=kernel) is out
+    gate = judged_right(
+        x, a, out, Epilogue(alpha=alpha, other=start.mT if beta else None, beta=beta), core=0.0
+    )
+    assert gate.passed, gate
+
+
+@pytest.mark.parametrize("storage", ON_RIGHT)
+def test_out_may_be_part_of_a_larger_matrix(storage: str, device: str):
+    a = matrix(storage, device=device)
+    b, x = torch.randn(192, 40, device=device).to(BF16), torch.randn(2, 8, 128, device=device).to(BF16)
+    for shape, operands, judge in (((128, 40), (a, b), judged), ((2, 8, 192), (x, a), judged_right)):
+        room = poisoned((*shape[:-1], shape[-1] + 11), BF16, device)
+        out = room[..., 3 : shape[-1] + 3]
+        assert sk.spmm(*operands, out=out) is out
+        assert judge(*operands, out).passed
+        assert room[..., :3].isnan().all()
+        assert room[..., shape[-1] + 3 :].isnan().all()
+
+
+@pytest.mark.parametrize("act", [None, *list(ACTIVATIONS)[1:]])
+@pytest.mark.parametrize("parts", ["", "bias", "residual", "bias and residual"])
+@pytest.mark.parametrize("storage", STORAGES)
+def test_a_layer_is_one_plan_within_the_error_budget(
+    storage: str, parts: str, act: str | None, device: str, plans_made: list[str]
+):
+    w = matrix(storage, device=device)
+    x, bias, rest = (torch.randn(s, device=device).to(BF16) for s in ((2, 20, 192), (128,), (2, 20, 128)))
+    more = bias if "bias" in parts else None, act, rest if "residual" in parts else None
+    y = sk.linear(x, w, *more)
+    assert (y.dtype, y.is_contiguous()) == (BF16, True)
+    gate = judged_layer(x, w, y, *more)
+    assert gate.passed, gate
+    assert torch.equal(sk.linear(x.clone(), w, *more), y)
+    assert len(plans_made) == 1
+
+
+@pytest.mark.parametrize(
+    "shape", [(192,), (1, 192), (64, 192), (2, 3, 4, 192), (0, 192), (2, 0, 192)], ids=str
+)
+@pytest.mark.parametrize("storage", STORAGES)
+def test_any_leading_dims_are_tokens(storage: str, shape: tuple[int, ...], device: str):
+    w, x = matrix(storage, device=device), torch.randn(shape, device=device).to(BF16)
+    bias, rest = (
+        torch.randn(128, device=device).to(BF16),
+        torch.randn(*shape[:-1], 128, device=device).to(BF16),
+    )
+    assert judged_layer(x, w, sk.linear(x, w, bias, "silu", rest), bias, "silu", rest).passed
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_a_named_kernel_runs_or_says_why_not(storage: str):
+    a, b = matrix(storage, F32), torch.randn(192, 16)
+    assert sk.plan_spmm(a, b).kernel == KERNELS[storage][0]
+    for name in KERNELS[storage]:
+        assert sk.plan_spmm(a, b, kernel=name).kernel == name
+        assert judged(a, b, sk.spmm(a, b, kernel=name)).passed
+    op = storage.replace("bsr_", "spmm_") if storage != "bsr" else "spmm"
+    able = re.escape(KERNELS[storage][0])
+    with pytest.raises(Unsupported, match=rf"portable\.{op} cannot run this; .*{able}, ") as caught:
+        sk.spmm(a, b, kernel=f"portable.{op}")
+    assert caught.value.reasons[f"portable.{op}"]
+    with pytest.raises(InvalidInput, match=rf"no kernel of spmm is called 'cpu.other'; known: hopper\.{op}"):
+        sk.linear(b.mT, a, kernel="cpu.other")
+    if storage != "bsr":
+        with pytest.raises(
+            Unsupported, match=r"cpu.spmm cannot run this; (.|\n)*cpu.spmm: multiplies BSR, not "
+        ):
+            sk.linear(b.mT, a, kernel="cpu.spmm")
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_a_plan_of_a_layer_is_that_of_linear(storage: str):
+    w = matrix(storage)
+    x, bias, rest = (torch.randn(s).to(BF16) for s in ((2, 5, 192), (128,), (2, 5, 128)))
+    epilogue = Epilogue(bias=bias, activation="gelu", other=rest)
+    plan = plan_layer(x, w, epilogue=epilogue)
+    told = plan.explain()
+    dtype = "e4m3, a scale per row" if storage in IN_FP8 else "bf16, "
+    assert told.startswith(f"C = gelu(B @ A.T + bias) + beta * other   A [128, 192] {dtype}")
+    assert ("2:4" in told.split("\n")[0]) == ("24" in storage)
+    assert torch.equal(plan(x, w, epilogue=epilogue), sk.linear(x, w, bias, "gelu", rest))
+    with pytest.raises(InvalidInput, match=r"made for C = gelu\(A @ B \+ bias\) .*; got A @ B\."):
+        plan(x, w)
+    with pytest.raises(InvalidInput, match="makes its output; leave out= away"):
+        plan(x, w, rest, epilogue=epilogue)
+    with pytest.raises(InvalidInput, match="W must be a BSR, Semi24, BSR24 or Quantized, got Tensor"):
+        plan(x, w.to_dense())
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_plans_for_a_card_that_is_not_there_predict(storage: str):
+    a, b = matrix(storage), torch.randn(192, 64).to(BF16)
+    plan = sk.plan_spmm(a, b, device="h200")
+    assert plan.kernel.split(".")[0] in ("hopper", "portable")
+    assert plan.seconds > plan.bound_seconds > 0
+    assert "on NVIDIA H200" in plan.explain()
+    with pytest.raises(InvalidInput, match="this plan is a prediction for NVIDIA H200"):
+        plan(a, b)
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_plans_are_made_once_and_go_with_the_matrix(storage: str, plans_made: list[str]):
+    a, b = matrix(storage), torch.randn(192, 40).to(BF16)
+    for _ in range(3):
+        sk.spmm(a, b)
+        sk.spmm(twin(a), b.clone())
+    assert len(plans_made) == 1
+    sk.spmm(a, b[:, :16])
+    assert len(plans_made) == 2
+    stored: Any = a.matrix if storage in IN_FP8 else a
+    kept = weakref.ref(stored.meta if "semi24" in storage else stored.pattern)
+    del a, stored
+    gc.collect()
+    assert kept() is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("storage", STORAGES)
+def test_a_product_does_not_sync_and_a_graph_replays(storage: str, no_sync: Any):
+    a = matrix(storage, device="cuda", m=512, k=512)
+    x, bias = torch.randn(256, 512, device="cuda").to(BF16), torch.randn(512, device="cuda").to(BF16)
+    runs = [lambda: a @ x.mT, lambda: sk.linear(x, a, bias, "gelu")]
+    for run in [*runs, *([lambda: x @ a] if storage in ON_RIGHT else [])]:
+        run()
+        with no_sync():
+            assert run() is not None
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = run()
+        out.fill_(torch.nan)
+        x.copy_(-x)
+        first = run()
+        graph.replay()
+        assert torch.equal(out, first)
