@@ -10,6 +10,15 @@ import torch
 from sparsek.core.tracing import untransformed
 
 Made = TypeVar("Made")
+Value = TypeVar("Value")
+
+
+def drop_oldest(kept: dict[Any, Value]) -> Value | None:
+    """Takes out the entry that was put in first; None, and nothing, where another thread changes the dict meanwhile."""
+    try:
+        return kept.pop(next(iter(kept)), None)
+    except (RuntimeError, StopIteration):
+        return None
 
 
 class Home:

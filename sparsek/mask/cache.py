@@ -12,6 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
+from sparsek.core.home import drop_oldest
 from sparsek.core.streams import Ready, wait_for
 from sparsek.core.tracing import concrete, untransformed
 from sparsek.mask.mask import BlockMask
@@ -45,7 +46,7 @@ def kept_mask(key: Hashable, build: Callable[[], BlockMask]) -> BlockMask:
         else:
             wait_for(made, (*mask.full, *mask.partial, mask.lo, mask.hi, mask.rules, mask.bits))
     while len(_MASKS) > LIMIT:
-        _MASKS.pop(next(iter(_MASKS)), None)
+        drop_oldest(_MASKS)
     return mask
 
 

@@ -102,7 +102,7 @@ class BSR(OfBlocks, Record):
 
     def signature(self) -> Signature:
         """What a bound call reads of it. The order of a view follows from its pattern."""
-        return self.pattern, (BSR, self.order is None), (self.values,), None
+        return self.pattern, (BSR, self.order is None), (self.values,)
 
     def logical_values(self) -> Tensor:
         """The blocks in the pattern's order, [nnzb, bm, bk]: `values`, or a copy for a transposed view."""

@@ -79,7 +79,7 @@ class BSR24(OfBlocks, Record):
 
     def signature(self) -> Signature:
         """What a bound call reads of it. What a call makes of the metadata watches them."""
-        return self.pattern, (BSR24, id(self.meta)), (self.values, self.meta), None
+        return self.pattern, (BSR24, id(self.meta)), (self.values, self.meta)
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> BSR24:
         return BSR24.unchecked(self.pattern, change(self.values), self.meta)

@@ -6,6 +6,7 @@ positions `indptr[i]` to `indptr[i + 1] - 1`, and `indices` holds their block co
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Hashable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -143,6 +144,10 @@ class BlockPattern(Home, Record):
     @property
     def transposed(self) -> tuple[BlockPattern, Tensor]:
         """The transposed pattern and int32 perm [nnzb]: its block q is block perm[q] of this. No sync."""
+        made_of, perm = self._memo.get("made of", (None, None))
+        pattern = None if made_of is None else made_of()
+        if pattern is not None:
+            return pattern, perm
         return self.derived("transposed", lambda: _transpose(self))
 
     def flip(self) -> tuple[BlockPattern, Tensor]:
@@ -327,5 +332,6 @@ def _transpose(pattern: BlockPattern) -> tuple[BlockPattern, Tensor]:
     inverse[perm] = torch.arange(pattern.nnzb, dtype=torch.int32, device=device)
     (m, k), (bm, bk) = pattern.shape, pattern.block
     flipped = BlockPattern.unchecked((k, m), (bk, bm), indptr, indices)
-    flipped._memo["transposed"] = (pattern, inverse)
+    # Weakly: without a circle both go as soon as nobody has them, and their schedules on the GPU with them.
+    flipped._memo["made of"] = weakref.ref(pattern), inverse
     return flipped, perm.to(torch.int32)

@@ -170,8 +170,8 @@ class Quantized(AnyMatrix, Record):
 
     def signature(self) -> Signature:
         """What a bound call reads of it."""
-        home, form, tensors, kept = self.matrix.signature()
-        return home, (self.kind, self.fast_accum, form), (self.scale, *tensors), kept
+        home, form, tensors = self.matrix.signature()
+        return home, (self.kind, self.fast_accum, form), (self.scale, *tensors)
 
     @property
     def shape(self) -> tuple[int, int]:

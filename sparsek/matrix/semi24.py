@@ -71,7 +71,7 @@ class Semi24(Stored, Record):
 
     def signature(self) -> Signature:
         """What a bound call reads of it."""
-        return home_of(self.meta), Semi24, (self.values, self.meta), None
+        return home_of(self.meta), Semi24, (self.values, self.meta)
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> Semi24:
         return Semi24.unchecked(change(self.values), self.meta)

@@ -96,8 +96,8 @@ class Parts(NamedTuple):
 
 
 # What a bound call (ops/bound.py) reads of a matrix: its home; what else the call depends on but the tensors that may
-# differ from call to call; these; and what the second names by its id, which whoever keeps the call keeps.
-Signature = tuple[Home, Hashable, tuple[Tensor, ...], Any]
+# differ from call to call; and these.
+Signature = tuple[Home, Hashable, tuple[Tensor, ...]]
 
 
 def block_stats(pattern: BlockPattern, merges: bool) -> BlockStats:

@@ -154,7 +154,7 @@ def plan_attention(
     device: str | None = None,
     return_lse: bool = False,
 ) -> AttentionPlan:
-    """The plan that `attention(q, k, v, mask)` would use: frozen, callable, and able to explain itself.
+    """The plan that `attention(q, k, v, mask)` would use without autocast: frozen, callable, able to explain itself.
 
     kernel, config: use this kernel, with this config of its own. device: a card's name ("h200"): plan for that card,
     present or not; such a plan predicts and explains but cannot be called, and its operands may be anywhere.

@@ -1,4 +1,4 @@
-"""Bound calls: a call like one before it goes from the verb to the launch, with one guard, one key and one look-up.
+"""Bound calls: a call like one of the last four goes from the verb to the launch, past checks, planner and key.
 
     slot = repeat(...)    the result of the recorded call (kernels/lang/recorder.py), or the Slot of this one
     slot.run(...)         after every check: runs, and records the second call of a key
@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from sparsek.core.home import Home
+from sparsek.core.home import Home, drop_oldest
 from sparsek.kernels.lang.recorder import MISS, Recorded, record
 from sparsek.matrix.dense8 import QuantizedTensor
 from sparsek.plan.operands import SPARSE, TENSORS
@@ -85,7 +85,7 @@ class Calls:
         ]
         gone += [self.known.pop(old, None) for old in past]
         while len(self.known) >= LIMIT:
-            gone.append(self.known.pop(next(iter(self.known)), None))
+            gone.append(drop_oldest(self.known))
         self.known[key] = state
         if any(isinstance(each, Recorded) for each in gone):
             left = {
@@ -108,7 +108,7 @@ class Calls:
 class Slot(NamedTuple):
     """Where a call is kept. `key`: None where it must not be bound, as something watches it.
 
-    `learns`: autograd wants a gradient of the call. `kept` lives as long as the recorded call: what `more` names by id.
+    `learns`: autograd wants a gradient of the call.
     """
 
     calls: Calls
@@ -116,7 +116,6 @@ class Slot(NamedTuple):
     operands: Sequence[Tensor]
     key: Hashable | None
     learns: bool
-    kept: Any
 
     def run(self, run: Callable[[], Any], inside: bool = False) -> Any:
         """What `run()` returns, whose operands have been checked. A call that comes a second time is recorded.
@@ -139,7 +138,7 @@ class Slot(NamedTuple):
             seen is not True and seen is not STALE
         ):  # it is new, it cannot be recorded, or a hook of Triton listens now
             return run()
-        output, made = record(run, self.operands, self.kept)
+        output, made = record(run, self.operands)
         calls.note(self.key, made or seen is STALE)
         if made is not None and not self.learns:
             calls.find_again(self.more, self.operands, made)
@@ -157,7 +156,7 @@ class Slot(NamedTuple):
         return output
 
 
-UNBOUND = Slot(Calls(), None, (), None, False, None)
+UNBOUND = Slot(Calls(), None, (), None, False)
 
 
 def _guards() -> Any:
@@ -178,7 +177,7 @@ def _precision() -> str:
 GUARDS = _guards()
 
 
-def repeat(calls: Calls, more: Hashable, operands: Sequence[Tensor], kept: Any = None) -> Any:
+def repeat(calls: Calls, more: Hashable, operands: Sequence[Tensor]) -> Any:
     """The result of a call before this one with the same `more` and operands like these, run again; or a Slot.
 
     Calls with the same `more` have as many operands: torch's guards raise TypeError for another number. Not for a
@@ -204,7 +203,7 @@ def repeat(calls: Calls, more: Hashable, operands: Sequence[Tensor], kept: Any =
     key, learns = _key(more, operands)
     if key is None:
         return UNBOUND
-    slot = Slot(calls, more, operands, key, learns, kept)
+    slot = Slot(calls, more, operands, key, learns)
     found: Any = calls.known.get(key)
     return slot.again(found) if isinstance(found, Recorded) and not learns else slot
 
@@ -218,7 +217,7 @@ def product(a: Any, b: Any, more: Hashable, also: Sequence[Tensor] = (), plan: A
     matrix, dense = (a, b) if on_left else (b, a)
     if matrix.__class__ not in SPARSE:
         return UNBOUND
-    home, form, own, kept = matrix.signature()
+    home, form, own = matrix.signature()
     if dense.__class__ in TENSORS:
         given, turned = (*own, dense, *also), None
     elif dense.__class__ is QuantizedTensor:
@@ -226,7 +225,7 @@ def product(a: Any, b: Any, more: Hashable, also: Sequence[Tensor] = (), plan: A
     else:
         return UNBOUND
     calls = home.derived("calls", Calls) if plan is None else _of_plan(home, plan)
-    return repeat(calls, (more, on_left, turned, form), given, kept)
+    return repeat(calls, (more, on_left, turned, form), given)
 
 
 def _of_plan(home: Home, plan: Any) -> Calls:

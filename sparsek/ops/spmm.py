@@ -141,6 +141,7 @@ def plan_spmm(
     epilogue=Epilogue(bias=bias, activation=activation))`. kernel, config: use this kernel, with this config of its own.
     device: a card's name ("h200"): plan for that card, present or not; such a plan predicts and explains but cannot be
     called. dtype: of C, as in `spmm`, where an operand is in FP8.
+    Under torch.autocast it is the plan of these operands as they are, and calls with plan= are not cast.
     Costs: schedules are made on the host and copied to A's device once.
     """
     transforms.refuse("plan_spmm")

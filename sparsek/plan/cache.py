@@ -3,6 +3,7 @@
 from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
+from sparsek.core.home import drop_oldest
 from sparsek.plan.plan import Plan
 
 # A plan of 2048 tiles holds 32 KB of schedule on the device, and a serving engine sees many lengths of B.
@@ -38,7 +39,7 @@ class PlanCache(Generic[P]):
         if captured:
             self._pinned[key] = plan
         while len(self._plans) > LIMIT:
-            self._plans.pop(next(iter(self._plans)), None)
+            drop_oldest(self._plans)
         return plan
 
     def __len__(self) -> int:

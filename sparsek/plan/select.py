@@ -78,8 +78,9 @@ def select(p: Problem, kernels: Iterable[Any], *, only: str | None = None, confi
         what = (
             f"no kernel can run this {p.op} on {p.card.name}" if only is None else f"{only} cannot run this"
         )
-        raise Unsupported(
-            f"{what}; {others} can" if others else what, {c.name: c.why_not for c in candidates if c.why_not}
-        )
+        refusals = {c.name: c.why_not for c in candidates if c.why_not}
+        if only is not None and only in refusals:
+            refusals = {only: refusals.pop(only)} | refusals
+        raise Unsupported(f"{what}; {others} can" if others else what, refusals)
     best = min(able, key=lambda c: c.seconds)
     return Choice(by_name[best.name], best.config, tuple(candidates))

@@ -13,7 +13,7 @@ from torch import Tensor
 from sparsek.core import dtypes
 from sparsek.core.device import Card
 from sparsek.core.errors import InvalidInput
-from sparsek.core.home import Home
+from sparsek.core.home import Home, drop_oldest
 from sparsek.core.streams import captured
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.pattern import BlockPattern
@@ -223,13 +223,13 @@ class MatchCache:
     def _drop(self) -> None:
         gone = [
             key
-            for key, k in self._kept.items()
+            for key, k in list(self._kept.items())
             if k.b() is None or (k.wanted is not None and k.wanted() is None)
         ]
         for key in gone:
-            del self._kept[key]
+            self._kept.pop(key, None)
         while len(self._kept) >= LIMIT:
-            del self._kept[next(iter(self._kept))]
+            drop_oldest(self._kept)
 
     def __len__(self) -> int:
         return len(self._kept)

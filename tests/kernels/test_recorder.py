@@ -1,12 +1,16 @@
-"""What a Recorder takes for a view, without a GPU: its addresses are not looked at here."""
+"""What a Recorder takes for a view, and a recorded call that is interrupted, without a GPU."""
 
 from __future__ import annotations
+
+import ctypes
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
-from sparsek.kernels.lang.recorder import recording
+from sparsek.kernels.lang import driver
+from sparsek.kernels.lang.recorder import Address, Recorded, Recorder, Result, recording
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -41,3 +45,27 @@ def test_a_copy_is_not_taken_for_a_view(name: str, copies: bool, mode: type, mon
     with mode(), recording([x]) as recorder:
         made()
     assert bool(recorder.reason) is copies, recorder.reason
+
+
+def test_a_call_that_was_interrupted_leaves_no_addresses_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    def replace(*_: object) -> int:
+        if interrupted:
+            raise KeyboardInterrupt
+        return 0
+
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+    monkeypatch.setattr(driver, "cuda", lambda: SimpleNamespace(cuTensorMapReplaceAddress=replace))
+    cell, seen, interrupted = ctypes.c_uint64(), [], False
+    first, second = [torch.zeros(4), torch.zeros(4)], [torch.zeros(4), torch.zeros(4)]
+    recorder = Recorder(first)
+    recorder.cells[Address(0, 0)] = cell
+    recorder.maps.append(((ctypes.c_char * 128)(), Address(1, 0)))
+    recorder.steps.append((lambda: seen.append(cell.value) or 0, ()))
+    call = Recorded(recorder, [Result(0)], True)
+    call(*first)
+    interrupted = True
+    with pytest.raises(KeyboardInterrupt):
+        call(*second)
+    interrupted = False
+    call(*first)
+    assert seen == [first[0].data_ptr()] * 2

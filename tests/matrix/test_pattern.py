@@ -1,7 +1,9 @@
 """BlockPattern: what it accepts, what it refuses, and what it derives."""
 
 import copy
+import gc
 import pickle
+import weakref
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from torch.utils import _pytree
 
 from sparsek.core.errors import InvalidInput
 from sparsek.matrix.pattern import BlockPattern, HostPattern
+from sparsek.matrix.random import random_bsr
 
 
 def ints(*values: int) -> torch.Tensor:
@@ -216,3 +219,23 @@ def test_derivation_does_not_sync(no_sync):
 def test_indices_on_two_devices_are_refused():
     with pytest.raises(InvalidInput, match="use one device"):
         BlockPattern(**faulty(indices=ints(0, 3, 1, 2, 3).cuda()))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kept", ["nothing", "the flipped one"])
+def test_a_pattern_goes_with_the_last_who_has_it(kept: str) -> None:
+    pattern = random_bsr(64, 96, 16, 0.5).pattern
+    flipped, perm = pattern.transposed
+    indices, gone = pattern.indices.clone(), weakref.ref(pattern)
+    assert flipped.T is pattern
+    if kept == "nothing":
+        del flipped
+    gc.disable()
+    try:
+        del pattern
+        assert gone() is None
+    finally:
+        gc.enable()
+    if kept != "nothing":
+        again, back = flipped.transposed
+        assert torch.equal(again.indices, indices)
+        assert torch.equal(back[perm.long()], torch.arange(len(indices), dtype=torch.int32))

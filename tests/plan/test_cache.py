@@ -47,3 +47,25 @@ def test_a_plan_that_is_made_while_a_graph_is_captured_is_not_kept():
     assert cache.get("graph", lambda: inside, captured=True) is inside
     assert cache.get("graph", lambda: outside, captured=False) is outside
     assert len(cache) == 1
+
+
+class Crowded(dict[Any, Any]):
+    """A dict of which another thread takes or adds entries just when somebody looks for the first."""
+
+    raised: list[type[Exception]]
+
+    def __iter__(self) -> Any:
+        if self.raised:
+            raise self.raised.pop()
+        return super().__iter__()
+
+
+@pytest.mark.parametrize("error", [RuntimeError, StopIteration])
+def test_another_thread_may_change_what_is_kept_meanwhile(error: type[Exception]):
+    cache: Any = PlanCache()
+    filled(cache, LIMIT)
+    cache._plans = Crowded(cache._plans)
+    cache._plans.raised = [error]
+    made = object()
+    assert cache.get("one more", lambda: made, captured=False) is made
+    assert len(cache) == LIMIT

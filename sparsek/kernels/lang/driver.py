@@ -1,8 +1,8 @@
 """CUDA's driver: modules, tensor maps for TMA, and the structure that describes a launch (lang/launch.py).
 
-libcuda.so.1 comes with the GPU's driver and is
-called by ctypes: eight functions whose C signatures have not changed since CUDA 12.0. cuda-core and cuda-bindings wrap
-the same ones, but neither is part of every torch that this project runs on, so ctypes would have to be here anyway.
+libcuda.so.1 comes with the GPU's driver and is called by ctypes: functions whose C signatures have not changed since
+CUDA 12.0. cuda-core and cuda-bindings wrap the same ones, but neither is part of every torch that this project runs on,
+so ctypes would have to be here anyway.
 """
 
 import ctypes
@@ -26,7 +26,7 @@ MAX_DYNAMIC_SHARED, RELAXED, INVALID_CONTEXT = 8, 2, 201
 
 
 class LaunchConfig(ctypes.Structure):
-    """CUlaunchConfig. Kernels say themselves how large their clusters are, so there are no attributes."""
+    """CUlaunchConfig. Kernels say themselves how large their clusters are; only cooperative ones have an attribute."""
 
     _fields_ = [
         *((name, ctypes.c_uint) for name in ("gx", "gy", "gz", "bx", "by", "bz", "shared")),

@@ -125,7 +125,7 @@ class Recorded:
         "stream",
     )  # fmt: skip
 
-    def __init__(self, recorder: Recorder, results: Sequence[Result | None], single: bool, kept: Any) -> None:
+    def __init__(self, recorder: Recorder, results: Sequence[Result | None], single: bool) -> None:
         self.allocations = tuple(recorder.allocations)
         cells = (*recorder.cells.items(), *recorder.fields)
         self.cells = tuple((cell, at.role, at.offset) for at, cell in cells)
@@ -133,7 +133,7 @@ class Recorded:
         self.steps = tuple(recorder.steps)
         self.fresh = tuple(recorder.sources)
         self.results, self.single = tuple(results), single
-        self.constants = recorder.launches, recorder.constants, kept
+        self.constants = recorder.launches, recorder.constants
         self.device, self.stream = recorder.device, recorder.stream
         self.aligned = tuple(x.data_ptr() & ALIGNED for x in recorder.roles[: recorder.operands])
         self.last: list[int] = []
@@ -178,7 +178,7 @@ class Recorded:
             if address & ALIGNED != aligned:
                 return False
         replace = driver.cuda().cuTensorMapReplaceAddress
-        last = self.last
+        last, self.last = self.last, []  # interrupted here, the next call writes all addresses anew
         for cell, role, offset in self.cells:
             cell.value = addresses[role] + offset
         for tensor_map, role, offset, _ in self.maps:
@@ -317,15 +317,15 @@ class Recorder(TorchDispatchMode):
             else:
                 self.sources.append((weakref.ref(source), source._version))
 
-    def recorded(self, output: Any, kept: Any) -> Recorded | None:
-        """The call that returned `output`; None if it cannot be repeated. `kept` lives as long as it."""
+    def recorded(self, output: Any) -> Recorded | None:
+        """The call that returned `output`; None if it cannot be repeated."""
         several = isinstance(output, tuple)
         results = [self._result(x) for x in (output if several else (output,))]
         if not self.steps:
             self.reason = self.reason or "nothing was launched"
         if self.reason:
             return None
-        return Recorded(self, results, not several, kept)
+        return Recorded(self, results, not several)
 
     def _result(self, x: Tensor | None) -> Result | None:
         if x is None:
@@ -360,13 +360,11 @@ def recording(operands: Sequence[Tensor]) -> Any:
         _threads.recorder = None
 
 
-def record(
-    run: Callable[[], Any], operands: Sequence[Tensor], kept: Any = None
-) -> tuple[Any, Recorded | None]:
+def record(run: Callable[[], Any], operands: Sequence[Tensor]) -> tuple[Any, Recorded | None]:
     """What `run()` returns, and the same call ready to be repeated, if it can be."""
     with recording(operands) as made:
         output = run()
-    return output, made.recorded(output, kept)
+    return output, made.recorded(output)
 
 
 def hooked() -> bool:
