@@ -192,9 +192,9 @@ def test_operands_at_one_address_are_not_recorded_and_may_be_repeated() -> None:
     same(apart(x, x.view_as(x)), right(x, x))
 
 
-def made_of(*operands: Tensor, call: Callable[..., Any] = CALLS["sum"][0], kept: Any = None) -> Recorded:
+def made_of(*operands: Tensor, call: Callable[..., Any] = CALLS["sum"][0]) -> Recorded:
     call(*operands)
-    _, made = record(lambda: call(*operands), operands, kept)
+    _, made = record(lambda: call(*operands), operands)
     assert made is not None
     return made
 
