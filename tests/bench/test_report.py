@@ -7,7 +7,7 @@ import pytest
 
 from sparsek.bench import charts
 from sparsek.bench.benches import BENCHES
-from sparsek.bench.engine import report
+from sparsek.bench.engine import records, report
 from sparsek.bench.engine.bench import TABLES
 from sparsek.bench.engine.records import Record
 from sparsek.bench.suites import (
@@ -156,7 +156,10 @@ def test_what_a_mask_costs_stands_under_the_table(attention_record: Record) -> N
     common = {name: value for name, value in attention_record.items() if name != "memory"}
     alone = {"kernel_alone": {"ms": attention_record["ms"] | {"median": 0.16}, "tflops": 1.0}}
     build = common | unrated | {"op": "mask_build", "kernel": "mask.structured", "source_hash": "0"}
-    new = common | {"op": "attention_new_mask", "peers": alone, "ratio": {"kernel_alone": 0.8}}
+    fresh = records.hash_of("attention_new_mask", common["kernel"])
+    new = common | {
+        "op": "attention_new_mask", "peers": alone, "ratio": {"kernel_alone": 0.8}, "source_hash": fresh
+    }  # fmt: skip
     table = report.markdown([attention_record, build, new], "attention")
     case = "32K window 2048, block 128, 16 heads, D 128, bf16"
     assert f"A mask, built and ready: 0.200 ms ({case} (earlier version))." in table

@@ -174,7 +174,7 @@ def test_what_cannot_be_repeated_is_not_recorded(name: str) -> None:
     call(x, y)
     with recording((x, y)) as recorder:
         out = call(x, y)
-    assert recorder.recorded(out, None) is None
+    assert recorder.recorded(out) is None
     assert reason in recorder.reason
     _elsewhere.clear()
 
@@ -185,7 +185,7 @@ def test_operands_at_one_address_are_not_recorded_and_may_be_repeated() -> None:
     _, apart = record(lambda: call(x, y), (x, y))
     with recording((x, x)) as recorder:
         out = call(x, x)
-    assert recorder.recorded(out, None) is None
+    assert recorder.recorded(out) is None
     assert "same address" in recorder.reason
     assert apart is not None
     x = drawn()
@@ -259,7 +259,7 @@ def watching(source: Tensor) -> tuple[Recorded, Callable[[Tensor, Tensor], Tenso
     with recording((x, y)) as recorder:
         out = call(x, y)
         recorder.watch(source)
-    made = recorder.recorded(out, None)
+    made = recorder.recorded(out)
     assert made is not None
     return made, call
 
@@ -287,7 +287,7 @@ def test_constants_of_inference_mode_are_not_recorded() -> None:
     with recording((x, y)) as recorder:
         out = CALLS["sum"][0](x, y)
         recorder.watch(source)
-    assert recorder.recorded(out, None) is None
+    assert recorder.recorded(out) is None
     assert "inference mode" in recorder.reason
 
 
