@@ -261,6 +261,7 @@ def _blocks(pieces: Pieces, place: Place, rows: int) -> Blocks:
 
 def _expanded(runs: tuple[tuple[np.ndarray, np.ndarray], ...]) -> tuple[np.ndarray, np.ndarray]:
     """Piece and column of every block of runs (first, end) of each piece, piece by piece."""
+    runs = tuple(run for run in runs if (run[0] < run[1]).any()) or runs[:1]
     first, end = (np.stack(each, 1).ravel() for each in zip(*runs, strict=True))
     count = np.maximum(end - first, 0)
     run = np.repeat(np.arange(count.size), count)
@@ -286,11 +287,13 @@ class Queries(NamedTuple):
     sink_end: Tensor
 
     @classmethod
-    def of(cls, docs: Span, near: Window, size: tuple[int, int], reach: int, device: torch.device) -> Queries:
-        """From the document of each query: [batch, q_len], or ints of the only one."""
+    def of(
+        cls, docs: Span, near: Window, size: tuple[int, int], reach: int, device: torch.device, for_bits: bool
+    ) -> Queries:
+        """From the document of each query: [batch, q_len], or ints of the only one. `for_bits`: sinks are needed."""
         kind = torch.int32 if 2 * reach <= INT32_MAX else torch.int64
         lo, hi = bounds(torch.arange(size[1], dtype=kind, device=device), docs, near, reach)
-        given = (lo, hi, docs.k_start, docs.sink_end) if near.sinks else (lo, hi, lo, lo)  # no bits are made
+        given = (lo, hi, docs.k_start, docs.sink_end) if for_bits else (lo, hi, lo, lo)
         made = (
             x if isinstance(x, Tensor) else torch.full(size, x, dtype=torch.int32, device=device)
             for x in given
@@ -352,7 +355,7 @@ def _assembled(
         if only
         else Queries.documents(sent[-1], near, size, reach)
     )
-    queries = Queries.of(of_queries, near, size, reach, place.device)
+    queries = Queries.of(of_queries, near, size, reach, place.device, for_bits=bool(by_bits))
     rules = bits = None
     behind = 3 + len(table)
     if by_bits:
