@@ -54,7 +54,7 @@ def draw(found: Sequence[Record], folder: Path) -> list[Path]:
     if len(sweep) > 1:
         drawn.append(_lengths(plt, sweep, folder / "attention-length.png"))
     for op, table in TABLES.items():
-        if any(record["ratio"] for record in rows[op]):
+        if measured_peers(rows[op], table):
             drawn.append(_ratios(plt, rows[op], table, folder / f"{op}-ratios.png"))
     return drawn
 

@@ -230,6 +230,13 @@ def test_charts_are_drawn_from_records(tmp_path: Path, make_record: Make) -> Non
     assert [path.name for path in drawn] == ["spmm-ratios.png", "spgemm-ratios.png"]
 
 
+def test_no_chart_compares_where_a_table_shows_no_ratios(tmp_path: Path, make_record: Make) -> None:
+    pytest.importorskip("matplotlib")
+    record = make_record(BENCHES["host"].suites["host"][0].case)
+    assert record["ratio"]
+    assert charts.draw([record], tmp_path) == []
+
+
 def test_attention_is_drawn_over_the_length(tmp_path: Path, make_record: Make) -> None:
     pytest.importorskip("matplotlib")
     sweep = [

@@ -169,7 +169,7 @@ def _run(code: Code, grid: Sequence[int], values: Sequence[Any], device: int, ma
     else:
         config = step.config
         config.gx, config.gy, config.gz = (*grid, 1, 1)[:3]
-        cells = iter(step.kept[0])
+        cells = iter(step.cells)
         for kind, value in zip(code.kinds, values, strict=True):
             if kind != "constexpr":
                 next(cells).value = value.data_ptr() if kind[0] == "*" else value

@@ -77,7 +77,7 @@ class Result(NamedTuple):
 class Launch:
     """One launch: its function, grid and argument block."""
 
-    __slots__ = ("config", "function", "kept", "launch", "pointers")
+    __slots__ = ("cells", "config", "function", "kept", "launch", "pointers")
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class Launch:
         self.pointers = (ctypes.c_void_p * len(cells))(*map(ctypes.addressof, cells))
         self.function = function if isinstance(function, ctypes.c_void_p) else ctypes.c_void_p(function)
         self.launch = ctypes.byref(self.config), self.function, self.pointers, None
-        self.kept = cells, attribute, kept
+        self.cells, self.kept = cells, (attribute, kept)
 
 
 class Recorded:
