@@ -1,1 +1,0 @@
-PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 PYTHONPATH=. timeout 420 python3 -m pytest -p xdist -p hypothesis.extra.pytestplugin -n 14 -q -m gpu -x --maxfail=40 tests/kernels tests/matrix tests/mask > $OUT/log.txt 2>&1; grep -E "^(FAILED|ERROR)|passed|failed" $OUT/log.txt | cut -c1-250 | tail -60
