@@ -67,15 +67,19 @@ def test_the_suite_holds_every_row_of_the_speed_table() -> None:
     assert wanted <= there
     assert {"attention_new_mask", "mask_build"} <= {entry.op for entry in BENCH.suites["published"]}
     long = [entry.case for entry in BENCH.suites["published"] if entry.case.q_len >= 2**17]
-    assert (
-        {case.mask for case in long}
-        == {attention.LONG}
-        == {entry.case.mask for entry in BENCH.suites["sweep"]}
-    )
+    assert {case.mask for case in long} == {attention.LONG}
 
 
-def test_the_sweep_doubles_from_1k_to_512k() -> None:
-    assert [entry.case.q_len for entry in BENCH.suites["sweep"]] == [1024 * 2**power for power in range(10)]
+def test_the_lines_of_pictures_have_their_points() -> None:
+    def lengths(mask: str) -> list[int]:
+        cases = {entry.case for entry in BENCH.rows if entry.case.mask == mask and entry.op == "attention"}
+        alike = {c for c in cases if (c.block, c.dim, c.dtype) == ((128, 128), 128, "bf16")}
+        return sorted(case.q_len // 1024 for case in alike)
+
+    assert lengths("causal") == lengths(attention.EIGHTH) == [2, 8, 32, 128]
+    assert lengths(attention.LONG) == [8, 32, 128, 256, 512]
+    shares = {entry.case.mask for entry in BENCH.suites["density"]}
+    assert shares == {"blocks:0.5", "blocks:0.25", "blocks:0.125", "blocks:0.0625"}
 
 
 @pytest.mark.parametrize("text", TEXTS)

@@ -45,6 +45,14 @@ def test_the_suite_holds_every_row_of_the_speed_table() -> None:
     assert portable == {"128", "64", "32"}
 
 
+def test_every_block_has_the_same_densities() -> None:
+    cases = [entry.case for entry in SUITES["density"]]
+    assert all((case.m, case.k, case.n) == (8192,) * 3 for case in cases)
+    for block in (128, 64, 32, 16):
+        shares = [case.density for case in cases if case.block == (block, block)]
+        assert shares == [0.5, 0.25, 0.125, 0.0625, 0.03125]
+
+
 def test_the_suite_of_issue_4_holds_the_four_products_of_one_size() -> None:
     cases = [entry.case for entry in SUITES["forms"]]
     assert [case.form for case in cases] == list(FORMS)
@@ -129,5 +137,5 @@ def test_a_case_that_cannot_be_is_refused(change: dict, said: str) -> None:
 
 
 def test_an_unknown_suite_names_the_known_ones() -> None:
-    with pytest.raises(InvalidInput, match="known: blocks, forms, ragged"):
+    with pytest.raises(InvalidInput, match="known: density, blocks, forms, ragged"):
         suite_named(SUITES, "issue2")

@@ -433,8 +433,8 @@ def test_bench_attention_answers_bad_input_with_one_line(run, arguments, said) -
 def test_bench_attention_has_its_own_suites(run) -> None:
     result = run("bench", "attention", "--suite", "blocks", "--device", "cpu")
     assert result.exit_code == 2
-    assert "no suite is called 'blocks'; known: published, sweep" in result.stderr
-    for suite in ("published", "sweep"):
+    assert "no suite is called 'blocks'; known: published, length, density" in result.stderr
+    for suite in ("published", "length"):
         refused = run("bench", "attention", "--suite", suite, "--device", "cpu")
         assert refused.exit_code == 2
         assert f"suite {suite} needs a GPU" in refused.stderr

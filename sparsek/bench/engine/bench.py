@@ -1,6 +1,6 @@
 """A benchmark as data: what is measured, next to whom, what its records hold and how tables show them."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import import_module
@@ -70,8 +70,8 @@ class Bench:
     `make`: the case with the fields that `options` give. `small`: options of sizes for a CPU, which suites and sizes by
     default would keep busy for hours; "" where these are small. `kernels`: what --kernel names; "" where nothing can be
     named. `whole`: the suite that is measured where nothing is given; "" for the case of the options' defaults.
-    `slowest`: seconds that a row took at most on an H200 with empty caches. `by_hand`: suites that `bench all` leaves
-    out. `files`: what is made of records beside tables, by path.
+    `slowest`: seconds that a row took at most on an H200 with empty caches. `files`: what is made of
+    records beside tables, by path.
     """
 
     name: str
@@ -85,7 +85,6 @@ class Bench:
     whole: str = ""
     rounds: int = 7
     slowest: float = 20.0
-    by_hand: tuple[str, ...] = ()
     files: Mapping[str, Callable[[Sequence[Record]], str]] = field(default_factory=dict)
     peers: tuple[Peer, ...] = ()
 
@@ -97,16 +96,8 @@ class Bench:
     @property
     def rows(self) -> tuple[SuiteRow, ...]:
         """The rows of all suites: each case once, with all the kernels that any suite measures on it."""
-        return self._rows(self.suites)
-
-    @property
-    def published(self) -> tuple[SuiteRow, ...]:
-        """Those of the suites whose records are published."""
-        return self._rows(name for name in self.suites if name not in self.by_hand)
-
-    def _rows(self, suites: Iterable[str]) -> tuple[SuiteRow, ...]:
         kernels: dict[tuple[str, Any], dict[str, None]] = {}
-        for row in (each for name in suites for each in self.suites[name]):
+        for row in (each for rows in self.suites.values() for each in rows):
             kernels.setdefault((row.op, row.case), {}).update(dict.fromkeys(row.kernels))
         return tuple(SuiteRow(case, tuple(names), op) for (op, case), names in kernels.items())
 

@@ -29,8 +29,8 @@ class Row(NamedTuple):
 
 
 def rows_of(benches: Iterable[Bench]) -> list[Row]:
-    """All published rows, in the order of the benchmarks and their suites."""
-    return [Row(bench, entry) for bench in benches for entry in bench.published]
+    """All rows, in the order of the benchmarks and their suites."""
+    return [Row(bench, entry) for bench in benches for entry in bench.rows]
 
 
 def stale_rows(rows: Iterable[Row], found: Iterable[records.Record], device: torch.device) -> list[Row]:

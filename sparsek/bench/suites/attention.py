@@ -306,8 +306,16 @@ PUBLISHED: tuple[SuiteRow, ...] = (
     SuiteRow(_case("topk:32", 32), HOPPER, "attention_new_mask"),
     SuiteRow(_case(LONG, 512, heads=(8, 8)), op="mask_build"),
 )
-# Time and memory of one window over the length.
-SWEEP: tuple[SuiteRow, ...] = _entries(HOPPER, *(_case(LONG, 2**power, heads=(8, 8)) for power in range(10)))
+# Rates over the length, and memory beside them: of one window up to where PUBLISHED goes on.
+BY_LENGTH: tuple[SuiteRow, ...] = (
+    *_entries(HOPPER, *(_case("causal", kilo) for kilo in (2, 8, 32, 128))),
+    *_entries(HOPPER, *(_case(EIGHTH, kilo) for kilo in (2, 8, 32, 128))),
+    *_entries(HOPPER, *(_case(LONG, kilo, heads=(8, 8)) for kilo in (8, 32))),
+)
+# Rates over the share of blocks that a mask keeps.
+BY_DENSITY: tuple[SuiteRow, ...] = _entries(
+    HOPPER, *(_case(f"blocks:{share:g}", 32) for share in (0.5, 0.25, 0.125, 0.0625))
+)
 
 
 def _mask_built(record: Record) -> str:
@@ -353,12 +361,11 @@ TABLE = Table(
 )
 BENCH = Bench(
     "attention",
-    suites={"published": PUBLISHED, "sweep": SWEEP},
+    suites={"published": PUBLISHED, "length": BY_LENGTH, "density": BY_DENSITY},
     schemas=SCHEMAS,
     tables=(TABLE,),
     options=OPTIONS,
     make=AttentionCase,
     small=SMALL,
     slowest=90.0,
-    by_hand=("sweep",),
 )

@@ -81,6 +81,12 @@ def _square(block: int, density: float, **more: Any) -> SpmmCase:
     return SpmmCase(8192, 8192, 8192, (block, block), density, **more)
 
 
+# Speed over density, one line for each block.
+BY_DENSITY: tuple[SuiteRow, ...] = tuple(
+    SuiteRow(_square(block, density), ("hopper.spmm",))
+    for block in (128, 64, 32, 16)
+    for density in (0.5, 0.25, 0.125, 0.0625, 0.03125)
+)
 # A @ B by block and density. 512x112 with 16 blocks in each of 16 rows holds as many values as
 # block 128 with 14 blocks in each of 64 rows: 14,680,064.
 BY_BLOCK: tuple[SuiteRow, ...] = (
@@ -107,7 +113,12 @@ RAGGED: tuple[SuiteRow, ...] = (
     SuiteRow(SpmmCase(5000, 7000, 3000, (64, 64), 0.125, "powerlaw"), ("hopper.spmm",)),
     SuiteRow(SpmmCase(4096, 11008, 4096, (128, 128), 0.125), ("hopper.spmm",)),
 )
-SUITES: Mapping[str, tuple[SuiteRow, ...]] = {"blocks": BY_BLOCK, "forms": BY_FORM, "ragged": RAGGED}
+SUITES: Mapping[str, tuple[SuiteRow, ...]] = {
+    "density": BY_DENSITY,
+    "blocks": BY_BLOCK,
+    "forms": BY_FORM,
+    "ragged": RAGGED,
+}
 
 
 OPTIONS: tuple[Option, ...] = (
