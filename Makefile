@@ -12,7 +12,7 @@ help:
 	@echo "make gpu-status  each part of them: fresh, stale, red or missing; fails unless all are fresh"
 	@echo "make check   before a commit, two minutes: ruff, layers, and the types and tests of what has changed"
 	@echo "make lint    ruff, format, types and layers only"
-	@echo "make readme  the tables in README.md and docs/, from benchmarks/results/, and docs/gpu-test-log.md, from benchmarks/evidence/"
+	@echo "make readme  the tables and pictures of README.md and docs/, from benchmarks/results/, and docs/gpu-test-log.md, from benchmarks/evidence/"
 	@echo "make cubins  common kernels compiled for sm_90a, two minutes on two cores, so that first calls on Hopper compile nothing"
 	@echo "make wheel   dist/sparsek-*.whl, with them"
 	@echo "make env     .venv, .venv-triton-next and .venv-transformers-floor only; make env-demo: what the demo needs of them"
@@ -45,7 +45,7 @@ lint: env
 	@$(PY) -m pytest -q tests/house/test_lint.py tests/house/test_layers.py
 
 readme: env
-	@.venv/bin/sparsek report --write
+	@PYTHONPATH=. $(PY) scripts/report.py write
 	@$(PY) scripts/gpu.py page
 
 cubins: env

@@ -1,25 +1,62 @@
-"""Charts from records: rates over density, time and memory over length, ratios to peers. Needs the plot extra."""
+"""Draws the pictures of `figures` as SVG, one for light and one for dark pages. Needs the plot extra.
 
-import statistics
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+The same records give the same file: no date, no random ids. The text stays text, in the reader's own sans-serif font.
+`stamp` of a file is the digest of what it shows and of the code here, so that a check needs no drawing.
+"""
+
+import io
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sparsek.bench.engine.bench import TABLES, Record, Table
-from sparsek.bench.engine.records import case_of
-from sparsek.bench.engine.report import measured_peers, ordered
-from sparsek.bench.engine.tables import case_name
-from sparsek.bench.suites.attention import AttentionCase, length_name
-from sparsek.bench.suites.spmm import A_AT_B, SpmmCase
+from sparsek.bench.engine.bench import Record
+from sparsek.bench.figures import CUDNN, FLASH4, FLEX, OURS, PICTURES, Axis, Line, Panel, Picture
 from sparsek.core.errors import SparseKError
+from sparsek.plan.sources import ROOT, files_hash
 
 # Okabe and Ito's colours, told apart by readers who do not see red and green.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
-DENSE_COLOUR = "#444444"
-LONGEST_BAR = 4.0
-TALLEST = 20.0
+FONTS = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
+STAMP = re.compile(r"sparsek:([0-9a-f]{16})")
+# Points of a pixel: matplotlib draws 72 to the inch, and a picture has 100 pixels to the inch.
+PIXEL = 0.72
+TITLE, NAME, TICK = 16 * PIXEL, 14 * PIXEL, 13 * PIXEL
+RIGHT, BEHIND, TOP, BOTTOM = 54, 142, 64, 84
+
+
+@dataclass(frozen=True)
+class Theme:
+    """Colours of a page: text, lesser text, the grid, and what lines are drawn in."""
+
+    ink: str
+    faint: str
+    grid: str
+    ours: str
+    torch: str
+    flash: str
+    cudnn: str
+
+    def of(self, label: str) -> tuple[str, str, str]:
+        """Colour, marker and line style of a name."""
+        known = {
+            OURS: (self.ours, "o", "-"),
+            "torch.sparse": (self.torch, "s", "-"),
+            "torch": (self.torch, "s", "-"),
+            FLEX: (self.torch, "s", "-"),
+            FLASH4: (self.flash, "^", "-"),
+            CUDNN: (self.cudnn, "D", "-"),
+            "1/density": (self.faint, "", ":"),
+            "bool mask": (self.cudnn, "", "--"),
+        }
+        return known.get(label, (self.faint, "", "--"))
+
+
+THEMES = {
+    "light": Theme("#1f2328", "#59636e", "#d8dee4", "#0072B2", "#C75000", "#00805D", "#A6508A"),
+    "dark": Theme("#e6edf3", "#9aa4af", "#3a414a", "#56B4E9", "#F2994A", "#2FC79A", "#DB93BF"),
+}
 
 
 class MissingMatplotlibError(SparseKError):
@@ -37,176 +74,171 @@ def pyplot() -> Any:
     return pyplot
 
 
-def draw(found: Sequence[Record], folder: Path) -> list[Path]:
-    """Writes the charts that the records can fill into `folder` and returns their paths."""
-    rows = {
-        op: [record for record in ordered(found, table) if record["op"] == op] for op, table in TABLES.items()
+def code_hash() -> str:
+    """The digest of the code that draws; comments and layout do not count."""
+    return files_hash([Path(__file__)], ROOT)
+
+
+def stamps(found: Sequence[Record]) -> dict[str, str]:
+    """The stamp of every file that `draw` makes of these records, by its name."""
+    made = ((name, make(found)) for name, make in PICTURES.items())
+    return {
+        f"{name}-{theme}.svg": picture.digest(code_hash())
+        for name, picture in made
+        if picture is not None
+        for theme in THEMES
     }
-    if not any(rows.values()):
-        return []
-    folder.mkdir(parents=True, exist_ok=True)
-    plt = pyplot()
+
+
+def stamp_in(svg: str) -> str:
+    """The stamp of a drawn file; "" if it has none."""
+    found = STAMP.search(svg)
+    return found[1] if found else ""
+
+
+def draw(found: Sequence[Record], folder: Path) -> list[Path]:
+    """Writes every picture that the records can fill into `folder`, light and dark, and returns the paths."""
     drawn = []
-    plain = [record for record in rows["spmm"] if case_of(record).form == A_AT_B]
-    if plain:
-        drawn.append(_rates(plt, plain, folder / "spmm-rate.png"))
-    sweep = _sweep_of(rows["attention"])
-    if len(sweep) > 1:
-        drawn.append(_lengths(plt, sweep, folder / "attention-length.png"))
-    for op, table in TABLES.items():
-        if measured_peers(rows[op], table):
-            drawn.append(_ratios(plt, rows[op], table, folder / f"{op}-ratios.png"))
+    for name, make in PICTURES.items():
+        picture = make(found)
+        for theme in THEMES if picture is not None else ():
+            folder.mkdir(parents=True, exist_ok=True)
+            path = folder / f"{name}-{theme}.svg"
+            assert picture is not None
+            path.write_text(svg(picture, theme), encoding="utf-8")
+            drawn.append(path)
     return drawn
 
 
-def _rates(plt: Any, rows: Sequence[Record], path: Path) -> Path:
-    """Useful TFLOPS over density, a line per kernel and block, on the most measured shape; the dense rate."""
-    shapes = [_shape(record) for record in rows]
-    shape = statistics.mode(shapes)
-    chosen = [record for record in rows if _shape(record) == shape]
-    figure, axes = plt.subplots(figsize=(8, 4.8), layout="constrained")
-    lines: dict[tuple[str, str], list[tuple[float, float]]] = {}
-    for record in chosen:
-        case: SpmmCase = case_of(record)
-        if case.pattern == "uniform":
-            point = (case.density * 100, record["tflops"]["useful"])
-            lines.setdefault((record["kernel"], case.block_name), []).append(point)
-    kernels = sorted({kernel for kernel, _ in lines})
-    blocks = sorted({block for _, block in lines}, key=lambda text: (len(text), text), reverse=True)
-    for (kernel, block), points in lines.items():
-        points.sort()
+def pictures(found: Sequence[Record]) -> list[tuple[str, str]]:
+    """The question and the SVG text, for light pages, of each picture that the records can fill but the front one."""
+    made = (make(found) for name, make in PICTURES.items() if name != "front")
+    return [(picture.question, svg(picture, "light")) for picture in made if picture is not None]
+
+
+def svg(picture: Picture, theme: str) -> str:
+    """The text of a picture for "light" or "dark" pages."""
+    plt = pyplot()
+    width, height = picture.size
+    look, written = THEMES[theme], io.StringIO()
+    settings = {
+        "svg.hashsalt": "sparsek",
+        "svg.fonttype": "none",
+        "font.family": "DejaVu Sans",
+        "text.color": look.ink,
+        "axes.edgecolor": look.faint,
+        "axes.facecolor": "none",
+    }
+    with plt.rc_context(settings):
+        figure = plt.figure(figsize=(width / 100, height / 100), facecolor="none")
+        before = None
+        for panel, left, right in _places(picture):
+            shape = (left / width, BOTTOM / height, (right - left) / width, 1 - (BOTTOM + TOP) / height)
+            axes = figure.add_axes(shape)
+            _panel(axes, panel, look, right - left, height - BOTTOM - TOP)
+            axes.tick_params(labelleft=panel.y != before)
+            before = panel.y
+        figure.text(6 / width, 10 / height, picture.note, fontsize=12 * PIXEL, color=look.faint)
+        stamp = f"sparsek:{picture.digest(code_hash())}"
+        metadata = {"Date": None, "Creator": "sparsek", "Identifier": stamp, "Title": picture.question}
+        figure.savefig(written, format="svg", metadata=metadata)
+        plt.close(figure)
+    text = re.sub(r"'DejaVu Sans'(, [^;\"]*)?", FONTS, written.getvalue())
+    return re.sub(r'width="[\d.]+pt" height="[\d.]+pt"', f'width="{width}" height="{height}"', text, count=1)
+
+
+def _places(picture: Picture) -> list[tuple[Panel, float, float]]:
+    """Each panel with the pixels of its left and right edge: equal widths, and room for texts beside them."""
+    beside, before = [], None
+    for panel in picture.panels:
+        names = max((len(text) for _, text in _shown(panel.y)), default=0)
+        left = 12 if panel.y == before else 16 + (7.2 if panel.pairs else 8.2) * names
+        ends = RIGHT if any(line.end for line in panel.lines) else 24
+        beside.append((left, BEHIND if panel.labelled and not panel.pairs else ends))
+        before = panel.y
+    width = (picture.size[0] - sum(a + b for a, b in beside)) / len(beside)
+    places, at = [], 0.0
+    for panel, (left, right) in zip(picture.panels, beside, strict=True):
+        places.append((panel, at + left, at + left + width))
+        at += left + width + right
+    return places
+
+
+def _panel(axes: Any, panel: Panel, look: Theme, width: float, height: float) -> None:
+    _scale(axes.xaxis, axes.set_xscale, axes.set_xlim, panel.x, look)
+    _scale(axes.yaxis, axes.set_yscale, axes.set_ylim, panel.y, look)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.grid(axis="x" if panel.pairs else "y", color=look.grid, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.set_xlabel(panel.x.title, fontsize=TICK, color=look.faint, labelpad=4)
+    ours = next((line for line in panel.lines if line.label == OURS), None)
+    for line in panel.lines:
+        colour, marker, style = look.of(line.label)
+        weight = 2.4 if line is ours else 1.6
+        given = {"color": colour, "marker": marker or None, "markersize": 6 if line is ours else 4.5}
+        given |= {"linewidth": weight, "linestyle": "none" if panel.pairs else style}
+        axes.plot(*zip(*line.points, strict=True), **given, zorder=3 if line is ours else 2)
+    if panel.pairs:
+        _pairs(axes, panel, look)
+    else:
+        _names(axes, panel, look, height)
+    heads = [(panel.title, TITLE, look.ink, "bold", 38), (panel.y.title, TICK, look.faint, "normal", 18)]
+    left = -axes.get_position().x0 * axes.figure.get_figwidth() * 100 / width if panel.pairs else 0.0
+    for text, size, colour, weight, above in heads:
+        place = (left + (6 / width if panel.pairs else 0), 1 + above / height)
+        axes.text(*place, text, transform=axes.transAxes, fontsize=size, color=colour, weight=weight)
+
+
+def _scale(ticks: Any, set_scale: Any, set_limits: Any, of: Axis, look: Theme) -> None:
+    if of.log:
+        set_scale("log", base=2)
+    set_limits(*(reversed(of.limits) if of.falling else of.limits))
+    shown = _shown(of)
+    ticks.set_ticks([place for place, _ in shown], [text for _, text in shown])
+    ticks.set_tick_params(which="major", labelsize=TICK, labelcolor=look.faint, length=0, pad=5)
+    ticks.set_tick_params(which="minor", length=0)
+    ticks.set_minor_locator(ticks.get_major_locator())
+
+
+def _shown(of: Axis) -> list[tuple[float, str]]:
+    return [(place, text) for place, text in of.ticks if of.limits[0] <= place <= of.limits[1]]
+
+
+def _names(axes: Any, panel: Panel, look: Theme, height: float) -> None:
+    """Names and values of the lines behind their last points, moved apart where they would touch."""
+    apart = 18 / height
+    to_axes = axes.transData + axes.transAxes.inverted()
+    texts = (
+        (line, f"{line.label} {line.end}".strip() if panel.labelled else line.end) for line in panel.lines
+    )
+    ends = sorted((to_axes.transform(line.points[-1])[1], line.label, text) for line, text in texts if text)
+    places = [place for place, _, _ in ends]
+    for index in range(1, len(places)):
+        places[index] = max(places[index], places[index - 1] + apart)
+    for index in reversed(range(len(places))):
+        highest = places[index + 1] - apart if index + 1 < len(places) else 1.0
+        places[index] = min(places[index], highest)
+    for (_, label, text), place in zip(ends, places, strict=True):
+        weight = "bold" if label == OURS else "normal"
+        where = {"transform": axes.transAxes, "va": "center", "fontsize": NAME, "weight": weight}
+        axes.text(1.02, place, text, color=look.of(label)[0], **where)
+
+
+def _pairs(axes: Any, panel: Panel, look: Theme) -> None:
+    """A line between the two points of a row, and the names above the first row's."""
+    first, second = ({y: x for x, y in line.points} for line in panel.lines[:2])
+    for y in first:
         axes.plot(
-            *zip(*points, strict=True),
-            marker="os^D"[kernels.index(kernel) % 4],
-            color=COLOURS[blocks.index(block) % len(COLOURS)],
-            linestyle=("-", "--", ":", "-.")[kernels.index(kernel) % 4],
-            label=f"{kernel}, block {block}",
+            [first[y], second[y]], [y, y], color=look.grid, linewidth=3, zorder=1, solid_capstyle="round"
         )
-    for name in TABLES["spmm"].dense:
-        rates = [record["peers"][name]["tflops"] for record in chosen if name in record["peers"]]
-        if rates:
-            axes.axhline(statistics.median(rates), color=DENSE_COLOUR, linewidth=1)
-            title = f"{TABLES['spmm'].peers[name]} dense, all FLOPs"
-            axes.annotate(
-                title,
-                (0.01, statistics.median(rates)),
-                xycoords=("axes fraction", "data"),
-                ha="left",
-                va="bottom",
-            )
-    axes.set_xscale("log", base=2)
-    ticks = _readable(point[0] for points in lines.values() for point in points)
-    axes.set_xticks(ticks, [f"{tick:.3g} %" for tick in ticks])
-    axes.minorticks_off()
-    axes.set_ylim(0, 1.12 * axes.dataLim.ymax)
-    axes.set_xlabel("stored blocks")
-    axes.set_ylabel("useful TFLOPS")
-    axes.set_title(f"{TABLES['spmm'].title}, {shape[0]}, {chosen[0]['env']['gpu']}")
-    axes.grid(alpha=0.25)
-    axes.legend(fontsize=8, frameon=False)
-    return _saved(plt, figure, path)
+    _above(axes, panel.lines[:2], look)
 
 
-def _saved(plt: Any, figure: Any, path: Path) -> Path:
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
-    return path
-
-
-def _readable(places: Iterable[float]) -> list[float]:
-    """Tick places on a logarithmic axis: those with most points first, and none within a fifth of another."""
-    kept: list[float] = []
-    for place, _ in Counter(places).most_common():
-        if all(max(place, other) >= 1.2 * min(place, other) for other in kept):
-            kept.append(place)
-    return sorted(kept)
-
-
-def _shape(record: Record) -> tuple[str, str]:
-    case: SpmmCase = case_of(record)
-    return f"{case.shape_name} {case.dtype}", record["env"]["gpu"]
-
-
-def _sweep_of(rows: Sequence[Record]) -> list[Record]:
-    """The records that differ in length alone and are most, by length."""
-    groups: dict[Any, list[Record]] = {}
-    for record in rows:
-        case = AttentionCase.from_record(record["case"])
-        if case.q_len == case.kv_len:
-            alike = replace(case, q_len=1, kv_len=1)
-            groups.setdefault((alike, record["kernel"], record["env"]["gpu"]), []).append(record)
-    longest = max(groups.values(), key=len, default=[])
-    return sorted(longest, key=lambda record: record["case"]["q_len"])
-
-
-def _lengths(plt: Any, rows: Sequence[Record], path: Path) -> Path:
-    """Over the length: time, and memory beyond q, k, v and the output, of the kernel and of the dense peer.
-
-    Two computed lines for scale: the bytes of q, k, v and the output, and those of a bool mask of all pairs.
-    """
-    cases = [AttentionCase.from_record(record["case"]) for record in rows]
-    lengths = [case.q_len for case in cases]
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 4.2), layout="constrained")
-    measured = {rows[0]["kernel"]: list(zip(cases, rows, strict=True))}
-    for name in TABLES["attention"].dense:
-        found = [
-            (case, row["peers"][name]) for case, row in measured[rows[0]["kernel"]] if name in row["peers"]
-        ]
-        if found:
-            measured[TABLES["attention"].peers[name]] = found
-    for (title, found), colour in zip(
-        measured.items(), (COLOURS[0], DENSE_COLOUR, DENSE_COLOUR), strict=False
-    ):
-        style = {"color": colour, "marker": "o", "label": title}
-        left.plot([case.q_len for case, _ in found], [one["ms"]["median"] for _, one in found], **style)
-        beyond = [
-            (case.q_len, one["memory"] * case.operand_bytes / 1e6) for case, one in found if one["memory"]
-        ]
-        if beyond:
-            right.plot(*zip(*beyond, strict=True), **style)
-    right.plot(
-        lengths, [case.operand_bytes / 1e6 for case in cases], ":", color=COLOURS[2], label="q, k, v, output"
-    )
-    right.plot(
-        lengths, [length**2 / 1e6 for length in lengths], "--", color=COLOURS[1], label="bool mask, computed"
-    )
-    for axes, what in ((left, "ms"), (right, "MB beyond q, k, v and the output")):
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        axes.set_xticks(lengths, [length_name(length) for length in lengths], fontsize=8)
-        axes.minorticks_off()
-        axes.set_xlabel("queries and keys")
-        axes.set_ylabel(what)
-        axes.grid(alpha=0.25)
-        axes.legend(fontsize=8, frameon=False)
-    about = f"{cases[0].mask_text.words}, {cases[0].heads} heads, D {cases[0].dim}, {cases[0].dtype}"
-    figure.suptitle(f"attention, {about}, {rows[0]['env']['gpu']}", fontsize=10)
-    return _saved(plt, figure, path)
-
-
-def _ratios(plt: Any, rows: Sequence[Record], table: Table, path: Path) -> Path:
-    """One group of bars per record: the useful rate over each peer's, and the line of equal speed."""
-    rows = [record for record in rows if record["ratio"]]
-    peers = measured_peers(rows, table)
-    figure, axes = plt.subplots(
-        figsize=(8, 1.2 + min(0.28 * len(rows) * len(peers), TALLEST)), layout="constrained"
-    )
-    height = 0.8 / len(peers)
-    for index, name in enumerate(peers):
-        places = [place + index * height for place, record in enumerate(rows) if name in record["ratio"]]
-        values = [record["ratio"][name] for record in rows if name in record["ratio"]]
-        shown = [min(value, LONGEST_BAR) for value in values]
-        labels = [f"{value:.2f}" + (" →" if value > LONGEST_BAR else "") for value in values]
-        bars = axes.barh(
-            places, shown, height=height * 0.9, color=COLOURS[index], label=f"over {table.peers[name]}"
+def _above(axes: Any, lines: Sequence[Line], look: Theme) -> None:
+    smaller = min(lines, key=lambda line: line.points[0][0])
+    for line in lines:
+        side = "right" if line is smaller else "left"
+        offset = {"xytext": (0, 9), "textcoords": "offset points", "ha": side}
+        axes.annotate(
+            line.label, line.points[0], **offset, fontsize=NAME, weight="bold", color=look.of(line.label)[0]
         )
-        axes.bar_label(bars, labels, padding=2, fontsize=7)
-    names = [f"{case_name(record)}\n{record['kernel']}" for record in rows]
-    axes.set_yticks([place + 0.4 - height / 2 for place in range(len(rows))], names, fontsize=7)
-    axes.set_ylim(len(rows), -0.3)
-    axes.axvline(1, color=DENSE_COLOUR, linewidth=1)
-    axes.set_xlabel("useful rate over the peer's rate in the same rounds")
-    axes.set_title(f"{table.title}, {rows[0]['env']['gpu']}")
-    axes.legend(fontsize=8, frameon=False, loc="lower right")
-    axes.spines[["top", "right"]].set_visible(False)
-    return _saved(plt, figure, path)

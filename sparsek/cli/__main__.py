@@ -1,4 +1,4 @@
-"""`sparsek`: doctor, demo, advise, bench, report, tune. A command's module is loaded when the command runs."""
+"""`sparsek`: doctor, demo, advise, bench, tune. A command's module is loaded when the command runs."""
 
 from importlib import import_module
 from typing import Any
@@ -13,7 +13,6 @@ COMMANDS = {
     "attention.",
     "demo": "Runs attention under a mask beside torch's, then advise on the weights of MiniLM, and draws one matrix.",
     "advise": "Prunes weights to blocks and to 2:4, multiplies, checks, and says which format pays.",
-    "report": "Prints the tables of the newest records, and writes or checks the pages that show them.",
     "tune": "Measures configs of each kernel, each checked first, and keeps the winners in a table that plans consult.",
     "bench": "Measure, with a correctness gate before any time.",
 }

@@ -1,4 +1,4 @@
-"""What one eager call with a kept plan costs the host, by card: measured, and written here by `sparsek report --write`.
+"""What one eager call with a kept plan costs the host, by card: measured, and written here by `make readme`.
 
 A product that takes the device less waits for its host, unless a CUDA graph replays it.
 """

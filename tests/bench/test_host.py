@@ -162,9 +162,7 @@ def test_the_suite_has_every_row_of_the_issue_with_its_bars() -> None:
     assert sum(case.is_first for case in cases) == 8
 
 
-@pytest.mark.parametrize(
-    ("ratio", "verdict"), [(1.7, "missed"), (1.6, "met"), (1.1, "aim met"), (0.5, "aim met")]
-)
+@pytest.mark.parametrize(("ratio", "verdict"), [(1.7, "missed"), (1.6, "met"), (0.5, "met")])
 def test_a_bar_whose_aim_is_lower_is_a_limit(ratio: float, verdict: str) -> None:
     assert Bar("torch", 1.6, 1.1).verdict(ratio) == verdict
 
@@ -197,11 +195,13 @@ def test_the_table_shows_times_limits_and_verdicts(make_record: Callable[..., re
         case, "matrix.bsr", ms=ms | {"median": 700.0, "max": 800.0}, peers={}, ratio={}, **nulls
     )
     assert records.faults(cached) == records.faults(first) == []
+    missed = cached | {"ms": ms | {"median": 0.03202}}
+    assert "| 1.601 | 1.6, missed |" in report.markdown([missed], "host")
     lines = report.markdown([first, cached], "host").splitlines()
-    assert lines[0] == "| case | time | torch's time | over torch's | at most | aim |"
-    assert lines[2] == "| A @ B, 1024³ block 64 25 % bf16 | 30.0 us | 20.0 us | 1.50 | 1.6: met | 1.1 |"
+    assert lines[0] == "| case | time | torch's time | over torch's | target, at most |"
+    assert lines[2] == "| A @ B, 1024³ block 64 25 % | 30.0 us | 20.0 us | 1.50 | 1.6, met |"
     assert lines[3] == (
-        "| first call, empty caches: from_dense, 4096×4096 block 128 25 % bf16 | 0.7 s |  |  | 0.5 s: missed | 0.2 s |"
+        "| first call, empty caches: from_dense, 4096×4096 block 128 25 % | 0.7 s |  |  | 0.5 s, missed |"
     )
 
 
@@ -215,26 +215,6 @@ def test_one_figure_says_what_an_eager_call_costs(
     assert host_times.eager_seconds(H200) == host_times.table()[H200.name]["seconds"] > 0
     assert host_times.eager_seconds(CPU_CARD) == 0.0
     assert host_times.eager_seconds(replace(H200, name="NVIDIA H100")) == host_times.eager_seconds(H200)
-
-
-def test_the_report_writes_what_an_eager_call_costs(
-    make_record: Callable[..., records.Record], tmp_path: Path
-) -> None:
-    nulls = {"tflops": None, "gbps": None, "roofline": None}
-    ms = {"median": 0.0123, "min": 0.012, "max": 0.013, "rounds": 21}
-    peers = {"torch": {"ms": ms, "tflops": None}}
-    record = make_record(host.EAGER, ms=ms, peers=peers, ratio={"torch": 1.0}, **nulls)
-    file = tmp_path / HOST_FILE
-    file.parent.mkdir(parents=True)
-    file.write_text("{}")
-    assert report.stale(tmp_path, [record], ()) == [
-        f"{HOST_FILE} differs from the records, run `make readme`"
-    ]
-    assert report.write(tmp_path, [record], ()) == [file]
-    (told,) = json.loads(file.read_text()).items()
-    assert told == ("NVIDIA H200", {"seconds": 1.23e-5, "case": host.EAGER.name, "date": record["date"]})
-    assert report.stale(tmp_path, [record], ()) == []
-    assert host.host_table([make_record()]) == ""
 
 
 def test_no_other_figure_of_an_eager_call_stands_in_the_code() -> None:

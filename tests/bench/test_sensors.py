@@ -100,4 +100,4 @@ def test_a_page_says_at_what_power_and_clock_its_rows_were_measured(make_record:
         old | {"env": old["env"] | {"watts": 640.4, "sm_mhz": 1500.0}},
         old | {"case": half, "env": old["env"] | {"watts": 690.0, "sm_mhz": 1500.0}},
     ]
-    assert "rounds. Mean power 640 to 690 W, SM clock 1500 MHz. Useful" in report.markdown(found, "spmm")
+    assert "range. Mean power 640 to 690 W, SM clock 1500 MHz." in report.markdown(found, "spmm")

@@ -1,14 +1,12 @@
-"""`sparsek bench` and `sparsek report`: what they print, how they fail, what they write."""
+"""`sparsek bench`: what it prints, how it fails, what it writes."""
 
-import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from sparsek.bench.engine import records, report
-from sparsek.bench.engine.bench import TABLES
+from sparsek.bench.engine import records
 from sparsek.bench.engine.case import SuiteRow
 
 SMALL = ["--m", "64", "--k", "96", "--n", "32", "--block", "32", "--density", "0.5", "--dtype", "fp32"]
@@ -249,52 +247,6 @@ def test_bench_of_a_product_answers_bad_input_with_one_line(run, op: str, argume
     assert result.exit_code == 2
     assert said in result.stderr.replace("\n", " ")
     assert "Traceback" not in result.stderr
-
-
-@pytest.mark.parametrize(
-    ("op", "arguments", "row"),
-    [
-        ("spmm", [*QUICK], "| 64×96×32 block 32 50 % fp32 | cpu.spmm |"),
-        (
-            "attention",
-            [*ATTENTION, "--mask", "causal"],
-            "| 128 causal, block 64, 2:1 heads, D 32, fp32 | cpu.attention |",
-        ),
-        ("sddmm", [*PRODUCT, *FEW], "| 64×96×80 block 16 50 % fp32 | cpu.sddmm |"),
-    ],
-)
-def test_report_prints_writes_and_checks(
-    run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, op: str, arguments: Any, row: str
-) -> None:
-    monkeypatch.setenv("COLUMNS", "300")
-    out = tmp_path / f"{op}.jsonl"
-    run("bench", op, *arguments, "--peers", "none", "--out", out)
-    (tmp_path / "docs").mkdir()
-    pages: dict[str, str] = {}
-    for page, name in report.pages():
-        pages[page] = pages.get(page, "# Page\n") + f"\n<!-- records:{name} -->\n<!-- /records -->\n"
-    for page, text in pages.items():
-        (tmp_path / page).write_text(text)
-    assert row.split("|")[2].strip() in run("report", "--records", out).output
-    assert run("report", "--records", out, "--root", tmp_path, "--check").exit_code == 1
-    assert run("report", "--records", out, "--root", tmp_path, "--write").exit_code == 0
-    assert row in (tmp_path / "docs" / f"{op}.md").read_text()
-    assert (tmp_path / "README.md").read_text().count("No records yet") == len(TABLES) - 1
-    assert run("report", "--records", out, "--root", tmp_path, "--check").exit_code == 0
-
-
-def test_report_names_a_page_that_is_not_there(run, tmp_path: Path) -> None:
-    result = run("report", "--root", tmp_path, "--records", tmp_path, "--write")
-    assert result.exit_code == 2
-    assert "README.md: cannot be read" in result.stderr
-
-
-def test_report_names_the_line_of_a_bad_record(run, tmp_path: Path) -> None:
-    path = tmp_path / "spmm.jsonl"
-    path.write_text(json.dumps({"op": "spmm"}) + "\n")
-    result = run("report", "--records", path)
-    assert result.exit_code == 2
-    assert "spmm.jsonl:1: field case is missing" in result.stderr
 
 
 def test_bench_attention_prints_a_table_and_appends_records(run, tmp_path: Path) -> None:

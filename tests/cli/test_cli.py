@@ -43,7 +43,7 @@ def test_the_commands_are_those_that_work(run) -> None:
     shown = run("--help").output
     listed = re.findall(r"^[ │|]*(\w+)  +\w", shown, re.MULTILINE)
     named = {"doctor", "demo", "advise", "bench", "report", "tune", "profile"}
-    assert named.intersection(listed) == {"doctor", "demo", "advise", "bench", "report", "tune"}
+    assert named.intersection(listed) == {"doctor", "demo", "advise", "bench", "tune"}
 
 
 def test_advise_predicts_for_a_named_card_and_says_so(run, model: Path) -> None:

@@ -32,7 +32,7 @@ BENCHES = (
     "spmm",
 )
 PAGES = [
-    [], ["doctor"], ["demo"], ["advise"], ["report"], ["tune"], ["bench"],
+    [], ["doctor"], ["demo"], ["advise"], ["tune"], ["bench"],
     *(["bench", name] for name in BENCHES),
 ]  # fmt: skip
 SMALL_BENCH = ["bench", "spmm", "--m", "64", "--k", "64", "--n", "16", "--block", "16", "--dtype", "fp32",
@@ -60,7 +60,6 @@ def call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 COMMANDS = {
     "doctor": ["doctor"],
     "advise": ["advise", "{folder}/m.safetensors", "--block", "16", "--tokens", "8", "--device", "h200"],
-    "report": ["report", "--records", "benchmarks/results"],
     "bench": SMALL_BENCH,
     "tune": ["tune", "--show"],
     "version": ["--version"],
@@ -76,7 +75,7 @@ def figures(text: str) -> set[str]:
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_prints_all_of_its_text_at_any_width(call, name: str, charset: str) -> None:
     shown = {}
-    widths = [0, 40] if name in ("doctor", "bench") else [0, 40, 200] if name == "report" else WIDTHS
+    widths = [0, 40] if name in ("doctor", "bench") else WIDTHS
     for width in widths:
         result = call(COMMANDS[name], width, charset)
         assert result.exit_code == 0, result.output
@@ -87,7 +86,7 @@ def test_every_command_prints_all_of_its_text_at_any_width(call, name: str, char
         if name not in ("tune",):  # a path is not broken, so that it can be copied
             longest = max(map(len, result.stdout.splitlines()))
             assert longest <= (max(width, NARROWEST) if width else PIPE_WIDTH)
-    if name in ("report", "advise"):
+    if name == "advise":
         wide = figures(shown[200]) - figures(torch.__version__)
         joined = "".join(shown[40].split())
         assert wide
@@ -204,7 +203,7 @@ def sparsek(arguments: list[str], stdout: int) -> tuple[int, str]:
     return done.returncode, done.stderr
 
 
-ENDINGS = [["--help"], ["report"], ["bench", "all", "--list"]]
+ENDINGS = [["--help"], ["bench", "all", "--list"]]
 
 
 @pytest.mark.parametrize("arguments", ENDINGS, ids=" ".join)

@@ -9,7 +9,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from sparsek.bench.engine import records, report
+from scripts import report
+from sparsek.bench.engine import records
 from tests.house.tools import need
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,7 +38,7 @@ def examples(page: Path) -> list[Example]:
     ]
 
 
-def test_the_tables_of_the_pages_are_what_the_records_give() -> None:
+def test_tables_and_pictures_are_what_the_records_give() -> None:
     found = records.read(RESULTS) if RESULTS.is_dir() else []
     assert report.stale(ROOT, found) == []
 

@@ -19,26 +19,31 @@ KERNELS = "Kernels by name; auto is the planner's choice."
 
 @dataclass(frozen=True)
 class Column:
-    """A heading, and what stands below it for one record."""
+    """A heading, and what stands below it for one record; `text` is aligned on the left."""
 
     heading: str
     cell: Callable[[Record], str]
+    text: bool = False
 
 
 @dataclass(frozen=True)
 class Table:
     """The table of one operation: a row for each of its device times, in the order of `suite`, then of cases.
 
-    `note` says what the numbers mean. `pages`: where the table stands. `headings`: of peers by their names in records,
-    the titles of the benchmark's peers unless given; `dense` names the dense ones. `shown`: columns of its own that a
-    screen shows beside the usual ones. `ratios`: a column for each peer with the ratio of rates.
+    `columns` and a ratio for each peer of `beside`, by their names in records, stand on the page. `note`: what the
+    numbers mean. `usual`: words of cases that rows leave out; they name a kernel unless it is one of `kernels`, and
+    none if that is None. `headings`: of peers, their titles
+    unless given; `dense` names the dense ones. `shown`: columns of its own that a screen shows beside the usual ones
+    and, with `ratios`, those of every peer.
     """
 
     op: str
     title: str
     columns: tuple[Column, ...]
     note: str
-    pages: tuple[str, ...]
+    beside: tuple[str, ...] = ()
+    usual: tuple[str, ...] = ()
+    kernels: tuple[str, ...] | None = None
     headings: Mapping[str, str] = field(default_factory=dict)
     dense: tuple[str, ...] = ("cublas", "torch_dense")
     shown: tuple[Column, ...] = ()

@@ -166,11 +166,9 @@ class Bar:
     aim: float
 
     def verdict(self, ratio: float) -> str:
-        """ "missed", "met" or "aim met"."""
+        """ "met" or "missed"."""
         sign = 1 if self.aim >= self.must else -1
-        if sign * ratio < sign * self.must:
-            return "missed"
-        return "aim met" if sign * ratio >= sign * self.aim else "met"
+        return "met" if sign * ratio >= sign * self.must else "missed"
 
 
 def suite_named(suites: Mapping[str, Made], name: str, what: str = "suite") -> Made:

@@ -10,13 +10,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from sparsek.bench.engine.bench import Bench, Column, Record, Table
+from sparsek.bench.engine.bench import Bench, Record, Table
 from sparsek.bench.engine.case import Case, Operands, Schema, SuiteRow, check_case
 from sparsek.bench.engine.data import random_dense, sets_of
 from sparsek.bench.engine.memory import peak_bytes
 from sparsek.bench.engine.names import block_name
 from sparsek.bench.engine.options import DTYPE, Option, parse_block
-from sparsek.bench.engine.tables import CASE, KERNEL, MS, ROOF, SPEEDUP, USEFUL, case_name, mark, number
+from sparsek.bench.engine.tables import CASE, MS, RATE, SPEEDUP, mark, short_name
 from sparsek.bench.suites import attention_run
 from sparsek.bench.suites.attention_masks import MASK_FORMS, Geometry, MaskText, parse_mask
 from sparsek.core import dtypes
@@ -319,14 +319,14 @@ BY_DENSITY: tuple[SuiteRow, ...] = _entries(
 
 
 def _mask_built(record: Record) -> str:
-    return f"A mask, built and ready: {record['ms']['median']:.3f} ms ({case_name(record)}{mark(record)})."
+    return f"A mask, built and ready: {record['ms']['median']:.3f} ms ({short_name(record)}{mark(record)})."
 
 
 def _new_mask(record: Record) -> str:
     ms, alone = record["ms"]["median"], record["peers"][attention_run.ALONE]["ms"]["median"]
     return (
         f"Mask build, plan and kernel, a new mask every call: {ms:.3f} ms, {ms / alone:.2f} times the kernel alone "
-        f"({case_name(record)}{mark(record)}, {record['kernel']})."
+        f"({short_name(record)}{mark(record)})."
     )
 
 
@@ -343,21 +343,21 @@ SCHEMAS: Mapping[str, Schema] = {
     ),
 }
 SMALL = "--seq 1K --heads 2 --dim 64 --dtype fp32"
-MEMORY = Column("extra memory", number("memory", lambda share: f"{share * 100:.3g} %"))
+USUAL = ("block 128", "16 heads", "D 128", "bf16")
+BESIDE = ("fa4", "flex", "cudnn_bsa")
 TABLE = Table(
     op="attention",
     title="attention",
     dense=("cudnn", "sdpa"),
-    columns=(CASE, KERNEL, MS, SPEEDUP, USEFUL, ROOF, MEMORY),
+    columns=(CASE, MS, SPEEDUP, RATE),
     note=(
-        "Useful TFLOPS count the pairs that the mask admits, the roofline whole blocks. A ratio is this library's "
-        "useful rate over the peer's rate in the same rounds; dense peers run causal where the mask is, else every "
-        "pair, and count these. FlashAttention-4 runs on its own layout, FlexAttention with its default options, "
-        "in blocks of 64 with tiles of 64. "
-        "Extra memory is what a call that builds its mask, plans and runs takes at most beyond q, k, v and the output, "
-        "over the bytes of these."
+        "Useful TFLOPS count the pairs that the mask admits, the roofline whole blocks. Dense is cuDNN: causal where "
+        "the mask is causal, else with every pair. Over a peer: its time over SparseK's. FlashAttention-4 runs on its "
+        "own layout; FlexAttention with its default options, for blocks of 64 with tiles of 64."
     ),
-    pages=("README.md", "docs/attention.md"),
+    beside=BESIDE,
+    usual=USUAL,
+    kernels=HOPPER,
 )
 BENCH = Bench(
     "attention",

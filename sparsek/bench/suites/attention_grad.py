@@ -17,8 +17,16 @@ from sparsek.bench.engine.data import random_dense
 from sparsek.bench.engine.memory import peak_bytes
 from sparsek.bench.engine.options import Option, by_measure
 from sparsek.bench.engine.several import Several, worst
-from sparsek.bench.engine.tables import CASE, KERNEL, MS, ROOF, SPEEDUP, USEFUL, USEFUL_NOTE, number
-from sparsek.bench.suites.attention import EIGHTH, MEMORY, SMALL, AttentionCase, AttentionOperands, sampled
+from sparsek.bench.engine.tables import CASE, MS, RATE, SPEEDUP, number
+from sparsek.bench.suites.attention import (
+    BESIDE,
+    EIGHTH,
+    SMALL,
+    USUAL,
+    AttentionCase,
+    AttentionOperands,
+    sampled,
+)
 from sparsek.bench.suites.attention import OPTIONS as ATTENTION_OPTIONS
 from sparsek.mask.mask import BlockLists, BlockMask, Sizes
 from sparsek.ops.attention import attention, plan_attention, plan_attention_backward
@@ -337,27 +345,29 @@ BACKWARD_TABLE = Table(
     op="attention_backward",
     title="gradients of attention",
     dense=("cudnn", "sdpa"),
-    columns=(CASE, KERNEL, MS, SPEEDUP, USEFUL, ROOF, MEMORY),
+    columns=(CASE, MS, SPEEDUP, RATE),
     note=(
-        "dq, dk and dv, where out and lse are there. Useful TFLOPS count the pairs that the mask admits, five products "
-        "each, 2.5 times the forward pass; the roofline whole blocks. A ratio is this library's useful rate over "
-        "the peer's rate in the same rounds; dense peers run causal where the mask is, else every pair, and count "
-        "these. Peers run as they come, FlashAttention-4 and cuDNN with atomics; this library gives the same bits "
-        "every time unless a row says that it is not deterministic. Extra memory is what a call that builds its mask, "
-        "plans and runs takes at most beyond dq, dk and dv, over the bytes of q, k, v and the output."
+        "dq, dk and dv, from out and lse. Useful TFLOPS count the pairs that the mask admits, five products "
+        "each, 2.5 times the forward pass; the roofline whole blocks. Dense is cuDNN: causal where the mask is causal, "
+        "else with every pair. Over a peer: its time over SparseK's. FlashAttention-4 and cuDNN use atomics; SparseK "
+        "gives the same bits every time, except in rows that are not deterministic."
     ),
-    pages=("README.md", "docs/attention-backward.md"),
+    beside=BESIDE,
+    usual=USUAL,
+    kernels=("hopper.attention_bwd",),
 )
 TRAIN_TABLE = Table(
     op="attention_train",
     title="training step of attention",
     dense=("cudnn", "sdpa"),
-    columns=(CASE, KERNEL, MS, PER_TOKEN, SPEEDUP, USEFUL, ROOF, PEAK),
+    columns=(CASE, MS, SPEEDUP, RATE, PEAK),
     note=(
-        f"{USEFUL_NOTE} A step is attention and the gradients of q, k and v, by autograd. Peak memory is the most that "
-        "a step, the first on its mask, holds at once, q, k, v and the gradient of the output included."
+        "A step is attention and the gradients of q, k and v, by autograd. Useful TFLOPS count the pairs that the mask "
+        "admits, the roofline whole blocks. Dense is cuDNN, causal. Over a peer: its time over SparseK's. Peak memory "
+        "is the most that the first step on a mask allocates, with q, k, v and the gradient of the output."
     ),
-    pages=("README.md", "docs/attention-backward.md"),
+    beside=("fa4", "flex"),
+    usual=("block 128", "D 128", "bf16"),
     shown=(PER_TOKEN, PEAK),
 )
 BENCH = Bench(

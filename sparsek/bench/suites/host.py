@@ -24,7 +24,7 @@ from sparsek.bench.engine.options import BLOCK, DENSITY, DTYPE, Option
 from sparsek.bench.engine.run import GateError, Outcome, beside, facts, in_order, passed
 from sparsek.bench.engine.sensors import Sensors
 from sparsek.bench.engine.several import Named
-from sparsek.bench.engine.tables import CASE, case_name, mark
+from sparsek.bench.engine.tables import CASE, case_name, judged
 from sparsek.bench.engine.wall import wall_rounds
 from sparsek.bench.suites.host_calls import CALLS, STORAGES, HostCall
 from sparsek.core import env
@@ -290,7 +290,7 @@ def _spell(milliseconds: float, case: HostCase) -> str:
 
 
 def _host_time(record: Record) -> str:
-    return _spell(record["ms"]["median"], records.case_of(record)) + mark(record)
+    return _spell(record["ms"]["median"], records.case_of(record))
 
 
 def _torch_time(record: Record) -> str:
@@ -307,20 +307,17 @@ def _limited(record: Record) -> float | None:
 
 
 def _over_torch(record: Record) -> str:
-    found = _limited(record)
-    return "" if found is None or records.case_of(record).is_first else f"{found:.2f}"
+    case, found = records.case_of(record), _limited(record)
+    if found is None or case.is_first:
+        return ""
+    return f"{found:.2f}" if case.bar is None else judged(case.bar, found)[1]
 
 
 def _at_most(record: Record) -> str:
     case, found = records.case_of(record), _limited(record)
     if case.bar is None or found is None:
         return ""
-    return f"{case.bar.must:g}{' s' if case.is_first else ''}: {case.bar.verdict(found)}"
-
-
-def _aim(record: Record) -> str:
-    case = records.case_of(record)
-    return "" if case.bar is None else f"{case.bar.aim:g}{' s' if case.is_first else ''}"
+    return f"{case.bar.must:g}{' s' if case.is_first else ''}, {case.bar.verdict(found)}"
 
 
 SMALL = (1024, 1024, 1024)
@@ -389,23 +386,22 @@ COLUMNS = (
     Column("time", _host_time),
     Column("torch's time", _torch_time),
     Column("over torch's", _over_torch),
-    Column("at most", _at_most),
+    Column("target, at most", _at_most),
 )
 TABLE = Table(
     op="host",
     title="host time",
     headings={TORCH: "torch"},
     dense=(TORCH,),
-    columns=(CASE, *COLUMNS, Column("aim", _aim)),
+    columns=(CASE, *COLUMNS),
     note=(
-        "Time on the clock on the wall, of calls as users write them, whose plans are kept: how long the host is busy "
-        "with one, of so few in a row that none waits for the GPU; of a layer how long one of twenty takes, until the "
-        "GPU is idle. torch multiplies the dense matrix in the same type, in FP8's rows bf16, with the same bias and "
-        "activation, in the same rounds. A first call is the first of a new process, after the import, from an idle "
-        "GPU to an idle GPU; empty caches hold no compiled kernel of Triton's or this library's. 'At most' and 'aim' "
-        "are limits of the time over torch's, or of seconds."
+        "Wall time of cached eager calls: how long one call keeps the host busy, or, for `layer`, one of twenty calls "
+        "until the GPU is idle. torch runs the dense counterpart with the same bias and activation, FP8 rows in bf16, "
+        "in the same rounds. A first call is the first of a new process, after the import, from an idle GPU to an idle "
+        "GPU; empty caches hold no compiled kernel of Triton or SparseK. A target limits the time over torch's, or "
+        "seconds."
     ),
-    pages=("README.md", "docs/host.md"),
+    usual=("bf16",),
     shown=COLUMNS,
     ratios=False,
 )

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sparsek.bench.engine.bench import Bench, Table
+from sparsek.bench.engine.bench import Bench, Column, Table
 from sparsek.bench.engine.case import Case, Operands, Schema, SuiteRow, check_case, check_choice
 from sparsek.bench.engine.data import random_dense, random_weight, revalued, sets_of
 from sparsek.bench.engine.names import block_name, stored_name
 from sparsek.bench.engine.options import BLOCK, DENSITY, DTYPE, Option, by_measure
 from sparsek.bench.engine.several import Several, worst
-from sparsek.bench.engine.tables import CASE, GBPS, KERNEL, MS, ROOF, SPEEDUP, USEFUL, USEFUL_NOTE
+from sparsek.bench.engine.tables import CASE, GBPS, MS, ROOF, SPEEDUP, USEFUL, faster_than
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.matrix.bsr import BSR
@@ -296,29 +296,31 @@ OPTIONS: tuple[Option, ...] = (
     DTYPE,
 )
 
+COMPILED = Column("over dense, compiled", faster_than("torch_dense_compiled"))
 TRAIN_TABLE = Table(
     op="mlp_train",
     dense=("torch_dense",),
     title="training step of an MLP",
-    columns=(CASE, KERNEL, MS, SPEEDUP, USEFUL, ROOF),
+    columns=(CASE, MS, SPEEDUP, COMPILED, USEFUL, ROOF),
     note=(
-        f"{USEFUL_NOTE} A step is the forward and the gradients of x and of both weights, without an optimizer. The "
-        "roofline is the sum of those of its six products."
+        "Useful TFLOPS count stored blocks only. A step is the forward pass and the gradients of x and of both "
+        "weights, without an optimizer. Dense is the same MLP in torch, eager or compiled. The roofline is the sum of "
+        "those of its six products."
     ),
-    pages=("README.md", "docs/linear.md"),
+    usual=("bf16",),
     shown=(SPEEDUP,),
 )
 DECODE_TABLE = Table(
     op="mlp_decode",
     dense=("torch_dense",),
     title="decoding through an MLP",
-    columns=(CASE, KERNEL, MS, SPEEDUP, GBPS, ROOF),
+    columns=(CASE, MS, SPEEDUP, COMPILED, GBPS, ROOF),
     note=(
-        f"{USEFUL_NOTE} One CUDA graph holds as many layers one after another as exceed the cache several times, each "
-        "with weights of its own; the time is that of the replay over their number, for the peers too. The roofline is "
-        "the sum of those of the two products."
+        "One CUDA graph holds enough MLPs, each with weights of its own, to exceed the L2 cache several times. The "
+        "time is that of a replay divided by their number, for the dense MLP in torch too. The roofline is the sum of "
+        "those of the two products."
     ),
-    pages=("README.md", "docs/linear.md"),
+    usual=("bf16",),
     shown=(SPEEDUP,),
 )
 BENCH = Bench(

@@ -297,13 +297,14 @@ TABLE = Table(
     dense=("dense",),
     columns=(CASE, MS, *NEAR_COLUMNS),
     note=(
-        "For every layer each option of `choose_format` is checked and timed in the same rounds: dense, 2:4, and BSR "
-        "and BSR24 in blocks of 64 and 128 with the given share of blocks, in FP8 too where kernels are. The time is "
-        "that of the choice by predictions alone; as `choose_format` does on a GPU, another choice is made by short "
-        "rounds of its own, timed before. Times are sums over all layers, and ratios those of the sums; 'within 5 %' "
-        "counts layers whose choice takes at most 1.05 times as long as the fastest option."
+        "For every layer, each format of `choose_format` is checked and timed in the same rounds: dense, 2:4, and BSR "
+        "and BSR24 in blocks of 64 and 128 with the given share of blocks. The time is that of the formats chosen by "
+        "prediction, summed over all layers. By its own rounds: `choose_format` on a GPU, which times the formats "
+        "briefly. 'Within 5 %' counts layers whose format takes at most 1.05 times as long as the fastest. Over dense "
+        "and over 2:4: the sum of their times over SparseK's."
     ),
-    pages=("README.md", "docs/planner.md"),
+    beside=("dense", "2:4"),
+    usual=("bf16",),
     shown=NEAR_COLUMNS,
 )
 BENCH = Bench(

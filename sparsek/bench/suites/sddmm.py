@@ -11,7 +11,7 @@ from sparsek.bench.engine.bench import Bench, Table
 from sparsek.bench.engine.case import Operands, Schema, SuiteRow
 from sparsek.bench.engine.data import random_dense, sets_of
 from sparsek.bench.engine.options import BLOCK, DENSITY, DTYPE
-from sparsek.bench.engine.tables import CASE, KERNEL, MS, ROOF, SPEEDUP, USEFUL, USEFUL_NOTE
+from sparsek.bench.engine.tables import CASE, MS, ROOF, SPEEDUP, USEFUL, USEFUL_NOTE
 from sparsek.bench.suites.product import PATTERN, BlocksCase, sides
 from sparsek.core import dtypes
 from sparsek.matrix.bsr import BSR
@@ -90,11 +90,14 @@ OPTIONS = (*sides("Rows of X", "Columns of X", "Columns of Y"), BLOCK, DENSITY, 
 TABLE = Table(
     op="sddmm",
     title="SDDMM",
-    columns=(CASE, KERNEL, MS, SPEEDUP, USEFUL, ROOF),
+    columns=(CASE, MS, SPEEDUP, USEFUL, ROOF),
     note=(
-        f"{USEFUL_NOTE} torch.sparse is the kernel of its BSR sampled_addmm with the best tile of K, stages and warps."
+        f"{USEFUL_NOTE} Dense is cuBLAS. torch.sparse is the kernel of its BSR sampled_addmm with the best tile of K, "
+        "stages and warps."
     ),
-    pages=("README.md", "docs/sddmm.md"),
+    beside=("torch_sparse",),
+    usual=("bf16",),
+    kernels=("hopper.sddmm",),
 )
 BENCH = Bench(
     "sddmm",

@@ -13,7 +13,7 @@ from sparsek.bench.engine.case import Operands, Schema, SuiteRow, check_case, ch
 from sparsek.bench.engine.data import random_dense, revalued, sets_of
 from sparsek.bench.engine.names import block_name, stored_name
 from sparsek.bench.engine.options import DTYPE, Option, parse_block
-from sparsek.bench.engine.tables import CASE, KERNEL, MS, ROOF, SPEEDUP, USEFUL
+from sparsek.bench.engine.tables import CASE, MS, ROOF, SPEEDUP, USEFUL
 from sparsek.bench.engine.wall import wall_rounds
 from sparsek.bench.suites.product import SidesCase, sides
 from sparsek.core import dtypes
@@ -225,21 +225,21 @@ def _symbolic(name: str) -> Callable[[Record], str]:
     return cell
 
 
-SYMBOLIC = Column("symbolic ms (of a first call)", _symbolic("symbolic"))
-SYMBOLIC_GPU = Column("of it on the GPU (of the call's)", _symbolic("symbolic_gpu"))
+SYMBOLIC = Column("symbolic phase, ms (of a first call)", _symbolic("symbolic"))
+SYMBOLIC_GPU = Column("on the GPU, ms (of that call)", _symbolic("symbolic_gpu"))
 TABLE = Table(
     op="spgemm",
     title="BSR x BSR",
-    columns=(CASE, KERNEL, MS, SPEEDUP, USEFUL, ROOF, SYMBOLIC, SYMBOLIC_GPU),
+    columns=(CASE, MS, SPEEDUP, USEFUL, ROOF, SYMBOLIC, SYMBOLIC_GPU),
     note=(
-        "Of both matrices the given share of blocks is stored: as many in every block row of A and in every block "
-        "column of B. Useful TFLOPS count pairs of stored blocks that meet. A ratio is this library's useful rate over "
-        "the peer's rate in the same rounds: useful FLOPs for sparse peers, dense FLOPs on dense random data for dense "
-        "ones. The symbolic phase finds out which blocks meet and deals them out, timed on the wall from an idle GPU "
-        "to an idle GPU; its share is that of a call on patterns seen for the first time, which also plans and "
-        "multiplies. On the GPU: the kernels and copies alone, and their share of those of the call."
+        "A and B store the given share of their blocks, the same number in every block row of A and in every block "
+        "column of B. Useful TFLOPS count pairs of stored blocks that meet; dense is cuBLAS. The symbolic phase finds "
+        "these pairs and schedules them. Its time is wall time from an idle GPU to an idle GPU, and its share is of "
+        "the first call on two patterns, which also plans and multiplies. On the GPU: its kernels and copies alone, "
+        "and their share of the GPU time of that call."
     ),
-    pages=("README.md", "docs/spgemm.md"),
+    usual=("bf16",),
+    kernels=("hopper.spgemm",),
     shown=(SYMBOLIC, SYMBOLIC_GPU),
 )
 BENCH = Bench(

@@ -11,11 +11,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from sparsek.bench.engine.bench import Column, Record, Table
+from sparsek.bench.engine.bench import Column, Table
 from sparsek.bench.engine.case import SuiteRow, check_case
 from sparsek.bench.engine.data import random_dense, random_weight, sets_of
 from sparsek.bench.engine.names import block_name
-from sparsek.bench.engine.tables import CASE, KERNEL, MS, ROOF, SPEEDUP, useful
+from sparsek.bench.engine.tables import CASE, MS, ROOF, SPEEDUP, useful
 from sparsek.bench.suites.product import LINEAR, ProductOperands, SidesCase, check_24_sides
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput, Unsupported
@@ -140,31 +140,16 @@ STORY: tuple[SuiteRow, ...] = tuple(
 )
 
 
-def _ms_of(peer: str) -> Callable[[Record], str]:
-    def cell(record: Record) -> str:
-        return f"{record['peers'][peer]['ms']['median']:.3f}" if peer in record["peers"] else ""
-
-    return cell
-
-
 TABLE = Table(
     op="story",
     title="equal stored values",
-    columns=(
-        CASE,
-        KERNEL,
-        MS,
-        Column("cuBLAS ms", _ms_of("cublas")),
-        Column("cuSPARSELt ms", _ms_of("cusparselt")),
-        SPEEDUP,
-        Column("TFLOPS of stored values", useful),
-        ROOF,
-    ),
+    columns=(CASE, MS, SPEEDUP, Column("TFLOPS of stored values", useful), ROOF),
     note=(
-        "x @ W.T where the given share of W's values is stored: hopper.semi24 two of every four neighbours; "
-        "hopper.bsr24 twice that share of the blocks of 128, each 2:4; hopper.spmm that share of the blocks, whole. "
-        "All of a case and its peers in the same rounds, cuBLAS on dense random data. A ratio compares rates of stored "
-        "values, of cuBLAS of all values."
+        "x @ W.T where W stores the given share of its values: hopper.semi24 stores two of every four neighbours, "
+        "hopper.bsr24 twice that share of the blocks of 128, each 2:4, and hopper.spmm that share of the blocks, "
+        "whole. Dense is cuBLAS."
     ),
-    pages=("README.md", "docs/two-four.md"),
+    beside=("cusparselt",),
+    usual=("bf16",),
+    kernels=(),
 )
