@@ -166,8 +166,7 @@ def _gather(tiles: Tensor, which: Tensor) -> Tensor:
 
 
 def _steps(pattern: BlockPattern, lines: int, step_bytes: int) -> Iterator[Step]:
-    """Blocks of many short block rows, with their rows of X, or blocks of one. `lines`: lines of K that fit a step.
-    """
+    """Blocks of many short block rows, with their rows of X, or blocks of one. `lines`: lines of K that fit a step."""
     bm, bn = pattern.block
     rows, columns = pattern.block_rows.long(), pattern.indices.long()
     ends = pattern.host.indptr.tolist()

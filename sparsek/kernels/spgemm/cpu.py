@@ -129,8 +129,7 @@ def _below(b: BSR, step: Step) -> Tensor:
 
 
 def _region(out: Tensor, step: Step, pattern: BlockPattern) -> Tensor:
-    """A view of a dense C as blocks [rows, columns, height, width]: the whole ones, or those ragged like the step's.
-    """
+    """A view of a dense C as blocks [rows, columns, height, width]: the whole ones, or those ragged like the step's."""
     (m, n), (bm, bn) = pattern.shape, pattern.block
     down = slice(0, m // bm * bm) if step.height == bm else slice(m // bm * bm, m)
     along = slice(0, n // bn * bn) if step.width == bn else slice(n // bn * bn, n)

@@ -114,8 +114,7 @@ class HopperSpgemm:
         return Work(tiles, ctas)
 
     def place(self, work: Work, a: BSR, b: BSR, matches: Matches) -> None:
-        """Looks up once where the blocks of transposed views are stored. Part of planning, never of a captured call.
-        """
+        """Looks up once where the blocks of transposed views are stored. Part of planning, never of a captured call."""
         for side, matrix, listed in (("a", a, matches.left), ("b", b, matches.right)):
             if matrix.order is not None:
                 work.placed[side] = (matrix.order, matrix.order[listed.long()])
