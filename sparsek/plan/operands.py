@@ -315,8 +315,8 @@ def autocasts(x: Tensor) -> bool:
 
 
 def allows_tf32(dtype: torch.dtype) -> bool:
-    """Whether torch may multiply these as TF32. Reads the older settings, because reading newer ones after them
-    raises.
+    """Whether torch may multiply these as TF32. Reads the newer setting: it follows the older ones, whose getters raise
+    once the newer one was set.
     """
     return dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
 

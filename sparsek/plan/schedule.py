@@ -195,7 +195,7 @@ def balance(units: Walk, n: int, tile_cols: int, workers: int, tile_cost: float 
 
 
 def _groups(units: int, column_tiles: int, workers: int) -> list[int]:
-    """Widths of column groups to try: powers of two from the narrowest that gives every CTA a tile, then all columns."""
+    """Widths of column groups to try: powers of two from the narrowest with a tile per CTA, then all columns."""
     width = 1
     while width * units < workers * 0.9:
         width *= 2

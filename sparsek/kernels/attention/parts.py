@@ -77,7 +77,7 @@ def share(partial, full, begin, end, before):
 
 
 def longest_part(visited: int, block: tuple[int, int], sm_count: int) -> int:
-    """The most blocks per program: a quarter more than an SM's share, but enough that adding parts does not dominate."""
+    """The most blocks per program: a quarter over an SM's share, but enough that adding parts does not dominate."""
     least = SHORTEST_PART * 128 * 128 // (block[0] * block[1])
     return max(least, -(-5 * visited // (4 * sm_count)))
 

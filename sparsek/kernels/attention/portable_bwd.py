@@ -160,7 +160,7 @@ def _put(
     x, scale, out, sums, slot, first, limit, row_stride, col_stride,
     ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Stores scale * x as the rows of `out` from `first` on; for a part, stores x as float32 into its slot in `sums`."""
+    """Stores scale * x as the rows of `out` from `first` on; for a part, x as float32 into its slot in `sums`."""
     row = tl.arange(0, ROWS)
     col = tl.arange(0, triton.next_power_of_2(COLS))
     live = (row < limit - first)[:, None] & (col < COLS)[None, :]
