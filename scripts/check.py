@@ -27,7 +27,8 @@ SECONDS = 90
 CODE = ("sparsek", "tests", "scripts")
 LAYERS = "from importlinter.cli import lint_imports_command as c; c(['--no-cache'])"
 # The text rules, without those that the other steps check.
-RULES = ["tests/house/test_lint.py", "-k", "not ruff and not formatted and not types"]
+TEXT_TESTS = ("tests/house/test_lint.py", "tests/house/test_prose.py")
+RULES = [*TEXT_TESTS, "-k", "not ruff and not formatted and not types"]
 
 
 def main() -> int:

@@ -32,7 +32,7 @@ class Shape(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """`tiles` int32 [capacity, FIELDS], of which the first count[0] are live; CTA p takes p, p + ctas, ...
+    """`tiles` int32 [capacity, FIELDS]; the first count[0] are live; CTA p computes p, p + ctas, ...
 
     `merges` int32 [capacity, 5]: first slot, slots, batch item, first head, first query of every split tile; 0 slots
     in unused entries. `slots`: the most slots that parts need.

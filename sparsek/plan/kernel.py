@@ -95,8 +95,8 @@ class SpmmKernel(Kernel[SpmmProblem], Protocol):
     def prepare(self, p: SpmmProblem, c: Any, a: Any) -> Any:
         """Work that is done once per plan: schedules, a dense copy. Kept by the plan and passed to `launch`.
 
-        A 2:4 matrix is given as stored; p.a.transposed tells whether the product uses its transpose, and the work
-        must record it.
+        A 2:4 matrix is given as stored; p.a.transposed: the product uses its transpose, and the work must
+        record that.
         """
         ...
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from sparsek.matrix.pattern import BlockPattern
 
 FIELDS = 8
-OUTSIDE = 1 << 30  # no matrix has such a column
+OUTSIDE = 1 << 30  # beyond every column
 
 
 class SddmmTiles(NamedTuple):

@@ -21,7 +21,7 @@ Block = tuple[int, int]
 class AttentionCase:
     """q [batch, q_heads, S, dim] and N(0, 1) keys and values of `heads` = (q_heads, kv_heads), dims (dim, v_dim).
 
-    `mask(device)` builds the mask, whose lengths are the case's. `note` says what is special. `bshd`: q, k and v are
+    `mask(device)` builds the mask, whose lengths are the case's. `note`: what is special. `bshd`: q, k and v are
     views of [B, S, H, D] tensors.
     """
 

@@ -287,7 +287,7 @@ def fp8_bound(
     the products of a step to the largest and keeps some 13 bits below it, before they enter a float32 sum. `core` is
     the error of that for sums over at most a few hundred of K, the same for every K. It is relative to C or, if C is
     a small difference of larger products, to the root of their sum of squares. A kernel that leaves all of a long K
-    to the tensor core loses bits with every step; for K of 8192 such a kernel exceeds this bound. If the matrix
+    to the tensor core loses bits with every step, and exceeds this bound for K of 8192. If the matrix
     allows it, by its `fast_accum`, the larger of `core` and `tensor_core_error` applies.
 
     core=0 for kernels that sum in float32 throughout, whatever a.fast_accum is. They may still multiply a sum with

@@ -211,7 +211,7 @@ def _seen(tensors: list[Tensor], result: Result | None) -> Tensor | None:
 
 
 class Recorder(TorchDispatchMode):
-    """The launches and allocations of a call. `reason` says why it cannot be repeated; "" if it can."""
+    """The launches and allocations of a call. `reason`: why it cannot be repeated; "" if it can."""
 
     def __init__(self, operands: Sequence[Tensor]) -> None:
         super().__init__()

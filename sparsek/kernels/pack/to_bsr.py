@@ -17,7 +17,7 @@ of the host's memory, and the host then leaves the whole selection to torch, whi
 Inf. Under `keep`, where the host knows the number of blocks, it waits for `_norms` only, while the GPU selects and
 gathers.
 
-`ops/spmm.py` registers a function with `matrix/convert.py` that imports this file at the first CUDA tensor.
+`ops/packing.py` registers a function with `matrix/convert.py` that imports this file at the first CUDA tensor.
 """
 
 from collections import defaultdict

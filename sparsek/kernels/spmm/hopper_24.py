@@ -368,10 +368,10 @@ def unable(p: SpmmProblem, dtype: str) -> list[str]:
     elif torch.cuda.is_available() and nvrtc.library() is None:
         reasons.append("NVRTC, which compiles it, is not here: install nvidia-cuda-nvrtc or set $NVRTC")
     if dtype not in ("bf16", "fp16"):
-        reasons.append(f"makes C in bf16 and fp16, not {dtype}")
+        reasons.append(f"C must be bf16 or fp16, not {dtype}")
     if p.a.transposed:
         reasons.append(
-            "A stands transposed, and its pairs then lie along the rows of C, where no tensor core takes them"
+            "A is transposed, so its pairs lie along the rows of C, which sparse tensor cores do not support"
         )
     return reasons
 
@@ -380,7 +380,7 @@ def why_not(p: SpmmProblem, dtype: str) -> list[str]:
     """Reasons shared by Semi24 and BSR24: of the machine, then of the problem. `dtype` is C's."""
     reasons = unable(p, dtype)
     if not p.aligned:
-        alike = ", and another matrix that lies as C does" if p.combine else ""
+        alike = ", and another matrix with C's layout" if p.combine else ""
         reasons.append(f"TMA needs pointers and leading strides that are multiples of 16 bytes{alike}")
     row = p.m if p.c.layout == "col" else p.n
     if row % 8:
@@ -459,8 +459,8 @@ def whole_seconds(p: SpmmProblem, c: Config) -> float:
 def items_seconds(p: SpmmProblem, c: Config, busy: float) -> float:
     """All items of a batch: each takes the larger of `busy` seconds and its compulsory bytes, plus a launch.
 
-    Bytes move at 85 % of copy bandwidth. With few columns tiles wait for A, of which a step reads 64 bytes a row: at
-    55 %, and at 42 % if a tile has 64 rows (16 columns, H200, 2026-11-22). For a launch through the driver 0.7 of the
+    Bytes move at 85 % of copy bandwidth. With few columns tiles wait for A, 64 bytes a row in each step: at 55 %,
+    and at 42 % if a tile has 64 rows (16 columns, H200, 2026-11-22). For a launch through the driver 0.7 of the
     card's launch time fits best.
     """
     share = 0.85 if p.n > 64 else 0.55 if c.tm > 64 else 0.42

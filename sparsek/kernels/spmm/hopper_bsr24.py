@@ -64,7 +64,7 @@ def why_not_blocks(p: SpmmProblem) -> list[str]:
     """Reasons from the blocks, independent of dtype."""
     reasons = []
     if not p.nnzb:
-        reasons.append("A stores no block, and TMA wants some memory")
+        reasons.append("A has no stored blocks, and TMA needs a valid address")
     if p.nnzb * p.block[0] > 2**31 - 1024:
         reasons.append("TMA coordinates are 32 bits: the rows of all stored blocks must stay 1024 below 2^31")
     return reasons

@@ -284,7 +284,7 @@ class HopperSpmmFp8:
             reasons.append(f"needs a Hopper card (sm_90) for wgmma and TMA, this is {p.card.name}")
         if p.a.transposed:
             reasons.append(
-                "Hopper's FP8 wgmma reads both operands along K, and the blocks of an A.T lie across it"
+                "Hopper's FP8 wgmma reads both operands along K, and the blocks of an A.T are contiguous across it"
             )
         if p.block[1] % 32:
             reasons.append(f"FP8 wgmma is 32 deep, and blocks are {p.block[1]} wide")

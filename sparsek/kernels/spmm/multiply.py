@@ -42,7 +42,7 @@ class Tile:
     `wg_m` x `wg_n` consumer warpgroups own 64 x `cols` of C each. A piece is `width` deep in K; a stage holds
     `pieces` of them. `block` is a block of A (of S, for a sampled product); `joined_rows` block rows share a tile.
     `a_col`, `b_col`, `c_col`: the matrix is stored as its transpose, row-major. `every`: the number of stages between
-    two stores of C boxes. `box`: the most rows or columns of such a box. With `every` 0, for tiles of few stages, all
+    two stores of C boxes. `box`: the most rows or columns of one. With `every` 0, for tiles of few stages, all
     boxes are stored at once; with `direct` also without TMA, whose queue would delay later loads.
     """
 

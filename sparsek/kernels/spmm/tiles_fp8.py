@@ -227,7 +227,7 @@ def why_not(p: Any) -> list[str]:
     if p.on_cpu and not env.interpreting():
         why.append("CPU tensors need Triton's interpreter (TRITON_INTERPRET=1 before the import)")
     if p.on_cpu and p.c.dtype == "bf16":
-        why.append("bf16 is wrong in Triton's interpreter; ask for dtype=torch.float16 or float32 there")
+        why.append("bf16 is wrong in Triton's interpreter; use dtype=torch.float16 or float32 there")
     if not p.on_cpu and p.card.capability < (8, 9):
         has = ".".join(map(str, p.card.capability))
         why.append(
