@@ -54,9 +54,7 @@ def integer(name: str, value: Any, least: int = 0, most: int | None = None) -> i
 
 
 def number(name: str, value: Any, least: float = -math.inf, most: float = math.inf) -> float:
-    """A finite float from `least` to `most`. NaN, bool and text are refused; so is a tensor, because reading it would
-    synchronise.
-    """
+    """A finite float from `least` to `most`. No NaN, no bool, no text, and no tensor: reading it would synchronise."""
     if type(value) is float and least <= value <= most and -math.inf < value < math.inf:
         return value
     try:

@@ -14,9 +14,7 @@ Value = TypeVar("Value")
 
 
 def drop_oldest(kept: dict[Any, Value]) -> Value | None:
-    """Removes the entry that was inserted first. None, without a removal, if another thread changes the dict
-    meanwhile.
-    """
+    """Removes the entry that was inserted first. None, without a removal, if another thread is changing the dict."""
     try:
         return kept.pop(next(iter(kept)), None)
     except (RuntimeError, StopIteration):

@@ -17,9 +17,7 @@ Made = TypeVar("Made")
 
 
 def untransformed(build: Callable[[], Made]) -> Made:
-    """The result of `build()` on plain tensors, also inside torch.func, whose wrapped tensors cannot be used
-    afterwards.
-    """
+    """The result of `build()` on plain tensors, also inside torch.func, whose wrapped tensors are useless later."""
     if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
         return build()
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack

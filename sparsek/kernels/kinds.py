@@ -44,8 +44,8 @@ def wide_size(p: Any) -> int:
 
 
 def wide_seconds(p: Any, flops: float, moved: float, calls: float) -> float:
-    """Predicted seconds of `flops` in float32 or float64, of the bytes moved and of the torch calls, one after the
-    other.
+    """Predicted seconds of `flops` in float32 or float64, of the bytes moved and of the torch calls, one after
+    another.
     """
     rate = p.card.tflops["fp64" if p.dtype == "fp64" else "fp32"] * 1e12
     return flops / rate + moved / p.card.bandwidth + calls * p.card.launch_seconds

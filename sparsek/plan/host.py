@@ -1,4 +1,4 @@
-"""Host time of one eager call with a cached plan, by card: measured, and written here by `sparsek report --write`.
+"""What one eager call with a kept plan costs the host, by card: measured, and written here by `make readme`.
 
 A product with less device time is bound by its host, unless a CUDA graph replays it.
 """

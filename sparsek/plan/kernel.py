@@ -120,9 +120,7 @@ class SddmmKernel(Kernel[SddmmProblem], Protocol):
         ...
 
     def launch(self, c: Any, work: Any, x: Tensor, y: Tensor, pattern: BlockPattern, values: Tensor) -> None:
-        """Launches the kernel. `values` [nnzb, bm, bn] is preallocated and fully overwritten; outside the matrix it
-        is 0.
-        """
+        """Launches the kernel. `values` [nnzb, bm, bn] is preallocated and fully overwritten; 0 outside the matrix."""
         ...
 
 

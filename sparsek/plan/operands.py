@@ -141,9 +141,7 @@ def check_dense(name: str, x: Any, like: Any = None, other: str = "") -> None:
 
 
 def check_given(epilogue: Any) -> None:
-    """InvalidInput unless a caller's `epilogue` is an Epilogue, whose other matrix is dense and has at least two
-    dims.
-    """
+    """InvalidInput unless a caller's `epilogue` is an Epilogue, whose other matrix is dense and at least 2-D."""
     if epilogue is PLAIN:
         return
     if not isinstance(epilogue, Epilogue):
@@ -155,9 +153,7 @@ def check_given(epilogue: Any) -> None:
 def check_epilogue(
     epilogue: Epilogue, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, out_layout: str
 ) -> None:
-    """InvalidInput unless `epilogue` fits a C [..., M, N] of that shape and dtype; the other matrix must have C's
-    layout.
-    """
+    """InvalidInput unless `epilogue` fits a C [..., M, N] of that shape and dtype, its other matrix in C's layout."""
     if epilogue.is_plain:
         return
     reference.check_epilogue(epilogue, shape, dtype, device)
@@ -221,9 +217,7 @@ def check_activation(activation: Any) -> None:
 
 
 def check_sddmm(x: Any, y: Any, pattern: Any) -> None:
-    """InvalidInput unless `x` [M, K] and `y` [K, N] are dense, of one dtype and device, and fit `pattern`, which is M
-    x N.
-    """
+    """InvalidInput unless `x` [M, K] and `y` [K, N] are dense, of one dtype and device, and fit the M x N `pattern`."""
     if not isinstance(pattern, BlockPattern):
         hint = "; hand over its .pattern" if isinstance(pattern, BSR) else ""
         raise InvalidInput(f"pattern must be a BlockPattern, got {type(pattern).__name__}{hint}")
@@ -410,9 +404,7 @@ def is_readable(x: Tensor) -> bool:
 
 
 def _meets_itself(x: Tensor) -> bool:
-    """False if the dims nest, each with a stride beyond the extent of the smaller ones, so that no two elements
-    overlap.
-    """
+    """False if the dims nest, each with a stride beyond the extent of the smaller ones: no two elements overlap."""
     reach = 0
     for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
         if size > 1:

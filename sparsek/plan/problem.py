@@ -171,9 +171,7 @@ class SpmmProblem(ProductProblem):
 
     @property
     def dense_bytes(self) -> float:
-        """B before rounding and the epilogue's matrices read once, C written once; float32 scales of rows and
-        columns.
-        """
+        """B before rounding and the epilogue's matrices read once, C written once; float32 row and column scales."""
         of_c = (self.batch * self.n * (2 if self.combine else 1) + self.bias) * self.m
         of_b = self.batch * self.n * self.k * dtypes.itemsize(self.b.rounds or self.b.dtype)
         scales = 0

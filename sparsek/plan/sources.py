@@ -121,9 +121,7 @@ def code_in(file: Path) -> list[tuple[str, str]]:
 
 @lru_cache(maxsize=256)  # every record of a page needs the files of its kernel
 def code_of(source: str, *, for_device: bool = False) -> list[tuple[str, str]]:
-    """Names and texts of the code that counts in Python. `for_device`: it compiles a kernel that is written
-    elsewhere.
-    """
+    """Names and texts of the code that counts in Python. `for_device`: it compiles a kernel from another file."""
     tree = ast.parse(source)
     lines = _logical_lines(source, tree)
 

@@ -462,9 +462,7 @@ def _epilogue(p: SpmmProblem) -> tuple[Any, ...]:
 
 
 def dtype_of(sparse: Matrix, dense: Dense, asked: torch.dtype | None) -> torch.dtype:
-    """C's dtype: that of the operands; in FP8 the `dtype` argument, or that of a dense operand before rounding, or
-    bf16.
-    """
+    """C's dtype: that of the operands; in FP8 `dtype`, or that of a dense operand before rounding, or bf16."""
     if isinstance(sparse, Quantized):
         if asked is not None:
             return arguments.dtype("dtype", asked, operands.OUT_DTYPES)

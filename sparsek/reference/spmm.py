@@ -54,9 +54,7 @@ def _sums(a: BSR, b: Tensor) -> Tensor:
 
 
 def _steps(pattern: BlockPattern) -> tuple[Tensor, list[int]]:
-    """The blocks ordered by their position in their row, and the number of blocks per position. At least one step, if
-    empty.
-    """
+    """The blocks ordered by position in their row, and the number of blocks per position. At least one step."""
     indptr = pattern.host.indptr
     place = np.arange(pattern.nnzb) - np.repeat(indptr[:-1], np.diff(indptr))
     by_step = torch.tensor(np.argsort(place, kind="stable"), device=pattern.device)

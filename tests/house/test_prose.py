@@ -12,6 +12,7 @@ NOT_YET = (
     "README.md",
     "docs/",
     "scripts/env.py",
+    "scripts/report.py",
     "sparsek/advise/",
     "sparsek/bench/",
     "sparsek/cli/",

@@ -6,9 +6,7 @@ from triton.experimental.gluon import language as gl
 
 @gluon.jit
 def within_bounds(T: gl.constexpr, s, keys, first, end, kv_len):
-    """Scores of keys from `first` to `end` of their query, -inf elsewhere. Bounds are bits of floats in shared
-    memory.
-    """
+    """Scores of keys from `first` to `end` of their query, -inf elsewhere. Bounds are float bits in shared memory."""
     if T.interval:
         COL: gl.constexpr = gl.SliceLayout(0, s.type.layout)
         low = first.reshape((64,)).load(COL).to(gl.int32, bitcast=True)

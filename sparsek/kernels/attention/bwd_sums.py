@@ -10,8 +10,8 @@ from triton.experimental.gluon.language._core import builtin
 
 @builtin
 def tma_add(desc: Any, coord: Any, source: Any, _semantic: Any = None) -> Any:
-    """Device code: adds a box of shared memory to global memory. As with a store, `tma_store_wait` waits for the
-    reads.
+    """Device code: adds a box of shared memory to global memory. `tma_store_wait` waits for its reads, as for a
+    store.
     """
     at = _semantic._convert_to_ir_values(coord, require_i64=False)
     _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, at, source.handle)

@@ -247,9 +247,7 @@ def step(
     v_s,
     bars,
 ):
-    """S of step i in parallel with P V of the previous step, whose V is in the slot of `state`; then the softmax of
-    step i.
-    """
+    """S of step i in parallel with P V of the previous step, with V in the slot of `state`; then step i's softmax."""
     acc, pairs, m, l, v_slot, v_phase = state
     p_begin, row, lo, hi = tile
     partial, rules, bits = lists

@@ -230,9 +230,7 @@ RATES = {64: 320.0, 128: 380.0, 256: 340.0}
 
 
 def _shared(p: AttentionProblem, c: Config) -> int:
-    """Bytes of shared memory, with a margin of 3 KiB. On sm_80 one stage is in registers, and P may be in shared
-    memory.
-    """
+    """Bytes of shared memory, 3 KiB of margin included. On sm_80 one stage is in registers, and P may need memory."""
     buffers = c.num_stages if is_hopper(p) else c.num_stages - 1
     d, dv = padded(p.dim), padded(p.v_dim)
     spread = not is_hopper(p) and c.tile_m < max(c.tile_n, dv)

@@ -1,6 +1,4 @@
-"""Pieces that the plain Triton kernels of attention share: tiles of rows, rules of partial blocks, supported
-problems.
-"""
+"""Shared pieces of the plain Triton kernels of attention: tiles of rows, rules of partial blocks, supported problems."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -62,9 +62,7 @@ def _from_first(step, BK: tl.constexpr, TK: tl.constexpr):
 
 @triton.jit
 def _which(kt, BK: tl.constexpr, SPAN: tl.constexpr):
-    """kt // BK for kt below SPAN * BK, by comparisons: for bk 112 a step takes 200 instructions on sm_90 instead of
-    309.
-    """
+    """kt // BK for kt below SPAN * BK, by comparisons: for bk 112 a step has 200 instructions on sm_90, not 309."""
     which = (kt >= BK).to(tl.int32)
     for s in tl.static_range(2, SPAN):
         which += (kt >= s * BK).to(tl.int32)

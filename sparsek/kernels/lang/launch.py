@@ -151,9 +151,7 @@ def launch_cuda(
 
 
 class _Kept(threading.local):
-    """This thread's last launch of each code, by id: refilling an argument block takes a third of the time to build
-    one.
-    """
+    """This thread's last launch of each code, by id: to refill an argument block takes a third of building one."""
 
     def __init__(self) -> None:
         self.steps: dict[int, Launch] = {}

@@ -1,6 +1,4 @@
-"""Tensors that a kernel derives once from a matrix's tensors, kept while those live and rebuilt after a write to
-them.
-"""
+"""Tensors that a kernel derives once from a matrix's tensors, kept as long as those and rebuilt after a write."""
 
 import weakref
 from collections.abc import Callable

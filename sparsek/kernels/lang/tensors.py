@@ -29,9 +29,7 @@ def times(x, unit: tl.constexpr):
 
 
 def folded(*tensors: Tensor | None) -> Iterator[tuple[Any, ...]]:
-    """Tensors of the same batch dims as [batch, ., .] views: one tuple if all collapse, else several. None stays
-    None.
-    """
+    """Tensors of the same batch dims as [batch, ., .] views: one tuple if all collapse, else several. None stays."""
     first = next(x for x in tensors if x is not None)
     if first.ndim == 2:
         yield tuple(None if x is None else x[None] for x in tensors)

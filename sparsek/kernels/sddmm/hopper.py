@@ -126,9 +126,7 @@ def load(T: gl.constexpr, x_desc, y_desc, lists, columns, ring):
 def sddmm_kernel(
     x_desc, y_desc, s_desc, tiles, starts, columns, stored, T: gl.constexpr, SOURCE: gl.constexpr
 ):  # fmt: skip
-    """CTA p computes tiles starts[p] to starts[p+1]; see plan/sddmm_schedule.py. SOURCE only enters Triton's cache
-    key.
-    """
+    """CTA p computes tiles starts[p] to starts[p+1]; see plan/sddmm_schedule.py. SOURCE is for Triton's cache key."""
     DTYPE: gl.constexpr = x_desc.dtype
     STAGES: gl.constexpr = T.stages
     WARPGROUPS: gl.constexpr = T.wg_m * T.wg_n

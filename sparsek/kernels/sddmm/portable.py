@@ -196,9 +196,7 @@ class PortableSddmm:
         return c
 
     def configs(self, p: SddmmProblem) -> Iterator[Config]:
-        """Alternatives worth timing, best guess first: the block's table, limited by the block rows and shared
-        memory.
-        """
+        """Alternatives worth timing, best guess first: the block's table, limited by block rows and shared memory."""
         tallest = 1 << (p.block[0] - 1).bit_length()
         widest = max(16, 1 << (max(p.row_max, 1) * p.block[1] - 1).bit_length())
         if p.dtype == "fp32":
@@ -258,9 +256,7 @@ class PortableSddmm:
     def launch(
         self, c: Config, work: Work, x: Tensor, y: Tensor, pattern: BlockPattern, values: Tensor
     ) -> None:
-        """Computes S into `values` [nnzb, bm, bn] from x [M, K] and y [K, N], strides as they are; no sync, no
-        allocation.
-        """
+        """Computes S into `values` [nnzb, bm, bn] from x [M, K] and y [K, N] of any strides; no sync, no allocation."""
         if values.numel() == 0:
             return
         (m, k), n = x.shape, y.shape[1]

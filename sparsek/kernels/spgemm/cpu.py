@@ -33,7 +33,7 @@ STEP_SECONDS = 4e-5
 
 @dataclass(frozen=True, repr=False)
 class CpuSpgemmConfig(CpuConfig):
-    """`step_bytes`: the most that one step gathers, but at least one block of C. `wide`: multiply 16-bit inputs as
+    """`step_bytes`: what one step gathers at most, one block of C at least. `wide`: multiply 16-bit inputs as
     float32.
     """
 

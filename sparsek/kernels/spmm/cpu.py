@@ -190,9 +190,7 @@ def _side_by_side(a: BSR, step: Step) -> Tensor:
 
 
 def _steps(a: BSR, blocks_per_step: int) -> Iterator[Step]:
-    """Block rows grouped by length, each group cut to `blocks_per_step`; a ragged last block row is a step of its
-    own.
-    """
+    """Block rows grouped by length, each group cut to `blocks_per_step`; a ragged last block row has its own step."""
     indptr = a.pattern.host.indptr.astype(np.int64)
     order = None if a.order is None else a.order.numpy().astype(np.int64)
     columns = a.pattern.indices.to(torch.int64)

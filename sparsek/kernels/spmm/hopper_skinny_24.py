@@ -159,7 +159,7 @@ class HopperSemi24Skinny:
         return min(self.configs(p), key=lambda c: self.seconds(p, c))
 
     def configs(self, p: SpmmProblem) -> Iterator[Config]:
-        """Every shape that fits, at its largest depth, with the two largest numbers of parts that make one wave of
+        """Every shape that fits, at its largest depth, with the two largest numbers of parts that fill one wave of
         CTAs.
         """
         tiles = max(1, 1 << (-(-p.n // 8) - 1).bit_length())

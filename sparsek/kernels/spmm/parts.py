@@ -71,9 +71,7 @@ class Dealt(NamedTuple):
 
 
 def dealt(units: Walk, c: Tile, n: int, sms: int, put: Callable[[NDArray[Any]], Tensor]) -> Dealt:
-    """Assigns the tiles of all units over n columns of B to the CTAs of `sms` SMs; with `c.split`, long units in
-    parts.
-    """
+    """Assigns the tiles of all units over n columns of B to the CTAs of `sms` SMs; long units in parts if `c.split`."""
     columns = -(-n // c.block_cols)
     parts, slots, whole = None, -1, units
     if c.split:

@@ -121,9 +121,7 @@ class PortableSemi24(pieces.Unpacking):
         return p.m
 
     def tallest(self, p: SpmmProblem) -> int:
-        """The tallest tile: at most twice the height of C, and for the transpose at least as wide as a step of
-        metadata.
-        """
+        """The tallest tile: at most twice C's height, and for the transpose no narrower than a step of metadata."""
         return max(16, min(128, 1 << max(0, p.m - 1).bit_length()))
 
     def seconds(self, p: SpmmProblem, c: Config) -> float:

@@ -80,9 +80,7 @@ _COPIES: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # values -> {is a 
 
 
 def written_out(a: Matrix) -> Tensor:
-    """The FP8 values of `a` as a dense [M, K], contiguous, without scales. Built in bf16, which represents each
-    exactly.
-    """
+    """The FP8 values of `a` as a dense [M, K], contiguous, without scales; by way of bf16, which is exact."""
     values = a.values.to(torch.bfloat16)
     if isinstance(a, BSR):
         wide = BSR.unchecked(a.pattern, values, a.order)
