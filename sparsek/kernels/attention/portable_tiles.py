@@ -1,4 +1,4 @@
-"""Shared pieces of the plain Triton kernels of attention: tiles of rows, rules of partial blocks, supported problems."""
+"""Shared pieces of the plain Triton attention kernels: tiles of rows, rules of partial blocks, supported problems."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -215,7 +215,7 @@ class PortableSpgemm:
         return c
 
     def configs(self, p: SpgemmProblem) -> Iterator[Config]:
-        """Alternatives worth timing, best guess first: tiles that fit C's blocks, limited by pairs and shared memory."""
+        """Alternatives worth timing, best guess first: tiles that fit C's blocks, limited by pairs and memory."""
         widest = 64 if p.dtype == "fp32" and not p.tf32 else 128
         tile_m, tile_n = (tensors.tile_side(size, 128, widest) for size in p.block)
         deepest = max(16, 1 << (max(p.pairs_max, 1) * p.a_block[1] - 1).bit_length())
