@@ -1,11 +1,10 @@
-"""What to run before a commit, in about two minutes: ruff, the floors and the rules about text on the whole tree, and
-pyright and tests on what has changed since the last commit (of a clean tree: what that commit changed).
+"""Checks for every commit, in about two minutes. ruff, layers, prose and text rules on the whole tree; pyright and
+tests on the changes since the last commit, or, in a clean tree, on those of that commit.
 
   check.py [--workers N]
 
-Tests are those of files that have changed, that import or name a changed file, or that carry its name, as
-tests/ops/test_spmm_compiled.py that of sparsek/ops/spmm.py. They are stopped after SECONDS. `make test` runs the
-others.
+Tests run if they have changed, import or name a changed file, or carry its name, as tests/ops/test_spmm_compiled.py
+carries that of sparsek/ops/spmm.py. They are stopped after SECONDS. `make test` runs the others.
 """
 
 import argparse
@@ -27,8 +26,9 @@ from tests.evidence.parts import test_files  # noqa: E402
 SECONDS = 90
 CODE = ("sparsek", "tests", "scripts")
 LAYERS = "from importlinter.cli import lint_imports_command as c; c(['--no-cache'])"
-# The rules about text, without those that the other steps hold.
-RULES = ["tests/house/test_lint.py", "-k", "not ruff and not formatted and not types"]
+# The text rules, without those that the other steps check.
+TEXT_TESTS = ("tests/house/test_lint.py", "tests/house/test_prose.py")
+RULES = [*TEXT_TESTS, "-k", "not ruff and not formatted and not types"]
 
 
 def main() -> int:
@@ -59,7 +59,7 @@ def main() -> int:
 
 
 def changes() -> "list[str]":
-    """The files that differ from the last commit, or that it changed, as paths from the root."""
+    """Files that differ from the last commit, or else those that it changed, as paths from the root."""
     for question in (["diff", "HEAD"], ["diff", "HEAD~1", "HEAD"]):
         found = {
             *_git(*question, "--name-only", "--diff-filter=d"),
@@ -75,7 +75,7 @@ def _git(*arguments: str) -> "list[str]":
 
 
 def affected(changed: Iterable[str], root: Path) -> "list[str]":
-    """The test files that changes touch. A conftest.py touches all below it, which is for `make test`."""
+    """The test files that the changes concern. A conftest.py concerns all tests below it; those run in `make test`."""
     files = {
         path for path in changed if path.endswith((".py", ".cu", ".h")) and not path.endswith("conftest.py")
     }
@@ -92,7 +92,7 @@ def affected(changed: Iterable[str], root: Path) -> "list[str]":
 
 
 def passes(name: str, command: "list[str]") -> bool:
-    """Runs one step; prints its name, its seconds and, if it fails, what it says."""
+    """Runs one step; prints its name, its seconds and, if it fails, its output."""
     start = time.monotonic()
     done = subprocess.run(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     passed = done.returncode == 0
@@ -103,12 +103,12 @@ def passes(name: str, command: "list[str]") -> bool:
 
 
 def tests_pass(tests: "list[str]", workers: int) -> bool:
-    """Whether no test fails within SECONDS. Prints what pytest says."""
+    """Whether no test fails within SECONDS. Prints pytest's output."""
     print(f"tests of {len(tests)} files, {SECONDS} s at most", flush=True)
     spread = ["-n", str(workers), "--dist", "loadgroup", "-m", "not gpu"]
     command = [sys.executable, "-m", "pytest", "-q", "-rfE", "--maxfail=5", *spread, *tests]
     failed = ran = False
-    # Interrupted, pytest still tells what has failed until then; a shell's background jobs ignore that signal.
+    # When interrupted, pytest still reports the failures so far; a shell's background jobs ignore that signal.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE) as process:
         limit = threading.Timer(SECONDS, process.send_signal, [signal.SIGINT])

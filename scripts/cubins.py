@@ -1,8 +1,8 @@
 """Compiles the kernels of common calls for sm_90a into sparsek/kernels/shipped.zip. No GPU is needed.
 
-walk       each call of CALLS is made on CPU tensors that say they are on an H200: the library plans it, and every
-           kernel that it would launch is noted instead, with its arguments
-compile    each of them once, by Triton or NVRTC, in all of the machine's cores
+walk       each call of CALLS runs on CPU tensors that pose as tensors on an H200: the library plans it, and every
+           kernel launch is noted instead, with its arguments
+compile    each kernel once, by Triton or NVRTC, on all of the machine's cores
 write      the cubins and index.json (sparsek/kernels/lang/shipped.py)
 """
 
@@ -113,7 +113,7 @@ def attention(dtype: torch.dtype, heads: int, size: int) -> None:
 
 
 class Walk:
-    """What the calls would launch: kernels of Triton and Gluon by their name in the index, CUDA C++ by its own."""
+    """The launches of the calls: Triton and Gluon kernels by their name in the index, CUDA C++ by its own."""
 
     def __init__(self) -> None:
         self.kernels: dict[str, tuple[Any, ...]] = {}
@@ -130,7 +130,7 @@ class Walk:
 
 @contextlib.contextmanager
 def on_paper(walk: Walk) -> Iterator[None]:
-    """The library as on an H200, whose kernels are noted and not launched."""
+    """The library as on an H200, with launches noted instead of run."""
     card, of_card = devices.card_named("h200"), devices.card_of
     with contextlib.ExitStack() as patches:
 
@@ -151,7 +151,7 @@ def on_paper(walk: Walk) -> Iterator[None]:
             replace(owner, name, return_value=None)
         replace(driver, "tensor_map", return_value=ctypes.c_uint64())
         replace(Tensor, "is_cuda", new=True)
-        # What no kernel writes is zeros and not what lay there, so that every walk is the same.
+        # Memory that no kernel writes is zero, so that every walk is the same.
         replace(torch, "empty", new=torch.zeros)
         replace(Tensor, "new_empty", new=Tensor.new_zeros)
         replace(torch.cuda, "get_device_capability", return_value=(9, 0))
@@ -160,7 +160,7 @@ def on_paper(walk: Walk) -> Iterator[None]:
 
 
 def walked(only: str = "") -> Walk:
-    """What the calls whose names begin with `only` would launch."""
+    """The launches of the calls whose names begin with `only`."""
     walk = Walk()
     torch.manual_seed(0)
     with on_paper(walk):
@@ -171,7 +171,7 @@ def walked(only: str = "") -> Walk:
 
 
 def compiled(name: str, job: tuple[Any, ...]) -> tuple[str, dict[str, Any], bytes]:
-    """The name in the index, what stands there, and the cubin."""
+    """The name in the index, its entry, and the cubin."""
     if not isinstance(job[0], JITFunction):
         return name, {}, nvrtc.compile_cuda(*job)[0]
     kernel, args, named = job
@@ -195,7 +195,7 @@ def compiled(name: str, job: tuple[Any, ...]) -> tuple[str, dict[str, Any], byte
     return name, entry, made.asm["cubin"]
 
 
-# Of this process and those that it forks: tensors among a kernel's arguments are not sent.
+# Of this process and its forks: tensors among a kernel's arguments are not sent.
 JOBS: list[tuple[str, tuple[Any, ...]]] = []
 
 

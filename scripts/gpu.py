@@ -1,12 +1,12 @@
-"""Runs the tests marked `gpu` in parts, and says what the evidence of such runs is worth.
+"""Runs the tests marked `gpu` in parts, and reports the state of their evidence.
 
   gpu.py run            every part, one after the other
   gpu.py run 2/3        one part; its evidence goes to benchmarks/evidence/<card>/2-of-3.json
-  gpu.py run PATHS...   these test files, and what follows `--` goes to pytest; evidence only with --out
+  gpu.py run PATHS...   these test files; arguments after `--` go to pytest; evidence only with --out
   gpu.py status         each part: fresh, stale, red or missing; exit status 0 if all are fresh
   gpu.py page           writes docs/gpu-test-log.md from the evidence
 
-The machine with the GPU needs pytest and xdist beside sparsek's own needs, and neither .venv nor .git.
+The machine with the GPU needs pytest and xdist as well as sparsek's own requirements, and neither .venv nor .git.
 Environment: SPARSEK_EVIDENCE, the folder for evidence, as --out.
 """
 
@@ -24,9 +24,9 @@ sys.path.insert(0, str(ROOT))
 from tests.evidence import page, parts, record  # noqa: E402
 
 EVIDENCE = ROOT / "benchmarks" / "evidence"
-# The card whose evidence decides.
+# The card whose evidence counts.
 CARD = "h200"
-# How many parts there are until evidence says otherwise: each is to end within nine minutes.
+# Number of parts without evidence: each should end within nine minutes.
 PARTS = 3
 WORKERS = max(1, min(14, (os.cpu_count() or 1) - 2))
 
@@ -84,17 +84,17 @@ class Run:
 
     def all(self) -> int:
         what = self.given.what
-        if shutil.which("nvidia-smi"):  # what is shipped is tested, if this Triton can launch it
+        if shutil.which("nvidia-smi"):  # shipped kernels are tested, if this Triton can launch them
             path = os.environ | {"PYTHONPATH": str(ROOT)}
             subprocess.run([self.given.python, "scripts/cubins.py"], check=False, cwd=ROOT, env=path)
         if not what:
             count = record.number_of_parts(self.known) or PARTS
             cuts = self.cuts(count)
             codes = [self.part(number, count, cuts) for number in range(1, count + 1)]
-            return 1 if any(codes) else 0  # killed by a signal is below 0
+            return 1 if any(codes) else 0  # a code below 0: killed by a signal
         absent = [each for each in what if not (ROOT / each.split("::")[0]).exists()]
         if absent:
-            parts.numbers(absent[0])  # raises, and says what a part is, for all but parts
+            parts.numbers(absent[0])  # raises, with an explanation of parts, for all but parts
         if parts.PART.fullmatch(what[0]):
             if what[1:]:
                 raise ValueError(f"one part at a time, or all of them: {' '.join(what)}")
@@ -114,7 +114,7 @@ class Run:
         print(f"part {number}/{count}: {files[0]} to {files[-1]}", flush=True)
         out = Path(self.out or EVIDENCE).resolve()
         of_part = ["--evidence", str(out), "--part", f"{number}/{count}", "--cuts", ",".join(cuts)]
-        # A file that cannot be collected is a failure beside the others' results, not in their place.
+        # A file that cannot be collected is a failure in addition to the others' results, not in their place.
         return self.pytest([*of_part, "--continue-on-collection-errors", *files])
 
     def pytest(self, arguments: "list[str]") -> int:
@@ -122,7 +122,7 @@ class Run:
         return self._call([*of_run, "--known", str(EVIDENCE / CARD), *arguments, *self.rest]).returncode
 
     def cuts(self, count: int) -> "list[str]":
-        """The first files of parts 2 to `count`: as in the newest evidence, else by seconds known or supposed."""
+        """The first files of parts 2 to `count`: as in the newest evidence, else by measured or assumed seconds."""
         held = record.cuts_for(count, self.known)
         if held is not None and not self.given.recut:
             return held
@@ -137,7 +137,7 @@ class Run:
 
     def _call(self, arguments: "list[str]", *, capture: bool = False) -> "subprocess.CompletedProcess[str]":
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        # Plugins that happen to be installed there are no part of the tests.
+        # Plugins that happen to be installed are not used.
         env = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
         env |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": path}
         command = [self.given.python, "-m", "pytest", "-m", "gpu", *arguments]

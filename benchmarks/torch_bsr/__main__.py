@@ -1,4 +1,4 @@
-"""`python -m benchmarks.torch_bsr`: documented failures of torch.sparse's BSR, with SparseK's answers beside."""
+"""`python -m benchmarks.torch_bsr`: documented failures of torch.sparse's BSR, next to SparseK's answers."""
 
 import json
 from collections.abc import Sequence
@@ -48,7 +48,7 @@ def torch_bsr(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
     device: Annotated[str | None, typer.Option(help="cuda or cpu; default: the GPU if there is one.")] = None,
 ) -> None:
-    """Tries what is documented to fail with torch.sparse's BSR, says what still fails, and shows SparseK's answer."""
+    """Runs the documented failures of torch.sparse's BSR, reports which still fail, and shows SparseK's answers."""
     cases = cases_named(TORCH_BSR, None if only is None else [name.strip() for name in only.split(",")])
     where = arguments.device("device", device or ("cuda" if torch.cuda.is_available() else "cpu"))
     found = []

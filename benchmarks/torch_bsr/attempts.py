@@ -1,8 +1,8 @@
-"""Documented failures of another library, run here: what it does today, and what SparseK does with the same.
+"""Runs documented failures of another library, and the same computation with SparseK.
 
-A case states one computation three times: as a user of the other library writes it, as a user of SparseK does, and
-dense. The dense one in float64 is the truth that both are judged by. Nothing is taken from memory: what no longer
-fails is said to work.
+A case defines one computation three times: as a user of the other library writes it, as a user of SparseK does, and
+dense. The dense one in float64 is the reference for both. Every result is measured now: a case that no longer fails
+is reported as working.
 """
 
 import inspect
@@ -33,7 +33,8 @@ from sparsek.testing.budget import FACTOR, FLOOR, error
 Status = Literal["works", "wrong", "error", "crash", "costly", "warns", "refuses", "skipped"]
 FAILURES: tuple[Status, ...] = ("wrong", "error", "crash", "costly", "warns")
 COSTLY = 2.0
-# Another library is called wrong only where no order of summation explains it; SparseK is held to its own budget.
+# The other library counts as wrong only if no order of summation explains its error; SparseK must meet its own
+# budget.
 LENIENCE = 8.0
 QUIET = {"KINETO_LOG_LEVEL": "6"}  # the profiler writes a line to stderr for every start and stop below this
 PROCESS_SECONDS = 120
@@ -41,9 +42,9 @@ PROCESS_SECONDS = 120
 
 @dataclass(frozen=True)
 class Answer:
-    """What became of one attempt. `text` says it in words; `error` and `budget` are relative to float64.
+    """The outcome of one attempt. `text` describes it; `error` and `budget` are relative to float64.
 
-    `memory` is the peak of the call beyond its operands over the bytes of its result, where that was measured.
+    `memory` is the peak of the call beyond its operands over the bytes of its result, if that was measured.
     """
 
     status: Status
@@ -54,9 +55,9 @@ class Answer:
 
 
 class Measured(NamedTuple):
-    """A result that is still to be judged, and what was seen on the way.
+    """A result before it is judged, with observations.
 
-    `fault` is how the attempt fails even if the result is right.
+    `fault`: why the attempt fails even if the result is right.
     """
 
     result: Any
@@ -66,7 +67,7 @@ class Measured(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """The operands of a case. The first three are SparseK's BSR, torch.sparse_bsr or dense, as the attempt needs.
+    """The operands of a case. The first three are SparseK's BSR, torch.sparse_bsr or dense, as the attempt requires.
 
     a, a2 [M, K] store the same blocks; c is [K, M]. x [K, N], dy [M, N], left [N, M] and batch [3, K, N] are dense.
     stored is bool [M, K]: which elements of a are stored.
@@ -83,10 +84,10 @@ class Operands(NamedTuple):
 
 
 class Case:
-    """One documented failure. Subclasses say what is tried in the first line of their docstring.
+    """One documented failure. The first line of a subclass's docstring describes the computation.
 
-    where: the issue, pull request or source that documents it. needs_gpu: why it cannot be tried on a CPU.
-    seen_on: the kind of device on which it is documented; "" for any.
+    where: the issue, pull request or source that documents it. needs_gpu: why it cannot run on a CPU. seen_on: the
+    kind of device on which it is documented; "" for any.
     """
 
     name: str
@@ -100,11 +101,13 @@ class Case:
 
     @property
     def tried(self) -> str:
-        """What is tried, in one line."""
+        """The computation, in one line."""
         return (inspect.getdoc(type(self)) or "").splitlines()[0]
 
     def attempt(self, o: Operands) -> Any:
-        """What is written alike for torch.sparse, SparseK and dense operands; the next three where it is not."""
+        """The shared attempt for torch.sparse, SparseK and dense operands; the next three are for attempts that
+        differ.
+        """
         raise NotImplementedError(f"{type(self).__name__} has neither an attempt nor theirs, ours and dense")
 
     def theirs(self, o: Operands) -> Any:
@@ -121,7 +124,7 @@ class Case:
 
     @property
     def code(self) -> dict[str, str]:
-        """How both attempts are written."""
+        """The source of both attempts."""
         kind = type(self)
         theirs = kind.attempt if kind.theirs is Case.theirs else kind.theirs
         ours = kind.attempt if kind.ours is Case.ours else kind.ours
@@ -130,7 +133,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Finding:
-    """What both libraries answered to one case."""
+    """The answers of both libraries to one case."""
 
     case: Case
     torch: Answer
@@ -142,7 +145,7 @@ class Finding:
         return self.torch.status in FAILURES
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON: numbers that JSON does not have become None."""
+        """For JSON: numbers that JSON lacks become None."""
         return {
             "id": self.case.name,
             "tried": self.case.tried,
@@ -165,7 +168,7 @@ def cases_named(table: Iterable[Case], names: Iterable[str] | None) -> tuple[Cas
 
 
 def find(case: Case, device: torch.device) -> Finding:
-    """Runs one case on `device`. What it needs and the device lacks makes it skipped, with the reason."""
+    """Runs one case on `device`; skips it, with the reason, if the device lacks something."""
     if case.needs_gpu and device.type != "cuda":
         skipped = Answer("skipped", f"needs a GPU: {case.needs_gpu}")
         return Finding(case, skipped, skipped)
@@ -180,7 +183,7 @@ def find(case: Case, device: torch.device) -> Finding:
 def matrices(case: Case, device: torch.device) -> Operands:
     """The operands of a case with SparseK's matrices: N(0, 1) data, a quarter of the blocks stored.
 
-    In the case's dtype; bf16 on a GPU and fp32 on a CPU where it has none, which torch handles best there.
+    In the case's dtype; by default bf16 on a GPU and fp32 on a CPU, which torch supports best there.
     """
     m, k, n = case.sizes
     dtype = case.dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
@@ -198,8 +201,9 @@ def matrices(case: Case, device: torch.device) -> Operands:
 
 
 def memory_of(call: Callable[[], Tensor], usual: Callable[[], Tensor], unlike: str) -> Measured:
-    """`call` and how much memory it takes, in multiples of its result; `usual` is the same in a shape that is known to
-    do well, and `unlike` says in words which. Costly: more than twice what `usual` takes."""
+    """`call` and its memory, in multiples of its result; `usual` is the same in a shape that is known to do well, and
+    `unlike` describes the difference. Costly: more than twice the memory of `usual`.
+    """
     result = call()
     factor, ordinary = _memory_factor(call), _memory_factor(usual)
     note = f"{factor:.1f} times the result in memory; {ordinary:.1f} {unlike}"
@@ -207,7 +211,7 @@ def memory_of(call: Callable[[], Tensor], usual: Callable[[], Tensor], unlike: s
 
 
 def in_a_process(code: str) -> Answer:
-    """Runs Python text in a process of its own, for what may take the interpreter down."""
+    """Runs Python text in a process of its own, for code that may crash the interpreter."""
     command = [sys.executable, "-W", "ignore", "-c", code]
     ran = subprocess.run(command, check=False, capture_output=True, text=True, timeout=PROCESS_SECONDS)
     if ran.returncode < 0:
@@ -219,10 +223,9 @@ def in_a_process(code: str) -> Answer:
 
 
 def peak(call: Callable[[], object], device: torch.device) -> int:
-    """The most bytes that torch held at once during one call beyond what it held before.
+    """The most bytes that torch held at once during one call beyond those before it.
 
-    On a CPU from the profiler's record of allocations; what MKL takes for itself is not in it. acc_events as in
-    bench/suites/spgemm.py.
+    On a CPU from the profiler's record of allocations, without MKL's own. acc_events as in bench/suites/spgemm.py.
     """
     on_gpu = peak_bytes(call, device)
     if on_gpu is not None:
@@ -242,7 +245,7 @@ def peak(call: Callable[[], object], device: torch.device) -> int:
 
 
 def _body(function: Callable[..., Any]) -> str:
-    """The body of a function without a docstring, as it is written."""
+    """The body of a function without its docstring."""
     lines = inspect.getsource(function).splitlines()
     start = next(at for at, line in enumerate(lines) if line.rstrip().endswith(":")) + 1
     return textwrap.dedent("\n".join(lines[start:]))
@@ -268,7 +271,7 @@ def _attempt(call: Callable[[], Any], case: Case, dense: Operands, factor: float
 
 
 def _judged(got: Measured, case: Case, dense: Operands, factor: float) -> Answer:
-    """Within `factor` times the error of the dense computation in the same dtype, or its roundings, is right."""
+    """Right if within `factor` times the error of the dense computation in the same dtype, or its roundings."""
     wide = Operands._make(each if each.dtype == torch.bool else each.double() for each in dense)
     exact = case.dense(wide)
     low = case.dense(dense)
@@ -301,7 +304,7 @@ def _to_torch(a: BSR) -> Tensor:
 
 def _said(failure: Exception) -> str:
     lines = [line.strip() for line in str(failure).splitlines() if line.strip()]
-    # torch.compile says who failed in the first line and what happened in the second.
+    # torch.compile names the source in the first line and the failure in the second.
     text = " ".join(lines[:2]) if lines and lines[0].endswith(":") else first_line(failure)
     return f"{type(failure).__name__}: {_short(out_of_memory(failure) or text)}"
 
@@ -320,7 +323,7 @@ def _plain(answer: Answer) -> dict[str, Any]:
 
 
 def describe_operands(case: Case, device: torch.device) -> str:
-    """What `o` holds in the code of a case, in one line."""
+    """The operands in the code of a case, in one line."""
     (m, k, n), (bm, bk) = case.sizes, case.block
     dtype = case.dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
     return (
@@ -331,7 +334,8 @@ def describe_operands(case: Case, device: torch.device) -> str:
 
 def counted(found: Sequence[Finding], device: torch.device) -> dict[str, list[str]]:
     """Names of the cases in which torch still fails, no longer fails, fails on other devices by the documents, and
-    which were not tried."""
+    those that were not run.
+    """
     groups: dict[str, list[str]] = {"fails": [], "fixed": [], "elsewhere": [], "skipped": []}
     for each in found:
         if each.torch.status == "skipped":
@@ -346,9 +350,9 @@ def counted(found: Sequence[Finding], device: torch.device) -> dict[str, list[st
 
 @contextmanager
 def _without_warnings() -> Iterator[None]:
-    """Without what torch warns of on the way, as that its sparse tensors are beta, and what its compiler logs.
+    """Suppresses torch's warnings, for example that its sparse tensors are beta, and its compiler's logs.
 
-    A case that is about warnings catches its own.
+    A case about warnings catches its own.
     """
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)

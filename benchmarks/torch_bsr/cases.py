@@ -1,7 +1,7 @@
-"""What is documented to fail with torch.sparse's BSR, one class each; the table TORCH_BSR stands at the end.
+"""Documented failures of torch.sparse's BSR, one class each; the table TORCH_BSR is at the end.
 
 Subjects of the issues were looked up on 2026-11-21, except PR #174039, which was not found, and PR #132646, which is
-known from a thread that names it. Some are about torch's other sparse layouts, whose fate BSR shares.
+known from a thread that names it. Some concern torch's other sparse layouts and apply to BSR too.
 """
 
 from copy import deepcopy

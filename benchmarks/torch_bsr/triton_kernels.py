@@ -1,4 +1,4 @@
-"""What is documented to fail with the Triton kernels behind torch.sparse's BSR: tuning, parameters, rate."""
+"""Documented failures of the Triton kernels behind torch.sparse's BSR: tuning, parameters, rate."""
 
 import inspect
 import warnings
@@ -17,7 +17,7 @@ TRITON = "torch runs its Triton kernels there only"
 
 
 def _triton_ops() -> Any:
-    from torch.sparse import _triton_ops  # needs Triton, so only where a GPU asks for it
+    from torch.sparse import _triton_ops  # needs Triton, so it is imported on a GPU only
 
     return _triton_ops
 
@@ -53,7 +53,7 @@ class TuningWarning(Case):
     name = "tuning-warning"
     where = "PR #132646"
     needs_gpu = TRITON
-    sizes = (1280, 1024, 1536)  # torch warns once for a shape, so one that no other entry has
+    sizes = (1280, 1024, 1536)  # torch warns once per shape, so no other entry has this one
     block = (64, 64)
 
     def theirs(self, o: Operands) -> Any:
@@ -190,7 +190,7 @@ class SampledFp32(SampledStages):
 
 
 def _rate(call: Callable[[], Any], o: Operands, share: float) -> tuple[Any, str]:
-    """The result, and its useful rate beside that of the dense product, timed in turns."""
+    """The result, and its useful rate next to that of the dense product, timed in interleaved rounds."""
     y = o.x.mT.contiguous()
     calls = {"sampled": call, "dense": lambda: o.dy @ y}
     times = time_rounds(calls, device=o.x.device, rounds=5, inner_ms=5.0, heat="dense")

@@ -1,1 +1,1 @@
-"""Device facts, dtypes, environment, errors, timing. Imports nothing of the project."""
+"""Devices, dtypes, environment, errors, timing. Imports no other room."""

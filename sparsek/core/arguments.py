@@ -1,7 +1,7 @@
-"""The way in for arguments of public functions: each check returns the plain value or raises InvalidInput.
+"""Checks of public arguments: each returns the plain value or raises InvalidInput.
 
-Every check takes the argument's name and its value, in this order. Messages say what was given, what would be right,
-and never more than a line of the value: a tensor is named by its dtype and shape, not by its elements.
+Every check takes the argument's name and its value, in this order. A message names the value and what would be right,
+and shows at most a line of the value: for a tensor its dtype and shape, not its elements.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LONGEST = 80  # characters of a value in a message
 
 
 def shown(value: Any) -> str:
-    """A value as messages show it: its repr where that is short, else its type and what can be said of it."""
+    """A value as messages show it: its repr if that is short, else its type and, for a tensor, dtype and shape."""
     if isinstance(value, Tensor):
         if value.is_nested:
             return f"a torch.Tensor, {value.dtype}, nested"
@@ -42,7 +42,7 @@ def shown(value: Any) -> str:
 
 
 def integer(name: str, value: Any, least: int = 0, most: int | None = None) -> int:
-    """A plain int from `least` to `most`. A bool is no int; a tensor is not read, because that would wait for it."""
+    """A plain int from `least` to `most`. A bool is refused; so is a tensor, because reading it would synchronise."""
     try:
         found = None if isinstance(value, (bool, np.bool_, Tensor)) else operator.index(value)
     except TypeError:
@@ -54,14 +54,14 @@ def integer(name: str, value: Any, least: int = 0, most: int | None = None) -> i
 
 
 def number(name: str, value: Any, least: float = -math.inf, most: float = math.inf) -> float:
-    """A finite float from `least` to `most`. No NaN, no bool, no text, and no tensor, which would have to be read."""
+    """A finite float from `least` to `most`. No NaN, no bool, no text, and no tensor: reading it would synchronise."""
     if type(value) is float and least <= value <= most and -math.inf < value < math.inf:
         return value
     try:
         found = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
     except OverflowError:
         found = math.nan
-    # Comparisons, because torch.compile traces no isfinite of a symbol.
+    # Comparisons, because torch.compile cannot trace isfinite of a symbol.
     if -math.inf < found < math.inf and least <= found <= most:
         return found
     if math.isinf(least) and math.isinf(most):
@@ -75,14 +75,14 @@ def number(name: str, value: Any, least: float = -math.inf, most: float = math.i
 
 
 def flag(name: str, value: Any) -> bool:
-    """True or False, and nothing that merely counts as one."""
+    """True or False; numbers are refused."""
     if isinstance(value, bool):
         return value
     raise InvalidInput(f"{name} is {shown(value)}; it must be True or False")
 
 
 def one_of(name: str, value: Any, choices: Collection[str]) -> str:
-    """`value`, if it is one of the texts to choose from."""
+    """`value`, if it is one of the given texts."""
     if isinstance(value, str) and value in choices:
         return value
     raise InvalidInput(f"{name} is {shown(value)}; use one of {', '.join(choices)}")
@@ -131,7 +131,7 @@ def device(name: str, value: Any) -> torch.device:
 
 
 def supported(name: str, value: torch.device) -> None:
-    """InvalidInput unless SparseK has kernels for such a device."""
+    """InvalidInput unless SparseK has kernels for this device."""
     if value.type not in ("cpu", "cuda"):
         raise InvalidInput(f"{name} is on {value}, which is not supported; use a CUDA device or the CPU")
 
@@ -156,19 +156,19 @@ def tensor(
         dtype(f"the dtype of {name}", value.dtype, choices)
     if ndim is not None and value.ndim != ndim:
         raise InvalidInput(f"{name} has shape {list(value.shape)}; it must be {ndim}-D")
-    if not is_compiling() and value.is_conj():  # the op looks again
+    if not is_compiling() and value.is_conj():  # the op checks again
         raise InvalidInput(f"{name} is a lazily conjugated view of other memory; call .resolve_conj()")
     return value
 
 
 def dense(name: str, value: Any) -> Tensor:
-    """As `tensor`, on any device and of any dtype: for one that is compared with another, or only predicted."""
+    """As `tensor`, on any device and of any dtype: for a tensor that is compared with another, or only predicted."""
     if not isinstance(value, Tensor):
         raise InvalidInput(f"{name} must be a dense torch.Tensor, got {type(value).__name__}")
     if value.layout != torch.strided or value.is_nested:
         kind = "a nested tensor" if value.is_nested else f"layout {value.layout}"
         raise InvalidInput(f"{name} must be a dense torch.Tensor, got {kind}; call .to_dense()")
-    if not is_compiling() and value.is_neg():  # the op looks again
+    if not is_compiling() and value.is_neg():  # the op checks again
         raise InvalidInput(
             f"{name} is a lazily negated view, whose memory has the other sign; call .resolve_neg()"
         )
@@ -176,7 +176,7 @@ def dense(name: str, value: Any) -> Tensor:
 
 
 def kept(name: str, value: Tensor) -> Tensor:
-    """A tensor that autograd can keep for a backward pass, as none of inference mode can be."""
+    """A tensor that autograd can save for a backward pass; inference tensors are refused."""
     if not is_compiling() and value.is_inference() and not torch.is_inference_mode_enabled():
         raise InvalidInput(
             f"{name} was made in torch.inference_mode, and no backward pass can keep it; make it under torch.no_grad, "

@@ -1,7 +1,7 @@
-"""Timing: interleaved rounds, so that every competitor sees the same clocks, power and neighbours.
+"""Timing in interleaved rounds, so that all competitors run at the same clocks, power and temperature.
 
-A card that is warm runs slower than a cold one (cuBLAS bf16 on an H200: 780 TFLOPS, then 690), so times of
-two programs compare only when they were taken in turns, after the card has settled.
+A warm card runs slower than a cold one (cuBLAS bf16 on an H200: 780 TFLOPS, then 690). So times of two programs are
+comparable only if their rounds are interleaved, after the card has settled.
 """
 
 import statistics
@@ -14,8 +14,9 @@ import torch
 # torch.cuda._sleep counts SM clock cycles; an H200 boosts to 1.98 GHz.
 CYCLES_PER_SECOND = 1.98e9
 HEAT_BATCHES = 2
-# Calls of a sample; twice as many heat before it. A queue of CUDA holds about a thousand launches, and a call may be
-# three: what does not fit is queued while the clock runs (8 us of an FP8 layer read as 28 and 42: H200, 2026-11-22).
+# Calls per sample; twice as many warm-up calls run before it. A CUDA queue holds about a thousand launches, and a
+# call may be three. Calls beyond that are queued during the timing (8 us of an FP8 layer were measured as 28 and 42:
+# H200, 2026-11-22).
 MOST_CALLS = 100
 
 
@@ -54,19 +55,19 @@ def time_rounds(
     on_round: Callable[[int], None] | None = None,
     on_sample: Callable[[], None] = lambda: None,
 ) -> dict[str, Times]:
-    """Times every call in turns: `rounds` rounds, in each one batch of every call.
+    """Times every call in interleaved rounds: `rounds` rounds, in each one batch of every call.
 
-    A batch repeats the call until it lasts about `inner_ms`, 100 times at most, and counts as one sample: its mean time
-    per call. Each round starts with another competitor, so that nobody is always first.
+    A batch repeats the call until it lasts about `inner_ms`, 100 times at most, and counts as one sample: its mean
+    time per call. Each round starts with another competitor, so that none is always first.
 
-    On a GPU, rounds that count for nothing run first until `settle_ms` have passed, and two untimed batches of the
-    call named `heat` run right before every sample: otherwise a competitor that draws little power cools the card for
-    the next, and cuBLAS on an H200 is timed at 780 TFLOPS where it sustains 690. They are queued behind the pause in
-    which the host queues a batch: a competitor that is slow to queue, as cuSPARSELt, would rest the card for itself,
-    and was timed 10 % faster than in a CUDA graph (H200, 2026-11-22).
+    On a GPU, untimed rounds run until `settle_ms` have passed, and two untimed batches of the call named `heat` run
+    right before every sample. Otherwise a competitor that draws little power cools the card for the next, and cuBLAS
+    on an H200 is timed at 780 TFLOPS where it sustains 690. They run after the pause in which the host queues a
+    batch. Otherwise a call with a long host time, such as cuSPARSELt's, would let the card rest, and was timed 10 %
+    faster than in a CUDA graph (H200, 2026-11-22).
 
-    CUDA events on a GPU, the performance counter on a CPU. `on_round(i)` is called after round i, `on_sample()` once in
-    every sample: on a GPU when the host has queued it and waits.
+    CUDA events on a GPU, the performance counter on a CPU. `on_round(i)` is called after round i, `on_sample()` once
+    in every sample: on a GPU when the host has queued it and waits.
     """
     measure = _batch_cuda if device.type == "cuda" else _batch_cpu
     batches: dict[str, _Batch] = {}
@@ -93,7 +94,7 @@ def time_rounds(
 
 
 def host_seconds(call: Callable[[], object], device: torch.device, *, calls: int) -> float:
-    """Seconds the host is busy with one call, mean over `calls`; on a GPU the work itself runs later."""
+    """Seconds the host is busy with one call, mean over `calls`; on a GPU the device work runs later."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     begin = time.perf_counter()
@@ -114,15 +115,13 @@ def _batch_cuda(
     start = torch.cuda.Event(enable_timing=True)
     stop = torch.cuda.Event(enable_timing=True)
     with torch.cuda.device(device):
-        # The GPU sleeps while the host queues the batch, so launch gaps stay out of the time of short
-        # kernels.
+        # The GPU sleeps while the host queues the batch, so launch gaps do not count for short kernels.
         heating = [heater] * (HEAT_BATCHES * heater.repeats) if heater else []
         busy = batch.host_seconds * batch.repeats + sum(each.host_seconds for each in heating)
         torch.cuda._sleep(int(min(1e-4 + 1.5 * busy, 0.05) * CYCLES_PER_SECOND))
         for each in heating:
             each.call()
-        # One untimed call after the sleep: the first kernel after an idle gap sees higher clocks and a cold
-        # TLB.
+        # One untimed call after the sleep: the first kernel after an idle gap has higher clocks and a cold TLB.
         batch.call()
         start.record()
         for _ in range(batch.repeats):

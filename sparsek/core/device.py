@@ -1,8 +1,8 @@
-"""Facts about the device a problem runs on. The only module that asks torch.cuda about hardware.
+"""Facts about the device of a problem. The only module that queries torch.cuda about hardware.
 
-The H200's bandwidth and its fp8, bf16 and fp16 rates are measured (docs/lab-notes.md). Those of other Hopper cards are
-NVIDIA's data sheets', dense and at boost clocks, and cards without a data sheet here get rates that follow from their
-SMs, clocks and memory bus. `Card.measured` and `Card.source` say which.
+The H200's bandwidth and its fp8, bf16 and fp16 rates are measured (docs/lab-notes.md). Those of other Hopper cards
+are from NVIDIA's data sheets, dense and at boost clocks. Cards without a data sheet here get rates derived from their
+SMs, clocks and memory bus. `Card.measured` and `Card.source` give the origin.
 """
 
 from collections.abc import Mapping
@@ -21,8 +21,8 @@ from sparsek.core.errors import InvalidInput
 class Card:
     """One kind of device. Bandwidths in bytes per second, rates in 1e12 dense FLOP per second, memory in bytes.
 
-    `measured` names the dtypes whose rates were measured on the card, as the bandwidth then was. `source` says where
-    the others are from; "" for guesses. `watts`: the power limit; 0 if it is not known.
+    `measured` names the dtypes whose rates were measured on the card; if any, the bandwidth was measured too.
+    `source`: origin of the other rates; "" for guesses. `watts`: the power limit; 0 if unknown.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Card:
         object.__setattr__(self, "tflops", MappingProxyType(dict(self.tflops)))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Its fields; Python pickles and copies no mapping that is read-only."""
+        """By its fields; Python cannot pickle or copy a read-only mapping."""
         parts = {each.name: getattr(self, each.name) for each in fields(self)}
         return Card, tuple({**parts, "tflops": dict(self.tflops)}.values())
 
@@ -52,30 +52,29 @@ class Card:
         return self.name == "cpu"
 
     def caveat(self, rate: str) -> str:
-        """What is to be said of times that were predicted with the rate of this name; "" if it was measured."""
+        """A caveat about times that were predicted with the rate of this name; "" if it was measured."""
         if rate in self.measured:
             return ""
         origin = f"from {self.source}" if self.source else "guessed for this card and dtype"
         return f"{origin}, not measured: expect the order of kernels, not the times"
 
     def sustained(self, rate: str) -> float:
-        """The rate that a long dense product keeps up, in 1e12 FLOP per second, as models of kernels read it.
+        """The rate that a long dense product sustains, in 1e12 FLOP per second, for the models of kernels.
 
-        It is measured, or guessed. Of a rate that is a peak it is the share that the H200 keeps of its own.
+        Measured, or guessed. For a peak rate it is the share that the H200 sustains of its own peak.
         """
         peak = self.tflops[rate]
         return peak * H200.tflops[rate] / H200_PEAKS[rate] if self.source else peak
 
     @property
     def pace(self) -> float:
-        """How fast an SM multiplies in bf16 over one of an H200, which models of Hopper kernels are fitted to."""
+        """The bf16 rate of an SM over that of an H200, to which the models of Hopper kernels are fitted."""
         peak = self.sm_count * H200_PEAKS["bf16"] / H200.sm_count
         return self.tflops["bf16"] / peak if self.source else 1.0
 
 
-# bandwidth: device-to-device copy, read + written. fabric: L2 to shared memory, fitted to hopper.spmm on blocks of
-# 16 to 128 (2026-11-20). tflops: cuBLAS 8192^3 once power limits bite,
-# fp8 with sums in float32.
+# bandwidth: device-to-device copy, read + written. fabric: L2 to shared memory, fitted to hopper.spmm on blocks of 16
+# to 128 (2026-11-20). tflops: cuBLAS 8192^3 at the power limit, fp8 with sums in float32.
 H200 = Card(
     name="NVIDIA H200",
     capability=(9, 0),
@@ -91,15 +90,15 @@ H200 = Card(
 )
 SHEET = "NVIDIA's data sheet"
 REPORTED = "the SMs, clocks and memory bus that the driver reports"
-# The H100 SXM's, whose chip it has.
+# That of the H100 SXM, which has the same chip.
 H200_PEAKS = {"fp8": 1978.9, "bf16": 989.4, "fp16": 989.4, "tf32": 494.7, "fp32": 66.9, "fp64": 66.9}
 
 
 def _by_data_sheet(
     name: str, sm_count: int, memory: int, l2: int, bandwidth: float, watts: int, **tflops: float
 ) -> Card:
-    """A Hopper card. `memory` in GiB as torch reports it, `l2` in MiB, `bandwidth` in TB/s. Rates that are not given
-    are an H200's peaks. Data sheets have no rate from L2 to shared memory: it is the H200's for as many SMs.
+    """A Hopper card. `memory` in GiB as torch reports it, `l2` in MiB, `bandwidth` in TB/s. Omitted rates are an
+    H200's peaks. Data sheets have no rate from L2 to shared memory: it is the H200's for as many SMs.
     """
     return Card(
         name=name,
@@ -171,7 +170,7 @@ CARDS: Mapping[str, Card] = MappingProxyType(
         "cpu": CPU,
     }
 )
-# Dense bf16 FLOPs of an SM's tensor cores in a cycle, by compute capability; of others by the first number alone.
+# Dense bf16 FLOPs of an SM's tensor cores per cycle, by compute capability; otherwise by its major number alone.
 TENSOR_FLOPS = {(8, 0): 2048, (8,): 1024, (9,): 4096, (10,): 8192}
 OLDER_FLOPS = 512
 CLOCK, MEMORY_CLOCK, BUS = 1.5e9, 1e9, 2048  # Hz and bits, where the driver reports none
@@ -191,8 +190,8 @@ def card_named(name: str | torch.device) -> Card:
 
 
 def card_of(device: torch.device) -> Card:
-    """The card behind a torch device. Where no card here has its name, its rates follow from what the driver reports:
-    also for a slice of one, by MIG.
+    """The card of a torch device. A card without facts here, or a MIG slice of one, gets rates derived from what the
+    driver reports.
     """
     if device.type == "cpu":
         return CPU
@@ -215,14 +214,14 @@ def _identity(facts: Any) -> tuple[str, int]:
 
 
 def _reported(facts: Any) -> Card:
-    """A card of which nothing is known but what the driver reports: peaks at its highest clocks, the rates of other
-    dtypes to that of bf16 as an H200's. A slice by MIG has its SMs, and the bus of the whole card as the driver says.
+    """A card known only from the driver's report: peaks at its highest clocks, rates of other dtypes relative to bf16
+    as on an H200. A MIG slice has its own SMs, but reports the bus of the whole card.
     """
     sms, capability = facts.multi_processor_count, (facts.major, facts.minor)
     clock = 1e3 * getattr(facts, "clock_rate", 0) or CLOCK
     per_cycle = TENSOR_FLOPS.get(capability) or TENSOR_FLOPS.get(capability[:1], OLDER_FLOPS)
     bf16 = sms * per_cycle * clock / 1e12
-    # Two transfers in a cycle.
+    # Two transfers per cycle.
     memory = 2e3 * getattr(facts, "memory_clock_rate", 0) or 2 * MEMORY_CLOCK
     return Card(
         name=facts.name,

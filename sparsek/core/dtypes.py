@@ -1,4 +1,4 @@
-"""The dtypes that SparseK knows, and their short names."""
+"""The supported dtypes and their short names."""
 
 from contextlib import AbstractContextManager, nullcontext
 
@@ -26,7 +26,7 @@ def name(dtype: torch.dtype) -> str:
 
 
 def shown(dtype: torch.dtype) -> str:
-    """What is printed for a dtype: also for those that are stored but not multiplied."""
+    """A printable name for any dtype, including those that are stored but not multiplied."""
     return NAMES.get(dtype) or FP8.get(dtype) or str(dtype)
 
 
@@ -44,7 +44,7 @@ def itemsize(dtype_name: str) -> int:
 
 
 def as_given(device: torch.device) -> AbstractContextManager[object]:
-    """A context in which torch.autocast, if it is on, does not touch the operands' dtypes."""
+    """A context in which torch.autocast does not change the operands' dtypes."""
     if torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return _AS_IS

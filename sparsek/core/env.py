@@ -1,4 +1,4 @@
-"""Every environment variable that SparseK reads, each in one function."""
+"""Every environment variable of SparseK, each read in one function."""
 
 import os
 from pathlib import Path
@@ -10,13 +10,13 @@ def bench_records_dir() -> str:
 
 
 def columns() -> int | None:
-    """COLUMNS: how wide output is; None where it says nothing, 0 or no number, as shells mean "unknown" by these."""
+    """COLUMNS: the width of output; None for a missing, zero or non-numeric value, which shells use for "unknown"."""
     width = os.environ.get("COLUMNS", "")
     return int(width) or None if width.isascii() and width.isdigit() and len(width) < 6 else None
 
 
 def visible_gpus() -> list[str]:
-    """CUDA_VISIBLE_DEVICES: the GPUs that torch sees, in its order, as nvidia-smi names them; [] for all."""
+    """CUDA_VISIBLE_DEVICES: the GPUs visible to torch, in its order, by nvidia-smi's names; [] for all."""
     return [part.strip() for part in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if part.strip()]
 
 
@@ -26,7 +26,7 @@ def interpreting() -> bool:
 
 
 def compiling_differently() -> bool:
-    """Whether one of Triton's variables asks for other machine code than its default, or to see it compile."""
+    """Whether one of Triton's variables changes the machine code, or shows the compilation."""
     asking = (
         "ALWAYS_COMPILE",
         "DEBUG",
@@ -41,13 +41,14 @@ def compiling_differently() -> bool:
 
 
 def cache_dir() -> str:
-    """SPARSEK_CACHE: folder for compiled CUDA C++ kernels; default ~/.cache/sparsek. Whoever runs this and has no home
-    gets the null device, below which nothing can be kept."""
+    """SPARSEK_CACHE: folder for compiled CUDA C++ kernels; default ~/.cache/sparsek. Without a home folder it is the
+    null device, below which nothing can be written.
+    """
     return os.environ.get("SPARSEK_CACHE") or _home_cache() or os.devnull
 
 
 def with_caches_in(folder: Path, bytecode: Path) -> dict[str, str]:
-    """The environment of a process whose caches of compiled kernels lie in a folder, and Python's own in another."""
+    """The environment of a process whose caches of compiled kernels are in a folder, and Python's own in another."""
     named = ("TRITON_CACHE_DIR", "SPARSEK_CACHE", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH")
     caches = {name: str(folder / name.lower()) for name in named} | {"PYTHONPYCACHEPREFIX": str(bytecode)}
     return {**os.environ, **caches, "PYTHONDONTWRITEBYTECODE": ""}
@@ -61,13 +62,14 @@ def _home_cache() -> str:
 
 
 def nvrtc_path() -> str:
-    """NVRTC: the file of NVIDIA's runtime compiler, libnvrtc.so; "" where it is to be looked for."""
+    """NVRTC: the file of NVIDIA's runtime compiler, libnvrtc.so; "" to search for it."""
     return os.environ.get("NVRTC", "")
 
 
 def tuning_file() -> str:
-    """SPARSEK_TUNING: the file of tuned configs, tuning.json in `cache_dir` by default; "" for "off": no table at all,
-    the shipped one neither."""
+    """SPARSEK_TUNING: the file of tuned configs, tuning.json in `cache_dir` by default; "" for "off": no table at
+    all, not even the shipped one.
+    """
     path = os.environ.get("SPARSEK_TUNING")
     if path:
         return "" if path == "off" else path

@@ -1,4 +1,4 @@
-"""What can go wrong, in four classes. Every message says what was wrong, where, and what would be right."""
+"""All errors, in four classes. Every message states what was wrong, where, and what would be right."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,15 +9,15 @@ class SparseKError(Exception):
 
 
 class InvalidInput(SparseKError, ValueError):
-    """An argument is not what the docstring asks for."""
+    """An argument does not match the docstring."""
 
 
 class InvalidFile(SparseKError, ValueError):
-    """A file is corrupt, hostile, or not of the kind its name says."""
+    """A file is corrupt, hostile, or not of the kind that its name implies."""
 
 
 class Unsupported(SparseKError, NotImplementedError):
-    """No kernel runs this problem. `what` says which; `reasons` maps each kernel's name to every reason it gave."""
+    """No kernel runs this problem. `what` describes it; `reasons` maps each kernel's name to all its reasons."""
 
     def __init__(self, what: str, reasons: Mapping[str, Sequence[str]]):
         self.what = what
@@ -28,7 +28,7 @@ class Unsupported(SparseKError, NotImplementedError):
         super().__init__("\n".join(lines))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """What it is made of. An exception's own answer is its message alone, from which a pool of processes could not
-        make it again, and would wait for ever.
+        """By its fields. By default an exception is pickled as its message alone, from which a process pool cannot
+        rebuild it; the pool would wait forever.
         """
         return type(self), (self.what, self.reasons), self.__dict__

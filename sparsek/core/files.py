@@ -1,7 +1,7 @@
-"""Files at paths that a caller or somebody else's link names: only regular files are read and replaced.
+"""Access to files at untrusted paths: only regular files are read and replaced.
 
-So nothing waits for a FIFO, reads a device without end, or puts a file in the place of a device. What counts is the
-file that is open: a path may lead elsewhere a moment after it was looked at.
+So no call waits for a FIFO, reads a device without end, or replaces a device by a file. The check is made on the open
+file, because a path may lead elsewhere a moment later.
 """
 
 import errno
@@ -26,7 +26,7 @@ KINDS = {
     stat.S_IFBLK: "a block device",
     stat.S_IFLNK: "a symbolic link",
 }
-# Errors that a path is to blame for. Others, of a full or failing disk, stay what they are.
+# Errors caused by the path. Others, of a full or failing disk, are raised unchanged.
 OF_A_PATH = frozenset({
     errno.EACCES, errno.EBUSY, errno.EILSEQ, errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG,
     errno.ENODEV, errno.ENOTDIR, errno.ENXIO, errno.EPERM, errno.EROFS,
@@ -51,10 +51,10 @@ def as_path(name: str, value: Any) -> Path:
 
 
 def regular(path: Path) -> BinaryIO:
-    """A regular file that is not empty, opened for reading without a wait for anybody who might write it.
+    """A regular, non-empty file, opened for reading without waiting for a writer.
 
-    Raises FileNotFoundError if there is none; InvalidFile for an empty file (all of /proc is empty by its size, and
-    some of it has no end), for a folder, FIFO, socket or device, and for a path that may not or cannot be opened.
+    Raises FileNotFoundError if there is none. Raises InvalidFile for an empty file (files in /proc have size 0, and
+    some have no end), for a folder, FIFO, socket or device, and for a path that may not or cannot be opened.
     """
     file, size = _opened(path)
     if not size:
@@ -64,7 +64,7 @@ def regular(path: Path) -> BinaryIO:
 
 
 def content(path: Path) -> bytes:
-    """All bytes of a regular file, as many as it has when it is opened. Raises as `regular`, but for an empty file."""
+    """All bytes of a regular file, by its size when opened. Raises as `regular`, but accepts an empty file."""
     file, size = _opened(path)
     with file:
         return file.read(size)
@@ -72,9 +72,9 @@ def content(path: Path) -> bytes:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A new file that takes the place of `path` when all of it is on disk, and vanishes if writing fails.
+    """A new file that replaces `path` once all of it is on disk, and is removed if writing fails.
 
-    Links are followed. Raises InvalidInput if anything but a regular file is at `path`, before and after the file is
+    Links are followed. Raises InvalidInput if `path` is anything but a regular file, before and after the file is
     written, and for a path that may not or cannot be written.
     """
     with blamed_on(path, InvalidInput, "cannot be written"):
@@ -94,7 +94,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def blamed_on(path: Path, kind: type[SparseKError], what: str) -> Iterator[None]:
-    """Turn an OSError that `path` is to blame for into one of `kind`; a missing folder too, unless a file is read."""
+    """Turns an OSError caused by `path` into one of `kind`; a missing folder too, unless a file is read."""
     try:
         yield
     except OSError as error:
@@ -110,7 +110,7 @@ def blamed_on(path: Path, kind: type[SparseKError], what: str) -> Iterator[None]
 
 
 def _opened(path: Path) -> tuple[BinaryIO, int]:
-    """The file and its size. It is looked at before it is opened, because opening alone moves some devices."""
+    """The file and its size. The path is checked before it is opened, because opening alone affects some devices."""
     with blamed_on(path, InvalidFile, "cannot be opened"):
         _check_regular(path, path.stat(), InvalidFile, "read")
         file = open(path, "rb", opener=_open_at_once)  # noqa: SIM115
@@ -124,7 +124,7 @@ def _opened(path: Path) -> tuple[BinaryIO, int]:
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    """os.open that neither waits at a FIFO nor takes a terminal; what is then read may wait, as files do."""
+    """os.open that does not wait at a FIFO and does not take a terminal; later reads may wait, as for any file."""
     handle = os.open(path, flags | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0))
     if hasattr(os, "O_NONBLOCK"):
         os.set_blocking(handle, True)
@@ -132,14 +132,14 @@ def _open_at_once(path: str, flags: int) -> int:
 
 
 def _check_replaceable(path: Path, target: Path) -> None:
-    """`path` as it was given, through links that only the system can follow; `target` as a rename would meet it."""
+    """`path` as given, through links that only the system can resolve; `target` as a rename would see it."""
     for look in (path.stat, target.lstat):
         try:
             found = look()
         except FileNotFoundError:
             continue
         _check_regular(path, found, InvalidInput, "replaced")
-    # A link of /proc to a file without a name leads on, and its text names nothing.
+    # A link of /proc to an unnamed file works, but its text names no path.
     if path.exists() and not target.exists():
         raise InvalidInput(
             f"{path}: is an open file without a name of its own; only files that have one are replaced"

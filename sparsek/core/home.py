@@ -1,4 +1,4 @@
-"""Where what follows from an object is kept: schedules, plans, recorded calls."""
+"""Homes: objects that keep what is derived from them, such as schedules, plans and recorded calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Value = TypeVar("Value")
 
 
 def drop_oldest(kept: dict[Any, Value]) -> Value | None:
-    """Takes out the entry that was put in first; None, and nothing, where another thread changes the dict meanwhile."""
+    """Removes the entry that was inserted first. None, without a removal, if another thread is changing the dict."""
     try:
         return kept.pop(next(iter(kept)), None)
     except (RuntimeError, StopIteration):
@@ -22,7 +22,7 @@ def drop_oldest(kept: dict[Any, Value]) -> Value | None:
 
 
 class Home:
-    """Keeps what follows from a pattern, a mask or a tensor as long as that lives."""
+    """Keeps what is derived from a pattern, a mask or a tensor, as long as that lives."""
 
     _memo: dict[Hashable, Any]
 
@@ -30,11 +30,11 @@ class Home:
         self._memo = {}
 
     def derived(self, key: Hashable, build: Callable[[], Made]) -> Made:
-        """What `build()` returned the first time it was asked for under `key`.
+        """The result of `build()` under `key`, built on the first call.
 
-        `build` runs outside inference mode and torch.func: tensors made inside it could never be saved for a backward
-        pass, and those of torch.func end with it. Inside torch.compile nothing is kept: what is made there belongs to
-        its graph.
+        `build` runs outside inference mode and torch.func: inference tensors could never be saved for a backward
+        pass, and tensors of torch.func end with it. Inside torch.compile nothing is kept: tensors made there belong
+        to its graph.
         """
         if key in self._memo:
             return self._memo[key]
@@ -44,5 +44,5 @@ class Home:
             return self._memo.setdefault(key, untransformed(build))
 
     def known(self, key: Hashable) -> Any:
-        """What `derived` keeps under `key`, or None if it was never asked for."""
+        """The value of `derived` under `key`, or None if it was never built."""
         return self._memo.get(key)

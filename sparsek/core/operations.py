@@ -1,20 +1,20 @@
-"""What matrices need of the operations, which stand above them and know kernels: it is registered when they load."""
+"""Access to the operations from rooms below them: operations register themselves when they load."""
 
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-# By name, functions that pack or round by one kernel: the bits that torch makes, or None for what they do not take.
+# By name, functions that pack or round in one kernel: the same bits as torch's code, or None for unsupported inputs.
 KERNELS: dict[str, Callable[..., Any]] = {}
 
 
 def by_kernel(name: str, *given: Any) -> Any:
-    """What the kernel of that name makes of CUDA tensors that no gradient follows and nothing traces, or None."""
+    """The result of the kernel of that name for CUDA tensors without gradient and tracing, or None."""
     if name not in KERNELS:
         load()
     return KERNELS[name](*given)
 
 
 def load() -> None:
-    """Loads all operations. A matrix calls this that was made, or unpickled, before any of them was."""
+    """Loads all operations. Called by a matrix that was made, or unpickled, before any operation was loaded."""
     import_module("sparsek.ops")

@@ -1,4 +1,4 @@
-"""Frozen dataclasses made of tensors: trees for torch, made without checks, copied and pickled.
+"""Frozen dataclasses of tensors: torch pytrees that can be made without checks, copied and pickled.
 
 @record(leaves=("values", "meta"), own=("values",))
 @dataclass(frozen=True, eq=False, repr=False)
@@ -23,10 +23,10 @@ Kind = TypeVar("Kind", bound="Record")
 
 
 class Record:
-    """What `record` adds to a class. Names and defaults are those of the fields that its constructor takes."""
+    """The methods that `record` adds to a class. Names and defaults are those of the constructor's fields."""
 
     _fields: ClassVar[dict[str, Any]]  # the default of each, or MISSING
-    _made: ClassVar[dict[str, Callable[[], Any]]]  # fields that every object begins with
+    _made: ClassVar[dict[str, Callable[[], Any]]]  # factories of the fields that every object begins with
     _leaves: ClassVar[tuple[str, ...]]
     _plain: ClassVar[tuple[str, ...]]
     _own: ClassVar[tuple[str, ...]]
@@ -47,11 +47,11 @@ class Record:
         return made
 
     def __copy__(self) -> Self:
-        """The same parts; an object of which nothing is ever written to is its own copy."""
+        """A new object with the same parts; an object that is never written to returns itself."""
         return self.unchecked(**self._parts()) if self._own else self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Copies what callers may write to, and shares the rest."""
+        """Copies the parts that callers may write to, and shares the rest."""
         if not self._own:
             return self
         copied = {name: deepcopy(getattr(self, name), memo) for name in self._own}
@@ -74,8 +74,9 @@ def record(
 ) -> Callable[[type[Kind]], type[Kind]]:
     """Registers a frozen dataclass with torch's pytrees, as "sparsek." and its name.
 
-    leaves: the fields that are tensors, or trees of them; those that are None are left out. own: leaves that callers
-    may write to, which deepcopy copies. picklable: why it is not, and what to do instead; "": by the constructor.
+    leaves: the fields that are tensors, or trees of them; None is left out. own: leaves that callers may write to,
+    which deepcopy copies. picklable: why it is not picklable, and what to do instead; "" if its constructor can
+    unpickle it.
     """
 
     def decorate(cls: type[Kind]) -> type[Kind]:
@@ -117,6 +118,6 @@ def record(
 
 
 def _split(x: Record) -> tuple[dict[str, Any], Any]:
-    """The leaves that are there, and what makes the object of them: their names, and the other fields."""
+    """The leaves that are not None, and the context that rebuilds the object: their names, and the other fields."""
     there = {name: part for name in x._leaves if (part := getattr(x, name)) is not None}
     return there, (tuple(there), tuple(getattr(x, name) for name in x._plain))

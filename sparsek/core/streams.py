@@ -1,4 +1,4 @@
-"""What a plan made on a device, and calls on other streams: they wait until it is there."""
+"""Readiness of tensors across CUDA streams."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Ready(NamedTuple):
 
     @classmethod
     def here(cls, device: torch.device) -> Ready | None:
-        """After what the current stream was given so far; None on a CPU."""
+        """After the work queued on the current stream so far; None on a CPU."""
         if device.type != "cuda":
             return None
         stream = torch.cuda.current_stream(device)
@@ -32,9 +32,9 @@ class Ready(NamedTuple):
 def wait_for(made: Ready, tensors: Iterable[Tensor | None]) -> None:
     """Makes the current stream wait for these tensors and keeps their memory alive until it is done.
 
-    A captured stream may not wait, and need not: torch.cuda.graph waits for the device first.
+    A captured stream may not wait, and need not: torch.cuda.graph synchronises the device first.
     """
-    if torch._C._cuda_getCurrentRawStream(made.index) == made.raw:  # a Stream object takes longer to make
+    if torch._C._cuda_getCurrentRawStream(made.index) == made.raw:  # making a Stream object takes longer
         return
     current = torch.cuda.current_stream(made.stream.device)
     if current != made.stream:
@@ -45,7 +45,7 @@ def wait_for(made: Ready, tensors: Iterable[Tensor | None]) -> None:
 
 
 def captured(x: Tensor) -> bool:
-    """A CUDA graph is being captured."""
+    """Whether a CUDA graph is being captured."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 

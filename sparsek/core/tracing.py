@@ -1,4 +1,4 @@
-"""Functions that torch.compile must not trace, and what outlives the mode of torch that it was made in."""
+"""Functions that torch.compile must not trace, and tensors that outlive the torch mode in which they are made."""
 
 import functools
 import sys
@@ -17,7 +17,7 @@ Made = TypeVar("Made")
 
 
 def untransformed(build: Callable[[], Made]) -> Made:
-    """What `build()` makes of plain tensors, also inside torch.func, whose wrapped ones nobody could use afterwards."""
+    """The result of `build()` on plain tensors, also inside torch.func, whose wrapped tensors are useless later."""
     if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
         return build()
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
@@ -29,7 +29,7 @@ def untransformed(build: Callable[[], Made]) -> Made:
 def concrete(x: Any, reads: str, instead: str) -> Any:
     """The tensor that grad, vjp and jvp of torch.func have wrapped; anything else as it is.
 
-    InvalidInput under vmap, where values are many: what `reads` them, and what to do `instead`.
+    InvalidInput under vmap, where one tensor has many values: `reads` names the operation, `instead` the alternative.
     """
     if torch.compiler.is_compiling() or not isinstance(x, torch.Tensor) or not is_functorch_wrapped_tensor(x):
         return x
@@ -41,13 +41,13 @@ def concrete(x: Any, reads: str, instead: str) -> Any:
 
 
 def of_values(look: Callable[..., Made], *given: Any, reads: str, instead: str) -> Made:
-    """`look(*given)`, for what follows values: inside torch.func of the values that it has wrapped. See `concrete`."""
+    """`look(*given)`, for results that depend on values: inside torch.func, on the wrapped values. See `concrete`."""
     plain = [concrete(each, reads, instead) for each in given]
     return untransformed(lambda: look(*plain))
 
 
 def watched(x: torch.Tensor) -> bool:
-    """Whether torch.compile, torch.func or forward-mode differentiation looks at what is done to `x`."""
+    """Whether torch.compile, torch.func or forward-mode differentiation observes operations on `x`."""
     return (
         torch.compiler.is_compiling()
         or forward_ad._current_level >= 0
@@ -57,7 +57,7 @@ def watched(x: torch.Tensor) -> bool:
 
 
 def check_aligned(name: str, x: torch.Tensor, alignment: int) -> None:
-    """InvalidInput unless `x` begins at a multiple of `alignment` bytes, where it has an address that can be asked."""
+    """InvalidInput unless `x` begins at a multiple of `alignment` bytes, if it has an accessible address."""
     if torch.compiler.is_compiling() or is_functorch_wrapped_tensor(x):
         return
     beyond = x.data_ptr() % alignment
@@ -69,9 +69,9 @@ def check_aligned(name: str, x: torch.Tensor, alignment: int) -> None:
 
 
 def outside_inference(make: Callable[Given, Made]) -> Callable[Given, Made]:
-    """For functions that make what may be trained on later: in inference mode they run under no_grad in its place.
+    """For functions that make tensors for later training: in inference mode they run under no_grad instead.
 
-    No backward pass can save tensors of inference mode.
+    A backward pass cannot save inference tensors.
     """
 
     @functools.wraps(make)
@@ -85,7 +85,7 @@ def outside_inference(make: Callable[Given, Made]) -> Callable[Given, Made]:
 
 
 def saveable(x: Any) -> Any:
-    """`x`, or of a tensor of inference mode a copy, which a backward pass can save."""
+    """`x`, or a copy of an inference tensor, which a backward pass can save."""
     if torch.compiler.is_compiling() or not isinstance(x, torch.Tensor) or not x.is_inference():
         return x
     with torch.inference_mode(False):
@@ -93,7 +93,7 @@ def saveable(x: Any) -> Any:
 
 
 def save_for_backward(ctx: Any, *tensors: torch.Tensor | None) -> None:
-    """ctx.save_for_backward. InvalidInput for a tensor of inference mode, which torch refuses to save."""
+    """ctx.save_for_backward. InvalidInput for an inference tensor, which torch refuses to save."""
     if any(ctx.needs_input_grad):
         for x in tensors:
             if x is not None:
@@ -101,14 +101,14 @@ def save_for_backward(ctx: Any, *tensors: torch.Tensor | None) -> None:
     ctx.save_for_backward(*tensors)
 
 
-# Not empty while a function that `constant` decorates runs.
+# Not empty while a function decorated with `constant` runs.
 _CONSTANT: list[None] = []
 
 
 def constant(make: Callable[Given, Made]) -> Callable[Given, Made]:
-    """For functions that torch.compile runs as Python while it traces: what they return is a constant of the graph.
+    """For functions that torch.compile runs as Python while it traces: their results are constants of the graph.
 
-    Their arguments must be constants too. In them `not_traced` functions run.
+    Their arguments must be constants too. `not_traced` functions may run inside them.
     """
 
     @functools.wraps(make)
@@ -119,13 +119,13 @@ def constant(make: Callable[Given, Made]) -> Callable[Given, Made]:
         finally:
             _CONSTANT.pop()
 
-    # What torch.compiler.assume_constant_result does; it imports torch._dynamo, which takes seconds.
+    # The effect of torch.compiler.assume_constant_result, without importing torch._dynamo, which takes seconds.
     made._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return made
 
 
 def _of_values(what: str, make: Callable[Given, Made]) -> Callable[Given, Made]:
-    """`make`, inside torch.func with the values that it has wrapped."""
+    """`make`, on the wrapped values if inside torch.func."""
 
     @functools.wraps(make)
     def made(*args: Given.args, **kwargs: Given.kwargs) -> Made:
@@ -140,11 +140,11 @@ def _of_values(what: str, make: Callable[Given, Made]) -> Callable[Given, Made]:
 
 
 def not_traced(what: str) -> Callable[[Callable[Given, Made]], Callable[Given, Made]]:
-    """For functions that make what is kept: they run as Python and outside inference mode, whose tensors no backward
+    """For functions whose results are kept: they run as Python and outside inference mode, whose tensors no backward
     pass can save.
 
-    Where torch.compile would trace one it gets InvalidInput, which calls the made thing `what`. Under fullgraph=True
-    that is torch's error; otherwise the function runs between two graphs.
+    Under torch.compile they raise InvalidInput with `what` as the name of the result. Under fullgraph=True that is
+    torch's error; otherwise the function runs between two graphs.
     """
 
     def decorate(make: Callable[Given, Made]) -> Callable[Given, Made]:
@@ -159,7 +159,7 @@ def not_traced(what: str) -> Callable[[Callable[Given, Made]], Callable[Given, M
                 raise InvalidInput(
                     f"{what} is made inside torch.compile; make it outside and hand it to the compiled function"
                 )
-            if "torch._dynamo" not in sys.modules:  # nothing compiles, and its import takes seconds
+            if "torch._dynamo" not in sys.modules:  # nothing is compiled, and importing it takes seconds
                 return make(*args, **kwargs)
             if not untraced:
                 untraced.append(torch.compiler.disable(make))

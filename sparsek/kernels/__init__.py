@@ -1,6 +1,6 @@
-"""The kernels, in order of preference: one line each. A module loads on first use, so importing this costs nothing.
+"""The kernels in order of preference, one line each. A module is loaded on first use, so importing this is cheap.
 
-It holds its kernel as KERNEL, or several by name in KERNELS.
+A module holds its kernel as KERNEL, or several by name in KERNELS.
 """
 
 from importlib import import_module
@@ -9,8 +9,8 @@ from typing import Any
 from sparsek.core.errors import InvalidInput
 from sparsek.matrix.storage import FP8
 
-# Operation, name, module, and which storage a kernel of spmm multiplies (`Storage.kind`): "fp8" for all that is FP8. A
-# kernel's `why_not` agrees; here it is said without loading the kernel.
+# Operation, name, module, and for spmm the storage that the kernel multiplies (`Storage.kind`); "fp8" stands for
+# every FP8 storage. The kernel's `why_not` agrees with this column, which is read without loading the kernel.
 KERNELS: tuple[tuple[str, str, str, str], ...] = (
     ("spmm", "hopper.spmm", "spmm.hopper", "bsr"),
     ("spmm", "portable.spmm", "spmm.portable", "bsr"),
@@ -70,7 +70,7 @@ def load(name: str) -> Any:
 
 
 def names_for(op: str, storage: str | None = None) -> tuple[str, ...]:
-    """Names of the kernels of one operation, in order of preference; those that multiply one kind of storage."""
+    """Names of the kernels of one operation, in order of preference; for spmm, those for one kind of storage."""
     wanted = {storage, "fp8" if storage in FP8 else storage}
     return tuple(
         name for each, name, _, kind in KERNELS if each == op and (storage is None or kind in wanted)

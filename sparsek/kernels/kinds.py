@@ -1,4 +1,4 @@
-"""What kernels of one kind answer alike: those with nothing to choose, and those of CPU tensors."""
+"""Base classes that kernels share: kernels with one config, and kernels for CPU tensors."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,7 +8,7 @@ import torch
 
 @dataclass(frozen=True)
 class Fixed:
-    """Nothing to choose. `text` says what the kernel does."""
+    """A config without choices. `text` describes what the kernel does."""
 
     text: str
 
@@ -17,9 +17,9 @@ class Fixed:
 
 
 class FixedKernel:
-    """A kernel of one config that prepares nothing: a reference, or a vendor's library.
+    """A kernel with one config and no preparation: a reference, or a vendor library.
 
-    `storages`: the kinds of storage that it multiplies, () outside spmm.
+    `storages`: the storage kinds it multiplies; () outside spmm.
     """
 
     config: Fixed
@@ -39,19 +39,21 @@ class FixedKernel:
 
 
 def wide_size(p: Any) -> int:
-    """Bytes of an element in float32, or float64 for float64."""
+    """Bytes of one element in float32, or in float64 for float64 problems."""
     return 8 if p.dtype == "fp64" else 4
 
 
 def wide_seconds(p: Any, flops: float, moved: float, calls: float) -> float:
-    """The time of some FLOP in float32 or float64, bytes moved and calls of torch, one after the other."""
+    """Predicted seconds of `flops` in float32 or float64, of the bytes moved and of the torch calls, one after
+    another.
+    """
     rate = p.card.tflops["fp64" if p.dtype == "fp64" else "fp32"] * 1e12
     return flops / rate + moved / p.card.bandwidth + calls * p.card.launch_seconds
 
 
 @dataclass(frozen=True)
 class CpuConfig:
-    """`step_bytes`: what one step gathers and packs at most. `wide`: 16-bit inputs are multiplied as float32."""
+    """`step_bytes`: the most bytes that one step gathers and packs. `wide`: multiply 16-bit inputs as float32."""
 
     step_bytes: int = 1 << 21
     wide: bool = False
@@ -61,9 +63,9 @@ class CpuConfig:
 
 
 class CpuKernel:
-    """A kernel in batched torch, which works in steps that the cache holds. Never chosen for CUDA tensors.
+    """A kernel in batched torch that works in cache-sized steps. Never chosen for CUDA tensors.
 
-    `storages`: the kinds of storage that it multiplies, () outside spmm.
+    `storages`: the storage kinds it multiplies; () outside spmm.
     """
 
     storages: tuple[str, ...] = ()
@@ -81,12 +83,12 @@ class CpuKernel:
 
 
 def goes_wide(p: Any) -> bool:
-    """Whether this processor is faster at `p` in float32."""
+    """Whether this processor runs `p` faster in float32."""
     return p.dtype == "fp16" or (p.dtype == "bf16" and not has_bf16_units())
 
 
 def widths(p: Any) -> tuple[bool, ...]:
-    """What `wide` may be."""
+    """The values of `wide` to try."""
     return (False, True) if p.dtype in ("bf16", "fp16") else (False,)
 
 

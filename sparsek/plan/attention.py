@@ -25,7 +25,7 @@ from sparsek.plan.select import Choice
 
 
 class Attended(NamedTuple):
-    """Attention of q, k and v over the blocks of a mask, which keeps the plans of such calls. `lse`: it is wanted."""
+    """Attention of q, k and v over the blocks of a mask, the home of its plans. `lse`: return it too."""
 
     q: Tensor
     k: Tensor
@@ -56,18 +56,18 @@ class Attended(NamedTuple):
 
 
 def about(mask: BlockMask) -> dict[str, Any]:
-    """What a plan for `mask` has of it."""
+    """Plan fields for `mask`."""
     return {"mask": weakref.ref(mask), "label": mask.label}
 
 
 def alike(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> tuple[Any, ...]:
-    """What calls that share a plan have in common, but how q, k and v lie."""
-    # Bounds of a mask's sizes may give way to what its lists hold, and then to a better plan.
+    """What calls of one plan share, apart from the layouts of q, k and v."""
+    # Bounds of a mask's sizes may be replaced by the actual sizes of its lists, which may give a better plan.
     return q.shape, k.shape[1], v.shape[3], q.dtype, mask.sizes.exact
 
 
 def sizes(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, layout: operands.Layout) -> dict[str, Any]:
-    """What the problems of both passes have in common."""
+    """Fields that the problems of both passes share."""
     batch, q_heads, q_len, dim = q.shape
     return {
         "batch": batch,
@@ -93,7 +93,7 @@ def sizes(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, layout: operands.Lay
 class MaskPlan(Plan):
     """A plan over the blocks of one mask for one shape of q, k and v. `problem` is an AttentionProblem.
 
-    `mask` is a weak reference: a mask keeps its plans. A plan that was made without a mask is `unmasked` and keeps the
+    `mask` is a weak reference, because a mask keeps its plans. A plan made without a mask is `unmasked` and owns the
     mask of every block.
     """
 
@@ -180,13 +180,13 @@ class MaskPlan(Plan):
         return [f"  memory     {name} {megabytes([size])}{more}", *super().details()]
 
     def _tensors(self) -> tuple[str, int]:
-        """Which tensors a call reads and writes, and their bytes."""
+        """The tensors that a call reads and writes, and their bytes."""
         p = self.problem
         rows, keys = p.batch * p.q_heads * p.q_len, p.batch * p.kv_heads * p.kv_len
         return "q, k, v and out", (rows + keys) * (p.dim + p.v_dim) * dtypes.itemsize(p.dtype)
 
     def _kept(self) -> list[str]:
-        """What the mask holds, in words."""
+        """A description of the mask."""
         mask = self.mask()
         return [] if mask is None else [f"mask {megabytes([mask.nbytes])}"]
 
@@ -204,8 +204,8 @@ class AttentionPlan(MaskPlan):
     ) -> Any:
         """out, or (out, lse) if planned with return_lse; as `sk.attention`, but without gradients. No host sync.
 
-        Raises InvalidInput for operands of other shapes, dtypes or alignment, for another mask, and where a gradient is
-        wanted: `sk.attention(q, k, v, mask, plan=plan)` has one.
+        Raises InvalidInput for operands of other shapes, dtypes or alignment, for another mask, and if an operand
+        requires a gradient; use `sk.attention(q, k, v, mask, plan=plan)` for gradients.
         """
         found = self.checked(q, k, v, mask)
         if wants_gradient(q, k, v):
@@ -229,5 +229,5 @@ class AttentionPlan(MaskPlan):
 
 
 def megabytes(counts: Iterable[int]) -> str:
-    """A sum of bytes in words."""
+    """A number of bytes as text."""
     return f"{sum(counts) / 1e6:.4g} MB"

@@ -22,7 +22,7 @@ from sparsek.plan.select import Choice
 
 
 class Forward(NamedTuple):
-    """What a forward pass leaves for its gradients: `out` and `lse` as it gave them, and the scale it used."""
+    """What the forward pass saves for its gradients: its `out` and `lse`, and the scale it used."""
 
     out: Tensor
     lse: Tensor
@@ -30,7 +30,7 @@ class Forward(NamedTuple):
 
 
 class Differentiated(NamedTuple):
-    """The gradients of q, k and v, for those of what `forward` left. The mask keeps the plans of such calls."""
+    """The gradients of q, k and v from what `forward` saved. The mask keeps the plans of these calls."""
 
     q: Tensor
     k: Tensor
@@ -67,8 +67,8 @@ class Differentiated(NamedTuple):
 class AttentionGradPlan(MaskPlan):
     """How to run the backward pass of attention over one mask for one shape of q, k and v.
 
-    Call it: `plan(q, k, v, mask, out, lse, grad)`, with `scale=` and `grad_lse=` where these were given or wanted.
-    `problem` is an AttentionGradProblem.
+    Call it: `plan(q, k, v, mask, out, lse, grad)`, with `scale=` if the forward pass had one and `grad_lse=` for the
+    gradient of lse. `problem` is an AttentionGradProblem.
     """
 
     planner: ClassVar[str] = "plan_attention_backward"
@@ -89,9 +89,10 @@ class AttentionGradPlan(MaskPlan):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(dq, dk, dv) for the gradients `grad` of out and `grad_lse` of lse, or 0. No host sync.
 
-        out and lse are those of a forward pass with the same mask and scale. A `grad` whose last dim is not contiguous
-        is copied, and where the plan needs it one whose pointer or strides are not multiples of 16 bytes. The results
-        have no gradients. Raises InvalidInput for operands of other shapes, dtypes or alignment, and for another mask.
+        out and lse are those of a forward pass with the same mask and scale. A `grad` whose last dim is not
+        contiguous is copied; so is one whose pointer or strides are not multiples of 16 bytes, if the plan needs
+        that. The results have no gradients. Raises InvalidInput for operands of other shapes, dtypes or alignment,
+        and for another mask.
         """
         found = self.checked(q, k, v, mask)
         operands.check_backward(q, v, out, lse, grad, grad_lse)
@@ -138,7 +139,7 @@ class AttentionGradPlan(MaskPlan):
         return [x.nbytes for x in tensors_in(self.work) if x.data_ptr() not in shared]
 
     def _transposed(self) -> list[Tensor]:
-        """The tensors of the mask's transposed lists, if a kernel has asked for them."""
+        """The tensors of the mask's transposed lists, if a kernel has built them."""
         mask = self.mask()
         return [] if mask is None else list(tensors_in(mask.known(TRANSPOSED)))
 
@@ -148,7 +149,7 @@ TRANSPOSED, TRANSPOSED_MADE = "transposed", "transposed made"
 
 @contextmanager
 def sharing_transposed(mask: BlockMask) -> Iterator[None]:
-    """For a body that may read `mask.transposed`: the current stream waits for lists that another one has built."""
+    """Around code that may read `mask.transposed`: makes the current stream wait for lists built on another stream."""
     if captured(mask.full.starts):
         yield
         return

@@ -1,17 +1,15 @@
-"""Which key tiles there are, which query tiles visit each, in what order, and whose dQ is added when.
+"""The schedule of attention's backward pass: key tiles, the query tiles that visit each, and the order of adding dQ.
 
-A CTA holds a tile of keys and goes through its *visits*: the query tiles of every query head of the group that see it.
-Key tiles stand in a line, longest first, a section of heads after the other, whose queries and dQ fit in L2 together.
-The CTA that is through first takes the next (Graham 1966), by the schedule's own clock: a tick for each visit, and
-TILE_TICKS for each tile. CTAs begin their lists a golden section apart, so that their sums do not meet in the same
-rows; unless order does not matter and no head fits in L2, where what all read and add to should move through it
-together.
+A CTA holds a tile of keys and walks its *visits*: the query tiles of every query head of the group that see it. Key
+tiles are ordered longest first, in sections of heads whose queries and dQ fit in L2 together. The CTA that finishes
+first takes the next tile (Graham 1966), by the schedule's own clock: a tick per visit, and TILE_TICKS per tile. CTAs
+start in their lists a golden section apart, so that their sums do not collide in the same rows. If order does not
+matter and no head fits in L2, all CTAs start at the same rows, to share their reads and additions.
 
-A query tile's dQ is a sum over visits of many CTAs. To have the same bits every time it is added in a fixed order: that
-of the clock. The order of all visits by that clock agrees with what each CTA does one after the other, so no wait can
-close a circle as long as every CTA runs.
+A query tile's dQ is a sum over visits of many CTAs. For reproducible bits it is added in the order of that clock.
+Each CTA processes its visits in the same order, so no wait can deadlock while all CTAs run.
 
-All of it is made on the mask's device, without a host sync.
+Everything is made on the mask's device, without a host sync.
 """
 
 from __future__ import annotations
@@ -31,21 +29,20 @@ TILE_FIELDS = 8
 VISIT_FIELDS = 4
 FULL = -1  # entry of a full block
 NO_TICKET = -1
-TILE_TICKS = 2  # what a tile takes to begin and end, in visits
+TILE_TICKS = 2  # begin and end of a tile, in visits
 SECTION = 0.4  # of L2, for what the CTAs of a section read and add to
-GOLDEN_SECTION = 0.3819660113  # of a list from one CTA's begin to the next's: no two of many come close
+GOLDEN_SECTION = 0.3819660113  # of a list, between the starts of two CTAs: no two of many come close
 
 Deal = Callable[[Tensor, int], tuple[Tensor, Tensor]]
 
 
 class GradSchedule(NamedTuple):
-    """CTA p takes tiles starts[p] to starts[p + 1] - 1.
+    """CTA p computes tiles starts[p] to starts[p + 1] - 1.
 
-    `tiles` int32 [tiles, TILE_FIELDS]: batch item, head of keys, first key, first visit, pairs of steps that hold
-    all visits of partial blocks, pairs of steps, visits. Visits of partial blocks come first.
-    `visits` int32 [capacity, VISIT_FIELDS]: first query, query head, entry of the mask's partial list or FULL, ticket.
-    Rows of queries are counted up to `rows`; where a visit is one step, the last 64 stand for visits that are not
-    there.
+    `tiles` int32 [tiles, TILE_FIELDS]: batch item, head of keys, first key, first visit, pairs of steps that hold all
+    visits of partial blocks, pairs of steps, visits. Visits of partial blocks come first. `visits` int32 [capacity,
+    VISIT_FIELDS]: first query, query head, entry of the mask's partial list or FULL, ticket. Query rows are padded to
+    `rows`; if a visit is one step, the last 64 stand for absent visits.
     """
 
     tiles: Tensor
@@ -66,7 +63,7 @@ class GradSchedule(NamedTuple):
 class Listed(NamedTuple):
     """The mask's blocks by key block: `edges` [2 * lists + 1], and for each block its query tile and partial entry.
 
-    List (b * heads + h) * Nb + j has the partial blocks of key block j; `lists` further on are its full ones.
+    List (b * heads + h) * Nb + j has the partial blocks of key block j; `lists` later are its full ones.
     """
 
     edges: Tensor
@@ -75,19 +72,19 @@ class Listed(NamedTuple):
 
 
 def padded_rows(p: AttentionProblem) -> int:
-    """Rows of queries with the ends of tiles, and 64 for visits that are not there where a visit is one step."""
+    """Query rows with the ends of tiles, plus 64 for absent visits if a visit is one step."""
     return p.grid[0] * p.block[0] + (64 if p.block[0] == 64 else 0)
 
 
 def heads_in_section(p: AttentionProblem) -> int:
-    """Heads of keys whose q and grad, of two bytes, and dq, of four, fit in a section's share of L2."""
+    """Number of key heads whose q and grad, of two bytes, and dq, of four, fit in a section's share of L2."""
     return int(SECTION * p.card.l2_bytes / (2 * (3 * p.dim + p.v_dim) * max(1, p.q_len) * p.group))
 
 
 def deal(ticks: Tensor, ctas: int) -> tuple[Tensor, Tensor]:
-    """The CTA of every tile of the line, int32, and when it begins: the first CTA that is through takes the next.
+    """The CTA and start time of every tile, int32: the first CTA to finish takes the next tile.
 
-    On the host; kernels/attention/dealt.py does it on a GPU.
+    On the host; kernels/attention/dealt.py is the GPU version.
     """
     free = [(0, cta) for cta in range(ctas)]
     dealt = []
@@ -102,7 +99,7 @@ def deal(ticks: Tensor, ctas: int) -> tuple[Tensor, Tensor]:
 def schedule(
     p: AttentionProblem, mask: BlockMask, ctas: int, *, ordered: bool = True, deal: Deal = deal
 ) -> GradSchedule:
-    """The key tiles and visits of `mask` for `p`. Without `ordered` no visit has a ticket. `deal` alone may sync."""
+    """The key tiles and visits of `mask` for `p`. Without `ordered` no visit has a ticket. Only `deal` may sync."""
     device, (tiles, columns), group = mask.device, mask.grid, p.group
     single = p.block[0] == 64
     listed = by_key_block(mask)
@@ -167,13 +164,13 @@ def by_key_block(mask: BlockMask) -> Listed:
     key, order = torch.sort(torch.cat((partial, full)))
     entry = torch.cat((entries, torch.full_like(full, FULL)))[order]
     bounds = torch.arange(2 * lists + 1, device=mask.device) * max(tiles, 1)
-    # One more, so that there is a first entry of a list that is empty.
+    # One more, so that an empty list has a first entry too.
     tile = torch.cat((key % max(tiles, 1), key.new_zeros(1)))
     return Listed(torch.searchsorted(key, bounds), tile, torch.cat((entry, entry.new_zeros(1))))
 
 
 def _keyed(mask: BlockMask, lists: BlockLists, most: int, first: int) -> tuple[Tensor, Tensor]:
-    """(list * Mb + query tile, entry) of every block, lists counted from `first`; what is not there comes last."""
+    """(list * Mb + query tile, entry) of every block, lists counted from `first`; absent ones come last."""
     (tiles, columns), device = mask.grid, mask.device
     ends = lists.counts.cumsum(0)
     number = torch.arange(most if len(lists.indices) else 0, device=device)
@@ -186,7 +183,7 @@ def _keyed(mask: BlockMask, lists: BlockLists, most: int, first: int) -> tuple[T
 
 
 def _lists_of(p: AttentionProblem, mask: BlockMask) -> Tensor:
-    """Which lists key block j of head g of item b has for the query heads of its group: [B, Hkv, Nb, 2, group]."""
+    """The lists that key block j of head g of item b has for the query heads of its group: [B, Hkv, Nb, 2, group]."""
 
     def upto(n: int) -> Tensor:
         return torch.arange(n, device=mask.device)
@@ -199,9 +196,10 @@ def _lists_of(p: AttentionProblem, mask: BlockMask) -> Tensor:
 
 
 def _lined_up(p: AttentionProblem, n: Tensor, ctas: int) -> Tensor:
-    """Tiles section by section, longest first; before all sections those far longer than the mean, such as sinks.
+    """Tiles section by section, longest first; those far longer than the mean, such as sinks, come before all
+    sections.
 
-    Sections are even, and of nearly two tiles a CTA at least: a small one at the end leaves CTAs idle.
+    Sections are even, with at least nearly two tiles per CTA: a small one at the end leaves CTAs idle.
     """
     heads, columns = p.batch * p.kv_heads, max(1, p.grid[1])
     sections = -(-heads // max(heads_in_section(p), -(-19 * ctas // (10 * columns))))
@@ -211,7 +209,7 @@ def _lined_up(p: AttentionProblem, n: Tensor, ctas: int) -> Tensor:
 
 
 def _tickets(queue: Tensor, clock: Tensor) -> Tensor:
-    """The place of every visit in its queue, by the clock."""
+    """The position of every visit in its queue, by the clock."""
     _, order = torch.sort(queue * (1 << 32) + clock, stable=True)
     lined = queue[order]
     rank = torch.arange(len(order), device=order.device) - torch.searchsorted(lined, lined)

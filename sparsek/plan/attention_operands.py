@@ -1,4 +1,4 @@
-"""What can be said of q, k, v and a mask without reading them: do they fit together, and how do they lie."""
+"""Checks of q, k, v and a mask that read no values: shapes, dtypes, devices and layouts."""
 
 from typing import Any, NamedTuple
 
@@ -22,11 +22,11 @@ NO_TANGENT = (
     "attention has no forward-mode derivative (jvp, jacfwd, torch.func.hessian); sparsek.reference.attention.attention "
     "has one"
 )
-SCALES = (1e-30, 1e30)  # float32 holds them, also times log2(e)
+SCALES = (1e-30, 1e30)  # float32 represents them, also times log2(e)
 
 
 def check_mask(q: Tensor, k: Tensor, mask: Any, *, here: bool = True) -> None:
-    """InvalidInput unless `mask` is a BlockMask for q and k, of which the device has found no fault so far.
+    """InvalidInput unless `mask` is a BlockMask for q and k, without a fault that the device has reported so far.
 
     `here`: it must be on their device too. Otherwise the call is only predicted.
     """
@@ -50,7 +50,7 @@ def check_mask(q: Tensor, k: Tensor, mask: Any, *, here: bool = True) -> None:
 
 
 def not_a_mask(mask: Any) -> str:
-    """What to say of something else than a BlockMask."""
+    """The message for an object that is no BlockMask."""
     kind = type(mask)
     if hasattr(kind, "mask_for"):
         return (
@@ -64,7 +64,7 @@ def not_a_mask(mask: Any) -> str:
 
 
 def check_backward(q: Tensor, v: Tensor, out: Any, lse: Any, grad: Any, grad_lse: Any) -> None:
-    """InvalidInput unless out and lse can be those of q and v, and grad and grad_lse the gradients of these."""
+    """InvalidInput unless out and lse fit q and v, and grad and grad_lse fit out and lse."""
     of_out = (*q.shape[:3], v.shape[3]), q.dtype
     of_lse = tuple(q.shape[:3]), lse_dtype(q.dtype)
     for name, x, (shape, dtype) in (
@@ -89,7 +89,7 @@ def check_backward(q: Tensor, v: Tensor, out: Any, lse: Any, grad: Any, grad_lse
 
 
 def fitting(grad: Tensor, out: Tensor, aligned: bool) -> Tensor:
-    """`grad`, or a copy that lies as `out` does, where its last dim has gaps or it is not as `aligned` as is needed."""
+    """`grad`, or a copy with out's layout, if its last dim has gaps or it is not `aligned` where that is needed."""
     fits = grad.stride(3) == 1 and (not aligned or is_aligned(grad))
     return grad if fits else torch.empty_like(out).copy_(grad)
 
@@ -102,8 +102,8 @@ def checked_scale(scale: Any, dim: int) -> float:
 
 
 class Layout(NamedTuple):
-    """How q, k and v lie in memory: `unit_stride` if last dims are contiguous, `aligned` if their pointers and all
-    other strides are also multiples of 16 bytes.
+    """The layouts of q, k and v: `unit_stride` if last dims are contiguous, `aligned` if their pointers and all other
+    strides are also multiples of 16 bytes.
     """
 
     unit_stride: bool
@@ -119,7 +119,7 @@ def layout(q: Tensor, k: Tensor, v: Tensor) -> Layout:
 
 
 def backward_layout(q: Tensor, k: Tensor, v: Tensor) -> Layout:
-    """The layout of q, k, v and the gradient of out, which is copied if need be: see `fitting`."""
+    """The layouts of q, k, v and the gradient of out, which is copied if needed: see `fitting`."""
     unit_stride, aligned = layout(q, k, v)
     return Layout(unit_stride, aligned and v.shape[3] * v.element_size() % 16 == 0)
 
@@ -131,7 +131,7 @@ def is_aligned(x: Tensor) -> bool:
 
 
 def empty_out(q: Tensor, v_dim: int) -> Tensor:
-    """An uninitialised out [B, Hq, S, Dv] without gaps: in memory [B, S, Hq, Dv] if q lies so, else as its shape."""
+    """An uninitialised, gapless out [B, Hq, S, Dv]: in memory [B, S, Hq, Dv] if q is stored so, else as its shape."""
     batch, heads, length, _ = q.shape
     if heads > 1 and length > 1 and q.stride(1) < q.stride(2):
         return q.new_empty((batch, length, heads, v_dim)).transpose(1, 2)

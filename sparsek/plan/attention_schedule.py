@@ -1,8 +1,8 @@
-"""Which query tiles there are, what each visits, who takes them when: made on the mask's device, without a host sync.
+"""The schedule of attention's forward pass, made on the mask's device without a host sync: tiles, visits and CTAs.
 
-Tiles go longest first to CTAs in turns, back and forth, so that every CTA has about as much to do. A tile far longer
-than the others is cut into parts, which a merge puts together again in a fixed order. What depends on the mask's lists
-stays on the device; the host knows bounds (`BlockMask.sizes`), which are all it needs to reserve memory.
+Tiles are assigned to CTAs longest first, in alternating directions, so that every CTA has about equal work. A tile
+far longer than the others is split into parts, which are merged in a fixed order. Anything that depends on the mask's
+lists stays on the device; the host allocates by upper bounds (`BlockMask.sizes`).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch import Tensor
 from sparsek.mask.mask import BlockMask
 from sparsek.plan.problem import AttentionProblem
 
-# Fields of a record: first query, batch item, first head, first partial entry (-1: none) and partial blocks,
-# first full entry and full blocks, slot of the part (-1: the tile is whole).
+# Fields of a record: first query, batch item, first head, first partial entry (-1: none) and partial blocks, first
+# full entry and full blocks, slot of the part (-1: the tile is whole).
 FIELDS = 8
 SHORTEST_PART = 8
 NO_SLOT = -1
@@ -24,7 +24,7 @@ SLOT_ROWS = 128  # of a slot; a tile has at most as many
 
 
 class Shape(NamedTuple):
-    """A tile: `positions` query positions of `pack` heads; and how many CTAs take tiles."""
+    """A tile: `positions` query positions of `pack` heads; and the number of CTAs."""
 
     positions: int
     pack: int
@@ -32,10 +32,10 @@ class Shape(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """`tiles` int32 [capacity, FIELDS], of which count[0] are there, CTA p takes p, p + ctas, ...
+    """`tiles` int32 [capacity, FIELDS]; the first count[0] are live; CTA p computes p, p + ctas, ...
 
-    `merges` int32 [capacity, 5]: first slot, slots, batch item, first head, first query of every tile that was cut;
-    0 slots where there is none. `slots` is how many slots parts may need.
+    `merges` int32 [capacity, 5]: first slot, slots, batch item, first head, first query of every split tile; 0 slots
+    in unused entries. `slots`: the most slots that parts need.
     """
 
     tiles: Tensor
@@ -54,16 +54,16 @@ class Schedule(NamedTuple):
 
 
 def tiles_of(p: AttentionProblem, shape: Shape) -> int:
-    """Query tiles, whole ones."""
+    """Number of query tiles, not counting parts."""
     return p.batch * (p.q_heads // shape.pack) * -(-p.q_len // shape.positions)
 
 
 def part_blocks(p: AttentionProblem, shape: Shape) -> int:
-    """Blocks of the longest part: what a longer tile is cut into. At least the longest tile where nothing is cut.
+    """Blocks of the longest part; a longer tile is split. At least the longest tile if nothing is split.
 
-    Where the host knows bounds only, a longest tile may be none that is there: nothing is cut but for idle CTAs.
-    With fewer tiles than half the CTAs, tiles are cut until every CTA has a part. Otherwise those are cut that are
-    more than twice as long as the mean: half of a causal mask's tiles are longer than the mean, none twice as long.
+    If the host knows only bounds, the longest tile may not exist; then tiles are split only for idle CTAs. With fewer
+    tiles than half the CTAs, tiles are split until every CTA has a part. Otherwise tiles more than twice as long as
+    the mean are split: half of a causal mask's tiles are longer than the mean, none twice as long.
     """
     tiles = tiles_of(p, shape)
     if not tiles or not p.longest:
@@ -75,7 +75,7 @@ def part_blocks(p: AttentionProblem, shape: Shape) -> int:
 
 
 def extra_tiles(p: AttentionProblem, blocks: int, shape: Shape) -> int:
-    """How many records parts add at most, if rows that are cut hold `blocks` blocks of the mask. Slots: twice that."""
+    """The most records that parts add, if split rows hold `blocks` blocks of the mask. Slots: twice that."""
     lists = (p.batch // p.mask_batch) * (p.q_heads // p.mask_heads)
     return blocks * lists * -(-p.block[0] // shape.positions) // shape.pack // part_blocks(p, shape)
 
@@ -85,7 +85,7 @@ def is_cut(p: AttentionProblem, shape: Shape) -> bool:
 
 
 def schedule(p: AttentionProblem, mask: BlockMask, shape: Shape) -> Schedule:
-    """The tiles of `mask` for `p`, in the order in which CTAs take them. No sync."""
+    """The tiles of `mask` for `p`, in the order of CTAs. No sync."""
     where, lists = _tiles(p, mask, shape)
     whole = torch.full_like(where[:, :1], NO_SLOT)
     if not is_cut(p, shape):
@@ -116,9 +116,9 @@ def _tiles(p: AttentionProblem, mask: BlockMask, shape: Shape) -> tuple[Tensor, 
 
 
 def _dealt(records: Tensor, blocks: Tensor, ctas: int) -> Tensor:
-    """Records longest first, every second round of CTAs in reverse. Those of -1 blocks are not there and come last.
+    """Records longest first, every second round of CTAs in reverse. Records of -1 blocks are absent and come last.
 
-    A record of no blocks becomes one of a partial block without an entry. A round that is not full stays as it is.
+    A record of no blocks becomes one of a partial block without an entry. An incomplete round is not reversed.
     """
     empty = blocks == 0
     records[:, 3] = records[:, 3].masked_fill(empty, -1)
@@ -134,13 +134,13 @@ def _dealt(records: Tensor, blocks: Tensor, ctas: int) -> Tensor:
 
 
 def _cut(p: AttentionProblem, mask: BlockMask, where: Tensor, lists: Tensor, shape: Shape) -> Schedule:
-    """The same with long tiles in parts. A tile of n blocks in k parts: part i has blocks n i / k to n (i + 1) / k."""
+    """The same with long tiles split. A tile of n blocks in k parts: part i has blocks n i / k to n (i + 1) / k."""
     longest = part_blocks(p, shape)
     partial, n = lists[:, 1].long(), (lists[:, 1] + lists[:, 3]).long()
     parts = torch.clamp((n + longest - 1) // longest, min=1)
     last = torch.cumsum(parts, 0)
     mean = p.stored / (p.mask_batch * p.mask_heads * p.grid[0])
-    # Only tiles longer than a part are cut.
+    # Only tiles longer than a part are split.
     extra = extra_tiles(p, mask.heavy_blocks if longest >= 2 * mean else p.stored, shape)
     capacity = len(n) + extra
     item = torch.arange(capacity, device=n.device)
@@ -161,7 +161,7 @@ def _cut(p: AttentionProblem, mask: BlockMask, where: Tensor, lists: Tensor, sha
     cut = parts > 1
     entry = torch.stack((first_slot, parts, where[:, 1], where[:, 2], where[:, 0]), 1).int()
     merges = entry.new_zeros((extra + 1, entry.shape[1]))
-    # Whole tiles all go to the last row, which is dropped.
+    # Whole tiles are all written to the last row, which is dropped.
     row = torch.where(cut, torch.cumsum(cut, 0) - 1, extra)
     merges.index_copy_(0, row, entry)
     return Schedule(tiles, last[-1:].clamp(max=capacity).int(), shape.ctas, merges[:-1], 2 * extra)

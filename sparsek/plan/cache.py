@@ -1,4 +1,4 @@
-"""The plans of one pattern or mask, made once for every shape of the operands and kept within bounds."""
+"""A bounded cache of the plans of one pattern or mask, one per shape of the operands."""
 
 from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
@@ -6,7 +6,7 @@ from typing import Generic, TypeVar
 from sparsek.core.home import drop_oldest
 from sparsek.plan.plan import Plan
 
-# A plan of 2048 tiles holds 32 KB of schedule on the device, and a serving engine sees many lengths of B.
+# A plan of 2048 tiles holds 32 KB of schedule on the device, and a serving engine uses many lengths of B.
 LIMIT = 256
 
 P = TypeVar("P", bound=Plan)
@@ -15,14 +15,14 @@ P = TypeVar("P", bound=Plan)
 class PlanCache(Generic[P]):
     """At most LIMIT plans, the least recently used dropped first.
 
-    A plan that was used while a CUDA graph was captured stays: the graph goes on reading its schedule. A plan that is
-    made meanwhile is not kept: its schedule holds nothing until the graph is replayed, and then belongs to the graph.
+    A plan that a captured CUDA graph uses stays, because the graph reads its schedule. A plan made during capture is
+    not kept: its schedule exists only once the graph is replayed, and belongs to the graph.
     """
 
     def __init__(self) -> None:
         self._plans: dict[Hashable, P] = {}
         self._pinned: dict[Hashable, P] = {}
-        self._last: tuple[Hashable, P] | None = None  # a key is compared faster than it is hashed
+        self._last: tuple[Hashable, P] | None = None  # comparing a key is faster than hashing it
 
     def get(self, key: Hashable, make: Callable[[], P], captured: bool) -> P:
         """The plan under `key`, made by `make()` if there is none. `captured`: a CUDA graph is being captured."""

@@ -1,13 +1,13 @@
-"""How long a dense product takes on a card: what a sparse one is held against before anything is timed."""
+"""Predicted time of a dense product on a card: the baseline of a sparse one before anything is timed."""
 
 from sparsek.core import dtypes
 from sparsek.core.device import Card
 
-# Tiles that cuBLAS has, each with its share of an SM's rate, and into how many parts it may cut K. A model, not its
+# cuBLAS's tiles, each with its share of an SM's rate, and the number of parts it may cut K into. A model, not its
 # heuristics.
 TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.88), (64, 256, 0.8), (64, 128, 0.68), (64, 64, 0.45))
 SPLITS = (1, 2, 4, 8)
-# An SM that waits for no power limit, over one of a card that runs into it; and what a tile takes beside multiplying.
+# Rate of an SM below the power limit over that of a card at the limit; and the time of a tile besides multiplying.
 UNLIMITED = 1.15
 TILE_SECONDS = 1.2e-6
 # Of copy bandwidth: 16384^2 in bf16 times 16 columns, 0.131 ms on an H200 (benchmarks/results/h200/spmm.jsonl).
@@ -17,8 +17,8 @@ OF_BANDWIDTH = 0.95
 def dense_seconds(card: Card, dtype: str, m: int, n: int, k: int, *, tf32: bool = False) -> float:
     """Predicted seconds of C [m, n] = A [m, k] @ B [k, n] by the card's library, launch included.
 
-    The largest of three: all FLOPs at the card's rate, all bytes at its bandwidth, and the waves of tiles that the SMs
-    need, by the best tile and the best cut of K. On a CPU the first two. `dtype`: a short name, "fp8" for FP8.
+    The largest of three: all FLOPs at the card's rate; all bytes at its bandwidth; and the waves of tiles on the SMs,
+    with the best tile and the best cut of K. On a CPU the first two. `dtype`: a short name, "fp8" for FP8.
     """
     if not m * n * k:
         return card.launch_seconds

@@ -1,6 +1,6 @@
 """What one eager call with a kept plan costs the host, by card: measured, and written here by `make readme`.
 
-A product that takes the device less waits for its host, unless a CUDA graph replays it.
+A product with less device time is bound by its host, unless a CUDA graph replays it.
 """
 
 import json
@@ -14,7 +14,7 @@ FILE = Path(__file__).with_name("host.json")
 
 
 def eager_seconds(card: Card) -> float:
-    """Seconds of one eager call on the host of a card; the H200's for a card that was not measured, 0 for a CPU."""
+    """Seconds of one eager call on the host of a card; the H200's for a card without a measurement, 0 for a CPU."""
     if card.is_cpu:
         return 0.0
     known = table()
@@ -23,5 +23,5 @@ def eager_seconds(card: Card) -> float:
 
 @cache
 def table() -> dict[str, dict[str, Any]]:
-    """By name of the card: `seconds`, and the `case` and `date` of the record that says so."""
+    """By name of the card: `seconds`, and the `case` and `date` of their record."""
     return json.loads(FILE.read_text(encoding="utf-8"))

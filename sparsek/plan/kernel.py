@@ -1,4 +1,4 @@
-"""What the planner knows of a kernel: a name and a few answers. Kernels implement it; ops join the two."""
+"""The Kernel protocol: the interface between the planner and kernels. Kernels implement it; ops join the two."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -26,19 +26,19 @@ P = TypeVar("P", contravariant=True)
 
 
 def beside(busy: float, moved: float) -> float:
-    """Seconds of what computes for `busy` seconds and moves bytes of memory for `moved`.
+    """Seconds of a kernel that computes for `busy` seconds and moves memory for `moved` seconds.
 
-    Neither hides the other wholly: 50 layers on an H200 (2026-11-22, op planner of benchmarks/results/h200) follow the
-    root of the sum of squares.
+    Neither hides the other wholly: 50 layers on an H200 (2026-11-22, op planner of benchmarks/results/h200) follow
+    the root of the sum of squares.
     """
     return (busy * busy + moved * moved) ** 0.5
 
 
 def rounding_seconds(p: SpmmProblem) -> float:
-    """The time to round B to FP8 before the product, 0 for a B that is multiplied as it came.
+    """Seconds to round B to FP8 before the product; 0 for a B that is not rounded.
 
-    At 78 % of copy bandwidth, or as long as a row takes one program (H200, 2026-11-22: 58 us at 8192x8192, 4.4 us at
-    16x14336).
+    At 78 % of copy bandwidth, or as long as one program takes for a row (H200, 2026-11-22: 58 us at 8192x8192, 4.4 us
+    at 16x14336).
     """
     if not p.b.rounds:
         return 0.0
@@ -47,7 +47,7 @@ def rounding_seconds(p: SpmmProblem) -> float:
 
 
 def unless_hopper(p: ProductProblem | AttentionProblem) -> list[str]:
-    """Why wgmma of 16 bits and TMA cannot run `p`: its card, its dtype."""
+    """Why 16-bit wgmma and TMA cannot run `p`: its card, its dtype."""
     reasons = []
     if p.card.capability != (9, 0):
         reasons.append(f"needs a Hopper card (sm_90) for wgmma and TMA, this is {p.card.name}")
@@ -57,17 +57,17 @@ def unless_hopper(p: ProductProblem | AttentionProblem) -> list[str]:
 
 
 class Kernel(Protocol[P]):
-    """One implementation of one operation, as far as the choice of a kernel goes.
+    """One implementation of one operation, as far as the choice of a kernel needs it.
 
-    A kernel with an attribute `only_by_name`, a reason, is never chosen unless `kernel=` names it. A kernel may have a
-    method `notes(p, c) -> list[str]`: what else `explain()` should say of that choice, one line each. An attribute
-    `paced` names fields of its configs that follow from the problem, which a tuned config need not share.
+    Optional attributes. `only_by_name`, a reason: the kernel is chosen only if `kernel=` names it. `notes(p, c) ->
+    list[str]`: further lines of `explain()` for that choice. `paced`: names of config fields that follow from the
+    problem, which a tuned config may have with other values.
     """
 
     name: str
 
     def why_not(self, p: P) -> list[str]:
-        """Every reason why this kernel cannot run `p`, readable; [] means it can."""
+        """Every reason why this kernel cannot run `p`, as text; [] means that it can."""
         ...
 
     def default(self, p: P) -> Any:
@@ -86,25 +86,28 @@ class Kernel(Protocol[P]):
 class SpmmKernel(Kernel[SpmmProblem], Protocol):
     """One implementation of C = A @ B for a sparse A of some kinds of storage, with an epilogue.
 
-    `why_not` says first that it does not multiply a storage: it is asked about every other one too. A kernel may have
-    a method `make(c, work, a, b, epilogue, by_columns)`, which returns C as `SpmmPlan.run` does, in a tensor of its
-    own, or None where it can only write to an `out`. `seconds` counts the rounding of B to FP8, `rounding_seconds(p)`.
+    The first reason of `why_not` is an unsupported storage, because `why_not` is called for every storage. A kernel
+    may have a method `make(c, work, a, b, epilogue, by_columns)`, which returns C as `SpmmPlan.run` does, in a tensor
+    of its own, or None if it can only write to an `out`. `seconds` includes the rounding of B to FP8,
+    `rounding_seconds(p)`.
     """
 
     def prepare(self, p: SpmmProblem, c: Any, a: Any) -> Any:
-        """Work that is done once per plan: schedules, a dense copy. Kept by the plan, handed back to `launch`.
+        """Work that is done once per plan: schedules, a dense copy. Kept by the plan and passed to `launch`.
 
-        A 2:4 matrix is as stored; that it stands transposed p.a says, and the work must.
+        A 2:4 matrix is given as stored; p.a.transposed: the product uses its transpose, and the work must
+        record that.
         """
         ...
 
     def launch(self, c: Any, work: Any, a: Any, b: Any, out: Tensor, epilogue: Epilogue = PLAIN) -> None:
-        """Runs. `out` [..., M, N] is preallocated and fully overwritten; it lies as the problem's c.layout says.
+        """Launches the kernel. `out` [..., M, N] is preallocated and fully overwritten; its layout is the problem's
+        c.layout.
 
-        A quantized `a` is a Quantized, and `b` then a QuantizedTensor, turned: b.values [..., N, K] is contiguous and
-        begins on a multiple of 16 bytes, B is b.values.mT, and b.scale is float32 [..., N] or []. Of `a`,
-        a.matrix.values is FP8 and a.scale float32 as a.kind says. The epilogue's bias [M] and other matrix
-        [..., M, N] have out's dtype, and apply to the scaled sums in float32.
+        A quantized `a` is a Quantized, and `b` then a transposed QuantizedTensor: b.values [..., N, K] is contiguous
+        and begins at a multiple of 16 bytes, B is b.values.mT, and b.scale is float32 [..., N] or []. Of `a`,
+        a.matrix.values is FP8 and a.scale float32, in the shape that a.kind implies. The epilogue's bias [M] and
+        other matrix [..., M, N] have out's dtype, and apply to the scaled sums in float32.
         """
         ...
 
@@ -117,7 +120,7 @@ class SddmmKernel(Kernel[SddmmProblem], Protocol):
         ...
 
     def launch(self, c: Any, work: Any, x: Tensor, y: Tensor, pattern: BlockPattern, values: Tensor) -> None:
-        """Runs. `values` [nnzb, bm, bn] is preallocated and fully overwritten; outside the matrix it becomes 0."""
+        """Launches the kernel. `values` [nnzb, bm, bn] is preallocated and fully overwritten; 0 outside the matrix."""
         ...
 
 
@@ -129,16 +132,18 @@ class SpgemmKernel(Kernel[SpgemmProblem], Protocol):
         ...
 
     def launch(self, c: Any, work: Any, a: BSR, b: BSR, matches: Matches, out: Tensor) -> None:
-        """Runs. `out` is preallocated and fully overwritten: dense [M, N], or values [nnzb, bm, bn] of C's pattern."""
+        """Launches the kernel. `out` is preallocated and fully overwritten: dense [M, N], or values [nnzb, bm, bn] of
+        C's pattern.
+        """
         ...
 
 
 class AttentionCall(NamedTuple):
-    """What a launch of attention reads and writes.
+    """The tensors and settings of one launch of attention.
 
-    `out` [B, Hq, S, Dv] and `lse` [B, Hq, S] are preallocated and fully overwritten. `out` lies in memory as
-    [B, Hq, S, Dv] or as [B, S, Hq, Dv], without gaps; `lse` is contiguous. No side of either and not T is 0. `scale` is
-    positive and multiplies q k^T, base e.
+    `out` [B, Hq, S, Dv] and `lse` [B, Hq, S] are preallocated and fully overwritten. `out` is stored as [B, Hq, S,
+    Dv] or as [B, S, Hq, Dv], without gaps; `lse` is contiguous. No dim of either is 0, nor T. `scale` is positive and
+    multiplies q k^T, base e.
     """
 
     q: Tensor
@@ -162,21 +167,21 @@ class AttentionKernel(Kernel[AttentionProblem], Protocol):
         ...
 
     def launch(self, c: Any, work: Any, call: AttentionCall) -> None:
-        """Runs."""
+        """Launches the kernel."""
         ...
 
 
 class AttentionGradCall(NamedTuple):
-    """What a launch of the gradients of attention reads and writes: `dq`, `dk` and `dv`.
+    """The tensors and settings of one launch of the gradients of attention: writes `dq`, `dk` and `dv`.
 
-    P = exp(scale q k^T - lse) where the mask admits it, delta = rowsum(grad * out) - grad_lse,
-    dv = P^T grad, dS = P * (grad v^T - delta), dq = scale dS k, dk = scale dS^T q. Rows of lse = -inf, which see
-    nothing, give nothing. dk and dv are summed over the heads of q that a head of k serves.
+    P = exp(scale q k^T - lse) where the mask allows it, delta = rowsum(grad * out) - grad_lse, dv = P^T grad, dS = P
+    * (grad v^T - delta), dq = scale dS k, dk = scale dS^T q. Rows with lse = -inf, which see no key, contribute
+    nothing. dk and dv are summed over the query heads that share a head of k.
 
-    `out` and `lse` are as the forward pass gave them, `lse` contiguous. `grad` [B, Hq, S, Dv] is of q's dtype.
-    `grad_lse` [B, Hq, S] is float32 (float64 for float64) and contiguous, or None for 0. dq, dk and dv have the
-    shapes of q, k and v, are preallocated and fully overwritten, and lie in memory as [B, H, L, E] or as [B, L, H, E],
-    without gaps. No side of anything is 0.
+    `out` and `lse` are those of the forward pass, `lse` contiguous. `grad` [B, Hq, S, Dv] has q's dtype. `grad_lse`
+    [B, Hq, S] is float32 (float64 for float64) and contiguous, or None for 0. dq, dk and dv have the shapes of q, k
+    and v. They are preallocated, fully overwritten, and stored as [B, H, L, E] or as [B, L, H, E], without gaps. No
+    dim of any tensor is 0.
     """
 
     q: Tensor
@@ -197,19 +202,19 @@ class AttentionGradKernel(Kernel[AttentionGradProblem], Protocol):
     """One implementation of the gradients of attention over the blocks of a mask."""
 
     def prepare(self, p: AttentionGradProblem, c: Any, mask: BlockMask) -> Any:
-        """As `AttentionKernel.prepare`. What the kernel reads of `mask.transposed` belongs into the work: its tensors
-        are those that calls on other streams wait for.
+        """As `AttentionKernel.prepare`. What the kernel reads of `mask.transposed` must be part of the work, because
+        calls on other streams wait for the work's tensors.
         """
         ...
 
     def launch(self, c: Any, work: Any, call: AttentionGradCall) -> None:
-        """Runs."""
+        """Launches the kernel."""
         ...
 
 
 @dataclass(frozen=True)
 class MissingKernel:
-    """Stands in for a kernel whose module does not import, as on machines that Triton does not come to."""
+    """Stands for a kernel whose module does not import, for example on machines without Triton."""
 
     name: str
     error: str

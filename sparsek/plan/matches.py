@@ -1,7 +1,7 @@
-"""The symbolic phase of BSR x BSR: which blocks of A meet which blocks of B, and which block of C they add to.
+"""The symbolic phase of BSR x BSR: pairs of blocks of A and B, and the block of C that each pair adds to.
 
-A block (i, k) of A meets every block (k, j) of B; the product belongs to block (i, j) of C. All of it is computed on
-the patterns' device. How many pairs and blocks there are decides sizes of tensors, so each costs a sync once.
+A block (i, k) of A pairs with every block (k, j) of B; their product is added to block (i, j) of C. All of it is
+computed on the patterns' device. The numbers of pairs and blocks determine tensor sizes, so each costs one sync.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Matches(NamedTuple):
 
 
 def match(a: BlockPattern, b: BlockPattern, wanted: BlockPattern | None = None) -> Matches:
-    """The matches of A [M, K] and B [K, N]; C has the blocks that some pair adds to, or those of `wanted`.
+    """The matches of A [M, K] and B [K, N]; C has the blocks with at least one pair, or those of `wanted`.
 
     Pairs whose block is not in `wanted` are left out, and wanted blocks may have no pair. Raises InvalidInput for
     patterns that do not fit, or if there are 2^31 pairs or more.
@@ -55,7 +55,7 @@ def match(a: BlockPattern, b: BlockPattern, wanted: BlockPattern | None = None) 
     key = a.block_rows[left].long() * columns + b.indices[right]
     key, order = torch.sort(
         key, stable=True
-    )  # within a row of A columns rise, so pairs of a block stay in order
+    )  # A's columns rise within a row, so pairs of a block stay in order
     left, right = left[order], right[order]
     if wanted is None:
         kept, counts = torch.unique_consecutive(key, return_counts=True)

@@ -1,4 +1,4 @@
-"""One operation of the planner: how a call of it becomes a plan, and where the plan is kept."""
+"""Generic operations: how a call becomes a plan, and where the plan is kept."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sparsek.plan.select import Choice
 
 
 class Call(Protocol):
-    """One call of an operation, a NamedTuple of operands that fit each other, in the form that kernels take."""
+    """One call of an operation: a NamedTuple of operands that fit each other, in the form that kernels take."""
 
     @property
     def like(self) -> Tensor:
@@ -31,19 +31,19 @@ class Call(Protocol):
         ...
 
     def key(self) -> Hashable:
-        """Everything but the home's own contents that the problem and the plan depend on."""
+        """Everything that the problem and the plan depend on, except the contents of the home."""
         ...
 
     def home(self) -> Home:
-        """Where the plans of such calls are kept."""
+        """The object that keeps the plans of these calls."""
         ...
 
     def prepare(self, p: Any, choice: Choice) -> Any:
-        """The work of the chosen kernel for such calls."""
+        """The prepared work of the chosen kernel."""
         ...
 
     def about(self) -> dict[str, Any]:
-        """What else a plan of such calls has: fields of its class, by name."""
+        """Further plan fields, by name."""
         ...
 
 
@@ -53,16 +53,16 @@ Chooser = Callable[[Any, "str | None", Any], Choice]
 
 
 class Operation(Generic[C, P]):
-    """Makes plans of one operation, objects of the class `plans`, and keeps them where the call says.
+    """Makes plans of one operation, objects of the class `plans`, and keeps them in the call's home.
 
-    `choose(problem, kernel, config)` picks the kernel: planning knows no kernels by itself.
+    `choose(problem, kernel, config)` selects the kernel: planning does not import kernels.
     """
 
     def __init__(self, plans: type[P], choose: Chooser) -> None:
         self.plans, self.choose = plans, choose
 
     def plan(self, call: C, kernel: str | None = None, config: Any = None, device: str | None = None) -> P:
-        """A new plan. `device`: a card's name; such a plan predicts only."""
+        """A new plan. `device`: a card's name, for a plan that only predicts."""
         like, ready = call.like, device is None
         p = call.problem(devices.card_of(like.device) if device is None else devices.card_named(device))
         choice = self.choose(p, kernel, config)
@@ -74,11 +74,11 @@ class Operation(Generic[C, P]):
         return self.plans(p, choice, work, ready, made, **call.about())
 
     def cached(self, call: C, kernel: str | None, capturing: bool) -> P:
-        """The plan that is kept for calls like this, made if there is none. `capturing`: a CUDA graph is."""
+        """The cached plan for this call, made if there is none. `capturing`: a CUDA graph is being captured."""
         plans: PlanCache[P] = call.home().derived(self.plans, PlanCache)
         return plans.get((kernel, call.key()), lambda: self.plan(call, kernel), capturing)
 
     def run(self, call: C, kernel: str | None) -> Any:
-        """Plans the call unless it was planned before, and runs it, without its checks."""
+        """Runs the call through its cached or a new plan, without checking the operands."""
         capturing = captured(call.like)
         return self.cached(call, kernel, capturing).run(call, capturing)

@@ -1,6 +1,6 @@
-"""What can be said of the tensors of one call without reading them: do they fit together, and how do they lie.
+"""Checks of the operands of one call that read no values: shapes, dtypes, devices and layouts.
 
-A product has one form for its kernels, C = A @ B with a sparse A. B @ A is (A.T @ B.mT).mT in that form.
+Kernels compute one form of product, C = A @ B with a sparse A. B @ A is (A.T @ B.mT).mT in that form.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ OUT_HAS_NO_GRADIENT = "out= takes no part in autograd; call it under torch.no_gr
 
 
 def is_sparse(x: Any) -> bool:
-    """Whether `x` is a matrix that products read as it is stored."""
+    """Whether `x` is a sparse matrix that products accept."""
     return isinstance(x, SPARSE)
 
 
@@ -101,8 +101,9 @@ def check_layer(x: Any, w: Any) -> None:
 
 
 def _check_beside(name: str, x: Any, sparse: Any, other: str) -> None:
-    """InvalidInput unless `x`, called `name`, is a dense operand for `sparse`, called `other`: where it is, and in a
-    dtype that goes with it."""
+    """InvalidInput unless `x`, called `name`, is a dense operand for `sparse`, called `other`: on its device, and of
+    a compatible dtype.
+    """
     if isinstance(sparse, BSR):
         check_stored(sparse)
     if not isinstance(sparse, Quantized):
@@ -127,7 +128,7 @@ def _refuse_fp8(name: str, x: Any, w: Any, other: str) -> None:
 
 
 def check_dense(name: str, x: Any, like: Any = None, other: str = "") -> None:
-    """InvalidInput unless `x`, called `name`, is dense, and of the dtype of `like`, called `other`, on its device."""
+    """InvalidInput unless `x`, called `name`, is dense, and has the dtype and device of `like`, called `other`."""
     arguments.dense(name, x)
     if like is None:
         dtypes.name(x.dtype)
@@ -140,7 +141,7 @@ def check_dense(name: str, x: Any, like: Any = None, other: str = "") -> None:
 
 
 def check_given(epilogue: Any) -> None:
-    """InvalidInput unless a caller's `epilogue` is one, whose other matrix is dense and has rows and columns."""
+    """InvalidInput unless a caller's `epilogue` is an Epilogue, whose other matrix is dense and at least 2-D."""
     if epilogue is PLAIN:
         return
     if not isinstance(epilogue, Epilogue):
@@ -152,8 +153,7 @@ def check_given(epilogue: Any) -> None:
 def check_epilogue(
     epilogue: Epilogue, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, out_layout: str
 ) -> None:
-    """InvalidInput unless `epilogue` fits a C [..., M, N] of that shape and dtype, with another matrix that lies as C
-    does."""
+    """InvalidInput unless `epilogue` fits a C [..., M, N] of that shape and dtype, its other matrix in C's layout."""
     if epilogue.is_plain:
         return
     reference.check_epilogue(epilogue, shape, dtype, device)
@@ -217,7 +217,7 @@ def check_activation(activation: Any) -> None:
 
 
 def check_sddmm(x: Any, y: Any, pattern: Any) -> None:
-    """InvalidInput unless `x` [M, K] and `y` [K, N] are dense, alike, and fit `pattern`, which is M x N."""
+    """InvalidInput unless `x` [M, K] and `y` [K, N] are dense, of one dtype and device, and fit the M x N `pattern`."""
     if not isinstance(pattern, BlockPattern):
         hint = "; hand over its .pattern" if isinstance(pattern, BSR) else ""
         raise InvalidInput(f"pattern must be a BlockPattern, got {type(pattern).__name__}{hint}")
@@ -241,7 +241,7 @@ def check_sddmm(x: Any, y: Any, pattern: Any) -> None:
 
 
 def check_spgemm(a: Any, b: Any, out: Any) -> None:
-    """InvalidInput unless `a` and `b` are BSR that fit together, and `out` says what C should be."""
+    """InvalidInput unless `a` and `b` are BSR that fit together, and `out` describes a C."""
     for name, each, other in (("A", a, b), ("B", b, a)):
         if not isinstance(each, BSR):
             hint = (
@@ -265,7 +265,7 @@ def check_spgemm(a: Any, b: Any, out: Any) -> None:
 
 
 def check_wanted(out: Any) -> None:
-    """InvalidInput unless `out` says what a product of two BSR should be."""
+    """InvalidInput unless `out` describes a product of two BSR."""
     if not isinstance(out, BlockPattern) and not (isinstance(out, str) and out in ("dense", "bsr")):
         hint = "; hand over its .pattern" if isinstance(out, BSR) else ""
         said = shown(out) if isinstance(out, str) else type(out).__name__
@@ -288,36 +288,38 @@ def _check_pattern(a: BSR, b: BSR, wanted: BlockPattern) -> None:
 def wants_gradient(*tensors: Tensor | None) -> bool:
     """Whether autograd would expect a gradient for one of these."""
     if torch.is_grad_enabled():
-        for x in tensors:  # a loop: any() of a generator takes twice as long, and every call comes by here
+        for x in tensors:  # a loop: any() of a generator takes twice as long, and every call passes here
             if x is not None and x.requires_grad:
                 return True
     return False
 
 
 def check_no_tangent(refusal: str, *operands: Any) -> None:
-    """InvalidInput where forward-mode differentiation would expect a tangent, with this text."""
+    """InvalidInput with this text if forward-mode differentiation would expect a tangent."""
     if forward_ad._current_level >= 0 and (
-        torch.compiler.is_compiling()  # what it traces does not tell its tangents
+        torch.compiler.is_compiling()  # tangents are invisible while torch.compile traces
         or any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in operands)
     ):
         raise InvalidInput(refusal)
 
 
 def autocasts(x: Tensor) -> bool:
-    """Whether torch.autocast is on where `x` is."""
+    """Whether torch.autocast is active for the device of `x`."""
     return torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu")
 
 
 def allows_tf32(dtype: torch.dtype) -> bool:
-    """Whether torch may multiply these as TF32. Older settings show here too, and newer ones break reading those."""
+    """Whether torch may multiply these as TF32. Reads the newer setting: it follows the older ones, whose getters raise
+    once the newer one was set.
+    """
     return dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 def check_out(a: Any, b: Any, out: Any, epilogue: Epilogue = PLAIN) -> None:
     """InvalidInput unless `out` has the shape of a @ b, a dtype of C, contiguous rows, and memory of its own.
 
-    The matrix that the epilogue joins with the product may be `out` itself, and `out` may lie over a dense operand
-    that is rounded to FP8 before anything is written.
+    The other matrix of the epilogue may be `out` itself. `out` may overlap a dense operand that is rounded to FP8
+    before anything is written.
     """
     name, sparse, other, dense = ("A", a, "B", b) if is_sparse(a) else ("B", b, "A", a)
     dtype = arguments.dense("out", out).dtype
@@ -356,14 +358,15 @@ def check_out(a: Any, b: Any, out: Any, epilogue: Epilogue = PLAIN) -> None:
 
 
 def same_memory(x: Tensor, y: Tensor) -> bool:
-    """True if both have the same elements in the same places."""
+    """Whether both have the same elements at the same addresses."""
     return x.data_ptr() == y.data_ptr() and x.shape == y.shape and x.stride() == y.stride()
 
 
 def layout(b: Tensor) -> str:
-    """ "row" for contiguous rows, "col" for the transpose view of such a matrix, "strided" for anything else.
+    """ "row" for contiguous rows, "col" for the transpose view of a row-major matrix, "strided" for anything else.
 
-    One column that is a row of some matrix, as one token of `linear` is, counts as "col": the other stride is real.
+    A single column that is a row of another matrix, such as one token of `linear`, counts as "col": its other stride
+    is real.
     """
     k, n = b.shape[-2:]
     row = (b.stride(-1) == 1 or n == 1) and b.stride(-2) >= n
@@ -401,7 +404,7 @@ def is_readable(x: Tensor) -> bool:
 
 
 def _meets_itself(x: Tensor) -> bool:
-    """False if the dims nest, each with a stride beyond the reach of the smaller ones, so that no two elements meet."""
+    """False if the dims nest, each with a stride beyond the extent of the smaller ones: no two elements overlap."""
     reach = 0
     for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
         if size > 1:

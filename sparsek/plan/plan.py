@@ -1,4 +1,4 @@
-"""A decision that is ready to run: kernel, config and prepared work for one problem. It explains itself."""
+"""The Plan base class: kernel, config and prepared work for one problem, ready to run. A plan explains itself."""
 
 import re
 from abc import ABC, abstractmethod
@@ -14,11 +14,12 @@ from sparsek.plan.select import Candidate, Choice
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Plan(ABC):
-    """A kernel and a config for one problem, with what had to be made ready once. Each operation's plan is callable.
+    """A kernel and a config for one problem, with everything that is prepared once. Each operation's plan is
+    callable.
 
-    A plan that is not `ready` was made for a card that is named, not there: it predicts and explains. `made` is where
-    on which stream the work became ready. Copies are the plan itself, as those of its pattern or mask are. It is not
-    pickled.
+    A plan that is not `ready` was made for a named card that need not exist here: it predicts and explains. `made` is
+    the stream and event after which its work is ready. A copy of a plan is the plan itself, as for patterns and
+    masks. Plans are not picklable.
     """
 
     problem: Any
@@ -68,7 +69,7 @@ class Plan(ABC):
 
     @property
     def bound_seconds(self) -> float:
-        """The roofline below which no kernel can fall."""
+        """The roofline: a lower bound for every kernel."""
         return bound_seconds(self.problem)
 
     @property
@@ -77,7 +78,7 @@ class Plan(ABC):
         return tuple(c for c in self.candidates if c.name != self.kernel)
 
     def explain(self) -> str:
-        """The choice in words: problem, kernel, config, prediction against the roofline, and why the others lost."""
+        """The choice as text: problem, kernel, config, prediction against the roofline, and why other kernels lost."""
         p = self.problem
         flops, moved = arithmetic_seconds(p), memory_seconds(p)
         limit = "arithmetic" if flops >= moved else "memory"
@@ -110,7 +111,7 @@ class Plan(ABC):
 
     @abstractmethod
     def headline(self) -> list[str]:
-        """The problem in words: the first lines of `explain()`."""
+        """The problem as text: the first lines of `explain()`."""
 
     def details(self) -> list[str]:
         """Lines of `explain()` between the schedule and the kernels that lost."""
@@ -118,7 +119,7 @@ class Plan(ABC):
         return [f"  note       {line}" for line in notes(self.problem, self.config)] if notes else []
 
     def run(self, call: Any, capturing: bool) -> Any:
-        """The result of an operation's call, without its checks. `capturing`: a CUDA graph is."""
+        """The result of a call of the operation, without checks. `capturing`: a CUDA graph is being captured."""
         if self.made is not None and not capturing:
             wait_for(self.made, tensors_in(self.work))
         with dtypes.as_given(call.like.device):
@@ -126,7 +127,7 @@ class Plan(ABC):
 
     @abstractmethod
     def _run(self, call: Any) -> Any:
-        """Allocates what the call returns, and launches the kernel."""
+        """Allocates the results of the call, and launches the kernel."""
 
     def refuse_unless_ready(self) -> None:
         """InvalidInput for a plan that only predicts."""
@@ -144,7 +145,7 @@ class Plan(ABC):
 
 
 def check_plan(plan: Any, kind: type[Plan], origin: str, kernel: Any) -> None:
-    """InvalidInput unless `plan` is of that kind, which `origin` makes, and `kernel`, if named, is the one it uses."""
+    """InvalidInput unless `plan` is of that kind, which `origin` makes, and uses `kernel`, if that is named."""
     if not isinstance(plan, kind):
         raise InvalidInput(f"plan must come from {origin}, got {type(plan).__name__}")
     if kernel is not None and arguments.text("kernel", kernel) != plan.kernel:

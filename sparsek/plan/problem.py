@@ -1,4 +1,4 @@
-"""One call, described without tensors, so that it can be planned anywhere and compared by value."""
+"""Problems: calls without tensors, which can be planned on any machine and are compared by value."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sparsek.matrix.storage import BlockStats, Storage
 
 
 class Problem(Protocol):
-    """What the planner reads of any operation's problem. Problems are frozen and hashable."""
+    """The fields that the planner reads of any operation's problem. Problems are frozen and hashable."""
 
     op: ClassVar[str]
     """The operation's name in the kernels' table."""
@@ -21,12 +21,12 @@ class Problem(Protocol):
 
     @property
     def rate_name(self) -> str:
-        """Under which name the card lists the rate of this arithmetic."""
+        """The card's name for the rate of this arithmetic."""
         ...
 
     @property
     def useful_flops(self) -> float:
-        """FLOP of what is stored."""
+        """FLOP of the stored elements."""
         ...
 
     @property
@@ -36,12 +36,12 @@ class Problem(Protocol):
 
     @property
     def compulsory_bytes(self) -> float:
-        """What any kernel has to read and write."""
+        """Bytes that any kernel has to read and write."""
         ...
 
 
 class ProductProblem:
-    """What problems of matrix products [batch, m, n] over k have in common; `nnzb` blocks of `block` are stored."""
+    """Fields shared by matrix products [batch, m, n] over k, with `nnzb` stored blocks of `block`."""
 
     card: Card
     dtype: str
@@ -79,11 +79,11 @@ class ProductProblem:
 
 @dataclass(frozen=True)
 class DenseSpec:
-    """How a dense matrix X [..., R, C] lies that a product reads or writes.
+    """The layout of a dense matrix X [..., R, C] that a product reads or writes.
 
-    `layout` is "row" for a row-major one, "col" for the transpose view of one, "strided" for any other. `gapless`: in
-    every item of the batch it is contiguous, or the transpose view of a contiguous one. An FP8 one has a `scale` for
-    each "column" or for the whole "tensor". `rounds` is the dtype that it comes in where the call rounds it to FP8.
+    `layout` is "row" for row-major, "col" for the transpose view of a row-major matrix, "strided" for any other.
+    `gapless`: every item of the batch is contiguous, or the transpose view of a contiguous matrix. An FP8 matrix has
+    a `scale` per "column" or for the whole "tensor". `rounds` is the dtype of an input that the call rounds to FP8.
     """
 
     dtype: str
@@ -95,15 +95,15 @@ class DenseSpec:
 
 @dataclass(frozen=True)
 class SpmmProblem(ProductProblem):
-    """C [batch, m, n] = A [m, k] @ B [batch, k, n] with a sparse A, stored as `a` says, and dense B and C.
+    """C [batch, m, n] = A [m, k] @ B [batch, k, n] with a sparse A, stored as `a` describes, and dense B and C.
 
-    `aligned` says that pointers and leading strides of A's values, B and C are multiples of 16 bytes.
-    c.layout is "col" where C is the transpose view of a row-major [n, m]: B^T A^T is computed so.
-    What `reference.epilogue.Epilogue` does to the product: `has_alpha` (alpha is not 1), `bias`, `activation`, and
-    `combine`: "add" or "mul" with another matrix, "" without one. `in_place` says that the other matrix is C.
+    `aligned`: pointers and leading strides of A's values, B and C are multiples of 16 bytes. c.layout is "col" if C
+    is the transpose view of a row-major [n, m], which is computed as B^T A^T. The epilogue
+    (`reference.epilogue.Epilogue`): `has_alpha` (alpha is not 1), `bias`, `activation`, and `combine`: "add" or "mul"
+    with another matrix, "" without one. `in_place`: the other matrix is C.
 
-    A quantized A has a quantized B, whose values lie along k: C = act(alpha * scale_A[m] * scale_B[n] * (A8 @ B8) +
-    bias), and so on. A scale per block of A lies inside the sum.
+    A quantized A has a quantized B, whose values are contiguous along k: C = act(alpha * scale_A[m] * scale_B[n] *
+    (A8 @ B8) + bias), and so on. A scale per block of A is inside the sum.
     """
 
     op: ClassVar[str] = "spmm"
@@ -135,7 +135,7 @@ class SpmmProblem(ProductProblem):
 
     @property
     def stats(self) -> BlockStats:
-        """The stored blocks of A, as they stand in the product."""
+        """The stored blocks of A, as oriented in the product."""
         assert self.a.blocks is not None, "all of A is stored"
         return self.a.blocks
 
@@ -160,18 +160,18 @@ class SpmmProblem(ProductProblem):
 
     @property
     def stored(self) -> int:
-        """Stored values of A."""
+        """Number of stored values of A."""
         whole = self.m * self.k if self.a.blocks is None else self.nnzb * self.block[0] * self.block[1]
         return whole // 2 if self.a.two_four else whole
 
     @property
     def useful_flops(self) -> float:
-        """2 FLOP for every stored value and column of B."""
+        """2 FLOP per stored value and column of B."""
         return 2.0 * self.stored * self.n * self.batch
 
     @property
     def dense_bytes(self) -> float:
-        """B as it came and the epilogue's matrices read once, C written once; float32 scales of rows and columns."""
+        """B before rounding and the epilogue's matrices read once, C written once; float32 row and column scales."""
         of_c = (self.batch * self.n * (2 if self.combine else 1) + self.bias) * self.m
         of_b = self.batch * self.n * self.k * dtypes.itemsize(self.b.rounds or self.b.dtype)
         scales = 0
@@ -204,9 +204,9 @@ class SpmmProblem(ProductProblem):
 class SddmmProblem(ProductProblem):
     """S = X [m, k] @ Y [k, n] at the `nnzb` stored blocks of a pattern in blocks of (bm, bn).
 
-    `row_max` is the largest number of stored blocks in a block row. `x_layout` and `y_layout` are "row" for a row-major
-    matrix, "col" for the transpose view of one, "strided" for any other. `aligned` says that pointers and leading
-    strides of X and Y are multiples of 16 bytes.
+    `row_max` is the largest number of stored blocks in a block row. `x_layout` and `y_layout` are "row" for
+    row-major, "col" for the transpose view of a row-major matrix, "strided" for any other. `aligned`: pointers and
+    leading strides of X and Y are multiples of 16 bytes.
     """
 
     op: ClassVar[str] = "sddmm"
@@ -226,12 +226,12 @@ class SddmmProblem(ProductProblem):
 
     @property
     def useful_flops(self) -> float:
-        """2 FLOP for every stored element and every column of X."""
+        """2 FLOP per stored element and column of X."""
         return 2.0 * self.nnzb * self.block[0] * self.block[1] * self.k
 
     @property
     def compulsory_bytes(self) -> float:
-        """X and Y read once, as far as stored blocks can reach, the values written once, the indices read once."""
+        """X and Y read once where stored blocks need them, the values written once, the indices read once."""
         size = dtypes.itemsize(self.dtype)
         rows = min(self.m, self.nnzb * self.block[0])
         columns = min(self.n, self.nnzb * self.block[1])
@@ -243,10 +243,10 @@ class SddmmProblem(ProductProblem):
 class SpgemmProblem(ProductProblem):
     """C [m, n] = A [m, k] @ B [k, n], both in BSR, with blocks (bm, bk) of A and (bk, bn) of B.
 
-    `pairs` counts the products of a block of A with a block of B. C is dense if `dense_out`, otherwise it has
-    `nnzb_out` stored blocks of (bm, bn). `nnzb_out` counts blocks with at least one pair in the dense case.
-    `a_transposed` and `b_transposed` say that the operand is a `.T` view. `aligned` says that pointers and the
-    leading stride of a dense C are multiples of 16 bytes. `pairs_max` is the largest number of pairs of a block of C.
+    `pairs`: the products of a block of A with a block of B. C is dense if `dense_out`, otherwise it has `nnzb_out`
+    stored blocks of (bm, bn). For a dense C, `nnzb_out` counts blocks with at least one pair. `a_transposed` and
+    `b_transposed`: the operand is a `.T` view. `aligned`: pointers and the leading stride of a dense C are multiples
+    of 16 bytes. `pairs_max` is the largest number of pairs of a block of C.
     """
 
     op: ClassVar[str] = "spgemm"
@@ -280,7 +280,7 @@ class SpgemmProblem(ProductProblem):
 
     @property
     def useful_flops(self) -> float:
-        """2 FLOP for every multiplication of two stored elements."""
+        """2 FLOP per multiplication of two stored elements."""
         return 2.0 * self.pairs * self.block[0] * self.block[1] * self.a_block[1]
 
     @property
@@ -297,11 +297,11 @@ class SpgemmProblem(ProductProblem):
 class AttentionProblem:
     """out [batch, q_heads, q_len, v_dim] of q [batch, q_heads, q_len, dim] over kv_heads heads of kv_len keys.
 
-    `block` is (bq, bk) of the mask. `mask_batch` is 1 or batch; `mask_heads` is 1, kv_heads or q_heads.
-    `stored` and `partial` count blocks over all rows of the mask, `longest` those of its longest row: upper bounds
-    unless `exact`. `by_interval` and `by_bits` say which rules its partial blocks may have.
-    `unit_stride` says that the last dims of q, k and v are contiguous, `aligned` that further their pointers and all
-    other strides are multiples of 16 bytes. `lse` says that the logarithms of the rows' sums are wanted.
+    `block` is (bq, bk) of the mask. `mask_batch` is 1 or batch; `mask_heads` is 1, kv_heads or q_heads. `stored` and
+    `partial` count blocks over all rows of the mask, `longest` those of its longest row: upper bounds unless `exact`.
+    `by_interval` and `by_bits`: the rules that its partial blocks may have. `unit_stride`: the last dims of q, k and
+    v are contiguous. `aligned`: moreover their pointers and all other strides are multiples of 16 bytes. `lse`: the
+    logarithms of the rows' sums are returned.
     """
 
     op: ClassVar[str] = "attention"
@@ -338,7 +338,7 @@ class AttentionProblem:
 
     @property
     def group(self) -> int:
-        """Query heads to a head of keys."""
+        """Query heads per head of keys."""
         return self.q_heads // self.kv_heads
 
     @property
@@ -348,7 +348,7 @@ class AttentionProblem:
 
     @property
     def cells(self) -> int:
-        """Blocks of the mask, stored or not."""
+        """Number of blocks of the mask, stored or not."""
         return self.mask_batch * self.mask_heads * self.grid[0] * self.grid[1]
 
     @property
@@ -367,7 +367,7 @@ class AttentionProblem:
 
     @property
     def useful_flops(self) -> float:
-        """2 FLOP for every pair in a visited block and every column of K and V; blocks count with their mean size."""
+        """2 FLOP per pair in a visited block and column of K and V; blocks count with their mean size."""
         return self.density * self.dense_flops
 
     @property
@@ -378,7 +378,7 @@ class AttentionProblem:
     def compulsory_bytes(self) -> float:
         """q and the visited keys and values read once, out (and lse) written once, an index for each stored block.
 
-        A head of keys is read no further than its visited blocks could reach.
+        Of a head of keys, no more counts than its visited blocks could reach.
         """
         queries = self.batch * self.q_heads * self.q_len
         heads = self.batch * self.kv_heads
@@ -390,11 +390,11 @@ class AttentionProblem:
 
 @dataclass(frozen=True)
 class AttentionGradProblem(AttentionProblem):
-    """dq, dk and dv of an attention whose q, k, v, out and lse are there, from grad, the gradient of out.
+    """dq, dk and dv of attention from q, k, v, out, lse and grad, the gradient of out.
 
-    Sizes and lists are those of the forward pass; `longest` is a row of query tiles, of key blocks only the mask's
-    transposed lists know. `unit_stride` and `aligned` speak of grad too. `lse` is always wanted here. `deterministic`:
-    the same inputs must give the same bits, so sums have a fixed order.
+    Sizes and lists are those of the forward pass; `longest` is a row of query tiles, because only the mask's
+    transposed lists have the lengths of key blocks. `unit_stride` and `aligned` include grad. `lse` is always true
+    here. `deterministic`: the same inputs must give the same bits, so sums have a fixed order.
     """
 
     op: ClassVar[str] = "attention_backward"
@@ -411,7 +411,7 @@ class AttentionGradProblem(AttentionProblem):
     def compulsory_bytes(self) -> float:
         """q, out, grad, lse and the visited keys and values read once, dq, dk and dv written once.
 
-        Two indices for each stored block: its own and that in the transposed lists.
+        Two indices per stored block: its own and that in the transposed lists.
         """
         queries = self.batch * self.q_heads * self.q_len
         keys = self.batch * self.kv_heads * self.kv_len

@@ -1,7 +1,7 @@
-"""Who computes which tile, in which order, and what each tile reads: made once per plan, on the host.
+"""The schedule of a product: the assignment of tiles to CTAs, made once per plan, on the host.
 
-A *unit* is a row of tiles: a block row, a slice of a tall block row, or several low block rows merged. Its *steps*
-are the block columns that it multiplies. `walk` lists units and steps of a pattern; `balance` deals the tiles of
+A *unit* is a row of tiles: a block row, a slice of a tall block row, or several short block rows joined. Its *steps*
+are the block columns that it multiplies. `walk` lists units and steps of a pattern; `balance` assigns the tiles of
 all units to CTAs.
 """
 
@@ -18,9 +18,9 @@ from sparsek.matrix.storage import merged_keys
 
 
 class Walk(NamedTuple):
-    """Steps of every unit. Unit u does steps begin[u] to end[u] and owns rows of C from row[u].
+    """Steps of every unit. Unit u has steps begin[u] to end[u] and owns rows of C from row[u].
 
-    `cols` [steps] are block columns. `blocks` [steps, merge] are stored blocks, nnzb where a merged row has none.
+    `cols` [steps] are block columns. `blocks` [steps, merge] are stored blocks, nnzb where a joined row has none.
     """
 
     begin: NDArray[np.int64]
@@ -31,10 +31,9 @@ class Walk(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """Tiles of every CTA: CTA p does tiles[starts[p]:starts[p+1]], each (first step, end step, row, column).
+    """Tiles of every CTA: CTA p computes tiles[starts[p]:starts[p+1]], each (first step, end step, row, column).
 
-    The list ends with one spare tile, so that a kernel may read ahead. `unit` [tiles] is the unit of each tile but
-    that.
+    The list ends with one spare tile, so that a kernel may read ahead. `unit` [tiles] is the unit of each other tile.
     """
 
     tiles: NDArray[np.int32]
@@ -45,9 +44,9 @@ class Schedule(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """Long units in parts. `unit` [parts] is the unit that each part is of, whose parts are side by side.
+    """Long units in parts. `unit` [parts] is the unit of each part; the parts of a unit are adjacent.
 
-    `slot` [parts] numbers the parts of units that have several, in order; -1 for a unit that is whole.
+    `slot` [parts] numbers the parts of units that have several, in order; -1 for a whole unit.
     """
 
     parts: Walk
@@ -90,7 +89,7 @@ def walk(pattern: BlockPattern, tile_rows: int, merge: int = 1) -> Walk:
 
 
 def cut(units: Walk, limit: int) -> Cut:
-    """Units of more than `limit` steps in parts of about equal length, none longer than that."""
+    """Splits units of more than `limit` steps into parts of about equal length, none longer than that."""
     steps = units.end - units.begin
     counts = np.maximum(1, -(-steps // limit))
     unit = np.repeat(np.arange(len(steps)), counts)
@@ -103,12 +102,12 @@ def cut(units: Walk, limit: int) -> Cut:
 
 
 def part_limit(steps: float, workers: int) -> int:
-    """The longest part, in steps, where `workers` CTAs share `steps`: half of what each has, and not under 4."""
+    """The longest part, in steps, where `workers` CTAs share `steps`: half of what each has, but at least 4."""
     return max(4, int(steps / workers / 2))
 
 
 class DeviceSchedule(NamedTuple):
-    """As `Schedule`, made where the pattern is: `tiles` int32 [tiles, 5] and `starts` int32 [ctas + 1].
+    """As `Schedule`, made on the pattern's device: `tiles` int32 [tiles, 5] and `starts` int32 [ctas + 1].
 
     The fifth number of a tile is its row inside the block. There is no spare tile.
     """
@@ -122,8 +121,8 @@ def deal_on_device(
 ) -> DeviceSchedule:
     """Tiles of all block rows over the columns of a [K, n] operand, without a host sync.
 
-    Units go longest first in groups of column tiles as in `balance`, groups that are just wide enough for all CTAs.
-    In every round CTAs take tiles in turns, forth and back, so that all have about as much to do.
+    Units go longest first in groups of column tiles as in `balance`; groups are just wide enough for all CTAs. CTAs
+    take tiles in rounds of alternating direction, so that all have about equal work.
     """
     device, bm, rows = pattern.device, pattern.block[0], pattern.grid[0]
     slices, columns = max(1, -(-bm // tile_rows)), -(-n // tile_cols)
@@ -154,12 +153,12 @@ def deal_on_device(
 
 
 def balance(units: Walk, n: int, tile_cols: int, workers: int, tile_cost: float = 1.0) -> Schedule:
-    """Deals the tiles of all units over the columns of an [K, n] operand to at most `workers` CTAs.
+    """Assigns the tiles of all units over the columns of a [K, n] operand to at most `workers` CTAs.
 
     List scheduling: tiles in a fixed order, each to the CTA with the least work so far, where a tile costs its steps
-    plus `tile_cost`. The order goes through groups of column tiles, in each group longest units first, so that CTAs
-    that run together read the same columns of B. Groups are as narrow as balance allows: on an H200 a Zipf pattern
-    lost 25 % in groups of 2 and 6 % in groups of 16 (2026-11-20). Then the fewest CTAs that finish as early are kept:
+    plus `tile_cost`. The order goes through groups of column tiles, in each group longest units first, so that
+    concurrent CTAs read the same columns of B. Groups are as narrow as balance allows: on an H200 a Zipf pattern lost
+    25 % in groups of 2 and 6 % in groups of 16 (2026-11-20). Of equal finish times the fewest CTAs are used, because
     they stay in step (2026-11-20: 128 beat 132 by 1 to 2 % where both need 16 rounds).
     """
     column_tiles = -(-n // tile_cols)
@@ -196,7 +195,7 @@ def balance(units: Walk, n: int, tile_cols: int, workers: int, tile_cost: float 
 
 
 def _groups(units: int, column_tiles: int, workers: int) -> list[int]:
-    """Widths of column groups to try: powers of two from the narrowest that gives every CTA a tile, then all."""
+    """Widths of column groups to try: powers of two from the narrowest with a tile per CTA, then all columns."""
     width = 1
     while width * units < workers * 0.9:
         width *= 2
@@ -210,7 +209,7 @@ def _groups(units: int, column_tiles: int, workers: int) -> list[int]:
 def _tile_order(
     order: NDArray[np.int64], column_tiles: int, group: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Unit and column of every tile: groups of columns in turn, in a group units in `order`, in a unit its columns."""
+    """Unit and column of every tile: by groups of columns, in a group by units in `order`, in a unit by columns."""
     groups = [np.arange(first, min(first + group, column_tiles)) for first in range(0, column_tiles, group)]
     unit = np.concatenate([np.repeat(order, len(columns)) for columns in groups])
     column = np.concatenate([np.tile(columns, len(order)) for columns in groups])

@@ -24,7 +24,7 @@ from sparsek.plan.select import Choice
 
 
 class Sampled(NamedTuple):
-    """S = X @ Y at a pattern, which keeps the plans of such calls."""
+    """S = X @ Y at a pattern, the home of its plans."""
 
     x: Tensor
     y: Tensor
@@ -70,7 +70,7 @@ class Sampled(NamedTuple):
 class SddmmPlan(Plan):
     """How to compute one pattern of blocks from X and Y of one shape. Call it: `plan(X, Y, pattern)`.
 
-    `problem` is an SddmmProblem. `pattern` is a weak reference: a pattern keeps its plans.
+    `problem` is an SddmmProblem. `pattern` is a weak reference, because a pattern keeps its plans.
     """
 
     pattern: Callable[[], BlockPattern | None] = field(default=lambda: None)

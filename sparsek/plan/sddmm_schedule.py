@@ -1,6 +1,7 @@
-"""Tiles of a sampled product: up to `groups` stored blocks of one block row side by side, made on the pattern's device.
+"""Tiles of a sampled product: up to `groups` stored blocks of one block row side by side, made on the pattern's
+device.
 
-No host sync: what depends on the pattern stays there, and the host knows how many tiles there are at most.
+No host sync: anything that depends on the pattern stays on the device, and the host has an upper bound of the tiles.
 """
 
 from __future__ import annotations
@@ -13,15 +14,15 @@ from torch import Tensor
 from sparsek.matrix.pattern import BlockPattern
 
 FIELDS = 8
-OUTSIDE = 1 << 30  # no matrix has such a column
+OUTSIDE = 1 << 30  # beyond every column
 
 
 class SddmmTiles(NamedTuple):
-    """CTA p does records starts[p] to starts[p + 1] - 1 of `tiles` int32 [capacity + 1, FIELDS].
+    """CTA p computes records starts[p] to starts[p + 1] - 1 of `tiles` int32 [capacity + 1, FIELDS].
 
     A record is (0, steps of K, row inside the block, group, row of X, -1, 0, 0). `columns` and `stored` int32
-    [capacity, groups] say for each piece of a group its first column of Y and the position of its block; OUTSIDE and
-    nnzb where a group is not full.
+    [capacity, groups]: for each piece of a group, its first column of Y and the position of its block; OUTSIDE and
+    nnzb for missing pieces.
     """
 
     tiles: Tensor
@@ -33,10 +34,10 @@ class SddmmTiles(NamedTuple):
 def sddmm_tiles(
     pattern: BlockPattern, steps: int, rows: int, piece: int, groups: int, ctas: int
 ) -> SddmmTiles:
-    """The tiles of `rows` rows and `groups` pieces of `piece` columns; blocks higher or wider are cut.
+    """The tiles of `rows` rows and `groups` pieces of `piece` columns; taller or wider blocks are cut.
 
-    The last slice or piece of a block overlaps the one before, and both write the same bits. Tiles go to CTAs in turns,
-    so that those which run together share rows of X and columns of Y.
+    The last slice or piece of a block overlaps the previous one, and both write the same bits. Tiles are assigned to
+    CTAs round-robin, so that concurrent CTAs share rows of X and columns of Y.
     """
     device, (bm, bn), block_rows = pattern.device, pattern.block, pattern.grid[0]
 

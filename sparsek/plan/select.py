@@ -1,4 +1,4 @@
-"""Which kernel, and why: every kernel of the table is asked, the fastest by prediction is chosen, nothing is timed."""
+"""Selects the kernel of a problem: the fastest by prediction of all kernels that can run it. Nothing is timed."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,11 +12,11 @@ from sparsek.plan.problem import Problem
 
 @dataclass(frozen=True)
 class Candidate:
-    """What one kernel answered: a config with its predicted seconds, or the reasons why it cannot run.
+    """The answer of one kernel: a config with its predicted seconds, or the reasons why it cannot run.
 
-    `only_by_name` is the reason why an automatic choice passes it over, if there is one. `origin` says which table the
-    config is from, "" where the kernel chose it; `seconds` are then the prediction for the kernel's choice, times what
-    the config was measured to gain.
+    `only_by_name`: why an automatic choice skips it, if it does. `origin`: the table of the config, "" for the
+    kernel's own choice. For a config from a table, `seconds` is the prediction for the kernel's own choice times the
+    measured gain.
     """
 
     name: str
@@ -28,7 +28,7 @@ class Candidate:
 
 
 class Choice(NamedTuple):
-    """The kernel to use, its config, and what every kernel answered."""
+    """The kernel to use, its config, and the answer of every kernel."""
 
     kernel: Any
     config: Any
@@ -36,17 +36,16 @@ class Choice(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """The prediction for the kernel that was chosen."""
+        """The prediction for the chosen kernel."""
         return next(c.seconds for c in self.candidates if c.name == self.kernel.name)
 
 
 def select(p: Problem, kernels: Iterable[Any], *, only: str | None = None, config: Any = None) -> Choice:
-    """The choice among `kernels`, which are kernels of p's operation.
+    """The choice among `kernels`, all of p's operation.
 
-    Without `only`, the smallest prediction wins among kernels that may be chosen unasked, and the table's order breaks
-    ties. With `only`, that kernel runs or Unsupported says why not. Where `plan/table.py` knows a tuned config, it is
-    taken, unless `config` names one. Raises Unsupported with every reason of every
-    kernel if none can run.
+    Without `only`, the smallest prediction wins among kernels that do not run only by name; ties go to the first in
+    the table. With `only`, that kernel runs, or Unsupported gives its reasons. A tuned config from `plan/table.py` is
+    used, unless `config` is given. Raises Unsupported with every reason of every kernel if none can run.
     """
     by_name = {kernel.name: kernel for kernel in kernels}
     candidates = []

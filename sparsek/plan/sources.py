@@ -1,9 +1,9 @@
-"""Which source a measurement was of: a hash over the code that ran, without comments, docstrings and layout.
+"""The source of a measurement: a hash over the code that ran, without comments, docstrings and layout.
 
-Of files with device functions (Triton's and Gluon's) it is those functions, the constants of the module and the
-classes Config and Tile: what is compiled. Planning around a kernel may change, and its functions may move to another
-file, and its times still stand. The same counts of files of Hopper kernels without such functions, and of CUDA C++
-files everything. Of other files it is everything. SCHEDULES and LAUNCHING name the exceptions.
+In files with device functions (Triton's and Gluon's) it covers what is compiled: those functions, the constants of
+the module and the classes Config and Tile. So planning around a kernel may change, and its functions may move to
+another file, and its times still hold. The same applies to files of Hopper kernels without such functions. Other
+files, CUDA C++ among them, count as a whole. SCHEDULES and LAUNCHING name the exceptions.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ CUDA_NAME = re.compile(r"""["'](\w+\.cu)["']""")
 LAST_COMMA = re.compile(r",(?=[])}])")
 DEVICE = ("jit", "constexpr_function", "builtin")
 SETTINGS = ("Config", "Tile")
-# Kernels whose schedule is part of what is timed: it says for which sums their CTAs wait.
+# Kernels whose schedule is part of what is timed: it determines which sums their CTAs wait for.
 SCHEDULES = {"hopper.attention_bwd": "plan.attention_grad_schedule"}
-# What launches kernels decides what a call takes the host, and not what a kernel takes: whoever times calls names it.
+# The launcher determines the host time of a call, not the time of a kernel: benchmarks of host time name it.
 LAUNCHING = tuple(f"sparsek.kernels.lang.{name}" for name in ("launch", "recorder", "shipped", "progress"))
 
 
 def source_files(kernel: str, root: Path = ROOT) -> list[Path]:
-    """The kernel's own file and the files of sparsek.kernels that it imports, directly or through them, but for those
-    that launch; its schedule's; the CUDA C++ files that they name and that lie beside them.
+    """The kernel's own file; the files of sparsek.kernels that it imports, directly or indirectly, except the
+    launcher; its schedule's file; and the CUDA C++ files in the same folders that these name.
 
     `kernel` is a name of the kernels' table, or a module of sparsek.kernels ("pack.to_bsr") or of sparsek
     ("mask.structured").
@@ -70,7 +70,7 @@ def _file_of(name: str, root: Path) -> Path:
 
 
 def _modules(root: Path) -> dict[str, str]:
-    """From names of kernels to their modules, as in the table of sparsek/kernels/__init__.py, which is not loaded."""
+    """From names of kernels to their modules, as in the table of sparsek/kernels/__init__.py, which is not imported."""
     table = root / "kernels/__init__.py"
     tree = ast.parse(table.read_text(encoding="utf-8")) if table.is_file() else ast.Module([], [])
     tables = (node.value for node in tree.body if isinstance(node, ast.AnnAssign) and node.value is not None)
@@ -88,7 +88,7 @@ def source_hash(kernel: str, root: Path = ROOT) -> str:
 
 
 def files_hash(files: Iterable[Path], root: Path) -> str:
-    """16 hex digits of the SHA-256 over files whole, host code too: their paths below `root` and what they hold, of
+    """16 hex digits of the SHA-256 over whole files, host code too: their paths below `root` and their contents; for
     Python and CUDA C++ without comments, docstrings and layout.
     """
     digest = hashlib.sha256()
@@ -112,16 +112,16 @@ def _whole_text(source: str) -> str:
 
 
 def code_in(file: Path) -> list[tuple[str, str]]:
-    """Names and texts of what counts in a file of Python or CUDA C++."""
+    """Names and texts of the code that counts in a file of Python or CUDA C++."""
     source = file.read_text(encoding="utf-8")
     if file.suffix == ".cu":
         return [(file.name, " ".join(CUDA_COMMENT.sub(" ", source).split()))]
     return code_of(source, for_device=file.stem.startswith("hopper"))
 
 
-@lru_cache(maxsize=256)  # every record of a page asks for the files of its kernel
+@lru_cache(maxsize=256)  # every record of a page needs the files of its kernel
 def code_of(source: str, *, for_device: bool = False) -> list[tuple[str, str]]:
-    """Names and texts of what counts in Python. `for_device`: it compiles a kernel, which may be written elsewhere."""
+    """Names and texts of the code that counts in Python. `for_device`: it compiles a kernel from another file."""
     tree = ast.parse(source)
     lines = _logical_lines(source, tree)
 
@@ -138,7 +138,7 @@ def code_of(source: str, *, for_device: bool = False) -> list[tuple[str, str]]:
 
 
 def _counted(node: ast.stmt) -> str:
-    """The name of a device function, of a constant, or of a class of settings; "" for what does not count."""
+    """The name of a device function, of a constant, or of a class of settings; "" for code that does not count."""
     if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
         name = node.targets[0].id
         return name if name.isupper() and name not in ("KERNEL", "SOURCE") else ""
@@ -159,7 +159,7 @@ def _first_line(node: ast.stmt) -> int:
 
 
 def _logical_lines(source: str, tree: ast.Module) -> list[tuple[int, str]]:
-    """Row and text of each statement's line: its depth, then its tokens without spaces, however they are broken."""
+    """Row and text of each logical line: its depth, then its tokens without spaces, whatever its line breaks."""
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
     nodes = [node for node in ast.walk(tree) if isinstance(node, documented)]
     docstrings = {node.body[0].lineno for node in nodes if ast.get_docstring(node) is not None}
@@ -169,7 +169,8 @@ def _logical_lines(source: str, tree: ast.Module) -> list[tuple[int, str]]:
         if token.type in (tokenize.INDENT, tokenize.DEDENT):
             depth += 1 if token.type == tokenize.INDENT else -1
         elif token.type == tokenize.NEWLINE:
-            # Python 3.12 takes f-strings apart, older ones do not; without spaces and doubled braces both read alike.
+            # Python 3.12 tokenizes inside f-strings, older ones do not; without spaces and doubled braces both read
+            # alike.
             text = "".join("".join(parts).split()).replace("{{", "{").replace("}}", "}")
             if row not in docstrings:
                 lines.append((row, f"{depth} {LAST_COMMA.sub('', text)}"))

@@ -31,7 +31,7 @@ Matcher = Callable[[BlockPattern, BlockPattern, BlockPattern | None], Matches]
 
 
 class Kept(NamedTuple):
-    """The matches of a pattern with B's, at `wanted` if that is a pattern, and where the plans for them are kept."""
+    """The matches of a pattern with B's, restricted to `wanted` if that is a pattern, and their plans."""
 
     b: Held
     wanted: Held | None
@@ -40,7 +40,7 @@ class Kept(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """C = A @ B, both BSR, whose blocks have been matched. `dense`: C is. `kept_at`: where its plans are kept."""
+    """C = A @ B, both BSR, with their matches. `dense`: C is dense. `kept_at`: the home of its plans."""
 
     a: BSR
     b: BSR
@@ -49,7 +49,7 @@ class Pair(NamedTuple):
     kept_at: Home | None = None
 
     def seen(self, c: Tensor) -> Any:
-        """C as `SpgemmPlan.run` leaves it, as a BSR if it is one."""
+        """C from the result of `SpgemmPlan.run`, as a BSR if it is one."""
         return c if self.dense else BSR.unchecked(self.matches.pattern, c)
 
     @property
@@ -176,10 +176,10 @@ def _kind(view: bool) -> str:
 
 
 class MatchCache:
-    """What A's pattern keeps of its products: at most LIMIT pairs of patterns, the least recently used dropped first.
+    """The matches of A's pattern with others: at most LIMIT pairs of patterns, the least recently used dropped first.
 
-    B's and C's patterns are referenced weakly; what is kept for one that is gone goes next. Matches that were used
-    while a CUDA graph was captured stay: the graph goes on reading them.
+    B's and C's patterns are referenced weakly; entries of collected patterns are dropped next. Matches that a
+    captured CUDA graph uses stay, because the graph reads them.
     """
 
     def __init__(self) -> None:
@@ -194,7 +194,7 @@ class MatchCache:
         captured: bool,
         make: Matcher = match,
     ) -> Kept:
-        """The matches of `a`, whose cache this is, and `b`. If there are none `make` finds them, with a host sync."""
+        """The matches of `a`, whose cache this is, and `b`. If there are none, `make` finds them, with a host sync."""
         kept = self.find(b, wanted)
         if kept is None:
             with torch.inference_mode(False):
@@ -212,12 +212,12 @@ class MatchCache:
         return kept
 
     def find(self, b: BlockPattern, wanted: BlockPattern | None) -> Kept | None:
-        """The matches that are kept for `b` and C's pattern."""
+        """The cached matches for `b` and C's pattern."""
         key = id(b), None if wanted is None else id(wanted)
         kept = self._kept.pop(key, None)
         if kept is None or kept.b() is not b or (kept.wanted is not None and kept.wanted() is not wanted):
             return None
-        self._kept[key] = kept  # as the one that was used last
+        self._kept[key] = kept  # now the most recently used
         return kept
 
     def _drop(self) -> None:

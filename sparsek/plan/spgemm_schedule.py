@@ -1,7 +1,7 @@
-"""Tiles of C = A @ B for two BSR matrices, and which CTA does which: made on the device, without a host sync.
+"""The schedule of C = A @ B for two BSR matrices, made on the device, without a host sync.
 
-A tile is a block of C or a part of one; its steps are the pairs of blocks that add to it. CTAs that run together have
-neighbours, which read the same blocks of A and of B.
+A tile is a block of C or a part of one; its steps are the pairs of blocks that add to it. Concurrent CTAs have
+adjacent tiles, which read the same blocks of A and of B.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ FIELDS = 8
 
 
 class SpgemmTiles(NamedTuple):
-    """CTA p does records starts[p] to starts[p + 1] - 1 of `tiles` int32 [tiles + 2, FIELDS].
+    """CTA p computes records starts[p] to starts[p + 1] - 1 of `tiles` int32 [tiles + 2, FIELDS].
 
-    A record is (first pair, end pair, row and column of C as it is stored, column inside the block, -1, row inside the
-    block, 0).
+    A record is (first pair, end pair, row and column of C as it is stored, column inside the block, -1, row inside
+    the block, 0).
     """
 
     tiles: Tensor
@@ -30,11 +30,11 @@ class SpgemmTiles(NamedTuple):
 def spgemm_tiles(matches: Matches, dense: bool, rows: int, cols: int, ctas: int) -> SpgemmTiles:
     """Tiles of `rows` x `cols` of every block of C: all of them if C is dense, the stored ones otherwise.
 
-    Every round the CTAs take a window of tiles that lie together, the longest first to the first or to the last in
-    turns, and every two rounds begin at another CTA. The last slice of a block overlaps the one before it where `rows`
-    does not divide the block, and both write the same bits; `cols` divides it, or is wider.
+    In every round the CTAs take a window of adjacent tiles, longest first, in alternating directions; every two
+    rounds the starting CTA shifts. The last slice of a block overlaps the previous one if `rows` does not divide the
+    block, and both write the same bits; `cols` divides it, or is wider.
 
-    This is what the tiles are; on a GPU kernels/spgemm/tiles.py makes the same in one launch.
+    This is the specification; on a GPU kernels/spgemm/tiles.py makes the same tiles in one launch.
     """
     pattern, device = matches.pattern, matches.indptr.device
     (bm, bn), block_cols = pattern.block, max(pattern.grid[1], 1)
@@ -69,12 +69,12 @@ def spgemm_tiles(matches: Matches, dense: bool, rows: int, cols: int, ctas: int)
 
 
 def counts_of(matches: Matches, dense: bool, rows: int, cols: int) -> tuple[int, int, int]:
-    """How many blocks of C have tiles, and how many tiles a block has below each other and side by side."""
+    """How many blocks of C have tiles, and how many tiles a block has vertically and horizontally."""
     pattern = matches.pattern
     (bm, bn), (block_rows, block_cols) = pattern.block, pattern.grid
     return block_rows * block_cols if dense else pattern.nnzb, max(1, -(-bm // rows)), max(1, -(-bn // cols))
 
 
 def turn(ctas: int) -> int:
-    """How many CTAs further every two windows begin: a longest and a shortest tile are more than two middle ones."""
+    """The shift of the starting CTA every two windows: a longest plus a shortest tile exceed two middle ones."""
     return round(0.62 * ctas)

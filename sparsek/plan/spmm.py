@@ -1,6 +1,6 @@
 """The plan of C = A @ B with a sparse matrix on either side: BSR, Semi24 or BSR24, quantized to FP8 or not.
 
-B, bf16    -- rounded to FP8 by one kernel, a scale for each column -->  B8     (where A is FP8 and B is not)
+B, bf16    -- rounded to FP8 by one kernel, a scale per column -->  B8     (if A is FP8 and B is not)
 A, B       -- a kernel -->  C = act(alpha * A @ B + bias) + other, for FP8 with scales on the sums
 """
 
@@ -45,9 +45,9 @@ Dense = Tensor | QuantizedTensor
 class Product(NamedTuple):
     """A call in the form that kernels take: the sparse matrix on the left, b [..., K, N].
 
-    `transposed`: A is the transpose of `a`, a 2:4 matrix, of which there is no view. `out_layout` is "col" where the
-    sparse matrix stood on the right: B @ A is (A.T @ B.mT).mT, and C is then the transpose view of what the caller
-    sees. `dtype` is C's.
+    `transposed`: A is the transpose of `a`, a 2:4 matrix, which has no transposed view. `out_layout` is "col" if the
+    sparse matrix was on the right: B @ A is (A.T @ B.mT).mT, and C is then the transpose view of the caller's result.
+    `dtype` is C's.
     """
 
     a: Matrix
@@ -67,9 +67,9 @@ class Product(NamedTuple):
         epilogue: Epilogue = PLAIN,
         dtype: torch.dtype | None = None,
     ) -> Product:
-        """The form of a @ b, one of them sparse. By views only. `epilogue` is about C as the caller sees it.
+        """The form of a @ b, one of them sparse. Makes views only. `epilogue` refers to the caller's C.
 
-        Leading dims of a dense left operand are rows as well, and become so where all matrices lie so in memory.
+        Leading dims of a dense left operand become rows, if all matrices have collapsible leading dims.
         """
         on_left = operands.is_sparse(a)
         found = dtype_of(a, b, dtype) if on_left else dtype_of(b, a, dtype)
@@ -89,7 +89,7 @@ class Product(NamedTuple):
     def layer(
         cls, x: Dense, w: Matrix, epilogue: Epilogue = PLAIN, dtype: torch.dtype | None = None
     ) -> Product:
-        """The form of x [..., K] @ w.T, which is (w @ x.T).T, for w [N, K]. `epilogue` is about [..., N]."""
+        """The form of x [..., K] @ w.T, which is (w @ x.T).T, for w [N, K]. `epilogue` refers to [..., N]."""
         dtype = dtype_of(w, x, dtype)
         rows: Any = x.rows() if isinstance(x, QuantizedTensor) else tokens(x)
         if epilogue.other is not None:
@@ -109,11 +109,11 @@ class Product(NamedTuple):
 
     @property
     def wide(self) -> Tensor | None:
-        """B, unless it came in FP8."""
+        """B before rounding; None for a B that was FP8."""
         return self.b if isinstance(self.b, Tensor) else None
 
     def seen(self, c: Tensor, a: Any) -> Tensor:
-        """C as `SpmmPlan.run` leaves it as the caller sees it, who gave `a` as the left operand: its leading dims."""
+        """The caller's C from the result of `SpmmPlan.run`; `a` is the caller's left operand, with its leading dims."""
         if self.out_layout == "row" or c.shape[:-1] == a.shape[:-1]:
             return c
         return c.view(*a.shape[:-1], c.shape[-1])
@@ -125,7 +125,7 @@ class Product(NamedTuple):
             operands.check_epilogue(self.epilogue, shape, self.dtype, self.b.device, self.out_layout)
 
     def refuse_gradients(self) -> None:
-        """InvalidInput where autograd would expect a gradient that no product of this matrix has."""
+        """InvalidInput if autograd would expect a gradient that no product of this matrix has."""
         if isinstance(self.a, Quantized):
             if operands.wants_gradient(self.wide, self.epilogue.bias, self.epilogue.other, self.out):
                 raise InvalidInput(operands.FP8_HAS_NO_GRADIENT)
@@ -169,7 +169,7 @@ class Product(NamedTuple):
         )
 
     def key(self) -> tuple[Any, ...]:
-        """All of a call that its plan depends on but the home of A: calls alike in this fit the same plan."""
+        """Everything that the plan depends on, except A's home: calls with equal keys share a plan."""
         a, transposed, b, out, epilogue, out_layout, dtype = self
         if isinstance(a, Quantized):
             matrix = a.matrix
@@ -207,7 +207,8 @@ class Product(NamedTuple):
     def is_aligned(self) -> bool:
         """Whether A's values, B, C and the epilogue's matrix begin and step by multiples of 16 bytes.
 
-        The latter must lie as C does, and step by less than 2^31 elements. Of an FP8 B its values count, along K.
+        The epilogue's matrix must have C's layout, and strides below 2^31 elements. Of an FP8 B its values count,
+        along K.
         """
         a, _, b, out, epilogue, out_layout, dtype = self
         other = epilogue.other
@@ -236,30 +237,30 @@ class Product(NamedTuple):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class SpmmPlan(Plan):
-    """How to multiply sparse matrices of one kind with dense ones of one shape, and what to do to the product.
+    """How to multiply sparse matrices of one kind with dense ones of one shape, with an epilogue.
 
-    Call it as it was planned: `plan(A, B, out=None, epilogue=...)`, the sparse matrix on the side where it was; the
-    plan of a `layer` as `plan(x, W, epilogue=...)`. `problem` is an SpmmProblem. `pattern` is a weak reference to the
-    pattern of A as it stands on the left: a plan fits matrices of that pattern; that of a Semi24, None, every one of
-    its shape. `limit` is how many stored blocks a plan that followed may have.
+    Call it as it was planned: `plan(A, B, out=None, epilogue=...)`, with the sparse matrix on the same side; the plan
+    of a `layer` as `plan(x, W, epilogue=...)`. `problem` is an SpmmProblem. `pattern` is a weak reference to the
+    pattern of A as a left operand. A plan fits matrices of that pattern; for a Semi24 it is None, and the plan fits
+    every Semi24 of its shape. `limit`: the most stored blocks of a retargeted plan.
     """
 
     problem: SpmmProblem
     pattern: Callable[[], BlockPattern | None] | None = None
     layer: bool = False
     limit: int | None = None
-    # The operations, above plans, give `plan(A, B)` its quick way here; without it every call is checked.
+    # Set by the operations above plans: the fast path of `plan(A, B)`; without it every call is checked.
     quick: ClassVar[Callable[..., Tensor] | None] = None
-    # The key of the last call that was found to fit.
+    # The key of the last call that was checked.
     _passed: list[Any] = field(default_factory=list, init=False)
 
     @property
     def on_right(self) -> bool:
-        """The sparse matrix is the right operand."""
+        """Whether the sparse matrix is the right operand."""
         return self.problem.c.layout == "col"
 
     def __call__(self, a: Any, b: Any, out: Tensor | None = None, epilogue: Epilogue = PLAIN) -> Tensor:
-        """C = A @ B for operands as planned. No host sync, but where vendor.cusparselt compresses values anew.
+        """C = A @ B for operands as planned. No host sync, unless vendor.cusparselt compresses changed values.
 
         `out`, of C's shape, is overwritten. `epilogue` has the parts that were planned. Raises InvalidInput for other
         operands. Values may change between calls, the pattern may not.
@@ -273,7 +274,7 @@ class SpmmPlan(Plan):
     def checked(
         self, a: Any, b: Any, out: Tensor | None = None, epilogue: Epilogue = PLAIN
     ) -> Callable[[], Tensor]:
-        """The call, ready to run: its operands have been checked."""
+        """The call, ready to run, after its checks."""
         self.refuse_unless_ready()
         operands.check_given(epilogue)
         dtype = dtypes.parse(self.problem.c.dtype)
@@ -306,7 +307,7 @@ class SpmmPlan(Plan):
         return run
 
     def _run(self, call: Product) -> Tensor:
-        """C by rows: in the kernels' form [..., M, N], or [..., N, M] where c.layout is "col"."""
+        """C row-major: in the kernels' form [..., M, N], or [..., N, M] if c.layout is "col"."""
         p, a, b, out = self.problem, call.a, call.b, call.out
         by_columns = p.c.layout == "col"
         kernel, config, _ = self.choice
@@ -329,9 +330,9 @@ class SpmmPlan(Plan):
     def retarget(self, a: BSR) -> SpmmPlan:
         """This plan for a matrix whose blocks have moved: same shape, same block, and at most as many stored.
 
-        `a` is the BSR as it stands in the product. The work list is made on the device, without a host sync, so that
-        training may move blocks between steps; a new `plan_spmm` balances better and may merge or split rows.
-        Raises InvalidInput for another shape, block, device or more blocks.
+        `a` is the BSR as oriented in the product. The work list is made on the device, without a host sync, so that
+        training may move blocks between steps; a new `plan_spmm` balances better and may join or split rows. Raises
+        InvalidInput for another shape, block, device or more blocks.
         """
         self.refuse_unless_ready()
         p = self.problem
@@ -353,7 +354,7 @@ class SpmmPlan(Plan):
             )
         if old is not None and new.device != old.device:
             raise InvalidInput(f"this plan is on {old.device} and A on {new.device}")
-        # What only a sync could tell is bounded.
+        # Bounds replace what only a sync could determine.
         bounds = BlockStats(p.block, new.nnzb, min(new.grid[1], new.nnzb), touches_all_columns=False)
         bounded = replace(p, a=replace(p.a, blocks=bounds))
         kernel, config, _ = self.choice
@@ -385,7 +386,7 @@ class SpmmPlan(Plan):
         return "A.T @ B" if p.a.two_four and p.a.transposed else "A @ B"
 
     def _words(self, p: SpmmProblem) -> str:
-        """The operands of a problem like this plan's, as the caller sees them."""
+        """The operands of a problem like this plan's, as text, in the caller's form."""
         turned = (p.c.layout == "col" and not self.layer) or (p.a.two_four and p.a.transposed)
         rows, columns = (p.k, p.m) if turned else (p.m, p.k)
         stored = "2:4"
@@ -409,7 +410,7 @@ class SpmmPlan(Plan):
         )
 
     def _dense(self, p: SpmmProblem) -> str:
-        """The dense operand of a problem like this plan's, as the caller sees it."""
+        """The dense operand of a problem like this plan's, in the caller's form."""
         right = p.c.layout == "col"
         name, sides = ("x" if self.layer else "A", [p.n, p.k]) if right else ("B", [p.k, p.n])
         lies = OTHER_LAYOUT[p.b.layout] if right else p.b.layout
@@ -461,7 +462,7 @@ def _epilogue(p: SpmmProblem) -> tuple[Any, ...]:
 
 
 def dtype_of(sparse: Matrix, dense: Dense, asked: torch.dtype | None) -> torch.dtype:
-    """C's dtype: that of the operands; in FP8 the one asked for, or that of a dense operand that came wide, or bf16."""
+    """C's dtype: that of the operands; in FP8 `dtype`, or that of a dense operand before rounding, or bf16."""
     if isinstance(sparse, Quantized):
         if asked is not None:
             return arguments.dtype("dtype", asked, operands.OUT_DTYPES)
@@ -472,25 +473,25 @@ def dtype_of(sparse: Matrix, dense: Dense, asked: torch.dtype | None) -> torch.d
 
 
 def joins(x: Any, a: Any) -> bool:
-    """Whether `x` has the leading dims of `a`, and lies as one matrix with as many rows as all of them together."""
+    """Whether `x` has the leading dims of `a`, and they collapse into the rows of one matrix."""
     if x.shape[:-1] != a.shape[:-1] or x.numel() == 0:
         return False
     return all(x.stride(i) == x.stride(i + 1) * x.shape[i + 1] for i in range(x.dim() - 2))
 
 
 def tokens(x: Tensor) -> Tensor:
-    """x [..., K] as [T, K]: a view where x lies so."""
+    """x [..., K] as [T, K]: a view if its dims collapse."""
     return x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 
 def new_rows(b: Dense, m: int, by_columns: bool, dtype: torch.dtype) -> Tensor:
-    """An uninitialised C by rows: [..., M, N], or [..., N, M] if `by_columns`."""
+    """An uninitialised row-major C: [..., M, N], or [..., N, M] if `by_columns`."""
     *batch, _, n = b.shape
     return torch.empty((*batch, n, m) if by_columns else (*batch, m, n), dtype=dtype, device=b.device)
 
 
 def formula(p: SpmmProblem, product: str) -> str:
-    """What becomes of the product, in words: "gelu(A @ B + bias) + other"."""
+    """The formula of the product with its epilogue: "gelu(A @ B + bias) + other"."""
     inner = f"alpha * {product}" if p.has_alpha else product
     inner = f"{inner} + bias" if p.bias else inner
     if p.activation:

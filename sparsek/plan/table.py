@@ -1,9 +1,9 @@
-"""Configs that were measured: the table that ships with the package, and the user's own file, which wins.
+"""Tables of measured configs: the one in the package, and the user's own file, which takes precedence.
 
-`sparsek tune` writes such files. An entry holds for one card, one kernel in the state that was measured (a hash of its
-source) and one kind of problem: sizes are rounded to the nearest half power of two. `select` takes its config
-where the kernel's own heuristics would have chosen. A config is looked up among those that the kernel says are legal
-for the problem at hand, so no file can bring in another.
+`sparsek tune` writes the user's file. An entry is for one card, one version of a kernel (a hash of its source) and
+one kind of problem: sizes are rounded to the nearest half power of two. `select` uses its config instead of the
+kernel's heuristic choice. A config must be among the kernel's legal ones for the problem, so a file cannot add
+others.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from sparsek.plan.sources import source_hash
 FORMAT = "sparsek tuning table"
 VERSION = 1
 SHIPPED = Path(__file__).with_name("tuned_h200.json")
-# Numbers up to this stand for themselves in a key, as do all fields that are named here.
+# Numbers up to this are exact in a key, as are all fields named here.
 EXACT_UP_TO = 16
 EXACT = ("block", "a_block", "b_block", "dim", "v_dim", "q_heads", "kv_heads")
-# A longest row of blocks of so many times the mean is another problem.
+# A longest row of more than so many times the mean length is another kind of problem.
 UNEVEN = 3
 LEFT_OUT = ("card", "row_max", "touches_all_columns", "gapless")
 Key = tuple[str, str, str]
@@ -57,7 +57,7 @@ class Entry:
 
 
 class Tuned(NamedTuple):
-    """A config from a table, its time over that of the kernel's own choice, and which table it was, in words."""
+    """A config from a table, its time over that of the kernel's own choice, and the name of the table."""
 
     config: Any
     gain: float
@@ -68,10 +68,10 @@ Entries = dict[Key, Entry]
 
 
 def key_of(p: Any) -> str:
-    """A problem in words, without its card: "spmm a.dtype=bf16 a.block=128x128 a.nnzb=128 ... m=4096 k=4096 n=5793".
+    """A problem as text, without its card: "spmm a.dtype=bf16 a.block=128x128 a.nnzb=128 ... m=4096 k=4096 n=5793".
 
-    Fields at their default are left out. Sizes above 16 are rounded to the nearest half power of two. Of the longest
-    row it only counts whether it is far longer than the mean.
+    Fields at their default are left out. Sizes above 16 are rounded to the nearest half power of two. The longest row
+    enters only as far longer than the mean, or not.
     """
     parts = [p.op, *_words(p, "")]
     if getattr(p, "row_max", 0) and p.row_max * p.grid[0] > UNEVEN * p.nnzb:
@@ -80,7 +80,7 @@ def key_of(p: Any) -> str:
 
 
 def _words(p: Any, prefix: str) -> Iterator[str]:
-    """The fields of a problem, and of the parts that it has."""
+    """The fields of a problem and of its parts, as text."""
     for each in fields(p):
         value = getattr(p, each.name)
         if each.name in LEFT_OUT or (each.default is not MISSING and value == each.default):
@@ -100,15 +100,15 @@ def _rounded(value: Any, exact: bool) -> str:
 
 
 def as_json(config: Any) -> dict[str, Any]:
-    """A kernel's frozen config as a file holds it; what JSON lacks becomes text."""
+    """A kernel's frozen config as JSON; types that JSON lacks become text."""
     if not is_dataclass(config) or isinstance(config, type):
         return {"config": str(config)}
     return json.loads(json.dumps(asdict(config), default=str))
 
 
 def matching(configs: Iterable[Any], wanted: Mapping[str, Any], paced: Sequence[str] = ()) -> Any:
-    """The config that a file means, None if there is none. `paced`: fields that follow the problem, whose sizes are
-    rounded in a key; in these it may differ.
+    """The config that a file names; None if there is none. `paced`: fields that follow the problem, whose sizes are
+    rounded in a key; these may differ.
     """
     near = None
     for config in configs:
@@ -125,7 +125,7 @@ def _without(stated: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
 
 
 def tuned(p: Any, kernel: Any, default: Any) -> Tuned | None:
-    """What the tables say of a problem that the kernel can run; None: nothing. `default`: its own choice."""
+    """The table's config for a problem that the kernel can run; None if there is none. `default`: its own choice."""
     if not env.tuning_file():
         return None
     for origin, entries in _tables():
@@ -147,7 +147,7 @@ def tuned(p: Any, kernel: Any, default: Any) -> Tuned | None:
 
 
 def is_fresh(entry: Entry) -> bool:
-    """Whether the kernel's source is still the one that was measured."""
+    """Whether the kernel's source has not changed since the measurement."""
     return entry.source == _hash_of(entry.kernel)
 
 
@@ -160,7 +160,7 @@ def _hash_of(kernel: str) -> str:
 
 
 class _Read(NamedTuple):
-    """The tables as they were read: from which file of the user, and which of all reads this was."""
+    """The tables as read: the path of the user's file, and the number of this read."""
 
     path: str
     tables: tuple[tuple[str, Entries], ...]
@@ -171,7 +171,7 @@ _generation = 0
 
 
 def _tables() -> tuple[tuple[str, Entries], ...]:
-    """The user's table and the shipped one, with their names. Read once; again where the path has changed."""
+    """The user's table and the shipped one, with their names. Read once; again if the path has changed."""
     global _read, _generation
     path = env.tuning_file()
     if _read is None or _read.path != path:
@@ -182,20 +182,20 @@ def _tables() -> tuple[tuple[str, Entries], ...]:
 
 
 def generation() -> int:
-    """A number that changes when tables are read anew: what was decided by older ones may differ."""
+    """A number that changes when tables are read again: choices from older ones may differ."""
     if env.tuning_file():
         _tables()
     return _generation
 
 
 def forget() -> None:
-    """The tables are read again before the next choice."""
+    """Makes the next choice read the tables again."""
     global _read
     _read = None
 
 
 def _lenient(path: Path) -> Entries:
-    """The entries of a file; none, and a warning that names it, where it cannot be used. None if it is not there."""
+    """The entries of a file; none, with a warning that names it, if it is unusable. None if there is no file."""
     try:
         return read(path) if path.exists() else {}
     except InvalidFile as error:
@@ -206,7 +206,7 @@ def _lenient(path: Path) -> Entries:
 
 
 def read(path: Path) -> Entries:
-    """The entries of a table file. Raises InvalidFile, which says what is wrong, for any other file."""
+    """The entries of a table file. Raises InvalidFile with the fault of any other file."""
     try:
         found = json.loads(files.content(path).decode())
     except InvalidFile:
@@ -247,8 +247,9 @@ def _is_positive(value: Any) -> bool:
 
 
 def write(path: Path, entries: Iterable[Entry]) -> None:
-    """Writes a table in one step: to a file beside it, which then takes its place. Folders are made if needed.
-    Raises InvalidInput where no regular file is or can be."""
+    """Writes a table atomically: to a temporary file, which then replaces it. Makes missing folders. Raises
+    InvalidInput if the path cannot be a regular file.
+    """
     listed = [asdict(each) for each in sorted(entries, key=lambda each: each.key)]
     lines = ",\n".join("  " + json.dumps(each, allow_nan=False) for each in listed)
     body = f"\n{lines}\n" if lines else ""
@@ -259,7 +260,7 @@ def write(path: Path, entries: Iterable[Entry]) -> None:
 
 
 def add(path: Path, entries: Iterable[Entry]) -> None:
-    """Puts entries into a table, over older ones of their keys. A file that cannot be read is begun anew."""
+    """Adds entries to a table, replacing older ones of the same keys. An unreadable file is replaced."""
     try:
         there = read(path) if path.exists() else {}
     except InvalidFile as error:

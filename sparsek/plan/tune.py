@@ -1,4 +1,4 @@
-"""Which configs of a kernel are worth a measurement, and which of the measured ones wins."""
+"""Which configs of a kernel to measure, and which of the measured ones wins."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 from sparsek.plan.sources import source_hash
 from sparsek.plan.table import Entry, as_json, key_of
 
-# What a config must gain over the kernel's own choice to win: less is within what rounds differ by.
+# The gain over the kernel's own choice that a config needs to win: less is within the spread of rounds.
 MARGIN = 0.02
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A config and the median seconds of its calls, or why it has none."""
+    """A config and the median seconds of its calls, or the reason why it has none."""
 
     config: Any
     seconds: float = math.inf
@@ -38,7 +38,7 @@ def winner(trials: Sequence[Trial], margin: float = MARGIN) -> Trial:
 
 
 def entry_of(kernel: Any, p: Any, trials: Sequence[Trial], date: str) -> Entry | None:
-    """What a table says after these trials, the kernel's own choice first; None if that could not be measured."""
+    """The table entry after these trials, the kernel's own choice first; None if that choice could not be measured."""
     default, best = trials[0], winner(trials)
     if not math.isfinite(default.seconds):
         return None

@@ -12,8 +12,8 @@ from sparsek.reference.spmm import spmm
 def bsr24(a: BSR24, b: Tensor, epilogue: Epilogue = PLAIN, *, transposed: bool = False) -> Tensor:
     """C = A @ B, or A.T @ B if `transposed`: `reference.spmm` of the BSR that holds all values of A's blocks.
 
-    Shapes, sums, gradients and errors as there. Rows of B under block columns without any block never reach C; inside
-    a block what is not stored is multiplied as 0.
+    Shapes, sums, gradients and errors as there. Rows of B under empty block columns never reach C; inside a block,
+    values that are not stored are multiplied as 0.
     """
     whole = a.to_bsr()
     return spmm(whole.T if transposed else whole, b, epilogue)

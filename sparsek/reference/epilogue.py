@@ -1,9 +1,9 @@
-"""What becomes of a product before it is stored: scaled, biased, activated, joined with another matrix.
+"""The epilogue of a product: scaled, biased, activated, combined with another matrix, before it is stored.
 
     C = act(alpha * (A @ B) + bias[:, None])  + beta * other        (combine "add")
                                               * other               (combine "mul")
 
-The bias has one number for every row of A, which is an output feature of `linear` (x @ W.T is (W @ x.T).T).
+The bias has one number per row of A, which is an output feature of `linear` (x @ W.T is (W @ x.T).T).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.nn import functional
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 
-# "" is none. GELU: Hendrycks and Gimpel 2016, by erf and by its tanh approximation. SiLU: x * sigmoid(x).
+# "" is no activation. GELU: Hendrycks and Gimpel 2016, by erf and by its tanh approximation. SiLU: x * sigmoid(x).
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "": lambda z: z,
     "relu": torch.relu,
@@ -36,8 +36,8 @@ LARGEST = torch.finfo(torch.float32).max  # of alpha and beta: kernels take them
 class Epilogue:
     """`bias` is [M] and `other` [..., M, N], both in C's dtype on its device. `other` may be C itself.
 
-    `activation` is a key of ACTIVATIONS; `combine` is "add" or "mul" and says nothing without `other`. `beta` belongs
-    to "add". Raises InvalidInput for an alpha or beta that is not finite in float32, and for unknown names.
+    `activation` is a key of ACTIVATIONS; `combine` is "add" or "mul" and has no effect without `other`. `beta`
+    belongs to "add". Raises InvalidInput for an alpha or beta that is not finite in float32, and for unknown names.
     """
 
     alpha: float = 1.0
@@ -48,7 +48,7 @@ class Epilogue:
     beta: float = 1.0
 
     def __post_init__(self) -> None:
-        # Every call of a layer comes by here: what is right is seen without a call.
+        # Every call of a layer passes here: the common case needs no function call.
         alpha, beta, activation = self.alpha, self.beta, self.activation
         if type(alpha) is not float or not -LARGEST <= alpha <= LARGEST:
             object.__setattr__(self, "alpha", arguments.number("alpha", alpha, -LARGEST, LARGEST))
@@ -61,11 +61,11 @@ class Epilogue:
 
     @property
     def is_plain(self) -> bool:
-        """C is A @ B and nothing else."""
+        """Whether C is A @ B and nothing else."""
         return self.alpha == 1 and self.bias is None and not self.activation and self.other is None
 
     def apply(self, z: Tensor) -> Tensor:
-        """The above for z = A @ B [..., M, N] in a dtype that sums are kept in. Differentiable."""
+        """Applies the epilogue to z = A @ B [..., M, N] in the accumulation dtype. Differentiable."""
         if self.alpha != 1:
             z = z * self.alpha
         if self.bias is not None:

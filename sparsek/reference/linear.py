@@ -1,6 +1,6 @@
 """y = act(x @ W.T + bias) + residual, and SwiGLU, for a block-sparse or dense W: the specification.
 
-x @ W.T is (W @ x.T).T, so this is `reference.spmm` with an epilogue, seen through transposes.
+x @ W.T is (W @ x.T).T, so this is `reference.spmm` with an epilogue, on transposes.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ def linear(
     """y = act(x @ W.T + bias) + residual, rounded once.
 
     `x` is [..., K], `w` a BSR or dense [N, K], `bias` [N], `residual` and y are [..., N], all of one dtype on one
-    device; y is contiguous. `activation` is "relu", "gelu" (by erf), "gelu_tanh", "silu" or None. Sums in float64
-    for float64 inputs, otherwise in float32. Differentiable in x, the values of w, bias and residual. Raises
-    InvalidInput for shapes, dtypes or devices that do not fit.
+    device; y is contiguous. `activation` is "relu", "gelu" (by erf), "gelu_tanh", "silu" or None. Sums in float64 for
+    float64 inputs, otherwise in float32. Differentiable in x, the values of w, bias and residual. Raises InvalidInput
+    for shapes, dtypes or devices that do not fit.
 
-    For a BSR, NaN in features of x that meet no stored block never reaches y; a NaN in x[t, k] stays in y[t, :].
+    For a BSR, NaN in features of x without a stored block never reaches y; any other NaN in x[t, :] stays in y[t, :].
     """
     columns = None if residual is None else _columns("residual", residual, x, w, 0)
     return _product(x, w, Epilogue(bias=bias, activation=activation or "", other=columns))

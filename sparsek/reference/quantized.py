@@ -19,10 +19,10 @@ from sparsek.reference.spmm import spmm
 def product(
     a: Quantized, b: QuantizedTensor, epilogue: Epilogue = PLAIN, dtype: torch.dtype = torch.bfloat16
 ) -> Tensor:
-    """C[m, n] = scale_A * scale_B * sum over k of A8[m, k] B8[k, n], and what `epilogue` makes of it, in `dtype`.
+    """C[m, n] = epilogue(scale_A * scale_B * sum over k of A8[m, k] B8[k, n]), in `dtype`.
 
-    `a` is [M, K], `b` [..., K, N]; C is [..., M, N], contiguous. The epilogue's tensors have `dtype`. Both operands are
-    multiplied by their scales in float64, where that is exact, and everything is summed there and rounded once at the
+    `a` is [M, K], `b` [..., K, N]; C is [..., M, N], contiguous. The epilogue's tensors have `dtype`. Both operands
+    are multiplied by their scales in float64, which is exact. Everything is summed in float64 and rounded once at the
     end. Raises InvalidInput for shapes, dtypes or devices that do not fit. No gradients.
     """
     if not isinstance(a, Quantized) or not isinstance(b, QuantizedTensor):

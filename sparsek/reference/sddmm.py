@@ -1,4 +1,4 @@
-"""S = X @ Y at the stored blocks of a pattern: the specification that every kernel is held to.
+"""S = X @ Y at the stored blocks of a pattern: the specification of every kernel.
 
 The adjoint of C = A @ B in the values of A: their gradient is dC @ B.T at A's pattern.
 """
@@ -23,13 +23,13 @@ def sddmm(x: Tensor, y: Tensor, pattern: BlockPattern) -> BSR:
 
     `x` is [..., M, K], `y` is [..., K, N], with the same leading dims, any strides, one dtype, both on the pattern's
     device; the pattern's shape is (M, N). S has that dtype and pattern. Its values outside the matrix are 0. Sums in
-    float64 for float64 inputs, otherwise in float32 (where torch's own TF32 switch is obeyed), rounded once.
+    float64 for float64 inputs, otherwise in float32 (following torch's own TF32 setting), rounded once.
     Differentiable in x and y. Raises InvalidInput for shapes, dtypes or devices that do not fit.
 
     Only stored blocks are computed: row i of X is read for the blocks of its block row alone, column j of Y for those
     of its block column. A NaN in X[i, :] reaches the stored elements of row i of S and nothing else, one in Y[:, j]
-    those of column j; from block rows and columns without blocks nothing is read. Each element of S is one dot product
-    over the leading dims and K, so the bits repeat.
+    those of column j; rows and columns of empty block rows and columns are not read. Each element of S is one dot
+    product over the leading dims and K, so the bits repeat.
     """
     _check(x, y, pattern)
     with dtypes.as_given(x.device):
@@ -38,7 +38,7 @@ def sddmm(x: Tensor, y: Tensor, pattern: BlockPattern) -> BSR:
 
 
 def _sums(x: Tensor, y: Tensor, pattern: BlockPattern) -> Tensor:
-    """The blocks [nnzb, bm, bn] as they are summed, in float32 or float64; outside the matrix they hold anything."""
+    """The blocks [nnzb, bm, bn] as summed, in float32 or float64; undefined outside the matrix."""
     (m, n), (rows, columns), (bm, bn) = pattern.shape, pattern.grid, pattern.block
     wide = x.shape[:-2].numel() * x.shape[-1]
     sum_dtype = torch.promote_types(x.dtype, torch.float32)

@@ -12,16 +12,16 @@ from sparsek.reference.epilogue import PLAIN, Epilogue, check_epilogue
 
 
 def semi24(a: Semi24, b: Tensor, epilogue: Epilogue = PLAIN, *, transposed: bool = False) -> Tensor:
-    """C = A @ B, or A.T @ B if `transposed`, and what `epilogue` makes of it.
+    """C = A @ B, or A.T @ B if `transposed`, with `epilogue` applied.
 
-    `a` is stored as [M, K], or [K, M] if `transposed`; `b` is [..., K, N] with any strides, in a's dtype on its device;
-    C is [..., M, N] in that dtype, contiguous. A is written out dense, and sums are in float64 for float64 inputs,
-    otherwise in float32 (where torch's own TF32 switch is obeyed). The epilogue is applied to these sums, and C is
+    `a` is stored as [M, K], or [K, M] if `transposed`; `b` is [..., K, N] with any strides, in a's dtype on its
+    device; C is [..., M, N] in that dtype, contiguous. A is written out dense. Sums are in float64 for float64
+    inputs, otherwise in float32 (following torch's own TF32 setting). The epilogue is applied to these sums, and C is
     rounded once. Differentiable in a.values, b and the epilogue's tensors. Raises InvalidInput for shapes, dtypes or
     devices that do not fit.
 
-    What is not stored is multiplied as 0: a NaN or Inf in a row of B may reach every row of C. Other kernels may keep
-    it from rows of A that do not store that column.
+    Values that are not stored are multiplied as 0: a NaN or Inf in a row of B may reach every row of C. In other
+    kernels it may reach only the rows of A that store that column.
     """
     rows, columns = a.shape[::-1] if transposed else a.shape
     if not isinstance(b, Tensor) or b.ndim < 2 or b.shape[-2] != columns:

@@ -1,4 +1,4 @@
-"""C = A @ B for two BSR matrices, C in BSR too: the specification that every kernel is held to."""
+"""C = A @ B for two BSR matrices, C in BSR too: the specification of every kernel."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from sparsek.matrix.pattern import BlockPattern, HostPattern
 
 
 class Pairs(NamedTuple):
-    """Which blocks meet, on the host: block left[p] of A times block right[p] of B belongs to block target[p] of C.
+    """The pairs of blocks, on the host: block left[p] of A times block right[p] of B is added to block target[p] of
+    C.
 
     Positions are those in the patterns' order, int64. Pairs are sorted by target, and by A's column within one.
     """
@@ -30,14 +31,14 @@ def spgemm(a: BSR, b: BSR, pattern: BlockPattern | None = None) -> BSR:
     """C[i, j] = sum over k of A[i, k] @ B[k, j], over the pairs of stored blocks, for the blocks (i, j) of `pattern`.
 
     `a` is [M, K] in blocks of (bm, bk), `b` [K, N] in blocks of (bk, bn), of one dtype on one device. `pattern` is
-    [M, N] in blocks of (bm, bn); without one C has every block that some pair adds to. Blocks of `pattern` without a
-    pair are 0, as is what lies outside the matrix. Sums in float64 for float64 inputs, otherwise in float32 (where
-    torch's own TF32 switch is obeyed), rounded once. Differentiable in a.values and b.values. Raises InvalidInput for
-    matrices that do not fit. Reads the patterns on the host.
+    [M, N] in blocks of (bm, bn); by default C has every block with at least one pair. Blocks of `pattern` without a
+    pair are 0, as is the padding outside the matrix. Sums in float64 for float64 inputs, otherwise in float32
+    (following torch's own TF32 setting), rounded once. Differentiable in a.values and b.values. Raises InvalidInput
+    for matrices that do not fit. Reads the patterns on the host.
 
-    Only pairs are multiplied: a NaN in a block of A or B reaches the blocks of C that this block has a pair for, there
-    its row (of A) or its column (of B), and nothing else. Blocks without a pair are not read. Step s adds the s-th
-    pair of every block of C that has one. A block occurs once in a step, so no two additions meet and the bits repeat.
+    Only pairs are multiplied: a NaN in a block of A or B reaches only the blocks of C that this block has a pair for,
+    in its row (of A) or its column (of B). Blocks without a pair are not read. Step s adds the s-th pair of every
+    block of C that has one. A block occurs once in a step, so no two additions collide and the bits repeat.
     """
     _check(a, b, pattern)
     found = pairs(a.pattern, b.pattern, pattern)
@@ -75,7 +76,7 @@ def _rows(pattern: BlockPattern) -> np.ndarray:
 
 
 def _sums(a: BSR, b: BSR, found: Pairs) -> Tensor:
-    """C's blocks as they are summed, in float32 or float64; outside the matrix they hold anything."""
+    """C's blocks as summed, in float32 or float64; undefined outside the matrix."""
     sum_dtype = torch.promote_types(a.dtype, torch.float32)
     of_a, of_b = a.logical_values(), b.logical_values()
     out = torch.zeros(found.pattern.nnzb, *found.pattern.block, dtype=sum_dtype, device=a.device)

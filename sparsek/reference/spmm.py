@@ -1,4 +1,4 @@
-"""C = A @ B for a BSR matrix A and a dense B, with an epilogue: the specification that every kernel is held to."""
+"""C = A @ B for a BSR matrix A and a dense B, with an epilogue: the specification of every kernel."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from sparsek.reference.epilogue import PLAIN, Epilogue, check_epilogue
 
 
 def spmm(a: BSR, b: Tensor, epilogue: Epilogue = PLAIN) -> Tensor:
-    """C[..., i, :] = sum over the stored blocks (i, j) of A[i, j] @ B[..., j, :], and what `epilogue` makes of it.
+    """C[..., i, :] = sum over the stored blocks (i, j) of A[i, j] @ B[..., j, :], with `epilogue` applied.
 
     `a` is [M, K], `b` is [..., K, N] with any strides, in a's dtype and on its device; C is [..., M, N] in that
-    dtype, contiguous. Sums in float64 for float64 inputs, otherwise in float32 (where torch's own TF32 switch is
-    obeyed). The epilogue is applied to these sums, and C is rounded once. Differentiable in a.values, b and the
-    epilogue's bias and other matrix, neither of which is written to. Raises InvalidInput for shapes, dtypes or
-    devices that do not fit.
+    dtype, contiguous. Sums in float64 for float64 inputs, otherwise in float32 (following torch's own TF32 setting).
+    The epilogue is applied to these sums, and C is rounded once. Differentiable in a.values, b and the epilogue's
+    bias and other matrix, which are never written to. Raises InvalidInput for shapes, dtypes or devices that do not
+    fit.
 
-    Only stored blocks are touched: NaN in rows of B that meet no stored block never reaches C, and where a row of A
-    has no blocks the epilogue is applied to 0. Step s adds the s-th block of every block row that has one. A row
-    occurs once in a step, so no two additions meet and the bits repeat.
+    Only stored blocks are touched: NaN in rows of B without a stored block never reaches C, and for an empty row of A
+    the epilogue is applied to 0. Step s adds the s-th block of every block row that has one. A row occurs once in a
+    step, so no two additions collide and the bits repeat.
     """
     _check(a, b)
     check_epilogue(epilogue, (*b.shape[:-2], a.shape[0], b.shape[-1]), b.dtype, b.device)
@@ -34,7 +34,7 @@ def spmm(a: BSR, b: Tensor, epilogue: Epilogue = PLAIN) -> Tensor:
 
 
 def _sums(a: BSR, b: Tensor) -> Tensor:
-    """A @ B as it is summed, in float32 or float64."""
+    """A @ B as summed, in float32 or float64."""
     (m, k), (rows, columns), (bm, bk) = a.shape, a.grid, a.block
     batch, n = b.shape[:-2], b.shape[-1]
     wide = batch.numel() * n
@@ -54,7 +54,7 @@ def _sums(a: BSR, b: Tensor) -> Tensor:
 
 
 def _steps(pattern: BlockPattern) -> tuple[Tensor, list[int]]:
-    """The blocks ordered by their place in their row, and how many have each place. At least one step, if empty."""
+    """The blocks ordered by position in their row, and the number of blocks per position. At least one step."""
     indptr = pattern.host.indptr
     place = np.arange(pattern.nnzb) - np.repeat(indptr[:-1], np.diff(indptr))
     by_step = torch.tensor(np.argsort(place, kind="stable"), device=pattern.device)

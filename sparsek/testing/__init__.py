@@ -1,1 +1,1 @@
-"""How kernels are judged: error budgets, poisoned outputs, and the cases. Users may judge theirs with it."""
+"""Error budgets, poisoned outputs and test cases of kernels. Users may judge their own kernels with it."""

@@ -1,8 +1,8 @@
-"""How wrong attention and its gradients may be: twice as wrong as dense attention in the same precision, or as rounding
-explains.
+"""Error budgets of attention and its gradients: twice the error of dense attention in the same precision, or what
+rounding explains.
 
-`testing/budget.py` says what an error is, and what rounding explains of one sum. Attention is a sum over keys, or over
-queries, of terms that are made of sums. `_shift` is the error of a weight's logarithm, which moves a whole term.
+`testing/budget.py` defines errors, and what rounding explains of one sum. Attention is a sum over keys, or over
+queries, of terms that are sums themselves. `_shift` is the error of a weight's logarithm, which scales a whole term.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from sparsek.testing.budget import (
     summing_unit,
 )
 
-# How far lse may be off, absolute and relative.
+# Allowed error of lse, absolute and relative.
 LSE_LOW, LSE_HIGH = 1e-3, 1e-5
 
 
 @dataclass(frozen=True)
 class AttentionGate(Gate):
-    """A gate with its parts: the largest difference of any element of out and of lse, and whether rows of queries that
-    see nothing hold 0 and -inf.
+    """A gate with its parts: the largest difference of any element of out and of lse, and whether rows of queries
+    without any key hold 0 and -inf.
     """
 
     largest: float
@@ -60,20 +60,20 @@ def check_attention(
     """Judges out [B, Hq, S, Dv], and lse [B, Hq, S] if given, as the attention of q, k and v under `mask`.
 
     The error is relative, in the Frobenius norm, against the reference in float64. Dense attention is torch's
-    scaled_dot_product_attention (math) with a boolean mask on the same inputs. lse may be off by 1e-3
-    and 1e-3 of its value for 16-bit inputs, else 1e-5. Rows of queries that see nothing must be 0 and -inf.
+    scaled_dot_product_attention (math) with a boolean mask on the same inputs. lse may be off by 1e-3 and 1e-3 of its
+    value for 16-bit inputs, else 1e-5. Rows of queries without any key must be 0 and -inf.
 
-    Keys and values that no query of a tile sees may hold anything, NaN too. `rows` are the tiles of queries that are
-    looked at, all unless given; work and memory are proportional to their number times T. Raises InvalidInput for
-    inputs that the reference refuses, and for results of another shape.
+    Keys and values that no query of a tile sees may hold anything, NaN too. `rows` are the query tiles to check, all
+    by default; work and memory are proportional to their number times T. Raises InvalidInput for inputs that the
+    reference refuses, and for results of another shape.
     """
     return expected_attention(q, k, v, mask, scale=scale, rows=rows).judge(out, lse)
 
 
 @dataclass(frozen=True)
 class ExpectedAttention:
-    """What attention is judged by, computed once for any number of results: of the queries `at`, in float64 and dense,
-    the variance of its sums and the sums of its terms' squares. `shape` is that of out.
+    """The expected attention, computed once for any number of results: for the queries `at`, in float64 and dense,
+    with the variance of its sums and the sums of its terms' squares. `shape` is that of out.
     """
 
     shape: tuple[int, ...]
@@ -104,7 +104,7 @@ def expected_attention(
     scale: float | None = None,
     rows: Sequence[int] | None = None,
 ) -> ExpectedAttention:
-    """What `check_attention` holds results to."""
+    """The expected result of `check_attention`."""
     check(q, k, v, mask)
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     tile = mask.block[0]
@@ -121,7 +121,7 @@ def expected_attention(
 @dataclass(frozen=True)
 class AttentionGradGate(Gate):
     """A gate with its parts: errors and budgets of dq, dk and dv, and whether queries that see nothing and keys that
-    none sees have gradients of 0. `error` and `budget` are those of the gradient that is nearest to its budget.
+    none sees have gradients of 0. `error` and `budget` are those of the gradient nearest to its budget.
     """
 
     errors: tuple[float, ...]
@@ -145,15 +145,15 @@ def check_attention_backward(
     """Judges found = (dq, dk, dv) as the gradients of attention, given those of out and, unless it is None, of lse.
 
     Errors are relative, in the Frobenius norm, against the reference's formulas in float64, each gradient by itself.
-    Dense attention on the same inputs is torch's scaled_dot_product_attention (math) with a boolean mask and autograd,
-    or its fused kernels, whichever is further off. For 16-bit inputs both compute in float32 and round each gradient
-    once. The fused ones read out as it was rounded, which shows where queries see few keys. Rounding explains besides
-    the noise of sums whose terms cancel, as for queries that see one key. Queries that see nothing and keys that none
-    sees must have 0.
+    Dense attention on the same inputs is torch's scaled_dot_product_attention (math) with a boolean mask and
+    autograd, or its fused kernels, whichever has the larger error. For 16-bit inputs both compute in float32 and
+    round each gradient once. The fused ones read the rounded out, which matters where queries see few keys. Rounding
+    also explains the noise of sums whose terms cancel, as for queries that see one key. Queries that see nothing and
+    keys that none sees must have 0.
 
-    Keys and values that no query of a tile sees may hold anything, NaN too. `rows` are the tiles of queries whose dq is
-    looked at, `columns` the blocks of keys whose dk and dv are: all unless given. Work is proportional to the visited
-    blocks of `rows` and of all tiles that visit `columns`; memory to one tile. Raises InvalidInput for inputs that the
+    Keys and values that no query of a tile sees may hold anything, NaN too. `rows` are the query tiles whose dq is
+    checked, `columns` the key blocks whose dk and dv are, all by default. Work is proportional to the visited blocks
+    of `rows` and of all tiles that visit `columns`; memory to one tile. Raises InvalidInput for inputs that the
     reference refuses, and for gradients of another shape.
     """
     expected = expected_gradients(q, k, v, mask, grad, grad_lse, scale=scale, rows=rows, columns=columns)
@@ -162,7 +162,7 @@ def check_attention_backward(
 
 @dataclass(frozen=True)
 class ExpectedGradients:
-    """What dq, dk and dv are judged by, computed once for any number of results: those of these queries and keys."""
+    """The expected dq, dk and dv, computed once for any number of results: those of these queries and keys."""
 
     shapes: list[list[int]]
     queries: Tensor
@@ -193,7 +193,7 @@ def expected_gradients(
     rows: Sequence[int] | None = None,
     columns: Sequence[int] | None = None,
 ) -> ExpectedGradients:
-    """What `check_attention_backward` holds gradients to."""
+    """The expected result of `check_attention_backward`."""
     check(q, k, v, mask)
     of_out = (*q.shape[:3], v.shape[3])
     if grad.shape != of_out:
@@ -221,8 +221,8 @@ class _Call(NamedTuple):
 
 
 class _Truth(NamedTuple):
-    """Of dq, dk and dv: in float64, by dense attention, by its fused kernels, sums of their terms' squares, variances
-    of what the terms are made of in units of that of one rounding, and how many terms there are.
+    """Of dq, dk and dv: float64, dense attention, its fused kernels, sums of their terms' squares, variances of the
+    factors of these terms in units of that of one rounding, and the number of terms.
     """
 
     exact: list[Tensor]
@@ -270,8 +270,8 @@ def _gradients(call: _Call, tiles: set[int], keys: Tensor, needed: set[int]) -> 
 
 
 def _grad_tile(call: _Call, at: slice, keys: Tensor, seen: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """dq, dk and dv that the queries `at` and `keys` give each other: in float64, of dense attention, of its fused
-    kernels, their terms' squares, and the variances of what terms are made of.
+    """dq, dk and dv between the queries `at` and `keys`: in float64, of dense attention, of its fused kernels, their
+    terms' squares, and the variances of the factors of these terms.
     """
     q, k, v, _, grad, grad_lse, scale = call
     q, k, v, grad = q[:, :, at], k[:, :, keys], v[:, :, keys], grad[:, :, at]
@@ -310,7 +310,7 @@ def _grad_tile(call: _Call, at: slice, keys: Tensor, seen: Tensor) -> Iterator[t
     if of_lse is not None:
         reach = reach + of_lse.double().square().masked_fill(empty.squeeze(-1), 0).unsqueeze(-1)
     terms = weights * reach * scale**2
-    # <grad, v> and <grad, out> are sums over v's dim, each of whose steps rounds what is at most the whole reach.
+    # <grad, v> and <grad, out> are sums over v's dim; each step rounds at most their total magnitude.
     made = terms * (shift + 2 * v.shape[3])
     for of_scores, of_weights in ((terms, weights), (made, weights * shift)):
         of_keys = of_scores.mT @ q64.square(), of_weights.mT @ grad64.square()
@@ -332,7 +332,7 @@ def _judge_gradients(found: Sequence[Tensor], truth: _Truth) -> AttentionGradGat
 
 
 def _chosen(name: str, chosen: Sequence[int] | None, most: int) -> list[int]:
-    """Which of 0 to most - 1 are looked at, in order."""
+    """The indices in 0 to most - 1 to check, in order."""
     if chosen is None:
         return list(range(most))
     if not all(0 <= i < most for i in chosen):
@@ -341,7 +341,7 @@ def _chosen(name: str, chosen: Sequence[int] | None, most: int) -> list[int]:
 
 
 def _positions(blocks: Sequence[int], size: int, length: int, device: torch.device) -> Tensor:
-    """The positions of some blocks, of which the last may be cut."""
+    """The positions of some blocks; the last block may be ragged."""
     at = torch.tensor(blocks, dtype=torch.int64, device=device)[:, None] * size + torch.arange(
         size, device=device
     )
@@ -349,7 +349,7 @@ def _positions(blocks: Sequence[int], size: int, length: int, device: torch.devi
 
 
 def _visiting(mask: BlockMask, columns: Sequence[int]) -> set[int]:
-    """The tiles of queries that visit any of these blocks of keys."""
+    """The query tiles that visit any of these key blocks."""
     if len(columns) == mask.grid[1]:
         return set(range(mask.grid[0]))
     wanted = torch.tensor(columns, dtype=torch.int64, device=mask.device)
@@ -362,19 +362,19 @@ def _visiting(mask: BlockMask, columns: Sequence[int]) -> set[int]:
 
 
 def _weights(q: Tensor, k: Tensor, seen: Tensor, scale: float, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """The weights [B, Hq, n, T] of keys k [B, Hq, T, D], and the variance of the error of their logarithms, in units of
-    that of one rounding: of the score, which is a sum, of its scaling, and of the difference to lse.
+    """The weights [B, Hq, n, T] of keys k [B, Hq, T, D], and the variance of the error of their logarithms, in units
+    of that of one rounding: of the score, which is a sum, of its scaling, and of the difference to lse.
     """
     scores = q @ k.mT * scale
     sizes = scores.square() + lse.masked_fill(lse == -torch.inf, 0).square().unsqueeze(-1)
     shift = sum_variance(scores, (q.square() @ k.square().mT) * scale**2, q.shape[3], ROUNDED**-0.5)
     weights = (scores - lse.unsqueeze(-1)).masked_fill(~seen, -torch.inf).exp()
-    # An exponential takes three roundings more, and so does the normalisation.
+    # An exponential adds three roundings, and so does the normalisation.
     return weights, (shift + 2 * sizes + 6).masked_fill(~seen, 0)
 
 
 def _rounding(exact: Tensor, sums: Tensor, squares: Tensor, dtype: torch.dtype) -> Rounding:
-    """What roundings do to sums of terms, which may be rounded to `dtype` too. `squares` are sums of their squares.
+    """Rounding errors of sums of terms, which may be rounded to `dtype` too. `squares` are sums of their squares.
 
     The elements of one query, or key, share their weights' errors: none is judged by less than their mean.
     """
@@ -383,8 +383,8 @@ def _rounding(exact: Tensor, sums: Tensor, squares: Tensor, dtype: torch.dtype) 
 
 
 def _tile(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, at: Tensor, scale: float) -> tuple[Tensor, ...]:
-    """Of one tile of queries: out in float64, out of dense attention, lse in float64; of out the variance of its sums,
-    and the sum of its terms' squares.
+    """Of one tile of queries: out in float64, out of dense attention, lse in float64; the variance of out's sums, and
+    the sum of its terms' squares.
     """
     seen = seen_by(mask, int(at[0]), int(at[-1]) + 1, q.shape[1])
     q, k, v = q[:, :, at], met(k, seen), met(v, seen)
@@ -395,7 +395,7 @@ def _tile(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, at: Tensor, scale: f
     weights, shift = _weights(q64, k64, seen, scale, lse)
     unit, count = summing_unit(q.dtype), seen.sum(-1, keepdim=True)
     squares = weights.square() @ v64.square()
-    # A weight that is off moves its term, and all others through the sum of weights, which is a long sum itself.
+    # An error in a weight changes its term, and all others through the sum of weights, which is a long sum itself.
     moved = weights.square() * shift
     inner = moved @ v64.square() + (moved.sum(-1, keepdim=True) + count / 3) * exact.square()
     sums = sum_variance(exact, squares, count, unit) + ROUNDED * unit**2 * inner

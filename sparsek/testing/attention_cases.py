@@ -1,4 +1,4 @@
-"""Cases that every kernel of attention must get right: small, and awkward in every way that is allowed."""
+"""Cases for every kernel of attention: small, and awkward in every allowed way."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Block = tuple[int, int]
 class AttentionCase:
     """q [batch, q_heads, S, dim] and N(0, 1) keys and values of `heads` = (q_heads, kv_heads), dims (dim, v_dim).
 
-    `mask(device)` builds the mask, whose lengths are the case's. `note` says what is special. `bshd`: q, k and v are
+    `mask(device)` builds the mask, whose lengths are the case's. `note`: what is special. `bshd`: q, k and v are
     views of [B, S, H, D] tensors.
     """
 
@@ -66,7 +66,7 @@ def random_bits(
 ) -> BlockMask:
     """A mask without structure: some blocks absent, some whole, the others with random elements, as bits.
 
-    The last rows of each tile of even number see nothing.
+    The last rows of each even tile see nothing.
     """
     draw = torch.Generator("cpu").manual_seed(seed)
     (s, t), (bq, bk) = lengths, block

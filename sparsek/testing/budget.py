@@ -1,8 +1,9 @@
-"""How wrong a result may be: twice as wrong as the dense product in the same precision, or as rounding explains.
+"""Error budgets of products: twice the error of the dense product in the same precision, or what rounding explains.
 
-Errors are relative, in the Frobenius norm, against the product in float64. The dense product may be lucky: on another
-CPU it adds in another order. So no budget lies below what `sum_variance` expects of sums taken one term after another.
-Besides, no single element may be off by more than its own roundings explain, or twice the dense product's worst.
+Errors are relative, in the Frobenius norm, against the product in float64. The dense product may be accurate by
+chance: another CPU adds in another order. So no budget lies below what `sum_variance` expects of sums taken one term
+after another. Moreover, no single element may have an error beyond its own roundings, or twice the dense product's
+worst.
 """
 
 from __future__ import annotations
@@ -32,22 +33,22 @@ FACTOR = 2.0
 FLOOR = 1e-12
 UNIT = 3 / (8 * math.log(2))  # the mean of (2^floor(log2 x) / x)^2 where the logarithm of x is uniform
 ROUNDED = UNIT / 3  # the mean square of one rounding's error, in units of (unit roundoff * |x|)^2
-TAIL = 4.0  # standard deviations by which the norm of all errors may be above the expected one
-RARE = 1e-6  # how often an element of a right result may be further off than it is allowed to be
-TENSOR_CORE = 2.0**-21  # the unit roundoff of sums of 16-bit terms: tensor cores align terms, and cut them
-TF32 = 2.0**-10  # the largest relative error of cutting a number to TF32
+TAIL = 4.0  # standard deviations by which the norm of all errors may exceed the expected one
+RARE = 1e-6  # how often an element of a right result may have more than its allowed error
+TENSOR_CORE = 2.0**-21  # the unit roundoff of sums of 16-bit terms: tensor cores align and truncate terms
+TF32 = 2.0**-10  # the largest relative error of truncating a number to TF32
 SLOPE = 1.13  # of the steepest activation, GELU
-CORE = 2.0**-11  # what a tensor core's short sums of FP8 cost, see `fp8_bound`
+CORE = 2.0**-11  # the error of a tensor core's short sums of FP8, see `fp8_bound`
 BITS = 13  # that a tensor core keeps of FP8 products below the largest number of a step
-# What one rounding to float32 costs at most: twice that for the scale of a row and that of a column.
+# The largest error of one rounding to float32, twice: for the scale of a row and that of a column.
 SCALED = 2.0**-24
 
 
 @dataclass(frozen=True)
 class Gate:
-    """The error of a result, what it may be, and whether it holds.
+    """The error of a result, its budget, and whether it holds.
 
-    Where an element is further off than it may be though the whole is not, `error` is the budget times by how much.
+    If only single elements exceed their budgets, `error` is the budget times the worst excess.
     """
 
     error: float
@@ -71,20 +72,21 @@ def error(out: Tensor, exact64: Tensor, size: float = 0.0) -> float:
 
 
 def sum_variance(total: Tensor, squares: Tensor, terms: Tensor | int, unit: float) -> Tensor:
-    """The expected square of the error of a sum of `terms` products, taken one after another with unit roundoff `unit`.
+    """The expected square of the error of a sum of `terms` products, taken one after another with unit roundoff
+    `unit`.
 
-    `total` S is the sum and `squares` Q^2 the sum of the products' squares, which stays where S cancels. The model is
+    `total` S is the sum and `squares` Q^2 the sum of the products' squares, which stays if S cancels. The model is
     that of probabilistic rounding analysis (Higham and Mary, "A new approach to probabilistic rounding error
-    analysis", SIAM J. Sci. Comput. 41, 2019; Connolly, Higham and Mary, same journal 43, 2021): fl(x) = x (1 + d) with
-    |d| <= u, and a mean of 0 whatever was rounded before. So the errors of steps do not correlate, and their squares
-    add up. An error is uniform within half a unit in the last place, and leading digits are distributed evenly by
-    their logarithm: the mean of d^2 is u^2 / 3 * 3 / (8 ln 2) = ROUNDED u^2, about (0.42 u)^2.
+    analysis", SIAM J. Sci. Comput. 41, 2019; Connolly, Higham and Mary, same journal 43, 2021): fl(x) = x (1 + d)
+    with |d| <= u, and a mean of 0 whatever was rounded before. So the errors of steps do not correlate, and their
+    squares add up. An error is uniform within half a unit in the last place, and leading digits are distributed
+    evenly by their logarithm: the mean of d^2 is u^2 / 3 * 3 / (8 ln 2) = ROUNDED u^2, about (0.42 u)^2.
 
-    A sum of n terms rounds each partial sum s_i, so its error has the variance ROUNDED u^2 sum(s_i^2). Where the order
-    has nothing to do with the values, s_i is a sample of i of the n terms without replacement: the mean of s_i^2 is
-    (i/n)^2 S^2 + (i/n)(1 - i/n) Q^2, and the sum over i is n (S^2 / 3 + Q^2 / 6). The products' own roundings, where
-    they are not fused, add Q^2. For terms of random sign that is 0.3 u sqrt(n) relative to S. Sums taken in pairs, in
-    blocks or in several accumulators have fewer steps at each size, and so smaller errors.
+    A sum of n terms rounds each partial sum s_i, so its error has the variance ROUNDED u^2 sum(s_i^2). If the order
+    is independent of the values, s_i is a sample of i of the n terms without replacement: the mean of s_i^2 is
+    (i/n)^2 S^2 + (i/n)(1 - i/n) Q^2, and the sum over i is n (S^2 / 3 + Q^2 / 6). The products' own roundings, if not
+    fused, add Q^2. For terms of random sign that is 0.3 u sqrt(n) relative to S. Sums taken in pairs, in blocks or in
+    several accumulators have fewer steps at each size, and so smaller errors.
     """
     return ROUNDED * unit**2 * (terms * (total.square() / 3 + squares / 6) + squares)
 
@@ -101,7 +103,7 @@ def rounding_unit(dtype: torch.dtype) -> float:
 
 def stored_variance(sizes: Tensor, dtype: torch.dtype, unit: float = 0.0) -> Tensor:
     """The expected square of the error of rounding to `dtype`, or with a larger unit roundoff, of numbers of `sizes`,
-    which are squares of numbers or sums of such.
+    which are squares of numbers or sums of squares.
 
     Below the smallest normal number errors are no longer relative, and float32 may be flushed to zero.
     """
@@ -112,10 +114,10 @@ def stored_variance(sizes: Tensor, dtype: torch.dtype, unit: float = 0.0) -> Ten
 
 @dataclass(frozen=True)
 class Rounding:
-    """What roundings may do to each element of a result of `dtype`, as variances.
+    """Rounding errors of each element of a result of `dtype`, as variances.
 
-    `sums` is of its sums. `each` is besides of all that may be rounded to `dtype` (or to TF32) on the way: the element,
-    the terms that it is summed of, and what an epilogue goes through. None if that is not known.
+    `sums` is of its sums. `each` is of everything else that may be rounded to `dtype` (or to TF32): the element, its
+    terms, and the steps of an epilogue. None if that is unknown.
     """
 
     sums: Tensor
@@ -123,15 +125,15 @@ class Rounding:
     dtype: torch.dtype
 
     def map(self, move: Callable[[Tensor], Tensor]) -> Rounding:
-        """The same of elements that `move` has chosen or laid out otherwise."""
+        """The same after `move` has selected or rearranged elements."""
         return Rounding(move(self.sums), None if self.each is None else move(self.each), self.dtype)
 
     def norm(self, exact64: Tensor) -> float:
-        """What the norm of the errors of a right result stays below, however its sums are ordered.
+        """A bound of the norm of the errors of a right result, whatever the order of its sums.
 
-        Independent errors e of standard deviations s have a norm below ||s|| + t max(s) but for exp(-t^2 / 2) of all
-        cases, t being TAIL: a norm is 1-Lipschitz. Where rows or columns of an operand are alike, so are errors: for
-        those of sums the norm of a row or column takes the place of an element.
+        Independent errors e of standard deviations s have a norm below ||s|| + t max(s) except with probability
+        exp(-t^2 / 2), t being TAIL: a norm is 1-Lipschitz. If rows or columns of an operand are alike, so are errors:
+        for those of sums the norm of a row or column replaces that of an element.
         """
         if not exact64.numel():
             return 0.0
@@ -142,8 +144,8 @@ class Rounding:
 
 
 class Bound:
-    """What a result is held to: the exact one, what roundings may do to it, and what dense products in the same
-    precision have made of it. `lost` is added to what those may be wrong by, relative.
+    """The bound of a result: the exact result, its rounding errors, and the dense products in the same precision.
+    `lost` is added to the allowed errors of those, relative.
     """
 
     def __init__(
@@ -151,7 +153,7 @@ class Bound:
     ) -> None:
         self.exact = exact64
         self.spread = None if rounding.each is None else rounding.each.sqrt()
-        # A sum whose terms cancel to 0 leaves its noise.
+        # A sum whose terms cancel to 0 leaves its rounding noise.
         self.size = float(rounding.sums.sum().sqrt())
         whole = float(torch.linalg.vector_norm(exact64)) or self.size
         of_roundings = rounding.norm(exact64) / whole if whole else 0.0
@@ -180,7 +182,7 @@ class Bound:
 def product_rounding(
     left: Tensor, right: Tensor, dtype: torch.dtype, epilogue: Epilogue = PLAIN, *, tf32: bool = False
 ) -> Rounding:
-    """What roundings may do to left [M, K] @ right [..., K, N] with `epilogue`, stored in `dtype`.
+    """Rounding errors of left [M, K] @ right [..., K, N] with `epilogue`, stored in `dtype`.
 
     Sums are of products of the operands' dtype, and zeros in `left` are no terms.
     """
@@ -207,7 +209,7 @@ def product_rounding(
         joined = then.beta * then.other
         size = size + joined.square() + (active + joined).square()
     size = size + gain.square() * (then.alpha**2 * (squares + z.square()) + biased.square())
-    # The epilogue's own steps, of which an activation takes several, are as exact as the sums.
+    # The steps of the epilogue, several for an activation, are as exact as the sums.
     variance = (then.alpha * gain).square() * variance + 4 * ROUNDED * summing**2 * size
     return Rounding(variance, variance + stored_variance(size, dtype, unit), dtype)
 
@@ -215,7 +217,7 @@ def product_rounding(
 def product_bound(
     left: Tensor, right: Tensor, exact64: Tensor, epilogue: Epilogue = PLAIN, *, tf32: bool = False
 ) -> Bound:
-    """What left [M, K] @ right [..., K, N] with `epilogue` is held to in the operands' dtype, on their device.
+    """The bound of left [M, K] @ right [..., K, N] with `epilogue` in the operands' dtype, on their device.
 
     The dense product is that of torch.matmul, then the epilogue. float32 is multiplied without TF32 unless `tf32`.
     """
@@ -246,9 +248,9 @@ def check_spmm(
 ) -> Gate:
     """Judges out [..., M, N] as the product of `a`, or its transpose, and b [..., K, N] against float64.
 
-    `epilogue` is what was done to the product; where its other matrix was written over, it must be given a copy made
-    before. Rows of b that meet no stored block may hold anything, NaN too: they are no part of the product. `core` is
-    of FP8 operands, as in `fp8_bound`.
+    `epilogue` is the one that was applied; if its other matrix was overwritten, pass a copy made before. Rows of b
+    without a stored block may hold anything, NaN too: they are not part of the product. `core` is for FP8 operands,
+    as in `fp8_bound`.
     """
     with torch.no_grad():
         if isinstance(a, Quantized):
@@ -276,22 +278,21 @@ def fp8_bound(
     *,
     core: float = CORE,
 ) -> Bound:
-    """What the product of `a` and b [..., K, N] with `epilogue` is held to in C's `dtype`.
+    """The bound of the product of `a` and b [..., K, N] with `epilogue` in C's `dtype`.
 
-    Compared are products of the same FP8 values and scales, in float64. What rounding to FP8 itself costs is no part of
-    it: `Quantized.error` and `QuantizedTensor.error` tell that.
+    Products of the same FP8 values and scales are compared, in float64. The error of rounding to FP8 itself is not
+    included: see `Quantized.error` and `QuantizedTensor.error`.
 
-    The dense product is summed in float32 and rounded to C's dtype. A tensor core is not as good: Hopper's aligns the
-    products of a step to the largest and keeps some 13 bits below it, before they enter a float32 sum. `core` is what
-    that costs where no more than a few hundred of K are summed so, the same for every K: relative to C or, where C is
-    what is left of larger products, to the root of their sum of squares. A kernel that leaves all of a long K to the
-    tensor core loses bits with every step: with sums cut so, K of 8192 is caught in float32. Where the matrix allows
-    that, by its `fast_accum`, `tensor_core_error` says what such a sum loses, and takes the place of `core` where it is
-    more.
+    The dense product is summed in float32 and rounded to C's dtype. A tensor core is less accurate: Hopper's aligns
+    the products of a step to the largest and keeps some 13 bits below it, before they enter a float32 sum. `core` is
+    the error of that for sums over at most a few hundred of K, the same for every K. It is relative to C or, if C is
+    a small difference of larger products, to the root of their sum of squares. A kernel that leaves all of a long K
+    to the tensor core loses bits with every step, and exceeds this bound for K of 8192. If the matrix
+    allows it, by its `fast_accum`, the larger of `core` and `tensor_core_error` applies.
 
-    core=0 for kernels that sum in float32 throughout, whatever a.fast_accum is: they may still multiply a sum with its
-    scales, which the dense product has in its values. Of few elements that is more than twice the error of the dense
-    product.
+    core=0 for kernels that sum in float32 throughout, whatever a.fast_accum is. They may still multiply a sum with
+    its scales, which the dense product has in its values. For few elements that is more than twice the error of the
+    dense product.
     """
     with torch.no_grad(), using_tf32(False), dtypes.as_given(b.device):
         exact = quantized_product(a, b, in_float64(epilogue), torch.float64)
@@ -308,23 +309,23 @@ def fp8_bound(
         from_core = max(core, SCALED, float(torch.linalg.vector_norm(lost.double())) / size) if size else 0.0
         rounding = product_rounding(left, right, dtype, epilogue)
         assert rounding.each is not None
-        # What a tensor core cuts from a sum depends on the walk of that sum, and all cuts go one way: no Gaussian.
+        # A tensor core's truncation depends on the order of the sum, and always rounds towards zero: no Gaussian.
         cut = FACTOR * lost.double() if core and a.fast_accum else lost.double()
         each = rounding.each + cut.square() + (core * exact).square()
         return Bound(exact, replace(rounding, each=each), [dense], from_core)
 
 
 def tensor_core_error(left: Tensor, right: Tensor) -> Tensor:
-    """How wrong each element of left [M, K] @ right [..., K, N] may be expected where a tensor core keeps all of a sum.
+    """The expected error of each element of left [M, K] @ right [..., K, N] if a tensor core keeps all of a sum.
 
-    A step aligns its products with the running sum s to the largest of them and cuts each towards zero, BITS below it
-    (Fasi et al., "Numerical behavior of NVIDIA tensor cores", PeerJ Computer Science, 2021, for the cut; DeepSeek-V3,
-    arXiv:2412.19437, 3.3.2, for the bits). With unit u = 2^(floor(log2 |s|) - BITS) a product loses u / 2 on average,
-    with a variance of u^2 / 12. Of n products that are not zero, of which d more are positive than negative, the sum
+    A step aligns its products with the running sum s to the largest of them and truncates each, BITS below it (Fasi
+    et al., "Numerical behavior of NVIDIA tensor cores", PeerJ Computer Science, 2021, for the truncation;
+    DeepSeek-V3, arXiv:2412.19437, 3.3.2, for the bits). With unit u = 2^(floor(log2 |s|) - BITS) a product loses u /
+    2 on average, with a variance of u^2 / 12. Of n nonzero products with d more positive than negative ones, the sum
     so loses about sqrt(n / 12 + d^2 / 4) u. On its way to S, in steps in any order, s^2 is S^2 / 3 + Q^2 / 6 on
     average, Q^2 being the sum of the products' squares: a walk that ends at S. For products of random sign this makes
-    2^-13 sqrt(K / 11) relative to S. That is 1.3 to 2.3 times what a model of the cut loses from K = 8192 on, and more
-    for short sums, whose products are often whole units.
+    2^-13 sqrt(K / 11) relative to S. That is 1.3 to 2.3 times the loss in a model of the truncation from K = 8192 on,
+    and more for short sums, whose products are often whole units.
     """
     n = (left != 0).float() @ (right != 0).float()
     d = left.sign() @ right.sign()
@@ -333,7 +334,7 @@ def tensor_core_error(left: Tensor, right: Tensor) -> Tensor:
 
 
 def met(pattern: BlockPattern, b: Tensor) -> Tensor:
-    """b [..., K, N] with zeros in the rows that meet no stored block of the pattern of A [M, K]."""
+    """b [..., K, N] with zeros in the rows without a stored block in the pattern of A [M, K]."""
     touched = torch.zeros(pattern.grid[1], dtype=torch.bool, device=b.device)
     touched[pattern.indices] = True
     return b.masked_fill(~touched.repeat_interleave(pattern.block[1])[: pattern.shape[1], None], 0)

@@ -1,4 +1,4 @@
-"""Cases of A @ B that every kernel of the operation must get right: small, and awkward in every way that is allowed."""
+"""Cases of A @ B for every kernel of spmm: small, and awkward in every allowed way."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 @dataclass(frozen=True)
 class Scales:
-    """What shares a scale, and the FP8 dtypes: of A and of B. `fast`: A's `fast_accum`."""
+    """The scopes of scales, and the FP8 dtypes: of A and of B. `fast`: A's `fast_accum`."""
 
     a: str = "row"
     b: str = "row"
@@ -40,9 +40,9 @@ class Case:
     `density` and `pattern` of blocks as in random_bsr; `blocks` keeps only the first so many. `view`: A is stored
     transposed.
 
-    `combine` is "add", "mul" or "" for no other matrix, which is C itself if `in_place`. `layouts` are those of B, of C
-    and of the other matrix (`laid_out`); C's is "row" or "col". `batch` are leading dims of B and C. `note` says what
-    is special.
+    `combine` is "add", "mul" or "" for no other matrix, which is C itself if `in_place`. `layouts` are those of B, of
+    C and of the other matrix (`laid_out`); C's is "row" or "col". `batch` are leading dims of B and C. `note`
+    describes the special feature.
     """
 
     m: int
@@ -74,7 +74,7 @@ class Case:
 
     @property
     def turned(self) -> bool:
-        """Whether a call must say that A is stored transposed. A BSR is a view that knows."""
+        """Whether a call must pass that A is stored transposed. A BSR is a view with its own pattern."""
         return self.view and not self.op.startswith("spmm")
 
     def __str__(self) -> str:
@@ -85,9 +85,9 @@ class Case:
     def make(
         self, device: str | torch.device = "cpu", dtype: torch.dtype | None = None, seed: int = 0
     ) -> tuple[Any, Any, Epilogue, Tensor]:
-        """A, B, the epilogue and an output to be written: full of NaN, or the epilogue's other matrix if `in_place`.
+        """A, B, the epilogue and an output: full of NaN, or the epilogue's other matrix if `in_place`.
 
-        Of N(0, 1) numbers on `device`, in `dtype`, else the case's; of FP8 operands that is C's dtype, else float32.
+        Of N(0, 1) numbers on `device`, in `dtype`, else the case's; for FP8 operands that is C's dtype, else float32.
         """
         kind = torch.float32 if self.scales else dtypes.parse(self.dtype)
         kind = kind if dtype is None else dtype
@@ -114,7 +114,7 @@ class Case:
             a = self._stored(dtype, device, seed)
             b: Tensor | QuantizedTensor = laid_out(layout, sides, dtype, device, seed + 1)
         else:
-            # Rows of A and columns of B differ in size by powers of two: a scale in the wrong place is seen.
+            # Rows of A and columns of B differ in size by powers of two, so a misplaced scale is detected.
             a = self._stored(torch.float32, device, seed)
             a.values.mul_(_sizes((*a.values.shape[:-1], 1), device, seed))
             a = quantize(a, self.scales.dtype, self.scales.a, fast_accum=self.scales.fast)
@@ -124,7 +124,7 @@ class Case:
         return a.T if self.view and not self.turned else a, b
 
     def _stored(self, dtype: torch.dtype, device: str | torch.device, seed: int) -> Any:
-        """A as it is stored, before it is quantized."""
+        """A as stored, before it is quantized."""
         m, k = (self.k, self.m) if self.view else (self.m, self.k)
         if self.block is None:
             return Semi24.from_dense(laid_out("row", (m, k), dtype, device, seed))
@@ -140,16 +140,16 @@ class Case:
 
 
 def judged_by(epilogue: Epilogue) -> Epilogue:
-    """The same epilogue with its other matrix copied: what a result written in place is to be judged by."""
+    """The same epilogue with its other matrix copied, to judge a result written in place."""
     return epilogue if epilogue.other is None else replace(epilogue, other=epilogue.other.clone())
 
 
 def laid_out(
     layout: str, shape: tuple[int, ...], dtype: torch.dtype, device: str | torch.device, seed: int
 ) -> Tensor:
-    """An N(0, 1) tensor [..., rows, columns] that lies in memory as `layout` says: "row", "col" (the transpose view of
-    a row-major matrix), "strided" (every other column of one), or "wide" (some columns of a wider one, from an address
-    that is no multiple of 16 bytes).
+    """An N(0, 1) tensor [..., rows, columns] with layout "row", "col" (the transpose view of a row-major matrix),
+    "strided" (every other column of one), or "wide" (some columns of a wider one, from an address that is no multiple
+    of 16 bytes).
     """
     *lead, rows, columns = shape
     draw = torch.Generator(device).manual_seed(seed)

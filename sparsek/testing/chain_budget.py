@@ -1,6 +1,7 @@
-"""How wrong a chain of dense operations may be, such as a layer and its backward pass: what rounding explains is drawn.
+"""Error budgets of chains of dense operations, such as a layer and its backward pass, by random rounding errors.
 
-Each operation in float64 is made to err as `testing/budget.py` expects of the same operation in another dtype.
+Each operation in float64 gets the random error that `testing/budget.py` expects of the same operation in another
+dtype.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ MOVES = (aten.clone, aten._to_copy, aten.index, aten.cat, aten.constant_pad_nd, 
 
 
 class _Inexact(TorchDispatchMode):
-    """Inside, results in float64 are off as those in `dtype` would be, at random."""
+    """Inside, results in float64 have random errors like those of `dtype`."""
 
     def __init__(self, dtype: torch.dtype, seed: int) -> None:
         super().__init__()
@@ -53,7 +54,7 @@ def chain_bounds(
     dense: Sequence[Tensor],
     dtype: torch.dtype,
 ) -> list[Bound]:
-    """What the results `exact64` of `run`, dense operations in float64, are held to where `dtype` is computed in.
+    """The bounds of the results `exact64` of `run`, dense operations in float64, if computed in `dtype`.
 
     `dense` are the results of the same operations in that dtype. Elements are not judged one by one.
     """

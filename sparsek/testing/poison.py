@@ -1,4 +1,4 @@
-"""Outputs that show whatever a kernel forgets to write."""
+"""Outputs that reveal elements which a kernel does not write."""
 
 from collections.abc import Sequence
 

@@ -1,7 +1,7 @@
-"""How wrong SDDMM, BSR x BSR and linear layers may be: twice as wrong as dense torch in the same dtype, or as rounding
-explains.
+"""Error budgets of SDDMM, BSR x BSR and linear layers: twice the error of dense torch in the same dtype, or what
+rounding explains.
 
-`testing/budget.py` says what an error is, and what rounding explains.
+`testing/budget.py` defines errors, and what rounding explains.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def check_sddmm(x: Tensor, y: Tensor, s: BSR, *, tf32: bool = False) -> Gate:
     """Judges `s` as x [..., M, K] @ y [..., K, N], summed over leading dims, at s's pattern.
 
     The error is that of the stored elements, against the reference in float64; the dense product is that of
-    torch.matmul in the inputs' dtype at the same elements. What lies outside the matrix must be 0. Rows of x and
-    columns of y that meet no block may hold anything, NaN too.
+    torch.matmul in the inputs' dtype at the same elements. Padding outside the matrix must be 0. Rows of x and
+    columns of y without a block may hold anything, NaN too.
     """
     pattern = s.pattern
     with torch.no_grad():
@@ -61,8 +61,8 @@ def check_spgemm(a: BSR, b: BSR, out: Tensor | BSR, *, tf32: bool = False) -> Ga
     """Judges `out`, a dense [M, N] or a BSR, as A @ B; of a BSR its stored blocks are judged.
 
     The error is against the reference in float64; the dense product is torch.matmul of both, made dense, in their
-    dtype. Blocks without a pair, and what lies outside the matrix, must be 0. Blocks of A and B that have no pair may
-    hold anything, NaN too.
+    dtype. Blocks without a pair, and padding outside the matrix, must be 0. Blocks of A and B without a pair may hold
+    anything, NaN too.
     """
     wanted = out.pattern if isinstance(out, BSR) else None
     left, right = unmet_blocks_cleared(a, b, wanted)
@@ -97,7 +97,7 @@ def check_linear(
 ) -> Gate:
     """Judges out [..., N] as act(x @ W.T + bias) + residual for x [..., K], as `check_spmm` does with an epilogue.
 
-    The dense layer that it is held to does the same in the inputs' dtype, step by step.
+    The dense layer of the budget does the same in the inputs' dtype, step by step.
     """
     tokens = x.shape[:-1].numel()
     columns = x.rows().mT if isinstance(x, QuantizedTensor) else x.reshape(tokens, w.shape[1]).mT
@@ -120,7 +120,7 @@ def check_swiglu(x: Tensor, w_gate: BSR, w_up: BSR, out: Tensor, *, tf32: bool =
         (_, in_gate), (_, in_up) = halves
         of_gate, of_up = (SLOPE * up).square(), active.square()
         sums = of_gate * in_gate.sums + of_up * in_up.sums
-        # The activation, of several steps, and the product of both are as exact as the sums, and may be rounded.
+        # The activation, in several steps, and the product of both are as exact as the sums, and may be rounded.
         steps = of_gate * gate.square() + of_up * up.square()
         sums = sums + 4 * ROUNDED * summing_unit(x.dtype) ** 2 * steps
         assert in_gate.each is not None
@@ -132,7 +132,7 @@ def check_swiglu(x: Tensor, w_gate: BSR, w_up: BSR, out: Tensor, *, tf32: bool =
 
 
 def _dense(left: Tensor, right: Tensor, tf32: bool) -> tuple[Tensor, Rounding]:
-    """torch.matmul of [M, K] and [..., K, N] in their dtype, and what roundings may do to it."""
+    """torch.matmul of [M, K] and [..., K, N] in their dtype, and its rounding errors."""
     with dtypes.as_given(left.device):
         with using_tf32(tf32):
             dense = torch.matmul(left, right)

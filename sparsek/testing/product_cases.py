@@ -1,4 +1,4 @@
-"""Cases of SDDMM and of BSR x BSR that every kernel must get right: small, and awkward in every way."""
+"""Cases of SDDMM and of BSR x BSR for every kernel: small, and awkward in every allowed way."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ class SddmmCase:
 class SpgemmCase:
     """C [m, n] = A [m, k] @ B [k, n] in blocks of `blocks` = (bm, bk, bn), at densities of A and B.
 
-    `views` makes A or B a transposed view. `wanted` is the density of C's pattern, None for every block that some
-    pair adds to. `kept` is how many blocks of A and of B are left, None for all.
+    `views` makes A or B a transposed view. `wanted` is the density of C's pattern; None for every block with a pair.
+    `kept` is the number of blocks of A and of B; None for all.
     """
 
     m: int
@@ -103,7 +103,7 @@ class SpgemmCase:
 
 
 def unmet_rows_poisoned(x: Tensor, y: Tensor, pattern: BlockPattern) -> tuple[Tensor, Tensor]:
-    """X [..., M, K] and Y [..., K, N] with NaN in the rows and columns that meet no block of `pattern`."""
+    """X [..., M, K] and Y [..., K, N] with NaN in the rows and columns without a block of `pattern`."""
     return x.masked_fill(~met_rows(pattern)[:, None], torch.nan), y.masked_fill(
         ~met_rows(pattern.T), torch.nan
     )

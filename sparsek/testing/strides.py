@@ -1,8 +1,8 @@
-"""The stride zoo: every way in which a tensor may lie in memory, with NaN all around it.
+"""Tensors with every kind of strides, surrounded by NaN.
 
-A layout lays fresh N(0, 1) numbers out as strides and an offset say, and leaves NaN wherever the view does not reach:
-between its elements, before its first and behind its last one. A kernel that reads a stride wrongly meets NaN; one that
-writes beyond its output is seen by `Placed.untouched`.
+A layout places fresh N(0, 1) numbers by strides and an offset, and leaves NaN everywhere else: between the elements,
+before the first and after the last one. A kernel that misreads a stride reads NaN; one that writes outside its output
+is detected by `Placed.untouched`.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ MARGIN = 1024  # elements of NaN on either side, a multiple of 16 bytes in every
 
 @dataclass(frozen=True)
 class Placed:
-    """A view `x` of `memory`, which holds NaN wherever `x` does not reach. `before` is a copy of that memory."""
+    """A view `x` of `memory`, which holds NaN outside `x`. `before` is a copy of that memory."""
 
     x: Tensor
     memory: Tensor
     before: Tensor
 
     def untouched(self, *, written: bool = False) -> bool:
-        """Whether the memory is as it was; if the view itself may be `written`, the memory around it."""
+        """Whether the memory is unchanged; if the view itself may be `written`, the memory around it."""
         now = self.memory
         if written:
             now, reached = now.clone(), offsets(self.x.shape, self.x.stride()) + self.x.storage_offset()
@@ -43,8 +43,8 @@ class Placed:
 
 @dataclass(frozen=True)
 class Layout:
-    """A way to lie in memory. `strides(shape)` are its strides and the offset of its first element, in elements, or
-    None where no tensor of that shape lies so. `own` says that no two elements share a place.
+    """A kind of strides. `strides(shape)` are its strides and the offset of its first element, in elements, or None
+    if no tensor of that shape can have them. `own`: no two elements overlap.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Layout:
     def place(
         self, shape: Sequence[int], dtype: torch.dtype, device: str, draw: torch.Generator
     ) -> Placed | None:
-        """N(0, 1) numbers of `shape` that lie so, with NaN around them; None where no such tensor does."""
+        """N(0, 1) numbers of `shape` with these strides, surrounded by NaN; None if no such tensor exists."""
         found = self.strides(shape)
         if found is None:
             return None
@@ -70,7 +70,7 @@ class Layout:
 
 
 def offsets(shape: Sequence[int], strides: Sequence[int]) -> Tensor:
-    """Where each element lies, counted from the first one: int64 of `shape`, on the CPU."""
+    """The offset of each element from the first one: int64 of `shape`, on the CPU."""
     at = torch.zeros(tuple(shape), dtype=torch.int64, device="cpu")
     for dim, (size, stride) in enumerate(zip(shape, strides, strict=True)):
         steps = torch.arange(size, dtype=torch.int64, device="cpu") * stride
@@ -81,8 +81,9 @@ def offsets(shape: Sequence[int], strides: Sequence[int]) -> Tensor:
 def packed(
     shape: Sequence[int], order: Sequence[int] | None = None, pitch: int = 1, step: int = 1
 ) -> list[int]:
-    """Strides of a tensor whose dims lie in `order`, outermost first. Neighbours of the innermost dim lie `step`
-    apart; the rows of that dim, `pitch` times as far apart as they need to be."""
+    """Strides of a tensor whose dims are ordered by `order`, outermost first. Neighbours in the innermost dim are
+    `step` apart; its rows are `pitch` times as far apart as necessary.
+    """
     strides, reach = [0] * len(shape), step
     for place, dim in enumerate(reversed(list(order or range(len(shape))))):
         strides[dim] = reach
@@ -153,12 +154,12 @@ def _everywhere(shape: Sequence[int]) -> tuple[list[int], int]:
 
 
 def _sliding(shape: Sequence[int]) -> tuple[list[int], int] | None:
-    """Every row begins one element behind the last one, as windows of a signal do."""
+    """Every row begins one element after the previous one, as for windows of a signal."""
     return None if len(shape) < 2 else ([*packed(shape[:-1]), 1], 0)
 
 
 def _heads_inside(shape: Sequence[int]) -> tuple[list[int], int] | None:
-    """The dim before the rows lies inside them, as heads do in [B, S, H, D] and batch items in [S, B, D]."""
+    """The dim before the rows is inside them, as for heads in [B, S, H, D] and batch items in [S, B, D]."""
     if len(shape) < 3:
         return None
     dims = list(range(len(shape)))
@@ -166,7 +167,7 @@ def _heads_inside(shape: Sequence[int]) -> tuple[list[int], int] | None:
 
 
 def _single(stride: int) -> Callable[[Sequence[int]], tuple[list[int], int] | None]:
-    """Any stride in dims of one element: nothing steps there."""
+    """Any stride in dims of one element, which no address depends on."""
 
     def strides(shape: Sequence[int]) -> tuple[list[int], int] | None:
         if 1 not in shape:
@@ -203,7 +204,7 @@ ZOO: tuple[Layout, ...] = (
 
 
 def layouts(shape: Sequence[int]) -> Iterator[Layout]:
-    """Those of the zoo in which a tensor of `shape` can lie, each pair of strides and offset once."""
+    """The layouts that a tensor of `shape` can have, each pair of strides and offset once."""
     seen = set()
     for layout in ZOO:
         found = layout.strides(shape)

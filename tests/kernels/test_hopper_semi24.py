@@ -259,10 +259,10 @@ def test_what_is_kept_is_renewed_when_torch_counted_a_write() -> None:
 REASONS: dict[str, tuple[dict[str, Any], str]] = {
     "old": ({"card": replace(H200, capability=(8, 0))}, "Hopper card"),
     "cpu": ({"card": CPU}, "Hopper card"),
-    "fp32": ({"dtype": "fp32"}, "C in bf16 and fp16, not fp32"),
-    "transposed": ({"transposed": True}, "no tensor core takes them"),
+    "fp32": ({"dtype": "fp32"}, "C must be bf16 or fp16, not fp32"),
+    "transposed": ({"transposed": True}, "which sparse tensor cores do not support"),
     "unaligned": ({"aligned": False}, "multiples of 16 bytes"),
-    "residual": ({"combine": "add", "aligned": False}, "another matrix that lies as C does"),
+    "residual": ({"combine": "add", "aligned": False}, "another matrix with C's layout"),
     "columns": ({"n": 100}, "a multiple of 8, not 100"),
     "rows": ({"m": 100, "out_layout": "col"}, "a multiple of 8, not 100"),
     "gaps": ({"b_layout": "strided"}, "gaps between its elements"),
@@ -283,7 +283,7 @@ def test_each_kind_has_reasons_of_its_own() -> None:
     assert semi24.KERNEL.why_not(changed(SEMI, combine="mul")) == []
     assert "K a multiple of 16, not 8200" in semi24.KERNEL.why_not(changed(SEMI, k=8200))[0]
     assert "not 0" in semi24.KERNEL.why_not(changed(SEMI, k=0))[0]
-    assert "stores no block" in bsr24.KERNEL.why_not(changed(BSR, nnzb=0))[0]
+    assert "no stored blocks" in bsr24.KERNEL.why_not(changed(BSR, nnzb=0))[0]
     assert "rows of all stored blocks" in bsr24.KERNEL.why_not(changed(BSR, nnzb=2**24))[0]
     assert bsr24.KERNEL.why_not(changed(BSR, k=8200)) == []
 
@@ -296,7 +296,7 @@ def test_plans_for_an_h200_name_the_kernel_and_its_tile() -> None:
     assert "cluster" in plan.explain()
     assert plan.seconds > plan.bound_seconds
     back = sk.plan_spmm(torch.randn(256, 1024).bfloat16(), w, device="h200")
-    assert "hopper.semi24: A stands transposed" in back.explain()
+    assert "hopper.semi24: A is transposed" in back.explain()
 
 
 def test_tiles_follow_the_problem() -> None:

@@ -90,9 +90,9 @@ def test_nibbles_come_as_wgmma_reads_them() -> None:
 
 REASONS: dict[str, tuple[dict[str, Any], str]] = {
     "ampere": ({"card": replace(H200, capability=(8, 9))}, "Hopper card"),
-    "fp32": ({"out_dtype": "fp32"}, "C in bf16 and fp16, not fp32"),
+    "fp32": ({"out_dtype": "fp32"}, "C must be bf16 or fp16, not fp32"),
     "blocks": ({"a_scale": "block"}, "belongs inside the sums"),
-    "residual": ({"combine": "mul", "aligned": False}, "another matrix that lies as C does"),
+    "residual": ({"combine": "mul", "aligned": False}, "another matrix with C's layout"),
     "columns": ({"n": 12}, "a multiple of 8, not 12"),
 }
 
@@ -109,7 +109,7 @@ def test_it_says_what_is_wrong_with_a_problem(name: str) -> None:
 def test_each_kind_has_reasons_of_its_own() -> None:
     assert "K a multiple of 32, not 8208" in semi24_fp8.KERNEL.why_not(changed(SEMI, k=8208))[0]
     assert "not 64" in bsr24_fp8.KERNEL.why_not(changed(BSR, block=(128, 64)))[0]
-    assert "stores no block" in bsr24_fp8.KERNEL.why_not(changed(BSR, nnzb=0))[0]
+    assert "no stored blocks" in bsr24_fp8.KERNEL.why_not(changed(BSR, nnzb=0))[0]
 
 
 def test_predictions_grow_with_work_and_count_rounding() -> None:

@@ -156,8 +156,8 @@ def test_mistakes_in_the_roles_are_seen(name: str) -> None:
 
 REASONS: dict[str, tuple[dict[str, Any], str]] = {
     "old": ({"card": replace(H200, capability=(8, 0))}, "Hopper card"),
-    "fp32": ({"dtype": "fp32"}, "C in bf16 and fp16, not fp32"),
-    "transposed": ({"transposed": True}, "no tensor core takes them"),
+    "fp32": ({"dtype": "fp32"}, "C must be bf16 or fp16, not fp32"),
+    "transposed": ({"transposed": True}, "which sparse tensor cores do not support"),
     "columns": ({"n": 33}, "up to 32 columns of B, not 33"),
     "metadata": ({"k": 8256}, "K a multiple of 128, not 8256"),
     "nothing": ({"k": 0}, "not 0"),

@@ -152,7 +152,10 @@ def test_two_configs_never_share_a_text(c: Config, name: str, data: st.DataObjec
             "needs a Hopper card .* NVIDIA B200",
         ),
         ({"card": CPU}, "needs a Hopper card .* cpu"),
-        ({"transposed": True}, "reads both operands along K, and the blocks of an A.T lie across it"),
+        (
+            {"transposed": True},
+            "reads both operands along K, and the blocks of an A.T are contiguous across it",
+        ),
         ({"block": (64, 48)}, "32 deep, and blocks are 48 wide"),
         ({"aligned": False}, "multiples of 16 bytes"),
         ({"n": 12}, "a row of C is 12 numbers of bf16"),

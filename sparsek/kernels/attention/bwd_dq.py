@@ -1,4 +1,4 @@
-"""Device pieces of attention's backward pass: slots of shared memory through which dQ, dK and dV leave a CTA."""
+"""Device pieces of attention's backward pass: shared memory slots that stage dQ, dK and dV for TMA."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -9,16 +9,16 @@ from sparsek.kernels.lang.gluon import reinterpret
 
 @gluon.jit
 def wait_for_dq(T: gl.constexpr, WG: gl.constexpr, pair, dq_empty):
-    """Until TMA has read the dQ in the slot that warpgroup WG fills in `pair`."""
+    """Waits until TMA has read the dQ in the slot that warpgroup WG fills in `pair`."""
     if T.dq_slots == 2 or WG == 0:
         mbarrier.wait(dq_empty.index(WG), (pair & 1) ^ 1)
     else:
-        mbarrier.wait(dq_empty.index(WG), pair & 1)  # the slot was warpgroup 0's in the first pair too
+        mbarrier.wait(dq_empty.index(WG), pair & 1)  # warpgroup 0 used the slot in the first pair too
 
 
 @gluon.jit
 def staged(T: gl.constexpr, WG: gl.constexpr, DTYPE: gl.constexpr, dk_desc, dv_desc, dq_s, spare_s):
-    """Where warpgroup WG puts dK and dV for TMA: side by side in its slot of dQ, or dV apart if it is not as wide."""
+    """Where warpgroup WG stages dK and dV: side by side in its dQ slot, or dV separately if its width differs."""
     halves = reinterpret(dq_s.index(WG), DTYPE, [2] + dk_desc.block_type.shape, dk_desc.layout)
     dk_s = halves.index(0)
     if T.spare:
@@ -30,7 +30,7 @@ def staged(T: gl.constexpr, WG: gl.constexpr, DTYPE: gl.constexpr, dk_desc, dv_d
 
 @gluon.jit
 def exchanged(T: gl.constexpr, WG: gl.constexpr, dk, dv, pair, turn, dq_s, spare_s, dq_empty, done):
-    """dK of both warpgroups in the first one, dV of both in the second: one sum after the other changes hands."""
+    """dK of both warpgroups in the first one, dV of both in the second; one sum is exchanged after the other."""
     DIM: gl.constexpr = T.dim
     VDIM: gl.constexpr = T.v_dim
     dk_s = dq_s.index(0).reshape((64, DIM))
@@ -41,7 +41,7 @@ def exchanged(T: gl.constexpr, WG: gl.constexpr, dk, dv, pair, turn, dq_s, spare
     if WG == 0:
         wait_for_dq(T, 0, pair, dq_empty)
         dv_s.store(dv)
-    # `done` has three phases a tile: dV is there, dV was read, dK is there.
+    # `done` has three phases a tile: dV is written, dV is read, dK is written.
     mbarrier.arrive(done, count=1)
     mbarrier.wait(done, turn)
     if WG == 1:

@@ -1,4 +1,4 @@
-"""Device pieces of attention's backward pass: rules of partial blocks on scores with keys down and queries across."""
+"""Device pieces of attention's backward pass: rules of partial blocks, on scores [keys, queries]."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -6,7 +6,7 @@ from triton.experimental.gluon import language as gl
 
 @gluon.jit
 def within_bounds(T: gl.constexpr, s, keys, first, end, kv_len):
-    """Scores of keys from `first` to `end` of their query, in shared memory as bits of floats, -inf elsewhere."""
+    """Scores of keys from `first` to `end` of their query, -inf elsewhere. Bounds are float bits in shared memory."""
     if T.interval:
         COL: gl.constexpr = gl.SliceLayout(0, s.type.layout)
         low = first.reshape((64,)).load(COL).to(gl.int32, bitcast=True)

@@ -1,4 +1,4 @@
-"""Sums in memory by TMA, and messages between CTAs about what is there."""
+"""Sums in memory by TMA, and release/acquire signals between CTAs about them."""
 
 from typing import Any
 
@@ -10,16 +10,18 @@ from triton.experimental.gluon.language._core import builtin
 
 @builtin
 def tma_add(desc: Any, coord: Any, source: Any, _semantic: Any = None) -> Any:
-    """Device code: adds a box of shared memory to global memory. As with a store, `tma_store_wait` ends the reading."""
+    """Device code: adds a box of shared memory to global memory. `tma_store_wait` waits for its reads, as for a
+    store.
+    """
     at = _semantic._convert_to_ir_values(coord, require_i64=False)
     _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, at, source.handle)
 
 
 @gluon.jit
 def tma_written():
-    """Until what this warp gave TMA to store or add is in memory: more than that shared memory was read.
+    """Waits until this warp's TMA stores and adds are in memory, which is more than that shared memory was read.
 
-    One lane gives it and one lane can wait for it; the others wait for that lane.
+    One lane issues them and waits; the other lanes wait for that lane.
     """
     gl.inline_asm_elementwise(
         "cp.async.bulk.wait_group 0; bar.warp.sync 0xffffffff; mov.u32 $0, $1;",
@@ -33,7 +35,7 @@ def tma_written():
 
 @gluon.jit
 def seen(pointer):
-    """What is there now, though not yet with what was written before it: see `acquire`."""
+    """The current value, without ordering of earlier writes: see `acquire`."""
     return gl.inline_asm_elementwise(
         "ld.relaxed.gpu.global.b32 $0, [$1];",
         "=r,l",
@@ -46,9 +48,9 @@ def seen(pointer):
 
 @gluon.jit
 def acquire():
-    """After this, TMA of this warp finds in memory what was written before the value that `seen` has seen.
+    """Afterwards, TMA of this warp reads what was written before the value that `seen` returned.
 
-    A fence of its own, so that polling does not pay for it: an acquiring load also drops the SM's L1.
+    A separate fence, so that polling does not pay for it: an acquiring load also invalidates the SM's L1.
     """
     gl.inline_asm_elementwise(
         "fence.acq_rel.gpu; fence.proxy.async.global; mov.u32 $0, $1;",
@@ -62,7 +64,7 @@ def acquire():
 
 @gluon.jit
 def release(pointer, value):
-    """One lane stores a value, after all that this warp knows to be written, by TMA too (`tma_written`)."""
+    """One lane stores a value, after all writes of this warp that have completed, by TMA too (`tma_written`)."""
     gl.inline_asm_elementwise(
         "{ .reg .pred p; fence.proxy.async.global; elect.sync _|p, 0xffffffff;"
         " @p st.release.gpu.global.b32 [$1], $2; mov.b32 $0, $2; }",

@@ -2,14 +2,14 @@
 
     P  = exp(S - lse)                 [pack*bq, span*bk]   scores once more, from Q and the gathered K
     dS = P * (dO V^T - delta)         [pack*bq, span*bk]   delta = rowsum(dO * out) - dlse
-    dQ += dS K                        [pack*bq, D]         stays with the unit
-    dV, dK += P^T dO, dS^T Q          [span*bk, Dv], D     added to the blocks they came from
+    dQ += dS K                        [pack*bq, D]         kept in the unit
+    dV, dK += P^T dO, dS^T Q          [span*bk, Dv], D     scattered to the blocks they came from
 
 Steps and units are those of cpu.attention. dK and dV are summed in float32, or float64 for float64, in the order of
-the steps and, in a step, of its units: the same bits every time. Heads of q that share keys are rows of one product.
+the steps and of the units in a step, so the bits repeat. Query heads that share keys are rows of one product.
 
-Only stored blocks are read. Keys and values of a stored block must be finite, also those that its rule hides. Rows that
-see nothing may have any gradient.
+Only stored blocks are read. Keys and values of a stored block must be finite, also those that its rule masks. The
+incoming gradient of a row that sees no key has no effect.
 """
 
 import torch
@@ -37,7 +37,7 @@ class CpuAttentionBackward(CpuAttentionKernel):
     """Batched torch. Chosen for CPU tensors, never for CUDA ones."""
 
     name = "cpu.attention_bwd"
-    gathers = 9  # read, written and read twice; their gradients written, read and added to what is there
+    gathers = 9  # read, written and read twice; their gradients written, read and accumulated
     passes = 16
     products = 2
 
@@ -72,7 +72,7 @@ def _differentiate(
     scale: float,
     sums: list[Tensor],
 ) -> Tensor:
-    """dq [units, pack, height, D] of q, out, lse and grad [units, pack, height, ...]; adds to sums of dk and dv."""
+    """dq [units, pack, height, D] of q, out, lse and grad [units, pack, height, ...]; accumulates into dk and dv."""
     units, pack, height, _ = given[0].shape
     q, out, lse, grad = (x.reshape(units, pack * height, -1) for x in given)
     left = q * scale

@@ -1,15 +1,16 @@
 """cpu.attention: out = softmax(scale * Q K^T) V over the stored blocks of a mask, on CPU tensors, in batched torch.
 
     tiles of queries that visit       Q[u]  [pack*bq, D]
-    equally many blocks go through    K[u]  [span*bk, D], V[u] [span*bk, Dv]   (the blocks they name, gathered)
-    one bmm for each product          S[u]  [pack*bq, span*bk]
+    equally many blocks, in one       K[u]  [span*bk, D], V[u] [span*bk, Dv]   (their blocks, gathered)
+    bmm per product                   S[u]  [pack*bq, span*bk]
 
-A *unit* is one tile of queries with the `pack` query heads that share its list and its keys; a step does a few units
-with equally many partial and equally many full blocks. Where a step cannot hold all blocks of a unit, they go through
-in turns with an online softmax, partial blocks first, then full ones. Sums are float32, or float64 for float64.
+A *unit* is one tile of queries with the `pack` query heads that share its list and its keys. A step computes a few
+units with equally many partial and equally many full blocks. If a step cannot hold all blocks of a unit, it processes
+them one group after another with an online softmax, partial blocks first, then full ones. Sums are float32, or
+float64 for float64.
 
-Only stored blocks are read: what the others hold never reaches a tile. Keys and values of a stored block must be
-finite, also those that its rule hides, since a weight of 0 times NaN is NaN.
+Only stored blocks are read: values outside them never reach a tile. Keys and values of a stored block must be finite,
+also those that its rule masks, since a weight of 0 times NaN is NaN.
 
 Time over dense scaled_dot_product_attention, S = 4096, D = 64 and 128, one EPYC core (AVX-512), torch 2.13.0,
 2026-11-21. 12.5 % of the blocks: 0.17 to 0.30, float16 0.13 to 0.17. A window of 512, 14 % of the blocks: 0.20 to
@@ -42,7 +43,7 @@ class CpuAttention(CpuAttentionKernel):
 
     name = "cpu.attention"
     gathers = 3  # read, written and read
-    passes = 9  # written, and read and written four times more
+    passes = 9  # written, then read and written four more times
     products = 1
 
     def footprint(self, p: AttentionProblem, rows: int, bk: int) -> Footprint:
@@ -78,7 +79,7 @@ def _attend(
         scores = torch.bmm(left, gather(keys, step, met, sum_dtype).mT)
         hide(scores, step, partial[:, first : first + step.span], mask)
         higher = torch.maximum(top, scores.amax(-1, keepdim=True))
-        # A row that has seen no key yet keeps -inf: 0 in its place makes its weights exp(-inf) = 0.
+        # A row without a key so far keeps -inf; 0 in its place makes its weights exp(-inf) = 0.
         base = higher.masked_fill(higher == -torch.inf, 0)
         weights = scores.sub_(base).exp_()
         kept = (top - base).exp_()

@@ -1,7 +1,7 @@
-"""What cpu.attention and cpu.attention_bwd share: units of queries in steps, and the blocks of keys that they visit.
+"""Steps that cpu.attention and cpu.attention_bwd share: units of queries, and the key blocks that they visit.
 
-A *unit* is one tile of queries with the `pack` query heads that share its list and its keys; a step does a few units
-with equally many partial and equally many full blocks, `span` blocks of each at a time.
+A *unit* is one tile of queries with the `pack` query heads that share its list and its keys. A step computes a few
+units with equally many partial and equally many full blocks, `span` blocks of each at a time.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ STEP_SECONDS = 2e-4
 
 @dataclass(frozen=True)
 class CpuAttentionConfig:
-    """`step_bytes`: what one step gathers and computes at most, one unit and one block at least."""
+    """`step_bytes`: the most that one step gathers and computes, but at least one unit and one block."""
 
     step_bytes: int = 1 << 23
 
@@ -58,22 +58,22 @@ class CpuWork:
 
 
 class Blocks(NamedTuple):
-    """k or v in blocks: `whole` [B, Hkv, n, bk, E], and `last` [B, Hkv, bk, E], a ragged end filled up with zeros."""
+    """k or v in blocks: `whole` [B, Hkv, n, bk, E], and `last` [B, Hkv, bk, E], a ragged end with zero padding."""
 
     whole: Tensor
     last: Tensor | None
 
 
 class Footprint(NamedTuple):
-    """Elements that a step holds: `unit` for each unit, `block` for each block of a unit at a time."""
+    """Elements that a step holds: `unit` per unit, `block` per block of a unit at a time."""
 
     unit: int
     block: int
 
 
 class CpuAttentionKernel(CpuKernel):
-    """What both answer alike. `gathers`, `passes`: how often a gathered block and a score are read or written.
-    `products`: how much a step gathers and computes, over the forward pass.
+    """What the forward and backward kernels share. `gathers`, `passes`: how often a gathered block and a score are
+    read or written. `products`: how much a step gathers and computes, over the forward pass.
     """
 
     gathers: int
@@ -100,7 +100,7 @@ class CpuAttentionKernel(CpuKernel):
         return [f"{pack} query heads share a gathered block"] if pack > 1 else []
 
     def footprint(self, p: AttentionProblem, rows: int, bk: int) -> Footprint:
-        """What a step holds of units of so many rows and blocks of so many keys."""
+        """Elements that a step holds for units of so many rows and blocks of so many keys."""
         raise NotImplementedError
 
     def prepare(self, p: AttentionProblem, c: CpuAttentionConfig, mask: BlockMask) -> CpuWork:
@@ -116,7 +116,7 @@ def columns_of(step: Step, mask: BlockMask) -> tuple[Tensor, Tensor]:
 
 
 def hide(scores: Tensor, step: Step, partial_entries: Tensor, mask: BlockMask) -> None:
-    """Sets scores [units, pack * height, n * bk] of pairs that a partial block does not admit to -inf.
+    """Masks scores [units, pack * height, n * bk] with -inf by the rules of partial blocks.
 
     `partial_entries` [units, at most n] are those of the first blocks.
     """
@@ -193,5 +193,5 @@ def steps(p: AttentionProblem, c: CpuAttentionConfig, mask: BlockMask, size: Foo
 
 
 def packed(p: AttentionProblem) -> int:
-    """Query heads that share keys and lists."""
+    """Number of query heads that share keys and lists."""
     return p.group if p.mask_heads in (1, p.kv_heads) else 1

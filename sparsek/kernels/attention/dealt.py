@@ -1,7 +1,7 @@
-"""Which CTA takes which tile of a line, on the GPU: plan/attention_grad_schedule.py's `deal` in plain Triton.
+"""Assigns tiles to CTAs on the GPU: `deal` of plan/attention_grad_schedule.py in plain Triton.
 
-One warp goes along the line. It holds when each CTA is through, finds the first, gives it the tile, and goes on,
-without a sync.
+One warp walks the tiles in order. It keeps the finish time of each CTA, and gives the next tile to the CTA that
+finishes first, without a sync.
 """
 
 from typing import Any
@@ -31,9 +31,9 @@ def _deal(ticks, cta, start, tiles, ctas, LANES: tl.constexpr):
 
 
 def deal(ticks: Tensor, ctas: int) -> tuple[Tensor, Tensor]:
-    """The CTA of every tile and when it begins, int32: bit for bit what the plan's `deal` gives. No sync on a GPU.
+    """The CTA and the start time of every tile, int32: bit for bit those of the plan's `deal`. No sync on a GPU.
 
-    ticks: int32 [tiles], contiguous, what each tile takes; their sum is below 2^31.
+    ticks: int32 [tiles], contiguous, the duration of each tile; their sum is below 2^31.
     """
     if not ticks.is_cuda and not env.interpreting():
         return schedule.deal(ticks, ctas)

@@ -1,10 +1,10 @@
-"""What a backward pass of attention needs beside its products: a pass over rows before, and a cast after.
+"""Attention's backward pass apart from its products: a pass over rows before it, and a cast after it.
 
-    prepare_rows   rows[0] = lse log2(e),  rows[1] = rowsum(grad * out) - grad_lse     reads out and grad once
+    prepare_rows      rows[0] = lse log2(e),  rows[1] = rowsum(grad * out) - grad_lse     reads out and grad once
     cast_quantized    dq = scale acc                                                      reads acc once, writes dq once
 
-With them a weight is exp2(scale log2(e) s - rows[0]), and ds = weight (dp - rows[1]). rows[0] is +inf where there is
-nothing to weigh, behind the last query too: there both are 0, without a test in the kernel that reads them.
+A weight is exp2(scale log2(e) s - rows[0]), and ds = weight (dp - rows[1]). Rows without any key, and rows after the
+last query, have rows[0] = +inf: weight and ds are 0 there, without a test in the kernel.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sparsek.kernels.lang.launch import launch
 
-# Elements a program holds of each tensor: 32 for each of its 128 threads, which are 4 vectors of 16 bytes in bf16.
+# Elements of each tensor per program: 32 for each of its 128 threads, which are 4 vectors of 16 bytes in bf16.
 ELEMENTS = 4096
 WARPS = 4
 
@@ -58,9 +58,10 @@ def prepare_rows(out: Tensor, grad: Tensor, lse: Tensor, grad_lse: Tensor | None
     """float32 [2, B, Hq, rows], contiguous: lse in base 2, and delta = rowsum(grad * out) - grad_lse.
 
     out, grad: bf16 or fp16 [B, Hq, S, Dv], any strides. lse: float32 [B, Hq, S], natural logarithm; grad_lse: its
-    gradient or None; any strides. `rows` is at least S. Rows that saw nothing (lse = -inf) and rows from S on hold +inf
-    and 0, whatever grad and grad_lse hold there. Sums are float32, in an order that follows the strides of out and
-    grad (Triton lays a tile over threads by them): the same values in other strides give other last bits. No sync.
+    gradient or None; any strides. `rows` is at least S. Rows without any key (lse = -inf) and rows from S on are +inf
+    and 0, whatever grad and grad_lse are there. Sums are float32, in an order that follows the strides of out and
+    grad, because Triton distributes a tile over threads by them: the same values with other strides differ in the
+    last bits. No sync.
     """
     batch, heads, q_len, v_dim = out.shape
     made = torch.empty((2, batch, heads, rows), dtype=torch.float32, device=out.device)
@@ -105,8 +106,8 @@ def _cast_quantized(
 def cast_quantized(acc: Tensor, scale: float, dq: Tensor, turns: Tensor | None = None) -> None:
     """dq = scale * acc, rounded once. No sync.
 
-    acc: float32 [B, Hq, R, Dp], contiguous. dq: bf16 or fp16 [B, Hq, S, D], any strides, with S <= R and D <= Dp; what
-    lies behind them in acc is not read. With turns, int32 [B * Hq * R / 64], rows of acc are 0 whose 64 had no turn.
+    acc: float32 [B, Hq, R, Dp], contiguous. dq: bf16 or fp16 [B, Hq, S, D], any strides, with S <= R and D <= Dp; the
+    rest of acc is not read. With turns, int32 [B * Hq * R / 64], groups of 64 rows without a turn count as 0.
     """
     batch, heads, q_len, dim = dq.shape
     if dq.numel() == 0:

@@ -3,7 +3,7 @@
     P = exp(scale Q K^T - lse) where the mask allows      dV = P^T dO         dK = scale dS^T Q
     dS = P (dO V^T - delta)                               dQ = scale dS K     delta = rowsum(dO O) - dlse
 
-    a CTA holds a tile of keys       a step brings 64 queries of one head      and computes, keys down, queries across
+    a CTA holds a tile of keys       a step loads 64 queries of one head       and computes [keys, queries]
     .------- dim -------.
     |   warpgroup 0     | 64 keys    Q  [64, dim]                              S^T = K Q^T        64 x 64, float32
     |-------------------|            dO [64, v_dim]                            dP^T = V dO^T      64 x 64
@@ -11,15 +11,15 @@
     '-------------------'                                                      dK += dS^T Q       64 x dim, kept
                                                                                dQ = dS K          64 x dim, to memory
 
-S and dP are computed transposed, so that P^T and dS^T are operands of wgmma where they are, in registers
-(Shah et al. 2024, arXiv:2407.08608). dS goes through shared memory once more for dQ. With blocks of 128 keys (`halves`
-2) dQ takes the dS of both warpgroups, and they do it in turns: while one multiplies a step's dQ, the other is at the
-next step's S. With blocks of 64 keys both hold the same keys, each does every second step whole, and they add up dK and
-dV at the end (`halves` 1).
+S and dP are computed transposed, so that P^T and dS^T are wgmma operands directly from registers (Shah et al. 2024,
+arXiv:2407.08608). dS passes through shared memory once more for dQ. With blocks of 128 keys (`halves` 2) dQ needs the
+dS of both warpgroups, and they alternate: while one multiplies a step's dQ, the other computes the next step's S.
+With blocks of 64 keys both hold the same keys, each computes every second step alone, and they add up dK and dV at
+the end (`halves` 1).
 
-Two writer warps add the dQ of every second step each to float32 in memory by TMA. Where that is to be deterministic
-every visit of a query tile has a ticket, given by the schedule in the order of its own clock, and waits for its turn.
-To see the turn, to add, to know it written and to pass the turn on takes longer than a step, hence two.
+Two writer warps, each for every second step, add dQ to float32 in memory by TMA. In deterministic mode every visit of
+a query tile has a ticket, assigned by the schedule in its own time order, and waits for its turn. To wait for the
+turn, add, wait for the write and pass the turn on takes longer than a step, hence two warps.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ from sparsek.plan.problem import AttentionGradProblem
 
 @dataclass(frozen=True, repr=False)
 class Config:
-    """A tile of keys and the rings that feed it. Everything here is known when the kernel is compiled.
+    """A tile of keys and the rings that feed it. All of it is known at compile time.
 
-    `dim` and `v_dim` are powers of two; narrower heads are filled up with the zeros that TMA reads outside a tensor.
-    `halves`: 64 keys each of the tile, a warpgroup each; with one half the warpgroups share it. Q and dO rings have
-    `stages` slots, dQ has `dq_slots`. `interval` and `bits`: the rules that partial blocks may have; without either
-    only the end of the keys. `ordered`: dQ is added in the order of tickets.
+    `dim` and `v_dim` are powers of two; narrower heads are padded by the zeros that TMA reads outside a tensor.
+    `halves`: warpgroups with 64 keys each; with one half both share the tile's keys. Q and dO rings have `stages`
+    slots, dQ has `dq_slots`. `interval` and `bits`: the rules that partial blocks may have; without either only the
+    end of the keys. `ordered`: dQ is added in the order of tickets.
     """
 
     dim: int
@@ -94,19 +94,19 @@ class Config:
 
     @property
     def barriers(self) -> int:
-        """Barriers of a ring. Each is waited for by the same warpgroups every time: one that waits for every second
-        phase could not tell a phase from the last but one, so that with one half there are as many for each.
+        """Barriers of a ring. The same warpgroups wait for each of its phases: a warpgroup that waits only for every
+        second phase cannot tell the last phase from the one two before. So with one half each warpgroup has its own.
         """
         return self.stages * (2 if self.halves == 1 and self.stages % 2 else 1)
 
     @property
     def row_slots(self) -> int:
-        """Numbers of each query that a stage holds: lse and delta, and the bounds of its keys."""
+        """Numbers per query that a stage holds: lse and delta, and the bounds of its keys."""
         return 4 if self.interval else 2
 
     @property
     def spare(self) -> bool:
-        """dV has memory of its own on its way out."""
+        """Whether dV has staging memory of its own."""
         return self.v_dim != self.dim
 
     @property
@@ -117,7 +117,7 @@ class Config:
         return 2 * halves + 4 * floats + 24 * self.barriers + 512
 
     def __str__(self) -> str:
-        """Names every field: Triton keeps compiled kernels by the text of their constants."""
+        """Names every field, because Triton caches compiled kernels by the text of their constants."""
         rules = "+".join(name for name in ("interval", "bits") if getattr(self, name)) or "ends"
         return (
             f"tile of {self.keys} keys, {self.halves} halves, heads {self.dim}/{self.v_dim}, blocks "
@@ -128,10 +128,10 @@ class Config:
     __repr__ = __str__
 
 
-# Triton keeps compiled kernels by the text of device functions and constants. What Config computes from its fields, and
-# what builtins do, is in neither, so these files' own texts are a constant too.
+# Triton caches compiled kernels by the text of device functions and constants. That text does not cover what Config
+# computes from its fields, or what builtins do, so the source of these files is a constant too.
 SOURCE = sha256(Path(__file__).read_bytes() + Path(tma_sums.__file__).read_bytes()).hexdigest()[:16]
-ORDER_PRICE = {2: 1.06, 1: 1.4}  # of adding dQ in order, by halves: H200, 2026-11-22, scripts
+ORDER_PRICE = {2: 1.06, 1: 1.4}  # cost of adding dQ in order, by halves: H200, 2026-11-22, scripts
 
 
 @gluon.jit
@@ -150,7 +150,7 @@ def load(
     at = 0
     for t in range(gl.load(starts + gl.program_id(0)), gl.load(starts + gl.program_id(0) + 1)):
         b, g, key, first, masked, pairs = tile_at(tiles, t)
-        mbarrier.wait(kv_empty, turn ^ 1)  # until both warpgroups are done with the tile before
+        mbarrier.wait(kv_empty, turn ^ 1)  # until both warpgroups have finished the previous tile
         mbarrier.expect(kv_full, HALVES * 64 * (DIM + VDIM) * 2)
         for w in gl.static_range(HALVES):
             tma_load(k_desc, [b, g, key + w * 64, 0], kv_full, k_s.index(w))
@@ -160,7 +160,7 @@ def load(
             pos, h, entry, ticket = step_at(T, visits, first, i)
             slot = at % T.stages
             bar = at % T.barriers
-            # Until nobody reads the Q and dO in this slot, those of `stages` steps before.
+            # Wait until nobody reads the Q and dO in this slot, those of `stages` steps before.
             freed = at + T.barriers - T.stages
             mbarrier.wait(ring_empty.index(freed % T.barriers), (freed // T.barriers & 1) ^ 1)
             q_bar = q_full.index(bar)
@@ -200,16 +200,16 @@ def write(
             if T.ordered:
                 turn = turns + row * (rows // 64) + pos // 64
                 if ticket > 0:
-                    while seen(turn) < ticket:  # until those before have been added
+                    while seen(turn) < ticket:  # until the earlier ones have been added
                         pass
                     acquire()
-            mbarrier.wait(dq_full.index(SIDE), at & 1)  # until dQ is there
+            mbarrier.wait(dq_full.index(SIDE), at & 1)  # until dQ is staged
             if ticket == 0:
                 tma_store(dq_desc, [row, pos, 0], dq_s.index(slot))
             else:
                 tma_add(dq_desc, [row, pos, 0], dq_s.index(slot))
             tma_store_wait(0)  # until TMA has read it
-            # With one slot the next to fill it is the other warpgroup.
+            # With one slot the other warpgroup fills it next.
             mbarrier.arrive(dq_empty.index((SIDE + T.dq_slots) % 2), count=1)
             if T.ordered:
                 if ticket >= 0:
@@ -223,9 +223,10 @@ def step(
     T: gl.constexpr, WG: gl.constexpr, side, DTYPE: gl.constexpr, dk, dv, at, partial, visits, first, i, key, scale,
     lists, k_s, v_s, q_s, do_s, rows_s, ds_s, dq_s, bars,
 ):  # fmt: skip
-    """Step `i` of a tile, number `at` of this CTA, by warpgroup WG. Warpgroup `side`, the parity of `at`, does its dQ.
+    """Step `i` of a tile, number `at` of this CTA, by warpgroup WG. Warpgroup `side`, the parity of `at`, computes
+    its dQ.
 
-    `partial`: the step may belong to a block that is not seen whole.
+    `partial`: the step may belong to a partial block.
     """
     DIM: gl.constexpr = T.dim
     VDIM: gl.constexpr = T.v_dim
@@ -248,7 +249,7 @@ def step(
     mbarrier.wait(do_full.index(bar), phase)  # until dO has landed
     v = v_s.index(HALF).reshape((64, VDIM))
     dp = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
-    s = warpgroup_mma_wait(1, deps=(s,))  # S is there, dP still runs
+    s = warpgroup_mma_wait(1, deps=(s,))  # S is done, dP still runs
     if partial:
         pos, h, entry, ticket = step_at(T, visits, first, i)
         if entry >= 0:
@@ -269,10 +270,10 @@ def step(
     if T.halves == 2:
         mbarrier.arrive(ds_full.index(side), count=1)
     dk, dv = warpgroup_mma_wait(0, deps=(dk, dv))
-    mbarrier.arrive(ring_empty.index(bar), count=1)  # dQ reads dS and K alone
+    mbarrier.arrive(ring_empty.index(bar), count=1)  # dQ reads dS and K only
     if side == WG:
         if T.halves == 2:
-            mbarrier.wait(ds_full.index(side), at // 2 & 1)  # until the other warpgroup's dS is there too
+            mbarrier.wait(ds_full.index(side), at // 2 & 1)  # until the other warpgroup's dS is written too
         dq = gl.zeros((64, DIM), gl.float32, DQ_LAYOUT)
         HALVES: gl.constexpr = T.halves
         for w in gl.static_range(HALVES):
@@ -356,12 +357,12 @@ def attention_bwd_kernel(
     bits, turns, scale, factor, kv_len, rows, plane, heads, bound_item, bound_head, bound_group, bound_plane,
     T: gl.constexpr, SOURCE: gl.constexpr,
 ):  # fmt: skip
-    """Records: see plan/attention_grad_schedule.py. `factor` is the softmax's scale, `scale` that times log2(e).
+    """Records: see plan/attention_grad_schedule.py. `factor` is the softmax scale, `scale` that times log2(e).
 
-    `rows_desc` and `bounds_desc` see numbers of queries in rows of 64. Query x of head h of item b has lse in base 2 at
-    (b * heads + h) * rows + x, and delta `plane` rows further on; its first key is at b * bound_item +
-    h // bound_group * bound_head + x, and the one behind its last `bound_plane` rows further on, int32 seen as float32.
-    SOURCE is there for Triton's cache alone.
+    `rows_desc` and `bounds_desc` describe per-query numbers in rows of 64. Query x of head h of item b has lse in
+    base 2 at (b * heads + h) * rows + x, and delta `plane` rows later. Its first key is at b * bound_item + h //
+    bound_group * bound_head + x, and the end of its keys `bound_plane` rows later, int32 viewed as float32. SOURCE
+    only enters Triton's cache key.
     """
     DTYPE: gl.constexpr = q_desc.dtype
     STAGES: gl.constexpr = T.stages
@@ -432,7 +433,7 @@ def attention_bwd_kernel(
 
 
 class Work(NamedTuple):
-    """A schedule on the device, the mask's bounds [2, lists, rows] as float32, what stands in for what is not there."""
+    """A schedule on the device, the mask's bounds [2, lists, rows] as float32, and placeholders for absent tensors."""
 
     schedule: GradSchedule
     bounds: Tensor | None
@@ -444,7 +445,7 @@ class Work(NamedTuple):
 
 
 class HopperAttentionGrad:
-    """The kernel above, behind the planner's protocol."""
+    """Implements the Kernel protocol for the device code above."""
 
     name = "hopper.attention_bwd"
 
@@ -475,7 +476,7 @@ class HopperAttentionGrad:
             rings = [(4, 2), (3, 2), (2, 2)]
         elif p.deterministic:
             rings = [(4, 2), (3, 2), (4, 1), (2, 2)]
-        else:  # nobody waits for a ticket with dQ in a slot, so that one slot is enough, used in turns
+        else:  # nobody holds dQ in a slot while waiting for a ticket, so one slot suffices, used alternately
             rings = [(4, 2), (4, 1), (3, 2), (2, 2)]
         found = []
         for stages, slots in rings:
@@ -485,9 +486,9 @@ class HopperAttentionGrad:
         return found
 
     def seconds(self, p: AttentionGradProblem, c: Config) -> float:
-        """Steps of an SM, what every tile takes to begin and end, and a pass over rows before and after.
+        """Steps of an SM, begin and end of every tile, and a pass over rows before and after.
 
-        Constants are of an H200 (2026-11-21, scripts): a step takes 1.38 times its products at 2048 multiply-adds a
+        Constants are from an H200 (2026-11-21, scripts): a step takes 1.38 times its products at 2048 multiply-adds a
         cycle and 1.6 GHz, at least 1.5 us; a tile 10 us more.
         """
         steps = p.visited * (p.block[0] // 64)
@@ -526,7 +527,7 @@ class HopperAttentionGrad:
         batch, heads = q.shape[:2]
         rows = made.rows
         known = prepare_rows(out, grad, lse, grad_lse, rows).view(-1, 64)
-        # In order, the first of a tile's dQ is stored and not added; rows that nobody has visited have had no turn.
+        # In order, the first dQ of a tile is stored and not added; rows that no step visits have had no turn.
         acc = q.new_empty((batch * heads, rows, c.dim), dtype=torch.float32)
         if not c.ordered:
             acc.zero_()
@@ -544,7 +545,7 @@ class HopperAttentionGrad:
             mask.heads * rows if lists > 1 and mask.batch > 1 else 0, rows if lists > 1 and mask.heads > 1 else 0,
             heads // mask.heads, lists * (rows // 64), c, SOURCE,
         )  # fmt: skip
-        # Tickets wait for CTAs of the same launch: it begins with all of them, or not at all.
+        # Tickets wait for CTAs of the same launch, so all CTAs must be resident together.
         options = {"launch_cooperative_grid": True} if c.ordered else None
         launch_on(q.device, attention_bwd_kernel, made.ctas, args, options)
         cast_quantized(acc.view(batch, heads, rows, c.dim), scale, dq, turns if c.ordered else None)

@@ -1,24 +1,25 @@
 """O = softmax(scale Q K^T, where the mask allows) V on Hopper: only stored blocks are visited, float32 accumulation.
 
-    one tile of O                    a step brings into shared memory        and holds in registers
+    one tile of O                    a step loads into shared memory         and holds in registers
     .------- v_dim -------.
     |    warpgroup 0      | 64       K [keys, dim]                           S = Q K^T           64 x keys, float32
     |---------------------|          V [keys, v_dim]                         P = exp2(S - m)     64 x keys, in pairs
     |    warpgroup 1      | 64                                               O += P V            64 x v_dim, float32
     '---------------------'
 
-A CTA stays on its SM and takes its tiles of the schedule, longest first. One producer warp brings Q, then K and V of
-the stored blocks, by TMA; steps of partial blocks come first. Each consumer warpgroup owns 64 rows and runs the online
-softmax of FlashAttention (Dao 2023; Shah et al. 2024 for Hopper). S of step i is issued before P V of step i - 1, so
-that the softmax of step i has P V beside it. The scale is folded into exp2. O is rescaled only where a row's maximum
-grew by more than 2^8: a vote of the warp makes that a branch, and until then P may reach 2^8.
+The kernel is persistent: a CTA walks the tiles that the schedule assigned to it, longest first. One producer warp
+loads Q, then K and V of the stored blocks, by TMA; steps of partial blocks come first. Each consumer warpgroup owns
+64 rows and runs the online softmax of FlashAttention (Dao 2023; Shah et al. 2024 for Hopper). S of step i is issued
+before P V of step i - 1, so that the softmax of step i overlaps with P V. The scale is folded into exp2. O is
+rescaled only if a row's maximum grew by more than 2^8: a warp vote makes this a branch, and until then P may reach
+2^8.
 
-A row of a tile is one query of one head. With `pack` > 1 a tile holds `pack` query heads at each position: the tensor
-map makes them neighbours. A tile writes O through shared memory and TMA. Tiles that the schedule cut write float32 O
-and the logarithm of their sum instead, which `merge_parts` puts together in a fixed order.
+A row of a tile is one query of one head. With `pack` > 1 a tile holds `pack` query heads at each position, made
+adjacent by the tensor map. A tile stores O through shared memory and TMA. Tiles that the schedule split write float32
+O and the logarithm of their sum instead, which `merge_parts` merges in a fixed order.
 
-What limits it (docs/attention.md, docs/lab-notes.md): at dim 128 a step of 128 x 128 is 2048 cycles of tensor core and
-1024 of exp2 on each SM, beside some 400 other instructions a thread, which must hide beside each other.
+Bottleneck (docs/attention.md, docs/lab-notes.md): at dim 128 a step of 128 x 128 is 2048 cycles of tensor core and
+1024 of exp2 on each SM, plus some 400 other instructions a thread. All of these must overlap.
 """
 
 from __future__ import annotations
@@ -60,12 +61,12 @@ from sparsek.plan.problem import AttentionProblem
 
 @dataclass(frozen=True, repr=False)
 class Config:
-    """A tile and the rings that feed it. Everything here is known when the kernel is compiled.
+    """A tile and the rings that feed it. All of it is known at compile time.
 
-    `dim` and `v_dim` are powers of two; narrower heads are filled up with the zeros that TMA reads outside a tensor.
-    `groups` consumer warpgroups own 64 rows each; a step has `keys` keys, and K and V rings have `stages` slots, Q has
-    `q_slots`. `pack` query heads share a tile. `interval` and `bits`: the rules that partial blocks may have; without
-    either only the end of the keys. `split`: tiles may be parts. `lse`: write the logarithms of the sums.
+    `dim` and `v_dim` are powers of two; narrower heads are padded by the zeros that TMA reads outside a tensor.
+    `groups` consumer warpgroups own 64 rows each; a step has `keys` keys, and K and V rings have `stages` slots, Q
+    has `q_slots`. `pack` query heads share a tile. `interval` and `bits`: the rules that partial blocks may have;
+    without either only the end of the keys. `split`: tiles may be parts. `lse`: write the logarithms of the sums.
     """
 
     dim: int
@@ -92,7 +93,7 @@ class Config:
 
     @property
     def o_in_q(self) -> bool:
-        """O is staged where Q lay: that frees memory, and the next Q comes only when O is stored."""
+        """Whether O is staged in Q's memory: that saves memory, but the next Q waits until O is stored."""
         return self.q_slots == 1 and self.v_dim == self.dim
 
     @property
@@ -103,11 +104,11 @@ class Config:
 
     @property
     def ctas_per_sm(self) -> int:
-        """Two CTAs of one consumer warpgroup each hide one another's softmax."""
+        """Two CTAs of one consumer warpgroup each hide each other's softmax."""
         return 2 if self.groups == 1 and self.smem_bytes <= HALF_AN_SM else 1
 
     def __str__(self) -> str:
-        """Names every field: Triton keeps compiled kernels by the text of their constants."""
+        """Names every field, because Triton caches compiled kernels by the text of their constants."""
         rules = "+".join(name for name in ("interval", "bits") if getattr(self, name)) or "ends"
         extras = "".join(f", {name}" for name in ("split", "lse") if getattr(self, name))
         packed = f"{self.pack} heads packed, " if self.pack > 1 else ""
@@ -119,9 +120,9 @@ class Config:
     __repr__ = __str__
 
 
-HALF_AN_SM = (228 << 10) // 2 - 1024  # what each of two CTAs on an SM of sm_90 may have
-# Triton keeps compiled kernels by the text of device functions and constants. What Config computes from its fields is
-# in neither, so this file's own text is a constant too.
+HALF_AN_SM = (228 << 10) // 2 - 1024  # shared memory for each of two CTAs on an SM of sm_90
+# Triton caches compiled kernels by the text of device functions and constants. That text does not cover what Config
+# computes from its fields, so the source of this file is a constant too.
 SOURCE = sha256(Path(__file__).read_bytes()).hexdigest()[:16]
 RECORD = gl.constexpr(FIELDS)
 NOWHERE = gl.constexpr(1 << 22)  # a block column beyond every key
@@ -142,7 +143,7 @@ def tile_at(T: gl.constexpr, tiles, t):
 
 @gluon.jit
 def masked_column(T: gl.constexpr, partial, begin, i):
-    """Block column of masked step i. A tile without blocks has a step without an entry, on keys that are not there."""
+    """Block column of masked step i. A tile without blocks has one step without an entry, beyond the last key."""
     SUB: gl.constexpr = T.block[1] // T.keys
     return gl.load(partial + begin + i // SUB, mask=begin >= 0, other=NOWHERE)
 
@@ -156,7 +157,7 @@ def load(T: gl.constexpr, q_desc, k_desc, v_desc, tiles, count, partial, full, g
     GROUPS: gl.constexpr = T.groups
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     slot = 0
-    phase = 1  # a new barrier passes for the phase before its first, so that every slot begins empty
+    phase = 1  # waiting on the phase before a barrier's first returns at once, so every slot starts empty
     q_slot = 0
     q_phase = 1
     for t in range(gl.program_id(0), gl.load(count), gl.num_programs(0)):
@@ -165,7 +166,7 @@ def load(T: gl.constexpr, q_desc, k_desc, v_desc, tiles, count, partial, full, g
         following = t + gl.num_programs(0)
         prefetch(tiles + RECORD * gl.where(following < gl.load(count), following, t))
         for w in gl.static_range(GROUPS):
-            # Until warpgroup w is done with this slot's Q.
+            # Wait until warpgroup w has finished with this slot's Q.
             mbarrier.wait(q_empty.index(q_slot * GROUPS + w), q_phase)
             landed = q_full.index(q_slot * GROUPS + w)
             mbarrier.expect(landed, 64 * T.dim * 2)
@@ -182,7 +183,7 @@ def load(T: gl.constexpr, q_desc, k_desc, v_desc, tiles, count, partial, full, g
             else:
                 col = gl.load(full + f_begin + (i - masked) // SUB)
             key = col * T.block[1] + i % SUB * KEYS
-            # Until every warpgroup has multiplied the K in this slot.
+            # Wait until every warpgroup has multiplied the K in this slot.
             mbarrier.wait(k_empty.index(slot), phase)
             mbarrier.expect(k_full.index(slot), KEYS * T.dim * 2)
             tma_load(k_desc, [b, kv, key, 0], k_full.index(slot), k_s.index(slot))
@@ -214,7 +215,7 @@ def allowed(T: gl.constexpr, s, i, p_begin, row, lo, hi, partial, rules, bits):
 
 @gluon.jit
 def scores(T: gl.constexpr, q, k_s, slot):
-    """S = Q K^T, on its way."""
+    """Issues S = Q K^T."""
     KEYS: gl.constexpr = T.keys
     DIM: gl.constexpr = T.dim
     k = k_s.index(slot).reshape((KEYS, DIM)).permute((1, 0))
@@ -224,7 +225,7 @@ def scores(T: gl.constexpr, q, k_s, slot):
 
 @gluon.jit
 def weighted(T: gl.constexpr, pairs, v_s, slot, acc, DTYPE: gl.constexpr):
-    """acc + P V, on its way."""
+    """Issues acc + P V."""
     KEYS: gl.constexpr = T.keys
     VDIM: gl.constexpr = T.v_dim
     p = unpacked(T, pairs, DTYPE, gl.DotOperandLayout(0, acc.type.layout, 2))
@@ -246,7 +247,7 @@ def step(
     v_s,
     bars,
 ):
-    """S of step i beside P V of the step before, whose V is in the slot of `state`; then the softmax of step i."""
+    """S of step i in parallel with P V of the previous step, with V in the slot of `state`; then step i's softmax."""
     acc, pairs, m, l, v_slot, v_phase = state
     p_begin, row, lo, hi = tile
     partial, rules, bits = lists
@@ -258,15 +259,15 @@ def step(
         phase = v_phase ^ 1
     mbarrier.wait(k_full.index(slot), phase)  # until K has landed
     s = scores(T, q, k_s, slot)
-    mbarrier.wait(v_full.index(v_slot), v_phase)  # until V of the step before has landed
+    mbarrier.wait(v_full.index(v_slot), v_phase)  # until V of the previous step has landed
     pv = weighted(T, pairs, v_s, v_slot, acc, DTYPE)
-    s = warpgroup_mma_wait(1, deps=(s,))  # S is there, P V still runs
+    s = warpgroup_mma_wait(1, deps=(s,))  # S is done, P V still runs
     mbarrier.arrive(k_empty.index(slot), count=1)
     if MASKED:
         s = allowed(T, s, i, p_begin, row, lo, hi, partial, rules, bits)
     pairs, m, l, alpha = softmax(T, s, m, l, scale, DTYPE)
-    # Passes at once. It holds a branch, above which ptxas does not move the next wait; else P V is waited for before
-    # the softmax that should run beside it.
+    # Passes at once. It contains a branch, and ptxas does not move the next wait above it; otherwise P V would be
+    # waited for before the softmax that should overlap with it.
     mbarrier.wait(v_full.index(v_slot), v_phase)
     acc = warpgroup_mma_wait(0, deps=(pv,))
     mbarrier.arrive(v_empty.index(v_slot), count=1)
@@ -277,7 +278,7 @@ def step(
 def attend(
     T: gl.constexpr, WG: gl.constexpr, o_desc, tiles, count, lists, bounds, outs, scale, sizes, q_s, k_s, v_s, o_s, bars
 ):  # fmt: skip
-    """Consumer warpgroup WG: its 64 rows of every tile."""
+    """Consumer warpgroup WG: computes its 64 rows of every tile."""
     DTYPE: gl.constexpr = o_desc.dtype
     DIM: gl.constexpr = T.dim
     VDIM: gl.constexpr = T.v_dim
@@ -355,13 +356,13 @@ def attend(
             o = q_s.index(q_slot * GROUPS + WG)
         else:
             o = o_s.index(WG)
-            tma_store_wait(0)  # until TMA has read the O before, which is about to be overwritten
+            tma_store_wait(0)  # until TMA has read the previous O, which is overwritten next
         if part < 0:
             o.reshape((64, VDIM)).store(acc.to(DTYPE))
             fence_async_shared()
             tma_store(o_desc, [b, h // T.pack, pos + WG * (64 // T.pack), 0, 0], o)
         if T.o_in_q:
-            tma_store_wait(0)  # until TMA has read O, over which the next Q will come
+            tma_store_wait(0)  # until TMA has read O, which the next Q overwrites
             mbarrier.arrive(q_empty.index(q_slot * GROUPS + WG), count=1)
         q_slot += 1
         if q_slot == T.q_slots:
@@ -377,8 +378,8 @@ def attention_kernel(
 ):  # fmt: skip
     """Record t of the schedule is tiles[FIELDS t : FIELDS (t + 1)], see plan/attention_schedule.py.
 
-    `scale` is that of the softmax times log2(e). The bounds lo and hi of query x of head h of item b are at
-    b * bound_item + h // bound_group * bound_head + x. SOURCE is there for Triton's cache alone.
+    `scale` is the softmax scale times log2(e). The bounds lo and hi of query x of head h of item b are at b *
+    bound_item + h // bound_group * bound_head + x. SOURCE only enters Triton's cache key.
     """
     DTYPE: gl.constexpr = q_desc.dtype
     STAGES: gl.constexpr = T.stages
@@ -424,7 +425,7 @@ def attention_kernel(
 
 
 class Work(NamedTuple):
-    """A schedule on the device, and what stands in for lists that a mask has not."""
+    """A schedule on the device, and placeholders for lists that a mask lacks."""
 
     schedule: Schedule
     none: Tensor
@@ -435,7 +436,7 @@ class Work(NamedTuple):
 
 
 class HopperAttention:
-    """The kernel above, behind the planner's protocol."""
+    """Implements the Kernel protocol for the device code above."""
 
     name = "hopper.attention_fwd"
 
@@ -476,11 +477,12 @@ class HopperAttention:
         return Shape(c.positions, c.pack, p.card.sm_count * c.ctas_per_sm)
 
     def seconds(self, p: AttentionProblem, c: Config) -> float:
-        """Steps of the fullest SM, and what every tile takes to begin and end; or the traffic, where that is longer.
+        """Steps of the fullest SM, and begin and end of every tile; or the memory traffic, if that is longer.
 
-        Constants are fitted on an H200 (2026-11-21): a step is bound by the tensor core (2048 multiply-adds a cycle) or
-        by the softmax (8 scores a cycle), 3 % above their smooth maximum at 1.6 GHz; steps of 64 keys take 20 % more,
-        two CTAs of one warpgroup 10 % less. CTAs of one warpgroup read every key for half as many rows: L2 bounds them.
+        Constants are fitted on an H200 (2026-11-21): a step is bound by the tensor core (2048 multiply-adds a cycle)
+        or by the softmax (8 scores a cycle), 3 % above their smooth maximum at 1.6 GHz; steps of 64 keys take 20 %
+        more, two CTAs of one warpgroup 10 % less. CTAs of one warpgroup reuse every key for half as many rows: L2
+        bounds them.
         """
         shape = self._shape(p, c)
         tiles = tiling.tiles_of(p, shape)
@@ -523,7 +525,7 @@ class HopperAttention:
         room = (max(1, schedule.slots), tiling.SLOT_ROWS)
         o_part = out.new_empty((*room, c.v_dim), dtype=torch.float32) if c.split else none
         lse_part = out.new_empty(room, dtype=torch.float32) if c.split else none
-        # Parts are as wide as a tile, and merge_parts reads them as wide as the output.
+        # Parts are as wide as a tile; merge_parts reads the width of the output.
         whole = out.new_empty((*out.shape[:3], c.v_dim)) if c.split and c.v_dim != out.shape[3] else out
         bounds = (none, none) if mask.lo is None or mask.hi is None else (mask.lo, mask.hi)
         own_bounds = bounds[0].dim() == 2 and bounds[0].shape[0] > 1
@@ -559,7 +561,7 @@ class HopperAttention:
 
 
 def _packs(p: AttentionProblem) -> list[int]:
-    """Query heads to a tile: 1, and where it makes fewer tiles, the largest power of two that divides the group."""
+    """Query heads per tile: 1, and the largest power of two that divides the group, if that makes fewer tiles."""
     pack = min(64, p.group & -p.group)
     if pack == 1 or p.mask_heads not in (1, p.kv_heads) or p.q_len > p.block[0] // 2:
         return [1]
@@ -567,7 +569,7 @@ def _packs(p: AttentionProblem) -> list[int]:
 
 
 def _fitted(c: Config, smem: int) -> Config:
-    """The same tile with two slots of Q where they fit beside two stages, and then as many stages, up to 4, as fit."""
+    """The same tile with two slots of Q if they fit next to two stages, and then as many stages, up to 4, as fit."""
     # Two CTAs have 128 registers a thread at launch, too few for 64 x 256 accumulators.
     room = HALF_AN_SM if c.groups == 1 and c.v_dim <= 128 else smem - 1024
     for q_slots, stages in ((2, 4), (2, 3), (2, 2), (1, 4), (1, 3)):

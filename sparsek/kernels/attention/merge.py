@@ -1,9 +1,9 @@
-"""Merges attention over parts of the keys: what the hopper kernel leaves of query tiles that it split.
+"""Merges attention over parts of the keys, for query tiles that hopper.attention_fwd has split.
 
     top = max lse[s];   w[s] = exp2(lse[s] - top);   out = sum w[s] o[s] / sum w[s];   lse = ln 2 (top + log2 sum w[s])
 
-A slot is 128 rows of `o_part` and `lse_part`; the slots of a tile, one for each part of its keys, lie side by side.
-A program takes ROWS rows of one tile and adds their slots in order, so the bits repeat. Every byte is read once.
+A slot is 128 rows of `o_part` and `lse_part`; the slots of a tile, one per part of its keys, are adjacent. A program
+adds the slots of ROWS rows of one tile in order, so the bits repeat. Every byte is read once.
 """
 
 from typing import Any
@@ -44,7 +44,7 @@ def _merge(
     for s in range(slots):
         at = (slot + s) * SLOT + row
         part = tl.load(lse_part + at, mask=live, other=float("-inf"))
-        seen = part > float("-inf")  # what o_part holds of a row that saw nothing is not looked at
+        seen = part > float("-inf")  # o_part of a row without any key is ignored
         o_at = o_part + (at[:, None] * DV + col[None, :])
         o = tl.load(o_at, mask=seen[:, None] & (col < DV)[None, :], other=0.0)
         now = tl.maximum(top, part)
@@ -68,16 +68,14 @@ def _merge(
 def merge_parts(
     o_part: Tensor, lse_part: Tensor, table: Tensor, out: Tensor, lse: Tensor | None, group: int, rows: int
 ) -> None:
-    """Writes the query tiles of `table` into `out` and `lse`; nothing else of them is touched. No sync.
+    """Writes the query tiles of `table` into `out` and `lse`, and nothing else. No sync.
 
     o_part: float32 [slots, 128, Dv], contiguous: attention over one part of a tile's keys, each row divided by its
-    own sum. lse_part: float32 [slots, 128], contiguous: log2 of that sum of exponentials, -inf for a row that saw
-    nothing, whose o_part may hold anything.
-    table: int32 [tiles, 5], contiguous: first slot, number of slots, batch item, head, first query. An entry of no
-    slots is padding. Row r < `rows` of a tile is query first + r // group of head head + r % group; queries from S on
-    are left out.
-    out: bf16 or fp16 [B, Hq, S, Dv], any strides. lse: float32 [B, Hq, S], contiguous, natural logarithm. Rows that no
-    part saw give 0 and -inf.
+    own sum. lse_part: float32 [slots, 128], contiguous: log2 of that sum of exponentials, -inf for a row without any
+    key, whose o_part may hold anything. table: int32 [tiles, 5], contiguous: first slot, number of slots, batch item,
+    head, first query. An entry of no slots is padding. Row r < `rows` of a tile is query first + r // group of head
+    head + r % group; queries from S on are left out. out: bf16 or fp16 [B, Hq, S, Dv], any strides. lse: float32 [B,
+    Hq, S], contiguous, natural logarithm. Rows without a key in any part get 0 and -inf.
     """
     if len(table) == 0 or rows == 0:
         return

@@ -1,13 +1,13 @@
-"""In which order the programs of portable.attention_bwd take tiles, and the sum of tiles that several programs share.
+"""The order of tiles of portable.attention_bwd, and the sum of tiles that several programs share.
 
-Tiles go longest first. The longest few of every head come before anything else, so that a column which all queries
-visit does not begin last; then the heads follow in sections, as far as L2 holds what they read:
+Tiles are ordered longest first. The longest few of every head come before all others, so that a column which all
+queries visit does not start last. Then the heads follow in sections whose operands fit in L2:
 
     | lead: all heads, tile by tile | section 0: heads 0, 1, tile by tile | section 1: heads 2, 3 | ...
 
-A tile with more blocks than an SM's share of all is cut into parts of equal length. Each leaves its sums in float32
-in a slot of its own; `add_parts` adds the slots of a tile in order, so the bits repeat. What depends on the mask's
-lists stays on its device; the host reserves what bounds ask for.
+A tile with more blocks than an SM's share of all blocks is split into parts of equal length. Each part writes its
+float32 sums to a slot of its own; `add_parts` adds the slots of a tile in order, so the bits repeat. Anything that
+depends on the mask's lists stays on its device; the host allocates by upper bounds.
 """
 
 from dataclasses import dataclass
@@ -20,10 +20,10 @@ from torch import Tensor
 
 from sparsek.kernels.lang.launch import launch
 
-# Fields of `order`: tile (-1: none), first block, block behind the last, slot (-1: the tile is whole).
-# Fields of `merges`: group of heads, tile, first slot, slots (0: none).
+# Fields of `order`: tile (-1: none), first block, end of its blocks, slot (-1: the tile is whole). Fields of
+# `merges`: group of heads, tile, first slot, slots (0: none).
 FIELDS = 4
-# Blocks of 128 x 128: a slot of that many rows costs about as much as one of them.
+# In blocks of 128 x 128: a slot of that many rows costs about as much as one of them.
 SHORTEST_PART = 8
 ROWS = 16
 
@@ -32,9 +32,9 @@ ROWS = 16
 class Walk:
     """`order` int32 [groups of heads with lists of their own, capacity, FIELDS], longest first, ties by position.
 
-    `lead` entries of all heads come first, then `section` heads side by side. Where `slots` is 0 no tile is cut;
-    else each of `replicas`, the heads that share a group, has so many, and `merges` int32 [at most, FIELDS] lists the
-    tiles that were cut.
+    `lead` entries of all heads come first, then `section` heads side by side. If `slots` is 0, no tile is split.
+    Otherwise each of `replicas`, the heads that share a group, has `slots` slots, and `merges` int32 [at most,
+    FIELDS] lists the split tiles.
     """
 
     order: Tensor
@@ -47,7 +47,7 @@ class Walk:
 
 @triton.jit
 def turn(entries, lead, section, all_heads, SUBS: tl.constexpr):
-    """Head, entry of its order and part of its tile of this program; SUBS programs share an entry."""
+    """Head, order entry and tile part of this program; SUBS programs share an entry."""
     pid = tl.program_id(0)
     before = lead * SUBS * all_heads
     leads = pid < before
@@ -62,8 +62,8 @@ def turn(entries, lead, section, all_heads, SUBS: tl.constexpr):
 
 @triton.jit
 def share(partial, full, begin, end, before):
-    """Of a list's `partial` and `full` blocks, `before` others before them: first and number of those from `begin` to
-    `end`, of either kind.
+    """Of a list's `partial` and `full` blocks, after `before` others: first and number of those from `begin` to
+    `end`, of each kind.
     """
     first = tl.minimum(tl.maximum(begin - before, 0), partial + full)
     last = tl.minimum(tl.maximum(end - before, 0), partial + full)
@@ -77,15 +77,15 @@ def share(partial, full, begin, end, before):
 
 
 def longest_part(visited: int, block: tuple[int, int], sm_count: int) -> int:
-    """The most blocks a program takes: a quarter more than an SM's share, and not so few that adding takes longer."""
+    """The most blocks per program: a quarter over an SM's share, but enough that adding parts does not dominate."""
     least = SHORTEST_PART * 128 * 128 // (block[0] * block[1])
     return max(least, -(-5 * visited // (4 * sm_count)))
 
 
 def walk(costs: Tensor, most: int, visited: int, part: int, section: int, heads: int) -> Walk:
-    """`costs` [groups, tiles]: the blocks of every tile, `most` of them at most; in parts of `part` blocks. No sync.
+    """`costs` [groups, tiles]: the blocks of every tile, at most `most`; split into parts of `part` blocks. No sync.
 
-    `visited` bounds their sum over all `heads` heads, so that the host knows what to reserve.
+    `visited` bounds their sum over all `heads` heads, so that the host knows how much to allocate.
     """
     groups, tiles = costs.shape
     replicas = heads // groups
@@ -120,7 +120,7 @@ def walk(costs: Tensor, most: int, visited: int, part: int, section: int, heads:
     at = torch.arange(groups * tiles, device=costs.device)
     entry = torch.stack((at // tiles, at % tiles, first_slot.flatten(), parts.flatten()), 1).int()
     merges = entry.new_zeros((cuts + 1, FIELDS))
-    # Whole tiles all go to the last row, which is dropped.
+    # Whole tiles are all written to the last row, which is dropped.
     merges.index_copy_(0, torch.where(cut, cut.cumsum(0) - 1, cuts).clamp(max=cuts), entry)
     return Walk(order, lead, section, replicas, slots, merges[:-1])
 
@@ -156,10 +156,10 @@ def _add_parts(
 
 
 def add_parts(parts: Tensor, first: int, walk: Walk, mask_batch: int, scale: float, out: Tensor) -> None:
-    """Writes scale times the sums of the tiles that `walk` has cut into `out` [B, H, L, E], any strides. No sync.
+    """Writes scale times the sums of the tiles that `walk` has split into `out` [B, H, L, E], any strides. No sync.
 
-    parts: float32 [walk.replicas * walk.slots, rows of a tile, width], contiguous, of which the columns from `first`
-    on are added.
+    parts: float32 [walk.replicas * walk.slots, rows of a tile, width], contiguous. The columns from `first` on are
+    added.
     """
     merges = walk.merges
     if merges is None or not len(merges):

@@ -3,19 +3,18 @@
     P = exp(scale q k^T - lse)    dS = P * (grad v^T - delta)    delta = rowsum(grad * out) - grad_lse
     dv = P^T grad                 dk = scale dS^T q              dq = scale dS k
 
-Two kernels follow a pass over the rows (attention_delta). Neither adds with atomics: same inputs, same bits.
+Two kernels follow a pass over the rows (attention_delta). Neither uses atomics: same inputs, same bits.
 
     _keys      a tile of keys walks the transposed lists: the query tiles that visit it, head by head of its group
                S^T = K Q^T   dP^T = V grad^T   dV += P^T grad   dK += dS^T Q       [keys, queries] in registers
     _queries   a tile of queries walks its own lists, partial blocks before full ones
                S = Q K^T     dP = grad V^T     dQ += dS K                          [queries, keys]
 
-Both products of a step that follow the scores take P or dS from registers where one warp owns whole rows of a tile. S
-and dP are computed twice, in seven products instead of five: that is the price of sums in a fixed order without a
-workspace for dq. Rows behind the last query weigh nothing, because their lse is +inf. Head dims 96 and 192 are padded
-with zeros to 128 and 256.
+The products after the scores read P or dS from registers if one warp owns whole rows of a tile. S and dP are computed
+twice, in seven products instead of five: the price of sums in a fixed order without a workspace for dq. Rows after
+the last query have lse = +inf and so weight 0. Head dims 96 and 192 are zero-padded to 128 and 256.
 
-Tiles go longest first; those with more than their share of the blocks are cut into parts (attention_parts).
+Tiles run longest first; those with more than their share of the blocks are split into parts (attention_parts).
 """
 
 from dataclasses import dataclass
@@ -42,7 +41,7 @@ from sparsek.plan.problem import AttentionGradProblem
 
 @dataclass(frozen=True)
 class Tile:
-    """A program's `rows`, and how many of the other side it takes a `step`: powers of two from 16 up."""
+    """`rows` of a program, and its `step` along the other side: powers of two from 16 up."""
 
     rows: int
     step: int
@@ -62,7 +61,7 @@ class Tile:
 class Config:
     """`keys`: tiles of keys that step over queries, for dk and dv. `queries`: tiles of queries that step over keys.
 
-    `apart`: dk and dv in two passes, which compute the scores once more but hold one of the sums each.
+    `apart`: dk and dv in two passes, which recompute the scores but hold only one of the sums each.
     """
 
     keys: Tile
@@ -72,7 +71,7 @@ class Config:
 
 @dataclass(frozen=True, eq=False)
 class Work:
-    """Which tiles the two kernels take in which order, and the lists of key blocks."""
+    """The order of tiles of both kernels, and the lists of key blocks."""
 
     keys: Walk
     queries: Walk
@@ -87,7 +86,8 @@ def _over_queries(
     D: tl.constexpr, DV: tl.constexpr, FOR_K: tl.constexpr, FOR_V: tl.constexpr, PARTIAL: tl.constexpr,
     WIDE: tl.constexpr,
 ):  # fmt: skip
-    """`dk` [tile_n, D] and `dv` [tile_n, Dv], `steps` steps along one list later; only what FOR_K and FOR_V ask for.
+    """`dk` [tile_n, D] and `dv` [tile_n, Dv] after `steps` steps along one list; only those that FOR_K and FOR_V
+    select.
 
     `k_tile`, `v_tile`: of the keys.
     """
@@ -134,7 +134,7 @@ def _over_keys(
     SK_N: tl.constexpr, SV_N: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, TN: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, PARTIAL: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """`dq` [tile_m, D], `steps` steps along one list later. `top` and `less` [tile_m]: lse in base 2, and delta."""
+    """`dq` [tile_m, D] after `steps` steps along one list. `top` and `less` [tile_m]: lse in base 2, and delta."""
     PER: tl.constexpr = BK // TN
     column = tl.load(columns + start, mask=steps > 0, other=0)
     for step in range(steps):
@@ -160,7 +160,7 @@ def _put(
     x, scale, out, sums, slot, first, limit, row_stride, col_stride,
     ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Stores scale * x as the rows of `out` from `first` on, or x of a part as float32 into its place in `sums`."""
+    """Stores scale * x as the rows of `out` from `first` on; for a part, x as float32 into its slot in `sums`."""
     row = tl.arange(0, ROWS)
     col = tl.arange(0, triton.next_power_of_2(COLS))
     live = (row < limit - first)[:, None] & (col < COLS)[None, :]
@@ -171,7 +171,7 @@ def _put(
         tl.store(sums + ((row * WIDTH)[:, None] + col[None, :]), x, mask=live & (slot >= 0))
 
 
-# A new length, mask or alignment of its lists compiles nothing: Triton does not look at these values.
+# A new length, mask or alignment of its lists compiles nothing: Triton does not specialize for these values.
 _NUMBERS = (
     "q_len", "kv_len", "rows", "tiles", "all_heads", "entries", "lead", "section", "slots",
     "mask_step", "order_item", "rule_step",
@@ -334,7 +334,7 @@ def _wide(c: Config, *tensors: Tensor) -> bool:
 
 
 def _constants(c: Config, mask: BlockMask, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> dict[str, Any]:
-    """The constexprs that both kernels have; no length changes them, in [B, H, S, D] and in [B, S, H, D]."""
+    """Constexprs that both kernels share; no length changes them, in [B, H, S, D] and in [B, S, H, D]."""
     return {
         "KV_GROUP": q.shape[1] // k.shape[1], "MASK_GROUP": q.shape[1] // mask.heads,
         "BM": mask.block[0], "BK": mask.block[1], "D": q.shape[3], "DV": v.shape[3],
@@ -343,8 +343,8 @@ def _constants(c: Config, mask: BlockMask, q: Tensor, k: Tensor, v: Tensor, grad
 
 
 def _of_keys(c: Config, mask: BlockMask, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> dict[str, Any]:
-    """Every constexpr of `_keys`. Strides along what a loop steps over are among them: addresses of rows a known way
-    apart share registers.
+    """Every constexpr of `_keys`. It includes the strides along the loop axis, so that addresses of rows at known
+    distances share registers.
     """
     heads = k.shape[1]
     more = {
@@ -362,8 +362,8 @@ def _of_queries(c: Config, mask: BlockMask, q: Tensor, k: Tensor, v: Tensor, gra
     return _constants(c, mask, q, k, v, grad) | more
 
 
-# Tables by the wider padded head dim. The order is a guess until it is measured. At a head dim of 128 the registers are
-# full, and some addresses are spilled: one or two reloads for a step of 64 queries.
+# Tables by the wider padded head dim. The order is a guess until it is measured. At a head dim of 128 the registers
+# are full, and some addresses are spilled: one or two reloads for a step of 64 queries.
 # fmt: off
 HOPPER: dict[int, tuple[Config, ...]] = {
     64: (Config(Tile(128, 64, 8, 3), Tile(128, 64, 8, 3)), Config(Tile(64, 64, 4, 3), Tile(128, 64, 8, 3)),
@@ -381,14 +381,14 @@ AMPERE: dict[int, tuple[Config, ...]] = {
     256: (Config(Tile(64, 32, 8, 2), Tile(64, 32, 8, 2)), Config(Tile(64, 16, 8, 2), Tile(64, 16, 4, 2))),
 }
 # fmt: on
-# TFLOPS of each table over all products, padding counted, once every SM is busy: 128 after three records of an H200
+# TFLOPS of each table over all products, padding included, with every SM busy: 128 from three records of an H200
 # (2026-11-22), the others guessed from it.
 RATES = {64: 450.0, 128: 540.0, 256: 400.0}
 
 
 def _shared(p: AttentionGradProblem, c: Config) -> int:
-    """Bytes of shared memory of the kernel that needs more, 4 KiB of small things included. On sm_80 one stage is in
-    registers, and P and dS may not be.
+    """Bytes of shared memory of the kernel that needs more, with a margin of 4 KiB. On sm_80 one stage is in
+    registers, and P and dS may be in shared memory.
     """
     width = padded(p.dim) + padded(p.v_dim)
 
@@ -407,7 +407,7 @@ class PortableAttentionGrad(common.PortableKernel):
     most, tiled = SIZE_LIMIT // 2, "queries or keys"  # parts may be half as many again
 
     def programs(self, p: AttentionGradProblem, c: Config) -> tuple[int, int]:
-        """Of `_keys` and of `_queries`, parts left out."""
+        """Programs of `_keys` and of `_queries`, without parts."""
         (tiles, columns), (bq, bk) = p.grid, p.block
         keys = columns * (bk // c.keys.rows) * p.batch * p.kv_heads
         return keys, tiles * (bq // c.queries.rows) * p.batch * p.q_heads
@@ -418,10 +418,11 @@ class PortableAttentionGrad(common.PortableKernel):
         return divides and (p.on_cpu or _shared(p, c) <= p.card.smem_bytes)
 
     def seconds(self, p: AttentionGradProblem, c: Config) -> float:
-        """Three launches, two passes over the rows, and the longer of: arithmetic, padding included, plus 1.5 us for
-        each wave of tiles to begin and end; the longest tile of queries on one SM. Two tiles of 64 rows fit an SM."""
+        """Three launches, two passes over the rows, and the longer of two: arithmetic with padding, plus 1.5 us to
+        begin and end each wave of tiles; the longest tile of queries on one SM. Two tiles of 64 rows fit an SM.
+        """
         programs = self.programs(p, c)
-        if p.on_cpu:  # the interpreter: about a millisecond for each program and step
+        if p.on_cpu:  # the interpreter: about a millisecond per program and step
             (bq, bk), k, q = p.block, c.keys, c.queries
             steps = p.visited * (bk // k.rows * (bq // k.step) + bq // q.rows * (bk // q.step))
             return 1e-3 * (sum(programs) + steps)
@@ -467,9 +468,9 @@ class PortableAttentionGrad(common.PortableKernel):
         return Work(keys, walk(visits, p.longest, p.visited, part, side_by_side, heads), lists)
 
     def launch(self, c: Config, work: Work, call: AttentionGradCall) -> None:
-        """Gradients of attention into `dq`, `dk` and `dv`; all tensors may have any strides. No sync.
+        """Computes the gradients of attention into `dq`, `dk` and `dv`; all tensors may have any strides. No sync.
 
-        Allocates two float32 a row of q, and where tiles are cut into parts the float32 sums of these.
+        Allocates two float32 per row of q, and the float32 sums of split tiles.
         """
         q, k, v, mask, scale, out, lse, grad, grad_lse, dq, dk, dv = call
         batch, heads, q_len, dim = q.shape

@@ -2,8 +2,8 @@
 
     out[q] = sum over visited keys k of exp(scale q.k - lse[q]) v[k],   lse[q] = log of the sum of exp(scale q.k)
 
-One program makes one tile of `out`: tile_m queries of one query tile of the mask, for one head. It walks that
-row's two lists, tile_n keys a step, and keeps a running maximum, sum and weighted sum of V in float32:
+One program computes one tile of `out`: tile_m queries of one query tile of the mask, for one head. It walks that
+row's two lists, tile_n keys per step, and keeps a running maximum, sum and weighted sum of V in float32:
 
     partial blocks   | p0      | p1      |               every score is tested by the block's rule
     full blocks                            | f0      |   no test
@@ -11,13 +11,13 @@ row's two lists, tile_n keys a step, and keeps a running maximum, sum and weight
     S = Q K^T  [tile_m, tile_n];   P = exp2(scale S - top);   acc = acc exp2(top before - top) + P V
 
 A rule is an interval of keys for each query, or a word of 32 bits for each query and 32 keys of the block. Only
-partial blocks reach beyond the last key; what lies there is masked, never read. Scores are kept in base 2: log2(e)
-is in the scale. Head dims 96 and 192 are padded with zeros to 128 and 256: a third more products than needed.
-Every sum has one order: same mask, same bits.
+partial blocks may extend beyond the last key; that part is masked, never read. Scores are in base 2: log2(e) is
+folded into the scale. Head dims 96 and 192 are zero-padded to 128 and 256: a third more products than needed. Every
+sum has one order: same mask, same bits.
 
-What limits it: the same warps multiply and take exponentials, so the tensor cores idle during the softmax unless
-another program on the SM uses them. hopper.attention_fwd overlaps the two. On sm_80 Triton gives each warp whole
-rows of both products only where tile_m is at least tile_n and Dv; elsewhere P goes through shared memory.
+Bottleneck: the same warps multiply and compute exponentials, so the tensor cores idle during the softmax unless
+another program on the SM uses them. hopper.attention_fwd overlaps the two. On sm_80 Triton gives each warp whole rows
+of both products only if tile_m is at least tile_n and Dv; otherwise P goes through shared memory.
 """
 
 from dataclasses import dataclass
@@ -63,7 +63,7 @@ class Config:
 class Work:
     """`order` int32 [1 or mask.batch * mask.heads, Mb]: query tiles of a head, longest first, ties by position.
 
-    `section` heads are walked side by side, tile after tile, before the next ones begin.
+    `section` heads are walked together, tile after tile, before the next ones begin.
     """
 
     order: Tensor
@@ -77,7 +77,7 @@ def _walk(
     SK_N: tl.constexpr, SV_N: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, TN: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, PARTIAL: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """`acc` [tile_m, Dv], `total` and `top` [tile_m], `steps` steps along one list later. `q` is [tile_m, D]."""
+    """`acc` [tile_m, Dv], `total` and `top` [tile_m] after `steps` steps along one list. `q` is [tile_m, D]."""
     PER: tl.constexpr = BK // TN
     column = tl.load(columns + start, mask=steps > 0, other=0)
     for step in range(steps):
@@ -94,7 +94,7 @@ def _walk(
             s = tl.where(ok, s, float("-inf"))
         now = tl.maximum(top, tl.max(s, 1) * scale)
         base = now
-        if PARTIAL:  # a query may have seen nothing yet, and -inf - -inf is NaN
+        if PARTIAL:  # a query may have had no key yet, and -inf - -inf is NaN
             base = tl.where(now == float("-inf"), 0.0, now)
         p = tl.exp2(s * scale - base[:, None])
         shrink = tl.exp2(top - base)
@@ -104,7 +104,7 @@ def _walk(
     return acc, total, top
 
 
-# A new length, mask or alignment of its lists compiles nothing: Triton does not look at these values.
+# A new length, mask or alignment of its lists compiles nothing: Triton does not specialize for these values.
 _NUMBERS = ("q_len", "kv_len", "tiles", "all_heads", "section", "mask_step", "order_step", "rule_step")
 _POINTERS = (
     "lse", "order", "part_starts", "part_counts", "part_columns", "full_starts", "full_counts", "full_columns",
@@ -174,7 +174,7 @@ def _attention(
         SK_N, SV_N, BM, BK, TN, D, DV, False, WIDE,
     )  # fmt: skip
 
-    # A query that saw nothing has total 0 and top -inf: it gets 0 / 1, and -inf + 0.
+    # A query without any key has total 0 and top -inf: it gets 0 / 1, and -inf + 0.
     total = tl.where(total == 0.0, 1.0, total)
     acc = acc / total[:, None]
     col = tl.arange(0, PADDED_DV)
@@ -195,7 +195,7 @@ def _wide(c: Config, *tensors: Tensor) -> bool:
 def _constants(c: Config, mask: BlockMask, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> dict[str, Any]:
     """Every constexpr of `_attention` for one launch.
 
-    Strides along keys are among them because addresses of rows a known way apart share registers. No length changes
+    It includes strides along keys, so that addresses of rows at known distances share registers. No length changes
     them, in [B, H, S, D] and in [B, S, H, D].
     """
     heads, (bq, bk) = q.shape[1], mask.block
@@ -224,13 +224,13 @@ AMPERE: dict[int, tuple[Config, ...]] = {
     256: (Config(64, 32, 4, 3), Config(64, 32, 8, 3), Config(64, 64, 8, 3), Config(64, 16, 4, 3)),
 }
 # fmt: on
-# Guessed TFLOPS of each table, padding counted, once every SM is busy: FlexAttention's Triton kernel does 332 to 384
-# on an H200 at a head dim of 128.
+# Guessed TFLOPS of each table, padding included, with every SM busy: FlexAttention's Triton kernel has 332 to 384 on
+# an H200 at a head dim of 128.
 RATES = {64: 320.0, 128: 380.0, 256: 340.0}
 
 
 def _shared(p: AttentionProblem, c: Config) -> int:
-    """Bytes of shared memory, 3 KiB of small things included. On sm_80 one stage is in registers, and P may not be."""
+    """Bytes of shared memory, 3 KiB of margin included. On sm_80 one stage is in registers, and P may need memory."""
     buffers = c.num_stages if is_hopper(p) else c.num_stages - 1
     d, dv = padded(p.dim), padded(p.v_dim)
     spread = not is_hopper(p) and c.tile_m < max(c.tile_n, dv)
@@ -239,7 +239,7 @@ def _shared(p: AttentionProblem, c: Config) -> int:
 
 
 def _section(p: AttentionProblem) -> int:
-    """How many heads of queries are walked side by side: those that share K and V, as far as these fit in L2."""
+    """How many query heads are walked together: those that share K and V, as far as these fit in L2."""
     head_bytes = p.kv_len * (p.dim + p.v_dim) * dtypes.itemsize(p.dtype)
     return common.section(p, p.batch * p.q_heads, head_bytes, p.group)
 
@@ -259,14 +259,15 @@ class PortableAttention(common.PortableKernel):
         return divides and (p.on_cpu or _shared(p, c) <= p.card.smem_bytes)
 
     def seconds(self, p: AttentionProblem, c: Config) -> float:
-        """Launch + the longest of: arithmetic, padding included, plus 1.5 us for each wave of tiles to begin and end;
-        the longest row on one SM; compulsory bytes at 80 % of copy bandwidth. Its rates are guesses (`RATES`)."""
+        """Launch + the longest of: arithmetic with padding, plus 1.5 us to begin and end each wave of tiles; the
+        longest row on one SM; compulsory bytes at 80 % of copy bandwidth. Its rates are guesses (`RATES`).
+        """
         (programs,) = self.programs(p, c)
-        if p.on_cpu:  # the interpreter: about a millisecond for each program and step
+        if p.on_cpu:  # the interpreter: about a millisecond per program and step
             steps = p.visited * p.block[0] // c.tile_m * p.block[1] // c.tile_n
             return 1e-3 * (programs + steps)
         rate = 1e12 * RATES[common.table_of(p)] * p.card.sustained(p.dtype) / 690.0
-        rate *= 1.0 if c.tile_m >= 128 else 0.85  # half as many FLOP for each byte of K and V
+        rate *= 1.0 if c.tile_m >= 128 else 0.85  # half as many FLOP per byte of K and V
         block = 2.0 * p.block[0] * p.block[1] * (padded(p.dim) + padded(p.v_dim))
         busy = max(1, min(p.card.sm_count, programs)) / p.card.sm_count
         waves = 1.5e-6 * -(-programs // p.card.sm_count)
@@ -285,8 +286,9 @@ class PortableAttention(common.PortableKernel):
         return Work(order, _section(p))
 
     def launch(self, c: Config, work: Work, call: AttentionCall) -> None:
-        """Attention of `q`, `k` and `v` into `out` [B, Hq, S, Dv], all with any strides, and `lse` [B, Hq, S],
-        contiguous; no sync, no allocation. `scale` is above 0."""
+        """Computes attention of `q`, `k` and `v` into `out` [B, Hq, S, Dv], all with any strides, and `lse` [B, Hq,
+        S], contiguous; no sync, no allocation. `scale` is above 0.
+        """
         q, k, v, mask, scale, out, lse = call
         batch, heads, q_len, _ = q.shape
         tiles = mask.grid[0]

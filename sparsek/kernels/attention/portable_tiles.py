@@ -1,4 +1,4 @@
-"""What the plain Triton kernels of attention share: tiles of rows, rules of partial blocks, what they cannot run."""
+"""Shared pieces of the plain Triton attention kernels: tiles of rows, rules of partial blocks, supported problems."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -32,13 +32,13 @@ def load_tile(
 
 @triton.jit
 def of_queries(x, KEYS_FIRST: tl.constexpr):
-    """One number for each query, as a row or a column of a tile of scores: [queries, 1], or [1, queries]."""
+    """One number per query, as a row or a column of a tile of scores: [queries, 1], or [1, queries]."""
     return x[None, :] if KEYS_FIRST else x[:, None]
 
 
 @triton.jit
 def of_keys(x, KEYS_FIRST: tl.constexpr):
-    """One number for each key: [1, keys], or [keys, 1]."""
+    """One number per key: [1, keys], or [keys, 1]."""
     return x[:, None] if KEYS_FIRST else x[None, :]
 
 
@@ -47,7 +47,7 @@ def admitted(
     low, high, rules, bits, entry, inside, first, inner,
     BM: tl.constexpr, BK: tl.constexpr, TN: tl.constexpr, KEYS_FIRST: tl.constexpr = False,
 ):  # fmt: skip
-    """bool [tile_m, TN], KEYS_FIRST [TN, tile_m]: what the rule of a partial block admits of TN keys from `first` on.
+    """bool [tile_m, TN], KEYS_FIRST [TN, tile_m]: the rule of a partial block for TN keys from `first` on.
 
     `inside` [tile_m] and `inner` count queries and keys from the block's corner.
     """
@@ -77,12 +77,12 @@ def padded(dim: int) -> int:
 
 
 def is_hopper(p: Any) -> bool:
-    """Whether configs for Hopper suit the problem: also in the interpreter."""
+    """Whether configs for Hopper suit the problem; also true in the interpreter."""
     return p.on_cpu or p.card.capability[0] == 9
 
 
 def why_not(p: Any) -> list[str]:
-    """Reasons why no plain Triton kernel of attention runs problem `p`: its device, dtype, head dims or lengths."""
+    """Why no plain Triton kernel of attention runs problem `p`: its device, dtype, head dims or lengths."""
     why = []
     if p.on_cpu and not env.interpreting():
         why.append("CPU tensors need Triton's interpreter (TRITON_INTERPRET=1 before the import)")
@@ -106,8 +106,8 @@ def table_of(p: Any) -> int:
 
 
 class PortableKernel:
-    """What both kernels answer alike. `tables`: configs by `table_of`, for Hopper and before. At most `most` programs,
-    one for each tile of `tiled`.
+    """What the forward and backward kernels share. `tables`: configs by `table_of`, for Hopper and before. At most
+    `most` programs, one for each tile of `tiled`.
     """
 
     tables: tuple[dict[int, tuple[Any, ...]], dict[int, tuple[Any, ...]]]
@@ -115,7 +115,7 @@ class PortableKernel:
     tiled: str
 
     def programs(self, p: Any, c: Any) -> tuple[int, ...]:
-        """Programs of each launch."""
+        """Number of programs of each launch."""
         raise NotImplementedError
 
     def fits(self, p: Any, c: Any) -> bool:
@@ -132,13 +132,13 @@ class PortableKernel:
         return why
 
     def default(self, p: Any) -> Any:
-        """The first of `configs` whose tiles are enough for all SMs, else the first with the most tiles."""
+        """The first of `configs` with enough tiles for all SMs, else the first with the most tiles."""
         configs = list(self.configs(p))
         enough = min(p.card.sm_count, max(min(self.programs(p, c)) for c in configs))
         return next(c for c in configs if min(self.programs(p, c)) >= enough)
 
     def configs(self, p: Any) -> Iterator[Any]:
-        """Serious alternatives, best guess first: what suits the mask's block and the card's shared memory."""
+        """Alternatives worth timing, best guess first, limited by the mask's block and the card's shared memory."""
         return (c for c in self.tables[not is_hopper(p)][table_of(p)] if self.fits(p, c))
 
     def notes(self, p: Any, c: Any) -> list[str]:
@@ -147,9 +147,9 @@ class PortableKernel:
 
 
 def section(p: Any, heads: int, head_bytes: int, shared_by: int) -> int:
-    """How many of `heads` are walked side by side, where `shared_by` of them read the same `head_bytes`: those whose
-    bytes fit in half of L2, so that programs find there what others have read. More where a section would be so short
-    that its longest row, begun late, outlasts the rest.
+    """How many of `heads` are walked together, where `shared_by` of them read the same `head_bytes`: those whose
+    bytes fit in half of L2, so that programs reuse each other's reads. More, if otherwise a section would be so short
+    that its longest row, started late, outlasts the rest.
     """
     held = max(1, p.card.l2_bytes // 2 // max(1, head_bytes)) * shared_by
     shortest = 2 * p.card.sm_count * max(1, p.longest)

@@ -1,4 +1,4 @@
-"""reference.attention and reference.attention_bwd: the specification, run as kernels.
+"""reference.attention and reference.attention_bwd: the specification as kernels.
 
 Any device, dtype and layout; they visit every query-key pair, so they are slow, and predicted to be.
 """
@@ -15,8 +15,8 @@ from sparsek.reference.attention import attention, attention_backward
 
 
 class _Reference(FixedKernel):
-    """`passes`: reads and writes of one score. `widths`: of k and v in float32, for every tile of queries. `calls`: of
-    torch, for every tile.
+    """`passes`: reads and writes per score. `widths`: of k and v in float32, for every tile of queries. `calls`:
+    torch calls per tile.
     """
 
     config = Fixed("every key for one tile of queries at a time, in float32 or float64")
@@ -33,7 +33,7 @@ class _Reference(FixedKernel):
 
 
 class ReferenceAttention(_Reference):
-    """`sparsek.reference.attention` behind the protocol: the last resort, and what the others are compared with."""
+    """`sparsek.reference.attention` as a kernel: the last resort, and the baseline for tests."""
 
     name = "reference.attention"
     passes = 12  # scaled, masked, log-sum-exp, difference, exponential, product
@@ -50,11 +50,11 @@ class ReferenceAttention(_Reference):
 
 
 class ReferenceAttentionBackward(_Reference):
-    """`sparsek.reference.attention.attention_backward` behind the protocol: the last resort."""
+    """`sparsek.reference.attention.attention_backward` as a kernel: the last resort."""
 
     name = "reference.attention_bwd"
     passes = 18  # scaled, masked, difference, exponential, gradients of weights and scores, products
-    widths = 6  # and dk and dv are added to
+    widths = 6  # and dk and dv are accumulated
     calls = 48
 
     def launch(self, c: Fixed, work: None, call: AttentionGradCall) -> None:

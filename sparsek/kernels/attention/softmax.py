@@ -1,7 +1,7 @@
 """Device pieces of attention kernels: the rules of partial blocks and the online softmax, on wgmma's accumulators.
 
-A warpgroup holds 64 rows of scores s [64, T.keys] in the layout in which wgmma leaves them: a thread has two rows, and
-of each eight keys two neighbours. Nothing here moves a score to another thread. T is a kernel's Config.
+A warpgroup holds 64 rows of scores s [64, T.keys] in wgmma's accumulator layout: a thread has two rows, and two
+adjacent keys of every eight. No function here moves a score to another thread. T is a kernel's Config.
 """
 
 from triton.experimental import gluon
@@ -22,7 +22,7 @@ def by_interval(T: gl.constexpr, s, key0, lo, hi):
 
 @gluon.jit
 def by_bits(T: gl.constexpr, s, words, row):
-    """Scores whose bit is set, -inf elsewhere. Seen as [rows, words, 32], no score changes its thread."""
+    """Scores whose bit is set, -inf elsewhere. Viewed as [rows, words, 32], so no score changes its thread."""
     KEYS: gl.constexpr = T.keys
     WORDS: gl.constexpr = T.keys // 32
     cube = s.reshape((64, WORDS, 32))
@@ -41,17 +41,17 @@ def by_bits(T: gl.constexpr, s, words, row):
 def softmax(T: gl.constexpr, s, m, l, scale, DTYPE: gl.constexpr):
     """One step of the online softmax in base 2 (Milakov and Gimelshein 2018; Dao 2023).
 
-    P in pairs, the rows' scaling m and sums l, and by what these shrank. Where the maximum grew by less than 2^LAG, m
-    stays.
+    Returns P in pairs, the rows' scaling m and sums l, and the factor by which they shrank. If the maximum grew by
+    less than 2^LAG, m is unchanged.
     """
     top = gl.maximum(m, gl.max(s, 1) * scale)
     m_new = gl.where(top > m + LAG, top, m)
-    base = gl.where(m_new == float("-inf"), 0.0, m_new)  # nothing seen yet: exp2(-inf - 0) is 0, not NaN
+    base = gl.where(m_new == float("-inf"), 0.0, m_new)  # no key yet: exp2(-inf - 0) is 0, not NaN
     alpha = gl.exp2(m - base)
     p = gl.exp2(s * scale - gl.expand_dims(base, 1))
     l = l * alpha + gl.sum(p, 1)
-    # Two neighbours in one register. A tensor of halves is carried over the loop as single halves, which 64
-    # instructions a step put together again (2026-11-21).
+    # Two adjacent scores in one register. Triton carries a tensor of halves through the loop as single halves, which
+    # 64 instructions a step packed again (2026-11-21).
     HALF: gl.constexpr = T.keys // 2
     # fmt: off
     PACK: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;" if DTYPE == gl.bfloat16 else "cvt.rn.f16x2.f32 $0, $2, $1;"
@@ -74,8 +74,9 @@ def unpacked(T: gl.constexpr, pairs, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.constexpr_function
 def scale_unless_one(n):
-    """PTX: n accumulators times n factors, skipped where all factors of the warp are 1. Of a thread's two rows the
-    factors are operands 0 and 2: two neighbours of one row, then two of the other."""
+    """PTX: n accumulators times n factors, skipped if all factors of the warp are 1. The factors of a thread's two
+    rows are operands 0 and 2: two adjacent elements of one row, then two of the other.
+    """
     lines = ["{ .reg .pred p, q;"]
     lines += [f"setp.eq.f32 p, ${2 * n}, 0f3F800000;", f"setp.eq.and.f32 p, ${2 * n + 2}, 0f3F800000, p;"]
     lines += ["vote.sync.all.pred q, p, 0xffffffff;"]
@@ -105,7 +106,7 @@ def rescaled(T: gl.constexpr, acc, alpha):
 
 @gluon.jit
 def prefetch(pointer):
-    """Brings a line into the SM's L1, so that the warpgroups find their next record there."""
+    """Prefetches a line into the SM's L1, where the warpgroups will read their next record."""
     gl.inline_asm_elementwise(
         "prefetch.global.L1 [$1]; mov.u32 $0, 0;",
         "=r,l",

@@ -1,1 +1,1 @@
-"""The languages that kernels are written in, and how they are launched."""
+"""Kernel languages and the launcher."""

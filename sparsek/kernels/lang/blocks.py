@@ -1,15 +1,15 @@
 """Pieces of plain Triton kernels that multiply a row of stored blocks with a dense matrix.
 
-A program walks the K axis of a block row as if its stored blocks were laid end to end, TK a step:
+A program walks the K axis of a block row as if its stored blocks were contiguous, TK per step:
 
     stored blocks   | b0      | b1      | b2      |          kk = 0 .. length * bk
     steps           | s0   | s1   | s2   | s3   | s4 |
     A tile          values[start + kk // bk][rows of the tile, kk % bk]                   [TM, TK]
     B tile          B[indices[start + kk // bk] * bk + kk % bk, columns of the tile]      [TK, TN]
 
-Where TK divides bk a step lies in one block and has one index. Otherwise it joins several small blocks or straddles
-two, and the index is a vector along TK: blocks 16 wide still fill a dot 64 deep. What lies outside the blocks is
-masked, never read: NaN in rows of B that no block names cannot reach the product.
+If TK divides bk, a step lies in one block and has one scalar index. Otherwise a step joins several small blocks or
+straddles two, and its index is a vector along TK: blocks 16 wide still fill a dot of depth 64. Positions outside the
+stored blocks are masked and never read, so NaN in rows of B that no block references cannot reach the product.
 """
 
 import math
@@ -31,7 +31,7 @@ ROUNDS = tl.constexpr(not env.interpreting())
 
 @triton.jit
 def _to_tf32(x):
-    """Rounded to nearest, as cuBLAS rounds. The tensor core cuts off the low bits of what it gets: twice the error."""
+    """Rounds to nearest, as cuBLAS does. The tensor core would truncate the low bits, which doubles the error."""
     if ROUNDS:
         x = tl.inline_asm_elementwise("cvt.rna.tf32.f32 $0, $1;", "=r,f", [x], tl.int32, is_pure=True, pack=1)
         x = x.to(tl.float32, bitcast=True)
@@ -40,8 +40,9 @@ def _to_tf32(x):
 
 @triton.jit
 def add_product(acc, a, b, PRECISION: tl.constexpr):
-    """acc + a @ b. In float32 without TF32 the products of a step are summed apart, and added by an fma that Triton
-    does not fold into the dot: one chain over all of K rounded twice as much as cuBLAS (H200, 2026-11-21)."""
+    """acc + a @ b. In float32 without TF32, each step is summed separately and added by an fma that Triton does not
+    fold into the dot. One chain over all of K had twice the rounding error of cuBLAS (H200, 2026-11-21).
+    """
     if a.dtype == tl.float32 and PRECISION == "ieee":
         step = tl.dot(a, b, input_precision=PRECISION)
         return tl.fma(step, tl.full(acc.shape, 1.0, tl.float32), acc)
@@ -52,7 +53,7 @@ def add_product(acc, a, b, PRECISION: tl.constexpr):
 
 @triton.jit
 def _from_first(step, BK: tl.constexpr, TK: tl.constexpr):
-    """[TK]: k counted from the beginning of the step's first block."""
+    """[TK]: k counted from the start of the step's first block."""
     begin = 0
     if TK % BK != 0:
         begin = times(step * TK % BK, 16)
@@ -61,7 +62,7 @@ def _from_first(step, BK: tl.constexpr, TK: tl.constexpr):
 
 @triton.jit
 def _which(kt, BK: tl.constexpr, SPAN: tl.constexpr):
-    """kt // BK for kt below SPAN * BK, by compares: for bk 112 a step of 200 instructions on sm_90, not 309."""
+    """kt // BK for kt below SPAN * BK, by comparisons: for bk 112 a step has 200 instructions on sm_90, not 309."""
     which = (kt >= BK).to(tl.int32)
     for s in tl.static_range(2, SPAN):
         which += (kt >= s * BK).to(tl.int32)
@@ -70,7 +71,7 @@ def _which(kt, BK: tl.constexpr, SPAN: tl.constexpr):
 
 @triton.jit
 def inside_blocks(step, BK: tl.constexpr, TK: tl.constexpr, SPAN: tl.constexpr):
-    """[TK]: where in its block each k of a step lies."""
+    """[TK]: the offset of each k of a step inside its block."""
     if BK % TK == 0:
         return step % (BK // TK) * TK + tl.arange(0, TK)
     else:
@@ -80,7 +81,7 @@ def inside_blocks(step, BK: tl.constexpr, TK: tl.constexpr, SPAN: tl.constexpr):
 
 @triton.jit
 def _entry(entries, mapping, at_entry, live):
-    """entries[at_entry], or what `mapping` has for it."""
+    """entries[at_entry], or the entry of `mapping` at that index."""
     found = tl.load(entries + at_entry, mask=live, other=0)
     if mapping is not None:
         found = tl.load(mapping + found, mask=live, other=0)
@@ -92,11 +93,11 @@ def find(
     indices, index_map, order, order_map, start, length, step,
     BK: tl.constexpr, TK: tl.constexpr, SPAN: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
-    """Of the blocks of step `step`: what `indices` has for them, and their places: scalars, or [TK] when gathered.
+    """The blocks of step `step`: their entries in `indices`, and their positions. Scalars, or [TK] when gathered.
 
-    Places count up from `start`, or `order` lists them if LISTED. What a list has may stand for an entry of a map. A
-    step touches at most SPAN blocks: SPAN scalar loads that all threads share, then selects along TK, of which the
-    compiler knows that 16 neighbours are equal.
+    Positions count up from `start`, or are read from `order` if LISTED. The entries of a list may be indices into a
+    map. A step touches at most SPAN blocks: SPAN scalar loads that all threads share, then selects along TK. This
+    form shows the compiler that 16 neighbours are equal.
     """
     q = step * TK // BK
     index = _entry(indices, index_map, start + q, q < length)
@@ -124,8 +125,8 @@ def blocks_times_dense(
 ):  # fmt: skip
     """float32 [TM, TN]: rows `i` of the `length` blocks from `start` on, times columns `col` of b [K, N].
 
-    `i` [TM] counts rows inside the block, `col` [TN] columns of B. VIEW: blocks are stored as their transposes, block
-    q of the row at order[start + q]. One sum for each element, in the order of K.
+    `i` [TM] are rows inside the block, `col` [TN] columns of B. VIEW: blocks are stored transposed, and block q of
+    the row is at order[start + q]. Each element is one sum in the order of K.
     """
     kt = tl.arange(0, TK)
     if VIEW:
@@ -174,7 +175,7 @@ def constants(
     tile_k: int, a: BSR, b: Tensor, out: Tensor, tf32: bool, epilogue: Epilogue, limit: int
 ) -> dict[str, Any]:
     """Constexprs of a kernel C = A @ B that follow from its operands. `b` [batch, K, N], `out` and `epilogue.other`
-    [batch, M, N]. Offsets beyond `limit` are counted in 64 bits.
+    [batch, M, N]. Offsets beyond `limit` use 64 bits.
     """
     (bm, bk), (m, k), n, other = a.block, a.shape, b.shape[2], epilogue.other
     (unit_bk, unit_bn), (unit_cm, unit_cn), (unit_om, unit_on) = map(tensors.units, (b, out, other))
@@ -189,5 +190,5 @@ def constants(
 
 
 def span(bk: int, tile_k: int) -> int:
-    """The most blocks that a step of tile_k can touch."""
+    """The most blocks that a step of depth tile_k can touch."""
     return -(-(bk - math.gcd(bk, tile_k) + tile_k) // bk)

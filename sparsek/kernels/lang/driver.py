@@ -1,8 +1,7 @@
-"""CUDA's driver: modules, tensor maps for TMA, and the structure that describes a launch (lang/launch.py).
+"""The CUDA driver API by ctypes: modules, tensor maps for TMA, and the launch structure that lang/launch.py uses.
 
-libcuda.so.1 comes with the GPU's driver and is called by ctypes: functions whose C signatures have not changed since
-CUDA 12.0. cuda-core and cuda-bindings wrap the same ones, but neither is part of every torch that this project runs on,
-so ctypes would have to be here anyway.
+libcuda.so.1 comes with the GPU driver. The functions called here have had the same C signatures since CUDA 12.0.
+cuda-core and cuda-bindings wrap the same functions, but not every supported torch installs them.
 """
 
 import ctypes
@@ -13,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-# CUtensorMapDataType and CUtensorMapSwizzle, by dtype and by bytes of a row of the box.
+# CUtensorMapDataType and CUtensorMapSwizzle, by dtype and by bytes per row of the box.
 DTYPES = {
     torch.float8_e4m3fn: 0,  # bytes
     torch.float8_e5m2: 0,
@@ -26,7 +25,7 @@ MAX_DYNAMIC_SHARED, RELAXED, INVALID_CONTEXT = 8, 2, 201
 
 
 class LaunchConfig(ctypes.Structure):
-    """CUlaunchConfig. Kernels say themselves how large their clusters are; only cooperative ones have an attribute."""
+    """CUlaunchConfig. Cluster sizes are compiled into the kernels; only cooperative launches have an attribute."""
 
     _fields_ = [
         *((name, ctypes.c_uint) for name in ("gx", "gy", "gz", "bx", "by", "bz", "shared")),
@@ -37,15 +36,15 @@ class LaunchConfig(ctypes.Structure):
 
 
 class LaunchAttribute(ctypes.Structure):
-    """CUlaunchAttribute, whose value is a union of 64 bytes."""
+    """CUlaunchAttribute; its value is a union of 64 bytes."""
 
     _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int * 16)]
 
 
 COOPERATIVE = 2
-# Releases of Triton whose compiled kernels have the argument block that lang/launch.py builds.
+# Triton releases whose compiled kernels use the argument block that lang/launch.py builds.
 TESTED = ("3.6.",)
-# Its types of numbers.
+# Triton's numeric types.
 CELLS = {
     "i1": ctypes.c_int8,
     "i8": ctypes.c_int8,
@@ -64,10 +63,10 @@ CELLS = {
 
 
 class Code(NamedTuple):
-    """A kernel of Triton or Gluon as the driver launches it.
+    """A Triton or Gluon kernel as the driver launches it.
 
-    `kinds`: Triton's types of all parameters in order. `boxes`: how each tensor map is encoded (`encode`). `kept`: what
-    keeps `function` loaded.
+    `kinds`: Triton's types of all parameters, in order. `boxes`: how each tensor map is encoded (`encode`). `kept`:
+    the objects that keep `function` loaded.
     """
 
     function: Any
@@ -81,12 +80,12 @@ class Code(NamedTuple):
 
 @cache
 def is_tested() -> bool:
-    """Whether Triton is a release whose compiled kernels may be launched without it."""
+    """Whether compiled kernels of the installed Triton release may be launched without Triton."""
     return sys.modules["triton"].__version__.startswith(TESTED)
 
 
 def code_of(compiled: Any) -> Code | str:
-    """What Triton has compiled and loaded; or why it cannot be launched without Triton."""
+    """The code of a kernel that Triton has compiled and loaded; or the reason why only Triton can launch it."""
     run, metadata = compiled.run, compiled.metadata
     scratch = getattr(run, "global_scratch_size", 1) or getattr(run, "profile_scratch_size", 1)
     if scratch or run.launch_pdl or run.num_ctas != 1 or not is_tested():
@@ -108,9 +107,9 @@ def _is_known(kind: Any) -> bool:
 
 
 class Boxed(NamedTuple):
-    """A matrix in memory and the box of it that one copy moves. Sizes in elements, the contiguous side first.
+    """A matrix in memory and the box of it that one TMA copy moves. Sizes in elements, the contiguous side first.
 
-    `box[0]` elements are as many bytes as the swizzle is wide. Outside the matrix TMA reads zeros and writes nothing.
+    `box[0]` elements fill the width of the swizzle. Outside the matrix TMA reads zeros and writes nothing.
     """
 
     pointer: int
@@ -122,12 +121,12 @@ class Boxed(NamedTuple):
 
 @cache
 def cuda() -> ctypes.CDLL:
-    """The driver's library."""
+    """The driver library."""
     return ctypes.CDLL("libcuda.so.1")
 
 
 def check(status: int) -> None:
-    """RuntimeError with the driver's words unless `status` is 0."""
+    """Raises RuntimeError with the driver's error text unless `status` is 0."""
     if status:
         text = ctypes.c_char_p()
         cuda().cuGetErrorString(status, ctypes.byref(text))
@@ -146,14 +145,15 @@ def _primary(device: int) -> ctypes.c_void_p:
 
 
 def enter(device: int) -> None:
-    """Makes torch's context of `device` that of this thread, which in a new thread nothing else may have done."""
+    """Makes torch's context of `device` current in this thread; a new thread may not have one."""
     check(cuda().cuCtxSetCurrent(_primary(device)))
 
 
 def function(code: bytes, name: str, shared: int, device: int) -> ctypes.c_void_p:
-    """The kernel `name` of a cubin, loaded on `device`, that may have `shared` bytes of dynamic shared memory.
+    """The kernel `name` of a cubin, loaded on `device`, with `shared` bytes of dynamic shared memory allowed.
 
-    Callers keep it: the module stays loaded. Also while a CUDA graph is captured, where loading would else be refused.
+    The caller keeps it; the module stays loaded. Also works during CUDA graph capture, which otherwise refuses
+    loading.
     """
     module, found, mode = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_int(RELAXED)
     enter(device)
@@ -168,7 +168,7 @@ def function(code: bytes, name: str, shared: int, device: int) -> ctypes.c_void_
 
 
 def tensor_map(m: Boxed) -> Any:
-    """The 128 bytes by which TMA knows a matrix, at a multiple of 64."""
+    """A 128-byte tensor map at an address that is a multiple of 64."""
     size = m.dtype.itemsize
     return _encoded(
         m.pointer, DTYPES[m.dtype], m.size, (m.stride * size,), m.box, SWIZZLES[m.box[0] * size], 3, 0
@@ -189,7 +189,7 @@ def encode(d: Any, meta: Any) -> Any:
     )
 
 
-# Triton numbers three element types for the device differently than the driver does.
+# Triton numbers three element types differently from the driver.
 HOST_TYPES = {8: 10, 9: 8, 10: 9}
 
 
@@ -203,7 +203,7 @@ def _encoded(
     promotion: int,
     fill: int,
 ) -> Any:
-    """cuTensorMapEncodeTiled, the contiguous side first; strides in bytes. Not interleaved."""
+    """Calls cuTensorMapEncodeTiled, the contiguous side first; strides in bytes. Not interleaved."""
     rank = len(size)
     raw = ctypes.create_string_buffer(192)
     at = -(-ctypes.addressof(raw) // 64) * 64

@@ -1,4 +1,4 @@
-"""What plain Triton kernels do to a sum before they store it: `reference.epilogue.Epilogue`, on a tile in float32.
+"""The epilogue of plain Triton kernels: `reference.epilogue.Epilogue`, on a tile in float32 before it is stored.
 
 z = act(alpha * z + bias)  + beta * other        (COMBINE "add")
                            * other               (COMBINE "mul")
@@ -15,14 +15,14 @@ from sparsek.reference.epilogue import Epilogue
 
 @triton.jit
 def _sigmoid(z):
-    """1 / (1 + exp(-z)) without an overflow."""
+    """1 / (1 + exp(-z)) without overflow."""
     e = tl.exp(-tl.abs(z))
     return tl.where(z < 0, e, 1.0) / (1.0 + e)
 
 
 @triton.jit
 def activated(z, ACTIVATION: tl.constexpr):
-    """The activation of that name; NaN stays NaN."""
+    """Applies the activation of that name; NaN stays NaN."""
     if ACTIVATION == "relu":
         z = tl.where(z < 0, 0.0, z)
     elif ACTIVATION == "gelu":
@@ -39,7 +39,7 @@ def finished(
     z, alpha, bias, bias_live, other, other_live, beta,
     SCALED: tl.constexpr, ACTIVATION: tl.constexpr, COMBINE: tl.constexpr,
 ):  # fmt: skip
-    """z [TM, TN] with the epilogue. `bias` points at [TM] elements or is None, `other` at [TM, TN] if COMBINE."""
+    """Applies the epilogue to z [TM, TN]. `bias` points at [TM] elements or is None; `other` at [TM, TN] if COMBINE."""
     if SCALED:
         z = z * alpha
     if bias is not None:
@@ -58,9 +58,10 @@ def store_finished(
     alpha, bias, other, so_batch, so_m, so_n, beta,
     WIDE: tl.constexpr, SCALED: tl.constexpr, ACTIVATION: tl.constexpr, COMBINE: tl.constexpr,
 ):  # fmt: skip
-    """Finishes z [TM, TN] and writes it to rows row0 + `i` and columns `col` of item `batch` of c; live ones only.
+    """Applies the epilogue to z [TM, TN] and stores rows row0 + `i` and columns `col` of item `batch` of c, live ones
+    only.
 
-    `batch` is int64. Offsets inside a tile are int64 where WIDE.
+    `batch` is int64. Offsets inside a tile are int64 if WIDE.
     """
     live = row_live[:, None] & col_live[None, :]
     if bias is not None:

@@ -1,8 +1,8 @@
-"""The one place that knows how Gluon's names differ between Triton releases, and how to describe a tensor to TMA.
+"""Gluon's names in each Triton release, and descriptions of tensors for TMA. No other module depends on the release.
 
-Triton 3.6 and 3.7 call the bulk tensor copies `async_copy_global_to_shared` and `async_copy_shared_to_global`;
-3.8 and later call them `async_load` and `async_store`. The arguments are the same. A shared memory descriptor is
-seen with another shape through `_reinterpret` in the older ones and through `reinterpret` in the newer.
+Triton 3.6 and 3.7 call the bulk tensor copies `async_copy_global_to_shared` and `async_copy_shared_to_global`; 3.8
+and later call them `async_load` and `async_store`, with the same arguments. A shared memory descriptor is viewed in
+another shape by `_reinterpret` in older releases and by `reinterpret` in newer ones.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ tma_store_wait = tma.store_wait
 
 @builtin
 def reinterpret(memory: Any, dtype: Any, shape: Any, layout: Any, _semantic: Any = None) -> Any:
-    """Device code: the same bytes of shared memory as `dtype` of another shape and layout."""
+    """Device code: views the same bytes of shared memory as `dtype` in another shape and layout."""
     seen_as = getattr(memory, "reinterpret", None) or memory._reinterpret
     return seen_as(dtype, shape, layout, _semantic=_semantic)
 
@@ -35,7 +35,7 @@ GLUON_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 @cache
 def shared_layout(box: tuple[int, int], dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    """The layout a box has in shared memory: the widest swizzle that fits its rows."""
+    """The shared memory layout of a box: the widest swizzle that fits its rows."""
     return gl.NVMMASharedLayout.get_default_for(list(box), _element(dtype))
 
 
@@ -49,7 +49,7 @@ def _element(dtype: torch.dtype) -> Any:
 
 
 class Described(NamedTuple):
-    """What a launch reads of a TensorDescriptor, without the 2 us its checks take; callers have checked."""
+    """The fields of a TensorDescriptor that a launch reads. Skips its checks, which take 2 us; callers have checked."""
 
     base: Tensor
     shape: tuple[int, ...]
@@ -59,7 +59,7 @@ class Described(NamedTuple):
 
 
 def describe(tensor: Tensor, box: tuple[int, int]) -> Described:
-    """TMA description of a row-major matrix, read or written one `box` at a time; outside it TMA reads zeros.
+    """A TMA description of a row-major matrix, read or written one `box` at a time; TMA reads zeros outside it.
 
     A matrix of one column may have any last stride.
     """
@@ -67,12 +67,12 @@ def describe(tensor: Tensor, box: tuple[int, int]) -> Described:
 
 
 def describe_heads(tensor: Tensor, rows: int, dim: int) -> Described:
-    """TMA description of [B, H, L, D], `rows` rows of one head at a time, filled up with zeros to `dim` columns."""
+    """A TMA description of [B, H, L, D]: `rows` rows of one head at a time, zero-padded to `dim` columns."""
     return Described(tensor, tuple(tensor.shape), (*tensor.stride()[:3], 1), (1, 1, rows, dim))
 
 
 def describe_transposed(tensor: Tensor, box: tuple[int, int]) -> Described:
-    """As `describe(tensor.mT, box)`, without making that view."""
+    """`describe(tensor.mT, box)` without making the view."""
     rows, columns = tensor.shape
     return Described(tensor, (columns, rows), (tensor.stride(1), 1), box)
 
@@ -84,9 +84,9 @@ def launch_on(
     args: Sequence[Any],
     options: Mapping[str, int] | None = None,
 ) -> None:
-    """Runs a Gluon kernel of 4-warp groups on `device`'s current stream.
+    """Launches a Gluon kernel of 4-warp groups on the current stream of `device`.
 
-    `args` may hold Described matrices; the last two are its constants: a config, and a text that changes with the
+    `args` may hold Described matrices. The last two are the constants: a config, and a text that changes with the
     source.
     """
     full = [_full(arg) if isinstance(arg, Described) else arg for arg in args]

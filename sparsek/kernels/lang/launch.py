@@ -1,11 +1,11 @@
-"""The one launcher: runs kernels of Triton, Gluon and CUDA C++.
+"""The one launcher of kernels in Triton, Gluon and CUDA C++.
 
-    machine code that came with the package (lang/shipped.py)    is loaded, and launched through the driver
-    any other kernel of Triton or Gluon                          is found or compiled and launched by Triton's JIT
-    a launch during a call that is recorded (lang/recorder.py)   is noted
+    shipped machine code (lang/shipped.py)        is loaded and launched through the driver
+    any other Triton or Gluon kernel              is found or compiled, and launched, by Triton's JIT
+    a launch in a recorded call (lang/recorder.py)   is also noted
 
-Where a hook or profiler of Triton listens, Triton launches. A compilation of more than two seconds says so on a
-terminal.
+If a launch hook or profiler of Triton is active, Triton launches. A compilation of more than two seconds prints a
+line on a terminal.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sparsek.kernels.lang.recorder import Launch, Recorder, hooked, recorder
 
 
 class _Unrecorded:
-    """In a Recorder's place where none is: addresses are what they are."""
+    """Stands for a Recorder outside recording: addresses are used as they are."""
 
     def cell(self, pointer: int, tensor: Tensor | None = None) -> Any:
         return ctypes.c_uint64(pointer)
@@ -35,8 +35,8 @@ class _Unrecorded:
 
 
 def launch(kernel: Any, grid: Sequence[int], *args: Any, **named: Any) -> None:
-    """Runs a kernel of Triton or Gluon on the current device and stream, as `kernel[grid](*args, **named)` does."""
-    if 0 in grid:  # the driver refuses what Triton's launcher passes over
+    """Launches a Triton or Gluon kernel on the current device and stream, as `kernel[grid](*args, **named)` does."""
+    if 0 in grid:  # the driver refuses an empty grid, which Triton's launcher ignores
         return
     made, code = recorder(), None if hooked() else shipped.find(kernel, args, named)
     ready = code is not None
@@ -53,8 +53,9 @@ def launch(kernel: Any, grid: Sequence[int], *args: Any, **named: Any) -> None:
             _note(code, grid, in_order, made)
 
 
-# key -> what is launched: shipped code, or Triton's compiled kernel, which its JIT takes 20 us to find. Kernels stand
-# in keys by their id, for they live as long as their module, and Triton's hash of one reads its source: 8 ms at first.
+# key -> what is launched: shipped code, or Triton's compiled kernel, which its JIT takes 20 us to find. The key has
+# the id of the kernel, which lives as long as its module: Triton's hash of a kernel reads its source, 8 ms the first
+# time.
 _COMPILED: dict[Any, Any] = {}
 
 
@@ -67,10 +68,10 @@ def launch_direct(
     first: Sequence[Any],
     **options: Any,
 ) -> None:
-    """Runs a kernel on `device`'s current stream; under a tested Triton without its JIT once it is compiled.
+    """Launches a kernel on the current stream of `device`; bypasses the JIT once compiled, under a tested Triton.
 
-    `args` are all parameters in order, constants too; `first` the same as the JIT takes them. Calls that Triton would
-    compile differently differ in `key`.
+    `args` are all parameters in order, constants too; `first` the same for the JIT. `key` must differ wherever Triton
+    would compile differently.
     """
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
@@ -109,9 +110,9 @@ def launch_unspecialized(
     constants: tuple[Any, ...],
     warps: int,
 ) -> None:
-    """Runs a kernel on `device`'s current stream: one whose sizes and alignments Triton does not look at.
+    """Launches a kernel whose sizes and alignments Triton does not specialize for, on the current stream of `device`.
 
-    `constants` follow `args`, and tell apart what differs in the dtypes of `args`.
+    `constants` follow `args`. They must differ where the dtypes of `args` differ.
     """
     key = constants, warps, *[arg is None for arg in args]
     given = (*args, *constants)
@@ -127,10 +128,10 @@ def launch_cuda(
     arguments: Sequence[Any],
     held: Sequence[Tensor],
 ) -> None:
-    """Runs a kernel of CUDA C++ on `device`, torch's current one, and its current stream.
+    """Launches a CUDA C++ kernel on `device`, torch's current one, and its current stream.
 
-    `arguments` are its parameters in order: Boxed matrices, which it gets as tensor maps, or ctypes structures, whose
-    fields of type c_void_p are addresses. `held` are the tensors in whose memory these lie, operands or not.
+    `arguments` are its parameters in order: Boxed matrices, passed as tensor maps, or ctypes structures whose
+    c_void_p fields are addresses. `held` are the tensors that own this memory, operands or not.
     """
     made = recorder()
     cells = []
@@ -150,7 +151,7 @@ def launch_cuda(
 
 
 class _Kept(threading.local):
-    """A thread's last launch of each code, by its id: to fill its argument block takes a third of making one."""
+    """This thread's last launch of each code, by id: to refill an argument block takes a third of building one."""
 
     def __init__(self) -> None:
         self.steps: dict[int, Launch] = {}
@@ -160,12 +161,12 @@ _kept = _Kept()
 
 
 def _run(code: Code, grid: Sequence[int], values: Sequence[Any], device: int, made: Recorder | None) -> None:
-    """Launches through the driver, with `values` of all of the kernel's parameters."""
+    """Launches through the driver; `values` are all parameters of the kernel."""
     step = None if made or code.boxes else _kept.steps.get(id(code))
     if step is None:
         step = _step(code, grid, values, made or _Unrecorded())
         if not made:
-            _kept.steps[id(code)] = step  # which holds `code`, so that no other gets its id
+            _kept.steps[id(code)] = step  # holds `code`, so its id is not reused
     else:
         config = step.config
         config.gx, config.gy, config.gz = (*grid, 1, 1)[:3]
@@ -177,7 +178,7 @@ def _run(code: Code, grid: Sequence[int], values: Sequence[Any], device: int, ma
 
 
 def _note(code: Code | str, grid: Sequence[int], values: Sequence[Any], made: Recorder) -> None:
-    """Notes a launch that Triton has done."""
+    """Notes a launch that Triton has made."""
     if isinstance(code, str):
         made.reason = made.reason or code
     else:
@@ -188,7 +189,7 @@ def _go(step: Launch, device: int, made: Recorder | None) -> None:
     step.config.stream = torch._C._cuda_getCurrentRawStream(device)
     run = driver.cuda().cuLaunchKernelEx
     status = run(*step.launch)
-    if status == driver.INVALID_CONTEXT:  # in a new thread torch may not have set one yet
+    if status == driver.INVALID_CONTEXT:  # in a new thread torch may not have set a context yet
         driver.enter(device)
         status = run(*step.launch)
     driver.check(status)
@@ -197,7 +198,7 @@ def _go(step: Launch, device: int, made: Recorder | None) -> None:
 
 
 def _step(code: Code, grid: Sequence[int], values: Sequence[Any], made: Recorder | _Unrecorded) -> Launch:
-    """The launch with `values` of the kernel's parameters, constants among them."""
+    """The launch for `values` of the kernel's parameters, constants included."""
     boxes = iter(code.boxes)
     cells: list[Any] = []
     for kind, value in zip(code.kinds, values, strict=True):
@@ -212,5 +213,5 @@ def _step(code: Code, grid: Sequence[int], values: Sequence[Any], made: Recorder
             cells.append(made.tensor_map(encoded, value.base.data_ptr(), value.base))
             cells += [ctypes.c_int32(size) for size in value.shape]
             cells += [ctypes.c_int64(stride) for stride in value.strides]
-    cells += [ctypes.c_uint64(0), ctypes.c_uint64(0)]  # scratch memory, which these kernels do without
+    cells += [ctypes.c_uint64(0), ctypes.c_uint64(0)]  # scratch memory, which these kernels do not use
     return Launch(code.function, grid, code.threads, code.shared, cells, code, cooperative=code.cooperative)

@@ -1,4 +1,4 @@
-"""Tensors that a kernel makes of a matrix's tensors once, keeps while they live, and renews when they have changed."""
+"""Tensors that a kernel derives once from a matrix's tensors, kept as long as those and rebuilt after a write."""
 
 import weakref
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from sparsek.kernels.lang.launch import recorder
 
 
 class Memo:
-    """One tensor, and which state of which tensors it shows. `made` is where on which stream it became ready."""
+    """One derived tensor and the versions of its sources. `made` is the stream and event after which it is ready."""
 
     def __init__(self) -> None:
         self.held: Tensor | None = None
@@ -20,10 +20,10 @@ class Memo:
         self.in_graphs: list[Tensor] = []
 
     def of(self, make: Callable[[], Tensor], *sources: Tensor) -> Tensor:
-        """What `make` gives for `sources`, made anew unless torch has counted no write to them since.
+        """The result of `make` for `sources`; rebuilt if torch's version counters show a write to them.
 
-        What a CUDA graph would have to make belongs to the graph and is not kept; a graph that was captured keeps the
-        one that it saw. Another stream waits for it.
+        A tensor made under CUDA graph capture belongs to the graph and is not kept. A captured graph keeps the tensor
+        that it was captured with. Another stream waits for the tensor.
         """
         capturing = captured(sources[0])
         recorded = recorder()

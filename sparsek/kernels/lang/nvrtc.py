@@ -1,12 +1,11 @@
-"""CUDA C++ to machine code by NVRTC, NVIDIA's compiler in a library: when a kernel is first used, kept on disk.
+"""Compiles CUDA C++ with NVRTC, NVIDIA's compiler library, on first use of a kernel, and caches the result on disk.
 
-torch with CUDA brings the library along, and so does the package nvidia-cuda-nvrtc; neither a GPU nor a toolkit is
-needed. It is called by ctypes: four functions, where cuda-bindings would be one more package of a fitting version that
-torch does not promise to bring.
+torch with CUDA installs NVRTC, as does the package nvidia-cuda-nvrtc. It needs neither a GPU nor a CUDA toolkit. Four
+functions are called by ctypes; cuda-bindings would be one more package, whose version must match.
 
-Kept: $SPARSEK_CACHE or ~/.cache/sparsek, one file for each source, options and version of the compiler. A file starts
-with the hash of what follows, so one that was cut or is not ours is compiled anew. Where nothing can be written,
-every process compiles for itself.
+Cache: $SPARSEK_CACHE or ~/.cache/sparsek, one file per source, options and compiler version. A file begins with the
+hash of the rest, so a truncated or foreign file is compiled anew. If the folder is not writable, every process
+compiles for itself.
 """
 
 import ctypes
@@ -26,26 +25,26 @@ from sparsek.kernels.lang import shipped
 from sparsek.kernels.lang.progress import patient
 
 NAMES = ("libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so")
-# Where packages put it, below each folder of sys.path, and where a toolkit does.
+# Folders of packages below each entry of sys.path, and folders of toolkits.
 PACKAGES = ("nvidia/cu13/lib", "nvidia/cuda_nvrtc/lib")
 TOOLKITS = ("/usr/local/cuda/lib64", "/usr/local/cuda/targets/x86_64-linux/lib")
 DIGEST = 64
 
 
 class CompilerError(RuntimeError):
-    """What NVRTC said about a source."""
+    """The compiler's messages about a source."""
 
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """NVRTC, or None where it is not found: $NVRTC, then packages, toolkits, and where the system's loader looks.
+    """NVRTC, or None. Searched in $NVRTC, packages, toolkits, and where the system's loader searches.
 
-    Of several versions the one of torch's CUDA, which torch loads too.
+    Of several versions, the one of torch's CUDA is used, which torch loads too.
     """
     for path in _places():
         if path.is_file():
             for builtins in sorted(path.parent.glob("libnvrtc-builtins.so.*")):
-                _opened(str(builtins))  # NVRTC asks the loader for it by its bare name
+                _opened(str(builtins))  # NVRTC loads it by its bare name
             found = _opened(str(path))
             if found is not None:
                 return found
@@ -77,7 +76,7 @@ def _opened(name: str) -> ctypes.CDLL | None:
 
 @cache
 def version() -> tuple[int, int]:
-    """Of NVRTC: (13, 0). Raises Unsupported where there is none."""
+    """The version of NVRTC, as (13, 0). Raises Unsupported without NVRTC."""
     major, minor = ctypes.c_int(), ctypes.c_int()
     _check(_needed().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)))
     return major.value, minor.value
@@ -96,9 +95,9 @@ def _check(status: int, name: str = "NVRTC", said: str = "") -> None:
 
 
 def compile_cuda(source: str, name: str, options: Sequence[str]) -> tuple[bytes, str]:
-    """(cubin, what the compiler said) of CUDA C++ without includes. `name` stands in its messages.
+    """(cubin, compiler messages) of CUDA C++ without includes. `name` appears in the messages.
 
-    Raises CompilerError with those messages, Unsupported without NVRTC.
+    Raises CompilerError with the messages, and Unsupported without NVRTC.
     """
     nvrtc = _needed()
     program, size = ctypes.c_void_p(), ctypes.c_size_t()
@@ -122,7 +121,7 @@ def compile_cuda(source: str, name: str, options: Sequence[str]) -> tuple[bytes,
 
 
 def compiled(source: str, name: str, options: Sequence[str]) -> bytes:
-    """The cubin: one that came with the package, or from disk if it was compiled before."""
+    """The cubin: shipped with the package, from the disk cache, or compiled now."""
     came = shipped.cuda(source, options)
     if came is not None:
         return came
@@ -147,7 +146,7 @@ def _read(path: Path) -> bytes | None:
 
 
 def _write(path: Path, code: bytes) -> None:
-    """All of the file or nothing, whoever else writes it."""
+    """Writes the whole file or nothing, also when other processes write it."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.stem)

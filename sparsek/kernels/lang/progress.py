@@ -1,4 +1,4 @@
-"""A line on the terminal while a kernel is compiled that takes longer than two seconds."""
+"""Prints a line on the terminal while a kernel compiles for more than two seconds."""
 
 import sys
 import threading
@@ -12,7 +12,7 @@ _launched: set[Any] = set()  # kernels and their constants: a second launch comp
 
 @contextmanager
 def patient_with(kernel: Any, args: Sequence[Any], named: Mapping[str, Any]) -> Iterator[None]:
-    """`patient` for a launch through Triton's JIT, which compiles the kernel unless it knows it."""
+    """`patient` for a launch through Triton's JIT, which compiles a kernel on its first launch."""
     if not _on_terminal():
         yield
         return
@@ -28,7 +28,7 @@ def patient_with(kernel: Any, args: Sequence[Any], named: Mapping[str, Any]) -> 
 
 @contextmanager
 def patient(name: str) -> Iterator[None]:
-    """Says on a terminal that a kernel is being compiled, if what runs inside takes longer than PATIENCE."""
+    """Prints on a terminal that a kernel is being compiled, once the block inside takes longer than PATIENCE."""
     if not _on_terminal():
         yield
         return
@@ -42,7 +42,7 @@ def patient(name: str) -> Iterator[None]:
 
 
 def _on_terminal() -> bool:
-    """False also where a service runs without stderr, or with a closed one, or one of its own."""
+    """Whether stderr is a terminal. False for a missing, closed or replaced stderr."""
     try:
         return sys.stderr.isatty()
     except (AttributeError, ValueError):

@@ -1,14 +1,14 @@
-"""A call that is recorded as it launches its kernels, so that it can be repeated quickly.
+"""Records a call while it launches its kernels, so that it can be repeated quickly.
 
     Recorder                notes each launch: function, grid, argument block, tensor maps
     Recorded(*operands)     writes the addresses that changed, calls cuLaunchKernelEx
 
-A recorded call holds what a launch computes again each time. What changes between two calls of the same shapes,
-strides and alignments are addresses. Those of operands and of tensors allocated during the call are roles; any other
-address is a constant of the call, whose memory the plan keeps alive. cuTensorMapReplaceAddress writes an address into
-a tensor map.
+A recorded call keeps what a launch would compute again each time. Between two calls of the same shapes, strides and
+alignments only addresses change. Operands and tensors allocated during the call are roles, and their addresses are
+updated. Any other address is a constant of the call, whose memory the plan keeps alive. cuTensorMapReplaceAddress
+writes an address into a tensor map.
 
-A call is recorded only if its launches are all there is to repeat: no torch operator but allocations and views.
+A call is recorded only if it consists of launches, allocations and views. Any other torch operator prevents it.
 """
 
 from __future__ import annotations
@@ -28,32 +28,32 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sparsek.kernels.lang import driver
 from sparsek.kernels.lang.driver import COOPERATIVE, LaunchAttribute, LaunchConfig
 
-# What torch may do during a recorded call: allocate, and make views.
+# The torch operators allowed in a recorded call: allocations and views.
 ALLOCATIONS = {"aten::empty.memory_format", "aten::new_empty", "aten::empty_strided", "aten::empty_like",
                "aten::new_empty_strided"}  # fmt: skip
 ZEROS = {"aten::zeros", "aten::new_zeros", "aten::zero_"}
-VIEWS = {  # and what only looks at dtypes, or keeps memory for a stream, once for all calls on it
+VIEWS = {  # and operators that only read dtypes, or keep memory alive for a stream, once for all calls on it
     "promote_types", "result_type", "record_stream",
-    "mT", "numpy_T", "narrow", "contiguous", "to",  # these come here in inference mode only, as `_is_copy` says
+    "mT", "numpy_T", "narrow", "contiguous", "to",  # these appear in inference mode only; see `_is_copy`
     "alias", "as_strided", "detach", "expand", "flatten", "permute", "reshape", "select", "slice", "squeeze", "t",
     "transpose", "unflatten", "unsqueeze", "view", "_unsafe_view", "_reshape_alias", "movedim", "unbind", "split",
 }  # fmt: skip
 
-ALIGNED = 15  # Triton compiles for addresses that are multiples of 16, and TMA takes no others
+ALIGNED = 15  # Triton specializes for addresses that are multiples of 16, and TMA requires them
 MISS: Any = object()
 _address = Tensor.data_ptr
-_threads = threading.local()  # .recorder: that of a call which is being recorded
+_threads = threading.local()  # .recorder: the Recorder of the call in progress
 
 
 class Address(NamedTuple):
-    """Where in a role's memory something begins: bytes behind its first element."""
+    """An address in a role's memory: bytes after its first element."""
 
     role: int
     offset: int
 
 
 class Allocation(NamedTuple):
-    """A tensor that the call allocates. `stride` is None for a contiguous one on the operands' device, and `like` is
+    """A tensor that the call allocates. `stride` is None for a contiguous tensor on the operands' device; `like` is
     then an operand of its dtype, if there is one.
     """
 
@@ -65,7 +65,7 @@ class Allocation(NamedTuple):
 
 
 class Result(NamedTuple):
-    """A tensor that the call returns: one of its roles, or a view of it, `offset` elements behind its first."""
+    """A tensor that the call returns: a role, or a view of it that starts `offset` elements after its first."""
 
     role: int
     shape: tuple[int, ...] = ()
@@ -90,7 +90,7 @@ class Launch:
         cooperative: bool = False,
     ) -> None:
         gx, gy, gz = (*grid, 1, 1)[:3]
-        # With the attribute all CTAs begin together or the launch fails, so that one may wait for another.
+        # With this attribute all CTAs are resident together or the launch fails, so one CTA may wait for another.
         attribute = LaunchAttribute(COOPERATIVE, 0, (ctypes.c_int * 16)(1))
         attributes = (ctypes.addressof(attribute), 1) if cooperative else (None, 0)
         self.config = LaunchConfig(gx, gy, gz, block, 1, 1, shared, None, *attributes)
@@ -101,11 +101,11 @@ class Launch:
 
 
 class Recorded:
-    """A call ready to run again: `Recorded(*operands)` with operands of the recorded shapes, strides and dtypes.
+    """A call ready to run again: `Recorded(*operands)`, with operands of the recorded shapes, strides and dtypes.
 
-    Not for two threads at once. The caller guarantees thread, device and stream, and that no CUDA graph is captured.
-    Returns MISS, and does nothing, for operands of other alignment, or if a tensor was written from which the call's
-    constants were made, or while a hook of Triton listens to launches.
+    Not for concurrent use by two threads. The caller guarantees the thread, device and stream, and that no CUDA graph
+    is being captured. Returns MISS, and does nothing, if an operand has another alignment, if a source of the call's
+    constants was written, or if a launch hook of Triton is active.
     """
 
     __slots__ = (
@@ -167,18 +167,18 @@ class Recorded:
         return tensors[result.role] if result is not None and not result.view else _seen(tensors, result)
 
     def is_fresh(self) -> bool:
-        """False once a tensor was written from which the call's constants were made."""
+        """False once a tensor was written that the call's constants were derived from."""
         return all(
             (source := ref()) is not None and source._version == version for ref, version in self.fresh
         )
 
     def _point(self, addresses: list[int]) -> bool:
-        """Writes the addresses of this call into the argument blocks. False if an operand is aligned otherwise."""
+        """Writes the addresses of this call into the argument blocks. False if an operand has another alignment."""
         for address, aligned in zip(addresses, self.aligned, strict=False):
             if address & ALIGNED != aligned:
                 return False
         replace = driver.cuda().cuTensorMapReplaceAddress
-        last, self.last = self.last, []  # interrupted here, the next call writes all addresses anew
+        last, self.last = self.last, []  # if interrupted here, the next call writes all addresses again
         for cell, role, offset in self.cells:
             cell.value = addresses[role] + offset
         for tensor_map, role, offset, _ in self.maps:
@@ -188,14 +188,14 @@ class Recorded:
         return True
 
     def _retry(self, run: Any, given: Any, status: int) -> None:
-        if status == driver.INVALID_CONTEXT:  # in a new thread torch may not have set one yet
+        if status == driver.INVALID_CONTEXT:  # in a new thread torch may not have set a context yet
             driver.enter(self.device)
             status = run(*given)
         driver.check(status)
 
 
 def _is_copy(made: Any, args: Sequence[Any]) -> bool:
-    """Whether a view is none: in inference mode `reshape` and others come here whole, with the copy they may make."""
+    """Whether an apparent view copies: in inference mode `reshape` and others arrive as one op, copy included."""
     if not isinstance(made, Tensor) or not made.numel():
         return False
     return made.untyped_storage().data_ptr() != args[0].untyped_storage().data_ptr()
@@ -211,7 +211,7 @@ def _seen(tensors: list[Tensor], result: Result | None) -> Tensor | None:
 
 
 class Recorder(TorchDispatchMode):
-    """What a call launches and allocates. `reason` says why it cannot be repeated, "" if it can."""
+    """The launches and allocations of a call. `reason`: why it cannot be repeated; "" if it can."""
 
     def __init__(self, operands: Sequence[Tensor]) -> None:
         super().__init__()
@@ -222,7 +222,7 @@ class Recorder(TorchDispatchMode):
         self.fields: list[tuple[Address, Any]] = []  # of structures, each with memory of its own
         self.maps: list[tuple[Any, Address]] = []
         self.allocations: list[Allocation] = []
-        self.sources: list[tuple[weakref.ref[Tensor], int]] = []  # their calls may be kept with them
+        self.sources: list[tuple[weakref.ref[Tensor], int]] = []  # recorded calls may be kept with these
         self.constants: list[Tensor] = []
         self.roles: list[Tensor] = list(operands)
         self.operands = len(operands)
@@ -234,7 +234,7 @@ class Recorder(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # else torch imports torch._dynamo for the first call, which takes seconds
+        return False  # otherwise torch imports torch._dynamo on the first call, which takes seconds
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
@@ -262,7 +262,7 @@ class Recorder(TorchDispatchMode):
         self.roles.append(made)
 
     def at(self, pointer: int, tensor: Tensor | None = None) -> Address | None:
-        """The role whose memory an address is in; None for a constant."""
+        """The role that owns an address; None for a constant."""
         if not pointer:
             return None
         exact = [role for role, x in enumerate(self.roles) if x.data_ptr() == pointer and x.numel()]
@@ -302,7 +302,7 @@ class Recorder(TorchDispatchMode):
         return made
 
     def structure(self, given: ctypes.Structure) -> None:
-        """Has the addresses in a structure among the arguments follow their roles."""
+        """Makes the addresses inside a structure argument follow their roles."""
         for name, kind in given._fields_:
             at = self.at(getattr(given, name) or 0) if kind is ctypes.c_void_p else None
             if at is not None:
@@ -310,7 +310,7 @@ class Recorder(TorchDispatchMode):
                 self.fields.append((at, place))
 
     def watch(self, *sources: Tensor) -> None:
-        """The call's constants were made from `sources`; a write to one ends the recorded call."""
+        """The call's constants depend on `sources`; a write to one invalidates the recorded call."""
         for source in sources:
             if source.is_inference():
                 self.reason = self.reason or "torch does not count writes to a tensor of inference mode"
@@ -318,7 +318,7 @@ class Recorder(TorchDispatchMode):
                 self.sources.append((weakref.ref(source), source._version))
 
     def recorded(self, output: Any) -> Recorded | None:
-        """The call that returned `output`; None if it cannot be repeated."""
+        """The recorded call that returned `output`; None if it cannot be repeated."""
         several = isinstance(output, tuple)
         results = [self._result(x) for x in (output if several else (output,))]
         if not self.steps:
@@ -335,7 +335,7 @@ class Recorder(TorchDispatchMode):
                 return Result(place)
         storage = x.untyped_storage().data_ptr() if x.numel() else None
         shared = [at for at, made in enumerate(self.roles) if made.untyped_storage().data_ptr() == storage]
-        if shared:  # of operands in one storage it is a view of the one that it begins with
+        if shared:  # among operands in one storage, a view of the one that it begins with
             place = min(shared, key=lambda at: self.roles[at].data_ptr() != x.data_ptr())
             offset = x.storage_offset() - self.roles[place].storage_offset()
             return Result(place, tuple(x.shape), tuple(x.stride()), offset, True)
@@ -344,13 +344,13 @@ class Recorder(TorchDispatchMode):
 
 
 def recorder() -> Recorder | None:
-    """That of this thread's recorded call."""
+    """The Recorder of this thread's recorded call."""
     return getattr(_threads, "recorder", None)
 
 
 @contextmanager
 def recording(operands: Sequence[Tensor]) -> Any:
-    """A Recorder for what runs inside."""
+    """A Recorder for the calls inside the block."""
     made = Recorder(operands)
     _threads.recorder = made
     try:
@@ -361,14 +361,14 @@ def recording(operands: Sequence[Tensor]) -> Any:
 
 
 def record(run: Callable[[], Any], operands: Sequence[Tensor]) -> tuple[Any, Recorded | None]:
-    """What `run()` returns, and the same call ready to be repeated, if it can be."""
+    """The result of `run()`, and the recorded call, if it can be repeated."""
     with recording(operands) as made:
         output = run()
     return output, made.recorded(output)
 
 
 def hooked() -> bool:
-    """Whether a hook or profiler of Triton listens to launches."""
+    """Whether a launch hook or profiler of Triton is active."""
     triton = sys.modules.get("triton")
     return triton is not None and _listens(triton.knobs.runtime)
 
@@ -379,7 +379,7 @@ def _listens(runtime: Any) -> bool:
 
 
 def _span(x: Tensor) -> int:
-    """Bytes from the first element to behind the last."""
+    """Bytes from the first element to the end of the last."""
     if not x.numel():
         return 0
     last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))

@@ -1,11 +1,11 @@
-"""Machine code that comes with the package: kernels of common calls, compiled for sm_90a where the package was made.
+"""Machine code shipped with the package: kernels of common calls, compiled for sm_90a when the package was built.
 
-    key      kernel, what Triton specializes it for of these arguments, launch options     -> name of a cubin
-    valid    while the source of all kernels is the one that it was compiled from, under a Triton whose argument block
-             is known (lang/driver.py) and that no variable asks to compile otherwise
+    key      the kernel, Triton's specialization for the arguments, and the launch options  -> name of a cubin
+    valid    for the hash of all kernel sources, under a Triton whose argument block is known (lang/driver.py), unless
+             an environment variable changes how Triton compiles
 
-`make cubins` writes ARCHIVE (scripts/cubins.py says of which calls); no GPU is needed. What is not in it is compiled
-when it is first used.
+`make cubins` writes ARCHIVE without a GPU (scripts/cubins.py lists the calls). A kernel that is not in it is compiled
+on first use.
 """
 
 from __future__ import annotations
@@ -32,23 +32,22 @@ ARCHIVE = ROOM / "shipped.zip"
 INDEX = "index.json"
 CAPABILITY = (9, 0)
 
-# By the kernel's id: Triton's hash of a kernel is that of its source, which takes 8 ms.
+# By the kernel's id: Triton's hash of a kernel reads its source, which takes 8 ms.
 _found: dict[Any, Code | None] = {}
 _binders: dict[int, Any] = {}
 _lock = threading.Lock()
 
 
 class Store(NamedTuple):
-    """The archive, all of it in memory: processes that are forked share no place in a file, and another release that is
-    installed meanwhile is not seen. `kernels`: by `name_of`, what Code holds beside the function. Cubins have the same
-    names.
+    """The archive, read into memory: forked processes share no file position, and a release installed meanwhile has
+    no effect. `kernels`: by `name_of`, the fields of Code except the function. Cubins have the same names.
     """
 
     archive: ZipFile
     kernels: Mapping[str, Mapping[str, Any]]
 
     def read(self, name: str) -> bytes | None:
-        """None for what is not there, or broken."""
+        """None for a missing or damaged entry."""
         try:
             with _lock:
                 return self.archive.read(name)
@@ -57,7 +56,7 @@ class Store(NamedTuple):
 
 
 def source() -> str:
-    """The hash of all that kernels are compiled from."""
+    """The hash of all kernel sources."""
     hashed = hashlib.sha256()
     for path in sorted(path for kind in ("*.py", "*.cu") for path in ROOM.rglob(kind)):
         hashed.update(str(path.relative_to(ROOM)).encode() + path.read_bytes())
@@ -66,7 +65,7 @@ def source() -> str:
 
 @cache
 def store() -> Store | None:
-    """The archive, None where there is none for this source."""
+    """The archive; None if there is none for this source."""
     try:
         archive = ZipFile(io.BytesIO(ARCHIVE.read_bytes()))
         index = json.loads(archive.read(INDEX))
@@ -77,7 +76,7 @@ def store() -> Store | None:
 
 
 def find(kernel: Any, args: Sequence[Any], named: Mapping[str, Any]) -> Code | None:
-    """The code of a kernel of Triton or Gluon for these arguments and options, loaded on torch's current device."""
+    """The code of a Triton or Gluon kernel for these arguments and options, loaded on torch's current device."""
     if not _serves():
         return None
     device = torch._C._cuda_getDevice()
@@ -105,13 +104,13 @@ def _is_hopper(device: int) -> bool:
 def specialized(
     kernel: Any, args: Sequence[Any], named: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """What Triton compiles a kernel for: the type of each argument with what it is known to be; and the options."""
+    """Triton's specialization: the type of each argument with its known properties; and the options."""
     _, special, options = binder(kernel)(*args, **named)
     return tuple(special), tuple(sorted(options.items()))
 
 
 def binder(kernel: Any) -> Any:
-    """Triton's own function of a kernel's arguments, made for sm_90 without asking the driver which card this is."""
+    """Triton's binder of a kernel's arguments, made for sm_90 without querying the driver for the card."""
     found = _binders.get(id(kernel))
     if found is None:
         found = _binders[id(kernel)] = _binder(kernel)
@@ -129,7 +128,7 @@ def _binder(kernel: Any) -> Any:
 
 
 def name_of(kernel: Any, special: Sequence[Any], options: Sequence[Any]) -> str:
-    """What the index calls a kernel so specialized."""
+    """The index name of a kernel with this specialization."""
     return _hash(kernel.fn.__module__, kernel.fn.__qualname__, str(special), str(options))
 
 
@@ -145,12 +144,12 @@ def _load(name: str, device: int) -> Code | None:
 
 
 def cuda_name(text: str, options: Sequence[str]) -> str:
-    """What the archive calls the cubin of CUDA C++ compiled with these options."""
+    """The archive name of a CUDA C++ cubin compiled with these options."""
     return _hash("cuda", text, *options)
 
 
 def cuda(text: str, options: Sequence[str]) -> bytes | None:
-    """The cubin of CUDA C++, if it is here."""
+    """The cubin of CUDA C++ source, if shipped."""
     held = store()
     return held and held.read(cuda_name(text, options))
 

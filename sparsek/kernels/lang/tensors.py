@@ -1,4 +1,4 @@
-"""How plain Triton kernels address their tensors, and which problems they take."""
+"""How plain Triton kernels address tensors, and which problems they support."""
 
 import math
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sparsek.core import dtypes, env
 
-# Sizes stay this far under 2^31 so that a last tile's int32 row and column numbers do not wrap.
+# Sizes stay this far below 2^31 so that int32 row and column numbers of a last tile do not wrap.
 SIZE_LIMIT = 2**31 - 2048
 
 
@@ -22,14 +22,14 @@ def at(x, wide: tl.constexpr):
 
 @triton.jit
 def times(x, unit: tl.constexpr):
-    """`x`, which the host knows to be a multiple of `unit`, in a form that tells the compiler too."""
+    """`x`, a multiple of `unit`, in a form from which the compiler can infer this."""
     if unit > 1:
         x = x // unit * unit
     return x
 
 
 def folded(*tensors: Tensor | None) -> Iterator[tuple[Any, ...]]:
-    """Tensors of the same batch dims as [batch, ., .] views: one tuple where all collapse, else several. None stays."""
+    """Tensors of the same batch dims as [batch, ., .] views: one tuple if all collapse, else several. None stays."""
     first = next(x for x in tensors if x is not None)
     if first.ndim == 2:
         yield tuple(None if x is None else x[None] for x in tensors)
@@ -47,9 +47,10 @@ def folded(*tensors: Tensor | None) -> Iterator[tuple[Any, ...]]:
 
 
 def strides(x: Tensor | None) -> tuple[int, int, int]:
-    """Strides of x [batch, ., .]; 0 for a dim of one element and for no tensor, so that equal calls look equal.
+    """Strides of x [batch, ., .]; 0 for a dim of one element and for no tensor, so that equal calls have equal
+    strides.
 
-    An expanded dim has stride 0 too, so a stride says nothing of a size.
+    An expanded dim has stride 0 too, so a stride implies nothing about a size.
     """
     if x is None:
         return 0, 0, 0
@@ -58,14 +59,14 @@ def strides(x: Tensor | None) -> tuple[int, int, int]:
 
 
 def unit(size: int, x: Tensor) -> int:
-    """What `times` may say of a size: whole 16 bytes of x's elements or nothing."""
+    """The unit of a size for `times`: the elements in 16 bytes, or 1."""
     vector = 16 // x.element_size()
     return vector if size % vector == 0 else 1
 
 
 def units(x: Tensor | None) -> tuple[int, int]:
-    """What `times` may say of the strides of rows and columns of x [batch, ., .]: 1 for a dim that is contiguous, and
-    for the other dim `unit`, if the stride over batches keeps it too.
+    """The units for `times` of the row and column strides of x [batch, ., .]: 1 for a contiguous dim; for the other
+    dim `unit`, if the batch stride is a multiple of it too.
     """
     if x is None:
         return 1, 1
@@ -83,8 +84,8 @@ def extent(x: Tensor | None) -> int:
 
 
 def tile_side(size: int, across: int, widest: int = 128) -> int:
-    """The side of a tile for blocks of `size`, at most `widest`, with the most useful FLOP per byte; padding is not
-    useful. The tile's other side is `across`.
+    """The side of a tile for blocks of `size`, at most `widest`, with the most useful FLOP per byte; padding does not
+    count as useful. The tile's other side is `across`.
     """
     sides = (side for side in (128, 64, 32, 16) if side <= widest)
     return max(sides, key=lambda side: side * across / (side + across) * size / (-(-size // side) * side))
@@ -97,7 +98,7 @@ def stages(p: Any, wanted: int, elements: int) -> int:
 
 
 def why_not(p: Any) -> list[str]:
-    """Reasons why no plain Triton kernel runs problem `p`: its device or its dtype."""
+    """Why no plain Triton kernel runs problem `p`: its device or its dtype."""
     why = []
     if p.on_cpu and not env.interpreting():
         why.append("CPU tensors need Triton's interpreter (TRITON_INTERPRET=1 before the import)")

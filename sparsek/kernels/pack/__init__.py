@@ -1,1 +1,1 @@
-"""Kernels that bring dense matrices into a format."""
+"""Kernels that convert dense matrices into a format."""

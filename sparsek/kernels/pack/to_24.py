@@ -1,20 +1,21 @@
-"""2:4 matrices packed and unpacked in plain Triton, bit for bit as `matrix/two_four.py` has it.
+"""Packs and unpacks 2:4 matrices in plain Triton, bit for bit as `matrix/two_four.py`.
 
     dense   a b c d | e f g h     values   two of a..d, two of e..h     meta   a byte: their columns
 
-`pack24` reads a matrix once and writes values and metadata, with no sync and nothing kept in between. To it a value is
-its bits: magnitudes have the order of their bits without the sign, and every NaN is one above infinity.
+`pack24` reads a matrix once and writes values and metadata, without a sync or a workspace. It compares values as
+integers: magnitudes have the order of their bits without the sign, and every NaN is above infinity.
 
-    by rows      a lane has two pieces of 16 bytes side by side in a row, and writes 16 bytes of values. All of a group
-                 is in one lane, so nothing goes from lane to lane. A contiguous matrix is one long row.
-    by columns   for the transpose of such a matrix, and for any other strides: a lane has 16 bytes of each of eight
-                 columns, and decides the groups of its rows; what is kept turns in shared memory and leaves by rows.
+    by rows      a lane has two adjacent pieces of 16 bytes of a row, and writes 16 bytes of values. A group lies in one
+                 lane, so lanes exchange nothing. A contiguous matrix is one long row.
+    by columns   for the transpose of a row-major matrix, and for any other strides: a lane has 16 bytes of each of
+                 eight columns, and packs the groups of its rows. The result is transposed in shared memory and written
+                 by rows.
 
-`unpack24` is the inverse, for contiguous parts. All are limited by memory. An earlier version packed 8192^2 in bf16 by
-rows in 0.052 ms on an H200 (2026-11-22), at the rate of a copy; columns and `unpack24` are not timed.
+`unpack24` is the inverse, for contiguous parts. All are limited by memory. An earlier version packed 8192^2 in bf16
+by rows in 0.052 ms on an H200 (2026-11-22), at copy bandwidth; columns and `unpack24` are not timed.
 
-How they are reached: `ops/packing.py` registers functions with `matrix/two_four.py` that import this file when the
-first CUDA tensor comes. So formats know no kernel, and `import sparsek` loads no Triton.
+`ops/packing.py` registers functions with `matrix/two_four.py`, which import this file at the first CUDA tensor. So
+formats depend on no kernel, and `import sparsek` loads no Triton.
 """
 
 from typing import Any, NamedTuple
@@ -31,30 +32,30 @@ from sparsek.kernels.lang.tensors import times
 from sparsek.kernels.spmm.unpack_24 import unpacked
 from sparsek.matrix.two_four import BITS, STEP
 
-# Lanes of a program by rows, two to a thread. Where the matrix is not one row, so many lie across: 1 KB.
+# Lanes of a program by rows, two per thread. If the matrix is not one row, so many lanes span it: 1 KB.
 LANES, ACROSS = 256, 32
 # Rows of a program by columns, and bytes of metadata in each.
 TALL, BYTES = 64, 16
 WARPS = 4
-UNPACK_WARPS = 8  # one byte of metadata to a thread: 16-bit values then stay in it
+UNPACK_WARPS = 8  # one byte of metadata per thread: 16-bit values then stay in it
 GRID = 65535  # programs along the second and third axis
 
 
 @triton.jit
 def _key(bits, COLUMN: tl.constexpr, INFINITY: tl.constexpr):
-    """Of the top 16 bits of `bits`, a float: its magnitude, every NaN above infinity; and below it 3 - COLUMN."""
+    """Key of a float from its top 16 bits: its magnitude, every NaN above infinity; in the low bits 3 - COLUMN."""
     return tl.minimum((bits & 0x7FFF0000) + (3 - COLUMN), (INFINITY + 1 << 16) + (3 - COLUMN))
 
 
 @triton.jit
 def _flag(kept, COLUMN: tl.constexpr):
-    """Of a byte of a mask: whether it is kept, and below it 3 - COLUMN."""
+    """Key of a byte of a mask: whether it is kept; in the low bits 3 - COLUMN."""
     return kept.to(tl.int32) * 4 + (3 - COLUMN)
 
 
 @triton.jit
 def _largest(ka, kb, kc, kd):
-    """3 minus the columns of the two largest of four keys, of which no two are equal, in the order of columns."""
+    """3 minus the columns of the two largest of four distinct keys, in the order of columns."""
     more, less = tl.maximum(ka, kb), tl.minimum(ka, kb)
     others_more, others_less = tl.maximum(kc, kd), tl.minimum(kc, kd)
     one = tl.maximum(more, others_more) & 3
@@ -66,7 +67,7 @@ def _largest(ka, kb, kc, kd):
 def _halves(x, y, ma, mb, mc, md, INFINITY: tl.constexpr):
     """The kept pair and the nibble of a group of 16-bit values, two in x and two in y, the first in the low half.
 
-    `ma` to `md` are what a mask says of them, or None.
+    `ma` to `md` are their mask flags, or None.
     """
     if ma is None:
         ka, kb = _key(x << 16, 0, INFINITY), _key(x, 1, INFINITY)
@@ -90,7 +91,7 @@ def _majority(x, y, z):
 
 @triton.jit
 def _singles(a, b, c, d, ma, mb, mc, md, INFINITY: tl.constexpr):
-    """The kept two and the nibble of a group of 32-bit values: six comparisons decide, as in matrix/two_four.py."""
+    """The kept two and the nibble of a group of 32-bit values by six comparisons, as in matrix/two_four.py."""
     if ma is None:
         ka, kb = tl.minimum(a & 0x7FFFFFFF, INFINITY + 1), tl.minimum(b & 0x7FFFFFFF, INFINITY + 1)
         kc, kd = tl.minimum(c & 0x7FFFFFFF, INFINITY + 1), tl.minimum(d & 0x7FFFFFFF, INFINITY + 1)
@@ -99,7 +100,7 @@ def _singles(a, b, c, d, ma, mb, mc, md, INFINITY: tl.constexpr):
         a, b = (
             tl.where(ma != 0, a, 0),
             tl.where(mb != 0, b, 0),
-        )  # c and d are not what a group is filled up from
+        )  # a group is not filled up from c and d
     ab, ac, ad, bc, bd, cd = ka >= kb, ka >= kc, ka >= kd, kb >= kc, kb >= kd, kc >= kd
     first, second = _majority(ab, ac, ad), _majority(~ab, bc, bd)
     third, fourth = _majority(~ac, ~bc, cd), ~_majority(ad, bd, cd)
@@ -133,7 +134,7 @@ def _fours(x):
 
 @triton.jit
 def _piece(w, mask, flags, live, mask_col, HALF: tl.constexpr, INFINITY: tl.constexpr, RAGGED: tl.constexpr):
-    """What is kept, int32 [T, 2], and nibbles [T * 2] or [T], of 16 bytes at each of `w` [T] and `flags` [T]."""
+    """The kept values, int32 [T, 2], and nibbles [T * 2] or [T], of 16 bytes at each of `w` [T] and `flags` [T]."""
     T: tl.constexpr = w.numel
     words = _load(w[:, None] + tl.arange(0, 4)[None, :], live[:, None], RAGGED)
     ma, mb, mc, md = None, None, None, None
@@ -157,11 +158,11 @@ def _by_rows(
     LANES: tl.constexpr, ACROSS: tl.constexpr, HALF: tl.constexpr, EVEN: tl.constexpr, RAGGED: tl.constexpr,
     INFINITY: tl.constexpr,
 ):  # fmt: skip
-    """A program has LANES // ACROSS rows, and ACROSS lanes of each; a lane has a byte of metadata, two if HALF. Where
-    ACROSS is LANES the matrix is one row, and programs lie along the first axis of the grid only.
+    """A program has LANES // ACROSS rows, and ACROSS lanes of each; a lane has a byte of metadata, two if HALF. If
+    ACROSS is LANES, the matrix is one row, and programs use the first axis of the grid only.
 
-    `w` and `values` are int32, two to a word if HALF, and w's strides are of words. A row has `steps` bytes of
-    metadata, a multiple of a lane's if EVEN.
+    `w` and `values` are int32, two elements per word if HALF, and w's strides are in words. A row has `steps` bytes
+    of metadata, a multiple of a lane's if EVEN.
     """
     PER_LANE: tl.constexpr = 2 if HALF else 1
     steps = times(steps, PER_LANE if EVEN else 1).to(tl.int64)
@@ -205,7 +206,7 @@ def _by_rows(
 
 @triton.jit
 def _group(w, mask, live, w_col, mask_col, HALF: tl.constexpr, INFINITY: tl.constexpr, RAGGED: tl.constexpr):
-    """What is kept of four columns at w [S, R] and mask [S, R]: int32 [S, R], or [S, R, 2]; and nibbles [S, R]."""
+    """The kept values of four columns at w [S, R] and mask [S, R]: int32 [S, R], or [S, R, 2]; and nibbles [S, R]."""
     a, b = _load(w, live, RAGGED), _load(w + w_col, live, RAGGED)
     c, d = _load(w + 2 * w_col, live, RAGGED), _load(w + 3 * w_col, live, RAGGED)
     ma, mb, mc, md = None, None, None, None
@@ -227,11 +228,11 @@ def _by_columns(
     TALL: tl.constexpr, BYTES: tl.constexpr, UNIT: tl.constexpr, EVEN: tl.constexpr, RAGGED: tl.constexpr,
     HALF: tl.constexpr, INFINITY: tl.constexpr,
 ):  # fmt: skip
-    """A program has TALL of the rows, whose number UNIT divides, and BYTES bytes of metadata of each.
+    """A program has TALL of the rows, whose number is a multiple of UNIT, and BYTES bytes of metadata of each.
 
     `w` is int16 or int32, `values` int32. A row has `steps` bytes of metadata, an even number if EVEN.
     """
-    WORDS: tl.constexpr = 2 if HALF else 4  # of values to a byte
+    WORDS: tl.constexpr = 2 if HALF else 4  # of values per byte
     rows = times(rows, UNIT)
     steps = times(steps, 2 if EVEN else 1).to(tl.int64)
     batch = tl.program_id(2).to(tl.int64)
@@ -275,7 +276,7 @@ def _unpack(values, meta, dense, steps, LANES: tl.constexpr, RAGGED: tl.constexp
 
 
 class Launch(NamedTuple):
-    """What one launch of a kernel needs besides its tensors; `w` and the mask are [batch, rows, K] to it."""
+    """The arguments of one launch except tensors; the kernel sees `w` and the mask as [batch, rows, K]."""
 
     kernel: Any
     grid: tuple[int, int, int]
@@ -284,10 +285,10 @@ class Launch(NamedTuple):
 
 
 def pack24(w: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor] | None:
-    """(values [..., K/2], meta uint8 [..., K/8]) of w [..., K], as `two_four.pack` gives them, bit for bit. No sync.
+    """(values [..., K/2], meta uint8 [..., K/8]) of w [..., K], bit for bit those of `two_four.pack`. No sync.
 
-    bf16, fp16 or fp32, in any strides; `mask` is bool and like w. None for what the kernels do not take: other dtypes,
-    an empty or lazily negated w, leading dims that do not collapse to one, or more than 65535 of it.
+    bf16, fp16 or fp32, in any strides; `mask` is bool and of w's shape. None for unsupported inputs: other dtypes, an
+    empty or lazily negated w, and leading dims that do not collapse to one dim of at most 65535.
     """
     integers, _ = BITS[w.dtype]
     if integers == torch.int64 or w.is_neg() or not (w.is_cuda or env.interpreting()) or w.numel() == 0:
@@ -310,7 +311,7 @@ def pack24(w: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor] | Non
 
 
 def _launch(w: Tensor, mask: Tensor | None) -> Launch:
-    """How w [batch, rows, K] and its mask, or None, are read."""
+    """The launch for w [batch, rows, K] and its mask, or None."""
     integers, infinity = BITS[w.dtype]
     batch, rows, columns = w.shape
     half, steps = integers == torch.int16, columns // STEP
@@ -335,14 +336,14 @@ def _launch(w: Tensor, mask: Tensor | None) -> Launch:
 
 
 def _is_odd(w: Tensor) -> bool:
-    """Whether some row of 16-bit values does not begin at a multiple of 32 bits, or torch has no such view of it."""
+    """Whether some row of 16-bit values does not begin at a multiple of 32 bits, or torch has no such view."""
     return bool(w.data_ptr() % 4 or w.storage_offset() % 2 or any(stride % 2 for stride in w.stride()[:-1]))
 
 
 def unpack24(values: Tensor, meta: Tensor) -> Tensor | None:
-    """The dense [..., K] of values [..., K/2] and meta [..., K/8], as `two_four.unpack` gives it. No sync.
+    """The dense [..., K] of values [..., K/2] and meta [..., K/8], as `two_four.unpack`. No sync.
 
-    None where a part is not contiguous, or empty, or `values` lazily negated.
+    None if a part is not contiguous, or empty, or `values` is lazily negated.
     """
     if not (values.is_cuda or env.interpreting()) or values.is_neg() or values.numel() == 0:
         return None

@@ -1,22 +1,23 @@
-"""The blocks of a dense matrix that a BSR stores, chosen and gathered in plain Triton. `BSR.from_dense` on a GPU.
+"""Selects and gathers the blocks of a dense matrix that a BSR stores, in plain Triton. `BSR.from_dense` on a GPU.
 
     w [M, K]  --_norms-->  keys [Mb, Kb]  --_choose-->  indptr, where: cell numbers  --_gather-->  indices, values
 
-    _norms    reads w once. A block's key is its Frobenius norm, as the integer of the same bits: floats that are not
-              negative have the order of their bits. Where only zeros are told from the rest it is 0 or 1.
-    _choose   one program for all blocks, or one for every block row where each keeps its own share. The key of the last
-              block that is stored is found by counting how many keys reach it: three are tried at once, so that each
-              step leaves a quarter of the range. Then a scan lists what is stored; of equal keys the first.
+    _norms    reads w once. A block's key is its Frobenius norm as an integer of the same bits: the order of floats that
+              are not negative is the order of their bits. If only zeros are distinguished from the rest, it is 0 or 1.
+    _choose   one program for all blocks, or one per block row where each keeps its own share. It finds the key of the
+              last stored block by counting how many keys reach it: three are tried at once, so that each step leaves a
+              quarter of the range. Then a scan lists the stored blocks; of equal keys the first.
     _gather   copies the stored blocks.
 
-w and values move 16 bytes at once where w lies aligned. Every sum has a fixed order, and nothing is atomic. Ragged
+Where w is aligned, w and values move 16 bytes at once. Every sum has a fixed order, and there are no atomics. Ragged
 sides are masked; nothing is padded.
 
-A norm may be NaN or Inf, or so small that squares underflow and the choice falls on it. The kernels note that in a slot
-of the host's memory, and the host leaves all of it to torch, which looks again and refuses NaN and Inf. Under `keep`,
-where the host knows how many blocks there will be, it waits for `_norms` only: the GPU chooses and gathers meanwhile.
+A norm may be NaN or Inf, or so small that squares underflow and decide the selection. The kernels flag this in a slot
+of the host's memory, and the host then leaves the whole selection to torch, which checks again and refuses NaN and
+Inf. Under `keep`, where the host knows the number of blocks, it waits for `_norms` only, while the GPU selects and
+gathers.
 
-`ops/spmm.py` registers a function with `matrix/convert.py` that imports this file when the first CUDA tensor comes.
+`ops/packing.py` registers a function with `matrix/convert.py` that imports this file at the first CUDA tensor.
 """
 
 from collections import defaultdict
@@ -37,22 +38,22 @@ from sparsek.matrix.convert import Rule, least_sure
 from sparsek.matrix.pattern import INT32_MAX, BlockPattern, grid_of
 from sparsek.matrix.two_four import BITS
 
-# What `_norms` reads in a step: rows of so many bytes, as many blocks side by side as they hold, at least one; fewer
-# than AHEAD steps are under way. 8192^2 in bf16, blocks of 128, on an H200 (2026-11-22): 34 us with four rows of 2 KB,
-# 59 with 32 rows of one block, 60 with one step at a time, of which ptxas has two loads of a thread under way.
+# What `_norms` reads per step: rows of so many bytes, as many adjacent blocks as they hold, at least one; fewer than
+# AHEAD steps are in flight. 8192^2 in bf16, blocks of 128, on an H200 (2026-11-22): 34 us with four rows of 2 KB, 59
+# with 32 rows of one block, 60 with one step at a time, for which ptxas keeps two loads of a thread in flight.
 NORM_ROWS, NORM_ROW_BYTES, NORM_WARPS, AHEAD = 4, 2048, 4, 6
 GATHER_BYTES, GATHER_WARPS = 16384, 4
-# Keys that `_choose` reads at once, and how many one program ranks: 1023 to a lane would still be right. For more
-# torch's sort, which has the whole card, should be faster (not measured).
+# Keys that `_choose` reads at once, and how many one program ranks: 1023 per lane would still be right. For more,
+# torch's sort, which uses the whole card, should be faster (not measured).
 MIN_CHUNK, MAX_CHUNK, KEYS_PER_THREAD = 256, 4096, 16
 CELLS = 2**20
 
-# What a slot holds: whether a norm is NaN or Inf; whether one is too small to be sure; and how many blocks are stored,
-# where the host does not know.
+# Contents of a slot: whether a norm is NaN or Inf; whether one is too small to be reliable; and the number of stored
+# blocks, if the host does not know it.
 STRANGE, SMALL, COUNT = (tl.constexpr(i) for i in range(3))
 
-# Triton does not look at these: neither a size nor an alignment compiles anything anew. Rows of whole 16-byte words are
-# known by UNIT, the elements of such a word; for others it is 1.
+# Triton does not specialize for these: neither a size nor an alignment triggers a compilation. UNIT marks rows of
+# whole 16-byte words: the elements of a word, otherwise 1.
 _SIZES = ("rows", "columns", "w_row", "count", "cells", "across", "least")
 _ANYWHERE = ("w", "keys", "where", "indptr", "slot", "indices", "values")
 
@@ -62,7 +63,7 @@ def _rows(
     w, offsets, lanes, i, down, rows, w_row,
     BM: tl.constexpr, UNIT: tl.constexpr, TALL: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
-    """TALL rows of block row `i`, from row `down` of it on, in the lanes that are live; None: all of them.
+    """TALL rows of block row `i`, from row `down` of it on, in the live lanes; None: all of them.
 
     `offsets` [TALL, .] are those of its first rows from w.
     """
@@ -83,7 +84,7 @@ def _there(
     w, offsets, lanes, i, rows, w_row, BM: tl.constexpr, UNIT: tl.constexpr, TALL: tl.constexpr, RAGGED: tl.constexpr,
     AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """int32: 1 for each lane [.] of `offsets` [TALL, .] that has anything but zeros, of either sign, in BM rows."""
+    """int32: 1 for each lane [.] of `offsets` [TALL, .] with anything but zeros, of either sign, in BM rows."""
     bits = tl.core.get_int_dtype(w.dtype.element_ty.primitive_bitwidth, True)
     found = tl.zeros(offsets.shape, bits)
     for down in tl.range(0, BM, TALL, num_stages=AHEAD):
@@ -105,9 +106,9 @@ def _norms(
     KIND: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, UNIT: tl.constexpr, RAGGED: tl.constexpr,
     TALL: tl.constexpr, WIDE: tl.constexpr, SIDE: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """SIDE blocks side by side, TALL rows of them a step. A row of a block has WIDE >= BK lanes.
+    """SIDE adjacent blocks, TALL rows of them per step. A row of a block has WIDE >= BK lanes.
 
-    Keys are of norms if SQUARES. KIND, the dtype of w, keeps apart what was compiled.
+    Keys are of norms if SQUARES. KIND, the dtype of w, distinguishes compiled kernels.
     """
     across = (columns + (BK - 1)) // BK
     chunks = (across + (SIDE - 1)) // SIDE
@@ -134,7 +135,7 @@ def _norms(
         strange = ~(square < float("inf"))
         key = tl.where(strange, INFINITY, key)
         if tl.min(tl.where(block < across, key, INFINITY), 0) == 0:
-            # Zeros, or their squares have vanished.
+            # Zeros, or their squares have underflowed.
             there = _there(w, offsets, lanes, i, rows, w_row, BM, UNIT, TALL, RAGGED, AHEAD)
             key = tl.maximum(key, tl.max(tl.reshape(there, (SIDE, WIDE)), 1).to(key.dtype))
         _note(slot + STRANGE, strange)
@@ -147,7 +148,7 @@ def _norms(
 
 @triton.jit
 def _rank(key, SURE: tl.constexpr):
-    """Those too small to be sure rank alike; zero, and -1 past the last cell, rank below them."""
+    """Norms that are too small to be reliable rank alike; zero, and -1 past the last cell, rank below them."""
     return tl.where(key > 0, tl.maximum(key, SURE), key)
 
 
@@ -163,7 +164,7 @@ def _read(keys, begin, cells, UNIT: tl.constexpr, CHUNK: tl.constexpr):
 
 @triton.jit
 def _reach(key, one, two, three):
-    """Whether keys reach each of three, in ten bits each."""
+    """How many keys reach each of three thresholds, in ten bits each."""
     return (key >= one).to(tl.int32) + ((key >= two).to(tl.int32) << 10) + ((key >= three).to(tl.int32) << 20)
 
 
@@ -171,7 +172,9 @@ def _reach(key, one, two, three):
 def _last(
     keys, count, cells, UNIT: tl.constexpr, CHUNK: tl.constexpr, SURE: tl.constexpr, INFINITY: tl.constexpr
 ):
-    """The key of the last of the `count` largest of `cells` keys, and how many of that key are among them, or more."""
+    """The key of the last of the `count` largest of `cells` keys, and an upper bound of how many with that key are
+    among them.
+    """
     own = _rank(_read(keys, 0, cells, UNIT, CHUNK), SURE)
     highest, lowest = own, tl.where(own < 0, INFINITY, own)
     for begin in range(CHUNK, cells, CHUNK):
@@ -187,7 +190,7 @@ def _last(
         found = _reach(own, one, two, three)
         for begin in range(CHUNK, cells, CHUNK):
             found += _reach(_rank(_read(keys, begin, cells, UNIT, CHUNK), SURE), one, two, three)
-        # Three counts of ten bits for each lane become three of 21 bits for all.
+        # Three counts of ten bits per lane become three of 21 bits in total.
         pair = (found & 1023).to(tl.int64) + ((found >> 10 & 1023).to(tl.int64) << 21)
         total = tl.sum(pair + ((found >> 20).to(tl.int64) << 42), 0)
         at_one, at_two, at_three = total & 0x1FFFFF, total >> 21 & 0x1FFFFF, total >> 42
@@ -209,8 +212,8 @@ def _choose(
     RANKED: tl.constexpr, CHECKED: tl.constexpr, SURE: tl.constexpr, INFINITY: tl.constexpr,
     UNIT: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """A program has `cells` keys in order, of whole block rows of `across` blocks, and stores the `count` largest if
-    RANKED, and otherwise those over `least`. `where` gets the cells that are stored. CHECKED: keys are those of norms.
+    """A program has `cells` keys in order, of whole block rows of `across` blocks. It stores the `count` largest if
+    RANKED, otherwise those over `least`. `where` receives the stored cells. CHECKED: keys are norms.
     """
     group = tl.program_id(0)
     first = group * cells
@@ -227,7 +230,7 @@ def _choose(
         key = _read(keys, begin, cells, UNIT, CHUNK)
         rank = _rank(key, SURE) if CHECKED else key
         above, equal = rank > last, rank == last
-        # One scan counts both: those above in the low half, those that are equal in the high half.
+        # One scan counts both: larger keys in the low half, equal keys in the high half.
         both = above.to(tl.int32) + (equal.to(tl.int32) << 16)
         scan = tl.cumsum(both, 0) - both
         equals = equal_before + (scan >> 16)
@@ -252,7 +255,7 @@ def _gather(
     KIND: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, UNIT: tl.constexpr, RAGGED: tl.constexpr,
     TALL: tl.constexpr, WIDE: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
-    """TALL rows of each of SIDE stored blocks, which lie one behind the other in `values`."""
+    """TALL rows of each of SIDE stored blocks, which are adjacent in `values`."""
     PARTS: tl.constexpr = BM // TALL
     w_row, columns = times(w_row, UNIT), times(columns, UNIT)
     across = (columns + (BK - 1)) // BK
@@ -280,8 +283,8 @@ def _gather(
 
 
 class View(NamedTuple):
-    """How a matrix [M, K] is read in blocks: its grid; rows, columns and elements from row to row; the programs of
-    `_norms`; and what `_norms` and `_gather` are compiled for, from KIND on.
+    """How a matrix [M, K] is read in blocks: its grid; rows, columns and the row stride; the programs of `_norms`;
+    and, from KIND on, the constants for which `_norms` and `_gather` are compiled.
     """
 
     block: tuple[int, int]
@@ -293,17 +296,17 @@ class View(NamedTuple):
 
 
 class Source(NamedTuple):
-    """A matrix, and how it is read."""
+    """A matrix and its View."""
 
     x: Tensor
     view: View
 
 
 def pack_bsr(w: Tensor, block: tuple[int, int], rule: Rule) -> BSR | None:
-    """The blocks of w [M, K] that `rule` stores, as `convert.from_dense` chooses them. One sync.
+    """The blocks of w [M, K] that `rule` selects, as in `convert.from_dense`. One sync.
 
-    Any float dtype; rows without gaps, of a mask of elements too. None for what the kernels do not take: other strides,
-    sides near 2^31, an empty or lazily negated w, more than CELLS blocks to rank at once; and where norms cannot tell.
+    Any float dtype; rows without gaps, of a mask of elements too. None for unsupported inputs: other strides, sides
+    near 2^31, an empty or lazily negated w, more than CELLS blocks to rank at once; and if norms do not decide.
     """
     mask, source = rule.mask, _source(w, block)
     if source is None:
@@ -322,10 +325,10 @@ def pack_bsr(w: Tensor, block: tuple[int, int], rule: Rule) -> BSR | None:
         keys = mask.to(torch.int32, memory_format=torch.contiguous_format)
     else:
         keys = _keys(asked, slot, rule.keep is not None or rule.threshold is not None)
-    # What is known after `_norms` is enough under `keep`: the rest is started, and put together, before the host waits.
+    # Under `keep` the result of `_norms` suffices: the rest is launched, and assembled, before the host waits.
     wait, made = _mark(event, w.device), None
     indptr, where = _chosen(keys, slot, rule, groups, count)
-    if not count:  # `_choose` writes to the slot, too
+    if not count:  # `_choose` writes to the slot too
         wait = _mark(event, w.device)
     if count is not None:
         made = _gathered(source, indptr, where)
@@ -344,7 +347,7 @@ def pack_bsr(w: Tensor, block: tuple[int, int], rule: Rule) -> BSR | None:
 
 
 def _source(x: Tensor, block: tuple[int, int]) -> Source | None:
-    """None for what the kernels do not read."""
+    """None for inputs that the kernels do not support."""
     if x.numel() == 0 or x.is_neg() or not (x.is_cuda or env.interpreting()):
         return None
     step, unit = x.stride()
@@ -382,14 +385,14 @@ def _tile(block: tuple[int, int], elements: int) -> tuple[int, int, int]:
 
 
 class Slot(NamedTuple):
-    """int32 [3] of pinned memory, where kernels note what they find, and an event of their device. On a CPU: None."""
+    """int32 [3] of pinned memory for the kernels' flags, and an event of their device. On a CPU: None."""
 
     memory: Tensor
     event: torch.cuda.Event | None
 
 
-# The slots of each device that are free, all 0 but for COUNT, and the memory of all that ever were. It is never given
-# back to torch, because a kernel may be about to write to a slot whose call has failed.
+# The free slots of each device, all 0 but for COUNT, and the memory of all slots ever made. It is never returned to
+# torch, because a kernel of a failed call may still write to its slot.
 _SLOTS: dict[torch.device, list[Slot]] = defaultdict(list)
 _PINNED: list[Tensor] = []
 
@@ -409,7 +412,7 @@ def _free_slot(device: torch.device) -> Slot:
 
 
 def _mark(event: torch.cuda.Event | None, device: torch.device) -> Callable[[], None]:
-    """What waits until the device has done all that is queued on its current stream now."""
+    """An event after all work that is queued on the device's current stream now."""
     if event is None:
         return lambda: None
     event.record(torch.cuda.current_stream(device))
@@ -428,13 +431,13 @@ def _floats(keys: torch.dtype) -> torch.dtype:
 
 @lru_cache
 def _limits(keys: torch.dtype) -> tuple[int, int]:
-    """SURE and INFINITY: the key of the least norm that is sure, and that of infinity."""
+    """SURE and INFINITY: the key of the least reliable norm, and that of infinity."""
     floats = _floats(keys)
     return _bits(least_sure(floats), floats), BITS[floats][1]
 
 
 def _keys(source: Source, slot: Tensor, by_norm: bool) -> Tensor:
-    """The keys of the blocks, [Mb, Kb]: of their norms, or 1 where something is there."""
+    """The keys of the blocks, [Mb, Kb]: of their norms, or 1 for a block that is not zero."""
     x, view = source
     keys = x.new_empty(view.grid, dtype=torch.int64 if by_norm and x.dtype == torch.float64 else torch.int32)
     constants = by_norm, *_limits(keys.dtype), *view.norms
@@ -449,7 +452,7 @@ def _are_unsure(keys: Tensor, where: Tensor) -> bool:
 
 
 def _chosen(keys: Tensor, slot: Tensor, rule: Rule, groups: int, count: int | None) -> tuple[Tensor, Tensor]:
-    """indptr [Mb+1], and the cells that are stored: `count` of each group, if that is known."""
+    """indptr [Mb+1], and the stored cells: `count` of each group, if that is known."""
     (rows, columns), (sure, infinity) = keys.shape, _limits(keys.dtype)
     cells = rows * columns // groups
     by_norm, least = rule.keep is not None or rule.threshold is not None, 0

@@ -1,16 +1,16 @@
-"""x [..., K] in FP8 with a scale for each row, by one plain Triton kernel: what `matrix.dense8` does, bit for
-bit. Any CUDA GPU that converts to FP8 (from sm_89), and Triton's interpreter.
+"""x [..., K] in FP8 with a scale per row, in one plain Triton kernel: bit for bit the result of `matrix.dense8`. Any
+CUDA GPU that converts to FP8 (from sm_89), and Triton's interpreter.
 
     scale[t] = max over k of |x[t, k]|, over 448 or 57344      values[t, k] = x[t, k] / scale[t], rounded to nearest
 
-One program takes ROWS rows. Where a row fits (K up to 4096) it is read once and stays in registers; a longer one is
+One program processes ROWS rows. A row that fits (K up to 4096) is read once and stays in registers; a longer one is
 read twice, the second time from cache. A quotient is a product with the scale's reciprocal and one step of Newton's
-method, five instructions where a division has some thirty. x may lie in memory as it likes: for B [K, N] with
-contiguous rows, x is B.mT, a program then takes 32 of its columns, and what it has rounded turns on its way out.
+method: five instructions; a division has some thirty. x may have any strides: for B [K, N] with contiguous rows,
+x is B.mT; a program then reads 32 of its columns, and transposes the rounded values before it stores them.
 
 8192x8192 in bf16 on an H200 (2026-11-22, by script): 58 us, 3.4 TB/s; as B [K, N] with contiguous rows 102 us.
 
-How it is reached: `ops/packing.py` registers it with `matrix/dense8.py`.
+`ops/packing.py` registers it with `matrix/dense8.py`.
 """
 
 from typing import NamedTuple
@@ -26,23 +26,24 @@ from sparsek.kernels.lang.launch import launch, launch_unspecialized
 from sparsek.kernels.lang.tensors import SIZE_LIMIT, at, times
 from sparsek.matrix.float8 import LEAST, rounded
 
-# Rows of up to WHOLE elements stay in registers, EACH of a thread; of longer ones STEP at a time, STEP_EACH of a
-# thread; rows, step and warps of a turned x. 8192^2 (H200, 2026-11-22): 58 us, 89 with the whole row in registers;
-# turned 102, with steps of 128 206.
+# Rows of up to WHOLE elements stay in registers, EACH per thread; longer ones STEP at a time, STEP_EACH per thread;
+# rows, step and warps of a transposed x. 8192^2 (H200, 2026-11-22): 58 us, 89 with the whole row in registers;
+# transposed 102, with steps of 128 206.
 WHOLE, EACH, STEP, STEP_EACH = 4096, 32, 4096, 16
 TURNED_ROWS, TURNED_STEP, TURNED_WARPS = 32, 512, 8
-# What a product leaves of x has 24 bits below those of x, and x down to 2^-17 of a scale counts. With scales below
-# SMALL some would lie under the last bit of a subnormal float32: x and they are lifted.
+# The remainder x - q s has 24 bits below those of x, and x down to 2^-17 of a scale counts. With scales below SMALL
+# some bits would lie below the last bit of a subnormal float32: x and the scales are scaled up.
 SMALL, LIFT, LEAST_SCALE = (tl.constexpr(each) for each in (2.0**-80, 2.0**64, LEAST))
 
-# Triton does not look at these: neither a size nor an alignment compiles anything anew. UNIT says what is aligned.
+# Triton does not specialize for these: neither a size nor an alignment triggers a compilation. UNIT gives the
+# alignment.
 _SIZES = ("rows", "k", "sx_batch", "sx_row", "sx_k", "row_tiles")
 _ANYWHERE = ("x", "values", "scale")
 
 
 @triton.jit
 def _magnitude_bits(x):
-    """Of float32: bits without the sign. Their order is that of magnitudes, with NaN above infinity."""
+    """Bits of a float32 without the sign. Their order is that of magnitudes, with NaN above infinity."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
@@ -51,7 +52,7 @@ def _quotients(x, scale, DIVIDE: tl.constexpr):
     """x / scale[:, None] in float32, rounded to nearest.
 
     Markstein, IBM J. Res. Dev. 34 (1990): with r = 1 / s rounded, q = x r, and q + r (x - q s) by two fused
-    multiply-adds, of which the first is exact. DIVIDE: Triton's interpreter has no fused multiply-add.
+    multiply-adds; the first is exact. DIVIDE: Triton's interpreter has no fused multiply-add.
     """
     if DIVIDE:
         return tl.math.div_rn(x, scale[:, None] + tl.zeros(x.shape, dtype=tl.float32))
@@ -74,7 +75,7 @@ def _round_rows(
     ROWS: tl.constexpr, STEP: tl.constexpr, ONCE: tl.constexpr, WIDE: tl.constexpr, DIVIDE: tl.constexpr,
 ):  # fmt: skip
     """x [batch, rows, k] of any strides; values [batch, rows, k] and scale [batch, rows] contiguous."""
-    if UNIT > 1:  # K is, and so are strides but 1, and the rows of a turned x: whole 16-byte words
+    if UNIT > 1:  # K, strides except 1, and the rows of a transposed x are whole 16-byte words
         k, sx_batch = times(k, 16), times(sx_batch, UNIT)
     if LIES == "rows":
         sx_k = 1
@@ -156,7 +157,7 @@ def _constants(x: Tensor, dtype: torch.dtype) -> tuple[Constants, int]:
 
 
 def round_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
-    """Values [..., K] in `dtype` and scales [...] of x [..., K] in bf16, fp16 or fp32; None where it cannot."""
+    """Values [..., K] in `dtype` and scales [...] of x [..., K] in bf16, fp16 or fp32; None for unsupported inputs."""
     if x.dtype not in (torch.bfloat16, torch.float16, torch.float32) or max(x.shape) > SIZE_LIMIT:
         return None
     if x.is_cuda and torch.cuda.get_device_capability(x.device) < (8, 9):
@@ -172,7 +173,7 @@ def round_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
         batch, rows, k = x3.shape
         tiles = -(-rows // constants.rows)
         args = (x3, out3, scale3, rows, k, *tensors.strides(x3), tiles)
-        if constants.wide:  # sizes of 64 bits are another kernel to Triton
+        if constants.wide:  # to Triton, 64-bit sizes are another kernel
             with torch.cuda.device_of(x3):
                 launch(_round_rows, (tiles * batch,), *args, *constants, num_warps=warps)
         else:

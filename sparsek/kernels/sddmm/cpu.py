@@ -1,18 +1,18 @@
 """cpu.sddmm: S = X @ Y at the stored blocks of a pattern, on CPU tensors, in batched torch.
 
-    stored blocks p go through        X[row of p]     [bm, K]   (one block row of X for all of them, or gathered)
-    one bmm, some at a time           Y[:, column of p]  [K, bn]   (gathered)
-                                      S[p]            [bm, bn]
+    some stored blocks p            X[row of p]     [bm, K]   (one block row of X for all of them, or gathered)
+    in one bmm                      Y[:, column of p]  [K, bn]   (gathered)
+                                    S[p]            [bm, bn]
 
-Every element is one dot product over K, so it is rounded once. A step gathers no more than the cache holds. Small
-blocks cost more in gathering than they save: where that is foreseen, a *strip* of block rows is multiplied with all
-of Y, and the stored blocks are picked. NaN in X or Y reaches what it reaches in the reference either way. Where a side
-is ragged, X or Y is copied with zeros added.
+Every element is one dot product over K, so it is rounded once. A step gathers no more than fits in the cache. For
+small blocks, gathering costs more than it saves. If the model predicts this, a *strip* of block rows is multiplied
+with all of Y, and the stored blocks are selected. Either way NaN in X or Y spreads as in the reference. If a side is
+ragged, X or Y is copied with zero padding.
 
 CPU time over dense matmul, 12.5 % stored, sides 1024 and 2048, K 64 to 2048, one EPYC core (AVX-512 BF16), torch
-2.13.0, 2026-11-21. float32: blocks of 16 0.25 to 0.34, of 32 0.18 to 0.26, of 64 and 128 0.13 to 0.20. bfloat16: of 16
-0.6 to 0.9, of 32 0.3 to 0.6, of 64 0.20 to 0.28, of 128 0.14 to 0.21. float64 0.20 to 0.53, float16 under 0.01. Strips
-with every block stored: 1.2 to 2.1.
+2.13.0, 2026-11-21. float32: blocks of 16 0.25 to 0.34, of 32 0.18 to 0.26, of 64 and 128 0.13 to 0.20. bfloat16: of
+16 0.6 to 0.9, of 32 0.3 to 0.6, of 64 0.20 to 0.28, of 128 0.14 to 0.21. float64 0.20 to 0.53, float16 under 0.01.
+Strips with every block stored: 1.2 to 2.1.
 """
 
 from collections.abc import Iterable, Iterator
@@ -38,8 +38,8 @@ UNITS_OVER_FP32 = 4
 
 @dataclass(frozen=True)
 class CpuSddmmConfig(CpuConfig):
-    """`step_bytes`: what one step gathers, or a strip computes, at most. `wide`: 16-bit inputs are multiplied as
-    float32. `strips`: all of Y is multiplied, and the stored blocks are picked.
+    """`step_bytes`: the most that one step gathers, or a strip computes. `wide`: multiply 16-bit inputs as float32.
+    `strips`: multiply all of Y, and select the stored blocks.
     """
 
     strips: bool = False
@@ -51,7 +51,7 @@ class CpuSddmmConfig(CpuConfig):
 
 
 class Step(NamedTuple):
-    """Stored blocks `first` to `last` - 1. They lie in block rows `rows` [one for each], or all in the row `row`."""
+    """Stored blocks `first` to `last` - 1, in block rows `rows` [one each], or all in block row `row`."""
 
     first: int
     last: int
@@ -61,7 +61,7 @@ class Step(NamedTuple):
 
 
 class Strip(NamedTuple):
-    """Stored blocks `first` to `last` - 1 are all those of block rows `row` to `end` - 1."""
+    """Stored blocks `first` to `last` - 1: all those of block rows `row` to `end` - 1."""
 
     first: int
     last: int
@@ -147,7 +147,7 @@ class CpuSddmm(CpuKernel):
 
 
 def _padded(x: Tensor, size: int) -> Tensor:
-    """x [S, K] with rows of zeros up to a multiple of `size`; x itself if there is nothing to add."""
+    """x [S, K] with rows of zeros up to a multiple of `size`; x itself if no padding is needed."""
     more = -x.shape[0] % size
     if not more:
         return x
@@ -159,7 +159,7 @@ def _by_columns(x: Tensor) -> bool:
 
 
 def _gather(tiles: Tensor, which: Tensor) -> Tensor:
-    """Some of tiles [n, size, K], each lying in memory as it does there."""
+    """Some of tiles [n, size, K], each with its strides unchanged."""
     if _by_columns(tiles):
         return tiles.mT.index_select(0, which).mT
     return tiles.index_select(0, which)
@@ -185,7 +185,7 @@ def _steps(pattern: BlockPattern, lines: int, step_bytes: int) -> Iterator[Step]
 
 
 def _strips(pattern: BlockPattern, height: int) -> Iterator[Strip]:
-    """Strips of `height` block rows, those without blocks left out."""
+    """Strips of `height` block rows, without empty ones."""
     rows, columns = pattern.block_rows.long(), pattern.indices.long()
     ends = pattern.host.indptr.tolist()
     for row in range(0, pattern.grid[0], height):

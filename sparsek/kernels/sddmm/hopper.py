@@ -1,19 +1,19 @@
 """S = X @ Y at the stored blocks of a pattern, on Hopper: X and Y dense, S in BSR, float32 accumulation.
 
-    one tile of S                                  what one step brings into shared memory
+    one tile of S                                  operands of one step, in shared memory
     .--------------- groups * piece -------------.
     | block (i, j0)  | block (i, j1) |    ...    |   X [rows, width]  of block row i
     |  warpgroup 0   (wg_n = 2: 0, then 1)       |   Y [width, piece]  of each column of the group
     |  warpgroup 1                               |
     '---------------------------------------------
 
-Stored blocks of one block row share their rows of X, wherever their columns are: `groups` of them make a tile as
-wide as a dense product's. K is swept from end to end, by all CTAs in step, so that their reads meet in L2. A CTA walks
-the tiles that the schedule gave it; a producer warp fills a ring by TMA, consumer warpgroups multiply
-(spmm/multiply.py) and send each box of a tile to the stored block it belongs to. X and Y may lie row- or column-major:
-the gradient of A in C = A @ B is dC @ B.T, sampled.
+Stored blocks of one block row share their rows of X, whatever their columns: `groups` of them form a tile as wide as
+one of a dense product. All CTAs sweep K in step, so that their reads hit L2. The kernel is persistent: a CTA walks
+the tiles that the schedule assigned to it. A producer warp fills a ring by TMA; consumer warpgroups multiply
+(spmm/multiply.py) and store each box of a tile to its stored block. X and Y may be row- or column-major: the gradient
+of A in C = A @ B is dC @ B.T, sampled.
 
-What limits it: L2 to shared memory, as for hopper.spmm. A step of 64 of a 128x256 tile brings 48 KB for 4.2 MFLOP.
+Bottleneck: L2 to shared memory, as for hopper.spmm. A step of 64 of a 128x256 tile loads 48 KB for 4.2 MFLOP.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from sparsek.plan.sddmm_schedule import OUTSIDE, SddmmTiles, sddmm_tiles
 class Config(Tile):
     """`block` is (bm, bn) of S. A tile has `groups` pieces of `piece` columns, each a block or a part of a wide one.
 
-    A piece is as wide as the next power of two; what it has beyond its block is never stored.
+    The width of a piece is a power of two; columns beyond its block are never stored.
     """
 
     piece: int = 128
@@ -74,7 +74,7 @@ class Config(Tile):
 
     @property
     def y_box(self) -> tuple[int, int]:
-        """One box of Y as it lies in memory."""
+        """Shape of one box of Y in memory."""
         return (self.piece, self.width) if self.b_col else (self.width, self.piece)
 
 
@@ -83,7 +83,7 @@ SOURCE = sha256(Path(__file__).read_bytes() + Path(prims.__file__).read_bytes())
 
 @gluon.jit
 def load(T: gl.constexpr, x_desc, y_desc, lists, columns, ring):
-    """Producer warp: walks the CTA's tiles, sweeps K in each, and fills the ring. TMA fills in zeros behind K."""
+    """Producer warp: for each tile of the CTA, sweeps K and fills the ring. TMA fills in zeros beyond K."""
     tiles, starts = lists
     x_s, y_s, full, empty = ring
     WIDTH: gl.constexpr = T.width
@@ -92,7 +92,7 @@ def load(T: gl.constexpr, x_desc, y_desc, lists, columns, ring):
     first = gl.load(starts + gl.program_id(0))
     last = gl.load(starts + gl.program_id(0) + 1)
     slot = 0
-    phase = 1  # a new barrier passes for the phase before its first, so that every slot begins empty
+    phase = 1  # waiting on the phase before a barrier's first returns at once, so every slot starts empty
     for t in range(first, last):
         steps = gl.load(tiles + RECORD * t + 1)
         group = gl.load(tiles + RECORD * t + 3)
@@ -101,7 +101,7 @@ def load(T: gl.constexpr, x_desc, y_desc, lists, columns, ring):
         for g in gl.static_range(GROUPS):
             cols = cols + (gl.load(columns + group * GROUPS + g),)
         for step in range(steps):
-            mbarrier.wait(empty.index(slot), phase)  # until every warpgroup has multiplied what the slot held
+            mbarrier.wait(empty.index(slot), phase)  # until every warpgroup has read the slot
             landed = full.index(slot)
             mbarrier.expect(landed, T.stage_bytes)
             k = step * WIDTH
@@ -126,7 +126,7 @@ def load(T: gl.constexpr, x_desc, y_desc, lists, columns, ring):
 def sddmm_kernel(
     x_desc, y_desc, s_desc, tiles, starts, columns, stored, T: gl.constexpr, SOURCE: gl.constexpr
 ):  # fmt: skip
-    """CTA p does tiles starts[p] to starts[p+1]; see plan/sddmm_schedule.py. SOURCE is there for Triton's cache."""
+    """CTA p computes tiles starts[p] to starts[p+1]; see plan/sddmm_schedule.py. SOURCE is for Triton's cache key."""
     DTYPE: gl.constexpr = x_desc.dtype
     STAGES: gl.constexpr = T.stages
     WARPGROUPS: gl.constexpr = T.wg_m * T.wg_n
@@ -171,14 +171,14 @@ def sddmm_kernel(
 
 
 class Work(NamedTuple):
-    """A schedule on the device, and how many CTAs it is for. None where nothing is stored."""
+    """A schedule on the device, and its number of CTAs. None if nothing is stored."""
 
     tiles: SddmmTiles | None
     ctas: int
 
 
 class HopperSddmm:
-    """The kernel above, behind the planner's protocol."""
+    """Implements the Kernel protocol for the device code above."""
 
     name = "hopper.sddmm"
 
@@ -241,7 +241,7 @@ class HopperSddmm:
         if pattern.nnzb == 0:
             return Work(None, ctas)
         if pattern.is_ragged:
-            padding_of(pattern)  # where `launch` writes zeros: looked up once, with a sync
+            padding_of(pattern)  # for the zeros that `launch` writes: looked up once, with a sync
         return Work(sddmm_tiles(pattern, -(-p.k // c.width), c.rows, c.piece, c.groups, ctas), ctas)
 
     def launch(
@@ -256,7 +256,7 @@ class HopperSddmm:
             Described(values, (nnzb * bm, bn), (bn, 1), c.c_shape), *work.tiles, c, SOURCE,
         )  # fmt: skip
         launch_on(values.device, sddmm_kernel, work.ctas, args, c.options)
-        # Zeros that TMA filled in become NaN where they met one, or an infinity.
+        # Zeros that TMA filled in become NaN where they were multiplied by NaN or infinity.
         zero_padding(pattern, values)
 
 

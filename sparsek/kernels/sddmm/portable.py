@@ -1,7 +1,8 @@
-"""S = X @ Y at the stored blocks of a pattern, in plain Triton with pointers: any CUDA GPU from sm_80, the interpreter.
+"""S = X @ Y at the stored blocks of a pattern, in plain Triton with pointers: any CUDA GPU from sm_80, the
+interpreter.
 
-One program makes one tile of S, tile_m rows of one block row by tile_n of the columns that the row stores, laid end to
-end, and walks K, tile_k a step:
+One program computes one tile of S, tile_m rows of one block row by tile_n of the columns that the row stores, as if
+contiguous, and walks K, tile_k per step:
 
     stored blocks of the row   | b0      | b1      | b2      |          jj = 0 .. length * bn
     tiles                      | t0   | t1   | t2   | t3   | t4 |
@@ -9,13 +10,13 @@ end, and walks K, tile_k a step:
     Y tile                     Y[k, indices[start + jj // bn] * bn + jj % bn]                    [tile_k, tile_n]
     S tile                     values[start + jj // bn][rows of the tile, jj % bn]               [tile_m, tile_n]
 
-Where tile_n divides bn a tile lies in one block. Otherwise it joins several small blocks or straddles two, so that
-blocks 16 wide still fill a wide dot. Blocks higher than tile_m are several programs. Programs run through groups of
-`group` block rows, in a group by columns: those that run together read the same rows of X and columns of Y, from L2.
-Rows and columns of block rows and columns without blocks are never read. What lies outside the matrix becomes 0, NaN
-in X or Y or not. Each element is one sum in fixed order. X and Y may lie in memory in any way.
+If tile_n divides bn, a tile lies in one block. Otherwise it joins several small blocks or straddles two, so that
+blocks 16 wide still fill a wide dot. A block taller than tile_m takes several programs. Programs run in groups of
+`group` block rows, and by columns inside a group: concurrent programs read the same rows of X and columns of Y, from
+L2. Rows and columns of empty block rows and columns are never read. Padding outside the matrix becomes 0, also if X
+or Y has NaN. Each element is one sum in fixed order. X and Y may have any strides.
 
-Arithmetic limits it where tiles are 64 high or more.
+Bottleneck: arithmetic, for tiles 64 high or more.
 """
 
 import math
@@ -43,7 +44,7 @@ from sparsek.plan.problem import SddmmProblem
 class Config:
     """tile_m x tile_n of S per program, tile_k of K per step; all powers of two, 16 or more.
 
-    `group`: block rows that are walked column by column before the next ones, for L2.
+    `group`: block rows that are walked column by column together, for reuse in L2.
     """
 
     tile_m: int
@@ -124,7 +125,7 @@ def _sddmm(
         y_tile = tl.load(y_ptr + first * sy_k, mask=y_live, other=0.0)
         acc = add_product(acc, x_tile, y_tile, PRECISION)
 
-    # Outside the matrix a row of zeros may have met an infinity.
+    # Outside the matrix a zero may have been multiplied by infinity.
     acc = tl.where(live_i[:, None] & live_j[None, :], acc, 0.0)
     s_ptr = values + ((i * BN)[:, None] + (place.to(tl.int64) * (BM * BN) + inside)[None, :])
     tl.store(s_ptr, acc.to(values.dtype.element_ty), mask=stored_i[:, None] & stored_j[None, :])
@@ -147,7 +148,7 @@ def _constants(
 
 
 def _count(p: SddmmProblem, c: Config) -> int:
-    """At most so many tiles along the joined columns of all block rows: a bound from `p` alone."""
+    """An upper bound of the tiles along the joined columns of all block rows, from `p` alone."""
     bn = p.block[1]
     if bn % c.tile_n == 0:
         return p.nnzb * (bn // c.tile_n)
@@ -188,14 +189,14 @@ class PortableSddmm:
         return why
 
     def default(self, p: SddmmProblem) -> Config:
-        """The first of `configs`, made smaller while there are fewer tiles of S than SMs."""
+        """The first of `configs`, with smaller tiles while there are fewer of them than SMs."""
         c = next(iter(self.configs(p)))
         while c.tile_n > 32 and _count(p, c) * _subs(p, c) < p.card.sm_count:
             c = replace(c, tile_n=c.tile_n // 2, num_warps=4)
         return c
 
     def configs(self, p: SddmmProblem) -> Iterator[Config]:
-        """Serious alternatives, best guess first: the block's table, cut to the block rows and to shared memory."""
+        """Alternatives worth timing, best guess first: the block's table, limited by block rows and shared memory."""
         tallest = 1 << (p.block[0] - 1).bit_length()
         widest = max(16, 1 << (max(p.row_max, 1) * p.block[1] - 1).bit_length())
         if p.dtype == "fp32":
@@ -210,7 +211,7 @@ class PortableSddmm:
             if p.card.capability[0] < 9 and c.tile_m * c.tile_n > 64 * 32 * c.num_warps:
                 c = replace(
                     c, num_warps=2 * c.num_warps
-                )  # without wgmma fragments of X and Y are in registers too
+                )  # without wgmma, fragments of X and Y are in registers too
             for group in (32, 8):
                 c = replace(c, group=group)
                 if c not in seen:
@@ -221,7 +222,7 @@ class PortableSddmm:
         """Launch + the longest of: arithmetic of whole tiles in whole waves, at portable.spmm's rate for tile_m;
         compulsory bytes at 80 % of copy bandwidth; X and Y tiles from L2."""
         programs = _count(p, c) * _subs(p, c)
-        if p.on_cpu:  # the interpreter: about a millisecond for each program and step
+        if p.on_cpu:  # the interpreter: about a millisecond per program and step
             return 1e-3 * programs * (1 + p.k / c.tile_k)
         if p.dtype == "fp32":
             rate = p.card.sustained("tf32") * 0.25 if p.tf32 else p.card.sustained("fp32") * 0.5
@@ -255,7 +256,7 @@ class PortableSddmm:
     def launch(
         self, c: Config, work: Work, x: Tensor, y: Tensor, pattern: BlockPattern, values: Tensor
     ) -> None:
-        """S into `values` [nnzb, bm, bn] from x [M, K] and y [K, N], strides as they are; no sync, no allocation."""
+        """Computes S into `values` [nnzb, bm, bn] from x [M, K] and y [K, N] of any strides; no sync, no allocation."""
         if values.numel() == 0:
             return
         (m, k), n = x.shape, y.shape[1]

@@ -1,4 +1,4 @@
-"""reference.sddmm: the specification, run as a kernel.
+"""reference.sddmm: the specification as a kernel.
 
 Any device, dtype and layout; slow, and predicted to be.
 """
@@ -17,7 +17,7 @@ CALLS, CALLS_PER_STEP = 12, 5
 
 
 class ReferenceSddmm(FixedKernel):
-    """`sparsek.reference.sddmm` behind the protocol: the last resort, and what the others are compared with."""
+    """`sparsek.reference.sddmm` as a kernel: the last resort, and the baseline for tests."""
 
     name = "reference.sddmm"
     config = Fixed("X and Y gathered for each block, one bmm, in float32 or float64")

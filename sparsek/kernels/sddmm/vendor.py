@@ -1,9 +1,9 @@
-"""vendor.sddmm: all of X @ Y by torch.matmul (cuBLAS on a GPU), of which the stored blocks are picked. Only by name:
-nothing is densified unasked.
+"""vendor.sddmm: all of X @ Y by torch.matmul (cuBLAS on a GPU), then a selection of the stored blocks. Runs only by
+name: nothing is densified silently.
 
-It is in the table so that a plan can say "dense would win here" honestly. Every call allocates the dense product, and
-lets it go again. An element of it has only its own row of X and column of Y, so NaN reaches what it reaches in the
-reference. float32 is multiplied as torch's own TF32 setting says at the time of the call.
+It is in the table so that a plan can show when the dense product is predicted to be faster. Every call allocates the
+dense product, and frees it. An element of it depends only on its own row of X and column of Y, so NaN spreads as in
+the reference. float32 follows torch's own TF32 setting at the time of the call.
 """
 
 import torch

@@ -1,15 +1,15 @@
 """cpu.spgemm: C = A @ B for two BSR matrices on CPU tensors, in batched torch.
 
-    blocks of C with equally many     A[c]  [bm, per*bk]   (blocks of A that meet one of B, side by side)
-    pairs go through one bmm          B[c]  [per*bk, bn]   (the blocks that they meet, one below the other)
+    blocks of C with equal            A[c]  [bm, per*bk]   (the left blocks of its pairs, side by side)
+    numbers of pairs, in one bmm      B[c]  [per*bk, bn]   (the right blocks, one below the other)
                                       C[c]  [bm, bn]
 
-Only pairs are multiplied, and each block of C is one product over all its pairs, so it is rounded once. A step gathers
-no more than the cache holds.
+Only pairs are multiplied, and each block of C is one product over all its pairs, so it is rounded once. A step
+gathers no more than fits in the cache.
 
 CPU time over dense matmul, 12.5 % of both stored, sides 1024 and 2048, dense C, one EPYC core (AVX-512 BF16), torch
-2.13.0, 2026-11-21. float32 and float64: blocks of 16 0.12, of 32 0.05 to 0.07, of 64 0.04, of 128 0.03. bfloat16: of 16
-0.4, of 32 0.15 to 0.19, of 64 0.09, of 128 0.04. A BSR C takes two thirds of that; Zipf(1.2) rows change little.
+2.13.0, 2026-11-21. float32 and float64: blocks of 16 0.12, of 32 0.05 to 0.07, of 64 0.04, of 128 0.03. bfloat16: of
+16 0.4, of 32 0.15 to 0.19, of 64 0.09, of 128 0.04. A BSR C takes two thirds of that; Zipf(1.2) rows change little.
 """
 
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ STEP_SECONDS = 4e-5
 
 @dataclass(frozen=True, repr=False)
 class CpuSpgemmConfig(CpuConfig):
-    """`step_bytes`: what one step gathers at most, one block of C at least. `wide`: 16-bit inputs are multiplied as
+    """`step_bytes`: what one step gathers at most, one block of C at least. `wide`: multiply 16-bit inputs as
     float32.
     """
 
@@ -42,8 +42,8 @@ class CpuSpgemmConfig(CpuConfig):
 
 class Step(NamedTuple):
     """Some blocks of C with `per` pairs each. Block `blocks[r]` has `height` rows and `width` columns inside the
-    matrix, and stands at (rows[r], columns[r]) among the blocks that are whole, or ragged as these; its pairs are
-    left[r * per + s] and right[r * per + s].
+    matrix. Its position is (rows[r], columns[r]) among the whole blocks, or among blocks that are ragged in the same
+    way. Its pairs are left[r * per + s] and right[r * per + s].
     """
 
     per: int
@@ -58,7 +58,7 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class CpuSpgemmWork:
-    """`steps` cover every stored block of C once. `all_cells`: they are all blocks that C has."""
+    """`steps` cover every stored block of C once. `all_cells`: C has no other blocks."""
 
     steps: tuple[Step, ...]
     all_cells: bool
@@ -129,7 +129,7 @@ def _below(b: BSR, step: Step) -> Tensor:
 
 
 def _region(out: Tensor, step: Step, pattern: BlockPattern) -> Tensor:
-    """A view of a dense C as blocks [rows, columns, height, width]: those that are whole, or ragged like the step's."""
+    """A view of a dense C as blocks [rows, columns, height, width]: the whole ones, or those ragged like the step's."""
     (m, n), (bm, bn) = pattern.shape, pattern.block
     down = slice(0, m // bm * bm) if step.height == bm else slice(m // bm * bm, m)
     along = slice(0, n // bn * bn) if step.width == bn else slice(n // bn * bn, n)

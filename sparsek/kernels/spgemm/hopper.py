@@ -1,13 +1,13 @@
-"""C = A @ B on Hopper for two BSR matrices; C is dense, or BSR with a pattern that is known.
+"""C = A @ B on Hopper for two BSR matrices; C is dense, or BSR with a known pattern.
 
     block (i, j) of C  =  sum over k of  A[i, k] @ B[k, j]  where both are stored
 
-The symbolic phase (plan/matches.py) lists the pairs of every block of C. Then this is hopper.spmm with other lists: a
-tile of C is a block or a part of one, a step is a pair, and B is a stack of blocks where it was a dense matrix. A dense
-C has tiles without a step; they are written as zeros. The work list is made on the device.
+The symbolic phase (plan/matches.py) lists the pairs of every block of C. The numeric phase is hopper.spmm with other
+lists: a tile of C is a block or a part of one, a step is a pair, and B is a stack of blocks instead of a dense
+matrix. Tiles of a dense C without a step are written as zeros. The work list is made on the device.
 
-What limits it: C is written once and every pair is read from L2. At 12.5 % of blocks of 128 a block of C has one pair
-on average, 64 KB read for 32 KB written and 4.2 MFLOP: memory decides, not the tensor cores.
+Bottleneck: memory, not the tensor cores. C is written once and every pair is read from L2. At 12.5 % of blocks of 128
+a block of C has one pair on average, 64 KB read for 32 KB written and 4.2 MFLOP.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Work:
     placed: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def positions(self, side: str, matrix: BSR, listed: Tensor) -> Tensor:
-        """Where the blocks of a list lie among the stored values of `matrix`."""
+        """Positions of the blocks of a list among the stored values of `matrix`."""
         if matrix.order is None:
             return listed
         found = self.placed.get(side)
@@ -49,7 +49,7 @@ class Work:
 
 
 class HopperSpgemm:
-    """The kernel of hopper.spmm with lists of pairs, behind the planner's protocol."""
+    """The kernel of hopper.spmm with lists of pairs, as a Kernel."""
 
     name = "hopper.spgemm"
 
@@ -71,13 +71,13 @@ class HopperSpgemm:
         columns = fits
         if fits > (256 if bm > 64 or fits == bn else 128):
             columns = 256 if bn % 256 == 0 else bn & -bn
-        # (warpgroups below and beside each other, the columns of each)
+        # (warpgroups vertically and horizontally, the columns of each)
         shapes = [(1, 1, columns), (1, 2, columns // 2)] + [(2, 1, columns)] * (bm > 64)
         found: dict[Config, None] = {}
         for (wg_m, wg_n, cols), depth in product(shapes, (64, 32)):
             if cols < 16 or (wg_m * wg_n == 1 and cols > 128) or (wg_n == 2 and min(bn, columns) < columns):
                 continue
-            # A box of 64 reaches over a narrower block, where TMA fills in zeros: cheaper than boxes of 16.
+            # A box of 64 extends past a narrower block, where TMA fills in zeros: cheaper than boxes of 16.
             width = min(64, depth, bk & -bk) if bk < 64 or p.a_transposed else min(64, depth)
             pieces = max(1, min(depth // width, 8))
             c = Config(
@@ -90,7 +90,7 @@ class HopperSpgemm:
         return list(found)
 
     def seconds(self, p: SpgemmProblem, c: Config) -> float:
-        """What every SM has to multiply, load and store, each a share of the card, against compulsory traffic."""
+        """The time of every SM to multiply, load and store its share, and no less than the compulsory traffic."""
         sms = p.card.sm_count
         slices = max(1, -(-p.block[0] // c.rows)) * max(1, -(-p.block[1] // c.block_cols))
         blocks = p.grid[0] * p.grid[1] if p.dense_out else p.nnzb_out
@@ -109,12 +109,12 @@ class HopperSpgemm:
     def prepare(self, p: SpgemmProblem, c: Config, matches: Matches) -> Work:
         ctas = p.card.sm_count * c.ctas_per_sm
         if not p.dense_out and matches.pattern.is_ragged:
-            padding_of(matches.pattern)  # where `launch` writes zeros: looked up once, with a sync
+            padding_of(matches.pattern)  # for the zeros that `launch` writes: looked up once, with a sync
         tiles = spgemm_tiles(matches, p.dense_out, c.rows, c.block_cols, ctas)
         return Work(tiles, ctas)
 
     def place(self, work: Work, a: BSR, b: BSR, matches: Matches) -> None:
-        """Looks up once where the blocks of transposed views lie. Part of planning, never of a captured call."""
+        """Looks up once where the blocks of transposed views are stored. Part of planning, never of a captured call."""
         for side, matrix, listed in (("a", a, matches.left), ("b", b, matches.right)):
             if matrix.order is not None:
                 work.placed[side] = (matrix.order, matrix.order[listed.long()])
@@ -124,7 +124,7 @@ class HopperSpgemm:
             out.zero_()
             return
         (bm, bk), bn = a.block, b.block[1]
-        # Blocks of A and B are stacks, in which TMA fills in zeros behind a block's last column or row.
+        # Blocks of A and B are stacks, in which TMA fills in zeros beyond a block's last column or row.
         if c.a_col:
             a_desc = Described(a.values, (a.nnzb * bk, bm), (bm, 1), (c.width, 64))
         else:
@@ -143,11 +143,11 @@ class HopperSpgemm:
         )  # fmt: skip
         launch_on(out.device, spmm_kernel, work.ctas, args, c.options)
         if out.dim() == 3:
-            zero_padding(matches.pattern, out)  # zeros of the padding become NaN where they met one
+            zero_padding(matches.pattern, out)  # zero padding becomes NaN when multiplied by NaN
 
 
 def _memory_bound(p: SpgemmProblem) -> bool:
-    """Writing a dense C takes longer than multiplying."""
+    """Whether writing a dense C takes longer than multiplying."""
     return p.dense_out and memory_seconds(p) > arithmetic_seconds(p)
 
 

@@ -1,9 +1,9 @@
-"""The symbolic phase of BSR x BSR in plain Triton: which blocks of A meet which blocks of B. plan/matches.py on a GPU.
+"""The symbolic phase of BSR x BSR in plain Triton: finds the pairs of blocks to multiply. plan/matches.py on a GPU.
 
     pairs of C's block (i, j) = { (p, q): block p of A is (i, k), block q of B is (k, j) },  in the order of k
 
-One program has a chunk of the cells of one block row i of C. It walks A's row, DEEP blocks a step, and looks up every
-column of its chunk in the rows k of B by bisection:
+One program has a chunk of the cells of one block row i of C. It walks A's row, DEEP blocks per step, and looks up
+every column of its chunk in the rows k of B by bisection:
 
                        WIDTH columns j of C's row i
     A's row i   k0   |  .  q  .  .  q  .  .  .  |     q: position of (k0, j) in B's pattern,   .: not stored
@@ -13,15 +13,16 @@ column of its chunk in the rows k of B by bisection:
 
     _count   counts of every cell; blocks, pairs and the longest of every chunk
     _sum     one program: where each chunk's blocks and pairs begin, and the totals
-    (sync)   the totals go to the host, which allocates
-    _fill    the same walk; a pair's place is its chunk's begin + the pairs of columns before it + those of the same
+    (sync)   the totals are copied to the host, which allocates
+    _fill    the same walk; a pair's index is its chunk's begin + the pairs of columns before it + those of the same
              column before it, so pairs of a block stay in the order of A's columns
 
-With a pattern that is wanted the cells are its blocks, and the columns are read from it. Three launches and one copy,
-no table of A or B, no atomics: the same patterns give the same lists, bit for bit those of plan/matches.py.
+If the pattern of C is given, the cells are its blocks, and the columns are read from it. Three launches and one copy,
+no table of A or B, no atomics. The lists are bit for bit those of plan/matches.py.
 
-The host limits it: launches, allocations, one wait. The device looks up nnzb(A) * Nb cells in each walk, each in
-about log2 of the longest row's blocks steps: 4 million for 32768 squared in blocks of 64 with 3 % stored.
+Bottleneck: the host, with its launches, allocations and one wait. The device looks up nnzb(A) * Nb cells in each
+walk, each in about log2 of the longest row's blocks steps: 4 million for 32768 squared in blocks of 64 with 3 %
+stored.
 """
 
 import torch
@@ -40,16 +41,16 @@ from sparsek.plan.matches import Matches
 WIDTH, DEEP, WARPS = 128, 8, 4
 SUM_STEP, SUM_WARPS = 2048, 16
 
-# Beyond these torch sorts the pairs. The cells' counts take 256 MB, and numbers of cells fit int32. A walk of 2^28
-# look-ups should take about 0.5 ms; where that many find a pair less often than one in 64, sorting the pairs is thought
-# to be as fast. Not measured yet (2026-11-21).
+# Beyond these limits torch sorts the pairs. The cells' counts take 256 MB, and cell numbers fit int32. A walk of 2^28
+# look-ups should take about 0.5 ms. If fewer than one in 64 finds a pair, sorting should be as fast. Not measured yet
+# (2026-11-21).
 CELLS = 2**26
 LOOK_UPS, HIT_RATE = 2**28, 64
 
 
 @triton.jit
 def _cells(row, chunk, c_indptr, c_indices, columns, WIDTH: tl.constexpr):
-    """The columns [WIDTH] of a chunk, where their counts are kept, and which lanes have one; others find no block."""
+    """The columns [WIDTH] of a chunk, the addresses of their counts, and the live lanes; the others find no block."""
     lane = chunk * WIDTH + tl.arange(0, WIDTH)
     if c_indptr is None:
         return lane, row * columns + lane, lane < columns
@@ -63,7 +64,7 @@ def _cells(row, chunk, c_indptr, c_indices, columns, WIDTH: tl.constexpr):
 def _look_up(a_indices, length, j, b_indptr, b_indices, WIDTH: tl.constexpr, DEEP: tl.constexpr):
     """int32 [DEEP * WIDTH]: B's position of (k, j), or -1, for the next DEEP blocks k of A's row; `length` are left.
 
-    All columns of the first k, then all of the second. One axis, because what order Triton gives to two depends on its
+    All columns of the first k, then all of the second. One axis, because Triton's order of two axes depends on its
     version: here neighbouring threads read the same row of B, and each has one column of every k.
     """
     lane = tl.arange(0, DEEP * WIDTH)
@@ -72,7 +73,7 @@ def _look_up(a_indices, length, j, b_indptr, b_indices, WIDTH: tl.constexpr, DEE
     start = tl.load(b_indptr + k, mask=inside, other=0)
     size = tl.load(b_indptr + k + 1, mask=inside, other=0) - start
     j = tl.reshape(tl.broadcast_to(j[None, :], (DEEP, WIDTH)), (DEEP * WIDTH,))
-    # How many blocks of the row are known to be at j or before it, and the column of the last of them.
+    # The number of blocks of the row that are known to be at j or before it, and the column of the last of them.
     below = tl.zeros((DEEP * WIDTH,), dtype=tl.int32)
     nearest = below - 1
     rest = tl.max(size, 0)
@@ -87,7 +88,7 @@ def _look_up(a_indices, length, j, b_indptr, b_indices, WIDTH: tl.constexpr, DEE
     return tl.where(nearest == j, start + (below - 1), -1)
 
 
-# Triton does not look at these: no size and no alignment of a list compiles anything anew.
+# Triton does not specialize for these: no size and no alignment of a list triggers a compilation.
 _SIZES = ("columns", "per_row")
 _LISTS = ("a_indptr", "a_indices", "b_indptr", "b_indices", "c_indptr", "c_indices", "counts", "sums")
 _RESULTS = ("indptr", "indices", "starts", "left", "right")
@@ -117,7 +118,7 @@ def _count(
 
 @triton.jit(do_not_specialize=("chunks",), do_not_specialize_on_alignment=("sums",))
 def _sum(sums, chunks, STEP: tl.constexpr):
-    """Blocks and pairs of each chunk become those of all chunks before it; behind them the totals, and the longest."""
+    """Turns blocks and pairs of each chunk into prefix sums; after them the totals, and the longest."""
     blocks, pairs, longest = tl.full((), 0, tl.int64), tl.full((), 0, tl.int64), tl.full((), 0, tl.int64)
     for done in range(0, chunks, STEP):
         at = done + tl.arange(0, STEP)
@@ -179,10 +180,10 @@ def _fill(
 
 
 def match(a: BlockPattern, b: BlockPattern, wanted: BlockPattern | None = None) -> Matches:
-    """The matches of A [M, K] and B [K, N], as `plan.matches.match` gives them, bit for bit. One sync.
+    """The matches of A [M, K] and B [K, N], bit for bit those of `plan.matches.match`. One sync.
 
-    Where `why_not` has a reason that one runs. Raises InvalidInput for patterns that do not fit, or if 2^31 pairs or
-    more are left; pairs outside `wanted` are not counted here.
+    Where `why_not` gives a reason, that function runs instead. Raises InvalidInput for patterns that do not fit, or
+    if 2^31 pairs or more are left; pairs outside `wanted` are not counted here.
     """
     if why_not(a, b):
         return matches.match(a, b, wanted)
@@ -191,7 +192,7 @@ def match(a: BlockPattern, b: BlockPattern, wanted: BlockPattern | None = None) 
 
 
 def why_not(a: BlockPattern, b: BlockPattern) -> list[str]:
-    """Reasons why the matches of A and B are made by torch, which sorts the pairs instead of walking the cells."""
+    """Why torch makes the matches of A and B, by sorting the pairs instead of walking the cells."""
     rows, columns = a.grid[0], b.grid[1]
     width = -(-columns // WIDTH) * WIDTH
     why = []
@@ -216,7 +217,7 @@ def _match(a: BlockPattern, b: BlockPattern, wanted: BlockPattern | None) -> Mat
     per_row = -(-columns // WIDTH)
     chunks = rows * per_row
     counts = make(rows * columns if wanted is None else wanted.nnzb)
-    sums = make(3 * chunks + 3, dtype=torch.int64)  # three of every chunk, then the totals
+    sums = make(3 * chunks + 3, dtype=torch.int64)  # three per chunk, then the totals
     given = (None, None) if wanted is None else (wanted.indptr, wanted.indices)
     lists = a.indptr, a.indices, b.indptr, b.indices, *given, counts, sums, columns, per_row
     launch_unspecialized(_count, device, chunks, lists, (WIDTH, DEEP), WARPS)
@@ -234,5 +235,5 @@ def _match(a: BlockPattern, b: BlockPattern, wanted: BlockPattern | None) -> Mat
     return Matches(wanted, starts, left, right, longest)
 
 
-# (kernel, device, constants, warps, which arguments are None) -> compiled kernel. A launch through triton's JIT spends
-# 20 us on finding it.
+# (kernel, device, constants, warps, which arguments are None) -> compiled kernel, which a launch through Triton's JIT
+# takes 20 us to find.

@@ -1,20 +1,20 @@
 """C = A @ B for two BSR matrices, in plain Triton with pointers: any CUDA GPU from sm_80, and Triton's interpreter.
 
-One program makes one tile of a block of C, tile_m x tile_n, and walks the pairs of that block as if their inner sides
-were laid end to end, tile_k a step:
+One program computes one tile of a block of C, tile_m x tile_n, and walks the pairs of that block as if their inner
+sides were contiguous, tile_k per step:
 
     pairs of block r of C   | (a0, b0) | (a1, b1) | (a2, b2) |     kk = 0 .. pairs * bk,  q = indptr[r] + kk // bk
     steps                   | s0   | s1   | s2   | s3   | s4 |
     A tile                  A.values[left[q]][rows of the tile, kk % bk]                    [tile_m, tile_k]
     B tile                  B.values[right[q]][kk % bk, columns of the tile]                [tile_k, tile_n]
 
-Where tile_k divides bk a step lies in one pair, otherwise it joins several or straddles two. A transposed view is read
-in place: its block q is stored as the transpose at order[q]. C is dense, and then a block without a pair is written as
-zeros by programs of its own, or the values of a pattern. Blocks of most pairs start first. Blocks of A and B without a
-pair are never read; what lies outside the matrix becomes 0. Each element is one sum in fixed order.
+If tile_k divides bk, a step lies in one pair; otherwise it joins several or straddles two. A transposed view is read
+in place: its block q is stored as the transpose at order[q]. C is dense, or the values of a pattern. Blocks of a
+dense C without a pair are zeroed by programs of their own. Blocks with the most pairs start first. Blocks of A and B
+without a pair are never read; padding outside the matrix becomes 0. Each element is one sum in fixed order.
 
-C limits it where pairs are few: 8192^3, both 12.5 % stored in blocks of 128, has 8 pairs to a block of C and 137 GFLOP
-over 201 MB. Not measured yet (2026-11-21).
+Bottleneck with few pairs: writing C. 8192^3, both 12.5 % stored in blocks of 128, has 8 pairs to a block of C and 137
+GFLOP over 201 MB. Not measured yet (2026-11-21).
 """
 
 from collections.abc import Iterator
@@ -59,7 +59,7 @@ class Config:
 class Work:
     """`targets` int32 [targets, 4]: block row and block column of C, first pair, pairs; most pairs first.
 
-    For a dense C there is one for every block, stored or not. `places` int32 [targets]: where in the values it is.
+    A dense C has one for every block, stored or not. `places` int32 [targets]: their positions among the values.
     """
 
     targets: Tensor
@@ -83,7 +83,7 @@ def _spgemm(
     m, n = times(m, UNIT_M), times(n, UNIT_N)
     sc_m, sc_n = times(sc_m, UNIT_CM), times(sc_n, UNIT_CN)
 
-    # The tiles of a block run side by side: they read the same blocks of A and B.
+    # The tiles of a block run concurrently: they read the same blocks of A and B.
     pid = tl.program_id(0)
     target = pid // (SUBS_M * SUBS_N)
     row = tl.load(targets + target * 4)
@@ -130,7 +130,7 @@ def _spgemm(
             b_live = b_live & (j < BN)[None, :]
         a_tile = tl.load(a_ptr, mask=a_live, other=0.0)
         b_tile = tl.load(b_ptr, mask=b_live, other=0.0)
-        # Read one step ahead: a place loaded in the step that uses it would halve the pipeliner's buffers.
+        # Read one step ahead: a position loaded in the step that uses it would halve the pipeliner's buffers.
         b_place, a_place = find(right, b_order, left, a_order, start, length, step + 1, BK, TK, SPAN, True)
         acc = add_product(acc, a_tile, b_tile, PRECISION)
 
@@ -143,7 +143,7 @@ def _spgemm(
         tl.store(c_ptr, acc.to(c.dtype.element_ty), mask=inside_c & live_i[:, None] & live_j[None, :])
     else:
         if RAGGED_M:
-            acc = tl.where(live_i[:, None], acc, 0.0)  # a row of zeros may have met an infinity
+            acc = tl.where(live_i[:, None], acc, 0.0)  # a zero may have been multiplied by infinity
         if RAGGED_N:
             acc = tl.where(live_j[None, :], acc, 0.0)
         c += tl.load(places + target).to(tl.int64) * (BM * BN)
@@ -165,12 +165,12 @@ def _constants(c: Config, a: BSR, b: BSR, out: Tensor, work: Work, limit: int) -
 
 
 def _targets(p: SpgemmProblem) -> int:
-    """Blocks of C that are written."""
+    """Number of blocks of C that are written."""
     return p.grid[0] * p.grid[1] if p.dense_out else p.nnzb_out
 
 
 def _subs(p: SpgemmProblem, c: Config) -> int:
-    """Tiles of a block of C."""
+    """Number of tiles of a block of C."""
     return -(-p.block[0] // c.tile_m) * -(-p.block[1] // c.tile_n)
 
 
@@ -207,7 +207,7 @@ class PortableSpgemm:
         return why
 
     def default(self, p: SpgemmProblem) -> Config:
-        """The first of `configs`, made smaller while there are fewer tiles with pairs than SMs."""
+        """The first of `configs`, with smaller tiles while there are fewer of them with pairs than SMs."""
         c = next(iter(self.configs(p)))
         while max(c.tile_m, c.tile_n) > 32 and p.nnzb_out * _subs(p, c) < p.card.sm_count:
             name = "tile_m" if c.tile_m >= c.tile_n else "tile_n"
@@ -215,7 +215,7 @@ class PortableSpgemm:
         return c
 
     def configs(self, p: SpgemmProblem) -> Iterator[Config]:
-        """Serious alternatives, best guess first: tiles that fit C's blocks, cut to the pairs and to shared memory."""
+        """Alternatives worth timing, best guess first: tiles that fit C's blocks, limited by pairs and memory."""
         widest = 64 if p.dtype == "fp32" and not p.tf32 else 128
         tile_m, tile_n = (tensors.tile_side(size, 128, widest) for size in p.block)
         deepest = max(16, 1 << (max(p.pairs_max, 1) * p.a_block[1] - 1).bit_length())
@@ -234,12 +234,13 @@ class PortableSpgemm:
                     yield c
 
     def seconds(self, p: SpgemmProblem, c: Config) -> float:
-        """Launch + the longest of: arithmetic of whole tiles, at portable.spmm's rate for tile_m, and 1.5 us for each
-        wave of tiles to begin and end; the block of most pairs on one SM; compulsory bytes at 80 % of copy bandwidth;
-        tiles of A and B from L2. Not measured yet (2026-11-21)."""
+        """Launch + the longest of: arithmetic of whole tiles, at portable.spmm's rate for tile_m, with 1.5 us to
+        begin and end each wave of tiles; the block of most pairs on one SM; compulsory bytes at 80 % of copy
+        bandwidth; tiles of A and B from L2. Not measured yet (2026-11-21).
+        """
         subs, programs = _subs(p, c), _targets(p) * _subs(p, c)
         depth = p.pairs * subs * p.a_block[1]
-        if p.on_cpu:  # the interpreter: about a millisecond for each program and step
+        if p.on_cpu:  # the interpreter: about a millisecond per program and step
             return 1e-3 * (programs + depth / c.tile_k)
         if p.dtype == "fp32":
             rate = p.card.sustained("tf32") * 0.25 if p.tf32 else p.card.sustained("fp32") * 0.5
@@ -274,7 +275,7 @@ class PortableSpgemm:
         return Work(targets.contiguous(), place[order].int(), p.dense_out, p.tf32)
 
     def launch(self, c: Config, work: Work, a: BSR, b: BSR, matches: Matches, out: Tensor) -> None:
-        """C into `out`: dense [M, N], or values [nnzb, bm, bn] of C's pattern; no sync, no allocation."""
+        """Computes C into `out`: dense [M, N], or values [nnzb, bm, bn] of C's pattern; no sync, no allocation."""
         if out.numel() == 0:
             return
         bm, bn = a.block[0], b.block[1]

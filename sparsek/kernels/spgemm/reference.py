@@ -1,4 +1,4 @@
-"""reference.spgemm: the specification, run as a kernel.
+"""reference.spgemm: the specification as a kernel.
 
 Any device and dtype; slow, and predicted to be. It finds the pairs again, on the host.
 """
@@ -20,7 +20,7 @@ PAIR_SECONDS = 5e-7
 
 
 class ReferenceSpgemm(FixedKernel):
-    """`sparsek.reference.spgemm` behind the protocol: the last resort, and what the others are compared with."""
+    """`sparsek.reference.spgemm` as a kernel: the last resort, and the baseline for tests."""
 
     name = "reference.spgemm"
     config = Fixed("one bmm for each place among a block's pairs, summed in float32 or float64")

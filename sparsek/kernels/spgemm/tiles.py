@@ -1,15 +1,15 @@
 """The tiles of C = A @ B for two BSR matrices in one launch of plain Triton. plan/spgemm_schedule.py on a GPU.
 
-One program deals one window: as many tiles that lie together as there are CTAs.
+One program assigns the tiles of one window to CTAs: as many consecutive tiles as there are CTAs.
 
     window 1    tiles      132   133   134  ...   263       pairs of each: from the matches, a bisection if C is dense
                 pairs        3     1     5  ...     3
                 rank         8    97     0  ...     9       how many come before: more pairs, or as many, further left
-                place      123    34   131  ...   122       forth and back in turns, every two windows further on
+                place      123    34   131  ...   122       alternating directions, shifted every two windows
                 record   starts[place] + window
 
-Every full window gives each CTA one tile, and only the last may be shorter, so starts[place] is known before any other
-program has run: no scan, no atomics, no sync.
+Every full window gives each CTA one tile, and only the last window may be shorter. So starts[place] is known before
+any other program has run: no scan, no atomics, no sync.
 """
 
 import triton
@@ -21,13 +21,13 @@ from sparsek.plan import spgemm_schedule as schedule
 from sparsek.plan.matches import Matches
 from sparsek.plan.spgemm_schedule import FIELDS, SpgemmTiles, counts_of, turn
 
-# So many tiles of a window are compared with all of it at once: 16 comparisons a thread for 132 CTAs, 32 for 264.
+# Tiles of a window that are compared with all of it at once: 16 comparisons a thread for 132 CTAs, 32 for 264.
 STEP, WARPS = 16, 8
 
 
 @triton.jit
 def _pairs(tile, live, indptr, c_indptr, c_indices, per_block, columns, depth):
-    """First and end pair of tiles' blocks. Dead tiles, and blocks of a dense C without a pair, have 0 and 0."""
+    """First and end pair of each tile's block. Dead tiles, and blocks of a dense C without a pair, have 0 and 0."""
     at = tile // per_block
     if c_indptr is not None:
         row, column = at // columns, at % columns
@@ -45,9 +45,9 @@ def _pairs(tile, live, indptr, c_indptr, c_indices, per_block, columns, depth):
 
 @triton.jit
 def _first(place, count, ctas, shift):
-    """starts[place]: a tile of every full window for each CTA before it, and those of the last window."""
+    """starts[place]: one tile per full window for each CTA before it, and those of the last window."""
     full, rest = count // ctas, count % ctas
-    # The tiles of the last window, which may be none, lie at `rest` places from `low` on, around the end if need be.
+    # The tiles of the last window, which may be none, have `rest` places from `low` on, cyclically.
     low = (full // 2 * shift + full % 2 * (ctas - rest)) % ctas
     around = tl.minimum(place + ctas - low, rest) - tl.minimum(ctas - low, rest)
     return place * full + tl.minimum(tl.maximum(place - low, 0), rest) + around
@@ -108,7 +108,7 @@ def _deal(
 
 
 def spgemm_tiles(matches: Matches, dense: bool, rows: int, cols: int, ctas: int) -> SpgemmTiles:
-    """The tiles as `plan.spgemm_schedule.spgemm_tiles` makes them, bit for bit. No sync. On the CPU that one runs."""
+    """The tiles of `plan.spgemm_schedule.spgemm_tiles`, bit for bit. No sync. On the CPU that function runs."""
     indptr, pattern = matches.indptr, matches.pattern
     if not indptr.is_cuda and not env.interpreting():
         return schedule.spgemm_tiles(matches, dense, rows, cols, ctas)

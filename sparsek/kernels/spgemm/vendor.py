@@ -1,13 +1,13 @@
-"""vendor.spgemm: A and B written out dense, then torch.matmul (cuBLAS on a GPU); of a BSR C the stored blocks are
-picked. Only by name: nothing is densified unasked.
+"""vendor.spgemm: A and B written out dense, then torch.matmul (cuBLAS on a GPU); the stored blocks of a BSR C are
+then selected. Runs only by name: nothing is densified silently.
 
-It is in the table so that a plan can say "dense would win here" honestly. The dense copies are those of vendor.dense:
-shared by all plans, kept as long as the values, renewed when torch has counted a write to them. For a BSR C every call
-allocates the dense product as well, and lets it go again.
+It is in the table so that a plan can show when the dense product is predicted to be faster. The dense copies are
+those of vendor.dense: shared by all plans, kept as long as the values, renewed after a write to them. For a BSR C
+every call also allocates the dense product, and frees it.
 
-A stored zero and a missing block are the same to a dense product: NaN or Inf in a block of A reaches the whole row of
-C, in a block of B the whole column, whether that block has a pair or not. float32 is multiplied as torch's own TF32
-setting says at the time of the call.
+The dense copies have zeros for missing blocks: NaN or Inf in a block of A reaches the whole row of C, in a block of B
+the whole column, whether that block has a pair or not. float32 follows torch's own TF32 setting at the time of the
+call.
 """
 
 import torch
@@ -66,7 +66,7 @@ class VendorSpgemm(FixedKernel):
 
 
 def _dense_bytes(p: SpgemmProblem) -> int:
-    """Whole blocks of A and B, and of C where it is not the output."""
+    """Bytes of whole blocks of A and B, and of C if it is not the output."""
     (mb, nb), kb = p.grid, -(-p.k // p.a_block[1])
     m, k, n = mb * p.block[0], kb * p.a_block[1], nb * p.block[1]
     return (m * k + k * n + (0 if p.dense_out else m * n)) * dtypes.itemsize(p.dtype)

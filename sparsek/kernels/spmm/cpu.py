@@ -1,23 +1,23 @@
 """cpu.spmm: C = A @ B on CPU tensors, in batched torch, with an epilogue.
 
     rows of equal length        A[r]  [bm, per*bk]   (blocks of one block row, side by side)
-    go through one bmm          G[r]  [per*bk, w]    (the block rows of B they name, gathered)
+    in one bmm                  G[r]  [per*bk, w]    (their block rows of B, gathered)
                                 C[r]  [bm, w]   = epilogue(A[r] @ G[r])
 
-Every stored value is used once per `w` columns, only stored blocks are touched, and each row of C is one dot
-product over all its blocks, so it is rounded once. A step gathers no more than the cache holds. The epilogue works on
-a step's rows while they are in the cache, in float32 or float64. Where bf16 is multiplied by the processor's own
-units, as by default where there are some, these round the product, and the epilogue's result is rounded again: what a
-dense layer in torch does after each of its steps. `wide` rounds once.
+Every stored value is used once per `w` columns, and only stored blocks are touched. Each row of C is one dot product
+over all its blocks, so it is rounded once. A step gathers no more than fits in the cache. The epilogue is applied to
+a step's rows while they are cached, in float32 or float64. Processors with bf16 units multiply bf16 with them by
+default: the units round the product, and the epilogue's result is rounded again, as in a dense torch layer. `wide`
+rounds once.
 
 Time over the faster of torch.sparse BSR and dense matmul, 12.5 % stored, two EPYC cores (AVX-512), torch 2.13.0,
-2026-11-20. float32, sides 1024 to 4096, N 16 to 1024: blocks of 32 0.22 to 0.84, of 64 0.19 to 0.43, of 128 0.16
-to 0.39. bfloat16 0.23 to 0.64, float16 under 0.05, float64 0.20 to 0.57. Zipf(1.2) rows 0.3 to 1.8, worst with
-thin B and small blocks, where each row length costs a step of its own.
+2026-11-20. float32, sides 1024 to 4096, N 16 to 1024: blocks of 32 0.22 to 0.84, of 64 0.19 to 0.43, of 128 0.16 to
+0.39. bfloat16 0.23 to 0.64, float16 under 0.05, float64 0.20 to 0.57. Zipf(1.2) rows 0.3 to 1.8, worst with thin B
+and small blocks, where each row length takes a step of its own.
 
-CPU time of gelu(x @ W.T + bias), which goes by columns, over torch's linear and gelu, 12.5 % stored, sides 1024 and
+CPU time of gelu(x @ W.T + bias), which is column-major, over torch's linear and gelu, 12.5 % stored, sides 1024 and
 2048, one EPYC core (AVX-512 BF16), torch 2.13.0, 2026-11-21. 16 to 1024 tokens: float32 0.23 to 0.39, bfloat16 0.4 to
-1.1, worst with 16 tokens. One token: 1.2 and 1.4, all of it calls.
+1.1, worst with 16 tokens. One token: 1.2 and 1.4, all of it call overhead.
 """
 
 from collections.abc import Iterator
@@ -41,7 +41,7 @@ STEP_SECONDS = 3e-5
 
 
 class Step(NamedTuple):
-    """Some block rows of equal length `per`. `rows` is a slice of block rows, or their numbers."""
+    """Block rows of equal length `per`. `rows` is a slice of block rows, or their numbers."""
 
     per: int
     rows: "slice | Tensor"
@@ -52,7 +52,7 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class CpuWork:
-    """`steps` cover every block row once. `width`: columns of C computed at a time. `items`: batch items in them."""
+    """`steps` cover every block row once. `width`: columns of C computed at a time. `items`: batch items among them."""
 
     steps: tuple[Step, ...]
     width: int
@@ -99,12 +99,12 @@ class CpuSpmm(CpuKernel):
             if epilogue.other is not None:
                 epilogue = replace(epilogue, other=epilogue.other.reshape(flat_out.shape))
             _all_columns(c, work, a, flat_b, flat_out, epilogue)
-            if flat_out.data_ptr() != out.data_ptr():  # no view joins these batch dimensions: it is a copy
+            if flat_out.data_ptr() != out.data_ptr():  # a copy, because no view joins these batch dimensions
                 out.copy_(flat_out.view(out.shape))
 
 
 def _all_columns(c: CpuConfig, work: CpuWork, a: BSR, b: Tensor, out: Tensor, epilogue: Epilogue) -> None:
-    """Walks C in column slices: `items` batch items side by side, or `width` columns of one item."""
+    """Yields column slices of C: `items` batch items side by side, or `width` columns of one item."""
     batch, _, n = b.shape
     for item in range(0, batch, work.items):
         for first in range(0, n, work.width):
@@ -118,7 +118,7 @@ def _all_columns(c: CpuConfig, work: CpuWork, a: BSR, b: Tensor, out: Tensor, ep
 def _column_slice(
     c: CpuConfig, steps: tuple[Step, ...], a: BSR, b: Tensor, out: Tensor, epilogue: Epilogue
 ) -> None:
-    """b [K, items, w], out and the epilogue's other matrix [M, items, w], any strides."""
+    """b [K, items, w], and out and the epilogue's other matrix [M, items, w], any strides."""
     bm, bk = a.block
     k, items, w = b.shape
     columns = a.grid[1]
@@ -145,7 +145,7 @@ def _column_slice(
             if direct and isinstance(rows, slice):
                 torch.bmm(left, right, out=blocks[rows].view(-1, step.height, w))
                 continue
-            # What goes out by columns is made by columns: copying it across would be slow.
+            # A column-major result is computed column-major: copying it across would be slow.
             product = torch.bmm(right.mT, left.mT).mT if by_columns else torch.bmm(left, right)
             product = product.view(-1, step.height, items, w)
         if not epilogue.is_plain:
@@ -157,14 +157,14 @@ def _column_slice(
 
 
 def _blocks(x: Tensor, step: Step, bm: int) -> "tuple[Tensor, slice | Tensor]":
-    """x [M, ...] as the blocks [rows, height, ...] that are as high as the step's, and which of them are the step's."""
+    """x [M, ...] as blocks [rows, height, ...] of the step's height, and the indices of the step's blocks."""
     if step.height != bm:
         return x[-step.height :].unsqueeze(0), slice(0, 1)
     return x[: x.shape[0] // bm * bm].unflatten(0, (-1, bm)), step.rows
 
 
 def _finished(product: Tensor, step: Step, bm: int, epilogue: Epilogue) -> Tensor:
-    """What the epilogue makes of a step's product [rows, height, items, w], in float32 or float64."""
+    """Applies the epilogue to a step's product [rows, height, items, w], in float32 or float64."""
 
     def of_step(x: Tensor) -> Tensor:
         blocks, rows = _blocks(x, step, bm)
@@ -190,7 +190,7 @@ def _side_by_side(a: BSR, step: Step) -> Tensor:
 
 
 def _steps(a: BSR, blocks_per_step: int) -> Iterator[Step]:
-    """Block rows grouped by length, each group cut to `blocks_per_step`; a ragged last block row goes alone."""
+    """Block rows grouped by length, each group cut to `blocks_per_step`; a ragged last block row has its own step."""
     indptr = a.pattern.host.indptr.astype(np.int64)
     order = None if a.order is None else a.order.numpy().astype(np.int64)
     columns = a.pattern.indices.to(torch.int64)
@@ -225,7 +225,7 @@ def _step(
 
 
 def _distinct_lengths(p: SpmmProblem) -> int:
-    """A guess of how many row lengths there are: one when rows are even."""
+    """An estimate of the number of distinct row lengths: one when rows are even."""
     even = p.row_max * p.grid[0] <= p.nnzb
     return 1 if even else min(p.row_max, p.grid[0])
 

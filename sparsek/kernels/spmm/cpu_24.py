@@ -1,13 +1,13 @@
 """cpu.semi24: C = A @ B on CPU tensors for a Semi24 A, or its transpose, in torch, with an epilogue.
 
-    some rows of A, unpacked        D [r, K]      as many as the cache holds
+    some rows of A, unpacked        D [r, K]      as many as fit in the cache
     (of A.T: some columns)          C[r]  = epilogue(D @ B)
 
-Every row of C is one dot product over K, so it is rounded once, and A is never there as a whole. What bf16 units and
-`wide` mean for the rounding is told in `spmm/cpu.py`. A NaN or Inf in a row of B reaches every row of C.
+Every row of C is one dot product over K, so it is rounded once. A is never unpacked as a whole. `spmm/cpu.py`
+describes the rounding with bf16 units and `wide`. A NaN or Inf in a row of B reaches every row of C.
 
-Every call unpacks all of A: with few columns of B that is most of its time, and torch's product with the dense matrix,
-where there is room for it, is faster.
+Every call unpacks all of A. With few columns of B this takes most of the time, and torch's product with the dense
+matrix is faster, if there is memory for it.
 """
 
 from dataclasses import dataclass, replace
@@ -23,16 +23,16 @@ from sparsek.plan.kernel import SpmmKernel
 from sparsek.plan.problem import SpmmProblem
 from sparsek.reference.epilogue import PLAIN, Epilogue
 
-UNPACK_BYTES = 24  # moved for an element of A: its place, in the cache, and what is written
+UNPACK_BYTES = 24  # bytes moved per element of A: its position, in the cache, and the output
 STEP_SECONDS = 3e-5
 LEAST = 8  # rows or columns of a step; columns come in bytes of metadata
-PIECE = 1 << 15  # bytes of metadata that are unpacked at once, whose places take 32 bytes each
-COLUMNS, VALUES = 8, 4  # of a byte
+PIECE = 1 << 15  # bytes of metadata unpacked at once; their positions take 32 bytes each
+COLUMNS, VALUES = 8, 4  # per byte of metadata
 
 
 @dataclass(frozen=True)
 class Pieces(CpuConfig):
-    """`step_bytes`: how much of A is unpacked at once. `wide`: 16-bit inputs are multiplied as float32."""
+    """`step_bytes`: how much of A is unpacked at once. `wide`: multiply 16-bit inputs as float32."""
 
     def __repr__(self) -> str:
         return f"{self.step_bytes >> 10} KiB of A unpacked at a time{', in float32' if self.wide else ''}"
@@ -48,14 +48,14 @@ class CpuSemi24(CpuKernel):
     def seconds(self, p: SpmmProblem, c: CpuConfig) -> float:
         size = 4 if c.wide else dtypes.itemsize(p.dtype)
         steps = -(-p.m // _side(c, p.k, size))
-        # Units for bf16, which alone is multiplied as it is, are not slower than float32.
+        # bf16 alone is multiplied as it is: its units are not slower than float32.
         rate = p.card.tflops["fp64" if p.dtype == "fp64" else "fp32"] * 1e12
         parts = p.has_alpha + p.bias + bool(p.activation) + bool(p.combine)
         moved = UNPACK_BYTES * p.m * p.k + 2 * parts * p.m * p.n * p.batch * 4 + p.compulsory_bytes
         return p.dense_flops / rate + moved / p.card.bandwidth + steps * STEP_SECONDS
 
     def prepare(self, p: SpmmProblem, c: CpuConfig, a: Semi24) -> bool:
-        """Whether A stands transposed."""
+        """Whether A is transposed."""
         return p.a.transposed
 
     def launch(
@@ -72,7 +72,7 @@ class CpuSemi24(CpuKernel):
             for first in range(0, m, step):
                 rows = slice(first, min(m, first + step))
                 part = _rows_of(a, rows, wanted, work)
-                # What goes out by columns is made by columns: copying it across would be slow.
+                # A column-major result is computed column-major: copying it across would be slow.
                 z = torch.matmul(b.mT, part.mT).mT if by_columns else torch.matmul(part, b)
                 if not epilogue.is_plain:
                     z = _finished(z, rows, epilogue)
@@ -93,7 +93,7 @@ def _rows_of(a: Semi24, rows: slice, dtype: torch.dtype, transposed: bool) -> Te
 
 
 def _finished(z: Tensor, rows: slice, epilogue: Epilogue) -> Tensor:
-    """What the epilogue makes of some rows of the product, in float32 or float64."""
+    """Applies the epilogue to some rows of the product, in float32 or float64."""
     bias = None if epilogue.bias is None else epilogue.bias[rows]
     other = None if epilogue.other is None else epilogue.other[..., rows, :]
     return replace(epilogue, bias=bias, other=other).apply(z.to(torch.promote_types(z.dtype, torch.float32)))
@@ -102,8 +102,8 @@ def _finished(z: Tensor, rows: slice, epilogue: Epilogue) -> Tensor:
 def unpacked(values: Tensor, meta: Tensor, dtype: torch.dtype) -> Tensor:
     """The dense [..., C] of values [..., C/2] and meta uint8 [..., C/8] of any strides, in `dtype`. No gradient.
 
-    One pass over what is written, by a table of where the four values of a byte go. `matrix.two_four.unpack` makes
-    several, and can be differentiated.
+    One pass over the output, by a table of the positions of the four values of a byte. `matrix.two_four.unpack` takes
+    several passes and is differentiable.
     """
     flat_values, flat_meta = values.reshape(-1, VALUES), meta.reshape(-1)
     dense = torch.zeros(flat_meta.shape[0], COLUMNS, dtype=dtype, device=meta.device)
@@ -116,7 +116,7 @@ def unpacked(values: Tensor, meta: Tensor, dtype: torch.dtype) -> Tensor:
 
 @cache
 def _places() -> Tensor:
-    """int64 [256, 4]: in which of its 8 columns each value of a byte stands."""
+    """int64 [256, 4]: the column, 0 to 7, of each value of a byte."""
     byte = torch.arange(256, device="cpu")
     fields = [byte >> shift & 3 for shift in (0, 2, 4, 6)]
     return torch.stack((fields[0], fields[1], fields[2] + 4, fields[3] + 4), 1)

@@ -1,7 +1,7 @@
-"""cpu.bsr24: C = A @ B on CPU tensors for a BSR24 A, or its transpose: its blocks are unpacked, then cpu.spmm.
+"""cpu.bsr24: C = A @ B on CPU tensors for a BSR24 A, or its transpose: unpacks its blocks, then calls cpu.spmm.
 
-Every call unpacks all the blocks, into memory of its own that is twice the values. Rows of B under block columns
-without any block never reach C; inside a block a NaN or Inf reaches all its rows.
+Every call unpacks all blocks, into twice the memory of the values. Rows of B under empty block columns never reach C.
+Inside a stored block, a NaN or Inf in B reaches all its rows.
 """
 
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from sparsek.reference.epilogue import PLAIN, Epilogue
 
 
 class CpuWork24(NamedTuple):
-    """cpu.spmm's work for the unpacked blocks, and whether A stands transposed."""
+    """cpu.spmm's work for the unpacked blocks, and whether A is transposed."""
 
     product: Any
     transposed: bool
@@ -42,7 +42,7 @@ class CpuBsr24(CpuKernel):
         return [f"every call unpacks A's blocks, into {size / 1e6:.3g} MB that it gives back"]
 
     def prepare(self, p: SpmmProblem, c: CpuConfig, a: BSR24) -> CpuWork24:
-        # Of which the pattern is read, and the dtype.
+        # Only its pattern and dtype are read.
         shown = _turned(BSR.unchecked(a.pattern, a.values), p.a.transposed)
         return CpuWork24(spmm.KERNEL.prepare(p.unpacked, c, shown), p.a.transposed)
 

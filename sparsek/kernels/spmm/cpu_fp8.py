@@ -1,10 +1,10 @@
-"""cpu.spmm_fp8: FP8 products on CPU tensors. Both operands times their scales, in float32, then the float32 kernel.
+"""cpu.spmm_fp8: FP8 products on CPU tensors. Both operands times their scales in float32, then the float32 kernel.
 
-    A8 * scale_A, B8 * scale_B     float32, made anew by every call
+    A8 * scale_A, B8 * scale_B     float32, made anew in every call
     C = epilogue(A @ B)            cpu.spmm, cpu.semi24 or cpu.bsr24, rounded once to C's dtype
 
-A processor multiplies no FP8, so this is no faster than the float32 product of the same pattern, and holds A's values
-four times as large while it works.
+CPUs have no FP8 product, so this is no faster than the float32 product of the same pattern, and it needs four times
+the memory of A's values during the call.
 """
 
 from collections.abc import Iterable
@@ -30,7 +30,7 @@ PLAIN_KERNELS: dict[str, Any] = {
     "semi24_fp8": semi24.KERNEL,
     "bsr24_fp8": bsr24.KERNEL,
 }
-STRETCHED_BYTES = 16  # moved for a value that is multiplied by its scale
+STRETCHED_BYTES = 16  # bytes moved per value that is multiplied by its scale
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Work:
 
 
 class CpuSpmmFp8(CpuKernel):
-    """The float32 kernels, of values times scales. Chosen for CPU tensors, never for CUDA ones."""
+    """The float32 kernels on values times scales. Chosen for CPU tensors, never for CUDA ones."""
 
     name = "cpu.spmm_fp8"
     storages = FP8

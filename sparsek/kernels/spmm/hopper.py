@@ -1,29 +1,29 @@
 """C = epilogue(A @ B) on Hopper: A in BSR, B and C dense, float32 accumulation.
 
-    one tile of C                             what one step brings into shared memory
+    one tile of C                             operands of one step, in shared memory
     .----------- block_cols ----------.
     |                |                |       A piece [rows, width]  of stored block s
-    |  warpgroup 0   |  warpgroup 1   |       B piece [width, block_cols]  of the rows of B under its column
+    |  warpgroup 0   |  warpgroup 1   |       B piece [width, block_cols]  of the matching rows of B
     |  64 x cols     |  64 x cols     |
-    '----------------------------------       (wg_n = 2; with wg_m = 2 the warpgroups lie below each other)
+    '----------------------------------       (wg_n = 2; with wg_m = 2 the warpgroups are stacked vertically)
 
-A CTA stays on its SM and walks the tiles that the schedule gave it. One producer warp brings pieces by TMA into a
-ring of `stages` slots; the consumer warpgroups multiply them with wgmma out of shared memory (spmm/multiply.py).
-Blocks taller than a tile are cut into tiles that share the block row's list; blocks lower than a tile leave rows of
-the tensor core unused, or `joined_rows` block rows share a tile where their columns coincide.
+The kernel is persistent: a CTA walks the tiles that the schedule assigned to it. One producer warp loads pieces by
+TMA into a ring of `stages` slots. Consumer warpgroups multiply them from shared memory with wgmma (spmm/multiply.py).
+A block taller than a tile is cut into tiles that share the block row's list. A block shorter than a tile wastes rows
+of the tensor core, unless `joined_rows` block rows share a tile where their columns coincide.
 
-Every product of one BSR matrix is this one: wgmma reads A, B and C's stage row- or column-major alike.
+One kernel serves every product of a BSR matrix, because wgmma reads A and B, and TMA writes C, row- or column-major:
 
-    A @ B      as above                    A.T @ B      blocks of A lie transposed: a_col
+    A @ B      as above                    A.T @ B      blocks of A are stored transposed: a_col
     B @ A      = (A.T @ B.T).T: a_col,     B @ A.T      = (A @ B.T).T: b_col, c_col. This is linear, x @ W.T
                  b_col, c_col
 
-Rows with far more blocks than others are split: parts leave float32 sums in a workspace, and `merge_parts` adds them
-in order (spmm/parts.py).
+Block rows with far more blocks than others are split: the parts write float32 sums to a workspace, and `merge_parts`
+adds them in order (spmm/parts.py).
 
-What limits it (H200, 8192^3 bf16, 12.5 % stored; docs/spmm.md, docs/lab-notes.md): L2 to shared memory, 9 TB/s.
-Blocks of 128 bring 96 KB for 8.4 MFLOP and reach 0.95 of cuBLAS; blocks of 64, 32 and 16 are at that bound.
-Storing C in one burst at the end of a tile held up the loads behind it; spreading it gained 5 %.
+Bottleneck (H200, 8192^3 bf16, 12.5 % stored; docs/spmm.md, docs/lab-notes.md): L2 to shared memory, 9 TB/s. Blocks of
+128 load 96 KB for 8.4 MFLOP and reach 0.95 of cuBLAS; blocks of 64, 32 and 16 are at the L2 bound. Storing C in one
+burst at the end of a tile delayed the loads queued behind it; spreading the stores gained 5 %.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ from sparsek.reference.epilogue import PLAIN, Epilogue
 
 @dataclass(frozen=True, repr=False)
 class Config(Tile):
-    """`b_stack` says that B is a stack of blocks [nnzb, bk, bn], of which a tile has `owned` columns."""
+    """`b_stack`: B is a stack of blocks [nnzb, bk, bn], and a tile owns `owned` of its columns."""
 
     b_stack: bool = False
     owned: int = 0
@@ -85,7 +85,7 @@ class Config(Tile):
         return min(widest, self.owned & -self.owned) if self.owned else widest
 
     def __str__(self) -> str:
-        """Names every field: Triton keeps compiled kernels by the text of their constants."""
+        """Names every field, because Triton caches compiled kernels by the text of their constants."""
         bm, bk = self.block
         merged = f"{self.joined_rows} block rows merged, " if self.joined_rows > 1 else ""
         sides = ", ".join(
@@ -102,8 +102,8 @@ class Config(Tile):
     __repr__ = __str__
 
 
-# Triton keeps compiled kernels by the text of device functions and constants. What Config computes from its fields is
-# in neither, so the text of these files is a constant too.
+# Triton caches compiled kernels by the text of device functions and constants. That text does not cover what Config
+# computes from its fields, so the source of these files is a constant too.
 SOURCE = sha256(Path(__file__).read_bytes() + Path(prims.__file__).read_bytes()).hexdigest()[:16]
 
 
@@ -111,7 +111,7 @@ SOURCE = sha256(Path(__file__).read_bytes() + Path(prims.__file__).read_bytes())
 def indices(T: gl.constexpr, steps, begin, end, q):
     """Block columns (or blocks of B) and blocks of A of the stage that begins at piece q of a tile's steps.
 
-    Pieces behind the last one lie outside A and B, where TMA fills in zeros.
+    Pieces after the last one are outside A and B, where TMA fills in zeros.
     """
     cols, blocks, no_col, no_block = steps
     PER: gl.constexpr = T.per_block
@@ -130,10 +130,10 @@ def indices(T: gl.constexpr, steps, begin, end, q):
 
 @gluon.jit
 def load(T: gl.constexpr, a_desc, b_desc, lists, steps, ring):
-    """Producer warp: walks the CTA's tiles, and in each the pieces of its blocks, and fills the ring.
+    """Producer warp: for each tile of the CTA, loads the pieces of its blocks into the ring.
 
-    `steps` is (block columns or blocks of B, blocks of A, one of each that lies outside). Records are read two tiles
-    early and indices one stage early, so that a tile of one stage waits for neither.
+    `steps` is (block columns or blocks of B, blocks of A, an index outside B, an index outside A). Records are
+    prefetched two tiles ahead and indices one stage ahead, so a tile of one stage waits for neither.
     """
     tiles, starts = lists
     a_s, b_s, full, empty = ring
@@ -149,7 +149,7 @@ def load(T: gl.constexpr, a_desc, b_desc, lists, steps, ring):
     first = gl.load(starts + gl.program_id(0))
     last = gl.load(starts + gl.program_id(0) + 1)
     slot = 0
-    phase = 1  # a new barrier passes for the phase before its first, so that every slot begins empty
+    phase = 1  # waiting on the phase before a barrier's first returns at once, so every slot starts empty
     at = tiles + RECORD * first
     begin = gl.load(at)
     end = gl.load(at + 1)
@@ -170,13 +170,13 @@ def load(T: gl.constexpr, a_desc, b_desc, lists, steps, ring):
         pieces = (end - begin) * PER
         for q in range(0, pieces, PIECES):
             later_js, later_bs = indices(T, steps, begin, end, q + PIECES)
-            mbarrier.wait(empty.index(slot), phase)  # until every warpgroup has multiplied what the slot held
+            mbarrier.wait(empty.index(slot), phase)  # until every warpgroup has read the slot
             landed = full.index(slot)
             mbarrier.expect(landed, T.stage_bytes)
             for i in gl.static_range(PIECES):
                 part = slot * PIECES + i
                 k = (q + i) % PER * WIDTH
-                if T.a_col:  # a box of 64 columns reaches over a narrower block, where TMA fills in zeros
+                if T.a_col:  # a box of 64 columns extends past a narrower block, where TMA fills in zeros
                     for w in gl.static_range(A_BOXES):
                         tma_load(
                             a_desc, [bs[i] * BK + k, a_row + w * 64], landed, a_s.index(part * A_BOXES + w)
@@ -221,11 +221,12 @@ def spmm_kernel(
     bias, m, alpha, part_sums, other, lead8, rows, cols8, beta,
     T: gl.constexpr, SOURCE: gl.constexpr,
 ):  # fmt: skip
-    """CTA p does tiles starts[p] to starts[p+1], RECORD numbers each.
+    """CTA p computes tiles starts[p] to starts[p+1], RECORD numbers each.
 
     Step s multiplies stored blocks blocks[s*joined : (s+1)*joined] with block column (or stored block of B) cols[s].
-    `no_col` and `no_block` lie outside B and A. What comes behind belongs to the epilogue: `m` rows of C, `other` with
-    its leading stride / 8, `rows` and columns / 8 as C lies in memory. SOURCE is there for Triton's cache alone.
+    `no_col` and `no_block` are indices outside B and A. The remaining arguments belong to the epilogue: `m` rows of
+    C, `other` with its leading stride / 8, and `rows` and columns / 8 of C as stored. SOURCE only enters Triton's
+    cache key.
     """
     DTYPE: gl.constexpr = a_desc.dtype
     PARTS: gl.constexpr = T.stages * T.pieces
@@ -290,7 +291,7 @@ class Work(NamedTuple):
 
 
 class HopperSpmm:
-    """The kernel above, behind the planner's protocol."""
+    """Implements the Kernel protocol for the device code above."""
 
     name = "hopper.spmm"
     paced = ("every",)
@@ -352,15 +353,15 @@ class HopperSpmm:
         return [*found, *split]
 
     def seconds(self, p: SpmmProblem, c: Config) -> float:
-        """Tiles of the fullest SM, each the larger of multiplying and loading (a smooth maximum), plus its fixed part;
-        beside that, all bytes from memory once.
+        """Predicted time: the tiles of the fullest SM, but no less than all bytes from memory once.
 
-        Constants are measured on an H200 (2026-11-20, steps and bytes 2026-11-22): 2048 multiply-adds per cycle at
-        1.75 GHz, 35 ns for a step, L2 to shared memory at `card.fabric`, 30 ns for every further A box of a step;
-        1.1 us for a tile of 128x256 or as large to begin, end and store with stages 64 deep, 0.9 us with stages 32
-        deep, which add 2 % to every step. With very uneven rows CTAs leave step, and large tiles lose 25 % (Zipf 1.2,
-        the longest row 8 times the mean; nothing where it is twice the mean). Split rows write their sums to memory and
-        read them again, and merging them is a launch of its own. Few columns leave nothing but A's bytes to wait for.
+        A tile takes the larger of multiply and load time (a smooth maximum) plus a fixed cost. Constants were
+        measured on an H200 (2026-11-20; steps and bytes 2026-11-22): 2048 multiply-adds per cycle at 1.75 GHz; 35 ns
+        per step; L2 to shared memory at `card.fabric`; 30 ns for every further A box of a step. Begin, end and store
+        of a tile of 128x256 or as large take 1.1 us with stages 64 deep and 0.9 us with stages 32 deep, which add 2 %
+        to every step. With very uneven rows CTAs drift apart, and large tiles lose 25 % (Zipf 1.2, the longest row 8
+        times the mean; no loss at twice the mean). Split rows write their sums to memory and read them again in a
+        second launch. With few columns, only A's bytes count.
         """
         if p.nnzb == 0 or p.n == 0:
             return p.card.launch_seconds
@@ -374,10 +375,10 @@ class HopperSpmm:
         fetch = bytes_ * p.card.sm_count / p.card.fabric
         step = (mma**4 + fetch**4) ** 0.25 * (1.02 if shallow else 1.0) + 3.5e-8 + 3e-8 * (c.joined_rows - 1)
         fixed = 0.9e-6 if shallow else 1.1e-6
-        if c.finishes:  # beside stages 32 deep there is little time for it
+        if c.finishes:  # stages 32 deep leave little time for it
             fixed += 2.5e-6 if shallow else 0.7e-6
         busy, extra = busy_seconds(p, c, steps * slices, units, step, fixed)
-        # 2026-11-21: 16384^2, 25 %, N = 16 at 0.80 of a copy; 2026-11-22: N = 256 at 0.7
+        # 2026-11-21: 16384^2, 25 %, N = 16 at 0.80 of copy bandwidth; 2026-11-22: N = 256 at 0.7
         share = 0.80 if p.n <= 64 else 0.7 if p.n <= 256 else 0.92
         traffic = p.compulsory_bytes / (share * p.card.bandwidth)
         both = max(busy, traffic) if p.n <= 64 else beside(busy, traffic)
@@ -395,7 +396,7 @@ class HopperSpmm:
         return Work(tiles, starts, cols, self._places(a, units.blocks, put), ctas, imbalance, parts)
 
     def adopt(self, p: SpmmProblem, c: Config, a: BSR) -> tuple[Config, Work]:
-        """As `prepare` for another pattern, on its device without a host sync; no rows are merged or split."""
+        """As `prepare` for another pattern, on its device without a host sync; no rows are joined or split."""
         if c.joined_rows > 1 or c.split:
             alone = [each for each in self.configs(p) if each.joined_rows == 1 and not each.split]
             c = min(alone, key=lambda each: self.seconds(p, each))
@@ -407,7 +408,7 @@ class HopperSpmm:
         return c, Work(made, starts, a.pattern.indices, blocks, len(starts) - 1, None)
 
     def _places(self, a: BSR, blocks: Any, put: Any) -> Tensor:
-        """Where the blocks of all steps lie among the stored values."""
+        """Positions of the blocks of all steps among the stored values."""
         if a.order is None:
             return put(blocks)
         return torch.cat((a.order, a.order.new_tensor([a.nnzb])))[put(blocks).long()].contiguous()
@@ -417,7 +418,7 @@ class HopperSpmm:
     ) -> None:
         bm, bk = c.block
         values = a.values
-        if a.nnzb == 0:  # TMA wants some memory; the lists are empty, so nothing of it is read
+        if a.nnzb == 0:  # TMA needs a valid address; the lists are empty, so nothing is read
             values, b = (
                 values.new_empty(1, *values.shape[1:]),
                 b.new_empty(*b.shape[:-2], bk, -(-b.shape[-1] // 8) * 8),
@@ -428,7 +429,7 @@ class HopperSpmm:
         a_shape, a_strides = ((nnzb * bk, bm), (bm, 1)) if c.a_col else ((nnzb * bm, bk), (bk, 1))
         a_desc = Described(values, a_shape, a_strides, a_box)
         lists = (work.tiles, work.starts, work.cols, work.blocks, a.grid[1], nnzb)
-        none = work.tiles  # what is not there is some int32 tensor
+        none = work.tiles  # any int32 tensor stands for an absent one
         sums = none if work.parts is None else work.parts.workspace(c.rows, c.block_cols)
         describe_b = describe_transposed if c.b_col else describe
         describe_c = describe_transposed if c.c_col else describe
@@ -444,9 +445,9 @@ class HopperSpmm:
 
 
 def _paced(p: SpmmProblem, c: Config) -> Config:
-    """With boxes of C spread over the next tile: one of 64 rows for every 128 of K (2026-11-20, H200).
+    """The config with stores of C spread over the next tile: one box of 64 rows per 128 of K (2026-11-20, H200).
 
-    Boxes that change on their way have 32, and as many stages between them as a tile of mean length allows.
+    With an epilogue, boxes have 32 rows, and as many stages between them as a tile of mean length allows.
     """
     if not c.finishes:
         return replace(c, every=max(1, 2 * c.c_box // (c.width * c.pieces)))
@@ -457,13 +458,13 @@ def _paced(p: SpmmProblem, c: Config) -> Config:
 
 @cache
 def _boxes(c: Config) -> tuple[Any, ...]:
-    """The boxes of A, B and C, and the launch options: what a launch would compute again from the config."""
+    """The boxes of A, B and C, and the launch options: values that a launch would recompute from the config."""
     a_box = (c.width, 64) if c.a_col else (c.a_box, c.width)
     return a_box, (c.cols, c.width) if c.b_col else (c.width, c.cols), c.c_shape, c.options
 
 
 def _triples(b: Tensor, out: Tensor, other: Tensor | None) -> Any:
-    """B, C and the epilogue's matrix, of every product of a batch."""
+    """B, C and the epilogue's matrix, for every product of a batch."""
     if b.dim() == 2:
         return ((b, out, other),)
     others = [None] * out.shape[:-2].numel() if other is None else _matrices(other)

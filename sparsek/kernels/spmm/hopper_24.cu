@@ -40,31 +40,31 @@ struct alignas(64) TensorMap { u64 opaque[16]; };
 struct Params {
   const u32* nibbles;    // [slabs of 64 rows of A][chunks of 64 columns][128 threads]
   const int* tiles;      // LISTS: 8 numbers a tile: first step, end step, row, column of C, -, -, row in the block, -
-  const int* starts;     // LISTS: CTA p does tiles[starts[p]:starts[p+1]]
+  const int* starts;  // LISTS: CTA p computes tiles[starts[p]:starts[p+1]]
   const int* cols;       // LISTS: block column of every step
   const int* blocks;     // LISTS: stored block of every step
   const void* bias;      // [m] in C's dtype
-  const float* a_scale;  // FP8: [m], or one number where a_each is 0
-  const float* b_scale;  // FP8: [n], or one number where b_each is 0
+  const float* a_scale;  // FP8: [m], or one number if a_each is 0
+  const float* b_scale;  // FP8: [n], or one number if b_each is 0
   int m, n, a_each, b_each;
   int row_groups, col_tiles;  // tiles of CLUSTER * TM rows, of TN columns
-  int group;             // row groups that are walked together, column by column, so that L2 holds what they share
+  int group;  // row groups walked together, column by column, so that L2 holds what they share
   int block_steps;       // steps of BK in one block
-  int chunks;            // chunks of 64 columns in one block, as `nibbles` has them
+  int chunks;  // chunks of 64 columns in one block, as in `nibbles`
   int slabs;             // slabs in all of A
-  int b_cols;            // columns of B that each CTA of a cluster brings, where B is [N, K]
+  int b_cols;  // columns of B that each CTA of a cluster loads, where B is [N, K]
   int bm, bk;            // LISTS: sides of a block
   float alpha, beta;
 };
 
 constexpr int TM = 64 * MS * WGS, THREADS = 128 * (WGS + 1);
 constexpr int BK = FP8 ? 128 : 64;                         // columns of A in a slot
-constexpr int CHUNKS = BK / 64;                            // of 64 columns; a thread has a word of nibbles for each
+constexpr int CHUNKS = BK / 64;  // of 64 columns; a thread has one word of nibbles for each
 constexpr int A_BYTES = TM * 64, B_BYTES = TN * 128;       // BK/2 values in a row of A, BK in a column of B
 constexpr int E_BYTES = TM * BK / 8;                       // four bits for four columns
 constexpr int BOX_N = 64, BOX_BYTES = 64 * BOX_N * 2;      // columns of a box of 64 rows of C
 constexpr int BOXES_N = TN / BOX_N, BOXES = MS * BOXES_N;  // boxes side by side, and of a warpgroup's part of a tile
-constexpr int A_AT = 0, B_AT = A_AT + STAGES * A_BYTES;    // where what lies in shared memory
+constexpr int A_AT = 0, B_AT = A_AT + STAGES * A_BYTES;  // offsets in shared memory
 constexpr int C_AT = B_AT + STAGES * B_BYTES, E_AT = C_AT + WGS * C_BOXES * BOX_BYTES;
 constexpr int FULL_AT = E_AT + STAGES * E_BYTES, EMPTY_AT = FULL_AT + STAGES * 8;
 static_assert(EMPTY_AT + STAGES * 8 <= SMEM_BYTES, "hopper_24.py counts shared memory differently");
@@ -80,7 +80,7 @@ PTX void barrier_init(u32 at, u32 count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(at), "r"(count) : "memory");
 }
 
-// Barriers that were initialised are known to TMA and to the other CTAs.
+// Makes initialised barriers visible to TMA and to the other CTAs.
 PTX void barriers_made() {
   asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
 }
@@ -89,8 +89,8 @@ PTX void barrier_expect(u32 at, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes) : "memory");
 }
 
-// Arrives at the barrier that lies at `at` in CTA `rank` of the cluster. It needs no .release.cluster, which would be a
-// fence of all memory in every step: what the barrier guards wgmma and waited for, or threads and fenced, have read.
+// Arrives at the barrier at `at` in CTA `rank` of the cluster. It needs no .release.cluster, which would fence all
+// memory in every step: wgmma that was waited for, or threads that have fenced, have read the guarded data.
 PTX void barrier_arrive(u32 at, u32 rank) {
   if constexpr (CLUSTER == 1)
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(at) : "memory");
@@ -100,7 +100,7 @@ PTX void barrier_arrive(u32 at, u32 rank) {
         "mbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(at), "r"(rank) : "memory");
 }
 
-// Until the phase of parity `phase` is over. A fresh barrier passes for parity 1, the phase before its first.
+// Waits until the phase of parity `phase` is over. A fresh barrier passes for parity 1, the phase before its first.
 PTX void barrier_wait(u32 at, u32 phase) {
   u32 done;
   do {
@@ -116,7 +116,7 @@ PTX void tma_load(u32 to, const TensorMap& map, u32 landed, int x, int y) {
       ::"r"(to), "l"(&map), "r"(x), "r"(y), "r"(landed) : "memory");
 }
 
-// The same to the same place in every CTA of the cluster; each one's own barrier counts the bytes.
+// The same to the same address in every CTA of the cluster; each CTA's own barrier counts the bytes.
 PTX void tma_load_all(u32 to, const TensorMap& map, u32 landed, int x, int y) {
   if constexpr (CLUSTER == 1)
     tma_load(to, map, landed, x, y);
@@ -139,13 +139,13 @@ PTX void tma_store(const TensorMap& map, u32 from, int x, int y) {
 }
 
 PTX void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-// Until shared memory that stores read may be written again.
+// Waits until shared memory that stores read may be written again.
 PTX void tma_store_wait() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
 PTX void fence_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 PTX void warpgroup_sync(int wg) { asm volatile("bar.sync %0, 128;" ::"r"(wg + 1) : "memory"); }
 
-// One lane of a whole warp. The compiler knows that it is one, and issues TMA without a loop over lanes.
+// One lane of a full warp. The compiler sees that it is one, and issues TMA without a loop over lanes.
 PTX bool elected() {
   u32 yes;
   asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.b32 %0, 1, 0, p;\n}" : "=r"(yes));
@@ -159,16 +159,16 @@ PTX void cluster_sync() {
 
 PTX void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 PTX void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// Until at most N groups are not done.
+// Waits until at most N groups are in flight.
 template <int N> PTX void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 }
 
-// The compiler takes x for written here: what reads it stays behind the wait that came before.
+// Marks x as written here, so that its readers stay after the preceding wait.
 PTX void written_until_here(float& x) { asm volatile("" : "+f"(x)::"memory"); }
 
-// d[64, TN] += A24[64, 32] @ B[32, TN]. `SEL` 0 takes the nibbles of lanes 4i and 4i+1, 1 those of 4i+2 and 4i+3.
-// In FP8 it is A24[64, 64] @ B[64, TN], and takes those of all lanes.
+// d[64, TN] += A24[64, 32] @ B[32, TN]. `SEL` 0 uses the nibbles of lanes 4i and 4i+1, 1 those of 4i+2 and 4i+3. In
+// FP8 it is A24[64, 64] @ B[64, TN], and uses those of all lanes.
 #define F4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define F16(d, i) F4(d, i), F4(d, i + 4), F4(d, i + 8), F4(d, i + 12)
 #define F32(d, i) F16(d, i), F16(d, i + 16)
@@ -211,8 +211,8 @@ PTX void written_until_here(float& x) { asm volatile("" : "+f"(x)::"memory"); }
 #define TURNED ""
 #endif
 
-// wgmma reads `nibbles` while it runs: the register must hold them until it was waited for, and nothing in the language
-// says so. See `load_nibbles`.
+// wgmma reads `nibbles` asynchronously: the register must keep them until wgmma was waited for. C++ cannot express
+// that. See `load_nibbles`.
 template <int SEL>
 PTX void wgmma(float (&d)[TN / 2], u64 a, u64 b, u32 nibbles) {
   asm volatile(
@@ -221,20 +221,20 @@ PTX void wgmma(float (&d)[TN / 2], u64 a, u64 b, u32 nibbles) {
       : SUMS(d) : "l"(a), "l"(b), "r"(nibbles), "n"(SEL), "n"(B_ROW));
 }
 
-// x becomes the word at `at`, if `always` is not 0, which the compiler cannot know: so what x held before lives in x's
-// register until this load, and the wgmma that reads it there may still run when this step's barrier is waited for.
+// Loads the word at `at` into x, if `always` is not 0. The compiler does not know `always`, so the old value of x
+// stays in x's register until this load, and a wgmma may read it there until the wait for this step's barrier.
 PTX void load_nibbles(u32& x, u32 at, int always) {
   asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\n@p ld.shared.b32 %0, [%1];\n}"
                : "+r"(x) : "r"(at), "r"(always) : "memory");
 }
 
-// Four 8 x 8 matrices; every lane says where one of their rows goes.
+// Four 8 x 8 matrices; every lane gives the address of one row.
 PTX void store_matrix(u32 at, u32 a, u32 b, u32 c, u32 d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4" TURNED ".shared.b16 [%0], {%1, %2, %3, %4};"
                ::"r"(at), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
 
-// The other way: pairs as `store_matrix` takes them.
+// The inverse: pairs in the order of `store_matrix`.
 PTX void load_matrix(u32 (&x)[4], u32 at) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4" TURNED ".shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(at) : "memory");
@@ -263,17 +263,17 @@ PTX u32 cluster_rank() {
   return rank;
 }
 
-// The producer's warpgroup gives registers away, a consumer takes them. Two warpgroups have all they can use as it is.
+// The producer's warpgroup releases registers, a consumer takes them. Two warpgroups have all they can use anyway.
 PTX void give_registers() { if (WGS > 1) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(LOAD_REGS)); }
 PTX void take_registers() { if (WGS > 1) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MATH_REGS)); }
 
 // ---------------------------------------------------------------------------------------------------- tiles and roles
 
-// The address in a matrix descriptor: 14 bits, in units of 16 bytes. In a cluster the bits above them say whose shared
-// memory it is, and would spill over into the next field.
+// The address in a matrix descriptor: 14 bits, in units of 16 bytes. In a cluster, higher address bits identify the
+// CTA and would overflow into the next field.
 __device__ constexpr u64 place(u32 at) { return (at & 0x3FFFF) >> 4; }
 
-// What a matrix descriptor says beside its address: bytes between groups of 8 rows, bytes between panels, swizzle.
+// The matrix descriptor without its address: bytes between groups of 8 rows, bytes between panels, swizzle.
 __device__ constexpr u64 described(int group_bytes, int panel_bytes, int swizzle_bytes) {
   return (u64)(panel_bytes >> 4) << 16 | (u64)(group_bytes >> 4) << 32 | (swizzle_bytes == 128 ? 1ull : 2ull) << 62;
 }
@@ -283,7 +283,7 @@ struct Tile {
   int in_block;              // row of the tile in its block
 };
 
-// Tile `t` as this CTA has it; all CTAs of a cluster do tiles of the same column and blocks.
+// Tile `t` of this CTA; all CTAs of a cluster compute tiles of the same column and blocks.
 PTX Tile tile_at(const Params& p, int t, int rank) {
   if constexpr (LISTS) {
     const int* r = p.tiles + 8 * t;
@@ -315,7 +315,7 @@ struct Ring {
   PTX void next() { if (++slot == STAGES) slot = 0, phase ^= 1; }
 };
 
-// One thread: walks the CTA's tiles and, in each, the steps of its blocks, and fills the ring.
+// Producer, one thread: for each tile of the CTA, loads the steps of its blocks into the ring.
 PTX void load(const TensorMap& a_map, const TensorMap& b_map, const TensorMap& other_map, const Params& p, u32 smem,
               int rank) {
   Ring ring{smem, 0, 1};  // a fresh barrier passes for parity 1: every slot begins empty
@@ -327,13 +327,13 @@ PTX void load(const TensorMap& a_map, const TensorMap& b_map, const TensorMap& o
     for (int i = tile.first; i < tile.end; i++) {
       const int a_row = LISTS ? next_block * p.bm + tile.in_block : tile.row;
       const int k_begin = LISTS ? next_col * p.bk : 0;
-      // Asked for a block early, so that no step waits for it.
+      // Prefetched by one block, so that no step waits for it.
       if (LISTS && i + 1 < tile.end) next_col = p.cols[i + 1], next_block = p.blocks[i + 1];
       for (int step = 0; step < p.block_steps; step++, ring.next()) {
-        // Until the consumers of every CTA that this slot's B goes to have multiplied what it held.
+        // Wait until the consumers in every CTA that receives this slot's B have multiplied its previous contents.
         barrier_wait(ring.empty(), ring.phase);
         const u32 landed = ring.full();
-        const int b_bytes = B_ROW ? B_BYTES : CLUSTER * 128 * p.b_cols;  // also what other CTAs bring
+        const int b_bytes = B_ROW ? B_BYTES : CLUSTER * 128 * p.b_cols;  // including the loads of other CTAs
         barrier_expect(landed, A_BYTES + E_BYTES + b_bytes);
         tma_load(smem + A_AT + ring.slot * A_BYTES, a_map, landed, step * (BK / 2), a_row);
         const int k = k_begin + step * BK;
@@ -349,7 +349,7 @@ PTX void load(const TensorMap& a_map, const TensorMap& b_map, const TensorMap& o
         }
 #pragma unroll
         for (int j = 0; j < TM / 64; j++) {
-          // Below the matrix there are no nibbles, and no row that is stored: any legal ones do.
+          // Below the matrix there are no nibbles, and no rows are stored: any legal nibbles will do.
           const i64 slab = min(a_row / 64 + j, p.slabs - 1);
           bulk_load(smem + E_AT + ring.slot * E_BYTES + j * (CHUNKS * 512),
                     p.nibbles + (slab * p.chunks + step * CHUNKS) * 128, CHUNKS * 512, landed);
@@ -358,7 +358,7 @@ PTX void load(const TensorMap& a_map, const TensorMap& b_map, const TensorMap& o
     }
     if constexpr (COMBINE > 0)
       for (int i = 0; i < MS * WGS; i++, ring.next()) {
-        barrier_wait(ring.empty(), ring.phase);  // as above: other CTAs bring B into this slot, too
+        barrier_wait(ring.empty(), ring.phase);  // as above: other CTAs also load B into this slot
         barrier_expect(ring.full(), B_BYTES);
 #pragma unroll
         for (int j = 0; j < BOXES_N; j++) {
@@ -388,7 +388,7 @@ PTX float activated(float z) {
   return z * (HALF ? inverse(exp2_of(u * -2.8853901f) + 1.f) : fmaf(tanh_of(u), 0.5f, 0.5f));
 }
 
-// What becomes of the sums of rows g and g + 8 of a warp's 16: times `scale`, plus `shift`.
+// The affine part of the epilogue for rows g and g + 8 of a warp's 16: times `scale`, plus `shift`.
 struct Rows { float scale[2], shift[2]; };
 PTX Rows rows_of(const Params& p, int first, int lane) {
   Rows rows;
@@ -414,8 +414,8 @@ PTX void finish(float* e, const Params& p, const Rows& rows, int col, int lane) 
   }
 }
 
-// Where in a box, which has lines of 128 bytes, swizzled by TMA, the row lies that this lane names to `store_matrix` or
-// `load_matrix`: of the four matrices of 8 x 8 in the warp's 16 rows and 16 columns from 8j on.
+// The address in a box, in lines of 128 bytes swizzled by TMA, of the row that this lane passes to `store_matrix`
+// or `load_matrix`: of the four 8 x 8 matrices in the warp's 16 rows and 16 columns from 8j on.
 PTX u32 in_box(int j, int warp, int lane) {
   const int down = (lane / 8) % 2, across = lane / 16;  // two matrices of 8 rows above each other, twice
   const int line = C_COL ? 8 * (j + across) + lane % 8 : 16 * warp + 8 * down + lane % 8;
@@ -423,13 +423,13 @@ PTX u32 in_box(int j, int warp, int lane) {
   return line * 128 + ((piece ^ (line & 7)) << 4);
 }
 
-// Finishes a warpgroup's box of 64 x BOX_N sums and joins it with that box of the other matrix.
+// Applies the epilogue, with the other matrix, to a warpgroup's box of 64 x BOX_N sums.
 PTX void join_box(float* d, u32 other, const Params& p, const Rows& rows, int col, int warp, int lane) {
 #pragma unroll
   for (int j = 0; j < 8; j += 2) {
     float* e = d + 4 * j;
     u32 pairs[4];
-    if constexpr (FP8) __syncwarp();  // or ptxas asks for the scales of all columns at once, and spills
+    if constexpr (FP8) __syncwarp();  // otherwise ptxas loads the scales of all columns at once, and spills
     load_matrix(pairs, other + in_box(j, warp, lane));
     finish(e, p, rows, col + 8 * j, lane);
 #pragma unroll
@@ -440,8 +440,8 @@ PTX void join_box(float* d, u32 other, const Params& p, const Rows& rows, int co
   }
 }
 
-// A warpgroup's box of sums goes to shared memory, rounded and, unless `join_box` did so, finished. A few at a time, so
-// that registers suffice for the activation.
+// Stages a warpgroup's box of sums in shared memory, rounded, with the epilogue unless `join_box` applied it. A few
+// sums at a time, so that registers suffice for the activation.
 PTX void stage_box(u32 box, float* d, const Params& p, const Rows& rows, int col, int warp, int lane) {
 #pragma unroll
   for (int j = 0; j < 8; j += 2) {
@@ -452,13 +452,13 @@ PTX void stage_box(u32 box, float* d, const Params& p, const Rows& rows, int col
   }
 }
 
-// x += y, and y begins anew.
+// x += y, then y = 0.
 template <int M, int N> PTX void add_to(float (&x)[M][N], float (&y)[M][N]) {
 #pragma unroll
   for (int i = 0; i < M * N; i++) x[i / N][i % N] += y[i / N][i % N], y[i / N][i % N] = 0.f;
 }
 
-// Until all products are in d.
+// Wait until d holds all products.
 template <int M, int N> PTX void finish_products(float (&d)[M][N]) {
   wgmma_wait<0>();
 #pragma unroll
@@ -476,7 +476,7 @@ PTX void multiply(const TensorMap& c_map, const Params& p, u32 smem, int wg, int
   const u32 stage = smem + C_AT + wg * (C_BOXES * BOX_BYTES);
 
   Ring ring{smem, 0, 0};
-  u32 before = 0;  // barrier of the slot that the step before read
+  u32 before = 0;  // barrier of the slot that the previous step read
   auto multiply_step = [&](float (&d)[MS][TN / 2], u32 (&nibbles)[MS][CHUNKS], int step) {
     barrier_wait(ring.full(), ring.phase);  // until A, B and nibbles of this step have landed
     const u32 a = a_ring + ring.slot * A_BYTES, b = b_ring + ring.slot * B_BYTES;
@@ -497,20 +497,20 @@ PTX void multiply(const TensorMap& c_map, const Params& p, u32 smem, int wg, int
       }
     }
     wgmma_commit();
-    wgmma_wait<1>();  // until the step before is multiplied: its slot is free; this step's wgmma run on
+    wgmma_wait<1>();  // the previous step is done: its slot is free; this step's wgmma continue
     if (step > 0 && lane < CLUSTER) barrier_arrive(before, lane);
     before = ring.empty();
     ring.next();
   };
-  // wgmma in flight reads nibbles of its step, so two steps have registers of their own: those of a step are written
-  // again two steps later, when the wait of the step between has seen its wgmma done.
+  // wgmma in flight reads the nibbles of its step, so even and odd steps use different registers. A register is
+  // written again two steps later, after the wait of the step between has completed its wgmma.
   u32 nibbles[2][MS][CHUNKS] = {};
   const Range tiles = my_tiles(p);
   for (int t = tiles.begin; t < tiles.end; t += tiles.by) {
     const Tile tile = tile_at(p, t, rank);
     const int steps = (tile.end - tile.first) * p.block_steps;
     const int row = tile.row + wg * (64 * MS);
-    float d[MS][TN / 2] = {}, sums[MS][TN / 2] = {};  // of this tile alone: nothing is kept for the next
+    float d[MS][TN / 2] = {}, sums[MS][TN / 2] = {};  // of this tile alone: no state is kept for the next
 #pragma unroll 1
     for (int step = 0; step < steps;) {
       multiply_step(d, nibbles[0], step);
@@ -518,12 +518,12 @@ PTX void multiply(const TensorMap& c_map, const Params& p, u32 smem, int wg, int
       multiply_step(d, nibbles[1], step);
       ++step;
       if constexpr (PROMOTE > 0)
-        if (step % (PROMOTE ? PROMOTE : 2) == 0) {  // the compiler looks at it with PROMOTE 0 too
+        if (step % (PROMOTE ? PROMOTE : 2) == 0) {  // the compiler evaluates it with PROMOTE 0 too
           finish_products(d);  // also those of this step: the other warpgroup multiplies meanwhile
           add_to(sums, d);
         }
     }
-    Rows rows[MS];  // asked for before the last products are there
+    Rows rows[MS];  // loaded before the last products are done
 #pragma unroll
     for (int m = 0; m < MS; m++) rows[m] = rows_of(p, row + 64 * m + 16 * warp, lane);
     finish_products(d);
@@ -534,29 +534,29 @@ PTX void multiply(const TensorMap& c_map, const Params& p, u32 smem, int wg, int
       for (int w = 0; w < WGS; w++)
 #pragma unroll
         for (int m = 0; m < MS; m++, ring.next()) {
-          // Until 64 rows of the other matrix have landed; for those of the other warpgroup, too: who skips a phase
-          // would take the one before it for the one after it.
+          // Wait until 64 rows of the other matrix have landed; also for those of the other warpgroup: a warpgroup
+          // that skips a phase would take the previous phase for the next.
           barrier_wait(ring.full(), ring.phase);
           if (w == wg)
 #pragma unroll
             for (int i = 0; i < BOXES_N; i++)
               join_box(d[m] + i * (BOX_N / 2), b_ring + ring.slot * B_BYTES + i * BOX_BYTES, p, rows[m],
                        tile.col + i * BOX_N, warp, lane);
-          fence_proxy();  // threads have read what TMA will write
-          __syncwarp();   // all lanes have
+          fence_proxy();  // threads have read what TMA will overwrite
+          __syncwarp();  // by all lanes
           if (lane < CLUSTER) barrier_arrive(ring.empty(), lane);
         }
     }
 
 #pragma unroll
     for (int begin = 0; begin < BOXES; begin += C_BOXES) {
-      if (leader) tma_store_wait();  // until the boxes before have been read
-      warpgroup_sync(wg);            // everyone waits for that
+      if (leader) tma_store_wait();  // until the previous boxes have been read
+      warpgroup_sync(wg);  // all warps wait for that
 #pragma unroll
       for (int i = begin; i < BOXES && i < begin + C_BOXES; i++)
         stage_box(stage + (i - begin) * BOX_BYTES, d[i / BOXES_N] + i % BOXES_N * (BOX_N / 2), p, rows[i / BOXES_N],
                   tile.col + i % BOXES_N * BOX_N, warp, lane);
-      fence_proxy();       // TMA is to read what was just written
+      fence_proxy();  // TMA will read what was just written
       warpgroup_sync(wg);  // until all four warps have written
       if (leader) {
 #pragma unroll
@@ -587,7 +587,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     }
     barriers_made();
   }
-  cluster_sync();  // until the barriers of every CTA are there
+  cluster_sync();  // until the barriers of every CTA are initialised
   if (group == 0) {
     give_registers();
     if (threadIdx.x < 32 && elected()) load(a_map, b_map, other_map, p, smem, rank);

@@ -1,19 +1,19 @@
-"""C = act(alpha * (A @ B) + bias[:, None]) for a Semi24 A on Hopper's sparse tensor cores: the host's side.
+"""C = act(alpha * (A @ B) + bias[:, None]) for a Semi24 A on Hopper's sparse tensor cores: host side.
 
-Another matrix may be added to that or multiplied with it, as `reference.epilogue` says; it lies as C does.
+The epilogue may also add or multiply another matrix (`reference.epilogue`), in the layout of C.
 
-The kernel, hopper_24.cu, is CUDA C++, because Gluon has no wgmma.sp. It is compiled by NVRTC when it is first used
-(lang/nvrtc.py) and launched through the driver (lang/launch.py). What it reads of A:
+The kernel, hopper_24.cu, is CUDA C++, because Gluon has no wgmma.sp. NVRTC compiles it on first use (lang/nvrtc.py),
+and the driver launches it (lang/launch.py). It reads A as:
 
-    values [M, K/2]    as they are stored, by TMA
-    nibbles            the metadata in the order in which threads hand them to wgmma, one word a thread for 64 columns;
-                       as large as `meta`, made at the first plan of a matrix, kept as long as its metadata lives
+    values [M, K/2]    as stored, by TMA
+    nibbles            the metadata in the order in which threads pass them to wgmma, one word per thread for 64
+                       columns; as large as `meta`, made by the first plan of a matrix, kept while its metadata lives
 
-wgmma.sp multiplies stored values only, so a NaN in a row of B reaches the rows of C whose groups name that row. Sums
-are float32 in the order of k, whatever the config: the same bits.
+wgmma.sp multiplies stored values only: a NaN in a row of B reaches only the rows of C whose groups select that row.
+Sums are float32 in the order of k for every config, so the bits repeat.
 
-8192^3 in bf16 on an H200 (2026-11-22): 1068 dense-equivalent TFLOPS for x @ W.T, 1.00 of the best algorithm and layout
-of cuSPARSELt and 1.62 of cuBLAS; 1086 for A @ B, 1.01 and 1.62 of them. What L2 gives bounds it.
+8192^3 in bf16 on an H200 (2026-11-22): 1068 dense-equivalent TFLOPS for x @ W.T, 1.00 of the best algorithm and
+layout of cuSPARSELt and 1.62 of cuBLAS; 1086 for A @ B, 1.01 and 1.62 of them. The bottleneck is L2 bandwidth.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from sparsek.reference.epilogue import ACTIVATIONS, COMBINES, PLAIN, Epilogue
 SOURCE = Path(__file__).with_name("hopper_24.cu")
 ENTRY = "semi24_kernel"
 OPTIONS = ("--gpu-architecture=sm_90a", "--std=c++17", "-lineinfo")
-ACTS, JOINS = tuple(ACTIVATIONS), ("", *COMBINES)  # a number for each in the kernel
+ACTS, JOINS = tuple(ACTIVATIONS), ("", *COMBINES)  # the kernel uses their indices
 BOX_BYTES = 8192  # 64 rows and 64 columns of C
 
 
@@ -57,10 +57,10 @@ BOX_BYTES = 8192  # 64 rows and 64 columns of C
 class Config:
     """A compiled kernel: tiles of 64*ms*wgs x tn, `stages` slots of `bk` columns of A in shared memory.
 
-    `cluster` CTAs share what they load of B. `boxes` of a warpgroup's part of C are staged at once. `group` rows of
-    tiles, each of a cluster, are walked together. `half`: C is fp16, and so is what is not in FP8. `fp8` names the
-    types of A and B, ".e4m3.e5m2"; sums leave the tensor core every `promote` steps, an even number, or not before the
-    end (0).
+    `cluster` CTAs share their loads of B. `boxes` of a warpgroup's part of C are staged at once. `group` rows of
+    tiles, each of a cluster, are walked together. `half`: C, and every operand that is not FP8, is fp16. `fp8` names
+    the types of A and B, ".e4m3.e5m2"; sums are promoted to float32 every `promote` steps, an even number, or only at
+    the end (0).
     """
 
     wgs: int = 2
@@ -98,12 +98,12 @@ class Config:
 
     @property
     def a_row(self) -> int:
-        """Bytes of a row of A in a slot, with its nibbles."""
+        """Bytes of a row of A in a slot, nibbles included."""
         return 64 + self.bk // 8
 
     @property
     def stage_bytes(self) -> int:
-        """A, B, nibbles, and two barriers."""
+        """Bytes of A, B, nibbles, and two barriers."""
         return self.tm * self.a_row + self.tn * 128 + 16
 
     @property
@@ -135,7 +135,7 @@ class Config:
         return [*named, f'-DFP8_TYPE="{self.fp8}"'] if self.fp8 else named
 
     def deepened(self, smem: int) -> Config:
-        """With as many stages as fit into `smem` bytes, 8 at most."""
+        """The config with as many stages as fit into `smem` bytes, 8 at most."""
         room = (smem - self.wgs * self.boxes * BOX_BYTES) // self.stage_bytes
         return replace(self, stages=min(8, room))
 
@@ -156,7 +156,7 @@ def code_of(c: Config) -> bytes:
 
 
 def _compiled(c: Config) -> Config:
-    """`c` without what is not compiled in."""
+    """`c` without the fields that are not compiled in."""
     return replace(c, group=1)
 
 
@@ -166,7 +166,7 @@ def _function(c: Config, device: int) -> ctypes.c_void_p:
 
 
 class Params(ctypes.Structure):
-    """As in hopper_24.cu."""
+    """The struct of hopper_24.cu."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("nibbles", "tiles", "starts", "cols", "blocks", "bias")),
@@ -208,7 +208,7 @@ _NIBBLES: tuple[WeakTensorKeyDictionary, WeakTensorKeyDictionary] = (
     WeakTensorKeyDictionary(),
     WeakTensorKeyDictionary(),
 )
-# A thread that is given nibbles is given the event of these nibbles, not that of those before.
+# A thread that reuses nibbles gets their own event, not that of older nibbles.
 _one_thread = RLock()
 
 
@@ -228,7 +228,7 @@ class Scales(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Lists:
-    """Tiles of a block-sparse A, int32 on the device, as Params has them; `block` is (bm, bk)."""
+    """Tiles of a block-sparse A, int32 on the device, as in Params; `block` is (bm, bk)."""
 
     tiles: Tensor
     starts: Tensor
@@ -240,9 +240,9 @@ class Lists:
 
 @dataclass(frozen=True, eq=False)
 class Work:
-    """Where the planned matrix has its nibbles, and the lists of a BSR24.
+    """Nibbles of the planned matrix, and the lists of a BSR24.
 
-    `meta` and `kept` are weak: a plan of many matrices keeps the nibbles of none alive.
+    `meta` and `kept` are weak: a plan that is used with many matrices keeps no nibbles alive.
     """
 
     sms: int
@@ -252,7 +252,7 @@ class Work:
     lists: Lists | None = None
 
     def nibbles(self, a: Semi24 | BSR24) -> Tensor:
-        """Of `a`, which may be another matrix than the one that was planned."""
+        """The nibbles of `a`, which may differ from the planned matrix."""
         with _one_thread:
             kept = self.kept() if self.meta() is a.meta else None
             kept = _kept(a.meta, self.fp8) if kept is None else kept
@@ -260,7 +260,7 @@ class Work:
 
 
 def prepared(p: SpmmProblem, c: Config, a: Semi24 | BSR24, lists: Lists | None = None) -> Work:
-    """Orders the nibbles of `a` and, on a GPU, loads the kernel, both once."""
+    """Orders the nibbles of `a` and, on a GPU, loads the kernel; both only once."""
     fp8 = bool(c.fp8)
     work = Work(p.card.sm_count, fp8, weakref.ref(a.meta), weakref.ref(_kept(a.meta, fp8)), lists)
     with torch.no_grad(), torch.cuda.device_of(a.values):
@@ -279,7 +279,7 @@ def launch(
     epilogue: Epilogue,
     scales: Scales | None = None,
 ) -> None:
-    """C into `out` [..., M, N] from `b` [..., K, N], on torch's current stream; no sync."""
+    """Computes C into `out` [..., M, N] from `b` [..., K, N], on torch's current stream; no sync."""
     if out.numel() == 0:
         return
     index = b.device.index
@@ -287,20 +287,20 @@ def launch(
         with torch.cuda.device(index):
             return launch(c, work, a, b, out, epilogue, scales)
     nibbles = work.nibbles(a)
-    driver.enter(index)  # in a new thread torch may not have done so yet
+    driver.enter(index)  # in a new thread torch may not have set a context yet
     function = _function(_compiled(c), index)
     held = [nibbles, *([] if work.lists is None else tensors_in(work.lists))]
     for at in np.ndindex(*b.shape[:-2]):
         b_one, c_one, other = b[at], out[at], None if epilogue.other is None else epilogue.other[at]
         params, grid = launch_params(c, work, nibbles, b_one, c_one, epilogue, _item(scales, at))
-        # Where no other matrix is, C's map stands for it; the kernel does not look at it.
+        # Without another matrix, C's map takes its place; the kernel does not read it.
         of_a, of_b, of_c, *of_other = boxes(c, a.values, b_one, c_one, other)
         arguments = of_a, of_b, of_c, params, *(of_other or [of_c])
         launch_cuda(function, grid, c.threads, c.smem, index, arguments, held)
 
 
 def _item(scales: Scales | None, at: tuple[int, ...]) -> Scales | None:
-    """Of one item of a batch."""
+    """One item of a batch."""
     return Scales(scales.a, scales.b[at]) if scales is not None and scales.b.ndim else scales
 
 
@@ -313,7 +313,7 @@ def launch_params(
     epilogue: Epilogue,
     scales: Scales | None = None,
 ) -> tuple[Params, int]:
-    """What the kernel is told beside tensor maps, and how many CTAs there are."""
+    """The kernel's parameters except tensor maps, and the number of CTAs."""
     (k, n), (m, _), lists = b.shape, out.shape, work.lists
     p = Params(nibbles=nibbles.data_ptr(), m=m, n=n, group=c.group)
     p.alpha, p.beta = float(epilogue.alpha), float(epilogue.beta)
@@ -335,16 +335,16 @@ def launch_params(
 
 
 def columns_of_b(c: Config, n: int) -> int:
-    """How many columns of B each CTA of a cluster brings at a time, a multiple of 8: no more than B has, rounded up.
+    """How many columns of B each CTA of a cluster loads at a time, a multiple of 8: no more than B has, rounded up.
 
-    8192 x 8192 with 16 columns took 37.2 us where TMA filled up 64 columns with zeros, and 28.9 us with 64 (H200,
+    8192 x 8192 with 16 columns took 37.2 us when TMA zero-padded to 64 columns, and 28.9 us without (H200,
     2026-11-23).
     """
     return 8 * -(-min(n, c.tn) // (8 * c.cluster))
 
 
 def boxes(c: Config, values: Tensor, b: Tensor, out: Tensor, other: Tensor | None = None) -> list[Boxed]:
-    """A, B [K, N] and C [M, N] as TMA sees them, and the other matrix, if there is one."""
+    """Boxes of A, B [K, N] and C [M, N] for TMA, and of the other matrix, if there is one."""
     half = values.shape[-1]
     a_box = Boxed(values.data_ptr(), values.dtype, (half, values.numel() // half), half, (c.bk // 2, c.tm))
     b_lies, b_box = (b, (64, 64 // c.cluster)) if c.b_row else (b.mT, (c.bk, columns_of_b(c, b.shape[1])))
@@ -353,7 +353,7 @@ def boxes(c: Config, values: Tensor, b: Tensor, out: Tensor, other: Tensor | Non
 
 
 def _by_rows(x: Tensor, box: tuple[int, int]) -> Boxed:
-    """A row-major matrix. Only one row may have any stride, and gets one that TMA takes."""
+    """A row-major matrix. A single row may have any stride, and gets one that TMA accepts."""
     rows, columns = x.shape
     return Boxed(
         x.data_ptr(), x.dtype, (columns, rows), x.stride(0) if rows > 1 else -(-columns // 8) * 8, box
@@ -361,26 +361,26 @@ def _by_rows(x: Tensor, box: tuple[int, int]) -> Boxed:
 
 
 def unable(p: SpmmProblem, dtype: str) -> list[str]:
-    """Reasons of the machine, the dtype and the storage, which kernels of CUDA C++ share. `dtype` is C's."""
+    """Reasons from the machine, the dtype and the storage, shared by the CUDA C++ kernels. `dtype` is C's."""
     reasons = []
     if p.card.capability != (9, 0):
         reasons.append(f"needs a Hopper card (sm_90), this is {p.card.name}")
     elif torch.cuda.is_available() and nvrtc.library() is None:
         reasons.append("NVRTC, which compiles it, is not here: install nvidia-cuda-nvrtc or set $NVRTC")
     if dtype not in ("bf16", "fp16"):
-        reasons.append(f"makes C in bf16 and fp16, not {dtype}")
+        reasons.append(f"C must be bf16 or fp16, not {dtype}")
     if p.a.transposed:
         reasons.append(
-            "A stands transposed, and its pairs then lie along the rows of C, where no tensor core takes them"
+            "A is transposed, so its pairs lie along the rows of C, which sparse tensor cores do not support"
         )
     return reasons
 
 
 def why_not(p: SpmmProblem, dtype: str) -> list[str]:
-    """Reasons that Semi24 and BSR24 share: of the machine, then of the problem. `dtype` is C's."""
+    """Reasons shared by Semi24 and BSR24: of the machine, then of the problem. `dtype` is C's."""
     reasons = unable(p, dtype)
     if not p.aligned:
-        alike = ", and another matrix that lies as C does" if p.combine else ""
+        alike = ", and another matrix with C's layout" if p.combine else ""
         reasons.append(f"TMA needs pointers and leading strides that are multiples of 16 bytes{alike}")
     row = p.m if p.c.layout == "col" else p.n
     if row % 8:
@@ -396,16 +396,16 @@ def why_not(p: SpmmProblem, dtype: str) -> list[str]:
 SHAPES = (
     (2, 1, 256, 2), (2, 2, 128, 2), (2, 1, 128, 2), (1, 1, 256, 2), (2, 1, 64, 1), (1, 1, 128, 2), (1, 1, 64, 1),
 )  # fmt: skip
-# In FP8 there are two sums for each element, one of them the tensor core's, unless `fast_accum` leaves it alone.
+# In FP8 each element has two sums, the tensor core's and the float32 one, except with `fast_accum`.
 SHAPES_FP8 = ((2, 1, 192, 3), (2, 1, 128, 2), (1, 1, 128, 2), (2, 1, 64, 1), (1, 1, 64, 1))
 PROMOTE = 4
-# What L2 gives where no CTAs share, dense-equivalent FLOP, and the port of shared memory, 128 bytes a cycle: fitted to
-# 50 layers on an H200 (2026-11-22), most of which end before the card runs into its power limit.
+# L2 bandwidth where no CTAs share, dense-equivalent FLOP rate, and the port of shared memory, 128 bytes a cycle:
+# fitted to 50 layers on an H200 (2026-11-22), most of which end before the card reaches its power limit.
 L2_BYTES_PER_SECOND = 9.6e12
 FLOPS_PER_SECOND = 1270e12
 CYCLES_PER_SECOND = 2.1e9
-TILE_SECONDS = 0.8e-6  # beginning, ending and storing a tile of 128 x 256
-JOIN_SECONDS = 0.7e-6  # finishing one with another matrix, as hopper.spmm has it
+TILE_SECONDS = 0.8e-6  # begin, end and store of a tile of 128 x 256
+JOIN_SECONDS = 0.7e-6  # for another matrix in the epilogue, as in hopper.spmm
 
 
 def tiles_of(p: SpmmProblem, clusters: Sequence[int], lists: bool = False) -> Iterator[Config]:
@@ -432,22 +432,22 @@ def tiles_of(p: SpmmProblem, clusters: Sequence[int], lists: bool = False) -> It
 
 
 def step_seconds(c: Config, p: SpmmProblem, tiles: int) -> float:
-    """One step of one tile: the longest of reading from L2, multiplying, and moving through shared memory.
+    """One step of one tile: the longest of L2 reads, multiplication, and shared memory traffic.
 
-    A wgmma of 64 rows reads all of B, A's values are read once, and TMA writes both and the nibbles. CTAs of a cluster
-    share B. With few columns and fewer `tiles` than SMs, L2 serves those faster, a quarter at most.
+    A wgmma of 64 rows reads all of B; A's values are read once; TMA writes both and the nibbles. CTAs of a cluster
+    share B. With few columns and fewer `tiles` than SMs, L2 serves each tile up to a quarter faster.
     """
     share = p.card.sm_count / H200.sm_count
     reading = min(max(tiles, 0.75 * p.card.sm_count), p.card.sm_count) if p.n <= 64 else p.card.sm_count
     fetch = (c.tm * c.a_row + c.tn * 128 / c.cluster) * reading / (L2_BYTES_PER_SECOND * share)
     rate = FLOPS_PER_SECOND * share * p.card.pace
-    products = 2 * c.tm * c.tn * 64 * p.card.sm_count / rate  # FP8: twice, twice as fast
+    products = 2 * c.tm * c.tn * 64 * p.card.sm_count / rate  # FP8: twice the FLOP, at twice the rate
     port = c.tm // 64 * c.tn + c.tm / 2 + (c.tm * c.a_row + c.tn * 128) / 128
     return max(fetch, products, port / CYCLES_PER_SECOND)
 
 
 def whole_seconds(p: SpmmProblem, c: Config) -> float:
-    """A product of all of A: rounds of tiles, beside the compulsory bytes. Each item of a batch is a launch."""
+    """A product of all of A: rounds of tiles, no less than the compulsory bytes. Each item of a batch is a launch."""
     if not (p.m and p.n and p.k):
         return p.card.launch_seconds
     tiles = -(-p.m // (c.tm * c.cluster)) * -(-p.n // c.tn)
@@ -457,11 +457,11 @@ def whole_seconds(p: SpmmProblem, c: Config) -> float:
 
 
 def items_seconds(p: SpmmProblem, c: Config, busy: float) -> float:
-    """All items of a batch, of which each takes `busy` seconds beside its compulsory bytes, and a launch.
+    """All items of a batch: each takes the larger of `busy` seconds and its compulsory bytes, plus a launch.
 
-    Bytes come at 85 % of copy bandwidth. With few columns tiles wait for A, of which a step reads 64 bytes a row: at
-    55 %, and at 42 % where a tile has 64 rows (16 columns, H200, 2026-11-22). For a launch through the driver 0.7 of
-    the card's fits them best.
+    Bytes move at 85 % of copy bandwidth. With few columns tiles wait for A, 64 bytes a row in each step: at 55 %,
+    and at 42 % if a tile has 64 rows (16 columns, H200, 2026-11-22). For a launch through the driver 0.7 of the
+    card's launch time fits best.
     """
     share = 0.85 if p.n > 64 else 0.55 if c.tm > 64 else 0.42
     moved = p.compulsory_bytes / max(1, p.batch) / (share * p.card.bandwidth)
@@ -469,9 +469,9 @@ def items_seconds(p: SpmmProblem, c: Config, busy: float) -> float:
 
 
 def tile_seconds(c: Config) -> float:
-    """What a tile takes beside its steps. Another matrix comes through the ring: its elements for B's of some steps.
+    """The time of a tile apart from its steps. Another matrix passes through the ring, in place of B in some steps.
 
-    A residual of 14336 -> 4096 with 4096 tokens takes 7 us by this, and took 11 on an H200 (2026-11-22).
+    The model gives 7 us for the residual of 14336 -> 4096 with 4096 tokens; measured were 11 (H200, 2026-11-22).
     """
     area = c.tm * c.tn / 32768
     joining = area * (JOIN_SECONDS + 65536 * H200.sm_count / L2_BYTES_PER_SECOND) if c.combine else 0.0
@@ -479,7 +479,7 @@ def tile_seconds(c: Config) -> float:
 
 
 class HopperSemi24:
-    """The kernel above, behind the planner's protocol."""
+    """Implements the Kernel protocol for hopper_24.cu."""
 
     name = "hopper.semi24"
 

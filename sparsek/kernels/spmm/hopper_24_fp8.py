@@ -1,12 +1,13 @@
 """C = act(alpha * scale_A[m] * scale_B[n] * (A8 @ B8) + bias[:, None]) for an FP8 Semi24 A on sparse tensor cores.
 
-The kernel of hopper.semi24 with bytes where that has 16-bit numbers: a step is 128 columns instead of 64, and B lies
-along K, which is how wgmma reads FP8. Tensor cores keep some 14 bits of a running FP8 sum, so every 512 columns what
-they summed is added to float32 sums in registers; tiles are narrower for it. With `fast_accum` they keep the sums, in
-the tiles of hopper.semi24. C is bf16 or fp16.
+The kernel of hopper.semi24 with bytes instead of 16-bit numbers: a step is 128 columns instead of 64, and B is
+contiguous along K, as FP8 wgmma requires. Tensor cores keep some 14 bits of a running FP8 sum, so their sums are
+promoted to float32 registers every 512 columns; tiles are narrower for it. With `fast_accum` there is no promotion,
+and the tiles are those of hopper.semi24. C is bf16 or fp16.
 
-8192^3 on an H200 (2026-11-22), in dense-equivalent TFLOPS: 1380 to 1400, 1.1 of cuBLAS FP8 on the dense matrix; with
-`fast_accum` 1790 to 1850, 0.94 to 0.96 of cuSPARSELt FP8, which sums so too and was timed without scales.
+8192^3 on an H200 (2026-11-22), in dense-equivalent TFLOPS: 1380 to 1400, 1.1 of cuBLAS FP8 on the dense matrix. With
+`fast_accum` 1790 to 1850, 0.94 to 0.96 of cuSPARSELt FP8, which accumulates the same way and was timed without
+scales.
 """
 
 from collections.abc import Iterator
@@ -25,7 +26,7 @@ from sparsek.reference.epilogue import PLAIN, Epilogue
 
 
 def why_not(p: SpmmProblem) -> list[str]:
-    """Reasons that Semi24 and BSR24 in FP8 share."""
+    """Reasons shared by Semi24 and BSR24 in FP8."""
     reasons = semi24.why_not(p, p.c.dtype)
     if p.a.scale == "block":
         reasons.append("a scale per block belongs inside the sums, which the tensor core keeps to itself")
@@ -33,8 +34,9 @@ def why_not(p: SpmmProblem) -> list[str]:
 
 
 def waiting(c: Config) -> float:
-    """The time over what shared memory and wgmma would take: sums wait on their way to float32, and less is
-    lost where they stay (50 layers, H200, 2026-11-22; 8192^3: 0.77 and 0.60 ms)."""
+    """Time relative to the model of shared memory and wgmma: promotion makes wgmma wait, `fast_accum` less (50
+    layers, H200, 2026-11-22; 8192^3: 0.77 and 0.60 ms).
+    """
     return 1.2 if c.promote else 0.95
 
 

@@ -1,12 +1,12 @@
 """C = act(alpha * (A @ B) + bias[:, None]) for a BSR24 A on Hopper's sparse tensor cores.
 
 The kernel of hopper.semi24 with lists, other matrices included: A is a stack of stored blocks, and a tile of C walks
-those of its block row. Who does which tile comes from the schedule that hopper.spmm has (plan/schedule.py). Tiles
-divide a block's rows, so a block row may have several.
+those of its block row. The schedule that assigns tiles to CTAs is hopper.spmm's (plan/schedule.py). Tiles divide a
+block's rows, so a block row may have several.
 
-Block rows are neither merged nor split, and CTAs share nothing: their lists differ. So B comes from L2 for every tile,
-which is what bounds tiles of 128 x 256. Blocks of 128, 12.5 % stored, 8192^3 in bf16 on an H200 (2026-11-22): 1.27
-times as fast as hopper.spmm on the same blocks with all values.
+Block rows are neither joined nor split. CTAs share nothing, because their lists differ: every tile reads B from L2,
+which bounds tiles of 128 x 256. Blocks of 128, 12.5 % stored, 8192^3 in bf16 on an H200 (2026-11-22): 1.27 times as
+fast as hopper.spmm on the same blocks with all values.
 """
 
 import math
@@ -28,9 +28,9 @@ from sparsek.reference.epilogue import PLAIN, Epilogue
 
 
 def blocks_seconds(p: SpmmProblem, c: Config) -> float:
-    """Tiles of the fullest SM, one of the longest block row at least, beside the compulsory bytes.
+    """Tiles of the fullest SM, at least one of the longest block row, and no less than the compulsory bytes.
 
-    Lists that differ leave 0.4 of a tile to wait for (50 layers on an H200, 2026-11-22).
+    Differing lists leave waits of 0.4 of a tile (50 layers on an H200, 2026-11-22).
     """
     if not (p.m and p.n and p.nnzb):
         return p.card.launch_seconds
@@ -44,7 +44,7 @@ def blocks_seconds(p: SpmmProblem, c: Config) -> float:
 
 
 def lists_of(p: SpmmProblem, c: Config, a: BSR24) -> Lists:
-    """Who does which tile, on A's device."""
+    """The schedule of tiles, on A's device."""
     units = a.pattern.derived(("walk", c.tm, 1), lambda: walk(a.pattern, c.tm, 1))
     deal = balance(units, p.n, c.tn, p.card.sm_count)
 
@@ -61,10 +61,10 @@ def tiles_of_blocks(p: SpmmProblem) -> Iterator[Config]:
 
 
 def why_not_blocks(p: SpmmProblem) -> list[str]:
-    """Reasons of blocks, whatever their dtype."""
+    """Reasons from the blocks, independent of dtype."""
     reasons = []
     if not p.nnzb:
-        reasons.append("A stores no block, and TMA wants some memory")
+        reasons.append("A has no stored blocks, and TMA needs a valid address")
     if p.nnzb * p.block[0] > 2**31 - 1024:
         reasons.append("TMA coordinates are 32 bits: the rows of all stored blocks must stay 1024 below 2^31")
     return reasons

@@ -1,6 +1,6 @@
 """C = act(alpha * scale_A[m] * scale_B[n] * (A8 @ B8) + bias[:, None]) for an FP8 BSR24 A on sparse tensor cores.
 
-The kernel of hopper.semi24_fp8 over the lists of hopper.bsr24. A step is 128 columns, so blocks must be wide enough.
+The kernel of hopper.semi24_fp8 with the lists of hopper.bsr24. A step is 128 columns, so blocks must be wide enough.
 Not timed yet.
 """
 
@@ -21,7 +21,7 @@ from sparsek.reference.epilogue import PLAIN, Epilogue
 
 
 class HopperBsr24Fp8:
-    """The kernel of hopper.semi24 in FP8, over lists of blocks."""
+    """The kernel of hopper.semi24 in FP8, with lists of blocks."""
 
     name = "hopper.bsr24_fp8"
 
@@ -40,7 +40,7 @@ class HopperBsr24Fp8:
         return bsr24.tiles_of_blocks(p)
 
     def seconds(self, p: SpmmProblem, c: Config) -> float:
-        """As hopper.semi24_fp8's, and 6 % less, which fits 50 layers on an H200 (2026-11-22)."""
+        """As hopper.semi24_fp8's, less 6 %, which fits 50 layers on an H200 (2026-11-22)."""
         return 0.94 * semi24_fp8.waiting(c) * bsr24.blocks_seconds(p, c) + rounding_seconds(p)
 
     def prepare(self, p: SpmmProblem, c: Config, a: Quantized) -> Work:

@@ -1,28 +1,28 @@
 """C = epilogue(scale_A * scale_B * (A @ B)) on Hopper in FP8: A in BSR, B dense and contiguous along K, C dense.
 
-    one tile of C                             what one step brings into shared memory
+    one tile of C                             operands of one step, in shared memory
     .------------- cols --------------.
     |  warpgroup 0: 64 x cols         |       A piece [rows, width]  of stored block s
-    |     chunk 0     |    chunk 1    |       B piece [cols, width]  of the columns of B, along K under its column
+    |     chunk 0     |    chunk 1    |       B piece [cols, width]  of the columns of B, along K at the block's column
     |-----------------+---------------|
-    |  warpgroup 1: 64 x cols         |       (wg_m = 2; with wg_n = 2 the warpgroups lie beside each other)
+    |  warpgroup 1: 64 x cols         |       (wg_m = 2; with wg_n = 2 the warpgroups are side by side)
     '---------------------------------'
 
-A CTA stays on its SM and walks the tiles that the schedule gave it. One producer warp brings pieces by TMA into a ring;
-two consumer warpgroups multiply them with wgmma out of shared memory.
+The kernel is persistent: a CTA walks the tiles that the schedule assigned to it. One producer warp loads pieces by
+TMA into a ring; two consumer warpgroups multiply them from shared memory with wgmma.
 
-Hopper's tensor cores keep about 14 bits of a sum of FP8 products (DeepSeek-V3, 2024, arXiv:2412.19437, 3.3.2). So they
-add up 128 of K at most, starting from zero, and float32 registers take each such sum over, times the scale of its block
-if there is one. That is wrong by 1.3e-4 at K = 32768 (H200, 2026-11-22), as a model in numpy says, which has 5e-4 if
-all products are positive; without it 5e-3 and a third. Two sums of 64 x 256 are more registers than a thread has: wgmma
-makes 64 x `chunk` at a time, and while a warpgroup takes a chunk over, the other one has the tensor cores. Gluon's
-max_num_imprecise_acc means the same, but adds before it waits, and ptxas then runs one wgmma after the other (C7514,
-Triton 3.6, 2026-11-22). With `fast_accum` nobody takes over, and the loop is that of hopper.spmm.
+Accumulation. Hopper's tensor cores keep about 14 bits of a sum of FP8 products (DeepSeek-V3, 2024, arXiv:2412.19437,
+3.3.2). Partial sums over at most 128 of K are therefore promoted to float32 registers, times the scale of the block
+if there is one. The error is 1.3e-4 at K = 32768 (H200, 2026-11-22). A numpy model gives the same, and 5e-4 if all
+products are positive; without promotion it gives 5e-3 and a third. A thread cannot hold two sums of 64 x 256, so
+wgmma computes 64 x `chunk` at a time, and while one warpgroup promotes a chunk, the other uses the tensor cores.
+Gluon's max_num_imprecise_acc has the same meaning but adds before it waits, and ptxas then serializes wgmma (C7514,
+Triton 3.6, 2026-11-22). With `fast_accum` nothing is promoted, and the loop is that of hopper.spmm.
 
-Scales per row of A come in with every sum that is taken over, those per column of B when a tile is done, with bias and
-alpha, in float32; activations and other matrices as in hopper.spmm, on boxes of C on their way out (spmm/multiply.py).
-Rows with far more blocks than others are split: parts leave scaled float32 sums in a workspace, and `merge_parts` adds
-them in order.
+Scaling. Scales per row of A are applied at each promotion; scales per column of B when a tile is done, with bias and
+alpha, in float32. Activations and other matrices are applied to boxes of C before they are stored (spmm/multiply.py).
+Block rows with far more blocks than others are split: the parts write scaled float32 sums to a workspace, and
+`merge_parts` adds them in order.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ from sparsek.plan.problem import SpmmProblem
 from sparsek.plan.schedule import walk
 from sparsek.reference.epilogue import PLAIN, Epilogue
 
-PROMOTED = 128  # values of K that tensor cores add up before float32 does
+PROMOTED = 128  # values of K that tensor cores accumulate before promotion to float32
 
 
 @dataclass(frozen=True, repr=False)
 class Config(Tile):
-    """`promote` pieces are summed in the tensor cores, `chunk` columns at a time; a stage holds a multiple of them.
-    With `promote` 0, for `fast_accum`, all of a tile is, in one chunk.
+    """The tensor cores accumulate `promote` pieces, `chunk` columns at a time; a stage holds a multiple of them. With
+    `promote` 0, for `fast_accum`, they accumulate a whole tile in one chunk.
 
     `a_scale` is "tensor", "row" or "block", `b_scale` "tensor" or "column". `types`: of A, B and C.
     """
@@ -115,7 +115,7 @@ class Config(Tile):
         return ring + self.c_bytes * self.rows * self.block_cols + across + 1024
 
     def __str__(self) -> str:
-        """Names every field: Triton keeps compiled kernels by the text of their constants."""
+        """Names every field, because Triton caches compiled kernels by the text of their constants."""
         a, b, out = self.types
         sums = f"float32 sums of {self.promote}" if self.promote else "the tensor cores' own sums"
         text = (
@@ -132,8 +132,8 @@ class Config(Tile):
     __repr__ = __str__
 
 
-# Triton keeps compiled kernels by the text of device functions and constants. What Config computes from its fields is
-# in neither, so the text of these files is a constant too.
+# Triton caches compiled kernels by the text of device functions and constants. That text does not cover what Config
+# computes from its fields, so the source of these files is a constant too.
 SOURCE = sha256(
     b"".join(Path(str(f)).read_bytes() for f in (__file__, prims.__file__, scale_prims.__file__))
 ).hexdigest()[:16]
@@ -141,7 +141,7 @@ SOURCE = sha256(
 
 @gluon.jit
 def columns_of(T: gl.constexpr, cols, no_col, begin, end, q):
-    """Block columns of the stage that begins at piece q of a tile's steps; behind the last step one outside B."""
+    """Block columns of the stage that begins at piece q of a tile's steps; an index outside B after the last step."""
     PIECES: gl.constexpr = T.pieces
     PER: gl.constexpr = T.per_block
     js = ()
@@ -153,11 +153,11 @@ def columns_of(T: gl.constexpr, cols, no_col, begin, end, q):
 
 @gluon.jit
 def load(T: gl.constexpr, a_desc, b_desc, lists, steps, ring):
-    """Producer warp: walks the CTA's tiles, and in each the pieces of its blocks, and fills the ring.
+    """Producer warp: for each tile of the CTA, loads the pieces of its blocks into the ring.
 
-    `steps` is (block columns, a column outside B, a block outside A). Step s is stored block s. Pieces behind a tile's
-    last lie outside, where TMA fills in zeros. Records are read two tiles early and block columns one stage early, so
-    that a tile of one stage waits for neither.
+    `steps` is (block columns, a column outside B, a block outside A). Step s is stored block s. Pieces after a tile's
+    last are outside, where TMA fills in zeros. Records are prefetched two tiles ahead and block columns one stage
+    ahead, so a tile of one stage waits for neither.
     """
     tiles, starts = lists
     cols, no_col, no_block = steps
@@ -171,7 +171,7 @@ def load(T: gl.constexpr, a_desc, b_desc, lists, steps, ring):
     first = gl.load(starts + gl.program_id(0))
     last = gl.load(starts + gl.program_id(0) + 1)
     slot = 0
-    phase = 1  # a new barrier passes for the phase before its first, so that every slot begins empty
+    phase = 1  # waiting on the phase before a barrier's first returns at once, so every slot starts empty
     at = tiles + RECORD * first
     begin = gl.load(at)
     end = gl.load(at + 1)
@@ -192,7 +192,7 @@ def load(T: gl.constexpr, a_desc, b_desc, lists, steps, ring):
         pieces = gl.maximum(1, (end - begin) * PER)  # a tile without steps gets a stage of zeros
         for q in range(0, pieces, PIECES):
             later_js = columns_of(T, cols, no_col, begin, end, q + PIECES)
-            mbarrier.wait(empty.index(slot), phase)  # until every warpgroup has multiplied what the slot held
+            mbarrier.wait(empty.index(slot), phase)  # until every warpgroup has read the slot
             landed = full.index(slot)
             mbarrier.expect(landed, T.stage_bytes)
             for i in gl.static_range(PIECES):
@@ -225,10 +225,11 @@ def spmm_fp8_kernel(
     a_scale, b_scale, alpha, bias, m, n, part_sums, other, lead8, rows, cols8, beta,
     T: gl.constexpr, SOURCE: gl.constexpr,
 ):  # fmt: skip
-    """CTA p does tiles starts[p] to starts[p+1], RECORD numbers each.
+    """CTA p computes tiles starts[p] to starts[p+1], RECORD numbers each.
 
-    Step s multiplies stored block s with block column cols[s]. `no_col` and `no_block` lie outside B and A. What comes
-    behind belongs to the epilogue, `m` and `n` being the sides of C. SOURCE is there for Triton's cache alone.
+    Step s multiplies stored block s with block column cols[s]. `no_col` and `no_block` are indices outside B and A.
+    The remaining arguments belong to the epilogue; `m` and `n` are the sides of C. SOURCE only enters Triton's cache
+    key.
     """
     PARTS: gl.constexpr = T.stages * T.pieces
     STAGES: gl.constexpr = T.stages
@@ -271,7 +272,7 @@ def spmm_fp8_kernel(
 
 
 class HopperSpmmFp8:
-    """The kernel above, behind the planner's protocol."""
+    """Implements the Kernel protocol for the device code above."""
 
     name = "hopper.spmm_fp8"
 
@@ -283,7 +284,7 @@ class HopperSpmmFp8:
             reasons.append(f"needs a Hopper card (sm_90) for wgmma and TMA, this is {p.card.name}")
         if p.a.transposed:
             reasons.append(
-                "Hopper's FP8 wgmma reads both operands along K, and the blocks of an A.T lie across it"
+                "Hopper's FP8 wgmma reads both operands along K, and the blocks of an A.T are contiguous across it"
             )
         if p.block[1] % 32:
             reasons.append(f"FP8 wgmma is 32 deep, and blocks are {p.block[1]} wide")
@@ -343,12 +344,11 @@ class HopperSpmmFp8:
         return [*found, *split]
 
     def seconds(self, p: SpmmProblem, c: Config) -> float:
-        """Tiles of the fullest SM, each the larger of multiplying and loading (a smooth maximum), plus its fixed part;
-        beside that, all bytes from memory once.
+        """Predicted time, as for hopper.spmm: tiles of the fullest SM, but no less than all bytes from memory once.
 
-        As hopper.spmm's model, at twice its multiply-adds per cycle, half its bytes, and the clock that FP8 leaves an
-        H200 in layers of all sizes (2026-11-22). The same for `fast_accum`, which is as fast with 12.5 % stored in
-        blocks of 128 at 8192^3, and takes 428 us instead of 473 with 50 % (by script).
+        Twice its multiply-adds per cycle, half its bytes, and the clock that an H200 holds in FP8 layers of all sizes
+        (2026-11-22). The same for `fast_accum`, which is as fast with 12.5 % stored in blocks of 128 at 8192^3, and
+        takes 428 us instead of 473 with 50 % (by script).
         """
         rounding = rounding_seconds(p)
         if p.nnzb == 0 or p.n == 0:
@@ -383,13 +383,13 @@ class HopperSpmmFp8:
     ) -> None:
         bm, bk = c.block
         matrix, dense = a.matrix, b.values
-        values, none = matrix.values, work.tiles  # what is not there is some int32 tensor
-        if matrix.nnzb == 0:  # TMA wants some memory; the lists are empty, so nothing of it is read
+        values, none = matrix.values, work.tiles  # any int32 tensor stands for an absent one
+        if matrix.nnzb == 0:  # TMA needs a valid address; the lists are empty, so nothing is read
             values, dense = values.new_empty(1, bm, bk), dense.new_empty(*dense.shape[:-1], bk)
         nnzb = values.shape[0]
         a_box, b_box, c_box, options = _boxes(c)
         a_desc = Described(values, (nnzb * bm, bk), (bk, 1), a_box)
-        no_col = max(1, matrix.grid[1])  # behind B's memory, if there is none
+        no_col = max(1, matrix.grid[1])  # after the end of B's memory
         lists = (work.tiles, work.starts, work.cols, no_col, nnzb)
         sums = none if work.parts is None else work.parts.workspace(c.rows, c.block_cols)
         describe_c = describe_transposed if c.c_col else describe
@@ -397,30 +397,32 @@ class HopperSpmmFp8:
         for at in product(*(range(size) for size in out.shape[:-2])):
             c_one, other = _item(out, at), None if epilogue.other is None else _item(epilogue.other, at)
             one, scale = _item(dense, at), _item(b.scale, at) if c.b_scale == "column" else b.scale
-            args = (  # one row of a contiguous B may have any stride, and gets one that TMA takes
+            args = (  # one row of a contiguous B may have any stride, and gets one that TMA accepts
                 a_desc, Described(one, one.shape, (one.shape[1], 1), b_box), describe_c(c_one, c_box), *lists,
                 a.scale, scale, alpha, bias, *out.shape[-2:], sums,
                 *beside_c(other, c.c_col, epilogue.beta, none), c, SOURCE,
             )  # fmt: skip
             launch_on(out.device, spmm_fp8_kernel, work.ctas, args, options)
-            if work.parts is not None:  # its sums are scaled
+            if work.parts is not None:  # its sums are scaled already
                 merge_parts(work.parts, sums, c.height, c_one, replace(epilogue, alpha=1.0, other=other))
 
 
 def _pieces(p: SpmmProblem, depth: int) -> tuple[int, int, int]:
-    """Width of a piece, pieces of a stage about `depth` deep, and how many of them the tensor cores add up."""
+    """Width of a piece, pieces of a stage about `depth` deep, and how many of them the tensor cores accumulate."""
     bk = p.block[1]
     width = min(depth, bk & -bk)
     promote = depth // width
-    if p.a.scale == "block":  # no sum reaches over two blocks
+    if p.a.scale == "block":  # no sum covers two blocks
         promote = max(d for d in range(1, promote + 1) if bk // width % d == 0)
     return width, promote * max(1, depth // (promote * width)), promote
 
 
 def _paced(p: SpmmProblem, c: Config) -> Config:
-    """With boxes of C that leave during the next tile: one of 64 rows at every stage, which is faster than at every
-    second or fourth (133, 138, 145 us at 8192^3, 12.5 % stored in blocks of 128: H200, 2026-11-22, lab-notes). Those
-    that change on their way have 32 rows, and as many stages between them as a tile of mean length allows.
+    """The config with stores of C spread over the next tile: one box of 64 rows at every stage.
+
+    Faster than at every second or fourth stage (133, 138, 145 us at 8192^3, 12.5 % stored in blocks of 128: H200,
+    2026-11-22, lab-notes). With an epilogue, boxes have 32 rows, and as many stages between them as a tile of mean
+    length allows.
     """
     if not c.finishes:
         return replace(c, every=1)
@@ -432,12 +434,12 @@ def _paced(p: SpmmProblem, c: Config) -> Config:
 
 @cache
 def _boxes(c: Config) -> tuple[Any, ...]:
-    """The boxes of A, B and C, and the launch options: what a launch would compute again from the config."""
+    """The boxes of A, B and C, and the launch options: values that a launch would recompute from the config."""
     return (c.rows, c.width), (c.cols, c.width), c.c_shape, c.options
 
 
 def _item(x: Tensor, at: tuple[int, ...]) -> Tensor:
-    """One matrix, or vector of scales, of a batch."""
+    """One matrix, or one vector of scales, of a batch."""
     return x[at] if at else x
 
 

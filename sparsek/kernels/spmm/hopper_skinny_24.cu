@@ -33,14 +33,14 @@ struct Params {
   const u16* other;                       // [m, n], or null where it is C itself
   i64 sb_k, sb_n, sc_m, sc_n, so_m, so_n; // strides in elements
   int m, n, k;
-  int wide;                               // columns of B lie in memory as whole 16 bytes
-  int by_columns;                         // C is written along m
-  int activation, combine;                // numbers, as in hopper_24.py
+  int wide;  // columns of B are contiguous and aligned to 16 bytes
+  int by_columns;  // C is contiguous along m
+  int activation, combine;  // indices, as in hopper_24.py
   float alpha, beta;
 };
 
 constexpr int THREADS = 32 * WARPS, TM = 16 * MS, ROWS = TM / PARTS;
-constexpr int PITCH = TM + 4;                                    // of sums: lanes of a warp write to 32 banks
+constexpr int PITCH = TM + 4;  // of sums: lanes of a warp write to 32 banks
 constexpr int A_BYTES = 128, META_BYTES = 16, B_BYTES = 256;     // of a row, or column of B, in a step
 constexpr int META_AT = TM * A_BYTES, B_AT = META_AT + TM * META_BYTES, SLOT = B_AT + 8 * NT * B_BYTES;
 constexpr int RING = DEPTH * SLOT;
@@ -50,17 +50,17 @@ static_assert(8 * NT * PITCH * 4 <= RING, "sums need more shared memory");
 
 // ---------------------------------------------------------------------------------------------------- PTX wrappers
 
-// Copies that a thread waits for by groups. L2 fetches 256 bytes: the next steps want what lies behind.
+// Asynchronous copies that a thread waits for by groups. L2 prefetches 256 bytes: the next steps need what follows.
 PTX void copy16(void* to, const u8* from) {
   asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;"
                ::"r"((u32)__cvta_generic_to_shared(to)), "l"(from) : "memory");
 }
 PTX void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Until at most N groups of this thread's are under way.
+// Waits until at most N groups of this thread are in flight.
 template <int N> PTX void wait_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
 
-// Four matrices of 8 rows of 16 bytes. Lane 8i + r gives the address of row r of matrix i; lane 4g + t is given of every
-// matrix bytes 4t to 4t + 3 of row g.
+// Four matrices of 8 rows of 16 bytes. Lane 8i + r gives the address of row r of matrix i; lane 4g + t receives
+// bytes 4t to 4t + 3 of row g of every matrix.
 PTX Quad load_matrices(const u8* at) {
   Quad q;
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -74,8 +74,8 @@ PTX Quad load_matrices(const u8* at) {
 #else
 #define TYPES "f32.bf16.bf16.f32"
 #endif
-// d[16, 8] += A24[16, 32] @ B[32, 8]. Of a quad, lanes 2*SEL and 2*SEL + 1 give the metadata: of 16 columns each, of
-// row g in the low half and of row g + 8 in the high half.
+// d[16, 8] += A24[16, 32] @ B[32, 8]. Lanes 2*SEL and 2*SEL + 1 of a quad give the metadata, 16 columns each: row g
+// in the low half, row g + 8 in the high half.
 template <int SEL> PTX void mma(float (&d)[4], const Quad& a, const Quad& b, u32 meta) {
   asm volatile(
       "mma.sp::ordered_metadata.sync.aligned.m16n8k32.row.col." TYPES
@@ -103,7 +103,7 @@ PTX void cluster_sync() {
   else asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// What CTA `rank` of the cluster has where this one has *at.
+// The value at `at`'s address in CTA `rank` of the cluster.
 PTX float of_peer(const float* at, int rank) {
   if constexpr (PARTS == 1) return *at;
   float x;
@@ -127,7 +127,7 @@ PTX float widen(u16 x) {
 
 // ---------------------------------------------------------------------------------------------------- tiles and roles
 
-// B[k:k+8, n], where that is not 16 bytes of memory.
+// B[k:k+8, n], where that is not 16 contiguous bytes.
 PTX Quad gathered(const Params& p, int k, int n) {
   const u16* at = p.b + k * p.sb_k + n * p.sb_n;
   Quad q;
@@ -136,7 +136,7 @@ PTX Quad gathered(const Params& p, int k, int n) {
   return q;
 }
 
-// Where 16 bytes of a swizzled row lie.
+// The address of 16 bytes of a swizzled row.
 PTX int place(int row, int piece, int row_bytes) { return row * row_bytes + (piece ^ row % 8) * 16; }
 
 PTX float sigmoid(float x) { return __fdividef(1.f, 1.f + __expf(-x)); }
@@ -161,14 +161,14 @@ extern "C" __global__ void __cluster_dims__(PARTS, 1, 1) __launch_bounds__(THREA
   const i64 steps = p.k / 128, part = rank * WARPS + warp;
   const int first = (int)(steps * part / (PARTS * WARPS)), end = (int)(steps * (part + 1) / (PARTS * WARPS));
 
-  // Rows below the matrix and columns beyond B are not copied, and their sums not stored. But metadata must be valid:
-  // it is the last row's.
+  // Rows below the matrix and columns beyond B are not copied, and their sums not stored. But metadata must be
+  // valid: the last row's is used.
   const u8* const values = p.values + (i64)(tile + lane / 8) * p.k + lane % 8 * 16;
   const u8* meta[MS / 2];
 #pragma unroll
   for (int i = 0; i < MS / 2; i++) meta[i] = p.meta + (i64)(tile + min(32 * i + lane, rows - 1)) * (p.k / 8);
   const i64 four_rows = 4 * (i64)p.k;
-  auto bring = [&](int step, u8* to) {  // one group, empty behind the end
+  auto bring = [&](int step, u8* to) {  // one group, empty after the end
     if (step < end) {
       const u8* from = values + (i64)step * A_BYTES;
 #pragma unroll
@@ -191,8 +191,8 @@ extern "C" __global__ void __cluster_dims__(PARTS, 1, 1) __launch_bounds__(THREA
   };
   float d[MS][NT][4] = {};
   auto multiply = [&](const u8* at) {
-    wait_copies<DEPTH - 1>();  // this step's
-    warp_sync();               // those of the other lanes
+    wait_copies<DEPTH - 1>();  // of this step
+    warp_sync();  // and those of the other lanes
     Quad words[MS / 2];        // metadata of two slabs of rows: rows g and g + 8 of each
 #pragma unroll
     for (int i = 0; i < MS / 2; i++) words[i] = load_matrices(at + META_AT + (32 * i + lane) * META_BYTES);
@@ -217,14 +217,14 @@ extern "C" __global__ void __cluster_dims__(PARTS, 1, 1) __launch_bounds__(THREA
       }
     warp_sync();  // all lanes have read the slot
   };
-  for (int step = first - DEPTH, slot = 0; step < end; step++) {  // the first DEPTH times nothing is there yet
+  for (int step = first - DEPTH, slot = 0; step < end; step++) {  // the first DEPTH times nothing is loaded yet
     u8* const at = ring + slot * SLOT;
     if (step >= first) multiply(at);
     bring(step + DEPTH, at);
     if (++slot == DEPTH) slot = 0;
   }
 
-  float* const sums = (float*)ring;  // [8*NT][PITCH], in the place of what was multiplied
+  float* const sums = (float*)ring;  // [8*NT][PITCH], in the memory of the ring
 #pragma unroll
   for (int m = 0; m < MS; m++)
 #pragma unroll
@@ -233,7 +233,7 @@ extern "C" __global__ void __cluster_dims__(PARTS, 1, 1) __launch_bounds__(THREA
       for (int i = 0; i < 4; i++) sums[(8 * j + 2 * t + i % 2) * PITCH + 16 * m + i / 2 * 8 + g] = d[m][j][i];
   cluster_sync();  // the sums of all parts are written
 
-  // Each CTA of the cluster finishes its share of the rows.
+  // Each CTA of the cluster finalizes its share of the rows.
   for (int at = threadIdx.x; at < ROWS * p.n; at += THREADS) {
     const int r = p.by_columns ? at % ROWS : at / p.n, n = p.by_columns ? at / ROWS : at % p.n;
     const i64 row = tile + rank * ROWS + r;

@@ -1,18 +1,19 @@
-"""C = act(alpha * (A @ B) + bias[:, None]) for a Semi24 A and up to 32 columns of B: A's bytes go by once.
+"""C = act(alpha * (A @ B) + bias[:, None]) for a Semi24 A and up to 32 columns of B: reads A once.
 
-Another matrix may be added to that or multiplied with it. The kernel, hopper_skinny_24.cu, is CUDA C++, as Triton has
-no mma.sp; it is compiled by NVRTC when it is first used (lang/nvrtc.py) and launched through the driver
-(lang/launch.py). It reads values and metadata as they are stored, so a plan prepares nothing.
+The epilogue may also add or multiply another matrix. The kernel, hopper_skinny_24.cu, is CUDA C++, because Triton has
+no mma.sp. NVRTC compiles it on first use (lang/nvrtc.py), and the driver launches it (lang/launch.py). It reads
+values and metadata as stored, so a plan prepares nothing.
 
-    M / tm tiles of rows  x  `parts` of K = CTAs     each part is cut once more, a piece for every warp
+    M / tm tiles of rows  x  `parts` of K = CTAs     each part is cut once more, a piece per warp
 
-What bounds it is memory: an SM needs more than 32 KB under way to draw its share of 4.28 TB/s. So each warp copies its
-own piece of A, metadata and B, whole lines of 128 bytes of 16*ms rows, and no barrier holds it up before the end, where
-the sums of all warps are added. hopper.semi24 has no parts: 64 CTAs of 128 rows for 8192 x 8192, at half of the
-bandwidth.
+The bottleneck is memory: an SM needs more than 32 KB in flight to draw its share of 4.28 TB/s. So each warp copies
+its own piece of A, metadata and B, in whole lines of 128 bytes of 16*ms rows. There is no barrier before the end,
+where the sums of all warps are added. hopper.semi24 has no parts: it runs 64 CTAs of 128 rows for 8192 x 8192, at
+half of the bandwidth.
 
-mma.sp multiplies stored values only, so a NaN in a row of B reaches the rows of C whose groups name that row. Sums are
-float32, in the order of k inside a piece, then in the order of the pieces: the same bits in every run of a config.
+mma.sp multiplies stored values only: a NaN in a row of B reaches only the rows of C whose groups select that row.
+Sums are float32, in the order of k inside a piece, then in the order of the pieces: the same bits in every run of a
+config.
 """
 
 from __future__ import annotations
@@ -40,15 +41,15 @@ SOURCE = Path(__file__).with_name("hopper_skinny_24.cu")
 ENTRY = "semi24_skinny_kernel"
 WIDEST = 32
 STEP = 128  # columns of A in a step of a warp
-RESERVED = 1024  # bytes of shared memory that CUDA takes for each CTA
+RESERVED = 1024  # bytes of shared memory that CUDA reserves per CTA
 
 
 @dataclass(frozen=True)
 class Config:
-    """A compiled kernel: tiles of 16*ms rows, of K cut into `parts`, 1, 2 or 4, and each of them for `warps`.
+    """A compiled kernel: tiles of 16*ms rows; K cut into `parts`, 1, 2 or 4, and each part into one piece per warp.
 
-    A warp has `depth` steps of 128 columns under way. `resident` CTAs share an SM. `tiles` of 8 columns of B. `half`:
-    fp16.
+    A warp keeps `depth` steps of 128 columns in flight. `resident` CTAs share an SM. `tiles` of 8 columns of B.
+    `half`: fp16.
     """
 
     warps: int
@@ -65,7 +66,7 @@ class Config:
 
     @property
     def step_bytes(self) -> int:
-        """Values, metadata and B of a step."""
+        """Bytes of values, metadata and B of a step."""
         return self.tm * (128 + 16) + 8 * self.tiles * 256
 
     @property
@@ -93,7 +94,7 @@ def _function(c: Config, device: int) -> ctypes.c_void_p:
 
 
 class Params(ctypes.Structure):
-    """As in hopper_skinny_24.cu."""
+    """The struct of hopper_skinny_24.cu."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("values", "meta", "b", "c", "bias", "other")),
@@ -105,7 +106,7 @@ class Params(ctypes.Structure):
 
 
 def launch_params(a: Semi24, b: Tensor, out: Tensor, epilogue: Epilogue) -> Params:
-    """The kernel's parameters. `b` is [K, N], `out` [M, N], and the epilogue's matrix, which may be `out`, too."""
+    """The kernel's parameters. `b` is [K, N], `out` [M, N], as is the epilogue's matrix, which may be `out`."""
     (m, k), n, other = a.shape, b.shape[1], epilogue.other
     p = Params(
         values=a.values.data_ptr(), meta=a.meta.data_ptr(), b=b.data_ptr(), c=out.data_ptr(), m=m, n=n, k=k
@@ -130,15 +131,15 @@ def launch_params(a: Semi24, b: Tensor, out: Tensor, epilogue: Epilogue) -> Para
 # (warps, ms, resident), the faster of equal predictions first. Shared memory holds two steps of eight warps of 64 rows
 # and 16 columns of B.
 SHAPES = ((4, 2, 3), (4, 4, 2), (8, 4, 1), (4, 4, 1), (8, 2, 1))
-DEEPEST = 4  # steps under way
+DEEPEST = 4  # steps in flight
 START_SECONDS = 1.0e-6  # first bytes, and the end: sums of the warps, C
 PHASE_SECONDS = 1.2e-6  # another wave of CTAs
-LATENCY_SECONDS = 1.3e-6  # of bytes under way
-GATHER_SECONDS = 3.4e-6  # of 8 columns in a step of B that come by single elements
+LATENCY_SECONDS = 1.3e-6  # of bytes in flight
+GATHER_SECONDS = 3.4e-6  # for 8 columns of B in a step, loaded element by element
 
 
 class HopperSemi24Skinny:
-    """The kernel above, behind the planner's protocol."""
+    """Implements the Kernel protocol for hopper_skinny_24.cu."""
 
     name = "hopper.semi24_skinny"
 
@@ -158,7 +159,9 @@ class HopperSemi24Skinny:
         return min(self.configs(p), key=lambda c: self.seconds(p, c))
 
     def configs(self, p: SpmmProblem) -> Iterator[Config]:
-        """Every shape that fits, as deep as it fits, in the two largest numbers of parts that make one wave of CTAs."""
+        """Every shape that fits, at its largest depth, with the two largest numbers of parts that fill one wave of
+        CTAs.
+        """
         tiles = max(1, 1 << (-(-p.n // 8) - 1).bit_length())
         for warps, ms, resident in SHAPES:
             free = (p.card.smem_bytes + RESERVED) // resident - RESERVED
@@ -172,8 +175,8 @@ class HopperSemi24Skinny:
                 yield replace(one, parts=parts, depth=depth)
 
     def seconds(self, p: SpmmProblem, c: Config) -> float:
-        """Launch, begin and end, and the longer of: compulsory bytes at 90 % of copy bandwidth, and on the fullest SM
-        its bytes at what is under way there. Within 8 % for 16 tokens of three layers (H200, 2026-11-23).
+        """Launch, begin and end, and the longer of two: compulsory bytes at 90 % of copy bandwidth; on the fullest
+        SM, its bytes at its bytes in flight per latency. Within 8 % for 16 tokens of three layers (H200, 2026-11-23).
         """
         sms, share = p.card.sm_count, p.card.bandwidth / p.card.sm_count
         each = -(-(-(-p.m // c.tm) * c.parts) // sms)  # CTAs of the fullest SM
@@ -190,7 +193,7 @@ class HopperSemi24Skinny:
         return max(1, p.batch) * (0.7 * p.card.launch_seconds + START_SECONDS + max(busy, moved))
 
     def prepare(self, p: SpmmProblem, c: Config, a: Semi24) -> None:
-        """On a GPU loads the kernel."""
+        """Loads the kernel on a GPU."""
         if a.values.is_cuda:
             with torch.cuda.device_of(a.values):
                 _function(c, a.values.device.index)
@@ -198,14 +201,14 @@ class HopperSemi24Skinny:
     def launch(
         self, c: Config, work: None, a: Semi24, b: Tensor, out: Tensor, epilogue: Epilogue = PLAIN
     ) -> None:
-        """C into `out` [..., M, N] from `b` [..., K, N], strides as they are; no sync, no allocation."""
+        """Computes C into `out` [..., M, N] from `b` [..., K, N], strides as they are; no sync, no allocation."""
         if out.numel() == 0:
             return
         index = b.device.index
         if index != torch.cuda.current_device():
             with torch.cuda.device(index):
                 return self.launch(c, work, a, b, out, epilogue)
-        driver.enter(index)  # in a new thread torch may not have done so yet
+        driver.enter(index)  # in a new thread torch may not have set a context yet
         function, grid = _function(c, index), -(-a.shape[0] // c.tm) * c.parts
         for at in np.ndindex(*b.shape[:-2]):
             other = None if epilogue.other is None else epilogue.other[at]

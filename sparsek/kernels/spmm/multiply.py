@@ -1,18 +1,18 @@
-"""Device pieces of Hopper's matrix products: who multiplies, and how a tile gets to memory.
+"""Device pieces of Hopper's matrix products: the consumer warpgroups, and the path of a tile to memory.
 
     load  -- ring of stages -->  multiply (1 or 2 warpgroups)  -- staged tile -->  C
 
-A producer, which each product has of its own, fills the ring. Consumer warpgroups multiply with wgmma out of shared
-memory and put their 64 x cols of a tile, rounded, into shared memory. From there it goes to C box by box, beside the
-wgmma of the next tile: what an activation or another matrix does to it is done to a box just before it leaves. The
-next wgmma waits for that, so boxes that change are small and spread over the tile; what else was tried is in
-docs/lab-notes.md, 2026-11-21 (registers before staging; two warps of their own, too slow for short tiles; four would
-leave 128 registers a thread, fewer than the sums of 64 x 256 take).
+Each product has its own producer, which fills the ring. Consumer warpgroups multiply from shared memory with wgmma,
+round their 64 x cols of a tile, and stage it in shared memory. It is stored to C box by box, in parallel with the
+wgmma of the next tile. An activation, or the product or sum with another matrix, is applied to a box just before it
+is stored. The next wgmma waits for that, so boxes with an epilogue are small and spread over the tile. Alternatives
+that were tried (docs/lab-notes.md, 2026-11-21): the epilogue in registers before staging; two extra warps, too slow
+for short tiles; four extra warps, which leave 128 registers a thread, fewer than 64 x 256 sums need.
 
-T is a Config with the fields of `Tile`. A record of `tiles` holds RECORD numbers of a tile: first step, end step, row
-and column of C, column of B, slot of the workspace or -1, row inside the block of A, 0. In a sampled product, whose
-tile is several stored blocks of one block row, they are: 0, end step, row inside the block, number of the group of
-blocks, row of X, -1, 0, 0.
+T is a Config with the fields of `Tile`. A record of `tiles` has RECORD numbers: first step, end step, row and column
+of C, column of B, workspace slot or -1, row inside the block of A, 0. In a sampled product (sddmm) a tile is several
+stored blocks of one block row, and its record is: 0, end step, row inside the block, number of the group of blocks,
+row of X, -1, 0, 0.
 """
 
 from dataclasses import dataclass, replace
@@ -37,13 +37,13 @@ Shape = TypeVar("Shape", bound="Tile")
 
 @dataclass(frozen=True)
 class Tile:
-    """A tile of C and the ring that feeds it. Everything here is known when a kernel is compiled.
+    """A tile of C and the ring that feeds it. All of it is known at compile time.
 
-    `wg_m` x `wg_n` consumer warpgroups own 64 x `cols` of C each. A piece is `width` deep in K; a stage holds `pieces`
-    of them. `block` is a block of A (of S, for a sampled product); `joined_rows` block rows share a tile.
-    `a_col`, `b_col`, `c_col`: the matrix lies in memory as its transpose, row-major. `every` is how many stages lie
-    between two boxes of C on their way out, and `box` the most rows or columns that one has. With `every` 0, for tiles
-    of few stages, all leave at once; with `direct` also not by TMA, whose queue would hold up loads behind them.
+    `wg_m` x `wg_n` consumer warpgroups own 64 x `cols` of C each. A piece is `width` deep in K; a stage holds
+    `pieces` of them. `block` is a block of A (of S, for a sampled product); `joined_rows` block rows share a tile.
+    `a_col`, `b_col`, `c_col`: the matrix is stored as its transpose, row-major. `every`: the number of stages between
+    two stores of C boxes. `box`: the most rows or columns of one. With `every` 0, for tiles of few stages, all
+    boxes are stored at once; with `direct` also without TMA, whose queue would delay later loads.
     """
 
     block: tuple[int, int]
@@ -88,18 +88,18 @@ class Tile:
 
     @property
     def a_box(self) -> int:
-        """Rows of one A box. A box higher than its block reads the next block's rows; they are never stored."""
+        """Rows of one A box. A box taller than its block reads the next block's rows, which are never stored."""
         bm = self.block[0]
         return bm if bm < self.rows and bm & (bm - 1) == 0 else self.rows
 
     @property
     def a_rows(self) -> int:
-        """Rows of A that a piece brings."""
+        """Rows of A in a piece."""
         return self.rows if self.a_col else self.a_box * self.joined_rows
 
     @property
     def c_box(self) -> int:
-        """Rows of one C box: the largest power of two that divides what each warpgroup owns."""
+        """Rows of one C box: the largest power of two that divides each warpgroup's part."""
         return min(64 if self.c_col else self.box, self.height & -self.height)
 
     @property
@@ -109,7 +109,7 @@ class Tile:
 
     @property
     def c_shape(self) -> tuple[int, int]:
-        """One C box as it lies in memory."""
+        """Shape of one C box in memory."""
         return (self.panel, self.c_box) if self.c_col else (self.c_box, self.panel)
 
     @property
@@ -123,7 +123,7 @@ class Tile:
 
     @property
     def finishes(self) -> bool:
-        """Boxes change on their way out."""
+        """Whether an epilogue is applied to boxes before they are stored."""
         return bool(self.activation or self.combine)
 
     @property
@@ -132,12 +132,12 @@ class Tile:
 
     @property
     def options(self) -> dict[str, int]:
-        """What a launch asks of the compiler: registers for two CTAs on an SM."""
+        """Compiler options: registers for two CTAs on an SM."""
         return {"maxnreg": 128} if self.ctas_per_sm == 2 else {}
 
 
 def deepened(t: Shape, smem: int) -> Shape:
-    """The same tile with as many stages, 2 to 12, as shared memory holds beside the staged tile."""
+    """The same tile with as many stages, 2 to 12, as shared memory holds next to the staged tile."""
     room = smem // t.ctas_per_sm - 1024
     spare = room - replace(t, stages=0).smem_bytes
     one = replace(t, stages=1).smem_bytes - replace(t, stages=0).smem_bytes
@@ -164,14 +164,14 @@ def most_boxes(t: Tile) -> int:
 
 @gluon.constexpr_function
 def box_layout(t: Tile) -> gl.BlockedLayout:
-    """Who has which elements of a box: 8 neighbours a thread."""
+    """The distribution of a box over threads: 8 contiguous elements each."""
     across = t.c_shape[1] // 8
     return gl.BlockedLayout([1, 8], [32 // across, across], [4, 1], [1, 0])
 
 
 @gluon.jit
 def box_at(T: gl.constexpr, WG: gl.constexpr, box):
-    """Row and column in the warpgroup's part of its box number `box`, and where that lies in its stage."""
+    """Row and column of box number `box` in the warpgroup's part, and its position in the stage."""
     OWNED: gl.constexpr = owned_rows(T, WG)
     panel = box // OWNED
     r = box % OWNED
@@ -184,7 +184,7 @@ def box_at(T: gl.constexpr, WG: gl.constexpr, box):
 
 @gluon.jit
 def boxed(T: gl.constexpr, c_desc, stage):
-    """A warpgroup's stage seen as the boxes of C in it."""
+    """A warpgroup's stage viewed as its boxes of C."""
     COUNT: gl.constexpr = 64 // T.c_box * (T.cols // T.panel)
     SHAPE: gl.constexpr = [COUNT, T.c_shape[0], T.c_shape[1]]
     return reinterpret(stage, c_desc.dtype, SHAPE, c_desc.layout)
@@ -192,22 +192,22 @@ def boxed(T: gl.constexpr, c_desc, stage):
 
 @gluon.jit
 def bias_of(T: gl.constexpr, LAYOUT: gl.constexpr, bias, row, m):
-    """The bias of a warpgroup's rows, from `row` on; 0 below the matrix."""
+    """The bias of a warpgroup's rows from `row` on; 0 below the matrix."""
     r = row + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
     return gl.load(bias + r, mask=r < m, other=0.0).to(gl.float32)
 
 
 @gluon.constexpr_function
 def activation_ptx(name: str, half: bool) -> str:
-    """PTX that makes y of z: y = z sigmoid(2 u), with u by the activation's name.
+    """PTX that computes y from z: y = z sigmoid(2 u), where u depends on the activation.
 
-    The tanh form of GELU and SiLU are sigmoids exactly. GELU's distribution function is fitted: for bf16 by
-    sigmoid(2 z (a + b z^2)), with z Phi(z) wrong by 2.8e-4 at most, and for fp16 with a term of z^5, by 2.6e-5. For
-    bf16 the sigmoid is one instruction, wrong by 2^-12 at most; for fp16 it is right to float32.
+    The tanh form of GELU and SiLU are sigmoids exactly. GELU's distribution function is fitted. For bf16: sigmoid(2 z
+    (a + b z^2)), with an error of z Phi(z) of at most 2.8e-4. For fp16: with a term of z^5, at most 2.6e-5. For bf16
+    the sigmoid is one instruction with an error of at most 2^-12; for fp16 it is accurate to float32.
 
-    One block of PTX for an element: written as operations on tensors, all of a tile's first steps would come before all
-    of its second ones and spill. Numbers are float32 in hexadecimal: 0.80015708 and 0.03470089; 0.79750788, 0.03700565
-    and -0.00035151683 up to |z| = 6; sqrt(2 / pi) and 0.044715 of it; a half.
+    The PTX handles one element. As operations on tensors, all first steps of a tile would come before all second
+    steps and spill. Numbers are float32 in hexadecimal: 0.80015708 and 0.03470089; 0.79750788, 0.03700565 and
+    -0.00035151683 up to |z| = 6; sqrt(2 / pi) and 0.044715 of it; a half.
     """
     exact = (
         "min.f32 u, $1, 0f40C00000; max.f32 u, u, 0fC0C00000; mul.f32 s, u, u; "
@@ -231,7 +231,7 @@ def activation_ptx(name: str, half: bool) -> str:
 
 @gluon.jit
 def activated(T: gl.constexpr, z, DTYPE: gl.constexpr):
-    """The activation in float32, on its way to DTYPE. Few instructions: the next stage's wgmma waits for them."""
+    """The activation in float32, to be rounded to DTYPE. Few instructions: the next stage's wgmma waits for them."""
     if T.activation == "":
         return z
     elif T.activation == "relu":
@@ -243,9 +243,9 @@ def activated(T: gl.constexpr, z, DTYPE: gl.constexpr):
 
 @gluon.jit
 def corner(T: gl.constexpr, WG: gl.constexpr, box, row, col, ahead):
-    """Where box number `box` of the warpgroup's part at (row, col) of C lies in memory, and which of its boxes it is.
+    """The position in C of box number `box` of the warpgroup's part at (row, col), and its index among the boxes.
 
-    In a sampled product that is row `row` of the block that was looked up ahead.
+    In a sampled product: row `row` of the block whose position was prefetched.
     """
     r, c, place = box_at(T, WG, box)
     if T.sampled:
@@ -262,23 +262,23 @@ def corner(T: gl.constexpr, WG: gl.constexpr, box, row, col, ahead):
 
 @gluon.jit
 def cells(T: gl.constexpr, WG: gl.constexpr, box, row, col, joined):
-    """Pointers to the elements of a matrix that lies like C, where box number `box` is, and which of them exist."""
+    """Pointers to the elements of box number `box` in a matrix of C's layout, and the mask of those that exist."""
     other, lead8, rows, cols8, beta = joined
     HIGH: gl.constexpr = T.c_shape[0]
     WIDE: gl.constexpr = T.c_shape[1]
     LAYOUT: gl.constexpr = box_layout(T)
     down, along, place = corner(T, WG, box, row, col, 0)
     y = down + gl.expand_dims(gl.arange(0, HIGH, gl.SliceLayout(1, LAYOUT)), 1)
-    # Boxes begin at multiples of 8 columns, and C has a multiple of 8; said so, 16 bytes are one access.
+    # Boxes begin at multiples of 8 columns, and C has a multiple of 8: with this hint, 16 bytes are one access.
     x = along // 8 * 8 + gl.expand_dims(gl.arange(0, WIDE, gl.SliceLayout(0, LAYOUT)), 0)
     return other + y.to(gl.int64) * (lead8 * 8) + x, (y < rows) & (x < cols8 * 8)
 
 
 @gluon.jit
 def look_ahead(T: gl.constexpr, WG: gl.constexpr, box, row, col, joined, due):
-    """What box number `box` needs, asked for early: the wait for the next stage hides the latency.
+    """Prefetches what box number `box` needs; the wait for the next stage hides the latency.
 
-    That is the elements it is joined with, or which stored block it is part of and the column it begins at there.
+    This is the matching part of the other matrix, or the index and first column of its stored block.
     """
     if T.sampled:
         columns, stored = joined
@@ -294,7 +294,7 @@ def look_ahead(T: gl.constexpr, WG: gl.constexpr, box, row, col, joined, due):
 
 @gluon.jit
 def send_box(T: gl.constexpr, WG: gl.constexpr, c_desc, box, row, col, boxes, ahead, joined):
-    """Takes box number `box` through the epilogue and sends it to global memory."""
+    """Applies the epilogue to box number `box` and stores it to global memory."""
     LAYOUT: gl.constexpr = box_layout(T)
     down, along, place = corner(T, WG, box, row, col, ahead)
     at = boxes.index(place)
@@ -311,7 +311,7 @@ def send_box(T: gl.constexpr, WG: gl.constexpr, c_desc, box, row, col, boxes, ah
 
 @gluon.jit
 def put_box(T: gl.constexpr, WG: gl.constexpr, box, row, col, boxes, joined):
-    """Writes box number `box` to C, which is `joined`, past the caches: what is read again should stay in them."""
+    """Writes box number `box` to C as streaming data (.cs), so that operands that are read again stay cached."""
     LAYOUT: gl.constexpr = box_layout(T)
     r, c, place = box_at(T, WG, box)
     to, there = cells(T, WG, box, row, col, joined)
@@ -320,11 +320,11 @@ def put_box(T: gl.constexpr, WG: gl.constexpr, box, row, col, boxes, joined):
 
 @gluon.jit
 def multiply(T: gl.constexpr, WG: gl.constexpr, c_desc, lists, before, joined, ring, c_s):
-    """Consumer warpgroup WG: accumulates its 64 x cols of every tile, and sends them while it does the next.
+    """Consumer warpgroup WG: accumulates its 64 x cols of every tile, and stores them during the next tile.
 
     `lists` is (tiles, starts); `before` (bias, rows of C, alpha, workspace); `ring` (A slots, B slots, full, empty).
-    `joined` is (other matrix, its leading stride / 8, rows, columns / 8 of C in memory, beta), or in a sampled product
-    (first columns, positions among the stored blocks), `groups` of each for a tile.
+    `joined` is (other matrix, its leading stride / 8, rows, columns / 8 of C in memory, beta), or in a sampled
+    product (first columns, positions among the stored blocks), `groups` of each for a tile.
     """
     tiles, starts = lists
     bias, m, alpha, part_sums = before
@@ -346,7 +346,7 @@ def multiply(T: gl.constexpr, WG: gl.constexpr, c_desc, lists, before, joined, r
     last = gl.load(starts + gl.program_id(0) + 1)
     slot = 0
     phase = 0
-    unsent = 0  # boxes of the previous tile that still wait in shared memory, and where they go
+    unsent = 0  # boxes of the previous tile that are still staged in shared memory, and their destination
     old_row = 0
     old_col = 0
     begin = gl.load(tiles + RECORD * first)
@@ -357,7 +357,7 @@ def multiply(T: gl.constexpr, WG: gl.constexpr, c_desc, lists, before, joined, r
     if T.bias:
         shift = bias_of(T, LAYOUT, bias, row + ROW0, m)
     for t in range(first, last):
-        # The next tile's record is read a whole tile early; the schedule ends with one record to spare.
+        # The next tile's record is prefetched during a whole tile; the schedule ends with one spare record.
         next_begin = gl.load(tiles + RECORD * t + RECORD)
         next_end = gl.load(tiles + RECORD * t + RECORD + 1)
         next_row = gl.load(tiles + RECORD * t + RECORD + 2)
@@ -386,12 +386,12 @@ def multiply(T: gl.constexpr, WG: gl.constexpr, c_desc, lists, before, joined, r
                 if due:
                     send_box(T, WG, c_desc, BOXES - unsent, old_row, old_col, boxes, ahead, joined)
                     unsent -= 1
-            acc = warpgroup_mma_wait(PIECES, deps=(acc,))  # the stage before this one has been read
+            acc = warpgroup_mma_wait(PIECES, deps=(acc,))  # the previous stage has been read
             acc = warpgroup_mma_init(acc)
             if q > 0:
                 mbarrier.arrive(empty.index((slot + STAGES - 1) % STAGES), count=1)
             if T.finishes:
-                if due:  # beside this stage's wgmma
+                if due:  # in parallel with this stage's wgmma
                     send_box(T, WG, c_desc, BOXES - unsent, old_row, old_col, boxes, ahead, joined)
                     unsent -= 1
             slot += 1
@@ -415,11 +415,11 @@ def multiply(T: gl.constexpr, WG: gl.constexpr, c_desc, lists, before, joined, r
                 if T.has_alpha or T.split:
                     out = out + gl.expand_dims(shift, 1)
             if not T.direct:
-                while unsent > 0:  # the tile was too short to send everything on the way
+                while unsent > 0:  # the tile was too short to store all boxes during its stages
                     ahead = look_ahead(T, WG, BOXES - unsent, old_row, old_col, joined, True)
                     send_box(T, WG, c_desc, BOXES - unsent, old_row, old_col, boxes, ahead, joined)
                     unsent -= 1
-                tma_store_wait(0)  # until TMA has read the staged tile, which is about to be overwritten
+                tma_store_wait(0)  # until TMA has read the staged tile, which is overwritten next
             if T.c_col:
                 stage.permute((1, 0)).store(out.to(c_desc.dtype))
             else:

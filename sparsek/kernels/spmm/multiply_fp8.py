@@ -1,10 +1,10 @@
-"""Device pieces of FP8 products: who multiplies, where sums are, and how scales reach them.
+"""Device pieces of FP8 products: the consumer warpgroups, promotion to float32, and scaling.
 
-T is a Config of hopper.spmm_fp8. Float32 registers take over every sum of the tensor cores that is `promote` pieces
-long and `chunk` columns wide, times the scale of its rows or its block. With `promote` 0 nobody takes over before the
-tile is done, and wgmma of one stage runs behind that of the next, as in 16 bits. Scales of columns come in at the end,
-where a tile has no time to lose: no wgmma runs while its warpgroup scales it, stores it and starts the next from zero.
-How a tile gets to memory is in spmm/multiply.py.
+T is a Config of hopper.spmm_fp8. Every tensor-core sum of `promote` pieces and `chunk` columns is promoted to float32
+registers, times the scale of its rows or its block. With `promote` 0 nothing is promoted before the tile is done, and
+wgmma of one stage overlaps with the next, as in 16 bits. Column scales are applied at the end of a tile, the critical
+section: no wgmma runs while its warpgroup scales and stores the tile and starts the next from zero. The path of a
+tile to memory is in spmm/multiply.py.
 """
 
 from triton.experimental import gluon
@@ -23,15 +23,16 @@ from sparsek.kernels.spmm.multiply import RECORD, bias_of, boxed, look_ahead, ow
 
 @gluon.jit
 def record(tiles, t):
-    """First step, end step, row and column of C, and slot of the workspace or -1, of tile t."""
+    """First step, end step, row and column of C, and workspace slot or -1, of tile t."""
     at = tiles + RECORD * t
     return gl.load(at), gl.load(at + 1), gl.load(at + 2), gl.load(at + 3), gl.load(at + 5)
 
 
 @gluon.jit
 def block_scales(T: gl.constexpr, a_scale, begin, end, q):
-    """The scales of the blocks whose sums float32 takes over in the stage that begins at piece q; () if they are not
-    per block. Where a step is missing there is nothing but zeros to scale."""
+    """The scales of the blocks that are promoted in the stage that begins at piece q; () if scales are not per block.
+    A missing step has only zeros to scale.
+    """
     found = ()
     if T.a_scale == "block":
         COUNT: gl.constexpr = T.pieces // T.promote
@@ -43,8 +44,10 @@ def block_scales(T: gl.constexpr, a_scale, begin, end, q):
 
 @gluon.jit
 def carried(bound):
-    """`bound` of an inner loop, by an instruction that must stay. A bound that the outer loop carries and nothing else
-    reads is the first tile's for every tile under Triton 3.6 (triton-lang/triton, pull request 9036, 2025-12-18)."""
+    """`bound` of an inner loop, passed through an instruction that is not removed. Under Triton 3.6 a bound that the
+    outer loop carries, and nothing else reads, keeps the first tile's value (triton-lang/triton, pull request 9036,
+    2025-12-18).
+    """
     return gl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r", [bound], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -63,7 +66,7 @@ def nothing(T: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def taken_over(T: gl.constexpr, sums, chunk_sums, U: gl.constexpr, stretch, down):
-    """Float32 sums with unit U of a stage, which the tensor cores have summed up, in its chunk, times its scales."""
+    """Float32 sums after promoting the chunk of unit U of a stage, times its scales."""
     C: gl.constexpr = U % T.chunks
     if T.a_scale == "block":
         chunk_sums = chunk_sums * stretch[U // T.chunks]
@@ -74,9 +77,9 @@ def taken_over(T: gl.constexpr, sums, chunk_sums, U: gl.constexpr, stretch, down
 
 @gluon.jit
 def column_scales(T: gl.constexpr, b_scale, col, n):
-    """What each chunk of the columns from `col` on is multiplied with; 0 outside C.
+    """The factors of each chunk of the columns from `col` on; 0 outside C.
 
-    Asked for while a tile begins. A column's scale is needed by 32 threads; until then one keeps it.
+    Loaded at the start of a tile. 32 threads need each column's scale; until then one thread holds it.
     """
     CHUNK: gl.constexpr = T.chunk
     CHUNKS: gl.constexpr = T.chunks
@@ -90,9 +93,9 @@ def column_scales(T: gl.constexpr, b_scale, col, n):
 
 @gluon.jit
 def row_scales(T: gl.constexpr, LAYOUT: gl.constexpr, a_scale, row, m):
-    """What the rows from `row` on are multiplied with, if they have scales of their own; 0 outside C.
+    """The factors of the rows from `row` on, if rows have scales; 0 outside C.
 
-    As it comes from memory: what is computed before the first wgmma of a tile would wait for it.
+    As loaded, because the first wgmma of a tile would wait for any computation on it.
     """
     down = 0.0
     if T.a_scale == "row":
@@ -103,7 +106,7 @@ def row_scales(T: gl.constexpr, LAYOUT: gl.constexpr, a_scale, row, m):
 
 @gluon.jit
 def scaled(T: gl.constexpr, LAYOUT: gl.constexpr, sums, C: gl.constexpr, down, across, factor):
-    """Chunk C of a tile's sums, times the scales of its columns, and of its rows unless float32 sums have them."""
+    """Chunk C of a tile's sums, times the scales of its columns, and of its rows unless promotion applied them."""
     z = sums[C]
     if T.b_scale == "column":
         z = z * gl.expand_dims(gl.convert_layout(across[C] * factor, gl.SliceLayout(0, LAYOUT)), 0)
@@ -117,7 +120,7 @@ def scaled(T: gl.constexpr, LAYOUT: gl.constexpr, sums, C: gl.constexpr, down, a
 
 @gluon.jit
 def multiply(T: gl.constexpr, WG: gl.constexpr, c_desc, lists, scales, before, joined, ring, c_s):
-    """Consumer warpgroup WG: accumulates its 64 x cols of every tile, and sends them while it does the next.
+    """Consumer warpgroup WG: accumulates its 64 x cols of every tile, and stores them during the next tile.
 
     `lists` is (tiles, starts); `scales` (of A, of B, alpha); `before` (bias, rows and columns of C, workspace);
     `ring` (A slots, B slots, full, empty); `joined` (other matrix, its leading stride / 8, rows, columns / 8 of C in
@@ -148,7 +151,7 @@ def multiply(T: gl.constexpr, WG: gl.constexpr, c_desc, lists, scales, before, j
     last = gl.load(starts + gl.program_id(0) + 1)
     slot = 0
     phase = 0
-    unsent = 0  # boxes of the previous tile that still wait in shared memory, and where they go
+    unsent = 0  # boxes of the previous tile that are still staged in shared memory, and their destination
     old_row = 0
     old_col = 0
     begin, end, row, col, part = record(tiles, first)
@@ -173,15 +176,15 @@ def multiply(T: gl.constexpr, WG: gl.constexpr, c_desc, lists, scales, before, j
                     a = a_s.index(slot * PIECES + i).slice(ROW0, 64)
                     b = b_s.index((slot * PIECES + i) * T.wg_n + WG // T.wg_m)
                     acc = warpgroup_mma(a, b.permute((1, 0)), acc, is_async=True)
-                acc = warpgroup_mma_wait(PIECES, deps=(acc,))  # the stage before this one has been read
+                acc = warpgroup_mma_wait(PIECES, deps=(acc,))  # the previous stage has been read
                 acc = warpgroup_mma_init(acc)
                 if q > 0:
                     mbarrier.arrive(empty.index((slot + STAGES - 1) % STAGES), count=1)
-                if due:  # beside this stage's wgmma
+                if due:  # in parallel with this stage's wgmma
                     send_box(T, WG, c_desc, BOXES - unsent, old_row, old_col, boxes, ahead, joined)
                     unsent -= 1
             else:
-                UNITS: gl.constexpr = PIECES // PROMOTE * CHUNKS  # sums that float32 takes over in a stage
+                UNITS: gl.constexpr = PIECES // PROMOTE * CHUNKS  # promotions in a stage
                 for u in gl.static_range(UNITS):
                     place = slot * PIECES + u // CHUNKS * PROMOTE
                     acc = warpgroup_mma_init(gl.zeros((64, CHUNK), gl.float32, LAYOUT))
@@ -189,12 +192,12 @@ def multiply(T: gl.constexpr, WG: gl.constexpr, c_desc, lists, scales, before, j
                         a = a_s.index(place + i).slice(ROW0, 64)
                         b = b_s.index((place + i) * T.wg_n + WG // T.wg_m).slice(u % CHUNKS * CHUNK, CHUNK)
                         acc = warpgroup_mma(a, b.permute((1, 0)), acc, use_acc=i > 0, is_async=True)
-                    chunk_sums = warpgroup_mma_wait(0, deps=(acc,))  # the other warpgroup's go on
+                    chunk_sums = warpgroup_mma_wait(0, deps=(acc,))  # the other warpgroup's wgmma continues
                     if u == UNITS - 1:
                         mbarrier.arrive(empty.index(slot), count=1)
                     sums = taken_over(T, sums, chunk_sums, u, stretch, down)
-                    # Here, where the other warpgroup has the tensor cores. Without a branch between two chunks ptxas
-                    # begins the second one before the first is taken over, and spills.
+                    # Here the other warpgroup uses the tensor cores. Without a branch between two chunks ptxas starts
+                    # the second before the first is promoted, and spills.
                     if u == 0:
                         if due:
                             send_box(T, WG, c_desc, BOXES - unsent, old_row, old_col, boxes, ahead, joined)
@@ -215,12 +218,12 @@ def multiply(T: gl.constexpr, WG: gl.constexpr, c_desc, lists, scales, before, j
                 at = (part * T.rows + gl.expand_dims(r, 1)) * T.block_cols + gl.expand_dims(x, 0)
                 gl.store(part_sums + at, scaled(T, LAYOUT, sums, c, down, across, factor))
         else:
-            while unsent > 0:  # the tile was too short to send everything on the way
+            while unsent > 0:  # the tile was too short to store all boxes during its stages
                 ahead = look_ahead(T, WG, BOXES - unsent, old_row, old_col, joined, True)
                 send_box(T, WG, c_desc, BOXES - unsent, old_row, old_col, boxes, ahead, joined)
                 unsent -= 1
-            tma_store_wait(0)  # until TMA has read the staged tile, which is about to be overwritten
-            coming = record(tiles, t + 1)  # here its latency hides; the schedule ends with one to spare
+            tma_store_wait(0)  # until TMA has read the staged tile, which is overwritten next
+            coming = record(tiles, t + 1)  # latency is hidden here; one spare record ends the schedule
             for c in gl.static_range(CHUNKS):
                 z = scaled(T, LAYOUT, sums, c, down, across, factor)
                 if T.bias:

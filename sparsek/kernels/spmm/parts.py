@@ -1,10 +1,11 @@
-"""The tiles that CTAs of a product walk, and block rows that are split among them.
+"""Tile schedules on the device, and block rows that are split over several CTAs.
 
-Parts of a split row leave float32 sums of a tile in slots of a workspace, added here:
+The parts of a split row write float32 sums of a tile to slots of a workspace, which are added here:
 
     C tile = epilogue(sum of the slots of its parts, in order)
 
-A program adds ROWS rows of one tile. Every slot is read once, in a fixed order, so the bits repeat.
+A program adds ROWS rows of one tile. Every slot is read once, in a fixed order, so results are reproducible bit for
+bit.
 """
 
 from __future__ import annotations
@@ -30,9 +31,10 @@ ROWS = 16
 
 
 class Parts(NamedTuple):
-    """`table` int32 [tiles, 4]: first slot, slots, row and column of C. A part's slots of all columns lie together.
+    """`table` int32 [tiles, 4]: first slot, number of slots, row and column of C. A part's slots of all columns are
+    adjacent.
 
-    `slots` is how many tiles the workspace holds, `columns` how many column tiles C has.
+    `slots`: tiles in the workspace. `columns`: column tiles of C.
     """
 
     table: Tensor
@@ -40,12 +42,12 @@ class Parts(NamedTuple):
     columns: int
 
     def workspace(self, rows: int, cols: int) -> Tensor:
-        """Float32 [slots, rows, cols], nothing written; from torch's caching allocator, so that no stream waits."""
+        """Uninitialized float32 [slots, rows, cols] from torch's caching allocator, so no stream waits for it."""
         return torch.empty(max(1, self.slots), rows, cols, dtype=torch.float32, device=self.table.device)
 
 
 def parts_of(cut: Cut, columns: int, tile_cols: int, put: Callable[[NDArray[Any]], Tensor]) -> Parts:
-    """The tiles of C that have parts, of which every unit has `columns`."""
+    """The split tiles of C; every unit has `columns` of them."""
     several = np.flatnonzero(cut.slot >= 0)
     unit, first, count = np.unique(cut.unit[several], return_index=True, return_counts=True)
     at = several[first]
@@ -58,7 +60,7 @@ def parts_of(cut: Cut, columns: int, tile_cols: int, put: Callable[[NDArray[Any]
 
 
 class Dealt(NamedTuple):
-    """A schedule on the device: records of tiles, where each CTA's begin, the block column of every step."""
+    """A schedule on the device: tile records, the first record of each CTA, and the block column of every step."""
 
     tiles: Tensor
     starts: Tensor
@@ -69,7 +71,7 @@ class Dealt(NamedTuple):
 
 
 def dealt(units: Walk, c: Tile, n: int, sms: int, put: Callable[[NDArray[Any]], Tensor]) -> Dealt:
-    """Deals the tiles of all units over n columns of B to the CTAs of `sms` SMs; with `c.split` long units in parts."""
+    """Assigns the tiles of all units over n columns of B to the CTAs of `sms` SMs; long units in parts if `c.split`."""
     columns = -(-n // c.block_cols)
     parts, slots, whole = None, -1, units
     if c.split:
@@ -85,7 +87,7 @@ def dealt(units: Walk, c: Tile, n: int, sms: int, put: Callable[[NDArray[Any]], 
 
 
 def records(deal: Schedule, bm: int, slots: Any) -> Any:
-    """The tiles of a schedule as the kernel reads them; it reads two records ahead."""
+    """The tiles of a schedule as the kernel reads them, padded because it reads two records ahead."""
     begin, end, row, col = deal.tiles.T
     made = np.zeros((len(deal.tiles) + 1, RECORD.value), np.int32)
     for at, part in enumerate((begin, end, row, col, col, slots, row % bm)):
@@ -94,14 +96,14 @@ def records(deal: Schedule, bm: int, slots: Any) -> Any:
 
 
 def uneven(p: SpmmProblem) -> bool:
-    """The longest block row has more to do than most CTAs would have in all."""
+    """Whether the longest block row exceeds the mean work of a CTA."""
     mean = p.nnzb / max(1, p.grid[0])
     shared = p.nnzb * -(-p.n // 256) * max(1, p.block[0] // 128) / p.card.sm_count
     return p.row_max > 2 * mean and p.row_max > 0.7 * shared and p.row_max >= 8
 
 
 def limits(p: SpmmProblem, configs: Callable[[SpmmProblem], list[Any]], reasons: list[str]) -> list[str]:
-    """`reasons`, and those of sizes and of tiles."""
+    """`reasons`, plus limits of sizes and tiles."""
     if max(p.nnzb * max(p.block), p.m, p.k, p.n) > 2**31 - 1024:
         reasons.append(
             "TMA coordinates are 32 bits: M, K and N must stay 1024 below 2^31, and so must all stored blocks' rows"
@@ -118,9 +120,9 @@ def busy_seconds(
 ) -> tuple[float, float]:
     """Seconds of the fullest SM, and of adding the parts of split rows.
 
-    `steps` of `step` seconds in `units` rows of tiles, which take `fixed` each besides if they are of 128x256. Few CTAs
-    merge, with a quarter of the bandwidth: 5000x7000x3000, Zipf, blocks of 64, took 100 us with 156 parts and 85 whole
-    (H200, 2026-11-23 and 2026-11-20).
+    `steps` of `step` seconds in `units` rows of tiles; each row takes `fixed` more if its tiles are 128x256. Few CTAs
+    merge, at a quarter of the bandwidth: 5000x7000x3000, Zipf, blocks of 64, took 100 us with 156 parts and 85 us
+    unsplit (H200, 2026-11-23 and 2026-11-20).
     """
     sms, columns = p.card.sm_count, -(-p.n // c.block_cols)
     tiles, mean = units * columns * p.batch, steps / units
@@ -140,7 +142,7 @@ def busy_seconds(
 
 
 def beside_c(other: Tensor | None, c_col: bool, beta: float, none: Tensor) -> tuple[Any, ...]:
-    """Arguments of a kernel for the matrix that joins C: it, its leading stride / 8, rows and columns / 8, beta."""
+    """Kernel arguments for the epilogue's matrix: it, its leading stride / 8, rows and columns / 8, beta."""
     if other is None:
         return none, 0, 0, 0, 0.0
     lies = other.mT if c_col else other
@@ -177,9 +179,9 @@ def _merge(
 
 
 def merge_parts(parts: Parts, sums: Tensor, height: int, out: Tensor, epilogue: Epilogue) -> None:
-    """Adds the slots of every tile that was split into `out` [M, N], of any strides.
+    """Adds the slots of every split tile into `out` [M, N], of any strides.
 
-    `height` rows of a tile are C's.
+    `height` is how many rows of a tile belong to C.
     """
     tiles = parts.table.shape[0]
     if tiles == 0:

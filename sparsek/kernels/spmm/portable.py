@@ -1,19 +1,19 @@
 """C = A @ B for a BSR A, in plain Triton with pointers: any CUDA GPU from sm_80, and Triton's interpreter.
 
-One program makes one tile of C, tile_m rows of one block row by tile_n columns, and walks the K axis of that block
-row, tile_k a step:
+One program computes one tile of C, tile_m rows of one block row by tile_n columns, and walks the K axis of that block
+row, tile_k per step:
 
-    stored blocks of the row   | b0      | b1      | b2      |      times   the block rows of B that they name
+    stored blocks of the row   | b0      | b1      | b2      |      times   the matching block rows of B
     steps                      | s0   | s1   | s2   | s3   | s4 |   C tile  epilogue(sum of A tile @ B tile)
 
-A step may join several small blocks or straddle two (`lang/blocks.py`). Blocks higher than tile_m are walked
-by several programs that share the list. Each element is one sum in fixed order. C goes out in the order in which it
-lies, whole vectors along rows or, for a transpose view, along columns; the epilogue is applied to the sums in float32.
+A step may join several small blocks or straddle two (`lang/blocks.py`). Several programs share the list of a block
+taller than tile_m. Each element is one sum in fixed order. C is stored in its memory order, in whole vectors along
+rows or, for a transpose view, along columns. The epilogue is applied to the sums in float32.
 
 H200, 8192^3 bf16, 12.5 % stored, 2026-11-20, the first config of each table: blocks of 128 276 us (498 TFLOPS
-useful), of 64 318 us, of 32 545 us, of 16 975 us. Tiles lower than 64 leave wgmma for mma.sync; computing
-C^T = B^T A^T, which wgmma takes, was 1 % slower for 32 and 4 % for 16. Writing C past the caches, as these runs
-did, made 128x256 tiles 2 % slower.
+useful), of 64 318 us, of 32 545 us, of 16 975 us. Tiles lower than 64 use mma.sync instead of wgmma; computing C^T =
+B^T A^T, which uses wgmma, was 1 % slower for 32 and 4 % for 16. Streaming stores of C, as in these runs, made 128x256
+tiles 2 % slower.
 """
 
 import math
@@ -43,7 +43,7 @@ from sparsek.reference.epilogue import PLAIN, Epilogue
 class Config:
     """tile_m x tile_n of C per program, tile_k of the joined K axis per step; all powers of two, 16 or more.
 
-    `group`: column tiles walked side by side down all the rows before the next ones, for L2.
+    `group`: how many column tiles are walked down all rows together, for reuse in L2.
     """
 
     tile_m: int
@@ -122,7 +122,7 @@ def _constants(c: Config, a: BSR, b: Tensor, out: Tensor, tf32: bool, epilogue: 
 
 
 def _tiles(p: SpmmProblem, c: Config) -> tuple[int, int]:
-    """Tiles of C down the rows, and along the columns of all batches."""
+    """Number of tiles of C down the rows, and along the columns of all batches."""
     return p.grid[0] * -(-p.block[0] // c.tile_m), -(-p.n // c.tile_n) * p.batch
 
 
@@ -175,7 +175,7 @@ class PortableSpmm:
         return why
 
     def default(self, p: SpmmProblem) -> Config:
-        """The first of `configs`, made smaller while there are fewer tiles of C than SMs."""
+        """The first of `configs`, with smaller tiles while there are fewer of them than SMs."""
         c = next(iter(self.configs(p)))
         while c.tile_n > 64 and math.prod(_tiles(p, c)) < p.card.sm_count:
             c = replace(c, tile_n=c.tile_n // 2, num_warps=4)
@@ -184,7 +184,7 @@ class PortableSpmm:
         return c
 
     def configs(self, p: SpmmProblem) -> Iterator[Config]:
-        """Serious alternatives, best guess first: the block's table, cut to N and to shared memory."""
+        """Alternatives worth timing, best guess first: the block's table, limited by N and by shared memory."""
         widest = max(16, 1 << (p.n - 1).bit_length())
         deepest = max(32, 1 << (max(p.row_max * p.block[1], 1) - 1).bit_length())
         seen = set()
@@ -202,12 +202,13 @@ class PortableSpmm:
                 yield c
 
     def seconds(self, p: SpmmProblem, c: Config) -> float:
-        """Launch + the longer of: arithmetic at a rate for each tile_m (masked rows and columns count, so do idle
-        SMs) and 1.5 us for each wave of tiles to begin and end; the longest block row on one SM. Beside it compulsory
-        bytes at 80 % of copy bandwidth. Rates fit the H200's times of 2026-11-20 above. N up to 64, which is
-        portable.spmm_skinny's, is guessed at 60 % of it and 1.5 us until the first bytes come."""
+        """Launch + the longer of two: arithmetic at a rate per tile_m (masked rows, masked columns and idle SMs
+        count), with 1.5 us to begin and end each wave of tiles; the longest block row on one SM. At least the
+        compulsory bytes at 80 % of copy bandwidth. Rates fit the H200 times of 2026-11-20 above. For N up to 64, the
+        range of portable.spmm_skinny, a guess: 60 % of that bandwidth, and 1.5 us until the first bytes arrive.
+        """
         down, along = _tiles(p, c)
-        if p.on_cpu:  # the interpreter: about a millisecond for each program and step
+        if p.on_cpu:  # the interpreter: about a millisecond per program and step
             return 1e-3 * along * (down + p.nnzb * p.block[0] * p.block[1] / (c.tile_m * c.tile_k))
         if p.dtype == "fp32":
             rate = p.card.sustained("tf32") * 0.25 if p.tf32 else p.card.sustained("fp32") * 0.5
@@ -231,7 +232,7 @@ class PortableSpmm:
     def launch(
         self, c: Config, work: Work, a: BSR, b: Tensor, out: Tensor, epilogue: Epilogue = PLAIN
     ) -> None:
-        """C into `out` [..., M, N] from `b` [..., K, N], strides as they are; no sync, no allocation."""
+        """Computes C into `out` [..., M, N] from `b` [..., K, N], strides as they are; no sync, no allocation."""
         m, n = out.shape[-2:]
         if out.numel() == 0:
             return

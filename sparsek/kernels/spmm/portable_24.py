@@ -1,16 +1,16 @@
 """C = A @ B for a Semi24 A, or for its transpose, in plain Triton: any CUDA GPU from sm_80, and Triton's interpreter.
 
-One program makes one tile of C, tile_m x tile_n, and walks the inner side, tile_k a step:
+One program computes one tile of C, tile_m x tile_n, and walks the inner side, tile_k per step:
 
     A @ B      values [TM, TK/2], meta [TM, TK/8]   unpacked  [TM, TK]     times B [TK, TN]
     A.T @ B    values [TK, TM/2], meta [TK, TM/8]   unpacked  [TK, TM].T   times B [TK, TN]
 
-Tiles are unpacked in registers (`spmm/unpack_24.py`) and multiplied dense: half the products are with zeros, so a
-NaN or Inf in a row of B reaches every row of C. Each element is one sum in fixed order; the epilogue is applied to it
+Tiles are unpacked in registers (`spmm/unpack_24.py`) and multiplied as dense tiles. Half the products are with zeros,
+so a NaN or Inf in a row of B reaches every row of C. Each element is one sum in fixed order; the epilogue is applied
 in float32.
 
-8192^3 in bf16 on an H200 (2026-11-22): 6.5 ms, 0.26 of the rate of cuBLAS on the dense matrix: there it saves memory,
-not time. On Hopper hopper.semi24 multiplies on sparse tensor cores.
+8192^3 in bf16 on an H200 (2026-11-22): 6.5 ms, 0.26 of the rate of cuBLAS on the dense matrix. On Hopper this kernel
+saves memory, not time; hopper.semi24 uses sparse tensor cores.
 """
 
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ from sparsek.reference.epilogue import PLAIN, Epilogue
 
 @dataclass(frozen=True)
 class Work:
-    """A stands transposed in the product, and torch allows TF32."""
+    """Whether A is transposed in the product, and whether torch allows TF32."""
 
     transposed: bool
     tf32: bool
@@ -121,7 +121,7 @@ class PortableSemi24(pieces.Unpacking):
         return p.m
 
     def tallest(self, p: SpmmProblem) -> int:
-        """No tile is more than twice as high as C, nor, transposed, narrower than a step of metadata."""
+        """The tallest tile: at most twice C's height, and for the transpose no narrower than a step of metadata."""
         return max(16, min(128, 1 << max(0, p.m - 1).bit_length()))
 
     def seconds(self, p: SpmmProblem, c: Config) -> float:

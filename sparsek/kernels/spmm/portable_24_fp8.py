@@ -1,13 +1,13 @@
 """C = A @ B in FP8 for a Semi24 A, in plain Triton: CUDA GPUs with FP8 tensor cores, and Triton's interpreter.
 
-One program makes one tile of C, tile_m x tile_n, and walks K, tile_k a step:
+One program computes one tile of C, tile_m x tile_n, and walks K, tile_k per step:
 
     A tile   values [TM, TK/2], meta [TM, TK/8]   unpacked as bytes  [TM, TK]    FP8
     B tile   b[columns of the tile, k]            [TN, TK], read along K and transposed for the product
     C tile   epilogue(sums * scale_A[row] * scale_B[column])
 
-Tiles are unpacked in registers and multiplied dense: half the products are with zeros, so a NaN in a row of B reaches
-every row of C. The tensor core sums one step, float32 the steps (`spmm/portable_fp8.py` says why).
+Tiles are unpacked in registers and multiplied as dense tiles. Half the products are with zeros, so a NaN in a row of
+B reaches every row of C. The tensor core sums within a step, float32 over the steps (see `spmm/portable_fp8.py`).
 
 8192^3 on an H200 (2026-11-22): 4.5 ms, 0.19 of the rate of cuBLAS FP8; hopper.semi24_fp8 is the kernel for Hopper.
 """
@@ -98,7 +98,7 @@ class PortableSemi24Fp8(pieces.Fp8Kernel):
         return -(-p.m // c.tile_m)
 
     def configs(self, p: SpmmProblem) -> Iterator[Config]:
-        """Serious alternatives, best guess first; no tile is more than twice as high as C."""
+        """Alternatives worth timing, best guess first; no tile is more than twice as tall as C."""
         tallest = max(16, min(128, 1 << max(0, p.m - 1).bit_length()))
         for height in (128, 64, 32, 16):
             if height <= tallest:

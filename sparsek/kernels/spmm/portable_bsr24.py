@@ -1,16 +1,16 @@
 """C = A @ B for a BSR24 A, or for its transpose, in plain Triton: any CUDA GPU from sm_80, and Triton's interpreter.
 
-One program makes one tile of C, tile_m rows of one block row by tile_n columns, and walks the stored blocks of that
-block row, tile_k a step. A step lies in one block, whose sides are multiples of 64:
+One program computes one tile of C, tile_m rows of one block row by tile_n columns, and walks the stored blocks of
+that block row, tile_k per step. A step lies in one block, whose sides are multiples of 64:
 
     A @ B      values [TM, TK/2], meta [TM, TK/8]   unpacked  [TM, TK]     times B [TK, TN], rows under the block
     A.T @ B    values [TK, TM/2], meta [TK, TM/8]   unpacked  [TK, TM].T   blocks of a block column, by `order`
 
-Tiles are unpacked in registers (`spmm/unpack_24.py`) and multiplied dense: a NaN or Inf in a row of B reaches all
-rows of the blocks that it meets, and no others. Each element is one sum in fixed order.
+Tiles are unpacked in registers (`spmm/unpack_24.py`) and multiplied as dense tiles. A NaN or Inf in a row of B
+reaches all rows of the blocks in that block column, and no others. Each element is one sum in fixed order.
 
 Blocks of 128, 12.5 % stored, 8192^3 in bf16 on an H200 (2026-11-22): 0.88 ms, a quarter of the rate of hopper.spmm on
-the same blocks with all values. On Hopper hopper.bsr24 multiplies on sparse tensor cores.
+the same blocks with all values. On Hopper hopper.bsr24 uses sparse tensor cores.
 """
 
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ SMALLEST = 64  # a side of a block
 @dataclass(frozen=True, eq=False)
 class Work:
     """`rows` int32 [3, Mb]: block row of the product, first stored block, stored blocks; longest first, ties by
-    position. `indices` are their block columns, and `order` where they are stored, None for one after the other.
+    position. `indices`: their block columns. `order`: their storage positions; None if consecutive.
     """
 
     rows: Tensor

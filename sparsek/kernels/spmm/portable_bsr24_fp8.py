@@ -1,14 +1,15 @@
 """C = A @ B in FP8 for a BSR24 A, in plain Triton: CUDA GPUs with FP8 tensor cores, and Triton's interpreter.
 
-One program makes one tile of C, tile_m rows of one block row by tile_n columns, and walks the stored blocks of that
-block row, tile_k a step. A step lies in one block, whose sides are multiples of 64:
+One program computes one tile of C, tile_m rows of one block row by tile_n columns, and walks the stored blocks of
+that block row, tile_k per step. A step lies in one block, whose sides are multiples of 64:
 
     A tile   values [TM, TK/2], meta [TM, TK/8]   unpacked as bytes  [TM, TK]    FP8
     B tile   b[columns of the tile, k under the block]    [TN, TK], read along K and transposed for the product
     C tile   epilogue(sums * scale_A[row] * scale_B[column]); a scale per block multiplies every step
 
-Tiles are unpacked in registers and multiplied dense: a NaN in a row of B reaches all rows of the blocks that it meets.
-The tensor core sums one step, float32 the steps (`spmm/portable_fp8.py` says why). Not timed yet.
+Tiles are unpacked in registers and multiplied as dense tiles. A NaN in a row of B reaches all rows of the blocks in
+that block column. The tensor core sums within a step, float32 over the steps (see `spmm/portable_fp8.py`). Not timed
+yet.
 """
 
 from collections.abc import Iterator
@@ -107,7 +108,7 @@ class PortableBsr24Fp8(pieces.Fp8Kernel):
     storage = "bsr24_fp8"
 
     def configs(self, p: SpmmProblem) -> Iterator[Config]:
-        """Serious alternatives, best guess first: tiles and steps that divide a block."""
+        """Alternatives worth timing, best guess first: tiles and steps that divide a block."""
         bm, bk = p.block
         deepest = 128 if bk % 128 == 0 else SMALLEST
         for height in (128, SMALLEST):

@@ -1,15 +1,15 @@
 """C = A @ B in FP8 for a BSR A, in plain Triton with pointers: CUDA GPUs with FP8 tensor cores, Triton's interpreter.
 
-One program makes one tile of C, tile_m rows of one block row by tile_n columns, and walks the stored blocks of that
-block row, tile_k a step. A step lies in one block; what sticks out of a narrower block is masked:
+One program computes one tile of C, tile_m rows of one block row by tile_n columns, and walks the stored blocks of
+that block row, tile_k per step. A step lies in one block; the part beyond a narrower block is masked:
 
     A tile   values[block][rows of the tile, k]           [TM, TK]    FP8
     B tile   b[columns of the tile, k under the block]    [TN, TK]    FP8, read along K and transposed for the product
     sums     float32: z += A tile @ B tile                (scale per block: z += scale[block] * (A tile @ B tile))
     C tile   epilogue(z * scale_A[row] * scale_B[column])
 
-Hopper's tensor cores keep some 14 bits of a running FP8 sum. So no more than one step of K is summed there; the steps
-are added in float32, and long K costs no accuracy.
+Hopper's tensor cores keep some 14 bits of a running FP8 sum. So they sum only within a step of K; the steps are added
+in float32, and long K costs no accuracy.
 
 Blocks of 128, 12.5 % stored, 8192^3 on an H200 (2026-11-22): 0.29 to 0.30 ms, 0.34 of the rate of cuBLAS FP8 on the
 dense matrix. hopper.spmm_fp8 is the kernel for Hopper.
@@ -126,12 +126,12 @@ class PortableSpmmFp8(pieces.Fp8Kernel):
         return c
 
     def configs(self, p: SpmmProblem) -> Iterator[Config]:
-        """Serious alternatives, best guess first: tiles as high as a block, as far as one goes."""
+        """Alternatives worth timing, best guess first: tiles as tall as a block, up to a limit."""
         bm, bk = p.block
         return pieces.configs(p, tensors.tile_side(bm, 128), 1 << (bk - 1).bit_length(), p.row_max * bk)
 
     def seconds(self, p: SpmmProblem, c: Config) -> float:
-        """As `tiles_fp8.seconds`, where what sticks out of a block costs too; at least the longest row on one SM."""
+        """As `tiles_fp8.seconds`, padding of blocks included; at least the longest row on one SM."""
         bm, bk = p.block
         steps, along = -(-bk // c.tile_k), -(-p.n // c.tile_n) * p.batch
         of_block = 2.0 * c.tile_m * steps * c.tile_k * c.tile_n

@@ -1,23 +1,23 @@
-"""C = A @ B for a BSR A and up to 64 columns of B, in plain Triton: A's values go by once, at the card's bandwidth.
+"""C = A @ B for a BSR A and up to 64 columns of B, in plain Triton: reads A once, at the card's bandwidth.
 
     block row of A, cut into parts of about `part` stored blocks     B        one program: tile_m rows of one part
 
       | b0 b1 b2 b3 | b4 b5 b6 b7 |         x                      [K, N]  =  sum over the part, float32 [tile_m, N]
            part 0        part 1
 
-    a row of one part    its program applies the epilogue and writes C
-    a row of more        each program leaves its sum in a slot; the last to arrive adds the slots in the order of the
-                         parts, applies the epilogue and writes C
+    a row of one part        its program applies the epilogue and writes C
+    a row of several parts   each program writes its sum to a slot; the last to arrive adds the slots in the order of
+                             the parts, applies the epilogue and writes C
 
-Bytes of A decide, so what counts is how many are under way: an SM needs more than 32 KB in flight to draw its share of
-4.28 TB/s. A program's ring of num_stages steps and the programs that share an SM (their rings fit its shared memory)
-together hold about 150 KB. `part` is chosen so that all programs fit on the card at once. Cutting rows costs a write
-and a read of float32 sums, which stay in L2, and one round trip between programs.
+Bytes of A dominate, so the bytes in flight count: an SM needs more than 32 KB in flight to draw its share of 4.28
+TB/s. The programs that share an SM (limited by shared memory), each with a ring of num_stages steps, hold about 150
+KB together. `part` is chosen so that all programs fit on the card at once. Splitting rows costs a write and a read of
+float32 sums, which stay in L2, and one round trip between programs.
 
-Which program arrives last differs from run to run, what it computes does not: same bits. Counters return to zero at
-the end of every launch; a launch that a CUDA error aborts takes the context with it. Calls of one plan on two streams
-may overlap, so each stream has slots and counters of its own, made at its first call; so has each call that a CUDA
-graph captures, and graphs replay side by side.
+The program that arrives last differs from run to run, but its result does not: the bits repeat. Counters return to
+zero at the end of every launch; a launch that a CUDA error aborts invalidates the context anyway. Calls of one plan
+on two streams may overlap, so each stream has slots and counters of its own, made at its first call. So has each call
+that a CUDA graph captures, and graphs may replay concurrently.
 """
 
 from collections.abc import Iterator
@@ -42,7 +42,7 @@ from sparsek.plan.problem import SpmmProblem
 from sparsek.reference.epilogue import PLAIN, Epilogue
 
 WIDEST = 64
-# Counters for so many captured calls are zeroed ahead; later ones are zeroed by their graph, in each replay.
+# Counters for this many captured calls are zeroed ahead; the graph zeroes those of later calls, in each replay.
 SPARE = 16
 
 
@@ -73,9 +73,9 @@ class Work:
     """`parts` int32 [parts, FIELDS]: block row (-1: padding), first stored block, stored blocks, slot, first slot of
     the row, slots of the row, counter of the row. Longest first.
 
-    `slots` and `counters`: how many of each one batch item needs at most, 0 if no row is cut. `numbers` and `arrivals`:
-    float32 numbers in all slots, and counters, of one call. `rooms` has those of every stream. Captured calls take
-    counters from `spare`, and `taken` keeps them.
+    `slots` and `counters`: the most of each that one batch item needs; 0 if no row is split. `numbers` and
+    `arrivals`: float32 numbers in all slots, and counters, of one call. `rooms` holds them for every stream. Captured
+    calls take counters from `spare`; `taken` keeps those alive.
     """
 
     parts: Tensor
@@ -89,7 +89,7 @@ class Work:
     taken: list[Tensor] = field(default_factory=list)
 
     def room(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Slots and zeroed counters that no other call uses while this one runs on the current stream."""
+        """Slots and zeroed counters, exclusive to this call while it runs on the current stream."""
         if not self.slots:
             return self.parts, self.parts
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -130,7 +130,7 @@ def _skinny(
     sc_m, sc_n, sc_batch = times(sc_m, UNIT_CM), times(sc_n, UNIT_CN), times(sc_batch, UNIT_CM * UNIT_CN)
     so_m, so_n, so_batch = times(so_m, UNIT_OM), times(so_n, UNIT_ON), times(so_batch, UNIT_OM * UNIT_ON)
 
-    # The slices of a part run side by side: they read the same rows of B.
+    # The slices of a part run concurrently: they read the same rows of B.
     pid = tl.program_id(0)
     sub = pid % SUBS
     batch = (pid // SUBS // pieces).to(tl.int64)
@@ -152,21 +152,21 @@ def _skinny(
     if SPLIT:
         count = tl.load(part + 5)
         if count > 1:
-            # A slot is [N, TM] for each slice: of a single column only that column moves.
+            # A slot is [N, TM] per slice: for a single column only that column is moved.
             local = col[None, :] * TM + tl.arange(0, TM)[:, None]
             kept = (col < n)[None, :] & (i < BM)[:, None]
             first = (batch * slots + tl.load(part + 4)) * SUBS + sub
             mine = (batch * slots + tl.load(part + 3)) * SUBS + sub
             tl.store(sums + mine * (TM * TN) + local, z, mask=kept)
             arrival = arrivals + (batch * counters + tl.load(part + 6)) * SUBS + sub
-            tl.debug_barrier()  # every thread's sums come before the one thread's release
+            tl.debug_barrier()  # every thread's stores come before the one thread's release
             arrived = tl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu")
             last = arrived == count - 1
             if last:
                 tl.store(arrival, 0)
                 z = tl.zeros((TM, TN), dtype=tl.float32)
                 for q in range(0, count, AT_ONCE):
-                    for s in tl.static_range(AT_ONCE):  # loads that do not wait for each other
+                    for s in tl.static_range(AT_ONCE):  # independent loads
                         slot = sums + (first + (q + s) * SUBS) * (TM * TN)
                         z += tl.load(
                             slot + local, mask=kept & (q + s < count), other=0.0, cache_modifier=".cg"
@@ -228,12 +228,12 @@ def _subs(p: SpmmProblem, c: Config) -> int:
 
 
 def _most_parts(length: int, part: int) -> int:
-    """Parts of a row of `length` blocks: the nearest number of parts of `part` blocks, at least one."""
+    """Number of parts of a row of `length` blocks: the nearest number of parts of `part` blocks, at least one."""
     return max(1, (length + part // 2) // part) if part else 1
 
 
 def _counts(p: SpmmProblem, c: Config) -> tuple[int, int]:
-    """At most so many parts, and so many of them in rows of several, for one batch item: bounds from `p` alone."""
+    """Upper bounds from `p` alone, for one batch item: the parts, and those of rows in several parts."""
     rows = p.grid[0]
     if _most_parts(p.row_max, c.part) == 1:
         return rows, 0
@@ -242,7 +242,7 @@ def _counts(p: SpmmProblem, c: Config) -> tuple[int, int]:
 
 
 def _parts(a: BSR, most: int, part: int) -> Tensor:
-    """`Work.parts` with `most` entries: rows cut evenly, longest parts first, ties by position, padding last."""
+    """`Work.parts` with `most` entries: rows split evenly, longest parts first, ties by position, padding last."""
     rows = a.grid[0]
     table = torch.zeros((most, FIELDS), dtype=torch.int64, device=a.device)
     if rows == 0:
@@ -296,7 +296,7 @@ class PortableSpmmSkinny:
         return why
 
     def default(self, p: SpmmProblem) -> Config:
-        """The first of `configs` whose rows are whole, if they are even and half of the SMs have one; else the first.
+        """The first of `configs` with whole rows, if rows are even and fill half of the SMs; else the first.
 
         Few programs with whole rows were faster than four times as many with rows in parts (docs/lab-notes.md).
         """
@@ -309,8 +309,9 @@ class PortableSpmmSkinny:
         return found[0]
 
     def configs(self, p: SpmmProblem) -> Iterator[Config]:
-        """Tiles of the table for N, cut to the block, the rows and shared memory; each with parts that make one wave
-        of programs, half of one and two, and with whole rows."""
+        """Tiles of the table for N, limited by the block, the rows and shared memory. Each with parts for half a
+        wave, one and two waves of programs, and with whole rows.
+        """
         table = FULL if p.dtype == "fp32" else LOW[_tile_n(p.n)]
         tallest = 1 << (p.block[0] - 1).bit_length()
         deepest = max(32, 1 << (max(p.row_max * p.block[1], 1) - 1).bit_length())
@@ -330,12 +331,14 @@ class PortableSpmmSkinny:
                     yield config
 
     def seconds(self, p: SpmmProblem, c: Config) -> float:
-        """Launch + the longer of: compulsory bytes at 92 % of copy bandwidth; A, B for each tile of A, and sums of
-        parts from L2; + 1 us for each further wave of programs and for parts to meet; at least the longest part at four
-        times one SM's share of the bandwidth. H200, 2026-11-21: 0.92 to 0.95 of a copy for 16384^2, 25 %, N = 16."""
+        """Launch + the longer of two: compulsory bytes at 92 % of copy bandwidth; from L2, A, B for each tile of A,
+        and sums of parts. Plus 1 us for each further wave of programs and for combining parts. At least the longest
+        part at four times one SM's share of the bandwidth. H200, 2026-11-21: 0.92 to 0.95 of copy bandwidth for
+        16384^2, 25 %, N = 16.
+        """
         parts, slots = _counts(p, c)
         tiles = p.nnzb * _subs(p, c) * p.batch
-        if p.on_cpu:  # the interpreter: about a millisecond for each program and step
+        if p.on_cpu:  # the interpreter: about a millisecond per program and step
             return 1e-3 * (parts * _subs(p, c) * p.batch + tiles * p.block[1] / c.tile_k)
         size, tile_n = dtypes.itemsize(p.dtype), _tile_n(p.n)
         block = p.block[1] * (c.tile_m + min(p.n, tile_n)) * size
@@ -352,7 +355,7 @@ class PortableSpmmSkinny:
         return p.card.launch_seconds + max(moved, longest / 4) + late
 
     def prepare(self, p: SpmmProblem, c: Config, a: BSR) -> Work:
-        """The parts of all block rows and the slots of those that are cut; on A's device, without a sync."""
+        """The parts of all block rows and the slots of split rows; on A's device, without a sync."""
         most, slots = _counts(p, c)
         counters = slots // 2
         tiles = _subs(p, c) * p.batch
@@ -364,9 +367,9 @@ class PortableSpmmSkinny:
     def launch(
         self, c: Config, work: Work, a: BSR, b: Tensor, out: Tensor, epilogue: Epilogue = PLAIN
     ) -> None:
-        """C into `out` [..., M, N] from `b` [..., K, N], strides as they are; no sync.
+        """Computes C into `out` [..., M, N] from `b` [..., K, N], strides as they are; no sync.
 
-        Allocates at a stream's first call where rows are cut.
+        Allocates at a stream's first call if rows are split.
         """
         if out.numel() == 0:
             return

@@ -1,7 +1,7 @@
-"""reference.spmm, reference.semi24, reference.bsr24 and reference.spmm_fp8: the specification, run as kernels.
+"""reference.spmm, reference.semi24, reference.bsr24 and reference.spmm_fp8: the specification as kernels.
 
-Any device, dtype and layout; slow, and predicted to be. They are the last resort, and what the others are compared
-with. FP8 products are in float64.
+Any device, dtype and layout; slow, and predicted to be. They are the last resort, and the baseline for tests. FP8
+products are in float64.
 """
 
 from collections.abc import Callable
@@ -23,19 +23,19 @@ from sparsek.reference.semi24 import semi24
 from sparsek.reference.spmm import spmm
 
 CALLS_PER_STEP = 6
-UNPACK_PASSES, UNPACK_CALLS = 36, 20  # of torch, which strides over the dense matrix
+UNPACK_PASSES, UNPACK_CALLS = 36, 20  # of torch, with strided access to the dense matrix
 SCALE_CALLS = 4  # of torch, to multiply both operands by their scales
 SCALE_PASSES = 3  # over the operands in float64
 
 
 def _bsr_seconds(p: SpmmProblem) -> float:
     (bm, bk), size, columns = p.block, wide_size(p), p.n * p.batch
-    # Values and B are widened (read, written, read), one row of B is gathered and one of C added for each block.
+    # Values and B are widened (read, written, read). For each block one row of B is gathered and one of C added.
     values = 3 * p.nnzb * bm * bk * size
     gathered = 2 * p.nnzb * bk * columns * size
     added = 4 * p.nnzb * bm * columns * size
     parts, dense = _passes(p)
-    # One step for each place in the longest block row.
+    # One step per position in the longest block row.
     calls = CALLS_PER_STEP * (1 + p.row_max) + parts
     return wide_seconds(p, p.useful_flops, values + gathered + added + dense, calls)
 
@@ -58,7 +58,7 @@ def _fp8_seconds(p: SpmmProblem) -> float:
 
 
 def _passes(p: SpmmProblem) -> tuple[int, int]:
-    """Passes of the epilogue, each of which reads and writes C; bytes of these, of B and of C."""
+    """Passes of the epilogue, each of which reads and writes C; bytes of these passes, of B and of C."""
     parts = p.has_alpha + p.bias + bool(p.activation) + 2 * bool(p.combine)
     return parts, p.n * p.batch * (3 * p.k + (3 + 2 * parts) * p.m) * wide_size(p)
 
@@ -68,7 +68,7 @@ SECONDS = {"bsr": _bsr_seconds, "semi24": _semi24_seconds, "bsr24": _bsr24_secon
 
 @dataclass(frozen=True)
 class ReferenceSpmm(FixedKernel):
-    """A function of `sparsek.reference` behind the protocol: made(a, b, epilogue, A stands transposed, dtype of C)."""
+    """A function of `sparsek.reference` as a kernel: made(a, b, epilogue, whether A is transposed, dtype of C)."""
 
     name: str
     config: Fixed
@@ -80,7 +80,7 @@ class ReferenceSpmm(FixedKernel):
         return self.predicted(p)
 
     def prepare(self, p: SpmmProblem, c: Fixed, source: Any) -> bool:
-        """Whether A stands transposed."""
+        """Whether A is transposed."""
         return p.a.transposed
 
     def launch(self, c: Fixed, work: bool, a: Any, b: Any, out: Tensor, epilogue: Epilogue = PLAIN) -> None:

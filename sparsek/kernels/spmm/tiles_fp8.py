@@ -1,7 +1,7 @@
-"""Pieces of plain Triton kernels that multiply FP8 matrices: tiles, steps, scales, and what a card must have.
+"""Pieces of plain Triton kernels that multiply FP8 matrices: tiles, steps, scales, and required card features.
 
-B lies along K: b [batch, N, K], contiguous, because FP8 tensor cores read both operands along K. A scale per row of A
-and per column of B multiplies the finished sums; a scale per block of A multiplies every step.
+B is contiguous along K: b [batch, N, K], because FP8 tensor cores read both operands along K. Scales per row of A and
+per column of B multiply the finished sums; a scale per block of A multiplies every step.
 """
 
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ from sparsek.plan.kernel import rounding_seconds
 from sparsek.plan.problem import SpmmProblem
 from sparsek.reference.epilogue import Epilogue
 
-LEAST_K = 32  # of an FP8 product on tensor cores
+LEAST_K = 32  # minimum K of an FP8 product on tensor cores
 FP8 = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 
 
@@ -33,7 +33,7 @@ FP8 = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 class Config:
     """tile_m x tile_n of C per program, tile_k of the inner side per step; powers of two, 16 or more (tile_k 32).
 
-    `group`: column tiles walked side by side down all the rows before the next ones, for L2.
+    `group`: how many column tiles are walked down all rows together, for reuse in L2.
     """
 
     tile_m: int
@@ -54,7 +54,7 @@ class Config:
 
 @triton.jit
 def dense_tile(b, k0, kt, k_live, col, col_live, k, WIDE: tl.constexpr, RAGGED_N: tl.constexpr):
-    """[TK, TN]: k from k0 on and columns `col` of B, which lies as b [N, k]. What is not live is 0."""
+    """[TK, TN]: k from k0 on and columns `col` of B, stored as b [N, k]; 0 where not live."""
     live = k_live[None, :]
     if RAGGED_N:
         live = live & col_live[:, None]
@@ -64,7 +64,7 @@ def dense_tile(b, k0, kt, k_live, col, col_live, k, WIDE: tl.constexpr, RAGGED_N
 
 @triton.jit
 def add_fp8(z, a, b, scale, STRETCHED: tl.constexpr):
-    """z + a @ b, or z + scale * (a @ b) if STRETCHED. The tensor core sums one step, float32 the steps."""
+    """z + a @ b, or z + scale * (a @ b) if STRETCHED. The tensor core sums within a step, float32 over the steps."""
     TK: tl.constexpr = a.shape[1]
     if STRETCHED:
         step = tl.dot(a, b, max_num_imprecise_acc=TK)
@@ -76,7 +76,7 @@ def add_fp8(z, a, b, scale, STRETCHED: tl.constexpr):
 def scaled_sums(
     z, a_scale, row, row_live, b_scale, column, column_live, A_SCALE: tl.constexpr, B_SCALE: tl.constexpr
 ):
-    """The sums z [TM, TN] times the scales of their rows of A and columns of B; those per block are in the sums."""
+    """The sums z [TM, TN] times the row scales of A and column scales of B; scales per block are already applied."""
     if B_SCALE == "column":
         of_b = tl.load(b_scale + column, mask=column_live, other=1.0)[None, :]
     else:
@@ -95,7 +95,7 @@ def start(
 ) -> None:  # fmt: skip
     """Launches a kernel for C [..., M, N], strides as they are; no sync, no allocation.
 
-    Its first arguments are `stored`, and `own` its constexprs that follow from A. `down` rows of tiles or block rows,
+    `stored` are its first arguments, `own` its constexprs that follow from A. `down`: rows of tiles or block rows,
     `cut` tiles high.
     """
     m, n = out.shape[-2:]
@@ -117,8 +117,8 @@ def start(
 def constants(
     c: Config, b: Tensor, out: Tensor, epilogue: Epilogue, a_kind: str, b_kind: str
 ) -> dict[str, Any]:
-    """Constexprs that follow from the config, `b` [batch, N, K], `out` and `epilogue.other` [batch, M, N], and from
-    what shares a scale in A and in B.
+    """Constexprs that follow from the config, from `b` [batch, N, K], `out` and `epilogue.other` [batch, M, N], and
+    from the scopes of the scales of A and B.
     """
     (_, n, k), other = b.shape, epilogue.other
     (unit_cm, unit_cn), (unit_om, unit_on) = tensors.units(out), tensors.units(other)
@@ -140,7 +140,7 @@ def folded(b: QuantizedTensor, out: Tensor, other: Tensor | None) -> Iterator[tu
 
 
 # By falling tile_m: tile_m, tile_n, tile_k, warps, stages; the order is a guess. A step of 128 is 128 bytes of a row,
-# the widest swizzle of shared memory. A thread holds the sums twice: those of the tensor core, and those of float32.
+# the widest swizzle of shared memory. A thread holds two sums: the tensor core's and the float32 one.
 # fmt: off
 TABLE = (Config(128, 128, 128, 8, 4), Config(128, 128, 128, 8, 3), Config(128, 128, 64, 8, 4),
          Config(64, 128, 128, 4, 3), Config(64, 128, 128, 4, 4), Config(64, 256, 128, 8, 3), Config(64, 64, 128, 4, 4),
@@ -149,9 +149,9 @@ TABLE = (Config(128, 128, 128, 8, 4), Config(128, 128, 128, 8, 3), Config(128, 1
 
 
 def configs(p: Any, tallest: int, deepest: int, inner: int) -> Iterator[Config]:
-    """Serious alternatives for tiles of `tallest` rows and steps of at most `deepest`, best guess first.
+    """Alternatives worth timing, for tiles of `tallest` rows and steps of at most `deepest`, best guess first.
 
-    Cut to N, to `inner`, the longest way along K, and to shared memory.
+    Limited by N, by `inner` (the longest extent along K) and by shared memory.
     """
     widest = max(16, 1 << (p.n - 1).bit_length())
     deepest = max(LEAST_K, min(deepest, 1 << max(0, inner - 1).bit_length()))
@@ -169,7 +169,7 @@ def configs(p: Any, tallest: int, deepest: int, inner: int) -> Iterator[Config]:
 
 
 class Fp8Kernel:
-    """What the three kernels answer alike. `storage` is what they multiply, `most_k` the longest K."""
+    """What the three FP8 kernels share. `storage`: what they multiply. `most_k`: the longest K."""
 
     storage: str
     most_k: int | None = None
@@ -194,21 +194,22 @@ class Fp8Kernel:
         return why
 
     def configs(self, p: SpmmProblem) -> Iterator[Config]:
-        """Serious alternatives, best guess first."""
+        """Alternatives worth timing, best guess first."""
         raise NotImplementedError
 
     def default(self, p: SpmmProblem) -> Config:
-        """The first of `configs` that has a tile for every SM if there is one, else the one of the most tiles."""
+        """The first of `configs` with a tile for every SM, else the one with the most tiles."""
         made = list(self.configs(p))
         most = max(made, key=lambda c: self.tiles(p, c))
         return next((c for c in made if self.tiles(p, c) >= p.card.sm_count), most)
 
 
 def seconds(p: Any, c: Config, tiles: int, flops: float, longest: float, steps: int) -> float:
-    """Launch + the longest of: `flops`, padding with them, at 50 % of the FP8 rate, 27 % where tiles are unpacked (less
-    for lower tiles), with 1.5 us for each wave of tiles; `longest` FLOP on one SM; compulsory bytes at 80 % of copy
-    bandwidth. And the rounding of B. Tiles of 128 rows are on record (H200, 2026-11-22), the rest is a guess. `steps`
-    of all tiles count in the interpreter."""
+    """Launch + the longest of: `flops` with padding at 50 % of the FP8 rate, 27 % where tiles are unpacked (less for
+    lower tiles), with 1.5 us for each wave of tiles; `longest` FLOP on one SM; compulsory bytes at 80 % of copy
+    bandwidth. Plus the rounding of B. Tiles of 128 rows were measured (H200, 2026-11-22); the rest is a guess. In the
+    interpreter, `steps` of all tiles count.
+    """
     if p.on_cpu:  # about two milliseconds for each program and step
         return 2e-3 * (tiles + steps)
     rate = p.card.sustained("fp8") * 1e12 * {128: 0.5, 64: 0.4, 32: 0.2}.get(c.tile_m, 0.1)
@@ -226,7 +227,7 @@ def why_not(p: Any) -> list[str]:
     if p.on_cpu and not env.interpreting():
         why.append("CPU tensors need Triton's interpreter (TRITON_INTERPRET=1 before the import)")
     if p.on_cpu and p.c.dtype == "bf16":
-        why.append("bf16 is wrong in Triton's interpreter; ask for dtype=torch.float16 or float32 there")
+        why.append("bf16 is wrong in Triton's interpreter; use dtype=torch.float16 or float32 there")
     if not p.on_cpu and p.card.capability < (8, 9):
         has = ".".join(map(str, p.card.capability))
         why.append(

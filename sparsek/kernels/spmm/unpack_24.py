@@ -1,10 +1,10 @@
-"""Pieces of plain Triton kernels that multiply a 2:4 matrix: its tiles are unpacked in registers, then go to tl.dot.
+"""Pieces of plain Triton kernels that multiply a 2:4 matrix: its tiles are unpacked in registers for tl.dot.
 
     stored, a group of four columns     values  v0 v1        meta  a nibble i0 | i1 << 2
     unpacked                            v0 in column i0, v1 in column i1, 0 elsewhere
 
-What a tile of TK columns brings from memory is TK/2 values and TK/8 bytes a row; what tl.dot multiplies is dense. So
-these kernels save bytes of A and no arithmetic: sparse tensor cores are not to be had from Triton.
+A tile of TK columns loads TK/2 values and TK/8 bytes a row; tl.dot multiplies dense tiles. So these kernels save
+bytes of A and no arithmetic: Triton gives no access to sparse tensor cores.
 """
 
 import math
@@ -26,7 +26,7 @@ from sparsek.plan.problem import SpmmProblem
 from sparsek.reference.epilogue import Epilogue
 
 GROUP = 4
-# So many columns that offsets inside a tile of 128 rows of values stay below 2^31.
+# A column limit that keeps offsets inside a tile of 128 rows of values below 2^31.
 COLUMN_LIMIT = 1 << 24
 
 
@@ -34,7 +34,7 @@ COLUMN_LIMIT = 1 << 24
 class Config:
     """tile_m x tile_n of C per program, tile_k of the inner side per step; powers of two, 16 or more (tile_k 32).
 
-    `group`: column tiles walked side by side down all the rows before the next ones, for L2.
+    `group`: how many column tiles are walked down all rows together, for reuse in L2.
     """
 
     tile_m: int
@@ -73,10 +73,10 @@ def tile_of(
     values, meta, row, row_live, columns, first,
     R: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr, RAGGED_R: tl.constexpr, RAGGED_C: tl.constexpr,
 ):  # fmt: skip
-    """Dense [R, C]: rows `row` [R] and columns first to first + C - 1 of a 2:4 matrix of so many `columns`.
+    """Dense [R, C]: rows `row` [R] and columns first to first + C - 1 of a 2:4 matrix of `columns` columns.
 
-    `values` and `meta` point at the row that `row` counts from. `columns` is a multiple of UNIT. `row_live` counts
-    where RAGGED_R, and columns may be fewer than first + C where RAGGED_C; what is not there is 0.
+    `values` and `meta` point at the row that `row` counts from. `columns` is a multiple of UNIT. `row_live` applies
+    if RAGGED_R, and columns may be fewer than first + C if RAGGED_C; absent elements are 0.
     """
     units = columns // UNIT
     at_value = first // 2 + tl.arange(0, C // 2)
@@ -99,16 +99,16 @@ def tile_of(
 
 @triton.jit
 def awaited(z):
-    """z, a sum of products whose left tile was unpacked, with an addition that Triton waits for.
+    """z, a sum of products whose left tile was unpacked, plus an addition that forces Triton to wait for wgmma.
 
-    Such a tile stays in registers, and without a use of the sum Triton 3.6 lets wgmma run on while the next step
-    writes them: some elements were wrong at 8192^3 (H200, 2026-11-22). -0 becomes +0.
+    The tile stays in registers. Without a use of the sum Triton 3.6 lets wgmma run on while the next step overwrites
+    them: some elements were wrong at 8192^3 (H200, 2026-11-22). -0 becomes +0.
     """
     return z + 0.0
 
 
 def column_unit(columns: int) -> int:
-    """What the compiler is told that a number of columns, a multiple of 8, is a multiple of."""
+    """A unit for the compiler that divides a number of columns, itself a multiple of 8."""
     return next(unit for unit in (128, 64, 32, 16, 8) if columns % unit == 0)
 
 
@@ -118,7 +118,7 @@ def start(
 ) -> None:  # fmt: skip
     """Launches a kernel for C [..., M, N] and b [..., K, N], strides as they are; no sync, no allocation.
 
-    Its first arguments are `stored`, and `own` its constexprs that follow from A. `down` rows of tiles or block rows,
+    `stored` are its first arguments, `own` its constexprs that follow from A. `down`: rows of tiles or block rows,
     `cut` tiles high.
     """
     m, n = out.shape[-2:]
@@ -149,7 +149,7 @@ def constants(c: Config, b: Tensor, out: Tensor, tf32: bool, epilogue: Epilogue)
     }  # fmt: skip
 
 
-# By falling tile_m: tile_m, tile_n, tile_k, warps, stages. None is tuned. What is unpacked and C share registers:
+# By falling tile_m: tile_m, tile_n, tile_k, warps, stages. None is tuned. The unpacked tile and C share registers:
 # 128x256, and 128x128 with four warps, would spill.
 # fmt: off
 LOW = (Config(32, 128, 64, 4, 3), Config(32, 64, 64, 4, 3), Config(16, 128, 64, 4, 3), Config(16, 64, 64, 4, 3))
@@ -162,7 +162,7 @@ SINGLE = (Config(64, 64, 32, 4, 3), Config(64, 64, 32, 8, 3), Config(32, 64, 32,
 
 
 class Unpacking:
-    """What both kernels answer alike. `storage` is what they multiply."""
+    """What both kernels share. `storage` is what they multiply."""
 
     storage: str
 
@@ -171,7 +171,7 @@ class Unpacking:
         raise NotImplementedError
 
     def tallest(self, p: SpmmProblem) -> int:
-        """Rows of a tile at most."""
+        """The tallest tile allowed."""
         raise NotImplementedError
 
     def why_not(self, p: SpmmProblem) -> list[str]:
@@ -186,12 +186,12 @@ class Unpacking:
         return why
 
     def default(self, p: SpmmProblem) -> Config:
-        """The first of `configs` of whose tiles there are as many as SMs if there is one, else the last."""
+        """The first of `configs` with at least as many tiles as SMs, else the last."""
         made = list(self.configs(p))
         return next((c for c in made if tiles(c, self.rows(p), p) >= p.card.sm_count), made[-1])
 
     def configs(self, p: SpmmProblem) -> Iterator[Config]:
-        """Serious alternatives, best guess first, cut to N and to shared memory."""
+        """Alternatives worth timing, best guess first, limited by N and by shared memory."""
         widest = max(16, 1 << (p.n - 1).bit_length())
         table = SINGLE if p.dtype == "fp32" else HOPPER if p.on_cpu or p.card.capability[0] == 9 else AMPERE
         seen = set()
@@ -208,18 +208,18 @@ class Unpacking:
 
 
 def tiles(c: Config, rows: int, p: SpmmProblem) -> int:
-    """How many tiles cover so many rows of C, in all batches."""
+    """How many tiles cover `rows` rows of C, in all batches."""
     return -(-rows // c.tile_m) * -(-p.n // c.tile_n) * p.batch
 
 
 def seconds(p: SpmmProblem, c: Config, rows: int, dense_flops: float) -> float:
-    """Launch + the longest of arithmetic, which is dense, at 26 % of the dense rate (16 bits; less for lower tiles),
-    with 1.5 us for each wave of tiles; 0.6 us for each step of one tile, however small; and compulsory bytes at 80 % of
-    copy bandwidth. Tiles of 128 rows and of 16 tokens in bf16 are on record (H200, 2026-11-22): a tile is unpacked and
-    multiplied in turns. The rest is a guess.
+    """Launch + the longest of: dense arithmetic at 26 % of the dense rate (16 bits; less for lower tiles), with 1.5
+    us per wave of tiles; 0.6 us per step of one tile, however small; compulsory bytes at 80 % of copy bandwidth.
+    Measured for tiles of 128 rows and of 16 tokens in bf16 (H200, 2026-11-22): unpacking and multiplying alternate.
+    The rest is a guess.
     """
     count = tiles(c, rows, p)
-    if p.on_cpu:  # the interpreter: about two milliseconds for each program and step
+    if p.on_cpu:  # the interpreter: about two milliseconds per program and step
         return 2e-3 * count * (1 + p.k / c.tile_k)
     if p.dtype == "fp32":
         rate = p.card.sustained("tf32") * 0.25 if p.tf32 else p.card.sustained("fp32") * 0.5

@@ -1,16 +1,16 @@
 """vendor.cublas_fp8: an FP8 matrix written out dense, then torch._scaled_mm (cuBLAS on a GPU).
 
-    A dense FP8 [M, K]                                       once for each tensor of values
-    one scale for all of A and of B, or one a row and one a column     torch._scaled_mm applies them
+    A dense FP8 [M, K]                                       made once per tensor of values
+    one scale for all of A and of B, or one a row and one a column     applied by torch._scaled_mm
 
-Only by name: it keeps a dense copy of A, one byte an element. All plans share the copy, which goes with the values; it
-is renewed when torch has counted a write to them (`Tensor._version`), and made anew while a CUDA graph is captured.
+Runs only by name, because it keeps a dense copy of A, one byte per element. All plans share the copy, which lives as
+long as the values. It is renewed after a write to them (`Tensor._version`), and made anew in CUDA graph capture.
 
-Sums are float32, unless A's `fast_accum` lets the library keep them in the tensor cores (torch's use_fast_accum).
+Sums are float32, unless A's `fast_accum` lets the tensor cores keep them (torch's use_fast_accum).
 
-What torch applies itself is the scales with C in bf16, and a bias where C goes out by columns, as in `linear`. Anything
-else comes after, in float32: scales, alpha, bias, activation, another matrix; then C is rounded once. A missing block
-and a stored zero are the same here: a NaN in a row of B reaches every row of C.
+torch applies the scales if C is bf16, and the bias if C is column-major, as in `linear`. Everything else follows in
+float32: scales, alpha, bias, activation, another matrix; then C is rounded once. The dense copy has zeros for missing
+blocks, so a NaN in a row of B reaches every row of C.
 """
 
 import weakref
@@ -36,12 +36,12 @@ from sparsek.plan.operands import is_readable, readable
 from sparsek.plan.problem import SpmmProblem
 from sparsek.reference.epilogue import PLAIN, Epilogue
 
-UNIT = 16  # sides of the operands, which torch asks for
+UNIT = 16  # sides of the operands that torch requires
 
 
 @dataclass(frozen=True)
 class CublasConfig:
-    """Nothing to choose: the vendor's library does. `fast` says how it may sum, as `fast_accum` of the problem does."""
+    """A config without choices: cuBLAS chooses. `fast`: the problem's `fast_accum`."""
 
     fast: bool = False
 
@@ -50,7 +50,7 @@ class CublasConfig:
 
 
 class Dense:
-    """One A as a dense FP8 matrix, and which state of its values it shows."""
+    """One A as a dense FP8 matrix, and the version of its values."""
 
     def __init__(self) -> None:
         self.copy: Tensor | None = None
@@ -59,7 +59,7 @@ class Dense:
         self.made: Ready | None = None
 
     def of(self, a: Matrix) -> Tensor:
-        """The copy, made anew unless the values are known to be as they were."""
+        """The copy, made anew unless the values are known to be unchanged."""
         values = a.values
         capturing, counted = captured(values), not values.is_inference()
         identity = a.meta if isinstance(a, Semi24) else a.pattern
@@ -69,7 +69,7 @@ class Dense:
                 wait_for(self.made, (self.copy,))
             return self.copy
         copy = written_out(a)
-        if not capturing:  # what a graph makes is the graph's
+        if not capturing:  # memory made in capture belongs to the graph
             self.copy, self.of_matrix = copy, weakref.ref(identity)
             self.version = values._version if counted else -1
             self.made = Ready.here(copy.device)
@@ -80,7 +80,7 @@ _COPIES: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # values -> {is a 
 
 
 def written_out(a: Matrix) -> Tensor:
-    """The FP8 values of `a` as a dense [M, K], contiguous, without scales. By way of bf16, which holds each of them."""
+    """The FP8 values of `a` as a dense [M, K], contiguous, without scales; by way of bf16, which is exact."""
     values = a.values.to(torch.bfloat16)
     if isinstance(a, BSR):
         wide = BSR.unchecked(a.pattern, values, a.order)
@@ -126,7 +126,7 @@ class VendorCublasFp8:
         return [self.default(p)]
 
     def seconds(self, p: Any, c: CublasConfig) -> float:
-        """The dense product at the card's FP8 rate, and passes over C in float32 where torch finishes it."""
+        """The dense product at the card's FP8 rate, and passes over C in float32 for what torch._scaled_mm leaves."""
         product = max(
             p.dense_flops / (p.card.tflops["fp8"] * 1e12), (p.m * p.k + p.dense_bytes) / p.card.bandwidth
         )
@@ -169,7 +169,7 @@ def _dense(a: Matrix) -> Tensor:
 def _multiply(
     dense: Tensor, a_scale: Tensor, b: QuantizedTensor, out: Tensor, epilogue: Epilogue, fast: bool
 ) -> None:
-    """Writes one product of dense [M, K] and B [K, N], and what the epilogue makes of it."""
+    """Writes one product of dense [M, K] and B [K, N], with the epilogue."""
     by_columns = out.stride(-2) == 1 and out.stride(-1) != 1
     left, right, c = (b.values, dense.mT, out.mT) if by_columns else (dense, b.values.mT, out)
     along = readable(epilogue.bias) if by_columns and epilogue.bias is not None else None
@@ -193,7 +193,7 @@ def _multiply(
 
 
 def _takes_rows(left: Tensor, right: Tensor) -> bool:
-    """Whether torch has a kernel with a scale per row for these."""
+    """Whether torch has a kernel with row scales for these operands."""
     e4m3 = left.dtype == right.dtype == torch.float8_e4m3fn
     return e4m3 and (not left.is_cuda or torch.cuda.get_device_capability(left.device) >= (9, 0))
 

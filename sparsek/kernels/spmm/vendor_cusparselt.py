@@ -1,20 +1,21 @@
-"""vendor.cusparselt: C = A @ B for a Semi24 A by NVIDIA's library, through the functions that torch has for it.
+"""vendor.cusparselt: C = A @ B for a Semi24 A by NVIDIA's library, through torch's functions for it.
 
-    prepare     A is unpacked once and compressed into the library's own layout; the algorithm is picked by timing
-    launch      torch._cslt_sparse_mm, which makes C; C is copied where the caller gave `out`
+    prepare     A is unpacked once and compressed into the library's layout; the algorithm is chosen by timing
+    launch      torch._cslt_sparse_mm, which allocates C; C is copied if the caller gave `out`
 
-Only by name: it keeps a second copy of A, 9/16 of the dense size, and times algorithms. One copy serves all plans of a
-matrix and goes with its values; it is renewed when torch has counted a write to them (`Tensor._version`). A CUDA graph
-that was captured keeps the copy that it saw. Algorithms are timed once per problem, never while a graph is captured,
-where a problem not met before takes the library's default.
+Runs only by name, because it keeps a second copy of A, 9/16 of the dense size, and times algorithms. All plans of a
+matrix share one copy, which lives as long as its values and is renewed after a write to them (`Tensor._version`). A
+captured CUDA graph keeps the copy it was captured with. Algorithms are timed once per problem, never during capture,
+where a new problem gets the library's default.
 
-The library's own search is never called: on an H200 (0.8, by torch 2.11) it tried something that ended in an illegal
-instruction for fp16 products of 512 x 1024 x 512 and 64 x 128 x 32, and no CUDA context survives that. TRIED are the
-algorithms that are timed instead, where there are several; `config=` names one of them. `sparsek bench semi24` tries
-all that there are, in processes of their own.
+The library's own search is never called: on an H200 (0.8, by torch 2.11) it tried an algorithm that ended in an
+illegal instruction for fp16 products of 512 x 1024 x 512 and 64 x 128 x 32, and no CUDA context survives that.
+Instead the algorithms in TRIED are timed, if there are several; `config=` names one of them. `sparsek bench semi24`
+tries all algorithms, in processes of their own.
 
-A bias goes along with the product; any other epilogue is applied by torch to the rounded product, in float32, and
-rounded again. Sparse tensor cores read the rows of B that a row of A names and no others, so a NaN stays with them.
+A bias is part of the library's product. Any other epilogue is applied by torch to the rounded product, in float32,
+and rounded again. Sparse tensor cores read only the rows of B that a row of A selects, so a NaN in another row has no
+effect.
 """
 
 from collections.abc import Callable, Iterable
@@ -37,10 +38,10 @@ from sparsek.plan.operands import readable
 from sparsek.plan.problem import SpmmProblem
 from sparsek.reference.epilogue import PLAIN, Epilogue
 
-# What the library's descriptors ask of 16-bit matrices: sides of the 2:4 one, and of dense ones.
+# The library's requirements for 16-bit matrices: sides of the 2:4 one, and of dense ones.
 SPARSE_UNIT, DENSE_UNIT = 16, 8
 REMEMBERED = 1024
-# A guess: 930 to 1002 dense-equivalent TFLOPS were seen at 8192^3 in bf16 on an H200, where cuBLAS has 690.
+# A guess: 930 to 1002 dense-equivalent TFLOPS were measured at 8192^3 in bf16 on an H200, where cuBLAS has 690.
 OVER_DENSE = 1.4
 
 
@@ -62,7 +63,7 @@ class CusparseltConfig:
 
 @dataclass(frozen=True, eq=False)
 class Work:
-    """Which algorithm it is, and the copy of the matrix that was planned."""
+    """The algorithm, and the copy of the planned matrix."""
 
     alg_id: int
     compressed: Memo
@@ -78,7 +79,7 @@ def _compressed(kept: Memo, a: Semi24) -> Tensor:
 
 
 def missing() -> list[str]:
-    """What this machine lacks."""
+    """What this machine lacks for the library."""
     why = []
     if not torch.cuda.is_available():
         why.append("torch sees no CUDA device here")
@@ -88,7 +89,7 @@ def missing() -> list[str]:
 
 
 class VendorCusparselt:
-    """NVIDIA's 2:4 products, as torch calls them."""
+    """NVIDIA's 2:4 products, through torch."""
 
     name = "vendor.cusparselt"
     only_by_name = "it keeps a compressed copy of A and times algorithms"
@@ -169,8 +170,9 @@ class VendorCusparselt:
         epilogue: Epilogue,
         by_columns: bool,
     ) -> Tensor | None:
-        """C by rows ([N, M] if `by_columns`), in the tensor that torch makes; None for more than one product, or an
-        epilogue that it does not take."""
+        """C row-major ([N, M] if `by_columns`), in the tensor that torch makes; None for a batch of several products,
+        or for an epilogue that the library lacks.
+        """
         along, rest = _split(epilogue)
         if b.ndim != 2 or not rest.is_plain:
             return None
@@ -179,7 +181,7 @@ class VendorCusparselt:
 
 
 def _split(epilogue: Epilogue) -> tuple[Tensor | None, Epilogue]:
-    """The bias that goes along with the product, if alpha does not come first, and what is left to do."""
+    """The bias that the library can add, if alpha does not come first, and the rest of the epilogue."""
     if epilogue.alpha != 1:
         return None, epilogue
     return epilogue.bias, replace(epilogue, bias=None)
@@ -189,14 +191,15 @@ def _products(work: Work, a: Semi24, b: Tensor, bias: Tensor | None, by_columns:
     """A @ b [..., K, N] + bias for each item of the batch: [M, N], or [N, M] if `by_columns`, row-major."""
     with torch.cuda.device_of(b):
         packed = _compressed(work.compressed, a)
-        # The library reads a bias 16 bytes at a time; another one ends in a misaligned address (H200, 2026-11-22).
+        # The library reads a bias 16 bytes at a time; an unaligned one ends in a misaligned address (H200,
+        # 2026-11-22).
         bias = None if bias is None else readable(bias)
         how = {"bias": bias, "transpose_result": by_columns, "alg_id": work.alg_id}
         return [torch._cslt_sparse_mm(packed, b[at], **how) for at in np.ndindex(*b.shape[:-2])]
 
 
 def _algorithm(p: SpmmProblem, packed: Tensor) -> int:
-    """The fastest of TRIED for `p` on this device; the library's default while a graph is captured."""
+    """The fastest of TRIED for `p` on this device; the library's default during graph capture."""
     key = p, packed.device.index
     found = _ALGORITHMS.get(key)
     if found is None:
@@ -209,7 +212,7 @@ def _algorithm(p: SpmmProblem, packed: Tensor) -> int:
 
 
 def _fastest(p: SpmmProblem, packed: Tensor) -> int:
-    """Times those of TRIED that the library takes for `p`, on normal numbers that lie as B does."""
+    """Times those of TRIED that the library accepts for `p`, on normally distributed numbers in B's layout."""
     if len(TRIED) == 1:
         return TRIED[0]
     shape = (p.n, p.k) if p.b.layout == "col" else (p.k, p.n)

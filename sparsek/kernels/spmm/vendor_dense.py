@@ -1,19 +1,20 @@
-"""vendor.dense: A written out dense, then torch.matmul (cuBLAS on a GPU). Only by name: nothing is densified unasked.
+"""vendor.dense: A written out dense, then torch.matmul (cuBLAS on a GPU). Runs only by name: nothing is densified
+silently.
 
-One addition, of a bias or of another matrix, and alpha and beta go along with the product (torch.addmm, torch.baddbmm).
-Any other epilogue is applied by torch to the rounded product, in float32 or float64, and rounded again.
+One addition, of a bias or of another matrix, with alpha and beta, is part of the product (torch.addmm,
+torch.baddbmm). Any other epilogue is applied by torch to the rounded product, in float32 or float64, and rounded
+again.
 
-It is in the table so that a plan can say "dense would win here" honestly.
+It is in the table so that a plan can show when the dense product is predicted to be faster.
 
-The dense copy holds [Mb*bm, Kb*bk] values. All plans share it, one for every tensor of values, CUDA stream and side (a
-matrix and its transposed view have one each), and it goes when the values go. It is renewed, into the same memory, when
-torch has counted a write to the values (`Tensor._version`); writes through `.data` are not counted, and values made in
-inference mode carry no count and are copied on every call. In a CUDA graph they are copied too, so that replays see
-what the values hold then.
+The dense copy holds [Mb*bm, Kb*bk] values. All plans share it, one per tensor of values, CUDA stream and side (a
+matrix and its transposed view have one each). It lives as long as the values. After a write to the values
+(`Tensor._version`) it is renewed, into the same memory. Writes through `.data` are not counted. Values made in
+inference mode have no version and are copied on every call. In a CUDA graph they are copied too, so that replays use
+the current values.
 
-A stored zero and a missing block are the same to a dense product: a NaN in a row of B reaches every row of C.
-Problems with block columns that nothing is stored in are therefore refused. float32 is multiplied as torch's own TF32
-setting says at the time of the call.
+The dense copy has zeros for missing blocks, so a NaN in a row of B reaches every row of C. Problems with empty block
+columns are therefore refused. float32 follows torch's own TF32 setting at the time of the call.
 """
 
 import os
@@ -35,14 +36,14 @@ from sparsek.plan.kernel import SpmmKernel
 from sparsek.plan.problem import SpmmProblem
 from sparsek.reference.epilogue import PLAIN, Epilogue
 
-# values -> {(CUDA stream, is a view): dense copy}. A copy is written and read in the order of its stream; the lock
-# keeps threads on one stream, or on the CPU, from coming between a copy and its product.
+# values -> {(CUDA stream, is a view): dense copy}. A copy is written and read in the order of its stream. The lock
+# keeps other threads on this stream, or on the CPU, from writing between a copy and its product.
 _COPIES: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 COPYING = threading.Lock()
 
 
 class DenseCopy:
-    """The dense copy of one A, and which state of its values it shows."""
+    """The dense copy of one A, and the version of its values."""
 
     @outside_inference
     def __init__(self, a: BSR) -> None:
@@ -55,7 +56,7 @@ class DenseCopy:
         self.version = -1
 
     def follow(self, a: BSR) -> None:
-        """Copies the values unless they are known to be as they were copied last."""
+        """Copies the values unless they are known to be unchanged since the last copy."""
         counted = not a.values.is_inference()
         if counted and self.version == a.values._version:
             return
@@ -64,12 +65,12 @@ class DenseCopy:
 
 
 def dense_copy(a: BSR) -> Tensor:
-    """A as a dense matrix that shows its present values, valid until the next call for them on this stream.
+    """A as a dense matrix with its current values, valid until the next call for them on this stream.
 
     The caller holds COPYING until it has used it.
     """
     if a.values.is_cuda and torch.cuda.is_current_stream_capturing():
-        copy = DenseCopy(a)  # lives in the graph's own memory, so it is not kept here
+        copy = DenseCopy(a)  # owned by the graph's memory pool, so it is not kept here
     else:
         stream = torch.cuda.current_stream(a.device).cuda_stream if a.values.is_cuda else 0
         copies: Any = _COPIES.setdefault(a.values, {})
@@ -110,7 +111,7 @@ class VendorDense(FixedKernel):
         product = max(
             p.dense_flops / rate, (p.m * p.k + p.batch * p.n * (p.k + p.m)) * size / p.card.bandwidth
         )
-        # Torch reads and writes C for each part of an epilogue that does not go along with the product.
+        # Torch reads and writes C for each part of an epilogue outside the product.
         parts = p.has_alpha + p.bias + bool(p.activation) + bool(p.combine)
         passes = 0 if _goes_along(p.activation, p.bias, p.combine) else 2 + parts
         finished = 2 * passes * p.m * p.n * p.batch * size / p.card.bandwidth
@@ -131,7 +132,7 @@ class VendorDense(FixedKernel):
 
 
 def _multiply(dense: Tensor, b: Tensor, out: Tensor, epilogue: Epilogue) -> None:
-    """Writes the product of dense [..., M, K] and b [..., K, N], and what the epilogue makes of it."""
+    """Writes the product of dense [..., M, K] and b [..., K, N], with the epilogue."""
     bias, other = epilogue.bias, epilogue.other
     combine = "" if other is None else epilogue.combine
     if epilogue.is_plain and _is_written(out):
@@ -156,13 +157,13 @@ def _multiply(dense: Tensor, b: Tensor, out: Tensor, epilogue: Epilogue) -> None
 
 
 def _is_written(out: Tensor) -> bool:
-    """Whether the library can write `out` where it lies. torch hands it the strides of dims of one element too."""
+    """Whether the library can write to `out` directly. torch also passes it the strides of dims of one element."""
     (m, n), (rows, columns) = out.shape[-2:], out.stride()[-2:]
     return (columns == 1 and rows >= n) or (rows == 1 and columns >= m)
 
 
 def _goes_along(activation: str, bias: bool, combine: str) -> bool:
-    """Whether the product can be added to something at once, and needs nothing after that."""
+    """Whether the epilogue is one addition that the product can include, with nothing after it."""
     return not activation and combine != "mul" and not (bias and combine)
 
 
@@ -174,7 +175,7 @@ def _dense_bytes(p: SpmmProblem) -> int:
 def product_of_blocks(
     left: Tensor, right: Tensor, pattern: BlockPattern, at: tuple[Tensor, Tensor]
 ) -> Tensor:
-    """left @ right at the stored blocks of `pattern`, [nnzb, bm, bn], which stand at block rows and columns `at`."""
+    """left @ right at the stored blocks of `pattern`, [nnzb, bm, bn], at block rows and columns `at`."""
     (m, n), (rows, columns), (bm, bn) = pattern.shape, pattern.grid, pattern.block
     make = left.new_zeros if pattern.is_ragged else left.new_empty
     dense = make(pattern.padded_shape)

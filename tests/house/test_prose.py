@@ -1,0 +1,90 @@
+"""Plain English: pages, docstrings, comments and messages are free of the wording that scripts/prose.py lists."""
+
+from pathlib import Path
+
+import pytest
+
+from scripts import prose
+from tests.house.tools import ROOT
+
+# Paths whose text is still to be revised.
+NOT_YET = (
+    "README.md",
+    "docs/",
+    "scripts/env.py",
+    "scripts/report.py",
+    "sparsek/advise/",
+    "sparsek/bench/",
+    "sparsek/cli/",
+    "sparsek/core/device.py",
+    "sparsek/files/",
+    "sparsek/integrations/",
+    "sparsek/mask/",
+    "sparsek/matrix/",
+    "sparsek/nn/",
+    "sparsek/ops/",
+    "sparsek/pictures/",
+    "sparsek/plan/operands.py",
+    "sparsek/reference/attention.py",
+)
+
+
+def test_the_text_is_plain() -> None:
+    checked = [path for path in prose.files() if not path.relative_to(ROOT).as_posix().startswith(NOT_YET)]
+    assert len(checked) > 100
+    assert [str(each) for path in checked for each in prose.findings(path)] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("The plan says which kernel runs.", "says"),
+        ("A mask said once.", "said"),
+        ("The device was asked for it.", "asked"),
+        ("The kernel knows its tile.", "kernel knows"),
+        ("A record of which the first line is a header.", "of which"),
+        ("A graph that was kept holds that it saw.", "that was kept holds that it"),
+        ("Peers are timed in turns.", "in turns"),
+        ("Values that are not\nthere count.", "that are not there"),
+        ("The transpose view of such a matrix.", "such a"),
+        ("Rows behind one another.", "behind one another"),
+        ("One " + "word " * 40 + "more.", "One word word word word word ..."),
+    ],
+)
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [("page.md", "# Title\n\n{}\n"), ("doc.py", '"""Title.\n\n{}\n"""\n')],
+    ids=["page", "docstring"],
+)
+def test_poor_wording_is_found(tmp_path: Path, name: str, form: str, text: str, found: str) -> None:
+    (tmp_path / name).write_text(form.format(text))
+    assert [(each.line, each.words) for each in prose.findings(tmp_path / name, tmp_path)] == [(3, found)]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "line"),
+    [
+        ("comment.py", "x = 1  # what the device\ny = 2\n# of values that are\n# not there\n", 3),
+        ("message.py", "def f(x):\n    raise ValueError(\n        f'{x} wants a size'\n    )\n", 3),
+        ("joined.py", "TEXT = (\n    'the plan '\n    'says so'\n)\n", 2),
+        ("kernel.cu", "int a;  // 1\nint b;  // the host tells\n", 2),
+    ],
+)
+def test_comments_and_messages_are_read(tmp_path: Path, name: str, text: str, line: int) -> None:
+    (tmp_path / name).write_text(text)
+    assert [each.line for each in prose.findings(tmp_path / name, tmp_path)] == [line]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Most of which are cached. A nested `such a` in code.\n\n```\nthe plan says\n```\n",
+        "<!-- prose: allow -->\nA user asked for it.\n",
+        "| " + "word " * 50 + "|\n",
+        "- " + "word " * 30 + "\n- " + "word " * 30 + "\n",
+    ],
+    ids=["code", "allowed", "table", "list"],
+)
+def test_what_is_fine_stays(tmp_path: Path, text: str) -> None:
+    (tmp_path / "page.md").write_text(text)
+    assert prose.findings(tmp_path / "page.md", tmp_path) == []
