@@ -183,7 +183,7 @@ def card_named(name: str | torch.device) -> Card:
     if key not in CARDS:
         why = f"no facts about a card named {shown(name)}; known: {', '.join(CARDS)}"
         if key.startswith("cuda"):
-            why += ". A plan for a GPU that is there follows from operands on it; leave the device out"
+            why += ". To plan for this machine's GPU, pass operands on it and omit device"
             why += "" if torch.cuda.is_available() else ". There is no GPU here"
         raise InvalidInput(why)
     return CARDS[key]

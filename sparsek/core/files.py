@@ -46,7 +46,7 @@ def as_path(name: str, value: Any) -> Path:
     except UnicodeEncodeError:
         text = ""
     if not text or "\0" in text:
-        raise InvalidInput(f"{name} is {shown(value)}; no file can be named so")
+        raise InvalidInput(f"{name} is {shown(value)}; no file can have this name")
     return Path(text)
 
 

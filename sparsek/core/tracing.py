@@ -157,7 +157,7 @@ def not_traced(what: str) -> Callable[[Callable[Given, Made]], Callable[Given, M
                 return make(*args, **kwargs)
             if torch.compiler.is_compiling():
                 raise InvalidInput(
-                    f"{what} is made inside torch.compile; make it outside and hand it to the compiled function"
+                    f"{what} is made inside torch.compile; make it outside and pass it to the compiled function"
                 )
             if "torch._dynamo" not in sys.modules:  # nothing is compiled, and importing it takes seconds
                 return make(*args, **kwargs)

@@ -11,7 +11,7 @@ from sparsek.core.streams import captured
 from sparsek.mask.mask import BlockMask
 
 PLAN_HAS_NO_GRADIENT = (
-    "a plan that is called has no gradient; attention(q, k, v, mask, plan=plan) has one, and torch.no_grad() lets the "
+    "a call of a plan has no gradient; attention(q, k, v, mask, plan=plan) has one, and torch.no_grad() lets the "
     "plan run"
 )
 NO_SECOND_GRADIENT = (
@@ -83,8 +83,8 @@ def check_backward(q: Tensor, v: Tensor, out: Any, lse: Any, grad: Any, grad_lse
     gapless = out.is_contiguous() or out.transpose(1, 2).is_contiguous()
     if not gapless or not lse.is_contiguous():
         raise InvalidInput(
-            "out and lse must lie in memory as attention gave them: out as [B, Hq, S, Dv] or [B, S, Hq, Dv], without "
-            "gaps"
+            "out and lse must have the memory layout that attention gave them: out as [B, Hq, S, Dv] or "
+            "[B, S, Hq, Dv], without gaps"
         )
 
 

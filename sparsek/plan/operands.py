@@ -27,9 +27,9 @@ from sparsek.reference.epilogue import ACTIVATION_NAMES, PLAIN, Epilogue
 
 SPARSE = (BSR, Semi24, BSR24, Quantized)
 TENSORS = (Tensor, torch.nn.Parameter)
-"""Tensors that look at no call op by op, as one of another subclass may."""
+"""Tensor classes that do not intercept ops, as other subclasses may."""
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-"""What C of an FP8 product may be in, and what such a product rounds."""
+"""Dtypes of C in FP8 products, and of operands that these round."""
 
 PLAN_HAS_NO_GRADIENT = (
     "a plan has no gradient; call it under torch.no_grad(), or call sparsek.{op} without plan=, which has one"
@@ -39,10 +39,10 @@ FP8_HAS_NO_GRADIENT = (
     "which has one for the dense operand"
 )
 VALUES_HAVE_NO_GRADIENT = (
-    "the values of a {kind} ask for a gradient, which products of 2:4 matrices do not compute; use A.detach(). "
+    "the values of a {kind} require a gradient, which products of 2:4 matrices do not compute; use A.detach(). "
     "Gradients reach the dense operand, the bias and the residual"
 )
-OUT_HAS_NO_GRADIENT = "out= takes no part in autograd; call it under torch.no_grad(), or leave out= away"
+OUT_HAS_NO_GRADIENT = "out= takes no part in autograd; call it under torch.no_grad(), or omit out="
 
 
 def is_sparse(x: Any) -> bool:
@@ -70,7 +70,7 @@ def check_operands(a: Any, b: Any) -> None:
         raise InvalidInput(f"{other} must be a dense torch.Tensor, got {type(dense).__name__}; {hint}")
     if not on_left and isinstance(sparse, Quantized) and not isinstance(sparse.matrix, BSR):
         raise InvalidInput(
-            f"a {type(sparse.matrix).__name__} in FP8 stands on the left, or is the W of sparsek.linear(x, W)"
+            f"a {type(sparse.matrix).__name__} in FP8 must be the left operand, or the W of sparsek.linear(x, W)"
         )
     _check_beside(other, dense, sparse, name)
     if dense.ndim < 2:
@@ -84,7 +84,9 @@ def check_operands(a: Any, b: Any) -> None:
         raise InvalidInput(f"A is {list(a.shape)} and B {list(b.shape)}: A needs {b.shape[0]} columns")
     if isinstance(dense, QuantizedTensor) and dense.turned != on_left:
         how = "sparsek.quantize(B.mT).mT" if on_left else "sparsek.quantize(A)"
-        raise InvalidInput(f"{other} is scaled along the wrong side; both operands lie along K: {how}")
+        raise InvalidInput(
+            f"{other} is scaled along the wrong side; both operands must be contiguous along K: {how}"
+        )
 
 
 def check_layer(x: Any, w: Any) -> None:
@@ -113,7 +115,7 @@ def _check_beside(name: str, x: Any, sparse: Any, other: str) -> None:
     if isinstance(x, Tensor) and x.dtype not in OUT_DTYPES:
         raise InvalidInput(
             f"{name} is {x.dtype}; FP8 products round {', '.join(map(str, OUT_DTYPES))}, or take "
-            f"sparsek.quantize({name}), which has scales beside its FP8 values"
+            f"sparsek.quantize({name}), which has FP8 values and scales"
         )
     device = x.device if isinstance(x, QuantizedTensor) else arguments.dense(name, x).device
     arguments.one_device(f"{other} is", sparse.device, name, device, MOVE)
@@ -164,7 +166,7 @@ def check_epilogue(
         along = -1 if out_layout == "row" else -2
         if other.stride(along) != 1 and other.shape[along] > 1:
             raise InvalidInput(
-                f"the matrix that is joined with the product must have contiguous rows, got strides {other.stride()}"
+                f"the other matrix of the epilogue must have contiguous rows, got strides {other.stride()}"
                 "; call .contiguous()"
             )
 
@@ -219,7 +221,7 @@ def check_activation(activation: Any) -> None:
 def check_sddmm(x: Any, y: Any, pattern: Any) -> None:
     """InvalidInput unless `x` [M, K] and `y` [K, N] are dense, of one dtype and device, and fit the M x N `pattern`."""
     if not isinstance(pattern, BlockPattern):
-        hint = "; hand over its .pattern" if isinstance(pattern, BSR) else ""
+        hint = "; pass its .pattern" if isinstance(pattern, BSR) else ""
         raise InvalidInput(f"pattern must be a BlockPattern, got {type(pattern).__name__}{hint}")
     check_dense("X", x)
     check_dense("Y", y, x, "X")
@@ -267,7 +269,7 @@ def check_spgemm(a: Any, b: Any, out: Any) -> None:
 def check_wanted(out: Any) -> None:
     """InvalidInput unless `out` describes a product of two BSR."""
     if not isinstance(out, BlockPattern) and not (isinstance(out, str) and out in ("dense", "bsr")):
-        hint = "; hand over its .pattern" if isinstance(out, BSR) else ""
+        hint = "; pass its .pattern" if isinstance(out, BSR) else ""
         said = shown(out) if isinstance(out, str) else type(out).__name__
         raise InvalidInput(f'out must be "dense", "bsr" or a BlockPattern, got {said}{hint}')
 
@@ -338,7 +340,7 @@ def check_out(a: Any, b: Any, out: Any, epilogue: Epilogue = PLAIN) -> None:
         raise InvalidInput(f"out must be {dtype} {list(shape)} on {dense.device}, got {found}")
     if out.is_inference() and not torch.is_inference_mode_enabled():
         raise InvalidInput(
-            "out was made in inference mode, outside of which nothing may write to it; clone it"
+            "out is an inference tensor, which cannot be written to outside inference mode; clone it"
         )
     if out.numel() == 0:
         return
@@ -351,7 +353,7 @@ def check_out(a: Any, b: Any, out: Any, epilogue: Epilogue = PLAIN) -> None:
     if epilogue.bias is not None:
         read["the bias"] = epilogue.bias
     if epilogue.other is not None and not same_memory(out, epilogue.other):
-        read["the matrix that is joined with the product"] = epilogue.other
+        read["the other matrix of the epilogue"] = epilogue.other
     for each, held in read.items():
         if _overlap(out, held):
             raise InvalidInput(f"out overlaps the memory of {each}; C would be written where that is read")

@@ -280,7 +280,7 @@ class SpmmPlan(Plan):
         dtype = dtypes.parse(self.problem.c.dtype)
         if self.layer:
             if out is not None:
-                raise InvalidInput("a plan of a layer makes its output; leave out= away")
+                raise InvalidInput("a plan of a layer allocates its output; omit out=")
             operands.check_layer(a, b)
             call = Product.layer(a, b, epilogue, dtype if isinstance(b, Quantized) else None)
         else:
@@ -338,7 +338,7 @@ class SpmmPlan(Plan):
         p = self.problem
         if not isinstance(a, BSR) or p.a.kind != "bsr":
             raise InvalidInput(
-                f"a plan of a BSR follows a BSR; this is one of {p.a.kind}, got {type(a).__name__}"
+                f"only a plan of a BSR can be retargeted, to a BSR; this is one of {p.a.kind}, got {type(a).__name__}"
             )
         turned = self.on_right and not self.layer
         stands = a.T if turned else a
@@ -349,8 +349,8 @@ class SpmmPlan(Plan):
             sides, block = ((p.k, p.m), p.block[::-1]) if turned else ((p.m, p.k), p.block)
             view = ", a transposed view" if p.a.transposed != turned else ""
             raise InvalidInput(
-                f"this plan follows {p.dtype} matrices of {sides[0]}x{sides[1]} in blocks of {block[0]}x{block[1]}"
-                f"{view}, with at most {limit} stored; got {a!r}"
+                f"this plan can be retargeted to {p.dtype} matrices of {sides[0]}x{sides[1]} in blocks of "
+                f"{block[0]}x{block[1]}{view}, with at most {limit} stored; got {a!r}"
             )
         if old is not None and new.device != old.device:
             raise InvalidInput(f"this plan is on {old.device} and A on {new.device}")
@@ -441,8 +441,8 @@ class SpmmPlan(Plan):
             raise InvalidInput(f"this plan multiplies {mine}; got {others}. Plan anew, or call spmm(A, B)")
         if _epilogue(found) != _epilogue(p):
             raise InvalidInput(
-                f"this plan was made for C = {formula(p, 'A @ B')}; got {formula(found, 'A @ B')}. Hand over the "
-                "epilogue that was planned, epilogue=..., or plan with this one"
+                f"this plan was made for C = {formula(p, 'A @ B')}; got {formula(found, 'A @ B')}. Pass the "
+                "planned epilogue, epilogue=..., or plan with this one"
             )
         gaps = p.a.two_four and p.b.gapless and not found.b.gapless
         if (p.aligned and not found.aligned) or gaps:

@@ -138,7 +138,7 @@ def tuned(p: Any, kernel: Any, default: Any) -> Tuned | None:
         if config is not None:
             gain = entry.seconds / entry.default_seconds
             said = (
-                "the kernel's own choice stood"
+                "the kernel's own choice was kept"
                 if gain == 1
                 else f"{gain:.2f}x the time of the kernel's own choice"
             )
@@ -214,12 +214,12 @@ def read(path: Path) -> Entries:
     except (OSError, UnicodeDecodeError, ValueError, RecursionError) as error:
         raise InvalidFile(f"{path}: cannot be read: {error}") from None
     if not isinstance(found, dict) or found.get("format") != FORMAT:
-        raise InvalidFile(f"{path}: is no {FORMAT}")
+        raise InvalidFile(f"{path}: is not a {FORMAT}")
     if found.get("version") != VERSION:
         raise InvalidFile(f"{path}: is of version {found.get('version')!r}, this is {VERSION}; tune again")
     listed = found.get("entries")
     if not isinstance(listed, list):
-        raise InvalidFile(f"{path}: its entries are no list")
+        raise InvalidFile(f"{path}: its entries are not a list")
     entries: Entries = {}
     for at, each in enumerate(listed):
         entry = _entry(each)
@@ -264,7 +264,7 @@ def add(path: Path, entries: Iterable[Entry]) -> None:
     try:
         there = read(path) if path.exists() else {}
     except InvalidFile as error:
-        warnings.warn(f"the table is begun anew: {error}", stacklevel=2)
+        warnings.warn(f"the table is replaced: {error}", stacklevel=2)
         there = {}
     write(path, {**there, **{each.key: each for each in entries}}.values())
     forget()

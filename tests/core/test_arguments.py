@@ -123,5 +123,5 @@ def test_only_sequences_of_two_are_pairs(value: object) -> None:
 
 
 def test_a_path_with_a_zero_in_it_is_refused() -> None:
-    with pytest.raises(InvalidInput, match="no file can be named so"):
+    with pytest.raises(InvalidInput, match="no file can have this name"):
         files.as_path("path", "a\0b")

@@ -16,7 +16,6 @@ NOT_YET = (
     "sparsek/advise/",
     "sparsek/bench/",
     "sparsek/cli/",
-    "sparsek/core/device.py",
     "sparsek/files/",
     "sparsek/integrations/",
     "sparsek/mask/",
@@ -24,7 +23,6 @@ NOT_YET = (
     "sparsek/nn/",
     "sparsek/ops/",
     "sparsek/pictures/",
-    "sparsek/plan/operands.py",
     "sparsek/reference/attention.py",
 )
 

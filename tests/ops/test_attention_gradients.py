@@ -413,7 +413,7 @@ GRADS: dict[str, tuple[Callable[..., Any], str]] = {
     ),
     "gaps": (
         lambda out, lse, grad: (torch.cat((out, out), 3)[..., :64], lse, grad),
-        "out and lse must lie in memory as attention gave them",
+        "out and lse must have the memory layout that attention gave them",
     ),
 }
 

@@ -230,7 +230,7 @@ BAD: dict[str, tuple[Call, str]] = {
     ),
     "2:4 on the right": (
         lambda a, b: b.mT[:, :128] @ matrix("semi24_fp8"),
-        "a Semi24 in FP8 stands on the left",
+        "a Semi24 in FP8 must be the left operand",
     ),
     "no Quantized": (
         lambda a, b: sk.spmm(sk.quantize(b), b),
@@ -246,7 +246,7 @@ BAD: dict[str, tuple[Call, str]] = {
     "integers": (lambda a, b: a @ b.int(), "B is torch.int32; FP8 products round torch.bfloat16"),
     "FP8 without scales": (
         lambda a, b: a @ b.to(torch.float8_e4m3fn),
-        r"B is torch.float8_e4m3fn; .* sparsek.quantize\(B\), which has scales",
+        r"B is torch.float8_e4m3fn; .* sparsek.quantize\(B\), which has FP8 values and scales",
     ),
     "device": (lambda a, b: a @ b.to("meta"), "A is on cpu and B on meta; move one of them"),
     "scaled along N": (

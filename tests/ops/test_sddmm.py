@@ -159,7 +159,7 @@ def test_compiled_it_gives_the_same_matrix():
 REFUSED: dict[str, tuple[Callable[[Given], Any], str]] = {
     "pattern": (
         lambda g: sk.sddmm(g[0], g[1], pair(dtype=g[0].dtype)[0]),  # pyright: ignore[reportArgumentType]
-        "pattern must be a BlockPattern, got BSR; hand over its .pattern",
+        "pattern must be a BlockPattern, got BSR; pass its .pattern",
     ),
     "no pattern": (lambda g: sk.sddmm(g[0], g[1], None), "pattern must be a BlockPattern, got NoneType"),  # pyright: ignore[reportArgumentType]
     "X numpy": (lambda g: sk.sddmm(np.ones(9), g[1], g[2]), "X must be a dense torch.Tensor, got ndarray"),  # pyright: ignore[reportArgumentType]

@@ -147,9 +147,9 @@ BAD: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
     "linear act": (lambda a, b: sk.linear(b.T, a, None, "tanh"), "activation is 'tanh'; use one of relu"),
     "values": (
         lambda a, b: sk.spmm(_learning(a), b),
-        r"the values of a .*24 ask for a gradient, .* use A.detach\(\)\. Gradients reach the dense operand",
+        r"the values of a .*24 require a gradient, .* use A.detach\(\)\. Gradients reach the dense operand",
     ),
-    "values of a layer": (lambda a, b: sk.linear(b.T, _learning(a)), "ask for a gradient"),
+    "values of a layer": (lambda a, b: sk.linear(b.T, _learning(a)), "require a gradient"),
     "values and a plan": (lambda a, b: sk.plan_spmm(a, b)(_learning(a), b), "a plan has no gradient"),
     "gradient and out": (
         lambda a, b: sk.spmm(a, b.clone().requires_grad_(), out=b.new_empty(128, 40)),

@@ -259,7 +259,7 @@ REFUSED: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
         lambda a, b: SPGEMM(a, b, "csr"),
         r'out must be "dense", "bsr" or a BlockPattern, got \'csr\'',
     ),
-    "out a BSR": (lambda a, b: sk.spgemm(a, b, a @ b), "got BSR; hand over its .pattern"),
+    "out a BSR": (lambda a, b: sk.spgemm(a, b, a @ b), "got BSR; pass its .pattern"),
     "out's shape": (
         lambda a, b: sk.spgemm(a, b, a.pattern),
         "A @ B is 96x80 in blocks of 32x48; the pattern is 96x112 in blocks of 32x16",

@@ -81,7 +81,7 @@ BAD_OPERANDS: dict[str, tuple[Callable[[BSR, Tensor], Any], str]] = {
     ),
     "other by columns": (
         lambda a, b: sk.plan_spmm(a, b, epilogue=Epilogue(other=b.new_ones(40, 128).T)),
-        r"joined with the product must have contiguous rows, got strides \(1, 128\); call .contiguous",
+        r"other matrix of the epilogue must have contiguous rows, got strides \(1, 128\); call .contiguous",
     ),
     "bias": (
         lambda a, b: sk.plan_spmm(a, b, epilogue=Epilogue(bias=b.new_ones(40))),
@@ -173,9 +173,8 @@ BAD_OPERANDS: dict[str, tuple[Callable[[BSR, Tensor], Any], str]] = {
     ),
     "card as a device": (
         lambda a, b: sk.plan_spmm(a, b, device=torch.device("cuda")),  # pyright: ignore[reportArgumentType]
-        "no facts about a card named 'cuda'; known: h200, .*, cpu. A plan for a GPU that is there follows from "
-        "operands on it; leave the device out"
-        + ("" if torch.cuda.is_available() else ". There is no GPU here"),
+        "no facts about a card named 'cuda'; known: h200, .*, cpu. To plan for this machine's GPU, pass operands "
+        "on it and omit device" + ("" if torch.cuda.is_available() else ". There is no GPU here"),
     ),
 }
 

@@ -202,7 +202,7 @@ def test_a_plan_of_a_layer_is_that_of_linear(storage: str):
     assert torch.equal(plan(x, w, epilogue=epilogue), sk.linear(x, w, bias, "gelu", rest))
     with pytest.raises(InvalidInput, match=r"made for C = gelu\(A @ B \+ bias\) .*; got A @ B\."):
         plan(x, w)
-    with pytest.raises(InvalidInput, match="makes its output; leave out= away"):
+    with pytest.raises(InvalidInput, match="allocates its output; omit out="):
         plan(x, w, rest, epilogue=epilogue)
     with pytest.raises(InvalidInput, match="W must be a BSR, Semi24, BSR24 or Quantized, got Tensor"):
         plan(x, w.to_dense())

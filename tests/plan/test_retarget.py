@@ -99,10 +99,11 @@ def test_what_a_plan_cannot_follow_is_said() -> None:
         pair("cpu", 2, 0.1, torch.float64),
     ):
         with pytest.raises(
-            InvalidInput, match="this plan follows fp32 matrices of 320x448 in blocks of 32x64, with at most"
+            InvalidInput,
+            match="this plan can be retargeted to fp32 matrices of 320x448 in blocks of 32x64, with",
         ):
             plan.retarget(other)
-    with pytest.raises(InvalidInput, match="follows a BSR"):
+    with pytest.raises(InvalidInput, match="retargeted, to a BSR"):
         plan.retarget(first.values)  # pyright: ignore[reportArgumentType]
 
 

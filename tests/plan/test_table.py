@@ -253,11 +253,11 @@ GOOD = {"format": table.FORMAT, "version": table.VERSION, "entries": []}
         ("", "cannot be read"),
         ("{", "cannot be read"),
         ("[" * 100000, "cannot be read"),
-        ("\xff\xfe", "is no sparsek tuning table"),
-        ("[]", "is no sparsek tuning table"),
-        ('{"autotune": 1}', "is no sparsek tuning table"),
+        ("\xff\xfe", "is not a sparsek tuning table"),
+        ("[]", "is not a sparsek tuning table"),
+        ('{"autotune": 1}', "is not a sparsek tuning table"),
         (json.dumps({**GOOD, "version": 2}), "is of version 2, this is 1; tune again"),
-        (json.dumps({**GOOD, "entries": {}}), "its entries are no list"),
+        (json.dumps({**GOOD, "entries": {}}), "its entries are not a list"),
         (json.dumps({**GOOD, "entries": [1]}), "entry 0 is malformed"),
         (json.dumps({**GOOD, "entries": [{**asdict(entry()), "more": 1}]}), "entry 0 is malformed"),
         (json.dumps({**GOOD, "entries": [asdict(entry(seconds=-1.0))]}), "entry 0 is malformed"),
@@ -270,7 +270,7 @@ def test_a_file_that_is_no_table_is_ignored_with_one_warning_that_names_it(
     own: Path, text: str, said: str
 ) -> None:
     own.parent.mkdir()
-    own.write_text(text if said != "is no sparsek tuning table" or text[0] in "[{" else "null")
+    own.write_text(text if said != "is not a sparsek tuning table" or text[0] in "[{" else "null")
     with pytest.raises(InvalidFile, match=said):
         table.read(own)
     with pytest.warns(UserWarning, match="tuned configs are ignored: .*tuning.json") as caught:
@@ -291,7 +291,7 @@ def test_a_table_of_bytes_that_are_no_text_is_ignored(own: Path) -> None:
 def test_tuning_over_a_broken_table_begins_anew(own: Path) -> None:
     own.parent.mkdir()
     own.write_text("{")
-    with pytest.warns(UserWarning, match=r"begun anew: .*tuning.json: cannot be read"):
+    with pytest.warns(UserWarning, match=r"table is replaced: .*tuning.json: cannot be read"):
         table.add(own, [entry()])
     assert list(table.read(own)) == [entry().key]
 
