@@ -3,7 +3,7 @@
 import gc
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -13,22 +13,22 @@ from sparsek.bench.engine import records
 from sparsek.bench.engine.case import suite_named
 from sparsek.bench.engine.everything import Row, rows_of, stale_rows, walk
 from sparsek.bench.engine.options import listed
-from sparsek.bench.engine.peer import first_line, peers_named
-from sparsek.cli.bench_run import Device, Rounds, measured_entry
-from sparsek.cli.output import complain, console
-from sparsek.core import arguments, env
+from sparsek.bench.engine.peer import peers_named
+from sparsek.cli.bench_run import Device, Html, Rounds, device_of, measured, write_html
+from sparsek.cli.output import AsJson, console, print_json
+from sparsek.core import env
 from sparsek.core.device import CARDS, card_of
 from sparsek.core.errors import InvalidInput
 
 
 def everything(
     only: Annotated[str | None, typer.Option(help=f"Only these benchmarks: {', '.join(BENCHES)}.")] = None,
-    again: Annotated[bool, typer.Option("--again", help="Fresh rows too.")] = False,
+    again: Annotated[bool, typer.Option("--again", help="Measure fresh rows too.")] = False,
     limit: Annotated[
         float | None, typer.Option(help="Seconds: stop before a row that may not end within them.", min=0)
     ] = None,
     listing: Annotated[
-        bool, typer.Option("--list", help="Say which rows are to be measured, and stop.")
+        bool, typer.Option("--list", help="List the rows to measure, and stop.")
     ] = False,
     rounds: Rounds = 5,
     device: Device = None,
@@ -45,53 +45,63 @@ def everything(
         Path | None,
         typer.Option(help="Put the records of such a file into the folder, and stop.", exists=True),
     ] = None,
+    html: Html = None,
+    json: AsJson = False,
 ) -> None:
-    """Measures every published row whose record is not of this source, card and versions; run again, it goes on."""
-    home = folder or Path(env.bench_records_dir())
+    """Measures every published row whose record is not of this source, card and versions; run again, it goes on.
+
+    --html shows the newest records of all rows on this card, measured now or before.
+
+    --json: {card, records (their folder), to_measure (names of rows), measured (records as of `bench spmm --json`),
+    failed: [{case, why}], not_measured: [{name, why, cases}], left (names of rows)}, or with --take {taken, records}.
+    """
+    home, screen = folder or Path(env.bench_records_dir()), console(stderr=json)
     if take is not None:
-        console().print(f"{_sorted_in(records.read(take), home)} records put into {home}", soft_wrap=True)
+        count = _sorted_in(records.read(take), home)
+        screen.print(f"{count} records put into {home}", soft_wrap=True)
+        if json:
+            print_json({"taken": count, "records": home})
         return
     names = list(BENCHES) if only is None else listed("only", only, str)
     benches = [suite_named(BENCHES, name, "benchmark") for name in names]
-    where = arguments.device("device", device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    where = device_of(device)
     if not listing:
         refuse_cpu(where)
-    screen, card = console(), card_of(where).name
+    card = card_of(where).name
     rows = rows_of(benches)
-    found = [
-        record
-        for path in (home / short_name(card), out)
-        if path and path.exists()
-        for record in records.read(path)
-    ]
+    places = [path for path in (home / short_name(card), out) if path]
+    found = _read(places)
     todo = rows if again else stale_rows(rows, found, where)
     screen.print(
         f"{len(todo)} of {len(rows)} rows to measure on {card}, records in {out or home}", soft_wrap=True
     )
+    document: dict[str, Any] = {"card": card, "records": out or home, "to_measure": [row.name for row in todo]}
     if listing:
-        for row in todo:
+        for row in () if json else todo:
             screen.print(row.name, soft_wrap=True)
+        if json:
+            print_json(document)
+        write_html(html, found, f"sparsek on {card}")
         return
-    failed: list[str] = []
-    missing: dict[str, list[str]] = {}
+    failed: list[dict[str, str]] = []
+    missing: dict[tuple[str, str], list[str]] = {}
+    new: list[records.Record] = []
 
     def measure(row: Row) -> None:
-        peers = peers_named(row.bench.peers, None, where)
-        try:
-            outcome = measured_entry(row.entry, peers, where, rounds)
-        except (
-            Exception
-        ) as error:  # one row may be wrong in any way; those behind it are measured all the same
-            complain(f"{row.name}: {type(error).__name__}: {first_line(error)}")
-            outcome = None
-        if outcome is None or not outcome.records:
-            failed.append(row.name)
-        elif out is not None:
-            records.append(out, outcome.records)
+        # One row may fail in any way; those behind it are measured all the same.
+        outcome = measured(row.entry, peers_named(row.bench.peers, None, where), where, rounds, any_error=True)
+        if isinstance(outcome, str):
+            failed.append({"case": row.name, "why": outcome})
         else:
-            _sorted_in(outcome.records, home)
-        for name, reasons in outcome.unavailable.items() if outcome else ():
-            missing.setdefault(f"{name} not measured: {'; '.join(reasons)}", []).append(row.name)
+            for name, reasons in outcome.unavailable.items():
+                missing.setdefault((name, "; ".join(reasons)), []).append(row.name)
+            if not outcome.records:
+                failed.append({"case": row.name, "why": "nothing was measured"})
+            new.extend(outcome.records)
+            if out is not None:
+                records.append(out, outcome.records)
+            else:
+                _sorted_in(outcome.records, home)
         gc.collect()
         if where.type == "cuda":
             torch.cuda.synchronize(where)  # raises where the failure has left no device to go on with
@@ -108,16 +118,27 @@ def everything(
             )
             screen.print(f"{count}/{len(todo)} {done.row.name}: {done.seconds:.1f} s; {left}", soft_wrap=True)
     finally:
-        for line, cases in missing.items():
-            screen.print(f"{line} ({len(cases)} rows, {cases[0]} first)", style="dim", soft_wrap=True)
-        if count < len(todo):
-            rest = todo[count:]
-            screen.print(f"stopped with {len(rest)} rows left, run again to go on:", soft_wrap=True)
-            for row in rest:
-                screen.print(f"  {row.name}", soft_wrap=True)
+        for (name, why), cases in missing.items():
+            line = f"{name} not measured: {why} ({len(cases)} rows, {cases[0]} first)"
+            screen.print(line, style="dim", soft_wrap=True)
+        rest = [row.name for row in todo[count:]]
+        if rest:
+            screen.print(
+                f"stopped with {len(rest)} rows left, {rest[0]} first; run again to go on, --list names them",
+                soft_wrap=True,
+            )
+    if json:
+        reasons = [{"name": name, "why": why, "cases": cases} for (name, why), cases in missing.items()]
+        print_json({**document, "measured": new, "failed": failed, "not_measured": reasons, "left": rest})
+    write_html(html, _read(places), f"sparsek on {card}")
     if failed:
-        screen.print(f"{len(failed)} rows gave no record: {', '.join(failed)}", soft_wrap=True)
+        names = ", ".join(each["case"] for each in failed)
+        screen.print(f"{len(failed)} rows gave no record: {names}", soft_wrap=True)
         raise typer.Exit(1)
+
+
+def _read(places: Iterable[Path]) -> list[records.Record]:
+    return [record for path in places if path.exists() for record in records.read(path)]
 
 
 def short_name(card: str) -> str:

@@ -1,7 +1,6 @@
-"""What every `sparsek bench` command does once its cases are known: measure, print, write records and charts."""
+"""`sparsek bench NAME`, once its cases are known: measures, prints, writes records, charts and a page."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,78 +9,126 @@ import typer
 from rich.table import Table as Screen
 
 from sparsek.bench import charts
-from sparsek.bench.engine import records
-from sparsek.bench.engine.bench import Bench, Table, table_of
-from sparsek.bench.engine.case import SuiteRow, suite_named
+from sparsek.bench.engine import html, records
+from sparsek.bench.engine.bench import Bench, Column, Table, table_of
+from sparsek.bench.engine.case import SuiteRow, suite_named, unknown
 from sparsek.bench.engine.memory import out_of_memory
 from sparsek.bench.engine.options import listed
-from sparsek.bench.engine.peer import Peer, peers_named
+from sparsek.bench.engine.peer import Peer, first_line, peers_named
 from sparsek.bench.engine.report import measured_peers
 from sparsek.bench.engine.run import GateError, Outcome, measure
 from sparsek.bench.engine.tables import case_name
-from sparsek.cli.output import complain, console, progress
+from sparsek.cli.output import complain, console, print_json, progress
 from sparsek.cli.output import table as new_table
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
+from sparsek.kernels import KERNELS
 
 Rounds = Annotated[int, typer.Option(min=1, help="Interleaved rounds; records want five or more.")]
 Device = Annotated[str | None, typer.Option(help="cuda or cpu; default: the GPU if there is one.")]
-
-
-@dataclass(frozen=True)
-class Request:
-    """What a command was given beside its cases, as it was written."""
-
-    context: typer.Context
-    rounds: int
-    suite: str | None
-    only: str | None
-    device: str | None
-    out: Path | None
-    plot: Path | None
-    kernel: str = "auto"
-    peers: str = "none"
-
-
+Html = Annotated[
+    Path | None, typer.Option(help="Write the results as one HTML file: pictures, tables, environment.")
+]
+# The operation of a benchmark's kernels in their table, and how names of what they multiply end.
+OF_BENCH: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "spmm": ("spmm", ("bsr",)),
+    "linear": ("spmm", ("bsr",)),
+    "semi24": ("spmm", ("24",)),
+    "fp8": ("spmm", ("fp8",)),
+    "sddmm": ("sddmm", ("",)),
+    "spgemm": ("spgemm", ("",)),
+    "attention": ("attention", ("",)),
+    "attention-backward": ("attention_backward", ("",)),
+}
 # Parameters that go with a suite too; the others describe cases.
-BESIDE_A_SUITE = ("peers", "rounds", "suite", "only", "device", "out", "plot")
+BESIDE_A_SUITE = ("peers", "rounds", "suite", "only", "device", "out", "plot", "html", "json")
 
 
-def bench(one: Bench, cases: Mapping[str, str | bool], request: Request) -> None:
-    """Measures a suite, or the cases that the options give, prints what was found, and writes what was asked for.
+def bench(
+    one: Bench,
+    context: typer.Context,
+    cases: Mapping[str, str | bool],
+    *,
+    rounds: int,
+    suite: str | None,
+    only: str | None,
+    device: str | None,
+    out: Path | None,
+    plot: Path | None,
+    html: Path | None,
+    json: bool,
+    kernel: str = "auto",
+    peers: str = "none",
+) -> None:
+    """Measures a suite, or the cases that the options give, prints the results, and writes the wanted files.
 
     Exits 1 if a case failed or none was measured. A CPU is refused where it would take hours.
     """
-    given = given_of(request.context)
-    suite = request.suite or (one.whole if not set(given) - set(BESIDE_A_SUITE) else "")
+    given = given_of(context)
+    suite = suite or (one.whole if not set(given) - set(BESIDE_A_SUITE) else "")
     _refuse_contradictions(given, suite)
-    device = arguments.device("device", request.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    where = device_of(device)
     if suite:
-        entries = _numbered(suite_named(one.suites, suite), request.only)
+        rows = _numbered(suite_named(one.suites, suite), only)
     else:
-        kernels = tuple(listed("kernel", request.kernel, str))
-        entries = tuple(SuiteRow(case, kernels) for case in one.cases(cases))
-    names = {"all": None, "none": []}.get(request.peers.strip(), listed("peers", request.peers, str))
-    chosen = peers_named(one.peers, names, device)
-    if device.type == "cpu" and one.small and not _sizes_in(one.small) & set(given):
+        rows = tuple(SuiteRow(case, _kernels(one, kernel)) for case in one.cases(cases))
+    names = {"all": None, "none": []}.get(peers.strip(), listed("peers", peers, str))
+    chosen = peers_named(one.peers, names, where)
+    if where.type == "cpu" and one.small and not _sizes_in(one.small) & set(given):
         why = f"suite {suite} needs a GPU" if suite else "sizes by default are a GPU's"
         raise InvalidInput(f"{why}; a CPU would take hours. Give sizes by hand: {one.small}")
-    outcomes, failed = _run(entries, chosen, device, request)
+    outcomes, failed = _run(rows, chosen, where, rounds, out)
     found = [record for outcome in outcomes for record in outcome.records]
-    screen = console()
-    by_table: dict[str, list[records.Record]] = {}
-    for record in found:
-        by_table.setdefault(table_of(record).op, []).append(record)
-    for rows in by_table.values():
-        screen.print(_table(table_of(rows[0]), rows))
-    _print_notes(outcomes)
-    if request.out is not None:
-        screen.print(f"{len(found)} records appended to {request.out}", soft_wrap=True)
-    if request.plot is not None:
-        for path in charts.draw(found, request.plot):
+    notes, missing = _notes(outcomes)
+    screen = console(stderr=json)
+    if json:
+        print_json(
+            {"benchmark": one.name, "records": found, "failed": failed, "not_measured": missing, "notes": notes}
+        )
+    else:
+        by_table: dict[str, list[records.Record]] = {}
+        for record in found:
+            by_table.setdefault(table_of(record).op, []).append(record)
+        for each in by_table.values():
+            screen.print(_table(table_of(each[0]), each))
+        for note in (*notes, *missing):
+            screen.print(_line(note, len(outcomes)), style="dim")
+    if out is not None:
+        screen.print(f"{len(found)} records appended to {out}", soft_wrap=True)
+    if plot is not None:
+        for path in charts.draw(found, plot):
             screen.print(f"drew {path}", soft_wrap=True)
+    write_html(html, found, f"sparsek bench {one.name}")
     if failed or not found:
         raise typer.Exit(1)
+
+
+def write_html(path: Path | None, found: Sequence[records.Record], title: str) -> None:
+    """The records as one HTML file, if a path is given."""
+    if path is not None:
+        pictures = getattr(charts, "pictures", lambda found: [])(found)
+        path.write_text(html.page(found, pictures, title), encoding="utf-8")
+        console(stderr=True).print(f"wrote {path}", soft_wrap=True)
+
+
+def device_of(named: str | None) -> torch.device:
+    """The device of that name; the GPU, if there is one, for None."""
+    return arguments.device("device", named or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def _kernels(one: Bench, text: str) -> tuple[str, ...]:
+    names = tuple(listed("kernel", text, str))
+    every = {name: op for op, name, *_ in KERNELS}
+    for name in names:
+        if name not in every and name != "auto":
+            raise unknown("kernel", name, kernels_of(one.name) or every)
+    return names
+
+
+def kernels_of(name: str) -> tuple[str, ...]:
+    """The kernels that the benchmark of this name measures."""
+    op, ends = OF_BENCH.get(name, ("", ()))
+    return tuple(kernel for each, kernel, _, kind in KERNELS if each == op and kind.endswith(ends))
 
 
 def given_of(context: typer.Context) -> list[str]:
@@ -107,94 +154,109 @@ def _refuse_contradictions(given: Sequence[str], suite: str) -> None:
         raise InvalidInput("--only picks entries of a suite; name one with --suite")
 
 
-def _numbered(entries: Sequence[SuiteRow], only: str | None) -> tuple[SuiteRow, ...]:
+def _numbered(rows: Sequence[SuiteRow], only: str | None) -> tuple[SuiteRow, ...]:
     if only is None:
-        return tuple(entries)
+        return tuple(rows)
     numbers = listed("only", only, int)
     for number in numbers:
-        if not 1 <= number <= len(entries):
-            raise InvalidInput(f"--only {number}: the suite has entries 1 to {len(entries)}")
-    return tuple(entries[number - 1] for number in numbers)
+        if not 1 <= number <= len(rows):
+            raise InvalidInput(f"--only {number}: the suite has entries 1 to {len(rows)}")
+    return tuple(rows[number - 1] for number in numbers)
 
 
 def _run(
-    entries: Sequence[SuiteRow], peers: Sequence[Peer], device: torch.device, request: Request
-) -> tuple[list[Outcome], bool]:
-    """Every entry in turn; records are on disk as soon as a case is done. The flag: one failed."""
+    rows: Sequence[SuiteRow], peers: Sequence[Peer], device: torch.device, rounds: int, out: Path | None
+) -> tuple[list[Outcome], list[dict[str, str]]]:
+    """Every row in turn, and those that failed; records are on disk as soon as a case is done."""
     outcomes: list[Outcome] = []
-    with progress(len(entries), "start") as (say, advance):
-        for entry in entries:
-            outcome = measured_entry(entry, peers, device, request.rounds, say)
-            if outcome is not None:
+    failed: list[dict[str, str]] = []
+    with progress(len(rows), "start") as (say, advance):
+        for row in rows:
+            outcome = measured(row, peers, device, rounds, say)
+            if isinstance(outcome, str):
+                failed.append({"case": row.case.name, "why": outcome})
+            else:
                 outcomes.append(outcome)
-                if request.out is not None:
-                    records.append(request.out, outcome.records)
+                if out is not None:
+                    records.append(out, outcome.records)
             advance()
-    return outcomes, len(outcomes) < len(entries)
+    return outcomes, failed
 
 
-def measured_entry(
-    entry: SuiteRow,
+def measured(
+    row: SuiteRow,
     peers: Sequence[Peer],
     device: torch.device,
     rounds: int,
     say: Callable[[str], None] = lambda text: None,
-) -> Outcome | None:
-    """What an entry gave; None, and a line on standard error, if its result is wrong or memory cannot hold it."""
-    name = entry.case.name
+    *,
+    any_error: bool = False,
+) -> Outcome | str:
+    """The outcome of a row, or why there is none, which is printed too: its result is wrong, memory cannot hold it, or,
+    with `any_error`, whatever it raised.
+    """
+    name = row.case.name
     try:
         return measure(
-            entry, peers=peers, rounds=rounds, device=device, report=lambda text: say(f"{name}: {text}")
+            row, peers=peers, rounds=rounds, device=device, report=lambda text: say(f"{name}: {text}")
         )
-    except (GateError, MemoryError, RuntimeError) as error:
+    except Exception as error:
         why = str(error) if isinstance(error, GateError) else out_of_memory(error)
-        if why is None:
+        if why is None and not any_error:
             raise
+        why = why or f"{type(error).__name__}: {first_line(error)}"
         complain(f"{name}: {why}")
-        return None
+        return why
 
 
 def _table(of: Table, found: Sequence[records.Record]) -> Screen:
-    names = measured_peers(found, of)
     table = new_table(f"{of.title} on {found[0]['env']['gpu']}")
-    table.add_column("case", no_wrap=True)
-    table.add_column("kernel", no_wrap=True)
-    peers = (f"over {of.peers[name]}".replace(".", " ") for name in names)
-    own = (column.heading for column in of.shown)
-    for title in ("ms", "min", "max", "useful TFLOPS", "GB/s", "of roof", *own, *peers):
-        table.add_column(title, justify="right")
+    for at, column in enumerate(columns := list(_columns(of, found))):
+        table.add_column(column.heading, justify="left" if at < 2 else "right", no_wrap=at < 2)
     for record in found:
-        table.add_row(*_row(record, of, names))
+        table.add_row(*(column.cell(record) for column in columns))
     return table
 
 
-def _row(record: records.Record, of: Table, names: Sequence[str]) -> list[str]:
-    ms: dict[str, Any] = record["ms"]
-    first = [case_name(record), record["kernel"], f"{ms['median']:.4g}"]
-    first += [f"{ms['min']:.4g}", f"{ms['max']:.4g}"]
-    if record["gbps"] is None:
-        if record["op"] == of.op:
-            own = [column.cell(record) for column in of.shown]
-            return [*first, "", "", "", *own, *(f"{record['ratio'][name]:.2f}x" for name in names)]
-        blank = [""] * (len(of.shown) + len(names))
-        return [*first, record["op"].rsplit("_", 1)[-1], "", "", *blank]
-    rates = [
-        "" if record["tflops"] is None else f"{record['tflops']['useful']:.3g}",
-        f"{record['gbps']:.4g}",
-        f"{record['roofline']['fraction']:.0%}",
-        *(column.cell(record) for column in of.shown),
-    ]
-    return [*first, *rates, *(f"{record['ratio'][n]:.2f}x" if n in record["ratio"] else "" for n in names)]
+def _columns(of: Table, found: Sequence[records.Record]) -> Iterator[Column]:
+    """Those of a screen: min and max apart, and the table's own ones where its records have them."""
+
+    def of_table(record: records.Record) -> bool:
+        return record["op"] == of.op
+
+    yield Column("case", lambda r: case_name(r) if of_table(r) else f"{case_name(r)} ({r['op']})")
+    yield Column("kernel", lambda r: r["kernel"])
+    for heading, field in (("ms", "median"), ("min", "min"), ("max", "max")):
+        yield Column(heading, lambda r, field=field: f"{r['ms'][field]:.4g}")
+    yield Column("useful TFLOPS", lambda r: f"{r['tflops']['useful']:.3g}" if r["tflops"] else "")
+    yield Column("GB/s", lambda r: "" if r["gbps"] is None else f"{r['gbps']:.4g}")
+    yield Column("of roof", lambda r: f"{r['roofline']['fraction'] * 100:.0f} %" if r["roofline"] else "")
+    for column in of.shown:
+        yield Column(column.heading, lambda r, cell=column.cell: cell(r) if of_table(r) else "")
+    for name in measured_peers(found, of):
+        heading = f"over {of.peers[name]}".replace(".", " ")
+        yield Column(heading, lambda r, name=name: f"{r['ratio'][name]:.2f}x" if name in r["ratio"] else "")
 
 
-def _print_notes(outcomes: Sequence[Outcome]) -> None:
-    """Peers' settings, and who was left out and why: each thing once, with the cases it holds for."""
-    lines: dict[str, list[str]] = {}
+Note = dict[str, Any]
+
+
+def _notes(outcomes: Sequence[Outcome]) -> tuple[list[Note], list[Note]]:
+    """Settings of peers, and who was left out and why: each thing once, with the cases that it holds for."""
+    notes: dict[tuple[str, str], list[str]] = {}
+    missing: dict[tuple[str, str], list[str]] = {}
     for outcome in outcomes:
         for name, note in outcome.notes.items():
-            lines.setdefault(f"{name}: {note}", []).append(outcome.case.name)
+            notes.setdefault((name, note), []).append(outcome.case.name)
         for name, reasons in outcome.unavailable.items():
-            lines.setdefault(f"{name} not measured: {'; '.join(reasons)}", []).append(outcome.case.name)
-    for line, cases in lines.items():
-        where = "every case" if len(cases) == len(outcomes) else ", ".join(cases)
-        console().print(f"{line} ({where})", style="dim")
+            missing.setdefault((name, "; ".join(reasons)), []).append(outcome.case.name)
+    return (
+        [{"name": name, "note": note, "cases": cases} for (name, note), cases in notes.items()],
+        [{"name": name, "why": why, "cases": cases} for (name, why), cases in missing.items()],
+    )
+
+
+def _line(note: Note, count: int) -> str:
+    where = "every case" if len(note["cases"]) == count else ", ".join(note["cases"])
+    text = f": {note['note']}" if "note" in note else f" not measured: {note['why']}"
+    return f"{note['name']}{text} ({where})"

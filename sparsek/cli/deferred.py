@@ -1,4 +1,4 @@
-"""Commands whose modules are loaded when they run, or when their own help is printed."""
+"""Commands whose modules load when they run, or when their own help is printed."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -40,8 +40,13 @@ class Deferred(TyperCommand):
         if isinstance(found, typer.Typer):
             holder.add_typer(found, name=name)
         else:
-            holder.command(name, help=None if found.__doc__ else self.help)(found)
+            holder.command(name, help=_paragraphs(found.__doc__ or self.help or ""))(found)
         command = get_command(holder).commands[name]  # pyright: ignore[reportAttributeAccessIssue]
         if self.rich_markup_mode is None:
             without_boxes(command)
         return command
+
+
+def _paragraphs(text: str) -> str:
+    """The text with a line for each paragraph, which typer wraps."""
+    return "\n\n".join(" ".join(each.split()) for each in text.split("\n\n"))

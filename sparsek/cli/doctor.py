@@ -2,8 +2,10 @@
 
 import platform
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -14,15 +16,18 @@ import sparsek as sk
 from sparsek.bench.engine.records import smi_facts, version_of
 from sparsek.bench.suites.attention import AttentionCase
 from sparsek.bench.suites.spmm import SpmmCase
-from sparsek.cli.output import console, progress
+from sparsek.cli.output import AsJson, console, print_json, progress
 from sparsek.cli.output import table as new_table
-from sparsek.core.device import Card, card_of
+from sparsek.core.device import H200, Card, card_of
 from sparsek.core.errors import Unsupported
 from sparsek.kernels import names_for
 from sparsek.ops.attention import attention, plan_attention, plan_attention_backward
+from sparsek.ops.linear import plan_layer
+from sparsek.ops.planning import choose
 from sparsek.ops.sddmm import plan_sddmm
 from sparsek.ops.spgemm import plan_spgemm
 from sparsek.ops.spmm import plan_spmm
+from sparsek.plan.plan import Plan, time_text
 from sparsek.testing.attention_budget import check_attention, check_attention_backward
 from sparsek.testing.budget import Gate, check_spmm
 from sparsek.testing.cases import BSR24_CASES, ROW, SEMI24_CASES, Case
@@ -30,76 +35,223 @@ from sparsek.testing.product_budget import check_sddmm, check_spgemm
 
 # As many columns as every kernel takes.
 PRODUCT = SpmmCase(512, 512, 64, (64, 64), 0.5)
-IN_FP8 = {
-    "bsr_fp8": Case(512, 512, 64, (128, 128), "doctor", scales=ROW),
-    "semi24_fp8": Case(512, 512, 64, None, "doctor", scales=ROW),
-    "bsr24_fp8": Case(512, 512, 64, (128, 128), "doctor", two_four=True, scales=ROW),
-}
+FP8 = Case(512, 512, 64, (128, 128), "doctor", scales=ROW)
 ATTENTION = AttentionCase(
     batch=1, heads=2, kv_heads=1, q_len=500, kv_len=500, dim=64, v_dim=64, mask="window:150"
 )
+# What the screen shows a kernel for: sides large enough that a GPU's kernels differ.
+SIDE, BLOCK, DENSITY = 2048, (128, 128), 0.125
+TYPICAL = SpmmCase(SIDE, SIDE, SIDE, BLOCK, DENSITY)
+WINDOW = AttentionCase(
+    batch=1, heads=8, kv_heads=8, q_len=4096, kv_len=4096, dim=128, v_dim=128, mask="window:1024"
+)
 
 
-def doctor() -> None:
-    """Shows versions, the GPU and the kernels, says why any does not run here, and checks products and attention."""
+@dataclass(frozen=True)
+class Checked:
+    """One kernel: the gate of a product that it computed, or why it does not run here."""
+
+    operation: str
+    name: str
+    gate: Gate | None = None
+    why_not: tuple[str, ...] = ()
+
+    @property
+    def is_wrong(self) -> bool:
+        return self.gate is not None and not self.gate.passed
+
+    def as_json(self) -> dict[str, Any]:
+        gate = self.gate
+        found = {"error": gate.error, "budget": gate.budget, "passed": bool(gate.passed)} if gate else None
+        return {"operation": self.operation, "name": self.name, "gate": found, "why_not": self.why_not}
+
+
+def doctor(
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Show every kernel, and why it does not run here.")
+    ] = False,
+    json: AsJson = False,
+) -> None:
+    """Shows versions, GPUs and the kernel of each operation, and checks every kernel that runs here.
+
+    Exit code 1 if a kernel computes a wrong result.
+
+    --json: {sparsek, python, platform, torch, triton, numpy, cuda, driver, cards: [{name, capability, sm_count,
+    memory_bytes, bandwidth, tflops, caveat, power_limit_w}], operations: [{operation, kernel, predicted_seconds,
+    roofline_seconds, on_h200}], kernels: [{operation, name, gate: {error, budget, passed} or null, why_not}], healthy}.
+    """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    out = console()
-    out.print(_versions(device))
-    table, wrong = _kernels(device)
-    out.print(table)
+    plans = {name: make() for name, make in _typical(device).items()}
+    found = _checked(device)
+    wrong = [each.name for each in found if each.is_wrong]
+    if json:
+        kernels = [each.as_json() for each in found]
+        operations = [_as_json(name, plan) for name, plan in plans.items()]
+        print_json({**_facts(device), "operations": operations, "kernels": kernels, "healthy": not wrong})
+    else:
+        out = console()
+        out.print(_versions(_facts(device)))
+        out.print(_operations(plans, device))
+        if verbose:
+            out.print(_kernels(found))
+        out.print(_summary(found, device, verbose))
+        if wrong:
+            out.print(f"wrong results from {', '.join(wrong)}", style="bold red")
     if wrong:
-        out.print(f"wrong results from {', '.join(wrong)}", style="bold red")
         raise typer.Exit(1)
-    out.print(
-        f"self check: A @ B, B @ B.T at the blocks of A, and A @ A.T, {PRODUCT.name}; A @ B in 2:4 and in FP8; "
-        f"attention and its gradients, {ATTENTION.name}. On {device.type} every kernel that runs here is within its "
-        "error budget"
-    )
 
 
-def _versions(device: torch.device) -> Table:
+def _facts(device: torch.device) -> dict[str, Any]:
+    """Versions and cards."""
+    on_gpu = device.type == "cuda"
+    return {
+        "sparsek": sk.__version__,
+        "python": platform.python_version(),
+        "platform": f"{platform.system()} {platform.machine()}",
+        "torch": torch.__version__,
+        "triton": version_of("triton"),
+        "numpy": version_of("numpy"),
+        "cuda": torch.version.cuda,
+        "driver": smi_facts(0)[0] if on_gpu else None,
+        "cards": [_card(index) for index in range(torch.cuda.device_count())] if on_gpu else [],
+    }
+
+
+def _card(index: int) -> dict[str, Any]:
+    card = card_of(torch.device("cuda", index))
+    return {
+        "name": card.name,
+        "capability": card.capability,
+        "sm_count": card.sm_count,
+        "memory_bytes": card.memory_bytes,
+        "bandwidth": card.bandwidth,
+        "tflops": dict(card.tflops),
+        "caveat": card.caveat("bf16"),
+        "rates": rates_of(card),
+        "power_limit_w": smi_facts(index)[1],
+    }
+
+
+def _versions(facts: Mapping[str, Any]) -> Table:
     table = new_table("SparseK")
     table.show_header = False
-    table.add_row("sparsek", getattr(sk, "__version__", None) or version_of("sparsek") or "from source")
-    table.add_row("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
-    table.add_row("torch", torch.__version__)
-    table.add_row("triton", version_of("triton") or "not installed")
-    table.add_row("numpy", version_of("numpy") or "not installed")
-    if device.type == "cuda":
-        card = card_of(device)
-        driver, power = smi_facts(device.index or 0)
-        facts = f"{card.name}, sm_{card.capability[0]}{card.capability[1]}, {card.sm_count} SMs"
-        table.add_row("GPU", f"{facts}, {power:.0f} W" if power else facts)
-        table.add_row("rates", rates_of(card))
-        table.add_row("driver", driver or "unknown (nvidia-smi does not answer)")
-        table.add_row("CUDA of torch", torch.version.cuda or "none")
-    else:
-        built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "a CPU build"
+    table.add_row("sparsek", f"{facts['sparsek']}, Python {facts['python']} on {facts['platform']}")
+    packages = (f"{name} {facts[name] or 'not installed'}" for name in ("torch", "triton", "numpy"))
+    table.add_row("with", ", ".join(packages))
+    if not facts["cards"]:
+        built = f"built for CUDA {facts['cuda']}" if facts["cuda"] else "a CPU build"
         table.add_row("GPU", f"none that torch can use (torch is {built}); everything runs on the CPU")
+        return table
+    same = Counter(
+        (
+            f"{card['name']}, sm_{card['capability'][0]}{card['capability'][1]}, {card['sm_count']} SMs"
+            + (f", {card['power_limit_w']:.0f} W" if card["power_limit_w"] else ""),
+            card["rates"],
+        )
+        for card in facts["cards"]
+    )
+    for (words, rates), count in same.items():
+        table.add_row("GPU", f"{count} x {words}" if count > 1 else words)
+        table.add_row("rates", rates)
+    driver = facts["driver"] or "unknown (nvidia-smi does not answer)"
+    table.add_row("driver", f"{driver}, CUDA {facts['cuda']} of torch")
     return table
 
 
 def rates_of(card: Card) -> str:
-    """What plans take for the card's rates, and where they are from."""
+    """The rates that plans use for the card, and their source."""
     shown = f"{card.tflops['bf16']:.0f} TFLOPS in bf16, {card.bandwidth / 1e12:.3g} TB/s"
     return f"{shown}, {card.caveat('bf16') or 'measured'}"
 
 
-def _kernels(device: torch.device) -> tuple[Table, list[str]]:
-    """The table of kernels, and the names of those whose result is wrong."""
+def _typical(device: torch.device) -> dict[str, Callable[[], Plan]]:
+    """The plan of a typical case of each operation, by its name."""
+    bf16 = torch.bfloat16
+    a, b = TYPICAL.make(device)
+    x, weight = b.T, torch.randn(SIDE, SIDE, dtype=bf16, device=device)
+    q, k, v, mask = WINDOW.operands(device)[0].given
+    blocks = sk.BSR24.from_bsr(a)
+    return {
+        "spmm, BSR": lambda: plan_spmm(a, b),
+        "spmm, 2:4": lambda: plan_layer(x, sk.Semi24.from_dense(weight)),
+        "spmm, 2:4 in blocks": lambda: plan_layer(x, blocks),
+        "spmm, FP8 in blocks": lambda: plan_layer(x, sk.quantize(a)),
+        "sddmm": lambda: plan_sddmm(b, x, a.pattern),
+        "spgemm": lambda: plan_spgemm(a, a),
+        "attention": lambda: plan_attention(q, k, v, mask),
+        "attention, backward": lambda: plan_attention_backward(q, k, v, mask),
+    }
+
+
+def _as_json(name: str, plan: Plan) -> dict[str, Any]:
+    return {
+        "operation": name,
+        "kernel": plan.kernel,
+        "predicted_seconds": plan.seconds,
+        "roofline_seconds": plan.bound_seconds,
+        "on_h200": choose(replace(plan.problem, card=H200)).kernel.name,
+    }
+
+
+def _operations(plans: Mapping[str, Plan], device: torch.device) -> Table:
+    """The kernel of each operation here; without a GPU also the one on an H200."""
+    table = new_table(
+        f"Kernels of typical cases: products of {SIDE}³ in bf16, {DENSITY:.3g} of the blocks of {BLOCK[0]}; "
+        f"{WINDOW.q_len} tokens, window 1024"
+    )
+    on_gpu = device.type == "cuda"
+    for title in ("operation", "here", "predicted" if on_gpu else "on an H200", "" if on_gpu else "predicted there"):
+        if title:
+            table.add_column(title, no_wrap=True)
+    for name, plan in plans.items():
+        if on_gpu:
+            table.add_row(name, plan.kernel, time_text(plan.seconds))
+        else:
+            there = choose(replace(plan.problem, card=H200))
+            table.add_row(name, plan.kernel, there.kernel.name, time_text(there.seconds))
+    return table
+
+
+def _kernels(found: Sequence[Checked]) -> Table:
     table = new_table("Kernels")
     table.add_column("kernel", no_wrap=True)
     table.add_column("here", no_wrap=True)
     table.add_column("why")
-    wrong: list[str] = []
-    bf16 = torch.bfloat16
+    for each in found:
+        if each.gate is None:
+            table.add_row(each.name, "no", "; ".join(each.why_not))
+            continue
+        share = f"error {each.gate.error:.1e} of {each.gate.budget:.1e} allowed"
+        said = Text("wrong", "bold red") if each.is_wrong else Text("runs", "green")
+        table.add_row(each.name, said, share)
+    return table
+
+
+def _summary(found: Sequence[Checked], device: torch.device, verbose: bool) -> str:
+    ran = [each for each in found if each.gate is not None]
+    right = sum(not each.is_wrong for each in ran)
+    lines = (
+        f"Self check: {len(ran)} of {len(found)} kernels run on this {device.type}; the results of {right} are within "
+        "the error budget."
+    )
+    return lines if verbose else f"{lines} `sparsek doctor --verbose` shows each kernel, and why it does not run."
+
+
+def _checked(device: torch.device) -> list[Checked]:
+    """Every kernel on small operands."""
+    bf16, where = torch.bfloat16, str(device)
     checks = [
         *_checks("spmm", _product(*PRODUCT.make(device)), "bsr"),
-        *_checks("spmm", _product(*SEMI24_CASES[0].make(str(device), bf16)), "semi24"),
-        *_checks("spmm", _product(*BSR24_CASES[0].make(str(device), bf16)), "bsr24"),
+        *_checks("spmm", _product(*SEMI24_CASES[0].make(where, bf16)), "semi24"),
+        *_checks("spmm", _product(*BSR24_CASES[0].make(where, bf16)), "bsr24"),
     ]
-    for storage, one in IN_FP8.items():
-        checks += _checks("spmm", _product(*one.make(str(device)), dtype=bf16), storage)
+    in_fp8 = {
+        "bsr_fp8": FP8,
+        "semi24_fp8": replace(FP8, block=None),
+        "bsr24_fp8": replace(FP8, two_four=True),
+    }
+    for storage, one in in_fp8.items():
+        checks += _checks("spmm", _product(*one.make(where), dtype=bf16), storage)
     checks += [
         *_checks("sddmm", _sampled(device)),
         *_checks("spgemm", _sparse(device)),
@@ -107,23 +259,17 @@ def _kernels(device: torch.device) -> tuple[Table, list[str]]:
         *_checks("attention_backward", _gradients(device)),
     ]
     several = Counter(name for _, name, _ in checks)
+    found: list[Checked] = []
     with progress(len(checks), "kernels") as (say, advance):
         for op, name, check in checks:
             label = name if several[name] == 1 else f"{name} ({op})"
             say(label)
             try:
-                got = check(name)
+                found.append(Checked(op, label, check(name)))
             except Unsupported as error:
-                table.add_row(label, "no", "; ".join(error.reasons.get(name, [str(error)])))
-            else:
-                share = f"error {got.error:.1e} of {got.budget:.1e} allowed"
-                table.add_row(
-                    label, Text("runs", "green") if got.passed else Text("wrong", "bold red"), share
-                )
-                if not got.passed:
-                    wrong.append(label)
+                found.append(Checked(op, label, None, tuple(error.reasons.get(name, [str(error)]))))
             advance()
-    return table, wrong
+    return found
 
 
 Check = Callable[[str], Gate]
@@ -148,16 +294,14 @@ def _sparse(device: torch.device) -> Check:
 
 
 def _attention(device: torch.device) -> Check:
-    one = ATTENTION.operands(device)[0]
-    q, k, v, mask = one.q, one.k, one.v, one.mask
+    q, k, v, mask = ATTENTION.operands(device)[0].given
     return lambda name: check_attention(
         q, k, v, mask, plan_attention(q, k, v, mask, kernel=name)(q, k, v, mask)
     )
 
 
 def _gradients(device: torch.device) -> Check:
-    one = ATTENTION.operands(device)[0]
-    q, k, v, mask = one.q, one.k, one.v, one.mask
+    q, k, v, mask = ATTENTION.operands(device)[0].given
     out, lse = attention(q, k, v, mask, return_lse=True)
     grad = torch.randn_like(out)
 

@@ -1,16 +1,21 @@
-"""How the commands talk: one console, one progress bar, one red line for an error.
+"""What all commands share: the console, tables, JSON, the progress bar, one red line for an error, and exit codes.
 
 Names of matrices, kernels and files come from outside. So no text is read as markup, and no control character of it
 reaches the terminal: both hold for whatever `console()` prints. Style goes by `style=` and by `Text`.
+
+Exit codes: 0; 1 for a wrong result or nothing measured; 2 for bad input; 130 after Ctrl-C; 141 for a closed pipe.
 """
 
+import json
+import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from io import TextIOWrapper
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console, ConsoleDimensions, ConsoleOptions, RenderableType, RenderResult
@@ -34,11 +39,16 @@ from sparsek.core import env
 from sparsek.core.errors import SparseKError
 
 EXIT_ERROR = 2
+INTERRUPTED, CLOSED_PIPE = 130, 141  # 128 + the number of SIGINT, of SIGPIPE, as shells report them
 PIPE_WIDTH = 120
 NARROWEST = 20
 NARROW = 60  # columns into which three of text do not go
+INDENT = 2
 TICK_SECONDS = 5.0
 UNBOUNDED = 10_000  # columns
+AsJson = Annotated[
+    bool, typer.Option("--json", help="Print one JSON document and nothing else; progress goes to standard error.")
+]
 # Where the encoding of the output lacks a character: signs of one column each, and before lines are laid out, longer.
 ONE_FOR_ONE = str.maketrans("…│─┌┐└┘█▓▒░▀▄×·→↳", "~|-++++#%+.',x.>>")
 SPELLED_OUT = str.maketrans({"²": "^2", "³": "^3", "…": "...", "→": "->"})
@@ -53,33 +63,50 @@ class Commands(TyperGroup):
             raise typer.Exit
         return super().parse_args(ctx, args)
 
+    def invoke(self, ctx: Any) -> Any:
+        """Runs a command; Ctrl-C ends it with one line."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            with suppress(OSError):
+                console(stderr=True).print("interrupted", style="red")
+            raise typer.Exit(INTERRUPTED) from None
+
     def main(self, *args: Any, **kwargs: Any) -> Any:
         """Runs a command. SparseK's and file errors, missing memory, and an output that takes no more (a full disk)
-        become one red line and exit code 2; a pipe that its reader has closed ends the command without a word.
+        become one red line and exit code 2. A pipe that its reader has closed ends the command silently.
         """
         if (env.columns() or PIPE_WIDTH) < NARROW:
             without_boxes(self)
         try:
             with _usable_output():
                 return super().main(*args, **kwargs)
+        except SystemExit as end:
+            # Rich and typer turn a broken pipe into exit code 1.
+            if isinstance(end.__context__, BrokenPipeError):
+                _end_closed()
+            raise
         except BrokenPipeError:
-            _abandon_output()
-            sys.exit(1)
+            _end_closed()
         except (SparseKError, OSError) as error:
-            said = str(error)
+            text = str(error)
         except (MemoryError, RuntimeError) as error:
-            from sparsek.bench.engine.memory import (
-                out_of_memory,
-            )  # and torch, which `sparsek --help` does without
+            # Imports torch, which `sparsek --help` does without.
+            from sparsek.bench.engine.memory import out_of_memory
 
             missing = out_of_memory(error)
             if missing is None:
                 raise
-            said = missing
+            text = missing
         with suppress(OSError):
-            complain(said)
+            complain(text)
         _abandon_output()
         sys.exit(EXIT_ERROR)
+
+
+def _end_closed() -> NoReturn:
+    _abandon_output()
+    sys.exit(CLOSED_PIPE)
 
 
 def without_boxes(command: Any) -> None:
@@ -108,7 +135,7 @@ def _usable_output() -> Iterator[None]:
 
 
 def _abandon_output() -> None:
-    """If standard output takes no more, what is left of it goes nowhere: Python would complain of it at its end."""
+    """Discards what standard output does not take; Python would report it at exit."""
     try:
         sys.stdout.flush()
     except (OSError, ValueError, AttributeError):
@@ -121,15 +148,6 @@ def plain(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(letter for letter in text if letter.isprintable() or letter == "\n")
-
-
-def middle_out(text: str, longest: int) -> str:
-    """`text` in at most `longest` characters, an ellipsis in the middle: like names differ at their ends, which get two
-    thirds."""
-    if len(text) <= longest:
-        return text
-    tail = longest * 2 // 3
-    return f"{text[: longest - tail - 1]}…{text[len(text) - tail :]}"
 
 
 class _Screen(Console):
@@ -164,42 +182,71 @@ class _Screen(Console):
 
 
 class _Table(Table):
-    """A table without lines. Where the screen has no room for its columns it is a list of its rows: nothing is cut.
+    """A table without lines, of which nothing is cut at any width.
 
-    Rich would cut numbers of narrow columns before it breaks the words of wide ones.
+    Where its columns do not fit side by side, the first cell of a row gets a line of its own above the others, as do
+    long names. Where these do not fit either, each row is a list of headings and cells.
     """
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        room = options.max_width - len(self.columns)  # a space stands behind each
-        spans = [_span(console, column) for column in self.columns]
-        slack = room - sum(least for least, _ in spans)
-        if slack < 0 if not self.expand else options.max_width < NARROW:
-            yield from self._listed()
+        spans, room = [_span(console, column) for column in self.columns], options.max_width
+        for column, width in zip(self.columns, _widths(spans, room), strict=False):
+            column.width = width
+        if self.columns[0].width is not None:
+            yield from super().__rich_console__(console, options)
             return
-        if not self.expand:
-            narrowest_need = sorted(range(len(spans)), key=lambda at: spans[at][1] - spans[at][0])
-            for done, at in enumerate(narrowest_need):
-                least, most = spans[at]
-                more = min(most - least, slack // (len(spans) - done))
-                self.columns[at].width, slack = least + more, slack - more
-        yield from super().__rich_console__(console, options)
-
-    def _listed(self) -> Iterator[RenderableType]:
         if self.title:
             yield Text(str(self.title), "bold")
+        widths = _widths(spans[1:], room - INDENT) if room >= NARROW else []
+        yield from self._under_names(widths) if widths else self._listed()
+
+    def _under_names(self, widths: Sequence[int]) -> Iterator[RenderableType]:
+        """The first cell of a row on a line of its own, the others in columns below it."""
+        first, *others = self.columns
+        yield _text(first.header)
+        yield self._line([Text(str(column.header), "bold") for column in others], widths)
+        for name, *cells in zip(*(column.cells for column in self.columns), strict=True):
+            if _text(name).plain:
+                yield _text(name)
+            yield self._line(cells, widths)
+
+    def _line(self, cells: Sequence[RenderableType], widths: Sequence[int]) -> RenderableType:
+        row = Table.grid(padding=(0, 1, 0, 0), pad_edge=True)
+        for column, width in zip(self.columns[1:], widths, strict=True):
+            row.add_column(justify=column.justify, width=width)
+        row.add_row(*cells)
+        return Padding(row, (0, 0, 0, INDENT), expand=False)
+
+    def _listed(self) -> Iterator[RenderableType]:
         heads = [_text(column.header) for column in self.columns]
         for cells in zip(*(column.cells for column in self.columns), strict=True):
             first, *others = map(_text, cells)
-            yield first
+            if first.plain:
+                yield first
             for head, cell in zip(heads[1:], others, strict=True):
                 if cell.plain:
                     yield Padding(
-                        Text.assemble(head, ": " if head.plain else "", cell), (0, 0, 0, 2), expand=False
+                        Text.assemble(head, ": " if head.plain else "", cell), (0, 0, 0, INDENT), expand=False
                     )
 
 
+def _widths(spans: Sequence[tuple[int, int]], room: int) -> list[int]:
+    """Widths of columns that have these spans and a space behind each, in so much room; [] if they do not fit.
+
+    Columns that need little more than their least get it first.
+    """
+    slack = room - len(spans) - sum(least for least, _ in spans)
+    if slack < 0:
+        return []
+    widths = [least for least, _ in spans]
+    for done, at in enumerate(sorted(range(len(spans)), key=lambda at: spans[at][1] - spans[at][0])):
+        more = min(spans[at][1] - spans[at][0], slack // (len(spans) - done))
+        widths[at], slack = widths[at] + more, slack - more
+    return widths
+
+
 def _span(console: Console, column: Column) -> tuple[int, int]:
-    """The least columns that cut no word, and the most that are of use."""
+    """The least width that cuts no word, and the greatest that is of use."""
     wide = console.options.update_width(UNBOUNDED)
     found = [Measurement.get(console, wide, each) for each in (column.header, *column.cells)]
     most = max((each.maximum for each in found), default=0)
@@ -229,8 +276,23 @@ def console(stderr: bool = False) -> Console:
 
 
 def table(title: str) -> Table:
-    """An empty table in the style of every command: no lines, so that nine columns fit in 100 characters."""
+    """An empty table in the style of every command."""
     return _Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 1, 0, 0))
+
+
+def print_json(document: Mapping[str, Any]) -> None:
+    """Prints a document as JSON on standard output. Tuples are lists, paths text, NaN and infinities null."""
+    typer.echo(json.dumps(_plain_json(document), indent=2, allow_nan=False))
+
+
+def _plain_json(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(name): _plain_json(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain_json(each) for each in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return str(value) if isinstance(value, Path) else value
 
 
 def complain(text: str) -> None:
@@ -249,14 +311,10 @@ def progress(total: int, what: str) -> Iterator[tuple[Callable[[str], None], Cal
         ticker = _Ticker(screen, total, what)
         yield ticker.say, ticker.advance
         return
-    columns = (
-        SpinnerColumn(),
-        BarColumn(bar_width=20),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.description}", markup=False),
-    )
-    with Progress(*columns, console=screen, transient=True) as bar:
+    bar_if_wide = [BarColumn(bar_width=20)] if screen.width >= NARROW else []
+    text = TextColumn("{task.description}", markup=False, table_column=Column(overflow="fold", ratio=1))
+    columns = (SpinnerColumn(), *bar_if_wide, MofNCompleteColumn(), TimeElapsedColumn(), text)
+    with Progress(*columns, console=screen, transient=True, expand=True) as bar:
         task = bar.add_task(what, total=total)
         yield lambda text: bar.update(task, description=text), lambda: bar.advance(task)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
@@ -171,10 +172,18 @@ class Bar:
         return "met" if sign * ratio >= sign * self.must else "missed"
 
 
+def unknown(what: str, name: str, known: Iterable[str]) -> InvalidInput:
+    """The error for a name that is not known, with near ones: "no suite is called 'block'; did you mean 'blocks'?"."""
+    known = tuple(known)
+    near = get_close_matches(name, known, n=3)
+    hint = f"did you mean {' or '.join(map(repr, near))}? Known" if near else "known"
+    return InvalidInput(f"no {what} is called {name!r}; {hint}: {', '.join(known)}")
+
+
 def suite_named(suites: Mapping[str, Made], name: str, what: str = "suite") -> Made:
     """The suite, or another thing, of that name. Raises InvalidInput that lists the known names."""
     if name not in suites:
-        raise InvalidInput(f"no {what} is called {name!r}; known: {', '.join(suites)}")
+        raise unknown(what, name, suites)
     return suites[name]
 
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from sparsek.core.errors import InvalidInput, SparseKError
+from sparsek.bench.engine.case import unknown
+from sparsek.core.errors import SparseKError
 from sparsek.testing.budget import Gate
 
 
@@ -83,7 +84,7 @@ def peers_named(table: Iterable[Peer], names: Iterable[str] | None, device: torc
     wanted = list(names)
     for name in wanted:
         if name not in (peer.name for peer in known):
-            raise InvalidInput(f"no peer is called {name!r}; known: {', '.join(peer.name for peer in known)}")
+            raise unknown("peer", name, (peer.name for peer in known))
     return tuple(peer for peer in known if peer.name in wanted)
 
 
