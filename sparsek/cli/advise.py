@@ -1,10 +1,10 @@
-"""`sparsek advise FILE`: does block sparsity pay for these weights?"""
+"""`sparsek advise MODEL`: does block sparsity pay for these weights?"""
 
 import math
-import textwrap
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
@@ -12,29 +12,28 @@ from rich.text import Text
 
 from sparsek.advise import weights as advising
 from sparsek.advise.break_even import check_picture
-from sparsek.advise.weights import Advice, Failure, NoAdvice, Question
+from sparsek.advise.sources import Skipped, opened
+from sparsek.advise.weights import Advice, NoAdvice, Question
 from sparsek.bench.engine.options import parse_block
 from sparsek.cli.advise_formats import print_break_even, print_formats
-from sparsek.cli.output import EXIT_ERROR, complain, console, duration, middle_out, plain, progress
+from sparsek.cli.output import EXIT_ERROR, AsJson, complain, console, duration, plain, print_json, progress
 from sparsek.cli.output import table as new_table
 from sparsek.core.device import card_named, card_of
 from sparsek.core.errors import InvalidInput
-from sparsek.files.weights import open_weights
+from sparsek.files.weights import WeightFile, open_weights
 from sparsek.pictures.blocks import spy_png
 
-Cell = tuple[str, ...]  # text in pieces: of one line, or a line each
-SPEEDUP, VERDICT = 6, 7
-# Columns are broken into lines, in this order, until names find room in two lines: verdict, sparse, speedup, break
-# even, kept norm, stored blocks, shape.
-BREAK_ORDER = (VERDICT, 4, SPEEDUP, 5, 8, 2, 1)
-NARROWEST_NAME = 8
+SHOWN = 4  # names of what was passed over
+VERDICT, LEFT = 7, ("matrix", "shape", "verdict")
 
 
 def advise(
-    file: Annotated[
-        Path,
+    models: Annotated[
+        list[str],
         typer.Argument(
-            exists=True, dir_okay=False, help="Weights: .safetensors, .npy, .npz, SciPy .npz or .mtx."
+            metavar="MODEL...",
+            help="Weights: .safetensors, .npy, .npz, SciPy .npz or .mtx, a model.safetensors.index.json, a folder of "
+            "these, or the id of a model in the local Hugging Face cache.",
         ),
     ],
     tensor: Annotated[
@@ -58,20 +57,31 @@ def advise(
             help="Draw here up to which share of stored values sparse wins, for the largest matrix, by prediction."
         ),
     ] = None,
+    json: AsJson = False,
 ) -> None:
-    """Prunes weights to blocks and to 2:4, multiplies, checks, and says which format pays."""
+    """Prunes weights to blocks and to 2:4, multiplies, checks, and says which format pays.
+
+    Nothing is downloaded. What was passed over is listed with the reason. Exit code 2 if a product was wrong, or if
+    every matrix failed.
+
+    --json: {models, skipped: [{what, why}], question: {block, keep, tokens, device, dtype, scope, predicted_for},
+    matrices: [{label, names, shape, lookup, verdict, failures: [{name, reason}], stored_blocks, blocks, kept_norm:
+    (least, largest), wrong, times: [{dense, sparse, kernel, break_even, predicted, host}], formats: [{name, format,
+    kernel, seconds, stored, kept_norm, error}]}]}; times in seconds, shares from 0 to 1.
+    """
     question = Question(parse_block(block), keep, tokens, device, dtype, scope)
-    answer(file, tensor or [], question, picture, break_even)
+    answer(models, tensor or [], question, picture, break_even, json)
 
 
 def answer(
-    file: Path,
+    models: Sequence[str],
     wanted: list[str],
     question: Question,
     picture: Path | None,
     break_even: Path | None = None,
+    json: bool = False,
 ) -> None:
-    """Runs the question on a file and prints the tables. Matrices that fail are named on standard error.
+    """Prints the advice on what is named. Matrices that fail are named on standard error.
 
     Exit code 2 if any product was wrong, or if every matrix failed.
     """
@@ -82,8 +92,10 @@ def answer(
             raise InvalidInput(f"{option} {path}: is a folder; name a file in it")
     if break_even is not None:
         check_picture(break_even)
-    weights = open_weights(file)
+    weights, skipped = opened(models, open_weights)
     names = advising.choose(weights, wanted, question.block)
+    if not wanted:
+        skipped += _passed_over(weights, names, question.block)
     shapes = {name: (shape[0], shape[1]) for name, shape, _ in weights.names()}
     groups = advising.grouped(((name, shapes[name]) for name in names), wanted=bool(wanted))
     answers: list[Advice | NoAdvice] = []
@@ -97,109 +109,109 @@ def answer(
             answers.append(advising.advise(group, weights.read, question, step))
     advices = [answer for answer in answers if isinstance(answer, Advice)]
     failures = [failure for answer in answers for failure in answer.failures]
-    if not advices:
-        _complain_of(failures)
-        raise typer.Exit(EXIT_ERROR)
-    out = console()
-    out.print(_table(file, answers, question, out.width))
-    out.print(_notes(advices, question))
-    print_formats(advices, question)
-    if break_even is not None:
-        print_break_even(max((advice.group.shape for advice in advices), key=math.prod), question, break_even)
-    if picture is not None:
+    out = console(stderr=json)
+    if json:
+        print_json(_document(models, skipped, question, answers))
+    elif advices:
+        out.print(_table(weights.path.name, answers, question))
+        out.print(_notes(advices, question))
+        for each in skipped:
+            out.print(f"Passed over {each.what}: {each.why}", style="dim")
+        print_formats(advices, question)
+    if advices and break_even is not None:
+        largest = max((advice.group.shape for advice in advices), key=math.prod)
+        print_break_even(largest, question, break_even, out)
+    if advices and picture is not None:
         shown = max(advices, key=lambda advice: (not advice.group.lookup, advice.cells)).first
         spy_png(shown.matrix, picture, title=plain(shown.name))
         out.print(f"picture of {shown.name}: {picture}", soft_wrap=True)
-    _complain_of(failures)
+    for failure in failures:
+        complain(str(failure))
     wrong = [line for advice in advices for line in advice.wrong]
     if wrong:
         complain("products outside the error budget: " + "; ".join(wrong))
+    if wrong or not advices:
         raise typer.Exit(EXIT_ERROR)
 
 
-def _complain_of(failures: list[Failure]) -> None:
-    for failure in failures:
-        complain(str(failure))
-
-
-def _table(file: Path, answers: list[Advice | NoAdvice], question: Question, width: int) -> Table:
-    """One row per group. Where `width` is too little, columns are broken into lines and names lose their middle;
-    speedup and verdict are never cut.
-    """
-    star = "" if question.predicted_for is None else "*"
-    titles: list[Cell] = [
-        ("matrix",),
-        ("shape",),
-        ("stored ", "blocks"),
-        (f"dense{star}",),
-        (f"sparse{star}",),
-        ("break ", "even"),
-        (f"speedup{star}",),
-        ("verdict",),
-        ("kept ", "norm"),
+def _passed_over(weights: WeightFile, names: Sequence[str], block: tuple[int, int]) -> list[Skipped]:
+    """What of the files is no matrix, or smaller than a block."""
+    matrices = {entry.name for entry in weights.names()}
+    no_matrix = [name for name in weights.entries if name not in matrices]
+    small = [name for name in weights.entries if name in matrices.difference(names)]
+    reasons = (no_matrix, "no 2-D float matrix"), (small, f"smaller than a block of {block[0]}x{block[1]}")
+    return [
+        Skipped(f"{len(some)} of {len(weights.entries)} arrays ({_few(some)})", why) for some, why in reasons if some
     ]
+
+
+def _few(names: Sequence[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more
+
+
+def _document(
+    models: Sequence[str], skipped: Sequence[Skipped], question: Question, answers: Sequence[Advice | NoAdvice]
+) -> dict[str, Any]:
+    """What `--json` prints."""
+    matrices = []
+    for each in answers:
+        row: dict[str, Any] = {**asdict(each.group), "verdict": each.verdict}
+        row["failures"] = [asdict(failure) for failure in each.failures]
+        if isinstance(each, Advice):
+            row |= {"stored_blocks": each.first.matrix.nnzb, "blocks": each.cells, "kept_norm": each.kept_norm}
+            row |= {"wrong": each.wrong, "times": [asdict(times) for times in each.times]}
+            row["formats"] = [
+                {
+                    "name": option.name,
+                    "format": option.form.format,
+                    "kernel": option.kernel,
+                    "seconds": option.seconds,
+                    "stored": option.stored,
+                    "kept_norm": option.kept_norm,
+                    "error": option.error,
+                }
+                for option in each.formats
+            ]
+        matrices.append(row)
+    asked = {**asdict(question), "predicted_for": question.predicted_for}
+    over = [asdict(each) for each in skipped]
+    return {"models": list(models), "skipped": over, "question": asked, "matrices": matrices}
+
+
+def _table(title: str, answers: Sequence[Advice | NoAdvice], question: Question) -> Table:
+    """One row per group."""
+    star = "" if question.predicted_for is None else "*"
+    table = new_table(f"{title}, {question.tokens} tokens, {question.dtype}")
     rows = [_cells(answer) for answer in answers]
-    longest = max(len(row[0][0]) for row in rows)
-    broken, room, taken = set[int](), NARROWEST_NAME, 0
-    for column in (*BREAK_ORDER, None):
-        taken = sum(
-            1
-            + max(len(line) for row in (titles, *rows) for line in _joined(row[at], at in broken).split("\n"))
-            for at in range(1, len(titles))
-        )
-        room = max(NARROWEST_NAME, width - taken - 1)
-        if (2 * room if broken else room) >= longest or column is None:
-            break
-        broken.add(column)
-    table = new_table(f"{file.name}, {question.tokens} tokens, {question.dtype}")
-    whole = (SPEEDUP, VERDICT)
-    for at, title in enumerate(titles):
-        is_text = at in (0, 1, VERDICT)
+    titles = ("matrix", "shape", "stored blocks", f"dense{star}", f"sparse{star}", "break even", f"speedup{star}")
+    for at, title in enumerate((*titles, "verdict", "kept norm")):
+        no_wrap = title != "verdict" and not any(" to " in row[at] or " of " in row[at] for row in rows)
         table.add_column(
-            _joined(title, at in broken), justify="left" if is_text else "right", no_wrap=at in whole
+            "\n".join(title.split()), justify="left" if title in LEFT else "right", no_wrap=no_wrap
         )
     colours = {"faster": "green", "wrong result": "bold red", "failed": "red"}
     for row, answer in zip(rows, answers, strict=True):
-        cells = [_joined(cell, at in broken) for at, cell in enumerate(row)]
-        if width - taken - 1 >= NARROWEST_NAME:  # else the table is a list, which has room for names
-            cells[0] = _two_lines(middle_out(plain(cells[0]), 2 * room), room)
         colour = colours.get(answer.verdict.removesuffix(" in a CUDA graph"), "yellow")
-        table.add_row(*(Text(cell, colour if at == VERDICT else "") for at, cell in enumerate(cells)))
+        table.add_row(*row[:VERDICT], Text(row[VERDICT], colour), *row[VERDICT + 1 :])
     return table
 
 
-def _two_lines(name: str, room: int) -> str:
-    """A name of at most twice the room, broken behind a dot if that leaves room for the rest."""
-    if len(name) <= room:
-        return name
-    dot = name.rfind(".", 0, room) + 1
-    at = dot if len(name) - dot <= room else room
-    return f"{name[:at]}\n{name[at:]}"
-
-
-def _joined(cell: Cell, is_broken: bool) -> str:
-    return "\n".join(piece.rstrip() for piece in cell) if is_broken else "".join(cell).rstrip()
-
-
-def _cells(answer: Advice | NoAdvice) -> list[Cell]:
-    """The row of one answer: each cell in the pieces that it may be broken into."""
-    name, (height, width) = (answer.group.label,), answer.group.shape
-    shape = (f"{height}x", f"{width}")
-    glued = answer.verdict.replace(" %", "\N{NO-BREAK SPACE}%")  # at which textwrap does not break
-    lines = textwrap.wrap(glued, 12, break_long_words=False, break_on_hyphens=False)
-    verdict = tuple(f"{line} ".replace("\N{NO-BREAK SPACE}", " ") for line in lines)
+def _cells(answer: Advice | NoAdvice) -> list[str]:
+    """The row of one answer."""
+    name, shape = answer.group.label, "{}x{}".format(*answer.group.shape)
     if isinstance(answer, NoAdvice):
-        return [name, shape, *[("",)] * 5, verdict, ("",)]
+        return [name, shape, *[""] * 5, answer.verdict, ""]
     times = answer.times
     return [
         name,
         shape,
-        (f"{answer.first.matrix.nnzb} of ", f"{answer.cells}"),
+        f"{answer.first.matrix.nnzb} of {answer.cells}",
         _range([each.dense for each in times], duration),
         _range([each.sparse for each in times], duration),
         _range([each.break_even for each in times], _even),
         _range([each.speedup for each in times], lambda value: f"{value:.2f}x"),
-        verdict,
+        answer.verdict,
         _range(answer.kept_norm, lambda value: f"{value * 100:.0f} %"),
     ]
 
@@ -208,11 +220,11 @@ def _even(share: float) -> str:
     return advising.percent(share) if share else "none"
 
 
-def _range(values: Sequence[float], show: Callable[[float], str]) -> Cell:
+def _range(values: Sequence[float], show: Callable[[float], str]) -> str:
     """One value, or "low to high", with the unit once."""
     low, high = show(min(values)), show(max(values))
     unit = high[high.find(" ") :] if " " in high else ""
-    return (low,) if low == high else (f"{low.removesuffix(unit)} to ", high)
+    return low if low == high else f"{low.removesuffix(unit)} to {high}"
 
 
 def _notes(advices: list[Advice], question: Question) -> str:

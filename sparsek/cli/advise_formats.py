@@ -3,21 +3,19 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from sparsek.advise import break_even
 from sparsek.advise.weights import Advice, Question
-from sparsek.cli.output import console, duration, middle_out, plain
+from sparsek.cli.output import console, duration
 from sparsek.cli.output import table as new_table
 from sparsek.core.device import CARDS, card_of
 from sparsek.ops.choose import Option
 from sparsek.ops.weight_formats import TITLES
 
-# What all columns but the matrix's and the kernel's take, and the width from which on there is room for the kernel.
-TAKEN, WIDE = 72, 118
-SHORTEST_NAME, LONGEST_NAME = 8, 28
-# More matrices than these have one row each, and show kept norms from this width on.
+# More matrices than these have one row each, with kept norms from this width on.
 IN_FULL, NORMS = 4, 118
 
 
@@ -32,62 +30,62 @@ def print_formats(advices: Sequence[Advice], question: Question) -> None:
     star = "" if question.predicted_for is None else "*"
     out = console()
     short = len(shown) <= IN_FULL
-    out.print((_in_full if short else _in_short)(shown, star, out.width))
+    out.print(_in_full(shown, star) if short else _in_short(shown, star, out.width >= NORMS))
     basis = (
-        "Stored: of the values. Error: of the product against the dense one, for N(0, 1) tokens; real activations may "
-        "do better or worse."
+        "Stored: share of the values. Error: of the product against the dense one, for N(0, 1) tokens; real "
+        "activations may do better or worse."
         if short
         else "Percent: kept norm."
+        if out.width >= NORMS
+        else ""
     )
-    out.print(f"{basis} Fastest is not best: sk.choose_format(W, x, max_error=...) chooses within a bound.")
+    out.print(
+        f"{basis} Fastest is not best: sk.choose_format(W, x, max_error=...) chooses within a bound.".lstrip()
+    )
 
 
-def _in_full(shown: Sequence[Advice], star: str, width: int) -> Table:
+def _in_full(shown: Sequence[Advice], star: str) -> Table:
     table = new_table("The same in other formats")
-    named = ("matrix", "format", "kernel") if width >= WIDE else ("matrix", "format")
-    longest = min(LONGEST_NAME, max(SHORTEST_NAME, width - TAKEN))
+    named = ("matrix", "format", "kernel")
     for title in (*named, f"time{star}", f"over dense{star}", "stored", "kept norm", "error"):
-        table.add_column(title, justify="left" if title in named else "right", no_wrap=True)
+        justify = "left" if title in named else "right"
+        table.add_column("\n".join(title.split()), justify=justify, no_wrap=True)
     for advice in shown:
-        best, name = advice.fastest, middle_out(plain(advice.group.label), longest)
+        name = advice.group.label
         for option in advice.formats:
             cells = (
                 name,
                 option.name,
-                *([option.kernel] if "kernel" in named else []),
+                option.kernel,
                 duration(option.seconds),
                 _over_dense(advice, option),
                 _percent(option.stored),
                 _percent(option.kept_norm),
                 "" if option.error is None else f"{option.error:.2g}",
             )
-            colour = "green" if option is best else ""
+            colour = "green" if option is advice.fastest else ""
             table.add_row(*(Text(cell, colour if at else "") for at, cell in enumerate(cells)))
             name = ""
     return table
 
 
-def _in_short(shown: Sequence[Advice], star: str, width: int) -> Table:
-    """A column for each format but dense; without kept norms where there is little room."""
-    combinations = dict.fromkeys(
+def _in_short(shown: Sequence[Advice], star: str, norms: bool) -> Table:
+    """A column for each format but dense."""
+    forms = dict.fromkeys(
         option.form for advice in shown for option in advice.formats if option.form.name != "dense"
     )
-    cell_width = 13 if width >= NORMS else 7
     table = new_table(f"The same in other formats: speed over dense{star}")
-    longest = min(LONGEST_NAME, max(SHORTEST_NAME, width - cell_width * len(combinations) - 1))
     table.add_column("matrix", no_wrap=True)
-    for form in combinations:
-        title = f"{TITLES[form.base]} fp8" if form.is_fp8 else TITLES[form.base]
-        table.add_column(title, justify="right", min_width=cell_width - 1)
+    for form in forms:
+        table.add_column(f"{TITLES[form.base]} fp8" if form.is_fp8 else TITLES[form.base], justify="right")
     for advice in shown:
-        best = advice.fastest
-        by_way = {option.form: option for option in advice.formats}
-        cells = [Text(middle_out(plain(advice.group.label), longest))]
-        for form in combinations:
-            option = by_way.get(form)
-            norm = "" if option is None or width < NORMS else f" {(option.kept_norm or 0) * 100:3.0f} %"
-            said = "" if option is None else f"{_over_dense(advice, option)}{norm}"
-            cells.append(Text(said, "green" if option is best else ""))
+        by_form = {option.form: option for option in advice.formats}
+        cells = [Text(advice.group.label)]
+        for form in forms:
+            option = by_form.get(form)
+            norm = f" {(option.kept_norm or 0) * 100:3.0f} %" if option and norms else ""
+            text = f"{_over_dense(advice, option)}{norm}" if option else ""
+            cells.append(Text(text, "green" if option is advice.fastest else ""))
         table.add_row(*cells)
     return table
 
@@ -97,8 +95,8 @@ def _over_dense(advice: Advice, option: Option) -> str:
     return "" if dense is None else f"{dense / option.seconds:.2f}x"
 
 
-def print_break_even(shape: tuple[int, int], question: Question, path: Path) -> None:
-    """The table of break-even shares for W of a shape, and the picture."""
+def print_break_even(shape: tuple[int, int], question: Question, path: Path, out: Console) -> None:
+    """Prints the table of break-even shares for W of a shape, and draws the picture."""
     card = question.predicted_for or next(
         (name for name, known in CARDS.items() if known == card_of(question.run_on)), "h200"
     )
@@ -114,7 +112,6 @@ def print_break_even(shape: tuple[int, int], question: Question, path: Path) -> 
             f"{break_even.FORMATS[curve.form]} {curve.block or ''}".rstrip(),
             *(_percent(share) if share else "none" for share in curve.shares),
         )
-    out = console()
     out.print(table)
     out.print(f"break-even picture: {path}", soft_wrap=True)
 

@@ -41,7 +41,7 @@ def demo(
     """Runs attention under a mask beside torch's, then advise on the weights of MiniLM, and draws one matrix."""
     question = Question(parse_block(block), keep, tokens, device)
     attend(question.run_on)
-    answer(minilm(), [], question, picture)
+    answer([str(minilm())], [], question, picture)
 
 
 def attend(device: torch.device) -> None:

@@ -1,23 +1,26 @@
 """`sparsek tune`: measures configs and keeps the winners, which plans then take."""
 
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
 from rich.text import Text
 
+from sparsek.bench.engine.case import unknown
 from sparsek.bench.engine.memory import out_of_memory
 from sparsek.bench.engine.options import listed, parse_block
 from sparsek.bench.suites import tune as tuning
 from sparsek.bench.suites.tune import SHAPES, Job, Tuning
-from sparsek.cli.output import complain, console, duration, progress
+from sparsek.cli.output import AsJson, complain, console, duration, print_json, progress
 from sparsek.cli.output import table as new_table
 from sparsek.core import arguments, env
 from sparsek.core.errors import InvalidFile, InvalidInput, Unsupported
 from sparsek.kernels import names_for
 from sparsek.ops.weight_formats import FORMATS, combinations
 from sparsek.plan import table
+from sparsek.plan.tune import winner
 
 SPARSE = tuple(name for name in FORMATS if not name.startswith("dense"))
 TUNABLE = [name for name in names_for("spmm") if not name.startswith("reference.")]
@@ -49,12 +52,20 @@ def tune(
         bool, typer.Option("--show", help="Show the tables that plans consult; measure nothing.")
     ] = False,
     clear: Annotated[bool, typer.Option("--clear", help="Remove your table; measure nothing.")] = False,
+    json: AsJson = False,
 ) -> None:
-    """Measures configs of each kernel, each checked first, and keeps the winners in a table that plans consult."""
+    """Measures configs of each kernel, each checked first, and keeps the winners in a table that plans consult.
+
+    Exit code 1 if nothing was learned.
+
+    --json: {table, tuned: [{kernel, layer, configs, best_seconds, default_seconds, entered}], failed: [{layer, why}]};
+    with --show {tables: [{path, exists, entries: [{kernel, problem, card, config, seconds, default_seconds, predicted,
+    date, source, fresh}]}]}; with --clear {table, removed}.
+    """
     if show and clear:
-        raise InvalidInput("--show looks at tables and --clear removes one; choose")
+        raise InvalidInput("--show looks at tables and --clear removes one; choose one of them")
     if show or clear:
-        (_show if show else _clear)(out)
+        (_show if show else _clear)(out, json)
         return
     path = out or _own()
     if path.is_dir():
@@ -63,18 +74,32 @@ def tune(
     names = None if kernel == "all" else listed("kernel", kernel, str)
     for name in names or ():
         if name not in TUNABLE:
-            raise InvalidInput(f"no kernel of these formats is called {name!r}; known: {', '.join(TUNABLE)}")
+            raise unknown("kernel of these formats", name, TUNABLE)
     if device is None and not torch.cuda.is_available():
         raise InvalidInput("there is no GPU to tune for; --device cpu tunes the CPU's kernels")
     where = arguments.device("device", device or "cuda")
-    found = _run(jobs, where, names, configs, rounds, path)
+    found, failed = _run(jobs, where, names, configs, rounds, path)
     entries = sum(each.entry is not None for each in found)
-    out_ = console()
-    for each in found:
-        out_.print(each.line, soft_wrap=True)
-    out_.print(f"{entries} entries in {path}", soft_wrap=True)
+    if json:
+        print_json({"table": path, "tuned": [_as_json(each) for each in found], "failed": failed})
+    else:
+        screen = console()
+        for each in found:
+            screen.print(each.line, soft_wrap=True)
+        screen.print(f"{entries} entries in {path}", soft_wrap=True)
     if not entries:
         raise typer.Exit(1)
+
+
+def _as_json(one: Tuning) -> dict[str, Any]:
+    return {
+        "kernel": one.kernel,
+        "layer": one.job.name,
+        "configs": len(one.trials),
+        "best_seconds": winner(one.trials).seconds,
+        "default_seconds": one.trials[0].seconds,
+        "entered": one.entry is not None,
+    }
 
 
 def _jobs(what: str | None, tokens: str, formats: str, block: str, keep: str, dtype: str) -> list[Job]:
@@ -85,7 +110,7 @@ def _jobs(what: str | None, tokens: str, formats: str, block: str, keep: str, dt
                 f"--format {name}: the vendor's library multiplies it, and has no configs here"
             )
         if name not in SPARSE:
-            raise InvalidInput(f"no format is called {name!r}; known: {', '.join(SPARSE)}")
+            raise unknown("format", name, SPARSE)
     shapes = SHAPES if what is None else tuning.shapes_in(what)
     blocks, keeps = listed("block", block, parse_block), listed("keep", keep, float)
     for each in keeps:
@@ -102,9 +127,10 @@ def _jobs(what: str | None, tokens: str, formats: str, block: str, keep: str, dt
 
 def _run(
     jobs: list[Job], device: torch.device, names: list[str] | None, most: int, rounds: int, path: Path
-) -> list[Tuning]:
-    """Every job in turn; what it gave is in the table before the next begins."""
+) -> tuple[list[Tuning], list[dict[str, str]]]:
+    """Every job in turn, and those that failed; the entries of a job are in the table before the next begins."""
     found: list[Tuning] = []
+    failed: list[dict[str, str]] = []
     with progress(len(jobs), "tune") as (say, advance):
         for job in jobs:
 
@@ -119,12 +145,13 @@ def _run(
                 why = str(error) if isinstance(error, Unsupported) else out_of_memory(error)
                 if why is None:
                     raise
+                failed.append({"layer": job.name, "why": why})
                 complain(f"{job.name}: {why}")
             else:
                 found += done
                 table.add(path, [each.entry for each in done if each.entry is not None])
             advance()
-    return found
+    return found, failed
 
 
 def _own() -> Path:
@@ -134,23 +161,28 @@ def _own() -> Path:
     return Path(path)
 
 
-def _show(out: Path | None) -> None:
+def _show(out: Path | None, json: bool) -> None:
+    tables = {path: _entries(path) for path in ([out] if out is not None else [_own(), table.SHIPPED])}
+    if json:
+        rows = [
+            {
+                "path": path,
+                "exists": path.exists(),
+                "entries": [{**asdict(each), "fresh": table.is_fresh(each)} for each in entries],
+            }
+            for path, entries in tables.items()
+        ]
+        print_json({"tables": rows})
+        return
     screen = console()
-    for path in [out] if out is not None else [_own(), table.SHIPPED]:
-        if not path.exists():
-            screen.print(f"{path}: not there", soft_wrap=True)
-            continue
-        try:
-            entries = table.read(path)
-        except InvalidFile as error:
-            raise InvalidFile(f"{error}; plans ignore it, `sparsek tune` begins it anew") from None
-        screen.print(f"{path}: {len(entries)} entries", soft_wrap=True)
+    for path, entries in tables.items():
+        screen.print(f"{path}: {f'{len(entries)} entries' if path.exists() else 'not there'}", soft_wrap=True)
         if not entries:
             continue
         shown = new_table("")
         for title in ("kernel", "problem", "tuned", "own choice", "date", "source"):
             shown.add_column(title, justify="right" if title in ("tuned", "own choice") else "left")
-        for entry in entries.values():
+        for entry in entries:
             fresh = table.is_fresh(entry)
             shown.add_row(
                 entry.kernel,
@@ -163,9 +195,19 @@ def _show(out: Path | None) -> None:
         screen.print(shown)
 
 
-def _clear(out: Path | None) -> None:
+def _entries(path: Path) -> list[table.Entry]:
+    try:
+        return list(table.read(path).values()) if path.exists() else []
+    except InvalidFile as error:
+        raise InvalidFile(f"{error}; plans ignore it, `sparsek tune` begins it anew") from None
+
+
+def _clear(out: Path | None, json: bool) -> None:
     path = out or _own()
     there = path.exists()
     path.unlink(missing_ok=True)
     table.forget()
-    console().print(f"{path}: {'removed' if there else 'was not there'}", soft_wrap=True)
+    if json:
+        print_json({"table": path, "removed": there})
+    else:
+        console().print(f"{path}: {'removed' if there else 'was not there'}", soft_wrap=True)

@@ -61,6 +61,15 @@ def _home_cache() -> str:
         return ""
 
 
+def hub_cache() -> str:
+    """The Hugging Face cache of models: HF_HUB_CACHE, else hub in HF_HOME, by default ~/.cache/huggingface."""
+    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+    try:
+        return str(Path(os.environ.get("HF_HUB_CACHE") or Path(home, "hub")).expanduser())
+    except RuntimeError:
+        return os.devnull
+
+
 def nvrtc_path() -> str:
     """NVRTC: the file of NVIDIA's runtime compiler, libnvrtc.so; "" to search for it."""
     return os.environ.get("NVRTC", "")
