@@ -168,8 +168,12 @@ def _snapshot(name: str) -> Path:
         raise InvalidInput(f"{name}: there is no such file or folder")
     home = cache / f"models--{name.replace('/', '--')}"
     if not home.is_dir():
-        known = sorted(each.name.removeprefix("models--").replace("--", "/") for each in cache.glob("models--*"))
-        models = f"it holds {', '.join(known[:8])}{', ...' if len(known) > 8 else ''}" if known else "it is empty"
+        known = sorted(
+            each.name.removeprefix("models--").replace("--", "/") for each in cache.glob("models--*")
+        )
+        models = (
+            f"it holds {', '.join(known[:8])}{', ...' if len(known) > 8 else ''}" if known else "it is empty"
+        )
         raise InvalidInput(
             f"{name}: there is no such file or folder, and no such model in the Hugging Face cache {cache}, where "
             f"{models}; nothing is downloaded"

@@ -1,4 +1,4 @@
-"""`sparsek`: doctor, demo, advise, bench, tune. A command's module is loaded when the command runs."""
+"""`sparsek`: doctor, demo, advise, tune, bench, profile. A command's module loads when the command runs."""
 
 from importlib import import_module
 from typing import Any
@@ -9,12 +9,12 @@ from sparsek.cli.deferred import group
 
 # Each is a function of its name in sparsek.cli, or a group called `app`; with the first line of its help.
 COMMANDS = {
-    "doctor": "Shows versions, the GPU and the kernels, says why any does not run here, and checks products and "
-    "attention.",
-    "demo": "Runs attention under a mask beside torch's, then advise on the weights of MiniLM, and draws one matrix.",
+    "doctor": "Shows versions, GPUs and the kernel of each operation, and checks every kernel that runs here.",
+    "demo": "Runs masked attention beside torch's, then advise on the weights of MiniLM, and draws one matrix.",
     "advise": "Prunes weights to blocks and to 2:4, multiplies, checks, and says which format pays.",
-    "tune": "Measures configs of each kernel, each checked first, and keeps the winners in a table that plans consult.",
-    "bench": "Measure, with a correctness gate before any time.",
+    "tune": "Measures configs of each kernel, each checked first, and keeps the winners in a table for plans.",
+    "bench": "Measures kernels beside their peers, with a correctness check before any time.",
+    "profile": "Shows what bounds a kernel: the plan's prediction, times, a trace, and ncu's counters.",
 }
 
 
@@ -28,7 +28,7 @@ app = typer.Typer(
     name="sparsek",
     cls=group(COMMANDS, loaded),
     callback=lambda: None,
-    help="Block-sparse matrix products and attention for NVIDIA Hopper: look, plan, measure.",
+    help="Block-sparse matrix products and attention for NVIDIA Hopper.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

@@ -141,7 +141,9 @@ def _passed_over(weights: WeightFile, names: Sequence[str], block: tuple[int, in
     small = [name for name in weights.entries if name in matrices.difference(names)]
     reasons = (no_matrix, "no 2-D float matrix"), (small, f"smaller than a block of {block[0]}x{block[1]}")
     return [
-        Skipped(f"{len(some)} of {len(weights.entries)} arrays ({_few(some)})", why) for some, why in reasons if some
+        Skipped(f"{len(some)} of {len(weights.entries)} arrays ({_few(some)})", why)
+        for some, why in reasons
+        if some
     ]
 
 
@@ -151,7 +153,10 @@ def _few(names: Sequence[str]) -> str:
 
 
 def _document(
-    models: Sequence[str], skipped: Sequence[Skipped], question: Question, answers: Sequence[Advice | NoAdvice]
+    models: Sequence[str],
+    skipped: Sequence[Skipped],
+    question: Question,
+    answers: Sequence[Advice | NoAdvice],
 ) -> dict[str, Any]:
     """What `--json` prints."""
     matrices = []
@@ -159,7 +164,11 @@ def _document(
         row: dict[str, Any] = {**asdict(each.group), "verdict": each.verdict}
         row["failures"] = [asdict(failure) for failure in each.failures]
         if isinstance(each, Advice):
-            row |= {"stored_blocks": each.first.matrix.nnzb, "blocks": each.cells, "kept_norm": each.kept_norm}
+            row |= {
+                "stored_blocks": each.first.matrix.nnzb,
+                "blocks": each.cells,
+                "kept_norm": each.kept_norm,
+            }
             row |= {"wrong": each.wrong, "times": [asdict(times) for times in each.times]}
             row["formats"] = [
                 {
@@ -184,7 +193,15 @@ def _table(title: str, answers: Sequence[Advice | NoAdvice], question: Question)
     star = "" if question.predicted_for is None else "*"
     table = new_table(f"{title}, {question.tokens} tokens, {question.dtype}")
     rows = [_cells(answer) for answer in answers]
-    titles = ("matrix", "shape", "stored blocks", f"dense{star}", f"sparse{star}", "break even", f"speedup{star}")
+    titles = (
+        "matrix",
+        "shape",
+        "stored blocks",
+        f"dense{star}",
+        f"sparse{star}",
+        "break even",
+        f"speedup{star}",
+    )
     for at, title in enumerate((*titles, "verdict", "kept norm")):
         no_wrap = title != "verdict" and not any(" to " in row[at] or " of " in row[at] for row in rows)
         table.add_column(

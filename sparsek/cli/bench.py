@@ -8,7 +8,7 @@ import typer
 from sparsek.bench.benches import BENCHES, HELP
 from sparsek.cli.deferred import group
 
-ALL = "Measures every published row whose record is not of this source, card and versions; run again, it goes on."
+ALL = "Measures every published row whose record is not of this source, card and versions."
 
 
 def loaded(name: str) -> Any:
@@ -21,6 +21,6 @@ def loaded(name: str) -> Any:
 app = typer.Typer(
     cls=group({**HELP, "all": ALL}, loaded),
     callback=lambda: None,
-    help="Measure, with a correctness gate before any time.",
+    help="Measures kernels beside their peers, with a correctness check before any time.",
     no_args_is_help=True,
 )

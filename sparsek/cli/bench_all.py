@@ -27,9 +27,7 @@ def everything(
     limit: Annotated[
         float | None, typer.Option(help="Seconds: stop before a row that may not end within them.", min=0)
     ] = None,
-    listing: Annotated[
-        bool, typer.Option("--list", help="List the rows to measure, and stop.")
-    ] = False,
+    listing: Annotated[bool, typer.Option("--list", help="List the rows to measure, and stop.")] = False,
     rounds: Rounds = 5,
     device: Device = None,
     folder: Annotated[
@@ -75,7 +73,11 @@ def everything(
     screen.print(
         f"{len(todo)} of {len(rows)} rows to measure on {card}, records in {out or home}", soft_wrap=True
     )
-    document: dict[str, Any] = {"card": card, "records": out or home, "to_measure": [row.name for row in todo]}
+    document: dict[str, Any] = {
+        "card": card,
+        "records": out or home,
+        "to_measure": [row.name for row in todo],
+    }
     if listing:
         for row in () if json else todo:
             screen.print(row.name, soft_wrap=True)
@@ -89,7 +91,9 @@ def everything(
 
     def measure(row: Row) -> None:
         # One row may fail in any way; those behind it are measured all the same.
-        outcome = measured(row.entry, peers_named(row.bench.peers, None, where), where, rounds, any_error=True)
+        outcome = measured(
+            row.entry, peers_named(row.bench.peers, None, where), where, rounds, any_error=True
+        )
         if isinstance(outcome, str):
             failed.append({"case": row.name, "why": outcome})
         else:

@@ -18,28 +18,17 @@ from sparsek.bench.engine.peer import Peer, first_line, peers_named
 from sparsek.bench.engine.report import measured_peers
 from sparsek.bench.engine.run import GateError, Outcome, measure
 from sparsek.bench.engine.tables import case_name
+from sparsek.cli.kernel_names import kernel_named, kernels_of
 from sparsek.cli.output import complain, console, print_json, progress
 from sparsek.cli.output import table as new_table
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
-from sparsek.kernels import KERNELS
 
 Rounds = Annotated[int, typer.Option(min=1, help="Interleaved rounds; records want five or more.")]
 Device = Annotated[str | None, typer.Option(help="cuda or cpu; default: the GPU if there is one.")]
 Html = Annotated[
     Path | None, typer.Option(help="Write the results as one HTML file: pictures, tables, environment.")
 ]
-# The operation of a benchmark's kernels in their table, and how names of what they multiply end.
-OF_BENCH: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    "spmm": ("spmm", ("bsr",)),
-    "linear": ("spmm", ("bsr",)),
-    "semi24": ("spmm", ("24",)),
-    "fp8": ("spmm", ("fp8",)),
-    "sddmm": ("sddmm", ("",)),
-    "spgemm": ("spgemm", ("",)),
-    "attention": ("attention", ("",)),
-    "attention-backward": ("attention_backward", ("",)),
-}
 # Parameters that go with a suite too; the others describe cases.
 BESIDE_A_SUITE = ("peers", "rounds", "suite", "only", "device", "out", "plot", "html", "json")
 
@@ -83,7 +72,13 @@ def bench(
     screen = console(stderr=json)
     if json:
         print_json(
-            {"benchmark": one.name, "records": found, "failed": failed, "not_measured": missing, "notes": notes}
+            {
+                "benchmark": one.name,
+                "records": found,
+                "failed": failed,
+                "not_measured": missing,
+                "notes": notes,
+            }
         )
     else:
         by_table: dict[str, list[records.Record]] = {}
@@ -118,17 +113,10 @@ def device_of(named: str | None) -> torch.device:
 
 def _kernels(one: Bench, text: str) -> tuple[str, ...]:
     names = tuple(listed("kernel", text, str))
-    every = {name: op for op, name, *_ in KERNELS}
     for name in names:
-        if name not in every and name != "auto":
-            raise unknown("kernel", name, kernels_of(one.name) or every)
+        if name != "auto" and kernel_named(name) is None:
+            raise unknown("kernel", name, kernels_of(one.name))
     return names
-
-
-def kernels_of(name: str) -> tuple[str, ...]:
-    """The kernels that the benchmark of this name measures."""
-    op, ends = OF_BENCH.get(name, ("", ()))
-    return tuple(kernel for each, kernel, _, kind in KERNELS if each == op and kind.endswith(ends))
 
 
 def given_of(context: typer.Context) -> list[str]:

@@ -4,7 +4,6 @@ import platform
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Annotated, Any
 
 import torch
@@ -200,7 +199,12 @@ def _operations(plans: Mapping[str, Plan], device: torch.device) -> Table:
         f"{WINDOW.q_len} tokens, window 1024"
     )
     on_gpu = device.type == "cuda"
-    for title in ("operation", "here", "predicted" if on_gpu else "on an H200", "" if on_gpu else "predicted there"):
+    for title in (
+        "operation",
+        "here",
+        "predicted" if on_gpu else "on an H200",
+        "" if on_gpu else "predicted there",
+    ):
         if title:
             table.add_column(title, no_wrap=True)
     for name, plan in plans.items():
@@ -234,7 +238,11 @@ def _summary(found: Sequence[Checked], device: torch.device, verbose: bool) -> s
         f"Self check: {len(ran)} of {len(found)} kernels run on this {device.type}; the results of {right} are within "
         "the error budget."
     )
-    return lines if verbose else f"{lines} `sparsek doctor --verbose` shows each kernel, and why it does not run."
+    return (
+        lines
+        if verbose
+        else f"{lines} `sparsek doctor --verbose` shows each kernel, and why it does not run."
+    )
 
 
 def _checked(device: torch.device) -> list[Checked]:

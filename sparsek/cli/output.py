@@ -47,7 +47,8 @@ INDENT = 2
 TICK_SECONDS = 5.0
 UNBOUNDED = 10_000  # columns
 AsJson = Annotated[
-    bool, typer.Option("--json", help="Print one JSON document and nothing else; progress goes to standard error.")
+    bool,
+    typer.Option("--json", help="Print one JSON document and nothing else; progress goes to standard error."),
 ]
 # Where the encoding of the output lacks a character: signs of one column each, and before lines are laid out, longer.
 ONE_FOR_ONE = str.maketrans("…│─┌┐└┘█▓▒░▀▄×·→↳", "~|-++++#%+.',x.>>")

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 Made = TypeVar("Made")
+MOST_LISTED = 16  # names
 
 
 class Operands(Protocol):
@@ -173,11 +174,13 @@ class Bar:
 
 
 def unknown(what: str, name: str, known: Iterable[str]) -> InvalidInput:
-    """The error for a name that is not known, with near ones: "no suite is called 'block'; did you mean 'blocks'?"."""
+    """The error for a name that is not known, with near ones, and all of them unless they are many."""
     known = tuple(known)
     near = get_close_matches(name, known, n=3)
-    hint = f"did you mean {' or '.join(map(repr, near))}? Known" if near else "known"
-    return InvalidInput(f"no {what} is called {name!r}; {hint}: {', '.join(known)}")
+    hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+    if not near or len(known) <= MOST_LISTED:
+        hint += f"{' Known' if near else '; known'}: {', '.join(known)}"
+    return InvalidInput(f"no {what} is called {name!r}{hint}")
 
 
 def suite_named(suites: Mapping[str, Made], name: str, what: str = "suite") -> Made:
