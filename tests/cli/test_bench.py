@@ -309,7 +309,7 @@ def test_bench_attention_backward_says_what_it_takes(run) -> None:
             ["--seq", "128", "--kernel", "cpu.attention"],
             "no kernel of attention_backward is called 'cpu.attention'",
         ),
-        (["--peers", "fa3"], "no peer is called 'fa3'; known: cudnn, fa2, fa4"),
+        (["--peers", "fa3"], "no peer is called 'fa3'; did you mean 'fa4' or 'fa2'? Known: cudnn, fa2, fa4"),
         (["--suite", "sweep"], "no suite is called 'sweep'; known: published, train"),
         (["--suite", "published", "--any-order"], "leave out --deterministic, or leave out --suite"),
         (["--suite", "train", "--only", "4"], "the suite has entries 1 to 3"),

@@ -1,5 +1,6 @@
 """`sparsek bench all`: what it measures, where it stops, and that it goes on there."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from sparsek.bench.benches import BENCHES
 from sparsek.bench.engine import records
 from sparsek.bench.engine.case import SuiteRow
 from sparsek.bench.suites.spmm import SpmmCase
-from sparsek.cli import bench_all
+from sparsek.cli import bench_all, bench_run
 
 SMALL = tuple(SuiteRow(SpmmCase(64, 96, n, (32, 32), 0.5, dtype="fp32")) for n in (16, 32, 48))
 
@@ -36,7 +37,7 @@ def test_bench_all_goes_on_where_it_stopped(run, small: None, tmp_path: Path) ->
     assert "3 of 3 rows to measure on cpu" in call("--list")
     first = call("--limit", "0.02")
     assert "1/3 spmm: 64×96×16 block 32 50 % fp32: " in first
-    assert "stopped with 2 rows left, run again to go on:" in first
+    assert "stopped with 2 rows left, spmm: 64×96×32 block 32 50 % fp32 first; run again" in first
     second = call()
     assert "2 of 3 rows to measure" in second
     assert "2/2 spmm: 64×96×48 block 32 50 % fp32: " in second
@@ -66,47 +67,60 @@ def test_bench_all_keeps_new_records_in_one_file_which_can_be_taken_over(
 def test_an_interrupted_row_loses_no_other(
     run, small: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    measure = bench_all.measured_entry
+    measure = bench_all.measured
 
-    def interrupted(entry: SuiteRow, *rest: Any) -> Any:
+    def interrupted(entry: SuiteRow, *rest: Any, **more: Any) -> Any:
         if entry == SMALL[1]:
             raise KeyboardInterrupt
-        return measure(entry, *rest)
+        return measure(entry, *rest, **more)
 
     given = ["bench", "all", "--rounds", "1", "--device", "cpu", "--records", tmp_path]
-    monkeypatch.setattr(bench_all, "measured_entry", interrupted)
-    assert "stopped with 2 rows left" in run(*given).output
+    monkeypatch.setattr(bench_all, "measured", interrupted)
+    result = run(*given)
+    assert (result.exit_code, result.stderr) == (130, "interrupted\n")
+    assert "stopped with 2 rows left" in result.output
     assert len(records.read(tmp_path)) == 1
-    monkeypatch.setattr(bench_all, "measured_entry", measure)
+    monkeypatch.setattr(bench_all, "measured", measure)
     assert "2 of 3 rows to measure" in run(*given).output
     assert len(records.read(tmp_path)) == 3
 
 
-@pytest.mark.parametrize("error", [None, RuntimeError("CUDA went away"), AssertionError()])
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("CUDA went away"), AssertionError()])
 def test_a_row_that_fails_is_named_and_the_others_are_measured(
-    run, small: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: Exception | None
+    run, small: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: Exception
 ) -> None:
-    measure = bench_all.measured_entry
+    measure = bench_run.measure
 
-    def fails(entry: SuiteRow, *rest: Any) -> Any:
-        if entry != SMALL[1]:
-            return measure(entry, *rest)
-        if error is not None:
+    def fails(entry: SuiteRow, **given: Any) -> Any:
+        if entry == SMALL[1]:
             raise error
-        return None
+        return measure(entry, **given)
 
-    monkeypatch.setattr(bench_all, "measured_entry", fails)
-    result = run("bench", "all", "--rounds", "1", "--device", "cpu", "--records", tmp_path)
+    monkeypatch.setattr(bench_run, "measure", fails)
+    result = run("bench", "all", "--rounds", "1", "--device", "cpu", "--records", tmp_path, "--json")
     assert result.exit_code == 1
-    assert "1 rows gave no record: spmm: 64×96×32" in result.output
+    document = json.loads(result.stdout)
+    assert [each["case"] for each in document["failed"]] == ["spmm: 64×96×32 block 32 50 % fp32"]
+    assert document["failed"][0]["why"]
+    assert [each["case"]["n"] for each in document["measured"]] == [16, 48]
+    assert (len(document["to_measure"]), document["left"]) == (3, [])
+    assert "1 rows gave no record: spmm: 64×96×32" in result.stderr
     assert len(records.read(tmp_path)) == 2
+
+
+def test_bench_all_writes_a_page_of_what_was_measured_now_or_before(run, small: None, tmp_path: Path) -> None:
+    given = ["bench", "all", "--rounds", "1", "--device", "cpu", "--records", tmp_path]
+    run(*given, "--limit", "0")
+    assert run(*given, "--html", tmp_path / "all.html").exit_code == 0
+    text = (tmp_path / "all.html").read_text(encoding="utf-8")
+    assert [f"64×96×{n} block 32 50 % fp32" in text for n in (16, 32, 48)] == [True] * 3
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         ([], "suites need a GPU; a CPU would take hours"),
-        (["--only", "gemm"], "no benchmark is called 'gemm'; known: spmm, sddmm"),
+        (["--only", "gemm"], "no benchmark is called 'gemm'; did you mean 'spgemm'"),
     ],
 )
 def test_bench_all_answers_bad_input_with_one_line(run, arguments: list[str], said: str) -> None:
