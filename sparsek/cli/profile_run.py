@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from rich.console import Group
 
 from sparsek.bench.benches import BENCHES
 from sparsek.bench.engine import ncu
@@ -31,7 +32,7 @@ from sparsek.ops.planning import choose
 from sparsek.plan.plan import Plan, arithmetic_seconds, memory_seconds, time_text
 
 FOLDER = Path("sparsek-profile")
-WARMUP = 3  # calls: the first plans and compiles, the second is recorded
+WARMUP = 3  # calls of each operand set: the first plans and compiles, the second is recorded
 TIMELINE_CALLS = 20
 TOOL_SECONDS = 900
 SCHEMA = """
@@ -97,14 +98,14 @@ def profile(
         raise InvalidInput(f"{case.name}: several kernels run in turn; profile takes a case of one")
     plan = predicted(plans[0], card, wanted) if card else plans[0]
     if child:
-        _under_profiler(rotating([each.planned(made) for each, made in zip(sets, plans, strict=True)]), child)
+        _under_profiler([each.planned(made) for each, made in zip(sets, plans, strict=True)], child)
         return
     document: dict[str, Any] = {**described(case, plan), "measured": None, "calls": None, "counters": None}
     notes: list[str] = []
     files: list[Path] = []
     screen = console(stderr=json)
     tell: Callable[..., None] = (lambda *_, **__: None) if json else screen.print
-    tell(plan.explain())
+    tell(_explained(plan))
     tell(f"Predicted: {summary(plan)}")
     if card:
         notes.append("There is no measurement: a GPU and --device cuda give times, a trace and counters.")
@@ -186,6 +187,18 @@ def described(case: Any, plan: Plan) -> dict[str, Any]:
     }
 
 
+def _explained(plan: Plan) -> Any:
+    """`explain()`, its notes below each other where they are wrapped."""
+    lines = plan.explain().splitlines()
+    heads = [line for line in lines if not line.startswith("  ")]
+    notes = new_table("")
+    notes.show_header, notes.title = False, None
+    for line in lines[len(heads) :]:
+        key, _, text = line.strip().partition(" ")
+        notes.add_row(key, text.strip())
+    return Group(*heads, notes)
+
+
 def _measured(plan: Plan, times: Times) -> str:
     seconds = times.median / 1e3
     return (
@@ -226,8 +239,9 @@ def _words(one: Bench, cases: Mapping[str, str | bool]) -> list[str]:
     return words
 
 
-def _under_profiler(call: Callable[[], object], count: int) -> None:
-    for _ in range(WARMUP):
+def _under_profiler(calls: Sequence[Callable[[], object]], count: int) -> None:
+    call = rotating(calls)
+    for _ in range(WARMUP * len(calls)):
         call()
     torch.cuda.synchronize()
     torch.cuda.profiler.start()
@@ -245,6 +259,7 @@ def _counted(child: Sequence[str], out: Path, notes: list[str], files: list[Path
         return None
     # A metric that this card lacks may make ncu refuse all of them.
     text = ""
+    log.unlink(missing_ok=True)
     for without in ((), ncu.TENSOR[1:], ncu.TENSOR[:1]):
         said = _ran(ncu.command(program, log, [*child, "1"], without))
         text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
@@ -262,6 +277,7 @@ def _counted(child: Sequence[str], out: Path, notes: list[str], files: list[Path
 def _timeline(child: Sequence[str], out: Path, notes: list[str], files: list[Path]) -> None:
     """A timeline for Nsight Systems."""
     program, path = shutil.which("nsys"), out / "timeline.nsys-rep"
+    path.unlink(missing_ok=True)
     if program is None:
         notes.append("nsys is not on PATH: no timeline.")
         return
@@ -273,6 +289,7 @@ def _timeline(child: Sequence[str], out: Path, notes: list[str], files: list[Pat
         "--trace",
         "cuda,nvtx,osrt",
     ]
+    options += ["--sample", "none", "--cpuctxsw", "none"]
     options += ["--capture-range", "cudaProfilerApi", "--capture-range-end", "stop"]
     said = _ran([program, "profile", *options, *child, str(TIMELINE_CALLS)])
     if path.exists():

@@ -306,3 +306,17 @@ def test_profile_says_why_ncu_gave_nothing(run, on_the_cpu, tmp_path: Path) -> N
     found = measured(run, tmp_path)
     assert found["counters"] is None
     assert found["notes"][0] == "ncu gave no counters: ERR_NVGPUCTRPERM - no permission"
+
+
+@pytest.mark.gpu
+def test_profile_measures_on_a_gpu(run, tmp_path: Path) -> None:
+    result = run(
+        "profile", "hopper.spmm", "--m", "2048", "--k", "2048", "--n", "2048", "--out", tmp_path, "--json"
+    )
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert 0 < found["measured"]["median"] < 10
+    assert 0 < found["calls"]["kernels"] < found["calls"]["wall"] * 1.2
+    assert found["calls"]["host"] > 0
+    assert found["counters"] is not None or any("ncu" in line for line in found["notes"])
+    assert (tmp_path / "trace.json").exists()
