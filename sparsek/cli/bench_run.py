@@ -99,11 +99,17 @@ def bench(
 
 
 def write_html(path: Path | None, found: Sequence[records.Record], title: str) -> None:
-    """The records as one HTML file, if a path is given."""
-    if path is not None:
-        pictures = getattr(charts, "pictures", lambda found: [])(found)
-        path.write_text(html.page(found, pictures, title), encoding="utf-8")
-        console(stderr=True).print(f"wrote {path}", soft_wrap=True)
+    """The records as one HTML file, if a path is given; without pictures where nothing can draw them."""
+    if path is None:
+        return
+    screen = console(stderr=True)
+    try:
+        pictures = charts.pictures(found)
+    except charts.MissingMatplotlibError as error:
+        screen.print(f"no pictures: {error}", soft_wrap=True)
+        pictures = []
+    path.write_text(html.page(found, pictures, title), encoding="utf-8")
+    screen.print(f"wrote {path}", soft_wrap=True)
 
 
 def device_of(named: str | None) -> torch.device:

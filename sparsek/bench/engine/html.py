@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from html import escape
-from itertools import groupby
+from itertools import groupby, zip_longest
 
 from sparsek.bench.engine import report
 from sparsek.bench.engine.bench import TABLES, Record
@@ -12,10 +12,11 @@ STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem; }
 table { border-collapse: collapse; font-size: 0.85rem; font-variant-numeric: tabular-nums; }
 .wide { overflow-x: auto; margin: 0.5rem 0; }
-th, td { padding: 0.25rem 0.75rem 0.25rem 0; border-bottom: 1px solid var(--line); text-align: right; }
+th, td { padding: 0.25rem 0.75rem 0.25rem 0; border-bottom: 1px solid var(--line); text-align: left; }
 th { vertical-align: bottom; }
-th:nth-child(-n+2), td:nth-child(-n+2) { text-align: left; }
-figure { margin: 1.5rem 0; }
+td { white-space: nowrap; }
+.n { text-align: right; }
+figure { margin: 1.5rem 0; padding: 0.75rem; background: #fff; }
 figure svg { max-width: 100%; height: auto; }
 figcaption, p { color: var(--dim); font-size: 0.85rem; }
 """
@@ -33,7 +34,7 @@ def page(found: Sequence[Record], pictures: Iterable[tuple[str, str]], title: st
     """The text of the file. `pictures`: titles, and SVG as text, which is put in as it is."""
     parts = [f"<h1>{escape(title)}</h1>", "<h2>Environment</h2>", _environment(found)]
     figures = [
-        f"<figure>{svg[svg.index('<svg') :]}<figcaption>{escape(name)}</figcaption></figure>"
+        f"<figure><figcaption>{escape(name)}</figcaption>{svg[svg.index('<svg') :]}</figure>"
         for name, svg in pictures
     ]
     parts += ["<h2>Pictures</h2>", *figures] if figures else []
@@ -55,7 +56,7 @@ def _environment(found: Sequence[Record]) -> str:
     for field, name in FACTS.items():
         values = dict.fromkeys(f"{each['env'][field]}" for each in found if each["env"][field] is not None)
         rows.append((name, ", ".join(values) or "none"))
-    dates = sorted(each["date"] for each in found)
+    dates = sorted(each["date"][:10] for each in found)
     rows.append(("measured", dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"))
     return _table([], rows)
 
@@ -65,14 +66,22 @@ def from_markdown(text: str) -> str:
     parts = []
     for is_table, group in groupby(text.splitlines(), key=lambda line: line.startswith("|")):
         if is_table:
-            heads, _, *rows = ([cell.strip() for cell in line[1:-1].split(" | ")] for line in group)
-            parts.append(_table(heads, rows))
+            heads, rules, *rows = ([cell.strip() for cell in line[1:-1].split(" | ")] for line in group)
+            parts.append(_table(heads, rows, [rule.endswith(":") for rule in rules]))
         else:
             parts += [f"<p>{escape(line)}</p>" for line in group if line]
     return "\n".join(parts)
 
 
-def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    head = "".join(f"<th>{escape(cell)}</th>" for cell in heads)
-    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>\n" for row in rows)
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence[bool] = ()) -> str:
+    """`numbers`: the columns that stand on the right."""
+    head = "".join(_cell("th", cell, number) for cell, number in zip_longest(heads, numbers))
+    body = "".join(
+        f"<tr>{''.join(_cell('td', cell, number) for cell, number in zip_longest(row, numbers))}</tr>\n"
+        for row in rows
+    )
     return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>\n{body}</tbody></table></div>'
+
+
+def _cell(tag: str, text: str, number: bool | None) -> str:
+    return f"<{tag}{' class=n' if number else ''}>{escape(text)}</{tag}>"
