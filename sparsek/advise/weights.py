@@ -1,4 +1,4 @@
-"""Does block sparsity pay for these weights? Prunes, multiplies, checks, times or predicts, and says so.
+"""Does block sparsity pay for these weights? Prunes, multiplies, checks, then times or predicts.
 
 A weight W [out, in] of y = x @ W.T is the left operand: A = W pruned to blocks, B = x.T, a view of row-major
 x.
@@ -50,7 +50,7 @@ NOT_SPARSE = ("vendor.dense", "reference.spmm")
 
 @dataclass(frozen=True)
 class Question:
-    """What `advise` is asked. `device`: None (a GPU if there is one, else predictions for the H200), "cuda",
+    """The settings of `advise`. `device`: None (a GPU if there is one, else predictions for the H200), "cuda",
     "cpu", or the name of a card to predict for. `keep` is the fraction of blocks that stay, `scope` "global"
     or "row"."""
 
@@ -97,7 +97,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Group:
-    """Matrices that share one row of the answer. `lookup`: embeddings by their names, of which rows are fetched."""
+    """Matrices that share one row of the answer. `lookup`: embeddings by their names, whose rows are fetched."""
 
     label: str
     names: tuple[str, ...]
@@ -145,7 +145,7 @@ class Times:
 
 @dataclass(frozen=True)
 class Failure:
-    """A matrix that nothing can be said of, and why."""
+    """A matrix without advice, and the reason."""
 
     name: str
     reason: str
@@ -194,7 +194,7 @@ class Advice:
 
     @property
     def verdict(self) -> str:
-        """What is to be said of the speed, in words. It says nothing of what the model loses."""
+        """The speed in words. What the model loses is not tested."""
         if not self.failures:
             return self._of_the_others
         return f"{self._of_the_others}, {len(self.failures)} of {len(self.group.names)} failed"
@@ -226,7 +226,7 @@ def choose(file: WeightFile, wanted: Sequence[str], block: tuple[int, int]) -> l
     """Names of the matrices to look at: the wanted ones (* and ? allowed), or every one with sides of a
     block at least.
 
-    Raises InvalidInput when nothing fits (it says what is there), and for a wanted name that is not there.
+    Raises InvalidInput when nothing fits, with what the file holds, and for a wanted name that is missing.
     """
     shapes = {name: shape for name, shape, _ in file.names()}
     if not wanted:
@@ -403,7 +403,7 @@ def _tokens(count: int, width: int, dtype: torch.dtype, device: torch.device) ->
 
 
 def _refuse_beyond_memory(a: BSR, tokens: int) -> None:
-    """Linux lends memory that it does not have, and kills who uses it: so this is asked before."""
+    """Linux overcommits memory and kills the process that uses it, so the size is checked first."""
     takes = tokens * (TIMED_INPUTS * a.shape[1] + a.shape[0]) * a.dtype.itemsize
     free = available_memory()
     if free is not None and takes > free:

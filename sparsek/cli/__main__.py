@@ -11,7 +11,7 @@ from sparsek.cli.deferred import group
 COMMANDS = {
     "doctor": "Shows versions, GPUs and the kernel of each operation, and checks every kernel that runs here.",
     "demo": "Runs masked attention beside torch's, then advise on the weights of MiniLM, and draws one matrix.",
-    "advise": "Prunes weights to blocks and to 2:4, multiplies, checks, and says which format pays.",
+    "advise": "Prunes weights to blocks and to 2:4, multiplies, checks, and shows which format pays.",
     "tune": "Measures configs of each kernel, each checked first, and keeps the winners in a table for plans.",
     "bench": "Measures kernels beside their peers, with a correctness check before any time.",
     "profile": "Shows what bounds a kernel: the plan's prediction, times, a trace, and ncu's counters.",

@@ -59,7 +59,7 @@ def advise(
     ] = None,
     json: AsJson = False,
 ) -> None:
-    """Prunes weights to blocks and to 2:4, multiplies, checks, and says which format pays.
+    """Prunes weights to blocks and to 2:4, multiplies, checks, and shows which format pays.
 
     Nothing is downloaded. What was passed over is listed with the reason. Exit code 2 if a product was wrong, or if
     every matrix failed.

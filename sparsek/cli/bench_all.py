@@ -14,7 +14,8 @@ from sparsek.bench.engine.case import suite_named
 from sparsek.bench.engine.everything import Row, rows_of, stale_rows, walk
 from sparsek.bench.engine.options import listed
 from sparsek.bench.engine.peer import peers_named
-from sparsek.cli.bench_run import Device, Html, Rounds, device_of, measured, write_html
+from sparsek.bench.engine.run import Outcome
+from sparsek.cli.bench_run import Device, Html, Rounds, device_of, measured, notes_of, write_html
 from sparsek.cli.output import AsJson, console, print_json
 from sparsek.core import env
 from sparsek.core.device import CARDS, card_of
@@ -41,7 +42,7 @@ def everything(
     ] = None,
     take: Annotated[
         Path | None,
-        typer.Option(help="Put the records of such a file into the folder, and stop.", exists=True),
+        typer.Option(help="Put the records of this file into the folder, and stop.", exists=True),
     ] = None,
     html: Html = None,
     json: AsJson = False,
@@ -86,8 +87,7 @@ def everything(
         write_html(html, found, f"sparsek on {card}")
         return
     failed: list[dict[str, str]] = []
-    missing: dict[tuple[str, str], list[str]] = {}
-    new: list[records.Record] = []
+    outcomes: list[Outcome] = []
 
     def measure(row: Row) -> None:
         # One row may fail in any way; those behind it are measured all the same.
@@ -97,11 +97,9 @@ def everything(
         if isinstance(outcome, str):
             failed.append({"case": row.name, "why": outcome})
         else:
-            for name, reasons in outcome.unavailable.items():
-                missing.setdefault((name, "; ".join(reasons)), []).append(row.name)
+            outcomes.append(outcome)
             if not outcome.records:
                 failed.append({"case": row.name, "why": "nothing was measured"})
-            new.extend(outcome.records)
             if out is not None:
                 records.append(out, outcome.records)
             else:
@@ -122,8 +120,10 @@ def everything(
             )
             screen.print(f"{count}/{len(todo)} {done.row.name}: {done.seconds:.1f} s; {left}", soft_wrap=True)
     finally:
-        for (name, why), cases in missing.items():
-            line = f"{name} not measured: {why} ({len(cases)} rows, {cases[0]} first)"
+        _, missing = notes_of(outcomes)
+        for each in missing:
+            cases = each["cases"]
+            line = f"{each['name']} not measured: {each['why']} ({len(cases)} rows, {cases[0]} first)"
             screen.print(line, style="dim", soft_wrap=True)
         rest = [row.name for row in todo[count:]]
         if rest:
@@ -132,8 +132,8 @@ def everything(
                 soft_wrap=True,
             )
     if json:
-        reasons = [{"name": name, "why": why, "cases": cases} for (name, why), cases in missing.items()]
-        print_json({**document, "measured": new, "failed": failed, "not_measured": reasons, "left": rest})
+        new = [record for outcome in outcomes for record in outcome.records]
+        print_json({**document, "measured": new, "failed": failed, "not_measured": missing, "left": rest})
     write_html(html, _read(places), f"sparsek on {card}")
     if failed:
         names = ", ".join(each["case"] for each in failed)
@@ -164,4 +164,4 @@ def _sorted_in(found: Iterable[records.Record], home: Path) -> int:
 def refuse_cpu(device: torch.device) -> None:
     """Raises InvalidInput for a device on which the suites would take hours."""
     if device.type == "cpu":
-        raise InvalidInput("suites need a GPU; a CPU would take hours. --list says what is to be measured")
+        raise InvalidInput("suites need a GPU; a CPU would take hours. --list shows the rows to measure")

@@ -68,7 +68,7 @@ def bench(
         raise InvalidInput(f"{why}; a CPU would take hours. Give sizes by hand: {one.small}")
     outcomes, failed = _run(rows, chosen, where, rounds, out)
     found = [record for outcome in outcomes for record in outcome.records]
-    notes, missing = _notes(outcomes)
+    notes, missing = notes_of(outcomes)
     screen = console(stderr=json)
     if json:
         print_json(
@@ -235,7 +235,7 @@ def _columns(of: Table, found: Sequence[records.Record]) -> Iterator[Column]:
 Note = dict[str, Any]
 
 
-def _notes(outcomes: Sequence[Outcome]) -> tuple[list[Note], list[Note]]:
+def notes_of(outcomes: Sequence[Outcome]) -> tuple[list[Note], list[Note]]:
     """Settings of peers, and who was left out and why: each thing once, with the cases that it holds for."""
     notes: dict[tuple[str, str], list[str]] = {}
     missing: dict[tuple[str, str], list[str]] = {}

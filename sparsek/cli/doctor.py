@@ -75,9 +75,10 @@ def doctor(
 
     Exit code 1 if a kernel computes a wrong result.
 
-    --json: {sparsek, python, platform, torch, triton, numpy, cuda, driver, cards: [{name, capability, sm_count,
-    memory_bytes, bandwidth, tflops, caveat, power_limit_w}], operations: [{operation, kernel, predicted_seconds,
-    roofline_seconds, on_h200}], kernels: [{operation, name, gate: {error, budget, passed} or null, why_not}], healthy}.
+    --json: {sparsek, python, platform, torch, triton, numpy, cuda, driver, cards, operations, kernels, healthy}.
+    A card: {name, capability, sm_count, memory_bytes, bandwidth, tflops, caveat, rates, power_limit_w}. An operation:
+    {operation, kernel, predicted_seconds, roofline_seconds, on_h200}. A kernel: {operation, name, gate: {error, budget,
+    passed} or null, why_not}.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     plans = {name: make() for name, make in _typical(device).items()}
@@ -226,8 +227,8 @@ def _kernels(found: Sequence[Checked]) -> Table:
             table.add_row(each.name, "no", "; ".join(each.why_not))
             continue
         share = f"error {each.gate.error:.1e} of {each.gate.budget:.1e} allowed"
-        said = Text("wrong", "bold red") if each.is_wrong else Text("runs", "green")
-        table.add_row(each.name, said, share)
+        word = Text("wrong", "bold red") if each.is_wrong else Text("runs", "green")
+        table.add_row(each.name, word, share)
     return table
 
 

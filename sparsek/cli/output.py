@@ -183,7 +183,7 @@ class _Screen(Console):
 
 
 class _Table(Table):
-    """A table without lines, of which nothing is cut at any width.
+    """A table without lines that cuts nothing at any width.
 
     Where its columns do not fit side by side, the first cell of a row gets a line of its own above the others, as do
     long names. Where these do not fit either, each row is a list of headings and cells.
@@ -264,7 +264,7 @@ def _text(cell: RenderableType) -> Text:
 def console(stderr: bool = False) -> Console:
     """A console on the current standard output or error, made when needed so that tests can redirect it.
 
-    Text that goes to a file or a pipe is 120 columns wide, unless COLUMNS says otherwise; no text is narrower than 20.
+    Text that goes to a file or a pipe is 120 columns wide, unless COLUMNS is set; no text is narrower than 20.
     """
     made, width = _Screen(stderr=stderr), env.columns()
     if width is not None:

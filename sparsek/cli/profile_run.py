@@ -252,7 +252,7 @@ def _under_profiler(calls: Sequence[Callable[[], object]], count: int) -> None:
 
 
 def _counted(child: Sequence[str], out: Path, notes: list[str], files: list[Path]) -> ncu.Counted | None:
-    """The counters of one call; without them a note says why."""
+    """The counters of one call; without them a note has the reason."""
     program, log = shutil.which("ncu"), out / "ncu.csv"
     if program is None:
         notes.append("ncu is not on PATH: no counters.")
@@ -261,13 +261,13 @@ def _counted(child: Sequence[str], out: Path, notes: list[str], files: list[Path
     text = ""
     log.unlink(missing_ok=True)
     for without in ((), ncu.TENSOR[1:], ncu.TENSOR[:1]):
-        said = _ran(ncu.command(program, log, [*child, "1"], without))
+        printed = _ran(ncu.command(program, log, [*child, "1"], without))
         text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
         launches = ncu.parse(text)
         if launches:
             files.append(log)
             return ncu.Counted.of(launches)
-        text += said
+        text += printed
         if "metric" not in ncu.refusal(text).lower():
             break
     notes.append(f"ncu gave no counters: {ncu.refusal(text) or text.strip()[-300:] or 'it printed nothing'}")
@@ -291,11 +291,11 @@ def _timeline(child: Sequence[str], out: Path, notes: list[str], files: list[Pat
     ]
     options += ["--sample", "none", "--cpuctxsw", "none"]
     options += ["--capture-range", "cudaProfilerApi", "--capture-range-end", "stop"]
-    said = _ran([program, "profile", *options, *child, str(TIMELINE_CALLS)])
+    printed = _ran([program, "profile", *options, *child, str(TIMELINE_CALLS)])
     if path.exists():
         files.append(path)
     else:
-        notes.append(f"nsys wrote no timeline: {said.strip()[-300:]}")
+        notes.append(f"nsys wrote no timeline: {printed.strip()[-300:]}")
 
 
 def _ran(words: Sequence[str]) -> str:

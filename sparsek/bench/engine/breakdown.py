@@ -1,4 +1,4 @@
-"""Where the time of a call goes: kernels, gaps between them, and the host; and a trace of it for a browser."""
+"""The time of a call by kernels, gaps between them, and the host; and a trace for a browser."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -14,7 +14,7 @@ from sparsek.plan.plan import time_text
 # What of a trace runs on a GPU.
 ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 CALLS = 20
-# A host that is busy for such a share of a call is what the GPU waits for.
+# The GPU waits for a host that is busy for this share of a call.
 HOST_BOUND = 0.9
 
 
@@ -41,7 +41,7 @@ class Breakdown:
         else:
             limit = "The host is ahead of the GPU."
         return (
-            f"Calls in a row: {time_text(self.wall)} each, of which kernels {time_text(self.kernels)}, gaps "
+            f"Calls in a row: {time_text(self.wall)} each: kernels {time_text(self.kernels)}, gaps "
             f"{time_text(self.gaps)}; the host is busy for {time_text(self.host)}. {limit}"
         )
 
