@@ -13,12 +13,11 @@ from sparsek.bench.engine import case as case_module
 from sparsek.bench.engine import data, records, run
 from sparsek.bench.engine.case import SuiteRow
 from sparsek.bench.engine.peer import peers_named
-from sparsek.bench.peers import attention as attention_peers
-from sparsek.bench.peers.attention_grad import PEERS
 from sparsek.bench.suites import attention, attention_grad
 from sparsek.bench.suites.attention import AttentionCase, sampled
 from sparsek.bench.suites.attention_grad import (
     BENCH,
+    PEERS,
     AttentionGradCase,
     AttentionTrainCase,
     Group,
@@ -305,7 +304,7 @@ def test_a_product_of_lists_takes_every_combination() -> None:
     assert len(set(made)) == 8
     assert {type(case) for case in made} == {AttentionGradCase, AttentionTrainCase}
     assert not any(case.deterministic for case in made)
-    with pytest.raises(InvalidInput, match="backward or train is measured, not 'forward'"):
+    with pytest.raises(InvalidInput, match="measures backward or train, not 'forward'"):
         cases(lists | {"measure": "forward"})
 
 
@@ -317,4 +316,4 @@ def test_cases_that_differ_in_determinism_alone_stand_side_by_side() -> None:
 
 
 def test_peers_of_the_forward_pass_have_their_gradients_here() -> None:
-    assert {peer.name for peer in attention_peers.PEERS} <= {peer.name for peer in PEERS}
+    assert {peer.name for peer in attention.PEERS} <= {peer.name for peer in PEERS}

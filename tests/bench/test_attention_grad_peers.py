@@ -14,8 +14,7 @@ from torch import Tensor
 from sparsek.bench.engine import data
 from sparsek.bench.engine.peer import UnavailableError, peers_named
 from sparsek.bench.peers.attention import LONGEST_DENSE_STEP, kept_graphs, transposed_lists
-from sparsek.bench.peers.attention_grad import PEERS
-from sparsek.bench.suites.attention_grad import AttentionGradCase, AttentionTrainCase, GradOperands
+from sparsek.bench.suites.attention_grad import PEERS, AttentionGradCase, AttentionTrainCase, GradOperands
 from sparsek.mask.mask import BlockMask
 from sparsek.reference.attention import attention as reference
 

@@ -8,8 +8,7 @@ import torch
 from sparsek.bench.engine import records
 from sparsek.bench.engine.peer import UnavailableError, peers_named
 from sparsek.bench.engine.run import run_case
-from sparsek.bench.peers.attention_grad import PEERS
-from sparsek.bench.suites.attention_grad import AttentionGradCase, AttentionTrainCase
+from sparsek.bench.suites.attention_grad import PEERS, AttentionGradCase, AttentionTrainCase
 
 pytestmark = pytest.mark.gpu
 SHAPES: list[tuple[Any, ...]] = [

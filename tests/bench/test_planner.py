@@ -9,6 +9,7 @@ import torch
 from typer.testing import CliRunner
 
 from sparsek.bench.engine import records, report
+from sparsek.bench.engine.case import SuiteRow
 from sparsek.bench.engine.run import GateError, Outcome, measure
 from sparsek.bench.suites import planner
 from sparsek.bench.suites.planner import LAYERS, PlannerCase
@@ -57,9 +58,7 @@ def chooses(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 
 def run() -> Outcome:
     said: list[str] = []
-    outcome = measure(
-        planner.SuiteRow(FEW), peers=(), rounds=3, device=torch.device("cpu"), report=said.append
-    )
+    outcome = measure(SuiteRow(FEW), peers=(), rounds=3, device=torch.device("cpu"), report=said.append)
     assert said == ["layer 1 of 2: 64 x 256 to 128, 50 %", "layer 2 of 2: 48 x 128 to 256, 25 %"]
     return outcome
 

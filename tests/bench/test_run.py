@@ -7,9 +7,8 @@ import torch
 
 from sparsek.bench.engine import data, records, run
 from sparsek.bench.engine.peer import peers_named
-from sparsek.bench.peers.spmm import PEERS
 from sparsek.bench.suites import product
-from sparsek.bench.suites.spmm import SpmmCase
+from sparsek.bench.suites.spmm import PEERS, SpmmCase
 from sparsek.core.device import H200
 
 CPU = torch.device("cpu")

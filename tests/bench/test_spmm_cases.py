@@ -125,9 +125,9 @@ def test_other_blocks_are_refused(text: str) -> None:
         ({"m": 0}, "needs m >= 1"),
         ({"block": (24, 16)}, "multiples of 16 from 16 to 512"),
         ({"density": 0.0}, r"fraction in \(0, 1\]"),
-        ({"pattern": "stripes"}, "not one of"),
+        ({"pattern": "stripes"}, "pattern is one of uniform"),
         ({"dtype": "fp8"}, "unknown dtype"),
-        ({"form": "A@A"}, "a form of the product is one of A@B, A.T@B, B@A, B@A.T, got 'A@A'"),
+        ({"form": "A@A"}, "form is one of A@B, A.T@B, B@A, B@A.T, got 'A@A'"),
     ],
 )
 def test_a_case_that_cannot_be_is_refused(change: dict, said: str) -> None:

@@ -10,12 +10,10 @@ import pytest
 import torch
 
 from sparsek.bench.engine.peer import UnavailableError, peers_named, rotating
-from sparsek.bench.peers import cusparse
-from sparsek.bench.peers import product as product_peers
-from sparsek.bench.peers import spmm as spmm_peers
-from sparsek.bench.peers.spmm import PEERS, meta_space, stage_space
+from sparsek.bench.peers import cusparse, torch_sparse
+from sparsek.bench.peers.torch_sparse import addmm_space, stage_space
 from sparsek.bench.suites.product import ProductOperands
-from sparsek.bench.suites.spmm import SpmmCase
+from sparsek.bench.suites.spmm import PEERS, SpmmCase
 from sparsek.core.clock import Times
 from sparsek.core.errors import InvalidInput
 
@@ -136,7 +134,7 @@ def test_blocked_ell_holds_the_same_matrix(layout: str) -> None:
 
 @pytest.mark.parametrize("n", [16, 48, 8192, 8208])
 def test_tuned_column_tiles_divide_n_and_are_powers_of_two(n: int) -> None:
-    for split in meta_space(SpmmCase(64, 64, n, (64, 64), 1.0))["SPLIT_N"]:
+    for split in addmm_space(SpmmCase(64, 64, n, (64, 64), 1.0))["SPLIT_N"]:
         assert n % split == 0
         assert n // split in (16, 32, 64, 128, 256)
 
@@ -150,19 +148,22 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, int]]:
     ) -> dict[str, int]:
         chosen: list[dict[str, int]] = []
 
-        def addmm_call(w: Any, one: ProductOperands, meta: dict[str, int]) -> Callable[[], object]:
-            chosen.append(meta)
-            return lambda: one.out.copy_(
-                one.a.to_dense() @ one.b if right(meta) else torch.zeros_like(one.out)
-            )
+        def prepare(one: ProductOperands) -> Any:
+            def call(meta: dict[str, int]) -> None:
+                chosen.append(meta)
+                one.out.copy_(one.a.to_dense() @ one.b if right(meta) else torch.zeros_like(one.out))
+
+            return one.out, call
 
         def time_rounds(calls: Any, **options: Any) -> dict[str, Times]:
+            calls["one"]()
             return {"one": Times(cost(chosen[-1]), 1.0, 1.0, 1)}
 
-        monkeypatch.setattr(spmm_peers, "_addmm_call", addmm_call)
-        monkeypatch.setattr(product_peers, "time_rounds", time_rounds)
-        sets = operands(SMALL)
-        return spmm_peers.TorchSparse("", "").tuned(SMALL, [one.a.to_torch() for one in sets], sets, ignore)
+        monkeypatch.setattr(torch_sparse, "time_rounds", time_rounds)
+        spaces = [stage_space(SMALL), addmm_space(SMALL)]
+        peer = torch_sparse.Tuned("", "", spaces=lambda case: spaces, unless=lambda case: [], prepare=prepare)
+        note = peer.ready(SMALL, operands(SMALL), ignore).note
+        return {name: int(value) for name, value in (part.split("=") for part in note.split(", "))}
 
     return tune
 

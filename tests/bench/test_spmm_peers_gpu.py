@@ -6,8 +6,7 @@ import torch
 from sparsek.bench.engine import records
 from sparsek.bench.engine.peer import peers_named
 from sparsek.bench.engine.run import run_case
-from sparsek.bench.peers.spmm import PEERS
-from sparsek.bench.suites.spmm import SpmmCase
+from sparsek.bench.suites.spmm import PEERS, SpmmCase
 from sparsek.testing.budget import check_spmm
 
 pytestmark = pytest.mark.gpu

@@ -11,7 +11,7 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from sparsek.bench.engine.layer_gate import Expected
+from sparsek.bench.engine.gates import Expected
 from sparsek.bench.suites import tune as tuning
 from sparsek.bench.suites.tune import Job, Tuning
 from sparsek.cli.__main__ import app

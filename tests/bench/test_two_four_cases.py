@@ -10,13 +10,10 @@ import torch
 
 from sparsek.bench.benches import BENCHES
 from sparsek.bench.engine import data, records
-from sparsek.bench.engine.bench import TABLES
+from sparsek.bench.engine.bench import BY_OP, TABLES
 from sparsek.bench.engine.case import Bar, Case, SuiteRow
 from sparsek.bench.engine.peer import peers_named
 from sparsek.bench.engine.run import Outcome, measure
-from sparsek.bench.peers import fp8 as fp8_peers
-from sparsek.bench.peers import pack as pack_peers
-from sparsek.bench.peers import semi24 as semi24_peers
 from sparsek.bench.suites import fp8, pack, semi24, story
 from sparsek.bench.suites.fp8 import Fp8Case
 from sparsek.bench.suites.pack import PackCase
@@ -39,13 +36,7 @@ TWO_FOUR_FP8 = Fp8Case(64, 96, 32, "semi24", None, form="A@B", scale="tensor", d
 HYBRID_FP8 = Fp8Case(128, 128, 32, "bsr24", (64, 64), 0.5, scale="block")
 FAST_FP8 = replace(IN_FP8, fast_accum=True)
 SMALL = (WHOLE, BLOCKS, EQUAL, PACKED, PackCase(16, 24, "semi24"), IN_FP8, TWO_FOUR_FP8, HYBRID_FP8, FAST_FP8)
-ENTRIES = (*semi24.PUBLISHED, *story.STORY, *pack.PUBLISHED, *fp8.PUBLISHED)
-PEERS = {
-    "semi24": semi24_peers.PEERS,
-    "story": semi24_peers.PEERS,
-    "pack": pack_peers.PEERS,
-    "fp8": fp8_peers.PEERS,
-}
+ENTRIES = (*semi24.BENCH.rows, *pack.BENCH.rows, *fp8.BENCH.rows)
 
 
 @pytest.fixture(autouse=True)
@@ -131,7 +122,7 @@ def test_the_suites_hold_every_row_of_the_speed_table() -> None:
     assert fp8.BARS[fp8.BLOCKS[0]] == (Bar("cublas_fp8", 0.75, 0.9),)
     assert fp8.BARS[fp8.WHOLE[1]] == fp8.BARS[fp8.FAST_WHOLE[1]] == (Bar("cusparselt", 0.95, 1.1),)
     for module in (semi24, pack, fp8):
-        assert set(module.BARS) == {entry.case for entry in module.PUBLISHED}
+        assert set(module.BARS) == {entry.case for entry in module.BENCH.suites["published"]}
     for op, bars in (("semi24", semi24.BARS), ("pack", pack.BARS), ("fp8", fp8.BARS)):
         assert {bar.peer for row in bars.values() for bar in row} <= set(TABLES[op].peers)
     assert [entry.case.stored for entry in story.STORY] == [0.5, 0.25, 0.125, 0.0625]
@@ -141,14 +132,14 @@ def test_the_suites_hold_every_row_of_the_speed_table() -> None:
 @pytest.mark.parametrize(
     ("case", "change", "said"),
     [
-        (WHOLE, {"form": "A.T@B"}, "a form of the product is one of x@W.T, A@B"),
+        (WHOLE, {"form": "A.T@B"}, "form is one of x@W.T, A@B"),
         (WHOLE, {"density": 0.5}, "a 2:4 matrix without blocks has none"),
         (WHOLE, {"k": 60}, "a multiple of 8, got 60"),
         (BLOCKS, {"block": (96, 64)}, "multiples of 64, got 96x64"),
         (EQUAL, {"stored": 0.6}, "a share of at most 0.5"),
         (EQUAL, {"stored": 0.3}, "whole blocks of a block row, got 0.3 of 4 blocks"),
         (EQUAL, {"m": 100}, "100 x 256 is not a multiple of 64"),
-        (PACKED, {"to": "coo"}, "packed to one of semi24, bsr, not 'coo'"),
+        (PACKED, {"to": "coo"}, "to is one of semi24, bsr, got 'coo'"),
         (PACKED, {"block": None}, "a BSR is packed in blocks"),
         (PACKED, {"keep": 0.0}, r"keep is a fraction in \(0, 1\]"),
         (PACKED, {"m": 60}, "60 x 96 is not a multiple of 32x16"),
@@ -195,7 +186,7 @@ def measured(case: Any, *kernels: str) -> Outcome:
     """The outcome of two rounds on the CPU, whose records are well-formed."""
     outcome = measure(
         SuiteRow(case, kernels or ("auto",)),
-        peers=peers_named(PEERS[case.op], None, CPU),
+        peers=peers_named(BY_OP[case.op].peers, None, CPU),
         rounds=2,
         device=CPU,
         report=lambda text: None,

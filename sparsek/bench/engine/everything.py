@@ -68,7 +68,7 @@ class Pace:
 
     def longest(self, row: Row) -> float:
         """Seconds that a row may take: as the longest of its op so far but the first, which compiles and imports;
-        before there are two, as long as its benchmark says.
+        before there are two, as its benchmark's `slowest`.
         """
         return max(self.took.get(row.entry.op, [])[1:], default=row.bench.slowest)
 

@@ -1,18 +1,19 @@
 """The protocol of a peer: something else that a user could run, measured in the same rounds as the kernels.
 
-A peer that cannot run says why. A sparse peer's result passes the same gate as a kernel's, or it gets no
-time.
+A peer that cannot run gives its reasons. The result of a peer that computes the same passes the same gate as a
+kernel's, or it gets no time.
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
 
-from sparsek.bench.engine.case import unknown
+from sparsek.bench.engine.case import Operands, unknown
+from sparsek.core.clock import time_rounds
 from sparsek.core.errors import SparseKError
 from sparsek.testing.budget import Gate
 
@@ -55,6 +56,78 @@ class Peer:
         raise NotImplementedError
 
 
+@dataclass(frozen=True)
+class Function(Peer):
+    """A peer of one function: `call(case, one, index)` makes the call of a set, by its place.
+
+    `unless(case)`: reasons why it cannot run the case. `flops(case)`: of a peer that computes something else, whose
+    result is not judged. `result(one, out)`: its result in the form that the set judges.
+    """
+
+    _: KW_ONLY
+    call: Callable[[Any, Any, int], Callable[[], Any]]
+    unless: Callable[[Any], list[str]] = lambda case: []
+    flops: Callable[[Any], float] | None = None
+    result: Callable[[Any, Any], Any] = lambda one, out: out
+
+    def why_not(self, case: Any, device: torch.device) -> list[str]:
+        return [*super().why_not(case, device), *self.unless(case)]
+
+    def ready(self, case: Any, sets: Sequence[Any], tried: Callable[[str], None]) -> Ready:
+        with setting_up(self.title):
+            calls = tuple(self.call(case, one, index) for index, one in enumerate(sets))
+            if self.flops is not None:
+                return Ready(calls, flops=self.flops(case))
+            accepted(sets[0].judge(self.result(sets[0], calls[0]())), self.title)
+        return Ready(calls)
+
+
+def dense(name: str, title: str, device: str = "") -> Function:
+    """The same call with everything stored, by torch: cuBLAS on a GPU."""
+    call = lambda case, one, index: one.dense(1000 + index)  # noqa: E731
+    return Function(name, title, device, call=call, flops=lambda case: case.dense_flops)
+
+
+CUBLAS = dense("cublas", "cuBLAS", "cuda")
+TORCH_DENSE = dense("torch_dense", "torch dense", "cpu")
+
+
+@dataclass(frozen=True)
+class Own(Peer):
+    """This library by another way: the operands that `other` makes of those of the case, by their place.
+
+    `unless(case)`: reasons why a case has no such peer.
+    """
+
+    _: KW_ONLY
+    other: Callable[[Any, Any, int], Operands]
+    unless: Callable[[Any], list[str]] = lambda case: []
+
+    def why_not(self, case: Any, device: torch.device) -> list[str]:
+        return self.unless(case)
+
+    def ready(self, case: Any, sets: Sequence[Any], tried: Callable[[str], None]) -> Ready:
+        others = [self.other(case, one, index) for index, one in enumerate(sets)]
+        plans = [one.plan(None) for one in others]
+        accepted(others[0].gate(plans[0]), self.title)
+        calls = tuple(one.planned(plan) for one, plan in zip(others, plans, strict=True))
+        return Ready(calls, ", ".join(sorted({plan.kernel for plan in plans})))
+
+
+def fastest(
+    what: str,
+    candidates: Mapping[str, Sequence[Callable[[], object]]],
+    device: torch.device,
+    tried: Callable[[str], None],
+) -> str:
+    """The name of the fastest candidate in the same rounds, each the calls of all sets."""
+    turns = {name: rotating(calls) for name, calls in candidates.items()}
+    times = time_rounds(turns, device=device, rounds=5, inner_ms=10.0)
+    for name, found in times.items():
+        tried(f"{what}, {name}: {found.median:.3f} ms")
+    return min(candidates, key=lambda name: times[name].median)
+
+
 def accepted(gate: Gate, what: str) -> None:
     """Raises UnavailableError unless the gate passed."""
     if not gate.passed:
@@ -89,13 +162,13 @@ def peers_named(table: Iterable[Peer], names: Iterable[str] | None, device: torc
 
 
 def first_line(error: BaseException) -> str:
-    """The first 160 characters of what an error says, or its class."""
+    """The first 160 characters of an error's text, or its class."""
     text = str(error).strip() or type(error).__name__
     return text.splitlines()[0][:160]
 
 
 def rotating(calls: Sequence[Callable[[], object]]) -> Callable[[], object]:
-    """One callable that runs the given ones in turns, so that successive calls touch different buffers."""
+    """One callable that runs the given ones round-robin, so that successive calls touch different buffers."""
     state = 0
 
     def call() -> object:

@@ -1,12 +1,11 @@
-"""What several kernels do together, measured and recorded as one."""
+"""What stands in the place of a plan: several plans that are measured as one, or a module."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from sparsek.plan.plan import Plan
 from sparsek.plan.sources import JOINED
-from sparsek.testing.budget import Gate
 
 
 class Moved(NamedTuple):
@@ -47,8 +46,3 @@ class Several:
     def bound_seconds(self) -> float:
         """The sum of the parts' rooflines."""
         return sum(plan.bound_seconds for plan in self.plans.values())
-
-
-def worst(gates: Sequence[Gate]) -> Gate:
-    """The gate that comes nearest to its budget, or is furthest beyond it."""
-    return max(gates, key=lambda gate: (not gate.passed, gate.error / gate.budget))

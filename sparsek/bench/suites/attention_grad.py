@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -12,12 +12,15 @@ from torch import Tensor
 
 from sparsek import kernels
 from sparsek.bench.engine.bench import Bench, Column, Record, Table
-from sparsek.bench.engine.case import Schema, SuiteRow
-from sparsek.bench.engine.data import random_dense
+from sparsek.bench.engine.case import Schema, SuiteRow, rows
+from sparsek.bench.engine.data import Draw
+from sparsek.bench.engine.gates import worst
 from sparsek.bench.engine.memory import peak_bytes
-from sparsek.bench.engine.options import Option, by_measure
-from sparsek.bench.engine.several import Several, worst
+from sparsek.bench.engine.options import option
+from sparsek.bench.engine.peer import Peer, Ready, UnavailableError, accepted
+from sparsek.bench.engine.several import Several
 from sparsek.bench.engine.tables import CASE, MS, RATE, SPEEDUP, number
+from sparsek.bench.peers.attention import CUDNN, CUDNN_BLOCKS, FLASH4, FLEX, TORCH_DENSE, DenseAttention, ran
 from sparsek.bench.suites.attention import (
     BESIDE,
     EIGHTH,
@@ -27,7 +30,6 @@ from sparsek.bench.suites.attention import (
     AttentionOperands,
     sampled,
 )
-from sparsek.bench.suites.attention import OPTIONS as ATTENTION_OPTIONS
 from sparsek.mask.mask import BlockLists, BlockMask, Sizes
 from sparsek.ops.attention import attention, plan_attention, plan_attention_backward
 from sparsek.ops.gradients import same_family
@@ -37,8 +39,6 @@ from sparsek.testing.attention_budget import ExpectedGradients, expected_gradien
 from sparsek.testing.budget import Gate
 
 Gradients = tuple[Tensor, Tensor, Tensor]
-# By the heads that are looked at, None for all.
-Expected = dict["Group | None", ExpectedGradients]
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,36 @@ class DifferentiableOperands(AttentionOperands):
     deterministic: bool
 
     @cached_property
-    def expected_gradients(self) -> Expected:
-        """The reference, computed once for the kernels and peers of a case."""
-        return expected_of(self, self.grad)
+    def expected_gradients(self) -> dict[Group | None, ExpectedGradients]:
+        """The reference for dq, dk and dv by groups of heads, None for all; computed once for a case.
+
+        Of long sequences that is some tiles of queries and blocks of keys of the first and of the last head of keys. A
+        head's gradients depend on nothing outside it.
+        """
+        batch, kv_heads = self.k.shape[:2]
+        tiles = self.sample()
+        q, k, v = (x.detach() for x in (self.q, self.k, self.v))
+        if tiles is None:
+            return {None: expected_gradients(q, k, v, self.mask, self.grad)}
+        given = {"rows": tiles, "columns": sampled(self.mask.grid[1])}
+
+        def of(group: Group) -> ExpectedGradients:
+            parts = [group.of(x, kv_heads) for x in (q, k, v)]
+            return expected_gradients(
+                *parts, group.mask(self.mask, kv_heads), group.of(self.grad, kv_heads), **given
+            )
+
+        return {group: of(group) for group in {Group(0, 0), Group(batch - 1, kv_heads - 1)}}
+
+    def judge_gradients(self, found: Sequence[Tensor]) -> Gate:
+        """The gate of dq, dk and dv, of all of them or of those of some heads."""
+        heads = self.k.shape[1]
+        return worst(
+            [
+                each.judge(found if group is None else [group.of(x, heads) for x in found])
+                for group, each in self.expected_gradients.items()
+            ]
+        )
 
 
 @dataclass(frozen=True)
@@ -85,13 +112,13 @@ class GradOperands(DifferentiableOperands):
         return call
 
     def judge(self, out: Any) -> Gate:
-        """Whether `out` holds dq, dk and dv of this set, by all of them or by those of one or two heads."""
-        return judged_gradients(self.expected_gradients, out)
+        """Whether `out` holds dq, dk and dv of this set."""
+        return self.judge_gradients(out)
 
 
 @dataclass(frozen=True)
 class StepOperands(DifferentiableOperands):
-    """A set of a training step, whose q, k and v want gradients."""
+    """A set of a training step, whose q, k and v require gradients."""
 
     @property
     def useful_flops(self) -> float:
@@ -100,20 +127,16 @@ class StepOperands(DifferentiableOperands):
 
     def plan(self, kernel: str | None) -> Several:
         """`kernel` is the forward pass's; the backward pass takes the one of its family, as `attention` does."""
-        q, k, v = (x.detach() for x in (self.q, self.k, self.v))
-        given = (q, k, v, self.mask)
+        given = (*(x.detach() for x in (self.q, self.k, self.v)), self.mask)
         family, fixed = same_family(kernel, "attention_backward"), self.deterministic
         plans = {
             "forward": plan_attention(*given, kernel=kernel, return_lse=True),
             "backward": plan_attention_backward(*given, kernel=family, deterministic=fixed),
         }
-        return Several(plans, self.eager(kernel))
+        return Several(plans, partial(self._step, lambda: self.mask, kernel))
 
     def planned(self, plan: Several) -> Callable[[], object]:
         return plan.call
-
-    def eager(self, kernel: str | None) -> Callable[[], tuple[Tensor, ...]]:
-        return partial(self._step, lambda: self.mask, kernel)
 
     def anew(self, kernel: str | None) -> Callable[[], tuple[Tensor, ...]]:
         """A step that builds its mask and plans, too."""
@@ -130,7 +153,7 @@ class StepOperands(DifferentiableOperands):
 
     def judge(self, out: Any) -> Gate:
         """Whether `out` holds the output, dq, dk and dv of this set; the worst of them."""
-        return worst([self.expected.judge(out[0]), judged_gradients(self.expected_gradients, out[1:])])
+        return worst([self.expected.judge(out[0]), self.judge_gradients(out[1:])])
 
     def kernel_extra(self, kernel: str) -> dict[str, Any]:
         """`peak_gb` of a step that builds its mask and plans, with the forward kernel among those of `kernel`."""
@@ -143,38 +166,6 @@ class StepOperands(DifferentiableOperands):
         peak = peak_bytes(call, self.q.device)
         own = sum(x.nbytes for x in (self.q, self.k, self.v, self.grad))
         return {"peak_gb": None if peak is None else round((peak + own) / 1e9, 6)}
-
-
-def expected_of(one: AttentionOperands, grad: Tensor) -> Expected:
-    """What dq, dk and dv of a set are judged by, given dO.
-
-    Of long sequences that is some tiles of queries and blocks of keys of the first and of the last head of keys. A
-    head's gradients depend on nothing outside it.
-    """
-    batch, kv_heads = one.k.shape[:2]
-    rows = one.sample()
-    q, k, v = (x.detach() for x in (one.q, one.k, one.v))
-    if rows is None:
-        return {None: expected_gradients(q, k, v, one.mask, grad)}
-    found: Expected = {}
-    for group in {Group(0, 0), Group(batch - 1, kv_heads - 1)}:
-        given = {"rows": rows, "columns": sampled(one.mask.grid[1])}
-        mask, of_out = group.mask(one.mask, kv_heads), group.of(grad, kv_heads)
-        found[group] = expected_gradients(
-            group.of(q, kv_heads), group.of(k, kv_heads), group.of(v, kv_heads), mask, of_out, **given
-        )
-    return found
-
-
-def judged_gradients(expected: Expected, gradients: Gradients) -> Gate:
-    """The gate of dq, dk and dv, of all of them or of those of some heads."""
-    heads = gradients[1].shape[1]
-    return worst(
-        [
-            each.judge(gradients if group is None else [group.of(x, heads) for x in gradients])
-            for group, each in expected.items()
-        ]
-    )
 
 
 class Group(NamedTuple):
@@ -197,105 +188,103 @@ class Group(NamedTuple):
         """Its part of a mask: the same lists and rules, other rows."""
         heads = self._of(mask.heads, kv_heads)
         begin = (self.item if mask.batch > 1 else 0) * mask.heads
-        rows = slice((begin + heads.start) * mask.grid[0], (begin + heads.stop) * mask.grid[0])
+        of_rows = slice((begin + heads.start) * mask.grid[0], (begin + heads.stop) * mask.grid[0])
+        of_heads = slice(begin + heads.start, begin + heads.stop)
 
         def cut(lists: BlockLists) -> BlockLists:
-            return BlockLists(lists.starts[rows], lists.counts[rows], lists.indices)
+            return BlockLists(lists.starts[of_rows], lists.counts[of_rows], lists.indices)
 
         def interval(bound: Tensor | None) -> Tensor | None:
-            if bound is None or len(bound) == 1:
-                return bound
-            return bound[begin + heads.start : begin + heads.stop]
+            return bound if bound is None or len(bound) == 1 else bound[of_heads]
 
         full, partial = cut(mask.full), cut(mask.partial)
         stored = full.counts + partial.counts
+        sizes = Sizes(int(stored.sum()), int(partial.counts.sum()), int(stored.max()), exact=True)
+        given = {"q_len": mask.q_len, "kv_len": mask.kv_len, "block": mask.block, "batch": 1}
+        given |= {"rules": mask.rules, "bits": mask.bits, "lo": interval(mask.lo), "hi": interval(mask.hi)}
         return BlockMask.unchecked(
-            q_len=mask.q_len,
-            kv_len=mask.kv_len,
-            block=mask.block,
-            batch=1,
-            heads=heads.stop - heads.start,
-            full=full,
-            partial=partial,
-            lo=interval(mask.lo),
-            hi=interval(mask.hi),
-            rules=mask.rules,
-            bits=mask.bits,
-            sizes=Sizes(int(stored.sum()), int(partial.counts.sum()), int(stored.max()), exact=True),
+            **given, heads=heads.stop - heads.start, full=full, partial=partial, sizes=sizes
         )
 
 
 @dataclass(frozen=True)
 class AttentionGradCase(AttentionCase):
-    """dq, dk and dv of attention, whose out and lse are there. `deterministic`: the same bits every time."""
+    """dq, dk and dv of attention, from its out and lse. `deterministic`: the same bits every time."""
 
     op: ClassVar[str] = "attention_backward"
+    passes: ClassVar[tuple[str, ...]] = ("backward",)
 
-    deterministic: bool = True
+    deterministic: bool = option(
+        True, "The same bits every time, or sums in any order.", off="any-order", usual=True
+    )
 
     @property
     def name(self) -> str:
-        """As the forward pass's; it says if sums may be in any order."""
+        """As the forward pass's, with a mark where sums may be in any order."""
         return super().name + ("" if self.deterministic else ", not deterministic")
-
-    @property
-    def order(self) -> tuple[Any, ...]:
-        return (*super().order, not self.deterministic)
 
     @property
     def flops_per_pair(self) -> float:
         return 2.0 * (3 * self.dim + 2 * self.v_dim)
 
-    @property
-    def set_bytes(self) -> int:
-        """Of q, k, v, the output, and the gradient of each."""
-        return 2 * self.operand_bytes
-
-    def operands(self, device: torch.device, seed: int = 0) -> list[Any]:
-        """Sets that share one mask and no memory: 2 to 64, together several times the cache. N(0, 1) values."""
-        return [
-            self.with_grad(one, _grad(one, seed + 10 * index + 3))
-            for index, one in enumerate(super().operands(device, seed))
-        ]
-
-    def with_grad(self, one: AttentionOperands, grad: Tensor) -> AttentionOperands:
-        """The set with dO, after its forward pass."""
-        out, lse = attention(one.q, one.k, one.v, one.mask, return_lse=True)
-        return GradOperands(**_parts(one), grad=grad, out=out, lse=lse, deterministic=self.deterministic)
+    def one_set(self, draw: Draw, *parts: Any) -> DifferentiableOperands:
+        """With dO, after its forward pass."""
+        grad = draw.normal(*self.out_shape)
+        out, lse = attention(*parts[:4], return_lse=True)
+        return GradOperands(*parts, grad, self.deterministic, out, lse)
 
 
 @dataclass(frozen=True)
 class AttentionTrainCase(AttentionGradCase):
-    """A training step: attention, and dq, dk and dv by autograd. What it holds in memory counts, too."""
+    """A training step: attention, and dq, dk and dv by autograd. Its peak memory counts, too."""
 
     op: ClassVar[str] = "attention_train"
+    passes: ClassVar[tuple[str, ...]] = ("forward", "backward")
 
     @property
     def flops_per_pair(self) -> float:
         return 2.0 * (4 * self.dim + 3 * self.v_dim)
 
-    def with_grad(self, one: AttentionOperands, grad: Tensor) -> AttentionOperands:
-        """The set with dO, whose q, k and v want gradients."""
-        for x in (one.q, one.k, one.v):
+    def one_set(self, draw: Draw, *parts: Any) -> DifferentiableOperands:
+        """With dO; its q, k and v require gradients."""
+        for x in parts[:3]:
             x.requires_grad_()
-        return StepOperands(**_parts(one), grad=grad, deterministic=self.deterministic)
+        return StepOperands(*parts, draw.normal(*self.out_shape), self.deterministic)
 
 
-def _grad(one: AttentionOperands, seed: int) -> Tensor:
-    return random_dense(*one.out_shape, dtype=one.q.dtype, device=one.q.device, seed=seed)
+@dataclass(frozen=True)
+class AnyOrder(Peer):
+    """This library without its promise of the same bits: the planner's choice for deterministic=False."""
+
+    def why_not(self, case: AttentionGradCase, device: torch.device) -> list[str]:
+        reasons = super().why_not(case, device)
+        if isinstance(case, AttentionTrainCase):
+            reasons.append("is measured for the backward pass alone")
+        if not case.deterministic:
+            reasons.append("the case itself is not deterministic")
+        return reasons
+
+    def ready(
+        self, case: AttentionGradCase, sets: Sequence[GradOperands], tried: Callable[[str], None]
+    ) -> Ready:
+        fixed = sets[0].plan(None)
+        free = [replace(one, deterministic=False) for one in sets]
+        plans = [one.plan(None) for one in free]
+        if (plans[0].kernel, plans[0].config) == (fixed.kernel, fixed.config):
+            raise UnavailableError("the planner's choice is the same for both")
+        calls = tuple(one.planned(plan) for one, plan in zip(free, plans, strict=True))
+        accepted(sets[0].judge(ran(calls)), "its result")
+        return Ready(calls, note=plans[0].kernel)
 
 
-def _parts(one: AttentionOperands) -> dict[str, Any]:
-    return {field.name: getattr(one, field.name) for field in fields(one)}
-
-
-MEASURES: Mapping[str, type[AttentionGradCase]] = {"backward": AttentionGradCase, "train": AttentionTrainCase}
-
-
-OPTIONS: tuple[Option, ...] = (
-    Option("measure", "backward", f"{', '.join(MEASURES)}: the gradients, or a training step."),
-    *ATTENTION_OPTIONS,
-    Option("deterministic", True, "The same bits every time, or sums in any order.", off="any-order"),
+PEERS: tuple[Peer, ...] = (
+    CUDNN,
+    DenseAttention("fa2", "FlashAttention-2 dense", "cuda", "FLASH_ATTENTION", as_is=True),
+    FLASH4,
+    FLEX,
+    CUDNN_BLOCKS,
+    AnyOrder("any_order", "deterministic=False"),
+    TORCH_DENSE,
 )
 
 
@@ -308,29 +297,24 @@ def _case(
     )
 
 
-def _step(kilo: int) -> AttentionTrainCase:
-    return AttentionTrainCase(1, 8, 8, kilo * 1024, kilo * 1024, 128, 128, "window:4096")
-
-
-AUTO = ("auto",)
-BOTH = (*AUTO, "portable.attention_bwd")
+BOTH = ("auto", "portable.attention_bwd")
 GPU = ("hopper.attention_bwd", "portable.attention_bwd")
 PUBLISHED: tuple[SuiteRow, ...] = (
-    SuiteRow(_case("full", 8), AUTO),
-    SuiteRow(_case("full", 32), AUTO),
-    SuiteRow(_case("causal", 32), AUTO),
-    SuiteRow(_case("window:2048", 32), BOTH),
-    SuiteRow(_case(EIGHTH, 8), BOTH),
-    SuiteRow(_case(EIGHTH, 32), AUTO),
-    SuiteRow(_case(EIGHTH, 8, 64), GPU),
-    SuiteRow(_case(EIGHTH, 32, 64), GPU),
-    SuiteRow(_case(EIGHTH, 32, dim=64), AUTO),
-    SuiteRow(_case(EIGHTH, 32, dim=256), AUTO),
-    SuiteRow(_case(EIGHTH, 32, deterministic=False), AUTO),
-    SuiteRow(_case("causal", 32, deterministic=False), AUTO),
+    *rows("auto", _case("full", 8), _case("full", 32), _case("causal", 32)),
+    *rows(BOTH, _case("window:2048", 32), _case(EIGHTH, 8)),
+    *rows("auto", _case(EIGHTH, 32)),
+    *rows(GPU, _case(EIGHTH, 8, 64), _case(EIGHTH, 32, 64)),
+    *rows("auto", _case(EIGHTH, 32, dim=64), _case(EIGHTH, 32, dim=256)),
+    *rows("auto", _case(EIGHTH, 32, deterministic=False), _case("causal", 32, deterministic=False)),
 )
 # One window over the length: time and memory must grow no faster.
-TRAINING: tuple[SuiteRow, ...] = tuple(SuiteRow(_step(kilo), AUTO) for kilo in (64, 128, 256))
+TRAINING = rows(
+    "auto",
+    *(
+        AttentionTrainCase(1, 8, 8, kilo * 1024, kilo * 1024, 128, 128, "window:4096")
+        for kilo in (64, 128, 256)
+    ),
+)
 
 
 def _per_token(record: Record) -> str:
@@ -339,8 +323,6 @@ def _per_token(record: Record) -> str:
     return f"{record['ms']['median'] * 1e3 / (case['batch'] * case['q_len']):.3g}"
 
 
-PER_TOKEN = Column("us per token", _per_token)
-PEAK = Column("peak GB", number("peak_gb", "{:.3g}".format))
 BACKWARD_TABLE = Table(
     op="attention_backward",
     title="gradients of attention",
@@ -360,7 +342,7 @@ TRAIN_TABLE = Table(
     op="attention_train",
     title="training step of attention",
     dense=("cudnn", "sdpa"),
-    columns=(CASE, MS, SPEEDUP, RATE, PEAK),
+    columns=(CASE, MS, SPEEDUP, RATE, Column("peak GB", number("peak_gb", "{:.3g}".format))),
     note=(
         "A step is attention and the gradients of q, k and v, by autograd. Useful TFLOPS count the pairs that the mask "
         "admits, the roofline whole blocks. Dense is cuDNN, causal. Over a peer: its time over SparseK's. Peak memory "
@@ -368,7 +350,7 @@ TRAIN_TABLE = Table(
     ),
     beside=("fa4", "flex"),
     usual=("block 128", "D 128", "bf16"),
-    shown=(PER_TOKEN, PEAK),
+    shown=(Column("us per token", _per_token),),
 )
 BENCH = Bench(
     "attention-backward",
@@ -377,9 +359,9 @@ BENCH = Bench(
         "attention_backward": Schema(AttentionGradCase, extra=("memory",), peer_extra=("memory",)),
         "attention_train": Schema(AttentionTrainCase, extra=("peak_gb",), peer_extra=("peak_gb",)),
     },
+    measures={"backward": AttentionGradCase, "train": AttentionTrainCase},
+    peers=PEERS,
     tables=(BACKWARD_TABLE, TRAIN_TABLE),
-    options=OPTIONS,
-    make=by_measure("gradients", MEASURES),
     small=SMALL,
     kernels="Kernels by name, of a step the forward pass's; auto is the planner's choice.",
     slowest=65.0,

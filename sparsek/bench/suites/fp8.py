@@ -1,10 +1,11 @@
-"""Products of FP8 matrices with FP8 dense operands as a benchmark: its cases, their operands, its suites.
+"""Products of FP8 matrices with FP8 dense operands as a benchmark: its cases, operands, peers and suites.
 
 Both operands are in FP8 before any time, the dense one with a scale for each token; C is in bf16. Rates count, as in
-`bench/suites/semi24.py`, every value in stored blocks, and of 2:4 matrices the values that are not there too.
+`bench/suites/semi24.py`, every value in stored blocks, and the zeros of 2:4 groups too.
 """
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -12,20 +13,19 @@ import torch
 from torch import Tensor
 
 from sparsek.bench.engine.bench import Bench, Table
-from sparsek.bench.engine.case import Bar, Case, Schema, SuiteRow, check_case, check_choice
-from sparsek.bench.engine.data import random_dense, sets_of
-from sparsek.bench.engine.names import block_name, stored_name
-from sparsek.bench.engine.options import BLOCK, DENSITY, Option
+from sparsek.bench.engine.case import Bar, Case, Schema, SuiteRow, block_name, stored_name
+from sparsek.bench.engine.data import Draw, random_weight
+from sparsek.bench.engine.options import block_option, choice_option, option, share_option, size_option
+from sparsek.bench.engine.peer import Own, Peer, Ready, UnavailableError, dense, fastest, setting_up
 from sparsek.bench.engine.tables import CASE, MS, ROOF, SPEEDUP, USEFUL, target
+from sparsek.bench.peers.cusparselt import CuSparseLt, Task
 from sparsek.bench.suites.product import (
     LINEAR,
     WIDE,
+    ProductCase,
     ProductOperands,
-    SidesCase,
     check_24_sides,
     form_name,
-    matrices,
-    sides,
 )
 from sparsek.bench.suites.semi24 import FORMS
 from sparsek.core import dtypes
@@ -36,12 +36,15 @@ from sparsek.matrix.bsr24 import BSR24
 from sparsek.matrix.dense8 import QuantizedTensor
 from sparsek.matrix.quantized import Quantized, quantize
 from sparsek.matrix.semi24 import Semi24
-from sparsek.testing.poison import poisoned
+from sparsek.testing.budget import Gate, judge
 
 BSR_, SEMI24, BSR24_ = STORED = ("bsr", "semi24", "bsr24")
 OPS = {BSR_: "spmm_fp8", SEMI24: "semi24_fp8", BSR24_: "bsr24_fp8"}
-SCALES = ("tensor", "row", "block")
+SCALES = ("row", "tensor", "block")
 DTYPES = {name: dtype for dtype, name in dtypes.FP8.items()}
+E4M3 = torch.float8_e4m3fn
+# cuSPARSELt sums FP8 in fewer bits; results with a larger error get no time.
+LOOSE = 1e-2
 
 
 @dataclass(frozen=True)
@@ -61,54 +64,38 @@ class Fp8Operands(ProductOperands):
         m = self.a.matrix
         wide = m.values.to(WIDE)
         if isinstance(m, BSR):
-            return BSR.unchecked(m.pattern, wide).to_dense().to(self.a.dtype)
-        made = (
-            Semi24.unchecked(wide, m.meta)
-            if isinstance(m, Semi24)
-            else BSR24.unchecked(m.pattern, wide, m.meta)
-        )
+            made: Any = BSR.unchecked(m.pattern, wide)
+        elif isinstance(m, Semi24):
+            made = Semi24.unchecked(wide, m.meta)
+        else:
+            made = BSR24.unchecked(m.pattern, wide, m.meta)
         return made.to_dense().to(self.a.dtype)
 
 
-def fp8_product(values: Tensor, scale: Tensor, x: Tensor, x_scale: Tensor, *, fast: bool) -> Tensor:
-    """scale * values [m, k] @ (x_scale * x).T for FP8 x [n, k], in bf16, by cuBLAS: scales of rows, or one for all.
-
-    `fast` sums in fewer bits than float32 has.
-    """
-    return torch._scaled_mm(
-        values,
-        x.mT,
-        scale[:, None] if scale.ndim else scale,
-        x_scale[None] if x_scale.ndim else x_scale,
-        out_dtype=WIDE,
-        use_fast_accum=fast,
-    )
-
-
 @dataclass(frozen=True)
-class Fp8Case(SidesCase):
+class Fp8Case(ProductCase):
     """An FP8 matrix [m, k] times a dense FP8 one: "x@W.T", a layer of n tokens, or "A@B" with B [k, n].
 
-    `stored` is "bsr", "semi24" or "bsr24"; `block` and `density` are those of stored blocks. `scale` says what of the
+    `stored` is "bsr", "semi24" or "bsr24"; `block` and `density` are those of stored blocks. `scale` is what of the
     matrix shares a scale. `dtype` is that of its values: "e4m3" or "e5m2"; the dense operand is in E4M3. `fast_accum`:
     sums may stay in the tensor cores.
     """
 
     op: ClassVar[str] = "fp8"
+    drawn: ClassVar[torch.dtype] = WIDE
 
-    stored: str = BSR_
-    block: tuple[int, int] | None = (128, 128)
-    density: float = 1.0
-    form: str = LINEAR
-    scale: str = "row"
-    dtype: str = "e4m3"
-    fast_accum: bool = False
+    m: int = size_option("Rows of the FP8 matrix")
+    k: int = size_option("Its columns")
+    n: int = size_option("Rows of x, or columns of B")
+    stored: str = choice_option("Formats", STORED, usual=BSR_)
+    block: tuple[int, int] | None = block_option(usual=(128, 128))
+    density: float = share_option(usual=1.0)
+    form: str = choice_option("Products", FORMS, usual=LINEAR)
+    scale: str = choice_option("What shares a scale", SCALES, usual="row")
+    dtype: str = choice_option("Values", DTYPES, usual="e4m3")
+    fast_accum: bool = option(False, "Sums may stay in the tensor cores.", usual=False)
 
-    def __post_init__(self) -> None:
-        choices = {"stored": STORED, "form": FORMS, "scale": SCALES, "dtype": DTYPES}
-        for name, allowed in choices.items():
-            check_choice(name, getattr(self, name), allowed)
-        check_case(self, "m", "k", "n", dtype=False)
+    def check(self) -> None:
         if (self.block is None) != (self.stored == SEMI24):
             raise InvalidInput("bsr and bsr24 have blocks, semi24 has none")
         if self.block is None and (self.density != 1.0 or self.scale == "block"):
@@ -120,10 +107,14 @@ class Fp8Case(SidesCase):
         if self.k % 16:
             raise InvalidInput(f"K of an FP8 product is a multiple of 16 here, got {self.k}")
 
+    @classmethod
+    def of(cls, **fields: Any) -> "Fp8Case":
+        """A case; a Semi24 has no blocks."""
+        return cls(**fields | ({"block": None, "density": 1.0} if fields["stored"] == SEMI24 else {}))
+
     @property
-    def whole(self) -> bool:
-        """A Semi24."""
-        return self.stored == SEMI24
+    def writes(self) -> bool:
+        return self.form != LINEAR
 
     @property
     def name(self) -> str:
@@ -137,24 +128,87 @@ class Fp8Case(SidesCase):
             stored = f"2:4 in {stored}" if self.stored == BSR24_ else stored
         return f"{form_name(self.form)} {self.shape_name} {stored}"
 
-    @property
-    def order(self) -> tuple[Any, ...]:
-        """Sorts cases by format, self.size, block, falling density, sums, form, scale."""
-        more = self.fast_accum, FORMS.index(self.form), SCALES.index(self.scale), self.dtype
-        return STORED.index(self.stored), self.size, self.block or (), -self.density, *more
+    def one_set(self, draw: Draw, a: Any, b: Tensor) -> Fp8Operands:
+        """In FP8."""
+        linear = self.form == LINEAR
+        x = quantize(b if linear else b.mT.contiguous())
+        a8 = quantize(a, DTYPES[self.dtype], self.scale, fast_accum=self.fast_accum)
+        out = None if linear else draw.poison(*self.out_shape)
+        return Fp8Operands(a8, x if linear else x.mT, out, self.form)
 
-    def operands(self, device: torch.device, seed: int = 0) -> list[Fp8Operands]:
-        """Sets of their own memory, of one pattern: 2 to 64, together several times the cache; N(0, 1) before FP8."""
-        footprint = int(self.m * self.k * self.density) + self.n * (self.k + 2 * self.m)
-        matrix, linear = matrices(self.stored, self, WIDE, device, seed), self.form == LINEAR
 
-        def one(index: int) -> Fp8Operands:
-            x = quantize(random_dense(self.n, self.k, dtype=WIDE, device=device, seed=seed + 10 * index + 1))
-            a8 = quantize(matrix(index), DTYPES[self.dtype], self.scale, fast_accum=self.fast_accum)
-            out = None if linear else poisoned((self.m, self.n), WIDE, device)
-            return Fp8Operands(a8, x if linear else x.mT, out, self.form)
+@dataclass(frozen=True)
+class CublasFp8(Peer):
+    """torch._scaled_mm with everything stored: the fastest of one scale for all and one a row, for each of its sums."""
 
-        return sets_of(device, footprint, one)
+    sums: tuple[bool, ...] = (False, True)
+
+    def ready(self, case: Fp8Case, sets: Sequence[Fp8Operands], tried: Callable[[str], None]) -> Ready:
+        candidates: dict[str, tuple[Callable[[], Tensor], ...]] = {}
+        refused: list[str] = []
+        for scale, fast in itertools.product(("tensor", "row"), self.sums):
+            name = f"a scale per {scale}, {'fast' if fast else 'float32'} sums"
+            try:
+                with setting_up(name):
+                    calls = tuple(_dense(case, one, scale, fast, 1000 + i) for i, one in enumerate(sets))
+                    calls[0]()
+            except UnavailableError as error:
+                refused.append(str(error))
+                tried(f"cuBLAS FP8, {error}")
+            else:
+                candidates[name] = calls
+        if not candidates:
+            raise UnavailableError("; ".join(refused))
+        best = fastest("cuBLAS FP8", candidates, sets[0].a.device, tried)
+        return Ready(candidates[best], best, case.dense_flops)
+
+
+def _dense(case: Fp8Case, one: Fp8Operands, scale: str, fast: bool, seed: int) -> Callable[[], Tensor]:
+    """x @ W.T, or W @ x.T, of a dense random W. `fast` sums in fewer bits than float32 has."""
+    w = random_weight(case.m, case.k, dtype=WIDE, device=one.a.device, seed=seed)
+    w8, x8 = quantize(w, E4M3, scale), quantize(one.x.dequantize(WIDE), E4M3, scale)
+    first, second = (x8, w8) if one.is_linear else (w8, x8)
+    scales = (
+        first.scale[:, None] if first.scale.ndim else first.scale,
+        second.scale[None] if second.scale.ndim else second.scale,
+    )
+    return lambda: torch._scaled_mm(
+        first.values, second.values.mT, *scales, out_dtype=WIDE, use_fast_accum=fast
+    )
+
+
+@dataclass(frozen=True)
+class CuSparseLtFp8(CuSparseLt):
+    """cuSPARSELt in FP8: values without scales, C in bf16."""
+
+    STEPS: ClassVar[tuple[int, int]] = (32, 16)
+
+    def takes(self, dtype: str) -> bool:
+        return dtype == "e4m3"
+
+    def task(self, case: Fp8Case) -> Task:
+        return Task(case.m, case.k, case.n, "fp8")
+
+    def factors(self, one: Fp8Operands) -> tuple[Tensor, Tensor]:
+        return one.dense_values(), one.x.values.mT
+
+    def judge(self, one: Fp8Operands, a: Tensor, b: Tensor, c: Tensor) -> Gate:
+        return judge(c, a.double() @ b.double(), LOOSE)
+
+
+def _wider(case: Fp8Case, one: Fp8Operands, index: int) -> ProductOperands:
+    """This library's product of the same matrix in bf16."""
+    b = one.wide if one.is_linear else one.wide.contiguous()
+    return ProductOperands(one.a.dequantize(WIDE), b, one.out, one.form)
+
+
+PEERS: tuple[Peer, ...] = (
+    CublasFp8("cublas_fp8", "cuBLAS FP8", "cuda"),
+    CublasFp8("cublas_fp8_float32", "cuBLAS FP8, float32 sums", "cuda", sums=(False,)),
+    CuSparseLtFp8("cusparselt", "cuSPARSELt FP8"),
+    Own("bf16", "this library in bf16", other=_wider),
+    dense("torch_dense", "torch dense, bf16", "cpu"),
+)
 
 
 def kernels_of(stored: str) -> tuple[str, ...]:
@@ -180,25 +234,6 @@ BARS: Mapping[Case, tuple[Bar, ...]] = {
     **dict.fromkeys((*BLOCKS, *FAST_BLOCKS), (Bar("cublas_fp8", 0.75, 0.9),)),
     **dict.fromkeys((*WHOLE, *FAST_WHOLE), (Bar("cusparselt", 0.95, 1.1),)),
 }
-
-
-def make(*, stored: str, block: tuple[int, int], density: float, **fields: Any) -> Fp8Case:
-    """A case; a Semi24 has no blocks."""
-    within = (None, 1.0) if stored == SEMI24 else (block, density)
-    return Fp8Case(**fields, stored=stored, block=within[0], density=within[1])
-
-
-OPTIONS: tuple[Option, ...] = (
-    *sides("Rows of the FP8 matrix", "Its columns", "Rows of x, or columns of B"),
-    Option("stored", "bsr", f"Formats: {', '.join(STORED)}."),
-    BLOCK,
-    DENSITY,
-    Option("form", LINEAR, f"Products: {', '.join(FORMS)}."),
-    Option("scale", "row", f"What shares a scale: {', '.join(SCALES)}."),
-    Option("dtype", "e4m3", f"{', '.join(DTYPES)}."),
-    Option("fast-accum", False, "Sums may stay in the tensor cores.", fields=("fast_accum",)),
-)
-
 TABLE = Table(
     op="fp8",
     title="FP8",
@@ -218,8 +253,7 @@ TABLE = Table(
 BENCH = Bench(
     "fp8",
     suites={"published": PUBLISHED},
-    schemas={"fp8": Schema(Fp8Case, later={"fast_accum": False})},
+    schemas={"fp8": Schema(Fp8Case, later=("fast_accum",))},
+    peers=PEERS,
     tables=(TABLE,),
-    options=OPTIONS,
-    make=make,
 )

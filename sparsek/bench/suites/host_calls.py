@@ -104,18 +104,16 @@ def linear_backward(call: HostCall, device: torch.device) -> Pair:
     dense = drawn.to_dense().requires_grad_()
 
     def judge(found: tuple[Tensor, ...]) -> "Gate":
-        from sparsek.testing.budget import FACTOR, FLOOR, error
-        from sparsek.testing.budget import judge as judged
+        from sparsek.bench.engine.gates import near_dense, worst
         from sparsek.testing.product_budget import stored
 
-        gates = []
-        exact, rough = (_dense_step(x, dense, dy, dtype) for dtype in (torch.float64, x.dtype))
-        for place, out in enumerate(found):
-            right, near = exact[place], rough[place]
-            if place == len(found) - 1:
-                right, near = stored(right, w.pattern), stored(near, w.pattern)
-            gates.append(judged(out, right, max(FLOOR, FACTOR * error(near, right))))
-        return max(gates, key=lambda gate: (not gate.passed, gate.error / gate.budget))
+        def step(dtype: torch.dtype) -> tuple[Tensor, ...]:
+            y, dx, dw = _dense_step(x, dense, dy, dtype)
+            return y, dx, stored(dw, w.pattern)
+
+        return worst(
+            [near_dense(*each) for each in zip(found, step(torch.float64), step(x.dtype), strict=True)]
+        )
 
     def ours() -> tuple[Tensor, ...]:
         y = sk.linear(x, w)
@@ -171,7 +169,7 @@ def from_dense(call: HostCall, device: torch.device) -> Pair:
     def judge(out: sk.BSR) -> "Gate":
         from sparsek.testing.budget import judge as judged
 
-        # What is stored must be w's own, to the bit, and as many blocks as were asked for.
+        # What is stored must be w's own, to the bit, and of the given number of blocks.
         dense = out.to_dense()
         gate = judged(dense, torch.where(dense != 0, w, 0).double(), 1e-12)
         blocks = max(1, round(call.density * w.numel() / (call.block[0] * call.block[1])))
