@@ -1,8 +1,9 @@
 """Which query tiles there are, what each visits, who takes them when: made on the mask's device, without a host sync.
 
-Tiles go longest first to CTAs in turns, back and forth, so that every CTA has about as much to do. A tile far longer
-than the others is cut into parts, which a merge puts together again in a fixed order. What depends on the mask's lists
-stays on the device; the host knows bounds (`BlockMask.sizes`), which are all it needs to reserve memory.
+Tiles go to CTAs in rounds, longest first, back and forth, so that every CTA has about as much to do. Where the
+keys and values of all heads do not fit in L2 together, sections of heads go one after the other. A tile far longer than
+the others is cut into parts, which a merge puts together again in a fixed order. What depends on the mask's lists stays
+on the device; the host knows bounds (`BlockMask.sizes`), which are all it needs to reserve memory.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ FIELDS = 8
 SHORTEST_PART = 8
 NO_SLOT = -1
 SLOT_ROWS = 128  # of a slot; a tile has at most as many
+SECTION = 2 / 3  # of L2, for the keys and values of a section of heads
 
 
 class Shape(NamedTuple):
@@ -91,7 +93,8 @@ def schedule(p: AttentionProblem, mask: BlockMask, shape: Shape) -> Schedule:
     if not is_cut(p, shape):
         records = torch.cat((where, lists, whole), 1)
         count = torch.full((1,), len(records), dtype=torch.int32, device=mask.device)
-        return Schedule(_dealt(records, lists[:, 1] + lists[:, 3], shape.ctas), count, shape.ctas)
+        blocks = lists[:, 1] + lists[:, 3]
+        return Schedule(_dealt(records, blocks, shape.ctas, sections(p)), count, shape.ctas)
     return _cut(p, mask, where, lists, shape)
 
 
@@ -115,19 +118,38 @@ def _tiles(p: AttentionProblem, mask: BlockMask, shape: Shape) -> tuple[Tensor, 
     return where.reshape(-1, 3), lists
 
 
-def _dealt(records: Tensor, blocks: Tensor, ctas: int) -> Tensor:
-    """Records longest first, every second round of CTAs in reverse. Those of -1 blocks are not there and come last.
+def sections(p: AttentionProblem) -> int:
+    """How many sections of equally many key heads there are, whose keys and values, of two bytes, fit in their share of
+    L2 or are of one head.
+    """
+    heads = p.batch * p.kv_heads
+    fitting = int(SECTION * p.card.l2_bytes / (2 * (p.dim + p.v_dim) * max(1, p.kv_len)))
+    return min(each for each in range(1, heads + 1) if heads % each == 0 and heads // each <= max(1, fitting))
 
-    A record of no blocks becomes one of a partial block without an entry. A round that is not full stays as it is.
+
+def _dealt(records: Tensor, blocks: Tensor, ctas: int, sections: int = 1) -> Tensor:
+    """The records in the order in which CTAs take them: rounds of one record for each CTA.
+
+    Each section has equally many records and rounds of its own, longest first; records that do not fill a round follow
+    after all sections, again longest first. Every second full round is reversed, the last one always: the CTAs that
+    take one more record, of the round that is not full, had the shortest before. Records of -1 blocks are not there and
+    come last. A record of no blocks becomes one of a partial block without an entry.
     """
     empty = blocks == 0
     records[:, 3] = records[:, 3].masked_fill(empty, -1)
     records[:, 4] = records[:, 4].masked_fill(empty, 1)
-    order = torch.argsort(blocks, descending=True, stable=True)
-    rounds = len(order) // ctas
-    if rounds > 1:
+    order = torch.argsort(blocks.view(sections, -1), dim=1, descending=True, stable=True)
+    if sections > 1:
+        order += torch.arange(sections, device=order.device)[:, None] * order.shape[1]
+        filled = order.shape[1] // ctas * ctas
+        rest = order[:, filled:].flatten()
+        rest = rest[torch.argsort(blocks[rest], descending=True, stable=True)]
+        order = torch.cat((order[:, :filled].flatten(), rest))
+    order = order.flatten()
+    if rounds := len(order) // ctas:
         number = torch.arange(rounds, device=order.device)
-        turn = (number % 2 == 1) & (number < (blocks >= 0).sum() // ctas)
+        last = (blocks >= 0).sum() // ctas - 1
+        turn = (number <= last) & ((last - number) % 2 == 0)
         head = order[: rounds * ctas].view(rounds, ctas)
         order = torch.cat((torch.where(turn[:, None], head.flip(1), head).flatten(), order[rounds * ctas :]))
     return records[order]
