@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.masking_utils import (
     AttentionMaskInterface,
     bidirectional_mask_function,
@@ -25,6 +24,7 @@ from transformers.modeling_utils import AttentionInterface
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.integrations.transformers_masks import MaskRequest, ModelMask, dense_mask, model_mask, policy_of
+from sparsek.mask.cache import ByTensor
 from sparsek.mask.operands import check_tensors
 from sparsek.matrix.pattern import INT32_MAX
 from sparsek.ops.attention import attention
@@ -130,7 +130,7 @@ def sparsek_attention(
 
 
 # Masks that came as tensors; layers share what was made of them.
-_OF_TENSORS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_OF_TENSORS: ByTensor[ModelMask] = ByTensor()
 
 
 def _model_mask(
@@ -160,12 +160,9 @@ def _model_mask(
         raise InvalidInput(
             f"config.sparsek with a 4-D mask of {q_len} queries and {kv_len} keys: where the queries stand is not said"
         )
-    facts = policy, None if given.is_inference() else given._version, q_len, kv_len
-    known = _OF_TENSORS.get(given)
-    if known is None or known[0] != facts or facts[1] is None:
-        known = facts, dense_mask(asked, given[:, :, :q_len, :kv_len], policy)
-        _OF_TENSORS[given] = known
-    return known[1]
+    return _OF_TENSORS.get(
+        given, (policy, q_len, kv_len), lambda: dense_mask(asked, given[:, :, :q_len, :kv_len], policy)
+    )
 
 
 AttentionInterface.register(NAME, sparsek_attention)

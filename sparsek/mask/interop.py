@@ -5,8 +5,9 @@ Elements are looked at block by block, in chunks, and only where a block may be 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from sparsek.core import arguments, dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import not_traced
 from sparsek.mask.elements import TileMask, rows_of_cells
-from sparsek.mask.lists import BLOCK_SIZES, BY_INTERVAL, WORD, BlockLists, mask_block
+from sparsek.mask.lists import BLOCK_SIZES, BY_INTERVAL, WORD, BlockLists, Place, check_stored, mask_block
 from sparsek.mask.view import NOT_STORED, WHOLE, stored_cells, stored_entries, table_of
 from sparsek.matrix.padding import tiles_of
 from sparsek.matrix.pattern import BlockPattern
@@ -120,18 +121,117 @@ def _from_elements(
         for h in range(heads):
             for q in range(0, q_len, step):
                 slab = opened(dense[b, h, q : q + step], (b, h, q))
-                _look(made, (b * heads + h) * made.tiles + q // sides[0], slab)
+                _add_blocks(made, ((b * heads + h) * made.tiles + q // sides[0], 0), slab)
     return made.mask(cls, label)
 
 
-def _look(made: TileMask, row: int, slab: Tensor) -> None:
-    """Add the blocks of bool [rows, kv_len], whose first query tile is row `row` of the mask."""
+def _add_blocks(made: TileMask, first: tuple[int, int], slab: Tensor) -> None:
+    """Add the blocks of bool [queries, keys], of which the first is in this row and column of the mask's blocks."""
+    row, column = first
     blocks = tiles_of(slab, made.block)
     some, whole = blocks.any(3).any(1), blocks.all(3).all(1)
     tiles, columns = torch.nonzero(whole, as_tuple=True)
-    made.add_full((row + tiles) * made.columns + columns)
+    made.add_full((row + tiles) * made.columns + column + columns)
     tiles, columns = torch.nonzero(some & ~whole, as_tuple=True)
-    made.add((row + tiles) * made.columns + columns, blocks[tiles, :, columns])
+    made.add((row + tiles) * made.columns + column + columns, blocks[tiles, :, columns])
+
+
+@not_traced("a block mask")
+def from_mask_mod(
+    cls: type[BlockMask],
+    mask_mod: MaskMod,
+    B: int | None,
+    H: int | None,
+    Q_LEN: int,
+    KV_LEN: int,
+    *,
+    block: int | tuple[int, int] = 128,
+    device: str | torch.device | None = None,
+) -> BlockMask:
+    """Return the mask of a `mask_mod` of FlexAttention, as create_block_mask does.
+
+    The function is evaluated at every query and key under torch.vmap, in chunks of at most 4 M elements, each a few
+    rows of blocks or a part of one. O(B * H * Q_LEN * KV_LEN) time; memory of a chunk and of the blocks that are
+    stored. A MaskPolicy or another builder makes a mask of known form in O(Q_LEN). Waits for the device.
+
+    Args:
+        mask_mod: A function (b, h, q_idx, kv_idx) of four int64 tensors without dimensions. It returns a bool tensor
+            without dimensions, true where the query sees the key. It computes with tensors: `&` and torch.where, not
+            `and` and `if`.
+        B: Batch items; 1 or None if all share the mask.
+        H: Heads of q, or of k and v; 1 or None if all share the mask.
+        Q_LEN: Queries.
+        KV_LEN: Keys.
+        block: The block in tokens: 64, 128, or a pair (queries, keys) of them.
+        device: Where the mask is made; torch's default device for None. Tensors that `mask_mod` reads are there too.
+
+    Returns:
+        A mask of B batch items and H heads. It does not read `mask_mod` again.
+
+    Raises:
+        InvalidInput: For a function that does not take four arguments or does not return bool, and for sizes or blocks
+            that no mask has. Errors inside of `mask_mod` are raised as they are.
+
+    Source: the programming model of FlexAttention, Dong et al., arXiv:2412.05496.
+
+    Example:
+        >>> import sparsek as sk
+        >>> def prefix_lm(b, h, q_idx, kv_idx):
+        ...     return (kv_idx <= q_idx) | (kv_idx < 100)
+        >>> sk.BlockMask.from_mask_mod(prefix_lm, None, None, 512, 512, device="cpu")
+        BlockMask(from_mask_mod, 512 x 512, block 128x128, batch 1, heads 1, 10 of 16 blocks, 62.5 %, 4 partial, cpu)
+    """
+    _check_mask_mod(mask_mod)
+    place = Place.of(q_len=Q_LEN, kv_len=KV_LEN, block=block, device=device)
+    batch = 1 if B is None else arguments.integer("B", B, 1)
+    heads = 1 if H is None else arguments.integer("H", H, 1)
+    check_stored(batch * heads * place.grid[0])
+    made = TileMask((place.q_len, place.kv_len), place.block, batch, heads, place.device)
+    bq, bk = made.block
+    width = min(max(CHUNK // bq // bk, 1), max(made.columns, 1)) * bk
+    height = max(CHUNK // width // bq, 1) * bq
+    for group in range(batch * heads):
+        for q in range(0, made.q_len, height):
+            for k in range(0, made.kv_len, width):
+                lengths = min(height, made.q_len - q), min(width, made.kv_len - k)
+                seen = _evaluated(mask_mod, (group // heads, group % heads, q, k), lengths, made.device)
+                _add_blocks(made, (group * made.tiles + q // bq, k // bk), seen)
+    return made.mask(cls, "from_mask_mod")
+
+
+def _check_mask_mod(mask_mod: Any) -> None:
+    """InvalidInput for anything but a function of four arguments, as far as its signature is known."""
+    if not callable(mask_mod):
+        raise InvalidInput(
+            f"mask_mod is {arguments.shown(mask_mod)}; it must be a function (b, h, q_idx, kv_idx) that returns bool"
+        )
+    try:
+        found = inspect.signature(mask_mod)
+    except ValueError:  # some functions written in C have none
+        return
+    try:
+        found.bind(*range(4))
+    except TypeError as error:
+        raise InvalidInput(
+            f"mask_mod takes {found}; it must take (b, h, q_idx, kv_idx), and not a score as a score_mod does"
+        ) from error
+
+
+def _evaluated(
+    mask_mod: MaskMod, first: tuple[int, int, int, int], lengths: tuple[int, int], device: torch.device
+) -> Tensor:
+    """A `mask_mod` at one batch item and head, for `lengths` queries and keys from `first` on: bool [queries, keys]."""
+    from torch.nn.attention.flex_attention import create_mask
+
+    b, h, q, k = torch.tensor(first, dtype=torch.int64, device="cpu").to(device)
+
+    def at(_b: Tensor, _h: Tensor, row: Tensor, column: Tensor) -> Tensor:
+        return mask_mod(b, h, q + row, k + column)
+
+    seen = create_mask(at, 1, 1, *lengths, device=device)[0, 0]
+    if seen.dtype != torch.bool:
+        raise InvalidInput(f"mask_mod returns {seen.dtype}; it must return bool, as q_idx >= kv_idx does")
+    return seen
 
 
 @not_traced("a block mask")

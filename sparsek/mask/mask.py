@@ -218,6 +218,7 @@ class BlockMask(Home, Record):
     from_dense = classmethod(interop.from_dense)
     from_transformers = classmethod(interop.from_transformers)
     from_flex = classmethod(interop.from_flex)
+    from_mask_mod = classmethod(interop.from_mask_mod)
     from_pattern = classmethod(interop.from_pattern)
     to_flex = interop.to_flex
     to_fa4 = interop.to_fa4

@@ -8,9 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from sparsek.core.errors import InvalidInput
 from sparsek.mask.mask import BlockLists, BlockMask, Sizes
-from sparsek.plan.attention_operands import not_a_mask
 
 # Masks that came through the ops, so that plans are made once, each with what it was made of. An entry lives as long
 # as its first tensor: the mask holds another tensor object on the same memory.
@@ -52,8 +50,6 @@ def flat_mask(mask: BlockMask | None) -> tuple[list[Tensor | None], list[int]]:
     """A mask as tensors and ints; without a mask there are none."""
     if mask is None:
         return [], []
-    if not isinstance(mask, BlockMask):
-        raise InvalidInput(not_a_mask(mask))
     # By names: torch.compile of torch 2.11 cannot iterate over a tuple inside a mask that is a constant.
     full, part, sizes, (bq, bk) = mask.full, mask.partial, mask.sizes, mask.block
     lists = [full.starts, full.counts, full.indices, part.starts, part.counts, part.indices]

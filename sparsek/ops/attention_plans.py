@@ -47,13 +47,15 @@ _UNMASKED = Calls()
 
 
 def calls_of(mask: Any) -> Calls | None:
-    """The recorded calls of a mask, or of calls without one; None for what is no mask. Verifies the mask."""
+    """The recorded calls of a mask, or of calls without one; None for a subclass of BlockMask. Verifies the mask."""
     if mask is None:
         return _UNMASKED
     if type(mask) is not BlockMask:
         return None
-    mask.verify()
-    return mask.derived(("calls", mask.sizes.exact), Calls)
+    if "asked" in mask._memo:
+        mask.verify()
+    key = "calls", mask.sizes.exact
+    return mask._memo.get(key) or mask.derived(key, Calls)
 
 
 def fixed(deterministic: bool) -> bool:
