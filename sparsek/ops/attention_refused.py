@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from sparsek.core.errors import InvalidInput
 
 SCORES = (
-    "attention does not change scores; call flex_attention(q, k, v, score_mod=..., block_mask=mask.to_flex()), which "
-    "takes the same mask"
+    "attention does not change scores; call torch.compile(flex_attention)(q, k, v, score_mod=..., "
+    "block_mask=mask.to_flex()), which takes the same mask"
 )
 IN_A_POLICY = "write mask=sparsek.MaskPolicy(), in which a query sees the keys of its document up to its own"
 REFUSED = {
@@ -31,7 +31,7 @@ REFUSED = {
     "cu_seqlens": "call attention_varlen(q, k, v, cu_seqlens) for packed documents",
 }
 REFUSED_PACKED = {
-    **REFUSED,
+    **{name: cure for name, cure in REFUSED.items() if name != "cu_seqlens_q"},
     "is_causal": IN_A_POLICY,
     "causal": IN_A_POLICY,
     "cu_seqlens": "it is called cu_seqlens_q here, and cu_seqlens_k where the keys differ",

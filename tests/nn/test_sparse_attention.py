@@ -124,7 +124,11 @@ WRONG = {
         "heads": 4,
         "mask": sk.BlockMask.causal(5),
     },
-    "mask is a builtins.str; it must be a MaskPolicy; masks of one length": {"dim": 32, "heads": 4, "mask": "causal"},
+    "mask is a builtins.str; it must be a MaskPolicy; masks of one length": {
+        "dim": 32,
+        "heads": 4,
+        "mask": "causal",
+    },
 }
 
 

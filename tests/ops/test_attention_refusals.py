@@ -44,6 +44,11 @@ def planned_by(plan: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return sk.attention(q, k, v, plan=plan)
 
 
+def swapped(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The tensors as [B, S, H, D]."""
+    return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+
 Q, K, V = 0, 1, 2
 # Calls of q [2, 4, 192, 32], k [2, 2, 192, 32] and v [2, 2, 192, 64].
 BAD_OPERANDS: dict[str, tuple[Callable[..., Any], str]] = {
@@ -109,15 +114,15 @@ BAD_OPERANDS: dict[str, tuple[Callable[..., Any], str]] = {
         "is_causal is 1; it must be True or False",
     ),
     "lengths and heads swapped, block mask": (
-        lambda *x: sk.attention(*(each.transpose(1, 2) for each in x), window()),
+        lambda q, k, v: sk.attention(*swapped(q, k, v), window()),
         r"mask is for 192 queries and 192 keys; q has 4 and k 2; .* pass x.transpose\(1, 2\) for each",
     ),
     "lengths and heads swapped, bool": (
-        lambda *x: sk.attention(*(each.transpose(1, 2) for each in x), torch.ones(192, 192).bool()),
+        lambda q, k, v: sk.attention(*swapped(q, k, v), torch.ones(192, 192).bool()),
         r"here \[2, 192, 4, 2\]; q and k seem to be \[B, S, H, D\], .* pass x.transpose\(1, 2\) for each",
     ),
     "lengths and heads swapped, other lengths": (
-        lambda q, k, v: sk.attention(*(x.transpose(1, 2) for x in (q[:, :, :50], k, v))),
+        lambda q, k, v: sk.attention(*swapped(q[:, :, :50], k, v)),
         r"q has 50 heads and k 192; .* pass x.transpose\(1, 2\) for each",
     ),
     "queries of mask": (
