@@ -12,7 +12,7 @@ from sparsek.core.errors import InvalidInput
 from sparsek.mask.accepted import MaskLike, block_mask
 from sparsek.mask.mask import BlockMask
 from sparsek.mask.operands import check_tensors
-from sparsek.mask.rule import MaskPolicy, packed_scene
+from sparsek.mask.rule import MaskPolicy, packed_layout
 from sparsek.ops.attention import attention
 from sparsek.ops.attention_refused import REFUSED_PACKED, refuse
 from sparsek.ops.autocast import autocasts, follow_autocast
@@ -135,5 +135,5 @@ def _packed(
             "pass it as mask="
         )
     check_tensors(q, k, k)
-    scene = packed_scene(cu_seqlens_q, cu_seqlens_k, (q.shape[2], k.shape[2]))
-    return policy.visible_in(scene, q.device).mask_for(q, k)
+    layout = packed_layout(cu_seqlens_q, cu_seqlens_k, (q.shape[2], k.shape[2]))
+    return policy.visible_in(layout, q.device).mask_for(q, k)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 
 from sparsek.core.errors import InvalidInput
-from sparsek.mask import interop
+from sparsek.mask import flex as masks
 from sparsek.mask.mask import BlockMask
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -44,7 +44,7 @@ def test_it_sees_what_flex_attention_sees(name: str, block: Any, chunk: int, mon
     seed = torch.Generator().seed() % 2**32
     mask_mod = MODS[name](torch.Generator().manual_seed(seed))
     seen = flex.create_mask(mask_mod, 2, 3, 390, 333, device="cpu")
-    monkeypatch.setattr(interop, "CHUNK", chunk)
+    monkeypatch.setattr(masks, "CHUNK", chunk)
     mask = BlockMask.from_mask_mod(mask_mod, 2, 3, 390, 333, block=block, device="cpu")
     assert torch.equal(mask.to_dense(), seen), f"seed {seed}"
     same = BlockMask.from_dense(seen, block)
@@ -75,7 +75,7 @@ def test_it_is_evaluated_in_chunks_that_cover_every_pair_once():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flex, "create_mask", counting)
-        patch.setattr(interop, "CHUNK", 1 << 15)
+        patch.setattr(masks, "CHUNK", 1 << 15)
         BlockMask.from_mask_mod(lambda b, h, q, k: q >= k, 1, 2, 500, 1000, block=64, device="cpu")
     assert max(q * k for q, k in asked) <= 1 << 15
     assert sum(q * k for q, k in asked) == 2 * 500 * 1000
