@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from types import FunctionType
+from types import FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any, TypeAlias, Union
 
 import torch
@@ -28,7 +29,10 @@ if TYPE_CHECKING:
 MaskLike: TypeAlias = Union[BlockMask, MaskPolicy, Tensor, "FlexMask"]
 """What `mask` may be: a BlockMask, a MaskPolicy, a bool tensor, or a FlexAttention BlockMask."""
 
+NUMBERS = (int, float)
 FLEX = "torch.nn.attention.flex_attention"
+
+_compiling = torch.compiler.is_compiling
 
 _OF_TENSORS: ByTensor[KeptMask] = ByTensor()
 # Of each FlexAttention mask: the objects that its rule reads, their versions, and the mask made of them.
@@ -57,19 +61,26 @@ def block_mask(
         return top_left(q.shape[2], k.shape[2], q.device)
     if mask is None or isinstance(mask, BlockMask):
         return mask
-    check_tensors(q, k, k, predicted=predicted)
+    if isinstance(mask, MaskPolicy) and not predicted:
+        return mask.mask_for(q, k)
+    if type(mask) is Tensor and type(q) is type(k) is Tensor and q.ndim == k.ndim == 4 and not _compiling():
+        kept = _OF_TENSORS.find(mask, (q.shape[2], k.shape[2]))
+        if kept is not None:  # batch items and heads are checked with those of any BlockMask
+            return kept.here()
+    if isinstance(mask, (MaskPolicy, Tensor)):
+        check_tensors(q, k, k, predicted=predicted)
     if isinstance(mask, MaskPolicy):
-        return mask.mask(q.shape[2], k.shape[2], "cpu") if predicted and q.is_meta else mask.mask_for(q, k)
+        return mask.mask(q.shape[2], k.shape[2], "cpu" if q.is_meta else q.device)
     if isinstance(mask, Tensor):
         _check_bool(mask, q, k)
-    return (_untraced if torch.compiler.is_compiling() else _converted)(mask, q, k)
+    return (_untraced if _compiling() else _converted)(mask, q, k)
 
 
 def top_left(q_len: int, kv_len: int, device: torch.device) -> BlockMask:
     """The mask in which query i sees keys 0 to i, whatever the lengths: the same object each time."""
     # A compiled graph is for one mask, so the lengths are no symbols there.
     q_len, kv_len = arguments.integer("q_len", q_len), arguments.integer("kv_len", kv_len)
-    return (_constant_top_left if torch.compiler.is_compiling() else _top_left)(q_len, kv_len, device)
+    return (_constant_top_left if _compiling() else _top_left)(q_len, kv_len, device)
 
 
 def _top_left(q_len: int, kv_len: int, device: torch.device) -> BlockMask:
@@ -128,11 +139,7 @@ _untraced = not_traced("a block mask")(_converted)
 
 
 def _of_tensor(dense: Tensor, lengths: tuple[int, int]) -> KeptMask:
-    if dense.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise InvalidInput(
-            "mask is a tensor, which is read while a CUDA graph is captured; call once with it before the capture, or "
-            "pass a BlockMask"
-        )
+    _refuse_capture(dense.device, "a tensor")
     whole = dense[(None,) * (4 - dense.ndim)]
     if not whole.shape[0]:  # no batch item, and a mask has at least one
         whole = whole.new_ones(1, 1, 1, 1)
@@ -149,22 +156,41 @@ def _of_flex(mask: FlexMask) -> BlockMask:
     versions = [each._version for each in tensors]
     known = _OF_FLEX.get(mask)
     if known is None or known[1] != versions or not _same(known[0], read):
-        known = read, versions, KeptMask.of(BlockMask.from_flex(mask))
+        _refuse_capture(mask.kv_num_blocks.device, "a FlexAttention mask")
+        known = [*map(_reference, read)], versions, KeptMask.of(BlockMask.from_flex(mask))
         _OF_FLEX[mask] = known
     return known[2].here()
 
 
-def _same(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
-    """Whether both hold the same objects, or equal numbers."""
-    return len(a) == len(b) and all(
-        x is y or (type(x) is type(y) and isinstance(x, (int, float)) and x == y)
-        for x, y in zip(a, b, strict=True)
+def _refuse_capture(device: torch.device, what: str) -> None:
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise InvalidInput(
+            f"mask is {what}, which is read while a CUDA graph is captured; call once with it before the capture, or "
+            "pass a BlockMask"
+        )
+
+
+def _reference(x: Any) -> Any:
+    """A number as it is; else a weak reference, because an object that a rule reads may hold the mask."""
+    if x is None or isinstance(x, NUMBERS):
+        return x
+    try:
+        return weakref.ref(x)
+    except TypeError:
+        return id(x)
+
+
+def _same(references: Sequence[Any], read: Sequence[Any]) -> bool:
+    """Whether these are references to the same objects, and equal numbers."""
+    return len(references) == len(read) and all(
+        known() is x if isinstance(known, weakref.ref) else known == _reference(x)
+        for known, x in zip(references, read, strict=True)
     )
 
 
 def _read_by(function: Any) -> Iterator[Any]:
-    """A function and what it reads: variables of its closure, its globals and defaults, the parts of a partial, and
-    what functions among them read. Attributes of other objects are not followed.
+    """A function and the objects that it reads: closure, globals, defaults, parts of a partial or a method, and those
+    of functions among them; of other objects their tensors and numbers.
     """
     waiting, seen = [function], set()
     while waiting:
@@ -173,15 +199,20 @@ def _read_by(function: Any) -> Iterator[Any]:
             waiting += each
             continue
         yield each
-        if id(each) in seen:
+        if each is None or isinstance(each, (Tensor, type, ModuleType, *NUMBERS)) or id(each) in seen:
             continue
         seen.add(id(each))
         if isinstance(each, FunctionType):
             named = (each.__globals__.get(name) for name in each.__code__.co_names)
-            waiting += [x for x in named if isinstance(x, (Tensor, FunctionType, int, float))]
+            waiting += [x for x in named if isinstance(x, (FunctionType, Tensor, *NUMBERS))]
             waiting += each.__defaults__ or ()
             for cell in each.__closure__ or ():
                 with suppress(ValueError):  # an empty cell
                     waiting.append(cell.cell_contents)
+        elif isinstance(each, MethodType):
+            waiting += [each.__func__, each.__self__]
         elif isinstance(each, functools.partial):
             waiting += [each.func, *each.args, *each.keywords.values()]
+        else:
+            held = {**getattr(each, "__dict__", {}), **getattr(each, "_buffers", {})}
+            waiting += [x for x in held.values() if isinstance(x, (Tensor, *NUMBERS))]

@@ -81,25 +81,32 @@ class ByTensor(Generic[Result]):
     def __len__(self) -> int:
         return len(self._kept)
 
+    def find(self, x: Tensor, key: Hashable) -> Result | None:
+        """The result for this view and key, if nothing has written to the tensor since."""
+        known = self._kept.get(x if x._base is None else x._base)
+        return known[1].get(_view(x, key)) if known is not None and known[0] == x._version else None
+
     def get(self, x: Tensor, key: Hashable, build: Callable[[], Result]) -> Result:
-        """What `build()` returned for this view and key since the last write, or returns now."""
+        """The result for this view and key: that of an earlier call, or of `build()`."""
         if x.is_inference():
             return build()
-        base, version = x if x._base is None else x._base, x._version
-        at = x.shape, x.stride(), x.storage_offset(), x.dtype, key
+        found = self.find(x, key)
+        if found is not None:
+            return found
+        version, found = x._version, build()
+        base = x if x._base is None else x._base
         known = self._kept.get(base)
         if known is None or known[0] != version:
-            known = version, {}
-        found = known[1].pop(at, None)
-        if found is None:
-            found = build()
-            if x._version != version:  # another thread wrote meanwhile
-                return found
-            self._kept[base] = known
-        known[1][at] = found
-        while len(known[1]) > VIEWS:
+            known = self._kept[base] = version, {}
+        if len(known[1]) >= VIEWS:
             drop_oldest(known[1])
+        known[1][_view(x, key)] = found
         return found
+
+
+def _view(x: Tensor, key: Hashable) -> Hashable:
+    """A key for one view of a tensor."""
+    return x.shape, x.stride(), x.storage_offset(), x.dtype, key
 
 
 _EDGES: ByTensor[np.ndarray] = ByTensor()

@@ -234,7 +234,7 @@ def _check_interval(mask: BlockMask, lo: np.ndarray, hi: np.ndarray) -> None:
 def _check_pure(mask: BlockMask, host: HostMask) -> None:
     """Everything by interval, and full blocks inside the interval of each of their queries."""
     if host.rules is not None and (host.rules[_held_entries(host.partial)] != BY_INTERVAL).any():
-        raise InvalidInput("the mask is said to be pure and has rules that are bits")
+        raise InvalidInput("pure is True, but some rules are bits; a pure mask has intervals only")
     held = np.flatnonzero(host.full.counts)
     if host.lo is None or host.hi is None or not held.size:
         return
@@ -247,7 +247,7 @@ def _check_pure(mask: BlockMask, host: HostMask) -> None:
     beyond = held[(first * bk < lo[group, held % tiles]) | ((last + 1) * bk > hi[group, held % tiles])]
     if beyond.size:
         raise InvalidInput(
-            f"the mask is said to be pure, and full blocks of {_where(mask, int(beyond[0]))} lie outside lo and hi"
+            f"pure is True, but full blocks of {_where(mask, int(beyond[0]))} lie outside lo and hi"
         )
 
 

@@ -70,7 +70,7 @@ def both(a: BlockMask, other: BlockMask) -> BlockMask:
     """
     if not isinstance(other, type(a)):
         return NotImplemented
-    # Starts from the blocks of the mask that has fewer, and looks for them in the other.
+    # Searches for the blocks of the mask that has fewer in the other mask.
     a_placed, b_placed, made = _placed(a, other, "&")
     fewer, more = sorted(
         (a_placed, b_placed), key=lambda each: each.mask.sizes.stored / max(each.mask.rows, 1)

@@ -235,5 +235,5 @@ def _values_in(made: TileMask, mask_mod: MaskMod, cells: Tensor) -> Tensor:
     def at(block: Tensor, _: Tensor, row: Tensor, column: Tensor) -> Tensor:
         return mask_mod(batch_items[block], heads[block], queries[block, row], keys[block, column])
 
-    # The number of the block stands where FlexAttention counts batch items, so that its own vmap does the rest.
+    # The index of the block takes the place of FlexAttention's batch item, and its own vmap does the rest.
     return create_mask(at, cells.numel(), 1, *made.block, device=made.device)[:, 0].bool()

@@ -170,7 +170,7 @@ def to_flex(mask: BlockMask, q_heads: int | None = None) -> FlexMask:
     from torch.nn.attention.flex_attention import BlockMask as FlexMask
 
     if 0 in mask.grid:
-        raise InvalidInput(f"the mask is {mask.q_len} x {mask.kv_len}; FlexAttention knows no length of 0")
+        raise InvalidInput(f"the mask is {mask.q_len} x {mask.kv_len}; FlexAttention has no length of 0")
     repeat = _repeat(mask, q_heads)
     mask.verify(wait=True)
     lists = [part for each in (mask.partial, mask.full) for part in _padded(mask, each, mask.grid[1], repeat)]

@@ -2,7 +2,7 @@
 
 The host computes a few numbers per row, the device writes the entries. A row of a structured mask is a few *runs* of
 block columns with a fixed step. Their firsts, steps and counts come from closed forms (numpy, [rows]), go to the device
-in one copy, and are expanded there. So the host knows every size without a sync, and the work follows the stored
+in one copy, and are expanded there. The host has every size without a sync, and the work follows the stored
 blocks.
 """
 
@@ -68,7 +68,7 @@ class HostMask(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """What the host knows of a mask without a sync, summed over rows: stored blocks, partial blocks among them, and the
+    """The sizes that the host has without a sync, summed over rows: stored blocks, partial blocks among them, and the
     blocks of the longest row. Upper bounds unless `exact`.
     """
 
@@ -141,7 +141,7 @@ class Place:
         if q_offset is not None:
             offset = arguments.integer("q_offset", q_offset, -INT32_MAX)
         if abs(offset) + q_len > INT32_MAX:
-            raise InvalidInput(f"q_offset is {offset}; queries must stand at int32 positions")
+            raise InvalidInput(f"q_offset is {offset}; the positions of queries must fit int32")
         return cls(q_len, kv_len, sides, as_device(device), offset)
 
     @property

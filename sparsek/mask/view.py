@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 DENSE_MOST = 2**31
 NOT_STORED, WHOLE = -3, -2  # in a table of blocks, beside BY_INTERVAL and the numbers of bits
-CHUNK = 2**24  # elements of partial blocks looked at together
+CHUNK = 2**24  # elements of partial blocks that are read in one step
 ENTRIES = 2**22  # of the rows whose partial blocks are looked up together, at most: rows may share entries
 
 
@@ -33,7 +33,7 @@ def checked_element_mask(mask: BlockMask, rows: Tensor, entries: Tensor) -> Tens
     Raises:
         InvalidInput: For other dtypes, shapes and devices, and on the CPU for values out of range.
     """
-    # What tensors on a GPU hold is not looked at, which would wait.
+    # Values on a GPU are not checked, because that would need a sync.
     for name, part, end in (("rows", rows, mask.rows), ("entries", entries, mask.partial.indices.numel())):
         arguments.tensor(name, part, (torch.int64,), ndim=1)
         if part.shape != rows.shape or part.device != mask.device:

@@ -101,9 +101,9 @@ def attention(
               scaled_dot_product_attention. It becomes `BlockMask.from_dense(mask)`, with blocks of 128, in O(S * T).
             - A FlexAttention `BlockMask`. It becomes `BlockMask.from_flex(mask)`.
 
-            What a tensor or a FlexAttention mask became is kept as long as that object, and looked up in later calls.
-            It is made anew after a write in place to the tensor, or to a tensor that `mask_mod` reads through a
-            closure or a global. A tensor made in inference mode does not count writes, and is read in every call.
+            The conversion of a tensor or a FlexAttention mask is kept as long as that object lives, and later calls
+            look it up. It is repeated after an in-place write to the tensor, or to a tensor that `mask_mod` reads by
+            its closure or as a global. A tensor made in inference mode counts no writes and is converted every time.
         is_causal: Query i sees keys 0 to i, as in scaled_dot_product_attention: where S and T differ, the mask is
             aligned to the first query and the first key. `MaskPolicy()` and `BlockMask.causal` are aligned to the last
             ones. Not together with `mask`.
@@ -115,8 +115,8 @@ def attention(
             pass uses the kernel of the same family; where a gradient is wanted, this call checks that one too.
         deterministic: Whether the sums of the gradients have a fixed order: same inputs, same bits. With False a kernel
             may add in any order, where that is faster.
-        **refused: dropout_p, attn_bias, softcap, score_mod and others of other libraries: InvalidInput, with what to do
-            instead.
+        **refused: Options of other libraries (dropout_p, attn_bias, softcap, score_mod and others): InvalidInput, with
+            what to do instead.
 
     Returns:
         out [B, Hq, S, Dv] in the dtype of q; in memory [B, S, Hq, Dv] if q is. With return_lse (out, lse), lse

@@ -41,7 +41,7 @@ REFUSED_PACKED = {
 
 
 def refuse(name: str, options: Iterable[str], known: Mapping[str, str] = REFUSED) -> None:
-    """InvalidInput for options that `name` does not have; TypeError, as Python's own, for names that nobody knows."""
+    """InvalidInput for options that `name` does not have; TypeError, as Python's own, for unknown names."""
     for each in options:
         if each in known:
             raise InvalidInput(f"{name} has no argument {each}: {known[each]}")

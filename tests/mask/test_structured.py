@@ -366,7 +366,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "negative length": (lambda: BlockMask.full(-1), "seq_len is -1; it must be an int of at least 0"),
     "a float": (lambda: BlockMask.full(1.5), "seq_len is 1.5"),  # type: ignore[arg-type]
     "too long": (lambda: BlockMask.full(2**31 - 1), "must fit int32"),
-    "far away": (lambda: BlockMask.causal(64, q_offset=2**31 - 2), "must stand at int32 positions"),
+    "far away": (lambda: BlockMask.causal(64, q_offset=2**31 - 2), "the positions of queries must fit int32"),
     "block": (lambda: BlockMask.full(64, block=32), "block is 32; masks have blocks of 64 or 128"),
     "block pair": (lambda: BlockMask.full(64, block=(64, 256)), "blocks of 64 or 128"),
     "block triple": (lambda: BlockMask.full(64, block=(64, 64, 64)), "blocks of 64 or 128"),  # type: ignore[arg-type]

@@ -63,7 +63,7 @@ def of_shape(*shape: Any, share: float = 0.3) -> Form:
     """A bool tensor: "S" and "T" are the lengths."""
 
     def form(q_len: int, kv_len: int, draw: torch.Generator) -> tuple[Tensor, Tensor]:
-        lengths: dict[Any, int] = {"S": q_len, "T": kv_len}
+        lengths: Any = {"S": q_len, "T": kv_len}
         mask = torch.rand([lengths.get(side, side) for side in shape], generator=draw) < share
         return mask, mask
 
@@ -297,10 +297,31 @@ def from_a_closure(offset: Tensor) -> Any:
     return lambda b, h, q, k: q + offset >= k
 
 
+class Offset(torch.nn.Module):
+    """An object that has a rule and, as an attribute, the mask that is made of it."""
+
+    offset: Tensor
+    mask: Any = None
+
+    def __init__(self, offset: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("offset", offset)
+
+    def rule(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return q + self.offset >= k
+
+
+def of_an_object(offset: Tensor) -> Any:
+    holder = Offset(offset)
+    return lambda b, h, q, k: holder.rule(b, h, q, k) & (k >= 0)
+
+
 def reading(offset: Tensor) -> dict[str, Any]:
     """Rules that read a tensor, each in another way."""
     return {
         "closure": from_a_closure(offset),
+        "method": Offset(offset).rule,
+        "object of a closure": of_an_object(offset),
         "global": after_offset,
         "joined": flex.and_masks(from_a_closure(offset), lambda b, h, q, k: k >= 0),
         "default": lambda b, h, q, k, offset=offset: q + offset >= k,
@@ -331,6 +352,16 @@ def test_a_flex_mask_whose_rule_reads_a_changed_tensor_is_converted_anew(name: s
     mask.mask_mod = causal_window if name == "closure" else from_a_closure(torch.tensor(7))
     sk.attention(*tensors, mask)
     assert conversions == ["from_flex"] * 4
+
+
+def test_an_object_that_has_the_rule_and_the_mask_is_not_kept_alive():
+    holder, (q, k, v) = Offset(torch.zeros((), dtype=torch.int64)), qkv(130)
+    holder.mask = of_flex(lambda b, h, i, j: holder.rule(b, h, i, j) & (j >= 0), 130, 130)[0]
+    sk.attention(q, k, v, holder.mask)
+    gone = weakref.ref(holder)
+    del holder
+    gc.collect()
+    assert gone() is None
 
 
 # Tracing.
