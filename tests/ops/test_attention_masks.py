@@ -311,8 +311,7 @@ class Offset(torch.nn.Module):
         return q + self.offset >= k
 
 
-def of_an_object(offset: Tensor) -> Any:
-    holder = Offset(offset)
+def rule_of(holder: Offset) -> Any:
     return lambda b, h, q, k: holder.rule(b, h, q, k) & (k >= 0)
 
 
@@ -321,7 +320,7 @@ def reading(offset: Tensor) -> dict[str, Any]:
     return {
         "closure": from_a_closure(offset),
         "method": Offset(offset).rule,
-        "object of a closure": of_an_object(offset),
+        "object of a closure": rule_of(Offset(offset)),
         "global": after_offset,
         "joined": flex.and_masks(from_a_closure(offset), lambda b, h, q, k: k >= 0),
         "default": lambda b, h, q, k, offset=offset: q + offset >= k,
@@ -356,7 +355,7 @@ def test_a_flex_mask_whose_rule_reads_a_changed_tensor_is_converted_anew(name: s
 
 def test_an_object_that_has_the_rule_and_the_mask_is_not_kept_alive():
     holder, (q, k, v) = Offset(torch.zeros((), dtype=torch.int64)), qkv(130)
-    holder.mask = of_flex(lambda b, h, i, j: holder.rule(b, h, i, j) & (j >= 0), 130, 130)[0]
+    holder.mask = of_flex(rule_of(holder), 130, 130)[0]
     sk.attention(q, k, v, holder.mask)
     gone = weakref.ref(holder)
     del holder
