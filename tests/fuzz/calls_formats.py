@@ -178,6 +178,11 @@ def any_scaled(random: Random) -> sk.Quantized:
     return random.choice((scaled(), scaled("tensor"), scaled("block"), scaled("row", "semi24")))
 
 
+def ahead(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """A mask_mod."""
+    return k <= q + 10 * h
+
+
 def _flex(random: Random) -> Any:
     from torch.nn.attention.flex_attention import create_block_mask
 
@@ -366,6 +371,13 @@ CALLS: dict[str, Call] = {
         function(sk.BlockMask.from_transformers, mask=(dense(300, 300) > 0)[None, None], block=64), BLOCK
     ),
     "BlockMask.from_flex": Call(_flex, every=10),
+    "BlockMask.from_mask_mod": Call(
+        function(
+            sk.BlockMask.from_mask_mod, mask_mod=ahead, B=1, H=2, Q_LEN=70, KV_LEN=100, block=64, device="cpu"
+        ),
+        BLOCK | PLACE | {"B": "none", "H": "none"},
+        every=10,
+    ),
     "BlockMask.from_pattern": Call(function(sk.BlockMask.from_pattern, pattern=bsr().pattern)),
     "BlockMask.per_head": Call(function(sk.BlockMask.per_head, masks=[mask(), mask("window")])),
     "BlockMask.per_batch": Call(function(sk.BlockMask.per_batch, masks=[mask(), mask("window")])),
