@@ -3,7 +3,7 @@ PY := .venv/bin/python
 BOOT := $(shell command -v python3 || command -v python3.11 || command -v python3.12 || command -v python3.13 || command -v python3.10)
 WORKERS ?= 2
 
-.PHONY: help env env-demo demo test gpu gpu-status check lint readme cubins wheel clean
+.PHONY: help env env-demo demo test gpu gpu-status check lint readme docs docs-serve cubins wheel clean
 
 help:
 	@echo "make demo    .venv without the checks' tools, then: sparsek doctor, sparsek demo (attention, advise on real weights, a picture)"
@@ -12,7 +12,8 @@ help:
 	@echo "make gpu-status  each part of them: fresh, stale, red or missing; fails unless all are fresh"
 	@echo "make check   before a commit, two minutes: ruff, layers, and the types and tests of what has changed"
 	@echo "make lint    ruff, format, types and layers only"
-	@echo "make readme  the tables in README.md and docs/, from benchmarks/results/, and docs/gpu-test-log.md, from benchmarks/evidence/"
+	@echo "make readme  the tables in README.md and docs/, from benchmarks/results/, and docs/internals/gpu-test-log.md, from benchmarks/evidence/"
+	@echo "make docs    the site of docs/ in build/site, with every warning an error; make docs-serve shows it at 127.0.0.1:8000"
 	@echo "make cubins  common kernels compiled for sm_90a, two minutes on two cores, so that first calls on Hopper compile nothing"
 	@echo "make wheel   dist/sparsek-*.whl, with them"
 	@echo "make env     .venv, .venv-triton-next and .venv-transformers-floor only; make env-demo: what the demo needs of them"
@@ -48,6 +49,18 @@ readme: env
 	@.venv/bin/sparsek report --write
 	@$(PY) scripts/gpu.py page
 
+.venv-docs/bin/mkdocs: constraints-docs.txt
+	@test -n "$(BOOT)" || { echo "no python3 on the PATH; install Python 3.10 to 3.13"; exit 1; }
+	@$(BOOT) -m venv .venv-docs
+	@.venv-docs/bin/python -m pip install -q -r constraints-docs.txt
+	@touch $@
+
+docs: .venv-docs/bin/mkdocs
+	@.venv-docs/bin/mkdocs build --strict --quiet
+
+docs-serve: .venv-docs/bin/mkdocs
+	@.venv-docs/bin/mkdocs serve --strict
+
 cubins: env
 	@PYTHONPATH=. $(PY) scripts/cubins.py
 
@@ -55,4 +68,4 @@ wheel: cubins
 	@$(PY) -m pip wheel --no-deps --quiet -w dist .
 
 clean:
-	rm -rf sparsek/kernels/shipped.zip .venv .venv-triton-next .venv-transformers-floor build dist
+	rm -rf sparsek/kernels/shipped.zip .venv .venv-triton-next .venv-transformers-floor .venv-docs build dist
