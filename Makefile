@@ -12,7 +12,7 @@ help:
 	@echo "make gpu-status  each part of them: fresh, stale, red or missing; fails unless all are fresh"
 	@echo "make check   before a commit, two minutes: ruff, layers, and the types and tests of what has changed"
 	@echo "make lint    ruff, format, types and layers only"
-	@echo "make readme  the tables in README.md and docs/, from benchmarks/results/, and docs/internals/gpu-test-log.md, from benchmarks/evidence/"
+	@echo "make readme  the tables in README.md and docs/, from benchmarks/results/, and docs/gpu-test-log.md, from benchmarks/evidence/"
 	@echo "make docs    the site of docs/ in build/site, with every warning an error; make docs-serve shows it at 127.0.0.1:8000"
 	@echo "make cubins  common kernels compiled for sm_90a, two minutes on two cores, so that first calls on Hopper compile nothing"
 	@echo "make wheel   dist/sparsek-*.whl, with them"
@@ -56,10 +56,10 @@ readme: env
 	@touch $@
 
 docs: .venv-docs/bin/mkdocs
-	@.venv-docs/bin/mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
 
 docs-serve: .venv-docs/bin/mkdocs
-	@.venv-docs/bin/mkdocs serve --strict
+	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs serve --strict
 
 cubins: env
 	@PYTHONPATH=. $(PY) scripts/cubins.py

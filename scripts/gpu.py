@@ -4,7 +4,7 @@
   gpu.py run 2/3        one part; its evidence goes to benchmarks/evidence/<card>/2-of-3.json
   gpu.py run PATHS...   these test files, and what follows `--` goes to pytest; evidence only with --out
   gpu.py status         each part: fresh, stale, red or missing; exit status 0 if all are fresh
-  gpu.py page           writes docs/internals/gpu-test-log.md from the evidence
+  gpu.py page           writes docs/gpu-test-log.md from the evidence
 
 The machine with the GPU needs pytest and xdist beside sparsek's own needs, and neither .venv nor .git.
 Environment: SPARSEK_EVIDENCE, the folder for evidence, as --out.
@@ -44,7 +44,7 @@ def main() -> int:
     run.add_argument("--out", help="folder for evidence, benchmarks/evidence by default")
     run.add_argument("--recut", action="store_true", help="cut anew, by the seconds of the evidence there is")
     commands.add_parser("status", help="what the evidence is worth")
-    commands.add_parser("page", help="write docs/internals/gpu-test-log.md")
+    commands.add_parser("page", help="write docs/gpu-test-log.md")
     given = parser.parse_args(arguments)
     try:
         if given.command == "status":

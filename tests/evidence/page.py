@@ -1,4 +1,4 @@
-"""docs/internals/gpu-test-log.md, made from evidence and from nothing else: `make readme` writes it, a test compares it."""
+"""docs/gpu-test-log.md, made from evidence and from nothing else: `make readme` writes it, a test compares it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.evidence.record import Evidence
 
-PAGE = Path("docs", "internals", "gpu-test-log.md")
+PAGE = Path("docs", "gpu-test-log.md")
 SLOWEST = 10
 HEAD = """# The tests on a GPU
 
