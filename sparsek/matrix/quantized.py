@@ -122,7 +122,7 @@ class Quantized(AnyMatrix, Record):
     `fast_accum` says how products may sum. False: in float32, or in tensor cores for no more than 512 columns at a
     time. True: tensor cores may keep a sum to its end, as torch._scaled_mm's use_fast_accum lets them. Hopper's keep
     about 14 bits, so the error grows with K: for products of random sign to about 2^-13 sqrt(K / 11), far more where
-    they have one sign (docs/how-to/fp8.md). Kernels that gain nothing by it sum in float32 all the same.
+    they have one sign (docs/fp8.md). Kernels that gain nothing by it sum in float32 all the same.
 
     Construction checks all of it: what the class of the matrix checks, on a copy in fp16, and that every scale is
     positive and finite; a sync more than that class. Raises InvalidInput. `sparsek.quantize` makes one.

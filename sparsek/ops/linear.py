@@ -47,7 +47,7 @@ def linear(
     x: [..., K], fastest with the last dim contiguous, or as the transpose view of such a matrix. Its leading dims
     become one: a view where they lie so, as those of a contiguous x do, otherwise a copy, and the same for residual.
     W: BSR [N, K] of x's dtype on its device; a `.T` view costs nothing. Or a Semi24 or BSR24 [N, K]. Or a dense tensor
-    [N, K]: torch multiplies. Or a Quantized [N, K], an FP8 matrix (docs/how-to/fp8.md): x is then a QuantizedTensor, or a
+    [N, K]: torch multiplies. Or a Quantized [N, K], an FP8 matrix (docs/fp8.md): x is then a QuantizedTensor, or a
     bf16, fp16 or fp32 tensor that is rounded to E4M3 with a scale for each token; bias and residual have y's dtype.
     bias: [N]. activation: "relu", "gelu" (by erf), "gelu_tanh", "silu" or None. residual: [..., N]. A bias that is not
     contiguous, and a residual whose rows are not, are copied first.

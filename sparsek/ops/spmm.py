@@ -72,7 +72,7 @@ def spmm(
     values. Its transpose, as in X @ A and in the gradient of B, is never unpacked as a whole on a GPU:
     portable.semi24 and portable.bsr24 unpack it by tiles. x @ A.T is sparsek.linear(x, A).
 
-    A or B may be a Quantized, an FP8 matrix (docs/how-to/fp8.md). The other operand is then a QuantizedTensor, or a bf16, fp16
+    A or B may be a Quantized, an FP8 matrix (docs/fp8.md). The other operand is then a QuantizedTensor, or a bf16, fp16
     or fp32 tensor that is rounded to E4M3 with a scale for each column of B (each row of a dense A). C is in `dtype`,
     one of these three; without it in the tensor's own, bf16 for a QuantizedTensor. No gradients. A Semi24 or BSR24 in
     FP8 stands on the left.
