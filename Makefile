@@ -3,7 +3,7 @@ PY := .venv/bin/python
 BOOT := $(shell command -v python3 || command -v python3.11 || command -v python3.12 || command -v python3.13 || command -v python3.10)
 WORKERS ?= 2
 
-.PHONY: help env env-demo demo test gpu gpu-status check lint readme docs docs-serve cubins wheel clean
+.PHONY: help env env-demo demo test gpu gpu-status check lint readme cubins wheel clean
 
 help:
 	@echo "make demo    .venv without the checks' tools, then: sparsek doctor, sparsek demo (attention, advise on real weights, a picture)"
@@ -13,9 +13,9 @@ help:
 	@echo "make check   before a commit, two minutes: ruff, layers, and the types and tests of what has changed"
 	@echo "make lint    ruff, format, types and layers only"
 	@echo "make readme  the tables in README.md and docs/, from benchmarks/results/, and docs/gpu-test-log.md, from benchmarks/evidence/"
-	@echo "make docs    the site of docs/ in build/site, with every warning an error; make docs-serve shows it at 127.0.0.1:8000"
 	@echo "make cubins  common kernels compiled for sm_90a, two minutes on two cores, so that first calls on Hopper compile nothing"
 	@echo "make wheel   dist/sparsek-*.whl, with them"
+	@echo "make docs    the site of docs/ in build/site, with every warning an error; make docs-serve shows it at 127.0.0.1:8000"
 	@echo "make env     .venv, .venv-triton-next and .venv-transformers-floor only; make env-demo: what the demo needs of them"
 
 env-demo:
@@ -49,6 +49,13 @@ readme: env
 	@.venv/bin/sparsek report --write
 	@$(PY) scripts/gpu.py page
 
+cubins: env
+	@PYTHONPATH=. $(PY) scripts/cubins.py
+
+wheel: cubins
+	@$(PY) -m pip wheel --no-deps --quiet -w dist .
+
+.PHONY: docs docs-serve
 .venv-docs/bin/mkdocs: constraints-docs.txt
 	@test -n "$(BOOT)" || { echo "no python3 on the PATH; install Python 3.10 to 3.13"; exit 1; }
 	@$(BOOT) -m venv .venv-docs
@@ -60,12 +67,6 @@ docs: .venv-docs/bin/mkdocs
 
 docs-serve: .venv-docs/bin/mkdocs
 	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs serve --strict
-
-cubins: env
-	@PYTHONPATH=. $(PY) scripts/cubins.py
-
-wheel: cubins
-	@$(PY) -m pip wheel --no-deps --quiet -w dist .
 
 clean:
 	rm -rf sparsek/kernels/shipped.zip .venv .venv-triton-next .venv-transformers-floor .venv-docs build dist
