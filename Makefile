@@ -55,18 +55,20 @@ cubins: env
 wheel: cubins
 	@$(PY) -m pip wheel --no-deps --quiet -w dist .
 
+# An environment of its own, because mkdocs needs no torch.
+MKDOCS := build/docs-env/bin/mkdocs
 .PHONY: docs docs-serve
-.venv-docs/bin/mkdocs: constraints-docs.txt
+$(MKDOCS): constraints-docs.txt
 	@test -n "$(BOOT)" || { echo "no python3 on the PATH; install Python 3.10 to 3.13"; exit 1; }
-	@$(BOOT) -m venv .venv-docs
-	@.venv-docs/bin/python -m pip install -q -r constraints-docs.txt
+	@$(BOOT) -m venv build/docs-env
+	@build/docs-env/bin/python -m pip install -q -r constraints-docs.txt
 	@touch $@
 
-docs: .venv-docs/bin/mkdocs
-	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
+docs: $(MKDOCS)
+	@NO_MKDOCS_2_WARNING=1 $(MKDOCS) build --strict --quiet
 
-docs-serve: .venv-docs/bin/mkdocs
-	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs serve --strict
+docs-serve: $(MKDOCS)
+	@NO_MKDOCS_2_WARNING=1 $(MKDOCS) serve --strict
 
 clean:
-	rm -rf sparsek/kernels/shipped.zip .venv .venv-triton-next .venv-transformers-floor .venv-docs build dist
+	rm -rf sparsek/kernels/shipped.zip .venv .venv-triton-next .venv-transformers-floor build dist
