@@ -15,6 +15,7 @@ help:
 	@echo "make readme  the tables and pictures of README.md and docs/, from benchmarks/results/, and docs/gpu-test-log.md, from benchmarks/evidence/"
 	@echo "make cubins  common kernels compiled for sm_90a, two minutes on two cores, so that first calls on Hopper compile nothing"
 	@echo "make wheel   dist/sparsek-*.whl, with them"
+	@echo "make docs    the site of docs/ in build/site, with every warning an error; make docs-serve shows it at 127.0.0.1:8000"
 	@echo "make env     .venv, .venv-triton-next and .venv-transformers-floor only; make env-demo: what the demo needs of them"
 
 env-demo:
@@ -53,6 +54,21 @@ cubins: env
 
 wheel: cubins
 	@$(PY) -m pip wheel --no-deps --quiet -w dist .
+
+# An environment of its own, because mkdocs needs no torch.
+MKDOCS := build/docs-env/bin/mkdocs
+.PHONY: docs docs-serve
+$(MKDOCS): constraints-docs.txt
+	@test -n "$(BOOT)" || { echo "no python3 on the PATH; install Python 3.10 to 3.13"; exit 1; }
+	@$(BOOT) -m venv build/docs-env
+	@build/docs-env/bin/python -m pip install -q -r constraints-docs.txt
+	@touch $@
+
+docs: $(MKDOCS)
+	@NO_MKDOCS_2_WARNING=1 $(MKDOCS) build --strict --quiet
+
+docs-serve: $(MKDOCS)
+	@NO_MKDOCS_2_WARNING=1 $(MKDOCS) serve --strict
 
 clean:
 	rm -rf sparsek/kernels/shipped.zip .venv .venv-triton-next .venv-transformers-floor build dist
