@@ -55,4 +55,4 @@ wheel: cubins
 	@$(PY) -m pip wheel --no-deps --quiet -w dist .
 
 clean:
-	rm -rf sparsek/kernels/shipped.zip .venv .venv-triton-next .venv-transformers-floor build dist
+	rm -rf sparsek/kernels/shipped.zip .venv .venv-triton-next .venv-transformers-floor .venv-uv build dist
