@@ -1,7 +1,7 @@
 """Makes the environments with uv. Needs only the standard library, and fetches nothing that is already there.
 
-  env.py demo   .venv with sparsek, matplotlib and the demo's weights
-  env.py test   that and the tools of the tests, .venv-triton-next and .venv-transformers-floor
+`env.py demo` makes .venv with sparsek, matplotlib and the demo's weights; `env.py test` also the tools of the tests,
+.venv-triton-next and .venv-transformers-floor.
 
 If this Python has torch >= 2.11 (with CUDA, where there is a GPU), .venv sees its packages and installs no torch;
 without a network the tests then skip what is missing. Otherwise .venv has the pinned torch, without a GPU for CPUs.
@@ -51,8 +51,8 @@ def find_uv() -> None:
     for name, value in re.findall(r"\.(index-url|find-links)='(.*)'", settings):
         os.environ.setdefault({"index-url": "UV_DEFAULT_INDEX"}.get(name, "UV_FIND_LINKS"), value)
     os.environ["PATH"] += f"{os.pathsep}{ROOT}/.venv-uv/bin"
-    without_pip = f"{python} -m venv .venv-uv && .venv-uv/bin/python {pip}"
-    sh(f"command -v uv || {python} {pip} --target .venv-uv || ({without_pip})", quiet=True)
+    sh(f"command -v uv || {python} {pip} --target .venv-uv || {python} -m venv .venv-uv", quiet=True)
+    sh(f"command -v uv || .venv-uv/bin/python {pip}", quiet=True)
 
 
 def make_venv(card: str, clear: bool) -> "list[str]":
@@ -88,7 +88,9 @@ def install(stage: str, card: str, kept: "list[str]") -> "list[str]":
         else:
             see(f".venv-{name}", [str(next(ROOT.glob(".venv/lib/python3*/site-packages")))])
     works = sh(".venv/bin/python -c 'import sparsek, safetensors, typer, rich'").returncode == 0
-    return missing if works and (kept or not missing) else sys.exit(f"env: {stage} is incomplete, see above")
+    if not works or (missing and not kept):
+        sys.exit(f"env: {stage} is incomplete; the error is above")
+    return missing
 
 
 def see(folder: str, sites: "list[str]") -> None:
