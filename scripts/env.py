@@ -62,7 +62,7 @@ def make_venv(card: str, clear: bool) -> "list[str]":
         sh(f"{SELF} -m venv --without-pip {'--clear' * clear} .venv", check=True)
         see(".venv", [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))])
         return [name for name in ("torch", "triton", "numpy") if util.find_spec(name)]
-    if sh(f"uv venv --seed {'--clear' * clear} --python \"${{UV_PYTHON:->=3.10,<3.14}}\" .venv").returncode:
+    if sh(f'uv venv --seed {"--clear" * clear} --python "${{UV_PYTHON:->=3.10,<3.14}}" .venv').returncode:
         sys.exit("env: uv could not make .venv, or there is no uv and pip could not install it")
     return []
 
