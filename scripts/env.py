@@ -18,7 +18,8 @@ from importlib import import_module, util
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-STAMP = ROOT / ".venv/sparsek-env.json"  # the tests read what is missing
+VENV = (ROOT / ".venv").resolve()
+STAMP = VENV / "sparsek-env.json"  # the tests read what is missing
 EXTRAS = {"demo": "plot,demo", "test": "dev,plot,scipy,demo,transformers"}
 UV, TORCH = "uv==0.13.9", {"cpu": "torch==2.13.0", "gpu": "torch==2.11.0"}  # 2.11 comes with Triton 3.6
 ADD, SELF = "uv pip install --python", f"'{sys.executable}'"
@@ -30,12 +31,12 @@ def main(stage: str) -> None:
     files = [ROOT / "pyproject.toml", Path(__file__), *sorted(ROOT.glob("constraints*.txt"))]
     inputs = hashlib.sha256(card.encode() + b"".join(map(Path.read_bytes, files))).hexdigest()
     made = json.loads(STAMP.read_text()) if STAMP.exists() else {}
-    there = (ROOT / ".venv/bin/python").exists() and made.get("root") == str(ROOT)  # and was not moved
+    there = (VENV / "bin/python").exists() and made.get("path") == str(VENV)  # and was not moved
     if there and made.get(stage) == inputs:
         return
     find_uv()
     if not there:
-        made = {"root": str(ROOT), "kept": make_venv(card, clear=bool(made))}
+        made = {"path": str(VENV), "kept": make_venv(card, clear=bool(made))}
         STAMP.write_text(json.dumps(made))
     for each in [each for each in EXTRAS if each in ("demo", stage) and made.get(each) != inputs]:
         made |= {"missing": install(each, card, made["kept"]), each: inputs}
@@ -56,9 +57,9 @@ def find_uv() -> None:
 def make_venv(card: str, clear: bool) -> "list[str]":
     """Makes .venv, over a torch by venv and a path file, since uv ignores packages below. Returns those to keep."""
     sh("rm -rf .venv-triton-next .venv-transformers-floor")
-    torch = import_module("torch") if util.find_spec("torch") and "UV_PYTHON" not in os.environ else None
-    good = torch and torch.__version__ >= (2, 11) and (card == "cpu" or torch.version.cuda)
-    if good and sys.version_info < (3, 14):
+    other = Path(sys.prefix) != VENV and sys.version_info < (3, 14) and "UV_PYTHON" not in os.environ
+    torch = import_module("torch") if other and util.find_spec("torch") else None
+    if torch and torch.__version__ >= (2, 11) and (card == "cpu" or torch.version.cuda):
         sh(f"{SELF} -m venv --without-pip {'--clear' * clear} .venv", check=True)
         see(".venv", [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))])
         return [name for name in ("torch", "triton", "numpy") if util.find_spec(name)]
@@ -69,22 +70,21 @@ def make_venv(card: str, clear: bool) -> "list[str]":
 
 def install(stage: str, card: str, kept: "list[str]") -> "list[str]":
     """Installs one stage. Returns what is missing, which is an error unless this Python's torch is used."""
-    (ROOT / ".venv/sparsek-excludes.txt").write_text("\n".join(["sentence-transformers", *kept]))
+    (VENV / "sparsek-excludes.txt").write_text("\n".join(["sentence-transformers", *kept]))
     pins = "-c constraints.txt -b constraints.txt --excludes .venv/sparsek-excludes.txt"
     torch, indexes = "" if kept else TORCH[card], ["", "--offline"]
     brings_cuda = f"{ADD} .venv --dry-run {torch} 2>&1 | grep -q nvidia-"
     if torch and (card == "gpu" or sh(brings_cuda).returncode == 0):
         indexes = ["--torch-backend=${UV_TORCH_BACKEND:-auto}", *indexes[: card == "gpu"]]
     tries = [f"{ADD} .venv {pins} -e '.[{EXTRAS[stage]}]' {torch} {index}" for index in indexes]
-    alone = "(.venv/bin/python -m pip install --quiet --no-deps --no-build-isolation -e .; false)"
-    failed = sh(" || ".join([*tries, *[alone] * bool(kept)])).returncode
-    missing = [f"some of {EXTRAS[stage]}"] if failed else []
+    tries += ["(.venv/bin/python -m pip install -q --no-deps --no-build-isolation -e .; false)"] * bool(kept)
+    missing = [f"some of {EXTRAS[stage]}"] if sh(" || ".join(tries)).returncode else []
     for name in ("transformers-floor", "triton-next") if stage == "test" else ():
         new = f"uv venv --quiet --allow-existing --python .venv/bin/python .venv-{name}"
         if sh(f"{new} && {ADD} .venv-{name} --no-deps -r constraints-{name}.txt").returncode:
             missing += re.findall(r"^\w\S*==\S+", (ROOT / f"constraints-{name}.txt").read_text(), re.M)[:1]
         else:
-            see(f".venv-{name}", [str(next(ROOT.glob(".venv/lib/python3*/site-packages")))])
+            see(f".venv-{name}", [str(next(VENV.glob("lib/python3*/site-packages")))])
     if (missing and not kept) or sh(".venv/bin/python -c 'import sparsek, safetensors, typer'").returncode:
         sys.exit(f"env: {stage} is incomplete; the error is above")
     return missing
