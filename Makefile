@@ -71,4 +71,4 @@ docs-serve: $(MKDOCS)
 	@NO_MKDOCS_2_WARNING=1 $(MKDOCS) serve --strict
 
 clean:
-	rm -rf sparsek/kernels/shipped.zip .venv .venv-triton-next .venv-transformers-floor build dist
+	rm -rf sparsek/kernels/shipped.zip .venv .venv-triton-next .venv-transformers-floor .venv-uv build dist
