@@ -1,7 +1,7 @@
 """Hooks of mkdocs, which mkdocs.yml names: pages of the site from files beside docs/.
 
-DESIGN.md and CONTRIBUTING.md at the root of the checkout become pages of "Internals". Links that lead to them,
-and their own links into docs/, are rewritten, so that one text works in both places.
+Pages at the root of the checkout become pages of "Internals". Links that lead to them, and their own links into docs/,
+are rewritten, so that one text works in both places.
 """
 
 import posixpath
@@ -13,7 +13,9 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parent.parent
 # Files at the root, and the page that each becomes.
-AT_ROOT = {"DESIGN.md": "internals/design.md", "CONTRIBUTING.md": "internals/contributing.md"}
+AT_ROOT = {
+    f"{name.upper()}.md": f"internals/{name}.md" for name in ("design", "contributing", "changelog", "security")
+}
 LINK = re.compile(r"(?<=\]\()([\w./-]+\.\w+)(?=[)#])")
 MARKED = re.compile(r"^```python ([\w ]+)$", re.MULTILINE)
 

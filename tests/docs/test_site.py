@@ -11,7 +11,9 @@ from tests.house.tools import tree
 
 DOCS = ROOT / "docs"
 # Pages that scripts/docs_site.py makes of files at the root.
-MADE = {"internals/design.md": "DESIGN.md", "internals/contributing.md": "CONTRIBUTING.md"}
+MADE = {
+    f"internals/{name}.md": f"{name.upper()}.md" for name in ("design", "contributing", "changelog", "security")
+}
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:)([^)#\s]*)(?:#([^)\s]+))?")
 CODE = re.compile(r"^```.*?^```$|`[^`\n]+`", re.MULTILINE | re.DOTALL)
 OBJECT = re.compile(r"^::: (\S+)(?:\n    options:\n      members: \[(.*)\])?$", re.MULTILINE)
