@@ -14,7 +14,8 @@ from mkdocs.structure.files import File
 ROOT = Path(__file__).resolve().parent.parent
 # Files at the root, and the page that each becomes.
 AT_ROOT = {
-    f"{name.upper()}.md": f"internals/{name}.md" for name in ("design", "contributing", "changelog", "security")
+    f"{name.upper()}.md": f"internals/{name}.md"
+    for name in ("design", "contributing", "changelog", "security")
 }
 LINK = re.compile(r"(?<=\]\()([\w./-]+\.\w+)(?=[)#])")
 MARKED = re.compile(r"^```python ([\w ]+)$", re.MULTILINE)

@@ -175,7 +175,7 @@ class MaskRequest:
 
     @functools.cached_property
     def keys(self) -> tuple[np.ndarray, bool]:
-        """The keys that are there: start, end and first token of each batch item, as positions here, int64 [B, 3].
+        """The present keys: start, end and first token of each batch item, as positions here, int64 [B, 3].
 
         And whether the keys between have no gap. One sync if the padding is on a GPU.
         """

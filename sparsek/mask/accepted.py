@@ -1,4 +1,4 @@
-"""Every form of a mask that attention takes, as a BlockMask. Conversions are kept with the object they are made of."""
+"""Every form of a mask that attention takes, as a BlockMask. Conversions are kept with their source."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FLEX = "torch.nn.attention.flex_attention"
 _compiling = torch.compiler.is_compiling
 
 _OF_TENSORS: ByTensor[KeptMask] = ByTensor()
-# Of each FlexAttention mask: the objects that its rule reads, their versions, and the mask made of them.
+# Of each FlexAttention mask: the objects that its rule reads, their versions, and the mask.
 _OF_FLEX: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 

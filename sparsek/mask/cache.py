@@ -38,7 +38,7 @@ class KeptMask(NamedTuple):
         return cls(mask, Ready.here(mask.device))
 
     def here(self) -> BlockMask:
-        """The mask, for the current stream. A CUDA graph may capture it; it is then kept for good."""
+        """The mask, for the current stream. A CUDA graph may capture it; it is then never freed."""
         mask, made = self
         if made is not None:
             if torch.cuda.is_current_stream_capturing():

@@ -189,7 +189,7 @@ def _held_entries(lists: Rows) -> np.ndarray:
 
 
 def _check_rules(mask: BlockMask, host: HostMask) -> None:
-    """Rules exist where they point, and admit no key that is not there."""
+    """Rules exist where they point, and admit no key past the end."""
     entries = _held_entries(host.partial)
     rules = np.full(entries.shape, BY_INTERVAL) if host.rules is None else host.rules[entries]
     if host.bits is not None and host.rules is None:
@@ -221,7 +221,7 @@ def _check_rules(mask: BlockMask, host: HostMask) -> None:
 
 
 def _check_interval(mask: BlockMask, lo: np.ndarray, hi: np.ndarray) -> None:
-    """No interval reaches keys that are not there."""
+    """No interval reaches past the last key."""
     for name, part, least, most in (("lo", lo, 0, INT32_MAX), ("hi", hi, 0, mask.kv_len)):
         far = np.argwhere((part < least) | (part > most))
         if far.size:

@@ -208,7 +208,7 @@ def as_lengths(lengths: Any) -> list[np.ndarray]:
     except (LookupError, TypeError, ValueError, RuntimeError) as error:
         given = arguments.shown(lengths)
         raise InvalidInput(
-            f"lengths is {given}; it must hold the length of each document, or such a row for each batch item"
+            f"lengths is {given}; it must hold the length of each document, or a row of lengths for each batch item"
         ) from error
     for at, row in enumerate(rows):
         if row.ndim != 1 or not row.size or row.dtype.kind not in "iu":

@@ -226,7 +226,7 @@ class Best(NamedTuple):
 def _best(ranked: Tensor, k: int, most: int, is_whole: Callable[[Tensor], Tensor]) -> Best:
     """For each row of scores [batch, heads, Mb, Nb] the k highest, and up to `most` that are inf; never -inf.
 
-    `is_whole` tells which blocks of [batch, heads, Mb, most] are full. Rows have room for `most` entries; partial
+    `is_whole` marks which blocks of [batch, heads, Mb, most] are full. Rows have room for `most` entries; partial
     blocks follow the full ones, so both lists share the entries.
     """
     columns = ranked.shape[-1]

@@ -12,7 +12,8 @@ from tests.house.tools import tree
 DOCS = ROOT / "docs"
 # Pages that scripts/docs_site.py makes of files at the root.
 MADE = {
-    f"internals/{name}.md": f"{name.upper()}.md" for name in ("design", "contributing", "changelog", "security")
+    f"internals/{name}.md": f"{name.upper()}.md"
+    for name in ("design", "contributing", "changelog", "security")
 }
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:)([^)#\s]*)(?:#([^)\s]+))?")
 CODE = re.compile(r"^```.*?^```$|`[^`\n]+`", re.MULTILINE | re.DOTALL)
