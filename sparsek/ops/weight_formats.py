@@ -167,7 +167,7 @@ def stored_fraction(weight: Weight) -> float:
 
 def kept_norm(weight: Weight, w: Tensor) -> float:
     """||stored values|| over ||W||, Frobenius, of a weight that is not in FP8. One sync."""
-    return 1.0 if isinstance(weight, Tensor) else two_four.kept_norm(weight, w)
+    return 1.0 if isinstance(weight, Tensor) else weight.kept_norm(w)
 
 
 def predict(

@@ -111,7 +111,7 @@ def function(called: Any, **arguments: Any) -> Any:
 def rule(random: Random) -> dict[str, Any]:
     """How blocks of a dense [128, 192] are chosen."""
     rules = (
-        {},
+        {"threshold": 0},
         {"keep": 0.5},
         {"keep": 0.5, "scope": "row"},
         {"threshold": 1.0},
@@ -385,7 +385,6 @@ CALLS: dict[str, Call] = {
     "masks.picture": Call(
         _picture(masks.picture, mask=mask(), head=0, batch=0, title="m"), PATH, 100, (OSError,)
     ),
-    "spy.spy": Call(_picture(spy.spy, obj=bsr()), {**PATH, "obj": "BlockPattern"}, 100, (OSError,)),
     "spy.spy_png": Call(
         _picture(spy.spy_png, obj=bsr(), title="m"), {**PATH, "obj": "BlockPattern"}, 100, (OSError,)
     ),

@@ -94,7 +94,7 @@ def test_the_dense_copy_follows_the_values_and_views():
     first = multiply(cublas_fp8.KERNEL, a, b)
     a.matrix.values.copy_((-a.matrix.values.float()).to(a.dtype))
     assert torch.equal(multiply(cublas_fp8.KERNEL, a, b), -first)
-    square = quantize(BSR.from_dense(torch.randn(64, 64), 32), scale="tensor")
+    square = quantize(BSR.from_dense(torch.randn(64, 64), 32, threshold=0), scale="tensor")
     x: QuantizedTensor = quantize(torch.randn(16, 64)).mT
     for each in (square, square.T, square):
         dense = each.to_dense() @ x.dequantize()
@@ -106,7 +106,7 @@ def test_a_dense_copy_holds_the_bytes_of_the_values():
     for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
         values = every.view(dtype).view(1, 16, 16)
         finite = values.float().isfinite()
-        pattern = BSR.from_dense(torch.ones(16, 16), 16).pattern
+        pattern = BSR.from_dense(torch.ones(16, 16), 16, threshold=0).pattern
         found = cublas_fp8.written_out(BSR.unchecked(pattern, values)).view(1, 16, 16)
         assert torch.equal(found.view(torch.uint8)[finite], values.view(torch.uint8)[finite])
 

@@ -170,7 +170,7 @@ def test_any_finite_values_are_scaled_and_rounded(data: st.DataObject):
         for _ in range(m)
     ]
     w = torch.tensor(rows, dtype=torch.float64).to(source).clamp(-most, most)
-    for a in (Semi24.from_dense(w), BSR.from_dense(w, 16)):
+    for a in (Semi24.from_dense(w), BSR.from_dense(w, 16, threshold=0)):
         for kind in kinds(a):
             q = quantize(a, dtype, kind)
             check(a, q, kind, dtype)
@@ -232,7 +232,7 @@ def test_the_ends_of_float32_make_normal_scales_and_finite_values(dtype: torch.d
 @pytest.mark.parametrize("dtype", FP8, ids=str)
 def test_values_outside_a_ragged_matrix_stay_zero(make: Callable[..., Any], dtype: torch.dtype, device: str):
     w = torch.randn(70, 74, device=device).abs() + 1
-    a = BSR.from_dense(w, 64) if make is bsr else BSR24.from_dense(w, 64)
+    a = BSR.from_dense(w, 64, threshold=0) if make is bsr else BSR24.from_dense(w, 64, threshold=0)
     for kind in KINDS:
         q = quantize(a, dtype, kind)
         Quantized(q.matrix, q.scale, q.kind)  # looks outside the matrix
