@@ -22,6 +22,7 @@ from sparsek.core.errors import InvalidFile, InvalidInput, SparseKError, Unsuppo
 from sparsek.files.weights import WeightFile, available_memory
 from sparsek.kernels import names_for
 from sparsek.matrix.bsr import BSR
+from sparsek.matrix.convert import Scope
 from sparsek.matrix.padding import tiles_of
 from sparsek.matrix.pattern import BlockPattern, block_sides
 from sparsek.ops.choose import ERROR_TOKENS, Option, compare
@@ -59,7 +60,7 @@ class Question:
     tokens: int = 4096
     device: str | None = None
     dtype: str = "bf16"
-    scope: str = "global"
+    scope: Scope = "global"
 
     def __post_init__(self) -> None:
         if not 1 <= self.tokens <= MAX_TOKENS:

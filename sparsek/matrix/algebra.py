@@ -64,15 +64,17 @@ class Arithmetic(OfDenseBlocks):
         """
         return self._joined(other, "+", torch.add)
 
-    __radd__ = __add__
+    def __radd__(self, other: Self | int) -> Self:
+        """Return other + self, where `other` is a BSR or 0; see `__add__`."""
+        return self._joined(other, "+", torch.add)
 
     def __sub__(self, other: Self | Literal[0]) -> Self:
         """Return self - other; see `__add__`."""
         return self._joined(other, "-", torch.sub)
 
-    def __rsub__(self, other: Self | Literal[0]) -> Self:
+    def __rsub__(self, other: Self | int) -> Self:
         """Return other - self; see `__add__`."""
-        return -self + other
+        return (-self)._joined(other, "+", torch.add)
 
     def _joined(self, other: Any, sign: str, join: Callable[[Tensor, Tensor], Tensor]) -> Self:
         if _is_zero(other):

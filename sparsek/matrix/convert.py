@@ -317,8 +317,8 @@ def _rule(mask: Any, threshold: Any, keep: Any, scope: Any) -> Rule:
     given = [name for name, rule in rules.items() if rule is not None]
     if not given:
         raise InvalidInput(
-            "from_dense needs one rule that chooses blocks: keep=0.25 (the quarter with the largest norms), threshold=t "
-            "(norms over t; threshold=0 keeps every block with a nonzero) or mask= (the blocks or elements to keep)"
+            "from_dense needs one rule that chooses blocks: keep=0.25 (the quarter with the largest norms), "
+            "threshold=t (norms over t; threshold=0 keeps every block with a nonzero) or mask= (blocks or elements)"
         )
     if len(given) > 1:
         raise InvalidInput(f"{' and '.join(given)} are given; give one of mask, threshold and keep")

@@ -24,6 +24,7 @@ from sparsek.matrix.semi24 import Semi24
 from sparsek.matrix.storage import Parts
 from sparsek.plan.operands import TENSORS, readable
 from sparsek.plan.spmm import Matrix
+from sparsek.reference.epilogue import Combine, EpilogueActivation
 
 
 class SpmmArgs(NamedTuple):
@@ -47,9 +48,9 @@ class SpmmArgs(NamedTuple):
     by_columns: bool
     alpha: float
     bias: Tensor | None
-    activation: str
+    activation: EpilogueActivation
     other: Tensor | None
-    combine: str
+    combine: Combine
     dtype: torch.dtype
     kernel: str | None
 
@@ -156,6 +157,8 @@ SCHEMA_TYPES: dict[Any, str] = {
     float: "float",
     float | None: "float?",
     str: "str",
+    EpilogueActivation: "str",
+    Combine: "str",
     str | None: "str?",
     torch.dtype: "ScalarType",
 }

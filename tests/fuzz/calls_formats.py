@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 import sparsek as sk
+from sparsek.matrix.quantized import Scale
 from sparsek.pictures import blocks as spy
 from sparsek.pictures import masks
 from tests.fuzz.engine import Call
@@ -64,7 +65,7 @@ def _24(kind: Any, dtype: torch.dtype) -> Any:
 
 
 @lru_cache
-def scaled(kind: str = "row", of: str = "bsr") -> sk.Quantized:
+def scaled(kind: Scale = "row", of: str = "bsr") -> sk.Quantized:
     return sk.quantize(bsr() if of == "bsr" else _24(sk.Semi24, torch.float32), scale=kind)
 
 

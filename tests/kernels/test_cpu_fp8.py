@@ -10,7 +10,7 @@ from sparsek.kernels import load, names_for
 from sparsek.kernels.spmm import cpu_fp8 as cpu
 from sparsek.kernels.spmm import vendor_cublas_fp8 as cublas_fp8
 from sparsek.matrix.bsr import BSR
-from sparsek.matrix.dense8 import QuantizedTensor
+from sparsek.matrix.dense8 import DenseScale, QuantizedTensor
 from sparsek.matrix.quantized import Quantized, quantize
 from sparsek.testing.cases import COL, FP8_CASES, ROW, Case, Scales
 from tests.kernels.planned import hold, multiply, problem
@@ -61,7 +61,9 @@ def test_the_library_runs_enough_of_the_cases():
 @pytest.mark.parametrize(
     "scales", [("row", "row"), ("tensor", "tensor"), ("row", "tensor"), ("tensor", "row")]
 )
-def test_the_library_takes_all_scales_and_a_bias(scales: tuple[str, str], layouts: tuple[str, str, str]):
+def test_the_library_takes_all_scales_and_a_bias(
+    scales: tuple[DenseScale, DenseScale], layouts: tuple[str, str, str]
+):
     case = Case(64, 96, 32, (32, 32), "x", 0.7, scales=Scales(*scales), bias=True, layouts=layouts)
     for dtype in DTYPES:
         hold(cublas_fp8.KERNEL, case, dtype, seed=int(torch.randint(2**31, ())))

@@ -11,6 +11,7 @@ from torch import Tensor
 from sparsek.core.errors import InvalidInput
 from sparsek.matrix import convert
 from sparsek.matrix.bsr import BSR
+from sparsek.matrix.convert import Scope
 from tests.house.tools import in_the_interpreter, next_triton, under_next_triton
 
 pytest.importorskip("triton")
@@ -169,7 +170,7 @@ def test_a_gpu_finds_the_largest_keys_of_any(count: int):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", offline.DTYPES.values(), ids=str)
 @pytest.mark.parametrize("scope", convert.SCOPES)
-def test_a_gpu_refuses_nan_and_inf_and_ranks_what_is_tiny_and_huge(dtype: torch.dtype, scope: str):
+def test_a_gpu_refuses_nan_and_inf_and_ranks_what_is_tiny_and_huge(dtype: torch.dtype, scope: Scope):
     limits = torch.finfo(dtype)
     w = torch.randn(160, 330, device="cuda").to(dtype)
     for bad in (torch.nan, torch.inf, -torch.inf):

@@ -6,7 +6,7 @@ import operator
 import pickle
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -499,13 +499,13 @@ def test_compiled_it_gives_the_same(view: bool):
 
 
 def test_compiled_the_same_is_refused_as_eagerly():
-    a, t = make(), torch.tensor(2.0)
-    other = make()
+    t: Any = torch.tensor(2.0)
+    a, other = make(), make()
     for run, message in (
         (lambda: t - a, "do not add up"),
         (lambda: a - t, "do not add up"),
         (lambda: a + t, "do not add up"),
-        (lambda: a * a, "is not defined"),
+        (lambda: a * cast(Any, a), "is not defined"),
         (lambda: a + other, "make both matrices of one pattern object"),
         (lambda: a.block_row_slice(0, 1), "slice outside and hand the slice"),
     ):

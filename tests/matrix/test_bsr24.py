@@ -15,6 +15,7 @@ import sparsek
 from sparsek.core.errors import InvalidInput
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.bsr24 import BSR24
+from sparsek.matrix.convert import Scope
 from sparsek.matrix.pattern import BlockPattern
 from sparsek.matrix.random import random_bsr
 from sparsek.matrix.semi24 import Semi24
@@ -75,7 +76,7 @@ def test_a_transposed_view_is_packed_along_its_own_rows():
 
 
 @given(keep=st.sampled_from([0.1, 0.3, 1.0]), scope=st.sampled_from(["global", "row"]), data=st.data())
-def test_a_dense_matrix_keeps_the_blocks_that_a_bsr_keeps(keep: float, scope: str, data: st.DataObject):
+def test_a_dense_matrix_keeps_the_blocks_that_a_bsr_keeps(keep: float, scope: Scope, data: st.DataObject):
     m, k = data.draw(st.integers(1, 300)), data.draw(st.integers(1, 300))
     w = torch.randn(m, k)
     a = BSR.from_dense(w, (64, 128), keep=keep, scope=scope)
@@ -321,8 +322,8 @@ def test_products_call_what_is_registered(monkeypatch: pytest.MonkeyPatch):
         assert a @ torch.ones(330, 2)
     semi, bsr = Semi24._matmul, BSR._matmul
     BSR24.register_matmul(lambda first, second: ("called", first, second))
-    assert a @ 7 == ("called", a, 7)
-    assert 7 @ a == ("called", 7, a)
+    assert a @ 7 == ("called", a, 7)  # type: ignore[operator]
+    assert 7 @ a == ("called", 7, a)  # type: ignore[operator]
     assert (Semi24._matmul, BSR._matmul) == (semi, bsr)  # each class has its own
 
 

@@ -103,7 +103,7 @@ def test_what_is_beyond_the_largest_number_becomes_it(dtype: torch.dtype, wide: 
     assert math.isnan(found[8])
 
 
-def right_scales(a: Any, kind: str, top: float) -> np.ndarray:
+def right_scales(a: Any, kind: Any, top: float) -> np.ndarray:
     """The scales of a matrix, one for each stored value, by hand."""
     wide = np.float64 if a.dtype == torch.float64 else np.float32
     sizes = a.values.abs().to(torch.promote_types(a.dtype, torch.float32)).cpu().numpy()
@@ -118,7 +118,7 @@ def right_scales(a: Any, kind: str, top: float) -> np.ndarray:
     return np.where(largest == 0, np.float32(1), scales)[shared]
 
 
-def check(a: Any, q: Quantized, kind: str, dtype: torch.dtype) -> None:
+def check(a: Any, q: Quantized, kind: Any, dtype: torch.dtype) -> None:
     """Scales and bytes as they must be, and the same pattern and metadata."""
     assert isinstance(q.matrix, type(a))
     for part in ("pattern", "meta"):
@@ -143,7 +143,7 @@ def check(a: Any, q: Quantized, kind: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("source", DTYPES, ids=str)
 @pytest.mark.parametrize("dtype", FP8, ids=str)
 def test_values_over_their_scale_are_rounded(
-    make: Callable[..., Any], kind: str, source: torch.dtype, dtype: torch.dtype, device: str
+    make: Callable[..., Any], kind: Any, source: torch.dtype, dtype: torch.dtype, device: str
 ):
     a = make(dtype=source).to(device)
     q = quantize(a, dtype, kind)
@@ -183,7 +183,7 @@ def test_the_default_is_e4m3_with_a_scale_for_each_row():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_zeros_have_scale_one_and_stay_zeros(kind: str, device: str):
+def test_zeros_have_scale_one_and_stay_zeros(kind: Any, device: str):
     a = bsr(64, 64, density=1.0).to(device)
     a.values[1] = 0
     a.values[0, 3] = 0
@@ -257,7 +257,7 @@ def test_a_matrix_without_values_has_scales_of_one(shape: tuple[int, int], devic
 
 @pytest.mark.parametrize(("make", "kind"), CASES)
 def test_back_in_a_wider_dtype_values_are_multiplied_and_rounded_once(
-    make: Callable[..., Any], kind: str, device: str
+    make: Callable[..., Any], kind: Any, device: str
 ):
     a = make().to(device)
     q = quantize(a, E4M3, kind)
@@ -278,7 +278,7 @@ def test_back_in_a_wider_dtype_values_are_multiplied_and_rounded_once(
 @pytest.mark.parametrize(("make", "kind"), CASES)
 @pytest.mark.parametrize("source", DTYPES, ids=str)
 def test_error_is_the_relative_frobenius_error(
-    make: Callable[..., Any], kind: str, source: torch.dtype, device: str
+    make: Callable[..., Any], kind: Any, source: torch.dtype, device: str
 ):
     a = make(dtype=source).to(device)
     before = a.values.clone()
@@ -426,7 +426,7 @@ def test_unchecked_nan_and_inf_make_nan_of_what_shares_their_scale(bad: float, d
 @pytest.mark.gpu
 @pytest.mark.parametrize(("make", "kind"), CASES)
 def test_without_the_check_nothing_waits_for_the_gpu(
-    make: Callable[..., Any], kind: str, no_sync: Callable[[], AbstractContextManager[None]]
+    make: Callable[..., Any], kind: Any, no_sync: Callable[[], AbstractContextManager[None]]
 ):
     a = make().to("cuda")
     with no_sync():

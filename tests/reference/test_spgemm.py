@@ -10,14 +10,14 @@ from sparsek.core.dtypes import FLOATS
 from sparsek.core.errors import InvalidInput
 from sparsek.matrix.bsr import BSR, padding_nonzeros
 from sparsek.matrix.pattern import BlockPattern
-from sparsek.matrix.random import PATTERNS, random_bsr
+from sparsek.matrix.random import PATTERNS, Spread, random_bsr
 from sparsek.plan.matches import match
 from sparsek.reference.spgemm import pairs, spgemm
 
 SQUARES = ((16, 16, 16), (32, 16, 48), (16, 48, 16), (64, 16, 128))
 
 
-def matrix(m: int, k: int, block, density: float = 0.5, kind: str = "uniform", **rest) -> BSR:
+def matrix(m: int, k: int, block, density: float = 0.5, kind: Spread = "uniform", **rest) -> BSR:
     options = {"dtype": torch.float64, "device": "cpu", "seed": m + 1000 * k, **rest}
     return random_bsr(m, k, block, density, pattern=kind, **options)
 
