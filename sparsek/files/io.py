@@ -8,7 +8,7 @@ A BSR `w` is three tensors: `w.indptr` int32 [Mb+1], `w.indices` int32 [nnzb], `
 
 The metadata in the header has two entries: `sparsek`, a JSON text with the version and, for every object, its kind,
 sizes and the CRC-32 of its bytes; and `sparsek.crc32`, the CRC-32 of that text. So `load` finds damage anywhere. Any
-safetensors reader can open such a file.
+safetensors reader can open the file.
 """
 
 import json

@@ -134,7 +134,7 @@ class QuantizedKind:
             _check_pairs(where, record, "block")
         elif record["block"] is not None:
             raise InvalidFile(
-                f"{where}: a semi24 has no block; its record says {reprlib.repr(record['block'])}"
+                f"{where}: a semi24 has no block; that of its record is {reprlib.repr(record['block'])}"
             )
 
     def parts(self, record: Record) -> dict[str, Part]:
@@ -189,7 +189,7 @@ def _joined(make: Callable[..., Matrix], record: Record, tensors: Tensors) -> Ma
 
 def _of_shape(matrix: Any, record: Record) -> Any:
     if list(matrix.shape) != record["shape"]:
-        raise InvalidInput(f"its record says shape {record['shape']}; its values are of shape {matrix.shape}")
+        raise InvalidInput(f"its record has shape {record['shape']}; its values are of shape {matrix.shape}")
     return matrix
 
 

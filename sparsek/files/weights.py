@@ -308,7 +308,7 @@ class MtxHeader(NamedTuple):
 
     @property
     def lines(self) -> int:
-        """The number of lines that follow: of a symmetric array its lower triangle, of a skew one without the diagonal."""
+        """The number of lines that follow: for a symmetric array, its lower triangle (a skew one: without diagonal)."""
         rows, columns = self.shape
         if self.stored is not None:
             return self.stored
@@ -536,7 +536,7 @@ def open_weights(path: StrPath) -> WeightFile:
     Raises:
         FileNotFoundError: If there is no file.
         InvalidInput: For an unknown suffix.
-        InvalidFile: For bad bytes, and for what is no regular file.
+        InvalidFile: For bad bytes, and for a path that is no regular file's.
     """
     path = files.as_path("path", path)
     reader = READERS.get(path.suffix.lower())

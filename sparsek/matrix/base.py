@@ -122,7 +122,7 @@ def _product(cls: type[Multiplied], first: Any, second: Any) -> Any:
         if before and behind:
             vector = ".unsqueeze(-1)" if first.ndim == 1 else ""
             raise InvalidInput(
-                f"torch.compile does not tell A @ B from B @ A here; write sparsek.spmm(A, B{vector})"
+                f"torch.compile cannot distinguish A @ B from B @ A here; write sparsek.spmm(A, B{vector})"
             )
         if not before:
             return second.__matmul__(first)
@@ -144,7 +144,7 @@ def _linear(input: Any, weight: Any, bias: Any = None) -> Tensor:
 
 
 class Matrix(Multiplied):
-    """The methods of a 2-D tensor, for a matrix made of several tensors."""
+    """The methods of a 2-D tensor, for a matrix that consists of several tensors."""
 
     if TYPE_CHECKING:
         # Attributes or properties of the classes below.

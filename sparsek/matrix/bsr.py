@@ -171,9 +171,7 @@ class BSR(Conversions, Arithmetic, Drawable):
                 "values that were made in inference mode can have no gradient; clone them outside of it"
             )
         if self.values.grad_fn is not None and not asked:
-            raise InvalidInput(
-                "the values were computed from others, which ask for a gradient; use .detach()"
-            )
+            raise InvalidInput("the values were computed from others that require a gradient; use .detach()")
         self.values.requires_grad_(asked)
         return self
 

@@ -131,7 +131,8 @@ class QuantizedTensor(Multiplied, Record):
         """
         if arguments.tensor("x", x, dtypes.FLOATS).shape != self.shape or x.device != self.device:
             raise InvalidInput(
-                f"this was made of a tensor {list(self.shape)} on {self.device}, got {list(x.shape)} on {x.device}"
+                f"this is the quantized form of a tensor {list(self.shape)} on {self.device}; "
+                f"got {list(x.shape)} on {x.device}"
             )
         exact = x.detach().double()
         size = torch.linalg.vector_norm(exact)

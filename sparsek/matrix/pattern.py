@@ -156,8 +156,8 @@ class BlockPattern(Home, Record, Drawable):
     @property
     def transposed(self) -> tuple[BlockPattern, Tensor]:
         """The transposed pattern and int32 perm [nnzb]: its block q is block perm[q] of this one. No sync."""
-        made_of, perm = self._memo.get("made of", (None, None))
-        pattern = None if made_of is None else made_of()
+        original, perm = self._memo.get("transpose of", (None, None))
+        pattern = None if original is None else original()
         if pattern is not None:
             return pattern, perm
         return self.derived("transposed", lambda: _transpose(self))
@@ -347,5 +347,5 @@ def _transpose(pattern: BlockPattern) -> tuple[BlockPattern, Tensor]:
     flipped = BlockPattern.unchecked((k, m), (bk, bm), indptr, indices)
     # A weak reference: without a reference cycle both are freed, with their schedules on the GPU, when the last user
     # goes.
-    flipped._memo["made of"] = weakref.ref(pattern), inverse
+    flipped._memo["transpose of"] = weakref.ref(pattern), inverse
     return flipped, perm.to(torch.int32)

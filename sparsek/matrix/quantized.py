@@ -392,13 +392,13 @@ def _check_original(matrix: Matrix, a: Any) -> None:
     if type(a) is not type(matrix) or (a.shape, a.values.shape) != (matrix.shape, matrix.values.shape):
         found = f"{type(a).__name__} {a.shape}" if isinstance(a, Matrix) else arguments.shown(a)
         raise InvalidInput(
-            f"this was made of a {type(matrix).__name__} {matrix.shape} with values {tuple(matrix.values.shape)}; "
-            f"got {found}"
+            f"this is the quantized form of a {type(matrix).__name__} {matrix.shape} with values "
+            f"{tuple(matrix.values.shape)}; got {found}"
         )
     arguments.dtype("the dtype of a", a.dtype)
     arguments.one_device("this is", matrix.values.device, "the original", a.device)
     if not _stores_the_same(matrix, a):
-        raise InvalidInput("the original stores other elements than this, so it is not what this was made of")
+        raise InvalidInput("the original stores other elements than this, so this was not quantized from it")
 
 
 def _stores_the_same(a: Matrix, b: Matrix) -> bool:

@@ -318,7 +318,7 @@ class BlockSparseLinear(nn.Module):
             self.values = nn.Parameter(values, self.values.requires_grad)
         elif pattern is not self._pattern:
             _begin_anew(self.values, pattern)
-        # torch writes to the buffers that are there; the pattern's own belong to its other layers and losses too.
+        # torch writes into the buffers, and the tensors of the pattern may belong to other layers and losses.
         parts = pattern.indptr, pattern.indices
         self.indptr, self.indices = (torch.empty_like(x, device=self.indptr.device) for x in parts)
         super()._load_from_state_dict(

@@ -49,14 +49,15 @@ def linear(
 
     Args:
         x: [..., K] of the dtype of `W`, on its device; fastest with the last dim contiguous, or as the transpose view
-            of such a matrix. Leading dims are joined: without a copy where their layout allows, as for a contiguous x.
+            of a row-major matrix. Leading dims are joined: without a copy where their layout allows, as for a
+            contiguous x.
         W: A BSR, Semi24 or BSR24 [N, K]; a `.T` view of a BSR costs nothing. Or a Quantized [N, K]: x is then a
             QuantizedTensor, or a bf16, fp16 or fp32 tensor that is rounded to E4M3 with a scale for each token. Or a
             dense tensor [N, K], which torch multiplies.
         bias: [N]. Copied first if it is not contiguous.
         activation: "relu", "gelu" (by erf), "gelu_tanh", "silu" or None. GELU: Hendrycks and Gimpel, arXiv:1606.08415.
         residual: [..., N], added after the activation. Copied first if its rows are not contiguous.
-        kernel: The name of a kernel for such a W, for example "hopper.spmm". It runs or raises Unsupported.
+        kernel: The name of a kernel for this kind of W, for example "hopper.spmm". It runs or raises Unsupported.
         dtype: The dtype of y for a W in FP8: bf16, fp16 or fp32. By default that of a tensor x, bf16 for a
             QuantizedTensor. Bias and residual have it too.
 

@@ -37,8 +37,8 @@ def sddmm(
     allocates only the values. The same plan gives the same bits.
 
     Args:
-        X: [M, K] in bf16, fp16, fp32 or fp64, row-major or the transpose view of such a matrix, which is read in place.
-            Fewer kernels read other strides.
+        X: [M, K] in bf16, fp16, fp32 or fp64, row-major or the transpose view of a row-major matrix, which is read in
+            place. Fewer kernels read other strides.
         Y: [K, N] of the dtype of X, on its device, with strides like X.
         pattern: A BlockPattern of shape (M, N) on their device.
         plan: From `plan_sddmm`. By default a plan is made once, and cached with the pattern.

@@ -61,7 +61,7 @@ def spmm(
         A: [M, K]. One of A and B is a BSR, Semi24, BSR24 or Quantized, the other dense. Transposed views of a BSR cost
             nothing: `A.T @ B` and `B @ A.T` read the values in place.
         B: [K, N]. A dense operand is [..., K, N] or [..., M, K], of the dtype of the sparse one, on its device,
-            row-major or the transpose view of such a matrix, which is read in place. Beside a Quantized it is a
+            row-major or the transpose view of a row-major matrix, which is read in place. Beside a Quantized it is a
             QuantizedTensor, or a bf16, fp16 or fp32 tensor that is rounded to E4M3 with a scale for each column of B
             (each row of A).
         out: Written instead of a new tensor: [..., M, N], with contiguous rows, sharing no memory with A or B.

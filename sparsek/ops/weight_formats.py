@@ -92,7 +92,7 @@ class WeightFormat:
         if self.block and (sides[0] > w.shape[0] or sides[1] > w.shape[1]):
             why.append(f"W [{w.shape[0]}, {w.shape[1]}] is smaller than a block")
         if self.is_fp8 and w.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-            why.append(f"FP8 is made of bf16, fp16 or fp32, not {w.dtype}")
+            why.append(f"FP8 is rounded from bf16, fp16 or fp32, not {w.dtype}")
         return why
 
     def convert(self, w: Tensor, plain: Any = None) -> Weight:

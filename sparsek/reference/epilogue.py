@@ -40,7 +40,7 @@ LARGEST = torch.finfo(torch.float32).max  # of alpha and beta: kernels take them
 class Epilogue:
     """`bias` is [M] and `other` [..., M, N], both in C's dtype on its device. `other` may be C itself.
 
-    `activation` is a key of ACTIVATIONS; `combine` is "add" or "mul" and says nothing without `other`. `beta` belongs
+    `activation` is a key of ACTIVATIONS; `combine` is "add" or "mul", and has no effect without `other`. `beta` belongs
     to "add". Raises InvalidInput for an alpha or beta that is not finite in float32, and for unknown names.
     """
 
