@@ -115,6 +115,7 @@ class BlockMask(Home, Record):
 
     @property
     def device(self) -> torch.device:
+        """The device of the mask's tensors."""
         return self.full.starts.device
 
     @property

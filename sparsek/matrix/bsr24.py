@@ -45,7 +45,7 @@ class BSR24(OfBlocks, Record):
     Examples:
         >>> A = sk.BSR24.from_dense(torch.randn(256, 256), block=64, keep=0.5)
         >>> A
-        BSR24(256x256 fp32, block 64x64, 8 of 16 blocks, 50 %, 0.0737 MB, cpu)
+        BSR24(256x256 fp32, block 64x64, 8 of 16 blocks, 50 %, 0.0696 MB, cpu)
     """
 
     pattern: BlockPattern
@@ -147,8 +147,9 @@ class BSR24(OfBlocks, Record):
             block: The sides (bm, bk) of a block, or one side of a square one: multiples of 64 up to 512.
             mask: bool [Mb, Kb] of blocks, or [M, K] of elements, true at most twice in every four neighbours of a row.
             threshold: Store the blocks whose Frobenius norm, before 2:4, is greater. 0 stores every block with a
-            nonzero. keep: The share of the blocks to store, 0 to 1, those of largest norm before 2:4. The values are
-            half of that. scope: Where `keep` chooses: in the whole matrix ("global"), or in each block row ("row").
+                nonzero.
+            keep: The share of the blocks to store, 0 to 1, those of largest norm before 2:4. The values are half.
+            scope: Where `keep` chooses: in the whole matrix ("global"), or in each block row ("row").
             exact: Refuse to drop a nonzero of a stored block to 2:4; see `from_bsr`.
 
         Raises:

@@ -33,7 +33,8 @@ class QuantizedTensor(Multiplied, Record):
     Attributes:
         values: [..., K] in torch.float8_e4m3fn or torch.float8_e5m2, contiguous and aligned to 16 bytes.
         scale: float32, contiguous, on the device of the values: [...], one for each row of K values, or [], one for
-        all. turned: Whether this is the transpose of the last two dims: shape [..., K, T] for values [..., T, K].
+            all.
+        turned: Whether this is the transpose of the last two dims: shape [..., K, T] for values [..., T, K].
 
     Raises:
         InvalidInput: For parts that do not fit.

@@ -46,8 +46,10 @@ class BlockSparseLinear(nn.Module):
         InvalidInput: For a pattern, activation, dtype or device that does not fit.
 
     Examples:
-        >>> layer = sk.nn.BlockSparseLinear.from_dense(torch.nn.Linear(512, 1024), block=64, keep=0.125,
-        activation="gelu") >>> layer(torch.randn(48, 512)).shape torch.Size([48, 1024])
+        >>> dense = torch.nn.Linear(512, 1024)
+        >>> layer = sk.nn.BlockSparseLinear.from_dense(dense, block=64, keep=0.125, activation="gelu")
+        >>> layer(torch.randn(48, 512)).shape
+        torch.Size([48, 1024])
     """
 
     values: nn.Parameter

@@ -145,7 +145,8 @@ def swiglu(x: Tensor | QuantizedTensor, W_gate: Weight, W_up: Weight, *, kernel:
         x: [..., K]; see `linear`.
         W_gate: A BSR, Semi24 or BSR24 [N, K] of the dtype of x, on its device, or a Quantized.
         W_up: The same, with a pattern of its own; quantized if and only if `W_gate` is. x is then rounded once for
-        both. kernel: The name of a kernel; both weights then have one format.
+            both.
+        kernel: The name of a kernel; both weights then have one format.
 
     Returns:
         y [..., N], contiguous. The gate is rounded, then the product.

@@ -50,6 +50,7 @@ class Plan(ABC):
 
     @property
     def config(self) -> Any:
+        """The config of the kernel: tile, stages and so on."""
         return self.choice.config
 
     @property
@@ -59,6 +60,7 @@ class Plan(ABC):
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:
+        """Every kernel that was considered, with its predicted time or its reasons not to run."""
         return self.choice.candidates
 
     @property

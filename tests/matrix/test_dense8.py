@@ -211,7 +211,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "to a dtype": (lambda: quantize(torch.ones(2, 8)).to(HALF), r"\.dequantize\(torch.float16\)"),
     "error of what": (
         lambda: quantize(torch.ones(2, 8)).error(torch.ones(8, 2)),
-        r"made of a tensor \[2, 8\]",
+        r"quantized form of a tensor \[2, 8\]",
     ),
 }
 

@@ -324,7 +324,7 @@ def test_error_refuses_what_this_was_not_made_of():
     a = bsr24()
     q = quantize(a)
     others: list[tuple[Any, str]] = [
-        (a.to_bsr(), r"made of a BSR24 \(150, 190\) .* got BSR"),
+        (a.to_bsr(), r"quantized form of a BSR24 \(150, 190\) .* got BSR"),
         (bsr24(150, 180), "got BSR24"),
         (a.to_dense(), r"got a torch.Tensor, torch.float32 \[150, 190\]"),
         (BSR24.unchecked(a.pattern, a.values, a.meta.flip(0)), "stores other elements"),
