@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, BinaryIO, TypeAlias, overload
+from typing import Any, BinaryIO, TypeAlias, TypeVar, overload
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -44,6 +44,7 @@ ALIGNMENT = 64
 LONGEST_FAULT = 300
 
 Saved: TypeAlias = BSR | Semi24 | BSR24 | Quantized | BlockMask
+Loaded = TypeVar("Loaded")
 
 
 def save(obj: Saved | Mapping[str, Saved], path: StrPath) -> None:
@@ -62,7 +63,7 @@ def save(obj: Saved | Mapping[str, Saved], path: StrPath) -> None:
     Examples:
         >>> A = sk.random_bsr(256, 128, block=32, density=0.25)
         >>> sk.save({"up": A, "down": A.T}, "weights.safetensors")
-        >>> sk.load("weights.safetensors", "up")
+        >>> sk.load("weights.safetensors", "up", kind=sk.BSR)
         BSR(256x128 fp32, block 32x32, 8 of 32 blocks, 25 %, 0.0328 MB, cpu)
     """
     target = files.as_path("path", path)
@@ -79,15 +80,17 @@ def save(obj: Saved | Mapping[str, Saved], path: StrPath) -> None:
 
 
 @overload
-def load(path: StrPath, name: str, device: torch.device | str = "cpu") -> Saved: ...
+def load(
+    path: StrPath, name: str | None = None, device: torch.device | str = "cpu", *, kind: type[Loaded]
+) -> Loaded: ...
 @overload
 def load(
-    path: StrPath, name: None = None, device: torch.device | str = "cpu"
-) -> Saved | dict[str, Saved]: ...
+    path: StrPath, name: str | None = None, device: torch.device | str = "cpu", *, kind: None = None
+) -> Any: ...
 @outside_inference
 def load(
-    path: StrPath, name: str | None = None, device: torch.device | str = "cpu"
-) -> Saved | dict[str, Saved]:
+    path: StrPath, name: str | None = None, device: torch.device | str = "cpu", *, kind: type | None = None
+) -> Any:
     """Load what `save` wrote: a matrix, a mask, or a dict of them.
 
     Everything is checked, checksums included.
@@ -96,18 +99,22 @@ def load(
         path: The file.
         name: Load only the object of that name.
         device: Where to put the tensors.
+        kind: The class that the result must have, for example `sk.BSR`, or dict; type checkers then know it.
 
     Returns:
         The object that was saved, or the dict of objects; with `name`, one object.
 
     Raises:
         InvalidFile: For a file that is damaged, hostile, not written by `save`, or no regular file.
-        InvalidInput: For a name that is not in the file; the message lists similar ones.
+        InvalidInput: For a name that is not in the file, with similar ones in the message; and for an object of another
+            class than `kind`.
         FileNotFoundError: If there is no file.
     """
     path, device = files.as_path("path", path), arguments.device("device", device)
     if name is not None:
         arguments.text("name", name)
+    if kind is not None and not isinstance(kind, type):
+        raise InvalidInput(f"kind is {shown(kind)}; it must be a class, like sparsek.BSR")
     with opened(path) as file:
         single, records, kinds = _about(path, file.metadata())
         expected = {f"{each}.{part}" for each, kind in kinds.items() for part in kind.parts(records[each])}
@@ -120,7 +127,10 @@ def load(
         }
     if single:
         name = SINGLE
-    return loaded if name is None else loaded[name]
+    found = loaded if name is None else loaded[name]
+    if kind is not None and not isinstance(found, kind):
+        raise InvalidInput(f"{path}: it holds a {type(found).__name__}, not a {kind.__name__}")
+    return found
 
 
 @contextmanager

@@ -222,7 +222,7 @@ def _loaded(random: Random) -> Any:
     path = Path("loaded.safetensors")
     if not path.exists():
         sk.save({"a": bsr(), "m": mask()}, path)
-    return sk.load, {"path": path, "name": "a", "device": "cpu"}
+    return sk.load, {"path": path, "name": "a", "device": "cpu", "kind": sk.BSR}
 
 
 def _sizes(random: Random) -> Any:
@@ -332,7 +332,11 @@ CALLS: dict[str, Call] = {
     "quantize": Call(_quantized, {"a": "tensor BSR Semi24"}),
     "random_bsr": Call(_sizes, {**BLOCK, **PLACE, "density": "int"}),
     "save": Call(_saved, {"path": "text", "obj": "dict BSR Semi24 Quantized BlockMask"}, errors=(OSError,)),
-    "load": Call(_loaded, {"path": "text", "name": "none text", "device": "none text"}, errors=(OSError,)),
+    "load": Call(
+        _loaded,
+        {"path": "text", "name": "none text", "device": "none text", "kind": "none"},
+        errors=(OSError,),
+    ),
     "BlockMask": Call(_mask_parts, {"lo": "none", "hi": "none", "rules": "none", "bits": "none"}),
     "BlockMask (lists)": Call(_mask_lists, {**BLOCK, "lo": "none", "hi": "none", "sizes": "any"}),
     "BlockMask.full": Call(builder("full"), FRAME),

@@ -27,7 +27,6 @@ x = torch.randn(8, 128)
 A = sk.BSR.from_dense(w, 64, keep=0.5)
 layer = sk.nn.BlockSparseLinear.from_dense(torch.nn.Linear(128, 256), 64, keep=0.5)
 """
-SAVED = "BSR | Semi24 | BSR24 | Quantized | BlockMask"
 REVEALED = {
     "A": "BSR",
     "A.T": "BSR",
@@ -59,8 +58,8 @@ REVEALED = {
     "layer.weight": "BSR",
     "sk.random_bsr(64, 64, 32, 0.5).pattern": "BlockPattern",
     "sk.choose_format(x, layer.weight)": "FormatChoice",
-    'sk.load("file")': f"{SAVED} | dict[str, {SAVED}]",
-    'sk.load("file", "name")': SAVED,
+    'sk.load("file", kind=sk.BSR)': "BSR",
+    'sk.load("file", "name", "cuda", kind=sk.Quantized)': "Quantized",
     "sk.BlockMask.causal(1024)": "BlockMask",
 }
 WRONG = [
@@ -72,6 +71,7 @@ WRONG = [
     'sk.random_bsr(64, 64, 32, 0.5, pattern="diagonal")',
     "sk.spmm(A, [1.0])",
     "A @ 7",
+    'sk.load("file", kind=sk.BSR).dequantize()',
 ]
 
 
