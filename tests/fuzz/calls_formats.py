@@ -439,6 +439,7 @@ REASONS = {
     "BlockMask.to_dense": "takes no arguments",
     "BSR24.to": "drawn under Semi24.to",
     "BSR24.to_dense": "drawn under Semi24.to_dense",
+    "BSR.kept_norm": "drawn under Semi24.kept_norm",
     "BSR24.kept_norm": "drawn under Semi24.kept_norm",
     "BSR24.requires_grad_": "drawn under Semi24.requires_grad_",
     "Quantized.requires_grad_": "drawn under Semi24.requires_grad_",
