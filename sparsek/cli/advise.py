@@ -4,7 +4,7 @@ import math
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated
 
 import typer
 from rich.table import Table
@@ -20,7 +20,6 @@ from sparsek.cli.output import table as new_table
 from sparsek.core.device import card_named, card_of
 from sparsek.core.errors import InvalidInput
 from sparsek.files.weights import open_weights
-from sparsek.matrix.convert import Scope
 from sparsek.pictures.blocks import spy_png
 
 Cell = tuple[str, ...]  # text in pieces: of one line, or a line each
@@ -61,7 +60,7 @@ def advise(
     ] = None,
 ) -> None:
     """Prunes weights to blocks and to 2:4, multiplies, checks, and says which format pays."""
-    question = Question(parse_block(block), keep, tokens, device, dtype, cast(Scope, scope))
+    question = Question(parse_block(block), keep, tokens, device, dtype, scope)
     answer(file, tensor or [], question, picture, break_even)
 
 

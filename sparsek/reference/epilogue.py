@@ -20,9 +20,6 @@ from torch.nn import functional
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 
-Activation: TypeAlias = Literal["relu", "gelu", "gelu_tanh", "silu"]
-EpilogueActivation: TypeAlias = Literal["", "relu", "gelu", "gelu_tanh", "silu"]
-Combine: TypeAlias = Literal["add", "mul"]
 # "" is none. GELU: Hendrycks and Gimpel 2016, by erf and by its tanh approximation. SiLU: x * sigmoid(x).
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "": lambda z: z,
@@ -31,6 +28,9 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": partial(functional.gelu, approximate="tanh"),
     "silu": functional.silu,
 }
+Activation: TypeAlias = Literal["relu", "gelu", "gelu_tanh", "silu"]
+EpilogueActivation: TypeAlias = Literal["", "relu", "gelu", "gelu_tanh", "silu"]
+Combine: TypeAlias = Literal["add", "mul"]
 ACTIVATION_NAMES = get_args(Activation)
 COMBINES = get_args(Combine)
 LARGEST = torch.finfo(torch.float32).max  # of alpha and beta: kernels take them in float32
@@ -40,8 +40,8 @@ LARGEST = torch.finfo(torch.float32).max  # of alpha and beta: kernels take them
 class Epilogue:
     """`bias` is [M] and `other` [..., M, N], both in C's dtype on its device. `other` may be C itself.
 
-    `activation` is a key of ACTIVATIONS; `combine` is "add" or "mul", and has no effect without `other`. `beta` belongs
-    to "add". Raises InvalidInput for an alpha or beta that is not finite in float32, and for unknown names.
+    `activation` is a key of ACTIVATIONS; `combine` is "add" or "mul" and has no effect without `other`. `beta`
+    belongs to "add". Raises InvalidInput for an alpha or beta that is not finite in float32, and for unknown names.
     """
 
     alpha: float = 1.0

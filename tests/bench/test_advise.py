@@ -11,7 +11,6 @@ from sparsek.advise.weights import Advice, Group, NoAdvice, Pruned, Question, Ti
 from sparsek.core.errors import InvalidFile, InvalidInput
 from sparsek.files.weights import WeightFile, open_weights
 from sparsek.matrix.bsr import BSR
-from sparsek.matrix.convert import Scope
 from sparsek.testing.budget import Gate
 
 PREDICT = Question(block=(32, 32), keep=0.25, tokens=256, device="h200")
@@ -144,7 +143,7 @@ def test_every_matrix_of_a_group_is_read_and_checked(weights: WeightFile) -> Non
 
 
 @pytest.mark.parametrize("scope", ["global", "row"])
-def test_the_curve_prunes_by_the_rule_of_the_question(scope: Scope) -> None:
+def test_the_curve_prunes_by_the_rule_of_the_question(scope: str) -> None:
     weight = torch.randn(200, 170, generator=torch.Generator().manual_seed(0)).bfloat16()
     for keep in (0.01, 0.25, 0.6, 1.0):
         question = Question((32, 32), keep, 256, "h200", scope=scope)
