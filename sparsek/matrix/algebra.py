@@ -261,7 +261,7 @@ def _check_addend(a: OfDenseBlocks, b: Any, sign: str) -> None:
     if differs:
         raise InvalidInput(
             f"{differs}; BSR matrices are added where both store the same blocks. For others build the union, such "
-            "as BSR.from_dense(A.to_dense() + B.to_dense(), block)"
+            "as BSR.from_dense(A.to_dense() + B.to_dense(), block, threshold=0)"
         )
 
 

@@ -13,7 +13,12 @@ import sparsek as sk
 
 LONGEST = 120  # characters of a summary
 # Docstrings still to be revised.
-NOT_YET = ("sk.BlockMask.element_mask", "sk.BlockMask.sliding_window", "sk.nn.SparseAttention.extra_repr")
+NOT_YET = (
+    "sk.BlockMask.element_mask",
+    "sk.BlockMask.sliding_window",
+    "sk.Plan",
+    "sk.nn.SparseAttention.extra_repr",
+)
 SECTIONS = ("Args", "Returns", "Raises", "Attributes", "Examples")
 
 
