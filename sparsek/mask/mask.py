@@ -115,7 +115,6 @@ class BlockMask(Home, Record):
 
     @property
     def device(self) -> torch.device:
-        """The device of the mask's tensors."""
         return self.full.starts.device
 
     @property

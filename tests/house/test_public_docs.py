@@ -14,6 +14,7 @@ import sparsek as sk
 LONGEST = 120  # characters of a summary
 # Docstrings still to be revised.
 NOT_YET = (
+    "sk.BlockMask.device",
     "sk.BlockMask.element_mask",
     "sk.BlockMask.sliding_window",
     "sk.Plan",
