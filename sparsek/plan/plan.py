@@ -51,6 +51,7 @@ class Plan(ABC):
 
     @property
     def config(self) -> Any:
+        """The config of the kernel: tile, stages and so on."""
         return self.choice.config
 
     @property
@@ -60,6 +61,7 @@ class Plan(ABC):
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:
+        """Every kernel that was considered, with its predicted time or its reasons not to run."""
         return self.choice.candidates
 
     @property

@@ -84,7 +84,7 @@ def test_a_name_is_loaded_once_and_an_unknown_one_is_refused() -> None:
 @pytest.mark.parametrize(
     "code",
     [
-        "import sparsek as sk; A = sk.BSR.from_dense(ones(32, 32), 16)",
+        "import sparsek as sk; A = sk.BSR.from_dense(ones(32, 32), 16, threshold=0)",
         "from sparsek.matrix.random import random_bsr; A = random_bsr(32, 32, 16, 1.0)",
         "import sparsek as sk; A = sk.Semi24.from_dense(ones(32, 32))",
     ],

@@ -10,7 +10,7 @@ from sparsek.kernels import load, names_for
 from sparsek.kernels.spmm import cpu_fp8 as cpu
 from sparsek.kernels.spmm import vendor_cublas_fp8 as cublas_fp8
 from sparsek.matrix.bsr import BSR
-from sparsek.matrix.dense8 import QuantizedTensor
+from sparsek.matrix.dense8 import DenseScale, QuantizedTensor
 from sparsek.matrix.quantized import Quantized, quantize
 from sparsek.testing.cases import COL, FP8_CASES, ROW, Case, Scales
 from tests.kernels.planned import hold, multiply, problem
@@ -61,7 +61,9 @@ def test_the_library_runs_enough_of_the_cases():
 @pytest.mark.parametrize(
     "scales", [("row", "row"), ("tensor", "tensor"), ("row", "tensor"), ("tensor", "row")]
 )
-def test_the_library_takes_all_scales_and_a_bias(scales: tuple[str, str], layouts: tuple[str, str, str]):
+def test_the_library_takes_all_scales_and_a_bias(
+    scales: tuple[DenseScale, DenseScale], layouts: tuple[str, str, str]
+):
     case = Case(64, 96, 32, (32, 32), "x", 0.7, scales=Scales(*scales), bias=True, layouts=layouts)
     for dtype in DTYPES:
         hold(cublas_fp8.KERNEL, case, dtype, seed=int(torch.randint(2**31, ())))
@@ -94,7 +96,7 @@ def test_the_dense_copy_follows_the_values_and_views():
     first = multiply(cublas_fp8.KERNEL, a, b)
     a.matrix.values.copy_((-a.matrix.values.float()).to(a.dtype))
     assert torch.equal(multiply(cublas_fp8.KERNEL, a, b), -first)
-    square = quantize(BSR.from_dense(torch.randn(64, 64), 32), scale="tensor")
+    square = quantize(BSR.from_dense(torch.randn(64, 64), 32, threshold=0), scale="tensor")
     x: QuantizedTensor = quantize(torch.randn(16, 64)).mT
     for each in (square, square.T, square):
         dense = each.to_dense() @ x.dequantize()
@@ -106,7 +108,7 @@ def test_a_dense_copy_holds_the_bytes_of_the_values():
     for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
         values = every.view(dtype).view(1, 16, 16)
         finite = values.float().isfinite()
-        pattern = BSR.from_dense(torch.ones(16, 16), 16).pattern
+        pattern = BSR.from_dense(torch.ones(16, 16), 16, threshold=0).pattern
         found = cublas_fp8.written_out(BSR.unchecked(pattern, values)).view(1, 16, 16)
         assert torch.equal(found.view(torch.uint8)[finite], values.view(torch.uint8)[finite])
 

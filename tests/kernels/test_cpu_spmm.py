@@ -66,7 +66,7 @@ def test_every_epilogue_is_within_budget_in_small_steps(case: Case, wide: bool) 
 
 
 def test_wide_products_are_rounded_once() -> None:
-    a = BSR.from_dense(torch.eye(32, dtype=torch.bfloat16), 16)
+    a = BSR.from_dense(torch.eye(32, dtype=torch.bfloat16), 16, threshold=0)
     b = torch.full((32, 8), 1 + 2.0**-7, dtype=torch.bfloat16)
     epilogue = Epilogue(alpha=1 + 2.0**-7, bias=torch.full((32,), -1.0, dtype=torch.bfloat16))
     out = multiply(KERNEL, a, b, epilogue, poisoned((32, 8), b.dtype), config=CpuConfig(wide=True))

@@ -320,7 +320,8 @@ def test_products_on_a_gpu_are_within_budget(shape: tuple[int, int, int], dtype:
         out = sk.spmm(a, dense, kernel=KERNEL.name)
         assert out.is_contiguous()
         assert check_spmm(a, dense, out).passed
-    for more in ((None, None, None), (bias, None, None), (bias, "gelu", rest)):
+    calls: list[Any] = [(None, None, None), (bias, None, None), (bias, "gelu", rest)]
+    for more in calls:
         y = sk.linear(x, a, *more, kernel=KERNEL.name)
         assert y.is_contiguous()
         assert check_linear(x, a, y, *more).passed

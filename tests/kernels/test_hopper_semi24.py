@@ -178,7 +178,8 @@ def test_mistakes_in_the_roles_are_seen(name: str) -> None:
     if "descriptor" in name:
         c = replace(c, tn=128, boxes=2)  # of more panels than one, whose distance stands beside the address
     c = replace(c, combine="mul" if "other" in name else "")
-    a, b, epilogue, out = Case(128, 400, 128, None, "small", combine=c.combine).make("cpu", torch.bfloat16)
+    joined = "mul" if c.combine else ""
+    a, b, epilogue, out = Case(128, 400, 128, None, "small", combine=joined).make("cpu", torch.bfloat16)
     found = []
     for order in (emulated.MIXED, emulated.LATE):
         said = emulated.multiply(c, a, b, out, epilogue, order=order, source=source)

@@ -4,7 +4,7 @@ Inputs are fresh in every run.
 """
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -14,11 +14,11 @@ import sparsek as sk
 from sparsek.core import dtypes
 from sparsek.kernels import load
 from sparsek.matrix.bsr import BSR
-from sparsek.matrix.dense8 import QuantizedTensor
-from sparsek.matrix.quantized import Quantized
+from sparsek.matrix.dense8 import DenseScale, QuantizedTensor
+from sparsek.matrix.quantized import Quantized, Scale
 from sparsek.matrix.random import random_bsr
 from sparsek.plan.spmm import SpmmPlan
-from sparsek.reference.epilogue import PLAIN, Epilogue
+from sparsek.reference.epilogue import PLAIN, Combine, Epilogue, EpilogueActivation
 from sparsek.testing.budget import check_spmm
 from sparsek.testing.poison import poisoned
 from tests.kernels.drawn import fresh
@@ -34,8 +34,8 @@ def operands(
     n: int,
     block: tuple[int, int],
     density: float = 0.4,
-    a_scale: str = "row",
-    b_scale: str = "row",
+    a_scale: Scale = "row",
+    b_scale: DenseScale = "row",
     types: tuple[torch.dtype, torch.dtype] = (E4M3, E4M3),
     batch: tuple[int, ...] = (),
     fast: bool = False,
@@ -110,7 +110,7 @@ def test_a_layer_is_right(kind: str) -> None:
 
 @pytest.mark.parametrize("activation", ["", "relu", "gelu", "gelu_tanh", "silu"])
 @pytest.mark.parametrize("combine", ["", "add", "mul"])
-def test_epilogues_are_right(activation: str, combine: str) -> None:
+def test_epilogues_are_right(activation: EpilogueActivation, combine: Combine | Literal[""]) -> None:
     a, b = operands(384, 512, 264, (128, 128))
     bias, other = (torch.randn(*shape, device="cuda").bfloat16() for shape in ((384,), (384, 264)))
     epilogue = Epilogue(0.7, bias, activation, other if combine else None, combine or "add", 0.5)
@@ -123,7 +123,7 @@ def test_epilogues_are_right(activation: str, combine: str) -> None:
 @pytest.mark.parametrize("block", [(128, 128), (64, 64)], ids=str)
 @pytest.mark.parametrize(("a_scale", "fast"), [("row", False), ("block", False), ("row", True)])
 def test_every_config_is_right_and_repeats_its_bits(
-    block: tuple[int, int], n: int, a_scale: str, fast: bool
+    block: tuple[int, int], n: int, a_scale: Scale, fast: bool
 ) -> None:
     a, b = operands(1024, 4096, n, block, a_scale=a_scale, fast=fast)
     out = poisoned((1024, n), torch.bfloat16, "cuda")

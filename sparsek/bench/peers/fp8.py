@@ -15,6 +15,7 @@ from sparsek.bench.peers.product import Dense, Own, fastest
 from sparsek.bench.peers.semi24 import CuSparseLt
 from sparsek.bench.suites.fp8 import Fp8Case, Fp8Operands, fp8_product
 from sparsek.bench.suites.product import WIDE, ProductOperands
+from sparsek.matrix.dense8 import DenseScale
 from sparsek.matrix.quantized import quantize
 from sparsek.testing.budget import Gate, judge
 
@@ -49,7 +50,7 @@ class CublasFp8(Peer):
         return Ready(candidates[best], best, case.dense_flops)
 
 
-def _dense(case: Fp8Case, one: Fp8Operands, scale: str, fast: bool, seed: int) -> Callable[[], Tensor]:
+def _dense(case: Fp8Case, one: Fp8Operands, scale: DenseScale, fast: bool, seed: int) -> Callable[[], Tensor]:
     """x @ W.T, or W @ x.T, of a dense random W."""
     given = {"dtype": WIDE, "device": one.a.device}
     w = quantize(random_weight(case.m, case.k, seed=seed, **given), E4M3, scale)

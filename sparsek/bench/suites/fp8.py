@@ -34,7 +34,7 @@ from sparsek.kernels import names_for
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.bsr24 import BSR24
 from sparsek.matrix.dense8 import QuantizedTensor
-from sparsek.matrix.quantized import Quantized, quantize
+from sparsek.matrix.quantized import Quantized, Scale, quantize
 from sparsek.matrix.semi24 import Semi24
 from sparsek.testing.poison import poisoned
 
@@ -100,7 +100,7 @@ class Fp8Case(SidesCase):
     block: tuple[int, int] | None = (128, 128)
     density: float = 1.0
     form: str = LINEAR
-    scale: str = "row"
+    scale: Scale = "row"
     dtype: str = "e4m3"
     fast_accum: bool = False
 

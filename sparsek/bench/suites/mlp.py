@@ -23,7 +23,7 @@ from sparsek.matrix.random import random_bsr
 from sparsek.ops.linear import linear
 from sparsek.ops.sddmm import plan_sddmm
 from sparsek.ops.spmm import plan_spmm
-from sparsek.reference.epilogue import ACTIVATIONS, Epilogue
+from sparsek.reference.epilogue import ACTIVATIONS, Activation, Epilogue
 from sparsek.testing.budget import FACTOR, FLOOR, Gate, error, judge
 from sparsek.testing.product_budget import stored
 
@@ -37,7 +37,7 @@ class MlpOperands(Operands):
     x: Tensor
     w1: BSR
     w2: BSR
-    activation: str
+    activation: Activation
 
     @property
     def useful_flops(self) -> float:
@@ -168,7 +168,7 @@ def _detached(w: BSR) -> BSR:
 
 
 @cache
-def _compiled(activation: str) -> Callable[..., Tensor]:
+def _compiled(activation: Activation) -> Callable[..., Tensor]:
     """torch.compile of the forward as one graph, the same for all sets."""
 
     def forward(x: Tensor, w1: BSR, w2: BSR) -> Tensor:
@@ -189,7 +189,7 @@ class MlpCase(Case):
     hidden: int
     block: tuple[int, int]
     density: float
-    activation: str = "gelu"
+    activation: Activation = "gelu"
     dtype: str = "bf16"
 
     def __post_init__(self) -> None:

@@ -17,7 +17,7 @@ from sparsek.matrix.bsr import BSR
 from sparsek.matrix.bsr24 import BSR24
 from sparsek.matrix.pattern import BlockPattern
 from sparsek.matrix.quantized import Quantized
-from sparsek.matrix.random import PATTERNS, random_bsr
+from sparsek.matrix.random import PATTERNS, Spread, random_bsr
 from sparsek.matrix.semi24 import Semi24
 from sparsek.ops.linear import plan_layer
 from sparsek.ops.spmm import plan_spmm
@@ -58,7 +58,7 @@ class BlocksCase(SidesCase):
 
     block: tuple[int, int]
     density: float
-    pattern: str = "uniform"
+    pattern: Spread = "uniform"
     dtype: str = "bf16"
 
     def __post_init__(self) -> None:
