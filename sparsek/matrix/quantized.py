@@ -139,7 +139,7 @@ class Quantized(AnyMatrix, Record):
         fast_accum: How products may accumulate. False: in float32, or in tensor cores for at most 512 columns at a
             time. True: in tensor cores to the end of a sum, as with use_fast_accum of torch._scaled_mm. Those of Hopper
             have about 14 bits, so the error grows with K: about 2^-13 sqrt(K / 11) for products of random sign, and far
-            more for products of one sign (docs/fp8.md). Kernels that gain nothing by it accumulate in float32.
+            more for products of one sign (docs/how-to/fp8.md). Kernels that gain nothing by it accumulate in float32.
 
     Raises:
         InvalidInput: For parts that do not fit.

@@ -33,7 +33,7 @@ def checked(
 ) -> BlockMask:
     """Check all tensors and return the mask to use. `here`: the call will run, so everything must be on one device.
 
-    `planner`: the function that predicts such a call, for messages.
+    `planner`: the function that predicts the call, for messages.
     """
     check_tensors(q, k, v, predicted=not here, planner=planner)
     if mask is None:

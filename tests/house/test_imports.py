@@ -136,7 +136,7 @@ def test_the_help_of_the_program_says_what_each_command_says_of_itself() -> None
     assert list(benchmarks.commands) == [*BENCHES, "all"]
     for name, shown in [*program.commands.items(), *benchmarks.commands.items()]:
         assert isinstance(shown, Deferred)
-        assert shown.help == shown.load().help, name
+        assert shown.help == (shown.load().help or "").split("\n\n")[0].replace("\n", " "), name
 
 
 def test_making_and_checking_a_mask_loads_no_dynamo(tmp_path: Path) -> None:

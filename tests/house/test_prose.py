@@ -11,11 +11,6 @@ from tests.house.tools import ROOT
 NOT_YET = (
     "sparsek/bench/",
     "sparsek/cli/",
-    "sparsek/files/",
-    "sparsek/matrix/",
-    "sparsek/nn/",
-    "sparsek/ops/",
-    "sparsek/pictures/",
 )
 
 
