@@ -1,12 +1,9 @@
-"""The stride zoo by the portable kernels, in Triton's interpreter. test_strides.py runs this file with
-TRITON_INTERPRET=1 set.
-"""
+"""The stride zoo by the portable kernels, in Triton's interpreter."""
 
 import pytest
 import torch
 from torch import Tensor
 
-from sparsek.core import env
 from sparsek.kernels.pack.to_24 import pack24
 from sparsek.kernels.pack.to_bsr import pack_bsr
 from sparsek.kernels.pack.to_fp8 import round_rows
@@ -16,7 +13,6 @@ from tests.ops.stride_forms import FORMS
 from tests.ops.stride_walk import Form, Sizes, walk
 from tests.ops.test_strides import check, telling
 
-assert env.interpreting(), "run through test_strides.py, which sets TRITON_INTERPRET=1"
 SMALL = Sizes(m=64, k=64, n=24, batch=2)
 PORTABLE = [form for form in FORMS if any(name and name.startswith("portable.") for name in form.kernels())]
 

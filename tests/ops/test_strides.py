@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ import torch
 import sparsek as sk
 from sparsek.core.errors import InvalidInput
 from sparsek.testing.strides import ZOO, Layout, layouts, offsets
-from tests.house.tools import in_the_interpreter
 from tests.ops.stride_forms import FORMS, SIZES
 from tests.ops.stride_walk import Form, Outcome, walk
 
@@ -68,11 +66,6 @@ def test_every_layout_by_every_kernel_of_a_gpu(form: Form, dtype: torch.dtype) -
         check(found)
     finally:
         torch.use_deterministic_algorithms(False)
-
-
-def test_every_layout_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    in_the_interpreter(Path(__file__).with_name("strides_interpreted.py"))
 
 
 @pytest.mark.parametrize("layout", ZOO, ids=lambda layout: layout.name.replace(" ", "_"))
