@@ -105,7 +105,7 @@ def passes(name: str, command: "list[str]") -> bool:
 def tests_pass(tests: "list[str]", workers: int) -> bool:
     """Whether no test fails within SECONDS. Prints pytest's output."""
     print(f"tests of {len(tests)} files, {SECONDS} s at most", flush=True)
-    spread = ["-n", str(workers), "--dist", "loadgroup", "-m", "not gpu"]
+    spread = ["-n", str(workers), "--dist", "worksteal", "-m", "not gpu"]
     command = [sys.executable, "-m", "pytest", "-q", "-rfE", "--maxfail=5", *spread, *tests]
     failed = ran = False
     # When interrupted, pytest still reports the failures so far; a shell's background jobs ignore that signal.

@@ -1,5 +1,6 @@
 """What every test may use: the `gpu` marker's skip, a `device` fixture, hypothesis without deadlines, one thread."""
 
+import gc
 import importlib.util
 import os
 import warnings
@@ -12,6 +13,7 @@ import torch
 from hypothesis import settings
 
 from sparsek.core import env
+from tests.sampling import SEED
 
 settings.register_profile("sparsek", deadline=None, max_examples=50, derandomize=True)
 settings.load_profile("sparsek")
@@ -30,6 +32,10 @@ if env.interpreting() and importlib.util.find_spec("triton") is not None:
     from tests.kernels.lang.interpreter import hasten
 
     hasten()
+
+
+def pytest_report_header() -> str:
+    return f"samples: SPARSEK_TEST_SEED={SEED}"
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
@@ -55,6 +61,17 @@ class Interpreted(pytest.Module):
         if not env.interpreting():
             raise self.CollectError("runs with TRITON_INTERPRET=1: make interpreted")
         return super().collect()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Modules and collected tests stay to the end: looking for garbage among them took a tenth of the time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

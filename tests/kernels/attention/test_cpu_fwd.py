@@ -169,7 +169,6 @@ def test_configs_read_well() -> None:
     assert str(CpuAttentionConfig(1 << 21)) == "steps of 2048 KiB"
 
 
-@pytest.mark.xdist_group("timing")
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("block", [SMALL, LARGE], ids=str)

@@ -8,20 +8,26 @@ Case = TypeVar("Case", bound=Hashable)
 
 
 def covering(
-    cases: Iterable[Case], choices: Callable[[Case], Iterable[Hashable]], together: int = 2
+    cases: Iterable[Case],
+    choices: Callable[[Case], Iterable[Hashable]],
+    together: int = 2,
+    held: Iterable[Case] = (),
 ) -> list[Case]:
-    """Cases that hold every two choices, or as many as `together`, that some case holds together.
+    """Cases that hold every two choices, or as many as `together`, that some case holds together and none of `held`.
 
     Always the next with the most new ones.
     """
     known: dict[object, int] = {}
-    held = {
-        case: sum(1 << known.setdefault(some, len(known)) for some in combinations(choices(case), together))
-        for case in cases
-    }
+
+    def bits(case: Case) -> int:
+        return sum(1 << known.setdefault(some, len(known)) for some in combinations(choices(case), together))
+
+    holding = {case: bits(case) for case in cases}
     left, found = (1 << len(known)) - 1, []
+    for case in held:
+        left &= ~bits(case)
     while left:
-        best = max(held, key=lambda case: (held[case] & left).bit_count())
+        best = max(holding, key=lambda case: (holding[case] & left).bit_count())
         found.append(best)
-        left &= ~held.pop(best)
+        left &= ~holding.pop(best)
     return found

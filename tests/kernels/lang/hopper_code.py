@@ -2,7 +2,10 @@
 
 import contextlib
 import io
+import json
 import re
+from hashlib import sha256
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +13,7 @@ import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
+from triton.runtime.cache import get_cache_manager
 
 from sparsek.core import dtypes
 from sparsek.kernels.attention import hopper_bwd as attention_bwd
@@ -23,10 +27,11 @@ from tests.kernels.lang.sass import Loop
 
 # hopper.spgemm runs the kernel of hopper.spmm.
 Config = spmm.Config | spmm_fp8.Config | sddmm.Config | attention_fwd.Config | attention_bwd.Config
-# What Triton calls what torch and SparseK call otherwise.
 # Of TTGIR.
 VALUE = re.compile(r"%[\w$.-]+(?:#\d+)?")
 CONSTANT = re.compile(r"%c-?\d+_i\d+(?:_\d+)?|%cst(?:_\d+)?")
+READERS = sha256(Path(__file__).read_bytes() + Path(sass.__file__).read_bytes()).hexdigest()
+# What Triton calls what torch and SparseK call otherwise.
 FP8 = {"e4m3": ("fp8e4nv", torch.float8_e4m3fn), "e5m2": ("fp8e5", torch.float8_e5m2)}
 
 
@@ -58,7 +63,8 @@ class Code(NamedTuple):
 def compiled(c: Config, dtype: str, reads_sass: bool = True) -> Code:
     """`c` for bf16 or fp16, or for the types it names, with the arguments that `launch` gives to the kernel.
 
-    Reading machine code takes as long as compiling.
+    Reading machine code takes as long as compiling. What was found stays in Triton's cache, by the hash of the kernel's
+    source, its constants, this Triton, and the files that read the code.
     """
     if isinstance(c, attention_fwd.Config):
         options = {"maxnreg": 128} if c.ctas_per_sm == 2 else {}
@@ -80,15 +86,22 @@ def compiled(c: Config, dtype: str, reads_sass: bool = True) -> Code:
         constexprs={"T": c, "SOURCE": source},
         attrs={(at,): [["tt.divisibility", 16]] for at in aligned},
     )
+    options = {"num_warps": 4} | options
+    key = f"{triton.__version__} {READERS} {ast.hash()} {options} {reads_sass}"
+    facts = get_cache_manager(sha256(key.encode()).hexdigest())
+    known = facts.get_file("facts.json")
+    if known is not None:
+        found = Code(*json.loads(Path(known).read_text(encoding="utf-8")))
+        return found._replace(loops=[Loop(*each) for each in found.loops])
     said = io.StringIO()
     # ptxas speaks only where Triton's cache does not answer for it.
     with knobs.compilation.scope(), knobs.nvidia.scope(), contextlib.redirect_stdout(said):
         knobs.compilation.always_compile = True
         knobs.nvidia.dump_ptxas_log = True
-        kernel: Any = triton.compile(
-            ast, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4} | options
-        )
-    return _code(kernel, said.getvalue(), reads_sass)
+        kernel: Any = triton.compile(ast, target=GPUTarget("cuda", 90, 32), options=options)
+    found = _code(kernel, said.getvalue(), reads_sass)
+    facts.put(json.dumps(found), "facts.json", binary=False)
+    return found
 
 
 def _spmm(c: spmm.Config, dtype: str) -> tuple[Any, str, dict[str, str]]:

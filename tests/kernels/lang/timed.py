@@ -1,6 +1,9 @@
 """Bars for the time of a CPU kernel beside others, which hold on a machine that does something else as well."""
 
+import fcntl
+import tempfile
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import torch
 
@@ -14,8 +17,14 @@ def hold(calls: Mapping[str, Callable[[], object]], bar: float) -> None:
     """The first call takes at most `bar` times as long as the quickest of the others.
 
     Of interleaved rounds the quickest counts, because what disturbs a round only makes it longer; where that is over
-    the bar, more rounds follow.
+    the bar, more rounds follow. One process of this machine does so at a time.
     """
+    with Path(tempfile.gettempdir(), "sparsek-timed.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        _hold(calls, bar)
+
+
+def _hold(calls: Mapping[str, Callable[[], object]], bar: float) -> None:
     name, *others = calls
     ratio, quickest = float("inf"), dict.fromkeys(calls, float("inf"))
     for rounds in ROUNDS:

@@ -126,7 +126,6 @@ def test_strips_are_taken_where_small_blocks_fill_the_matrix() -> None:
 SIZES = [(1024, 64, 32), (1024, 256, 64), (1024, 256, 128)]
 
 
-@pytest.mark.xdist_group("timing")
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(("dtype", "size"), list(product([torch.float32, torch.bfloat16], SIZES)), ids=str)
 def test_it_is_faster_than_dense(dtype: torch.dtype, size: tuple[int, int, int]) -> None:

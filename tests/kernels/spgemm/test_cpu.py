@@ -111,7 +111,6 @@ def test_configs_read_well() -> None:
     assert str(CpuSpgemmConfig(1 << 19, wide=True)) == "steps of 512 KiB, in float32"
 
 
-@pytest.mark.xdist_group("timing")
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(
     ("dtype", "block"), list(product([torch.float32, torch.bfloat16], [32, 128])), ids=str

@@ -214,7 +214,6 @@ def test_configs_read_well() -> None:
 SIZES = [(1024, 16, 32), (1024, 256, 32), (1024, 1024, 64), (2048, 16, 64), (2048, 64, 128), (2048, 256, 32)]
 
 
-@pytest.mark.xdist_group("timing")
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(("dtype", "size"), list(product([torch.float32, torch.bfloat16], SIZES)), ids=str)
 def test_it_stays_within_twice_the_faster_of_torch_sparse_and_dense(
