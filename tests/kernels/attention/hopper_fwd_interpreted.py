@@ -22,7 +22,7 @@ from sparsek.plan.kernel import AttentionCall
 from sparsek.testing.attention_budget import check_attention
 from sparsek.testing.attention_cases import ATTENTION_CASES, AttentionCase, random_bits
 from sparsek.testing.poison import poisoned
-from tests.kernels.attention.planned import problem
+from tests.kernels.planned import attention_problem as problem
 
 FIELDS = 8  # of a record of the schedule
 SLOT = 128  # rows of a part

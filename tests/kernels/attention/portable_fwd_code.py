@@ -9,7 +9,7 @@ import torch
 from sparsek.kernels.attention import portable_fwd as portable
 from sparsek.kernels.attention.merge import FIELDS, ROWS, _merge
 from tests.kernels.lang import portable_code
-from tests.kernels.lang.portable_code import CARDS
+from tests.problems import CARDS
 
 RULES = {
     "interval": ("rules", "bits"),

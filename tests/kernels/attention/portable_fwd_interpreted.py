@@ -13,7 +13,8 @@ from sparsek.plan.kernel import AttentionCall
 from sparsek.testing.attention_budget import check_attention
 from sparsek.testing.attention_cases import ATTENTION_CASES, AttentionCase, random_bits
 from sparsek.testing.poison import poisoned
-from tests.kernels.attention.planned import attend, problem
+from tests.kernels.planned import attend
+from tests.kernels.planned import attention_problem as problem
 
 HALF = torch.float16
 KERNEL = portable.KERNEL

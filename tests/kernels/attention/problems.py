@@ -5,6 +5,7 @@ from typing import Any, TypeVar
 
 from sparsek.core.device import CPU, H200
 from sparsek.plan.problem import AttentionGradProblem, AttentionProblem
+from tests.problems import T4
 
 Problem = TypeVar("Problem", AttentionProblem, AttentionGradProblem)
 BLOCKS = ((128, 128), (64, 64), (128, 64), (64, 128))
@@ -26,7 +27,7 @@ def hold_refusals(kernel: Any, p: Problem, more: dict[str, Any], tiles: str) -> 
     """`kernel` takes `p`, with `more` too, and says what is wrong with others. `tiles` is what it has too many of."""
     assert kernel.why_not(p) == []
     assert kernel.why_not(replace(p, aligned=False, unit_stride=False, **more)) == []
-    old = replace(H200, name="NVIDIA T4", capability=(7, 5))
+    old = T4
     for change, reason in (
         ({"card": old}, "8.0 or newer; NVIDIA T4 has 7.5"),
         ({"card": replace(H200, smem_bytes=49152)}, "49152 bytes of shared memory"),

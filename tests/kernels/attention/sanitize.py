@@ -9,7 +9,8 @@ from sparsek.mask.mask import BlockMask
 from sparsek.testing.attention_budget import check_attention
 from sparsek.testing.attention_cases import AttentionCase, random_bits
 from tests.kernels.attention.grad_cases import hold
-from tests.kernels.attention.planned import attend, problem
+from tests.kernels.planned import attend
+from tests.kernels.planned import attention_problem as problem
 
 LARGE = (128, 128)
 BITS = AttentionCase("bits", lambda d: random_bits(d, (300, 333), LARGE, heads=2), dims=LARGE)

@@ -20,8 +20,9 @@ from sparsek.testing.attention_budget import check_attention
 from sparsek.testing.attention_cases import ATTENTION_CASES, AttentionCase, random_bits
 from sparsek.testing.poison import poisoned
 from tests.kernels.attention.inputs import LARGE, LAYOUTS, SMALL, drawn_inputs, largest_product, normal
-from tests.kernels.attention.planned import attend, problem
 from tests.kernels.lang import timed
+from tests.kernels.planned import attend
+from tests.kernels.planned import attention_problem as problem
 
 KERNEL = load("cpu.attention")
 FLOATS = [torch.bfloat16, torch.float16, torch.float32, torch.float64]

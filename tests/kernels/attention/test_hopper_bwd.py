@@ -18,6 +18,7 @@ from tests.kernels.attention.problems import attention_problem
 from tests.kernels.lang import newest
 from tests.kernels.lang.covering import covering
 from tests.kernels.lang.hopper_code import Code, compiled
+from tests.problems import A100
 from tests.sampling import sampled
 
 KERNEL = load("hopper.attention_bwd")
@@ -117,7 +118,7 @@ def test_every_ring_fits_and_a_barrier_belongs_to_one_warpgroup_where_they_take_
         (problem(100), "multiples of 8"),
         (problem(dtype="fp32"), "bf16 and fp16"),
         (problem(aligned=False), "16 bytes"),
-        (problem(card=replace(H200, capability=(8, 0))), "Hopper"),
+        (problem(card=A100), "Hopper"),
     ],
 )
 def test_what_it_cannot_it_says(p: AttentionGradProblem, words: str) -> None:

@@ -30,6 +30,7 @@ from tests.kernels.attention.problems import attention_problem
 from tests.kernels.lang import newest
 from tests.kernels.lang.covering import covering
 from tests.kernels.lang.hopper_code import Code, compiled
+from tests.problems import A100, B200
 from tests.sampling import sampled
 
 KERNEL = load("hopper.attention_fwd")
@@ -186,11 +187,11 @@ def test_all_the_planners_configs_have_texts_of_their_own() -> None:
     ("change", "reason"),
     [
         (
-            {"card": replace(H200, name="NVIDIA A100", capability=(8, 0))},
+            {"card": A100},
             "needs a Hopper card .* NVIDIA A100",
         ),
         (
-            {"card": replace(H200, name="NVIDIA B200", capability=(10, 0))},
+            {"card": B200},
             "needs a Hopper card .* NVIDIA B200",
         ),
         ({"card": CPU}, "needs a Hopper card .* cpu"),

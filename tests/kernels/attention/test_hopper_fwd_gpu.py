@@ -13,8 +13,9 @@ from sparsek.kernels import load
 from sparsek.mask.mask import BlockMask
 from sparsek.testing.attention_budget import check_attention
 from sparsek.testing.attention_cases import ATTENTION_CASES, AttentionCase, random_bits
-from tests.kernels.attention.planned import attend, problem
 from tests.kernels.lang.drawn import fresh
+from tests.kernels.planned import attend
+from tests.kernels.planned import attention_problem as problem
 
 pytestmark = pytest.mark.gpu
 LOW = (torch.float16, torch.bfloat16)

@@ -17,9 +17,10 @@ pytest.importorskip("triton")
 from sparsek.kernels.attention import portable_bwd as portable
 from sparsek.kernels.attention.parts import Walk, longest_part, walk
 from sparsek.kernels.attention.portable_tiles import DIMS
-from tests.kernels.attention.portable_bwd_code import CARDS, Code, added, compiled, passes
+from tests.kernels.attention.portable_bwd_code import Code, added, compiled, passes
 from tests.kernels.attention.problems import BLOCKS, attention_problem, hold_predictions, hold_refusals
 from tests.kernels.lang import newest
+from tests.problems import CARDS
 
 KERNEL: Any = portable.KERNEL
 # Addresses that a step of partial blocks reloads once or twice, at head dims of 128 and 256.

@@ -11,9 +11,10 @@ from sparsek.plan.problem import AttentionProblem
 pytest.importorskip("triton")
 
 from sparsek.kernels.attention import portable_fwd as portable
-from tests.kernels.attention.portable_fwd_code import CARDS, Code, compiled, merged
+from tests.kernels.attention.portable_fwd_code import Code, compiled, merged
 from tests.kernels.attention.problems import BLOCKS, attention_problem, hold_predictions, hold_refusals
 from tests.kernels.lang import newest
+from tests.problems import CARDS
 
 KERNEL: Any = portable.KERNEL
 # One address of lse's way out, on sm_80; no loop touches it.

@@ -18,8 +18,9 @@ from sparsek.plan.kernel import AttentionCall
 from sparsek.testing.attention_budget import check_attention
 from sparsek.testing.attention_cases import ATTENTION_CASES, AttentionCase, random_bits
 from sparsek.testing.poison import poisoned
-from tests.kernels.attention.planned import attend, problem
 from tests.kernels.lang.drawn import any_mask, layouts_of_attention, randn
+from tests.kernels.planned import attend
+from tests.kernels.planned import attention_problem as problem
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.gpu

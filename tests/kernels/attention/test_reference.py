@@ -10,7 +10,8 @@ from sparsek.plan.kernel import AttentionCall
 from sparsek.plan.problem import AttentionProblem
 from sparsek.reference.attention import attention
 from sparsek.testing.attention_cases import ATTENTION_CASES, AttentionCase
-from tests.kernels.attention.planned import attend, problem
+from tests.kernels.planned import attend
+from tests.kernels.planned import attention_problem as problem
 
 KERNEL = load("reference.attention")
 

@@ -4,7 +4,6 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Collection
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,13 +11,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from sparsek.core.device import H200, Card
+from sparsek.core.device import Card
 
-CARDS: dict[str, Card] = {
-    "sm_90": H200,
-    "sm_80": replace(H200, name="NVIDIA A100", capability=(8, 0), sm_count=108, smem_bytes=166912),
-    "sm_89": replace(H200, name="NVIDIA RTX 4090", capability=(8, 9), sm_count=128, smem_bytes=101376),
-}
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 

@@ -27,7 +27,7 @@ BYTES = {"b8", "b16"}  # of metadata, those of one thread
 @pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])
 @pytest.mark.parametrize("read", offline.READ)
 @pytest.mark.parametrize("dtype", offline.DTYPES)
-@pytest.mark.parametrize("card", offline.CARDS)
+@pytest.mark.parametrize("card", ["sm_90", "sm_80"])
 def test_it_reads_and_writes_16_bytes_at_once(card: str, dtype: str, read: str, masked: bool):
     code = offline.pack_code(card, dtype, read, masked)
     assert code.stack == 0
@@ -44,7 +44,7 @@ def test_it_reads_and_writes_16_bytes_at_once(card: str, dtype: str, read: str, 
 
 @pytest.mark.parametrize("ragged", [False, True], ids=["", "ragged"])
 @pytest.mark.parametrize("dtype", offline.DTYPES)
-@pytest.mark.parametrize("card", offline.CARDS)
+@pytest.mark.parametrize("card", ["sm_90", "sm_80"])
 def test_unpacking_writes_16_bytes_at_once(card: str, dtype: str, ragged: bool):
     code = offline.unpack_code(card, dtype, ragged)
     assert code.stack == 0

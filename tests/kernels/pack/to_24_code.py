@@ -1,17 +1,14 @@
 """pack/to_24.py compiled for cards that are not there, as its launches specialise it."""
 
 import re
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from sparsek.core.device import H200
 from sparsek.kernels.pack import to_24 as portable
 from tests.kernels.lang.portable_code import Code, compiled
+from tests.problems import CARDS
 
-A100 = replace(H200, name="NVIDIA A100", capability=(8, 0), sm_count=108, smem_bytes=166912)
-CARDS = {"sm_90": H200, "sm_80": A100}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 READ = ("contiguous", "contiguous, ragged", "rows", "columns", "columns, ragged")
 INTEGERS = {2: "*i16", 4: "*i32"}

@@ -1,16 +1,13 @@
 """pack/to_bsr.py compiled for cards that are not there, as its launches specialise it."""
 
 import re
-from dataclasses import replace
 
 import torch
 
-from sparsek.core.device import H200
 from sparsek.kernels.pack import to_bsr as portable
 from tests.kernels.lang.portable_code import Code, compiled
+from tests.problems import CARDS
 
-A100 = replace(H200, name="NVIDIA A100", capability=(8, 0), sm_count=108, smem_bytes=166912)
-CARDS = {"sm_90": H200, "sm_80": A100}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 TYPES = {"keys": "*i32", "where": "*i32", "indptr": "*i32", "slot": "*i32", "indices": "*i32"}
 

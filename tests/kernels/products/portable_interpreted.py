@@ -17,7 +17,7 @@ from sparsek.testing.product_cases import (
     unmet_blocks_poisoned,
     unmet_rows_poisoned,
 )
-from tests.kernels.products.planned import join, sample, sddmm_problem, spgemm_problem
+from tests.kernels.planned import join, sample, sddmm_problem, spgemm_problem
 
 SDDMM, SPGEMM = portable_sddmm.KERNEL, portable_spgemm.KERNEL
 LARGE_SDDMM = portable_sddmm.Config(128, 128, 256, 1, 1)

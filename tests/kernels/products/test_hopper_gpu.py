@@ -17,15 +17,12 @@ from torch import Tensor
 import sparsek as sk
 from sparsek import kernels
 from sparsek.core import dtypes
-from sparsek.core.device import card_of
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.pattern import BlockPattern
 from sparsek.matrix.random import random_bsr
 from sparsek.plan.matches import match
 from sparsek.plan.operands import layout
-from sparsek.plan.problem import SddmmProblem, SpgemmProblem, SpmmProblem
-from sparsek.plan.sddmm import Sampled
-from sparsek.plan.spgemm import Pair
+from sparsek.plan.problem import SpmmProblem
 from sparsek.reference.epilogue import PLAIN, Epilogue
 from sparsek.testing.budget import check_spmm
 from sparsek.testing.cases import EPILOGUE_CASES, Case, judged_by, laid_out
@@ -40,7 +37,7 @@ from sparsek.testing.product_cases import (
     unmet_rows_poisoned,
 )
 from tests.kernels.lang.drawn import fresh
-from tests.kernels.spmm.planned import problem
+from tests.kernels.planned import problem, sddmm_problem, spgemm_problem
 from tests.problems import changed
 
 pytestmark = pytest.mark.gpu
@@ -104,15 +101,6 @@ def kept_inside(x: Tensor) -> bool:
     return int(whole.isnan().sum()) - int(x.isnan().sum()) == whole.numel() - x.numel()
 
 
-def sddmm_problem(x: Tensor, y: Tensor, pattern: BlockPattern) -> SddmmProblem:
-    return Sampled(x, y, pattern).problem(card_of(x.device))
-
-
-def spgemm_problem(a: BSR, b: BSR, wanted: BlockPattern | None, dense: bool) -> tuple[SpgemmProblem, Any]:
-    matches = match(a.pattern, b.pattern, wanted)
-    return Pair(a, b, matches, dense).problem(card_of(a.device)), matches
-
-
 def check_c(c: Any, p: SpmmProblem, a: BSR, b: Tensor, out: Tensor, epilogue: Epilogue, seed: int) -> None:
     """Launches one config and judges C. `out` is from `padded` or `room`."""
     assert SPMM.why_not(p) == []
@@ -140,7 +128,8 @@ def joined(
     a: BSR, b: BSR, wanted: BlockPattern | None, dense: bool, change: Callable[[Any], Any] | None = None
 ) -> Tensor | BSR:
     """A @ B: dense with NaN beside it that must stay, or between two blocks that must. `change` makes the config."""
-    p, matches = spgemm_problem(a, b, wanted, dense)
+    matches = match(a.pattern, b.pattern, wanted)
+    p = spgemm_problem(a, b, matches, dense)
     assert SPGEMM.why_not(p) == []
     c = SPGEMM.default(p) if change is None else change(p)
     work = SPGEMM.prepare(p, c, matches)
@@ -382,7 +371,7 @@ def test_every_case_of_spgemm(case: SpgemmCase, dtype: str) -> None:
     a, b = unmet_blocks_poisoned(a, b, wanted)
     for dense in (True, False) if wanted is None else (False,):
         if dense and case.n % 8:
-            why = SPGEMM.why_not(spgemm_problem(a, b, wanted, dense)[0])
+            why = SPGEMM.why_not(spgemm_problem(a, b, match(a.pattern, b.pattern, wanted), dense))
             assert any("rows of a dense C, that are multiples of 16 bytes" in reason for reason in why), why
             continue
         for direct in (True, False) if dense else (False,):
@@ -432,7 +421,7 @@ def test_every_config_of_spgemm(views: tuple[bool, bool], dense: bool, block: in
         return x.T if view else x
 
     a, b = made(views[0], 0), made(views[1], 1)
-    p, _ = spgemm_problem(a, b, None, dense)
+    p = spgemm_problem(a, b, match(a.pattern, b.pattern), dense)
     for c in dict.fromkeys(replace(c, direct=d) for c in SPGEMM.configs(p) for d in {False, dense}):
         found = [joined(a, b, None, dense, lambda p, c=c: c) for _ in range(3)]
         gate = check_spgemm(a, b, found[0])

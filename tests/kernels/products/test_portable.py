@@ -2,13 +2,11 @@
 compiling for real cards.
 """
 
-from dataclasses import replace
-
 import pytest
 
 from sparsek.core.device import CPU, H200
 from sparsek.plan.problem import SddmmProblem, SpgemmProblem
-from tests.problems import changed, spmm_problem
+from tests.problems import CARDS, T4, changed, spmm_problem
 
 pytest.importorskip("triton")
 
@@ -17,8 +15,6 @@ from sparsek.kernels.spgemm import portable as spgemm
 from sparsek.kernels.spmm import portable_skinny as spmm_skinny
 from tests.kernels.products.portable_code import sddmm_code, skinny_code, spgemm_code
 
-A100 = replace(H200, name="NVIDIA A100", capability=(8, 0), sm_count=108, smem_bytes=166912)
-CARDS = {"sm_90": H200, "sm_80": A100}
 WHOLE = {"v4.b32"}
 
 
@@ -140,7 +136,7 @@ PROBLEMS = {
 def test_reasons_name_what_is_wrong(name):
     kernel, p = PROBLEMS[name]
     assert kernel.why_not(p) == []
-    assert "8.0 or newer" in kernel.why_not(changed(p, card=replace(H200, capability=(7, 5))))[0]
+    assert "8.0 or newer" in kernel.why_not(changed(p, card=T4))[0]
     assert "fp64" in kernel.why_not(changed(p, dtype="fp64"))[0]
     assert "TRITON_INTERPRET=1" in kernel.why_not(changed(p, card=CPU))[0]
     assert "at most" in kernel.why_not(changed(p, m=2**31))[0]

@@ -27,8 +27,7 @@ from sparsek.testing.product_cases import (
     unmet_blocks_poisoned,
     unmet_rows_poisoned,
 )
-from tests.kernels.products.planned import join, sample, sddmm_problem
-from tests.kernels.spmm.planned import multiply, problem
+from tests.kernels.planned import join, multiply, problem, sample, sddmm_problem
 
 pytestmark = pytest.mark.gpu
 HALF = torch.bfloat16

@@ -33,8 +33,7 @@ from sparsek.testing.cases import (
     judged_by,
 )
 from sparsek.testing.product_cases import SDDMM_CASES, SPGEMM_CASES, SddmmCase, SpgemmCase
-from tests.kernels.products.planned import join, sample, sddmm_problem, spgemm_problem
-from tests.kernels.spmm.planned import multiply, problem
+from tests.kernels.planned import join, multiply, problem, sample, sddmm_problem, spgemm_problem
 from tests.problems import changed, spmm_problem
 
 SDDMM, SPGEMM, SPMM = load("reference.sddmm"), load("reference.spgemm"), load("reference.spmm")

@@ -22,7 +22,7 @@ from sparsek.testing.product_cases import (
     SpgemmCase,
     unmet_rows_poisoned,
 )
-from tests.kernels.products.planned import join, sample, sddmm_problem, spgemm_problem
+from tests.kernels.planned import join, sample, sddmm_problem, spgemm_problem
 
 SDDMM, SPGEMM = load("vendor.sddmm"), load("vendor.spgemm")
 FLOATS = [torch.bfloat16, torch.float16, torch.float32, torch.float64]

@@ -15,7 +15,7 @@ from sparsek.testing.poison import poisoned
 from sparsek.testing.product_budget import check_sddmm
 from sparsek.testing.product_cases import SDDMM_CASES, SddmmCase, unmet_rows_poisoned
 from tests.kernels.lang import timed
-from tests.kernels.products.planned import sample, sddmm_problem
+from tests.kernels.planned import sample, sddmm_problem
 
 FLOATS = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 LAYOUTS = ["row", "col", "strided", "wide"]

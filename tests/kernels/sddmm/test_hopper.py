@@ -29,6 +29,7 @@ from sparsek.kernels.sddmm.hopper import Config, Work
 from tests.kernels.lang.covering import covering
 from tests.kernels.lang.hopper_code import compiled
 from tests.kernels.products.hopper_code import SMEM_PER_SM, Memory, boxes_of, check_code, check_code_of_next
+from tests.problems import A100, B200
 
 KERNEL = load("hopper.sddmm")
 BLOCKS = (
@@ -102,10 +103,10 @@ def test_every_field_is_in_a_configs_text() -> None:
     ("change", "reason"),
     [
         (
-            {"card": replace(H200, name="NVIDIA A100", capability=(8, 0))},
+            {"card": A100},
             "needs a Hopper card .* NVIDIA A100",
         ),
-        ({"card": replace(H200, name="B200", capability=(10, 0))}, "needs a Hopper card .* B200"),
+        ({"card": B200}, "needs a Hopper card .* B200"),
         ({"card": CPU}, "needs a Hopper card .* cpu"),
         ({"dtype": "fp32"}, "multiplies bf16 and fp16, not fp32"),
         ({"dtype": "fp64"}, "multiplies bf16 and fp16, not fp64"),

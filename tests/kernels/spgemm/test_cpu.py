@@ -16,7 +16,7 @@ from sparsek.testing.poison import poisoned
 from sparsek.testing.product_budget import check_spgemm
 from sparsek.testing.product_cases import SPGEMM_CASES, SpgemmCase, unmet_blocks_poisoned
 from tests.kernels.lang import timed
-from tests.kernels.products.planned import join, spgemm_problem
+from tests.kernels.planned import join, spgemm_problem
 
 FLOATS = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 

@@ -30,6 +30,7 @@ from sparsek.kernels.spmm.hopper import Config
 from tests.kernels.lang.covering import covering
 from tests.kernels.lang.hopper_code import compiled
 from tests.kernels.products.hopper_code import SMEM_PER_SM, Memory, boxes_of, check_code, check_code_of_next
+from tests.problems import A100, B200
 
 KERNEL = load("hopper.spgemm")
 # bm, bk, bn
@@ -121,10 +122,10 @@ def test_all_the_planners_configs_have_texts_of_their_own() -> None:
     ("change", "reason"),
     [
         (
-            {"card": replace(H200, name="NVIDIA A100", capability=(8, 0))},
+            {"card": A100},
             "needs a Hopper card .* NVIDIA A100",
         ),
-        ({"card": replace(H200, name="B200", capability=(10, 0))}, "needs a Hopper card .* B200"),
+        ({"card": B200}, "needs a Hopper card .* B200"),
         ({"card": CPU}, "needs a Hopper card .* cpu"),
         ({"dtype": "fp32"}, "multiplies bf16 and fp16, not fp32"),
         ({"dtype": "fp64"}, "multiplies bf16 and fp16, not fp64"),

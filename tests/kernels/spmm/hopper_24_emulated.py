@@ -23,7 +23,7 @@ from sparsek.kernels.spmm.hopper_24 import SOURCE, Config, Scales, Work
 from sparsek.matrix.bsr24 import BSR24
 from sparsek.matrix.semi24 import Semi24
 from sparsek.reference.epilogue import PLAIN, Epilogue
-from tests.kernels.spmm.planned import problem
+from tests.kernels.planned import problem
 
 WRAPPERS = Path(__file__).with_name("emulated_24.h")
 FLAGS = ("-O1", "-std=c++17", "-shared", "-fPIC", "-w", "-fno-strict-aliasing")

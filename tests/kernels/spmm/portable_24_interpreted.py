@@ -13,7 +13,7 @@ from sparsek.matrix.bsr import BSR
 from sparsek.matrix.bsr24 import BSR24
 from sparsek.matrix.semi24 import Semi24
 from sparsek.testing.cases import BSR24_CASES, SEMI24_CASES, Case
-from tests.kernels.spmm.planned import hold, multiply, problem, semi24_cases
+from tests.kernels.planned import hold, multiply, problem, semi24_cases
 
 F16, F32 = torch.float16, torch.float32
 SMALL = Config(32, 32, 32, 1, 1, 2)

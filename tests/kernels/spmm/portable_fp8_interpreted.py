@@ -21,7 +21,7 @@ from sparsek.matrix.bsr import BSR
 from sparsek.matrix.bsr24 import BSR24
 from sparsek.matrix.quantized import quantize
 from sparsek.testing.cases import COL, E4M3, E5M2, FP8_CASES, ROW, Case, Scales
-from tests.kernels.spmm.planned import hold, multiply, problem
+from tests.kernels.planned import hold, multiply, problem
 
 F16, F32 = torch.float16, torch.float32
 

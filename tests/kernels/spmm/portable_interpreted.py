@@ -11,7 +11,7 @@ from sparsek.matrix.random import random_bsr
 from sparsek.testing.budget import check_spmm
 from sparsek.testing.cases import EPILOGUE_CASES, SPMM_CASES
 from sparsek.testing.poison import poisoned
-from tests.kernels.spmm.planned import hold, problem
+from tests.kernels.planned import hold, problem
 from tests.problems import changed
 
 HALF, KERNEL = torch.float16, portable.KERNEL

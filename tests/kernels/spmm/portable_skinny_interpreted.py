@@ -13,7 +13,7 @@ from sparsek.reference.epilogue import PLAIN
 from sparsek.testing.budget import check_spmm
 from sparsek.testing.cases import EPILOGUE_CASES, judged_by, laid_out
 from sparsek.testing.poison import poisoned
-from tests.kernels.spmm.planned import multiply, problem
+from tests.kernels.planned import multiply, problem
 from tests.problems import changed
 
 HALF = torch.float16

@@ -12,7 +12,7 @@ from sparsek import kernels
 from sparsek.matrix.random import random_bsr
 from sparsek.testing.budget import check_spmm
 from sparsek.testing.poison import poisoned
-from tests.kernels.spmm.planned import problem
+from tests.kernels.planned import problem
 
 # m, k, n, block, density, B's layout
 CASES = (

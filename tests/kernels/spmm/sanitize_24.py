@@ -10,7 +10,7 @@ import torch
 
 from sparsek import kernels
 from sparsek.testing.cases import COL, ROW, Case
-from tests.kernels.spmm.planned import hold, problem
+from tests.kernels.planned import hold, problem
 
 WHOLE = (
     Case(72, 48, 16, None, "small"),

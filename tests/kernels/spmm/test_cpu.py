@@ -29,7 +29,7 @@ from sparsek.testing.cases import (
 )
 from sparsek.testing.poison import poisoned
 from tests.kernels.lang import timed
-from tests.kernels.spmm.planned import hold, multiply, problem
+from tests.kernels.planned import hold, multiply, problem
 
 KERNEL = load("cpu.spmm")
 FLOATS = [torch.bfloat16, torch.float16, torch.float32, torch.float64]

@@ -14,7 +14,7 @@ from sparsek.matrix.bsr import BSR
 from sparsek.matrix.bsr24 import BSR24
 from sparsek.matrix.semi24 import Semi24
 from sparsek.testing.cases import BSR24_CASES, SEMI24_CASES, Case
-from tests.kernels.spmm.planned import hold, multiply, problem, semi24_cases
+from tests.kernels.planned import hold, multiply, problem, semi24_cases
 from tests.problems import spmm_problem
 
 FLOATS = [torch.bfloat16, torch.float16, torch.float32, torch.float64]

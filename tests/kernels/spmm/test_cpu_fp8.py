@@ -13,7 +13,7 @@ from sparsek.matrix.bsr import BSR
 from sparsek.matrix.dense8 import QuantizedTensor
 from sparsek.matrix.quantized import Quantized, quantize
 from sparsek.testing.cases import COL, FP8_CASES, ROW, Case, Scales
-from tests.kernels.spmm.planned import hold, multiply, problem
+from tests.kernels.planned import hold, multiply, problem
 from tests.problems import changed, fp8_problem
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32

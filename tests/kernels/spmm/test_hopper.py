@@ -29,7 +29,7 @@ from sparsek.matrix.storage import merged_steps
 from sparsek.ops.spmm import plan_spmm
 from sparsek.plan import schedule
 from sparsek.plan.problem import SpmmProblem
-from tests.problems import changed, spmm_problem
+from tests.problems import A100, B200, changed, spmm_problem
 from tests.sampling import sampled
 
 pytest.importorskip("triton")
@@ -210,11 +210,11 @@ def test_all_the_planners_configs_have_texts_of_their_own() -> None:
     ("change", "reason"),
     [
         (
-            {"card": replace(H200, name="NVIDIA A100", capability=(8, 0))},
+            {"card": A100},
             "needs a Hopper card .* NVIDIA A100",
         ),
         (
-            {"card": replace(H200, name="NVIDIA B200", capability=(10, 0))},
+            {"card": B200},
             "needs a Hopper card .* NVIDIA B200",
         ),
         ({"card": CPU}, "needs a Hopper card .* cpu"),

@@ -20,7 +20,7 @@ from sparsek.core.device import CPU, H200
 from sparsek.reference.epilogue import Epilogue
 from sparsek.testing.budget import check_spmm
 from sparsek.testing.cases import Case
-from tests.problems import changed, spmm_problem
+from tests.problems import A100, changed, spmm_problem
 
 pytest.importorskip("triton")  # its nvdisasm reads the code
 
@@ -29,9 +29,9 @@ from sparsek.kernels.lang.memo import Memo
 from sparsek.kernels.spmm import hopper_24 as semi24
 from sparsek.kernels.spmm import hopper_bsr24 as bsr24
 from sparsek.kernels.spmm.hopper_24 import SOURCE, Config, in_wgmma_order
+from tests.kernels.planned import problem
 from tests.kernels.spmm import hopper_24_code as code
 from tests.kernels.spmm import hopper_24_emulated as emulated
-from tests.kernels.spmm.planned import problem
 
 needs_nvrtc = pytest.mark.skipif(nvrtc.library() is None, reason="NVRTC is not here (nvidia-cuda-nvrtc)")
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not here")
@@ -257,7 +257,7 @@ def test_what_is_kept_is_renewed_when_torch_counted_a_write() -> None:
 
 
 REASONS: dict[str, tuple[dict[str, Any], str]] = {
-    "old": ({"card": replace(H200, capability=(8, 0))}, "Hopper card"),
+    "old": ({"card": A100}, "Hopper card"),
     "cpu": ({"card": CPU}, "Hopper card"),
     "fp32": ({"dtype": "fp32"}, "C must be bf16 or fp16, not fp32"),
     "transposed": ({"transposed": True}, "which sparse tensor cores do not support"),

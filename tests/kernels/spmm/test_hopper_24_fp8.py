@@ -12,8 +12,8 @@ from sparsek.core.device import H200
 from sparsek.testing.budget import check_spmm
 from sparsek.testing.cases import COL, E4M3, E5M2, ROW, Case, Scales
 from tests.kernels.lang.drawn import fresh
-from tests.kernels.spmm.planned import hold, multiply, problem
-from tests.problems import changed, fp8_problem
+from tests.kernels.planned import hold, multiply, problem
+from tests.problems import RTX_4090, changed, fp8_problem
 
 pytest.importorskip("triton")  # its nvdisasm reads the code
 
@@ -89,7 +89,7 @@ def test_nibbles_come_as_wgmma_reads_them() -> None:
 
 
 REASONS: dict[str, tuple[dict[str, Any], str]] = {
-    "ampere": ({"card": replace(H200, capability=(8, 9))}, "Hopper card"),
+    "ampere": ({"card": RTX_4090}, "Hopper card"),
     "fp32": ({"out_dtype": "fp32"}, "C must be bf16 or fp16, not fp32"),
     "blocks": ({"a_scale": "block"}, "belongs inside the sums"),
     "residual": ({"combine": "mul", "aligned": False}, "another matrix with C's layout"),

@@ -22,7 +22,7 @@ from sparsek.testing.cases import Case
 from sparsek.testing.poison import poisoned
 from sparsek.testing.product_budget import check_linear
 from tests.kernels.lang.drawn import fresh, randn
-from tests.kernels.spmm.planned import hold, multiply, problem
+from tests.kernels.planned import hold, multiply, problem
 
 pytest.importorskip("triton")
 

@@ -25,7 +25,7 @@ from sparsek.matrix.quantized import Quantized
 from sparsek.matrix.random import random_bsr
 from sparsek.plan.problem import SpmmProblem
 from sparsek.reference.epilogue import Epilogue
-from tests.problems import changed, fp8_problem
+from tests.problems import B200, changed, fp8_problem
 
 pytest.importorskip("triton")
 
@@ -148,7 +148,7 @@ def test_two_configs_never_share_a_text(c: Config, name: str, data: st.DataObjec
     ("change", "reason"),
     [
         (
-            {"card": replace(H200, name="NVIDIA B200", capability=(10, 0))},
+            {"card": B200},
             "needs a Hopper card .* NVIDIA B200",
         ),
         ({"card": CPU}, "needs a Hopper card .* cpu"),

@@ -15,7 +15,7 @@ from sparsek.core.device import H200
 from sparsek.reference.epilogue import PLAIN
 from sparsek.testing.budget import check_spmm
 from sparsek.testing.cases import Case
-from tests.problems import changed, spmm_problem
+from tests.problems import A100, changed, spmm_problem
 
 pytest.importorskip("triton")  # its nvdisasm reads the code
 
@@ -25,9 +25,9 @@ from sparsek.kernels.spmm import hopper_skinny_24 as skinny
 from sparsek.kernels.spmm.hopper_24 import OPTIONS
 from sparsek.kernels.spmm.hopper_skinny_24 import KERNEL, SOURCE, Config
 from tests.kernels.lang import sass
+from tests.kernels.planned import problem
 from tests.kernels.spmm import hopper_skinny_24_emulated as emulated
 from tests.kernels.spmm.hopper_24_code import SPILLS, VERBOSE
-from tests.kernels.spmm.planned import problem
 
 needs_nvrtc = pytest.mark.skipif(nvrtc.library() is None, reason="NVRTC is not here (nvidia-cuda-nvrtc)")
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not here")
@@ -155,7 +155,7 @@ def test_mistakes_in_the_roles_are_seen(name: str) -> None:
 
 
 REASONS: dict[str, tuple[dict[str, Any], str]] = {
-    "old": ({"card": replace(H200, capability=(8, 0))}, "Hopper card"),
+    "old": ({"card": A100}, "Hopper card"),
     "fp32": ({"dtype": "fp32"}, "C must be bf16 or fp16, not fp32"),
     "transposed": ({"transposed": True}, "which sparse tensor cores do not support"),
     "columns": ({"n": 33}, "up to 32 columns of B, not 33"),

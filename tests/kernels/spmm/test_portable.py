@@ -1,7 +1,6 @@
 """portable.spmm without a GPU: arithmetic in Triton's interpreter, code by compiling for real cards."""
 
 import math
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -9,14 +8,13 @@ import torch
 
 from sparsek.core.device import CPU, H200
 from sparsek.reference.epilogue import Epilogue
-from tests.problems import changed, spmm_problem
+from tests.problems import CARDS, T4, changed, spmm_problem
 
 pytest.importorskip("triton")
 
 from sparsek.kernels.lang.tensors import tile_side
 from sparsek.kernels.spmm import portable
 from tests.kernels.lang import portable_code
-from tests.kernels.lang.portable_code import CARDS
 
 TRITON_NAMES = {"bf16": "*bf16", "fp16": "*fp16", "fp32": "*fp32"}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -123,7 +121,7 @@ def test_views_and_ragged_sides_keep_wide_copies_and_full_pipelines(block, chang
 def test_reasons_name_what_is_wrong():
     kernel = portable.KERNEL
     assert kernel.why_not(problem(H200, (128, 128))) == []
-    assert "8.0 or newer" in kernel.why_not(problem(replace(H200, capability=(7, 5)), (64, 64)))[0]
+    assert "8.0 or newer" in kernel.why_not(problem(T4, (64, 64)))[0]
     assert "fp64" in kernel.why_not(problem(H200, (64, 64), dtype="fp64"))[0]
     assert "TRITON_INTERPRET=1" in kernel.why_not(problem(CPU, (64, 64)))[0]
 

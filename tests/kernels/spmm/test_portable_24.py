@@ -1,20 +1,18 @@
 """portable.semi24 and portable.bsr24 without a GPU: in Triton's interpreter, and compiled for real cards."""
 
 import re
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from sparsek.core.device import CPU, H200
-from tests.problems import changed, spmm_problem
+from tests.problems import CARDS, T4, changed, spmm_problem
 
 pytest.importorskip("triton")
 
 from sparsek.kernels.spmm import portable_24 as semi24
 from sparsek.kernels.spmm import portable_bsr24 as bsr24
 from sparsek.kernels.spmm.unpack_24 import COLUMN_LIMIT, Config, column_unit, tiles
-from tests.kernels.lang.portable_code import CARDS
 from tests.kernels.spmm.portable_24_code import bsr24_code, semi24_code
 
 BIG: dict[str, Any] = {"m": 8192, "k": 8192, "n": 8192, "dtype": "bf16", "card": H200}
@@ -90,7 +88,7 @@ def test_reasons_name_what_is_wrong():
         (bsr24.KERNEL, spmm_problem(two_four=True, **BIG, **BLOCKS)),
     ):
         assert kernel.why_not(p) == []
-        old = replace(H200, capability=(7, 5))
+        old = T4
         assert "8.0 or newer" in kernel.why_not(changed(p, card=old))[0]
         assert "fp64" in kernel.why_not(changed(p, dtype="fp64"))[0]
         assert "TRITON_INTERPRET=1" in kernel.why_not(changed(p, card=CPU))[0]

@@ -1,13 +1,12 @@
 """The portable FP8 kernels without a GPU: in Triton's interpreter, and compiled for real cards."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from sparsek.core.device import CPU, H200
-from tests.problems import changed, fp8_problem
+from tests.problems import A100, RTX_4090, changed, fp8_problem
 
 pytest.importorskip("triton")
 
@@ -18,7 +17,6 @@ from sparsek.kernels.spmm import portable_fp8 as spmm_fp8
 from sparsek.kernels.spmm.tiles_fp8 import Config
 from tests.kernels.spmm.portable_fp8_code import bsr24_fp8_code, round_code, semi24_fp8_code, spmm_fp8_code
 
-L40 = replace(H200, name="NVIDIA L40S", capability=(8, 9), sm_count=142, smem_bytes=101376)
 BIG: dict[str, Any] = {"m": 8192, "k": 8192, "n": 8192, "dtype": "e4m3", "card": H200}
 BLOCKS: dict[str, Any] = {"block": (128, 128), "nnzb": 512, "row_max": 8}
 SPMM, SEMI24, BSR24 = (
@@ -57,7 +55,7 @@ def test_every_config_compiles_without_spills(p: Any):
     assert len(configs) >= 3
     for c in configs:
         check(p, c)
-    other = changed(p, card=L40)
+    other = changed(p, card=RTX_4090)
     check(other, of(p).default(other))
 
 
@@ -129,7 +127,7 @@ def test_the_rounding_of_b_knows_strides_of_more_than_31_bits():
 def test_reasons_name_what_is_wrong():
     for p in ALL:
         assert of(p).why_not(p) == []
-        old = replace(H200, name="NVIDIA A100", capability=(8, 0))
+        old = A100
         assert "capability 8.9; NVIDIA A100 has 8.0" in of(p).why_not(changed(p, card=old))[0]
         assert "TRITON_INTERPRET=1" in of(p).why_not(changed(p, card=CPU))[0]
         assert "at most" in of(p).why_not(changed(p, k=2**31 - 8))[0]

@@ -13,7 +13,7 @@ from sparsek.matrix.quantized import quantize
 from sparsek.testing.budget import check_spmm
 from sparsek.testing.cases import COL, FP8_CASES, ROW, Case
 from tests.kernels.lang.drawn import fresh
-from tests.kernels.spmm.planned import hold, multiply, problem
+from tests.kernels.planned import hold, multiply, problem
 
 pytestmark = pytest.mark.gpu
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]

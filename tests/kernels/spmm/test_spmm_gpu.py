@@ -29,7 +29,7 @@ from sparsek.testing.budget import budget, check_spmm, error
 from sparsek.testing.cases import SPMM_CASES, Case
 from sparsek.testing.poison import poisoned
 from tests.kernels.lang.drawn import fresh, randn
-from tests.kernels.spmm.planned import problem
+from tests.kernels.planned import problem
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).resolve().parents[2]

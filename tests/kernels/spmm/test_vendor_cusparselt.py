@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,8 +22,8 @@ from sparsek.reference.epilogue import PLAIN, Epilogue
 from sparsek.testing.budget import check_spmm
 from sparsek.testing.poison import poisoned
 from sparsek.testing.product_budget import check_linear
-from tests.kernels.spmm.planned import problem
-from tests.problems import changed, spmm_problem
+from tests.kernels.planned import problem
+from tests.problems import T4, changed, spmm_problem
 
 GOOD: dict[str, Any] = {"m": 64, "k": 128, "n": 32, "dtype": "bf16", "card": H200}
 BF16 = torch.bfloat16
@@ -100,7 +99,7 @@ def test_it_says_what_this_machine_lacks(monkeypatch: pytest.MonkeyPatch):
 
 REASONS: dict[str, tuple[dict[str, Any], str]] = {
     "cpu": ({"card": CPU}, "runs on CUDA tensors only"),
-    "old": ({"card": replace(H200, capability=(7, 5))}, "no sparse tensor cores; they came with .* 8.0"),
+    "old": ({"card": T4}, "no sparse tensor cores; they came with .* 8.0"),
     "fp32": ({"dtype": "fp32"}, "dtype must be bf16 or fp16, not fp32; it would round float32 to TF32"),
     "fp64": ({"dtype": "fp64"}, "dtype must be bf16 or fp16, not fp64$"),
     "transposed": ({"transposed": True}, "A stands transposed, and its pairs then lie along the rows of C"),

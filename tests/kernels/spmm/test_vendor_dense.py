@@ -17,7 +17,7 @@ from sparsek.reference.spmm import spmm as reference
 from sparsek.testing.budget import check_spmm
 from sparsek.testing.cases import EPILOGUE_CASES, SPMM_CASES, Case
 from sparsek.testing.poison import poisoned
-from tests.kernels.spmm.planned import hold, multiply, problem
+from tests.kernels.planned import hold, multiply, problem
 from tests.problems import changed
 
 KERNEL = load("vendor.dense")
