@@ -2,12 +2,14 @@
 PY := .venv/bin/python
 BOOT := $(shell command -v python3 || command -v python3.11 || command -v python3.12 || command -v python3.13 || command -v python3.10)
 WORKERS ?= 2
+PYTEST = $(PY) -m pytest -m "not gpu" -n $(WORKERS) --dist worksteal
 
-.PHONY: help env env-demo demo test gpu gpu-status check lint readme cubins wheel clean
+.PHONY: help env env-demo demo test interpreted gpu gpu-status check lint readme cubins wheel clean
 
 help:
 	@echo "make demo    .venv without the checks' tools, then: sparsek doctor, sparsek demo (attention, advise on real weights, a picture)"
 	@echo "make test    environment with them, then every check that needs no GPU"
+	@echo "make interpreted  the tests of them that run in Triton's interpreter; K=softmax as pytest's -k"
 	@echo "make gpu     environment, then the tests that need an NVIDIA GPU, in parts; PART=2/3 runs one. Writes benchmarks/evidence/"
 	@echo "make gpu-status  each part of them: fresh, stale, red or missing; fails unless all are fresh"
 	@echo "make check   before a commit, two minutes: ruff, layers, and the types and tests of what has changed"
@@ -30,8 +32,12 @@ demo: env-demo
 	@.venv/bin/sparsek doctor
 	@.venv/bin/sparsek demo
 
+# Two sessions: a process has Triton's interpreter from its start or never. The second runs though the first has failed.
 test: env
-	@$(PY) -m pytest -m "not gpu" -n $(WORKERS) --dist loadgroup
+	@TRITON_INTERPRET=1 $(PYTEST); first=$$?; $(PYTEST) && exit $$first
+
+interpreted: env
+	@TRITON_INTERPRET=1 $(PYTEST) $(if $(K),-k "$(K)")
 
 gpu: env cubins
 	@$(PY) scripts/gpu.py run $(PART)
