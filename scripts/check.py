@@ -26,7 +26,7 @@ from tests.evidence.hashes import needed  # noqa: E402
 from tests.evidence.parts import test_files  # noqa: E402
 
 SECONDS = 110
-CODE = ("sparsek", "tests", "scripts")
+CODE = ("sparsek", "tests", "scripts", "benchmarks")
 LAYERS = "from importlinter.cli import lint_imports_command as c; c(['--no-cache'])"
 INTERPRETED = "_interpreted.py"
 # The text rules, without those that the other steps check.
@@ -43,7 +43,7 @@ def main() -> int:
     start = time.monotonic()
     changed = changes()
     python = (sys.executable, "-m")
-    typed = [path for path in changed if path.endswith(".py") and path.startswith(("sparsek/", "tests/"))]
+    typed = [path for path in changed if path.endswith(".py") and path.startswith(("sparsek/", "tests/", "benchmarks/"))]
     steps = [
         (f"types of {len(typed)} files", [*python, "pyright", "--pythonpath", sys.executable, *typed]),
         ("ruff", [*python, "ruff", "check", "--quiet", *CODE]),
