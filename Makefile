@@ -2,12 +2,14 @@
 PY := .venv/bin/python
 BOOT := $(shell command -v python3 || command -v python3.11 || command -v python3.12 || command -v python3.13 || command -v python3.10)
 WORKERS ?= 2
+PYTEST = $(PY) -m pytest -m "not gpu" -n $(WORKERS) --dist worksteal
 
-.PHONY: help env env-demo demo test gpu gpu-status check lint readme cubins wheel clean
+.PHONY: help env env-demo demo test interpreted gpu gpu-status check lint readme cubins wheel clean
 
 help:
 	@echo "make demo    .venv without the checks' tools, then: sparsek doctor, sparsek demo (attention, advise on real weights, a picture)"
 	@echo "make test    environment with them, then every check that needs no GPU"
+	@echo "make interpreted  the tests of them that run in Triton's interpreter; K=softmax as pytest's -k"
 	@echo "make gpu     environment, then the tests that need an NVIDIA GPU, in parts; PART=2/3 runs one. Writes benchmarks/evidence/"
 	@echo "make gpu-status  each part of them: fresh, stale, red or missing; fails unless all are fresh"
 	@echo "make check   before a commit, two minutes: ruff, layers, and the types and tests of what has changed"
@@ -15,6 +17,7 @@ help:
 	@echo "make readme  the tables and pictures of README.md and docs/, from benchmarks/results/, and docs/gpu-test-log.md, from benchmarks/evidence/"
 	@echo "make cubins  common kernels compiled for sm_90a, two minutes on two cores, so that first calls on Hopper compile nothing"
 	@echo "make wheel   dist/sparsek-*.whl, with them"
+	@echo "make docs    the site of docs/ in build/site, with every warning an error; make docs-serve shows it at 127.0.0.1:8000"
 	@echo "make env     .venv, .venv-triton-next and .venv-transformers-floor only; make env-demo: what the demo needs of them"
 
 env-demo:
@@ -29,8 +32,12 @@ demo: env-demo
 	@.venv/bin/sparsek doctor
 	@.venv/bin/sparsek demo
 
+# Two sessions: a process has Triton's interpreter from its start or never. The second runs though the first has failed.
 test: env
-	@$(PY) -m pytest -m "not gpu" -n $(WORKERS) --dist loadgroup
+	@TRITON_INTERPRET=1 $(PYTEST); first=$$?; $(PYTEST) && exit $$first
+
+interpreted: env
+	@TRITON_INTERPRET=1 $(PYTEST) $(if $(K),-k "$(K)")
 
 gpu: env cubins
 	@$(PY) scripts/gpu.py run $(PART)
@@ -54,5 +61,20 @@ cubins: env
 wheel: cubins
 	@$(PY) -m pip wheel --no-deps --quiet -w dist .
 
+# An environment of its own, because mkdocs needs no torch.
+MKDOCS := build/docs-env/bin/mkdocs
+.PHONY: docs docs-serve
+$(MKDOCS): constraints-docs.txt
+	@test -n "$(BOOT)" || { echo "no python3 on the PATH; install Python 3.10 to 3.13"; exit 1; }
+	@$(BOOT) -m venv build/docs-env
+	@build/docs-env/bin/python -m pip install -q -r constraints-docs.txt
+	@touch $@
+
+docs: $(MKDOCS)
+	@NO_MKDOCS_2_WARNING=1 $(MKDOCS) build --strict --quiet
+
+docs-serve: $(MKDOCS)
+	@NO_MKDOCS_2_WARNING=1 $(MKDOCS) serve --strict
+
 clean:
-	rm -rf sparsek/kernels/shipped.zip .venv .venv-triton-next .venv-transformers-floor build dist
+	rm -rf sparsek/kernels/shipped.zip .venv .venv-triton-next .venv-transformers-floor .venv-uv build dist

@@ -4,16 +4,18 @@ tests on the changes since the last commit, or, in a clean tree, on those of tha
   check.py [--workers N]
 
 Tests run if they have changed, import or name a changed file, or carry its name, as tests/ops/test_spmm_compiled.py
-carries that of sparsek/ops/spmm.py. They are stopped after SECONDS. `make test` runs the others.
+carries that of sparsek/ops/spmm.py. They are stopped once the check has taken SECONDS. `make test` runs the others.
 """
 
 import argparse
+import os
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -23,9 +25,10 @@ from sparsek.plan.sources import imports  # noqa: E402
 from tests.evidence.hashes import needed  # noqa: E402
 from tests.evidence.parts import test_files  # noqa: E402
 
-SECONDS = 90
-CODE = ("sparsek", "tests", "scripts")
+SECONDS = 110
+CODE = ("sparsek", "tests", "scripts", "benchmarks")
 LAYERS = "from importlinter.cli import lint_imports_command as c; c(['--no-cache'])"
+INTERPRETED = "_interpreted.py"
 # The text rules, without those that the other steps check.
 TEXT_TESTS = ("tests/house/test_lint.py", "tests/house/test_prose.py")
 RULES = [*TEXT_TESTS, "-k", "not ruff and not formatted and not types"]
@@ -37,23 +40,27 @@ def main() -> int:
     )
     parser.add_argument("--workers", type=int, default=2, help="processes for the tests")
     workers = parser.parse_args().workers
+    start = time.monotonic()
     changed = changes()
     python = (sys.executable, "-m")
-    typed = [path for path in changed if path.endswith(".py") and path.startswith(("sparsek/", "tests/"))]
+    typed = [path for path in changed if path.endswith(".py") and path.startswith(("sparsek/", "tests/", "benchmarks/"))]
     steps = [
+        (f"types of {len(typed)} files", [*python, "pyright", "--pythonpath", sys.executable, *typed]),
         ("ruff", [*python, "ruff", "check", "--quiet", *CODE]),
         ("format", [*python, "ruff", "format", "--check", "--quiet", *CODE]),
         ("layers", [sys.executable, "-c", LAYERS]),
         ("rules about text", [*python, "pytest", "-q", "-p", "no:cacheprovider", *RULES]),
     ]
-    if typed:
-        steps.append(
-            (f"types of {len(typed)} files", [*python, "pyright", "--pythonpath", sys.executable, *typed])
-        )
-    failed = [name for name, command in steps if not passes(name, command)]
+    steps = steps if typed else steps[1:]
+    with ThreadPoolExecutor(workers) as pool:
+        passed = pool.map(lambda step: passes(*step), steps)
+        failed = [name for (name, _), fine in zip(steps, passed, strict=True) if not fine]
     tests = affected(changed, ROOT)
-    if tests and not tests_pass(tests, workers):
-        failed.append("tests")
+    interpreted = [path for path in tests if path.endswith(INTERPRETED)]
+    for some, interpret in ((sorted(set(tests) - set(interpreted)), "0"), (interpreted, "1")):
+        left = start + SECONDS - time.monotonic()
+        if some and not tests_pass(some, workers, max(left, 1.0), interpret):
+            failed.append("tests")
     print(f"check: {', '.join(failed)} failed" if failed else "check: all passed", flush=True)
     return 1 if failed else 0
 
@@ -82,7 +89,8 @@ def affected(changed: Iterable[str], root: Path) -> "list[str]":
     modules = {path.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for path in files}
     stems = {Path(path).stem for path in files if path.startswith("sparsek/")}
     found = []
-    for test in test_files(root):
+    others = (root / "tests").rglob(f"*{INTERPRETED}")
+    for test in (*test_files(root), *sorted(path.relative_to(root).as_posix() for path in others)):
         source = (root / test).read_text(encoding="utf-8")
         named = any(f"_{stem}_" in f"{test[:-3].rpartition('/')[2]}_" for stem in stems)
         here = {path.relative_to(root).as_posix() for path in needed(root / test, root)}
@@ -102,16 +110,17 @@ def passes(name: str, command: "list[str]") -> bool:
     return passed
 
 
-def tests_pass(tests: "list[str]", workers: int) -> bool:
-    """Whether no test fails within SECONDS. Prints pytest's output."""
-    print(f"tests of {len(tests)} files, {SECONDS} s at most", flush=True)
-    spread = ["-n", str(workers), "--dist", "loadgroup", "-m", "not gpu"]
+def tests_pass(tests: "list[str]", workers: int, seconds: float, interpret: str) -> bool:
+    """Whether no test fails within `seconds`. Prints pytest's output. `interpret`: TRITON_INTERPRET."""
+    print(f"tests of {len(tests)} files, {seconds:.0f} s at most", flush=True)
+    spread = ["-n", str(workers), "--dist", "worksteal", "-m", "not gpu"]
     command = [sys.executable, "-m", "pytest", "-q", "-rfE", "--maxfail=5", *spread, *tests]
     failed = ran = False
     # When interrupted, pytest still reports the failures so far; a shell's background jobs ignore that signal.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    with subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE) as process:
-        limit = threading.Timer(SECONDS, process.send_signal, [signal.SIGINT])
+    env = os.environ | {"TRITON_INTERPRET": interpret}
+    with subprocess.Popen(command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE) as process:
+        limit = threading.Timer(seconds, process.send_signal, [signal.SIGINT])
         limit.start()
         for line in process.stdout or ():
             print(line, end="", flush=True)

@@ -122,9 +122,13 @@ class Run:
         return self._call([*of_run, "--known", str(EVIDENCE / CARD), *arguments, *self.rest]).returncode
 
     def cuts(self, count: int) -> "list[str]":
-        """The first files of parts 2 to `count`: as in the newest evidence, else by measured or assumed seconds."""
+        """The first files of parts 2 to `count`: as in the newest evidence, else by measured or assumed seconds.
+
+        They are computed anew once a file that began a part has moved or been removed.
+        """
         held = record.cuts_for(count, self.known)
-        if held is not None and not self.given.recut:
+        stands = held is not None and all((ROOT / path).exists() for path in held)
+        if held is not None and stands and not self.given.recut:
             return held
         if count == 1:
             return []

@@ -1,4 +1,4 @@
-"""What the pages show of the records: `scripts/report.py write` puts it there, `check` says what differs.
+"""What the pages show of the records: `scripts/report.py write` puts it there, `check` prints what differs.
 
 The table of an operation stands once, between `<!-- records:spmm -->` and `<!-- /records -->` in docs/benchmarks, a
 table of a few rows of all in README.md, pictures in docs/pictures. Nothing of these is typed by hand.
@@ -28,7 +28,7 @@ README, PAGE, PICTURES = "README.md", "docs/benchmarks/index.md", "docs/pictures
 
 
 class Front(NamedTuple):
-    """A row of README: what comes before the name of the case, and the peers of which it shows the fastest."""
+    """A row of README: what comes before the name of the case, and the peers whose fastest it shows."""
 
     words: str
     case: Case

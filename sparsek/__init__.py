@@ -1,12 +1,12 @@
-"""SparseK: block-sparse matrix products, layers and attention for NVIDIA Hopper, with the same API on a CPU.
+"""SparseK: block-sparse and 2:4 matrix products, layers and attention for PyTorch, with fast kernels for NVIDIA Hopper.
 
     A = sk.BSR.from_dense(w, block=128, keep=0.125)     A @ B, B @ A, A.T @ B, A @ A2: sk.spmm, sk.spgemm
     y = sk.linear(x, A, bias, "gelu")                   sk.swiglu, sk.sddmm, sk.nn.BlockSparseLinear
-    o = sk.attention(q, k, v, sk.BlockMask.causal(n))   sk.plan_spmm(A, B).explain(): what runs, and why
+    o = sk.attention(q, k, v, sk.BlockMask.causal(n))   sk.plan_spmm(A, B).explain(): the kernel, and why it was chosen
 
-Products are differentiable; a gradient of a BSR has its pattern. `import sparsek` takes milliseconds: a name loads its
-module, and torch, when it is first used. Importing touches no CUDA and loads no kernel. `torch.ops.sparsek.*` and the
-pytree nodes of matrices and masks are registered when a name that uses them is loaded.
+The same API runs on a CPU. Products are differentiable; the gradient of a BSR has its pattern. `import sparsek` takes
+milliseconds: a name imports its module, and torch, on first use. Importing touches no CUDA and loads no kernel.
+`torch.ops.sparsek.*` and the pytree nodes of matrices and masks are registered with the first name that needs them.
 """
 
 from importlib import import_module
@@ -111,11 +111,11 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """A public name, loaded when it is first used and then kept here."""
+    """Import a public name on first use."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if _HOMES[name] != "sparsek.core.errors":
-        import_module("sparsek.ops")  # matrices multiply by them, and gradients of one operation are others
+        import_module("sparsek.ops")  # matrices call the operations, and these each other in backward passes
     home = import_module(_HOMES[name])
     globals()[name] = found = home if name == "nn" else getattr(home, name)
     return found

@@ -1,15 +1,19 @@
 """What every test may use: the `gpu` marker's skip, a `device` fixture, hypothesis without deadlines, one thread."""
 
+import gc
 import importlib.util
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import settings
+
+from sparsek.core import env
+from tests.sampling import SEED
 
 settings.register_profile("sparsek", deadline=None, max_examples=50, derandomize=True)
 settings.load_profile("sparsek")
@@ -23,11 +27,51 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 # Tests hold kernels to the configs that they choose themselves, whatever was tuned on this machine.
 os.environ.setdefault("SPARSEK_TUNING", "off")
 
-# Files called *_interpreted.py are run so, each by the test whose name it has.
-if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None:
-    from tests.kernels.interpreter import hasten
+INTERPRETED = "_interpreted.py"
+if env.interpreting() and importlib.util.find_spec("triton") is not None:
+    from tests.kernels.lang.interpreter import hasten
 
     hasten()
+
+
+def pytest_report_header() -> str:
+    return f"samples: SPARSEK_TEST_SEED={SEED}"
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """TRITON_INTERPRET=1 selects the files *_interpreted.py. It must be set before triton is imported.
+
+    A file that is named on the command line is collected all the same.
+    """
+    interpreted = collection_path.name.endswith(INTERPRETED)
+    return True if collection_path.suffix == ".py" and interpreted != env.interpreting() else None
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
+    if not module_path.name.endswith(INTERPRETED):
+        return None
+    return Interpreted.from_parent(parent, path=module_path)
+
+
+class Interpreted(pytest.Module):
+    """A file of tests of Triton kernels on CPU tensors."""
+
+    def collect(self) -> Iterable[pytest.Item | pytest.Collector]:
+        pytest.importorskip("triton")
+        if not env.interpreting():
+            raise self.CollectError("runs with TRITON_INTERPRET=1: make interpreted")
+        return super().collect()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Modules and collected tests stay to the end: looking for garbage among them took a tenth of the time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

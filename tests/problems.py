@@ -1,14 +1,19 @@
-"""Problems of products from flat facts, and the same with some facts changed: for tests of kernels and planner."""
+"""Problems of products from flat facts, the same with some facts changed, and the cards that tests plan for."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
-from sparsek.core.device import Card
+from sparsek.core.device import H200, Card
 from sparsek.matrix.storage import BlockStats, Storage
 from sparsek.plan.problem import DenseSpec, SpmmProblem
 
+T4 = replace(H200, name="NVIDIA T4", capability=(7, 5))
+A100 = replace(H200, name="NVIDIA A100", capability=(8, 0), sm_count=108, smem_bytes=166912)
+RTX_4090 = replace(H200, name="NVIDIA RTX 4090", capability=(8, 9), sm_count=128, smem_bytes=101376)
+B200 = replace(H200, name="NVIDIA B200", capability=(10, 0))
+CARDS = {"sm_90": H200, "sm_80": A100, "sm_89": RTX_4090}
 # Where a fact has its place in an SpmmProblem: the field, and the name there.
 NESTED = {
     "transposed": ("a", "transposed"),

@@ -20,7 +20,7 @@ from benchmarks.torch_bsr.attempts import (
 )
 from benchmarks.torch_bsr.cases import TORCH_BSR
 from sparsek import __version__
-from sparsek.cli.output import Commands, console, middle_out, progress
+from sparsek.cli.output import Commands, console, progress
 from sparsek.cli.output import table as new_table
 from sparsek.core import arguments
 from sparsek.core.device import card_of
@@ -35,16 +35,13 @@ STYLES: dict[Status, str] = {
     "refuses": "yellow",
     "skipped": "dim",
 }
-LONGEST = 110
 app = typer.Typer(cls=Commands, add_completion=False, pretty_exceptions_enable=False)
 
 
 @app.callback(invoke_without_command=True)
 def torch_bsr(
     only: Annotated[str | None, typer.Option(help="Only the entries with these names: op-add,right.")] = None,
-    verbose: Annotated[
-        bool, typer.Option("--verbose", help="Show the code of every attempt and whole messages.")
-    ] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Show the code of every attempt.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
     device: Annotated[str | None, typer.Option(help="cuda or cpu; default: the GPU if there is one.")] = None,
 ) -> None:
@@ -92,8 +89,8 @@ def _show(found: Sequence[Finding], device: torch.device, verbose: bool) -> None
     for each in found:
         case = each.case
         tried = Text.assemble((case.name, "bold"), (f" {case.where}", "dim"), f"\n{case.tried}")
-        theirs = _cell(each.torch, verbose, note_of[case.name])
-        ours = Text("") if each.ours.status == "skipped" else _cell(each.ours, verbose)
+        theirs = _cell(each.torch, note_of[case.name])
+        ours = Text("") if each.ours.status == "skipped" else _cell(each.ours)
         table.add_row(tried, theirs, ours)
     screen.print(table)
     count = len(found) - len(groups["skipped"])
@@ -118,11 +115,8 @@ def _list(what: str, names: Sequence[str]) -> str:
     return f"{what}: {', '.join(names)}." if names else ""
 
 
-def _cell(answer: Answer, whole: bool, note: str = "") -> Text:
-    text = answer.text + note
-    return Text.assemble(
-        (answer.status, STYLES[answer.status]), f": {text if whole else middle_out(text, LONGEST)}"
-    )
+def _cell(answer: Answer, note: str = "") -> Text:
+    return Text.assemble((answer.status, STYLES[answer.status]), f": {answer.text}{note}")
 
 
 def _show_code(each: Finding, device: torch.device) -> None:

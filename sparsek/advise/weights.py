@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -22,6 +22,7 @@ from sparsek.core.errors import InvalidFile, InvalidInput, SparseKError, Unsuppo
 from sparsek.files.weights import WeightFile, available_memory
 from sparsek.kernels import names_for
 from sparsek.matrix.bsr import BSR
+from sparsek.matrix.convert import Scope
 from sparsek.matrix.padding import tiles_of
 from sparsek.matrix.pattern import BlockPattern, block_sides
 from sparsek.ops.choose import ERROR_TOKENS, Option, compare
@@ -279,7 +280,7 @@ def prune(name: str, weight: torch.Tensor, question: Question) -> Pruned:
     broken = int((~dense.isfinite()).sum())
     if broken:
         raise _not_finite(weight, broken, question.dtype)
-    matrix = BSR.from_dense(dense, question.block, keep=question.keep, scope=question.scope)
+    matrix = BSR.from_dense(dense, question.block, keep=question.keep, scope=cast(Scope, question.scope))
     whole = _norm(dense)
     kept = _norm(matrix.values) / whole if whole else 1.0
     cheap = max(8, int(CHECK_FLOPS[device.type] / (2.0 * max(1, weight.numel()))))
@@ -298,7 +299,8 @@ def compared(weight: torch.Tensor, question: Question) -> tuple[Option, ...]:
     drawn = question.tokens if card is None else min(question.tokens, ERROR_TOKENS)
     x = random_dense(drawn, dense.shape[1], dtype=dense.dtype, device=device, seed=0)
     listed = [
-        replace(form, scope=question.scope) for form in combinations(None, [question.block], [question.keep])
+        replace(form, scope=cast(Scope, question.scope))
+        for form in combinations(None, [question.block], [question.keep])
     ]
     on = card_of(device) if card is None else card_named(card)
     with torch.no_grad():

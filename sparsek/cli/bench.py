@@ -8,7 +8,7 @@ import typer
 from sparsek.bench.benches import BENCHES, HELP
 from sparsek.cli.deferred import group
 
-ALL = "Measures every published row whose record is not of this source, card and versions."
+ALL = "Measures every published row whose record is not of this source, card and versions; run again, it goes on."
 
 
 def loaded(name: str) -> Any:

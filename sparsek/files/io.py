@@ -1,14 +1,14 @@
-"""Saving and loading: one or several matrices and block masks in one .safetensors file.
+"""`save` and `load`: one or several matrices and block masks in one .safetensors file.
 
 A BSR `w` is three tensors: `w.indptr` int32 [Mb+1], `w.indices` int32 [nnzb], `w.values` [nnzb, bm, bk]. A BSR24 has
 `w.values` [nnzb, bm, bk/2] and a fourth, `w.meta` uint8 [nnzb, bm, bk/8]. A Semi24 `w` is `w.values` [M, K/2] and
 `w.meta` uint8 [M, K/8]. A Quantized `w` has the tensors of the matrix in it, its values in F8_E4M3 or F8_E5M2, and
-`w.scale` float32 [], [M] or [nnzb]. A block mask `m` is those that it consists of, all int32: `m.full_starts`,
-`m.full_counts`, `m.full_indices`, the same three of `partial`, and of `m.lo`, `m.hi`, `m.rules`, `m.bits` those that it
-has.
-The metadata in the header holds what tensors cannot: `sparsek`, a JSON text with the version and for every object its
-kind, sizes and the CRC-32 of its bytes; and `sparsek.crc32`, the CRC-32 of that text. So damage anywhere is found on
-load. Any safetensors reader can open such a file.
+`w.scale` float32 [], [M] or [nnzb]. A block mask `m` is int32 tensors: `m.full_starts`, `m.full_counts`,
+`m.full_indices`, the same three of `partial`, and those of `m.lo`, `m.hi`, `m.rules` and `m.bits` that it has.
+
+The metadata in the header has two entries: `sparsek`, a JSON text with the version and, for every object, its kind,
+sizes and the CRC-32 of its bytes; and `sparsek.crc32`, the CRC-32 of that text. So `load` finds damage anywhere. Any
+safetensors reader can open the file.
 """
 
 import json
@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, BinaryIO, TypeAlias
+from typing import Any, BinaryIO, TypeAlias, TypeVar, overload
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -44,15 +44,27 @@ ALIGNMENT = 64
 LONGEST_FAULT = 300
 
 Saved: TypeAlias = BSR | Semi24 | BSR24 | Quantized | BlockMask
+Loaded = TypeVar("Loaded")
 
 
 def save(obj: Saved | Mapping[str, Saved], path: StrPath) -> None:
-    """Write a BSR, Semi24, BSR24, Quantized or BlockMask, or a dict of them by name, to `path` as safetensors.
+    """Save a BSR, Semi24, BSR24, Quantized or BlockMask, or several by name, to a .safetensors file.
 
-    The file appears whole or not at all: it is written beside `path`, flushed to disk and renamed over it.
-    What is on a GPU is copied to the host first. A `.T` view is written as the matrix that it views, with a
-    flag: no value is moved, and `load` gives the view back. Raises InvalidInput for anything else than these,
-    for a path that is no regular file's (a folder, FIFO, socket or device) and for one that cannot be written.
+    The write is atomic: the data is written beside `path`, flushed to disk, and renamed to it. Tensors on a GPU are
+    copied to the host. A transposed view is saved as the matrix that it views, with a flag.
+
+    Args:
+        obj: The object, or a dict of them by name.
+        path: The file, by convention with the suffix .safetensors. It is replaced if it exists.
+
+    Raises:
+        InvalidInput: For other objects, for a path that is no regular file's, and for one that cannot be written.
+
+    Examples:
+        >>> A = sk.random_bsr(256, 128, block=32, density=0.25)
+        >>> sk.save({"up": A, "down": A.T}, "weights.safetensors")
+        >>> sk.load("weights.safetensors", "up", kind=sk.BSR)
+        BSR(256x128 fp32, block 32x32, 8 of 32 blocks, 25 %, 0.0328 MB, cpu)
     """
     target = files.as_path("path", path)
     single = isinstance(obj, Saved)
@@ -67,17 +79,42 @@ def save(obj: Saved | Mapping[str, Saved], path: StrPath) -> None:
         _write(file, tensors, {"sparsek": about, "sparsek.crc32": str(zlib.crc32(about.encode()))})
 
 
+@overload
+def load(
+    path: StrPath, name: str | None = None, device: torch.device | str = "cpu", *, kind: type[Loaded]
+) -> Loaded: ...
+@overload
+def load(
+    path: StrPath, name: str | None = None, device: torch.device | str = "cpu", *, kind: None = None
+) -> Any: ...
 @outside_inference
-def load(path: StrPath, name: str | None = None, device: torch.device | str = "cpu") -> Any:
-    """Read what `save` wrote, a matrix, a mask or a dict of them, as it was; with `name`, that one of the dict.
+def load(
+    path: StrPath, name: str | None = None, device: torch.device | str = "cpu", *, kind: type | None = None
+) -> Any:
+    """Load what `save` wrote: a matrix, a mask, or a dict of them.
 
-    Everything read is checked. Raises InvalidFile, which names the file and the fault, for a file that is
-    damaged, hostile, not SparseK's, or no regular file; InvalidInput, which lists near matches, for a name that is not
-    there; FileNotFoundError if there is no file.
+    Everything is checked, checksums included.
+
+    Args:
+        path: The file.
+        name: Load only the object of that name.
+        device: Where to put the tensors.
+        kind: The class that the result must have, for example `sk.BSR`, or dict; type checkers then know it.
+
+    Returns:
+        The object that was saved, or the dict of objects; with `name`, one object.
+
+    Raises:
+        InvalidFile: For a file that is damaged, hostile, not written by `save`, or no regular file.
+        InvalidInput: For a name that is not in the file, with similar ones in the message; and for an object of another
+            class than `kind`.
+        FileNotFoundError: If there is no file.
     """
     path, device = files.as_path("path", path), arguments.device("device", device)
     if name is not None:
         arguments.text("name", name)
+    if kind is not None and not isinstance(kind, type):
+        raise InvalidInput(f"kind is {shown(kind)}; it must be a class, like sparsek.BSR")
     with opened(path) as file:
         single, records, kinds = _about(path, file.metadata())
         expected = {f"{each}.{part}" for each, kind in kinds.items() for part in kind.parts(records[each])}
@@ -90,12 +127,15 @@ def load(path: StrPath, name: str | None = None, device: torch.device | str = "c
         }
     if single:
         name = SINGLE
-    return loaded if name is None else loaded[name]
+    found = loaded if name is None else loaded[name]
+    if kind is not None and not isinstance(found, kind):
+        raise InvalidInput(f"{path}: it holds a {type(found).__name__}, not a {kind.__name__}")
+    return found
 
 
 @contextmanager
 def faults(path: StrPath, *errors: type[Exception]) -> Iterator[None]:
-    """Turn `errors`, what a parser raises on bad bytes, into InvalidFile that names the file."""
+    """Convert `errors`, which a parser raises on bad bytes, to an InvalidFile that names the file."""
     try:
         yield
     except InvalidFile:
@@ -105,13 +145,13 @@ def faults(path: StrPath, *errors: type[Exception]) -> Iterator[None]:
 
 
 def shortened(text: str) -> str:
-    """What a parser says, or the word of a file, in a length for a message: either may quote a file as it likes."""
+    """A text of a parser or of a file, cut to a length for a message: it may quote the file at any length."""
     return text if len(text) <= LONGEST_FAULT else f"{text[:LONGEST_FAULT]}..."
 
 
 @contextmanager
 def opened(path: Path) -> Iterator[Any]:
-    """A .safetensors file, opened by the safetensors library, which holds no hole, overlap or byte too many.
+    """Open a .safetensors file with the safetensors library, which refuses holes, overlaps and extra bytes.
 
     Raises InvalidFile for bad bytes, here and while it is open, and as `files.regular` does.
     """
@@ -122,14 +162,16 @@ def opened(path: Path) -> Iterator[Any]:
             raise InvalidFile(f"{path}: no .safetensors file: {size} bytes; its header needs {8 + header}")
         if header > HEADER_LIMIT:
             raise InvalidFile(f"{path}: a header of {header} bytes is over the limit of {HEADER_LIMIT}")
-        again = Path(f"/dev/fd/{file.fileno()}")  # the file that was looked at, whatever is at `path` by now
+        again = Path(
+            f"/dev/fd/{file.fileno()}"
+        )  # the file that was checked, even if `path` is another one by now
         where = again if again.exists() else path
         with faults(path, SafetensorError), safe_open(os.fspath(where), framework="pt") as parsed:
             yield parsed
 
 
 def unknown_name(path: StrPath, name: Any, names: Mapping[str, Any]) -> InvalidInput:
-    """The error for a `name` that a file does not hold; it lists near names, or else the first few."""
+    """The error for a `name` that is not in a file; it lists similar names, or else the first few."""
     near = get_close_matches(name, names, n=5, cutoff=0.5) if isinstance(name, str) else []
     if near:
         hint = f"did you mean {', '.join(map(shown, near))}?"
@@ -177,8 +219,11 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 
 def _write(file: BinaryIO, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Header length, header, bytes. Values of blocks come first: their sizes are multiples of 256 bytes, so that every
-    block of a file that is mapped into memory is aligned. Single bytes come last: any size may end them."""
+    """Write header length, header and data.
+
+    Values of blocks come first: their sizes are multiples of 256 bytes, so every block of a file that is mapped into
+    memory is aligned. Tensors of single bytes come last, because they may have any size.
+    """
     header: dict[str, Any] = {"__metadata__": metadata}
     order = sorted(tensors, key=lambda name: _rank(name, tensors[name]))
     end = 0
@@ -201,7 +246,7 @@ def _write(file: BinaryIO, tensors: Mapping[str, Tensor], metadata: Mapping[str,
 
 
 def _rank(name: str, tensor: Tensor) -> int:
-    """Where in a file a tensor stands: values of blocks, of whole matrices, integers and scales, single bytes."""
+    """The place of a tensor in a file: values of blocks, of whole matrices, integers and scales, single bytes."""
     values = name.endswith(".values")
     if values and tensor.ndim == 3:
         return 0
@@ -213,7 +258,7 @@ def _rank(name: str, tensor: Tensor) -> int:
 def _about(
     path: StrPath, metadata: Mapping[str, str] | None
 ) -> tuple[bool, dict[str, Record], dict[str, Kind]]:
-    """(was a single object saved, record by name, kind by name) of a file's metadata."""
+    """Whether a single object was saved, the records by name, and the kinds by name, from the metadata of a file."""
     if not metadata or "sparsek" not in metadata or "sparsek.crc32" not in metadata:
         raise InvalidFile(f"{path}: not saved by SparseK: its metadata has no 'sparsek' and 'sparsek.crc32'")
     text = metadata["sparsek"]
@@ -231,7 +276,7 @@ def _about(
     if type(single) is not bool or not isinstance(records, dict) or len(about) != 3:
         raise InvalidFile(f"{path}: its metadata must be an object of version, single and matrices")
     if single and list(records) != [SINGLE]:
-        raise InvalidFile(f"{path}: it says that it holds a single object, but names {len(records)}")
+        raise InvalidFile(f"{path}: its metadata has `single`, but names {len(records)} objects")
     kinds = {name: kind_of_record(f"{path}: {shown(name)}", record) for name, record in records.items()}
     return single, records, kinds
 
@@ -251,7 +296,7 @@ def _check_tensors(path: StrPath, found: set[str], expected: set[str]) -> None:
 
 
 def _read(path: StrPath, file: Any, name: str, kind: Kind, record: Record) -> Any:
-    """The object of one record, on the CPU, in memory of its own: the file may change or vanish later."""
+    """The object of one record, on the CPU, in its own memory: the file may change or vanish later."""
     tensors: dict[str, Tensor] = {}
     for part, (tag, rank) in kind.parts(record).items():
         view = file.get_slice(f"{name}.{part}")

@@ -1,6 +1,6 @@
-"""What `save` can write and `load` can read: each kind of object as a record, which is JSON, and named tensors.
+"""The kinds of objects that `save` writes and `load` reads: each as a JSON record and named tensors.
 
-A record read from a file is hostile until its kind has checked it. The names of a kind's tensors hold no dot.
+A record from a file is hostile until its kind has checked it. The names of tensors contain no dot.
 """
 
 from __future__ import annotations
@@ -31,37 +31,37 @@ FLOAT8_TAGS = {torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"}
 OTHER_TAGS = FLOAT8_TAGS | {torch.int32: "I32", torch.uint8: "U8"}
 MATRICES: dict[str, Any] = {"bsr": BSR, "semi24": Semi24, "bsr24": BSR24}
 LATER = frozenset({"fast_accum"})  # fields that files of earlier versions lack
-RULE_RANKS = {"lo": 2, "hi": 2, "rules": 1, "bits": 3}  # of the tensors that a block mask may have or not
+RULE_RANKS = {"lo": 2, "hi": 2, "rules": 1, "bits": 3}  # dimensions of the optional tensors of a block mask
 
 
 class Part(NamedTuple):
-    """What a file must hold under a tensor's name: a dtype by the tag of the safetensors format, and its dimensions."""
+    """A tensor that a file must contain: its dtype, by the tag of the safetensors format, and number of dimensions."""
 
     tag: str
     rank: int
 
 
 class Kind(Protocol):
-    """How objects of one class are written and read. `fields` are those of a record, beside its kind and checksum."""
+    """How objects of one class are written and read. `fields` are those of a record, besides its kind and checksum."""
 
     name: str
     of: type
     fields: frozenset[str]
 
     def taken_apart(self, obj: Any) -> tuple[Record, Tensors]:
-        """The record and the tensors of an object: on the CPU and contiguous, in the order of its checksum."""
+        """Return the record and the tensors of an object: contiguous, on the CPU, in the order of the checksum."""
         ...
 
     def check(self, where: str, record: Record) -> None:
-        """Raises InvalidFile if a field of a record is of the wrong sort."""
+        """Raise InvalidFile if a field of a record is of the wrong type."""
         ...
 
     def parts(self, record: Record) -> dict[str, Part]:
-        """The tensors that a record needs, in the order of its checksum."""
+        """Return the tensors that a record needs, in the order of the checksum."""
         ...
 
     def made(self, record: Record, tensors: Tensors) -> Any:
-        """The object. Its own constructor checks what it is made from, and raises InvalidInput."""
+        """Return the object. Its constructor checks the parts, and raises InvalidInput."""
         ...
 
 
@@ -102,6 +102,8 @@ class MatrixKind:
 
 
 class QuantizedKind:
+    """A Quantized. Its kind in files is called "scaled"."""
+
     name = "scaled"
     of = Quantized
     fields = frozenset({"of", "shape", "block", "dtype", "transposed", "scale", "fast_accum"})
@@ -132,7 +134,7 @@ class QuantizedKind:
             _check_pairs(where, record, "block")
         elif record["block"] is not None:
             raise InvalidFile(
-                f"{where}: a semi24 has no block; its record says {reprlib.repr(record['block'])}"
+                f"{where}: a semi24 has no block; that of its record is {reprlib.repr(record['block'])}"
             )
 
     def parts(self, record: Record) -> dict[str, Part]:
@@ -169,7 +171,7 @@ def _stored(a: Matrix) -> Tensors:
 
 
 def _needed(of: str, tag: str) -> dict[str, Part]:
-    """What a file must hold for them, with values of that tag."""
+    """The tensors that a file must contain for a matrix, with values of that tag."""
     rank = 2 if of == "semi24" else 3
     parts = {"indptr": Part("I32", 1), "indices": Part("I32", 1)} if rank == 3 else {}
     parts["values"] = Part(tag, rank)
@@ -177,7 +179,7 @@ def _needed(of: str, tag: str) -> dict[str, Part]:
 
 
 def _joined(make: Callable[..., Matrix], record: Record, tensors: Tensors) -> Matrix:
-    """What `make` makes of the tensors: a class, or its `unchecked`."""
+    """Call `make`, a class or its `unchecked`, with the tensors."""
     stored: list[Any] = [tensors[part] for part in ("values", "meta") if part in tensors]
     if "indptr" in tensors:
         (m, k), (bm, bk) = record["shape"], record["block"]
@@ -187,11 +189,13 @@ def _joined(make: Callable[..., Matrix], record: Record, tensors: Tensors) -> Ma
 
 def _of_shape(matrix: Any, record: Record) -> Any:
     if list(matrix.shape) != record["shape"]:
-        raise InvalidInput(f"its record says shape {record['shape']}; its values are of shape {matrix.shape}")
+        raise InvalidInput(f"its record has shape {record['shape']}; its values are of shape {matrix.shape}")
     return matrix
 
 
 class BlockMaskKind:
+    """A BlockMask."""
+
     name = "block_mask"
     of = BlockMask
     fields = frozenset({"lengths", "block", "batch", "heads", "pure", "label", "rule"})
@@ -248,12 +252,12 @@ KINDS: tuple[Kind, ...] = (*map(MatrixKind, MATRICES), QuantizedKind(), BlockMas
 
 
 def kind_of_object(obj: Any) -> Kind | None:
-    """The kind of an object; None for one that `save` cannot write."""
+    """Return the kind of an object; None for one that `save` cannot write."""
     return next((kind for kind in KINDS if isinstance(obj, kind.of)), None)
 
 
 def kind_of_record(where: str, record: Any) -> Kind:
-    """The kind of a record from a file, with the fields of that kind, checked. Raises InvalidFile."""
+    """Return the kind of a record from a file, after checking its fields. Raises InvalidFile."""
     if not isinstance(record, dict) or not isinstance(record.get("kind"), str):
         raise InvalidFile(f"{where}: its record must be an object with a kind")
     kind = next((kind for kind in KINDS if kind.name == record["kind"]), None)

@@ -1,8 +1,8 @@
 """Weight files of other programs: .safetensors, .npy, .npz (NumPy's or SciPy's) and MatrixMarket .mtx.
 
-`open_weights(path)` lists what a file holds without reading it; `.read(name)` gives one matrix as a dense CPU
-tensor in the dtype of the file. No pickle is ever read. Sizes that a file declares are held against its
-length, against `MAX_ELEMENTS` and against the memory that is free, before any is taken for them.
+`open_weights(path)` lists the contents of a file without reading them; `.read(name)` returns one matrix as a dense CPU
+tensor in the dtype of the file. No pickle is ever read. Sizes that a file declares are checked against its length,
+`MAX_ELEMENTS` and the free memory before anything is allocated.
 """
 
 import ast
@@ -63,7 +63,7 @@ ZIP_ERRORS = (
 
 
 class Entry(NamedTuple):
-    """One array of a file: name, shape, and dtype ("bf16", "fp16", "fp32", "fp64" or the file's own word)."""
+    """One array of a file: name, shape, and dtype ("bf16", "fp16", "fp32", "fp64" or the name in the file)."""
 
     name: str
     shape: tuple[int, ...]
@@ -71,12 +71,12 @@ class Entry(NamedTuple):
 
     @property
     def choosable(self) -> bool:
-        """A 2-D matrix of floats: what can be pruned to blocks."""
+        """Whether it is a 2-D matrix of floats, which can be pruned to blocks."""
         return len(self.shape) == 2 and self.dtype in TAGS
 
     @property
     def words(self) -> str:
-        """Dtype and shape for a message: "int32 of shape [64, 64]"."""
+        """Dtype and shape, for messages: "int32 of shape [64, 64]"."""
         if self.dtype in ("|O", "O"):
             return f"pickled Python objects of shape {shown(list(self.shape))}, which are never read"
         plain = NPY_PLAIN.fullmatch(self.dtype)
@@ -85,7 +85,7 @@ class Entry(NamedTuple):
 
 
 class WeightFile(ABC):
-    """A file of weights. `entries` maps every name in it to its Entry; nothing but headers has been read."""
+    """A file of weights. `entries` maps every name to its Entry; only headers have been read."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -99,11 +99,11 @@ class WeightFile(ABC):
         return f"{type(self).__name__}({str(self.path)!r}, {len(self.names())} matrices)"
 
     def names(self) -> list[Entry]:
-        """The 2-D float matrices, as (name, shape, dtype)."""
+        """Return the 2-D float matrices, as (name, shape, dtype)."""
         return [entry for entry in self.entries.values() if entry.choosable]
 
     def described(self) -> str:
-        """What the file holds, in words: name, dtype and shape of its first arrays."""
+        """Return a summary of the file: name, dtype and shape of its first arrays."""
         found = [
             f"{shown(entry.name)} ({entry.words})" for entry in itertools.islice(self.entries.values(), 3)
         ]
@@ -111,11 +111,12 @@ class WeightFile(ABC):
         return ", ".join(found) + (f" and {more} more" if more else "") if found else "no array at all"
 
     def read(self, name: str) -> Tensor:
-        """The matrix `name` as a dense contiguous CPU tensor [M, K] in the file's dtype, zeros filled in.
+        """Return the matrix `name` as a dense contiguous CPU tensor [M, K] in the dtype of the file.
 
-        Raises InvalidInput for a name that is not there (it lists near ones) or is no 2-D float matrix,
-        InvalidFile for bytes that are not what the header says, for more than 2^31 elements, and for more bytes
-        than the machine has free.
+        Raises:
+            InvalidInput: For a name that is not in the file (the message lists similar ones) or is no 2-D float matrix.
+            InvalidFile: For bytes that contradict the header, for more than 2^31 elements, and for more bytes than the
+                machine has free.
         """
         entry = self.entries.get(name) if isinstance(name, str) else None
         if entry is None:
@@ -140,7 +141,7 @@ class WeightFile(ABC):
 
     @abstractmethod
     def _entries(self) -> Iterable[Entry]:
-        """What the file declares, from its headers alone."""
+        """The arrays that the headers declare."""
 
     @abstractmethod
     def _matrix(self, entry: Entry) -> Tensor:
@@ -148,7 +149,7 @@ class WeightFile(ABC):
 
 
 class Safetensors(WeightFile):
-    """A .safetensors file of any program but this one, whose arrays are parts of sparse matrices and no weights."""
+    """A .safetensors file of another program; SparseK's own files contain parts of sparse matrices, not weights."""
 
     def _entries(self) -> Iterator[Entry]:
         words: dict[str, str] = {tag: name for name, tag in TAGS.items()}
@@ -181,7 +182,7 @@ class Npy(WeightFile):
 
     @contextmanager
     def _opened(self) -> Iterator[tuple[IO[bytes], "NpyHeader"]]:
-        """The file, placed behind its header, which fits its size."""
+        """The file, positioned after its header, which fits its size."""
         with files.regular(self.path) as file:
             header = NpyHeader.read(file, self.path)
             header.check(os.fstat(file.fileno()).st_size, self.path)
@@ -189,7 +190,7 @@ class Npy(WeightFile):
 
 
 class Npz(WeightFile):
-    """A zip of .npy files, as numpy.savez and numpy.savez_compressed write it."""
+    """A zip of .npy files, from numpy.savez or numpy.savez_compressed."""
 
     def _entries(self) -> Iterator[Entry]:
         for name, header in _npz_headers(self.path).items():
@@ -200,7 +201,7 @@ class Npz(WeightFile):
 
 
 class ScipyNpz(WeightFile):
-    """A matrix by scipy.sparse.save_npz (csr, csc, bsr, coo or dia), named after the file. Needs SciPy."""
+    """A matrix from scipy.sparse.save_npz (csr, csc, bsr, coo or dia), named after the file. Needs SciPy."""
 
     def _entries(self) -> Iterator[Entry]:
         shape = _npz_array(self.path, "shape", limit=2)
@@ -229,9 +230,9 @@ class ScipyNpz(WeightFile):
 class MatrixMarket(WeightFile):
     """A MatrixMarket .mtx file, named after the file. https://math.nist.gov/MatrixMarket/formats.html
 
-    Text has no dtype: real, integer and pattern matrices are read as float64, in which nothing is lost but
-    integers over 2^53. Repeated coordinates are added up, and a symmetric half is completed. The parser is
-    NumPy's, because SciPy 1.17 dies of a segmentation fault on some damaged arrays.
+    Text has no dtype: real, integer and pattern matrices are read as float64, which is exact except for integers over
+    2^53. Duplicate coordinates are added, and symmetric matrices are completed. The parser is NumPy's, because SciPy
+    1.17 crashes with a segmentation fault on some damaged arrays.
     """
 
     def _entries(self) -> Iterator[Entry]:
@@ -264,7 +265,7 @@ class MatrixMarket(WeightFile):
         return TextIOWrapper(files.regular(self.path), encoding="latin-1")
 
     def _lines(self, file: TextIOWrapper) -> Iterator[str]:
-        """The lines of the file; InvalidFile for one that is too long for any program to have written it."""
+        """The lines of the file. Raises InvalidFile for a line that is longer than any program writes."""
         for number in itertools.count(1):
             line = file.readline(MTX_LINE + 1)
             if len(line) > MTX_LINE:
@@ -293,7 +294,7 @@ class MatrixMarket(WeightFile):
 
 
 class MtxHeader(NamedTuple):
-    """What a .mtx file says of itself. `stored` is the number of coordinates, None for an array."""
+    """The header of a .mtx file. `stored` is the number of coordinates, None for an array."""
 
     shape: tuple[int, int]
     stored: int | None
@@ -302,11 +303,12 @@ class MtxHeader(NamedTuple):
 
     @property
     def layout(self) -> str:
+        """ "array" or "coordinate"."""
         return "array" if self.stored is None else "coordinate"
 
     @property
     def lines(self) -> int:
-        """How many lines follow. A symmetric array lists its lower triangle, a skew one without the diagonal."""
+        """The number of lines that follow: for a symmetric array, its lower triangle (a skew one: without diagonal)."""
         rows, columns = self.shape
         if self.stored is not None:
             return self.stored
@@ -315,7 +317,7 @@ class MtxHeader(NamedTuple):
         return rows * (rows - 1 if self.symmetry == "skew-symmetric" else rows + 1) // 2
 
     def fill(self, table: np.ndarray) -> np.ndarray:
-        """The dense float64 matrix of the numbers of those lines. ValueError for a coordinate out of bounds."""
+        """Return the dense float64 matrix of these lines. Raises ValueError for a coordinate out of bounds."""
         rows, columns = self.shape
         if self.layout == "array" and self.symmetry == "general":
             return np.ascontiguousarray(table.reshape(columns, rows).T)
@@ -342,7 +344,7 @@ class MtxHeader(NamedTuple):
 
 
 class NpyHeader(NamedTuple):
-    """What a .npy array says of itself: shape, order, dtype as in the file; and its own length in bytes.
+    """The header of a .npy array: shape, order, dtype as in the file, and the length of the header in bytes.
 
     https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html
     """
@@ -354,7 +356,7 @@ class NpyHeader(NamedTuple):
 
     @classmethod
     def read(cls, file: IO[bytes], where: StrPath) -> "NpyHeader":
-        """Parse the header at the start of `file`; InvalidFile if there is none."""
+        """Parse the header at the start of `file`. Raises InvalidFile if there is none."""
         start = file.read(8)
         if len(start) < 8 or start[:6] != b"\x93NUMPY" or start[6] not in (1, 2, 3):
             raise InvalidFile(f"{where}: no .npy array: it must begin with \\x93NUMPY and version 1, 2 or 3")
@@ -380,32 +382,34 @@ class NpyHeader(NamedTuple):
 
     @property
     def numpy(self) -> np.dtype | None:
-        """The NumPy dtype of plain numbers, bools and fixed text; None for objects and all the rest."""
+        """The NumPy dtype of plain numbers, bools and fixed text; None for objects and everything else."""
         plain = isinstance(self.descr, str) and NPY_PLAIN.fullmatch(self.descr)
         return np.dtype(self.descr) if plain else None
 
     @property
     def dtype(self) -> str:
-        """Short name of a float dtype, and else the file's own word."""
+        """The short name of a float dtype, otherwise the name in the file."""
         word = str(self.descr)
         return NPY_FLOATS.get(word[1:], word) if self.numpy is not None else word
 
     @property
     def nbytes(self) -> int:
+        """The bytes of the array; 0 for an unknown dtype."""
         return math.prod(self.shape) * (self.numpy.itemsize if self.numpy is not None else 0)
 
     def entry(self, name: str) -> Entry:
+        """Return the Entry of this array."""
         return Entry(name, self.shape, self.dtype)
 
     def check(self, size: int, where: StrPath) -> None:
-        """InvalidFile unless header and array fill `size` bytes. Arrays of unknown dtypes are not checked."""
+        """Raise InvalidFile unless header and array fill `size` bytes. Unknown dtypes are not checked."""
         must = self.length + self.nbytes
         if self.numpy is not None and must != size:
             what = f"{self.dtype} of shape {reprlib.repr(list(self.shape))}"
             raise InvalidFile(f"{where}: {what} needs {must} bytes, not {size}")
 
     def array(self, file: IO[bytes], where: StrPath) -> np.ndarray:
-        """The array that follows, in C order and native byte order; it must end where `file` does."""
+        """Return the array that follows, in C order and native byte order; it must end where `file` does."""
         if self.numpy is None:
             raise InvalidFile(f"{where}: arrays of {shortened(self.dtype)} are not read")
         flat = np.empty(math.prod(self.shape), self.numpy)
@@ -432,7 +436,7 @@ def _zip(path: Path) -> Iterator[zipfile.ZipFile]:
 def _npz_member(
     archive: zipfile.ZipFile, path: Path, info: zipfile.ZipInfo
 ) -> Iterator[tuple[IO[bytes], NpyHeader]]:
-    """One .npy member: its stream, placed behind its header, which fits the size that the zip declares."""
+    """One .npy member: its stream, positioned after the header, which fits the size that the zip declares."""
     where = f"{path}: {shown(info.filename)}"
     if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
         raise InvalidFile(f"{where}: compressed by method {info.compress_type}; NumPy only deflates")
@@ -470,7 +474,7 @@ def _npz_array(path: Path, name: str, limit: int = MAX_ELEMENTS) -> np.ndarray:
 
 
 def _sparse(sparse: Any, word: str, parts: dict[str, np.ndarray], shape: tuple[int, ...]) -> Any:
-    """The SciPy array of these parts, all of whose indices have been checked."""
+    """The SciPy array of these parts, after checking all indices."""
     data = parts["data"]
     if word == "dia":
         return sparse.dia_array((data, parts["offsets"]), shape=shape)
@@ -501,7 +505,7 @@ def _open_npz(path: Path) -> WeightFile:
 
 
 def _check_memory(path: Path, what: str, takes: int, form: str = "") -> None:
-    """InvalidFile unless `takes` bytes are free."""
+    """Raise InvalidFile unless `takes` bytes are free."""
     free = available_memory()
     if free is not None and takes > free:
         gigabytes = f"{takes / 1e9:.3g} GB{form}; {free / 1e9:.3g} GB of memory are free"
@@ -509,8 +513,7 @@ def _check_memory(path: Path, what: str, takes: int, form: str = "") -> None:
 
 
 def available_memory() -> int | None:
-    """Bytes of memory that are free, all that the machine has where the system (macOS) does not say what is free, or
-    None (Windows)."""
+    """Return the free memory in bytes: on macOS, which does not report it, all memory; on Windows None."""
     try:
         about = Path("/proc/meminfo").read_text(encoding="ascii")
     except OSError:
@@ -528,10 +531,12 @@ READERS: dict[str, Callable[[Path], WeightFile]] = {
 
 
 def open_weights(path: StrPath) -> WeightFile:
-    """The weight file at `path`, its format told by its suffix; only its headers are read.
+    """Open the weight file at `path`, in the format of its suffix; only its headers are read.
 
-    Raises FileNotFoundError if there is none, InvalidInput for an unknown suffix, InvalidFile for bad bytes and for
-    what is no regular file.
+    Raises:
+        FileNotFoundError: If there is no file.
+        InvalidInput: For an unknown suffix.
+        InvalidFile: For bad bytes, and for a path that is no regular file's.
     """
     path = files.as_path("path", path)
     reader = READERS.get(path.suffix.lower())

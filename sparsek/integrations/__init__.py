@@ -1,1 +1,1 @@
-"""SparseK inside of other libraries. Each module needs its library and registers itself when imported."""
+"""SparseK in other libraries. Each module needs its library, and registers itself when imported."""

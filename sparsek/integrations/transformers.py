@@ -1,11 +1,11 @@
-"""attn_implementation="sparsek" for Hugging Face transformers: importing this registers it.
+"""attn_implementation="sparsek" for Hugging Face transformers. Importing this module registers it.
 
     import sparsek.integrations.transformers
     model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="sparsek")
-    model.config.sparsek = {"window": 4096, "sinks": 128}    # options of MaskPolicy; none: the model's own mask
+    model.config.sparsek = {"window": 4096, "sinks": 128}    # options of MaskPolicy; None: the model's own mask
 
-A layer sees what the model's own mask admits (causality, its window, padding, packed documents, the cache) and the
-policy too. Needs transformers 5.4 or newer.
+A query sees the keys that both the model's mask (causality, window, padding, packed documents, cache) and the policy
+admit. Needs transformers 5.4 or newer.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.masking_utils import (
     AttentionMaskInterface,
     bidirectional_mask_function,
@@ -25,15 +24,16 @@ from transformers.modeling_utils import AttentionInterface
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.integrations.transformers_masks import MaskRequest, ModelMask, dense_mask, model_mask, policy_of
+from sparsek.mask.cache import ByTensor
 from sparsek.mask.operands import check_tensors
 from sparsek.matrix.pattern import INT32_MAX
 from sparsek.ops.attention import attention
 
 NAME = "sparsek"
 REFUSED = {
-    "softcap": "scores that are capped",
+    "softcap": "capped scores",
     "s_aux": "learned sinks",
-    "position_bias": "a bias of positions",
+    "position_bias": "a position bias",
     "head_mask": "head_mask",
     "cache": "a paged cache",
     "output_attentions": "output_attentions: the weights are never in memory",
@@ -55,11 +55,29 @@ def sparsek_mask(
     config: Any = None,
     **_: Any,
 ) -> ModelMask:
-    """What transformers calls once in a forward, and for each kind of layer: the mask that its layers share.
+    """Return the mask of a forward pass, which its layers share. transformers calls this once per kind of layer.
 
-    From `causal_mask_function` and its kind, and from padding at either end, it follows in O(S). Masks of the same
-    lengths are the same object, and have their plans. Any other function is asked about every pair, in O(S^2).
-    Padding on a GPU is read with one sync, documents' edges and a static cache's offset with one each.
+    Masks of the functions of `transformers.masking_utils`, such as `causal_mask_function`, and of padding at either end
+    are made in O(S). Equal lengths give the same object, with its plans. Any other function is evaluated at every pair,
+    in O(S^2). Padding, the edges of documents, and the offset of a static cache on a GPU are read with one sync each.
+
+    Args:
+        batch_size: Batch items.
+        q_length: Queries, in tokens.
+        kv_length: Keys, in tokens.
+        q_offset: The position of the first query, an int or a tensor of one element.
+        kv_offset: The position of the first key.
+        mask_function: A function (batch item, head, query, key) of transformers.
+        attention_mask: Padding [B or 1, tokens], true for a token; or the result of an earlier call.
+        use_vmap: Whether an unknown function is evaluated under torch.vmap.
+        device: Where the mask is made.
+        config: The config of the model; `config.sparsek` has the options of a `MaskPolicy`, or is None.
+
+    Returns:
+        A `ModelMask`, the `attention_mask` of the layers.
+
+    Raises:
+        InvalidInput: For arguments that transformers does not pass, and for unknown options in config.sparsek.
     """
     if isinstance(attention_mask, ModelMask):  # generate() has made it
         return attention_mask
@@ -76,16 +94,14 @@ def sparsek_mask(
             f"[{batch_size}, tokens], or a 4-D mask [{batch_size}, 1 or heads, queries, keys], bool or additive"
         )
     if not callable(mask_function):
-        raise InvalidInput(
-            f"mask_function is {arguments.shown(mask_function)}; transformers has functions there"
-        )
+        raise InvalidInput(f"mask_function is {arguments.shown(mask_function)}; it must be a function")
     where = arguments.device("device", device)
-    asked = MaskRequest(batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask, where)
-    return model_mask(asked, mask_function, policy_of(config), arguments.flag("use_vmap", use_vmap))
+    request = MaskRequest(batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask, where)
+    return model_mask(request, mask_function, policy_of(config), arguments.flag("use_vmap", use_vmap))
 
 
 def _host_int(name: str, value: Any, least: int = -INT32_MAX) -> int:
-    """An int32 on the host, also from a tensor of one, which a static cache has."""
+    """An int32 on the host, also from a tensor of one element, as a static cache has it."""
     is_one = (
         isinstance(value, Tensor) and arguments.tensor(name, value, (torch.int32, torch.int64)).numel() == 1
     )
@@ -104,16 +120,29 @@ def sparsek_attention(
     is_causal: bool | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in every layer: out [B, S, Hq, Dv], and no weights.
+    """Return (out, None), out [B, S, Hq, Dv], for one layer. transformers calls this in place of its own attention.
 
-    query [B, Hq, S, D], key [B, Hkv, T, D], value [B, Hkv, T, Dv]. attention_mask: a ModelMask, 4-D bool or additive
-    (read in O(S^2), once for all layers), or None: causal if the module is. Queries that see nothing give 0.
-    Raises InvalidInput for dropout and for all that changes scores: capping, biases, learned sinks.
+    A query that sees no key gets out = 0. The weights are never in memory, so None stands in their place.
+
+    Args:
+        module: The layer: its `config` and `is_causal` are read where there is no mask.
+        query: [B, Hq, S, D].
+        key: [B, Hkv, T, D].
+        value: [B, Hkv, T, Dv].
+        attention_mask: A `ModelMask`; or a tensor [B, 1 or H, S, T], bool or additive, read in O(S^2) once for all
+            layers; or None: causal if the layer is.
+        dropout: Must be 0.
+        scaling: The factor of the scores; D**-0.5 for None.
+        is_causal: Whether the layer is causal; that of `module` for None.
+        **options: Further options of transformers.
+
+    Raises:
+        InvalidInput: For dropout, and for options that change scores: capping, biases, learned sinks.
     """
     check_tensors(query, key, value)
     if arguments.number("dropout", dropout, 0, 1):
         raise InvalidInput(
-            f"attention dropout is {dropout}, which SparseK does not have: set config.attention_dropout "
+            f"attention dropout is {dropout}, which SparseK does not support: set config.attention_dropout "
             "(attention_probs_dropout_prob in BERT) to 0, or call model.eval()"
         )
     for name, what in REFUSED.items():
@@ -122,15 +151,15 @@ def sparsek_attention(
     mask = _model_mask(module, query, key, attention_mask, is_causal, options)
     if options.get("cu_seq_lens_q") is not None and not mask.packed:
         raise InvalidInput(
-            "cu_seq_lens are given and the mask keeps no documents apart: pass position_ids that restart, and no "
+            "cu_seq_lens are given, but the mask does not separate documents: pass position_ids that restart, and no "
             "attention_mask, to a causal model"
         )
     out = attention(query, key, value, mask.visible.mask_for(query, key), scale=scaling)
     return out.transpose(1, 2).contiguous(), None
 
 
-# Masks that came as tensors; layers share what was made of them.
-_OF_TENSORS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+# Masks that were passed as tensors; the layers of a model share the conversion.
+_OF_TENSORS: ByTensor[ModelMask] = ByTensor()
 
 
 def _model_mask(
@@ -139,7 +168,7 @@ def _model_mask(
     if isinstance(given, ModelMask):
         return given.to(query.device)
     batch, q_len, kv_len = query.shape[0], query.shape[2], key.shape[2]
-    asked = MaskRequest(batch, q_len, kv_len, kv_len - q_len, 0, None, query.device)
+    request = MaskRequest(batch, q_len, kv_len, kv_len - q_len, 0, None, query.device)
     policy = policy_of(getattr(module, "config", None))
     if given is None:
         if is_causal is None:
@@ -148,24 +177,21 @@ def _model_mask(
         if (causal and q_len != kv_len) or options.get("sliding_window"):
             raise InvalidInput(
                 f"attention_mask is None for {q_len} queries and {kv_len} keys, and a causal mask or a window is "
-                "wanted: where the queries stand is not said"
+                "wanted: the query positions are unknown; pass an explicit attention_mask"
             )
-        return model_mask(asked, causal_mask_function if causal else bidirectional_mask_function, policy)
+        return model_mask(request, causal_mask_function if causal else bidirectional_mask_function, policy)
     if not isinstance(given, Tensor) or arguments.tensor("attention_mask", given).dim() != 4:
         found = f"{given.dim()}-D" if isinstance(given, Tensor) else type(given).__name__
         raise InvalidInput(
-            f"attention_mask is {found}; a layer takes 4-D tensors and what sparsek_mask makes"
+            f"attention_mask is {found}; a layer takes 4-D tensors and results of sparsek_mask"
         )
     if policy is not None and q_len != kv_len:
         raise InvalidInput(
-            f"config.sparsek with a 4-D mask of {q_len} queries and {kv_len} keys: where the queries stand is not said"
+            f"config.sparsek with a 4-D mask of {q_len} queries and {kv_len} keys: the query positions are unknown"
         )
-    facts = policy, None if given.is_inference() else given._version, q_len, kv_len
-    known = _OF_TENSORS.get(given)
-    if known is None or known[0] != facts or facts[1] is None:
-        known = facts, dense_mask(asked, given[:, :, :q_len, :kv_len], policy)
-        _OF_TENSORS[given] = known
-    return known[1]
+    return _OF_TENSORS.get(
+        given, (policy, q_len, kv_len), lambda: dense_mask(request, given[:, :, :q_len, :kv_len], policy)
+    )
 
 
 AttentionInterface.register(NAME, sparsek_attention)

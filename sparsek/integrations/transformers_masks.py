@@ -1,8 +1,8 @@
-"""What transformers asks of a mask, as documents and windows where it can be said so, and else element by element.
+"""Masks of transformers as documents and windows where they have that form, else from their elements.
 
-transformers describes masks by functions of (batch item, head, query, key), which are joined by `and_masks`. Those of
-`masking_utils` are recognised by what they are, and followed by the values that they hold; then a mask costs O(S) to
-make. Any other function is asked about every pair of a query and a key: exact, and O(S^2) like transformers' own masks.
+transformers describes masks by functions of (batch item, head, query, key), joined by `and_masks`. The functions of
+`masking_utils` are recognized by name and read by the values in their closures; then a mask costs O(S). Any other
+function is evaluated at every pair of a query and a key: exact, and O(S^2), like transformers' own masks.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ OPTIONS = [each.name for each in fields(MaskPolicy) if each.name != "causal"]
 
 
 class ModelMask:
-    """What a model's layers get as `attention_mask`: what may be seen, the same object for all layers of a forward.
+    """The `attention_mask` of a model's layers: the visible pairs, one object for all layers of a forward pass.
 
-    transformers takes anything with `ndim` 4 for a mask that is ready.
+    transformers takes anything with `ndim` 4 for a finished mask.
     """
 
     ndim = 4
@@ -46,11 +46,11 @@ class ModelMask:
         self._moved: dict[torch.device, ModelMask] = {}
 
     def contiguous(self) -> ModelMask:
-        """generate() asks masks for this."""
+        """This mask; generate() calls it."""
         return self
 
     def to(self, device: Any, **_: Any) -> ModelMask:
-        """On another device, where the layers of a model are spread over several; moved once for each."""
+        """The mask on another device, for a model spread over several; copied once for each."""
         within, always, k = self.visible
         target = arguments.device("device", device)
         if target == within.device:
@@ -65,7 +65,7 @@ class ModelMask:
 
 
 def policy_of(config: Any) -> MaskPolicy | None:
-    """From `config.sparsek`, a dict of options of MaskPolicy, without causality: that is the model's."""
+    """The policy of `config.sparsek`, a dict of options of MaskPolicy, without causality, which is the model's."""
     options = getattr(config, "sparsek", None)
     if options is None:
         return None
@@ -78,8 +78,9 @@ def policy_of(config: Any) -> MaskPolicy | None:
 
 @dataclass
 class Rules:
-    """What mask functions say together. `ids`: the document of each token [B, S]; `chunks`: their length, and how many
-    keys of left padding each batch item [B] has before the first.
+    """The mask functions of a model, joined.
+
+    `ids`: the document of each token [B, S]. `chunks`: their length, and each batch item's keys of left padding [B].
     """
 
     back: list[int] = field(default_factory=list)
@@ -90,7 +91,7 @@ class Rules:
 
     @classmethod
     def of(cls, function: Callable[..., Any]) -> Rules | None:
-        """None if there is a function that is not known here."""
+        """None if a function is unknown."""
         rules = cls()
         known = rules._take(function)
         # In a document, positions differ as the tokens do: windows stay what they are. Chunks do not.
@@ -116,7 +117,7 @@ class Rules:
         held = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
         try:
             return take(self, **{name: cell.cell_contents for name, cell in held})
-        except TypeError:  # it holds other things than in the versions that are known
+        except TypeError:  # its closure differs from that of the known versions
             return False
 
     def _all_of(self, mask_functions: Any) -> bool:
@@ -158,7 +159,7 @@ MAKERS: dict[str, Callable[..., bool]] = {
 
 @dataclass(frozen=True)
 class MaskRequest:
-    """A mask that transformers wants: lengths, where queries and keys start, and the 2-D mask of padding [B, keys]."""
+    """The arguments of a mask: lengths, first positions of queries and keys, padding [B, keys], and the device."""
 
     batch: int
     q_len: int
@@ -174,8 +175,9 @@ class MaskRequest:
 
     @functools.cached_property
     def keys(self) -> tuple[np.ndarray, bool]:
-        """For each batch item where its keys start and end, and its first token: int64 [B, 3], in positions of this
-        mask's keys. And whether all keys between are there. One sync if the padding is on a GPU.
+        """The present keys: start, end and first token of each batch item, as positions here, int64 [B, 3].
+
+        And whether the keys between have no gap. One sync if the padding is on a GPU.
         """
         if self.padding is None or not self.kv_len:
             return np.tile(np.array([0, self.kv_len, -self.kv_offset], np.int64), (self.batch, 1)), True
@@ -191,8 +193,8 @@ class MaskRequest:
         found[:, 2] = np.minimum(found[:, 2], found[:, 0])
         return found[:, :3], bool((found[:, 1] - found[:, 0] == found[:, 3]).all())
 
-    def scene(self, rules: Rules) -> PackedLayout:
-        """The documents, of one batch item if all are the same. Padding counts as if it had no gaps."""
+    def layout(self, rules: Rules) -> PackedLayout:
+        """The documents, of one batch item if all are equal. Gaps in the padding are ignored."""
         ids = None if rules.ids is None else rules.ids.expand(self.batch, -1).cpu().numpy()
         size, padding = (0, []) if rules.chunks is None else (rules.chunks[0], rules.chunks[1].tolist())
         made = []
@@ -241,26 +243,26 @@ def _runs(ids: np.ndarray) -> np.ndarray:
 
 
 def model_mask(
-    asked: MaskRequest, function: Callable[..., Any], policy: MaskPolicy | None, use_vmap: bool = False
+    request: MaskRequest, function: Callable[..., Any], policy: MaskPolicy | None, use_vmap: bool = False
 ) -> ModelMask:
-    """What `function` and the padding admit, as far as `policy` does too."""
+    """The pairs that `function`, the padding and `policy` admit."""
     rules = Rules.of(function)
     packed = rules is not None and rules.ids is not None
-    if rules is not None and asked.keys[1]:
-        visible = (policy or EVERY_KEY).visible_in(asked.scene(rules), asked.device)
-        return ModelMask(visible, asked.shape, packed)
-    return dense_mask(asked, asked.seen(function, use_vmap), policy, packed)
+    if rules is not None and request.keys[1]:
+        visible = (policy or EVERY_KEY).visible_in(request.layout(rules), request.device)
+        return ModelMask(visible, request.shape, packed)
+    return dense_mask(request, request.seen(function, use_vmap), policy, packed)
 
 
 def dense_mask(
-    asked: MaskRequest, seen: Tensor, policy: MaskPolicy | None, packed: bool = False
+    request: MaskRequest, seen: Tensor, policy: MaskPolicy | None, packed: bool = False
 ) -> ModelMask:
-    """What a mask [B or 1, H or 1, q_len, kv_len] admits, bool or additive, as far as `policy` does too. O(S^2)."""
+    """The pairs that a mask [B or 1, H or 1, q_len, kv_len], bool or additive, and `policy` admit. O(S^2)."""
     admitted = BlockMask.from_transformers(seen, (policy or EVERY_KEY).block)
     if policy is None:
-        return ModelMask(ResolvedRule(admitted), asked.shape, packed)
+        return ModelMask(ResolvedRule(admitted), request.shape, packed)
     if admitted.heads > 1 and policy.topk is not None:
         raise InvalidInput(f"top-k goes with masks for all heads; this one is for {admitted.heads}")
-    within, always, k = policy.visible_in(asked.scene(Rules()), asked.device)
+    within, always, k = policy.visible_in(request.layout(Rules()), request.device)
     visible = ResolvedRule(within & admitted, None if always is None else always & admitted, k)
-    return ModelMask(visible, asked.shape, packed)
+    return ModelMask(visible, request.shape, packed)

@@ -1,1 +1,1 @@
-"""Which blocks of attention exist, and what is masked inside of them."""
+"""Masks of block-sparse attention: the blocks that are stored, and the rules inside of them."""

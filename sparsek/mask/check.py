@@ -1,4 +1,4 @@
-"""What BlockMask's constructor looks for. Every fault is an InvalidInput that says where it is."""
+"""The checks of BlockMask's constructor. Every fault is an InvalidInput that gives its position."""
 
 from __future__ import annotations
 
@@ -29,14 +29,12 @@ from sparsek.pictures.masks import Rows
 if TYPE_CHECKING:
     from sparsek.mask.mask import BlockMask
 
-ENTRIES = (
-    1 << 22
-)  # partial blocks of rows that are looked at together: rows may share entries, and a file is small
+ENTRIES = 1 << 22  # partial blocks that are checked at a time: rows may share entries, so a file may be small
 
 
 @not_traced("a block mask")
 def plain(mask: BlockMask) -> dict[str, Any]:
-    """Lengths, block, batch and heads as plain ints, whether it is pure, and its label."""
+    """Lengths, block, batch and heads as plain ints, `pure`, and the label."""
     block = mask_block(mask.block)
     for name in ("full", "partial"):
         if not isinstance(getattr(mask, name), BlockLists):
@@ -54,7 +52,7 @@ def plain(mask: BlockMask) -> dict[str, Any]:
 
 @not_traced("a block mask")
 def check(mask: BlockMask) -> Sizes:
-    """Checks the tensors of a mask whose other fields are checked. Waits for the device once. The true sizes."""
+    """Check the tensors of a mask whose other fields are checked; return the true sizes. Waits for the device once."""
     _check_tensors(mask)
     host = mask.host
     _check_rows(mask, "full", host.full)
@@ -70,7 +68,7 @@ def check(mask: BlockMask) -> Sizes:
 
 
 def _check_tensors(mask: BlockMask) -> None:
-    """Everything that can be seen without reading."""
+    """All that can be checked without a sync."""
     arguments.tensor("full.starts", mask.full.starts)
     (bq, bk), groups = mask.block, mask.batch * mask.heads
     both = f"{groups} x {mask.q_len}" if groups == 1 else f"1 x {mask.q_len} or {groups} x {mask.q_len}"
@@ -154,8 +152,9 @@ def _check_rows(mask: BlockMask, kind: str, lists: Rows) -> None:
 
 
 def _in_steps(host: HostMask) -> Iterator[np.ndarray]:
-    """The rows with full and with partial blocks; of rows whose lists are the same, the first. So many at a time that
-    they have about ENTRIES partial blocks, or one that has more.
+    """The rows with full and with partial blocks, in steps; of rows with equal lists the first.
+
+    A step has about ENTRIES partial blocks, or is one row that has more.
     """
     rows = np.flatnonzero((host.full.counts > 0) & (host.partial.counts > 0))
     runs = np.stack([part[rows] for part in (*host.full[:2], *host.partial[:2])], axis=1)
@@ -166,7 +165,7 @@ def _in_steps(host: HostMask) -> Iterator[np.ndarray]:
 
 
 def _check_apart(mask: BlockMask, host: HostMask, rows: np.ndarray) -> None:
-    """No block is full and partial at once: each partial one is looked for among the full ones of its row."""
+    """No block is full and partial: each partial one is searched among the full ones of its row."""
     counts = host.partial.counts[rows].astype(np.int64)
     row, before = np.repeat(rows, counts), np.repeat(np.cumsum(counts) - counts, counts)
     column = host.partial.indices[host.partial.starts[row] + np.arange(row.size) - before]
@@ -182,7 +181,7 @@ def _check_apart(mask: BlockMask, host: HostMask, rows: np.ndarray) -> None:
 
 
 def _held_entries(lists: Rows) -> np.ndarray:
-    """Positions in `indices` that some row has, int64, ascending. Those that rows share come once."""
+    """Positions in `indices` that some row has, int64, ascending, each once."""
     starts, counts = (part[lists.counts > 0].astype(np.int64) for part in (lists.starts, lists.counts))
     size = lists.indices.size + 1
     opened = np.bincount(starts, minlength=size) - np.bincount(starts + counts, minlength=size)
@@ -190,7 +189,7 @@ def _held_entries(lists: Rows) -> np.ndarray:
 
 
 def _check_rules(mask: BlockMask, host: HostMask) -> None:
-    """Rules exist where they point, and admit no key that is not there."""
+    """Rules exist where they point, and admit no key past the end."""
     entries = _held_entries(host.partial)
     rules = np.full(entries.shape, BY_INTERVAL) if host.rules is None else host.rules[entries]
     if host.bits is not None and host.rules is None:
@@ -222,7 +221,7 @@ def _check_rules(mask: BlockMask, host: HostMask) -> None:
 
 
 def _check_interval(mask: BlockMask, lo: np.ndarray, hi: np.ndarray) -> None:
-    """No interval reaches keys that are not there."""
+    """No interval reaches past the last key."""
     for name, part, least, most in (("lo", lo, 0, INT32_MAX), ("hi", hi, 0, mask.kv_len)):
         far = np.argwhere((part < least) | (part > most))
         if far.size:
@@ -235,7 +234,7 @@ def _check_interval(mask: BlockMask, lo: np.ndarray, hi: np.ndarray) -> None:
 def _check_pure(mask: BlockMask, host: HostMask) -> None:
     """Everything by interval, and full blocks inside the interval of each of their queries."""
     if host.rules is not None and (host.rules[_held_entries(host.partial)] != BY_INTERVAL).any():
-        raise InvalidInput("the mask is said to be pure and has rules that are bits")
+        raise InvalidInput("pure is True, but some rules are bits; a pure mask has intervals only")
     held = np.flatnonzero(host.full.counts)
     if host.lo is None or host.hi is None or not held.size:
         return
@@ -248,7 +247,7 @@ def _check_pure(mask: BlockMask, host: HostMask) -> None:
     beyond = held[(first * bk < lo[group, held % tiles]) | ((last + 1) * bk > hi[group, held % tiles])]
     if beyond.size:
         raise InvalidInput(
-            f"the mask is said to be pure, and full blocks of {_where(mask, int(beyond[0]))} lie outside lo and hi"
+            f"pure is True, but full blocks of {_where(mask, int(beyond[0]))} lie outside lo and hi"
         )
 
 

@@ -1,4 +1,4 @@
-"""Masks of masks: what both admit, what either admits, one after the other along heads or batch."""
+"""Intersection and union of masks, and masks joined along heads or batch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Placed:
         return stored_cells(self.mask, self.rows)
 
     def find(self, cells: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """For each cell whether the mask stores it as full, whether as partial, and then its entry."""
+        """For each cell: whether the mask stores it as full, whether as partial, and its entry if partial."""
         columns = self.mask.grid[1]
         rows, column = self.rows[cells // columns], cells % columns
         full, _ = find(self.mask.full, rows, column, self.mask.sizes.longest)
@@ -44,7 +44,7 @@ class Placed:
         return full, partial, entry
 
     def seen(self, cells: Tensor) -> Tensor:
-        """What the mask admits in each cell, bool [n, bq, bk]."""
+        """The admitted elements of each cell, bool [n, bq, bk]."""
         full, partial, entry = self.find(cells)
         seen = full[:, None, None].repeat(1, *self.mask.block)
         rows = self.rows[cells // self.mask.grid[1]]
@@ -54,10 +54,23 @@ class Placed:
 
 @not_traced("a block mask")
 def both(a: BlockMask, other: BlockMask) -> BlockMask:
-    """What both masks admit. Lengths and blocks must agree; batch and heads may be 1 in one of them."""
+    """Return the intersection: a query sees a key that both masks admit. Waits for the device.
+
+    Args:
+        other: A mask of the same lengths, block and device. Batch and heads of one may be 1, or heads a divisor.
+
+    Raises:
+        InvalidInput: For masks that do not fit together.
+
+    Example:
+        >>> import sparsek as sk
+        >>> mask = sk.BlockMask.causal(512) & sk.BlockMask.block_diagonal([200, 312], causal=False)
+        >>> mask.label
+        'causal & block_diagonal(2 documents, causal=False)'
+    """
     if not isinstance(other, type(a)):
         return NotImplemented
-    # Starts from the blocks of the mask that has fewer, and looks for them in the other.
+    # Searches for the blocks of the mask that has fewer in the other mask.
     a_placed, b_placed, made = _placed(a, other, "&")
     fewer, more = sorted(
         (a_placed, b_placed), key=lambda each: each.mask.sizes.stored / max(each.mask.rows, 1)
@@ -71,7 +84,20 @@ def both(a: BlockMask, other: BlockMask) -> BlockMask:
 
 @not_traced("a block mask")
 def either(a: BlockMask, other: BlockMask) -> BlockMask:
-    """What either mask admits. Lengths and blocks must agree; batch and heads may be 1 in one of them."""
+    """Return the union: a query sees a key that either mask admits. Waits for the device.
+
+    Args:
+        other: A mask of the same lengths, block and device. Batch and heads of one may be 1, or heads a divisor.
+
+    Raises:
+        InvalidInput: For masks that do not fit together.
+
+    Example:
+        >>> import sparsek as sk
+        >>> window, dilated = sk.BlockMask.sliding_window(512, 64), sk.BlockMask.dilated(512, 128, dilation=2)
+        >>> (window | dilated).stored_blocks
+        7
+    """
     if not isinstance(other, type(a)):
         return NotImplemented
     a_placed, b_placed, made = _placed(a, other, "|")
@@ -85,7 +111,7 @@ def _named(mask: BlockMask) -> str:
 
 
 def _placed(a: BlockMask, b: BlockMask, sign: str) -> tuple[Placed, Placed, TileMask]:
-    """Both masks in the grid of the result, and the result to be filled."""
+    """Both masks in the grid of the result, and the empty result."""
     _check_alike(type(a), (a, b), sign)
     for mask in (a, b):
         mask.verify(wait=True)
@@ -108,7 +134,7 @@ def _filled(
     joined: Callable[[Tensor, Tensor], Tensor],
     label: str,
 ) -> BlockMask:
-    """The mask of these cells: full where the full ones say so, the others by their elements, some at a time."""
+    """The mask of these cells: full where the full lists alone decide, else by elements, a chunk at a time."""
     whole = joined(a.find(cells)[0], b.find(cells)[0])
     made.add_full(cells[whole])
     for some in cells[~whole].split(CHUNK // (made.block[0] * made.block[1])):
@@ -118,18 +144,46 @@ def _filled(
 
 @not_traced("a block mask")
 def per_head(cls: type[BlockMask], masks: Sequence[BlockMask]) -> BlockMask:
-    """One mask after the other along the heads. No sync."""
+    """Return one mask after the other along the heads. No sync.
+
+    Args:
+        masks: Masks of the same lengths, block and device, each of one or more heads. A mask that comes twice is stored
+            once.
+
+    Raises:
+        InvalidInput: For no masks, and for masks that do not fit together.
+
+    Example:
+        >>> import sparsek as sk
+        >>> local, wide = sk.BlockMask.sliding_window(512, 64), sk.BlockMask.causal(512)
+        >>> sk.BlockMask.per_head([local] * 6 + [wide] * 2).heads
+        8
+    """
     return _Stack(cls, masks, "per_head", axis=1).mask()
 
 
 @not_traced("a block mask")
 def per_batch(cls: type[BlockMask], masks: Sequence[BlockMask]) -> BlockMask:
-    """One mask after the other along the batch. No sync."""
+    """Return one mask after the other along the batch. No sync.
+
+    Args:
+        masks: Masks of the same lengths, block and device, each of one or more batch items. A mask that comes twice is
+            stored once.
+
+    Raises:
+        InvalidInput: For no masks, and for masks that do not fit together.
+
+    Example:
+        >>> import sparsek as sk
+        >>> padded = (sk.BlockMask.causal(512), sk.BlockMask.block_diagonal([300, 212]))
+        >>> sk.BlockMask.per_batch(padded).batch
+        2
+    """
     return _Stack(cls, masks, "per_batch", axis=0).mask()
 
 
 class _Stack:
-    """Masks one after the other along the batch (axis 0) or the heads (axis 1). One that comes twice is kept once."""
+    """Masks one after the other along the batch (axis 0) or the heads (axis 1). Repeated masks are stored once."""
 
     def __init__(self, cls: type[BlockMask], masks: Sequence[BlockMask], name: str, axis: int) -> None:
         if not isinstance(masks, Sequence):
@@ -157,13 +211,16 @@ class _Stack:
             full=full, partial=partial, lo=lo, hi=hi, rules=rules, bits=bits, sizes=self._sizes(),
             pure=all(mask.pure for mask in self.masks), label=f"{self.name} of {len(self.masks)}",
         )  # fmt: skip
-        made._memo["asked"] = tuple(
-            each for mask in self.distinct for each in mask._memo.get("asked", ()) if isinstance(each, Fault)
+        made._memo["readbacks"] = tuple(
+            each
+            for mask in self.distinct
+            for each in mask._memo.get("readbacks", ())
+            if isinstance(each, Fault)
         )
         return made
 
     def _rows(self, parts: Sequence[Tensor], width: int) -> Tensor:
-        """What masks have for each batch item and head, [1 or batch * heads, width], for the rows of the result."""
+        """A field of each batch item and head, [1 or batch * heads, width], for the rows of the result."""
         grown = []
         for mask, part in zip(self.masks, parts, strict=True):
             part = part.view(-1, width) if width else part.view(mask.batch * mask.heads, 0)
@@ -184,7 +241,7 @@ class _Stack:
         return BlockLists(self._rows(starts, tiles).flatten(), counts, indices)
 
     def _interval(self) -> tuple[Tensor | None, Tensor | None]:
-        """Masks without one admit every key."""
+        """lo and hi of the result. A mask without them admits every key."""
         first = self.first
         if all(mask.lo is None for mask in self.masks):
             return None, None

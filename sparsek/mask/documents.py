@@ -1,9 +1,9 @@
 """Masks of packed documents: each query sees an interval of its own document's keys, and the document's first keys.
 
-The documents' edges may lie anywhere in a block. As in `mask_build`, the host works out which blocks there are, from a
-few numbers for each piece of a document in a tile; the device writes the lists. A tile of one document has three kinds
-of blocks: full ones, partial ones that go by interval, and those that hold some of the document's first keys for
-queries whose window is elsewhere, which have bits. Tiles of several documents have no full blocks.
+Documents begin and end anywhere in a block. The host finds the blocks from a few numbers for each piece of a document
+in a tile; the device writes the lists. A tile of one document has three kinds of blocks: full ones, partial ones by
+interval, and, with bits, those of the document's first keys that are seen by queries with a window elsewhere. Tiles of
+several documents have no full blocks.
 """
 
 from __future__ import annotations
@@ -37,8 +37,10 @@ CHUNK = 1 << 22  # elements of blocks whose bits are made in one step
 
 
 class Window(NamedTuple):
-    """A query at position p sees keys p - `back` < k < p + `ahead` (None: no bound) of its document, and the first
-    `sinks` of it. With `ahead` 1, which is causal, it sees none of these behind p, unless `sinks_ahead`.
+    """The keys near a query, and the first ones.
+
+    A query at position p sees keys p - `back` < k < p + `ahead` (None: no bound) of its document, and the first `sinks`
+    keys of it. With `ahead` 1, which is causal, it sees none of these after p, unless `sinks_ahead`.
     """
 
     back: int | None = None
@@ -48,11 +50,11 @@ class Window(NamedTuple):
 
 
 class Documents(NamedTuple):
-    """Queries and the keys that they may see, int64 [n] arrays: query q_start <= q < q_end of batch item `item` stands
-    at key position q + shift and sees keys of k_start <= k < k_end only. Sinks count from key position `origin`, which
-    is at most k_start: where the first keys of a document are not there, nor are its sinks.
+    """Queries and the keys that they may see, int64 [n] arrays.
 
-    Sorted by item and query; no query is in two documents, and one that is in none sees nothing.
+    Query q_start <= q < q_end of batch item `item` stands at key position q + shift and sees keys k_start <= k < k_end
+    only. Sinks count from key position `origin`, at most k_start: of a document whose first keys are missing, the sinks
+    are missing too. Sorted by item and query; no query is in two documents, and one in none sees nothing.
     """
 
     item: np.ndarray
@@ -65,7 +67,7 @@ class Documents(NamedTuple):
 
     @classmethod
     def packed(cls, q_edges: np.ndarray, k_edges: np.ndarray) -> Documents:
-        """From where each document starts and the last one ends. The last query of each stands at its last key."""
+        """From the start of each document and the end of the last. The last query of each stands at its last key."""
         start, end = k_edges[:-1], k_edges[1:]
         return cls(np.zeros_like(start), q_edges[:-1], q_edges[1:], start, end, end - q_edges[1:], start)
 
@@ -74,13 +76,14 @@ class Documents(NamedTuple):
         return Documents(*(each[at] for each in self))
 
     def sink_end(self, sinks: int) -> np.ndarray:
-        """Where the sinks end, within k_start and k_end."""
+        """The end of the sinks, within k_start and k_end."""
         return _within(self.origin + min(sinks, INT32_MAX), self.k_start, self.k_end)
 
 
 class PackedLayout(NamedTuple):
-    """Where a mask is wanted: the documents of `batch` batch items of q_len queries and kv_len keys, and what is near
-    whatever the mask says.
+    """The documents of `batch` batch items with q_len queries and kv_len keys.
+
+    `near` is a window that holds in addition to that of any policy.
     """
 
     docs: Documents
@@ -91,18 +94,18 @@ class PackedLayout(NamedTuple):
 
     @classmethod
     def of(cls, place: Place) -> PackedLayout:
-        """One document, which is all of the queries and keys."""
+        """One document, of all queries and keys."""
         fields = (0, 0, place.q_len, 0, place.kv_len, place.q_offset, 0)
         return cls(Documents(*(np.array([each], np.int64) for each in fields)), place.q_len, place.kv_len)
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What tells this scene from others."""
+        """A key for equal layouts."""
         return tuple(each.tobytes() for each in self.docs), *self[1:]
 
 
 class Span(NamedTuple):
-    """What the bounds of a query follow from, numpy or torch."""
+    """The numbers that the bounds of a query depend on, numpy or torch."""
 
     k_start: Any
     k_end: Any
@@ -115,7 +118,7 @@ class Span(NamedTuple):
 
 
 def bounds(query: Any, docs: Span, near: Window, reach: int) -> tuple[Any, Any]:
-    """lo and hi of queries, numpy or torch. Both rise with the query, within a document.
+    """lo and hi of queries, numpy or torch. Both ascend with the query, within a document.
 
     Where a window reaches down to the sinks, both are one interval from the document's start.
     """
@@ -138,15 +141,16 @@ def _within(x: Any, low: Any, high: Any) -> Any:
 
 @not_traced("a block mask")
 def documents_mask(
-    cls: type[BlockMask], scene: PackedLayout, near: Window, block: Any, device: Any, label: str
+    cls: type[BlockMask], layout: PackedLayout, near: Window, block: Any, device: Any, label: str
 ) -> BlockMask:
-    """The mask of a scene in which each query sees what `near` says of its document; `scene.near` is not looked at.
+    """The mask of a layout, in which each query sees the keys of its document that `near` admits.
 
-    Costs the host O(tiles + documents + partial blocks) and no wait; the device O(q_len + stored blocks).
+    `layout.near` is not read. O(tiles + documents + partial blocks) on the host, without a sync; O(q_len + stored
+    blocks) on the device.
     """
-    place = Place.of(q_len=scene.q_len, kv_len=scene.kv_len, block=block, device=device, q_offset=0)
-    docs = scene.docs.take(np.flatnonzero(scene.docs.q_start < scene.docs.q_end))
-    return _assembled(cls, place, docs, Pieces.of(docs, near, place), near, scene.batch, label)
+    place = Place.of(q_len=layout.q_len, kv_len=layout.kv_len, block=block, device=device, q_offset=0)
+    docs = layout.docs.take(np.flatnonzero(layout.docs.q_start < layout.docs.q_end))
+    return _assembled(cls, place, docs, Pieces.of(docs, near, place), near, layout.batch, label)
 
 
 class Pieces(NamedTuple):
@@ -155,7 +159,7 @@ class Pieces(NamedTuple):
     docs: Span
     doc: np.ndarray
     row: np.ndarray
-    alone: np.ndarray  # it is all of its tile
+    alone: np.ndarray  # the piece is its whole tile
     first_lo: np.ndarray
     first_hi: np.ndarray
     last_lo: np.ndarray
@@ -177,18 +181,20 @@ class Pieces(NamedTuple):
 
     @property
     def split(self) -> np.ndarray:
-        """Some query sees the sinks apart from its window."""
+        """Whether some query sees sinks apart from its window."""
         return (self.docs.sink_end > self.docs.k_start) & (self.last_lo > self.docs.sink_end)
 
     @property
     def apart(self) -> np.ndarray:
-        """Every query does."""
+        """Whether every query does."""
         return self.split & (self.first_lo > self.docs.sink_end)
 
 
 class Blocks(NamedTuple):
-    """Which blocks a mask has. `sinks` and `window`: columns of full blocks, first and end, int64 [rows]. `row` and
-    `column` of the partial ones, sorted; `rules` of these, and of each bits a row and a column that have them.
+    """The blocks of a mask.
+
+    `sinks` and `window`: columns of full blocks, first and end, int64 [rows]. `row` and `column` of the partial ones,
+    sorted; their `rules`; and for each entry of bits a row and a column that have it.
     """
 
     sinks: tuple[np.ndarray, np.ndarray]
@@ -205,7 +211,7 @@ def _blocks(pieces: Pieces, place: Place, rows: int) -> Blocks:
     some = pieces.first_lo < pieces.last_hi
     start = pieces.first_lo // bk
     end = np.where(some, -(-pieces.last_hi // bk), start)
-    # Of a tile of one document: the blocks that every window holds, and the blocks that hold nothing but sinks.
+    # Of a tile of one document: the blocks inside every window, and the blocks of sinks alone.
     whole = _within(-(-pieces.last_lo // bk), start, end)
     cut = np.where(alone, _within(pieces.first_hi // bk, whole, end), whole)
     every_tile = len(pieces.row) == rows and bool(alone.all())
@@ -244,7 +250,7 @@ def _blocks(pieces: Pieces, place: Place, rows: int) -> Blocks:
     cells, at, back = _distinct(pieces.row[piece] * columns + column)
     rules, bits = None, (cells[:0], cells[:0])
     if by_bits.any():
-        # Where no window reaches, the sinks of a document look the same in all of its tiles.
+        # Where no window reaches, the sinks of a document have the same bits in all of its tiles.
         same = (alone & apart)[piece] & ((column + 1) * bk <= pieces.first_lo[piece])
         number = np.where(
             same, pieces.doc[piece] * columns + column, -1 - pieces.row[piece] * columns - column
@@ -269,8 +275,9 @@ def _expanded(runs: tuple[tuple[np.ndarray, np.ndarray], ...]) -> tuple[np.ndarr
 
 
 def _distinct(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The distinct numbers of x, sorted; where each stands in x; and where each of x stands among them. Sorting is left
-    out where they rise already, as those of one document do.
+    """The distinct numbers of x, sorted; a position of each in x; and for each of x its place among them.
+
+    Ascending numbers, as those of one document, are not sorted again.
     """
     if (x[1:] > x[:-1]).all():
         at = np.arange(x.size)
@@ -279,7 +286,7 @@ def _distinct(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 class Queries(NamedTuple):
-    """What each query sees: keys of lo <= k < hi and, up to hi, of start <= k < sink_end; int32 [batch, q_len]."""
+    """The bounds of each query, int32 [batch, q_len]: keys lo <= k < hi and, below hi, start <= k < sink_end."""
 
     lo: Tensor
     hi: Tensor
@@ -290,7 +297,7 @@ class Queries(NamedTuple):
     def of(
         cls, docs: Span, near: Window, size: tuple[int, int], reach: int, device: torch.device, for_bits: bool
     ) -> Queries:
-        """From the document of each query: [batch, q_len], or ints of the only one. `for_bits`: sinks are needed."""
+        """From the document of each query: [batch, q_len], or ints of the only document. `for_bits`: with sinks."""
         kind = torch.int32 if 2 * reach <= INT32_MAX else torch.int64
         lo, hi = bounds(torch.arange(size[1], dtype=kind, device=device), docs, near, reach)
         given = (lo, hi, docs.k_start, docs.sink_end) if for_bits else (lo, hi, lo, lo)
@@ -302,7 +309,7 @@ class Queries(NamedTuple):
 
     @staticmethod
     def documents(spans: Tensor, near: Window, size: tuple[int, int], reach: int) -> Span:
-        """The document of each query from int32 [5, spans]: how many queries each span has, and its document."""
+        """The document of each query from int32 [5, spans]: the queries of each span, and its document."""
         kind = torch.int32 if 2 * reach <= INT32_MAX else torch.int64
         count, *fields = spans.unbind()
         at = torch.repeat_interleave(count, output_size=size[0] * size[1])
@@ -372,7 +379,7 @@ def _assembled(
 
 
 def _spans(docs: Documents, near: Window, q_len: int, batch: int) -> np.ndarray:
-    """int64 [5, 2 * n + 1]: the documents, and before, between and behind them spans of queries that see nothing."""
+    """int64 [5, 2 * n + 1]: the documents, and before, between and after them spans of queries that see nothing."""
     starts, ends = docs.item * q_len + docs.q_start, docs.item * q_len + docs.q_end
     edges = np.stack((starts, ends), 1).flatten()
     spans = np.zeros((5, edges.size + 1), np.int64)
@@ -382,5 +389,5 @@ def _spans(docs: Documents, near: Window, q_len: int, batch: int) -> np.ndarray:
 
 
 def reach_of(docs: Documents, place: Place) -> int:
-    """More keys than there are between any query and any key."""
+    """More keys than lie between any query and any key."""
     return place.reach + int(np.abs(docs.shift).max(initial=0))

@@ -1,7 +1,8 @@
-"""A mask from what is seen of its elements: which blocks are full, partial or absent, and what rule partial ones get.
+"""A mask from its elements: which blocks are full, partial or absent, and the rule of each partial one.
 
-Partial blocks keep what was seen as bits until all are known. Then the hull is taken: per query the interval from the
-first key that it sees anywhere to the last. If some interval explains a block, the hull does, and its bits are dropped.
+Partial blocks keep their elements as bits until all blocks are known. Then the hull is taken: for each query the
+interval from the first key that it sees anywhere to the last. If any interval explains a block, the hull does, and its
+bits are dropped.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from sparsek.mask.lists import BY_INTERVAL, WORD, BlockLists
+from sparsek.matrix.padding import tiles_of
 from sparsek.matrix.pattern import INT32_MAX
 
 if TYPE_CHECKING:
@@ -31,7 +33,7 @@ class Seen(NamedTuple):
 
 
 class TileMask:
-    """A mask in the making. A cell is where a block is: row * Nb + column, int64; none may be added twice."""
+    """A mask in the making. A cell is row * Nb + column of a block, int64; each is added once."""
 
     def __init__(
         self, lengths: tuple[int, int], block: tuple[int, int], batch: int, heads: int, device: torch.device
@@ -52,7 +54,7 @@ class TileMask:
         self._full.append(cells)
 
     def add(self, cells: Tensor, tiles: Tensor) -> None:
-        """Blocks, and what is seen of them: bool [n, bq, bk], which counts up to q_len and kv_len only. Syncs."""
+        """Blocks and their elements, bool [n, bq, bk], which count up to q_len and kv_len only. Syncs."""
         queries, keys = self.positions(cells)
         here = queries < self.q_len
         tiles = tiles & here[:, :, None] & (keys < self.kv_len)[:, None, :]
@@ -66,6 +68,16 @@ class TileMask:
         solid = tiles.sum(2) == end - torch.where(some, first, 0)
         self._partial.append(Seen(cells, pack_bits(tiles), first, end, solid))
 
+    def add_slab(self, first: tuple[int, int], slab: Tensor) -> None:
+        """Add the blocks of bool [queries, keys], the first of them in this row and column of blocks. Syncs."""
+        row, column = first
+        blocks = tiles_of(slab, self.block)
+        some, whole = blocks.any(3).any(1), blocks.all(3).all(1)
+        tiles, columns = torch.nonzero(whole, as_tuple=True)
+        self.add_full((row + tiles) * self.columns + column + columns)
+        tiles, columns = torch.nonzero(some & ~whole, as_tuple=True)
+        self.add((row + tiles) * self.columns + column + columns, blocks[tiles, :, columns])
+
     def positions(self, cells: Tensor) -> tuple[Tensor, Tensor]:
         """The queries [n, bq] and keys [n, bk] of blocks, int64; some may lie beyond q_len and kv_len."""
         rows, columns = cells // self.columns, cells % self.columns
@@ -75,7 +87,7 @@ class TileMask:
         ] + keys
 
     def mask(self, cls: type[BlockMask], label: str) -> BlockMask:
-        """The mask, of class `cls`, of all blocks that were added. Syncs."""
+        """The mask, of class `cls`, of all added blocks. Syncs."""
         full = torch.cat(self._full).sort().values
         seen = Seen(*map(torch.cat, zip(*self._partial, strict=True)))
         order = seen.cells.argsort()
@@ -93,7 +105,7 @@ class TileMask:
         )  # fmt: skip
 
     def _hull(self, full: Tensor, seen: Seen) -> tuple[Tensor, Tensor]:
-        """The first key that each query sees and the one after the last, int32 [rows, bq]; INT32_MAX and 0 if none."""
+        """The first key that each query sees and the one after the last, int32 [rows, bq]; INT32_MAX and 0 for none."""
         start = (full % self.columns * self.block[1]).to(torch.int32)
         rows_of_full, rows_of_seen = (
             full // self.columns,
@@ -111,7 +123,7 @@ class TileMask:
         )
 
     def _explained(self, seen: Seen, lo: Tensor, hi: Tensor) -> Tensor:
-        """Whether the interval of each query is what each partial block shows, bool [n]."""
+        """Whether the hull explains each partial block, bool [n]."""
         queries, keys = self.positions(seen.cells)
         rows, start = seen.cells // self.columns, keys[:, :1]
         first, end = lo[rows].clamp(min=start), hi[rows].clamp(max=start + self.block[1])
@@ -144,7 +156,7 @@ def pack_bits(tiles: Tensor) -> Tensor:
 
 
 def _shared_bits(bits: Tensor, explained: Tensor) -> tuple[Tensor, Tensor]:
-    """The rule of each block, and the bits of those that no interval explains, equal ones once."""
+    """The rule of each block, and the bits of those that no interval explains, equal ones stored once."""
     rules = torch.full(explained.shape, BY_INTERVAL, dtype=torch.int32, device=bits.device)
     distinct, number = torch.unique(bits[~explained].flatten(1), dim=0, return_inverse=True)
     rules[~explained] = number.to(torch.int32)

@@ -1,6 +1,6 @@
-"""Block masks from and to what others use: FlexAttention, FlashAttention-4, transformers, dense masks, block patterns.
+"""Block masks from dense tensors, transformers and block patterns; to FlexAttention, FlashAttention-4 and patterns.
 
-Elements are looked at block by block, in chunks, and only where a block may be stored. Everything here may sync.
+Elements are read in chunks of blocks, and only of blocks that may be stored. Everything here may wait for the device.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from sparsek.core import arguments, dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import not_traced
 from sparsek.mask.elements import TileMask, rows_of_cells
-from sparsek.mask.lists import BLOCK_SIZES, BY_INTERVAL, WORD, BlockLists, mask_block
+from sparsek.mask.lists import BY_INTERVAL, WORD, BlockLists, mask_block
 from sparsek.mask.view import NOT_STORED, WHOLE, stored_cells, stored_entries, table_of
-from sparsek.matrix.padding import tiles_of
 from sparsek.matrix.pattern import BlockPattern
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask as FlexMask
 
+    from sparsek.mask.flex import MaskMod
     from sparsek.mask.mask import BlockMask
 
-CHUNK = 1 << 22  # elements that are looked at in one step
-CLOSED = -1e4  # the nearest to 0 that transformers closes a pair with, in old models; now the dtype's lowest
-HEADS_MOST = 65535  # rows of a CUDA grid, of which FlexAttention takes one for each head
-
-MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+CHUNK = 1 << 22  # elements that are read in one step
+CLOSED = (
+    -1e4
+)  # the number nearest to 0 that means a closed pair in transformers: of old models; now the dtype's lowest
+HEADS_MOST = 65535  # FlexAttention launches one row of a CUDA grid for each head
 
 
 class FlashLists(NamedTuple):
-    """A mask as FlashAttention-4 takes it; see `to_fa4`. All tensors are int32."""
+    """A mask in the form that FlashAttention-4 takes; see `to_fa4`. All tensors are int32."""
 
     mask_block_cnt: Tensor
     mask_block_idx: Tensor
@@ -49,11 +49,23 @@ class FlashLists(NamedTuple):
 
 @not_traced("a block mask")
 def from_dense(cls: type[BlockMask], dense: Tensor, block: int | tuple[int, int] = 128) -> BlockMask:
-    """The mask of a bool tensor, true where query q sees key k. Blocks with nothing in them are not stored.
+    """Return the mask of a bool tensor, true where a query sees a key. Blocks without a true element are not stored.
 
-    `dense` is [q_len, kv_len], [heads, q_len, kv_len] or [batch, heads, q_len, kv_len], with any strides. If for every
-    query one interval of keys explains all partial blocks, the mask is `pure`. Otherwise the blocks that it does not
-    explain get bits, and equal blocks share them. Raises InvalidInput for other dtypes, shapes and block sizes.
+    The mask is `pure` if one interval of keys per query explains all partial blocks. Other blocks keep their bits, and
+    equal blocks share them. O(elements), with a sync.
+
+    Args:
+        dense: bool [q_len, kv_len], [heads, q_len, kv_len] or [batch, heads, q_len, kv_len], with any strides.
+        block: The block in tokens: 64, 128, or a pair (queries, keys) of them.
+
+    Raises:
+        InvalidInput: For another dtype, number of dimensions or block.
+
+    Example:
+        >>> import torch, sparsek as sk
+        >>> seen = torch.ones(300, 300, dtype=torch.bool).tril()
+        >>> sk.BlockMask.from_dense(seen)
+        BlockMask(from_dense, 300 x 300, block 128x128, batch 1, heads 1, 6 of 9 blocks, 66.7 %, 3 partial, cpu)
     """
     if arguments.tensor("dense", dense).dtype != torch.bool or not 2 <= dense.ndim <= 4:
         raise InvalidInput(
@@ -67,17 +79,29 @@ def from_dense(cls: type[BlockMask], dense: Tensor, block: int | tuple[int, int]
 
 @not_traced("a block mask")
 def from_transformers(cls: type[BlockMask], mask: Tensor, block: int | tuple[int, int] = 128) -> BlockMask:
-    """The mask of an `attention_mask` that Hugging Face transformers hands to its models' attention.
+    """Return the mask of an `attention_mask` that Hugging Face transformers passes to the attention of a model.
 
-    `mask` is [B, 1 or H, S, T]: bool, true where query q sees key k, or additive in a float dtype, 0 where it does and
-    -1e4 or less (mostly the dtype's lowest number) where it does not. A query that sees nothing (left padding) stays
-    so: its output is 0, where transformers' eager attention takes the mean of all values. Raises InvalidInput for
-    anything between 0 and -1e4, which is a bias and no mask, and for None, which transformers passes where causality
-    alone is meant: use BlockMask.causal, or no mask.
+    A query that sees no key (left padding) gets output 0 here; transformers' eager attention gives the mean of all
+    values.
+
+    Args:
+        mask: [B, 1 or H, S, T]: bool, true where a query sees a key; or additive in a float dtype, 0 where it does, and
+            -1e4 or less (mostly the dtype's lowest number) where it does not.
+        block: The block in tokens: 64, 128, or a pair (queries, keys) of them.
+
+    Raises:
+        InvalidInput: For None, which transformers passes where it relies on causality; for numbers between 0 and -1e4,
+            which are a bias; and for another shape, dtype or block.
+
+    Example:
+        >>> import torch, sparsek as sk
+        >>> additive = torch.zeros(1, 1, 200, 200).masked_fill(torch.ones(200, 200).triu(1).bool(), -torch.inf)
+        >>> sk.BlockMask.from_transformers(additive).elements
+        20100
     """
     if mask is None:
         raise InvalidInput(
-            "attention_mask is None: transformers leaves it out where `is_causal` says all; "
+            "attention_mask is None, which transformers passes where is_causal is enough; "
             "use BlockMask.causal or no mask"
         )
     is_known = arguments.tensor("attention_mask", mask).dtype in (torch.bool, *dtypes.FLOATS)
@@ -91,7 +115,7 @@ def from_transformers(cls: type[BlockMask], mask: Tensor, block: int | tuple[int
 
 
 def _additive(slab: Tensor, where: tuple[int, ...]) -> Tensor:
-    """Where a slab [rows, T] of an additive mask is open. `where` is the index of its first row."""
+    """Where a slab [rows, T] of an additive mask is 0. `where` is the index of its first row."""
     opened = slab == 0
     strange = torch.nonzero(~(opened | (slab <= CLOSED)))
     if strange.numel():
@@ -111,7 +135,7 @@ def _from_elements(
     opened: Callable[[Tensor, tuple[int, ...]], Tensor],
     label: str,
 ) -> BlockMask:
-    """The mask of a tensor [batch, heads, q_len, kv_len] of which `opened` says where slabs of rows are open."""
+    """The mask of a tensor [batch, heads, q_len, kv_len]; `opened` turns slabs of its rows into bool."""
     sides = mask_block(block)
     batch, heads, q_len, kv_len = dense.shape
     made = TileMask((q_len, kv_len), sides, batch, heads, dense.device)
@@ -120,135 +144,33 @@ def _from_elements(
         for h in range(heads):
             for q in range(0, q_len, step):
                 slab = opened(dense[b, h, q : q + step], (b, h, q))
-                _look(made, (b * heads + h) * made.tiles + q // sides[0], slab)
+                made.add_slab(((b * heads + h) * made.tiles + q // sides[0], 0), slab)
     return made.mask(cls, label)
 
 
-def _look(made: TileMask, row: int, slab: Tensor) -> None:
-    """Add the blocks of bool [rows, kv_len], whose first query tile is row `row` of the mask."""
-    blocks = tiles_of(slab, made.block)
-    some, whole = blocks.any(3).any(1), blocks.all(3).all(1)
-    tiles, columns = torch.nonzero(whole, as_tuple=True)
-    made.add_full((row + tiles) * made.columns + columns)
-    tiles, columns = torch.nonzero(some & ~whole, as_tuple=True)
-    made.add((row + tiles) * made.columns + columns, blocks[tiles, :, columns])
-
-
-@not_traced("a block mask")
-def from_flex(cls: type[BlockMask], bm: FlexMask) -> BlockMask:
-    """The mask of a FlexAttention BlockMask (`torch.nn.attention.flex_attention`) with blocks of 64 or 128.
-
-    Full blocks are taken over. `mask_mod` is evaluated at the elements of the partial blocks and nowhere else, under
-    torch.vmap as FlexAttention does it; a block where it turns out to hold everywhere or nowhere becomes full or goes.
-    Lists with B = 1 or H = 1 are shared, and their `mask_mod` is asked for batch item or head 0 only. The lengths may
-    be ragged. Raises InvalidInput for other block sizes, for a sliced BlockMask, which has lost its `mask_mod`, and
-    for lists that repeat blocks or point outside.
-    """
-    from torch.nn.attention import flex_attention
-
-    if not isinstance(bm, flex_attention.BlockMask):
-        raise InvalidInput(f"from_flex takes a FlexAttention BlockMask, got {arguments.shown(bm)}")
-    if any(side not in BLOCK_SIZES for side in bm.BLOCK_SIZE):
-        raise InvalidInput(
-            f"BLOCK_SIZE is {tuple(bm.BLOCK_SIZE)}; blocks have sides of 64 or 128: "
-            "create_block_mask(..., BLOCK_SIZE=128), and no mask at all where every query sees every key"
-        )
-    if bm.kv_num_blocks.ndim != 3:
-        raise InvalidInput(
-            f"kv_num_blocks is {list(bm.kv_num_blocks.shape)}; it must be [B, H, query tiles]: "
-            "index a BlockMask with slices"
-        )
-    batch, heads, _ = bm.kv_num_blocks.shape
-    q_len, kv_len = bm.seq_lengths
-    made = TileMask((q_len, kv_len), mask_block(bm.BLOCK_SIZE), batch, heads, bm.kv_num_blocks.device)
-    partial = _cells(made, bm.kv_num_blocks, bm.kv_indices, "kv")
-    full = partial[:0]
-    if bm.full_kv_num_blocks is not None and bm.full_kv_indices is not None:
-        full = _cells(made, bm.full_kv_num_blocks, bm.full_kv_indices, "full_kv")
-    _refuse_repeats(made, torch.cat((partial, full)))
-    if partial.numel() and bm.mask_mod is getattr(flex_attention, "_sliced_mask_mod_error", None):
-        raise InvalidInput(
-            "a sliced BlockMask has lost its mask_mod; set it again from the BlockMask that was sliced"
-        )
-    reaches_beyond = (full % made.columns + 1) * made.block[1] > kv_len
-    made.add_full(full[~reaches_beyond])
-    step = CHUNK // (made.block[0] * made.block[1])
-    for cells in full[reaches_beyond].split(step):
-        made.add(cells, torch.ones(cells.numel(), *made.block, dtype=torch.bool, device=made.device))
-    for cells in partial.split(step):
-        made.add(cells, _asked(made, bm.mask_mod, cells))
-    return made.mask(cls, "from_flex")
-
-
-def _cells(made: TileMask, counts: Tensor, indices: Tensor, name: str) -> Tensor:
-    """Where the blocks of FlexAttention's lists are: row * Nb + column, in any order."""
-    shape = (made.batch, made.heads, made.tiles)
-    if tuple(counts.shape) != shape or tuple(indices.shape[:-1]) != shape:
-        raise InvalidInput(
-            f"{name}_num_blocks is {list(counts.shape)} and {name}_indices {list(indices.shape)}; "
-            f"{made.q_len} queries in tiles of {made.block[0]} need {list(shape)} and {[*shape, 'blocks']}"
-        )
-    counts, indices = counts.flatten(), indices.flatten(0, 2)
-    longest = indices.shape[1]
-    if bool((counts > longest).any()):
-        raise InvalidInput(
-            f"{name}_num_blocks counts {counts.max()} blocks in a row; {name}_indices holds {longest}"
-        )
-    rows, slots = torch.nonzero(torch.arange(longest, device=made.device) < counts[:, None], as_tuple=True)
-    columns = indices[rows, slots].long()
-    wrong = torch.nonzero((columns < 0) | (columns >= made.columns))
-    if wrong.numel():
-        at = wrong[0, 0]
-        raise InvalidInput(
-            f"{name}_indices lists block {columns[at]} for row {rows[at]} of {made.rows}; "
-            f"{made.kv_len} keys in blocks of {made.block[1]} are blocks 0 to {made.columns - 1}"
-        )
-    return rows * made.columns + columns
-
-
-def _refuse_repeats(made: TileMask, cells: Tensor) -> None:
-    ordered = cells.sort().values
-    again = torch.nonzero(ordered[1:] == ordered[:-1])
-    if again.numel():
-        cell = int(ordered[again[0, 0]])
-        row, column = divmod(cell, made.columns)
-        raise InvalidInput(
-            f"row {row} of {made.rows} lists block {column} twice; a block is partial or full, once"
-        )
-
-
-def _asked(made: TileMask, mask_mod: MaskMod, cells: Tensor) -> Tensor:
-    """What `mask_mod` says of the elements of blocks, bool [n, bq, bk]. It is not asked beyond the lengths."""
-    from torch.nn.attention.flex_attention import create_mask
-
-    if not cells.numel():
-        return torch.empty(0, *made.block, dtype=torch.bool, device=made.device)
-    queries, keys = made.positions(cells)
-    queries.clamp_(max=made.q_len - 1)
-    keys.clamp_(max=made.kv_len - 1)
-    groups = cells // (made.columns * made.tiles)
-    batch_items, heads = groups // made.heads, groups % made.heads
-
-    def at(block: Tensor, _: Tensor, row: Tensor, column: Tensor) -> Tensor:
-        return mask_mod(batch_items[block], heads[block], queries[block, row], keys[block, column])
-
-    # The number of the block stands where FlexAttention counts batch items, so that its own vmap does the rest.
-    return create_mask(at, cells.numel(), 1, *made.block, device=made.device)[:, 0].bool()
-
-
 def to_flex(mask: BlockMask, q_heads: int | None = None) -> FlexMask:
-    """The same mask as a FlexAttention BlockMask, for eager and compiled flex_attention on the mask's device.
+    """Return the same mask as a FlexAttention BlockMask, for eager and compiled flex_attention on the mask's device.
 
-    FlexAttention's lists are dense: eight bytes or more for each of the B * H * Mb * Nb blocks, stored or not, and its
-    transposed lists as much again. A mask whose `heads` are those of k and v under GQA needs `q_heads`, since
-    FlexAttention counts the heads of q. `mask_mod` reads the mask's tensors, so that another mask whose tensors have
-    the same sizes makes nothing compile again. Raises InvalidInput if `q_heads` is not a multiple of the mask's heads,
-    and for a length of 0.
+    FlexAttention's lists are dense: at least eight bytes for each of the B * H * Mb * Nb blocks, stored or not, and as
+    much again for its transposed lists. Its `mask_mod` reads the mask's tensors, so another mask whose tensors have the
+    same sizes recompiles nothing. Waits for the device.
+
+    Args:
+        q_heads: Heads of q, a multiple of the mask's heads. Needed under GQA for a mask of the heads of k and v,
+            because FlexAttention counts the heads of q.
+
+    Raises:
+        InvalidInput: If `q_heads` is no multiple of the mask's heads, and for a length of 0.
+
+    Example:
+        >>> import sparsek as sk
+        >>> sk.BlockMask.causal(1000).to_flex().shape
+        (1, 1, 1000, 1000)
     """
     from torch.nn.attention.flex_attention import BlockMask as FlexMask
 
     if 0 in mask.grid:
-        raise InvalidInput(f"the mask is {mask.q_len} x {mask.kv_len}; FlexAttention knows no length of 0")
+        raise InvalidInput(f"the mask is {mask.q_len} x {mask.kv_len}; FlexAttention has no length of 0")
     repeat = _repeat(mask, q_heads)
     mask.verify(wait=True)
     lists = [part for each in (mask.partial, mask.full) for part in _padded(mask, each, mask.grid[1], repeat)]
@@ -258,13 +180,13 @@ def to_flex(mask: BlockMask, q_heads: int | None = None) -> FlexMask:
 
 
 def to_fa4(mask: BlockMask, q_heads: int | None = None) -> FlashLists:
-    """The same mask as FlashAttention-4 (`flash_attn.cute`) takes it: compact lists, and tensors for its rule.
+    """Return the same mask in the form that FlashAttention-4 (`flash_attn.cute`) takes.
 
-    B and H are 1 where the mask is shared; `q_heads` as in `to_flex`. Counts are [B, H, Mb]; indices are [B, H, Mb, w]
-    with w blocks of the longest row, at least 1, and 0 behind a row's count. `lo` and `hi` are [1 or B, 1 or H,
-    Mb * bq] and 0 beyond q_len, since kernels read whole tiles. A mask that is not `pure` has two more: `table`
-    [B, H, Mb, Nb] holds -3 for a block that is not stored, -2 for full, -1 for one that goes by interval, and for any
-    other the number of its `bits` [n, bq, bk / 32].
+    B and H are 1 where the mask is shared. Counts are [B, H, Mb]; indices are [B, H, Mb, w], with w the blocks of the
+    longest row, at least 1, and 0 after a row's count. `lo` and `hi` are [1 or B, 1 or H, Mb * bq], and 0 beyond q_len,
+    because kernels read whole tiles. A mask that is not `pure` has two more tensors: `table` [B, H, Mb, Nb], which
+    holds -3 for a block that is not stored, -2 for full, -1 for one by interval, and else the index of its `bits` [n,
+    bq, bk / 32]. Waits for the device.
 
     FlashAttention-4 compiles the rule of partial blocks into its kernel, so the caller writes it. By interval:
 
@@ -278,8 +200,14 @@ def to_fa4(mask: BlockMask, q_heads: int | None = None) -> FlashLists:
         flash_attn_func(q, k, v, mask_mod=rule, aux_tensors=[lists.lo, lists.hi],
                         block_sparse_tensors=BlockSparseTensorsTorch(*lists[:4], block_size=lists.block_size))
 
-    with b[0] and h[0] for 0 where the mask is not shared, and q, k, v [B, S, H, D]. On Hopper the block must be the
-    kernel's tile: 128 x 128 up to D = 128. Raises InvalidInput if `q_heads` is not a multiple of the mask's heads.
+    with b[0] and h[0] in place of 0 where the mask is not shared, and q, k, v [B, S, H, D]. On Hopper the block must be
+    the kernel's tile: 128 x 128 up to D = 128.
+
+    Args:
+        q_heads: As in `to_flex`.
+
+    Raises:
+        InvalidInput: If `q_heads` is no multiple of the mask's heads.
     """
     repeat = _repeat(mask, q_heads)
     mask.verify(wait=True)
@@ -293,9 +221,19 @@ def to_fa4(mask: BlockMask, q_heads: int | None = None) -> FlashLists:
 
 
 def from_pattern(cls: type[BlockMask], pattern: BlockPattern) -> BlockMask:
-    """The mask that sees all of each stored block of a pattern [q_len, kv_len]; blocks of 64 or 128. No sync.
+    """Return the mask in which a query sees every key of each stored block of a pattern. No sync.
 
-    All batch items and heads share it. `& BlockMask.causal(...)` takes the upper triangle away.
+    Args:
+        pattern: A `BlockPattern` [q_len, kv_len] with blocks of 64 or 128. All batch items and heads share it.
+
+    Raises:
+        InvalidInput: For anything else, and for other blocks.
+
+    Example:
+        >>> import sparsek as sk
+        >>> pattern = sk.random_bsr(512, 512, 128, density=0.5).pattern
+        >>> sk.BlockMask.from_pattern(pattern).stored_blocks
+        8
     """
     if not isinstance(pattern, BlockPattern):
         raise InvalidInput(
@@ -313,7 +251,22 @@ def from_pattern(cls: type[BlockMask], pattern: BlockPattern) -> BlockMask:
 
 
 def to_pattern(mask: BlockMask, head: int = 0, batch: int = 0) -> BlockPattern:
-    """Which blocks one head of one batch item visits, in full or in part, as a pattern [q_len, kv_len]. Syncs."""
+    """Return the blocks that one head of one batch item visits, in full or in part, as a `BlockPattern`.
+
+    Waits for the device.
+
+    Args:
+        head: The head, 0 to heads - 1.
+        batch: The batch item, 0 to batch - 1.
+
+    Raises:
+        InvalidInput: If the mask has no such head or batch item.
+
+    Example:
+        >>> import sparsek as sk
+        >>> sk.BlockMask.causal(512).to_pattern().nnzb
+        10
+    """
     first, (tiles, columns) = as_row(mask, head, batch), mask.grid
     mask.verify(wait=True)
     rows = torch.arange(first, first + tiles, device=mask.device)
@@ -331,7 +284,7 @@ def as_row(mask: BlockMask, head: int, batch: int) -> int:
 def _mask_mod(mask: BlockMask, repeat: int) -> MaskMod:
     """The mask as a function of positions, from its tensors; q head h uses the mask's head h // repeat.
 
-    It holds for every block, stored or not: eager flex_attention asks for all of them and does not look at the lists.
+    It holds for every block, stored or not: eager flex_attention evaluates all of them and does not read the lists.
     """
     q_len, (bq, bk), (tiles, columns) = mask.q_len, mask.block, mask.grid
     lo, hi = _interval(mask)
@@ -360,7 +313,7 @@ def _mask_mod(mask: BlockMask, repeat: int) -> MaskMod:
 
 
 def _interval(mask: BlockMask) -> tuple[Tensor, Tensor]:
-    """lo and hi, int32 [1 or batch * heads, q_len]; a mask without them admits every key."""
+    """lo and hi, int32 [1 or batch * heads, q_len]; for a mask without them those that admit every key."""
     if mask.lo is not None and mask.hi is not None:
         return mask.lo, mask.hi
     hi = torch.full((1, mask.q_len), mask.kv_len, dtype=torch.int32, device=mask.device)
@@ -368,7 +321,7 @@ def _interval(mask: BlockMask) -> tuple[Tensor, Tensor]:
 
 
 def _is_all_of_interval(mask: BlockMask, table: Tensor) -> bool:
-    """Whether every query sees exactly its interval: the stored blocks of a row are one run, and all that is needed."""
+    """Whether each query sees exactly its interval: a row's stored blocks are one run that covers it."""
     if not mask.pure:
         return False
     lo, hi = _interval(mask)
@@ -389,7 +342,7 @@ def _whole_tiles(mask: BlockMask, bound: Tensor, repeat: int) -> Tensor:
 
 
 def _padded(mask: BlockMask, lists: BlockLists, width: int, repeat: int) -> tuple[Tensor, Tensor]:
-    """Counts [B, H, Mb] and indices [B, H, Mb, width], 0 behind the counts; each head `repeat` times."""
+    """Counts [B, H, Mb] and indices [B, H, Mb, width], 0 after the counts; each head `repeat` times."""
     rows, entries = stored_entries(lists, torch.arange(mask.rows, device=mask.device))
     indices = torch.zeros(mask.rows, width, dtype=torch.int32, device=mask.device)
     indices[rows, entries - lists.starts[rows]] = lists.indices[entries]
@@ -402,7 +355,7 @@ def _by_head(mask: BlockMask, rows: Tensor, repeat: int) -> Tensor:
 
 
 def _tiles(mask: BlockMask, bound: Tensor, beyond: int) -> Tensor:
-    """[groups, Mb, bq] of [groups, q_len], with a number for the queries beyond q_len."""
+    """[groups, Mb, bq] of [groups, q_len], with `beyond` for the queries beyond q_len."""
     missing = mask.grid[0] * mask.block[0] - mask.q_len
     return functional.pad(bound, (0, missing), value=beyond).unflatten(1, (-1, mask.block[0]))
 

@@ -1,9 +1,9 @@
-"""Lists of blocks, what a mask is made of: on the device, on the host and transposed; and how builders write them.
+"""The lists of blocks that a mask consists of, on the device, on the host and transposed; and how builders write them.
 
-A few numbers per row are worked out on the host, the entries are written on the device. A row of a structured mask is a
-few *runs* of block columns with a fixed step. Their firsts, steps and counts come from closed forms (numpy, [rows]), go
-to the device in one copy, and become entries there. So the host knows every size, waits for nothing, and neither side
-visits a block that is not stored.
+The host computes a few numbers per row, the device writes the entries. A row of a structured mask is a few *runs* of
+block columns with a fixed step. Their firsts, steps and counts come from closed forms (numpy, [rows]), go to the device
+in one copy, and are expanded there. The host has every size without a sync, and the work follows the stored
+blocks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ALIGNED = 4  # int32 words in 16 bytes: Triton compiles anew for pointers that a
 class BlockLists(NamedTuple):
     """Rows of block columns, int32: row r holds indices[starts[r] : starts[r] + counts[r]], ascending and unique.
 
-    Rows may share entries of `indices`, and `indices` may hold entries of no row. `starts` and `counts` are [rows].
+    `starts` and `counts` are [rows]. Rows may share entries of `indices`, and `indices` may hold entries of no row.
     """
 
     starts: Tensor
@@ -68,8 +68,8 @@ class HostMask(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """What the host knows without asking the device, summed over rows: stored blocks, how many of them are partial,
-    and the blocks of the longest row. Upper bounds unless `exact`.
+    """The sizes that the host has without a sync, summed over rows: stored blocks, partial blocks among them, and the
+    blocks of the longest row. Upper bounds unless `exact`.
     """
 
     stored: int
@@ -79,11 +79,15 @@ class Sizes(NamedTuple):
 
 
 class Frame(TypedDict, total=False):
-    """What most builders take besides `seq_len`, by keyword.
+    """The options that most builders of masks take beside `seq_len`, by keyword.
 
-    `q_len` and `kv_len` replace `seq_len` where they differ. `block` is 64, 128 (the default) or a pair (bq, bk) of
-    them. `device` is torch's default device if left out. Query q stands at key position q + `q_offset`, which is
-    kv_len - q_len if left out: the last query stands at the last key.
+    Attributes:
+        q_len: Queries, in tokens; with `kv_len` in place of `seq_len`.
+        kv_len: Keys, in tokens.
+        block: The block in tokens: 64, 128 (the default), or a pair (queries, keys) of them.
+        device: Where the mask is made; torch's default device if left out.
+        q_offset: Query q stands at key position q + q_offset. kv_len - q_len if left out: the last query stands at the
+            last key.
     """
 
     q_len: int | None
@@ -95,7 +99,7 @@ class Frame(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Place:
-    """Lengths, block, device and offset of a mask in the making, checked."""
+    """The checked lengths, block, device and offset of a mask in the making."""
 
     q_len: int
     kv_len: int
@@ -115,7 +119,7 @@ class Place:
         q_offset: int | None = None,
         **unknown: Any,
     ) -> Place:
-        """From what builders take: see `Frame`."""
+        """From the arguments of a builder: see `Frame`."""
         if unknown:
             names = ", ".join(unknown)
             raise InvalidInput(
@@ -137,7 +141,7 @@ class Place:
         if q_offset is not None:
             offset = arguments.integer("q_offset", q_offset, -INT32_MAX)
         if abs(offset) + q_len > INT32_MAX:
-            raise InvalidInput(f"q_offset is {offset}; queries must stand at int32 positions")
+            raise InvalidInput(f"q_offset is {offset}; the positions of queries must fit int32")
         return cls(q_len, kv_len, sides, as_device(device), offset)
 
     @property
@@ -157,11 +161,11 @@ class Place:
 
     @property
     def reach(self) -> int:
-        """More keys than there are between any query and any key."""
+        """More keys than lie between any query and any key."""
         return self.q_len + self.kv_len + abs(self.q_offset) + 1
 
     def blocks(self, keys: int) -> int:
-        """As many keys in blocks, rounded up; no more than matters."""
+        """A number of keys in blocks, rounded up; bounded by `reach`."""
         return -(-min(keys, self.reach) // self.block[1])
 
     def positions(self, shift: int) -> Tensor:
@@ -172,7 +176,7 @@ class Place:
 
 
 def as_device(device: str | torch.device | None) -> torch.device:
-    """A device as builders take it: torch's default one for None."""
+    """A checked device; torch's default one for None."""
     return arguments.device("device", torch.get_default_device() if device is None else device)
 
 
@@ -188,7 +192,7 @@ def mask_block(block: Any) -> tuple[int, int]:
 
 
 def mask_length(value: Any, name: str, side: int) -> int:
-    """A length as a plain int, which in whole blocks fits int32."""
+    """A length as a plain int that, rounded up to blocks, fits int32."""
     length = arguments.integer(name, value)
     if -(-length // side) * side > INT32_MAX:
         raise InvalidInput(f"{name} is {length}; in whole blocks of {side} it must fit int32 ({INT32_MAX})")
@@ -196,7 +200,7 @@ def mask_length(value: Any, name: str, side: int) -> int:
 
 
 def as_lengths(lengths: Any) -> list[np.ndarray]:
-    """Rows of documents' lengths, int64, from one row or several. InvalidInput for anything but ints of at least 0."""
+    """Rows of document lengths, int64, from one row or several. InvalidInput for anything but ints from 0."""
     if isinstance(lengths, Tensor) and arguments.tensor("lengths", lengths).device.type != "cpu":
         raise InvalidInput(f"lengths are on {lengths.device}, and the host needs them; use a list or .cpu()")
     try:
@@ -204,7 +208,7 @@ def as_lengths(lengths: Any) -> list[np.ndarray]:
     except (LookupError, TypeError, ValueError, RuntimeError) as error:
         given = arguments.shown(lengths)
         raise InvalidInput(
-            f"lengths is {given}; it must hold the length of each document, or such a row for each batch item"
+            f"lengths is {given}; it must hold the length of each document, or a row of lengths for each batch item"
         ) from error
     for at, row in enumerate(rows):
         if row.ndim != 1 or not row.size or row.dtype.kind not in "iu":
@@ -220,9 +224,9 @@ def as_lengths(lengths: Any) -> list[np.ndarray]:
 
 
 class Runs(NamedTuple):
-    """Block columns of each row: a piece is `count` columns from `first` on, `step` apart. int64 [pieces, rows].
+    """The block columns of each row: a piece is `count` columns from `first` on, `step` apart. int64 [pieces, rows].
 
-    Pieces of a row ascend. Without `step` a row is one piece of neighbours. Steps may be [pieces, 1].
+    The pieces of a row ascend. Without `step` a row is one piece of adjacent columns. Steps may be [pieces, 1].
     """
 
     first: np.ndarray
@@ -231,7 +235,7 @@ class Runs(NamedTuple):
 
     @classmethod
     def between(cls, first: np.ndarray, end: np.ndarray) -> Runs:
-        """Neighbouring columns; none where end <= first. Both [rows]."""
+        """Adjacent columns; none where end <= first. Both [rows]."""
         return cls(first[None], np.maximum(end - first, 0)[None])
 
     @classmethod
@@ -241,7 +245,7 @@ class Runs(NamedTuple):
 
     @classmethod
     def single(cls, column: np.ndarray, there: np.ndarray) -> Runs:
-        """Columns [pieces, rows], those that are there."""
+        """Single columns [pieces, rows], where `there` is true."""
         return cls(column, there.astype(np.int64), np.ones((len(column), 1), np.int64))
 
     def then(self, more: Runs) -> Runs:
@@ -261,7 +265,7 @@ class Runs(NamedTuple):
         return self._replace(first=self.first + skipped * step, count=self.count - skipped)
 
     def _to(self, edge: np.ndarray) -> np.ndarray:
-        """How many columns would be before the edge if pieces never ended."""
+        """How many columns precede the edge, if pieces had no end."""
         gap = edge - self.first
         return np.maximum(gap if self.step is None else -(-gap // self.step), 0)
 
@@ -276,7 +280,7 @@ def refuse_capture() -> None:
 
 
 def upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
-    """int32 tensors of the same shapes, in one copy that the host does not wait for."""
+    """int32 tensors of the same shapes, by one copy without a sync."""
     if device.type == "cpu":
         return [torch.from_numpy(each.astype(np.int32)) for each in arrays]
     refuse_capture()
@@ -321,10 +325,11 @@ def assemble(
 
 
 def table_of_runs(runs: Runs, counts: np.ndarray) -> list[np.ndarray]:
-    """starts and counts of rows that are one run each: they share the list of all columns.
+    """The numbers from which `lists_of_runs` makes the lists.
 
-    Of others starts and counts, and of each piece int32 [4, pieces, rows]: its count, first column and step, and how
-    many entries come before it. Where nothing is counted anything may stand.
+    Of rows of one piece: starts and counts, because they share the list of all columns. Of others: starts, counts, and
+    of each piece int32 [4, pieces, rows]: its count, first column and step, and the entries before it. Where the count
+    is 0 the other numbers are arbitrary.
     """
     if runs.step is None:
         return [np.where(counts > 0, runs.first[0], 0), counts]
@@ -338,7 +343,7 @@ def table_of_runs(runs: Runs, counts: np.ndarray) -> list[np.ndarray]:
 
 
 def lists_of_runs(table: Sequence[Tensor], every: Tensor, stored: int) -> BlockLists:
-    """The lists, from a table that has arrived."""
+    """The lists, from a table on the device."""
     starts, counts = table[:2]
     if len(table) == 2:
         return BlockLists(starts, counts, every)
@@ -355,12 +360,12 @@ def exact_sizes(full: np.ndarray, partial: np.ndarray) -> Sizes:
 
 
 def heavy_blocks(full: np.ndarray, partial: np.ndarray) -> int:
-    """Blocks of rows that are more than twice as long as the mean."""
+    """The blocks of rows that are more than twice as long as the mean."""
     both = full.astype(np.int64) + partial
     return int(both[both * both.size > 2 * both.sum()].sum())
 
 
 def check_stored(stored: int) -> None:
-    """InvalidInput if positions of entries do not fit int32."""
+    """InvalidInput if the positions of entries do not fit int32."""
     if stored > INT32_MAX:
         raise InvalidInput(f"the mask has {stored} blocks; at most {INT32_MAX} (int32) can be indexed")

@@ -1,11 +1,11 @@
-"""Which query-key pairs attention visits: for every query tile, key blocks it visits whole and key blocks in part.
+"""BlockMask: the query-key pairs of attention, as lists of key blocks for each query tile.
 
-Two lists per query tile, in compressed rows: *full* blocks need no test, *partial* blocks have an element rule.
-Nothing here grows with the blocks that are absent; rows that visit the same run of blocks share its entries.
+Two lists per query tile, in compressed rows: *full* blocks are visited without a test, *partial* blocks have an element
+rule. Memory and time do not grow with the blocks that are absent; rows that visit the same run of blocks share its
+entries.
 
-The work is done by the modules that this one imports: `structured`, `documents` and `scored` make masks, `compose`
-joins them, `view` looks at their elements, `check` is the constructor's, `interop` knows other libraries. They are
-given the class, or a mask.
+The methods come from modules that this one imports: `structured`, `documents` and `scored` build masks, `compose`
+combines them, `view` reads their elements, `check` has the checks of the constructor, `interop` and `flex` convert.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sparsek.core import arguments
 from sparsek.core.home import Home
 from sparsek.core.record import Record, record
 from sparsek.core.tracing import saveable
-from sparsek.mask import check, compose, interop, lists, scored, structured, view
+from sparsek.mask import check, compose, flex, interop, lists, scored, structured, view
 from sparsek.mask.lists import BlockLists, Frame, HostMask, Sizes, TransposedLists
 from sparsek.pictures import masks as pictures
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class FullBlocks:
-    """`full` names two things: `mask.full` are the full blocks of a mask, `BlockMask.full(seq_len)` makes one."""
+    """The two meanings of `full`: `mask.full` are the full blocks of a mask, `BlockMask.full(seq_len)` makes a mask."""
 
     def __init__(self, owner: type[BlockMask]) -> None:
         self.owner = owner
@@ -43,11 +43,27 @@ class FullBlocks:
     @overload
     def __get__(self, mask: BlockMask, owner: type[BlockMask]) -> BlockLists: ...
     def __get__(self, mask: BlockMask | None, owner: type[BlockMask]) -> Any:
-        """Masks keep their lists in their own dictionary, which is asked first: only the class comes here."""
+        """The builder, for the class; the instance attribute `full` takes precedence over this descriptor."""
         return self
 
     def __call__(self, seq_len: int | None = None, **frame: Unpack[Frame]) -> BlockMask:
-        """The mask with which every query sees every key. `frame`: see `Frame`."""
+        """Return the mask in which every query sees every key.
+
+        Args:
+            seq_len: Queries and keys, in tokens, where there are as many of both.
+            **frame: `q_len` and `kv_len` where they differ, `block`, `device` and `q_offset`: see `Frame`.
+
+        Returns:
+            A mask shared by all batch items and heads. Made without a host sync.
+
+        Raises:
+            InvalidInput: For lengths, blocks or devices that no mask has.
+
+        Example:
+            >>> import sparsek as sk
+            >>> sk.BlockMask.full(q_len=100, kv_len=300)
+            BlockMask(full, 100 x 300, block 128x128, batch 1, heads 1, 3 of 3 blocks, 100 %, 1 partial, cpu)
+        """
         return structured.full(self.owner, seq_len, **frame)
 
     if TYPE_CHECKING:
@@ -58,22 +74,52 @@ class FullBlocks:
 @record(leaves=("full", "partial", "lo", "hi", "rules", "bits"))
 @dataclass(frozen=True, eq=False, repr=False)
 class BlockMask(Home, Record):
-    """For every (batch item, head, query tile) the key blocks that are visited.
+    """Which keys each query sees, as the key blocks that each query tile visits.
 
-    `q_len` queries, `kv_len` keys; `block` is (bq, bk), each 64 or 128. `batch` and `heads` are 1 where all batch
-    items or heads share the lists. Row r = (b * heads + h) * Mb + i describes query tile i, i < Mb = ceil(q_len / bq).
+    Builders make masks of known form (`causal`, `sliding_window`, `strided`, `dilated`, `bigbird`, `block_diagonal`),
+    of scores (`topk`), of lists (`from_blocks`, `from_pattern`), and of other forms (`from_dense`, `from_mask_mod`,
+    `from_flex`, `from_transformers`). `a & b` and `a | b` combine masks; `per_head` and `per_batch` join them.
 
-    Query q sees key k of a full block always, and of a partial block by the block's rule. `rules` is int32, parallel
-    to `partial.indices`: BY_INTERVAL (-1) means lo[q] <= k < hi[q]; r >= 0 means bits[r]. No `rules`: all by interval.
-    `lo` and `hi` are int32 [1 or batch * heads, q_len]. `bits` is int32 [n, bq, bk / 32]: bit c % 32 of word c // 32
-    of row q is key c of the block.
+    The constructor takes the lists themselves. Row r = (b * heads + h) * Mb + i describes query tile i of head h of
+    batch item b, with i < Mb = ceil(q_len / bq). A query sees every key of a full block, and of a partial block the
+    keys that the block's rule admits. The constructor checks everything, with one wait for the device, and replaces
+    `sizes` by the true ones. The tensors must not be written to afterwards.
 
-    Always: a block that reaches beyond kv_len is partial, and no rule admits a key that is not there.
-    `pure`: every stored block is all that the interval admits of it (no bits, and full blocks lie inside; without
-    `lo` and `hi` the interval is every key). `label` says in words what the mask is.
+    Attributes:
+        q_len: Queries, in tokens.
+        kv_len: Keys, in tokens.
+        block: (bq, bk), in tokens, each 64 or 128.
+        batch: Batch items with lists of their own; 1 if all share them.
+        heads: Heads with lists of their own, those of q or of k; 1 if all share them.
+        full: `BlockLists` of the full blocks. None of them reaches beyond kv_len.
+        partial: `BlockLists` of the partial blocks.
+        lo: int32 [1 or batch * heads, q_len] or None. By interval, query q sees key k if lo[q] <= k < hi[q].
+        hi: Like `lo`; at most kv_len.
+        rules: int32, parallel to `partial.indices`: BY_INTERVAL (-1), or r >= 0 for bits[r]. None: all are by interval.
+        bits: int32 [n, bq, bk / 32] or None: bit c % 32 of word c // 32 of row q is key c of the block.
+        sizes: Stored blocks, partial blocks, and the blocks of the longest row; upper bounds where `exact` is False.
+        pure: Whether the interval explains every stored block: there are no bits, and full blocks lie inside. Without
+            `lo` and `hi` the interval is every key.
+        label: The mask in words.
 
-    Construction checks everything with one wait for the device, raises InvalidInput that says where the fault is,
-    and replaces `sizes` by what the lists hold. Do not write to the tensors afterwards.
+    Raises:
+        InvalidInput: For a fault in the lists, with its position.
+
+    Example:
+        >>> import sparsek as sk
+        >>> mask = sk.BlockMask.sliding_window(320, window=128, block=64)
+        >>> mask.stored_blocks, mask.grid, mask.density
+        (12, (5, 5), 0.48)
+        >>> print(mask.plot())
+        ┌──────────┐
+        │▒▒        │
+        │██▒▒      │
+        │▒▒██▒▒    │
+        │  ▒▒██▒▒  │
+        │    ▒▒██▒▒│
+        └──────────┘
+        BlockMask(sliding_window(128), 320 x 320, block 64x64, batch 1, heads 1, 12 of 25 blocks, 48 %, 8 partial, cpu)
+        █ full, ▒ partial
     """
 
     q_len: int
@@ -100,7 +146,7 @@ class BlockMask(Home, Record):
 
     @classmethod
     def unchecked(cls, **parts: Any) -> BlockMask:
-        """A mask from fields that are known to be right: no check, no sync."""
+        """Return a mask of fields that are known to be right, without a check or a sync. Internal."""
         return super().unchecked(**{name: _saveable(part) for name, part in parts.items()})
 
     @property
@@ -110,16 +156,17 @@ class BlockMask(Home, Record):
 
     @property
     def rows(self) -> int:
-        """batch * heads * Mb."""
+        """Rows of the lists, batch * heads * Mb."""
         return self.batch * self.heads * self.grid[0]
 
     @property
     def device(self) -> torch.device:
+        """The device of the lists."""
         return self.full.starts.device
 
     @property
     def stored_blocks(self) -> int:
-        """Blocks visited, summed over batch * heads. Waits for the device once if `sizes` is not exact."""
+        """Visited blocks, summed over batch * heads. Waits for the device once if `sizes` is not exact."""
         return self._counted[0]
 
     @property
@@ -132,7 +179,7 @@ class BlockMask(Home, Record):
 
     @property
     def partial_blocks(self) -> int:
-        """How many of the stored blocks have an element rule. Waits for the device once if `sizes` is not exact."""
+        """Stored blocks with an element rule. Waits for the device once if `sizes` is not exact."""
         return self._counted[1]
 
     @property
@@ -165,7 +212,7 @@ class BlockMask(Home, Record):
     def transposed(self) -> TransposedLists:
         """For every key block the query tiles that visit it. Built once, without a sync.
 
-        Lists that are built while a CUDA graph is captured belong to the graph: they are not kept.
+        Lists that are built while a CUDA graph is captured belong to the graph and are not kept.
         """
         in_graph = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         if in_graph and "transposed" not in self._memo:
@@ -173,19 +220,36 @@ class BlockMask(Home, Record):
         return self.derived("transposed", lambda: view.transposed(self))
 
     def verify(self, wait: bool = False) -> None:
-        """Raises InvalidInput if the device found a fault in what the mask was made from, such as a NaN score.
+        """Raise InvalidInput if the device found a fault in what the mask was made from, such as a NaN score.
 
-        On a GPU `topk` and `from_blocks` check there and do not wait for the finding; until it has arrived this
-        returns at once, unless `wait`. A faulty mask is safe to follow, but means nothing. `from_blocks` also counts
-        there: what it counted takes the place of the bounds in `sizes`.
+        On a GPU `topk` and `from_blocks` check there. Every call with the mask verifies it, so this is for CUDA graphs
+        and compiled functions, which do not. A mask with a fault causes no access out of bounds, but its result means
+        nothing. Lists that `from_blocks` counted on the device have exact `sizes` from then on.
+
+        Args:
+            wait: Whether to wait for the device. Without it nothing is raised until the result has arrived.
+
+        Raises:
+            InvalidInput: With the position of the fault.
+
+        Example:
+            >>> import sparsek as sk
+            >>> sk.BlockMask.causal(1000).verify(wait=True)
         """
         if wait is not True and wait is not False:
             arguments.flag("wait", wait)
-        for each in self._memo.get("asked", ()):
-            each.tell(self, wait)
+        for each in self._memo.get("readbacks", ()):
+            each.apply(self, wait)
 
     def to(self, device: str | torch.device) -> BlockMask:
-        """The same mask on `device`; this very object if it is there already."""
+        """Return the same mask on another device; this object if it is there already.
+
+        Args:
+            device: "cpu", "cuda", "cuda:0" or a torch.device.
+
+        Raises:
+            InvalidInput: For a device that this machine does not have.
+        """
         target = arguments.device("device", device)
         if target == self.device:
             return self
@@ -197,8 +261,8 @@ class BlockMask(Home, Record):
     dense_rows = view.dense_rows
     to_dense = view.to_dense
 
-    # Builders. None waits for a CUDA device, and only `topk` looks at blocks that it does not store. torch.compile does
-    # not trace them: under fullgraph=True they are refused, otherwise they run between two graphs.
+    # Builders. None waits for a CUDA device, and only `topk` reads blocks that it does not store. torch.compile does
+    # not trace them: they raise under fullgraph=True, and run between two graphs otherwise.
     causal = classmethod(structured.causal)
     sliding_window = classmethod(structured.sliding_window)
     strided = classmethod(structured.strided)
@@ -208,7 +272,7 @@ class BlockMask(Home, Record):
     topk = classmethod(scored.topk)
     from_blocks = classmethod(scored.from_blocks)
 
-    # Composition. Waits for the device.
+    # Combinations. These wait for the device.
     __and__ = compose.both
     __or__ = compose.either
     per_head = classmethod(compose.per_head)
@@ -217,14 +281,15 @@ class BlockMask(Home, Record):
     # Other libraries. These may wait for the device.
     from_dense = classmethod(interop.from_dense)
     from_transformers = classmethod(interop.from_transformers)
-    from_flex = classmethod(interop.from_flex)
+    from_flex = classmethod(flex.from_flex)
+    from_mask_mod = classmethod(flex.from_mask_mod)
     from_pattern = classmethod(interop.from_pattern)
     to_flex = interop.to_flex
     to_fa4 = interop.to_fa4
     to_pattern = interop.to_pattern
 
     def drawn(self, head: int = 0, batch: int = 0) -> pictures.Head:
-        """What pictures show of one head of one batch item. Waits for the device."""
+        """One head of one batch item, for pictures. Waits for the device."""
         first = interop.as_row(self, head, batch)
         self.verify(wait=True)
         rows = slice(first, first + self.grid[0])
@@ -254,7 +319,7 @@ class BlockMask(Home, Record):
 
     @property
     def summary(self) -> str:
-        """How much is stored, in words: "528 of 1024 blocks, 51.6 %, 32 partial". No sync: "at most" for bounds."""
+        """The stored blocks in words: "528 of 1024 blocks, 51.6 %, 32 partial". No sync: "at most" for bounds."""
         cells = self.rows * self.grid[1]
         share = 100 * self.sizes.stored / cells if cells else 0.0
         most = "" if self.sizes.exact else "at most "
@@ -267,15 +332,15 @@ class BlockMask(Home, Record):
         return super().__reduce__()
 
 
-KEPT = ("host", "counted", "elements", "asked", "heavy")
+KEPT = ("host", "counted", "elements", "readbacks", "heavy")
 LISTS = ("full", "partial")
 TENSORS = ("lo", "hi", "rules", "bits")
-# After the dataclass has been made: to it the descriptor would be a default.
+# After the dataclass is made, which would take the descriptor for a default.
 setattr(BlockMask, "full", FullBlocks(BlockMask))  # noqa: B010
 
 
 def _saveable(part: Any) -> Any:
-    """A part of a mask, whose tensors a backward pass can save."""
+    """A part of a mask, with tensors that a backward pass can save."""
     return BlockLists(*map(saveable, part)) if isinstance(part, BlockLists) else saveable(part)
 
 
@@ -292,7 +357,7 @@ def _count(mask: BlockMask) -> tuple[int, int]:
 
 
 def _to_host(mask: BlockMask) -> HostMask:
-    """Copies that wait for the device once: the last of them, on the same stream."""
+    """Copies of all tensors. Waits once, for the last one, on the same stream."""
     parts = [None if part is None else part.to("cpu", non_blocking=True) for part in _leaves(mask)]
     if mask.device.type == "cuda":
         torch.cuda.current_stream(mask.device).synchronize()

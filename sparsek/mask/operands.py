@@ -1,4 +1,4 @@
-"""What q, k and v must be for a mask to apply to them."""
+"""The checks of q, k and v that need no mask."""
 
 from typing import Any
 
@@ -9,6 +9,9 @@ from sparsek.core import arguments, dtypes
 from sparsek.core.errors import InvalidInput
 
 MOVE = "move one of them, SparseK does not"
+SWAPPED = (
+    "; q and k seem to be [B, S, H, D], and attention takes [B, H, S, D]: pass x.transpose(1, 2) for each"
+)
 DIMS = {"q": "[B, Hq, S, D]", "k": "[B, Hkv, T, D]", "v": "[B, Hkv, T, Dv]"}
 
 
@@ -17,8 +20,8 @@ def check_tensors(
 ) -> None:
     """InvalidInput unless q, k and v are dense, of one dtype, on one device, and fit together.
 
-    `predicted`: they may be on the meta device, for a call that is not run. `planner`: what predicts such calls. Where
-    values do not matter, `v` is k.
+    `predicted`: the call is not run, so they may be on the meta device. `planner`: the function that predicts such
+    calls, for messages. `v` is k where there are no values yet.
     """
     for name, x in (("q", q), ("k", k)) if v is k else (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
@@ -40,7 +43,7 @@ def check_tensors(
 
 
 def _autocast(device: str) -> str:
-    """What a message on dtypes says where torch.autocast is on."""
+    """The end of a message on dtypes under torch.autocast."""
     if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return ""
     wanted = torch.get_autocast_dtype(device)
@@ -55,7 +58,7 @@ def _check_shapes(q: torch.Size, k: torch.Size, v: torch.Size) -> None:
     if q[1] == 0 or k[1] == 0 or q[1] % k[1]:
         raise InvalidInput(
             f"q has {q[1]} heads and k {k[1]}; q needs a positive multiple of the heads of k, "
-            "each of which serves as many heads of q"
+            f"each of which serves as many heads of q{SWAPPED if _heads_second(q, k) else ''}"
         )
     if k[2] != v[2]:
         raise InvalidInput(f"k has {k[2]} keys and v {v[2]} values; every key needs one value")
@@ -63,3 +66,13 @@ def _check_shapes(q: torch.Size, k: torch.Size, v: torch.Size) -> None:
         raise InvalidInput(f"q has head dim {q[3]} and k {k[3]}; they must agree and be at least 1")
     if v[3] == 0:
         raise InvalidInput("v has head dim 0; it must be at least 1")
+
+
+def _heads_second(q: torch.Size, k: torch.Size) -> bool:
+    """Whether dim 2 of both can be heads, and is smaller than dim 1."""
+    return 0 < k[2] < k[1] and q[2] < q[1] and q[2] % k[2] == 0
+
+
+def swapped(q: Tensor, k: Tensor, lengths: tuple[int, ...]) -> str:
+    """The end of a message on a mask for `lengths` that q and k do not have: a hint where their dim 1 has them."""
+    return SWAPPED if lengths == (q.shape[1], k.shape[1]) else ""

@@ -1,4 +1,4 @@
-"""Mask policies: what a query may see, said once for every length, for packed documents, and for q and k."""
+"""MaskPolicy: a mask rule that applies to any sequence length, to packed documents, and to given q and k."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ from sparsek.mask.scored import best_blocks
 
 
 class ResolvedRule(NamedTuple):
-    """What a policy says at given lengths: `within`, or of each tile of it the `k` blocks that score best, among them
-    those of `always`.
+    """A policy at given lengths: the mask `within`.
+
+    With `k` it is reduced to the `k` blocks of each tile with the highest scores, among them those of `always`.
     """
 
     within: BlockMask
@@ -32,12 +33,12 @@ class ResolvedRule(NamedTuple):
     k: int = 0
 
     def mask_for(self, q: Tensor, k: Tensor) -> BlockMask:
-        """The mask for q [B, Hq, S, D] and k [B, Hkv, T, D]. Heads of q that share a head of k see the same."""
+        """The mask for q [B, Hq, S, D] and k [B, Hkv, T, D]. Heads of q that share a head of k share the mask."""
         within, always = self.within, self.always
         if always is None:
             return within
         q, k = values_of(q, "q"), values_of(k, "k")
-        if not q.shape[0]:  # no item to choose for, and a mask is of one at least
+        if not q.shape[0]:  # no batch item to choose for, and a mask has at least one
             return within
         return untransformed(
             lambda: best_blocks(within, block_scores(q, k, within.block), self.k, always),
@@ -46,22 +47,37 @@ class ResolvedRule(NamedTuple):
 
 @dataclass(frozen=True)
 class MaskPolicy:
-    """Which keys a query sees, whatever the lengths. Frozen and hashable; its masks are made once for each length.
+    """A mask rule that applies to any sequence length. Frozen and hashable; it makes one mask for each pair of lengths.
 
-    MaskPolicy()                            keys up to the query
-    MaskPolicy(causal=False)                every key
-    MaskPolicy(window=4096, sinks=128)      the last `window` keys, its own included, and the first `sinks`; not
-                                            causal: as many ahead
-    MaskPolicy(stride=512, window=256)      BlockMask.strided
-    MaskPolicy(topk=16, window=256, sinks=1)
-                                            for each tile of queries the 16 blocks of keys with the highest scores,
-                                            among them always those of the window (the own block by default) and the
-                                            sinks. Score: mean of the tile's queries times mean of the block's keys,
-                                            summed over the heads of q that share one of k.
-    block: 64, 128 or a pair, as in BlockMask.
+    The last query stands at the last key. By default a query sees every key up to its own.
 
-    Raises InvalidInput for options that do not fit together. Sources of sinks: Xiao et al., arXiv:2309.17453; of mean
-    scores for blocks: Lu et al., "MoBA", arXiv:2502.13189.
+    Args:
+        window: A query sees the last `window` keys, its own included; not causal: as many ahead. In tokens. None: all
+            keys.
+        sinks: First keys that every query sees too, in tokens. With a window or `topk` only.
+        stride: Every (stride / bk)-th block before the window is seen too, as in `BlockMask.strided`. In tokens, a
+            multiple of bk; with a window, and without sinks and `topk`.
+        topk: For each tile of queries, the `topk` blocks of keys with the highest scores, whose masks depend on q and
+            k. The blocks of the window (the tile's own by default) and of the sinks are always among them. The score of
+            a block is the mean of the tile's queries times the mean of the block's keys, summed over the heads of q
+            that share a head of k.
+        causal: Whether a query sees no keys after its own.
+        block: The block in tokens: 64, 128, or a pair (queries, keys) of them.
+
+    Raises:
+        InvalidInput: For options that are out of range or do not go together.
+
+    Sources: sinks: StreamingLLM, Xiao et al., arXiv:2309.17453; block scores by means: MoBA, Lu et al.,
+    arXiv:2502.13189.
+
+    Example:
+        >>> import torch, sparsek as sk
+        >>> policy = sk.MaskPolicy(window=256, sinks=64)
+        >>> q, k, v = torch.randn(3, 1, 4, 1000, 64).unbind()
+        >>> sk.attention(q, k, v, policy).shape
+        torch.Size([1, 4, 1000, 64])
+        >>> sk.MaskPolicy(causal=False).label, sk.MaskPolicy(topk=16, window=256, sinks=1).label
+        ('causal=False', 'window=256, sinks=1, topk=16')
     """
 
     window: int | None = None
@@ -89,9 +105,21 @@ class MaskPolicy:
     def mask(
         self, q_len: int, kv_len: int | None = None, device: str | torch.device | None = None
     ) -> BlockMask:
-        """The mask of q_len queries and kv_len keys (as many), the last query at the last key: the same one each time.
+        """Return the mask for these lengths: the same object each time. The 32 masks used last are kept, with plans.
 
-        Under torch.compile the lengths become constants. InvalidInput for top-k, whose masks follow q and k.
+        Args:
+            q_len: Queries, in tokens. Under torch.compile the lengths become constants of the graph.
+            kv_len: Keys, in tokens; q_len by default. The last query stands at the last key.
+            device: Where the mask is made; torch's default device for None.
+
+        Raises:
+            InvalidInput: For a top-k policy, whose masks depend on q and k; and for lengths that no mask has.
+
+        Example:
+            >>> import sparsek as sk
+            >>> policy = sk.MaskPolicy(window=128, sinks=4)
+            >>> policy.mask(1024) is policy.mask(1024)
+            True
         """
         # A compiled graph is for one mask, so the lengths are no symbols there.
         q_len = arguments.integer("q_len", q_len)
@@ -103,7 +131,22 @@ class MaskPolicy:
         return self._mask(q_len, kv_len, as_device(device))
 
     def mask_for(self, q: Tensor, k: Tensor) -> BlockMask:
-        """The mask for q [B, Hq, S, D] and k [B, Hkv, T, D], on their device. Only top-k looks at more than shapes."""
+        """Return the mask for q and k, on their device. Only top-k reads more than their shapes.
+
+        Args:
+            q: Queries [B, Hq, S, D].
+            k: Keys [B, Hkv, T, D].
+
+        Raises:
+            InvalidInput: For q and k that do not fit together.
+
+        Example:
+            >>> import torch, sparsek as sk
+            >>> q, k = torch.randn(1, 8, 1024, 64), torch.randn(1, 2, 1024, 64)
+            >>> mask = sk.MaskPolicy(topk=4, window=128, sinks=1).mask_for(q, k)
+            >>> mask.heads, mask.stored_blocks
+            (2, 52)
+        """
         check_tensors(q, k, k)
         if self.topk is None:
             return self.mask(q.shape[2], k.shape[2], q.device)
@@ -115,24 +158,36 @@ class MaskPolicy:
         cu_seqlens_k: Tensor | None = None,
         device: str | torch.device | None = None,
     ) -> BlockMask:
-        """The mask of packed documents, each of which is masked by itself; see `attention_varlen`.
+        """Return the mask of packed documents, each masked by itself: the same object for the same lengths.
 
-        cu_seqlens: int32 or int64 [documents + 1]. The mask is on `device`, or else where they are. From a GPU they
-        are read with one sync, once for a tensor. The mask is the same one each time. InvalidInput for top-k.
+        Args:
+            cu_seqlens_q: int32 or int64 [documents + 1]: 0, then the end of each document in tokens. On a GPU it is
+                read with one sync, once for a tensor and again after a write to it.
+            cu_seqlens_k: The same for the keys, if their lengths differ.
+            device: Where the mask is made; that of cu_seqlens_q for None.
+
+        Raises:
+            InvalidInput: For a top-k policy, for a stride whose documents have other numbers of queries than of keys,
+                and for cu_seqlens that are not ascending.
+
+        Example:
+            >>> import torch, sparsek as sk
+            >>> sk.MaskPolicy(window=128, sinks=4).packed(torch.tensor([0, 300, 317, 512])).summary
+            '8 of 16 blocks, 50 %, 8 partial'
         """
         self._refuse_topk("attention_varlen takes the policy as it is")
-        scene = packed_scene(cu_seqlens_q, cu_seqlens_k)
-        return self.visible_in(scene, cu_seqlens_q.device if device is None else as_device(device)).within
+        layout = packed_layout(cu_seqlens_q, cu_seqlens_k)
+        return self.visible_in(layout, cu_seqlens_q.device if device is None else as_device(device)).within
 
-    def visible_in(self, scene: PackedLayout, device: torch.device) -> ResolvedRule:
-        """What this says of a scene, for the current stream. Kept for scenes that are the same."""
+    def visible_in(self, layout: PackedLayout, device: torch.device) -> ResolvedRule:
+        """The rule at a layout of documents, for the current stream. Kept for equal layouts."""
         within, always = self._parts
-        found = [each._in_scene(scene, device) for each in (within, always) if each is not None]
+        found = [each._in_layout(layout, device) for each in (within, always) if each is not None]
         return ResolvedRule(*found, k=self.topk or 0)
 
     @property
     def _parts(self) -> tuple[MaskPolicy, MaskPolicy | None]:
-        """What may be seen, and what always is; the latter for top-k only."""
+        """The keys that may be seen, and, with top-k, those that always are."""
         if self.topk is None:
             return self, None
         always = replace(self, topk=None, window=self.window or 1)
@@ -140,7 +195,7 @@ class MaskPolicy:
 
     @property
     def _near(self) -> Window:
-        """What is near, and sinks; a stride is not in it."""
+        """The window and the sinks, without a stride."""
         ahead = 1 if self.causal else None
         if self.window is None or self.stride is not None:
             return Window(None, ahead)
@@ -159,28 +214,28 @@ class MaskPolicy:
 
         return kept_mask((self, q_len, kv_len, device), build)
 
-    def _in_scene(self, scene: PackedLayout, device: torch.device) -> BlockMask:
+    def _in_layout(self, layout: PackedLayout, device: torch.device) -> BlockMask:
         def build() -> BlockMask:
-            label = f"{self.label}, {scene.docs.item.size} documents"
+            label = f"{self.label}, {layout.docs.item.size} documents"
             masks = [
-                documents_mask(BlockMask, scene, near, self.block, device, label)
-                for near in _both(self._near, scene.near)
+                documents_mask(BlockMask, layout, near, self.block, device, label)
+                for near in _both(self._near, layout.near)
             ]
             if self.stride is not None:
-                masks.append(self._strided_in(scene, device))
+                masks.append(self._strided_in(layout, device))
             return functools.reduce(operator.and_, masks)
 
-        return kept_mask((self, scene.key, device), build)
+        return kept_mask((self, layout.key, device), build)
 
-    def _strided_in(self, scene: PackedLayout, device: torch.device) -> BlockMask:
-        """Blocks count from key 0, so queries of all documents must stand at their positions in the same way."""
-        shifts = np.unique(scene.docs.shift)
-        if shifts.size > 1 or (scene.docs.origin < 0).any():
+    def _strided_in(self, layout: PackedLayout, device: torch.device) -> BlockMask:
+        """Blocks count from key 0, so the queries of all documents must have one offset from their keys."""
+        shifts = np.unique(layout.docs.shift)
+        if shifts.size > 1 or (layout.docs.origin < 0).any():
             raise InvalidInput(
                 "a stride counts blocks from the first key: every document needs as many queries as keys, and all keys"
             )
         return BlockMask.strided(
-            stride=self.stride, window=self.window, causal=False, q_len=scene.q_len, kv_len=scene.kv_len,
+            stride=self.stride, window=self.window, causal=False, q_len=layout.q_len, kv_len=layout.kv_len,
             block=self.block, device=device, q_offset=int(shifts[0]) if shifts.size else 0,
         )  # fmt: skip
 
@@ -190,20 +245,20 @@ class MaskPolicy:
 
     @property
     def label(self) -> str:
-        """The options that are set, in words: "window=4096, sinks=128"."""
+        """The options that are not default, in words: "window=4096, sinks=128"."""
         plain = MaskPolicy()
-        said = [
+        changed = [
             f"{each.name}={getattr(self, each.name)!r}"
             for each in fields(self)
             if getattr(self, each.name) != getattr(plain, each.name) and each.name != "block"
         ]
-        return ", ".join(said) or "causal"
+        return ", ".join(changed) or "causal"
 
 
-def packed_scene(
+def packed_layout(
     cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None, totals: tuple[int, int] | None = None
 ) -> PackedLayout:
-    """Packed documents as one batch item; `totals`: how many queries and keys there must be."""
+    """The layout of packed documents, as one batch item; `totals`: the number of queries and of keys."""
     q_edges = edges_of(cu_seqlens_q, "cu_seqlens_q", totals and totals[0])
     k_edges = q_edges
     if cu_seqlens_k is not None and cu_seqlens_k is not cu_seqlens_q:
@@ -218,7 +273,7 @@ def packed_scene(
 
 
 def _both(a: Window, b: Window) -> list[Window]:
-    """What is near by both, as few that must all hold: one, unless sinks of `a` lie outside of a window of `b`."""
+    """The intersection of two windows, as few windows: one, unless sinks of `a` lie outside a window of `b`."""
     unbounded = b.back is None and b.ahead in (None, 1)
     if a.sinks and not unbounded and not (_within(b.back, a.back) and _within(b.ahead, a.ahead)):
         return [a, b]
@@ -238,9 +293,9 @@ def _within(a: int | None, b: int | None) -> bool:
 
 @torch.no_grad()
 def block_scores(q: Tensor, k: Tensor, block: tuple[int, int]) -> Tensor:
-    """Mean of each tile's queries times mean of each block's keys, float32 [B, Hkv, Mb, Nb].
+    """The mean of each tile's queries times the mean of each block's keys, float32 [B, Hkv, Mb, Nb].
 
-    The queries' mean is also over the heads of q that share a head of k.
+    The mean of queries is also over the heads of q that share a head of k.
     """
     tiles = _means(q, block[0])
     tiles = tiles.unflatten(1, (k.shape[1], -1)).mean(2)
@@ -248,7 +303,7 @@ def block_scores(q: Tensor, k: Tensor, block: tuple[int, int]) -> Tensor:
 
 
 def _means(x: Tensor, side: int) -> Tensor:
-    """float32 [B, H, blocks, D]: the mean of each `side` rows of [B, H, L, D], and of those that are left."""
+    """float32 [B, H, blocks, D]: the mean of each `side` rows of [B, H, L, D], and of the remaining ones."""
     whole = x.shape[2] // side * side
     means = [x[:, :, :whole].unflatten(2, (-1, side)).mean(3, dtype=torch.float32)] if whole else []
     if whole < x.shape[2]:
@@ -260,9 +315,9 @@ def _means(x: Tensor, side: int) -> Tensor:
 def _constant_mask(
     rule: tuple[Any, ...], q_len: int, kv_len: int, device: str | torch.device | None
 ) -> BlockMask:
-    """While torch.compile traces; the graph keeps the mask.
+    """A mask made while torch.compile traces: a constant of the graph.
 
-    `rule` holds a policy's options: a policy that was made in the traced function would come with its defaults.
+    `rule` has a policy's options, because a policy made in the traced function would arrive with default options.
     """
     window, sinks, stride, causal, block = rule
     policy = MaskPolicy(window, sinks, stride, causal=causal, block=block)
@@ -271,7 +326,7 @@ def _constant_mask(
 
 @not_traced("a top-k mask")
 def _chosen(policy: MaskPolicy, q: Tensor, k: Tensor) -> BlockMask:
-    """Outside of inference mode, as builders are."""
+    """A top-k mask, made outside of inference mode, as by builders."""
     within, always = (
         each._mask(q.shape[2], k.shape[2], q.device) for each in policy._parts if each is not None
     )

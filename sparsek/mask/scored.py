@@ -1,4 +1,4 @@
-"""Masks whose blocks the caller chose: the best of a score, or lists. What is on a GPU is read and checked there."""
+"""Masks of blocks that the caller chooses: by scores or by lists. Values on a GPU are checked there, without a sync."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from sparsek.mask.mask import BlockMask
 
 
-class Asked:
-    """Numbers that the device was asked for, int64. Nothing waits for a GPU."""
+class Readback:
+    """An asynchronous device-to-host copy of a few int64 values."""
 
     def __init__(self, numbers: Tensor) -> None:
         self.numbers, self.arrived = numbers, None
@@ -46,8 +46,8 @@ class Asked:
             self.arrived = torch.cuda.Event()
             self.arrived.record(torch.cuda.current_stream(numbers.device))
 
-    def answer(self, wait: bool) -> Any:
-        """The numbers as an int or ints; None while they are not there, unless `wait`."""
+    def read(self, wait: bool) -> Any:
+        """The values as an int or a list; None while they have not arrived, unless `wait`."""
         if self.arrived is not None:
             if torch.cuda.is_current_stream_capturing():  # asking would end the capture of a CUDA graph
                 return None
@@ -59,22 +59,22 @@ class Asked:
         return self.numbers.tolist()
 
 
-class Fault(Asked):
-    """Where something is wrong: a position, negative if it is not."""
+class Fault(Readback):
+    """The position of a fault in what a mask was made from; negative if there is none."""
 
     def __init__(self, at: Tensor, explain: Callable[[int], str]) -> None:
         super().__init__(at)
         self.explain = explain
 
-    def tell(self, mask: BlockMask, wait: bool) -> None:
-        """Raises InvalidInput if it is wrong. Says nothing while that is not known."""
-        at = self.answer(wait)
+    def apply(self, mask: BlockMask, wait: bool) -> None:
+        """Raise InvalidInput if there is a fault. Does nothing while that is unknown."""
+        at = self.read(wait)
         if at is not None and at >= 0:
             raise InvalidInput(self.explain(at))
 
 
-class TrueSizes(Asked):
-    """What the lists hold: in the place of bounds, once it is known. Plans made from then on are better."""
+class TrueSizes(Readback):
+    """The sizes of lists on a device. They replace the bounds in a mask's `sizes`, and later plans use them."""
 
     def __init__(self, full: Tensor, partial: Tensor) -> None:
         both = (full + partial).long()  # a longest row times the rows is more than int32 holds
@@ -82,16 +82,17 @@ class TrueSizes(Asked):
         longest = both.max() if both.numel() else both.sum()
         super().__init__(torch.stack((both.sum(), partial.sum(), longest, heavy)))
 
-    def tell(self, mask: BlockMask, wait: bool) -> None:
-        numbers = self.answer(wait)
+    def apply(self, mask: BlockMask, wait: bool) -> None:
+        """Set the sizes of the mask, once they have arrived."""
+        numbers = self.read(wait)
         if numbers is not None and not mask.sizes.exact:
             *sizes, heavy = numbers
             object.__setattr__(mask, "sizes", Sizes(*sizes, exact=True))
             mask._memo["heavy"] = heavy
 
 
-def _asked(found: Tensor, explain: Callable[[int], str]) -> list[Fault]:
-    """Asks the device whether any is True. In a captured CUDA graph nobody asks: a replay has no one to tell."""
+def _faults(found: Tensor, explain: Callable[[int], str]) -> list[Fault]:
+    """A readback of whether any element is True. None in a captured CUDA graph, whose replays have no host code."""
     if found.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return []
     return [Fault(_first(found), explain)]
@@ -99,13 +100,13 @@ def _asked(found: Tensor, explain: Callable[[int], str]) -> list[Fault]:
 
 @lru_cache(maxsize=64)
 def _sent(rows_of: Callable[..., Sequence[np.ndarray]], place: Place, *args: Any) -> tuple[Any, ...]:
-    """Numbers of each row, int32 [Mb, 1] on the device, and when they arrive. Kept: one upload serves every step."""
+    """Numbers of each row, int32 [Mb, 1] on the device, and when they arrive. Cached: one upload serves every step."""
     parts = upload([each[:, None] for each in rows_of(place, *args)], place.device)
     return parts, Ready.here(place.device)
 
 
 def _on_device(rows_of: Callable[..., Sequence[np.ndarray]], place: Place, *args: Any) -> list[Tensor]:
-    """What rows_of(place, *args) says of each row, for the current stream.
+    """rows_of(place, *args) for each row, on the device, for the current stream.
 
     A CUDA graph cannot upload, but it may capture what was sent before: torch.cuda.graph waits for the device first.
     """
@@ -123,13 +124,13 @@ def _first(found: Tensor) -> Tensor:
     return torch.where(flat.any(), flat.to(torch.uint8).argmax(), -1)
 
 
-def _with_answers(mask: BlockMask, asked: Sequence[Fault | TrueSizes]) -> BlockMask:
-    """The mask, which will hear what was asked for. On the CPU it does so here."""
+def _with_readbacks(mask: BlockMask, readbacks: Sequence[Fault | TrueSizes]) -> BlockMask:
+    """The mask, whose `verify` applies these readbacks. On the CPU they are applied here."""
     if mask.device.type == "cpu":
-        for each in asked:
-            each.tell(mask, wait=True)
+        for each in readbacks:
+            each.apply(mask, wait=True)
     else:
-        mask._memo["asked"] = tuple(asked)
+        mask._memo["readbacks"] = tuple(readbacks)
     return mask
 
 
@@ -143,16 +144,36 @@ def topk(
     seq_len: int | None = None,
     **frame: Unpack[Frame],
 ) -> BlockMask:
-    """For each query tile the `k` key blocks with the highest scores, on the scores' device.
+    """Return the mask of the `k` key blocks with the highest scores for each query tile, on the scores' device.
 
-    `scores` is [1 or B, 1 or H, Mb, Nb] or [Mb, Nb], floating point. -inf means never; causal: nor does a block
-    count that lies behind the tile. Rows with fewer blocks to choose from keep them all. Of equal scores any are
-    kept, the same ones every time. Blocks that are `always` kept count among the k and may have any score: bool
-    [Mb, Nb] (or [H, Mb, Nb]), or (sinks, local): the first `sinks` blocks and the `local` blocks up to the tile's
-    own (not causal: and from there on).
+    Neither the mask nor its plan waits for a GPU, and a CUDA graph may capture both. Equal scores are ranked the same
+    way every time. The choice has no gradient.
 
-    NaN scores, and rows with more than k `always` blocks, raise InvalidInput: on the CPU here, on a GPU when the
-    mask is next used (`verify`).
+    Args:
+        scores: Floating point [1 or B, 1 or H, Mb, Nb] or [Mb, Nb], for Mb tiles of queries and Nb blocks of keys. -inf
+            excludes a block.
+        k: Blocks of each tile. A tile with fewer blocks to choose from keeps all of them.
+        causal: Whether a query sees no keys after its own. Blocks after the tile are then not chosen.
+        always: Blocks that are kept whatever their score, and count among the k: bool [Mb, Nb] or [H, Mb, Nb], or a
+            pair (sinks, local) in blocks: the first `sinks` blocks, and `local` blocks up to the tile's own, if not
+            causal also from there on.
+        seq_len: Queries and keys, in tokens, where there are as many of both.
+        **frame: `q_len` and `kv_len` where they differ, `block` and `q_offset`: see `Frame`.
+
+    Returns:
+        A mask of the batch items and heads of the scores.
+
+    Raises:
+        InvalidInput: For scores or `always` of another shape, dtype or device, and for a NaN score or more than k
+            `always` blocks in a tile: here on the CPU; on a GPU when the mask is next used, or in `verify`.
+
+    Example:
+        >>> import torch, sparsek as sk
+        >>> q, k = torch.randn(1, 4, 1024, 64), torch.randn(1, 4, 1024, 64)
+        >>> q_mean, k_mean = (x.unflatten(2, (-1, 128)).mean(3) for x in (q, k))  # [B, H, blocks, D]
+        >>> mask = sk.BlockMask.topk(q_mean @ k_mean.mT, k=4, causal=True, always=(1, 2), seq_len=1024)
+        >>> mask.summary
+        '104 of 256 blocks, 40.6 %, 32 partial'
     """
     scores, place = _as_scores(scores, seq_len, dict(frame))
     causal = arguments.flag("causal", causal)
@@ -163,13 +184,13 @@ def topk(
     column = torch.arange(columns, dtype=torch.int32, device=place.device)
     there = column < ends
     nan, shape = scores.isnan() & there, tuple(scores.shape)
-    faults = _asked(nan, lambda at: f"scores{_index(at, shape)} is NaN; -inf means never")
+    faults = _faults(nan, lambda at: f"scores{_index(at, shape)} is NaN; -inf means never")
     ranked = scores.masked_fill(nan | ~there, -torch.inf)
     kept = _as_always(always, place, causal, shape, k)
     if kept is not None:
         kept = kept & there
         rows_kept = tuple(kept.shape[:-1])
-        faults += _asked(
+        faults += _faults(
             kept.sum(-1) > k,
             lambda at: (
                 f"always{_index(at, rows_kept)} keeps more than k = {k} blocks; they count among the k"
@@ -185,18 +206,18 @@ def topk(
         full=best.full, partial=best.partial, lo=lo, hi=hi, sizes=best.sizes(bounds), pure=True,
         label=f"topk({k}{', causal' if causal else ''})",
     )  # fmt: skip
-    return _with_answers(mask, faults)
+    return _with_readbacks(mask, faults)
 
 
 class Best(NamedTuple):
-    """The blocks that were chosen, int32 [batch, heads, Mb, k]: full ones, partial ones, then what does not count."""
+    """The chosen blocks, int32 [batch, heads, Mb, k]: full ones, then partial ones, then unused entries."""
 
     chosen: Tensor
     full: BlockLists
     partial: BlockLists
 
     def sizes(self, bounds: tuple[int, int, int]) -> Sizes:
-        """What the lists hold; on a GPU, which would have to be waited for, these bounds."""
+        """The sizes of the lists; on a GPU, where counting would need a sync, these bounds."""
         if self.chosen.device.type != "cpu":
             return Sizes(*bounds, exact=False)
         return exact_sizes(self.full.counts.numpy(), self.partial.counts.numpy())
@@ -205,7 +226,7 @@ class Best(NamedTuple):
 def _best(ranked: Tensor, k: int, most: int, is_whole: Callable[[Tensor], Tensor]) -> Best:
     """For each row of scores [batch, heads, Mb, Nb] the k highest, and up to `most` that are inf; never -inf.
 
-    `is_whole` says of blocks [batch, heads, Mb, most] which ones are full. Rows have room for `most` entries; partial
+    `is_whole` marks which blocks of [batch, heads, Mb, most] are full. Rows have room for `most` entries; partial
     blocks follow the full ones, so both lists share the entries.
     """
     columns = ranked.shape[-1]
@@ -224,7 +245,7 @@ def _best(ranked: Tensor, k: int, most: int, is_whole: Callable[[Tensor], Tensor
 
 
 def _as_scores(scores: Any, seq_len: int | None, frame: dict[str, Any]) -> tuple[Tensor, Place]:
-    """Scores [batch, heads, Mb, Nb] that no gradient follows, and the place they are for."""
+    """Scores [batch, heads, Mb, Nb] without a gradient, and lengths and block of the mask."""
     if arguments.tensor("scores", scores, dtypes.FLOATS).ndim not in (2, 4):
         raise InvalidInput(
             f"scores are {list(scores.shape)}; they must be [batch, heads, Mb, Nb] or [Mb, Nb]"
@@ -245,7 +266,7 @@ def _as_scores(scores: Any, seq_len: int | None, frame: dict[str, Any]) -> tuple
 
 
 def _as_always(always: Any, place: Place, causal: bool, shape: tuple[int, ...], k: int) -> Tensor | None:
-    """Which blocks are always kept, bool, of a shape that the scores' can take."""
+    """The blocks that are always kept, bool, of a shape that broadcasts to that of the scores."""
     if always is None:
         return None
     if isinstance(always, (tuple, list)):
@@ -268,7 +289,7 @@ def _as_always(always: Any, place: Place, causal: bool, shape: tuple[int, ...], 
 
 
 def _near_blocks(always: Any, place: Place, causal: bool, k: int) -> Tensor:
-    """The first `sinks` blocks and the `local` ones up to the tile's own (not causal: also after it), bool [Mb, Nb]."""
+    """The first `sinks` blocks and `local` ones up to the tile's own, if not causal also after it: bool [Mb, Nb]."""
     sinks, local = (min(each, place.reach) for each in arguments.pair("always", always))
     end = visible(place, causal)[1]
     left, right = _near(place, causal, local)
@@ -305,10 +326,31 @@ def from_blocks(
     heads: int = 1,
     device: str | torch.device | None = None,
 ) -> BlockMask:
-    """Every key of the listed blocks: `indptr` [batch * heads * Mb + 1] and `indices` [nnzb], as in BlockPattern.
+    """Return the mask in which a query sees every key of the listed blocks.
 
-    Sequences, arrays or int tensors. Lists on the host are checked here; lists on a GPU are checked there, and
-    what is found is raised when the mask is next used (`verify`).
+    Lists on the host are checked here. Lists on a GPU are checked and counted there, without a sync: `sizes` are bounds
+    until the counts have arrived.
+
+    Args:
+        indptr: Ints [batch * heads * Mb + 1], as in `BlockPattern`: row r = (b * heads + h) * Mb + i, which is query
+            tile i, has the entries indptr[r] to indptr[r + 1] of `indices`. A sequence, an array or an int tensor.
+        indices: Ints [stored blocks]: key blocks, ascending and unique in each row.
+        q_len: Queries, in tokens.
+        kv_len: Keys, in tokens.
+        block: The block in tokens: 64, 128, or a pair (queries, keys) of them.
+        batch: Batch items with lists of their own; 1 if all share them.
+        heads: Heads with lists of their own; 1 if all share them.
+        device: Where the mask is made; that of lists on a GPU, else torch's default device.
+
+    Raises:
+        InvalidInput: For lists of another length, and for a fault in them: on the host here; on a GPU when the mask is
+            next used, or in `verify`.
+
+    Example:
+        >>> import sparsek as sk
+        >>> mask = sk.BlockMask.from_blocks([0, 1, 3], [0, 0, 1], q_len=256, kv_len=256)
+        >>> mask & sk.BlockMask.causal(256)
+        BlockMask(blocks & causal, 256 x 256, block 128x128, batch 1, heads 1, 3 of 4 blocks, 75 %, 2 partial, cpu)
     """
     # A block that reaches beyond kv_len ends its row, so both lists share the entries.
     indptr, indices = _as_list(indptr, "indptr"), _as_list(indices, "indices")
@@ -331,11 +373,11 @@ def from_blocks(
             f"indices has {indices.numel()} entries; {rows} rows of {columns} blocks hold no more"
         )
     check_stored(indices.numel())
-    asked: list[Fault | TrueSizes] = []
+    readbacks: list[Fault | TrueSizes] = []
     if on_gpu:
         refuse_capture()
         wrong = _wrong(indptr, indices, columns)
-        asked = [
+        readbacks = [
             Fault(torch.where(wrong, 0, -1), lambda _: _explained(indptr.cpu(), indices.cpu(), place, rows))
         ]
         parts = list(_split(torch.where(wrong, 0, indptr), torch.where(wrong, 0, indices), place))
@@ -343,7 +385,7 @@ def from_blocks(
         sizes = Sizes(
             most, min(most, rows) if place.kv_len % place.block[1] else 0, min(most, columns), exact=False
         )
-        asked.append(TrueSizes(parts[1], parts[3]))
+        readbacks.append(TrueSizes(parts[1], parts[3]))
     else:
         _check_lists(indptr, indices, place, rows)
         arrays = [part.numpy() for part in _split(indptr, indices, place)]
@@ -356,7 +398,7 @@ def from_blocks(
         full=BlockLists(starts, whole, columns_of), partial=BlockLists(cut_starts, cut, columns_of),
         lo=lo, hi=hi, sizes=sizes, pure=True, label="blocks",
     )  # fmt: skip
-    return _with_answers(mask, asked)
+    return _with_readbacks(mask, readbacks)
 
 
 def _as_list(values: Any, name: str) -> Tensor:
@@ -371,7 +413,7 @@ def _as_list(values: Any, name: str) -> Tensor:
 
 
 def _split(indptr: Tensor, indices: Tensor, place: Place) -> tuple[Tensor, ...]:
-    """int32: starts and counts of the full blocks, of the partial ones (a row has one or none), and the indices."""
+    """int32: starts and counts of the full blocks, of the partial ones (at most one in a row), and the indices."""
     indptr, indices = indptr.to(torch.int32), indices.to(torch.int32)
     starts, ends = indptr[:-1].contiguous(), indptr[1:]
     cut = torch.zeros_like(starts)
@@ -382,7 +424,7 @@ def _split(indptr: Tensor, indices: Tensor, place: Place) -> tuple[Tensor, ...]:
 
 
 def _wrong(indptr: Tensor, indices: Tensor, columns: int) -> Tensor:
-    """Whether lists on the device are not what BlockPattern asks for. No sync; nothing is read out of bounds."""
+    """Whether lists on the device have a fault. No sync; nothing is read out of bounds."""
     stored = indices.numel()
     wrong = (indptr[0] != 0) | (indptr[-1] != stored) | (indptr.diff() < 0).any()
     row_starts = torch.zeros(stored + 1, dtype=torch.bool, device=indptr.device)
@@ -392,7 +434,7 @@ def _wrong(indptr: Tensor, indices: Tensor, columns: int) -> Tensor:
 
 
 def _check_lists(indptr: Tensor, indices: Tensor, place: Place, rows: int) -> None:
-    """Raises what BlockPattern would say of the lists on the host."""
+    """The checks of BlockPattern, for lists on the host."""
     for name, part in (("indptr", indptr), ("indices", indices)):
         far = torch.nonzero(part.abs() > INT32_MAX)
         if far.numel():
@@ -414,8 +456,8 @@ def best_blocks(within: BlockMask, scores: Tensor, k: int, always: BlockMask | N
     """For each query tile the `k` blocks of `within` with the highest scores, with the rules of `within`.
 
     scores: floating point [B, H, Mb, Nb] on the mask's device. within, always: one head, and 1 or B batch items. Blocks
-    that `always` stores come first and count among the k; a tile that has more of them keeps all. -inf means never
-    for others. Of equal scores any are kept, the same ones every time.
+    that `always` stores come first and count among the k; a tile that has more of them keeps all. -inf excludes other
+    blocks. Equal scores are ranked the same way every time.
 
     No sync where the sizes of `within` and `always` are exact. O(B * H * Mb * Nb), as the scores are.
     """

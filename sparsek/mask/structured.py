@@ -1,4 +1,4 @@
-"""Masks whose rows are known in closed form: causal, strides, BigBird; windows and documents by `documents`."""
+"""Masks in closed form: causal, strided, dilated, BigBird. Windows and documents are made by `documents`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def every_key(place: Place) -> tuple[Tensor, Tensor] | None:
-    """lo and hi that admit every key; none are needed if no block reaches beyond kv_len."""
+    """lo and hi that admit every key; None where no block reaches beyond kv_len, which needs none."""
     if place.kv_len % place.block[1] == 0:
         return None
     hi = torch.full((1, place.q_len), place.kv_len, dtype=torch.int32, device=place.device)
@@ -30,21 +30,60 @@ def every_key(place: Place) -> tuple[Tensor, Tensor] | None:
 
 
 def up_to_itself(place: Place) -> tuple[Tensor, Tensor]:
-    """lo and hi that admit the keys up to the query's position."""
+    """lo and hi that admit the keys up to the position of the query."""
     hi = place.positions(1)
     return torch.zeros_like(hi), hi
 
 
 @not_traced("a block mask")
 def full(cls: type[BlockMask], seq_len: int | None = None, **frame: Unpack[Frame]) -> BlockMask:
-    """The mask with which every query sees every key. `frame`: see `Frame`."""
+    """Return the mask in which every query sees every key.
+
+    Args:
+        seq_len: Queries and keys, in tokens, where there are as many of both.
+        **frame: `q_len` and `kv_len` where they differ, `block`, `device` and `q_offset`: see `Frame`.
+
+    Returns:
+        A mask shared by all batch items and heads. Made without a host sync.
+
+    Raises:
+        InvalidInput: For lengths, blocks or devices that no mask has.
+
+    Example:
+        >>> import sparsek as sk
+        >>> sk.BlockMask.full(q_len=100, kv_len=300)
+        BlockMask(full, 100 x 300, block 128x128, batch 1, heads 1, 3 of 3 blocks, 100 %, 1 partial, cpu)
+    """
     place = Place.of(seq_len, **frame)
     return _of_blocks(cls, place, _all_blocks(place), False, "full")
 
 
 @not_traced("a block mask")
 def causal(cls: type[BlockMask], seq_len: int | None = None, **frame: Unpack[Frame]) -> BlockMask:
-    """Every query sees the keys up to its own position. `frame`: see `Frame`."""
+    """Return the mask in which every query sees the keys up to its own position.
+
+    The last query stands at the last key, so that a query sees all earlier keys of a cache. With q_offset=0 the first
+    query stands at the first key, as in scaled_dot_product_attention(is_causal=True).
+
+    Args:
+        seq_len: Queries and keys, in tokens, where there are as many of both.
+        **frame: `q_len` and `kv_len` where they differ, `block`, `device` and `q_offset`: see `Frame`.
+
+    Returns:
+        A mask shared by all batch items and heads. Made without a host sync.
+
+    Raises:
+        InvalidInput: For lengths, blocks or devices that no mask has.
+
+    Example:
+        >>> import sparsek as sk
+        >>> mask = sk.BlockMask.causal(1000)
+        >>> mask
+        BlockMask(causal, 1000 x 1000, block 128x128, batch 1, heads 1, 36 of 64 blocks, 56.2 %, 8 partial, cpu)
+        >>> sk.BlockMask.causal(q_len=2, kv_len=4).to_dense()[0, 0].int()
+        tensor([[1, 1, 1, 0],
+                [1, 1, 1, 1]], dtype=torch.int32)
+    """
     place = Place.of(seq_len, **frame)
     return _of_blocks(cls, place, _all_blocks(place), True, "causal")
 
@@ -58,8 +97,36 @@ def sliding_window(
     causal: bool = True,
     **frame: Unpack[Frame],
 ) -> BlockMask:
-    """A query at position p sees keys p - window < k <= p (not causal: |p - k| < window), and the first `sinks`
-    keys (causal: up to p). The window counts the query's own position. `frame`: see `Frame`.
+    """Return the mask of a window of keys around each query, and of the first keys (attention sinks).
+
+    A query at position p sees the keys k with p - window < k <= p, or |p - k| < window if not causal, and the first
+    `sinks` keys, if causal only those up to p.
+
+    Args:
+        seq_len: Queries and keys, in tokens, where there are as many of both.
+        window: Keys on one side of the query, its own included; at least 1.
+        sinks: First keys that every query sees; 0 by default.
+        causal: Whether a query sees no keys after its own.
+        **frame: `q_len` and `kv_len` where they differ, `block`, `device` and `q_offset`: see `Frame`.
+
+    Returns:
+        A mask shared by all batch items and heads, exact for every element. Made without a host sync.
+
+    Raises:
+        InvalidInput: For a window below 1, sinks below 0, and lengths, blocks or devices that no mask has.
+
+    Sources: Longformer, Beltagy et al., arXiv:2004.05150; sinks: StreamingLLM, Xiao et al., arXiv:2309.17453.
+
+    Example:
+        >>> import sparsek as sk
+        >>> sk.BlockMask.sliding_window(32768, window=2048, sinks=128).summary
+        '4455 of 65536 blocks, 6.8 %, 495 partial'
+        >>> sk.BlockMask.sliding_window(5, window=2, sinks=1).to_dense()[0, 0].int()
+        tensor([[1, 0, 0, 0, 0],
+                [1, 1, 0, 0, 0],
+                [1, 1, 1, 0, 0],
+                [1, 0, 1, 1, 0],
+                [1, 0, 0, 1, 1]], dtype=torch.int32)
     """
     place = Place.of(seq_len, **frame)
     window, sinks = arguments.integer("window", window, 1), arguments.integer("sinks", sinks)
@@ -78,11 +145,31 @@ def strided(
     causal: bool = True,
     **frame: Unpack[Frame],
 ) -> BlockMask:
-    """Blocks near the diagonal and every (stride / bk)-th block from there. `stride` is a multiple of bk.
+    """Return the mask of the blocks near the diagonal and of every (stride / bk)-th block from there.
 
-    A tile whose queries stand in key blocks p to p' sees blocks j with p - w < j < p' + w, where w is `window`
-    in blocks, rounded up, and further j with (p - j) or (j - p') a multiple of stride / bk. Causal: only keys up
-    to the query. Child et al. 2019, "Generating Long Sequences with Sparse Transformers", in blocks.
+    A tile whose queries stand in key blocks p to p' sees the blocks j with p - w < j < p' + w, where w is `window` in
+    blocks, rounded up, and beyond these the blocks j with (p - j) or (j - p') a multiple of stride / bk. If causal, a
+    query sees only keys up to its own.
+
+    Args:
+        seq_len: Queries and keys, in tokens, where there are as many of both.
+        stride: Distance of the blocks in tokens, a multiple of the block's bk keys.
+        window: Keys near the query, in tokens; counted in blocks.
+        causal: Whether a query sees no keys after its own.
+        **frame: `q_len` and `kv_len` where they differ, `block`, `device` and `q_offset`: see `Frame`.
+
+    Returns:
+        A mask shared by all batch items and heads. Made without a host sync.
+
+    Raises:
+        InvalidInput: For a stride that is no multiple of bk, and lengths, blocks or devices that no mask has.
+
+    Source: in blocks, Sparse Transformers, Child et al., arXiv:1904.10509.
+
+    Example:
+        >>> import sparsek as sk
+        >>> sk.BlockMask.strided(512, stride=192, window=64, block=64)
+        BlockMask(strided(192, 64), 512 x 512, block 64x64, batch 1, heads 1, 15 of 64 blocks, 23.4 %, 8 partial, cpu)
     """
     place = Place.of(seq_len, **frame)
     stride, window = arguments.integer("stride", stride, 1), arguments.integer("window", window, 1)
@@ -109,11 +196,31 @@ def dilated(
     causal: bool = True,
     **frame: Unpack[Frame],
 ) -> BlockMask:
-    """A window with gaps: of every `dilation` blocks one is seen. With `dilation` 1 a window of whole blocks.
+    """Return the mask of every `dilation`-th block within `window` tokens on either side.
 
-    A tile whose queries stand in key blocks p to p' sees these and p - t * dilation, p' + t * dilation for
-    0 < t < w, where w is `window` in blocks, rounded up. Causal: only keys up to the query. Beltagy et al. 2020,
-    "Longformer", in blocks.
+    A tile whose queries stand in key blocks p to p' sees these, and for 0 < t < w the blocks p - t * dilation and
+    p' + t * dilation, where w is `window` in blocks, rounded up. If causal, a query sees only keys up to its own. With
+    `dilation` 1 it is a window of whole blocks.
+
+    Args:
+        seq_len: Queries and keys, in tokens, where there are as many of both.
+        window: Seen keys on one side, in tokens; counted in blocks. They reach dilation times as far.
+        dilation: Distance of the seen blocks, in blocks.
+        causal: Whether a query sees no keys after its own.
+        **frame: `q_len` and `kv_len` where they differ, `block`, `device` and `q_offset`: see `Frame`.
+
+    Returns:
+        A mask shared by all batch items and heads. Made without a host sync.
+
+    Raises:
+        InvalidInput: For a window or dilation below 1, and lengths, blocks or devices that no mask has.
+
+    Source: in blocks, Longformer, Beltagy et al., arXiv:2004.05150.
+
+    Example:
+        >>> import sparsek as sk
+        >>> sk.BlockMask.dilated(512, window=128, dilation=3, block=64)
+        BlockMask(dilated(128, 3), 512 x 512, block 64x64, batch 1, heads 1, 13 of 64 blocks, 20.3 %, 8 partial, cpu)
     """
     place = Place.of(seq_len, **frame)
     window, dilation = arguments.integer("window", window, 1), arguments.integer("dilation", dilation, 1)
@@ -143,12 +250,34 @@ def bigbird(
     heads: int = 1,
     **frame: Unpack[Frame],
 ) -> BlockMask:
-    """Window, global and random blocks: Zaheer et al. 2020, "Big Bird".
+    """Return the mask of window, global and random blocks of BigBird.
 
-    `window` is that of `strided`. The first `globals` keys, rounded up to blocks, are seen by all queries;
-    tiles with a query among the first `globals` positions see all keys. Every other tile sees `random` more
-    blocks (fewer if fewer are left), distinct, near uniform, others for each of `heads`, which share one mask if
-    nothing is drawn. What is drawn depends on `seed` and the shape, not on the device.
+    All queries see the first `globals` keys, rounded up to blocks. Tiles with a query among the first `globals`
+    positions see all keys. Every other tile sees the window of `strided` and `random` further blocks, distinct and
+    nearly uniform, or fewer where fewer are left. The draw depends on `seed` and the shape, not on the device.
+
+    Args:
+        seq_len: Queries and keys, in tokens, where there are as many of both.
+        window: Keys near the query, in tokens; counted in blocks, as in `strided`.
+        globals: First keys that all queries see, in tokens.
+        random: Random blocks of each tile.
+        seed: The seed of the draw, 0 or greater.
+        causal: Whether a query sees no keys after its own.
+        heads: Heads with a draw of their own; they share one list where nothing is drawn.
+        **frame: `q_len` and `kv_len` where they differ, `block`, `device` and `q_offset`: see `Frame`.
+
+    Returns:
+        A mask shared by all batch items. Made without a host sync.
+
+    Raises:
+        InvalidInput: For numbers out of range, and lengths, blocks or devices that no mask has.
+
+    Source: Big Bird, Zaheer et al., arXiv:2007.14062.
+
+    Example:
+        >>> import sparsek as sk
+        >>> sk.BlockMask.bigbird(4096, window=256, globals=128, random=3, heads=8).heads
+        8
     """
     place = Place.of(seq_len, **frame)
     window, seed = arguments.integer("window", window, 1), arguments.integer("seed", seed)
@@ -175,9 +304,11 @@ def bigbird(
 
 
 def _draw(rng: np.random.Generator, n: np.ndarray, each: int) -> tuple[np.ndarray, np.ndarray]:
-    """For each row r, `each` distinct ranks below n[r], ascending, or all of them: int64 [each, rows], and which count.
+    """Distinct ranks for each row.
 
-    As many numbers up to n - each, sorted; the i-th plus i. All sets can be drawn, and each rank about as often.
+    Of row r `each` ranks below n[r], ascending, or all of them, and which of them count: int64 and bool [each, rows].
+    Draws `each` numbers up to n - each, sorts them and adds i to the i-th. Every set can be drawn, each rank about
+    equally likely.
     """
     most = min(each, int(n.max(initial=0)))
     at = np.arange(most)[:, None]
@@ -194,7 +325,7 @@ def _all_blocks(place: Place) -> Runs:
 def _of_blocks(
     cls: type[BlockMask], place: Place, stored: Runs, causal: bool, label: str, heads: int = 1
 ) -> BlockMask:
-    """The mask of these blocks as far as they exist; causal: of their keys up to the query."""
+    """The mask of these blocks, as far as they exist; if causal, of their keys up to the query."""
     edge, end = (np.tile(each, heads) for each in visible(place, causal))
     stored = stored.behind(np.zeros_like(edge)).before(end)
     interval = up_to_itself(place) if causal else every_key(place)
@@ -203,7 +334,7 @@ def _of_blocks(
 
 
 def visible(place: Place, causal: bool) -> tuple[np.ndarray, np.ndarray]:
-    """How many leading blocks all queries of a tile may see whole, and how many some of them may see. int64 [Mb]."""
+    """How many leading blocks all queries of a tile see whole, and how many some of them see; int64 [Mb]."""
     first = last = np.full(place.grid[0], place.kv_len)
     if causal:
         first, last = (np.clip(p + 1, 0, place.kv_len) for p in (place.first, place.last))
@@ -219,10 +350,29 @@ def block_diagonal(
     block: int | tuple[int, int] = 128,
     device: str | torch.device | None = None,
 ) -> BlockMask:
-    """Packed documents: a query sees the keys of its own document, causal up to itself.
+    """Return the mask of packed documents, in which a query sees the keys of its own document.
 
-    `lengths`: ints, one for each document, as a sequence, an array or a CPU tensor; or one such row for each
-    batch item. Each row must sum up to the same length, and to `seq_len` if that is given.
+    Args:
+        lengths: The length of each document in tokens, as a sequence, an array or a tensor on the CPU; or one such row
+            for each batch item. A document may be empty. All rows have one sum.
+        causal: Whether a query sees no keys after its own.
+        seq_len: The sum of each row, for a check; not needed.
+        block: The block in tokens: 64, 128, or a pair (queries, keys) of them.
+        device: Where the mask is made; torch's default device for None.
+
+    Returns:
+        A mask of one batch item for each row, shared by all heads. Made without a host sync.
+
+    Raises:
+        InvalidInput: For lengths that are no ints of at least 0 or whose sums differ, and blocks or devices that no
+            mask has.
+
+    Example:
+        >>> import sparsek as sk
+        >>> sk.BlockMask.block_diagonal([300, 17, 195]).summary
+        '8 of 16 blocks, 50 %, 7 partial'
+        >>> sk.BlockMask.block_diagonal([[300, 212], [512]]).batch
+        2
     """
     rows, causal = as_lengths(lengths), arguments.flag("causal", causal)
     total = int(rows[0].sum()) if seq_len is None else arguments.integer("seq_len", seq_len)

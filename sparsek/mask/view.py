@@ -1,4 +1,4 @@
-"""What a mask says of its elements, and the same blocks seen from the keys."""
+"""The elements of a mask, and its blocks seen from the keys."""
 
 from __future__ import annotations
 
@@ -17,15 +17,23 @@ if TYPE_CHECKING:
 
 DENSE_MOST = 2**31
 NOT_STORED, WHOLE = -3, -2  # in a table of blocks, beside BY_INTERVAL and the numbers of bits
-CHUNK = 2**24  # elements of partial blocks looked at together
+CHUNK = 2**24  # elements of partial blocks that are read in one step
 ENTRIES = 2**22  # of the rows whose partial blocks are looked up together, at most: rows may share entries
 
 
 def checked_element_mask(mask: BlockMask, rows: Tensor, entries: Tensor) -> Tensor:
-    """The rules of partial blocks, bool [n, bq, bk], for int64 `rows` [n] and positions `entries` [n] in
-    `partial.indices`: element i is the rule of entry entries[i] in row rows[i]. Queries beyond q_len see nothing.
+    """Return the elements of partial blocks, bool [n, bq, bk]. Queries beyond q_len see nothing.
+
+    Values of tensors on a GPU are not checked, because that would need a sync.
+
+    Args:
+        rows: int64 [n], rows of the mask, on its device.
+        entries: int64 [n], positions in `partial.indices`: element i of the result is entry entries[i] of row rows[i].
+
+    Raises:
+        InvalidInput: For other dtypes, shapes and devices, and on the CPU for values out of range.
     """
-    # What tensors on a GPU hold is not looked at, which would wait.
+    # Values on a GPU are not checked, because that would need a sync.
     for name, part, end in (("rows", rows, mask.rows), ("entries", entries, mask.partial.indices.numel())):
         arguments.tensor(name, part, (torch.int64,), ndim=1)
         if part.shape != rows.shape or part.device != mask.device:
@@ -40,7 +48,7 @@ def checked_element_mask(mask: BlockMask, rows: Tensor, entries: Tensor) -> Tens
 
 
 def element_mask(mask: BlockMask, rows: Tensor, entries: Tensor) -> Tensor:
-    """As `checked_element_mask`; unchecked."""
+    """As `checked_element_mask`, without its checks."""
     (bq, bk), device = mask.block, mask.device
     queries = (rows % max(mask.grid[0], 1) * bq)[:, None] + torch.arange(bq, device=device)
     seen = (queries < mask.q_len)[:, :, None]
@@ -69,7 +77,20 @@ def _by_interval(mask: BlockMask, rows: Tensor, entries: Tensor, queries: Tensor
 
 
 def dense_rows(mask: BlockMask, first: int, last: int) -> Tensor:
-    """Which keys the queries `first` to `last` - 1 see, bool [batch, heads, last - first, kv_len]. Syncs."""
+    """Return which keys the queries `first` to `last` - 1 see, bool [batch, heads, last - first, kv_len]. Syncs.
+
+    Args:
+        first: The first query.
+        last: The query after the last, at most q_len.
+
+    Raises:
+        InvalidInput: For queries out of range.
+
+    Example:
+        >>> import sparsek as sk
+        >>> sk.BlockMask.causal(100000).dense_rows(500, 502).sum(-1)
+        tensor([[[501, 502]]])
+    """
     first = arguments.integer("first", first, 0, mask.q_len)
     last = arguments.integer("last", last, first, mask.q_len)
     (bq, bk), (tiles, columns), device = mask.block, mask.grid, mask.device
@@ -89,7 +110,18 @@ def dense_rows(mask: BlockMask, first: int, last: int) -> Tensor:
 
 
 def to_dense(mask: BlockMask) -> Tensor:
-    """Which keys every query sees, bool [batch, heads, q_len, kv_len]. InvalidInput above 2^31 elements."""
+    """Return which keys every query sees, bool [batch, heads, q_len, kv_len]. Waits for the device.
+
+    Raises:
+        InvalidInput: Above 2^31 elements; `dense_rows` returns some of the queries.
+
+    Example:
+        >>> import sparsek as sk
+        >>> sk.BlockMask.causal(3).to_dense()[0, 0].int()
+        tensor([[1, 0, 0],
+                [1, 1, 0],
+                [1, 1, 1]], dtype=torch.int32)
+    """
     size = mask.batch * mask.heads * mask.q_len * mask.kv_len
     if size > DENSE_MOST:
         raise InvalidInput(
@@ -112,7 +144,7 @@ def elements(mask: BlockMask) -> int:
 
 
 def _chunks(mask: BlockMask, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Rows and entries of all partial blocks, as many at a time as have CHUNK elements."""
+    """Rows and entries of all partial blocks, in chunks of CHUNK elements."""
     step = CHUNK // (mask.block[0] * mask.block[1])
     for some in rows.split(max(ENTRIES // max(mask.sizes.longest, 1), 1)):
         at, entries = stored_entries(mask.partial, some)
@@ -129,7 +161,7 @@ def stored_entries(lists: BlockLists, rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def stored_cells(mask: BlockMask, rows: Tensor) -> Tensor:
-    """Place in `rows` * Nb + column of every block that these rows store, int64, in no order. Syncs."""
+    """row * Nb + column of every block that these rows store, int64, in any order; row is a place in `rows`. Syncs."""
     cells = []
     for lists in (mask.full, mask.partial):
         at, entries = stored_entries(lists, rows)
@@ -138,7 +170,7 @@ def stored_cells(mask: BlockMask, rows: Tensor) -> Tensor:
 
 
 def find(lists: BlockLists, rows: Tensor, column: Tensor, longest: int) -> tuple[Tensor, Tensor]:
-    """Whether a row holds a column, and at which entry: a binary search in each row at once."""
+    """Whether a row holds a column, and at which entry: one binary search for all rows."""
     low = lists.starts[rows].long()
     end = high = low + lists.counts[rows]
     if not lists.indices.numel():
@@ -164,7 +196,7 @@ def transposed(mask: BlockMask) -> TransposedLists:
 
 
 def _flipped(mask: BlockMask, lists: BlockLists, most: int) -> tuple[BlockLists, Tensor]:
-    """A stable sort by key block. There may be fewer than `most` entries; those that are not go behind the last row."""
+    """A stable sort by key block. If there are fewer than `most` entries, unused ones follow the last row."""
     (tiles, columns), device = mask.grid, mask.device
     rows_below = mask.batch * mask.heads * columns
     ends = lists.counts.cumsum(0)
@@ -180,8 +212,9 @@ def _flipped(mask: BlockMask, lists: BlockLists, most: int) -> tuple[BlockLists,
 
 
 def table_of(mask: BlockMask) -> Tensor:
-    """What becomes of each block, int32 [batch, heads, Mb, Nb]: NOT_STORED, WHOLE, BY_INTERVAL or the number of its
-    bits. Syncs only if the sizes are not exact.
+    """The kind of each block, int32 [batch, heads, Mb, Nb].
+
+    NOT_STORED, WHOLE, BY_INTERVAL or the index of its bits. Syncs only if the sizes are not exact.
     """
     table = torch.full((mask.rows, mask.grid[1]), NOT_STORED, dtype=torch.int32, device=mask.device)
     rows, entries = _entries(mask, mask.full, mask.sizes.stored - mask.sizes.partial)

@@ -1,9 +1,8 @@
-"""Arithmetic on stored blocks: scaled, added, summed, measured by norm, cut into block rows, taken apart for a file.
+"""Arithmetic on the stored blocks of a BSR: scaling, sums, norms, slices of block rows, and state dicts.
 
-Everything costs time and memory in proportion to what is stored; the dense matrix is never made. Nothing waits for
-the device but what reads a pattern's indices on the host, once for each pattern: `add` and `subtract` of two pattern
-objects, and `block_row_slice`. Sums are kept in float32, in float64 for float64, in an order that is fixed: the same
-matrix gives the same bits. Everything is differentiable in the values, twice as well.
+The dense matrix is never made. Only `+` and `-` of two pattern objects and `block_row_slice` synchronize, once for each
+pattern, because they read its indices on the host. Sums accumulate in float32, in float64 for float64, in a fixed
+order: the same matrix gives the same bits. Everything supports double backward in the values.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from itertools import pairwise
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,175 +18,201 @@ from torch.nn import functional
 
 from sparsek.core import arguments, dtypes
 from sparsek.core.errors import InvalidInput
+from sparsek.matrix.base import OfDenseBlocks
 from sparsek.matrix.pattern import BlockPattern, HostPattern
 
 if TYPE_CHECKING:
-    from sparsek.matrix.bsr import BSR
+    from typing_extensions import Self
 
+Factor: TypeAlias = "float | Tensor"
 NUMBERS = (Real, torch.SymInt, torch.SymFloat)
 REAL = (*dtypes.FLOATS, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 STATE = ("values", "indptr", "indices", "shape", "block", "transposed")
 
 
-def scale(a: BSR, factor: Any) -> BSR:
-    """a * factor: every stored value times a number or a 0-dim tensor, in a's dtype. A view stays a view.
+class Arithmetic(OfDenseBlocks):
+    """The arithmetic of a BSR. Every method costs time and memory in proportion to what is stored."""
 
-    Elements that are not stored stay 0, also times Inf or NaN. Differentiable in a tensor factor too.
-    """
-    return a.unchecked(a.pattern, a._zero_outside(a.values * _factor(a, factor, "*")), a.order)
+    def __mul__(self, factor: Factor) -> Self:
+        """Return self * factor: every stored value times a number or a 0-dim tensor, in this matrix's dtype.
 
+        Elements that are not stored stay 0, for factors of Inf and NaN too. Differentiable, in a tensor `factor` too.
+        """
+        return self._each(lambda values: self._zero_outside(values * _factor(self, factor, "*")))
 
-def divide(a: BSR, divisor: Any) -> BSR:
-    """a / divisor: every stored value by a number or a 0-dim tensor; otherwise as `scale`, by 0 as well."""
-    return a.unchecked(a.pattern, a._zero_outside(a.values / _factor(a, divisor, "/")), a.order)
+    __rmul__ = __mul__
 
+    def __truediv__(self, divisor: Factor) -> Self:
+        """Return self / divisor, a number or a 0-dim tensor; see `__mul__`. Division by 0 gives Inf or NaN."""
+        return self._each(lambda values: self._zero_outside(values / _factor(self, divisor, "/")))
 
-def negate(a: BSR) -> BSR:
-    """-a. A view stays a view."""
-    return a.unchecked(a.pattern, -a.values, a.order)
+    def __neg__(self) -> Self:
+        """Return -self."""
+        return self._each(torch.neg)
 
+    def __add__(self, other: Self | Literal[0]) -> Self:
+        """Return self + other, for two matrices that store the same blocks, in one dtype on one device.
 
-def add(a: BSR, other: Any) -> BSR:
-    """a + other for two matrices that store the same blocks, in one dtype and on one device; a + 0 is a.
+        self + 0 is self, so the builtin sum() works.
 
-    Blocks of a stored matrix and a transposed view are met by index: those of the view are copied, and the sum is a
-    stored matrix. Two views make a view. Patterns that are one object need no look; those of two objects are compared
-    on the host, where each one is copied once. Raises InvalidInput that says what differs.
-    """
-    return _joined(a, other, "+", torch.add)
+        The blocks of a stored matrix and a transposed view are matched by index: those of the view are copied. The sum
+        of two views is a view. Two different pattern objects are compared on the host, which synchronizes once for
+        each.
 
+        Raises:
+            InvalidInput: If the patterns differ; the message names the first block that only one of them stores.
+        """
+        return self._joined(other, "+", torch.add)
 
-def subtract(a: BSR, other: Any) -> BSR:
-    """a - other; otherwise as `add`."""
-    return _joined(a, other, "-", torch.sub)
+    def __radd__(self, other: Self | int) -> Self:
+        """Return other + self, where `other` is a BSR or 0; see `__add__`."""
+        return self._joined(other, "+", torch.add)
 
+    def __sub__(self, other: Self | Literal[0]) -> Self:
+        """Return self - other; see `__add__`."""
+        return self._joined(other, "-", torch.sub)
 
-def _joined(a: BSR, other: Any, sign: str, join: Callable[[Tensor, Tensor], Tensor]) -> BSR:
-    if _is_zero(other):
-        return a
-    _check_addend(a, other, sign)
-    if (a.order is None) == (other.order is None):
-        return a.unchecked(a.pattern, join(a.values, other.values), a.order)
-    return a.unchecked(a.pattern, join(a.logical_values(), other.logical_values()))
+    def __rsub__(self, other: Self | int) -> Self:
+        """Return other - self; see `__add__`."""
+        return (-self)._joined(other, "+", torch.add)
 
+    def _joined(self, other: Any, sign: str, join: Callable[[Tensor, Tensor], Tensor]) -> Self:
+        if _is_zero(other):
+            return self
+        _check_addend(self, other, sign)
+        if (self.order is None) == (other.order is None):
+            return self.unchecked(self.pattern, join(self.values, other.values), self.order)
+        return self.unchecked(self.pattern, join(self.logical_values(), other.logical_values()))
 
-def subtract_from(a: BSR, other: Any) -> BSR:
-    """other - a; otherwise as `add`."""
-    return add(negate(a), other)
+    def sum(self, dim: int | None = None, *, dtype: torch.dtype | None = None) -> Tensor:
+        """Return the sum of all elements, of each column or of each row. Differentiable.
 
+        The blocks of a row are added as a binary tree over their positions in the row, so results repeat bit for bit. A
+        NaN reaches the sum of its own row or column only.
 
-def total(a: BSR, dim: int | None = None, *, dtype: torch.dtype | None = None) -> Tensor:
-    """The sum of all elements [], of every column (dim 0) [K], or of every row (dim 1) [M].
+        Args:
+            dim: None for the sum [] of all elements, 0 for those of the columns [K], 1 for those of the rows [M].
+            dtype: The dtype of the result, this matrix's own by default. Rounded once, from float32 (float64).
+        """
+        dtype = _result_dtype(self, dtype)
+        wide = _sum_dtype(self)
+        if dim is None:
+            return _zero_gradient_outside(self).sum(dtype=wide).to(dtype)
+        dim = arguments.integer("dim", dim, -2, 1)
+        base, rows = (self, dim % 2 == 1) if self.order is None else (self.T, dim % 2 == 0)
+        inside = _zero_gradient_outside(base)
+        if rows:
+            pattern, parts = base.pattern, inside.sum(2, dtype=wide)
+        else:
+            pattern, order = base.pattern.transposed
+            parts = inside.sum(1, dtype=wide).index_select(0, order)
+        return _row_sums(parts, pattern).reshape(-1)[: pattern.shape[0]].to(dtype)
 
-    `dtype` is that of the result, a's own if None: one rounding at the end. The blocks of a row are added as a binary
-    tree over their places in the row. A NaN reaches the sums of its own row or column only.
-    """
-    dtype = _result_dtype(a, dtype)
-    wide = _sum_dtype(a)
-    if dim is None:
-        return _zero_gradient_outside(a).sum(dtype=wide).to(dtype)
-    dim = arguments.integer("dim", dim, -2, 1)
-    base, rows = (a, dim % 2 == 1) if a.order is None else (a.T, dim % 2 == 0)
-    inside = _zero_gradient_outside(base)
-    if rows:
-        pattern, parts = base.pattern, inside.sum(2, dtype=wide)
-    else:
-        pattern, order = base.pattern.transposed
-        parts = inside.sum(1, dtype=wide).index_select(0, order)
-    return _row_sums(parts, pattern).reshape(-1)[: pattern.shape[0]].to(dtype)
+    def norm(self, *, dtype: torch.dtype | None = None) -> Tensor:
+        """Return the Frobenius norm []. Differentiable; the gradient at 0 is 0, as in torch.
 
+        Squares that overflow float32, of values from 1.8e19 on, make it Inf.
 
-def norm(a: BSR, *, dtype: torch.dtype | None = None) -> Tensor:
-    """The Frobenius norm [], in `dtype` or a's own. Its gradient at 0 is 0, as in torch.
+        Args:
+            dtype: The dtype of the result, this matrix's own by default.
+        """
+        dtype = _result_dtype(self, dtype)
+        return torch.linalg.vector_norm(self.values, dtype=_sum_dtype(self)).to(dtype)
 
-    Squares that overflow float32 (values from 1.8e19 on) make it Inf.
-    """
-    dtype = _result_dtype(a, dtype)
-    return torch.linalg.vector_norm(a.values, dtype=_sum_dtype(a)).to(dtype)
+    def block_norms(self, *, dtype: torch.dtype | None = None) -> Tensor:
+        """Return the Frobenius norm of each stored block, [nnzb], in the order of the pattern; see `norm`."""
+        dtype = _result_dtype(self, dtype)
+        norms = torch.linalg.vector_norm(self.values, dim=(1, 2), dtype=_sum_dtype(self)).to(dtype)
+        return norms if self.order is None else norms.index_select(0, self.order)
 
+    def block_row_slice(self, start: int, stop: int) -> Self:
+        """Return block rows `start` to `stop - 1`, which are rows start * bm to min(stop * bm, M) - 1. Differentiable.
 
-def block_norms(a: BSR, *, dtype: torch.dtype | None = None) -> Tensor:
-    """The Frobenius norm of every stored block [nnzb], in the pattern's order; otherwise as `norm`."""
-    dtype = _result_dtype(a, dtype)
-    norms = torch.linalg.vector_norm(a.values, dim=(1, 2), dtype=_sum_dtype(a)).to(dtype)
-    return norms if a.order is None else norms.index_select(0, a.order)
+        The values are a view of this matrix's own. Those of a transposed view, whose block rows are not contiguous, are
+        copied. The pattern of a slice is cached with the pattern of the matrix, and so are its plans. The first slice
+        reads the indices on the host, one sync.
 
+        Raises:
+            InvalidInput: For block rows outside the matrix, and inside torch.compile.
+        """
+        if torch.compiler.is_compiling():
+            raise InvalidInput(
+                "block_row_slice inside torch.compile: slice outside and hand the slice to the compiled function"
+            )
+        pattern = self.pattern
+        start = arguments.integer("start", start, 0, pattern.grid[0])
+        stop = arguments.integer("stop", stop, start, pattern.grid[0])
+        first, last = (int(pattern.host.indptr[at]) for at in (start, stop))
+        part = pattern.derived(("block rows", start, stop), lambda: _cut(pattern, start, stop))
+        if self.order is None:
+            return self.unchecked(part, self.values[first:last])
+        return self.unchecked(part, self.values.index_select(0, self.order[first:last]).mT.contiguous())
 
-def block_row_slice(a: BSR, start: int, stop: int) -> BSR:
-    """Block rows `start` to `stop - 1`: rows start * bm to min(stop * bm, M) - 1 of the matrix.
+    @property
+    def grad(self) -> Self | None:
+        """The gradient that a backward pass left in `values`, as a matrix on the same pattern; None before one."""
+        found = self.values.grad
+        return None if found is None else self._each(lambda _: found)
 
-    Its values are those of `a`, in the same memory. Of a transposed view, whose block rows lie apart, they are
-    copied, and the slice is a stored matrix. The pattern of a slice is kept with a's pattern, and so are its plans.
-    Reads the indices on the host, so torch.compile cannot trace it. Raises InvalidInput for rows that are not there.
-    """
-    if torch.compiler.is_compiling():
-        raise InvalidInput(
-            "block_row_slice inside torch.compile: slice outside and hand the slice to the compiled function"
-        )
-    pattern = a.pattern
-    start = arguments.integer("start", start, 0, pattern.grid[0])
-    stop = arguments.integer("stop", stop, start, pattern.grid[0])
-    first, last = (int(pattern.host.indptr[at]) for at in (start, stop))
-    part = pattern.derived(("block rows", start, stop), lambda: _cut(pattern, start, stop))
-    if a.order is None:
-        return a.unchecked(part, a.values[first:last])
-    return a.unchecked(part, a.values.index_select(0, a.order[first:last]).mT.contiguous())
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the tensors that describe this matrix, for torch.save. Nothing is copied.
 
+        Returns:
+            "values", "indptr" and "indices" on their device, and on the host "shape" and "block", int64 [2], and
+            "transposed", bool []. A transposed view is described by the matrix it views, with "transposed" true.
 
-def gradient(a: BSR) -> BSR | None:
-    """The gradient that a backward pass left in a.values, as a matrix like `a`; None before one."""
-    found = a.values.grad
-    return None if found is None else a.unchecked(a.pattern, found, a.order)
+        Example:
+            `torch.save(A.state_dict(), "a.pt"); A = sk.BSR.from_state_dict(torch.load("a.pt"))`
+        """
+        base = self if self.order is None else self.T
+        return {
+            "values": base.values.detach(),
+            "indptr": base.pattern.indptr,
+            "indices": base.pattern.indices,
+            "shape": torch.tensor(base.shape, device="cpu"),
+            "block": torch.tensor(base.block, device="cpu"),
+            "transposed": torch.tensor(self.order is not None, device="cpu"),
+        }
 
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Tensor]) -> Self:
+        """Make the matrix, or the transposed view, that `state_dict` described. Shares its tensors; one sync.
 
-def state_dict(a: BSR) -> dict[str, Tensor]:
-    """Tensors that say all of `a`: STATE, sizes as int64 [2] and the flag as bool [] on the host. Nothing is copied.
-
-    A transposed view is told as the matrix that it views, with `transposed` true, so that no value moves.
-    """
-    base = a if a.order is None else a.T
-    return {
-        "values": base.values.detach(),
-        "indptr": base.pattern.indptr,
-        "indices": base.pattern.indices,
-        "shape": torch.tensor(base.shape, device="cpu"),
-        "block": torch.tensor(base.block, device="cpu"),
-        "transposed": torch.tensor(a.order is not None, device="cpu"),
-    }
-
-
-def from_state_dict(cls: type[BSR], state: Mapping[str, Tensor]) -> BSR:
-    """What `state_dict` took apart, a view as a view. Shares the tensors; checks all of it, with one sync."""
-    if not isinstance(state, Mapping):
-        raise InvalidInput(
-            f"a state dict is a mapping of names to tensors, as A.state_dict() gives; got {arguments.shown(state)}"
-        )
-    lacking = [name for name in STATE if name not in state]
-    others = [name if isinstance(name, str) else arguments.shown(name) for name in state if name not in STATE]
-    if lacking or others:
-        faults = [
-            f"{word} {', '.join(names)}"
-            for word, names in (("lacks", lacking), ("also has", others))
-            if names
+        Raises:
+            InvalidInput: For names that are missing or unknown, and for tensors that do not fit each other.
+        """
+        if not isinstance(state, Mapping):
+            raise InvalidInput(
+                f"a state dict is a mapping of names to tensors, as A.state_dict() gives; got {arguments.shown(state)}"
+            )
+        lacking = [name for name in STATE if name not in state]
+        others = [
+            name if isinstance(name, str) else arguments.shown(name) for name in state if name not in STATE
         ]
-        raise InvalidInput(f"the state dict {' and '.join(faults)}; a BSR's has {', '.join(STATE)}")
-    (m, k), (bm, bk), (flag,) = (
-        _ints(state, name, n) for name, n in (("shape", 2), ("block", 2), ("transposed", 1))
-    )
-    pattern = BlockPattern((m, k), (bm, bk), state["indptr"], state["indices"])
-    base = cls(pattern, state["values"])
-    return base.T if flag else base
+        if lacking or others:
+            faults = [
+                f"{word} {', '.join(names)}"
+                for word, names in (("lacks", lacking), ("also has", others))
+                if names
+            ]
+            raise InvalidInput(f"the state dict {' and '.join(faults)}; a BSR's has {', '.join(STATE)}")
+        (m, k), (bm, bk), (flag,) = (
+            _ints(state, name, n) for name, n in (("shape", 2), ("block", 2), ("transposed", 1))
+        )
+        pattern = BlockPattern((m, k), (bm, bk), state["indptr"], state["indices"])
+        base = cls(pattern, state["values"])
+        return base.T if flag else base
 
 
-def _sum_dtype(a: BSR) -> torch.dtype:
+def _sum_dtype(a: OfDenseBlocks) -> torch.dtype:
     return torch.promote_types(a.dtype, torch.float32)
 
 
-def _result_dtype(a: BSR, dtype: torch.dtype | None) -> torch.dtype:
+def _result_dtype(a: OfDenseBlocks, dtype: torch.dtype | None) -> torch.dtype:
     return a.dtype if dtype is None else arguments.dtype("dtype", dtype)
 
 
-def _factor(a: BSR, factor: Any, sign: str) -> Any:
+def _factor(a: OfDenseBlocks, factor: Any, sign: str) -> Any:
     """A real number, or a real 0-dim tensor that torch multiplies values with."""
     if isinstance(factor, (float, torch.SymInt, torch.SymFloat)):
         return factor
@@ -221,7 +246,7 @@ def _is_zero(b: Any) -> bool:
     return isinstance(b, NUMBERS) and not isinstance(b, bool) and b == 0
 
 
-def _check_addend(a: BSR, b: Any, sign: str) -> None:
+def _check_addend(a: OfDenseBlocks, b: Any, sign: str) -> None:
     if not isinstance(b, type(a)):
         raise InvalidInput(
             f"a BSR and {arguments.shown(b)} do not add up: the sum would be dense. Write A.to_dense() {sign} ... for "
@@ -236,12 +261,12 @@ def _check_addend(a: BSR, b: Any, sign: str) -> None:
     if differs:
         raise InvalidInput(
             f"{differs}; BSR matrices are added where both store the same blocks. For others build the union, such "
-            "as BSR.from_dense(A.to_dense() + B.to_dense(), block)"
+            "as BSR.from_dense(A.to_dense() + B.to_dense(), block, threshold=0)"
         )
 
 
 def _difference(a: BlockPattern, b: BlockPattern) -> str:
-    """What tells two patterns apart, in words; "" if they are the same. Only two objects are looked at."""
+    """How two patterns differ, in words; "" if they are equal."""
     if a is b or (
         a.indptr is b.indptr and a.indices is b.indices and (a.shape, a.block) == (b.shape, b.block)
     ):
@@ -254,7 +279,7 @@ def _difference(a: BlockPattern, b: BlockPattern) -> str:
         return f"A stores {a.nnzb} blocks and B {b.nnzb}"
     if torch.compiler.is_compiling():
         raise InvalidInput(
-            "torch.compile does not look into patterns to compare them; make both matrices of one pattern object"
+            "torch.compile does not compare the contents of patterns; make both matrices of one pattern object"
         )
     if a.same_as(b):
         return ""
@@ -271,16 +296,16 @@ def _cells(pattern: BlockPattern) -> set[tuple[int, int]]:
     }
 
 
-def _zero_gradient_outside(a: BSR) -> Tensor:
+def _zero_gradient_outside(a: OfDenseBlocks) -> Tensor:
     """The values, whose gradient is 0 outside the matrix. A pass over them only if a side is ragged."""
     return a._zero_outside(a.values) if a.values.requires_grad and torch.is_grad_enabled() else a.values
 
 
 def _row_sums(parts: Tensor, pattern: BlockPattern) -> Tensor:
-    """What the parts [nnzb, b] of each block row add up to: [Mb, b].
+    """The sums [Mb, b] of the parts [nnzb, b] of each block row.
 
-    After a step, part p holds the sum of its row's parts p to p + 2 * step - 1, as far as there are any; so the first
-    part of a row ends with all of it. Index-adds would meet in atomics, whose order changes.
+    After a step, part p holds the sum of its row's parts p to p + 2 * step - 1, as far as they exist; at the end the
+    first part of a row holds the sum of the row. Index-adds would use atomics, whose order varies.
     """
     place = torch.arange(pattern.nnzb, dtype=torch.int32, device=parts.device)
     left = pattern.indptr[1:][pattern.block_rows] - place

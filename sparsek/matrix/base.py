@@ -1,34 +1,39 @@
-"""What the matrices of all formats have in common: products with @ and F.linear, and the methods of a tensor."""
+"""The base classes of all formats: products by @ and F.linear, and the methods of a torch.Tensor."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeGuard, overload
 
 import torch
 from torch import Tensor
 
 from sparsek.core import arguments, dtypes, operations
 from sparsek.core.errors import InvalidInput
-from sparsek.core.tracing import check_aligned
+from sparsek.core.record import Record
+from sparsek.core.tracing import check_aligned, concrete
 from sparsek.matrix.pattern import BlockPattern
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-ALIGNMENT = 16  # bytes: what kernels read at once
+    from sparsek.matrix.dense8 import QuantizedTensor
+
+ALIGNMENT = 16  # bytes of one load of a kernel
+SURE = 1e-12  # a norm from here on lost nothing that counts to squares that underflow in float32
 PRODUCTS = ("matmul", "__matmul__", "__rmatmul__", "mm", "mv")
 
 
 class NotDense(InvalidInput, TypeError):
-    """A function of torch or numpy that takes dense tensors only was called with a matrix of another kind.
+    """A function of torch or numpy that takes dense tensors only was called with a sparse or quantized operand.
 
-    It is a TypeError too: Python then tries the matrix's own operator.
+    Also a TypeError, after which Python tries the operator of the matrix.
     """
 
 
 class Multiplied:
-    """`A @ B` and `B @ A` for a matrix A of a class of its own: both go to what `register_matmul` was given."""
+    """`A @ B` and `B @ A` for an operand that is no torch.Tensor: both call the function of `register_matmul`."""
 
     _matmul: ClassVar[Callable[[Any, Any], Any] | None] = None
     _linear: ClassVar[Callable[..., Tensor] | None] = None
@@ -38,25 +43,27 @@ class Multiplied:
 
     @classmethod
     def register_matmul(cls, multiply: Callable[[Any, Any], Any]) -> None:
-        """Makes `A @ B` and `B @ A` call `multiply` with both in that order. The operations, above formats, do this."""
+        """Set the function that `A @ B` and `B @ A` call, with the operands in that order. Internal."""
         cls._matmul = staticmethod(multiply)
 
     @classmethod
     def register_linear(cls, linear: Callable[..., Tensor]) -> None:
-        """Makes F.linear(x, A, bias) call `linear(x, A, bias)`."""
+        """Set the function that `torch.nn.functional.linear(x, A, bias)` calls. Internal."""
         cls._linear = staticmethod(linear)
 
-    def requires_grad_(self, requires_grad: bool = True) -> Any:
-        """Refuses: no product has a gradient for the values. A BSR has a `requires_grad_` of its own."""
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Raise InvalidInput: products have gradients for the values of a BSR, but not for those of this format."""
         name = type(self).__name__
         raise InvalidInput(f"products have no gradient for the values of a {name}, as they have for a BSR's")
 
-    def __matmul__(self, other: Any) -> Any:
+    def __matmul__(self, other: Tensor | QuantizedTensor) -> Tensor:
+        """Return self @ other, dense; see `sparsek.spmm`."""
         if _is_vector(other):
             return self._multiply(self, other.unsqueeze(1)).squeeze(1)
         return self._multiply(self, other)
 
-    def __rmatmul__(self, other: Any) -> Any:
+    def __rmatmul__(self, other: Tensor | QuantizedTensor) -> Tensor:
+        """Return other @ self, dense; see `sparsek.spmm`."""
         if _is_vector(other):
             return self._multiply(other.unsqueeze(1).mT, self).squeeze(0)
         return self._multiply(other, self)
@@ -78,10 +85,10 @@ class Multiplied:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """Lets torch.matmul(A, B), mm and mv, F.linear(x, A) and, inside torch.compile, A @ B arrive here.
+        """Dispatch torch.matmul(A, B), mm, mv, F.linear(x, A) and, inside torch.compile, A @ B. Refuse other functions.
 
-        Dynamo (torch 2.13) hands over both A @ B and B @ A as matmul(B, A). Shapes tell which one was meant, unless
-        both fit; then this raises and asks for sparsek.spmm(A, B). Other torch functions are refused.
+        Dynamo (torch 2.13) passes both A @ B and B @ A as matmul(B, A). The shapes decide which one was written; where
+        both fit, this raises InvalidInput, and `sparsek.spmm(A, B)` is the cure.
         """
         name = getattr(func, "__name__", str(func))
         if name in PRODUCTS and len(args) == 2 and not kwargs:
@@ -95,13 +102,13 @@ class Multiplied:
 
 
 def check_readable(name: str, x: Tensor) -> None:
-    """InvalidInput unless `x` is contiguous and begins on a multiple of ALIGNMENT bytes, as kernels read it."""
+    """Raise InvalidInput unless `x` is contiguous and starts at a multiple of ALIGNMENT bytes, as kernels read it."""
     if not x.is_contiguous():
         raise InvalidInput(f"{name} must be contiguous; call .contiguous()")
     check_aligned(name, x, ALIGNMENT)
 
 
-def _is_vector(x: Any) -> bool:
+def _is_vector(x: Any) -> TypeGuard[Tensor]:
     return isinstance(x, Tensor) and x.dim() == 1
 
 
@@ -115,7 +122,7 @@ def _product(cls: type[Multiplied], first: Any, second: Any) -> Any:
         if before and behind:
             vector = ".unsqueeze(-1)" if first.ndim == 1 else ""
             raise InvalidInput(
-                f"torch.compile does not tell A @ B from B @ A here; write sparsek.spmm(A, B{vector})"
+                f"torch.compile cannot distinguish A @ B from B @ A here; write sparsek.spmm(A, B{vector})"
             )
         if not before:
             return second.__matmul__(first)
@@ -137,7 +144,7 @@ def _linear(input: Any, weight: Any, bias: Any = None) -> Tensor:
 
 
 class Matrix(Multiplied):
-    """The methods that a 2-D tensor has, for a matrix that is made of tensors."""
+    """The methods of a 2-D tensor, for a matrix that consists of several tensors."""
 
     if TYPE_CHECKING:
         # Attributes or properties of the classes below.
@@ -150,11 +157,11 @@ class Matrix(Multiplied):
         def device(self) -> torch.device: ...
 
     def _at(self, device: torch.device, dtype: torch.dtype) -> Self:
-        """This matrix there and in that dtype, which differ."""
+        """This matrix on `device` in `dtype`; at least one of the two changes."""
         raise NotImplementedError
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> Self:
-        """This matrix with other values, made of its own; all else is shared."""
+        """This matrix with its values replaced by change(values); the rest is shared."""
         raise NotImplementedError
 
     def _checked_dtype(self, dtype: Any) -> torch.dtype:
@@ -164,11 +171,21 @@ class Matrix(Multiplied):
             )
         return arguments.dtype("dtype", dtype)
 
+    @overload
+    def to(self, device: torch.dtype) -> Self: ...
+    @overload
+    def to(self, device: str | torch.device | None = None, dtype: torch.dtype | None = None) -> Self: ...
     def to(
         self, device: str | torch.device | torch.dtype | None = None, dtype: torch.dtype | None = None
     ) -> Self:
-        """This matrix on `device` and in `dtype`, or in the dtype that stands alone; this very object if nothing
-        changes. Differentiable.
+        """Return this matrix on `device` and in `dtype`; the same object if nothing changes. Differentiable.
+
+        Args:
+            device: "cpu", "cuda", "cuda:0" or a torch.device. A torch.dtype as the only argument is the dtype.
+            dtype: bf16, fp16, fp32 or fp64.
+
+        Raises:
+            InvalidInput: For a device that this machine does not have, or an FP8 dtype, which `sparsek.quantize` makes.
         """
         if isinstance(device, torch.dtype):
             if dtype is not None:
@@ -181,7 +198,7 @@ class Matrix(Multiplied):
         return self if (target, wanted) == (self.device, self.dtype) else self._at(target, wanted)
 
     def cuda(self, device: int | str | torch.device | None = None) -> Self:
-        """This matrix on a CUDA device, the current one if none is named."""
+        """Return this matrix on a CUDA device, the current one by default."""
         if isinstance(device, int):
             device = f"cuda:{arguments.integer('device', device)}"
         target = arguments.device("device", "cuda" if device is None else device)
@@ -190,79 +207,93 @@ class Matrix(Multiplied):
         return self.to(target)
 
     def cpu(self) -> Self:
-        """This matrix on the CPU."""
+        """Return this matrix on the CPU."""
         return self.to("cpu")
 
     def bfloat16(self) -> Self:
-        """This matrix in torch.bfloat16."""
+        """Return this matrix in torch.bfloat16."""
         return self.to(torch.bfloat16)
 
     def half(self) -> Self:
-        """This matrix in torch.float16."""
+        """Return this matrix in torch.float16."""
         return self.to(torch.float16)
 
     def float(self) -> Self:
-        """This matrix in torch.float32."""
+        """Return this matrix in torch.float32."""
         return self.to(torch.float32)
 
     def double(self) -> Self:
-        """This matrix in torch.float64."""
+        """Return this matrix in torch.float64."""
         return self.to(torch.float64)
 
     def detach(self) -> Self:
-        """This matrix on the same memory, outside autograd."""
+        """Return this matrix outside autograd, on the same memory."""
         return self._each(Tensor.detach)
 
     def clone(self) -> Self:
-        """A copy with values of its own; pattern and metadata, which nobody writes to, are shared. Differentiable."""
+        """Return a copy with its own values. Pattern and metadata, which are immutable, are shared. Differentiable."""
         return self._each(Tensor.clone)
 
     @property
-    def mT(self) -> Any:  # noqa: N802
-        """`.T`."""
+    def mT(self) -> Self:  # noqa: N802
+        """The transpose, as `.T`."""
         return self.T
 
     @property
     def ndim(self) -> int:
-        """2."""
+        """The number of dimensions, 2."""
         return 2
 
     def dim(self) -> int:
-        """2."""
+        """Return the number of dimensions, 2."""
         return 2
 
     def numel(self) -> int:
-        """M * K, as of a dense matrix. `values.numel()` are stored."""
+        """Return M * K, as for a dense matrix; `values.numel()` counts what is stored."""
         return self.shape[0] * self.shape[1]
 
-    def size(self, dim: int | None = None) -> Any:
-        """torch.Size([M, K]), or one of both."""
+    @overload
+    def size(self, dim: None = None) -> torch.Size: ...
+    @overload
+    def size(self, dim: int) -> int: ...
+    def size(self, dim: int | None = None) -> torch.Size | int:
+        """Return torch.Size([M, K]), or one side of it."""
         return torch.Size(self.shape) if dim is None else self.shape[arguments.integer("dim", dim, -2, 1)]
 
 
 class Stored(Matrix):
-    """A matrix whose stored elements are `values`."""
+    """A matrix whose stored elements are the tensor `values`."""
 
     values: Tensor
 
     @property
     def dtype(self) -> torch.dtype:
+        """The dtype of the values."""
         return self.values.dtype
 
     @property
     def device(self) -> torch.device:
+        """The device of the values and of the indices."""
         return self.values.device
 
     @property
     def requires_grad(self) -> bool:
-        """Whether the values ask for a gradient."""
+        """Whether autograd computes a gradient for the values."""
         return self.values.requires_grad
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> Self:
-        """This matrix with fn(values) for its values: `A.map(torch.relu)`. Pattern and metadata stay.
+        """Return this matrix with values fn(values), on the same pattern or metadata. Differentiable.
 
-        `fn` works element by element and returns as many, in any dtype that matrices have. Elements that are not stored
-        stay 0, whatever fn(0) is. Differentiable. Raises InvalidInput for another shape or device.
+        Elements that are not stored stay 0, whatever fn(0) is.
+
+        Args:
+            fn: An elementwise function. It returns a tensor of the same shape, in bf16, fp16, fp32 or fp64.
+
+        Raises:
+            InvalidInput: If `fn` returns another shape, dtype or device.
+
+        Example:
+            `A.map(torch.relu)`
         """
 
         if not callable(fn):
@@ -281,8 +312,39 @@ class Stored(Matrix):
 
         return self._each(change)
 
+    def kept_norm(self, w: Tensor) -> float:
+        """Return the share of the norm of a dense matrix that this one keeps: ||values|| / ||w||, Frobenius norms.
+
+        Summed in float32, in float64 for float64; in float64 for all where a square overflows or underflows. One
+        sync.
+
+        Args:
+            w: The dense matrix [M, K] that this one was made from, on the same device.
+
+        Returns:
+            A number from 0 to 1; 1.0 if `w` is all zeros.
+
+        Raises:
+            InvalidInput: If `w` has another shape or device.
+        """
+        arguments.tensor("w", w, dtypes.FLOATS, ndim=2)
+        w = concrete(w, "kept_norm reads values", "call it outside")
+        if tuple(w.shape) != self.shape or w.device != self.device:
+            raise InvalidInput(
+                f"w is {w.shape[0]}x{w.shape[1]} on {w.device}; "
+                f"this matrix is {self.shape[0]}x{self.shape[1]} on {self.device}"
+            )
+        kept = whole = 0.0
+        values = concrete(self.values, "kept_norm reads values", "call it outside")
+        for dtype in (torch.promote_types(w.dtype, torch.float32), torch.float64):
+            norms = [torch.linalg.vector_norm(x.detach(), dtype=dtype) for x in (values, w)]
+            kept, whole = torch.stack(norms).tolist()
+            if SURE < whole < math.inf:
+                break
+        return kept / whole if whole else 1.0
+
     def _zero_outside(self, values: Tensor) -> Tensor:
-        """Values with 0 outside the matrix; the same tensor where nothing is outside."""
+        """The values with 0 outside the matrix; the same tensor where no side is ragged."""
         return values
 
 
@@ -293,29 +355,43 @@ class OfBlocks(Stored):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """True (M, K)."""
+        """(M, K), without padding."""
         return self.pattern.shape
 
     @property
     def block(self) -> tuple[int, int]:
-        """(bm, bk)."""
+        """The sides (bm, bk) of a block."""
         return self.pattern.block
 
     @property
     def grid(self) -> tuple[int, int]:
-        """Block rows and block columns (Mb, Kb)."""
+        """The numbers of block rows and block columns, (Mb, Kb)."""
         return self.pattern.grid
 
     @property
     def nnzb(self) -> int:
-        """Number of stored blocks."""
+        """The number of stored blocks."""
         return self.pattern.nnzb
 
     @property
     def density(self) -> float:
-        """Stored blocks over all blocks."""
+        """Stored blocks over all blocks, 0 to 1."""
         return self.pattern.density
 
     def home(self) -> BlockPattern:
-        """Where its plans are kept."""
+        """Return the object that caches the plans of this matrix. Internal."""
         return self.pattern
+
+
+class OfDenseBlocks(OfBlocks, Record):
+    """The parts of a BSR that its methods in `matrix/convert.py` and `matrix/algebra.py` read."""
+
+    order: Tensor | None
+
+    if TYPE_CHECKING:
+
+        @property
+        def T(self) -> Self: ...  # noqa: N802
+
+        def __init__(self, pattern: BlockPattern, values: Tensor, order: Tensor | None = None) -> None: ...
+        def logical_values(self) -> Tensor: ...

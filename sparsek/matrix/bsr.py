@@ -1,10 +1,10 @@
-"""A block-sparse matrix: a pattern and the values of its blocks."""
+"""BSR, a block-sparse matrix: a pattern and the values of its blocks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 import torch
@@ -12,17 +12,21 @@ from torch import Tensor
 
 from sparsek.core import arguments, dtypes
 from sparsek.core.errors import InvalidInput
-from sparsek.core.record import Record, record
+from sparsek.core.record import record
 from sparsek.core.tracing import of_values
-from sparsek.matrix import algebra, convert
-from sparsek.matrix.base import OfBlocks, check_readable
+from sparsek.matrix.algebra import Arithmetic
+from sparsek.matrix.base import check_readable
+from sparsek.matrix.convert import Conversions
 from sparsek.matrix.padding import padding_of, zero_outside, zero_padding
 from sparsek.matrix.pattern import BlockPattern
 from sparsek.matrix.storage import Parts, Signature, Storage, block_stats
-from sparsek.pictures import blocks as pictures
+from sparsek.pictures.blocks import Blocks, Drawable
 
-# What Dynamo (torch 2.13) calls an arithmetic operator between a tensor and a BSR, which it hands over in this order
-# whichever stood first, and the BSR's method for it.
+if TYPE_CHECKING:
+    from sparsek.matrix.dense8 import QuantizedTensor
+
+# Dynamo's (torch 2.13) name of an arithmetic operator between a tensor and a BSR, which it passes in this order
+# whichever was written first, and the method of the BSR for it.
 COMPILED_TENSOR_AND_BSR = {
     "mul": "__rmul__",
     "__rdiv__": "__truediv__",
@@ -38,18 +42,30 @@ NOT_PICKLED = (
 
 @record(leaves=("pattern", "values", "order"), own=("values",), picklable=NOT_PICKLED)
 @dataclass(frozen=True, eq=False, repr=False)
-class BSR(OfBlocks, Record):
-    """An M x K matrix whose stored blocks are dense and whose other elements are zero.
+class BSR(Conversions, Arithmetic, Drawable):
+    """A block-sparse matrix [M, K]: dense stored blocks, zero elsewhere. The format is block compressed sparse row.
 
-    `values` is [nnzb, bm, bk] in bf16, fp16, fp32 or fp64: contiguous, 16-byte aligned, on the pattern's
-    device; block p of the pattern is values[p]. Where a side is not a multiple of the block, the values
-    outside the matrix are zero: whoever writes to `values` in place calls `zero_padding_` afterwards.
+    `A @ B` and `B @ A` multiply it with a dense tensor, `A @ A2` with another BSR. It is frozen, and a pytree node.
+    Construction checks the parts; it synchronizes only for a ragged side, to see that the padding is zero, and for an
+    `order` that does not come from `.T`.
 
-    `order` is None, except in a transposed view as `.T` makes it: there block p is values[order[p]]
-    transposed, and `values` is [nnzb, bk, bm]. A view shares the values of the matrix it was taken from.
+    Attributes:
+        pattern: The BlockPattern: which blocks are stored.
+        values: The stored blocks [nnzb, bm, bk] in bf16, fp16, fp32 or fp64, on the device of the pattern, contiguous
+            and aligned to 16 bytes. values[p] is block p of the pattern. Where a side of the matrix is not a multiple
+            of the block, the values outside the matrix are 0; after a write in place call `zero_padding_`.
+        order: None, except in the transposed view that `.T` returns. There block p is values[order[p]] transposed,
+            `values` is [nnzb, bk, bm], and the memory is that of the viewed matrix.
 
-    Construction raises InvalidInput for values that do not fit the pattern. It syncs only if a side is ragged
-    (to see that the padding is zero) or if `order` was not taken from the pattern.
+    Raises:
+        InvalidInput: For values that do not fit the pattern.
+
+    Examples:
+        >>> A = sk.BSR.from_dense(torch.randn(256, 256), block=64, keep=0.25)
+        >>> A
+        BSR(256x256 fp32, block 64x64, 4 of 16 blocks, 25 %, 0.0655 MB, cpu)
+        >>> (A @ torch.randn(256, 10)).shape
+        torch.Size([256, 10])
     """
 
     pattern: BlockPattern
@@ -70,9 +86,10 @@ class BSR(OfBlocks, Record):
 
     @property
     def T(self) -> BSR:  # noqa: N802
-        """The transposed matrix, by index only: values stay in place. `.T.T` has this pattern again."""
-        # Inside torch.compile the index is traced, and dropped where only products read the view: they take the matrix
-        # it was taken from. That one is at hand in a view; elsewhere a look for a kept index would guard on it.
+        """The transposed view [K, M]: no value moves. `.T.T` has the original pattern object."""
+        # Inside torch.compile the index is traced, and eliminated where only products read the view: they take the
+        # viewed matrix. A view has the index of that one; elsewhere a look-up of a cached index would add a guard on
+        # it.
         traced = torch.compiler.is_compiling() and self.order is None
         flipped, perm = self.pattern.flip() if traced else self.pattern.transposed
         return BSR.unchecked(flipped, self.values, perm if self.order is None else None)
@@ -89,54 +106,38 @@ class BSR(OfBlocks, Record):
         return zero_outside(self.pattern if self.order is None else self.pattern.T, values)
 
     def storage(self, transposed: bool = False, counted: bool = True) -> Storage:
-        """How this matrix, or its transpose, is stored, for the planner. `counted`: with its blocks' statistics."""
+        """Return how this matrix, or its transpose, is stored; `counted`: with BlockStats. Internal."""
         pattern, view = self.pattern.T if transposed else self.pattern, (self.order is not None) != transposed
         blocks = block_stats(pattern, not view) if counted else None
         return Storage(dtypes.shown(self.dtype), blocks, transposed=view)
 
     def parts(self, transposed: bool = False) -> Parts:
-        """The tensors and numbers of this matrix, or of its transpose, for ops of torch.library."""
+        """Return the tensors and numbers of this matrix, or of its transpose, for torch.library ops. Internal."""
         pattern = self.pattern if self.order is None else self.pattern.T
         sizes, view = [*pattern.shape, *pattern.block], (self.order is not None) != transposed
         return Parts(self.values, None, None, pattern.indptr, pattern.indices, sizes, "", False, view)
 
     def signature(self) -> Signature:
-        """What a bound call reads of it. The order of a view follows from its pattern."""
+        """Return the part of this matrix in the key of a recorded call. Internal."""
         return self.pattern, (BSR, self.order is None), (self.values,)
 
     def logical_values(self) -> Tensor:
-        """The blocks in the pattern's order, [nnzb, bm, bk]: `values`, or a copy for a transposed view."""
+        """Return the blocks in the order of the pattern, [nnzb, bm, bk]: `values`, or a copy for a transposed view."""
         check_stored(self)
         if self.order is None:
             return self.values
         return self.values.index_select(0, self.order).mT.contiguous()
 
-    # From and to other forms: `matrix/convert.py`.
-    from_dense = classmethod(convert.from_dense)
-    from_torch = classmethod(convert.from_torch)
-    from_scipy = classmethod(convert.from_scipy)
-    from_coo_blocks = classmethod(convert.from_coo_blocks)
-    to_dense = convert.to_dense
-    to_torch = convert.to_torch
-    to_scipy = convert.to_scipy
+    if TYPE_CHECKING:
 
-    # Arithmetic on stored blocks: `matrix/algebra.py`.
-    sum = algebra.total
-    norm = algebra.norm
-    block_norms = algebra.block_norms
-    block_row_slice = algebra.block_row_slice
-    grad = property(algebra.gradient)
-    state_dict = algebra.state_dict
-    from_state_dict = classmethod(algebra.from_state_dict)
-    __mul__ = __rmul__ = algebra.scale
-    __truediv__ = algebra.divide
-    __neg__ = algebra.negate
-    __add__ = __radd__ = algebra.add
-    __sub__ = algebra.subtract
-    __rsub__ = algebra.subtract_from
+        @overload
+        def __matmul__(self, other: BSR) -> BSR: ...
+        @overload
+        def __matmul__(self, other: Tensor | QuantizedTensor) -> Tensor: ...
+        def __matmul__(self, other: Any) -> Any: ...
 
-    def drawn(self) -> pictures.Blocks:
-        """What pictures show of it: its blocks, coloured by norm. Syncs."""
+    def drawn(self) -> Blocks:
+        """Return the data of its pictures: the blocks, coloured by norm. Synchronizes. Internal."""
 
         def norms() -> np.ndarray:
             wide = torch.promote_types(self.dtype, torch.float32)
@@ -146,12 +147,10 @@ class BSR(OfBlocks, Record):
         name = f"{pattern.name} {dtypes.name(self.dtype)}"
         return replace(pattern, name=name, described=repr(self), norms=norms)
 
-    spy = pictures.spy
-
     def zero_padding_(self) -> BSR:
-        """Writes 0 into the values outside the matrix, for values that were written to in place. Returns this object.
+        """Set the values outside the matrix to 0, after a write to `values` in place. Return this object.
 
-        No gradient. Syncs the first time a ragged pattern is asked what lies outside.
+        Outside autograd. The first call for a ragged pattern synchronizes.
         """
         base = self if self.order is None else self.T
         with torch.no_grad():
@@ -159,22 +158,26 @@ class BSR(OfBlocks, Record):
         return self
 
     def requires_grad_(self, requires_grad: bool = True) -> BSR:
-        """Makes the values ask for a gradient, or not. Returns this object; views of it share the values."""
+        """Set whether autograd computes a gradient for the values, as of a leaf tensor. Return this object.
+
+        Transposed views share the values, and so the gradient, which `A.grad` returns as a BSR.
+
+        Raises:
+            InvalidInput: For values made in inference mode, and to switch off the gradient of computed values.
+        """
         asked = arguments.flag("requires_grad", requires_grad)
         if self.values.is_inference() and asked:
             raise InvalidInput(
                 "values that were made in inference mode can have no gradient; clone them outside of it"
             )
         if self.values.grad_fn is not None and not asked:
-            raise InvalidInput(
-                "the values were computed from others, which ask for a gradient; use .detach()"
-            )
+            raise InvalidInput("the values were computed from others that require a gradient; use .detach()")
         self.values.requires_grad_(asked)
         return self
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """Besides torch.matmul, what Dynamo makes of an arithmetic operator between a tensor and a BSR arrives here."""
+        """Dispatch torch.matmul, and Dynamo's form of an arithmetic operator between a tensor and a BSR."""
         operator = COMPILED_TENSOR_AND_BSR.get(func.__name__) if torch.compiler.is_compiling() else None
         if operator and not kwargs and len(args) == 2 and isinstance(args[1], BSR):
             return getattr(args[1], operator)(args[0])
@@ -193,7 +196,7 @@ class BSR(OfBlocks, Record):
 
 
 def padding_nonzeros(a: BSR) -> int:
-    """How many values outside the true shape are not zero; NaN counts. Syncs only if a side is ragged."""
+    """The number of nonzero values (NaN is one) outside the shape. Synchronizes only for a ragged side."""
     if not a.pattern.is_ragged:
         return 0
     base = a if a.order is None else a.T
@@ -208,9 +211,10 @@ def padding_nonzeros(a: BSR) -> int:
 
 
 def check_stored(a: BSR) -> None:
-    """InvalidInput unless `values` still have as many blocks as the pattern.
+    """Raise InvalidInput unless `values` have as many blocks as the pattern.
 
-    A BlockSparseLinear that loads another pattern gives its `values` another shape, those of `weight` taken before too.
+    A BlockSparseLinear that loads another pattern changes the shape of its `values`, and a `weight` taken before shares
+    them.
     """
     if a.values.shape[0] != a.pattern.nnzb:
         raise InvalidInput(
@@ -230,7 +234,7 @@ def _check_values(a: BSR) -> None:
 
 
 def _check_order(a: BSR) -> None:
-    """The order of a view is decided by its pattern: it undoes the pattern's own transposition."""
+    """Raise InvalidInput for an `order` other than the inverse of the pattern's transposition."""
     if a.order is None:
         return
     right = a.pattern.T.transposed[1]

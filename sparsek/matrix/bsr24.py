@@ -1,4 +1,4 @@
-"""A block-sparse matrix whose stored blocks are 2:4: a pattern, and two of every four values of its blocks."""
+"""BSR24, a block-sparse matrix whose stored blocks are 2:4: a pattern, and half of the values of its blocks."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from sparsek.core.tracing import outside_inference
 from sparsek.matrix import two_four
 from sparsek.matrix.base import OfBlocks
 from sparsek.matrix.bsr import BSR
+from sparsek.matrix.convert import Scope
 from sparsek.matrix.padding import padding_of, zero_outside
 from sparsek.matrix.pattern import BlockPattern
 from sparsek.matrix.storage import Parts, Signature, Storage, block_stats
@@ -26,15 +27,25 @@ BLOCK_STEP = 64
 @record(leaves=("pattern", "values", "meta"), own=("values",))
 @dataclass(frozen=True, eq=False, repr=False)
 class BSR24(OfBlocks, Record):
-    """An M x K matrix of stored blocks, of whose rows every four neighbours hold two stored values; the rest is zero.
+    """A block-sparse matrix [M, K] whose stored blocks are 2:4: two values in every four neighbours of a row.
 
-    `pattern` has blocks whose sides are multiples of 64. `values` is [nnzb, bm, bk/2] in bf16, fp16, fp32 or fp64;
-    `meta` is uint8 [nnzb, bm, bk/8] and says in which columns they stand, as `matrix/two_four.py` describes. Both
-    are contiguous, 16-byte aligned and on the pattern's device. Where a side of the matrix is not a multiple of the
-    block, the values outside the matrix are zero.
+    Sparse tensor cores multiply this format. `A @ B`, `B @ A` and `sparsek.linear(x, A)` multiply it with a dense
+    tensor; products have no gradient for its values. It is frozen, and a pytree node. Construction checks the parts,
+    with one sync to read the metadata, and one more if a side is ragged.
 
-    Construction raises InvalidInput for parts that do not fit, and for metadata that names a column twice or two
-    columns in falling order. One sync to read the metadata, and one more if a side is ragged.
+    Attributes:
+        pattern: The BlockPattern: which blocks are stored. Block sides are multiples of 64.
+        values: The stored values [nnzb, bm, bk/2] in bf16, fp16, fp32 or fp64, contiguous and aligned to 16 bytes.
+            Where a side of the matrix is not a multiple of the block, the values outside the matrix are 0.
+        meta: uint8 [nnzb, bm, bk/8], the columns of the values in their groups of four; see `Semi24`.
+
+    Raises:
+        InvalidInput: For parts that do not fit, and for a group whose two columns do not rise.
+
+    Examples:
+        >>> A = sk.BSR24.from_dense(torch.randn(256, 256), block=64, keep=0.5)
+        >>> A
+        BSR24(256x256 fp32, block 64x64, 8 of 16 blocks, 50 %, 0.0696 MB, cpu)
     """
 
     pattern: BlockPattern
@@ -56,6 +67,7 @@ class BSR24(OfBlocks, Record):
 
     @property
     def T(self) -> NoReturn:  # noqa: N802
+        """Not available: raises InvalidInput, which names the product to use instead."""
         raise InvalidInput(
             "a BSR24 has no .T: its pairs lie along rows, where sparse tensor cores read them, and those of the "
             "transpose would lie along columns; x @ W.T is sparsek.linear(x, W), and A.to_bsr().T is a BSR"
@@ -65,12 +77,12 @@ class BSR24(OfBlocks, Record):
         return BSR24.unchecked(self.pattern.to(device), self.values.to(device, dtype), self.meta.to(device))
 
     def storage(self, transposed: bool = False, counted: bool = True) -> Storage:
-        """How this matrix, or its transpose, is stored, for the planner. `counted`: with its blocks' statistics."""
+        """Return how this matrix, or its transpose, is stored; `counted`: with BlockStats. Internal."""
         blocks = block_stats(self.pattern.T if transposed else self.pattern, False) if counted else None
         return Storage(dtypes.shown(self.dtype), blocks, True, transposed=transposed)
 
     def parts(self, transposed: bool = False) -> Parts:
-        """The tensors and numbers of this matrix, or of its transpose, for ops of torch.library."""
+        """Return the tensors and numbers of this matrix, or of its transpose, for torch.library ops. Internal."""
         pattern = self.pattern
         sizes = [*pattern.shape, *pattern.block]
         return Parts(
@@ -78,7 +90,7 @@ class BSR24(OfBlocks, Record):
         )
 
     def signature(self) -> Signature:
-        """What a bound call reads of it. What a call makes of the metadata watches them."""
+        """Return the part of this matrix in the key of a recorded call, with the identity of the metadata. Internal."""
         return self.pattern, (BSR24, id(self.meta)), (self.values, self.meta)
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> BSR24:
@@ -90,12 +102,17 @@ class BSR24(OfBlocks, Record):
     @classmethod
     @outside_inference
     def from_bsr(cls, a: BSR, *, exact: bool = False) -> BSR24:
-        """The pattern of a BSR, and two of every four neighbours in the rows of its blocks, whose sides 64 divides.
+        """Prune the stored blocks of a BSR to 2:4, on the same pattern. Differentiable in the values of `a`.
 
-        The two of largest magnitude; of equal ones, and of NaN, which counts as largest, the lower columns. A -0.0
-        that is not kept becomes 0.0. `exact=True` refuses to drop a nonzero: then at most two of every four may not
-        be zero; one sync. Otherwise none. Differentiable in a's values. A `.T` view is copied first. Raises
-        InvalidInput, which counts the groups that have too many nonzeros and tells where the first one is.
+        Args:
+            a: A BSR with block sides that are multiples of 64. A `.T` view is copied first. Of every four neighbours in
+                a row of a block, the two of largest magnitude are kept; of equal ones, and of NaN, which counts as
+                largest, those in the lower columns.
+            exact: Refuse to drop a nonzero. Costs one sync; otherwise there is none.
+
+        Raises:
+            InvalidInput: For other block sides, and with `exact` for groups with more than two nonzeros: the message
+                has their number and the position of the first.
         """
         if not isinstance(a, BSR):
             raise InvalidInput(
@@ -117,14 +134,26 @@ class BSR24(OfBlocks, Record):
         mask: Tensor | None = None,
         threshold: float | None = None,
         keep: float | None = None,
-        scope: str = "global",
+        scope: Scope = "global",
         exact: bool = False,
     ) -> BSR24:
-        """Blocks of a dense w [M, K], chosen as `BSR.from_dense` does, by `mask`, `threshold` or `keep`, then 2:4.
+        """Prune a dense matrix to blocks, then the blocks to 2:4. Differentiable in `w`.
 
-        `keep` is the fraction of blocks to store, those of largest Frobenius norm before 2:4: half as many values. In
-        the stored blocks two of every four neighbours are kept as by `from_bsr`, which `exact` is for too. A mask of
-        elements [M, K] must be true at most twice in every four neighbours; it and `exact` take a sync each.
+        Give exactly one of `keep`, `threshold` and `mask`. A mask of elements and `exact` cost one sync
+        each, besides that of `BSR.from_dense`.
+
+        Args:
+            w: The dense matrix [M, K] in bf16, fp16, fp32 or fp64, with any strides.
+            block: The sides (bm, bk) of a block, or one side of a square one: multiples of 64 up to 512.
+            mask: bool [Mb, Kb] of blocks, or [M, K] of elements, true at most twice in every four neighbours of a row.
+            threshold: Store the blocks whose Frobenius norm, before 2:4, is greater. 0 stores every block with a
+                nonzero.
+            keep: The share of the blocks to store, 0 to 1, those of largest norm before 2:4. The values are half.
+            scope: Where `keep` chooses: in the whole matrix ("global"), or in each block row ("row").
+            exact: Refuse to drop a nonzero of a stored block to 2:4; see `from_bsr`.
+
+        Raises:
+            InvalidInput: As `BSR.from_dense` and `from_bsr`.
         """
         made = BSR.from_dense(w, block, mask=mask, threshold=threshold, keep=keep, scope=scope)
         if mask is not None and mask.shape == w.shape and mask.shape != made.grid:
@@ -133,14 +162,12 @@ class BSR24(OfBlocks, Record):
         return cls.from_bsr(made, exact=exact)
 
     def to_bsr(self) -> BSR:
-        """The same matrix with all the values of its blocks, on the same pattern. No sync. Differentiable."""
+        """Return this matrix as a BSR with dense blocks, on the same pattern. Differentiable. No sync."""
         return BSR.unchecked(self.pattern, two_four.unpack(self.values, self.meta))
 
     def to_dense(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The dense matrix [M, K], contiguous, in `dtype` or its own. No sync. Differentiable in the values."""
+        """Return the dense matrix [M, K], contiguous, in `dtype` or this one's own. Differentiable. No sync."""
         return self.to(dtype=dtype).to_bsr().to_dense()
-
-    kept_norm = two_four.kept_norm
 
     def __repr__(self) -> str:
         size, block = f"{self.shape[0]}x{self.shape[1]}", f"block {self.block[0]}x{self.block[1]}"
@@ -153,7 +180,7 @@ class BSR24(OfBlocks, Record):
 
 
 def _padding_nonzeros(a: BSR24) -> int:
-    """How many values outside the true shape are not zero; NaN counts. Syncs only if a side is ragged."""
+    """The number of nonzero values (NaN is one) outside the shape. Synchronizes only for a ragged side."""
     if not a.pattern.is_ragged:
         return 0
     at, outside = padding_of(a.pattern)

@@ -1,15 +1,14 @@
-"""From and to dense matrices, torch.sparse_bsr, SciPy and lists of blocks.
+"""Conversions of a BSR from and to dense matrices, torch.sparse_bsr, SciPy and lists of blocks.
 
-Everything but `from_dense` costs time and memory in proportion to what is stored (`to_dense`: to its result).
-Blocks are moved as 16-byte words where no gradient is asked for: torch's gather and scatter work element by
-element, and one wide element moves eight bf16 at the price of one. On a GPU a registered kernel packs
-(`kernels/pack/to_bsr.py`), and torch what it does not take.
+All but `from_dense` cost time and memory in proportion to what is stored (`to_dense`: to its result). Outside autograd
+blocks move as 16-byte words: torch's gather and scatter work element by element, and one wide element moves eight bf16
+at the price of one. On a GPU a registered kernel packs (`kernels/pack/to_bsr.py`); torch packs what that refuses.
 """
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
 import torch
@@ -19,7 +18,7 @@ from sparsek.core import arguments, dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.core.operations import by_kernel
 from sparsek.core.tracing import concrete, of_values, outside_inference, untransformed, watched
-from sparsek.matrix.base import ALIGNMENT
+from sparsek.matrix.base import ALIGNMENT, OfDenseBlocks
 from sparsek.matrix.padding import tiles_of, zero_padding
 from sparsek.matrix.pattern import (
     BLOCK_MAX,
@@ -33,15 +32,15 @@ from sparsek.matrix.pattern import (
 
 if TYPE_CHECKING:
     from scipy import sparse
+    from typing_extensions import Self
 
-    from sparsek.matrix.bsr import BSR
-
-SCOPES = ("global", "row")
+Scope: TypeAlias = Literal["global", "row"]
+SCOPES = get_args(Scope)
 WORD = torch.complex128
 
 
 class Rule(NamedTuple):
-    """Which blocks `from_dense` stores. At most one of the first three is given: see there."""
+    """Which blocks `from_dense` stores: one of the first three decides; without any, those with a nonzero or NaN."""
 
     mask: Tensor | None
     threshold: float | None
@@ -49,59 +48,221 @@ class Rule(NamedTuple):
     scope: str
 
     def count(self, cells: int) -> int:
-        """How many of so many blocks `keep` stores."""
+        """The number of blocks, out of `cells`, that `keep` stores."""
         return max(1, round(self.keep * cells)) if self.keep else 0
 
 
-@outside_inference
-def from_dense(
-    cls: type[BSR],
-    w: Tensor,
-    block: int | tuple[int, int],
-    *,
-    mask: Tensor | None = None,
-    threshold: float | None = None,
-    keep: float | None = None,
-    scope: str = "global",
-) -> BSR:
-    """The chosen blocks of a dense matrix w [M, K], in any float dtype and with any strides.
+class Conversions(OfDenseBlocks):
+    """The methods of a BSR that make it from other forms of a matrix, and those from it."""
 
-    At most one rule chooses; without one, blocks with any nonzero (or NaN) are stored.
-    - `mask`: bool [Mb, Kb] of blocks, or [M, K] of elements: a block is stored if any of its elements is
-      true, and its elements outside the mask become 0.
-    - `threshold`: blocks whose Frobenius norm is greater.
-    - `keep`: the fraction of blocks to store, at least one if it is over 0: those of largest Frobenius norm,
-      ties by position, over the whole matrix (`scope="global"`) or in each block row (`scope="row"`).
+    @classmethod
+    @outside_inference
+    def from_dense(
+        cls,
+        w: Tensor,
+        block: int | tuple[int, int],
+        *,
+        mask: Tensor | None = None,
+        threshold: float | None = None,
+        keep: float | None = None,
+        scope: Scope = "global",
+    ) -> Self:
+        """Make a BSR of some blocks of a dense matrix: prune `w` to blocks. Differentiable in `w`.
 
-    Norms are summed in float32, in float64 for float64 input: of two blocks whose norms differ by no more than
-    the rounding of their sums, either may be the larger, and which one a GPU and a CPU need not agree on. Works
-    on w's device with one sync: one pass over w for the norms, one gather of what is stored. Where squares
-    overflow, or the choice falls among blocks so small that squares underflow, w is read again, block row by
-    block row, and every block scaled. If a side is ragged, w may be padded first: one more pass, and a copy.
-    Differentiable in w. Raises InvalidInput for two rules at once, and for NaN or Inf in w under `threshold` or
-    `keep`.
-    """
-    block = block_sides(block)
-    arguments.tensor("w", w, dtypes.FLOATS, ndim=2)
-    shape = matrix_sides(tuple(w.shape), block)
-    rule = _rule(mask, threshold, keep, scope)
-    if mask is not None:
-        _check_mask(mask, w.device, shape, grid_of(shape, block))
-    made = by_kernel("pack_bsr", w, block, rule) if w.is_cuda and _is_plain(w) else None
-    return cls.unchecked(*_packed(w, shape, block, rule)) if made is None else made
+        Give exactly one of `keep`, `threshold` and `mask`. They choose the blocks that are stored.
 
+        Args:
+            w: The dense matrix [M, K] in bf16, fp16, fp32 or fp64, with any strides.
+            block: The sides (bm, bk) of a block, or one side of a square one: multiples of 16 from 16 to 512. Sides of
+                `w` that are not multiples of the block are padded inside the BSR.
+            mask: bool [Mb, Kb] of blocks, or [M, K] of elements. A block is stored if any of its elements is true;
+                its elements outside the mask become 0.
+            threshold: Store the blocks whose Frobenius norm is greater. 0 stores every block with a nonzero element
+                (NaN counts as one), so nothing is lost.
+            keep: The share of the blocks to store, 0 to 1: those of largest Frobenius norm, of equal ones the first. At
+                least one block, unless `keep` is 0.
+            scope: Where `keep` chooses: in the whole matrix ("global"), or in each block row ("row").
 
-def to_dense(a: BSR) -> Tensor:
-    """The dense matrix [M, K], contiguous, in a's dtype and on its device. No sync. Differentiable."""
-    values = a.logical_values()
-    if torch._C._are_functorch_transforms_active():
-        return _written_out(a.pattern, values)
-    out = torch.zeros(a.pattern.padded_shape, dtype=a.dtype, device=a.device)
-    target = tiles_of(out, a.block)
-    if _has_words(values) and _has_words(target):
-        target, values = target.view(WORD), values.view(WORD)
-    target[a.pattern.block_rows, :, a.pattern.indices] = values
-    return out[: a.shape[0], : a.shape[1]].contiguous()
+        Returns:
+            A BSR [M, K] on the device of `w`, in its dtype.
+
+        Raises:
+            InvalidInput: For none or several of `keep`, `threshold` and `mask`, for a `block` or `mask` that does not
+                fit, and for NaN or Inf in `w` where norms decide.
+
+        Norms accumulate in float32, in float64 for float64: where two differ by no more than that rounding, a GPU and a
+        CPU may order them differently. Costs one sync, one pass over `w` for the norms and a gather of what
+        is stored. Where squares overflow, or the choice falls on blocks whose squares underflow, `w` is read once more
+        with every block scaled. A ragged side may cost a padded copy of `w`.
+
+        Examples:
+            >>> w = torch.randn(1024, 512)
+            >>> sk.BSR.from_dense(w, block=128, keep=0.25).nnzb
+            8
+            >>> sk.BSR.from_dense(torch.eye(256), block=(64, 64), threshold=0).density
+            0.25
+        """
+        block = block_sides(block)
+        arguments.tensor("w", w, dtypes.FLOATS, ndim=2)
+        shape = matrix_sides(tuple(w.shape), block)
+        rule = _rule(mask, threshold, keep, scope)
+        if mask is not None:
+            _check_mask(mask, w.device, shape, grid_of(shape, block))
+        made = by_kernel("pack_bsr", w, block, rule) if w.is_cuda and _is_plain(w) else None
+        return cls.unchecked(*_packed(w, shape, block, rule)) if made is None else made
+
+    def to_dense(self) -> Tensor:
+        """Return the dense matrix [M, K], contiguous, in this dtype on this device. Differentiable. No sync."""
+        values = self.logical_values()
+        if torch._C._are_functorch_transforms_active():
+            return _written_out(self.pattern, values)
+        out = torch.zeros(self.pattern.padded_shape, dtype=self.dtype, device=self.device)
+        target = tiles_of(out, self.block)
+        if _has_words(values) and _has_words(target):
+            target, values = target.view(WORD), values.view(WORD)
+        target[self.pattern.block_rows, :, self.pattern.indices] = values
+        return out[: self.shape[0], : self.shape[1]].contiguous()
+
+    @classmethod
+    @outside_inference
+    def from_torch(cls, matrix: Tensor) -> Self:
+        """Make a BSR of a torch.sparse_bsr tensor. One sync.
+
+        Args:
+            matrix: A torch.sparse_bsr tensor [M, K] whose block sides are multiples of 16. Its values are shared,
+                unless they are not contiguous or not aligned to 16 bytes. Indices become int32.
+
+        Raises:
+            InvalidInput: For another layout, for batch or dense dimensions, and for blocks that do not fit.
+        """
+        if not isinstance(matrix, Tensor) or matrix.layout != torch.sparse_bsr:
+            raise InvalidInput(
+                f"expected a torch.sparse_bsr tensor, got {arguments.shown(matrix)}; use .to_sparse_bsr"
+            )
+        values = matrix.values().contiguous()
+        if matrix.ndim != 2 or values.ndim != 3:
+            raise InvalidInput(
+                f"expected a 2-D matrix without dense dimensions, got shape {tuple(matrix.shape)}"
+            )
+        if values.data_ptr() % ALIGNMENT:
+            values = values.clone()
+        # What does not fit int32 becomes the limit, which no pattern accepts.
+        lists = (part.clamp(-1, INT32_MAX) for part in (matrix.crow_indices(), matrix.col_indices()))
+        indptr, indices = (part.to(torch.int32).contiguous() for part in lists)
+        block = (values.shape[1], values.shape[2])
+        return cls(BlockPattern((matrix.shape[0], matrix.shape[1]), block, indptr, indices), values)
+
+    def to_torch(self) -> Tensor:
+        """Return this matrix as a torch.sparse_bsr tensor on the same indices and values; a `.T` view's are copied.
+
+        Raises:
+            InvalidInput: For ragged sides, which torch.sparse_bsr does not support, and under torch.func.
+        """
+        _refuse_ragged(self, "torch.sparse_bsr")
+        if watched(self.values) and not torch.compiler.is_compiling():
+            raise InvalidInput(
+                "torch.func and forward mode do not take torch.sparse_bsr; use .to_dense() there"
+            )
+        pattern = self.pattern
+        return torch.sparse_bsr_tensor(
+            pattern.indptr,
+            pattern.indices,
+            self.logical_values(),
+            size=self.shape,
+            device=self.device,
+            check_invariants=False,
+        )
+
+    @classmethod
+    @outside_inference
+    def from_scipy(cls, matrix: Any, block: int | tuple[int, int] | None = None) -> Self:
+        """Make a BSR on the CPU of a SciPy sparse matrix or array. Nothing is shared.
+
+        Args:
+            matrix: A 2-D SciPy sparse matrix or array [M, K] in float32 or float64, in any format. Duplicate entries
+                are added. It is not changed.
+            block: The sides (bm, bk) of a block, or one side of a square one. May be left out for SciPy's own BSR.
+
+        Raises:
+            InvalidInput: For another dtype, for indices that SciPy finds invalid, and for a missing `block`.
+        """
+        is_sparse = all(hasattr(matrix, name) for name in ("format", "tocoo", "shape", "dtype"))
+        if not is_sparse or len(matrix.shape) != 2:
+            raise InvalidInput(f"expected a 2-D SciPy sparse matrix, got {arguments.shown(matrix)}")
+        if matrix.dtype not in (np.float32, np.float64):
+            raise InvalidInput(f"SciPy matrix has dtype {matrix.dtype}; call .astype('float32') or 'float64'")
+        own = tuple(matrix.blocksize) if matrix.format == "bsr" else None
+        if block is None and own is None:
+            raise InvalidInput(
+                f"a SciPy {matrix.format} matrix has no blocks of its own; pass block=(bm, bk)"
+            )
+        wanted = block_sides(own if block is None else block)
+        shape = matrix_sides(tuple(matrix.shape), wanted)
+        try:
+            matrix = matrix.copy()
+            if hasattr(matrix, "check_format"):
+                matrix.check_format(full_check=True)
+            matrix = matrix if own == wanted else matrix.tocoo()
+            matrix.sum_duplicates()
+        except (ValueError, IndexError) as error:
+            raise InvalidInput(f"SciPy finds its {matrix.format} matrix invalid: {error}") from error
+        if own != wanted:
+            return cls.unchecked(*_from_elements(matrix, shape, wanted))
+        indptr, indices = (
+            torch.tensor(part.astype(np.int32), device="cpu") for part in (matrix.indptr, matrix.indices)
+        )
+        return cls(BlockPattern(shape, wanted, indptr, indices), torch.tensor(matrix.data, device="cpu"))
+
+    def to_scipy(self) -> sparse.bsr_array:
+        """Return this matrix as a scipy.sparse.bsr_array on the host. Nothing is shared.
+
+        SciPy has no bf16 and no sparse fp16: both become float32, without loss.
+
+        Raises:
+            InvalidInput: If SciPy is not installed, and for ragged sides, which SciPy's BSR does not support.
+        """
+        try:
+            from scipy import sparse
+        except ModuleNotFoundError as error:
+            raise InvalidInput("to_scipy needs SciPy; install sparsek[scipy]") from error
+        _refuse_ragged(self, "scipy.sparse.bsr_array")
+        values = self.logical_values().detach()
+        values = values.float() if values.dtype in dtypes.LOW else values
+        parts = (values.cpu().numpy(), self.pattern.host.indices, self.pattern.host.indptr)
+        return sparse.bsr_array(parts, shape=self.shape, copy=True)
+
+    @classmethod
+    @outside_inference
+    def from_coo_blocks(cls, rows: Tensor, cols: Tensor, blocks: Tensor, shape: tuple[int, int]) -> Self:
+        """Make a BSR of blocks and their coordinates, in any order. Differentiable in `blocks`. One sync.
+
+        Args:
+            rows: The block rows [n], int32 or int64, on the device of `blocks`.
+            cols: The block columns [n], int32 or int64, on the device of `blocks`.
+            blocks: The dense blocks [n, bm, bk] in bf16, fp16, fp32 or fp64. They are copied.
+            shape: (M, K) of the matrix. Values outside it become 0.
+
+        Raises:
+            InvalidInput: For a coordinate that is outside the matrix or appears twice.
+        """
+        arguments.tensor("blocks", blocks, dtypes.FLOATS, ndim=3)
+        block = block_sides(tuple(blocks.shape[1:]))
+        shape = matrix_sides(shape, block)
+        for name, part in (("rows", rows), ("cols", cols)):
+            arguments.tensor(name, part, (torch.int32, torch.int64), ndim=1)
+            if part.shape[0] != blocks.shape[0] or part.device != blocks.device:
+                raise InvalidInput(
+                    f"{name} has {part.shape[0]} entries on {part.device}; "
+                    f"blocks has {blocks.shape[0]} on {blocks.device}"
+                )
+        at = of_values(
+            lambda rows, cols: torch.stack((rows.long(), cols.long())).cpu().numpy(),
+            rows, cols, reads="from_coo_blocks reads coordinates", instead="make the pattern outside",
+        )  # fmt: skip
+        host, order = _sorted_cells(at[0], at[1], grid_of(shape, block))
+        pattern = BlockPattern.from_host(shape, block, host, blocks.device)
+        values = blocks.index_select(0, torch.tensor(order, device=blocks.device))
+        return cls.unchecked(pattern, zero_padding(pattern, values))
 
 
 def _written_out(pattern: BlockPattern, values: Tensor) -> Tensor:
@@ -113,130 +274,10 @@ def _written_out(pattern: BlockPattern, values: Tensor) -> Tensor:
     return out[: pattern.shape[0], : pattern.shape[1]].contiguous()
 
 
-@outside_inference
-def from_torch(cls: type[BSR], matrix: Tensor) -> BSR:
-    """From a torch.sparse_bsr tensor [M, K] with blocks that are multiples of 16. One sync.
-
-    Indices become int32; the values are shared unless they are not contiguous or not 16-byte aligned.
-    """
-    if not isinstance(matrix, Tensor) or matrix.layout != torch.sparse_bsr:
-        raise InvalidInput(
-            f"expected a torch.sparse_bsr tensor, got {arguments.shown(matrix)}; use .to_sparse_bsr"
-        )
-    values = matrix.values().contiguous()
-    if matrix.ndim != 2 or values.ndim != 3:
-        raise InvalidInput(f"expected a 2-D matrix without dense dimensions, got shape {tuple(matrix.shape)}")
-    if values.data_ptr() % ALIGNMENT:
-        values = values.clone()
-    # What does not fit int32 becomes the limit, which no pattern accepts.
-    lists = (part.clamp(-1, INT32_MAX) for part in (matrix.crow_indices(), matrix.col_indices()))
-    indptr, indices = (part.to(torch.int32).contiguous() for part in lists)
-    block = (values.shape[1], values.shape[2])
-    return cls(BlockPattern((matrix.shape[0], matrix.shape[1]), block, indptr, indices), values)
-
-
-def to_torch(a: BSR) -> Tensor:
-    """The same matrix as torch.sparse_bsr; shares int32 indices and values (those of a `.T` view are copied).
-
-    Raises InvalidInput for ragged sides, which torch.sparse_bsr cannot have.
-    """
-    _refuse_ragged(a, "torch.sparse_bsr")
-    if watched(a.values) and not torch.compiler.is_compiling():
-        raise InvalidInput("torch.func and forward mode do not take torch.sparse_bsr; use .to_dense() there")
-    pattern = a.pattern
-    return torch.sparse_bsr_tensor(
-        pattern.indptr,
-        pattern.indices,
-        a.logical_values(),
-        size=a.shape,
-        device=a.device,
-        check_invariants=False,
-    )
-
-
-@outside_inference
-def from_scipy(cls: type[BSR], matrix: Any, block: int | tuple[int, int] | None = None) -> BSR:
-    """From a SciPy sparse matrix or array in any format, float32 or float64, to a BSR on the CPU.
-
-    `block` may be left out for SciPy's own BSR, whose blocks are then taken over. Repeated entries are added
-    up, as SciPy means them. The matrix is left as it is; nothing is shared.
-    """
-    is_sparse = all(hasattr(matrix, name) for name in ("format", "tocoo", "shape", "dtype"))
-    if not is_sparse or len(matrix.shape) != 2:
-        raise InvalidInput(f"expected a 2-D SciPy sparse matrix, got {arguments.shown(matrix)}")
-    if matrix.dtype not in (np.float32, np.float64):
-        raise InvalidInput(f"SciPy matrix has dtype {matrix.dtype}; call .astype('float32') or 'float64'")
-    own = tuple(matrix.blocksize) if matrix.format == "bsr" else None
-    if block is None and own is None:
-        raise InvalidInput(f"a SciPy {matrix.format} matrix has no blocks of its own; pass block=(bm, bk)")
-    wanted = block_sides(own if block is None else block)
-    shape = matrix_sides(tuple(matrix.shape), wanted)
-    try:
-        matrix = matrix.copy()
-        if hasattr(matrix, "check_format"):
-            matrix.check_format(full_check=True)
-        matrix = matrix if own == wanted else matrix.tocoo()
-        matrix.sum_duplicates()
-    except (ValueError, IndexError) as error:
-        raise InvalidInput(f"SciPy finds its {matrix.format} matrix invalid: {error}") from error
-    if own != wanted:
-        return cls.unchecked(*_from_elements(matrix, shape, wanted))
-    indptr, indices = (
-        torch.tensor(part.astype(np.int32), device="cpu") for part in (matrix.indptr, matrix.indices)
-    )
-    return cls(BlockPattern(shape, wanted, indptr, indices), torch.tensor(matrix.data, device="cpu"))
-
-
-def to_scipy(a: BSR) -> sparse.bsr_array:
-    """The same matrix as scipy.sparse.bsr_array on the host. Nothing is shared.
-
-    SciPy has no bf16 and no sparse fp16: both become float32, exactly. Raises InvalidInput without SciPy, and
-    for ragged sides, which SciPy's BSR cannot have.
-    """
-    try:
-        from scipy import sparse
-    except ModuleNotFoundError as error:
-        raise InvalidInput("to_scipy needs SciPy; install sparsek[scipy]") from error
-    _refuse_ragged(a, "scipy.sparse.bsr_array")
-    values = a.logical_values().detach()
-    values = values.float() if values.dtype in dtypes.LOW else values
-    parts = (values.cpu().numpy(), a.pattern.host.indices, a.pattern.host.indptr)
-    return sparse.bsr_array(parts, shape=a.shape, copy=True)
-
-
-@outside_inference
-def from_coo_blocks(
-    cls: type[BSR], rows: Tensor, cols: Tensor, blocks: Tensor, shape: tuple[int, int]
-) -> BSR:
-    """From blocks [n, bm, bk] at block coordinates rows [n], cols [n] (int32 or int64), in any order.
-
-    `shape` is the true (M, K); values outside it become 0. The blocks are copied, on their device; one sync.
-    Differentiable in the blocks. Raises InvalidInput for coordinates outside the matrix or given twice.
-    """
-    arguments.tensor("blocks", blocks, dtypes.FLOATS, ndim=3)
-    block = block_sides(tuple(blocks.shape[1:]))
-    shape = matrix_sides(shape, block)
-    for name, part in (("rows", rows), ("cols", cols)):
-        arguments.tensor(name, part, (torch.int32, torch.int64), ndim=1)
-        if part.shape[0] != blocks.shape[0] or part.device != blocks.device:
-            raise InvalidInput(
-                f"{name} has {part.shape[0]} entries on {part.device}; "
-                f"blocks has {blocks.shape[0]} on {blocks.device}"
-            )
-    at = of_values(
-        lambda rows, cols: torch.stack((rows.long(), cols.long())).cpu().numpy(),
-        rows, cols, reads="from_coo_blocks reads coordinates", instead="make the pattern outside",
-    )  # fmt: skip
-    host, order = _sorted_cells(at[0], at[1], grid_of(shape, block))
-    pattern = BlockPattern.from_host(shape, block, host, blocks.device)
-    values = blocks.index_select(0, torch.tensor(order, device=blocks.device))
-    return cls.unchecked(pattern, zero_padding(pattern, values))
-
-
 def _sorted_cells(
     rows: np.ndarray, cols: np.ndarray, grid: tuple[int, int]
 ) -> tuple[HostPattern, np.ndarray]:
-    """The pattern of block coordinates in any order, and the order that sorts them."""
+    """The pattern of block coordinates in any order, and the permutation that sorts them."""
     for name, part, limit in (("rows", rows, grid[0]), ("cols", cols, grid[1])):
         outside = np.flatnonzero((part < 0) | (part >= limit))
         if outside.size:
@@ -272,14 +313,20 @@ def _indptr(rows: np.ndarray, count: int) -> np.ndarray:
 
 
 def _rule(mask: Any, threshold: Any, keep: Any, scope: Any) -> Rule:
-    if (mask is not None) + (threshold is not None) + (keep is not None) > 1:
-        rules = {"mask": mask, "threshold": threshold, "keep": keep}
-        given = [name for name, rule in rules.items() if rule is not None]
+    rules = {"mask": mask, "threshold": threshold, "keep": keep}
+    given = [name for name, rule in rules.items() if rule is not None]
+    if not given:
+        raise InvalidInput(
+            "from_dense needs one rule that chooses blocks: keep=0.25 (the quarter with the largest norms), "
+            "threshold=t (norms over t; threshold=0 keeps every block with a nonzero) or mask= (blocks or elements)"
+        )
+    if len(given) > 1:
         raise InvalidInput(f"{' and '.join(given)} are given; give one of mask, threshold and keep")
     if arguments.one_of("scope", scope, SCOPES) != "global" and keep is None:
         raise InvalidInput(f"scope={scope!r} belongs to keep, which is not given")
     if threshold is not None:
-        threshold = arguments.number("threshold", threshold, 0)
+        # Norms over 0 are those of blocks with a nonzero, which no square that underflows can hide.
+        threshold = arguments.number("threshold", threshold, 0) or None
     if keep is not None:
         keep = arguments.number("keep", keep, 0, 1)
     return Rule(mask, threshold, keep, scope)
@@ -318,7 +365,7 @@ def _packed(
 
 
 def _chosen(tiles: Tensor, shape: tuple[int, int], block: tuple[int, int], rule: Rule) -> BlockPattern:
-    """Which blocks of a matrix seen as tiles `rule` stores. With a mask no value is read."""
+    """The pattern of the blocks that `rule` stores, of a matrix viewed as tiles. With a mask no value is read."""
     if rule.mask is not None:
         stored = rule.mask
         if tuple(stored.shape) != grid_of(shape, block):
@@ -333,20 +380,20 @@ def _chosen(tiles: Tensor, shape: tuple[int, int], block: tuple[int, int], rule:
 
 
 def least_sure(dtype: torch.dtype) -> float:
-    """The least norm, summed in `dtype`, that is right whatever squares in it underflow.
+    """The smallest norm, accumulated in `dtype`, that is accurate even if squares in it underflow.
 
     A square that underflows is off by less than the smallest normal number. BLOCK_MAX^2 of them are within the
-    rounding of a norm from here on; a smaller norm may be far off.
+    rounding of a norm of at least this size; a smaller norm may be far off.
     """
     limits = torch.finfo(dtype)
     return BLOCK_MAX * math.sqrt(limits.tiny / limits.eps)
 
 
 def _choose(tiles: Tensor, rule: Rule) -> tuple[Tensor, int]:
-    """The blocks [Mb, Kb] that `rule` picks by norm, and how many. Refuses NaN and Inf. One sync, mostly.
+    """The blocks [Mb, Kb] that `rule` picks by norm, and their number. Refuses NaN and Inf. Usually one sync.
 
-    Norms that may be far off are raised to the least that is sure, which no norm above it notices. If `rule` picks
-    none of them even so, what they are does not matter.
+    Norms that may be far off are raised to `least_sure`, which does not change the order of those above it. If `rule`
+    picks none of the raised ones, their exact values do not matter.
     """
     norms = _norms(tiles)
     sure = least_sure(norms.dtype)
@@ -376,8 +423,8 @@ def _picked(norms: Tensor, rule: Rule) -> Tensor:
 def _scaled_norms(tiles: Tensor) -> Tensor:
     """Norms of the blocks, float64 [Mb, Kb]: each block is divided by its largest magnitude first.
 
-    So no square overflows, and none that counts underflows. NaN for a block with NaN or Inf. One block row at
-    a time: a scaled copy of all of them would be large.
+    So no square overflows, and none that matters underflows. NaN for a block with NaN or Inf. One block row at a
+    time, because a scaled copy of the whole matrix would be large.
     """
     rows = []
     for row in tiles.split(1):
@@ -405,9 +452,9 @@ def _pattern_of(stored: Tensor, count: int, shape: tuple[int, int], block: tuple
 
 
 def _gather(tiles: Tensor, pattern: BlockPattern) -> Tensor:
-    """The stored blocks [nnzb, bm, bk] of a matrix seen as tiles, contiguous."""
+    """The stored blocks [nnzb, bm, bk] of a matrix viewed as tiles, contiguous."""
     rows, columns = pattern.block_rows, pattern.indices
-    # torch refuses to view words as smaller elements where there are none and a row is one word.
+    # torch does not view words as smaller elements in an empty tensor whose rows are one word.
     if pattern.nnzb and _has_words(tiles):
         return tiles.view(WORD)[rows, :, columns].contiguous().view(tiles.dtype)
     return tiles[rows, :, columns].contiguous()
@@ -427,7 +474,7 @@ def _has_words(blocks: Tensor) -> bool:
     return blocks.stride(-1) == 1 and all(address % ALIGNMENT == 0 for address in in_bytes)
 
 
-def _refuse_ragged(a: BSR, what: str) -> None:
+def _refuse_ragged(a: OfDenseBlocks, what: str) -> None:
     if a.pattern.is_ragged:
         raise InvalidInput(
             f"{what} needs sides that are multiples of the block {a.block[0]}x{a.block[1]}, not "

@@ -1,10 +1,10 @@
-"""A dense operand in FP8: values of eight bits and float32 scales, made once and used by many products."""
+"""QuantizedTensor, a dense operand with FP8 values and float32 scales, made once for many products."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
@@ -17,21 +17,27 @@ from sparsek.core.tracing import of_values
 from sparsek.matrix.base import Multiplied, check_readable
 from sparsek.matrix.float8 import MOST, NAMES, rounded, scales_of
 
-SCALES = ("tensor", "row")
+DenseScale: TypeAlias = Literal["tensor", "row"]
+SCALES = get_args(DenseScale)
 
 
 @record(leaves=("values", "scale"), own=("values", "scale"))
 @dataclass(frozen=True, eq=False, repr=False)
 class QuantizedTensor(Multiplied, Record):
-    """scale * values for a dense x [..., K] in FP8, or the transpose of one.
+    """A dense tensor [..., K] with FP8 values and float32 scales: scale * values. `sparsek.quantize` makes one.
 
-    `values` [..., K] are torch.float8_e4m3fn or torch.float8_e5m2, contiguous, on a multiple of 16 bytes. `scale` is
-    float32 and contiguous on their device: [...], one for each row of K values, or [], one for all. `turned` says that
-    this is x.mT: shape [..., K, T] for values [..., T, K], which stay where they are. FP8 tensor cores read both
-    operands along K, so K is always the contiguous side.
+    It is the dense operand of products with a `Quantized`; made once, it saves each product the rounding. FP8 tensor
+    cores read both operands along K, so K is always the contiguous side. Construction checks the parts, and that every
+    scale is positive and finite, with one sync.
 
-    Construction checks this and that scales are positive and finite, with one sync. Raises InvalidInput.
-    `sparsek.quantize` makes one.
+    Attributes:
+        values: [..., K] in torch.float8_e4m3fn or torch.float8_e5m2, contiguous and aligned to 16 bytes.
+        scale: float32, contiguous, on the device of the values: [...], one for each row of K values, or [], one for
+            all.
+        turned: Whether this is the transpose of the last two dims: shape [..., K, T] for values [..., T, K].
+
+    Raises:
+        InvalidInput: For parts that do not fit.
     """
 
     values: Tensor
@@ -48,7 +54,7 @@ class QuantizedTensor(Multiplied, Record):
 
     @property
     def shape(self) -> torch.Size:
-        """[..., K], or [..., K, T] of a transpose."""
+        """The shape [..., K], or [..., K, T] of a transpose."""
         if not self.turned:
             return self.values.shape
         *batch, rows, columns = self.values.shape
@@ -56,20 +62,22 @@ class QuantizedTensor(Multiplied, Record):
 
     @property
     def dtype(self) -> torch.dtype:
-        """torch.float8_e4m3fn or torch.float8_e5m2."""
+        """The dtype of the values, torch.float8_e4m3fn or torch.float8_e5m2."""
         return self.values.dtype
 
     @property
     def device(self) -> torch.device:
+        """The device of values and scales."""
         return self.values.device
 
     @property
     def ndim(self) -> int:
+        """The number of dimensions."""
         return self.values.ndim
 
     @property
-    def kind(self) -> str:
-        """What shares a scale: "row" of `values`, or "tensor"."""
+    def kind(self) -> DenseScale:
+        """What shares a scale: each "row" of `values`, or the whole "tensor"."""
         return "row" if self.scale.ndim == self.values.ndim - 1 else "tensor"
 
     @property
@@ -81,13 +89,13 @@ class QuantizedTensor(Multiplied, Record):
 
     @property
     def T(self) -> QuantizedTensor:  # noqa: N802
-        """The transpose of a matrix, a view. With leading dims write .mT."""
+        """The transpose of a 2-D tensor, a view; `.mT` is for more dimensions."""
         if self.ndim != 2:
             raise InvalidInput(f".T is for matrices, this has shape {list(self.shape)}; use .mT")
         return self.mT
 
     def rows(self) -> QuantizedTensor:
-        """The same with leading dims joined: values [T, K], scale [T] or []. A view; not of a transpose."""
+        """Return a view with the leading dims joined: values [T, K], scale [T] or []. Not for a transpose."""
         if self.turned:
             raise InvalidInput("rows of a transpose do not lie side by side")
         if self.ndim == 2:
@@ -97,7 +105,7 @@ class QuantizedTensor(Multiplied, Record):
         return QuantizedTensor.unchecked(self.values.reshape(self.values.shape[:-1].numel(), k), scale)
 
     def to(self, device: str | torch.device | None = None) -> QuantizedTensor:
-        """This tensor on `device`; this very object if it is there. For another dtype there is `dequantize`."""
+        """Return this tensor on `device`; the same object if it is there already. `dequantize` changes the dtype."""
         if isinstance(device, torch.dtype):
             raise InvalidInput(f"a QuantizedTensor is FP8; .dequantize({device}) is it in another dtype")
         target = self.device if device is None else arguments.device("device", device)
@@ -106,8 +114,11 @@ class QuantizedTensor(Multiplied, Record):
         return QuantizedTensor.unchecked(self.values.to(target), self.scale.to(target), self.turned)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """scale * values, a torch.Tensor of this shape in `dtype`: multiplied in float32, in float64 for fp64, and
-        rounded. No sync."""
+        """Return scale * values as a torch.Tensor of this shape. No sync.
+
+        Args:
+            dtype: bf16, fp16, fp32 or fp64. The product is computed in float32 (float64 for fp64), then rounded.
+        """
         arguments.dtype("dtype", dtype)
         wide = torch.promote_types(dtype, torch.float32)
         scale = self.scale.unsqueeze(-1) if self.kind == "row" else self.scale
@@ -115,11 +126,14 @@ class QuantizedTensor(Multiplied, Record):
         return made.mT if self.turned else made
 
     def error(self, x: Tensor) -> float:
-        """How far this is from the x that it was made of: ||scale * values - x|| / ||x||, Frobenius, in float64. One
-        sync. Raises InvalidInput if x has another shape."""
+        """Return the relative error of the quantization, ||scale * values - x|| / ||x||, in Frobenius norms.
+
+        Computed in float64, with one sync. Raises InvalidInput if `x` has another shape or device.
+        """
         if arguments.tensor("x", x, dtypes.FLOATS).shape != self.shape or x.device != self.device:
             raise InvalidInput(
-                f"this was made of a tensor {list(self.shape)} on {self.device}, got {list(x.shape)} on {x.device}"
+                f"this is the quantized form of a tensor {list(self.shape)} on {self.device}; "
+                f"got {list(x.shape)} on {x.device}"
             )
         exact = x.detach().double()
         size = torch.linalg.vector_norm(exact)
@@ -127,7 +141,7 @@ class QuantizedTensor(Multiplied, Record):
         return float(torch.where(size == 0, off, off / size))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """The values as bytes: torch pickles no FP8 tensor."""
+        """Pickle the values as bytes, because torch pickles no FP8 tensor."""
         return _of_bytes, (self.values.view(torch.uint8), self.dtype, self.scale, self.turned)
 
     def __repr__(self) -> str:
@@ -141,14 +155,13 @@ class QuantizedTensor(Multiplied, Record):
 
 
 def _of_bytes(values: Tensor, dtype: torch.dtype, scale: Tensor, turned: bool) -> QuantizedTensor:
-    """What `QuantizedTensor.__reduce__` took apart: of a copy or a pickle, whose parts fit."""
+    """The inverse of `QuantizedTensor.__reduce__`."""
     return QuantizedTensor.unchecked(values.view(dtype), scale, turned)
 
 
 def quantize_dense(x: Tensor, dtype: torch.dtype, scale: str, check: bool) -> QuantizedTensor:
-    """A dense x [..., K] in FP8, as `sparsek.quantize` says, which has checked the arguments. On a GPU rows are scaled
-    and rounded by one kernel.
-    """
+    """Quantize a dense x [..., K]; `sparsek.quantize` has checked the arguments. On a GPU one kernel scales and rounds
+    rows."""
     x = x.detach()
     if check:
         check_finite(x, None, dtype, "values", str)
@@ -181,9 +194,9 @@ def _rounded_whole(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 def check_finite(
     values: Tensor, largest: Tensor | None, dtype: torch.dtype, what: str, place: Callable[[list[int]], str]
 ) -> None:
-    """InvalidInput if a value is not finite, or its scale in `dtype` would not be. One sync if all is well.
+    """Raise InvalidInput if a value is not finite, or its scale in `dtype` would not be. One sync otherwise.
 
-    `largest`: magnitudes that are looked at first. place(indices of a value): where it stands, in words.
+    `largest`: magnitudes that are checked first. place(indices of a value): its position, as text.
     """
     if torch.compiler.is_compiling():
         raise InvalidInput("torch.compile cannot wait to see NaN and Inf; write quantize(..., check=False)")
@@ -204,7 +217,7 @@ def check_finite(
 
 
 def check_fp8_values(values: Any) -> Tensor:
-    """`values`, if they are dense, contiguous and aligned FP8. InvalidInput otherwise."""
+    """Return `values`. Raise InvalidInput unless they are dense, contiguous and aligned FP8."""
     arguments.tensor("values", values)
     if values.dtype not in NAMES:
         raise InvalidInput(
@@ -225,8 +238,7 @@ def _check_shape(scale: Any, values: Tensor) -> None:
 
 
 def check_scale(scale: Tensor, device: torch.device) -> None:
-    """InvalidInput unless scales, float32 and as many as are needed, are contiguous, on the `device` of the values,
-    positive and finite. One sync."""
+    """Raise InvalidInput unless float32 scales are contiguous, on `device`, positive and finite. One sync."""
     arguments.one_device("values are", device, "scale", scale.device)
     if not scale.is_contiguous():
         raise InvalidInput("scale must be contiguous; call .contiguous()")

@@ -1,7 +1,7 @@
-"""Numbers of eight bits, and the scales that stretch them: what FP8 matrices and dense FP8 tensors have in common.
+"""The FP8 number formats and their scales, for quantized matrices and dense tensors.
 
 E4M3 has 4 exponent bits of bias 7 and 3 mantissa bits: up to 448, down to 2^-9, NaN but no infinity. E5M2 has 5 of bias
-15 and 2: up to 57344, down to 2^-16, with infinity and NaN as IEEE 754 has them. Sources: OCP 8-bit Floating Point
+15 and 2: up to 57344, down to 2^-16, with infinity and NaN as in IEEE 754. Sources: OCP 8-bit Floating Point
 Specification (OFP8), revision 1.0; Micikevicius et al., FP8 Formats for Deep Learning, 2022, arXiv:2209.05433.
 """
 
@@ -13,15 +13,15 @@ from torch import Tensor
 from sparsek.core import dtypes
 
 NAMES = dtypes.FP8
-# A scale is a normal float32: what lies below would lose bits, and some units take it for zero.
+# A scale is a normal float32: a subnormal has fewer bits, and some units flush it to zero.
 LEAST = torch.finfo(torch.float32).tiny
 MOST = torch.finfo(torch.float32).max
 
 
 def scales_of(largest: Tensor, dtype: torch.dtype) -> Tensor:
-    """float32 scales that put these largest magnitudes, float32 or float64, on the largest number of `dtype`.
+    """float32 scales that map these largest magnitudes, float32 or float64, to the largest number of `dtype`.
 
-    1 where all are zero, never below the least normal float32; NaN and Inf stay. No sync.
+    1 where all values are zero, and never below the smallest normal float32; NaN and Inf stay. No sync.
     """
     # By a tensor: a Python number is multiplied by its reciprocal on a GPU, which rounds otherwise.
     top = largest.new_full((), torch.finfo(dtype).max)
@@ -30,7 +30,7 @@ def scales_of(largest: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x, of any float dtype, in FP8: the nearest number, of two the even one, never beyond the largest finite one.
+    """Round x, of any float dtype, to FP8: to nearest, ties to even, saturating at the largest finite number.
 
     A NaN stays NaN. No sync.
     """
@@ -40,10 +40,11 @@ def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _cut_to_odd(x: Tensor) -> Tensor:
-    """float32 of a float64 x: what is not exact is cut, and its last bit set, which a rounding to fewer bits sees.
+    """Round float64 to float32 "to odd": truncate, and set the last bit if that was inexact.
 
-    Rounding to nearest twice can make a tie of what was none (Boldo and Melquiond, Emulation of a FMA and Correctly
-    Rounded Sums, 2008, on rounding to odd).
+    A second rounding, to nearest, then gives the same result as a single one. Two roundings to nearest do not: the
+    first can create ties (Boldo and Melquiond, Emulation of a FMA and Correctly Rounded Sums, 2008, on rounding to
+    odd).
     """
     near = x.float()
     back = near.double()

@@ -1,4 +1,4 @@
-"""Sides that are no multiples of a block: what lies outside the true shape is zeros."""
+"""Ragged sides, which are no multiples of the block: blocks reach beyond the shape, and are zero there."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sparsek.matrix.pattern import BlockPattern
 
 
 def tiles_of(dense: Tensor, block: tuple[int, int]) -> Tensor:
-    """A view [Mb, bm, Kb, bk] of a dense matrix; of a copy padded with zeros if a side is ragged."""
+    """View a dense matrix as [Mb, bm, Kb, bk]; if a side is ragged, a copy that is padded with zeros."""
     below, beside = (-side % step for side, step in zip(dense.shape, block, strict=True))
     if below or beside:
         dense = functional.pad(dense, (0, beside, 0, below))
@@ -19,7 +19,7 @@ def tiles_of(dense: Tensor, block: tuple[int, int]) -> Tensor:
 
 
 def zero_padding(pattern: BlockPattern, values: Tensor) -> Tensor:
-    """Writes 0, in place, into values [nnzb, bm, bk] outside the true shape. Returns the same tensor."""
+    """Set values [nnzb, bm, bk] outside the shape to 0, in place. Return the same tensor."""
     if pattern.is_ragged:
         at, outside = padding_of(pattern)
         values[at] = values.index_select(0, at).masked_fill(outside, 0)
@@ -27,9 +27,9 @@ def zero_padding(pattern: BlockPattern, values: Tensor) -> Tensor:
 
 
 def zero_outside(pattern: BlockPattern, values: Tensor, columns: Tensor | None = None) -> Tensor:
-    """Values [nnzb, bm, bk] with 0 outside the true shape; the same tensor where no side is ragged. No sync.
+    """Values [nnzb, bm, bk] with 0 outside the shape; the same tensor if no side is ragged. No sync.
 
-    `columns`: in which column of its block each value stands, if values do not stand side by side.
+    `columns`: the column of each value in its block, where values are not contiguous columns.
     """
     (m, k), (bm, bk), here = pattern.shape, pattern.block, values.device
     if m % bm:
@@ -43,9 +43,9 @@ def zero_outside(pattern: BlockPattern, values: Tensor, columns: Tensor | None =
 
 
 def padding_of(pattern: BlockPattern) -> tuple[Tensor, Tensor]:
-    """Positions [e] of the stored blocks that reach over an edge, and bool [e, bm, bk]: what lies outside.
+    """Positions [e] of the stored blocks that reach over an edge, and bool [e, bm, bk]: which elements are outside.
 
-    Kept with a ragged pattern; the first time it syncs.
+    Cached with a ragged pattern; the first call synchronizes.
     """
     return pattern.derived("padding", lambda: _padding(pattern))
 

@@ -1,7 +1,7 @@
-"""Which blocks of a matrix exist: row pointers and column indices, checked once, and what follows from them.
+"""BlockPattern: which blocks of a matrix are stored, as row pointers and column indices, and what is derived from them.
 
-The layout is block compressed sparse row (BSR), as in SciPy and torch: block row i stores its blocks at
-positions `indptr[i]` to `indptr[i + 1] - 1`, and `indices` holds their block columns.
+The layout is block compressed sparse row (BSR), as in SciPy and torch: block row i stores its blocks at positions
+`indptr[i]` to `indptr[i + 1] - 1`, and `indices` holds their block columns.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from sparsek.core.errors import InvalidInput
 from sparsek.core.home import Home
 from sparsek.core.record import Record, record
 from sparsek.core.tracing import saveable
-from sparsek.pictures import blocks as pictures
+from sparsek.pictures.blocks import Blocks, Drawable
 
 INT32_MAX = 2**31 - 1
 BLOCK_STEP, BLOCK_MAX = 16, 512
 
 
 class HostPattern(NamedTuple):
-    """The indices of a pattern on the host: read-only int32 arrays, `indptr` [Mb+1] and `indices` [nnzb]."""
+    """The indices of a pattern on the host: read-only int32 arrays `indptr` [Mb+1] and `indices` [nnzb]."""
 
     indptr: np.ndarray
     indices: np.ndarray
@@ -36,15 +36,26 @@ class HostPattern(NamedTuple):
 
 @record(leaves=("indptr", "indices"))
 @dataclass(frozen=True, eq=False, repr=False)
-class BlockPattern(Home, Record):
-    """Which blocks of an M x K matrix are stored. No values.
+class BlockPattern(Home, Record, Drawable):
+    """Which blocks of a matrix [M, K] are stored, without values. Immutable; plans are cached with it.
 
-    `shape` is the true (M, K); sides need not be multiples of the block. `block` is (bm, bk), multiples of 16
-    from 16 to 512. `indptr` is int32 [Mb+1] with Mb = ceil(M/bm); `indices` is int32 [nnzb], sorted and
-    unique in each block row, 0 <= j < Kb = ceil(K/bk). Both are contiguous and on one device. Do not
-    write to them afterwards. Tensors made in torch.inference_mode are copied, so that they can be trained on.
+    Construction checks everything, with one sync. Tensors made in torch.inference_mode are copied, so that
+    autograd can save them.
 
-    Construction checks everything with one device sync and raises InvalidInput that says where the fault is.
+    Attributes:
+        shape: (M, K). The sides need not be multiples of the block.
+        block: The sides (bm, bk) of a block, multiples of 16 from 16 to 512.
+        indptr: int32 [Mb+1] with Mb = ceil(M / bm): where each block row starts in `indices`, and its end. Contiguous.
+        indices: int32 [nnzb], the block columns, sorted and unique in each block row. Contiguous, on the device of
+            `indptr`. Write to neither tensor afterwards.
+
+    Raises:
+        InvalidInput: For parts that do not fit; the message gives the position of the first fault.
+
+    Examples:
+        >>> indptr, indices = torch.tensor([0, 1, 3], dtype=torch.int32), torch.tensor([1, 0, 1], dtype=torch.int32)
+        >>> sk.BlockPattern((128, 128), (64, 64), indptr, indices)
+        BlockPattern(128x128, block 64x64, 3 of 4 blocks, 75 %, rows 1..2, cpu)
     """
 
     shape: tuple[int, int]
@@ -70,7 +81,7 @@ class BlockPattern(Home, Record):
         indices: Tensor,
         host: HostPattern | None = None,
     ) -> BlockPattern:
-        """A pattern from parts that are known to be right: no check, no sync. `host` saves the later copy."""
+        """Make a pattern of valid parts, without checks or sync. `host` saves a later copy to the host."""
         made = super().unchecked(shape, block, saveable(indptr), saveable(indices))
         if host is not None:
             made._memo["host"] = host
@@ -84,54 +95,55 @@ class BlockPattern(Home, Record):
         host: HostPattern,
         device: torch.device,
     ) -> BlockPattern:
-        """A pattern on `device` from host indices that are known to be right. No sync."""
+        """Make a pattern on `device` of valid indices on the host. No sync."""
         host = _frozen(host)
         indptr, indices = (torch.tensor(part, device=device) for part in host)
         return cls.unchecked(shape, block, indptr, indices, host)
 
     @property
     def grid(self) -> tuple[int, int]:
-        """Block rows and block columns (Mb, Kb)."""
+        """The numbers of block rows and block columns, (Mb, Kb)."""
         return grid_of(self.shape, self.block)
 
     @property
     def padded_shape(self) -> tuple[int, int]:
-        """Sides rounded up to whole blocks."""
+        """The shape rounded up to whole blocks, (Mb * bm, Kb * bk)."""
         return self.grid[0] * self.block[0], self.grid[1] * self.block[1]
 
     @property
     def is_ragged(self) -> bool:
-        """True if a side is not a multiple of the block."""
+        """Whether a side is not a multiple of the block."""
         return self.padded_shape != self.shape
 
     @property
     def nnzb(self) -> int:
-        """Number of stored blocks."""
+        """The number of stored blocks."""
         return self.indices.shape[0]
 
     @property
     def density(self) -> float:
-        """Stored blocks over all blocks; 0.0 for a matrix without blocks."""
+        """Stored blocks over all blocks, 0 to 1; 0.0 for a matrix without blocks."""
         cells = self.grid[0] * self.grid[1]
         return self.nnzb / cells if cells else 0.0
 
     @property
     def device(self) -> torch.device:
+        """The device of the indices."""
         return self.indptr.device
 
     @property
     def host(self) -> HostPattern:
-        """The indices as read-only numpy arrays. Syncs once at most; a checked pattern did so when made."""
+        """The indices as read-only NumPy arrays. Synchronizes at most once: a checked pattern already did."""
         return self.derived("host", lambda: _to_host(self))
 
     @property
     def row_lengths(self) -> Tensor:
-        """Stored blocks of each block row, int32 [Mb]."""
+        """The number of stored blocks in each block row, int32 [Mb]."""
         return self.derived("row_lengths", lambda: self.indptr[1:] - self.indptr[:-1])
 
     @property
     def longest_first(self) -> Tensor:
-        """int32 [3, Mb]: block rows, their first stored blocks, stored blocks; longest first, ties by position."""
+        """Block rows with most blocks first, as int32 [3, Mb]: index, position of the first block, number of blocks."""
         lengths = self.row_lengths
         rows = torch.argsort(lengths, descending=True, stable=True)
         return torch.stack((rows.int(), self.indptr[:-1][rows], lengths[rows].int()))
@@ -143,24 +155,24 @@ class BlockPattern(Home, Record):
 
     @property
     def transposed(self) -> tuple[BlockPattern, Tensor]:
-        """The transposed pattern and int32 perm [nnzb]: its block q is block perm[q] of this. No sync."""
-        made_of, perm = self._memo.get("made of", (None, None))
-        pattern = None if made_of is None else made_of()
+        """The transposed pattern and int32 perm [nnzb]: its block q is block perm[q] of this one. No sync."""
+        original, perm = self._memo.get("transpose of", (None, None))
+        pattern = None if original is None else original()
         if pattern is not None:
             return pattern, perm
         return self.derived("transposed", lambda: _transpose(self))
 
     def flip(self) -> tuple[BlockPattern, Tensor]:
-        """As `transposed`, made anew and not kept."""
+        """Return `transposed`, computed anew and not cached. Internal."""
         return _transpose(self)
 
     @property
     def T(self) -> BlockPattern:  # noqa: N802
-        """The transposed pattern; its `.T` is this very object."""
+        """The transposed pattern; its `.T` is this object again."""
         return self.transposed[0]
 
     def to(self, device: str | torch.device) -> BlockPattern:
-        """The same pattern on `device`; this very object if it is there already."""
+        """Return this pattern on `device`; the same object if it is there already."""
         target = arguments.device("device", device)
         if target == self.device:
             return self
@@ -168,7 +180,10 @@ class BlockPattern(Home, Record):
         return BlockPattern.unchecked(self.shape, self.block, indptr, indices, self._memo.get("host"))
 
     def same_as(self, other: BlockPattern) -> bool:
-        """True if both have the same shape, block and stored blocks, on whatever devices."""
+        """Return whether both have the same shape, block sides and stored blocks, on any devices.
+
+        Copies the indices of each pattern to the host once, unless both are the same object.
+        """
         if self is other:
             return True
         if not isinstance(other, BlockPattern):
@@ -178,18 +193,16 @@ class BlockPattern(Home, Record):
         return all(map(np.array_equal, self.host, other.host))
 
     def _corner(self, p: int) -> tuple[int, int]:
-        """Row and column of the first element of stored block p. Syncs once at most."""
+        """Row and column of the first element of stored block p. Synchronizes at most once."""
         indptr, indices = self.host
         return (int(np.searchsorted(indptr, p, side="right")) - 1) * self.block[0], int(
             indices[p]
         ) * self.block[1]
 
-    def drawn(self) -> pictures.Blocks:
-        """What pictures show of it. Syncs once at most."""
+    def drawn(self) -> Blocks:
+        """Return the data of its pictures. Synchronizes at most once. Internal."""
         name = f"{self.shape[0]} × {self.shape[1]}"
-        return pictures.Blocks(self.shape, self.block, *self.host, name, repr(self), self.summary)
-
-    spy = pictures.spy
+        return Blocks(self.shape, self.block, *self.host, name, repr(self), self.summary)
 
     def __repr__(self) -> str:
         size = f"{self.shape[0]}x{self.shape[1]}, block {self.block[0]}x{self.block[1]}"
@@ -201,12 +214,12 @@ class BlockPattern(Home, Record):
 
     @property
     def summary(self) -> str:
-        """How much is stored, in words: "512 of 4096 blocks, 12.5 %"."""
+        """How much is stored, as text: "512 of 4096 blocks, 12.5 %"."""
         return f"{self.nnzb} of {self.grid[0] * self.grid[1]} blocks, {100 * self.density:.3g} %"
 
 
 def block_sides(block: Any) -> tuple[int, int]:
-    """(bm, bk) from a pair, or from one int for square blocks; multiples of 16 from 16 to 512."""
+    """Check block sides, a pair or one int for square blocks, and return (bm, bk): multiples of 16 from 16 to 512."""
     bm, bk = sides = int_or_pair("block", block)
     for side in sides:
         if side % BLOCK_STEP or not BLOCK_STEP <= side <= BLOCK_MAX:
@@ -217,7 +230,7 @@ def block_sides(block: Any) -> tuple[int, int]:
 
 
 def int_or_pair(name: str, value: Any) -> tuple[int, int]:
-    """Two ints from a pair, or one int twice."""
+    """Return a pair of ints as a tuple, or one int twice."""
     with suppress(InvalidInput):
         if isinstance(value, (tuple, list)):
             return arguments.pair(name, value)
@@ -227,7 +240,7 @@ def int_or_pair(name: str, value: Any) -> tuple[int, int]:
 
 
 def matrix_sides(shape: Any, block: tuple[int, int]) -> tuple[int, int]:
-    """(M, K) as plain ints. InvalidInput for a side that is negative or overflows int32 in whole blocks."""
+    """Return (M, K) as ints. Raise InvalidInput for a side that is negative or, in whole blocks, overflows int32."""
     sides = arguments.pair("shape", shape)
     for name, side, step in zip("MK", sides, block, strict=True):
         if -(-side // step) * step > INT32_MAX:
@@ -238,12 +251,12 @@ def matrix_sides(shape: Any, block: tuple[int, int]) -> tuple[int, int]:
 
 
 def grid_of(shape: tuple[int, int], block: tuple[int, int]) -> tuple[int, int]:
-    """Block rows and block columns (Mb, Kb): sides in blocks, rounded up."""
+    """The numbers of block rows and block columns, (Mb, Kb)."""
     return -(-shape[0] // block[0]), -(-shape[1] // block[1])
 
 
 def _check_tensors(pattern: BlockPattern) -> None:
-    """Everything that can be seen without reading the indices."""
+    """Check what does not need the contents of the indices."""
     named = (("indptr", pattern.indptr), ("indices", pattern.indices))
     for name, part in named:
         arguments.tensor(name, part, (torch.int32,), ndim=1)
@@ -266,7 +279,7 @@ def _check_tensors(pattern: BlockPattern) -> None:
 
 
 def _check_indices(host: HostPattern, grid: tuple[int, int]) -> None:
-    """Everything the indices themselves can get wrong."""
+    """Check the contents of the indices."""
     indptr, indices = host
     if indptr[0] != 0:
         raise InvalidInput(f"indptr[0] is {indptr[0]}; it must be 0")
@@ -325,13 +338,14 @@ def _transpose(pattern: BlockPattern) -> tuple[BlockPattern, Tensor]:
     by_column, perm = torch.sort(pattern.indices, stable=True)
     starts = torch.arange(columns + 1, dtype=torch.int32, device=device)
     indptr = torch.searchsorted(by_column, starts, out_int32=True)
-    # A look for kept rows would make torch.compile compile again once something else has made and kept them.
+    # Looking up cached rows would make torch.compile recompile once other code has cached them.
     rows = _block_rows(pattern) if torch.compiler.is_compiling() else pattern.block_rows
     indices = rows[perm]
     inverse = torch.empty_like(pattern.indices)
     inverse[perm] = torch.arange(pattern.nnzb, dtype=torch.int32, device=device)
     (m, k), (bm, bk) = pattern.shape, pattern.block
     flipped = BlockPattern.unchecked((k, m), (bk, bm), indptr, indices)
-    # Weakly: without a circle both go as soon as nobody has them, and their schedules on the GPU with them.
-    flipped._memo["made of"] = weakref.ref(pattern), inverse
+    # A weak reference: without a reference cycle both are freed, with their schedules on the GPU, when the last user
+    # goes.
+    flipped._memo["transpose of"] = weakref.ref(pattern), inverse
     return flipped, perm.to(torch.int32)

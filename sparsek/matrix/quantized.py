@@ -1,13 +1,13 @@
-"""FP8 values with scales: a BSR, Semi24 or BSR24 in eight bits a value, and float32 scales that stretch them.
+"""Quantized, a BSR, Semi24 or BSR24 with FP8 values and float32 scales; and `quantize`.
 
-The numbers, their rounding and their scales: `matrix/float8.py`. A dense operand in FP8: `matrix/dense8.py`.
+The number formats, rounding and scales are in `matrix/float8.py`, the dense FP8 operand in `matrix/dense8.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn, overload
+from typing import Any, Literal, NoReturn, TypeAlias, get_args, overload
 
 import torch
 from torch import Tensor
@@ -21,8 +21,9 @@ from sparsek.matrix import two_four
 from sparsek.matrix.base import Matrix as AnyMatrix
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.bsr24 import BSR24
-from sparsek.matrix.dense8 import SCALES as ROW_SCALES
+from sparsek.matrix.dense8 import SCALES as DENSE_SCALES
 from sparsek.matrix.dense8 import (
+    DenseScale,
     QuantizedTensor,
     check_finite,
     check_fp8_values,
@@ -35,7 +36,8 @@ from sparsek.matrix.storage import Parts, Signature, Storage
 
 Matrix = BSR | Semi24 | BSR24
 
-SCALES = ("tensor", "row", "block")
+Scale: TypeAlias = Literal["tensor", "row", "block"]
+SCALES = get_args(Scale)
 NOT_PICKLED = "a Quantized is not pickled; use sparsek.save(q, 'file.safetensors')"
 
 
@@ -43,7 +45,7 @@ NOT_PICKLED = "a Quantized is not pickled; use sparsek.save(q, 'file.safetensors
 def quantize(
     a: Matrix,
     dtype: torch.dtype = torch.float8_e4m3fn,
-    scale: str = "row",
+    scale: Scale = "row",
     *,
     fast_accum: bool = False,
     check: bool = True,
@@ -52,42 +54,53 @@ def quantize(
 
 @overload
 def quantize(
-    a: Tensor, dtype: torch.dtype = torch.float8_e4m3fn, scale: str = "row", *, check: bool = True
+    a: Tensor, dtype: torch.dtype = torch.float8_e4m3fn, scale: DenseScale = "row", *, check: bool = True
 ) -> QuantizedTensor: ...
 
 
 def quantize(
     a: Matrix | Tensor,
     dtype: torch.dtype = torch.float8_e4m3fn,
-    scale: str = "row",
+    scale: Scale = "row",
     *,
     fast_accum: bool = False,
     check: bool = True,
 ) -> Quantized | QuantizedTensor:
-    """A BSR, Semi24 or BSR24 in FP8, torch.float8_e4m3fn or torch.float8_e5m2, with scales that let it use the range.
+    """Round a sparse matrix or a dense tensor to FP8, with float32 scales.
 
-    scale: "tensor": one for all, float32 []. "row": one for each row of the matrix [M]. "block": one for each stored
-    block [nnzb], of a BSR or BSR24. It is the largest magnitude among its values over the largest number of `dtype`,
-    448 or 57344; 1 where all are zero; 2^-126, the least normal float32, where it would be less. Values are divided by
-    their scale in float32, in float64 for fp64, and rounded to nearest, ties to even.
+    A scale maps the largest magnitude of the values that share it to the largest FP8 number. Values are rounded to
+    nearest, ties to even. The result is outside autograd.
 
-    A dense tensor a [..., K] becomes a QuantizedTensor, with a scale for each of its rows [...] or for all []: an
-    operand of many products, rounded once.
+    Args:
+        a: A BSR, Semi24 or BSR24 [M, K], whose pattern or metadata is shared, or a dense tensor [..., K]. A transposed
+            view of a BSR gives a view.
+        dtype: torch.float8_e4m3fn (up to 448, 3 mantissa bits) or torch.float8_e5m2 (up to 57344, 2 mantissa bits).
+        scale: What shares a scale: each "row", the whole "tensor", or each "block" of a BSR or BSR24. A dense tensor
+            has one for each row of K values, or one for all.
+        fast_accum: Let products of this matrix accumulate in the tensor cores, in about 14 bits, which is faster and
+            less accurate the larger K is; see `Quantized`. Not for a scale per block, and not for a dense tensor.
+        check: Refuse NaN and Inf, with one sync. Without it there is none, and a NaN or Inf makes NaN of all
+            values that share its scale. torch.compile traces check=False only.
 
-    fast_accum=True lets products of this matrix keep their sums in the tensor cores, as torch._scaled_mm's
-    use_fast_accum does: faster, in about 14 bits, so wrong by more the longer a sum is (`Quantized`). A dense tensor
-    has no such choice, and a scale per block none either: it is applied to float32 sums.
+    Returns:
+        A Quantized for a sparse matrix, a QuantizedTensor for a dense tensor.
 
-    Pattern and metadata are shared with a. The result is outside autograd. A transposed view of a BSR gives a view with
-    a scale for all or for each block; one for each of its rows is refused, which are columns of what is stored.
-    check=True refuses NaN and Inf, and in fp64 what is so large that its scale overflows float32: it counts them and
-    says where the first one is. One sync. With check=False there is none, and a NaN or Inf makes NaN of all that shares
-    its scale. Inside torch.compile only check=False is traced. Raises InvalidInput.
+    Raises:
+        InvalidInput: For NaN and Inf, and for float64 values whose scale overflows float32: the message has their
+            number and the position of the first. For a scale per row of a transposed view, or per block of a Semi24.
+
+    Examples:
+        >>> A = sk.random_bsr(256, 256, block=64, density=0.5)
+        >>> q = sk.quantize(A)
+        >>> q
+        Quantized(BSR 256x256 e4m3, block 64x64, 8 of 16 blocks, 50 %, scale per row, 0.0338 MB, cpu)
+        >>> q.error(A) < 0.03
+        True
     """
     arguments.dtype("dtype", dtype, NAMES)
     check = arguments.flag("check", check)
     if isinstance(a, Tensor):
-        arguments.one_of("scale", scale, ROW_SCALES)
+        arguments.one_of("scale", scale, DENSE_SCALES)
         if arguments.tensor("x", a, dtypes.FLOATS).ndim < 1:
             raise InvalidInput("x must be [..., K], got a single number")
         if arguments.flag("fast_accum", fast_accum):
@@ -112,25 +125,29 @@ def quantize(
 @record(leaves=("matrix", "scale"), own=("matrix", "scale"), picklable=NOT_PICKLED)
 @dataclass(frozen=True, eq=False, repr=False)
 class Quantized(AnyMatrix, Record):
-    """scale * matrix: a BSR, Semi24 or BSR24 of FP8 values, each of which stands for itself times its scale.
+    """A BSR, Semi24 or BSR24 with FP8 values and float32 scales. `sparsek.quantize` makes one.
 
-    `matrix` has values in torch.float8_e4m3fn or torch.float8_e5m2, otherwise as its class describes; those classes
-    refuse FP8 when they are made alone. `kind` says what shares a scale, and `scale` is float32, contiguous, on the
-    values' device: [] for "tensor", [M] for "row", [nnzb] for "block". scale[p] of "block" belongs to values[p], in a
-    transposed view too.
+    `A @ B`, `B @ A` and `sparsek.linear(x, A)` multiply it with a dense tensor; products have no gradient. It is
+    frozen, and a pytree node. Construction checks the parts: those of the inner matrix on a copy in fp16, and that
+    every scale is positive and finite, with one sync more than the class of the inner matrix.
 
-    `fast_accum` says how products may sum. False: in float32, or in tensor cores for no more than 512 columns at a
-    time. True: tensor cores may keep a sum to its end, as torch._scaled_mm's use_fast_accum lets them. Hopper's keep
-    about 14 bits, so the error grows with K: for products of random sign to about 2^-13 sqrt(K / 11), far more where
-    they have one sign (docs/fp8.md). Kernels that gain nothing by it sum in float32 all the same.
+    Attributes:
+        matrix: A BSR, Semi24 or BSR24 with values in torch.float8_e4m3fn or torch.float8_e5m2.
+        scale: float32, contiguous, on the device of the values: [] for the kind "tensor", [M] for "row", [nnzb] for
+            "block". scale[p] of "block" belongs to values[p], in a transposed view too.
+        kind: What shares a scale: "tensor", "row" or "block".
+        fast_accum: How products may accumulate. False: in float32, or in tensor cores for at most 512 columns at a
+            time. True: in tensor cores to the end of a sum, as with use_fast_accum of torch._scaled_mm. Those of Hopper
+            have about 14 bits, so the error grows with K: about 2^-13 sqrt(K / 11) for products of random sign, and far
+            more for products of one sign (docs/how-to/fp8.md). Kernels that gain nothing by it accumulate in float32.
 
-    Construction checks all of it: what the class of the matrix checks, on a copy in fp16, and that every scale is
-    positive and finite; a sync more than that class. Raises InvalidInput. `sparsek.quantize` makes one.
+    Raises:
+        InvalidInput: For parts that do not fit.
     """
 
     matrix: Matrix
     scale: Tensor
-    kind: str
+    kind: Scale
     fast_accum: bool = False
 
     def __post_init__(self) -> None:
@@ -142,34 +159,34 @@ class Quantized(AnyMatrix, Record):
         _check_scale(self)
 
     def with_fast_accum(self, fast_accum: bool = True) -> Quantized:
-        """This matrix on the same memory, whose products may keep their sums in tensor cores, or not."""
+        """Return this matrix, on the same memory, with another `fast_accum`; see the class."""
         _check_fast_accum(fast_accum, self.kind)
         return Quantized.unchecked(self.matrix, self.scale, self.kind, fast_accum)
 
     def _with(self, matrix: Matrix, scale: Tensor) -> Quantized:
-        """Other parts, of which all is said that is said of these."""
+        """A copy with other parts, and the same kind and `fast_accum`."""
         return Quantized.unchecked(matrix, scale, self.kind, self.fast_accum)
 
     @property
     def values(self) -> Tensor:
-        """The FP8 values, without scales."""
+        """The FP8 values, without scales, in the layout of the inner matrix."""
         return self.matrix.values
 
     def storage(self, transposed: bool = False, counted: bool = True) -> Storage:
-        """How this matrix, or its transpose, is stored, for the planner."""
+        """Return how this matrix, or its transpose, is stored, for the planner. Internal."""
         return replace(self.matrix.storage(transposed, counted), scale=self.kind, fast_accum=self.fast_accum)
 
     def parts(self, transposed: bool = False) -> Parts:
-        """The tensors and numbers of this matrix, or of its transpose, for ops of torch.library."""
+        """Return the tensors and numbers of this matrix, or of its transpose, for torch.library ops. Internal."""
         plain = self.matrix.parts(transposed)
         return plain._replace(scale=self.scale, scale_kind=self.kind, fast_accum=self.fast_accum)
 
     def home(self) -> Home:
-        """Where its plans are kept."""
+        """Return the object that caches the plans of this matrix. Internal."""
         return self.matrix.home()
 
     def signature(self) -> Signature:
-        """What a bound call reads of it."""
+        """Return the part of this matrix in the key of a recorded call. Internal."""
         home, form, tensors = self.matrix.signature()
         return home, (self.kind, self.fast_accum, form), (self.scale, *tensors)
 
@@ -180,16 +197,20 @@ class Quantized(AnyMatrix, Record):
 
     @property
     def dtype(self) -> torch.dtype:
-        """torch.float8_e4m3fn or torch.float8_e5m2."""
+        """The dtype of the values, torch.float8_e4m3fn or torch.float8_e5m2."""
         return self.matrix.values.dtype
 
     @property
     def device(self) -> torch.device:
+        """The device of values, indices and scales."""
         return self.matrix.values.device
 
     @property
     def T(self) -> Quantized:  # noqa: N802
-        """The transposed view of a BSR with its scales, by index only; InvalidInput where there is none."""
+        """The transposed view of a quantized BSR: no value moves.
+
+        Raises InvalidInput for a scale per row, and for a Semi24 or BSR24.
+        """
         if self.kind == "row":
             raise InvalidInput(
                 "a Quantized with a scale for each row has no .T: there it would be one for each column, which no "
@@ -204,7 +225,7 @@ class Quantized(AnyMatrix, Record):
         return self._with(self.matrix._each(change), change(self.scale))
 
     def _checked_dtype(self, dtype: Any) -> torch.dtype:
-        """For another dtype there is `dequantize`."""
+        """Refuse another dtype, which `dequantize` makes."""
         if not isinstance(dtype, torch.dtype) or dtype != self.dtype:
             raise InvalidInput(
                 f"a Quantized is FP8; .dequantize({arguments.shown(dtype)}) is the matrix in another dtype"
@@ -212,15 +233,16 @@ class Quantized(AnyMatrix, Record):
         return dtype
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> NoReturn:
-        """Refuses: what becomes of FP8 values would need other scales."""
+        """Raise InvalidInput: other values need other scales. Map the dequantized matrix instead."""
         raise InvalidInput(
             "a Quantized is FP8, and other values need other scales: sparsek.quantize(A.dequantize().map(fn))"
         )
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Matrix:
-        """scale * matrix as a BSR, Semi24 or BSR24 in bf16, fp16, fp32 or fp64, on the same pattern or metadata.
+        """Return scale * matrix as a BSR, Semi24 or BSR24, on the same pattern or metadata. No sync.
 
-        Multiplied in float32, in float64 for fp64, then rounded to `dtype`. No sync.
+        Args:
+            dtype: bf16, fp16, fp32 or fp64. The product is computed in float32 (float64 for fp64), then rounded.
         """
         arguments.dtype("dtype", dtype)
         wide = torch.promote_types(dtype, torch.float32)
@@ -228,20 +250,29 @@ class Quantized(AnyMatrix, Record):
         return self.matrix._each(lambda _: values.to(dtype))
 
     def to_dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The dense scale * matrix [M, K], contiguous, in `dtype`. No sync."""
+        """Return the dense matrix scale * matrix [M, K], contiguous, in `dtype`. No sync."""
         return self.dequantize(dtype).to_dense()
 
     def error(self, a: Matrix) -> float:
-        """How far this is from the matrix a that it was made of: ||scale * matrix - a|| / ||a||, Frobenius.
+        """Return the relative error of the quantization, ||scale * matrix - a|| / ||a||, in Frobenius norms.
 
-        In float64 all through; 0.0 if a is zero. One sync; more if a has a pattern or metadata that are equal and not
-        the same objects. Raises InvalidInput if a is of another class or shape, or stores other elements.
+        Computed in float64. One sync, and more if the pattern or metadata of `a` is equal but another
+        object.
+
+        Args:
+            a: The matrix that this one was quantized from.
+
+        Returns:
+            The error; 0.0 if `a` is all zeros.
+
+        Raises:
+            InvalidInput: If `a` is of another class or shape, or stores other elements.
         """
         _check_original(self.matrix, a)
         original = a.values.detach().double()
         if not original.numel():
             return 0.0
-        # Divided by the largest magnitude first, so that no square that counts over- or underflows.
+        # Divided by the largest magnitude first, so that no square that matters overflows or underflows.
         largest = torch.linalg.vector_norm(original, ord=torch.inf)
         largest = torch.where(largest == 0, 1.0, largest)
         off = self.dequantize(torch.float64).values.sub_(original)
@@ -293,7 +324,7 @@ def _check_fast_accum(fast_accum: Any, kind: str) -> None:
 
 
 def _largest(a: Matrix, values: Tensor, kind: str) -> Tensor:
-    """Largest magnitudes [], [M], [nnzb], or [nnzb, bm] for rows of blocks; float32, float64 for fp64. NaN wins."""
+    """Largest magnitudes [], [M], [nnzb], or [nnzb, bm] for rows of blocks; float32 (float64). NaN is largest."""
     if kind == "tensor":
         dims = tuple(range(values.ndim))
     else:
@@ -305,7 +336,7 @@ def _largest(a: Matrix, values: Tensor, kind: str) -> Tensor:
 
 
 def _joined(a: Matrix, parts: Tensor, kind: str) -> Tensor:
-    """Largest magnitudes as scales are: those of one row in several blocks become one. A maximum has no order."""
+    """Largest magnitudes in the shape of the scales: those of one row in several blocks are joined."""
     if kind != "row" or isinstance(a, Semi24):
         return parts
     index = a.pattern.block_rows.long()[:, None].expand(parts.shape)
@@ -314,7 +345,7 @@ def _joined(a: Matrix, parts: Tensor, kind: str) -> Tensor:
 
 
 def _stretched(a: Matrix, scale: Tensor, kind: str) -> Tensor:
-    """Scales with the dimensions of values, so that both multiply element by element. A row outside M has 1."""
+    """Scales that broadcast to the values. A row outside the matrix has the scale 1."""
     dims = a.values.ndim
     if kind == "tensor":
         return scale.reshape((1,) * dims)
@@ -342,7 +373,7 @@ def _place(a: Matrix, at: list[int]) -> str:
 
 
 def _check_float8(a: Matrix) -> None:
-    """What the class of `a` asks of its parts, but in FP8."""
+    """Check the parts of `a` as its class does, but for FP8 values."""
     values = check_fp8_values(a.values)
     wide = values.detach().to(torch.float16)  # exact: nothing becomes zero, and no zero anything else
     a._each(lambda _: wide)._checked()
@@ -361,17 +392,17 @@ def _check_original(matrix: Matrix, a: Any) -> None:
     if type(a) is not type(matrix) or (a.shape, a.values.shape) != (matrix.shape, matrix.values.shape):
         found = f"{type(a).__name__} {a.shape}" if isinstance(a, Matrix) else arguments.shown(a)
         raise InvalidInput(
-            f"this was made of a {type(matrix).__name__} {matrix.shape} with values {tuple(matrix.values.shape)}; "
-            f"got {found}"
+            f"this is the quantized form of a {type(matrix).__name__} {matrix.shape} with values "
+            f"{tuple(matrix.values.shape)}; got {found}"
         )
     arguments.dtype("the dtype of a", a.dtype)
     arguments.one_device("this is", matrix.values.device, "the original", a.device)
     if not _stores_the_same(matrix, a):
-        raise InvalidInput("the original stores other elements than this, so it is not what this was made of")
+        raise InvalidInput("the original stores other elements than this, so this was not quantized from it")
 
 
 def _stores_the_same(a: Matrix, b: Matrix) -> bool:
-    """Whether both, of one class, store the same elements in one order. Waits only for what is not one object."""
+    """Whether both, of one class, store the same elements in one order. Synchronizes unless patterns are one object."""
     if _is_view(a) != _is_view(b):
         return False
     if not isinstance(a, Semi24) and not isinstance(b, Semi24) and not a.pattern.same_as(b.pattern):

@@ -1,9 +1,10 @@
-"""Random block-sparse matrices, seeded, for tests, benchmarks and demos."""
+"""Seeded random block-sparse matrices, for tests, benchmarks and demos."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from sparsek.matrix.bsr import BSR
 from sparsek.matrix.padding import zero_padding
 from sparsek.matrix.pattern import BlockPattern, HostPattern, block_sides, grid_of, matrix_sides
 
+Spread: TypeAlias = Literal["uniform", "banded", "powerlaw"]
 ZIPF = 1.2
 SEEDS = 2**64  # torch takes seeds below this
 
@@ -25,23 +27,35 @@ def random_bsr(
     block: int | tuple[int, int],
     density: float,
     *,
-    pattern: str = "uniform",
+    pattern: Spread = "uniform",
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
     seed: int = 0,
 ) -> BSR:
-    """An m x k matrix with about `density` of its blocks stored.
+    """Make a random BSR [m, k] with about a share `density` of its blocks stored.
 
-    Patterns, all with the same number of blocks:
-    - "uniform": every block row has max(1, round(density * Kb)) blocks in random columns; none if
-      density is 0.
-    - "banded": as many, side by side around the diagonal.
-    - "powerlaw": the lengths of the rows follow Zipf's law, rank^-1.2, over shuffled rows; none is longer
-      than Kb, and short ones may be empty.
+    Values are N(0, 1) / sqrt(stored elements per row): the product with an N(0, 1) matrix has unit scale. The pattern
+    depends on the seed alone, the values also on the kind of device.
 
-    Values are N(0, 1) / sqrt(stored elements per row), so that the product with an N(0, 1) matrix has unit
-    scale. The pattern depends on the seed alone; the values also on the kind of device. Raises InvalidInput
-    for sizes, a density, a pattern, a dtype, a device or a seed (0 to 2^64 - 1) that do not exist.
+    Args:
+        m: The number of rows.
+        k: The number of columns.
+        block: The sides (bm, bk) of a block, or one side of a square one: multiples of 16 from 16 to 512.
+        density: Stored blocks over all blocks, 0 to 1.
+        pattern: How the blocks are spread; the number of blocks is the same for all. "uniform": every block row has
+            max(1, round(density * Kb)) blocks in random columns, none if density is 0. "banded": as many, adjacent,
+            around the diagonal. "powerlaw": row lengths follow Zipf's law, rank^-1.2, over shuffled rows; some may be
+            empty.
+        dtype: bf16, fp16, fp32 or fp64.
+        device: "cpu", "cuda", "cuda:0" or a torch.device.
+        seed: 0 to 2^64 - 1.
+
+    Raises:
+        InvalidInput: For an argument outside these ranges, and for a device that this machine does not have.
+
+    Examples:
+        >>> sk.random_bsr(1024, 1024, block=64, density=0.125, seed=1)
+        BSR(1024x1024 fp32, block 64x64, 32 of 256 blocks, 12.5 %, 0.524 MB, cpu)
     """
     block = block_sides(block)
     shape = matrix_sides((arguments.integer("m", m), arguments.integer("k", k)), block)
@@ -83,9 +97,9 @@ PATTERNS: dict[str, Callable[[np.random.Generator, tuple[int, int], int], HostPa
 
 
 def powerlaw_lengths(rows: int, columns: int, total: int, exponent: float = ZIPF) -> np.ndarray:
-    """Falling int64 lengths [rows] in proportion to rank^-exponent, at most `columns`, that sum to `total`.
+    """Descending int64 lengths [rows] in proportion to rank^-exponent, at most `columns`, with the sum `total`.
 
-    What the longest rows cannot hold goes to the others in proportion, the last few to the largest remainders.
+    The excess of the longest rows is divided among the others in proportion, the last few by largest remainder.
     """
     weights = np.arange(1, rows + 1, dtype=np.float64) ** -exponent
     full = 0
@@ -102,7 +116,7 @@ def powerlaw_lengths(rows: int, columns: int, total: int, exponent: float = ZIPF
 
 
 def _scattered(rng: np.random.Generator, columns: int, lengths: np.ndarray) -> HostPattern:
-    """Random columns without repeats in each row."""
+    """Random distinct columns in each row."""
     rows = [np.sort(rng.choice(columns, n, replace=False, shuffle=False)) for n in lengths if n]
     return _pattern(lengths, np.concatenate(rows) if rows else np.empty(0))
 

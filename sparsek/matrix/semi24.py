@@ -1,4 +1,4 @@
-"""A 2:4 matrix: of every four neighbours in a row two are stored."""
+"""Semi24, a 2:4 semi-structured matrix: two of every four neighbours in a row are stored."""
 
 from __future__ import annotations
 
@@ -24,13 +24,24 @@ from sparsek.matrix.storage import Parts, Signature, Storage, home_of
 @record(leaves=("values", "meta"), own=("values",))
 @dataclass(frozen=True, eq=False, repr=False)
 class Semi24(Stored, Record):
-    """An M x K matrix of which every four neighbours in a row hold two stored values; the others are zero.
+    """A 2:4 semi-structured matrix [M, K]: two stored values in every four neighbours of a row, zero elsewhere.
 
-    `values` is [M, K/2] in bf16, fp16, fp32 or fp64; `meta` is uint8 [M, K/8] and says in which columns they stand,
-    as `matrix/two_four.py` describes. Both are contiguous, 16-byte aligned and on one device. K is a multiple of 8.
+    Sparse tensor cores multiply this format. K is a multiple of 8. `A @ B`, `B @ A` and `sparsek.linear(x, A)` multiply
+    it with a dense tensor; products have no gradient for its values. It is frozen, and a pytree node. Construction
+    checks the parts, with one sync to read the metadata.
 
-    Construction raises InvalidInput for parts that do not fit, and for metadata that names a column twice or two
-    columns in falling order. One sync, to read the metadata.
+    Attributes:
+        values: The stored values [M, K/2] in bf16, fp16, fp32 or fp64, contiguous and aligned to 16 bytes.
+        meta: uint8 [M, K/8], the columns of the values in their groups of four, as sparse tensor cores read them
+            (PTX ISA, "Sparse matrix storage" of mma.sp). Contiguous, aligned to 16 bytes, on the device of the values.
+
+    Raises:
+        InvalidInput: For parts that do not fit, and for a group whose two columns do not rise.
+
+    Examples:
+        >>> A = sk.Semi24.from_dense(torch.tensor([[3.0, 1.0, 0.0, -2.0] * 2]))
+        >>> A.to_dense()
+        tensor([[ 3.,  0.,  0., -2.,  3.,  0.,  0., -2.]])
     """
 
     values: Tensor
@@ -49,6 +60,7 @@ class Semi24(Stored, Record):
 
     @property
     def T(self) -> NoReturn:  # noqa: N802
+        """Not available: raises InvalidInput, which names the product to use instead."""
         raise InvalidInput(
             "a Semi24 has no .T: its pairs lie along rows, where sparse tensor cores read them, and those of the "
             "transpose would lie along columns; x @ W.T is sparsek.linear(x, W)"
@@ -58,19 +70,19 @@ class Semi24(Stored, Record):
         return Semi24.unchecked(self.values.to(device, dtype), self.meta.to(device))
 
     def storage(self, transposed: bool = False, counted: bool = True) -> Storage:
-        """How this matrix, or its transpose, is stored, for the planner."""
+        """Return how this matrix, or its transpose, is stored, for the planner. Internal."""
         return Storage(dtypes.shown(self.dtype), two_four=True, transposed=transposed)
 
     def parts(self, transposed: bool = False) -> Parts:
-        """The tensors of this matrix, or of its transpose, for ops of torch.library."""
+        """Return the tensors of this matrix, or of its transpose, for torch.library ops. Internal."""
         return Parts(self.values, None, self.meta, None, None, [], "", False, transposed)
 
     def home(self) -> Home:
-        """Where its plans are kept."""
+        """Return the object that caches the plans of matrices with this metadata. Internal."""
         return home_of(self.meta)
 
     def signature(self) -> Signature:
-        """What a bound call reads of it."""
+        """Return the part of this matrix in the key of a recorded call. Internal."""
         return home_of(self.meta), Semi24, (self.values, self.meta)
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> Semi24:
@@ -79,15 +91,21 @@ class Semi24(Stored, Record):
     @classmethod
     @outside_inference
     def from_dense(cls, w: Tensor, mask: Tensor | None = None, *, exact: bool = False) -> Semi24:
-        """Two of every four neighbours in the rows of a dense w [M, K], K a multiple of 8; any float dtype and strides.
+        """Prune a dense matrix to 2:4: keep two of every four neighbours in a row. Differentiable in `w`.
 
-        Without a mask the two of largest magnitude; of equal ones, and of NaN, which counts as largest, the lower
-        columns. With `mask`, bool [M, K], the elements where it is true: at most two of every four, and where there are
-        fewer, zeros at the lowest free columns. A -0.0 that is not kept becomes 0.0.
+        Works on the device of `w`. A mask costs one sync, `exact` another; otherwise there is none.
 
-        `exact=True` refuses to drop anything: w must have at most two nonzeros in every four (NaN is one), and none
-        outside the mask. Works on w's device. One sync for a mask, one for `exact`, otherwise none. Differentiable
-        in w. Raises InvalidInput, which counts the groups that have too many and tells where the first one is.
+        Args:
+            w: The dense matrix [M, K] in bf16, fp16, fp32 or fp64, with any strides. K is a multiple of 8.
+            mask: bool [M, K], true at most twice in every four neighbours: the elements to keep. Without it the two of
+                largest magnitude are kept; of equal ones, and of NaN, which counts as largest, those in the lower
+                columns.
+            exact: Refuse to drop a nonzero. Then `w` has at most two nonzeros (NaN is one) in every four neighbours,
+                and none outside the mask.
+
+        Raises:
+            InvalidInput: For a K that is no multiple of 8, and for groups with too many elements: the message has their
+                number and the position of the first.
         """
         arguments.tensor("w", w, dtypes.FLOATS, ndim=2)
         exact = arguments.flag("exact", exact)
@@ -102,18 +120,21 @@ class Semi24(Stored, Record):
         return cls.unchecked(*two_four.pack(w, mask))
 
     def to_dense(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The dense matrix [M, K], contiguous, in `dtype` or its own. No sync. Differentiable in the values."""
+        """Return the dense matrix [M, K], contiguous, in `dtype` or this one's own. Differentiable. No sync."""
         return two_four.unpack(self.to(dtype=dtype).values, self.meta)
-
-    kept_norm = two_four.kept_norm
 
     @classmethod
     @outside_inference
     def from_torch(cls, matrix: Tensor) -> Semi24:
-        """From a torch.sparse.SparseSemiStructuredTensor [M, K] in bf16 or fp16, through its dense matrix.
+        """Make a Semi24 of a torch.sparse.SparseSemiStructuredTensor [M, K] in bf16 or fp16. One sync.
 
-        torch makes that by a product with the identity: an Inf or NaN spoils its row, and is refused. One sync. Raises
-        Unsupported, with torch's reason, where torch cannot: for a transposed one, and for most on a CPU.
+        The conversion goes through the dense matrix, which torch computes as a product with the identity. An Inf or NaN
+        spreads over its row there, and is refused.
+
+        Raises:
+            InvalidInput: For another kind of tensor.
+            Unsupported: Where torch cannot make the dense matrix, with its reason: of a transposed tensor, and of most
+                on a CPU.
         """
         if not isinstance(matrix, SparseSemiStructuredTensor):
             raise InvalidInput(
@@ -127,9 +148,10 @@ class Semi24(Stored, Record):
         return cls.from_dense(dense, exact=True)
 
     def to_torch(self) -> Tensor:
-        """The same matrix as a torch.sparse.SparseSemiStructuredTensor, packed anew by torch from the dense matrix.
+        """Return this matrix as a torch.sparse.SparseSemiStructuredTensor, which torch packs from the dense matrix.
 
-        In bf16 or fp16 and on a GPU, with sides that torch takes; raises Unsupported otherwise, with torch's reason.
+        Raises:
+            Unsupported: With torch's reason: on a CPU, in a dtype other than bf16 and fp16, and for some sides.
         """
         what = f"{self!r} to torch.sparse.SparseSemiStructuredTensor"
         _refuse_not_halves(self.dtype, what)
@@ -162,7 +184,7 @@ def _refuse_not_halves(dtype: torch.dtype, what: str) -> None:
 
 @contextmanager
 def _torch_refuses(what: str) -> Iterator[None]:
-    """Turns what torch raises where it cannot (by device, shape, backend) into Unsupported."""
+    """Convert the errors of torch for a device, shape or backend that it does not support to Unsupported."""
     try:
         yield
     except torch.OutOfMemoryError:

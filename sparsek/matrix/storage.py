@@ -1,5 +1,4 @@
-"""How a sparse matrix is stored: one hashable description without tensors, and its tensors as torch.library ops take
-them."""
+"""Storage, the hashable description of how a sparse matrix is stored, and Parts, its tensors for torch.library ops."""
 
 from __future__ import annotations
 
@@ -27,11 +26,11 @@ FP8 = ("bsr_fp8", "semi24_fp8", "bsr24_fp8")
 
 @dataclass(frozen=True)
 class BlockStats:
-    """The stored blocks of a matrix as it stands in a product: `nnzb` of `block`, (bm, bk).
+    """Statistics of the stored blocks of a matrix, as it is used in a product: `nnzb` blocks of `block`, (bm, bk).
 
     `row_max` is the largest number of stored blocks in a block row. `touches_all_columns`: every block column has a
-    block. `merged` holds (R, steps) for factors R > 1: what is left to do when R block rows share a tile is the
-    distinct block columns of each R rows, summed over groups of R block rows.
+    block. `merged` holds (R, steps) for factors R > 1: when R block rows share a tile, the steps are the distinct block
+    columns of each group of R block rows, summed over the groups.
     """
 
     block: tuple[int, int]
@@ -43,13 +42,13 @@ class BlockStats:
 
 @dataclass(frozen=True)
 class Storage:
-    """How a matrix A is stored that a product reads.
+    """How the sparse operand A of a product is stored, without its tensors. The planner reads it.
 
-    `dtype` is that of the values: "bf16", "fp16", "fp32", "fp64", "e4m3" or "e5m2". `blocks`: which blocks are stored;
-    None: all of it. `two_four`: every four neighbours in a row hold two values. `scale`: what shares a float32 scale,
-    "tensor", "row" or "block"; "" for values without scales. `fast_accum`: FP8 sums may stay in the tensor cores, in
-    fewer bits than float32 has. `transposed`: A is the transpose of what is stored. Blocks have their sides as they
-    stand in the product.
+    `dtype` is that of the values: "bf16", "fp16", "fp32", "fp64", "e4m3" or "e5m2". `blocks`: statistics of the stored
+    blocks; None if all is stored. `two_four`: every four neighbours in a row hold two values. `scale`: what shares a
+    float32 scale, "tensor", "row" or "block"; "" for values without scales. `fast_accum`: FP8 products may accumulate
+    in the tensor cores, in fewer bits than float32. `transposed`: A is the transpose of what is stored. The sides of
+    blocks are those in the product.
     """
 
     dtype: str
@@ -61,27 +60,27 @@ class Storage:
 
     @property
     def quantized(self) -> bool:
-        """The values are FP8 with scales."""
+        """Whether the values are FP8 with scales."""
         return self.scale != ""
 
     @property
     def kind(self) -> str:
-        """The format: "bsr", "semi24" or "bsr24", and "_fp8" behind it if quantized."""
+        """The format: "bsr", "semi24" or "bsr24", with the suffix "_fp8" if quantized."""
         plain = "bsr" if not self.two_four else "semi24" if self.blocks is None else "bsr24"
         return f"{plain}_fp8" if self.quantized else plain
 
     def unless(self, *kinds: str) -> list[str]:
-        """The reason why a kernel that multiplies these kinds does not multiply this one; [] if it does."""
+        """Return the reason why a kernel for these kinds does not multiply this one; [] if it does."""
         if self.kind in kinds:
             return []
         return [f"multiplies {' and '.join(TITLES[each] for each in kinds)}, not {TITLES[self.kind]}"]
 
 
 class Parts(NamedTuple):
-    """The tensors and numbers of a matrix, for ops of torch.library.
+    """The tensors and numbers of a matrix, for torch.library ops.
 
-    `sizes` are rows, columns, bm and bk of the pattern as it is stored, [] without blocks. A `transposed` matrix is the
-    transpose of what these parts store.
+    `sizes` are rows, columns, bm and bk of the pattern as it is stored, [] without blocks. `transposed`: the matrix is
+    the transpose of what these parts store.
     """
 
     values: Tensor
@@ -95,13 +94,13 @@ class Parts(NamedTuple):
     transposed: bool
 
 
-# What a bound call (ops/bound.py) reads of a matrix: its home; what else the call depends on but the tensors that may
-# differ from call to call; and these.
+# The part of a matrix in the key of a recorded call (ops/bound.py): its home; what else the call depends on; and the
+# tensors, which may change from call to call.
 Signature = tuple[Home, Hashable, tuple[Tensor, ...]]
 
 
 def block_stats(pattern: BlockPattern, merges: bool) -> BlockStats:
-    """What the planner reads of a pattern, kept with it. `merges`: block rows may share a tile."""
+    """The statistics of a pattern for the planner, cached with it. `merges`: block rows may share a tile."""
     return pattern.derived(("block_stats", merges), lambda: _block_stats(pattern, merges))
 
 
@@ -132,7 +131,7 @@ _HOMES: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def home_of(meta: Tensor) -> Home:
-    """The home of the 2:4 matrices with this metadata, which is to them what a pattern is to a BSR."""
+    """The Home, which caches plans, of the 2:4 matrices with this metadata; a BSR has its pattern for that."""
     found: Any = _HOMES.get(meta)
     if found is None:
         found = _HOMES[meta] = Home()

@@ -1,13 +1,12 @@
-"""What Semi24 and BSR24 share: two values of every four neighbours, and a nibble that says which two.
+"""The 2:4 storage of Semi24 and BSR24: two values of every four neighbours, and a nibble with their columns.
 
 Four neighbours of a row, columns 4g to 4g + 3, are a group. A group keeps two values; its nibble is i0 | i1 << 2, where
-0 <= i0 < i1 <= 3 are their columns in the group. A byte of `meta` holds two groups, the first in its low nibble. So do
-sparse tensor cores take it (PTX ISA, "Sparse matrix storage" of mma.sp and wgmma.mma_async.sp).
+0 <= i0 < i1 <= 3 are their columns in the group. A byte of `meta` holds two groups, the first in its low nibble. Sparse
+tensor cores read this layout (PTX ISA, "Sparse matrix storage" of mma.sp and wgmma.mma_async.sp).
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -16,17 +15,16 @@ from torch import Tensor
 from sparsek.core import arguments, dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.core.operations import by_kernel
-from sparsek.core.tracing import concrete, of_values
+from sparsek.core.tracing import of_values
 from sparsek.matrix.base import check_readable
 from sparsek.matrix.pattern import BlockPattern
 
 GROUP = 4
 STEP = 2 * GROUP  # columns of a byte of metadata
-# What `refuse_crowded` says of these flags.
+# The `what` and `hint` of `refuse_crowded`, for these flags.
 NONZEROS = "nonzeros", "without exact=True the two largest are kept"
 MASKED = "elements of the mask", "a mask for 2:4 has at most two"
-SURE = 1e-12  # a norm from here on has lost nothing that counts to squares that underflow float32
-# Integers as wide as a float, and the bits of its infinity: magnitudes have the order of their bits without the sign.
+# The integer type as wide as a float type, and the bits of its infinity. Magnitudes order as their bits without sign.
 BITS = {
     torch.bfloat16: (torch.int16, 0x7F80),
     torch.float16: (torch.int16, 0x7C00),
@@ -42,11 +40,12 @@ def _goes_to_kernels(x: Tensor) -> bool:
 
 
 def pack(w: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """(values [..., K/2], meta uint8 [..., K/8]) of w [..., K], K a multiple of 8, in any float dtype and strides.
+    """Pack w [..., K], K a multiple of 8, into values [..., K/2] and meta uint8 [..., K/8].
 
-    Each group keeps its two largest magnitudes; of equal ones, and of NaN, which counts as largest, the lower columns.
-    With `mask`, bool like w and true at most twice in a group, it keeps the elements where that is true and fills up
-    with zeros at the lowest free columns. No sync, no sort: six comparisons decide a group. Differentiable in w.
+    Each group keeps its two largest magnitudes; of equal ones, and of NaN, which counts as largest, those in the lower
+    columns. With `mask`, bool like w and true at most twice in a group, it keeps the elements where that is true, and
+    zeros at the lowest free columns. A -0.0 that is not kept becomes 0.0. No sync and no sort: six
+    comparisons decide a group. Any float dtype and strides. Differentiable in w.
     """
     made = by_kernel("pack24", w, mask) if _goes_to_kernels(w) else None
     if made is not None:
@@ -74,7 +73,7 @@ def pack(w: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
 
 
 def unpack(values: Tensor, meta: Tensor) -> Tensor:
-    """The dense [..., K] of values [..., K/2] and meta [..., K/8]; what is not kept is 0. No sync. Differentiable."""
+    """Unpack values [..., K/2] and meta [..., K/8] to the dense [..., K]. No sync. Differentiable."""
     made = by_kernel("unpack24", values, meta) if _goes_to_kernels(values) else None
     if made is not None:
         return made
@@ -87,14 +86,14 @@ def unpack(values: Tensor, meta: Tensor) -> Tensor:
 
 
 def columns(meta: Tensor) -> Tensor:
-    """In which column each of values [..., K/2] stands, int32. No sync."""
+    """The column of each of values [..., K/2], int32. No sync."""
     within = _within_groups(meta)
     first = torch.arange(within.shape[-1] // 2, dtype=torch.int32, device=meta.device) * GROUP
     return within + first.repeat_interleave(2)
 
 
 def _within_groups(meta: Tensor) -> Tensor:
-    """In which column of its group each of values [..., K/2] stands, uint8."""
+    """The column within its group of each of values [..., K/2], uint8."""
     return torch.stack((meta & 3, meta >> 2 & 3, meta >> 4 & 3, meta >> 6), dim=-1).flatten(-2)
 
 
@@ -104,9 +103,10 @@ def groups(w: Tensor) -> Tensor:
 
 
 def refuse_crowded(flags: Tensor, what: str, hint: str, pattern: BlockPattern | None = None) -> None:
-    """InvalidInput if a group of bool [M, K] has more than two true elements: how many do, and where the first is.
+    """Raise InvalidInput if a group of bool flags [M, K] has more than two true elements. One or two synchronizations.
 
-    `pattern`: flags [nnzb, bm, bk] are those of its stored blocks. `what` they are, and a `hint`. One sync, or two.
+    The message has the number of such groups and the position of the first. `what` names the flagged elements, and
+    `hint` ends the message. With `pattern` the flags are [nnzb, bm, bk], of its stored blocks.
     """
 
     def look(flags: Tensor) -> tuple[int, tuple[int, ...]]:
@@ -130,7 +130,7 @@ def refuse_crowded(flags: Tensor, what: str, hint: str, pattern: BlockPattern | 
 
 
 def element_mask(mask: Any, w: Tensor) -> Tensor:
-    """`mask`, if it is a bool tensor with w's shape and device. InvalidInput otherwise."""
+    """Return `mask`. Raise InvalidInput unless it is a bool tensor with the shape and device of w."""
     if arguments.tensor("mask", mask, (torch.bool,)).shape != w.shape:
         raise InvalidInput(f"mask has shape {list(mask.shape)}; it must be of elements {list(w.shape)}")
     arguments.one_device("mask is", mask.device, "w", w.device)
@@ -138,35 +138,12 @@ def element_mask(mask: Any, w: Tensor) -> Tensor:
 
 
 def megabytes(a: Any) -> str:
-    """What values and metadata take, in words: "75.5 MB"."""
+    """The size of values and metadata, as text: "75.5 MB"."""
     return f"{(a.values.nbytes + a.meta.nbytes) / 1e6:.3g} MB"
 
 
-def kept_norm(a: Any, w: Any) -> float:
-    """How much is kept of the dense w [M, K] that this was made from: ||values|| / ||w||, Frobenius; 1.0 if w is zero.
-    One sync.
-
-    Summed in float32, in float64 for float64; in float64 for all where a square over- or underflows.
-    """
-    arguments.tensor("w", w, dtypes.FLOATS, ndim=2)
-    w = concrete(w, "kept_norm reads values", "call it outside")
-    if tuple(w.shape) != a.shape or w.device != a.device:
-        raise InvalidInput(
-            f"w is {w.shape[0]}x{w.shape[1]} on {w.device}; "
-            f"this matrix is {a.shape[0]}x{a.shape[1]} on {a.device}"
-        )
-    kept = whole = 0.0
-    values = concrete(a.values, "kept_norm reads values", "call it outside")
-    for dtype in (torch.promote_types(w.dtype, torch.float32), torch.float64):
-        norms = [torch.linalg.vector_norm(x.detach(), dtype=dtype) for x in (values, w)]
-        kept, whole = torch.stack(norms).tolist()
-        if SURE < whole < math.inf:
-            break
-    return kept / whole if whole else 1.0
-
-
 def _magnitudes(w: Tensor) -> Tensor:
-    """Integers in the order of the magnitudes of w. Every NaN is one more than infinity."""
+    """Integers that order as the magnitudes of w. Every NaN is one more than infinity."""
     bits, infinity = BITS[w.dtype]
     return (w.view(bits) & torch.iinfo(bits).max).clamp(max=infinity + 1)
 
@@ -180,7 +157,7 @@ def _as_bytes(flags: Tensor) -> Tensor:
 
 
 def check_parts(values: Any, meta: Any) -> None:
-    """Everything about values and metadata that can be seen without reading them."""
+    """Check values and metadata as far as possible without reading them."""
     arguments.tensor("values", values, dtypes.FLOATS)
     arguments.tensor("meta", meta, (torch.uint8,))
     wanted = (*values.shape[:-1], values.shape[-1] // GROUP)
@@ -199,12 +176,12 @@ def check_parts(values: Any, meta: Any) -> None:
 
 
 def group_place(row: int, group: int) -> str:
-    """A group in words."""
+    """The position of a group, as text."""
     return f"row {row}, columns {GROUP * group} to {GROUP * group + GROUP - 1}"
 
 
 def check_nibbles(meta: Tensor) -> None:
-    """Raises InvalidInput if a nibble does not have i0 < i1: how many, and where the first is. One sync."""
+    """Raise InvalidInput, with number and first position, if a nibble does not have i0 < i1. One sync."""
     low, high = (meta & 3) >= (meta >> 2 & 3), (meta >> 4 & 3) >= (meta >> 6)
     count = int(torch.count_nonzero(low) + torch.count_nonzero(high))
     if not count:

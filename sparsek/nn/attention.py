@@ -1,4 +1,4 @@
-"""SparseAttention: projections around sparse attention, the module that people start from."""
+"""SparseAttention: an attention layer with a mask for every length."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import outside_inference
+from sparsek.mask.accepted import MaskLike
 from sparsek.mask.mask import BlockMask
 from sparsek.mask.rule import MaskPolicy
 from sparsek.matrix.pattern import INT32_MAX
@@ -17,16 +18,35 @@ from sparsek.plan import operands
 
 
 class SparseAttention(nn.Module):
-    """Self-attention with projections: x [B, S, dim] becomes [B, S, dim].
+    """Self-attention with projections: x [B, S, dim] to [B, S, dim].
 
-    `heads` of queries and `kv_heads` of keys and values (as many), each of `head_dim` (dim // heads). `mask` is the
-    policy by which a query sees keys: causal if left out. Parameters: `qkv.weight` [(heads + 2 * kv_heads) * head_dim,
-    dim], whose rows are those of q, k and v, and `out.weight` [dim, heads * head_dim]; with `bias` a bias for each.
-    Positions are not encoded, and nothing is dropped.
+    y = out(attention(q, k, v, mask)), with [q, k, v] = qkv(x). There is no positional encoding and no dropout.
 
-    The masks of a policy are made once for each length and kept. Under torch.compile the length becomes a constant of
-    the graph; top-k policies, whose masks follow q and k, break the graph. Raises InvalidInput for sizes that do not
-    fit.
+    Args:
+        dim: Features of x and of the output.
+        heads: Heads of q.
+        mask: A `MaskPolicy`, which has a mask for every length; `MaskPolicy()`, causal, by default.
+        kv_heads: Heads of k and v, a divisor of `heads`; as many by default.
+        head_dim: Features of a head; dim // heads by default.
+        bias: Whether both projections have a bias.
+        dtype: The dtype of the parameters; torch's default dtype by default.
+        device: The device of the parameters; torch's default device by default.
+
+    Attributes:
+        qkv: nn.Linear with weight [(heads + 2 * kv_heads) * head_dim, dim]: the rows of q, then of k, then of v.
+        out: nn.Linear with weight [dim, heads * head_dim].
+
+    Raises:
+        InvalidInput: For sizes that do not fit together, and for a mask of one length.
+
+    The mask of each length is made once and kept. Under torch.compile the length is a constant of the graph, and a
+    top-k policy, whose masks depend on q and k, breaks the graph.
+
+    Example:
+        >>> import torch, sparsek as sk
+        >>> layer = sk.nn.SparseAttention(256, heads=8, mask=sk.MaskPolicy(window=128, sinks=4), kv_heads=2)
+        >>> layer(torch.randn(2, 500, 256)).shape
+        torch.Size([2, 500, 256])
     """
 
     @outside_inference
@@ -58,13 +78,13 @@ class SparseAttention(nn.Module):
         device = None if device is None else arguments.device("device", device)
         if isinstance(mask, BlockMask):
             raise InvalidInput(
-                "mask is a BlockMask, which is for one length: give it to each call, layer(x, mask), and here a "
+                "mask is a BlockMask, which is for one length: pass it to each call, layer(x, mask), and here a "
                 "MaskPolicy, which has a mask for every length"
             )
         if not isinstance(mask, MaskPolicy | None):
             raise InvalidInput(
-                f"mask is {type(mask).__module__}.{type(mask).__name__}; it must be a MaskPolicy, and forward takes a "
-                "BlockMask"
+                f"mask is a {type(mask).__module__}.{type(mask).__name__}; it must be a MaskPolicy; masks of one "
+                "length go to each call, layer(x, mask)"
             )
         self.mask = MaskPolicy() if mask is None else mask
         rows = (self.heads + 2 * self.kv_heads) * self.head_dim
@@ -72,12 +92,17 @@ class SparseAttention(nn.Module):
         self.qkv = nn.Linear(self.dim, rows, bias=bias, dtype=dtype, device=device)
         self.out = nn.Linear(self.heads * self.head_dim, self.dim, bias=bias, dtype=dtype, device=device)
 
-    def forward(
-        self, x: Tensor, mask: BlockMask | None = None, *, cu_seqlens: Tensor | None = None
-    ) -> Tensor:
-        """[B, S, dim] of x [B, S, dim], or [total, dim] of packed documents x [total, dim] with their `cu_seqlens`.
+    def forward(self, x: Tensor, mask: MaskLike | None = None, *, cu_seqlens: Tensor | None = None) -> Tensor:
+        """Return the layer's output, of the shape of x.
 
-        mask: for this call, in the place of the policy's; of S queries and keys, and here also of packed documents.
+        Args:
+            x: [B, S, dim], or packed documents [total, dim] with `cu_seqlens`.
+            mask: In place of the layer's policy, for this call: any mask of `attention`, of S queries and keys, or of
+                `attention_varlen`, of `total`.
+            cu_seqlens: int32 or int64 [documents + 1]: 0, then the end of each document in tokens.
+
+        Raises:
+            InvalidInput: For an x of another shape, dtype or device, and for a mask that does not fit it.
         """
         arguments.dense("x", x)
         if x.dim() != (3 if cu_seqlens is None else 2) or x.shape[-1] != self.dim:
@@ -86,15 +111,16 @@ class SparseAttention(nn.Module):
         self._check_alike(x)
         parts = self.qkv(x).unflatten(-1, (-1, self.head_dim))
         q, k, v = parts.split((self.heads, self.kv_heads, self.kv_heads), -2)
+        mask = self.mask if mask is None else mask
         if cu_seqlens is not None:
-            found = attention_varlen(q, k, v, cu_seqlens, mask=self.mask if mask is None else mask)
+            found = attention_varlen(q, k, v, cu_seqlens, mask=mask)
         else:
             q, k, v = (each.transpose(1, 2) for each in (q, k, v))
-            found = attention(q, k, v, self.mask.mask_for(q, k) if mask is None else mask).transpose(1, 2)
+            found = attention(q, k, v, mask).transpose(1, 2)
         return self.out(found.flatten(-2))
 
     def _check_alike(self, x: Tensor) -> None:
-        """InvalidInput unless torch multiplies x with these parameters, which under torch.autocast it casts both."""
+        """InvalidInput unless x has the device and dtype of the parameters, or torch.autocast casts both."""
         weight = self.qkv.weight
         cast = operands.autocasts(x) and torch.float64 not in (x.dtype, weight.dtype)
         if x.device != weight.device or not (cast or x.dtype == weight.dtype):
@@ -106,5 +132,6 @@ class SparseAttention(nn.Module):
             arguments.kept("x", x)
 
     def extra_repr(self) -> str:
+        """Return the sizes and the policy, for repr(layer)."""
         kv = "" if self.kv_heads == self.heads else f", kv_heads={self.kv_heads}"
         return f"dim={self.dim}, heads={self.heads}{kv}, head_dim={self.head_dim}, mask={self.mask.label}"

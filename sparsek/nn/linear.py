@@ -1,10 +1,10 @@
-"""BlockSparseLinear: torch.nn.Linear whose weight stores some blocks only, trained and loaded like it."""
+"""BlockSparseLinear, a torch.nn.Linear with a block-sparse weight, trained and loaded like it."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
@@ -14,24 +14,42 @@ from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.core.tracing import outside_inference, saveable
 from sparsek.matrix.bsr import BSR, padding_nonzeros
+from sparsek.matrix.convert import Scope
 from sparsek.matrix.padding import zero_padding
 from sparsek.matrix.pattern import BlockPattern
 from sparsek.matrix.random import random_bsr
-from sparsek.ops.linear import linear
+from sparsek.ops.linear import Activation, linear
 from sparsek.plan import operands
 
 
 class BlockSparseLinear(nn.Module):
-    """y = act(x @ W.T + bias), or act(x @ W.T + bias) + residual, for x [..., in_features] and W in BSR.
+    """A torch.nn.Linear whose weight is a BSR: y = act(x @ W.T + bias) + residual for x [..., in_features].
 
-    `pattern` says which blocks of W [out_features, in_features] there are; it stays as it is while the layer trains.
-    `activation` is "relu", "gelu", "gelu_tanh", "silu" or None. Parameters: `values` [nnzb, bm, bk] and `bias`
-    [out_features] or None; their gradients have these shapes. Buffers, which a state dict carries: `indptr` and
-    `indices` of the pattern. Dtype and device are torch's default and the pattern's own if they are not given.
+    The pattern is fixed while the layer trains. x has the dtype of the parameters and is on their device; under
+    torch.autocast x, parameters and residual are cast, as those of nn.Linear, and the gradients of parameters keep
+    their dtype. `load_state_dict` takes over the pattern of the saved layer, with any number of blocks.
 
-    x must have the parameters' dtype and be on their device. Under torch.autocast x, parameters and residual are cast,
-    as those of nn.Linear; the parameters' gradients keep their dtype. Raises InvalidInput for a pattern, an activation,
-    a dtype or a device that do not fit.
+    Args:
+        pattern: The BlockPattern of the weight [out_features, in_features].
+        bias: Whether the layer has a bias.
+        activation: "relu", "gelu", "gelu_tanh", "silu" or None, fused with the product.
+        dtype: bf16, fp16, fp32 or fp64; torch's default dtype by default.
+        device: A CPU or CUDA device; that of the pattern by default.
+
+    Attributes:
+        values: The Parameter [nnzb, bm, bk], the stored blocks of the weight.
+        bias: The Parameter [out_features], or None.
+        indptr: The buffer with the row pointers of the pattern, int32 [Mb+1].
+        indices: The buffer with its block columns, int32 [nnzb].
+
+    Raises:
+        InvalidInput: For a pattern, activation, dtype or device that does not fit.
+
+    Examples:
+        >>> dense = torch.nn.Linear(512, 1024)
+        >>> layer = sk.nn.BlockSparseLinear.from_dense(dense, block=64, keep=0.125, activation="gelu")
+        >>> layer(torch.randn(48, 512)).shape
+        torch.Size([48, 1024])
     """
 
     values: nn.Parameter
@@ -45,7 +63,7 @@ class BlockSparseLinear(nn.Module):
         pattern: BlockPattern,
         bias: bool = True,
         *,
-        activation: str | None = None,
+        activation: Activation | None = None,
         dtype: torch.dtype | None = None,
         device: str | torch.device | None = None,
     ) -> None:
@@ -74,12 +92,25 @@ class BlockSparseLinear(nn.Module):
         *,
         seed: int = 0,
         bias: bool = True,
-        activation: str | None = None,
+        activation: Activation | None = None,
         dtype: torch.dtype | None = None,
     ) -> BlockSparseLinear:
-        """A layer on the CPU with about `density` of its blocks, as many in every block row, drawn by `seed`.
+        """Make a layer on the CPU with a random pattern, the same number of blocks in every block row.
 
-        The parameters are drawn by the same seed; torch's own generator is left as it is. See `random_bsr`.
+        Torch's global random generator is not used.
+
+        Args:
+            in_features: The number of columns of the weight.
+            out_features: The number of rows of the weight.
+            block: The sides (bm, bk) of a block, or one side of a square one: multiples of 16 from 16 to 512.
+            density: Stored blocks over all blocks, 0 to 1.
+            seed: For the pattern and the parameters.
+            bias: Whether the layer has a bias.
+            activation: "relu", "gelu", "gelu_tanh", "silu" or None.
+            dtype: bf16, fp16, fp32 or fp64; torch's default dtype by default.
+
+        Raises:
+            InvalidInput: For an argument outside these ranges.
         """
         dtype = torch.get_default_dtype() if dtype is None else dtype
         arguments.flag("bias", bias)
@@ -100,12 +131,25 @@ class BlockSparseLinear(nn.Module):
         keep: float | None = None,
         threshold: float | None = None,
         mask: Tensor | None = None,
-        scope: str = "global",
-        activation: str | None = None,
+        scope: Scope = "global",
+        activation: Activation | None = None,
     ) -> BlockSparseLinear:
-        """The chosen blocks of a torch.nn.Linear and a copy of its bias, or of a weight [out, in] without bias.
+        """Make a layer of a torch.nn.Linear: prune its weight to blocks, and copy its bias.
 
-        `keep`, `threshold`, `mask` and `scope` choose as in `BSR.from_dense`. Nothing is shared with `dense`.
+        Give exactly one of `keep`, `threshold` and `mask`; they choose blocks as in `BSR.from_dense`. Nothing is shared
+        with `dense`.
+
+        Args:
+            dense: A torch.nn.Linear, or a weight [out_features, in_features] for a layer without bias.
+            block: The sides (bm, bk) of a block, or one side of a square one: multiples of 16 from 16 to 512.
+            keep: The share of the blocks to store, 0 to 1: those of largest Frobenius norm.
+            threshold: Store the blocks whose Frobenius norm is greater. 0 stores every block with a nonzero element.
+            mask: bool, of blocks or of elements of the weight: what to store.
+            scope: Where `keep` chooses: in the whole weight ("global"), or in each block row ("row").
+            activation: "relu", "gelu", "gelu_tanh", "silu" or None.
+
+        Raises:
+            InvalidInput: For another kind of layer, and as `BSR.from_dense`.
         """
         if not isinstance(dense, (nn.Linear, Tensor)):
             raise InvalidInput(
@@ -121,12 +165,18 @@ class BlockSparseLinear(nn.Module):
     @classmethod
     @outside_inference
     def from_bsr(
-        cls, a: BSR, bias: Tensor | None = None, *, activation: str | None = None
+        cls, a: BSR, bias: Tensor | None = None, *, activation: Activation | None = None
     ) -> BlockSparseLinear:
-        """A layer with `a` [out_features, in_features] as its weight, and `bias` [out_features].
+        """Make a layer with a BSR as its weight.
 
-        Both are taken over, not copied: training changes them. The blocks of a transposed view are
-        copied, and tensors of torch.inference_mode, which could not be trained.
+        Args:
+            a: The weight [out_features, in_features]. Its values become the Parameter, so training changes them. The
+                blocks of a transposed view are copied, and so are tensors of torch.inference_mode.
+            bias: [out_features] of the dtype of `a` on its device, which becomes a Parameter too; None for no bias.
+            activation: "relu", "gelu", "gelu_tanh", "silu" or None.
+
+        Raises:
+            InvalidInput: For a bias that does not fit.
         """
         if not isinstance(a, BSR):
             raise InvalidInput(
@@ -146,10 +196,10 @@ class BlockSparseLinear(nn.Module):
         return made
 
     def _own(
-        self, pattern: BlockPattern, values: Tensor, bias: Tensor | None, activation: str | None
+        self, pattern: BlockPattern, values: Tensor, bias: Tensor | None, activation: Activation | None
     ) -> None:
         operands.check_activation(activation)
-        self.activation = activation
+        self.activation: Activation | None = activation
         self.out_features, self.in_features = pattern.shape
         self._pattern = pattern
         self.register_buffer("indptr", pattern.indptr)
@@ -159,31 +209,45 @@ class BlockSparseLinear(nn.Module):
 
     @property
     def pattern(self) -> BlockPattern:
-        """Which blocks of the weight are stored."""
+        """The BlockPattern of the weight."""
         return self._pattern
 
     @property
     def block(self) -> tuple[int, int]:
-        """(bm, bk) of the weight's blocks."""
+        """The sides (bm, bk) of a block of the weight."""
         return self._pattern.block
 
     @property
     def weight(self) -> BSR:
-        """The weight [out_features, in_features], sharing `values`; differentiable. Good until another pattern is
-        loaded."""
+        """The weight [out_features, in_features] as a BSR on `values`; differentiable.
+
+        Take it again after loading a state dict with another pattern.
+        """
         return BSR.unchecked(self._pattern, self.values)
 
+    if TYPE_CHECKING:
+
+        def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor: ...
+
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """y [..., out_features] of x's dtype, or of autocast's; `residual` has y's shape. See `sparsek.linear`."""
+        """Return y [..., out_features], in the dtype of x or of torch.autocast.
+
+        Args:
+            x: [..., in_features].
+            residual: [..., out_features], added after the activation.
+        """
         return linear(x, self.weight, self.bias, self.activation, residual)
 
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Values and bias uniform in +-1 / sqrt(fan-in), where the fan-in of a row counts its stored elements.
+        """Draw values and bias uniformly from +-1 / sqrt(fan-in), where the fan-in of a row counts its stored elements.
 
-        That is torch.nn.Linear's rule with the inputs that a row has in place of all of them, as Evci et al. 2022 ask
-        for ("Gradient Flow in Sparse Neural Networks and How Lottery Tickets Win", arXiv 2010.03533). Rows without
+        This is the rule of torch.nn.Linear with the stored inputs of a row in place of all inputs, after Evci et al.
+        2022, "Gradient Flow in Sparse Neural Networks and How Lottery Tickets Win", arXiv:2010.03533. Rows without
         blocks get bias 0.
+
+        Args:
+            generator: A torch.Generator on the device of the values; torch's global one by default.
         """
         pattern = self._pattern
         if generator is not None and not isinstance(generator, torch.Generator):
@@ -199,6 +263,7 @@ class BlockSparseLinear(nn.Module):
             self.bias.mul_(bound.repeat_interleave(pattern.block[0])[: self.out_features])
 
     def extra_repr(self) -> str:
+        """Return the sizes, pattern and activation, for `repr`."""
         bm, bk = self.block
         activation = "" if self.activation is None else f", activation={self.activation!r}"
         return (
@@ -207,18 +272,18 @@ class BlockSparseLinear(nn.Module):
         )
 
     def _follow(self, pattern: BlockPattern) -> None:
-        """Makes `pattern` this layer's, and its tensors the buffers."""
+        """Set the pattern, and its tensors as the buffers."""
         self._pattern, self.indptr, self.indices = pattern, pattern.indptr, pattern.indices
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> BlockSparseLinear:
-        """What .to, .half and the like go through. On "meta" the pattern waits here for a device to come."""
+        """Apply a conversion, as .to and .half do. On "meta" the layer keeps its pattern for the next real device."""
         super()._apply(fn, recurse)
         if not self.indptr.is_meta:
             self._follow(self._pattern.to(self.indptr.device))
         return self
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copy, or what pickle reads, has one set of indices again: the pattern's, which deepcopy shares."""
+        """Restore a copy or a pickle: the buffers are the pattern's own tensors again, which deepcopy shares."""
         super().__setstate__(state)
         if not self.indptr.is_meta:
             self._follow(self._pattern)
@@ -233,16 +298,16 @@ class BlockSparseLinear(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Takes over the pattern of the state dict, of as many blocks as it has, if sides and blocks are these.
+        """Take over the pattern of the state dict, with any number of blocks, if shape and block sides are the same.
 
-        `values` stays the same Parameter, of another shape if the number of blocks changes; with assign=True it is a
-        new one, as torch has it. Another pattern takes `values.grad` away, and `.backward()` of a loss that was
-        computed before raises InvalidInput: both are of the old blocks. So is a `weight` that was taken before: take it
-        again. What an optimizer keeps for `values`, as Adam its moments, is of them too, and no longer fits if their
-        number changes: make a new optimizer, or remove `optimizer.state[layer.values]`. Wrap a model in
-        DistributedDataParallel after loading.
+        `values` stays the same Parameter, with another shape if the number of blocks changes; with assign=True it is a
+        new one, as in torch. Another pattern resets `values.grad`, and `.backward()` of a loss that was computed before
+        raises InvalidInput: both belong to the old blocks. So does a `weight` that was taken before: take it again. The
+        state that an optimizer keeps for `values`, for example the moments of Adam, belongs to them too, and its shape
+        no longer fits if their number changes: make a new optimizer, or remove `optimizer.state[layer.values]`. Wrap a
+        model in DistributedDataParallel after loading.
 
-        A wrong pattern or wrong values change nothing and are reported as torch reports its own errors.
+        A wrong pattern or wrong values change nothing, and are reported like torch's own errors.
         """
         assign = local_metadata.get("assign_to_params_buffers", False)
         try:
@@ -255,7 +320,7 @@ class BlockSparseLinear(nn.Module):
             self.values = nn.Parameter(values, self.values.requires_grad)
         elif pattern is not self._pattern:
             _begin_anew(self.values, pattern)
-        # torch writes to the buffers that are there; the pattern's own belong to its other layers and losses too.
+        # torch writes into the buffers, and the tensors of the pattern may belong to other layers and losses.
         parts = pattern.indptr, pattern.indices
         self.indptr, self.indices = (torch.empty_like(x, device=self.indptr.device) for x in parts)
         super()._load_from_state_dict(
@@ -272,7 +337,7 @@ class BlockSparseLinear(nn.Module):
             self._follow(pattern)
 
     def _pattern_in(self, state: Mapping[str, Any], prefix: str, assign: bool) -> BlockPattern:
-        """The pattern of a state dict, where it will be used; this layer's own object if it is the same."""
+        """The pattern of a state dict, on the device of use; this layer's own object if it is equal."""
         parts = {
             name: state[prefix + name] for name in ("indptr", "indices", "values") if prefix + name in state
         }
@@ -309,15 +374,15 @@ class BlockSparseLinear(nn.Module):
 @torch.inference_mode(False)
 @torch.enable_grad()
 def _begin_anew(values: nn.Parameter, pattern: BlockPattern) -> None:
-    """Makes `values` of an old pattern the same Parameter for a new one: no gradient, and no part in an old loss."""
+    """Reset the Parameter `values` for a new pattern: without a gradient, and detached from losses computed before."""
     values.grad = None
-    if not values.is_inference():  # no loss holds a tensor of inference mode
+    if not values.is_inference():  # no loss refers to a tensor of inference mode
         learns = values.requires_grad
         edge = torch.autograd.graph.get_gradient_edge(values.requires_grad_())
         edge.node.register_prehook(_refuse_old_gradient)
         values.requires_grad_(learns)
-    # That node adds the gradients to `values`. It lives as long as a loss does, and knows the shape that was. Data of
-    # another dtype make autograd forget it: the next forward pass gets one of its own.
+    # That node accumulates the gradient of `values`. It lives as long as a loss, and holds the old shape. Setting data
+    # of another dtype makes autograd drop it: the next forward pass creates a new one.
     kept = values.data
     if kept.shape[0] != pattern.nnzb:
         kept = kept.new_empty((pattern.nnzb, *pattern.block))

@@ -1,4 +1,4 @@
-"""The verbs. Loading one of them loads all: their gradients are each other, by name, in torch.ops.sparsek."""
+"""The verbs. Importing one imports all, because their gradients call each other, by name, in torch.ops.sparsek."""
 
 from sparsek.ops import attention_varlen as attention_varlen
 from sparsek.ops import choose as choose

@@ -1,4 +1,4 @@
-"""Attention over the blocks of a mask, with gradients: checks, then a plan and its launch, or the torch.library op."""
+"""Block-sparse attention with gradients: checks, then a plan and its launch, or the torch.library op."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
+from sparsek.mask.accepted import MaskLike, block_mask
 from sparsek.mask.mask import BlockMask
 from sparsek.ops import bound
 from sparsek.ops.attention_autograd import (
@@ -21,6 +22,7 @@ from sparsek.ops.attention_autograd import (
 )
 from sparsek.ops.attention_op import through_op
 from sparsek.ops.attention_plans import ATTENTION, ATTENTION_BACKWARD, calls_of, checked
+from sparsek.ops.attention_refused import refuse
 from sparsek.ops.autocast import autocasts, follow_autocast
 from sparsek.ops.bound import Slot
 from sparsek.plan import attention_operands as operands
@@ -29,14 +31,17 @@ from sparsek.plan.attention_grad import AttentionGradPlan, Differentiated
 from sparsek.plan.operands import check_no_tangent, wants_gradient
 from sparsek.plan.plan import check_plan
 
+_compiling = torch.compiler.is_compiling  # a name, because a cached call looks it up each time
+
 
 @overload
 def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: BlockMask | None = None,
+    mask: MaskLike | None = None,
     *,
+    is_causal: bool = False,
     scale: float | None = None,
     return_lse: Literal[False] = False,
     plan: AttentionPlan | None = None,
@@ -48,8 +53,9 @@ def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: BlockMask | None = None,
+    mask: MaskLike | None = None,
     *,
+    is_causal: bool = False,
     scale: float | None = None,
     return_lse: Literal[True],
     plan: AttentionPlan | None = None,
@@ -60,48 +66,94 @@ def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: BlockMask | None = None,
+    mask: MaskLike | None = None,
     *,
+    is_causal: bool = False,
     scale: float | None = None,
     return_lse: bool = False,
     plan: AttentionPlan | None = None,
     kernel: str | None = None,
     deterministic: bool = True,
+    **refused: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """softmax(scale * q k^T over the keys that `mask` admits) v, visiting only the blocks that `mask` stores.
+    """Return softmax(scale * q k^T) v over the keys that `mask` admits. Only the blocks that it stores are computed.
 
-    q: [B, Hq, S, D]. k: [B, Hkv, T, D]. v: [B, Hkv, T, Dv]. One dtype, one device; any strides, nothing is copied to
-    suit a kernel. Hq is a multiple of Hkv: head h of q reads head h // (Hq / Hkv) of k and v. GPU kernels take bf16 and
-    fp16: hopper.attention_fwd D and Dv that are multiples of 8 up to 256, portable.attention_fwd 32, 64, 96, 128, 192
-    and 256. The CPU's and the reference take also float32, float64 and any D.
-    mask: BlockMask of S queries and T keys on q's device, with 1 or B batch items and 1, Hkv or Hq heads; None for all.
-    scale: above 0; D**-0.5 by default.
+    For batch item b, head h and query i, with h' = h // (Hq / Hkv) and j over the keys that the query sees:
 
-    Returns out [B, Hq, S, Dv] in q's dtype, whose memory is [B, S, Hq, Dv] where q's is. With return_lse also lse
-    [B, Hq, S], float32 (float64 for float64): the natural logarithm of each row's sum of exponentials. Queries that
-    see no key give 0 and -inf.
+        s[j]   = scale * sum_d q[b, h, i, d] * k[b, h', j, d]
+        lse    = log(sum_j exp(s[j]))
+        out[d] = sum_j exp(s[j] - lse) * v[b, h', j, d]
 
-    plan: from `plan_attention`, with return_lse=True where a gradient is wanted; without it one is made and kept with
-    the mask.
-    kernel: a name of the kernels' table ("hopper.attention_fwd"): it runs or `Unsupported` says why not. The backward
-    pass uses the kernel of the same family; where a gradient is wanted and that one cannot run, this call says so.
+    A query that sees no key gets out = 0 and lse = -inf.
 
-    Differentiable in q, k and v, also through lse; not twice: InvalidInput. Kept for the backward pass are q, k, v, out
-    and lse, and nothing that grows with the blocks; the schedule of it stays with the mask. All three gradients are
-    computed where one is wanted, without gaps in memory, [B, L, H, E] where the operand lies so. A gradient of out
-    whose last dim is not contiguous, or not aligned as q, k and v are, is copied first.
-    deterministic: the sums of the gradients have a fixed order, same inputs, same bits; False lets a kernel add in any
-    order where that is faster.
+    Args:
+        q: Queries [B, Hq, S, D]. Tensors of [B, S, H, D] go in as `x.transpose(1, 2)`, without a copy.
+        k: Keys [B, Hkv, T, D]. Hq is a multiple of Hkv, and head h of q reads head h // (Hq / Hkv) of k and v.
+        v: Values [B, Hkv, T, Dv]. All three have one dtype and one device, and any strides; none is copied. GPU kernels
+            take bf16 and fp16: hopper.attention_fwd with D and Dv up to 256 that are multiples of 8,
+            portable.attention_fwd with D and Dv of 32, 64, 96, 128, 192 or 256. The CPU and the reference also take
+            float32, float64 and any D.
+        mask: Which keys a query sees; all of them for None. On the device of q.
 
-    Same plan, same bits. Once planned, GPU kernels do not sync; they allocate their outputs and, where the plan cuts
-    long tiles, a workspace. A plan for lists on a GPU is made anew once these have been counted: mask.verify(wait=True)
-    first, and the first call has the final one.
-    Under torch.autocast q, k and v are cast to its dtype, as by scaled_dot_product_attention; with plan= they are not.
-    Raises InvalidInput for operands that do not fit and Unsupported with every reason if no kernel can run.
+            - A `BlockMask` of S queries and T keys, with 1 or B batch items and 1, Hkv or Hq heads.
+            - A `MaskPolicy`: its mask for S and T, made once for each pair of lengths; with `topk` for each call.
+            - A bool tensor that broadcasts to [B, Hq or Hkv, S, T], true where a query sees a key, as `attn_mask` of
+              scaled_dot_product_attention. It becomes `BlockMask.from_dense(mask)`, with blocks of 128, in O(S * T).
+            - A FlexAttention `BlockMask`. It becomes `BlockMask.from_flex(mask)`.
 
-    Sources: online softmax, Milakov and Gimelshein, arXiv:1805.02867; tiles of it, and weights computed again for the
-    gradients, FlashAttention, Dao et al., arXiv:2205.14135; the Hopper kernel's overlap of products and softmax,
+            The conversion of a tensor or a FlexAttention mask is kept as long as that object lives, and later calls
+            look it up. It is repeated after an in-place write to the tensor, or to a tensor that `mask_mod` reads by
+            its closure or as a global. A tensor made in inference mode counts no writes and is converted every time.
+        is_causal: Query i sees keys 0 to i, as in scaled_dot_product_attention: where S and T differ, the mask is
+            aligned to the first query and the first key. `MaskPolicy()` and `BlockMask.causal` are aligned to the last
+            ones. Not together with `mask`.
+        scale: The factor of the scores, from 1e-30 to 1e30; D**-0.5 by default.
+        return_lse: Whether to return lse as well.
+        plan: The result of `plan_attention` for this mask, with return_lse=True if a gradient is wanted. Without it a
+            plan is made at the first call and kept with the mask.
+        kernel: A name from the table of kernels ("hopper.attention_fwd"). It runs or raises `Unsupported`. The backward
+            pass uses the kernel of the same family; where a gradient is wanted, this call checks that one too.
+        deterministic: Whether the sums of the gradients have a fixed order: same inputs, same bits. With False a kernel
+            may add in any order, where that is faster.
+        **refused: Options of other libraries (dropout_p, attn_bias, softcap, score_mod and others): InvalidInput, with
+            what to do instead.
+
+    Returns:
+        out [B, Hq, S, Dv] in the dtype of q; in memory [B, S, Hq, Dv] if q is. With return_lse (out, lse), lse
+        [B, Hq, S] in float32, or float64 for float64.
+
+    Raises:
+        InvalidInput: For operands that do not fit together; the message gives shapes and a cure.
+        Unsupported: If no kernel can run, with the reasons of each.
+
+    Gradients: for q, k and v, also through lse, once: their own gradients raise InvalidInput. The backward pass keeps
+    q, k, v, out and lse, and no memory that grows with the number of blocks. It computes all three gradients if one is
+    wanted. They are dense in memory, [B, L, H, E] where the operand is. A gradient of out is copied first if its last
+    dim is not contiguous or it is not aligned as q, k and v are.
+
+    Synchronization: once planned, GPU kernels do not wait for the device. They allocate outputs and, where a plan cuts
+    long tiles, a workspace. The host learns the exact size of lists that were made on a GPU after the first call, which
+    then plans again; after `mask.verify(wait=True)` the first plan is final. Same plan, same bits.
+
+    Under torch.autocast q, k and v are cast as by scaled_dot_product_attention, except with `plan`. torch.compile
+    traces one node for a BlockMask, a MaskPolicy without top-k, is_causal and no mask. It runs other conversions
+    between two graphs; with fullgraph=True make the BlockMask outside.
+
+    Sources: online softmax, Milakov and Gimelshein, arXiv:1805.02867; tiling and recomputation of weights in the
+    backward pass, FlashAttention, Dao et al., arXiv:2205.14135; overlap of products and softmax on Hopper,
     FlashAttention-3, Shah et al., arXiv:2407.08608.
+
+    Example:
+        >>> import torch, sparsek as sk
+        >>> q, k, v = torch.randn(1, 8, 1000, 64), torch.randn(1, 2, 1000, 64), torch.randn(1, 2, 1000, 64)
+        >>> mask = sk.BlockMask.sliding_window(1000, window=256, sinks=4)
+        >>> sk.attention(q, k, v, mask).shape
+        torch.Size([1, 8, 1000, 64])
+        >>> dense = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask.to_dense(), enable_gqa=True)
+        >>> torch.allclose(sk.attention(q, k, v, mask), dense, atol=1e-5)
+        True
+        >>> torch.equal(sk.attention(q, k, v, is_causal=True), sk.attention(q, k, v, sk.MaskPolicy()))
+        True
     """
     if autocasts() and plan is None:
         q, k, v = follow_autocast(q, k, v)
@@ -110,8 +162,11 @@ def attention(
         arguments.flag("deterministic", deterministic)
     if kernel is not None:
         arguments.text("kernel", kernel)
+    if refused or is_causal is not False or not (mask is None or isinstance(mask, BlockMask)):
+        refuse("attention", refused)
+        mask = block_mask(mask, q, k, is_causal)
     slot = bound.UNBOUND
-    if plan is None and not torch.compiler.is_compiling() and (scale is None or type(scale) is float):
+    if plan is None and not _compiling() and (scale is None or type(scale) is float):
         calls = calls_of(mask)
         if calls is not None:
             both = slot = bound.repeat(calls, ("attention", scale, return_lse, kernel), (q, k, v))
@@ -147,19 +202,43 @@ def plan_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: BlockMask | None = None,
+    mask: MaskLike | None = None,
     *,
     kernel: str | None = None,
     config: Any = None,
     device: str | None = None,
     return_lse: bool = False,
 ) -> AttentionPlan:
-    """The plan that `attention(q, k, v, mask)` would use without autocast: frozen, callable, able to explain itself.
+    """Return the plan that `attention(q, k, v, mask)` uses without autocast: frozen, callable, with `explain()`.
 
-    kernel, config: use this kernel, with this config of its own. device: a card's name ("h200"): plan for that card,
-    present or not; such a plan predicts and explains but cannot be called, and its operands may be anywhere.
-    return_lse: plan for lse as well, which calls with a gradient need.
-    Costs: the schedule is made on the mask's device, without a host sync.
+    The schedule is made on the mask's device, without a host sync.
+
+    Args:
+        q: Queries [B, Hq, S, D], as in `attention`. On any device, meta too, if `device` is given.
+        k: Keys [B, Hkv, T, D].
+        v: Values [B, Hkv, T, Dv].
+        mask: As in `attention`. A plan that is to be called needs the BlockMask itself, because it runs for that only.
+        kernel: A name from the table of kernels. Without it the one predicted to be fastest.
+        config: A config of the named kernel. Without it the tuned one or its default.
+        device: The name of a card ("h200"). The plan is then a prediction for that card and cannot be called.
+        return_lse: Whether to plan for lse too, which calls with a gradient need.
+
+    Returns:
+        An `AttentionPlan`. Call it, `plan(q, k, v, mask)`, or pass it on, `attention(q, k, v, mask, plan=plan)`.
+
+    Raises:
+        InvalidInput: For operands that do not fit together, and for an unknown kernel, config or card.
+        Unsupported: If no kernel can run, with the reasons of each.
+
+    Example:
+        >>> import torch, sparsek as sk
+        >>> q, k, v = torch.randn(3, 1, 4, 300, 64).unbind()
+        >>> mask = sk.BlockMask.causal(300)
+        >>> plan = sk.plan_attention(q, k, v, mask)
+        >>> torch.equal(plan(q, k, v, mask), sk.attention(q, k, v, mask))
+        True
+        >>> sk.plan_attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), mask, device="h200").kernel
+        'hopper.attention_fwd'
     """
     arguments.flag("return_lse", return_lse)
     found = _planned(q, k, v, mask, kernel, device, "plan_attention")
@@ -171,21 +250,41 @@ def plan_attention_backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: BlockMask | None = None,
+    mask: MaskLike | None = None,
     *,
     kernel: str | None = None,
     config: Any = None,
     device: str | None = None,
     deterministic: bool = True,
 ) -> AttentionGradPlan:
-    """The plan that the backward pass of `attention(q, k, v, mask)` would use.
+    """Return the plan that the backward pass of `attention(q, k, v, mask)` uses.
 
-    It explains itself, and may be called too: `plan(q, k, v, mask, out, lse, grad)` gives dq, dk and dv, with `scale=`
-    as the forward pass had it and `grad_lse=` where lse has a gradient.
-    kernel: a name of attention_backward's kernels ("hopper.attention_bwd"); config, device: as for `plan_attention`.
-    deterministic: as for `attention`.
-    Costs: the schedule, and for kernels that go by keys the mask's transposed lists, if it has none yet; both are made
-    on the mask's device, without a host sync.
+    Made on the mask's device, without a host sync: the schedule and, for kernels that iterate over key blocks, the
+    transposed lists of the mask.
+
+    Args:
+        q: Queries [B, Hq, S, D], as in `attention`. On any device, meta too, if `device` is given.
+        k: Keys [B, Hkv, T, D].
+        v: Values [B, Hkv, T, Dv].
+        mask: As in `plan_attention`.
+        kernel: A name of a kernel of attention_backward ("hopper.attention_bwd").
+        config: A config of the named kernel.
+        device: The name of a card ("h200"), as in `plan_attention`.
+        deterministic: As in `attention`.
+
+    Returns:
+        An `AttentionGradPlan`. `plan(q, k, v, mask, out, lse, grad)` returns (dq, dk, dv); it takes `scale` as the
+        forward pass had it, and `grad_lse` where lse has a gradient.
+
+    Raises:
+        InvalidInput: For operands that do not fit together, and for an unknown kernel, config or card.
+        Unsupported: If no kernel can run, with the reasons of each.
+
+    Example:
+        >>> import torch, sparsek as sk
+        >>> q, k, v = torch.randn(3, 1, 4, 300, 64, dtype=torch.bfloat16).unbind()
+        >>> sk.plan_attention_backward(q, k, v, sk.BlockMask.causal(300), device="h200").kernel
+        'hopper.attention_bwd'
     """
     arguments.flag("deterministic", deterministic)
     found = _planned(q, k, v, mask, kernel, device, "plan_attention_backward")
@@ -197,7 +296,7 @@ def _planned(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: BlockMask | None,
+    mask: MaskLike | None,
     kernel: str | None,
     device: str | None,
     planner: str,
@@ -207,12 +306,14 @@ def _planned(
         arguments.text("kernel", kernel)
     if torch._C._are_functorch_transforms_active():
         raise InvalidInput("plans are made outside of functions that torch.func transforms")
+    if not (mask is None or isinstance(mask, BlockMask)):
+        mask = block_mask(mask, q, k, predicted=device is not None)
     return checked(q, k, v, mask, here=device is None, planner=planner)
 
 
 def _traced() -> bool:
-    """Something looks at the call op by op: torch.compile, or a TorchDispatchMode."""
-    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+    """Whether torch.compile or a TorchDispatchMode records the call op by op."""
+    return _compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
 def _check_plan(plan: Any, kernel: str | None, return_lse: bool) -> None:

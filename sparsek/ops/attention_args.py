@@ -1,4 +1,4 @@
-"""A BlockMask as tensors and ints, which is what a torch.library op takes, and back."""
+"""A BlockMask as tensors and ints, the arguments of a torch.library op, and back."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from sparsek.core.errors import InvalidInput
 from sparsek.mask.mask import BlockLists, BlockMask, Sizes
-from sparsek.plan.attention_operands import not_a_mask
 
-# Masks that came through the ops, so that plans are made once, each with what it was made of. An entry lives as long
-# as its first tensor: the mask holds another tensor object on the same memory.
+# The masks of calls through the ops, with their arguments, so that plans are made once. An entry lives as long as its
+# first tensor: the mask holds another tensor object on the same memory.
 MASKS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
@@ -49,11 +47,9 @@ class AttentionBackwardArgs(NamedTuple):
 
 
 def flat_mask(mask: BlockMask | None) -> tuple[list[Tensor | None], list[int]]:
-    """A mask as tensors and ints; without a mask there are none."""
+    """A mask as tensors and ints; empty without a mask."""
     if mask is None:
         return [], []
-    if not isinstance(mask, BlockMask):
-        raise InvalidInput(not_a_mask(mask))
     # By names: torch.compile of torch 2.11 cannot iterate over a tuple inside a mask that is a constant.
     full, part, sizes, (bq, bk) = mask.full, mask.partial, mask.sizes, mask.block
     lists = [full.starts, full.counts, full.indices, part.starts, part.counts, part.indices]
@@ -65,7 +61,7 @@ def flat_mask(mask: BlockMask | None) -> tuple[list[Tensor | None], list[int]]:
 
 
 def mask_of(tensors: Sequence[Tensor | None], numbers: Sequence[int]) -> BlockMask | None:
-    """The mask that `flat_mask` took apart, the same object as long as its tensors live."""
+    """The mask of these tensors and ints, the same object as long as the tensors live."""
     if not tensors:
         return None
     facts = tuple(numbers), tuple(None if x is None else (x.data_ptr(), x.shape) for x in tensors)

@@ -1,6 +1,6 @@
-"""Attention with gradients where nothing traces the call, by torch.autograd.Function: a quarter of what an op costs.
+"""Attention with gradients in eager mode, by torch.autograd.Function: a quarter of the host time of an op.
 
-torch.func transforms these functions, as it does not the ops of torch.library: grad, vjp and vmap work.
+torch.func transforms these functions, unlike the ops of torch.library: grad, vjp and vmap work.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ from sparsek.plan.operands import wants_gradient
 
 @dataclass(frozen=True)
 class Call:
-    """What a call has besides tensors. `plan` gives lse; without it the mask's is used. `kernel` was named, or None.
+    """The settings of a call. `plan` gives lse; without one the mask's plan is used. `kernel`: a name, or None.
 
-    `wanted`: a gradient is. `slot` is that of the forward pass. It hides the mask, which is a pytree, from torch.func.
+    `wanted`: whether a gradient is. `slot` is that of the forward pass. The class hides the mask, a pytree, from
+    torch.func.
     """
 
     mask: BlockMask
@@ -62,7 +63,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tenso
 
 
 def run_forward(q: Tensor, k: Tensor, v: Tensor, call: Call, lse: bool) -> tuple[Tensor, Tensor | None]:
-    """(out, lse) of operands that have been checked, by the plan that was given or is kept for them."""
+    """(out, lse) of checked operands, by the given plan or the mask's."""
     given = Attended(q, k, v, call.mask, call.scale, lse)
     if call.plan is not None:
         return call.plan.run(given, captured(q))
@@ -87,7 +88,7 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
 
 
 class Attention(torch.autograd.Function):
-    """(out, lse) of q, k and v. Not for torch.func, whose way of saving takes the host longer."""
+    """(out, lse) of q, k and v. Not for torch.func, whose way of saving tensors takes the host longer."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor | None]:
@@ -113,13 +114,13 @@ class TransformedAttention(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], q: Tensor, k: Tensor, v: Tensor, call: Call) -> Any:
         joined: Any = _joined(info.batch_size, in_dims, (q, k, v), call)
-        # Under vmap tensors do not say what a transform around it wants.
+        # Under vmap requires_grad of an outer transform is not visible.
         call = replace(call, wanted=call.wanted or wants_gradient(*joined))
         return _apart(info.batch_size, TransformedAttention.apply(*joined, call))
 
 
 class AttentionBackward(torch.autograd.Function):
-    """(dq, dk, dv), which have no gradients themselves."""
+    """(dq, dk, dv), which have no gradients of their own."""
 
     jvp = staticmethod(_no_tangent)
 
@@ -149,7 +150,7 @@ class AttentionBackward(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-        """There is nothing to keep."""
+        """Nothing is saved."""
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> NoReturn:
@@ -163,7 +164,7 @@ class AttentionBackward(torch.autograd.Function):
 
 
 def _joined(size: int, in_dims: tuple[int | None, ...], tensors: Any, call: Call) -> list[Tensor | None]:
-    """Tensors [..., B, ...] of vmap as one batch of size * B items; those that vmap does not divide are repeated."""
+    """Tensors [..., B, ...] of vmap as one batch of size * B items; tensors that it does not map over are repeated."""
     if call.mask.batch != 1:
         raise InvalidInput(
             f"vmap makes one batch of its own dim and the batch items, which must share a mask; got a mask of "

@@ -29,9 +29,9 @@ BACKWARD = schema_of(AttentionBackwardArgs, "(Tensor, Tensor, Tensor)")
 
 @torch.library.custom_op("sparsek::attention", mutates_args=(), schema=FORWARD, tags=TAGS)
 def attention_op(*given: Any) -> tuple[Tensor, Tensor]:
-    """(out, lse) of `sparsek.attention`; lse is empty unless it is wanted. Gradients need it.
+    """(out, lse) of `sparsek.attention`; lse is empty unless `return_lse`. Gradients need it.
 
-    `deterministic` is about the gradients.
+    `deterministic` concerns the gradients.
     """
     args = AttentionArgs(*given)
     q, k, v = args[:3]
@@ -93,5 +93,5 @@ attention_backward_op.register_autograd(gradients.of_attention_backward)
 def through_op(
     q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None, *settings: Any
 ) -> tuple[Tensor, Tensor]:
-    """The call as an op of torch.library, whose `settings` stand as there."""
+    """The call through the torch.library op, with `settings` in the op's order."""
     return torch.ops.sparsek.attention(q, k, v, *flat_mask(mask), *settings)

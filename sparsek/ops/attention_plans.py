@@ -1,4 +1,4 @@
-"""Attention and its gradients as operations of the planner, the mask of a call without one, and recorded calls."""
+"""Attention and its gradients as operations of the planner; the mask of a call without one; recorded calls."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def checked(
     here: bool = True,
     planner: str = "plan_attention",
 ) -> BlockMask:
-    """The mask to use, after all checks of the tensors. `here`: the call will run, so everything must be in place.
+    """Check all tensors and return the mask to use. `here`: the call will run, so everything must be on one device.
 
-    `planner`: what predicts such a call.
+    `planner`: the function that predicts the call, for messages.
     """
     check_tensors(q, k, v, predicted=not here, planner=planner)
     if mask is None:
@@ -47,15 +47,17 @@ _UNMASKED = Calls()
 
 
 def calls_of(mask: Any) -> Calls | None:
-    """The recorded calls of a mask, or of calls without one; None for what is no mask. Verifies the mask."""
+    """The recorded calls of a mask, or of calls without one; None for a subclass of BlockMask. Verifies the mask."""
     if mask is None:
         return _UNMASKED
     if type(mask) is not BlockMask:
         return None
-    mask.verify()
-    return mask.derived(("calls", mask.sizes.exact), Calls)
+    if "readbacks" in mask._memo:
+        mask.verify()
+    key = "calls", mask.sizes.exact
+    return mask._memo.get(key) or mask.derived(key, Calls)
 
 
 def fixed(deterministic: bool) -> bool:
-    """Whether sums have a fixed order: always where torch.use_deterministic_algorithms is on."""
+    """Whether sums have a fixed order: always under torch.use_deterministic_algorithms."""
     return deterministic or torch.are_deterministic_algorithms_enabled()

@@ -1,4 +1,4 @@
-"""Attention over packed sequences: documents of any lengths behind one another, none of which sees another."""
+"""Attention over packed documents: sequences of any lengths in one tensor, each masked by itself."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from torch import Tensor
 
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
+from sparsek.mask.accepted import MaskLike, block_mask
 from sparsek.mask.mask import BlockMask
 from sparsek.mask.operands import check_tensors
-from sparsek.mask.rule import MaskPolicy, packed_scene
+from sparsek.mask.rule import MaskPolicy, packed_layout
 from sparsek.ops.attention import attention
+from sparsek.ops.attention_refused import REFUSED_PACKED, refuse
 from sparsek.ops.autocast import autocasts, follow_autocast
 
 DIMS = {"q": "[total_q, Hq, D]", "k": "[total_k, Hkv, D]", "v": "[total_k, Hkv, Dv]"}
@@ -26,7 +28,7 @@ def attention_varlen(
     v: Tensor,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor | None = None,
-    mask: MaskPolicy | BlockMask | None = None,
+    mask: MaskLike | None = None,
     *,
     scale: float | None = None,
     return_lse: Literal[False] = False,
@@ -39,7 +41,7 @@ def attention_varlen(
     v: Tensor,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor | None = None,
-    mask: MaskPolicy | BlockMask | None = None,
+    mask: MaskLike | None = None,
     *,
     scale: float | None = None,
     return_lse: Literal[True],
@@ -51,34 +53,59 @@ def attention_varlen(
     v: Tensor,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor | None = None,
-    mask: MaskPolicy | BlockMask | None = None,
+    mask: MaskLike | None = None,
     *,
     scale: float | None = None,
     return_lse: bool = False,
     deterministic: bool = True,
+    **refused: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of packed documents, each by itself: queries see keys of their own document only.
+    """Return the attention of packed documents: `sk.attention` of each document by itself. Nothing is padded or copied.
 
-    q: [total_q, Hq, D]. k: [total_k, Hkv, D]. v: [total_k, Hkv, Dv]; dtypes, heads and head dims as in `attention`,
-    which gets views of them. Documents may be empty, and begin and end anywhere in a block.
-    cu_seqlens_q: int32 or int64 [documents + 1]: 0, then where each document ends, as flash-attention has them.
-    cu_seqlens_k: where those of k and v end, if these are others. The last query of a document then stands at its last
-    key; queries before the first key see nothing, if the mask is causal.
-    mask: None for every key of the document. A MaskPolicy, which each document is masked by: `MaskPolicy()` is causal,
-    `MaskPolicy(window=4096, sinks=128)` counts window and sinks in the document; blocks of a stride and of top-k are
-    those of the packed sequence, and need as many keys as queries. Or a BlockMask of total_q queries and total_k keys,
-    which must keep documents apart itself (`BlockMask.block_diagonal(...) & ...`); cu_seqlens are then not read.
-    scale, deterministic: as in `attention`.
+    Args:
+        q: Queries [total_q, Hq, D] of all documents, one document after the other. Documents may be empty, and begin
+            and end anywhere in a block.
+        k: Keys [total_k, Hkv, D]. Dtypes, heads and head dims as in `attention`.
+        v: Values [total_k, Hkv, Dv].
+        cu_seqlens_q: int32 or int64 [documents + 1], as in flash-attention: 0, then the end of each document in tokens.
+        cu_seqlens_k: The same for k and v, if their lengths differ. The last query of a document then stands at its
+            last key, and with a causal mask queries before the first key see nothing.
+        mask: Which keys of its document a query sees; all of them for None.
 
-    Returns out [total_q, Hq, Dv]; with return_lse also lse [Hq, total_q]. Differentiable in q, k and v, as `attention`.
+            - A `MaskPolicy` masks each document by itself. `MaskPolicy()` is causal; `MaskPolicy(window=4096,
+              sinks=128)` counts window and sinks from the document's own tokens. The blocks of `stride` and `topk` are
+              blocks of the packed sequence; they need as many keys as queries.
+            - A `BlockMask` of total_q queries and total_k keys, a bool tensor that broadcasts to [1, Hq or Hkv,
+              total_q, total_k], or a FlexAttention `BlockMask`, as in `attention`. It must keep the documents apart
+              itself (`BlockMask.block_diagonal(...) & ...`), because cu_seqlens are then not read.
+        scale: As in `attention`.
+        return_lse: Whether to return lse as well.
+        deterministic: As in `attention`.
+        **refused: Options of other libraries (max_seqlen_q, causal, dropout_p and others): InvalidInput, with what to
+            do instead.
 
-    The mask is made on q's device in O(tokens + blocks), without a wait if cu_seqlens are on the CPU. On a GPU they are
-    read with one sync each, once for a tensor and again after it was written to; writes by a replayed CUDA graph go
-    unnoticed. The 32 last masks are kept: layers share them, and their plans. For torch.compile make the mask outside,
-    `policy.packed(cu_seqlens_q)`, as where `attention` is to be called with a plan or a kernel of your choice.
+    Returns:
+        out [total_q, Hq, Dv]. With return_lse (out, lse), lse [Hq, total_q]. Gradients as in `attention`.
 
-    Raises InvalidInput for what does not fit together, and Unsupported as `attention` does.
+    Raises:
+        InvalidInput: For operands that do not fit together.
+        Unsupported: If no kernel can run, with the reasons of each.
+
+    The mask of a policy is made on the device of q in O(tokens + blocks). The host does not wait for it if cu_seqlens
+    are on the CPU. It reads cu_seqlens on a GPU with one sync, once for a tensor and again after a write to it; writes
+    by the replay of a CUDA graph go unnoticed. The 32 masks used last are kept with their plans, and the layers of
+    a model share them. For torch.compile, or for a call with `plan` or `kernel`, make the mask outside,
+    `policy.packed(cu_seqlens_q)`.
+
+    Example:
+        >>> import torch, sparsek as sk
+        >>> q, k, v = torch.randn(512, 8, 64), torch.randn(512, 2, 64), torch.randn(512, 2, 64)
+        >>> cu_seqlens = torch.tensor([0, 300, 317, 512], dtype=torch.int32)
+        >>> sk.attention_varlen(q, k, v, cu_seqlens, mask=sk.MaskPolicy(window=128, sinks=4)).shape
+        torch.Size([512, 8, 64])
     """
+    if refused:
+        refuse("attention_varlen", refused, REFUSED_PACKED)
     if autocasts():
         q, k, v = follow_autocast(q, k, v)
     arguments.flag("return_lse", return_lse)
@@ -88,21 +115,25 @@ def attention_varlen(
                 f"{name} must be {DIMS[name]} of packed documents, got {x.dim()}-D {list(x.shape)}"
             )
     q, k, v = (x.unsqueeze(0).transpose(1, 2) for x in (q, k, v))
-    found = mask if isinstance(mask, BlockMask) else _made(q, k, cu_seqlens_q, cu_seqlens_k, mask)
+    if isinstance(mask, MaskPolicy | None):
+        found = _packed(q, k, cu_seqlens_q, cu_seqlens_k, mask or EVERY_KEY)
+    else:
+        found = block_mask(mask, q, k)
     if return_lse:
         out, lse = attention(q, k, v, found, scale=scale, return_lse=True, deterministic=deterministic)
         return out[0].transpose(0, 1), lse[0]
     return attention(q, k, v, found, scale=scale, deterministic=deterministic)[0].transpose(0, 1)
 
 
-def _made(q: Tensor, k: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None, policy: Any) -> BlockMask:
-    if not isinstance(policy, MaskPolicy | None):
-        raise InvalidInput(f"mask must be a MaskPolicy, a BlockMask or None, got {type(policy).__name__}")
+def _packed(
+    q: Tensor, k: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None, policy: MaskPolicy
+) -> BlockMask:
+    """The mask of a policy for packed documents."""
     if torch.compiler.is_compiling():
         raise InvalidInput(
             "torch.compile cannot read cu_seqlens: make the mask outside, mask = policy.packed(cu_seqlens_q), and "
             "pass it as mask="
         )
     check_tensors(q, k, k)
-    scene = packed_scene(cu_seqlens_q, cu_seqlens_k, (q.shape[2], k.shape[2]))
-    return (policy or EVERY_KEY).visible_in(scene, q.device).mask_for(q, k)
+    layout = packed_layout(cu_seqlens_q, cu_seqlens_k, (q.shape[2], k.shape[2]))
+    return policy.visible_in(layout, q.device).mask_for(q, k)

@@ -1,4 +1,4 @@
-"""torch.autocast: what the operands of a product or of attention become under it, as those of nn.Linear and SDPA do."""
+"""torch.autocast: the casts of operands of products and attention, as those of nn.Linear and SDPA."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sparsek.matrix.dense8 import QuantizedTensor
 from sparsek.matrix.quantized import Quantized
 from sparsek.matrix.semi24 import Semi24
 
-# Whether torch.autocast is on for any device. The verbs look here first and go on where it is off.
+# Whether torch.autocast is on for any device. The verbs check this first.
 autocasts = torch._C._is_any_autocast_enabled
 CAST = (torch.float32, *dtypes.LOW)
 
@@ -22,16 +22,16 @@ CAST = (torch.float32, *dtypes.LOW)
 def follow_autocast(*operands: Any) -> tuple[Any, ...]:
     """The operands in the dtype of torch.autocast, if it is on for their device; differentiable.
 
-    Tensors and the values of a BSR, Semi24 or BSR24 are cast if they are float32, bf16 or fp16: float64 stays, as in
-    torch, and so do matrices and tensors in FP8. Whatever else stands among them is left to the checks that follow.
+    Tensors and the values of a BSR, Semi24 or BSR24 are cast if they are float32, bf16 or fp16. float64 stays, as in
+    torch, and so do matrices and tensors in FP8. Anything else is returned as it is; later checks refuse it.
     """
     return tuple(map(_cast, operands)) if autocasts() else operands
 
 
 def follow_autocast_fp8(dtype: torch.dtype | None, *operands: Any) -> tuple[Any, ...]:
-    """`dtype` and the operands of a call that may multiply in FP8, where `dtype` becomes that of autocast.
+    """`dtype` and the operands of a call that may multiply in FP8; `dtype` becomes that of autocast.
 
-    If it is given, it is what the caller wants, and nothing is cast.
+    If `dtype` is given, nothing is cast.
     """
     fp8 = next((x for x in operands if isinstance(x, Quantized | QuantizedTensor)), None)
     if fp8 is None or not autocasts():

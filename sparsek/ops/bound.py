@@ -1,7 +1,7 @@
-"""Bound calls: a call like one of the last four goes from the verb to the launch, past checks, planner and key.
+"""Recorded calls, found again: a call like one of the last four skips checks, planner and key.
 
     slot = repeat(...)    the result of the recorded call (kernels/lang/recorder.py), or the Slot of this one
-    slot.run(...)         after every check: runs, and records the second call of a key
+    slot.run(...)         after all checks: runs, and records the second call of a key
 
     slot = bound.product(A, B, more)
     if slot.__class__ is not bound.Slot:
@@ -9,13 +9,13 @@
     ...                   # checks
     return slot.run(lambda: ...)
 
-What checks, plan and launch read of a call is its `more` (verb, settings, form of the sparse operand), the operands'
-shapes, strides, dtypes and alignments, the thread, the device and the stream. torch.compile, torch.func, a dispatch
-mode, autocast, forward-mode differentiation, a tensor subclass and a CUDA graph's capture go the long way. So does a
-call of which a vendor's library or torch's operators do a part: it is never recorded.
+The key of a call has all that checks, plan and launch read: `more` (verb, settings, form of the sparse operand), the
+shapes, strides, dtypes and alignments of the operands, the thread, the device and the stream. Calls under
+torch.compile, torch.func, a dispatch mode, autocast, forward-mode differentiation or the capture of a CUDA graph, and
+those with a tensor subclass, are not recorded. Nor is a call that runs a vendor library or operators of torch.
 
-`repeat` asks torch's own guards (torch._C._dynamo.guards.TensorGuards, one call into C++) whether the operands are like
-those of one of the last calls with this `more`; only then the key is made.
+`repeat` compares the operands with those of the last calls with this `more` by torch's own guards
+(torch._C._dynamo.guards.TensorGuards, one call into C++). Only if none matches does it build the key.
 """
 
 from __future__ import annotations
@@ -34,12 +34,13 @@ from sparsek.kernels.lang.recorder import MISS, Recorded, record
 from sparsek.matrix.dense8 import QuantizedTensor
 from sparsek.plan.operands import SPARSE, TENSORS
 
-# A recorded call holds some KB on the host, and no memory of the device but what its plan holds.
+# A recorded call takes some KB on the host, and no device memory besides that of its plan.
 LIMIT = 256
-# Calls with one `more` that `repeat` finds: alternating shapes do not push each other out.
+# Recorded calls with one `more` that `repeat` finds: alternating shapes do not evict each other.
 SHAPES = 4
 
-# A recorded call's constants are of the past. Recorded anew, the call may have to make them, and is then recorded next.
+# The state of a key whose recorded call has stale constants. The next call may have to make them, and the one after it
+# is recorded.
 STALE: Any = object()
 
 _compiling = torch.compiler.is_compiling
@@ -51,9 +52,9 @@ _capturing: Any = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
 
 
 class Recent(NamedTuple):
-    """A call that `repeat` finds: torch's guards of its operands, and the rest of its key.
+    """A recorded call that `repeat` finds: torch's guards of its operands, and the rest of its key.
 
-    `precision`: that of float32 products, "" where no operand is float32.
+    `precision`: that of float32 products, "" if no operand is float32.
     """
 
     like: Callable[..., bool]
@@ -64,18 +65,19 @@ class Recent(NamedTuple):
 
 
 class Calls:
-    """The calls of a pattern, a mask, or a 2:4 matrix's metadata. What `recent` has is `known` too."""
+    """The calls of a pattern, a mask, or the metadata of a 2:4 matrix. Calls in `recent` are also in `known`."""
 
     __slots__ = ("known", "recent")
 
     def __init__(self) -> None:
-        # Recorded; STALE; True: the key came once; False: it cannot be recorded
+        # A Recorded; STALE; True: the key occurred once; False: it cannot be recorded
         self.known: dict[Hashable, Any] = {}
         self.recent: dict[Hashable, tuple[Recent, ...]] = {}
 
     def note(self, key: Hashable, state: Any) -> None:
-        """Keeps what is known of a key. Calls that can never be repeated go, as those of a tensor that is gone; and of
-        LIMIT keys the oldest.
+        """Store the state of a key.
+
+        Evicts calls that cannot be repeated, for example those of a freed tensor, and beyond LIMIT keys the oldest.
         """
         gone = [self.known.pop(key, None)]
         past = [
@@ -94,7 +96,7 @@ class Calls:
             self.recent = {more: xs for more, xs in left.items() if xs}
 
     def find_again(self, more: Hashable, operands: Sequence[Tensor], call: Recorded) -> None:
-        """Has `repeat` find the call."""
+        """Make `repeat` find the call."""
         if GUARDS is None:
             return
         precision = _precision() if any(x.dtype is torch.float32 for x in operands) else ""
@@ -106,9 +108,9 @@ class Calls:
 
 
 class Slot(NamedTuple):
-    """Where a call is kept. `key`: None where it must not be bound, as something watches it.
+    """The place of a call in `calls`. `key`: None if it must not be recorded, because something traces it.
 
-    `learns`: autograd wants a gradient of the call.
+    `learns`: autograd needs a gradient of the call.
     """
 
     calls: Calls
@@ -118,10 +120,10 @@ class Slot(NamedTuple):
     learns: bool
 
     def run(self, run: Callable[[], Any], inside: bool = False) -> Any:
-        """What `run()` returns, whose operands have been checked. A call that comes a second time is recorded.
+        """Return `run()`, for checked operands. The second call with a key is recorded.
 
-        What `run` reads lies in the slot's operands or belongs to a plan: a copy of an operand is made inside of `run`.
-        `inside`: `run` is the inner part of a differentiable function, and may be recorded if a gradient is wanted too.
+        `run` reads the operands of the slot and tensors of a plan only; it makes copies of operands itself. `inside`:
+        `run` is the inner part of a differentiable function, and may be recorded although a gradient is needed.
         """
         calls = self.calls
         if self.key is None or (self.learns and not inside):
@@ -145,7 +147,7 @@ class Slot(NamedTuple):
         return output
 
     def again(self, call: Recorded) -> Any:
-        """The result of the recorded call with this slot's key, or this slot if it cannot run now."""
+        """Return the result of the recorded call with the key of this slot, or this slot if it cannot run now."""
         output = call(*self.operands)
         if output is MISS:
             if not call.is_fresh():
@@ -160,7 +162,7 @@ UNBOUND = Slot(Calls(), None, (), None, False)
 
 
 def _guards() -> Any:
-    """torch's class of guards; None where this torch has none that behave as `repeat` needs."""
+    """torch's class of guards; None if those of this torch do not behave as `repeat` needs."""
     try:
         guards = torch._C._dynamo.guards.TensorGuards  # pyright: ignore[reportAttributeAccessIssue]
         x, y = (torch.empty(sides, dtype=torch.float32, device="cpu") for sides in ((2, 3), (3, 2)))
@@ -178,10 +180,10 @@ GUARDS = _guards()
 
 
 def repeat(calls: Calls, more: Hashable, operands: Sequence[Tensor]) -> Any:
-    """The result of a call before this one with the same `more` and operands like these, run again; or a Slot.
+    """Run the recorded call with the same `more` and equal operand properties, and return its result; otherwise a Slot.
 
-    Calls with the same `more` have as many operands: torch's guards raise TypeError for another number. Not for a
-    function that torch.compile traces.
+    Calls with one `more` have one number of operands: torch's guards raise TypeError for another. Not for a function
+    that torch.compile traces.
     """
     recent = calls.recent.get(more)
     if recent is not None and forward_ad._current_level < 0:
@@ -209,9 +211,9 @@ def repeat(calls: Calls, more: Hashable, operands: Sequence[Tensor]) -> Any:
 
 
 def product(a: Any, b: Any, more: Hashable, also: Sequence[Tensor] = (), plan: Any = None) -> Any:
-    """As `repeat`, for a product of a sparse matrix and a dense one, in this order or the other; UNBOUND for others.
+    """`repeat` for a product of a sparse matrix and a dense one, in either order; UNBOUND for other operands.
 
-    `also`: its other tensors. `plan`: the call is one of this plan, and is kept no longer than it.
+    `also`: the other tensors of the call. `plan`: the call uses this plan, and is dropped with it.
     """
     on_left = a.__class__ in SPARSE
     matrix, dense = (a, b) if on_left else (b, a)
@@ -237,7 +239,7 @@ def _of_plan(home: Home, plan: Any) -> Calls:
 
 
 def _key(more: Hashable, operands: Sequence[Tensor]) -> tuple[Hashable, bool]:
-    """The key of a call of `operands`, None where it must not be bound, and whether autograd wants a gradient of it."""
+    """The key of a call, None if it must not be recorded; and whether autograd needs a gradient of it."""
     if (
         _compiling()
         or torch._C._are_functorch_transforms_active()

@@ -1,4 +1,4 @@
-"""Which way of storing a weight is fastest, and what it costs in accuracy: dense, 2:4, BSR, BSR24, also in FP8."""
+"""`choose_format`: the fastest format for the weight of a layer, and the accuracy that it costs."""
 
 from __future__ import annotations
 
@@ -23,12 +23,14 @@ from sparsek.matrix.pattern import INT32_MAX, block_sides
 from sparsek.matrix.quantized import Quantized
 from sparsek.matrix.semi24 import Semi24
 from sparsek.ops import transforms
-from sparsek.ops.linear import linear
+from sparsek.ops.linear import Activation, linear
 from sparsek.ops.weight_formats import (
+    Format,
     Weight,
     WeightFormat,
     combinations,
     format_of,
+    keeps_all,
     kept_norm,
     parts_of,
     predict,
@@ -38,10 +40,10 @@ from sparsek.plan.plan import time_text
 
 KEEP = (0.5, 0.25, 0.125)
 BLOCK = (64, 128)
-# Errors are of so many tokens at most, spread over x, and on a CPU of so few that the dense product has these FLOPs.
+# Errors are computed on at most so many tokens of x; on a CPU on fewer, so that the dense product has these FLOPs.
 ERROR_TOKENS = 4096
 ERROR_FLOPS = 2e8
-# Measured on a GPU: copies of weight and x in turns, so that nothing is found in the cache.
+# On a GPU, calls rotate through copies of weight and x, so that no operand is in the cache.
 MOST_COPIES = 8
 ROUNDS = 5
 INNER_MS = 5.0
@@ -50,11 +52,18 @@ SETTLE_MS = 100.0
 
 @dataclass(frozen=True)
 class Option:
-    """One way to store the weight, and what is known of it.
+    """One format for the weight, with its times and losses.
 
-    `predicted`: seconds by the kernel's own model. `measured`: the median of interleaved rounds, None where nothing was
-    timed. `stored`: stored values over N * K. `kept_norm`: ||stored values|| over ||W||; `error`: ||y - x @ W.T|| over
-    ||x @ W.T|| on the given x; both Frobenius, None where the dense W is not known. `why_not`: why it cannot run.
+    Attributes:
+        form: The format.
+        kernel: The kernel that would run.
+        predicted: The seconds of a call by the model of the kernel.
+        measured: The median seconds of interleaved rounds; None if it was not timed.
+        stored: Stored values over N * K.
+        lossless: Whether the stored values are those of W: no nonzero is dropped, and none is rounded to FP8.
+        kept_norm: ||stored values|| / ||W||, Frobenius; None for a W that is stored already.
+        error: ||y - x @ W.T|| / ||x @ W.T|| on the given x, Frobenius; None for a W that is stored already.
+        why_not: Why it cannot run; empty if it can.
     """
 
     form: WeightFormat
@@ -62,37 +71,46 @@ class Option:
     predicted: float = math.inf
     measured: float | None = None
     stored: float = 0.0
+    lossless: bool = False
     kept_norm: float | None = None
     error: float | None = None
     why_not: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
+        """The name of the format, for example "BSR 128 25 %"."""
         return self.form.name
 
     @property
     def seconds(self) -> float:
-        """What decides: the measured time if there is one, otherwise the predicted."""
+        """The time that decides: measured if there is one, otherwise predicted."""
         return self.predicted if self.measured is None else self.measured
 
 
 @dataclass(frozen=True)
 class Bound:
-    """What an option must hold to be chosen: an error of at most, a share of the norm of at least."""
+    """What an option must satisfy to be chosen; without limits it must be lossless.
+
+    Attributes:
+        max_error: The largest error; None for no limit.
+        min_norm: The smallest share of the norm kept, 0 to 1; None for no limit.
+    """
 
     max_error: float | None = None
     min_norm: float | None = None
 
     def __post_init__(self) -> None:
-        """InvalidInput for bounds that are no shares: no option could hold them, or every one would."""
+        """Raise InvalidInput for limits that are no shares."""
         for name, most in (("max_error", math.inf), ("min_norm", 1)):
             value = getattr(self, name)
             if value is not None:
                 object.__setattr__(self, name, arguments.number(name, value, 0, most))
 
     def faults(self, option: Option) -> list[str]:
-        """Why the option is out of bounds; [] if it is not. What is not known holds no bound."""
+        """Return why the option may not be chosen; [] if it may. A loss that is not known satisfies no limit."""
         out = []
+        if not self.words and not option.lossless:
+            out.append("LOSSY")
         if self.max_error is not None and not (option.error is not None and option.error <= self.max_error):
             out.append(f"error {_number(option.error)} is not within {self.max_error:.3g}")
         if self.min_norm is not None and not (
@@ -103,6 +121,7 @@ class Bound:
 
     @property
     def words(self) -> str:
+        """The limits, as text; "" without any."""
         parts = []
         if self.max_error is not None:
             parts.append(f"an error of at most {self.max_error:.3g}")
@@ -113,10 +132,18 @@ class Bound:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class FormatChoice:
-    """A weight in the format that was chosen, ready to multiply: `plan(x, bias, activation)`.
+    """The result of `sparsek.choose_format`: a weight in the chosen format. Call it as `choice(x, bias, activation)`.
 
-    `options` are all that were considered, in the order of `sparsek.choose_format`; `choice` is one of them. `weight`
-    is W stored so: keep it, and pass it to `sparsek.linear`. `tokens`: of the x that was planned for; others run too.
+    Attributes:
+        shape: (N, K) of the weight.
+        tokens: The number of tokens that it was chosen for. Calls with other numbers run too.
+        dtype: The dtype of x, for example "bf16".
+        card: The card of the times.
+        options: All options that were considered.
+        choice: The option that was chosen.
+        bound: The limits of the choice.
+        weight: W in the chosen format: a dense tensor, BSR, Semi24, BSR24 or Quantized, for `sparsek.linear` and
+            `sparsek.save`.
     """
 
     shape: tuple[int, int]
@@ -132,7 +159,7 @@ class FormatChoice:
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FormatChoice:
-        """Copies the weight, as its own class does, and shares what is known of it."""
+        """Copy the weight, as its class does, and share the rest."""
         return replace(self, weight=deepcopy(self.weight, memo))
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -143,7 +170,7 @@ class FormatChoice:
 
     @property
     def is_measured(self) -> bool:
-        """Times were measured; if not, they are predictions."""
+        """Whether times were measured; otherwise they are predictions."""
         return self.choice.measured is not None
 
     @property
@@ -163,23 +190,27 @@ class FormatChoice:
         self,
         x: Tensor,
         bias: Tensor | None = None,
-        activation: str | None = None,
+        activation: Activation | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """act(x @ W.T + bias) + residual with the chosen weight, as `sparsek.linear` does it."""
+        """Return act(x @ W.T + bias) + residual with the chosen weight; see `sparsek.linear`."""
         return linear(x, self.weight, bias, activation, residual, kernel=self.choice.form.kernel)
 
     def explain(self) -> str:
-        """The choice in words, and a line for every option: what it takes, keeps and errs, and why it lost."""
+        """Return the choice as text, with a line for every option: time, stored values, kept norm, error, why it lost.
+
+        LOSSY marks an option that drops or rounds values, where no limit allows that, and a choice that does.
+        """
         n, k = self.shape
         chosen, how = self.choice, "measured" if self.is_measured else "predicted"
         dense = next((each for each in self.options if each.form.format == "dense"), None)
-        subject = "the fastest of all: no max_error= and no min_norm= was given"
-        if self.bound.words:
-            subject = f"of options with {self.bound.words}"
+        subject = f"of options with {self.bound.words}"
+        if not self.bound.words:
+            subject = "of options that lose nothing: no max_error= and no min_norm= was given"
         lead = ""
         if dense is not None and dense is not chosen and not dense.why_not:
             lead = f", {dense.seconds / chosen.seconds:.2f}x as fast as dense"
+        lead += "" if chosen.lossless else ", LOSSY"
         unsure = self.card.source and not self.is_measured  # predictions rest on rates that were not measured
         lines = [
             f"y = x @ W.T   x [{self.tokens}, {k}], W [{n}, {k}] {self.dtype}, on {self.card.name}",
@@ -199,7 +230,7 @@ class FormatChoice:
         return "\n".join(lines)
 
     def _line(self, cells: Sequence[str]) -> str:
-        """One line of the table; without the column of measured times where there are none."""
+        """One line of the table; without the column of measured times if there are none."""
         name, kernel, predicted, measured, stored, norm, error, end = cells
         times = f"{predicted:>10} {measured:>10}" if self.is_measured else f"{predicted:>10}"
         first = max(len("option"), *(len(each.name) for each in self.options))
@@ -215,44 +246,62 @@ class FormatChoice:
 
 def choose_format(
     x: Tensor | Sequence[int],
-    W: Weight,
+    W: Weight | torch.nn.Linear,
     *,
     keep: float | Sequence[float] = KEEP,
     block: int | tuple[int, int] | Sequence[int | tuple[int, int]] | None = None,
-    formats: str | Sequence[str] | None = None,
+    formats: Format | Sequence[Format] | None = None,
     max_error: float | None = None,
     min_norm: float | None = None,
     device: str | None = None,
 ) -> FormatChoice:
-    """The fastest way to store W [N, K] for y = x @ W.T, with what each way costs in accuracy.
+    """Choose the fastest format for the weight of a layer y = x @ W.T, within a loss that you allow.
 
-    W: a dense tensor, which is pruned by magnitude for each option, or a BSR, Semi24, BSR24 or Quantized, which then is
-    the only option. x: [..., K] of W's dtype on its device, the more like real activations the better; or its shape,
-    and N(0, 1) values are drawn.
+    Without `max_error` or `min_norm` only options that lose nothing may be chosen; `.explain()` shows the others,
+    marked LOSSY. Every option is made, and multiplied with some tokens of x; while times are measured all are in memory
+    at once. The result is outside autograd.
 
-    formats: one or some of "dense", "semi24", "bsr", "bsr24" and of the same with "_fp8" ("dense_fp8"); None: all that
-    have kernels. block, keep: blocks and the fractions of them that stay, every combination. A block is a side or a
-    pair (bm, bk); several are a list; None: 64 and 128. BSR24 keeps half of the values in its blocks.
-    max_error, min_norm: only options whose output errs at most so much against the dense product on x, and which keep
-    at least this share of W's norm, may be chosen. Without either the fastest is, whatever it loses.
-    device: as in `sparsek advise`. None: times are measured where W is on a GPU, and predicted for the H200 where it
-    is not. "cuda" or "cpu": measured there. A card's name ("h200"): predicted for that card, on any machine.
+    Args:
+        x: Activations [..., K] of the dtype of W on its device, as close to real ones as possible; or their shape, for
+            N(0, 1) values.
+        W: The weight [N, K]: a dense tensor or a torch.nn.Linear (without its bias), pruned by magnitude for each
+            option; or a BSR, Semi24, BSR24 or Quantized, which then is the only option.
+        keep: The share of the blocks to store, or several, 0 to 1. Every combination of `block` and `keep` is an
+            option. BSR24 stores half of the values of a block.
+        block: A block side, a pair (bm, bk), or a list of these; 64 and 128 by default.
+        formats: One or several of "dense", "semi24", "bsr" and "bsr24", and of these with the suffix "_fp8"; by default
+            all that have kernels. FP8 rounds x too.
+        max_error: The largest relative error of the output against the dense product on x, in Frobenius norms.
+        min_norm: The smallest share of the norm of W that is kept, 0 to 1. 0 allows any loss.
+        device: None: times are measured where W is on a GPU, and otherwise predicted for the H200. "cuda" or "cpu":
+            measured there. The name of a card, for example "h200": predicted for it, on any machine.
 
-    Measured times decide where there are some, otherwise the kernels' predictions. Every option is made and multiplied
-    with some tokens of x; while times are measured all are in memory at once. The weight is outside autograd.
-    Raises InvalidInput for operands that do not fit, and Unsupported, with what each option lacks, if none is left.
+    Returns:
+        A FormatChoice: call it as a layer, print its `.explain()`, or take its `.weight`.
+
+    Raises:
+        InvalidInput: For operands that do not fit.
+        Unsupported: If no option is within the bound; the message has the reasons of each.
+
+    Examples:
+        >>> layer = torch.nn.Linear(512, 256, dtype=torch.bfloat16)
+        >>> sk.choose_format((4096, 512), layer).choice.name
+        'dense'
+        >>> sk.choose_format((4096, 512), layer, formats="semi24", min_norm=0.5).choice.name
+        '2:4'
     """
     transforms.refuse("choose_format")
+    W = W.weight.detach() if isinstance(W, torch.nn.Linear) else W
     if isinstance(W, Tensor):
         arguments.tensor("W", W, dtypes.FLOATS)
     elif not isinstance(W, (BSR, Semi24, BSR24, Quantized)):
         raise InvalidInput(
-            f"W must be a dense torch.Tensor, a BSR, Semi24, BSR24 or Quantized, got {type(W).__name__}"
+            f"W must be a dense torch.Tensor, torch.nn.Linear, BSR, Semi24, BSR24 or Quantized, got {type(W).__name__}"
         )
     arguments.supported("W", W.device)
     bound, blocks = Bound(max_error, min_norm), _blocks(BLOCK if block is None else block)
     keeps = [arguments.number("keep", each, 0, 1) for each in _listed(keep)]
-    asked = None if formats is None else [arguments.text("formats", each) for each in _listed(formats)]
+    asked: Any = None if formats is None else [arguments.text("formats", each) for each in _listed(formats)]
     card, timed = _where(W, device)
     dense = W if isinstance(W, Tensor) else None
     rows, tokens = _rows(W, x, timed)
@@ -272,7 +321,7 @@ def choose_format(
 def compare(
     W: Weight, x: Tensor, listed: Sequence[WeightFormat], card: Card, tokens: int, timed: bool
 ) -> tuple[list[Option], list[Any]]:
-    """What `consider` finds, with measured times if it is `timed`, and the weights."""
+    """The options of `consider`, with measured times if `timed`, and the weights."""
     found = list(consider(W, x, listed, card, tokens, keep_weights=timed))
     times = measure(found, x, card) if timed else {}
     options = [
@@ -291,17 +340,16 @@ def consider(
     *,
     keep_weights: bool = True,
 ) -> Iterator[tuple[Option, Any]]:
-    """What is known of each way to store W for x [T, K] before it is timed, and W stored so.
+    """Each option for x [T, K], before it is timed, and W in its format.
 
-    None instead of that where it cannot run, and without `keep_weights`. A W that is no dense tensor is taken as it is.
-    `tokens`: what predictions are for, where x is a sample; 0: T.
+    None in place of the weight if it cannot run, and without `keep_weights`. A W that is no dense tensor is used as it
+    is. `tokens`: the number that predictions are for, if x is a sample; 0: T.
     """
     tokens = tokens or x.shape[0]
     dense = W if isinstance(W, Tensor) else None
     exact = None if dense is None else _Exact.of(dense, x)
-    made: dict[
-        WeightFormat, tuple[Any, float]
-    ] = {}  # by format without FP8: W stored so, and what that keeps
+    # By format without FP8: W in it, the share of the norm that it keeps, and whether it keeps every nonzero.
+    made: dict[WeightFormat, tuple[Any, float, bool]] = {}
     for form in listed:
         why = form.why_not(dense) if dense is not None else []
         if why:
@@ -310,8 +358,8 @@ def consider(
         weight: Any = W
         if dense is not None:
             if form.plain not in made:
-                plain = form.plain.convert(dense)
-                made[form.plain] = plain, kept_norm(plain, dense)
+                plain: Any = form.plain.convert(dense)
+                made[form.plain] = plain, kept_norm(plain, dense), keeps_all(plain, dense)
             weight = form.convert(dense, made[form.plain][0]) if form.is_fp8 else made[form.plain][0]
         try:
             found = predict(weight, tokens, x.dtype, card, form.kernel)
@@ -320,8 +368,10 @@ def consider(
             why = [f"{name}: {'; '.join(reasons)}" for name, reasons in refused.reasons.items()]
             yield Option(form, why_not=tuple(why or [str(refused)])), None
             continue
-        kept = None if dense is None else made[form.plain][1]
-        option = Option(form, found.kernel, found.seconds, None, stored_fraction(weight), kept, error)
+        _, kept, whole = (W, None, True) if dense is None else made[form.plain]
+        lossless = whole and (dense is None or not form.is_fp8)
+        stored = stored_fraction(weight)
+        option = Option(form, found.kernel, found.seconds, None, stored, lossless, kept, error)
         yield option, weight if keep_weights else None
 
 
@@ -332,9 +382,9 @@ def measure(
     rounds: int = ROUNDS,
     inner_ms: float | None = None,
 ) -> dict[int, Times]:
-    """Times of x [T, K] @ W.T by `sparsek.linear` for what `consider` found, in interleaved rounds, by place.
+    """Times of x [T, K] @ W.T by `sparsek.linear` for the options of `consider`, by index, in interleaved rounds.
 
-    `inner_ms`: of a batch of calls.
+    `inner_ms`: the milliseconds of a batch of calls.
     """
     calls = {
         str(at): _rotating(option.form, weight, x, card)
@@ -351,16 +401,21 @@ def measure(
 
 
 def choose(options: Sequence[Option], bound: Bound) -> Option:
-    """The fastest option within the bound. Raises Unsupported with what each lacks if there is none."""
+    """Return the fastest option within the bound. Raises Unsupported with the reasons of each if there is none."""
     able = [each for each in options if not each.why_not and not bound.faults(each)]
     if not able:
-        what = f"no option has {bound.words}" if bound.words else "no option can run"
+        what = f"no option has {bound.words}"
+        if not bound.words:
+            what = (
+                "no option runs and loses nothing; max_error= and min_norm= allow a loss, and min_norm=0 takes the "
+                "fastest option, whatever it loses"
+            )
         raise Unsupported(what, {each.name: each.why_not or bound.faults(each) for each in options})
     return min(able, key=lambda each: each.seconds)
 
 
 def _where(w: Weight, device: str | None) -> tuple[Card, bool]:
-    """The card whose times are asked for, and whether they are measured."""
+    """The card of the times, and whether they are measured."""
     if device is None:
         return (card_of(w.device), True) if w.device.type == "cuda" else (card_named("h200"), False)
     if arguments.text("device", device) == "cpu" or device.startswith("cuda"):
@@ -385,7 +440,7 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _rows(w: Weight, x: Any, timed: bool) -> tuple[Tensor, int]:
-    """x as [T, K], and how many tokens are planned for. Of a shape that is not timed fewer are drawn."""
+    """x as [T, K], and the number of tokens. Of a shape that is not timed, fewer are drawn."""
     if len(w.shape) != 2:
         raise InvalidInput(f"W must be [N, K], got {list(w.shape)}")
     if not isinstance(x, (Tensor, list, tuple)):
@@ -416,7 +471,7 @@ def _rows(w: Weight, x: Any, timed: bool) -> tuple[Tensor, int]:
 
 @dataclass(frozen=True)
 class _Exact:
-    """Some tokens of x, and their dense product, in float32, float64 for float64."""
+    """Some tokens of x, and their dense product in float32 (float64 for float64)."""
 
     some: Tensor
     product: Tensor
@@ -440,7 +495,7 @@ class _Exact:
 
 
 def _rotating(form: WeightFormat, weight: Any, x: Tensor, card: Card) -> Callable[[], object]:
-    """A call of `sparsek.linear`, each time with the next of its copies."""
+    """A call of `sparsek.linear` that rotates through copies of its operands."""
     kernel = form.kernel
     turns = itertools.cycle(
         [lambda w=w, x=x: linear(x, w, kernel=kernel) for w, x in copies(weight, x, card)]
@@ -453,7 +508,7 @@ def _rotating(form: WeightFormat, weight: Any, x: Tensor, card: Card) -> Callabl
 
 
 def copies(weight: Any, x: Tensor, card: Card) -> list[tuple[Any, Tensor]]:
-    """Weight and x, on a GPU with so many copies of both that a turn through them is two caches, at most eight."""
+    """Weight and x; on a GPU at most eight copies of both, which together fill two caches."""
     count = 1
     if x.is_cuda:
         size = sum(part.nbytes for part in (*parts_of(weight), x))

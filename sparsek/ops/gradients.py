@@ -1,4 +1,4 @@
-"""Which operation is the adjoint of which. Backward passes of products are products, which have gradients themselves.
+"""The adjoints of the operations. The backward pass of a product consists of products, which have gradients too.
 
     C = act(alpha A B + bias) + other      dA = alpha (dZ B^T) at A's blocks      dB = alpha A^T dZ      dZ = act' dC
                                            dbias = sums of dZ's rows              dother = dC
@@ -8,11 +8,11 @@
     C = A B, A 2:4, or A^T B               no dA; dB = alpha A^T dZ, or alpha A dZ; dbias, dother as above
     out, lse = attention(q, k, v)          attention_backward, which has no gradient itself
 
-A gradient of values has their shape and order, [nnzb, bm, bk] as they are stored, also where A was a transposed view:
-for A = V^T dV is B dZ^T at V's blocks. So nothing is ever as large as a dense matrix that was not dense before.
+A gradient of values has their shape and order, [nnzb, bm, bk] as stored, for a transposed view too: for A = V^T, dV is
+B dZ^T at the blocks of V. So no gradient is larger than its operand.
 
-The kernels of a backward pass are chosen as in any call. Where the forward pass named its kernel, they are those of the
-same family: cpu.spmm leads to cpu.sddmm.
+The kernels of a backward pass are chosen as in any call. If the forward pass named its kernel, they are of the same
+family: cpu.spmm leads to cpu.sddmm.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from sparsek.plan.operands import FP8_HAS_NO_GRADIENT, VALUES_HAVE_NO_GRADIENT
 
 Gradients = tuple[Any, ...]
 
-# Families whose 2:4 kernels multiply the transpose too. After another one the planner chooses among these.
+# Families whose 2:4 kernels also multiply the transpose. For another family the planner chooses among these.
 TURNING = ("portable", "cpu", "reference")
 
 
 def save_spmm(ctx: Any, inputs: Any, output: Tensor) -> None:
-    """Keeps what the gradients of spmm read: A's values for B's, B for those of A, C where relu has cut. Refuses values
-    that ask for a gradient and have none."""
+    """Save what the gradients of spmm read: the values of A for B, B for the values of A, and C for relu. Refuse values
+    that require a gradient and have none."""
     args, needs = SpmmArgs(*inputs), _needs(ctx, SpmmArgs)
     if args.scale is not None:
         raise InvalidInput(FP8_HAS_NO_GRADIENT)
@@ -64,7 +64,7 @@ def save_spmm(ctx: Any, inputs: Any, output: Tensor) -> None:
 
 
 def of_spmm(ctx: Any, grad: Tensor) -> Gradients:
-    """The gradients of values, B, bias and other; `grad` lies as the op's output does."""
+    """The gradients of values, B, bias and other; `grad` has the layout of the output of the op."""
     if ctx.without:
         raise InvalidInput(
             "torch.ops.sparsek.spmm has no gradient with this epilogue; sparsek.linear and sparsek.swiglu have one"
@@ -97,10 +97,10 @@ def of_product(
     sample: Callable[[Tensor, Tensor], Tensor],
     turn: Callable[[Tensor], Tensor],
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of values, B, bias and other in C = act(alpha A B + bias) + other, those that it `needs`.
+    """The gradients of values, B, bias and other in C = act(alpha A B + bias) + other, as far as `needs` is true.
 
-    `out`: C, where relu has cut; it lies as `grad` does. `transposed`: A is the transpose of what is stored.
-    sample(X, Y): the values of X Y at A's stored blocks. turn(dZ): alpha A^T dZ, as the caller wants it.
+    `out`: C after relu, with the layout of `grad`. `transposed`: A is the transpose of what is stored.
+    sample(X, Y): the values of X Y at the stored blocks of A. turn(dZ): alpha A^T dZ, in the layout of the caller.
     """
     of_values = of_b = of_bias = None
     dz = grad if out is None else torch.where(out <= 0, 0, grad)
@@ -117,7 +117,7 @@ def of_product(
 
 
 def save_sddmm(ctx: Any, inputs: Any, output: Tensor) -> None:
-    """Keeps X for the gradient of Y and Y for that of X."""
+    """Save X for the gradient of Y and Y for that of X."""
     args, needs, none = SddmmArgs(*inputs), _needs(ctx, SddmmArgs), cast(Any, None)
     ctx.by_columns = lies_by_columns(args.x), lies_by_columns(args.y)
     _save(ctx, args._replace(x=args.x if needs.y else none, y=args.y if needs.x else none))
@@ -137,7 +137,7 @@ def of_sddmm(ctx: Any, grad: Tensor) -> Gradients:
 
 
 def save_spgemm(ctx: Any, inputs: Any, output: Tensor) -> None:
-    """Keeps A's values for the gradient of B's and the other way round, and the three patterns."""
+    """Save the values of A for the gradient of those of B, and vice versa, and the three patterns."""
     dense = len(inputs) < len(SpgemmArgs._fields)
     args, none = SpgemmArgs.dense(inputs) if dense else SpgemmArgs(*inputs), cast(Any, None)
     of_a, of_b = ctx.needs_input_grad[0], ctx.needs_input_grad[5]
@@ -146,7 +146,7 @@ def save_spgemm(ctx: Any, inputs: Any, output: Tensor) -> None:
 
 
 def of_spgemm(ctx: Any, grad: Tensor) -> Gradients:
-    """The gradients of the values of A and of B; of a C in BSR, or of a dense one, whose gradient is dense too."""
+    """The gradients of the values of A and of B, for a C in BSR or a dense C."""
     args, _ = _saved(ctx, SpgemmArgs)
     a, b, kernel, dense = args.a, args.b, args.kernel, args.c_indptr is None
     of_a = of_b = None
@@ -162,14 +162,14 @@ def of_spgemm(ctx: Any, grad: Tensor) -> Gradients:
 
 
 def save_sampled(ctx: Any, inputs: Any, output: Tensor) -> None:
-    """Keeps X for the gradient of A's values and these for that of X, and both patterns."""
+    """Save X for the gradient of the values of A, these for that of X, and both patterns."""
     args, needs, none = SampledArgs(*inputs), _needs(ctx, SampledArgs), cast(Any, None)
     x, values = args.x if needs.values else none, args.values if needs.x else none
     _save(ctx, args._replace(x=x, values=values))
 
 
 def of_sampled(ctx: Any, grad: Tensor) -> Gradients:
-    """S = (X A) at P, with A in BSR and X read where it matters: the gradients of X, dense, and of A's values."""
+    """The gradients of X, dense, and of the values of A, for S = (X A) at P with A in BSR."""
     args, _ = _saved(ctx, SampledArgs)
     lists = args.p_indptr, args.p_indices, args.p_sizes
     s = FlatMatrix(inside(grad, *lists), *lists, args.p_transposed)
@@ -182,7 +182,7 @@ def of_sampled(ctx: Any, grad: Tensor) -> Gradients:
 
 
 def save_attention(ctx: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
-    """Keeps q, k, v, the mask's tensors, and out and lse, from which the weights are computed again."""
+    """Save q, k, v, the tensors of the mask, and out and lse, from which the backward pass recomputes the weights."""
     args, none = AttentionArgs(*inputs), cast(Any, None)
     save_for_backward(ctx, *args[:3], *output, *args.mask)
     ctx.set_materialize_grads(False)
@@ -190,7 +190,7 @@ def save_attention(ctx: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> None
 
 
 def of_attention(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> Gradients:
-    """The gradients of q, k and v. One that is not wanted costs no less, since they share their products."""
+    """The gradients of q, k and v. They share their products, so omitting one saves nothing."""
     args: AttentionArgs = ctx.call
     if not args.return_lse:
         raise InvalidInput("gradients need lse; call torch.ops.sparsek.attention with return_lse=True")
@@ -200,18 +200,18 @@ def of_attention(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> Grad
     settings = mask, args.numbers, args.scale, args.deterministic, kernel
     found = torch.ops.sparsek.attention_backward(q, k, v, out, lse, grad, grad_lse, *settings)
     wanted = [x if needed else None for x, needed in zip(found, ctx.needs_input_grad, strict=False)]
-    # torch wants the structure of the inputs, where a list of tensors has elements and any other list has none.
+    # torch expects the structure of the inputs: a list of tensors has elements, any other list has none.
     listed = all(isinstance(x, Tensor) for x in mask)
     return *wanted, [None] * len(mask) if listed else None, None if args.numbers else [], *[None] * 4
 
 
 def of_attention_backward(ctx: Any, *grads: Tensor) -> Gradients:
-    """There are none."""
+    """Raise InvalidInput: attention has no second derivative."""
     raise InvalidInput(NO_SECOND_GRADIENT)
 
 
 def _spmm(a: Parts, b: Tensor, by_columns: bool, kernel: str | None, alpha: float = 1.0) -> Tensor:
-    """alpha * A @ B as an op, C written by columns or by rows."""
+    """alpha * A @ B as an op; C is written column-major or row-major."""
     kernel = turning(kernel, a.meta is not None)
     args = SpmmArgs(*a, b, None, by_columns, alpha, None, "", None, "add", b.dtype, kernel)
     c = transforms.call("spmm", *args)
@@ -219,21 +219,21 @@ def _spmm(a: Parts, b: Tensor, by_columns: bool, kernel: str | None, alpha: floa
 
 
 def turning(kernel: str | None, two_four: bool) -> str | None:
-    """The kernel that multiplies by the transpose, where `kernel` was named for the product."""
+    """The kernel that multiplies by the transpose, if `kernel` was named for the product."""
     if not two_four:
         return same_family(kernel, "spmm")
     return kernel if kernel is None or kernel.split(".")[0] in TURNING else None
 
 
 def _at(x: FlatMatrix, y: FlatMatrix, p: FlatMatrix, kernel: str | None) -> Tensor:
-    """X Y, both BSR, at the blocks of P, in the order in which P's values are stored."""
+    """X Y of two BSR at the blocks of P, in the order in which the values of P are stored."""
     if p.transposed:  # V^T = X Y at P, so V = Y^T X^T
         x, y = y.flip(), x.flip()
     return transforms.call("spgemm", *x, *y, p.indptr, p.indices, kernel)
 
 
 def _dense_at(x: Tensor, a: FlatMatrix, p: FlatMatrix, kernel: str | None) -> Tensor:
-    """X A, X dense and A in BSR, at the blocks of P, in the order in which P's values are stored."""
+    """X A, with a dense X and A in BSR, at the blocks of P, in the order in which the values of P are stored."""
     return transforms.call("sampled", x, *a, *p[1:], kernel)
 
 
@@ -241,7 +241,7 @@ Args = TypeVar("Args", bound=tuple[Any, ...])
 
 
 def _save(ctx: Any, args: tuple[Any, ...], *more: Tensor | None) -> None:
-    """Keeps an op's arguments for `_saved`, and one tensor more."""
+    """Save the arguments of an op for `_saved`, and one more tensor."""
     save_for_backward(ctx, *[x if isinstance(x, Tensor) else None for x in args], *more)
     ctx.rest = [None if isinstance(x, Tensor) else x for x in args]
 
@@ -253,17 +253,17 @@ def _saved(ctx: Any, kind: type[Args]) -> tuple[Args, Tensor | None]:
 
 
 def _needs(ctx: Any, kind: type[Args]) -> Args:
-    """Which of an op's arguments need a gradient."""
+    """Which arguments of an op need a gradient."""
     return kind(*ctx.needs_input_grad[: len(kind._fields)])  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _named(kind: Any, **found: Tensor | None) -> Gradients:
-    """Gradients by the names of an op's arguments; the others have none."""
+    """The gradients of an op from those named; the others are None."""
     return tuple(found.get(name) for name in kind._fields)
 
 
 def inside(values: Tensor, indptr: Tensor, indices: Tensor, sizes: Any) -> Tensor:
-    """Values [nnzb, bm, bn] with 0 outside the matrix. Those are no outputs, but their gradient may be anything."""
+    """Values [nnzb, bm, bn] with 0 outside the matrix, where the incoming gradient may be anything."""
     rows, columns, bm, bn = sizes
     if not rows % bm and not columns % bn:
         return values
@@ -271,10 +271,10 @@ def inside(values: Tensor, indptr: Tensor, indices: Tensor, sizes: Any) -> Tenso
 
 
 def lies_by_columns(x: Tensor) -> bool:
-    """True for the transpose view of a matrix with contiguous rows; a gradient then lies so too."""
+    """Whether this is the transpose view of a matrix with contiguous rows; its gradient is then one too."""
     return x.stride(-2) == 1 and x.stride(-1) != 1
 
 
 def _joined(x: Tensor) -> Tensor:
-    """[..., R, C] as [R, all the others]: a view of a matrix, and of a batch whose memory allows it."""
+    """[..., R, C] as [R, all other dims]: a view of a matrix, and of a batch whose layout allows it."""
     return x if x.ndim == 2 else x.movedim(-2, 0).flatten(1)

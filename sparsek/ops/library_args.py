@@ -1,8 +1,8 @@
-"""Matrices as tensors and ints, which is what torch.library ops take, and put together again inside of them.
+"""Matrices as tensors and ints, the argument types of torch.library ops, and back.
 
-A transposed view goes through as the matrix it was taken from and a flag. So nothing is transposed in a graph that
-torch.compile traces, gradients come back in the order in which values are stored, and what follows from a pattern is
-made once: the op finds the pattern that an index list came from.
+A transposed view is passed as the viewed matrix and a flag. So a graph of torch.compile has no transposition, and
+gradients have the order in which values are stored. The op finds the pattern object of an index list again, and with it
+all that is cached there.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from sparsek.matrix.semi24 import Semi24
 from sparsek.matrix.storage import Parts
 from sparsek.plan.operands import TENSORS, readable
 from sparsek.plan.spmm import Matrix
+from sparsek.reference.epilogue import Combine, EpilogueActivation
 
 
 class SpmmArgs(NamedTuple):
-    """The arguments of `sparsek::spmm`: the parts of A, and what is done with them.
+    """The arguments of `sparsek::spmm`: the parts of A, B, and the epilogue.
 
-    `b` is [..., K, N]; or, where there is a `b_scale`, the FP8 values [..., N, K] of a QuantizedTensor. `by_columns`: C
-    is written by columns, and C.mT is returned, [..., N, M], row-major. `dtype` is C's.
+    `b` is [..., K, N]; or, with a `b_scale`, the FP8 values [..., N, K] of a QuantizedTensor. `by_columns`: C is
+    written column-major, and C.mT is returned, [..., N, M], row-major. `dtype` is that of C.
     """
 
     values: Tensor
@@ -47,21 +48,21 @@ class SpmmArgs(NamedTuple):
     by_columns: bool
     alpha: float
     bias: Tensor | None
-    activation: str
+    activation: EpilogueActivation
     other: Tensor | None
-    combine: str
+    combine: Combine
     dtype: torch.dtype
     kernel: str | None
 
     @property
     def parts(self) -> Parts:
-        """Those of A."""
+        """The parts of A."""
         parts: Any = self[: len(Parts._fields)]
         return Parts(*parts)
 
 
 class FlatMatrix(NamedTuple):
-    """A BSR: the matrix as it is stored, and whether its transpose is meant."""
+    """A BSR: the matrix as it is stored, and whether this is its transpose."""
 
     values: Tensor
     indptr: Tensor
@@ -70,11 +71,11 @@ class FlatMatrix(NamedTuple):
     transposed: bool
 
     def flip(self) -> FlatMatrix:
-        """The transpose."""
+        """Return the transpose."""
         return self._replace(transposed=not self.transposed)
 
     def side(self, at: int) -> tuple[int, int]:
-        """Rows (0) or columns (1) of the matrix and of its blocks."""
+        """Return the rows (0) or columns (1) of the matrix and of its blocks."""
         at = 1 - at if self.transposed else at
         return self.sizes[at], self.sizes[2 + at]
 
@@ -91,7 +92,7 @@ class SddmmArgs(NamedTuple):
 
 
 class SpgemmArgs(NamedTuple):
-    """The arguments of `sparsek::spgemm`; those of `spgemm_dense` are these without C's pattern."""
+    """The arguments of `sparsek::spgemm`; those of `spgemm_dense` lack the pattern of C."""
 
     a_values: Tensor
     a_indptr: Tensor
@@ -109,7 +110,7 @@ class SpgemmArgs(NamedTuple):
 
     @classmethod
     def dense(cls, given: Sequence[Any]) -> SpgemmArgs:
-        """Of the arguments of `spgemm_dense`."""
+        """Make them of the arguments of `spgemm_dense`."""
         return cls._make((*given[:10], None, None, *given[10:]))
 
     @property
@@ -156,6 +157,8 @@ SCHEMA_TYPES: dict[Any, str] = {
     float: "float",
     float | None: "float?",
     str: "str",
+    EpilogueActivation: "str",
+    Combine: "str",
     str | None: "str?",
     torch.dtype: "ScalarType",
 }
@@ -170,16 +173,16 @@ def schema_of(args: Any, returns: str = "Tensor", without: Sequence[str] = ()) -
 
 FlatPattern = tuple[Tensor, Tensor, list[int]]
 
-# Plans are kept from call to call; the memory of a graph that torch.compile captures by itself would not outlive them.
+# Plans are cached across calls, and would outlive the memory pool of a CUDA graph that torch.compile captures itself.
 TAGS = tuple(tag for tag in (getattr(torch.Tag, "cudagraph_unsafe", None),) if tag is not None)
 
-# From indptr to its pattern. A pattern that somebody else holds is weakly referenced; one that was put together here
-# holds other tensor objects on the same memory. So an entry lives no longer than its indptr.
+# From indptr to its pattern. A pattern of the caller is weakly referenced; one made here has other tensor objects on
+# the same memory. So an entry lives no longer than its indptr.
 _PATTERNS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def traced() -> bool:
-    """Something looks at calls op by op: torch.compile, torch.func, or a TorchDispatchMode."""
+    """Whether calls are traced op by op: by torch.compile, torch.func, or a TorchDispatchMode."""
     return (
         torch.compiler.is_compiling()
         or torch._C._are_functorch_transforms_active()
@@ -188,12 +191,12 @@ def traced() -> bool:
 
 
 def are_plain(*tensors: Tensor | None) -> bool:
-    """None of these is of a subclass, which may look at calls op by op too."""
+    """Whether none of these is of a tensor subclass, which may trace calls too."""
     return all(x is None or type(x) in TENSORS for x in tensors)
 
 
 def flat(a: BSR) -> FlatMatrix:
-    """Values, indptr, indices and (rows, columns, bm, bk) of the matrix as it is stored; whether `a` is its `.T`."""
+    """Values, indptr, indices and (rows, columns, bm, bk) of the matrix as stored; whether `a` is its `.T`."""
     pattern = a.pattern if a.order is None else a.pattern.T
     return FlatMatrix(a.values, *flat_pattern(pattern), a.order is not None)
 
@@ -206,7 +209,7 @@ def flat_pattern(pattern: BlockPattern) -> FlatPattern:
 
 
 def pattern_of(indptr: Tensor, indices: Tensor, sizes: Sequence[int]) -> BlockPattern:
-    """The pattern of these parts: the same object as long as they live, or somebody holds it. No sync."""
+    """The pattern of these parts: the same object while they, or a user of it, live. No sync."""
     known: Callable[[], BlockPattern | None] | None = _PATTERNS.get(indptr)
     pattern = None if known is None else known()
     if pattern is None or not _is(pattern, indices, sizes):
@@ -218,16 +221,16 @@ def pattern_of(indptr: Tensor, indices: Tensor, sizes: Sequence[int]) -> BlockPa
 def matrix(
     values: Tensor, indptr: Tensor, indices: Tensor, sizes: Sequence[int], transposed: bool = False
 ) -> BSR:
-    """The BSR that `flat` took apart.
+    """The BSR of the result of `flat`.
 
-    Values without the order or the alignment that kernels read, as gradients may have, are copied.
+    Values that are not contiguous or not aligned, as gradients may be, are copied.
     """
     a = BSR.unchecked(pattern_of(indptr, indices, sizes), readable(values))
     return a.T if transposed else a
 
 
 def parts(a: Matrix, transposed: bool = False) -> Parts:
-    """The tensors and numbers of a sparse matrix, or of its transpose. Its pattern is found again in the op."""
+    """The tensors and numbers of a sparse matrix, or of its transpose. The op finds its pattern again."""
     plain = a.matrix if isinstance(a, Quantized) else a
     if not isinstance(plain, Semi24) and not torch.compiler.is_compiling():
         view = isinstance(plain, BSR) and plain.order is not None
@@ -236,9 +239,9 @@ def parts(a: Matrix, transposed: bool = False) -> Parts:
 
 
 def whole(given: Parts) -> tuple[Matrix, bool]:
-    """The matrix that `parts` took apart, and whether its transpose is meant, of which a BSR has a view.
+    """The matrix of the result of `parts`, and whether its transpose is meant; a BSR is returned as the view.
 
-    Parts without the order or the alignment that kernels read, as gradients may have, are copied.
+    Parts that are not contiguous or not aligned, as gradients may be, are copied.
     """
     values, scale, meta, indptr, indices, sizes, scale_kind, fast_accum, transposed = given
     made: BSR | Semi24 | BSR24
@@ -265,7 +268,7 @@ def shape_of(given: Parts) -> tuple[int, int]:
 def fake(
     values: Tensor, indptr: Tensor, indices: Tensor, sizes: Sequence[int], transposed: bool = False
 ) -> BSR:
-    """As `matrix`, of fake tensors: its pattern has sizes, but nobody may read its indices."""
+    """`matrix` for fake tensors: the pattern has sizes, and its indices must not be read."""
     rows, columns, bm, bk = sizes
     if transposed:
         rows, columns, bm, bk = columns, rows, bk, bm

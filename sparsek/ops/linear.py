@@ -1,6 +1,6 @@
-"""y = act(x @ W.T + bias) + residual, and SwiGLU: the products of a network's layers, each in one launch.
+"""`linear`, y = act(x @ W.T + bias) + residual, and `swiglu`: products of layers with a fused epilogue.
 
-x @ W.T is (W @ x.T).T: spmm with an epilogue, whose C is written by columns.
+x @ W.T is (W @ x.T).T: spmm with an epilogue, and C written column-major.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from sparsek.ops.bound import Slot
 from sparsek.ops.spmm import SPMM, How, Multiplied, multiply
 from sparsek.plan import operands
 from sparsek.plan.spmm import E4M3, Product, SpmmPlan, dtype_of
-from sparsek.reference.epilogue import ACTIVATIONS, PLAIN, Epilogue
+from sparsek.reference.epilogue import ACTIVATIONS, PLAIN, Activation, Epilogue
 
 Weight = BSR | Semi24 | BSR24 | Quantized
 
@@ -36,41 +36,56 @@ def linear(
     x: Tensor | QuantizedTensor,
     W: Weight | Tensor,
     bias: Tensor | None = None,
-    activation: str | None = None,
+    activation: Activation | None = None,
     residual: Tensor | None = None,
     *,
     kernel: str | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """y = act(x @ W.T + bias) + residual, in one kernel.
+    """Compute y = act(x @ W.T + bias) + residual in one kernel, for a sparse or dense W.
 
-    x: [..., K], fastest with the last dim contiguous, or as the transpose view of such a matrix. Its leading dims
-    become one: a view where they lie so, as those of a contiguous x do, otherwise a copy, and the same for residual.
-    W: BSR [N, K] of x's dtype on its device; a `.T` view costs nothing. Or a Semi24 or BSR24 [N, K]. Or a dense tensor
-    [N, K]: torch multiplies. Or a Quantized [N, K], an FP8 matrix (docs/fp8.md): x is then a QuantizedTensor, or a
-    bf16, fp16 or fp32 tensor that is rounded to E4M3 with a scale for each token; bias and residual have y's dtype.
-    bias: [N]. activation: "relu", "gelu" (by erf), "gelu_tanh", "silu" or None. residual: [..., N]. A bias that is not
-    contiguous, and a residual whose rows are not, are copied first.
-    kernel: a name of the kernels' table, one that multiplies such a W; not for a dense one.
-    dtype: of y, bf16, fp16 or fp32, for a W in FP8 only; without it that of a tensor x, bf16 for a QuantizedTensor.
+    Like torch.nn.functional.linear with a sparse weight and a fused epilogue. Once planned, a call does not synchronize
+    and allocates only y.
 
-    Returns y [..., N], contiguous, summed in float32 (float64 for float64) and rounded once; by hopper.spmm also before
-    an activation or a residual, as by torch: in fp16 a sum over 65504 is inf there.
-    Differentiable in x, the values of W (not those of a 2:4 one), bias and residual. Where a gradient is wanted and
-    the activation is gelu, gelu_tanh or silu, torch applies it to the rounded x @ W.T + bias, which the backward pass
-    needs; a residual after any activation is added by torch too.
-    Under torch.autocast x, W, bias and residual are cast to its dtype, which is y's; in FP8 with dtype= they are not.
-    Once planned, no sync and no allocation but y.
-    Raises InvalidInput for operands that do not fit and Unsupported with every reason if no kernel can run.
+    Args:
+        x: [..., K] of the dtype of `W`, on its device; fastest with the last dim contiguous, or as the transpose view
+            of a row-major matrix. Leading dims are joined: without a copy where their layout allows, as for a
+            contiguous x.
+        W: A BSR, Semi24 or BSR24 [N, K]; a `.T` view of a BSR costs nothing. Or a Quantized [N, K]: x is then a
+            QuantizedTensor, or a bf16, fp16 or fp32 tensor that is rounded to E4M3 with a scale for each token. Or a
+            dense tensor [N, K], which torch multiplies.
+        bias: [N]. Copied first if it is not contiguous.
+        activation: "relu", "gelu" (by erf), "gelu_tanh", "silu" or None. GELU: Hendrycks and Gimpel, arXiv:1606.08415.
+        residual: [..., N], added after the activation. Copied first if its rows are not contiguous.
+        kernel: The name of a kernel for this kind of W, for example "hopper.spmm". It runs or raises Unsupported.
+        dtype: The dtype of y for a W in FP8: bf16, fp16 or fp32. By default that of a tensor x, bf16 for a
+            QuantizedTensor. Bias and residual have it too.
 
-    GELU: Hendrycks and Gimpel, arXiv:1606.08415.
+    Returns:
+        y [..., N], contiguous, accumulated in float32 (float64 for float64) and rounded to the output dtype once.
+        `hopper.spmm` also rounds before an activation or a residual, as torch does: in fp16, sums over 65504 become inf
+        there.
+
+    Raises:
+        InvalidInput: For operands that do not fit.
+        Unsupported: If no kernel can run; the message has the reasons of each.
+
+    Differentiable in x, the values of a BSR, bias and residual; double backward works. If a gradient is needed, torch
+    applies gelu, gelu_tanh or silu to the rounded x @ W.T + bias, which the backward pass reads, and adds a residual
+    that follows an activation. Under torch.autocast all operands are cast to its dtype, which is that of y; with
+    `dtype` they are not.
+
+    Examples:
+        >>> W = sk.random_bsr(256, 128, block=32, density=0.25)
+        >>> sk.linear(torch.randn(2, 10, 128), W, torch.zeros(256), activation="gelu").shape
+        torch.Size([2, 10, 256])
     """
     if autocasts():
         dtype, x, W, bias, residual = follow_autocast_fp8(dtype, x, W, bias, residual)
     if kernel is not None:
         arguments.text("kernel", kernel)
     slot = bound.UNBOUND
-    # Under torch.compile nothing is bound, and nothing of this is traced.
+    # Under torch.compile no call is recorded, and none of this is traced.
     if (
         not torch.compiler.is_compiling()
         and activation.__class__ in (str, type(None))
@@ -81,7 +96,7 @@ def linear(
         slot = bound.product(W, x, more, also)
         if slot.__class__ is not Slot:
             return slot
-    # Where a gradient is wanted the product checks its operands; the activation, and what follows it, may be torch's.
+    # With a gradient the product checks its operands; the activation and the residual may be applied by torch.
     if (
         slot is bound.UNBOUND
         or not slot.learns
@@ -92,11 +107,11 @@ def linear(
         return _dense(x, W, bias, activation, residual, kernel, dtype)
     rows = _in_rows(bias), _in_rows(residual)
     if not slot.learns and (rows[0] is not bias or rows[1] is not residual):
-        # Recorded, a copy that was made before the launch would be a constant of the call.
+        # In a recorded call, a copy made before the launch would be a constant.
         slot = bound.UNBOUND
     bias, residual = rows
     act = activation or ""
-    # Gradients of an epilogue are torch's: it applies what they do not go through.
+    # torch computes the gradients of an epilogue, and so applies what needs one.
     apart = act != "" and not isinstance(W, Quantized) and _wanted(x, W.values, bias, residual)
     cut = apart and act != "relu"
     inside, beside = (None if cut else activation), (None if apart else residual)
@@ -108,7 +123,7 @@ def linear(
 
         def run() -> (
             Tensor
-        ):  # all of it, for leading dims that do not join are copied, and a copy is no operand
+        ):  # includes the copy of leading dims that do not join: a copy is no operand of the recorded call
             call = _layer(x, W, Epilogue(bias=bias, activation=inside or "", other=beside), dtype)
             y = multiply(call, kernel)
             return y if x.ndim == 2 else y.view(*x.shape[:-1], W.shape[0])
@@ -122,16 +137,31 @@ def linear(
 
 
 def swiglu(x: Tensor | QuantizedTensor, W_gate: Weight, W_up: Weight, *, kernel: str | None = None) -> Tensor:
-    """silu(x @ W_gate.T) * (x @ W_up.T), in two kernels: the second multiplies what the first has left in y.
-
-    x: [..., K] as in `linear`. W_gate, W_up: BSR, Semi24 or BSR24 [N, K] of x's dtype on its device, of one kind where
-    kernel= is given; each with its own pattern. Or both in FP8, a Quantized: x as in `linear`, rounded once for both.
-    Returns y [..., N], contiguous. The gate is rounded, then the product.
-    Differentiable in x and in the values; where a gradient is wanted torch applies silu and multiplies, and both
-    products stay for the backward pass. Under torch.autocast as `linear`.
-    Raises InvalidInput for operands that do not fit and Unsupported with every reason if no kernel can run.
+    """Compute silu(x @ W_gate.T) * (x @ W_up.T), in two kernels; the second multiplies into the output of the first.
 
     Source: Shazeer, arXiv:2002.05202.
+
+    Args:
+        x: [..., K]; see `linear`.
+        W_gate: A BSR, Semi24 or BSR24 [N, K] of the dtype of x, on its device, or a Quantized.
+        W_up: The same, with a pattern of its own; quantized if and only if `W_gate` is. x is then rounded once for
+            both.
+        kernel: The name of a kernel; both weights then have one format.
+
+    Returns:
+        y [..., N], contiguous. The gate is rounded, then the product.
+
+    Raises:
+        InvalidInput: For operands that do not fit.
+        Unsupported: If no kernel can run; the message has the reasons of each.
+
+    Differentiable in x and the values of BSR weights. If a gradient is needed, torch applies silu and multiplies, and
+    both products are saved for the backward pass. Under torch.autocast as `linear`.
+
+    Examples:
+        >>> gate, up = (sk.random_bsr(256, 128, block=32, density=0.25, seed=seed) for seed in (0, 1))
+        >>> sk.swiglu(torch.randn(10, 128), gate, up).shape
+        torch.Size([10, 256])
     """
     if autocasts():
         dtype, x, W_gate, W_up = follow_autocast_fp8(None, x, W_gate, W_up)
@@ -175,9 +205,10 @@ def plan_layer(
     device: str | None = None,
     dtype: torch.dtype | None = None,
 ) -> SpmmPlan:
-    """The plan that `linear(x, W)` uses for a sparse W; call it as `plan(x, W, epilogue=...)`.
+    """Return the plan that `linear(x, W)` uses for a sparse W; call it as `plan(x, W, epilogue=...)`.
 
-    epilogue: of bias [N], an activation and a residual [..., N] as `other`, in y's dtype. Otherwise as `plan_spmm`.
+    epilogue: with a bias [N], an activation, and a residual [..., N] as `other`, in the dtype of y. The other arguments
+    are those of `plan_spmm`.
     """
     operands.check_given(epilogue)
     operands.check_layer(x, W)
@@ -187,19 +218,19 @@ def plan_layer(
 def _layer(
     x: Tensor | QuantizedTensor, w: Weight, epilogue: Epilogue, dtype: torch.dtype | None = None
 ) -> Product:
-    """x @ W.T as [T, N], checked. `epilogue` is about [..., N]."""
+    """The product x @ W.T as [T, N], checked. The tensors of `epilogue` are [..., N]."""
     call = Product.layer(x, w, epilogue, dtype)
     call.check_epilogue()
     return call
 
 
 def _wanted(*tensors: Any) -> bool:
-    """A gradient is wanted, or may be: vmap hides whether what it stands in wants one."""
+    """Whether a gradient is needed, or may be: vmap hides that."""
     return operands.wants_gradient(*tensors) or transforms.active()
 
 
 def _in_rows(x: Tensor | None) -> Tensor | None:
-    """A bias or a residual, copied unless its last dim is contiguous, as the kernels' epilogues read it."""
+    """A bias or a residual, copied unless its last dim is contiguous, as epilogues read it."""
     return x if x is None or x.dim() == 0 or x.stride(-1) == 1 else x.contiguous()
 
 
@@ -207,7 +238,7 @@ def _dense(
     x: Any,
     w: Tensor,
     bias: Tensor | None,
-    activation: str | None,
+    activation: Activation | None,
     residual: Tensor | None,
     kernel: str | None,
     dtype: torch.dtype | None,

@@ -1,5 +1,4 @@
-"""Gives formats their kernels on GPUs: packing to blocks and to 2:4, rounding to FP8. They load with the first CUDA
-tensor."""
+"""Registers the GPU kernels that pack to blocks and to 2:4 and round to FP8. The first CUDA tensor loads them."""
 
 from __future__ import annotations
 
@@ -17,8 +16,7 @@ from sparsek.ops import library_args
 
 
 def _kernel(name: str, function: str, *tensors: Tensor | None) -> Callable[..., Any] | None:
-    """A function of kernels/pack; None, and torch does the work, where Triton is missing, and where something looks at
-    calls op by op."""
+    """A function of kernels/pack; None, for a fallback to torch, without Triton or if calls are traced op by op."""
     if library_args.traced() or not library_args.are_plain(*tensors):
         return None
     try:

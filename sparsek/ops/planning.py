@@ -1,4 +1,4 @@
-"""Joins planner and kernels: asks every kernel of an operation's table, and remembers the answer for a problem."""
+"""Connects planner and kernels: compares all kernels of an operation, and caches the choice for a problem."""
 
 from functools import lru_cache
 from typing import Any
@@ -16,14 +16,14 @@ from sparsek.plan.problem import Problem, SpmmProblem
 from sparsek.plan.select import Choice, select
 from sparsek.plan.spgemm import Matcher
 
-# A choice costs the host some 100 us. It depends on the problem alone, so the masks and patterns that pose the same
-# problem share it.
+# A choice takes some 100 us on the host. It depends on the problem alone, so masks and patterns with equal problems
+# share it.
 REMEMBERED = 1024
 OTHER_PASS = {"attention": "attention_backward", "attention_backward": "attention"}
 
 
 def choose(p: Problem, only: str | None = None, config: Any = None) -> Choice:
-    """The kernel and config for `p`. Raises InvalidInput for a name or config that is not there, and Unsupported."""
+    """The kernel and config for `p`. Raises InvalidInput for an unknown name or config, and Unsupported."""
     if only is not None:
         arguments.text("kernel", only)
     elif config is not None:
@@ -32,7 +32,7 @@ def choose(p: Problem, only: str | None = None, config: Any = None) -> Choice:
 
 
 def matcher(device: torch.device) -> Matcher:
-    """What matches two patterns on `device`: plain Triton on a GPU where Triton is, torch elsewhere. The same lists."""
+    """The function that matches two patterns on `device`: by Triton on a GPU, otherwise by torch, with equal lists."""
     if device.type == "cuda":
         try:
             from sparsek.kernels.spgemm import match as portable
@@ -43,7 +43,7 @@ def matcher(device: torch.device) -> Matcher:
 
 
 def same_family(kernel: str | None, op: str) -> str | None:
-    """The kernel for `op` of the family of `kernel`; that very kernel if it is one of `op`. None for None."""
+    """The kernel for `op` of the family of `kernel`; `kernel` itself if it is one of `op`. None for None."""
     if kernel is None:
         return None
     names = kernels.names_for(op)
@@ -64,13 +64,13 @@ def _decide(p: Problem, only: str | None, config: Any = None) -> Choice:
             )
         if only not in kernels.names_for(p.op):
             raise InvalidInput(f"no kernel of {p.op} is called {shown(only)}; known: {', '.join(names)}")
-        names = (*names, only)  # of another storage: it says so itself
+        names = (*names, only)  # for another storage: its why_not has the reason
     return select(p, [_load(name) for name in names], only=only, config=config)
 
 
 @lru_cache(REMEMBERED)
 def _decided(p: Problem, only: str | None, tables: int) -> Choice:
-    """What the tables of tuned configs, in the state of that number, make of a problem."""
+    """The choice with the tables of tuned configs in state `tables`."""
     return _decide(p, only)
 
 

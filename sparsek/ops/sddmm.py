@@ -1,4 +1,4 @@
-"""S = X @ Y at the stored blocks of a pattern: checks, the torch.library op, plan and launch."""
+"""`sddmm`, S = X @ Y at the stored blocks of a pattern: checks, the torch.library op, plan and launch."""
 
 from __future__ import annotations
 
@@ -31,22 +31,36 @@ def sddmm(
     plan: SddmmPlan | None = None,
     kernel: str | None = None,
 ) -> BSR:
-    """S = X @ Y at the stored blocks of `pattern`: sampled dense times dense, a BSR [M, N].
+    """Compute S = X @ Y at the stored blocks of a pattern: sampled dense-dense matrix multiplication.
 
-    X: [M, K]. Y: [K, N] of its dtype on its device; each row-major or the transpose view of such a matrix, which is
-    read in place: `sddmm(dC, B.T, A.pattern)` is the gradient of A in C = A @ B. Other strides are read in place too,
-    by fewer kernels. pattern: BlockPattern of shape (M, N) on their device. Values of S outside the matrix are 0.
-    Summed in float32 (float64 for float64), rounded once.
+    `sddmm(dC, B.T, A.pattern)` is the gradient of A in C = A @ B. Once planned, a call does not synchronize and
+    allocates only the values. The same plan gives the same bits.
 
-    plan: from `plan_sddmm`; without it one is made and kept with the pattern.
-    kernel: a name of the kernels' table ("cpu.sddmm"): that kernel runs or `Unsupported` says why not. The backward
-    pass uses kernels of the same family.
+    Args:
+        X: [M, K] in bf16, fp16, fp32 or fp64, row-major or the transpose view of a row-major matrix, which is read in
+            place. Fewer kernels read other strides.
+        Y: [K, N] of the dtype of X, on its device, with strides like X.
+        pattern: A BlockPattern of shape (M, N) on their device.
+        plan: From `plan_sddmm`. By default a plan is made once, and cached with the pattern.
+        kernel: The name of a kernel, for example "cpu.sddmm". It runs or raises Unsupported. The backward pass uses
+            kernels of the same family.
 
-    Differentiable in X and Y. plan= has no gradient. A NaN in row i of X or column j of Y reaches stored elements of
-    that row or column alone, except with vendor.sddmm, which computes the dense product.
-    The same plan gives the same bits. Once planned, no sync and no allocation but the values. Under torch.autocast X
-    and Y are cast to its dtype, which is S's, as by torch.matmul; with plan= they are not.
-    Raises InvalidInput for operands that do not fit and Unsupported with every reason if no kernel can run.
+    Returns:
+        A BSR [M, N] on the pattern, accumulated in float32 (float64 for float64) and rounded once. Values outside the
+        matrix are 0.
+
+    Raises:
+        InvalidInput: For operands that do not fit.
+        Unsupported: If no kernel can run; the message has the reasons of each.
+
+    Differentiable in X and Y; with `plan` there is no gradient. A NaN in row i of X or column j of Y reaches stored
+    elements of that row or column only, except with vendor.sddmm, which computes the dense product. Under
+    torch.autocast X and Y are cast to its dtype, which is that of S; with `plan` they are not.
+
+    Examples:
+        >>> pattern = sk.random_bsr(256, 128, block=32, density=0.25).pattern
+        >>> sk.sddmm(torch.randn(256, 64), torch.randn(64, 128), pattern).values.shape
+        torch.Size([8, 32, 32])
     """
     if autocasts() and plan is None:
         X, Y = follow_autocast(X, Y)
@@ -69,11 +83,22 @@ def plan_sddmm(
     config: Any = None,
     device: str | None = None,
 ) -> SddmmPlan:
-    """The plan that `sddmm(X, Y, pattern)` would use: frozen, callable, and able to explain itself.
+    """Return the plan that `sddmm(X, Y, pattern)` would use: frozen, callable, and explained by `.explain()`.
 
-    kernel, config: use this kernel, with this config of its own. device: a card's name ("h200"): plan for that card,
-    present or not; such a plan predicts and explains but cannot be called.
-    Costs: schedules are made on the host and copied to the pattern's device once.
+    The schedule is made on the host and copied to the device of the pattern once.
+
+    Args:
+        X: As in `sddmm`.
+        Y: As in `sddmm`.
+        pattern: As in `sddmm`.
+        kernel: The name of a kernel to use.
+        config: A config of that kernel.
+        device: The name of a card, for example "h200", present or not: the plan predicts and explains for it, and
+            cannot be called.
+
+    Raises:
+        InvalidInput: For operands that do not fit.
+        Unsupported: If no kernel can run; the message has the reasons of each.
     """
     transforms.refuse("plan_sddmm")
     operands.check_sddmm(X, Y, pattern)
@@ -104,7 +129,7 @@ def _repeat(x: Tensor, y: Tensor, pattern: BlockPattern, kernel: str | None) -> 
 
 
 def _run(x: Tensor, y: Tensor, pattern: BlockPattern, kernel: str | None) -> Tensor:
-    """The values, without autograd, of operands that have been checked; bound where it may be."""
+    """The values, without autograd, for checked operands; by a recorded call where there is one."""
     slot = _repeat(x, y, pattern, kernel)
     return slot.run(lambda: SDDMM.run(Sampled(x, y, pattern), kernel)) if slot.__class__ is Slot else slot
 
@@ -132,7 +157,7 @@ transforms.differentiable(_sddmm_op, gradients.of_sddmm, gradients.save_sddmm)
 
 
 class Sddmm(torch.autograd.Function):
-    """The values, with gradients, of the op's arguments and their pattern: the op costs the host more."""
+    """The values with gradients, for the arguments of the op and their pattern; the op takes more host time."""
 
     @staticmethod
     def forward(ctx: Any, *given: Any) -> Tensor:

@@ -1,8 +1,8 @@
-"""C = A @ B for two BSR matrices: checks, the torch.library ops, matches, plan and launch."""
+"""`spgemm`, C = A @ B for two BSR matrices: checks, the torch.library ops, matches, plan and launch."""
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypeAlias, overload
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from sparsek.plan.plan import check_plan
 from sparsek.plan.spgemm import Kept, MatchCache, Pair, SpgemmPlan
 
 SPGEMM = Operation(SpgemmPlan, choose)
+Output: TypeAlias = Literal["dense", "bsr"] | BlockPattern
 DENSE_SCHEMA = library_args.schema_of(SpgemmArgs, without=("c_indptr", "c_indices"))
 
 
@@ -50,27 +51,41 @@ def spgemm(
 def spgemm(
     A: BSR,
     B: BSR,
-    out: str | BlockPattern = "dense",
+    out: Output = "dense",
     *,
     plan: SpgemmPlan | None = None,
     kernel: str | None = None,
 ) -> Tensor | BSR:
-    """C = A @ B: block-sparse times block-sparse. `A @ B` is spgemm(A, B, "bsr").
+    """Compute C = A @ B of two BSR. `A @ B` is spgemm(A, B, "bsr").
 
-    A: BSR [M, K] in blocks of (bm, bk). B: BSR [K, N] in blocks of (bk, bn), of A's dtype on its device. Transposed
-    views cost nothing. out: "dense" for a tensor [M, N], row-major; "bsr" for a BSR with every block that some pair of
-    blocks adds to; a BlockPattern of C's shape and blocks for a BSR with these, of which those without a pair are 0.
-    Values outside the matrix are 0. Summed in float32 (float64 for float64), rounded once.
+    Matching two patterns for the first time synchronizes; after that a call does not, and allocates only C. The same
+    plan gives the same bits.
 
-    plan: from `plan_spgemm`; without it one is made and kept with A's pattern, as are the matched pairs of blocks.
-    kernel: a name of the kernels' table ("cpu.spgemm"): that kernel runs or `Unsupported` says why not. The backward
-    pass uses it too.
+    Args:
+        A: A BSR [M, K] in blocks of (bm, bk). Transposed views cost nothing.
+        B: A BSR [K, N] in blocks of (bk, bn), of the dtype of A, on its device.
+        out: The form of C. "dense": a tensor [M, N], row-major. "bsr": a BSR with every block that a pair of blocks
+            contributes to. A BlockPattern of the shape and blocks of C: a BSR on it, where blocks without a pair are 0.
+        plan: From `plan_spgemm`. By default a plan is made once, and cached with the pattern of A, as are the matched
+            pairs of blocks.
+        kernel: The name of a kernel, for example "cpu.spgemm". It runs or raises Unsupported. The backward pass uses it
+            too.
 
-    Differentiable in the values of A and B, whose gradients stay [nnzb, bm, bk]; plan= has no gradient. Inside
-    torch.compile out="bsr" is refused, since how many blocks C has is data.
-    The same plan gives the same bits. Matching two patterns for the first time waits for the device; after that no sync
-    and no allocation but C. Under torch.autocast A and B are cast to its dtype, which is C's; with plan= they are not.
-    Raises InvalidInput for operands that do not fit and Unsupported with every reason if no kernel can run.
+    Returns:
+        C, accumulated in float32 (float64 for float64) and rounded once. Values outside the matrix are 0.
+
+    Raises:
+        InvalidInput: For operands that do not fit, and for out="bsr" inside torch.compile, because the number of blocks
+            of C depends on data.
+        Unsupported: If no kernel can run; the message has the reasons of each.
+
+    Differentiable in the values of A and B, with gradients [nnzb, bm, bk]; with `plan` there is no gradient. Under
+    torch.autocast A and B are cast to its dtype, which is that of C; with `plan` they are not.
+
+    Examples:
+        >>> A = sk.random_bsr(128, 128, block=32, density=0.25)
+        >>> sk.spgemm(A, A.T).shape, (A @ A.T).density <= 1
+        (torch.Size([128, 128]), True)
     """
     if autocasts() and plan is None:
         A, B = follow_autocast(A, B)
@@ -113,25 +128,36 @@ def spgemm(
 def plan_spgemm(
     A: BSR,
     B: BSR,
-    out: str | BlockPattern = "dense",
+    out: Output = "dense",
     *,
     kernel: str | None = None,
     config: Any = None,
     device: str | None = None,
 ) -> SpgemmPlan:
-    """The plan that `spgemm(A, B, out)` would use: frozen, callable, and able to explain itself.
+    """Return the plan that `spgemm(A, B, out)` would use: frozen, callable, and explained by `.explain()`.
 
-    kernel, config: use this kernel, with this config of its own. device: a card's name ("h200"): plan for that card,
-    present or not; such a plan predicts and explains but cannot be called.
-    Costs: pairs of blocks are matched on the patterns' device, which waits for it, unless they have been before;
-    schedules are made on the host and copied there once.
+    Matching two patterns for the first time synchronizes. The schedule is made on the host and copied to the device
+    once.
+
+    Args:
+        A: As in `spgemm`.
+        B: As in `spgemm`.
+        out: As in `spgemm`.
+        kernel: The name of a kernel to use.
+        config: A config of that kernel.
+        device: The name of a card, for example "h200", present or not: the plan predicts and explains for it, and
+            cannot be called.
+
+    Raises:
+        InvalidInput: For operands that do not fit.
+        Unsupported: If no kernel can run; the message has the reasons of each.
     """
     transforms.refuse("plan_spgemm")
     operands.check_spgemm(A, B, out)
     return SPGEMM.plan(_pair(A, B, out), kernel, config, device)
 
 
-def _check_plan(plan: Any, out: str | BlockPattern, kernel: str | None) -> None:
+def _check_plan(plan: Any, out: Output, kernel: str | None) -> None:
     check_plan(plan, SpgemmPlan, "plan_spgemm", kernel)
     operands.check_wanted(out)
     planned = plan.matches.pattern if plan.matches is not None else None
@@ -144,12 +170,12 @@ def _check_plan(plan: Any, out: str | BlockPattern, kernel: str | None) -> None:
 
 
 def _matched(a: BlockPattern, b: BlockPattern, wanted: Any) -> Kept:
-    """The matches of both patterns, at those blocks of C that `wanted` has if it is a pattern."""
+    """The matches of both patterns; if `wanted` is a pattern, at its blocks of C only."""
     at = wanted if isinstance(wanted, BlockPattern) else None
     return a.derived("matches", MatchCache).get(a, b, at, captured(a.indptr), matcher(a.device))
 
 
-def _pair(a: BSR, b: BSR, out: str | BlockPattern) -> Pair:
+def _pair(a: BSR, b: BSR, out: Output) -> Pair:
     kept = _matched(a.pattern, b.pattern, out)
     return Pair(a, b, kept.matches, isinstance(out, str) and out == "dense", kept.home)
 
@@ -162,13 +188,13 @@ def _repeat(call: Pair, kernel: str | None) -> Any:
 
 
 def _run(call: Pair, kernel: str | None) -> Tensor:
-    """C or its values, without autograd, of operands that have been checked; bound where it may be."""
+    """C or its values, without autograd, for checked operands; by a recorded call where there is one."""
     slot = _repeat(call, kernel)
     return slot.run(lambda: SPGEMM.run(call, kernel)) if slot.__class__ is Slot else slot
 
 
 def _gathered(x: Tensor, pattern: BlockPattern) -> BSR:
-    """The blocks of a dense matrix, any strides, that `pattern` names. Reads and writes O(stored). No sync."""
+    """The blocks of a dense matrix, any strides, at `pattern`. Reads and writes O(stored). No sync."""
     (m, n), (bm, bn) = pattern.shape, pattern.block
     rows = pattern.block_rows.long()[:, None] * bm + torch.arange(bm, device=x.device)
     columns = pattern.indices.long()[:, None] * bn + torch.arange(bn, device=x.device)
@@ -224,10 +250,10 @@ def _(*given: Any) -> Tensor:
     "sparsek::sampled", mutates_args=(), schema=library_args.schema_of(SampledArgs), tags=library_args.TAGS
 )
 def _sampled_op(*given: Any) -> Tensor:
-    """The values of X @ A at the blocks of P, X dense and A in BSR: what the adjoint of `spgemm_dense` is made of.
+    """The values of X @ A at the blocks of P, for X dense and A in BSR. The adjoint of `spgemm_dense` uses it.
 
-    X is read at the blocks that add to some block of P. With `p_transposed` P is the transpose of the pattern that is
-    given, and the values are in that one's order and blocks.
+    X is read at the blocks that contribute to a block of P. With `p_transposed`, P is the transpose of the given
+    pattern, and the values are in the order and blocks of that one.
     """
     args = SampledArgs(*given)
     a, p = library_args.matrix(*args.a), library_args.pattern_of(args.p_indptr, args.p_indices, args.p_sizes)
@@ -246,7 +272,7 @@ def _(*given: Any) -> Tensor:
 
 
 def _multiply(a: Any, b: Any) -> Any:
-    """What `a @ b` means where one is a BSR: a BSR if both are, dense otherwise."""
+    """`a @ b` where one is a BSR: a BSR if both are, dense otherwise."""
     return spgemm(a, b, "bsr") if isinstance(a, BSR) and isinstance(b, BSR) else spmm(a, b)
 
 

@@ -1,15 +1,15 @@
-"""C = A @ B with a sparse matrix on either side: checks, the torch.library op, plan and launch.
+"""`spmm`, C = A @ B with a sparse matrix on either side: checks, the torch.library op, plan and launch.
 
-One op serves every storage. A product of the transpose of a 2:4 matrix, as in B @ A and in the gradient of B, is a
-kernel of its own: its pairs lie along C, where sparse tensor cores do not take them. portable.semi24 and portable.bsr24
-unpack tiles in registers for it, on a CPU cpu.semi24 and cpu.bsr24 by rows.
+One op serves every storage. The product with the transpose of a 2:4 matrix, as in B @ A and in the gradient of B, needs
+its own kernels: its pairs run along M, where sparse tensor cores cannot read them. portable.semi24 and portable.bsr24
+unpack tiles in registers, cpu.semi24 and cpu.bsr24 rows.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -37,10 +37,13 @@ from sparsek.reference.epilogue import PLAIN, Epilogue
 
 SPMM = Operation(SpmmPlan, choose)
 
+SparseOperand: TypeAlias = BSR | Semi24 | BSR24 | Quantized
+DenseOperand: TypeAlias = Tensor | QuantizedTensor
+
 
 def spmm(
-    A: Any,
-    B: Any,
+    A: SparseOperand | DenseOperand,
+    B: SparseOperand | DenseOperand,
     *,
     out: Tensor | None = None,
     alpha: float = 1.0,
@@ -49,48 +52,58 @@ def spmm(
     kernel: str | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """C = alpha * A @ B, plus beta * out: block-sparse times dense, or dense times block-sparse.
+    """Compute C = alpha * A @ B + beta * out, with one sparse and one dense operand. `A @ B` is spmm(A, B).
 
-    One of A [M, K] and B [K, N] is a BSR, the other a dense tensor, [..., K, N] or [..., M, K], of its dtype on its
-    device, row-major or the transpose view of such a matrix, which is read in place. Transposed views of a BSR cost
-    nothing: `B @ A.T` and `A.T @ B` read A's values where they are. Returns C [..., M, N], row-major, of that dtype,
-    accumulated in float32 (float64 for float64).
+    Once planned, GPU kernels do not synchronize and allocate only C, and a workspace for block rows that are split. The
+    same plan gives the same bits.
 
-    alpha, beta: numbers that are finite in float32.
-    out: written instead of a new tensor; [..., M, N], rows contiguous, no memory shared with A or B. With beta other
-    than 0 it is read first and added: C = alpha * A @ B + beta * out, rounded once; by hopper.spmm alpha * A @ B is
-    rounded before.
-    plan: from `plan_spmm`; without it one is made and kept with the BSR's pattern.
-    kernel: a name of the kernels' table ("hopper.spmm"): that kernel runs or `Unsupported` says why not. The backward
-    pass uses kernels of the same family.
+    Args:
+        A: [M, K]. One of A and B is a BSR, Semi24, BSR24 or Quantized, the other dense. Transposed views of a BSR cost
+            nothing: `A.T @ B` and `B @ A.T` read the values in place.
+        B: [K, N]. A dense operand is [..., K, N] or [..., M, K], of the dtype of the sparse one, on its device,
+            row-major or the transpose view of a row-major matrix, which is read in place. Beside a Quantized it is a
+            QuantizedTensor, or a bf16, fp16 or fp32 tensor that is rounded to E4M3 with a scale for each column of B
+            (each row of A).
+        out: Written instead of a new tensor: [..., M, N], with contiguous rows, sharing no memory with A or B.
+        alpha: A number, finite in float32.
+        beta: A number, finite in float32. If it is not 0, `out` is read first, and the sum is rounded once;
+            `hopper.spmm` also rounds alpha * A @ B.
+        plan: From `plan_spmm`. By default a plan is made once, and cached with the pattern.
+        kernel: The name of a kernel, for example "hopper.spmm". It runs or raises Unsupported. The backward pass uses
+            kernels of the same family.
+        dtype: The dtype of C for a Quantized: bf16, fp16 or fp32. By default that of a dense tensor, bf16 for a
+            QuantizedTensor.
 
-    Differentiable in the BSR's values, whose gradient stays [nnzb, bm, bk], and in the dense operand. The first reads
-    leading dims of B joined with N, which copies B and C's gradient unless they lie so; those of a dense A are rows.
-    out= and plan= have no gradient.
+    Returns:
+        C [..., M, N], row-major, in the dtype of the operands, accumulated in float32 (float64 for float64).
 
-    A or B may be a Semi24 or a BSR24 instead, whose kernels are called semi24 and bsr24 and have no gradient for the
-    values. Its transpose, as in X @ A and in the gradient of B, is never unpacked as a whole on a GPU:
-    portable.semi24 and portable.bsr24 unpack it by tiles. x @ A.T is sparsek.linear(x, A).
+    Raises:
+        InvalidInput: For operands that do not fit.
+        Unsupported: If no kernel can run; the message has the reasons of each.
 
-    A or B may be a Quantized, an FP8 matrix (docs/fp8.md). The other operand is then a QuantizedTensor, or a bf16, fp16
-    or fp32 tensor that is rounded to E4M3 with a scale for each column of B (each row of a dense A). C is in `dtype`,
-    one of these three; without it in the tensor's own, bf16 for a QuantizedTensor. No gradients. A Semi24 or BSR24 in
-    FP8 stands on the left.
+    Differentiable in the values of a BSR, with a gradient [nnzb, bm, bk], and in the dense operand. That of the values
+    reads the leading dims of B joined with N, which copies B and the gradient of C unless their layout allows that.
+    `out` and `plan` have no gradient, nor do products with a Quantized and the values of a Semi24 or BSR24.
+
+    The transpose of a 2:4 matrix, as in X @ A and in the gradient of B, is unpacked by tiles, never as a whole, on a
+    GPU. A Semi24 or BSR24 in FP8 must be A; for x @ A.T use `sparsek.linear(x, A)`.
 
     Rows of B under block columns without any block never reach C, NaN or not. A NaN under a stored block reaches the
-    rows of that block; where the plan merges block rows also the rows merged with them; with vendor.dense all rows.
-    The same plan gives the same bits. Once planned, GPU kernels neither sync nor allocate more than C, but
-    for rows that are split, whose sums go through a workspace.
-    Under torch.autocast operands are cast to its dtype, which is C's, as by torch.matmul; with out= and plan= they are
-    not.
-    Raises InvalidInput for operands that do not fit and Unsupported with every reason if no kernel can run.
+    rows of that block; where the plan joins block rows, also those joined with it; with vendor.dense, all rows. Under
+    torch.autocast operands are cast to its dtype, which is that of C; with `out` or `plan` they are not.
+
+    Examples:
+        >>> A = sk.random_bsr(256, 128, block=32, density=0.25)
+        >>> B = torch.randn(128, 10)
+        >>> torch.equal(sk.spmm(A, B), A @ B)
+        True
     """
     if autocasts() and out is None and plan is None:
         dtype, A, B = follow_autocast_fp8(dtype, A, B)
     if kernel is not None:
         arguments.text("kernel", kernel)
     slot = bound.UNBOUND
-    # Under torch.compile nothing is bound, and nothing of this is traced.
+    # Under torch.compile no call is recorded, and none of this is traced.
     if (
         out is None
         and plan is None
@@ -125,8 +138,8 @@ def spmm(
 
 
 def plan_spmm(
-    A: Any,
-    B: Any,
+    A: SparseOperand | DenseOperand,
+    B: SparseOperand | DenseOperand,
     *,
     out: Tensor | None = None,
     epilogue: Epilogue = PLAIN,
@@ -135,14 +148,31 @@ def plan_spmm(
     device: str | None = None,
     dtype: torch.dtype | None = None,
 ) -> SpmmPlan:
-    """The plan that `spmm(A, B)` would use: frozen, callable, and able to explain itself.
+    """Return the plan that `spmm(A, B)` would use: frozen, callable, and explained by `.explain()`.
 
-    out, epilogue: what the calls will be given; `linear(x, W, bias, activation)` is `plan_spmm(x, W.T,
-    epilogue=Epilogue(bias=bias, activation=activation))`. kernel, config: use this kernel, with this config of its own.
-    device: a card's name ("h200"): plan for that card, present or not; such a plan predicts and explains but cannot be
-    called. dtype: of C, as in `spmm`, where an operand is in FP8.
-    Under torch.autocast it is the plan of these operands as they are, and calls with plan= are not cast.
-    Costs: schedules are made on the host and copied to A's device once.
+    The schedule is made on the host and copied to the device of A once. Under torch.autocast the plan is for the
+    operands as they are, and calls with `plan=` are not cast.
+
+    Args:
+        A: As in `spmm`.
+        B: As in `spmm`.
+        out: The `out` of the calls, if they have one.
+        epilogue: A sparsek.reference.epilogue.Epilogue of the calls. `linear(x, W, bias, activation)` is
+            `plan_spmm(x, W.T, epilogue=Epilogue(bias=bias, activation=activation))`.
+        kernel: The name of a kernel to use.
+        config: A config of that kernel.
+        device: The name of a card, for example "h200", present or not: the plan predicts and explains for it, and
+            cannot be called.
+        dtype: The dtype of C, as in `spmm`, where an operand is in FP8.
+
+    Raises:
+        InvalidInput: For operands that do not fit.
+        Unsupported: If no kernel can run; the message has the reasons of each.
+
+    Examples:
+        >>> A = sk.random_bsr(1024, 1024, block=128, density=0.25, dtype=torch.bfloat16)
+        >>> sk.plan_spmm(A, torch.randn(1024, 512).bfloat16(), device="h200").kernel
+        'hopper.spmm'
     """
     transforms.refuse("plan_spmm")
     operands.check_given(epilogue)
@@ -152,12 +182,14 @@ def plan_spmm(
 
 
 def _by_plan(plan: SpmmPlan, a: Any, b: Any) -> Tensor:
-    """plan(A, B) for a call like one before it."""
+    """plan(A, B), by a recorded call where there is one."""
     slot = bound.product(a, b, "plan", plan=plan)
     if slot.__class__ is not Slot:
         return slot
 
-    def run() -> Tensor:  # the checks too, for they may copy x, and a copy is no operand
+    def run() -> (
+        Tensor
+    ):  # includes the checks: they may copy x, and a copy is no operand of the recorded call
         checked = plan.checked(a, b)
         return checked()
 
@@ -168,7 +200,7 @@ SpmmPlan.quick = _by_plan
 
 
 def multiply(call: Product, kernel: str | None) -> Tensor:
-    """The product by rows, as `SpmmPlan.run` leaves it; by the op where something traces."""
+    """The product, row-major, as `SpmmPlan.run` returns it; by the torch.library op where the call is traced."""
     a, transposed, b, out, epilogue, out_layout, dtype = call
     bias, other, values = epilogue.bias, epilogue.other, a.values
     quantized = isinstance(a, Quantized)
@@ -197,7 +229,7 @@ def multiply(call: Product, kernel: str | None) -> Tensor:
 
 
 def run(call: Product, kernel: str | None) -> Tensor:
-    """The product by rows, without autograd, of operands that have been checked; bound where it may be."""
+    """The product, row-major, without autograd, of checked operands; by a recorded call where there is one."""
     a, transposed, b, out, epilogue, *lies = call
     bias, other = epilogue.bias, epilogue.other
     in_place = out is not None and other is not None and operands.same_memory(out, other)
@@ -209,7 +241,7 @@ def run(call: Product, kernel: str | None) -> Tensor:
 
 
 def _checked(A: Any, B: Any, out: Tensor | None, epilogue: Epilogue, dtype: torch.dtype | None) -> Product:
-    """The call in the kernels' form, if its operands fit each other."""
+    """The call in the form that kernels take, after checking its operands."""
     operands.check_operands(A, B)
     if out is not None:
         operands.check_out(A, B, out, epilogue)
@@ -219,7 +251,7 @@ def _checked(A: Any, B: Any, out: Tensor | None, epilogue: Epilogue, dtype: torc
 
 
 def _check_dtype(A: Any, B: Any, dtype: torch.dtype | None, plan: SpmmPlan) -> None:
-    """InvalidInput for a dtype= that contradicts the plan."""
+    """Raise InvalidInput for a dtype= that contradicts the plan."""
     if dtype is None:
         return
     operands.check_operands(A, B)
@@ -262,7 +294,7 @@ def _(*given: Any) -> Tensor:
 
 
 def _op_epilogue(args: SpmmArgs) -> Epilogue:
-    """The epilogue of an op's call, whose arguments may be fake. InvalidInput for those that do not fit."""
+    """The epilogue of the arguments of an op, which may be fake. Raise InvalidInput for those that do not fit."""
     b, (m, k) = args.b.shape if args.b_scale is None else args.b.mT.shape, library_args.shape_of(args.parts)
     if args.scale is None:
         operands.check_dense("B", args.b, args.values, "A")
@@ -275,7 +307,7 @@ def _op_epilogue(args: SpmmArgs) -> Epilogue:
 
 
 def _at_once(size: int, in_dims: Any, given: Any) -> tuple[Tensor, int] | None:
-    """All items of a vmap in one product where they share A and the bias: tokens are joined, matrices make a batch."""
+    """All items of a vmap in one product, if they share A and the bias: tokens are joined, matrices form a batch."""
     args = SpmmArgs(*given)
     dims: Any = SpmmArgs(*in_dims)
     shared = dims.values is None and dims.meta is None and dims.bias is None
@@ -293,7 +325,7 @@ def _at_once(size: int, in_dims: Any, given: Any) -> tuple[Tensor, int] | None:
 
 
 def _beside(x: Tensor) -> Tensor:
-    """Matrices [size, R, T], by columns, as one [R, size * T], by columns too."""
+    """Column-major matrices [size, R, T] as one column-major [R, size * T]."""
     return x.mT.reshape(x.shape[0] * x.shape[2], x.shape[1]).mT
 
 
@@ -301,9 +333,9 @@ transforms.differentiable(_spmm_op, gradients.of_spmm, gradients.save_spmm, _at_
 
 
 class How(NamedTuple):
-    """What `Multiplied` makes of a matrix A and a dense operand.
+    """The product that `Multiplied` computes of a matrix A and a dense operand.
 
-    `rows`: it is X A^T, with X [..., T, K], or X A if `turned` too; otherwise A B, or A^T B. `relu` cuts it.
+    `rows`: X A^T, with X [..., T, K], or X A if also `turned`; otherwise A B, or A^T B. `relu` follows it.
     """
 
     rows: bool
@@ -314,9 +346,9 @@ class How(NamedTuple):
 
 
 class Multiplied(torch.autograd.Function):
-    """A product with gradients, of operands that are plain tensors: the op costs the host more.
+    """A product with gradients for plain tensors; the torch.library op takes more host time.
 
-    `multiply()` is act(alpha * product + bias) + other, which has the leading dims and the form of `dense`.
+    `multiply()` computes act(alpha * product + bias) + other, with the leading dims and the layout of `dense`.
     """
 
     @staticmethod

@@ -1,8 +1,7 @@
 """Products under torch.func: grad, vjp, jacrev and vmap transform them; forward mode is refused, not ignored.
 
-torch.func does not transform the ops of torch.library that have gradients, and takes their tangents for 0. It does
-transform an autograd.Function whose setup_context stands apart. So each op has one here, which runs the op on the
-tensors that torch.func has unwrapped.
+torch.func does not transform torch.library ops with gradients, and takes their tangents for 0. It does transform an
+autograd.Function with a separate setup_context. So each op has one here, which runs the op on the unwrapped tensors.
 """
 
 from __future__ import annotations
@@ -34,18 +33,18 @@ _DIRECT: dict[str, Callable[..., Tensor]] = {}
 
 
 def active() -> bool:
-    """torch.func transforms what runs here, and torch.compile does not trace it."""
+    """Whether torch.func transforms this call, and torch.compile does not trace it."""
     return torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling()
 
 
 def check(*tensors: Any) -> None:
-    """InvalidInput where forward-mode differentiation would expect a tangent; under torch.func its jvp tells that."""
+    """Raise InvalidInput if forward-mode differentiation expects a tangent; under torch.func the jvp rule raises it."""
     if forward_ad._current_level >= 0 and not active():
         check_no_tangent(NO_TANGENT, *tensors)
 
 
 def check_untransformed(*made: BSR | BlockPattern) -> None:
-    """InvalidInput for patterns whose indices torch.func has wrapped."""
+    """Raise InvalidInput for patterns whose indices torch.func has wrapped."""
     if active():
         patterns = (each.pattern if isinstance(each, BSR) else each for each in made)
         if any(is_functorch_wrapped_tensor(each.indptr) for each in patterns):
@@ -56,16 +55,16 @@ def check_untransformed(*made: BSR | BlockPattern) -> None:
 
 
 def refuse(what: str) -> None:
-    """InvalidInput inside of torch.func, for what it cannot transform."""
+    """Raise InvalidInput inside torch.func, for a call or argument `what` that it cannot transform."""
     if active():
         raise InvalidInput(f"{what} inside a function that torch.func transforms; leave it away there")
 
 
 def call(name: str, *args: Any) -> Tensor:
-    """The op `sparsek::name`, in the form that torch.func can transform where it does.
+    """Call the op `sparsek::name`, in the form that torch.func transforms if it is active.
 
-    Where nothing records the call, as in most backward passes, its function itself: torch's dispatcher costs the host
-    more than the product, and its first call imports torch._dynamo.
+    If nothing records the call, as in most backward passes, call its function directly: torch's dispatcher takes more
+    host time than the product, and its first call imports torch._dynamo.
     """
     if active():
         return _FUNCTIONS[name].apply(*args)
@@ -79,10 +78,10 @@ def call(name: str, *args: Any) -> Tensor:
 
 
 def differentiable(op: Any, gradient: Any, save: Any, at_once: Vmap | None = None) -> None:
-    """Gives an op of torch.library its gradient, for autograd and for torch.func.
+    """Register the gradient of a torch.library op, for autograd and for torch.func.
 
-    at_once(size, in_dims, args): the result for all items of a vmap, and its dim, where one call can make it; None
-    where it cannot: then each item is a call.
+    at_once(size, in_dims, args): the result for all items of a vmap, and its dim, if one call can compute it; otherwise
+    None, and each item is a call.
     """
     op.register_autograd(gradient, setup_context=save)
     name = op._opoverload._schema.name.split("::")[1]
@@ -118,10 +117,10 @@ def _one_by_one(run: Callable[..., Tensor], size: int, in_dims: Any, args: Any) 
     ]
     if each[0].stride(-1) == 1:
         return torch.stack(each), 0
-    return torch.stack([x.mT for x in each]).mT, 0  # columns stay contiguous, as callers expect
+    return torch.stack([x.mT for x in each]).mT, 0  # stays column-major, as callers expect
 
 
 def _item(x: Tensor, dim: int, i: int) -> Tensor:
-    """Item i, copied if neither its rows nor its columns are contiguous."""
+    """Item i; a copy if neither its rows nor its columns are contiguous."""
     found = x.select(dim, i)
     return found if 1 in found.stride()[-2:] else found.contiguous()

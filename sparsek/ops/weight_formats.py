@@ -1,11 +1,11 @@
-"""The ways to store the weight W [N, K] of a layer x @ W.T: what each keeps of W, and what it takes by prediction."""
+"""The formats of the weight W [N, K] of a layer x @ W.T, with their losses and predicted times."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from sparsek.core.errors import InvalidInput, Unsupported
 from sparsek.matrix import two_four
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.bsr24 import BLOCK_STEP, BSR24
+from sparsek.matrix.convert import Scope
 from sparsek.matrix.quantized import Quantized, quantize
 from sparsek.matrix.semi24 import Semi24
 from sparsek.ops.linear import plan_layer
@@ -26,16 +27,19 @@ from sparsek.plan.dense import dense_seconds
 Weight = Tensor | BSR | Semi24 | BSR24 | Quantized
 
 FP8 = "_fp8"
-FORMATS = ("dense", "semi24", "bsr", "bsr24", "dense_fp8", "semi24_fp8", "bsr_fp8", "bsr24_fp8")
+Format: TypeAlias = Literal[
+    "dense", "semi24", "bsr", "bsr24", "dense_fp8", "semi24_fp8", "bsr_fp8", "bsr24_fp8"
+]
+FORMATS = get_args(Format)
 TITLES = {"dense": "dense", "semi24": "2:4", "bsr": "BSR", "bsr24": "BSR24"}
 META = torch.device("meta")
-# A dense W in FP8 is a Quantized BSR that stores every block of so many rows and columns, multiplied by this kernel.
+# A dense W in FP8 is a Quantized BSR that stores all blocks, of these sides, and is multiplied by this kernel.
 DENSE_FP8 = "vendor.cublas_fp8"
 DENSE_BLOCK = 128
 
 
 class Predicted(NamedTuple):
-    """The kernel that would run, and the seconds that it says it needs."""
+    """The kernel that would run, and the seconds that it predicts."""
 
     kernel: str
     seconds: float
@@ -43,15 +47,15 @@ class Predicted(NamedTuple):
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """One way to store a weight: a format of FORMATS, and of one with blocks their side and the fraction that stays.
+    """A format of FORMATS; with blocks also their side and the share that is stored.
 
-    `scope`: where these are chosen, "global" or "row", as in `BSR.from_dense`.
+    `scope`: where blocks are chosen, "global" or "row"; see `BSR.from_dense`.
     """
 
     format: str
     block: int | tuple[int, int] = 0
     keep: float = 1.0
-    scope: str = "global"
+    scope: Scope = "global"
 
     @property
     def base(self) -> str:
@@ -60,11 +64,12 @@ class WeightFormat:
 
     @property
     def is_fp8(self) -> bool:
+        """Whether the format is FP8."""
         return self.format.endswith(FP8)
 
     @property
     def kernel(self) -> str | None:
-        """The kernel that it must be multiplied by, where that is no question of speed."""
+        """The only kernel that multiplies it, or None if kernels are chosen by speed."""
         return DENSE_FP8 if self.format == "dense_fp8" else None
 
     @property
@@ -76,7 +81,7 @@ class WeightFormat:
         return " ".join([*parts, "fp8"] if self.is_fp8 else parts)
 
     def why_not(self, w: Tensor) -> list[str]:
-        """Reasons of the shape and dtype why W cannot be stored so."""
+        """Return the reasons, of shape and dtype, why W cannot have this format."""
         why = []
         step = two_four.STEP
         if self.base == "semi24" and w.shape[1] % step:
@@ -87,11 +92,11 @@ class WeightFormat:
         if self.block and (sides[0] > w.shape[0] or sides[1] > w.shape[1]):
             why.append(f"W [{w.shape[0]}, {w.shape[1]}] is smaller than a block")
         if self.is_fp8 and w.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-            why.append(f"FP8 is made of bf16, fp16 or fp32, not {w.dtype}")
+            why.append(f"FP8 is rounded from bf16, fp16 or fp32, not {w.dtype}")
         return why
 
     def convert(self, w: Tensor, plain: Any = None) -> Weight:
-        """W [N, K] stored so, on its device. `plain`: what `self.plain` has made of it, for a format in FP8."""
+        """Convert W [N, K] to this format, on its device. `plain`: W in the format without FP8, if it is known."""
         w = w.detach()
         if self.format == "dense_fp8":
             plain = BSR.from_dense(w, DENSE_BLOCK, keep=1.0)
@@ -108,7 +113,7 @@ class WeightFormat:
 
     @property
     def plain(self) -> WeightFormat:
-        """The same not in FP8."""
+        """The format without FP8."""
         return replace(self, format=self.base)
 
 
@@ -122,7 +127,7 @@ def block_text(block: int | tuple[int, int]) -> str:
 def combinations(
     formats: Sequence[str] | None, blocks: Sequence[int | tuple[int, int]], keeps: Sequence[float]
 ) -> Iterator[WeightFormat]:
-    """Every combination: formats with blocks once for each block and fraction. None: all formats."""
+    """Every combination: formats with blocks once for each block and share. None: all formats."""
     if formats is None:
         formats = FORMATS
     for name in formats:
@@ -137,7 +142,7 @@ def combinations(
 
 
 def format_of(weight: Weight) -> WeightFormat:
-    """What a weight that is stored already is."""
+    """The format of a weight that is stored already."""
     if isinstance(weight, Quantized):
         inner = format_of(weight.matrix)
         return WeightFormat(inner.format + FP8, inner.block, inner.keep)
@@ -149,7 +154,7 @@ def format_of(weight: Weight) -> WeightFormat:
 
 
 def parts_of(weight: Weight) -> tuple[Tensor, ...]:
-    """The tensors whose bytes a product reads, but for indices."""
+    """The tensors that a product reads, without indices."""
     if isinstance(weight, Tensor):
         return (weight,)
     if isinstance(weight, Quantized):
@@ -158,25 +163,32 @@ def parts_of(weight: Weight) -> tuple[Tensor, ...]:
 
 
 def stored_fraction(weight: Weight) -> float:
-    """Stored values over N * K; more than 1 where blocks reach over the edge of a small matrix."""
+    """Stored values over N * K; more than 1 where blocks reach beyond the edge of a small matrix."""
     if isinstance(weight, Tensor):
         return 1.0
     inner = weight.matrix if isinstance(weight, Quantized) else weight
     return inner.values.numel() / max(1, math.prod(weight.shape))
 
 
-def kept_norm(weight: Weight, w: Tensor) -> float:
-    """||stored values|| over ||W||, Frobenius, of a weight that is not in FP8. One sync."""
-    return 1.0 if isinstance(weight, Tensor) else two_four.kept_norm(weight, w)
+def kept_norm(weight: Tensor | BSR | Semi24 | BSR24, w: Tensor) -> float:
+    """||stored values|| / ||W||, Frobenius, of a weight that is not in FP8. One sync."""
+    return 1.0 if isinstance(weight, Tensor) else weight.kept_norm(w)
+
+
+def keeps_all(weight: Tensor | BSR | Semi24 | BSR24, w: Tensor) -> bool:
+    """Whether a weight that is not in FP8 stores every nonzero of W. One sync."""
+    if isinstance(weight, Tensor):
+        return True
+    return bool(torch.count_nonzero(weight.values) == torch.count_nonzero(w))
 
 
 def predict(
     weight: Weight, tokens: int, dtype: torch.dtype, card: Card, kernel: str | None = None
 ) -> Predicted:
-    """What x [tokens, K] @ W.T takes on a card, by the kernels' own models. No value is read.
+    """The time of x [tokens, K] @ W.T on a card, by the models of the kernels. No value is read.
 
-    `dtype`: of x. `kernel`: this one. Raises Unsupported where no kernel runs there. W may be elsewhere, unless no card
-    is known by that name.
+    `dtype`: that of x. `kernel`: this one only. Raises Unsupported where no kernel runs. W may be on another device, if
+    the card is one of CARDS.
     """
     if isinstance(weight, Tensor):
         n, k = weight.shape
@@ -199,7 +211,7 @@ def predict(
 def plan_of(
     x: Tensor, weight: Weight, device: str | None = None, kernel: str | None = None, config: Any = None
 ) -> Any:
-    """The plan of x [T, K] @ W.T for a sparse weight; call it with `run_plan`. Options as in `plan_spmm`."""
+    """The plan of x [T, K] @ W.T for a sparse weight; call it by `run_plan`. Options as in `plan_spmm`."""
     if isinstance(weight, Tensor):
         raise InvalidInput(f"no plan of a {type(weight).__name__}: torch multiplies it")
     if isinstance(weight, BSR):

@@ -1,7 +1,7 @@
-"""Pictures of which blocks are stored: text for a terminal, PNG for people.
+"""Pictures of the stored blocks: text for a terminal, and PNG.
 
-Both draw the grid of blocks, row 0 on top. A grid finer than the picture is binned; a bin with any block in
-it shows.
+Both draw the grid of blocks, row 0 on top. A grid that is finer than the picture is binned; a bin with any stored block
+is visible.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -37,10 +37,10 @@ LOOK: dict[str, Any] = {"dpi": DPI, "facecolor": PAPER, "bbox_inches": None}
 
 @dataclass(frozen=True)
 class Blocks:
-    """What is drawn: the blocks of a matrix that are stored, in compressed rows on the host.
+    """The data of a picture: the stored blocks of a matrix, in compressed rows on the host.
 
-    `name` is the title if no other is given, `described` the line below a text picture, `summary` how much is stored.
-    `norms` gives the Frobenius norm of each stored block, float64 [nnzb]; without it the share of blocks is coloured.
+    `name` is the default title, `described` the line below a text picture, `summary` how much is stored. `norms`
+    returns the Frobenius norm of each stored block, float64 [nnzb]; without it colours show the share of stored blocks.
     """
 
     shape: tuple[int, int]
@@ -54,39 +54,59 @@ class Blocks:
 
     @property
     def grid(self) -> tuple[int, int]:
-        """Block rows and block columns."""
+        """The numbers of block rows and block columns."""
         return -(-self.shape[0] // self.block[0]), -(-self.shape[1] // self.block[1])
 
 
-class Drawable(Protocol):
+class Drawable:
     """A pattern, or a matrix of blocks."""
 
-    def drawn(self) -> Blocks: ...
+    def drawn(self) -> Blocks:
+        """Return the data of its pictures. Internal."""
+        raise NotImplementedError
 
+    def spy(self, path: str | os.PathLike[str] | None = None, max_pixels: int = 1024) -> str:
+        """Return a text picture of the stored blocks, with a line that describes them. Synchronizes.
 
-def spy(obj: Drawable, path: str | os.PathLike[str] | None = None, max_pixels: int = 1024) -> str:
-    """A text picture of the stored blocks of a pattern or a matrix, framed, with a line that describes it.
+        Up to 64 x 64 blocks are drawn one by one. A larger grid is binned to at most 64 columns and 32 lines, shaded by
+        the share of stored blocks.
 
-    Up to 64 x 64 blocks are drawn one by one. A larger grid is binned to at most 64 columns and 32 lines,
-    shaded by the share of blocks stored. With `path`, the PNG of `spy_png` is written there too. Syncs.
-    """
-    blocks = _blocks(obj)
-    arguments.integer("max_pixels", max_pixels, *PIXELS)
-    if path is not None:
-        spy_png(obj, path, max_pixels=max_pixels)
-    lines, scale = _text(blocks)
-    return "\n".join([*framed(lines), blocks.described, *scale])
+        Args:
+            path: Where to write a PNG picture as well; it needs matplotlib.
+            max_pixels: The pixels of its longer side, 64 to 4096.
+
+        Examples:
+            >>> print(sk.random_bsr(64, 64, block=16, density=0.5, pattern="banded").spy())
+            ┌────────┐
+            │████    │
+            │████    │
+            │    ████│
+            │    ████│
+            └────────┘
+            BSR(64x64 fp32, block 16x16, 8 of 16 blocks, 50 %, 0.00819 MB, cpu)
+        """
+        blocks = self.drawn()
+        arguments.integer("max_pixels", max_pixels, *PIXELS)
+        if path is not None:
+            spy_png(self, path, max_pixels=max_pixels)
+        lines, scale = _text(blocks)
+        return "\n".join([*framed(lines), blocks.described, *scale])
 
 
 def spy_png(
     obj: Drawable, path: str | os.PathLike[str], title: str | None = None, max_pixels: int = 1024
 ) -> None:
-    """Write a PNG picture of a pattern, or of a matrix with its blocks coloured by Frobenius norm.
+    """Write a PNG picture of a pattern, or of a matrix with its blocks coloured by Frobenius norm. Synchronizes.
 
-    The longer side gets `max_pixels` (64 to 4096) pixels, or a few less so that all blocks are drawn alike.
-    To the right stand the stored blocks of each block row, below those of each block column. A bin of several
-    blocks is coloured by the share that is stored, or by the root mean square of its stored norms. Norms that
-    are not finite are cyan. Needs matplotlib, whose global state is not touched. Syncs.
+    Bars show the stored blocks of each block row (right) and of each block column (below). A bin of several blocks is
+    coloured by the share that is stored, or by the root mean square of its stored norms. Norms that are not finite are
+    cyan. Needs matplotlib, whose global state is not touched.
+
+    Args:
+        obj: A BlockPattern or a BSR.
+        path: Where to write the file.
+        title: The title; the shape by default.
+        max_pixels: The pixels of the longer side, 64 to 4096, or slightly fewer so that all blocks have one size.
     """
     blocks, where = _blocks(obj), files.as_path("path", path)
     title = None if title is None else arguments.text("title", title)
@@ -103,7 +123,7 @@ def spy_png(
 
 @dataclass(frozen=True)
 class Bins:
-    """How the grid of blocks falls into cells of a picture: blocks per cell, cells, and pixels per cell."""
+    """The division of a grid of blocks into cells of a picture: blocks per cell, cells, and pixels per cell."""
 
     drawn: Blocks
     blocks: tuple[int, int]
@@ -121,14 +141,14 @@ class Bins:
 
     @classmethod
     def of_text(cls, drawn: Blocks) -> Bins:
-        """Cells of one character, no more of them than a text picture has."""
+        """Cells of one character, at most as many as a text picture has."""
         rows, columns = drawn.grid
         blocks = -(-rows // TEXT_LINES), -(-columns // TEXT_COLUMNS)
         return cls(drawn, blocks, (-(-rows // blocks[0]), -(-columns // blocks[1])), (1, 1))
 
     @property
     def text_scale(self) -> str:
-        """What a shaded character means."""
+        """The legend of the shaded characters."""
         rows, columns = self.blocks
         return f"one character is {rows} x {columns} blocks; ░▒▓█ up to 25, 50, 75, 100 % of them stored"
 
@@ -153,18 +173,18 @@ class Bins:
         return flat.astype(np.float64).reshape(self.cells)
 
     def capacity(self, axis: int) -> np.ndarray:
-        """How many block rows (axis 0) or block columns (axis 1) fall into each row or column of cells."""
+        """The number of block rows (axis 0) or block columns (axis 1) in each row or column of cells."""
         starts = np.arange(self.cells[axis]) * self.blocks[axis]
         return np.clip(self.drawn.grid[axis] - starts, 1, self.blocks[axis])
 
     def shares(self) -> np.ndarray:
-        """The part of the blocks of each cell that is stored, 0 to 1."""
+        """The share of the blocks of each cell that is stored, 0 to 1."""
         return self.sums() / np.outer(self.capacity(0), self.capacity(1))
 
 
 @dataclass(frozen=True)
 class Page:
-    """Where things stand on the picture, in pixels from its upper left corner."""
+    """The layout of a picture, in pixels from its upper left corner."""
 
     panel_width: int
     panel_height: int
@@ -190,7 +210,7 @@ class Page:
         return self.top + self.panel_height + self.gap + self.bars + self.margin
 
     def box(self, left: int, top: int, width: int, height: int) -> tuple[float, float, float, float]:
-        """(left, bottom, width, height) of a box as parts of the page, as matplotlib wants them."""
+        """(left, bottom, width, height) of a box as fractions of the page, for matplotlib."""
         bottom = self.height - top - height
         return left / self.width, bottom / self.height, width / self.width, height / self.height
 
@@ -202,7 +222,7 @@ def framed(lines: list[str]) -> list[str]:
 
 
 def shaded(shares: np.ndarray) -> list[str]:
-    """Lines of characters that are the darker the greater the share, 0 to 1."""
+    """Lines of characters, darker for greater shares, 0 to 1."""
     return ["".join(line) for line in SHADES[np.ceil(4 * shares).astype(np.int64)]]
 
 
@@ -219,10 +239,9 @@ def new_figure(page: Page) -> Figure:
 
 
 def _blocks(obj: Any) -> Blocks:
-    drawn = obj.drawn() if hasattr(type(obj), "drawn") else None
-    if not isinstance(drawn, Blocks):
-        raise InvalidInput(f"spy draws a BlockPattern or a BSR, not {arguments.shown(obj)}")
-    return drawn
+    if not isinstance(obj, Drawable):
+        raise InvalidInput(f"spy_png draws a BlockPattern or a BSR, not {arguments.shown(obj)}")
+    return obj.drawn()
 
 
 def _text(drawn: Blocks) -> tuple[list[str], list[str]]:
@@ -241,14 +260,14 @@ def _text(drawn: Blocks) -> tuple[list[str], list[str]]:
 
 
 def _levels(bins: Bins) -> np.ndarray:
-    """What is drawn: the share of blocks stored in each cell, or the RMS of their norms."""
+    """The number that each cell shows: the share of stored blocks, or the RMS of their norms."""
     if bins.drawn.norms is None:
         return bins.shares()
     return np.sqrt(bins.sums(bins.drawn.norms() ** 2) / np.maximum(bins.sums(), 1))
 
 
 def _draw_cells(figure: Figure, page: Page, bins: Bins) -> None:
-    """The matrix, pixel by pixel, so that no resampling blurs it or drops a block; its colour scale."""
+    """Draw the matrix pixel by pixel, so that no resampling blurs or drops a block, and its colour scale."""
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import LinearSegmentedColormap, Normalize, to_rgb
 
@@ -290,7 +309,7 @@ def as_image(bins: Bins, cells: np.ndarray) -> np.ndarray:
 
 
 def draw_sides(figure: Figure, page: Page, bins: Bins) -> None:
-    """Ticks in elements on top and left; stored blocks of the rows to the right, of the columns below."""
+    """Draw ticks in elements on top and left, and bars of stored blocks: of the rows right, of the columns below."""
     panel = figure.add_axes(page.box(page.left, page.top, page.panel_width, page.panel_height))
     panel.patch.set_visible(False)
     drawn = bins.drawn
@@ -334,14 +353,14 @@ def _ticks(side: int, block: int, drawn: int, pixels: int) -> list[int]:
 
 
 def style_axes(axes: Any) -> None:
-    """Faint small labels, and no box."""
+    """Set faint small labels and no box."""
     axes.tick_params(length=3, width=0.6, color=FAINT, labelcolor=FAINT, labelsize=7, labelfontfamily=FONT)
     for spine in axes.spines.values():
         spine.set_visible(False)
 
 
 def _write_facts(figure: Figure, page: Page, drawn: Blocks, title: str | None) -> None:
-    """The title, or else the shape, and what is stored."""
+    """Write the title, or the shape by default, and how much is stored."""
     lengths = np.diff(drawn.indptr)
     rows = f"{lengths.min()} to {lengths.max()} in a row" if lengths.size else "no rows"
     facts = [drawn.name, f"blocks of {drawn.block[0]} × {drawn.block[1]}", drawn.summary, rows]
@@ -349,7 +368,7 @@ def _write_facts(figure: Figure, page: Page, drawn: Blocks, title: str | None) -
 
 
 def write_titles(figure: Figure, page: Page, facts: list[str]) -> None:
-    """The first fact in bold, the others in one or two lines below."""
+    """Write the first fact in bold and the others in one or two lines below."""
     first, second = two_lines(facts[1:], _room(page, 8))
     bold = textwrap.shorten(facts[0], _room(page, 12), placeholder=" …")
     for text, top, size, colour, weight in (
@@ -364,12 +383,12 @@ def write_titles(figure: Figure, page: Page, facts: list[str]) -> None:
 
 
 def _room(page: Page, size: int) -> int:
-    """How many letters of a size, in points, fit on the page."""
+    """The number of letters of a size, in points, that fit on the page."""
     return int((page.width - 2 * page.margin) / (0.62 * size * DPI / 72))
 
 
 def two_lines(facts: list[str], room: int) -> tuple[str, str]:
-    """The facts with dots between them, in one line if they fit, and else in two; none is cut that can stay whole."""
+    """The facts with dots between them, in one line if they fit, and otherwise in two; only the second may be cut."""
     lines = [""]
     for fact in facts:
         longer = f"{lines[-1]} · {fact}" if lines[-1] else fact

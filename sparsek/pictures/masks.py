@@ -1,7 +1,7 @@
-"""Pictures of a block mask, one head at a time: text for a terminal, PNG or SVG for people.
+"""Pictures of a block mask, one head at a time: text for a terminal, and PNG or SVG.
 
-Query tiles go down, key blocks to the right. A grid finer than the picture is binned, some rows at a time, so that no
-picture needs memory for all blocks of a large mask. A bin with any block in it shows.
+Query tiles go down, key blocks to the right. A grid that is finer than the picture is binned, some rows at a time, so
+that no picture needs memory for all blocks of a large mask. A bin with any stored block is visible.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True)
 class Head:
-    """What is drawn of a mask: the blocks of one head. `which` says which one, if there are several."""
+    """The data of a picture: the blocks of one head of a mask. `which` names the head, if there are several."""
 
     shape: tuple[int, int]
     block: tuple[int, int]
@@ -71,13 +71,18 @@ def plot(
     title: str | None = None,
     max_pixels: int = 1024,
 ) -> str:
-    """A text picture of the blocks that one head of one batch item visits, framed, with what the mask is below.
+    """Return a text picture of the blocks that one head of one batch item visits, and a line about the mask. Syncs.
 
     █ is a full block, ▒ a partial one, blank is not stored. Up to 32 x 64 blocks are drawn one by one. A larger grid
     is binned to at most 32 lines of 64 characters: ░▒▓█ up to 25, 50, 75 and 100 % of a bin's blocks stored, where a
     partial one counts half.
 
-    With `path`, which ends in .png or .svg, `picture` writes one there too, with `title` and `max_pixels`. Syncs.
+    Args:
+        path: Where to write a picture as well, a .png or .svg file; it needs matplotlib.
+        head: The head to draw.
+        batch: The batch item to draw.
+        title: The title of the picture in the file.
+        max_pixels: The pixels of its longer side, 64 to 4096.
     """
     found = _head(mask, head, batch)
     title = None if title is None else arguments.text("title", title)
@@ -100,9 +105,9 @@ def picture(
 ) -> None:
     """Write a PNG or SVG picture of the blocks that one head of one batch item visits.
 
-    Full blocks are blue and partial ones red. A bin of several blocks is the paler the fewer are stored, and between
-    blue and red if it has both. To the right stand the stored blocks of each row of tiles, below those of each column.
-    The longer side has `max_pixels` (64 to 4096) pixels, or a few less so that all blocks are drawn alike. Needs
+    Full blocks are blue and partial ones red. A bin of several blocks is paler if fewer are stored, and between blue
+    and red if it has both. Bars show the stored blocks of each row of tiles (right) and of each column (below). The
+    longer side has `max_pixels` (64 to 4096) pixels, or slightly fewer so that all blocks have one size. Needs
     matplotlib, whose global state is not touched. Syncs.
     """
     found, path = _head(mask, head, batch), files.as_path("path", path)
@@ -130,7 +135,7 @@ def _head(mask: Any, head: int, batch: int) -> Head:
 
 @dataclass(frozen=True)
 class MaskBins(spy.Bins):
-    """How the grid of a head falls into the cells of a picture, and how many blocks each cell has, int64 [cells]."""
+    """The division of the grid of a head into cells of a picture, and the blocks in each cell, int64 [cells]."""
 
     full: np.ndarray
     partial: np.ndarray
@@ -147,7 +152,7 @@ class MaskBins(spy.Bins):
 
 
 def _counts(rows: Rows, bins: spy.Bins) -> np.ndarray:
-    """How many blocks fall into each cell. The entries of some rows at a time."""
+    """The number of blocks in each cell. Processes the entries of some rows at a time."""
     starts, counts, columns = rows.starts.astype(np.int64), rows.counts.astype(np.int64), rows.indices
     ends = counts.cumsum()
     total = int(ends[-1]) if ends.size else 0
@@ -165,7 +170,7 @@ def _counts(rows: Rows, bins: spy.Bins) -> np.ndarray:
 
 
 def _text(head: Head) -> tuple[list[str], list[str]]:
-    """The lines of the picture, and a line that explains it."""
+    """The lines of the picture, and its legend."""
     rows, columns = head.blank.grid
     if not rows or not columns:
         return [], []
@@ -178,7 +183,7 @@ def _text(head: Head) -> tuple[list[str], list[str]]:
 
 
 def _draw_cells(figure: Figure, page: spy.Page, bins: MaskBins, as_pixels: bool) -> None:
-    """The blocks, pixel by pixel in a PNG so that no resampling drops one; and the colours by the side."""
+    """Draw the blocks, pixel by pixel in a PNG so that no resampling drops one, and the legend."""
     from matplotlib.colors import LinearSegmentedColormap, to_rgb
 
     full, partial = (LinearSegmentedColormap.from_list("sparsek", names) for names in (FULL, PARTIAL))
@@ -200,7 +205,7 @@ def _draw_cells(figure: Figure, page: spy.Page, bins: MaskBins, as_pixels: bool)
 def _draw_scale(
     figure: Figure, page: spy.Page, at: int, label: str, colours: LinearSegmentedColormap, is_coarse: bool
 ) -> None:
-    """What a colour means: one of two bars, by share stored if cells hold several blocks."""
+    """Draw one of two bars of the legend, by share stored if cells hold several blocks."""
     height = min(page.panel_height, 480 if is_coarse else 22)
     axes = figure.add_axes(page.box(page.scale_left + 72 * at, page.top, 22, height))
     levels = np.linspace(1, 0, 256) if is_coarse else np.ones(1)
@@ -214,7 +219,7 @@ def _draw_scale(
 
 
 def _facts(head: Head, bins: MaskBins) -> list[str]:
-    """What the mask is, which of its heads is drawn, and what is stored of it."""
+    """The name of the mask, the head that is drawn, and how much is stored."""
     grid = head.blank.grid
     full, partial, cells = int(bins.full.sum()), int(bins.partial.sum()), grid[0] * grid[1]
     share = 100 * (full + partial) / cells if cells else 0.0

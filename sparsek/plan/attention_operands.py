@@ -9,6 +9,7 @@ from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.core.streams import captured
 from sparsek.mask.mask import BlockMask
+from sparsek.mask.operands import swapped
 
 PLAN_HAS_NO_GRADIENT = (
     "a call of a plan has no gradient; attention(q, k, v, mask, plan=plan) has one, and torch.no_grad() lets the "
@@ -31,11 +32,15 @@ def check_mask(q: Tensor, k: Tensor, mask: Any, *, here: bool = True) -> None:
     `here`: it must be on their device too. Otherwise the call is only predicted.
     """
     if not isinstance(mask, BlockMask):
-        raise InvalidInput(not_a_mask(mask))
-    if (mask.q_len, mask.kv_len) != (q.shape[2], k.shape[2]):
+        kind = type(mask)
         raise InvalidInput(
-            f"mask is for {mask.q_len} queries and {mask.kv_len} keys; q has {q.shape[2]} and k {k.shape[2]}. "
-            f"Build it with q_len={q.shape[2]}, kv_len={k.shape[2]}"
+            f"mask is a {kind.__module__}.{kind.__name__}; a plan takes the BlockMask that it was made for, or None"
+        )
+    if (mask.q_len, mask.kv_len) != (q.shape[2], k.shape[2]):
+        cure = swapped(q, k, (mask.q_len, mask.kv_len))
+        raise InvalidInput(
+            f"mask is for {mask.q_len} queries and {mask.kv_len} keys; q has {q.shape[2]} and k {k.shape[2]}"
+            f"{cure or f'. Build it with q_len={q.shape[2]}, kv_len={k.shape[2]}'}"
         )
     if mask.batch not in (1, q.shape[0]):
         raise InvalidInput(f"mask has {mask.batch} batch items and q {q.shape[0]}; mask needs 1 or as many")
@@ -47,20 +52,6 @@ def check_mask(q: Tensor, k: Tensor, mask: Any, *, here: bool = True) -> None:
         raise InvalidInput(f"mask is on {mask.device} and q on {q.device}; call mask.to({str(q.device)!r})")
     if not captured(q):
         mask.verify()
-
-
-def not_a_mask(mask: Any) -> str:
-    """The message for an object that is no BlockMask."""
-    kind = type(mask)
-    if hasattr(kind, "mask_for"):
-        return (
-            f"mask must be a BlockMask or None, got {kind.__name__}: use policy.mask(S) or policy.mask_for(q, k), "
-            "which make one"
-        )
-    return (
-        f"mask must be a sparsek BlockMask or None, got {kind.__module__}.{kind.__name__}; BlockMask.from_dense "
-        "takes a bool tensor, BlockMask.from_flex a mask of FlexAttention"
-    )
 
 
 def check_backward(q: Tensor, v: Tensor, out: Any, lse: Any, grad: Any, grad_lse: Any) -> None:

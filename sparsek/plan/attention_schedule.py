@@ -1,8 +1,9 @@
 """The schedule of attention's forward pass, made on the mask's device without a host sync: tiles, visits and CTAs.
 
-Tiles are assigned to CTAs longest first, in alternating directions, so that every CTA has about equal work. A tile
-far longer than the others is split into parts, which are merged in a fixed order. Anything that depends on the mask's
-lists stays on the device; the host allocates by upper bounds (`BlockMask.sizes`).
+Tiles are assigned to CTAs in rounds, longest first, in alternating directions, so that every CTA has about equal work.
+Where the keys and values of all heads exceed L2, sections of heads follow one another. A tile far longer than the
+others is split into parts, which are merged in a fixed order. Anything that depends on the mask's lists stays on the
+device; the host allocates by upper bounds (`BlockMask.sizes`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ FIELDS = 8
 SHORTEST_PART = 8
 NO_SLOT = -1
 SLOT_ROWS = 128  # of a slot; a tile has at most as many
+SECTION = 2 / 3  # of L2, for the keys and values of a section of heads
 
 
 class Shape(NamedTuple):
@@ -91,7 +93,8 @@ def schedule(p: AttentionProblem, mask: BlockMask, shape: Shape) -> Schedule:
     if not is_cut(p, shape):
         records = torch.cat((where, lists, whole), 1)
         count = torch.full((1,), len(records), dtype=torch.int32, device=mask.device)
-        return Schedule(_dealt(records, lists[:, 1] + lists[:, 3], shape.ctas), count, shape.ctas)
+        blocks = lists[:, 1] + lists[:, 3]
+        return Schedule(_dealt(records, blocks, shape.ctas, sections(p)), count, shape.ctas)
     return _cut(p, mask, where, lists, shape)
 
 
@@ -115,19 +118,36 @@ def _tiles(p: AttentionProblem, mask: BlockMask, shape: Shape) -> tuple[Tensor, 
     return where.reshape(-1, 3), lists
 
 
-def _dealt(records: Tensor, blocks: Tensor, ctas: int) -> Tensor:
-    """Records longest first, every second round of CTAs in reverse. Records of -1 blocks are absent and come last.
+def sections(p: AttentionProblem) -> int:
+    """The number of sections, each of equally many key heads, whose keys and values fit in their share of L2."""
+    heads = p.batch * p.kv_heads
+    fitting = int(SECTION * p.card.l2_bytes / (2 * (p.dim + p.v_dim) * max(1, p.kv_len)))
+    return min(each for each in range(1, heads + 1) if heads % each == 0 and heads // each <= max(1, fitting))
 
-    A record of no blocks becomes one of a partial block without an entry. An incomplete round is not reversed.
+
+def _dealt(records: Tensor, blocks: Tensor, ctas: int, sections: int = 1) -> Tensor:
+    """Records in rounds of one for each CTA: section by section, in each section longest first.
+
+    Sections have equally many records. Those that do not fill a round of their section follow after all sections,
+    longest first. Every second full round is reversed, always the last one: CTAs with a record of the incomplete round
+    had the shortest of the round before. Records of -1 blocks are absent and come last. A record of no blocks becomes
+    one of a partial block without an entry.
     """
     empty = blocks == 0
     records[:, 3] = records[:, 3].masked_fill(empty, -1)
     records[:, 4] = records[:, 4].masked_fill(empty, 1)
-    order = torch.argsort(blocks, descending=True, stable=True)
-    rounds = len(order) // ctas
-    if rounds > 1:
+    order = torch.argsort(blocks.view(sections, -1), dim=1, descending=True, stable=True)
+    if sections > 1:
+        order += torch.arange(sections, device=order.device)[:, None] * order.shape[1]
+        filled = order.shape[1] // ctas * ctas
+        rest = order[:, filled:].flatten()
+        rest = rest[torch.argsort(blocks[rest], descending=True, stable=True)]
+        order = torch.cat((order[:, :filled].flatten(), rest))
+    order = order.flatten()
+    if rounds := len(order) // ctas:
         number = torch.arange(rounds, device=order.device)
-        turn = (number % 2 == 1) & (number < (blocks >= 0).sum() // ctas)
+        last = (blocks >= 0).sum() // ctas - 1
+        turn = (number <= last) & ((last - number) % 2 == 0)
         head = order[: rounds * ctas].view(rounds, ctas)
         order = torch.cat((torch.where(turn[:, None], head.flip(1), head).flatten(), order[rounds * ctas :]))
     return records[order]

@@ -14,12 +14,11 @@ from sparsek.plan.select import Candidate, Choice
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Plan(ABC):
-    """A kernel and a config for one problem, with everything that is prepared once. Each operation's plan is
-    callable.
+    """A kernel and a config for one problem, with everything that is prepared once.
 
-    A plan that is not `ready` was made for a named card that need not exist here: it predicts and explains. `made` is
-    the stream and event after which its work is ready. A copy of a plan is the plan itself, as for patterns and
-    masks. Plans are not picklable.
+    The plans of all operations are callable. A plan that is not `ready` was made for a named card that need not exist
+    here: it predicts and explains. `made` is the stream and event after which its work is ready. A copy of a plan is
+    the plan itself, as for patterns and masks. Plans are not picklable.
     """
 
     problem: Any
@@ -51,6 +50,7 @@ class Plan(ABC):
 
     @property
     def config(self) -> Any:
+        """The config of the kernel: tile, stages and so on."""
         return self.choice.config
 
     @property
@@ -60,6 +60,7 @@ class Plan(ABC):
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:
+        """Every kernel that was considered, with its predicted time or its reasons not to run."""
         return self.choice.candidates
 
     @property

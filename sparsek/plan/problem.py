@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, Protocol
+from typing import ClassVar, Literal, Protocol
 
 from sparsek.core import dtypes
 from sparsek.core.device import Card
 from sparsek.matrix.storage import BlockStats, Storage
+from sparsek.reference.epilogue import Combine, EpilogueActivation
 
 
 class Problem(Protocol):
@@ -120,8 +121,8 @@ class SpmmProblem(ProductProblem):
     tf32: bool = False
     has_alpha: bool = False
     bias: bool = False
-    activation: str = ""
-    combine: str = ""
+    activation: EpilogueActivation = ""
+    combine: Combine | Literal[""] = ""
     in_place: bool = False
 
     @property

@@ -1,4 +1,4 @@
-"""out = softmax(scale * Q K^T) V over the pairs a BlockMask admits: the specification that every kernel is held to."""
+"""Block-sparse attention in plain torch, float64 too: the specification of every kernel."""
 
 from __future__ import annotations
 
@@ -13,18 +13,28 @@ from sparsek.mask.mask import BlockMask
 def attention(
     q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, *, scale: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse): out[b, h, i] = sum_j exp(s_ij - lse[b, h, i]) v[b, h', j] and lse[b, h, i] = log sum_j exp(s_ij).
+    """Return (out, lse) of softmax(scale * q k^T) v over the pairs that a BlockMask admits.
 
-    s_ij = scale * <q[b, h, i], k[b, h', j]>; j runs over the keys that `mask` lets query i of head h see, and
-    h' = h // (Hq / Hkv) is the head of k and v that serves head h. `scale` is D**-0.5 unless given.
+    out[b, h, i] = sum_j exp(s_ij - lse[b, h, i]) v[b, h', j] and lse[b, h, i] = log sum_j exp(s_ij), where
+    s_ij = scale * <q[b, h, i], k[b, h', j]>, j runs over the keys that query i of head h sees, and h' = h // (Hq /
+    Hkv).
 
-    q is [B, Hq, S, D], k [B, Hkv, T, D], v [B, Hkv, T, Dv], of one dtype, on the mask's device, with any strides.
-    out is [B, Hq, S, Dv] in their dtype. Sums and lse [B, Hq, S] are float32, or float64 for float64 inputs.
-    Differentiable in q, k and v. Raises InvalidInput for shapes, dtypes or devices that do not fit.
+    A query that sees no key gets out = 0 and lse = -inf, and has no gradient. A key or value that no query of a tile
+    (mask.block[0] queries of one head) sees never reaches that tile, whatever it holds; what some query of the tile
+    sees must be finite. Differentiable in q, k and v, any number of times.
 
-    A query that sees no key gets out = 0 and lse = -inf, and passes no gradient. A key or value that no query of a
-    tile (mask.block[0] queries of one head) sees never reaches that tile, whatever it holds; what some query of the
-    tile sees must be finite.
+    Args:
+        q: [B, Hq, S, D].
+        k: [B, Hkv, T, D].
+        v: [B, Hkv, T, Dv]. All three of one dtype, on the mask's device, with any strides.
+        mask: For S queries and T keys, with 1 or B batch items and 1, Hkv or Hq heads.
+        scale: D**-0.5 by default.
+
+    Returns:
+        out [B, Hq, S, Dv] in the dtype of q, and lse [B, Hq, S]. Sums and lse are float32, or float64 for float64.
+
+    Raises:
+        InvalidInput: For shapes, dtypes or devices that do not fit together.
     """
     check(q, k, v, mask)
     factor = q.shape[-1] ** -0.5 if scale is None else scale
@@ -41,13 +51,13 @@ def attention(
 
 
 def seen_by(mask: BlockMask, first: int, last: int, q_heads: int) -> Tensor:
-    """Which keys queries first to last see: bool [mask.batch, q_heads, n, kv_len]. The range may end beyond q_len."""
+    """Which keys queries first to last - 1 see, bool [mask.batch, q_heads, n, kv_len]. `last` may lie beyond q_len."""
     seen = mask.dense_rows(first, min(last, mask.q_len))
     return seen.repeat_interleave(q_heads // mask.heads, 1)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Attention of one tile of queries q [B, Hq, n, D] to the keys that `seen`, bool [B or 1, Hq, n, T], admits."""
+    """Attention of one tile of queries q [B, Hq, n, D] over the keys that `seen`, bool [B or 1, Hq, n, T], admits."""
     sum_dtype = torch.promote_types(q.dtype, torch.float32)
     k, v = met(k, seen).to(sum_dtype), met(v, seen).to(sum_dtype)
     scores = (q.to(sum_dtype) @ k.mT * scale).masked_fill(~seen, -torch.inf)
@@ -68,13 +78,13 @@ def attention_backward(
     *,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) of `attention` for the gradients `grad` of out and `grad_lse` of lse, in formulas.
+    """Return (dq, dk, dv) of `attention` for the gradients `grad` of out and `grad_lse` of lse, by formulas.
 
-    With P_ij = exp(s_ij - lse_i) where query i sees key j and delta_i = <grad_i, out_i> - grad_lse_i:
+    With P_ij = exp(s_ij - lse_i) where query i sees key j, and delta_i = <grad_i, out_i> - grad_lse_i:
     dv_j = sum_i P_ij grad_i, dS_ij = P_ij (<grad_i, v_j> - delta_i), dq_i = scale sum_j dS_ij k_j and
-    dk_j = scale sum_i dS_ij q_i. dk and dv are summed over the heads of q that a head of k serves.
+    dk_j = scale sum_i dS_ij q_i. dk and dv are summed over the heads of q that share a head of k.
 
-    Shapes and dtypes as in `attention`, whose autograd gives the same. Queries that see nothing give nothing.
+    Shapes and dtypes as in `attention`, whose autograd gives the same. Queries that see nothing contribute nothing.
     """
     check(q, k, v, mask)
     factor = q.shape[-1] ** -0.5 if scale is None else scale
@@ -104,7 +114,7 @@ def attend_backward(
     grad: Tensor,
     grad_lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The part of one tile of queries in `attention_backward`: dq, dk, dv of float32, or float64 for float64."""
+    """The part of one tile of queries in `attention_backward`: dq, dk, dv in float32, or float64 for float64."""
     sum_dtype = torch.promote_types(q.dtype, torch.float32)
     heads = k.shape[1]
     q, k, v = q.to(sum_dtype), met(k, seen).to(sum_dtype), met(v, seen).to(sum_dtype)
@@ -132,12 +142,31 @@ def met(x: Tensor, seen: Tensor) -> Tensor:
 
 
 def merge_attention(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
-    """(o, lse) of attention to two disjoint sets of keys, from the results for each: o [..., Dv] and lse [...].
+    """Return (o, lse) of attention over two disjoint sets of keys, from the results for each.
 
-    lse = log(exp(lse1) + exp(lse2)) and o = exp(lse1 - lse) o1 + exp(lse2 - lse) o2, summed in float32, or float64 if
-    o or lse is; o has o1's dtype, lse the dtype of lse1. A part with lse = -inf counts for nothing, whatever its o
-    holds; where both are -inf, o is 0 and lse -inf. Differentiable. Swapping the parts gives the same bits.
-    Raises InvalidInput for shapes, dtypes or devices that do not fit.
+    lse = log(exp(lse1) + exp(lse2)) and o = exp(lse1 - lse) o1 + exp(lse2 - lse) o2, summed in float32, or in float64
+    if an operand is. Differentiable. Swapping the parts gives the same bits.
+
+    Args:
+        o1: [..., Dv], the output for the first set of keys.
+        lse1: [...], float32 or float64, as `attention(..., return_lse=True)` returns it. Where it is -inf, the part
+            does not count, whatever its o1.
+        o2: [..., Dv], the output for the second set.
+        lse2: [...], like lse1.
+
+    Returns:
+        o [..., Dv] in the dtype of o1 and lse [...] in that of lse1: 0 and -inf where both lse are -inf.
+
+    Raises:
+        InvalidInput: For shapes, dtypes or devices that do not fit together.
+
+    Example:
+        >>> import torch, sparsek as sk
+        >>> q, k, v = torch.randn(3, 1, 4, 256, 64).unbind()
+        >>> parts = [sk.attention(q, k[:, :, at], v[:, :, at], return_lse=True) for at in (slice(100), slice(100, 256))]
+        >>> out, lse = sk.merge_attention(*parts[0], *parts[1])
+        >>> torch.allclose(out, sk.attention(q, k, v), atol=1e-5)
+        True
     """
     _check_parts(o1, lse1, o2, lse2)
     if torch.is_grad_enabled() and any(x.requires_grad for x in (o1, lse1, o2, lse2)):
@@ -156,7 +185,7 @@ def merge_attention(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple
 
 
 def check(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> None:
-    """InvalidInput unless q, k, v and the mask fit together, as `attention` says."""
+    """InvalidInput unless q, k, v and the mask fit together, as `attention` requires."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor) or x.ndim != 4:
             raise InvalidInput(f"{name} must be a tensor [batch, heads, length, dim], got {_describe(x)}")

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
@@ -27,8 +28,11 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": partial(functional.gelu, approximate="tanh"),
     "silu": functional.silu,
 }
-ACTIVATION_NAMES = tuple(name for name in ACTIVATIONS if name)
-COMBINES = ("add", "mul")
+Activation: TypeAlias = Literal["relu", "gelu", "gelu_tanh", "silu"]
+EpilogueActivation: TypeAlias = Literal["", "relu", "gelu", "gelu_tanh", "silu"]
+Combine: TypeAlias = Literal["add", "mul"]
+ACTIVATION_NAMES = get_args(Activation)
+COMBINES = get_args(Combine)
 LARGEST = torch.finfo(torch.float32).max  # of alpha and beta: kernels take them in float32
 
 
@@ -42,9 +46,9 @@ class Epilogue:
 
     alpha: float = 1.0
     bias: Tensor | None = None
-    activation: str = ""
+    activation: EpilogueActivation = ""
     other: Tensor | None = None
-    combine: str = "add"
+    combine: Combine = "add"
     beta: float = 1.0
 
     def __post_init__(self) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
 from sparsek.matrix.bsr import BSR
-from sparsek.reference.epilogue import Epilogue, check_epilogue
+from sparsek.reference.epilogue import Activation, Epilogue, check_epilogue
 from sparsek.reference.spmm import spmm
 
 
@@ -19,7 +19,7 @@ def linear(
     x: Tensor,
     w: BSR | Tensor,
     bias: Tensor | None = None,
-    activation: str | None = None,
+    activation: Activation | None = None,
     residual: Tensor | None = None,
 ) -> Tensor:
     """y = act(x @ W.T + bias) + residual, rounded once.

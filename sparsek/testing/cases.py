@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -11,11 +11,11 @@ from torch import Tensor
 from sparsek.core import dtypes
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.bsr24 import BSR24
-from sparsek.matrix.dense8 import QuantizedTensor
-from sparsek.matrix.quantized import Quantized, quantize
-from sparsek.matrix.random import random_bsr
+from sparsek.matrix.dense8 import DenseScale, QuantizedTensor
+from sparsek.matrix.quantized import Quantized, Scale, quantize
+from sparsek.matrix.random import Spread, random_bsr
 from sparsek.matrix.semi24 import Semi24
-from sparsek.reference.epilogue import Epilogue
+from sparsek.reference.epilogue import Combine, Epilogue, EpilogueActivation
 from sparsek.testing.poison import poisoned
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -25,8 +25,8 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 class Scales:
     """The scopes of scales, and the FP8 dtypes: of A and of B. `fast`: A's `fast_accum`."""
 
-    a: str = "row"
-    b: str = "row"
+    a: Scale = "row"
+    b: DenseScale = "row"
     dtype: torch.dtype = E4M3
     b_dtype: torch.dtype = E4M3
     fast: bool = False
@@ -53,15 +53,15 @@ class Case:
     density: float = 0.5
     alpha: float = 1.0
     bias: bool = False
-    activation: str = ""
-    combine: str = ""
+    activation: EpilogueActivation = ""
+    combine: Combine | Literal[""] = ""
     beta: float = 1.0
     in_place: bool = False
     layouts: tuple[str, str, str] = ("row", "row", "row")
     batch: tuple[int, ...] = ()
     view: bool = False
     dtype: str = "fp16"
-    pattern: str = "uniform"
+    pattern: Spread = "uniform"
     blocks: int | None = None
     two_four: bool = False
     scales: Scales | None = None

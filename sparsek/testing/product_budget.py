@@ -18,7 +18,7 @@ from sparsek.matrix.dense8 import QuantizedTensor
 from sparsek.matrix.padding import tiles_of
 from sparsek.matrix.pattern import BlockPattern
 from sparsek.matrix.quantized import Matrix, Quantized
-from sparsek.reference.epilogue import Epilogue
+from sparsek.reference.epilogue import Activation, Epilogue
 from sparsek.reference.linear import swiglu
 from sparsek.reference.sddmm import sddmm
 from sparsek.reference.spgemm import pairs, spgemm
@@ -89,7 +89,7 @@ def check_linear(
     w: Matrix | Quantized,
     out: Tensor,
     bias: Tensor | None = None,
-    activation: str | None = None,
+    activation: Activation | None = None,
     residual: Tensor | None = None,
     *,
     tf32: bool = False,

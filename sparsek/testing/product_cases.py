@@ -10,7 +10,7 @@ from torch import Tensor
 from sparsek.core import dtypes
 from sparsek.matrix.bsr import BSR, zero_padding
 from sparsek.matrix.pattern import BlockPattern
-from sparsek.matrix.random import random_bsr
+from sparsek.matrix.random import Spread, random_bsr
 from sparsek.reference.spgemm import pairs
 from sparsek.testing.cases import Case, laid_out
 
@@ -28,7 +28,7 @@ class SddmmCase:
     block: tuple[int, int]
     density: float
     note: str
-    pattern: str = "uniform"
+    pattern: Spread = "uniform"
     dtype: str = "fp16"
     blocks: int | None = None
     layouts: tuple[str, str] = ("row", "row")
@@ -64,7 +64,7 @@ class SpgemmCase:
     blocks: tuple[int, int, int]
     densities: tuple[float, float]
     note: str
-    pattern: str = "uniform"
+    pattern: Spread = "uniform"
     dtype: str = "fp16"
     views: tuple[bool, bool] = (False, False)
     wanted: float | None = None

@@ -258,7 +258,7 @@ def test_another_table_can_be_added_to(own: Path, tmp_path: Path) -> None:
         (["--format", "bsr,dense_fp8", "--device", "cpu"], "--format dense_fp8: the vendor's library"),
         (
             ["--format", "csr"],
-            "no format is called 'csr'; known: semi24, bsr, bsr24, semi24_fp8, bsr_fp8, bsr24_fp8",
+            "no format is called 'csr'; did you mean 'bsr'? Known: semi24, bsr, bsr24, semi24_fp8, bsr_fp8, bsr24_fp8",
         ),
         (["--keep", "0", "--device", "cpu"], "a fraction of blocks"),
         (["none.npz", "--device", "cpu"], "neither a file nor a shape"),

@@ -18,7 +18,6 @@ PAGES = sorted(path for path in [ROOT / "README.md", *(ROOT / "docs").glob("**/*
 RESULTS = ROOT / "benchmarks" / "results"
 # An example, and right below it what it prints, if the page shows that.
 EXAMPLE = re.compile(r"^```python([^\n]*)\n(.*?)^```$(?:\n+^```text\n(.*?)^```$)?", re.MULTILINE | re.DOTALL)
-LINK = re.compile(r"\]\(([^)#\s]+)")
 
 
 class Example(NamedTuple):
@@ -66,9 +65,3 @@ def test_every_python_example_runs_and_prints_what_the_page_shows(
         if example.printed is not None:
             lines = [line.rstrip() for line in printed.getvalue().splitlines()]
             assert lines == example.printed.splitlines(), f"{page}, line {example.line}: prints otherwise"
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_links_into_the_checkout_lead_somewhere(page: Path) -> None:
-    links = [link for link in LINK.findall(page.read_text(encoding="utf-8")) if "://" not in link]
-    assert [link for link in links if not (page.parent / link).exists()] == []

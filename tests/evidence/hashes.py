@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from pathlib import Path
 
 from sparsek.plan import sources
+
+# Of a text: many test files need the same ones.
+imports = lru_cache(maxsize=None)(sources.imports)
 
 # A file of tests/ named in another, as a script that a test runs in a process of its own.
 BESIDE = re.compile(r"""["'](\w+\.(?:py|h|cu))["']""")
@@ -55,7 +59,7 @@ def needed(file: Path, root: Path) -> set[Path]:
             source = file.read_text(encoding="utf-8")
             waiting += [file.with_name(name) for name in BESIDE.findall(source)]
             late = LATE.findall(source) if file.is_relative_to(root / "sparsek") else []
-            for name in (*sources.imports(source), *late):
+            for name in (*imports(source), *late):
                 if name.startswith(FOLLOWED):
                     module = root / name.replace(".", "/")
                     waiting += [module.with_suffix(".py"), module / "__init__.py"]

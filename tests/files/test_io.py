@@ -213,6 +213,21 @@ def test_only_matrices_with_plain_names_are_saved(tmp_path, obj, message):
     assert os.listdir(tmp_path) == []
 
 
+def test_an_object_of_another_class_is_refused(tmp_path):
+    a, path = random_bsr(64, 64, 16, 0.5), tmp_path / "a.safetensors"
+    io.save(a, path)
+    assert torch.equal(io.load(path, kind=BSR).values, a.values)
+    with pytest.raises(InvalidInput, match="it holds a BSR, not a Semi24"):
+        io.load(path, kind=Semi24)
+    io.save({"up": a}, path)
+    assert list(io.load(path, kind=dict)) == ["up"]
+    assert io.load(path, "up", kind=BSR).shape == (64, 64)
+    with pytest.raises(InvalidInput, match="it holds a dict, not a BSR"):
+        io.load(path, kind=BSR)
+    with pytest.raises(InvalidInput, match="kind is 'BSR'; it must be a class"):
+        io.load(path, kind="BSR")  # type: ignore[call-overload]
+
+
 def test_a_missing_name_lists_near_ones(tmp_path):
     io.save({"encoder.query": small(), "encoder.key": small()}, tmp_path / "d.safetensors")
     with pytest.raises(InvalidInput, match=r"no matrix named 'encoder.qery'; did you mean 'encoder.query'"):

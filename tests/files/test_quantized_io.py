@@ -27,7 +27,7 @@ from tests.matrix.fp8 import CASES, E4M3, E5M2, FP8, KINDS, MAKERS, bsr, bsr24, 
 @pytest.mark.parametrize(("make", "kind"), CASES)
 @pytest.mark.parametrize("dtype", FP8, ids=str)
 def test_it_comes_back_to_the_last_bit(
-    tmp_path: Path, make: Callable[..., Any], kind: str, dtype: torch.dtype, device: str
+    tmp_path: Path, make: Callable[..., Any], kind: Any, dtype: torch.dtype, device: str
 ):
     q = quantize(make(), dtype, kind).to(device)
     io.save(q, tmp_path / "q.safetensors")
@@ -39,7 +39,7 @@ def test_it_comes_back_to_the_last_bit(
 
 
 @pytest.mark.parametrize("kind", ["tensor", "block"])
-def test_a_transposed_view_comes_back_as_a_view(tmp_path: Path, kind: str):
+def test_a_transposed_view_comes_back_as_a_view(tmp_path: Path, kind: Any):
     q = quantize(bsr(), scale=kind)
     io.save({"t": q.T}, tmp_path / "t.safetensors")
     loaded = io.load(tmp_path / "t.safetensors", "t")
@@ -133,7 +133,7 @@ def forged(path: Path, q: Quantized, tensors: dict[str, Tensor], **changes: Any)
 
 
 @pytest.mark.parametrize(("make", "kind"), CASES)
-def test_the_forgery_without_changes_is_a_right_file(tmp_path: Path, make: Callable[..., Any], kind: str):
+def test_the_forgery_without_changes_is_a_right_file(tmp_path: Path, make: Callable[..., Any], kind: Any):
     q = quantize(make(), scale=kind)
     assert same(io.load(forged(tmp_path / "f.safetensors", q, parts(q))), q)
 

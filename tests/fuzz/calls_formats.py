@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 import sparsek as sk
+from sparsek.matrix.quantized import Scale
 from sparsek.pictures import blocks as spy
 from sparsek.pictures import masks
 from tests.fuzz.engine import Call
@@ -64,7 +65,7 @@ def _24(kind: Any, dtype: torch.dtype) -> Any:
 
 
 @lru_cache
-def scaled(kind: str = "row", of: str = "bsr") -> sk.Quantized:
+def scaled(kind: Scale = "row", of: str = "bsr") -> sk.Quantized:
     return sk.quantize(bsr() if of == "bsr" else _24(sk.Semi24, torch.float32), scale=kind)
 
 
@@ -111,7 +112,7 @@ def function(called: Any, **arguments: Any) -> Any:
 def rule(random: Random) -> dict[str, Any]:
     """How blocks of a dense [128, 192] are chosen."""
     rules = (
-        {},
+        {"threshold": 0},
         {"keep": 0.5},
         {"keep": 0.5, "scope": "row"},
         {"threshold": 1.0},
@@ -178,6 +179,11 @@ def any_scaled(random: Random) -> sk.Quantized:
     return random.choice((scaled(), scaled("tensor"), scaled("block"), scaled("row", "semi24")))
 
 
+def ahead(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """A mask_mod."""
+    return k <= q + 10 * h
+
+
 def _flex(random: Random) -> Any:
     from torch.nn.attention.flex_attention import create_block_mask
 
@@ -221,7 +227,7 @@ def _loaded(random: Random) -> Any:
     path = Path("loaded.safetensors")
     if not path.exists():
         sk.save({"a": bsr(), "m": mask()}, path)
-    return sk.load, {"path": path, "name": "a", "device": "cpu"}
+    return sk.load, {"path": path, "name": "a", "device": "cpu", "kind": sk.BSR}
 
 
 def _sizes(random: Random) -> Any:
@@ -331,7 +337,11 @@ CALLS: dict[str, Call] = {
     "quantize": Call(_quantized, {"a": "tensor BSR Semi24"}),
     "random_bsr": Call(_sizes, {**BLOCK, **PLACE, "density": "int"}),
     "save": Call(_saved, {"path": "text", "obj": "dict BSR Semi24 Quantized BlockMask"}, errors=(OSError,)),
-    "load": Call(_loaded, {"path": "text", "name": "none text", "device": "none text"}, errors=(OSError,)),
+    "load": Call(
+        _loaded,
+        {"path": "text", "name": "none text", "device": "none text", "kind": "none"},
+        errors=(OSError,),
+    ),
     "BlockMask": Call(_mask_parts, {"lo": "none", "hi": "none", "rules": "none", "bits": "none"}),
     "BlockMask (lists)": Call(_mask_lists, {**BLOCK, "lo": "none", "hi": "none", "sizes": "any"}),
     "BlockMask.full": Call(builder("full"), FRAME),
@@ -366,6 +376,13 @@ CALLS: dict[str, Call] = {
         function(sk.BlockMask.from_transformers, mask=(dense(300, 300) > 0)[None, None], block=64), BLOCK
     ),
     "BlockMask.from_flex": Call(_flex, every=10),
+    "BlockMask.from_mask_mod": Call(
+        function(
+            sk.BlockMask.from_mask_mod, mask_mod=ahead, B=1, H=2, Q_LEN=70, KV_LEN=100, block=64, device="cpu"
+        ),
+        BLOCK | PLACE | {"B": "none", "H": "none"},
+        every=10,
+    ),
     "BlockMask.from_pattern": Call(function(sk.BlockMask.from_pattern, pattern=bsr().pattern)),
     "BlockMask.per_head": Call(function(sk.BlockMask.per_head, masks=[mask(), mask("window")])),
     "BlockMask.per_batch": Call(function(sk.BlockMask.per_batch, masks=[mask(), mask("window")])),
@@ -385,7 +402,6 @@ CALLS: dict[str, Call] = {
     "masks.picture": Call(
         _picture(masks.picture, mask=mask(), head=0, batch=0, title="m"), PATH, 100, (OSError,)
     ),
-    "spy.spy": Call(_picture(spy.spy, obj=bsr()), {**PATH, "obj": "BlockPattern"}, 100, (OSError,)),
     "spy.spy_png": Call(
         _picture(spy.spy_png, obj=bsr(), title="m"), {**PATH, "obj": "BlockPattern"}, 100, (OSError,)
     ),
@@ -435,6 +451,7 @@ REASONS = {
     "BlockMask.to_dense": "takes no arguments",
     "BSR24.to": "drawn under Semi24.to",
     "BSR24.to_dense": "drawn under Semi24.to_dense",
+    "BSR.kept_norm": "drawn under Semi24.kept_norm",
     "BSR24.kept_norm": "drawn under Semi24.kept_norm",
     "BSR24.requires_grad_": "drawn under Semi24.requires_grad_",
     "Quantized.requires_grad_": "drawn under Semi24.requires_grad_",

@@ -457,5 +457,5 @@ REASONS = {
     "refuse_unless_ready": "takes no arguments",
     "Plan.run": "for the operations: runs operands that were checked",
     "extra_repr": "takes no arguments",
-    "MaskPolicy.visible_in": "for the operations: of a scene that was checked",
+    "MaskPolicy.visible_in": "for the operations: of a layout that was checked",
 }

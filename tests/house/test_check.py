@@ -21,7 +21,7 @@ from tests.house.tools import ROOT
         ("tests/matrix/test_bsr.py", ["tests/matrix/test_bsr.py"], "tests/matrix/test_bsr24.py"),
         (
             "tests/ops/portable_gradients_interpreted.py",
-            ["tests/ops/test_gradients.py"],
+            ["tests/ops/portable_gradients_interpreted.py"],
             "tests/ops/test_spmm.py",
         ),
     ],
@@ -52,6 +52,5 @@ def test_a_run_of_tests(
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu: needs a GPU\n")
     (tmp_path / "test_a.py").write_text(f"import time\ndef test_0(): pass\ndef test_a():\n    {body}\n")
     monkeypatch.setattr(check, "ROOT", tmp_path)
-    monkeypatch.setattr(check, "SECONDS", seconds)
-    assert check.tests_pass(["test_a.py"], workers=1) is passes
+    assert check.tests_pass(["test_a.py"], 1, seconds, "0") is passes
     assert ("stopped" in capsys.readouterr().out) == (seconds == 5)

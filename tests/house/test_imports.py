@@ -84,7 +84,7 @@ def test_a_name_is_loaded_once_and_an_unknown_one_is_refused() -> None:
 @pytest.mark.parametrize(
     "code",
     [
-        "import sparsek as sk; A = sk.BSR.from_dense(ones(32, 32), 16)",
+        "import sparsek as sk; A = sk.BSR.from_dense(ones(32, 32), 16, threshold=0)",
         "from sparsek.matrix.random import random_bsr; A = random_bsr(32, 32, 16, 1.0)",
         "import sparsek as sk; A = sk.Semi24.from_dense(ones(32, 32))",
     ],
@@ -136,7 +136,7 @@ def test_the_help_of_the_program_says_what_each_command_says_of_itself() -> None
     assert list(benchmarks.commands) == [*BENCHES, "all"]
     for name, shown in [*program.commands.items(), *benchmarks.commands.items()]:
         assert isinstance(shown, Deferred)
-        assert shown.help == shown.load().help, name
+        assert shown.help == (shown.load().help or "").split("\n\n")[0].replace("\n", " "), name
 
 
 def test_making_and_checking_a_mask_loads_no_dynamo(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
-"""The wheel: built without a network, installed into a folder of its own, imported from there."""
+"""The wheel and the editable install, both built without a network; and the version, wherever it is written."""
 
 import json
+import re
 import shutil
 import sys
 import zipfile
@@ -14,14 +15,20 @@ OFFLINE = {"PIP_NO_INDEX": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    need("pip")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what a wheel is built from."""
     need("setuptools")
-    folder = tmp_path_factory.mktemp("wheel")
-    source = folder / "source"
+    source = tmp_path_factory.mktemp("wheel") / "source"
     shutil.copytree(ROOT / "sparsek", source / "sparsek", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
+    return source
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path) -> Path:
+    need("pip")
+    folder = source.parent
     pip = (sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "--quiet")
     done = run(*pip, "-w", str(folder), str(source), cwd=folder, env=OFFLINE)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -68,3 +75,21 @@ print(json.dumps([sparsek.__file__, importlib.metadata.version("sparsek"), spars
     assert Path(where).is_relative_to(site)
     assert version == wheel.name.split("-")[1]
     assert name == "BSR"
+
+
+def test_an_editable_install_is_a_plain_path_for_type_checkers(source: Path, tmp_path: Path) -> None:
+    build = f"from setuptools.build_meta import build_editable; build_editable({str(tmp_path)!r})"
+    done = run(sys.executable, "-c", build, cwd=source)
+    assert done.returncode == 0, done.stdout + done.stderr
+    inside = zipfile.ZipFile(next(tmp_path.glob("*.whl")))
+    outside = [name for name in inside.namelist() if ".dist-info/" not in name]
+    assert len(outside) == 1
+    assert outside[0].endswith(".pth")
+    assert Path(inside.read(outside[0]).decode().strip()) == source
+
+
+def test_one_version_stands_everywhere() -> None:
+    (version,) = re.findall(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.M)
+    assert re.findall(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(), re.M) == [version]
+    assert f"ersion {version}" in (ROOT / "CHANGELOG.md").read_text()
+    assert python("import sparsek; print(sparsek.__version__)") == version

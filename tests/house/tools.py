@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -69,38 +68,3 @@ def python_beside(folder: str, package: str) -> str:
             pytest.skip(f"`make env` had no network to fetch {missing} from")
     assert python.exists(), f"`make env` should have made {python}; remove {stamp} and run it again"
     return str(python)
-
-
-def in_the_interpreter(script: Path) -> None:
-    """Runs the tests of a file with Triton's interpreter, which a process has from its start or never."""
-    done = run(
-        sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", str(script),
-        env={"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-
-
-def next_python() -> str:
-    """The Python with the newest Triton."""
-    return python_beside(".venv-triton-next", "triton")
-
-
-def under_next_triton(script: "str | Path", given: str = "") -> Any:
-    """What a script of the tests makes of `given` under the newest Triton, and prints as JSON."""
-    done = subprocess.run(
-        [next_python(), "-W", "ignore", str(script)],
-        input=given,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        cwd=ROOT,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
-    return json.loads(done.stdout)
-
-
-def next_triton() -> str:
-    """The version of the newest Triton, as CI has it."""
-    return (ROOT / "constraints-triton-next.txt").read_text().split("triton==")[1].split()[0]

@@ -211,9 +211,9 @@ def test_dropout_is_refused_in_training_only(name: str, option: str):
 
 
 WRONG: dict[str, Any] = {
-    "scores that are capped": {"softcap": 50.0},
+    "capped scores": {"softcap": 50.0},
     "learned sinks": {"s_aux": torch.zeros(4)},
-    "a bias of positions": {"position_bias": torch.zeros(1, 4, 5, 5)},
+    "a position bias": {"position_bias": torch.zeros(1, 4, 5, 5)},
     "the weights are never in memory": {"output_attentions": True},
     "cu_seq_lens are given": {"cu_seq_lens_q": torch.tensor([0, 5])},
     "a causal mask or a window is wanted": {"sliding_window": 3},

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sparsek.core import env
-from tests.kernels.drawn import fresh
+from tests.kernels.lang.drawn import fresh
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""Runs one kernel of A @ B, A stored in any way, without the planner: problem, config, work, the output."""
+"""Runs one kernel of any operation without the planner's choice: problem, config, work, a poisoned output."""
 
 from typing import Any
 
@@ -7,8 +7,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sparsek.core.device import card_of
+from sparsek.mask.mask import BlockMask
+from sparsek.matrix.bsr import BSR
+from sparsek.matrix.pattern import BlockPattern
+from sparsek.plan import attention_operands
+from sparsek.plan.attention import Attended
+from sparsek.plan.kernel import AttentionCall
+from sparsek.plan.matches import Matches, match
 from sparsek.plan.operands import layout
-from sparsek.plan.problem import SpmmProblem
+from sparsek.plan.problem import AttentionProblem, SddmmProblem, SpgemmProblem, SpmmProblem
+from sparsek.plan.sddmm import Sampled
+from sparsek.plan.spgemm import Pair
 from sparsek.plan.spmm import Product
 from sparsek.reference.epilogue import ACTIVATIONS, PLAIN, Epilogue
 from sparsek.testing.budget import CORE, check_spmm
@@ -75,6 +84,67 @@ def hold(
         assert torch.equal(epilogue.other, judged.other), f"{case} wrote into its other matrix"
     gate = check_spmm(a, b, out, judged, transposed=case.turned, core=core)
     assert gate.passed, f"{case}: {gate}"
+
+
+def sddmm_problem(x: Tensor, y: Tensor, pattern: BlockPattern) -> SddmmProblem:
+    """The problem that X @ Y at `pattern` poses."""
+    return Sampled(x, y, pattern).problem(card_of(x.device))
+
+
+def sample(kernel: Any, x: Tensor, y: Tensor, pattern: BlockPattern, config: Any = None) -> BSR:
+    """X @ Y at `pattern` by `kernel`, into values full of NaN."""
+    p = sddmm_problem(x, y, pattern)
+    assert kernel.why_not(p) == []
+    c = kernel.default(p) if config is None else config
+    values = poisoned((pattern.nnzb, *pattern.block), x.dtype, x.device)
+    kernel.launch(c, kernel.prepare(p, c, pattern), x, y, pattern, values)
+    return BSR.unchecked(pattern, values)
+
+
+def spgemm_problem(a: BSR, b: BSR, matches: Matches, dense_out: bool) -> SpgemmProblem:
+    """The problem that A @ B poses with these matches."""
+    return Pair(a, b, matches, dense_out).problem(card_of(a.device))
+
+
+def join(
+    kernel: Any, a: BSR, b: BSR, wanted: BlockPattern | None = None, *, dense_out: bool, config: Any = None
+) -> "Tensor | BSR":
+    """A @ B by `kernel`, into an output full of NaN: dense, or a BSR of the wanted pattern."""
+    matches = match(a.pattern, b.pattern, wanted)
+    p = spgemm_problem(a, b, matches, dense_out)
+    assert kernel.why_not(p) == []
+    c = kernel.default(p) if config is None else config
+    shape = (p.m, p.n) if dense_out else (matches.pattern.nnzb, *p.block)
+    out = poisoned(shape, a.dtype, a.device)
+    kernel.launch(c, kernel.prepare(p, c, matches), a, b, matches, out)
+    return out if dense_out else BSR.unchecked(matches.pattern, out)
+
+
+def attention_problem(
+    q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, *, lse: bool = True
+) -> AttentionProblem:
+    """The problem that attention of q, k and v under `mask` poses."""
+    return Attended(q, k, v, mask, lse=lse).problem(card_of(q.device))
+
+
+def attend(
+    kernel: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: BlockMask,
+    config: Any = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of `kernel`, written over NaN."""
+    p = attention_problem(q, k, v, mask)
+    c = kernel.default(p) if config is None else config
+    out = attention_operands.empty_out(q, v.shape[3]).fill_(float("nan"))
+    lse = poisoned(q.shape[:3], attention_operands.lse_dtype(q.dtype), q.device)
+    work = kernel.prepare(p, c, mask)
+    factor = attention_operands.checked_scale(scale, q.shape[3])
+    kernel.launch(c, work, AttentionCall(q, k, v, mask, factor, out, lse))
+    return out, lse
 
 
 def _dtype(b: Any) -> torch.dtype:

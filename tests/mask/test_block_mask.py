@@ -175,10 +175,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"bits": torch.full((1, 64, 2), -1).int()},
         r"bits\[0\], query tile 1, admits keys beyond kv_len 150",
     ),
-    "pure bits": ({"pure": True}, "said to be pure and has rules that are bits"),
+    "pure bits": ({"pure": True}, "pure is True, but some rules are bits; a pure mask has intervals only"),
     "pure full": (
         {"pure": True, "rules": None, "bits": None, "lo": torch.full((1, 100), 65).int()},
-        "said to be pure, and full blocks of query tile 0 lie outside lo and hi",
+        "pure is True, but full blocks of query tile 0 lie outside lo and hi",
     ),
 }
 

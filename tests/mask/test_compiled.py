@@ -20,6 +20,9 @@ MAKERS: dict[str, Callable[[Tensor], BlockMask]] = {
     "topk": lambda scores: BlockMask.topk(scores, 1, seq_len=256),
     "from_blocks": lambda _: BlockMask.from_blocks([0, 1, 2], [1, 0], 256, 256, device="cpu"),
     "from_dense": lambda _: BlockMask.from_dense(torch.ones(256, 256).tril().bool()),
+    "from_mask_mod": lambda _: BlockMask.from_mask_mod(
+        lambda b, h, q, k: q >= k, 1, 1, 256, 256, device="cpu"
+    ),
     "and": lambda _: MASK & MASK,
     "or": lambda _: MASK | MASK,
     "per_head": lambda _: BlockMask.per_head([MASK, MASK]),

@@ -322,7 +322,7 @@ def test_a_mask_mod_is_asked_about_partial_blocks_only(monkeypatch: pytest.Monke
 
     bm = flex.create_block_mask(MODS["causal"], 1, 1, 1024, 1024, "cpu", 64)
     monkeypatch.setattr(flex, "create_mask", counting)
-    monkeypatch.setattr(interop, "CHUNK", 5 * 64 * 64)
+    monkeypatch.setattr("sparsek.mask.flex.CHUNK", 5 * 64 * 64)
     assert BlockMask.from_flex(bm).elements == 1024 * 1025 // 2
     assert asked == [5, 5, 5, 1]
 

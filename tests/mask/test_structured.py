@@ -334,7 +334,7 @@ def test_builders_read_nothing_and_launch_little(name: str):
 
 
 def test_topk_reads_nothing_and_launches_little(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(scored, "_with_answers", lambda mask, asked: mask)
+    monkeypatch.setattr(scored, "_with_readbacks", lambda mask, asked: mask)
     scores = torch.randn(1, 4, 32, 32)
     with NoReading() as mode:
         BlockMask.topk(scores, 4, causal=True, always=(1, 1), seq_len=4096)
@@ -366,7 +366,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "negative length": (lambda: BlockMask.full(-1), "seq_len is -1; it must be an int of at least 0"),
     "a float": (lambda: BlockMask.full(1.5), "seq_len is 1.5"),  # type: ignore[arg-type]
     "too long": (lambda: BlockMask.full(2**31 - 1), "must fit int32"),
-    "far away": (lambda: BlockMask.causal(64, q_offset=2**31 - 2), "must stand at int32 positions"),
+    "far away": (lambda: BlockMask.causal(64, q_offset=2**31 - 2), "the positions of queries must fit int32"),
     "block": (lambda: BlockMask.full(64, block=32), "block is 32; masks have blocks of 64 or 128"),
     "block pair": (lambda: BlockMask.full(64, block=(64, 256)), "blocks of 64 or 128"),
     "block triple": (lambda: BlockMask.full(64, block=(64, 64, 64)), "blocks of 64 or 128"),  # type: ignore[arg-type]
@@ -568,7 +568,7 @@ def test_true_sizes_take_the_place_of_bounds():
         hi=mask.hi, rules=mask.rules, bits=mask.bits, sizes=Sizes(999, 99, 16, exact=False), pure=mask.pure,
     )  # fmt: skip
     assert loose.heavy_blocks == 999
-    scored.TrueSizes(mask.full.counts, mask.partial.counts).tell(loose, wait=True)
+    scored.TrueSizes(mask.full.counts, mask.partial.counts).apply(loose, wait=True)
     assert loose.sizes == mask.sizes
     assert loose.heavy_blocks == mask.heavy_blocks
 
@@ -576,8 +576,8 @@ def test_true_sizes_take_the_place_of_bounds():
 def test_true_sizes_of_many_rows_fit():
     counts = torch.full((1 << 18,), 64, dtype=torch.int32)
     counts[0] = 8192  # 2^13 blocks times 2^18 rows is 2^31
-    asked = scored.TrueSizes(counts, torch.zeros_like(counts))
-    assert asked.answer(wait=True) == [int(counts.sum()), 0, 8192, 8192]
+    made = scored.TrueSizes(counts, torch.zeros_like(counts))
+    assert made.read(wait=True) == [int(counts.sum()), 0, 8192, 8192]
 
 
 @pytest.mark.gpu

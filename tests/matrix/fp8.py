@@ -2,7 +2,7 @@
 
 import math
 from fractions import Fraction
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -11,13 +11,13 @@ from torch import Tensor
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.bsr24 import BSR24
 from sparsek.matrix.pattern import BlockPattern
-from sparsek.matrix.quantized import Quantized
+from sparsek.matrix.quantized import Quantized, Scale
 from sparsek.matrix.random import random_bsr
 from sparsek.matrix.semi24 import Semi24
 from tests.matrix.two_four import same_bits
 
 FP8 = E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-KINDS = ("tensor", "row", "block")
+KINDS: tuple[Scale, ...] = ("tensor", "row", "block")
 
 
 class Layout(NamedTuple):
@@ -93,7 +93,7 @@ def bsr24(m: int = 150, k: int = 190, dtype: torch.dtype = torch.float32) -> BSR
 
 
 MAKERS = (bsr, semi24, bsr24)
-CASES = [(make, kind) for make in MAKERS for kind in KINDS if (make, kind) != (semi24, "block")]
+CASES: list[Any] = [(make, kind) for make in MAKERS for kind in KINDS if (make, kind) != (semi24, "block")]
 
 
 def sizes(shape: tuple[int, ...]) -> Tensor:
@@ -101,7 +101,7 @@ def sizes(shape: tuple[int, ...]) -> Tensor:
     return 2.0 ** torch.randint(-8, 5, shape, dtype=torch.float64).unsqueeze(-1)
 
 
-def kinds(a: BSR | Semi24 | BSR24) -> tuple[str, ...]:
+def kinds(a: BSR | Semi24 | BSR24) -> tuple[Any, ...]:
     return KINDS[:2] if isinstance(a, Semi24) else KINDS
 
 

@@ -6,7 +6,7 @@ import operator
 import pickle
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -499,13 +499,13 @@ def test_compiled_it_gives_the_same(view: bool):
 
 
 def test_compiled_the_same_is_refused_as_eagerly():
-    a, t = make(), torch.tensor(2.0)
-    other = make()
+    t: Any = torch.tensor(2.0)
+    a, other = make(), make()
     for run, message in (
         (lambda: t - a, "do not add up"),
         (lambda: a - t, "do not add up"),
         (lambda: a + t, "do not add up"),
-        (lambda: a * a, "is not defined"),
+        (lambda: a * cast(Any, a), "is not defined"),
         (lambda: a + other, "make both matrices of one pattern object"),
         (lambda: a.block_row_slice(0, 1), "slice outside and hand the slice"),
     ):
@@ -538,7 +538,7 @@ def test_on_a_gpu_nothing_waits_and_the_bits_repeat(no_sync: Callable[[], Any]):
 
 
 def test_values_written_outside_the_matrix_are_refused_by_save_until_they_are_zeroed(tmp_path: Path) -> None:
-    a = BSR.from_dense(torch.ones(40, 24), 16)
+    a = BSR.from_dense(torch.ones(40, 24), 16, threshold=0)
     with torch.no_grad():
         a.values.add_(1.0)
     with pytest.raises(InvalidInput, match=r"values outside the 40x24 matrix are not zero.*zero_padding_"):

@@ -114,7 +114,7 @@ def test_matmul_calls_what_is_registered(monkeypatch: pytest.MonkeyPatch):
         assert make() @ torch.ones(70, 2)
     BSR.register_matmul(lambda a, b: ("called", a, b))
     a = make()
-    assert a @ 7 == ("called", a, 7)
+    assert a @ 7 == ("called", a, 7)  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("left", [torch.ones(3, 100), np.ones((3, 100)), 2], ids=["tensor", "array", "int"])

@@ -15,6 +15,7 @@ import sparsek
 from sparsek.core.errors import InvalidInput
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.bsr24 import BSR24
+from sparsek.matrix.convert import Scope
 from sparsek.matrix.pattern import BlockPattern
 from sparsek.matrix.random import random_bsr
 from sparsek.matrix.semi24 import Semi24
@@ -75,7 +76,7 @@ def test_a_transposed_view_is_packed_along_its_own_rows():
 
 
 @given(keep=st.sampled_from([0.1, 0.3, 1.0]), scope=st.sampled_from(["global", "row"]), data=st.data())
-def test_a_dense_matrix_keeps_the_blocks_that_a_bsr_keeps(keep: float, scope: str, data: st.DataObject):
+def test_a_dense_matrix_keeps_the_blocks_that_a_bsr_keeps(keep: float, scope: Scope, data: st.DataObject):
     m, k = data.draw(st.integers(1, 300)), data.draw(st.integers(1, 300))
     w = torch.randn(m, k)
     a = BSR.from_dense(w, (64, 128), keep=keep, scope=scope)
@@ -85,12 +86,12 @@ def test_a_dense_matrix_keeps_the_blocks_that_a_bsr_keeps(keep: float, scope: st
     BSR24(b.pattern, b.values, b.meta)
 
 
-def test_threshold_no_rule_and_a_mask_of_blocks_choose_blocks_too():
+def test_thresholds_and_a_mask_of_blocks_choose_blocks_too():
     w = torch.zeros(192, 256)
     w[:64, 64:128] = torch.rand(64, 64) + 1
     w[130, 3] = 0.5
     cases: tuple[tuple[dict[str, Any], list[list[int]]], ...] = (
-        ({}, [[0, 1, 0, 0], [0] * 4, [1, 0, 0, 0]]),
+        ({"threshold": 0}, [[0, 1, 0, 0], [0] * 4, [1, 0, 0, 0]]),
         ({"threshold": 2.0}, [[0, 1, 0, 0], [0] * 4, [0] * 4]),
         ({"mask": torch.eye(3, 4, dtype=torch.bool)}, [[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0]]),
     )
@@ -98,6 +99,8 @@ def test_threshold_no_rule_and_a_mask_of_blocks_choose_blocks_too():
         a = BSR24.from_dense(w, 64, **more)
         ones = torch.ones(a.nnzb, 64, 64)
         assert torch.equal(BSR(a.pattern, ones).to_dense()[::64, ::64], torch.tensor(stored).float())
+    with pytest.raises(InvalidInput, match=r"keep=0.25 .*, threshold=t .* or mask="):
+        BSR24.from_dense(w, 64)
     with pytest.raises(InvalidInput, match="mask and keep are given"):
         BSR24.from_dense(w, 64, keep=0.5, mask=torch.eye(3, 4, dtype=torch.bool))
 
@@ -122,7 +125,7 @@ def test_exact_takes_2_4_blocks_and_counts_what_it_refuses(device: str):
     b = make(device=device)
     assert torch.equal(BSR24.from_bsr(b.to_bsr(), exact=True).to_dense(), b.to_dense())
     dense = b.to_dense()
-    assert torch.equal(BSR24.from_dense(dense, b.block, exact=True).to_dense(), dense)
+    assert torch.equal(BSR24.from_dense(dense, b.block, exact=True, threshold=0).to_dense(), dense)
     at, row, group = 1, int(torch.randint(7, ())), int(torch.randint(16, ()))
     a = b.to_bsr()
     a.values[at, row, 4 * group : 4 * group + 3] = 1
@@ -319,8 +322,8 @@ def test_products_call_what_is_registered(monkeypatch: pytest.MonkeyPatch):
         assert a @ torch.ones(330, 2)
     semi, bsr = Semi24._matmul, BSR._matmul
     BSR24.register_matmul(lambda first, second: ("called", first, second))
-    assert a @ 7 == ("called", a, 7)
-    assert 7 @ a == ("called", 7, a)
+    assert a @ 7 == ("called", a, 7)  # type: ignore[operator]
+    assert 7 @ a == ("called", 7, a)  # type: ignore[operator]
     assert (Semi24._matmul, BSR._matmul) == (semi, bsr)  # each class has its own
 
 

@@ -65,7 +65,7 @@ def test_everything_survives_dense_and_back(
         torch.rand(-(-m // block[0]), -(-k // block[1]), generator=torch.Generator().manual_seed(seed)) < 0.5
     )
     w = by_cells(w, cells, block)
-    a = BSR.from_dense(w, block)
+    a = BSR.from_dense(w, block, threshold=0)
     recheck(a)
     assert torch.equal(stored(a), cells)
     assert torch.equal(a.to_dense(), w)
@@ -198,14 +198,14 @@ def test_blocks_of_zeros_that_are_not_picked_cost_no_second_look(monkeypatch: py
     assert BSR.from_dense(w.T, 16, keep=0.6, scope="row").nnzb == 3
 
 
-def test_without_a_rule_the_tiniest_number_and_nan_are_stored():
+def test_a_threshold_of_0_stores_the_tiniest_number_nan_and_inf():
     w = torch.zeros(48, 16)
-    w[0, 0], w[40, 3] = 1e-38, torch.nan
-    assert BSR.from_dense(w, 16).pattern.block_rows.tolist() == [0, 2]
+    w[0, 0], w[40, 3], w[41, 3] = 1e-38, torch.nan, torch.inf
+    assert BSR.from_dense(w, 16, threshold=0).pattern.block_rows.tolist() == [0, 2]
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("rule", [{"keep": 0.5}, {"keep": 0}, {"threshold": 1.0}, {"threshold": 0}])
+@pytest.mark.parametrize("rule", [{"keep": 0.5}, {"keep": 0}, {"threshold": 1.0}, {"threshold": 1e-9}])
 def test_norms_of_nan_and_inf_are_refused(bad: float, rule: dict[str, float]):
     w = normal(50, 50)
     w[49, 49] = w[3, 3] = bad
@@ -265,6 +265,8 @@ def test_a_registered_packer_is_asked_on_a_gpu_where_no_gradient_is_wanted(monke
         (torch.ones(4, 4).to_sparse(), {}, "layout torch.sparse_coo"),
         ([[1.0]], {}, r"w must be a dense torch.Tensor, got list"),
         (torch.ones(4, 4, dtype=torch.int32), {}, "is torch.int32; use one of"),
+        (torch.ones(4, 4), {}, r"needs one rule .* keep=0.25 .*, threshold=t .*threshold=0 .* or mask="),
+        (torch.ones(4, 4), {"scope": "row"}, "needs one rule that chooses blocks"),
         (torch.ones(4, 4), {"keep": 0.5, "threshold": 1}, "threshold and keep are given"),
         (torch.ones(4, 4), {"keep": 1.5}, "keep is 1.5"),
         (torch.ones(4, 4), {"keep": float("nan")}, "keep is nan"),
@@ -281,7 +283,7 @@ def test_a_registered_packer_is_asked_on_a_gpu_where_no_gradient_is_wanted(monke
         ),
         (torch.ones(4, 4), {"keep": 0.5, "scope": "column"}, "scope is 'column'; use one of global, row"),
         (torch.ones(4, 4), {"keep": 0.5, "scope": np.array(["row", "row"])}, "use one of global, row"),
-        (torch.ones(4, 4), {"scope": "row"}, "belongs to keep"),
+        (torch.ones(4, 4), {"scope": "row", "threshold": 1}, "belongs to keep"),
         (
             torch.ones(4, 4),
             {"mask": torch.ones(4, 4)},

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from torch.utils import _pytree
 
 import sparsek
 from sparsek.core.errors import InvalidInput
-from sparsek.matrix.dense8 import QuantizedTensor
+from sparsek.matrix.dense8 import DenseScale, QuantizedTensor
 from sparsek.matrix.quantized import quantize
 from tests.matrix import fp8
 from tests.matrix.fp8 import E4M3, E5M2, FP8, codes, grid
@@ -29,7 +29,7 @@ def dense(shape: tuple[int, ...], dtype: torch.dtype, device: str = "cpu") -> Te
     return (x * 2.0 ** torch.randint(-8, 5, (*shape[:-1], 1))).to(device, dtype)
 
 
-def right(x: Tensor, dtype: torch.dtype, kind: str) -> tuple[np.ndarray, np.ndarray]:
+def right(x: Tensor, dtype: torch.dtype, kind: DenseScale) -> tuple[np.ndarray, np.ndarray]:
     """Bytes and scales of x, by numpy."""
     values = x.to(torch.promote_types(x.dtype, torch.float32)).cpu().numpy()
     top = grid(dtype)[-1]
@@ -50,7 +50,9 @@ def test_it_has_a_name_at_the_top():
 @pytest.mark.parametrize("dtype", FP8, ids=str)
 @pytest.mark.parametrize("source", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", ["row", "tensor"])
-def test_values_over_their_scale_are_rounded(kind: str, source: torch.dtype, dtype: torch.dtype, device: str):
+def test_values_over_their_scale_are_rounded(
+    kind: DenseScale, source: torch.dtype, dtype: torch.dtype, device: str
+):
     for shape in SHAPES:
         x = dense(shape, source, device)
         for each in (x, x.mT if x.ndim > 1 else x, x[..., ::2]):
@@ -70,7 +72,7 @@ def test_the_default_is_e4m3_with_a_scale_for_each_row():
 
 
 @pytest.mark.parametrize("kind", ["row", "tensor"])
-def test_back_in_a_wider_dtype_it_is_value_times_scale(kind: str):
+def test_back_in_a_wider_dtype_it_is_value_times_scale(kind: DenseScale):
     x = dense((2, 5, 24), torch.float32)
     q = quantize(x, E5M2, kind)
     exact = q.values.double() * (q.scale.double().unsqueeze(-1) if kind == "row" else q.scale.double())
@@ -175,7 +177,10 @@ def of(values: Any = None, scale: Any = None, turned: bool = False) -> Quantized
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "scale": (lambda: quantize(torch.ones(2, 8), scale="block"), "scale is 'block'; use one of tensor, row"),
+    "scale": (
+        lambda: quantize(torch.ones(2, 8), scale=cast(Any, "block")),
+        "scale is 'block'; use one of tensor, row",
+    ),
     "dtype": (
         lambda: quantize(torch.ones(2, 8), torch.float16),
         "dtype is .*; use one of torch.float8_e4m3fn, torch.float8_e5m2",
@@ -206,7 +211,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "to a dtype": (lambda: quantize(torch.ones(2, 8)).to(HALF), r"\.dequantize\(torch.float16\)"),
     "error of what": (
         lambda: quantize(torch.ones(2, 8)).error(torch.ones(8, 2)),
-        r"made of a tensor \[2, 8\]",
+        r"quantized form of a tensor \[2, 8\]",
     ),
 }
 

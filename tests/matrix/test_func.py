@@ -65,11 +65,12 @@ WORKS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor], T
 }  # fmt: skip
 # The same, but vmap has many values to choose by.
 ONE_BY_ONE: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor], Tensor]] = {
-    "from_dense": (lambda w: sk.BSR.from_dense(w, 16).to_dense(), lambda w: w * 1, WEIGHT),
+    "from_dense": (lambda w: sk.BSR.from_dense(w, 16, threshold=0).to_dense(), lambda w: w * 1, WEIGHT),
     "from_dense by norm": (lambda w: sk.BSR.from_dense(w, 16, threshold=15.5).to_dense(), kept, WEIGHT),
     "BSR": (lambda v: sk.BSR(A.pattern, v).to_dense(), written, A.values),
     "from_dense and a product": (
-        lambda w: sk.spmm(sk.BSR.from_dense(w, 16), torch.ones(64, 3)), lambda w: w @ torch.ones(64, 3), WEIGHT,
+        lambda w: sk.spmm(sk.BSR.from_dense(w, 16, threshold=0), torch.ones(64, 3)),
+        lambda w: w @ torch.ones(64, 3), WEIGHT,
     ),
 }  # fmt: skip
 BOTH = {**WORKS, **ONE_BY_ONE}
@@ -112,7 +113,7 @@ def test_vmap_is_torchs(name: str) -> None:
 
 REFUSED: dict[str, tuple[Callable[[Tensor], Any], Tensor, str]] = {
     "from_dense": (
-        lambda w: sk.BSR.from_dense(w, 16),
+        lambda w: sk.BSR.from_dense(w, 16, threshold=0),
         WEIGHT,
         "from_dense reads the values of w.*pass mask=",
     ),

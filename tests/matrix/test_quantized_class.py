@@ -12,7 +12,7 @@ from torch.utils import _pytree
 
 from sparsek.core.errors import InvalidInput
 from sparsek.matrix.bsr import BSR
-from sparsek.matrix.quantized import Quantized, quantize
+from sparsek.matrix.quantized import Quantized, Scale, quantize
 from sparsek.matrix.random import random_bsr
 from sparsek.matrix.semi24 import Semi24
 from tests.matrix import fp8
@@ -20,7 +20,7 @@ from tests.matrix.fp8 import CASES, E4M3, E5M2, FP8, KINDS, MAKERS, bsr, bsr24, 
 
 
 @pytest.mark.parametrize("kind", ["tensor", "block"])
-def test_a_transposed_view_is_quantized_as_the_matrix_that_it_views(kind: str, device: str):
+def test_a_transposed_view_is_quantized_as_the_matrix_that_it_views(kind: Scale, device: str):
     a = bsr().to(device)
     q = quantize(a, scale=kind)
     t = quantize(a.T, scale=kind)
@@ -49,7 +49,7 @@ def test_where_there_is_no_transpose_the_error_says_why():
 
 
 def changed(
-    part: str, change: Callable[[Any], Any], kind: str = "row", make: Any = bsr
+    part: str, change: Callable[[Any], Any], kind: Scale = "row", make: Any = bsr
 ) -> Callable[[], Quantized]:
     """A call that makes a Quantized with one part changed."""
 
@@ -138,7 +138,7 @@ def test_parts_that_do_not_fit_are_refused(build: Callable[[], Quantized], messa
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", FP8, ids=str)
-def test_parts_that_fit_are_taken_as_they_are(kind: str, dtype: torch.dtype):
+def test_parts_that_fit_are_taken_as_they_are(kind: Scale, dtype: torch.dtype):
     """NaN and the infinities of E5M2 are values that a matrix may have."""
     q = quantize(bsr(64, 64), dtype, kind)
     q.matrix.values.view(torch.uint8).view(-1)[:2] = torch.tensor([0x7F, 0x7C], dtype=torch.uint8)
@@ -166,7 +166,7 @@ def test_to_stays_where_it_is_and_refuses_a_dtype():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("make", "kind"), CASES)
-def test_to_moves_there_and_back(make: Callable[..., Any], kind: str):
+def test_to_moves_there_and_back(make: Callable[..., Any], kind: Scale):
     q = quantize(make(), scale=kind, fast_accum=kind != "block")
     views = [q.T] if make is bsr and kind != "row" else []
     for each in (q, *views):
@@ -189,7 +189,7 @@ def test_repr_is_one_line_of_facts():
 
 
 @pytest.mark.parametrize(("make", "kind"), CASES)
-def test_pytree_leaves_are_those_of_the_matrix_and_the_scale(make: Callable[..., Any], kind: str):
+def test_pytree_leaves_are_those_of_the_matrix_and_the_scale(make: Callable[..., Any], kind: Scale):
     q = quantize(make(), scale=kind)
     leaves, spec = _pytree.tree_flatten(q)
     of_matrix = _pytree.tree_leaves(q.matrix)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from sparsek.core.errors import InvalidInput
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.pattern import BlockPattern
-from sparsek.matrix.random import PATTERNS, powerlaw_lengths, random_bsr
+from sparsek.matrix.random import PATTERNS, Spread, powerlaw_lengths, random_bsr
 
 
 @given(
@@ -21,7 +21,7 @@ from sparsek.matrix.random import PATTERNS, powerlaw_lengths, random_bsr
     seed=st.integers(0, 9),
 )
 def test_every_matrix_is_valid(
-    m: int, k: int, block: tuple[int, int], density: float, pattern: str, seed: int
+    m: int, k: int, block: tuple[int, int], density: float, pattern: Spread, seed: int
 ):
     a = random_bsr(m, k, block, density, pattern=pattern, seed=seed)
     p = BlockPattern(a.shape, a.block, a.pattern.indptr, a.pattern.indices)
@@ -31,7 +31,7 @@ def test_every_matrix_is_valid(
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_the_seed_decides(pattern: str):
+def test_the_seed_decides(pattern: Spread):
     first, again, other = (random_bsr(256, 256, 16, 0.3, pattern=pattern, seed=seed) for seed in (1, 1, 2))
     assert first.pattern.same_as(again.pattern)
     assert torch.equal(first.values, again.values)

@@ -445,8 +445,9 @@ def test_products_call_what_is_registered(monkeypatch: pytest.MonkeyPatch):
         with pytest.raises(InvalidInput, match="import sparsek"):
             multiply()
     Semi24.register_matmul(lambda first, second: ("called", first, second))
-    assert a @ 7 == ("called", a, 7)
-    for left in (b, np.ones((2, 6)), 7):
+    assert a @ 7 == ("called", a, 7)  # type: ignore[operator]
+    lefts: list[Any] = [b, np.ones((2, 6)), 7]
+    for left in lefts:
         called, first, second = left @ a
         assert called == "called"
         assert first is left

@@ -142,7 +142,7 @@ def test_a_dense_layer_is_pruned_and_left_as_it_is():
             p.zero_()
     assert torch.equal(linear.weight, before)
     assert (linear.bias != 0).all()
-    all_blocks = BlockSparseLinear.from_dense(linear, 16)
+    all_blocks = BlockSparseLinear.from_dense(linear, 16, threshold=0)
     torch.testing.assert_close(all_blocks(inputs(3)), linear(inputs(3)))
     plain = BlockSparseLinear.from_dense(linear.weight, 32, threshold=0.1)
     assert plain.bias is None

@@ -119,12 +119,16 @@ WRONG = {
     "dim is 0": {"dim": 0, "heads": 1},
     "heads must divide it": {"dim": 30, "heads": 4},
     "multiple of kv_heads": {"dim": 32, "heads": 4, "kv_heads": 3},
-    r"for one length: give it to each call, layer\(x, mask\), and here a MaskPolicy": {
+    r"for one length: pass it to each call, layer\(x, mask\), and here a MaskPolicy": {
         "dim": 32,
         "heads": 4,
         "mask": sk.BlockMask.causal(5),
     },
-    "mask is builtins.str; it must be a MaskPolicy": {"dim": 32, "heads": 4, "mask": "causal"},
+    "mask is a builtins.str; it must be a MaskPolicy; masks of one length": {
+        "dim": 32,
+        "heads": 4,
+        "mask": "causal",
+    },
 }
 
 

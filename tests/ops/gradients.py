@@ -17,7 +17,7 @@ from sparsek.reference import linear as reference_linear
 from sparsek.reference import sddmm as reference_sddmm
 from sparsek.reference import spgemm as reference_spgemm
 from sparsek.reference import spmm as reference_spmm
-from sparsek.reference.epilogue import ACTIVATIONS
+from sparsek.reference.epilogue import ACTIVATIONS, Activation
 from sparsek.testing.chain_budget import chain_bounds
 from sparsek.testing.product_budget import stored
 
@@ -44,7 +44,7 @@ def _right(x: Tensor, a: BSR) -> Tensor:
     return reference_spmm.spmm(a.T, x.mT).mT
 
 
-def _linear(act: str | None, residual: bool) -> Form:
+def _linear(act: Activation | None, residual: bool) -> Form:
     def plain(w: Tensor, x: Tensor, bias: Tensor, *rest: Tensor) -> Tensor:
         y = ACTIVATIONS[act or ""](torch.nn.functional.linear(x, w, bias))
         return y + rest[0] if rest else y

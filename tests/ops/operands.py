@@ -10,6 +10,7 @@ from sparsek.matrix.bsr import BSR
 from sparsek.matrix.random import random_bsr
 from sparsek.matrix.storage import TITLES
 from sparsek.ops import library_args
+from sparsek.reference.epilogue import Combine, EpilogueActivation
 from sparsek.testing.budget import check_spmm
 
 BF16 = torch.bfloat16
@@ -38,9 +39,9 @@ def op_args(
     by_columns: bool = False,
     alpha: float = 1.0,
     bias: Any = None,
-    act: str = "",
+    act: EpilogueActivation = "",
     other: Any = None,
-    combine: str = "add",
+    combine: Combine = "add",
     dtype: torch.dtype | None = None,
     kernel: str | None = None,
 ) -> library_args.SpmmArgs:

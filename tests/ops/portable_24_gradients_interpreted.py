@@ -1,4 +1,4 @@
-"""Gradients of the portable 2:4 kernels in Triton's interpreter; run by test_semi24_gradients.py."""
+"""Gradients of the portable 2:4 kernels in Triton's interpreter."""
 
 import pytest
 import torch

@@ -1,7 +1,7 @@
 """A matrix in each way that A of a product may be stored, and what is expected of its products."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -66,7 +66,7 @@ def matrix(storage: str, dtype: torch.dtype = BF16, device: str = "cpu", m: int 
         mask[0], mask[-1, -1] = True, True
         a = sk.BSR.from_dense(dense if name in IN_FP8 else dense.to(dtype), 64, mask=mask)
         a = sk.BSR24.from_bsr(a) if name.startswith("bsr24") else a
-    return sk.quantize(a, scale=scale or "row") if name in IN_FP8 else a
+    return sk.quantize(a, scale=cast(Any, scale or "row")) if name in IN_FP8 else a
 
 
 def twin(a: Any) -> Any:

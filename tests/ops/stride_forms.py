@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 import sparsek as sk
+from sparsek.matrix.quantized import Scale
+from sparsek.reference.epilogue import Activation
 from sparsek.testing.strides import Layout
 from tests.ops.stride_walk import Form, Operands, Shapes, Sizes
 
@@ -33,7 +35,7 @@ def _bsr24(s: Sizes, dtype: torch.dtype, device: str) -> sk.BSR24:
     return sk.BSR24.from_bsr(_bsr(s, dtype, device))
 
 
-def _quantized(make: Callable[[Sizes, torch.dtype, str], Any], scale: str = "row") -> Any:
+def _quantized(make: Callable[[Sizes, torch.dtype, str], Any], scale: Scale = "row") -> Any:
     return lambda s, dtype, device: sk.quantize(make(s, dtype, device), E4M3, scale)
 
 
@@ -105,7 +107,7 @@ def _with_out(shapes: Callable[[Sizes], Shapes]) -> Callable[[Sizes], Shapes]:
     return lambda s: {("out" if name == "dC" else name): shape for name, shape in shapes(s).items()}
 
 
-def _linear(activation: str | None) -> Callable[[Any, Operands, str | None], Tensor]:
+def _linear(activation: Activation | None) -> Callable[[Any, Operands, str | None], Tensor]:
     return lambda W, o, kernel: sk.linear(o["x"], W, o["bias"], activation, o["residual"], kernel=kernel)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from math import ceil
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -14,6 +15,7 @@ import sparsek as sk
 from sparsek.core.errors import InvalidInput, Unsupported
 from sparsek.testing.strides import Layout, Placed, layouts
 from tests.ops.operands import names_of
+from tests.sampling import SEED, sampled
 
 CONTIGUOUS = torch.contiguous_format
 # How far a result may be from float64, in units in the last place of its norm. The budgets are for fine errors; a
@@ -156,46 +158,52 @@ def walk(
     device: str,
     kernels: Sequence[str | None],
     zoo: Callable[[Layout], bool] = lambda layout: True,
+    share: float = 1.0,
 ) -> Iterator[Outcome]:
-    """Each operand in each layout in turn, the others contiguous, by each kernel that takes the contiguous ones."""
-    draw = torch.Generator().manual_seed(crc32(f"{form} {sizes}".encode()))
+    """Each operand in each layout in turn, the others contiguous, by each kernel that takes the contiguous ones.
+
+    With a `share`, only the contiguous layout and that share of the others, drawn anew in every run (sampling.py).
+    """
+    draw = torch.Generator().manual_seed(crc32(f"{SEED} {form} {sizes}".encode()))
     base = setting(form, sizes, dtype, device, draw)
     if base is None:
         return
     able = [kernel for kernel in kernels if _can(form, base, kernel)]
-    for name, shape in base.shapes.items():
-        for layout in layouts(shape):
-            if not zoo(layout):
+    every = [
+        (name, shape, layout)
+        for name, shape in base.shapes.items()
+        for layout in layouts(shape)
+        if zoo(layout)
+    ]
+    others = sampled(every[1:], ceil(share * (len(every) - 1)), of=(str(form), sizes, kernels))
+    for name, shape, layout in (*every[:1], *others):
+        placed = _placed(form, name, layout, shape, dtype, device, draw)
+        assert placed is not None
+        given = {**base.given, name: placed}
+        truths: dict[str, Tensor] = {}
+        for kernel in able:
+            fresh = {key: each.again() for key, each in given.items()}
+            where = str(form), kernel or "chosen", name, layout.name, sizes
+            try:
+                found = run(form, base.sparse, {key: each.x for key, each in fresh.items()}, kernel)
+            except (InvalidInput, Unsupported) as error:
+                may = form.refuses.get(name, lambda *_: False)(layout, placed.x)
+                fine = may if isinstance(error, InvalidInput) else kernel is not None
+                yield Outcome(*where, "refused" if fine else "refused without a reason to", str(error))
                 continue
-            placed = _placed(form, name, layout, shape, dtype, device, draw)
-            assert placed is not None
-            given = {**base.given, name: placed}
-            truths: dict[str, Tensor] = {}
-            for kernel in able:
-                fresh = {key: each.again() for key, each in given.items()}
-                where = str(form), kernel or "chosen", name, layout.name, sizes
-                try:
-                    found = run(form, base.sparse, {key: each.x for key, each in fresh.items()}, kernel)
-                except (InvalidInput, Unsupported) as error:
-                    may = form.refuses.get(name, lambda *_: False)(layout, placed.x)
-                    fine = may if isinstance(error, InvalidInput) else kernel is not None
-                    yield Outcome(*where, "refused" if fine else "refused without a reason to", str(error))
-                    continue
-                except RuntimeError as error:
-                    yield Outcome(*where, "raised", str(error))
-                    if "CUDA error" in str(error) and "CUBLAS" not in str(error):
-                        return  # nothing runs in this process any more
-                    continue
-                truths = truths or _truths(form, base.sparse, given)
-                wrong = [
-                    text for key, truth in truths.items() if (text := _wrong(form, key, found[key], truth))
-                ]
-                wrong += [
-                    f"wrote around or over {key}"
-                    for key, each in fresh.items()
-                    if not each.untouched(written=key == form.written)
-                ]
-                yield Outcome(*where, "wrong" if wrong else "right", "; ".join(wrong))
+            except RuntimeError as error:
+                yield Outcome(*where, "raised", str(error))
+                if "CUDA error" in str(error) and "CUBLAS" not in str(error):
+                    return  # nothing runs in this process any more
+                continue
+            truths = truths or _truths(form, base.sparse, given)
+            wrong = [text for key, truth in truths.items() if (text := _wrong(form, key, found[key], truth))]
+            wrong += [
+                f"wrote around or over {key}"
+                for key, each in fresh.items()
+                if not each.untouched(written=key == form.written)
+            ]
+            yield Outcome(*where, "wrong" if wrong else "right", "; ".join(wrong))
 
 
 def _can(form: Form, base: Setting, kernel: str | None) -> bool:

@@ -1,12 +1,9 @@
-"""The stride zoo by the portable kernels, in Triton's interpreter. test_strides.py runs this file with
-TRITON_INTERPRET=1 set.
-"""
+"""The stride zoo by the portable kernels, in Triton's interpreter."""
 
 import pytest
 import torch
 from torch import Tensor
 
-from sparsek.core import env
 from sparsek.kernels.pack.to_24 import pack24
 from sparsek.kernels.pack.to_bsr import pack_bsr
 from sparsek.kernels.pack.to_fp8 import round_rows
@@ -14,9 +11,8 @@ from sparsek.matrix.convert import Rule
 from sparsek.testing.strides import layouts
 from tests.ops.stride_forms import FORMS
 from tests.ops.stride_walk import Form, Sizes, walk
-from tests.ops.test_strides import check, telling
+from tests.ops.test_strides import SHARE, check, telling
 
-assert env.interpreting(), "run through test_strides.py, which sets TRITON_INTERPRET=1"
 SMALL = Sizes(m=64, k=64, n=24, batch=2)
 PORTABLE = [form for form in FORMS if any(name and name.startswith("portable.") for name in form.kernels())]
 
@@ -24,14 +20,14 @@ PORTABLE = [form for form in FORMS if any(name and name.startswith("portable.") 
 @pytest.mark.parametrize("form", PORTABLE, ids=str)
 def test_layouts_by_the_portable_kernels(form: Form) -> None:
     kernels = [name for name in form.kernels() if name and name.startswith("portable.")]
-    check([*walk(form, SMALL, torch.float16, "cpu", kernels, telling)])
+    check([*walk(form, SMALL, torch.float16, "cpu", kernels, telling, SHARE)])
 
 
 @pytest.mark.parametrize("form", [form for form in PORTABLE if "linear" not in form.name], ids=str)
 def test_sizes_of_one(form: Form) -> None:
     kernels = [name for name in form.kernels() if name and name.startswith("portable.")]
     for sizes in (SMALL._replace(n=1), SMALL._replace(batch=1)):
-        check([*walk(form, sizes, torch.float16, "cpu", kernels, lambda layout: not layout.own)])
+        check([*walk(form, sizes, torch.float16, "cpu", kernels, lambda layout: not layout.own, SHARE)])
 
 
 @pytest.mark.parametrize("shape", [(3, 24, 64), (24, 64), (2, 1, 64)], ids=str)

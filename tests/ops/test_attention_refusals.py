@@ -44,6 +44,11 @@ def planned_by(plan: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return sk.attention(q, k, v, plan=plan)
 
 
+def swapped(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The tensors as [B, S, H, D]."""
+    return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+
 Q, K, V = 0, 1, 2
 # Calls of q [2, 4, 192, 32], k [2, 2, 192, 32] and v [2, 2, 192, 64].
 BAD_OPERANDS: dict[str, tuple[Callable[..., Any], str]] = {
@@ -68,13 +73,57 @@ BAD_OPERANDS: dict[str, tuple[Callable[..., Any], str]] = {
     "dims": (change(K, lambda k: k[..., :16]), "q has head dim 32 and k 16; they must agree"),
     "no dim": (lambda q, k, v: sk.attention(q[..., :0], k[..., :0], v), "q has head dim 0 and k 0"),
     "no dim of v": (change(V, lambda v: v[..., :0]), "v has head dim 0; it must be at least 1"),
-    "mask dense": (
-        lambda q, k, v: sk.attention(q, k, v, torch.ones(192, 192, dtype=torch.bool)),  # type: ignore[call-overload]
-        "mask must be a sparsek BlockMask or None, got torch.Tensor; BlockMask.from_dense takes a bool tensor",
+    "mask": (
+        lambda q, k, v: sk.attention(q, k, v, "causal"),  # type: ignore[call-overload]
+        "mask is a builtins.str; it must be a sparsek BlockMask, a MaskPolicy, a bool tensor, a FlexAttention",
     ),
-    "mask policy": (
-        lambda q, k, v: sk.attention(q, k, v, sk.MaskPolicy()),  # type: ignore[call-overload]
-        r"mask must be a BlockMask or None, got MaskPolicy: use policy.mask\(S\) or policy.mask_for\(q, k\)",
+    "mask function": (
+        lambda q, k, v: sk.attention(q, k, v, lambda b, h, q, k: q >= k),  # type: ignore[call-overload]
+        r"a function \(b, h, q_idx, kv_idx\) becomes a mask by BlockMask.from_mask_mod\(fn, B, H, S, T\)",
+    ),
+    "mask of a plan": (
+        lambda q, k, v: sk.plan_attention(q, k, v)(q, k, v, torch.ones(192, 192).bool()),  # type: ignore[arg-type]
+        "this plan was made for another mask",
+    ),
+    "mask of floats": (
+        lambda q, k, v: sk.attention(q, k, v, torch.zeros(192, 192)),
+        r"mask is torch.float32 \[192, 192\], a bias, and attention adds none: where .* pass mask == 0; for any",
+    ),
+    "mask of ints": (
+        lambda q, k, v: sk.attention(q, k, v, torch.ones(192, 192, dtype=torch.int64)),
+        r"mask is torch.int64 \[192, 192\]; it must be bool, true where .*: mask.bool\(\)",
+    ),
+    "mask of other queries": (
+        lambda q, k, v: sk.attention(q, k, v, torch.ones(190, 192).bool()),
+        r"mask is \[190, 192\]; it must broadcast to \[B, H, S, T\], here \[2, 4, 192, 192\]$",
+    ),
+    "mask of other heads": (
+        lambda q, k, v: sk.attention(q, k, v, torch.ones(3, 192, 192).bool()),
+        r"mask is \[3, 192, 192\]; it must broadcast to \[B, H, S, T\], here \[2, 4, 192, 192\]$",
+    ),
+    "mask of five dims": (
+        lambda q, k, v: sk.attention(q, k, v, torch.ones(1, 2, 4, 192, 192).bool()),
+        r"mask is \[1, 2, 4, 192, 192\]; it must broadcast",
+    ),
+    "mask and is_causal": (
+        lambda q, k, v: sk.attention(q, k, v, window(), is_causal=True),
+        "mask and is_causal=True are both given, and scaled_dot_product_attention refuses both too; give one",
+    ),
+    "is_causal": (
+        lambda q, k, v: sk.attention(q, k, v, is_causal=1),  # type: ignore[call-overload]
+        "is_causal is 1; it must be True or False",
+    ),
+    "lengths and heads swapped, block mask": (
+        lambda q, k, v: sk.attention(*swapped(q, k, v), window()),
+        r"mask is for 192 queries and 192 keys; q has 4 and k 2; .* pass x.transpose\(1, 2\) for each",
+    ),
+    "lengths and heads swapped, bool": (
+        lambda q, k, v: sk.attention(*swapped(q, k, v), torch.ones(192, 192).bool()),
+        r"here \[2, 192, 4, 2\]; q and k seem to be \[B, S, H, D\], .* pass x.transpose\(1, 2\) for each",
+    ),
+    "lengths and heads swapped, other lengths": (
+        lambda q, k, v: sk.attention(*swapped(q[:, :, :50], k, v)),
+        r"q has 50 heads and k 192; .* pass x.transpose\(1, 2\) for each",
     ),
     "queries of mask": (
         lambda q, k, v: sk.attention(q[:, :, :100], k, v, window()),

@@ -196,7 +196,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "cu_seqlens_k ends at 4; there are 5 tokens": (None, None, cu([5]), cu([4])),
     "is for 1 documents and cu_seqlens_k for 2": (None, None, cu([5]), cu([4, 1])),
     "5 queries and 6 keys need a cu_seqlens_k": (None, torch.zeros(6, 2, 8), cu([5])),
-    "mask must be a MaskPolicy, a BlockMask or None, got str": (None, None, cu([5]), None, "causal"),
+    "mask is a builtins.str; it must be a sparsek BlockMask, a MaskPo": (None, None, cu([5]), None, "causal"),
 }
 
 

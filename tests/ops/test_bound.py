@@ -6,7 +6,7 @@ import gc
 import sys
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ from sparsek.ops import bound, library_args
 from sparsek.ops.linear import plan_layer
 from sparsek.plan import operands
 from sparsek.plan import spmm as plan_spmm
+from sparsek.reference.epilogue import Activation
 
 
 class Again(Recorded):
@@ -225,7 +226,7 @@ def test_refused_operands_are_refused_again(recorded: list[Any]):
 
 
 @pytest.mark.parametrize("activation", [None, "relu", "gelu"])
-def test_a_residual_is_checked_where_a_gradient_is_wanted(activation: str | None, recorded: list[Any]):
+def test_a_residual_is_checked_where_a_gradient_is_wanted(activation: Activation | None, recorded: list[Any]):
     a, x = matrices()[0], torch.randn(24, 192, requires_grad=True)
     for residual in (torch.randn(128), torch.randn(1, 128), torch.randn(24, 128).double()):
         for _ in range(3):
@@ -293,7 +294,7 @@ def test_gradients_of_bound_calls(verb: str, recorded: list[Any]):
         if verb == "2:4":
             return sk.linear(two, w, three, "gelu")
         if verb.startswith("linear"):
-            return sk.linear(two, b, three, verb[7:] or None, two[:, :128])
+            return sk.linear(two, b, three, cast(Any, verb[7:] or None), two[:, :128])
         return b @ two.T if verb == "A @ x" else two @ b.T
 
     def gradients(bind: bool) -> list[Any]:

@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from sparsek.core.device import CPU, H200, Card
 from sparsek.ops import choose as choose_format
 from sparsek.ops import weight_formats as linear_formats
 from sparsek.ops.choose import Bound, Option
-from sparsek.ops.weight_formats import FORMATS, WeightFormat
+from sparsek.ops.weight_formats import FORMATS, Format, WeightFormat
 from sparsek.plan.dense import dense_seconds
 
 BF16 = torch.bfloat16
@@ -45,7 +46,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[Mapping[int, float]], No
 
 def test_every_combination_is_considered_and_the_fastest_chosen() -> None:
     w, x = operands()
-    plan = sk.choose_format(x, w, keep=(0.5, 0.25), block=[64, (64, 128)], formats=PLAIN)
+    plan = sk.choose_format(x, w, keep=(0.5, 0.25), block=[64, (64, 128)], formats=PLAIN, min_norm=0)
     names = [option.name for option in plan.options]
     assert names == [
         "dense", "2:4",
@@ -57,6 +58,41 @@ def test_every_combination_is_considered_and_the_fastest_chosen() -> None:
     assert plan.card == H200
     assert [option.stored for option in plan.options[:4]] == [1.0, 0.5, 0.5, 0.25]
     assert len(plan.losers) == len(names) - 1
+
+
+def test_without_a_bound_only_what_loses_nothing_is_chosen() -> None:
+    w, x = operands()
+    plan = sk.choose_format(x, w, keep=0.25, block=64)
+    assert plan.choice.name == "dense"
+    assert [option.name for option in plan.options if option.lossless] == ["dense"]
+    lines = plan.explain().splitlines()
+    assert lines[2] == (
+        "  decided    by predicted time, of options that lose nothing: no max_error= and no min_norm= was given"
+    )
+    assert lines[4].startswith("* dense ")
+    assert all(line.endswith("  LOSSY") for line in lines[5:])
+    with pytest.raises(sk.Unsupported, match=r"no option runs and loses nothing; .* min_norm=0") as caught:
+        sk.choose_format(x, w, keep=0.25, block=64, formats="bsr")
+    assert caught.value.reasons == {"BSR 64 25 %": ["LOSSY"]}
+
+
+def test_zeros_that_are_not_stored_lose_nothing() -> None:
+    w, x = operands()
+    w[:, 64:] = 0
+    plan = sk.choose_format(x, w, keep=(0.125, 0.0625), block=64, formats=PLAIN)
+    lossless = {option.name for option in plan.options if option.lossless}
+    assert lossless == {"dense", "BSR 64 12.5 %"}
+    assert plan.choice.name in lossless
+    assert torch.equal(plan.weight if isinstance(plan.weight, Tensor) else plan.weight.to_dense(), w)
+
+
+def test_a_linear_layer_stands_for_its_weight() -> None:
+    layer = torch.nn.Linear(512, 256, dtype=BF16)
+    plan = sk.choose_format((64, 512), layer, formats=PLAIN)
+    right = sk.choose_format((64, 512), layer.weight.detach(), formats=PLAIN)
+    assert plan.options == right.options
+    assert not plan.weight.requires_grad
+    assert torch.equal(plan.weight, layer.weight)
 
 
 def test_formats_are_those_that_have_kernels() -> None:
@@ -91,8 +127,9 @@ def test_predictions_are_those_of_the_plans_of_each_format() -> None:
 
 def test_a_bound_on_the_error_or_the_norm_decides_what_may_be_chosen() -> None:
     w, x = operands()
-    free = sk.choose_format(x, w, keep=0.25, block=64, formats=PLAIN)
+    free = sk.choose_format(x, w, keep=0.25, block=64, formats=PLAIN, min_norm=0)
     assert free.choice.form.keep == 0.25
+    assert free.explain().splitlines()[1].endswith(" as fast as dense, LOSSY")
     by_error = sk.choose_format(x, w, keep=0.25, block=64, formats=PLAIN, max_error=0.5)
     assert by_error.choice.name in ("dense", "2:4")
     assert by_error.choice.error is not None
@@ -113,32 +150,31 @@ def test_a_bound_that_nothing_holds_says_what_each_option_lacks() -> None:
 def test_measured_times_decide_over_predicted_ones(clock: Callable[..., None]) -> None:
     w, x = operands(dtype=torch.float32)
     clock({0: 3e-4, 1: 1e-4, 2: 2e-4})
-    plan = sk.choose_format(x, w, keep=0.25, block=64, formats=("dense", "semi24", "bsr"), device="cpu")
+    formats = ("dense", "semi24", "bsr")
+    plan = sk.choose_format(x, w, keep=0.25, block=64, formats=formats, device="cpu", min_norm=0)
     assert plan.is_measured
     assert plan.card == CPU
     assert [option.measured for option in plan.options] == pytest.approx([3e-4, 1e-4, 2e-4])
     assert plan.choice.name == "2:4"
     assert isinstance(plan.weight, sk.Semi24)
     lines = plan.explain().splitlines()
-    assert lines[1] == "  choice     2:4 by cpu.semi24: 100.0 us measured, 3.00x as fast as dense"
-    assert lines[2].startswith(
-        "  decided    by measured time, the fastest of all: no max_error= and no min_norm="
-    )
+    assert lines[1] == "  choice     2:4 by cpu.semi24: 100.0 us measured, 3.00x as fast as dense, LOSSY"
+    assert lines[2] == "  decided    by measured time, of options with at least 0 of the norm kept"
 
 
 def test_on_a_cpu_times_are_really_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choose_format, "INNER_MS", 0.1)
     w, x = operands(dtype=torch.float32)
-    plan = sk.choose_format(x, w, keep=0.25, block=64, formats=("dense", "bsr"), device="cpu")
+    plan = sk.choose_format(x, w, keep=0.25, block=64, formats=("dense", "bsr"), device="cpu", min_norm=0)
     times = [option.measured for option in plan.options]
     assert all(time is not None and 0 < time < 1 for time in times)
     assert plan.choice.measured == min(time for time in times if time is not None)
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_a_plan_multiplies_with_bias_activation_and_residual(form: str) -> None:
+def test_a_plan_multiplies_with_bias_activation_and_residual(form: Format) -> None:
     w, x = operands(dtype=torch.float32)
-    plan = sk.choose_format(x, w, keep=0.5, block=64, formats=[form], device="cpu")
+    plan = sk.choose_format(x, w, keep=0.5, block=64, formats=[form], device="cpu", min_norm=0)
     bias, rest = torch.randn(256), torch.randn(3, 7, 256)
     some = torch.randn(3, 7, 512)
     y = plan(some, bias, "relu", rest)
@@ -221,9 +257,10 @@ def test_operands_that_do_not_fit_are_refused(change: dict[str, Any], said: str)
 
 
 @pytest.mark.parametrize("formats", [None, "semi24"])
-def test_columns_stand_under_one_another(formats: str | None) -> None:
+def test_columns_stand_under_one_another(formats: Format | None) -> None:
     """In fp32, for few tokens, a kernel with a long name runs."""
-    plan = sk.choose_format(torch.randn(8, 256), torch.randn(256, 256), block=64, keep=0.5, formats=formats)
+    x, w = torch.randn(8, 256), torch.randn(256, 256)
+    plan = sk.choose_format(x, w, block=64, keep=0.5, formats=formats, min_norm=0)
     head, *rows = plan.explain().splitlines()[3:]
     for row, option in zip(rows, (each for each in plan.options if not each.why_not), strict=False):
         assert row[head.index("kernel") :].startswith(f"{option.kernel} ")
@@ -232,7 +269,7 @@ def test_columns_stand_under_one_another(formats: str | None) -> None:
 
 def test_one_format_needs_no_list_and_a_plan_is_told_in_a_line() -> None:
     w, x = operands()
-    plan = sk.choose_format(x, w, formats="semi24")
+    plan = sk.choose_format(x, w, formats="semi24", min_norm=0)
     assert [option.name for option in plan.options] == ["2:4"]
     assert repr(plan).startswith(f"FormatChoice(W [{w.shape[0]}, {w.shape[1]}] bf16, 2:4 by ")
     assert "predicted on NVIDIA H200, of 1 options)" in repr(plan)
@@ -247,7 +284,8 @@ def test_times_of_a_device_are_measured_where_w_is() -> None:
 
 def test_a_bound_holds_nothing_that_is_not_known() -> None:
     option = Option(WeightFormat("bsr", 64, 0.5))
-    assert Bound().faults(option) == []
+    assert Bound().faults(option) == ["LOSSY"]
+    assert Bound().faults(replace(option, lossless=True)) == []
     assert Bound(0.1, 0.9).faults(option) == [
         "error unknown is not within 0.1",
         "it keeps unknown of the norm, not 0.9",
@@ -283,7 +321,7 @@ def test_dense_time_grows_with_every_side_and_never_falls_below_the_roofline() -
 def test_on_a_gpu_every_option_is_measured_and_the_choice_is_the_fastest() -> None:
     w = torch.randn(2048, 2048, device="cuda", dtype=BF16)
     x = torch.randn(1024, 2048, device="cuda", dtype=BF16)
-    plan = sk.choose_format(x, w, keep=0.125, block=128)
+    plan = sk.choose_format(x, w, keep=0.125, block=128, min_norm=0)
     able = [option for option in plan.options if not option.why_not]
     assert {"dense", "semi24", "bsr", "bsr24"} <= {option.form.format for option in able}
     assert all(option.measured is not None and option.measured > 0 for option in able)

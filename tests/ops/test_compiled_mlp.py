@@ -22,7 +22,7 @@ F32 = torch.float32
 class Mlp(nn.Module):
     """y = x + linear(act(linear(x))), or SwiGLU in the place of the first two."""
 
-    def __init__(self, act: str, device: str = "cpu", dtype: torch.dtype = F32) -> None:
+    def __init__(self, act: Any, device: str = "cpu", dtype: torch.dtype = F32) -> None:
         super().__init__()
         self.act = act
         shapes = [(256, 96), (256, 96), (96, 256)]

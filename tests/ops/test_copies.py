@@ -33,7 +33,7 @@ PLANS: dict[str, Callable[[], Any]] = {
     "spgemm": lambda: sk.plan_spgemm(matrix(), matrix()),
     "attention": lambda: sk.plan_attention(*qkv(), sk.BlockMask.causal(192)),
     "attention_backward": lambda: sk.plan_attention_backward(*qkv(), sk.BlockMask.causal(192)),
-    "linear": lambda: sk.choose_format((16, 64), dense(64, 64), formats="bsr", block=16),
+    "linear": lambda: sk.choose_format((16, 64), dense(64, 64), formats="bsr", block=16, min_norm=0),
 }
 FROZEN: dict[str, Callable[[], Any]] = {
     "BlockPattern": lambda: matrix().pattern,

@@ -306,14 +306,14 @@ def plans() -> Any:
     return (
         options, texts, spmm(a, b), spgemm(a, a.T), sddmm(dense(100, 8), dense(8, 80), a.pattern),
         attend(q, k, v, mask), followed.explain(),
-        sk.choose_format(dense(32, 128), small, formats="dense_fp8")(dense(32, 128)),
+        sk.choose_format(dense(32, 128), small, formats="dense_fp8", min_norm=0)(dense(32, 128)),
     )  # fmt: skip
 
 
 def formats() -> Any:
     a = matrix()
     view, rows, pattern = a.T, a.pattern.block_rows, a.pattern
-    twin = sk.BSR.from_dense(a.to_dense(), a.block, mask=None)
+    twin = sk.BSR.from_dense(a.to_dense(), a.block, threshold=0)
     return (
         a, a.to_dense(), view, view.to_dense(), twin, twin.pattern.same_as(pattern), pattern.transposed,
         sk.BSR.from_dense(dense(100, 80), (32, 16), keep=0.3), sk.BSR.from_dense(dense(64, 64), 16, threshold=15.5),

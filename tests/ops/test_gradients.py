@@ -1,6 +1,5 @@
 """Gradients of every product: against the float64 reference, of second order, for which inputs, and of what size."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ import sparsek as sk
 from sparsek.matrix.bsr import BSR, zero_padding
 from sparsek.matrix.random import random_bsr
 from sparsek.ops import gradients, library_args
-from tests.house.tools import in_the_interpreter
 from tests.ops.gradients import FORMS, hold, inputs_of
 from tests.ops.operands import pair
 
@@ -61,11 +59,6 @@ def test_gradients_on_a_gpu_are_within_the_error_budget(family: str | None, dtyp
 def test_gradients_hold_for_any_shape(name: str, sizes: dict[str, int], seed: int):
     form = FORMS[name]
     hold(form, *inputs_of(form, sizes, torch.float64, seed=seed), None)
-
-
-def test_gradients_of_the_portable_kernels_hold_in_the_interpreter():
-    pytest.importorskip("triton")
-    in_the_interpreter(Path(__file__).with_name("portable_gradients_interpreted.py"))
 
 
 @pytest.mark.parametrize("name", FORMS)

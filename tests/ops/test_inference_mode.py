@@ -257,7 +257,7 @@ def test_plans_run_on_both_sides_of_it(mode: Any) -> None:
     makers: dict[Callable[[], Any], tuple[Any, ...]] = {
         lambda: sk.plan_spmm(a, b): (a, b),
         lambda: sk.plan_spgemm(a, a.T): (a, a.T),
-        lambda: sk.choose_format(x, dense(64, 70), formats="bsr", block=16): (x,),
+        lambda: sk.choose_format(x, dense(64, 70), formats="bsr", block=16, min_norm=0): (x,),
         lambda: sk.plan_attention(*qkv(), mask): (*qkv(), mask),
     }
     for make, given in makers.items():

@@ -3,7 +3,7 @@
 import gc
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ from sparsek.core.errors import InvalidInput, Unsupported
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.random import random_bsr
 from sparsek.reference import linear as reference
-from sparsek.reference.epilogue import Epilogue
+from sparsek.reference.epilogue import Activation, Epilogue
 from sparsek.testing.product_budget import check_linear, check_swiglu
 from tests.ops.operands import BF16, pair
 
@@ -73,7 +73,9 @@ def test_a_transposed_weight_reads_the_values_where_they_are(device: str):
 
 @pytest.mark.parametrize("act", ACTIVATIONS)
 @pytest.mark.parametrize("with_residual", [False, True])
-def test_with_gradients_it_gives_the_same_within_the_error_budget(act: str | None, with_residual: bool):
+def test_with_gradients_it_gives_the_same_within_the_error_budget(
+    act: Activation | None, with_residual: bool
+):
     x, w, bias, residual = layer()
     rest = residual if with_residual else None
     bias.requires_grad_()
@@ -110,7 +112,7 @@ class Seen(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("act", [None, "relu"])
-def test_whoever_looks_at_ops_sees_the_op_and_the_same_gradients(act: str | None):
+def test_whoever_looks_at_ops_sees_the_op_and_the_same_gradients(act: Activation | None):
     x, w, bias, _ = layer(torch.float32)
     wanted = x.requires_grad_(), w.values.requires_grad_(), bias.requires_grad_()
     y = sk.linear(x, w, bias, act)
@@ -230,7 +232,7 @@ REFUSED: dict[str, tuple[Callable[[Layer], Any], str]] = {
         "W is torch.float32 and bias torch.float64",
     ),
     "activation": (
-        lambda o: sk.linear(o[0], o[1], None, "tanh"),
+        lambda o: sk.linear(o[0], o[1], None, cast(Any, "tanh")),
         "activation is 'tanh'; use one of relu, gelu, gelu_tanh, silu, or None",
     ),
     "residual": (
@@ -251,7 +253,10 @@ REFUSED: dict[str, tuple[Callable[[Layer], Any], str]] = {
         r"residual is \[20, 128\]; it must be \[2, 20, 128\], as x @ W.T",
     ),
     "dense bias": (lambda o: sk.linear(o[0], o[1].to_dense(), o[2].double()), "W is torch.float32 and bias"),
-    "dense activation": (lambda o: sk.linear(o[0], o[1].to_dense(), None, "tanh"), "activation is 'tanh'"),
+    "dense activation": (
+        lambda o: sk.linear(o[0], o[1].to_dense(), None, cast(Any, "tanh")),
+        "activation is 'tanh'",
+    ),
     "W_up": (lambda o: sk.swiglu(o[0], o[1], o[1].to_dense()), "W_up must be a BSR, got Tensor"),  # pyright: ignore[reportArgumentType]
     "W_gate": (
         lambda o: sk.swiglu(o[0], random_bsr(64, 96, 32, 0.5), o[1]),

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -223,7 +223,7 @@ def test_the_op_passes_torchs_own_checks(kind: str):
 Call = Callable[[Any, Tensor], Any]
 BAD: dict[str, tuple[Call, str]] = {
     "two matrices": (lambda a, b: a @ a, "B must be a dense torch.Tensor, got Quantized"),
-    "a list": (lambda a, b: sk.spmm(a, [1.0]), "B must be a dense torch.Tensor, got list"),
+    "a list": (lambda a, b: sk.spmm(a, cast(Any, [1.0])), "B must be a dense torch.Tensor, got list"),
     "rows on the right": (
         lambda a, b: b.mT[:, :128] @ a,
         r"has no \.T: there it would be one for each column",
@@ -262,7 +262,10 @@ BAD: dict[str, tuple[Call, str]] = {
         lambda a, b: sk.linear(sk.quantize(b.mT), b.mT),
         "so W must be a Quantized, got Tensor",
     ),
-    "act": (lambda a, b: sk.linear(b.mT, a, None, "tanh"), "activation is 'tanh'; use one of relu"),
+    "act": (
+        lambda a, b: sk.linear(b.mT, a, None, cast(Any, "tanh")),
+        "activation is 'tanh'; use one of relu",
+    ),
     "bias": (
         lambda a, b: sk.linear(b.mT, a, b.new_ones(192)),
         r"bias is \[192\]; it must be \[128\]",

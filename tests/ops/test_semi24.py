@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -73,7 +73,7 @@ def test_a_plan_of_a_bsr24_belongs_to_its_pattern():
 
 BAD: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
     "no dense": (lambda a, b: a @ a, "B must be a dense torch.Tensor, got .*24; a .* dense matrices only"),
-    "a list": (lambda a, b: sk.spmm(a, [1.0]), "B must be a dense torch.Tensor, got list"),
+    "a list": (lambda a, b: sk.spmm(a, cast(Any, [1.0])), "B must be a dense torch.Tensor, got list"),
     "a BSR": (
         lambda a, b: sk.spmm(a, sk.random_bsr(192, 64, 64, 1.0)),
         "must be a dense torch.Tensor, got .*",
@@ -144,7 +144,10 @@ BAD: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
         lambda a, b: sk.linear(b.T, "w"),  # pyright: ignore[reportArgumentType]
         "W must be a BSR, a Semi24, a BSR24, a Quantized or a dense torch.Tensor, got str",
     ),
-    "linear act": (lambda a, b: sk.linear(b.T, a, None, "tanh"), "activation is 'tanh'; use one of relu"),
+    "linear act": (
+        lambda a, b: sk.linear(b.T, a, None, cast(Any, "tanh")),
+        "activation is 'tanh'; use one of relu",
+    ),
     "values": (
         lambda a, b: sk.spmm(_learning(a), b),
         r"the values of a .*24 require a gradient, .* use A.detach\(\)\. Gradients reach the dense operand",

@@ -158,7 +158,7 @@ def test_compiled_a_product_that_could_be_either_side_asks_for_spmm():
     a, _ = pair(dtype=torch.float32)
     both = torch.randn(96, 128)
     fails_to_compile(
-        lambda b: a @ b, both, r"does not tell A @ B from B @ A here; write sparsek.spmm\(A, B\)"
+        lambda b: a @ b, both, r"cannot distinguish A @ B from B @ A here; write sparsek.spmm\(A, B\)"
     )
     compiled = torch.compile(lambda b: sk.spmm(a, b), fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(both), a @ both)

@@ -1,7 +1,7 @@
 """spmm: what it refuses, and in which words."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -92,7 +92,7 @@ BAD_OPERANDS: dict[str, tuple[Callable[[BSR, Tensor], Any], str]] = {
         "bias must be contiguous, got stride 2",
     ),
     "activation": (
-        lambda a, b: sk.plan_spmm(a, b, epilogue=Epilogue(activation="tanh")),
+        lambda a, b: sk.plan_spmm(a, b, epilogue=Epilogue(activation=cast(Any, "tanh"))),
         "activation is 'tanh'; use one of relu, gelu, gelu_tanh, silu",
     ),
     "B sparse": (lambda a, b: a @ b.to_sparse(), r"got layout torch.sparse_coo; call .to_dense\(\)"),

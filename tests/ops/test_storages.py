@@ -11,7 +11,7 @@ import torch
 import sparsek as sk
 from sparsek.core.errors import InvalidInput, Unsupported
 from sparsek.ops.linear import plan_layer
-from sparsek.reference.epilogue import ACTIVATIONS, Epilogue
+from sparsek.reference.epilogue import ACTIVATIONS, Activation, Epilogue
 from sparsek.testing.poison import poisoned
 from tests.ops.storages import (
     BF16,
@@ -142,7 +142,7 @@ def test_out_may_be_part_of_a_larger_matrix(storage: str, device: str):
 @pytest.mark.parametrize("parts", ["", "bias", "residual", "bias and residual"])
 @pytest.mark.parametrize("storage", STORAGES)
 def test_a_layer_is_one_plan_within_the_error_budget(
-    storage: str, parts: str, act: str | None, device: str, plans_made: list[str]
+    storage: str, parts: str, act: Activation | None, device: str, plans_made: list[str]
 ):
     w = matrix(storage, device=device)
     x, bias, rest = (torch.randn(s, device=device).to(BF16) for s in ((2, 20, 192), (128,), (2, 20, 128)))

@@ -87,7 +87,7 @@ def test_formats(m: int, k: int) -> None:
     a = sk.random_bsr(m, k, 16, 0.5)
     assert (a.sum(0).shape, a.sum(1).shape, a.norm().shape) == ((k,), (m,), ())
     for again in (
-        sk.BSR.from_dense(a.to_dense(), 16),
+        sk.BSR.from_dense(a.to_dense(), 16, threshold=0),
         sk.BSR.from_state_dict(a.state_dict()),
         sk.BSR.from_coo_blocks(a.pattern.block_rows, a.pattern.indices, a.values, a.shape),
         a.block_row_slice(0, a.grid[0]),

@@ -14,7 +14,7 @@ from sparsek.core.errors import InvalidInput
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.pattern import BlockPattern
 from sparsek.matrix.random import random_bsr
-from sparsek.pictures.blocks import Bins, spy, spy_png, two_lines
+from sparsek.pictures.blocks import Bins, spy_png, two_lines
 
 
 def pattern_of(mask: np.ndarray, block: tuple[int, int] = (16, 16)) -> BlockPattern:
@@ -38,7 +38,7 @@ def unpacked(lines: list[str], rows: int) -> np.ndarray:
 
 def test_a_small_pattern_is_drawn_block_by_block():
     a = pattern_of(np.array([[1, 0, 1], [0, 0, 0], [0, 1, 1]], bool), (32, 48))
-    assert spy(a) == (
+    assert a.spy() == (
         "┌──────┐\n"
         "│██  ██│\n"
         "│      │\n"
@@ -52,7 +52,7 @@ def test_a_small_pattern_is_drawn_block_by_block():
 @given(rows=st.integers(1, 64), columns=st.integers(33, 64), seed=st.integers(0, 99))
 def test_up_to_64_x_64_blocks_are_drawn_two_to_a_character(rows, columns, seed):
     mask = np.random.default_rng(seed).random((rows, columns)) < 0.3
-    assert np.array_equal(unpacked(drawn(spy(pattern_of(mask))), rows), mask)
+    assert np.array_equal(unpacked(drawn(pattern_of(mask).spy()), rows), mask)
 
 
 def test_a_large_pattern_is_binned_and_shaded_by_the_share_stored():
@@ -60,7 +60,7 @@ def test_a_large_pattern_is_binned_and_shaded_by_the_share_stored():
     mask[:4, :2] = True
     mask[0, 2] = True
     mask[4:8, 0] = True
-    text = spy(pattern_of(mask))
+    text = pattern_of(mask).spy()
     lines = drawn(text)
     assert (len(lines), len(lines[0])) == (32, 64)
     assert lines[0] == "█░" + 62 * " "
@@ -74,7 +74,7 @@ def test_a_large_pattern_is_binned_and_shaded_by_the_share_stored():
 def test_a_single_block_of_any_grid_shows_and_the_text_fits_a_terminal(rows, columns, seed):
     rng, mask = np.random.default_rng(seed), np.zeros((rows, columns), bool)
     mask[rng.integers(rows), rng.integers(columns)] = True
-    lines = drawn(spy(pattern_of(mask)))
+    lines = drawn(pattern_of(mask).spy())
     assert len("".join(lines).replace(" ", "")) == (2 if rows <= 32 and columns <= 32 else 1)
     assert len(lines) <= 32
     assert max(map(len, lines)) <= 64
@@ -82,18 +82,18 @@ def test_a_single_block_of_any_grid_shows_and_the_text_fits_a_terminal(rows, col
 
 @pytest.mark.parametrize("shape", [(0, 64), (64, 0), (0, 0)], ids=str)
 def test_a_matrix_without_cells_is_an_empty_frame(shape):
-    assert spy(random_bsr(shape[0], shape[1], 16, 0.0)).startswith("┌┐\n└┘\nBSR(")
+    assert random_bsr(shape[0], shape[1], 16, 0.0).spy().startswith("┌┐\n└┘\nBSR(")
 
 
 def test_a_transposed_view_is_drawn_transposed():
     a = random_bsr(5 * 16, 9 * 32, (16, 32), 0.3)
-    assert drawn(spy(a.T)) == drawn(spy(a.T.pattern))
-    assert drawn(spy(a.T)) != drawn(spy(a))
+    assert drawn(a.T.spy()) == drawn(a.T.pattern.spy())
+    assert drawn(a.T.spy()) != drawn(a.spy())
 
 
 def test_only_patterns_and_matrices_are_drawn(tmp_path):
     with pytest.raises(InvalidInput, match=r"not a torch.Tensor"):
-        spy(torch.zeros(3, 3))  # pyright: ignore[reportArgumentType]
+        spy_png(torch.zeros(3, 3), tmp_path / "a.png")  # pyright: ignore[reportArgumentType]
     with pytest.raises(InvalidInput, match=r"not \[\]"):
         spy_png([], tmp_path / "a.png")  # pyright: ignore[reportArgumentType]
 
@@ -175,8 +175,8 @@ def test_the_png_of_a_transposed_view_is_the_picture_transposed(tmp_path):
     ids=repr,
 )
 def test_a_matrix_of_any_shape_gives_a_png(tmp_path, a):
-    text = spy(a, tmp_path / "a.png", max_pixels=256)
-    assert text == spy(a)
+    text = a.spy(tmp_path / "a.png", max_pixels=256)
+    assert text == a.spy()
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -193,9 +193,9 @@ def test_a_picture_of_another_size_is_refused(tmp_path, max_pixels):
 
 def test_without_matplotlib_the_text_stands_and_the_png_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert spy(random_bsr(64, 64, 16, 0.5)).startswith("┌")
+    assert random_bsr(64, 64, 16, 0.5).spy().startswith("┌")
     with pytest.raises(InvalidInput, match=r"pip install 'sparsek\[plot\]'"):
-        spy(random_bsr(64, 64, 16, 0.5), tmp_path / "a.png")
+        random_bsr(64, 64, 16, 0.5).spy(tmp_path / "a.png")
 
 
 def test_a_picture_leaves_matplotlib_as_it_was(tmp_path):

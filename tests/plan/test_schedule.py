@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparsek.matrix.pattern import BlockPattern, HostPattern
-from sparsek.matrix.random import random_bsr
+from sparsek.matrix.random import Spread, random_bsr
 from sparsek.matrix.storage import merged_steps
 from sparsek.plan.schedule import (
     Schedule,
@@ -326,7 +326,7 @@ def test_tiles_dealt_on_the_device_are_those_that_the_host_deals(
 
 
 @pytest.mark.parametrize(("pattern", "most"), [("uniform", 1.1), ("powerlaw", 2.0)])
-def test_ctas_of_a_device_schedule_share_the_work(pattern: str, most: float):
+def test_ctas_of_a_device_schedule_share_the_work(pattern: Spread, most: float):
     """Better than tiles in the order of rows; `balance` comes within 6 % for Zipf rows, and needs the host."""
     a = random_bsr(8192, 8192, 128, 0.125, pattern=pattern, seed=1)
     deal = deal_on_device(a.pattern, 8192, 128, 256, WORKERS)

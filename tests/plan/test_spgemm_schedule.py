@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsek.matrix.random import random_bsr
+from sparsek.matrix.random import Spread, random_bsr
 from sparsek.plan.matches import Matches, match
 from sparsek.plan.spgemm_schedule import FIELDS, SpgemmTiles, spgemm_tiles
 
@@ -87,7 +87,7 @@ def test_tiles_cover_c_with_the_pairs_of_its_blocks(
 
 @pytest.mark.parametrize("dense", [True, False], ids=["dense", "bsr"])
 @pytest.mark.parametrize("pattern", ["uniform", "powerlaw"])
-def test_ctas_share_the_work(pattern: str, dense: bool) -> None:
+def test_ctas_share_the_work(pattern: Spread, dense: bool) -> None:
     """In turns the first and the last CTA have the longest and the shortest tile of every round."""
     a = random_bsr(8192, 8192, 128, 0.125, pattern=pattern, seed=1).pattern
     b = random_bsr(8192, 8192, 128, 0.125, pattern=pattern, seed=2).pattern

@@ -12,7 +12,7 @@ from sparsek.reference.attention import attention, attention_backward
 from sparsek.testing.attention_budget import check_attention_backward
 from sparsek.testing.attention_cases import random_bits
 from sparsek.testing.poison import poisoned
-from tests.kernels.attention_grad_cases import Inputs, inputs
+from tests.kernels.attention.grad_cases import Inputs, inputs
 
 SMALL = (64, 64)
 # Of 300 queries over 200 keys the first 100 see nothing.

@@ -10,7 +10,7 @@ from torch.autograd import gradcheck
 from sparsek.mask.mask import BlockMask
 from sparsek.reference.attention import attention, attention_backward
 from sparsek.testing.attention_cases import AttentionCase, random_bits
-from tests.kernels.attention_grad_cases import cases
+from tests.kernels.attention.grad_cases import cases
 
 SMALL = (64, 64)
 SIZE = {"q_len": 70, "kv_len": 90, "block": SMALL, "device": "cpu"}

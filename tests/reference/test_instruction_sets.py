@@ -15,9 +15,9 @@ CAPS = {
 }
 TESTS = (
     "tests/ops/test_semi24_gradients.py::test_gradients_are_within_the_error_budget",
-    "tests/kernels/test_cpu_sddmm.py::test_every_config_is_within_budget",
-    "tests/kernels/test_cpu_spgemm.py::test_every_config_is_within_budget",
-    "tests/kernels/test_cpu_attention_bwd.py::test_every_dtype_is_within_budget",
+    "tests/kernels/sddmm/test_cpu.py::test_every_config_is_within_budget",
+    "tests/kernels/spgemm/test_cpu.py::test_every_config_is_within_budget",
+    "tests/kernels/attention/test_cpu_bwd.py::test_every_dtype_is_within_budget",
 )
 
 

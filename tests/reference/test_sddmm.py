@@ -10,7 +10,7 @@ from sparsek.core.dtypes import FLOATS
 from sparsek.core.errors import InvalidInput
 from sparsek.matrix.bsr import BSR, padding_nonzeros
 from sparsek.matrix.pattern import BlockPattern
-from sparsek.matrix.random import PATTERNS, random_bsr
+from sparsek.matrix.random import PATTERNS, Spread, random_bsr
 from sparsek.reference import sddmm as module
 from sparsek.reference.sddmm import sddmm
 from sparsek.reference.spmm import spmm
@@ -20,7 +20,7 @@ def normal(*shape: int, dtype: torch.dtype = torch.float64, device: str = "cpu",
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
 
 
-def blocks(m: int, n: int, block, density: float = 0.5, kind: str = "uniform", device: str = "cpu"):
+def blocks(m: int, n: int, block, density: float = 0.5, kind: Spread = "uniform", device: str = "cpu"):
     return random_bsr(m, n, block, density, pattern=kind, dtype=torch.float64, device=device, seed=m).pattern
 
 

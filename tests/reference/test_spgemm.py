@@ -10,14 +10,14 @@ from sparsek.core.dtypes import FLOATS
 from sparsek.core.errors import InvalidInput
 from sparsek.matrix.bsr import BSR, padding_nonzeros
 from sparsek.matrix.pattern import BlockPattern
-from sparsek.matrix.random import PATTERNS, random_bsr
+from sparsek.matrix.random import PATTERNS, Spread, random_bsr
 from sparsek.plan.matches import match
 from sparsek.reference.spgemm import pairs, spgemm
 
 SQUARES = ((16, 16, 16), (32, 16, 48), (16, 48, 16), (64, 16, 128))
 
 
-def matrix(m: int, k: int, block, density: float = 0.5, kind: str = "uniform", **rest) -> BSR:
+def matrix(m: int, k: int, block, density: float = 0.5, kind: Spread = "uniform", **rest) -> BSR:
     options = {"dtype": torch.float64, "device": "cpu", "seed": m + 1000 * k, **rest}
     return random_bsr(m, k, block, density, pattern=kind, **options)
 
@@ -83,12 +83,12 @@ def test_the_result_has_the_dtype_of_the_inputs(dtype: torch.dtype):
 
 
 def test_sums_of_half_precision_are_float32():
-    a = BSR.from_dense(torch.ones(16, 4096, dtype=torch.float16), 16)
+    a = BSR.from_dense(torch.ones(16, 4096, dtype=torch.float16), 16, threshold=0)
     assert (spgemm(a, a.T).values == 4096).all()
-    a = BSR.from_dense(torch.full((16, 32), 300.0, dtype=torch.float16), 16)
+    a = BSR.from_dense(torch.full((16, 32), 300.0, dtype=torch.float16), 16, threshold=0)
     b = torch.full((32, 16), 300.0, dtype=torch.float16)
     b[16:] *= -1
-    assert (spgemm(a, BSR.from_dense(b, 16)).values == 0).all()
+    assert (spgemm(a, BSR.from_dense(b, 16, threshold=0)).values == 0).all()
 
 
 @pytest.mark.parametrize("views", [(False, False), (True, False), (False, True), (True, True)])

@@ -7,9 +7,8 @@ from importlib import import_module
 from typing import Any, Generic, TypeVar
 
 from sparsek.bench.engine.case import Case, Schema, SuiteRow
-from sparsek.bench.engine.options import Option, combined, option_of
+from sparsek.bench.engine.options import Option, check_choice, combined, option_of
 from sparsek.bench.engine.peer import Peer
-from sparsek.core.errors import InvalidInput
 
 Record = dict[str, Any]
 Value = TypeVar("Value")
@@ -123,8 +122,7 @@ class Bench:
         return combined(self._made if self.measures else self._case.of, self.options, given)
 
     def _made(self, *, measure: str, **fields: Any) -> Case:
-        if measure not in self.measures:
-            raise InvalidInput(f"{self.name} measures {' or '.join(self.measures)}, not {measure!r}")
+        check_choice("measure", measure, self.measures)
         return self.measures[measure](**fields)
 
 

@@ -10,7 +10,7 @@ from torch.utils import _pytree
 from sparsek.core.device import Card
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.bsr24 import BSR24
-from sparsek.matrix.random import random_bsr
+from sparsek.matrix.random import Spread, random_bsr
 from sparsek.testing.poison import poisoned
 
 # The sets together exceed the last-level cache this many times, so that nothing sits in it by accident.
@@ -45,7 +45,9 @@ class Draw:
         """A dense W whose products x @ W.T have the scale of x."""
         return self.normal(rows, columns).mul_(columns**-0.5)
 
-    def blocks(self, m: int, k: int, block: tuple[int, int], density: float, pattern: str = "uniform") -> BSR:
+    def blocks(
+        self, m: int, k: int, block: tuple[int, int], density: float, pattern: Spread = "uniform"
+    ) -> BSR:
         """A BSR whose product with N(0, 1) values has unit scale."""
         given = {"dtype": self.dtype, "device": self.device, "seed": self._next()}
         return random_bsr(m, k, block, density, pattern=pattern, **given)

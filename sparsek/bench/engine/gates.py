@@ -19,7 +19,7 @@ def worst(gates: Sequence[Gate]) -> Gate:
 
 
 def near_dense(out: Tensor, exact64: Tensor, dense: Tensor) -> Gate:
-    """The gate of a result beside that of dense operands in the same dtype, of which twice the error is allowed."""
+    """Allows twice the error that dense operands in the same dtype give."""
     return judge(out, exact64, max(FLOOR, FACTOR * error(dense, exact64)))
 
 

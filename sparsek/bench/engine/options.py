@@ -30,8 +30,9 @@ class Option:
 
     def filled(self, value: Any) -> dict[str, Any]:
         """The fields of a case that a value of this option fills."""
-        names = self.fields or (self.name,)
-        return dict(zip(names, value, strict=True)) if len(names) > 1 else {names[0]: value}
+        if len(self.fields) > 1:
+            return dict(zip(self.fields, value, strict=True))
+        return dict.fromkeys(self.fields or (self.name,), value)
 
     def values(self, given: str | bool) -> list[Any]:
         """The given values, parsed. Raises InvalidInput that names the option."""

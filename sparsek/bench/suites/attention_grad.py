@@ -64,9 +64,8 @@ class DifferentiableOperands(AttentionOperands):
 
         def of(group: Group) -> ExpectedGradients:
             parts = [group.of(x, kv_heads) for x in (q, k, v)]
-            return expected_gradients(
-                *parts, group.mask(self.mask, kv_heads), group.of(self.grad, kv_heads), **given
-            )
+            mask, grad = group.mask(self.mask, kv_heads), group.of(self.grad, kv_heads)
+            return expected_gradients(*parts, mask=mask, grad=grad, **given)
 
         return {group: of(group) for group in {Group(0, 0), Group(batch - 1, kv_heads - 1)}}
 
@@ -127,11 +126,11 @@ class StepOperands(DifferentiableOperands):
 
     def plan(self, kernel: str | None) -> Several:
         """`kernel` is the forward pass's; the backward pass takes the one of its family, as `attention` does."""
-        given = (*(x.detach() for x in (self.q, self.k, self.v)), self.mask)
+        q, k, v = (x.detach() for x in (self.q, self.k, self.v))
         family, fixed = same_family(kernel, "attention_backward"), self.deterministic
         plans = {
-            "forward": plan_attention(*given, kernel=kernel, return_lse=True),
-            "backward": plan_attention_backward(*given, kernel=family, deterministic=fixed),
+            "forward": plan_attention(q, k, v, self.mask, kernel=kernel, return_lse=True),
+            "backward": plan_attention_backward(q, k, v, self.mask, kernel=family, deterministic=fixed),
         }
         return Several(plans, partial(self._step, lambda: self.mask, kernel))
 
@@ -231,7 +230,7 @@ class AttentionGradCase(AttentionCase):
         """With dO, after its forward pass."""
         grad = draw.normal(*self.out_shape)
         out, lse = attention(*parts[:4], return_lse=True)
-        return GradOperands(*parts, grad, self.deterministic, out, lse)
+        return GradOperands(*parts, grad=grad, deterministic=self.deterministic, out=out, lse=lse)
 
 
 @dataclass(frozen=True)
@@ -249,7 +248,7 @@ class AttentionTrainCase(AttentionGradCase):
         """With dO; its q, k and v require gradients."""
         for x in parts[:3]:
             x.requires_grad_()
-        return StepOperands(*parts, draw.normal(*self.out_shape), self.deterministic)
+        return StepOperands(*parts, grad=draw.normal(*self.out_shape), deterministic=self.deterministic)
 
 
 @dataclass(frozen=True)

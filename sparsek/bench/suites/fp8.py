@@ -33,8 +33,8 @@ from sparsek.core.errors import InvalidInput
 from sparsek.kernels import names_for
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.bsr24 import BSR24
-from sparsek.matrix.dense8 import QuantizedTensor
-from sparsek.matrix.quantized import Quantized, quantize
+from sparsek.matrix.dense8 import DenseScale, QuantizedTensor
+from sparsek.matrix.quantized import Quantized, Scale, quantize
 from sparsek.matrix.semi24 import Semi24
 from sparsek.testing.budget import Gate, judge
 
@@ -91,7 +91,7 @@ class Fp8Case(ProductCase):
     block: tuple[int, int] | None = block_option(usual=(128, 128))
     density: float = share_option(usual=1.0)
     form: str = choice_option("Products", FORMS, usual=LINEAR)
-    scale: str = choice_option("What shares a scale", SCALES, usual="row")
+    scale: Scale = choice_option("What shares a scale", SCALES, usual="row")
     dtype: str = choice_option("Values", DTYPES, usual="e4m3")
     fast_accum: bool = option(False, "Sums may stay in the tensor cores.", usual=False)
 
@@ -146,7 +146,8 @@ class CublasFp8(Peer):
     def ready(self, case: Fp8Case, sets: Sequence[Fp8Operands], tried: Callable[[str], None]) -> Ready:
         candidates: dict[str, tuple[Callable[[], Tensor], ...]] = {}
         refused: list[str] = []
-        for scale, fast in itertools.product(("tensor", "row"), self.sums):
+        scales: tuple[DenseScale, ...] = ("tensor", "row")
+        for scale, fast in itertools.product(scales, self.sums):
             name = f"a scale per {scale}, {'fast' if fast else 'float32'} sums"
             try:
                 with setting_up(name):
@@ -163,7 +164,7 @@ class CublasFp8(Peer):
         return Ready(candidates[best], best, case.dense_flops)
 
 
-def _dense(case: Fp8Case, one: Fp8Operands, scale: str, fast: bool, seed: int) -> Callable[[], Tensor]:
+def _dense(case: Fp8Case, one: Fp8Operands, scale: DenseScale, fast: bool, seed: int) -> Callable[[], Tensor]:
     """x @ W.T, or W @ x.T, of a dense random W. `fast` sums in fewer bits than float32 has."""
     w = random_weight(case.m, case.k, dtype=WIDE, device=one.a.device, seed=seed)
     w8, x8 = quantize(w, E4M3, scale), quantize(one.x.dequantize(WIDE), E4M3, scale)

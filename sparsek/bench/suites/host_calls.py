@@ -19,6 +19,7 @@ from torch.nn import functional
 
 import sparsek as sk
 from sparsek.core import dtypes
+from sparsek.reference.epilogue import Activation
 
 if TYPE_CHECKING:
     from sparsek.testing.budget import Gate
@@ -213,7 +214,9 @@ def _dense(w: Any, dtype: torch.dtype) -> Tensor:
     return w.to_dense().to(dtype)
 
 
-def _judge_linear(x: Tensor, w: Any, out: Tensor, bias: Tensor | None, activation: str | None) -> "Gate":
+def _judge_linear(
+    x: Tensor, w: Any, out: Tensor, bias: Tensor | None, activation: Activation | None
+) -> "Gate":
     from sparsek.testing.product_budget import check_linear
 
     rows = sk.quantize(x) if isinstance(w, sk.Quantized) else x

@@ -17,7 +17,7 @@ from sparsek.bench.suites.product import LINEAR, ProductOperands
 from sparsek.core.errors import InvalidInput
 from sparsek.ops.spmm import plan_spmm
 from sparsek.plan.spmm import SpmmPlan
-from sparsek.reference.epilogue import ACTIVATIONS, Epilogue
+from sparsek.reference.epilogue import ACTIVATION_NAMES, ACTIVATIONS, Activation, Epilogue
 from sparsek.testing.budget import Gate
 from sparsek.testing.product_budget import check_linear
 
@@ -30,7 +30,7 @@ class LinearOperands(ProductOperands):
     """One of the rotating sets: its own x [tokens, k], W [n, k] and output, and bias [n] and residual [tokens, n]."""
 
     bias: Tensor | None = None
-    activation: str | None = None
+    activation: Activation | None = None
     residual: Tensor | None = None
 
     @property
@@ -81,8 +81,8 @@ class LinearCase(Case):
         return self.epilogue.split("+") if self.epilogue else []
 
     @property
-    def activations(self) -> list[str]:
-        return [part for part in self.parts if part in ACTIVATIONS]
+    def activations(self) -> list[Activation]:
+        return [part for part in ACTIVATION_NAMES if part in self.parts]
 
     @property
     def name(self) -> str:

@@ -30,7 +30,7 @@ from sparsek.ops.linear import linear
 from sparsek.ops.sddmm import plan_sddmm
 from sparsek.ops.spmm import plan_spmm
 from sparsek.plan.plan import Plan
-from sparsek.reference.epilogue import ACTIVATIONS, Epilogue
+from sparsek.reference.epilogue import ACTIVATIONS, Activation, Epilogue
 from sparsek.testing.budget import Gate
 from sparsek.testing.product_budget import stored
 
@@ -44,7 +44,7 @@ class MlpOperands(Operands):
     x: Tensor
     w1: BSR
     w2: BSR
-    activation: str
+    activation: Activation
 
     @property
     def useful_flops(self) -> float:
@@ -162,7 +162,7 @@ class StepOperands(MlpOperands):
 
 
 @cache
-def _compiled(activation: str) -> Callable[..., Tensor]:
+def _compiled(activation: Activation) -> Callable[..., Tensor]:
     """torch.compile of the forward as one graph, the same for all sets."""
 
     def forward(x: Tensor, w1: BSR, w2: BSR) -> Tensor:
@@ -183,7 +183,7 @@ class MlpCase(Case):
     hidden: int = size_option("Features between the two products", "16384")
     block: tuple[int, int] = block_option()
     density: float = share_option()
-    activation: str = checked(
+    activation: Activation = checked(
         lambda name, value: check_choice(name, value, [*filter(None, ACTIVATIONS)]), usual="gelu"
     )
     dtype: str = dtype_option()

@@ -183,7 +183,7 @@ def _judge(layer: Layer, case: PlannerCase, device: torch.device, rounds: int) -
     options = tuple(option for option, _ in found)
     timed = [replace(option, measured=own[at].median / 1e3) for at, option in enumerate(options) if at in own]
     by_name = {options[at].name: each for at, each in times.items()}
-    chosen = [choosing.choose(each, choosing.Bound()).name for each in (options, timed)]
+    chosen = [choosing.choose(each, choosing.Bound(min_norm=0)).name for each in (options, timed)]
     return Judged(layer, options, by_name, *chosen, gate=worst(gates))
 
 

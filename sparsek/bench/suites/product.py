@@ -22,7 +22,7 @@ from sparsek.matrix.bsr import BSR
 from sparsek.matrix.bsr24 import BSR24
 from sparsek.matrix.pattern import BlockPattern
 from sparsek.matrix.quantized import Quantized
-from sparsek.matrix.random import PATTERNS
+from sparsek.matrix.random import PATTERNS, Spread
 from sparsek.matrix.semi24 import Semi24
 from sparsek.ops.linear import plan_layer
 from sparsek.ops.spmm import plan_spmm
@@ -61,7 +61,7 @@ class BlocksCase(SidesCase):
     n: int = size_option("The side of B that A does not meet")
     block: tuple[int, int] = block_option()
     density: float = share_option()
-    pattern: str = choice_option("Patterns", PATTERNS, usual="uniform")
+    pattern: Spread = choice_option("Patterns", PATTERNS, usual="uniform")
     dtype: str = dtype_option()
 
     @property
@@ -96,9 +96,9 @@ class ProductCase(SidesCase):
 
     form: str
     stored: str = "bsr"
-    block: tuple[int, int] | None
+    block: Any
     density: float
-    pattern: str = "uniform"
+    pattern: Spread = "uniform"
     # Whether the call writes into a given C; a layer makes its own.
     writes: bool = True
 

@@ -75,7 +75,7 @@ class Semi24Case(ProductCase):
     @classmethod
     def of(cls, **fields: Any) -> "Semi24Case":
         """A case; one without blocks has one density, 1."""
-        return cls(**fields | ({"density": 1.0} if fields["block"] is None else {}))
+        return cls(**{**fields, **({"density": 1.0} if fields["block"] is None else {})})
 
     @property
     def in_blocks(self) -> bool:
@@ -136,7 +136,7 @@ TABLE = Table(
     title="2:4",
     columns=(CASE, MS, SPEEDUP, Column("dense-equivalent TFLOPS", useful), ROOF, target(BARS)),
     note=(
-        "TFLOPS are dense-equivalent: they count both values that a group of four stores and both that it does not. "
+        "TFLOPS are dense-equivalent: they count all four values of a group, two of them not stored. "
         "Dense is cuBLAS. A target is a peer's time over SparseK's. cuSPARSELt is the fastest of its algorithms in all "
         "layouts of B and C; its B is in that layout before it is timed. The BSR stores all values of the same blocks. "
         "The roofline counts the stored values at the dense rate."

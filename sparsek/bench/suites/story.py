@@ -13,7 +13,7 @@ from torch import Tensor
 from sparsek.bench.engine.bench import Column, Table
 from sparsek.bench.engine.case import block_name, rows
 from sparsek.bench.engine.data import Draw
-from sparsek.bench.engine.options import block_option, dtype_option, size_option
+from sparsek.bench.engine.options import block_option, checked, dtype_option, fraction, size_option
 from sparsek.bench.engine.tables import CASE, MS, ROOF, SPEEDUP, useful
 from sparsek.bench.suites.product import LINEAR, ProductOperands, SidesCase, check_24_sides
 from sparsek.core.errors import InvalidInput, Unsupported
@@ -75,7 +75,7 @@ class StoryCase(SidesCase):
     m: int = size_option("Rows of W")
     k: int = size_option("Columns of W")
     n: int = size_option("Rows of x")
-    stored: float
+    stored: float = checked(fraction)
     block: tuple[int, int] = block_option(usual=(128, 128))
     dtype: str = dtype_option()
 

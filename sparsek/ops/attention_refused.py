@@ -1,0 +1,48 @@
+"""Options of other libraries' attention that SparseK's does not have, and what to do instead of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from sparsek.core.errors import InvalidInput
+
+SCORES = (
+    "attention does not change scores; call torch.compile(flex_attention)(q, k, v, score_mod=..., "
+    "block_mask=mask.to_flex()), which takes the same mask"
+)
+IN_A_POLICY = "write mask=sparsek.MaskPolicy(), in which a query sees the keys of its document up to its own"
+REFUSED = {
+    "dropout_p": (
+        "attention drops no weights; leave it out, or call scaled_dot_product_attention with attn_mask=mask.to_dense()"
+    ),
+    "attn_mask": "the mask is called mask: attention(q, k, v, mask=attn_mask), where a bool tensor will do",
+    "block_mask": "the mask is called mask: attention(q, k, v, mask=block_mask), where a FlexAttention mask will do",
+    "mask_mod": "make a mask of it: mask=sparsek.BlockMask.from_mask_mod(mask_mod, B, H, S, T)",
+    "attn_bias": SCORES,
+    "bias": SCORES,
+    "alibi_slopes": SCORES,
+    "softcap": SCORES,
+    "score_mod": SCORES,
+    "causal": "write is_causal=True, or mask=sparsek.MaskPolicy(), which puts the last query at the last key",
+    "window_size": "write mask=sparsek.MaskPolicy(window=...), which counts the query's own key",
+    "softmax_scale": "the factor of the scores is called scale",
+    "enable_gqa": "leave it out: q may have any multiple of the heads of k and v",
+    "cu_seqlens_q": "call attention_varlen for packed documents",
+    "cu_seqlens": "call attention_varlen(q, k, v, cu_seqlens) for packed documents",
+}
+REFUSED_PACKED = {
+    **{name: cure for name, cure in REFUSED.items() if name != "cu_seqlens_q"},
+    "is_causal": IN_A_POLICY,
+    "causal": IN_A_POLICY,
+    "cu_seqlens": "it is called cu_seqlens_q here, and cu_seqlens_k where the keys differ",
+    "max_seqlen_q": "leave it out: the lengths follow from cu_seqlens",
+    "max_seqlen_k": "leave it out: the lengths follow from cu_seqlens",
+}
+
+
+def refuse(name: str, options: Iterable[str], known: Mapping[str, str] = REFUSED) -> None:
+    """InvalidInput for options that `name` does not have; TypeError, as Python's own, for unknown names."""
+    for each in options:
+        if each in known:
+            raise InvalidInput(f"{name} has no argument {each}: {known[each]}")
+        raise TypeError(f"{name}() got an unexpected keyword argument '{each}'")

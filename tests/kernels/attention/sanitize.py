@@ -1,0 +1,55 @@
+"""hopper.attention_fwd or hopper.attention_bwd over small awkward inputs, for `compute-sanitizer --tool memcheck`."""
+
+import sys
+
+import torch
+
+from sparsek.kernels import load
+from sparsek.mask.mask import BlockMask
+from sparsek.testing.attention_budget import check_attention
+from sparsek.testing.attention_cases import AttentionCase, random_bits
+from tests.kernels.attention.grad_cases import hold
+from tests.kernels.planned import attend
+from tests.kernels.planned import attention_problem as problem
+
+LARGE = (128, 128)
+BITS = AttentionCase("bits", lambda d: random_bits(d, (300, 333), LARGE, heads=2), dims=LARGE)
+SMALL = AttentionCase("small blocks", lambda d: random_bits(d, (300, 333), (64, 64), heads=2), dims=(64, 64))
+FORWARD = (
+    BITS,
+    SMALL,
+    AttentionCase(
+        "padded heads", lambda d: BlockMask.causal(q_len=200, kv_len=333, device=d), dims=(96, 192)
+    ),
+    AttentionCase(
+        "cut", lambda d: BlockMask.causal(q_len=5, kv_len=4000, device=d), heads=(8, 2), dims=LARGE
+    ),
+    AttentionCase("many tiles", lambda d: BlockMask.causal(2500, device=d), heads=(8, 8), dims=LARGE),
+)
+BACKWARD = (
+    BITS,
+    AttentionCase("small blocks", SMALL.mask, dims=LARGE),
+    AttentionCase("two dims", lambda d: BlockMask.causal(q_len=200, kv_len=333, device=d), dims=(40, 128)),
+    AttentionCase("narrow heads", lambda d: BlockMask.causal(400, device=d), heads=(4, 2), dims=(64, 64)),
+    AttentionCase("many tiles", lambda d: BlockMask.causal(1000, device=d), heads=(17, 17), dims=LARGE),
+)
+
+
+def main(name: str) -> None:
+    kernel = load(name)
+    if name == "hopper.attention_bwd":
+        for case in BACKWARD:
+            for deterministic in (True, False):
+                hold(kernel, case, device="cuda", dtype=torch.bfloat16, deterministic=deterministic)
+    else:
+        for case in FORWARD:
+            q, k, v, mask = case.make("cuda", torch.bfloat16)
+            for c in kernel.configs(problem(q, k, v, mask)):
+                gate = check_attention(q, k, v, mask, *attend(kernel, q, k, v, mask, c))
+                assert gate.passed, (str(case), c, gate)
+    torch.cuda.synchronize()
+    print("every result is within its budget")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,135 @@
+"""hopper.attention_bwd without a GPU: configs compiled for sm_90a, and their texts, limits, reasons and predictions."""
+
+import re
+from dataclasses import fields, replace
+from itertools import product
+from typing import Any
+
+import pytest
+
+from sparsek.core.device import H200
+from sparsek.kernels import load
+from sparsek.plan.problem import AttentionGradProblem
+
+pytest.importorskip("triton")
+
+from sparsek.kernels.attention.hopper_bwd import Config
+from tests.kernels.attention.problems import attention_problem
+from tests.kernels.lang import newest
+from tests.kernels.lang.covering import covering
+from tests.kernels.lang.hopper_code import Code, compiled
+from tests.problems import A100
+from tests.sampling import sampled
+
+KERNEL = load("hopper.attention_bwd")
+SIDES = (32, 64, 128)
+BLOCKS = ((128, 128), (64, 64), (128, 64), (64, 128))
+
+
+def problem(dim: int = 128, v_dim: int | None = None, **more: Any) -> AttentionGradProblem:
+    return attention_problem(AttentionGradProblem, dim, v_dim, **{"mask_heads": 1, "lse": True} | more)
+
+
+FLAGS = [
+    (interval, bits, ordered)
+    for interval in (False, True)
+    for bits in (False, True)
+    for ordered in (False, True)
+]
+PROBLEMS = [
+    problem(*dims, block=block, by_interval=interval, by_bits=bits, deterministic=ordered)
+    for dims, block, (interval, bits, ordered) in product(product(SIDES, SIDES), BLOCKS, FLAGS)
+]
+CONFIGS = list(dict.fromkeys(c for p in PROBLEMS for c in KERNEL.configs(p)))
+
+
+def choices(case: tuple[Config, str]) -> list[Any]:
+    c, dtype = case
+    ring = ("ring", c.halves, c.stages, c.dq_slots)
+    return [("heads", c.dim, c.v_dim), ring, c.block, ("rules", c.interval, c.bits), c.ordered, dtype]
+
+
+SPILL_WIDE, SPILL = 352, 160  # bytes of stack, for heads whose sides are 256 together and narrower ones
+FULLEST = (Config(128, 128, (128, 128), 2, 2, interval=True, bits=True), "bf16")
+CASES = [*covering([(c, dtype) for c in CONFIGS for dtype in ("bf16", "fp16")], choices), FULLEST]
+# Compiled in every run: of the head dims as two choices, every two choices that can be made together.
+CORE = [*covering(CASES, lambda case: [case[0].dim, ("v_dim", case[0].v_dim), *choices(case)[1:]]), FULLEST]
+OTHERS = [case for case in CASES if case not in CORE]
+NEXT_CASES = [FULLEST, *CASES[::12]]
+
+
+def check(c: Config, dtype: str, code: Code, spilled: int) -> None:
+    """What every compiled kernel must show."""
+    where = f"{c} in {dtype}:\n{code}"
+    kind = {"bf16": "bf16", "fp16": "f16"}[dtype]
+    kinds = {f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{kind}.{kind}" for n in (64, c.dim, c.v_dim)}
+    assert code.wgmma == sorted(kinds), where
+    # Two warpgroups with a loop each: S, dP, dV and dK of a step, and dQ from the dS of every half.
+    products = c.dim // 16 + c.v_dim // 16 + 4 + 4 + 4 * c.halves
+    assert code.wgmma_count == 2 * products, where
+    assert any("reduce" in copy or "bulk_group" in copy for copy in code.copies), where
+    assert "serialized" not in code.log, where
+    assert "Potential Performance Loss" not in code.log, where
+    # Descriptors of K and V are made before the loop and again in it (`mixed`): the same ones, as GPU tests show.
+    assert [] == code.unwritten == code.early == code.fixed_bounds, where
+    assert code.stack <= spilled, where
+    assert code.shared <= H200.smem_bytes, where
+    assert c.smem_bytes - 1024 <= code.shared <= c.smem_bytes + 512, (
+        f"smem_bytes says {c.smem_bytes}: {where}"
+    )
+    assert code.registers * 32 * code.warps <= 65536, where
+
+
+@pytest.mark.parametrize(("c", "dtype"), [*dict.fromkeys(CORE), *sampled(OTHERS, 6)], ids=str)
+def test_it_compiles(c: Config, dtype: str) -> None:
+    # dK and dV take 128 registers at dim 128; what spills there lies outside the steps, or is an address.
+    wide = c.dim + c.v_dim == 256
+    check(c, dtype, compiled(c, dtype), SPILL_WIDE if wide else SPILL)
+
+
+def test_it_compiles_under_the_newest_triton() -> None:
+    codes = newest.calls(compiled, [(c, dtype, False) for c, dtype in NEXT_CASES])
+    for (c, dtype), code in zip(NEXT_CASES, codes, strict=True):
+        check(c, dtype, code, 640)
+
+
+def test_configs_differ_by_their_texts() -> None:
+    """Triton keeps compiled kernels by them."""
+    assert len({str(c) for c in CONFIGS}) == len(CONFIGS)
+    base = Config(64, 64, (128, 128), 2, 4)
+    for field in fields(Config):
+        old = getattr(base, field.name)
+        new = (64, 64) if field.name == "block" else (not old if isinstance(old, bool) else old * 2)
+        assert str(replace(base, **{field.name: new})) != str(base), field.name
+
+
+def test_every_ring_fits_and_a_barrier_belongs_to_one_warpgroup_where_they_take_turns() -> None:
+    for c in CONFIGS:
+        assert c.smem_bytes <= H200.smem_bytes
+        assert c.halves == 2 or c.barriers % 2 == 0
+        assert c.barriers % c.stages == 0
+        assert c.halves == 1 or c.dq_slots == 2
+
+
+@pytest.mark.parametrize(
+    ("p", "words"),
+    [
+        (problem(256), "at most 128 columns"),
+        (problem(100), "multiples of 8"),
+        (problem(dtype="fp32"), "bf16 and fp16"),
+        (problem(aligned=False), "16 bytes"),
+        (problem(card=A100), "Hopper"),
+    ],
+)
+def test_what_it_cannot_it_says(p: AttentionGradProblem, words: str) -> None:
+    assert re.search(words, " ".join(KERNEL.why_not(p)))
+    assert KERNEL.why_not(problem()) == []
+
+
+def test_time_follows_the_blocks_and_order_costs() -> None:
+    sparse, dense = problem(), problem(stored=64 * 64)
+    assert KERNEL.seconds(dense, KERNEL.default(dense)) > 5 * KERNEL.seconds(sparse, KERNEL.default(sparse))
+    free = problem(deterministic=False)
+    assert KERNEL.seconds(free, KERNEL.default(free)) < KERNEL.seconds(sparse, KERNEL.default(sparse))
+    assert any("fixed order" in note for note in KERNEL.notes(sparse, KERNEL.default(sparse)))
+    assert not any("fixed order" in note for note in KERNEL.notes(free, KERNEL.default(free)))

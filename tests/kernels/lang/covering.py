@@ -1,0 +1,33 @@
+"""Few cases out of many, for tests that take seconds each."""
+
+from collections.abc import Callable, Hashable, Iterable
+from itertools import combinations
+from typing import TypeVar
+
+Case = TypeVar("Case", bound=Hashable)
+
+
+def covering(
+    cases: Iterable[Case],
+    choices: Callable[[Case], Iterable[Hashable]],
+    together: int = 2,
+    held: Iterable[Case] = (),
+) -> list[Case]:
+    """Cases that hold every two choices, or as many as `together`, that some case holds together and none of `held`.
+
+    Always the next with the most new ones.
+    """
+    known: dict[object, int] = {}
+
+    def bits(case: Case) -> int:
+        return sum(1 << known.setdefault(some, len(known)) for some in combinations(choices(case), together))
+
+    holding = {case: bits(case) for case in cases}
+    left, found = (1 << len(known)) - 1, []
+    for case in held:
+        left &= ~bits(case)
+    while left:
+        best = max(holding, key=lambda case: (holding[case] & left).bit_count())
+        found.append(best)
+        left &= ~holding.pop(best)
+    return found

@@ -1,0 +1,92 @@
+"""Runs the roles of hopper_24.cu on the CPU: g++ compiles them with the wrappers of emulated_24.h.
+
+What is right here: tiles, addresses, swizzles, descriptors, nibbles, phases and counts of barriers, the reuse of slots,
+of staged boxes and of registers that wgmma reads, the end of a cluster. What PTX instructions do is what the wrappers
+say; that it is so on a GPU, only a GPU tells.
+"""
+
+import ctypes
+import subprocess
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+from torch import Tensor
+
+from sparsek.core.device import H200
+from sparsek.kernels.lang.driver import Boxed
+from sparsek.kernels.spmm import hopper_24 as semi24
+from sparsek.kernels.spmm import hopper_bsr24 as bsr24
+from sparsek.kernels.spmm.hopper_24 import SOURCE, Config, Scales, Work
+from sparsek.matrix.bsr24 import BSR24
+from sparsek.matrix.semi24 import Semi24
+from sparsek.reference.epilogue import PLAIN, Epilogue
+from tests.kernels.planned import problem
+
+WRAPPERS = Path(__file__).with_name("emulated_24.h")
+FLAGS = ("-O1", "-std=c++17", "-shared", "-fPIC", "-w", "-fno-strict-aliasing")
+EARLY, MIXED, LATE = range(3)  # what is asynchronous happens at once, at random, as late as may be
+
+
+@cache
+def library(c: Config, source: str) -> ctypes.CDLL:
+    """`source` in the place of hopper_24.cu, for this machine."""
+    constants, rest = source.split("// " + "-" * 100 + " PTX wrappers")
+    roles = rest.split("// " + "-" * 100 + " tiles and roles")[1]
+    include = f'#include "{WRAPPERS}"\n'
+    folder = Path(mkdtemp())
+    (folder / "semi24.cpp").write_text(f"{constants}\n{include}{roles}\n#define RUNS\n{include}")
+    command = ["g++", *FLAGS, *c.defines, "-o", str(folder / "semi24.so"), str(folder / "semi24.cpp")]
+    subprocess.run(command, check=True, capture_output=True, text=True)
+    found = ctypes.CDLL(str(folder / "semi24.so"))
+    found.launch.restype = ctypes.c_char_p
+    return found
+
+
+def packed(m: Boxed) -> Any:
+    """A tensor map as the wrappers read it."""
+    size = m.dtype.itemsize
+    return (ctypes.c_uint64 * 16)(m.pointer, size, *m.size, m.stride * size, *m.box)
+
+
+def multiply(
+    c: Config,
+    a: Semi24 | BSR24,
+    b: Tensor,
+    out: Tensor,
+    epilogue: Epilogue = PLAIN,
+    *,
+    order: int = LATE,
+    ctas: int = 2,
+    source: str = "",
+) -> str:
+    """Writes the product into `out` as `ctas` CTAs do, events in one `order`. What went wrong, or ""."""
+    p = replace(problem(a, b, out, epilogue), card=replace(H200, sm_count=ctas))
+    module = semi24 if isinstance(a, Semi24) else bsr24
+    return run(c, module.KERNEL.prepare(p, c, a), a, b, out, epilogue, order=order, source=source)
+
+
+def run(
+    c: Config,
+    work: Work,
+    a: Semi24 | BSR24,
+    b: Tensor,
+    out: Tensor,
+    epilogue: Epilogue = PLAIN,
+    scales: Scales | None = None,
+    *,
+    order: int = LATE,
+    source: str = "",
+) -> str:
+    """As `multiply`, with prepared work and, of FP8, scales."""
+    nibbles = work.nibbles(a)
+    params, grid = semi24.launch_params(c, work, nibbles, b, out, epilogue, scales)
+    maps = [ctypes.byref(packed(each)) for each in semi24.boxes(c, a.values, b, out, epilogue.other)]
+    size = ctypes.c_int64(nibbles.numel() * 4)
+    return (
+        library(c, source or SOURCE.read_text())
+        .launch(*maps[:3], ctypes.byref(params), maps[-1], grid, order, order, size)
+        .decode()
+    )

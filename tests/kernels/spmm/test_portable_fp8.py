@@ -1,0 +1,164 @@
+"""The portable FP8 kernels without a GPU: in Triton's interpreter, and compiled for real cards."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from sparsek.core.device import CPU, H200
+from tests.problems import A100, RTX_4090, changed, fp8_problem
+
+pytest.importorskip("triton")
+
+from sparsek.kernels.pack import to_fp8 as round_fp8
+from sparsek.kernels.spmm import portable_24_fp8 as semi24_fp8
+from sparsek.kernels.spmm import portable_bsr24_fp8 as bsr24_fp8
+from sparsek.kernels.spmm import portable_fp8 as spmm_fp8
+from sparsek.kernels.spmm.tiles_fp8 import Config
+from tests.kernels.spmm.portable_fp8_code import bsr24_fp8_code, round_code, semi24_fp8_code, spmm_fp8_code
+
+BIG: dict[str, Any] = {"m": 8192, "k": 8192, "n": 8192, "dtype": "e4m3", "card": H200}
+BLOCKS: dict[str, Any] = {"block": (128, 128), "nnzb": 512, "row_max": 8}
+SPMM, SEMI24, BSR24 = (
+    fp8_problem(**BIG, **BLOCKS),
+    fp8_problem(two_four=True, **BIG),
+    fp8_problem(two_four=True, **BIG, **BLOCKS),
+)
+KERNELS = {
+    "bsr_fp8": (spmm_fp8.KERNEL, spmm_fp8_code),
+    "semi24_fp8": (semi24_fp8.KERNEL, semi24_fp8_code),
+    "bsr24_fp8": (bsr24_fp8.KERNEL, bsr24_fp8_code),
+}
+ALL = [SPMM, SEMI24, BSR24]
+
+
+def of(p: Any) -> Any:
+    return KERNELS[p.a.kind][0]
+
+
+def check(p: Any, c: Config, vectors: bool = True) -> None:
+    code = KERNELS[p.a.kind][1](p, c)
+    what = f"{p} {c}"
+    assert code.stack == 0, f"{what} spills {code.stack} bytes"
+    assert code.shared <= p.card.smem_bytes, what
+    assert code.copies or not vectors, f"{what}: 16-byte asynchronous copies are missing"
+    if p.card.capability[0] == 9 and c.tile_m >= 64:
+        assert f"k32.f32.{p.dtype}.{p.b.dtype}" in code.ptx, what
+        assert "wgmma.mma_async" in code.ptx, what
+    elif p.card.capability == (8, 9):
+        assert f"m16n8k32.row.col.f32.{p.dtype}.{p.b.dtype}.f32" in code.ptx, what
+
+
+@pytest.mark.parametrize("p", ALL, ids=lambda p: p.a.kind)
+def test_every_config_compiles_without_spills(p: Any):
+    configs = list(of(p).configs(p))
+    assert len(configs) >= 3
+    for c in configs:
+        check(p, c)
+    other = changed(p, card=RTX_4090)
+    check(other, of(p).default(other))
+
+
+LAYER: dict[str, Any] = {"out_layout": "col", "bias": True}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        LAYER | {"activation": "gelu", "combine": "add"},
+        {"activation": "silu", "combine": "mul", "has_alpha": True, "out_dtype": "fp32"},
+        {"a_scale": "tensor", "b_scale": "tensor", "out_dtype": "fp16", "b_dtype": "e5m2"},
+        {"dtype": "e5m2", "n": 16, **LAYER},
+    ],
+    ids=["layer", "gate", "tensor scales", "decode"],
+)
+def test_what_products_may_be_compiles_without_spills(change: dict[str, Any]):
+    for p in ALL:
+        q = changed(p, **change)
+        check(q, of(q).default(q))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"a_scale": "block"},
+        {"block": (64, 64), "a_scale": "block"},
+        {"block": (32, 32)},
+        {"block": (48, 96)},
+        {"transposed": True, "a_scale": "tensor", "out_layout": "col"},
+        {"k": 8200, "n": 8200},
+    ],
+    ids=["scale per block", "block 64", "block 32", "no power of two", "view", "ragged"],
+)
+def test_blocks_and_views_compile_without_spills(change: dict[str, Any]):
+    p = changed(SPMM, **change)
+    check(p, spmm_fp8.KERNEL.default(p), vectors=p.k % 16 == 0)
+    if not set(change) & {"transposed"} and p.block[0] % 64 == 0:
+        q = changed(BSR24, **change)
+        check(q, bsr24_fp8.KERNEL.default(q), vectors=q.k % 16 == 0)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_the_rounding_reads_and_writes_whole_vectors_and_converts_in_hardware(dtype: str):
+    for rows, k, turned in ((8192, 8192, False), (8192, 1024, False), (64, 28672, False), (8192, 8192, True)):
+        code = round_code(rows, k, turned, dtype, H200)
+        assert code.stack == 0
+        assert "v4.b32" in code.stores
+        assert "ld.global.v4.b32" in code.ptx
+        assert "cvt.rn.satfinite.e4m3x2.f32" in code.ptx
+        assert "div.rn.f32" in code.ptx
+        assert "div.full" not in code.ptx
+
+
+def test_the_rounding_of_b_knows_strides_of_more_than_31_bits():
+    whole = torch.empty(2, 262144, 8192, dtype=torch.bfloat16, device="meta")
+    for x, wide in (
+        (whole[:, -1:], True),
+        (whole[:, :16, :4096], True),
+        (whole[:1, :4096, :4096], False),  # one item, whose stride is nothing
+        (whole[:, -1, None], True),
+        (whole[0, None, :16].mT, False),
+    ):
+        constants, _ = round_fp8._constants(x, torch.float8_e4m3fn)
+        assert constants.wide is wide, x.shape
+        assert max(round_fp8.tensors.strides(x)) < 2**31 or wide
+
+
+def test_reasons_name_what_is_wrong():
+    for p in ALL:
+        assert of(p).why_not(p) == []
+        old = A100
+        assert "capability 8.9; NVIDIA A100 has 8.0" in of(p).why_not(changed(p, card=old))[0]
+        assert "TRITON_INTERPRET=1" in of(p).why_not(changed(p, card=CPU))[0]
+        assert "at most" in of(p).why_not(changed(p, k=2**31 - 8))[0]
+    # Offsets inside a tile of 128 rows of 2:4 values are 32 bits.
+    assert "at most 16777216" in of(SEMI24).why_not(changed(SEMI24, k=2**26, m=256, n=256))[0]
+
+
+def test_defaults_fill_the_card_where_they_can():
+    for p in ALL:
+        assert of(p).default(p).tile_m == of(p).default(p).tile_n == 128
+        c = of(p).default(changed(p, m=1024, n=512))
+        assert c.tile_m * c.tile_n < 128 * 128
+    for each in semi24_fp8.KERNEL.configs(changed(SEMI24, m=5)):
+        assert each.tile_m == 16
+    assert spmm_fp8.KERNEL.default(changed(SPMM, block=(16, 16))).tile_k == 32
+    assert spmm_fp8.KERNEL.default(changed(SPMM, n=3)).tile_n == 16
+
+
+def test_predictions_grow_with_work_and_never_beat_the_roofline():
+    for p in ALL:
+        for c in of(p).configs(p):
+            seconds = of(p).seconds(p, c)
+            assert of(p).seconds(changed(p, n=2 * p.n), c) > 1.8 * seconds
+            assert seconds > p.useful_flops / (H200.tflops["fp8"] * 1e12)
+            assert seconds > p.compulsory_bytes / H200.bandwidth
+            assert of(p).seconds(changed(p, rounds="bf16"), c) > seconds + p.k * p.n * 3 / H200.bandwidth
+    c = spmm_fp8.KERNEL.default(SPMM)
+    assert spmm_fp8.KERNEL.seconds(changed(SPMM, row_max=4096), c) > spmm_fp8.KERNEL.seconds(SPMM, c)
+
+
+def test_config_sides_that_do_not_fit_are_refused():
+    for sides in ((64, 64, 48), (8, 64, 64), (64, 64, 16)):
+        with pytest.raises(ValueError, match="of an FP8 kernel must be a power of two from"):
+            Config(*sides, 4, 3)

@@ -1,0 +1,130 @@
+"""BlockMask.from_mask_mod: the same pairs as FlexAttention's own create_mask, evaluated in chunks."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import flex_attention as flex
+
+from sparsek.core.errors import InvalidInput
+from sparsek.mask import flex as masks
+from sparsek.mask.mask import BlockMask
+
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def of_tensors(draw: torch.Generator) -> MaskMod:
+    """Documents, of which each batch item has its own, and a window and a pattern for each head."""
+    ids = torch.randint(0, 4, (2, 400), generator=draw).sort().values
+    widths = torch.randint(1, 300, (3,), generator=draw)
+    step = int(torch.randint(2, 50, (), generator=draw))
+
+    def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        near = (q - k).abs() < widths[h]
+        return (ids[b, q] == ids[b, k]) & torch.where(h == 1, near | (k % step == 0), near)
+
+    return mask_mod
+
+
+MODS: dict[str, Callable[[torch.Generator], MaskMod]] = {
+    "causal": lambda draw: lambda b, h, q, k: q >= k,
+    "tensors": of_tensors,
+    "joined": lambda draw: flex.and_masks(of_tensors(draw), lambda b, h, q, k: q >= k),
+    "everything": lambda draw: flex.noop_mask,
+    "nothing": lambda draw: lambda b, h, q, k: q + k < 0,
+}
+
+
+@pytest.mark.parametrize("chunk", [1 << 22, 1 << 14, 1])
+@pytest.mark.parametrize("block", [64, (128, 64), (64, 128)], ids=str)
+@pytest.mark.parametrize("name", MODS)
+def test_it_sees_what_flex_attention_sees(name: str, block: Any, chunk: int, monkeypatch: pytest.MonkeyPatch):
+    seed = torch.Generator().seed() % 2**32
+    mask_mod = MODS[name](torch.Generator().manual_seed(seed))
+    seen = flex.create_mask(mask_mod, 2, 3, 390, 333, device="cpu")
+    monkeypatch.setattr(masks, "CHUNK", chunk)
+    mask = BlockMask.from_mask_mod(mask_mod, 2, 3, 390, 333, block=block, device="cpu")
+    assert torch.equal(mask.to_dense(), seen), f"seed {seed}"
+    same = BlockMask.from_dense(seen, block)
+    assert (mask.sizes, mask.pure, mask.elements) == (same.sizes, same.pure, same.elements)
+    assert mask.block == same.block
+
+
+def test_lists_that_all_share_are_of_one_batch_item_and_one_head():
+    for nothing in (None, 1):
+        mask = BlockMask.from_mask_mod(lambda b, h, q, k: q >= k, nothing, nothing, 200, 200, device="cpu")
+        assert (mask.batch, mask.heads) == (1, 1)
+        assert torch.equal(mask.to_dense(), BlockMask.causal(200, device="cpu").to_dense())
+
+
+@pytest.mark.parametrize("lengths", [(0, 0), (0, 70), (70, 0), (1, 1)], ids=str)
+def test_lengths_may_be_0(lengths: tuple[int, int]):
+    mask = BlockMask.from_mask_mod(lambda b, h, q, k: q >= k, 1, 1, *lengths, device="cpu")
+    assert (mask.q_len, mask.kv_len, mask.elements) == (*lengths, int(lengths == (1, 1)))
+
+
+def test_it_is_evaluated_in_chunks_that_cover_every_pair_once():
+    asked: list[tuple[int, int]] = []
+    real = flex.create_mask
+
+    def counting(mod: Any, batch: int, heads: int, q_len: int, kv_len: int, **more: Any) -> Tensor:
+        asked.append((q_len, kv_len))
+        return real(mod, batch, heads, q_len, kv_len, **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flex, "create_mask", counting)
+        patch.setattr(masks, "CHUNK", 1 << 15)
+        BlockMask.from_mask_mod(lambda b, h, q, k: q >= k, 1, 2, 500, 1000, block=64, device="cpu")
+    assert max(q * k for q, k in asked) <= 1 << 15
+    assert sum(q * k for q, k in asked) == 2 * 500 * 1000
+
+
+def test_its_positions_are_int64_without_dimensions():
+    seen: list[tuple[Any, ...]] = []
+
+    def mask_mod(*given: Tensor) -> Tensor:
+        seen.append(tuple((x.dtype, x.ndim) for x in given))
+        return given[2] >= given[3]
+
+    BlockMask.from_mask_mod(mask_mod, 1, 1, 70, 70, device="cpu")
+    assert set(seen) == {((torch.int64, 0),) * 4}
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "no function": ({"mask_mod": 3}, r"mask_mod is 3; it must be a function \(b, h, q_idx, kv_idx\)"),
+    "score_mod": (
+        {"mask_mod": lambda score, b, h, q, k: score},
+        r"mask_mod takes \(score, b, h, q, k\); it must take \(b, h, q_idx, kv_idx\), and not a score",
+    ),
+    "numbers": ({"mask_mod": lambda b, h, q, k: q - k}, "mask_mod returns torch.int64; it must return bool"),
+    "batch": ({"B": 0}, "B is 0; it must be an int of at least 1"),
+    "heads": ({"H": 1.5}, "H is 1.5; it must be an int of at least 1"),
+    "length": ({"Q_LEN": -1}, "q_len is -1"),
+    "block": ({"block": 32}, "block is 32; masks have blocks of 64 or 128"),
+    "device": ({"device": "cuda:99"}, "device cuda:99 is not on this machine"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_is_refused(name: str):
+    change, text = WRONG[name]
+    given = {
+        "mask_mod": lambda b, h, q, k: q >= k,
+        "B": 1,
+        "H": 1,
+        "Q_LEN": 70,
+        "KV_LEN": 70,
+        "device": "cpu",
+    }
+    with pytest.raises(InvalidInput, match=text):
+        BlockMask.from_mask_mod(**{**given, **change})
+
+
+def test_its_own_errors_are_raised_as_they_are():
+    def branching(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return q >= k if q > 5 else k == 0
+
+    with pytest.raises(RuntimeError, match="data-dependent control flow"):
+        BlockMask.from_mask_mod(branching, 1, 1, 70, 70, device="cpu")
