@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from sparsek.bench.engine.memory import out_of_memory, peak_bytes
+from sparsek.core.memory import out_of_memory, peak_bytes
 from sparsek.bench.engine.peer import first_line
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput, SparseKError

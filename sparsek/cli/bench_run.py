@@ -12,7 +12,6 @@ from sparsek.bench import charts
 from sparsek.bench.engine import html, records
 from sparsek.bench.engine.bench import TABLES, Bench, Column, Table, table_of
 from sparsek.bench.engine.case import SuiteRow, suite_named, unknown
-from sparsek.bench.engine.memory import out_of_memory
 from sparsek.bench.engine.options import listed
 from sparsek.bench.engine.peer import Peer, first_line, peers_named
 from sparsek.bench.engine.report import measured_peers
@@ -23,6 +22,7 @@ from sparsek.cli.output import complain, console, print_json, progress
 from sparsek.cli.output import table as new_table
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
+from sparsek.core.memory import out_of_memory
 
 Rounds = Annotated[int, typer.Option(min=1, help="Interleaved rounds; records want five or more.")]
 Device = Annotated[str | None, typer.Option(help="cuda or cpu; default: the GPU if there is one.")]

@@ -11,9 +11,9 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
+from sparsek.advise import tune as tuning
+from sparsek.advise.tune import Job, Tuning
 from sparsek.bench.engine.gates import Expected
-from sparsek.bench.suites import tune as tuning
-from sparsek.bench.suites.tune import Job, Tuning
 from sparsek.cli.__main__ import app
 from sparsek.cli.tune import SPARSE
 from sparsek.core.clock import Times

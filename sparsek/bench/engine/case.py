@@ -180,7 +180,8 @@ class Schema:
 
     `rated`: they have rates. `extra` and `peer_extra`: fields of the record and of each peer, numbers or null.
     `later`: fields of the case that older records lack; they mean the default of the class. `sources`: what is timed
-    beside the kernel, as names of modules ("plan.matches"). `rooms`: folders of sparsek whose files all count as timed. `run`: measures a row instead of `run_case`. `below`: the line that stands for a record under the table.
+    beside the kernel, as names of modules ("plan.matches"). `rooms`: folders of sparsek whose files all count as timed.
+    `run`: measures a row instead of `run_case`. `below`: the line that stands for a record under the table.
     """
 
     case: type[Case]

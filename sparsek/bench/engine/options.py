@@ -1,8 +1,9 @@
 """Fields of cases that are options of a command: how each is written, parsed and checked."""
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, field, replace
+from dataclasses import MISSING, Field, dataclass, replace
 from typing import Any, TypeVar
 
 from sparsek.core import dtypes
@@ -39,7 +40,7 @@ class Option:
         return [given] if isinstance(given, bool) else listed(self.name, given, self.parse)
 
 
-def option(
+def field(
     default: str | bool,
     help: str,
     parse: Callable[[str], Any] = str,
@@ -52,18 +53,13 @@ def option(
 
     `default` is the command's, `usual` the one of the class. `check(name, value)` raises InvalidInput.
     """
-    return _field(
-        {"option": Option(more.pop("name", ""), default, help, parse, **more), "check": check}, usual
-    )
+    made = Option(more.pop("name", ""), default, help, parse, **more)
+    return dataclasses.field(default=usual, metadata={"option": made, "check": check})
 
 
 def checked(check: Check, usual: Any = MISSING) -> Any:
     """A field of a case without an option of its own."""
-    return _field({"check": check}, usual)
-
-
-def _field(metadata: Mapping[str, Any], usual: Any) -> Any:
-    return field(metadata=metadata) if usual is MISSING else field(default=usual, metadata=metadata)
+    return dataclasses.field(default=usual, metadata={"check": check})
 
 
 def option_of(of: Field[Any]) -> Option | None:
@@ -90,20 +86,19 @@ def check_choice(what: str, value: str, allowed: Collection[str]) -> None:
         raise InvalidInput(f"{what} is one of {', '.join(allowed)}, got {value!r}")
 
 
-def size_option(help: str, default: str = "8192") -> Any:
-    return option(default, help, int, positive)
+def size(help: str, default: str = "8192", parse: Callable[[str], Any] = int, **more: Any) -> Any:
+    """A count, at least 1."""
+    return field(default, help, parse, positive, **more)
 
 
-def share_option(
-    help: str = "Fraction of blocks that are stored.", default: str = "0.125", **more: Any
-) -> Any:
-    return option(default, help, float, fraction, **more)
+def share(help: str = "Fraction of blocks that are stored.", default: str = "0.125", **more: Any) -> Any:
+    return field(default, help, float, fraction, **more)
 
 
-def choice_option(what: str, allowed: Collection[str], default: str = "", **more: Any) -> Any:
+def choice(what: str, allowed: Collection[str], default: str = "", **more: Any) -> Any:
     """One of these names; its help lists them after `what`."""
     default = default or next(iter(allowed))
-    return option(
+    return field(
         default,
         f"{what}: {', '.join(allowed)}.",
         check=lambda name, value: check_choice(name, value, allowed),
@@ -111,14 +106,14 @@ def choice_option(what: str, allowed: Collection[str], default: str = "", **more
     )
 
 
-def block_option(**more: Any) -> Any:
+def block(**more: Any) -> Any:
     """Blocks of a matrix."""
     given = {"default": "128", "help": "Blocks: 128,64,512x112.", "parse": parse_block} | more
-    return option(check=lambda name, block: block is None or block_sides(block), **given)
+    return field(check=lambda name, block: block is None or block_sides(block), **given)
 
 
-def dtype_option() -> Any:
-    return option(
+def dtype() -> Any:
+    return field(
         "bf16", "bf16, fp16, fp32, fp64.", check=lambda name, dtype: dtypes.parse(dtype), usual="bf16"
     )
 

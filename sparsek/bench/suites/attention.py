@@ -10,11 +10,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from sparsek.bench.engine import options
 from sparsek.bench.engine.bench import Bench, Record, Table
 from sparsek.bench.engine.case import Case, Operands, Schema, SuiteRow, block_name, length_name, rows
 from sparsek.bench.engine.data import Draw
-from sparsek.bench.engine.memory import peak_bytes
-from sparsek.bench.engine.options import checked, dtype_option, option, parse_block, positive
 from sparsek.bench.engine.peer import Peer, rotating
 from sparsek.bench.engine.run import (
     Outcome,
@@ -33,6 +32,7 @@ from sparsek.bench.peers.attention import CUDNN, CUDNN_BLOCKS, FLASH4, FLEX, TOR
 from sparsek.bench.suites.attention_masks import MASK_FORMS, Geometry, MaskText, parse_mask
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput, Unsupported
+from sparsek.core.memory import peak_bytes
 from sparsek.mask.lists import BLOCK_SIZES
 from sparsek.mask.mask import BlockMask
 from sparsek.ops.attention import attention, plan_attention
@@ -161,41 +161,36 @@ class AttentionCase(Case):
     op: ClassVar[str] = "attention"
     passes: ClassVar[tuple[str, ...]] = ("forward",)
 
-    batch: int = option("1", "Batch sizes.", int, positive)
-    heads: int = option(
-        "16",
-        "Heads of queries, or of queries and keys: 16,32:4.",
-        parse_pair,
-        positive,
-        fields=("heads", "kv_heads"),
+    batch: int = options.size("Batch sizes.", "1")
+    heads: int = options.size(
+        "Heads of queries, or of queries and keys: 16,32:4.", "16", parse_pair, fields=("heads", "kv_heads")
     )
-    kv_heads: int = checked(positive)
-    q_len: int = option(
-        "8K",
+    kv_heads: int = options.checked(options.positive)
+    q_len: int = options.size(
         "Lengths, or queries and keys: 8K,32768,1Kx8K.",
+        "8K",
         parse_lengths,
-        positive,
         name="seq",
         fields=("q_len", "kv_len"),
     )
-    kv_len: int = checked(positive)
-    dim: int = option(
-        "128",
-        "Head sizes, or those of keys and values: 64,192:128.",
-        parse_pair,
-        positive,
-        fields=("dim", "v_dim"),
+    kv_len: int = options.checked(options.positive)
+    dim: int = options.size(
+        "Head sizes, or those of keys and values: 64,192:128.", "128", parse_pair, fields=("dim", "v_dim")
     )
-    v_dim: int = checked(positive)
-    mask: str = option(
+    v_dim: int = options.checked(options.positive)
+    mask: str = options.field(
         "blocks:0.125",
         f"Masks, with numbers for the letters: {', '.join(kind.form for kind in MASK_FORMS)}.",
         check=lambda name, mask: parse_mask(mask),
     )
-    block: tuple[int, int] = option(
-        "128", "Blocks of queries and keys: 128,64,64x128.", parse_block, _mask_block, usual=(128, 128)
+    block: tuple[int, int] = options.field(
+        "128",
+        "Blocks of queries and keys: 128,64,64x128.",
+        options.parse_block,
+        _mask_block,
+        usual=(128, 128),
     )
-    dtype: str = dtype_option()
+    dtype: str = options.dtype()
 
     def check(self) -> None:
         if self.heads % self.kv_heads:
@@ -344,7 +339,7 @@ def check_mask(case: AttentionCase, mask: BlockMask) -> Gate:
         right = case.mask_text.sees(positions, keys)
         if right is None:
             raise InvalidInput(
-                f"{case.mask!r} is no rule of positions, which a mask's build can be checked by"
+                f"{case.mask!r} is no rule of positions, which a mask's build can be options.checked by"
             )
         wrong += int((mask.dense_rows(first, last) != right).sum())
         pairs += right.numel()

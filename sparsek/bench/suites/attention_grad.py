@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from sparsek import kernels
+from sparsek.bench.engine import options
 from sparsek.bench.engine.bench import Bench, Column, Record, Table
 from sparsek.bench.engine.case import Schema, SuiteRow, rows
 from sparsek.bench.engine.data import Draw
 from sparsek.bench.engine.gates import worst
-from sparsek.bench.engine.memory import peak_bytes
-from sparsek.bench.engine.options import option
 from sparsek.bench.engine.peer import Peer, Ready, UnavailableError, accepted
 from sparsek.bench.engine.several import Several
 from sparsek.bench.engine.tables import CASE, MS, RATE, SPEEDUP, number
@@ -30,6 +29,7 @@ from sparsek.bench.suites.attention import (
     AttentionOperands,
     sampled,
 )
+from sparsek.core.memory import peak_bytes
 from sparsek.mask.mask import BlockLists, BlockMask, Sizes
 from sparsek.ops.attention import attention, plan_attention, plan_attention_backward
 from sparsek.ops.gradients import same_family
@@ -213,7 +213,7 @@ class AttentionGradCase(AttentionCase):
     op: ClassVar[str] = "attention_backward"
     passes: ClassVar[tuple[str, ...]] = ("backward",)
 
-    deterministic: bool = option(
+    deterministic: bool = options.field(
         True, "The same bits every time, or sums in any order.", off="any-order", usual=True
     )
 

@@ -12,10 +12,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from sparsek.bench.engine import options
 from sparsek.bench.engine.bench import Bench, Table
 from sparsek.bench.engine.case import Bar, Case, Schema, SuiteRow, block_name, stored_name
 from sparsek.bench.engine.data import Draw, random_weight
-from sparsek.bench.engine.options import block_option, choice_option, option, share_option, size_option
 from sparsek.bench.engine.peer import Own, Peer, Ready, UnavailableError, dense, fastest, setting_up
 from sparsek.bench.engine.tables import CASE, MS, ROOF, SPEEDUP, USEFUL, target
 from sparsek.bench.peers.cusparselt import CuSparseLt, Task
@@ -84,16 +84,16 @@ class Fp8Case(ProductCase):
     op: ClassVar[str] = "fp8"
     drawn: ClassVar[torch.dtype] = WIDE
 
-    m: int = size_option("Rows of the FP8 matrix")
-    k: int = size_option("Its columns")
-    n: int = size_option("Rows of x, or columns of B")
-    stored: str = choice_option("Formats", STORED, usual=BSR_)
-    block: tuple[int, int] | None = block_option(usual=(128, 128))
-    density: float = share_option(usual=1.0)
-    form: str = choice_option("Products", FORMS, usual=LINEAR)
-    scale: Scale = choice_option("What shares a scale", SCALES, usual="row")
-    dtype: str = choice_option("Values", DTYPES, usual="e4m3")
-    fast_accum: bool = option(False, "Sums may stay in the tensor cores.", usual=False)
+    m: int = options.size("Rows of the FP8 matrix")
+    k: int = options.size("Its columns")
+    n: int = options.size("Rows of x, or columns of B")
+    stored: str = options.choice("Formats", STORED, usual=BSR_)
+    block: tuple[int, int] | None = options.block(usual=(128, 128))
+    density: float = options.share(usual=1.0)
+    form: str = options.choice("Products", FORMS, usual=LINEAR)
+    scale: Scale = options.choice("What shares a scale", SCALES, usual="row")
+    dtype: str = options.choice("Values", DTYPES, usual="e4m3")
+    fast_accum: bool = options.field(False, "Sums may stay in the tensor cores.", usual=False)
 
     def check(self) -> None:
         if (self.block is None) != (self.stored == SEMI24):

@@ -16,16 +16,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from sparsek.bench.engine import records
+from sparsek.bench.engine import options, records
 from sparsek.bench.engine.bench import Bench, Column, Record, Table
 from sparsek.bench.engine.case import Bar, Case, Schema, block_name, rows, shape_name, stored_name
-from sparsek.bench.engine.options import (
-    block_option,
-    choice_option,
-    dtype_option,
-    option,
-    share_option,
-)
 from sparsek.bench.engine.run import GateError, Outcome, beside, facts, in_order, passed
 from sparsek.bench.engine.sensors import Sensors
 from sparsek.bench.engine.several import Named
@@ -81,15 +74,17 @@ class HostCase(HostCall, Case):
     op: ClassVar[str] = "host"
     dense_flops: ClassVar[float] = 0.0
 
-    call: str = choice_option("Calls", CALLS)
-    sides: tuple[int, ...] = option(
+    call: str = options.choice("Calls", CALLS)
+    sides: tuple[int, ...] = options.field(
         "1024x1024x1024", f"By call: {'; '.join(sorted(SIDES))}, as 64x1024x1024.", parse_sides
     )
-    storage: str = choice_option("Of a layer's weight", STORAGES, usual="bsr")
-    block: tuple[int, int] = block_option(usual=(128, 128))
-    density: float = share_option(default="0.25", usual=0.25)
-    dtype: str = dtype_option()
-    caches: str = option("", f"The first call of a new process, caches {' or '.join(CACHES)}.", usual="")
+    storage: str = options.choice("Of a layer's weight", STORAGES, usual="bsr")
+    block: tuple[int, int] = options.block(usual=(128, 128))
+    density: float = options.share(default="0.25", usual=0.25)
+    dtype: str = options.dtype()
+    caches: str = options.field(
+        "", f"The first call of a new process, caches {' or '.join(CACHES)}.", usual=""
+    )
 
     def check(self) -> None:
         wanted = self.measured

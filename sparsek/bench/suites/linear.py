@@ -7,10 +7,10 @@ from typing import Any, ClassVar
 from torch import Tensor
 from torch.nn import functional
 
+from sparsek.bench.engine import options
 from sparsek.bench.engine.bench import Bench, Column, Record, Table
 from sparsek.bench.engine.case import Case, Schema, block_name, rows, stored_name
 from sparsek.bench.engine.data import Draw
-from sparsek.bench.engine.options import block_option, dtype_option, option, share_option, size_option
 from sparsek.bench.engine.peer import CUBLAS, TORCH_DENSE, Own
 from sparsek.bench.engine.tables import CASE, MS, ROOF, SPEEDUP, USEFUL
 from sparsek.bench.suites.product import LINEAR, ProductOperands
@@ -59,13 +59,13 @@ class LinearCase(Case):
 
     op: ClassVar[str] = "linear"
 
-    tokens: int = size_option("Rows of x")
-    k: int = size_option("Features in")
-    n: int = size_option("Features out")
-    block: tuple[int, int] = block_option()
-    density: float = share_option()
-    epilogue: str = option("bias+gelu", f"The epilogue, joined by +: {', '.join(PARTS)}.", usual="")
-    dtype: str = dtype_option()
+    tokens: int = options.size("Rows of x")
+    k: int = options.size("Features in")
+    n: int = options.size("Features out")
+    block: tuple[int, int] = options.block()
+    density: float = options.share()
+    epilogue: str = options.field("bias+gelu", f"The epilogue, joined by +: {', '.join(PARTS)}.", usual="")
+    dtype: str = options.dtype()
 
     def check(self) -> None:
         right = [part for part in PARTS if part in self.parts]

@@ -9,18 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from sparsek.bench.engine import options
 from sparsek.bench.engine.bench import Bench, Column, Table
 from sparsek.bench.engine.case import Case, Operands, Schema, block_name, rows, stored_name
 from sparsek.bench.engine.data import Draw
 from sparsek.bench.engine.gates import near_dense, worst
-from sparsek.bench.engine.options import (
-    block_option,
-    check_choice,
-    checked,
-    dtype_option,
-    share_option,
-    size_option,
-)
 from sparsek.bench.engine.peer import Peer, Ready, dense, setting_up
 from sparsek.bench.engine.several import Several
 from sparsek.bench.engine.tables import CASE, GBPS, MS, ROOF, SPEEDUP, USEFUL, faster_than
@@ -178,15 +171,15 @@ class MlpCase(Case):
     `density` of the blocks of both weights are stored.
     """
 
-    tokens: int = size_option("Rows of x")
-    width: int = size_option("Features in and out", "4096")
-    hidden: int = size_option("Features between the two products", "16384")
-    block: tuple[int, int] = block_option()
-    density: float = share_option()
-    activation: Activation = checked(
-        lambda name, value: check_choice(name, value, [*filter(None, ACTIVATIONS)]), usual="gelu"
+    tokens: int = options.size("Rows of x")
+    width: int = options.size("Features in and out", "4096")
+    hidden: int = options.size("Features between the two products", "16384")
+    block: tuple[int, int] = options.block()
+    density: float = options.share()
+    activation: Activation = options.checked(
+        lambda name, value: options.check_choice(name, value, [*filter(None, ACTIVATIONS)]), usual="gelu"
     )
-    dtype: str = dtype_option()
+    dtype: str = options.dtype()
 
     @property
     def name(self) -> str:
@@ -231,7 +224,7 @@ class MlpTrainCase(MlpCase):
 
     op: ClassVar[str] = "mlp_train"
 
-    mode: str = checked(lambda name, value: check_choice(name, value, MODES), usual="eager")
+    mode: str = options.checked(lambda name, value: options.check_choice(name, value, MODES), usual="eager")
 
     @property
     def name(self) -> str:

@@ -15,10 +15,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from sparsek.bench.engine import options
 from sparsek.bench.engine.bench import Bench, Table
 from sparsek.bench.engine.case import Bar, Case, Operands, Schema, block_name, rows
 from sparsek.bench.engine.data import Draw
-from sparsek.bench.engine.options import block_option, choice_option, dtype_option, share_option, size_option
 from sparsek.bench.engine.peer import Function
 from sparsek.bench.engine.several import Moved, Named
 from sparsek.bench.engine.tables import CASE, GBPS, MS, ROOF, target
@@ -127,12 +127,12 @@ class PackCase(Case):
     op: ClassVar[str] = "pack"
     dense_flops: ClassVar[float] = 0.0  # nothing is multiplied
 
-    m: int = size_option("Rows of the dense matrix")
-    k: int = size_option("Its columns")
-    to: str = choice_option("Formats", TARGETS, ",".join(TARGETS))
-    block: tuple[int, int] | None = block_option(usual=None)
-    keep: float = share_option("Fraction of blocks that a BSR keeps.", usual=1.0)
-    dtype: str = dtype_option()
+    m: int = options.size("Rows of the dense matrix")
+    k: int = options.size("Its columns")
+    to: str = options.choice("Formats", TARGETS, ",".join(TARGETS))
+    block: tuple[int, int] | None = options.block(usual=None)
+    keep: float = options.share("Fraction of blocks that a BSR keeps.", usual=1.0)
+    dtype: str = options.dtype()
 
     def check(self) -> None:
         if (self.block is None) != (self.to == SEMI24):

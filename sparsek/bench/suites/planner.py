@@ -14,11 +14,11 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from sparsek.bench.engine import options
 from sparsek.bench.engine.bench import Bench, Column, Record, Table
 from sparsek.bench.engine.case import Case, Schema, rows, suite_named
 from sparsek.bench.engine.data import Draw
 from sparsek.bench.engine.gates import Expected, worst
-from sparsek.bench.engine.options import dtype_option, option
 from sparsek.bench.engine.run import GateError, Outcome, beside, facts, in_order
 from sparsek.bench.engine.sensors import Sensors
 from sparsek.bench.engine.several import Named
@@ -93,14 +93,14 @@ class PlannerCase(Case):
 
     op: ClassVar[str] = "planner"
 
-    layers: str = option(
+    layers: str = options.field(
         "models",
         f"Layers with densities: {', '.join(LAYERS)}.",
         check=lambda name, layers: suite_named(LAYERS, layers),
         usual="models",
     )
-    dtype: str = dtype_option()
-    formats: str = option(
+    dtype: str = options.dtype()
+    formats: str = options.field(
         "all",
         f"all that have kernels, or some of {', '.join(FORMATS)}, joined by +.",
         check=lambda name, formats: list(combinations(_listed(formats), (), ())),
@@ -180,11 +180,11 @@ def _judge(layer: Layer, case: PlannerCase, device: torch.device, rounds: int) -
         gates = [_gated(layer, option, weight, x) for option, weight in found if weight is not None]
         own = choosing.measure(found, x, card_of(device), OWN_ROUNDS, INNER_MS)
         times = choosing.measure(found, x, card_of(device), rounds, INNER_MS)
-    options = tuple(option for option, _ in found)
-    timed = [replace(option, measured=own[at].median / 1e3) for at, option in enumerate(options) if at in own]
-    by_name = {options[at].name: each for at, each in times.items()}
-    chosen = [choosing.choose(each, choosing.Bound(min_norm=0)).name for each in (options, timed)]
-    return Judged(layer, options, by_name, *chosen, gate=worst(gates))
+    every = tuple(option for option, _ in found)
+    timed = [replace(option, measured=own[at].median / 1e3) for at, option in enumerate(every) if at in own]
+    by_name = {every[at].name: each for at, each in times.items()}
+    chosen = [choosing.choose(each, choosing.Bound(min_norm=0)).name for each in (every, timed)]
+    return Judged(layer, every, by_name, *chosen, gate=worst(gates))
 
 
 def _gated(layer: Layer, option: choosing.Option, weight: Any, x: Tensor) -> Gate:

@@ -8,15 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from sparsek.bench.engine import options
 from sparsek.bench.engine.case import Case, Operands, block_name, shape_name, stored_name
 from sparsek.bench.engine.data import Draw, random_weight
-from sparsek.bench.engine.options import (
-    block_option,
-    choice_option,
-    dtype_option,
-    share_option,
-    size_option,
-)
 from sparsek.core.errors import InvalidInput
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.bsr24 import BSR24
@@ -56,13 +50,13 @@ class SidesCase(Case):
 class BlocksCase(SidesCase):
     """One whose sparse matrix stores the share `density` of its blocks, in a seeded random pattern."""
 
-    m: int = size_option("Rows of A")
-    k: int = size_option("Columns of A")
-    n: int = size_option("The side of B that A does not meet")
-    block: tuple[int, int] = block_option()
-    density: float = share_option()
-    pattern: Spread = choice_option("Patterns", PATTERNS, usual="uniform")
-    dtype: str = dtype_option()
+    m: int = options.size("Rows of A")
+    k: int = options.size("Columns of A")
+    n: int = options.size("The side of B that A does not meet")
+    block: tuple[int, int] = options.block()
+    density: float = options.share()
+    pattern: Spread = options.choice("Patterns", PATTERNS, usual="uniform")
+    dtype: str = options.dtype()
 
     @property
     def block_name(self) -> str:

@@ -7,10 +7,10 @@ from typing import ClassVar
 
 import torch
 
+from sparsek.bench.engine import options
 from sparsek.bench.engine.bench import Bench, Table
 from sparsek.bench.engine.case import Call, Schema, rows
 from sparsek.bench.engine.data import Draw
-from sparsek.bench.engine.options import size_option
 from sparsek.bench.engine.peer import CUBLAS, TORCH_DENSE
 from sparsek.bench.engine.tables import CASE, MS, ROOF, SPEEDUP, USEFUL, USEFUL_NOTE
 from sparsek.bench.peers.torch_sparse import SAMPLED, SAMPLED_CSR
@@ -27,9 +27,9 @@ class SddmmCase(BlocksCase):
 
     op: ClassVar[str] = "sddmm"
 
-    m: int = size_option("Rows of X")
-    k: int = size_option("Columns of X")
-    n: int = size_option("Columns of Y")
+    m: int = options.size("Rows of X")
+    k: int = options.size("Columns of X")
+    n: int = options.size("Columns of Y")
 
     def sets(self, draw: Draw) -> Callable[[Draw], Call]:
         """X is N(0, 1), Y scaled so that S has unit scale."""

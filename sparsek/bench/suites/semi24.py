@@ -8,17 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+from sparsek.bench.engine import options
 from sparsek.bench.engine.bench import Bench, Column, Table
 from sparsek.bench.engine.case import Bar, Case, Schema, block_name, rows, stored_name
 from sparsek.bench.engine.data import Draw
-from sparsek.bench.engine.options import (
-    block_option,
-    choice_option,
-    dtype_option,
-    parse_block,
-    share_option,
-    size_option,
-)
 from sparsek.bench.engine.peer import CUBLAS, TORCH_DENSE, Own, Peer
 from sparsek.bench.engine.tables import CASE, MS, ROOF, SPEEDUP, target, useful
 from sparsek.bench.peers.cusparselt import CuSparseLt
@@ -40,7 +33,7 @@ FORMS = (LINEAR, A_AT_B)
 
 def parse_blocks(text: str) -> tuple[int, int] | None:
     """ "none" -> None, for a 2:4 matrix without blocks; "128" -> (128, 128)."""
-    return None if text == "none" else parse_block(text)
+    return None if text == "none" else options.parse_block(text)
 
 
 @dataclass(frozen=True)
@@ -52,15 +45,15 @@ class Semi24Case(ProductCase):
 
     op: ClassVar[str] = "semi24"
 
-    m: int = size_option("Rows of the 2:4 matrix")
-    k: int = size_option("Its columns")
-    n: int = size_option("Rows of x, or columns of B")
-    form: str = choice_option("Products", FORMS, usual=LINEAR)
-    block: tuple[int, int] | None = block_option(
+    m: int = options.size("Rows of the 2:4 matrix")
+    k: int = options.size("Its columns")
+    n: int = options.size("Rows of x, or columns of B")
+    form: str = options.choice("Products", FORMS, usual=LINEAR)
+    block: tuple[int, int] | None = options.block(
         default="none", help="Stored blocks, or none: none,128.", parse=parse_blocks, usual=None
     )
-    density: float = share_option(default="1", usual=1.0)
-    dtype: str = dtype_option()
+    density: float = options.share(default="1", usual=1.0)
+    dtype: str = options.dtype()
 
     def check(self) -> None:
         if self.block is not None:

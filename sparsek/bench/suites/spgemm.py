@@ -9,18 +9,10 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from sparsek.bench.engine import options
 from sparsek.bench.engine.bench import Bench, Column, Record, Table
 from sparsek.bench.engine.case import Operands, Schema, block_name, rows, stored_name
 from sparsek.bench.engine.data import Draw
-from sparsek.bench.engine.options import (
-    block_option,
-    checked,
-    choice_option,
-    dtype_option,
-    parse_block,
-    share_option,
-    size_option,
-)
 from sparsek.bench.engine.peer import CUBLAS, TORCH_DENSE
 from sparsek.bench.engine.tables import CASE, MS, ROOF, SPEEDUP, USEFUL
 from sparsek.bench.engine.wall import wall_rounds
@@ -125,7 +117,7 @@ def new_pattern(a: BSR) -> BlockPattern:
 
 def parse_blocks(text: str) -> tuple[tuple[int, int], tuple[int, int]]:
     """Blocks of A and of B: "128" -> ((128, 128), (128, 128)); "512x112:112x128" -> ((512, 112), (112, 128))."""
-    first, *others = map(parse_block, text.split(":"))
+    first, *others = map(options.parse_block, text.split(":"))
     if len(others) > 1:
         raise InvalidInput(f"blocks are written as 128, or as 512x112:112x128 for A and B, got {text!r}")
     return first, others[0] if others else first
@@ -141,19 +133,19 @@ class SpgemmCase(SidesCase):
 
     op: ClassVar[str] = "spgemm"
 
-    m: int = size_option("Rows of A")
-    k: int = size_option("Columns of A")
-    n: int = size_option("Columns of B")
-    a_block: tuple[int, int] = block_option(
+    m: int = options.size("Rows of A")
+    k: int = options.size("Columns of A")
+    n: int = options.size("Columns of B")
+    a_block: tuple[int, int] = options.block(
         help="Blocks, of A and of B: 128,512x112:112x128.",
         parse=parse_blocks,
         name="block",
         fields=("a_block", "b_block"),
     )
-    b_block: tuple[int, int] = checked(lambda name, block: block_sides(block))
-    density: float = share_option("Fraction of blocks that either stores.")
-    out: str = choice_option("Storage of C", OUTPUTS, name="result", usual="dense")
-    dtype: str = dtype_option()
+    b_block: tuple[int, int] = options.checked(lambda name, block: block_sides(block))
+    density: float = options.share("Fraction of blocks that either stores.")
+    out: str = options.choice("Storage of C", OUTPUTS, name="result", usual="dense")
+    dtype: str = options.dtype()
 
     def check(self) -> None:
         if self.a_block[1] != self.b_block[0]:

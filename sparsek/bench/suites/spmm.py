@@ -6,10 +6,10 @@ from typing import Any, ClassVar
 
 import torch
 
+from sparsek.bench.engine import options
 from sparsek.bench.engine.bench import Bench, Table
 from sparsek.bench.engine.case import Schema, SuiteRow, rows
 from sparsek.bench.engine.data import Draw
-from sparsek.bench.engine.options import choice_option
 from sparsek.bench.engine.peer import CUBLAS, TORCH_DENSE, Own, Peer
 from sparsek.bench.engine.tables import CASE, MS, ROOF, SPEEDUP, USEFUL, USEFUL_NOTE
 from sparsek.bench.peers.cusparse import CuSparse
@@ -30,7 +30,7 @@ class SpmmCase(ProductCase, BlocksCase):
 
     op: ClassVar[str] = "spmm"
 
-    form: str = choice_option("Products", FORMS, usual=A_AT_B)
+    form: str = options.choice("Products", FORMS, usual=A_AT_B)
 
     @property
     def name(self) -> str:

@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from sparsek.bench.engine import options
 from sparsek.bench.engine.bench import Column, Table
 from sparsek.bench.engine.case import block_name, rows
 from sparsek.bench.engine.data import Draw
-from sparsek.bench.engine.options import block_option, checked, dtype_option, fraction, size_option
 from sparsek.bench.engine.tables import CASE, MS, ROOF, SPEEDUP, useful
 from sparsek.bench.suites.product import LINEAR, ProductOperands, SidesCase, check_24_sides
 from sparsek.core.errors import InvalidInput, Unsupported
@@ -72,12 +72,12 @@ class StoryCase(SidesCase):
     op: ClassVar[str] = "story"
     in_blocks: ClassVar[bool] = False
 
-    m: int = size_option("Rows of W")
-    k: int = size_option("Columns of W")
-    n: int = size_option("Rows of x")
-    stored: float = checked(fraction)
-    block: tuple[int, int] = block_option(usual=(128, 128))
-    dtype: str = dtype_option()
+    m: int = options.size("Rows of W")
+    k: int = options.size("Columns of W")
+    n: int = options.size("Rows of x")
+    stored: float = options.checked(options.fraction)
+    block: tuple[int, int] = options.block(usual=(128, 128))
+    dtype: str = options.dtype()
 
     def check(self) -> None:
         check_24_sides(self.block)

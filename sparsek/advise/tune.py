@@ -11,12 +11,12 @@ from torch import Tensor
 from sparsek.bench.engine import records
 from sparsek.bench.engine.data import Draw
 from sparsek.bench.engine.gates import Expected
-from sparsek.bench.engine.memory import out_of_memory
 from sparsek.bench.engine.peer import first_line, rotating
 from sparsek.core import dtypes
 from sparsek.core.clock import time_rounds
 from sparsek.core.device import card_of
 from sparsek.core.errors import InvalidInput, SparseKError, Unsupported
+from sparsek.core.memory import out_of_memory
 from sparsek.files.weights import open_weights
 from sparsek.kernels import load, names_for
 from sparsek.matrix.bsr import BSR
