@@ -304,7 +304,7 @@ def test_a_product_of_lists_takes_every_combination() -> None:
     assert len(set(made)) == 8
     assert {type(case) for case in made} == {AttentionGradCase, AttentionTrainCase}
     assert not any(case.deterministic for case in made)
-    with pytest.raises(InvalidInput, match="measures backward or train, not 'forward'"):
+    with pytest.raises(InvalidInput, match="measure is one of backward, train, got 'forward'"):
         cases(lists | {"measure": "forward"})
 
 

@@ -1,12 +1,12 @@
 """Cases of 2:4 and FP8 products, of packing and of equal stored values: names, records, suites, operands, a run."""
 
 import json
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 from sparsek.bench.benches import BENCHES
 from sparsek.bench.engine import data, records
@@ -21,10 +21,8 @@ from sparsek.bench.suites.semi24 import Semi24Case
 from sparsek.bench.suites.story import StoryCase
 from sparsek.core.errors import InvalidInput, Unsupported
 from sparsek.matrix.bsr import BSR
-from sparsek.matrix.bsr24 import BSR24
-from sparsek.matrix.dense8 import QuantizedTensor
-from sparsek.matrix.quantized import Quantized
 from sparsek.matrix.semi24 import Semi24
+from sparsek.testing.pack_budget import block_norms
 
 CPU = torch.device("cpu")
 WHOLE = Semi24Case(96, 64, 40, dtype="fp32")
@@ -44,22 +42,10 @@ def few_sets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data, "MAX_SETS", 2)
 
 
-def floats_in(value: Any) -> Iterable[torch.Tensor]:
-    """The tensors of floats in an operand set, those inside matrices too."""
-    if isinstance(value, torch.Tensor):
-        if value.is_floating_point():
-            yield value
-    elif isinstance(value, dict):
-        for each in value.values():
-            yield from floats_in(each)
-    elif isinstance(value, BSR | BSR24 | Semi24 | QuantizedTensor):
-        yield value.values
-    elif isinstance(value, Quantized):
-        yield value.matrix.values
-
-
 def tensors_of(one: Any) -> list[torch.Tensor]:
-    return [tensor for value in vars(one).values() for tensor in floats_in(value)]
+    """The tensors of floats in an operand set, those inside matrices too."""
+    leaves = tree_leaves(list(vars(one).values()))
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
 
 
 def test_names_are_short_and_tell_cases_apart() -> None:
@@ -240,14 +226,14 @@ def test_every_format_is_measured_at_equal_stored_values() -> None:
 
 def test_a_gate_of_packing_finds_what_is_wrong() -> None:
     (to_bsr, *_), (to_24, *_) = PACKED.operands(CPU), PackCase(64, 96, "semi24").operands(CPU)
-    packed: Any = to_24.eager()()
+    packed: Any = to_24.planned(to_24.plan(None))()
     assert to_24.judge(packed).passed
     assert not to_24.judge(Semi24.from_dense(packed.to_dense() * torch.tensor([1.0, 0.0] * 48))).passed
-    assert to_bsr.judge(to_bsr.eager()()).passed
-    w = to_bsr.w
+    assert to_bsr.judge(to_bsr.planned(to_bsr.plan(None))()).passed
+    (w,) = to_bsr.given
     assert not to_bsr.judge(BSR.from_dense(w, PACKED.block or 0, keep=0.5)).passed
     assert not to_bsr.judge(BSR.from_dense(-w, PACKED.block or 0, keep=PACKED.keep)).passed
-    least = pack.block_norms(w, (32, 16)).flatten().argsort()[:3]
+    least = block_norms(w, (32, 16)).flatten().argsort()[:3]
     mask = torch.zeros(12, dtype=torch.bool).scatter(0, least, True).view(2, 6)
     assert not to_bsr.judge(BSR.from_dense(w, PACKED.block or 0, mask=mask)).passed
     with pytest.raises(Unsupported, match=r"matrix\.two_four packs here"):

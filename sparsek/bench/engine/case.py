@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 
 from sparsek.bench.engine.data import Draw, bytes_of, set_count
+from sparsek.bench.engine.several import Timed
 from sparsek.core import dtypes
 from sparsek.core.device import card_of
 from sparsek.core.errors import InvalidInput
@@ -46,6 +47,8 @@ class Operands:
 
     def planned(self, plan: Any) -> Callable[[], Any]:
         """A call of the plan and nothing else."""
+        if isinstance(plan, Timed):
+            return plan.call
         return partial(plan, *self.given, **self.options)
 
     def shapes(self, plan: Any) -> Iterable[Sequence[int]]:
@@ -88,8 +91,8 @@ class Call(Operands):
     planner: Callable[..., Any]
     check: Callable[..., Gate]
     useful_flops: float
-    made: tuple[tuple[int, ...], ...]
-    twin: Callable[[int], Callable[[], object]]
+    made: tuple[tuple[int, ...], ...] = ()
+    twin: Callable[[int], Callable[[], object]] | None = None
 
     def plan(self, kernel: str | None) -> Any:
         return self.planner(*self.given, kernel=kernel)
@@ -101,7 +104,7 @@ class Call(Operands):
         return self.check(out, **allowed)
 
     def dense(self, seed: int) -> Callable[[], object]:
-        return self.twin(seed)
+        return self.twin(seed) if self.twin else super().dense(seed)
 
 
 class Case:

@@ -136,9 +136,9 @@ def run_case(
         results[name] = PeerResult(took, flops / took.median / 1e9, sets[0].peer_extra(peer.calls[0]))
 
     def record(name: str) -> records.Record:
-        plan = plans[name][0]
-        common = facts(case.op, case, plan, times[f"kernel {name}"], gates[name], device, seen)
-        return in_order(rated(common, case, sets[0], plan, results) | sets[0].kernel_extra(name))
+        plan, took = plans[name][0], times[f"kernel {name}"]
+        more = rates(case, sets[0], plan, took, results) | sets[0].kernel_extra(name)
+        return record_of(case.op, case, plan, took, gates[name], device, seen, **more)
 
     notes = {name: peer.note for name, peer in ready.items() if peer.note}
     return Outcome(case, tuple(map(record, plans)), unavailable, notes)
@@ -200,11 +200,20 @@ def passed(case: Case, name: str, gate: Gate) -> Gate:
     return gate
 
 
-def facts(
-    op: str, case: Case, plan: Any, times: Times, gate: Gate, device: torch.device, seen: Sensors
+def record_of(
+    op: str,
+    case: Case,
+    plan: Any,
+    times: Times,
+    gate: Gate,
+    device: torch.device,
+    seen: Sensors,
+    **more: Any,
 ) -> records.Record:
-    """The fields that every record has, with nothing rated. `plan` has a kernel's name and its config."""
-    return {
+    """The record of a kernel, or of what stands in its place; `more` are fields of its own. Without them nothing is
+    rated and no peer is beside it.
+    """
+    common = {
         "op": op,
         "case": case.as_record(),
         "kernel": plan.kernel,
@@ -220,46 +229,49 @@ def facts(
         "source_hash": records.hash_of(op, plan.kernel),
         "date": records.now(),
     }
+    return common | more
 
 
-def rated(
-    record: records.Record, case: Case, one: Operands, plan: Any, peers: Mapping[str, PeerResult]
-) -> records.Record:
-    """`record` with its rates, its roofline, and its ratios to peers."""
-    seconds = record["ms"]["median"] / 1e3
-    useful = one.useful_flops / seconds / 1e12
-    return record | {
-        "tflops": {"useful": _digits(useful), "dense_equivalent": _digits(case.dense_flops / seconds / 1e12)},
-        "gbps": round(plan.problem.compulsory_bytes / seconds / 1e9, 2),
+def rates(
+    case: Case, one: Operands, plan: Any, times: Times, peers: Mapping[str, PeerResult]
+) -> dict[str, Any]:
+    """Fields of a record: its rates, its roofline, and the ratios of rates to peers. What multiplies nothing, whose
+    schema is not rated, has bytes in the place of FLOPs, and no TFLOPS.
+    """
+    seconds = times.median / 1e3
+    useful, moved = one.useful_flops / seconds / 1e12, plan.problem.compulsory_bytes
+    rated = OPS[case.op].rated
+    equivalent = _digits(case.dense_flops / seconds / 1e12)
+    return {
+        "tflops": {"useful": _digits(useful), "dense_equivalent": equivalent} if rated else None,
+        "gbps": round(moved / seconds / 1e9, 2),
         "roofline": {
             "bound_ms": round(plan.bound_seconds * 1e3, 6),
             "fraction": round(plan.bound_seconds / seconds, 4),
         },
         "peers": {
-            name: {"ms": records.times_of(peer.times), "tflops": _digits(peer.rate), **peer.extra}
+            name: {
+                "ms": records.times_of(peer.times),
+                "tflops": _digits(peer.rate) if rated else None,
+                **peer.extra,
+            }
             for name, peer in peers.items()
         },
         "ratio": {name: round(useful / peer.rate, 4) for name, peer in peers.items()},
     }
 
 
-def beside(record: records.Record, peers: Mapping[str, Times], flops: float | None = None) -> records.Record:
-    """`record` with peers that are compared by their times. `flops`: of a call, where their rates are recorded."""
-    ours = record["ms"]["median"]
-    return record | {
+def beside(times: Times, peers: Mapping[str, Times], flops: float | None = None) -> dict[str, Any]:
+    """Fields of a record: peers that are compared by their times. `flops`: of a call, where rates are recorded."""
+    return {
         "peers": {
             name: {"ms": records.times_of(took), "tflops": flops and flops / took.median / 1e9}
             for name, took in peers.items()
         },
-        "ratio": {name: round(took.median / ours, 4) for name, took in peers.items()},
+        "ratio": {name: round(took.median / times.median, 4) for name, took in peers.items()},
     }
 
 
 def _digits(rate: float) -> float:
     """Eight digits of a rate, slow or fast."""
     return float(f"{rate:.8g}")
-
-
-def in_order(record: records.Record) -> records.Record:
-    """The fields in the order of the schema."""
-    return {name: record[name] for name in records.fields_of(record["op"])}

@@ -15,17 +15,9 @@ from sparsek.bench.engine.bench import Bench, Record, Table
 from sparsek.bench.engine.case import Case, Operands, Schema, SuiteRow, block_name, length_name, rows
 from sparsek.bench.engine.data import Draw
 from sparsek.bench.engine.peer import Peer, rotating
-from sparsek.bench.engine.run import (
-    Outcome,
-    PeerResult,
-    facts,
-    in_order,
-    passed,
-    rated,
-    reasons,
-)
+from sparsek.bench.engine.run import Outcome, PeerResult, passed, rates, reasons, record_of
 from sparsek.bench.engine.sensors import Sensors
-from sparsek.bench.engine.several import Named
+from sparsek.bench.engine.several import Timed
 from sparsek.bench.engine.tables import CASE, MS, RATE, SPEEDUP, mark, short_name
 from sparsek.bench.engine.wall import wait, wall_rounds
 from sparsek.bench.peers.attention import CUDNN, CUDNN_BLOCKS, FLASH4, FLEX, TORCH_DENSE
@@ -264,7 +256,7 @@ class AttentionCase(Case):
 ALONE = "kernel_alone"
 CHECKED_TILES = 16
 # The source of the masks, in the place of a kernel.
-BUILDER = Named("mask.structured")
+BUILDER = Timed("mask.structured")
 
 
 def run_new_mask(
@@ -302,8 +294,8 @@ def run_new_mask(
         seen = Sensors(device)
         times = wall_rounds(calls, device, rounds, on_sample=seen.sample)
         alone = PeerResult(times[ALONE], sets[0].useful_flops / times[ALONE].median / 1e9, {})
-        record = facts("attention_new_mask", case, plan, times["new"], gate, device, seen)
-        made.append(in_order(rated(record, case, sets[0], plan, {ALONE: alone})))
+        more = rates(case, sets[0], plan, times["new"], {ALONE: alone})
+        made.append(record_of("attention_new_mask", case, plan, times["new"], gate, device, seen, **more))
     return Outcome(case, tuple(made), unavailable, {})
 
 
@@ -322,7 +314,7 @@ def run_mask_build(case: AttentionCase, *, device: torch.device, rounds: int = 7
 
     seen = Sensors(device)
     times = wall_rounds({"build": build}, device, rounds, on_sample=seen.sample)["build"]
-    return Outcome(case, (in_order(facts("mask_build", case, BUILDER, times, gate, device, seen)),), {}, {})
+    return Outcome(case, (record_of("mask_build", case, BUILDER, times, gate, device, seen),), {}, {})
 
 
 def check_mask(case: AttentionCase, mask: BlockMask) -> Gate:

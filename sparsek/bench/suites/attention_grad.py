@@ -17,7 +17,7 @@ from sparsek.bench.engine.case import Schema, SuiteRow, rows
 from sparsek.bench.engine.data import Draw
 from sparsek.bench.engine.gates import worst
 from sparsek.bench.engine.peer import Peer, Ready, UnavailableError, accepted
-from sparsek.bench.engine.several import Several
+from sparsek.bench.engine.several import Timed, several
 from sparsek.bench.engine.tables import CASE, MS, RATE, SPEEDUP, number
 from sparsek.bench.peers.attention import CUDNN, CUDNN_BLOCKS, FLASH4, FLEX, TORCH_DENSE, DenseAttention, ran
 from sparsek.bench.suites.attention import (
@@ -63,9 +63,8 @@ class DifferentiableOperands(AttentionOperands):
         given = {"rows": tiles, "columns": sampled(self.mask.grid[1])}
 
         def of(group: Group) -> ExpectedGradients:
-            parts = [group.of(x, kv_heads) for x in (q, k, v)]
-            mask, grad = group.mask(self.mask, kv_heads), group.of(self.grad, kv_heads)
-            return expected_gradients(*parts, mask=mask, grad=grad, **given)
+            own_q, own_k, own_v, grad = (group.of(x, kv_heads) for x in (q, k, v, self.grad))
+            return expected_gradients(own_q, own_k, own_v, group.mask(self.mask, kv_heads), grad, **given)
 
         return {group: of(group) for group in {Group(0, 0), Group(batch - 1, kv_heads - 1)}}
 
@@ -124,7 +123,7 @@ class StepOperands(DifferentiableOperands):
         """Those of the forward and of the backward pass."""
         return 2.0 * (4 * self.q.shape[-1] + 3 * self.v.shape[-1]) * self.pairs
 
-    def plan(self, kernel: str | None) -> Several:
+    def plan(self, kernel: str | None) -> Timed:
         """`kernel` is the forward pass's; the backward pass takes the one of its family, as `attention` does."""
         q, k, v = (x.detach() for x in (self.q, self.k, self.v))
         family, fixed = same_family(kernel, "attention_backward"), self.deterministic
@@ -132,10 +131,7 @@ class StepOperands(DifferentiableOperands):
             "forward": plan_attention(q, k, v, self.mask, kernel=kernel, return_lse=True),
             "backward": plan_attention_backward(q, k, v, self.mask, kernel=family, deterministic=fixed),
         }
-        return Several(plans, partial(self._step, lambda: self.mask, kernel))
-
-    def planned(self, plan: Several) -> Callable[[], object]:
-        return plan.call
+        return several(plans, partial(self._step, lambda: self.mask, kernel))
 
     def anew(self, kernel: str | None) -> Callable[[], tuple[Tensor, ...]]:
         """A step that builds its mask and plans, too."""

@@ -19,9 +19,9 @@ import torch
 from sparsek.bench.engine import options, records
 from sparsek.bench.engine.bench import Bench, Column, Record, Table
 from sparsek.bench.engine.case import Bar, Case, Schema, block_name, rows, shape_name, stored_name
-from sparsek.bench.engine.run import GateError, Outcome, beside, facts, in_order, passed
+from sparsek.bench.engine.run import GateError, Outcome, beside, passed, record_of
 from sparsek.bench.engine.sensors import Sensors
-from sparsek.bench.engine.several import Named
+from sparsek.bench.engine.several import Timed
 from sparsek.bench.engine.tables import CASE, case_name, judged
 from sparsek.bench.engine.wall import wall_rounds
 from sparsek.bench.suites.host_calls import CALLS, STORAGES, HostCall
@@ -217,8 +217,8 @@ def run_host_time(
 def _outcome(
     case: HostCase, gate: Gate, took: Times, peers: dict[str, Times], device: torch.device, seen: Sensors
 ) -> Outcome:
-    record = facts(case.op, case, Named(case.module), took, gate, device, seen)
-    return Outcome(case, (in_order(beside(record, peers)),), {}, {})
+    record = record_of(case.op, case, Timed(case.module), took, gate, device, seen, **beside(took, peers))
+    return Outcome(case, (record,), {}, {})
 
 
 def _first_calls(case: HostCase, device: torch.device, rounds: int, report: Callable[[str], None]) -> Outcome:

@@ -168,13 +168,10 @@ def from_dense(call: HostCall, device: torch.device) -> Pair:
     w = _normal(call, device, 1, *call.sides)
 
     def judge(out: sk.BSR) -> "Gate":
-        from sparsek.testing.budget import judge as judged
+        from sparsek.testing.pack_budget import check_bsr
 
-        # What is stored must be w's own, to the bit, and of the given number of blocks.
-        dense = out.to_dense()
-        gate = judged(dense, torch.where(dense != 0, w, 0).double(), 1e-12)
         blocks = max(1, round(call.density * w.numel() / (call.block[0] * call.block[1])))
-        return type(gate)(gate.error, gate.budget, gate.passed and out.nnzb == blocks)
+        return check_bsr(w, out, blocks)
 
     return Pair(lambda: sk.BSR.from_dense(w, call.block, keep=call.density), w.clone, judge)
 

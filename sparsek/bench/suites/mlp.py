@@ -15,7 +15,7 @@ from sparsek.bench.engine.case import Case, Operands, Schema, block_name, rows, 
 from sparsek.bench.engine.data import Draw
 from sparsek.bench.engine.gates import near_dense, worst
 from sparsek.bench.engine.peer import Peer, Ready, dense, setting_up
-from sparsek.bench.engine.several import Several
+from sparsek.bench.engine.several import Timed, several
 from sparsek.bench.engine.tables import CASE, GBPS, MS, ROOF, SPEEDUP, USEFUL, faster_than
 from sparsek.core.errors import InvalidInput
 from sparsek.matrix.bsr import BSR
@@ -59,16 +59,13 @@ class MlpOperands(Operands):
     def eager(self) -> Callable[[], Any]:
         return partial(self.forward, *self.given)
 
-    def planned(self, plan: Several) -> Callable[[], Any]:
-        return plan.call
-
-    def plan(self, kernel: str | None) -> Several:
+    def plan(self, kernel: str | None) -> Timed:
         """The planner chooses each of the kernels. Raises InvalidInput for a name."""
         if kernel is not None:
             raise InvalidInput(
                 f"an MLP runs several kernels, which the planner chooses; leave out {kernel!r}"
             )
-        return Several(self.plans(), self.eager())
+        return several(self.plans(), self.eager())
 
     def plans(self) -> dict[str, Plan]:
         """The plans of its products."""

@@ -7,7 +7,7 @@ what is stored written once, and a record has no TFLOPS.
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from typing import Any, ClassVar
@@ -17,10 +17,10 @@ from torch import Tensor
 
 from sparsek.bench.engine import options
 from sparsek.bench.engine.bench import Bench, Table
-from sparsek.bench.engine.case import Bar, Case, Operands, Schema, block_name, rows
+from sparsek.bench.engine.case import Bar, Call, Case, Schema, block_name, rows
 from sparsek.bench.engine.data import Draw
 from sparsek.bench.engine.peer import Function
-from sparsek.bench.engine.several import Moved, Named
+from sparsek.bench.engine.several import Moved, Timed
 from sparsek.bench.engine.tables import CASE, GBPS, MS, ROOF, target
 from sparsek.core import dtypes
 from sparsek.core.device import card_of
@@ -28,96 +28,10 @@ from sparsek.core.errors import InvalidInput, Unsupported
 from sparsek.matrix import convert, two_four
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.semi24 import Semi24
-from sparsek.testing.budget import Gate, error, judge
+from sparsek.testing.budget import Gate
+from sparsek.testing.pack_budget import check_bsr, check_semi24
 
 SEMI24, TO_BSR = TARGETS = ("semi24", "bsr")
-# Packing rounds nothing. Norms of blocks are summed in float32, so that of two nearly alike either may be kept.
-EXACT, NORMS = 1e-12, 1e-6
-
-
-@dataclass(frozen=True)
-class Packing(Named):
-    """The module that packs, and the bytes that it moves."""
-
-    _: KW_ONLY
-    problem: Moved
-    bound_seconds: float
-
-
-@dataclass(frozen=True)
-class PackOperands(Operands):
-    """One of the rotating sets: its own w [m, k]."""
-
-    case: "PackCase"
-    w: Tensor
-
-    @property
-    def useful_flops(self) -> float:
-        """Bytes in the place of FLOPs: see the module."""
-        return self.case.moved
-
-    @property
-    def given(self) -> tuple[Tensor]:
-        return (self.w,)
-
-    def plan(self, kernel: str | None) -> Packing:
-        name = self._name()
-        if kernel not in (None, name):
-            raise Unsupported(self.case.name, {kernel: [f"{name} packs here; there is nothing to choose"]})
-        bound = self.case.moved / card_of(self.w.device).bandwidth
-        return Packing(name, problem=Moved(self.case.moved), bound_seconds=bound)
-
-    def _name(self) -> str:
-        case, w = self.case, self.w
-        packer, torchs = ("to_bsr", "matrix.convert") if case.to == TO_BSR else ("to_24", "matrix.two_four")
-        if not w.is_cuda:
-            return torchs
-        kernel = import_module(f"sparsek.kernels.pack.{packer}")
-        if case.to == TO_BSR:
-            made = kernel.pack_bsr(w, case.block, convert.Rule(None, None, case.keep, "global"))
-        else:
-            made = kernel.pack24(w, None)
-        return torchs if made is None else f"pack.{packer}"
-
-    def planned(self, plan: Packing) -> Callable[[], object]:
-        return self.eager()
-
-    def eager(self) -> Callable[[], object]:
-        if self.case.block is None:
-            return partial(Semi24.from_dense, self.w)
-        return partial(BSR.from_dense, self.w, self.case.block, keep=self.case.keep)
-
-    def judge(self, out: Any) -> Gate:
-        """Whether `out` holds the values of w that it should, and nothing else."""
-        dense = out.to_dense()
-        if isinstance(out, Semi24):
-            return judge(dense, larger_two(self.w), EXACT)
-        best, stored = block_norms(self.w, out.block), block_norms(dense, out.block)
-        kept = torch.linalg.vector_norm(best.flatten().topk(out.nnzb).values)
-        lost = float(1 - torch.linalg.vector_norm(stored) / kept)
-        rows, columns = out.block
-        absent = (stored == 0).repeat_interleave(rows, 0).repeat_interleave(columns, 1)
-        found = max(lost, 0.0) + error(dense, self.w.double().masked_fill(absent, 0))
-        return Gate(found, NORMS, out.nnzb == self.case.blocks and found <= NORMS)
-
-    def kernel_extra(self, kernel: str) -> dict[str, Any]:
-        return {"tflops": None}
-
-    def peer_extra(self, call: Callable[[], object]) -> dict[str, Any]:
-        return {"tflops": None}
-
-
-def larger_two(w: Tensor) -> Tensor:
-    """w in float64, of every four neighbours the two of larger magnitude, of equal ones the lower columns."""
-    wide = two_four.groups(w.double())
-    order = wide.abs().sort(dim=-1, descending=True, stable=True).indices[..., :2]
-    return torch.zeros_like(wide).scatter(-1, order, wide.gather(-1, order)).flatten(-2)
-
-
-def block_norms(w: Tensor, block: tuple[int, int]) -> Tensor:
-    """The Frobenius norm of every block of w [m, k], sides that the block divides, in float64."""
-    tiles = w.double().unflatten(1, (-1, block[1])).unflatten(0, (-1, block[0]))
-    return torch.linalg.vector_norm(tiles, dim=(1, 3))
 
 
 @dataclass(frozen=True)
@@ -172,13 +86,47 @@ class PackCase(Case):
         values = self.blocks * self.block[0] * self.block[1] * dtypes.itemsize(self.dtype)
         return self.dense_bytes + values + 4 * (self.blocks + self.m // self.block[0] + 1)
 
-    def sets(self, draw: Draw) -> Callable[[Draw], PackOperands]:
-        return lambda draw: PackOperands(self, draw.normal(self.m, self.k))
+    def packed(self, w: Tensor) -> Any:
+        """What is timed."""
+        return Semi24.from_dense(w) if self.block is None else BSR.from_dense(w, self.block, keep=self.keep)
+
+    def packer(self, w: Tensor) -> str:
+        """The module that packs w: a kernel, or torch's calls where it takes no such w."""
+        kernel, torchs = ("to_bsr", "matrix.convert") if self.to == TO_BSR else ("to_24", "matrix.two_four")
+        if not w.is_cuda:
+            return torchs
+        pack = import_module(f"sparsek.kernels.pack.{kernel}")
+        if self.to == TO_BSR:
+            made = pack.pack_bsr(w, self.block, convert.Rule(None, None, self.keep, "global"))
+        else:
+            made = pack.pack24(w, None)
+        return torchs if made is None else f"pack.{kernel}"
+
+    def plan(self, w: Tensor, kernel: str | None = None) -> Timed:
+        name = self.packer(w)
+        if kernel not in (None, name):
+            raise Unsupported(self.name, {kernel: [f"{name} packs here; there is nothing to choose"]})
+        bound = self.moved / card_of(w.device).bandwidth
+        return Timed(name, partial(self.packed, w), Moved(self.moved), bound)
+
+    def judge(self, w: Tensor, out: Any) -> Gate:
+        """Whether `out` holds the values of w that it should, and nothing else."""
+        return check_semi24(w, out) if self.block is None else check_bsr(w, out, self.blocks)
+
+    def sets(self, draw: Draw) -> Callable[[Draw], Call]:
+        """Bytes stand in the place of FLOPs: see the module."""
+
+        def one(draw: Draw) -> Call:
+            w = draw.normal(self.m, self.k)
+            return Call((w,), self.plan, partial(self.judge, w), self.moved)
+
+        return one
 
 
-def _copy(case: PackCase, one: PackOperands, index: int) -> Callable[[], Tensor]:
+def _copy(case: PackCase, one: Call, index: int) -> Callable[[], Tensor]:
     """torch's copy of w into another tensor: read once and written once."""
-    return partial(torch.empty_like(one.w).copy_, one.w)
+    (w,) = one.given
+    return partial(torch.empty_like(w).copy_, w)
 
 
 CASES = (PackCase(8192, 8192, SEMI24), PackCase(8192, 8192, TO_BSR, (128, 128), 0.125))

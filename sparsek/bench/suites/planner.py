@@ -19,9 +19,9 @@ from sparsek.bench.engine.bench import Bench, Column, Record, Table
 from sparsek.bench.engine.case import Case, Schema, rows, suite_named
 from sparsek.bench.engine.data import Draw
 from sparsek.bench.engine.gates import Expected, worst
-from sparsek.bench.engine.run import GateError, Outcome, beside, facts, in_order
+from sparsek.bench.engine.run import GateError, Outcome, beside, record_of
 from sparsek.bench.engine.sensors import Sensors
-from sparsek.bench.engine.several import Named
+from sparsek.bench.engine.several import Timed
 from sparsek.bench.engine.tables import CASE, MS
 from sparsek.core import dtypes
 from sparsek.core.clock import Times
@@ -211,17 +211,15 @@ def _record(case: PlannerCase, judged: Sequence[Judged], device: torch.device, s
         if all(name in each.times for each in judged):
             peers[name] = total(lambda each, name=name: name)
     gate = worst([each.gate for each in judged])
-    record = facts(case.op, case, Named(PLANNER), total(lambda each: each.choice), gate, device, seen)
-    return in_order(
-        beside(record, peers, case.dense_flops)
-        | {
-            "config": {"layers": [each.as_config() for each in judged]},
-            "near": sum(each.of_best(each.choice) <= NEAR for each in judged),
-            "near_measured": sum(each.of_best(each.measured) <= NEAR for each in judged),
-            "count": len(judged),
-            "worst": round(max(each.of_best(each.choice) for each in judged), 4),
-        }
-    )
+    took = total(lambda each: each.choice)
+    more: dict[str, Any] = beside(took, peers, case.dense_flops) | {
+        "config": {"layers": [each.as_config() for each in judged]},
+        "near": sum(each.of_best(each.choice) <= NEAR for each in judged),
+        "near_measured": sum(each.of_best(each.measured) <= NEAR for each in judged),
+        "count": len(judged),
+        "worst": round(max(each.of_best(each.choice) for each in judged), 4),
+    }
+    return record_of(case.op, case, Timed(PLANNER), took, gate, device, seen, **more)
 
 
 def _missed(judged: Sequence[Judged]) -> str:
