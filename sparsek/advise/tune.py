@@ -10,7 +10,6 @@ from torch import Tensor
 
 from sparsek.bench.engine import records
 from sparsek.bench.engine.data import Draw
-from sparsek.bench.engine.gates import Expected
 from sparsek.bench.engine.peer import first_line, rotating
 from sparsek.core import dtypes
 from sparsek.core.clock import time_rounds
@@ -24,6 +23,7 @@ from sparsek.ops.choose import copies
 from sparsek.ops.weight_formats import WeightFormat, plan_of, run_plan
 from sparsek.plan.table import Entry
 from sparsek.plan.tune import Trial, entry_of, shortlist, winner
+from sparsek.testing.compare import Expected
 from sparsek.testing.poison import poisoned
 
 # Layers of W [N, K] that are tuned where none are named: those of models with 4096 and 8192 features.

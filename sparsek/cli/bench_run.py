@@ -30,7 +30,7 @@ Html = Annotated[
     Path | None, typer.Option(help="Write the results as one HTML file: pictures, tables, environment.")
 ]
 # Parameters that go with a suite too; the others describe cases.
-BESIDE_A_SUITE = ("peers", "rounds", "suite", "only", "device", "out", "plot", "html", "json")
+BESIDE_A_SUITE = ("peers", "rounds", "suite", "device", "out", "html", "json")
 
 
 def bench(
@@ -40,10 +40,8 @@ def bench(
     *,
     rounds: int,
     suite: str | None,
-    only: str | None,
     device: str | None,
     out: Path | None,
-    plot: Path | None,
     html: Path | None,
     json: bool,
     kernel: str = "auto",
@@ -58,7 +56,7 @@ def bench(
     _refuse_contradictions(given, suite)
     where = device_of(device)
     if suite:
-        rows = _numbered(suite_named(one.suites, suite), only)
+        rows = suite_named(one.suites, suite)
     else:
         rows = tuple(SuiteRow(case, _kernels(one, kernel)) for case in one.cases(cases))
     names = {"all": None, "none": []}.get(peers.strip(), listed("peers", peers, str))
@@ -92,9 +90,6 @@ def bench(
             screen.print(_line(note, len(outcomes)), style="dim")
     if out is not None:
         screen.print(f"{len(found)} records appended to {out}", soft_wrap=True)
-    if plot is not None:
-        for path in charts.draw(found, plot):
-            screen.print(f"drew {path}", soft_wrap=True)
     write_html(html, found, f"sparsek bench {one.name}")
     if failed or not found:
         raise typer.Exit(1)
@@ -146,18 +141,6 @@ def _refuse_contradictions(given: Sequence[str], suite: str) -> None:
         raise InvalidInput(
             f"--suite brings its own cases and kernels; leave out {extra}, or leave out --suite"
         )
-    if "only" in given and not suite:
-        raise InvalidInput("--only picks entries of a suite; name one with --suite")
-
-
-def _numbered(rows: Sequence[SuiteRow], only: str | None) -> tuple[SuiteRow, ...]:
-    if only is None:
-        return tuple(rows)
-    numbers = listed("only", only, int)
-    for number in numbers:
-        if not 1 <= number <= len(rows):
-            raise InvalidInput(f"--only {number}: the suite has entries 1 to {len(rows)}")
-    return tuple(rows[number - 1] for number in numbers)
 
 
 def _run(

@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 import torch
 
-from sparsek.bench.engine import records, run, wall
+from sparsek.bench.engine import records, run
 from sparsek.bench.engine.case import SuiteRow
 from sparsek.bench.engine.peer import Ready, peers_named
 from sparsek.bench.suites import attention
 from sparsek.bench.suites.attention import PEERS, AttentionCase
+from sparsek.core import wall
 from sparsek.core.errors import InvalidInput
 from sparsek.mask.mask import BlockMask
 from sparsek.testing.attention_budget import ExpectedAttention

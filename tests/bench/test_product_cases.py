@@ -179,7 +179,7 @@ def test_products_of_lists_take_every_combination() -> None:
     ]
     assert [getattr(case, "mode", "") for case in made] == ["eager"] * 2 + ["compiled"] * 2 + [""] * 2
     assert {case.dtype for case in made} == {"fp16"}
-    with pytest.raises(InvalidInput, match="measures train or compiled or decode, not 'serve'"):
+    with pytest.raises(InvalidInput, match="measure is one of train, compiled, decode, got 'serve'"):
         BENCHES["mlp"].cases(few | {"measure": "serve"})
 
 

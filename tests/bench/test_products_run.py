@@ -9,7 +9,7 @@ import torch
 
 from sparsek.bench.benches import BENCHES
 from sparsek.bench.engine import case as case_module
-from sparsek.bench.engine import data, records, run, wall
+from sparsek.bench.engine import data, records, run
 from sparsek.bench.engine.case import SuiteRow
 from sparsek.bench.engine.peer import Peer, Ready, UnavailableError, peers_named
 from sparsek.bench.engine.run import Outcome, measure
@@ -19,6 +19,7 @@ from sparsek.bench.suites.linear import LinearCase
 from sparsek.bench.suites.mlp import MlpDecodeCase, MlpTrainCase
 from sparsek.bench.suites.sddmm import SddmmCase
 from sparsek.bench.suites.spgemm import SpgemmCase
+from sparsek.core import wall
 from sparsek.core.errors import InvalidInput
 from sparsek.matrix.bsr import BSR
 from sparsek.testing.budget import Gate

@@ -91,10 +91,10 @@ def test_blocks_of_512x112_are_compared_with_as_many_values_in_blocks_of_128() -
 
 def test_the_same_seed_gives_the_same_bits() -> None:
     case = SpmmCase(64, 96, 24, (32, 32), 0.5, dtype="fp32")
-    (a, b), (again, b_again) = case.make(CPU, seed=3), case.make(CPU, seed=3)
-    assert torch.equal(a.values, again.values)
-    assert torch.equal(b, b_again)
-    assert not torch.equal(b, case.make(CPU, seed=4)[1])
+    one, again, other = (case.operands(CPU, seed)[0] for seed in (3, 3, 4))
+    assert torch.equal(one.a.values, again.a.values)
+    assert torch.equal(one.b, again.b)
+    assert not torch.equal(one.b, other.b)
 
 
 def test_a_product_of_lists_takes_every_combination() -> None:

@@ -13,7 +13,6 @@ from typer.testing import CliRunner, Result
 
 from sparsek.advise import tune as tuning
 from sparsek.advise.tune import Job, Tuning
-from sparsek.bench.engine.gates import Expected
 from sparsek.cli.__main__ import app
 from sparsek.cli.tune import SPARSE
 from sparsek.core.clock import Times
@@ -21,6 +20,7 @@ from sparsek.core.errors import InvalidInput, Unsupported
 from sparsek.ops.linear import linear
 from sparsek.ops.weight_formats import FORMATS, WeightFormat
 from sparsek.plan import table
+from sparsek.testing.compare import Expected
 
 CPU = torch.device("cpu")
 JOB = Job(24, 64, 128, WeightFormat("bsr", 32, 0.5), "fp32")

@@ -37,19 +37,19 @@ class UnavailableError(SparseKError):
 @dataclass(frozen=True)
 class Peer:
     """`name` is the key in records, `title` a heading of tables. `device` is "cuda", "cpu", or "" for both.
-
-    Tables show peers in the order of PEERS.
+    `unless(case)`: reasons why it cannot run a case, or why the case has no such peer.
     """
 
     name: str
     title: str
     device: str = ""
+    _: KW_ONLY
+    unless: Callable[[Any], list[str]] = lambda case: []
 
     def why_not(self, case: Any, device: torch.device) -> list[str]:
         """Every reason why this peer cannot run the case; [] means it can be tried."""
-        if self.device in ("", device.type):
-            return []
-        return [f"runs on {self.device}, the case is on {device.type}"]
+        where = [f"runs on {self.device}, the case is on {device.type}"]
+        return [*(where if self.device not in ("", device.type) else ()), *self.unless(case)]
 
     def ready(self, case: Any, sets: Sequence[Any], tried: Callable[[str], None]) -> Ready:
         """Sets up and tunes; `tried(text)` reports progress. Raises UnavailableError with the reason."""
@@ -60,18 +60,14 @@ class Peer:
 class Function(Peer):
     """A peer of one function: `call(case, one, index)` makes the call of a set, by its place.
 
-    `unless(case)`: reasons why it cannot run the case. `flops(case)`: of a peer that computes something else, whose
-    result is not judged. `result(one, out)`: its result in the form that the set judges.
+    `flops(case)`: of a peer that computes something else, whose result is not judged. `result(one, out)`: its result
+    in the form that the set judges.
     """
 
     _: KW_ONLY
     call: Callable[[Any, Any, int], Callable[[], Any]]
-    unless: Callable[[Any], list[str]] = lambda case: []
     flops: Callable[[Any], float] | None = None
     result: Callable[[Any, Any], Any] = lambda one, out: out
-
-    def why_not(self, case: Any, device: torch.device) -> list[str]:
-        return [*super().why_not(case, device), *self.unless(case)]
 
     def ready(self, case: Any, sets: Sequence[Any], tried: Callable[[str], None]) -> Ready:
         with setting_up(self.title):
@@ -94,17 +90,10 @@ TORCH_DENSE = dense("torch_dense", "torch dense", "cpu")
 
 @dataclass(frozen=True)
 class Own(Peer):
-    """This library by another way: the operands that `other` makes of those of the case, by their place.
-
-    `unless(case)`: reasons why a case has no such peer.
-    """
+    """This library by another way: the operands that `other` makes of those of the case, by their place."""
 
     _: KW_ONLY
     other: Callable[[Any, Any, int], Operands]
-    unless: Callable[[Any], list[str]] = lambda case: []
-
-    def why_not(self, case: Any, device: torch.device) -> list[str]:
-        return self.unless(case)
 
     def ready(self, case: Any, sets: Sequence[Any], tried: Callable[[str], None]) -> Ready:
         others = [self.other(case, one, index) for index, one in enumerate(sets)]

@@ -1,37 +1,31 @@
-"""Records: one JSON object per measured (case, kernel), appended as lines, and the only source of published
-numbers.
+"""Records: one JSON object per measured (case, kernel), appended as lines, and the only source of published numbers.
 
 A record has the case, the kernel, the times, the peers of the same rounds, the machine, and the source:
-{op, case{}, kernel, config, ms{median,min,max,rounds}, tflops{useful,dense_equivalent}, gbps,
+`{op, case{}, kernel, config, ms{median,min,max,rounds}, tflops{useful,dense_equivalent}, gbps,
  roofline{bound_ms,fraction}, gate{error,budget,passed}, peers{name:{ms{},tflops}}, ratio{peer: rate over its
- rate}, env{gpu,driver,power_limit_w,torch,triton,cuda,watts,sm_mhz}, source_hash, date}.
-`watts` and `sm_mhz`: means over the rounds of the power and of the SM clock; null on a CPU and where NVML is missing.
-Records of before 2026-11-23 lack both, and are read as if they were null.
-Some operations have fields of their own, numbers or null. `memory` of attention and of its peers: the largest
-allocation of one call beyond q, k, v and the output, over the bytes of these; of attention_backward beyond dq, dk and
-dv, over the same bytes. `peak_gb` of attention_train: the most that a step and its operands hold at once, in 1e9 bytes.
-Both are null on a CPU. `symbolic_ms` and `symbolic_share` of spgemm: finding out which blocks meet, host included, and
-its share of a call on new patterns.
-Of the same spgemm, `symbolic_gpu_ms` and `symbolic_gpu_share` are of the GPU's own time; null on a CPU.
-What several kernels do together, as the step of an MLP, is recorded under their names joined by " + ".
+ rate}, env{gpu,driver,power_limit_w,torch,triton,cuda,watts,sm_mhz}, source_hash, date}`.
 
-`op` is the meaning of `ms`, and OPS has the contents of each op's records. An operation's own name: one call on the
-device. "attention_new_mask": mask build, plan and kernel of one call, host included. "mask_build": one mask, host
-included. "host": a call as users write it, in wall-clock time: how long the host is busy with it, or, of layers and of
-first calls of a process, until the GPU is idle; its peers' tflops are null. Where nothing is rated, tflops, gbps and
-roofline are null. "pack": a dense matrix packed; only tflops are null, its peers' too, and ratios are those of bytes a
-second.
+- `watts` and `sm_mhz`: means over the rounds of the power and of the SM clock; null on a CPU and where NVML is missing.
+  Records of before 2026-11-23 lack both, and are read as if they were null.
+- `op` is the meaning of `ms`, and OPS has the contents of each op's records. An operation's own name: one call on the
+  device. "attention_new_mask": mask build, plan and kernel of one call, host included. "mask_build": one mask, host
+  included. "host": wall-clock time of a call as users write it: how long the host is busy, or, of layers and of first
+  calls of a process, until the GPU is idle. "pack": a dense matrix packed, ratios those of bytes a second.
+- Where nothing is rated, tflops (of peers too), gbps and roofline are null; "pack" has the last two.
+- `memory` of attention and of its peers: the largest allocation of one call beyond q, k, v and the output, over the
+  bytes of these; of attention_backward beyond dq, dk and dv, over the same bytes. `peak_gb` of attention_train: the
+  most that a step and its operands hold at once, in 1e9 bytes. Both are null on a CPU.
+- `symbolic_ms` and `symbolic_share` of spgemm: finding out which blocks meet, host included, and its share of a call on
+  new patterns. `symbolic_gpu_ms` and `symbolic_gpu_share`: the same of the GPU's own time; null on a CPU.
+- Several kernels that are timed together, as in a step of an MLP: their names, joined by " + ".
 """
 
 import datetime
 import json
 import math
-import shutil
-import subprocess
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, fields, is_dataclass
 from functools import cache
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +34,11 @@ import torch
 from sparsek.bench.engine import sensors
 from sparsek.bench.engine.bench import OPS, Record
 from sparsek.bench.engine.case import Schema
-from sparsek.core import env, files
+from sparsek.core import files
 from sparsek.core.clock import Times
 from sparsek.core.device import card_of
 from sparsek.core.errors import InvalidFile, InvalidInput, SparseKError
+from sparsek.core.machine import smi_facts, version_of
 from sparsek.plan.sources import JOINED, ROOT, files_hash, source_hash
 
 FIELDS = (
@@ -78,7 +73,7 @@ def faults(record: Any) -> list[str]:
 
 def _case_faults(record: Record, kind: Schema) -> list[str]:
     of_case = tuple(field.name for field in fields(kind.case))  # pyright: ignore[reportArgumentType]
-    wrong = _wrong_keys("case", record["case"], of_case, kind.later)
+    wrong = _object("case", record["case"], of_case, may_lack=kind.later)
     if not wrong:
         try:
             case_of(record)
@@ -92,46 +87,49 @@ def _faults(record: Record, kind: Schema) -> Iterator[str]:
     yield from _times_faults("ms", record["ms"])
     for name, keys in (("tflops", ("useful", "dense_equivalent")), ("roofline", ("bound_ms", "fraction"))):
         if kind.rated or record[name] is not None:
-            yield from _wrong_keys(name, record[name], keys) or _not_numbers(f"{name}.", record[name], keys)
+            yield from _object(name, record[name], keys, numbers=keys)
     yield from _not_numbers("", record, ("gbps",), or_null=not kind.rated)
     yield from _not_numbers("", record, kind.extra, or_null=True)
-    yield from _wrong_keys("gate", record["gate"], ("error", "budget", "passed"))
+    yield from _object("gate", record["gate"], ("error", "budget", "passed"))
     if record["gate"].get("passed") is not True:
         yield "gate.passed is not true: a time without a passed gate is not a record"
     for name, peer in record["peers"].items():
-        yield from _wrong_keys(f"peers.{name}", peer, ("ms", "tflops", *kind.peer_extra))
-        if isinstance(peer, dict):
-            yield from _times_faults(f"peers.{name}.ms", peer.get("ms"))
-            yield from _not_numbers(f"peers.{name}.", peer, kind.peer_extra, or_null=True)
-    yield from (f"ratio.{name} is missing" for name in record["peers"] if name not in record["ratio"])
-    yield from (
-        f"ratio.{name} has no peer of that name" for name in record["ratio"] if name not in record["peers"]
+        extra = kind.peer_extra
+        yield from _object(f"peers.{name}", peer, ("ms", "tflops", *extra), numbers=extra, or_null=True)
+        yield from _times_faults(f"peers.{name}.ms", peer.get("ms") if isinstance(peer, dict) else None)
+    peers = tuple(record["peers"])
+    yield from _object("ratio", record["ratio"], peers, numbers=peers)
+    yield from _object(
+        "env", record["env"], ENV_FIELDS, numbers=sensors.FIELDS, may_lack=sensors.FIELDS, or_null=True
     )
-    yield from _not_numbers("ratio.", record["ratio"], record["ratio"])
-    yield from _wrong_keys("env", record["env"], ENV_FIELDS, sensors.FIELDS)
-    yield from _not_numbers("env.", record["env"], sensors.FIELDS, or_null=True)
-    texts = ("kernel", "source_hash", "date")
-    yield from (
-        f"{name} is not a non-empty string"
-        for name in texts
-        if not (record[name] and isinstance(record[name], str))
-    )
+    for name in ("kernel", "source_hash", "date"):
+        if not (record[name] and isinstance(record[name], str)):
+            yield f"{name} is not a non-empty string"
     try:
         datetime.datetime.fromisoformat(str(record["date"]))
     except ValueError:
         yield f"date {record['date']!r} is not an ISO date"
 
 
-def _wrong_keys(where: str, value: Any, keys: tuple[str, ...], may_lack: Iterable[str] = ()) -> list[str]:
+def _object(
+    where: str,
+    value: Any,
+    keys: tuple[str, ...],
+    *,
+    numbers: Iterable[str] = (),
+    may_lack: Iterable[str] = (),
+    or_null: bool = False,
+) -> list[str]:
+    """What keeps a value from being an object of these keys; those in `numbers` have numbers."""
     if not isinstance(value, dict):
         return [f"{where} is not an object"]
-    if set(keys).difference(may_lack) <= set(value) <= set(keys):
-        return []
-    return [f"{where} has the fields {sorted(value)}, expected {sorted(keys)}"]
+    if not set(keys).difference(may_lack) <= set(value) <= set(keys):
+        return [f"{where} has the fields {sorted(value)}, expected {sorted(keys)}"]
+    return _not_numbers(f"{where}.", value, numbers, or_null=or_null)
 
 
 def _times_faults(where: str, value: Any) -> list[str]:
-    wrong = _wrong_keys(where, value, TIMES) or _not_numbers(f"{where}.", value, TIMES)
+    wrong = _object(where, value, TIMES, numbers=TIMES)
     if wrong:
         return wrong
     if not 0 < value["min"] <= value["median"] <= value["max"]:
@@ -250,14 +248,6 @@ def is_fresh(record: Mapping[str, Any]) -> bool:
         return False
 
 
-def version_of(package: str) -> str | None:
-    """The installed version of a distribution, or None."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
 def environment(device: torch.device, seen: sensors.Sensors | None = None) -> dict[str, Any]:
     """What a measurement ran on; with what the sensors saw, the `env` object of a record.
 
@@ -274,25 +264,3 @@ def environment(device: torch.device, seen: sensors.Sensors | None = None) -> di
         "cuda": torch.version.cuda if on_gpu else None,
         **(seen.means() if seen else {}),
     }
-
-
-@cache
-def smi_facts(index: int) -> tuple[str | None, float | None]:
-    """Driver version and power limit in watts, by nvidia-smi; None for each that it does not print."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return None, None
-    visible = env.visible_gpus()
-    identity = visible[index] if index < len(visible) else str(index)
-    question = ["--query-gpu=driver_version,power.limit", "--format=csv,noheader,nounits", f"--id={identity}"]
-    try:
-        answer = subprocess.run(
-            [program, *question], capture_output=True, text=True, timeout=20, check=True
-        ).stdout
-        driver, power = (part.strip() for part in answer.splitlines()[0].split(","))
-    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
-        return None, None
-    try:
-        return driver, float(power)
-    except ValueError:
-        return driver, None

@@ -8,7 +8,7 @@ import ctypes
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -131,17 +131,11 @@ def prepare(library: ctypes.CDLL, one: Any, layout: str, dtype: str) -> Call:
         return Call(library, handle, arguments, width, kept, made.pop_all())
 
 
-@dataclass(frozen=True)
 class CuSparse(Peer):
-    """cuSPARSE SpMM on Blocked-ELL. `unless(case)`: further reasons why it cannot run the case."""
-
-    _: KW_ONLY
-    unless: Callable[[Any], list[str]] = lambda case: []
+    """cuSPARSE SpMM on Blocked-ELL."""
 
     def why_not(self, case: Any, device: torch.device) -> list[str]:
-        reasons, (rows, columns) = self.unless(case), case.block
-        if device.type != "cuda":
-            reasons.append("cuSPARSE needs an NVIDIA GPU")
+        reasons, (rows, columns) = super().why_not(case, device), case.block
         if rows != columns:
             reasons.append(f"Blocked-ELL blocks are square, not {block_name(case.block)}")
         if case.m % rows or case.k % columns:

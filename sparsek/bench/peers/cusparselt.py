@@ -200,7 +200,9 @@ class CuSparseLt(Peer):
     STEPS: ClassVar[tuple[int, int]] = (16, 8)
 
     def why_not(self, case: Any, device: torch.device) -> list[str]:
-        reasons, (side, n) = missing(device), self.STEPS
+        reasons, (side, n) = super().why_not(case, device), self.STEPS
+        if device.type == "cuda" and not torch.backends.cusparselt.is_available():
+            reasons.append(f"torch {torch.__version__} was built without cuSPARSELt")
         if not case.whole:
             reasons.append("has 2:4 matrices without blocks only")
         if not self.takes(case.dtype):
@@ -249,15 +251,6 @@ class CuSparseLt(Peer):
                 raise UnavailableError("no way of cuSPARSELt is right on these operands")
             best = fastest("cuSPARSELt", candidates, sets[0].a.device, tried)
         return Ready(candidates[best], best)
-
-
-def missing(device: torch.device) -> list[str]:
-    """What this machine lacks for cuSPARSELt."""
-    if device.type != "cuda":
-        return ["cuSPARSELt needs an NVIDIA GPU"]
-    if not torch.backends.cusparselt.is_available():
-        return [f"torch {torch.__version__} was built without cuSPARSELt"]
-    return []
 
 
 def ways_that_run(task: Task, device: torch.device, tried: Callable[[str], None]) -> list[Tried]:

@@ -45,17 +45,13 @@ def refused_blocks(rows: int, columns: int, block: tuple[int, int], *, by_kernel
 class Tuned(Peer):
     """A Triton kernel of torch.sparse, with parameters tuned here.
 
-    `spaces(case)`: where parameters are searched, each from the best of the one before. `unless(case)`: reasons why it
-    cannot run the case. `prepare(one)`: a set's result, and the call with given parameters, which writes it.
+    `spaces(case)`: where parameters are searched, each from the best of the one before. `prepare(one)`: a set's result,
+    and the call with given parameters, which writes it.
     """
 
     _: KW_ONLY
     spaces: Callable[[Any], Sequence[Space]]
-    unless: Callable[[Any], list[str]]
     prepare: Callable[[Any], tuple[Any, Callable[[Meta], object]]]
-
-    def why_not(self, case: Any, device: torch.device) -> list[str]:
-        return [*super().why_not(case, device), *self.unless(case)]
 
     def ready(self, case: Any, sets: Sequence[Any], tried: Callable[[str], None]) -> Ready:
         with setting_up("torch.sparse BSR"):

@@ -19,12 +19,12 @@ from sparsek.bench.engine.run import Outcome, PeerResult, passed, rates, reasons
 from sparsek.bench.engine.sensors import Sensors
 from sparsek.bench.engine.several import Timed
 from sparsek.bench.engine.tables import CASE, MS, RATE, SPEEDUP, mark, short_name
-from sparsek.bench.engine.wall import wait, wall_rounds
 from sparsek.bench.peers.attention import CUDNN, CUDNN_BLOCKS, FLASH4, FLEX, TORCH_DENSE
 from sparsek.bench.suites.attention_masks import MASK_FORMS, Geometry, MaskText, parse_mask
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput, Unsupported
 from sparsek.core.memory import peak_bytes
+from sparsek.core.wall import wait, wall_rounds
 from sparsek.mask.lists import BLOCK_SIZES
 from sparsek.mask.mask import BlockMask
 from sparsek.ops.attention import attention, plan_attention

@@ -15,7 +15,6 @@ from sparsek.bench.engine import options
 from sparsek.bench.engine.bench import Bench, Column, Record, Table
 from sparsek.bench.engine.case import Schema, SuiteRow, rows
 from sparsek.bench.engine.data import Draw
-from sparsek.bench.engine.gates import worst
 from sparsek.bench.engine.peer import Peer, Ready, UnavailableError, accepted
 from sparsek.bench.engine.several import Timed, several
 from sparsek.bench.engine.tables import CASE, MS, RATE, SPEEDUP, number
@@ -37,6 +36,7 @@ from sparsek.plan.attention_grad import AttentionGradPlan
 from sparsek.plan.sources import JOINED
 from sparsek.testing.attention_budget import ExpectedGradients, expected_gradients
 from sparsek.testing.budget import Gate
+from sparsek.testing.compare import worst
 
 Gradients = tuple[Tensor, Tensor, Tensor]
 

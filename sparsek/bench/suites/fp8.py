@@ -206,7 +206,7 @@ def _wider(case: Fp8Case, one: Fp8Operands, index: int) -> ProductOperands:
 PEERS: tuple[Peer, ...] = (
     CublasFp8("cublas_fp8", "cuBLAS FP8", "cuda"),
     CublasFp8("cublas_fp8_float32", "cuBLAS FP8, float32 sums", "cuda", sums=(False,)),
-    CuSparseLtFp8("cusparselt", "cuSPARSELt FP8"),
+    CuSparseLtFp8("cusparselt", "cuSPARSELt FP8", "cuda"),
     Own("bf16", "this library in bf16", other=_wider),
     dense("torch_dense", "torch dense, bf16", "cpu"),
 )

@@ -23,11 +23,11 @@ from sparsek.bench.engine.run import GateError, Outcome, beside, passed, record_
 from sparsek.bench.engine.sensors import Sensors
 from sparsek.bench.engine.several import Timed
 from sparsek.bench.engine.tables import CASE, case_name, judged
-from sparsek.bench.engine.wall import wall_rounds
 from sparsek.bench.suites.host_calls import CALLS, STORAGES, HostCall
 from sparsek.core import env
 from sparsek.core.clock import Times
 from sparsek.core.errors import InvalidInput, Unsupported
+from sparsek.core.wall import wall_rounds
 from sparsek.testing.budget import Gate
 
 TORCH = "torch"

@@ -105,7 +105,7 @@ def linear_backward(call: HostCall, device: torch.device) -> Pair:
     dense = drawn.to_dense().requires_grad_()
 
     def judge(found: tuple[Tensor, ...]) -> "Gate":
-        from sparsek.bench.engine.gates import near_dense, worst
+        from sparsek.testing.compare import near_dense, worst
         from sparsek.testing.product_budget import stored
 
         def step(dtype: torch.dtype) -> tuple[Tensor, ...]:

@@ -13,7 +13,6 @@ from sparsek.bench.engine import options
 from sparsek.bench.engine.bench import Bench, Column, Table
 from sparsek.bench.engine.case import Case, Operands, Schema, block_name, rows, stored_name
 from sparsek.bench.engine.data import Draw
-from sparsek.bench.engine.gates import near_dense, worst
 from sparsek.bench.engine.peer import Peer, Ready, dense, setting_up
 from sparsek.bench.engine.several import Timed, several
 from sparsek.bench.engine.tables import CASE, GBPS, MS, ROOF, SPEEDUP, USEFUL, faster_than
@@ -25,6 +24,7 @@ from sparsek.ops.spmm import plan_spmm
 from sparsek.plan.plan import Plan
 from sparsek.reference.epilogue import ACTIVATIONS, Activation, Epilogue
 from sparsek.testing.budget import Gate
+from sparsek.testing.compare import near_dense, worst
 from sparsek.testing.product_budget import stored
 
 MODES = ("eager", "compiled")

@@ -18,7 +18,6 @@ from sparsek.bench.engine import options
 from sparsek.bench.engine.bench import Bench, Column, Record, Table
 from sparsek.bench.engine.case import Case, Schema, rows, suite_named
 from sparsek.bench.engine.data import Draw
-from sparsek.bench.engine.gates import Expected, worst
 from sparsek.bench.engine.run import GateError, Outcome, beside, record_of
 from sparsek.bench.engine.sensors import Sensors
 from sparsek.bench.engine.several import Timed
@@ -30,6 +29,7 @@ from sparsek.ops import choose as choosing
 from sparsek.ops.linear import linear
 from sparsek.ops.weight_formats import FORMATS, WeightFormat, combinations
 from sparsek.testing.budget import Gate
+from sparsek.testing.compare import Expected, worst
 
 # Hashed for the records of the planner: how W is stored and predicted, and the model of the dense product.
 PLANNER = "ops.weight_formats"

@@ -1,5 +1,6 @@
 """C = A @ B of two BSR matrices as a benchmark: its cases, their operands, its suites."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -15,10 +16,10 @@ from sparsek.bench.engine.case import Operands, Schema, block_name, rows, stored
 from sparsek.bench.engine.data import Draw
 from sparsek.bench.engine.peer import CUBLAS, TORCH_DENSE
 from sparsek.bench.engine.tables import CASE, MS, ROOF, SPEEDUP, USEFUL
-from sparsek.bench.engine.wall import wall_rounds
 from sparsek.bench.peers.torch_sparse import CSR_BY_CSR
 from sparsek.bench.suites.product import SidesCase
 from sparsek.core.errors import InvalidInput
+from sparsek.core.wall import wall_rounds
 from sparsek.matrix.bsr import BSR, zero_padding
 from sparsek.matrix.pattern import BlockPattern, block_sides
 from sparsek.ops.planning import matcher
@@ -35,19 +36,12 @@ EXTRA = ("symbolic_ms", "symbolic_share", "symbolic_gpu_ms", "symbolic_gpu_share
 
 @dataclass(frozen=True)
 class SpgemmOperands(Operands):
-    """One of the rotating sets: its own values of A and B, the shared patterns, and the storage of the product.
-
-    `pairs` counts the products of a block of A with a block of B.
-    """
+    """One of the rotating sets: its own values of A and B, the shared patterns, and the storage of the product."""
 
     a: BSR
     b: BSR
     out: Any
-    pairs: int
-
-    @property
-    def useful_flops(self) -> float:
-        return 2.0 * self.pairs * self.a.block[0] * self.a.block[1] * self.b.block[1]
+    useful_flops: float
 
     @property
     def given(self) -> tuple[BSR, BSR]:
@@ -162,18 +156,16 @@ class SpgemmCase(SidesCase):
         blocks = blocks if alike else f"{blocks}·{block_name(self.b_block)}"
         return f"{self.shape_name} {stored_name(blocks, self.density, self.dtype)} to {self.out}"
 
-    def make(self, draw: Draw) -> tuple[BSR, BSR]:
-        """A and B with N(0, 1) values, A scaled so that its product with a dense matrix has unit scale."""
+    def sets(self, draw: Draw) -> Callable[[Draw], SpgemmOperands]:
+        """A is scaled so that its product with a dense matrix has unit scale; B has N(0, 1) values."""
         a = draw.blocks(self.m, self.k, self.a_block, self.density)
         across = draw.blocks(self.n, self.k, (self.b_block[1], self.b_block[0]), self.density)
         pattern = across.pattern.T
         values = draw.normal(pattern.nnzb, *self.b_block)
-        return a, BSR.unchecked(pattern, zero_padding(pattern, values))
-
-    def sets(self, draw: Draw) -> Callable[[Draw], SpgemmOperands]:
-        a, b = self.make(draw)
+        b = BSR.unchecked(pattern, zero_padding(pattern, values))
         pairs = int(b.pattern.row_lengths[a.pattern.indices].sum())
-        return lambda draw: SpgemmOperands(draw.revalued(a), draw.revalued(b), self.out, pairs)
+        flops = 2.0 * pairs * math.prod(self.a_block) * self.b_block[1]
+        return lambda draw: SpgemmOperands(draw.revalued(a), draw.revalued(b), self.out, flops)
 
 
 HOPPER = "hopper.spgemm"
@@ -187,16 +179,18 @@ PUBLISHED = (
 )
 
 
-def _symbolic(name: str) -> Callable[[Record], str]:
+def _symbolic(heading: str, name: str) -> Column:
     def cell(record: Record) -> str:
         ms, share = record[f"{name}_ms"], record[f"{name}_share"]
         return "" if ms is None or share is None else f"{ms:.3f} ({share * 100:.0f} %)"
 
-    return cell
+    return Column(heading, cell)
 
 
-SYMBOLIC = Column("symbolic phase, ms (of a first call)", _symbolic("symbolic"))
-SYMBOLIC_GPU = Column("on the GPU, ms (of that call)", _symbolic("symbolic_gpu"))
+SYMBOLIC = (
+    _symbolic("symbolic phase, ms (of a first call)", "symbolic"),
+    _symbolic("on the GPU, ms (of that call)", "symbolic_gpu"),
+)
 BENCH = Bench(
     "spgemm",
     suites={"published": PUBLISHED},
@@ -206,7 +200,7 @@ BENCH = Bench(
         Table(
             op="spgemm",
             title="BSR x BSR",
-            columns=(CASE, MS, SPEEDUP, USEFUL, ROOF, SYMBOLIC, SYMBOLIC_GPU),
+            columns=(CASE, MS, SPEEDUP, USEFUL, ROOF, *SYMBOLIC),
             note=(
                 "A and B store the given share of their blocks, the same number in every block row of A and in every "
                 "block column of B. Useful TFLOPS count pairs of stored blocks that meet; dense is cuBLAS. The "

@@ -1,4 +1,4 @@
-"""Gates that several benchmarks share."""
+"""Results compared with a product or with dense operands, computed once; the worst of several gates."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
