@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sparsek.bench.engine import options
 from sparsek.bench.engine.bench import Bench, Table
-from sparsek.bench.engine.case import Bar, Case, Schema, SuiteRow, block_name, stored_name
+from sparsek.bench.engine.case import Bar, Case, Schema, SuiteRow, block_name, rows, stored_name
 from sparsek.bench.engine.data import Draw, random_weight
 from sparsek.bench.engine.peer import Own, Peer, Ready, UnavailableError, dense, fastest, setting_up
 from sparsek.bench.engine.tables import CASE, MS, ROOF, SPEEDUP, USEFUL, target
@@ -30,16 +30,11 @@ from sparsek.bench.suites.product import (
 from sparsek.bench.suites.semi24 import FORMS
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
-from sparsek.kernels import names_for
-from sparsek.matrix.bsr import BSR
-from sparsek.matrix.bsr24 import BSR24
 from sparsek.matrix.dense8 import DenseScale, QuantizedTensor
 from sparsek.matrix.quantized import Quantized, Scale, quantize
-from sparsek.matrix.semi24 import Semi24
 from sparsek.testing.budget import Gate, judge
 
 BSR_, SEMI24, BSR24_ = STORED = ("bsr", "semi24", "bsr24")
-OPS = {BSR_: "spmm_fp8", SEMI24: "semi24_fp8", BSR24_: "bsr24_fp8"}
 SCALES = ("row", "tensor", "block")
 DTYPES = {name: dtype for dtype, name in dtypes.FP8.items()}
 E4M3 = torch.float8_e4m3fn
@@ -61,15 +56,8 @@ class Fp8Operands(ProductOperands):
 
     def dense_values(self) -> Tensor:
         """The FP8 values of the matrix [m, k] with zeros where it stores none: exact, FP8 fits into bf16."""
-        m = self.a.matrix
-        wide = m.values.to(WIDE)
-        if isinstance(m, BSR):
-            made: Any = BSR.unchecked(m.pattern, wide)
-        elif isinstance(m, Semi24):
-            made = Semi24.unchecked(wide, m.meta)
-        else:
-            made = BSR24.unchecked(m.pattern, wide, m.meta)
-        return made.to_dense().to(self.a.dtype)
+        plain = Quantized(self.a.matrix, torch.ones_like(self.a.scale), self.a.kind)
+        return plain.dequantize(WIDE).to_dense().to(self.a.dtype)
 
 
 @dataclass(frozen=True)
@@ -119,14 +107,11 @@ class Fp8Case(ProductCase):
     @property
     def name(self) -> str:
         """One short line: "x @ W.T 8192³ block 128 12.5 % e4m3"; the scale is named unless it is that of rows."""
-        words = [self.dtype, "" if self.scale == "row" else f"scale per {self.scale}"]
-        words += ["fast_accum"] if self.fast_accum else []
-        if self.block is None:
-            stored = " ".join(filter(None, ("2:4", *words)))
-        else:
-            stored = stored_name(block_name(self.block), self.density, *words)
-            stored = f"2:4 in {stored}" if self.stored == BSR24_ else stored
-        return f"{form_name(self.form)} {self.shape_name} {stored}"
+        scale = "" if self.scale == "row" else f"scale per {self.scale}"
+        blocks = "" if self.block is None else stored_name(block_name(self.block), self.density)
+        formats = {BSR_: blocks, SEMI24: "2:4", BSR24_: f"2:4 in {blocks}"}
+        words = (formats[self.stored], self.dtype, scale, "fast_accum" if self.fast_accum else "")
+        return " ".join(filter(None, (form_name(self.form), self.shape_name, *words)))
 
     def one_set(self, draw: Draw, a: Any, b: Tensor) -> Fp8Operands:
         """In FP8."""
@@ -212,24 +197,16 @@ PEERS: tuple[Peer, ...] = (
 )
 
 
-def kernels_of(stored: str) -> tuple[str, ...]:
-    """The kernels of an FP8 format that run on GPUs and do not make it dense; without any, the planner's choice."""
-    found = tuple(
-        name for name in names_for("spmm", f"{stored}_fp8") if name.startswith(("hopper.", "portable."))
-    )
-    return found or ("auto",)
-
-
 BLOCKS = tuple(Fp8Case(8192, 8192, 8192, BSR_, (128, 128), 0.125, form) for form in FORMS)
 WHOLE = tuple(Fp8Case(8192, 8192, 8192, SEMI24, None, form=form) for form in FORMS)
-FAST_BLOCKS, FAST_WHOLE = (
-    tuple(replace(case, fast_accum=True) for case in cases) for cases in (BLOCKS, WHOLE)
-)
-# Sums in float32, and as the peers have them. Portable kernels
-# sum in float32 whatever is allowed.
+FAST_BLOCKS, FAST_WHOLE = ([replace(case, fast_accum=True) for case in cases] for cases in (BLOCKS, WHOLE))
+KERNELS = ("hopper.spmm_fp8", "hopper.semi24_fp8", "hopper.bsr24_fp8")
+# Sums in float32, and as the peers have them. Portable kernels sum in float32 whatever is allowed.
 PUBLISHED: tuple[SuiteRow, ...] = (
-    *(SuiteRow(case, kernels_of(case.stored)) for case in (*BLOCKS, *WHOLE)),
-    *(SuiteRow(case, (f"hopper.{OPS[case.stored]}",)) for case in (*FAST_BLOCKS, *FAST_WHOLE)),
+    *rows((KERNELS[0], "portable.spmm_fp8"), *BLOCKS),
+    *rows((KERNELS[1], "portable.semi24_fp8"), *WHOLE),
+    *rows(KERNELS[0], *FAST_BLOCKS),
+    *rows(KERNELS[1], *FAST_WHOLE),
 )
 BARS: Mapping[Case, tuple[Bar, ...]] = {
     **dict.fromkeys((*BLOCKS, *FAST_BLOCKS), (Bar("cublas_fp8", 0.75, 0.9),)),
@@ -249,7 +226,7 @@ TABLE = Table(
     ),
     beside=("bf16",),
     usual=("e4m3",),
-    kernels=("hopper.spmm_fp8", "hopper.semi24_fp8", "hopper.bsr24_fp8"),
+    kernels=KERNELS,
 )
 BENCH = Bench(
     "fp8",

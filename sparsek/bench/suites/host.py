@@ -35,24 +35,23 @@ LAYER = "layer"
 # What a first call finds on disk: no compiled kernel, or those of a process before.
 CACHES = ("empty", "filled")
 STORED = {"bsr": "", "semi24": "2:4", "bsr24": "2:4 in", "fp8": "FP8"}
-# The verb, layer or method behind each call, as a module of sparsek: the kernel of its records.
-MODULES = {
-    "A @ B": "ops.spmm",
-    "plan of A @ B": "ops.spmm",
-    "linear": "ops.linear",
-    "linear + backward": "ops.linear",
-    "layer": "nn.linear",
-    "attention": "ops.attention",
-    "attention + backward": "ops.attention",
-    "from_dense": "matrix.bsr",
-}
 PRODUCT, LAYERS, HEADED, WHOLE = SIDES = (
     "m x k x n",
     "tokens x features in x features out",
     "heads x length x head size",
     "rows x columns",
 )
-MEASURED = {"ops.spmm": PRODUCT, "ops.attention": HEADED, "matrix.bsr": WHOLE}
+# By call, what is called, as a module of sparsek, and what its sides are. The module is the kernel of its records.
+KINDS = {
+    "A @ B": ("ops.spmm", PRODUCT),
+    "plan of A @ B": ("ops.spmm", PRODUCT),
+    "linear": ("ops.linear", LAYERS),
+    "linear + backward": ("ops.linear", LAYERS),
+    "layer": ("nn.linear", LAYERS),
+    "attention": ("ops.attention", HEADED),
+    "attention + backward": ("ops.attention", HEADED),
+    "from_dense": ("matrix.bsr", WHOLE),
+}
 # Every file of these rooms is part of host time.
 ROOMS = ("core", "kernels/lang", "matrix", "mask", "nn", "ops", "plan")
 
@@ -98,7 +97,7 @@ class HostCase(HostCall, Case):
     @property
     def measured(self) -> str:
         """What the sides are, one of SIDES."""
-        return MEASURED.get(self.module, LAYERS)
+        return KINDS[self.call][1]
 
     @property
     def is_first(self) -> bool:
@@ -118,7 +117,7 @@ class HostCase(HostCall, Case):
     @property
     def module(self) -> str:
         """What is called, as a module of sparsek."""
-        return MODULES["linear" if self.call == LAYER and self.storage != "bsr" else self.call]
+        return KINDS["linear" if self.call == LAYER and self.storage != "bsr" else self.call][0]
 
     @property
     def name(self) -> str:
@@ -289,17 +288,17 @@ def _in_a_process(case: HostCase, device: torch.device, folder: Path) -> dict[st
     return json.loads(ran.stdout.splitlines()[-1])
 
 
-def _spell(milliseconds: float, case: HostCase) -> str:
-    return f"{milliseconds / 1e3:.3g} s" if case.is_first else f"{milliseconds * 1e3:.1f} us"
+def _spelt(times: Callable[[Record], Any]) -> Callable[[Record], str]:
+    """A cell of the median of these times, in seconds for first calls, else in microseconds."""
 
+    def cell(record: Record) -> str:
+        found = times(record)
+        if found is None:
+            return ""
+        ms, is_first = found["ms"]["median"], records.case_of(record).is_first
+        return f"{ms / 1e3:.3g} s" if is_first else f"{ms * 1e3:.1f} us"
 
-def _host_time(record: Record) -> str:
-    return _spell(record["ms"]["median"], records.case_of(record))
-
-
-def _torch_time(record: Record) -> str:
-    peer = record["peers"].get(TORCH)
-    return "" if peer is None else _spell(peer["ms"]["median"], records.case_of(record))
+    return cell
 
 
 def _limited(record: Record) -> float | None:
@@ -374,8 +373,8 @@ TABLE = Table(
     dense=(TORCH,),
     columns=(
         CASE,
-        Column("time", _host_time),
-        Column("torch's time", _torch_time),
+        Column("time", _spelt(lambda record: record)),
+        Column("torch's time", _spelt(lambda record: record["peers"].get(TORCH))),
         Column("over torch's", _over_torch),
         Column("target, at most", _at_most),
     ),

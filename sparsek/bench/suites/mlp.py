@@ -43,9 +43,6 @@ class MlpOperands(Operands):
     def useful_flops(self) -> float:
         return 2.0 * self.x.shape[0] * (self.w1.values.numel() + self.w2.values.numel())
 
-    def forward(self, x: Tensor, w1: BSR, w2: BSR) -> Tensor:
-        return linear(linear(x, w1, None, self.activation), w2)
-
     @property
     def dense_forward(self) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         """The layer by torch: a function of x, W1 and W2, all dense."""
@@ -57,7 +54,7 @@ class MlpOperands(Operands):
         return self.x, self.w1, self.w2
 
     def eager(self) -> Callable[[], Any]:
-        return partial(self.forward, *self.given)
+        return partial(_forward(self.activation), *self.given)
 
     def plan(self, kernel: str | None) -> Timed:
         """The planner chooses each of the kernels. Raises InvalidInput for a name."""
@@ -87,12 +84,9 @@ class MlpOperands(Operands):
         draw = Draw(self.x.device, self.x.dtype, 2 * seed)
         return draw.weight(*self.w1.shape), draw.weight(*self.w2.shape)
 
-    def dense(self, seed: int) -> Callable[[], Any]:
-        return self.dense_call(seed, self.dense_forward)
-
-    def dense_call(self, seed: int, forward: Callable[..., Tensor]) -> Callable[[], Any]:
+    def dense(self, seed: int, forward: Callable[..., Tensor] | None = None) -> Callable[[], Any]:
         """The call on dense weights, by `dense_forward` or its compiled form."""
-        return partial(forward, self.x, *self.dense_weights(seed))
+        return partial(forward or self.dense_forward, self.x, *self.dense_weights(seed))
 
 
 @dataclass(frozen=True)
@@ -124,7 +118,7 @@ class StepOperands(MlpOperands):
         }
 
     def eager(self) -> Callable[[], tuple[Tensor, ...]]:
-        forward = self.forward if self.mode == "eager" else _compiled(self.activation)
+        forward = (_forward if self.mode == "eager" else _compiled)(self.activation)
         given, wanted = self.given, (self.x, self.w1.values, self.w2.values)
         return lambda: self.step(forward(*given), wanted)
 
@@ -132,9 +126,12 @@ class StepOperands(MlpOperands):
         """y, and the gradients of the wanted tensors."""
         return (y, *torch.autograd.grad(y, wanted, self.dy.to(y.dtype)))
 
-    def dense_call(self, seed: int, forward: Callable[..., Tensor]) -> Callable[[], Any]:
-        wanted = (self.x, *(w.requires_grad_() for w in self.dense_weights(seed)))
-        return lambda: self.step(forward(*wanted), wanted)
+    def dense(self, seed: int, forward: Callable[..., Tensor] | None = None) -> Callable[[], Any]:
+        wanted, made = (
+            (self.x, *(w.requires_grad_() for w in self.dense_weights(seed))),
+            forward or self.dense_forward,
+        )
+        return lambda: self.step(made(*wanted), wanted)
 
     def judge(self, out: Any) -> Gate:
         """Whether y and each gradient is no further from float64 than twice the dense layer's; the worst of them."""
@@ -151,14 +148,15 @@ class StepOperands(MlpOperands):
         return [y.detach(), dx, stored(dw1, self.w1.pattern), stored(dw2, self.w2.pattern)]
 
 
+def _forward(activation: Activation) -> Callable[..., Tensor]:
+    """The layer: a function of x, W1 and W2."""
+    return lambda x, w1, w2: linear(linear(x, w1, None, activation), w2)
+
+
 @cache
 def _compiled(activation: Activation) -> Callable[..., Tensor]:
-    """torch.compile of the forward as one graph, the same for all sets."""
-
-    def forward(x: Tensor, w1: BSR, w2: BSR) -> Tensor:
-        return linear(linear(x, w1, None, activation), w2)
-
-    return torch.compile(forward, fullgraph=True, dynamic=False)
+    """torch.compile of the layer as one graph, the same for all sets."""
+    return torch.compile(_forward(activation), fullgraph=True, dynamic=False)
 
 
 @dataclass(frozen=True)
@@ -246,7 +244,7 @@ class CompiledDense(Peer):
         with setting_up("torch.compile"):
             torch.compiler.reset()  # a compiled function stops compiling after 8 kinds of operands
             forward = torch.compile(sets[0].dense_forward, fullgraph=True, dynamic=False)
-            calls = tuple(one.dense_call(1000 + index, forward) for index, one in enumerate(sets))
+            calls = tuple(one.dense(1000 + index, forward) for index, one in enumerate(sets))
             calls[0]()
         return Ready(calls, flops=case.dense_flops)
 
