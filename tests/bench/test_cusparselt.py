@@ -187,16 +187,6 @@ def test_the_fastest_right_way_is_the_peer(
     assert {told["alg_id"] for told in library[-2:]} == {1}
 
 
-@pytest.mark.parametrize(
-    ("case", "note"),
-    [(WHOLE, "3, B by cols, C by cols"), (replace(WHOLE, form="A@B"), "1, B by rows, C by rows")],
-)
-def test_the_same_layouts_are_a_peer_of_their_own(case: Any, note: str, found: list[Task]) -> None:
-    (alike,) = [peer for peer in semi24.PEERS if peer.name == "cusparselt_alike"]
-    ready = alike.ready(case, case.operands(CPU), lambda text: None)
-    assert ready.note == f"algorithm {note}"
-
-
 def test_fp8_is_judged_without_scales(found: list[Task]) -> None:
     case = Fp8Case(64, 96, 32, "semi24", None)
     sets = case.operands(CPU)

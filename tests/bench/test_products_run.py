@@ -13,7 +13,6 @@ from sparsek.bench.engine import data, records, run
 from sparsek.bench.engine.case import SuiteRow
 from sparsek.bench.engine.peer import Peer, Ready, UnavailableError, peers_named
 from sparsek.bench.engine.run import Outcome, measure
-from sparsek.bench.peers.torch_sparse import CSR_BY_CSR, SAMPLED_CSR
 from sparsek.bench.suites import mlp, spgemm
 from sparsek.bench.suites.linear import LinearCase
 from sparsek.bench.suites.mlp import MlpDecodeCase, MlpTrainCase
@@ -66,7 +65,7 @@ def test_sddmm_is_measured_with_its_peers(kernel: str, dtype: str) -> None:
     outcome = measured(replace(SDDMM, dtype=dtype), BENCHES["sddmm"].peers, kernel)
     (record,) = outcome.records
     assert record["kernel"] == kernel
-    assert set(record["peers"]) == {"torch_dense"} | ({"torch_csr"} if dtype == "fp32" else set())
+    assert set(record["peers"]) == {"torch_dense"}
     assert record["tflops"]["useful"] / record["tflops"]["dense_equivalent"] == pytest.approx(0.5, rel=0.25)
 
 
@@ -76,9 +75,7 @@ def test_bsr_times_bsr_is_measured_with_its_symbolic_phase(case: SpgemmCase) -> 
     (record,) = outcome.records
     assert record["symbolic_ms"] > 0
     assert record["symbolic_share"] > 0
-    assert set(record["peers"]) == {"torch_dense"} | ({"torch_csr"} if case is SPARSE else set())
-    if case is DENSE:
-        assert outcome.unavailable["torch_csr"] == ["gives a sparse matrix, the case has a dense result"]
+    assert set(record["peers"]) == {"torch_dense"}
 
 
 def test_the_symbolic_phase_is_timed_on_patterns_that_keep_nothing() -> None:
@@ -274,14 +271,6 @@ def test_results_begin_as_nan(monkeypatch: pytest.MonkeyPatch, case: Any) -> Non
             "powers of 2, not 48x16",
         ),
         (BENCHES["sddmm"].peers, "torch_sparse", replace(SDDMM, dtype="fp64"), CUDA, "no fp64"),
-        (BENCHES["sddmm"].peers, "torch_csr", replace(SDDMM, dtype="bf16"), CUDA, "fp32 and fp64, not bf16"),
-        (
-            BENCHES["spgemm"].peers,
-            "torch_csr",
-            spgemm.SPARSE[1],
-            CUDA,
-            "would keep 3.2e+10 products of elements",
-        ),
         (BENCHES["mlp"].peers, "torch_dense_compiled", TRAIN, CPU, "runs on cuda"),
     ],
 )
@@ -296,7 +285,7 @@ def test_a_peer_that_cannot_run_says_why(
     ("peers", "case", "able"),
     [
         (BENCHES["sddmm"].peers, SddmmCase(8192, 8192, 8192, (128, 128), 0.125), ["cublas", "torch_sparse"]),
-        (BENCHES["spgemm"].peers, spgemm.SPARSE[0], ["cublas", "torch_csr"]),
+        (BENCHES["spgemm"].peers, spgemm.SPARSE[0], ["cublas"]),
         (BENCHES["spgemm"].peers, spgemm.TOPK[0], ["cublas"]),
         (BENCHES["linear"].peers, replace(LINEAR, dtype="bf16"), ["cublas", "plain"]),
         (BENCHES["mlp"].peers, TRAIN, ["torch_dense", "torch_dense_compiled"]),
@@ -307,16 +296,11 @@ def test_the_peers_of_a_gpu_take_the_main_cases(peers: Sequence[Peer], case: Any
 
 
 def test_a_peer_that_is_wrong_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong = Gate(1.0, 0.5, False)
-    both: list[tuple[Any, Any]] = [
-        (SAMPLED_CSR, SDDMM),
-        (CSR_BY_CSR, SPARSE),
-    ]
-    for peer, case in both:
-        sets = case.operands(CPU)[:1]
-        monkeypatch.setattr(type(sets[0]), "judge", lambda self, out, tf32=False: wrong)
-        with pytest.raises(UnavailableError, match="is wrong here: error 1"):
-            peer.ready(case, sets, lambda text: None)
+    (plain,) = [peer for peer in BENCHES["linear"].peers if peer.name == "plain"]
+    sets = LINEAR.operands(CPU)[:1]
+    monkeypatch.setattr(type(sets[0]), "judge", lambda self, out, tf32=False: Gate(1.0, 0.5, False))
+    with pytest.raises(UnavailableError, match="is wrong here: error 1"):
+        plain.ready(LINEAR, sets, lambda text: None)
 
 
 def test_a_peer_that_cannot_be_captured_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,7 +65,7 @@ def test_a_peer_that_a_row_lacks_leaves_its_cell_empty(make_record: Make) -> Non
 
 
 def test_peers_that_a_table_does_not_show_stay_in_the_records(make_record: Make) -> None:
-    lines = report.markdown([beside(make_record(), "torch_sparse_stages", 1.3)], "spmm").splitlines()
+    lines = report.markdown([beside(make_record(), "torch_dense", 1.3)], "spmm").splitlines()
     assert "over" not in lines[0].replace("speedup over dense", "")
 
 

@@ -17,7 +17,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("name", ["torch_sparse", "torch_sparse_stages", "cusparse"])
+@pytest.mark.parametrize("name", ["torch_sparse", "cusparse"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_sparse_peer_multiplies_every_set_within_the_budget(case: SpmmCase, name: str) -> None:
     device = torch.device("cuda", 0)

@@ -58,24 +58,18 @@ class Peer:
 
 @dataclass(frozen=True)
 class Function(Peer):
-    """A peer of one function: `call(case, one, index)` makes the call of a set, by its place.
-
-    `flops(case)`: of a peer that computes something else, whose result is not judged. `result(one, out)`: its result
-    in the form that the set judges.
+    """A peer that computes something else, so that its result is not judged: `call(case, one, index)` makes the call of
+    a set, by its place, and `flops(case)` counts it.
     """
 
     _: KW_ONLY
     call: Callable[[Any, Any, int], Callable[[], Any]]
-    flops: Callable[[Any], float] | None = None
-    result: Callable[[Any, Any], Any] = lambda one, out: out
+    flops: Callable[[Any], float]
 
     def ready(self, case: Any, sets: Sequence[Any], tried: Callable[[str], None]) -> Ready:
         with setting_up(self.title):
             calls = tuple(self.call(case, one, index) for index, one in enumerate(sets))
-            if self.flops is not None:
-                return Ready(calls, flops=self.flops(case))
-            accepted(sets[0].judge(self.result(sets[0], calls[0]())), self.title)
-        return Ready(calls)
+        return Ready(calls, flops=self.flops(case))
 
 
 def dense(name: str, title: str, device: str = "") -> Function:

@@ -119,11 +119,10 @@ def step(attend: Attend, wanted: tuple[Tensor, ...], grad: Tensor) -> Callable[[
 class DenseAttention(Attention):
     """torch's scaled_dot_product_attention on the same q, k and v: causal if the mask is, else every pair.
 
-    `backend` is one of torch's, by name; "" leaves the choice to torch. `as_is`: for masks alone that it computes so.
+    `backend` is one of torch's, by name; "" leaves the choice to torch.
     """
 
     backend: str = ""
-    as_is: bool = False
 
     def why_not(self, case: Any, device: torch.device) -> list[str]:
         reasons = super().why_not(case, device)
@@ -131,8 +130,6 @@ class DenseAttention(Attention):
             reasons.append(
                 "torch's is_causal lines up the first query with the first key, not the last with the last"
             )
-        if self.as_is and not self.judged(case):
-            reasons.append(f"is measured for masks that it computes as they are: {' and '.join(DENSE_MASKS)}")
         if case.passes == STEP and case.kv_len > LONGEST_DENSE_STEP:
             longest = length_name(LONGEST_DENSE_STEP)
             reasons.append(f"takes time by the square of the length: not measured beyond {longest}")

@@ -190,12 +190,8 @@ def main(task: str, device: str, start: str) -> None:
 
 @dataclass(frozen=True)
 class CuSparseLt(Peer):
-    """NVIDIA's library for 2:4 through torch, by the fastest of all its algorithms and layouts of B and C.
+    """NVIDIA's library for 2:4 through torch, by the fastest of all its algorithms and layouts of B and C."""
 
-    `alike`: B and C have the layout of this library, x and y of a layer row-major.
-    """
-
-    alike: bool = False
     # What the sides of A must be multiples of, and N.
     STEPS: ClassVar[tuple[int, int]] = (16, 8)
 
@@ -227,11 +223,6 @@ class CuSparseLt(Peer):
 
     def ready(self, case: Any, sets: Sequence[Any], tried: Callable[[str], None]) -> Ready:
         right = ways_that_run(self.task(case), sets[0].a.device, tried)
-        if self.alike:
-            like = "col" if sets[0].is_linear else "row"
-            right = [one for one in right if (one.way.b_layout, one.way.out_layout) == (like, like)]
-        if not right:
-            raise UnavailableError("no algorithm takes B and C in the layouts of this library")
         factors = [self.factors(one) for one in sets]
         with setting_up("cuSPARSELt"):
             # A is compressed, and B has its layout, before any time.

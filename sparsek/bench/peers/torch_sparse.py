@@ -1,4 +1,4 @@
-"""torch.sparse as a peer: its Triton kernels for BSR with tuned parameters, and its CSR, by cuSPARSE or MKL."""
+"""torch.sparse as a peer: its Triton kernels for BSR, with tuned parameters."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -11,7 +11,6 @@ from torch import Tensor
 
 from sparsek.bench.engine.case import block_name
 from sparsek.bench.engine.peer import (
-    Function,
     Peer,
     Ready,
     UnavailableError,
@@ -22,13 +21,10 @@ from sparsek.bench.engine.peer import (
 )
 from sparsek.core.clock import time_rounds
 from sparsek.matrix.bsr import BSR
-from sparsek.testing.product_budget import stored
 
 # Parameters of a kernel, and the values that are tried for each of them.
 Meta = dict[str, int]
 Space = dict[str, tuple[int, ...]]
-# cuSPARSE's buffers hold every product of two elements: 12 bytes each.
-MOST_PRODUCTS = 2e9
 
 
 def refused_blocks(rows: int, columns: int, block: tuple[int, int], *, by_kernel: bool) -> list[str]:
@@ -232,54 +228,4 @@ SAMPLED = Tuned(
     spaces=lambda case: [sampled_space(case)],
     unless=_refused_sampled,
     prepare=_sampled,
-)
-
-
-# CSR matrices of all elements of the blocks
-
-
-def _sampled_csr(case: Any, one: Any, index: int) -> Callable[[], Tensor]:
-    x, y, pattern = one.given
-    ones = BSR.unchecked(pattern, x.new_ones((pattern.nnzb, *pattern.block)))
-    return partial(torch.sparse.sampled_addmm, ones.to_dense().to_sparse_csr(), x, y, beta=0.0)
-
-
-def _blocks(one: Any, out: Tensor) -> BSR:
-    pattern = one.given[2]
-    return BSR.unchecked(pattern, stored(out.to_dense(), pattern))
-
-
-SAMPLED_CSR = Function(
-    "torch_csr",
-    "torch.sparse CSR",
-    call=_sampled_csr,
-    result=_blocks,
-    unless=lambda case: (
-        []
-        if case.dtype in ("fp32", "fp64")
-        else [f"torch.sparse.sampled_addmm takes fp32 and fp64, not {case.dtype}"]
-    ),
-)
-
-
-def _csr_by_csr(case: Any, one: Any, index: int) -> Callable[[], Tensor]:
-    a, b = (each.to_dense().to_sparse_csr() for each in (one.a, one.b))
-    return partial(torch.matmul, a, b)
-
-
-def _refused_csr(case: Any) -> list[str]:
-    products = case.dense_flops / 2 * case.density**2
-    reasons = [] if case.out == "bsr" else ["gives a sparse matrix, the case has a dense result"]
-    if products > MOST_PRODUCTS:
-        reasons.append(f"would keep {products:.2g} products of elements, 12 bytes each")
-    return reasons
-
-
-# cuSPARSE on a GPU, MKL on a CPU. They have no pattern of the result: every call finds it anew.
-CSR_BY_CSR = Function(
-    "torch_csr",
-    "torch.sparse CSR",
-    call=_csr_by_csr,
-    result=lambda one, out: out.to_dense(),
-    unless=_refused_csr,
 )

@@ -13,7 +13,7 @@ from sparsek.bench.engine.case import Call, Schema, rows
 from sparsek.bench.engine.data import Draw
 from sparsek.bench.engine.peer import CUBLAS, TORCH_DENSE
 from sparsek.bench.engine.tables import CASE, MS, ROOF, SPEEDUP, USEFUL, USEFUL_NOTE
-from sparsek.bench.peers.torch_sparse import SAMPLED, SAMPLED_CSR
+from sparsek.bench.peers.torch_sparse import SAMPLED
 from sparsek.bench.suites.product import BlocksCase
 from sparsek.matrix.bsr import BSR
 from sparsek.ops.sddmm import plan_sddmm
@@ -61,7 +61,7 @@ BENCH = Bench(
         )
     },
     schemas={"sddmm": Schema(SddmmCase)},
-    peers=(CUBLAS, SAMPLED, SAMPLED_CSR, TORCH_DENSE),
+    peers=(CUBLAS, SAMPLED, TORCH_DENSE),
     tables=(
         Table(
             op="sddmm",

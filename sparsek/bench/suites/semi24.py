@@ -104,7 +104,6 @@ def _own_blocks(case: Semi24Case, one: ProductOperands, index: int) -> ProductOp
 PEERS: tuple[Peer, ...] = (
     CUBLAS,
     CuSparseLt("cusparselt", "cuSPARSELt", "cuda"),
-    CuSparseLt("cusparselt_alike", "cuSPARSELt, same layouts", "cuda", alike=True),
     Own(
         "bsr",
         "this library's BSR",

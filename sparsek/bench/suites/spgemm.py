@@ -16,7 +16,6 @@ from sparsek.bench.engine.case import Operands, Schema, block_name, rows, stored
 from sparsek.bench.engine.data import Draw
 from sparsek.bench.engine.peer import CUBLAS, TORCH_DENSE
 from sparsek.bench.engine.tables import CASE, MS, ROOF, SPEEDUP, USEFUL
-from sparsek.bench.peers.torch_sparse import CSR_BY_CSR
 from sparsek.bench.suites.product import SidesCase
 from sparsek.core.errors import InvalidInput
 from sparsek.core.wall import wall_rounds
@@ -195,7 +194,7 @@ BENCH = Bench(
     "spgemm",
     suites={"published": PUBLISHED},
     schemas={"spgemm": Schema(SpgemmCase, extra=EXTRA, sources=("plan.matches",))},
-    peers=(CUBLAS, CSR_BY_CSR, TORCH_DENSE),
+    peers=(CUBLAS, TORCH_DENSE),
     tables=(
         Table(
             op="spgemm",

@@ -1,7 +1,7 @@
 """Products of a BSR and a dense matrix as a benchmark: its cases, peers and suites."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -10,11 +10,11 @@ from sparsek.bench.engine import options
 from sparsek.bench.engine.bench import Bench, Table
 from sparsek.bench.engine.case import Schema, SuiteRow, rows
 from sparsek.bench.engine.data import Draw
-from sparsek.bench.engine.peer import CUBLAS, TORCH_DENSE, Own, Peer
+from sparsek.bench.engine.peer import CUBLAS, TORCH_DENSE, Peer
 from sparsek.bench.engine.tables import CASE, MS, ROOF, SPEEDUP, USEFUL, USEFUL_NOTE
 from sparsek.bench.peers.cusparse import CuSparse
 from sparsek.bench.peers.torch_sparse import TorchSparse, addmm, addmm_space, stage_space
-from sparsek.bench.suites.product import A_AT_B, BlocksCase, ProductCase, ProductOperands, form_name
+from sparsek.bench.suites.product import A_AT_B, BlocksCase, ProductCase, form_name
 from sparsek.matrix.bsr import BSR
 
 FORMS = (A_AT_B, "A.T@B", "B@A", "B@A.T")
@@ -47,13 +47,6 @@ def _only_a_at_b(case: SpmmCase) -> list[str]:
     return [] if case.form == A_AT_B else [f"multiplies A @ B, not {form_name(case.form)}"]
 
 
-def _a_at_b(case: SpmmCase, one: ProductOperands, index: int) -> ProductOperands:
-    """A @ B on the same pattern, with B as wide: what the other forms are compared with."""
-    plain = replace(case, form=A_AT_B)
-    draw = Draw(one.b.device, one.b.dtype, 2000 + index)
-    return ProductOperands(one.a, draw.normal(*plain.b_shape), one.b.new_empty(plain.out_shape))
-
-
 PEERS: tuple[Peer, ...] = (
     CUBLAS,
     TorchSparse(
@@ -63,22 +56,8 @@ PEERS: tuple[Peer, ...] = (
         unless=_only_a_at_b,
         prepare=addmm,
     ),
-    TorchSparse(
-        "torch_sparse_stages",
-        "torch.sparse, stages",
-        "cuda",
-        spaces=lambda case: [stage_space(case)],
-        unless=_only_a_at_b,
-        prepare=addmm,
-    ),
     CuSparse("cusparse", "cuSPARSE", "cuda", unless=_only_a_at_b),
     TORCH_DENSE,
-    Own(
-        "a_at_b",
-        "A @ B",
-        other=_a_at_b,
-        unless=lambda case: ["the case is A @ B itself"] if case.form == A_AT_B else [],
-    ),
 )
 
 
