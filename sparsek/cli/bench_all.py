@@ -41,8 +41,7 @@ def everything(
         ),
     ] = None,
     take: Annotated[
-        Path | None,
-        typer.Option(help="Put the records of this file into the folder, and stop.", exists=True),
+        Path | None, typer.Option(help="Put the records of this file into the folder, and stop.", exists=True)
     ] = None,
     html: Html = None,
     json: AsJson = False,

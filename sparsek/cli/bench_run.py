@@ -209,7 +209,6 @@ def _columns(of: Table, found: Sequence[records.Record]) -> Iterator[Column]:
     )
     yield Column("kernel", lambda r: r["kernel"], text=True)
     yield from (column if column is MS else of_table(column) for column in of.columns if column is not CASE)
-    yield from map(of_table, of.shown)
     for name in measured_peers(found, of):
         column = over(name, of)
         yield Column(column.heading.replace(".", " "), column.cell)

@@ -15,13 +15,7 @@ from sparsek.bench.engine.case import SuiteRow
 from sparsek.bench.engine.peer import peers_named
 from sparsek.bench.suites import attention, attention_grad
 from sparsek.bench.suites.attention import AttentionCase, sampled
-from sparsek.bench.suites.attention_grad import (
-    BENCH,
-    PEERS,
-    AttentionGradCase,
-    AttentionTrainCase,
-    Group,
-)
+from sparsek.bench.suites.attention_grad import BENCH, PEERS, AttentionGradCase, AttentionTrainCase, Group
 from sparsek.core.errors import InvalidInput
 from sparsek.mask.mask import BlockMask
 from sparsek.ops.attention import attention as attend

@@ -32,8 +32,8 @@ class Table:
 
     `columns`, and one for each peer of `beside` with its time over SparseK's, stand on the page. `note`: the meaning of
     the numbers. `usual`: words of cases that rows leave out. `kernels`: those that rows leave out; None: rows name no
-    kernel. `headings`: titles of peers that are not the benchmark's. `dense`: names of the dense peers. `shown`:
-    columns of screens alone. `ratios`: whether screens have a column for each peer.
+    kernel. `headings`: titles of peers that are not the benchmark's. `dense`: names of the dense peers. `ratios`:
+    whether screens have a column for each peer.
     """
 
     op: str
@@ -45,7 +45,6 @@ class Table:
     kernels: tuple[str, ...] | None = None
     headings: Mapping[str, str] = field(default_factory=dict)
     dense: tuple[str, ...] = ("cublas", "torch_dense")
-    shown: tuple[Column, ...] = ()
     ratios: bool = True
 
     @property

@@ -201,14 +201,7 @@ def passed(case: Case, name: str, gate: Gate) -> Gate:
 
 
 def record_of(
-    op: str,
-    case: Case,
-    plan: Any,
-    times: Times,
-    gate: Gate,
-    device: torch.device,
-    seen: Sensors,
-    **more: Any,
+    op: str, case: Case, plan: Any, times: Times, gate: Gate, device: torch.device, seen: Sensors, **more: Any
 ) -> records.Record:
     """The record of a kernel, or of what stands in its place; `more` are fields of its own. Without them nothing is
     rated and no peer is beside it.

@@ -12,16 +12,15 @@ from torch import Tensor
 
 from sparsek import kernels
 from sparsek.bench.engine import options
-from sparsek.bench.engine.bench import Bench, Column, Record, Table
+from sparsek.bench.engine.bench import Bench, Column, Table
 from sparsek.bench.engine.case import Schema, SuiteRow, rows
 from sparsek.bench.engine.data import Draw
-from sparsek.bench.engine.peer import Peer
 from sparsek.bench.engine.several import Timed, several
 from sparsek.bench.engine.tables import CASE, MS, RATE, SPEEDUP, number
-from sparsek.bench.peers.attention import CUDNN, CUDNN_BLOCKS, FLASH4, FLEX, TORCH_DENSE
 from sparsek.bench.suites.attention import (
     BESIDE,
     EIGHTH,
+    PEERS,
     SMALL,
     USUAL,
     AttentionCase,
@@ -247,15 +246,6 @@ class AttentionTrainCase(AttentionGradCase):
         return StepOperands(*parts, grad=draw.normal(*self.out_shape), deterministic=self.deterministic)
 
 
-PEERS: tuple[Peer, ...] = (
-    CUDNN,
-    FLASH4,
-    FLEX,
-    CUDNN_BLOCKS,
-    TORCH_DENSE,
-)
-
-
 def _case(
     mask: str, kilo: int, block: int = 128, dim: int = 128, deterministic: bool = True
 ) -> AttentionGradCase:
@@ -285,12 +275,6 @@ TRAINING = rows(
 )
 
 
-def _per_token(record: Record) -> str:
-    """Microseconds over the queries: the same at every length, where the time is linear in it."""
-    case = record["case"]
-    return f"{record['ms']['median'] * 1e3 / (case['batch'] * case['q_len']):.3g}"
-
-
 BACKWARD_TABLE = Table(
     op="attention_backward",
     title="gradients of attention",
@@ -318,7 +302,6 @@ TRAIN_TABLE = Table(
     ),
     beside=("fa4", "flex"),
     usual=("block 128", "D 128", "bf16"),
-    shown=(Column("us per token", _per_token),),
 )
 BENCH = Bench(
     "attention-backward",

@@ -112,8 +112,8 @@ def _sees_window(q: Tensor, k: Tensor, window: float, sinks: float = 0) -> Tenso
 
 
 def _topk(over: Geometry, count: float) -> Maker:
-    given = {"generator": over.generator, "dtype": torch.float32, "device": over.device}
-    scores = torch.randn(1, over.heads, *over.grid, **given)
+    shape = (1, over.heads, *over.grid)
+    scores = torch.randn(shape, generator=over.generator, dtype=torch.float32, device=over.device)
     return partial(BlockMask.topk, scores, int(count), **over.sides)
 
 
@@ -139,8 +139,9 @@ def _like_bigbird(over: Geometry, *numbers: float) -> Maker:
 
 def _drawn(over: Geometry, counts: Tensor) -> Maker:
     """Distinct random blocks, counts[row] of them in each row of the heads' query tiles."""
-    given = {"generator": over.generator, "dtype": torch.float32, "device": over.device}
-    ranks = torch.rand(len(counts), over.grid[1], **given).argsort(1).argsort(1)
+    shape = (len(counts), over.grid[1])
+    keys = torch.rand(shape, generator=over.generator, dtype=torch.float32, device=over.device)
+    ranks = keys.argsort(1).argsort(1)
     indices = (ranks < counts[:, None]).nonzero()[:, 1].int()
     indptr = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
     return partial(BlockMask.from_blocks, indptr, indices, heads=over.heads, **over.sides)

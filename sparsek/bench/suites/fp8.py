@@ -19,14 +19,7 @@ from sparsek.bench.engine.data import Draw, random_weight
 from sparsek.bench.engine.peer import Own, Peer, Ready, UnavailableError, dense, fastest, setting_up
 from sparsek.bench.engine.tables import CASE, MS, ROOF, SPEEDUP, USEFUL, target
 from sparsek.bench.peers.cusparselt import CuSparseLt, Task
-from sparsek.bench.suites.product import (
-    LINEAR,
-    WIDE,
-    ProductCase,
-    ProductOperands,
-    check_24_sides,
-    form_name,
-)
+from sparsek.bench.suites.product import LINEAR, WIDE, ProductCase, ProductOperands, check_24_sides, form_name
 from sparsek.bench.suites.semi24 import FORMS
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
