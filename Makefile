@@ -2,6 +2,8 @@
 PY := .venv/bin/python
 BOOT := $(shell command -v python3 || command -v python3.11 || command -v python3.12 || command -v python3.13 || command -v python3.10)
 WORKERS ?= 2
+# Compiled sources are kept, whatever the caller's setting: tests start some 300 processes, which import torch.
+export PYTHONDONTWRITEBYTECODE =
 PYTEST = $(PY) -m pytest -m "not gpu" -n $(WORKERS) --dist worksteal
 
 .PHONY: help env env-demo demo test interpreted gpu gpu-status check lint readme cubins wheel clean
