@@ -2,6 +2,8 @@
 PY := .venv/bin/python
 BOOT := $(shell command -v python3 || command -v python3.11 || command -v python3.12 || command -v python3.13 || command -v python3.10)
 WORKERS ?= 2
+# Compiled sources are kept, whatever the caller's setting: tests start some 300 processes, which import torch.
+export PYTHONDONTWRITEBYTECODE =
 PYTEST = $(PY) -m pytest -m "not gpu" -n $(WORKERS) --dist worksteal
 
 .PHONY: help env env-demo demo test interpreted gpu gpu-status check lint readme cubins wheel clean
@@ -12,7 +14,7 @@ help:
 	@echo "make interpreted  the tests of them that run in Triton's interpreter; K=softmax as pytest's -k"
 	@echo "make gpu     environment, then the tests that need an NVIDIA GPU, in parts; PART=2/3 runs one. Writes benchmarks/evidence/"
 	@echo "make gpu-status  each part of them: fresh, stale, red or missing; fails unless all are fresh"
-	@echo "make check   before a commit, two minutes: ruff, layers, and the types and tests of what has changed"
+	@echo "make check   before a commit, two minutes: ruff, layers, prose, and the types and tests of what has changed"
 	@echo "make lint    ruff, format, types and layers only"
 	@echo "make readme  the tables and pictures of README.md and docs/, from benchmarks/results/, and docs/gpu-test-log.md, from benchmarks/evidence/"
 	@echo "make cubins  common kernels compiled for sm_90a, two minutes on two cores, so that first calls on Hopper compile nothing"

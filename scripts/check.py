@@ -43,7 +43,11 @@ def main() -> int:
     start = time.monotonic()
     changed = changes()
     python = (sys.executable, "-m")
-    typed = [path for path in changed if path.endswith(".py") and path.startswith(("sparsek/", "tests/", "benchmarks/"))]
+    typed = [
+        path
+        for path in changed
+        if path.endswith(".py") and path.startswith(("sparsek/", "tests/", "benchmarks/"))
+    ]
     steps = [
         (f"types of {len(typed)} files", [*python, "pyright", "--pythonpath", sys.executable, *typed]),
         ("ruff", [*python, "ruff", "check", "--quiet", *CODE]),

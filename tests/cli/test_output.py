@@ -242,7 +242,8 @@ def test_a_closed_pipe_ends_a_command_without_a_word(arguments: list[str]) -> No
 def test_an_interrupt_is_one_line_and_exit_code_130() -> None:
     wait = "print('ready', flush=True), time.sleep(60)"
     program = (
-        "import time, sparsek.cli.doctor as d; "
+        # A job in the background of a shell ignores SIGINT, and so do its children.
+        "import signal, time, sparsek.cli.doctor as d; signal.signal(signal.SIGINT, signal.default_int_handler); "
         f"d.doctor = lambda: ({wait}); from sparsek.cli.__main__ import main; main()"
     )
     running = subprocess.Popen(

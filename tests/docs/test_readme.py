@@ -46,8 +46,8 @@ def test_tables_and_pictures_are_what_the_records_give() -> None:
 def test_every_python_example_runs_and_prints_what_the_page_shows(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Examples of one page share their names, as a reader would type them. One marked `gpu` needs a GPU, and one
-    marked by packages needs these.
+    """Examples of one page share their names, as a reader would type them; one marked `new` is a new process. One
+    marked `gpu` needs a GPU, and one marked by packages needs these.
     """
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
@@ -56,8 +56,10 @@ def test_every_python_example_runs_and_prints_what_the_page_shows(
         if "gpu" in example.marks and not torch.cuda.is_available():
             continue
         for package in example.marks:
-            if package != "gpu":
+            if package not in ("gpu", "new"):
                 need(package)
+        if "new" in example.marks:
+            names = {"__name__": "__example__"}
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
             # Padding keeps the line numbers of the page in a traceback.

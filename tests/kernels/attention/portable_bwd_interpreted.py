@@ -22,6 +22,7 @@ from tests.kernels.attention.grad_cases import (
     poisoned_keys,
     problem,
 )
+from tests.sampling import sampled
 
 HALF = torch.float16
 KERNEL: Any = portable.KERNEL
@@ -64,8 +65,8 @@ def quick(case: AttentionCase) -> bool:
 CASES = [case for case in cases() if quick(case)]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_every_quick_case_is_within_budget(case: AttentionCase) -> None:
+@pytest.mark.parametrize("case", sampled(CASES, 20), ids=str)
+def test_quick_cases_are_within_budget(case: AttentionCase) -> None:
     given = case.make()
     assert KERNEL.why_not(problem(*given)) == []
     check(*given, with_lse=len(str(case)) % 2 == 0)
