@@ -5,8 +5,6 @@ are made, checked and timed in the same rounds. The choices compared with the fa
 predictions, and that of short rounds of the planner's own, timed before.
 """
 
-import statistics
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
@@ -167,8 +165,7 @@ def run_planner(
         report(f"layer {number} of {len(layers)}: {layer.name}")
         judged.append(_judge(layer, case, device, rounds))
         seen.sample()
-    notes = {"planner": _missed(judged), "measured over predicted, median and range": _off(judged)}
-    return Outcome(case, (_record(case, judged, device, seen),), {}, notes)
+    return Outcome(case, (_record(case, judged, device, seen),), {}, {"planner": _missed(judged)})
 
 
 def _judge(layer: Layer, case: PlannerCase, device: torch.device, rounds: int) -> Judged:
@@ -237,20 +234,6 @@ def _missed(judged: Sequence[Judged]) -> str:
         f"{each.layer.name}: {each.choice} takes {each.of_best(each.choice):.2f}x {each.best}" for each in bad
     )
     return "; ".join([head, *lines])
-
-
-def _off(judged: Sequence[Judged]) -> str:
-    """How far predictions are off, by kernel: "torch 1.02 (0.91 to 1.20), ..."."""
-    ratios: dict[str, list[float]] = defaultdict(list)
-    for each in judged:
-        for one in each.options:
-            if one.name in each.times:
-                took = each.times[one.name].median / 1e3
-                ratios[one.kernel].append(took / one.predicted)
-    return ", ".join(
-        f"{kernel} {statistics.median(found):.2f} ({min(found):.2f} to {max(found):.2f})"
-        for kernel, found in sorted(ratios.items())
-    )
 
 
 TABLE = Table(

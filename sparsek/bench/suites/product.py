@@ -81,11 +81,19 @@ def form_name(form: str) -> str:
     return form.replace("@", " @ ")
 
 
-class ProductCase(SidesCase):
-    """A product of a sparse A [m, k] and a dense B in a `form`: "A@B", "A.T@B", "B@A", "B@A.T", or "x@W.T", a layer.
+# By form of a product, the sides of B and of the result. A is [m, k]; a layer "x@W.T" has W = A and x = B.
+SIDES = {
+    A_AT_B: ("kn", "mn"),
+    "A.T@B": ("mn", "kn"),
+    "B@A": ("nm", "nk"),
+    "B@A.T": ("nk", "nm"),
+    LINEAR: ("nk", "nm"),
+}
 
-    `stored` is the storage of A: "bsr", "semi24" or "bsr24". `n` is the side of B that A does not meet: B is [k, n] of
-    "A@B", [m, n] of "A.T@B", [n, m] of "B@A", and [n, k] of the others.
+
+class ProductCase(SidesCase):
+    """A product of a sparse A [m, k] and a dense B in a `form`, one of SIDES. `stored` is the storage of A: "bsr",
+    "semi24" or "bsr24". `n` is the side of B that A does not meet.
     """
 
     form: str
@@ -102,20 +110,12 @@ class ProductCase(SidesCase):
         return self.stored == "semi24"
 
     @property
-    def _sides(self) -> tuple[int, int]:
-        """The side of A that meets B, and the other."""
-        return (self.m, self.k) if self.form in ("A.T@B", "B@A") else (self.k, self.m)
-
-    def _beside_n(self, side: int) -> tuple[int, int]:
-        return (side, self.n) if self.form in (A_AT_B, "A.T@B") else (self.n, side)
+    def b_shape(self) -> tuple[int, ...]:
+        return tuple(getattr(self, side) for side in SIDES[self.form][0])
 
     @property
-    def b_shape(self) -> tuple[int, int]:
-        return self._beside_n(self._sides[0])
-
-    @property
-    def out_shape(self) -> tuple[int, int]:
-        return self._beside_n(self._sides[1])
+    def out_shape(self) -> tuple[int, ...]:
+        return tuple(getattr(self, side) for side in SIDES[self.form][1])
 
     def matrix(self, draw: Draw) -> Any:
         """A, scaled so that its product with N(0, 1) values has unit scale; of 2:4 the larger two of every four."""
