@@ -11,8 +11,7 @@ from rich.table import Table as Screen
 from sparsek.bench import charts
 from sparsek.bench.engine import html, records
 from sparsek.bench.engine.bench import TABLES, Bench, Column, Table, table_of
-from sparsek.bench.engine.case import SuiteRow, suite_named, unknown
-from sparsek.bench.engine.options import listed
+from sparsek.bench.engine.case import SuiteRow
 from sparsek.bench.engine.peer import Peer, first_line, peers_named
 from sparsek.bench.engine.report import measured_peers
 from sparsek.bench.engine.run import GateError, Outcome, measure
@@ -23,6 +22,7 @@ from sparsek.cli.output import table as new_table
 from sparsek.core import arguments
 from sparsek.core.errors import InvalidInput
 from sparsek.core.memory import out_of_memory
+from sparsek.core.written import listed, named, unknown
 
 Rounds = Annotated[int, typer.Option(min=1, help="Interleaved rounds; records want five or more.")]
 Device = Annotated[str | None, typer.Option(help="cuda or cpu; default: the GPU if there is one.")]
@@ -56,7 +56,7 @@ def bench(
     _refuse_contradictions(given, suite)
     where = device_of(device)
     if suite:
-        rows = suite_named(one.suites, suite)
+        rows = named(one.suites, suite)
     else:
         rows = tuple(SuiteRow(case, _kernels(one, kernel)) for case in one.cases(cases))
     names = {"all": None, "none": []}.get(peers.strip(), listed("peers", peers, str))

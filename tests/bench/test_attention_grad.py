@@ -15,12 +15,13 @@ from sparsek.bench.engine.case import SuiteRow
 from sparsek.bench.engine.peer import peers_named
 from sparsek.bench.suites import attention, attention_grad
 from sparsek.bench.suites.attention import AttentionCase, sampled
-from sparsek.bench.suites.attention_grad import BENCH, PEERS, AttentionGradCase, AttentionTrainCase, Group
+from sparsek.bench.suites.attention_grad import BENCH, PEERS, AttentionGradCase, AttentionTrainCase
 from sparsek.core.errors import InvalidInput
 from sparsek.mask.mask import BlockMask
 from sparsek.ops.attention import attention as attend
 from sparsek.testing.attention_budget import ExpectedGradients
 from sparsek.testing.budget import Gate
+from sparsek.testing.heads import Group
 
 CPU = torch.device("cpu")
 SMALL = AttentionGradCase(1, 2, 1, 256, 256, 32, 32, "window:100+sinks:10", (64, 64), "fp32")

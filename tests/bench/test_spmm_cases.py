@@ -7,10 +7,9 @@ import pytest
 import torch
 
 from sparsek.bench.benches import BENCHES
-from sparsek.bench.engine.case import suite_named
-from sparsek.bench.engine.options import parse_block
 from sparsek.bench.suites.spmm import A_AT_B, FORMS, SUITES, SpmmCase
 from sparsek.core.errors import InvalidInput
+from sparsek.core.written import named, parse_block
 
 CPU = torch.device("cpu")
 
@@ -138,4 +137,4 @@ def test_a_case_that_cannot_be_is_refused(change: dict, said: str) -> None:
 
 def test_an_unknown_suite_names_the_known_ones() -> None:
     with pytest.raises(InvalidInput, match="known: density, blocks, forms, ragged"):
-        suite_named(SUITES, "issue2")
+        named(SUITES, "issue2")

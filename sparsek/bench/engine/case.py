@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -231,23 +230,6 @@ class Bar:
         """ "met" or "missed"."""
         sign = 1 if self.aim >= self.must else -1
         return "met" if sign * ratio >= sign * self.must else "missed"
-
-
-def unknown(what: str, name: str, known: Iterable[str]) -> InvalidInput:
-    """The error for a name that is not known, with near ones, and all of them unless they are many."""
-    known = tuple(known)
-    near = get_close_matches(name, known, n=3)
-    hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
-    if not near or len(known) <= MOST_LISTED:
-        hint += f"{' Known' if near else '; known'}: {', '.join(known)}"
-    return InvalidInput(f"no {what} is called {name!r}{hint}")
-
-
-def suite_named(suites: Mapping[str, Made], name: str, what: str = "suite") -> Made:
-    """The suite, or another thing, of that name. Raises InvalidInput that lists the known names."""
-    if name not in suites:
-        raise unknown(what, name, suites)
-    return suites[name]
 
 
 def block_name(block: tuple[int, int]) -> str:

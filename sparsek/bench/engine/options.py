@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput
+from sparsek.core.written import listed, parse_block
 from sparsek.matrix.pattern import block_sides
 
 Made = TypeVar("Made")
@@ -133,22 +134,3 @@ def combined(
             fields |= option.filled(value)
         found.append(make(**fields))
     return tuple(dict.fromkeys(found))
-
-
-def listed(name: str, text: str, parse: Callable[[str], Made]) -> list[Made]:
-    """The values of a comma list. Raises InvalidInput that names the option."""
-    try:
-        return [parse(part.strip()) for part in text.split(",")]
-    except ValueError as error:
-        if isinstance(error, InvalidInput):
-            raise
-        raise InvalidInput(f"--{name} {text!r}: {error}") from None
-
-
-def parse_block(text: str) -> tuple[int, int]:
-    """ "128" -> (128, 128); "512x112" -> (512, 112)."""
-    parts = text.lower().split("x")
-    if len(parts) > 2 or not all(part.strip().isdigit() for part in parts):
-        raise InvalidInput(f"a block is written as 128 or as 512x112, got {text!r}")
-    sides = [int(part) for part in parts]
-    return sides[0], sides[-1]

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
-from sparsek.bench.engine.case import Operands, unknown
+from sparsek.bench.engine.case import Operands
 from sparsek.core.clock import time_rounds
 from sparsek.core.errors import SparseKError
+from sparsek.core.written import unknown
 from sparsek.testing.budget import Gate
 
 

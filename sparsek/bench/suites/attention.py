@@ -25,6 +25,7 @@ from sparsek.core import dtypes
 from sparsek.core.errors import InvalidInput, Unsupported
 from sparsek.core.memory import peak_bytes
 from sparsek.core.wall import wait, wall_rounds
+from sparsek.core.written import parse_block
 from sparsek.mask.lists import BLOCK_SIZES
 from sparsek.mask.mask import BlockMask
 from sparsek.ops.attention import attention, plan_attention
@@ -42,7 +43,7 @@ PEERS: tuple[Peer, ...] = (CUDNN, FLASH4, FLEX, CUDNN_BLOCKS, TORCH_DENSE)
 class AttentionOperands(Operands):
     """One of the rotating sets: its own q [B, Hq, S, D], k [B, Hkv, T, D] and v [B, Hkv, T, Dv], and the shared mask.
 
-    `make` builds the mask anew.
+    `make` builds the mask anew. `flops_per_pair`: of one query and one key that it sees.
     """
 
     q: Tensor
@@ -50,6 +51,7 @@ class AttentionOperands(Operands):
     v: Tensor
     mask: BlockMask
     make: Callable[[], BlockMask]
+    flops_per_pair: float
 
     @property
     def pairs(self) -> int:
@@ -60,7 +62,7 @@ class AttentionOperands(Operands):
 
     @property
     def useful_flops(self) -> float:
-        return 2.0 * (self.q.shape[-1] + self.v.shape[-1]) * self.pairs
+        return self.flops_per_pair * self.pairs
 
     @property
     def out_shape(self) -> tuple[int, ...]:
@@ -178,7 +180,7 @@ class AttentionCase(Case):
     block: tuple[int, int] = options.field(
         "128",
         "Blocks of queries and keys: 128,64,64x128.",
-        options.parse_block,
+        parse_block,
         _mask_block,
         usual=(128, 128),
     )
@@ -244,10 +246,11 @@ class AttentionCase(Case):
         make = self.mask_maker(draw.device, draw.seed)
         mask = make()
         mask.verify(wait=True)  # plans then know its true sizes, as they do from the second call on
-        return lambda draw: self.one_set(draw, *(draw.normal(*shape) for shape in self.shapes), mask, make)
+        more = mask, make, self.flops_per_pair
+        return lambda draw: self.one_set(draw, *(draw.normal(*shape) for shape in self.shapes), *more)
 
     def one_set(self, draw: Draw, *parts: Any) -> AttentionOperands:
-        """The operands of q, k, v, the mask and its maker."""
+        """The operands of q, k, v, the mask, its maker and the FLOPs of a pair."""
         return AttentionOperands(*parts)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from sparsek.bench.suites.attention import (
     sampled,
 )
 from sparsek.core.memory import peak_bytes
-from sparsek.mask.mask import BlockLists, BlockMask, Sizes
+from sparsek.mask.mask import BlockMask
 from sparsek.ops.attention import attention, plan_attention, plan_attention_backward
 from sparsek.ops.gradients import same_family
 from sparsek.plan.attention_grad import AttentionGradPlan
@@ -36,6 +36,7 @@ from sparsek.plan.sources import JOINED
 from sparsek.testing.attention_budget import ExpectedGradients, expected_gradients
 from sparsek.testing.budget import Gate
 from sparsek.testing.compare import worst
+from sparsek.testing.heads import Group
 
 Gradients = tuple[Tensor, Tensor, Tensor]
 
@@ -86,10 +87,6 @@ class GradOperands(DifferentiableOperands):
     lse: Tensor
 
     @property
-    def useful_flops(self) -> float:
-        return 2.0 * (3 * self.q.shape[-1] + 2 * self.v.shape[-1]) * self.pairs
-
-    @property
     def given(self) -> tuple[Any, ...]:
         return *super().given, self.out, self.lse, self.grad
 
@@ -116,11 +113,6 @@ class GradOperands(DifferentiableOperands):
 @dataclass(frozen=True)
 class StepOperands(DifferentiableOperands):
     """A set of a training step, whose q, k and v require gradients."""
-
-    @property
-    def useful_flops(self) -> float:
-        """Those of the forward and of the backward pass."""
-        return 2.0 * (4 * self.q.shape[-1] + 3 * self.v.shape[-1]) * self.pairs
 
     def plan(self, kernel: str | None) -> Timed:
         """`kernel` is the forward pass's; the backward pass takes the one of its family, as `attention` does."""
@@ -162,45 +154,6 @@ class StepOperands(DifferentiableOperands):
         return {"peak_gb": None if peak is None else round((peak + own) / 1e9, 6)}
 
 
-class Group(NamedTuple):
-    """A head of keys of one batch item, and the heads of queries that it serves."""
-
-    item: int
-    head: int
-
-    def _of(self, heads: int, kv_heads: int) -> slice:
-        """Its heads among `heads`, which is a multiple of kv_heads, or 1 for a list that all share."""
-        count = max(1, heads // kv_heads)
-        first = self.head * count if heads > 1 else 0
-        return slice(first, first + count)
-
-    def of(self, x: Tensor, kv_heads: int) -> Tensor:
-        """Its part of x [B, H, L, E]."""
-        return x[self.item : self.item + 1, self._of(x.shape[1], kv_heads)]
-
-    def mask(self, mask: BlockMask, kv_heads: int) -> BlockMask:
-        """Its part of a mask: the same lists and rules, other rows."""
-        heads = self._of(mask.heads, kv_heads)
-        begin = (self.item if mask.batch > 1 else 0) * mask.heads
-        of_rows = slice((begin + heads.start) * mask.grid[0], (begin + heads.stop) * mask.grid[0])
-        of_heads = slice(begin + heads.start, begin + heads.stop)
-
-        def cut(lists: BlockLists) -> BlockLists:
-            return BlockLists(lists.starts[of_rows], lists.counts[of_rows], lists.indices)
-
-        def interval(bound: Tensor | None) -> Tensor | None:
-            return bound if bound is None or len(bound) == 1 else bound[of_heads]
-
-        full, partial = cut(mask.full), cut(mask.partial)
-        stored = full.counts + partial.counts
-        sizes = Sizes(int(stored.sum()), int(partial.counts.sum()), int(stored.max()), exact=True)
-        given = {"q_len": mask.q_len, "kv_len": mask.kv_len, "block": mask.block, "batch": 1}
-        given |= {"rules": mask.rules, "bits": mask.bits, "lo": interval(mask.lo), "hi": interval(mask.hi)}
-        return BlockMask.unchecked(
-            **given, heads=heads.stop - heads.start, full=full, partial=partial, sizes=sizes
-        )
-
-
 @dataclass(frozen=True)
 class AttentionGradCase(AttentionCase):
     """dq, dk and dv of attention, from its out and lse. `deterministic`: the same bits every time."""
@@ -219,6 +172,7 @@ class AttentionGradCase(AttentionCase):
 
     @property
     def flops_per_pair(self) -> float:
+        """Five products; forward and backward together are seven."""
         return 2.0 * (3 * self.dim + 2 * self.v_dim)
 
     def one_set(self, draw: Draw, *parts: Any) -> DifferentiableOperands:

@@ -15,7 +15,7 @@ from torch import Tensor
 from sparsek.bench.engine import options
 from sparsek.bench.engine.bench import Bench, Table
 from sparsek.bench.engine.case import Bar, Case, Schema, SuiteRow, block_name, rows, stored_name
-from sparsek.bench.engine.data import Draw, random_weight
+from sparsek.bench.engine.data import Draw
 from sparsek.bench.engine.peer import Own, Peer, Ready, UnavailableError, dense, fastest, setting_up
 from sparsek.bench.engine.tables import CASE, MS, ROOF, SPEEDUP, USEFUL, target
 from sparsek.bench.peers.cusparselt import CuSparseLt, Task
@@ -144,7 +144,7 @@ class CublasFp8(Peer):
 
 def _dense(case: Fp8Case, one: Fp8Operands, scale: DenseScale, fast: bool, seed: int) -> Callable[[], Tensor]:
     """x @ W.T, or W @ x.T, of a dense random W. `fast` sums in fewer bits than float32 has."""
-    w = random_weight(case.m, case.k, dtype=WIDE, device=one.a.device, seed=seed)
+    w = Draw(one.a.device, WIDE, seed).weight(case.m, case.k)
     w8, x8 = quantize(w, E4M3, scale), quantize(one.x.dequantize(WIDE), E4M3, scale)
     first, second = (x8, w8) if one.is_linear else (w8, x8)
     scales = (

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sparsek.bench.engine import options
 from sparsek.bench.engine.bench import Bench, Column, Record, Table
-from sparsek.bench.engine.case import Case, Schema, rows, suite_named
+from sparsek.bench.engine.case import Case, Schema, rows
 from sparsek.bench.engine.data import Draw
 from sparsek.bench.engine.run import GateError, Outcome, beside, record_of
 from sparsek.bench.engine.sensors import Sensors
@@ -23,6 +23,7 @@ from sparsek.bench.engine.tables import CASE, MS
 from sparsek.core import dtypes
 from sparsek.core.clock import Times
 from sparsek.core.device import card_of
+from sparsek.core.written import named
 from sparsek.ops import choose as choosing
 from sparsek.ops.linear import linear
 from sparsek.ops.weight_formats import FORMATS, WeightFormat, combinations
@@ -94,7 +95,7 @@ class PlannerCase(Case):
     layers: str = options.field(
         "models",
         f"Layers with densities: {', '.join(LAYERS)}.",
-        check=lambda name, layers: suite_named(LAYERS, layers),
+        check=lambda name, layers: named(LAYERS, layers),
         usual="models",
     )
     dtype: str = options.dtype()

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from sparsek.bench.engine import options
 from sparsek.bench.engine.case import Case, Operands, block_name, shape_name, stored_name
-from sparsek.bench.engine.data import Draw, random_weight
+from sparsek.bench.engine.data import Draw
 from sparsek.core.errors import InvalidInput
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.bsr24 import BSR24
@@ -221,8 +221,8 @@ class ProductOperands(Operands):
 
     def dense(self, seed: int) -> Callable[[], Tensor]:
         """The same call with everything stored, in bf16 for FP8."""
-        (m, k), b = self.a.shape, self.wide
-        full = random_weight(m, k, dtype=b.dtype, device=b.device, seed=seed)
+        b = self.wide
+        full = Draw(b.device, b.dtype, seed).weight(*self.a.shape)
         if self.is_linear:
             return lambda: self.layer(b, full)
         first, second = self.factors(full, b)

@@ -25,6 +25,7 @@ from sparsek.bench.suites.product import (
     form_name,
 )
 from sparsek.core.errors import InvalidInput
+from sparsek.core.written import parse_block
 from sparsek.matrix import two_four
 from sparsek.matrix.bsr import BSR
 
@@ -33,7 +34,7 @@ FORMS = (LINEAR, A_AT_B)
 
 def parse_blocks(text: str) -> tuple[int, int] | None:
     """ "none" -> None, for a 2:4 matrix without blocks; "128" -> (128, 128)."""
-    return None if text == "none" else options.parse_block(text)
+    return None if text == "none" else parse_block(text)
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from sparsek.bench.engine.tables import CASE, MS, ROOF, SPEEDUP, USEFUL
 from sparsek.bench.suites.product import SidesCase
 from sparsek.core.errors import InvalidInput
 from sparsek.core.wall import wall_rounds
+from sparsek.core.written import parse_block
 from sparsek.matrix.bsr import BSR, zero_padding
 from sparsek.matrix.pattern import BlockPattern, block_sides
 from sparsek.ops.planning import matcher
@@ -110,7 +111,7 @@ def new_pattern(a: BSR) -> BlockPattern:
 
 def parse_blocks(text: str) -> tuple[tuple[int, int], tuple[int, int]]:
     """Blocks of A and of B: "128" -> ((128, 128), (128, 128)); "512x112:112x128" -> ((512, 112), (112, 128))."""
-    first, *others = map(options.parse_block, text.split(":"))
+    first, *others = map(parse_block, text.split(":"))
     if len(others) > 1:
         raise InvalidInput(f"blocks are written as 128, or as 512x112:112x128 for A and B, got {text!r}")
     return first, others[0] if others else first
