@@ -32,16 +32,24 @@ MODES = ("eager", "compiled")
 
 @dataclass(frozen=True)
 class MlpOperands(Operands):
-    """One of the rotating sets: its own x [tokens, width], W1 [hidden, width] and W2 [width, hidden]."""
+    """One of the rotating sets: its own x [tokens, width], W1 [hidden, width] and W2 [width, hidden].
+
+    With `dy` [tokens, width], the gradient of y, it is one of a training step: forward, then the gradients of x, W1 and
+    W2. `mode` is "eager", or "compiled" for torch.compile of the forward, whose backward is compiled with it.
+    """
 
     x: Tensor
     w1: BSR
     w2: BSR
     activation: Activation
+    dy: Tensor | None = None
+    mode: str = "eager"
 
     @property
     def useful_flops(self) -> float:
-        return 2.0 * self.x.shape[0] * (self.w1.values.numel() + self.w2.values.numel())
+        """Of a step: forward, gradients of the inputs, gradients of the weights, as many each."""
+        passes = 2.0 if self.dy is None else 6.0
+        return passes * self.x.shape[0] * (self.w1.values.numel() + self.w2.values.numel())
 
     @property
     def dense_forward(self) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
@@ -53,8 +61,23 @@ class MlpOperands(Operands):
     def given(self) -> tuple[Tensor, BSR, BSR]:
         return self.x, self.w1, self.w2
 
+    def _call(
+        self, forward: Callable[..., Tensor], given: tuple[Any, ...], wanted: tuple[Tensor, ...]
+    ) -> Callable[[], Any]:
+        """A call for y, or of a training step, for y and the gradients of the wanted tensors."""
+        dy = self.dy
+        if dy is None:
+            return partial(forward, *given)
+
+        def step() -> tuple[Tensor, ...]:
+            y = forward(*given)
+            return (y, *torch.autograd.grad(y, wanted, dy.to(y.dtype)))
+
+        return step
+
     def eager(self) -> Callable[[], Any]:
-        return partial(_forward(self.activation), *self.given)
+        forward = (_forward if self.mode == "eager" else _compiled)(self.activation)
+        return self._call(forward, self.given, (self.x, self.w1.values, self.w2.values))
 
     def plan(self, kernel: str | None) -> Timed:
         """The planner chooses each of the kernels. Raises InvalidInput for a name."""
@@ -66,48 +89,12 @@ class MlpOperands(Operands):
 
     def plans(self) -> dict[str, Plan]:
         """The plans of its products."""
-        hidden = self.x.new_empty(self.x.shape[0], self.w1.shape[0])
-        return {
-            "up": plan_spmm(self.x, self.w1.T, epilogue=Epilogue(activation=self.activation)),
-            "down": plan_spmm(hidden, self.w2.T),
-        }
-
-    def judge(self, out: Any) -> Gate:
-        """Whether `out` is the output of this set: no further from float64 than twice the dense layer is."""
-        dense = (self.x, self.w1.to_dense(), self.w2.to_dense())
-        with torch.no_grad():
-            exact = self.dense_forward(*(x.double() for x in dense))
-            return near_dense(out, exact, self.dense_forward(*dense))
-
-    def dense_weights(self, seed: int) -> tuple[Tensor, Tensor]:
-        """Dense random weights of the same shapes, scaled for outputs of unit scale."""
-        draw = Draw(self.x.device, self.x.dtype, 2 * seed)
-        return draw.weight(*self.w1.shape), draw.weight(*self.w2.shape)
-
-    def dense(self, seed: int, forward: Callable[..., Tensor] | None = None) -> Callable[[], Any]:
-        """The call on dense weights, by `dense_forward` or its compiled form."""
-        return partial(forward or self.dense_forward, self.x, *self.dense_weights(seed))
-
-
-@dataclass(frozen=True)
-class StepOperands(MlpOperands):
-    """A set of a training step, with the gradient of y [tokens, width]: forward, then the gradients of x, W1 and W2.
-
-    `mode` is "eager", or "compiled" for torch.compile of the forward, whose backward is compiled with it.
-    """
-
-    dy: Tensor
-    mode: str
-
-    @property
-    def useful_flops(self) -> float:
-        """Forward, gradients of the inputs, gradients of the weights: as many each."""
-        return 3.0 * super().useful_flops
-
-    def plans(self) -> dict[str, Plan]:
         x, dy = self.x.detach(), self.dy
         w1, w2 = (BSR.unchecked(w.pattern, w.values.detach()) for w in (self.w1, self.w2))
         hidden = x.new_empty(x.shape[0], w1.shape[0])
+        if dy is None:
+            up = plan_spmm(x, w1.T, epilogue=Epilogue(activation=self.activation))
+            return {"up": up, "down": plan_spmm(hidden, w2.T)}
         return {
             "up": plan_spmm(x, w1.T),
             "down": plan_spmm(hidden, w2.T),
@@ -117,35 +104,28 @@ class StepOperands(MlpOperands):
             "gradient of W1": plan_sddmm(hidden.mT, x, w1.pattern),
         }
 
-    def eager(self) -> Callable[[], tuple[Tensor, ...]]:
-        forward = (_forward if self.mode == "eager" else _compiled)(self.activation)
-        given, wanted = self.given, (self.x, self.w1.values, self.w2.values)
-        return lambda: self.step(forward(*given), wanted)
+    def judge(self, out: Any) -> Gate:
+        """Whether y, and each gradient, is no further from float64 than twice the dense layer's; the worst of them."""
+        exact, rough = (self._dense_results(dtype) for dtype in (torch.float64, self.x.dtype))
+        found = [out] if self.dy is None else out
+        return worst([near_dense(*each) for each in zip(found, exact, rough, strict=True)])
 
-    def step(self, y: Tensor, wanted: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """y, and the gradients of the wanted tensors."""
-        return (y, *torch.autograd.grad(y, wanted, self.dy.to(y.dtype)))
+    def _dense_results(self, dtype: torch.dtype) -> list[Tensor]:
+        """y and the gradients of the same layer in torch, those of the weights as the blocks that are stored."""
+        dense = (self.x, self.w1.to_dense(), self.w2.to_dense())
+        given = tuple(x.detach().to(dtype, copy=True).requires_grad_(self.dy is not None) for x in dense)
+        made = self._call(self.dense_forward, given, given)()
+        if self.dy is None:
+            return [made]
+        y, dx, dw1, dw2 = made
+        return [y.detach(), dx, stored(dw1, self.w1.pattern), stored(dw2, self.w2.pattern)]
 
     def dense(self, seed: int, forward: Callable[..., Tensor] | None = None) -> Callable[[], Any]:
-        wanted, made = (
-            (self.x, *(w.requires_grad_() for w in self.dense_weights(seed))),
-            forward or self.dense_forward,
-        )
-        return lambda: self.step(made(*wanted), wanted)
-
-    def judge(self, out: Any) -> Gate:
-        """Whether y and each gradient is no further from float64 than twice the dense layer's; the worst of them."""
-        dense = (self.x.detach(), self.w1.to_dense().detach(), self.w2.to_dense().detach())
-        exact, rough = (
-            self._dense_step([x.to(dtype) for x in dense]) for dtype in (torch.float64, self.x.dtype)
-        )
-        return worst([near_dense(*each) for each in zip(out, exact, rough, strict=True)])
-
-    def _dense_step(self, operands: list[Tensor]) -> list[Tensor]:
-        """y and the gradients, those of the weights as the blocks that are stored."""
-        wanted = tuple(x.clone().requires_grad_() for x in operands)
-        y, dx, dw1, dw2 = self.step(self.dense_forward(*wanted), wanted)
-        return [y.detach(), dx, stored(dw1, self.w1.pattern), stored(dw2, self.w2.pattern)]
+        """The call on dense random weights that keep the scale of x, by `dense_forward` or its compiled form."""
+        draw = Draw(self.x.device, self.x.dtype, 2 * seed)
+        weights = (draw.weight(*w.shape).requires_grad_(self.dy is not None) for w in (self.w1, self.w2))
+        given = (self.x, *weights)
+        return self._call(forward or self.dense_forward, given, given)
 
 
 def _forward(activation: Activation) -> Callable[..., Tensor]:
@@ -230,10 +210,10 @@ class MlpTrainCase(MlpCase):
     def dense_flops(self) -> float:
         return 3.0 * super().dense_flops
 
-    def one_set(self, draw: Draw, x: Tensor, w1: BSR, w2: BSR) -> StepOperands:
+    def one_set(self, draw: Draw, x: Tensor, w1: BSR, w2: BSR) -> MlpOperands:
         w1, w2 = (BSR.unchecked(w.pattern, w.values.requires_grad_()) for w in (w1, w2))
         dy = draw.normal(*x.shape)
-        return StepOperands(x.requires_grad_(), w1, w2, self.activation, dy, self.mode)
+        return MlpOperands(x.requires_grad_(), w1, w2, self.activation, dy, self.mode)
 
 
 @dataclass(frozen=True)
