@@ -191,7 +191,7 @@ def measured(
 def _table(of: Table, found: Sequence[records.Record]) -> Screen:
     table = new_table(f"{of.title} on {found[0]['env']['gpu']}")
     for at, column in enumerate(columns := list(_columns(of, found))):
-        table.add_column(column.heading, justify="left" if column.text else "right", no_wrap=at < 2)
+        table.add_column(column.heading, justify="left" if column.text else "right", no_wrap=at < 3)
     for record in found:
         table.add_row(*(column.cell(record) for column in columns))
     return table
