@@ -1,10 +1,15 @@
 """Parts of an attention problem: a reference for long sequences is computed for some heads alone."""
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor
 
 from sparsek.mask.mask import BlockLists, BlockMask, Sizes
+from sparsek.testing.attention_budget import ExpectedGradients, expected_gradients
+from sparsek.testing.budget import Gate
+from sparsek.testing.compare import worst
 
 
 class Group(NamedTuple):
@@ -44,3 +49,38 @@ class Group(NamedTuple):
         return BlockMask.unchecked(
             **given, heads=heads.stop - heads.start, full=full, partial=partial, sizes=sizes
         )
+
+
+@dataclass(frozen=True)
+class HeadGradients:
+    """The expected dq, dk and dv of some heads. A head's gradients depend on nothing outside it."""
+
+    parts: Mapping[Group, ExpectedGradients]
+    kv_heads: int
+
+    def judge(self, found: Sequence[Tensor]) -> Gate:
+        """The gate of dq, dk and dv of all heads, by those that are expected."""
+        gates = (
+            each.judge([group.of(x, self.kv_heads) for x in found]) for group, each in self.parts.items()
+        )
+        return worst(list(gates))
+
+
+def expected_of_heads(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: BlockMask,
+    grad: Tensor,
+    rows: Sequence[int],
+    columns: Sequence[int] | None,
+) -> HeadGradients:
+    """Some tiles of queries and blocks of keys of the first and of the last head of keys."""
+    batch, kv_heads = k.shape[:2]
+
+    def of(group: Group) -> ExpectedGradients:
+        own_q, own_k, own_v, own_grad = (group.of(x, kv_heads) for x in (q, k, v, grad))
+        own_mask = group.mask(mask, kv_heads)
+        return expected_gradients(own_q, own_k, own_v, own_mask, own_grad, rows=rows, columns=columns)
+
+    return HeadGradients({each: of(each) for each in {Group(0, 0), Group(batch - 1, kv_heads - 1)}}, kv_heads)

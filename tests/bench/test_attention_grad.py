@@ -19,6 +19,7 @@ from sparsek.bench.suites.attention_grad import BENCH, PEERS, AttentionGradCase,
 from sparsek.core.errors import InvalidInput
 from sparsek.mask.mask import BlockMask
 from sparsek.ops.attention import attention as attend
+from sparsek.testing import heads
 from sparsek.testing.attention_budget import ExpectedGradients
 from sparsek.testing.budget import Gate
 from sparsek.testing.heads import Group
@@ -238,13 +239,14 @@ def test_a_group_of_heads_has_its_part_of_a_mask(mask: str, heads: tuple[int, in
 def looked_at(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Gates look at samples from 256 x 256 scores on. What each was asked: heads of q, rows and columns."""
     seen: list[Any] = []
-    real = attention_grad.expected_gradients
+    real = heads.expected_gradients
 
     def check(q: Any, *args: Any, rows: Any = None, columns: Any = None) -> ExpectedGradients:
         seen.append((q.shape[1], rows, columns))
         return real(q, *args, rows=rows, columns=columns)
 
-    monkeypatch.setattr(attention_grad, "expected_gradients", check)
+    for module in (attention_grad, heads):
+        monkeypatch.setattr(module, "expected_gradients", check)
     monkeypatch.setattr(attention, "GATED_WHOLE", 2**16)
     return seen
 

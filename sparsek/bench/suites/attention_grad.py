@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, ClassVar
@@ -36,7 +36,7 @@ from sparsek.plan.sources import JOINED
 from sparsek.testing.attention_budget import ExpectedGradients, expected_gradients
 from sparsek.testing.budget import Gate
 from sparsek.testing.compare import worst
-from sparsek.testing.heads import Group
+from sparsek.testing.heads import HeadGradients, expected_of_heads
 
 Gradients = tuple[Tensor, Tensor, Tensor]
 
@@ -49,34 +49,13 @@ class DifferentiableOperands(AttentionOperands):
     deterministic: bool
 
     @cached_property
-    def expected_gradients(self) -> dict[Group | None, ExpectedGradients]:
-        """The reference for dq, dk and dv by groups of heads, None for all; computed once for a case.
-
-        Of long sequences that is some tiles of queries and blocks of keys of the first and of the last head of keys. A
-        head's gradients depend on nothing outside it.
-        """
-        batch, kv_heads = self.k.shape[:2]
-        tiles = self.sample()
+    def expected_gradients(self) -> ExpectedGradients | HeadGradients:
+        """The reference for dq, dk and dv, of long sequences for parts of two heads; computed once for a case."""
         q, k, v = (x.detach() for x in (self.q, self.k, self.v))
+        tiles = self.sample()
         if tiles is None:
-            return {None: expected_gradients(q, k, v, self.mask, self.grad)}
-        given = {"rows": tiles, "columns": sampled(self.mask.grid[1])}
-
-        def of(group: Group) -> ExpectedGradients:
-            own_q, own_k, own_v, grad = (group.of(x, kv_heads) for x in (q, k, v, self.grad))
-            return expected_gradients(own_q, own_k, own_v, group.mask(self.mask, kv_heads), grad, **given)
-
-        return {group: of(group) for group in {Group(0, 0), Group(batch - 1, kv_heads - 1)}}
-
-    def judge_gradients(self, found: Sequence[Tensor]) -> Gate:
-        """The gate of dq, dk and dv, of all of them or of those of some heads."""
-        heads = self.k.shape[1]
-        return worst(
-            [
-                each.judge(found if group is None else [group.of(x, heads) for x in found])
-                for group, each in self.expected_gradients.items()
-            ]
-        )
+            return expected_gradients(q, k, v, self.mask, self.grad)
+        return expected_of_heads(q, k, v, self.mask, self.grad, tiles, sampled(self.mask.grid[1]))
 
 
 @dataclass(frozen=True)
@@ -107,7 +86,7 @@ class GradOperands(DifferentiableOperands):
 
     def judge(self, out: Any) -> Gate:
         """Whether `out` holds dq, dk and dv of this set."""
-        return self.judge_gradients(out)
+        return self.expected_gradients.judge(out)
 
 
 @dataclass(frozen=True)
@@ -139,7 +118,7 @@ class StepOperands(DifferentiableOperands):
 
     def judge(self, out: Any) -> Gate:
         """Whether `out` holds the output, dq, dk and dv of this set; the worst of them."""
-        return worst([self.expected.judge(out[0]), self.judge_gradients(out[1:])])
+        return worst([self.expected.judge(out[0]), self.expected_gradients.judge(out[1:])])
 
     def kernel_extra(self, kernel: str) -> dict[str, Any]:
         """`peak_gb` of a step that builds its mask and plans, with the forward kernel among those of `kernel`."""
