@@ -334,7 +334,7 @@ def check_mask(case: AttentionCase, mask: BlockMask) -> Gate:
         right = case.mask_text.sees(positions, keys)
         if right is None:
             raise InvalidInput(
-                f"{case.mask!r} is no rule of positions, which a mask's build can be options.checked by"
+                f"{case.mask!r} is no rule of positions, which a mask's build can be checked by"
             )
         wrong += int((mask.dense_rows(first, last) != right).sum())
         pairs += right.numel()
