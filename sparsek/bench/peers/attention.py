@@ -341,11 +341,14 @@ def _by_cudnn(module: Any, case: Any, one: Any, index: Tensor) -> Callable[[], A
 
 def even_lists(one: Any) -> Tensor:
     """int32 [B, Hq, Mb, n]: the key blocks of every query tile. Raises UnavailableError for uneven or partial ones."""
-    lists = one.mask.to_fa4()
-    index = lists.full_block_idx
-    if one.mask.partial_blocks or not bool((lists.full_block_cnt == index.shape[-1]).all()):
+    mask = one.mask
+    starts, counts, indices = mask.full
+    longest = int(counts.max())
+    if mask.partial_blocks or int(counts.min()) != longest:
         raise UnavailableError("takes as many whole blocks in every row")
-    return index.expand(*one.q.shape[:2], -1, -1).contiguous()
+    slots = starts[:, None] + torch.arange(longest, device=mask.device)
+    lists = indices[slots].view(mask.batch, mask.heads, mask.grid[0], longest)
+    return lists.expand(*one.q.shape[:2], -1, -1).contiguous()
 
 
 CUDNN = DenseAttention("cudnn", "cuDNN dense", "cuda", "CUDNN_ATTENTION")

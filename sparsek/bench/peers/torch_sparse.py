@@ -148,15 +148,11 @@ class TorchSparse(Tuned):
 
 def addmm(one: Any) -> tuple[Tensor, Callable[[Meta], object]]:
     """C of a set, and the call of torch.sparse's kernel that writes it."""
-    matrix = one.a.to_torch()
+    from torch.sparse import _triton_ops  # imports Triton, which a CPU may lack
 
-    def call(meta: Meta) -> object:
-        from torch.sparse import _triton_ops  # imports Triton, which a CPU may lack
-
-        kernel: Any = _triton_ops.bsr_dense_addmm
-        return kernel(one.out, matrix, one.b, alpha=1, beta=0, out=one.out, meta=meta)
-
-    return one.out, call
+    ops: Any = _triton_ops
+    matrix, kernel = one.a.to_torch(), ops.bsr_dense_addmm
+    return one.out, lambda meta: kernel(one.out, matrix, one.b, alpha=1, beta=0, out=one.out, meta=meta)
 
 
 def addmm_space(case: Any) -> Space:
