@@ -40,7 +40,7 @@ def print_formats(advices: Sequence[Advice], question: Question) -> None:
         else ""
     )
     out.print(
-        f"{basis} Fastest is not best: sk.choose_format(W, x, max_error=...) chooses within a bound.".lstrip()
+        f"{basis} Fastest is not best: sk.choose_format(x, W, max_error=...) chooses within a bound.".lstrip()
     )
 
 

@@ -1,5 +1,6 @@
 """The command line: what it prints, how it fails, what it writes. Fixed width, and only fields that stay the same."""
 
+import inspect
 import io
 import re
 from pathlib import Path
@@ -11,6 +12,7 @@ from rich.console import ColorSystem
 from rich.text import Text
 from safetensors.torch import save_file
 
+import sparsek as sk
 from sparsek import kernels
 from sparsek.cli.output import console, duration
 from sparsek.cli.output import table as new_table
@@ -73,6 +75,17 @@ def test_advise_predicts_for_a_named_card_and_says_so(run, model: Path) -> None:
     assert (
         sum(line.startswith("BSR 32 25 % portable.spmm_skinny <time> <ratio> 25 % ") for line in others) == 3
     )
+
+
+def test_the_call_that_advise_suggests_fits_its_function(run, model: Path) -> None:
+    result = run("advise", model, "--block", "32", "--keep", "0.25", "--tokens", "64", "--device", "h200")
+    name, given = re.findall(r"sk\.(\w+)\(([^)]*)\)", " ".join(result.stdout.split()))[0]
+    positional = [each for each in given.split(", ") if "=" not in each]
+    named = [each.partition("=")[0] for each in given.split(", ") if "=" in each]
+    parameters = inspect.signature(getattr(sk, name)).parameters
+    assert positional
+    assert list(parameters)[: len(positional)] == positional
+    assert set(named) <= set(parameters)
 
 
 def test_a_break_even_picture_of_no_kind_is_refused_before_any_work(run, tmp_path: Path) -> None:
