@@ -98,7 +98,8 @@ def attention(
             - A `BlockMask` of S queries and T keys, with 1 or B batch items and 1, Hkv or Hq heads.
             - A `MaskPolicy`: its mask for S and T, made once for each pair of lengths; with `topk` for each call.
             - A bool tensor that broadcasts to [B, Hq or Hkv, S, T], true where a query sees a key, as `attn_mask` of
-              scaled_dot_product_attention. It becomes `BlockMask.from_dense(mask)`, with blocks of 128, in O(S * T).
+              scaled_dot_product_attention; three dims are [1 or Hq, S, T]. It becomes `BlockMask.from_dense(mask)`,
+              with blocks of 128, in O(S * T).
             - A FlexAttention `BlockMask`. It becomes `BlockMask.from_flex(mask)`.
 
             The conversion of a tensor or a FlexAttention mask is kept as long as that object lives, and later calls

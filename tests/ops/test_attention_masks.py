@@ -136,6 +136,15 @@ def test_a_mask_for_each_head_of_k_serves_the_heads_of_q_that_share_it():
     torch.testing.assert_close(sk.attention(*tensors, mask), want, rtol=0, atol=1e-12)
 
 
+def test_three_dims_begin_with_heads_of_q_also_where_the_mask_is_kept():
+    q, k, v = (x.detach() for x in drawn(100, 130, 0))
+    mask = torch.rand(HKV, 100, 130) < 0.4
+    want = dense_attention(q[:, :HKV], k[:, :1], v[:, :1], mask)[0]  # repeats k twice
+    torch.testing.assert_close(sk.attention(q[:, :HKV], k[:, :1], v[:, :1], mask), want, rtol=0, atol=1e-12)
+    with pytest.raises(InvalidInput, match="the first of three dims is heads of q"):
+        sk.attention(q, k, v, mask)
+
+
 @pytest.mark.parametrize("lengths", [(130, 130), (70, 200), (200, 70), (1, 90), (90, 1)], ids=str)
 def test_is_causal_is_that_of_torch_whatever_the_lengths(lengths: tuple[int, int]):
     tensors = drawn(*lengths, torch.Generator().seed() % 2**32)

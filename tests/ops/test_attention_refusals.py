@@ -95,11 +95,24 @@ BAD_OPERANDS: dict[str, tuple[Callable[..., Any], str]] = {
     ),
     "mask of other queries": (
         lambda q, k, v: sk.attention(q, k, v, torch.ones(190, 192).bool()),
-        r"mask is \[190, 192\]; it must broadcast to \[B, H, S, T\], here \[2, 4, 192, 192\]$",
+        r"mask is \[190, 192\]; it must broadcast to \[B, Hq or Hkv, S, T\], here \[2, 4 or 2, 192, 192\]$",
     ),
     "mask of other heads": (
         lambda q, k, v: sk.attention(q, k, v, torch.ones(3, 192, 192).bool()),
-        r"mask is \[3, 192, 192\]; it must broadcast to \[B, H, S, T\], here \[2, 4, 192, 192\]$",
+        r"mask is \[3, 192, 192\]; it must broadcast to \[B, Hq or Hkv, S, T\], here \[2, 4 or 2, 192, 192\]$",
+    ),
+    "mask per batch item or head of k": (
+        lambda q, k, v: sk.attention(q, k, v, torch.ones(2, 192, 192).bool()),
+        r"mask is \[2, 192, 192\]; the first of three dims is heads of q, as in torch, and q has 4: pass mask\[:, "
+        r"None\] for a mask per batch item, mask\[None\] for one per head of k$",
+    ),
+    "mask per batch item": (
+        lambda q, k, v: sk.attention(q, k[:, :1], v[:, :1], torch.ones(2, 1, 192).bool()),
+        r"and q has 4: pass mask\[:, None\] for a mask per batch item$",
+    ),
+    "mask per head of k": (
+        lambda q, k, v: sk.attention(q[:1], k[:1], v[:1], torch.ones(2, 192, 192).bool()),
+        r"and q has 4: pass mask\[None\] for one per head of k$",
     ),
     "mask of five dims": (
         lambda q, k, v: sk.attention(q, k, v, torch.ones(1, 2, 4, 192, 192).bool()),
