@@ -116,8 +116,9 @@ def attention(
             pass uses the kernel of the same family; where a gradient is wanted, this call checks that one too.
         deterministic: Whether the sums of the gradients have a fixed order: same inputs, same bits. With False a kernel
             may add in any order, where that is faster.
-        **refused: Options of other libraries (dropout_p, attn_bias, softcap, score_mod and others): InvalidInput, with
-            what to do instead.
+        **refused: Options of other libraries (dropout_p, attn_bias, softcap, score_mod and others). Values that change
+            nothing pass, such as None, dropout_p=0.0 and enable_gqa=True; others raise InvalidInput, with what to do
+            instead.
 
     Returns:
         out [B, Hq, S, Dv] in the dtype of q; in memory [B, S, Hq, Dv] if q is. With return_lse (out, lse), lse
