@@ -110,9 +110,14 @@ def _check_bool(mask: Tensor, q: Tensor, k: Tensor) -> None:
     (batch, q_heads, q_len, _), (kv_heads, kv_len) = q.shape, k.shape[1:3]
     given = (1,) * (4 - mask.ndim) + tuple(mask.shape) if 1 <= mask.ndim <= 4 else (0,) * 4
     heads = (1, q_heads) if mask.ndim == 3 else (1, q_heads, kv_heads)
-    if all(side in right for side, right in zip(given, ((1, batch), heads, (1, q_len), (1, kv_len)), strict=True)):
+    if all(
+        side in right for side, right in zip(given, ((1, batch), heads, (1, q_len), (1, kv_len)), strict=True)
+    ):
         return
-    found, either = f"mask is {list(mask.shape)}", f"{q_heads} or {kv_heads}" if kv_heads < q_heads else q_heads
+    found, either = (
+        f"mask is {list(mask.shape)}",
+        f"{q_heads} or {kv_heads}" if kv_heads < q_heads else q_heads,
+    )
     cures = (batch, "mask[:, None] for a mask per batch item"), (kv_heads, "mask[None] for one per head of k")
     fitting = [cure for size, cure in cures if mask.ndim == 3 and given[1] == size]
     if fitting and given[2] in (1, q_len) and given[3] in (1, kv_len):

@@ -13,7 +13,8 @@ SCORES = (
 )
 IN_A_POLICY = "write mask=sparsek.MaskPolicy(), in which a query sees the keys of its document up to its own"
 NO_DROPOUT = (
-    "attention drops no weights; leave it out, or call scaled_dot_product_attention with attn_mask=mask.to_dense()"
+    "attention drops no weights; leave it out, or call scaled_dot_product_attention with "
+    "attn_mask=mask.to_dense()"
 )
 REFUSED = {
     "dropout_p": NO_DROPOUT,

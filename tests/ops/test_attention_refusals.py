@@ -103,8 +103,7 @@ BAD_OPERANDS: dict[str, tuple[Callable[..., Any], str]] = {
     ),
     "mask per batch item or head of k": (
         lambda q, k, v: sk.attention(q, k, v, torch.ones(2, 192, 192).bool()),
-        r"mask is \[2, 192, 192\]; the first of three dims is heads of q, as in torch, and q has 4: pass mask\[:, "
-        r"None\] for a mask per batch item, mask\[None\] for one per head of k$",
+        r"; the first of three dims is heads of q, as in torch, .* mask\[:, None\] for .*, mask\[None\] for one per",
     ),
     "mask per batch item": (
         lambda q, k, v: sk.attention(q, k[:, :1], v[:, :1], torch.ones(2, 1, 192).bool()),
