@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, noop_mask
 
 import sparsek as sk
 from sparsek.core.errors import InvalidInput
@@ -140,6 +141,27 @@ BAD_OPERANDS: dict[str, tuple[Callable[..., Any], str]] = {
     "queries of mask": (
         lambda q, k, v: sk.attention(q[:, :, :100], k, v, window()),
         "mask is for 192 queries and 192 keys; q has 100 and k 192. Build it with q_len=100, kv_len=192",
+    ),
+    "lengths of a mask_mod": (
+        lambda q, k, v: sk.attention(
+            q[:, :, :100],
+            k,
+            v,
+            sk.BlockMask.from_mask_mod(noop_mask, None, None, 192, 192),
+        ),
+        r"mask is for 192 queries and 192 keys; q has 100 and k 192. Build it with Q_LEN=100, KV_LEN=192$",
+    ),
+    "lengths of a FlexAttention mask": (
+        lambda q, k, v: sk.attention(
+            q[:, :, :100], k, v, create_block_mask(noop_mask, None, None, 192, 192, "cpu", 64)
+        ),
+        r"mask is for 192 queries and 192 keys; q has 100 and k 192. Build it with Q_LEN=100, KV_LEN=192$",
+    ),
+    "lengths of a dense mask": (
+        lambda q, k, v: sk.attention(
+            q[:, :, :100], k, v, sk.BlockMask.from_dense(torch.ones(192, 192).bool())
+        ),
+        r"mask is for 192 queries and 192 keys; q has 100 and k 192. Build it of a tensor \[..., 100, 192\]$",
     ),
     "keys of mask": (
         lambda q, k, v: sk.attention(q, k[:, :, :100], v[:, :, :100], window()),
