@@ -458,7 +458,7 @@ def test_options_of_other_libraries_pass_at_values_that_change_nothing():
     want = sk.attention(q, k, v, mask)
     packed = [x[0].transpose(0, 1) for x in (q, k, v)]
     bounds = torch.tensor([0, 64])
-    want_packed = sk.attention_varlen(*packed, bounds)
+    want_packed = attend_packed(*packed, bounds)
     for name in {**REFUSED, **REFUSED_PACKED}:
         for value in (None, *HARMLESS.get(name, ())):
             if name in REFUSED:
