@@ -186,6 +186,7 @@ CARDS: Mapping[str, Card] = MappingProxyType(
         "cpu": CPU,
     }
 )
+GPUS = tuple(name for name in CARDS if name != "cpu")  # their short names
 # Dense bf16 FLOPs of an SM's tensor cores per cycle, by compute capability; otherwise by its major number alone.
 TENSOR_FLOPS = {(8, 0): 2048, (8,): 1024, (9,): 4096, (10,): 8192}
 OLDER_FLOPS = 512
