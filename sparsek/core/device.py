@@ -150,7 +150,7 @@ def has_bf16_units() -> bool:
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
-# How much faster AVX-512 BF16 is than float32: measured on an EPYC core, 2026-11-21. AMX on two cores of a Xeon: 8 to
+# How much faster AVX-512 BF16 is than float32: measured on an EPYC core, 2026-11-21. AMX on two cores of a Xeon: 6 to
 # 10 times, 2026-11-23.
 UNITS_OVER_FP32 = 4
 CPU_TFLOPS = 0.1
