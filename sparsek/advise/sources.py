@@ -171,11 +171,9 @@ def _snapshot(name: str) -> Path:
         known = sorted(
             each.name.removeprefix("models--").replace("--", "/") for each in cache.glob("models--*")
         )
-        models = (
-            f"it holds {', '.join(known[:8])}{', ...' if len(known) > 8 else ''}" if known else "it is empty"
-        )
+        models = f"holds {', '.join(known[:8])}{', ...' if len(known) > 8 else ''}" if known else "is empty"
         raise InvalidInput(
-            f"{name}: there is no such file or folder, and no such model in the Hugging Face cache {cache}, where "
+            f"{name}: there is no such file or folder, and no such model in the Hugging Face cache {cache}, which "
             f"{models}; nothing is downloaded"
         )
     main = home / "refs" / "main"

@@ -16,7 +16,7 @@ from sparsek.bench.engine.data import random_dense
 from sparsek.bench.engine.peer import rotating
 from sparsek.core import arguments, dtypes
 from sparsek.core.clock import time_rounds
-from sparsek.core.device import CARDS, card_named, card_of
+from sparsek.core.device import GPUS, card_named, card_of
 from sparsek.core.errors import InvalidFile, InvalidInput, SparseKError, Unsupported
 from sparsek.core.memory import gigabytes, out_of_memory
 from sparsek.files.weights import WeightFile, available_memory
@@ -91,8 +91,9 @@ class Question:
             return torch.device("cpu")
         asked = self.device or "cuda"
         if not torch.cuda.is_available():
-            known = ", ".join(name for name in CARDS if name != "cpu")
-            raise InvalidInput(f"there is no GPU for --device {asked}; name a card to predict for: {known}")
+            raise InvalidInput(
+                f"there is no GPU for --device {asked}; name a card to predict for: {', '.join(GPUS)}"
+            )
         return arguments.device("device", asked)
 
 

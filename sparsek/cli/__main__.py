@@ -1,11 +1,13 @@
 """`sparsek`: doctor, demo, advise, tune, bench, profile. A command's module loads when the command runs."""
 
 from importlib import import_module
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
+from sparsek import __version__
 from sparsek.cli.deferred import group
+from sparsek.cli.output import console
 
 # Each is a function of its name in sparsek.cli, or a group called `app`; with the first line of its help.
 COMMANDS = {
@@ -24,10 +26,25 @@ def loaded(name: str) -> Any:
     return getattr(module, "app", None) or getattr(module, name)
 
 
+def _version(wanted: bool) -> None:
+    if wanted:
+        console().print(f"sparsek {__version__}")
+        raise typer.Exit
+
+
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit."),
+    ] = False,
+) -> None:
+    """The options of `sparsek` itself."""
+
+
 app = typer.Typer(
     name="sparsek",
     cls=group(COMMANDS, loaded),
-    callback=lambda: None,
+    callback=_options,
     help="Block-sparse matrix products and attention for NVIDIA Hopper.",
     no_args_is_help=True,
     add_completion=False,

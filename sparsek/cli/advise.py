@@ -15,6 +15,7 @@ from sparsek.advise.break_even import check_picture
 from sparsek.advise.sources import Skipped, opened
 from sparsek.advise.weights import Advice, NoAdvice, Question
 from sparsek.cli.advise_formats import print_break_even, print_formats
+from sparsek.cli.options import Dtype, Keep, ToPredict
 from sparsek.cli.output import EXIT_ERROR, AsJson, complain, console, duration, plain, print_json, progress
 from sparsek.cli.output import table as new_table
 from sparsek.core.device import card_named, card_of
@@ -40,13 +41,10 @@ def advise(
         list[str] | None, typer.Option("--tensor", help="A matrix of the file; * and ? match. Repeatable.")
     ] = None,
     block: Annotated[str, typer.Option(help="Block: 128, or 256x128.")] = "128",
-    keep: Annotated[float, typer.Option(help="Fraction of blocks that stay.")] = 0.125,
+    keep: Keep = 0.125,
     tokens: Annotated[int, typer.Option(help="Rows of x in y = x @ W.T.")] = 4096,
-    device: Annotated[
-        str | None,
-        typer.Option(help="cuda, cpu, or a card to predict for (h200, h100). Default: the GPU, else h200."),
-    ] = None,
-    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
+    device: ToPredict = None,
+    dtype: Dtype = "bf16",
     scope: Annotated[
         str, typer.Option(help="Where the blocks that stay are chosen: global (the whole matrix) or row.")
     ] = "global",

@@ -9,14 +9,13 @@ from rich.text import Text
 
 from sparsek.advise import break_even
 from sparsek.advise.weights import Advice, Question
-from sparsek.cli.output import console, duration
+from sparsek.cli.output import console, duration, is_whole
 from sparsek.cli.output import table as new_table
 from sparsek.core.device import CARDS, card_of
 from sparsek.ops.choose import Option
 from sparsek.ops.weight_formats import TITLES
 
-# More matrices than these have one row each, with kept norms from this width on.
-IN_FULL, NORMS = 4, 118
+IN_FULL = 4  # matrices; more have one row each, with kept norms where they fit
 
 
 def print_formats(advices: Sequence[Advice], question: Question) -> None:
@@ -30,17 +29,19 @@ def print_formats(advices: Sequence[Advice], question: Question) -> None:
     star = "" if question.predicted_for is None else "*"
     out = console()
     short = len(shown) <= IN_FULL
-    out.print(_in_full(shown, star) if short else _in_short(shown, star, out.width >= NORMS))
+    table = _in_full(shown, star) if short else _in_short(shown, star, norms=True)
+    norms = not short and is_whole(table, out)
+    out.print(table if short or norms else _in_short(shown, star, norms=False))
     basis = (
         "Stored: share of the values. Error: of the product against the dense one, for N(0, 1) tokens; real "
         "activations may do better or worse."
         if short
         else "Percent: kept norm."
-        if out.width >= NORMS
+        if norms
         else ""
     )
     out.print(
-        f"{basis} Fastest is not best: sk.choose_format(W, x, max_error=...) chooses within a bound.".lstrip()
+        f"{basis} Fastest is not best: sk.choose_format(x, W, max_error=...) chooses within a bound.".lstrip()
     )
 
 

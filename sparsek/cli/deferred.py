@@ -33,6 +33,10 @@ class Deferred(TyperCommand):
     def make_context(self, *args: Any, **kwargs: Any) -> Any:
         return self.load().make_context(*args, **kwargs)
 
+    def get_short_help_str(self, limit: int = 45) -> str:
+        """All of the help, which is one sentence: a list of commands wraps it."""
+        return self.help or ""
+
     def load(self) -> Any:
         """The command itself."""
         name, found = str(self.name), self._loaded()

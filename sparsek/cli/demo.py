@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from sparsek.advise.weights import Question
 from sparsek.cli.advise import answer
+from sparsek.cli.options import Keep, ToPredict
 from sparsek.cli.output import EXIT_ERROR, complain, console, duration
 from sparsek.cli.output import table as new_table
 from sparsek.core import dtypes
@@ -29,11 +30,9 @@ OURS, DENSE = "sk.attention", "torch's, mask as booleans"
 
 def demo(
     block: Annotated[str, typer.Option(help="Block: 64, or 64x128.")] = "64",
-    keep: Annotated[float, typer.Option(help="Fraction of blocks that stay.")] = 0.125,
+    keep: Keep = 0.125,
     tokens: Annotated[int, typer.Option(help="Rows of x in y = x @ W.T.")] = 4096,
-    device: Annotated[
-        str | None, typer.Option(help="cuda, cpu, or a card to predict for (h200, h100).")
-    ] = None,
+    device: ToPredict = None,
     picture: Annotated[Path, typer.Option(help="Where the picture of one pruned matrix goes.")] = Path(
         "demo.png"
     ),

@@ -34,7 +34,6 @@ from rich.table import Column, Table
 from rich.text import Text
 from typer.core import TyperGroup
 
-from sparsek import __version__
 from sparsek.core import env
 from sparsek.core.errors import SparseKError
 
@@ -56,13 +55,7 @@ SPELLED_OUT = str.maketrans({"²": "^2", "³": "^3", "…": "...", "→": "->"})
 
 
 class Commands(TyperGroup):
-    """A group of commands, the outermost with --version."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if ctx.parent is None and args[:1] == ["--version"]:
-            console().print(f"sparsek {__version__}")
-            raise typer.Exit
-        return super().parse_args(ctx, args)
+    """A group of commands, each with -h."""
 
     def invoke(self, ctx: Any) -> Any:
         """Runs a command; Ctrl-C ends it with one line."""
@@ -77,8 +70,11 @@ class Commands(TyperGroup):
         """Runs a command. SparseK's and file errors, missing memory, and an output that takes no more (a full disk)
         become one red line and exit code 2. A pipe that its reader has closed ends the command silently.
         """
-        if (env.columns() or PIPE_WIDTH) < NARROW:
+        kwargs["help_option_names"] = ["--help", "-h"]
+        width = env.columns() or PIPE_WIDTH
+        if width < NARROW:
             without_boxes(self)
+            kwargs["terminal_width"] = max(width, NARROWEST)  # typer's own least width is 50
         try:
             with _usable_output():
                 return super().main(*args, **kwargs)
@@ -110,9 +106,23 @@ def _end_closed() -> NoReturn:
     sys.exit(CLOSED_PIPE)
 
 
+_Context: Any = TyperGroup.context_class
+
+
+class _Stacked(_Context.formatter_class):
+    """Help in which a name that is longer than a third of a line has a line of its own."""
+
+    def write_dl(self, rows: Any, col_max: int = 30, col_spacing: int = 2) -> None:
+        super().write_dl(rows, min(col_max, self.width // 3), col_spacing)
+
+
+class _Narrow(_Context):
+    formatter_class = _Stacked
+
+
 def without_boxes(command: Any) -> None:
     """Typer's pages of help and of wrong usage in plain lines, which fit where boxes would cut words."""
-    command.rich_markup_mode = None
+    command.rich_markup_mode, command.context_class = None, _Narrow
     for each in getattr(command, "commands", {}).values():
         without_boxes(each)
 
@@ -253,6 +263,11 @@ def _span(console: Console, column: Column) -> tuple[int, int]:
     most = max((each.maximum for each in found), default=0)
     least = most if column.no_wrap else max((each.minimum for each in found), default=0)
     return max(least, column.min_width or 0), max(most, column.min_width or 0)
+
+
+def is_whole(table: Table, console: Console) -> bool:
+    """Whether a table that `table` made has every cell on one line at the console's width."""
+    return sum(_span(console, column)[1] + 1 for column in table.columns) <= console.width
 
 
 def _text(cell: RenderableType) -> Text:

@@ -54,7 +54,7 @@ def command(name: str) -> Callable[..., None]:
         raise unknown("kernel", name, dict.fromkeys(every))
     one, defaults = BENCHES[named.bench if named else name], named.defaults if named else {}
     options = [replace(each, default=defaults.get(each.name, each.default)) for each in one.options]
-    known = f"h200, h100 or another card to predict for ({', '.join(CARDS)}), or cuda. Default: the GPU, else h200."
+    known = f"cuda, or a card to predict for ({', '.join(CARDS)}). Default: the GPU, else h200."
     more: dict[str, tuple[Any, Any]] = {
         "device": (Annotated[str | None, typer.Option(help=known)], None),
         "out": (

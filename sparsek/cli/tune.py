@@ -10,6 +10,7 @@ from rich.text import Text
 
 from sparsek.advise import tune as tuning
 from sparsek.advise.tune import SHAPES, Job, Tuning
+from sparsek.cli.options import Dtype
 from sparsek.cli.output import AsJson, complain, console, duration, print_json, progress
 from sparsek.cli.output import table as new_table
 from sparsek.core import arguments, env
@@ -39,7 +40,7 @@ def tune(
     ] = "semi24,bsr,bsr24",
     block: Annotated[str, typer.Option(help="Blocks: 128,64.")] = "128",
     keep: Annotated[str, typer.Option(help="Fractions of blocks that stay.")] = "0.125",
-    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
+    dtype: Dtype = "bf16",
     kernel: Annotated[str, typer.Option(help="Kernels by name; all: every one that can.")] = "all",
     configs: Annotated[int, typer.Option(min=2, help="Configs of a kernel to measure, by prediction.")] = 6,
     rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds.")] = 5,
@@ -84,7 +85,7 @@ def tune(
     else:
         screen = console()
         for each in found:
-            screen.print(each.line, soft_wrap=True)
+            screen.print(each.line)
         screen.print(f"{entries} entries in {path}", soft_wrap=True)
     if not entries:
         raise typer.Exit(1)

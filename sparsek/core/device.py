@@ -143,7 +143,19 @@ H800 = _by_data_sheet("NVIDIA H800", 132, 79, 50, 3.35, 700, fp64=1)
 H20 = _by_data_sheet(
     "NVIDIA H20", 78, 95, 60, 4.0, 400, fp8=296, bf16=148, fp16=148, tf32=74, fp32=44, fp64=1
 )
-# Two laptop cores: orders of magnitude only, used to rank the CPU kernels against each other.
+
+
+def has_bf16_units() -> bool:
+    """Whether this processor multiplies bf16 by instructions of its own."""
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+# How much faster AVX-512 BF16 is than float32: measured on an EPYC core, 2026-11-21. AMX on two cores of a Xeon: 6 to
+# 10 times, 2026-11-23.
+UNITS_OVER_FP32 = 4
+CPU_TFLOPS = 0.1
+# Two laptop cores: orders of magnitude only, used to rank the CPU kernels against each other. They multiply fp16 and
+# fp8 in float32, and bf16 too without units for it.
 CPU = Card(
     name="cpu",
     capability=(0, 0),
@@ -153,7 +165,11 @@ CPU = Card(
     memory_bytes=8 << 30,
     bandwidth=2e10,
     fabric=2e10,
-    tflops={"fp8": 0.05, "bf16": 0.05, "fp16": 0.05, "tf32": 0.1, "fp32": 0.1, "fp64": 0.05},
+    tflops={
+        **dict.fromkeys(("fp8", "fp16", "tf32", "fp32"), CPU_TFLOPS),
+        "bf16": CPU_TFLOPS * (UNITS_OVER_FP32 if has_bf16_units() else 1),
+        "fp64": CPU_TFLOPS / 2,
+    },
     launch_seconds=2e-5,
 )
 CARDS: Mapping[str, Card] = MappingProxyType(
@@ -170,6 +186,7 @@ CARDS: Mapping[str, Card] = MappingProxyType(
         "cpu": CPU,
     }
 )
+GPUS = tuple(name for name in CARDS if name != "cpu")  # their short names
 # Dense bf16 FLOPs of an SM's tensor cores per cycle, by compute capability; otherwise by its major number alone.
 TENSOR_FLOPS = {(8, 0): 2048, (8,): 1024, (9,): 4096, (10,): 8192}
 OLDER_FLOPS = 512

@@ -15,7 +15,7 @@ import json
 import os
 import reprlib
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
@@ -41,6 +41,7 @@ VERSION = 1
 SINGLE = "matrix"  # the name of an object that was saved alone, a mask too: the format is older than masks
 HEADER_LIMIT = 100_000_000  # the limit of the safetensors format
 ALIGNMENT = 64
+ZIP = b"PK\x03\x04"  # the first bytes of a zip
 LONGEST_FAULT = 300
 
 Saved: TypeAlias = BSR | Semi24 | BSR24 | Quantized | BlockMask
@@ -129,7 +130,9 @@ def load(
         name = SINGLE
     found = loaded if name is None else loaded[name]
     if kind is not None and not isinstance(found, kind):
-        raise InvalidInput(f"{path}: it holds a {type(found).__name__}, not a {kind.__name__}")
+        right = [each for each in loaded if name is None and isinstance(loaded[each], kind)]
+        cure = f"; pass name={shown(right[0])}, one of {_few(right)}" if right else ""
+        raise InvalidInput(f"{path}: it holds a {type(found).__name__}, not a {kind.__name__}{cure}")
     return found
 
 
@@ -158,6 +161,10 @@ def opened(path: Path) -> Iterator[Any]:
     with files.regular(path) as file:
         head, size = file.read(8), os.fstat(file.fileno()).st_size
         header = int.from_bytes(head, "little")
+        if head.startswith(ZIP) and (header > size - 8 or header > HEADER_LIMIT):
+            raise InvalidFile(
+                f"{path}: no .safetensors file but a zip, as torch.save writes; read it by torch.load"
+            )
         if len(head) < 8 or header > size - 8:
             raise InvalidFile(f"{path}: no .safetensors file: {size} bytes; its header needs {8 + header}")
         if header > HEADER_LIMIT:
@@ -170,14 +177,20 @@ def opened(path: Path) -> Iterator[Any]:
             yield parsed
 
 
+def _few(names: Iterable[str]) -> str:
+    """The first names, for a message."""
+    names = list(names)
+    few = names[:5]
+    return f"{', '.join(map(shown, few))}{', ...' if len(names) > len(few) else ''}"
+
+
 def unknown_name(path: StrPath, name: Any, names: Mapping[str, Any]) -> InvalidInput:
     """The error for a `name` that is not in a file; it lists similar names, or else the first few."""
     near = get_close_matches(name, names, n=5, cutoff=0.5) if isinstance(name, str) else []
     if near:
         hint = f"did you mean {', '.join(map(shown, near))}?"
     elif names:
-        few = list(names)[:5]
-        hint = f"it holds {', '.join(map(shown, few))}{', ...' if len(names) > len(few) else ''}"
+        hint = f"it holds {_few(names)}"
     else:
         hint = "it holds none"
     return InvalidInput(f"{path}: no matrix named {shown(name)}; {hint}")

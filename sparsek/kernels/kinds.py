@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-import torch
+from sparsek.core.device import has_bf16_units
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,3 @@ def goes_wide(p: Any) -> bool:
 def widths(p: Any) -> tuple[bool, ...]:
     """The values of `wide` to try."""
     return (False, True) if p.dtype in ("bf16", "fp16") else (False,)
-
-
-def has_bf16_units() -> bool:
-    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()

@@ -45,7 +45,7 @@ def block_mask(
     """The BlockMask for queries q [B, Hq, S, D] and keys k [B, Hkv, T, D]; None where every query sees every key.
 
     Args:
-        mask: Any form of a mask. A bool tensor must broadcast to [B, Hq or Hkv, S, T].
+        mask: Any form of a mask. A bool tensor must broadcast to [B, Hq or Hkv, S, T]; the first of three dims is Hq.
         is_causal: As in scaled_dot_product_attention: query i sees keys 0 to i. Not together with a mask.
         predicted: The call is only planned, so q and k may be on the meta device.
 
@@ -65,7 +65,8 @@ def block_mask(
         return mask.mask_for(q, k)
     if type(mask) is Tensor and type(q) is type(k) is Tensor and q.ndim == k.ndim == 4 and not _compiling():
         kept = _OF_TENSORS.find(mask, (q.shape[2], k.shape[2]))
-        if kept is not None:  # batch items and heads are checked with those of any BlockMask
+        # Batch items and heads are checked with those of any BlockMask, which accepts Hkv.
+        if kept is not None and (mask.ndim != 3 or mask.shape[0] in (1, q.shape[1])):
             return kept.here()
     if isinstance(mask, (MaskPolicy, Tensor)):
         check_tensors(q, k, k, predicted=predicted)
@@ -92,7 +93,10 @@ _constant_top_left = constant(_top_left)
 
 
 def _check_bool(mask: Tensor, q: Tensor, k: Tensor) -> None:
-    """InvalidInput unless a tensor is bool and broadcasts to [B, Hq or Hkv, S, T]."""
+    """InvalidInput unless a tensor is bool and broadcasts to [B, Hq or Hkv, S, T].
+
+    Three dims are [1 or Hq, S, T], as in torch: were Hkv allowed too, a mask [B, S, T] with B = Hkv would be misread.
+    """
     arguments.dense("mask", mask)
     if mask.dtype in dtypes.FLOATS:
         raise InvalidInput(
@@ -103,16 +107,28 @@ def _check_bool(mask: Tensor, q: Tensor, k: Tensor) -> None:
         raise InvalidInput(
             f"mask is {mask.dtype} {list(mask.shape)}; it must be bool, true where a query sees a key: mask.bool()"
         )
-    wanted = [q.shape[0], q.shape[1], q.shape[2], k.shape[2]]
-    batch, heads, q_len, kv_len = (
-        (1,) * (4 - mask.ndim) + tuple(mask.shape) if 1 <= mask.ndim <= 4 else (0,) * 4
+    (batch, q_heads, q_len, _), (kv_heads, kv_len) = q.shape, k.shape[1:3]
+    given = (1,) * (4 - mask.ndim) + tuple(mask.shape) if 1 <= mask.ndim <= 4 else (0,) * 4
+    heads = (1, q_heads) if mask.ndim == 3 else (1, q_heads, kv_heads)
+    if all(
+        side in right for side, right in zip(given, ((1, batch), heads, (1, q_len), (1, kv_len)), strict=True)
+    ):
+        return
+    found, either = (
+        f"mask is {list(mask.shape)}",
+        f"{q_heads} or {kv_heads}" if kv_heads < q_heads else q_heads,
     )
-    fits = batch in (1, wanted[0]) and heads in (1, q.shape[1], k.shape[1])
-    if not fits or q_len not in (1, wanted[2]) or kv_len not in (1, wanted[3]):
-        hint = swapped(q, k, tuple(mask.shape[-2:]))
+    cures = (batch, "mask[:, None] for a mask per batch item"), (kv_heads, "mask[None] for one per head of k")
+    fitting = [cure for size, cure in cures if mask.ndim == 3 and given[1] == size]
+    if fitting and given[2] in (1, q_len) and given[3] in (1, kv_len):
         raise InvalidInput(
-            f"mask is {list(mask.shape)}; it must broadcast to [B, H, S, T], here {wanted}{hint}"
+            f"{found}; the first of three dims is heads of q, as in torch, and q has {q_heads}: "
+            f"pass {', '.join(fitting)}"
         )
+    hint = swapped(q, k, tuple(mask.shape[-2:]))
+    raise InvalidInput(
+        f"{found}; it must broadcast to [B, Hq or Hkv, S, T], here [{batch}, {either}, {q_len}, {kv_len}]{hint}"
+    )
 
 
 def _converted(mask: Any, q: Tensor, k: Tensor) -> BlockMask:

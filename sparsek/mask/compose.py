@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -69,7 +69,7 @@ def both(a: BlockMask, other: BlockMask) -> BlockMask:
         'causal & block_diagonal(2 documents, causal=False)'
     """
     if not isinstance(other, type(a)):
-        return NotImplemented
+        return _not_a_mask(other, "&")
     # Searches for the blocks of the mask that has fewer in the other mask.
     a_placed, b_placed, made = _placed(a, other, "&")
     fewer, more = sorted(
@@ -99,10 +99,24 @@ def either(a: BlockMask, other: BlockMask) -> BlockMask:
         7
     """
     if not isinstance(other, type(a)):
-        return NotImplemented
+        return _not_a_mask(other, "|")
     a_placed, b_placed, made = _placed(a, other, "|")
     cells = torch.cat((a_placed.cells, b_placed.cells)).unique()
     return _filled(made, cells, a_placed, b_placed, torch.logical_or, f"{_named(a)} | {_named(other)}")
+
+
+def inverted(a: BlockMask) -> NoReturn:
+    """InvalidInput, with how to build the complement: most of its blocks would be stored."""
+    raise InvalidInput("a BlockMask has no ~; build the complement by BlockMask.from_dense(~mask.to_dense())")
+
+
+def _not_a_mask(other: Any, sign: str) -> Any:
+    """InvalidInput for a tensor; for other objects what Python's operators return."""
+    if isinstance(other, Tensor):
+        raise InvalidInput(
+            f"a BlockMask does not combine with a tensor; write mask {sign} BlockMask.from_dense(tensor)"
+        )
+    return NotImplemented
 
 
 def _named(mask: BlockMask) -> str:

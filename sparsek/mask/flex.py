@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from functools import wraps
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,8 +24,31 @@ if TYPE_CHECKING:
 CHUNK = 1 << 22  # elements that are evaluated in one step
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+Given = ParamSpec("Given")
+Made = TypeVar("Made")
+
+# Names of other libraries' arguments, and what they are here.
+OTHER_NAMES = {
+    "q_len": "it is called Q_LEN here, as in create_block_mask",
+    "kv_len": "it is called KV_LEN here, as in create_block_mask",
+    "BLOCK_SIZE": "it is called block",
+    "_compile": "leave it out",
+}
+# In the messages of torch.vmap on code that needs one value of a tensor; the second for numpy and tolist.
+NEEDS_A_VALUE = "vmap: ", "Cannot access data pointer of Tensor"
 
 
+def _refusing_other_names(make: Callable[Given, Made]) -> Callable[Given, Made]:
+    @wraps(make)
+    def made(*args: Given.args, **kwargs: Given.kwargs) -> Made:
+        for name in OTHER_NAMES.keys() & kwargs.keys():
+            raise InvalidInput(f"from_mask_mod has no argument {name}: {OTHER_NAMES[name]}")
+        return make(*args, **kwargs)
+
+    return made
+
+
+@_refusing_other_names
 @not_traced("a block mask")
 def from_mask_mod(
     cls: type[BlockMask],
@@ -58,8 +82,8 @@ def from_mask_mod(
         A mask of B batch items and H heads. It does not read `mask_mod` again.
 
     Raises:
-        InvalidInput: For a function that does not take four arguments or does not return bool, and for sizes or blocks
-            that no mask has. Errors inside of `mask_mod` are raised as they are.
+        InvalidInput: For a function that does not take four arguments, does not return one bool tensor, or branches on
+            a value; for sizes or blocks that no mask has. Other errors of `mask_mod` are raised as they are.
 
     Source: the programming model of FlexAttention, Dong et al., arXiv:2412.05496.
 
@@ -115,11 +139,26 @@ def _evaluated(
     b, h, q, k = torch.tensor(first, dtype=torch.int64, device="cpu").to(device)
 
     def at(_b: Tensor, _h: Tensor, row: Tensor, column: Tensor) -> Tensor:
-        return mask_mod(b, h, q + row, k + column)
+        return _called(mask_mod, b, h, q + row, k + column)
 
-    seen = create_mask(at, 1, 1, *lengths, device=device)[0, 0]
-    if seen.dtype != torch.bool:
-        raise InvalidInput(f"mask_mod returns {seen.dtype}; it must return bool, as q_idx >= kv_idx does")
+    return create_mask(at, 1, 1, *lengths, device=device)[0, 0]
+
+
+def _called(mask_mod: MaskMod, *position: Tensor) -> Tensor:
+    """What `mask_mod` returns under vmap. InvalidInput unless that is a bool tensor without dimensions."""
+    right = "it must return one bool tensor without dimensions for a query and a key, as q_idx >= kv_idx is"
+    try:
+        seen: Any = mask_mod(*position)
+    except RuntimeError as error:
+        if str(error).startswith(NEEDS_A_VALUE):
+            raise InvalidInput(
+                f"mask_mod cannot run under torch.vmap; {right}, by &, | and torch.where in place of `if`, `and`, "
+                "`in`, .item() and numpy"
+            ) from error
+        raise
+    if not isinstance(seen, Tensor) or seen.dtype != torch.bool or seen.ndim:
+        found = arguments.shown(seen) if isinstance(seen, Tensor) else f"a {type(seen).__name__}"
+        raise InvalidInput(f"mask_mod returns {found}; {right}")
     return seen
 
 
@@ -233,7 +272,8 @@ def _values_in(made: TileMask, mask_mod: MaskMod, cells: Tensor) -> Tensor:
     batch_items, heads = groups // made.heads, groups % made.heads
 
     def at(block: Tensor, _: Tensor, row: Tensor, column: Tensor) -> Tensor:
-        return mask_mod(batch_items[block], heads[block], queries[block, row], keys[block, column])
+        at_row, at_column = queries[block, row], keys[block, column]
+        return _called(mask_mod, batch_items[block], heads[block], at_row, at_column)
 
     # The index of the block takes the place of FlexAttention's batch item, and its own vmap does the rest.
-    return create_mask(at, cells.numel(), 1, *made.block, device=made.device)[:, 0].bool()
+    return create_mask(at, cells.numel(), 1, *made.block, device=made.device)[:, 0]

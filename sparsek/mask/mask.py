@@ -275,6 +275,7 @@ class BlockMask(Home, Record):
     # Combinations. These wait for the device.
     __and__ = compose.both
     __or__ = compose.either
+    __invert__ = compose.inverted
     per_head = classmethod(compose.per_head)
     per_batch = classmethod(compose.per_batch)
 

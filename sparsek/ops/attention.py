@@ -98,7 +98,8 @@ def attention(
             - A `BlockMask` of S queries and T keys, with 1 or B batch items and 1, Hkv or Hq heads.
             - A `MaskPolicy`: its mask for S and T, made once for each pair of lengths; with `topk` for each call.
             - A bool tensor that broadcasts to [B, Hq or Hkv, S, T], true where a query sees a key, as `attn_mask` of
-              scaled_dot_product_attention. It becomes `BlockMask.from_dense(mask)`, with blocks of 128, in O(S * T).
+              scaled_dot_product_attention; three dims are [1 or Hq, S, T]. It becomes `BlockMask.from_dense(mask)`,
+              with blocks of 128, in O(S * T).
             - A FlexAttention `BlockMask`. It becomes `BlockMask.from_flex(mask)`.
 
             The conversion of a tensor or a FlexAttention mask is kept as long as that object lives, and later calls
@@ -115,8 +116,9 @@ def attention(
             pass uses the kernel of the same family; where a gradient is wanted, this call checks that one too.
         deterministic: Whether the sums of the gradients have a fixed order: same inputs, same bits. With False a kernel
             may add in any order, where that is faster.
-        **refused: Options of other libraries (dropout_p, attn_bias, softcap, score_mod and others): InvalidInput, with
-            what to do instead.
+        **refused: Options of other libraries (dropout_p, attn_bias, softcap, score_mod and others). Values that change
+            nothing pass, such as None, dropout_p=0.0 and enable_gqa=True; others raise InvalidInput, with what to do
+            instead.
 
     Returns:
         out [B, Hq, S, Dv] in the dtype of q; in memory [B, S, Hq, Dv] if q is. With return_lse (out, lse), lse

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from typing import Any
 
 from sparsek.core.errors import InvalidInput
 
@@ -11,12 +12,15 @@ SCORES = (
     "block_mask=mask.to_flex()), which takes the same mask"
 )
 IN_A_POLICY = "write mask=sparsek.MaskPolicy(), in which a query sees the keys of its document up to its own"
+NO_DROPOUT = (
+    "attention drops no weights; leave it out, or call scaled_dot_product_attention with "
+    "attn_mask=mask.to_dense()"
+)
 REFUSED = {
-    "dropout_p": (
-        "attention drops no weights; leave it out, or call scaled_dot_product_attention with attn_mask=mask.to_dense()"
-    ),
-    "attn_mask": "the mask is called mask: attention(q, k, v, mask=attn_mask), where a bool tensor will do",
-    "block_mask": "the mask is called mask: attention(q, k, v, mask=block_mask), where a FlexAttention mask will do",
+    "dropout_p": NO_DROPOUT,
+    "dropout": NO_DROPOUT,
+    "attn_mask": "pass it as mask=, which takes a bool tensor",
+    "block_mask": "pass it as mask=, which takes a FlexAttention mask",
     "mask_mod": "make a mask of it: mask=sparsek.BlockMask.from_mask_mod(mask_mod, B, H, S, T)",
     "attn_bias": SCORES,
     "bias": SCORES,
@@ -25,7 +29,8 @@ REFUSED = {
     "score_mod": SCORES,
     "causal": "write is_causal=True, or mask=sparsek.MaskPolicy(), which puts the last query at the last key",
     "window_size": "write mask=sparsek.MaskPolicy(window=...), which counts the query's own key",
-    "softmax_scale": "the factor of the scores is called scale",
+    "softmax_scale": "pass it as scale=",
+    "sm_scale": "pass it as scale=",
     "enable_gqa": "leave it out: q may have any multiple of the heads of k and v",
     "cu_seqlens_q": "call attention_varlen for packed documents",
     "cu_seqlens": "call attention_varlen(q, k, v, cu_seqlens) for packed documents",
@@ -40,9 +45,25 @@ REFUSED_PACKED = {
 }
 
 
-def refuse(name: str, options: Iterable[str], known: Mapping[str, str] = REFUSED) -> None:
-    """InvalidInput for options that `name` does not have; TypeError, as Python's own, for unknown names."""
-    for each in options:
-        if each in known:
+# Beside None, the values at which an option of REFUSED or REFUSED_PACKED changes nothing.
+HARMLESS: dict[str, tuple[Any, ...]] = {
+    "dropout_p": (0.0,),
+    "dropout": (0.0,),
+    "softcap": (0.0,),
+    "causal": (False,),
+    "is_causal": (False,),
+    "window_size": ((-1, -1),),
+    "enable_gqa": (False, True),
+}
+
+
+def refuse(name: str, options: Mapping[str, Any], known: Mapping[str, str] = REFUSED) -> None:
+    """InvalidInput for options that `name` does not have and that would change its result; TypeError, as Python's own,
+    for unknown names.
+    """
+    for each, value in options.items():
+        if each not in known:
+            raise TypeError(f"{name}() got an unexpected keyword argument '{each}'")
+        plain = isinstance(value, (bool, int, float, tuple))  # a tensor has no one truth
+        if value is not None and not (plain and value in HARMLESS.get(each, ())):
             raise InvalidInput(f"{name} has no argument {each}: {known[each]}")
-        raise TypeError(f"{name}() got an unexpected keyword argument '{each}'")

@@ -81,8 +81,8 @@ def attention_varlen(
         scale: As in `attention`.
         return_lse: Whether to return lse as well.
         deterministic: As in `attention`.
-        **refused: Options of other libraries (max_seqlen_q, causal, dropout_p and others): InvalidInput, with what to
-            do instead.
+        **refused: Options of other libraries (max_seqlen_q, causal, dropout_p and others). Values that change nothing
+            pass, such as None and dropout_p=0.0; others raise InvalidInput, with what to do instead.
 
     Returns:
         out [total_q, Hq, Dv]. With return_lse (out, lse), lse [Hq, total_q]. Gradients as in `attention`.

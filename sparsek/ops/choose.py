@@ -295,8 +295,10 @@ def choose_format(
     if isinstance(W, Tensor):
         arguments.tensor("W", W, dtypes.FLOATS)
     elif not isinstance(W, (BSR, Semi24, BSR24, Quantized)):
+        known = isinstance(W, torch.nn.Module) and hasattr(W, "weight")
         raise InvalidInput(
             f"W must be a dense torch.Tensor, torch.nn.Linear, BSR, Semi24, BSR24 or Quantized, got {type(W).__name__}"
+            f"{'; pass layer.weight' if known else ''}"
         )
     arguments.supported("W", W.device)
     bound, blocks = Bound(max_error, min_norm), _blocks(BLOCK if block is None else block)

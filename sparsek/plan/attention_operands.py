@@ -37,10 +37,9 @@ def check_mask(q: Tensor, k: Tensor, mask: Any, *, here: bool = True) -> None:
             f"mask is a {kind.__module__}.{kind.__name__}; a plan takes the BlockMask that it was made for, or None"
         )
     if (mask.q_len, mask.kv_len) != (q.shape[2], k.shape[2]):
-        cure = swapped(q, k, (mask.q_len, mask.kv_len))
+        cure = swapped(q, k, (mask.q_len, mask.kv_len)) or f". {_built(mask.label, q.shape[2], k.shape[2])}"
         raise InvalidInput(
-            f"mask is for {mask.q_len} queries and {mask.kv_len} keys; q has {q.shape[2]} and k {k.shape[2]}"
-            f"{cure or f'. Build it with q_len={q.shape[2]}, kv_len={k.shape[2]}'}"
+            f"mask is for {mask.q_len} queries and {mask.kv_len} keys; q has {q.shape[2]} and k {k.shape[2]}{cure}"
         )
     if mask.batch not in (1, q.shape[0]):
         raise InvalidInput(f"mask has {mask.batch} batch items and q {q.shape[0]}; mask needs 1 or as many")
@@ -52,6 +51,15 @@ def check_mask(q: Tensor, k: Tensor, mask: Any, *, here: bool = True) -> None:
         raise InvalidInput(f"mask is on {mask.device} and q on {q.device}; call mask.to({str(q.device)!r})")
     if not captured(q):
         mask.verify()
+
+
+def _built(label: str, q_len: int, kv_len: int) -> str:
+    """How to build a mask with this label for these lengths, by the arguments of its builder."""
+    if "from_flex" in label or "from_mask_mod" in label:
+        return f"Build it with Q_LEN={q_len}, KV_LEN={kv_len}"
+    if "from_dense" in label or "from_transformers" in label:
+        return f"Build it of a tensor [..., {q_len}, {kv_len}]"
+    return f"Build it with q_len={q_len}, kv_len={kv_len}"
 
 
 def check_backward(q: Tensor, v: Tensor, out: Any, lse: Any, grad: Any, grad_lse: Any) -> None:

@@ -138,7 +138,7 @@ def test_a_model_id_is_the_snapshot_of_main_in_the_cache(cache: Path) -> None:
 @pytest.mark.parametrize("name", ["org/other", "none.npz"])
 def test_a_name_that_is_nowhere_says_where_it_was_looked_for(cache: Path, name: str) -> None:
     with pytest.raises(
-        InvalidInput, match=r"no such file or folder.*cache .*it holds org/small; nothing is downloaded"
+        InvalidInput, match=r"no such file or folder.*cache .*, which holds org/small; nothing is downloaded"
     ):
         opened([name])
     with pytest.raises(InvalidInput, match="no such file or folder"):

@@ -1,5 +1,6 @@
 """The command line: what it prints, how it fails, what it writes. Fixed width, and only fields that stay the same."""
 
+import inspect
 import io
 import re
 from pathlib import Path
@@ -11,6 +12,7 @@ from rich.console import ColorSystem
 from rich.text import Text
 from safetensors.torch import save_file
 
+import sparsek as sk
 from sparsek import kernels
 from sparsek.cli.output import console, duration
 from sparsek.cli.output import table as new_table
@@ -75,6 +77,17 @@ def test_advise_predicts_for_a_named_card_and_says_so(run, model: Path) -> None:
     )
 
 
+def test_the_call_that_advise_suggests_fits_its_function(run, model: Path) -> None:
+    result = run("advise", model, "--block", "32", "--keep", "0.25", "--tokens", "64", "--device", "h200")
+    name, given = re.findall(r"sk\.(\w+)\(([^)]*)\)", " ".join(result.stdout.split()))[0]
+    positional = [each for each in given.split(", ") if "=" not in each]
+    named = [each.partition("=")[0] for each in given.split(", ") if "=" in each]
+    parameters = inspect.signature(getattr(sk, name)).parameters
+    assert positional
+    assert list(parameters)[: len(positional)] == positional
+    assert set(named) <= set(parameters)
+
+
 def test_a_break_even_picture_of_no_kind_is_refused_before_any_work(run, tmp_path: Path) -> None:
     need("matplotlib")
     save_file({"w": torch.randn(64, 64)}, tmp_path / "m.safetensors")
@@ -102,6 +115,7 @@ def test_many_matrices_have_a_row_each_in_the_table_of_formats(
     run, tmp_path: Path, monkeypatch, width: int
 ) -> None:
     names = [f"layers.{at}.weight" for at in range(5)]
+    long = [f"encoder.layer.{at}.attention.self.query.weight" for at in range(5)]
     save_file({name: torch.randn(64, 64) for name in names}, tmp_path / "m.safetensors")
     monkeypatch.setenv("COLUMNS", str(width))
     result = run("advise", tmp_path / "m.safetensors", "--block", "64", "--tokens", "8", "--device", "h200")
@@ -114,6 +128,13 @@ def test_many_matrices_have_a_row_each_in_the_table_of_formats(
     assert [row.split()[0] for row in rows] == names
     for row in rows:
         assert re.match(r"\S+ <ratio> \d+ % " if width == 120 else r"\S+ <ratio> <ratio> <ratio> ", row)
+    save_file({name: torch.randn(64, 64) for name in long}, tmp_path / "long.safetensors")
+    result = run(
+        "advise", tmp_path / "long.safetensors", "--block", "64", "--tokens", "8", "--device", "h200"
+    )
+    table = result.stdout.partition("The same in other formats: speed over dense*")[2]
+    assert "%" not in table  # norms would need more than 120 columns
+    assert "Percent: kept norm" not in table
 
 
 @pytest.mark.parametrize("width", [80, 100, 200])

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,10 +15,14 @@ from rich.text import Text
 from safetensors.torch import save_file
 from typer.testing import CliRunner, Result
 
-from sparsek.cli import doctor
+from sparsek.bench.benches import HELP
+from sparsek.cli import doctor, tune
+from sparsek.cli.__main__ import COMMANDS as COMMAND_HELP
 from sparsek.cli.__main__ import app
+from sparsek.cli.bench import ALL
 from sparsek.cli.output import NARROWEST, PIPE_WIDTH, console, table
 from sparsek.core import env
+from sparsek.core.device import CARDS
 
 WIDTHS = [0, 1, 20, 40, 80, 200]
 BENCHES = (
@@ -104,6 +109,52 @@ def test_help_is_printed_at_any_width(call, width: int, charset: str) -> None:
         assert "--help" in result.stdout
         if width < 60 and width:
             assert "…" not in result.stdout
+        if width >= 40:
+            assert max(map(len, result.stdout.splitlines())) <= width
+        if page in ([], ["bench"]):
+            texts = COMMAND_HELP if not page else {**HELP, "all": ALL}
+            words = re.sub(r"[│|\s]", "", result.stdout)
+            assert [text for text in texts.values() if re.sub(r"\s", "", text) not in words] == []
+
+
+def test_h_is_short_for_help_everywhere(call) -> None:
+    for page in PAGES:
+        assert call([*page, "-h"], 80).stdout == call([*page, "--help"], 80).stdout
+
+
+def test_the_help_of_the_program_names_version(call) -> None:
+    assert "--version" in call(["--help"], 40).stdout
+
+
+def test_help_lists_the_dtypes_and_the_cards_that_errors_list(call) -> None:
+    for command in ("advise", "demo"):
+        shown = " ".join(call([command, "--help"], 200).stdout.split())
+        assert f"a card to predict for ({', '.join(each for each in CARDS if each != 'cpu')})" in shown
+    for command in ("advise", "tune"):
+        shown = " ".join(call([command, "--help"], 200).stdout.split())
+        assert "One of bf16, fp16, fp32, fp64." in shown
+    refused = call(["advise", "x.npy", "--dtype", "int8"], 200).stderr
+    assert "use one of bf16, fp16, fp32, fp64" in refused
+
+
+def test_a_fraction_that_is_no_number_is_told_what_one_is(call) -> None:
+    for command in (["advise", "x.npy"], ["demo"]):
+        result = call([*command, "--keep", "25%"], 200)
+        assert result.exit_code == 2
+        assert "Invalid value for '--keep': 25% is no number; write a fraction such as 0.25" in result.stderr
+
+
+def test_the_result_lines_of_tune_are_wrapped(call, monkeypatch: pytest.MonkeyPatch) -> None:
+    line = (
+        "cpu.spmm on 4096 tokens of 512x512: 812.1 us, its own choice stands, 6 configs, 1 left out (error)"
+    )
+    found = [SimpleNamespace(line=line, entry=None)]
+    monkeypatch.setattr(tune, "_run", lambda *_: (found, []))
+    result = call(["tune", "--device", "cpu"], 40)
+    assert result.exit_code == 1
+    text = result.stdout.partition("0 entries in")[0]
+    assert max(map(len, text.splitlines())) <= 40
+    assert " ".join(text.split()) == line
 
 
 @pytest.mark.parametrize("width", WIDTHS)

@@ -219,13 +219,28 @@ def test_an_object_of_another_class_is_refused(tmp_path):
     assert torch.equal(io.load(path, kind=BSR).values, a.values)
     with pytest.raises(InvalidInput, match="it holds a BSR, not a Semi24"):
         io.load(path, kind=Semi24)
-    io.save({"up": a}, path)
-    assert list(io.load(path, kind=dict)) == ["up"]
+    io.save({"half": semi24(), "up": a, "down": a.T}, path)
+    assert list(io.load(path, kind=dict)) == ["half", "up", "down"]
     assert io.load(path, "up", kind=BSR).shape == (64, 64)
-    with pytest.raises(InvalidInput, match="it holds a dict, not a BSR"):
+    with pytest.raises(
+        InvalidInput, match=r"it holds a dict, not a BSR; pass name='up', one of 'up', 'down'$"
+    ):
         io.load(path, kind=BSR)
+    with pytest.raises(InvalidInput, match=r"it holds a dict, not a Tensor$"):
+        io.load(path, kind=torch.Tensor)
+    with pytest.raises(InvalidInput, match=r"it holds a BSR, not a Semi24$"):
+        io.load(path, "up", kind=Semi24)
     with pytest.raises(InvalidInput, match="kind is 'BSR'; it must be a class"):
         io.load(path, kind="BSR")  # type: ignore[call-overload]
+
+
+def test_a_file_of_torch_save_is_told_as_such(tmp_path):
+    path = tmp_path / "layer.pt"
+    torch.save({"weight": torch.ones(3, 3)}, path)
+    with pytest.raises(
+        InvalidFile, match=r"no .safetensors file but a zip, as torch.save writes; read it by torch.load"
+    ):
+        io.load(path)
 
 
 def test_a_missing_name_lists_near_ones(tmp_path):

@@ -150,6 +150,15 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
         lambda: BlockMask.per_head([scored(2, 1), scored(3, 1)]),
         "per_head: mask 0 has batch 2 and others 3; batch must be the same in all masks, or 1",
     ),
+    "a tensor, &": (
+        lambda: BlockMask.full(64) & torch.ones(64, 64).bool(),  # type: ignore[operator]
+        r"a BlockMask does not combine with a tensor; write mask & BlockMask.from_dense\(tensor\)",
+    ),
+    "a tensor, |": (
+        lambda: BlockMask.full(64) | torch.ones(64, 64).bool(),  # type: ignore[operator]
+        r"write mask \| BlockMask.from_dense\(tensor\)",
+    ),
+    "~": (lambda: ~BlockMask.full(64), r"has no ~; build .* by BlockMask.from_dense\(~mask.to_dense\(\)\)"),
     "other heads": (
         lambda: BlockMask.per_batch([scored(1, 2), scored(1, 3)]),
         "heads must be the same in all masks",

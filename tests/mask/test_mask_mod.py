@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -98,7 +99,31 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"mask_mod": lambda score, b, h, q, k: score},
         r"mask_mod takes \(score, b, h, q, k\); it must take \(b, h, q_idx, kv_idx\), and not a score",
     ),
-    "numbers": ({"mask_mod": lambda b, h, q, k: q - k}, "mask_mod returns torch.int64; it must return bool"),
+    "numbers": (
+        {"mask_mod": lambda b, h, q, k: q - k},
+        r"mask_mod returns a torch.Tensor, torch.int64 \[\]; it must return one bool tensor without dimensions for a",
+    ),
+    "True": (
+        {"mask_mod": lambda b, h, q, k: True},
+        "mask_mod returns a bool; it must return one bool tensor",
+    ),
+    "None": ({"mask_mod": lambda b, h, q, k: None}, "mask_mod returns a NoneType; it must return one bool"),
+    "a tuple": (
+        {"mask_mod": lambda b, h, q, k: (q >= k,)},
+        "mask_mod returns a tuple; it must return one bool",
+    ),
+    "a tensor of a shape": (
+        {"mask_mod": lambda b, h, q, k: (q >= k)[None]},
+        r"mask_mod returns a torch.Tensor, torch.bool \[1\]; it must return one bool tensor without dimensions",
+    ),
+    "an array": ({"mask_mod": lambda b, h, q, k: np.ones(70, bool)}, "mask_mod returns a ndarray; it must"),
+    "q_len": (
+        {"q_len": 70},
+        "from_mask_mod has no argument q_len: it is called Q_LEN here, as in create_block",
+    ),
+    "kv_len": ({"kv_len": 70}, "from_mask_mod has no argument kv_len: it is called KV_LEN here"),
+    "BLOCK_SIZE": ({"BLOCK_SIZE": 128}, "from_mask_mod has no argument BLOCK_SIZE: it is called block"),
+    "_compile": ({"_compile": True}, "from_mask_mod has no argument _compile: leave it out"),
     "batch": ({"B": 0}, "B is 0; it must be an int of at least 1"),
     "heads": ({"H": 1.5}, "H is 1.5; it must be an int of at least 1"),
     "length": ({"Q_LEN": -1}, "q_len is -1"),
@@ -122,9 +147,34 @@ def test_what_is_wrong_is_refused(name: str):
         BlockMask.from_mask_mod(**{**given, **change})
 
 
-def test_its_own_errors_are_raised_as_they_are():
-    def branching(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return q >= k if q > 5 else k == 0
+NEEDS_A_VALUE: dict[str, MaskMod] = {
+    "if": lambda b, h, q, k: q >= k if q > 5 else k == 0,
+    "and": lambda b, h, q, k: q >= k and k > 5,
+    "in": lambda b, h, q, k: torch.tensor(q in (1, 2)),
+    "item": lambda b, h, q, k: torch.tensor(q.item() >= k.item()),
+    "int": lambda b, h, q, k: torch.tensor(int(q) >= int(k)),
+    "numpy": lambda b, h, q, k: torch.from_numpy(q.numpy() >= k.numpy()),
+    "shapes of values": lambda b, h, q, k: torch.nonzero(q >= k),
+}
 
-    with pytest.raises(RuntimeError, match="data-dependent control flow"):
-        BlockMask.from_mask_mod(branching, 1, 1, 70, 70, device="cpu")
+
+@pytest.mark.parametrize("name", NEEDS_A_VALUE)
+def test_a_function_that_needs_a_value_is_refused_with_torchs_error_as_the_cause(name: str):
+    text = "mask_mod cannot run under torch.vmap; it must return one bool tensor .* by &, | and torch.where in place"
+    with pytest.raises(InvalidInput, match=text) as raised:
+        BlockMask.from_mask_mod(NEEDS_A_VALUE[name], 1, 1, 70, 70, device="cpu")
+    assert isinstance(raised.value.__cause__, RuntimeError)
+
+
+def test_a_missing_length_under_another_name_is_told_by_its_own():
+    with pytest.raises(InvalidInput, match="it is called KV_LEN here"):
+        BlockMask.from_mask_mod(lambda b, h, q, k: q >= k, 1, 1, 70, kv_len=70)  # type: ignore[call-arg]
+
+
+def test_its_own_errors_are_raised_as_they_are():
+    bounds = torch.arange(70)
+    with pytest.raises(IndexError, match="out of bounds"):
+        BlockMask.from_mask_mod(lambda b, h, q, k: bounds[k + 5] >= q, 1, 1, 70, 70, device="cpu")
+    elsewhere = torch.tensor(3, device="meta")
+    with pytest.raises(RuntimeError, match="not on the expected device"):
+        BlockMask.from_mask_mod(lambda b, h, q, k: q >= elsewhere, 1, 1, 70, 70, device="cpu")

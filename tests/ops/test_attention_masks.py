@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import sparsek as sk
 from sparsek.core.errors import InvalidInput
 from sparsek.mask import accepted
-from sparsek.ops.attention_refused import REFUSED, REFUSED_PACKED
+from sparsek.ops.attention_refused import HARMLESS, REFUSED, REFUSED_PACKED
 from tests.ops.tensors import qkv, window
 from tests.ops.test_attention_compiled import calls
 
@@ -134,6 +134,15 @@ def test_a_mask_for_each_head_of_k_serves_the_heads_of_q_that_share_it():
     tensors = drawn(100, 130, 0)
     want = dense_attention(*tensors, mask.repeat_interleave(HQ // HKV, 1))[0]
     torch.testing.assert_close(sk.attention(*tensors, mask), want, rtol=0, atol=1e-12)
+
+
+def test_three_dims_begin_with_heads_of_q_also_where_the_mask_is_kept():
+    q, k, v = (x.detach() for x in drawn(100, 130, 0))
+    mask = torch.rand(HKV, 100, 130) < 0.4
+    want = dense_attention(q[:, :HKV], k[:, :1], v[:, :1], mask)[0]  # repeats k twice
+    torch.testing.assert_close(sk.attention(q[:, :HKV], k[:, :1], v[:, :1], mask), want, rtol=0, atol=1e-12)
+    with pytest.raises(InvalidInput, match="the first of three dims is heads of q"):
+        sk.attention(q, k, v, mask)
 
 
 @pytest.mark.parametrize("lengths", [(130, 130), (70, 200), (200, 70), (1, 90), (90, 1)], ids=str)
@@ -441,7 +450,28 @@ def test_options_of_other_libraries_are_refused_with_what_to_do_instead(name: st
 def test_so_they_are_for_packed_documents(name: str):
     q, k, v = (x[0].transpose(0, 1) for x in qkv(64))
     with pytest.raises(InvalidInput, match=f"attention_varlen has no argument {name}: "):
-        attend_packed(q, k, v, torch.tensor([0, 64]), **{name: True})
+        attend_packed(q, k, v, torch.tensor([0, 64]), **{name: 0.5})
+
+
+def test_options_of_other_libraries_pass_at_values_that_change_nothing():
+    (q, k, v), mask = qkv(64), window(64)
+    want = sk.attention(q, k, v, mask)
+    packed = [x[0].transpose(0, 1) for x in (q, k, v)]
+    bounds = torch.tensor([0, 64])
+    want_packed = attend_packed(*packed, bounds)
+    for name in {**REFUSED, **REFUSED_PACKED}:
+        for value in (None, *HARMLESS.get(name, ())):
+            if name in REFUSED:
+                assert torch.equal(attend(q, k, v, mask, **{name: value}), want)
+            if name in REFUSED_PACKED:
+                assert torch.equal(attend_packed(*packed, bounds, **{name: value}), want_packed)
+    assert torch.equal(attend(q, k, v, mask, dropout_p=0, softcap=0), want)
+    for option in ({"dropout_p": 0.1}, {"dropout": True}, {"softcap": 50.0}, {"window_size": (128, 0)}):
+        with pytest.raises(InvalidInput, match="attention has no argument"):
+            attend(q, k, v, mask, **option)
+    for name in ("attn_mask", "block_mask", "attn_bias"):
+        with pytest.raises(InvalidInput, match=f"attention has no argument {name}: "):
+            attend(q, k, v, **{name: torch.zeros(64, 64)})
 
 
 def test_the_refusals_say_what_works():

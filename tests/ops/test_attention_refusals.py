@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, noop_mask
 
 import sparsek as sk
 from sparsek.core.errors import InvalidInput
@@ -95,11 +96,23 @@ BAD_OPERANDS: dict[str, tuple[Callable[..., Any], str]] = {
     ),
     "mask of other queries": (
         lambda q, k, v: sk.attention(q, k, v, torch.ones(190, 192).bool()),
-        r"mask is \[190, 192\]; it must broadcast to \[B, H, S, T\], here \[2, 4, 192, 192\]$",
+        r"mask is \[190, 192\]; it must broadcast to \[B, Hq or Hkv, S, T\], here \[2, 4 or 2, 192, 192\]$",
     ),
     "mask of other heads": (
         lambda q, k, v: sk.attention(q, k, v, torch.ones(3, 192, 192).bool()),
-        r"mask is \[3, 192, 192\]; it must broadcast to \[B, H, S, T\], here \[2, 4, 192, 192\]$",
+        r"mask is \[3, 192, 192\]; it must broadcast to \[B, Hq or Hkv, S, T\], here \[2, 4 or 2, 192, 192\]$",
+    ),
+    "mask per batch item or head of k": (
+        lambda q, k, v: sk.attention(q, k, v, torch.ones(2, 192, 192).bool()),
+        r"; the first of three dims is heads of q, as in torch, .* mask\[:, None\] for .*, mask\[None\] for one per",
+    ),
+    "mask per batch item": (
+        lambda q, k, v: sk.attention(q, k[:, :1], v[:, :1], torch.ones(2, 1, 192).bool()),
+        r"and q has 4: pass mask\[:, None\] for a mask per batch item$",
+    ),
+    "mask per head of k": (
+        lambda q, k, v: sk.attention(q[:1], k[:1], v[:1], torch.ones(2, 192, 192).bool()),
+        r"and q has 4: pass mask\[None\] for one per head of k$",
     ),
     "mask of five dims": (
         lambda q, k, v: sk.attention(q, k, v, torch.ones(1, 2, 4, 192, 192).bool()),
@@ -128,6 +141,27 @@ BAD_OPERANDS: dict[str, tuple[Callable[..., Any], str]] = {
     "queries of mask": (
         lambda q, k, v: sk.attention(q[:, :, :100], k, v, window()),
         "mask is for 192 queries and 192 keys; q has 100 and k 192. Build it with q_len=100, kv_len=192",
+    ),
+    "lengths of a mask_mod": (
+        lambda q, k, v: sk.attention(
+            q[:, :, :100],
+            k,
+            v,
+            sk.BlockMask.from_mask_mod(noop_mask, None, None, 192, 192),
+        ),
+        r"mask is for 192 queries and 192 keys; q has 100 and k 192. Build it with Q_LEN=100, KV_LEN=192$",
+    ),
+    "lengths of a FlexAttention mask": (
+        lambda q, k, v: sk.attention(
+            q[:, :, :100], k, v, create_block_mask(noop_mask, None, None, 192, 192, "cpu", 64)
+        ),
+        r"mask is for 192 queries and 192 keys; q has 100 and k 192. Build it with Q_LEN=100, KV_LEN=192$",
+    ),
+    "lengths of a dense mask": (
+        lambda q, k, v: sk.attention(
+            q[:, :, :100], k, v, sk.BlockMask.from_dense(torch.ones(192, 192).bool())
+        ),
+        r"mask is for 192 queries and 192 keys; q has 100 and k 192. Build it of a tensor \[..., 100, 192\]$",
     ),
     "keys of mask": (
         lambda q, k, v: sk.attention(q, k[:, :, :100], v[:, :, :100], window()),

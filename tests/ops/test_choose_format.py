@@ -233,6 +233,15 @@ def test_an_option_without_a_fast_kernel_says_why() -> None:
     assert "to specify, not to be fast" in " ".join(why["2:4"])
 
 
+def test_a_block_sparse_layer_is_refused_by_the_name_of_its_weight() -> None:
+    layer = sk.nn.BlockSparseLinear.from_dense(torch.nn.Linear(512, 256, dtype=BF16), block=64, keep=0.25)
+    with pytest.raises(sk.InvalidInput, match=r"got BlockSparseLinear; pass layer.weight$"):
+        sk.choose_format((64, 512), layer)  # type: ignore[arg-type]
+    assert sk.choose_format((64, 512), layer.weight).choice.name == "BSR 64 25 %"
+    with pytest.raises(sk.InvalidInput, match=r"got ReLU$"):
+        sk.choose_format((64, 512), torch.nn.ReLU())  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [

@@ -1,19 +1,23 @@
 """Predictions for an H200 stay near what was measured on one: near the newest records of every case and kernel."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import sparsek as sk
 from sparsek.bench.engine import records
 from sparsek.bench.suites.spmm import SpmmCase
 from sparsek.core import dtypes
+from sparsek.core.device import CPU, UNITS_OVER_FP32
+from sparsek.kernels import kinds
 from sparsek.matrix.bsr import BSR
 from sparsek.matrix.random import random_bsr
+from sparsek.ops import planning
 from sparsek.ops.spmm import plan_spmm
-from sparsek.plan.plan import Plan
+from sparsek.plan.plan import Plan, bound_seconds
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "results" / "h200"
 RECORDS = [record for record in records.newest(records.read(FOLDER)) if record["op"] == "spmm"]
@@ -57,6 +61,43 @@ def test_a_recorded_config_is_planned_again(name: str) -> None:
     other = next(c for c in plan.implementation.configs(plan.problem) if c != plan.config)
     assert planned(case, name, records.config_of(other)).config == other
     assert planned(case, name, {"gone": 1}).config == plan.config
+
+
+def on_the_cpu(dtype: torch.dtype) -> dict[str, Plan]:
+    """Plans of products of 2048 with an eighth of the blocks of 128, and of attention, for CPU tensors."""
+    a = random_bsr(2048, 2048, 128, 0.125, dtype=dtype)
+    b = torch.zeros(2048, 2048, dtype=dtype)
+    q = torch.zeros(1, 2, 1024, 64, dtype=dtype)
+    mask = sk.BlockMask.sliding_window(1024, 256)
+    plans: dict[str, Plan] = {
+        "bsr": plan_spmm(a, b),
+        "thin": plan_spmm(a, b[:, :16]),
+        "sddmm": sk.plan_sddmm(b, b, a.pattern),
+        "spgemm": sk.plan_spgemm(a, a),
+        "attention": sk.plan_attention(q, q, q, mask),
+        "attention, backward": sk.plan_attention_backward(q, q, q, mask),
+    }
+    if dtype != torch.float64:
+        plans["semi24"] = plan_spmm(sk.Semi24.from_dense(a.to_dense()), b)
+        plans["bsr24"] = plan_spmm(sk.BSR24.from_bsr(a), b)
+        plans["bsr_fp8"] = plan_spmm(sk.quantize(a), b)
+    return plans
+
+
+@pytest.mark.parametrize("units", [False, True], ids=["no units", "bf16 units"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32", "fp64"])
+def test_the_cpus_own_kernels_win_there_and_none_is_below_the_roofline(
+    dtype: str, units: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kinds, "has_bf16_units", lambda: units)
+    over_fp32 = UNITS_OVER_FP32 if units else 1
+    card = replace(CPU, tflops={**CPU.tflops, "bf16": over_fp32 * CPU.tflops["fp32"]})
+    for name, plan in on_the_cpu(dtypes.parse(dtype)).items():
+        problem = replace(plan.problem, card=card)
+        choice = planning._decide(problem, None)  # not a choice that is remembered
+        assert choice.kernel.name.startswith("cpu."), (name, choice.candidates)
+        for each in choice.candidates:
+            assert each.why_not or each.seconds >= bound_seconds(problem), (name, each)
 
 
 @pytest.mark.parametrize("kernel", ["hopper.spmm", "portable.spmm", "vendor.dense"])

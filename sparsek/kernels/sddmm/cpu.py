@@ -25,15 +25,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from sparsek.core import dtypes
-from sparsek.kernels.kinds import CpuConfig, CpuKernel, goes_wide, has_bf16_units, widths
+from sparsek.kernels.kinds import CpuConfig, CpuKernel, goes_wide, widths
 from sparsek.matrix.padding import zero_padding
 from sparsek.matrix.pattern import BlockPattern
 from sparsek.plan.kernel import SddmmKernel
 from sparsek.plan.problem import SddmmProblem
 
 STEP_SECONDS = 2e-5
-# How much faster AVX-512 BF16 is than float32: measured on an EPYC core, 2026-11-21.
-UNITS_OVER_FP32 = 4
 
 
 @dataclass(frozen=True)
@@ -93,8 +91,6 @@ class CpuSddmm(CpuKernel):
         bm, bn = p.block
         size = 4 if c.wide else dtypes.itemsize(p.dtype)
         rate = p.card.tflops["fp32" if c.wide else p.dtype] * 1e12
-        if p.dtype == "bf16" and not c.wide and has_bf16_units():
-            rate = UNITS_OVER_FP32 * p.card.tflops["fp32"] * 1e12
         if c.strips:
             moved = 2 * p.m * p.n * size + p.compulsory_bytes
             steps = max(p.grid[0] / max(1, c.step_bytes // max(1, bm * p.n * size)), 1)

@@ -48,8 +48,7 @@ class CpuSemi24(CpuKernel):
     def seconds(self, p: SpmmProblem, c: CpuConfig) -> float:
         size = 4 if c.wide else dtypes.itemsize(p.dtype)
         steps = -(-p.m // _side(c, p.k, size))
-        # bf16 alone is multiplied as it is: its units are not slower than float32.
-        rate = p.card.tflops["fp64" if p.dtype == "fp64" else "fp32"] * 1e12
+        rate = p.card.tflops["fp32" if c.wide else p.dtype] * 1e12
         parts = p.has_alpha + p.bias + bool(p.activation) + bool(p.combine)
         moved = UNPACK_BYTES * p.m * p.k + 2 * parts * p.m * p.n * p.batch * 4 + p.compulsory_bytes
         return p.dense_flops / rate + moved / p.card.bandwidth + steps * STEP_SECONDS

@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
-from sparsek.core.device import H200
+from sparsek.core.device import H200, has_bf16_units
 from sparsek.kernels import load
 from sparsek.kernels.attention.cpu_fwd import CpuAttentionConfig
-from sparsek.kernels.kinds import has_bf16_units
 from sparsek.mask.mask import BlockMask
 from sparsek.plan.kernel import AttentionCall
 from sparsek.testing.attention_budget import check_attention
